@@ -1,0 +1,53 @@
+# Everything here makes what it needs; the only requirements are git, make and Python 3.10 or newer with venv.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+
+.PHONY: help quickstart test test-slurm slurm-packages check format lint types contracts install clean
+.DEFAULT_GOAL := help
+
+help: ## show this list
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 18
+
+install: $(VENV)/.installed ## make .venv with tula and everything its development needs
+
+$(VENV)/.installed: pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --upgrade pip
+	$(BIN)/pip install --quiet --editable '.[dev]'
+	touch $@
+
+quickstart: install ## profile, recommend and train a small job on this machine (a few minutes)
+	$(BIN)/tula check configs/quickstart.yaml
+	$(BIN)/tula profile configs/quickstart.yaml --yes
+	$(BIN)/tula recommend --objective knee
+	$(BIN)/tula train --yes
+	$(BIN)/tula status
+
+test: install ## run all tests
+	$(BIN)/python -m pytest
+
+slurm-packages: ## install what the tests on a real SLURM cluster need (Debian, root)
+	$(PYTHON) tests/slurm/cluster.py install
+
+test-slurm: install slurm-packages ## run the tests on a real SLURM cluster of 4 nodes on this machine (Debian, root)
+	TULA_REQUIRE_SLURM=1 $(BIN)/python -m pytest tests/slurm
+
+format: install ## write all files in the one format
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+lint: install
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+
+types: install
+	$(BIN)/mypy
+
+contracts: install
+	$(BIN)/lint-imports
+
+check: lint types contracts test ## what CI runs: format, lint, types, import contracts, tests
+
+clean: ## remove what make and the tools have made, but no runs
+	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache

@@ -1,0 +1,197 @@
+"""profile -> recommend -> train with real ranks, and what is done to them on the way."""
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tula_cli.records import Measured, OutOfMemory, TrainTask
+from tula_cli.spec import load_spec
+
+pytestmark = [pytest.mark.e2e, pytest.mark.torch]
+DIGITS = 1437  # training samples
+LIMIT = "cluster.memory_per_gpu=24MB"  # a batch of 512 does not fit the small network of these tests, one of 64 does
+
+
+def newest_task(tula) -> TrainTask:
+    run = tula.run()
+    task = run.newest_train_task(run.train_signatures()[0])
+    assert task is not None
+    return task
+
+
+def weights_differ(one: Path, other: Path) -> bool:
+    """Return whether two checkpoints' weights differ in a single bit; torch stays out of this process."""
+    code = """
+import sys, torch
+one, other = (torch.load(path, weights_only=True)["model"] for path in sys.argv[1:])
+assert one.keys() == other.keys()
+sys.exit(any(not torch.equal(one[key], other[key]) for key in one))
+"""
+    return bool(subprocess.run([sys.executable, "-c", code, str(one), str(other)], check=False).returncode)
+
+
+def test_the_main_job_from_profile_to_trained_model(tula) -> None:
+    profile = tula("profile", "job.yaml")
+    assert profile["status"] == "done"
+    run = tula.run()
+    measured = [result for result in run.results() if isinstance(result, Measured)]
+    # sweep: every batch at one node, the smallest at two, and the largest at two
+    assert {(probe.nodes, probe.local_batch) for probe in measured} == {(1, 64), (1, 128), (1, 256), (2, 32), (2, 128)}
+    assert all(len(probe.step_times) == 5 and min(probe.step_times) > 0 for probe in measured)
+
+    again = tula("profile", "job.yaml", "--set", "pricing.price=7.5")
+    assert again["run_id"] == profile["run_id"], "a price changes no measurement"
+    assert len(run.jobs()) == 2
+    assert all(job.submissions == 1 for job in run.jobs()), "nothing was measured again"
+
+    answer = tula("recommend", "--objective", "time")
+    choice = answer["data"]["choice"]
+    assert choice["hours"] == min(row["hours"] for row in answer["data"]["rows"])
+    assert choice["cost"] == pytest.approx(choice["hours"] * choice["nodes"] * 7.5)
+    for name in ("recommendation.json", "recommended.yaml", "results.csv", "cmd.txt"):
+        assert (run.path / name).is_file()
+    assert load_spec(run.path / "recommended.yaml") == run.spec()
+
+    trained = tula("train")
+    summary = trained["data"]
+    assert (summary["nodes"], summary["batch"]) == (choice["nodes"], choice["batch"])
+    assert summary["predicted_hours"] == pytest.approx(choice["hours"])
+    assert summary["actual_cost"] == pytest.approx(summary["actual_hours"] * choice["nodes"] * 7.5)
+    result = run.train_result(summary["signature"])
+    assert result is not None
+    assert result.samples == 3 * (DIGITS // choice["batch"]) * choice["batch"]
+    assert tula("train")["data"] == summary, "a finished run answers at once"
+    assert tula("status")["status"] == "done"
+
+
+def test_out_of_memory_relaunches_at_the_next_smaller_batch_with_samples_and_schedule_right(tula) -> None:
+    summary = tula("train", "job.yaml", "--nodes", "1", "--batch", "1024", "--set", LIMIT)["data"]
+    assert summary["start_batch"] == 1024
+    assert summary["batch"] < 1024
+    assert summary["causes"][0] == "out of memory at batch 1024"
+    run = tula.run()
+    rows = run.metrics(summary["signature"])
+    starts = [row["batch"] for row in rows if row["kind"] == "start"]
+    assert starts == [1024 >> k for k in range(len(starts))]
+    ends = [row["samples"] for row in rows if row["kind"] == "epoch"]
+    assert len(ends) == 3
+    expected = 0
+    for end, row in zip(ends, [row for row in rows if row["kind"] == "epoch"], strict=True):
+        batch = next(r["batch"] for r in reversed(rows[: rows.index(row)]) if r["kind"] == "start")
+        expected += DIGITS // batch * batch
+        assert end == expected
+    rates = {row["epoch"]: row["lr"] for row in rows if row["kind"] == "epoch"}
+    assert rates == {1: 0.05, 2: 0.05, 3: 0.025}
+
+
+def test_a_batch_that_does_not_fit_is_a_result_that_bounds_the_grid(tula) -> None:
+    """The model hoards memory that no estimate can see, so that a probe meets the real limit."""
+    (tula.folder / "mine.py").write_text(
+        "import torch\n"
+        "class Hoarder(torch.nn.Module):\n"
+        "    def __init__(self, num_classes=10):\n"
+        "        super().__init__()\n"
+        "        self.layer = torch.nn.Linear(64, num_classes)\n"
+        "    def forward(self, x):\n"
+        "        self.kept = bytearray(len(x) * 1_000_000)\n"
+        "        return self.layer(x.flatten(1))\n"
+    )
+    hoarder = ("--set", "model={name: 'mine:Hoarder'}", "--set", "cluster.memory_per_gpu=200MB")
+    tula("profile", "job.yaml", *hoarder, "--set", "search.nodes=[1]", "--set", "search.max_batch=512")
+    found = {result.local_batch: result for result in tula.run().results()}
+    assert isinstance(found[64], Measured)
+    assert isinstance(found[128], OutOfMemory)
+    assert not found[128].assumed
+    assert isinstance(found[256], OutOfMemory)
+    assert found[256].assumed
+    answer = tula("recommend", "--objective", "time")
+    assert {row["batch"] for row in answer["data"]["rows"]} == {64}
+
+
+def test_out_of_memory_at_the_smallest_batch_has_its_own_exit_code(tula) -> None:
+    answer = tula("train", "job.yaml", "--nodes", "1", "--batch", "64", "--set", "cluster.memory_per_gpu=1MB", code=7)
+    assert answer["error"]["code"] == "memory"
+
+
+def test_a_killed_command_line_loses_nothing(tula) -> None:
+    process = tula.start("train", "job.yaml", "--nodes", "1", "--batch", "64", "--set", "train.epochs=8")
+    tula.until(tula.epochs_done)
+    os.kill(process.pid, signal.SIGKILL)
+    process.communicate()
+    summary = tula("train", "job.yaml", "--nodes", "1", "--batch", "64", "--set", "train.epochs=8")["data"]
+    assert summary["attempts"] == 1, "the job went on without its command line"
+    assert summary["causes"] == []
+
+
+def test_ctrl_c_leaves_the_job_alive_and_says_so(tula) -> None:
+    process = tula.start("train", "job.yaml", "--nodes", "1", "--batch", "64", "--set", "train.epochs=20")
+    tula.until(tula.epochs_done)
+    os.killpg(process.pid, signal.SIGINT)  # as a terminal does: to the whole group
+    _, told = process.communicate(timeout=30)
+    assert process.returncode == 130
+    assert "tula cancel" in told
+    summary = tula("train", "job.yaml", "--nodes", "1", "--batch", "64", "--set", "train.epochs=20")["data"]
+    assert summary["attempts"] == 1
+
+
+def test_killed_ranks_and_supervisors_change_no_bit_of_the_result(tula) -> None:
+    command = ("train", "job.yaml", "--nodes", "2", "--batch", "128", "--set", "train.epochs=6")
+    straight = tula(*command)["data"]
+    run = tula.run()
+    last = run.train_dir(straight["signature"]) / "last"
+    kept = tula.folder / "straight.pt"
+    kept.write_bytes(last.read_bytes())
+    for name in ("train", "tasks", "jobs", "attempts", "failures"):
+        subprocess.run(["rm", "-rf", str(run.path / name)], check=True)
+
+    process = tula.start(*command)
+    tula.until(tula.epochs_done)
+    os.kill(tula.ranks(newest_task(tula))[0], signal.SIGKILL)
+    tula.until(lambda: newest_task(tula).attempt == 2 and tula.epochs_done() >= 3)
+    attempt = run.attempts(newest_task(tula).id)[-1]
+    os.kill(attempt.pid, signal.SIGKILL)  # the supervisor
+    process.communicate(timeout=60)
+
+    summary = tula(*command)["data"]
+    assert summary["attempts"] == 3
+    assert len(summary["causes"]) == 1
+    assert "exitcode : -9" in summary["causes"][0]
+    result = run.train_result(straight["signature"])
+    assert result is not None
+    assert result.samples == 6 * (DIGITS // 128) * 128
+    assert not weights_differ(kept, last)
+
+
+def test_the_users_own_error_is_told_with_its_words(tula) -> None:
+    (tula.folder / "mine.py").write_text(
+        "import torch\n"
+        "class Net(torch.nn.Module):\n"
+        "    def __init__(self, num_classes=10):\n"
+        "        super().__init__()\n"
+        "        self.layer = torch.nn.Linear(64, num_classes)\n"
+        "        self.seen = 0\n"
+        "    def forward(self, x):\n"
+        "        self.seen += 1\n"
+        "        if self.seen > 20 and len(x) > 1:\n"
+        "            raise ValueError('the user is tired of it')\n"
+        "        return self.layer(x.flatten(1))\n"
+    )
+    answer = tula("train", "job.yaml", "--nodes", "1", "--batch", "64", "--set", "model={name: 'mine:Net'}", code=6)
+    assert "the user is tired of it" in answer["error"]["message"]
+
+
+def test_cancel_ends_the_job_and_the_same_command_goes_on(tula) -> None:
+    command = ("train", "job.yaml", "--nodes", "1", "--batch", "64", "--set", "train.epochs=40")
+    process = tula.start(*command)
+    tula.until(tula.epochs_done)
+    cancelled = tula("cancel")
+    assert len(cancelled["data"]["cancelled"]) == 1
+    process.communicate(timeout=60)
+    assert process.returncode == 6
+    assert tula("status")["status"] == "done"
+    summary = tula(*command)["data"]
+    assert summary["attempts"] == 2

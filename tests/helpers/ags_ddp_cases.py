@@ -1,0 +1,411 @@
+"""The rank's part of test_tula_ddp: runs every case, one after the other, in one process group.
+
+    python ags_ddp_cases.py FOLDER RANK WORLD
+
+keeps the list of the cases that passed in FOLDER/<rank>.json, and ends at the first that does not.
+"""
+
+from __future__ import annotations
+
+import io
+import itertools
+import json
+import sys
+import warnings
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from tula_cli.worker.optim import TulaOptimizer, tula
+
+B_LARGE, STEPS = 16, 3  # STEPS: optimizer steps in an epoch
+Case = Callable[[int, int], None]
+CASES: dict[str, Case] = {}
+
+
+def case(*arguments: Any) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Register the function once for each combination of the lists of arguments."""
+
+    def register(function: Callable[..., None]) -> Callable[..., None]:
+        for values in itertools.product(*arguments):
+            name = "-".join([function.__name__, *map(str, values)])
+            CASES[name] = lambda rank, world, values=values: function(rank, world, *values)
+        return function
+
+    return register
+
+
+def net(bn: bool = False, dropout: float = 0.0) -> nn.Module:
+    torch.manual_seed(0)
+    middle = [nn.BatchNorm1d(7)] if bn else []
+    return nn.Sequential(nn.Linear(5, 7), *middle, nn.Tanh(), nn.Dropout(dropout), nn.Linear(7, 3)).double()
+
+
+def batch(step: int) -> tuple[Tensor, Tensor]:
+    rng = torch.Generator().manual_seed(step)
+    x = torch.randn(B_LARGE, 5, generator=rng, dtype=torch.float64)
+    return x, torch.randint(0, 3, (B_LARGE,), generator=rng)
+
+
+def local(x: Tensor, rank: int, world: int) -> Tensor:
+    return x[rank::world]
+
+
+def loss_of(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    return nn.functional.cross_entropy(model(x), y)
+
+
+def build(model: nn.Module, **kwargs: Any) -> TulaOptimizer:
+    base = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=1e-3)
+    default: dict[str, Any] = {"b_large": B_LARGE, "b_small": 4, "steps_per_epoch": STEPS, "delta": 0.6}
+    return TulaOptimizer(base, model=model, **(default | kwargs))
+
+
+def train_step(model: DistributedDataParallel, opt: TulaOptimizer, step: int, spoil: Any = None) -> None:
+    rank, world = dist.get_rank(), dist.get_world_size()
+    x, y = (local(t, rank, world) for t in batch(step))
+    opt.zero_grad()
+    loss_of(model, x, y).backward()
+    if opt.wants_small_batch:
+        small = lambda n: loss_of(model.module, x[:n], y[:n])  # noqa: E731
+        opt.small_batch(small if spoil is None else lambda n: spoil(small(n)))
+    opt.step()
+
+
+def train_alone(model: nn.Module, opt: TulaOptimizer, step: int, counts: list[int]) -> None:
+    """What all ranks together do, in one process: the small batch is the same samples."""
+    x, y = batch(step)
+    opt.zero_grad()
+    loss_of(model, x, y).backward()
+    if opt.wants_small_batch:
+        world = len(counts)
+        xs, ys = (torch.cat([local(t, r, world)[:n] for r, n in enumerate(counts)]) for t in (x, y))
+        opt.small_batch(lambda n: loss_of(model, xs, ys))
+    opt.step()
+
+
+def ags(opt: TulaOptimizer) -> dict[str, Any]:
+    return dict(opt.state_dict()["ags"])
+
+
+def flat(model: nn.Module, opt: TulaOptimizer) -> Tensor:
+    state = ags(opt)
+    numbers = torch.tensor([state["n_scaled"], state["n_refresh"], state["n_steps"], len(state["scale"])])
+    square = [] if state["prev_sq"] is None else [state["prev_sq"].reshape(1)]
+    parts = [*model.parameters(), *state["scale"].values(), *square, numbers]
+    return torch.cat([p.detach().double().reshape(-1) for p in parts])
+
+
+def assert_ranks_equal(model: nn.Module, opt: TulaOptimizer) -> None:
+    mine = flat(model, opt)
+    theirs = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
+    dist.all_gather(theirs, mine)
+    assert all(torch.equal(mine, other) for other in theirs), "the ranks differ"
+
+
+def assert_close(model: nn.Module, opt: TulaOptimizer, twin: nn.Module, alone: TulaOptimizer) -> None:
+    ours, theirs = ags(opt), ags(alone)
+    assert ours["n_scaled"] == theirs["n_scaled"] and ours["n_refresh"] == theirs["n_refresh"]
+    for p, q in zip(model.parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(p, q, rtol=0, atol=1e-7)
+    assert ours["scale"].keys() == theirs["scale"].keys()
+    for k, factor in ours["scale"].items():
+        torch.testing.assert_close(factor, theirs["scale"][k], rtol=1e-6, atol=1e-6)
+
+
+@case(["source", "spread"], [False, True], ["element", "tensor"])
+def equals_one_process(rank: int, world: int, draw: Any, bucket_view: bool, granularity: Any) -> None:
+    model, twin = DistributedDataParallel(net(), gradient_as_bucket_view=bucket_view), net()
+    opt = build(model, draw=draw, granularity=granularity)
+    alone = build(twin, granularity=granularity)
+    for step in range(4 * STEPS):
+        turn = ags(opt)["n_refresh"]
+        counts = [4 // world] * world if draw == "spread" else [4 * (r == turn % world) for r in range(world)]
+        train_step(model, opt, step)
+        train_alone(twin, alone, step, counts)
+        assert_close(model, opt, twin, alone)
+        assert_ranks_equal(model, opt)
+    assert 0 < ags(opt)["n_scaled"] < 4 * STEPS - 1
+
+
+@case(["element", "tensor"])
+def small_batch_over_several_ranks(rank: int, world: int, granularity: Any) -> None:
+    """No rank holds b_small samples: several take part, with unequal shares."""
+    available, b_small = (2, 3) if world == 2 else (2, 5)
+    first = {2: [2, 1], 4: [2, 2, 1, 0]}[world]
+    model, twin = DistributedDataParallel(net()), net()
+    opt = build(model, available=available, b_small=b_small, granularity=granularity)
+    alone = build(twin, b_small=b_small, granularity=granularity)
+    assert opt.small_batch_size == b_small and opt.bounds == alone.bounds
+    for step in range(4 * STEPS):
+        turn = ags(opt)["n_refresh"] % world
+        counts = [first[(r - turn) % world] for r in range(world)]
+        train_step(model, opt, step)
+        train_alone(twin, alone, step, counts)
+        assert_close(model, opt, twin, alone)
+        assert_ranks_equal(model, opt)
+
+
+@case()
+def default_share_is_the_local_batch(rank: int, world: int) -> None:
+    opt = build(DistributedDataParallel(net()), b_small=12)
+    assert opt.available == B_LARGE // world and opt.small_batch_size == 12
+    assert sum(tula.draw_counts("source", 12, opt.available, world, 0)) == 12
+
+
+@case()
+def spread_rounds_up_and_the_cap_follows(rank: int, world: int) -> None:
+    opt = build(DistributedDataParallel(net()), b_small=world + 1, draw="spread")
+    assert opt.small_batch_size == 2 * world and opt.bounds.high == (B_LARGE / (2 * world)) ** 0.5
+
+
+@case()
+def spread_that_rounds_up_to_the_whole_batch_is_the_identity(rank: int, world: int) -> None:
+    opt = build(DistributedDataParallel(net()), b_small=B_LARGE - 1, draw="spread")
+    assert opt.small_batch_size == B_LARGE and opt.identity is not None and not opt.wants_small_batch
+
+
+@case(["source", "spread"])
+def not_finite_on_one_rank_puts_the_refresh_off_on_all(rank: int, world: int, draw: Any) -> None:
+    model = DistributedDataParallel(net())
+    opt = build(model, draw=draw)
+    spoil = (lambda loss: loss * torch.inf) if rank == 0 else None
+    for step in range(STEPS):
+        train_step(model, opt, step, spoil)
+    assert ags(opt)["n_refresh"] == 0 and ags(opt)["scale"] == {} and opt.wants_small_batch
+    train_step(model, opt, STEPS)
+    assert ags(opt)["n_refresh"] == 1
+    assert_ranks_equal(model, opt)
+
+
+class Forked(nn.Module):
+    """Small batches do not use `rare`; on rank 0 they do where `everywhere` is false."""
+
+    def __init__(self, everywhere: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.often, self.rare = nn.Linear(5, 3), nn.Linear(5, 3)
+        self.everywhere = everywhere
+
+    def forward(self, x: Tensor) -> Tensor:
+        large = len(x) == B_LARGE // dist.get_world_size()
+        used = large or (dist.get_rank() == 0 and not self.everywhere)
+        result: Tensor = self.often(x) + (self.rare(x) if used else 0)
+        return result
+
+
+@case(["source", "spread"], [False, True])
+def unused_in_the_small_batch(rank: int, world: int, draw: Any, everywhere: bool) -> None:
+    model = DistributedDataParallel(Forked(everywhere).double())
+    opt = build(model, draw=draw, b_small=world if draw == "spread" else 2)
+    for step in range(STEPS):
+        train_step(model, opt, step)
+    # in the first refresh the source is rank 0
+    assert [*ags(opt)["scale"]] == ([0, 1] if everywhere else [0, 1, 2, 3])
+    assert_ranks_equal(model, opt)
+
+
+@case(["source", "spread"])
+def batch_norm_and_dropout_keep_each_ranks_buffers_and_generator(rank: int, world: int, draw: Any) -> None:
+    kept = []
+    for delta in (0.0, None):
+        model = DistributedDataParallel(net(bn=True, dropout=0.2), broadcast_buffers=False)
+        base = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=1e-3)
+        opt: Any = base if delta is None else build(model, b_small=8, delta=delta, draw=draw, refresh=1)
+        torch.manual_seed(100 + rank)
+        for step in range(2 * STEPS):
+            if delta is not None:
+                train_step(model, opt, step)
+                continue
+            opt.zero_grad()
+            loss_of(model, *(local(t, rank, world) for t in batch(step))).backward()
+            opt.step()
+        kept.append([*model.state_dict().values(), torch.get_rng_state()])
+    assert all(torch.equal(a, b) for a, b in zip(*kept, strict=True))
+
+
+@case(["source", "spread"])
+def batch_norm_ranks_stay_equal(rank: int, world: int, draw: Any) -> None:
+    model = DistributedDataParallel(net(bn=True, dropout=0.2))
+    opt = build(model, b_small=8, draw=draw)
+    torch.manual_seed(100 + rank)
+    for step in range(4 * STEPS):
+        train_step(model, opt, step)
+        assert_ranks_equal(model, opt)
+    assert ags(opt)["n_scaled"] > 0
+
+
+class Drifting:
+    """Lets one rank's norm come out differently, as other hardware or kernels would."""
+
+    def __init__(self, rank: int, steps: set[int]) -> None:
+        self.rank, self.steps, self.step = rank, steps, 0
+
+    def __enter__(self) -> None:
+        self.original = tula.squared_norm
+        setattr(tula, "squared_norm", self.norm)  # noqa: B010
+
+    def __exit__(self, *_: object) -> None:
+        setattr(tula, "squared_norm", self.original)  # noqa: B010
+
+    def norm(self, grads: Any) -> Tensor:
+        square = self.original(grads)
+        return square * 10 if self.rank == dist.get_world_size() - 1 and self.step in self.steps else square
+
+
+@case()
+def broadcast_keeps_the_ranks_together(rank: int, world: int) -> None:
+    model, twin = DistributedDataParallel(net()), DistributedDataParallel(net())
+    opt, undisturbed = build(model), build(twin)
+    drift = Drifting(rank, {4, 5, 7})
+    for step in range(4 * STEPS):
+        drift.step = step
+        with drift:
+            train_step(model, opt, step)
+        train_step(twin, undisturbed, step)
+        assert_ranks_equal(model, opt)
+    assert torch.equal(flat(model, opt), flat(twin, undisturbed))
+
+
+@case([4, 5])
+def check_finds_a_drift(rank: int, world: int, at: int) -> None:
+    """Also one that happened before the refresh, by the number of steps scaled."""
+    model = DistributedDataParallel(net())
+    opt = build(model, consensus="check", delta=0.9)
+    drift = Drifting(rank, {at})
+    for step in range(2 * STEPS):
+        drift.step = step
+        with drift:
+            try:
+                train_step(model, opt, step)
+            except RuntimeError as error:
+                assert step == 2 * STEPS - 1 and "disagree" in str(error)
+                return
+    raise AssertionError("the drift was not found")
+
+
+@case(["check", "off"])
+def other_ways_of_consensus_are_the_same_on_like_ranks(rank: int, world: int, consensus: Any) -> None:
+    model, twin = DistributedDataParallel(net()), DistributedDataParallel(net())
+    opt, usual = build(model, consensus=consensus), build(twin)
+    for step in range(4 * STEPS):
+        train_step(model, opt, step)
+        train_step(twin, usual, step)
+    assert torch.equal(flat(model, opt), flat(twin, usual))
+
+
+@case()
+def state_goes_to_another_world_size(rank: int, world: int) -> None:
+    model, twin = DistributedDataParallel(net()), net()
+    opt = build(model)
+    for step in range(STEPS + 1):
+        train_step(model, opt, step)
+    stored = io.BytesIO()
+    torch.save([model.module.state_dict(), opt.state_dict()], stored)
+    stored.seek(0)
+    weights, state = torch.load(stored, weights_only=True)
+    twin.load_state_dict(weights)
+    alone = build(twin)
+    alone.load_state_dict(state)
+    assert len(ags(alone)["scale"]) == 4
+    for step in range(STEPS + 1, 3 * STEPS):
+        turn = ags(opt)["n_refresh"] % world
+        train_step(model, opt, step)
+        train_alone(twin, alone, step, [4 * (r == turn) for r in range(world)])
+        assert_close(model, opt, twin, alone)
+
+
+@case()
+def grad_scaler_in_step(rank: int, world: int) -> None:
+    plain, scaled = DistributedDataParallel(net()), DistributedDataParallel(net())
+    first, second = build(plain), build(scaled)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8)
+    for step in range(3 * STEPS):
+        train_step(plain, first, step)
+        x, y = (local(t, rank, world) for t in batch(step))
+        second.zero_grad()
+        scaler.scale(loss_of(scaled, x, y)).backward()
+        if second.wants_small_batch:
+            second.small_batch(lambda n, x=x, y=y: loss_of(scaled.module, x[:n], y[:n]), scaler=scaler)
+        scaler.step(second)
+        scaler.update()
+    assert torch.equal(flat(plain, first), flat(scaled, second))
+
+
+@case()
+def a_plain_module_does_not_communicate(rank: int, world: int) -> None:
+    """Ranks train different things; a collective would mix them or hang."""
+    model = net()
+    opt = build(model)
+    for step in range((2 + rank) * STEPS):
+        train_alone(model, opt, step + 100 * rank, [4])
+    assert ags(opt)["n_refresh"] == 2 + rank
+
+
+@case()
+def compiled_ddp_is_seen(rank: int, world: int) -> None:
+    compiled = nn.Module()
+    compiled._orig_mod = DistributedDataParallel(net())  # as torch.compile wraps it, which costs seconds to import
+    base = torch.optim.SGD(compiled._orig_mod.parameters(), lr=0.1)
+    opt = TulaOptimizer(base, model=compiled, b_large=B_LARGE, b_small=4)
+    assert opt.available == B_LARGE // world
+
+
+@case()
+def sync_batch_norm_needs_spread(rank: int, world: int) -> None:
+    inner = nn.Sequential(nn.Linear(5, 3), nn.SyncBatchNorm(3))
+    model = DistributedDataParallel.__new__(DistributedDataParallel)  # the real one wants a GPU for SyncBatchNorm
+    nn.Module.__init__(model)
+    model.module, model.process_group = inner, dist.group.WORLD
+    assert build(model, draw="spread").identity is None
+    assert_refused("spread", lambda: build(model, draw="source"))
+
+
+@case()
+def another_process_group_is_refused(rank: int, world: int) -> None:
+    groups = [dist.new_group([r]) for r in range(world)]
+    model = DistributedDataParallel(net(), process_group=groups[rank])
+    assert_refused("default process group", lambda: build(model))
+
+
+@case()
+def dtensor_is_refused(rank: int, world: int) -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Replicate, distribute_tensor
+
+    mesh = init_device_mesh("cpu", (world,))
+    weight = nn.Parameter(distribute_tensor(torch.zeros(4, 2), mesh, [Replicate()]))
+    assert_refused("DTensor", lambda: build(nn.ParameterList([weight])))
+
+
+def assert_refused(message: str, act: Callable[[], object]) -> None:
+    try:
+        act()
+    except ValueError as error:
+        assert message in str(error), error
+        return
+    raise AssertionError(f"not refused: {message}")
+
+
+def run(folder: Path, rank: int, world: int) -> None:
+    store = f"file://{folder / 'store'}"
+    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=world, timeout=timedelta(seconds=60))
+    finished: list[str] = []
+    for name, function in CASES.items():
+        function(rank, world)
+        dist.barrier()
+        finished.append(name)
+        (folder / f"{rank}.json").write_text(json.dumps(finished))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    warnings.simplefilter("ignore", FutureWarning)
+    torch.set_num_threads(1)
+    run(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]))

@@ -1,0 +1,124 @@
+"""Algorithm 1 of the Tula paper (adaptive gradient scaling), line by line, with scalar loops and its own SGD.
+
+Written from the listing and nothing else, to be compared with; slow on purpose. Line numbers are the listing's.
+Where the listing is silent: the first step has no previous norm and counts as sensitive; factors have a lower bound
+s_min; a factor 0/0 is 1; the update is SGD with momentum and weight decay as in PyTorch.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+Arrays = list[NDArray[np.float64]]
+Gradient = Callable[[Arrays, int, bool], Arrays]  # (weights, step, small) -> gradients, one a parameter
+
+
+@dataclass(frozen=True)
+class Setting:
+    b_large: int
+    b_small: int
+    granularity: str = "element"
+    delta: float = 0.5
+    eps: float = 1e-8
+    s_min: float = 1e-3
+    lr: float = 0.1
+    momentum: float = 0.0
+    decay: float = 0.0
+
+
+@dataclass
+class Trace:
+    """What happened at each step: the weights after it, the branch taken, the factors after it."""
+
+    weights: list[Arrays] = field(default_factory=list)
+    scaled: list[bool] = field(default_factory=list)
+    factors: list[Arrays] = field(default_factory=list)
+
+
+def run(weights: Arrays, gradient: Gradient, steps: int, refreshes: Collection[int], setting: Setting) -> Trace:
+    """Train for `steps` steps; the factors are updated (line 10) in the steps whose number is in `refreshes`."""
+    weights = [w.copy() for w in weights]
+    velocity: Arrays | None = None
+    gradscale = [np.ones_like(w) for w in weights]  # Input: gradscale <- 1 (per-parameter)
+    before: float | None = None
+    trace = Trace()
+    for i in range(steps):  # lines 1 and 2
+        large = gradient(weights, i, False)  # line 3
+        now = square(large)
+        scaled = change(now, before) < setting.delta  # lines 4 and 5
+        before = now
+        used = [times(s, g) for s, g in zip(gradscale, large, strict=True)] if scaled else large  # lines 6 to 8
+        old = weights
+        weights, velocity = sgd(weights, used, velocity, setting)  # line 9
+        if i in refreshes:  # line 10, at the weights that line 3 has used (line 14)
+            gradscale = update_gradscale(gradient(old, i, True), large, setting)
+        trace.weights.append([w.copy() for w in weights])
+        trace.scaled.append(scaled)
+        trace.factors.append([s.copy() for s in gradscale])
+    return trace
+
+
+def update_gradscale(small: Arrays, large: Arrays, setting: Setting) -> Arrays:
+    s_max = math.sqrt(setting.b_large / setting.b_small)  # line 12
+    gradscale = []
+    for g_small, g_large in zip(small, large, strict=True):  # line 15
+        s = np.empty_like(g_large)
+        if setting.granularity == "tensor":
+            s[...] = factor(math.sqrt(square([g_small])), math.sqrt(square([g_large])), setting, s_max)
+        else:
+            for k in indices(g_large):
+                s[k] = factor(float(g_small[k]), float(g_large[k]), setting, s_max)
+        gradscale.append(s)  # line 17
+    return gradscale  # line 18
+
+
+def factor(g_small: float, g_large: float, setting: Setting, s_max: float) -> float:
+    denominator = g_large + setting.eps
+    if denominator == 0.0:
+        return s_max if g_small != 0.0 else 1.0
+    return max(setting.s_min, min(abs(g_small / denominator), s_max))  # line 16
+
+
+def change(now: float, before: float | None) -> float:
+    """Eq. 5, on squared norms."""
+    if before is None:
+        return math.inf
+    if before == 0.0:
+        return math.nan if now == 0.0 else math.inf
+    return abs((now - before) / before)
+
+
+def square(grads: Arrays) -> float:
+    total = 0.0
+    for g in grads:
+        for k in indices(g):
+            total += float(g[k]) * float(g[k])
+    return total
+
+
+def times(s: NDArray[np.float64], g: NDArray[np.float64]) -> NDArray[np.float64]:
+    result = np.empty_like(g)
+    for k in indices(g):
+        result[k] = s[k] * g[k]
+    return result
+
+
+def sgd(weights: Arrays, grads: Arrays, velocity: Arrays | None, setting: Setting) -> tuple[Arrays, Arrays]:
+    first = velocity is None
+    velocity = [np.zeros_like(w) for w in weights] if velocity is None else [v.copy() for v in velocity]
+    weights = [w.copy() for w in weights]
+    for w, g, v in zip(weights, grads, velocity, strict=True):
+        for k in indices(w):
+            step = g[k] + setting.decay * w[k]
+            v[k] = step if first else setting.momentum * v[k] + step
+            w[k] = w[k] - setting.lr * v[k]
+    return weights, velocity
+
+
+def indices(array: NDArray[np.float64]) -> Iterator[tuple[int, ...]]:
+    return np.ndindex(*array.shape)

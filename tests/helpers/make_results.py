@@ -1,0 +1,144 @@
+"""Probe results made from a known truth, so that a test knows what a fit should find."""
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from tula_cli.records import Environment, Footprint, GradientStats, Measured, Memory, OutOfMemory, Overheads
+from tula_cli.rundir import probe_id
+from tula_cli.spec import JobSpec
+
+MIB = 1024**2
+
+
+@dataclass(frozen=True)
+class Truth:
+    """A cluster and a job whose Eq. 2 and Eq. 3 are known. Seconds and bytes."""
+
+    fixed: float = 0.020
+    slope: float = 0.0005
+    sync: float = 0.030  # times 1 - 1/N
+    noise: float = 0.0  # of a probe as a whole, a share of its step time
+    jitter: float = 0.0  # of single steps, a share of the step time
+    gpus_per_node: int = 1
+    accumulate: int = 1
+    model_bytes: int = 100 * MIB
+    sample_bytes: int = 2 * MIB
+    reserved_over_peak: float = 1.0
+    capacity: int | None = 16 * 1024 * MIB
+    dataset_size: int = 50_000
+    eval_size: int = 10_000
+    hardware: str = "Test GPU"
+    overheads: Overheads = field(
+        default_factory=lambda: Overheads(
+            startup=12.0, eval_batch=0.05, eval_batch_size=100, checkpoint=0.5, refresh=0.2
+        )
+    )
+
+    def step_time(self, nodes: int, local_batch: int) -> float:
+        return self.fixed + self.slope * local_batch + self.sync * (1 - 1 / nodes)
+
+    def peak(self, local_batch: int) -> int:
+        return 4 * self.model_bytes + self.sample_bytes * local_batch // self.accumulate
+
+
+def measured(
+    truth: Truth, nodes: int, local_batch: int, *, rng: np.random.Generator | None = None, steps: int = 20, **changes
+) -> Measured:
+    """Return the probe that the truth would give; `changes` replace fields of the record."""
+    rng = rng or np.random.default_rng(0)
+    seconds = truth.step_time(nodes, local_batch) * (1 + truth.noise * rng.standard_normal())
+    times = seconds * (1 + truth.jitter * rng.standard_normal(steps))
+    record = Measured(
+        id=probe_id(nodes, local_batch),
+        nodes=nodes,
+        gpus_per_node=truth.gpus_per_node,
+        local_batch=local_batch,
+        batch=nodes * truth.gpus_per_node * local_batch,
+        accumulate=truth.accumulate,
+        step_times=tuple(float(time) for time in times),
+        warmup_times=(seconds, seconds),
+        sync_time=truth.sync * (1 - 1 / nodes),
+        compute_time=truth.fixed + truth.slope * local_batch,
+        data_wait=0.0,
+        memory=_memory(truth, local_batch),
+        gradients=GradientStats(
+            norm_sqr=1.0,
+            local_norm_sqr=2.0,
+            batch=nodes * truth.gpus_per_node * local_batch,
+            local_batch=local_batch,
+            steps=steps,
+        ),
+        overheads=truth.overheads,
+        environment=Environment(
+            hosts=("a",),
+            device="cuda",
+            hardware=truth.hardware,
+            driver="550",
+            backend="nccl",
+            python="3.11",
+            torch="2.6",
+            torchvision="0.21",
+            tula="0.1",
+        ),
+        dataset_size=truth.dataset_size,
+        eval_size=truth.eval_size,
+        measured_at=0.0,
+    )
+    return record.model_copy(update=changes)
+
+
+def _memory(truth: Truth, local_batch: int) -> Memory:
+    micro_batch, peak = local_batch // truth.accumulate, truth.peak(local_batch)
+    batch = micro_batch * truth.sample_bytes // 20
+    return Memory(
+        parameters=truth.model_bytes,
+        gradients=truth.model_bytes,
+        optimizer=truth.model_bytes,
+        factors=truth.model_bytes,
+        batch=batch,
+        activations=peak - 4 * truth.model_bytes - batch,
+        peak=peak,
+        reserved=round(peak * truth.reserved_over_peak),
+        capacity=truth.capacity,
+    )
+
+
+def footprint(truth: Truth, local_batch: int) -> Footprint:
+    """Return the estimate that knows the truth."""
+    memory = _memory(truth, local_batch)
+    return Footprint(local_batch=local_batch, **memory.model_dump(exclude={"reserved", "capacity"}))
+
+
+def out_of_memory(nodes: int, local_batch: int, *, gpus_per_node: int = 1, assumed: bool = False) -> OutOfMemory:
+    return OutOfMemory(
+        id=probe_id(nodes, local_batch),
+        nodes=nodes,
+        gpus_per_node=gpus_per_node,
+        local_batch=local_batch,
+        assumed=assumed,
+        message="CUDA out of memory",
+    )
+
+
+def spec(**sections: object) -> JobSpec:
+    """Return a job spec for tests; sections are merged over a small default."""
+    default: dict[str, object] = {
+        "name": "test",
+        "model": {"name": "resnet18"},
+        "dataset": {"name": "CIFAR10"},
+        "optimizer": {"lr": 0.1},
+        "train": {"epochs": 10},
+        "search": {"nodes": [2, 4, 8, 16], "min_batch": 32},
+        "pricing": {"price": 2.0},
+    }
+    for name, values in sections.items():
+        known = default.get(name)
+        default[name] = {**known, **values} if isinstance(known, dict) and isinstance(values, dict) else values
+    return JobSpec.model_validate(default)
+
+
+def probe_all(truth: Truth, probes: dict[int, tuple[int, ...]], *, seed: int = 0) -> list[Measured]:
+    """Measure nodes -> local batches."""
+    rng = np.random.default_rng(seed)
+    return [measured(truth, nodes, local, rng=rng) for nodes, locals_ in probes.items() for local in locals_]

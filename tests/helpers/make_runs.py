@@ -1,0 +1,203 @@
+"""Run directories made by hand, and a launcher that runs nothing."""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from make_results import Truth, measured
+
+from tula_cli.launch import SchedulerState
+from tula_cli.records import (
+    Attempt,
+    Failed,
+    Job,
+    OutOfMemory,
+    Prediction,
+    ProbeTask,
+    Recommendation,
+    Rung,
+    Summary,
+    TrainResult,
+    TrainTask,
+)
+from tula_cli.rundir import RunDir, probe_id
+from tula_cli.spec import JobSpec, validate
+
+SPEC: dict[str, Any] = {
+    "name": "toy",
+    "model": {"name": "resnet18"},
+    "dataset": {"name": "digits"},
+    "optimizer": {"lr": 0.1},
+    "train": {"epochs": 4},
+    "search": {"nodes": [1, 2], "max_node_hours": 10},
+}
+START = 1_700_000_000.0  # Unix time
+
+
+def spec(**changes: Any) -> JobSpec:
+    """Return a small spec; `changes` replace whole sections."""
+    return validate({**SPEC, **changes}, source="test")
+
+
+@dataclass
+class FakeLauncher:
+    """Says what it is told to say of each job, and remembers what was asked of it."""
+
+    states: dict[str, str] = field(default_factory=dict)
+    reason: str = ""
+    submitted: list[str] = field(default_factory=list)
+    cancelled: list[str] = field(default_factory=list)
+    asked: int = 0
+    scheduler: str = "local"
+
+    def script(self, run: RunDir, task: ProbeTask | TrainTask) -> str:
+        return f"#!/bin/bash\n# {task.job}"
+
+    def submit(self, run: RunDir, task: ProbeTask | TrainTask) -> Job:
+        self.submitted.append(task.job)
+        self.states.setdefault(task.job, "running")
+        return job(task.job, nodes=task.nodes, scheduler=self.scheduler)
+
+    def state(self, run: RunDir, job: Job) -> SchedulerState:
+        self.asked += 1
+        return SchedulerState(self.states.get(job.id, "ended"), self.reason)  # type: ignore[arg-type]
+
+    def cancel(self, run: RunDir, job: Job) -> None:
+        assert run.cancelled(job.id), "the mark comes first"
+        self.cancelled.append(job.id)
+        self.states[job.id] = "ended"
+
+
+def job(id_: str, *, nodes: int = 1, scheduler: str = "local", at: float = START) -> Job:
+    return Job(id=id_, scheduler=scheduler, scheduler_id="4711", nodes=nodes, submitted_at=at)  # type: ignore[arg-type]
+
+
+def attempt(task: str, *, number: int = 1, start: float = START, end: float | None = None, **changes: Any) -> Attempt:
+    outcome = None if end is None else "done"
+    fields = {"outcome": outcome, "host": "n1", **changes}
+    return Attempt(task=task, number=number, started_at=start, ended_at=end, **fields)
+
+
+def add_probes(run: RunDir, nodes: int, local_batches: tuple[int, ...], *, at: float = START) -> str:
+    """Add a submitted probe job without results; return its id."""
+    name = f"probe-n{nodes:03d}"
+    run.write_task(ProbeTask(id=name, job=name, spec=run.spec(), workdir="/", nodes=nodes, local_batches=local_batches))
+    run.write_job(job(name, nodes=nodes, at=at))
+    return name
+
+
+def add_measured(run: RunDir, nodes: int, local: int, *, at: float = START + 10) -> None:
+    run.write_result(measured(Truth(), nodes, local, measured_at=at))
+
+
+def add_out_of_memory(run: RunDir, nodes: int, local: int, *, assumed: bool = False) -> None:
+    words = "CUDA out of memory"
+    run.write_result(
+        OutOfMemory(
+            id=probe_id(nodes, local), nodes=nodes, gpus_per_node=1, local_batch=local, assumed=assumed, message=words
+        )
+    )
+
+
+def add_failed(run: RunDir, nodes: int, local: int, message: str = "ValueError: bad") -> None:
+    run.write_result(
+        Failed(
+            id=probe_id(nodes, local), nodes=nodes, gpus_per_node=1, local_batch=local, outcome="user", message=message
+        )
+    )
+
+
+def prediction(nodes: int, batch: int, **changes: Any) -> Prediction:
+    fields: dict[str, Any] = {
+        "step_time": 0.1,
+        "step_low": 0.09,
+        "step_high": 0.11,
+        "hours": 0.5 / nodes,
+        "hours_low": 0.45 / nodes,
+        "hours_high": 0.56 / nodes,
+        "cost": 0.7,
+        "peak_memory": 3 * 1024**3,
+        "headroom": 0.25,
+        "measured": True,
+        **changes,
+    }
+    return Prediction(nodes=nodes, batch=batch, local_batch=batch // nodes, **fields)
+
+
+def recommendation(**changes: Any) -> Recommendation:
+    rows = tuple(
+        prediction(nodes, batch, hours=1.5 / nodes + 8 / batch, cost=1.4 + 8 * nodes / batch, measured=batch < 256)
+        for nodes in (1, 2)
+        for batch in (32, 64, 128, 256, 512)
+    )
+    rows = tuple(sorted(rows, key=lambda row: row.hours))
+    fields: dict[str, Any] = {
+        "objective": "knee",
+        "curve": "time",
+        "choice": rows[2],
+        "reason": "the knee of the fastest time at each batch",
+        "rows": rows,
+        "runners_up": (rows[1], rows[4]),
+        "currency": "USD",
+        "price": "1.00 USD a node-hour (on-demand list price)",
+        "fit_error": 0.021,
+        "fit": "12 probes, median error 2.1 %",
+        "created_at": START,
+        **changes,
+    }
+    return Recommendation(**fields)
+
+
+def add_training(
+    run: RunDir,
+    *,
+    rows: Sequence[Mapping[str, Any]] = (),
+    signature: str = "ab12cd34",
+    at: float = START,
+) -> str:
+    """Add a submitted training job and its metrics; return the job's id."""
+    name = f"train-{signature}"
+    ladder = (Rung(batch=128, prediction=prediction(2, 128)), Rung(batch=64), Rung(batch=32))
+    run.write_task(
+        TrainTask(
+            id=f"{name}-1", job=name, spec=run.spec(), workdir="/", nodes=2, signature=signature, attempt=1, ladder=ladder, workers=2,
+        )
+    )  # fmt: skip
+    run.write_job(job(name, nodes=2, at=at))
+    path = run.metrics_path(signature)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return name
+
+
+def metrics(now: float = START + 60) -> list[dict[str, Any]]:
+    """Return the rows of a training run half way through."""
+    return [
+        {"kind": "start", "time": START, "samples": 0, "epoch": 0.0, "attempt": 1, "batch": 128, "nodes": 2},
+        {"kind": "step", "time": START + 20, "samples": 640, "epoch": 0.5, "step": 5, "loss": 2.1, "lr": 0.1,
+         "step_time": 0.12, "data_wait": 0.01, "eta": 100.0},
+        {"kind": "epoch", "time": START + 40, "samples": 1280, "epoch": 1, "loss": 1.9, "lr": 0.1, "eval_loss": 1.8,
+         "top1": 61.0, "top5": 90.0, "step_time": 0.12, "predicted_step": 0.1, "step_low": 0.09, "step_high": 0.11,
+         "within": False, "eval_seconds": 1.0, "ags": None},
+        {"kind": "warning", "time": START + 40, "samples": 1280, "message": "a step takes 120 ms, predicted 90 to 110"},
+        {"kind": "step", "time": now - 10, "samples": 1920, "epoch": 1.5, "step": 15, "loss": 1.7, "lr": 0.1,
+         "step_time": 0.11, "data_wait": 0.01, "eta": 80.0},
+    ]  # fmt: skip
+
+
+def train_result(signature: str = "ab12cd34") -> TrainResult:
+    return TrainResult(
+        signature=signature, nodes=2, batch=64, samples=5120, steps=60, epochs=4, metrics={"loss": 0.9, "top1": 81.0, "top5": 97.0},
+        best_top1=83.0, best_epoch=3, step_time=0.105, finished_at=START + 300,
+    )  # fmt: skip
+
+
+def summary(**changes: Any) -> Summary:
+    fields: dict[str, Any] = {
+        "signature": "ab12cd34", "nodes": 2, "start_batch": 128, "batch": 64, "attempts": 2, "predicted_hours": 0.08,
+        "actual_hours": 0.1, "predicted_cost": 0.16, "actual_cost": 0.2, "predicted_step": 0.1, "actual_step": 0.105,
+        "metrics": {"loss": 0.9, "top1": 81.0}, "best_top1": 83.0, "currency": "USD",
+        "causes": ("out of memory at batch 128",), **changes,
+    }  # fmt: skip
+    return Summary(**fields)

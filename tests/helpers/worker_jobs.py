@@ -1,0 +1,166 @@
+"""Small jobs for the worker: a data set and models that train in milliseconds, and tasks made of them."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from tula_cli.records import Prediction, ProbeTask, Rung, TrainTask
+from tula_cli.rundir import RunDir
+from tula_cli.spec import JobSpec, train_signature, validate
+from tula_cli.worker import loop
+from tula_cli.worker.data import Datasets, build_datasets
+from tula_cli.worker.ranks import Ranks
+
+SPEC: dict[str, Any] = {
+    "name": "tiny",
+    "model": {"name": "worker_jobs:net"},
+    "dataset": {"name": "worker_jobs:Blobs"},
+    "optimizer": {"lr": 0.1, "momentum": 0.9},
+    "train": {"epochs": 2, "workers": 0, "method": "lbt", "reference_batch": 8, "seed": 3},
+    "search": {"nodes": [1], "min_batch": 8, "steps": 5, "warmup_steps": 2},
+    "cluster": {"device": "cpu"},
+}
+
+
+def spec(**changes: dict[str, Any]) -> JobSpec:
+    """Return a small spec; `changes` are merged into its sections."""
+    return validate({**SPEC, **{k: {**SPEC.get(k, {}), **v} for k, v in changes.items()}}, source="test")
+
+
+class Interrupted(Exception):
+    """Raised by Blobs where a run is to end."""
+
+
+class Blobs(torch.utils.data.Dataset[Any]):
+    """Images (1, 4, 4): the class's own image and fresh noise, drawn as an augmentation is, in training."""
+
+    classes = ("a", "b", "c")
+
+    def __init__(
+        self,
+        train: bool,
+        transform: Any,
+        size: int = 100,
+        eval_size: int = 10,
+        real: bool = False,  # targets for a regression
+        ends_after: int | None = None,  # training samples, after which it raises Interrupted
+    ) -> None:
+        generator = torch.Generator().manual_seed(int(train))
+        self.size, self.train = size if train else eval_size, train
+        self.target = float if real else int
+        self.left = ends_after if train else None
+        self.labels = torch.randint(3, (self.size,), generator=generator).tolist()
+        self.images = torch.randn(self.size, 1, 4, 4, generator=generator)
+        self.means = torch.eye(3, 16).view(3, 1, 4, 4) * 4
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, float]:
+        if self.left == 0:
+            raise Interrupted
+        self.left = None if self.left is None else self.left - 1
+        label = self.labels[index]
+        image = self.images[index] + self.means[label]
+        return (image + 0.1 * torch.randn(1, 4, 4) if self.train else image), self.target(label)
+
+
+def net(num_classes: int = 3, dropout: float = 0.0, norm: bool = False, width: int = 8) -> nn.Module:
+    """Return a network for Blobs, with dropout or BatchNorm on demand."""
+    middle: list[nn.Module] = [nn.BatchNorm2d(width)] if norm else []
+    return nn.Sequential(
+        nn.Conv2d(1, width, 3, padding=1),
+        *middle,
+        nn.ReLU(),
+        nn.Dropout(dropout),
+        nn.Flatten(),
+        nn.Linear(16 * width, num_classes),
+    )
+
+
+def blocks(num_classes: int = 3) -> nn.Module:
+    """Return a network whose blocks can be recomputed."""
+    middle = [nn.Sequential(nn.Linear(16, 16), nn.Tanh(), nn.Dropout(0.2)) for _ in range(2)]
+    return nn.Sequential(nn.Flatten(), nn.Sequential(*middle), nn.Linear(16, num_classes))
+
+
+def wide(num_classes: int = 3, width: int = 50_000) -> nn.Module:
+    """Return a network whose gradient takes a while to reduce."""
+    return nn.Sequential(nn.Flatten(), nn.Linear(16, width), nn.ReLU(), nn.Linear(width, num_classes))
+
+
+def deep(num_classes: int = 3, width: int = 4096, depth: int = 9) -> nn.Module:
+    """Return a network whose activations are most of its memory: 4 `width` bytes a sample and layer."""
+    tanh = [nn.Tanh() for _ in range(depth)]
+    return nn.Sequential(nn.Flatten(), nn.Linear(16, width), *tanh, nn.Linear(width, num_classes))
+
+
+def square_error(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    return (output.flatten() - target).square().mean()
+
+
+# --- the loop
+
+
+def trainer(
+    job: JobSpec, ranks: Ranks, *, batch: int = 16, workers: int = 0, datasets: Datasets | None = None
+) -> loop.Trainer:
+    """Return a fresh trainer of a job."""
+    task = train_task(job, batch=batch)
+    return loop.build(task, ranks, datasets or build_datasets(job), batch=batch, workers=workers, refresh=True)
+
+
+def trained(job: JobSpec, ranks: Ranks, **how: Any) -> tuple[dict[str, torch.Tensor], list[loop.Step]]:
+    """Train a job to its end; return the final weights and the steps."""
+    subject = trainer(job, ranks, **how)
+    steps = list(loop.steps(subject))
+    return weights(subject), steps
+
+
+def weights(subject: loop.Trainer) -> dict[str, torch.Tensor]:
+    """Return a copy of parameters and buffers."""
+    return {name: value.clone() for name, value in subject.ddp.module.state_dict().items()}
+
+
+def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+    """Return whether two states are equal bit for bit."""
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+# --- tasks
+
+
+def train_task(
+    job: JobSpec, *, batch: int = 16, prediction: Prediction | None = None, signature: str | None = None
+) -> TrainTask:
+    """Return a training task; `signature` is that of the first attempt where this one is a relaunch."""
+    name = signature or train_signature(job, nodes=1, batch=batch)
+    return TrainTask(
+        id=f"train-{name}-1",
+        job=f"train-{name}",
+        spec=job,
+        workdir=".",
+        nodes=1,
+        signature=name,
+        attempt=1,
+        ladder=(Rung(batch=batch, prediction=prediction),),
+        workers=job.train.workers,
+    )
+
+
+def probe_task(job: JobSpec, *local_batches: int) -> ProbeTask:
+    return ProbeTask(id="probe-n001", job="probe-n001", spec=job, workdir=".", nodes=1, local_batches=local_batches)
+
+
+def prediction(*, step_time: float, low: float | None, high: float | None) -> Prediction:
+    """Return a prediction of a step time; the rest of it does not matter to the worker."""
+    return Prediction(
+        nodes=1, batch=16, local_batch=16, step_time=step_time, step_low=low, step_high=high, hours=1.0, hours_low=None,
+        hours_high=None, cost=1.0, peak_memory=None, headroom=None, measured=True,
+    )  # fmt: skip
+
+
+def rows(run: RunDir, task: TrainTask, kind: str) -> Iterator[dict[str, Any]]:
+    return (row for row in run.metrics(task.signature) if row["kind"] == kind)

@@ -1,0 +1,172 @@
+"""What two ranks do, for test_two_ranks and test_meter: `python worker_rank_cases.py FOLDER` in torchrun's environment.
+
+Everything runs in one process group, one case after the other. What a rank finds is kept in FOLDER/<rank>.json, weights
+in FOLDER/<rank>.pt, and the runs in FOLDER/<case>.
+"""
+
+import json
+import sys
+import time
+import traceback
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import torch
+from worker_jobs import probe_task, same, spec, train_task, trained, trainer, weights
+
+from tula_cli.records import ProbeTask
+from tula_cli.rundir import RunDir
+from tula_cli.spec import JobSpec
+from tula_cli.worker import checkpoint, loop, meter
+from tula_cli.worker.data import build_datasets
+from tula_cli.worker.probe import run_probes
+from tula_cli.worker.ranks import Ranks, joined, lift_memory_limit, limit_memory
+from tula_cli.worker.training import run_training
+
+TRAIN = train_task(spec(train={"checkpoint_every": 1e-9, "epochs": 3, "method": "ags"}, ags={"delta": "inf"}))
+NETWORK = {"model": {"args": {"dropout": 0.3, "norm": True}}}
+AGS = {"train": {"method": "ags", "accumulate": 2}, "ags": {"delta": "inf", "b_small": 5}}
+DEEP = {"model": {"name": "worker_jobs:deep"}, "dataset": {"args": {"size": 128, "eval_size": 8}}}
+WIDE = {"model": {"name": "worker_jobs:wide"}}
+
+
+def main() -> None:
+    folder, job = Path(sys.argv[1]), spec()
+    with joined(job.cluster, handover=Path(sys.argv[1]) / "handover") as ranks:
+        found = {case.__name__: case(folder, ranks) for case in (plain, resumed, evaluated, probed, trained_twice)}
+    # Last: they leave holes in the heap, which the probes' peaks would not show.
+    found |= {case.__name__: case() for case in (peaks, limits)}
+    (folder / f"{ranks.rank}.json").write_text(json.dumps(found))
+
+
+def facts(folder: Path, name: str) -> list[Any]:
+    """Return what each rank found in a case."""
+    return [json.loads((folder / f"{rank}.json").read_text())[name] for rank in range(2)]
+
+
+# --- each by itself
+
+
+def peaks() -> dict[str, int]:
+    """Return peaks of allocations."""
+    memory, found = meter.MemoryMeter(torch.device("cpu")), {}
+
+    def peak(name: str) -> None:
+        found[name], _ = memory.peak()
+        memory.reset()
+
+    memory.reset()
+    held = [_grab(64)]
+    peak("held")
+    held.clear()
+    memory.reset()
+    _grab(64)
+    _grab(8)
+    peak("freed")
+    held = [torch.ones(4096) for _ in range(4096)]
+    peak("small")
+    held.clear()
+    memory.reset()
+    peak("nothing")
+    held = [torch.ones(4096) for _ in range(2048)]
+    peak("small again")
+    return found
+
+
+def limits() -> dict[str, str]:
+    """Return what allocations end in under a limit of 64 MiB, when as much is held already."""
+    held, found = [_grab(64)], {}
+    limit_memory(64 * 2**20)
+    for _ in range(4):
+        found["within, again and again"] = _attempt(40)
+    held.append(_grab(32))
+    found["beyond"] = _attempt(64)
+    lift_memory_limit()
+    found["lifted"] = _attempt(64)
+    return found
+
+
+def _attempt(megabytes: int) -> str:
+    try:
+        _grab(megabytes)
+    except RuntimeError:
+        return traceback.format_exc()
+    return ""
+
+
+def _grab(megabytes: int) -> torch.Tensor:
+    return torch.ones(megabytes * 2**18)
+
+
+# --- together
+
+
+def plain(folder: Path, ranks: Ranks) -> list[float]:
+    state, steps = trained(spec(), ranks)
+    torch.save(state, folder / f"{ranks.rank}.pt")
+    return ranks.sum([float(step.loss) / ranks.world for step in steps])
+
+
+def resumed(folder: Path, ranks: Ranks) -> list[bool]:
+    """Break off after some steps, and go on in a fresh trainer from what rank 0 saved."""
+    job, path, found = spec(**NETWORK, **AGS), folder / "resumed.pt", []
+    whole = _rank_0s(trained(job, ranks)[0], folder, ranks)
+    for after in (4, 6, 9):
+        first = trainer(job, ranks)
+        for _ in islice(loop.steps(first), after):
+            pass
+        if ranks.first:
+            checkpoint.write(path, checkpoint.state(first, best={}))
+        ranks.from_first(0)
+        second = trainer(job, ranks)
+        checkpoint.restore(second, torch.load(path, weights_only=True))
+        for _ in loop.steps(second):
+            pass
+        found.append(same(_rank_0s(weights(second), folder, ranks), whole))
+    return found
+
+
+def _rank_0s(state: dict[str, torch.Tensor], folder: Path, ranks: Ranks) -> dict[str, torch.Tensor]:
+    """Return the state with rank 0's running statistics: those of other ranks are never used."""
+    path = folder / "rank0.pt"
+    if ranks.first:
+        torch.save(state, path)
+    ranks.from_first(0)
+    theirs: dict[str, torch.Tensor] = torch.load(path)
+    ranks.from_first(0)
+    return {name: theirs[name] if "running" in name else value for name, value in state.items()}
+
+
+def evaluated(folder: Path, ranks: Ranks) -> dict[str, Any]:
+    subject = trainer(spec(dataset={"args": {"eval_size": 37}}), ranks)
+    return vars(loop.Evaluator(subject).run())
+
+
+def probed(folder: Path, ranks: Ranks) -> None:
+    for name, local_batches, job in (
+        ("wide", (8,), spec(**WIDE)),
+        ("deep", (16, 32), spec(**DEEP, **{**AGS, "train": {"method": "ags"}})),
+        ("again", (16,), spec(**DEEP, **{**AGS, "train": {"method": "ags"}})),
+    ):
+        _probe(probe_task(job, *local_batches), RunDir(folder / name), ranks, job)
+
+
+def _probe(task: ProbeTask, run: RunDir, ranks: Ranks, job: JobSpec) -> None:
+    run_probes(task, run, ranks, build_datasets(job), started_at=time.time())
+
+
+def trained_twice(folder: Path, ranks: Ranks) -> None:
+    """Train, lose the result and damage the newest checkpoint, and train again."""
+    run, data = RunDir(folder / "train"), build_datasets(TRAIN.spec)
+    run_training(TRAIN, run, ranks, data)
+    run_training(TRAIN, run, ranks, data)
+    if ranks.first:
+        (run.train_dir(TRAIN.signature) / "result.json").unlink()
+        run.checkpoints(TRAIN.signature)[0].write_bytes(b"damaged")
+    ranks.from_first(0)
+    run_training(TRAIN, run, ranks, data)
+
+
+if __name__ == "__main__":
+    main()

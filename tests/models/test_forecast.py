@@ -1,0 +1,224 @@
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from make_results import MIB, Truth, footprint, measured, out_of_memory, probe_all, spec
+
+from tula_cli.errors import BadMeasurements, Infeasible
+from tula_cli.grid import Config
+from tula_cli.models.forecast import Forecast, TooFew
+from tula_cli.records import Failed, Inspection, OutOfMemory
+from tula_cli.search import probes
+
+SWEEP = {2: (16, 32, 64, 128, 256), 4: (8,), 8: (4,), 16: (2, 256)}
+
+
+def inspection(truth: Truth, *, capacity: int | None) -> Inspection:
+    return Inspection(
+        dataset_size=truth.dataset_size,
+        eval_size=truth.eval_size,
+        classes=10,
+        sample_shape=(3, 32, 32),
+        parameters=1,
+        footprints=(footprint(truth, 16), footprint(truth, 64)),
+        estimate_error="",
+        device="cpu",
+        hardware="Test GPU",
+        capacity=capacity,
+        cpus=4,
+    )
+
+
+@given(
+    st.builds(Truth, fixed=st.floats(0.001, 0.5), slope=st.floats(1e-5, 0.01), sync=st.floats(0.001, 0.5)),
+    st.sampled_from(["partial", "sweep", "full"]),
+)
+@settings(max_examples=20, deadline=None)
+def test_every_strategy_finds_the_truth_where_there_is_no_noise(truth: Truth, strategy: str) -> None:
+    job = spec(search={"strategy": strategy})
+    plan = probes(job, dataset_size=truth.dataset_size, max_local_batch=1024)
+    rows = Forecast.from_results(job, probe_all(truth, plan)).predictions()
+    assert {row.nodes for row in rows} == {2, 4, 8, 16}
+    for row in rows:
+        expected = truth.step_time(row.nodes, row.local_batch)
+        assert row.step_time == pytest.approx(expected, rel=1e-6)
+        assert row.hours * 3600 > 10 * (truth.dataset_size // row.batch) * expected
+
+
+def test_the_fastest_recommended_is_within_five_per_cent_of_the_optimum_under_noise() -> None:
+    regrets = []
+    for seed in range(20):
+        truth = Truth(noise=0.03, jitter=0.02)
+        results = probe_all(truth, SWEEP, seed=seed)
+        best = Forecast.from_results(spec(), results).predictions()[0]
+        exact = Truth()
+        optimum = min(
+            exact.step_time(row.nodes, row.local_batch) * (truth.dataset_size // row.batch)
+            for row in Forecast.from_results(spec(), results).predictions()
+        )
+        chosen = exact.step_time(best.nodes, best.local_batch) * (truth.dataset_size // best.batch)
+        regrets.append(chosen / optimum - 1)
+    assert np.max(regrets) < 0.05
+
+
+def test_a_measured_step_time_is_used_as_it_is() -> None:
+    results = probe_all(Truth(), SWEEP)
+    slow = [
+        result.model_copy(update={"step_times": (0.5,) * 20}) if result.local_batch == 64 else result
+        for result in results
+    ]
+    forecast = Forecast.from_results(spec(), slow)
+    row = forecast.predict(Config(2, 128))
+    assert row.measured and row.step_time == 0.5
+    other = forecast.predict(Config(4, 256))
+    assert not other.measured and other.step_time < 0.5
+
+
+def test_a_prediction_carries_memory_cost_and_interval() -> None:
+    truth = Truth(noise=0.02, reserved_over_peak=1.1)
+    forecast = Forecast.from_results(spec(), probe_all(truth, SWEEP))
+    row = forecast.predict(Config(8, 1024))
+    assert row.local_batch == 128
+    assert row.peak_memory == pytest.approx(1.1 * truth.peak(128), rel=1e-5)
+    assert row.headroom == pytest.approx(1 - 1.1 * truth.peak(128) / (16 * 1024 * MIB), rel=1e-5)
+    assert row.hours_low is not None and row.hours_high is not None
+    assert row.hours_low < row.hours < row.hours_high
+    assert row.cost == pytest.approx(row.hours * 8 * 2.0)
+
+
+def test_the_price_of_memory_goes_by_what_is_reserved() -> None:
+    truth = Truth(reserved_over_peak=1.5)
+    forecast = Forecast.from_results(spec(pricing={"kind": "gb_hour", "price": 0.15}), probe_all(truth, SWEEP))
+    row = forecast.predict(Config(8, 1024))
+    assert row.cost == pytest.approx(row.hours * 8 * 1.5 * truth.peak(128) / 1e9 * 0.15, rel=1e-5)
+
+
+@pytest.mark.parametrize("assumed", [False, True])
+def test_an_out_of_memory_masks_its_local_batch_and_larger_ones_everywhere(assumed: bool) -> None:
+    results = [*probe_all(Truth(capacity=None), {2: (16, 32, 64), 16: (2, 8)}), out_of_memory(2, 128, assumed=assumed)]
+    forecast = Forecast.from_results(spec(), results)
+    assert max(row.local_batch for row in forecast.predictions()) == 64
+    assert "128 was out of memory" in forecast.why_not(Config(8, 8 * 256))
+    with pytest.raises(Infeasible, match="128 was out of memory"):
+        forecast.predict(Config(4, 512))
+
+
+def test_a_probe_that_ran_is_believed_over_an_out_of_memory_elsewhere() -> None:
+    results = [*probe_all(Truth(), {2: (16, 32), 16: (2, 64)}), out_of_memory(2, 64)]
+    forecast = Forecast.from_results(spec(), results)
+    assert forecast.predict(Config(16, 1024)).measured
+    assert forecast.why_not(Config(8, 512))
+
+
+def test_memory_and_margin_mask_what_was_not_measured() -> None:
+    truth = Truth(capacity=1000 * MIB)  # 300 samples fill it, 250 leave a tenth free
+    for margin, largest in ((0.0, 256), (0.2, 128)):
+        forecast = Forecast.from_results(
+            spec(search={"memory_margin": margin}), probe_all(truth, {2: (16, 32), 16: (2, 8)})
+        )
+        assert max(row.local_batch for row in forecast.predictions()) == largest
+    assert "20%" in forecast.why_not(Config(2, 512))
+
+
+def test_an_inspection_tells_capacity_and_growth_where_the_probes_do_not() -> None:
+    truth = Truth(capacity=None)
+    results = [measured(truth, 2, 16), measured(truth, 4, 16)]
+    open_ended = Forecast.from_results(spec(), results)
+    assert open_ended.capacity is None and not open_ended.why_not(Config(2, 4096))
+    bounded = Forecast.from_results(spec(), results, inspection=inspection(truth, capacity=1000 * MIB))
+    assert bounded.why_not(Config(2, 4096))
+    assert Forecast.from_results(spec(cluster={"memory_per_gpu": "1000MiB"}), results).capacity == 1000 * MIB
+
+
+def test_no_batch_is_larger_than_the_dataset_or_broken_among_the_gpus() -> None:
+    forecast = Forecast.from_results(spec(), probe_all(Truth(dataset_size=1000, gpus_per_node=1), SWEEP))
+    assert max(row.batch for row in forecast.predictions()) == 512
+    assert "larger than the dataset" in forecast.why_not(Config(2, 1024))
+    assert "does not divide" in forecast.why_not(Config(3, 32))
+
+
+def test_out_of_memory_everywhere_is_infeasible() -> None:
+    results: list[OutOfMemory] = [out_of_memory(2, 16), out_of_memory(4, 8)]
+    with pytest.raises(Infeasible, match="down to a local batch of 8"):
+        Forecast.from_results(spec(), results)
+
+
+def test_nothing_measured_is_too_few() -> None:
+    with pytest.raises(TooFew, match="no probe"):
+        Forecast.from_results(spec(), [])
+    failed = Failed(id="a", nodes=2, gpus_per_node=1, local_batch=16, outcome="user", message="KeyError: 'x'")
+    with pytest.raises(TooFew, match="KeyError"):
+        Forecast.from_results(spec(), [failed, out_of_memory(2, 32)])
+    assert TooFew("").exit_code == BadMeasurements("").exit_code == 4
+
+
+def test_different_hardware_is_not_mixed() -> None:
+    results = [measured(Truth(), 2, 16), measured(Truth(hardware="Other GPU"), 4, 16)]
+    with pytest.raises(BadMeasurements, match="Test GPU: probe-n002-l000016; Other GPU: probe-n004-l000016"):
+        Forecast.from_results(spec(), results)
+
+
+def test_one_number_of_nodes_leaves_the_others_out() -> None:
+    forecast = Forecast.from_results(spec(), probe_all(Truth(), {4: (8, 64, 256)}))
+    assert {row.nodes for row in forecast.predictions()} == {4}
+    assert "one number of nodes" in forecast.why_unknown(Config(8, 512))
+
+
+def test_one_probe_predicts_only_itself() -> None:
+    forecast = Forecast.from_results(spec(), [measured(Truth(), 4, 64)])
+    assert [(row.nodes, row.local_batch) for row in forecast.predictions()] == [(4, 64)]
+
+
+def test_doubtful_measurements_are_named() -> None:
+    results = probe_all(Truth(), SWEEP)
+    results[0] = results[0].model_copy(update={"oversubscribed": True, "data_wait": 0.03, "allocator_retries": 3})
+    other = results[1].environment.model_copy(update={"torch": "2.7"})
+    results[1] = results[1].model_copy(update={"environment": other})
+    text = "\n".join(Forecast.from_results(spec(), results).warnings)
+    assert "oversubscribed" in text and "2 nodes" in text
+    assert "input-bound: at 2 nodes, local batch 16" in text
+    assert "flushed the allocator's cache 3 times" in text
+    assert "torch 2.6" in text and "torch 2.7" in text
+    assert not Forecast.from_results(spec(), probe_all(Truth(), SWEEP)).warnings
+
+
+def test_the_ladder_goes_down_to_the_smallest_batch() -> None:
+    forecast = Forecast.from_results(spec(search={"min_batch": 64}), probe_all(Truth(), SWEEP))
+    ladder = forecast.ladder(4, 512)
+    assert [rung.batch for rung in ladder] == [512, 256, 128, 64]
+    for rung in ladder:
+        assert rung.prediction == forecast.predict(Config(4, rung.batch))
+
+
+def test_the_ladder_starts_at_any_batch_and_skips_what_does_not_fit() -> None:
+    results = [*probe_all(Truth(), {2: (16, 32), 16: (2, 8)}), out_of_memory(2, 64)]
+    forecast = Forecast.from_results(spec(), results)
+    ladder = forecast.ladder(2, 1000)
+    assert [rung.batch for rung in ladder] == [1000, 64, 32]
+    assert ladder[0].prediction is None and ladder[1].prediction is not None
+
+
+def test_the_ladder_has_rungs_where_the_step_time_is_unknown() -> None:
+    forecast = Forecast.from_results(spec(), [measured(Truth(), 4, 64)])
+    assert [(rung.batch, rung.prediction is None) for rung in forecast.ladder(4, 256)] == [
+        (256, False), (128, True), (64, True), (32, True),
+    ]  # fmt: skip
+
+
+def test_overheads_come_from_the_nearest_local_batch_and_start_up_from_the_nearest_nodes() -> None:
+    slow_start = Truth().overheads.model_copy(update={"startup": 3600.0})
+    large_eval = Truth().overheads.model_copy(update={"startup": 3600.0, "eval_batch": 36.0})
+    results = [
+        *probe_all(Truth(), {2: (16,)}),
+        measured(Truth(), 16, 16, overheads=slow_start),
+        measured(Truth(), 16, 256, overheads=large_eval),
+    ]
+    forecast = Forecast.from_results(spec(), results)
+
+    def hours(nodes: int, local_batch: int) -> float:
+        return forecast.predict(Config(nodes, nodes * local_batch)).hours
+
+    assert hours(2, 32) < 1 < hours(16, 32) < 2
+    evaluations = 10 * 36 / 3600  # hours, one batch on each rank
+    assert 50 * evaluations < hours(2, 256) < 51 * evaluations  # ceil(10000 / (2 x 100)) batches
+    assert 1 + 7 * evaluations < hours(16, 128) < 2

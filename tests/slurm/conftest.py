@@ -1,0 +1,45 @@
+"""A SLURM cluster for the tests that need one, and SLURM's commands on PATH."""
+
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+from cluster import SlurmCluster, why_not
+
+
+@pytest.fixture(scope="session")
+def needs_slurm() -> None:
+    """Skip where no cluster can live; fail instead where TULA_REQUIRE_SLURM=1 says that one has to."""
+    if reason := why_not():
+        (pytest.fail if os.environ.get("TULA_REQUIRE_SLURM") == "1" else pytest.skip)(
+            f"no SLURM cluster here: {reason}"
+        )
+
+
+@pytest.fixture(scope="session")
+def own_prefix() -> str:
+    """The beginning of node names that no cluster of another process has."""
+    return f"t{os.getpid()}"
+
+
+@pytest.fixture(scope="session")
+def slurm_cluster(needs_slurm: None, own_prefix: str) -> Iterator[SlurmCluster]:
+    """A cluster for the whole session: TULA_SLURM_NODES nodes, 4 unless it is set, with links of 200 Mbit/s."""
+    nodes = int(os.environ.get("TULA_SLURM_NODES", "4"))
+    with SlurmCluster(nodes, prefix=f"{own_prefix}n", rate="200mbit") as cluster:
+        yield cluster
+
+
+@pytest.fixture
+def on_slurm(slurm_cluster: SlurmCluster, monkeypatch: pytest.MonkeyPatch) -> Iterator[SlurmCluster]:
+    """The cluster as a user meets it: its commands on PATH, no job in its queue. Afterwards it is as it was before."""
+    for name in [name for name in os.environ if name.startswith(("SLURM", "SBATCH", "SUBMITIT"))]:
+        monkeypatch.delenv(name)
+    for name, value in slurm_cluster.env.items():
+        monkeypatch.setenv(name, value)
+    yield slurm_cluster
+    slurm_cluster.reset()

@@ -1,0 +1,706 @@
+import dataclasses
+import io
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import types
+from pathlib import Path
+
+import make_runs as make
+import pytest
+import yaml
+from make_results import Truth, footprint, measured
+from typer.testing import CliRunner
+
+import tula_cli
+from tula_cli import check, cli, estimate, launch, show, status
+from tula_cli.errors import Infeasible, JobFailed, SchedulerError, SpecError, TulaError
+from tula_cli.records import Inspection, ProbeTask
+from tula_cli.rundir import RunDir
+
+ROOT = Path(__file__).parent.parent
+
+
+@dataclasses.dataclass
+class Answer:
+    code: int
+    out: str
+    err: str
+
+    @property
+    def json(self):
+        return json.loads(self.out)
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path, monkeypatch):
+    """An empty working directory with a job.yaml, no terminal, and no settings of the person who runs the tests."""
+    monkeypatch.chdir(tmp_path)
+    for name in list(os.environ):
+        if name.startswith("TULA_") or name in ("NO_COLOR", "FORCE_COLOR", "COLUMNS"):
+            monkeypatch.delenv(name)
+    monkeypatch.setattr("sys.stdin", io.StringIO())
+    monkeypatch.setitem(status.GRACE, "local", 0.05)
+    monkeypatch.setitem(status.POLL, "local", (0.01, 0.01))
+    (tmp_path / "job.yaml").write_text(yaml.safe_dump(make.SPEC))
+    return tmp_path
+
+
+def tula(*arguments):
+    screen = show.Screen(out=io.StringIO(), err=io.StringIO())
+    code = cli.run([str(word) for word in arguments], screen=screen)
+    return Answer(code, screen.out.getvalue(), screen.err.getvalue())
+
+
+class Here(make.FakeLauncher):
+    """Runs each job at once: a probe job measures, a training job ends with a summary. `fails` says what goes wrong."""
+
+    def __init__(self, fails=""):
+        super().__init__()
+        self.fails = fails
+
+    def submit(self, run, task):
+        job = super().submit(run, task).model_copy(update={"submitted_at": time.time()})
+        self.states[task.job] = "ended"
+        if self.fails == "hangs":
+            self.states[task.job] = "running"
+        elif self.fails == "vanishes":
+            pass
+        elif isinstance(task, ProbeTask):
+            self._probe(run, task)
+        else:
+            self._train(run, task)
+        return job
+
+    def _probe(self, run, task):
+        for local in task.local_batches:
+            if self.fails == "memory":
+                make.add_out_of_memory(run, task.nodes, local)
+            elif self.fails == "user" or (self.fails == "partly" and local == max(task.local_batches)):
+                make.add_failed(run, task.nodes, local, "KeyError: 'x'")
+            else:
+                run.write_result(measured(Truth(), task.nodes, local, measured_at=time.time()))
+
+    def _train(self, run, task):
+        if self.fails:
+            outcome = "device_oom" if self.fails == "memory" else "user"
+            now = time.time()
+            run.write_attempt(make.attempt(task.id, start=now, end=now, outcome=outcome, message="no"))
+            return
+        run.write_train_result(make.train_result(task.signature))
+        run.write_summary(make.summary(signature=task.signature))
+
+
+@pytest.fixture
+def cluster(monkeypatch):
+    """A cluster of this test's own; replace `.launcher` for another one."""
+    held = types.SimpleNamespace(launcher=Here(), inspection=inspection())
+    monkeypatch.setattr(launch, "launcher_for", lambda spec: held.launcher)
+    for module in (launch, check, estimate):
+        monkeypatch.setattr(module, "inspect", lambda spec: held.inspection)
+    return held
+
+
+def inspection(**changes):
+    fields = {
+        "dataset_size": 300, "eval_size": 50, "classes": 10, "sample_shape": (1, 8, 8), "parameters": 1000, "footprints": (),
+        "estimate_error": "", "device": "cpu", "hardware": "cpu", "capacity": None, "cpus": 2, **changes,
+    }  # fmt: skip
+    return Inspection(**fields)
+
+
+def newest():
+    return RunDir.newest(Path("tula-runs").absolute())
+
+
+# --- the whole way
+
+
+def test_profile_recommend_train(cluster):
+    profiled = tula("profile", "job.yaml")
+    assert profiled.code == 0
+    assert cluster.launcher.submitted == ["probe-n001", "probe-n002"]
+    assert "next: tula recommend" in profiled.out
+    assert "node-h" in profiled.err
+    recommended = tula("recommend", "--objective", "time")
+    assert recommended.code == 0
+    assert recommended.out.startswith("CHOSEN")
+    assert "(the newest)" in recommended.err
+    trained = tula("train")
+    assert trained.code == 0
+    assert "predicted" in trained.out
+    assert cluster.launcher.submitted[2].startswith("train-")
+
+
+def test_profile_again_does_only_what_is_missing(cluster):
+    tula("profile", "job.yaml")
+    again = tula("profile", "job.yaml")
+    assert again.code == 0
+    assert "every probe has a result already" in again.err
+    assert len(cluster.launcher.submitted) == 2
+    more = tula("profile", "job.yaml", "--set", "search.nodes=[1,2,4]")
+    assert more.code == 0
+    assert cluster.launcher.submitted[2:] == ["probe-n004"]
+
+
+def test_a_changed_price_keeps_the_probes(cluster):
+    tula("profile", "job.yaml")
+    dear = tula("recommend", "job.yaml", "--set", "pricing.price=1000", "--set", "pricing.currency=EUR", "--json")
+    assert dear.code == 0
+    assert dear.json["data"]["currency"] == "EUR"
+    assert tula("recommend", "--set", "pricing.price=1000").code == 0
+    other = tula("recommend", "--set", "model.name=resnet34")
+    assert other.code == 2
+    assert "was measured otherwise" in other.err
+
+
+def test_train_again_starts_nothing(cluster):
+    first = tula("train", "job.yaml", "--nodes", 1, "--batch", 64)
+    again = tula("train", "job.yaml", "--nodes", 1, "--batch", 64)
+    assert (first.code, again.code) == (0, 0)
+    assert first.out == again.out
+    assert len(cluster.launcher.submitted) == 1
+
+
+def test_profile_attaches_to_what_is_under_way_without_asking(cluster):
+    cluster.launcher = Here("hangs")
+    assert tula("profile", "job.yaml", "--no-wait").code == 0
+    without_cap = tula("profile", "job.yaml", "--set", "search.max_node_hours=null", "--timeout", 0)
+    assert without_cap.code == 75, "not 8: nothing new is started"
+    assert len(cluster.launcher.submitted) == 2
+
+
+def test_a_run_is_found_by_flag_variable_and_name(cluster, monkeypatch):
+    tula("profile", "job.yaml", "--set", "name=first")
+    first = newest()
+    tula("profile", "job.yaml", "--set", "name=second")
+    assert tula("status", "--json").json["run_id"].startswith("second")
+    assert tula("status", "--run", first.path, "--json").json["run_id"] == first.id
+    assert tula("status", "--run", first.id, "--json").json["run_id"] == first.id
+    assert tula("status", "--run", first.path).err == ""
+    monkeypatch.setenv("TULA_RUN", str(first.path))
+    named = tula("status")
+    assert first.id in named.out
+    assert "from TULA_RUN" in named.err
+
+
+# --- nothing is touched by a dry run
+
+
+def test_a_dry_run_of_profile_touches_nothing(cluster, here):
+    shown = tula("profile", "job.yaml", "--dry-run")
+    assert shown.code == 0
+    assert "#!/bin/bash\n# probe-n001" in shown.out
+    assert cluster.launcher.submitted == []
+    assert [path.name for path in here.iterdir()] == ["job.yaml"]
+
+
+def test_a_dry_run_of_train_submits_nothing(cluster):
+    shown = tula("train", "job.yaml", "--nodes", 1, "--batch", 64, "--dry-run", "--json")
+    assert shown.code == 0
+    assert shown.json["data"]["task"]["nodes"] == 1
+    assert cluster.launcher.submitted == []
+
+
+# --- waiting
+
+
+def test_no_wait_returns_at_once(cluster):
+    cluster.launcher = Here("hangs")
+    started = tula("profile", "job.yaml", "--no-wait", "--json")
+    assert started.code == 0
+    assert started.json["status"] == "pending"
+    assert started.json["data"]["jobs"] == ["probe-n001", "probe-n002"]
+    assert tula("status", "--json").json["status"] == "pending"
+
+
+def test_slurm_is_not_waited_for_by_default(cluster):
+    cluster.launcher = Here("hangs")
+    assert tula("profile", "job.yaml", "--set", "cluster.kind=slurm").code == 0
+
+
+def test_75_when_the_time_to_wait_is_over(cluster):
+    cluster.launcher = Here("hangs")
+    waited = tula("profile", "job.yaml", "--timeout", 0, "--json")
+    assert waited.code == 75
+    assert waited.json["status"] == "pending"
+    assert waited.json["error"]["code"] == "pending"
+    assert "probe-n001 (running)" in waited.json["error"]["message"]
+
+
+@pytest.mark.parametrize("flag", [True, False])
+def test_130_on_ctrl_c_and_the_jobs_live_unless_told_otherwise(cluster, monkeypatch, flag):
+    cluster.launcher = Here("hangs")
+
+    def interrupt(_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(show.ChangesLive, "update", lambda self, now: interrupt(now))
+    ended = tula("profile", "job.yaml", *(["--cancel-on-interrupt"] if flag else []))
+    assert ended.code == 130
+    assert cluster.launcher.cancelled == (["probe-n001", "probe-n002"] if flag else [])
+    assert ("the jobs go on" in ended.err) is not flag
+    assert ("tula cancel tula-runs/toy-" in ended.err) is not flag
+
+
+def test_130_on_ctrl_c_elsewhere(cluster, monkeypatch):
+    def interrupt(spec):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(launch, "inspect", interrupt)
+    assert tula("profile", "job.yaml", "--json").json["error"]["code"] == "interrupted"
+    assert tula("profile", "job.yaml").code == 130
+
+
+# --- confirming
+
+
+def test_8_without_terminal_cap_and_yes(cluster):
+    refused = tula("profile", "job.yaml", "--set", "search.max_node_hours=null")
+    assert refused.code == 8
+    assert "no terminal to ask" in refused.err
+    assert cluster.launcher.submitted == []
+    assert tula("profile", "job.yaml", "--set", "search.max_node_hours=null", "-y").code == 0
+
+
+def test_8_above_the_cap_even_with_yes(cluster):
+    refused = tula("profile", "job.yaml", "--set", "search.max_node_hours=0.5", "-y")
+    assert refused.code == 8
+    assert "search.max_node_hours is 0.5" in refused.err
+    assert cluster.launcher.submitted == []
+
+
+class TypedOn(io.StringIO):
+    def isatty(self):
+        return True
+
+
+@pytest.mark.parametrize(("typed", "code"), [("y\n", 0), ("n\n", 8), ("", 8)])
+def test_asks_on_a_terminal(cluster, monkeypatch, typed, code):
+    for command in (["profile", "job.yaml"], ["train", "job.yaml", "--nodes", 1, "--batch", 64]):
+        monkeypatch.setattr("sys.stdin", TypedOn(typed))
+        answered = tula(*command)
+        assert answered.code == code
+        assert "start? [y/N]" in answered.err
+        assert bool(cluster.launcher.submitted) == (code == 0)
+
+
+def test_train_needs_a_cap_or_yes_too(cluster):
+    arguments = ["train", "job.yaml", "--nodes", 1, "--batch", 64, "--set", "search.max_node_hours=null"]
+    assert tula(*arguments).code == 8
+    assert tula(*arguments, "-y").code == 0
+
+
+# --- what goes wrong
+
+
+def test_3_nothing_feasible(cluster):
+    cluster.inspection = inspection(dataset_size=8)
+    assert tula("profile", "job.yaml").code == 3
+
+
+def test_4_nothing_measured(cluster):
+    assert tula("recommend", "job.yaml").code == 4
+    assert tula("train", "job.yaml").code == 4
+    assert not Path("tula-runs").exists(), "what was refused leaves nothing behind"
+    assert tula("recommend").code == 2
+
+
+def test_a_dry_run_of_train_touches_nothing(cluster):
+    assert tula("train", "job.yaml", "--nodes", 1, "--batch", 64, "--dry-run").code == 0
+    assert not Path("tula-runs").exists()
+
+
+def test_what_was_recommended_is_what_is_trained(cluster):
+    assert tula("profile", "job.yaml").code == 0
+    assert tula("recommend", "job.yaml", "--set", "train.epochs=33").code == 0
+    assert newest().spec().train.epochs == 33
+
+
+def test_5_the_scheduler_refuses(cluster, monkeypatch):
+    def refuse(spec):
+        raise SchedulerError("sbatch: error: invalid partition specified: nope", "sinfo lists partitions")
+
+    monkeypatch.setattr(launch, "launcher_for", refuse)
+    refused = tula("profile", "job.yaml")
+    assert refused.code == 5
+    assert "HINT: sinfo lists partitions" in refused.err
+
+
+def test_6_the_users_code_fails(cluster):
+    cluster.launcher = Here("user")
+    failed = tula("profile", "job.yaml", "--json")
+    assert failed.code == 6
+    assert "KeyError: 'x'" in failed.json["error"]["message"]
+    assert tula("train", "--nodes", 1, "--batch", 64).code == 6
+
+
+def test_7_the_smallest_batch_does_not_fit(cluster):
+    cluster.launcher = Here("memory")
+    assert tula("profile", "job.yaml").code == 7
+    assert tula("train", "--nodes", 1, "--batch", 64).code == 7
+
+
+def test_a_profile_that_failed_in_part_says_so(cluster):
+    cluster.launcher = Here("partly")
+    found = tula("profile", "job.yaml", "--json")
+    assert found.code == 0
+    assert found.json["status"] == "partial"
+    assert any("KeyError: 'x'" in warning for warning in found.json["warnings"])
+    assert len(found.json["data"]["failed"]) == 2
+
+
+def test_a_training_job_that_vanished_has_failed(cluster):
+    cluster.launcher = Here("vanishes")
+    gone = tula("train", "job.yaml", "--nodes", 1, "--batch", 64)
+    assert gone.code == 6
+    assert "is gone" in gone.err
+
+
+def test_probes_that_vanished_are_no_measurements(cluster):
+    cluster.launcher = Here("vanishes")
+    assert tula("profile", "job.yaml").code == 4
+
+
+def test_warnings_of_the_inspection_are_shown(cluster):
+    cluster.inspection = inspection(warnings=("more ranks than cores",))
+    assert "warning: more ranks than cores" in tula("profile", "job.yaml").err
+
+
+def test_1_a_full_disk(cluster, monkeypatch):
+    def full(_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    ended = tula("profile", "job.yaml", "--json")
+    assert ended.code == 1
+    assert "No space left" in ended.json["error"]["message"]
+
+
+# --- bad input
+
+
+@pytest.mark.parametrize("command", ["profile", "recommend", "train"])
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (None, "no such file: bad.yaml"),
+        ("", "found nothing"),
+        ("- a\n", "found a list"),
+        ("model: [", "line 1"),
+        ("a: 1\na: 2\n", "given twice"),
+        ("\t", "not valid YAML"),
+        ("{name: x, modle: {}}", "did you mean model?"),
+        ("search: {nodes: [0]}", "search.nodes[0]"),
+    ],
+)
+def test_2_a_job_that_cannot_be_used(cluster, command, content, words):
+    if content is not None:
+        Path("bad.yaml").write_text(content)
+    refused = tula(command, "bad.yaml")
+    assert refused.code == 2
+    assert words in refused.err
+    assert refused.out == ""
+    assert "Traceback" not in refused.err
+
+
+def test_2_all_problems_of_a_spec_one_a_line(cluster):
+    Path("bad.yaml").write_text("{optimizer: {lr: -1}, trian: {}, model: {name: x}}")
+    refused = tula("profile", "bad.yaml", "--json")
+    paths = [problem["path"] for problem in refused.json["error"]["problems"]]
+    assert {"optimizer.lr", "trian", "dataset", "train"} == set(paths)
+    assert all(f"  {path}: " in refused.err for path in paths)
+
+
+@pytest.mark.parametrize("setting", ["search.nodes", "=3", "search.nodez=[1]", "search.nodes=[1", "train.epochs=many"])
+def test_2_a_setting_that_cannot_be_used(cluster, setting):
+    assert tula("profile", "job.yaml", "--set", setting).code == 2
+
+
+@pytest.mark.parametrize("command", ["status", "logs", "cancel", "recommend", "train", "profile"])
+def test_2_a_run_directory_that_is_none(cluster, here, command):
+    (here / "empty").mkdir()
+    for run in ("empty", "nowhere", "job.yaml"):
+        refused = tula(command, "--run", run, "--json")
+        assert refused.code == 2
+        assert refused.json["error"]["code"] == "spec"
+    assert tula(command).code == 2
+
+
+def test_2_a_run_whose_spec_is_damaged(cluster):
+    tula("profile", "job.yaml")
+    (newest().path / "spec.yaml").write_text("model: [")
+    assert tula("status").code == 2
+    listed = tula("list")
+    assert listed.code == 0
+    assert "cannot be read" in listed.out
+
+
+def test_4_a_result_that_is_damaged_is_named(cluster):
+    tula("profile", "job.yaml")
+    damaged = next((newest().path / "results").glob("*.json"))
+    damaged.write_text("{")
+    refused = tula("recommend")
+    assert refused.code == 4
+    assert str(damaged) in refused.err
+
+
+def test_2_a_job_and_a_run(cluster):
+    tula("profile", "job.yaml")
+    assert tula("train", "job.yaml", "--run", newest().path, "--nodes", 1, "--batch", 64).code == 2
+
+
+def test_2_a_batch_that_does_not_divide(cluster):
+    refused = tula("train", "job.yaml", "--nodes", 2, "--batch", 33)
+    assert refused.code == 2
+    assert "33" in refused.err
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        [], ["prof"], ["profile", "job.yaml", "--bogus"], ["train", "--nodes", "0"], ["train", "--batch", "x"],
+        ["recommend", "--objective", "speed"], ["init", "cloud"], ["check"], ["profile", "job.yaml", "--timeout", "-1"],
+    ],
+)  # fmt: skip
+def test_2_arguments_that_cannot_be_used(cluster, arguments):
+    refused = tula(*arguments, "--json") if arguments else tula("--json")
+    assert refused.code == 2
+    assert refused.json["error"]["code"] == "spec"
+    assert refused.json["error"]["message"]
+
+
+# --- status, list, logs, cancel
+
+
+def test_list(cluster):
+    assert tula("list").out == "no run under tula-runs\n"
+    tula("profile", "job.yaml")
+    assert newest().id in tula("list").out
+    listed = tula("list", "--json").json["data"]
+    assert [run["id"] for run in listed] == [newest().id]
+    assert tula("list", "--run-dir", "elsewhere", "--json").json["data"] == []
+
+
+def test_logs(cluster):
+    tula("profile", "job.yaml")
+    assert tula("logs").err.endswith("no log yet\n")
+    path = newest().log_path("probe-n002", 1)
+    path.parent.mkdir()
+    path.write_text("one\ntwo [bold]\n")
+    shown = tula("logs")
+    assert shown.out == "one\ntwo [bold]\n"
+    assert "==> tula-runs/toy-" in shown.err
+    assert tula("logs", "-n", 1).out == "two [bold]\n"
+    assert tula("logs", "--job", "probe-n002", "--follow").out == shown.out
+    rows = [json.loads(line) for line in tula("logs", "--json").out.splitlines()]
+    assert [row["text"] for row in rows] == ["one", "two [bold]"]
+    assert tula("logs", "--job", "probe-n2").code == 2
+
+
+def test_cancel(cluster):
+    cluster.launcher = Here("hangs")
+    tula("profile", "job.yaml", "--no-wait")
+    ended = tula("cancel", newest().id)
+    assert ended.code == 0
+    assert ended.out == "cancelled probe-n001, probe-n002\n"
+    assert cluster.launcher.cancelled == ["probe-n001", "probe-n002"]
+    assert "nothing was queued" in tula("cancel").out
+    assert {job["state"] for job in tula("status", "--json").json["data"]["jobs"]} == {"cancelled"}
+
+
+# --- init
+
+
+@pytest.mark.parametrize("kind", ["local", "slurm"])
+def test_init_writes_a_spec_that_can_be_checked_but_not_over_another(cluster, kind):
+    assert tula("init", kind, "-o", "new.yaml").code == 0
+    assert tula("check", "new.yaml", "--offline").code == 0
+    Path("new.yaml").write_text("mine")
+    refused = tula("init", kind, "-o", "new.yaml")
+    assert refused.code == 2
+    assert "there already" in refused.err
+    assert Path("new.yaml").read_text() == "mine"
+    assert tula("init", kind, "-o", "new.yaml", "--force").code == 0
+    assert Path("new.yaml").read_text() != "mine"
+
+
+# --- check, estimate
+
+
+def test_check_shows_what_would_be_searched_and_cost(cluster):
+    checked = tula("check", "job.yaml")
+    assert checked.code == 0
+    assert "data: 300 samples to train on, 50 to evaluate, of shape 1x8x8, 10 classes" in checked.out
+    assert "32 64 128 256" in checked.out
+    assert "node-h" in checked.out
+    assert tula("check", "job.yaml", "--json").json["data"]["report"]["inspection"]["dataset_size"] == 300
+
+
+def test_check_fails_where_nothing_can_run(cluster):
+    over = tula("check", "job.yaml", "--set", "search.max_node_hours=0.1", "--json")
+    assert over.code == 8
+    assert "search.max_node_hours is 0.1" in over.json["error"]["message"]
+    assert over.json["data"]["report"]["node_hours_at_most"] > 0.1
+
+
+def test_check_shows_where_values_come_from(cluster, monkeypatch):
+    monkeypatch.setenv("TULA_SPEC_TRAIN__SEED", "7")
+    shown = tula("check", "job.yaml", "--offline", "--show-origin", "--set", "pricing.price=3", "--json")
+    origins = shown.json["data"]["origins"]
+    assert origins["pricing.price"] == {"value": 3.0, "source": "--set"}
+    assert origins["train.seed"] == {"value": 7, "source": "TULA_SPEC_TRAIN__SEED"}
+    assert origins["train.epochs"]["source"] == "job.yaml"
+    assert origins["train.precision"] == {"value": "fp32", "source": "default"}
+    text = tula("check", "job.yaml", "--offline", "--show-origin", "--set", "pricing.price=3").out
+    assert any(line.split() == ["pricing.price", "3.0", "--set"] for line in text.splitlines())
+
+
+def test_estimate(cluster):
+    cluster.inspection = inspection(footprints=tuple(footprint(Truth(), local) for local in (1, 8)))
+    shown = tula("estimate", "job.yaml", "--capacity", "1GiB")
+    assert shown.code == 0
+    assert "400 MiB whatever the batch, and 2.00 MiB a sample" in shown.out
+    assert [line.split()[-1] for line in shown.out.splitlines() if line.strip().startswith(("16 ", "256 "))] == [
+        "yes",
+        "yes",
+    ]
+    assert "of 1.00 GiB with 10 % kept free, the largest local batch is 260" in shown.out
+    assert tula("estimate", "job.yaml", "--capacity", "512MiB", "--json").json["data"]["largest_local_batch"] == 30
+    refused = tula("estimate", "job.yaml", "--capacity", "much")
+    assert refused.code == 2
+    assert "--capacity: 'much' is not a size" in refused.err
+
+
+# --- the boundary
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [(TulaError("x"), 1), (SpecError("x"), 2), (Infeasible("x"), 3), (JobFailed("x"), 6)],
+)
+def test_an_error_keeps_its_code_in_text_and_json(cluster, monkeypatch, error, code):
+    def fail(spec):
+        raise error
+
+    monkeypatch.setattr(launch, "inspect", fail)
+    assert tula("profile", "job.yaml").code == code
+    failed = tula("profile", "job.yaml", "--json")
+    assert failed.code == code
+    assert failed.json["run_id"]
+    assert failed.json["error"]["message"] == "x"
+    assert not Path("tula-runs").exists(), "what was refused leaves nothing behind"
+
+
+def test_a_defect_is_not_swallowed(cluster, monkeypatch):
+    def fail(spec):
+        raise ZeroDivisionError("ours")
+
+    monkeypatch.setattr(launch, "inspect", fail)
+    with pytest.raises(ZeroDivisionError):
+        tula("profile", "job.yaml")
+
+
+def test_every_command_has_the_common_flags():
+    runner = CliRunner()
+    commands = ["init", "check", "estimate", "profile", "recommend", "train", "status", "list", "logs", "cancel"]
+    for command in commands:
+        text = runner.invoke(cli.app, [command, "--help"]).output
+        assert all(flag in text for flag in ("--json", "--quiet", "--verbose", "--no-color")), command
+    text = runner.invoke(cli.app, ["--help"]).output
+    assert all(f"  {command} " in text for command in commands)
+
+
+# --- as a process
+
+
+def process(*arguments, cwd, stdout=subprocess.PIPE, **environment):
+    variables = {**os.environ, "PYTHONPATH": str(ROOT), **environment}
+    command = [sys.executable, "-m", "tula_cli", *map(str, arguments)]
+    return subprocess.Popen(command, cwd=cwd, stdout=stdout, stderr=subprocess.PIPE, text=True, env=variables)
+
+
+def ended(*arguments, cwd, **environment):
+    started = process(*arguments, cwd=cwd, **environment)
+    out, err = started.communicate(timeout=60)
+    return Answer(started.returncode, out, err)
+
+
+def test_version(here):
+    assert ended("--version", cwd=here).out == f"tula {tula_cli.__version__}\n"
+
+
+def test_a_failure_as_a_process(here):
+    failed = ended("status", "--json", cwd=here)
+    assert failed.code == 2
+    assert failed.json["error"]["message"].startswith("no run under")
+    assert failed.err.startswith("error: no run under")
+
+
+def test_a_defect_as_a_process_shows_its_traceback_and_an_envelope(here):
+    run = RunDir.create(here / "tula-runs", make.spec())
+    (run.path / "metrics.py").write_text("")
+    (here / "sitecustomize.py").write_text(
+        "import sys\nfrom tula_cli import status\n"
+        "def fail(*_, **__): raise ZeroDivisionError('ours')\nstatus.list_runs = fail\n"
+    )
+    failed = ended("list", "--json", cwd=here, PYTHONPATH=os.pathsep.join([str(here), str(ROOT)]))
+    assert failed.code == 1
+    assert "Traceback" in failed.err
+    assert "ZeroDivisionError: ours" in failed.json["error"]["message"]
+
+
+def test_a_reader_that_leaves_is_no_error(here):
+    started = process("--help", cwd=here)
+    started.stdout.close()
+    started.wait(timeout=60)
+    assert started.stderr.read() == ""
+    started.stderr.close()
+
+
+def test_ctrl_c_as_a_process(here):
+    run = RunDir.create(here / "tula-runs", make.spec())
+    make.add_probes(run, 1, (32,))
+    path = run.log_path("probe-n001", 1)
+    path.parent.mkdir()
+    path.write_text("one\n")
+    (here / "sitecustomize.py").write_text(
+        "from tula_cli import launch\nfrom tula_cli.launch import SchedulerState\n"
+        "launch.LocalLauncher.state = lambda self, run, job: SchedulerState('running')\n"
+    )
+    variables = {"PYTHONPATH": os.pathsep.join([str(here), str(ROOT)]), "PYTHONUNBUFFERED": "1"}
+    started = process("logs", "--follow", cwd=here, **variables)
+    assert started.stdout.readline() == "one\n"
+    started.send_signal(signal.SIGINT)
+    _, err = started.communicate(timeout=60)
+    assert started.returncode == 130
+    assert "Traceback" not in err
+
+
+def seconds(*command, cwd):
+    """Return the shortest of some runs: what the command takes where nothing disturbs it."""
+    spent = []
+    for _ in range(5):
+        start = time.perf_counter()
+        subprocess.run(command, cwd=cwd, check=True, capture_output=True, env={**os.environ, "PYTHONPATH": str(ROOT)})
+        spent.append(time.perf_counter() - start)
+    return min(spent)
+
+
+def test_help_waits_for_little_more_than_typer(here):
+    typer = seconds(sys.executable, "-c", "import typer", cwd=here)
+    ours = seconds(sys.executable, "-m", "tula_cli", "--help", cwd=here)
+    assert ours < 2 * typer + 0.05
+
+
+def test_help_imports_nothing_heavy(here):
+    code = (
+        "import sys; from tula_cli import cli; cli.run(['--help']); "
+        "heavy = {'torch', 'rich', 'pydantic', 'numpy', 'pandas', 'statsmodels', 'plotext', 'yaml'} & set(sys.modules); "
+        "sys.exit(f'imported: {heavy}' if heavy else 0)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=here, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": str(ROOT)})  # fmt: skip
+    assert done.returncode == 0, done.stderr

@@ -1,0 +1,85 @@
+"""What is installed: a wheel holds the templates and configs, and the arrows of the architecture are enforced."""
+
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+
+
+def python(*arguments: object, cwd: Path) -> "subprocess.CompletedProcess[str]":
+    return subprocess.run(
+        [sys.executable, *map(str, arguments)], cwd=cwd, text=True, capture_output=True, timeout=120, check=False
+    )
+
+
+@pytest.fixture(scope="module")
+def wheels(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    """Return two wheels: one built from the tree, one from the source distribution."""
+    folder = tmp_path_factory.mktemp("dist")
+    found = []
+    for name, what in (("direct", ["--wheel"]), ("through", [])):  # without --wheel: sdist first, the wheel from it
+        built = python("-m", "build", "--no-isolation", *what, "--outdir", folder / name, cwd=ROOT)
+        assert built.returncode == 0, built.stdout + built.stderr
+        found += (folder / name).glob("*.whl")
+    return found
+
+
+def test_wheels_hold_templates_and_configs_and_no_tests(wheels: list[Path]) -> None:
+    assert len(wheels) == 2
+    for wheel in wheels:
+        names = set(zipfile.ZipFile(wheel).namelist())
+        assert {"tula_cli/templates/job.yaml", "tula_cli/configs/quickstart.yaml", "tula_cli/py.typed"} <= names
+        assert not [name for name in names if name.startswith("tests/")]
+
+
+def test_an_installed_wheel_finds_its_templates(wheels: list[Path], tmp_path: Path) -> None:
+    zipfile.ZipFile(wheels[0]).extractall(tmp_path / "site")
+    code = f"import sys; sys.path.insert(0, {str(tmp_path / 'site')!r}); from tula_cli import check; print(check.init('local'))"
+    done = python("-I", "-c", code, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == (ROOT / "templates/job.yaml").read_text().strip()
+
+
+def contracts(tree: Path) -> "subprocess.CompletedProcess[str]":
+    # By -c, so that the copy in the working directory is what is looked at.
+    code = (
+        "import sys; sys.path.insert(0, '.'); from importlinter.cli import lint_imports_command as c; c(['--no-cache'])"
+    )
+    return python("-c", code, cwd=tree)
+
+
+@pytest.mark.parametrize(
+    ("module", "line", "contract"),
+    [
+        ("recommend.py", "import torch", "torch only in the worker"),
+        ("models/cost.py", "from tula_cli import show", "the arrows of the architecture"),
+        (
+            "models/memory.py",
+            "import tula_cli.rundir",
+            "a model of time, memory or cost reads no file and starts no job",
+        ),
+        ("launch.py", "from tula_cli import supervise", "the arrows of the architecture"),
+        ("status.py", "from tula_cli import profile", "the arrows of the architecture"),
+        ("worker/optim/indicators.py", "from tula_cli.spec import JobSpec", "the optimizer stands alone"),
+        ("train.py", "import rich", "rich only in show"),
+        ("models/noise.py", "import pathlib", "a model of time, memory or cost reads no file and starts no job"),
+    ],
+)
+def test_a_forbidden_import_breaks_its_contract(tmp_path: Path, module: str, line: str, contract: str) -> None:
+    shutil.copytree(ROOT / "tula_cli", tmp_path / "tula_cli", ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copy(ROOT / "pyproject.toml", tmp_path)
+    path = tmp_path / "tula_cli" / module
+    path.write_text(f"{path.read_text()}\n{line}\n")
+    done = contracts(tmp_path)
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert f"{contract} BROKEN" in " ".join(done.stdout.split())
+
+
+def test_the_tree_keeps_its_contracts() -> None:
+    done = contracts(ROOT)
+    assert done.returncode == 0, done.stdout + done.stderr

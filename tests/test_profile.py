@@ -1,0 +1,135 @@
+"""`tula profile` as a service: what is missing, what it may cost, what is submitted."""
+
+from pathlib import Path
+
+import make_runs
+import pytest
+from make_runs import FakeLauncher
+
+from tula_cli import profile
+from tula_cli.errors import BadMeasurements, Infeasible, JobFailed, OutOfMemoryAtMinimum
+from tula_cli.records import Footprint, Inspection, ProbeTask
+from tula_cli.rundir import RunDir
+
+MIB = 2**20
+
+
+def inspection(**changes: object) -> Inspection:
+    """Return an inspection of a model that takes 100 MiB and 1 MiB a sample, where a GPU has 1000 MiB."""
+    footprints = tuple(
+        Footprint(
+            local_batch=local, parameters=40 * MIB, gradients=40 * MIB, optimizer=20 * MIB, factors=0,
+            batch=0, activations=local * MIB, peak=(100 + local) * MIB,
+        )
+        for local in (8, 16)
+    )  # fmt: skip
+    fields: dict[str, object] = {
+        "dataset_size": 2000, "eval_size": 100, "classes": 10, "sample_shape": (1, 8, 8), "parameters": 10,
+        "footprints": footprints, "estimate_error": "", "device": "cpu", "hardware": "x", "capacity": 1000 * MIB, "cpus": 2,
+        **changes,
+    }  # fmt: skip
+    return Inspection.model_validate(fields)
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDir:
+    search = {"nodes": [1, 2], "min_batch": 32, "strategy": "full", "max_minutes": 30}
+    return RunDir.create(tmp_path, make_runs.spec(search=search, pricing={"price": 3.0}))
+
+
+def batches(plan: profile.ProfilePlan) -> dict[int, tuple[int, ...]]:
+    return {task.nodes: task.local_batches for task in plan.tasks}
+
+
+def test_the_grid_ends_where_the_estimate_says_memory_does(run: RunDir) -> None:
+    # 1000 MiB less 10 % leave 800 samples beside the 100 MiB, so 512 is the largest power of two.
+    plan = profile.plan(run.spec(), inspection(), run)
+    assert batches(plan) == {1: (32, 64, 128, 256, 512), 2: (16, 32, 64, 128, 256, 512)}
+    assert (plan.total, plan.done, plan.missing) == (11, 0, 11)
+
+
+def test_without_a_capacity_the_dataset_bounds_the_grid(run: RunDir) -> None:
+    plan = profile.plan(run.spec(), inspection(capacity=None), run)
+    assert batches(plan)[1][-1] == 1024
+
+
+def test_cost_at_most_is_nodes_times_minutes(run: RunDir) -> None:
+    plan = profile.plan(run.spec(), inspection(), run)
+    assert plan.minutes_at_most == 60
+    assert plan.node_hours_at_most == pytest.approx((1 + 2) * 0.5)
+    assert plan.price_at_most == pytest.approx(1.5 * 3.0)
+
+
+def test_only_what_has_no_result_is_planned(run: RunDir) -> None:
+    for local in (32, 64, 128, 256, 512):
+        make_runs.add_measured(run, 1, local)
+    make_runs.add_measured(run, 2, 16)
+    make_runs.add_out_of_memory(run, 2, 512)
+    make_runs.add_failed(run, 2, 64)
+    plan = profile.plan(run.spec(), inspection(), run)
+    assert batches(plan) == {2: (32, 64, 128, 256)}
+    assert (plan.done, plan.missing) == (7, 4)
+
+
+def test_a_model_that_does_not_fit_at_all_is_infeasible(run: RunDir) -> None:
+    with pytest.raises(Infeasible, match="memory"):
+        profile.plan(run.spec(), inspection(capacity=50 * MIB), run)
+
+
+def test_jobs_are_submitted_with_their_task_written_first(run: RunDir) -> None:
+    launcher = FakeLauncher()
+    plan = profile.plan(run.spec(), inspection(), run)
+    jobs = profile.start(run, plan, launcher)
+    assert jobs == ("probe-n001", "probe-n002")
+    assert launcher.submitted == list(jobs)
+    task = run.task("probe-n002")
+    assert isinstance(task, ProbeTask)
+    assert task.local_batches == (16, 32, 64, 128, 256, 512)
+    assert [job.id for job in run.jobs()] == list(jobs)
+
+
+def test_a_second_call_attaches_to_what_is_under_way(run: RunDir) -> None:
+    launcher = FakeLauncher()
+    plan = profile.plan(run.spec(), inspection(), run)
+    profile.start(run, plan, launcher)
+    launcher.states["probe-n001"] = "ended"
+    assert profile.start(run, plan, launcher) == ("probe-n001", "probe-n002")
+    assert launcher.submitted == ["probe-n001", "probe-n002", "probe-n001"]
+
+
+def test_profiling_again_takes_a_cancellation_back(run: RunDir) -> None:
+    run.cancel("probe-n001")
+    profile.start(run, profile.plan(run.spec(), inspection(), run), FakeLauncher())
+    assert not run.cancelled("probe-n001")
+
+
+def test_the_report_says_what_is_there(run: RunDir) -> None:
+    plan = profile.plan(run.spec(), inspection(), run)
+    make_runs.add_measured(run, 1, 32)
+    make_runs.add_out_of_memory(run, 1, 512)
+    make_runs.add_failed(run, 1, 64)
+    report = profile.report(run, plan)
+    assert [len(part) for part in (report.measured, report.out_of_memory, report.failed, report.missing)] == [
+        1,
+        1,
+        1,
+        8,
+    ]
+
+
+@pytest.mark.parametrize(
+    ("result", "error"),
+    [
+        ("failed", JobFailed),
+        ("oom", OutOfMemoryAtMinimum),
+        ("nothing", BadMeasurements),
+    ],
+)
+def test_nothing_measured_is_an_error_of_its_class(run: RunDir, result: str, error: type[Exception]) -> None:
+    plan = profile.plan(run.spec(), inspection(), run)
+    if result == "failed":
+        make_runs.add_failed(run, 1, 32, "ValueError: mine")
+    if result == "oom":
+        make_runs.add_out_of_memory(run, 1, 32)
+    with pytest.raises(error):
+        profile.report(run, plan)

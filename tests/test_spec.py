@@ -1,0 +1,422 @@
+"""The job spec: what is read, what is refused, and how."""
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from tula_cli.errors import SpecError
+from tula_cli.spec import (
+    ENV_PREFIX,
+    JobSpec,
+    dump_yaml,
+    load_spec,
+    merge_sources,
+    parse_size,
+    parse_yaml,
+    read_yaml,
+    signature,
+    train_signature,
+)
+
+ROOT = Path(__file__).parent.parent
+SHIPPED = sorted([*(ROOT / "configs").glob("*.yaml"), *(ROOT / "templates").glob("*.yaml")])
+
+MINIMAL = """\
+model: {name: resnet18}
+dataset: {name: CIFAR10}
+optimizer: {lr: 0.1}
+train: {epochs: 10}
+"""
+
+
+@pytest.fixture
+def write(tmp_path: Path):
+    def write_(text: str, name: str = "job.yaml") -> Path:
+        path = tmp_path / name
+        path.write_text(text, encoding="utf-8")
+        return path
+
+    return write_
+
+
+def load(path: Path, *overrides: str, environ=None, site_files=()) -> JobSpec:
+    return load_spec(path, overrides=overrides, environ=environ or {}, site_files=site_files)
+
+
+def spec(**changes) -> JobSpec:
+    content = yaml.safe_load(MINIMAL)
+    for path, value in changes.items():
+        section = content
+        *parents, last = path.split("__")
+        for part in parents:
+            section = section.setdefault(part, {})
+        section[last] = value
+    return JobSpec.model_validate(content)
+
+
+def problems(path: Path, *overrides: str) -> dict[str, str]:
+    with pytest.raises(SpecError) as caught:
+        load(path, *overrides)
+    return {problem.path: str(problem) for problem in caught.value.problems}
+
+
+# --- YAML
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("1e-3", 0.001),
+        ("1E5", 100000.0),
+        ("1.0e-8", 1e-8),
+        (".5", 0.5),
+        ("-2.", -2.0),
+        ("on", "on"),
+        ("no", "no"),
+        ("yes", "yes"),
+        ("true", True),
+        ("False", False),
+        (".inf", float("inf")),
+        ("10", 10),
+        ("null", None),
+        ("1.2.3", "1.2.3"),
+        ("1:30", "1:30"),
+        ("2025-01-01", "2025-01-01"),
+        ("0x1F", 31),
+        ("0o17", 15),
+        ("0", 0),
+        ("~", None),
+        ("", None),
+        ("-1e3", -1000.0),
+        ("-.inf", float("-inf")),
+        ("[1, 2e0]", [1, 2.0]),
+    ],
+)
+def test_plain_scalars_are_those_of_yaml_1_2(text, value):
+    found = parse_yaml(text, source="here")
+    assert found == value
+    assert type(found) is type(value)
+
+
+def test_learning_rate_in_exponent_form_is_a_number(write):
+    assert load(write(MINIMAL.replace("0.1", "1e-3"))).optimizer.lr == 0.001
+
+
+@pytest.mark.parametrize("text", [MINIMAL + "model: {name: vgg11}\n", MINIMAL.replace("{lr: 0.1}", "{lr: 0.1, lr: 1}")])
+def test_key_given_twice_is_refused_with_its_line(write, text):
+    path = write(text)
+    with pytest.raises(SpecError, match=r"line \d+, column \d+.*given twice"):
+        load(path)
+
+
+def test_key_that_is_no_word_is_refused(write):
+    with pytest.raises(SpecError, match=r"line 1, column 3.*a word"):
+        load(write("? [model]\n: 3\n"))
+
+
+def test_anchors_and_merge_keys_are_read():
+    assert parse_yaml("a: &a {b: 1, c: 2}\nd: {<<: *a, c: 3}\n", source="here")["d"] == {"b": 1, "c": 3}
+
+
+def test_text_that_is_no_yaml_is_refused_with_its_line(write):
+    with pytest.raises(SpecError, match=r"job\.yaml, line 2, column"):
+        load(write("model: {name: a}\n  - b: [\n"))
+
+
+def test_yaml_tags_that_build_python_objects_are_refused(write):
+    with pytest.raises(SpecError, match="not valid YAML"):
+        load(write("model: !!python/object/apply:os.system ['true']\n"))
+
+
+@pytest.mark.parametrize(("text", "found"), [("", "nothing"), ("- a\n", "a list"), ("resnet\n", "a str")])
+def test_file_without_a_mapping_is_refused(write, text, found):
+    with pytest.raises(SpecError, match=f"found {found}"):
+        load(write(text))
+
+
+def test_missing_file_names_the_way_to_one(tmp_path):
+    with pytest.raises(SpecError) as caught:
+        load(tmp_path / "none.yaml")
+    assert "no such file" in caught.value.message
+    assert "tula init" in caught.value.hint
+
+
+def test_folder_and_binary_file_are_refused(tmp_path):
+    with pytest.raises(SpecError, match="cannot read"):
+        read_yaml(tmp_path)
+    binary = tmp_path / "job.yaml"
+    binary.write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(SpecError, match="cannot read"):
+        read_yaml(binary)
+
+
+# --- problems
+
+
+def test_minimal_spec_has_defaults_for_the_rest(write):
+    found = load(write(MINIMAL))
+    assert found.search.nodes == [2, 4, 8, 16]
+    assert found.search.min_batch == 32
+    assert found.train.method == "ags"
+    assert found.ags.delta == 0.5
+    assert found.cluster.slurm is None
+
+
+def test_all_problems_are_reported_at_once_with_their_paths(write):
+    path = write(
+        "modle: {name: resnet18}\n"
+        "dataset: {name: CIFAR10, eval_fraction: 1.5}\n"
+        "optimizer: {lr: -1, momentom: 0.9}\n"
+        "train: {epochs: 0, method: agz}\n"
+        "search: {nodes: [2, -4]}\n"
+    )
+    found = problems(path)
+    assert set(found) == {
+        "model", "modle", "dataset.eval_fraction", "optimizer.lr", "optimizer.momentom",
+        "train.epochs", "train.method", "search.nodes[1]",
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("override", "path", "words"),
+    [
+        ("optimizer.momentom=0.9", "optimizer.momentom", "did you mean momentum"),
+        ("searhc.steps=3", "searhc", "did you mean search"),
+        ("train.method=agz", "train.method", "did you mean ags"),
+        ("train.precision=fp23", "train.precision", "none of"),
+        ("cluster.xyz=1", "cluster.xyz", "known here: "),
+        ("train.epochs=many", "train.epochs", "got 'many'"),
+        ("search.nodes=[]", "search.nodes", "at least 1"),
+        ("search.nodes=[2,2]", "search", "twice"),
+        ("search.nodes=4", "search.nodes", "list"),
+        ("search.max_batch=16", "search", "below min_batch"),
+        ("cluster.memory_per_gpu=lots", "cluster.memory_per_gpu", "16GiB"),
+        ("cluster.slurm={partition: gpu}", "cluster", "kind: slurm"),
+        ("schedule.kind=multistep", "schedule", "needs milestones"),
+        ("schedule.milestones=[3]", "schedule", "multistep"),
+        ("name=../up", "name", "letters"),
+        ("ags.refresh={evry: 3}", "ags.refresh.evry", "every"),
+        ("optimizer.lr=.nan", "optimizer.lr", "finite"),
+    ],
+)
+def test_wrong_value_is_named_with_its_path_and_a_way_out(write, override, path, words):
+    found = problems(write(MINIMAL), override)
+    assert path in found
+    assert words in found[path]
+
+
+def test_milestones_must_ascend(write):
+    found = problems(write(MINIMAL), "schedule.kind=multistep", "schedule.milestones=[60, 30]")
+    assert "ascend" in found["schedule"]
+
+
+@pytest.mark.parametrize("kind", ["constant", "multistep"])
+def test_final_learning_rate_belongs_to_the_cosine(write, kind):
+    overrides = [f"schedule={{kind: {kind}, min_lr: 0.001}}"]
+    if kind == "multistep":
+        overrides.append("schedule.milestones=[5]")
+    assert "cosine" in problems(write(MINIMAL), *overrides)["schedule"]
+
+
+def test_union_reports_one_problem_a_path(write):
+    found = problems(write(MINIMAL), "ags.delta=-1")
+    assert list(found) == ["ags.delta"]
+
+
+@pytest.mark.parametrize(
+    ("text", "size"), [("16GiB", 16 * 2**30), ("800 MB", 800_000_000), ("1.5G", 1_500_000_000), ("512", 512), (7, 7)]
+)
+def test_sizes(text, size):
+    assert parse_size(text) == size
+
+
+# --- sources
+
+
+def test_override_beats_environment_beats_file_beats_site(write, tmp_path):
+    site = write("search: {steps: 11, warmup_steps: 3}\ncluster: {interface: ib0}\n", "site.yaml")
+    path = write(MINIMAL + "search: {steps: 12, min_batch: 16}\n")
+    environ = {f"{ENV_PREFIX}SEARCH__STEPS": "13", f"{ENV_PREFIX}SEARCH__MIN_BATCH": "64", "OTHER": "1"}
+    found = load(path, "search.steps=14", environ=environ, site_files=[site, tmp_path / "absent.yaml"])
+    assert (found.search.steps, found.search.min_batch, found.search.warmup_steps) == (14, 64, 3)
+    assert found.cluster.interface == "ib0"
+
+
+def test_later_site_file_and_later_override_win(write):
+    one, two = write("name: one\n", "1.yaml"), write("name: two\n", "2.yaml")
+    path = write(MINIMAL)
+    assert load(path, site_files=[one, two]).name == "two"
+    assert load(path, "name=a", "name=b", site_files=[one, two]).name == "b"
+
+
+def test_origins_name_the_source_of_each_leaf(write):
+    path = write(MINIMAL)
+    environ = {f"{ENV_PREFIX}TRAIN__SEED": "3"}
+    merged, origins = merge_sources(path, overrides=["search.nodes=[1]"], environ=environ, site_files=())
+    assert merged["train"] == {"epochs": 10, "seed": 3}
+    assert origins["train.epochs"] == str(path)
+    assert origins["train.seed"] == f"{ENV_PREFIX}TRAIN__SEED"
+    assert origins["search.nodes"] == "--set"
+
+
+def test_mapping_in_an_override_replaces_the_section(write):
+    found = load(write(MINIMAL), "model.args={width: 3, depth: 2}", "model={name: vgg11}")
+    assert found.model.name == "vgg11"
+    assert found.model.args == {}
+
+
+@pytest.mark.parametrize("override", ["search.nodes", "=3", " =3"])
+def test_override_of_another_form_is_refused(write, override):
+    with pytest.raises(SpecError, match=r"a\.b=c"):
+        load(write(MINIMAL), override)
+
+
+def test_override_that_is_no_yaml_names_itself(write):
+    with pytest.raises(SpecError, match=r"--set search\.nodes"):
+        load(write(MINIMAL), "search.nodes=[1")
+
+
+def test_override_below_a_value_is_a_problem_of_that_path(write):
+    assert "train.epochs" in problems(write(MINIMAL), "train.epochs.more=3")
+
+
+def test_null_section_is_a_problem_and_an_override_fills_it(write):
+    path = write(MINIMAL + "search:\n")
+    assert "search" in problems(path)
+    assert load(path, "search.steps=7").search.steps == 7
+
+
+# --- signatures
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"pricing__price": 9.0},
+        {"name": "other"},
+        {"optimizer__lr": 0.2},
+        {"train__epochs": 99},
+        {"train__seed": 5},
+        {"search__nodes": [1]},
+        {"search__steps": 99},
+        {"dataset__download": True},
+        {"schedule__warmup_epochs": 2.0},
+        {"ags__delta": 0.1},
+        {"cluster__collective": "parameter_server"},
+    ],
+)
+def test_what_no_measurement_depends_on_keeps_the_probes(change):
+    assert signature(spec(**change)) == signature(spec())
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"model__name": "vgg11"},
+        {"model__args": {"width": 2}},
+        {"dataset__name": "CIFAR100"},
+        {"transforms__train": ["ToTensor"]},
+        {"loss__args": {"label_smoothing": 0.1}},
+        {"optimizer__momentum": 0.9},
+        {"train__precision": "bf16"},
+        {"train__workers": 7},
+        {"train__accumulate": 2},
+        {"train__method": "lbt"},
+        {"ags__granularity": "tensor"},
+        {"cluster__gpus_per_node": 4},
+        {"cluster__memory_per_gpu": 10**9},
+        {"cluster__collective": "tree"},
+    ],
+)
+def test_what_a_measurement_depends_on_changes_the_signature(change):
+    assert signature(spec(**change)) != signature(spec())
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"optimizer__lr": 0.2},
+        {"train__epochs": 99},
+        {"train__seed": 5},
+        {"train__method": "lbt"},
+        {"ags__delta": 0.1},
+        {"schedule__warmup_epochs": 2.0},
+        {"optimizer__weight_decay": 0.1},
+        {"cluster__gpus_per_node": 2},
+    ],
+)
+def test_what_changes_the_weights_changes_the_training_signature(change):
+    assert train_signature(spec(**change), nodes=2, batch=64) != train_signature(spec(), nodes=2, batch=64)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"pricing__price": 9.0}, {"train__workers": 7}, {"train__tensorboard": True}, {"search__steps": 9}, {"name": "b"}],
+)
+def test_what_leaves_the_weights_alone_keeps_the_training_signature(change):
+    assert train_signature(spec(**change), nodes=2, batch=64) == train_signature(spec(), nodes=2, batch=64)
+
+
+def test_training_signature_knows_nodes_and_batch():
+    found = {train_signature(spec(), nodes=nodes, batch=batch) for nodes in (1, 2) for batch in (32, 64)}
+    assert len(found) == 4
+
+
+def test_signatures_are_eight_hex_digits():
+    assert len(signature(spec())) == 8
+    assert int(signature(spec()), 16) >= 0
+
+
+# --- round trip
+
+
+@pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.name)
+def test_shipped_files_load_and_survive_a_round_trip(path, write):
+    found = load(path)
+    again = load(write(dump_yaml(found)))
+    assert again == found
+    assert signature(again) == signature(found)
+    assert found.search.max_node_hours is not None
+
+
+def test_there_are_shipped_files():
+    assert {path.name for path in SHIPPED} >= {
+        "job.yaml", "slurm.yaml", "quickstart.yaml", "resnet50_imagenet.yaml", "vgg11_cifar100.yaml",
+        "alexnet_caltech101.yaml", "mobilenetv3_caltech256.yaml",
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("name", "lr", "decay", "milestones", "gamma"),
+    [
+        ("resnet50_imagenet", 0.05, 5e-4, [100, 150, 200], 0.1),
+        ("vgg11_cifar100", 0.01, 5e-4, [50, 75, 100], 0.2),
+        ("alexnet_caltech101", 0.01, 5e-4, [25, 50, 75], 0.1),
+        ("mobilenetv3_caltech256", 0.01, 1e-4, [40, 80], 0.1),
+    ],
+)
+def test_configs_have_the_hyper_parameters_of_the_paper(name, lr, decay, milestones, gamma):
+    found = load(ROOT / "configs" / f"{name}.yaml")
+    assert (found.optimizer.name, found.optimizer.momentum) == ("SGD", 0.9)
+    assert (found.optimizer.lr, found.optimizer.weight_decay) == (lr, decay)
+    assert (found.schedule.milestones, found.schedule.gamma) == (milestones, gamma)
+    assert found.search.nodes == [2, 4, 8, 16]
+    assert (found.cluster.gpus_per_node, found.cluster.collective) == (1, "ring")
+    assert (found.pricing.kind, found.pricing.price) == ("gpu_hour", 2.48)
+
+
+def test_extreme_values_survive_a_round_trip(write):
+    found = spec(ags__delta="inf", ags__refresh={"every": 7}, cluster__memory_per_gpu="3GiB", optimizer__lr=1e-30)
+    assert load(write(dump_yaml(found))) == found
+
+
+@pytest.mark.parametrize("word", ["1e-3", "on", "1:30", "0o17", "+12e3", "null", "2025-01-01", "~", "<<", "=", "1e5"])
+def test_words_that_look_like_something_else_survive_a_round_trip(write, word):
+    found = spec(model__args={"word": word})
+    assert load(write(dump_yaml(found))).model.args == {"word": word}
+
+
+def test_spec_is_frozen():
+    with pytest.raises(ValueError, match="frozen"):
+        spec().train.epochs = 3

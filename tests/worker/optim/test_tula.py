@@ -1,0 +1,1114 @@
+from __future__ import annotations
+
+import copy
+import itertools
+import math
+import random
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import ags_reference as reference
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from tula_cli.worker.optim import TulaOptimizer, indicators
+from tula_cli.worker.optim.indicators import Bounds
+from tula_cli.worker.optim.tula import draw_counts, scale_on_device_, scale_on_host_
+
+B_LARGE, B_SMALL, STEPS = 16, 4, 4  # STEPS: optimizer steps in an epoch
+DTYPES = (torch.float32, torch.float64, torch.bfloat16)
+
+# where only the gate is tested there is no small batch
+pytestmark = pytest.mark.filterwarnings("ignore:an AGS refresh was due")
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    yield
+    torch.set_num_threads(threads)
+
+
+# ---- models, data and a training loop
+
+
+def mlp(bn: bool = False, dropout: float = 0.0, widths: tuple[int, ...] = (5, 7, 3), seed: int = 0) -> nn.Sequential:
+    torch.manual_seed(seed)
+    layers: list[nn.Module] = []
+    for i, (a, b) in enumerate(itertools.pairwise(widths)):
+        last = i == len(widths) - 2
+        # a bias before BatchNorm has no gradient but round-off, and its ratio means nothing
+        layers += [nn.Linear(a, b, bias=last or not bn)]
+        layers += [] if last else [nn.BatchNorm1d(b)] * bn + [nn.Tanh()] + [nn.Dropout(dropout)] * (dropout > 0)
+    return nn.Sequential(*layers).double()
+
+
+def batch(step: int, dtype: torch.dtype = torch.float64, seed: int = 1) -> tuple[Tensor, Tensor]:
+    rng = torch.Generator().manual_seed(1000 * seed + step)
+    x = torch.randn(B_LARGE, 5, generator=rng, dtype=torch.float64)
+    y = torch.randint(0, 3, (B_LARGE,), generator=rng)
+    return x.to(dtype), y
+
+
+def loss_of(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    return nn.functional.cross_entropy(model(x).float() if x.dtype is torch.bfloat16 else model(x), y)
+
+
+def sgd(model: nn.Module, **kwargs: Any) -> torch.optim.SGD:
+    return torch.optim.SGD(model.parameters(), **({"lr": 0.1, "momentum": 0.9, "weight_decay": 1e-3} | kwargs))
+
+
+def tula(model: nn.Module, base: torch.optim.Optimizer | None = None, **kwargs: Any) -> TulaOptimizer:
+    default: dict[str, Any] = {"b_large": B_LARGE, "b_small": B_SMALL, "steps_per_epoch": STEPS}
+    return TulaOptimizer(base or sgd(model), model=model, **(default | kwargs))
+
+
+def train_step(model: nn.Module, opt: torch.optim.Optimizer, step: int, dtype: torch.dtype = torch.float64) -> None:
+    x, y = batch(step, dtype)
+    opt.zero_grad()
+    loss_of(model, x, y).backward()
+    if isinstance(opt, TulaOptimizer) and opt.wants_small_batch:
+        opt.small_batch(lambda n: loss_of(model, x[:n], y[:n]))
+    opt.step()
+
+
+def train(model: nn.Module, opt: torch.optim.Optimizer, steps: int, start: int = 0, **kwargs: Any) -> None:
+    for step in range(start, start + steps):
+        train_step(model, opt, step, **kwargs)
+
+
+def ags(opt: TulaOptimizer) -> dict[str, Any]:
+    return dict(opt.state_dict()["ags"])
+
+
+def same(a: Any, b: Any) -> bool:
+    """Equal bit by bit, through dicts and lists."""
+    if isinstance(a, Tensor):
+        return a.dtype == b.dtype and torch.equal(a, b)
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(same(a[k], b[k]) for k in a)
+    if isinstance(a, (list, tuple)):
+        return len(a) == len(b) and all(same(x, y) for x, y in zip(a, b, strict=True))
+    return bool(a == b)
+
+
+class Hand:
+    """One parameter of four numbers whose gradient is set by hand, trained by plain SGD with a step size of 1."""
+
+    def __init__(self, **kwargs: Any) -> None:
+        self.p = nn.Parameter(torch.zeros(4, dtype=torch.float64))
+        self.model = nn.ParameterList([self.p])
+        base = torch.optim.SGD([self.p], lr=1.0)
+        settings = {"b_large": 16, "b_small": 1, "refresh": 1, "delta": 0.5} | kwargs
+        self.opt = TulaOptimizer(base, model=self.model, **settings)
+
+    def step(self, large: list[float], small: list[float] | None = None) -> list[float]:
+        """Returns the gradient that the base has seen."""
+        self.p.grad = torch.tensor(large, dtype=torch.float64)
+        if small is not None:
+            self.small(small)
+        before = self.p.detach().clone()
+        self.opt.step()
+        return (before - self.p.detach()).tolist()
+
+    def small(self, values: list[float]) -> None:
+        grad = torch.tensor(values, dtype=torch.float64)
+        self.opt.small_batch(lambda n: (self.p * grad).sum())
+
+    @property
+    def scaled(self) -> int:
+        return int(ags(self.opt)["n_scaled"])
+
+    @property
+    def factors(self) -> Any:
+        scale = ags(self.opt)["scale"]
+        return scale[0].tolist() if scale else None
+
+
+# ---- Algorithm 1
+
+
+def weights_of(model: nn.Module) -> reference.Arrays:
+    return [p.detach().double().numpy().copy() for p in model.parameters()]
+
+
+def gradient_of(model: nn.Module) -> reference.Gradient:
+    twin = copy.deepcopy(model)
+
+    def gradient(weights: reference.Arrays, step: int, small: bool) -> reference.Arrays:
+        with torch.no_grad():
+            for p, w in zip(twin.parameters(), weights, strict=True):
+                p.copy_(torch.from_numpy(w))
+        x, y = batch(step)
+        n = B_SMALL if small else B_LARGE
+        grads = torch.autograd.grad(loss_of(twin, x[:n], y[:n]), list(twin.parameters()))
+        return [g.numpy() for g in grads]
+
+    return gradient
+
+
+@pytest.mark.parametrize("refresh", ["epoch", 1, 3])
+@pytest.mark.parametrize("delta", [0.3, 10.0])
+@pytest.mark.parametrize("bn", [False, True])
+@pytest.mark.parametrize("granularity", ["element", "tensor"])
+def test_equals_the_reference(granularity: str, bn: bool, delta: float, refresh: Any) -> None:
+    model = mlp(bn)
+    steps, every = 6 * STEPS, STEPS if refresh == "epoch" else refresh
+    setting = reference.Setting(B_LARGE, B_SMALL, granularity, delta, lr=0.1, momentum=0.9, decay=1e-3)
+    refreshes = range(every - 1, steps, every)
+    expected = reference.run(weights_of(model), gradient_of(model), steps, refreshes, setting)
+    if delta == 0.3:
+        assert {*expected.scaled[STEPS:]} == {True, False}
+    opt = tula(model, granularity=granularity, delta=delta, refresh=refresh)
+    for i in range(steps):
+        before = ags(opt)["n_scaled"]
+        train_step(model, opt, i)
+        state = ags(opt)
+        assert state["n_scaled"] - before == expected.scaled[i], i
+        for ours, theirs in zip(weights_of(model), expected.weights[i], strict=True):
+            np.testing.assert_allclose(ours, theirs, rtol=0, atol=1e-8)
+        for k, theirs in enumerate(expected.factors[i]):
+            ours = state["scale"].get(k, torch.ones(())).numpy()
+            np.testing.assert_allclose(np.broadcast_to(ours, theirs.shape), theirs, rtol=1e-6, atol=1e-6)
+    assert state["n_refresh"] == len(refreshes)
+
+
+@pytest.mark.parametrize("base", [{"nesterov": True}, {"momentum": 0.0, "weight_decay": 0.0}, {"fused": True}, "asgd"])
+def test_delta_zero_is_bitwise_the_base(base: Any) -> None:
+    runs = []
+    for wrap in (False, True):
+        model = mlp(bn=True, dropout=0.3)
+        opt: torch.optim.Optimizer = torch.optim.ASGD(model.parameters()) if base == "asgd" else sgd(model, **base)
+        opt = tula(model, opt, delta=0.0, refresh=1) if wrap else opt
+        torch.manual_seed(5)
+        train(model, opt, 3 * STEPS)
+        base_state = opt.state_dict()["base"] if wrap else opt.state_dict()
+        runs.append((model.state_dict(), base_state, torch.get_rng_state()))
+    assert same(*runs)
+
+
+@pytest.mark.parametrize("delta", [0.3, math.inf])
+@pytest.mark.parametrize("granularity", ["element", "tensor"])
+def test_first_epoch_is_bitwise_the_base(granularity: str, delta: float) -> None:
+    plain, wrapped = mlp(bn=True), mlp(bn=True)
+    train(plain, sgd(plain), STEPS)
+    opt = tula(wrapped, granularity=granularity, delta=delta)
+    train(wrapped, opt, STEPS)
+    assert same(plain.state_dict(), wrapped.state_dict())
+    assert ags(opt)["n_refresh"] == 1
+
+
+def test_new_factors_act_from_the_next_step_on() -> None:
+    hand = Hand(refresh=2)
+    hand.step([1.0, 1.0, 1.0, 1.0])
+    assert hand.step([1.0, 1.0, 1.0, 1.0], small=[2.0] * 4) == [1.0] * 4
+    assert hand.step([1.0, 1.0, 1.0, 1.0]) == pytest.approx([2.0] * 4)
+
+
+def test_factors_come_from_the_unscaled_gradient() -> None:
+    hand = Hand()
+    hand.step([1.0] * 4, small=[2.0] * 4)
+    assert hand.step([1.0] * 4, small=[3.0] * 4) == pytest.approx([2.0] * 4)
+    assert hand.factors == pytest.approx([3.0] * 4)
+
+
+def test_the_norm_is_of_the_unscaled_gradient() -> None:
+    hand = Hand()
+    hand.step([1.0] * 4, small=[3.0] * 4)
+    hand.step([1.0] * 4, small=[3.0] * 4)
+    assert ags(hand.opt)["prev_sq"].item() == pytest.approx(4.0)
+    assert hand.step([1.0] * 4, small=[3.0] * 4) == pytest.approx([3.0] * 4)
+
+
+def test_the_norm_is_kept_after_unscaled_steps_too() -> None:
+    hand = Hand()
+    hand.step([1.0] * 4, small=[2.0] * 4)
+    assert hand.step([10.0] * 4, small=[20.0] * 4) == [10.0] * 4
+    assert hand.step([10.0] * 4, small=[20.0] * 4) == pytest.approx([20.0] * 4)
+
+
+def test_the_threshold_is_strict_and_on_squared_norms() -> None:
+    first, second = [4.0, 0.0, 0.0, 0.0], [2.0, 0.0, 0.0, 0.0]  # |G|^2 from 16 to 4: a change of exactly 0.75
+    for delta, scaled in ((0.75, 0), (math.nextafter(0.75, 1), 1)):
+        hand = Hand(delta=delta)
+        hand.step(first)
+        hand.step(second)
+        assert hand.scaled == scaled
+
+
+@pytest.mark.parametrize("first", [[0.0] * 4, [math.nan] * 4, [math.inf] * 4])
+def test_an_undefined_change_is_not_scaled(first: list[float]) -> None:
+    hand = Hand(delta=math.inf)
+    hand.step(first)
+    hand.step([0.0] * 4)
+    assert hand.scaled == 0
+    hand.step([1.0] * 4)
+    assert hand.scaled == 0
+    hand.step([1.0] * 4)
+    assert hand.scaled == 1
+
+
+def test_the_first_step_is_not_scaled() -> None:
+    hand = Hand(delta=math.inf)
+    hand.step([1.0] * 4)
+    assert hand.scaled == 0
+
+
+def test_degenerate_ratios_and_bounds() -> None:
+    hand = Hand(b_large=32, b_small=2)
+    hand.step([0.0, 0.0, -1e-8, 2.0], small=[0.0, 5.0, 0.0, -3.0])
+    assert hand.factors == pytest.approx([1e-3, 4.0, 1.0, 1.5])  # 0/0: the floor; x/0: s_max; 0/(-eps + eps): 1; |.|
+    hand.step([1.0, -1.0, 1.0, 1e-8], small=[100.0, 100.0, 1e-9, 2e-8])
+    assert hand.factors == pytest.approx([4.0, 4.0, 1e-3, 1.0])  # the last: eps beside g_large, not outside
+
+
+@pytest.mark.parametrize(
+    ("grads", "expected"), [(([3.0, 4.0], [6.0, 8.0]), 0.5), (([3.0], [0.0]), 4.0), (([0.0], [0.0]), 1e-3)]
+)
+def test_tensor_factors_are_ratios_of_norms(grads: tuple[list[float], list[float]], expected: float) -> None:
+    small, large = (torch.tensor(g, dtype=torch.float64) for g in grads)
+    (factor,) = indicators.tensor_factors([small], [large], 1e-8, Bounds(1e-3, 4.0))
+    assert factor.shape == () and factor.item() == pytest.approx(expected)
+
+
+def test_half_precision_factors_are_computed_in_float32() -> None:
+    """float16 has no 1e-8: eps would vanish, and 0/0 would not come out as the floor."""
+    large, small = torch.zeros(2, dtype=torch.float16), torch.tensor([0.0, 1.0], dtype=torch.float16)
+    (factor,) = indicators.element_factors([small], [large], 1e-8, Bounds(1e-3, 4.0))
+    assert factor.dtype is torch.float16
+    assert factor.tolist() == pytest.approx([1e-3, 4.0], rel=1e-3)
+
+
+def test_s_min_zero_is_the_printed_algorithm() -> None:
+    hand = Hand(s_min=0.0)
+    hand.step([1.0] * 4, small=[0.0] * 4)
+    assert hand.factors == [0.0] * 4
+
+
+# ---- properties over random models, dtypes and seeds
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    dtype=st.sampled_from(DTYPES),
+    granularity=st.sampled_from(["element", "tensor"]),
+    hidden=st.lists(st.integers(1, 9), max_size=2),
+    delta=st.sampled_from([0.0, 0.2, 0.5, math.inf]),
+    refresh=st.integers(1, 3),
+    seed=st.integers(0, 10_000),
+    on_device=st.booleans(),
+)
+def test_every_step_is_the_base_on_the_gradients_times_the_factors(
+    dtype: torch.dtype,
+    granularity: str,
+    hidden: list[int],
+    delta: float,
+    refresh: int,
+    seed: int,
+    on_device: bool,
+) -> None:
+    model = mlp(widths=(5, *hidden, 3), seed=seed).to(dtype)
+    twin = copy.deepcopy(model)
+    opt, base = tula(model, granularity=granularity, delta=delta, refresh=refresh, _on_device=on_device), sgd(twin)
+    previous = None
+    for step in range(6):
+        before = ags(opt)
+        x, y = batch(step, dtype, seed)
+        base.zero_grad()
+        loss_of(twin, x, y).backward()
+        raw = [p.grad.clone() for p in twin.parameters() if p.grad is not None]
+        opt.zero_grad()
+        loss_of(model, x, y).backward()
+        if opt.wants_small_batch:
+            opt.small_batch(lambda n, x=x, y=y: loss_of(model, x[:n], y[:n]))
+        small = torch.autograd.grad(loss_of(twin, x[:B_SMALL], y[:B_SMALL]), list(twin.parameters()))
+        opt.step()
+        now = ags(opt)
+        square = indicators.squared_norm(raw)
+        scaled = now["n_scaled"] - before["n_scaled"]
+        assert scaled == bool(indicators.gradient_change(square, previous) < delta)
+        for k, p in enumerate(twin.parameters()):
+            if scaled and k in before["scale"]:
+                assert p.grad is not None
+                p.grad.mul_(before["scale"][k])
+        base.step()
+        assert same(list(model.parameters()), list(twin.parameters()))
+        assert same(now["prev_sq"], square)
+        assert_factors(now["scale"], small, raw, granularity, refreshed=now["n_refresh"] > before["n_refresh"])
+        previous = square
+
+
+def assert_factors(
+    scale: dict[int, Tensor], small: tuple[Tensor, ...], large: list[Tensor], granularity: str, *, refreshed: bool
+) -> None:
+    setting = reference.Setting(B_LARGE, B_SMALL, granularity)
+    for factor in scale.values():
+        assert factor.double().min() >= setting.s_min
+        assert factor.double().max() <= math.sqrt(B_LARGE / B_SMALL)
+    if not refreshed:
+        return
+    arrays = [[g.double().numpy() for g in grads] for grads in (small, large)]
+    for k, expected in enumerate(reference.update_gradscale(*arrays, setting)):
+        tolerance = {torch.float64: 1e-9, torch.float32: 1e-5, torch.bfloat16: 2**-7}[scale[k].dtype]
+        found = np.broadcast_to(scale[k].double().numpy(), expected.shape)
+        np.testing.assert_allclose(found, expected, rtol=tolerance, atol=1e-9)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    dtype=st.sampled_from([*DTYPES, torch.float16]),
+    zero_dim=st.booleans(),
+    calm=st.booleans(),
+    seed=st.integers(0, 10_000),
+)
+def test_the_device_branch_is_bitwise_the_host_branch(
+    dtype: torch.dtype, zero_dim: bool, calm: bool, seed: int
+) -> None:
+    rng = torch.Generator().manual_seed(seed)
+    shapes = [(3, 2), (5,), ()]
+    grads = [torch.randn(s, generator=rng).to(dtype) for s in shapes]
+    factors = [torch.rand(() if zero_dim else s, generator=rng) * 5.6 for s in shapes]
+    factors = [f if zero_dim else f.to(dtype) for f in factors]
+    on_host, on_device = copy.deepcopy(grads), copy.deepcopy(grads)
+    scale_on_host_(on_host, factors, torch.tensor(calm))
+    scale_on_device_(on_device, factors, torch.tensor(calm))
+    assert same(on_host, on_device)
+    assert same(on_host, [(g * f).to(dtype) for g, f in zip(grads, factors, strict=True)] if calm else grads)
+
+
+@settings(max_examples=60, deadline=None)
+@given(dtype=st.sampled_from([*DTYPES, torch.float16]), b_small=st.integers(1, 500), seed=st.integers(0, 10_000))
+def test_stored_factors_never_leave_the_bounds(dtype: torch.dtype, b_small: int, seed: int) -> None:
+    rng = torch.Generator().manual_seed(seed)
+    small, large = ((torch.randn(50, generator=rng) * 10 ** torch.randn(50, generator=rng)).to(dtype) for _ in "ab")
+    bounds = Bounds(1e-3, indicators.factor_limit(501, b_small))
+    for rule in (indicators.element_factors, indicators.tensor_factors):
+        (factor,) = rule([small], [large], 1e-8, bounds)
+        assert bounds.low <= factor.min().item() and factor.max().item() <= bounds.high
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    draw=st.sampled_from(["source", "spread"]),
+    b_small=st.integers(1, 64),
+    available=st.integers(1, 16),
+    world=st.integers(1, 8),
+    turn=st.integers(0, 20),
+)
+def test_the_draw_takes_the_small_batch_from_as_few_ranks_as_can_hold_it(
+    draw: Any, b_small: int, available: int, world: int, turn: int
+) -> None:
+    counts = draw_counts(draw, b_small, available, world, turn)
+    assert len(counts) == world and max(counts) <= available
+    if draw == "spread":
+        assert len({*counts}) == 1 and counts[0] == min(available, -(-b_small // world))
+        return
+    assert sum(counts) == min(b_small, available * world)
+    assert sum(n > 0 for n in counts) == min(world, -(-b_small // available))
+    assert counts[turn % world] == max(counts) and max(counts) - min(n for n in counts if n) <= 1
+
+
+# ---- indicators
+
+
+def test_squared_norm_takes_dense_and_sparse_gradients_of_all_dtypes() -> None:
+    sparse = torch.sparse_coo_tensor(
+        [[0, 2, 0]], torch.tensor([[1.0, 2.0], [3.0, 0.0], [1.0, 0.0]]), (4, 2), check_invariants=True
+    )
+    grads = [torch.full((3,), 2.0, dtype=torch.bfloat16), torch.tensor(3.0), sparse]
+    assert indicators.squared_norm(grads).item() == pytest.approx(12 + 9 + (4 + 4 + 9))
+    assert indicators.squared_norm(grads).dtype is torch.float32
+    grads.append(torch.ones(2, dtype=torch.float64))
+    assert indicators.squared_norm(grads).dtype is torch.float64
+    assert indicators.squared_norm(grads).item() == pytest.approx(40)
+
+
+def test_squared_norm_of_bfloat16_is_summed_in_float32() -> None:
+    assert indicators.squared_norm([torch.ones(1000, dtype=torch.bfloat16)]).item() == pytest.approx(1000)
+
+
+def test_squared_norm_of_nothing_is_refused() -> None:
+    with pytest.raises(ValueError, match="at least one"):
+        indicators.squared_norm([])
+
+
+@given(now=st.floats(1e-6, 1e6), before=st.floats(1e-6, 1e6))
+def test_gradient_change_is_equation_5(now: float, before: float) -> None:
+    change = indicators.gradient_change(*(torch.tensor(q, dtype=torch.float64) for q in (now, before)))
+    assert change.item() == pytest.approx(reference.change(now, before))
+
+
+@pytest.mark.parametrize("max_norm", [0.1, 1e9])
+def test_clip_is_torchs(max_norm: float) -> None:
+    grads = [torch.randn(3, 2), torch.randn(4)]
+    params = [nn.Parameter(torch.zeros_like(g)) for g in grads]
+    for p, g in zip(params, grads, strict=True):
+        p.grad = g.clone()
+    torch.nn.utils.clip_grad_norm_(params, max_norm)
+    indicators.clip_(grads, max_norm)
+    for p, g in zip(params, grads, strict=True):
+        torch.testing.assert_close(p.grad, g)
+
+
+# ---- the small pass
+
+
+class Moody(nn.Module):
+    """Keeps buffers in every awkward way: updated in place, replaced, created late, and draws random numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = mlp(bn=True, dropout=0.4)
+        self.register_buffer("replaced", torch.zeros(2))
+        self.register_buffer("late", None)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.replaced = self.replaced + 1
+        self.late = torch.ones(1)
+        return self.net(x + 0.01 * torch.randn_like(x))
+
+
+def test_the_small_pass_leaves_everything_as_it_was() -> None:
+    model = Moody()
+    opt = tula(model, refresh=1)
+    x, y = batch(0)
+    loss_of(model, x, y).backward()
+    model.net[3].eval()  # one module in another mode than the rest
+    model.late = None
+
+    def snapshot() -> Any:
+        modes = [m.training for m in model.modules()]
+        grads = [p.grad.clone() for p in model.parameters()]
+        state = {k: v.clone() for k, v in model.state_dict().items()}
+        return modes, grads, state, torch.get_rng_state(), model.late is None
+
+    before = snapshot()
+    identities = [id(b) for b in model.buffers()]
+    opt.small_batch(lambda n: loss_of(model, x[:n], y[:n]))
+    assert same(before, snapshot())
+    assert identities == [id(b) for b in model.buffers()]
+
+
+def test_a_failing_small_pass_puts_buffers_and_generators_back() -> None:
+    model = mlp(bn=True)
+    opt = tula(model, refresh=1)
+    x, y = batch(0)
+    loss_of(model, x, y).backward()
+    before, rng = copy.deepcopy(model.state_dict()), torch.get_rng_state()
+
+    def fail(n: int) -> Tensor:
+        model(x[:n] + torch.randn(()))
+        raise KeyError("lost")
+
+    with pytest.raises(KeyError):
+        opt.small_batch(fail)
+    assert same(before, model.state_dict()) and torch.equal(rng, torch.get_rng_state())
+
+
+def test_the_small_pass_draws_from_the_seed() -> None:
+    drawn = []
+    for seed in (0, 0, 1):
+        model = mlp()
+        opt = tula(model, refresh=1, seed=seed)
+        x, y = batch(0)
+        loss_of(model, x, y).backward()
+        torch.manual_seed(len(drawn))
+        opt.small_batch(lambda n, x=x, y=y, model=model: drawn.append(torch.rand(()).item()) or loss_of(model, x, y))
+    assert drawn[0] == drawn[1] != drawn[2]
+
+
+def test_the_small_batch_has_b_small_samples_or_what_is_available() -> None:
+    for kwargs, n, high in (({}, B_SMALL, 2.0), ({"available": 2}, 2, math.sqrt(8)), ({"available": 8}, B_SMALL, 2.0)):
+        model, asked = mlp(), []
+        opt = tula(model, refresh=1, **kwargs)
+        x, y = batch(0)
+        loss_of(model, x, y).backward()
+        opt.small_batch(lambda n, a=asked, m=model, x=x, y=y: a.append(n) or loss_of(m, x[:n], y[:n]))
+        assert asked == [n] and opt.small_batch_size == n and opt.bounds.high == pytest.approx(high)
+
+
+def test_the_small_pass_works_under_no_grad_and_autocast() -> None:
+    model = mlp().float()
+    opt = tula(model, refresh=1)
+    x, y = batch(0, torch.float32)
+    with torch.autocast("cpu", torch.bfloat16):
+        loss_of(model, x, y).backward()
+
+    def small(n: int) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return loss_of(model, x[:n], y[:n])
+
+    with torch.no_grad():
+        opt.small_batch(small)
+    opt.step()
+    assert {s.dtype for s in ags(opt)["scale"].values()} == {torch.float32}
+
+
+def test_a_small_batch_that_is_not_finite_puts_the_refresh_off() -> None:
+    hand = Hand(refresh="epoch", steps_per_epoch=2)
+    hand.step([1.0] * 4)
+    hand.step([1.0] * 4, small=[math.nan, 1.0, 1.0, 1.0])
+    assert hand.factors is None and hand.opt.wants_small_batch
+    hand.step([1.0] * 4, small=[1.0] * 4)
+    assert hand.factors == pytest.approx([1.0] * 4)
+
+
+def test_small_batch_out_of_turn_is_refused() -> None:
+    with pytest.raises(RuntimeError, match="wants_small_batch"):
+        Hand(refresh=2).small([1.0] * 4)
+
+
+def test_a_forgotten_small_batch_is_said_once() -> None:
+    hand = Hand()
+    with pytest.warns(UserWarning, match="small_batch"):
+        hand.step([1.0] * 4)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        hand.step([1.0] * 4)
+
+
+# ---- when
+
+
+def wanted(opt: TulaOptimizer, model: nn.Module, steps: int) -> list[bool]:
+    result = []
+    for step in range(steps):
+        result.append(opt.wants_small_batch)
+        train_step(model, opt, step)
+    return result
+
+
+def test_refresh_at_the_last_step_of_each_epoch() -> None:
+    model = mlp()
+    assert wanted(tula(model, steps_per_epoch=3), model, 7) == [False, False, True] * 2 + [False]
+
+
+def test_start_epoch_changes_the_length() -> None:
+    model = mlp()
+    opt = tula(model, steps_per_epoch=None)
+    for steps, pattern in ((3, [False, False, True]), (2, [False, True]), (1, [True])):
+        opt.start_epoch(steps)
+        assert wanted(opt, model, steps) == pattern
+    assert wanted(opt, model, 2) == [True, True]
+
+
+def test_start_epoch_is_about_one_epoch_where_the_usual_length_is_known() -> None:
+    model = mlp()
+    opt = tula(model, steps_per_epoch=3)
+    opt.start_epoch(2)
+    assert wanted(opt, model, 5) == [False, True, False, False, True]
+
+
+def test_refresh_every_k_steps_counts_through_epochs() -> None:
+    model = mlp()
+    opt = tula(model, refresh=3)
+    found = []
+    for _ in range(3):
+        opt.start_epoch(2)
+        found += wanted(opt, model, 2)
+    assert found == [False, False, True] * 2
+
+
+def test_an_unknown_epoch_length_is_an_error() -> None:
+    model = mlp()
+    opt = tula(model, steps_per_epoch=None)
+    with pytest.raises(RuntimeError, match="start_epoch"):
+        _ = opt.wants_small_batch
+    with pytest.raises(RuntimeError, match="start_epoch"):
+        train_step(model, opt, 0)
+    with pytest.raises(ValueError, match="at least 1"):
+        opt.start_epoch(0)
+
+
+def test_an_epoch_cut_short_by_skipped_steps_refreshes_in_the_next() -> None:
+    model = mlp()
+    opt = tula(model, steps_per_epoch=None)
+    opt.start_epoch(3)
+    assert wanted(opt, model, 2) == [False, False]
+    opt.start_epoch(3)
+    assert wanted(opt, model, 3) == [True, False, True]
+
+
+# ---- it is an optimizer
+
+
+def test_it_shares_the_bases_objects() -> None:
+    model = mlp()
+    base = sgd(model)
+    opt = tula(model, base)
+    assert isinstance(opt, torch.optim.Optimizer)
+    for _ in range(2):
+        assert opt.param_groups is base.param_groups and opt.state is base.state and opt.defaults is base.defaults
+        opt.load_state_dict(opt.state_dict())
+    assert "lr: 0.1" in repr(opt)
+
+
+def test_a_scheduler_takes_the_wrapper_or_the_base() -> None:
+    for outer in (True, False):
+        runs = []
+        for wrap in (True, False):
+            model = mlp()
+            base = sgd(model)
+            opt: torch.optim.Optimizer = tula(model, base, delta=0.0) if wrap else base
+            scheduler = torch.optim.lr_scheduler.StepLR(opt if outer else base, 2, 0.5)
+            with warnings.catch_warnings():
+                warnings.simplefilter("error")
+                for step in range(5):
+                    train_step(model, opt, step)
+                    scheduler.step()
+            opt.load_state_dict(opt.state_dict())
+            scheduler.step()
+            assert base.param_groups[0]["lr"] == pytest.approx(0.1 * 0.5**3)
+            runs.append(model.state_dict())
+        assert same(*runs)
+
+
+def test_two_groups_and_a_group_added_later() -> None:
+    model = mlp()
+    first, second = list(model.parameters())[:2], list(model.parameters())[2:]
+    base = torch.optim.SGD([{"params": first, "lr": 0.1}], lr=0.01, momentum=0.9)
+    opt = tula(model, base, refresh=2, delta=math.inf)
+    train(model, opt, 2)
+    opt.add_param_group({"params": second})
+    assert [g["lr"] for g in base.param_groups] == [0.1, 0.01]
+    assert [*ags(opt)["scale"]] == [0, 1]
+    train(model, opt, 2, start=2)
+    assert [*ags(opt)["scale"]] == [0, 1, 2, 3]
+
+
+def test_hooks_run() -> None:
+    model = mlp()
+    opt = tula(model)
+    seen: list[str] = []
+    opt.register_step_pre_hook(lambda *_: seen.append("before step"))
+    opt.register_step_post_hook(lambda *_: seen.append("after step"))
+    opt.register_state_dict_pre_hook(lambda *_: seen.append("before save"))
+    opt.register_state_dict_post_hook(lambda _, state: state | {"note": 1})
+    opt.register_load_state_dict_pre_hook(lambda _, state: seen.append(f"before load {state['note']}"))
+    opt.register_load_state_dict_post_hook(lambda _: seen.append("after load"))
+    train_step(model, opt, 0)
+    opt.load_state_dict(opt.state_dict())
+    assert seen == ["before step", "after step", "before save", "before load 1", "after load"]
+
+
+def test_a_closure_is_evaluated_once_with_gradients() -> None:
+    plain, closed = mlp(), mlp()
+    first, second = tula(plain, delta=math.inf), tula(closed, delta=math.inf)
+    for step in range(6):
+        train_step(plain, first, step)
+        x, y = batch(step)
+        calls: list[float] = []
+
+        def closure(x: Tensor = x, y: Tensor = y, calls: list[float] = calls) -> float:
+            second.zero_grad()
+            loss = loss_of(closed, x, y)
+            loss.backward()
+            if second.wants_small_batch:
+                second.small_batch(lambda n: loss_of(closed, x[:n], y[:n]))
+            calls.append(loss.item())
+            return loss.item()
+
+        assert second.step(closure) == calls[0] and len(calls) == 1
+    assert same(plain.state_dict(), closed.state_dict())
+
+
+def test_it_can_be_copied_with_its_model() -> None:
+    model = mlp()
+    opt = tula(model, delta=math.inf)
+    train(model, opt, 6)
+    twin, twin_opt = copy.deepcopy((model, opt))
+    for m, o in ((model, opt), (twin, twin_opt)):
+        train(m, o, 6, start=6)
+    assert same(model.state_dict(), twin.state_dict()) and same(ags(opt), ags(twin_opt))
+
+
+# ---- GradScaler
+
+
+def overflow(model: nn.Module) -> None:
+    next(model.parameters()).grad.fill_(math.inf)  # type: ignore[union-attr]
+
+
+def train_scaled(
+    model: nn.Module,
+    opt: TulaOptimizer,
+    steps: int,
+    spoil: Callable[[nn.Module], None] | None = None,
+    unscale: bool = False,
+) -> torch.amp.GradScaler:
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+    for step in range(steps):
+        x, y = batch(step)
+        opt.zero_grad()
+        scaler.scale(loss_of(model, x, y)).backward()
+        if spoil is not None:
+            spoil(model)
+        if opt.wants_small_batch:
+            opt.small_batch(lambda n, x=x, y=y: loss_of(model, x[:n], y[:n]), scaler=scaler)
+        if unscale:
+            scaler.unscale_(opt)
+        scaler.step(opt)
+        scaler.update()
+    return scaler
+
+
+@pytest.mark.parametrize("unscale", [False, True])
+@pytest.mark.parametrize("fused", [False, True])
+def test_grad_scaler_changes_nothing(fused: bool, unscale: bool) -> None:
+    plain, scaled = mlp(), mlp()
+    first = tula(plain, sgd(plain, fused=fused), delta=math.inf)
+    second = tula(scaled, sgd(scaled, fused=fused), delta=math.inf)
+    train(plain, first, 3 * STEPS)
+    train_scaled(scaled, second, 3 * STEPS, unscale=unscale)
+    assert same(plain.state_dict(), scaled.state_dict())
+    assert same(ags(first), ags(second))
+
+
+def test_a_skipped_step_changes_nothing_but_puts_the_refresh_off() -> None:
+    model = mlp()
+    opt = tula(model, delta=math.inf)
+    train_scaled(model, opt, STEPS - 1)
+    before, weights = ags(opt), copy.deepcopy(model.state_dict())
+    scaler = train_scaled(model, opt, 1, overflow)
+    assert scaler.get_scale() == 2.0**9
+    assert same(weights, model.state_dict()) and same(before, ags(opt))
+    assert opt.wants_small_batch
+    train_scaled(model, opt, 1)
+    assert ags(opt)["n_refresh"] == 1
+
+
+def test_zero_grad_drops_a_staged_gradient() -> None:
+    hand = Hand()
+    hand.p.grad = torch.ones(4, dtype=torch.float64)
+    hand.small([2.0] * 4)
+    hand.opt.zero_grad()
+    assert hand.p.grad is None
+    with pytest.warns(UserWarning, match="small_batch"):
+        hand.step([1.0] * 4)
+    assert hand.factors is None
+
+
+def test_a_staged_gradient_is_used_once() -> None:
+    hand = Hand(refresh=2)
+    hand.step([1.0] * 4)
+    hand.step([1.0] * 4, small=[2.0] * 4)
+    hand.step([4.0] * 4)
+    assert hand.factors == pytest.approx([2.0] * 4) and ags(hand.opt)["n_refresh"] == 1
+
+
+# ---- parameters of all kinds
+
+
+class Partial(nn.Module):
+    """A frozen layer, one that never takes part, and one that only large batches use."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.frozen, self.used, self.unused, self.rare = (nn.Linear(5, 3) for _ in range(4))
+        self.frozen.requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.frozen(x) + self.used(x)
+        return result + self.rare(x) if len(x) == B_LARGE else result
+
+
+def test_frozen_and_unused_parameters_are_left_out() -> None:
+    torch.manual_seed(0)
+    model = Partial().double()
+    start = copy.deepcopy(model.state_dict())
+    opt = tula(model, sgd(model), delta=math.inf)
+    train(model, opt, 3 * STEPS)
+    names = [name for name, _ in model.named_parameters()]
+    assert [names[k] for k in ags(opt)["scale"]] == ["used.weight", "used.bias"]
+    changed = {name for name, p in model.state_dict().items() if not torch.equal(p, start[name])}
+    assert changed == {"used.weight", "used.bias", "rare.weight", "rare.bias"}
+
+
+def test_no_gradient_at_all_is_the_bases_step() -> None:
+    hand = Hand()
+    hand.small([1.0] * 4)
+    hand.opt.step()
+    assert hand.p.tolist() == [0.0] * 4 and ags(hand.opt)["prev_sq"] is None
+
+
+@pytest.mark.parametrize("granularity", ["element", "tensor"])
+def test_sparse_gradients_count_in_the_norm_and_stay_unscaled(granularity: str) -> None:
+    torch.manual_seed(0)
+    model = nn.ModuleDict({"bag": nn.EmbeddingBag(10, 4, mode="sum", sparse=True), "head": nn.Linear(4, 1)})
+    twin = copy.deepcopy(model)
+    base = torch.optim.SGD(twin.parameters(), lr=0.1)
+    opt = TulaOptimizer(
+        torch.optim.SGD(model.parameters(), lr=0.1),
+        model=model,
+        b_large=8,
+        b_small=2,
+        refresh=1,
+        delta=math.inf,
+        granularity=granularity,  # type: ignore[arg-type]
+    )
+    index = torch.randint(0, 10, (8, 3))
+
+    def loss(m: nn.ModuleDict, n: int) -> Tensor:
+        return m["head"](m["bag"](index[:n])).square().mean()
+
+    with pytest.warns(UserWarning, match="sparse") as caught:
+        for step in range(3):
+            before = ags(opt)["scale"]
+            for m, o in ((model, opt), (twin, base)):
+                o.zero_grad()
+                loss(m, 8).backward()
+            opt.small_batch(lambda n: loss(model, n))
+            square = indicators.squared_norm([p.grad for p in model.parameters() if p.grad is not None])
+            opt.step()
+            for k, p in enumerate(twin.parameters()):
+                if step and k:
+                    p.grad.mul_(before[k])  # type: ignore[union-attr]
+            base.step()
+            assert [*ags(opt)["scale"]] == [1, 2]
+            assert same(model.state_dict(), twin.state_dict()) and same(ags(opt)["prev_sq"], square)
+    assert len(caught) == 1
+
+
+@pytest.mark.filterwarnings("ignore:AGS counts sparse")
+def test_a_gradient_that_becomes_sparse_is_not_scaled() -> None:
+    hand = Hand()
+    hand.step([1.0] * 4, small=[2.0] * 4)
+    hand.p.grad = torch.ones(4, dtype=torch.float64).to_sparse()
+    hand.small([2.0] * 4)
+    hand.opt.step()
+    assert hand.scaled == 1 and hand.p.tolist() == [-2.0] * 4
+    assert hand.factors is None
+
+
+@pytest.mark.parametrize("b_small", [B_SMALL, B_LARGE])
+def test_max_grad_norm_clips_what_the_base_sees(b_small: int) -> None:
+    hand = Hand(max_grad_norm=1.0, b_small=b_small)
+    if b_small == B_LARGE:
+        assert hand.step([3.0, 0.0, 0.0, 4.0]) == pytest.approx([0.6, 0.0, 0.0, 0.8], abs=1e-6)
+        return
+    hand.step([3.0, 0.0, 0.0, 4.0], small=[3.0, 0.0, 0.0, 8.0])
+    assert ags(hand.opt)["prev_sq"].item() == pytest.approx(25.0)
+    assert hand.step([3.0, 0.0, 0.0, 4.0], small=[0.0] * 4) == pytest.approx(
+        [3 / math.sqrt(73), 0.0, 0.0, 8 / math.sqrt(73)], abs=1e-6
+    )
+
+
+# ---- checkpoints
+
+
+def saved(path: Path, model: nn.Module, opt: TulaOptimizer) -> Any:
+    torch.save({"model": model.state_dict(), "opt": opt.state_dict()}, path)
+    return torch.load(path, weights_only=True)
+
+
+@pytest.mark.parametrize("granularity", ["element", "tensor"])
+@pytest.mark.parametrize("stop", [1, STEPS - 1, STEPS, 2 * STEPS + 2])
+@pytest.mark.parametrize("told", [False, True])
+def test_resume_is_bitwise(tmp_path: Path, granularity: str, stop: int, told: bool) -> None:
+    model, total = mlp(bn=True), 4 * STEPS
+    opt = tula(model, granularity=granularity)
+    train(model, opt, stop)
+    checkpoint = saved(tmp_path / "c.pt", model, opt)
+    train(model, opt, total - stop, start=stop)
+    again = mlp(bn=True, seed=9)
+    resumed = tula(again, granularity=granularity, steps_per_epoch=None if told else STEPS)
+    again.load_state_dict(checkpoint["model"])
+    resumed.load_state_dict(checkpoint["opt"])
+    if told:
+        rest = STEPS - stop % STEPS
+        resumed.start_epoch(rest)
+        train(again, resumed, rest, start=stop)
+        stop += rest
+        resumed.start_epoch(STEPS)
+    train(again, resumed, total - stop, start=stop)
+    assert same(model.state_dict(), again.state_dict())
+    assert same(ags(opt), ags(resumed)) and same(opt.state_dict()["base"], resumed.state_dict()["base"])
+    assert ags(opt)["n_scaled"] > 0 and ags(opt)["n_refresh"] == 4
+
+
+def test_resume_scales_in_its_first_step(tmp_path: Path) -> None:
+    hand, again = Hand(refresh=2), Hand(refresh=2)
+    hand.step([1.0] * 4)
+    hand.step([1.0] * 4, small=[2.0] * 4)
+    again.opt.load_state_dict(saved(tmp_path / "c.pt", hand.model, hand.opt)["opt"])
+    assert again.step([1.0] * 4) == pytest.approx([2.0] * 4)
+
+
+@pytest.mark.parametrize("other", [{"b_large": 8}, {"b_small": 2}, {"granularity": "tensor"}])
+def test_another_batch_voids_the_factors_and_keeps_the_base(other: dict[str, Any]) -> None:
+    model = mlp()
+    opt = tula(model)
+    train(model, opt, STEPS + 2)
+    state = copy.deepcopy(opt.state_dict())
+    resumed = tula(model, **other)
+    resumed.load_state_dict(state)
+    found = ags(resumed)
+    assert found["scale"] == {} and found["prev_sq"] is None
+    assert same(resumed.state_dict()["base"], state["base"]) and found["n_steps"] == STEPS + 2
+    assert wanted(resumed, model, STEPS) == [False] * (STEPS - 1) + [True]
+
+
+def test_a_loaded_state_drops_what_was_staged() -> None:
+    hand = Hand()
+    state = hand.opt.state_dict()
+    hand.p.grad = torch.ones(4, dtype=torch.float64)
+    hand.small([2.0] * 4)
+    hand.opt.load_state_dict(state)
+    with pytest.warns(UserWarning, match="small_batch"):
+        hand.step([1.0] * 4)
+    assert hand.factors is None
+
+
+def test_a_refresh_owed_survives_a_checkpoint() -> None:
+    model = mlp()
+    opt = tula(model, steps_per_epoch=None)
+    opt.start_epoch(3)
+    wanted(opt, model, 2)
+    resumed = tula(model, steps_per_epoch=None)
+    resumed.load_state_dict(copy.deepcopy(opt.state_dict()))
+    resumed.start_epoch(3)
+    assert resumed.wants_small_batch
+
+
+def test_a_foreign_state_is_refused() -> None:
+    model = mlp()
+    opt = tula(model)
+    with pytest.raises(ValueError, match="not of a TulaOptimizer"):
+        opt.load_state_dict(sgd(model).state_dict())
+    state = opt.state_dict()
+    state["ags"]["version"] = 99
+    with pytest.raises(ValueError, match="version 99"):
+        opt.load_state_dict(state)
+
+
+# ---- what is refused, and what is the identity
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("Adam", "AdamW", "NAdam", "RAdam", "Adamax", "Adagrad", "Adadelta", "RMSprop", "Adafactor", "SparseAdam"),
+        *("Rprop", "Muon", "LBFGS"),
+    ],
+)
+def test_bases_that_undo_a_factor_are_refused(name: str) -> None:
+    base = getattr(torch.optim, name, None)
+    if base is None:
+        pytest.skip(f"this torch has no {name}")
+    kind = type(f"My{name}", (base,), {})
+    model = nn.Linear(3, 3, bias=False)
+    for cls in (base, kind):
+        with pytest.raises(ValueError, match=rf"{cls.__name__} .*torch\.optim\.SGD"):
+            tula(model, cls(model.parameters()))
+
+
+@pytest.mark.parametrize("name", ["ZeroRedundancyOptimizer", "PostLocalSGDOptimizer"])
+def test_sharding_bases_are_refused(name: str) -> None:
+    kind = type(name, (torch.optim.SGD,), {})
+    model = mlp()
+    with pytest.raises(ValueError, match=f"{name}.*DistributedDataParallel"):
+        tula(model, kind(model.parameters(), lr=0.1))
+
+
+def test_sharded_modules_are_refused() -> None:
+    kind = type("FSDPModule", (nn.Linear,), {})
+    model = nn.Sequential(kind(3, 3))
+    with pytest.raises(ValueError, match="FSDPModule"):
+        tula(model)
+
+
+def test_complex_parameters_are_refused() -> None:
+    with pytest.raises(ValueError, match="complex"):
+        tula(nn.ParameterList([nn.Parameter(torch.zeros(2, dtype=torch.complex64))]))
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"b_large": 0}, {"b_small": 0}, {"available": 0}, {"delta": -1.0}, {"delta": math.nan}, {"eps": -1.0},
+        {"s_min": 2.0}, {"s_min": -0.1}, {"refresh": 0}, {"refresh": "step"}, {"steps_per_epoch": 0},
+        {"granularity": "layer"}, {"consensus": "vote"}, {"draw": "all"}, {"max_grad_norm": 0.0},
+    ],
+)  # fmt: skip
+def test_wrong_arguments_are_named(wrong: dict[str, Any]) -> None:
+    (name,) = wrong
+    with pytest.raises(ValueError, match=name):
+        tula(mlp(), **wrong)
+
+
+@pytest.mark.parametrize("b_small", [B_LARGE, 4 * B_LARGE])
+def test_no_smaller_batch_is_the_identity_and_says_so(b_small: int) -> None:
+    plain, wrapped = mlp(bn=True, dropout=0.2), mlp(bn=True, dropout=0.2)
+    opt = tula(wrapped, b_small=b_small, steps_per_epoch=None, delta=math.inf)
+    assert opt.identity is not None and str(B_LARGE) in opt.identity
+    for model, optimizer in ((plain, sgd(plain)), (wrapped, opt)):
+        torch.manual_seed(3)
+        train(model, optimizer, 2 * STEPS)
+    assert same(plain.state_dict(), wrapped.state_dict())
+    assert not opt.wants_small_batch and opt.memory() == 0
+    assert ags(opt)["n_refresh"] == 0 and opt.report()["scaled"] == 0.0
+    assert tula(wrapped).identity is None
+
+
+# ---- numbers for the log
+
+
+def test_report_before_anything_happened() -> None:
+    assert Hand().opt.report() == {
+        "mean": 1.0, "at_cap": 0.0, "at_floor": 0.0, "scaled": 0.0, "jumps_up": 0.0, "jumps_down": 0.0,
+        "delta": math.inf, "refreshes": 0.0,
+    }  # fmt: skip
+
+
+def test_report_counts_since_the_report_before() -> None:
+    hand = Hand(refresh=4)
+    hand.step([1.0] * 4)
+    hand.step([10.0] * 4)
+    hand.step([1.0] * 4)
+    hand.step([1.0] * 4, small=[0.0, 1.0, 9.0, 9.0])
+    first = hand.opt.report()
+    assert first["mean"] == pytest.approx((1e-3 + 1 + 4 + 4) / 4)
+    assert (first["at_cap"], first["at_floor"]) == (0.5, 0.25)
+    assert (first["scaled"], first["jumps_up"], first["jumps_down"]) == (0.25, 0.25, 0.25)
+    assert first["delta"] == 0.0 and first["refreshes"] == 1.0
+    hand.step([1.0] * 4)
+    assert hand.opt.report()["scaled"] == 1.0
+    assert {type(v) for v in first.values()} == {float}
+
+
+def test_report_does_not_touch_the_training() -> None:
+    quiet, loud = mlp(), mlp()
+    first, second = tula(quiet), tula(loud)
+    for step in range(3 * STEPS):
+        train_step(quiet, first, step)
+        train_step(loud, second, step)
+        second.report()
+    assert same(quiet.state_dict(), loud.state_dict()) and same(ags(first), ags(second))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("granularity", ["element", "tensor"])
+def test_memory_is_that_of_the_factors(granularity: str, dtype: torch.dtype) -> None:
+    model = mlp().to(dtype)
+    opt = tula(model, granularity=granularity)
+    expected = opt.memory()
+    train(model, opt, STEPS, dtype=dtype)
+    assert expected == opt.memory() == sum(s.numel() * s.element_size() for s in ags(opt)["scale"].values())
+    if granularity == "element":
+        assert expected == sum(p.numel() * p.element_size() for p in model.parameters())
+
+
+def test_python_and_numpy_generators_are_left_alone() -> None:
+    random.seed(0)
+    np.random.seed(0)
+    before = random.getstate(), np.random.get_state()[1].tolist()  # type: ignore[index,union-attr]
+    train(model := mlp(), tula(model), STEPS)
+    assert before == (random.getstate(), np.random.get_state()[1].tolist())  # type: ignore[index,union-attr]

@@ -1,0 +1,129 @@
+"""Measuring: memory that is known beforehand, gradients, synchronisation, and the limit on the CPU."""
+
+import os
+from itertools import islice
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from worker_jobs import spec, trainer
+from worker_rank_cases import facts
+
+from tula_cli.outcome import classify
+from tula_cli.worker import loop, meter
+from tula_cli.worker.ranks import Ranks, process_memory
+
+MB = 2**20
+
+
+# --- memory
+
+
+@pytest.mark.torch
+def test_the_peak_is_what_was_allocated(two_ranks: Path) -> None:
+    for found in facts(two_ranks, "peaks"):
+        assert found["held"] == pytest.approx(64 * MB, rel=0.1)
+        assert found["freed"] == pytest.approx(64 * MB, rel=0.1)
+        assert found["small"] == pytest.approx(64 * MB, rel=0.1)
+
+
+@pytest.mark.torch
+def test_a_reset_begins_anew_though_the_allocator_keeps_what_was_freed(two_ranks: Path) -> None:
+    for found in facts(two_ranks, "peaks"):
+        assert found["nothing"] < MB
+        assert found["small again"] == pytest.approx(32 * MB, rel=0.1)
+
+
+def test_the_cpu_never_flushes_a_cache() -> None:
+    memory = meter.MemoryMeter(torch.device("cpu"))
+    memory.reset()
+    assert memory.allocator_retries() == 0
+
+
+def test_a_peak_is_split_into_tensors_and_the_rest() -> None:
+    model = nn.Sequential(nn.Linear(10, 10), nn.BatchNorm1d(10))
+    frozen = model[0].bias
+    frozen.requires_grad_(False)
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1, momentum=0.9)
+    batch = torch.ones(4, 10), torch.ones(4, dtype=torch.int64)
+    model(batch[0]).sum().backward()
+    optimizer.step()
+    split = meter.split_memory(model, optimizer, batch=batch, factors=40, peak=10_000, reserved=12_000, capacity=None)
+    assert split.parameters == 4 * (100 + 10 + 20) + 4 * 20 + 8  # running statistics and their counter
+    assert split.gradients == split.optimizer == 4 * (100 + 20)
+    assert split.batch == 4 * 40 + 8 * 4
+    parts = split.parameters + split.gradients + split.optimizer + split.factors + split.batch + split.activations
+    assert parts == split.peak == 10_000
+
+
+def test_capacity_is_what_is_stated_and_unbounded_else(alone: Ranks) -> None:
+    assert meter.capacity(alone, 5 * MB) == 5 * MB
+    assert meter.capacity(alone, None) is None
+
+
+# --- the limit
+
+
+@pytest.mark.torch
+def test_beyond_the_limit_is_an_out_of_memory(two_ranks: Path) -> None:
+    for found in facts(two_ranks, "limits"):
+        assert "DefaultCPUAllocator: can't allocate memory" in found["beyond"]
+        assert classify(found["beyond"], exit_code=1, device="cpu") == "device_oom"
+
+
+@pytest.mark.torch
+def test_what_was_held_before_or_is_freed_does_not_count(two_ranks: Path) -> None:
+    for found in facts(two_ranks, "limits"):
+        assert found["within, again and again"] == found["lifted"] == ""
+
+
+def test_an_unknown_field_of_the_process_is_told() -> None:
+    assert process_memory("VmRSS") > MB
+    with pytest.raises(AssertionError, match="VmNone"):
+        process_memory("VmNone")
+
+
+# --- gradients, synchronisation, surroundings
+
+
+def test_the_gradient_norm_is_taken_over_all_parameters() -> None:
+    model = nn.Linear(3, 2)
+    assert meter.gradient_norm_sqr(model) == 0
+    model.weight.grad, model.bias.grad = torch.full((2, 3), 2.0), torch.full((2,), 3.0)
+    assert meter.gradient_norm_sqr(model) == 6 * 4 + 2 * 9
+
+
+def test_the_spy_times_each_backward_and_leaves_no_hook(alone: Ranks) -> None:
+    subject = trainer(spec(), alone)
+    with meter.SyncSpy(subject.clock, subject.ddp) as spy:
+        subject.after_backward = spy.reduced
+        steps = list(islice(loop.steps(subject), 5))
+    assert len(spy.exposed) == 5
+    assert 0 < spy.median() < max(subject.clock.seconds(step.start, step.end) for step in steps)
+    assert not any(p._backward_hooks for p in subject.ddp.parameters())
+
+
+def test_a_look_at_the_gradient_leaves_the_weights(alone: Ranks) -> None:
+    subject = trainer(spec(), alone)
+    before = torch.cat([p.detach().flatten() for p in subject.ddp.parameters()])
+    norms: list[float] = []
+    subject.after_backward = lambda: norms.append(meter.gradient_norm_sqr(subject.ddp.module))
+    list(islice(loop.steps(subject), 3))
+    assert torch.equal(torch.cat([p.detach().flatten() for p in subject.ddp.parameters()]), before)
+    assert len(norms) == 3
+    assert all(norm > 0 for norm in norms)
+
+
+def test_the_environment_names_host_and_processor(alone: Ranks) -> None:
+    found = meter.environment(alone)
+    assert found.hosts == (os.uname().nodename,)
+    assert (found.device, found.backend) == ("cpu", "gloo")
+    assert found.hardware == meter.processor_name() != ""
+    assert found.torch == torch.__version__
+
+
+def test_more_ranks_than_cores_are_told(alone: Ranks) -> None:
+    cores = len(os.sched_getaffinity(0))
+    assert not meter.oversubscribed(alone, ranks_here=cores)
+    assert meter.oversubscribed(alone, ranks_here=cores + 1)

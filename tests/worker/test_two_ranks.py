@@ -1,0 +1,65 @@
+"""Two ranks on one machine: all cases of worker_rank_cases in one start of two processes."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from worker_jobs import rows, spec, trained, trainer
+from worker_rank_cases import TRAIN, facts
+
+from tula_cli.records import Measured
+from tula_cli.rundir import RunDir
+from tula_cli.worker import loop
+from tula_cli.worker.ranks import Ranks
+
+pytestmark = pytest.mark.torch
+
+
+def measured(two_ranks: Path, name: str, local_batch: int) -> Measured:
+    found = RunDir(two_ranks / name).result(f"probe-n001-l{local_batch:06d}")
+    assert isinstance(found, Measured)
+    return found
+
+
+def test_two_ranks_train_what_one_does(two_ranks: Path, alone: Ranks) -> None:
+    one, steps = trained(spec(), alone)
+    states = [torch.load(two_ranks / f"{rank}.pt") for rank in range(2)]
+    for name, value in one.items():
+        assert torch.equal(states[0][name], states[1][name])
+        torch.testing.assert_close(states[0][name], value, rtol=1e-4, atol=1e-5)
+    assert facts(two_ranks, "plain")[0] == pytest.approx([float(step.loss) for step in steps], abs=1e-4)
+
+
+def test_an_interrupted_run_ends_at_the_same_weights_on_each_rank(two_ranks: Path) -> None:
+    assert facts(two_ranks, "resumed") == [[True] * 3] * 2
+
+
+def test_evaluation_is_over_both_shares(two_ranks: Path, alone: Ranks) -> None:
+    expected = loop.Evaluator(trainer(spec(dataset={"args": {"eval_size": 37}}), alone)).run()
+    for found in facts(two_ranks, "evaluated"):
+        assert found == pytest.approx(vars(expected))
+
+
+def test_synchronisation_is_seen(two_ranks: Path) -> None:
+    found = measured(two_ranks, "wide", 8)
+    assert (found.batch, found.local_batch) == (16, 8)
+    assert 0 < found.sync_time < max(found.step_times)
+    assert found.compute_time > 0
+    assert found.gradients.local_norm_sqr > found.gradients.norm_sqr > 0
+
+
+def test_an_earlier_probe_leaves_no_memory_behind(two_ranks: Path) -> None:
+    first, larger, second = (
+        measured(two_ranks, name, local).memory for name, local in (("deep", 16), ("deep", 32), ("again", 16))
+    )
+    assert second.peak == pytest.approx(first.peak, rel=0.2)
+    assert larger.activations - second.activations == pytest.approx(16 * 4096 * 4 * 10, rel=0.3)
+
+
+def test_a_damaged_checkpoint_is_passed_over_on_both_ranks(two_ranks: Path) -> None:
+    run = RunDir(two_ranks / "train")
+    result = run.train_result(TRAIN.signature)
+    assert result is not None
+    assert (result.samples, result.steps) == (288, 18)
+    assert [row["samples"] for row in rows(run, TRAIN, "start")] == [0, 272]
+    assert [row["samples"] for row in rows(run, TRAIN, "epoch")] == [96, 192, 288]

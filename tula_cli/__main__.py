@@ -1,0 +1,3 @@
+from tula_cli.cli import main
+
+main()

@@ -1,0 +1,682 @@
+"""The command line: read arguments, call one service, show the result. The only place that exits.
+
+Services are imported inside the commands, so that `tula --help` waits for none of them.
+"""
+
+import functools
+import inspect
+import os
+import shutil
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
+
+import typer
+
+from tula_cli import __version__, show
+from tula_cli.errors import BadMeasurements, Infeasible, JobFailed, OverBudget, Pending, SpecError, TulaError
+from tula_cli.show import Screen
+
+if TYPE_CHECKING:
+    from tula_cli.launch import Launcher
+    from tula_cli.profile import ProfilePlan
+    from tula_cli.records import Inspection
+    from tula_cli.rundir import RunDir
+    from tula_cli.spec import JobSpec
+    from tula_cli.status import RunStatus
+    from tula_cli.train import TrainPlan
+
+DISK_IS_FULL = 2**16  # bytes free; below, the small files of a run cannot be written
+app = typer.Typer(
+    name="tula",
+    help="How many nodes, what batch size, how long, how much: measure a training job, then run it there.",
+    add_completion=False,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+)
+
+RUNS = Path("tula-runs")
+USAGE_ERROR = cast(type[Exception], typer.BadParameter.__mro__[2])
+"""The base of click's errors about arguments; typer brings its own copy of click and does not name it."""
+
+
+class Interrupted(TulaError):
+    """Ctrl-C. Jobs stay alive unless the user asked otherwise."""
+
+    exit_code = 130
+    code = "interrupted"
+
+
+# --- what commands have in common
+
+Spec = Annotated[Path, typer.Argument(metavar="JOB.YAML", help="The job spec; tula init writes one.")]
+MaybeSpec = Annotated[
+    Path | None, typer.Argument(metavar="[JOB.YAML]", help="The job spec; without it the run found as by --run.")
+]
+MaybeRun = Annotated[
+    Path | None, typer.Option("--run", metavar="DIR", help="The run; else $TULA_RUN, else the newest one.")
+]
+Root = Annotated[Path, typer.Option("--run-dir", metavar="ROOT", help="Where runs are kept.")]
+Overrides = Annotated[
+    list[str] | None, typer.Option("--set", metavar="A.B=C", help="Override a key of the spec; may be repeated.")
+]
+Yes = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")]
+DryRun = Annotated[bool, typer.Option("--dry-run", help="Show what would be submitted, and touch nothing.")]
+Wait = Annotated[
+    bool | None, typer.Option("--wait/--no-wait", help="Wait for the jobs (default: yes on this machine, no on SLURM).")
+]
+Timeout = Annotated[
+    float | None, typer.Option(min=0, metavar="SECONDS", help="Wait no longer; exit code 75 when jobs still run.")
+]
+CancelOnInterrupt = Annotated[bool, typer.Option("--cancel-on-interrupt", help="Ctrl-C ends the jobs as well.")]
+
+COMMON: dict[str, Any] = {
+    "as_json": Annotated[bool, typer.Option("--json", help="One JSON object on stdout, also on failure.")],
+    "quiet": Annotated[bool, typer.Option("--quiet", "-q", help="Only warnings and errors beside the answer.")],
+    "verbose": Annotated[bool, typer.Option("--verbose", "-v", help="Tracebacks of errors.")],
+    "no_color": Annotated[bool, typer.Option("--no-color", help="No colour (as NO_COLOR=1).")],
+}
+
+
+def command(function: Callable[..., None]) -> Callable[..., None]:
+    """Register a command: its first parameter is the screen, which the flags that all commands share set up."""
+
+    @functools.wraps(function)
+    def wrapper(ctx: typer.Context, **arguments: Any) -> None:
+        shared = {name: arguments.pop(name) for name in COMMON}
+        screen = ctx.obj if isinstance(ctx.obj, Screen) else Screen()
+        screen.command = function.__name__.rstrip("_")
+        screen.as_json, screen.quiet, screen.verbose = shared["as_json"], shared["quiet"], shared["verbose"]
+        screen.color = False if shared["no_color"] else None
+        try:
+            function(screen, **arguments)
+        except KeyboardInterrupt:
+            raise Interrupted("interrupted") from None
+        screen.finish()
+
+    parameter, keyword = inspect.Parameter, inspect.Parameter.KEYWORD_ONLY
+    own = [p.replace(kind=keyword) for p in list(inspect.signature(function).parameters.values())[1:]]
+    common = [parameter(name, keyword, default=False, annotation=kind) for name, kind in COMMON.items()]
+    context = parameter("ctx", keyword, annotation=typer.Context)
+    wrapper.__signature__ = inspect.Signature([context, *own, *common])  # type: ignore[attr-defined]
+    wrapper.__annotations__ = {p.name: p.annotation for p in [context, *own, *common]}
+    app.command(name=function.__name__.rstrip("_"))(wrapper)
+    return function
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"tula {__version__}")
+        raise typer.Exit
+
+
+@app.callback(invoke_without_command=True)
+def _top(
+    ctx: typer.Context,
+    version: Annotated[  # noqa: ARG001
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version.")
+    ] = False,
+) -> None:
+    if ctx.invoked_subcommand is None:
+        typer.echo(ctx.get_help(), err=True)
+        raise SpecError("no command given")
+
+
+def _find_run(screen: Screen, named: Path | None, root: Path) -> "RunDir":
+    """Return the run the user means, and say which where it was not named on the command line."""
+    from tula_cli.rundir import RunDir
+
+    root = root.absolute()
+    if named is not None:
+        # A run's name is enough where it lies under the root.
+        inside = not named.exists() and (root / named).is_dir()
+        run = RunDir.open(root / named if inside else named.absolute())
+    elif os.environ.get("TULA_RUN"):
+        run = RunDir.open(Path(os.environ["TULA_RUN"]).absolute())
+        screen.note(f"run {show.near(run.path)} (from TULA_RUN)")
+    else:
+        run = RunDir.newest(root)
+        screen.note(f"run {show.near(run.path)} (the newest)")
+    screen.run_id = run.id
+    return run
+
+
+def _load(path: Path, overrides: Sequence[str] | None) -> "JobSpec":
+    from tula_cli.spec import load_spec
+
+    return load_spec(path, overrides=overrides or ())
+
+
+def _spec_of(run: "RunDir", overrides: Sequence[str] | None) -> "JobSpec":
+    """Return a run's spec with overrides that leave its measurements valid.
+
+    Raises:
+        SpecError: an override changes what was measured.
+    """
+    from tula_cli.spec import load_spec, signature
+
+    known = run.spec()
+    if not overrides:
+        return known
+    changed = load_spec(run.path / "spec.yaml", overrides=overrides, environ={}, site_files=())
+    if signature(changed) != signature(known):
+        raise SpecError(
+            f"--set {' --set '.join(overrides)}: {run.id} was measured otherwise",
+            "make it a run of its own: tula profile job.yaml with the same --set",
+        )
+    return changed
+
+
+def _open(
+    screen: Screen, job: Path | None, named: Path | None, root: Path, overrides: Sequence[str] | None
+) -> tuple["RunDir", "JobSpec"]:
+    """Return run and spec: those of a job.yaml (whose run may not be there yet), else those of a run."""
+    from tula_cli.rundir import RunDir
+
+    if job is None:
+        run = _find_run(screen, named, root)
+        return run, _spec_of(run, overrides)
+    if named is not None:
+        raise SpecError(f"both {job} and --run {named} given", "name one of them")
+    spec = _load(job, overrides)
+    run = RunDir.of(root.absolute(), spec)
+    screen.run_id = run.id
+    return run, spec
+
+
+def _allow(screen: Screen, question: str, *, yes: bool, capped: bool) -> None:
+    """Go on if the user says yes, said so before, or has set a cap where there is nobody to ask.
+
+    Raises:
+        OverBudget: not confirmed.
+    """
+    if yes or (capped and not sys.stdin.isatty()):
+        return
+    if not sys.stdin.isatty():
+        raise OverBudget("not confirmed: there is no terminal to ask on", "add -y, or set search.max_node_hours")
+    if not screen.confirm(question):
+        raise OverBudget("not confirmed; nothing was submitted")
+
+
+def _wait(
+    screen: Screen,
+    run: "RunDir",
+    launcher: "Launcher",
+    jobs: Sequence[str],
+    *,
+    timeout: float | None,
+    cancel_on_interrupt: bool,
+) -> "RunStatus":
+    """Show the jobs until they have ended; return how.
+
+    Raises:
+        Pending: the time to wait is over, they are not.
+        Interrupted: Ctrl-C.
+    """
+    from tula_cli import status as service
+
+    now = None
+    try:
+        with screen.live() as live:
+            for now in service.watch(run, launcher, jobs, timeout=timeout):
+                live.update(now)
+    except KeyboardInterrupt:
+        if cancel_on_interrupt:
+            ended = service.cancel(run, launcher)
+            raise Interrupted(f"interrupted; cancelled {', '.join(ended) or 'nothing'}") from None
+        hint = f"the same command attaches to them again; tula cancel {show.near(run.path)} ends them"
+        raise Interrupted("interrupted; the jobs go on", hint) from None
+    assert now is not None
+    left = [job for job in now.jobs if job.id in jobs and job.state in service.ACTIVE]
+    if left:
+        words = ", ".join(f"{job.id} ({job.state})" for job in left)
+        raise Pending(f"not over after {timeout:g} s: {words}", "the same command attaches to them again")
+    for job in now.jobs:
+        if job.id in jobs and job.state in ("lost", "failed", "cancelled"):
+            screen.warn(f"{job.id} {job.state}: {show.first_line(job.reason)}")
+    return now
+
+
+def _under_way(run: "RunDir", launcher: "Launcher", jobs: Sequence[str]) -> list[str]:
+    known = [job for name in jobs if (job := run.job(name)) is not None]
+    return [job.id for job in known if launcher.state(run, job).state in ("pending", "running")]
+
+
+def _waits(wait: bool | None, spec: "JobSpec") -> bool:
+    return spec.cluster.kind == "local" if wait is None else wait
+
+
+# --- the commands
+
+
+@command
+def init(
+    screen: Screen,
+    kind: Annotated[Literal["local", "slurm"], typer.Argument(help="Where the job will run.")] = "local",
+    output: Annotated[Path, typer.Option("--output", "-o", metavar="FILE", help="Where to write.")] = Path("job.yaml"),
+    force: Annotated[bool, typer.Option("--force", help="Replace a file that is there.")] = False,
+) -> None:
+    """Write a commented job.yaml that runs as it is."""
+    from tula_cli import check as service
+    from tula_cli.rundir import write_atomic
+
+    if output.exists() and not force:
+        raise SpecError(f"{output} is there already", "choose another name with -o, or --force to replace it")
+    write_atomic(output, service.init(kind))
+    screen.answer({"path": output, "kind": kind}, [f"wrote {output}; next: tula check {output}"])
+
+
+@command
+def check(
+    screen: Screen,
+    job: Spec,
+    overrides: Overrides = None,
+    show_origin: Annotated[bool, typer.Option("--show-origin", help="Show where each value comes from.")] = False,
+    offline: Annotated[bool, typer.Option("--offline", help="Do not build the model and the dataset.")] = False,
+) -> None:
+    """Check a job spec, and show what it would search and cost."""
+    from tula_cli import check as service
+
+    spec = _load(job, overrides)
+    origins = _origins(job, spec, overrides) if show_origin else {}
+    if not offline:
+        screen.note("building the model and the dataset")
+    report = service.check(spec, online=not offline)
+    _warn_all(screen, report.warnings)
+    screen.answer({"report": report, "origins": origins}, show.check(report, origins))
+    if report.problems:
+        kind = OverBudget if report.jobs else Infeasible
+        raise kind(f"{job} cannot run as it is: {'; '.join(report.problems)}")
+
+
+def _origins(job: Path, spec: "JobSpec", overrides: Sequence[str] | None) -> dict[str, show.Origin]:
+    """Return each value of the spec and where it comes from."""
+    from tula_cli.spec import merge_sources
+
+    sources = merge_sources(job, overrides=overrides or ())[1]
+    leaves = dict(_leaves(spec.model_dump(mode="json")))
+    return {key: show.Origin(value, _source(key, sources)) for key, value in leaves.items()}
+
+
+def _source(key: str, sources: dict[str, str]) -> str:
+    """Return what set a key; a list or mapping may have been set as a whole."""
+    parts = key.split(".")
+    prefixes = (".".join(parts[:length]) for length in range(len(parts), 0, -1))
+    return next((sources[prefix] for prefix in prefixes if prefix in sources), "default")
+
+
+def _leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    if isinstance(value, dict) and value:
+        for key, inner in value.items():
+            yield from _leaves(inner, f"{path}.{key}" if path else key)
+    else:
+        yield path, value
+
+
+@command
+def estimate(
+    screen: Screen,
+    job: Spec,
+    overrides: Overrides = None,
+    capacity: Annotated[
+        str | None, typer.Option(metavar="SIZE", help="Memory of one GPU, for example 16GiB; else what is known.")
+    ] = None,
+) -> None:
+    """Estimate the memory of one GPU by batch size; needs no GPU."""
+    from tula_cli import estimate as service
+
+    spec = _load(job, overrides)
+    screen.note("building the model")
+    report = service.estimate(spec, capacity=_size(capacity))
+    screen.answer(report, show.estimate(report))
+
+
+def _size(text: str | None) -> int | None:
+    from tula_cli.spec import parse_size
+
+    if text is None:
+        return None
+    try:
+        size: int = int(parse_size(text))  # type: ignore[call-overload]
+    except ValueError as error:
+        raise SpecError(f"--capacity: {error}") from None
+    if size <= 0:
+        raise SpecError(f"--capacity: {text!r} is no memory at all", "write it like 16GiB")
+    return size
+
+
+@command
+def profile(
+    screen: Screen,
+    job: MaybeSpec = None,
+    named: MaybeRun = None,
+    root: Root = RUNS,
+    overrides: Overrides = None,
+    yes: Yes = False,
+    dry_run: DryRun = False,
+    wait: Wait = None,
+    timeout: Timeout = None,
+    cancel_on_interrupt: CancelOnInterrupt = False,
+) -> None:
+    """Measure short training runs over nodes and batch sizes.
+
+    The same command again attaches to what is under way, does what is missing, and stops.
+    """
+    from tula_cli import launch
+    from tula_cli import profile as service
+
+    if dry_run:
+        return _profile_dry_run(screen, job, named, root, overrides)
+    run, spec = _open(screen, job, named, root, overrides)
+    inspection = _inspect(screen, spec)
+    plan = service.plan(spec, inspection, run)
+    if plan.missing:
+        launcher = launch.launcher_for(spec)
+        jobs = [task.job for task in plan.tasks]
+        under_way = _under_way(run, launcher, jobs)
+        if len(under_way) < len(jobs):
+            screen.aside(show.profile_plan(plan))
+            _require_within_cap(plan, spec.search.max_node_hours)
+            _allow(screen, "start?", yes=yes, capped=spec.search.max_node_hours is not None)
+        run.adopt(spec)
+        started = service.start(run, plan, launcher)
+        if not _waits(wait, spec):
+            return _detached(screen, run, started, {"plan": plan})
+        _wait(screen, run, launcher, started, timeout=timeout, cancel_on_interrupt=cancel_on_interrupt)
+    else:
+        run.adopt(spec)
+        screen.note("every probe has a result already")
+    report = service.report(run, plan)
+    if report.failed or report.missing:
+        screen.status = "partial"
+    screen.answer(report, show.profile_report(report))
+    return None
+
+
+def _inspect(screen: Screen, spec: "JobSpec") -> "Inspection":
+    from tula_cli import launch
+
+    screen.note("building the model and the dataset")
+    inspection = launch.inspect(spec)
+    _warn_all(screen, inspection.warnings)
+    return inspection
+
+
+def _profile_dry_run(
+    screen: Screen, job: Path | None, named: Path | None, root: Path, overrides: Sequence[str] | None
+) -> None:
+    from tula_cli import launch
+    from tula_cli import profile as service
+
+    run, spec = _open(screen, job, named, root, overrides)
+    inspection = _inspect(screen, spec)
+    plan = service.plan(spec, inspection, run)
+    scripts = [launch.launcher_for(spec).script(run, task) for task in plan.tasks]
+    screen.answer({"plan": plan, "scripts": scripts}, show.profile_plan(plan, scripts=scripts))
+
+
+def _require_within_cap(plan: "ProfilePlan", cap: float | None) -> None:
+    if cap is not None and plan.node_hours_at_most > cap:
+        raise OverBudget(
+            f"the probes may take {show.number(plan.node_hours_at_most)} node-hours, search.max_node_hours is {cap:g}",
+            "raise it with --set search.max_node_hours=..., or lower search.max_minutes, or search fewer nodes",
+        )
+
+
+def _warn_all(screen: Screen, warnings: Sequence[str]) -> None:
+    for text in warnings:
+        screen.warn(text)
+
+
+def _detached(screen: Screen, run: "RunDir", jobs: Sequence[str], data: dict[str, Any]) -> None:
+    """Answer for jobs that nobody waits for."""
+    screen.status = "pending"
+    words = f"started {', '.join(jobs)}; tula status --run {show.near(run.path)} shows how far they are"
+    screen.answer({"jobs": list(jobs), **data}, [words])
+
+
+@command
+def recommend(
+    screen: Screen,
+    job: MaybeSpec = None,
+    named: MaybeRun = None,
+    root: Root = RUNS,
+    overrides: Overrides = None,
+    objective: Annotated[Literal["time", "cost", "knee"], typer.Option(help="What to choose by.")] = "knee",
+    curve: Annotated[Literal["time", "cost"], typer.Option(help="The curve whose knee is looked for.")] = "time",
+    nodes: Annotated[int | None, typer.Option(min=1, help="Consider this number of nodes only.")] = None,
+    max_nodes: Annotated[int | None, typer.Option(min=1, help="At most so many nodes.")] = None,
+    max_batch: Annotated[int | None, typer.Option(min=1, help="A global batch of at most this.")] = None,
+    deadline: Annotated[float | None, typer.Option(min=0, metavar="HOURS", help="Train within.")] = None,
+    budget: Annotated[float | None, typer.Option(min=0, metavar="PRICE", help="Spend at most.")] = None,
+) -> None:
+    """Choose nodes and batch size from what was measured."""
+    import time
+
+    from tula_cli import recommend as service
+
+    run, spec = _measured(screen, job, named, root, overrides)
+    found = service.recommend(
+        run,
+        spec,
+        objective=objective,
+        curve=curve,
+        nodes=nodes,
+        max_batch=max_batch,
+        max_nodes=max_nodes,
+        deadline_hours=deadline,
+        budget=budget,
+        pending=_pending(run, spec),
+        now=time.time(),
+    )
+    _warn_all(screen, found.warnings)
+    run.adopt(spec)  # what was recommended is what `tula train` trains
+    screen.answer(found, show.recommendation(found, width=screen.width, color=screen.colored))
+
+
+def _measured(
+    screen: Screen, job: Path | None, named: Path | None, root: Path, overrides: Sequence[str] | None
+) -> tuple["RunDir", "JobSpec"]:
+    """Return run and spec; a job.yaml must have a run already."""
+    run, spec = _open(screen, job, named, root, overrides)
+    if not run.exists:
+        raise BadMeasurements(f"nothing was measured for {job} yet", f"run tula profile {job} first")
+    return run, spec
+
+
+def _pending(run: "RunDir", spec: "JobSpec") -> int:
+    """Return how many probes are queued or running."""
+    import time
+
+    from tula_cli import launch
+    from tula_cli import status as service
+
+    if not run.jobs():
+        return 0
+    now = service.snapshot(run, launch.launcher_for(spec), now=time.time())
+    return sum(job.total - job.done for job in now.jobs if job.kind == "probe" and job.state in service.ACTIVE)
+
+
+@command
+def train(
+    screen: Screen,
+    job: MaybeSpec = None,
+    named: MaybeRun = None,
+    root: Root = RUNS,
+    overrides: Overrides = None,
+    nodes: Annotated[int | None, typer.Option(min=1, help="Nodes; else the recommended ones.")] = None,
+    batch: Annotated[int | None, typer.Option(min=1, help="Global batch; else the recommended one.")] = None,
+    yes: Yes = False,
+    dry_run: DryRun = False,
+    wait: Wait = None,
+    timeout: Timeout = None,
+    cancel_on_interrupt: CancelOnInterrupt = False,
+) -> None:
+    """Train at the recommended nodes and batch size.
+
+    The same command again attaches to what is under way, or goes on from the newest checkpoint.
+    """
+    from tula_cli import launch
+    from tula_cli import train as service
+
+    run, spec = _open(screen, job, named, root, overrides)
+    plan = service.plan(run, spec, nodes=nodes, batch=batch, inspect=launch.inspect)
+    if dry_run:
+        return screen.answer(plan, show.train_plan(plan))
+    if plan.finished:
+        screen.note("this training run is finished already")
+    else:
+        launcher = launch.launcher_for(spec)
+        if not _under_way(run, launcher, [plan.task.job]):
+            screen.aside(show.train_plan(plan))
+            _allow(screen, "start?", yes=yes, capped=spec.search.max_node_hours is not None)
+        run.adopt(spec)
+        started = service.start(run, plan, launcher)
+        if not _waits(wait, spec):
+            return _detached(screen, run, [started], {"plan": plan})
+        now = _wait(screen, run, launcher, [started], timeout=timeout, cancel_on_interrupt=cancel_on_interrupt)
+        _require_found(now, plan)
+    summary = service.report(run, plan.task.signature)
+    return screen.answer(summary, show.summary(summary))
+
+
+def _require_found(now: "RunStatus", plan: "TrainPlan") -> None:
+    """Refuse to call a lost job pending.
+
+    Raises:
+        JobFailed: the job is gone and has not said why.
+    """
+    for job in now.jobs:
+        if job.id == plan.task.job and job.state == "lost":
+            if shutil.disk_usage(now.path).free < DISK_IS_FULL:
+                raise TulaError(
+                    f"{job.id} ended because the disk that holds {now.path} is full",
+                    "free some space and run the same command again; it goes on where the newest checkpoint stands",
+                )
+            raise JobFailed(
+                f"{job.id} is gone: {job.reason}", "the same command goes on where the newest checkpoint stands"
+            )
+
+
+@command
+def status(screen: Screen, named: MaybeRun = None, root: Root = RUNS) -> None:
+    """Show a run's jobs, training and recommendation."""
+    import time
+
+    from tula_cli import launch
+    from tula_cli import status as service
+
+    run = _find_run(screen, named, root)
+    now = service.snapshot(run, launch.launcher_for(run.spec()), now=time.time())
+    screen.status = "pending" if now.active() else "done"
+    screen.answer(now, show.status(now))
+
+
+@command
+def list_(screen: Screen, root: Root = RUNS) -> None:
+    """List the runs, last changed first."""
+    from tula_cli import status as service
+
+    found = service.list_runs(root.absolute())
+    screen.answer(found, show.runs(found) if found else [f"no run under {root}"])
+
+
+@command
+def logs(
+    screen: Screen,
+    named: MaybeRun = None,
+    root: Root = RUNS,
+    job: Annotated[str | None, typer.Option(help="Only this job's; tula status names them.")] = None,
+    last: Annotated[int | None, typer.Option("--lines", "-n", min=0, help="Only the last so many lines.")] = None,
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on while jobs run.")] = False,
+) -> None:
+    """Show what the newest job (or --job) wrote."""
+    import time
+
+    from tula_cli import launch
+    from tula_cli import status as service
+
+    run = _find_run(screen, named, root)
+
+    def active() -> bool:
+        return service.snapshot(run, launch.launcher_for(run.spec()), now=time.time()).active(job and [job])
+
+    file = None
+    for line in service.logs(run, job=job, last=last, follow=follow, active=active):
+        if line.file != file:
+            file = line.file
+            screen.note(f"==> {show.near(file)}")
+        screen.line(line.text, line)
+    if file is None:
+        screen.note("no log yet")
+
+
+@command
+def cancel(
+    screen: Screen,
+    target: Annotated[Path | None, typer.Argument(metavar="[RUN]", help="The run; else as by --run.")] = None,
+    named: MaybeRun = None,
+    root: Root = RUNS,
+) -> None:
+    """End a run's jobs; what was measured or saved stays."""
+    from tula_cli import launch
+    from tula_cli import status as service
+
+    run = _find_run(screen, target or named, root)
+    ended = service.cancel(run, launch.launcher_for(run.spec()))
+    screen.answer({"cancelled": ended}, [f"cancelled {', '.join(ended)}" if ended else "nothing was queued or running"])
+
+
+# --- the error boundary
+
+
+def run(arguments: Sequence[str], *, screen: Screen | None = None) -> int:
+    """Run one command; return its exit code. What is not the user's to mend is raised."""
+    screen = screen or Screen()
+    screen.expect(arguments)
+    try:
+        code = typer.main.get_command(app)(args=list(arguments), prog_name="tula", standalone_mode=False, obj=screen)
+    except TulaError as error:
+        screen.fail(error)
+        return error.exit_code
+    except BrokenPipeError:
+        return _reader_is_gone()
+    except (KeyboardInterrupt, typer.Abort):
+        screen.fail(Interrupted("interrupted"))
+        return Interrupted.exit_code
+    except typer.Exit as error:
+        return error.exit_code
+    except USAGE_ERROR as error:
+        screen.fail(_usage(error))
+        return SpecError.exit_code
+    return code if isinstance(code, int) else 0
+
+
+def _usage(error: Any) -> SpecError:
+    """Return click's complaint about the arguments as an error of ours."""
+    path = error.ctx.command_path if getattr(error, "ctx", None) is not None else "tula"
+    return SpecError(error.format_message(), f"{path} --help shows what it takes")
+
+
+def _reader_is_gone() -> int:
+    """End quietly when a pager or `head` has closed the pipe; python would complain when it flushes stdout."""
+    with suppress(OSError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return 1
+
+
+def _defect(screen: Screen, kind: type[BaseException], error: BaseException, trace: Any) -> None:
+    """Show a defect of ours with its traceback; the envelope says so too."""
+    sys.__excepthook__(kind, error, trace)
+    screen.fail(
+        TulaError(f"{kind.__name__}: {error}", "this is a defect of tula; please report it with the lines above")
+    )
+
+
+def main() -> None:
+    """Run the command line and exit."""
+    screen = Screen()
+    sys.excepthook = functools.partial(_defect, screen)
+    sys.exit(run(sys.argv[1:], screen=screen))

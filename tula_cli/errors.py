@@ -1,0 +1,95 @@
+"""The errors a user meets: what is wrong, what to do, and the exit code of each class.
+
+Anything that is not a TulaError is a defect of tula and keeps its traceback.
+"""
+
+from dataclasses import dataclass
+
+
+class TulaError(Exception):
+    """Something the user can act on.
+
+    Args:
+        message: what is wrong, with the value that is wrong.
+        hint: what to do about it, or nothing.
+    """
+
+    exit_code = 1
+    code = "failed"
+
+    def __init__(self, message: str, hint: str = "") -> None:
+        super().__init__(message)
+        self.message = message
+        self.hint = hint
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One thing wrong in a job spec: where, what, and the nearest valid value if there is one."""
+
+    path: str
+    message: str
+    hint: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.path}: {self.message}" + (f" ({self.hint})" if self.hint else "")
+
+
+class SpecError(TulaError):
+    """A job spec or a command line that cannot be used. Carries all problems found, not the first."""
+
+    exit_code = 2
+    code = "spec"
+
+    def __init__(self, message: str, hint: str = "", *, problems: tuple[Problem, ...] = ()) -> None:
+        super().__init__(message, hint)
+        self.problems = problems
+
+
+class Infeasible(TulaError):
+    """No configuration satisfies memory and constraints."""
+
+    exit_code = 3
+    code = "infeasible"
+
+
+class BadMeasurements(TulaError):
+    """Too few measurements, or none that can be used together."""
+
+    exit_code = 4
+    code = "measurements"
+
+
+class SchedulerError(TulaError):
+    """The scheduler refused the job or could not be reached."""
+
+    exit_code = 5
+    code = "scheduler"
+
+
+class JobFailed(TulaError):
+    """The job failed in the user's code, data or environment."""
+
+    exit_code = 6
+    code = "job"
+
+
+class OutOfMemoryAtMinimum(TulaError):
+    """Out of memory at the smallest batch there is."""
+
+    exit_code = 7
+    code = "memory"
+
+
+class OverBudget(TulaError):
+    """More node-hours than the cap allows, or not confirmed."""
+
+    exit_code = 8
+    code = "budget"
+
+
+class Pending(TulaError):
+    """Still queued or running."""
+
+    exit_code = 75
+    code = "pending"

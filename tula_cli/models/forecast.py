@@ -1,0 +1,332 @@
+"""What a run will take at any configuration, from the results of its probes: time, cost, memory, and whether it fits."""
+
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from math import log2
+from typing import TypeVar
+
+from tula_cli.errors import BadMeasurements, Infeasible
+from tula_cli.grid import Config, candidates
+from tula_cli.models import cost, memory, steptime
+from tula_cli.models.memory import MemoryModel
+from tula_cli.models.noise import centre
+from tula_cli.models.steptime import Estimate, Observation, StepTimeFit
+from tula_cli.records import Attempt, Failed, Inspection, Measured, OutOfMemory, Overheads, Prediction, Rung
+from tula_cli.spec import JobSpec
+
+T = TypeVar("T", Measured, OutOfMemory, Failed)
+
+Probe = tuple[int, int]
+"""Nodes and local batch."""
+
+_WAITING = 0.3  # a loader that a step waits for this share of its time sets the pace
+
+
+class TooFew(BadMeasurements):
+    """More probes would do: those under way, or a next call of `tula profile`."""
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """The models of one run, fitted."""
+
+    spec: JobSpec
+    steps: StepTimeFit
+    memory: MemoryModel
+    capacity: int | None  # bytes of one GPU
+    probes: Mapping[Probe, Measured]
+    smallest_oom: int | None  # the smallest local batch that was out of memory
+    dataset_size: int
+    eval_size: int
+    shutdown: float  # seconds from the last measurement of a job to its end
+    warnings: tuple[str, ...]
+
+    @classmethod
+    def from_results(
+        cls,
+        spec: JobSpec,
+        results: Iterable[Measured | OutOfMemory | Failed],
+        *,
+        inspection: Inspection | None = None,
+        attempts: Iterable[Attempt] = (),
+    ) -> "Forecast":
+        """Fit all models.
+
+        Args:
+            spec: the job.
+            results: what the probes left, in any order.
+            inspection: estimates of memory and the capacity, used where the probes do not tell.
+            attempts: when the probes' jobs began and ended, which tells what ending a job takes.
+
+        Raises:
+            Infeasible: every probe was out of memory.
+            TooFew: nothing was measured.
+            BadMeasurements: the probes ran on different hardware, or cannot be fitted together.
+        """
+        seen = list(results)
+        measured = sorted(_of(seen, Measured), key=lambda probe: (probe.nodes, probe.local_batch))
+        ooms = _of(seen, OutOfMemory)
+        _require_some(measured, ooms, _of(seen, Failed))
+        _require_one_hardware(measured)
+        footprints = inspection.footprints if inspection else ()
+        steps = steptime.fit([_observation(probe) for probe in measured], collective=spec.cluster.collective)
+        return cls(
+            spec=spec,
+            steps=steps,
+            memory=memory.fit([*measured, *footprints], accumulate=spec.train.accumulate),
+            capacity=_capacity(spec, measured, inspection),
+            probes={(probe.nodes, probe.local_batch): probe for probe in measured},
+            smallest_oom=min((oom.local_batch for oom in ooms), default=None),
+            dataset_size=measured[0].dataset_size,
+            eval_size=measured[0].eval_size,
+            shutdown=_shutdown(attempts, measured),
+            warnings=(*_doubts(measured), *steps.warnings),
+        )
+
+    def candidates(self, nodes: Iterable[int] | None = None) -> list[Config]:
+        """Return the candidates of the spec (or of other numbers of nodes), whether they fit or not."""
+        search = self.spec.search
+        return candidates(
+            search.nodes if nodes is None else nodes,
+            gpus_per_node=self.spec.cluster.gpus_per_node,
+            min_batch=search.min_batch,
+            max_batch=min(self.dataset_size, search.max_batch or self.dataset_size),
+            accumulate=self.spec.train.accumulate,
+        )
+
+    def feasible(self, nodes: Iterable[int] | None = None) -> list[Config]:
+        """Return the candidates that fit."""
+        return [config for config in self.candidates(nodes) if not self.why_not(config)]
+
+    def why_not(self, config: Config) -> str:
+        """Return why a configuration cannot run; empty where it can.
+
+        A probe that ran is believed over the models; one that was out of memory rules out its local batch and all
+        larger ones on any number of nodes.
+        """
+        world = config.nodes * self.spec.cluster.gpus_per_node
+        if config.batch > self.dataset_size:
+            return f"the batch is larger than the dataset ({self.dataset_size} training samples)"
+        if config.batch < 1 or config.batch % (world * self.spec.train.accumulate):
+            return f"the batch does not divide among {world} GPUs x {self.spec.train.accumulate} accumulation steps"
+        local_batch = config.batch // world
+        if (config.nodes, local_batch) in self.probes:
+            return ""
+        if self.smallest_oom is not None and local_batch >= self.smallest_oom:
+            return f"a local batch of {self.smallest_oom} was out of memory"
+        largest = self.memory.largest_local_batch(self.capacity, margin=self.spec.search.memory_margin)
+        if largest is not None and local_batch > largest:
+            margin = self.spec.search.memory_margin
+            return f"at most {largest} samples fit one GPU with {margin:.0%} of its memory left free"
+        return ""
+
+    def why_unknown(self, config: Config) -> str:
+        """Return why the probes do not tell the step time of a configuration; empty where they do."""
+        local_batch = config.local_batch(self.spec.cluster.gpus_per_node)
+        if (config.nodes, local_batch) in self.probes:
+            return ""
+        return self.steps.refusal(config.nodes, self.spec.cluster.gpus_per_node, local_batch)
+
+    def predict(self, config: Config) -> Prediction:
+        """Forecast a configuration; the step time is the measured one where that was measured.
+
+        Raises:
+            Infeasible: it cannot run.
+            BadMeasurements: the probes do not tell its step time.
+        """
+        if why := self.why_not(config):
+            raise Infeasible(f"batch {config.batch} on {config.nodes} nodes: {why}", "tula recommend shows what fits")
+        probe = self.probes.get((config.nodes, config.local_batch(self.spec.cluster.gpus_per_node)))
+        return self._prediction(config, self._step(config, probe), probe)
+
+    def predictions(self, nodes: Iterable[int] | None = None) -> tuple[Prediction, ...]:
+        """Forecast every feasible candidate whose step time the probes tell, fastest first."""
+        found = [self.predict(config) for config in self.feasible(nodes) if not self.why_unknown(config)]
+        return tuple(sorted(found, key=lambda row: (row.hours, row.nodes, row.batch)))
+
+    def ladder(self, nodes: int, batch: int) -> tuple[Rung, ...]:
+        """Return the batch and every smaller feasible candidate on that number of nodes, descending.
+
+        The first rung is `batch` whether or not it is a candidate; a rung has a prediction where there is one.
+        """
+        smaller = [config for config in self.feasible([nodes]) if config.batch < batch]
+        configs = [Config(nodes, batch), *reversed(smaller)]
+        return tuple(Rung(batch=config.batch, prediction=self._forecast(config)) for config in configs)
+
+    def _forecast(self, config: Config) -> Prediction | None:
+        return None if self.why_not(config) or self.why_unknown(config) else self.predict(config)
+
+    def _step(self, config: Config, probe: Measured | None) -> Estimate:
+        if probe is not None:
+            return steptime.observed(probe.step_times)
+        gpus = self.spec.cluster.gpus_per_node
+        return self.steps.predict(config.nodes, gpus, config.local_batch(gpus))
+
+    def _prediction(self, config: Config, step: Estimate, probe: Measured | None) -> Prediction:
+        gpus = self.spec.cluster.gpus_per_node
+        local_batch = config.local_batch(gpus)
+        hours = self._hours(config, step.seconds)
+        reserved = probe.memory.reserved if probe else self.memory.reserved(local_batch)
+        return Prediction(
+            nodes=config.nodes,
+            batch=config.batch,
+            local_batch=local_batch,
+            step_time=step.seconds,
+            step_low=step.low,
+            step_high=step.high,
+            hours=hours,
+            hours_low=None if step.low is None else self._hours(config, step.low),
+            hours_high=None if step.high is None else self._hours(config, step.high),
+            cost=cost.cost(self.spec.pricing, hours=hours, nodes=config.nodes, gpus_per_node=gpus, reserved=reserved),
+            peak_memory=reserved,
+            headroom=None if self.capacity is None else 1 - reserved / self.capacity,
+            measured=probe is not None,
+        )
+
+    def _hours(self, config: Config, step_time: float) -> float:
+        overheads, every = self._overheads(config), self.spec.train.checkpoint_every
+        work = cost.work(
+            self.spec,
+            batch=config.batch,
+            world=config.nodes * self.spec.cluster.gpus_per_node,
+            dataset_size=self.dataset_size,
+            eval_size=self.eval_size,
+            eval_batch_size=overheads.eval_batch_size,
+        )
+        seconds = cost.training_seconds(
+            work, step_time=step_time, overheads=overheads, checkpoint_every=None if every == "auto" else every
+        )
+        return seconds / 3600
+
+    def _overheads(self, config: Config) -> Overheads:
+        """Take those of the nearest local batch; what no batch changes is the median over the nearest number of nodes."""
+        local_batch = config.local_batch(self.spec.cluster.gpus_per_node)
+
+        def nodes_off(probe: Measured) -> float:
+            return abs(log2(probe.nodes / config.nodes))
+
+        nearest = min(
+            self.probes.values(), key=lambda probe: (abs(log2(probe.local_batch / local_batch)), nodes_off(probe))
+        )
+        nodes = min(self.probes.values(), key=nodes_off).nodes
+        alike = [probe.overheads for probe in self.probes.values() if probe.nodes == nodes]
+        return nearest.overheads.model_copy(
+            update={
+                "startup": statistics.median(overheads.startup for overheads in alike) + self.shutdown,
+                "checkpoint": statistics.median(overheads.checkpoint for overheads in alike),
+            }
+        )
+
+
+def _shutdown(attempts: Iterable[Attempt], measured: Sequence[Measured]) -> float:
+    """Return the median seconds between the last result of a job and its end; 0 where no job tells."""
+    found = []
+    for attempt in attempts:
+        if attempt.outcome != "done" or attempt.ended_at is None:
+            continue
+        inside = [p.measured_at for p in measured if attempt.started_at <= p.measured_at <= attempt.ended_at]
+        if inside:
+            found.append(attempt.ended_at - max(inside))
+    return statistics.median(found) if found else 0.0
+
+
+def _of(results: Sequence[Measured | OutOfMemory | Failed], kind: type[T]) -> list[T]:
+    return [result for result in results if isinstance(result, kind)]
+
+
+def _observation(probe: Measured) -> Observation:
+    return Observation(
+        nodes=probe.nodes,
+        gpus_per_node=probe.gpus_per_node,
+        local_batch=probe.local_batch,
+        step_times=probe.step_times,
+        sync_time=probe.sync_time,
+        compute_time=probe.compute_time,
+    )
+
+
+def _require_some(measured: Sequence[Measured], ooms: Sequence[OutOfMemory], failed: Sequence[Failed]) -> None:
+    if measured:
+        return
+    if ooms and not failed:
+        least = min(oom.local_batch for oom in ooms)
+        raise Infeasible(
+            f"out of memory in every probe, down to a local batch of {least}",
+            "search more nodes, lower search.min_batch, or use train.accumulate, train.activation_checkpointing or"
+            " train.precision: bf16",
+        )
+    if failed:
+        raise TooFew(
+            f"no probe was measured; the one with {failed[0].nodes} nodes and local batch {failed[0].local_batch} failed:"
+            f" {failed[0].message}",
+            "see tula logs, then run tula profile again",
+        )
+    raise TooFew("no probe was measured", "run tula profile first")
+
+
+def _require_one_hardware(measured: Sequence[Measured]) -> None:
+    """Raise BadMeasurements where probes ran on different hardware: their times belong to different fits."""
+    where: dict[str, list[str]] = {}
+    for probe in measured:
+        where.setdefault(probe.environment.hardware, []).append(probe.id)
+    if len(where) > 1:
+        found = "; ".join(f"{hardware}: {', '.join(ids)}" for hardware, ids in where.items())
+        raise BadMeasurements(
+            f"the probes ran on different hardware and cannot be fitted together ({found})",
+            "pin one kind of node (cluster.slurm.constraint), delete the other kind's results, and run tula profile again",
+        )
+
+
+def _capacity(spec: JobSpec, measured: Sequence[Measured], inspection: Inspection | None) -> int | None:
+    known = [probe.memory.capacity for probe in measured if probe.memory.capacity is not None]
+    if known:
+        return min(known)
+    return (inspection.capacity if inspection else None) or spec.cluster.memory_per_gpu
+
+
+def _doubts(measured: Sequence[Measured]) -> list[str]:
+    """Return what makes these measurements less than they seem."""
+    return [
+        *_oversubscribed(measured),
+        *_software(measured),
+        *_thrashing(measured),
+        *_waiting(measured),
+    ]
+
+
+def _oversubscribed(measured: Sequence[Measured]) -> list[str]:
+    nodes = sorted({probe.nodes for probe in measured if probe.oversubscribed})
+    if not nodes:
+        return []
+    listed = ", ".join(str(count) for count in nodes)
+    return [f"oversubscribed: more ranks than cores on {listed} nodes; these step times hold on this machine only"]
+
+
+def _software(measured: Sequence[Measured]) -> list[str]:
+    versions = sorted({f"torch {probe.environment.torch}, driver {probe.environment.driver}" for probe in measured})
+    if len(versions) < 2:
+        return []
+    return [f"the probes ran with different software ({'; '.join(versions)})"]
+
+
+def _thrashing(measured: Sequence[Measured]) -> list[str]:
+    return [
+        f"{_named(probe)} flushed the allocator's cache {probe.allocator_retries} times: its steps are slower than need be"
+        for probe in measured
+        if probe.allocator_retries
+    ]
+
+
+def _waiting(measured: Sequence[Measured]) -> list[str]:
+    waits = [probe for probe in measured if probe.data_wait > _WAITING * centre(probe.step_times)]
+    if not waits:
+        return []
+    return [
+        f"input-bound: at {', '.join(_named(probe) for probe in waits)} steps wait for the data loader most of all;"
+        " more data-loader workers (train.workers) may help, more nodes will not"
+    ]
+
+
+def _named(probe: Measured) -> str:
+    return f"{probe.nodes} node{'s' * (probe.nodes != 1)}, local batch {probe.local_batch}"

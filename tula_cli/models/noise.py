@@ -1,0 +1,38 @@
+"""The centre and the noise of repeated steps; without statsmodels, so that a training process can afford it."""
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+Floats = NDArray[np.float64]
+
+BLOCKS = 5
+
+
+def centre(step_times: Sequence[float]) -> float:
+    """Return the mean step time without the fastest and the slowest tenth. Seconds.
+
+    Training time is the sum of its steps, so the mean is wanted: a median would leave out a slow step that comes every
+    few steps (a refilled loader queue). Among a few dozen steps a single stall would move a plain mean too far.
+    """
+    return float(np.mean(_trimmed(step_times)))
+
+
+def drift(step_times: Sequence[float]) -> float | None:
+    """Return the standard deviation of the means of five successive blocks of steps; None below five steps. Seconds.
+
+    Noise between single steps averages out over an epoch; what lasts for a block (a neighbour on the network, a clock
+    that throttles) does not. Outliers are pulled in as far as `centre` leaves them out.
+    """
+    if len(step_times) < BLOCKS:
+        return None
+    kept = _trimmed(step_times)
+    blocks = np.array_split(np.clip(step_times, kept[0], kept[-1]), BLOCKS)
+    return float(np.std([block.mean() for block in blocks], ddof=1))
+
+
+def _trimmed(step_times: Sequence[float]) -> Floats:
+    ordered = np.sort(np.asarray(step_times, dtype=float))
+    cut = max(1, len(ordered) // 10) if len(ordered) >= BLOCKS else 0
+    return ordered[cut : len(ordered) - cut]

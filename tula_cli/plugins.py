@@ -1,0 +1,64 @@
+"""Names in a spec: a key of a dict literal, or an import string `package.module:attribute`."""
+
+import difflib
+import importlib
+import sys
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from tula_cli.errors import SpecError
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """Return "did you mean ...?" with the known names closest to `name`, or an empty string."""
+    folded = {key.lower(): key for key in known}
+    close = difflib.get_close_matches(name.lower(), folded, n=3, cutoff=0.6)
+    return f"did you mean {' or '.join(folded[key] for key in close)}?" if close else ""
+
+
+def is_import_string(name: str) -> bool:
+    return ":" in name
+
+
+def load(name: str, builtins: Mapping[str, Any], *, kind: str) -> Any:
+    """Return what `name` stands for.
+
+    Args:
+        name: a key of `builtins`, or `package.module:attribute` (the working directory is importable).
+        builtins: the names tula knows.
+        kind: what the name is for ("model", "dataset"), for the message.
+
+    Raises:
+        SpecError: the name is unknown (with the nearest known ones), or its import fails.
+    """
+    if name in builtins:
+        return builtins[name]
+    if not is_import_string(name):
+        raise SpecError(
+            f"unknown {kind} {name!r}",
+            nearest(name, builtins) or f"a {kind} of your own is written package.module:attribute",
+        )
+    module_name, _, attribute = name.partition(":")
+    here = str(Path.cwd())
+    if here not in sys.path:
+        sys.path.insert(0, here)
+    try:
+        module = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        # An import that fails inside the user's module is their code's own error: keep its traceback.
+        if error.name is None or not (module_name == error.name or module_name.startswith(f"{error.name}.")):
+            raise
+        raise SpecError(
+            f"{kind} {name!r}: there is no module {error.name!r}",
+            "run tula in the folder that holds the module, or install the package",
+        ) from error
+    try:
+        target: Any = module
+        for part in attribute.split("."):
+            target = getattr(target, part)
+        return target
+    except AttributeError:
+        raise SpecError(
+            f"{kind} {name!r}: {module_name} has no {attribute!r}", nearest(attribute, dir(module))
+        ) from None

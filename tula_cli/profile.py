@@ -1,0 +1,133 @@
+"""`tula profile`: which probes are missing, what they may cost, and submitting them."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from tula_cli.errors import BadMeasurements, JobFailed, OutOfMemoryAtMinimum
+from tula_cli.launch import Launcher
+from tula_cli.models.cost import price_at_most
+from tula_cli.outcome import advice
+from tula_cli.records import Failed, Inspection, Measured, OutOfMemory, ProbeTask
+from tula_cli.rundir import RunDir, probe_id
+from tula_cli.search import largest_local_batch, probes
+from tula_cli.spec import JobSpec
+
+
+@dataclass(frozen=True)
+class ProfilePlan:
+    """What profiling would do now: only what has no result yet."""
+
+    tasks: tuple[ProbeTask, ...]  # one job a number of nodes, those with missing probes only
+    total: int  # probes of the whole search
+    done: int
+    minutes_at_most: float  # of all jobs, one after the other
+    node_hours_at_most: float
+    price_at_most: float | None  # None where it depends on memory that is not measured yet
+    currency: str
+
+    @property
+    def missing(self) -> int:
+        return sum(len(task.local_batches) for task in self.tasks)
+
+
+@dataclass(frozen=True)
+class ProfileReport:
+    """What was measured so far."""
+
+    measured: tuple[Measured, ...]
+    out_of_memory: tuple[OutOfMemory, ...]
+    failed: tuple[Failed, ...]
+    missing: tuple[str, ...]  # ids
+
+
+def plan(spec: JobSpec, inspection: Inspection, run: RunDir | None) -> ProfilePlan:
+    """Return the missing probes, grouped into jobs, and what they may cost at most.
+
+    Args:
+        spec: the job.
+        inspection: dataset size and memory estimate.
+        run: where results may be already; None for none.
+
+    Raises:
+        Infeasible: no configuration of the search can run.
+    """
+    wanted = probes(spec, dataset_size=inspection.dataset_size, max_local_batch=largest_local_batch(spec, inspection))
+    known = {result.id: result for result in run.results()} if run else {}
+    tasks = []
+    for nodes, local_batches in wanted.items():
+        missing = [local for local in local_batches if not _settled(known.get(probe_id(nodes, local)))]
+        if missing:
+            tasks.append(_task(spec, nodes, missing))
+    total = sum(len(local_batches) for local_batches in wanted.values())
+    minutes = spec.search.max_minutes * len(tasks)
+    node_hours = sum(task.nodes for task in tasks) * spec.search.max_minutes / 60
+    return ProfilePlan(
+        tasks=tuple(tasks),
+        total=total,
+        done=total - sum(len(task.local_batches) for task in tasks),
+        minutes_at_most=minutes,
+        node_hours_at_most=node_hours,
+        price_at_most=price_at_most(spec, node_hours, inspection.capacity),
+        currency=spec.pricing.currency,
+    )
+
+
+def _settled(result: Measured | OutOfMemory | Failed | None) -> bool:
+    return isinstance(result, Measured | OutOfMemory)
+
+
+def _task(spec: JobSpec, nodes: int, local_batches: list[int]) -> ProbeTask:
+    job = f"probe-n{nodes:03d}"
+    return ProbeTask(
+        id=job, job=job, spec=spec, workdir=str(Path.cwd()), nodes=nodes, local_batches=tuple(sorted(local_batches))
+    )
+
+
+def start(run: RunDir, plan: ProfilePlan, launcher: Launcher) -> tuple[str, ...]:
+    """Submit the jobs of a plan, one after the other; a job that is under way already is left alone.
+
+    Returns:
+        The ids of the jobs to wait for.
+    """
+    for task in plan.tasks:
+        known = run.job(task.job)
+        if known is not None and launcher.state(run, known).state in ("pending", "running"):
+            continue
+        run.uncancel(task.job)
+        run.write_task(task)
+        run.write_job(launcher.submit(run, task))
+    return tuple(task.job for task in plan.tasks)
+
+
+def report(run: RunDir, plan: ProfilePlan) -> ProfileReport:
+    """Return what the probes of a finished profile came to.
+
+    Raises:
+        OutOfMemoryAtMinimum: not one local batch fits.
+        JobFailed: probes failed, and none was measured now.
+        BadMeasurements: none was measured for another reason.
+    """
+    results = run.results()
+    measured = tuple(result for result in results if isinstance(result, Measured))
+    failed = tuple(result for result in results if isinstance(result, Failed))
+    out_of_memory = tuple(result for result in results if isinstance(result, OutOfMemory))
+    known = {result.id for result in results}
+    wanted = [probe_id(task.nodes, local) for task in plan.tasks for local in task.local_batches]
+    found = ProfileReport(measured, out_of_memory, failed, tuple(i for i in wanted if i not in known))
+    of_plan = [result for result in results if result.id in wanted]
+    if not measured or (of_plan and all(isinstance(result, Failed) for result in of_plan)):
+        raise _nothing_measured(found)
+    return found
+
+
+def _nothing_measured(found: ProfileReport) -> Exception:
+    if found.failed:
+        first = found.failed[0]
+        return JobFailed(f"{first.id} failed: {first.message}", advice(first.outcome))
+    if found.out_of_memory:
+        first_oom = found.out_of_memory[0]
+        return OutOfMemoryAtMinimum(
+            f"out of memory at the smallest local batch, {first_oom.local_batch}: {first_oom.message}",
+            "lower search.min_batch, or try activation checkpointing, bf16 or more accumulation",
+        )
+    return BadMeasurements("no probe has a result", "run tula profile again; tula status tells what became of the jobs")

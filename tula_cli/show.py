@@ -1,0 +1,794 @@
+"""Everything that is printed: the answer to stdout, all else to stderr. The only module that imports rich.
+
+With `--json` the answer is one object, also on failure. rich and plotext are imported where they are used, so that
+`tula --help` and `--json` do not wait for them.
+"""
+
+import dataclasses
+import json
+import math
+import os
+import shutil
+import statistics
+import sys
+import textwrap
+import time
+import traceback
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TextIO
+
+from tula_cli.errors import SpecError, TulaError
+
+if TYPE_CHECKING:
+    from rich.console import Console, RenderableType
+    from rich.table import Table
+
+    from tula_cli.check import CheckReport
+    from tula_cli.estimate import EstimateReport
+    from tula_cli.profile import ProfilePlan, ProfileReport
+    from tula_cli.records import Failed, Inspection, Measured, OutOfMemory, Prediction, Recommendation, Summary
+    from tula_cli.status import JobStatus, RunStatus, RunSummary, TrainingStatus
+    from tula_cli.train import TrainPlan
+
+SCHEMA_VERSION = 1
+"""Of the JSON envelope; a change that breaks a reader makes it 2."""
+
+
+@dataclass(frozen=True)
+class Origin:
+    """A value of the spec and the file, variable or flag it comes from."""
+
+    value: Any
+    source: str
+
+
+class Screen:
+    """Where the words of one command go.
+
+    Args:
+        command: its name, for the envelope.
+        as_json: the answer is one JSON object.
+        quiet: nothing on stderr but warnings and errors.
+        verbose: tracebacks and details as well.
+        color: False for none; None asks the terminal, NO_COLOR and TERM.
+        out: stdout, another one in tests.
+        err: stderr, another one in tests.
+    """
+
+    def __init__(
+        self,
+        command: str = "",
+        *,
+        as_json: bool = False,
+        quiet: bool = False,
+        verbose: bool = False,
+        color: bool | None = None,
+        out: TextIO | None = None,
+        err: TextIO | None = None,
+    ) -> None:
+        self.command = command
+        self.as_json = as_json
+        self.quiet = quiet
+        self.verbose = verbose
+        self.color = color
+        self.out = out or sys.stdout
+        self.err = err or sys.stderr
+        self.run_id: str | None = None
+        self.status = "done"
+        self.warnings: list[str] = []
+        self._data: Any = None
+        self._answered = False
+        self.drawn: Console | None = None  # draws in place on stderr
+
+    def expect(self, arguments: Sequence[str]) -> None:
+        """Guess command and flags from the arguments, for what is wrong before they are parsed."""
+        self.command = next((word for word in arguments if not word.startswith("-")), "")
+        self.as_json = "--json" in arguments
+        self.verbose = "-v" in arguments or "--verbose" in arguments
+        self.color = False if "--no-color" in arguments else None
+
+    # --- words beside the answer
+
+    def note(self, text: str) -> None:
+        """Say what goes on."""
+        if not self.quiet:
+            self._say(text)
+
+    def warn(self, text: str) -> None:
+        """Say something once that the user should know; the envelope carries it too."""
+        if text not in self.warnings:
+            self.warnings.append(text)
+            self._say(f"warning: {text}")
+
+    def _say(self, text: str) -> None:
+        """Write to stderr; on a terminal without breaking words, and above what is drawn there."""
+        if self.drawn is not None:
+            self.drawn.print(text)
+            return
+        if self.err.isatty():
+            width = shutil.get_terminal_size().columns
+            text = textwrap.fill(text, width, break_long_words=False, break_on_hyphens=False)
+        print(text, file=self.err, flush=True)
+
+    def confirm(self, question: str) -> bool:
+        """Ask on the terminal; anything but yes is no."""
+        print(f"{question} [y/N] ", end="", file=self.err, flush=True)
+        return sys.stdin.readline().strip().lower() in ("y", "yes")
+
+    # --- the answer
+
+    def answer(self, data: Any, parts: Iterable["RenderableType"]) -> None:
+        """Give the answer: `data` in the envelope, or else the parts, which are made only when they are shown."""
+        self._answered = True
+        if self.as_json:
+            self._data = plain(data)
+            return
+        console = self._console(self.out)
+        for part in parts:
+            _print(console, part)
+
+    def aside(self, parts: Iterable["RenderableType"]) -> None:
+        """Show parts that are not the answer, on stderr."""
+        if not self.quiet:
+            console = self._console(self.err)
+            for part in parts:
+                _print(console, part)
+
+    def line(self, text: str, data: Any) -> None:
+        """Give one line of an answer that has no end (`tula logs`): text, or one JSON object a line."""
+        print(json.dumps(plain(data)) if self.as_json else text, file=self.out, flush=True)
+
+    def finish(self) -> None:
+        """Print the envelope of a command that has an answer."""
+        if self.as_json and self._answered:
+            self._envelope(None)
+
+    def fail(self, error: TulaError) -> None:
+        """Say what is wrong and what to do about it; the envelope says the same."""
+        if self.as_json:
+            self._envelope(error)
+        console = self._console(self.err)
+        _print(console, _styled(f"error: {error.message}", "bold red", until=6))
+        for problem in error.problems if isinstance(error, SpecError) else ():
+            _print(console, f"  {problem}")
+        if error.hint:
+            _print(console, _styled(f"HINT: {error.hint}", "cyan", until=5))
+        if self.verbose and error.__cause__ is not None:
+            traceback.print_exception(error.__cause__, file=self.err)
+
+    def _envelope(self, error: TulaError | None) -> None:
+        envelope = {
+            "schema_version": SCHEMA_VERSION,
+            "command": self.command,
+            "run_id": self.run_id,
+            "status": self.status if error is None else "pending" if error.code == "pending" else "failed",
+            "data": self._data,
+            "warnings": self.warnings,
+            "error": None if error is None else _error(error),
+        }
+        print(json.dumps(envelope, indent=1, allow_nan=False), file=self.out, flush=True)
+
+    @property
+    def width(self) -> int:
+        """Columns of stdout; 80 where it is no terminal and COLUMNS says nothing."""
+        return self._console(self.out).width
+
+    @property
+    def colored(self) -> bool:
+        """Whether the answer may have colours."""
+        return self._console(self.out).color_system is not None
+
+    @contextmanager
+    def live(self) -> Iterator["Live"]:
+        """Show a status that changes: drawn in place on a terminal, otherwise one line a change."""
+        if self.quiet:
+            yield Live(self)
+        elif not self.err.isatty() or os.environ.get("TERM") == "dumb" or self.as_json:
+            yield ChangesLive(self)
+        else:
+            with DrawnLive(self) as drawn:
+                yield drawn
+
+    def _console(self, file: TextIO) -> "Console":
+        from rich.console import Console
+
+        no_color = self.color is False or bool(os.environ.get("NO_COLOR"))
+        return Console(file=file, no_color=no_color, color_system=None if no_color else "auto", highlight=False, markup=False, emoji=False)  # fmt: skip
+
+
+def _error(error: TulaError) -> dict[str, Any]:
+    problems = error.problems if isinstance(error, SpecError) else ()
+    return {"code": error.code, "message": error.message, "hint": error.hint, "problems": plain(problems)}
+
+
+def plain(value: Any) -> Any:
+    """Return a value in what JSON knows; a number that is none (nan, inf) is null."""
+    if hasattr(value, "model_dump"):
+        return plain(value.model_dump(mode="json"))
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {field.name: plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
+    if isinstance(value, dict):
+        return {str(key): plain(inner) for key, inner in value.items()}
+    if isinstance(value, (list, tuple, set, frozenset)):
+        return [plain(inner) for inner in value]
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    return value if value is None or isinstance(value, (bool, int, str)) else str(value)
+
+
+# --- numbers and words
+
+
+def number(value: float | None, digits: int = 3) -> str:
+    """Return a number with `digits` significant digits, all of its digits before the point, and no exponent."""
+    if value is None or not math.isfinite(value):
+        return "-"
+    if value == 0:
+        return "0"
+    decimals = digits - 1 - math.floor(math.log10(abs(value)))
+    return f"{value:.{min(max(decimals, 0), 12)}f}"
+
+
+def duration(seconds: float | None) -> str:
+    """Return a time with its unit."""
+    if seconds is None:
+        return "-"
+    divisor, unit = time_unit(seconds)
+    return f"{number(seconds / divisor)} {unit}"
+
+
+def time_unit(longest: float) -> tuple[float, str]:
+    """Return the unit in which a column up to `longest` seconds is read best: its seconds and its name."""
+    if longest < 120:
+        return 1.0, "s"
+    return (60.0, "min") if longest < 7200 else (3600.0, "h")
+
+
+def plural(count: int, noun: str) -> str:
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
+
+
+def place(nodes: int, batch: int, local_batch: int) -> str:
+    """Return a configuration in words, with both of its batches."""
+    return f"{plural(nodes, 'node')}, batch {batch} (local {local_batch})"
+
+
+def near(path: Path) -> str:
+    """Return a path as it is seen from the working directory, where it lies in it."""
+    here = Path.cwd()
+    return str(path.relative_to(here)) if path.is_relative_to(here) else str(path)
+
+
+def percent(share: float | None) -> str:
+    return "-" if share is None else f"{100 * share:.1f}"
+
+
+def size_unit(largest: float | None) -> tuple[float, str]:
+    """Return the unit in which a column up to `largest` bytes is read best: its bytes and its name."""
+    return (1024**2, "MiB") if largest is not None and largest < 1024**3 else (1024**3, "GiB")
+
+
+def size(value: float | None, divisor: float) -> str:
+    return "-" if value is None else number(value / divisor)
+
+
+def amount(value: float) -> str:
+    """Return bytes with their unit."""
+    divisor, unit = size_unit(value)
+    return f"{number(value / divisor)} {unit}"
+
+
+def moment(at: float | None) -> str:
+    return "-" if at is None else time.strftime("%Y-%m-%d %H:%M", time.localtime(at))
+
+
+# --- tables
+
+
+def table(columns: Sequence[str], *, left: Iterable[int] = (0,)) -> "Table":
+    """Return an empty table; the columns numbered in `left` are words, the others numbers. A heading may have lines."""
+    from rich import box
+    from rich.table import Table
+
+    made = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, collapse_padding=True, header_style="bold")
+    words = set(left)
+    for index, heading in enumerate(columns):
+        made.add_column(heading, justify="left" if index in words else "right", no_wrap=True, vertical="bottom")
+    return made
+
+
+def _print(console: "Console", part: "RenderableType") -> None:
+    """Print a part; a table keeps the width it needs, words wrap on a terminal and are left alone in a file."""
+    from rich.table import Table
+
+    if isinstance(part, Table):
+        width = console.width
+        console.width = max(width, _fit(part, console))
+        console.print(part, crop=False)
+        console.width = width
+    else:
+        console.print(part, soft_wrap=not console.is_terminal)
+
+
+def _fit(part: "Table", console: "Console") -> int:
+    """Move a table's columns together where they are wider than the console; return the columns it needs."""
+    from rich.measure import Measurement
+
+    unbound = console.options.update(max_width=10_000)
+    if Measurement.get(console, unbound, part).maximum > console.width:
+        part.padding = 0
+    return Measurement.get(console, unbound, part).maximum
+
+
+def _styled(text: str, style: str, *, until: int | None = None) -> "RenderableType":
+    from rich.text import Text
+
+    made = Text(text)
+    made.stylize(style, 0, until)
+    return made
+
+
+# --- before anything is submitted
+
+
+def check(report: "CheckReport", origins: Mapping[str, Origin]) -> Iterator["RenderableType"]:
+    """What the job is, what it would search, what that may cost; or where each value of the spec comes from."""
+    if origins:
+        made = table(("key", "value", "from"), left=range(3))
+        for key, origin in origins.items():
+            made.add_row(key, json.dumps(origin.value), origin.source)
+        yield made
+        yield ""
+    if report.inspection is not None:
+        yield from inspection(report.inspection)
+        yield ""
+    if not report.jobs:
+        return
+    made = table(("nodes", "probes", "global batches", "local batches"), left=(2, 3))
+    for job in report.jobs:
+        made.add_row(str(job.nodes), str(len(job.local_batches)), _list(job.batches), _list(job.local_batches))
+    yield made
+    yield ""
+    yield f"{plural(report.probes, 'probe')} in {plural(len(report.jobs), 'job')}"
+    yield _at_most(report.machine_hours_at_most, report.node_hours_at_most, report.price_at_most, report.currency)
+
+
+def inspection(found: "Inspection") -> Iterator["RenderableType"]:
+    """Model, data and hardware, a line each."""
+    shape = "x".join(map(str, found.sample_shape))
+    classes = "" if found.classes is None else f", {found.classes} classes"
+    capacity = "memory not known" if found.capacity is None else f"{amount(found.capacity)} for each rank"
+    yield f"model: {found.parameters} parameters"
+    yield f"data: {found.dataset_size} samples to train on, {found.eval_size} to evaluate, of shape {shape}{classes}"
+    yield f"hardware: {found.hardware} ({found.device}), {capacity}"
+
+
+def _list(numbers: Iterable[int]) -> str:
+    return " ".join(map(str, numbers))
+
+
+def _at_most(hours: float | None, node_hours: float, price: float | None, currency: str) -> str:
+    """Return an upper bound in words: time on this machine, node-hours, price."""
+    time_ = "" if hours is None else f"{duration(3600 * hours)} one job after the other, "
+    cost = "" if price is None else f", {number(price)} {currency}"
+    return f"at most {time_}{number(node_hours)} node-h{cost}"
+
+
+def estimate(report: "EstimateReport") -> Iterator["RenderableType"]:
+    """Memory of one GPU by local batch, component by component."""
+    byte, unit = size_unit(max(row.peak for row in report.rows))
+    parts = ("parameters", "gradients", "optimizer", "factors", "batch", "activations", "peak")
+    made = table(("local\nbatch", *(f"{part}\n({unit})" for part in parts), "fits"), left=(8,))
+    for row in report.rows:
+        fits = {True: "yes", False: "no", None: "-"}[report.fits(row)]
+        made.add_row(str(row.local_batch), *(size(getattr(row, part), byte) for part in parts), fits)
+    yield from inspection(report.inspection)
+    yield ""
+    yield made
+    yield ""
+    yield f"{amount(report.fixed)} whatever the batch, and {amount(report.per_sample)} a sample"
+    if report.capacity is None:
+        yield "how much a GPU has is not known here; tell with --capacity or cluster.memory_per_gpu"
+        return
+    largest = (
+        "nothing fits" if not report.largest_local_batch else f"the largest local batch is {report.largest_local_batch}"
+    )
+    yield f"of {amount(report.capacity)} with {100 * report.margin:g} % kept free, {largest}"
+
+
+def profile_plan(plan: "ProfilePlan", *, scripts: Sequence[str] = ()) -> Iterator["RenderableType"]:
+    """What would be measured and what it may cost at most."""
+    if not plan.missing:
+        yield f"all {plural(plan.total, 'probe')} have a result already"
+        return
+    made = table(("job", "nodes", "probes", "global batches", "local batches"), left=(0, 3, 4))
+    for task in plan.tasks:
+        world = task.nodes * task.spec.cluster.gpus_per_node
+        batches = _list(local * world for local in task.local_batches)
+        made.add_row(task.job, str(task.nodes), str(len(task.local_batches)), batches, _list(task.local_batches))
+    yield made
+    yield ""
+    done = f", {plan.done} of {plan.total} done already" if plan.done else ""
+    yield f"{plural(plan.missing, 'probe')} in {plural(len(plan.tasks), 'job')}{done}"
+    yield _at_most(plan.minutes_at_most / 60, plan.node_hours_at_most, plan.price_at_most, plan.currency)
+    for script in scripts:
+        yield ""
+        yield script
+
+
+def profile_report(report: "ProfileReport") -> Iterator["RenderableType"]:
+    """One row a probe."""
+    byte, memory = size_unit(max((row.memory.peak for row in report.measured), default=None))
+    made = table(
+        ("nodes", "batch", "local\nbatch", "step\n(ms)", "sync\n(ms)", "data wait\n(ms)", "samples/s", f"memory\n({memory}/GPU)", "outcome"),
+        left=(8,),
+    )  # fmt: skip
+    rows: list[Measured | OutOfMemory | Failed] = [*report.measured, *report.out_of_memory, *report.failed]
+    for row in sorted(rows, key=lambda row: (row.nodes, row.local_batch)):
+        made.add_row(*_probe_row(row, byte))
+    yield made
+    yield from (f"{row.id} failed ({row.outcome}): {first_line(row.message)}" for row in report.failed)
+    if report.missing:
+        yield f"missing: {', '.join(report.missing)}; run tula profile again"
+    yield ""
+    yield "next: tula recommend"
+
+
+def _probe_row(row: "Measured | OutOfMemory | Failed", byte: float) -> tuple[str, ...]:
+    where = (str(row.nodes), str(row.local_batch * row.nodes * row.gpus_per_node), str(row.local_batch))
+    match row.kind:
+        case "measured":
+            step = statistics.median(row.step_times)
+            times = (number(1000 * step), number(1000 * row.sync_time), number(1000 * row.data_wait))
+            outcome = "oversubscribed" if row.oversubscribed else "measured"
+            return (*where, *times, number(row.batch / step), size(row.memory.peak, byte), outcome)
+        case "out_of_memory":
+            outcome = "out of memory (assumed)" if row.assumed else "out of memory"
+            return (*where, "-", "-", "-", "-", "-", outcome)
+        case _:
+            return (*where, "-", "-", "-", "-", "-", "failed")
+
+
+def train_plan(plan: "TrainPlan") -> Iterator["RenderableType"]:
+    """Where training would run and what it may take and cost."""
+    task, predicted = plan.task, plan.prediction
+    local = task.batch // (task.nodes * task.spec.cluster.gpus_per_node)
+    yield f"train on {place(task.nodes, task.batch, local)}, {plan.source}"
+    yield f"{plural(task.spec.train.epochs, 'epoch')}, method {task.spec.train.method}, run train-{task.signature}"
+    if plan.resumes is not None:
+        yield f"goes on from the checkpoint at {plan.resumes} samples"
+    if len(task.ladder) > 1:
+        yield f"after an out-of-memory at the next smaller batch: {', '.join(str(rung.batch) for rung in task.ladder[1:])}"
+    if predicted is None:
+        yield "no prediction of time and cost: nothing was measured for this"
+        return
+    currency = task.spec.pricing.currency
+    at_most = predicted.hours_high
+    high = "" if at_most is None else f" (90 % interval up to {duration(3600 * at_most)})"
+    yield f"{duration(3600 * predicted.hours)}{high}, {number(predicted.hours * task.nodes)} node-h, {number(predicted.cost)} {currency}"
+
+
+# --- recommend
+
+
+def recommendation(found: "Recommendation", *, width: int, color: bool) -> Iterator["RenderableType"]:
+    """The choice and its reason, the table of what was possible, and the plot of time and cost."""
+    from rich.text import Text
+
+    choice = found.choice
+    where = place(choice.nodes, choice.batch, choice.local_batch)
+    costs = f"{duration(3600 * choice.hours)}, {number(choice.cost)} {found.currency}"
+    yield Text.assemble((f"CHOSEN  {where}: {costs}", "bold green"))
+    yield found.reason
+    yield ""
+    yield predictions(found)
+    yield ""
+    yield "* chosen; 2, 3 ... runners-up" if found.runners_up else "* chosen"
+    yield f"price: {found.price}"
+    yield f"fit: {found.fit}"
+    for drawn in plots(found, width=width, color=color):
+        yield ""
+        yield Text.from_ansi(drawn)
+
+
+def predictions(found: "Recommendation") -> "Table":
+    """One row a feasible configuration, as the recommendation orders them."""
+    divisor, unit = time_unit(3600 * max(row.hours for row in found.rows))
+    byte, memory = size_unit(max((row.peak_memory or 0 for row in found.rows), default=None))
+    marks = {_key(found.choice): "*"} | {_key(row): str(rank) for rank, row in enumerate(found.runners_up, 2)}
+    made = table(
+        ("", "nodes", "batch", "local\nbatch", f"time\n({unit})", f"90 % interval\n({unit})", f"cost\n({found.currency})",
+         f"memory\n({memory}/GPU)", "free\n(%)", "basis"),
+        left=(0, 9),
+    )  # fmt: skip
+    for row in found.rows:
+        mark = marks.get(_key(row), "")
+        low, high = row.hours_low, row.hours_high
+        interval = "-" if low is None or high is None else f"{number(3600 * low / divisor)} .. {number(3600 * high / divisor)}"  # fmt: skip
+        made.add_row(
+            mark,
+            str(row.nodes),
+            str(row.batch),
+            str(row.local_batch),
+            number(3600 * row.hours / divisor),
+            interval,
+            number(row.cost),
+            size(row.peak_memory, byte),
+            percent(row.headroom),
+            "measured" if row.measured else "predicted",
+            style="bold green" if mark == "*" else None,
+        )
+    return made
+
+
+def _key(row: "Prediction") -> tuple[int, int]:
+    return row.nodes, row.batch
+
+
+MARKERS = "ox+#@%&=~"
+COLORS = ("cyan", "magenta", "yellow", "green", "blue", "red")
+
+
+def plots(found: "Recommendation", *, width: int, color: bool) -> Iterator[str]:
+    """Time and cost against the global batch, one curve for each number of nodes; O marks the choice."""
+    nodes = sorted({row.nodes for row in found.rows})
+    if len({row.batch for row in found.rows}) < 2:
+        return
+    divisor, unit = time_unit(3600 * max(row.hours for row in found.rows))
+    names = [f"{marker} {plural(count, 'node')}" for marker, count in zip(_cycle(MARKERS, nodes), nodes, strict=True)]
+    times = {_key(row): 3600 * row.hours / divisor for row in found.rows}
+    costs = {_key(row): row.cost for row in found.rows}
+    for title, values in ((f"time ({unit})", times), (f"cost ({found.currency})", costs)):
+        yield _plot(title, values, choice=_key(found.choice), width=width, color=color)
+    yield "   ".join([*names, "O chosen"])
+
+
+def _cycle(choices: Sequence[str], items: Sequence[Any]) -> list[str]:
+    return [choices[index % len(choices)] for index in range(len(items))]
+
+
+def _plot(title: str, values: dict[tuple[int, int], float], *, choice: tuple[int, int], width: int, color: bool) -> str:
+    """Draw values by (nodes, batch) over a binary logarithm of the batch, as text of at most `width` columns."""
+    import plotext
+
+    figure = plotext.figure
+    figure.clear()
+    figure.theme("colorless")
+    figure.plot_size(min(width, 100), 15)
+    figure.legend(active=False)
+    nodes, batches = sorted({key[0] for key in values}), sorted({key[1] for key in values})
+    for count, marker, shade in zip(nodes, _cycle(MARKERS, nodes), _cycle(COLORS, nodes), strict=True):
+        points = sorted((math.log2(batch), value) for (n, batch), value in values.items() if n == count)
+        xs, ys = [point[0] for point in points], [point[1] for point in points]
+        for symbol, joined in (("·", True), (marker, False)):
+            dots = plotext.marker(symbol, plotext.pixel(shade)) if color else symbol
+            figure.draw(figure.signal(xs, ys, marker=dots).lines(joined))
+    figure.draw(figure.signal([math.log2(choice[1])], [values[choice]], marker="O"))
+    figure.ruler("x", "lower").ticks([math.log2(batch) for batch in batches], [str(batch) for batch in batches])
+    figure.label("global batch", "x")
+    figure.title(title)
+    drawn: str = figure.build().string(colorless=not color)
+    return "\n".join(line.rstrip() for line in drawn.splitlines())
+
+
+# --- status
+
+STATE_STYLES = {"running": "cyan", "done": "green", "failed": "bold red", "lost": "bold red", "cancelled": "yellow"}
+
+
+def status(now: "RunStatus") -> Iterator["RenderableType"]:
+    """Jobs, training, failed attempts, recommendation."""
+    counts = f"{now.measured} measured, {now.out_of_memory} out of memory, {now.failed} failed"
+    yield f"{near(now.path)}: {counts}"
+    if now.jobs:
+        yield ""
+        yield jobs(now.jobs)
+        yield from (f"{job.id} {job.state}: {first_line(job.reason)}" for job in now.jobs if job.reason)
+    if now.training is not None:
+        yield ""
+        yield training(now.training)
+        yield from (f"warning: {text}" for text in now.training.warnings)
+    yield from _bad_attempts(now)
+    if now.recommendation is not None:
+        choice = now.recommendation.choice
+        yield ""
+        yield f"recommended: {place(choice.nodes, choice.batch, choice.local_batch)}, {now.recommendation.objective}"
+
+
+def _bad_attempts(now: "RunStatus") -> Iterator["RenderableType"]:
+    bad = [attempt for attempt in now.attempts if attempt.outcome not in (None, "done")]
+    if bad:
+        yield ""
+    for attempt in bad:
+        rank = "" if attempt.rank is None else f" rank {attempt.rank}"
+        yield f"{attempt.task} attempt {attempt.number} on {attempt.host}{rank}: {attempt.outcome}: {first_line(attempt.message)}"
+
+
+def jobs(rows: Iterable["JobStatus"]) -> "Table":
+    """One row a job; a probe job names the probe that runs."""
+    from rich.text import Text
+
+    found = list(rows)
+    divisor, unit = time_unit(max((job.elapsed or 0.0) + (job.left or 0.0) for job in found))
+    ids = {job.scheduler_id for job in found if job.scheduler != "local"}
+    columns = ["job", *(["scheduler's\nid"] if ids else []), "state", "nodes", "probes", "now\nbatch", "now\nlocal",
+               f"elapsed\n({unit})", f"left\n({unit})", "used\n(node-h)", "left\n(node-h)"]  # fmt: skip
+    made = table(columns, left=range(columns.index("state") + 1))
+    for job in found:
+        made.add_row(
+            job.id,
+            *([job.scheduler_id] if ids else []),
+            Text(job.state, STATE_STYLES.get(job.state, "")),
+            str(job.nodes),
+            f"{job.done}/{job.total}" if job.kind == "probe" else "-",
+            "-" if job.now is None else str(job.now.batch),
+            "-" if job.now is None else str(job.now.local_batch),
+            "-" if job.elapsed is None else number(job.elapsed / divisor),
+            "-" if job.left is None else number(job.left / divisor),
+            number(job.node_hours),
+            number(job.node_hours_left),
+        )
+    return made
+
+
+def training(now: "TrainingStatus") -> str:
+    """One line: where a training run stands."""
+    parts = [
+        f"training {now.signature} on {plural(now.nodes, 'node')}, batch {now.batch}",
+        f"epoch {now.epoch:.2f} of {now.epochs}",
+        f"{now.samples} samples",
+    ]
+    parts += [f"loss {number(now.loss, 4)}"] if now.loss is not None else []
+    parts += [f"top-1 {number(now.top1, 4)} %"] if now.top1 is not None else []
+    parts += [f"lr {number(now.lr)}"] if now.lr is not None else []
+    if now.step_time is not None:
+        predicted = "" if now.predicted_step is None else f" (predicted {number(1000 * now.predicted_step)})"
+        parts.append(f"{number(1000 * now.step_time)} ms a step{predicted}")
+    if now.finished:
+        parts.append("finished")
+    elif now.eta is not None:
+        parts.append(f"{duration(now.eta)} left")
+    return ", ".join(parts)
+
+
+def first_line(text: str) -> str:
+    return text.strip().split("\n", 1)[0]
+
+
+def runs(found: Iterable["RunSummary"]) -> Iterator["RenderableType"]:
+    """One row a run."""
+    made = table(
+        ("run", "changed", "model", "data", "probes", "nodes", "batch", "trained", "top-1\n(%)"), left=range(4)
+    )
+    rows = list(found)
+    for run in rows:
+        choice = None if run.recommendation is None else run.recommendation.choice
+        made.add_row(
+            run.id,
+            moment(run.changed),
+            run.model,
+            run.dataset,
+            str(run.measured),
+            "-" if choice is None else str(choice.nodes),
+            "-" if choice is None else str(choice.batch),
+            str(run.trained),
+            number(run.best_top1, 4),
+        )
+    yield made
+    yield from (f"{run.id} cannot be read: {run.problem}" for run in rows if run.problem)
+
+
+# --- what changes while one waits
+
+
+class Live:
+    """Shows nothing but warnings; the quiet one."""
+
+    def __init__(self, screen: Screen) -> None:
+        self.screen = screen
+
+    def update(self, now: "RunStatus") -> None:
+        """Show a newer status."""
+        for text in now.training.warnings if now.training is not None else ():
+            self.screen.warn(text)
+
+
+class ChangesLive(Live):
+    """One line a change of state, for logs and terminals that cannot draw."""
+
+    def __init__(self, screen: Screen) -> None:
+        super().__init__(screen)
+        self._said: dict[str, str] = {}
+
+    def update(self, now: "RunStatus") -> None:
+        super().update(now)
+        for job in now.jobs:
+            self._say(job.id, _changes(job), _tail(job))
+        train = now.training
+        if train is not None:
+            finished = ", finished" if train.finished else ""
+            self._say("training", f"{train.signature} {train.batch} {int(train.epoch)}{finished}", training(train))
+
+    def _say(self, about: str, state: str, text: str) -> None:
+        if self._said.get(about) != state:
+            self._said[about] = state
+            self.screen.note(text)
+
+
+def _changes(job: "JobStatus") -> str:
+    return f"{job.state} {job.done} {job.now} {job.reason}"
+
+
+def _tail(job: "JobStatus") -> str:
+    """Return a job in one line."""
+    parts = [f"{job.id}: {job.state}"]
+    parts += [first_line(job.reason)] if job.reason else []
+    parts += [f"{job.done} of {plural(job.total, 'probe')}"] if job.kind == "probe" else []
+    if job.now is not None:
+        parts.append(f"next: {place(job.now.nodes, job.now.batch, job.now.local_batch)}")
+    if job.left is not None:
+        parts.append(f"about {duration(job.left)} and {number(job.node_hours_left)} node-h left")
+    return ", ".join(parts)
+
+
+class DrawnLive(Live):
+    """A table redrawn in place on stderr."""
+
+    def __init__(self, screen: Screen) -> None:
+        super().__init__(screen)
+        from rich.live import Live as RichLive
+
+        self._live = RichLive(console=screen._console(screen.err), auto_refresh=False, transient=True)
+
+    def __enter__(self) -> "DrawnLive":
+        self._live.start()
+        self.screen.drawn = self._live.console
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.screen.drawn = None
+        self._live.stop()
+
+    def update(self, now: "RunStatus") -> None:
+        from rich.console import Group
+
+        super().update(now)
+        parts: list[RenderableType] = []
+        if now.jobs:
+            parts.append(drawn := jobs(now.jobs))
+            _fit(drawn, self._live.console)
+        parts += [training(now.training)] if now.training is not None else []
+        self._live.update(Group(*parts), refresh=True)
+
+
+# --- the end of a training run
+
+
+def summary(found: "Summary") -> Iterator["RenderableType"]:
+    """Predicted against actual, and how good it is."""
+    changed = "" if found.batch == found.start_batch else f" (started with {found.start_batch})"
+    accuracy = f", best top-1 {number(found.best_top1, 4)} %"
+    yield f"trained on {plural(found.nodes, 'node')} at batch {found.batch}{changed}{accuracy}"
+    yield ", ".join(f"{name} {number(value, 4)}" for name, value in found.metrics.items())
+    yield ""
+    divisor, unit = time_unit(3600 * found.actual_hours)
+    made = table(("", "predicted", "actual", "error (%)"))
+    to_unit = 3600 / divisor
+    made.add_row("step time (ms)", *_compared(found.predicted_step, found.actual_step, 1000))
+    made.add_row(f"time ({unit})", *_compared(found.predicted_hours, found.actual_hours, to_unit))
+    made.add_row(f"cost ({found.currency})", *_compared(found.predicted_cost, found.actual_cost, 1))
+    yield made
+    if found.attempts > 1:
+        yield ""
+        yield f"{plural(found.attempts, 'attempt')}; relaunched because of: {'; '.join(found.causes) or 'an earlier end'}"
+
+
+def _compared(predicted: float | None, actual: float, factor: float) -> tuple[str, str, str]:
+    """Return predicted, actual, and the error of the prediction relative to actual."""
+    if predicted is None:
+        return "-", number(actual * factor), "-"
+    error = f"{100 * (predicted - actual) / actual:+.1f}" if actual else "-"
+    return number(predicted * factor), number(actual * factor), error

@@ -1,0 +1,179 @@
+"""`tula train`: where to train, submitting it, and what came of it."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from tula_cli.errors import BadMeasurements, Infeasible, JobFailed, OutOfMemoryAtMinimum, Pending, SpecError, TulaError
+from tula_cli.grid import batches
+from tula_cli.launch import Launcher
+from tula_cli.models.forecast import Forecast
+from tula_cli.outcome import advice
+from tula_cli.records import Attempt, Inspection, Measured, Prediction, Rung, Summary, TrainTask
+from tula_cli.rundir import RunDir
+from tula_cli.spec import JobSpec, train_signature
+
+
+@dataclass(frozen=True)
+class TrainPlan:
+    """What training would do now."""
+
+    task: TrainTask
+    prediction: Prediction | None
+    source: str  # where nodes and batch come from, in words
+    finished: bool  # there is nothing left to do
+    resumes: int | None  # samples of the newest checkpoint, None where it starts from the beginning
+
+
+def plan(
+    run: RunDir,
+    spec: JobSpec,
+    *,
+    nodes: int | None = None,
+    batch: int | None = None,
+    inspect: Callable[[JobSpec], Inspection],
+) -> TrainPlan:
+    """Decide nodes and batch: those given, else the recommended ones.
+
+    Args:
+        run: the run, with or without probes.
+        spec: the job.
+        nodes: number of nodes.
+        batch: global batch.
+        inspect: tells the dataset's size where no probe has.
+
+    Raises:
+        BadMeasurements: neither given nor recommended.
+        SpecError: a batch that cannot be trained on that many nodes, or that is larger than the dataset.
+    """
+    recommendation = run.recommendation()
+    if recommendation is None and (nodes is None or batch is None):
+        raise BadMeasurements(
+            f"{run.id} has no recommendation, and {'--batch' if nodes else '--nodes and --batch'} not given",
+            "run tula recommend first, or name both: tula train --nodes N --batch B",
+        )
+    given = [word for word, value in (("nodes", nodes), ("batch", batch)) if value]
+    source = {0: "as recommended", 1: f"{given[0] if given else ''} as given, the rest as recommended", 2: "as given"}[
+        len(given)
+    ]
+    if recommendation is not None:
+        nodes, batch = nodes or recommendation.choice.nodes, batch or recommendation.choice.batch
+    assert nodes is not None
+    assert batch is not None
+    _check(spec, nodes, batch)
+    task = _task(run, spec, nodes, batch)
+    newest = run.newest_train_task(task.signature)
+    if newest is None:
+        _check_size(batch, _dataset_size(run, spec, inspect))
+    checkpoints = run.checkpoints(task.signature)
+    return TrainPlan(
+        task=newest.model_copy(update={"spec": spec, "workdir": task.workdir}) if newest else task,
+        prediction=task.ladder[0].prediction,
+        source=source,
+        finished=run.summary(task.signature) is not None,
+        resumes=int(checkpoints[0].stem) if checkpoints else None,
+    )
+
+
+def _check(spec: JobSpec, nodes: int, batch: int) -> None:
+    world = nodes * spec.cluster.gpus_per_node
+    parts = world * spec.train.accumulate
+    if batch % parts:
+        raise SpecError(
+            f"batch {batch} does not divide by {parts} (nodes x GPUs a node x train.accumulate)",
+            f"the nearest are {batch // parts * parts or parts} and {(batch // parts + 1) * parts}",
+        )
+    if spec.cluster.collective == "parameter_server":
+        raise SpecError(
+            "cluster.collective parameter_server is a model of time only; training uses all-reduce",
+            "set cluster.collective: ring or tree",
+        )
+
+
+def _dataset_size(run: RunDir, spec: JobSpec, inspect: Callable[[JobSpec], Inspection]) -> int:
+    measured = (result.dataset_size for result in run.results() if isinstance(result, Measured))
+    return next(measured, None) or inspect(spec).dataset_size
+
+
+def _check_size(batch: int, dataset_size: int) -> None:
+    if batch > dataset_size:
+        raise SpecError(
+            f"batch {batch} is larger than the dataset: {dataset_size} training samples",
+            f"the largest power-of-two batch with a step in it is {1 << (dataset_size.bit_length() - 1)}",
+        )
+
+
+def _task(run: RunDir, spec: JobSpec, nodes: int, batch: int) -> TrainTask:
+    signature = train_signature(spec, nodes=nodes, batch=batch)
+    job = f"train-{signature}"
+    return TrainTask(
+        id=f"{job}-1",
+        job=job,
+        spec=spec,
+        workdir=str(Path.cwd()),
+        nodes=nodes,
+        signature=signature,
+        attempt=1,
+        ladder=_ladder(run, spec, nodes, batch),
+        workers=spec.train.workers,
+    )
+
+
+def _ladder(run: RunDir, spec: JobSpec, nodes: int, batch: int) -> tuple[Rung, ...]:
+    """Return the batch and those an out-of-memory falls back to, with predictions where there are measurements."""
+    try:
+        found = Forecast.from_results(spec, run.results(), attempts=run.attempts()).ladder(nodes, batch)
+        if found:
+            return found
+    except (BadMeasurements, Infeasible):
+        pass  # nodes and batch were given without a profile: train without a prediction
+    parts = nodes * spec.cluster.gpus_per_node * spec.train.accumulate
+    smaller = [b for b in batches(spec.search.min_batch, batch) if b < batch and b % parts == 0]
+    return tuple(Rung(batch=b) for b in [batch, *reversed(smaller)])
+
+
+def start(run: RunDir, plan: TrainPlan, launcher: Launcher) -> str:
+    """Submit the training job; one that is under way already is left alone. Returns its id."""
+    task = plan.task
+    known = run.job(task.job)
+    if known is not None and launcher.state(run, known).state in ("pending", "running"):
+        return task.job
+    run.uncancel(task.job)
+    run.write_task(task)
+    run.write_job(launcher.submit(run, task))
+    return task.job
+
+
+def report(run: RunDir, signature: str) -> Summary:
+    """Return predicted against actual of a finished training run.
+
+    Raises:
+        OutOfMemoryAtMinimum: the smallest batch did not fit.
+        JobFailed: it ended for another reason.
+        Pending: it has not ended.
+    """
+    summary = run.summary(signature)
+    if summary is not None:
+        return summary
+    task = run.newest_train_task(signature)
+    attempts = run.attempts(task.id) if task else []
+    if task is None or not attempts:
+        raise Pending(f"training {signature} has not started", "tula status tells what it waits for")
+    raise _failure(task, attempts[-1])
+
+
+def _failure(task: TrainTask, attempt: Attempt) -> TulaError:
+    if attempt.outcome is None or attempt.outcome == "done":
+        return Pending(f"training {task.signature} has not ended", "tula status shows where it stands")
+    where = f" (rank {attempt.rank} on {attempt.host})" if attempt.rank is not None else ""
+    message = f"training ended at attempt {task.attempt}{where}: {attempt.message}"
+    if attempt.outcome == "cancelled":
+        return JobFailed(message, "the same command goes on where the newest checkpoint stands")
+    if attempt.outcome == "device_oom":
+        return OutOfMemoryAtMinimum(
+            f"out of memory at the smallest batch, {task.batch}: {attempt.message}",
+            "lower search.min_batch, or try activation checkpointing, bf16 or more accumulation",
+        )
+    if attempt.outcome == "disk":
+        return TulaError(message, advice(attempt.outcome))
+    return JobFailed(message, advice(attempt.outcome))

@@ -1,0 +1,108 @@
+"""Checkpoints: named by samples seen, written whole by rank 0, read with weights_only."""
+
+import io
+import os
+import zipfile
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tula_cli.errors import TulaError
+from tula_cli.rundir import RunDir, write_atomic
+from tula_cli.worker.loop import Trainer
+from tula_cli.worker.sampling import Position
+
+KEEP = 2
+"""The newest checkpoints kept beside the best: one more than needed, should the newest be damaged."""
+
+
+def state(trainer: Trainer, *, best: dict[str, float]) -> dict[str, Any]:
+    """Return everything a resumed run needs."""
+    return {
+        "version": 1,
+        "model": trainer.ddp.module.state_dict(),
+        "optimizer": trainer.optimizer.state_dict(),
+        "scaler": trainer.scaler.state_dict(),
+        "position": asdict(trainer.position),
+        "batch": trainer.batch,
+        "world": trainer.ranks.world,
+        "best": best,
+    }
+
+
+def write(path: Path, content: dict[str, Any]) -> None:
+    """Write one checkpoint, whole or not at all.
+
+    Raises:
+        TulaError: the disk is full; older checkpoints stand.
+    """
+    buffer = io.BytesIO()
+    torch.save(content, buffer)
+    write_atomic(path, buffer.getvalue())
+
+
+def save(run: RunDir, signature: str, trainer: Trainer, *, best: dict[str, float], is_best: bool) -> Path:
+    """Save the trainer's state, point `last` (and `best`) at it, and drop what is no longer needed. Rank 0 alone."""
+    path = run.checkpoint_path(signature, trainer.position.samples)
+    write(path, state(trainer, best=best))
+    folder = run.train_dir(signature)
+    _point(folder / "last", path)
+    if is_best:
+        _point(folder / "best", path)
+    # A run that stands before a checkpoint of its own has found it damaged.
+    newest = [old for old in run.checkpoints(signature) if old <= path][:KEEP]
+    kept = {*newest, _target(folder / "best"), _target(folder / "last")}
+    for old in run.checkpoints(signature):
+        if old not in kept:
+            old.unlink(missing_ok=True)
+    return path
+
+
+def load_newest(run: RunDir, signature: str) -> tuple[Path, dict[str, Any]] | None:
+    """Return the newest checkpoint that can be read; a damaged one is passed over. None where there is none."""
+    for path in run.checkpoints(signature):
+        if _is_whole(path):
+            return path, torch.load(path, map_location="cpu", weights_only=True)
+    return None
+
+
+def _is_whole(path: Path) -> bool:
+    """Return whether a checkpoint is what was written, by its check sums (which torch does not compare)."""
+    try:
+        with zipfile.ZipFile(path) as archive:
+            return archive.testzip() is None
+    except (zipfile.BadZipFile, EOFError, NotImplementedError, UnicodeDecodeError):
+        return False
+
+
+def restore(trainer: Trainer, content: dict[str, Any]) -> dict[str, float]:
+    """Put a checkpoint's state into a fresh trainer; return the best metrics so far.
+
+    At another batch (after an out-of-memory) position and base optimizer state carry over, the scaling factors do not.
+
+    Raises:
+        TulaError: the checkpoint is not of this model.
+    """
+    try:
+        trainer.ddp.module.load_state_dict(content["model"])
+    except RuntimeError as error:
+        raise TulaError(f"the checkpoint does not fit the model: {error}", "was the model's code changed?") from None
+    trainer.optimizer.load_state_dict(content["optimizer"])
+    trainer.scaler.load_state_dict(content["scaler"])
+    trainer.position = Position(**content["position"])
+    best: dict[str, float] = content["best"]
+    return best
+
+
+def _point(link: Path, target: Path) -> None:
+    """Make `link` a relative symbolic link to `target`, replaced whole."""
+    draft = link.with_name(f".{link.name}.{os.getpid()}")
+    draft.unlink(missing_ok=True)
+    draft.symlink_to(os.path.relpath(target, link.parent))
+    draft.replace(link)
+
+
+def _target(link: Path) -> Path | None:
+    return link.parent / link.readlink() if link.is_symlink() else None

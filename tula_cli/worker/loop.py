@@ -1,0 +1,350 @@
+"""The one training loop: probes, the training run and a relaunch all run it.
+
+`steps` yields after every optimizer step. A probe takes some steps and leaves; the training run takes them all, and
+evaluates and saves when an epoch ends. Nothing else trains.
+"""
+
+from collections.abc import Callable, Generator, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from tula_cli.errors import SpecError
+from tula_cli.records import ProbeTask, TrainTask
+from tula_cli.spec import JobSpec
+from tula_cli.worker import zoo
+from tula_cli.worker.data import Datasets
+from tula_cli.worker.meter import Clock, Mark
+from tula_cli.worker.optim import TulaOptimizer
+from tula_cli.worker.ranks import Ranks
+from tula_cli.worker.recompute import apply_activation_checkpointing
+from tula_cli.worker.sampling import Batches, Position, eval_loader, stable_seed, steps_left, train_loader
+from tula_cli.worker.schedule import learning_rate
+
+LossFunction = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+@dataclass(frozen=True)
+class Step:
+    """One optimizer step, seen from outside."""
+
+    loss: torch.Tensor  # 0-dim, this rank's mean over the local batch; still on the device
+    lr: float
+    start: Mark
+    loaded: Mark  # when the first micro-batch was here
+    end: Mark
+    refreshed: bool  # this step also refreshed the AGS factors
+    epoch_ended: bool
+
+
+@dataclass
+class Trainer:
+    """Everything a rank trains with."""
+
+    spec: JobSpec
+    ranks: Ranks
+    datasets: Datasets
+    ddp: DistributedDataParallel
+    base: torch.optim.Optimizer
+    optimizer: torch.optim.Optimizer  # TulaOptimizer around base with method ags, else base itself
+    scaler: torch.amp.GradScaler
+    loss: LossFunction
+    batch: int
+    workers: int
+    clock: Clock
+    position: Position = field(default_factory=Position)
+    refresh_each_epoch: bool = True
+    synchronise: bool = True  # False measures a step's local work; the replicas drift apart
+    after_backward: Callable[[], None] | None = None  # a probe's look at a finished gradient, which is then dropped
+    last_batch: tuple[torch.Tensor, torch.Tensor] | None = None  # the newest micro-batch, for the memory count
+
+    @property
+    def local_batch(self) -> int:
+        return self.batch // self.ranks.world
+
+    @property
+    def micro_batch(self) -> int:
+        return self.local_batch // self.spec.train.accumulate
+
+    @property
+    def ags(self) -> TulaOptimizer | None:
+        return self.optimizer if isinstance(self.optimizer, TulaOptimizer) else None
+
+    @property
+    def epoch(self) -> float:
+        """Return the fractional epoch: samples are the clock of every schedule."""
+        return self.position.epoch + self.position.done / len(self.datasets.train)
+
+
+def build(
+    task: ProbeTask | TrainTask, ranks: Ranks, datasets: Datasets, *, batch: int, workers: int, refresh: bool
+) -> Trainer:
+    """Build the trainer of a task at a global batch.
+
+    Args:
+        refresh: whether AGS refreshes by itself (a probe times a refresh apart).
+
+    Raises:
+        SpecError: the batch does not divide among ranks and micro-batches, or is larger than the dataset.
+    """
+    spec = task.spec
+    _check_batch(spec, batch, ranks, datasets)
+    torch.manual_seed(stable_seed(spec.train.seed))
+    model = zoo.build_model(spec, datasets.classes).to(ranks.device)
+    if spec.train.activation_checkpointing:
+        apply_activation_checkpointing(model)
+    ids = [ranks.device] if ranks.device.type == "cuda" else None
+    ddp = DistributedDataParallel(model, device_ids=ids, gradient_as_bucket_view=True)
+    base = zoo.build_optimizer(spec, [p for p in model.parameters() if p.requires_grad])
+    return Trainer(
+        spec=spec,
+        ranks=ranks,
+        datasets=datasets,
+        ddp=ddp,
+        base=base,
+        optimizer=_scaled(base, ddp, spec, batch, ranks, refresh) if spec.train.method == "ags" else base,
+        scaler=torch.amp.GradScaler(ranks.device.type, enabled=spec.train.precision == "fp16"),
+        loss=_loss(spec, ranks.device),
+        batch=batch,
+        workers=workers,
+        clock=Clock(ranks.device),
+        refresh_each_epoch=refresh,
+    )
+
+
+def _check_batch(spec: JobSpec, batch: int, ranks: Ranks, datasets: Datasets) -> None:
+    parts, size = ranks.world * spec.train.accumulate, len(datasets.train)
+    if batch % parts:
+        raise SpecError(f"batch {batch} does not divide by {parts} (ranks x train.accumulate)")
+    if batch > size:
+        raise SpecError(f"batch {batch} is larger than the dataset, which has {size} training samples")
+
+
+def _loss(spec: JobSpec, device: torch.device) -> LossFunction:
+    """Return the loss; one that is a module may hold tensors, such as class weights."""
+    loss = zoo.build_loss(spec)
+    return loss.to(device) if isinstance(loss, nn.Module) else loss
+
+
+def small_batch_size(spec: JobSpec, batch: int) -> int:
+    """Return b_small: the batch the learning rate was tuned for, at most a quarter of the batch."""
+    if spec.ags.b_small != "auto":
+        return spec.ags.b_small
+    reference = spec.train.reference_batch
+    # At or below the reference batch there is nothing to scale: the optimizer then is the identity and says so.
+    return reference if batch <= reference else max(1, min(reference, batch // 4))
+
+
+def _scaled(
+    base: torch.optim.Optimizer, ddp: DistributedDataParallel, spec: JobSpec, batch: int, ranks: Ranks, refresh: bool
+) -> TulaOptimizer:
+    ags = spec.ags
+    return TulaOptimizer(
+        base,
+        model=ddp,
+        b_large=batch,
+        b_small=small_batch_size(spec, batch),
+        granularity=ags.granularity,
+        delta=float(ags.delta),
+        eps=ags.eps,
+        s_min=ags.s_min,
+        refresh=ags.refresh.every if refresh and ags.refresh != "epoch" else "epoch",
+        consensus=ags.consensus,
+        max_grad_norm=spec.train.max_grad_norm,
+        available=batch // ranks.world // spec.train.accumulate,
+        seed=spec.train.seed,
+    )
+
+
+def steps(trainer: Trainer) -> Generator[Step, None, None]:
+    """Train from the trainer's position to the last epoch, yielding after each optimizer step.
+
+    The time between a step's `start` and `end` is whole wall time: waiting for data, forward, backward, synchronisation
+    and update. What the caller does between two steps is not in it.
+    """
+    spec, size = trainer.spec, len(trainer.datasets.train)
+    batches = Batches(
+        size,
+        batch=trainer.batch,
+        accumulate=spec.train.accumulate,
+        rank=trainer.ranks.rank,
+        world=trainer.ranks.world,
+        seed=spec.train.seed,
+        epochs=spec.train.epochs,
+        start=trainer.position,
+    )
+    pin = trainer.ranks.device.type == "cuda"
+    stream = iter(train_loader(trainer.datasets.train, batches, workers=trainer.workers, pin=pin))
+    trainer.ddp.train()
+    while trainer.position.epoch < spec.train.epochs:
+        left = steps_left(size, trainer.position.done, trainer.batch)
+        if trainer.ags and trainer.refresh_each_epoch and left:
+            trainer.ags.start_epoch(left)
+        for remaining in range(left - 1, -1, -1):
+            step = _step(trainer, stream, epoch_ends=remaining == 0)
+            trainer.position = trainer.position.advance(trainer.batch)
+            if step.epoch_ended:
+                trainer.position = trainer.position.next_epoch()
+            yield step
+        if not left:  # resumed where less than one batch is left of the epoch
+            trainer.position = trainer.position.next_epoch()
+
+
+def _step(trainer: Trainer, stream: Iterator[Any], *, epoch_ends: bool) -> Step:
+    """One optimizer step: accumulate, refresh the factors if it is time, update."""
+    start = trainer.clock.mark()
+    lr = _set_learning_rate(trainer)
+    # Random layers draw from the position, not from what ran before: a resumed run repeats an uninterrupted one.
+    torch.manual_seed(stable_seed(trainer.spec.train.seed, trainer.position.samples, trainer.ranks.rank))
+    loss, loaded = _backward(trainer, stream, start)
+    refreshed = _refresh(trainer)
+    _update(trainer)
+    return Step(loss, lr, start, loaded, trainer.clock.mark(), refreshed, epoch_ends)
+
+
+def _set_learning_rate(trainer: Trainer) -> float:
+    lr = learning_rate(trainer.spec, trainer.epoch, trainer.batch)
+    for group in trainer.optimizer.param_groups:
+        group["lr"] = lr
+    return lr
+
+
+def _backward(trainer: Trainer, stream: Iterator[Any], start: Mark) -> tuple[torch.Tensor, Mark]:
+    """Accumulate the gradient of one local batch; only the last micro-batch is synchronised."""
+    accumulate = trainer.spec.train.accumulate
+    total, loaded = torch.zeros((), device=trainer.ranks.device), start
+    for part in range(accumulate):
+        inputs, targets = _to_device(trainer, next(stream))
+        if part == 0:
+            loaded = trainer.clock.mark()
+        last = part == accumulate - 1
+        with nullcontext() if last and trainer.synchronise else trainer.ddp.no_sync():
+            with autocast(trainer):
+                loss = trainer.loss(trainer.ddp(inputs), targets) / accumulate
+            trainer.scaler.scale(loss).backward()
+        total += loss.detach()
+        trainer.last_batch = (inputs, targets)
+    if trainer.after_backward:
+        trainer.after_backward()
+    return total, loaded
+
+
+def _refresh(trainer: Trainer) -> bool:
+    """Compare the gradient of a small batch with the large one's, when Algorithm 1 asks for it (line 10)."""
+    ags = trainer.ags
+    if ags is None or not ags.wants_small_batch:
+        return False
+    assert trainer.last_batch is not None
+    inputs, targets = trainer.last_batch
+
+    def small_loss(count: int) -> torch.Tensor:
+        with autocast(trainer):
+            return trainer.loss(trainer.ddp.module(inputs[:count]), targets[:count])
+
+    ags.small_batch(small_loss, scaler=trainer.scaler)
+    return True
+
+
+def _update(trainer: Trainer) -> None:
+    if trainer.after_backward:  # only looked at: the next look is at the same weights
+        trainer.optimizer.zero_grad()
+        return
+    if not trainer.synchronise:  # the base alone: AGS's consensus would synchronise
+        trainer.scaler.step(trainer.base)
+        trainer.scaler.update()
+        trainer.base.zero_grad()
+        return
+    limit = trainer.spec.train.max_grad_norm
+    if limit is not None and trainer.ags is None:  # TulaOptimizer clips by itself, after scaling
+        trainer.scaler.unscale_(trainer.optimizer)
+        nn.utils.clip_grad_norm_(trainer.ddp.parameters(), limit)
+    trainer.scaler.step(trainer.optimizer)
+    trainer.scaler.update()
+    trainer.optimizer.zero_grad()
+
+
+def autocast(trainer: Trainer) -> AbstractContextManager[Any]:
+    dtype = _DTYPES.get(trainer.spec.train.precision)
+    if dtype is None:
+        return nullcontext()
+    return torch.autocast(trainer.ranks.device.type, dtype=dtype)
+
+
+def _to_device(trainer: Trainer, pair: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    inputs, targets = pair
+    device = trainer.ranks.device
+    return inputs.to(device, non_blocking=True), targets.to(device, non_blocking=True)
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """Means over the evaluation set. Accuracies are percentages; nan where the output is not one score a class."""
+
+    loss: float
+    top1: float
+    top5: float
+    samples: int
+
+
+class Evaluator:
+    """Evaluates on every rank's share of the evaluation data; keeps its loader's processes between epochs."""
+
+    def __init__(self, trainer: Trainer) -> None:
+        ranks = trainer.ranks
+        self.trainer = trainer
+        self.loader = eval_loader(
+            trainer.datasets.eval,
+            size=len(trainer.datasets.eval),
+            rank=ranks.rank,
+            world=ranks.world,
+            batch=trainer.micro_batch,
+            workers=trainer.workers,
+            pin=ranks.device.type == "cuda",
+        )
+
+    @torch.no_grad()
+    def run(self, max_batches: int | None = None) -> Evaluation:
+        """Evaluate the whole set, or only some batches of each rank where only the time is wanted."""
+        trainer = self.trainer
+        # Each rank's BatchNorm has seen its own samples since the last forward; all evaluate rank 0's, which is saved.
+        for buffer in trainer.ddp.module.buffers():
+            dist.broadcast(buffer, src=0)
+        trainer.ddp.eval()
+        sums = torch.zeros(4, dtype=torch.float64, device=trainer.ranks.device)
+        for index, pair in enumerate(self.loader):
+            if index == max_batches:
+                break
+            sums += self._score(*_to_device(trainer, pair))
+        trainer.ddp.train()
+        loss, top1, top5, samples = trainer.ranks.sum(sums.tolist())
+        if not samples:
+            return Evaluation(float("nan"), float("nan"), float("nan"), 0)
+        return Evaluation(loss / samples, 100 * top1 / samples, 100 * top5 / samples, int(samples))
+
+    def _score(self, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        """Return (loss, top-1 hits, top-5 hits, samples) summed over a batch."""
+        with autocast(self.trainer):
+            outputs = self.trainer.ddp.module(inputs)
+            loss = self.trainer.loss(outputs, targets)
+        count = len(inputs)
+        if not _is_classification(outputs, targets):
+            hits1 = hits5 = torch.tensor(float("nan"))
+        else:
+            best = outputs.topk(min(5, outputs.shape[1]), dim=1).indices
+            match = best == targets[:, None]
+            hits1, hits5 = match[:, 0].sum(), match.any(dim=1).sum()
+        return torch.stack(
+            [value.double().to(inputs.device) for value in (loss * count, hits1, hits5, torch.tensor(count))]
+        )
+
+
+def _is_classification(outputs: Any, targets: torch.Tensor) -> bool:
+    """Return whether the output is one score a class, and the target a class."""
+    scores = isinstance(outputs, torch.Tensor) and outputs.ndim == 2
+    return scores and targets.ndim == 1 and not targets.is_floating_point()

@@ -1,0 +1,202 @@
+"""Measuring steps: time, memory, gradients, and what it was measured on."""
+
+import ctypes
+import gc
+import os
+import platform
+import statistics
+import sys
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+import torchvision
+from torch import nn
+
+import tula_cli
+from tula_cli.records import Environment, Memory
+from tula_cli.worker.ranks import Ranks, process_memory
+
+Mark = float | torch.cuda.Event
+"""A moment: seconds on the CPU, an event in the stream on a GPU (where the host runs ahead of the device)."""
+
+
+@dataclass(frozen=True)
+class Clock:
+    """Moments on a device, and the seconds between them; on a GPU nothing waits until the seconds are asked for."""
+
+    device: torch.device
+
+    def mark(self) -> Mark:
+        if self.device.type != "cuda":
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def seconds(self, start: Mark, end: Mark) -> float:
+        if isinstance(start, float) and isinstance(end, float):
+            return end - start
+        assert isinstance(start, torch.cuda.Event)
+        assert isinstance(end, torch.cuda.Event)
+        end.synchronize()
+        return float(start.elapsed_time(end)) / 1000
+
+    def wait(self) -> None:
+        """Wait until the device has done all it was given."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+
+@dataclass
+class SyncSpy:
+    """Times the exposed synchronisation of backward passes: last local gradient to the end of the reduction.
+
+    A hook on each parameter fires when its local gradient is there, before DDP reduces it; the last one to fire ends the
+    local work. Used on steps of its own, for the hooks cost time.
+    """
+
+    clock: Clock
+    model: nn.Module
+    last: Mark | None = None
+    exposed: list[tuple[Mark, Mark]] = field(default_factory=list)
+
+    def __enter__(self) -> "SyncSpy":
+        self._handles = [p.register_hook(self._gradient_ready) for p in self.model.parameters() if p.requires_grad]
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for handle in self._handles:
+            handle.remove()
+
+    def _gradient_ready(self, _: torch.Tensor) -> None:
+        self.last = self.clock.mark()
+
+    def reduced(self) -> None:
+        """Call when backward has returned: on the CPU the reduction is over, on a GPU the stream waits for it."""
+        assert self.last is not None
+        self.exposed.append((self.last, self.clock.mark()))
+
+    def median(self) -> float:
+        """Return the median exposed synchronisation in seconds."""
+        return statistics.median(self.clock.seconds(start, end) for start, end in self.exposed)
+
+
+@dataclass
+class MemoryMeter:
+    """The peak memory of one rank since `reset`, beyond what the process held then."""
+
+    device: torch.device
+    base: int = 0
+    retries: int = 0
+
+    def reset(self) -> None:
+        """Drop what earlier work left behind and start a new peak."""
+        gc.collect()
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats(self.device)
+            self.base = torch.cuda.memory_allocated(self.device)
+            self.retries = self._retries()
+        else:
+            # glibc keeps freed tensors of the last batch for itself; give them back, or they hide this batch's peak.
+            ctypes.CDLL(None).malloc_trim(0)
+            Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # resets VmHWM
+            self.base = process_memory("VmRSS")
+
+    def peak(self) -> tuple[int, int]:
+        """Return (peak, reserved) in bytes."""
+        if self.device.type == "cuda":
+            peak = torch.cuda.max_memory_allocated(self.device) - self.base
+            return peak, torch.cuda.max_memory_reserved(self.device)
+        peak = max(0, process_memory("VmHWM") - self.base)
+        return peak, peak
+
+    def allocator_retries(self) -> int:
+        """Return how often the CUDA allocator had to flush its cache to go on: the batch fits, but crawls."""
+        return self._retries() - self.retries if self.device.type == "cuda" else 0
+
+    def _retries(self) -> int:
+        return int(torch.cuda.memory_stats(self.device).get("num_alloc_retries", 0))
+
+
+def tensor_bytes(tensors: Iterable[object]) -> int:
+    """Return the bytes of all tensors among the objects; other objects count nothing."""
+    return sum(t.numel() * t.element_size() for t in tensors if isinstance(t, torch.Tensor))
+
+
+def split_memory(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    *,
+    batch: Iterable[torch.Tensor],
+    factors: int,
+    peak: int,
+    reserved: int,
+    capacity: int | None,
+) -> Memory:
+    """Split a peak as in Eq. 3: tensors are counted, activations are the rest. Bytes."""
+    parameters = tensor_bytes(model.parameters()) + tensor_bytes(model.buffers())
+    gradients = tensor_bytes(p.grad if p.grad is not None else p for p in model.parameters() if p.requires_grad)
+    state = tensor_bytes(value for entry in optimizer.state.values() for value in entry.values())
+    inputs = tensor_bytes(batch)
+    return Memory(
+        parameters=parameters,
+        gradients=gradients,
+        optimizer=state,
+        factors=factors,
+        batch=inputs,
+        activations=max(0, peak - parameters - gradients - state - factors - inputs),
+        peak=peak,
+        reserved=reserved,
+        capacity=capacity,
+    )
+
+
+def gradient_norm_sqr(model: nn.Module) -> float:
+    """Return the squared norm over all gradients, in float64."""
+    norms = [p.grad.detach().double().square().sum() for p in model.parameters() if p.grad is not None]
+    return float(torch.stack(norms).sum().item()) if norms else 0.0
+
+
+def capacity(ranks: Ranks, memory_per_gpu: int | None) -> int | None:
+    """Return the bytes one rank may use: the stated limit, else the GPU's memory; None on an unlimited CPU."""
+    if memory_per_gpu is not None:
+        return memory_per_gpu
+    if ranks.device.type == "cuda":
+        return int(torch.cuda.get_device_properties(ranks.device).total_memory)
+    return None
+
+
+def environment(ranks: Ranks) -> Environment:
+    """Describe what is measured on; every rank takes part."""
+    cuda = ranks.device.type == "cuda"
+    names = ranks.gather(torch.cuda.get_device_name(ranks.device) if cuda else processor_name())
+    hosts = ranks.gather(platform.node())
+    return Environment(
+        hosts=tuple(dict.fromkeys(hosts)),
+        device=ranks.device.type,
+        hardware=" + ".join(sorted(set(names))),
+        driver=(torch.version.cuda or str(torch.version.hip)) if cuda else "",
+        backend="nccl" if cuda else "gloo",
+        python=sys.version.split()[0],
+        torch=torch.__version__,
+        torchvision=torchvision.__version__,
+        tula=tula_cli.__version__,
+    )
+
+
+def processor_name() -> str:
+    """Return the processor's name as the kernel tells it."""
+    for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
+        if line.startswith("model name"):
+            return line.partition(":")[2].strip()
+    return platform.machine()
+
+
+def oversubscribed(ranks: Ranks, *, ranks_here: int) -> bool:
+    """Return whether ranks share cores (one thread a rank) or GPUs: their times then say nothing of a real cluster."""
+    places = torch.cuda.device_count() if ranks.device.type == "cuda" else len(os.sched_getaffinity(0))
+    return ranks_here > places

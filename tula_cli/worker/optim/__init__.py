@@ -1,0 +1,5 @@
+"""Optimizers for large batches; usable from any training script, without the rest of the command line."""
+
+from .tula import TulaOptimizer
+
+__all__ = ["TulaOptimizer"]

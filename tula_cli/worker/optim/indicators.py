@@ -1,0 +1,136 @@
+"""What adaptive gradient scaling (AGS) reads off the gradients.
+
+Pure functions over lists of tensors: no state, no communication, no host synchronisation. Sources are Eq. 5 and
+Algorithm 1 of the Tula paper.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class Bounds(NamedTuple):
+    """The closed interval that every scaling factor lies in (Lemma 1, Eq. 10)."""
+
+    low: float
+    high: float
+
+    def rounded(self, dtype: torch.dtype) -> Bounds:
+        """The same bounds as numbers of `dtype`, rounded inwards so that no stored factor leaves the interval."""
+        low, high = torch.tensor(self.low, dtype=dtype), torch.tensor(self.high, dtype=dtype)
+        if low.item() < self.low:
+            low = torch.nextafter(low, high)
+        if high.item() > self.high:
+            high = torch.nextafter(high, low)
+        return Bounds(low.item(), high.item())
+
+
+def wide(dtype: torch.dtype) -> torch.dtype:
+    """The precision that norms and ratios of `dtype` are computed in: float32, or float64 for float64."""
+    return torch.float64 if dtype is torch.float64 else torch.float32
+
+
+def alike(tensors: Iterable[Tensor]) -> dict[tuple[torch.device, torch.dtype], list[int]]:
+    """The positions of the tensors by (device, dtype): what one foreach kernel can take together."""
+    groups: dict[tuple[torch.device, torch.dtype], list[int]] = {}
+    for index, tensor in enumerate(tensors):
+        groups.setdefault((tensor.device, tensor.dtype), []).append(index)
+    return groups
+
+
+def norms(grads: Sequence[Tensor]) -> list[Tensor]:
+    """The l2 norm of each gradient, in the given order: 0-dim tensors, float32 (float64 for float64 gradients).
+
+    A sparse gradient is coalesced first, since its duplicate indices add up.
+    """
+    dense = [g.coalesce().values() if g.is_sparse else g for g in grads]
+    result: list[Tensor] = [torch.empty(0)] * len(dense)
+    for (_, dtype), indices in alike(dense).items():
+        group = torch._foreach_norm([dense[i] for i in indices], 2, dtype=wide(dtype))
+        for index, norm in zip(indices, group, strict=True):
+            result[index] = norm
+    return result
+
+
+def squared_norm(grads: Sequence[Tensor]) -> Tensor:
+    """|G|^2, the squared l2 norm over all gradients together (Eq. 5).
+
+    Dense and sparse gradients, several dtypes and devices may be mixed. Returns a 0-dim tensor on the device of the
+    first gradient, float32 unless a gradient is float64.
+
+    Raises:
+        ValueError: no gradient was given.
+    """
+    if not grads:
+        raise ValueError("squared_norm needs at least one gradient")
+    device = grads[0].device
+    return torch.stack([norm.to(device) for norm in norms(grads)]).square().sum()
+
+
+def gradient_change(now: Tensor, before: Tensor | None) -> Tensor:
+    """Delta(G), the relative change of the squared gradient norm since the step before (Eq. 5).
+
+    Args:
+        now: |G|^2 of this step, 0-dim.
+        before: |G|^2 of the step before; None in the first step, where the change counts as infinite.
+
+    Returns:
+        A 0-dim tensor; NaN or inf where `before` is zero or not finite, so that `change < delta` is false there.
+    """
+    if before is None:
+        return torch.full_like(now, math.inf)
+    return ((now - before) / before).abs()
+
+
+def factor_limit(b_large: int, b_small: int) -> float:
+    """s_max = sqrt(b_large / b_small) (Algorithm 1, line 12)."""
+    return math.sqrt(b_large / b_small)
+
+
+def element_factors(small: Sequence[Tensor], large: Sequence[Tensor], eps: float, bounds: Bounds) -> list[Tensor]:
+    """One factor for each element: |g_small / (g_large + eps)|, bounded (Algorithm 1, line 16, as printed).
+
+    `eps` is added to the signed gradient. A ratio that is undefined (0/0) becomes 1, an infinite one the upper bound.
+
+    Args:
+        small: gradients of the small batch, each of its parameter's shape.
+        large: the raw gradients of the large batch at the same weights, in the same order; left as they are.
+
+    Returns:
+        Tensors of the gradients' shapes and of the large gradients' dtypes.
+    """
+    return [_element_factor(s, g, eps, bounds) for s, g in zip(small, large, strict=True)]
+
+
+def tensor_factors(small: Sequence[Tensor], large: Sequence[Tensor], eps: float, bounds: Bounds) -> list[Tensor]:
+    """One factor for each tensor: ||g_small|| / (||g_large|| + eps), bounded (line 16, |.| read as the l2 norm).
+
+    Arguments as for `element_factors`. Returns 0-dim tensors, float32 (float64 for float64 gradients).
+    """
+    pairs = zip(norms(small), norms(large), strict=True)
+    return [_bounded_(s / (g + eps), bounds) for s, g in pairs]
+
+
+def clip_(grads: Sequence[Tensor], max_norm: float) -> None:
+    """Scale the gradients, dense or sparse, in place so that their joint l2 norm is at most `max_norm`."""
+    # 1e-6 as torch.nn.utils.clip_grad_norm_ has it, so that moving a clip into the optimizer changes nothing
+    shrink = (max_norm / (squared_norm(grads).sqrt() + 1e-6)).clamp(max=1.0)
+    for grad in grads:
+        grad.mul_(shrink.to(grad.device))
+
+
+def _element_factor(small: Tensor, large: Tensor, eps: float, bounds: Bounds) -> Tensor:
+    # float16 has no 1e-8: eps would vanish without the wider type
+    dtype = wide(large.dtype)
+    ratio = small.to(dtype).div(large.to(dtype) + eps).abs_()
+    return _bounded_(ratio, bounds.rounded(large.dtype)).to(large.dtype)
+
+
+def _bounded_(ratio: Tensor, bounds: Bounds) -> Tensor:
+    low, high = bounds.rounded(ratio.dtype)
+    return ratio.nan_to_num_(nan=1.0, posinf=high).clamp_(low, high)

@@ -1,0 +1,248 @@
+"""A probe: the training loop cut short, and everything that is measured on the way."""
+
+import itertools
+import math
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from tula_cli.records import GradientStats, Measured, OutOfMemory, Overheads, ProbeTask
+from tula_cli.rundir import RunDir, probe_id
+from tula_cli.spec import JobSpec
+from tula_cli.worker import checkpoint, loop, meter
+from tula_cli.worker.data import Datasets
+from tula_cli.worker.loop import Step, Trainer
+from tula_cli.worker.ranks import Ranks
+from tula_cli.worker.sampling import Position
+
+EVAL_BATCHES = 8
+REFRESHES = 3
+NEVER = 10**9
+"""Steps until AGS refreshes by itself: a probe times refreshes apart from steps."""
+
+
+def run_probes(task: ProbeTask, run: RunDir, ranks: Ranks, datasets: Datasets, *, started_at: float) -> None:
+    """Measure the task's local batches that have no result yet, ascending; each result is written by rank 0.
+
+    Args:
+        started_at: Unix time at which the supervisor started this attempt.
+    """
+    once: Once | None = None
+    for local_batch in task.local_batches:
+        wanted = ranks.first and run.current_probe(task) == local_batch
+        if not ranks.from_first(int(wanted)):
+            continue
+        once = once or _once(task, run, ranks, datasets, local_batch=local_batch, started_at=started_at)
+        result = measure(task, ranks, datasets, local_batch=local_batch, once=once)
+        if ranks.first:
+            run.write_result(result)
+
+
+@dataclass(frozen=True)
+class Once:
+    """What is measured once a job. Seconds."""
+
+    startup: float
+    save: float
+
+
+def _once(
+    task: ProbeTask, run: RunDir, ranks: Ranks, datasets: Datasets, *, local_batch: int, started_at: float
+) -> Once:
+    """Take the first steps of this process, which load libraries and their buffers: no probe shall count those."""
+    trainer = _trainer(task, ranks, datasets, local_batch=local_batch)
+    stream = endless(trainer)
+    first = next(stream)
+    trainer.clock.seconds(first.start, first.end)
+    startup = time.time() - started_at
+    next(stream)
+    return Once(startup=ranks.largest(startup), save=ranks.largest(_save_time(trainer, run)))
+
+
+def _trainer(task: ProbeTask, ranks: Ranks, datasets: Datasets, *, local_batch: int) -> Trainer:
+    trainer = loop.build(
+        task, ranks, datasets, batch=local_batch * ranks.world, workers=task.spec.train.workers, refresh=False
+    )
+    if trainer.ags:
+        trainer.ags.start_epoch(NEVER)
+    return trainer
+
+
+def measure(
+    task: ProbeTask, ranks: Ranks, datasets: Datasets, *, local_batch: int, once: Once
+) -> Measured | OutOfMemory:
+    """Run one probe."""
+    memory_meter = meter.MemoryMeter(ranks.device)
+    memory_meter.reset()
+    trainer = _trainer(task, ranks, datasets, local_batch=local_batch)
+    stream = endless(trainer)
+    search = task.spec.search
+    warmup = [next(stream)]
+    # With factors in place the timed steps scale as training does.
+    warmup.append(_step_with_refresh(trainer, stream))
+    warmup += itertools.islice(stream, search.warmup_steps - 2)
+    timed = list(itertools.islice(stream, search.steps))
+    refresh_time = _refresh_time(trainer, stream, timed)
+    evaluator = loop.Evaluator(trainer)
+    eval_time = _eval_time(trainer, evaluator)
+    peak, reserved = memory_meter.peak()  # before the gradients are looked at, which takes memory too
+    retries = int(ranks.largest(memory_meter.allocator_retries()))
+    assert trainer.last_batch is not None
+    memory = meter.split_memory(
+        trainer.ddp.module,
+        trainer.base,
+        batch=trainer.last_batch,
+        factors=trainer.ags.memory() if trainer.ags else 0,
+        peak=int(ranks.largest(peak)),
+        reserved=int(ranks.largest(reserved)),
+        capacity=meter.capacity(ranks, task.spec.cluster.memory_per_gpu),
+    )
+    sync_time, norm_sqr = _synchronisation(trainer, stream)
+    compute_time, local_norm_sqr = _local_work(trainer, stream)
+    identity = probe_id(task.nodes, local_batch)
+    if retries:
+        return OutOfMemory(
+            id=identity,
+            nodes=task.nodes,
+            gpus_per_node=task.spec.cluster.gpus_per_node,
+            local_batch=local_batch,
+            assumed=False,
+            thrash=True,
+            message=f"it ran only because the allocator flushed its cache {retries} times",
+        )
+    return Measured(
+        id=identity,
+        nodes=task.nodes,
+        gpus_per_node=task.spec.cluster.gpus_per_node,
+        local_batch=local_batch,
+        batch=trainer.batch,
+        accumulate=task.spec.train.accumulate,
+        step_times=tuple(_seconds(trainer, timed)),
+        warmup_times=tuple(_seconds(trainer, warmup)),
+        sync_time=sync_time,
+        compute_time=compute_time,
+        data_wait=statistics.median(trainer.clock.seconds(step.start, step.loaded) for step in timed),
+        memory=memory,
+        gradients=GradientStats(
+            norm_sqr=norm_sqr,
+            local_norm_sqr=local_norm_sqr,
+            batch=trainer.batch,
+            local_batch=local_batch,
+            steps=split_steps(task.spec),
+        ),
+        overheads=Overheads(
+            startup=once.startup,
+            eval_batch=eval_time,
+            eval_batch_size=trainer.micro_batch,
+            checkpoint=once.save,
+            refresh=refresh_time,
+        ),
+        environment=meter.environment(ranks),
+        dataset_size=len(datasets.train),
+        eval_size=len(datasets.eval),
+        allocator_retries=retries,
+        oversubscribed=meter.oversubscribed(ranks, ranks_here=_ranks_here(task, ranks)),
+        measured_at=time.time(),
+    )
+
+
+def endless(trainer: Trainer) -> Iterator[Step]:
+    """Yield the loop's steps, starting over where a small dataset is used up before the probe is done."""
+    while True:
+        yield from loop.steps(trainer)
+        trainer.position = Position()
+
+
+def split_steps(spec: JobSpec) -> int:
+    """Return how many steps time the synchronisation, and how many the work without it."""
+    return max(5, spec.search.steps // 5)
+
+
+def _seconds(trainer: Trainer, steps: list[Step]) -> list[float]:
+    return [trainer.clock.seconds(step.start, step.end) for step in steps]
+
+
+def _refresh_time(trainer: Trainer, stream: Iterator[Step], timed: list[Step]) -> float:
+    """Return what a refresh of the AGS factors adds to a step, in seconds."""
+    if trainer.ags is None or trainer.ags.identity:
+        return 0.0
+    with_refresh = [_step_with_refresh(trainer, stream) for _ in range(REFRESHES)]
+    extra = statistics.median(_seconds(trainer, with_refresh)) - statistics.median(_seconds(trainer, timed))
+    return max(0.0, extra)
+
+
+def _step_with_refresh(trainer: Trainer, stream: Iterator[Step]) -> Step:
+    if trainer.ags:
+        trainer.ags.start_epoch(1)
+    step = next(stream)
+    if trainer.ags:
+        trainer.ags.start_epoch(NEVER)
+    return step
+
+
+def _eval_time(trainer: Trainer, evaluator: loop.Evaluator) -> float:
+    """Return the seconds of one evaluation batch; the first pass starts the loader's processes and is not counted."""
+    evaluator.run(max_batches=1)
+    batches = min(EVAL_BATCHES, len(evaluator.loader))
+    began = time.perf_counter()
+    evaluator.run(max_batches=batches)
+    trainer.clock.wait()
+    return (time.perf_counter() - began) / max(1, batches)
+
+
+def _synchronisation(trainer: Trainer, stream: Iterator[Step]) -> tuple[float, float]:
+    """Return (exposed synchronisation in seconds, squared norm of the averaged gradient)."""
+    norms: list[float] = []
+    with meter.SyncSpy(trainer.clock, trainer.ddp) as spy:
+
+        def look() -> None:
+            spy.reduced()
+            norms.append(_norm_sqr(trainer))
+
+        _take(trainer, stream, look)
+    return trainer.ranks.largest(spy.median()), _mean(norms)
+
+
+def _local_work(trainer: Trainer, stream: Iterator[Step]) -> tuple[float, float]:
+    """Return (seconds of a step without synchronisation, mean squared norm of the ranks' own gradients)."""
+    trainer.synchronise = False
+    norms: list[float] = []
+    _take(trainer, stream, lambda: norms.append(_norm_sqr(trainer)))
+    steps = _take(trainer, stream, None)  # last: the replicas drift apart
+    (total,) = trainer.ranks.sum([_mean(norms)])
+    return trainer.ranks.largest(statistics.median(_seconds(trainer, steps))), total / trainer.ranks.world
+
+
+def _take(trainer: Trainer, stream: Iterator[Step], look: Callable[[], None] | None) -> list[Step]:
+    """Run some steps, looking at each finished gradient."""
+    trainer.after_backward = look
+    steps = list(itertools.islice(stream, split_steps(trainer.spec)))
+    trainer.after_backward = None
+    return steps
+
+
+def _mean(norms: list[float]) -> float:
+    """Return the mean of those that are finite, 0 where none is: training that diverges has a step time all the same."""
+    finite = [norm for norm in norms if math.isfinite(norm)]
+    return statistics.fmean(finite) if finite else 0.0
+
+
+def _norm_sqr(trainer: Trainer) -> float:
+    """Return the squared norm of the gradients as they are: not yet unscaled, clipped or scaled by AGS."""
+    return meter.gradient_norm_sqr(trainer.ddp.module) / float(trainer.scaler.get_scale()) ** 2
+
+
+def _save_time(trainer: Trainer, run: RunDir) -> float:
+    """Return the seconds it takes rank 0 to write a checkpoint to the file system that training will write them to."""
+    if not trainer.ranks.first:
+        return 0.0
+    path = run.path / ".timing.pt"
+    began = time.perf_counter()
+    checkpoint.write(path, checkpoint.state(trainer, best={}))
+    path.unlink()
+    return time.perf_counter() - began
+
+
+def _ranks_here(task: ProbeTask, ranks: Ranks) -> int:
+    return ranks.world if task.spec.cluster.kind == "local" else task.spec.cluster.gpus_per_node

@@ -1,0 +1,162 @@
+"""The group of processes that trains together: who am I, on which device, and how we meet and part."""
+
+import gc
+import os
+import resource
+import socket
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+from tula_cli.errors import JobFailed
+from tula_cli.rundir import write_atomic
+from tula_cli.spec import Cluster
+
+RENDEZVOUS = timedelta(minutes=10)
+"""Ranks of one job may start minutes apart on a busy file system; a lost one must not hold the others for longer."""
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """This process among its peers. `rank` runs over all nodes, `local_rank` over this one."""
+
+    rank: int
+    world: int
+    local_rank: int
+    device: torch.device
+
+    @property
+    def first(self) -> bool:
+        return self.rank == 0
+
+    def sum(self, values: list[float]) -> list[float]:
+        """Return the elementwise sum over all ranks."""
+        tensor = torch.tensor(values, dtype=torch.float64, device=self.device)
+        dist.all_reduce(tensor)
+        return [float(value) for value in tensor.tolist()]
+
+    def largest(self, value: float) -> float:
+        """Return the largest value over all ranks."""
+        tensor = torch.tensor([value], dtype=torch.float64, device=self.device)
+        dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
+        return float(tensor.item())
+
+    def from_first(self, value: int) -> int:
+        """Return rank 0's value on every rank."""
+        tensor = torch.tensor([value], dtype=torch.int64, device=self.device)
+        dist.broadcast(tensor, src=0)
+        return int(tensor.item())
+
+    def gather(self, text: str) -> list[str]:
+        """Return every rank's text, in the order of ranks."""
+        found: list[str | None] = [None] * self.world
+        dist.all_gather_object(found, text)
+        return [entry or "" for entry in found]
+
+
+def pick_device(cluster: Cluster, local_rank: int, *, world: int) -> torch.device:
+    """Return this rank's device.
+
+    Raises:
+        JobFailed: cuda was asked for and there is none, or a local job has more ranks than GPUs (NCCL refuses two
+            ranks on one).
+    """
+    if cluster.device == "cpu" or (cluster.device == "auto" and not torch.cuda.is_available()):
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        raise JobFailed(
+            f"cluster.device is cuda, but torch sees no GPU on {socket.gethostname()}",
+            "check the driver, or set cluster.device: cpu",
+        )
+    count = torch.cuda.device_count()
+    if cluster.kind == "local" and world > count:
+        raise JobFailed(f"{world} ranks need {world} GPUs, this machine has {count}", "search fewer nodes")
+    # A site may give each task one visible GPU or all of the node's: the modulus is right for both.
+    return torch.device("cuda", local_rank % count)
+
+
+@contextmanager
+def joined(cluster: Cluster, *, handover: Path) -> Iterator[Ranks]:
+    """Join the process group, and leave it without hanging.
+
+    Args:
+        cluster: device, network interface and collective.
+        handover: the file in which rank 0 tells its address where no torchrun has told every rank.
+    """
+    _set_network(cluster)
+    rank, world, local_rank = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
+    device = pick_device(cluster, local_rank, world=world)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    else:
+        torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    if "MASTER_ADDR" in os.environ:
+        dist.init_process_group(backend, timeout=RENDEZVOUS)
+    else:
+        store = _meet(handover, rank=rank, world=world)
+        dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=RENDEZVOUS)
+    yield Ranks(rank, world, local_rank, device)
+    # gloo and a living DDP object deadlock in destroy_process_group (the reducer's destructor waits for gloo's thread,
+    # which waits for the interpreter): the caller has dropped its objects by now; collect them before parting.
+    gc.collect()
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def _meet(handover: Path, *, rank: int, world: int) -> TCPStore:
+    """Rank 0 binds a port that the system chooses and publishes it; a port made from a job id collides in the end."""
+    if rank == 0:
+        host = socket.gethostname()
+        store = TCPStore(host, 0, world, is_master=True, timeout=RENDEZVOUS, wait_for_workers=False)
+        write_atomic(handover, f"{host} {store.port}\n")
+        return store
+    deadline = time.monotonic() + RENDEZVOUS.total_seconds()
+    while not handover.exists():
+        if time.monotonic() > deadline:
+            raise JobFailed(
+                f"rank {rank} on {socket.gethostname()} found no address of rank 0 in {handover}",
+                "is the run directory on a file system that all nodes share?",
+            )
+        time.sleep(0.1)
+    host, port = handover.read_text(encoding="utf-8").split()
+    return TCPStore(host, int(port), world, is_master=False, timeout=RENDEZVOUS, wait_for_workers=False)
+
+
+def _set_network(cluster: Cluster) -> None:
+    interface = cluster.interface or ("lo" if cluster.kind == "local" else None)
+    if interface:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", interface)
+    if cluster.collective in ("ring", "tree"):
+        os.environ.setdefault("NCCL_ALGO", cluster.collective)
+
+
+def limit_memory(capacity: int) -> None:
+    """Let this process allocate at most `capacity` bytes more than it holds now; beyond, torch's CPU allocator fails."""
+    _, hard = resource.getrlimit(resource.RLIMIT_DATA)
+    limit = process_memory("VmData") + capacity
+    if hard != resource.RLIM_INFINITY:
+        limit = min(limit, hard)
+    resource.setrlimit(resource.RLIMIT_DATA, (limit, hard))
+
+
+def lift_memory_limit() -> None:
+    """Make room again, so that a failure can be reported."""
+    _, hard = resource.getrlimit(resource.RLIMIT_DATA)
+    resource.setrlimit(resource.RLIMIT_DATA, (hard, hard))
+
+
+def process_memory(field: str) -> int:
+    """Return a field of /proc/self/status (VmHWM, VmRSS, VmData) in bytes."""
+    for line in Path("/proc/self/status").read_text(encoding="ascii").splitlines():
+        if line.startswith(f"{field}:"):
+            return int(line.split()[1]) * 1024
+    raise AssertionError(f"/proc/self/status has no {field}")

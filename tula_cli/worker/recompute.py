@@ -1,0 +1,147 @@
+"""Activation checkpointing: blocks keep their inputs only and are computed again in the backward pass."""
+
+import itertools
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from tula_cli.errors import SpecError
+
+_POOLS = (nn.MaxPool2d, nn.AvgPool2d, nn.MaxPool1d, nn.AvgPool1d, nn.MaxPool3d, nn.AvgPool3d)
+_MIN_FLAT_LAYERS = 8
+"""A plain chain of fewer layers without pooling (a classifier's head) is not worth computing twice."""
+
+
+def apply_activation_checkpointing(model: nn.Module) -> None:
+    """Make the model's blocks recompute their activations; outputs, gradients, names and buffers stay what they are.
+
+    Blocks are the composite members of every Sequential or ModuleList (a residual block, a transformer layer). A plain
+    chain of layers is cut behind its pooling layers, or into about sqrt(n) parts where it has none.
+
+    Raises:
+        SpecError: the model has no such block, so that the setting would do nothing.
+    """
+    units = list(_units(model))
+    for unit in units:
+        if isinstance(unit, _Chain):
+            unit.chain.forward = unit  # type: ignore[method-assign]
+        else:
+            unit.forward = _Recomputed(unit.forward, _norms([unit]))
+    if not units:
+        raise SpecError(
+            f"train.activation_checkpointing: {type(model).__name__} has no blocks to checkpoint",
+            "tula finds them in nn.Sequential and nn.ModuleList; otherwise call torch.utils.checkpoint in your model",
+        )
+
+
+class _Recomputed:
+    """A forward that is checkpointed where gradients are wanted (an object, so that a copied model copies it too)."""
+
+    def __init__(self, forward: Callable[..., Any], norms: list[nn.Module]) -> None:
+        self.forward, self.norms = forward, norms
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return self.forward(*args, **kwargs)
+        return checkpoint(self.forward, *args, use_reentrant=False, context_fn=self._contexts, **kwargs)
+
+    def _contexts(self) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+        return nullcontext(), _statistics_kept(self.norms)
+
+
+class _Chain:
+    """The forward of a plain chain of layers, part by part."""
+
+    def __init__(self, chain: nn.Sequential, cuts: Sequence[int]) -> None:
+        self.chain = chain
+        layers = list(chain)
+        bounds = [0, *cuts, len(layers)]
+        parts = [layers[start:end] for start, end in itertools.pairwise(bounds)]
+        self.parts = [_Recomputed(_Run(part), _norms(part)) for part in parts]
+
+    def __call__(self, value: Any) -> Any:
+        for part in self.parts:
+            value = part(value)
+        return value
+
+
+class _Run:
+    """Layers one after the other."""
+
+    def __init__(self, layers: Sequence[nn.Module]) -> None:
+        self.layers = layers
+
+    def __call__(self, value: Any) -> Any:
+        for layer in self.layers:
+            value = layer(value)
+        return value
+
+
+def _units(module: nn.Module) -> Iterator[nn.Module | _Chain]:
+    """Yield blocks to wrap whole and plain chains to cut, outermost first; what is inside a block is left alone."""
+    for child in [module] if isinstance(module, nn.Sequential) else module.children():
+        if isinstance(child, nn.Sequential | nn.ModuleList):
+            yield from _units_of(child)
+        else:
+            yield from _units(child)
+
+
+def _units_of(group: nn.Sequential | nn.ModuleList) -> Iterator[nn.Module | _Chain]:
+    members = list(group)
+    if isinstance(group, nn.Sequential) and not any(_is_composite(member) for member in members):
+        cuts = _cuts(members)
+        if cuts:
+            yield _Chain(group, cuts)
+        return
+    for member in members:
+        if isinstance(member, nn.Sequential | nn.ModuleList) and any(_is_composite(inner) for inner in member):
+            yield from _units_of(member)
+        elif _is_composite(member) and not isinstance(member, nn.ModuleList | nn.ModuleDict):
+            yield member
+
+
+def _is_composite(module: nn.Module) -> bool:
+    return any(True for _ in module.children())
+
+
+def _cuts(layers: Sequence[nn.Module]) -> list[int]:
+    """Return where parts begin; never at an in-place layer, which would change the input that is kept."""
+    behind_pools = [place + 1 for place, layer in enumerate(layers[:-1]) if isinstance(layer, _POOLS)]
+    if behind_pools:
+        places = behind_pools
+    elif len(layers) < _MIN_FLAT_LAYERS:
+        return []
+    else:
+        stride = math.isqrt(len(layers))
+        places = list(range(stride, len(layers), stride))
+    return sorted({place for start in places if (place := _next_with_parameters(layers, start)) is not None})
+
+
+def _next_with_parameters(layers: Sequence[nn.Module], start: int) -> int | None:
+    return next((p for p in range(start, len(layers)) if any(True for _ in layers[p].parameters())), None)
+
+
+def _norms(modules: Sequence[nn.Module]) -> list[nn.Module]:
+    """Return the layers that keep running statistics."""
+    return [m for module in modules for m in module.modules() if getattr(m, "num_batches_tracked", None) is not None]
+
+
+@contextmanager
+def _statistics_kept(norms: Sequence[Any]) -> Iterator[None]:
+    """Let a second forward pass over the same batch leave running statistics as they are.
+
+    A momentum of 0 rather than track_running_stats off: the recomputation must save the same tensors as the first pass.
+    """
+    before = [(norm.momentum, norm.num_batches_tracked) for norm in norms]
+    try:
+        for norm in norms:
+            norm.momentum, norm.num_batches_tracked = 0.0, norm.num_batches_tracked.clone()
+        yield
+    finally:
+        for norm, (momentum, count) in zip(norms, before, strict=True):
+            norm.momentum, norm.num_batches_tracked = momentum, count

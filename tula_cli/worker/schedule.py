@@ -1,0 +1,59 @@
+"""The learning rate as a function of fractional epochs, so that samples are the clock whatever the batch is."""
+
+import math
+
+from tula_cli.spec import JobSpec, Schedule
+
+WARMUP_START = 0.01
+"""Share of the full learning rate at epoch 0 of a warm-up; it grows linearly to 1."""
+
+LRS_WARMUP_EPOCHS = 5.0
+"""Warm-up of linear learning-rate scaling where the spec gives none (paper, IV-D)."""
+
+
+def learning_rate(spec: JobSpec, epoch: float, batch: int) -> float:
+    """Return the learning rate at a point of training.
+
+    Args:
+        spec: `optimizer.lr` belongs to `train.reference_batch`; method lrs multiplies it by batch / reference_batch,
+            ags and lbt leave it alone.
+        epoch: epochs done, with fraction: samples seen / dataset size.
+        batch: global batch, samples an optimizer step.
+    """
+    base, warmup = spec.optimizer.lr, warmup_epochs(spec)
+    if spec.train.method == "lrs":
+        base *= batch / spec.train.reference_batch
+    if epoch < warmup:
+        base *= warmup_factor(epoch, warmup)
+    return scheduled(spec.schedule, base, epoch=epoch, warmup=warmup, epochs=spec.train.epochs)
+
+
+def warmup_epochs(spec: JobSpec) -> float:
+    """Return how many epochs the learning rate grows."""
+    if spec.train.method == "lrs" and spec.schedule.warmup_epochs == 0:
+        return LRS_WARMUP_EPOCHS
+    return spec.schedule.warmup_epochs
+
+
+def warmup_factor(epoch: float, warmup: float) -> float:
+    """Return the share of the full learning rate, from WARMUP_START at epoch 0 to 1 at epoch `warmup`."""
+    return WARMUP_START + (1 - WARMUP_START) * epoch / warmup
+
+
+def scheduled(schedule: Schedule, base: float, *, epoch: float, warmup: float, epochs: float) -> float:
+    """Return the learning rate without warm-up.
+
+    Args:
+        schedule: multistep multiplies by gamma at each milestone; cosine falls from the end of the warm-up to `min_lr`
+            at the last epoch; constant stays.
+        base: learning rate that the schedule starts from.
+        epoch: epochs done.
+        warmup: epochs of warm-up, which the cosine leaves out.
+        epochs: epochs of the whole training.
+    """
+    if schedule.kind == "multistep":
+        return base * schedule.gamma ** sum(epoch >= milestone for milestone in schedule.milestones)
+    if schedule.kind == "cosine" and epoch > warmup:
+        share = min(1.0, (epoch - warmup) / (epochs - warmup)) if epochs > warmup else 1.0
+        return schedule.min_lr + (base - schedule.min_lr) * (1 + math.cos(math.pi * share)) / 2
+    return base

@@ -668,7 +668,7 @@ def test_ctrl_c_as_a_process(here):
     path.parent.mkdir()
     path.write_text("one\n")
     (here / "sitecustomize.py").write_text(
-        "from tula_cli import launch\nfrom tula_cli.launch import SchedulerState\n"
+        "from tula_cli import launch\nfrom tula_cli.scheduler import SchedulerState\n"
         "launch.LocalLauncher.state = lambda self, run, job: SchedulerState('running')\n"
     )
     variables = {"PYTHONPATH": os.pathsep.join([str(here), str(ROOT)]), "PYTHONUNBUFFERED": "1"}

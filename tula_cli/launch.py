@@ -1,7 +1,6 @@
 """Starting jobs and asking what became of them, and the inspection of model and dataset in a process of its own."""
 
 import json
-import math
 import os
 import shutil
 import signal
@@ -10,28 +9,21 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 from tula_cli.errors import JobFailed, Problem, SchedulerError, SpecError
 from tula_cli.processes import die_with_parent, started
 from tula_cli.records import Attempt, Inspection, Job, ProbeTask, TrainTask
 from tula_cli.rundir import RunDir
-from tula_cli.spec import JobSpec, Slurm
+from tula_cli.sbatch import parameters
+from tula_cli.scheduler import SchedulerState, ask, refused
+from tula_cli.spec import JobSpec
 
 INSPECTION_TIMEOUT = 600.0  # seconds; a first download of a dataset is part of it
 SUPERVISOR = "tula_cli.supervise"
 """Started by its name: the command line never runs it in its own process."""
 _MONTHS = 60 * 24 * 90  # minutes; submitit ends a local job after its time limit, our supervisor keeps its own
-
-
-@dataclass(frozen=True)
-class SchedulerState:
-    """What the scheduler says of a job; a hint, never the truth about results."""
-
-    state: Literal["pending", "running", "ended", "unknown"]
-    reason: str = ""
 
 
 class Launcher(Protocol):
@@ -160,18 +152,7 @@ class SlurmLauncher:
         )
 
     def state(self, run: RunDir, job: Job) -> SchedulerState:  # noqa: ARG002 - the local launcher needs it
-        """Ask squeue, which forgets a job some time after its end; then sacct, which lags, or is not there at all."""
-        queue = _told("squeue", "--noheader", f"--jobs={job.scheduler_id}", "--format=%T|%r")
-        if queue:
-            state, _, reason = queue.splitlines()[0].partition("|")
-            return _slurm_state(state, reason)
-        account = _told("sacct", "--noheader", "--parsable2", f"--jobs={job.scheduler_id}", "--format=JobID,State")
-        rows = [line.split("|") for line in account.splitlines()]
-        states = [state for name, state in rows if name == job.scheduler_id]
-        if states:
-            return _slurm_state(states[-1], "")
-        # Neither knows it: over, and forgotten. The grace period for results covers a job too young to be known.
-        return SchedulerState("ended")
+        return ask(job.scheduler_id)
 
     def cancel(self, run: RunDir, job: Job) -> None:
         """Mark it, so that no supervisor starts anything more, and cancel its allocation; only our own id."""
@@ -183,107 +164,8 @@ def _slurm_executor(run: RunDir, task: ProbeTask | TrainTask) -> Any:
     import submitit
 
     executor = submitit.SlurmExecutor(folder=run.submitit_dir)
-    executor.update_parameters(**sbatch_parameters(run, task))
+    executor.update_parameters(**parameters(run, task))
     return executor
-
-
-PENDING = ("PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_FED", "REQUEUE_HOLD", "SPECIAL_EXIT", "RESV_DEL_HOLD")
-RUNNING = ("RUNNING", "COMPLETING", "RESIZING", "SIGNALING", "STAGE_OUT", "STOPPED", "SUSPENDED")
-HOPELESS = {
-    "PartitionConfig": "the partition does not allow so many nodes or so much of them",
-    "PartitionNodeLimit": "the partition does not allow so many nodes",
-    "PartitionTimeLimit": "the partition does not allow so much time",
-    "PartitionDown": "the partition is down",
-    "PartitionInactive": "the partition is inactive",
-    "BadConstraints": "no node satisfies the constraints",
-    "DependencyNeverSatisfied": "it waits for a job that failed",
-    "AccountNotAllowed": "the account may not use the partition",
-    "QOSNotAllowed": "the QOS may not be used here",
-    "InvalidAccount": "there is no such account",
-    "InvalidQOS": "there is no such QOS",
-    "JobHeldAdmin": "an administrator holds it",
-    "JobHeldUser": "you hold it: scontrol release",
-}
-"""squeue's reasons that waiting does not cure."""
-
-
-def _slurm_state(state: str, reason: str) -> SchedulerState:
-    """Return what a state of SLURM means; an unknown one is not over."""
-    name = state.split()[0].rstrip("+")  # sacct writes "CANCELLED by 1000"
-    if name in PENDING:
-        words = HOPELESS.get(reason)
-        return SchedulerState("pending", f"{reason}: will not start, {words}" if words else reason)
-    if name in RUNNING:
-        return SchedulerState("running")
-    ended = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY", "PREEMPTED", "BOOT_FAIL")
-    if name in (*ended, "DEADLINE", "REVOKED"):
-        return SchedulerState("ended", "" if name == "COMPLETED" else state)
-    return SchedulerState("unknown", state)
-
-
-def _told(*command: str) -> str:
-    """Return what a command printed; nothing where it failed or is not there."""
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
-    except (FileNotFoundError, subprocess.TimeoutExpired):
-        return ""
-    return done.stdout.strip() if done.returncode == 0 else ""
-
-
-def sbatch_parameters(run: RunDir, task: ProbeTask | TrainTask) -> dict[str, Any]:
-    """Return what submitit is given for a job: what the spec asks for, and nothing else."""
-    slurm = task.spec.cluster.slurm or Slurm()
-    named = slurm.model_dump(include={"partition", "account", "qos", "constraint", "exclude"}, exclude_none=True)
-    extra = {key: value for key, value in slurm.extra.items() if value is not False}
-    if slurm.reservation:
-        extra["reservation"] = slurm.reservation
-    if slurm.memory:
-        extra["mem"] = slurm.memory
-    if task.spec.cluster.device != "cpu":
-        named["gpus_per_node"] = task.spec.cluster.gpus_per_node
-    if slurm.cpus_per_task:
-        named["cpus_per_task"] = slurm.cpus_per_task
-    return {
-        **named,
-        "job_name": f"tula-{run.id}-{task.job}",
-        "nodes": task.nodes,
-        "ntasks_per_node": task.spec.cluster.gpus_per_node,
-        "time": _minutes(task, slurm),
-        "exclusive": True,  # neighbours on a node would spoil the times
-        "wckey": None,
-        "setup": slurm.setup or None,
-        # A rank that dies must not leave the others waiting; SLURM's own requeue would start what tula starts itself.
-        "srun_args": ["--kill-on-bad-exit=1", *_cpus(slurm)],
-        "additional_parameters": {"no-requeue": True, **extra},
-    }
-
-
-def _cpus(slurm: Slurm) -> list[str]:
-    """srun of SLURM 22.05 and later does not inherit --cpus-per-task from sbatch."""
-    return [f"--cpus-per-task={slurm.cpus_per_task}"] if slurm.cpus_per_task else []
-
-
-def _minutes(task: ProbeTask | TrainTask, slurm: Slurm) -> int:
-    """Return the time limit; a probe job gets room for the supervisor to end it first and write why."""
-    return math.ceil(task.spec.search.max_minutes) + 2 if isinstance(task, ProbeTask) else slurm.minutes
-
-
-def refused(words: str) -> SchedulerError:
-    """Return sbatch's refusal in its own words, and what to do about it."""
-    told = [line.strip().removeprefix("sbatch: error: ") for line in words.splitlines() if "sbatch:" in line]
-    text = "; ".join(told) or words.strip().splitlines()[-1]
-    hints = {
-        "partition": "set cluster.slurm.partition; sinfo lists them",
-        "account": "set cluster.slurm.account; sacctmgr show user $USER withassoc lists yours",
-        "qos": "set cluster.slurm.qos; sacctmgr show qos lists them",
-        "feature": "set cluster.slurm.constraint; sinfo -o '%f' lists the features",
-        "node count": "search fewer nodes, or another partition",
-        "time limit": "lower search.max_minutes or cluster.slurm.minutes",
-        "memory": "lower cluster.slurm.memory",
-        "gres": "check cluster.gpus_per_node against sinfo -o '%G'",
-    }
-    hint = next((hint for word, hint in hints.items() if word in text.lower()), "check the cluster section of the job")
-    return SchedulerError(f"sbatch refused the job: {text}", hint)
 
 
 def submit_from_own_session(path: str, task_id: str) -> None:

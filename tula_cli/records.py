@@ -10,7 +10,20 @@ from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
 
 from tula_cli.spec import JobSpec
 
-OutcomeClass = Literal["device_oom", "host_oom", "user", "peer", "signal", "port", "disk", "cancelled", "unknown"]
+OutcomeClass = Literal[
+    "device_oom",
+    "host_oom",
+    "user",
+    "peer",
+    "signal",
+    "port",
+    "disk",
+    "cancelled",
+    "time_limit",
+    "preempted",
+    "node_failure",
+    "unknown",
+]
 
 
 class Record(BaseModel):
@@ -197,6 +210,17 @@ class TrainTask(Record):
         return self.ladder[0].batch
 
 
+class CheckTask(Record):
+    """A short job that looks at the nodes of a site: `tula check --on-cluster`."""
+
+    kind: Literal["check"] = "check"
+    id: str
+    job: str
+    spec: JobSpec
+    workdir: str
+    nodes: int
+
+
 Task = Annotated[ProbeTask | TrainTask, Field(discriminator="kind")]
 TASK: TypeAdapter[ProbeTask | TrainTask] = TypeAdapter(Task)
 
@@ -210,6 +234,7 @@ class Job(Record):
     nodes: int
     submitted_at: float
     submissions: int = 1  # how often it was submitted
+    links: tuple[str, ...] = ()  # ids of the chain that a training job on SLURM is, scheduler_id first
     process_started: float | None = None  # local: start time of the process, against reused process ids
     log_dir: str = ""
 
@@ -242,6 +267,9 @@ class Attempt(Record):
     rank: int | None = None  # the rank at the root of a failure
     host: str = ""
     pid: int = 0  # of the process that started the ranks
+    allocation: str = ""  # SLURM's job id and how often it was requeued, "123.0"; empty on this machine
+    hosts: str = ""  # the allocation's nodes as SLURM writes them, "node[1-4]"
+    samples: int | None = None  # of the newest checkpoint when it started; None for probes
 
 
 class Order(Record):

@@ -12,10 +12,11 @@ from pathlib import Path
 from typing import Literal
 
 from tula_cli.errors import SpecError, TulaError
-from tula_cli.launch import Launcher, SchedulerState
+from tula_cli.launch import Launcher
 from tula_cli.plugins import nearest
 from tula_cli.records import Attempt, Failed, Job, Measured, OutOfMemory, ProbeTask, Recommendation, TrainTask
 from tula_cli.rundir import RunDir, probe_id
+from tula_cli.scheduler import SchedulerState
 
 JobState = Literal["queued", "running", "done", "failed", "cancelled", "lost"]
 ACTIVE: tuple[JobState, ...] = ("queued", "running")

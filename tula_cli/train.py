@@ -13,6 +13,8 @@ from tula_cli.records import Attempt, Inspection, Measured, Prediction, Rung, Su
 from tula_cli.rundir import RunDir
 from tula_cli.spec import JobSpec, train_signature
 
+CANCELLED = "the same command goes on where the newest checkpoint stands"
+
 
 @dataclass(frozen=True)
 class TrainPlan:
@@ -156,6 +158,8 @@ def report(run: RunDir, signature: str) -> Summary:
     if summary is not None:
         return summary
     task = run.newest_train_task(signature)
+    if task is not None and run.cancelled(task.job):  # its ranks may not have ended yet
+        raise JobFailed(f"training {signature} was cancelled", CANCELLED)
     attempts = run.attempts(task.id) if task else []
     if task is None or not attempts:
         raise Pending(f"training {signature} has not started", "tula status tells what it waits for")
@@ -168,7 +172,7 @@ def _failure(task: TrainTask, attempt: Attempt) -> TulaError:
     where = f" (rank {attempt.rank} on {attempt.host})" if attempt.rank is not None else ""
     message = f"training ended at attempt {task.attempt}{where}: {attempt.message}"
     if attempt.outcome == "cancelled":
-        return JobFailed(message, "the same command goes on where the newest checkpoint stands")
+        return JobFailed(message, CANCELLED)
     if attempt.outcome == "device_oom":
         return OutOfMemoryAtMinimum(
             f"out of memory at the smallest batch, {task.batch}: {attempt.message}",

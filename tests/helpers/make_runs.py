@@ -7,7 +7,6 @@ from typing import Any
 
 from make_results import Truth, measured
 
-from tula_cli.launch import SchedulerState
 from tula_cli.records import (
     Attempt,
     Failed,
@@ -22,6 +21,7 @@ from tula_cli.records import (
     TrainTask,
 )
 from tula_cli.rundir import RunDir, probe_id
+from tula_cli.scheduler import SchedulerState
 from tula_cli.spec import JobSpec, validate
 
 SPEC: dict[str, Any] = {

@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: help quickstart test test-slurm slurm-packages check format lint types contracts install clean
+.PHONY: help quickstart test test-slurm soak slurm-packages check format lint types contracts install clean
 .DEFAULT_GOAL := help
 
 help: ## show this list
@@ -29,6 +29,9 @@ test: install ## run all tests
 
 slurm-packages: ## install what the tests on a real SLURM cluster need (Debian, root)
 	$(PYTHON) tests/slurm/cluster.py install
+
+soak: install slurm-packages ## kill a training on a SLURM cluster of 16 nodes 50 times (about an hour; Debian, root)
+	$(BIN)/python tests/slurm/soak.py --nodes 16 --kills 50
 
 test-slurm: install slurm-packages ## run the tests on a real SLURM cluster of 4 nodes on this machine (Debian, root)
 	TULA_REQUIRE_SLURM=1 $(BIN)/python -m pytest tests/slurm

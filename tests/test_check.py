@@ -1,15 +1,19 @@
-"""`tula check`, `tula estimate` and `tula init`; the inspection is a stand-in."""
+"""`tula check`, `tula estimate` and `tula init`; the inspection, the scheduler and the nodes are stand-ins."""
 
-from pathlib import Path
+import time
 
+import make_runs as make
 import pytest
 
 import tula_cli.check
 import tula_cli.estimate
-from tula_cli.check import check, find_asset, init
-from tula_cli.errors import JobFailed, TulaError
+from tula_cli import scheduler, site
+from tula_cli.check import check, cluster_nodes, conclude_cluster, init, start_on_cluster, watch_cluster
+from tula_cli.errors import JobFailed, Pending, SchedulerError, SpecError
 from tula_cli.estimate import estimate
 from tula_cli.records import Footprint, Inspection
+from tula_cli.rundir import RunDir
+from tula_cli.site import NodeKind, Partition
 from tula_cli.spec import JobSpec
 
 MB = 10**6
@@ -216,6 +220,326 @@ def test_estimate_that_failed_says_why(found):
         estimate(spec())
 
 
+# --- on the cluster
+
+SLURM = {"kind": "slurm", "device": "cpu"}
+
+
+class Nodes:
+    """A check's job on SLURM: a run directory, a launcher that runs nothing, and what the nodes write."""
+
+    def __init__(self, folder, job: JobSpec) -> None:
+        self.spec, self.launcher = job, make.FakeLauncher(scheduler="slurm")
+        self.run = RunDir.create(folder, job)
+        self.now = 0.0
+        self.task = self.start()
+
+    def start(self, job: JobSpec | None = None, nodes: int = 2):
+        return start_on_cluster(self.run, job or self.spec, self.launcher, nodes=nodes)
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+
+    def watch(self, **how) -> list[str]:
+        states = watch_cluster(self.run, self.launcher, self.task, clock=lambda: self.now, sleep=self.sleep, **how)
+        return [state.state for state in states]
+
+    def conclude(self):
+        return conclude_cluster(self.run, self.task, clock=lambda: self.now, sleep=self.sleep)
+
+    def log(self, *tasks: int) -> None:
+        """Leave what SLURM writes for each of its tasks on the task's own node."""
+        job = self.run.job(self.task.job)
+        self.run.submitit_dir.mkdir(exist_ok=True)
+        for number in tasks:
+            (self.run.submitit_dir / f"{job.scheduler_id}_{number}_log.out").touch()
+
+    def report(self, first=None, second=None, *, silent: tuple[int, ...] = ()) -> None:
+        """Write the report of two nodes, with changes to each; the silent ones' own files do not appear."""
+        report = make.cluster_report(self.run, self.task, first or {}, second or {})
+        for node in report.nodes:
+            if node.node not in silent:
+                self.run.sign_in(self.task.id, node.node, node.host)
+        self.run.write_cluster_report(report)
+
+    def ends(self, **how) -> None:
+        attempt = make.attempt(self.task.id, start=time.time(), end=time.time(), **how)
+        self.run.write_attempt(attempt)
+
+
+@pytest.fixture
+def nodes(tmp_path, monkeypatch) -> Nodes:
+    monkeypatch.setattr(scheduler, "ended_how", lambda _: None)
+    monkeypatch.setattr(site, "allocated", lambda _: ("n1", "n2"))
+    monkeypatch.setattr(site, "partitions", lambda: ())
+    return Nodes(tmp_path, spec(cluster=SLURM))
+
+
+def test_nodes_as_they_should_be_are_no_problem(nodes):
+    nodes.report()
+    assert nodes.watch() == []
+    found = nodes.conclude()
+    assert (found.problems, found.warnings) == ((), ())
+    assert [node.host for node in found.report.nodes] == ["n1", "n2"]
+
+
+@pytest.mark.parametrize(
+    ("second", "words"),
+    [
+        ({"token": ""}, "n2 reads nothing where"),
+        ({"token": "other"}, "n2 reads another file where"),
+        ({"write_error": "read-only"}, "n2 cannot write into the run directory: read-only"),
+        ({"dataset": False}, "n2 cannot read dataset.root"),
+    ],
+)
+def test_a_node_that_a_job_cannot_use_is_a_problem(nodes, second, words):
+    nodes.report(second=second)
+    (problem,) = nodes.conclude().problems
+    assert problem.startswith(words)
+
+
+def test_what_a_node_wrote_has_to_be_seen_here_in_time(nodes):
+    nodes.report(silent=(1,))
+    (problem,) = nodes.conclude().problems
+    assert problem.startswith("what n2 wrote into")
+    assert nodes.now >= 30
+
+
+def test_a_file_that_appears_late_is_no_problem(nodes, monkeypatch):
+    nodes.report(silent=(1,))
+    monkeypatch.setattr(nodes, "sleep", lambda _: nodes.run.sign_in(nodes.task.id, 1, "n2"))
+    assert nodes.conclude().problems == ()
+
+
+@pytest.mark.parametrize(("device", "problems"), [("cpu", 0), ("auto", 1), ("cuda", 1)])
+def test_a_node_without_a_gpu_is_a_problem_where_gpus_are_wanted(tmp_path, nodes, device, problems):
+    wanted = Nodes(tmp_path / device, spec(cluster={**SLURM, "device": device}))
+    wanted.report(second={"gpus": (), "gpu_memory": None, "driver": ""})
+    found = wanted.conclude()
+    assert len(found.problems) == problems
+    assert all("torch sees no GPU on n2" in problem for problem in found.problems)
+
+
+def test_no_gpu_at_all_is_a_warning_where_any_device_will_do(tmp_path, nodes):
+    without = {"gpus": (), "gpu_memory": None}
+    for device, problems, warnings in (("auto", 0, 1), ("cuda", 1, 0), ("cpu", 0, 0)):
+        wanted = Nodes(tmp_path / device, spec(cluster={**SLURM, "device": device}))
+        wanted.report(without, without)
+        found = wanted.conclude()
+        assert (len(found.problems), len(found.warnings)) == (problems, warnings)
+
+
+def test_ranks_that_share_a_gpu_are_a_problem(tmp_path, nodes):
+    wanted = Nodes(tmp_path / "auto", spec(cluster={**SLURM, "device": "auto"}))
+    wanted.report(second={"ranks": 2})
+    assert wanted.conclude().problems == ("2 ranks on n2 see 1 GPU: each rank needs one of its own",)
+
+
+@pytest.mark.parametrize(
+    ("second", "words"),
+    [
+        ({"gpus": ("V100",)}, "the nodes differ in GPU: A100 on n1; V100 on n2"),
+        ({"torch": "2.7"}, "the nodes differ in torch: 2.6 on n1; 2.7 on n2"),
+        ({"driver": ""}, "the nodes differ in GPU driver: 550 on n1; none on n2"),
+        ({"clock_offset": 1.5}, "the clock of n2 is 1.5 s ahead of that of n1"),
+        ({"clock_offset": -90.0}, "the clock of n2 is 90.0 s behind that of n1"),
+    ],
+)
+def test_what_spoils_measurements_is_a_warning(nodes, second, words):
+    nodes.report(second=second)
+    found = nodes.conclude()
+    assert found.problems == ()
+    (warning,) = found.warnings
+    assert warning.startswith(words)
+
+
+def test_clocks_less_than_a_second_apart_will_do(nodes):
+    nodes.report(second={"clock_offset": 0.9})
+    assert nodes.conclude().warnings == ()
+
+
+def test_a_dataset_that_is_still_to_be_downloaded_is_a_warning(tmp_path, nodes):
+    wanted = Nodes(tmp_path / "x", spec(cluster=SLURM, dataset={"name": "CIFAR10", "root": "none", "download": True}))
+    wanted.report({"dataset": False}, {"dataset": False})
+    found = wanted.conclude()
+    assert found.problems == ()
+    assert "is not there yet" in found.warnings[0]
+
+
+# --- its job
+
+
+def test_the_same_check_is_taken_up_until_its_end_was_told(nodes):
+    assert nodes.start().id == nodes.task.id == "check-n002-1"
+    nodes.report()
+    assert nodes.start().id == "check-n002-1", "ended, but nobody has seen it"
+    nodes.conclude()
+    assert nodes.start().id == "check-n002-2"
+    assert nodes.launcher.submitted == ["check-n002-1", "check-n002-2"]
+
+
+def test_checks_are_numbered_on_beyond_nine(nodes):
+    for number in range(2, 13):
+        nodes.run.mark_told(f"check-n002-{number - 1}")
+        assert nodes.start().id == f"check-n002-{number}"
+
+
+def test_a_check_with_other_settings_takes_the_place_of_one_that_waits(nodes):
+    nodes.start(nodes=4)
+    changed = nodes.start(spec(cluster={**SLURM, "slurm": {"partition": "gpu"}}))
+    assert changed.id == "check-n002-3"
+    assert nodes.launcher.cancelled == ["check-n002-1"], "not the one on other nodes"
+
+
+def test_a_check_that_was_refused_is_submitted_again(nodes, monkeypatch):
+    nodes.run.mark_told(nodes.task.id)
+    submit = nodes.launcher.submit
+
+    def refuse(*_):
+        raise SchedulerError("no")
+
+    monkeypatch.setattr(nodes.launcher, "submit", refuse)
+    with pytest.raises(SchedulerError):
+        nodes.start()
+    monkeypatch.setattr(nodes.launcher, "submit", submit)
+    assert nodes.start().id == "check-n002-2"
+
+
+def test_states_are_told_until_the_report_is_there(nodes):
+    nodes.launcher.says[nodes.task.job] = "pending"
+    states = watch_cluster(nodes.run, nodes.launcher, nodes.task, sleep=nodes.sleep)
+    assert next(states).state == "pending"
+    nodes.report()
+    assert list(states) == []
+
+
+def test_waiting_ends_with_the_time_and_says_why_it_waits(nodes):
+    nodes.launcher.says[nodes.task.job], nodes.launcher.reason = "pending", "Priority"
+    with pytest.raises(Pending, match=r"check-n002-1 is not over after 20 s: pending \(Priority\)"):
+        nodes.watch(timeout=20)
+    assert nodes.now == pytest.approx(20)
+    assert nodes.start().id == nodes.task.id
+
+
+def test_a_job_that_will_never_start_is_cancelled(nodes):
+    nodes.launcher.says[nodes.task.job], nodes.launcher.reason = "pending", "PartitionDown: will not start"
+    with pytest.raises(SchedulerError, match="PartitionDown"):
+        nodes.watch()
+    assert nodes.launcher.cancelled == ["check-n002-1"]
+    assert nodes.start().id == "check-n002-2"
+
+
+def test_a_hopeless_moment_does_not_count(nodes, monkeypatch):
+    nodes.launcher.says[nodes.task.job], nodes.launcher.reason = "pending", "PartitionDown"
+    monkeypatch.setattr(nodes, "sleep", lambda _: (setattr(nodes.launcher, "reason", ""), nodes.report()))
+    assert nodes.watch() == ["pending"]
+
+
+def test_nodes_that_leave_nothing_do_not_see_the_folder(nodes):
+    nodes.launcher.says[nodes.task.job] = "ended"
+    assert nodes.watch() == ["ended"]
+    with pytest.raises(JobFailed, match="nothing came from n1, n2") as caught:
+        nodes.conclude()
+    assert nodes.now >= 30, "what they wrote may be late"
+    assert str(nodes.run.path) in caught.value.message
+    assert "--run-dir" in caught.value.hint
+
+
+def test_the_node_that_leaves_nothing_is_named_and_the_job_ended(nodes):
+    nodes.log(0)
+    with pytest.raises(JobFailed, match="n1 wrote into it, n2 did not") as caught:
+        nodes.watch()
+    assert 30 < nodes.now < 60
+    assert "exclude=n2" in caught.value.hint
+    assert nodes.launcher.cancelled == ["check-n002-1"]
+
+
+def test_nodes_are_told_by_number_where_nobody_knows_their_names(nodes, monkeypatch):
+    monkeypatch.setattr(site, "allocated", lambda _: ())
+    nodes.log(0)
+    with pytest.raises(JobFailed, match="node 1 of the job wrote into it, node 2 of the job did not") as caught:
+        nodes.watch()
+    assert "exclude" not in caught.value.hint
+
+
+@pytest.mark.parametrize(("launcher", "logs"), [("srun", (0, 2)), ("torchrun", (0, 1))])
+def test_a_node_has_as_many_tasks_as_its_launcher_starts(tmp_path, nodes, launcher, logs):
+    two = Nodes(tmp_path / launcher, spec(cluster={**SLURM, "gpus_per_node": 2, "slurm": {"launcher": launcher}}))
+    two.log(*logs)
+    two.ends(outcome="user", message="no interface")
+    with pytest.raises(JobFailed, match="no interface"):
+        two.conclude()
+    assert two.now == 0, "both nodes were heard of"
+
+
+def test_a_failure_is_told_with_its_cause(nodes):
+    nodes.log(0, 1)
+    nodes.ends(outcome="user", message="no network interface 'ib7'", rank=1)
+    assert nodes.watch() == []
+    with pytest.raises(JobFailed, match=r"check-n002-1 failed \(rank 1 on n1\): no network interface 'ib7'"):
+        nodes.conclude()
+
+
+def test_a_port_that_was_taken_is_tried_again(nodes):
+    nodes.ends(outcome="port")
+    nodes.launcher.says[nodes.task.job] = "ended"
+    assert nodes.watch() == ["ended"], "not over until the scheduler says so"
+
+
+def test_a_job_that_ends_before_its_ranks_is_told_by_its_log(nodes):
+    nodes.log(0, 1)
+    job = nodes.run.job(nodes.task.job)
+    (nodes.run.submitit_dir / f"{job.scheduler_id}_0_log.err").write_text("module: command not found\n")
+    with pytest.raises(JobFailed, match="module: command not found"):
+        nodes.conclude()
+
+
+@pytest.mark.parametrize(("how", "words"), [("cancelled", "cancelled"), ("node_failure", "node failure")])
+def test_a_job_that_was_ended_is_no_story_of_folders(nodes, monkeypatch, how, words):
+    monkeypatch.setattr(scheduler, "ended_how", lambda _: how)
+    with pytest.raises(JobFailed, match=f"ended before it could look: {words}"):
+        nodes.conclude()
+
+
+def test_tula_cancel_ends_the_waiting(nodes):
+    nodes.run.cancel(nodes.task.job)
+    assert nodes.watch() == []
+    with pytest.raises(JobFailed, match="was cancelled"):
+        nodes.conclude()
+
+
+# --- on how many nodes
+
+
+def offer(monkeypatch, **sizes: int) -> None:
+    found = [Partition(n, n == "main", True, 60, None, (NodeKind(size, 4, 0, ()),)) for n, size in sizes.items()]
+    monkeypatch.setattr(site, "partitions", lambda: tuple(found))
+
+
+@pytest.mark.parametrize(("searched", "nodes"), [([1, 2], 2), ([4, 8], 4), ([1], 2), ([8, 3], 3)])
+def test_the_fewest_nodes_of_the_search_are_looked_at(monkeypatch, searched, nodes):
+    offer(monkeypatch, main=16)
+    assert cluster_nodes(spec(cluster=SLURM, search={"nodes": searched}), None) == nodes
+
+
+def test_a_small_partition_bounds_the_nodes(monkeypatch):
+    offer(monkeypatch, main=2, tiny=1)
+    job = spec(cluster=SLURM, search={"nodes": [4, 8]})
+    assert cluster_nodes(job, None) == 2
+    with pytest.raises(SpecError, match="--nodes 3: a job can have 2 nodes here"):
+        cluster_nodes(job, 3)
+    tiny = spec(cluster={**SLURM, "slurm": {"partition": "tiny"}})
+    assert cluster_nodes(tiny, None) == 1
+
+
+def test_nodes_are_taken_as_wanted_where_nobody_knows_the_partition(monkeypatch):
+    offer(monkeypatch)
+    assert cluster_nodes(spec(cluster=SLURM), 64) == 64
+    assert cluster_nodes(spec(search={"nodes": [1]}), None) == 1
+    offer(monkeypatch, main=2)
+    assert cluster_nodes(spec(cluster={**SLURM, "slurm": {"partition": "other"}}), 64) == 64
+
+
 # --- init
 
 
@@ -237,23 +561,3 @@ def test_slurm_template_mentions_the_usual_options():
     text = init("slurm")
     for key in ("partition", "account", "qos", "constraint", "minutes", "cpus_per_task", "memory", "setup", "extra"):
         assert f"{key}:" in text
-
-
-def test_asset_inside_the_package_comes_first(tmp_path, monkeypatch):
-    package = tmp_path / "tula_cli"
-    for folder in (tmp_path, package):
-        (folder / "configs").mkdir(parents=True)
-        (folder / "configs" / "a.yaml").write_text("a: 1\n", encoding="utf-8")
-    monkeypatch.setattr(tula_cli.check, "_PACKAGE", package)
-    assert find_asset("configs/a.yaml") == package / "configs" / "a.yaml"
-    (package / "configs" / "a.yaml").unlink()
-    assert find_asset("configs/a.yaml") == tmp_path / "configs" / "a.yaml"
-
-
-def test_missing_asset_is_an_error():
-    with pytest.raises(TulaError, match="lacks templates/none"):
-        find_asset("templates/none")
-
-
-def test_assets_of_this_checkout_are_found():
-    assert find_asset("configs/quickstart.yaml").is_relative_to(Path(tula_cli.check.__file__).parent.parent)

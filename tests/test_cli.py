@@ -16,9 +16,9 @@ from make_results import Truth, footprint, measured
 from typer.testing import CliRunner
 
 import tula_cli
-from tula_cli import check, cli, estimate, launch, show, status
+from tula_cli import check, cli, estimate, launch, show, site, status
 from tula_cli.errors import Infeasible, JobFailed, SchedulerError, SpecError, TulaError
-from tula_cli.records import Inspection, ProbeTask
+from tula_cli.records import CheckTask, Inspection, ProbeTask
 from tula_cli.rundir import RunDir
 
 ROOT = Path(__file__).parent.parent
@@ -45,6 +45,8 @@ def here(tmp_path, monkeypatch):
     monkeypatch.setattr("sys.stdin", io.StringIO())
     monkeypatch.setitem(status.GRACE, "local", 0.05)
     monkeypatch.setitem(status.POLL, "local", (0.01, 0.01))
+    monkeypatch.setattr(check, "LOOKS", (0.01, 0.01))
+    monkeypatch.setattr(site, "ask", lambda: None)
     (tmp_path / "job.yaml").write_text(yaml.safe_dump(make.SPEC))
     return tmp_path
 
@@ -64,13 +66,15 @@ class Here(make.FakeLauncher):
 
     def submit(self, run, task):
         job = super().submit(run, task).model_copy(update={"submitted_at": time.time()})
-        self.states[task.job] = "ended"
+        self.says[task.job] = "ended"
         if self.fails == "hangs":
-            self.states[task.job] = "running"
+            self.says[task.job] = "running"
         elif self.fails == "vanishes":
             pass
         elif isinstance(task, ProbeTask):
             self._probe(run, task)
+        elif isinstance(task, CheckTask):
+            self._look(run, task)
         else:
             self._train(run, task)
         return job
@@ -83,6 +87,16 @@ class Here(make.FakeLauncher):
                 make.add_failed(run, task.nodes, local, "KeyError: 'x'")
             else:
                 run.write_result(measured(Truth(), task.nodes, local, measured_at=time.time()))
+
+    def _look(self, run, task):
+        if self.fails == "user":
+            now = time.time()
+            run.write_attempt(make.attempt(task.id, start=now, end=now, outcome="user", message="no interface ib7"))
+            return
+        for rank in range(task.nodes):
+            run.sign_in(task.id, rank, f"n{rank + 1}")
+        other = {"token": "another"} if self.fails == "folder" else {"torch": "2.7"}
+        run.write_cluster_report(make.cluster_report(run, task, {}, other))
 
     def _train(self, run, task):
         if self.fails:
@@ -157,6 +171,54 @@ def test_a_changed_price_keeps_the_probes(cluster):
     assert "was measured otherwise" in other.err
 
 
+@pytest.fixture
+def own_code(here):
+    """A job whose model is the user's own."""
+    (here / "job.yaml").write_text(yaml.safe_dump({**make.SPEC, "model": {"name": "mine:Net"}}))
+    (here / "mine.py").write_text("x = 1")
+    return here / "mine.py"
+
+
+def test_code_that_stays_as_it_is_keeps_the_run(cluster, own_code):
+    assert tula("profile", "job.yaml").code == 0
+    run = newest()
+    for command in (["recommend"], ["recommend", "job.yaml"], ["train"], ["train", "job.yaml"], ["status"]):
+        answer = tula(*command)
+        assert (answer.code, newest().path) == (0, run.path), command
+        assert "changed" not in answer.err
+    assert len(list(Path("tula-runs").glob("toy-*"))) == 1
+
+
+def test_edited_code_is_a_run_of_its_own(cluster, own_code):
+    tula("profile", "job.yaml")
+    first = newest()
+    own_code.write_text("x = 2")
+    answer = tula("recommend", "job.yaml")
+    assert answer.code == 4
+    assert f"the code behind mine:Net has changed since run {first.id}: a new run directory" in answer.err
+    assert tula("profile", "job.yaml").code == 0
+    assert newest().path != first.path
+    assert "changed" not in tula("recommend", "job.yaml").err
+    own_code.write_text("x = 1")
+    assert tula("recommend", "job.yaml").code == 0
+    assert newest().path == first.path
+
+
+def test_a_run_that_is_named_is_used_whatever_became_of_the_code(cluster, own_code):
+    tula("profile", "job.yaml")
+    tula("recommend")
+    run = newest()
+    own_code.write_text("x = 2")
+    for command in ("recommend", "status", "logs", "profile"):
+        assert tula(command, "--run", run.path).code == 0, command
+    trained = tula("train", "--run", run.path)
+    assert trained.code == 0
+    assert (
+        f"the code behind mine:Net has changed since {run.id} was measured: what is there now is trained" in trained.err
+    )
+    assert newest().path == run.path
+
+
 def test_train_again_starts_nothing(cluster):
     first = tula("train", "job.yaml", "--nodes", 1, "--batch", 64)
     again = tula("train", "job.yaml", "--nodes", 1, "--batch", 64)
@@ -187,6 +249,16 @@ def test_a_run_is_found_by_flag_variable_and_name(cluster, monkeypatch):
     assert "from TULA_RUN" in named.err
 
 
+def test_the_status_of_a_run_with_a_damaged_result_warns(cluster):
+    assert tula("profile", "job.yaml").code == 0
+    damaged = sorted(Path("tula-runs").glob("*/results/*.json"))[0]
+    damaged.write_text("{")
+    shown = tula("status", "--json")
+    assert shown.code == 0
+    assert shown.json["data"]["measured"] > 0
+    assert [damaged.name in warning for warning in shown.json["warnings"]] == [True]
+
+
 # --- nothing is touched by a dry run
 
 
@@ -201,7 +273,8 @@ def test_a_dry_run_of_profile_touches_nothing(cluster, here):
 def test_a_dry_run_of_train_submits_nothing(cluster):
     shown = tula("train", "job.yaml", "--nodes", 1, "--batch", 64, "--dry-run", "--json")
     assert shown.code == 0
-    assert shown.json["data"]["task"]["nodes"] == 1
+    assert shown.json["data"]["plan"]["task"]["nodes"] == 1
+    assert shown.json["data"]["scripts"] == [f"#!/bin/bash\n# {shown.json['data']['plan']['task']['job']}"]
     assert cluster.launcher.submitted == []
 
 
@@ -528,6 +601,18 @@ def test_init_writes_a_spec_that_can_be_checked_but_not_over_another(cluster, ki
     assert Path("new.yaml").read_text() != "mine"
 
 
+def test_init_asks_the_scheduler_where_there_is_one(monkeypatch):
+    assert "no scheduler answers here" in tula("init", "slurm", "-o", "alone.yaml").err
+    told = "main*|up|1:00:00|1-infinite|4|idle|16|64000|(null)\nfast|up|1:00:00|1-infinite|2|idle|16|64000|gpu:a100:4\n"
+    monkeypatch.setattr(site, "ask", lambda: site.Site(site.parse_partitions(told), ()))
+    answer = tula("init", "slurm", "-o", "new.yaml")
+    assert "filled in from the scheduler: partition main: 4 nodes (no GPUs, 16 CPUs), at most 60 min" in answer.err
+    assert "fast has GPUs" in answer.err
+    assert yaml.safe_load(Path("new.yaml").read_text())["cluster"]["slurm"]["partition"] == "main"
+    assert tula("check", "new.yaml", "--offline").code == 0
+    assert "filled" not in tula("init", "local", "-o", "local.yaml").err
+
+
 # --- check, estimate
 
 
@@ -573,6 +658,61 @@ def test_estimate(cluster):
     refused = tula("estimate", "job.yaml", "--capacity", "much")
     assert refused.code == 2
     assert "--capacity: 'much' is not a size" in refused.err
+
+
+def test_check_on_cluster_shows_the_nodes_and_the_network(cluster):
+    answer = tula("check", "job.yaml", "--on-cluster")
+    assert answer.code == 0
+    for words in ("n1", "n2", "1 x A100", "10.0.0.1", "ib0", "1.60 Gbit/s each way, as measured with nccl"):
+        assert words in answer.out
+    assert "warning: the nodes differ in torch: 2.6 on n1; 2.7 on n2" in answer.err
+    again = tula("check", "job.yaml", "--on-cluster", "--json").json
+    assert again["data"]["report"]["id"] == "check-n002-2"
+    assert again["data"]["report"]["transfers"][1]["speed"] == 1.6e9
+    assert again["warnings"]
+
+
+@pytest.mark.parametrize(
+    ("fails", "code", "words"),
+    [("folder", 6, "n2 reads another file"), ("user", 6, "no interface ib7"), ("vanishes", 6, "left no word")],
+)
+def test_check_on_cluster_fails_as_its_job_does(cluster, monkeypatch, fails, code, words):
+    monkeypatch.setitem(check.LAG, "local", 0.05)
+    cluster.launcher = Here(fails)
+    answer = tula("check", "job.yaml", "--on-cluster")
+    assert (answer.code, words in answer.err) == (code, True), answer.err
+
+
+def test_check_on_cluster_is_pending_when_its_time_is_over_and_attaches_again(cluster):
+    cluster.launcher = Here("hangs")
+    for _ in range(2):
+        answer = tula("check", "job.yaml", "--on-cluster", "--timeout", "0.05")
+        assert answer.code == 75
+        assert "attaches" in answer.err
+    assert cluster.launcher.submitted == ["check-n002-1"]
+    assert answer.err.count("check-n002-1 on 2 nodes: running") == 1
+
+
+def test_check_on_cluster_goes_on_when_interrupted(cluster, monkeypatch):
+    cluster.launcher = Here("hangs")
+
+    def interrupt(*_, **__):
+        raise KeyboardInterrupt
+        yield
+
+    monkeypatch.setattr(check, "watch_cluster", interrupt)
+    answer = tula("check", "job.yaml", "--on-cluster")
+    assert answer.code == 130
+    assert "check-n002-1 goes on" in answer.err
+    assert cluster.launcher.cancelled == []
+
+
+@pytest.mark.parametrize(
+    "options", [["--nodes", "2"], ["--timeout", "1"], ["--on-cluster", "--offline"], ["--on-cluster", "--show-origin"]]
+)
+def test_options_that_would_do_nothing_are_refused(cluster, options):
+    assert tula("check", "job.yaml", *options).code == 2
+    assert cluster.launcher.submitted == []
 
 
 # --- the boundary
@@ -669,7 +809,7 @@ def test_ctrl_c_as_a_process(here):
     path.write_text("one\n")
     (here / "sitecustomize.py").write_text(
         "from tula_cli import launch\nfrom tula_cli.scheduler import SchedulerState\n"
-        "launch.LocalLauncher.state = lambda self, run, job: SchedulerState('running')\n"
+        "launch.LocalLauncher.states = lambda self, run, jobs: {job.id: SchedulerState('running') for job in jobs}\n"
     )
     variables = {"PYTHONPATH": os.pathsep.join([str(here), str(ROOT)]), "PYTHONUNBUFFERED": "1"}
     started = process("logs", "--follow", cwd=here, **variables)

@@ -34,6 +34,7 @@ def test_wheels_hold_templates_and_configs_and_no_tests(wheels: list[Path]) -> N
     for wheel in wheels:
         names = set(zipfile.ZipFile(wheel).namelist())
         assert {"tula_cli/templates/job.yaml", "tula_cli/configs/quickstart.yaml", "tula_cli/py.typed"} <= names
+        assert {"tula_cli/templates/slurm-setup.sh", "tula_cli/templates/slurm-wrapper.sh"} <= names
         assert not [name for name in names if name.startswith("tests/")]
 
 

@@ -92,7 +92,7 @@ def test_a_second_call_attaches_to_what_is_under_way(run: RunDir) -> None:
     launcher = FakeLauncher()
     plan = profile.plan(run.spec(), inspection(), run)
     profile.start(run, plan, launcher)
-    launcher.states["probe-n001"] = "ended"
+    launcher.says["probe-n001"] = "ended"
     assert profile.start(run, plan, launcher) == ("probe-n001", "probe-n002")
     assert launcher.submitted == ["probe-n001", "probe-n002", "probe-n001"]
 
@@ -133,3 +133,22 @@ def test_nothing_measured_is_an_error_of_its_class(run: RunDir, result: str, err
         make_runs.add_out_of_memory(run, 1, 32)
     with pytest.raises(error):
         profile.report(run, plan)
+
+
+def test_packed_probes_are_one_job_on_the_most_nodes(tmp_path: Path) -> None:
+    search = {"nodes": [1, 2, 4], "min_batch": 32, "max_minutes": 30, "packing": "single"}
+    run = RunDir.create(tmp_path, make_runs.spec(search=search, cluster={"kind": "slurm"}))
+    plan = profile.plan(run.spec(), inspection(), run)
+    assert [task.nodes for task in plan.tasks] == [4, 2, 1]
+    assert plan.tasks[0].then == ("probe-n002", "probe-n001")
+    assert plan.node_hours_at_most == pytest.approx(3 * 4 * 0.5), "four nodes are held for as long as all three take"
+    launcher = FakeLauncher()
+    assert profile.start(run, plan, launcher) == (profile.PACKED,)
+    assert launcher.submitted == [profile.PACKED]
+    assert {task.id for task in run.tasks()} == {"probe-n001", "probe-n002", "probe-n004"}
+
+
+def test_packing_on_this_machine_holds_no_idle_nodes(tmp_path: Path) -> None:
+    search = {"nodes": [1, 2], "min_batch": 32, "max_minutes": 30, "packing": "single"}
+    plan = profile.plan(make_runs.spec(search=search), inspection(), None)
+    assert plan.node_hours_at_most == pytest.approx((1 + 2) * 0.5)

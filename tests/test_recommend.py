@@ -8,7 +8,7 @@ from make_results import MIB, Truth, measured, out_of_memory, probe_all, spec
 
 from tula_cli.errors import BadMeasurements, Infeasible, Pending
 from tula_cli.recommend import recommend
-from tula_cli.records import Failed, Measured, OutOfMemory, Recommendation
+from tula_cli.records import Failed, Measured, OutOfMemory, ProbeTask, Recommendation
 from tula_cli.rundir import RunDir
 from tula_cli.spec import JobSpec, load_spec
 
@@ -55,15 +55,22 @@ def test_the_answer_is_stored(run: RunDir) -> None:
 def test_the_command_names_run_nodes_and_batch(tmp_path: Path) -> None:
     run = run_with(tmp_path / "my runs", probe_all(Truth(), SWEEP))
     choice = ask(run).choice
-    expected = f"tula train --run '{run.path}' --nodes {choice.nodes} --batch {choice.batch}\n"
-    assert (run.path / "cmd.txt").read_text() == expected
+    expected = f"tula train --run '{run.path}' --nodes {choice.nodes} --batch {choice.batch}"
+    assert (run.path / "cmd.txt").read_text() == f"{expected}\n"
+    run.write_task(
+        ProbeTask(id="p", job="p", spec=JOB, workdir="/home/me/my project", nodes=1, local_batches=(1,), code="1234")
+    )
+    ask(run)
+    assert (run.path / "cmd.txt").read_text() == f"cd '/home/me/my project' && {expected}\n"
 
 
 def test_the_recommended_spec_names_the_same_run(run: RunDir) -> None:
     choice = ask(run).choice
     path = run.path / "recommended.yaml"
     assert load_spec(path, environ={}, site_files=()) == run.spec()
-    assert f"# Train it: tula train recommended.yaml --nodes {choice.nodes} --batch {choice.batch}" in path.read_text()
+    assert (
+        f"# Train it: tula train --run {run.path} --nodes {choice.nodes} --batch {choice.batch}\n" in path.read_text()
+    )
 
 
 def test_the_table_has_every_candidate_and_every_result(run: RunDir) -> None:

@@ -1,5 +1,6 @@
 import errno
 import os
+import socket
 import subprocess
 import tempfile
 from pathlib import Path
@@ -66,6 +67,46 @@ def test_a_root_that_is_a_file(tmp_path):
     (tmp_path / "taken").write_text("")
     with pytest.raises(TulaError, match="cannot write"):
         RunDir.create(tmp_path / "taken", make.spec())
+
+
+# --- the lock
+
+
+def test_only_one_process_submits(run):
+    assert run.lock() == ""
+    assert run.lock() == f"{socket.gethostname()}:{os.getpid()}"
+    run.unlock()
+    assert run.lock() == ""
+
+
+def test_the_lock_of_a_process_that_has_ended_is_taken_over(run):
+    ended = subprocess.Popen(["true"])
+    ended.wait()
+    (run.path / "lock").mkdir()
+    (run.path / "lock/owner").write_text(f"{socket.gethostname()}:{ended.pid}\n")
+    assert run.lock() != "", "the next look takes it"
+    assert run.lock() == ""
+
+
+def test_a_lock_whose_owner_had_no_time_to_write_its_name_is_respected_until_it_is_old(run):
+    (run.path / "lock").mkdir()
+    assert [run.lock(), run.lock()] == ["another process"] * 2
+    os.utime(run.path / "lock", (0, 0))
+    run.lock()
+    assert run.lock() == ""
+
+
+def test_a_lock_that_was_taken_over_is_not_given_back_by_its_first_owner(run):
+    assert run.lock() == ""
+    (run.path / "lock/owner").write_text("elsewhere:1\n")
+    run.unlock()
+    assert run.lock() == "elsewhere:1"
+
+
+def test_a_lock_in_a_folder_that_is_a_file_is_an_error_of_its_own(tmp_path):
+    (tmp_path / "taken").write_text("")
+    with pytest.raises(TulaError, match="cannot write"):
+        RunDir(tmp_path / "taken").lock()
 
 
 # --- which run

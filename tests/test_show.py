@@ -3,12 +3,15 @@ import io
 import json
 import math
 import re
+import types
+from pathlib import Path
 
 import make_runs as make
 import pytest
 from make_results import Truth, measured, out_of_memory
 
 from tula_cli import profile, show, status
+from tula_cli.code import Source
 from tula_cli.errors import JobFailed, Pending, Problem, SpecError
 from tula_cli.rundir import RunDir
 from tula_cli.show import Screen
@@ -285,6 +288,50 @@ def test_the_status_of_a_run_shows_jobs_training_and_what_failed(run):
     assert "recommended: 2 nodes, batch 128 (local 64)" in text
 
 
+def test_the_status_tells_the_story_of_attempts(run):
+    name = make.add_training(run)
+    task = run.task(f"{name}-1")
+    cause = "time limit of job 7 reached"
+    run.write_task(task.model_copy(update={"id": f"{name}-2", "attempt": 2, "cause": cause}))
+    fields = {"outcome": "time_limit", "message": cause, "samples": 0, "allocation": "7.0", "hosts": "n[1-2]"}
+    run.write_attempt(make.attempt(f"{name}-1", end=START + 30, **fields))
+    run.write_attempt(make.attempt(f"{name}-2", start=START + 35, samples=640, allocation="8.0", hosts="n[3-4]"))
+    text = printed(show.status(snapshot(run, {name: "running"})))
+    assert re.search(rf"{name}-1 +1 +2023-11-14 [\d:]+ +30\.0 +7\.0 +n\[1-2\] +128 +0 +time_limit", text)
+    assert re.search(rf"{name}-2 +1 +2023-11-14 [\d:]+ +25\.0 +8\.0 +n\[3-4\] +128 +640 +running", text)
+    assert f"{name}-2 follows: {cause}\n" in text
+    assert re.search(rf"{name}-2 .* 640 +lost", printed(show.status(snapshot(run))))
+
+
+def test_attempts_on_this_machine_have_no_allocation(run):
+    name = make.add_probes(run, 2, (16,))
+    run.write_attempt(make.attempt(name, end=START + 20))
+    text = printed(show.status(snapshot(run)))
+    assert "allocation" not in text
+    assert re.search(rf"{name} +1 +2023-11-14 [\d:]+ +20\.0 +n1 +- +- +done", text)
+
+
+def test_a_queued_job_shows_its_reason_and_expected_start(run):
+    name = make.add_probes(run, 2, (16,))
+    launcher = make.FakeLauncher({name: "pending"}, reason="Resources", starts_at=START + 600)
+    now = status.snapshot(run, launcher, now=START)
+    expected = f"{name} queued: Resources, expected to start {show.moment(START + 600)}"
+    assert expected in printed(show.status(now))
+    shown = screen()
+    with shown.live() as live:
+        live.update(now)
+    assert f"expected to start {show.moment(START + 600)}" in shown.err.getvalue()
+
+
+def test_a_training_plan_tells_of_its_chain(run):
+    make.add_training(run)
+    plan = types.SimpleNamespace(task=run.tasks()[0], prediction=None, source="as given", resumes=None)
+    text = printed(show.train_plan(plan, links=3, scripts=["#!/bin/bash"]))
+    assert "a chain of 3 jobs" in text
+    assert text.rstrip().endswith("#!/bin/bash")
+    assert "chain" not in printed(show.train_plan(plan))
+
+
 def test_a_running_probe_names_both_batches(run):
     name = make.add_probes(run, 2, (16, 32))
     text = printed([show.jobs(snapshot(run, {name: "running"}).jobs)])
@@ -406,7 +453,7 @@ def test_a_plan_tells_what_it_may_cost_at_most(run):
     make.add_probes(run, 2, (16, 32))
     plan = profile.ProfilePlan(
         tasks=tuple(run.tasks()), total=6, done=4, minutes_at_most=20, node_hours_at_most=0.667, price_at_most=1.5,
-        currency="EUR",
+        currency="EUR", code=Source(Path("/"), ""),
     )  # fmt: skip
     text = printed(show.profile_plan(plan, scripts=["torchrun it"]))
     assert re.search(r"probe-n002 +2 +2 +32 64 +16 32", text)

@@ -1,5 +1,6 @@
 """The job spec: what is read, what is refused, and how."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -231,6 +232,133 @@ def test_sizes(text, size):
     assert parse_size(text) == size
 
 
+# --- SLURM
+
+ON_SLURM = MINIMAL + "cluster: {kind: slurm, gpus_per_node: 4, slurm: {%s}}\n"
+
+
+def slurm(write, text: str):
+    return load(write(ON_SLURM % text)).cluster.slurm
+
+
+@pytest.mark.parametrize(
+    ("text", "minutes"),
+    [
+        ("90", 90),
+        ("'90'", 90),
+        ("10:30", 11),
+        ("0:01", 1),
+        ("2:00:00", 120),
+        ("1:59:01", 120),
+        ("1-12", 2160),
+        ("1-12:30", 2190),
+        ("1-00:00:30", 1441),
+    ],
+)
+def test_time_limits_are_read_as_slurm_reads_them(write, text, minutes):
+    assert slurm(write, f"minutes: {text}").minutes == minutes
+
+
+def test_numbers_are_names_too(write):
+    found = slurm(write, "account: 4711, memory: 64000, qos: '', gpu_type: 4090")
+    assert (found.account, found.memory, found.qos, found.gpu_type) == ("4711", "64000", "", "4090")
+
+
+def test_options_keep_their_kind(write):
+    found = slurm(write, "extra: {nice: 3, hold: true, comment: a b, mail-type: [END, 1], requeue-not: null}")
+    assert found.extra == {"nice": 3, "hold": True, "comment": "a b", "mail-type": ["END", "1"], "requeue-not": None}
+
+
+@pytest.mark.parametrize(
+    ("text", "path", "words"),
+    [
+        ("minutes: 2h", "minutes", "HH:MM:SS"),
+        ("minutes: 0", "minutes", "greater than or equal to 1"),
+        ("minutes: UNLIMITED", "minutes", "'UNLIMITED' is not a time limit"),
+        ("memory: 64 GiB", "memory", "write it like 64G"),
+        ("launcher: mpirun", "launcher", "none of"),
+        ("gpus: gpus_per_nod", "gpus", "did you mean gpus_per_node"),
+        ("gpu_type: 'gpu:a100'", "gpu_type", "one type of GPU"),
+        ("gpu_type: a100, gpus: none", "gpu_type", "nothing to gpus: none"),
+        ("launcher: torchrun, gpus: gpus_per_task", "gpus", "launcher: torchrun"),
+        ('partition: "a\\nb"', "partition", "one line"),
+        ("extra: {time: 3}", "extra.time", "cluster.slurm.minutes"),
+        ("extra: {job_name: x}", "extra.job_name", "a setting of its own: name"),
+        ("extra: {nodes: 3}", "extra.nodes", "search.nodes"),
+        ("extra: {output: log}", "extra.output", "leave it out"),
+        ("extra: {requeue: true}", "extra.requeue", "leave it out"),
+        ("extra: {dependency: 'afterok:1'}", "extra.dependency", "leave it out"),
+        ("extra: {--mail-type: END}", "extra.--mail-type", "long name"),
+        ("extra: {comment: [{a: 1}]}", "extra.comment", "a text, a number"),
+        ("extra: {gpus-per-task: 1}", "extra.gpus-per-task", "second time"),
+        ("extra: {gres: 'gpu:4'}", "extra.gres", "second time"),
+        ("extra: {mem-per-cpu: 4G}, memory: 8G", "extra.mem-per-cpu", "exclude each other"),
+        ("extra: {cpus_per_gpu: 4}, cpus_per_task: 8", "extra.cpus-per-gpu", "exclude each other"),
+        ("extra: {mail-type: END, mail_type: FAIL}", "extra.mail-type", "twice"),
+        ("srun_extra: {cpus-per-task: 3}", "srun_extra.cpus-per-task", "cluster.slurm.cpus_per_task"),
+        ("srun_extra: {kill-on-bad-exit: 0}", "srun_extra.kill-on-bad-exit", "tells srun"),
+        ("environment: {A-B: 1}", "environment.A-B", "not the name of an environment variable"),
+        ("environment: {RANK: 1}", "environment.RANK", "set by tula"),
+        ("environment: {DEBUG: true}", "environment.DEBUG", "quoted"),
+        ('python: "apptainer exec \'image python"', "python", "is no command"),
+        ("python: ' '", "python", "empty"),
+        ("wrapper: numactl -l", "wrapper", "list"),
+        ("wrapper: [numactl, '']", "wrapper[1]", "empty word"),
+    ],
+)
+def test_what_slurm_cannot_be_asked_for_is_named_with_a_way_out(write, text, path, words):
+    found = problems(write(ON_SLURM % text))
+    assert words in found[f"cluster.slurm.{path}"]
+
+
+def test_gpus_in_a_form_of_ones_own_need_tula_to_ask_for_none(write):
+    assert slurm(write, "gpus: none, extra: {gpus-per-socket: 2}").extra == {"gpus-per-socket": 2}
+    assert slurm(write, "extra: {gres: 'nvme:1', gpus: 0}").extra["gres"] == "nvme:1"
+
+
+def test_all_that_slurm_cannot_be_asked_for_is_told_at_once(write):
+    text = "minutes: soon, extra: {time: 3, nodes: 2, nice: 1}, environment: {RANK: 1}"
+    assert set(problems(write(ON_SLURM % text))) == {
+        f"cluster.slurm.{path}" for path in ("minutes", "extra.time", "extra.nodes", "environment.RANK")
+    }
+    text = "gpus: gpus_per_task, launcher: torchrun, memory: 1G, extra: {gpus: 4, mem-per-cpu: 1G}"
+    assert set(problems(write(ON_SLURM % text))) == {
+        f"cluster.slurm.{path}" for path in ("gpus", "extra.gpus", "extra.mem-per-cpu")
+    }
+
+
+def test_settings_of_slurm_survive_a_round_trip(write):
+    text = (
+        "launcher: torchrun, minutes: 1-00, gpus: gres, gpu_type: a100, exclusive: false, setup_snippet: false,"
+        " wrapper_snippet: w.sh, extra: {nice: 3, hold: true, mail-type: [END]}, srun_extra: {label: true},"
+        " environment: {A: 'on', B: 1e-3, C: null, D: ''}, python: p -u, wrapper: [numactl, -l]"
+    )
+    found = load(write(ON_SLURM % text))
+    assert load(write(dump_yaml(found))) == found
+    assert found.cluster.slurm.environment == {"A": "on", "B": "0.001", "C": None, "D": ""}
+
+
+def test_settings_of_a_site_can_be_taken_back_by_a_job(write):
+    site = write("cluster: {slurm: {qos: normal, extra: {nice: 5}, environment: {A: 1}}}\n", "site.yaml")
+    found = load(write(ON_SLURM % "qos: null, extra: {nice: false}, environment: {A: null}"), site_files=[site])
+    assert (found.cluster.slurm.qos, found.cluster.slurm.extra) == (None, {"nice": False})
+    assert found.cluster.slurm.environment == {"A": None}
+
+
+def test_template_shows_every_setting_of_slurm_as_it_can_be_written(write):
+    text = (ROOT / "templates" / "slurm.yaml").read_text(encoding="utf-8")
+    section = text[text.index("  slurm:") : text.index("\npricing:")]
+    given = re.sub(r"^    # (?=[a-z_]+: )", "    ", section, flags=re.MULTILINE)
+    found = load(write(text.replace(section, given))).cluster.slurm
+    assert found.model_fields_set == set(type(found).model_fields)
+
+
+def test_packing_is_one_of_two(write):
+    assert load(write(MINIMAL)).search.packing == "jobs"
+    assert load(write(MINIMAL), "search.packing=single").search.packing == "single"
+    assert "none of" in problems(write(MINIMAL), "search.packing=one")["search.packing"]
+
+
 # --- sources
 
 
@@ -361,6 +489,21 @@ def test_what_leaves_the_weights_alone_keeps_the_training_signature(change):
 def test_training_signature_knows_nodes_and_batch():
     found = {train_signature(spec(), nodes=nodes, batch=batch) for nodes in (1, 2) for batch in (32, 64)}
     assert len(found) == 4
+
+
+def test_signatures_stay_what_they_were():
+    # Others would lose their measurements and checkpoints.
+    job = load(ROOT / "configs" / "quickstart.yaml")
+    assert signature(job) == "918d37ec"
+    assert train_signature(job, nodes=2, batch=256) == "7d54df54"
+
+
+def test_the_users_code_is_part_of_both_signatures_where_there_is_some():
+    codes = ("", "1111", "2222")
+    assert len({signature(spec(), code) for code in codes}) == 3
+    assert len({train_signature(spec(), nodes=2, batch=64, code=code) for code in codes}) == 3
+    assert signature(spec(), "") == signature(spec())
+    assert train_signature(spec(), nodes=2, batch=64, code="") == train_signature(spec(), nodes=2, batch=64)
 
 
 def test_signatures_are_eight_hex_digits():

@@ -36,6 +36,31 @@ def test_a_queued_job_says_what_it_waits_for(run):
     assert (job.elapsed, job.left, job.node_hours) == (None, None, 0)
 
 
+def test_a_queued_job_says_when_it_is_expected_to_start(run):
+    name = make.add_probes(run, 2, (16, 32))
+    assert only_job(run, make.FakeLauncher({name: "pending"}, starts_at=START + 500)).starts_at == START + 500
+    assert only_job(run, make.FakeLauncher({name: "running"}, starts_at=START + 500)).starts_at is None
+
+
+def test_the_scheduler_is_asked_once_for_all_jobs(run):
+    launcher = make.FakeLauncher()
+    for nodes in (1, 2, 4):
+        make.add_probes(run, nodes, (32,))
+    status.snapshot(run, launcher, now=START)
+    assert launcher.asked == 1
+
+
+def test_a_damaged_result_is_a_warning_and_the_others_are_shown(run):
+    name = make.add_probes(run, 1, (32, 64, 128))
+    make.add_measured(run, 1, 32)
+    make.add_measured(run, 1, 128)
+    damaged = run.path / "results/probe-n001-l000064.json"
+    damaged.write_text('{"kind": "measured"')
+    now = status.snapshot(run, make.FakeLauncher({name: "running"}), now=START)
+    assert (now.measured, now.jobs[0].done, now.jobs[0].now.local_batch) == (2, 2, 64)
+    assert [str(damaged) in warning and "delete that file" in warning for warning in now.warnings] == [True]
+
+
 def test_a_running_job_names_the_probe_that_runs_and_what_is_left(run):
     name = make.add_probes(run, 2, (16, 32, 64, 128))
     run.write_attempt(make.attempt(name))
@@ -106,6 +131,26 @@ def test_an_attempt_of_an_earlier_submission_explains_nothing(run):
     assert only_job(run, now=START + 6000).state == "lost"
 
 
+def test_the_schedulers_verdict_is_told(run):
+    name = make.add_probes(run, 1, (32, 64))
+    verdict = make.FakeLauncher({name: "ended"}, reason="TIMEOUT: its time limit was reached")
+    assert (only_job(run, verdict).state, only_job(run, verdict).reason) == ("lost", verdict.reason)
+    run.write_attempt(make.attempt(name, end=START + 9, outcome="signal", message="terminated"))
+    job = only_job(run, verdict)
+    assert (job.state, job.reason) == ("failed", "terminated (SLURM: TIMEOUT: its time limit was reached)")
+    failed = make.FakeLauncher({name: "ended"}, reason="FAILED: its script ended with an error")
+    assert only_job(run, failed).reason == "terminated", "which says more"
+
+
+@pytest.mark.parametrize(
+    ("outcome", "state"), [("time_limit", "queued"), ("node_failure", "queued"), ("user", "failed")]
+)
+def test_a_silent_scheduler_does_not_end_a_chain_between_two_links(run, outcome, state):
+    name = make.add_training(run)
+    run.write_attempt(make.attempt(f"{name}-1", end=START + 9, outcome=outcome, message="it ended"))
+    assert only_job(run, make.FakeLauncher({name: "unknown"}, reason="squeue does not answer")).state == state
+
+
 def test_a_cancelled_job(run):
     name = make.add_probes(run, 1, (32,))
     run.cancel(name)
@@ -166,6 +211,23 @@ def test_the_training_run_that_was_submitted_last_is_shown(run):
     make.add_training(run, signature="ffffffff", at=START + 10)
     make.add_training(run, signature="aaaaaaaa", at=START + 20)
     assert status.snapshot(run, make.FakeLauncher(), now=START).training.signature == "aaaaaaaa"
+
+
+def test_the_story_of_a_training_names_batches_and_causes(run):
+    name = make.add_training(run)
+    first = run.task(f"{name}-1")
+    relaunch = {"id": f"{name}-2", "attempt": 2, "ladder": first.ladder[1:], "cause": "out of memory at batch 128"}
+    run.write_task(first.model_copy(update=relaunch))
+    run.write_attempt(make.attempt(f"{name}-1", end=START + 9, outcome="device_oom", samples=0))
+    run.write_attempt(make.attempt(f"{name}-2", start=START + 10, samples=640, allocation="7.0", hosts="n[1-2]"))
+    run.write_attempt(make.attempt(f"{name}-2", number=2, start=START + 20, samples=1280))
+    story = status.snapshot(run, make.FakeLauncher({name: "running"}), now=START + 60).attempts
+    assert [(row.job, row.batch, row.cause) for row in story] == [
+        (name, 128, ""),
+        (name, 64, "out of memory at batch 128"),
+        (name, 64, ""),
+    ]
+    assert [row.attempt.samples for row in story] == [0, 640, 1280]
 
 
 # --- waiting
@@ -355,6 +417,14 @@ def test_following_sees_what_is_added_and_the_log_of_a_relaunch(run):
     left = iter([True, True, True, False])
     lines = status.logs(run, follow=True, active=lambda: next(left), sleep=lambda _: next(steps)())
     assert texts(lines) == ["one", "half", "again", "last"]
+
+
+def test_a_scheduler_is_not_asked_at_every_look():
+    now, asked = [0.0], []
+    check = status.seldom(lambda: bool(asked.append(now[0])) or True, pause=10, clock=lambda: now[0])
+    for now[0] in (0.0, 0.5, 9.9, 10.0, 11.0):
+        assert check()
+    assert asked == [0.0, 10.0]
 
 
 # --- ending

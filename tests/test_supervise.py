@@ -13,10 +13,10 @@ import make_runs
 import pytest
 from make_results import Truth, measured
 
-from tula_cli import supervise
+from tula_cli import ending, relaunch, supervise
 from tula_cli.errors import TulaError
 from tula_cli.processes import started
-from tula_cli.records import Failure, OutOfMemory, ProbeTask, Rung, TrainResult, TrainTask
+from tula_cli.records import Failure, Order, OutOfMemory, ProbeTask, Rung, TrainResult, TrainTask
 from tula_cli.rundir import RunDir, probe_id
 
 GLOO = "RuntimeError: [../gloo/transport/tcp/pair.cc:534] Connection closed by peer [127.0.0.1]:31415"
@@ -36,7 +36,7 @@ class Ranks:
     def will(self, *scripts: str) -> None:
         self.scripts = list(scripts)
 
-    def command(self, run: RunDir, task: ProbeTask | TrainTask, attempt: object, place: object) -> list[str]:
+    def command(self, me: object, task: ProbeTask | TrainTask, order: object) -> list[str]:
         script = self.scripts[min(len(self.starts), len(self.scripts) - 1)]
         self.starts.append(task.id)
         return [sys.executable, "-c", textwrap.dedent(script)]
@@ -165,7 +165,7 @@ def test_a_lost_rank_is_started_again(run: RunDir, ranks: Ranks, probe: ProbeTas
 def test_a_probe_job_gives_up_after_some_restarts(run: RunDir, ranks: Ranks, probe: ProbeTask) -> None:
     ranks.will(f"print({KILLED!r}); raise SystemExit(1)")
     supervise.supervise(run.path, probe.id)
-    assert len(ranks.starts) == supervise.RESTARTS + 1
+    assert len(ranks.starts) == relaunch.RESTARTS + 1
     failed = run.result(probe_id(1, 32))
     assert failed is not None
     assert failed.kind == "failed"
@@ -358,7 +358,7 @@ def test_two_jobs_of_one_machine_run_one_after_the_other(run: RunDir, tmp_path: 
         import sys, tempfile, time, pathlib
         tempfile.tempdir = sys.argv[1]
         sys.path[:0] = sys.argv[3].split(":")
-        from tula_cli import supervise
+        from tula_cli import relaunch, supervise
         from tula_cli.rundir import RunDir
         times = pathlib.Path(sys.argv[2])
         with supervise._machine_to_ourselves(RunDir(times.parent), type("T", (), {"job": "j"})()):
@@ -380,7 +380,7 @@ def test_the_ranks_die_with_a_killed_supervisor(run: RunDir, tmp_path: Path, tra
         import sys, tempfile
         tempfile.tempdir = {str(tmp_path)!r}
         sys.path[:0] = sys.argv[1].split(":")
-        from tula_cli import supervise
+        from tula_cli import relaunch, supervise
         script = "import os, time; open({str(tmp_path / "pid")!r}, 'w').write(str(os.getpid())); time.sleep(60)"
         supervise._command = lambda *_: [sys.executable, "-c", script]
         import pathlib
@@ -402,6 +402,101 @@ def test_the_ranks_die_with_a_killed_supervisor(run: RunDir, tmp_path: Path, tra
 
 def test_the_command_starts_every_rank_of_the_job_here(run: RunDir, probe: ProbeTask) -> None:
     two_nodes = probe.model_copy(update={"nodes": 2})
-    command = supervise._command(run, two_nodes, make_runs.attempt(probe.id), supervise.Place(0, 1))
+    command = supervise._command(place(run, 0, 1), two_nodes, Order(task=probe.id, attempt=1))
     assert "--nproc-per-node=2" in command
     assert command[-3:] == [str(run.path.resolve()), probe.id, "1"]
+
+
+# --- on SLURM
+
+
+def place(run: RunDir, index: int, count: int, *, job_id: str = "", **changes: str) -> supervise.Supervisor:
+    environ = {"SLURM_CPUS_PER_TASK": "8", **changes}
+    return supervise.Supervisor(run, supervise.Place(index, count, index % 2, job_id), environ)
+
+
+def on_slurm(probe: ProbeTask, **slurm: object) -> ProbeTask:
+    spec = make_runs.spec(cluster={"kind": "slurm", "gpus_per_node": 2, "slurm": slurm})
+    return probe.model_copy(update={"spec": spec, "nodes": 2})
+
+
+def test_srun_starts_a_rank_for_each_supervisor(run: RunDir, probe: ProbeTask) -> None:
+    task, me = on_slurm(probe), place(run, 3, 4, job_id="7")
+    command = supervise._command(me, task, Order(task=task.id, attempt=2, ranks=4))
+    assert command == [sys.executable, "-u", "-m", "tula_cli.worker", str(run.path), probe.id, "2"]
+    environment = supervise._environment(me, task)
+    ranks = {name: environment[name] for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "OMP_NUM_THREADS")}
+    assert ranks == {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "OMP_NUM_THREADS": "8"}
+
+
+def test_torchrun_starts_the_ranks_of_a_node_where_all_agents_meet(run: RunDir, probe: ProbeTask) -> None:
+    task, me = on_slurm(probe, launcher="torchrun"), place(run, 1, 2, job_id="7")
+    command = supervise._command(me, task, Order(task=task.id, attempt=1, ranks=4, meeting="10.0.0.1:4711"))
+    wanted = {"--nnodes=2", "--node-rank=1", "--master-addr=10.0.0.1", "--master-port=4711", "--nproc-per-node=2"}
+    assert wanted < set(command)
+    environment = supervise._environment(me, task)
+    assert "RANK" not in environment, "torchrun sets it"
+    assert environment["OMP_NUM_THREADS"] == "4"
+    assert supervise._first_rank(me, task) == 2
+
+
+def test_a_wrapper_stands_before_every_rank(run: RunDir, probe: ProbeTask) -> None:
+    words, order = ["numactl", "--localalloc"], Order(task=probe.id, attempt=1, ranks=4, meeting="h:1")
+    me = place(run, 0, 4, job_id="7")
+    assert supervise._command(me, on_slurm(probe, wrapper=words), order)[:3] == [*words, sys.executable]
+    command = supervise._command(me, on_slurm(probe, wrapper=words, launcher="torchrun"), order)
+    at = command.index("--no-python")
+    assert command[at + 1 : at + 4] == [*words, sys.executable]
+
+
+def test_ranks_beyond_a_smaller_number_of_nodes_sit_it_out(
+    run: RunDir, probe: ProbeTask, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started: list[str] = []
+    monkeypatch.setattr(supervise, "_attempt", lambda _, task, *rest: started.append(f"{task.id}.{rest[0].number}"))
+    run.write_attempt(make_runs.attempt(probe.id, start=1.0))
+    orders = [Order(task=probe.id, attempt=1, ranks=4), Order(task=probe.id, attempt=1, ranks=2), Order(task=None)]
+    for index in (1, 3):
+        me = place(run, index, 4, job_id="7")
+        for number, order in enumerate(orders):
+            run.write_order(me.place.allocation, number, order)
+        supervise._follow(me)
+    assert len(started) == 3, "the second order is for ranks 0 and 1"
+
+
+def test_an_out_of_memory_of_the_cgroup_is_the_hosts_on_a_gpu_and_the_batchs_on_a_cpu(
+    run: RunDir, probe: ProbeTask, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log = tmp_path / "log"
+    log.write_text("")
+    seen = ending.Seen(exit_code=-9, oom_kill=True, log=log, first_rank=1)
+    attempt = make_runs.attempt(probe.id, start=1.0)
+    spec = make_runs.spec(cluster={"device": "cuda"})
+    for device, outcome in (("cuda", "host_oom"), ("cpu", "device_oom")):
+        monkeypatch.setattr(ending, "_device", lambda _, device=device: device)
+        found = ending.own_ending(run, probe.model_copy(update={"spec": spec}), attempt, seen)
+        assert (found.outcome, found.rank) == (outcome, 1)
+
+
+@pytest.mark.parametrize(
+    ("cgroups", "counter"),
+    [
+        (
+            "9:memory:/slurm_n1/uid_0/job_7/step_0/task_0",
+            "memory/slurm_n1/uid_0/job_7/step_0/task_0/memory.oom_control",
+        ),
+        ("0::/system.slice/slurmstepd.scope/job_7/step_0", "system.slice/slurmstepd.scope/job_7/step_0/memory.events"),
+        ("3:cpu:/x\n0::/", None),
+    ],
+)
+def test_kills_for_memory_are_counted_in_the_own_cgroup(
+    cgroups: str, counter: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ending, "CGROUPS", tmp_path)
+    found = ending._counters(cgroups)
+    assert found == ([] if counter is None else [tmp_path / counter])
+    for path in found:
+        path.parent.mkdir(parents=True)
+        path.write_text("oom_kill_disable 0\nunder_oom 0\noom_kill 3\n")
+        assert ending._oom_kills_in(path) == 3
+        assert ending._oom_kills_in(path.with_name("gone")) is None

@@ -109,7 +109,7 @@ def test_a_running_job_is_not_submitted_twice(run: RunDir) -> None:
     job = train.start(run, planned, launcher)
     assert train.start(run, planned, launcher) == job
     assert launcher.submitted == [job]
-    launcher.states[job] = "ended"
+    launcher.says[job] = "ended"
     train.start(run, planned, launcher)
     assert launcher.submitted == [job, job]
 

@@ -173,6 +173,7 @@ def _open(
     screen: Screen, job: Path | None, named: Path | None, root: Path, overrides: Sequence[str] | None
 ) -> tuple["RunDir", "JobSpec"]:
     """Return run and spec: those of a job.yaml (whose run may not be there yet), else those of a run."""
+    from tula_cli.code import behind, fingerprint, others
     from tula_cli.rundir import RunDir
 
     if job is None:
@@ -181,7 +182,10 @@ def _open(
     if named is not None:
         raise SpecError(f"both {job} and --run {named} given", "name one of them")
     spec = _load(job, overrides)
-    run = RunDir.of(root.absolute(), spec)
+    code = fingerprint(spec, Path.cwd())
+    run = RunDir.of(root.absolute(), spec, code=code)
+    if code and not run.exists and (before := others(run, spec)):
+        screen.note(f"{behind(spec)} has changed since run {before[0].id}: a new run directory, {run.id}")
     screen.run_id = run.id
     return run, spec
 
@@ -239,11 +243,6 @@ def _wait(
     return now
 
 
-def _under_way(run: "RunDir", launcher: "Launcher", jobs: Sequence[str]) -> list[str]:
-    known = [job for name in jobs if (job := run.job(name)) is not None]
-    return [job.id for job in known if launcher.state(run, job).state in ("pending", "running")]
-
-
 def _waits(wait: bool | None, spec: "JobSpec") -> bool:
     return spec.cluster.kind == "local" if wait is None else wait
 
@@ -260,12 +259,16 @@ def init(
 ) -> None:
     """Write a commented job.yaml that runs as it is."""
     from tula_cli import check as service
+    from tula_cli import site
     from tula_cli.rundir import write_atomic
 
     if output.exists() and not force:
         raise SpecError(f"{output} is there already", "choose another name with -o, or --force to replace it")
-    write_atomic(output, service.init(kind))
-    screen.answer({"path": output, "kind": kind}, [f"wrote {output}; next: tula check {output}"])
+    offered = site.ask() if kind == "slurm" else None
+    write_atomic(output, service.init(kind, offered))
+    if kind == "slurm":
+        screen.note(show.offered(offered))
+    screen.answer({"path": output, "kind": kind, "site": offered}, [f"wrote {output}; next: tula check {output}"])
 
 
 @command
@@ -275,10 +278,25 @@ def check(
     overrides: Overrides = None,
     show_origin: Annotated[bool, typer.Option("--show-origin", help="Show where each value comes from.")] = False,
     offline: Annotated[bool, typer.Option("--offline", help="Do not build the model and the dataset.")] = False,
+    on_cluster: Annotated[
+        bool, typer.Option("--on-cluster", help="Look at the nodes instead, in a job of a minute or so.")
+    ] = False,
+    nodes: Annotated[int | None, typer.Option(min=1, help="With --on-cluster: how many nodes (default: 2).")] = None,
+    root: Root = RUNS,
+    timeout: Timeout = None,
 ) -> None:
-    """Check a job spec, and show what it would search and cost."""
+    """Check a job spec, and show what it would search and cost; or check the nodes of the cluster.
+
+    With --on-cluster the same command again attaches to a job that is under way.
+    """
     from tula_cli import check as service
 
+    if on_cluster:
+        _refuse(show_origin, "--show-origin", "means nothing to --on-cluster")
+        _refuse(offline, "--offline", "means nothing to --on-cluster")
+        return _check_on_cluster(screen, job, root, overrides, nodes=nodes, timeout=timeout)
+    _refuse(nodes is not None, "--nodes", "is for --on-cluster; search.nodes says what is measured")
+    _refuse(timeout is not None, "--timeout", "is for --on-cluster")
     spec = _load(job, overrides)
     origins = _origins(job, spec, overrides) if show_origin else {}
     if not offline:
@@ -289,6 +307,40 @@ def check(
     if report.problems:
         kind = OverBudget if report.jobs else Infeasible
         raise kind(f"{job} cannot run as it is: {'; '.join(report.problems)}")
+    return None
+
+
+def _refuse(given: bool, option: str, why: str) -> None:
+    if given:
+        raise SpecError(f"{option} {why}")
+
+
+def _check_on_cluster(
+    screen: Screen, job: Path, root: Path, overrides: Sequence[str] | None, *, nodes: int | None, timeout: float | None
+) -> None:
+    from tula_cli import check as service
+    from tula_cli import launch
+
+    run, spec = _open(screen, job, None, root, overrides)
+    launcher = launch.launcher_for(spec)
+    count = service.cluster_nodes(spec, nodes)
+    run.adopt(spec)
+    task = service.start_on_cluster(run, spec, launcher, nodes=count)
+    told = ""
+    try:
+        for state in service.watch_cluster(run, launcher, task, timeout=timeout):
+            words = show.check_state(task, state)
+            if words != told:
+                screen.note(words)
+            told = words
+        found = service.conclude_cluster(run, task)
+    except KeyboardInterrupt:
+        hint = f"the same command attaches to it again; tula cancel {show.near(run.path)} ends it"
+        raise Interrupted(f"interrupted; {task.job} goes on", hint) from None
+    _warn_all(screen, found.warnings)
+    screen.answer(found, show.cluster_check(found))
+    if found.problems:
+        raise JobFailed(f"these nodes are not as {job} needs them: {'; '.join(found.problems)}")
 
 
 def _origins(job: Path, spec: "JobSpec", overrides: Sequence[str] | None) -> dict[str, show.Origin]:
@@ -372,10 +424,11 @@ def profile(
     run, spec = _open(screen, job, named, root, overrides)
     inspection = _inspect(screen, spec)
     plan = service.plan(spec, inspection, run)
+    _warn_all(screen, plan.code.warnings)
     if plan.missing:
         launcher = launch.launcher_for(spec)
         jobs = [task.job for task in plan.tasks]
-        under_way = _under_way(run, launcher, jobs)
+        under_way = launch.under_way(run, launcher, jobs)
         if len(under_way) < len(jobs):
             screen.aside(show.profile_plan(plan))
             _require_within_cap(plan, spec.search.max_node_hours)
@@ -413,7 +466,8 @@ def _profile_dry_run(
     run, spec = _open(screen, job, named, root, overrides)
     inspection = _inspect(screen, spec)
     plan = service.plan(spec, inspection, run)
-    scripts = [launch.launcher_for(spec).script(run, task) for task in plan.tasks]
+    _warn_all(screen, plan.code.warnings)
+    scripts = [launch.launcher_for(spec).script(run, tasks[0]) for tasks in plan.jobs.values()]
     screen.answer({"plan": plan, "scripts": scripts}, show.profile_plan(plan, scripts=scripts))
 
 
@@ -523,14 +577,17 @@ def train(
 
     run, spec = _open(screen, job, named, root, overrides)
     plan = service.plan(run, spec, nodes=nodes, batch=batch, inspect=launch.inspect)
+    _warn_all(screen, plan.code.warnings)
+    links = launch.links(plan.task)
     if dry_run:
-        return screen.answer(plan, show.train_plan(plan))
+        scripts = [launch.launcher_for(spec).script(run, plan.task)]
+        return screen.answer({"plan": plan, "scripts": scripts}, show.train_plan(plan, links=links, scripts=scripts))
     if plan.finished:
         screen.note("this training run is finished already")
     else:
         launcher = launch.launcher_for(spec)
-        if not _under_way(run, launcher, [plan.task.job]):
-            screen.aside(show.train_plan(plan))
+        if not launch.under_way(run, launcher, [plan.task.job]):
+            screen.aside(show.train_plan(plan, links=links))
             _allow(screen, "start?", yes=yes, capped=spec.search.max_node_hours is not None)
         run.adopt(spec)
         started = service.start(run, plan, launcher)
@@ -571,6 +628,7 @@ def status(screen: Screen, named: MaybeRun = None, root: Root = RUNS) -> None:
     run = _find_run(screen, named, root)
     now = service.snapshot(run, launch.launcher_for(run.spec()), now=time.time())
     screen.status = "pending" if now.active() else "done"
+    _warn_all(screen, now.warnings)
     screen.answer(now, show.status(now))
 
 
@@ -603,8 +661,9 @@ def logs(
     def active() -> bool:
         return service.snapshot(run, launch.launcher_for(run.spec()), now=time.time()).active(job and [job])
 
+    pause = service.POLL[run.spec().cluster.kind][0] if follow else 0.0
     file = None
-    for line in service.logs(run, job=job, last=last, follow=follow, active=active):
+    for line in service.logs(run, job=job, last=last, follow=follow, active=service.seldom(active, pause=pause)):
         if line.file != file:
             file = line.file
             screen.note(f"==> {show.near(file)}")

@@ -1,39 +1,67 @@
-"""Starting jobs and asking what became of them, and the inspection of model and dataset in a process of its own."""
+"""Starting jobs and asking what became of them, and the inspection of model and dataset in a process of its own.
 
+A training on SLURM is a chain: several jobs submitted up front, each waiting for the end of the one before it, so that
+training goes on after a time limit, a preemption or a lost node with no command line running.
+"""
+
+import contextlib
 import json
+import math
 import os
+import re
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+from tula_cli import scheduler
 from tula_cli.errors import JobFailed, Problem, SchedulerError, SpecError
 from tula_cli.processes import die_with_parent, started
-from tula_cli.records import Attempt, Inspection, Job, ProbeTask, TrainTask
+from tula_cli.records import Attempt, Inspection, Job, TrainTask
 from tula_cli.rundir import RunDir
-from tula_cli.sbatch import parameters
-from tula_cli.scheduler import SchedulerState, ask, refused
-from tula_cli.spec import JobSpec
+from tula_cli.sbatch import Task, parameters, python
+from tula_cli.scheduler import Queued, SchedulerState, ask, live, refused
+from tula_cli.spec import JobSpec, Slurm
 
 INSPECTION_TIMEOUT = 600.0  # seconds; a first download of a dataset is part of it
 SUPERVISOR = "tula_cli.supervise"
 """Started by its name: the command line never runs it in its own process."""
+SPARE_LINKS = 2
+"""Links of a chain beyond those that a training is predicted to need: for a preemption, a lost node, a slow day."""
+MOST_LINKS = 50
+"""Of one chain: queues bound how many jobs a user may have. The same command goes on where a chain ends."""
+LAG = 10.0
+"""Seconds that a job accepted by a busy controller may take to appear in the queue."""
+YOUNG = 30.0
+"""Seconds for which a submitted job may be known to neither squeue nor sacct."""
+LOCK_POLL, LOCK_PATIENCE = 0.5, 600.0
+"""Seconds between two looks whether another command line has submitted its jobs, and how long to look at most."""
+FORGOTTEN = "SLURM has forgotten it"
+UNDECIDED = (
+    "Socket timed out",
+    "Unable to contact slurm controller",
+    "Zero Bytes were transmitted",
+    "Connection timed out",
+)
+"""Words of an sbatch that lost the controller: the job may have been accepted all the same."""
 _MONTHS = 60 * 24 * 90  # minutes; submitit ends a local job after its time limit, our supervisor keeps its own
 
 
 class Launcher(Protocol):
     """Submits jobs; the tests pass one that runs nothing."""
 
-    def script(self, run: RunDir, task: ProbeTask | TrainTask) -> str:
+    def script(self, run: RunDir, task: Task) -> str:
         """Return what would be submitted, as text; touches nothing."""
         ...
 
-    def submit(self, run: RunDir, task: ProbeTask | TrainTask) -> Job:
+    def submit(self, run: RunDir, task: Task) -> Job:
         """Submit a job whose task is written already.
 
         Raises:
@@ -41,8 +69,8 @@ class Launcher(Protocol):
         """
         ...
 
-    def state(self, run: RunDir, job: Job) -> SchedulerState:
-        """Ask what became of a job."""
+    def states(self, run: RunDir, jobs: Sequence[Job]) -> dict[str, SchedulerState]:
+        """Ask what became of jobs, all at once; by the job's own id."""
         ...
 
     def cancel(self, run: RunDir, job: Job) -> None:
@@ -65,15 +93,44 @@ def launcher_for(spec: JobSpec) -> Launcher:
     return SlurmLauncher()
 
 
+@contextlib.contextmanager
+def submitting(run: RunDir, *, sleep: Callable[[float], None] = time.sleep) -> Iterator[None]:
+    """Keep other command lines from submitting jobs of a run while this one looks what is there and submits.
+
+    Raises:
+        SchedulerError: another one does not come to an end.
+    """
+    waited = 0.0
+    while owner := run.lock():
+        if waited >= LOCK_PATIENCE:
+            raise SchedulerError(
+                f"another tula command ({owner}) is submitting jobs of {run.id}",
+                f"wait for its end, or remove {run.path / 'lock'} if there is none",
+            )
+        sleep(LOCK_POLL)
+        waited += LOCK_POLL
+    try:
+        yield
+    finally:
+        run.unlock()
+
+
+def under_way(run: RunDir, launcher: Launcher, job_ids: Iterable[str]) -> list[str]:
+    """Return which of these jobs wait or run."""
+    known = [job for id_ in job_ids if (job := run.job(id_)) is not None]
+    states = launcher.states(run, known)
+    return [job.id for job in known if states[job.id].state in ("pending", "running")]
+
+
 class LocalLauncher:
     """Jobs on this machine through submitit's local executor; one at a time, in the order they get the machine."""
 
-    def script(self, run: RunDir, task: ProbeTask | TrainTask) -> str:
+    def script(self, run: RunDir, task: Task) -> str:
         """Return in words what a job on this machine starts."""
         world = task.nodes * task.spec.cluster.gpus_per_node
         return f"{task.job} in {run.path.name}: torchrun on this machine, {world} rank{'s' * (world > 1)}"
 
-    def submit(self, run: RunDir, task: ProbeTask | TrainTask) -> Job:
+    def submit(self, run: RunDir, task: Task) -> Job:
         """Start a job that outlives this process, its terminal and Ctrl-C.
 
         submitit's controller would stay in our process group, where Ctrl-C reaches it: it is started from a process
@@ -101,11 +158,14 @@ class LocalLauncher:
             log_dir=str(run.submitit_dir),
         )
 
-    def state(self, run: RunDir, job: Job) -> SchedulerState:
+    def states(self, run: RunDir, jobs: Sequence[Job]) -> dict[str, SchedulerState]:
         """Ask the kernel: the process that submitit started is there and is the same one, or it is not."""
+        return {job.id: self._state(run, job) for job in jobs}
+
+    def _state(self, run: RunDir, job: Job) -> SchedulerState:
         if not _alive(job):
             return SchedulerState("ended")
-        if any(attempt.started_at >= job.submitted_at - 1 for attempt in _attempts(run, job)):
+        if _attempts(run, job):
             return SchedulerState("running")
         return SchedulerState("pending", "starting, or waiting for another tula job on this machine")
 
@@ -120,52 +180,258 @@ class LocalLauncher:
 
 
 class SlurmLauncher:
-    """Jobs on SLURM through submitit: srun starts one supervisor a rank."""
+    """Jobs on SLURM through submitit: srun starts one supervisor a rank, or one a node."""
 
-    def script(self, run: RunDir, task: ProbeTask | TrainTask) -> str:
-        """Return the text that sbatch would be given."""
-        executor = _slurm_executor(run, task)
-        return str(executor._make_submission_file_text(executor._submitit_command_str, "dry-run"))
+    def script(self, run: RunDir, task: Task) -> str:
+        """Return the text that sbatch would be given; later links of a chain wait for the one before them as well."""
+        return _text(_slurm_executor(run, task))
 
-    def submit(self, run: RunDir, task: ProbeTask | TrainTask) -> Job:
-        """Submit a job.
+    def submit(self, run: RunDir, task: Task) -> Job:
+        """Submit a job, a training with all links of its chain; what is in the queue already is taken as it is.
 
         Raises:
-            SchedulerError: sbatch refused it; in the scheduler's own words.
+            SchedulerError: sbatch refused it, in the scheduler's own words, or SLURM does not answer.
         """
-        import submitit
-
-        executor = _slurm_executor(run, task)
-        earlier = run.job(task.job)
-        try:
-            job = executor.submit(run_supervisor, str(run.path.resolve()), task.id, None)
-        except submitit.core.utils.FailedJobError as error:
-            raise refused(str(error)) from None
+        earlier, names = run.job(task.job), _link_names(run, task)
+        there = _in_queue(run, names)
+        if earlier and any(job.id in _ids(earlier) for job in there.values()):
+            return earlier
+        ids = [there[name].id for name in names if name in there]
+        for id_ in ids:
+            _leave_call(run, task, id_)  # whoever submitted it may have been killed before that
+        submitted_at = min((_written_at(job) for job in there.values()), default=time.time())
+        ids += _submit_links(run, task, names[_after_last(names, there) :], after=ids[-1] if ids else None)
+        submissions = earlier.submissions if earlier else 0
         return Job(
             id=task.job,
             scheduler="slurm",
-            scheduler_id=job.job_id,
+            scheduler_id=ids[0],
             nodes=task.nodes,
-            submitted_at=time.time(),
-            submissions=earlier.submissions + 1 if earlier else 1,
+            submitted_at=submitted_at,
+            submissions=max(1, submissions) if there else submissions + 1,
+            links=tuple(ids) if len(names) > 1 else (),
             log_dir=str(run.submitit_dir),
         )
 
-    def state(self, run: RunDir, job: Job) -> SchedulerState:  # noqa: ARG002 - the local launcher needs it
-        return ask(job.scheduler_id)
+    def states(self, run: RunDir, jobs: Sequence[Job]) -> dict[str, SchedulerState]:
+        """Ask for all jobs at once. A job that nobody knows is over, unless it is too young to be known."""
+        known = ask([id_ for job in jobs for id_ in _ids(job)])
+        return {job.id: _with_folder(run, job, _chain_state(job, known)) for job in jobs}
 
     def cancel(self, run: RunDir, job: Job) -> None:
-        """Mark it, so that no supervisor starts anything more, and cancel its allocation; only our own id."""
+        """Mark it, so that no supervisor starts anything more, and cancel its allocations; only our own ids."""
         run.cancel(job.id)
-        subprocess.run(["scancel", job.scheduler_id], check=False, capture_output=True)
+        scheduler.cancel(_ids(job)[::-1])  # the last first: the end of one link would start the next
 
 
-def _slurm_executor(run: RunDir, task: ProbeTask | TrainTask) -> Any:
+def links(task: Task) -> int:
+    """Return how many jobs a task is submitted as: a training on SLURM as several, one after the other.
+
+    Half as many again as it is predicted to need, and two for what is lost.
+    """
+    if task.spec.cluster.kind != "slurm" or not isinstance(task, TrainTask):
+        return 1
+    limit = (task.spec.cluster.slurm or Slurm()).minutes
+    prediction = task.ladder[0].prediction
+    if prediction is None:
+        needed = task.spec.train.max_attempts
+    elif 60 * prediction.hours < limit / 2:
+        needed = 1 + SPARE_LINKS
+    else:
+        needed = math.ceil(1.5 * 60 * prediction.hours / limit) + SPARE_LINKS
+    return min(max(2, needed), MOST_LINKS)
+
+
+def _ids(job: Job) -> tuple[str, ...]:
+    return job.links or (job.scheduler_id,)
+
+
+# --- submitting to SLURM
+
+
+def _slurm_executor(run: RunDir, task: Task, *, name: str | None = None, dependency: str | None = None) -> Any:
     import submitit
 
-    executor = submitit.SlurmExecutor(folder=run.submitit_dir)
-    executor.update_parameters(**parameters(run, task))
+    executor = submitit.SlurmExecutor(folder=run.submitit_dir, python=python(task))
+    executor.update_parameters(**parameters(run, task, name=name, dependency=dependency))
     return executor
+
+
+def _text(executor: Any) -> str:
+    return str(executor._make_submission_file_text(executor._submitit_command_str, "tula"))
+
+
+def _link_names(run: RunDir, task: Task) -> list[str]:
+    """Return the names of the jobs to submit: they find a job again of which sbatch did not tell the id."""
+    first = f"tula-{run.id}-{task.job}"
+    return [first, *(f"{first}.{number}" for number in range(2, links(task) + 1))]
+
+
+def _in_queue(run: RunDir, names: Sequence[str]) -> dict[str, Queued]:
+    """Return this run's jobs in the queue by their names.
+
+    A run of the same job in another folder has the same names; its scripts are elsewhere.
+
+    Raises:
+        SchedulerError: squeue does not answer.
+    """
+    folder = run.submitit_dir.resolve()
+    return {job.name: job for job in live(names) if Path(job.script).parent.resolve() == folder}
+
+
+def _written_at(job: Queued) -> float:
+    """Return when the script of a job was written, just before it was submitted."""
+    try:
+        return Path(job.script).stat().st_mtime
+    except OSError:
+        return time.time()
+
+
+def _after_last(names: Sequence[str], there: Mapping[str, Queued]) -> int:
+    """Return how many links need no submission: a link before one that is there has run, or must not run beside it."""
+    return max((names.index(name) + 1 for name in there), default=0)
+
+
+def _submit_links(run: RunDir, task: Task, names: Sequence[str], *, after: str | None) -> list[str]:
+    """Submit jobs, each to start when the one before it has ended; return their ids.
+
+    Raises:
+        SchedulerError: the first one was refused.
+    """
+    ids = [after] if after else []
+    for name in names:
+        try:
+            ids.append(_submit_link(run, task, name, after=ids[-1] if ids else None))
+        except SchedulerError:
+            if not ids:
+                raise
+            break  # the queue takes no more of this user's jobs; those that it took go as far as they come
+    return ids[1:] if after else ids
+
+
+def _submit_link(run: RunDir, task: Task, name: str, *, after: str | None) -> str:
+    """Submit one job; return its id.
+
+    Raises:
+        SchedulerError: sbatch refused it, or did not answer and nothing is in the queue.
+    """
+    executor = _slurm_executor(run, task, name=name, dependency=None if after is None else f"afterany:{after}")
+    told = _sbatch(run.write_script(name, _text(executor)))
+    id_ = told.id or _accepted_unheard(run, name, told.words)
+    _leave_call(run, task, id_)
+    return id_
+
+
+@dataclass(frozen=True)
+class _Told:
+    """What sbatch told of a job: its id, or the words that leave open whether it was accepted."""
+
+    id: str = ""
+    words: str = ""
+
+
+def _sbatch(script: Path) -> _Told:
+    """Call sbatch.
+
+    submitit's own call has no time limit, passes an allocation's variables on and prints what sbatch says.
+
+    Raises:
+        SchedulerError: it refused the job.
+    """
+    try:
+        done = subprocess.run(
+            ["sbatch", str(script)], capture_output=True, text=True, errors="replace", check=False,
+            timeout=scheduler.PATIENCE, stdin=subprocess.DEVNULL, env=scheduler.environment(os.environ),
+        )  # fmt: skip
+    except subprocess.TimeoutExpired:
+        return _Told(words=f"no answer within {scheduler.PATIENCE:g} s")
+    except OSError as error:
+        raise SchedulerError(f"sbatch cannot be started: {error.strerror}", "run tula on a login node") from None
+    told = re.search(r"Submitted batch job (\d+)", done.stdout)
+    if told:
+        return _Told(id=told.group(1))
+    words = (done.stderr or done.stdout).strip()
+    if done.returncode == 0 or any(undecided in words for undecided in UNDECIDED):
+        return _Told(words=words.rpartition("\n")[2].removeprefix("sbatch: error: "))
+    raise refused(words)
+
+
+def _accepted_unheard(run: RunDir, name: str, words: str) -> str:
+    """Look for a job that was perhaps accepted although sbatch failed; it may take a moment to appear. Return its id.
+
+    Raises:
+        SchedulerError: it is not there.
+    """
+    deadline = time.monotonic() + LAG
+    while True:
+        with contextlib.suppress(SchedulerError):  # a controller too busy for sbatch may be too busy for squeue
+            if found := _in_queue(run, [name]).get(name):
+                return found.id
+        if time.monotonic() >= deadline:
+            raise SchedulerError(
+                f"sbatch does not answer ({words}), and no job {name} has appeared in the queue",
+                "the controller is busy or out of reach; run the same command again later, it does not submit twice",
+            )
+        time.sleep(LAG / 10)
+
+
+def _leave_call(run: RunDir, task: Task, id_: str) -> None:
+    """Leave what a job has to call where submitit looks for it, for a minute, once the job has started."""
+    from submitit.core.utils import DelayedSubmission, JobPaths
+
+    path = JobPaths(run.submitit_dir, job_id=id_).submitted_pickle
+    if not path.exists():
+        call = DelayedSubmission(run_supervisor, str(run.path.resolve()), task.id, None)
+        draft = path.with_name(f".{path.name}.{socket.gethostname()}.{os.getpid()}")
+        call.dump(draft)
+        draft.replace(path)
+
+
+# --- what became of a job on SLURM
+
+
+def _chain_state(job: Job, known: Mapping[str, SchedulerState]) -> SchedulerState:
+    """Return the state of a job from those of its links.
+
+    Args:
+        job: the job.
+        known: what the scheduler says; it does not know all of them.
+    """
+    young = time.time() - job.submitted_at < YOUNG
+    unheard = SchedulerState("pending", "just submitted") if young else SchedulerState("ended", FORGOTTEN)
+    states = [known.get(id_, unheard) for id_ in _ids(job)]
+    if young:  # accounting may know a job before the queue shows it
+        states = [unheard if state.state == "unknown" else state for state in states]
+    kinds = [state.state for state in states]
+    if "running" in kinds:
+        return states[kinds.index("running")]
+    if "pending" in kinds:
+        first = kinds.index("pending")
+        return _waiting(_ids(job)[:first], states[: first + 1])
+    return states[kinds.index("unknown")] if "unknown" in kinds else states[-1]
+
+
+def _waiting(before: Sequence[str], states: Sequence[SchedulerState]) -> SchedulerState:
+    """Return what the first waiting link of a chain waits for: for the story of the link before it, if there is one."""
+    own = states[-1]
+    if own.reason != "Dependency" or not before:
+        return own
+    story = states[-2].reason or "it ended"
+    return SchedulerState("pending", f"goes on after job {before[-1]} ({story})", own.starts_at)
+
+
+def _with_folder(run: RunDir, job: Job, state: SchedulerState) -> SchedulerState:
+    """Tell of a job that ran and left nothing behind that its nodes probably do not see the run directory."""
+    ran = not state.reason or state.reason.startswith(("FAILED", FORGOTTEN))
+    if state.state != "ended" or not ran or _attempts(run, job):
+        return state
+    if any(path for id_ in _ids(job) for path in run.submitit_dir.glob(f"{id_}_*_log.*")):
+        return state
+    words = (
+        f"it left no log: its nodes probably do not see {run.path.resolve()}; choose a folder on a file system that "
+        "all nodes share with --run-dir"
+    )
+    return SchedulerState("ended", f"{state.reason}; {words}" if state.reason else words)
 
 
 def submit_from_own_session(path: str, task_id: str) -> None:
@@ -211,7 +477,14 @@ def _with_package() -> dict[str, str]:
 
 
 def _attempts(run: RunDir, job: Job) -> list[Attempt]:
-    return [attempt for task in run.tasks() if task.job == job.id for attempt in run.attempts(task.id)]
+    """Return the attempts of a job since it was submitted."""
+    return [
+        attempt
+        for task in (*run.tasks(), *run.check_tasks())
+        if task.job == job.id
+        for attempt in run.attempts(task.id)
+        if attempt.started_at >= job.submitted_at - 1
+    ]
 
 
 def _alive(job: Job) -> bool:

@@ -3,14 +3,18 @@
 from dataclasses import dataclass
 from pathlib import Path
 
+from tula_cli.code import Source, choose, snapshot
 from tula_cli.errors import BadMeasurements, JobFailed, OutOfMemoryAtMinimum
-from tula_cli.launch import Launcher
+from tula_cli.launch import Launcher, submitting, under_way
 from tula_cli.models.cost import price_at_most
 from tula_cli.outcome import advice
 from tula_cli.records import Failed, Inspection, Measured, OutOfMemory, ProbeTask
 from tula_cli.rundir import RunDir, probe_id
 from tula_cli.search import largest_local_batch, probes
 from tula_cli.spec import JobSpec
+
+PACKED = "probe-packed"
+"""The one job of search.packing: single."""
 
 
 @dataclass(frozen=True)
@@ -24,10 +28,17 @@ class ProfilePlan:
     node_hours_at_most: float
     price_at_most: float | None  # None where it depends on memory that is not measured yet
     currency: str
+    code: Source  # the user's own code that they run
 
     @property
     def missing(self) -> int:
         return sum(len(task.local_batches) for task in self.tasks)
+
+    @property
+    def jobs(self) -> dict[str, list[ProbeTask]]:
+        """The tasks of each job; it is submitted with the first, which names the others."""
+        ids = dict.fromkeys(task.job for task in self.tasks)
+        return {id_: [task for task in self.tasks if task.job == id_] for id_ in ids}
 
 
 @dataclass(frozen=True)
@@ -50,17 +61,21 @@ def plan(spec: JobSpec, inspection: Inspection, run: RunDir | None) -> ProfilePl
 
     Raises:
         Infeasible: no configuration of the search can run.
+        SpecError: a file of the user's code cannot be read.
     """
+    source = choose(run, spec, Path.cwd(), keep=True)
     wanted = probes(spec, dataset_size=inspection.dataset_size, max_local_batch=largest_local_batch(spec, inspection))
     known = {result.id: result for result in run.results()} if run else {}
     tasks = []
     for nodes, local_batches in wanted.items():
         missing = [local for local in local_batches if not _settled(known.get(probe_id(nodes, local)))]
         if missing:
-            tasks.append(_task(spec, nodes, missing))
+            tasks.append(_task(spec, nodes, missing, workdir=source.workdir))
+    if tasks and spec.search.packing == "single":
+        tasks = _packed(tasks)
     total = sum(len(local_batches) for local_batches in wanted.values())
     minutes = spec.search.max_minutes * len(tasks)
-    node_hours = sum(task.nodes for task in tasks) * spec.search.max_minutes / 60
+    node_hours = _nodes_taken(spec, tasks) * spec.search.max_minutes / 60
     return ProfilePlan(
         tasks=tuple(tasks),
         total=total,
@@ -69,6 +84,7 @@ def plan(spec: JobSpec, inspection: Inspection, run: RunDir | None) -> ProfilePl
         node_hours_at_most=node_hours,
         price_at_most=price_at_most(spec, node_hours, inspection.capacity),
         currency=spec.pricing.currency,
+        code=source,
     )
 
 
@@ -76,27 +92,46 @@ def _settled(result: Measured | OutOfMemory | Failed | None) -> bool:
     return isinstance(result, Measured | OutOfMemory)
 
 
-def _task(spec: JobSpec, nodes: int, local_batches: list[int]) -> ProbeTask:
+def _task(spec: JobSpec, nodes: int, local_batches: list[int], *, workdir: Path) -> ProbeTask:
     job = f"probe-n{nodes:03d}"
     return ProbeTask(
-        id=job, job=job, spec=spec, workdir=str(Path.cwd()), nodes=nodes, local_batches=tuple(sorted(local_batches))
+        id=job, job=job, spec=spec, workdir=str(workdir), nodes=nodes, local_batches=tuple(sorted(local_batches))
     )
+
+
+def _packed(tasks: list[ProbeTask]) -> list[ProbeTask]:
+    """Return the tasks as those of one job: the first, on the most nodes, is submitted and names the others."""
+    first, *others = sorted((task.model_copy(update={"job": PACKED}) for task in tasks), key=lambda task: -task.nodes)
+    return [first.model_copy(update={"then": tuple(task.id for task in others)}), *others]
+
+
+def _nodes_taken(spec: JobSpec, tasks: list[ProbeTask]) -> int:
+    """Return the nodes that are taken, summed over the times of `search.max_minutes` they are taken for."""
+    if spec.search.packing == "single" and spec.cluster.kind == "slurm":
+        return max(task.nodes for task in tasks) * len(tasks) if tasks else 0
+    return sum(task.nodes for task in tasks)
 
 
 def start(run: RunDir, plan: ProfilePlan, launcher: Launcher) -> tuple[str, ...]:
     """Submit the jobs of a plan, one after the other; a job that is under way already is left alone.
 
+    The user's code is copied first: what was submitted is what runs.
+
     Returns:
         The ids of the jobs to wait for.
     """
-    for task in plan.tasks:
-        known = run.job(task.job)
-        if known is not None and launcher.state(run, known).state in ("pending", "running"):
-            continue
-        run.uncancel(task.job)
-        run.write_task(task)
-        run.write_job(launcher.submit(run, task))
-    return tuple(task.job for task in plan.tasks)
+    jobs = plan.jobs
+    with submitting(run):
+        alive = under_way(run, launcher, jobs)
+        code = snapshot(run, plan.tasks[0].spec, plan.code) if jobs.keys() - alive else ""
+        for id_, tasks in jobs.items():
+            if id_ in alive:
+                continue
+            run.uncancel(id_)
+            for task in tasks:
+                run.write_task(task.model_copy(update={"code": code}))
+            run.write_job(launcher.submit(run, tasks[0]))
+    return tuple(jobs)
 
 
 def report(run: RunDir, plan: ProfilePlan) -> ProfileReport:

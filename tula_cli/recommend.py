@@ -10,7 +10,7 @@ from tula_cli.grid import Config
 from tula_cli.models import cost
 from tula_cli.models.forecast import Forecast, TooFew
 from tula_cli.models.objective import Choice, Curve, Objective, choose
-from tula_cli.records import Attempt, Failed, Inspection, Measured, OutOfMemory, Prediction, Recommendation
+from tula_cli.records import Attempt, Failed, Inspection, Measured, OutOfMemory, Prediction, ProbeTask, Recommendation
 from tula_cli.rundir import RunDir
 from tula_cli.spec import JobSpec, dump_yaml
 
@@ -245,19 +245,25 @@ def _doubts(forecast: Forecast, choice: Choice, limits: Limits) -> list[str]:
 
 
 def command(run: RunDir, choice: Prediction) -> str:
-    """Return the command line that trains the choice from this run."""
-    return f"tula train --run {shlex.quote(str(run.path))} --nodes {choice.nodes} --batch {choice.batch}"
+    """Return the command line that trains the choice from this run, wherever it is typed.
+
+    It goes to the folder of the probes first: relative paths of the spec and the user's code are found there.
+    """
+    train = f"tula train --run {shlex.quote(str(run.path.absolute()))} --nodes {choice.nodes} --batch {choice.batch}"
+    folder = next((task.workdir for task in run.tasks() if isinstance(task, ProbeTask)), None)
+    return train if folder is None else f"cd {shlex.quote(folder)} && {train}"
 
 
 def _write(run: RunDir, recommendation: Recommendation, results: Results, forecast: Forecast) -> None:
     """Write the files; recommendation.json last, so that where it stands the others do too."""
     run.write_text("results.csv", _table(results, recommendation, forecast))
-    run.write_text("recommended.yaml", _recommended_yaml(forecast.spec, recommendation))
-    run.write_text("cmd.txt", f"{command(run, recommendation.choice)}\n")
+    train = command(run, recommendation.choice)
+    run.write_text("recommended.yaml", _recommended_yaml(forecast.spec, recommendation, train=train))
+    run.write_text("cmd.txt", f"{train}\n")
     run.write_recommendation(recommendation)
 
 
-def _recommended_yaml(spec: JobSpec, recommendation: Recommendation) -> str:
+def _recommended_yaml(spec: JobSpec, recommendation: Recommendation, *, train: str) -> str:
     """Return the spec, unchanged, below the choice.
 
     It stays unchanged so that it names the same run: its probes and this recommendation are found again.
@@ -266,7 +272,7 @@ def _recommended_yaml(spec: JobSpec, recommendation: Recommendation) -> str:
     return (
         f"# tula recommends {_described(choice, spec)}.\n"
         f"# Why: {recommendation.reason}.\n"
-        f"# Train it: tula train recommended.yaml --nodes {choice.nodes} --batch {choice.batch}\n"
+        f"# Train it: {train}\n"
         f"{dump_yaml(spec)}"
     )
 

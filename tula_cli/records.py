@@ -4,9 +4,9 @@ Outcomes that differ are different types: a probe is Measured, OutOfMemory or Fa
 is bytes, unless a name says otherwise.
 """
 
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, computed_field
 
 from tula_cli.spec import JobSpec
 
@@ -56,18 +56,37 @@ class GradientStats(Record):
     steps: int
 
 
+class Host(Record):
+    """What the ranks of one node ran on."""
+
+    name: str
+    ranks: int
+    hardware: tuple[str, ...]  # names of the GPUs, or of the CPU: one where its ranks are alike
+    driver: str  # of the GPUs; empty on a CPU
+
+
 class Environment(Record):
     """What a measurement was made on; a fit refuses to mix `hardware`."""
 
     hosts: tuple[str, ...]
     device: str  # "cuda" or "cpu"
-    hardware: str  # GPU name, or the CPU's
-    driver: str
+    hardware: str  # GPU name, or the CPU's; all of them where the ranks differ
+    driver: str  # of the GPUs, of all nodes; empty on a CPU
     backend: str
     python: str
     torch: str
     torchvision: str
     tula: str
+    nodes: tuple[Host, ...] = ()
+    cuda: str = ""  # the CUDA (or HIP) that torch was built with; empty in a build for CPUs
+    nccl: str = ""
+    system: str = ""  # operating system and kernel of rank 0
+    variables: dict[str, str] = {}  # those of rank 0 that change how ranks run and talk
+
+    @property
+    def mixed(self) -> bool:
+        """Return whether the ranks ran on different hardware: the slowest sets the pace of all."""
+        return len({name for node in self.nodes for name in node.hardware}) > 1
 
 
 class Overheads(Record):
@@ -188,6 +207,8 @@ class ProbeTask(Record):
     nodes: int
     local_batches: tuple[int, ...]
     skip: tuple[int, ...] = ()  # those that failed in this job already; the supervisor goes on with the others
+    then: tuple[str, ...] = ()  # tasks that run after this one in the same allocation (search.packing: single)
+    code: str = ""  # the snapshot of the user's code that runs; empty where the spec names none
 
 
 class TrainTask(Record):
@@ -204,6 +225,7 @@ class TrainTask(Record):
     ladder: tuple[Rung, ...]  # descending batches
     workers: int  # data-loader processes a rank (fewer after a host OOM)
     cause: str = ""  # why this is a relaunch
+    code: str = ""  # the snapshot of the user's code that runs; empty where the spec names none
 
     @property
     def batch(self) -> int:
@@ -213,16 +235,34 @@ class TrainTask(Record):
 class CheckTask(Record):
     """A short job that looks at the nodes of a site: `tula check --on-cluster`."""
 
+    MINUTES: ClassVar[float] = 3.0  # the most it may take
+
     kind: Literal["check"] = "check"
     id: str
     job: str
     spec: JobSpec
     workdir: str
     nodes: int
+    code: str = ""  # as in the others; a check runs none of the user's code
 
 
-Task = Annotated[ProbeTask | TrainTask, Field(discriminator="kind")]
-TASK: TypeAdapter[ProbeTask | TrainTask] = TypeAdapter(Task)
+class CodeSnapshot(Record):
+    """The user's own code as it was when a job was submitted: what lies in `code/<name>/`."""
+
+    name: str
+    digest: str  # over the Python files that the spec leads to; part of the signatures
+    taken_at: float  # Unix time
+    workdir: str  # where it was copied from
+    roots: tuple[str, ...]  # folders that python imports from, relative; "." is the snapshot itself
+    modules: tuple[str, ...]  # the files of the digest, relative
+    files: tuple[str, ...]  # all that was copied, relative
+    commit: str = ""  # git's, of the workdir's repository; empty where there is none
+    dirty: bool = False  # these files differ from the commit
+    diff: str = ""  # how, as far as git knows them; cut where it is very long
+
+
+Task = ProbeTask | TrainTask | CheckTask
+TASK: TypeAdapter[Task] = TypeAdapter(Annotated[Task, Field(discriminator="kind")])
 
 
 class Job(Record):
@@ -277,6 +317,8 @@ class Order(Record):
 
     task: str | None
     attempt: int = 0
+    ranks: int = 0  # how many ranks take part; the other supervisors sit it out
+    meeting: str = ""  # "address:port" of torchrun's rendezvous; ranks under srun meet through a file
 
 
 class TrainResult(Record):
@@ -313,6 +355,57 @@ class Summary(Record):
     best_top1: float
     currency: str
     causes: tuple[str, ...]  # why each relaunch happened
+
+
+class NodeReport(Record):
+    """What one node said of itself in a `tula check --on-cluster`; on this machine, one of its sets of ranks."""
+
+    node: int  # from 0, in the order of ranks
+    host: str
+    ranks: int
+    gpus: tuple[str, ...]  # names of the GPUs that its ranks see, together; empty where there are none
+    gpu_memory: int | None  # bytes, of the smallest of them
+    driver: str  # of the GPUs; empty where there is none
+    torch: str
+    cuda: str  # torch's CUDA (or HIP) version; empty in a build for CPUs
+    nccl: str  # empty where torch has none
+    python: str
+    cpus: int  # cores that one rank may use
+    memory: int  # bytes of the node
+    interface: str  # of the network; empty where no interface has the address
+    address: str
+    clock_offset: float  # seconds that its clock is ahead of rank 0's
+    clock_error: float  # half of the shortest round trip, in seconds: the offset is known no better
+    token: str  # as read there from the run directory
+    write_error: str  # why it could not write into the run directory, or empty
+    dataset: bool | None  # whether dataset.root is there and readable; None where the dataset needs no folder
+    free_disk: int  # bytes, where the run directory lies
+
+
+class Transfer(Record):
+    """An all-reduce between the first ranks of two nodes, the best of some."""
+
+    size: int  # bytes that each of the two sends and receives
+    seconds: float
+
+    @computed_field  # type: ignore[prop-decorator]
+    @property
+    def speed(self) -> float:
+        """Return bits a second in each direction."""
+        return 8 * self.size / self.seconds
+
+
+class ClusterReport(Record):
+    """What the ranks of a CheckTask found, written by rank 0."""
+
+    id: str
+    job: str
+    backend: str  # what the transfers went through: "nccl" or "gloo"
+    ranks: int
+    nodes: tuple[NodeReport, ...]
+    transfers: tuple[Transfer, ...]  # between the first node and the second, ascending; empty where there is one node
+    latency: float  # seconds of an all-reduce of one number over all ranks; median
+    checked_at: float
 
 
 class Footprint(Record):

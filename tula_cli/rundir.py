@@ -8,6 +8,7 @@ import contextlib
 import errno
 import json
 import os
+import shutil
 import socket
 import time
 from collections.abc import Iterator
@@ -21,6 +22,9 @@ from tula_cli.records import (
     RESULT,
     TASK,
     Attempt,
+    CheckTask,
+    ClusterReport,
+    CodeSnapshot,
     Failed,
     Failure,
     Job,
@@ -30,12 +34,15 @@ from tula_cli.records import (
     ProbeTask,
     Recommendation,
     Summary,
+    Task,
     TrainResult,
     TrainTask,
 )
 from tula_cli.spec import JobSpec, dump_yaml, read_yaml, signature, validate
 
 LATEST = "latest"
+LOCK_AGE = 300.0
+"""Seconds after which a lock is taken for one that its owner left behind."""
 T = TypeVar("T")
 
 
@@ -81,14 +88,20 @@ class RunDir:
     # --- which run
 
     @classmethod
-    def of(cls, root: Path, spec: JobSpec) -> "RunDir":
-        """Return the run of `spec` under `root`, which may not be there yet; nothing is written."""
-        return cls(root / f"{spec.name}-{signature(spec)}")
+    def of(cls, root: Path, spec: JobSpec, *, code: str = "") -> "RunDir":
+        """Return the run of `spec` under `root`, which may not be there yet; nothing is written.
+
+        Args:
+            root: where runs are kept.
+            spec: the job.
+            code: digest of the user's own code that the spec names; empty for none.
+        """
+        return cls(root / f"{spec.name}-{signature(spec, code)}")
 
     @classmethod
-    def create(cls, root: Path, spec: JobSpec) -> "RunDir":
+    def create(cls, root: Path, spec: JobSpec, *, code: str = "") -> "RunDir":
         """Return the run of `spec` under `root`, made if it is not there."""
-        run = cls.of(root, spec)
+        run = cls.of(root, spec, code=code)
         run.adopt(spec)
         return run
 
@@ -156,14 +169,21 @@ class RunDir:
 
     # --- tasks, jobs, attempts
 
-    def write_task(self, task: ProbeTask | TrainTask) -> None:
+    def write_task(self, task: Task) -> None:
         self._write(f"tasks/{task.id}.json", task)
 
-    def task(self, task_id: str) -> ProbeTask | TrainTask | None:
+    def task(self, task_id: str) -> Task | None:
         return self._read(f"tasks/{task_id}.json", TASK)
 
     def tasks(self) -> list[ProbeTask | TrainTask]:
-        return [task for path in self._list("tasks") if (task := self._read(path, TASK))]
+        """Return the tasks that measure or train."""
+        found = [task for path in self._list("tasks") if (task := self._read(path, TASK))]
+        return [task for task in found if not isinstance(task, CheckTask)]
+
+    def check_tasks(self) -> list[CheckTask]:
+        """Return the tasks of `tula check --on-cluster`."""
+        found = [self._read(path, TASK) for path in self._list("tasks", "check-*.json")]
+        return [task for task in found if isinstance(task, CheckTask)]
 
     def newest_train_task(self, train_signature: str) -> TrainTask | None:
         """Return the training task with the highest attempt."""
@@ -189,6 +209,11 @@ class RunDir:
         found = [a for path in self._list("attempts", pattern) if (a := self._read(path, TypeAdapter(Attempt)))]
         return sorted(found, key=lambda attempt: (attempt.started_at, attempt.task, attempt.number))
 
+    def training_attempts(self, train_signature: str) -> list[Attempt]:
+        """Return the attempts of a training run over all its relaunches, oldest first."""
+        tasks = {t.id for t in self.tasks() if isinstance(t, TrainTask) and t.signature == train_signature}
+        return [attempt for attempt in self.attempts() if attempt.task in tasks]
+
     def write_failure(self, failure: Failure) -> None:
         self._write(f"failures/{failure.task}.{failure.attempt:03d}.{failure.rank:04d}.json", failure)
 
@@ -209,6 +234,67 @@ class RunDir:
     def cancelled(self, job_id: str) -> bool:
         return (self.path / f"jobs/{job_id}.cancelled").exists()
 
+    # --- submitting
+
+    def write_script(self, name: str, text: str) -> Path:
+        """Write what sbatch is given, beside what submitit writes; return its absolute path."""
+        path = self.submitit_dir.absolute() / f"{name}.sh"
+        write_atomic(path, text)
+        return path
+
+    def lock(self) -> str:
+        """Take the right to submit jobs of this run; return "" or, where another command line has it, whose it is.
+
+        A folder, because making one is atomic on NFS and Lustre, where file locks are not to be trusted. The lock of a
+        process that has ended, or one that is older than any submission takes, is taken over.
+
+        Raises:
+            TulaError: the folder cannot be written.
+        """
+        try:
+            self._lock.mkdir(parents=True)
+        except FileExistsError:
+            owner = self._lock_owner(self._lock)
+            if not self._is_stale(owner):
+                return owner or "another process"
+            aside = self._lock.with_name(f".lock.{socket.gethostname()}.{os.getpid()}")
+            with contextlib.suppress(OSError):  # another process may have taken it over meanwhile
+                self._lock.rename(aside)
+                if self._lock_owner(aside) == owner:
+                    shutil.rmtree(aside)
+                else:
+                    aside.rename(self._lock)
+            return owner or "another process"
+        except OSError as error:
+            raise _cannot_write(self._lock, error) from error
+        write_atomic(self._lock / "owner", f"{socket.gethostname()}:{os.getpid()}\n")
+        return ""
+
+    def unlock(self) -> None:
+        """Give the lock back, if it has not been taken over."""
+        if self._lock_owner(self._lock) == f"{socket.gethostname()}:{os.getpid()}":
+            shutil.rmtree(self._lock, ignore_errors=True)
+
+    @property
+    def _lock(self) -> Path:
+        return self.path / "lock"
+
+    @staticmethod
+    def _lock_owner(lock: Path) -> str:
+        try:
+            return (lock / "owner").read_text(encoding="utf-8").strip()
+        except OSError:
+            return ""
+
+    def _is_stale(self, owner: str) -> bool:
+        host, _, pid = owner.partition(":")
+        if host == socket.gethostname() and pid.isdigit() and not Path(f"/proc/{pid}").exists():
+            return True
+        try:
+            return time.time() - self._lock.stat().st_mtime > LOCK_AGE
+        except OSError:
+            return False  # given back just now
+
     # --- results
 
     def write_result(self, result: Measured | OutOfMemory | Failed) -> None:
@@ -220,6 +306,17 @@ class RunDir:
     def results(self) -> list[Measured | OutOfMemory | Failed]:
         found = [result for path in self._list("results") if (result := self._read(path, RESULT))]
         return sorted(found, key=lambda result: (result.nodes, result.local_batch))
+
+    def readable_results(self) -> tuple[list[Measured | OutOfMemory | Failed], list[str]]:
+        """Return the results that can be read, and what is wrong with the others."""
+        found, problems = [], []
+        for path in self._list("results"):
+            try:
+                found.append(self._read(path, RESULT))
+            except BadMeasurements as error:
+                problems.append(f"{error.message}; {error.hint}")
+        kept = [result for result in found if result is not None]
+        return sorted(kept, key=lambda result: (result.nodes, result.local_batch)), problems
 
     def current_probe(self, task: ProbeTask) -> int | None:
         """Return the local batch that a job is at: the first without a result that stands; None where all have one."""
@@ -239,6 +336,42 @@ class RunDir:
         """Write one of recommended.yaml, results.csv, cmd.txt; return its path."""
         write_atomic(self.path / name, text)
         return self.path / name
+
+    # --- a check of the cluster
+
+    def write_token(self, task_id: str, token: str) -> None:
+        """Leave what the nodes have to find: they see this folder, and not another one of the same name."""
+        write_atomic(self.path / f"checks/{task_id}.token", f"{token}\n")
+
+    def token(self, task_id: str) -> str:
+        path = self.path / f"checks/{task_id}.token"
+        return path.read_text(encoding="utf-8").strip() if path.exists() else ""
+
+    def sign_in(self, task_id: str, rank: int, host: str) -> None:
+        """Show whoever started a check that this rank's node can write here.
+
+        Raises:
+            TulaError: it cannot.
+        """
+        write_atomic(self.path / f"checks/{task_id}.{rank:04d}.here", f"{host}\n")
+
+    def signed_in(self, task_id: str) -> dict[int, str]:
+        """Return the hosts of a check's ranks that could write here."""
+        found = self._list("checks", f"{task_id}.*.here")
+        return {int(path.name.split(".")[-2]): path.read_text(encoding="utf-8").strip() for path in found}
+
+    def write_cluster_report(self, report: ClusterReport) -> None:
+        self._write(f"checks/{report.id}.json", report)
+
+    def cluster_report(self, task_id: str) -> ClusterReport | None:
+        return self._read(f"checks/{task_id}.json", TypeAdapter(ClusterReport))
+
+    def mark_told(self, task_id: str) -> None:
+        """Note that the user has seen how a check ended: the next one is a new one."""
+        write_atomic(self.path / f"checks/{task_id}.told", f"{time.time()}\n")
+
+    def told(self, task_id: str) -> bool:
+        return (self.path / f"checks/{task_id}.told").exists()
 
     # --- training
 
@@ -291,11 +424,41 @@ class RunDir:
         """Return the file through which the ranks of one attempt find each other (address and port)."""
         return self.path / "handover" / f"{task_id}.{attempt:03d}"
 
+    def write_stop(self, task_id: str, attempt: int, reason: str) -> None:
+        """Say that the ranks have saved and left on their own: "time_limit", or "signal" when they were told to end."""
+        write_atomic(self.path / "stopped" / f"{task_id}.{attempt:03d}", f"{reason}\n")
+
+    def stopped(self, task_id: str, attempt: int) -> str:
+        """Return why the ranks of an attempt left before the end; empty where they did not."""
+        path = self.path / "stopped" / f"{task_id}.{attempt:03d}"
+        return path.read_text(encoding="utf-8").strip() if path.exists() else ""
+
+    def newest_samples(self, train_signature: str) -> int:
+        """Return the samples of the newest checkpoint, 0 where there is none."""
+        return next((int(path.stem) for path in self.checkpoints(train_signature)), 0)
+
     def write_order(self, allocation: str, number: int, order: Order) -> None:
         self._write(f"orders/{allocation}.{number:03d}.json", order)
 
     def order(self, allocation: str, number: int) -> Order | None:
         return self._read(f"orders/{allocation}.{number:03d}.json", TypeAdapter(Order))
+
+    # --- the user's code
+
+    def code_dir(self, name: str) -> Path:
+        """Return where a snapshot of the user's code lies."""
+        return self.path / "code" / name
+
+    def write_code(self, snapshot: CodeSnapshot) -> None:
+        self._write(f"code/{snapshot.name}.json", snapshot)
+
+    def code(self, name: str) -> CodeSnapshot | None:
+        """Return what is known of a snapshot; None where there is none of that name (as of the empty one)."""
+        return self._read(f"code/{name}.json", TypeAdapter(CodeSnapshot)) if name else None
+
+    def code_digests(self) -> set[str]:
+        """Return the digests of all code that jobs of this run were submitted with."""
+        return {found.digest for path in self._list("code") if (found := self._read(path, TypeAdapter(CodeSnapshot)))}
 
     def logs(self) -> list[Path]:
         return sorted((self.path / "logs").glob("*.log"), key=lambda path: path.stat().st_mtime)

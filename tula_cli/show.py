@@ -26,10 +26,24 @@ if TYPE_CHECKING:
     from rich.console import Console, RenderableType
     from rich.table import Table
 
-    from tula_cli.check import CheckReport
+    from tula_cli.check import CheckReport, ClusterCheck
     from tula_cli.estimate import EstimateReport
     from tula_cli.profile import ProfilePlan, ProfileReport
-    from tula_cli.records import Failed, Inspection, Measured, OutOfMemory, Prediction, Recommendation, Summary
+    from tula_cli.records import (
+        Attempt,
+        CheckTask,
+        ClusterReport,
+        Failed,
+        Inspection,
+        Measured,
+        NodeReport,
+        OutOfMemory,
+        Prediction,
+        Recommendation,
+        Summary,
+    )
+    from tula_cli.scheduler import SchedulerState
+    from tula_cli.site import Site
     from tula_cli.status import JobStatus, RunStatus, RunSummary, TrainingStatus
     from tula_cli.train import TrainPlan
 
@@ -366,6 +380,83 @@ def inspection(found: "Inspection") -> Iterator["RenderableType"]:
     yield f"hardware: {found.hardware} ({found.device}), {capacity}"
 
 
+def offered(site: "Site | None") -> str:
+    """Return what `tula init slurm` has filled in, in words."""
+    from tula_cli.site import describe, with_gpus
+
+    if site is None:
+        return "no scheduler answers here: the cluster section is as it comes with tula; fill it in"
+    own = site.default
+    if own is None:
+        return f"no partition is the default: name one of {', '.join(p.name for p in site.partitions)}"
+    words = f"filled in from the scheduler: partition {describe(own)}"
+    others = [partition.name for partition in with_gpus(site.partitions) if partition is not own]
+    if others and own not in with_gpus(site.partitions):
+        words += f"; {', '.join(others)} {'has' if len(others) == 1 else 'have'} GPUs"
+    return words
+
+
+def check_state(task: "CheckTask", state: "SchedulerState") -> str:
+    """Return what a check of the cluster waits for."""
+    starts = "" if state.starts_at is None else f", expected to start at {moment(state.starts_at)}"
+    reason = f" ({state.reason})" if state.reason else ""
+    return f"{task.job} on {plural(task.nodes, 'node')}: {state.state}{reason}{starts}"
+
+
+def cluster_check(found: "ClusterCheck") -> Iterator["RenderableType"]:
+    """A row a node for what it has and one for how it is reached, then the network."""
+    report = found.report
+    names = _node_names(report)
+    made = table(("node", "ranks", "GPUs", "driver", "torch", "CUDA", "NCCL", "CPUs\na rank", "memory\n(GiB)"), left=(0, 2, 3, 4, 5, 6))  # fmt: skip
+    for name, node in zip(names, report.nodes, strict=True):
+        made.add_row(
+            name, str(node.ranks), _gpus(node), node.driver or "-", node.torch, node.cuda or "-", node.nccl or "-",
+            str(node.cpus), size(node.memory, 1024**3),
+        )  # fmt: skip
+    yield made
+    yield ""
+    made = table(("node", "interface", "address", "clock\n(ms)", "folder", "dataset", "free disk\n(GiB)"), left=(0, 1, 2, 4, 5))  # fmt: skip
+    for name, node in zip(names, report.nodes, strict=True):
+        made.add_row(
+            name, node.interface or "-", node.address, _clock(node), "read only" if node.write_error else "shared",
+            {True: "readable", False: "not there", None: "-"}[node.dataset], size(node.free_disk, 1024**3),
+        )  # fmt: skip
+    yield made
+    yield ""
+    yield from _network(report, names)
+
+
+def _node_names(report: "ClusterReport") -> list[str]:
+    """Return the hosts, with numbers where they are all one."""
+    hosts = [node.host for node in report.nodes]
+    return hosts if len(set(hosts)) == len(hosts) else [f"{host} #{number}" for number, host in enumerate(hosts, 1)]
+
+
+def _clock(node: "NodeReport") -> str:
+    """Return how far a clock is ahead of the first node's, in ms."""
+    if node.node == 0:
+        return "0"
+    return f"{round(1000 * node.clock_offset, 2) + 0.0:+.2f} ± {1000 * node.clock_error:.2f}"
+
+
+def _gpus(node: "NodeReport") -> str:
+    """Return "4 x NVIDIA A100 (80.0 GiB)"."""
+    names = " + ".join(f"{node.gpus.count(name)} x {name}" for name in dict.fromkeys(node.gpus))
+    return f"{names} ({amount(node.gpu_memory)})" if node.gpu_memory else "-"
+
+
+def _network(report: "ClusterReport", names: Sequence[str]) -> Iterator["RenderableType"]:
+    if report.transfers:
+        best = max(report.transfers, key=lambda transfer: transfer.speed)
+        made = table(("all-reduce\n(KiB)", "time\n(ms)", "Gbit/s\neach way"), left=())
+        for transfer in report.transfers:
+            made.add_row(number(transfer.size / 1024), number(1000 * transfer.seconds), number(transfer.speed / 1e9))
+        yield made
+        yield ""
+        yield f"network between {names[0]} and {names[1]}: {number(best.speed / 1e9)} Gbit/s each way, as measured with {report.backend}"
+    yield f"an all-reduce of one number over {plural(report.ranks, 'rank')} takes {number(1e6 * report.latency)} µs"
+
+
 def _list(numbers: Iterable[int]) -> str:
     return " ".join(map(str, numbers))
 
@@ -452,8 +543,17 @@ def _probe_row(row: "Measured | OutOfMemory | Failed", byte: float) -> tuple[str
             return (*where, "-", "-", "-", "-", "-", "failed")
 
 
-def train_plan(plan: "TrainPlan") -> Iterator["RenderableType"]:
-    """Where training would run and what it may take and cost."""
+def train_plan(plan: "TrainPlan", *, links: int = 1, scripts: Sequence[str] = ()) -> Iterator["RenderableType"]:
+    """Where training would run, in how many jobs, and what it may take and cost."""
+    yield from _training_plan(plan)
+    if links > 1:
+        yield f"a chain of {links} jobs, each waiting for the end of the one before (afterany); what is not needed ends at once"
+    for script in scripts:
+        yield ""
+        yield script
+
+
+def _training_plan(plan: "TrainPlan") -> Iterator["RenderableType"]:
     task, predicted = plan.task, plan.prediction
     local = task.batch // (task.nodes * task.spec.cluster.gpus_per_node)
     yield f"train on {place(task.nodes, task.batch, local)}, {plan.source}"
@@ -580,31 +680,79 @@ STATE_STYLES = {"running": "cyan", "done": "green", "failed": "bold red", "lost"
 
 
 def status(now: "RunStatus") -> Iterator["RenderableType"]:
-    """Jobs, training, failed attempts, recommendation."""
+    """Jobs, training, attempts, recommendation."""
     counts = f"{now.measured} measured, {now.out_of_memory} out of memory, {now.failed} failed"
     yield f"{near(now.path)}: {counts}"
     if now.jobs:
         yield ""
         yield jobs(now.jobs)
-        yield from (f"{job.id} {job.state}: {first_line(job.reason)}" for job in now.jobs if job.reason)
+        yield from (f"{job.id} {job.state}: {story}" for job in now.jobs if (story := _story(job)))
     if now.training is not None:
         yield ""
         yield training(now.training)
         yield from (f"warning: {text}" for text in now.training.warnings)
-    yield from _bad_attempts(now)
+    if now.attempts:
+        yield ""
+        yield attempts(now)
+        yield from _causes(now)
     if now.recommendation is not None:
         choice = now.recommendation.choice
         yield ""
         yield f"recommended: {place(choice.nodes, choice.batch, choice.local_batch)}, {now.recommendation.objective}"
 
 
-def _bad_attempts(now: "RunStatus") -> Iterator["RenderableType"]:
-    bad = [attempt for attempt in now.attempts if attempt.outcome not in (None, "done")]
-    if bad:
-        yield ""
-    for attempt in bad:
-        rank = "" if attempt.rank is None else f" rank {attempt.rank}"
-        yield f"{attempt.task} attempt {attempt.number} on {attempt.host}{rank}: {attempt.outcome}: {first_line(attempt.message)}"
+def _story(job: "JobStatus") -> str:
+    """Return why a job is in its state, and when it is expected to start."""
+    start = [] if job.starts_at is None else [f"expected to start {moment(job.starts_at)}"]
+    return ", ".join([first_line(job.reason), *start] if job.reason else start)
+
+
+def attempts(now: "RunStatus") -> "Table":
+    """One row a start of ranks: where, from which sample on, and how it ended."""
+    from rich.text import Text
+
+    active = {job.id for job in now.jobs if job.state == "running"}
+    seconds = [_took(row.attempt, now.at if row.job in active else None) for row in now.attempts]
+    divisor, unit = time_unit(max(took or 0.0 for took in seconds))
+    allocated = any(row.attempt.allocation for row in now.attempts)
+    made = table(
+        ("attempt", "no.", "started", f"took\n({unit})", *(["allocation"] if allocated else []), "hosts", "batch",
+         "from\nsample", "ended"),
+        left=(0, 2, 4, 5, 8) if allocated else (0, 2, 4, 7),
+    )  # fmt: skip
+    for row, took in zip(now.attempts, seconds, strict=True):
+        attempt = row.attempt
+        state = attempt.outcome or ("running" if row.job in active else "lost")
+        made.add_row(
+            attempt.task,
+            str(attempt.number),
+            moment(attempt.started_at),
+            "-" if took is None else number(took / divisor),
+            *([attempt.allocation] if allocated else []),
+            attempt.hosts or attempt.host,
+            "-" if row.batch is None else str(row.batch),
+            "-" if attempt.samples is None else str(attempt.samples),
+            Text(state, STATE_STYLES.get(state, "bold red")),
+        )
+    return made
+
+
+def _took(attempt: "Attempt", now: float | None) -> float | None:
+    """Return the seconds that an attempt took; of one that is open until now, or None where it does not run."""
+    until = attempt.ended_at or now
+    return None if until is None else max(0.0, until - attempt.started_at)
+
+
+def _causes(now: "RunStatus") -> Iterator["RenderableType"]:
+    """Why attempts ended before their time, and why others followed."""
+    for row in now.attempts:
+        attempt = row.attempt
+        if row.cause:
+            yield f"{attempt.task} follows: {first_line(row.cause)}"
+        if attempt.outcome not in (None, "done"):
+            rank = "" if attempt.rank is None else f" rank {attempt.rank}"
+            where = f"{attempt.task} attempt {attempt.number} on {attempt.host}{rank}"
+            yield f"{where}: {attempt.outcome}: {first_line(attempt.message)}"
 
 
 def jobs(rows: Iterable["JobStatus"]) -> "Table":
@@ -725,7 +873,7 @@ def _changes(job: "JobStatus") -> str:
 def _tail(job: "JobStatus") -> str:
     """Return a job in one line."""
     parts = [f"{job.id}: {job.state}"]
-    parts += [first_line(job.reason)] if job.reason else []
+    parts += [story] if (story := _story(job)) else []
     parts += [f"{job.done} of {plural(job.total, 'probe')}"] if job.kind == "probe" else []
     if job.now is not None:
         parts.append(f"next: {place(job.now.nodes, job.now.batch, job.now.local_batch)}")

@@ -10,12 +10,14 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Iterable, Mapping
+import shlex
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic_core import InitErrorDetails, PydanticCustomError
 
 from tula_cli.errors import Problem, SpecError
 
@@ -36,7 +38,56 @@ def parse_size(value: object) -> object:
     return round(float(match[1]) * _SIZE_UNITS[match[2] or ""])
 
 
+def parse_minutes(value: object) -> object:
+    """Turn SLURM's D-HH, D-HH:MM, D-HH:MM:SS, HH:MM:SS and MM:SS into minutes, rounded up; numbers are minutes."""
+    if not isinstance(value, str):
+        return value
+    match = re.fullmatch(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?", value.strip())
+    if match is None:
+        raise ValueError(f"{value!r} is not a time limit; write minutes, or as SLURM does HH:MM:SS or D-HH:MM:SS")
+    days, *parts = (int(part) if part else 0 for part in match.groups())
+    if match[1] is None and match[4] is None:  # without days two parts are minutes and seconds
+        parts = [0, *parts[:2]]
+    hours, minutes, seconds = parts
+    return (days * 24 + hours) * 60 + minutes + -(-seconds // 60)
+
+
+def _one_line(value: object) -> object:
+    """Take a number as the word it is written as (an account may be one); refuse what would end a line of a script."""
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        return str(value)
+    if isinstance(value, str) and not value.isprintable():
+        raise ValueError(f"{value!r} must be one line of text")
+    return value
+
+
+def _as_text(value: object) -> object:
+    """Take a number as the word it is written as; true and false have no one spelling in a shell."""
+    if isinstance(value, bool):
+        raise ValueError(f"{str(value).lower()} must be quoted: 'true', '1', ...")
+    return str(value) if isinstance(value, int | float) else value
+
+
+def _word(value: str) -> str:
+    if not value:
+        raise ValueError("an empty word is no part of a command")
+    return value
+
+
+def _shell_words(value: str) -> str:
+    try:
+        words = shlex.split(value)
+    except ValueError as error:
+        raise ValueError(f"{value!r} is no command: {str(error).lower()}") from None
+    if not words:
+        raise ValueError("the command is empty")
+    return value
+
+
 Size = Annotated[int, BeforeValidator(parse_size), Field(gt=0)]  # bytes
+Minutes = Annotated[int, BeforeValidator(parse_minutes), Field(ge=1)]
+Line = Annotated[str, BeforeValidator(_one_line)]
+Command = Annotated[Line, AfterValidator(_shell_words)]
 Positive = Annotated[int, Field(ge=1)]
 PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 NonNegativeFloat = Annotated[float, Field(ge=0, allow_inf_nan=False)]
@@ -163,6 +214,7 @@ class Search(Section):
     memory_margin: Annotated[float, Field(ge=0, lt=1)] = 0.1  # of the capacity, kept free
     max_node_hours: PositiveFloat | None = None  # the most profiling may cost
     max_minutes: PositiveFloat = 20.0  # the most one profiling job may last
+    packing: Literal["jobs", "single"] = "jobs"  # a job a number of nodes, or one job for all
 
     @model_validator(mode="after")
     def _bounds_are_ordered(self) -> "Search":
@@ -173,20 +225,163 @@ class Search(Section):
         return self
 
 
-class Slurm(Section):
-    """What sbatch is asked for; nothing is emitted that is not given here."""
+_SBATCH_SETTINGS = {
+    "job-name": "name",
+    "nodes": "search.nodes",
+    "ntasks": "cluster.gpus_per_node",
+    "ntasks-per-node": "cluster.gpus_per_node",
+    "tasks-per-node": "cluster.gpus_per_node",
+    "ntasks-per-gpu": "cluster.gpus_per_node",
+    "time": "cluster.slurm.minutes for training jobs, search.max_minutes for measuring ones",
+    "partition": "cluster.slurm.partition",
+    "account": "cluster.slurm.account",
+    "qos": "cluster.slurm.qos",
+    "constraint": "cluster.slurm.constraint",
+    "reservation": "cluster.slurm.reservation",
+    "exclude": "cluster.slurm.exclude",
+    "exclusive": "cluster.slurm.exclusive",
+    "mem": "cluster.slurm.memory",
+    "cpus-per-task": "cluster.slurm.cpus_per_task",
+}
+"""Options of sbatch that have a setting of their own."""
+_SBATCH_OURS = frozenset({
+    "array", "dependency", "error", "no-requeue", "open-mode", "output", "parsable", "quiet", "requeue", "signal",
+    "test-only", "wait", "wrap",
+})  # fmt: skip
+_SRUN_OURS = frozenset({"error", "kill-on-bad-exit", "output", "unbuffered", "ntasks", "ntasks-per-node", "nodes"})
+_GPU_OPTIONS = frozenset({"gpus", "gpus-per-node", "gpus-per-socket", "gpus-per-task", "gres", "tres-per-task"})
+_RANK_VARIABLES = frozenset({
+    "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT",
+    "SUBMITIT_EXECUTOR", "TULA_WRAPPER",
+})  # fmt: skip
 
-    partition: str | None = None
-    account: str | None = None
-    qos: str | None = None
-    constraint: str | None = None
-    reservation: str | None = None
-    exclude: str | None = None
-    minutes: Positive = 120  # time limit of a training job
-    memory: str | None = None  # a node, as sbatch's --mem
-    cpus_per_task: Positive | None = None
+
+def option(name: str) -> str:
+    """Return an option of sbatch or srun as it is written on a command line, without its dashes."""
+    return name.replace("_", "-")
+
+
+def _an_option(name: str) -> str:
+    if not re.fullmatch(r"[a-z][a-z0-9_-]+", name):
+        raise ValueError(f"{name!r} is not the long name of an option, as mail-type is of --mail-type")
+    return name
+
+
+def _sbatch_option(name: str) -> str:
+    if setting := _SBATCH_SETTINGS.get(option(_an_option(name))):
+        raise ValueError(f"{name!r} has a setting of its own: {setting}")
+    if option(name) in _SBATCH_OURS:
+        raise ValueError(f"{name!r} is what tula itself tells sbatch; leave it out")
+    return name
+
+
+def _srun_option(name: str) -> str:
+    if option(_an_option(name)) == "cpus-per-task":
+        raise ValueError(f"{name!r} has a setting of its own: cluster.slurm.cpus_per_task")
+    if option(name) in _SRUN_OURS:
+        raise ValueError(f"{name!r} is what tula itself tells srun; leave it out")
+    return name
+
+
+def _slurm_memory(value: str) -> str:
+    if value and not re.fullmatch(r"\d+[KMGT]?B?", value.upper()):
+        raise ValueError(f"{value!r} is not a size as sbatch reads it; write it like 64G, or 0 for all of a node's")
+    return value
+
+
+def _gpu_type(value: str) -> str:
+    if not re.fullmatch(r"[A-Za-z0-9_.-]*", value):
+        raise ValueError(f"{value!r} is not the name of one type of GPU, as a100 is of gpu:a100:4")
+    return value
+
+
+def _variable(name: str) -> str:
+    if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
+        raise ValueError(f"{name!r} is not the name of an environment variable")
+    if name in _RANK_VARIABLES:
+        raise ValueError(f"{name!r} is set by tula; leave it out")
+    return name
+
+
+def _option_value(value: object) -> object:
+    values = value if isinstance(value, list) else [value]
+    if not all(v is None or isinstance(v, bool | int | float | str) for v in values):
+        raise ValueError(
+            f"{value!r} must be a text, a number, a list of them, true (the bare option) or false (left out)"
+        )
+    lines = [_one_line(v) for v in values]
+    return lines if isinstance(value, list) else value
+
+
+OptionValue = Annotated[bool | int | float | str | list[str] | None, BeforeValidator(_option_value)]
+"""True is the bare option; False, None, "" and [] leave it out; a list is joined by commas."""
+
+
+class Slurm(Section):
+    """What sbatch and srun are asked for; nothing is asked for that is not given here."""
+
+    launcher: Literal["srun", "torchrun"] = "srun"  # one task a GPU; or one a node, which starts the node's ranks
+    partition: Line | None = None
+    account: Line | None = None
+    qos: Line | None = None
+    constraint: Line | None = None
+    reservation: Line | None = None
+    exclude: Line | None = None
+    minutes: Minutes = 120  # time limit of a training job
+    memory: Annotated[Line, AfterValidator(_slurm_memory)] | None = None  # a node, as sbatch's --mem
+    cpus_per_task: Positive | None = None  # a rank, with either launcher
+    gpus: Literal["gpus_per_node", "gres", "gpus_per_task", "none"] = "gpus_per_node"  # how GPUs are asked for
+    gpu_type: Annotated[Line, AfterValidator(_gpu_type)] | None = None  # as the site calls it: a100
+    exclusive: bool = True  # whole nodes: neighbours would spoil the times
+    extra: dict[Annotated[str, AfterValidator(_sbatch_option)], OptionValue] = {}  # any other option of sbatch
+    srun_extra: dict[Annotated[str, AfterValidator(_srun_option)], OptionValue] = {}  # any other option of srun
     setup: list[str] = []  # shell lines before the job
-    extra: dict[str, str | int | bool] = {}  # any other sbatch option
+    environment: dict[Annotated[str, AfterValidator(_variable)], Annotated[str, BeforeValidator(_as_text)] | None] = {}
+    python: Command | None = None  # how python is started in the job: a command of the shell
+    wrapper: list[Annotated[Line, AfterValidator(_word)]] = []  # words before the command of every rank
+    setup_snippet: Line | bool = True  # a file; true: the site's, else tula's; false: none
+    wrapper_snippet: Line | bool | None = None  # a file; true: the site's, else tula's; null: the site's, if any
+
+    @model_validator(mode="after")
+    def _settings_fit_together(self) -> "Slurm":
+        found = [*_unfit_gpus(self), *_unfit_options(self)]
+        if found:  # all at once, each with its path
+            details = [
+                InitErrorDetails(type=PydanticCustomError("value_error", "{why}", {"why": why}), loc=path, input=None)
+                for path, why in found
+            ]
+            raise ValidationError.from_exception_data("Slurm", details)
+        return self
+
+
+_Unfit = Iterator[tuple[tuple[str, ...], str]]
+
+
+def _unfit_gpus(slurm: Slurm) -> _Unfit:
+    if slurm.launcher == "torchrun" and slurm.gpus == "gpus_per_task":
+        yield (
+            ("gpus",),
+            "gpus_per_task is a GPU a task, and launcher: torchrun has a task a node; use gpus_per_node or gres",
+        )
+    if slurm.gpus == "none":
+        if slurm.gpu_type:
+            yield ("gpu_type",), f"{slurm.gpu_type!r} means nothing to gpus: none"
+        return
+    for name, value in slurm.extra.items():
+        # Other resources than GPUs have no other way in than gres.
+        if option(name) in _GPU_OPTIONS and value and (option(name) != "gres" or "gpu" in str(value)):
+            yield ("extra", name), "asks for GPUs a second time: gpus and gpu_type say how, or set gpus: none"
+
+
+def _unfit_options(slurm: Slurm) -> _Unfit:
+    given = [option(name) for name, value in slurm.extra.items() if value]
+    for name in ("mem-per-cpu", "mem-per-gpu"):
+        if name in given and slurm.memory:
+            yield ("extra", name), f"and memory ({slurm.memory}) exclude each other"
+    if "cpus-per-gpu" in given and slurm.cpus_per_task:
+        yield ("extra", "cpus-per-gpu"), f"and cpus_per_task ({slurm.cpus_per_task}) exclude each other"
+    for name in sorted({name for name in given if given.count(name) > 1}):
+        yield ("extra", name), "is given twice, with '-' and with '_'"
 
 
 class Cluster(Section):
@@ -233,8 +428,13 @@ class JobSpec(Section):
     pricing: Pricing = Pricing()
 
 
-def signature(spec: JobSpec) -> str:
-    """Return 8 hex digits over what a measurement depends on: another price keeps the probes, another model does not."""
+def signature(spec: JobSpec, code: str = "") -> str:
+    """Return 8 hex digits over what a measurement depends on: another price keeps the probes, another model does not.
+
+    Args:
+        spec: the job.
+        code: digest of the user's own code that the spec names; empty for none.
+    """
     train, cluster = spec.train, spec.cluster
     parts = {
         "model": spec.model.model_dump(),
@@ -251,17 +451,26 @@ def signature(spec: JobSpec) -> str:
         "cluster": cluster.model_dump(include={"kind", "gpus_per_node", "device", "memory_per_gpu", "interface"}),
         "collective": cluster.collective if cluster.collective in ("ring", "tree") else "ring",
     }  # fmt: skip
-    return _digest(parts)
+    return _digest({**parts, "code": code} if code else parts)
 
 
-def train_signature(spec: JobSpec, *, nodes: int, batch: int) -> str:
-    """Return 8 hex digits over everything that changes the weights; `batch` is the one the run starts with."""
+def train_signature(spec: JobSpec, *, nodes: int, batch: int, code: str = "") -> str:
+    """Return 8 hex digits over everything that changes the weights; `batch` is the one the run starts with.
+
+    Args:
+        spec: the job.
+        nodes: number of nodes.
+        batch: global batch.
+        code: digest of the user's own code that the spec names; empty for none.
+    """
     parts = spec.model_dump(
         include={"model", "dataset", "transforms", "loss", "optimizer", "schedule", "ags"},
         exclude={"dataset": {"download"}},
     )
     parts["train"] = spec.train.model_dump(exclude={"workers", "checkpoint_every", "max_attempts", "tensorboard"})
     parts["gpus_per_node"] = spec.cluster.gpus_per_node
+    if code:
+        parts["code"] = code
     return _digest({**parts, "nodes": nodes, "batch": batch})
 
 
@@ -481,7 +690,7 @@ def _merge_unions(problems: list[Problem]) -> tuple[Problem, ...]:
     )
 
 
-_UNION_BRANCHES = re.compile(r"^(literal\[|constrained-|function-|float|int$|str$|dict\[|Every$)")
+_UNION_BRANCHES = re.compile(r"^(literal\[|constrained-|function-|float|int$|str$|bool$|dict\[|list\[|\[key\]$|Every$)")
 
 
 def _readable_path(location: tuple[Any, ...]) -> str:

@@ -14,12 +14,25 @@ from typing import Literal
 from tula_cli.errors import SpecError, TulaError
 from tula_cli.launch import Launcher
 from tula_cli.plugins import nearest
-from tula_cli.records import Attempt, Failed, Job, Measured, OutOfMemory, ProbeTask, Recommendation, TrainTask
+from tula_cli.records import (
+    Attempt,
+    Failed,
+    Job,
+    Measured,
+    OutcomeClass,
+    OutOfMemory,
+    ProbeTask,
+    Recommendation,
+    TrainTask,
+)
 from tula_cli.rundir import RunDir, probe_id
 from tula_cli.scheduler import SchedulerState
 
 JobState = Literal["queued", "running", "done", "failed", "cancelled", "lost"]
 ACTIVE: tuple[JobState, ...] = ("queued", "running")
+
+TAKEN: tuple[OutcomeClass, ...] = ("time_limit", "preempted", "node_failure")
+"""How an allocation is taken away from a training that goes on in the next one."""
 
 GRACE = {"local": 2.0, "slurm": 60.0}
 """Seconds for which the files of an ended job may still be on their way (NFS, Lustre)."""
@@ -51,6 +64,7 @@ class JobStatus:
     nodes: int
     state: JobState
     reason: str
+    starts_at: float | None  # Unix time at which a queued job is expected to start; None where nobody tells
     total: int
     done: int
     now: Probe | None  # what runs, or comes next
@@ -83,6 +97,16 @@ class TrainingStatus:
 
 
 @dataclass(frozen=True)
+class AttemptStatus:
+    """One start of a job's ranks, and its place in the story."""
+
+    job: str
+    attempt: Attempt
+    batch: int | None  # global; None for probes, which have several
+    cause: str  # why a training was relaunched; empty for the first
+
+
+@dataclass(frozen=True)
 class RunStatus:
     """A whole run at one moment."""
 
@@ -94,8 +118,9 @@ class RunStatus:
     failed: int
     jobs: tuple[JobStatus, ...]
     training: TrainingStatus | None
-    attempts: tuple[Attempt, ...]
+    attempts: tuple[AttemptStatus, ...]  # oldest first
     recommendation: Recommendation | None
+    warnings: tuple[str, ...] = ()
 
     def active(self, job_ids: Iterable[str] | None = None) -> bool:
         """Return whether one of these jobs (of all) is queued or running."""
@@ -107,15 +132,18 @@ class RunStatus:
 
 
 def snapshot(run: RunDir, launcher: Launcher, *, now: float) -> RunStatus:
-    """Return what is known of a run at `now` (Unix time)."""
-    tasks, results = run.tasks(), {result.id: result for result in run.results()}
-    pace = _pace(results.values(), run.attempts())
+    """Return what is known of a run at `now` (Unix time). A damaged result is a warning: the others are shown."""
+    readable, problems = run.readable_results()
+    tasks, results = run.tasks(), {result.id: result for result in readable}
+    attempts = run.attempts()
+    pace = _pace(results.values(), attempts)
     training = _training(run, tasks, now=now)
-    jobs = []
-    for job in run.jobs():
-        own = [task for task in tasks if task.job == job.id]
-        if own:
-            jobs.append(_job(run, job, own, results, launcher.state(run, job), pace=pace, training=training, now=now))
+    tasked = {job.id: own for job in run.jobs() if (own := [task for task in tasks if task.job == job.id])}
+    known = [job for job in run.jobs() if job.id in tasked]
+    states = launcher.states(run, known)
+    jobs = [
+        _job(run, job, tasked[job.id], results, states[job.id], pace=pace, training=training, now=now) for job in known
+    ]
     moving = {status.id for status in jobs if status.state in ACTIVE}
     if training is not None and not training.finished and training.job not in moving:
         training = dataclasses.replace(training, eta=None)
@@ -128,8 +156,23 @@ def snapshot(run: RunDir, launcher: Launcher, *, now: float) -> RunStatus:
         failed=sum(isinstance(result, Failed) for result in results.values()),
         jobs=tuple(jobs),
         training=training,
-        attempts=tuple(run.attempts()),
+        attempts=_story(tasks, attempts),
         recommendation=run.recommendation(),
+        warnings=tuple(problems),
+    )
+
+
+def _story(tasks: list[ProbeTask | TrainTask], attempts: list[Attempt]) -> tuple[AttemptStatus, ...]:
+    by_id = {task.id: task for task in tasks}
+    return tuple(
+        AttemptStatus(
+            job=task.job,
+            attempt=attempt,
+            batch=task.batch if isinstance(task, TrainTask) else None,
+            cause=task.cause if isinstance(task, TrainTask) and attempt.number == 1 else "",
+        )
+        for attempt in attempts
+        if (task := by_id.get(attempt.task)) is not None
     )
 
 
@@ -176,6 +219,7 @@ def _job(
         nodes=job.nodes,
         state=state,
         reason=reason,
+        starts_at=scheduler.starts_at if state == "queued" else None,
         total=progress.total,
         done=progress.done,
         now=progress.now if state in ACTIVE else None,
@@ -241,11 +285,17 @@ def _state_from_attempts(
 ) -> tuple[JobState, str]:
     last = attempts[-1] if attempts else None
     if last is not None and last.ended_at is not None:
-        return "failed", last.message or f"ended with {progress.done} of {progress.total} probes"
+        if scheduler.state == "unknown" and last.outcome in TAKEN:
+            return "queued", scheduler.reason  # the next link of its chain goes on
+        words = last.message or f"ended with {progress.done} of {progress.total} probes"
+        verdict = (
+            "" if scheduler.reason.startswith("FAILED") or not scheduler.reason else f" (SLURM: {scheduler.reason})"
+        )
+        return "failed", f"{words}{verdict}"
     if scheduler.state == "ended":
         return "lost", scheduler.reason or "ended without saying why (killed from outside?)"
     if last is not None:
-        return "running", "the scheduler does not know the job"
+        return "running", scheduler.reason or "the scheduler does not know the job"
     return "queued", scheduler.reason or "the scheduler does not know the job"
 
 
@@ -471,6 +521,21 @@ def logs(
         sleep(POLL["local"][0])
 
 
+def seldom(
+    check: Callable[[], bool], *, pause: float, clock: Callable[[], float] = time.monotonic
+) -> Callable[[], bool]:
+    """Return a check that asks again only when its last answer is `pause` seconds old: a scheduler serves many users."""
+    at, answer = float("-inf"), False
+
+    def remembered() -> bool:
+        nonlocal at, answer
+        if clock() - at >= pause:
+            answer, at = check(), clock()
+        return answer
+
+    return remembered
+
+
 def _log_files(run: RunDir, job: str | None) -> list[Path]:
     """Return the log files of a job (of all), last written last."""
     if job is None:
@@ -501,10 +566,10 @@ def cancel(run: RunDir, launcher: Launcher) -> list[str]:
 
     Each is marked first, so that nothing (a supervisor, the next link of a chain) starts it again meanwhile.
     """
-    cancelled = []
-    for job in run.jobs():
-        if launcher.state(run, job).state != "ended":
-            run.cancel(job.id)
-            launcher.cancel(run, job)
-            cancelled.append(job.id)
-    return cancelled
+    jobs = run.jobs()
+    states = launcher.states(run, jobs)
+    going_on = [job for job in jobs if states[job.id].state != "ended"]
+    for job in going_on:
+        run.cancel(job.id)
+        launcher.cancel(run, job)
+    return [job.id for job in going_on]

@@ -8,7 +8,6 @@ import contextlib
 import fcntl
 import itertools
 import os
-import re
 import signal
 import socket
 import subprocess
@@ -16,51 +15,41 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
+from tula_cli import ending as judge
+from tula_cli import network, sbatch, scheduler
+from tula_cli.ending import Ending, Seen, Task
 from tula_cli.errors import TulaError
-from tula_cli.models.cost import cost
-from tula_cli.outcome import classify, root
 from tula_cli.processes import die_with_parent
-from tula_cli.records import (
-    Attempt,
-    Failed,
-    Failure,
-    Order,
-    OutcomeClass,
-    OutOfMemory,
-    Prediction,
-    ProbeTask,
-    Summary,
-    TrainTask,
-)
-from tula_cli.rundir import RunDir, probe_id
+from tula_cli.records import Attempt, CheckTask, Job, Order, OutcomeClass, ProbeTask, TrainTask
+from tula_cli.relaunch import LOST, TAKEN, after, no_progress, write_summary
+from tula_cli.rundir import RunDir
 
 POLL = 0.2  # seconds
 PEER_GRACE = 5.0
 """Seconds the other ranks get to end by themselves once one has failed, and to say why."""
 END_GRACE = 10.0
 """Seconds between asking child processes to end and killing them."""
-TAIL = 20_000  # bytes of a log that are read for its last words
-RESTARTS = 2
-"""How often a probe job starts again after a lost process (not after an out-of-memory or the user's own error)."""
-RESTARTED: tuple[OutcomeClass, ...] = ("signal", "peer", "port", "unknown")
-
-_CRASH = re.compile(r"exitcode *: *-(?:11|6)\b")  # SIGSEGV, SIGABRT
-
-Task = ProbeTask | TrainTask
+NOTICE_GRACE = 25.0
+"""The same when the scheduler ends the allocation: it kills everything itself after its KillWait, 30 s by default."""
+VERDICT = 1.0
+"""Seconds that the scheduler gets to know why it has ended an allocation: its accounting lags."""
+SLACK = (0.05, 10.0, 60.0)
+"""How long before its time limit an allocation should be empty: a share of what is left of it, and its bounds (s)."""
 
 
 @dataclass(frozen=True)
 class Place:
-    """Which of a job's supervisors this is: one a rank under srun, one for all ranks on this machine."""
+    """Which of a job's supervisors this is: one a rank or one a node on SLURM, one for all ranks on this machine."""
 
     index: int
     count: int
     local_index: int = 0  # on its node
-    allocation: str = ""  # the scheduler's job id
+    job_id: str = ""  # SLURM's
+    restarts: int = 0  # how often SLURM has requeued it
+    hosts: str = ""  # as SLURM writes them
 
     @classmethod
     def from_environment(cls, environ: Mapping[str, str]) -> "Place":
@@ -70,22 +59,51 @@ class Place:
             index=int(environ["SLURM_PROCID"]),
             count=int(environ["SLURM_NTASKS"]),
             local_index=int(environ["SLURM_LOCALID"]),
-            allocation=environ["SLURM_JOB_ID"] + "." + environ.get("SLURM_RESTART_COUNT", "0"),
+            job_id=environ["SLURM_JOB_ID"],
+            restarts=int(environ.get("SLURM_RESTART_COUNT", "0")),
+            hosts=environ.get("SLURM_JOB_NODELIST", ""),
         )
 
     @property
     def alone(self) -> bool:
-        return not self.allocation
+        return not self.job_id
+
+    @property
+    def allocation(self) -> str:
+        return "" if self.alone else f"{self.job_id}.{self.restarts}"
 
 
-@dataclass(frozen=True)
-class Ending:
-    """How the children of one attempt ended; `outcome` None is well."""
+@dataclass
+class Notice:
+    """Whether the scheduler has asked this job to end: a time limit, a preemption, a cancel, a lost node."""
 
-    outcome: OutcomeClass | None
-    message: str = ""
-    rank: int | None = None
-    host: str = ""
+    given: bool = False
+
+    def listen(self) -> None:
+        """Take the signals from submitit, which would end this process over the one that warns of the time limit."""
+        signal.signal(signal.SIGTERM, self._take)
+        for number in (signal.SIGUSR1, signal.SIGUSR2, signal.SIGCONT):
+            signal.signal(number, _ignore)
+
+    def _take(self, *_: object) -> None:
+        self.given = True
+
+
+def _ignore(*_: object) -> None:
+    """SIG_IGN would be inherited by the ranks; a handler is not."""
+
+
+@dataclass
+class Supervisor:
+    """This process: its run, its place among the job's supervisors, and what it has been told."""
+
+    run: RunDir
+    place: Place
+    environ: Mapping[str, str]
+    notice: Notice = field(default_factory=Notice)
+    since: float = field(default_factory=time.time)
+    numbers: Iterator[int] = field(default_factory=itertools.count)
+    ends_at: float | None = None  # Unix time of the allocation's end, where it has one
 
 
 def supervise(path: Path, task_id: str, *, environ: Mapping[str, str] = os.environ) -> None:
@@ -96,71 +114,109 @@ def supervise(path: Path, task_id: str, *, environ: Mapping[str, str] = os.envir
         task_id: the task to start with; a newer attempt of the same training run takes its place.
         environ: the environment of the ranks.
     """
+    me = Supervisor(RunDir(path), Place.from_environment(environ), environ)
     try:
-        _supervise(RunDir(path), task_id, environ)
+        _supervise(me, task_id)
     except TulaError as error:  # a full disk above all: nothing can be written, so the scheduler's log has to tell
         sys.stderr.write(f"tula: {error.message}. {error.hint}\n")
         raise SystemExit(error.exit_code) from error
 
 
-def _supervise(run: RunDir, task_id: str, environ: Mapping[str, str]) -> None:
-    place = Place.from_environment(environ)
-    if place.index:
-        _follow(run, place, environ)
-    elif place.alone:
-        with _machine_to_ourselves(run, _newest(run, task_id)):
-            _lead(run, task_id, place, environ)
+def _supervise(me: Supervisor, task_id: str) -> None:
+    if me.place.alone:
+        with _machine_to_ourselves(me.run, _newest(me.run, task_id)):
+            _lead(me, task_id)
+        return
+    me.notice.listen()
+    if me.place.index:
+        _follow(me)
     else:
-        _lead(run, task_id, place, environ)
+        me.ends_at = scheduler.ends_at(me.place.job_id, me.environ)
+        _lead(me, task_id)
 
 
-def _lead(run: RunDir, task_id: str, place: Place, environ: Mapping[str, str]) -> None:
+# --- the supervisor of task 0, and the others
+
+
+def _lead(me: Supervisor, task_id: str) -> None:
     """Start attempt after attempt until the job is over, telling the other supervisors each time."""
+    for first in _packed(me.run, task_id):
+        _lead_task(me, first)
+    _tell(me, Order(task=None))
+
+
+def _packed(run: RunDir, task_id: str) -> list[Task]:
+    """Return the task and those that share its allocation (search.packing: single)."""
     first = _newest(run, task_id)
+    others = [_newest(run, other) for other in first.then] if isinstance(first, ProbeTask) else []
+    return [first, *others]
+
+
+def _lead_task(me: Supervisor, first: Task) -> None:
     deadline = _deadline(first)
-    task: Task | None = first
-    restarts = 0
-    for number in itertools.count():
-        if task is None or _over(run, task):
-            break
-        attempt = _open_attempt(run, task)
-        _tell(run, place, number, Order(task=task.id, attempt=attempt.number))
-        ending = _attempt(run, task, attempt, place, environ, deadline)
-        restarts += ending.outcome in RESTARTED
-        task = _next(run, task, ending, restarts)
+    task = _take_up(me, first)
+    while task is not None and not _over(me.run, task):
+        attempt = _open_attempt(me, task)
+        order = Order(task=task.id, attempt=attempt.number, ranks=_world(task), meeting=_meeting(task))
+        _tell(me, order)
+        ending = _closing(me, task, attempt, _attempt(me, task, attempt, order, deadline))
+        taken = ending.outcome is not None and (me.notice.given or ending.outcome == "time_limit")
+        following = None if taken else after(me.run, task, ending, _lost(me, task) + (ending.outcome in LOST))
         # Last: who sees the attempt ended may rely on everything that follows from it.
-        _close_attempt(run, attempt, ending)
-    _tell(run, place, number, Order(task=None))
-    if isinstance(task, TrainTask) and run.train_result(task.signature) and not run.summary(task.signature):
-        _write_summary(run, task)  # an earlier supervisor was killed just before
+        _close_attempt(me.run, attempt, ending)
+        if taken and not me.run.cancelled(task.job):
+            return  # the next link of the chain goes on
+        task = following
+    _conclude(me, task or first)
 
 
-def _tell(run: RunDir, place: Place, number: int, order: Order) -> None:
-    if place.count > 1:
-        run.write_order(place.allocation, number, order)
+def _conclude(me: Supervisor, task: Task) -> None:
+    """Write what an earlier supervisor still owed, and give the queue back the links that are not needed."""
+    if not isinstance(task, TrainTask):
+        return
+    if me.run.train_result(task.signature) and not me.run.summary(task.signature):
+        write_summary(me.run, task)
+    job = _own_job(me, task)
+    if job is not None:
+        scheduler.cancel([link for link in job.links if link != me.place.job_id])
 
 
-def _follow(run: RunDir, place: Place, environ: Mapping[str, str]) -> None:
+def _tell(me: Supervisor, order: Order) -> None:
+    number = next(me.numbers)
+    if me.place.count > 1:
+        me.run.write_order(me.place.allocation, number, order)
+
+
+def _follow(me: Supervisor) -> None:
     """Do what the supervisor of task 0 says, until it says that the job is over.
 
     Where it is killed, srun's --kill-on-bad-exit ends this process too.
     """
-    deadline: float | None = None
+    deadlines: dict[str, float] = {}
     for number in itertools.count():
-        while (order := run.order(place.allocation, number)) is None:
+        while (order := me.run.order(me.place.allocation, number)) is None:
+            if me.notice.given:
+                return
             time.sleep(POLL)
         if order.task is None:
             return
-        task = run.task(order.task)
+        task = me.run.task(order.task)
         assert task is not None
-        attempt = next(a for a in run.attempts(task.id) if a.number == order.attempt)
-        deadline = deadline or _deadline(task)
-        _attempt(run, task, attempt, place, environ, deadline)
+        if _first_rank(me, task) >= order.ranks:
+            continue  # a smaller number of nodes is being measured
+        attempt = next(a for a in me.run.attempts(task.id) if a.number == order.attempt)
+        _attempt(me, task, attempt, order, deadlines.setdefault(task.id, _deadline(task)))
 
 
 def _deadline(task: Task) -> float:
     """Return when a job that starts now has to end, however often its ranks are started: its cost is bounded."""
-    return time.monotonic() + 60 * task.spec.search.max_minutes if isinstance(task, ProbeTask) else float("inf")
+    match task:
+        case TrainTask():
+            return float("inf")
+        case ProbeTask():
+            return time.monotonic() + 60 * task.spec.search.max_minutes
+        case CheckTask():
+            return time.monotonic() + 60 * CheckTask.MINUTES
 
 
 def _newest(run: RunDir, task_id: str) -> Task:
@@ -178,19 +234,22 @@ def _over(run: RunDir, task: Task) -> bool:
 
 def _finished(run: RunDir, task: Task) -> bool:
     """Return whether every result of a task is there: success is a valid result file."""
-    if isinstance(task, TrainTask):
-        return run.train_result(task.signature) is not None
-    return run.current_probe(task) is None
+    match task:
+        case TrainTask():
+            return run.train_result(task.signature) is not None
+        case ProbeTask():
+            return run.current_probe(task) is None
+        case CheckTask():
+            return run.cluster_report(task.id) is not None
 
 
 @contextlib.contextmanager
-def _machine_to_ourselves(run: RunDir, task: Task | None) -> Iterator[None]:
+def _machine_to_ourselves(run: RunDir, task: Task) -> Iterator[None]:
     """Wait until no other job of this user runs here: jobs side by side would spoil each other's times.
 
     The lock lives on the machine, not in the run directory, and the kernel drops it with this process. A job that is
     cancelled while it waits goes on without it, to find that it is over.
     """
-    assert task is not None
     path = Path(tempfile.gettempdir()) / f"tula-{os.getuid()}.lock"
     lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
@@ -209,23 +268,136 @@ def _locked(lock: int) -> bool:
     return True
 
 
+# --- after earlier allocations
+
+
+def _take_up(me: Supervisor, task: Task) -> Task | None:
+    """Continue where the earlier links of the chain have left a training; None where they say that it is over."""
+    _close_lost(me, task)
+    if not isinstance(task, TrainTask):
+        return task
+    job = _own_job(me, task)
+    if job is not None and _predecessor_cancelled(me, job):
+        me.run.cancel(task.job)
+    earlier = _of_submission(me, task)
+    if not earlier or earlier[-1].task != task.id:
+        return task  # the first of this submission, or its relaunch is written already
+    last = _corrected(me, earlier[-1])
+    if last.outcome == "cancelled" and not me.place.alone:
+        me.run.cancel(task.job)
+    if why := no_progress(earlier, me.run.newest_samples(task.signature), task.spec.train.max_attempts):
+        me.run.write_attempt(last.model_copy(update={"message": f"{last.message}; {why}"}))
+        return None
+    if last.outcome not in (*LOST, *TAKEN):
+        return None
+    return after(me.run, task, Ending(last.outcome, last.message), _lost(me, task))
+
+
+def _corrected(me: Supervisor, last: Attempt) -> Attempt:
+    """Return an attempt with why its allocation was ended, where its own supervisor could not tell yet."""
+    if last.outcome != "signal" or last.allocation in ("", me.place.allocation):
+        return last
+    how = _taken(last.allocation)
+    if how.outcome == "signal":
+        return last
+    found = last.model_copy(update={"outcome": how.outcome, "message": how.message})
+    me.run.write_attempt(found)
+    return found
+
+
+def _own_job(me: Supervisor, task: Task) -> Job | None:
+    """Return the submission that this allocation belongs to; None while the command line has not written it."""
+    job = me.run.job(task.job)
+    return job if job is not None and me.place.job_id in job.links else None
+
+
+def _predecessor_cancelled(me: Supervisor, job: Job) -> bool:
+    """Return whether the user has ended the link before this one (scancel): it stays ended."""
+    before = job.links[: job.links.index(me.place.job_id)]
+    return bool(before) and scheduler.ended_how(before[-1]) == "cancelled"
+
+
+def _of_submission(me: Supervisor, task: TrainTask) -> list[Attempt]:
+    """Return the attempts that earlier links of this submission have made; the user's new submission begins anew."""
+    attempts = me.run.training_attempts(task.signature)
+    if me.place.alone:
+        return [attempt for attempt in attempts if attempt.started_at >= me.since]
+    job = _own_job(me, task)
+    links = job.links if job is not None else (me.place.job_id,)
+    return [attempt for attempt in attempts if attempt.allocation.partition(".")[0] in links]
+
+
+def _lost(me: Supervisor, task: Task) -> int:
+    """Return how many attempts of this job have lost their processes so far."""
+    if isinstance(task, TrainTask):
+        attempts = _of_submission(me, task)
+    else:
+        attempts = [attempt for attempt in me.run.attempts(task.id) if attempt.started_at >= me.since]
+    return sum(attempt.outcome in LOST for attempt in attempts)
+
+
 # --- one attempt
 
 
-def _open_attempt(run: RunDir, task: Task) -> Attempt:
-    """Record the start; an attempt whose supervisor was killed is closed first, at its log's last sign of life."""
-    earlier = run.attempts(task.id)
-    for lost in earlier:
+def _close_lost(me: Supervisor, task: Task) -> None:
+    """Close attempts whose supervisor was killed, at their log's last sign of life, with what the scheduler says."""
+    run = me.run
+    attempts = run.training_attempts(task.signature) if isinstance(task, TrainTask) else run.attempts(task.id)
+    for lost in attempts:
         if lost.ended_at is None:
-            log = run.log_path(task.id, lost.number)
+            log = run.log_path(lost.task, lost.number)
             ended = log.stat().st_mtime if log.exists() else lost.started_at
-            update = {"ended_at": ended, "outcome": "signal", "message": "its supervisor was killed"}
-            run.write_attempt(lost.model_copy(update=update))
+            how = _taken(lost.allocation) if lost.allocation else Ending("signal", "its supervisor was killed")
+            run.write_attempt(
+                lost.model_copy(update={"ended_at": ended, "outcome": how.outcome, "message": how.message})
+            )
+
+
+_TAKEN_WORDS: dict[OutcomeClass, str] = {
+    "time_limit": "time limit of job {0} reached",
+    "preempted": "job {0} was preempted",
+    "node_failure": "a node of job {0} failed",
+    "cancelled": "job {0} was cancelled (scancel)",
+    "host_oom": "job {0} was out of memory",
+}
+
+
+def _taken(allocation: str) -> Ending:
+    """Tell how the scheduler ended an allocation."""
+    job_id, _, restarts = allocation.partition(".")
+    deadline = time.monotonic() + VERDICT
+    while (how := scheduler.ended_how(job_id, restart=int(restarts))) is None and time.monotonic() < deadline:
+        time.sleep(POLL)
+    if how in _TAKEN_WORDS:
+        return Ending(how, _TAKEN_WORDS[how].format(job_id))
+    return Ending("signal", f"job {job_id} was ended from outside, or its supervisor was killed")
+
+
+def _open_attempt(me: Supervisor, task: Task) -> Attempt:
     attempt = Attempt(
-        task=task.id, number=len(earlier) + 1, started_at=time.time(), host=socket.gethostname(), pid=os.getpid()
+        task=task.id,
+        number=len(me.run.attempts(task.id)) + 1,
+        started_at=time.time(),
+        host=socket.gethostname(),
+        pid=os.getpid(),
+        allocation=me.place.allocation,
+        hosts=me.place.hosts,
+        samples=me.run.newest_samples(task.signature) if isinstance(task, TrainTask) else None,
     )
-    run.write_attempt(attempt)
+    me.run.write_attempt(attempt)
     return attempt
+
+
+def _closing(me: Supervisor, task: Task, attempt: Attempt, ending: Ending) -> Ending:
+    """Tell the end of an attempt by the scheduler's words where it has ended the allocation."""
+    if me.notice.given and not _finished(me.run, task):
+        ending = _taken(me.place.allocation)
+        if ending.outcome == "cancelled":
+            me.run.cancel(task.job)
+        return ending
+    if ending.outcome == "unknown" and me.run.stopped(task.id, attempt.number) == "time_limit":
+        return Ending("time_limit", _TAKEN_WORDS["time_limit"].format(me.place.job_id))
+    return ending
 
 
 def _close_attempt(run: RunDir, attempt: Attempt, ending: Ending) -> None:
@@ -239,282 +411,150 @@ def _close_attempt(run: RunDir, attempt: Attempt, ending: Ending) -> None:
     run.write_attempt(attempt.model_copy(update=update))
 
 
-def _attempt(
-    run: RunDir, task: Task, attempt: Attempt, place: Place, environ: Mapping[str, str], deadline: float
-) -> Ending:
+def _attempt(me: Supervisor, task: Task, attempt: Attempt, order: Order, deadline: float) -> Ending:
     """Start the ranks of this supervisor and wait for their end."""
-    log = run.log_path(task.id, attempt.number, place.index)
+    log = me.run.log_path(task.id, attempt.number, me.place.index)
     log.parent.mkdir(parents=True, exist_ok=True)
-    kills = _kernel_oom_kills()
+    kills = judge.oom_kills()
     with open(log, "ab") as output:
         child = subprocess.Popen(
-            _command(run, task, attempt, place),
+            _command(me, task, order),
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,
-            env=_environment(environ, place),
-            cwd=task.workdir,
+            env=_environment(me, task),
+            cwd=_start_folder(me.run, task),
             start_new_session=True,
             preexec_fn=die_with_parent,
         )
-        stopped = _wait(run, task, attempt, child, deadline)
+        stopped = _wait(me, task, attempt, child, deadline)
     if stopped:
         return stopped
-    return _judge(run, task, attempt, place, exit_code=child.returncode, oom_kill=_kernel_oom_kills() > kills)
+    return _judge(me, task, attempt, Seen(child.returncode, judge.oom_kills() > kills, log, _first_rank(me, task)))
 
 
-def _command(run: RunDir, task: Task, attempt: Attempt, place: Place) -> list[str]:
-    """Return torchrun with every rank of the job on this machine, or one rank under srun."""
-    world = task.nodes * task.spec.cluster.gpus_per_node
-    if not place.alone:
-        return [sys.executable, "-u", "-m", "tula_cli.worker", str(run.path.resolve()), task.id, str(attempt.number)]
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--max-restarts=0"]
-    worker = ["-m", "tula_cli.worker", str(run.path.resolve()), task.id, str(attempt.number)]
-    return [*torchrun, f"--nproc-per-node={world}", *worker]
-
-
-def _environment(environ: Mapping[str, str], place: Place) -> dict[str, str]:
-    """Return the ranks' environment. On this machine they share its cores, one thread each."""
-    own = {**environ, "PYTHONUNBUFFERED": "1"}
-    if place.alone:
-        return {**own, "OMP_NUM_THREADS": "1"}
-    threads = environ.get("SLURM_CPUS_PER_TASK", "1")
-    numbers = {"RANK": place.index, "WORLD_SIZE": place.count, "LOCAL_RANK": place.local_index}
-    return {**own, "OMP_NUM_THREADS": threads, **{name: str(value) for name, value in numbers.items()}}
+def _judge(me: Supervisor, task: Task, attempt: Attempt, seen: Seen) -> Ending:
+    if seen.exit_code == 0:
+        return Ending(None) if _finished(me.run, task) else Ending("unknown", "the ranks ended without a result")
+    own = judge.own_ending(me.run, task, attempt, seen)
+    if me.place.alone or me.notice.given:
+        return own
+    judge.report(me.run, task, attempt, seen, own)
+    if me.place.index:
+        return own
+    time.sleep(PEER_GRACE)  # for what the other ranks have to say
+    return judge.told_by_all(me.run, task, attempt, own)
 
 
 def _wait(
-    run: RunDir, task: Task, attempt: Attempt, child: "subprocess.Popen[bytes]", deadline: float
+    me: Supervisor, task: Task, attempt: Attempt, child: "subprocess.Popen[bytes]", deadline: float
 ) -> Ending | None:
     """Wait for the child; end it when the user cancels or its time is over. None: it ended by itself."""
     failed_at: float | None = None
     while child.poll() is None:
-        if run.cancelled(task.job):
-            _end(child)
+        if me.run.cancelled(task.job):
+            _end(child, END_GRACE)
             return Ending("cancelled", "cancelled by the user")
+        if me.notice.given:
+            _end(child, NOTICE_GRACE)
+            return None
         if time.monotonic() > deadline:
-            _end(child)
+            _end(child, END_GRACE)
             return Ending("cancelled", f"stopped after search.max_minutes: {task.spec.search.max_minutes:g}")
-        if failed_at is None and run.failures(task.id, attempt.number):
+        if failed_at is None and me.run.failures(task.id, attempt.number):
             failed_at = time.monotonic()
         if failed_at is not None and time.monotonic() > failed_at + PEER_GRACE:
-            _end(child)  # it sits in a reduction with a rank that is gone
+            _kill(child)  # it sits in a reduction with a rank that is gone
             return None
         time.sleep(POLL)
     return None
 
 
-def _end(child: "subprocess.Popen[bytes]") -> None:
-    for number in (signal.SIGTERM, signal.SIGKILL):
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(child.pid, number)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            child.wait(END_GRACE)
-            return
+def _end(child: "subprocess.Popen[bytes]", grace: float) -> None:
+    """Ask the ranks to save and leave; kill what is left after `grace` seconds.
 
-
-def _kernel_oom_kills() -> int:
-    """Return how many processes the kernel has killed for memory since it started."""
-    for line in Path("/proc/vmstat").read_text(encoding="ascii").splitlines():
-        if line.startswith("oom_kill "):
-            return int(line.split()[1])
-    return 0
-
-
-def _judge(run: RunDir, task: Task, attempt: Attempt, place: Place, *, exit_code: int, oom_kill: bool) -> Ending:
-    """Tell how the ranks ended: by what they wrote, else by the last words of their log."""
-    if exit_code == 0:
-        return Ending(None) if _finished(run, task) else Ending("unknown", "the ranks ended without a result")
-    ending = _own_ending(run, task, attempt, place, exit_code=exit_code, oom_kill=oom_kill)
-    if place.alone:
-        return ending
-    return _common_ending(run, task, attempt, place, ending)
-
-
-def _common_ending(run: RunDir, task: Task, attempt: Attempt, place: Place, own: Ending) -> Ending:
-    """Write down how this rank ended, if it has not itself, and tell the attempt's end from what all ranks wrote."""
-    if not any(failure.rank == place.index for failure in run.failures(task.id, attempt.number)):
-        run.write_failure(
-            Failure(
-                task=task.id,
-                attempt=attempt.number,
-                rank=place.index,
-                host=socket.gethostname(),
-                pid=os.getpid(),
-                outcome=own.outcome or "unknown",
-                message=own.message,
-                detail=_last_words(run.log_path(task.id, attempt.number, place.index)),
-                failed_at=time.time(),
-            )
-        )
-    if place.index:
-        return own
-    time.sleep(PEER_GRACE)  # for what the other ranks have to say
-    failure = root(run.failures(task.id, attempt.number))
-    return Ending(failure.outcome, failure.message, failure.rank, failure.host) if failure else own
-
-
-def _own_ending(run: RunDir, task: Task, attempt: Attempt, place: Place, *, exit_code: int, oom_kill: bool) -> Ending:
-    """Tell how this supervisor's ranks ended."""
-    device = "cpu" if task.spec.cluster.device == "cpu" or not Path("/dev/nvidiactl").exists() else "cuda"
-    failure = root(run.failures(task.id, attempt.number))
-    if failure is not None and failure.outcome != "peer":
-        return Ending(failure.outcome, failure.message, failure.rank, failure.host)
-    words = _last_words(run.log_path(task.id, attempt.number, place.index))
-    root_cause = words.rpartition("Root Cause")[2]  # torchrun's summary of the rank that failed first
-    outcome = classify(words, exit_code=exit_code, device=device)
-    if outcome in ("peer", "unknown"):  # that a rank was killed says more than that its peers noticed
-        outcome = classify(root_cause, exit_code=exit_code, device=device)
-    if outcome == "signal" and task.spec.cluster.memory_per_gpu and device == "cpu" and _CRASH.search(root_cause):
-        # Native code that does not check an allocation crashes under the limit instead of raising.
-        return Ending(
-            "device_oom", f"crashed under cluster.memory_per_gpu: {_last_line(root_cause)}", host=attempt.host
-        )
-    if oom_kill and outcome in ("signal", "unknown", "peer"):
-        message = "the kernel killed a process for memory"
-        return Ending("device_oom" if device == "cpu" else "host_oom", message, host=attempt.host)
-    if failure is not None and outcome in ("unknown", "peer"):
-        return Ending("peer", failure.message, failure.rank, failure.host)
-    killed = f"its start process was killed by {signal.Signals(-exit_code).name}" if exit_code < 0 else ""
-    return Ending(outcome, killed or _last_line(root_cause), host=attempt.host)
-
-
-def _last_words(log: Path) -> str:
-    with open(log, "rb") as file:
-        file.seek(max(0, log.stat().st_size - TAIL))
-        return file.read().decode(errors="replace")
-
-
-def _last_line(words: str) -> str:
-    """Return the line that tells most: torchrun's exit code, else the last one that is not a rule of dashes."""
-    lines = [line.strip() for line in words.splitlines() if line.strip(" =-")]
-    told = [line for line in lines if line.startswith(("exitcode", "rank"))]
-    return ", ".join(" ".join(line.split()) for line in told) or (lines[-1] if lines else "no output")
-
-
-# --- what comes next
-
-
-def _next(run: RunDir, task: Task, ending: Ending, restarts: int) -> Task | None:
-    """Write the results that follow from an ending; return the task to start now, None where the job is over."""
-    match task:
-        case ProbeTask():
-            return _next_probe(run, task, ending, restarts)
-        case TrainTask():
-            return _next_training(run, task, ending, restarts)
-
-
-def _next_probe(run: RunDir, task: ProbeTask, ending: Ending, restarts: int) -> ProbeTask | None:
-    current = run.current_probe(task)
-    if current is None:
-        return None
-    if ending.outcome == "device_oom":
-        _write_out_of_memory(run, task, current, ending.message)
-    elif ending.outcome in RESTARTED and restarts <= RESTARTS:
-        return task
-    elif ending.outcome != "cancelled" or not run.cancelled(task.job):
-        outcome = ending.outcome or "unknown"
-        run.write_result(Failed(**_where(task, current), outcome=outcome, message=ending.message))
-        return _without(run, task, current) if outcome == "user" else None
-    return None
-
-
-def _without(run: RunDir, task: ProbeTask, failed: int) -> ProbeTask | None:
-    """Go on with the other batches once one has failed in the user's code (a batch of one under BatchNorm, say).
-
-    Two failures say that it is not the batch.
+    Only the child itself is asked: its data-loader processes have to live until it has saved.
     """
-    if task.skip:
-        return None
-    rest = task.model_copy(update={"skip": (failed,)})
-    run.write_task(rest)
-    return rest
+    with contextlib.suppress(ProcessLookupError):
+        child.send_signal(signal.SIGTERM)
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        child.wait(grace)
+    _kill(child)
 
 
-def _where(task: ProbeTask, local_batch: int) -> dict[str, Any]:
-    return {
-        "id": probe_id(task.nodes, local_batch),
-        "nodes": task.nodes,
-        "gpus_per_node": task.spec.cluster.gpus_per_node,
-        "local_batch": local_batch,
-    }
+def _kill(child: "subprocess.Popen[bytes]") -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(child.pid, signal.SIGKILL)
+    child.wait()
 
 
-def _write_out_of_memory(run: RunDir, task: ProbeTask, current: int, message: str) -> None:
-    """A batch that does not fit is a result; larger ones are taken not to fit either."""
-    for local_batch in task.local_batches:
-        if local_batch < current:
-            continue
-        assumed = local_batch > current
-        text = f"a local batch of {current} did not fit" if assumed else message
-        run.write_result(OutOfMemory(**_where(task, local_batch), assumed=assumed, message=text))
+# --- how the ranks are started
 
 
-def _next_training(run: RunDir, task: TrainTask, ending: Ending, restarts: int) -> TrainTask | None:
-    if ending.outcome is None:
-        _write_summary(run, task)
-        return None
-    relaunch = _relaunch(task, ending, restarts)
-    if relaunch is not None:
-        run.write_task(relaunch)
-    return relaunch
+def _world(task: Task) -> int:
+    return task.nodes * task.spec.cluster.gpus_per_node
 
 
-def _relaunch(task: TrainTask, ending: Ending, restarts: int) -> TrainTask | None:
-    """Return the next attempt: a smaller batch after an OOM, fewer loader processes after the host's, else the same."""
-    update: dict[str, object] = {}
-    if ending.outcome == "device_oom":
-        if len(task.ladder) < 2:
-            return None
-        cause = f"out of memory at batch {task.batch}"
-        update = {"ladder": task.ladder[1:]}
-    elif ending.outcome == "host_oom":
-        if not task.workers or task.workers < task.spec.train.workers:
-            return None
-        cause = f"host out of memory with {task.workers} loader processes a rank"
-        update = {"workers": task.workers // 2}
-    elif ending.outcome in RESTARTED and restarts < task.spec.train.max_attempts:
-        cause = f"{ending.outcome}: {ending.message}"
-    else:
-        return None
-    attempt = task.attempt + 1
-    return task.model_copy(update={**update, "id": f"{task.job}-{attempt}", "attempt": attempt, "cause": cause})
+def _by_torchrun(task: Task) -> bool:
+    """Return whether one supervisor a node starts the ranks of its node (else there is one a rank)."""
+    slurm = task.spec.cluster.slurm
+    return slurm is not None and slurm.launcher == "torchrun"
 
 
-def _write_summary(run: RunDir, task: TrainTask) -> None:
-    """Keep predicted against actual; actual is every attempt's wall-clock time, the failed ones too."""
-    result = run.train_result(task.signature)
-    tasks = [t for t in run.tasks() if isinstance(t, TrainTask) and t.signature == task.signature]
-    assert result is not None
-    assert tasks
-    tasks.sort(key=lambda t: t.attempt)
-    attempts = [attempt for t in tasks for attempt in run.attempts(t.id)]
-    hours = sum((a.ended_at or time.time()) - a.started_at for a in attempts) / 3600
-    prediction = tasks[0].ladder[0].prediction
-    run.write_summary(
-        Summary(
-            signature=task.signature,
-            nodes=task.nodes,
-            start_batch=tasks[0].batch,
-            batch=result.batch,
-            attempts=len(attempts),
-            predicted_hours=prediction.hours if prediction else None,
-            actual_hours=hours,
-            predicted_cost=prediction.cost if prediction else None,
-            actual_cost=_cost(task, hours, prediction),
-            predicted_step=prediction.step_time if prediction else None,
-            actual_step=result.step_time,
-            metrics=result.metrics,
-            best_top1=result.best_top1,
-            currency=task.spec.pricing.currency,
-            causes=tuple(t.cause for t in tasks[1:]),
-        )
-    )
+def _first_rank(me: Supervisor, task: Task) -> int:
+    return me.place.index * (task.spec.cluster.gpus_per_node if _by_torchrun(task) else 1)
 
 
-def _cost(task: TrainTask, hours: float, prediction: Prediction | None) -> float:
-    cluster = task.spec.cluster
-    reserved = (prediction.peak_memory if prediction else None) or 0
-    return cost(
-        task.spec.pricing, hours=hours, nodes=task.nodes, gpus_per_node=cluster.gpus_per_node, reserved=reserved
-    )
+def _meeting(task: Task) -> str:
+    """Return where torchrun's agents meet; a port taken meanwhile is an ending of its own, and another is tried."""
+    if not _by_torchrun(task):
+        return ""
+    return f"{network.own_address(task.spec.cluster.interface)}:{network.free_port()}"
+
+
+def _command(me: Supervisor, task: Task, order: Order) -> list[str]:
+    """Return what starts the ranks of this supervisor."""
+    run = str(me.run.path.resolve())
+    worker = ["-m", "tula_cli.worker", run, task.id, str(order.attempt)]
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--max-restarts=0"]
+    if me.place.alone:
+        return [*torchrun, "--standalone", f"--nproc-per-node={_world(task)}", *worker]
+    wrapper = sbatch.wrapper(task.spec, environ=me.environ)
+    if not _by_torchrun(task):
+        return [*wrapper, sys.executable, "-u", *worker]
+    address, _, port = order.meeting.rpartition(":")
+    place = [f"--nnodes={task.nodes}", f"--node-rank={me.place.index}"]
+    meeting = [f"--master-addr={address}", f"--master-port={port}"]
+    ranks = f"--nproc-per-node={task.spec.cluster.gpus_per_node}"
+    if not wrapper:
+        return [*torchrun, *place, *meeting, ranks, *worker]
+    return [*torchrun, *place, *meeting, ranks, "--no-python", *wrapper, sys.executable, "-u", *worker]
+
+
+def _start_folder(run: RunDir, task: Task) -> str:
+    """Return where python finds the user's code first: what was submitted is what runs. The ranks then go to workdir."""
+    return str(run.code_dir(task.code)) if task.code else task.workdir
+
+
+def _environment(me: Supervisor, task: Task) -> dict[str, str]:
+    """Return the ranks' environment. On this machine they share its cores, one thread each."""
+    own = {**me.environ, "PYTHONUNBUFFERED": "1"}
+    if me.place.alone:
+        return {**own, "OMP_NUM_THREADS": "1"}
+    threads = int(me.environ.get("SLURM_CPUS_PER_TASK", "1"))
+    if _by_torchrun(task):
+        threads = max(1, threads // task.spec.cluster.gpus_per_node)
+    own |= {"OMP_NUM_THREADS": str(threads), **_time_limit(me)}
+    if _by_torchrun(task):
+        return own
+    numbers = {"RANK": me.place.index, "WORLD_SIZE": _world(task), "LOCAL_RANK": me.place.local_index}
+    return {**own, **{name: str(value) for name, value in numbers.items()}}
+
+
+def _time_limit(me: Supervisor) -> dict[str, str]:
+    """Tell the ranks when to save and leave: some time before the allocation ends."""
+    if me.ends_at is None:
+        return {}
+    share, least, most = SLACK
+    slack = min(most, max(least, share * (me.ends_at - time.time())))
+    return {"TULA_LEAVE_AT": f"{me.ends_at - slack:.1f}"}

@@ -1,12 +1,14 @@
 """`tula train`: where to train, submitting it, and what came of it."""
 
+import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from tula_cli.code import Source, behind, choose, snapshot
 from tula_cli.errors import BadMeasurements, Infeasible, JobFailed, OutOfMemoryAtMinimum, Pending, SpecError, TulaError
 from tula_cli.grid import batches
-from tula_cli.launch import Launcher
+from tula_cli.launch import Launcher, submitting, under_way
 from tula_cli.models.forecast import Forecast
 from tula_cli.outcome import advice
 from tula_cli.records import Attempt, Inspection, Measured, Prediction, Rung, Summary, TrainTask
@@ -25,6 +27,7 @@ class TrainPlan:
     source: str  # where nodes and batch come from, in words
     finished: bool  # there is nothing left to do
     resumes: int | None  # samples of the newest checkpoint, None where it starts from the beginning
+    code: Source  # the user's own code that it runs
 
 
 def plan(
@@ -63,7 +66,8 @@ def plan(
     assert nodes is not None
     assert batch is not None
     _check(spec, nodes, batch)
-    task = _task(run, spec, nodes, batch)
+    code = _code(run, spec, nodes, batch)
+    task = _task(run, spec, nodes, batch, code)
     newest = run.newest_train_task(task.signature)
     if newest is None:
         _check_size(batch, _dataset_size(run, spec, inspect))
@@ -74,7 +78,24 @@ def plan(
         source=source,
         finished=run.summary(task.signature) is not None,
         resumes=int(checkpoints[0].stem) if checkpoints else None,
+        code=code,
     )
+
+
+def _code(run: RunDir, spec: JobSpec, nodes: int, batch: int) -> Source:
+    """Return the code to train: what is there now, also where the run was measured with other code."""
+    code = choose(run, spec, Path.cwd(), keep=False)
+    signature = train_signature(spec, nodes=nodes, batch=batch, code=code.digest)
+    for digest in run.code_digests() - {code.digest}:
+        earlier = train_signature(spec, nodes=nodes, batch=batch, code=digest)
+        samples = run.newest_samples(earlier)
+        if samples and not run.newest_samples(signature) and run.summary(earlier) is None:
+            told = (
+                f"training {earlier} stands at {samples} samples, but {behind(spec)} was another then: this is a"
+                " training of its own, from the beginning (with the code as it was, the same command goes on there)"
+            )
+            code = dataclasses.replace(code, warnings=(*code.warnings, told))
+    return code
 
 
 def _check(spec: JobSpec, nodes: int, batch: int) -> None:
@@ -105,14 +126,14 @@ def _check_size(batch: int, dataset_size: int) -> None:
         )
 
 
-def _task(run: RunDir, spec: JobSpec, nodes: int, batch: int) -> TrainTask:
-    signature = train_signature(spec, nodes=nodes, batch=batch)
+def _task(run: RunDir, spec: JobSpec, nodes: int, batch: int, code: Source) -> TrainTask:
+    signature = train_signature(spec, nodes=nodes, batch=batch, code=code.digest)
     job = f"train-{signature}"
     return TrainTask(
         id=f"{job}-1",
         job=job,
         spec=spec,
-        workdir=str(Path.cwd()),
+        workdir=str(code.workdir),
         nodes=nodes,
         signature=signature,
         attempt=1,
@@ -135,14 +156,13 @@ def _ladder(run: RunDir, spec: JobSpec, nodes: int, batch: int) -> tuple[Rung, .
 
 
 def start(run: RunDir, plan: TrainPlan, launcher: Launcher) -> str:
-    """Submit the training job; one that is under way already is left alone. Returns its id."""
+    """Submit the training job, with the user's code copied; one under way is left alone. Returns its id."""
     task = plan.task
-    known = run.job(task.job)
-    if known is not None and launcher.state(run, known).state in ("pending", "running"):
-        return task.job
-    run.uncancel(task.job)
-    run.write_task(task)
-    run.write_job(launcher.submit(run, task))
+    with submitting(run):
+        if not under_way(run, launcher, [task.job]):
+            run.uncancel(task.job)
+            run.write_task(task.model_copy(update={"code": snapshot(run, task.spec, plan.code)}))
+            run.write_job(launcher.submit(run, task))
     return task.job
 
 
@@ -160,7 +180,7 @@ def report(run: RunDir, signature: str) -> Summary:
     task = run.newest_train_task(signature)
     if task is not None and run.cancelled(task.job):  # its ranks may not have ended yet
         raise JobFailed(f"training {signature} was cancelled", CANCELLED)
-    attempts = run.attempts(task.id) if task else []
+    attempts = run.training_attempts(signature)
     if task is None or not attempts:
         raise Pending(f"training {signature} has not started", "tula status tells what it waits for")
     raise _failure(task, attempts[-1])

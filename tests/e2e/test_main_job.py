@@ -8,19 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from tula_cli.records import Measured, OutOfMemory, TrainTask
+from tula_cli.records import Measured, OutOfMemory
 from tula_cli.spec import load_spec
 
 pytestmark = [pytest.mark.e2e, pytest.mark.torch]
 DIGITS = 1437  # training samples
 LIMIT = "cluster.memory_per_gpu=24MB"  # a batch of 512 does not fit the small network of these tests, one of 64 does
-
-
-def newest_task(tula) -> TrainTask:
-    run = tula.run()
-    task = run.newest_train_task(run.train_signatures()[0])
-    assert task is not None
-    return task
 
 
 def weights_differ(one: Path, other: Path) -> bool:
@@ -150,9 +143,9 @@ def test_killed_ranks_and_supervisors_change_no_bit_of_the_result(tula) -> None:
 
     process = tula.start(*command)
     tula.until(tula.epochs_done)
-    os.kill(tula.ranks(newest_task(tula))[0], signal.SIGKILL)
-    tula.until(lambda: newest_task(tula).attempt == 2 and tula.epochs_done() >= 3)
-    attempt = run.attempts(newest_task(tula).id)[-1]
+    os.kill(tula.ranks(tula.task())[0], signal.SIGKILL)
+    tula.until(lambda: tula.task().attempt == 2 and tula.epochs_done() >= 3)
+    attempt = run.attempts(tula.task().id)[-1]
     os.kill(attempt.pid, signal.SIGKILL)  # the supervisor
     process.communicate(timeout=60)
 

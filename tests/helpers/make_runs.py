@@ -9,8 +9,11 @@ from make_results import Truth, measured
 
 from tula_cli.records import (
     Attempt,
+    CheckTask,
+    ClusterReport,
     Failed,
     Job,
+    NodeReport,
     OutOfMemory,
     Prediction,
     ProbeTask,
@@ -19,6 +22,7 @@ from tula_cli.records import (
     Summary,
     TrainResult,
     TrainTask,
+    Transfer,
 )
 from tula_cli.rundir import RunDir, probe_id
 from tula_cli.scheduler import SchedulerState
@@ -44,8 +48,9 @@ def spec(**changes: Any) -> JobSpec:
 class FakeLauncher:
     """Says what it is told to say of each job, and remembers what was asked of it."""
 
-    states: dict[str, str] = field(default_factory=dict)
+    says: dict[str, str] = field(default_factory=dict)
     reason: str = ""
+    starts_at: float | None = None
     submitted: list[str] = field(default_factory=list)
     cancelled: list[str] = field(default_factory=list)
     asked: int = 0
@@ -56,17 +61,17 @@ class FakeLauncher:
 
     def submit(self, run: RunDir, task: ProbeTask | TrainTask) -> Job:
         self.submitted.append(task.job)
-        self.states.setdefault(task.job, "running")
+        self.says.setdefault(task.job, "running")
         return job(task.job, nodes=task.nodes, scheduler=self.scheduler)
 
-    def state(self, run: RunDir, job: Job) -> SchedulerState:
+    def states(self, run: RunDir, jobs: Sequence[Job]) -> dict[str, SchedulerState]:
         self.asked += 1
-        return SchedulerState(self.states.get(job.id, "ended"), self.reason)  # type: ignore[arg-type]
+        return {job.id: SchedulerState(self.says.get(job.id, "ended"), self.reason, self.starts_at) for job in jobs}  # type: ignore[arg-type]
 
     def cancel(self, run: RunDir, job: Job) -> None:
         assert run.cancelled(job.id), "the mark comes first"
         self.cancelled.append(job.id)
-        self.states[job.id] = "ended"
+        self.says[job.id] = "ended"
 
 
 def job(id_: str, *, nodes: int = 1, scheduler: str = "local", at: float = START) -> Job:
@@ -201,3 +206,28 @@ def summary(**changes: Any) -> Summary:
         "causes": ("out of memory at batch 128",), **changes,
     }  # fmt: skip
     return Summary(**fields)
+
+
+# --- a check of the cluster
+
+
+def node_report(number: int, **changes: Any) -> NodeReport:
+    """Return what a node of an imaginary cluster says of itself."""
+    fields = {
+        "node": number, "host": f"n{number + 1}", "ranks": 1, "gpus": ("A100",), "gpu_memory": 10**9, "driver": "550",
+        "torch": "2.6", "cuda": "12", "nccl": "2.2", "python": "3.11", "cpus": 8, "memory": 10**10, "interface": "ib0",
+        "address": f"10.0.0.{number}", "clock_offset": 0.0, "clock_error": 0.001, "token": "", "write_error": "",
+        "dataset": None, "free_disk": 10**9, **changes,
+    }  # fmt: skip
+    return NodeReport.model_validate(fields)
+
+
+def cluster_report(run: RunDir, task: CheckTask, *changes: dict[str, Any]) -> ClusterReport:
+    """Return the report of as many nodes as there are changes to what they say."""
+    token = run.token(task.id)
+    nodes = tuple(node_report(number, **{"token": token, **change}) for number, change in enumerate(changes))
+    sizes = (Transfer(size=10**6, seconds=0.01), Transfer(size=4 * 10**6, seconds=0.02))
+    return ClusterReport(
+        id=task.id, job=task.job, backend="nccl", ranks=len(nodes), nodes=nodes, transfers=sizes[: 2 * (len(nodes) > 1)],
+        latency=1e-4, checked_at=START,
+    )  # fmt: skip

@@ -20,6 +20,7 @@ from tula_cli.rundir import RunDir
 from tula_cli.spec import JobSpec
 from tula_cli.worker import checkpoint, loop, meter
 from tula_cli.worker.data import build_datasets
+from tula_cli.worker.leaving import Leaving, Left
 from tula_cli.worker.probe import run_probes
 from tula_cli.worker.ranks import Ranks, joined, lift_memory_limit, limit_memory
 from tula_cli.worker.training import run_training
@@ -34,7 +35,9 @@ WIDE = {"model": {"name": "worker_jobs:wide"}}
 def main() -> None:
     folder, job = Path(sys.argv[1]), spec()
     with joined(job.cluster, handover=Path(sys.argv[1]) / "handover") as ranks:
-        found = {case.__name__: case(folder, ranks) for case in (plain, resumed, evaluated, probed, trained_twice)}
+        found = {
+            case.__name__: case(folder, ranks) for case in (plain, resumed, evaluated, probed, trained_twice, left)
+        }
     # Last: they leave holes in the heap, which the probes' peaks would not show.
     found |= {case.__name__: case() for case in (peaks, limits)}
     (folder / f"{ranks.rank}.json").write_text(json.dumps(found))
@@ -43,6 +46,21 @@ def main() -> None:
 def facts(folder: Path, name: str) -> list[Any]:
     """Return what each rank found in a case."""
     return [json.loads((folder / f"{rank}.json").read_text())[name] for rank in range(2)]
+
+
+def left(folder: Path, ranks: Ranks) -> dict[str, Any]:
+    """Only rank 1 is told to leave; return after how many questions this rank left."""
+    subject, asked = Leaving(ranks, environ={}), 0
+    try:
+        while asked < 10_000:
+            asked += 1
+            if ranks.rank == 1 and asked == 7:
+                subject._take()
+            time.sleep(0.001)
+            subject.check(reserve=0.0)
+    except Left as reason:
+        return {"asked": asked, "reason": reason.reason}
+    return {}
 
 
 # --- each by itself

@@ -7,7 +7,7 @@ from make_results import MIB, Truth, footprint, measured, out_of_memory, probe_a
 from tula_cli.errors import BadMeasurements, Infeasible
 from tula_cli.grid import Config
 from tula_cli.models.forecast import Forecast, TooFew
-from tula_cli.records import Failed, Inspection, OutOfMemory
+from tula_cli.records import Failed, Host, Inspection, Measured, OutOfMemory
 from tula_cli.search import probes
 
 SWEEP = {2: (16, 32, 64, 128, 256), 4: (8,), 8: (4,), 16: (2, 256)}
@@ -156,6 +156,27 @@ def test_different_hardware_is_not_mixed() -> None:
     results = [measured(Truth(), 2, 16), measured(Truth(hardware="Other GPU"), 4, 16)]
     with pytest.raises(BadMeasurements, match="Test GPU: probe-n002-l000016; Other GPU: probe-n004-l000016"):
         Forecast.from_results(spec(), results)
+
+
+def probe_on(*nodes: Host) -> Measured:
+    probe = measured(Truth(), len(nodes), 16)
+    return probe.model_copy(update={"environment": probe.environment.model_copy(update={"nodes": nodes})})
+
+
+def test_different_hardware_within_a_probe_is_refused() -> None:
+    alike = Host(name="n1", ranks=4, hardware=("A100",), driver="550")
+    other = Host(name="n2", ranks=4, hardware=("V100",), driver="550")
+    both = Host(name="n3", ranks=4, hardware=("A100", "V100"), driver="550")
+    Forecast.from_results(spec(), [probe_on(alike, alike.model_copy(update={"name": "n4"}))])
+    for nodes, words in (((alike, other), "n1: A100; n2: V100"), ((both,), "n3: A100 and V100")):
+        with pytest.raises(BadMeasurements, match=f"at once \\({words}\\)"):
+            Forecast.from_results(spec(), [probe_on(*nodes)])
+
+
+def test_nodes_with_different_drivers_are_told() -> None:
+    nodes = [Host(name=f"n{driver}", ranks=1, hardware=("A100",), driver=driver) for driver in ("550", "535")]
+    assert not any("software" in text for text in Forecast.from_results(spec(), [probe_on(nodes[0])]).warnings)
+    assert any("different software" in text for text in Forecast.from_results(spec(), [probe_on(*nodes)]).warnings)
 
 
 def test_one_number_of_nodes_leaves_the_others_out() -> None:

@@ -32,7 +32,8 @@ class Settings:
     accounting: bool = True  # False: sacct knows nothing, as on sites without slurmdbd
     cpus: int = 2  # a node
     memory: int = 4000  # MB a node
-    gpus: int = 1  # a node; stand-ins, they only make CUDA_VISIBLE_DEVICES appear
+    gpus: int = 2  # a node; stand-ins, they only make CUDA_VISIBLE_DEVICES appear
+    gpu_type: str = "a100"  # "" for GPUs without one
     cgroups: bool = field(default_factory=cgroups_usable)  # False: memory is sampled, not confined
     kill_wait: int = 2  # seconds from SIGTERM to SIGKILL; SLURM's default is 30
     requeue_wait: int = 5  # seconds that a requeued job waits at least; SLURM's default is 120
@@ -98,13 +99,14 @@ def slurm_conf(folder: Path, settings: Settings) -> str:
 
 def gres_conf(settings: Settings) -> str:
     """Return the file of GPUs: SLURM drains a node that has no device file for each of its GPUs."""
-    return f"AutoDetect=off\nName=gpu File=/run/gpu[0-{settings.gpus - 1}]\n" if settings.gpus else ""
+    kind = f" Type={settings.gpu_type}" if settings.gpu_type else ""
+    return f"AutoDetect=off\nName=gpu{kind} File=/run/gpu[0-{settings.gpus - 1}]\n" if settings.gpus else ""
 
 
 def _node_lines(settings: Settings) -> list[str]:
     each = f"CPUs={settings.cpus} RealMemory={settings.memory} State=UNKNOWN"
     if settings.gpus:
-        each += f" Gres=gpu:{settings.gpus}"
+        each += f" Gres={':'.join(filter(None, ('gpu', settings.gpu_type, str(settings.gpus))))}"
     return [
         f"NodeName={name} NodeHostname={name} NodeAddr={address} Feature=rack{1 + 2 * place // settings.nodes} {each}"
         for place, (name, address) in enumerate(settings.addresses.items())

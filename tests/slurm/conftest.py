@@ -9,6 +9,18 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 from cluster import SlurmCluster, why_not
+from driver import Tula
+
+JOB = """
+name: slurm
+model: {name: small_cnn, args: {in_channels: 1, width: 8}}
+dataset: {name: digits}
+optimizer: {name: SGD, lr: 0.05, momentum: 0.9, weight_decay: 5e-4}
+train: {epochs: 4, reference_batch: 32, workers: 0}
+search: {nodes: [1, 2], min_batch: 64, max_batch: 128, strategy: full, steps: 5, warmup_steps: 2, max_minutes: 4,
+         max_node_hours: 5}
+cluster: {kind: slurm, device: cpu, slurm: {minutes: 10, memory: 1500M}}
+"""
 
 
 @pytest.fixture(scope="session")
@@ -43,3 +55,9 @@ def on_slurm(slurm_cluster: SlurmCluster, monkeypatch: pytest.MonkeyPatch) -> It
         monkeypatch.setenv(name, value)
     yield slurm_cluster
     slurm_cluster.reset()
+
+
+@pytest.fixture
+def tula(on_slurm: SlurmCluster, tmp_path: Path) -> Tula:
+    """The command line on the login node, in a folder that all nodes see."""
+    return Tula(tmp_path, JOB)

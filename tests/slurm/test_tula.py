@@ -4,82 +4,14 @@ import json
 import os
 import signal
 import subprocess
-import sys
-import time
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import pytest
 from cluster import SlurmCluster
+from driver import PATIENCE, Tula
 
-from tula_cli.records import Measured, TrainTask
-from tula_cli.rundir import RunDir
+from tula_cli.records import Measured
 
 pytestmark = [pytest.mark.slurm, pytest.mark.torch]
-PATIENCE = 240.0  # seconds
-JOB = """
-name: slurm
-model: {name: small_cnn, args: {in_channels: 1, width: 8}}
-dataset: {name: digits}
-optimizer: {name: SGD, lr: 0.05, momentum: 0.9, weight_decay: 5e-4}
-train: {epochs: 4, reference_batch: 32, workers: 0}
-search: {nodes: [1, 2], min_batch: 64, max_batch: 128, strategy: full, steps: 5, warmup_steps: 2, max_minutes: 4,
-         max_node_hours: 5}
-cluster: {kind: slurm, device: cpu, slurm: {minutes: 10, memory: 1500M}}
-"""
-
-
-class Tula:
-    """The command line on the login node, in a folder that all nodes see."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        (folder / "job.yaml").write_text(JOB)
-
-    def start(self, *arguments: str) -> "subprocess.Popen[str]":
-        return subprocess.Popen(
-            [sys.executable, "-m", "tula_cli", *arguments, "--json"], cwd=self.folder, text=True,
-            stdout=subprocess.PIPE, stderr=subprocess.PIPE, stdin=subprocess.DEVNULL,
-        )  # fmt: skip
-
-    def __call__(self, *arguments: str, code: int = 0) -> dict[str, Any]:
-        process = self.start(*arguments)
-        answer, told = process.communicate(timeout=PATIENCE)
-        assert process.returncode == code, f"exit {process.returncode}: {answer}\n{told}\n{self.logs()}"
-        found: dict[str, Any] = json.loads(answer)
-        return found
-
-    def run(self) -> RunDir:
-        return RunDir.newest(self.folder / "tula-runs")
-
-    def logs(self) -> str:
-        paths = [*self.folder.glob("tula-runs/*/logs/*"), *self.folder.glob("tula-runs/*/submitit/*.err")]
-        return "\n".join(f"== {path}\n{path.read_text()[-1500:]}" for path in paths)
-
-    def task(self) -> TrainTask:
-        run = self.run()
-        task = run.newest_train_task(run.train_signatures()[0])
-        assert task is not None
-        return task
-
-    def until(self, true: Callable[[], Any]) -> Any:
-        deadline = time.monotonic() + PATIENCE
-        while time.monotonic() < deadline:
-            if found := true():
-                return found
-            time.sleep(0.1)
-        raise AssertionError(f"waited in vain\n{self.logs()}")
-
-    def epochs_done(self) -> int:
-        runs = RunDir.all(self.folder / "tula-runs")
-        rows = [row for run in runs for name in run.train_signatures() for row in run.metrics(name)]
-        return sum(row["kind"] == "epoch" for row in rows)
-
-
-@pytest.fixture
-def tula(on_slurm: SlurmCluster, tmp_path: Path) -> Tula:
-    return Tula(tmp_path)
 
 
 def test_detached_profile_recommend_and_train_over_nodes(tula: Tula, on_slurm: SlurmCluster) -> None:
@@ -114,7 +46,9 @@ def test_out_of_memory_of_the_ranks_goes_on_in_the_same_allocation(tula: Tula) -
 
 
 def test_a_killed_rank_is_relaunched_in_the_same_allocation(tula: Tula, on_slurm: SlurmCluster) -> None:
-    process = tula.start("train", "job.yaml", "--nodes", "2", "--batch", "128", "--wait", "--set", "train.epochs=20")
+    process = tula.start(
+        "train", "job.yaml", "--nodes", "2", "--batch", "128", "--wait", "--json", "--set", "train.epochs=20"
+    )
     tula.until(tula.epochs_done)
     victims = subprocess.run(
         ["pgrep", "-f", f"tula_cli.worker .*{tula.task().id}"], capture_output=True, text=True, check=True

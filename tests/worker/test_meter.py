@@ -1,6 +1,9 @@
 """Measuring: memory that is known beforehand, gradients, synchronisation, and the limit on the CPU."""
 
+import dataclasses
+import json
 import os
+import platform
 from itertools import islice
 from pathlib import Path
 
@@ -121,6 +124,48 @@ def test_the_environment_names_host_and_processor(alone: Ranks) -> None:
     assert (found.device, found.backend) == ("cpu", "gloo")
     assert found.hardware == meter.processor_name() != ""
     assert found.torch == torch.__version__
+    (node,) = found.nodes
+    assert (node.name, node.ranks, node.hardware, node.driver) == (found.hosts[0], 1, (found.hardware,), "")
+    assert not found.mixed
+    assert platform.release() in found.system
+    assert found.python == platform.python_version()
+    assert found.nccl.count(".") >= 1 if torch.distributed.is_nccl_available() else not found.nccl
+
+
+@dataclasses.dataclass(frozen=True)
+class Told(Ranks):
+    """Ranks of which the others say what they are told to say."""
+
+    others: tuple[tuple[str, str, str], ...] = ()
+
+    def gather(self, text: str) -> list[str]:
+        return [text, *(json.dumps(other) for other in self.others)]
+
+
+def test_every_rank_tells_its_hardware_and_driver(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(platform, "node", lambda: "n1")
+    monkeypatch.setattr(meter, "processor_name", lambda: "A100")
+    others = (("n1", "A100", ""), ("n2", "A100", "550"), ("n2", "V100", "550"))
+    found = meter.environment(Told(0, 4, 0, torch.device("cpu"), others=others))
+    assert [(node.name, node.ranks, node.hardware, node.driver) for node in found.nodes] == [
+        ("n1", 2, ("A100",), ""), ("n2", 2, ("A100", "V100"), "550"),
+    ]  # fmt: skip
+    assert found.mixed
+    assert (found.hosts, found.hardware) == (("n1", "n2"), "A100 + V100")
+
+
+def test_only_listed_variables_are_recorded_and_no_secret() -> None:
+    kept = {
+        "NCCL_ALGO": "Ring",
+        "GLOO_SOCKET_IFNAME": "lo",
+        "OMP_NUM_THREADS": "2",
+        "CUDA_VISIBLE_DEVICES": "0",
+        "SLURM_JOB_ID": "7",
+    }
+    secret = {
+        "AWS_SECRET_ACCESS_KEY": "x", "PATH": "x", "HF_TOKEN": "x", "SLURM_JWT": "x", "SLURM_EXPORT_ENV": "ALL,TOKEN=x", "MY_NCCL_": "x",
+    }  # fmt: skip
+    assert meter.recorded({**secret, **kept}) == kept
 
 
 def test_more_ranks_than_cores_are_told(alone: Ranks) -> None:

@@ -20,6 +20,8 @@ T = TypeVar("T", Measured, OutOfMemory, Failed)
 Probe = tuple[int, int]
 """Nodes and local batch."""
 
+_PIN = "pin one kind of node (cluster.slurm.constraint), delete the other kind's results, and run tula profile again"
+
 _WAITING = 0.3  # a loader that a step waits for this share of its time sets the pace
 
 
@@ -267,15 +269,22 @@ def _require_some(measured: Sequence[Measured], ooms: Sequence[OutOfMemory], fai
 
 def _require_one_hardware(measured: Sequence[Measured]) -> None:
     """Raise BadMeasurements where probes ran on different hardware: their times belong to different fits."""
+    for probe in measured:
+        if probe.environment.mixed:
+            raise BadMeasurements(
+                f"{probe.id} ran on different hardware at once ({_by_node(probe)}): its times are those of the slowest",
+                _PIN,
+            )
     where: dict[str, list[str]] = {}
     for probe in measured:
         where.setdefault(probe.environment.hardware, []).append(probe.id)
     if len(where) > 1:
         found = "; ".join(f"{hardware}: {', '.join(ids)}" for hardware, ids in where.items())
-        raise BadMeasurements(
-            f"the probes ran on different hardware and cannot be fitted together ({found})",
-            "pin one kind of node (cluster.slurm.constraint), delete the other kind's results, and run tula profile again",
-        )
+        raise BadMeasurements(f"the probes ran on different hardware and cannot be fitted together ({found})", _PIN)
+
+
+def _by_node(probe: Measured) -> str:
+    return "; ".join(f"{node.name}: {' and '.join(node.hardware)}" for node in probe.environment.nodes)
 
 
 def _capacity(spec: JobSpec, measured: Sequence[Measured], inspection: Inspection | None) -> int | None:
@@ -305,7 +314,8 @@ def _oversubscribed(measured: Sequence[Measured]) -> list[str]:
 
 def _software(measured: Sequence[Measured]) -> list[str]:
     versions = sorted({f"torch {probe.environment.torch}, driver {probe.environment.driver}" for probe in measured})
-    if len(versions) < 2:
+    apart = [probe for probe in measured if len({node.driver for node in probe.environment.nodes}) > 1]
+    if len(versions) < 2 and not apart:
         return []
     return [f"the probes ran with different software ({'; '.join(versions)})"]
 

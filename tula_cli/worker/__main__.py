@@ -10,9 +10,10 @@ import time
 import traceback
 from pathlib import Path
 
+from tula_cli.errors import JobFailed
 from tula_cli.outcome import classify
 from tula_cli.processes import die_with_parent
-from tula_cli.records import Failure, ProbeTask, TrainTask
+from tula_cli.records import CheckTask, Failure, ProbeTask, Task, TrainTask
 from tula_cli.rundir import RunDir
 
 
@@ -21,21 +22,50 @@ def main() -> None:
     run, task_id, attempt = RunDir(Path(sys.argv[1])), sys.argv[2], int(sys.argv[3])
     task = run.task(task_id)
     assert task is not None, f"{run.path} has no task {task_id}"
-    os.chdir(task.workdir)
     try:
+        enter(task, run)
         _work(task, run, attempt)
     except Exception as error:  # noqa: BLE001 - the process boundary: whatever happened is written down, then we end
         _fail(error, task, run, attempt)
     sys.stdout.flush()
 
 
-def _work(task: ProbeTask | TrainTask, run: RunDir, attempt: int) -> None:
+def enter(task: Task, run: RunDir) -> None:
+    """Go to the folder where the job was submitted, with the code that was submitted before the code that is there.
+
+    Data-loader processes take over this path, however they are started.
+
+    Raises:
+        JobFailed: the snapshot of the code is gone.
+    """
+    home = run.code_dir(task.code).resolve()
+    os.chdir(task.workdir)
+    if not task.code:
+        return
+    snapshot = run.code(task.code)
+    if snapshot is None or not home.is_dir():
+        raise JobFailed(
+            f"the snapshot of the code that was submitted is gone: {home}", "submit again: tula profile or tula train"
+        )
+    here = Path.cwd()  # as the lookup of import strings names it
+    given = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    path = [*(home / root for root in snapshot.roots), *(here / root for root in (".", *snapshot.roots))]
+    # Python has read them as relative to the folder where this process was started.
+    path += [here / entry for entry in given if entry and not Path(entry).is_absolute()]
+    sys.path[:] = dict.fromkeys([*map(str, path), *sys.path])
+
+
+def _work(task: Task, run: RunDir, attempt: int) -> None:
     # Inside the boundary: an import that fails (a missing library on one node) is told like any other failure.
     from tula_cli.worker import ranks
     from tula_cli.worker.data import build_datasets
     from tula_cli.worker.probe import run_probes
+    from tula_cli.worker.site import look
     from tula_cli.worker.training import run_training
 
+    if isinstance(task, CheckTask):
+        look(task, run, attempt=attempt)
+        return
     with ranks.joined(task.spec.cluster, handover=run.handover_path(task.id, attempt)) as me:
         datasets = build_datasets(task.spec)
         limit = task.spec.cluster.memory_per_gpu
@@ -46,10 +76,10 @@ def _work(task: ProbeTask | TrainTask, run: RunDir, attempt: int) -> None:
                 started_at = next(a.started_at for a in run.attempts(task.id) if a.number == attempt)
                 run_probes(task, run, me, datasets, started_at=started_at)
             case TrainTask():
-                run_training(task, run, me, datasets)
+                run_training(task, run, me, datasets, attempt=attempt)
 
 
-def _fail(error: Exception, task: ProbeTask | TrainTask, run: RunDir, attempt: int) -> None:
+def _fail(error: Exception, task: Task, run: RunDir, attempt: int) -> None:
     """Write what this rank saw and end at once: peers sit in a reduction, so nothing may wait for them."""
     from tula_cli.worker import ranks
 
@@ -82,7 +112,7 @@ def _last_line(error: Exception) -> str:
     return f"{type(error).__name__}: {first}" if first else type(error).__name__
 
 
-def _device(task: ProbeTask | TrainTask) -> str:
+def _device(task: Task) -> str:
     import torch
 
     if task.spec.cluster.device != "auto":
@@ -90,8 +120,10 @@ def _device(task: ProbeTask | TrainTask) -> str:
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def _local_batch(task: ProbeTask | TrainTask, run: RunDir) -> int:
+def _local_batch(task: Task, run: RunDir) -> int | None:
     """Return the local batch that was under way: of a probe job, the first one without a result."""
+    if isinstance(task, CheckTask):
+        return None
     if isinstance(task, TrainTask):
         return task.batch // (task.nodes * task.spec.cluster.gpus_per_node)
     return run.current_probe(task) or task.local_batches[-1]

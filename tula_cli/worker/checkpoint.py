@@ -18,8 +18,14 @@ KEEP = 2
 """The newest checkpoints kept beside the best: one more than needed, should the newest be damaged."""
 
 
-def state(trainer: Trainer, *, best: dict[str, float]) -> dict[str, Any]:
-    """Return everything a resumed run needs."""
+def state(trainer: Trainer, *, best: dict[str, float], owed: bool = False) -> dict[str, Any]:
+    """Return everything a resumed run needs.
+
+    Args:
+        trainer: model, optimizer and position.
+        best: the best metrics so far.
+        owed: the epoch that ends here is not evaluated yet.
+    """
     return {
         "version": 1,
         "model": trainer.ddp.module.state_dict(),
@@ -29,6 +35,7 @@ def state(trainer: Trainer, *, best: dict[str, float]) -> dict[str, Any]:
         "batch": trainer.batch,
         "world": trainer.ranks.world,
         "best": best,
+        "owed": owed,
     }
 
 
@@ -43,10 +50,12 @@ def write(path: Path, content: dict[str, Any]) -> None:
     write_atomic(path, buffer.getvalue())
 
 
-def save(run: RunDir, signature: str, trainer: Trainer, *, best: dict[str, float], is_best: bool) -> Path:
+def save(
+    run: RunDir, signature: str, trainer: Trainer, *, best: dict[str, float], is_best: bool, owed: bool = False
+) -> Path:
     """Save the trainer's state, point `last` (and `best`) at it, and drop what is no longer needed. Rank 0 alone."""
     path = run.checkpoint_path(signature, trainer.position.samples)
-    write(path, state(trainer, best=best))
+    write(path, state(trainer, best=best, owed=owed))
     folder = run.train_dir(signature)
     _point(folder / "last", path)
     if is_best:

@@ -4,6 +4,7 @@
 evaluates and saves when an epoch ends. Nothing else trains.
 """
 
+import math
 from collections.abc import Callable, Generator, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -309,23 +310,38 @@ class Evaluator:
         )
 
     @torch.no_grad()
-    def run(self, max_batches: int | None = None) -> Evaluation:
-        """Evaluate the whole set, or only some batches of each rank where only the time is wanted."""
+    def run(self, max_batches: int | None = None, *, between: Callable[[], None] = lambda: None) -> Evaluation:
+        """Evaluate the whole set, or only some batches of each rank where only the time is wanted.
+
+        Args:
+            max_batches: at most so many of each rank.
+            between: called after each batch that every rank has, so it may communicate; it may raise.
+        """
         trainer = self.trainer
         # Each rank's BatchNorm has seen its own samples since the last forward; all evaluate rank 0's, which is saved.
         for buffer in trainer.ddp.module.buffers():
             dist.broadcast(buffer, src=0)
         trainer.ddp.eval()
         sums = torch.zeros(4, dtype=torch.float64, device=trainer.ranks.device)
+        common = self._common_batches()
         for index, pair in enumerate(self.loader):
             if index == max_batches:
                 break
             sums += self._score(*_to_device(trainer, pair))
+            if index < common:
+                between()
         trainer.ddp.train()
         loss, top1, top5, samples = trainer.ranks.sum(sums.tolist())
         if not samples:
             return Evaluation(float("nan"), float("nan"), float("nan"), 0)
         return Evaluation(loss / samples, 100 * top1 / samples, 100 * top5 / samples, int(samples))
+
+    def _common_batches(self) -> int:
+        """Return how many batches the last rank has; the first ones may have one more."""
+        ranks = self.trainer.ranks
+        return math.ceil(
+            len(range(ranks.world - 1, len(self.trainer.datasets.eval), ranks.world)) / self.trainer.micro_batch
+        )
 
     def _score(self, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         """Return (loss, top-1 hits, top-5 hits, samples) summed over a batch."""

@@ -2,12 +2,12 @@
 
 import ctypes
 import gc
+import json
 import os
 import platform
 import statistics
-import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -16,8 +16,12 @@ import torchvision
 from torch import nn
 
 import tula_cli
-from tula_cli.records import Environment, Memory
+from tula_cli.records import Environment, Host, Memory
 from tula_cli.worker.ranks import Ranks, process_memory
+from tula_cli.worker.site import driver_version, nccl_version
+
+RECORDED = ("NCCL_", "GLOO_", "OMP_", "CUDA_VISIBLE_DEVICES", "SLURM_")
+"""How the names of environment variables begin that are kept; all others may hold secrets."""
 
 Mark = float | torch.cuda.Event
 """A moment: seconds on the CPU, an event in the stream on a GPU (where the host runs ahead of the device)."""
@@ -173,19 +177,59 @@ def capacity(ranks: Ranks, memory_per_gpu: int | None) -> int | None:
 def environment(ranks: Ranks) -> Environment:
     """Describe what is measured on; every rank takes part."""
     cuda = ranks.device.type == "cuda"
-    names = ranks.gather(torch.cuda.get_device_name(ranks.device) if cuda else processor_name())
-    hosts = ranks.gather(platform.node())
+    hardware = torch.cuda.get_device_name(ranks.device) if cuda else processor_name()
+    seen = [json.loads(text) for text in ranks.gather(json.dumps([platform.node(), hardware, _driver(ranks)]))]
+    nodes = _nodes(seen)
     return Environment(
-        hosts=tuple(dict.fromkeys(hosts)),
+        hosts=tuple(node.name for node in nodes),
         device=ranks.device.type,
-        hardware=" + ".join(sorted(set(names))),
-        driver=(torch.version.cuda or str(torch.version.hip)) if cuda else "",
+        hardware=" + ".join(sorted({name for node in nodes for name in node.hardware})),
+        driver=" + ".join(sorted({node.driver for node in nodes})),
         backend="nccl" if cuda else "gloo",
-        python=sys.version.split()[0],
+        python=platform.python_version(),
         torch=torch.__version__,
         torchvision=torchvision.__version__,
         tula=tula_cli.__version__,
+        nodes=nodes,
+        cuda=torch.version.cuda or torch.version.hip or "",
+        nccl=nccl_version(),
+        system=f"{_distribution()}, {platform.system()} {platform.release()}".lstrip(", "),
+        variables=recorded(os.environ),
     )
+
+
+def _driver(ranks: Ranks) -> str:
+    return driver_version() if ranks.device.type == "cuda" else ""
+
+
+def _nodes(seen: Iterable[tuple[str, str, str]]) -> tuple[Host, ...]:
+    """Join what the ranks have said (host, hardware, driver) by host, in the order of ranks."""
+    by_host: dict[str, list[tuple[str, str]]] = {}
+    for host, hardware, driver in seen:
+        by_host.setdefault(host, []).append((hardware, driver))
+    return tuple(
+        Host(name=host, ranks=len(told), hardware=tuple(sorted({name for name, _ in told})), driver=told[0][1])
+        for host, told in by_host.items()
+    )
+
+
+def _distribution() -> str:
+    try:
+        return platform.freedesktop_os_release().get("PRETTY_NAME", "")
+    except OSError:  # a container may lack the file
+        return ""
+
+
+def recorded(environ: Mapping[str, str]) -> dict[str, str]:
+    """Return the environment variables that are kept: those of the allow-list, without the secrets among SLURM's.
+
+    A token may be in SLURM_JWT, and the words of sbatch --export, with values, in SLURM_EXPORT_ENV.
+    """
+    return {
+        name: value
+        for name, value in sorted(environ.items())
+        if name.startswith(RECORDED) and not name.startswith(("SLURM_JWT", "SLURM_EXPORT", "SLURM_SPANK"))
+    }
 
 
 def processor_name() -> str:

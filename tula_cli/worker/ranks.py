@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
+from tula_cli import network
 from tula_cli.errors import JobFailed
 from tula_cli.rundir import write_atomic
 from tula_cli.spec import Cluster
@@ -44,9 +45,13 @@ class Ranks:
 
     def largest(self, value: float) -> float:
         """Return the largest value over all ranks."""
-        tensor = torch.tensor([value], dtype=torch.float64, device=self.device)
+        return self.maxima([value])[0]
+
+    def maxima(self, values: list[float]) -> list[float]:
+        """Return the elementwise largest over all ranks."""
+        tensor = torch.tensor(values, dtype=torch.float64, device=self.device)
         dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
-        return float(tensor.item())
+        return [float(value) for value in tensor.tolist()]
 
     def from_first(self, value: int) -> int:
         """Return rank 0's value on every rank."""
@@ -101,7 +106,7 @@ def joined(cluster: Cluster, *, handover: Path) -> Iterator[Ranks]:
     if "MASTER_ADDR" in os.environ:
         dist.init_process_group(backend, timeout=RENDEZVOUS)
     else:
-        store = _meet(handover, rank=rank, world=world)
+        store = _meet(handover, cluster.interface, rank=rank, world=world)
         dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=RENDEZVOUS)
     yield Ranks(rank, world, local_rank, device)
     # gloo and a living DDP object deadlock in destroy_process_group (the reducer's destructor waits for gloo's thread,
@@ -111,10 +116,10 @@ def joined(cluster: Cluster, *, handover: Path) -> Iterator[Ranks]:
     dist.destroy_process_group()
 
 
-def _meet(handover: Path, *, rank: int, world: int) -> TCPStore:
+def _meet(handover: Path, interface: str | None, *, rank: int, world: int) -> TCPStore:
     """Rank 0 binds a port that the system chooses and publishes it; a port made from a job id collides in the end."""
     if rank == 0:
-        host = socket.gethostname()
+        host = network.own_address(interface)
         store = TCPStore(host, 0, world, is_master=True, timeout=RENDEZVOUS, wait_for_workers=False)
         write_atomic(handover, f"{host} {store.port}\n")
         return store
@@ -131,10 +136,19 @@ def _meet(handover: Path, *, rank: int, world: int) -> TCPStore:
 
 
 def _set_network(cluster: Cluster) -> None:
+    """Tell gloo and NCCL the interface; what the user has set in the environment holds.
+
+    Raises:
+        JobFailed: this node has no such interface.
+    """
     interface = cluster.interface or ("lo" if cluster.kind == "local" else None)
     if interface:
+        network.own_address(interface)
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
         os.environ.setdefault("NCCL_SOCKET_IFNAME", interface)
+    elif network.named_address() is None and (found := network.interface_of(network.own_address())):
+        # gloo takes the address of the node's name, and would offer the other nodes its loopback; NCCL looks itself.
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", found)
     if cluster.collective in ("ring", "tree"):
         os.environ.setdefault("NCCL_ALGO", cluster.collective)
 

@@ -1,6 +1,7 @@
 """Which sample is trained when: a pure function of (seed, epoch, samples done), whatever the batch and the world size."""
 
 import hashlib
+import signal
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -78,7 +79,7 @@ def train_loader(dataset: Dataset[Any], batches: Batches, *, workers: int, pin: 
         batch_sampler=batches,
         num_workers=workers,
         pin_memory=pin,
-        worker_init_fn=_one_thread if workers else None,
+        worker_init_fn=_start_loader if workers else None,
     )
 
 
@@ -94,9 +95,11 @@ def eval_loader(
         num_workers=workers,
         pin_memory=pin,
         persistent_workers=workers > 0,
-        worker_init_fn=_one_thread if workers else None,
+        worker_init_fn=_start_loader if workers else None,
     )
 
 
-def _one_thread(_: int) -> None:
+def _start_loader(_: int) -> None:
+    # SLURM tells every process of a job to end, but the rank still needs its data to reach the end of a step.
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
     torch.set_num_threads(1)

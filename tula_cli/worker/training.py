@@ -17,8 +17,9 @@ from tula_cli.models.cost import checkpoint_interval
 from tula_cli.models.noise import centre
 from tula_cli.records import Prediction, TrainResult, TrainTask
 from tula_cli.rundir import RunDir, write_atomic
-from tula_cli.worker import checkpoint, loop
+from tula_cli.worker import checkpoint, loop, meter
 from tula_cli.worker.data import Datasets
+from tula_cli.worker.leaving import Leaving, Left
 from tula_cli.worker.loop import Evaluation, Step, Trainer
 from tula_cli.worker.ranks import Ranks
 from tula_cli.worker.sampling import Position, steps_left
@@ -94,6 +95,8 @@ class Run:
     metrics: Metrics
     evaluator: loop.Evaluator
     best: dict[str, float]
+    leaving: Leaving
+    owed: bool  # the epoch that has ended is not evaluated yet
     step_times: list[float] = field(default_factory=list)  # of the epoch under way
     recent: list[Step] = field(default_factory=list)  # since the last row
     window: deque[float] = field(default_factory=deque)  # the newest step times, for the comparison with the prediction
@@ -108,28 +111,57 @@ class Run:
         return self.trainer.ranks.first
 
 
-def run_training(task: TrainTask, run: RunDir, ranks: Ranks, datasets: Datasets) -> None:
-    """Train from the newest checkpoint (or the start) to the last epoch."""
+def run_training(
+    task: TrainTask, run: RunDir, ranks: Ranks, datasets: Datasets, *, attempt: int = 1, leaving: Leaving | None = None
+) -> None:
+    """Train from the newest checkpoint (or the start) to the last epoch, or until the ranks have to leave.
+
+    Args:
+        task: what to train.
+        run: where.
+        ranks: the process group.
+        datasets: of the task.
+        attempt: of the task, for the mark that says why the ranks left.
+        leaving: who tells when to leave.
+    """
+    leaving = leaving or Leaving(ranks)
     if ranks.from_first(int(run.train_result(task.signature) is not None)):
         return
     trainer = loop.build(task, ranks, datasets, batch=task.batch, workers=task.workers, refresh=True)
-    best = _resume(task, run, trainer)
+    best, owed = _resume(task, run, trainer)
     with Metrics(run, task, first=ranks.first, samples=trainer.position.samples) as metrics:
-        work = Run(task, run, trainer, metrics, loop.Evaluator(trainer), best)
+        work = Run(task, run, trainer, metrics, loop.Evaluator(trainer), best, leaving, owed)
         _announce(work)
-        _train(work)
+        leaving.listen()
+        try:
+            _train(work)
+        except Left as left:
+            _leave(work, left, attempt)
 
 
-def _resume(task: TrainTask, run: RunDir, trainer: Trainer) -> dict[str, float]:
-    """Load the newest checkpoint; every rank loads the one that rank 0 found."""
+def _leave(work: Run, left: Left, attempt: int) -> None:
+    """Save where the ranks stand; the next start goes on from here."""
+    if not work.first:
+        return
+    _drain(work)
+    _save(work, is_best=False)
+    work.run.write_stop(work.task.id, attempt, left.reason)
+
+
+def _resume(task: TrainTask, run: RunDir, trainer: Trainer) -> tuple[dict[str, float], bool]:
+    """Load the newest checkpoint; every rank loads the one that rank 0 found.
+
+    Returns:
+        The best metrics so far, and whether the epoch that has ended there is still to be evaluated.
+    """
     found = checkpoint.load_newest(run, task.signature) if trainer.ranks.first else None
     samples = trainer.ranks.from_first(-1 if found is None else found[1]["position"]["samples"])
     if samples < 0:
-        return {}
+        return {}, False
     if found is None:
         path = run.checkpoint_path(task.signature, samples)
         found = path, torch.load(path, map_location="cpu", weights_only=True)
-    return checkpoint.restore(trainer, found[1])
+    return checkpoint.restore(trainer, found[1]), bool(found[1].get("owed"))
 
 
 def _announce(work: Run) -> None:
@@ -144,6 +176,8 @@ def _announce(work: Run) -> None:
         lr=learning_rate(task.spec, trainer.epoch, task.batch),
         cause=task.cause,
     )
+    here = meter.environment(trainer.ranks)
+    work.metrics.add("environment", trainer.position, trainer.epoch, **here.model_dump(mode="json"))
     if trainer.ags and trainer.ags.identity:
         _warn(work, f"AGS changes nothing: {trainer.ags.identity}")
 
@@ -153,6 +187,8 @@ def _warn(work: Run, message: str) -> None:
 
 
 def _train(work: Run) -> None:
+    if work.owed:
+        _end_epoch(work, None)
     with contextlib.closing(loop.steps(work.trainer)) as stream:
         for step in _timed(work, stream):
             if step.epoch_ended:
@@ -160,7 +196,12 @@ def _train(work: Run) -> None:
             elif work.first:
                 _log_step(work)
                 _save_when_due(work)
+            _check(work)
     _finish(work)
+
+
+def _check(work: Run) -> None:
+    work.leaving.check(reserve=1.5 * work.save_time)
 
 
 def _timed(work: Run, stream: Iterator[Step]) -> Iterator[Step]:
@@ -221,19 +262,24 @@ def _save_when_due(work: Run) -> None:
 
 def _save(work: Run, *, is_best: bool) -> None:
     began = time.monotonic()
-    checkpoint.save(work.run, work.task.signature, work.trainer, best=work.best, is_best=is_best)
+    checkpoint.save(work.run, work.task.signature, work.trainer, best=work.best, is_best=is_best, owed=work.owed)
     work.last_save = time.monotonic()
     work.save_time = work.last_save - began
 
 
-def _end_epoch(work: Run, step: Step) -> None:
-    """Evaluate, compare the step time with the prediction, log and save."""
+def _end_epoch(work: Run, step: Step | None) -> None:
+    """Evaluate, compare the step time with the prediction, log and save.
+
+    `step` is the epoch's last; None where an earlier attempt made it and had to leave before the evaluation.
+    """
     _drain(work)
     began = time.monotonic()
-    result = work.evaluator.run()
+    work.owed = True
+    result = work.evaluator.run(between=lambda: _check(work))
+    work.owed = False
     work.eval_time = time.monotonic() - began
     # The mean loss of the last step over all ranks; every rank takes part.
-    (loss_sum,) = work.trainer.ranks.sum([float(step.loss)])
+    (loss_sum,) = work.trainer.ranks.sum([float(step.loss) if step else math.nan])
     if not work.first:
         work.step_times = []
         return
@@ -242,7 +288,8 @@ def _end_epoch(work: Run, step: Step) -> None:
     if is_best:
         work.best = {"top1": result.top1, "loss": result.loss, "epoch": float(epoch)}
     step_time = centre(work.step_times) if work.step_times else None
-    _log_epoch(work, result, step_time, loss=loss_sum / work.trainer.ranks.world, lr=step.lr)
+    lr = step.lr if step else learning_rate(work.task.spec, work.trainer.epoch, work.task.batch)
+    _log_epoch(work, result, step_time, loss=loss_sum / work.trainer.ranks.world, lr=lr)
     _save(work, is_best=is_best)
     if epoch == work.task.spec.train.epochs:
         _write_result(work, result, step_time)

@@ -1,0 +1,67 @@
+"""The command line as a user starts it, in a folder of its own: for the tests of whole jobs."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from tula_cli.records import TrainTask
+from tula_cli.rundir import RunDir
+
+PATIENCE = 240.0  # seconds; a loaded machine starts ranks slowly
+
+
+class Tula:
+    """The command line in a folder that holds job.yaml."""
+
+    def __init__(self, folder: Path, job: str, **environment: str) -> None:
+        self.folder = folder
+        self.environment = {**os.environ, "COLUMNS": "120", **environment}
+        (folder / "job.yaml").write_text(job)
+
+    def start(self, *arguments: str) -> "subprocess.Popen[str]":
+        command = [sys.executable, "-m", "tula_cli", *arguments]
+        return subprocess.Popen(
+            command, cwd=self.folder, env=self.environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+            stdin=subprocess.DEVNULL, start_new_session=True,
+        )  # fmt: skip
+
+    def __call__(self, *arguments: str, code: int = 0) -> dict[str, Any]:
+        """Run a command with --json to its end and return what it answered."""
+        process = self.start(*arguments, "--json")
+        answer, told = process.communicate(timeout=PATIENCE)
+        assert process.returncode == code, f"exit {process.returncode}: {answer}\n{told}\n{self.logs()}"
+        found: dict[str, Any] = json.loads(answer)
+        return found
+
+    def run(self) -> RunDir:
+        return RunDir.newest(self.folder / "tula-runs")
+
+    def task(self) -> TrainTask:
+        """Return the newest task of the newest training."""
+        run = self.run()
+        task = run.newest_train_task(run.train_signatures()[0])
+        assert task is not None
+        return task
+
+    def logs(self) -> str:
+        paths = [*self.folder.glob("tula-runs/*/logs/*"), *self.folder.glob("tula-runs/*/submitit/*.err")]
+        return "\n".join(f"== {path}\n{path.read_text()[-2000:]}" for path in paths)
+
+    def until(self, true: Callable[[], Any], *, seconds: float = PATIENCE) -> Any:
+        """Wait until something is so, and return it."""
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline:
+            if found := true():
+                return found
+            time.sleep(0.1)
+        raise AssertionError(f"waited in vain\n{self.logs()}")
+
+    def epochs_done(self) -> int:
+        runs = RunDir.all(self.folder / "tula-runs")
+        rows = [row for run in runs for name in run.train_signatures() for row in run.metrics(name)]
+        return sum(row["kind"] == "epoch" for row in rows)

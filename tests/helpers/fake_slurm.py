@@ -1,0 +1,107 @@
+"""A SLURM that runs nothing: its commands are on PATH, tests say what becomes of the jobs and what goes wrong.
+
+For what a real cluster does rarely, and for versions that are not installed; tests/slurm has a real one.
+"""
+
+import json
+import os
+import shlex
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+COMMANDS = ("sbatch", "squeue", "sacct", "scontrol", "scancel", "sinfo", "srun")
+VERSIONS = ("20.11", "22.05", "23.11", "24.11")
+PROGRAM = Path(__file__).with_name("fake_slurm_commands.py")
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call of one of the commands."""
+
+    command: str
+    arguments: list[str]
+    environ: dict[str, str]  # of what concerns SLURM
+
+
+class FakeSlurm:
+    """A SLURM in a folder.
+
+    Args:
+        folder: an empty one.
+        version: of SLURM, as the commands print it.
+    """
+
+    def __init__(self, folder: Path, version: str = "22.05") -> None:
+        self.folder = folder
+        for name in ("bin", "jobs", "scripts"):
+            (folder / name).mkdir(parents=True)
+        (folder / "sbatch.json").write_text("0")
+        self._settings: dict[str, Any] = {"version": version, "sbatch": [], "squeue": "", "sacct": "", "scontrol": "", "lag": 0, "sinfo": "", "recorded": ""}  # fmt: skip
+        self.fault()
+        for name in COMMANDS:
+            program = folder / "bin" / name
+            program.write_text(f"#!/bin/sh\nexec {shlex.quote(sys.executable)} -I -S {shlex.quote(str(PROGRAM))} {name} \"$@\"\n")  # fmt: skip
+            program.chmod(0o755)
+
+    def use(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Put the commands on PATH, and nothing else: a real SLURM may be installed here."""
+        monkeypatch.setenv("PATH", str(self.folder / "bin"))
+        monkeypatch.setenv("FAKE_SLURM", str(self.folder))
+
+    def fault(self, **faults: Any) -> None:
+        """Say what goes wrong from now on.
+
+        Args:
+            faults: sbatch: a list, one entry a call from the first on ("accept", "timeout", "accept, timeout", "hang",
+                "accept, hang", "accept, no id", "unreachable", "refuse:WORDS;WORDS"); squeue, scontrol: "unreachable",
+                "timeout", "hang", "garbage", squeue also "refuses unknown"; sacct: "disabled", "unreachable", "hang",
+                "knows nothing"; recorded: a file with the calls of a real SLURM, answered as it did; lag: seconds until a
+                submitted job is visible; sinfo: what it prints.
+        """
+        self._settings.update(faults)
+        (self.folder / "settings.json").write_text(json.dumps(self._settings))
+
+    def without(self, command: str) -> None:
+        """Take a command away."""
+        (self.folder / "bin" / command).unlink()
+
+    def set(self, id_: str, state: str, reason: str = "None", **changes: Any) -> None:
+        """Change a job: node_list, starts, ends (local times), derived, restarts, steps, earlier, forgotten, accounted."""
+        path = self.folder / "jobs" / f"{id_}.json"
+        path.write_text(json.dumps({**json.loads(path.read_text()), "state": state, "reason": reason, **changes}))
+
+    def add(self, name: str, state: str = "PENDING", reason: str = "None", **changes: Any) -> str:
+        """Add a job that somebody has submitted; return its id."""
+        id_ = str(1000 + len(list((self.folder / "jobs").iterdir())))
+        job = {
+            "id": int(id_), "name": name, "script": "/elsewhere/job.sh", "nodes": "2", "dependency": "", "starts": "N/A", "ends": "N/A",
+            "node_list": "", "restarts": 0, "derived": "0:0", "steps": [], "earlier": [], "forgotten": False, "accounted": None,
+            "visible_at": 0, "user": os.getuid(),
+        }  # fmt: skip
+        (self.folder / "jobs" / f"{id_}.json").write_text(json.dumps(job))
+        self.set(id_, state, reason, **changes)
+        return id_
+
+    def jobs(self) -> list[dict[str, Any]]:
+        """Return the jobs as they were submitted."""
+        paths = sorted((self.folder / "jobs").iterdir(), key=lambda path: int(path.stem))
+        return [json.loads(path.read_text()) for path in paths]
+
+    def script(self, id_: str) -> str:
+        """Return the script that sbatch was given."""
+        return (self.folder / "scripts" / f"{id_}.sh").read_text()
+
+    def calls(self, command: str) -> list[Call]:
+        path = self.folder / "calls.jsonl"
+        found = [Call(**json.loads(line)) for line in path.read_text().splitlines()] if path.exists() else []
+        return [call for call in found if call.command == command]
+
+
+def local(at: float) -> str:
+    """Return a Unix time as SLURM prints it."""
+    return time.strftime("%Y-%m-%dT%H:%M:%S", time.localtime(at))

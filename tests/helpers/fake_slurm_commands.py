@@ -1,0 +1,262 @@
+"""sbatch, squeue, sacct, scontrol, scancel, sinfo and srun without a cluster: `python fake_slurm_commands.py NAME ARGUMENTS`.
+
+The state is in the folder $FAKE_SLURM: jobs/<id>.json, settings.json (the version and what goes wrong), calls.jsonl (what
+was called). FakeSlurm in fake_slurm.py makes it. Standard library only, and little of it: each call is a process.
+
+What is printed was recorded from SLURM 22.05.8 (Debian) on the project's test cluster: the lines of squeue, sacct and
+scontrol (many of them are in tests/fixtures/slurm_22_05.json), sbatch's answer and refusals, "Invalid job id specified",
+"Slurm accounting storage is disabled". Written from the documentation and release notes, not recorded: everything that only
+20.11, 23.11 or 24.11 prints (see VERSIONS), the words of a lost connection, and a squeue that fails as a whole where it does
+not know one of several jobs.
+"""
+
+import fcntl
+import json
+import os
+import re
+import sys
+import time
+
+VERSIONS = {
+    # Without squeue --me, which not every 20.11 has, and without Scheduler=.
+    "20.11": {"name": "slurm 20.11.9", "me": False, "fields": "", "tres": "TRES={tres}", "end": "Power="},
+    "22.05": {"name": "slurm-wlm 22.05.8", "me": True, "fields": "Scheduler=Main ", "tres": "TRES={tres}", "end": "Power="},
+    # What was asked for and what was given are told apart.
+    "23.11": {"name": "slurm 23.11.10", "me": True, "fields": "Scheduler=Main ", "tres": "ReqTRES={tres} AllocTRES={tres}", "end": "Power="},
+    # The command line of the submission is told, in which anything can stand.
+    "24.11": {"name": "slurm 24.11.3", "me": True, "fields": "Scheduler=Main ", "tres": "ReqTRES={tres} AllocTRES={tres}",
+              "end": "TresPerNode=gres/gpu:1 SubmitLine=sbatch --comment=JobState=RUNNING Restarts=7 script.sh"},
+}  # fmt: skip
+ALIVE = ("PENDING", "CONFIGURING", "RUNNING", "COMPLETING", "SUSPENDED", "REQUEUED", "EXPEDITING", "STAGE_OUT")
+UNREACHABLE = "Unable to contact slurm controller (connect failure)"
+FOLDER = os.environ["FAKE_SLURM"]
+
+
+def main() -> None:
+    command, arguments = sys.argv[1], sys.argv[2:]
+    note(command, arguments)
+    settings = read("settings.json")
+    replay(settings, [command, *arguments])
+    globals()[command](settings, arguments)
+
+
+def replay(settings: dict, call: list) -> None:
+    """Print what a real SLURM printed when it was called in the same way, and end here."""
+    if not settings["recorded"]:
+        return
+    with open(settings["recorded"]) as file:
+        for known in json.load(file)["calls"]:
+            if known["call"] == call:
+                sys.stdout.write(known["stdout"])
+                sys.stderr.write(known["stderr"])
+                sys.exit(known["code"])
+    fail(f"not recorded: {call}")
+
+
+def note(command: str, arguments: list) -> None:
+    kept = ("SLURM_", "SUBMITIT_", "SQUEUE_", "SACCT_", "CUDA_VISIBLE_DEVICES")
+    environ = {name: value for name, value in os.environ.items() if name.startswith(kept)}
+    with open(f"{FOLDER}/calls.jsonl", "a") as file:
+        file.write(json.dumps({"command": command, "arguments": arguments, "environ": environ}) + "\n")
+
+
+def read(name: str) -> dict:
+    with open(f"{FOLDER}/{name}") as file:
+        return json.load(file)
+
+
+def write(name: str, content: object) -> None:
+    path = f"{FOLDER}/{name}"
+    with open(f"{path}.{os.getpid()}", "w") as file:
+        json.dump(content, file)
+    os.replace(f"{path}.{os.getpid()}", path)
+
+
+def jobs() -> list:
+    names = sorted((name for name in os.listdir(f"{FOLDER}/jobs") if name.endswith(".json")), key=lambda n: int(n[:-5]))
+    return [read(f"jobs/{name}") for name in names]
+
+
+def fail(words: str) -> None:
+    sys.stderr.write(f"{words}\n")
+    sys.exit(1)
+
+
+def option(arguments: list, *names: str) -> str:
+    """Return the value of an option in any of its spellings; empty where it is not given."""
+    for place, word in enumerate(arguments):
+        for name in names:
+            if word.startswith(f"{name}=") and name.startswith("--"):
+                return word.partition("=")[2]
+            if word == name and place + 1 < len(arguments):
+                return arguments[place + 1]
+    return ""
+
+
+# --- sbatch
+
+
+def sbatch(settings: dict, arguments: list) -> None:
+    if "--version" in arguments:
+        print(VERSIONS[settings["version"]]["name"])
+        return
+    with open(f"{FOLDER}/lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        calls = read("sbatch.json")
+        write("sbatch.json", calls + 1)
+        mode = settings["sbatch"][calls] if calls < len(settings["sbatch"]) else "accept"
+        id_ = (
+            None
+            if mode in ("timeout", "hang", "unreachable") or mode.startswith("refuse:")
+            else accept(settings, arguments)
+        )
+    if mode.startswith("refuse:"):
+        fail("".join(f"sbatch: error: {line}\n" for line in mode.partition(":")[2].split(";")).rstrip())
+    if mode in ("timeout", "accept, timeout"):
+        fail("sbatch: error: Batch job submission failed: Socket timed out on send/recv operation")
+    if mode == "unreachable":
+        fail(f"sbatch: error: Batch job submission failed: {UNREACHABLE}")
+    if mode in ("hang", "accept, hang"):
+        time.sleep(3600)
+    print("Submitted batch job" if mode == "accept, no id" else f"Submitted batch job {id_}")
+
+
+def accept(settings: dict, arguments: list) -> int:
+    """Take a job in; its script is kept as it was at this moment."""
+    path = arguments[-1]
+    with open(path) as file:
+        text = file.read()
+    asked = dict(re.findall(r"^#SBATCH --([\w-]+)(?:=(.*))?$", text, re.MULTILINE))
+    id_ = 1000 + len(os.listdir(f"{FOLDER}/jobs"))
+    with open(f"{FOLDER}/scripts/{id_}.sh", "w") as file:
+        file.write(text)
+    depends = asked.get("dependency", "")
+    write(f"jobs/{id_}.json", {
+        "id": id_, "name": asked.get("job-name", "").strip("'"), "script": os.path.abspath(path), "nodes": asked.get("nodes", "1"),
+        "dependency": depends, "state": "PENDING", "reason": "Dependency" if depends else "Priority", "starts": "N/A",
+        "ends": "N/A", "node_list": "", "restarts": 0, "derived": "0:0", "steps": [], "earlier": [], "forgotten": False,
+        "accounted": None, "visible_at": time.time() + settings["lag"], "user": os.getuid(),
+    })  # fmt: skip
+    return id_
+
+
+# --- what asks
+
+
+def known(settings: dict) -> list:
+    """Return the jobs that the controller knows."""
+    return [job for job in jobs() if not job["forgotten"] and job["visible_at"] <= time.time()]
+
+
+def answers(settings: dict, command: str) -> None:
+    """End here where the controller does not answer."""
+    fault = settings.get(command, "")
+    if fault == "unreachable":
+        fail(f"slurm_load_jobs error: {UNREACHABLE}")
+    if fault == "timeout":
+        fail("slurm_load_jobs error: Socket timed out on send/recv operation")
+    if fault == "hang":
+        time.sleep(3600)
+    if fault == "garbage":
+        print("\x00\xff|||\nslurm: something\n|RUNNING|\n12|\n")
+        sys.exit(0)
+
+
+def squeue(settings: dict, arguments: list) -> None:
+    answers(settings, "squeue")
+    if "--me" in arguments and not VERSIONS[settings["version"]]["me"]:
+        fail("squeue: unrecognized option '--me'\nTry \"squeue --help\" for more information")
+    found = known(settings)
+    ids = [int(id_) for id_ in option(arguments, "--jobs", "-j").split(",") if id_]
+    strange = [id_ for id_ in ids if id_ not in {job["id"] for job in found}]
+    if ids and (len(strange) == len(ids) == 1 or (strange and settings["squeue"] == "refuses unknown")):
+        fail("slurm_load_jobs error: Invalid job id specified")
+    if ids:
+        found = [job for job in found if job["id"] in ids]
+    if user := option(arguments, "--user", "-u"):
+        found = [job for job in found if str(job["user"]) == user]
+    if name := option(arguments, "--name", "-n"):
+        found = [job for job in found if job["name"] in name.split(",")]
+    if option(arguments, "--states", "-t") != "all":
+        found = [job for job in found if job["state"] in ALIVE]
+    form = option(arguments, "--format", "-o")
+    for job in found:
+        keys = {
+            "%i": "id",
+            "%T": "state",
+            "%r": "reason",
+            "%S": "starts",
+            "%e": "ends",
+            "%j": "name",
+            "%o": "script",
+            "%N": "node_list",
+        }
+        print(re.sub(r"%[A-Za-z]", lambda field, job=job, keys=keys: str(job[keys[field[0]]]), form))
+
+
+def sacct(settings: dict, arguments: list) -> None:
+    if settings["sacct"] == "disabled":
+        fail("Slurm accounting storage is disabled")
+    if settings["sacct"] == "hang":
+        time.sleep(3600)
+    if settings["sacct"] == "unreachable":
+        fail("sacct: error: slurm_persist_conn_open_without_init: failed to open persistent connection to host:dbd:6819: Connection refused")  # fmt: skip
+    ids = option(arguments, "--jobs", "-j").split(",")
+    columns = option(arguments, "--format", "-o").split(",")
+    for job in jobs():
+        if str(job["id"]) not in ids or settings["sacct"] == "knows nothing":
+            continue
+        last = {"state": job["accounted"] or job["state"], "derived": job["derived"], "steps": job["steps"]}
+        for run in [*job["earlier"], last] if "--duplicates" in arguments or "-D" in arguments else [last]:
+            rows = [("", run["state"], run["derived"]), *((f".{name}", state, "") for name, state in run["steps"])]
+            for step, state, derived in rows:
+                values = {"JobID": f"{job['id']}{step}", "State": state, "DerivedExitCode": derived}
+                print("|".join(values[column] for column in columns))
+
+
+def scontrol(settings: dict, arguments: list) -> None:
+    words = [word for word in arguments if not word.startswith("-")]
+    if words[:2] != ["show", "job"]:
+        fail(f"invalid keyword: {' '.join(words)}")
+    answers(settings, "scontrol")
+    for job in known(settings):
+        if str(job["id"]) == words[2]:
+            print(shown(settings, job))
+            return
+    fail("slurm_load_jobs error: Invalid job id specified")
+
+
+def shown(settings: dict, job: dict) -> str:
+    """Return the line of `scontrol --details --oneliner show job`."""
+    version = VERSIONS[settings["version"]]
+    tres = version["tres"].format(tres=f"cpu=2,mem=1000M,node={job['nodes']},billing=2")
+    return (
+        f"JobId={job['id']} JobName={job['name']} UserId=user({job['user']}) GroupId=group(1000) MCS_label=N/A "
+        f"Priority=4294901755 Nice=0 Account=lab QOS=normal JobState={job['state']} Reason={job['reason']} "
+        f"Dependency={job['dependency'] or '(null)'} Requeue=0 Restarts={job['restarts']} BatchFlag=1 Reboot=0 ExitCode=0:0 "
+        f"DerivedExitCode={job['derived']} RunTime=00:00:02 TimeLimit=00:02:00 TimeMin=N/A StartTime={job['starts']} "
+        f"EndTime={job['ends']} Deadline=N/A SuspendTime=None SecsPreSuspend=0 {version['fields']}Partition=main "
+        f"NodeList={job['node_list']} NumNodes={job['nodes']} NumCPUs=2 NumTasks=2 CPUs/Task=1 ReqB:S:C:T=0:0:*:* {tres} "
+        f"Socks/Node=* Features=(null) Command={job['script']} WorkDir=/ {version['end']} "
+    )
+
+
+# --- what acts
+
+
+def scancel(settings: dict, arguments: list) -> None:
+    for job in jobs():
+        if str(job["id"]) in arguments and job["state"] in ALIVE:
+            job.update(state="CANCELLED", reason="None", accounted=job["accounted"] or f"CANCELLED by {os.getuid()}")
+            write(f"jobs/{job['id']}.json", job)
+
+
+def sinfo(settings: dict, arguments: list) -> None:
+    print(settings["sinfo"])
+
+
+def srun(settings: dict, arguments: list) -> None:
+    fail("srun: error: nothing runs on a fake")
+
+
+main()

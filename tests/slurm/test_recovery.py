@@ -1,0 +1,204 @@
+"""What clusters do to jobs, done to a training: it ends where an undisturbed one does, and tells what happened."""
+
+import itertools
+import json
+import subprocess
+from pathlib import Path
+
+import pytest
+from cluster import SlurmCluster
+from driver import PATIENCE, Tula
+
+from tula_cli.records import Attempt, Job, Summary
+
+pytestmark = [pytest.mark.slurm, pytest.mark.torch]
+SAMPLES = 1437 // 128 * 128  # of an epoch at batch 128
+TWO = ("--nodes", "2", "--batch", "128")
+
+
+def story(tula: Tula) -> list[tuple[str | None, str]]:
+    """Return how each attempt ended, and its nodes."""
+    return [(attempt.outcome, attempt.hosts) for attempt in attempts(tula)]
+
+
+def attempts(tula: Tula) -> list[Attempt]:
+    return tula.run().training_attempts(tula.run().train_signatures()[0])
+
+
+def job(tula: Tula) -> Job:
+    found = tula.run().job(tula.task().job)
+    assert found is not None
+    return found
+
+
+def finished(tula: Tula) -> Summary | None:
+    run = tula.run()
+    return next((summary for name in run.train_signatures() if (summary := run.summary(name))), None)
+
+
+def trained(tula: Tula, epochs: int) -> None:
+    """Assert that every sample was trained once and every epoch told once, whatever happened."""
+    run = tula.run()
+    signature = run.train_signatures()[0]
+    result = run.train_result(signature)
+    assert result is not None
+    assert result.samples == epochs * SAMPLES
+    rows = [row["samples"] for row in run.metrics(signature) if row["kind"] == "epoch"]
+    assert rows == [SAMPLES * (epoch + 1) for epoch in range(epochs)]
+    starts = [attempt.samples for attempt in attempts(tula)]
+    assert starts == sorted(starts), "no start lies behind the newest checkpoint"
+
+
+def queue() -> str:
+    return subprocess.run(["squeue", "-h", "-o", "%i %T"], capture_output=True, text=True, check=True).stdout
+
+
+def accounted(*ids: str) -> list[str]:
+    """Return the states of jobs as the accounting has them, which lags."""
+    words = ["sacct", "-n", "-P", "-X", "-o", "State", "-j", ",".join(ids)]
+    return subprocess.run(words, capture_output=True, text=True, check=True).stdout.split("\n")[:-1]
+
+
+def nodes_of(tula: Tula) -> list[str]:
+    """Return the nodes of the attempt under way, that of rank 0 first."""
+    hosts = attempts(tula)[-1].hosts
+    words = ["scontrol", "show", "hostnames", hosts]
+    return subprocess.run(words, capture_output=True, text=True, check=True).stdout.split()
+
+
+def submit(tula: Tula, epochs: int, *options: str) -> None:
+    answer = tula("train", "job.yaml", *TWO, "--set", f"train.epochs={epochs}", *options)
+    assert answer["status"] == "pending"
+
+
+def test_the_chain_goes_on_after_a_time_limit_and_nothing_is_trained_twice(tula: Tula) -> None:
+    submit(tula, 150, "--set", "cluster.slurm.minutes=1")
+    tula.until(lambda: finished(tula), seconds=400)
+    outcomes = [outcome for outcome, _ in story(tula)]
+    assert outcomes[-1] == "done"
+    assert set(outcomes[:-1]) == {"time_limit"}
+    trained(tula, 150)
+    saved = [attempt.samples or 0 for attempt in attempts(tula)]
+    assert all(later > earlier for earlier, later in itertools.pairwise(saved))
+    assert "time limit of job" in tula("train", "job.yaml", *TWO, "--set", "train.epochs=150")["data"]["causes"][0]
+
+
+def test_a_preempted_training_goes_on_when_the_nodes_are_free_again(tula: Tula) -> None:
+    submit(tula, 30, "--set", "cluster.slurm.partition=spare")
+    tula.until(tula.epochs_done)
+    command = ["sbatch", "--nodes=4", "--exclusive", "--time=1", "--output=/dev/null", "--wrap=sleep 3"]
+    subprocess.run(command, check=True, capture_output=True)
+    tula.until(lambda: finished(tula))
+    assert [outcome for outcome, _ in story(tula)] == ["preempted", "done"]
+    assert attempts(tula)[1].samples, "it saved on the way out"
+    trained(tula, 30)
+
+
+@pytest.mark.parametrize("victim", ["rank 0", "the other"])
+def test_a_node_that_falls_silent_is_replaced(tula: Tula, on_slurm: SlurmCluster, victim: str) -> None:
+    submit(tula, 30)
+    tula.until(tula.epochs_done)
+    node = nodes_of(tula)[0 if victim == "rank 0" else 1]
+    on_slurm.power_off(node)
+    tula.until(lambda: finished(tula))
+    outcomes = [outcome for outcome, _ in story(tula)]
+    assert outcomes[0] in ("node_failure", "peer")
+    assert "node_failure" in outcomes
+    assert outcomes[-1] == "done"
+    assert node not in nodes_of(tula)
+    trained(tula, 30)
+
+
+def test_a_node_whose_daemon_died_is_replaced(tula: Tula, on_slurm: SlurmCluster) -> None:
+    submit(tula, 400)
+    tula.until(tula.epochs_done)
+    on_slurm.kill_slurmd(nodes_of(tula)[1])
+    tula.until(lambda: len(story(tula)) > 1)
+    assert story(tula)[0][0] == "node_failure"
+    assert attempts(tula)[1].samples
+    tula("cancel")
+
+
+def test_scancel_by_the_user_stays_and_the_same_command_goes_on(tula: Tula) -> None:
+    submit(tula, 60)
+    tula.until(tula.epochs_done)
+    links = job(tula).links
+    assert len(links) > 1
+    subprocess.run(["scancel", links[0]], check=True)
+    tula.until(lambda: not queue())
+    assert [outcome for outcome, _ in story(tula)] == ["cancelled"]
+    assert tula("status")["status"] == "done"
+    process = tula.start("train", "job.yaml", *TWO, "--set", "train.epochs=60", "--wait", "--json")
+    answer, told = process.communicate(timeout=PATIENCE)
+    assert process.returncode == 0, f"{answer}\n{told}\n{tula.logs()}"
+    assert json.loads(answer)["data"]["attempts"] == 2
+    assert attempts(tula)[1].samples
+    trained(tula, 60)
+
+
+def test_the_cgroup_out_of_memory_is_told_and_a_smaller_batch_fits(tula: Tula) -> None:
+    (tula.folder / "hungry.py").write_text(
+        "import torch\n"
+        "class Net(torch.nn.Module):\n"
+        "    def __init__(self, num_classes=10):\n"
+        "        super().__init__()\n"
+        "        self.layer = torch.nn.Linear(64, num_classes)\n"
+        "    def forward(self, x):\n"
+        "        if len(x) > 64:\n"
+        "            self.waste = torch.ones(300_000_000)\n"
+        "        return self.layer(x.flatten(1))\n"
+    )
+    model = ("--set", "model={name: 'hungry:Net'}", "--set", "cluster.slurm.memory=900M")
+    summary = tula("train", "job.yaml", "--nodes", "2", "--batch", "256", *model, "--wait")["data"]
+    assert summary["start_batch"] == 256
+    assert summary["batch"] == 128
+    assert summary["causes"] == ["out of memory at batch 256"]
+    assert attempts(tula)[0].message == "the kernel killed a process for memory"
+    assert job(tula).submissions == 1
+
+
+def test_one_link_at_a_time_waits_and_a_finished_training_leaves_no_link(tula: Tula) -> None:
+    submit(tula, 2)
+    tula.until(lambda: finished(tula))
+    tula.until(lambda: not queue(), seconds=60)
+    first, *others = job(tula).links
+    tula.until(lambda: accounted(first) == ["COMPLETED"], seconds=60)
+    states = accounted(*others)
+    assert len(states) == len(others)
+    assert all(state.startswith("CANCELLED") for state in states.values()), "given back, not started"
+
+
+def test_torchrun_starts_the_ranks_of_a_node_and_a_killed_one_is_relaunched(tula: Tula, on_slurm: SlurmCluster) -> None:
+    options = ("--set", "cluster.slurm.launcher=torchrun", "--set", "cluster.gpus_per_node=2")
+    submit(tula, 25, *options)
+    tula.until(tula.epochs_done)
+    ranks = on_slurm.processes(nodes_of(tula)[1], f"tula_cli.worker {tula.run().path} {tula.task().id}")
+    workers = [pid for pid in ranks if "torch.distributed.run" not in Path(f"/proc/{pid}/cmdline").read_text()]
+    assert len(workers) == 2
+    subprocess.run(["kill", "-9", str(workers[0])], check=True)
+    tula.until(lambda: finished(tula))
+    assert [outcome for outcome, _ in story(tula)] == ["signal", "done"]
+    assert attempts(tula)[0].host == nodes_of(tula)[1]
+    assert job(tula).submissions == 1
+    trained(tula, 25)
+
+
+def test_packed_probes_share_one_allocation(tula: Tula) -> None:
+    answer = tula("profile", "job.yaml", "--set", "search.packing=single", "--wait")
+    assert answer["status"] == "done"
+    run = tula.run()
+    assert [found.id for found in run.jobs()] == ["probe-packed"]
+    assert {(result.nodes, result.local_batch) for result in run.results()} == {(1, 64), (1, 128), (2, 32), (2, 64)}
+    assert all(result.kind == "measured" for result in run.results())
+    assert len({attempt.allocation for attempt in run.attempts()}) == 1
+
+
+def test_a_run_directory_that_the_nodes_do_not_see_is_told(tula: Tula, on_slurm: SlurmCluster) -> None:
+    folder = on_slurm.local / "runs"
+    submitted = tula("train", "job.yaml", *TWO, "--run-dir", str(folder))
+    assert submitted["status"] == "pending"
+    tula.until(lambda: not queue(), seconds=60)
+    (found,) = tula("status", "--run-dir", str(folder))["data"]["jobs"]
+    assert found["state"] == "lost"
+    assert "share" in found["reason"]
+    assert str(folder) in found["reason"]

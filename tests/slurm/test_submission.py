@@ -1,0 +1,126 @@
+"""Submitting to a real SLURM and asking it: what the fake of tests/helpers was made after."""
+
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import make_runs as make
+import pytest
+from cluster import SlurmCluster
+
+from tula_cli import scheduler
+from tula_cli.launch import SlurmLauncher
+from tula_cli.records import Job, Rung, TrainTask
+from tula_cli.rundir import RunDir
+
+pytestmark = pytest.mark.slurm
+
+
+@pytest.fixture(autouse=True)
+def fresh_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scheduler, "_asked", {})
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDir:
+    return RunDir.create(tmp_path / "tula-runs", make.spec(cluster=cluster("closed")))
+
+
+def cluster(partition: str) -> dict[str, Any]:
+    return {"kind": "slurm", "device": "cpu", "slurm": {"minutes": 5, "partition": partition, "memory": "200M"}}
+
+
+def training(run: RunDir, partition: str = "closed") -> TrainTask:
+    spec = make.spec(cluster=cluster(partition))
+    ladder = (Rung(batch=64, prediction=make.prediction(2, 64, hours=0.01)),)
+    return TrainTask(
+        id="train-ab12cd34-1", job="train-ab12cd34", spec=spec, workdir="/", nodes=2, signature="ab12cd34", attempt=1,
+        ladder=ladder, workers=0,
+    )  # fmt: skip
+
+
+def submitted(run: RunDir, partition: str = "closed") -> Job:
+    job = SlurmLauncher().submit(run, training(run, partition))
+    run.write_job(job)
+    return job
+
+
+def sbatch(*options: str) -> str:
+    command = ["sbatch", "--parsable", "--time=5", "--output=/dev/null", *options]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+
+
+def until(true: Callable[[], Any], seconds: float = 30) -> Any:
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        if found := true():
+            return found
+        time.sleep(0.1)
+    raise AssertionError("waited in vain")
+
+
+def test_a_chain_is_submitted_found_again_and_cancelled(run: RunDir, on_slurm: SlurmCluster) -> None:
+    launcher = SlurmLauncher()
+    job = submitted(run)
+    assert len(job.links) == 3
+    assert "PartitionDown: will not start" in until(lambda: launcher.states(run, [job])[job.id].reason)
+    (run.path / "jobs" / f"{job.id}.json").unlink()  # the command line was killed before it wrote it
+    again = submitted(run)
+    assert again.links == job.links
+    assert abs(again.submitted_at - job.submitted_at) < 5
+    bystander = sbatch("--partition=closed", "--wrap=true")
+    launcher.cancel(run, job)
+    until(lambda: launcher.states(run, [job])[job.id].state == "ended")
+    assert scheduler.ask([bystander])[bystander].state == "pending"
+
+
+def test_a_folder_that_the_nodes_do_not_see_is_told(on_slurm: SlurmCluster) -> None:
+    hidden = RunDir.create(on_slurm.local / "tula-runs", make.spec(cluster=cluster("main")))
+    launcher, job = SlurmLauncher(), submitted(hidden, "main")
+    until(lambda: launcher.states(hidden, [job])[job.id].state == "ended")
+    assert f"do not see {hidden.path}" in launcher.states(hidden, [job])[job.id].reason
+
+
+def test_how_allocations_stand_and_end(on_slurm: SlurmCluster) -> None:
+    done = sbatch("--wrap=true")
+    killed = sbatch("--mem=100M", "--wrap=srun python3 -c 'bytearray(400 << 20)'")
+    failed = sbatch("--wrap=exit 3")
+    long = sbatch("--nodes=4", "--exclusive", "--job-name=tula-long", "--wrap=srun sleep 60")
+    states = until(lambda: (found := scheduler.ask([done, killed, failed, long]))[long].state == "running" and found)
+    assert {states[done].state, states[killed].state, states[failed].state} == {"ended"}
+    waiting = sbatch("--nodes=4", "--exclusive", "--wrap=true")
+    expected = until(lambda: scheduler.ask([waiting])[waiting].starts_at)
+    assert expected == scheduler.ends_at(long, {})
+    assert 200 < expected - time.time() < 400
+    assert scheduler.named("tula-long") == [long]
+    assert [scheduler.ended_how(id_) for id_ in (done, failed, long, "999999")] == [None] * 4
+    if on_slurm.settings.cgroups:
+        assert scheduler.ended_how(killed) == "host_oom"
+    scheduler.cancel([waiting, long])
+    until(lambda: scheduler.ended_how(long) == "cancelled")
+    assert scheduler.named("tula-long") == []
+    until(lambda: scheduler.ask(["999999", long])[long].reason.startswith("CANCELLED"))
+
+
+def test_a_requeued_job_lives_and_its_earlier_run_was_taken_away(on_slurm: SlurmCluster) -> None:
+    job = sbatch("--requeue", "--wrap=srun sleep 60")
+    until(lambda: scheduler.ask([job])[job].state == "running")
+    time.sleep(1)  # accounting does not know the start before
+    subprocess.run(["scontrol", "requeue", job], check=True)
+    until(lambda: scheduler.ask([job])[job].state == "pending")
+    assert scheduler.ended_how(job) is None
+    assert scheduler.ended_how(job, restart=0) == "preempted"
+
+
+def test_without_accounting_the_controller_has_to_do(needs_slurm: None, own_prefix: str, monkeypatch: pytest.MonkeyPatch) -> None:  # fmt: skip
+    with SlurmCluster(1, prefix=f"{own_prefix}q", accounting=False) as bare:
+        for name, value in bare.env.items():
+            monkeypatch.setenv(name, value)
+        done, long = sbatch("--wrap=true"), sbatch("--wrap=sleep 60")
+        until(lambda: scheduler.ask([done, long])[done].state == "ended")
+        assert scheduler.ended_how(done) is None
+        scheduler.cancel([long])
+        until(lambda: scheduler.ended_how(long) == "cancelled")
+        assert scheduler.ask(["999999"]) == {}

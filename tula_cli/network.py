@@ -1,0 +1,139 @@
+"""Under which address the other nodes reach this one, and over which interface. Asks the kernel; contacts nobody."""
+
+import fcntl
+import ipaddress
+import socket
+import struct
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+from tula_cli.errors import JobFailed
+
+# Of linux/sockios.h and linux/if.h.
+_SIOCGIFFLAGS, _SIOCGIFADDR = 0x8913, 0x8915
+_UP, _LOOPBACK, _RUNNING = 0x1, 0x8, 0x40
+_VIRTUAL = ("docker", "br-", "veth", "virbr", "cni", "flannel", "podman", "lxc", "tun", "tap", "ifb")
+"""What the names of interfaces begin with that lead to containers of this node, not to other nodes."""
+
+
+def own_address(interface: str | None = None) -> str:
+    """Return the address under which other nodes reach this one.
+
+    Args:
+        interface: the interface to use, of several joined by commas the first; None: the address that this node's name
+            stands for, else that of the default route's interface, or of the first other one that leads outside.
+
+    Returns:
+        An IPv4 address, an IPv6 one where there is none, or the node's name where nothing else is found.
+
+    Raises:
+        JobFailed: there is no such interface, or it has no address.
+    """
+    if interface is not None:
+        first, *_ = [_address_of(name) for name in interface.split(",")]
+        return first
+    return named_address() or next(_outside_addresses(), socket.gethostname())
+
+
+def named_address() -> str | None:
+    """Return the address that this node's name stands for; None where that is loopback's, or not this node's."""
+    with suppress(OSError):
+        found = [str(entry[4][0]) for entry in socket.getaddrinfo(socket.gethostname(), None, type=socket.SOCK_STREAM)]
+        return next((address for address in _ipv4_first(found) if _leads_here(address)), None)
+    return None
+
+
+def interface_of(address: str) -> str | None:
+    """Return the name of the interface that has an address; None where none has."""
+    with suppress(ValueError):
+        wanted = ipaddress.ip_address(address)
+        for name in interfaces():
+            if any(ipaddress.ip_address(own) == wanted for own in _addresses(name)):
+                return name
+    return None
+
+
+def interfaces() -> tuple[str, ...]:
+    """Return the names of this node's interfaces, in the kernel's order."""
+    return tuple(name for _, name in socket.if_nameindex())
+
+
+def free_port() -> int:
+    """Return a port that nobody listens at now; another process may take it before the caller does."""
+    with socket.create_server(("", 0)) as server:
+        return int(server.getsockname()[1])
+
+
+def _address_of(interface: str) -> str:
+    here = f"on {socket.gethostname()}"
+    if interface not in interfaces():
+        raise JobFailed(
+            f"no network interface {interface!r} {here}", f"cluster.interface can be {', '.join(interfaces())}"
+        )
+    address = next(_addresses(interface), None)
+    if address is None:
+        usable = [name for name in interfaces() if any(_addresses(name))]
+        raise JobFailed(
+            f"network interface {interface!r} {here} has no address", f"cluster.interface can be {', '.join(usable)}"
+        )
+    return address
+
+
+def _leads_here(address: str) -> bool:
+    """Tell whether an address is this node's own, and other nodes' way to it."""
+    if "%" in address or ipaddress.ip_address(address).is_loopback:  # "%": of one link
+        return False
+    if (interface_of(address) or "").startswith(_VIRTUAL):
+        return False
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    with suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:
+        probe.bind((address, 0))
+        return True
+    return False
+
+
+def _ipv4_first(addresses: list[str]) -> list[str]:
+    return sorted(addresses, key=lambda address: ":" in address)
+
+
+def _outside_addresses() -> Iterator[str]:
+    """Yield the addresses of interfaces that lead outside, the default route's first."""
+    known = [name for name in interfaces() if not name.startswith(_VIRTUAL)]
+    for name in dict.fromkeys([*_default_routes(), *known]):
+        if _flags(name) & (_UP | _RUNNING | _LOOPBACK) == _UP | _RUNNING:
+            yield from _addresses(name)
+
+
+def _default_routes() -> list[str]:
+    """Return the interfaces of the default routes, the preferred one first."""
+    with suppress(OSError, ValueError):
+        lines = Path("/proc/net/route").read_text(encoding="ascii").splitlines()[1:]
+        routes = [fields for fields in map(str.split, lines) if fields[1] == "00000000" and fields[7] == "00000000"]
+        return [fields[0] for fields in sorted(routes, key=lambda fields: int(fields[6]))]
+    return []
+
+
+def _flags(interface: str) -> int:
+    answer = _ask(interface, _SIOCGIFFLAGS)
+    return int(struct.unpack_from("=H", answer, 16)[0]) if answer else 0
+
+
+def _addresses(interface: str) -> Iterator[str]:
+    """Yield an interface's IPv4 address, then its IPv6 ones that lead beyond its link."""
+    if answer := _ask(interface, _SIOCGIFADDR):
+        yield socket.inet_ntoa(answer[20:24])
+    with suppress(OSError):
+        for line in Path("/proc/net/if_inet6").read_text(encoding="ascii").splitlines():
+            digits, *_, name = line.split()
+            address = ipaddress.ip_address(bytes.fromhex(digits))
+            if name == interface and not address.is_link_local:
+                yield str(address)
+
+
+def _ask(interface: str, question: int) -> bytes | None:
+    """Ask the kernel about an interface; None where it has no answer."""
+    request = struct.pack("256s", interface.encode()[:15])
+    with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as channel:
+        return fcntl.ioctl(channel.fileno(), question, request)
+    return None

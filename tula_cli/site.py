@@ -1,0 +1,353 @@
+"""What a SLURM site offers: its partitions and the user's accounts as the scheduler tells them, and a job spec to match.
+
+Only fields asked for by name are read, which SLURM 20.11 to 24.11 print alike. A scheduler that is not there, hangs, or
+says what nobody understands has told nothing; none of it raises an error.
+"""
+
+import json
+import math
+import os
+import pwd
+import re
+import subprocess
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+PATIENCE = 10.0
+"""Seconds that a command of SLURM gets: what it tells is a help, not a need."""
+
+_UNUSABLE = ("down", "drain", "drained", "draining", "fail", "failing", "error", "future", "inval", "unknown")
+_NOT_RESPONDING = "*"
+
+
+@dataclass(frozen=True)
+class Gpus:
+    """GPUs of one node; `type` as the site calls it, empty where it does not tell types apart."""
+
+    type: str
+    count: int
+
+
+@dataclass(frozen=True)
+class NodeKind:
+    """Nodes of a partition that are alike."""
+
+    nodes: int  # that can run a job: those that are down or drained do not count
+    cpus: int
+    memory: int  # MB
+    gpus: tuple[Gpus, ...]  # the most numerous first
+
+
+@dataclass(frozen=True)
+class Partition:
+    """A partition; the kind with the most nodes first, kinds with GPUs before those without."""
+
+    name: str
+    default: bool
+    up: bool
+    minutes: int | None  # None: as long as one likes
+    most_nodes: int | None  # of one job; None: no limit but the partition's size
+    kinds: tuple[NodeKind, ...]
+
+    @property
+    def nodes(self) -> int:
+        """Return how many of its nodes can run a job."""
+        return sum(kind.nodes for kind in self.kinds)
+
+    @property
+    def usable(self) -> int:
+        """Return the most nodes that one job can have."""
+        return self.nodes if self.most_nodes is None else min(self.nodes, self.most_nodes)
+
+
+@dataclass(frozen=True)
+class Site:
+    """What the scheduler tells of a site."""
+
+    partitions: tuple[Partition, ...]
+    accounts: tuple[str, ...]  # the user's, as far as accounting knows any
+
+    @property
+    def default(self) -> Partition | None:
+        """Return the partition that jobs go to which name none."""
+        named = [partition for partition in self.partitions if partition.default]
+        return named[0] if named else self.partitions[0] if len(self.partitions) == 1 else None
+
+
+# --- asking
+
+
+def ask() -> Site | None:
+    """Ask the scheduler; None where there is none, or it does not answer."""
+    found = partitions()
+    return Site(found, accounts()) if found else None
+
+
+def partitions() -> tuple[Partition, ...]:
+    """Return the partitions in sinfo's order; none where nothing answers."""
+    return parse_partitions(_told("sinfo", "--noheader", "--exact", "--format=%P|%a|%l|%s|%D|%T|%c|%m|%G"))
+
+
+def accounts() -> tuple[str, ...]:
+    """Return the accounts that the user may charge; none where there is no accounting."""
+    user = pwd.getpwuid(os.getuid()).pw_name
+    form = "format=Account"
+    told = _told("sacctmgr", "--noheader", "--parsable2", "show", "associations", f"user={user}", form)
+    return tuple(dict.fromkeys(line.split("|")[0] for line in told.splitlines() if line.split("|")[0]))
+
+
+def allocated(job_id: str) -> tuple[str, ...]:
+    """Return the hosts of a job that runs or has ended lately; none where nothing knows them."""
+    told = _told("squeue", "--noheader", "--states=all", f"--jobs={job_id}", "--format=%N")
+    if not told:
+        told = _told("sacct", "--noheader", "--parsable2", "--allocations", f"--jobs={job_id}", "--format=NodeList")
+    names = told.splitlines()[-1].strip() if told else ""
+    if not names or names.startswith(("(", "None")):
+        return ()
+    return tuple(_told("scontrol", "show", "hostnames", names).split())
+
+
+def _told(*command: str) -> str:
+    """Return what a command printed; nothing where it failed, hangs or is not there."""
+    try:
+        done = subprocess.run(
+            command, capture_output=True, text=True, errors="replace", check=False, timeout=PATIENCE,
+            stdin=subprocess.DEVNULL,
+        )  # fmt: skip
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return done.stdout.strip() if done.returncode == 0 else ""
+
+
+# --- understanding
+
+
+def parse_partitions(told: str) -> tuple[Partition, ...]:
+    """Return the partitions in rows of sinfo (partition, availability, time limit, job size, nodes, state, CPUs, MB, GRES).
+
+    A partition has a row for each kind and state of nodes; a row that does not parse is left out.
+    """
+    rows: dict[str, list[list[str]]] = {}
+    for line in told.splitlines():
+        fields = [field.strip() for field in line.split("|")]
+        if len(fields) == 9 and fields[0] and fields[4].isdigit():
+            rows.setdefault(fields[0], []).append(fields)
+    return tuple(_partition(name, fields) for name, fields in rows.items())
+
+
+def _partition(name: str, rows: list[list[str]]) -> Partition:
+    _, available, limit, size, *_ = rows[0]
+    return Partition(
+        name=name.rstrip("*"),
+        default=name.endswith("*"),
+        up=available.lower() == "up",
+        minutes=parse_minutes(limit),
+        most_nodes=_most_nodes(size),
+        kinds=tuple(_kinds(rows)),
+    )
+
+
+def _kinds(rows: list[list[str]]) -> list[NodeKind]:
+    """Return the kinds of nodes, those in different states put together."""
+    counts: dict[tuple[int, int, tuple[Gpus, ...]], int] = {}
+    for *_, nodes, state, cpus, memory, gres in rows:
+        if _can_run(state):
+            kind = (_leading_number(cpus), _leading_number(memory), parse_gres(gres))
+            counts[kind] = counts.get(kind, 0) + int(nodes)
+    found = [NodeKind(count, *kind) for kind, count in counts.items() if count]
+    return sorted(found, key=lambda kind: (not kind.gpus, -kind.nodes))
+
+
+def _can_run(state: str) -> bool:
+    """Tell whether a node in this state runs jobs, now or when those before are done; "~" is one that is switched off."""
+    words = re.split(r"[^a-z_]", state.lower())
+    return _NOT_RESPONDING not in state and words[0] not in _UNUSABLE
+
+
+def _leading_number(text: str) -> int:
+    """Return 16 of "16+", which sinfo writes where nodes differ."""
+    found = re.match(r"\d+", text)
+    return int(found[0]) if found else 0
+
+
+def _most_nodes(size: str) -> int | None:
+    """Return the upper end of "1-infinite", "1-2" or "4"."""
+    last = size.rpartition("-")[2]
+    return int(last) if last.isdigit() else None
+
+
+def parse_minutes(limit: str) -> int | None:
+    """Return the whole minutes of a time limit ([days-]hours:minutes:seconds, or less of it); None where there is none."""
+    found = re.fullmatch(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?", limit.strip())
+    if not found:
+        return None
+    days, first, second, third = (int(part) if part else None for part in found.groups())
+    assert first is not None
+    if days is not None or third is not None:  # days-hours[:minutes[:seconds]], hours:minutes:seconds
+        return 1440 * (days or 0) + 60 * first + (second or 0)
+    return first  # minutes[:seconds]
+
+
+def parse_gres(text: str) -> tuple[Gpus, ...]:
+    """Return the GPUs among a node's generic resources: "gpu:4", "gpu:a100:4(S:0-1),gpu:v100:2", "(null)"."""
+    found = []
+    for entry in re.sub(r"\([^)]*\)", "", text).split(","):
+        name, *parts = entry.strip().split(":")
+        if name == "gpu":
+            count = parts.pop() if parts and re.fullmatch(r"\d+", parts[-1]) else "1"
+            kinds = [part for part in parts if part != "no_consume"]
+            found.append(Gpus(kinds[0] if kinds else "", int(count)))
+    return tuple(sorted((gpus for gpus in found if gpus.count), key=lambda gpus: -gpus.count))
+
+
+# --- a job spec to match
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A line of a job spec: `value` as YAML, the comment beside it, and comment lines below."""
+
+    key: str  # "cluster.slurm.partition"
+    value: str
+    why: str = ""
+    below: tuple[str, ...] = ()
+
+
+def fill_in(template: str, site: Site) -> str:
+    """Return the template with what the scheduler tells in place of its settings, commented out or not."""
+    lines = template.splitlines()
+    for setting in settings(site):
+        number, indent = _find(lines, setting.key)
+        name = setting.key.rpartition(".")[2]
+        why = f" # {setting.why}" if setting.why else ""
+        lines[number : number + 1] = [
+            f"{indent}{name}: {setting.value}{why}" if setting.value else lines[number],
+            *(f"{indent}# {text}" for text in setting.below),
+        ]
+    return "\n".join(lines) + "\n"
+
+
+_LINE = re.compile(r"^(?P<indent> *)(?P<off># )?(?P<key>[a-z_]+):(?P<rest>.*)$")
+
+
+def _find(lines: Sequence[str], key: str) -> tuple[int, str]:
+    """Return the number of the line that sets a key, or would if it were no comment, and its indentation."""
+    path: list[tuple[int, str]] = []  # sections that are open: indentation, name
+    for number, line in enumerate(lines):
+        if not (found := _LINE.match(line)):
+            continue
+        depth = len(found["indent"])
+        path = [section for section in path if section[0] < depth]
+        if ".".join([*(name for _, name in path), found["key"]]) == key:
+            return number, found["indent"]
+        if not found["off"] and not found["rest"].partition("#")[0].strip():
+            path.append((depth, found["key"]))
+    raise AssertionError(f"the template has no line for {key}")
+
+
+def settings(site: Site) -> Iterator[Setting]:
+    """Yield what a job spec says on this site: for its default partition, with the others as comments."""
+    own = site.default
+    others = tuple(describe(partition) for partition in site.partitions if partition is not own)
+    below = ("others:", *(f"  {words}" for words in others)) if others else ()
+    if own is None:
+        yield Setting("cluster.slurm.partition", "", below=("none is the default here; name one of:", *below[1:]))
+    else:
+        yield Setting("cluster.slurm.partition", word(own.name), f"the default: {_what(own)}", below)
+        yield from _size_settings(own)
+    if len(site.accounts) == 1:
+        yield Setting("cluster.slurm.account", word(site.accounts[0]), "your only one")
+    elif site.accounts:
+        yield Setting("cluster.slurm.account", "", below=(f"yours: {', '.join(site.accounts)}",))
+
+
+def _size_settings(partition: Partition) -> Iterator[Setting]:
+    if partition.kinds:
+        yield from _node_settings(partition.kinds[0])
+    nodes, minutes = suggested_nodes(partition), _job_minutes(partition)
+    yield Setting("search.nodes", f"[{', '.join(map(str, nodes))}]")
+    yield Setting("search.max_minutes", str(minutes), "time limit of one measuring job")
+    hours = sum(nodes) * minutes / 60
+    cap = math.ceil(12 * hours) / 10 if hours < 5 else math.ceil(1.2 * hours)
+    sum_ = f"({' + '.join(map(str, nodes))}) nodes" if len(nodes) > 1 else f"{nodes[0]} node{'s' * (nodes[0] > 1)}"
+    words = f"of all measuring jobs together: {sum_} x {minutes} minutes = {hours:.3g}"
+    yield Setting("search.max_node_hours", f"{cap:g}", words)
+    limit = partition.minutes
+    if limit is not None and limit < _MINUTES:
+        words = "time limit of a training job, the most here; a longer training goes on in the next one"
+        yield Setting("cluster.slurm.minutes", str(limit), words)
+
+
+_MINUTES = 120  # of a training job, where the partition allows as much
+_JOB_MINUTES = 20  # of a measuring job, likewise
+_JOB_ROOM = 2  # minutes that tula asks for beyond them, to end a measuring job first and write why
+_NODES = (2, 4, 8, 16)
+_WORKERS = 4
+
+
+def suggested_nodes(partition: Partition) -> tuple[int, ...]:
+    """Return the numbers of nodes to measure: powers of two up to the partition's size, one node where it is small."""
+    alike = partition.kinds[0].nodes if partition.kinds else 1
+    most = min(alike, partition.usable or 1)
+    found = tuple(nodes for nodes in _NODES if nodes <= most)
+    return found if len(found) > 1 else (1, *found)
+
+
+def _job_minutes(partition: Partition) -> int:
+    if partition.minutes is None:
+        return _JOB_MINUTES
+    return max(1, min(_JOB_MINUTES, partition.minutes - _JOB_ROOM))
+
+
+def _node_settings(kind: NodeKind) -> Iterator[Setting]:
+    """Yield how a node's GPUs, processors and memory are asked for: all of them, for whole nodes are used."""
+    gpus = kind.gpus[0] if kind.gpus else Gpus("", 1)
+    cpus = max(1, kind.cpus // gpus.count)
+    if kind.gpus:
+        yield Setting("cluster.gpus_per_node", str(gpus.count))
+    else:
+        yield Setting("cluster.device", "cpu", "the partition's nodes have no GPUs")
+    if gpus.type:
+        yield Setting("cluster.slurm.gpu_type", word(gpus.type))
+    yield Setting("cluster.slurm.cpus_per_task", str(cpus), f"a rank; a node has {kind.cpus}")
+    if cpus < _WORKERS + 1:
+        yield Setting("train.workers", str(cpus - 1), "data-loader processes a GPU; the ranks share the node's CPUs")
+    if kind.memory:
+        yield Setting("cluster.slurm.memory", '"0"', f"a node; 0 is all it has, {kind.memory} MB")
+
+
+def describe(partition: Partition) -> str:
+    """Return a partition in a line: its name, nodes, GPUs and time limit."""
+    return f"{partition.name}: {_what(partition)}"
+
+
+def _what(partition: Partition) -> str:
+    kinds = " and ".join(_kind_words(kind) for kind in partition.kinds) or "no node that can run a job"
+    most = partition.most_nodes
+    at_most = f", at most {most} a job" if most is not None and most < partition.nodes else ""
+    limit = "no time limit" if partition.minutes is None else f"at most {_time_words(partition.minutes)}"
+    return f"{kinds}{at_most}, {limit}{'' if partition.up else ', not up'}"
+
+
+def _kind_words(kind: NodeKind) -> str:
+    gpus = " + ".join(" ".join([str(gpus.count), *filter(None, [gpus.type]), "GPUs"]) for gpus in kind.gpus)
+    return f"{kind.nodes} node{'s' * (kind.nodes > 1)} ({gpus or 'no GPUs'}, {kind.cpus} CPUs)"
+
+
+def _time_words(minutes: int) -> str:
+    for unit, length in (("days", 1440), ("h", 60)):
+        if minutes >= 2 * length:
+            return f"{minutes / length:.3g} {unit}"
+    return f"{minutes} min"
+
+
+def word(text: str) -> str:
+    """Return a name as YAML takes it for a word, quoted where it could be something else."""
+    plain = re.fullmatch(r"[A-Za-z_][\w.-]*", text)
+    other = ("true", "false", "null", "yes", "no", "on", "off", "y", "n", "none")
+    return text if plain and text.lower() not in other else json.dumps(text)
+
+
+def with_gpus(partitions: Iterable[Partition]) -> list[Partition]:
+    """Return the partitions that have a GPU and are up."""
+    return [partition for partition in partitions if partition.up and any(kind.gpus for kind in partition.kinds)]

@@ -1,0 +1,86 @@
+"""Leaving a training before its end: at a time limit or when told to, on all ranks after the same step.
+
+A signal handler that saves hangs now and then (it may interrupt a collective), so it sets a flag. Rank 0 also watches
+the clock. The ranks agree on the flags between two steps, and in an evaluation between two batches.
+"""
+
+import os
+import signal
+import time
+from collections.abc import Mapping
+from typing import Literal
+
+from tula_cli.worker.ranks import Ranks
+
+Reason = Literal["time_limit", "signal"]
+
+SECONDS = 1.0
+"""About so often do the ranks ask each other; an all-reduce of two numbers at every step would cost small steps dear."""
+MOST = 1000  # steps from one question to the next
+
+
+class Left(Exception):
+    """All ranks leave now; raised on all of them at the same place."""
+
+    def __init__(self, reason: Reason) -> None:
+        super().__init__(reason)
+        self.reason = reason
+
+
+_LEVELS: dict[int, Reason] = {1: "time_limit", 2: "signal"}
+
+
+class Leaving:
+    """The wish to leave, agreed on by all ranks.
+
+    Args:
+        ranks: the process group.
+        environ: TULA_LEAVE_AT is the Unix time at which rank 0 wants to be gone, saved and all.
+    """
+
+    def __init__(self, ranks: Ranks, environ: Mapping[str, str] = os.environ) -> None:
+        self.ranks = ranks
+        self.leave_at = float(environ.get("TULA_LEAVE_AT", "inf"))
+        self._told = False
+        self._next, self._counted = 1, 0
+        self._asked_at = time.monotonic()
+
+    def listen(self) -> None:
+        """Take SIGTERM (preemption, scancel, tula cancel); the one that warns of a time limit means nothing new."""
+        signal.signal(signal.SIGTERM, self._take)
+        for number in (signal.SIGUSR1, signal.SIGUSR2):
+            signal.signal(number, _ignore)
+
+    def _take(self, *_: object) -> None:
+        self._told = True
+
+    def check(self, *, reserve: float) -> None:
+        """To be called by every rank after every step, or batch of an evaluation.
+
+        Args:
+            reserve: seconds that saving takes.
+
+        Raises:
+            Left: the ranks leave.
+        """
+        self._counted += 1
+        if self._counted < self._next:
+            return
+        now = time.monotonic()
+        pace = (now - self._asked_at) / self._counted
+        wished = min(MOST, max(1, round(SECONDS / pace))) if pace > 0 else MOST
+        level, steps = self.ranks.maxima([self._level(reserve), float(wished if self.ranks.first else 0)])
+        self._counted, self._asked_at, self._next = 0, now, int(steps)
+        if reason := _LEVELS.get(int(level)):
+            raise Left(reason)
+
+    def _level(self, reserve: float) -> float:
+        if self._told:
+            return 2.0
+        # A question may come as late as one more interval from now.
+        late = self.ranks.first and time.time() + reserve + 2 * SECONDS > self.leave_at
+        return 1.0 if late else 0.0
+
+
+def _ignore(*_: object) -> None:
+    """SIG_IGN would be inherited by the data loader's processes; a handler is not needed there."""

@@ -4,6 +4,8 @@ import json
 import os
 import signal
 import subprocess
+import time
+from typing import Any
 
 import pytest
 from cluster import SlurmCluster
@@ -72,11 +74,33 @@ def test_cancel_ends_the_allocation_and_stays_cancelled(tula: Tula) -> None:
     assert tula("status")["status"] == "done"
 
 
-def test_a_refusal_is_told_in_the_schedulers_words(tula: Tula) -> None:
-    wrong = ("--set", "cluster.slurm.partition=nosuch")
+@pytest.mark.parametrize(
+    ("setting", "words"),
+    [
+        ("partition", "invalid partition specified: nosuch"),
+        ("account", "Invalid account or account/partition combination specified"),
+    ],
+)
+def test_a_refusal_is_told_in_the_schedulers_words(tula: Tula, setting: str, words: str) -> None:
+    wrong = ("--set", f"cluster.slurm.{setting}=nosuch")
     answer = tula("train", "job.yaml", "--nodes", "1", "--batch", "64", *wrong, code=5)
-    assert "invalid partition specified: nosuch" in answer["error"]["message"]
-    assert "cluster.slurm.partition" in answer["error"]["hint"]
+    assert words in answer["error"]["message"]
+    assert f"cluster.slurm.{setting}" in answer["error"]["hint"]
+
+
+def test_a_job_that_waits_for_nodes_says_so_and_when_it_may_start(tula: Tula) -> None:
+    occupied = ["sbatch", "--nodes=4", "--exclusive", "--time=5", "--output=/dev/null", "--wrap=sleep 300"]
+    subprocess.run(occupied, check=True, capture_output=True)
+    tula("train", "job.yaml", "--nodes", "2", "--batch", "64")
+
+    def waiting() -> list[dict[str, Any]]:
+        jobs = tula("status")["data"]["jobs"]
+        return [job for job in jobs if job["reason"].startswith(("Resources", "Priority")) and job["starts_at"]]
+
+    (job,) = tula.until(waiting)
+    assert job["state"] == "queued"
+    assert 0 < job["starts_at"] - time.time() < 600
+    tula("cancel")
 
 
 def test_a_job_that_can_never_start_says_why(tula: Tula) -> None:

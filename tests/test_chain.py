@@ -302,6 +302,18 @@ def test_ranks_that_are_done_when_the_allocation_is_taken_have_succeeded(chain: 
     assert chain.run.summary("s") is not None
 
 
+def test_the_signal_that_warns_of_a_time_limit_ends_neither_supervisor_nor_ranks(chain: Chain) -> None:
+    chain.will_finish()
+    chain.script = textwrap.dedent("""
+            import os, signal
+            for pid in (os.getpid(), os.getppid()):
+                os.kill(pid, signal.SIGUSR2)
+                os.kill(pid, signal.SIGUSR1)
+        """) + textwrap.dedent(chain.script)
+    chain.start("11")
+    assert chain.outcomes() == ["done"]
+
+
 def test_the_time_limit_is_told_to_the_ranks_with_room_to_save(
     chain: Chain, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -378,6 +378,11 @@ def test_the_same_check_is_taken_up_until_its_end_was_told(nodes):
     assert nodes.launcher.submitted == ["check-n002-1", "check-n002-2"]
 
 
+def test_a_check_measures_nothing_and_trains_nothing(nodes):
+    assert nodes.run.check_tasks() == [nodes.task]
+    assert nodes.run.tasks() == []
+
+
 def test_checks_are_numbered_on_beyond_nine(nodes):
     for number in range(2, 13):
         nodes.run.mark_told(f"check-n002-{number - 1}")

@@ -146,6 +146,15 @@ def test_what_lies_elsewhere_is_not_the_users_own(here: Path) -> None:
     assert names(job(), here, *path) == ["mine.py"]
 
 
+def test_an_interpreter_below_the_workdir_is_not_the_users_code(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write(here, mine="import json")
+    write(here / "python" / "lib", json="")
+    library = str(here / "python" / "lib")
+    assert names(job(), here, library) == ["mine.py", "python/lib/json.py"]
+    monkeypatch.setattr(sys, "base_prefix", str(here / "python"))
+    assert names(job(), here, library) == ["mine.py"]
+
+
 def test_tula_itself_is_not_the_users_code(here: Path) -> None:
     checkout = Path(code.__file__).parents[1]
     assert code.files(job("tula_cli.spec:JobSpec"), checkout, path=[]) == ()
@@ -290,6 +299,18 @@ def test_data_beside_a_module_is_found_by_its_own_path(here: Path, run: RunDir) 
     home = run.code_dir(take(run, job(), here))
     assert (home / "data" / "x.txt").read_text() == "1"
     assert {path.name for path in home.iterdir()} == {"mine.py", "data"}
+
+
+def test_files_beside_the_code_that_are_too_many_to_link_are_told(
+    here: Path, run: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(code, "MAX_ENTRIES", 3)
+    write(here, mine="", one="", two="")
+    assert code.choose(None, job(), here, keep=True).warnings == ()
+    write(here, three="")
+    (warning,) = code.choose(None, job(), here, keep=True).warnings
+    assert warning.startswith(".: more than 3 files beside the code")
+    assert [path.name for path in run.code_dir(take(run, job(), here)).iterdir()] == ["mine.py"]
 
 
 def test_code_that_changes_between_plan_and_submission_is_refused(here: Path, run: RunDir) -> None:

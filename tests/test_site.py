@@ -160,7 +160,7 @@ def says(text: str) -> str:
 
 def test_partitions_and_accounts_are_asked_for(commands):
     commands("sinfo", says(RECORDED))
-    commands("sacctmgr", says("lab\nlab\nother\n"))
+    commands("sacctmgr", says("lab|\nlab|gpu\n|\nother|\n"))
     found = site.ask()
     assert found is not None
     assert found.default is not None
@@ -310,6 +310,6 @@ def test_a_template_that_lacks_a_line_is_our_mistake():
 
 
 def test_a_setting_of_another_section_is_not_taken_for_it():
-    lines = ["a:", "  memory: 1", "b:", "  # memory: 2", "  c:", "    # memory: 3 # x"]
-    assert site._find(lines, "b.memory") == (3, "  ")
-    assert site._find(lines, "b.c.memory") == (5, "    ")
+    lines = ["a:", "  memory: 1", "b:", "  # c:", "    # memory: 2", "  # memory: 3", "  c:", "    # memory: 4 # x"]
+    assert site._find(lines, "b.memory") == (4, "    ")
+    assert site._find(lines, "b.c.memory") == (7, "    ")

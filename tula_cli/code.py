@@ -130,8 +130,13 @@ def _read(file: Path) -> bytes:
 def _roots(workdir: Path, path: Iterable[str]) -> list[Path]:
     """Return the folders under `workdir` that python imports from: itself, and those that PYTHONPATH or a .pth adds."""
     found, real = {workdir: None}, workdir.resolve()
+    python = [
+        prefix for prefix in map(Path.resolve, map(Path, (sys.prefix, sys.base_prefix))) if real in prefix.parents
+    ]
     for entry in path:
         folder = (workdir / entry).resolve()
+        if any(folder.is_relative_to(prefix) for prefix in python):
+            continue  # an interpreter in the user's own folder, with its library
         if folder.is_relative_to(real) and folder.is_dir():
             below = folder.relative_to(real)
             if not any(_foreign(real / part) for part in [*below.parents, below] if part != Path()):
@@ -345,14 +350,26 @@ def _installed(spec: JobSpec) -> bool:
 
 
 def _beyond(selection: Selection) -> tuple[str, ...]:
-    if not selection.left_out:
-        return ()
-    names = [str(path.relative_to(selection.workdir)) for path in selection.left_out]
-    listed = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
-    return (
-        f"{listed}: too large for the snapshot of the code ({MAX_FILE // 10**6} MB a file, {MAX_FILES // 10**6} MB and"
-        f" {MAX_COUNT} files in all), so it is linked, not copied: a change to it reaches jobs submitted before",
-    )
+    """Say what the snapshot cannot hold, and what that means."""
+    told = []
+    if selection.left_out:
+        told.append(
+            f"{_listed(selection.left_out, selection.workdir)}: too large for the snapshot of the code"
+            f" ({MAX_FILE // 10**6} MB a file, {MAX_FILES // 10**6} MB and {MAX_COUNT} files in all), so it is linked, not"
+            " copied: a change to it reaches jobs submitted before"
+        )
+    crowded = [folder for folder in {module.parent for module in selection.modules} if _entries(folder) is None]
+    if crowded:
+        told.append(
+            f"{_listed(crowded, selection.workdir)}: more than {MAX_ENTRIES} files beside the code; in a job they are found"
+            f" by their path from {selection.workdir}, not by the code's own __file__"
+        )
+    return tuple(told)
+
+
+def _listed(paths: Sequence[Path], workdir: Path) -> str:
+    names = [str(path.relative_to(workdir)) for path in paths]
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
 def snapshot(run: RunDir, spec: JobSpec, source: Source) -> str:

@@ -90,7 +90,7 @@ class Notice:
 
 
 def _ignore(*_: object) -> None:
-    """SIG_IGN would be inherited by the ranks; a handler is not."""
+    """The clock says the same as the signal that warns of a time limit, and SIGCONT comes before each SIGTERM."""
 
 
 @dataclass
@@ -425,12 +425,19 @@ def _attempt(me: Supervisor, task: Task, attempt: Attempt, order: Order, deadlin
             env=_environment(me, task),
             cwd=_start_folder(me.run, task),
             start_new_session=True,
-            preexec_fn=die_with_parent,
+            preexec_fn=_become_child,
         )
         stopped = _wait(me, task, attempt, child, deadline)
     if stopped:
         return stopped
     return _judge(me, task, attempt, Seen(child.returncode, judge.oom_kills() > kills, log, _first_rank(me, task)))
+
+
+def _become_child() -> None:
+    """Runs in the child before it becomes torchrun or a rank, which the warning of a time limit would end at once."""
+    die_with_parent()
+    for number in (signal.SIGUSR1, signal.SIGUSR2):
+        signal.signal(number, signal.SIG_IGN)
 
 
 def _judge(me: Supervisor, task: Task, attempt: Attempt, seen: Seen) -> Ending:

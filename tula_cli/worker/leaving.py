@@ -46,10 +46,8 @@ class Leaving:
         self._asked_at = time.monotonic()
 
     def listen(self) -> None:
-        """Take SIGTERM (preemption, scancel, tula cancel); the one that warns of a time limit means nothing new."""
+        """Take SIGTERM: preemption, scancel, tula cancel."""
         signal.signal(signal.SIGTERM, self._take)
-        for number in (signal.SIGUSR1, signal.SIGUSR2):
-            signal.signal(number, _ignore)
 
     def _take(self, *_: object) -> None:
         self._told = True
@@ -80,7 +78,3 @@ class Leaving:
         # A question may come as late as one more interval from now.
         late = self.ranks.first and time.time() + reserve + 2 * SECONDS > self.leave_at
         return 1.0 if late else 0.0
-
-
-def _ignore(*_: object) -> None:
-    """SIG_IGN would be inherited by the data loader's processes; a handler is not needed there."""

@@ -540,7 +540,8 @@ def _command(me: Supervisor, task: Task, order: Order) -> list[str]:
 
 def _start_folder(run: RunDir, task: Task) -> str:
     """Return where python finds the user's code first: what was submitted is what runs. The ranks then go to workdir."""
-    return str(run.code_dir(task.code)) if task.code else task.workdir
+    code = run.code_dir(task.code) if task.code else Path(task.workdir)
+    return str(code) if code.is_dir() else task.workdir  # the ranks say what is missing
 
 
 def _environment(me: Supervisor, task: Task) -> dict[str, str]:

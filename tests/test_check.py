@@ -7,7 +7,7 @@ import pytest
 
 import tula_cli.check
 import tula_cli.estimate
-from tula_cli import scheduler, site
+from tula_cli import scheduler, site, status
 from tula_cli.check import check, cluster_nodes, conclude_cluster, init, start_on_cluster, watch_cluster
 from tula_cli.errors import JobFailed, Pending, SchedulerError, SpecError
 from tula_cli.estimate import estimate
@@ -381,6 +381,13 @@ def test_the_same_check_is_taken_up_until_its_end_was_told(nodes):
 def test_a_check_measures_nothing_and_trains_nothing(nodes):
     assert nodes.run.check_tasks() == [nodes.task]
     assert nodes.run.tasks() == []
+
+
+def test_the_logs_of_a_check_are_found(nodes):
+    path = nodes.run.log_path(nodes.task.id, 1)
+    path.parent.mkdir()
+    path.write_text("no interface\n")
+    assert [line.text for line in status.logs(nodes.run, job=nodes.task.job)] == ["no interface"]
 
 
 def test_checks_are_numbered_on_beyond_nine(nodes):

@@ -221,7 +221,7 @@ def test_kinds_of_tasks_have_their_own_limits() -> None:
     run, found = RunDir(Path("/runs/gold")), spec({"minutes": 77})
     assert sbatch.parameters(run, probe(found))["time"] == 22
     assert sbatch.parameters(run, train(found))["time"] == 77
-    assert sbatch.parameters(run, check(found))["time"] == 3
+    assert sbatch.parameters(run, check(found))["time"] == 5
 
 
 def test_links_of_a_chain_have_a_name_and_wait() -> None:

@@ -14,7 +14,7 @@ from tula_cli.spec import JobSpec, Slurm, option
 
 SETUP, WRAPPER = "slurm-setup.sh", "slurm-wrapper.sh"
 """Snippets that a site may replace."""
-CHECK_MINUTES = 3
+ROOM = 2  # minutes beyond what a job may take, for its supervisor to end it first and write why
 _SIGNAL = 90  # seconds before its end at which a job is told so; less where it is short
 _WRAPPER = "TULA_WRAPPER"
 _WRAPPER_END = "END_OF_TULA_WRAPPER"
@@ -88,14 +88,14 @@ def _slurm(spec: JobSpec) -> Slurm:
 
 
 def _minutes(task: Task, slurm: Slurm) -> int:
-    """Return the time limit; a probe job gets room for the supervisor to end it first and write why."""
+    """Return the time limit."""
     match task:
         case ProbeTask():
-            return math.ceil(task.spec.search.max_minutes * (1 + len(task.then))) + 2
+            return math.ceil(task.spec.search.max_minutes * (1 + len(task.then))) + ROOM
         case TrainTask():
             return slurm.minutes
         case CheckTask():
-            return CHECK_MINUTES
+            return math.ceil(CheckTask.MINUTES) + ROOM
 
 
 def _size(task: Task, slurm: Slurm) -> dict[str, Any]:

@@ -447,13 +447,13 @@ def _gpus(node: "NodeReport") -> str:
 
 def _network(report: "ClusterReport", names: Sequence[str]) -> Iterator["RenderableType"]:
     if report.transfers:
-        best = max(report.transfers, key=lambda transfer: transfer.speed)
+        largest = report.transfers[-1]  # small ones may go through in a burst
         made = table(("all-reduce\n(KiB)", "time\n(ms)", "Gbit/s\neach way"), left=())
         for transfer in report.transfers:
             made.add_row(number(transfer.size / 1024), number(1000 * transfer.seconds), number(transfer.speed / 1e9))
         yield made
         yield ""
-        yield f"network between {names[0]} and {names[1]}: {number(best.speed / 1e9)} Gbit/s each way, as measured with {report.backend}"
+        yield f"network between {names[0]} and {names[1]}: {number(largest.speed / 1e9)} Gbit/s each way, as measured with {report.backend}"
     yield f"an all-reduce of one number over {plural(report.ranks, 'rank')} takes {number(1e6 * report.latency)} µs"
 
 

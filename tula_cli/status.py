@@ -543,7 +543,7 @@ def _log_files(run: RunDir, job: str | None) -> list[Path]:
     known = [found.id for found in run.jobs()]
     if job not in known:
         raise SpecError(f"no job {job!r} in {run.path}", nearest(job, known) or f"there are: {', '.join(known) or '-'}")
-    tasks = tuple(f"{task.id}." for task in run.tasks() if task.job == job)
+    tasks = tuple(f"{task.id}." for task in (*run.tasks(), *run.check_tasks()) if task.job == job)
     return [path for path in run.logs() if path.name.startswith(tasks)]
 
 

@@ -219,6 +219,12 @@ def _deadline(task: Task) -> float:
             return time.monotonic() + 60 * CheckTask.MINUTES
 
 
+def _overdue(task: Task) -> str:
+    if isinstance(task, CheckTask):
+        return f"stopped after {CheckTask.MINUTES:g} minutes"
+    return f"stopped after search.max_minutes: {task.spec.search.max_minutes:g}"
+
+
 def _newest(run: RunDir, task_id: str) -> Task:
     task = run.task(task_id)
     assert task is not None, f"{run.path} has no task {task_id}"
@@ -467,7 +473,7 @@ def _wait(
             return None
         if time.monotonic() > deadline:
             _end(child, END_GRACE)
-            return Ending("cancelled", f"stopped after search.max_minutes: {task.spec.search.max_minutes:g}")
+            return Ending("cancelled", _overdue(task))
         if failed_at is None and me.run.failures(task.id, attempt.number):
             failed_at = time.monotonic()
         if failed_at is not None and time.monotonic() > failed_at + PEER_GRACE:

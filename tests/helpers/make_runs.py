@@ -226,7 +226,7 @@ def cluster_report(run: RunDir, task: CheckTask, *changes: dict[str, Any]) -> Cl
     """Return the report of as many nodes as there are changes to what they say."""
     token = run.token(task.id)
     nodes = tuple(node_report(number, **{"token": token, **change}) for number, change in enumerate(changes))
-    sizes = (Transfer(size=10**6, seconds=0.01), Transfer(size=4 * 10**6, seconds=0.02))
+    sizes = (Transfer(size=10**6, seconds=0.001), Transfer(size=4 * 10**6, seconds=0.02))
     return ClusterReport(
         id=task.id, job=task.job, backend="nccl", ranks=len(nodes), nodes=nodes, transfers=sizes[: 2 * (len(nodes) > 1)],
         latency=1e-4, checked_at=START,

@@ -44,7 +44,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> RunDir:
     task = check_task(folder, name="ImageFolder", root="images")
     run = RunDir.create(folder / "runs", task.spec)
     run.write_task(task)
-    run.write_token(task.id, "seen")
+    run.write_token(task.id, folder.name)
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
     ranks = [start(run, task, rank, port, [ROOT, folder / "ahead"][: 1 + rank]) for rank in range(2)]
@@ -74,11 +74,16 @@ def report(run: RunDir) -> ClusterReport:
     return found
 
 
-def test_both_ranks_tell_what_they_see(report: ClusterReport) -> None:
+def test_both_ranks_tell_what_they_see(run: RunDir, report: ClusterReport) -> None:
     assert (report.backend, report.ranks, len(report.nodes)) == ("gloo", 2, 2)
     for number, node in enumerate(report.nodes):
         assert (node.node, node.ranks, node.host) == (number, 1, socket.gethostname())
-        assert (node.torch, node.token, node.dataset, node.write_error) == (torch.__version__, "seen", True, "")
+        assert (node.torch, node.token, node.dataset, node.write_error) == (
+            torch.__version__,
+            run.token(report.id),
+            True,
+            "",
+        )
         assert (node.interface, node.address) == ("lo", "127.0.0.1")
         assert node.cpus == len(os.sched_getaffinity(0))
         assert node.memory > 2**28
@@ -97,6 +102,7 @@ def test_transfers_grow_until_one_takes_long(report: ClusterReport) -> None:
     assert sizes == site.SIZES[: len(sizes)]
     assert all(transfer.seconds > 0 for transfer in report.transfers)
     assert all(transfer.seconds <= site.ENOUGH for transfer in report.transfers[:-1])
+    assert report.transfers[-1].speed < 1e12, "two take part; one alone would not have to send anything"
     assert 0 < report.latency < 1
 
 

@@ -28,6 +28,8 @@ from tula_cli.relaunch import LOST, TAKEN, after, no_progress, write_summary
 from tula_cli.rundir import RunDir
 
 POLL = 0.2  # seconds
+POLL_MOST = 2.0
+"""Seconds between two looks at the run directory where many supervisors share it: a few dozen looks a second in all."""
 PEER_GRACE = 5.0
 """Seconds the other ranks get to end by themselves once one has failed, and to say why."""
 END_GRACE = 10.0
@@ -63,6 +65,10 @@ class Place:
             restarts=int(environ.get("SLURM_RESTART_COUNT", "0")),
             hosts=environ.get("SLURM_JOB_NODELIST", ""),
         )
+
+    @property
+    def poll(self) -> float:
+        return min(POLL_MOST, max(POLL, self.count / 50))
 
     @property
     def alone(self) -> bool:
@@ -197,7 +203,7 @@ def _follow(me: Supervisor) -> None:
         while (order := me.run.order(me.place.allocation, number)) is None:
             if me.notice.given:
                 return
-            time.sleep(POLL)
+            time.sleep(me.place.poll)
         if order.task is None:
             return
         task = me.run.task(order.task)
@@ -479,7 +485,7 @@ def _wait(
         if failed_at is not None and time.monotonic() > failed_at + PEER_GRACE:
             _kill(child)  # it sits in a reduction with a rank that is gone
             return None
-        time.sleep(POLL)
+        time.sleep(me.place.poll)
     return None
 
 

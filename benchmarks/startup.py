@@ -4,8 +4,10 @@
 
 Run it where sbatch is found and in a folder that all nodes share. For each number of nodes it submits, one after the
 other in turn, so that slow minutes of a shared machine meet all of them: `srun python` that does nothing, `srun python`
-that imports torch and torchvision, and a tula training by srun and by torchrun. Medians in seconds; `ratio` is tula over
-the bare import.
+that imports torch and torchvision, and a tula training by srun and by torchrun. Shown are medians in seconds; `ratio`
+is to the bare import. Of tula, `supervisor` is the part from the submission until the supervisor starts the ranks (the
+scheduler, python, submitit), `ranks` the one from there to the moment before the first step (torch, the data, the
+process group, the model). A partition or an account for the bare jobs goes into SBATCH_PARTITION, SBATCH_ACCOUNT, ...
 """
 
 import argparse
@@ -16,7 +18,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TypeVar
@@ -28,49 +31,114 @@ name: startup
 model: {name: small_cnn, args: {in_channels: 1, width: 8}}
 dataset: {name: digits}
 optimizer: {name: SGD, lr: 0.05}
-train: {epochs: 1, workers: 0}
+train: {epochs: 1, workers: 0, max_attempts: 1}
 search: {nodes: [1], max_node_hours: 1}
 cluster: {kind: slurm, device: auto, slurm: {minutes: 10}}
 """
 T = TypeVar("T")
 PATIENCE = 600.0  # seconds
+BASE = "srun python, torch"
 
 
-def bare(nodes: int, code: str, folder: Path) -> float:
-    """Return the seconds from sbatch to the last rank that has run some Python code."""
-    marks = folder / f"marks-{time.time_ns()}"
-    marks.mkdir()
+@dataclass(frozen=True)
+class Start:
+    """One start. Seconds from the submission."""
+
+    seconds: float
+    supervisor: float | None = None  # until the supervisor started the ranks
+
+
+def bare(nodes: int, code: str, folder: Path) -> Start:
+    """Start ranks that run some Python code, and return when the last one had."""
+    marks = Path(tempfile.mkdtemp(dir=folder))
     program = f"{code}; import os, time; open('{marks}/' + os.environ['SLURM_PROCID'], 'w').write(str(time.time()))"
     script = f'#!/bin/bash\nsrun {sys.executable} -c "{program}"\n'
+    options = ["--parsable", f"--nodes={nodes}", "--ntasks-per-node=1", "--exclusive", "--time=5", "--output=/dev/null"]
     began = time.time()
-    options = [f"--nodes={nodes}", "--ntasks-per-node=1", "--exclusive", "--time=5", "--output=/dev/null"]
-    subprocess.run(["sbatch", *options], input=script, text=True, check=True, capture_output=True)
-    _await(lambda: len([mark for mark in marks.iterdir() if mark.read_text()]) == nodes)
-    return max(float(mark.read_text()) for mark in marks.iterdir()) - began
+    id_ = _told(["sbatch", *options], script=script)
+    _until_gone([id_.split(";")[0].strip()])
+    times = [float(mark.read_text()) for mark in marks.iterdir()]
+    if len(times) < nodes:
+        raise SystemExit(f"only {len(times)} of {nodes} ranks of a bare job have run")
+    return Start(max(times) - began)
 
 
-def tula(nodes: int, launcher: str, folder: Path, settings: list[str]) -> float:
-    """Return the seconds from the submission of a training to its first step."""
-    work = folder / f"tula-{time.time_ns()}"
-    work.mkdir()
+def tula(nodes: int, launcher: str, folder: Path, settings: Sequence[str]) -> Start:
+    """Start a training, and return when rank 0 was about to take its first step."""
+    work = Path(tempfile.mkdtemp(dir=folder))
     (work / "job.yaml").write_text(JOB)
     words = [word for setting in (f"cluster.slurm.launcher={launcher}", *settings) for word in ("--set", setting)]
     command = [sys.executable, "-m", "tula_cli", "train", "job.yaml", "--nodes", str(nodes), "--batch", "128", "-y"]
-    subprocess.run([*command, "--no-wait", *words], cwd=work, check=True, capture_output=True)
+    _told([*command, "--no-wait", "-q", *words], folder=work)
     run = RunDir.newest(work / "tula-runs")
-    (signature,) = _await(run.train_signatures)
-    rows = _await(lambda: [row for row in run.metrics(signature) if row["kind"] == "start"])
-    _await(lambda: run.summary(signature))
-    return float(rows[0]["time"]) - run.jobs()[0].submitted_at
+    (job,) = run.jobs()
+    _until_gone(job.links or (job.scheduler_id,))
+    (signature,) = run.train_signatures()
+    first = run.training_attempts(signature)[0]
+    starts = [row for row in run.metrics(signature) if row["kind"] == "start"]
+    if run.summary(signature) is None or not starts:
+        raise SystemExit(f"a training did not end well: {first.outcome}: {first.message}")
+    return Start(float(starts[0]["time"]) - job.submitted_at, first.started_at - job.submitted_at)
 
 
-def _await(true: Callable[[], T]) -> T:
+def _told(command: Sequence[str], *, script: str | None = None, folder: Path | None = None) -> str:
+    """Return what a command wrote; where it fails, its own words on stderr end the benchmark."""
+    done = subprocess.run(command, input=script, cwd=folder, text=True, stdout=subprocess.PIPE)
+    if done.returncode:
+        raise SystemExit(done.returncode)
+    return done.stdout
+
+
+def _until_gone(ids: Sequence[str]) -> None:
+    """Wait until jobs have left the queue and their nodes: the next start shall not wait for them."""
     deadline = time.monotonic() + PATIENCE
-    while not (found := true()):
+    while _in_queue(ids):
         if time.monotonic() > deadline:
-            raise SystemExit("waited in vain; is the queue full?")
-        time.sleep(0.1)
+            raise SystemExit(f"waited in vain for jobs {', '.join(ids)}; is the queue full?")
+        time.sleep(0.2)
+
+
+def _in_queue(ids: Sequence[str]) -> bool:
+    """Return whether squeue lists one of the jobs; one that it no longer knows makes it fail where it was the only one."""
+    return bool(subprocess.run(["squeue", "-h", "-j", ",".join(ids)], capture_output=True, text=True).stdout.strip())
+
+
+def measure(nodes: int, *, repeat: int, settings: Sequence[str], folder: Path) -> dict[str, list[Start]]:
+    """Return the starts of each way on a number of nodes."""
+    ways: dict[str, Callable[[], Start]] = {
+        "srun python": partial(bare, nodes, "pass", folder),
+        BASE: partial(bare, nodes, "import torch, torchvision", folder),
+        "tula, srun": partial(tula, nodes, "srun", folder, settings),
+        "tula, torchrun": partial(tula, nodes, "torchrun", folder, settings),
+    }
+    rounds = [{way: start() for way, start in ways.items()} for _ in range(repeat)]
+    return {way: [starts[way] for starts in rounds] for way in ways}
+
+
+def rows(nodes: int, starts: dict[str, list[Start]]) -> list[dict[str, int | str | float | None]]:
+    """Return one line of the table a way."""
+    base = statistics.median(start.seconds for start in starts[BASE])
+    found: list[dict[str, int | str | float | None]] = []
+    for way, each in starts.items():
+        median = statistics.median(start.seconds for start in each)
+        waits = [start.supervisor for start in each if start.supervisor is not None]
+        supervisor = statistics.median(waits) if waits else None
+        ranks = None if supervisor is None else statistics.median(s.seconds - (s.supervisor or 0.0) for s in each)
+        found.append({
+            "nodes": nodes, "way": way, "seconds": median, "least": min(start.seconds for start in each),
+            "most": max(start.seconds for start in each), "ratio": median / base, "supervisor": supervisor, "ranks": ranks,
+        })  # fmt: skip
     return found
+
+
+def show(table: Sequence[dict[str, int | str | float | None]]) -> None:
+    for row in table:
+        parts = "" if row["ranks"] is None else f"{row['supervisor']:>12.2f}{row['ranks']:>7.2f}"
+        print(
+            f"{row['nodes']:>5}  {row['way']:<19}{row['seconds']:>8.2f}{row['least']:>7.2f}{row['most']:>7.2f}"
+            f"{row['ratio']:>7.2f}{parts}",
+            flush=True,
+        )
 
 
 def main() -> None:
@@ -82,32 +150,17 @@ def main() -> None:
     arguments = parser.parse_args()
     if shutil.which("sbatch") is None:
         raise SystemExit("there is no sbatch here")
-    rows = []
+    if not arguments.json:
+        print("nodes  way                 seconds  least   most  ratio  supervisor  ranks")
+    table = []
     with tempfile.TemporaryDirectory(dir=Path.cwd(), prefix="startup-") as name:
-        folder = Path(name)
         for nodes in arguments.nodes:
-            ways: dict[str, Callable[[], float]] = {
-                "srun python": partial(bare, nodes, "pass", folder),
-                "srun python, torch": partial(bare, nodes, "import torch, torchvision", folder),
-                "tula, srun": partial(tula, nodes, "srun", folder, arguments.settings),
-                "tula, torchrun": partial(tula, nodes, "torchrun", folder, arguments.settings),
-            }
-            times: dict[str, list[float]] = {way: [] for way in ways}
-            for _ in range(arguments.repeat):
-                for way, measure in ways.items():
-                    times[way].append(measure())
-            medians = {way: statistics.median(found) for way, found in times.items()}
-            rows += [
-                {"nodes": nodes, "way": way, "seconds": round(median, 2), "all": [round(t, 2) for t in times[way]],
-                 "ratio": round(median / medians["srun python, torch"], 2)}
-                for way, median in medians.items()
-            ]  # fmt: skip
+            starts = measure(nodes, repeat=arguments.repeat, settings=arguments.settings, folder=Path(name))
+            table += rows(nodes, starts)
+            if not arguments.json:
+                show(rows(nodes, starts))  # at once: a large cluster may keep the rest waiting for hours
     if arguments.json:
-        print(json.dumps(rows, indent=1))
-        return
-    print(f"{'nodes':>5}  {'way':<20}{'seconds':>9}{'ratio':>7}")
-    for row in rows:
-        print(f"{row['nodes']:>5}  {row['way']:<20}{row['seconds']:>9.2f}{row['ratio']:>7.2f}")
+        print(json.dumps(table, indent=1))
 
 
 if __name__ == "__main__":

@@ -503,7 +503,7 @@ def profile_plan(plan: "ProfilePlan", *, scripts: Sequence[str] = ()) -> Iterato
     yield made
     yield ""
     done = f", {plan.done} of {plan.total} done already" if plan.done else ""
-    yield f"{plural(plan.missing, 'probe')} in {plural(len(plan.tasks), 'job')}{done}"
+    yield f"{plural(plan.missing, 'probe')} in {plural(len({task.job for task in plan.tasks}), 'job')}{done}"
     yield _at_most(plan.minutes_at_most / 60, plan.node_hours_at_most, plan.price_at_most, plan.currency)
     for script in scripts:
         yield ""

@@ -41,7 +41,10 @@ CLOCKS_APART = 60.0
 """Seconds by which the clocks of two machines may differ."""
 
 POLL = {"local": (0.5, 2.0), "slurm": (10.0, 60.0)}
-"""Seconds between two looks: the first, and what it grows to."""
+"""Seconds between two questions to the scheduler: the first, and what it grows to."""
+
+LOOK = 2.0
+"""Seconds between two looks at the results, which tell of the end first."""
 
 
 @dataclass(frozen=True)
@@ -243,8 +246,9 @@ def _probes(tasks: Iterable[ProbeTask | TrainTask]) -> list[_Wanted]:
         if isinstance(task, ProbeTask):
             for local in task.local_batches:
                 batch = local * task.nodes * task.spec.cluster.gpus_per_node
-                found[local] = _Wanted(probe_id(task.nodes, local), Probe(task.nodes, local, batch))
-    return [found[local] for local in sorted(found)]
+                found[task.nodes, local] = _Wanted(probe_id(task.nodes, local), Probe(task.nodes, local, batch))
+    # A packed job has several numbers of nodes, and begins with the largest.
+    return [found[key] for key in sorted(found, key=lambda key: (-key[0], key[1]))]
 
 
 def _progress(run: RunDir, tasks: list[ProbeTask | TrainTask], results: Results) -> _Progress:
@@ -414,8 +418,18 @@ def watch(
             return
         if timeout is not None and now - started >= timeout:
             return
-        sleep(pause if timeout is None else min(pause, max(0.0, started + timeout - now)))
+        left = pause if timeout is None else min(pause, max(0.0, started + timeout - now))
+        while left > 0 and not _complete(run, wanted):
+            sleep(min(LOOK, left))
+            left -= LOOK
         pause = min(longest, pause * 1.5)
+
+
+def _complete(run: RunDir, job_ids: set[str]) -> bool:
+    """Return whether the files say that these jobs are over: looking at them is cheaper than asking the scheduler."""
+    tasks, results = run.tasks(), {result.id: result for result in run.readable_results()[0]}
+    own = [[task for task in tasks if task.job == id_] for id_ in job_ids]
+    return all(found and (now := _progress(run, found, results)).done == now.total for found in own)
 
 
 def _waits(job: JobStatus, lost_since: dict[str, float], *, now: float) -> bool:

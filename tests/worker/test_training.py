@@ -120,7 +120,7 @@ def test_ags_reports_itself_and_says_where_it_is_the_identity(alone: Ranks, run:
     assert not list(rows(run, acting, "warning"))
     assert [row["ags"]["refreshes"] for row in rows(run, acting, "epoch")] == [1, 2]
     (warning,) = rows(run, idle, "warning")
-    assert warning["message"].startswith("AGS changes nothing: ")
+    assert warning["message"].startswith("AGS leaves the gradients as they are: ")
     assert [row["ags"] for row in rows(run, idle, "epoch")] == [None, None]
 
 

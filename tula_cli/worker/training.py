@@ -179,7 +179,7 @@ def _announce(work: Run) -> None:
     here = meter.environment(trainer.ranks)
     work.metrics.add("environment", trainer.position, trainer.epoch, **here.model_dump(mode="json"))
     if trainer.ags and trainer.ags.identity:
-        _warn(work, f"AGS changes nothing: {trainer.ags.identity}")
+        _warn(work, trainer.ags.identity)
 
 
 def _warn(work: Run, message: str) -> None:

@@ -1,0 +1,91 @@
+"""What links of another speed change: measured, recommended, trained, and held against what the emulation is made of.
+
+The compute of `emulated.py` is sleep and the links are shaped, so the step time of every configuration is known. At
+both speeds the best configuration leads those on other numbers of nodes by 35 %. Allowed are 30 % between known, measured,
+predicted and trained step times; they are 10 % where nothing else loads the machine.
+"""
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import emulated
+import pytest
+from cluster import SlurmCluster
+from driver import Tula
+
+from tula_cli.records import Measured, Recommendation, Summary
+
+pytestmark = [pytest.mark.slurm, pytest.mark.torch]
+
+JOB = """
+name: links
+model: {name: "emulated:Sleeping"}
+dataset: {name: "emulated:samples"}
+optimizer: {name: SGD, lr: 0.01}
+train: {epochs: 200, workers: 0, method: lbt}   # so many that starting, which depends on the load, decides nothing
+search: {nodes: [1, 2, 4], min_batch: 64, max_batch: 256, strategy: sweep, steps: 5, warmup_steps: 2, max_minutes: 4,
+         max_node_hours: 5}
+cluster: {kind: slurm, device: cpu, slurm: {minutes: 10, memory: 1500M}}
+"""
+GRADIENTS = 4 * emulated.FEATURES * emulated.CLASSES  # bytes
+WITHIN = 0.3
+
+
+@pytest.fixture
+def over_links(on_slurm: SlurmCluster, tmp_path: Path) -> Callable[[int], Tula]:
+    """The command line in a folder with the emulated job, after all links were given a speed in Mbit/s."""
+
+    def at(rate: int) -> Tula:
+        for node in on_slurm.names:
+            on_slurm.set_rate(node, f"{rate}mbit")
+        shutil.copy(emulated.__file__, tmp_path)
+        return Tula(tmp_path, JOB)
+
+    return at
+
+
+def step_time(nodes: int, local_batch: int, *, rate: int) -> float:
+    """Return the seconds of a step: the sleep, and a ring over links of so many Mbit/s that hides behind nothing."""
+    traffic = 2 * (nodes - 1) / nodes * GRADIENTS
+    return emulated.FIXED + emulated.EACH * local_batch + traffic / (rate * 1e6 / 8)
+
+
+def recommended(tula: Tula) -> Recommendation:
+    tula("profile", "job.yaml")
+    tula.until(lambda: len(tula.run().results()) == 6)  # sooner than --wait, which asks SLURM now and then only
+    tula("recommend", "--objective", "time")
+    found = tula.run().recommendation()
+    assert found is not None
+    return found
+
+
+def trained(tula: Tula) -> Summary:
+    """Train some epochs as recommended."""
+    tula("train", "--set", "train.epochs=4")
+    run = tula.run()
+    found: list[Summary] = tula.until(lambda: [s for name in run.train_signatures() if (s := run.summary(name))])
+    return found[0]
+
+
+@pytest.mark.parametrize(("rate", "nodes"), [(200, 4), (20, 1)])
+def test_the_choice_follows_the_speed_of_the_links(over_links: Callable[[int], Tula], rate: int, nodes: int) -> None:
+    tula = over_links(rate)
+    answer = recommended(tula)
+    measured = {(r.nodes, r.local_batch) for r in tula.run().results() if isinstance(r, Measured)}
+    assert measured == {(1, 64), (1, 128), (1, 256), (2, 32), (4, 16), (4, 64)}
+
+    known = {(row.nodes, row.batch): step_time(row.nodes, row.local_batch, rate=rate) for row in answer.rows}
+    assert len(known) == 9
+    assert {(r.nodes, r.batch): r.step_time for r in answer.rows} == pytest.approx(known, rel=WITHIN)
+    fastest = min(known, key=lambda config: known[config] / config[1])
+    assert fastest == (nodes, 256)
+    choice = answer.choice
+    assert choice.nodes == nodes
+    # The next batch on the same nodes is but 10 % behind: either is a right answer to what was measured.
+    assert known[nodes, choice.batch] / choice.batch <= 1.1 * known[fastest] / 256
+
+    summary = trained(tula)
+    assert (summary.nodes, summary.batch, summary.attempts) == (nodes, choice.batch, 1)
+    assert summary.predicted_step == choice.step_time
+    assert summary.actual_step == pytest.approx(summary.predicted_step, rel=WITHIN)

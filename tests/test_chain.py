@@ -10,8 +10,9 @@ from pathlib import Path
 import make_runs
 import pytest
 
-from tula_cli import scheduler, supervise
-from tula_cli.records import Attempt, Job, OutcomeClass, ProbeTask, Rung, TrainResult, TrainTask
+from tula_cli import ending, scheduler, supervise
+from tula_cli.errors import TulaError
+from tula_cli.records import Attempt, Failure, Job, Order, OutcomeClass, ProbeTask, Rung, TrainResult, TrainTask
 from tula_cli.rundir import RunDir
 
 LINKS = ("11", "12", "13", "14", "15")
@@ -340,3 +341,156 @@ def test_packed_probes_run_one_after_the_other_in_one_allocation(chain: Chain, m
     chain.task = chain.task.model_copy(update={"id": "probe-n004"})
     chain.start("31")
     assert started == [("probe-n004", 4), ("probe-n002", 2), ("probe-n001", 1)]
+
+
+TERM = """
+    import os, signal, time
+    os.kill(os.getppid(), signal.SIGTERM)
+    time.sleep(60)
+"""
+
+
+def test_a_relaunch_late_in_an_allocation_that_has_saved_something_is_no_lack_of_progress(
+    chain: Chain, cluster: Cluster
+) -> None:
+    cluster.endings = {"11": "time_limit"}
+    chain.was_killed("11")
+    chain.save(1000)
+    second = chain.task.model_copy(update={"id": "train-s-2", "attempt": 2})
+    chain.run.write_task(second)
+    chain.was_killed("11", samples=1000)
+    chain.will_finish()
+    chain.start("12")
+    assert chain.outcomes() == ["time_limit", "time_limit", "done"]
+
+
+def test_allocations_that_ended_without_a_verdict_go_on_while_checkpoints_advance(chain: Chain) -> None:
+    for link in LINKS:  # more than train.max_attempts
+        path = chain.run.checkpoint_path("s", 10 * int(link))
+        path.parent.mkdir(parents=True, exist_ok=True)
+        chain.script = f"open({str(path)!r}, 'w').close()\n{textwrap.dedent(TERM)}"
+        chain.start(link)
+    assert chain.outcomes() == ["signal"] * len(LINKS)
+
+
+def test_an_out_of_memory_of_the_whole_allocation_goes_on_with_fewer_loader_processes(
+    chain: Chain, cluster: Cluster
+) -> None:
+    spec = make_runs.spec(train={"epochs": 1, "workers": 4}, cluster={"kind": "slurm"})
+    chain.run.write_task(chain.task.model_copy(update={"workers": 4, "spec": spec}))
+    chain.was_killed("11")
+    cluster.endings = {"11": "host_oom"}
+    chain.will_finish()
+    chain.start("12")
+    assert chain.outcomes() == ["host_oom", "done"]
+    assert chain.newest().workers == 2
+
+
+@pytest.mark.parametrize("missing", ["wrapper", "workdir", "interface"])
+def test_what_is_missing_on_the_node_is_told_once_and_ends_the_chain(
+    chain: Chain, cluster: Cluster, monkeypatch: pytest.MonkeyPatch, missing: str
+) -> None:
+    chain.script = "pass"
+    if missing == "wrapper":
+        monkeypatch.setattr(supervise, "_command", lambda *_: ["nosuch-wrapper", sys.executable])
+    elif missing == "workdir":
+        chain.run.write_task(chain.task.model_copy(update={"workdir": "/nosuch-workdir"}))
+    else:
+        slurm = {"kind": "slurm", "interface": "nosuch0", "slurm": {"launcher": "torchrun"}}
+        chain.run.write_task(chain.task.model_copy(update={"spec": make_runs.spec(cluster=slurm)}))
+    chain.start("11")
+    assert chain.outcomes() == ["user"]
+    assert "nosuch" in chain.run.training_attempts("s")[0].message
+    assert cluster.cancelled == ["12", "13", "14", "15"]
+
+
+def test_ranks_that_lose_a_peer_on_the_way_out_have_left_for_the_time_limit(chain: Chain) -> None:
+    chain.will_write(chain.run.path / "stopped/train-s-1.001", "time_limit")
+    chain.script += """
+            print("RuntimeError: [../gloo/transport/tcp/pair.cc:534] Connection closed by peer [127.0.0.1]:31415")
+            raise SystemExit(1)
+    """
+    chain.start("11")
+    assert chain.outcomes() == ["time_limit"]
+
+
+def test_a_job_told_to_end_starts_no_further_packed_task(chain: Chain, cluster: Cluster) -> None:
+    cluster.endings = {"31": "preempted"}
+    for nodes, then in ((2, ("packed-n001",)), (1, ())):
+        task = ProbeTask(
+            id=f"packed-n{nodes:03d}", job="probe-packed", spec=chain.run.spec(), workdir=str(chain.run.path),
+            nodes=nodes, local_batches=(32,), then=then,
+        )  # fmt: skip
+        chain.run.write_task(task)
+    chain.task = chain.task.model_copy(update={"id": "packed-n002"})
+    chain.script = TERM
+    chain.start("31")
+    assert [attempt.task for attempt in chain.run.attempts()] == ["packed-n002"]
+
+
+def test_a_killed_child_of_ours_does_not_hide_what_its_peer_said(chain: Chain, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(supervise, "after", lambda *_: None)
+    failure = Failure(
+        task="train-s-1", attempt=1, rank=1, host="other", pid=1, outcome="peer", message="closed", detail="",
+        failed_at=1.0,
+    )  # fmt: skip
+    chain.will_write(chain.run.path / "failures/train-s-1.001.0001.json", failure.model_dump_json())
+    chain.script += "\n            import time; time.sleep(60)"
+    chain.start("11")
+    (attempt,) = chain.run.training_attempts("s")
+    assert (attempt.outcome, attempt.rank, attempt.host) == ("peer", 1, "other")
+
+
+def test_an_allocation_given_up_for_lost_stops_when_another_has_taken_over(chain: Chain) -> None:
+    later = chain.task.model_copy(update={"id": "train-s-2", "attempt": 2})
+    chain.will_write(chain.run.path / "tasks/train-s-2.json", later.model_dump_json())
+    chain.script += "\n            import time; time.sleep(60)"
+    chain.start("11")
+    assert chain.outcomes() == ["node_failure"]
+
+
+def test_attempt_numbers_are_not_used_twice(chain: Chain) -> None:
+    chain.was_killed("11")
+    chain.was_killed("11")
+    (chain.run.path / "attempts/train-s-1.001.json").unlink()
+    me = supervise.Supervisor(chain.run, supervise.Place(0, 1), {})
+    assert supervise._open_attempt(me, chain.task).number == 3
+
+
+def test_a_follower_waits_for_what_an_order_is_about(chain: Chain, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(supervise, "LAG", 0.5)
+    me = supervise.Supervisor(chain.run, supervise.Place(1, 2, 0, "11"), {})
+    chain.run.write_order("11.0", 0, Order(task="train-s-1", attempt=1, ranks=2))
+    with pytest.raises(TulaError, match="not what it is about"):
+        supervise._follow(me)
+
+
+def test_a_rendezvous_of_the_shell_does_not_reach_the_ranks(chain: Chain) -> None:
+    environ = {"MASTER_ADDR": "login1", "MASTER_PORT": "29500"}
+    me = supervise.Supervisor(chain.run, supervise.Place(0, 2, 0, "11"), environ)
+    assert not set(environ) & set(supervise._environment(me, chain.task))
+
+
+def test_a_rank_does_not_repeat_in_its_own_name_what_another_has_told(chain: Chain, tmp_path: Path) -> None:
+    root = Failure(
+        task="train-s-1", attempt=1, rank=5, host="other", pid=1, outcome="user", message="mine", detail="",
+        failed_at=9e9,
+    )  # fmt: skip
+    chain.run.write_failure(root)
+    (tmp_path / "log").touch()
+    seen = ending.Seen(exit_code=-9, oom_kill=False, log=tmp_path / "log", first_rank=0)
+    attempt = make_runs.attempt("train-s-1", start=1.0)
+    own = ending.own_ending(chain.run, chain.task, attempt, seen)
+    ending.report(chain.run, chain.task, attempt, seen, own)
+    assert ending.told_by_all(chain.run, chain.task, attempt, own).rank == 5, "by a clock that runs ahead"
+
+
+def test_a_kill_for_memory_is_told_although_another_rank_failed_first(chain: Chain, tmp_path: Path) -> None:
+    chain.run.write_failure(
+        Failure(task="train-s-1", attempt=1, rank=5, host="other", pid=1, outcome="unknown", message="exit 1", detail="",
+                failed_at=1.0)
+    )  # fmt: skip
+    (tmp_path / "log").touch()
+    seen = ending.Seen(exit_code=-9, oom_kill=True, log=tmp_path / "log", first_rank=0)
+    own = ending.own_ending(chain.run, chain.task, make_runs.attempt("train-s-1", start=1.0), seen)
+    assert own.outcome in ("host_oom", "device_oom")

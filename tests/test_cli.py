@@ -112,7 +112,7 @@ class Here(make.FakeLauncher):
 def cluster(monkeypatch):
     """A cluster of this test's own; replace `.launcher` for another one."""
     held = types.SimpleNamespace(launcher=Here(), inspection=inspection())
-    monkeypatch.setattr(launch, "launcher_for", lambda spec: held.launcher)
+    monkeypatch.setattr(launch, "launcher_for", lambda spec, **_: held.launcher)
     for module in (launch, check, estimate):
         monkeypatch.setattr(module, "inspect", lambda spec: held.inspection)
     return held
@@ -288,6 +288,15 @@ def test_no_wait_returns_at_once(cluster):
     assert started.json["status"] == "pending"
     assert started.json["data"]["jobs"] == ["probe-n001", "probe-n002"]
     assert tula("status", "--json").json["status"] == "pending"
+
+
+def test_the_second_command_says_that_it_started_nothing_and_what_differs(cluster):
+    cluster.launcher = Here("hangs")
+    assert "started probe-n001, probe-n002" in tula("profile", "job.yaml", "--no-wait").out
+    again = tula("profile", "job.yaml", "--no-wait", "--set", "cluster.collective=reduce_scatter_allgather")
+    assert "under way already: probe-n001, probe-n002" in again.out
+    assert "started" not in again.out
+    assert "submitted with another cluster section" in again.err
 
 
 def test_slurm_is_not_waited_for_by_default(cluster):

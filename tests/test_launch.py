@@ -131,7 +131,9 @@ def test_a_training_is_a_chain_in_which_each_link_waits_for_the_end_of_the_one_b
     assert job.scheduler_id == job.links[0]
     name = f"tula-{run.id}-train-{SIGNATURE}"
     assert [link["name"] for link in queued] == [name, f"{name}.2", f"{name}.3"]
-    assert [link["dependency"] for link in queued] == ["", *(f"afterany:{id_}" for id_ in job.links[:-1])]
+    # All of those before: the end of one that waits must not start the next beside one that runs.
+    one, two, _ = job.links
+    assert [link["dependency"] for link in queued] == ["", f"afterany:{one}", f"afterany:{one}:{two}"]
 
 
 def test_links_differ_in_name_and_dependency_only(slurm, run):
@@ -226,7 +228,9 @@ def test_a_chain_whose_submission_was_cut_off_is_taken_up_and_completed(slurm, r
     job = submitted(run, training(run))
     assert job.links[:2] == cut.links
     assert len(job.links) == len(slurm.jobs()) == 3
-    assert slurm.jobs()[2]["dependency"] == "afterany:1001"
+    assert slurm.jobs()[2]["dependency"] == "afterany:1000:1001", (
+        "the end of one that waits starts none beside one that runs"
+    )
     assert (run.submitit_dir / "1001_submitted.pkl").is_file()
     assert job.submissions == 1
 
@@ -490,3 +494,68 @@ def test_a_scheduler_that_answers_garbage_is_no_defect(slurm, tula):
     slurm.fault(squeue="garbage", sacct="disabled")
     code, told = tula("status")
     assert (code, told["data"]["jobs"][0]["reason"]) == (0, "just submitted")
+
+
+# --- what a job of which little is known says
+
+
+def test_a_job_whose_script_failed_is_told_in_its_own_words(slurm, run):
+    job = submitted(run, probes(run))
+    slurm.set(job.scheduler_id, "FAILED")
+    log = run.submitit_dir / f"{job.scheduler_id}_0_log.err"
+    log.write_text(
+        "slurmstepd: error: execve(): /nosuch/python: No such file or directory\nsrun: error: Exited with exit code 2\n"
+    )
+    reason = state(run, job).reason
+    assert "execve(): /nosuch/python: No such file or directory" in reason
+    assert str(log) in reason
+    assert next(line.file for line in status.logs(run, job=job.id)) == log
+
+
+def test_a_job_that_works_is_running_although_the_queue_does_not_show_it_yet(slurm, run):
+    task = probes(run)
+    job = submitted(run, task)
+    slurm.without("squeue")
+    assert state(run, job).state == "pending"
+    run.write_attempt(make.attempt(task.id, start=time.time()))
+    assert state(run, job).state == "running"
+
+
+def test_what_became_of_a_run_can_be_asked_where_there_is_no_sbatch(slurm, run):
+    job = submitted(run, probes(run))
+    for command in ("sbatch", "squeue", "sacct", "scontrol", "scancel"):
+        slurm.without(command)
+    with pytest.raises(SchedulerError, match="no sbatch"):
+        launch.launcher_for(run.spec())
+    assert launch.launcher_for(run.spec(), submits=False).states(run, [job])
+
+
+def test_variables_do_not_override_what_the_script_says(slurm, run, monkeypatch):
+    monkeypatch.setenv("SBATCH_PARTITION", "other")
+    monkeypatch.setenv("SBATCH_TIMELIMIT", "1")
+    monkeypatch.setenv("SBATCH_ACCOUNT", "mine")
+    script = run.write_script("x", SlurmLauncher().script(run, probes(run)))
+    kept = [name for name in launch._environment(script) if name.startswith("SBATCH_")]
+    assert kept == ["SBATCH_ACCOUNT"], "the spec names no account"
+
+
+def test_a_scancel_that_fails_is_told_and_the_mark_stays(slurm, run):
+    job = submitted(run, probes(run))
+    slurm.without("scancel")
+    with pytest.raises(SchedulerError, match="scancel"):
+        SlurmLauncher().cancel(run, job)
+    assert run.cancelled(job.id)
+
+
+def test_a_silent_queue_is_no_reason_to_start_anew(slurm, run):
+    task = probes(run)
+    job = submitted(run, task).model_copy(update={"submitted_at": 1.0})
+    run.write_job(job)
+    slurm.without("squeue")
+    with pytest.raises(SchedulerError, match="squeue does not answer"):
+        launch.under_way(run, SlurmLauncher(), [job.id])
+
+
+def test_a_local_job_of_another_machine_is_not_started_again_here(run):
+    job = make.job("train-x").model_copy(update={"host": "elsewhere"})
+    assert launch.LocalLauncher().states(run, [job])[job.id].state == "running"

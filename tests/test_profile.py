@@ -140,12 +140,12 @@ def test_packed_probes_are_one_job_on_the_most_nodes(tmp_path: Path) -> None:
     run = RunDir.create(tmp_path, make_runs.spec(search=search, cluster={"kind": "slurm"}))
     plan = profile.plan(run.spec(), inspection(), run)
     assert [task.nodes for task in plan.tasks] == [4, 2, 1]
-    assert plan.tasks[0].then == ("probe-n002", "probe-n001")
+    assert plan.tasks[0].then == ("packed-n002", "packed-n001")
     assert plan.node_hours_at_most == pytest.approx(3 * 4 * 0.5), "four nodes are held for as long as all three take"
     launcher = FakeLauncher()
     assert profile.start(run, plan, launcher) == (profile.PACKED,)
     assert launcher.submitted == [profile.PACKED]
-    assert {task.id for task in run.tasks()} == {"probe-n001", "probe-n002", "probe-n004"}
+    assert {task.id for task in run.tasks()} == {"packed-n001", "packed-n002", "packed-n004"}
 
 
 def test_packing_on_this_machine_holds_no_idle_nodes(tmp_path: Path) -> None:

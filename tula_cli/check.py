@@ -14,7 +14,7 @@ from typing import Literal
 from tula_cli import scheduler, site
 from tula_cli.assets import find_asset
 from tula_cli.errors import Infeasible, JobFailed, Pending, SchedulerError, SpecError, TulaError
-from tula_cli.launch import Launcher, inspect
+from tula_cli.launch import Launcher, inspect, submitting
 from tula_cli.models.cost import price_at_most
 from tula_cli.outcome import advice
 from tula_cli.records import CheckTask, ClusterReport, Inspection, Job, NodeReport
@@ -192,6 +192,11 @@ def start_on_cluster(run: RunDir, spec: JobSpec, launcher: Launcher, *, nodes: i
     Raises:
         SchedulerError: it was refused.
     """
+    with submitting(run):
+        return _start_on_cluster(run, spec, launcher, nodes=nodes)
+
+
+def _start_on_cluster(run: RunDir, spec: JobSpec, launcher: Launcher, *, nodes: int) -> CheckTask:
     tasks = sorted(run.check_tasks(), key=_number)
     untold = [task for task in tasks if task.nodes == nodes and not run.told(task.id)]
     for task in [task for task in untold if task.spec != spec]:

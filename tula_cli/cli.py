@@ -436,7 +436,8 @@ def profile(
         run.adopt(spec)
         started = service.start(run, plan, launcher)
         if not _waits(wait, spec):
-            return _detached(screen, run, started, {"plan": plan})
+            _tell_new(screen, run, launcher, started, under_way, spec)
+            return _detached(screen, run, started, under_way, {"plan": plan})
         _wait(screen, run, launcher, started, timeout=timeout, cancel_on_interrupt=cancel_on_interrupt)
     else:
         run.adopt(spec)
@@ -484,11 +485,35 @@ def _warn_all(screen: Screen, warnings: Sequence[str]) -> None:
         screen.warn(text)
 
 
-def _detached(screen: Screen, run: "RunDir", jobs: Sequence[str], data: dict[str, Any]) -> None:
+def _detached(
+    screen: Screen, run: "RunDir", jobs: Sequence[str], under_way: Sequence[str], data: dict[str, Any]
+) -> None:
     """Answer for jobs that nobody waits for."""
     screen.status = "pending"
-    words = f"started {', '.join(jobs)}; tula status --run {show.near(run.path)} shows how far they are"
+    started = [job for job in jobs if job not in under_way]
+    told = [f"started {', '.join(started)}"] if started else []
+    told += [f"under way already: {', '.join(under_way)}"] if under_way else []
+    words = f"{'; '.join(told)}; tula status --run {show.near(run.path)} shows how far they are"
     screen.answer({"jobs": list(jobs), **data}, [words])
+
+
+def _tell_new(
+    screen: Screen,
+    run: "RunDir",
+    launcher: "Launcher",
+    jobs: Sequence[str],
+    under_way: Sequence[str],
+    spec: "JobSpec",
+) -> None:
+    """Warn of jobs that will not start, and of those that were submitted with other settings of the cluster."""
+    known = [found for found in run.jobs() if found.id in jobs]
+    for id_, state in launcher.states(run, known).items():
+        if "will not start" in state.reason:
+            screen.warn(f"{id_}: {state.reason}; tula cancel, correct the cluster section, and start again")
+    tasks = {task.job: task for task in run.tasks()}
+    for id_ in under_way:
+        if id_ in tasks and tasks[id_].spec.cluster != spec.cluster:
+            screen.warn(f"{id_} was submitted with another cluster section; tula cancel first, to have this one")
 
 
 @command
@@ -549,7 +574,7 @@ def _pending(run: "RunDir", spec: "JobSpec") -> int:
 
     if not run.jobs():
         return 0
-    now = service.snapshot(run, launch.launcher_for(spec), now=time.time())
+    now = service.snapshot(run, launch.launcher_for(spec, submits=False), now=time.time())
     return sum(job.total - job.done for job in now.jobs if job.kind == "probe" and job.state in service.ACTIVE)
 
 
@@ -586,13 +611,15 @@ def train(
         screen.note("this training run is finished already")
     else:
         launcher = launch.launcher_for(spec)
-        if not launch.under_way(run, launcher, [plan.task.job]):
+        under_way = launch.under_way(run, launcher, [plan.task.job])
+        if not under_way:
             screen.aside(show.train_plan(plan, links=links))
             _allow(screen, "start?", yes=yes, capped=spec.search.max_node_hours is not None)
         run.adopt(spec)
         started = service.start(run, plan, launcher)
         if not _waits(wait, spec):
-            return _detached(screen, run, [started], {"plan": plan})
+            _tell_new(screen, run, launcher, [started], under_way, spec)
+            return _detached(screen, run, [started], under_way, {"plan": plan})
         now = _wait(screen, run, launcher, [started], timeout=timeout, cancel_on_interrupt=cancel_on_interrupt)
         _require_found(now, plan)
     summary = service.report(run, plan.task.signature)
@@ -626,7 +653,7 @@ def status(screen: Screen, named: MaybeRun = None, root: Root = RUNS) -> None:
     from tula_cli import status as service
 
     run = _find_run(screen, named, root)
-    now = service.snapshot(run, launch.launcher_for(run.spec()), now=time.time())
+    now = service.snapshot(run, launch.launcher_for(run.spec(), submits=False), now=time.time())
     screen.status = "pending" if now.active() else "done"
     _warn_all(screen, now.warnings)
     screen.answer(now, show.status(now))
@@ -659,7 +686,9 @@ def logs(
     run = _find_run(screen, named, root)
 
     def active() -> bool:
-        return service.snapshot(run, launch.launcher_for(run.spec()), now=time.time()).active(job and [job])
+        return service.snapshot(run, launch.launcher_for(run.spec(), submits=False), now=time.time()).active(
+            job and [job]
+        )
 
     pause = service.POLL[run.spec().cluster.kind][0] if follow else 0.0
     file = None
@@ -684,7 +713,7 @@ def cancel(
     from tula_cli import status as service
 
     run = _find_run(screen, target or named, root)
-    ended = service.cancel(run, launch.launcher_for(run.spec()))
+    ended = service.cancel(run, launch.launcher_for(run.spec(), submits=False))
     screen.answer({"cancelled": ended}, [f"cancelled {', '.join(ended)}" if ended else "nothing was queued or running"])
 
 

@@ -43,7 +43,8 @@ def own_ending(run: RunDir, task: Task, attempt: Attempt, seen: Seen) -> Ending:
     """Tell how the ranks of this supervisor ended when they did not end well."""
     device = _device(task)
     failure = root(run.failures(task.id, attempt.number))
-    if failure is not None and failure.outcome != "peer":
+    shot = seen.oom_kill and seen.exit_code < 0  # own evidence outweighs what others saw
+    if failure is not None and failure.outcome != "peer" and not shot:
         return Ending(failure.outcome, failure.message, failure.rank, failure.host)
     words = last_words(seen.log)
     root_cause = words.rpartition("Root Cause")[2]  # torchrun's summary of the rank that failed first
@@ -86,7 +87,8 @@ def report(run: RunDir, task: Task, attempt: Attempt, seen: Seen, own: Ending) -
             rank=seen.first_rank,
             host=socket.gethostname(),
             pid=attempt.pid,
-            outcome=own.outcome or "unknown",
+            # What another rank has told is not told once more in this one's name, by another clock.
+            outcome=own.outcome or "unknown" if own.rank in (None, seen.first_rank) else "peer",
             message=own.message,
             detail=last_words(seen.log),
             failed_at=time.time(),

@@ -27,7 +27,7 @@ from tula_cli.processes import die_with_parent, started
 from tula_cli.records import Attempt, Inspection, Job, TrainTask
 from tula_cli.rundir import RunDir
 from tula_cli.sbatch import Task, parameters, python
-from tula_cli.scheduler import Queued, SchedulerState, ask, live, refused
+from tula_cli.scheduler import SILENT, Queued, SchedulerState, ask, live, refused
 from tula_cli.spec import JobSpec, Slurm
 
 INSPECTION_TIMEOUT = 600.0  # seconds; a first download of a dataset is part of it
@@ -41,6 +41,7 @@ LAG = 10.0
 """Seconds that a job accepted by a busy controller may take to appear in the queue."""
 YOUNG = 30.0
 """Seconds for which a submitted job may be known to neither squeue nor sacct."""
+YOUNG_WORDS = "just submitted"
 LOCK_POLL, LOCK_PATIENCE = 0.5, 600.0
 """Seconds between two looks whether another command line has submitted its jobs, and how long to look at most."""
 FORGOTTEN = "SLURM has forgotten it"
@@ -78,15 +79,19 @@ class Launcher(Protocol):
         ...
 
 
-def launcher_for(spec: JobSpec) -> Launcher:
+def launcher_for(spec: JobSpec, *, submits: bool = True) -> Launcher:
     """Return the launcher of the spec's cluster.
 
+    Args:
+        spec: the job.
+        submits: whether jobs are to be submitted; what became of them can be told from the files alone.
+
     Raises:
-        SchedulerError: this version cannot submit there.
+        SchedulerError: nothing can be submitted from here.
     """
     if spec.cluster.kind == "local":
         return LocalLauncher()
-    if shutil.which("sbatch") is None:
+    if submits and shutil.which("sbatch") is None:
         raise SchedulerError(
             "cluster.kind is slurm, but there is no sbatch here", "run tula on a login node, or set cluster.kind: local"
         )
@@ -119,6 +124,9 @@ def under_way(run: RunDir, launcher: Launcher, job_ids: Iterable[str]) -> list[s
     """Return which of these jobs wait or run."""
     known = [job for id_ in job_ids if (job := run.job(id_)) is not None]
     states = launcher.states(run, known)
+    for state in states.values():
+        if state.state == "unknown" and state.reason.startswith(SILENT):
+            raise SchedulerError(state.reason, "nothing was submitted; run the same command again later")
     return [job.id for job in known if states[job.id].state in ("pending", "running")]
 
 
@@ -155,6 +163,7 @@ class LocalLauncher:
             submitted_at=now,
             submissions=earlier.submissions + 1 if earlier else 1,
             process_started=started(pid),
+            host=socket.gethostname(),
             log_dir=str(run.submitit_dir),
         )
 
@@ -163,6 +172,10 @@ class LocalLauncher:
         return {job.id: self._state(run, job) for job in jobs}
 
     def _state(self, run: RunDir, job: Job) -> SchedulerState:
+        if job.host not in ("", socket.gethostname()):
+            attempts = _attempts(run, job)
+            over = bool(attempts) and attempts[-1].ended_at is not None
+            return SchedulerState("ended" if over else "running", f"on {job.host}, as far as its files tell")
         if not _alive(job):
             return SchedulerState("ended")
         if _attempts(run, job):
@@ -194,13 +207,13 @@ class SlurmLauncher:
         """
         earlier, names = run.job(task.job), _link_names(run, task)
         there = _in_queue(run, names)
-        if earlier and any(job.id in _ids(earlier) for job in there.values()):
+        if earlier and any(job.id in earlier.ids for job in there.values()):
             return earlier
         ids = [there[name].id for name in names if name in there]
         for id_ in ids:
             _leave_call(run, task, id_)  # whoever submitted it may have been killed before that
         submitted_at = min((_written_at(job) for job in there.values()), default=time.time())
-        ids += _submit_links(run, task, names[_after_last(names, there) :], after=ids[-1] if ids else None)
+        ids += _submit_links(run, task, names[_after_last(names, there) :], after=ids)
         submissions = earlier.submissions if earlier else 0
         return Job(
             id=task.job,
@@ -215,13 +228,27 @@ class SlurmLauncher:
 
     def states(self, run: RunDir, jobs: Sequence[Job]) -> dict[str, SchedulerState]:
         """Ask for all jobs at once. A job that nobody knows is over, unless it is too young to be known."""
-        known = ask([id_ for job in jobs for id_ in _ids(job)])
-        return {job.id: _with_folder(run, job, _chain_state(job, known)) for job in jobs}
+        known = ask([id_ for job in jobs for id_ in job.ids])
+        return {job.id: _with_words(run, job, _with_folder(run, job, self._state(run, job, known))) for job in jobs}
+
+    def _state(self, run: RunDir, job: Job, known: Mapping[str, SchedulerState]) -> SchedulerState:
+        state = _chain_state(job, known)
+        if state.reason == YOUNG_WORDS and any(attempt.ended_at is None for attempt in _attempts(run, job)):
+            return SchedulerState("running", "squeue does not know it")
+        return state
 
     def cancel(self, run: RunDir, job: Job) -> None:
-        """Mark it, so that no supervisor starts anything more, and cancel its allocations; only our own ids."""
+        """Mark it, so that no supervisor starts anything more, and cancel its allocations; only our own ids.
+
+        Raises:
+            SchedulerError: scancel did not do it.
+        """
         run.cancel(job.id)
-        scheduler.cancel(_ids(job)[::-1])  # the last first: the end of one link would start the next
+        # The last first: the end of one link would start the next.
+        if complaint := scheduler.cancel(job.ids[::-1]):
+            raise SchedulerError(
+                f"scancel: {complaint}", f"{job.id} is marked and starts nothing more; run tula cancel again"
+            )
 
 
 def links(task: Task) -> int:
@@ -240,10 +267,6 @@ def links(task: Task) -> int:
     else:
         needed = math.ceil(1.5 * 60 * prediction.hours / limit) + SPARE_LINKS
     return min(max(2, needed), MOST_LINKS)
-
-
-def _ids(job: Job) -> tuple[str, ...]:
-    return job.links or (job.scheduler_id,)
 
 
 # --- submitting to SLURM
@@ -292,30 +315,33 @@ def _after_last(names: Sequence[str], there: Mapping[str, Queued]) -> int:
     return max((names.index(name) + 1 for name in there), default=0)
 
 
-def _submit_links(run: RunDir, task: Task, names: Sequence[str], *, after: str | None) -> list[str]:
-    """Submit jobs, each to start when the one before it has ended; return their ids.
+def _submit_links(run: RunDir, task: Task, names: Sequence[str], *, after: Sequence[str]) -> list[str]:
+    """Submit jobs, each to start when all before it have ended; return their ids.
+
+    All: the end of one that waits (scancel) must not start the next beside one that runs.
 
     Raises:
         SchedulerError: the first one was refused.
     """
-    ids = [after] if after else []
+    ids: list[str] = []
     for name in names:
         try:
-            ids.append(_submit_link(run, task, name, after=ids[-1] if ids else None))
+            ids.append(_submit_link(run, task, name, after=(*after, *ids)))
         except SchedulerError:
-            if not ids:
+            if not ids and not after:
                 raise
             break  # the queue takes no more of this user's jobs; those that it took go as far as they come
-    return ids[1:] if after else ids
+    return ids
 
 
-def _submit_link(run: RunDir, task: Task, name: str, *, after: str | None) -> str:
+def _submit_link(run: RunDir, task: Task, name: str, *, after: Sequence[str]) -> str:
     """Submit one job; return its id.
 
     Raises:
         SchedulerError: sbatch refused it, or did not answer and nothing is in the queue.
     """
-    executor = _slurm_executor(run, task, name=name, dependency=None if after is None else f"afterany:{after}")
+    run.hold()
+    executor = _slurm_executor(run, task, name=name, dependency=f"afterany:{':'.join(after)}" if after else None)
     told = _sbatch(run.write_script(name, _text(executor)))
     id_ = told.id or _accepted_unheard(run, name, told.words)
     _leave_call(run, task, id_)
@@ -341,7 +367,7 @@ def _sbatch(script: Path) -> _Told:
     try:
         done = subprocess.run(
             ["sbatch", str(script)], capture_output=True, text=True, errors="replace", check=False,
-            timeout=scheduler.PATIENCE, stdin=subprocess.DEVNULL, env=scheduler.environment(os.environ),
+            timeout=scheduler.PATIENCE, stdin=subprocess.DEVNULL, env=_environment(script),
         )  # fmt: skip
     except subprocess.TimeoutExpired:
         return _Told(words=f"no answer within {scheduler.PATIENCE:g} s")
@@ -354,6 +380,14 @@ def _sbatch(script: Path) -> _Told:
     if done.returncode == 0 or any(undecided in words for undecided in UNDECIDED):
         return _Told(words=words.rpartition("\n")[2].removeprefix("sbatch: error: "))
     raise refused(words)
+
+
+def _environment(script: Path) -> dict[str, str]:
+    """Return sbatch's environment without the variables that would override what the script says."""
+    options = set(re.findall(r"^#SBATCH --([a-z-]+)", script.read_text(encoding="utf-8"), re.MULTILINE))
+    renamed = {"time": "TIMELIMIT", "mem": "MEM_PER_NODE", "no-requeue": "REQUEUE"}
+    said = {f"SBATCH_{renamed.get(option, option).upper().replace('-', '_')}" for option in options}
+    return {name: value for name, value in scheduler.environment(os.environ).items() if name not in said}
 
 
 def _accepted_unheard(run: RunDir, name: str, words: str) -> str:
@@ -398,8 +432,8 @@ def _chain_state(job: Job, known: Mapping[str, SchedulerState]) -> SchedulerStat
         known: what the scheduler says; it does not know all of them.
     """
     young = time.time() - job.submitted_at < YOUNG
-    unheard = SchedulerState("pending", "just submitted") if young else SchedulerState("ended", FORGOTTEN)
-    states = [known.get(id_, unheard) for id_ in _ids(job)]
+    unheard = SchedulerState("pending", YOUNG_WORDS) if young else SchedulerState("ended", FORGOTTEN)
+    states = [known.get(id_, unheard) for id_ in job.ids]
     if young:  # accounting may know a job before the queue shows it
         states = [unheard if state.state == "unknown" else state for state in states]
     kinds = [state.state for state in states]
@@ -407,7 +441,7 @@ def _chain_state(job: Job, known: Mapping[str, SchedulerState]) -> SchedulerStat
         return states[kinds.index("running")]
     if "pending" in kinds:
         first = kinds.index("pending")
-        return _waiting(_ids(job)[:first], states[: first + 1])
+        return _waiting(job.ids[:first], states[: first + 1])
     return states[kinds.index("unknown")] if "unknown" in kinds else states[-1]
 
 
@@ -425,13 +459,25 @@ def _with_folder(run: RunDir, job: Job, state: SchedulerState) -> SchedulerState
     ran = not state.reason or state.reason.startswith(("FAILED", FORGOTTEN))
     if state.state != "ended" or not ran or _attempts(run, job):
         return state
-    if any(path for id_ in _ids(job) for path in run.submitit_dir.glob(f"{id_}_*_log.*")):
+    if any(path for id_ in job.ids for path in run.submitit_dir.glob(f"{id_}_*_log.*")):
         return state
     words = (
         f"it left no log: its nodes probably do not see {run.path.resolve()}; choose a folder on a file system that "
         "all nodes share with --run-dir"
     )
     return SchedulerState("ended", f"{state.reason}; {words}" if state.reason else words)
+
+
+def _with_words(run: RunDir, job: Job, state: SchedulerState) -> SchedulerState:
+    """Add what the shell, srun or python said of a job whose supervisor never started."""
+    if state.state != "ended" or not state.reason.startswith("FAILED") or _attempts(run, job):
+        return state
+    for path in reversed(run.scheduler_logs(job.ids)):
+        lines = [line.strip() for line in path.read_text(errors="replace").splitlines()]
+        told = [line for line in lines if line and "Exited with exit code" not in line and "submitit" not in line]
+        if told and path.suffix == ".err":
+            return SchedulerState("ended", f"{state.reason}: {told[-1]} ({path})")
+    return state
 
 
 def submit_from_own_session(path: str, task_id: str) -> None:

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tula_cli.code import Source, choose, snapshot
-from tula_cli.errors import BadMeasurements, JobFailed, OutOfMemoryAtMinimum
+from tula_cli.errors import BadMeasurements, JobFailed, OutOfMemoryAtMinimum, SchedulerError
 from tula_cli.launch import Launcher, submitting, under_way
 from tula_cli.models.cost import price_at_most
 from tula_cli.outcome import advice
@@ -101,7 +101,9 @@ def _task(spec: JobSpec, nodes: int, local_batches: list[int], *, workdir: Path)
 
 def _packed(tasks: list[ProbeTask]) -> list[ProbeTask]:
     """Return the tasks as those of one job: the first, on the most nodes, is submitted and names the others."""
-    first, *others = sorted((task.model_copy(update={"job": PACKED}) for task in tasks), key=lambda task: -task.nodes)
+    # Their own ids: a job of one number of nodes may be under way when the packing is changed.
+    own = [task.model_copy(update={"id": f"packed-n{task.nodes:03d}", "job": PACKED}) for task in tasks]
+    first, *others = sorted(own, key=lambda task: -task.nodes)
     return [first.model_copy(update={"then": tuple(task.id for task in others)}), *others]
 
 
@@ -126,6 +128,8 @@ def start(run: RunDir, plan: ProfilePlan, launcher: Launcher) -> tuple[str, ...]
         code = snapshot(run, plan.tasks[0].spec, plan.code) if jobs.keys() - alive else ""
         for id_, tasks in jobs.items():
             if id_ in alive:
+                if run.cancelled(id_):
+                    raise SchedulerError(f"{id_} is still being cancelled", "run the same command again in a minute")
                 continue
             run.uncancel(id_)
             for task in tasks:

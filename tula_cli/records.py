@@ -275,8 +275,14 @@ class Job(Record):
     submitted_at: float
     submissions: int = 1  # how often it was submitted
     links: tuple[str, ...] = ()  # ids of the chain that a training job on SLURM is, scheduler_id first
+    host: str = ""  # local: the machine it runs on
     process_started: float | None = None  # local: start time of the process, against reused process ids
     log_dir: str = ""
+
+    @property
+    def ids(self) -> tuple[str, ...]:
+        """The scheduler's ids of all its links."""
+        return self.links or (self.scheduler_id,)
 
 
 class Failure(Record):

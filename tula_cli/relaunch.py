@@ -132,7 +132,11 @@ def no_progress(attempts: Sequence[Attempt], samples: int, limit: int) -> str:
         samples: of the newest checkpoint now.
         limit: `train.max_attempts`.
     """
-    if not attempts or attempts[-1].outcome not in TAKEN or attempts[-1].samples != samples:
+    if not attempts or attempts[-1].outcome not in TAKEN:
+        return ""
+    # The allocation counts, not its last attempt: an earlier one in it may have saved something.
+    began = next(attempt for attempt in attempts if attempt.allocation == attempts[-1].allocation)
+    if began.samples != samples:
         return ""
     if attempts[-1].outcome == "time_limit":
         return "the time limit was reached before anything could be saved: raise cluster.slurm.minutes"

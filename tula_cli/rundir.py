@@ -11,9 +11,9 @@ import os
 import shutil
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, BinaryIO, TypeVar
 
 from pydantic import BaseModel, TypeAdapter, ValidationError
 
@@ -79,6 +79,24 @@ def _cannot_write(path: Path, error: OSError) -> TulaError:
     return TulaError(f"cannot write {path}: {error.strerror}", "choose another folder with --run-dir")
 
 
+def _content(path: Path) -> bytes:
+    """Return what a file holds; one that NFS has replaced under the reader (ESTALE) is read once more.
+
+    Raises:
+        FileNotFoundError: there is none.
+        TulaError: it cannot be read.
+    """
+    for again in (True, False):
+        try:
+            return path.read_bytes()
+        except FileNotFoundError:
+            raise
+        except OSError as error:
+            if not (again and error.errno == errno.ESTALE):
+                raise TulaError(f"cannot read {path}: {error.strerror}") from error
+    raise AssertionError
+
+
 class RunDir:
     """One run. Reading never fails on a file that is not there yet; it answers None or an empty list."""
 
@@ -125,9 +143,13 @@ class RunDir:
         Raises:
             SpecError: there is no such folder, or it is not a run directory.
         """
-        if not path.is_dir():
+        try:
+            there, is_run = path.is_dir(), (path / "spec.yaml").is_file()
+        except PermissionError:
+            raise SpecError(f"no permission to read {path}", "a run belongs to the user who started it") from None
+        if not there:
             raise SpecError(f"no such run directory: {path}", "tula list shows the runs there are")
-        if not (path / "spec.yaml").is_file():
+        if not is_run:
             raise SpecError(
                 f"not a run directory: {path} (it holds no spec.yaml)", "tula list shows the runs there are"
             )
@@ -185,6 +207,10 @@ class RunDir:
         found = [self._read(path, TASK) for path in self._list("tasks", "check-*.json")]
         return [task for task in found if isinstance(task, CheckTask)]
 
+    def superseded(self, task: TrainTask) -> bool:
+        """Return whether a later attempt of a training has been written: whoever runs this one has to stop."""
+        return (self.path / f"tasks/{task.job}-{task.attempt + 1}.json").exists()
+
     def newest_train_task(self, train_signature: str) -> TrainTask | None:
         """Return the training task with the highest attempt."""
         found = [t for t in self.tasks() if isinstance(t, TrainTask) and t.signature == train_signature]
@@ -202,6 +228,10 @@ class RunDir:
 
     def write_attempt(self, attempt: Attempt) -> None:
         self._write(f"attempts/{attempt.task}.{attempt.number:03d}.json", attempt)
+
+    def attempt(self, task_id: str, number: int) -> Attempt | None:
+        """Return one attempt, by its name: the listing of a folder on NFS may be half a minute old."""
+        return self._read(f"attempts/{task_id}.{number:03d}.json", TypeAdapter(Attempt))
 
     def attempts(self, task_id: str | None = None) -> list[Attempt]:
         """Return the attempts of one task (or of all), oldest first."""
@@ -224,9 +254,15 @@ class RunDir:
         found = [failure for path in paths if (failure := self._read(path, TypeAdapter(Failure)))]
         return sorted(found, key=lambda failure: failure.failed_at)
 
-    def cancel(self, job_id: str) -> None:
+    def cancel(self, job_id: str, *, by: str = "tula cancel") -> None:
         """Mark a job as cancelled by the user: nothing starts or restarts it until `uncancel`."""
-        write_atomic(self.path / f"jobs/{job_id}.cancelled", f"{time.time()}\n")
+        if not self.cancelled(job_id):
+            write_atomic(self.path / f"jobs/{job_id}.cancelled", f"{by}\n")
+
+    def cancelled_by(self, job_id: str) -> str:
+        """Return the command that cancelled a job; empty where none has."""
+        path = self.path / f"jobs/{job_id}.cancelled"
+        return path.read_text(encoding="utf-8").strip() if path.exists() else ""
 
     def uncancel(self, job_id: str) -> None:
         (self.path / f"jobs/{job_id}.cancelled").unlink(missing_ok=True)
@@ -267,8 +303,18 @@ class RunDir:
             return owner or "another process"
         except OSError as error:
             raise _cannot_write(self._lock, error) from error
-        write_atomic(self._lock / "owner", f"{socket.gethostname()}:{os.getpid()}\n")
+        try:
+            write_atomic(self._lock / "owner", f"{socket.gethostname()}:{os.getpid()}\n")
+        except TulaError:
+            shutil.rmtree(self._lock, ignore_errors=True)
+            raise
         return ""
+
+    def hold(self) -> None:
+        """Show that the lock is not left behind: sbatch of a busy controller takes a minute a job."""
+        if self._lock_owner(self._lock) == f"{socket.gethostname()}:{os.getpid()}":
+            with contextlib.suppress(OSError):
+                os.utime(self._lock)
 
     def unlock(self) -> None:
         """Give the lock back, if it has not been taken over."""
@@ -288,8 +334,8 @@ class RunDir:
 
     def _is_stale(self, owner: str) -> bool:
         host, _, pid = owner.partition(":")
-        if host == socket.gethostname() and pid.isdigit() and not Path(f"/proc/{pid}").exists():
-            return True
+        if host == socket.gethostname() and pid.isdigit():
+            return not Path(f"/proc/{pid}").exists()
         try:
             return time.time() - self._lock.stat().st_mtime > LOCK_AGE
         except OSError:
@@ -387,6 +433,11 @@ class RunDir:
         """Return the checkpoints, newest (most samples) first."""
         return sorted((self.train_dir(train_signature) / "checkpoints").glob("*.pt"), reverse=True)
 
+    def drop_drafts(self, train_signature: str) -> None:
+        """Remove checkpoints that a killed rank 0 was writing."""
+        for draft in (self.train_dir(train_signature) / "checkpoints").glob(".*.pt.*"):
+            draft.unlink(missing_ok=True)
+
     def checkpoint_path(self, train_signature: str, samples: int) -> Path:
         return self.train_dir(train_signature) / "checkpoints" / f"{samples:012d}.pt"
 
@@ -419,6 +470,18 @@ class RunDir:
         """Return where the output of one attempt goes: of all ranks under torchrun, of one rank under srun."""
         suffix = f".{rank:04d}" if rank else ""
         return self.path / "logs" / f"{task_id}.{attempt:03d}{suffix}.log"
+
+    def open_log(self, path: Path) -> BinaryIO:
+        """Open a log to add to it.
+
+        Raises:
+            TulaError: the disk is full or the folder cannot be written.
+        """
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            return open(path, "ab")
+        except OSError as error:
+            raise _cannot_write(path, error) from error
 
     def handover_path(self, task_id: str, attempt: int) -> Path:
         """Return the file through which the ranks of one attempt find each other (address and port)."""
@@ -460,6 +523,11 @@ class RunDir:
         """Return the digests of all code that jobs of this run were submitted with."""
         return {found.digest for path in self._list("code") if (found := self._read(path, TypeAdapter(CodeSnapshot)))}
 
+    def scheduler_logs(self, ids: Iterable[str]) -> list[Path]:
+        """Return what SLURM kept of jobs, by its own ids: there are words where no supervisor has started."""
+        found = [path for id_ in ids for path in self.submitit_dir.glob(f"{id_}_*_log.*") if path.stat().st_size]
+        return sorted(found, key=lambda path: path.stat().st_mtime)
+
     def logs(self) -> list[Path]:
         return sorted((self.path / "logs").glob("*.log"), key=lambda path: path.stat().st_mtime)
 
@@ -471,7 +539,7 @@ class RunDir:
     def _read(self, name: str | Path, adapter: TypeAdapter[T]) -> T | None:
         path = name if isinstance(name, Path) else self.path / name
         try:
-            return adapter.validate_json(path.read_bytes())
+            return adapter.validate_json(_content(path))
         except FileNotFoundError:
             return None
         except ValidationError as error:
@@ -490,5 +558,7 @@ class RunDir:
             return
         with open(path, encoding="utf-8") as file:
             for line in file:
-                if line.endswith("\n"):
-                    yield json.loads(line)
+                # A lost node may leave a line of which some blocks were never written.
+                with contextlib.suppress(json.JSONDecodeError):
+                    if line.endswith("\n"):
+                        yield json.loads(line)

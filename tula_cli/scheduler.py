@@ -17,6 +17,9 @@ from tula_cli.records import OutcomeClass
 
 PATIENCE = 60.0
 """Seconds that a command of SLURM gets; a busy controller answers after some tens of them."""
+SILENT = "squeue does not answer"
+OVER = re.compile("Invalid job id|already completing or completed", re.IGNORECASE)
+"""scancel's complaints about jobs that have ended by themselves."""
 ACCOUNTING_PAUSE = 60.0
 """Seconds between two questions to sacct about the same job: it reads a database that all users share."""
 
@@ -133,7 +136,7 @@ def _queue(ids: Sequence[str]) -> tuple[dict[str, SchedulerState], str]:
             return {}, ""
         answer = _run(*form, f"--user={os.getuid()}")
     if not answer.ok:
-        return {}, f"squeue does not answer: {answer.complaint}"
+        return {}, f"{SILENT}: {answer.complaint}"
     rows = [line.split("|") for line in answer.text.splitlines()]
     return {row[0]: _state(row[1], row[2], _moment(row[3])) for row in rows if len(row) == 4}, ""
 
@@ -301,11 +304,13 @@ def named(job_name: str) -> list[str]:
         return []
 
 
-def cancel(ids: Sequence[str]) -> None:
-    """Cancel these jobs, and no others."""
+def cancel(ids: Sequence[str]) -> str:
+    """Cancel these jobs, and no others; return scancel's complaint, empty where it did what it was told."""
     own = [id_ for id_ in ids if id_.isdigit()]  # scancel would take a name for other things
-    if own:
-        _run("scancel", *own)
+    if not own:
+        return ""
+    answer = _run("scancel", *own)
+    return "" if answer.ok or OVER.search(answer.complaint) else answer.complaint
 
 
 # --- talking to SLURM

@@ -211,7 +211,7 @@ def _job(
     progress = _progress(run, tasks, results)
     attempts = sorted((a for task in tasks for a in run.attempts(task.id)), key=lambda attempt: attempt.started_at)
     recent = [attempt for attempt in attempts if attempt.started_at >= job.submitted_at - CLOCKS_APART]
-    state, reason = _state(progress, recent, scheduler, cancelled=run.cancelled(job.id))
+    state, reason = _state(progress, recent, scheduler, cancelled=run.cancelled_by(job.id))
     elapsed = _elapsed(attempts, until=now if state == "running" else progress.measured_at)
     left = _left(progress, training, pace=pace) if state in ACTIVE else None
     return JobStatus(
@@ -269,14 +269,14 @@ def _progress(run: RunDir, tasks: list[ProbeTask | TrainTask], results: Results)
 
 
 def _state(
-    progress: _Progress, attempts: list[Attempt], scheduler: SchedulerState, *, cancelled: bool
+    progress: _Progress, attempts: list[Attempt], scheduler: SchedulerState, *, cancelled: str
 ) -> tuple[JobState, str]:
     """Return a job's state: results first, then the user's cancel, then the scheduler, then the attempts."""
     live = scheduler.state in ("pending", "running")
     if progress.complete and not (progress.failed and live):
         return ("failed", progress.failed[0]) if progress.failed else ("done", "")
     if cancelled:
-        return "cancelled", "by tula cancel"
+        return "cancelled", f"by {cancelled}"
     if scheduler.state == "pending":
         return "queued", scheduler.reason
     if scheduler.state == "running":
@@ -553,12 +553,13 @@ def seldom(
 def _log_files(run: RunDir, job: str | None) -> list[Path]:
     """Return the log files of a job (of all), last written last."""
     if job is None:
-        return run.logs()
+        return run.logs() or run.scheduler_logs(id_ for found in run.jobs() for id_ in found.ids)
     known = [found.id for found in run.jobs()]
     if job not in known:
         raise SpecError(f"no job {job!r} in {run.path}", nearest(job, known) or f"there are: {', '.join(known) or '-'}")
     tasks = tuple(f"{task.id}." for task in (*run.tasks(), *run.check_tasks()) if task.job == job)
-    return [path for path in run.logs() if path.name.startswith(tasks)]
+    own = [path for path in run.logs() if path.name.startswith(tasks)]
+    return own or run.scheduler_logs(id_ for found in run.jobs() if found.id == job for id_ in found.ids)
 
 
 def _read_lines(path: Path, offsets: dict[Path, int], *, whole: bool) -> Iterator[LogLine]:

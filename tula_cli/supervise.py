@@ -21,12 +21,15 @@ from pathlib import Path
 from tula_cli import ending as judge
 from tula_cli import network, sbatch, scheduler
 from tula_cli.ending import Ending, Seen, Task
-from tula_cli.errors import TulaError
+from tula_cli.errors import JobFailed, TulaError
+from tula_cli.outcome import root
 from tula_cli.processes import die_with_parent
 from tula_cli.records import Attempt, CheckTask, Job, Order, OutcomeClass, ProbeTask, TrainTask
 from tula_cli.relaunch import LOST, TAKEN, after, no_progress, write_summary
 from tula_cli.rundir import RunDir
 
+LAG = 60.0
+"""Seconds by which a file may appear later than another one that was written after it (NFS)."""
 POLL = 0.2  # seconds
 POLL_MOST = 2.0
 """Seconds between two looks at the run directory where many supervisors share it: a few dozen looks a second in all."""
@@ -147,6 +150,8 @@ def _supervise(me: Supervisor, task_id: str) -> None:
 def _lead(me: Supervisor, task_id: str) -> None:
     """Start attempt after attempt until the job is over, telling the other supervisors each time."""
     for first in _packed(me.run, task_id):
+        if me.notice.given:
+            break
         _lead_task(me, first)
     _tell(me, Order(task=None))
 
@@ -163,10 +168,16 @@ def _lead_task(me: Supervisor, first: Task) -> None:
     task = _take_up(me, first)
     while task is not None and not _over(me.run, task):
         attempt = _open_attempt(me, task)
-        order = Order(task=task.id, attempt=attempt.number, ranks=_world(task), meeting=_meeting(task))
+        try:
+            order = Order(task=task.id, attempt=attempt.number, ranks=_world(task), meeting=_meeting(task))
+        except JobFailed as error:
+            ending = Ending("user", f"{error.message}; {error.hint}", host=socket.gethostname())
+            after(me.run, task, ending, 0)
+            _close_attempt(me.run, attempt, ending)
+            break
         _tell(me, order)
         ending = _closing(me, task, attempt, _attempt(me, task, attempt, order, deadline))
-        taken = ending.outcome is not None and (me.notice.given or ending.outcome == "time_limit")
+        taken = ending.outcome in TAKEN or (ending.outcome is not None and me.notice.given)
         following = None if taken else after(me.run, task, ending, _lost(me, task) + (ending.outcome in LOST))
         # Last: who sees the attempt ended may rely on everything that follows from it.
         _close_attempt(me.run, attempt, ending)
@@ -203,15 +214,29 @@ def _follow(me: Supervisor) -> None:
         while (order := me.run.order(me.place.allocation, number)) is None:
             if me.notice.given:
                 return
-            time.sleep(me.place.poll)
+            _pause(me)
         if order.task is None:
             return
-        task = me.run.task(order.task)
-        assert task is not None
+        task, attempt = _subject(me, order.task, order.attempt)
         if _first_rank(me, task) >= order.ranks:
             continue  # a smaller number of nodes is being measured
-        attempt = next(a for a in me.run.attempts(task.id) if a.number == order.attempt)
         _attempt(me, task, attempt, order, deadlines.setdefault(task.id, _deadline(task)))
+
+
+def _subject(me: Supervisor, task_id: str, number: int) -> tuple[Task, Attempt]:
+    """Return the task and the attempt that an order is about: written before it, but NFS may show the order first.
+
+    Raises:
+        TulaError: they do not appear.
+    """
+    deadline = time.monotonic() + LAG
+    while True:
+        task, attempt = me.run.task(task_id), me.run.attempt(task_id, number)
+        if task is not None and attempt is not None:
+            return task, attempt
+        if time.monotonic() > deadline:
+            raise TulaError(f"the order of task 0 came, but not what it is about, in {LAG:g} s")
+        time.sleep(POLL)
 
 
 def _deadline(task: Task) -> float:
@@ -290,17 +315,17 @@ def _take_up(me: Supervisor, task: Task) -> Task | None:
         return task
     job = _own_job(me, task)
     if job is not None and _predecessor_cancelled(me, job):
-        me.run.cancel(task.job)
+        me.run.cancel(task.job, by="scancel")
     earlier = _of_submission(me, task)
     if not earlier or earlier[-1].task != task.id:
         return task  # the first of this submission, or its relaunch is written already
     last = _corrected(me, earlier[-1])
     if last.outcome == "cancelled" and not me.place.alone:
-        me.run.cancel(task.job)
+        me.run.cancel(task.job, by="scancel")
     if why := no_progress(earlier, me.run.newest_samples(task.signature), task.spec.train.max_attempts):
         me.run.write_attempt(last.model_copy(update={"message": f"{last.message}; {why}"}))
         return None
-    if last.outcome not in (*LOST, *TAKEN):
+    if last.outcome not in (*LOST, *TAKEN, "host_oom", "device_oom"):  # an OOM whose relaunch nobody has written yet
         return None
     return after(me.run, task, Ending(last.outcome, last.message), _lost(me, task))
 
@@ -342,7 +367,8 @@ def _of_submission(me: Supervisor, task: TrainTask) -> list[Attempt]:
 def _lost(me: Supervisor, task: Task) -> int:
     """Return how many attempts of this job have lost their processes so far."""
     if isinstance(task, TrainTask):
-        attempts = _of_submission(me, task)
+        samples = me.run.newest_samples(task.signature)  # those that have advanced it do not count
+        attempts = [attempt for attempt in _of_submission(me, task) if attempt.samples == samples]
     else:
         attempts = [attempt for attempt in me.run.attempts(task.id) if attempt.started_at >= me.since]
     return sum(attempt.outcome in LOST for attempt in attempts)
@@ -388,7 +414,7 @@ def _taken(allocation: str) -> Ending:
 def _open_attempt(me: Supervisor, task: Task) -> Attempt:
     attempt = Attempt(
         task=task.id,
-        number=len(me.run.attempts(task.id)) + 1,
+        number=max((earlier.number for earlier in me.run.attempts(task.id)), default=0) + 1,
         started_at=time.time(),
         host=socket.gethostname(),
         pid=os.getpid(),
@@ -404,10 +430,13 @@ def _closing(me: Supervisor, task: Task, attempt: Attempt, ending: Ending) -> En
     """Tell the end of an attempt by the scheduler's words where it has ended the allocation."""
     if me.notice.given and not _finished(me.run, task):
         ending = _taken(me.place.allocation)
+        if me.run.cancelled(task.job):
+            return Ending("cancelled", "cancelled by the user")
         if ending.outcome == "cancelled":
-            me.run.cancel(task.job)
+            me.run.cancel(task.job, by="scancel")
         return ending
-    if ending.outcome == "unknown" and me.run.stopped(task.id, attempt.number) == "time_limit":
+    # A rank may lose its peers on the way out: they have left and saved all the same.
+    if ending.outcome in ("unknown", "peer", "signal") and me.run.stopped(task.id, attempt.number) == "time_limit":
         return Ending("time_limit", _TAKEN_WORDS["time_limit"].format(me.place.job_id))
     return ending
 
@@ -426,19 +455,24 @@ def _close_attempt(run: RunDir, attempt: Attempt, ending: Ending) -> None:
 def _attempt(me: Supervisor, task: Task, attempt: Attempt, order: Order, deadline: float) -> Ending:
     """Start the ranks of this supervisor and wait for their end."""
     log = me.run.log_path(task.id, attempt.number, me.place.index)
-    log.parent.mkdir(parents=True, exist_ok=True)
     kills = judge.oom_kills()
-    with open(log, "ab") as output:
-        child = subprocess.Popen(
-            _command(me, task, order),
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            env=_environment(me, task),
-            cwd=_start_folder(me.run, task),
-            start_new_session=True,
-            preexec_fn=_become_child,
-        )
+    command, folder = _command(me, task, order), _start_folder(me.run, task)
+    with me.run.open_log(log) as output:
+        try:
+            child = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                env=_environment(me, task),
+                cwd=folder,
+                start_new_session=True,
+                preexec_fn=_become_child,
+            )
+        except OSError as error:  # the wrapper, or the folder where the job was submitted, is not on this node
+            own = Ending("user", f"cannot start {command[0]} in {folder}: {error.strerror}", host=socket.gethostname())
+            judge.report(me.run, task, attempt, Seen(127, False, log, _first_rank(me, task)), own)
+            return own
         stopped = _wait(me, task, attempt, child, deadline)
     if stopped:
         return stopped
@@ -484,9 +518,21 @@ def _wait(
             failed_at = time.monotonic()
         if failed_at is not None and time.monotonic() > failed_at + PEER_GRACE:
             _kill(child)  # it sits in a reduction with a rank that is gone
-            return None
-        time.sleep(me.place.poll)
+            failure = root(me.run.failures(task.id, attempt.number))  # not its own end, so not its own report
+            assert failure is not None
+            return Ending(failure.outcome, failure.message, failure.rank, failure.host)
+        if isinstance(task, TrainTask) and not me.place.alone and me.run.superseded(task):
+            _kill(child)  # this node was given up for lost, and lives: two would write one run
+            return Ending("node_failure", "another allocation has taken over")
+        _pause(me)
     return None
+
+
+def _pause(me: Supervisor) -> None:
+    """Wait until the next look at the run directory, or until the scheduler ends the job."""
+    until = time.monotonic() + me.place.poll
+    while not me.notice.given and (left := until - time.monotonic()) > 0:
+        time.sleep(min(POLL, left))
 
 
 def _end(child: "subprocess.Popen[bytes]", grace: float) -> None:
@@ -568,6 +614,8 @@ def _environment(me: Supervisor, task: Task) -> dict[str, str]:
     if _by_torchrun(task):
         return own
     numbers = {"RANK": me.place.index, "WORLD_SIZE": _world(task), "LOCAL_RANK": me.place.local_index}
+    # A rendezvous of the site's set-up lines, or of a shell, is not ours.
+    own = {name: value for name, value in own.items() if name not in ("MASTER_ADDR", "MASTER_PORT")}
     return {**own, **{name: str(value) for name, value in numbers.items()}}
 
 

@@ -6,7 +6,16 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tula_cli.code import Source, behind, choose, snapshot
-from tula_cli.errors import BadMeasurements, Infeasible, JobFailed, OutOfMemoryAtMinimum, Pending, SpecError, TulaError
+from tula_cli.errors import (
+    BadMeasurements,
+    Infeasible,
+    JobFailed,
+    OutOfMemoryAtMinimum,
+    Pending,
+    SchedulerError,
+    SpecError,
+    TulaError,
+)
 from tula_cli.grid import batches
 from tula_cli.launch import Launcher, submitting, under_way
 from tula_cli.models.forecast import Forecast
@@ -73,13 +82,20 @@ def plan(
         _check_size(batch, _dataset_size(run, spec, inspect))
     checkpoints = run.checkpoints(task.signature)
     return TrainPlan(
-        task=newest.model_copy(update={"spec": spec, "workdir": task.workdir}) if newest else task,
+        task=_again(newest, task) if newest else task,
         prediction=task.ladder[0].prediction,
         source=source,
         finished=run.summary(task.signature) is not None,
         resumes=int(checkpoints[0].stem) if checkpoints else None,
         code=code,
     )
+
+
+def _again(newest: TrainTask, wanted: TrainTask) -> TrainTask:
+    """Return the newest task with what the user says now; loader processes stay reduced unless they say otherwise."""
+    changed = wanted.spec.train.workers != newest.spec.train.workers
+    workers = wanted.workers if changed else newest.workers
+    return newest.model_copy(update={"spec": wanted.spec, "workdir": wanted.workdir, "workers": workers})
 
 
 def _code(run: RunDir, spec: JobSpec, nodes: int, batch: int) -> Source:
@@ -159,7 +175,10 @@ def start(run: RunDir, plan: TrainPlan, launcher: Launcher) -> str:
     """Submit the training job, with the user's code copied; one under way is left alone. Returns its id."""
     task = plan.task
     with submitting(run):
-        if not under_way(run, launcher, [task.job]):
+        if under_way(run, launcher, [task.job]):
+            if run.cancelled(task.job):
+                raise SchedulerError(f"{task.job} is still being cancelled", "run the same command again in a minute")
+        else:
             run.uncancel(task.job)
             run.write_task(task.model_copy(update={"code": snapshot(run, task.spec, plan.code)}))
             run.write_job(launcher.submit(run, task))

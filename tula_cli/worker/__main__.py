@@ -73,8 +73,8 @@ def _work(task: Task, run: RunDir, attempt: int) -> None:
             ranks.limit_memory(limit)
         match task:
             case ProbeTask():
-                started_at = next(a.started_at for a in run.attempts(task.id) if a.number == attempt)
-                run_probes(task, run, me, datasets, started_at=started_at)
+                record = run.attempt(task.id, attempt)
+                run_probes(task, run, me, datasets, started_at=record.started_at if record else time.time())
             case TrainTask():
                 run_training(task, run, me, datasets, attempt=attempt)
 

@@ -133,10 +133,7 @@ def run_training(
         work = Run(task, run, trainer, metrics, loop.Evaluator(trainer), best, leaving, owed)
         _announce(work)
         leaving.listen()
-        try:
-            _train(work)
-        except Left as left:
-            _leave(work, left, attempt)
+        _train(work, attempt)
 
 
 def _leave(work: Run, left: Left, attempt: int) -> None:
@@ -154,6 +151,8 @@ def _resume(task: TrainTask, run: RunDir, trainer: Trainer) -> tuple[dict[str, f
     Returns:
         The best metrics so far, and whether the epoch that has ended there is still to be evaluated.
     """
+    if trainer.ranks.first:
+        run.drop_drafts(task.signature)
     found = checkpoint.load_newest(run, task.signature) if trainer.ranks.first else None
     samples = trainer.ranks.from_first(-1 if found is None else found[1]["position"]["samples"])
     if samples < 0:
@@ -186,18 +185,26 @@ def _warn(work: Run, message: str) -> None:
     work.metrics.add("warning", work.trainer.position, work.trainer.epoch, message=message)
 
 
-def _train(work: Run) -> None:
+def _train(work: Run, attempt: int) -> None:
+    with contextlib.closing(loop.steps(work.trainer)) as stream:
+        try:
+            _steps(work, stream)
+        except Left as left:
+            _leave(work, left, attempt)  # first of all: the end of the loader's processes takes its time
+            return
+    _finish(work)
+
+
+def _steps(work: Run, stream: Iterator[Step]) -> None:
     if work.owed:
         _end_epoch(work, None)
-    with contextlib.closing(loop.steps(work.trainer)) as stream:
-        for step in _timed(work, stream):
-            if step.epoch_ended:
-                _end_epoch(work, step)
-            elif work.first:
-                _log_step(work)
-                _save_when_due(work)
-            _check(work)
-    _finish(work)
+    for step in _timed(work, stream):
+        if step.epoch_ended:
+            _end_epoch(work, step)
+        elif work.first:
+            _log_step(work)
+            _save_when_due(work)
+        _check(work)
 
 
 def _check(work: Run) -> None:

@@ -312,6 +312,17 @@ def test_a_lost_job_is_given_up_after_the_grace_period(run, scheduler, grace):
     assert grace <= clock.now - START - 1000 <= 2 * grace
 
 
+@pytest.mark.parametrize("outcome", ["done", "device_oom"])
+def test_results_may_come_later_than_the_end_of_the_attempt_that_wrote_them(run, outcome):
+    name = make.add_probes(run, 1, (32,))
+    run.write_job(make.job(name, scheduler="slurm"))
+    run.write_attempt(make.attempt(name, end=START + 1, outcome=outcome))
+    clock = Clock([(25, lambda: make.add_measured(run, 1, 32))])
+    seen = watched(run, make.FakeLauncher({name: "ended"}), [name], clock)
+    assert (seen[0].jobs[0].state, seen[-1].jobs[0].state) == ("lost", "done")
+    assert "0 of 1 results are to be seen" in seen[0].jobs[0].reason
+
+
 def test_a_failed_job_needs_no_grace(run):
     name = make.add_probes(run, 1, (32,))
     run.write_attempt(make.attempt(name, end=START + 1, outcome="user", message="no"))

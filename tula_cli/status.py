@@ -291,6 +291,9 @@ def _state_from_attempts(
     if last is not None and last.ended_at is not None:
         if scheduler.state == "unknown" and last.outcome in TAKEN:
             return "queued", scheduler.reason  # the next link of its chain goes on
+        measured = last.outcome == "done" or (last.outcome == "device_oom" and progress.now is not None)
+        if measured:  # its supervisor saw all results: they are on their way here (NFS, Lustre)
+            return "lost", f"ended well, but {progress.done} of {progress.total} results are to be seen here"
         words = last.message or f"ended with {progress.done} of {progress.total} probes"
         verdict = (
             "" if scheduler.reason.startswith("FAILED") or not scheduler.reason else f" (SLURM: {scheduler.reason})"

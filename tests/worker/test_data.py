@@ -2,6 +2,7 @@
 
 import pickle
 import random
+import urllib.error
 from pathlib import Path
 
 import numpy as np
@@ -115,6 +116,17 @@ def test_prepare_refuses_what_cannot_be_downloaded():
     with pytest.raises(SpecError, match="cannot download ImageNet"):
         prepare(spec({"name": "ImageNet", "download": True}))
     prepare(spec({"name": "ImageNet"}))
+
+
+def test_a_login_node_without_a_network_is_told_where_to_put_the_data(monkeypatch, tmp_path):
+    def offline(*args, **kwargs):
+        raise urllib.error.URLError("Name or service not known")
+
+    monkeypatch.setattr("tula_cli.worker.data._construct_torchvision", offline)
+    job = spec({"name": "CIFAR10", "root": str(tmp_path), "download": True})
+    with pytest.raises(SpecError, match=r"CIFAR10 cannot be downloaded to .*Name or service not known") as refused:
+        prepare(job)
+    assert "dataset.download: false" in refused.value.hint
 
 
 def test_prepare_downloads_both_splits(monkeypatch, tmp_path):

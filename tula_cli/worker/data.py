@@ -139,7 +139,13 @@ def prepare(spec: JobSpec) -> None:
     root.mkdir(parents=True, exist_ok=True)
     splits = ({"train": True}, {"train": False}) if name.startswith("CIFAR") else ({},)
     for split in splits:
-        _construct_torchvision(spec, root=str(root), download=True, **split)
+        try:
+            _construct_torchvision(spec, root=str(root), download=True, **split)
+        except OSError as error:
+            raise SpecError(
+                f"{name} cannot be downloaded to {root}: {error}",
+                "put it there from a machine that has a network, and set dataset.download: false",
+            ) from error
 
 
 def build_datasets(spec: JobSpec) -> Datasets:

@@ -12,6 +12,7 @@ from pathlib import Path
 import make_runs as make
 import pytest
 import yaml
+from driver import hears_ctrl_c
 from make_results import Truth, footprint, measured
 from typer.testing import CliRunner
 
@@ -769,7 +770,9 @@ def test_every_command_has_the_common_flags():
 def process(*arguments, cwd, stdout=subprocess.PIPE, **environment):
     variables = {**os.environ, "PYTHONPATH": str(ROOT), **environment}
     command = [sys.executable, "-m", "tula_cli", *map(str, arguments)]
-    return subprocess.Popen(command, cwd=cwd, stdout=stdout, stderr=subprocess.PIPE, text=True, env=variables)
+    return subprocess.Popen(
+        command, cwd=cwd, stdout=stdout, stderr=subprocess.PIPE, text=True, env=variables, preexec_fn=hears_ctrl_c
+    )
 
 
 def ended(*arguments, cwd, **environment):

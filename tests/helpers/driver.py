@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -13,6 +14,11 @@ from tula_cli.records import TrainTask
 from tula_cli.rundir import RunDir
 
 PATIENCE = 240.0  # seconds; a loaded machine starts ranks slowly
+
+
+def hears_ctrl_c() -> None:
+    """Undo what a shell does to commands it starts with `&`, and they pass on to their children: to ignore Ctrl-C."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 class Tula:
@@ -27,7 +33,7 @@ class Tula:
         command = [sys.executable, "-m", "tula_cli", *arguments]
         return subprocess.Popen(
             command, cwd=self.folder, env=self.environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-            stdin=subprocess.DEVNULL, start_new_session=True,
+            stdin=subprocess.DEVNULL, start_new_session=True, preexec_fn=hears_ctrl_c,
         )  # fmt: skip
 
     def __call__(self, *arguments: str, code: int = 0) -> dict[str, Any]:

@@ -249,7 +249,7 @@ def watch_cluster(
         yield state
         if state.state == "ended":
             return
-        hopeless = hopeless + 1 if _is_hopeless(state) else 0
+        hopeless = hopeless + 1 if state.hopeless else 0
         if hopeless > 1:  # it may be so for a moment while the controller is busy
             raise _ended_hopeless(run, launcher, task, job, state)
         now = clock()
@@ -272,10 +272,6 @@ def _is_over(run: RunDir, task: CheckTask) -> bool:
         return True
     attempts = run.attempts(task.id)
     return bool(attempts) and attempts[-1].outcome not in (None, "done", "port")
-
-
-def _is_hopeless(state: SchedulerState) -> bool:
-    return state.state == "pending" and state.reason.partition(":")[0] in scheduler.HOPELESS
 
 
 def _ended_hopeless(

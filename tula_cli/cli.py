@@ -508,7 +508,7 @@ def _tell_new(
     """Warn of jobs that will not start, and of those that were submitted with other settings of the cluster."""
     known = [found for found in run.jobs() if found.id in jobs]
     for id_, state in launcher.states(run, known).items():
-        if "will not start" in state.reason:
+        if state.hopeless:
             screen.warn(f"{id_}: {state.reason}; tula cancel, correct the cluster section, and start again")
     tasks = {task.job: task for task in run.tasks()}
     for id_ in under_way:

@@ -8,15 +8,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tula_cli.outcome import classify, root
-from tula_cli.records import Attempt, CheckTask, Failure, OutcomeClass, ProbeTask, TrainTask
+from tula_cli.records import Attempt, Failure, OutcomeClass, Task
 from tula_cli.rundir import RunDir
 
 TAIL = 20_000  # bytes of a log that are read for its last words
 CGROUPS = Path("/sys/fs/cgroup")
 
 _CRASH = re.compile(r"exitcode *: *-(?:11|6)\b")  # SIGSEGV, SIGABRT
-
-Task = ProbeTask | TrainTask | CheckTask
 
 
 @dataclass(frozen=True)
@@ -27,6 +25,11 @@ class Ending:
     message: str = ""
     rank: int | None = None
     host: str = ""
+
+    @classmethod
+    def of(cls, failure: Failure) -> "Ending":
+        """Return the ending that a rank's failure tells."""
+        return cls(failure.outcome, failure.message, failure.rank, failure.host)
 
 
 @dataclass(frozen=True)
@@ -45,7 +48,7 @@ def own_ending(run: RunDir, task: Task, attempt: Attempt, seen: Seen) -> Ending:
     failure = root(run.failures(task.id, attempt.number))
     shot = seen.oom_kill and seen.exit_code < 0  # own evidence outweighs what others saw
     if failure is not None and failure.outcome != "peer" and not shot:
-        return Ending(failure.outcome, failure.message, failure.rank, failure.host)
+        return Ending.of(failure)
     words = last_words(seen.log)
     root_cause = words.rpartition("Root Cause")[2]  # torchrun's summary of the rank that failed first
     outcome = classify(words, exit_code=seen.exit_code, device=device)
@@ -99,7 +102,7 @@ def report(run: RunDir, task: Task, attempt: Attempt, seen: Seen, own: Ending) -
 def told_by_all(run: RunDir, task: Task, attempt: Attempt, own: Ending) -> Ending:
     """Tell the attempt's end from what the ranks of all supervisors wrote."""
     failure = root(run.failures(task.id, attempt.number))
-    return Ending(failure.outcome, failure.message, failure.rank, failure.host) if failure else own
+    return Ending.of(failure) if failure else own
 
 
 def last_words(log: Path) -> str:

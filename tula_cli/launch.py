@@ -24,9 +24,9 @@ from typing import Any, Protocol
 from tula_cli import scheduler
 from tula_cli.errors import JobFailed, Problem, SchedulerError, SpecError
 from tula_cli.processes import die_with_parent, started
-from tula_cli.records import Attempt, Inspection, Job, TrainTask
+from tula_cli.records import Attempt, Inspection, Job, Task, TrainTask
 from tula_cli.rundir import RunDir
-from tula_cli.sbatch import Task, parameters, python
+from tula_cli.sbatch import parameters, python
 from tula_cli.scheduler import SILENT, Queued, SchedulerState, ask, live, refused
 from tula_cli.spec import JobSpec, Slurm
 

@@ -4,7 +4,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from tula_cli.ending import Ending, Task
+from tula_cli.ending import Ending
 from tula_cli.models.cost import cost
 from tula_cli.records import (
     Attempt,
@@ -15,6 +15,7 @@ from tula_cli.records import (
     Prediction,
     ProbeTask,
     Summary,
+    Task,
     TrainTask,
 )
 from tula_cli.rundir import RunDir, probe_id

@@ -8,7 +8,7 @@ from typing import Any
 
 from tula_cli.assets import find_asset, site_asset
 from tula_cli.errors import SpecError
-from tula_cli.records import CheckTask, ProbeTask, TrainTask
+from tula_cli.records import CheckTask, ProbeTask, Task, TrainTask
 from tula_cli.rundir import RunDir
 from tula_cli.spec import JobSpec, Slurm, option
 
@@ -18,8 +18,6 @@ ROOM = 2  # minutes beyond what a job may take, for its supervisor to end it fir
 _SIGNAL = 90  # seconds before its end at which a job is told so; less where it is short
 _WRAPPER = "TULA_WRAPPER"
 _WRAPPER_END = "END_OF_TULA_WRAPPER"
-
-Task = ProbeTask | TrainTask | CheckTask
 
 
 def parameters(run: RunDir, task: Task, *, name: str | None = None, dependency: str | None = None) -> dict[str, Any]:

@@ -32,6 +32,11 @@ class SchedulerState:
     reason: str = ""
     starts_at: float | None = None  # Unix time at which a waiting job is expected to start
 
+    @property
+    def hopeless(self) -> bool:
+        """Whether the job waits for what waiting does not bring."""
+        return self.state == "pending" and self.reason.partition(":")[0] in HOPELESS
+
 
 @dataclass(frozen=True)
 class Queued:
@@ -284,9 +289,7 @@ def live(names: Sequence[str]) -> list[Queued]:
     form = "--format=%i|%T|%j|%o"
     answer = _run("squeue", "--noheader", f"--user={os.getuid()}", f"--name={','.join(names)}", form)
     if not answer.ok:
-        raise SchedulerError(
-            f"squeue does not answer: {answer.complaint}", "nothing was submitted; run the same command again later"
-        )
+        raise SchedulerError(f"{SILENT}: {answer.complaint}", "nothing was submitted; run the same command again later")
     rows = [line.split("|", 3) for line in answer.text.splitlines()]
     over = ("COMPLETING", *ENDED)
     return [

@@ -19,20 +19,17 @@ from tula_cli.records import (
     Failed,
     Job,
     Measured,
-    OutcomeClass,
     OutOfMemory,
     ProbeTask,
     Recommendation,
     TrainTask,
 )
+from tula_cli.relaunch import TAKEN
 from tula_cli.rundir import RunDir, probe_id
 from tula_cli.scheduler import SchedulerState
 
 JobState = Literal["queued", "running", "done", "failed", "cancelled", "lost"]
 ACTIVE: tuple[JobState, ...] = ("queued", "running")
-
-TAKEN: tuple[OutcomeClass, ...] = ("time_limit", "preempted", "node_failure")
-"""How an allocation is taken away from a training that goes on in the next one."""
 
 GRACE = {"local": 2.0, "slurm": 60.0}
 """Seconds for which the files of an ended job may still be on their way (NFS, Lustre)."""
@@ -141,12 +138,9 @@ def snapshot(run: RunDir, launcher: Launcher, *, now: float) -> RunStatus:
     attempts = run.attempts()
     pace = _pace(results.values(), attempts)
     training = _training(run, tasks, now=now)
-    tasked = {job.id: own for job in run.jobs() if (own := [task for task in tasks if task.job == job.id])}
-    known = [job for job in run.jobs() if job.id in tasked]
-    states = launcher.states(run, known)
-    jobs = [
-        _job(run, job, tasked[job.id], results, states[job.id], pace=pace, training=training, now=now) for job in known
-    ]
+    tasked = [(job, own) for job in run.jobs() if (own := [task for task in tasks if task.job == job.id])]
+    states = launcher.states(run, [job for job, _ in tasked])
+    jobs = [_job(run, job, own, results, states[job.id], pace=pace, training=training, now=now) for job, own in tasked]
     moving = {status.id for status in jobs if status.state in ACTIVE}
     if training is not None and not training.finished and training.job not in moving:
         training = dataclasses.replace(training, eta=None)

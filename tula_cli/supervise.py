@@ -20,11 +20,10 @@ from pathlib import Path
 
 from tula_cli import ending as judge
 from tula_cli import network, sbatch, scheduler
-from tula_cli.ending import Ending, Seen, Task
+from tula_cli.ending import Ending, Seen
 from tula_cli.errors import JobFailed, TulaError
-from tula_cli.outcome import root
 from tula_cli.processes import die_with_parent
-from tula_cli.records import Attempt, CheckTask, Job, Order, OutcomeClass, ProbeTask, TrainTask
+from tula_cli.records import Attempt, CheckTask, Job, Order, OutcomeClass, ProbeTask, Task, TrainTask
 from tula_cli.relaunch import LOST, TAKEN, after, no_progress, write_summary
 from tula_cli.rundir import RunDir
 
@@ -518,9 +517,8 @@ def _wait(
             failed_at = time.monotonic()
         if failed_at is not None and time.monotonic() > failed_at + PEER_GRACE:
             _kill(child)  # it sits in a reduction with a rank that is gone
-            failure = root(me.run.failures(task.id, attempt.number))  # not its own end, so not its own report
-            assert failure is not None
-            return Ending(failure.outcome, failure.message, failure.rank, failure.host)
+            # Not its own end, so not its own report.
+            return judge.told_by_all(me.run, task, attempt, Ending("peer"))
         if isinstance(task, TrainTask) and not me.place.alone and me.run.superseded(task):
             _kill(child)  # this node was given up for lost, and lives: two would write one run
             return Ending("node_failure", "another allocation has taken over")

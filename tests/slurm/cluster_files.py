@@ -174,6 +174,7 @@ JobRequeue=1
 ReturnToService=2
 MinJobAge=300
 KillWait={kill_wait}
+UnkillableStepTimeout=600
 SlurmdTimeout={slurmd_timeout}
 SlurmctldTimeout=30
 # A node is given up only when its last ping has timed out too.

@@ -87,7 +87,8 @@ class Here(make.FakeLauncher):
             elif self.fails == "user" or (self.fails == "partly" and local == max(task.local_batches)):
                 make.add_failed(run, task.nodes, local, "KeyError: 'x'")
             else:
-                run.write_result(measured(Truth(), task.nodes, local, measured_at=time.time()))
+                truth = Truth(gpus_per_node=task.spec.cluster.gpus_per_node)
+                run.write_result(measured(truth, task.nodes, local, measured_at=time.time()))
 
     def _look(self, run, task):
         if self.fails == "user":
@@ -656,7 +657,7 @@ def test_check_shows_where_values_come_from(cluster, monkeypatch):
 
 def test_estimate(cluster):
     cluster.inspection = inspection(footprints=tuple(footprint(Truth(), local) for local in (1, 8)))
-    shown = tula("estimate", "job.yaml", "--capacity", "1GiB")
+    shown = tula("estimate", "job.yaml", "--memory", "1GiB")
     assert shown.code == 0
     assert "400 MiB whatever the batch, and 2.00 MiB a sample" in shown.out
     assert [line.split()[-1] for line in shown.out.splitlines() if line.strip().startswith(("16 ", "256 "))] == [
@@ -665,9 +666,9 @@ def test_estimate(cluster):
     ]
     assert "of 1.00 GiB with 10 % kept free, the largest local batch is 260" in shown.out
     assert tula("estimate", "job.yaml", "--capacity", "512MiB", "--json").json["data"]["largest_local_batch"] == 30
-    refused = tula("estimate", "job.yaml", "--capacity", "much")
+    refused = tula("estimate", "job.yaml", "--memory", "much")
     assert refused.code == 2
-    assert "--capacity: 'much' is not a size" in refused.err
+    assert "--memory: 'much' is not a size" in refused.err
 
 
 def test_check_on_cluster_shows_the_nodes_and_the_network(cluster):
@@ -856,3 +857,184 @@ def test_help_imports_nothing_heavy(here):
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=here, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": str(ROOT)})  # fmt: skip
     assert done.returncode == 0, done.stderr
+
+
+# --- several types of nodes
+
+TYPES = {
+    "single": {"pricing": {"price": 1.0}},
+    "pair": {"cluster": {"gpus_per_node": 2}, "pricing": {"price": 1.7, "source": "a list", "date": "2025-11-30"}},
+}
+
+
+@pytest.fixture
+def two_types(here, cluster, monkeypatch):
+    """A job on two types of nodes; `fails` says what goes wrong on each."""
+    (here / "job.yaml").write_text(yaml.safe_dump({**make.SPEC, "node_types": TYPES}, sort_keys=False))
+    cluster.launchers = {gpus: Here() for gpus in (1, 2, 4)}  # their jobs have the same names
+    monkeypatch.setattr(launch, "launcher_for", lambda spec, **_: cluster.launchers[spec.cluster.gpus_per_node])
+    return cluster
+
+
+def parts():
+    run = newest()
+    return {part.type: part.run for part in run.parts(run.spec())}
+
+
+def test_all_types_are_measured_compared_and_trained_on(two_types):
+    profiled = tula("profile", "job.yaml", "--json")
+    assert profiled.code == 0
+    assert set(profiled.json["data"]["types"]) == {"single", "pair"}
+    assert [two_types.launchers[gpus].submitted for gpus in (1, 2)] == [["probe-n001", "probe-n002"]] * 2
+    assert {result.gpus_per_node for result in parts()["pair"].results()} == {2}
+    answer = tula("recommend", "--objective", "time", "--json").json["data"]
+    assert {row["type"] for row in answer["rows"]} == {"single", "pair"}
+    assert answer["choice"]["type"] == "pair", "twice the GPUs at the same speed each"
+    assert (
+        tula("recommend", "--objective", "time", "--type", "single", "--json").json["data"]["choice"]["type"]
+        == "single"
+    )
+    tula("recommend", "--objective", "time")
+    trained = tula("train", "--json")
+    assert trained.code == 0
+    assert parts()["pair"].train_signatures() and not parts()["single"].train_signatures()
+    assert tula("train", "--type", "single").code == 0
+    assert parts()["single"].train_signatures()
+
+
+def test_the_same_command_does_not_measure_a_type_again(two_types, here):
+    tula("profile", "job.yaml")
+    again = tula("profile", "job.yaml")
+    assert again.code == 0 and "every probe has a result already" in again.err
+    more = {**TYPES, "quad": {"cluster": {"gpus_per_node": 4}, "pricing": {"price": 3.0}}}
+    (here / "job.yaml").write_text(yaml.safe_dump({**make.SPEC, "node_types": more}, sort_keys=False))
+    first = newest().path
+    assert tula("profile", "job.yaml").code == 0
+    assert newest().path == first, "a type more keeps the run"
+    assert [len(launcher.submitted) for launcher in two_types.launchers.values()] == [2, 2, 2]
+    assert tula("recommend", "--set", "node_types.pair.pricing.price=99").code == 0
+    changed = tula("recommend", "--set", "node_types.pair.cluster.gpus_per_node=3")
+    assert changed.code == 2 and "was measured otherwise" in changed.err
+
+
+def test_the_screens_tell_the_types_apart(two_types):
+    plan = tula("profile", "job.yaml", "--dry-run")
+    assert plan.out.count("node type ") == 2 and "all node types together: at most 2.00 node-h" in plan.out
+    assert "price: 1.7 USD per node-hour (a list, 2025-11-30)" in plan.out
+    assert not Path("tula-runs").exists()
+    assert "node type pair" in tula("profile", "job.yaml").out
+    table = tula("recommend").out
+    assert "price: single: 1 USD per node-hour" in table and "o 1 node of type pair" in table
+    shown = tula("status")
+    assert shown.out.count("node type ") == 2 and "recommended over all node types: " in shown.out
+    assert set(tula("status", "--json").json["data"]["types"]) == {"single", "pair"}
+    counted = tula("list", "--json").json["data"][0]["measured"]
+    assert counted == sum(len(run.results()) for run in parts().values())
+    assert tula("logs", "--type", "pear").code == 2
+    checked = tula("check", "job.yaml", "--json").json["data"]["types"]
+    assert checked["pair"]["price"].startswith("1.7 USD")
+    assert "add --type single or --type pair" in tula("check", "job.yaml", "--on-cluster").err
+
+
+def test_the_cap_holds_for_all_types_together(two_types):
+    plan = tula("profile", "job.yaml", "--set", "search.max_node_hours=1.5")
+    assert plan.code == 8 and "the probes on all 2 node types may take 2.00 node-hours" in plan.err
+    assert not any(launcher.submitted for launcher in two_types.launchers.values())
+    assert tula("check", "job.yaml", "--set", "search.max_node_hours=1.5").code == 8
+
+
+def test_cancel_and_interrupts_reach_all_types(two_types):
+    two_types.launchers.update({gpus: Here(fails="hangs") for gpus in (1, 2)})
+    assert tula("profile", "job.yaml", "--no-wait").code == 0
+    started = tula("profile", "job.yaml", "--no-wait", "--json").json["data"]["jobs"]
+    assert started == ["single/probe-n001", "single/probe-n002", "pair/probe-n001", "pair/probe-n002"]
+    assert tula("profile", "job.yaml", "--timeout", "0.1").code == 75
+    assert tula("cancel", "--json").json["data"]["cancelled"] == started
+
+
+def test_a_type_without_any_measurement_does_not_hide_the_others(two_types):
+    two_types.launchers[2] = Here(fails="memory")
+    profiled = tula("profile", "job.yaml", "--json")
+    assert profiled.code == 0 and profiled.json["status"] == "partial"
+    assert list(profiled.json["data"]["types"]) == ["single"]
+    assert "node type pair: out of memory at the smallest local batch" in profiled.err
+    answer = tula("recommend")
+    assert answer.code == 0 and "node type pair is left out: out of memory in every probe" in answer.err
+
+
+def test_a_type_that_nothing_fits_is_left_out_aloud(two_types, monkeypatch):
+    large, small = footprint(Truth(), 8), footprint(Truth(), 16)
+
+    def inspect(spec):
+        capacity = 1000 if spec.cluster.gpus_per_node == 2 else None
+        return inspection(footprints=(large, small), capacity=capacity)
+
+    for module in (launch, check):
+        monkeypatch.setattr(module, "inspect", inspect)
+    left_out = "node type pair is left out: out of memory before anything ran"
+    assert left_out in tula("check", "job.yaml").err
+    profiled = tula("profile", "job.yaml", "--json")
+    assert profiled.code == 0 and list(profiled.json["data"]["types"]) == ["single"]
+    assert left_out in profiled.err
+    assert tula("check", "job.yaml", "--type", "pair").code == 3
+
+
+def test_training_needs_a_type_where_none_is_recommended(two_types):
+    tula("profile", "job.yaml")
+    answer = tula("train")
+    assert answer.code == 4 and "--type" in answer.err
+    assert tula("train", "--type", "pair", "--nodes", "1", "--batch", "64").code == 0
+
+
+# --- spot and the Pareto front
+
+
+def test_spot_is_shown_beside_on_demand_and_trained_at_its_price(cluster, here):
+    spot = {"price": 2.0, "spot": {"discount": 0.5, "interruptions_per_day": 1.0}}
+    (here / "job.yaml").write_text(yaml.safe_dump({**make.SPEC, "pricing": spot}))
+    tula("profile", "job.yaml")
+    shown = tula("recommend", "--objective", "cost").out
+    assert "on spot, batch" in shown.splitlines()[0]
+    assert shown.splitlines()[1].startswith("the same on demand: ") and "dearer" in shown.splitlines()[1]
+    assert "cheaper" in shown and "spot 50% off, 1 interruptions a day and node" in shown
+    plan = tula("train", "--dry-run")
+    assert "on spot nodes" in plan.out
+    task = tula("train", "--dry-run", "--json").json["data"]["plan"]["task"]
+    assert {rung["prediction"]["market"] for rung in task["ladder"]} == {"spot"}
+
+
+def test_pareto_shows_the_front_alone(cluster):
+    tula("profile", "job.yaml")
+    front = [row for row in tula("recommend", "--json").json["data"]["rows"] if row["pareto"]]
+    shown = tula("recommend", "--pareto").out
+    rows = [line for line in shown.splitlines() if line.rstrip().endswith(("measured", "predicted"))]
+    assert len(rows) == len(front) > 1
+    assert " P " in tula("recommend").out
+
+
+# --- rounds
+
+
+def test_an_adaptive_search_goes_round_by_round_and_explains_each(cluster):
+    told = tula("profile", "job.yaml", "--set", "search.strategy=adaptive", "--set", "search.nodes=[1,2,4]")
+    assert told.code == 0 and "next: tula recommend" in told.out
+    assert told.err.count("start?") == 0
+    assert "one of the three to start from" in told.err and "expected regret of deciding now" in told.err
+    assert 2 < len(newest().results()) < 10
+    again = tula("profile", "job.yaml", "--set", "search.strategy=adaptive", "--set", "search.nodes=[1,2,4]")
+    assert again.code == 0 and "expected regret" in again.err and "one of the three" not in again.err
+
+
+def test_detached_one_call_is_one_round(cluster):
+    words = ("profile", "job.yaml", "--no-wait", "--set", "search.strategy=adaptive", "--set", "search.nodes=[1,2,4]")
+    assert tula(*words).code == 0
+    first = len(newest().results())
+    assert tula(*words).code == 0
+    assert first == 3 <= len(newest().results())
+
+
+def test_a_probe_that_fails_ends_the_rounds(cluster):
+    cluster.launcher = Here("partly")
+    told = tula("profile", "job.yaml", "--set", "search.strategy=adaptive", "--set", "search.nodes=[1,2,4]")
+    assert told.err.count("one of the three to start from") == 3
+    assert len(cluster.launcher.submitted) == 2

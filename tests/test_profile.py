@@ -152,3 +152,64 @@ def test_packing_on_this_machine_holds_no_idle_nodes(tmp_path: Path) -> None:
     search = {"nodes": [1, 2], "min_batch": 32, "max_minutes": 30, "packing": "single"}
     plan = profile.plan(make_runs.spec(search=search), inspection(), None)
     assert plan.node_hours_at_most == pytest.approx((1 + 2) * 0.5)
+
+
+# --- rounds
+
+
+@pytest.fixture
+def rounds(tmp_path: Path) -> RunDir:
+    search = {"nodes": [1, 2, 4], "min_batch": 32, "strategy": "adaptive", "max_minutes": 30}
+    return RunDir.create(tmp_path, make_runs.spec(search=search))
+
+
+def measure(run: RunDir, plan: profile.ProfilePlan) -> None:
+    """Write the tasks of a plan and their results."""
+    for task in plan.tasks:
+        run.write_task(task)
+        for local in task.local_batches:
+            make_runs.add_measured(run, task.nodes, local)
+
+
+def test_each_round_follows_from_the_results_of_those_before(rounds: RunDir) -> None:
+    plan = profile.plan(rounds.spec(), inspection(), rounds)
+    assert batches(plan) == {1: (32, 512), 4: (8,)} and len(plan.reasons) == 3
+    seen = 0
+    while plan.missing:
+        measure(rounds, plan)
+        assert profile.measured(rounds, plan)
+        seen += plan.missing
+        plan = profile.plan(rounds.spec(), inspection(), rounds)
+        assert plan.done == seen
+    assert 3 <= seen < 18 and "expected regret" in plan.certainty
+
+
+def test_a_round_that_is_under_way_is_the_plan_until_it_is_done(rounds: RunDir) -> None:
+    plan = profile.plan(rounds.spec(), inspection(), rounds)
+    for task in plan.tasks:
+        rounds.write_task(task)
+    make_runs.add_measured(rounds, 1, 32)
+    again = profile.plan(rounds.spec(), inspection(), rounds)
+    assert batches(again) == {1: (512,), 4: (8,)} and not profile.measured(rounds, plan)
+    make_runs.add_failed(rounds, 1, 512)
+    make_runs.add_measured(rounds, 4, 8)
+    assert batches(profile.plan(rounds.spec(), inspection(), rounds)) == {1: (512,)}
+
+
+def test_a_further_round_stays_within_the_cap_on_node_hours(rounds: RunDir) -> None:
+    def capped(cap: float) -> profile.ProfilePlan:
+        job = make_runs.spec(
+            search={
+                "nodes": [1, 2, 4], "min_batch": 32, "strategy": "adaptive", "max_minutes": 30, "max_node_hours": cap,
+            }
+        )  # fmt: skip
+        return profile.plan(job, inspection(), rounds)
+
+    assert capped(1.0).missing == 3  # the command line refuses the start where it is over the cap
+    measure(rounds, capped(1.0))
+    for nodes in (1, 4):
+        start = make_runs.START
+        rounds.write_attempt(make_runs.attempt(f"probe-n{nodes:03d}", start=start, end=start + 3600))
+    assert capped(100.0).missing
+    stopped = capped(5.1)
+    assert not stopped.missing and "5 of 5.1 (search.max_node_hours) are spent" in stopped.certainty

@@ -1,10 +1,14 @@
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from make_results import spec
+from make_results import Truth, probe_all, spec
 
 from tula_cli.errors import Infeasible
-from tula_cli.search import STRATEGIES, feasible, probes
+from tula_cli.models.forecast import Forecast
+from tula_cli.records import Inspection, Measured, OutOfMemory
+from tula_cli.rundir import probe_id
+from tula_cli.search import STRATEGIES, feasible, next_round, probes
+from tula_cli.spec import JobSpec
 
 
 def plan(
@@ -85,3 +89,61 @@ def test_where_nothing_is_feasible_the_bound_is_named(
     with pytest.raises(Infeasible, match=message) as caught:
         plan("sweep", max_local_batch=max_local_batch, dataset_size=dataset_size, **sections)
     assert caught.value.hint and caught.value.exit_code == 3
+
+
+# --- rounds
+
+
+def inspected(truth: Truth, *, capacity: int | None = None) -> Inspection:
+    return Inspection(
+        dataset_size=truth.dataset_size, eval_size=truth.eval_size, classes=10, sample_shape=(3, 8, 8), parameters=1000,
+        footprints=(), estimate_error="", device="cuda", hardware=truth.hardware, capacity=capacity, cpus=8,
+    )  # fmt: skip
+
+
+ADAPTIVE = spec(search={"strategy": "adaptive", "max_batch": 4096})
+
+
+def test_rounds_start_from_three_probes_and_say_so() -> None:
+    found = next_round(ADAPTIVE, [], inspection=inspected(Truth()))
+    assert found.probes == {2: (16, 2048), 16: (2,)} == probes_of(ADAPTIVE)
+    assert found.reasons[0] == "2 nodes, local batch 16: one of the three to start from" and found.words == ""
+
+
+def probes_of(job: JobSpec) -> dict[int, tuple[int, ...]]:
+    return probes(job, dataset_size=Truth().dataset_size, max_local_batch=None)
+
+
+def test_rounds_end_before_everything_is_measured_and_find_the_best() -> None:
+    truth = Truth(noise=0.01, jitter=0.01)
+    results: dict[str, Measured] = {}
+    rounds = 0
+    while (found := next_round(ADAPTIVE, list(results.values()), inspection=inspected(truth))).probes:
+        fresh = probe_all(truth, dict(found.probes), seed=rounds)
+        assert not {probe.id for probe in fresh} & results.keys()
+        assert len(found.reasons) == len(fresh)
+        results |= {probe.id: probe for probe in fresh}
+        rounds += 1
+    assert "expected regret" in found.words
+    everything = feasible(ADAPTIVE, dataset_size=truth.dataset_size, max_local_batch=None)
+    assert rounds >= 2 and len(results) < len(everything) / 2
+    rows = Forecast.from_results(ADAPTIVE, list(results.values())).predictions()
+    best = min(truth.step_time(row.nodes, row.local_batch) / row.batch for row in rows)
+    assert truth.step_time(rows[0].nodes, rows[0].local_batch) / rows[0].batch < 1.03 * best
+
+
+def test_what_was_out_of_memory_is_not_proposed_again() -> None:
+    truth = Truth()
+    oom = OutOfMemory(id=probe_id(2, 2048), nodes=2, gpus_per_node=1, local_batch=2048, assumed=False, message="no")
+    found = next_round(ADAPTIVE, [oom], inspection=inspected(truth))
+    assert found.probes == {2: (16, 1024), 16: (2,)}
+    seen = [oom, *probe_all(truth, {2: (16, 1024), 16: (2,)})]
+    later = next_round(ADAPTIVE, seen, inspection=inspected(truth))
+    assert all(size < 2048 for sizes in later.probes.values() for size in sizes)
+
+
+def test_the_tolerance_of_the_spec_ends_the_rounds() -> None:
+    patient = spec(search={"strategy": "adaptive", "max_batch": 4096, "tolerance": 0.99})
+    seen = probe_all(Truth(), {2: (16, 2048), 4: (8,), 16: (2,)})
+    assert next_round(ADAPTIVE, seen, inspection=inspected(Truth())).probes
+    assert not next_round(patient, seen, inspection=inspected(Truth())).probes

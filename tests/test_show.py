@@ -13,6 +13,8 @@ from make_results import Truth, measured, out_of_memory
 from tula_cli import profile, show, status
 from tula_cli.code import Source
 from tula_cli.errors import JobFailed, Pending, Problem, SpecError
+from tula_cli.models import efficiency
+from tula_cli.models.efficiency import Noise
 from tula_cli.rundir import RunDir
 from tula_cli.show import Screen
 
@@ -71,6 +73,38 @@ def test_times_name_their_unit(seconds, text):
 # --- the recommendation
 
 
+def spot_rows():
+    """Two configurations: on both markets, and on one."""
+    here, there = (
+        make.prediction(2, 128, hours=1.0, cost=4.0),
+        make.prediction(2, 128, hours=1.25, cost=1.0, market="spot"),
+    )
+    return here, there, make.prediction(1, 64, hours=3.0, cost=5.0, market="spot", pareto=True)
+
+
+def test_spot_stands_beside_on_demand_and_says_which_is_cheaper():
+    here, there, alone = spot_rows()
+    found = make.recommendation(choice=here, rows=(here, there, alone), runners_up=(there,), other_market=there)
+    text = printed(show.recommendation(found, width=80, color=False))
+    assert text.splitlines()[1] == "the same on spot: 75.0 min expected, 1.00 USD (75 % cheaper, 25 % longer)"
+    rows = [line.split() for line in text.splitlines() if line.rstrip().endswith("measured")]
+    assert rows[0][:5] + rows[0][8:12] == ["*", "2", "128", "64", "1.00", "4.00", "1.25", "1.00", "spot"]
+    assert rows[1][:8] == ["P", "1", "64", "64", "-", "-", "-", "3.00"] and rows[1][9] == "-"
+    swapped = make.recommendation(choice=there, rows=(here, there), runners_up=(), other_market=here)
+    text = printed(show.recommendation(swapped, width=80, color=False))
+    assert text.startswith("CHOSEN  2 nodes on spot, batch 128 (local 64): 75.0 min, 1.00 USD")
+    assert "the same on demand: 60.0 min, 4.00 USD (300 % dearer, 20 % shorter)" in text
+
+
+def test_the_front_has_a_row_an_offer():
+    here, _, alone = spot_rows()
+    here = here.model_copy(update={"pareto": True, "type": "a100"})
+    found = make.recommendation(choice=here, rows=(here, alone.model_copy(update={"type": "v100"})), runners_up=())
+    text = printed([show.front(found)])
+    rows = [line.split() for line in text.splitlines() if line.rstrip().endswith("measured")]
+    assert rows[0][:6] == ["*", "a100", "on", "demand", "2", "128"] and rows[1][:5] == ["v100", "on", "spot", "1", "64"]
+
+
 def test_the_recommendation_marks_the_choice_and_the_runners_up():
     text = printed(show.recommendation(make.recommendation(), width=80, color=False))
     assert text.startswith("CHOSEN  2 nodes, batch 128 (local 64)")
@@ -89,6 +123,40 @@ def test_headings_have_units():
     for unit in ("(min)", "(USD)", "(GiB/GPU)", "(%)", "batch"):
         assert unit in heading
     assert heading.count("batch") == 2, "both the global and the local batch"
+
+
+def with_progress(found):
+    noise = Noise(scale=100.0, low=80.0, high=130.0, error=10.0, probes=4)
+
+    def beside(row):
+        told = efficiency.same_progress(row, epochs=60, reference=64, noise=noise)
+        return row.model_copy(update={"same_progress": told})
+
+    words = efficiency.words(noise, reference=64, epochs=60)
+    rows = tuple(beside(row) for row in found.rows)
+    return found.model_copy(update={"rows": rows, "choice": beside(found.choice), "efficiency": words})
+
+
+def test_the_same_progress_is_told_apart_from_the_epochs_of_the_spec():
+    found = with_progress(make.recommendation())
+    text = printed(show.recommendation(found, width=80, color=False))
+    told = found.choice.same_progress
+    (line,) = [line for line in text.splitlines() if line.startswith("to the same progress: ")]
+    assert f"{show.number(told.epochs)} epochs, {show.duration(3600 * told.hours)} (" in line
+    assert "spec's epochs" not in text
+    assert any(line.startswith("same progress: gradient noise scale 100 samples") for line in text.splitlines())
+    assert "same progress" not in printed(show.recommendation(make.recommendation(), width=80, color=False))
+
+
+def test_accuracy_time_has_a_table_of_its_own():
+    found = with_progress(make.recommendation(objective="accuracy-time"))
+    text = printed([show.same_progress(found)])
+    assert max(map(len, text.splitlines())) <= 80
+    rows = [line.split() for line in text.splitlines()[-5:]]
+    marked = [row for row in rows if row[0] == "*"]
+    assert [row[1:3] for row in marked] == [["128", "2"]]
+    assert [row[0] for row in rows if row[0] != "*"] == ["32", "64", "256", "512"]
+    assert text in printed(show.recommendation(found, width=80, color=False))
 
 
 @pytest.mark.parametrize("columns", [20, 80, 140])

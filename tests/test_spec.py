@@ -1,5 +1,6 @@
 """The job spec: what is read, what is refused, and how."""
 
+import math
 import re
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import yaml
 from tula_cli.errors import SpecError
 from tula_cli.spec import (
     ENV_PREFIX,
+    UNPRICED,
     JobSpec,
     dump_yaml,
     load_spec,
@@ -18,6 +20,7 @@ from tula_cli.spec import (
     read_yaml,
     signature,
     train_signature,
+    validate,
 )
 
 ROOT = Path(__file__).parent.parent
@@ -563,3 +566,125 @@ def test_words_that_look_like_something_else_survive_a_round_trip(write, word):
 def test_spec_is_frozen():
     with pytest.raises(ValueError, match="frozen"):
         spec().train.epochs = 3
+
+
+# --- prices
+
+
+@pytest.mark.parametrize(
+    ("pricing", "words"),
+    [
+        ({"price": 0}, "pricing.price: a price must be above 0, got 0; where nothing is paid leave the section out"),
+        ({"price": -2.5}, "pricing.price: a price must be above 0, got -2.5"),
+        ({"price": math.nan}, "pricing.price: a price must be above 0, got nan"),
+        ({"price": "free"}, "pricing.price: must be a valid number"),
+        ({"kind": "gpu_hour"}, "pricing.price: is required"),
+        ({"price": 1, "date": "last May"}, "pricing.date: 'last May' is not a day; write it like 2025-11-30"),
+        ({"price": 1, "date": "2025-02-30"}, "is not a day"),
+        (
+            {"price": 1, "spot": {"discount": 60, "interruptions_per_day": 1}},
+            "spot.discount: must be less than 1, got 60",
+        ),
+        ({"price": 1, "spot": {"discount": 0.6}}, "pricing.spot.interruptions_per_day: is required"),
+        ({"price": 1, "spot": {"discount": 0.6, "interruptions_per_day": -1}}, "must be greater than or equal to 0"),
+    ],
+)
+def test_a_price_that_is_none_is_refused(pricing, words):
+    with pytest.raises(SpecError) as caught:
+        validate({**yaml.safe_load(MINIMAL), "pricing": pricing}, source="test")
+    assert words in "; ".join(map(str, caught.value.problems))
+
+
+def test_without_a_price_cost_counts_node_hours():
+    assert (spec().pricing, spec().pricing.currency) == (UNPRICED, "node-h")
+
+
+# --- several types of nodes
+
+
+def typed(**types):
+    return validate({**yaml.safe_load(MINIMAL), "cluster": {"gpus_per_node": 2}, "node_types": types}, source="test")
+
+
+def test_a_type_is_the_job_with_what_is_special_about_it():
+    job = typed(
+        a={"cluster": {"gpus_per_node": 8}, "pricing": {"price": 3}},
+        b={"pricing": {"price": 1}, "search": {"nodes": [4]}},
+    )
+    a, b = job.by_type().values()
+    assert (a.cluster.gpus_per_node, a.pricing.price, a.search.nodes) == (8, 3.0, job.search.nodes)
+    assert (b.cluster.gpus_per_node, b.pricing.currency, b.search.nodes) == (2, "USD", [4])
+    assert a.search.max_node_hours == job.search.max_node_hours and not a.node_types
+    assert job.by_type("b") == {"b": b} and a.by_type() == {"": a}
+
+
+def test_types_survive_a_round_trip(write):
+    job = typed(a={"pricing": {"price": 3}}, b={"pricing": {"price": 1, "currency": "USD"}})
+    again = load(write(dump_yaml(job)))
+    assert again == job and again.by_type() == job.by_type()
+
+
+def test_settings_of_the_cluster_are_laid_over_one_by_one():
+    slurm = {"kind": "slurm", "slurm": {"partition": "all", "account": "me"}}
+    job = validate(
+        {
+            **yaml.safe_load(MINIMAL),
+            "cluster": slurm,
+            "node_types": {"a": {"cluster": {"slurm": {"constraint": "a100"}}}},
+        },
+        source="test",
+    )
+    found = job.by_type()["a"].cluster.slurm
+    assert found is not None and (found.partition, found.account, found.constraint) == ("all", "me", "a100")
+
+
+@pytest.mark.parametrize(
+    ("types", "words"),
+    [
+        (
+            {"a": {"cluster": {"gpus_per_nod": 4}}},
+            "node_types.a.cluster.gpus_per_nod: no such key (did you mean gpus_per_node?)",
+        ),
+        ({"a": {"clster": {}}}, "node_types.a.clster: no such key (did you mean cluster?)"),
+        ({"a": {"pricing": {"price": 0}}}, "node_types.a.pricing.price: a price must be above 0"),
+        ({"a": {"pricing": {"kind": "gpu_hour"}}}, "node_types.a.pricing.price: is required"),
+        ({"a": {"cluster": {"kind": "slrm"}}}, "node_types.a.cluster.kind: 'slrm' is none of 'local', 'slurm'"),
+        ({"a": {"search": {"max_node_hours": 1}}}, "node_types.a: search.max_node_hours bounds all types together"),
+        (
+            {"a": {"pricing": {"price": 1}}, "b": {}},
+            "must be priced in one currency to be compared, got a in USD, b in node-h",
+        ),
+        ({"../a": {}}, "'../a' must be letters, digits"),
+    ],
+)
+def test_a_type_that_is_none_is_refused_with_its_path(types, words):
+    with pytest.raises(SpecError) as caught:
+        typed(**types)
+    assert words in "; ".join(map(str, caught.value.problems))
+
+
+def test_problems_of_all_types_are_told_at_once():
+    with pytest.raises(SpecError) as caught:
+        typed(a={"cluster": {"gpus_per_node": 0}}, b={"pricing": {"price": 0}})
+    assert [problem.path for problem in caught.value.problems] == [
+        "node_types.a.cluster.gpus_per_node",
+        "node_types.b.pricing.price",
+    ]
+
+
+def test_another_type_or_price_keeps_the_run_and_another_cluster_is_measured_anew():
+    one = typed(a={"cluster": {"gpus_per_node": 4}})
+    two = typed(a={"cluster": {"gpus_per_node": 4}}, b={})
+    assert signature(one) == signature(two) != signature(spec())
+    other = typed(a={"cluster": {"gpus_per_node": 8}}, b={})
+    assert signature(other.by_type()["a"]) != signature(two.by_type()["a"])
+    assert signature(other.by_type()["b"]) == signature(two.by_type()["b"])
+    base = validate({**two.model_dump(exclude_unset=True), "cluster": {"gpus_per_node": 6}}, source="test")
+    assert signature(base) == signature(two), "a type that has its own GPUs keeps what was measured"
+    assert signature(base.by_type()["a"]) == signature(two.by_type()["a"])
+
+
+def test_an_unknown_type_is_refused_with_those_there_are():
+    with pytest.raises(SpecError, match="no node type 'c'") as caught:
+        typed(a={}, b={}).by_type("c")
+    assert caught.value.hint == "there are: a, b"

@@ -6,7 +6,7 @@ import make_runs
 import pytest
 from make_runs import FakeLauncher
 
-from tula_cli import train
+from tula_cli import relaunch, train
 from tula_cli.errors import BadMeasurements, JobFailed, OutOfMemoryAtMinimum, Pending, SpecError
 from tula_cli.records import Inspection, Rung, TrainTask
 from tula_cli.rundir import RunDir
@@ -150,3 +150,47 @@ def test_a_finished_run_answers_its_summary(run: RunDir) -> None:
     summary = make_runs.summary()
     run.write_summary(summary)
     assert train.report(run, summary.signature) == summary
+
+
+@pytest.mark.parametrize(("market", "share"), [("on_demand", 1.0), ("spot", 0.25)])
+def test_what_was_paid_goes_by_the_nodes_it_was_recommended_for(tmp_path: Path, market: str, share: float) -> None:
+    spot = {"discount": 0.75, "interruptions_per_day": 1.0}
+    run = RunDir.create(tmp_path, make_runs.spec(pricing={"price": 3.0, "spot": spot}))
+    choice = make_runs.prediction(2, 128, market=market)
+    run.write_recommendation(make_runs.recommendation(choice=choice))
+    task = plan(run, run.spec()).task
+    task = task.model_copy(update={"ladder": (Rung(batch=128, prediction=choice),)})
+    run.write_task(task)
+    run.write_attempt(make_runs.attempt(task.id, start=0.0, end=7200.0))
+    run.write_train_result(make_runs.train_result(task.signature))
+    relaunch.write_summary(run, task)
+    found = run.summary(task.signature)
+    assert found is not None and found.actual_cost == pytest.approx(2 * 2 * 3.0 * share)
+
+
+def test_the_ladder_is_that_of_the_recommended_market(tmp_path: Path) -> None:
+    spot = {"discount": 0.75, "interruptions_per_day": 1.0}
+    job = make_runs.spec(search={"nodes": [1, 2], "min_batch": 32}, pricing={"price": 3.0, "spot": spot})
+    run = RunDir.create(tmp_path, job)
+    for nodes in (1, 2):
+        for local in (32, 64, 128, 256):
+            make_runs.add_measured(run, nodes, local)
+    run.write_recommendation(make_runs.recommendation(choice=make_runs.prediction(2, 256, market="spot")))
+    assert {rung.prediction and rung.prediction.market for rung in plan(run, job).task.ladder} == {"spot"}
+    given = plan(run, job, nodes=1, batch=64).task
+    assert {rung.prediction and rung.prediction.market for rung in given.ladder} == {"on_demand"}
+
+
+def test_each_type_is_trained_at_its_own_recommendation(tmp_path: Path) -> None:
+    job = make_runs.spec(node_types={"a": {}, "b": {}})
+    run = RunDir.create(tmp_path, job)
+    with pytest.raises(BadMeasurements, match="--type not given"):
+        train.part(run, job, None)
+    best = make_runs.prediction(2, 256, type="a")
+    run.write_recommendation(make_runs.recommendation(choice=best))
+    own = make_runs.prediction(1, 64, type="b")
+    run.parts(job)[1].run.write_recommendation(make_runs.recommendation(choice=own))
+    assert [part.type for part, _ in (train.part(run, job, None), train.part(run, job, "b"))] == ["a", "b"]
+    assert (train.part(run, job, None)[1], train.part(run, job, "b")[1]) == (best, own)
+    planned = plan(run.parts(job)[0].run, job.by_type()["a"], choice=best)
+    assert (planned.task.nodes, planned.task.batch) == (2, 256)

@@ -15,7 +15,7 @@ from tula_cli import scheduler, site
 from tula_cli.assets import find_asset
 from tula_cli.errors import Infeasible, JobFailed, Pending, SchedulerError, SpecError, TulaError
 from tula_cli.launch import Launcher, inspect, submitting
-from tula_cli.models.cost import price_at_most
+from tula_cli.models.cost import price_at_most, price_words
 from tula_cli.outcome import advice
 from tula_cli.records import CheckTask, ClusterReport, Inspection, Job, NodeReport
 from tula_cli.rundir import RunDir
@@ -48,6 +48,7 @@ class CheckReport:
     machine_hours_at_most: float | None  # one job after the other on this machine; None on SLURM
     price_at_most: float | None  # None where it depends on memory that is not known
     currency: str
+    price: str  # in words, with unit, source and date
     problems: tuple[str, ...]  # nothing can run before these are solved
     warnings: tuple[str, ...]
 
@@ -84,6 +85,7 @@ def check(spec: JobSpec, *, online: bool = True) -> CheckReport:
             spec, node_hours, inspection.capacity if inspection else spec.cluster.memory_per_gpu
         ),
         currency=spec.pricing.currency,
+        price=price_words(spec.pricing),
         problems=(*problems, *_over_budget(spec, node_hours)),
         warnings=_warnings(spec, inspection, jobs),
     )

@@ -8,22 +8,33 @@ import inspect
 import os
 import shutil
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, cast
 
 import typer
 
 from tula_cli import __version__, show
-from tula_cli.errors import BadMeasurements, Infeasible, JobFailed, OverBudget, Pending, SpecError, TulaError
+from tula_cli.errors import (
+    BadMeasurements,
+    Infeasible,
+    JobFailed,
+    OutOfMemoryAtMinimum,
+    OverBudget,
+    Pending,
+    SpecError,
+    TulaError,
+)
 from tula_cli.show import Screen
 
 if TYPE_CHECKING:
+    from rich.console import RenderableType
+
     from tula_cli.launch import Launcher
-    from tula_cli.profile import ProfilePlan
+    from tula_cli.profile import ProfilePlan, ProfileReport
     from tula_cli.records import Inspection
-    from tula_cli.rundir import RunDir
+    from tula_cli.rundir import Part, RunDir
     from tula_cli.spec import JobSpec
     from tula_cli.status import RunStatus
     from tula_cli.train import TrainPlan
@@ -38,6 +49,7 @@ app = typer.Typer(
 )
 
 RUNS = Path("tula-runs")
+T = TypeVar("T")
 USAGE_ERROR = cast(type[Exception], typer.BadParameter.__mro__[2])
 """The base of click's errors about arguments; typer brings its own copy of click and does not name it."""
 
@@ -69,6 +81,9 @@ Wait = Annotated[
 ]
 Timeout = Annotated[
     float | None, typer.Option(min=0, metavar="SECONDS", help="Wait no longer; exit code 75 when jobs still run.")
+]
+NodeType = Annotated[
+    str | None, typer.Option("--type", metavar="NAME", help="Only this type of node, of those in node_types.")
 ]
 CancelOnInterrupt = Annotated[bool, typer.Option("--cancel-on-interrupt", help="Ctrl-C ends the jobs as well.")]
 
@@ -161,7 +176,8 @@ def _spec_of(run: "RunDir", overrides: Sequence[str] | None) -> "JobSpec":
     if not overrides:
         return known
     changed = load_spec(run.path / "spec.yaml", overrides=overrides, environ={}, site_files=())
-    if signature(changed) != signature(known):
+    before, after = ({part.run.path for part in run.parts(spec)} for spec in (known, changed))
+    if signature(changed) != signature(known) or (known.node_types and not before <= after):
         raise SpecError(
             f"--set {' --set '.join(overrides)}: {run.id} was measured otherwise",
             "make it a run of its own: tula profile job.yaml with the same --set",
@@ -188,6 +204,37 @@ def _open(
         screen.note(f"{behind(spec)} has changed since run {before[0].id}: a new run directory, {run.id}")
     screen.run_id = run.id
     return run, spec
+
+
+def _by_type(
+    screen: Screen, found: Mapping[str, T], parts: Callable[[T], Iterator["RenderableType"]], **whole: Any
+) -> None:
+    """Give the answer of a job without node types, or those of all its types, and what holds for the `whole` job."""
+    if list(found) == [""]:
+        return screen.answer(found[""], parts(found[""]))
+    return screen.answer({"types": dict(found), **whole}, _headed(found, lambda _, one: parts(one)))
+
+
+def _headed(
+    found: Mapping[str, T], parts: Callable[[str, T], Iterator["RenderableType"]]
+) -> Iterator["RenderableType"]:
+    for index, (name, one) in enumerate(found.items()):
+        yield from show.heading(name, first=index == 0)
+        yield from parts(name, one)
+
+
+def _adopt(run: "RunDir", spec: "JobSpec", parts: Sequence["Part"]) -> None:
+    """Make a run the newest, with this spec, and so its parts."""
+    for part in parts:
+        if part.type:
+            part.run.adopt(part.spec)
+    run.adopt(spec)
+
+
+def _started(run: "RunDir", spec: "JobSpec", node_type: str | None = None) -> Sequence["Part"]:
+    """Return the parts of a run (the one named) that there is something of."""
+    parts = run.parts(spec, node_type)
+    return [part for part in parts if not part.type or part.run.exists]
 
 
 def _allow(screen: Screen, question: str, *, yes: bool, capped: bool) -> None:
@@ -283,6 +330,7 @@ def check(
     ] = False,
     nodes: Annotated[int | None, typer.Option(min=1, help="With --on-cluster: how many nodes (default: 2).")] = None,
     root: Root = RUNS,
+    node_type: NodeType = None,
     timeout: Timeout = None,
 ) -> None:
     """Check a job spec, and show what it would search and cost; or check the nodes of the cluster.
@@ -294,19 +342,27 @@ def check(
     if on_cluster:
         _refuse(show_origin, "--show-origin", "means nothing to --on-cluster")
         _refuse(offline, "--offline", "means nothing to --on-cluster")
-        return _check_on_cluster(screen, job, root, overrides, nodes=nodes, timeout=timeout)
+        return _check_on_cluster(screen, job, root, overrides, nodes=nodes, node_type=node_type, timeout=timeout)
     _refuse(nodes is not None, "--nodes", "is for --on-cluster; search.nodes says what is measured")
     _refuse(timeout is not None, "--timeout", "is for --on-cluster")
     spec = _load(job, overrides)
     origins = _origins(job, spec, overrides) if show_origin else {}
     if not offline:
         screen.note("building the model and the dataset")
-    report = service.check(spec, online=not offline)
-    _warn_all(screen, report.warnings)
-    screen.answer({"report": report, "origins": origins}, show.check(report, origins))
-    if report.problems:
-        kind = OverBudget if report.jobs else Infeasible
-        raise kind(f"{job} cannot run as it is: {'; '.join(report.problems)}")
+    reports = {name: service.check(own, online=not offline) for name, own in spec.by_type(node_type).items()}
+    for report in reports.values():
+        _warn_all(screen, report.warnings)
+    if list(reports) == [""]:
+        screen.answer({"report": reports[""], "origins": origins}, show.check(reports[""], origins))
+    else:
+        _by_type(screen, reports, lambda report: show.check(report, {}), origins=origins)
+    problems = {name: report.problems for name, report in reports.items() if report.problems}
+    if len(problems) == len(reports):
+        kind = OverBudget if any(report.jobs for report in reports.values()) else Infeasible
+        told = dict.fromkeys(problem for found in problems.values() for problem in found)
+        raise kind(f"{job} cannot run as it is: {'; '.join(told)}")
+    _warn_all(screen, [f"node type {name} is left out: {'; '.join(found)}" for name, found in problems.items()])
+    _require_within_cap([report.node_hours_at_most for report in reports.values()], spec.search.max_node_hours)
     return None
 
 
@@ -316,15 +372,29 @@ def _refuse(given: bool, option: str, why: str) -> None:
 
 
 def _check_on_cluster(
-    screen: Screen, job: Path, root: Path, overrides: Sequence[str] | None, *, nodes: int | None, timeout: float | None
+    screen: Screen,
+    job: Path,
+    root: Path,
+    overrides: Sequence[str] | None,
+    *,
+    nodes: int | None,
+    node_type: str | None,
+    timeout: float | None,
 ) -> None:
     from tula_cli import check as service
     from tula_cli import launch
 
-    run, spec = _open(screen, job, None, root, overrides)
+    whole, all_types = _open(screen, job, None, root, overrides)
+    parts = whole.parts(all_types, node_type)
+    _refuse(
+        len(parts) > 1,
+        "--on-cluster",
+        f"looks at one type of node: add --type {' or --type '.join(all_types.node_types)}",
+    )
+    run, spec = parts[0].run, parts[0].spec
+    _adopt(whole, all_types, parts)
     launcher = launch.launcher_for(spec)
     count = service.cluster_nodes(spec, nodes)
-    run.adopt(spec)
     task = service.start_on_cluster(run, spec, launcher, nodes=count)
     told = ""
     try:
@@ -373,16 +443,21 @@ def estimate(
     job: Spec,
     overrides: Overrides = None,
     capacity: Annotated[
-        str | None, typer.Option(metavar="SIZE", help="Memory of one GPU, for example 16GiB; else what is known.")
+        str | None,
+        typer.Option(
+            "--memory", "--capacity", metavar="SIZE", help="Memory of one GPU, for example 16GiB; else what is known."
+        ),
     ] = None,
+    node_type: NodeType = None,
 ) -> None:
     """Estimate the memory of one GPU by batch size; needs no GPU."""
     from tula_cli import estimate as service
 
     spec = _load(job, overrides)
     screen.note("building the model")
-    report = service.estimate(spec, capacity=_size(capacity))
-    screen.answer(report, show.estimate(report))
+    size = _size(capacity)
+    reports = {name: service.estimate(own, capacity=size) for name, own in spec.by_type(node_type).items()}
+    _by_type(screen, reports, show.estimate)
 
 
 def _size(text: str | None) -> int | None:
@@ -393,9 +468,9 @@ def _size(text: str | None) -> int | None:
     try:
         size: int = int(parse_size(text))  # type: ignore[call-overload]
     except ValueError as error:
-        raise SpecError(f"--capacity: {error}") from None
+        raise SpecError(f"--memory: {error}") from None
     if size <= 0:
-        raise SpecError(f"--capacity: {text!r} is no memory at all", "write it like 16GiB")
+        raise SpecError(f"--memory: {text!r} is no memory at all", "write it like 16GiB")
     return size
 
 
@@ -416,37 +491,155 @@ def profile(
 
     The same command again attaches to what is under way, does what is missing, and stops.
     """
+    import time
+
     from tula_cli import launch
     from tula_cli import profile as service
 
     if dry_run:
         return _profile_dry_run(screen, job, named, root, overrides)
     run, spec = _open(screen, job, named, root, overrides)
-    inspection = _inspect(screen, spec)
-    plan = service.plan(spec, inspection, run)
-    _warn_all(screen, plan.code.warnings)
-    if plan.missing:
-        launcher = launch.launcher_for(spec)
-        jobs = [task.job for task in plan.tasks]
-        under_way = launch.under_way(run, launcher, jobs)
-        if len(under_way) < len(jobs):
-            screen.aside(show.profile_plan(plan))
-            _require_within_cap(plan, spec.search.max_node_hours)
-            _allow(screen, "start?", yes=yes, capped=spec.search.max_node_hours is not None)
-        run.adopt(spec)
-        started = service.start(run, plan, launcher)
-        if not _waits(wait, spec):
-            _tell_new(screen, run, launcher, started, under_way, spec)
-            return _detached(screen, run, started, under_way, {"plan": plan})
-        _wait(screen, run, launcher, started, timeout=timeout, cancel_on_interrupt=cancel_on_interrupt)
-    else:
-        run.adopt(spec)
-        screen.note("every probe has a result already")
-    report = service.report(run, plan)
-    if report.failed or report.missing:
+    end = None if timeout is None else time.monotonic() + timeout
+    while True:
+        planned = _profile_plans(screen, run, spec)
+        missing = [(part, plan) for part, plan in planned if plan.missing]
+        if not missing:
+            _adopt(run, spec, [part for part, _ in planned])
+            screen.note(
+                next((plan.certainty for _, plan in planned if plan.certainty), "every probe has a result already")
+            )
+            break
+        at_work = [_AtWork(part, plan, launch.launcher_for(part.spec)) for part, plan in missing]
+        if any(work.fresh for work in at_work):
+            _confirm_profile(screen, planned, spec, yes=yes)
+            yes = True  # for the rounds to come
+        _adopt(run, spec, [part for part, _ in planned])
+        for work in at_work:
+            work.started = service.start(work.part.run, work.plan, work.launcher)
+        if not all(_waits(wait, work.part.spec) for work in at_work):
+            return _profile_detached(screen, run, at_work, {"plan": _whole({p.type: plan for p, plan in planned})})
+        left = None if end is None else max(0.0, end - time.monotonic())
+        _wait_for_probes(screen, at_work, timeout=left, cancel_on_interrupt=cancel_on_interrupt)
+        if spec.search.strategy != "adaptive" or not all(service.measured(part.run, plan) for part, plan in missing):
+            break
+    reports = _profile_reports(screen, planned)
+    if any(report.failed or report.missing for report in reports.values()):
         screen.status = "partial"
-    screen.answer(report, show.profile_report(report))
+    _by_type(screen, reports, show.profile_report)
     return None
+
+
+def _confirm_profile(
+    screen: Screen, planned: Sequence[tuple["Part", "ProfilePlan"]], spec: "JobSpec", *, yes: bool
+) -> None:
+    """Show what is to be submitted and what it may cost; raise OverBudget where that is not allowed."""
+    cap = spec.search.max_node_hours
+    screen.aside(_headed({part.type: plan for part, plan in planned}, lambda _, plan: show.profile_plan(plan)))
+    screen.aside(show.all_types([plan for _, plan in planned]))
+    _require_within_cap([plan.node_hours_at_most for _, plan in planned], cap)
+    _allow(screen, "start?", yes=yes, capped=cap is not None)
+
+
+class _AtWork:
+    """The jobs that measure one part of a run."""
+
+    def __init__(self, part: "Part", plan: "ProfilePlan", launcher: "Launcher") -> None:
+        from tula_cli import launch
+
+        self.part, self.plan, self.launcher = part, plan, launcher
+        self.under_way = launch.under_way(part.run, launcher, list(plan.jobs))
+        self.fresh = len(self.under_way) < len(plan.jobs)  # whether there is something to submit
+        self.started: Sequence[str] = ()
+
+    def named(self, jobs: Sequence[str]) -> list[str]:
+        """Return jobs as the user tells those of one type from those of another."""
+        return [f"{self.part.type}/{job}" if self.part.type else job for job in jobs]
+
+
+def _profile_plans(screen: Screen, run: "RunDir", spec: "JobSpec") -> list[tuple["Part", "ProfilePlan"]]:
+    """Return what is to be measured on each type; one that nothing fits is a warning as long as there is another.
+
+    Raises:
+        Infeasible: nothing fits anywhere.
+    """
+    from tula_cli import profile as service
+
+    found, errors = [], []
+    for part in run.parts(spec):
+        try:
+            found.append((part, service.plan(part.spec, _inspect(screen, part.spec), part.run)))
+        except Infeasible as error:
+            errors.append((part.type, error))
+    if not found:
+        raise errors[0][1]
+    _warn_all(screen, [f"node type {name} is left out: {error.message}" for name, error in errors])
+    for _, plan in found:
+        _warn_all(screen, plan.code.warnings)
+    return found
+
+
+def _whole(found: Mapping[str, T]) -> Any:
+    """Return what is known of a job without types, or of each type."""
+    return found[""] if list(found) == [""] else {"types": dict(found)}
+
+
+def _profile_detached(screen: Screen, run: "RunDir", at_work: Sequence[_AtWork], data: dict[str, Any]) -> None:
+    for work in at_work:
+        _tell_new(screen, work.part.run, work.launcher, work.started, work.under_way, work.part.spec)
+    started = [job for work in at_work for job in work.named(work.started)]
+    under_way = [job for work in at_work for job in work.named(work.under_way)]
+    _detached(screen, run, started, under_way, data)
+
+
+def _wait_for_probes(
+    screen: Screen, at_work: Sequence[_AtWork], *, timeout: float | None, cancel_on_interrupt: bool
+) -> None:
+    """Wait for the jobs of one type after the other: all of them are submitted."""
+    import time
+
+    from tula_cli import status as service
+
+    deadline = None if timeout is None else time.monotonic() + timeout
+    for work in at_work:
+        if work.part.type:
+            screen.note(f"node type {work.part.type}:")
+        left = None if deadline is None else max(0.0, deadline - time.monotonic())
+        try:
+            _wait(
+                screen,
+                work.part.run,
+                work.launcher,
+                work.started,
+                timeout=left,
+                cancel_on_interrupt=cancel_on_interrupt,
+            )
+        except Interrupted:
+            for other in at_work if cancel_on_interrupt else ():
+                service.cancel(other.part.run, other.launcher)
+            raise
+
+
+def _profile_reports(screen: Screen, planned: Sequence[tuple["Part", "ProfilePlan"]]) -> dict[str, "ProfileReport"]:
+    """Return what was measured; a type of which nothing was is a warning as long as there is another.
+
+    Raises:
+        TulaError: nothing was measured.
+    """
+    from tula_cli import profile as service
+
+    found, errors = {}, []
+    for part, plan in planned:
+        try:
+            found[part.type] = service.report(part.run, plan)
+        except (BadMeasurements, JobFailed, OutOfMemoryAtMinimum) as error:
+            errors.append(error)
+            if part.type:
+                screen.warn(f"node type {part.type}: {error.message}")
+    if not found:
+        raise errors[0]
+    if errors:
+        screen.status = "partial"
+    return found
 
 
 def _inspect(screen: Screen, spec: "JobSpec") -> "Inspection":
@@ -462,20 +655,26 @@ def _profile_dry_run(
     screen: Screen, job: Path | None, named: Path | None, root: Path, overrides: Sequence[str] | None
 ) -> None:
     from tula_cli import launch
-    from tula_cli import profile as service
 
     run, spec = _open(screen, job, named, root, overrides)
-    inspection = _inspect(screen, spec)
-    plan = service.plan(spec, inspection, run)
-    _warn_all(screen, plan.code.warnings)
-    scripts = [launch.launcher_for(spec).script(run, tasks[0]) for tasks in plan.jobs.values()]
-    screen.answer({"plan": plan, "scripts": scripts}, show.profile_plan(plan, scripts=scripts))
+    plans, scripts = {}, {}
+    for part, plan in _profile_plans(screen, run, spec):
+        launcher = launch.launcher_for(part.spec)
+        plans[part.type] = plan
+        scripts[part.type] = [launcher.script(part.run, tasks[0]) for tasks in plan.jobs.values()]
+
+    def shown() -> Iterator["RenderableType"]:
+        yield from _headed(plans, lambda name, plan: show.profile_plan(plan, scripts=scripts[name]))
+        yield from show.all_types(list(plans.values()))
+
+    screen.answer(_whole({name: {"plan": plan, "scripts": scripts[name]} for name, plan in plans.items()}), shown())
 
 
-def _require_within_cap(plan: "ProfilePlan", cap: float | None) -> None:
-    if cap is not None and plan.node_hours_at_most > cap:
+def _require_within_cap(node_hours: Sequence[float], cap: float | None) -> None:
+    if cap is not None and sum(node_hours) > cap:
+        types = f" on all {len(node_hours)} node types" if len(node_hours) > 1 else ""
         raise OverBudget(
-            f"the probes may take {show.number(plan.node_hours_at_most)} node-hours, search.max_node_hours is {cap:g}",
+            f"the probes{types} may take {show.number(sum(node_hours))} node-hours, search.max_node_hours is {cap:g}",
             "raise it with --set search.max_node_hours=..., or lower search.max_minutes, or search fewer nodes",
         )
 
@@ -523,13 +722,20 @@ def recommend(
     named: MaybeRun = None,
     root: Root = RUNS,
     overrides: Overrides = None,
-    objective: Annotated[Literal["time", "cost", "knee"], typer.Option(help="What to choose by.")] = "knee",
+    objective: Annotated[
+        Literal["time", "cost", "knee", "accuracy-time"],
+        typer.Option(help="What to choose by; accuracy-time: the least time to the same progress."),
+    ] = "knee",
     curve: Annotated[Literal["time", "cost"], typer.Option(help="The curve whose knee is looked for.")] = "time",
     nodes: Annotated[int | None, typer.Option(min=1, help="Consider this number of nodes only.")] = None,
     max_nodes: Annotated[int | None, typer.Option(min=1, help="At most so many nodes.")] = None,
     max_batch: Annotated[int | None, typer.Option(min=1, help="A global batch of at most this.")] = None,
     deadline: Annotated[float | None, typer.Option(min=0, metavar="HOURS", help="Train within.")] = None,
     budget: Annotated[float | None, typer.Option(min=0, metavar="PRICE", help="Spend at most.")] = None,
+    node_type: NodeType = None,
+    pareto: Annotated[
+        bool, typer.Option("--pareto", help="Show only what nothing else beats in both time and cost.")
+    ] = False,
 ) -> None:
     """Choose nodes and batch size from what was measured."""
     import time
@@ -547,12 +753,13 @@ def recommend(
         max_nodes=max_nodes,
         deadline_hours=deadline,
         budget=budget,
-        pending=_pending(run, spec),
+        node_type=node_type,
+        pending={part.type: _pending(part.run, part.spec) for part in run.parts(spec)},
         now=time.time(),
     )
     _warn_all(screen, found.warnings)
-    run.adopt(spec)  # what was recommended is what `tula train` trains
-    screen.answer(found, show.recommendation(found, width=screen.width, color=screen.colored))
+    _adopt(run, spec, _started(run, spec))  # what was recommended is what `tula train` trains
+    screen.answer(found, show.recommendation(found, width=screen.width, color=screen.colored, pareto=pareto))
 
 
 def _measured(
@@ -587,6 +794,7 @@ def train(
     overrides: Overrides = None,
     nodes: Annotated[int | None, typer.Option(min=1, help="Nodes; else the recommended ones.")] = None,
     batch: Annotated[int | None, typer.Option(min=1, help="Global batch; else the recommended one.")] = None,
+    node_type: NodeType = None,
     yes: Yes = False,
     dry_run: DryRun = False,
     wait: Wait = None,
@@ -600,8 +808,12 @@ def train(
     from tula_cli import launch
     from tula_cli import train as service
 
-    run, spec = _open(screen, job, named, root, overrides)
-    plan = service.plan(run, spec, nodes=nodes, batch=batch, inspect=launch.inspect)
+    whole, all_types = _open(screen, job, named, root, overrides)
+    part, choice = service.part(whole, all_types, node_type)
+    run, spec = part.run, part.spec
+    if part.type:
+        screen.note(f"node type {part.type}")
+    plan = service.plan(run, spec, nodes=nodes, batch=batch, choice=choice, inspect=launch.inspect)
     _warn_all(screen, plan.code.warnings)
     links = launch.links(plan.task)
     if dry_run:
@@ -615,7 +827,7 @@ def train(
         if not under_way:
             screen.aside(show.train_plan(plan, links=links))
             _allow(screen, "start?", yes=yes, capped=spec.search.max_node_hours is not None)
-        run.adopt(spec)
+        _adopt(whole, all_types, [part])
         started = service.start(run, plan, launcher)
         if not _waits(wait, spec):
             _tell_new(screen, run, launcher, [started], under_way, spec)
@@ -653,10 +865,18 @@ def status(screen: Screen, named: MaybeRun = None, root: Root = RUNS) -> None:
     from tula_cli import status as service
 
     run = _find_run(screen, named, root)
-    now = service.snapshot(run, launch.launcher_for(run.spec(), submits=False), now=time.time())
-    screen.status = "pending" if now.active() else "done"
-    _warn_all(screen, now.warnings)
-    screen.answer(now, show.status(now))
+    spec = run.spec()
+    found = {
+        part.type: service.snapshot(part.run, launch.launcher_for(part.spec, submits=False), now=time.time())
+        for part in _started(run, spec)
+    }
+    screen.status = "pending" if any(now.active() for now in found.values()) else "done"
+    for now in found.values():
+        _warn_all(screen, now.warnings)
+    if not spec.node_types:
+        return _by_type(screen, found, show.status)
+    chosen = run.recommendation()
+    return screen.answer({"types": found, "recommendation": chosen}, show.status_by_type(run.path, found, chosen))
 
 
 @command
@@ -676,6 +896,7 @@ def logs(
     job: Annotated[str | None, typer.Option(help="Only this job's; tula status names them.")] = None,
     last: Annotated[int | None, typer.Option("--lines", "-n", min=0, help="Only the last so many lines.")] = None,
     follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on while jobs run.")] = False,
+    node_type: NodeType = None,
 ) -> None:
     """Show what the newest job (or --job) wrote."""
     import time
@@ -683,7 +904,8 @@ def logs(
     from tula_cli import launch
     from tula_cli import status as service
 
-    run = _find_run(screen, named, root)
+    whole = _find_run(screen, named, root)
+    run = service.newest_part(_started(whole, whole.spec(), node_type), job) or whole
 
     def active() -> bool:
         return service.snapshot(run, launch.launcher_for(run.spec(), submits=False), now=time.time()).active(
@@ -713,7 +935,11 @@ def cancel(
     from tula_cli import status as service
 
     run = _find_run(screen, target or named, root)
-    ended = service.cancel(run, launch.launcher_for(run.spec(), submits=False))
+    ended = [
+        f"{part.type}/{job}" if part.type else job
+        for part in _started(run, run.spec())
+        for job in service.cancel(part.run, launch.launcher_for(part.spec, submits=False))
+    ]
     screen.answer({"cancelled": ended}, [f"cancelled {', '.join(ended)}" if ended else "nothing was queued or running"])
 
 

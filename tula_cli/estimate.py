@@ -18,15 +18,23 @@ class EstimateReport:
 
     inspection: Inspection
     rows: tuple[Footprint, ...]  # ascending by local batch
+    needed: tuple[int, ...]  # the least memory of a device that each row runs in, libraries included
     fixed: int  # what no batch size changes
     per_sample: int  # what one more sample of the micro-batch takes
     capacity: int | None  # None where it is not known
     margin: float  # share of the capacity that is kept free
     largest_local_batch: int | None  # 0 where nothing fits; None where nothing bounds it
 
+    @property
+    def gpu(self) -> bool:
+        """Whether the memory is a GPU's; else that of a process on the CPU."""
+        return any(row.libraries for row in self.rows)
+
     def fits(self, row: Footprint) -> bool | None:
         """Whether a row leaves the margin free; None where the capacity is not known."""
-        return None if self.capacity is None else row.peak <= self.capacity * (1 - self.margin)
+        if self.capacity is None:
+            return None
+        return self.needed[self.rows.index(row)] <= self.capacity * (1 - self.margin)
 
 
 def estimate(spec: JobSpec, *, capacity: int | None = None) -> EstimateReport:
@@ -50,9 +58,11 @@ def estimate(spec: JobSpec, *, capacity: int | None = None) -> EstimateReport:
     margin = spec.search.memory_margin
     model = memory.fit(inspection.footprints, accumulate=spec.train.accumulate)
     largest = model.largest_local_batch(capacity, margin=margin)
+    sizes = local_batches(spec, inspection, largest=largest)
     return EstimateReport(
         inspection=inspection,
-        rows=tuple(predicted(model, size) for size in local_batches(spec, inspection, largest=largest)),
+        rows=tuple(predicted(model, size) for size in sizes),
+        needed=tuple(model.needed(size) for size in sizes),
         fixed=round(model.fixed),
         per_sample=round(model.slope),
         capacity=capacity,
@@ -71,8 +81,11 @@ def predicted(model: MemoryModel, local_batch: int) -> Footprint:
         optimizer=round(model.optimizer),
         factors=round(model.factors),
         batch=round(model.batch_slope * micro_batch),
-        activations=round(model.activations_fixed + model.activations_slope * micro_batch),
+        activations=round(model.activations_at(micro_batch)),
         peak=model.peak(local_batch),
+        libraries=round(model.libraries),
+        reserved=model.reserved(local_batch),
+        room=round(model.room * model.peak(local_batch)),
     )
 
 

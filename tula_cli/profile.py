@@ -1,16 +1,17 @@
 """`tula profile`: which probes are missing, what they may cost, and submitting them."""
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from tula_cli.code import Source, choose, snapshot
 from tula_cli.errors import BadMeasurements, JobFailed, OutOfMemoryAtMinimum, SchedulerError
 from tula_cli.launch import Launcher, submitting, under_way
-from tula_cli.models.cost import price_at_most
+from tula_cli.models.cost import price_at_most, price_words
 from tula_cli.outcome import advice
 from tula_cli.records import Failed, Inspection, Measured, OutOfMemory, ProbeTask
 from tula_cli.rundir import RunDir, probe_id
-from tula_cli.search import largest_local_batch, probes
+from tula_cli.search import Round, largest_local_batch, next_round, probes
 from tula_cli.spec import JobSpec
 
 PACKED = "probe-packed"
@@ -29,6 +30,9 @@ class ProfilePlan:
     price_at_most: float | None  # None where it depends on memory that is not measured yet
     currency: str
     code: Source  # the user's own code that they run
+    price: str = ""  # in words, with unit, source and date
+    reasons: tuple[str, ...] = ()  # why each of these probes, with strategy: adaptive
+    certainty: str = ""  # how certain the decisions are, with strategy: adaptive
 
     @property
     def missing(self) -> int:
@@ -64,8 +68,8 @@ def plan(spec: JobSpec, inspection: Inspection, run: RunDir | None) -> ProfilePl
         SpecError: a file of the user's code cannot be read.
     """
     source = choose(run, spec, Path.cwd(), keep=True)
-    wanted = probes(spec, dataset_size=inspection.dataset_size, max_local_batch=largest_local_batch(spec, inspection))
     known = {result.id: result for result in run.results()} if run else {}
+    wanted, found = _wanted(spec, inspection, run, known)
     tasks = []
     for nodes, local_batches in wanted.items():
         missing = [local for local in local_batches if not _settled(known.get(probe_id(nodes, local)))]
@@ -85,7 +89,64 @@ def plan(spec: JobSpec, inspection: Inspection, run: RunDir | None) -> ProfilePl
         price_at_most=price_at_most(spec, node_hours, inspection.capacity),
         currency=spec.pricing.currency,
         code=source,
+        price=price_words(spec.pricing),
+        reasons=found.reasons,
+        certainty=found.words,
     )
+
+
+Known = Mapping[str, Measured | OutOfMemory | Failed]
+"""Results by their ids."""
+
+
+def _wanted(
+    spec: JobSpec, inspection: Inspection, run: RunDir | None, known: Known
+) -> tuple[Mapping[int, Sequence[int]], Round]:
+    """Return all local batches to measure by number of nodes (with `adaptive` those so far and the next round)."""
+    if spec.search.strategy != "adaptive":
+        largest = largest_local_batch(spec, inspection)
+        return probes(spec, dataset_size=inspection.dataset_size, max_local_batch=largest), Round({}, (), "")
+    begun = _begun(run) if run else {}
+    so_far = {nodes: sorted(sizes) for nodes, sizes in sorted(begun.items())}
+    if run and any(not _settled(known.get(probe_id(nodes, size))) for nodes, sizes in begun.items() for size in sizes):
+        return so_far, Round({}, (), "")  # a round is under way, or what failed in it is tried again
+    attempts = run.attempts() if run else []
+    found = next_round(spec, list(known.values()), inspection=inspection, attempts=attempts)
+    found = _within_cap(spec, found, spent=_spent(run) if run else 0.0)
+    sizes = begun.keys() | found.probes.keys()
+    return {n: sorted({*begun.get(n, ()), *found.probes.get(n, ())}) for n in sorted(sizes)}, found
+
+
+def _begun(run: RunDir) -> dict[int, set[int]]:
+    """Return what was ever to be measured, and what has been."""
+    found: dict[int, set[int]] = {}
+    for task in run.tasks():
+        if isinstance(task, ProbeTask):
+            found.setdefault(task.nodes, set()).update(task.local_batches)
+    for result in run.results():
+        if _settled(result):
+            found.setdefault(result.nodes, set()).add(result.local_batch)
+    return found
+
+
+def _spent(run: RunDir) -> float:
+    """Return the node-hours that measuring has taken so far."""
+    nodes = {task.id: task.nodes for task in run.tasks() if isinstance(task, ProbeTask)}
+    return sum(
+        nodes[attempt.task] * (attempt.ended_at - attempt.started_at) / 3600
+        for attempt in run.attempts()
+        if attempt.task in nodes and attempt.ended_at is not None
+    )
+
+
+def _within_cap(spec: JobSpec, found: Round, *, spent: float) -> Round:
+    """Leave a further round out that might go beyond the cap on node-hours; the start is refused by the command line."""
+    cap = spec.search.max_node_hours
+    at_most = sum(found.probes) * spec.search.max_minutes / 60
+    if cap is None or not found.probes or not found.words or spent + at_most <= cap:
+        return found
+    why = f"a further round may take {at_most:.3g} node-hours, and {spent:.2g} of {cap:g} (search.max_node_hours) are spent"
+    return Round({}, (), f"{found.words}; {why}")
 
 
 def _settled(result: Measured | OutOfMemory | Failed | None) -> bool:
@@ -136,6 +197,11 @@ def start(run: RunDir, plan: ProfilePlan, launcher: Launcher) -> tuple[str, ...]
                 run.write_task(task.model_copy(update={"code": code}))
             run.write_job(launcher.submit(run, tasks[0]))
     return tuple(jobs)
+
+
+def measured(run: RunDir, plan: ProfilePlan) -> bool:
+    """Return whether every probe of a plan has a result that stands."""
+    return all(_settled(run.result(probe_id(t.nodes, size))) for t in plan.tasks for size in t.local_batches)
 
 
 def report(run: RunDir, plan: ProfilePlan) -> ProfileReport:

@@ -1,18 +1,22 @@
 """`tula recommend`: choose a configuration from what was measured, and write the answer down."""
 
+import math
 import shlex
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from tula_cli.errors import BadMeasurements, Infeasible, Pending
 from tula_cli.grid import Config
-from tula_cli.models import cost
+from tula_cli.models import cost, efficiency, pareto
+from tula_cli.models.efficiency import Noise
 from tula_cli.models.forecast import Forecast, TooFew
 from tula_cli.models.objective import Choice, Curve, Objective, choose
 from tula_cli.records import Attempt, Failed, Inspection, Measured, OutOfMemory, Prediction, ProbeTask, Recommendation
-from tula_cli.rundir import RunDir
+from tula_cli.rundir import Part, RunDir
 from tula_cli.spec import JobSpec, dump_yaml
+
+_DISAGREE = 0.15  # a second opinion that is further off than this share, and outside the interval, is told
 
 Results = Sequence[Measured | OutOfMemory | Failed]
 
@@ -26,6 +30,18 @@ class Limits:
     max_batch: int | None = None  # global
     deadline_hours: float | None = None
     budget: float | None = None  # in the currency of the pricing
+    same_progress: bool = False  # the deadline and the budget are for the same progress, not for the spec's epochs
+
+    def hours(self, row: Prediction) -> float:
+        return row.same_progress.hours if self.same_progress and row.same_progress else row.hours
+
+    def latest(self, row: Prediction) -> float:
+        """Return the upper bound of the hours; 0 where there is none."""
+        high = row.same_progress.hours_high if self.same_progress and row.same_progress else row.hours_high
+        return high or 0.0
+
+    def cost(self, row: Prediction) -> float:
+        return row.same_progress.cost if self.same_progress and row.same_progress else row.cost
 
     @property
     def wanted(self) -> list[int] | None:
@@ -42,11 +58,15 @@ class Limits:
         for words, most, value in (
             ("at most {:g} nodes", self.max_nodes, lambda row: row.nodes),
             ("a batch of at most {:g}", self.max_batch, lambda row: row.batch),
-            ("a deadline of {:g} hours", self.deadline_hours, lambda row: row.hours),
-            ("a budget of {:g}", self.budget, lambda row: row.cost),
+            (f"a deadline of {{:g}} hours{self._to}", self.deadline_hours, self.hours),
+            (f"a budget of {{:g}}{self._to}", self.budget, self.cost),
         ):
             if most is not None:
                 yield _Bound(words.format(most), most, value)
+
+    @property
+    def _to(self) -> str:
+        return " to the same progress" if self.same_progress else ""
 
 
 @dataclass(frozen=True)
@@ -56,6 +76,33 @@ class _Bound:
     words: str
     most: float
     value: Callable[[Prediction], float]
+
+
+@dataclass(frozen=True)
+class _Survey:
+    """What the probes of one type of node tell."""
+
+    part: Part
+    results: Results
+    forecast: Forecast
+    unknown: Mapping[Config, str]
+    pending: int
+
+    @property
+    def prefix(self) -> str:
+        return f"{self.part.type}: " if self.part.type else ""
+
+    def rows(self, limits: Limits) -> tuple[Prediction, ...]:
+        """Return the forecasts on each market."""
+        found = self.forecast.offers(limits.wanted)
+        name = self.part.type
+        return tuple(row.model_copy(update={"type": name}) for row in found) if name else found
+
+    def other_market(self, row: Prediction) -> Prediction | None:
+        """Return a forecast on the market that it is not for."""
+        on_demand = self.forecast.predict(Config(row.nodes, row.batch))
+        found = self.forecast.on_spot(on_demand) if row.market == "on_demand" else on_demand
+        return found and found.model_copy(update={"type": row.type})
 
 
 def recommend(
@@ -69,23 +116,27 @@ def recommend(
     max_nodes: int | None = None,
     deadline_hours: float | None = None,
     budget: float | None = None,
-    pending: int = 0,
+    node_type: str | None = None,
+    pending: int | Mapping[str, int] = 0,
     inspection: Inspection | None = None,
     now: float,
 ) -> Recommendation:
     """Choose a configuration and write recommendation.json, recommended.yaml, results.csv and cmd.txt.
 
+    Where the job names node types each has models of its own, and the choice is made over all of them.
+
     Args:
         run: where the results are and the answer goes.
         spec: the job.
-        objective: time, cost or knee.
+        objective: time, cost, knee or accuracy-time.
         curve: what the knee is looked for in.
         nodes: consider this number of nodes only.
         max_batch: largest global batch.
         max_nodes: most nodes.
-        deadline_hours: longest training time.
-        budget: highest cost, in the currency of the pricing.
-        pending: probes that are queued or running.
+        deadline_hours: longest training time; on spot nodes the expected one.
+        budget: highest cost, in the currency of the pricing; on spot nodes the expected one.
+        node_type: consider this type of node only.
+        pending: probes that are queued or running; by node type where the job names any.
         inspection: memory estimates and capacity, for what the probes do not tell.
         now: Unix time.
 
@@ -93,34 +144,132 @@ def recommend(
         Pending: probes are under way, and those done do not determine the answer yet.
         BadMeasurements: too few probes, or none that can be used together.
         Infeasible: nothing fits, or nothing satisfies the limits; names the binding one and the closest configuration.
+        SpecError: the job names no such node type.
     """
-    limits = Limits(nodes, max_nodes, max_batch, deadline_hours, budget)
-    results = run.results()
-    forecast = _forecast(spec, results, run.attempts(), pending=pending, inspection=inspection)
+    limits = Limits(nodes, max_nodes, max_batch, deadline_hours, budget, same_progress=objective == "accuracy-time")
+    parts = run.parts(spec, node_type)
+    waiting = pending if isinstance(pending, Mapping) else {part.type: pending for part in parts}
+    surveys, left_out = _surveys(parts, limits, waiting, inspection)
+    noise = _noise(surveys, needed=objective == "accuracy-time")
+    allowed = _within(surveys, limits, noise)
+    recommendation = _answer(surveys, allowed, limits, left_out, noise, objective=objective, curve=curve, now=now)
+    for survey in surveys if spec.node_types else []:  # what `tula train --type` trains
+        if own := [row for row in allowed if row.type == survey.part.type]:
+            answer = _answer([survey], own, limits, [], noise, objective=objective, curve=curve, now=now)
+            _write(survey.part.run, survey.part.spec, [survey], answer)
+    _write(run, spec, surveys, recommendation)
+    return recommendation
+
+
+def _surveys(
+    parts: Sequence[Part], limits: Limits, pending: Mapping[str, int], inspection: Inspection | None
+) -> tuple[list[_Survey], list[str]]:
+    """Return what is known of each type, and what is to be said of those that are left out.
+
+    Raises:
+        Pending, BadMeasurements, Infeasible: no type is left.
+    """
+    found, errors = [], []
+    for part in parts:
+        try:
+            found.append(_survey(part, limits, pending=pending.get(part.type, 0), inspection=inspection))
+        except (Pending, BadMeasurements, Infeasible) as error:
+            errors.append((part, error))
+    if not found:
+        raise next((error for _, error in errors if isinstance(error, Pending)), errors[0][1])
+    return found, [f"node type {part.type} is left out: {error.message}" for part, error in errors]
+
+
+def _survey(part: Part, limits: Limits, *, pending: int, inspection: Inspection | None) -> _Survey:
+    results = part.run.results()
+    forecast = _forecast(part.spec, results, part.run.attempts(), pending=pending, inspection=inspection)
     unknown = _unknown(forecast, limits)
     _require_enough(forecast, unknown, pending=pending)
-    allowed = _within(forecast, limits)
-    choice = choose(allowed, objective=objective, curve=curve)
-    recommendation = Recommendation(
+    return _Survey(part, results, forecast, unknown, pending)
+
+
+def _noise(surveys: Sequence[_Survey], *, needed: bool) -> Noise | None:
+    """Return the gradient noise scale that the probes of all node types tell: it is the job's, not the hardware's.
+
+    Raises:
+        Pending, BadMeasurements: it is needed, and no probe tells it yet, or none does.
+    """
+    probes = [result for survey in surveys for result in survey.results if isinstance(result, Measured)]
+    noise = efficiency.noise_scale(probe.gradients for probe in probes)
+    if noise is not None or not needed:
+        return noise
+    why = f"no probe ({len(probes)} measured) tells the gradient noise that time to accuracy follows from"
+    if pending := sum(survey.pending for survey in surveys):
+        raise _pending(pending, why)
+    raise BadMeasurements(
+        why,
+        "it takes a probe on two or more GPUs (or, on one, a local batch of 2 or more) whose gradients are finite; where the"
+        " results are older than this objective, delete some in results/ and run tula profile again",
+    )
+
+
+def _answer(
+    surveys: Sequence[_Survey],
+    allowed: Sequence[Prediction],
+    limits: Limits,
+    warnings: Sequence[str],
+    noise: Noise | None,
+    *,
+    objective: Objective,
+    curve: Curve,
+    now: float,
+) -> Recommendation:
+    rows = _with_front(allowed)
+    choice = choose(rows, objective=objective, curve=curve)
+    own = next(survey for survey in surveys if survey.part.type == choice.prediction.type)
+    spec = own.part.spec
+    told = [f"{survey.prefix}{text}" for survey in surveys for text in _told(survey)]
+    return Recommendation(
         objective=objective,
         curve=curve,
         choice=choice.prediction,
-        reason=f"{choice.reason}; every time is for {spec.train.epochs} epochs, whatever the batch",
-        rows=allowed,
+        reason=f"{choice.reason}; {_epochs(choice.prediction, spec, objective)}",
+        rows=rows,
         runners_up=choice.runners_up,
-        warnings=(
-            *_state_of_the_probes(results, unknown, pending=pending),
-            *forecast.warnings,
-            *_doubts(forecast, choice, limits),
-        ),
+        warnings=(*warnings, *told, *_doubts(own.forecast, choice, limits)),
         currency=spec.pricing.currency,
-        price=cost.price_words(spec.pricing),
-        fit_error=forecast.steps.error,
-        fit=forecast.steps.words,
+        price="\n".join(f"{survey.prefix}{cost.price_words(survey.part.spec.pricing)}" for survey in surveys),
+        fit_error=own.forecast.steps.error,
+        fit="\n".join(f"{survey.prefix}{survey.forecast.steps.words}" for survey in surveys),
+        efficiency="" if noise is None else _rests_on(noise, spec),
+        other_market=own.other_market(choice.prediction),
         created_at=now,
     )
-    _write(run, recommendation, results, forecast)
-    return recommendation
+
+
+def _epochs(chosen: Prediction, spec: JobSpec, objective: Objective) -> str:
+    """Say how many epochs the times are for."""
+    epochs, found = spec.train.epochs, chosen.same_progress
+    if objective != "accuracy-time" or found is None:
+        return f"every time is for {epochs} epochs, whatever the batch"
+    return (
+        f"batch {chosen.batch} needs about {found.epochs:.3g} epochs ({found.epochs_low:.3g} to {found.epochs_high:.3g}) for"
+        f" the progress of {epochs} epochs at batch {spec.train.reference_batch}; tula train runs train.epochs, {epochs} as"
+        f" it is: --set train.epochs={math.ceil(found.epochs)} trains to the same progress"
+    )
+
+
+def _rests_on(noise: Noise, spec: JobSpec) -> str:
+    return efficiency.words(noise, epochs=spec.train.epochs, reference=spec.train.reference_batch)
+
+
+def _with_front(rows: Sequence[Prediction]) -> tuple[Prediction, ...]:
+    """Return the rows with those marked that are in the Pareto front of time and cost."""
+    front = pareto.front([(row.hours, row.cost) for row in rows])
+    return tuple(
+        row if row.pareto == inside else row.model_copy(update={"pareto": inside})
+        for row, inside in zip(rows, front, strict=True)
+    )
+
+
+def _told(survey: _Survey) -> list[str]:
+    missing = _state_of_the_probes(survey.results, survey.unknown, pending=survey.pending)
+    return [*missing, *survey.forecast.warnings]
 
 
 def _forecast(
@@ -167,21 +316,33 @@ def _require_enough(forecast: Forecast, unknown: Mapping[Config, str], *, pendin
         )
 
 
-def _within(forecast: Forecast, limits: Limits) -> tuple[Prediction, ...]:
+def _with_progress(row: Prediction, spec: JobSpec, noise: Noise | None) -> Prediction:
+    """Return a forecast with what the same progress takes beside it, where the noise is known."""
+    if noise is None:
+        return row
+    train = spec.train
+    found = efficiency.same_progress(row, epochs=train.epochs, reference=train.reference_batch, noise=noise)
+    return row.model_copy(update={"same_progress": found})
+
+
+def _within(surveys: Sequence[_Survey], limits: Limits, noise: Noise | None = None) -> tuple[Prediction, ...]:
     """Return the forecasts within the limits, fastest first.
 
     Raises:
         Infeasible: there is none; names the first limit that leaves nothing and the configuration closest to it.
     """
-    left = forecast.predictions(limits.wanted)
+    found = [_with_progress(row, survey.part.spec, noise) for survey in surveys for row in survey.rows(limits)]
+    left = tuple(sorted(found, key=lambda row: (row.hours, row.nodes, row.batch)))
     if not left:
-        raise _nothing_fits(forecast, limits)
+        raise _nothing_fits(surveys[0].forecast, limits)
     for bound in limits:
         allowed = tuple(row for row in left if bound.value(row) <= bound.most)
         if not allowed:
             closest = min(left, key=lambda row: (bound.value(row), row.hours))
+            update = {"hours": limits.hours(closest), "cost": limits.cost(closest)}
+            described = _described(closest.model_copy(update=update), surveys[0].part.spec)
             raise Infeasible(
-                f"no configuration is within {bound.words}; the closest is {_described(closest, forecast.spec)}",
+                f"no configuration is within {bound.words}; the closest is {described}",
                 "relax that limit, or search other numbers of nodes and batches",
             )
         left = allowed
@@ -197,8 +358,9 @@ def _nothing_fits(forecast: Forecast, limits: Limits) -> Infeasible:
 
 
 def _described(row: Prediction, spec: JobSpec) -> str:
+    kind = f" of type {row.type}" * bool(row.type) + " on spot" * (row.market == "spot")
     return (
-        f"{_nodes(row.nodes)}, batch {row.batch} (local batch {row.local_batch}): {row.hours:.3g} hours,"
+        f"{_nodes(row.nodes)}{kind}, batch {row.batch} (local batch {row.local_batch}): {row.hours:.3g} hours,"
         f" {row.cost:.4g} {spec.pricing.currency}"
     )
 
@@ -233,32 +395,54 @@ def _doubts(forecast: Forecast, choice: Choice, limits: Limits) -> list[str]:
             "the fit is exactly determined: as many parameters as probes, so nothing tells its error;"
             " measure more (search.strategy: sweep or full) to know it"
         )
+    warnings += _second_opinion(forecast, chosen)
     margin = forecast.spec.search.memory_margin
     if chosen.headroom is not None and chosen.headroom < margin:
         warnings.append(
             f"the choice ran in its probe, but leaves only {chosen.headroom:.0%} of the memory free (wanted: {margin:.0%})"
         )
-    late = limits.deadline_hours is not None and (chosen.hours_high or 0) > limits.deadline_hours
+    late = limits.deadline_hours is not None and limits.latest(chosen) > limits.deadline_hours
     if late:
-        warnings.append(f"the choice may miss the deadline: up to {chosen.hours_high:.3g} hours (90 % interval)")
+        warnings.append(f"the choice may miss the deadline: up to {limits.latest(chosen):.3g} hours (90 % interval)")
+    if chosen.market == "on_demand" and forecast.spec.pricing.spot is not None and forecast.on_spot(chosen) is None:
+        warnings.append(f"no spot nodes for {_nodes(chosen.nodes)}: interruptions would leave no time to get anywhere")
+    if chosen.market == "spot" and limits.deadline_hours is not None:
+        warnings.append("the time on spot nodes is an expected one: a run with more interruptions takes longer")
     return warnings
 
 
-def command(run: RunDir, choice: Prediction) -> str:
+def _second_opinion(forecast: Forecast, chosen: Prediction) -> list[str]:
+    """Say where a fit without overlap, which is right where little is overlapped, sees the choice quite differently."""
+    gpus = forecast.spec.cluster.gpus_per_node
+    other = None if chosen.measured else forecast.steps.second_opinion(chosen.nodes, gpus, chosen.local_batch)
+    if other is None or chosen.step_low is None or chosen.step_high is None:
+        return []
+    if chosen.step_low <= other <= chosen.step_high or abs(other / chosen.step_time - 1) < _DISAGREE:
+        return []
+    return [
+        f"a plain additive fit of the same probes gives {other * 1e3:.3g} ms a step for the choice, not"
+        f" {chosen.step_time * 1e3:.3g} ms: measure it (search.strategy: full, or adaptive) before relying on it"
+    ]
+
+
+def command(run: RunDir, spec: JobSpec, choice: Prediction) -> str:
     """Return the command line that trains the choice from this run, wherever it is typed.
 
     It goes to the folder of the probes first: relative paths of the spec and the user's code are found there.
     """
-    train = f"tula train --run {shlex.quote(str(run.path.absolute()))} --nodes {choice.nodes} --batch {choice.batch}"
-    folder = next((task.workdir for task in run.tasks() if isinstance(task, ProbeTask)), None)
+    kind = f" --type {choice.type}" if spec.node_types else ""
+    where = f"--run {shlex.quote(str(run.path.absolute()))}{kind}"
+    train = f"tula train {where} --nodes {choice.nodes} --batch {choice.batch}"
+    tasks = (task for part in run.parts(spec) for task in part.run.tasks())
+    folder = next((task.workdir for task in tasks if isinstance(task, ProbeTask)), None)
     return train if folder is None else f"cd {shlex.quote(folder)} && {train}"
 
 
-def _write(run: RunDir, recommendation: Recommendation, results: Results, forecast: Forecast) -> None:
+def _write(run: RunDir, spec: JobSpec, surveys: Sequence[_Survey], recommendation: Recommendation) -> None:
     """Write the files; recommendation.json last, so that where it stands the others do too."""
-    run.write_text("results.csv", _table(results, recommendation, forecast))
-    train = command(run, recommendation.choice)
-    run.write_text("recommended.yaml", _recommended_yaml(forecast.spec, recommendation, train=train))
+    run.write_text("results.csv", _table(surveys, recommendation))
+    train = command(run, spec, recommendation.choice)
+    run.write_text("recommended.yaml", _recommended_yaml(spec, recommendation, train=train))
     run.write_text("cmd.txt", f"{train}\n")
     run.write_recommendation(recommendation)
 
@@ -277,40 +461,55 @@ def _recommended_yaml(spec: JobSpec, recommendation: Recommendation, *, train: s
     )
 
 
-def _table(results: Results, recommendation: Recommendation, forecast: Forecast) -> str:
-    """Return every candidate and every result as CSV, ordered by nodes and local batch."""
+def _table(surveys: Sequence[_Survey], recommendation: Recommendation) -> str:
+    """Return every candidate and every result as CSV, ordered by node type, nodes and local batch."""
     import pandas as pd
 
-    gpus = forecast.spec.cluster.gpus_per_node
-    configs = {Config(result.nodes, result.local_batch * result.nodes * gpus) for result in results}
-    configs.update(forecast.candidates())
-    configs.update(Config(row.nodes, row.batch) for row in recommendation.rows)
-    by_config = {(result.nodes, result.local_batch): result for result in results}
+    by_config: dict[tuple[str, Config], list[Prediction]] = {}
+    for row in recommendation.rows:
+        by_config.setdefault((row.type, Config(row.nodes, row.batch)), []).append(row)
     rows = [
-        _row(config, by_config.get((config.nodes, config.local_batch(gpus))), recommendation, forecast)
-        for config in sorted(configs)
+        _row(survey, config, result, recommendation, by_config.get((survey.part.type, config), []))
+        for survey in surveys
+        for config, result in _configs(survey, by_config).items()
     ]
     return pd.DataFrame(rows).to_csv(index=False)
 
 
+def _configs(
+    survey: _Survey, within: Iterable[tuple[str, Config]]
+) -> dict[Config, Measured | OutOfMemory | Failed | None]:
+    """Return all candidates of a node type and what was asked for besides, each with its probe."""
+    gpus = survey.part.spec.cluster.gpus_per_node
+    probes = {Config(result.nodes, result.local_batch * result.nodes * gpus): result for result in survey.results}
+    found = {*probes, *survey.forecast.candidates(), *(config for name, config in within if name == survey.part.type)}
+    return {config: probes.get(config) for config in sorted(found)}
+
+
 def _row(
+    survey: _Survey,
     config: Config,
     result: Measured | OutOfMemory | Failed | None,
     recommendation: Recommendation,
-    forecast: Forecast,
+    within: Sequence[Prediction],
 ) -> dict[str, Any]:
-    """Return one line of results.csv; every line has the same columns."""
+    """Return one line of results.csv; every line has the same columns. `within`: its forecasts within the limits."""
+    forecast = survey.forecast
     why = forecast.why_not(config) or forecast.why_unknown(config)
     row = None if why else forecast.predict(config)
+    spot = forecast.on_spot(row) if row else None
     probe = result if isinstance(result, Measured) else None
+    gpus = forecast.spec.cluster.gpus_per_node
     return {
+        "node_type": survey.part.type,
         "nodes": config.nodes,
-        "gpus_per_node": forecast.spec.cluster.gpus_per_node,
+        "gpus_per_node": gpus,
         "batch": config.batch,
-        "local_batch": config.local_batch(forecast.spec.cluster.gpus_per_node),
+        "local_batch": config.local_batch(gpus),
         "outcome": _outcome(result, predicted=row is not None),
-        "chosen": row == recommendation.choice,
-        "within_limits": row in recommendation.rows,
+        "chosen": recommendation.choice in within,
+        "within_limits": bool(within),
+        "pareto": any(offer.pareto for offer in within),
         "step_time_s": row and row.step_time,
         "step_time_low_s": row and row.step_low,
         "step_time_high_s": row and row.step_high,
@@ -321,9 +520,21 @@ def _row(
         "training_hours_low": row and row.hours_low,
         "training_hours_high": row and row.hours_high,
         f"cost_{recommendation.currency}": row and row.cost,
+        **_progress_cells(within, recommendation.currency),
+        "spot_hours": spot and spot.hours,
+        f"spot_cost_{recommendation.currency}": spot and spot.cost,
         "peak_memory_bytes": row and row.peak_memory,
         "memory_headroom_share": row and row.headroom,
         "note": result.message if isinstance(result, OutOfMemory | Failed) else why,
+    }
+
+
+def _progress_cells(within: Sequence[Prediction], currency: str) -> dict[str, float | None]:
+    """Return the columns of the same progress, of the first forecast within the limits."""
+    found = within[0].same_progress if within else None
+    names = {name: name for name in ("epochs", "hours", "hours_low", "hours_high")} | {"cost": f"cost_{currency}"}
+    return {
+        f"same_progress_{column}": None if found is None else getattr(found, name) for name, column in names.items()
     }
 
 

@@ -26,6 +26,10 @@ OutcomeClass = Literal[
 ]
 
 
+Market = Literal["on_demand", "spot"]
+"""How nodes are had: for as long as wanted, or for less money until they are taken away."""
+
+
 class Record(BaseModel):
     """Frozen; unknown keys are ignored, so that an older tula reads a newer run."""
 
@@ -44,16 +48,22 @@ class Memory(Record):
     peak: int
     reserved: int  # what the allocator holds (CUDA); the peak on the CPU
     capacity: int | None  # what there is for one rank; None where nothing bounds it
+    # What takes from the capacity beside that: on a GPU the context, cuBLAS and NCCL; on the CPU what the process held
+    # before, and under a limit only the part that the limit counts.
+    libraries: int = 0
 
 
 class GradientStats(Record):
-    """Squared gradient norms at the probe's weights, means over the timed steps."""
+    """Squared gradient norms at the probe's weights, means over its steps; from two halves of a batch where one rank runs."""
 
     norm_sqr: float  # of the averaged gradient (batch `batch`)
     local_norm_sqr: float  # mean over ranks of the norm of each rank's own gradient (batch `local_batch`)
     batch: int
     local_batch: int
-    steps: int
+    steps: int  # whose norms are finite
+    # Squared standard errors of norm_sqr and of local_norm_sqr, and their covariance. None where both are of one batch,
+    # and in results older than the noise scale, whose two norms are of different steps.
+    covariance: tuple[float, float, float] | None = None
 
 
 class Host(Record):
@@ -154,6 +164,21 @@ Result = Annotated[Measured | OutOfMemory | Failed, Field(discriminator="kind")]
 RESULT: TypeAdapter[Measured | OutOfMemory | Failed] = TypeAdapter(Result)
 
 
+class SameProgress(Record):
+    """What a configuration takes to the progress that the spec's epochs make at its reference batch.
+
+    `low` and `high` are the range that the growth of the gradient noise and the 90 % interval of the step time leave.
+    """
+
+    epochs: float
+    epochs_low: float
+    epochs_high: float
+    hours: float
+    hours_low: float
+    hours_high: float
+    cost: float
+
+
 class Prediction(Record):
     """A forecast of one configuration; `low` and `high` bound a 90 % interval (None where there is no residual)."""
 
@@ -170,12 +195,16 @@ class Prediction(Record):
     peak_memory: int | None  # bytes a GPU
     headroom: float | None  # share of the capacity left free
     measured: bool
+    type: str = ""  # of the nodes; empty where the job names none
+    market: Market = "on_demand"  # on spot nodes hours and cost are expected values
+    same_progress: SameProgress | None = None  # None where no probe has told the gradient noise
+    pareto: bool = False  # no other configuration within the limits is faster and no dearer, or cheaper and no slower
 
 
 class Recommendation(Record):
     """The answer of `tula recommend`."""
 
-    objective: Literal["time", "cost", "knee"]
+    objective: Literal["time", "cost", "knee", "accuracy-time"]
     curve: Literal["time", "cost"]
     choice: Prediction
     reason: str
@@ -183,9 +212,11 @@ class Recommendation(Record):
     runners_up: tuple[Prediction, ...]
     warnings: tuple[str, ...] = ()
     currency: str
-    price: str  # in words, with unit and source
+    price: str  # in words, with unit, source and date; a line a node type
     fit_error: float | None  # median relative error of the fit; None where exactly determined
-    fit: str  # the fit in words
+    fit: str  # the fit in words; a line a node type
+    efficiency: str = ""  # what `same_progress` rests on, in words; empty where there is none
+    other_market: Prediction | None = None  # the choice on demand where it is on spot nodes, and the other way round
     created_at: float
 
 
@@ -425,6 +456,9 @@ class Footprint(Record):
     batch: int
     activations: int
     peak: int
+    libraries: int = 0  # of a GPU, beside the peak; on the CPU a limit does not count them
+    reserved: int = 0  # what a GPU's allocator holds for the peak where it has room; 0 where that was not simulated
+    room: int = 0  # the least that it gets by with; 0 where that was not simulated
 
 
 class Inspection(Record):
@@ -441,4 +475,5 @@ class Inspection(Record):
     hardware: str
     capacity: int | None  # bytes for one rank: memory_per_gpu, else this machine's where the cluster is local
     cpus: int
+    process: int = 0  # bytes that a process holds that has loaded the libraries and the dataset
     warnings: tuple[str, ...] = ()

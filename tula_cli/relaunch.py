@@ -180,5 +180,10 @@ def _cost(task: TrainTask, hours: float, prediction: Prediction | None) -> float
     cluster = task.spec.cluster
     reserved = (prediction.peak_memory if prediction else None) or 0
     return cost(
-        task.spec.pricing, hours=hours, nodes=task.nodes, gpus_per_node=cluster.gpus_per_node, reserved=reserved
+        task.spec.pricing,
+        hours=hours,
+        nodes=task.nodes,
+        gpus_per_node=cluster.gpus_per_node,
+        reserved=reserved,
+        market=prediction.market if prediction else "on_demand",
     )

@@ -12,6 +12,7 @@ import shutil
 import socket
 import time
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
 
@@ -95,6 +96,15 @@ def _content(path: Path) -> bytes:
             if not (again and error.errno == errno.ESTALE):
                 raise TulaError(f"cannot read {path}: {error.strerror}") from error
     raise AssertionError
+
+
+@dataclass(frozen=True)
+class Part:
+    """What of a job is measured, and may be trained, on one type of node: a run of its own, with a whole spec."""
+
+    type: str  # empty where the job names no types: then the part is the whole
+    run: "RunDir"
+    spec: JobSpec
 
 
 class RunDir:
@@ -188,6 +198,24 @@ class RunDir:
 
     def spec(self) -> JobSpec:
         return validate(read_yaml(self.path / "spec.yaml"), source=str(self.path / "spec.yaml"))
+
+    def parts(self, spec: JobSpec, only: str | None = None) -> tuple[Part, ...]:
+        """Return the run of each node type of `spec`, inside this one; the run itself where it names none.
+
+        What is measured on one type is never seen beside what is measured on another. A part's name holds the signature
+        of what is special about it: a changed type is measured anew, the others are kept.
+
+        Args:
+            spec: the job.
+            only: the one type to return.
+
+        Raises:
+            SpecError: there is no such type.
+        """
+        return tuple(Part(name, self._of_type(name, own), own) for name, own in spec.by_type(only).items())
+
+    def _of_type(self, name: str, spec: JobSpec) -> "RunDir":
+        return RunDir(self.path / "types" / f"{spec.name}-{name}-{signature(spec)}") if name else self
 
     # --- tasks, jobs, attempts
 

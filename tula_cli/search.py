@@ -1,14 +1,17 @@
-"""Which configurations to measure: the paper's full and partial search (III-A-2), and the sweep between them.
+"""Which configurations to measure: the paper's full and partial search (III-A-2), the sweep between them, or rounds.
 
 A probe is a number of nodes and a local batch; all local batches of one number of nodes are one job, ascending.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+import statistics
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
-from tula_cli.errors import Infeasible
+from tula_cli.errors import BadMeasurements, Infeasible
 from tula_cli.grid import Config, candidates
-from tula_cli.models import memory
-from tula_cli.records import Inspection
+from tula_cli.models import adaptive, memory
+from tula_cli.models.forecast import Forecast
+from tula_cli.records import Attempt, Failed, Inspection, Measured, OutOfMemory, Prediction
 from tula_cli.spec import JobSpec
 
 ByNodes = Mapping[int, Sequence[int]]
@@ -16,7 +19,7 @@ ByNodes = Mapping[int, Sequence[int]]
 
 
 def probes(spec: JobSpec, *, dataset_size: int, max_local_batch: int | None) -> dict[int, tuple[int, ...]]:
-    """Return what the spec's strategy measures: number of nodes to ascending local batches.
+    """Return what the spec's strategy measures: number of nodes to ascending local batches; of `adaptive` the start.
 
     A number of nodes on which no batch is feasible is left out.
 
@@ -29,11 +32,91 @@ def probes(spec: JobSpec, *, dataset_size: int, max_local_batch: int | None) -> 
         Infeasible: no batch is feasible on any number of nodes; names the bound.
     """
     found = feasible(spec, dataset_size=dataset_size, max_local_batch=max_local_batch)
+    by_nodes = _by_nodes(spec, found)
+    chosen = STRATEGIES[spec.search.strategy](by_nodes)
+    return {nodes: tuple(sorted(local_batches)) for nodes, local_batches in sorted(chosen.items())}
+
+
+def _by_nodes(spec: JobSpec, found: Iterable[Config]) -> dict[int, list[int]]:
     by_nodes: dict[int, list[int]] = {}
     for config in found:
         by_nodes.setdefault(config.nodes, []).append(config.local_batch(spec.cluster.gpus_per_node))
-    chosen = STRATEGIES[spec.search.strategy](by_nodes)
-    return {nodes: tuple(sorted(local_batches)) for nodes, local_batches in sorted(chosen.items())}
+    return by_nodes
+
+
+@dataclass(frozen=True)
+class Round:
+    """What `strategy: adaptive` measures next."""
+
+    probes: Mapping[int, tuple[int, ...]]  # number of nodes to ascending local batches; empty where nothing is worth it
+    reasons: tuple[str, ...]  # one line a probe
+    words: str  # how certain the decisions are; empty at the start
+
+
+def next_round(
+    spec: JobSpec,
+    results: Sequence[Measured | OutOfMemory | Failed],
+    *,
+    inspection: Inspection,
+    attempts: Iterable[Attempt] = (),
+) -> Round:
+    """Return the probes that are expected to better the decisions most for their node-seconds.
+
+    Args:
+        spec: the job.
+        results: of the probes so far; those that failed may be proposed again.
+        inspection: dataset size and memory estimate.
+        attempts: of the jobs so far; tell what a start costs.
+
+    Raises:
+        Infeasible: no configuration is feasible.
+        BadMeasurements: the results cannot be fitted together.
+    """
+    found = feasible(spec, dataset_size=inspection.dataset_size, max_local_batch=largest_local_batch(spec, inspection))
+    known = {(r.nodes, r.local_batch) for r in results if isinstance(r, Measured | OutOfMemory)}
+    smallest_oom = min((r.local_batch for r in results if isinstance(r, OutOfMemory)), default=None)
+    gpus = spec.cluster.gpus_per_node
+    fitting = [c for c in found if smallest_oom is None or c.local_batch(gpus) < smallest_oom]
+    start = adaptive.first(_by_nodes(spec, fitting or found).items())
+    if missing := [probe for probe in start if probe not in known]:
+        reasons = [f"{_place(*probe)}: one of the three to start from" for probe in missing]
+        return Round(_grouped(missing), tuple(reasons), "")
+    forecast = Forecast.from_results(spec, results, inspection=inspection, attempts=attempts)
+    rows = [row for row in forecast.predictions() if Config(row.nodes, row.batch) in fitting]
+    if not rows:
+        raise BadMeasurements("the probes tell no configuration's step time", "use search.strategy: sweep")
+    proposal = adaptive.propose(
+        forecast.steps, [_candidate(forecast, row) for row in rows], tolerance=spec.search.tolerance
+    )
+    picked = [(pick.candidate.nodes, pick.candidate.local_batch) for pick in proposal.picks]
+    return Round(_grouped(picked), tuple(pick.words for pick in proposal.picks), proposal.words)
+
+
+def _candidate(forecast: Forecast, row: Prediction) -> adaptive.Candidate:
+    search = forecast.spec.search
+    start = statistics.median(probe.overheads.startup for probe in forecast.probes.values())
+    return adaptive.Candidate(
+        nodes=row.nodes,
+        gpus_per_node=forecast.spec.cluster.gpus_per_node,
+        local_batch=row.local_batch,
+        batch=row.batch,
+        steps=row.hours * 3600 / row.step_time,
+        price=row.cost / row.hours if row.hours else 0.0,
+        probe_seconds=row.nodes * (search.steps + search.warmup_steps) * row.step_time,
+        job_seconds=row.nodes * (start + forecast.shutdown),
+        probed=row.measured,
+    )
+
+
+def _grouped(chosen: Iterable[tuple[int, int]]) -> dict[int, tuple[int, ...]]:
+    by_nodes: dict[int, list[int]] = {}
+    for nodes, local_batch in sorted(chosen):
+        by_nodes.setdefault(nodes, []).append(local_batch)
+    return {nodes: tuple(local_batches) for nodes, local_batches in by_nodes.items()}
+
+
+def _place(nodes: int, local_batch: int) -> str:
+    return f"{nodes} node{'s' * (nodes != 1)}, local batch {local_batch}"
 
 
 def largest_local_batch(spec: JobSpec, inspection: Inspection) -> int | None:
@@ -116,8 +199,17 @@ def _sweep(by_nodes: ByNodes) -> dict[int, set[int]]:
     return chosen
 
 
+def _start(by_nodes: ByNodes) -> dict[int, set[int]]:
+    """The first round of `next_round`."""
+    chosen: dict[int, set[int]] = {}
+    for nodes, local_batch in adaptive.first(by_nodes.items()):
+        chosen.setdefault(nodes, set()).add(local_batch)
+    return chosen
+
+
 STRATEGIES: Mapping[str, Callable[[ByNodes], dict[int, set[int]]]] = {
     "full": _full,
     "partial": _partial,
     "sweep": _sweep,
+    "adaptive": _start,
 }

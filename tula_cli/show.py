@@ -368,6 +368,7 @@ def check(report: "CheckReport", origins: Mapping[str, Origin]) -> Iterator["Ren
     yield ""
     yield f"{plural(report.probes, 'probe')} in {plural(len(report.jobs), 'job')}"
     yield _at_most(report.machine_hours_at_most, report.node_hours_at_most, report.price_at_most, report.currency)
+    yield f"price: {report.price}"
 
 
 def inspection(found: "Inspection") -> Iterator["RenderableType"]:
@@ -470,19 +471,14 @@ def _at_most(hours: float | None, node_hours: float, price: float | None, curren
 
 def estimate(report: "EstimateReport") -> Iterator["RenderableType"]:
     """Memory of one GPU by local batch, component by component."""
-    byte, unit = size_unit(max(row.peak for row in report.rows))
-    parts = ("parameters", "gradients", "optimizer", "factors", "batch", "activations", "peak")
-    made = table(("local\nbatch", *(f"{part}\n({unit})" for part in parts), "fits"), left=(8,))
-    for row in report.rows:
-        fits = {True: "yes", False: "no", None: "-"}[report.fits(row)]
-        made.add_row(str(row.local_batch), *(size(getattr(row, part), byte) for part in parts), fits)
     yield from inspection(report.inspection)
     yield ""
-    yield made
+    yield _components(report)
     yield ""
+    yield from _apart(report)
     yield f"{amount(report.fixed)} whatever the batch, and {amount(report.per_sample)} a sample"
     if report.capacity is None:
-        yield "how much a GPU has is not known here; tell with --capacity or cluster.memory_per_gpu"
+        yield "how much a GPU has is not known here; tell with --memory or cluster.memory_per_gpu"
         return
     largest = (
         "nothing fits" if not report.largest_local_batch else f"the largest local batch is {report.largest_local_batch}"
@@ -490,10 +486,54 @@ def estimate(report: "EstimateReport") -> Iterator["RenderableType"]:
     yield f"of {amount(report.capacity)} with {100 * report.margin:g} % kept free, {largest}"
 
 
+def _components(report: "EstimateReport") -> "Table":
+    """Eq. 3 at each local batch; for a GPU also what the libraries hold, what the allocator keeps, and what is needed."""
+    byte, unit = size_unit(max(*report.needed, *(row.reserved for row in report.rows)))
+    parts = ["parameters", "gradients", "optimizer", "factors", "batch", "activations", "peak"]
+    extra = ["reserved", "libraries"] if report.gpu else []
+    headings = [f"{part}\n({unit})" for part in (*parts, *extra, *(["needed"] if report.gpu else []))]
+    made = table(("local\nbatch", *headings, "fits"), left=(1 + len(headings),))
+    for row, needed in zip(report.rows, report.needed, strict=True):
+        sizes = [getattr(row, part) for part in (*parts, *extra)] + ([needed] if report.gpu else [])
+        fits = {True: "yes", False: "no", None: "-"}[report.fits(row)]
+        made.add_row(str(row.local_batch), *(size(value, byte) for value in sizes), fits)
+    return made
+
+
+def _apart(report: "EstimateReport") -> Iterator[str]:
+    """Say what the libraries are, and what PyTorch's allocator is to that."""
+    if report.gpu:
+        yield (
+            "reserved: what PyTorch's allocator takes where there is room; needed: the least it runs in, and the libraries"
+            " (CUDA context, cuBLAS, cuDNN, NCCL: a rule of thumb until a probe has measured them)"
+        )
+    elif report.inspection.process:
+        yield f"on the CPU; the process itself holds {amount(report.inspection.process)} beside that, which no limit counts"
+
+
+def heading(name: str, *, first: bool) -> Iterator["RenderableType"]:
+    """What stands above the answer for one node type; nothing where the job names none."""
+    if name:
+        yield from () if first else ("",)
+        yield _styled(f"node type {name}", "bold")
+
+
+def all_types(plans: Sequence["ProfilePlan"]) -> Iterator["RenderableType"]:
+    """What measuring all node types may cost at most, where there are several."""
+    if len(plans) > 1:
+        prices = [plan.price_at_most for plan in plans]
+        known = [price for price in prices if price is not None]
+        price = sum(known) if len(known) == len(prices) else None
+        hours = sum(plan.node_hours_at_most for plan in plans)
+        yield ""
+        yield f"all node types together: {_at_most(None, hours, price, plans[0].currency)}"
+
+
 def profile_plan(plan: "ProfilePlan", *, scripts: Sequence[str] = ()) -> Iterator["RenderableType"]:
     """What would be measured and what it may cost at most."""
     if not plan.missing:
         yield f"all {plural(plan.total, 'probe')} have a result already"
+        yield from _certainty(plan)
         return
     made = table(("job", "nodes", "probes", "global batches", "local batches"), left=(0, 3, 4))
     for task in plan.tasks:
@@ -504,10 +544,18 @@ def profile_plan(plan: "ProfilePlan", *, scripts: Sequence[str] = ()) -> Iterato
     yield ""
     done = f", {plan.done} of {plan.total} done already" if plan.done else ""
     yield f"{plural(plan.missing, 'probe')} in {plural(len({task.job for task in plan.tasks}), 'job')}{done}"
+    yield from plan.reasons
+    yield from _certainty(plan)
     yield _at_most(plan.minutes_at_most / 60, plan.node_hours_at_most, plan.price_at_most, plan.currency)
+    yield f"price: {plan.price}"
     for script in scripts:
         yield ""
         yield script
+
+
+def _certainty(plan: "ProfilePlan") -> Iterator[str]:
+    if plan.certainty:
+        yield plan.certainty
 
 
 def profile_report(report: "ProfileReport") -> Iterator["RenderableType"]:
@@ -568,54 +616,133 @@ def _training_plan(plan: "TrainPlan") -> Iterator["RenderableType"]:
     currency = task.spec.pricing.currency
     at_most = predicted.hours_high
     high = "" if at_most is None else f" (90 % interval up to {duration(3600 * at_most)})"
-    yield f"{duration(3600 * predicted.hours)}{high}, {number(predicted.hours * task.nodes)} node-h, {number(predicted.cost)} {currency}"
+    on_spot = ", on spot nodes" * (predicted.market == "spot")
+    yield f"{duration(3600 * predicted.hours)}{high}, {number(predicted.hours * task.nodes)} node-h, {number(predicted.cost)} {currency}{on_spot}"
+    yield f"price: {plan.price}"
 
 
 # --- recommend
 
 
-def recommendation(found: "Recommendation", *, width: int, color: bool) -> Iterator["RenderableType"]:
-    """The choice and its reason, the table of what was possible, and the plot of time and cost."""
+def recommendation(
+    found: "Recommendation", *, width: int, color: bool, pareto: bool = False
+) -> Iterator["RenderableType"]:
+    """The choice and its reason, the table of what was possible, and the plot of time and cost.
+
+    With `pareto` the table holds only what nothing else beats in both time and cost.
+    """
     from rich.text import Text
 
     choice = found.choice
-    where = place(choice.nodes, choice.batch, choice.local_batch)
     costs = f"{duration(3600 * choice.hours)}, {number(choice.cost)} {found.currency}"
-    yield Text.assemble((f"CHOSEN  {where}: {costs}", "bold green"))
+    yield Text.assemble((f"CHOSEN  {_place_of(choice)}: {costs}", "bold green"))
+    yield from _other_market(found)
+    yield from _progress(found)
     yield found.reason
     yield ""
-    yield predictions(found)
+    yield front(found) if pareto else predictions(found)
     yield ""
-    yield "* chosen; 2, 3 ... runners-up" if found.runners_up else "* chosen"
-    yield f"price: {found.price}"
-    yield f"fit: {found.fit}"
-    for drawn in plots(found, width=width, color=color):
+    if found.objective == "accuracy-time":
+        yield same_progress(found)
+        yield ""
+    marks = ["* chosen", *(["2, 3 ... runners-up"] if found.runners_up else [])]
+    yield "; ".join(marks if pareto else [*marks, "P: nothing is both faster and cheaper"])
+    yield from (f"price: {line}" for line in found.price.splitlines())
+    yield from (f"fit: {line}" for line in found.fit.splitlines())
+    if found.efficiency:
+        yield f"same progress: {found.efficiency}"
+    for drawn in () if pareto else plots(found, width=width, color=color):
         yield ""
         yield Text.from_ansi(drawn)
 
 
+def _place_of(row: "Prediction") -> str:
+    """Return a configuration in words, with the type and market of its nodes where there are several."""
+    kind = f" of type {row.type}" * bool(row.type) + " on spot" * (row.market == "spot")
+    return place(row.nodes, row.batch, row.local_batch).replace(",", f"{kind},", 1)
+
+
+def _progress(found: "Recommendation") -> Iterator[str]:
+    """Say what the choice takes to the same progress, apart from what it takes for the epochs of the spec."""
+    row = found.choice.same_progress
+    if row is not None:
+        yield (
+            f"to the same progress: {number(row.epochs)} epochs, {duration(3600 * row.hours)}"
+            f" ({duration(3600 * row.hours_low)} to {duration(3600 * row.hours_high)}), {number(row.cost)} {found.currency}"
+        )
+
+
+def same_progress(found: "Recommendation") -> "Table":
+    """The best configuration of each batch on the way to the same progress, beside its time for the spec's epochs."""
+    from tula_cli.models.objective import envelope
+
+    rows = [(row, row.same_progress) for row in envelope(found.rows, curve="accuracy-time")]
+    divisor, unit = time_unit(3600 * max(row.hours for row in found.rows))
+    columns = ["", "batch", "nodes", "epochs", "range", f"time to\nsame\nprogress\n({unit})", f"range\n({unit})",
+               f"cost\n({found.currency})", f"time for\nspec's\nepochs\n({unit})"]  # fmt: skip
+    made = table(columns)
+    for row, progress in rows:
+        assert progress is not None
+        chosen = row == found.choice
+        made.add_row(
+            "*" if chosen else "",
+            str(row.batch),
+            str(row.nodes),
+            number(progress.epochs),
+            f"{number(progress.epochs_low)} .. {number(progress.epochs_high)}",
+            number(3600 * progress.hours / divisor),
+            f"{number(3600 * progress.hours_low / divisor)} .. {number(3600 * progress.hours_high / divisor)}",
+            number(progress.cost),
+            number(3600 * row.hours / divisor),
+            style="bold green" if chosen else None,
+        )
+    return made
+
+
+MARKETS = {"on_demand": "on demand", "spot": "on spot"}
+
+
+def _other_market(found: "Recommendation") -> Iterator[str]:
+    """Say what the choice takes on the market that it is not for, and how that compares."""
+    here, there = found.choice, found.other_market
+    if there is None:
+        return
+    cost, hours = there.cost / here.cost - 1 if here.cost else 0.0, there.hours / here.hours - 1
+    compared = f"{_by(cost, 'dearer', 'cheaper')}, {_by(hours, 'longer', 'shorter')}"
+    expected = " expected" * (there.market == "spot")
+    yield (
+        f"the same {MARKETS[there.market]}: {duration(3600 * there.hours)}{expected}, {number(there.cost)}"
+        f" {found.currency} ({compared})"
+    )
+
+
+def _by(change: float, more: str, less: str) -> str:
+    return f"{number(100 * abs(change), 2)} % {more if change > 0 else less}" if abs(change) >= 0.0005 else f"no {more}"
+
+
 def predictions(found: "Recommendation") -> "Table":
-    """One row a feasible configuration, as the recommendation orders them."""
+    """One row a feasible configuration, as the recommendation orders them; what spot nodes take is beside it."""
     divisor, unit = time_unit(3600 * max(row.hours for row in found.rows))
     byte, memory = size_unit(max((row.peak_memory or 0 for row in found.rows), default=None))
-    marks = {_key(found.choice): "*"} | {_key(row): str(rank) for rank, row in enumerate(found.runners_up, 2)}
-    made = table(
-        ("", "nodes", "batch", "local\nbatch", f"time\n({unit})", f"90 % interval\n({unit})", f"cost\n({found.currency})",
-         f"memory\n({memory}/GPU)", "free\n(%)", "basis"),
-        left=(0, 9),
-    )  # fmt: skip
-    for row in found.rows:
+    marks = _marks(found)
+    typed, on_spot = any(row.type for row in found.rows), any(row.market == "spot" for row in found.rows)
+    kinds = ["type"] if typed else []
+    spot = [f"spot\ntime\n({unit})", f"spot\ncost\n({found.currency})", "cheaper"] if on_spot else []
+    columns = ["", *kinds, "nodes", "batch", "local\nbatch", f"time\n({unit})", f"90 % interval\n({unit})",
+               f"cost\n({found.currency})", *spot, f"memory\n({memory}/GPU)", "free\n(%)", "basis"]  # fmt: skip
+    words = {index for index, name in enumerate(columns) if name in ("", "type", "cheaper", "basis")}
+    made = table(columns, left=words)
+    for offers in _by_config(found.rows):
+        row = next(iter(offers.values()))
         mark = marks.get(_key(row), "")
-        low, high = row.hours_low, row.hours_high
-        interval = "-" if low is None or high is None else f"{number(3600 * low / divisor)} .. {number(3600 * high / divisor)}"  # fmt: skip
         made.add_row(
-            mark,
+            f"{mark} P" if any(offer.pareto for offer in offers.values()) else mark,
+            *([row.type] if typed else []),
             str(row.nodes),
             str(row.batch),
             str(row.local_batch),
-            number(3600 * row.hours / divisor),
-            interval,
-            number(row.cost),
+            *_time_and_cost(offers.get("on_demand"), divisor),
+            *(_spot_cells(offers, divisor) if on_spot else []),
             size(row.peak_memory, byte),
             percent(row.headroom),
             "measured" if row.measured else "predicted",
@@ -624,8 +751,69 @@ def predictions(found: "Recommendation") -> "Table":
     return made
 
 
-def _key(row: "Prediction") -> tuple[int, int]:
-    return row.nodes, row.batch
+def front(found: "Recommendation") -> "Table":
+    """One row a configuration that nothing else beats in both time and cost, fastest first."""
+    rows = [row for row in found.rows if row.pareto]
+    divisor, unit = time_unit(3600 * max(row.hours for row in rows))
+    typed, on_spot = any(row.type for row in found.rows), any(row.market == "spot" for row in found.rows)
+    kinds = [*(["type"] if typed else []), *(["market"] if on_spot else [])]
+    columns = ["", *kinds, "nodes", "batch", "local\nbatch", f"time\n({unit})", f"90 % interval\n({unit})",
+               f"cost\n({found.currency})", "basis"]  # fmt: skip
+    made = table(columns, left=[*range(1 + len(kinds)), len(columns) - 1])
+    runners_up = {_offer(row): str(rank) for rank, row in enumerate(found.runners_up, 2)}
+    marks = {_offer(found.choice): "*", **runners_up}
+    for row in rows:
+        mark = marks.get(_offer(row), "")
+        made.add_row(
+            mark,
+            *([row.type] if typed else []),
+            *([MARKETS[row.market]] if on_spot else []),
+            str(row.nodes),
+            str(row.batch),
+            str(row.local_batch),
+            *_time_and_cost(row, divisor),
+            "measured" if row.measured else "predicted",
+            style="bold green" if mark == "*" else None,
+        )
+    return made
+
+
+def _marks(found: "Recommendation") -> dict[tuple[str, int, int], str]:
+    runners_up = {_key(row): str(rank) for rank, row in reversed([*enumerate(found.runners_up, 2)])}
+    return {**runners_up, _key(found.choice): "*"}
+
+
+def _by_config(rows: Iterable["Prediction"]) -> list[dict[str, "Prediction"]]:
+    """Return what each configuration takes by market, in the order of the rows."""
+    found: dict[tuple[str, int, int], dict[str, Prediction]] = {}
+    for row in rows:
+        found.setdefault(_key(row), {})[row.market] = row
+    return list(found.values())
+
+
+def _time_and_cost(row: "Prediction | None", divisor: float) -> tuple[str, str, str]:
+    """Return the cells of a time, its interval and a cost; dashes where the limits leave none."""
+    if row is None:
+        return "-", "-", "-"
+    low, high = row.hours_low, row.hours_high
+    interval = "-" if low is None or high is None else f"{number(3600 * low / divisor)} .. {number(3600 * high / divisor)}"  # fmt: skip
+    return number(3600 * row.hours / divisor), interval, number(row.cost)
+
+
+def _spot_cells(offers: Mapping[str, "Prediction"], divisor: float) -> tuple[str, str, str]:
+    here, spot = offers.get("on_demand"), offers.get("spot")
+    time_, _, cost = _time_and_cost(spot, divisor)
+    if here is None or spot is None:
+        return time_, cost, "-"
+    return time_, cost, "spot" if spot.cost < here.cost else "on demand" if here.cost < spot.cost else "-"
+
+
+def _key(row: "Prediction") -> tuple[str, int, int]:
+    return row.type, row.nodes, row.batch
+
+
+def _offer(row: "Prediction") -> tuple[str, int, int, str]:
+    return (*_key(row), row.market)
 
 
 MARKERS = "ox+#@%&=~"
@@ -633,25 +821,34 @@ COLORS = ("cyan", "magenta", "yellow", "green", "blue", "red")
 
 
 def plots(found: "Recommendation", *, width: int, color: bool) -> Iterator[str]:
-    """Time and cost against the global batch, one curve for each number of nodes; O marks the choice."""
-    nodes = sorted({row.nodes for row in found.rows})
-    if len({row.batch for row in found.rows}) < 2:
+    """Time and cost against the global batch, one curve for each number (and type) of nodes; O marks the choice."""
+    rows = [row for row in found.rows if row.market == found.choice.market]
+    curves = sorted({_key(row)[:2] for row in rows})
+    if len({row.batch for row in rows}) < 2:
         return
-    divisor, unit = time_unit(3600 * max(row.hours for row in found.rows))
-    names = [f"{marker} {plural(count, 'node')}" for marker, count in zip(_cycle(MARKERS, nodes), nodes, strict=True)]
-    times = {_key(row): 3600 * row.hours / divisor for row in found.rows}
-    costs = {_key(row): row.cost for row in found.rows}
+    divisor, unit = time_unit(3600 * max(row.hours for row in rows))
+    names = [f"{plural(count, 'node')}{f' of type {kind}' if kind else ''}" for kind, count in curves]
+    times = {_key(row): 3600 * row.hours / divisor for row in rows}
+    costs = {_key(row): row.cost for row in rows}
     for title, values in ((f"time ({unit})", times), (f"cost ({found.currency})", costs)):
         yield _plot(title, values, choice=_key(found.choice), width=width, color=color)
-    yield "   ".join([*names, "O chosen"])
+    legend = [f"{marker} {name}" for marker, name in zip(_cycle(MARKERS, curves), names, strict=True)]
+    yield "   ".join([*legend, "O chosen"])
 
 
 def _cycle(choices: Sequence[str], items: Sequence[Any]) -> list[str]:
     return [choices[index % len(choices)] for index in range(len(items))]
 
 
-def _plot(title: str, values: dict[tuple[int, int], float], *, choice: tuple[int, int], width: int, color: bool) -> str:
-    """Draw values by (nodes, batch) over a binary logarithm of the batch, as text of at most `width` columns."""
+def _plot(
+    title: str,
+    values: dict[tuple[str, int, int], float],
+    *,
+    choice: tuple[str, int, int],
+    width: int,
+    color: bool,
+) -> str:
+    """Draw values by (type, nodes, batch) over a binary logarithm of the batch, as text of at most `width` columns."""
     import plotext
 
     figure = plotext.figure
@@ -659,14 +856,14 @@ def _plot(title: str, values: dict[tuple[int, int], float], *, choice: tuple[int
     figure.theme("colorless")
     figure.plot_size(min(width, 100), 15)
     figure.legend(active=False)
-    nodes, batches = sorted({key[0] for key in values}), sorted({key[1] for key in values})
-    for count, marker, shade in zip(nodes, _cycle(MARKERS, nodes), _cycle(COLORS, nodes), strict=True):
-        points = sorted((math.log2(batch), value) for (n, batch), value in values.items() if n == count)
+    curves, batches = sorted({key[:2] for key in values}), sorted({key[2] for key in values})
+    for curve, marker, shade in zip(curves, _cycle(MARKERS, curves), _cycle(COLORS, curves), strict=True):
+        points = sorted((math.log2(key[2]), value) for key, value in values.items() if key[:2] == curve)
         xs, ys = [point[0] for point in points], [point[1] for point in points]
         for symbol, joined in (("·", True), (marker, False)):
             dots = plotext.marker(symbol, plotext.pixel(shade)) if color else symbol
             figure.draw(figure.signal(xs, ys, marker=dots).lines(joined))
-    figure.draw(figure.signal([math.log2(choice[1])], [values[choice]], marker="O"))
+    figure.draw(figure.signal([math.log2(choice[2])], [values[choice]], marker="O"))
     figure.ruler("x", "lower").ticks([math.log2(batch) for batch in batches], [str(batch) for batch in batches])
     figure.label("global batch", "x")
     figure.title(title)
@@ -699,6 +896,20 @@ def status(now: "RunStatus") -> Iterator["RenderableType"]:
         choice = now.recommendation.choice
         yield ""
         yield f"recommended: {place(choice.nodes, choice.batch, choice.local_batch)}, {now.recommendation.objective}"
+
+
+def status_by_type(
+    path: Path, found: Mapping[str, "RunStatus"], chosen: "Recommendation | None"
+) -> Iterator["RenderableType"]:
+    """The same for each node type, and what is recommended over all."""
+    if not found:
+        yield f"{near(path)}: nothing was started yet"
+    for index, (name, now) in enumerate(found.items()):
+        yield from heading(name, first=index == 0)
+        yield from status(now)
+    if chosen is not None:
+        yield ""
+        yield f"recommended over all node types: {_place_of(chosen.choice)}, {chosen.objective}"
 
 
 def _story(job: "JobStatus") -> str:

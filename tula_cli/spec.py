@@ -5,9 +5,11 @@ every problem at once with its path and the nearest valid name. Units are in the
 global, `local_batch` is one GPU's.
 """
 
+import datetime
 import difflib
 import hashlib
 import json
+import math
 import os
 import re
 import shlex
@@ -82,6 +84,24 @@ def _shell_words(value: str) -> str:
     if not words:
         raise ValueError("the command is empty")
     return value
+
+
+def _price(value: object) -> object:
+    if isinstance(value, int | float) and not isinstance(value, bool) and not 0 < value < math.inf:
+        raise ValueError(
+            f"a price must be above 0, got {value:g}; where nothing is paid leave the section out: cost is then counted"
+            " in node-hours"
+        )
+    return value
+
+
+def _day(value: str) -> str:
+    try:
+        if value and not re.fullmatch(r"\d{4}-\d{2}-\d{2}", value):
+            raise ValueError
+        return datetime.date.fromisoformat(value).isoformat() if value else value
+    except ValueError:
+        raise ValueError(f"{value!r} is not a day; write it like 2025-11-30") from None
 
 
 Size = Annotated[int, BeforeValidator(parse_size), Field(gt=0)]  # bytes
@@ -208,7 +228,8 @@ class Search(Section):
     nodes: Annotated[list[Positive], Field(min_length=1)] = [2, 4, 8, 16]
     min_batch: Positive = 32
     max_batch: Positive | None = None  # besides memory and the dataset's size
-    strategy: Literal["sweep", "partial", "full"] = "sweep"
+    strategy: Literal["sweep", "partial", "full", "adaptive"] = "sweep"
+    tolerance: Annotated[float, Field(gt=0, lt=1)] = 0.01  # expected regret at which `adaptive` stops, a share
     steps: Annotated[int, Field(ge=5)] = 50  # timed optimizer steps a probe
     warmup_steps: Annotated[int, Field(ge=2)] = 10
     memory_margin: Annotated[float, Field(ge=0, lt=1)] = 0.1  # of the capacity, kept free
@@ -402,13 +423,48 @@ class Cluster(Section):
         return self
 
 
+class Spot(Section):
+    """The same nodes for less money, but they may be taken away (spot, preemptible).
+
+    The rate is that of one node, as providers state it: a job loses its first node N times as often on N nodes, so that
+    one number holds for the whole search.
+    """
+
+    discount: Annotated[float, Field(ge=0, lt=1)]  # share of the price that is saved
+    interruptions_per_day: NonNegativeFloat  # of one node
+    wait_minutes: NonNegativeFloat = 0.0  # until a lost node is replaced; nothing is paid meanwhile
+
+
 class Pricing(Section):
     """Price per node-hour, GPU-hour, or GB-hour of reserved GPU memory."""
 
     kind: Literal["node_hour", "gpu_hour", "gb_hour"] = "node_hour"
-    price: NonNegativeFloat = 1.0
-    currency: str = "USD"
-    source: str = ""  # where the price comes from, shown beside it
+    price: Annotated[PositiveFloat, BeforeValidator(_price)]
+    currency: Annotated[Line, Field(min_length=1)] = "USD"
+    source: Line = ""  # where the price comes from, shown beside it
+    date: Annotated[str, AfterValidator(_day)] = ""  # when it was looked up, 2025-11-30; shown beside it
+    spot: Spot | None = None
+
+
+UNPRICED = Pricing(price=1.0, currency="node-h")
+"""Where no price is given, cost is a number of node-hours."""
+
+
+class NodeType(Section):
+    """What is special about one type of node: laid over those sections of the job, level by level."""
+
+    cluster: dict[str, Any] = {}
+    pricing: dict[str, Any] = {}
+    search: dict[str, Any] = {}
+
+    @model_validator(mode="after")
+    def _one_cap_for_all(self) -> "NodeType":
+        if "max_node_hours" in self.search:
+            raise ValueError("search.max_node_hours bounds all types together; set it in the job's own section search")
+        return self
+
+
+TypeName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,31}$")]
 
 
 class JobSpec(Section):
@@ -425,7 +481,60 @@ class JobSpec(Section):
     ags: Ags = Ags()
     search: Search = Search()
     cluster: Cluster = Cluster()
-    pricing: Pricing = Pricing()
+    pricing: Pricing = UNPRICED
+    node_types: dict[TypeName, NodeType] = {}  # each is measured for itself; the choice is made over all
+
+    @model_validator(mode="after")
+    def _types_are_sound(self) -> "JobSpec":
+        problems: list[InitErrorDetails] = []
+        currencies: dict[str, str] = {}
+        for name in self.node_types:
+            try:
+                currencies[name] = self.of_type(name).pricing.currency
+            except ValidationError as error:
+                problems += [_under(item, "node_types", name) for item in error.errors()]
+        if problems:
+            raise ValidationError.from_exception_data("JobSpec", problems)
+        if len(set(currencies.values())) > 1:
+            found = ", ".join(f"{name} in {currency}" for name, currency in currencies.items())
+            raise ValueError(f"node_types must be priced in one currency to be compared, got {found}")
+        return self
+
+    def by_type(self, only: str | None = None) -> dict[str, "JobSpec"]:
+        """Return the whole job on each type of node (on the named one); where it names none, itself under "".
+
+        Raises:
+            SpecError: there is no such type.
+        """
+        if only is not None and only not in self.node_types:
+            there_are = ", ".join(self.node_types)
+            raise SpecError(
+                f"no node type {only!r}",
+                f"there are: {there_are}" if there_are else "the job has no section node_types",
+            )
+        if not self.node_types:
+            return {"": self}
+        return {name: self.of_type(name) for name in self.node_types if only in (None, name)}
+
+    def of_type(self, name: str) -> "JobSpec":
+        """Return the whole job on one type of node; it knows of no others.
+
+        Raises:
+            ValidationError: what the type has of its own does not fit.
+        """
+        own = self.node_types[name].model_dump(exclude_unset=True)
+        base = self.model_dump(mode="json", exclude_unset=True, exclude={"node_types"})
+        if self.pricing == UNPRICED:  # nothing of it holds beside a price
+            base.pop("pricing", None)
+        _merge(base, own, {}, source=name)
+        return JobSpec.model_validate(base)
+
+
+def _under(item: Any, *path: str) -> InitErrorDetails:
+    """Return a problem that pydantic found in a part, with the path of the whole."""
+    kind = PydanticCustomError("value_error", "{why}", {"why": item["msg"].removeprefix("Value error, ")})
+    own = kind if item["type"] == "value_error" else item["type"]
+    return InitErrorDetails(type=own, loc=(*path, *item["loc"]), input=item["input"], ctx=item.get("ctx", {}))
 
 
 def signature(spec: JobSpec, code: str = "") -> str:
@@ -436,7 +545,7 @@ def signature(spec: JobSpec, code: str = "") -> str:
         code: digest of the user's own code that the spec names; empty for none.
     """
     train, cluster = spec.train, spec.cluster
-    parts = {
+    parts: dict[str, Any] = {
         "model": spec.model.model_dump(),
         "dataset": spec.dataset.model_dump(exclude={"download"}),
         "transforms": spec.transforms.model_dump(),
@@ -451,6 +560,8 @@ def signature(spec: JobSpec, code: str = "") -> str:
         "cluster": cluster.model_dump(include={"kind", "gpus_per_node", "device", "memory_per_gpu", "interface"}),
         "collective": cluster.collective if cluster.collective in ("ring", "tree") else "ring",
     }  # fmt: skip
+    if spec.node_types:  # where it runs is told by each type's own signature; a type more keeps the run
+        parts = {**parts, "cluster": None, "collective": None, "node_types": True}
     return _digest({**parts, "code": code} if code else parts)
 
 
@@ -702,6 +813,8 @@ def _readable_path(location: tuple[Any, ...]) -> str:
 def _names_at(location: tuple[Any, ...]) -> list[str]:
     """Return the keys that the section at `location` knows."""
     section: Any = JobSpec
+    if len(location) > 1 and location[0] == "node_types":
+        section, location = (JobSpec, location[2:]) if len(location) > 2 else (NodeType, ())
     for part in location:
         if not (isinstance(section, type) and issubclass(section, Section)) or part not in section.model_fields:
             break

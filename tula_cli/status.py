@@ -25,7 +25,7 @@ from tula_cli.records import (
     TrainTask,
 )
 from tula_cli.relaunch import TAKEN
-from tula_cli.rundir import RunDir, probe_id
+from tula_cli.rundir import Part, RunDir, probe_id
 from tula_cli.scheduler import SchedulerState
 
 JobState = Literal["queued", "running", "done", "failed", "cancelled", "lost"]
@@ -464,10 +464,13 @@ def list_runs(root: Path) -> tuple[RunSummary, ...]:
 
 def _summary(run: RunDir) -> RunSummary:
     try:
-        spec, results, recommendation = run.spec(), run.results(), run.recommendation()
-        finished = [result for name in run.train_signatures() if (result := run.train_result(name))]
+        spec, recommendation = run.spec(), run.recommendation()
+        runs = [part.run for part in run.parts(spec)]  # of each node type
+        results = [result for own in runs for result in own.results()]
+        finished = [result for own in runs for name in own.train_signatures() if (result := own.train_result(name))]
         moments = [result.measured_at for result in results if isinstance(result, Measured)]
-        moments += [job.submitted_at for job in run.jobs()] + [result.finished_at for result in finished]
+        moments += [job.submitted_at for own in runs for job in own.jobs()]
+        moments += [result.finished_at for result in finished]
         moments += [] if recommendation is None else [recommendation.created_at]
     except TulaError as error:
         return RunSummary(id=run.id, path=run.path, changed=None, problem=error.message)
@@ -545,6 +548,12 @@ def seldom(
         return answer
 
     return remembered
+
+
+def newest_part(parts: Iterable[Part], job: str | None) -> RunDir | None:
+    """Return the run of the node type that wrote last (of those that have that job); None where none has."""
+    having = [part.run for part in parts if job is None or part.run.job(job) is not None]
+    return max(having, key=lambda run: max((log.stat().st_mtime for log in run.logs()), default=0.0), default=None)
 
 
 def _log_files(run: RunDir, job: str | None) -> list[Path]:

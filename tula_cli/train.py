@@ -18,10 +18,11 @@ from tula_cli.errors import (
 )
 from tula_cli.grid import batches
 from tula_cli.launch import Launcher, submitting, under_way
+from tula_cli.models.cost import price_words
 from tula_cli.models.forecast import Forecast
 from tula_cli.outcome import advice
-from tula_cli.records import Attempt, Inspection, Measured, Prediction, Rung, Summary, TrainTask
-from tula_cli.rundir import RunDir
+from tula_cli.records import Attempt, Inspection, Market, Measured, Prediction, Rung, Summary, TrainTask
+from tula_cli.rundir import Part, RunDir
 from tula_cli.spec import JobSpec, train_signature
 
 CANCELLED = "the same command goes on where the newest checkpoint stands"
@@ -37,6 +38,35 @@ class TrainPlan:
     finished: bool  # there is nothing left to do
     resumes: int | None  # samples of the newest checkpoint, None where it starts from the beginning
     code: Source  # the user's own code that it runs
+    price: str = ""  # in words, with unit, source and date
+
+
+def part(run: RunDir, spec: JobSpec, node_type: str | None) -> tuple[Part, Prediction | None]:
+    """Return the part of a job to train and what is recommended there; the whole job where it names no node types.
+
+    Args:
+        run: the run.
+        spec: the job.
+        node_type: the type to train on; None for the recommended one.
+
+    Raises:
+        BadMeasurements: there are types, but none is given or recommended.
+        SpecError: there is no such type.
+    """
+    found = run.recommendation()
+    choice = found.choice if found is not None else None
+    if spec.node_types and node_type is None:
+        if choice is None:
+            raise BadMeasurements(
+                f"{run.id} has no recommendation, and --type not given",
+                "run tula recommend first, or name all: tula train --type NAME --nodes N --batch B",
+            )
+        node_type = choice.type
+    (chosen,) = run.parts(spec, node_type)
+    if choice is None or choice.type != chosen.type:
+        own = chosen.run.recommendation()
+        choice = own.choice if own is not None else None
+    return chosen, choice
 
 
 def plan(
@@ -45,6 +75,7 @@ def plan(
     *,
     nodes: int | None = None,
     batch: int | None = None,
+    choice: Prediction | None = None,
     inspect: Callable[[JobSpec], Inspection],
 ) -> TrainPlan:
     """Decide nodes and batch: those given, else the recommended ones.
@@ -54,6 +85,7 @@ def plan(
         spec: the job.
         nodes: number of nodes.
         batch: global batch.
+        choice: what is recommended; None for what the run itself recommends.
         inspect: tells the dataset's size where no probe has.
 
     Raises:
@@ -61,7 +93,8 @@ def plan(
         SpecError: a batch that cannot be trained on that many nodes, or that is larger than the dataset.
     """
     recommendation = run.recommendation()
-    if recommendation is None and (nodes is None or batch is None):
+    choice = choice or (recommendation.choice if recommendation is not None else None)
+    if choice is None and (nodes is None or batch is None):
         raise BadMeasurements(
             f"{run.id} has no recommendation, and {'--batch' if nodes else '--nodes and --batch'} not given",
             "run tula recommend first, or name both: tula train --nodes N --batch B",
@@ -70,13 +103,14 @@ def plan(
     source = {0: "as recommended", 1: f"{given[0] if given else ''} as given, the rest as recommended", 2: "as given"}[
         len(given)
     ]
-    if recommendation is not None:
-        nodes, batch = nodes or recommendation.choice.nodes, batch or recommendation.choice.batch
+    if choice is not None:
+        nodes, batch = nodes or choice.nodes, batch or choice.batch
     assert nodes is not None
     assert batch is not None
     _check(spec, nodes, batch)
     code = _code(run, spec, nodes, batch)
-    task = _task(run, spec, nodes, batch, code)
+    as_chosen = choice is not None and (choice.nodes, choice.batch) == (nodes, batch)
+    task = _task(run, spec, nodes, batch, code, market=choice.market if choice and as_chosen else "on_demand")
     newest = run.newest_train_task(task.signature)
     if newest is None:
         _check_size(batch, _dataset_size(run, spec, inspect))
@@ -88,6 +122,7 @@ def plan(
         finished=run.summary(task.signature) is not None,
         resumes=int(checkpoints[0].stem) if checkpoints else None,
         code=code,
+        price=price_words(spec.pricing),
     )
 
 
@@ -142,7 +177,7 @@ def _check_size(batch: int, dataset_size: int) -> None:
         )
 
 
-def _task(run: RunDir, spec: JobSpec, nodes: int, batch: int, code: Source) -> TrainTask:
+def _task(run: RunDir, spec: JobSpec, nodes: int, batch: int, code: Source, *, market: Market) -> TrainTask:
     signature = train_signature(spec, nodes=nodes, batch=batch, code=code.digest)
     job = f"train-{signature}"
     return TrainTask(
@@ -153,15 +188,15 @@ def _task(run: RunDir, spec: JobSpec, nodes: int, batch: int, code: Source) -> T
         nodes=nodes,
         signature=signature,
         attempt=1,
-        ladder=_ladder(run, spec, nodes, batch),
+        ladder=_ladder(run, spec, nodes, batch, market),
         workers=spec.train.workers,
     )
 
 
-def _ladder(run: RunDir, spec: JobSpec, nodes: int, batch: int) -> tuple[Rung, ...]:
+def _ladder(run: RunDir, spec: JobSpec, nodes: int, batch: int, market: Market) -> tuple[Rung, ...]:
     """Return the batch and those an out-of-memory falls back to, with predictions where there are measurements."""
     try:
-        found = Forecast.from_results(spec, run.results(), attempts=run.attempts()).ladder(nodes, batch)
+        found = Forecast.from_results(spec, run.results(), attempts=run.attempts()).ladder(nodes, batch, market=market)
         if found:
             return found
     except (BadMeasurements, Infeasible):

@@ -107,7 +107,7 @@ def _memory(truth: Truth, local_batch: int) -> Memory:
 def footprint(truth: Truth, local_batch: int) -> Footprint:
     """Return the estimate that knows the truth."""
     memory = _memory(truth, local_batch)
-    return Footprint(local_batch=local_batch, **memory.model_dump(exclude={"reserved", "capacity"}))
+    return Footprint(local_batch=local_batch, **memory.model_dump(exclude={"reserved", "capacity", "libraries"}))
 
 
 def out_of_memory(nodes: int, local_batch: int, *, gpus_per_node: int = 1, assumed: bool = False) -> OutOfMemory:
@@ -142,3 +142,22 @@ def probe_all(truth: Truth, probes: dict[int, tuple[int, ...]], *, seed: int = 0
     """Measure nodes -> local batches."""
     rng = np.random.default_rng(seed)
     return [measured(truth, nodes, local, rng=rng) for nodes, locals_ in probes.items() for local in locals_]
+
+
+def with_noise(probes: list[Measured], scale: float, *, error: float = 1e-3) -> list[Measured]:
+    """Return the probes with the gradient norms that a noise scale in samples leads to; |G|^2 is 1."""
+    return [
+        probe.model_copy(
+            update={
+                "gradients": GradientStats(
+                    norm_sqr=1 + scale / probe.batch,
+                    local_norm_sqr=1 + scale / probe.local_batch,
+                    batch=probe.batch,
+                    local_batch=probe.local_batch,
+                    steps=20,
+                    covariance=(error**2, error**2, 0.0),
+                )
+            }
+        )
+        for probe in probes
+    ]

@@ -124,6 +124,11 @@ def weights(subject: loop.Trainer) -> dict[str, torch.Tensor]:
     return {name: value.clone() for name, value in subject.ddp.module.state_dict().items()}
 
 
+def gradient(subject: loop.Trainer) -> torch.Tensor:
+    """Return a copy of the gradient as it is, in one vector."""
+    return torch.cat([p.grad.detach().double().flatten() for p in subject.ddp.parameters() if p.grad is not None])
+
+
 def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
     """Return whether two states are equal bit for bit."""
     return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)

@@ -13,13 +13,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from worker_jobs import probe_task, same, spec, train_task, trained, trainer, weights
+from torch.nn.parallel import DistributedDataParallel
+from torchvision.models import resnet18
+from worker_jobs import gradient, probe_task, same, spec, train_task, trained, trainer, weights
 
 from tula_cli.records import ProbeTask
 from tula_cli.rundir import RunDir
 from tula_cli.spec import JobSpec
 from tula_cli.worker import checkpoint, loop, meter
 from tula_cli.worker.data import build_datasets
+from tula_cli.worker.gradients import NormSpy
 from tula_cli.worker.leaving import Leaving, Left
 from tula_cli.worker.probe import run_probes
 from tula_cli.worker.ranks import Ranks, joined, lift_memory_limit, limit_memory
@@ -36,7 +39,8 @@ def main() -> None:
     folder, job = Path(sys.argv[1]), spec()
     with joined(job.cluster, handover=Path(sys.argv[1]) / "handover") as ranks:
         found = {
-            case.__name__: case(folder, ranks) for case in (plain, resumed, evaluated, probed, trained_twice, left)
+            case.__name__: case(folder, ranks)
+            for case in (plain, resumed, evaluated, norms, hooked, probed, trained_twice, left, buckets)
         }
     # Last: they leave holes in the heap, which the probes' peaks would not show.
     found |= {case.__name__: case() for case in (peaks, limits)}
@@ -61,6 +65,31 @@ def left(folder: Path, ranks: Ranks) -> dict[str, Any]:
     except Left as reason:
         return {"asked": asked, "reason": reason.reason}
     return {}
+
+
+def buckets(folder: Path, ranks: Ranks) -> dict[str, Any]:
+    """Return the storages of ResNet18's gradients in bytes: when they are reduced, and between micro-batches."""
+    ddp = DistributedDataParallel(resnet18(num_classes=10), gradient_as_bucket_view=True)
+    inputs, found, places = torch.rand(2, 3, 32, 32), {}, []
+
+    def storages(name: str) -> None:
+        gradients = [p.grad.untyped_storage() for p in ddp.parameters()]
+        unique = {storage.data_ptr(): storage.nbytes() for storage in gradients}
+        found[name] = list(unique.values())
+        places.append(set(unique))
+
+    for name in ("first", "reduced"):  # DDP makes new buckets after the first step
+        ddp.zero_grad()
+        ddp(inputs).sum().backward()
+        storages(name)
+    ddp.zero_grad()
+    with ddp.no_sync():
+        ddp(inputs).sum().backward()
+    storages("accumulated")
+    ddp(inputs).sum().backward()
+    storages("reduced again")
+    _, before, apart, after = places
+    return {**found, "kept": before == after and not before & apart}
 
 
 # --- each by itself
@@ -159,6 +188,39 @@ def _rank_0s(state: dict[str, torch.Tensor], folder: Path, ranks: Ranks) -> dict
 def evaluated(folder: Path, ranks: Ranks) -> dict[str, Any]:
     subject = trainer(spec(dataset={"args": {"eval_size": 37}}), ranks)
     return vars(loop.Evaluator(subject).run())
+
+
+def norms(folder: Path, ranks: Ranks) -> list[list[Any]]:
+    """Return what the spy sees of some gradients at the first weights, and what they are by hand."""
+    job = spec(train={"accumulate": 2}, model={"args": {"norm": True}})
+    subject = trainer(job, ranks)
+    spy = NormSpy.attach(subject)
+    subject.after_backward = lambda: None
+    list(spy.watch(islice(loop.steps(subject), 3), subject.scaler))
+    list(islice(loop.steps(subject), 1))  # not watched
+    plain, expected = trainer(job, ranks), []
+
+    def look() -> None:
+        own = gradient(plain)
+        (total,) = ranks.sum([float(own.square().sum())])
+        mean = torch.tensor(ranks.sum(own.tolist())) / ranks.world
+        expected.append((total / ranks.world, float(mean.square().sum())))
+
+    plain.synchronise, plain.after_backward = False, look
+    list(islice(loop.steps(plain), 3))
+    return [spy.pairs(), expected]
+
+
+def hooked(folder: Path, ranks: Ranks) -> bool:
+    """Return whether a training that is watched ends at the very weights of one that is not."""
+    ends = []
+    for watched in (True, False):
+        subject = trainer(spec(**NETWORK), ranks)
+        spy = NormSpy.attach(subject) if watched else None
+        steps = islice(loop.steps(subject), 5)
+        list(spy.watch(steps, subject.scaler) if spy else steps)
+        ends.append(weights(subject))
+    return same(*ends)
 
 
 def probed(folder: Path, ranks: Ranks) -> None:

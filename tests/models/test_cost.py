@@ -1,4 +1,5 @@
 import math
+import random
 
 import pytest
 from hypothesis import given
@@ -10,12 +11,13 @@ from tula_cli.models.cost import (
     Work,
     checkpoint_interval,
     cost,
+    interruption_rate,
     price_words,
     training_seconds,
     work,
 )
 from tula_cli.records import Overheads
-from tula_cli.spec import Pricing
+from tula_cli.spec import UNPRICED, Pricing, Spot
 
 NOTHING = Overheads(startup=0, eval_batch=0, eval_batch_size=64, checkpoint=0, refresh=0)
 
@@ -95,4 +97,95 @@ def test_a_node_hour_is_its_gpu_hours(hours: float, nodes: int, gpus: int) -> No
 def test_a_price_is_told_with_unit_and_source() -> None:
     pricing = Pricing(kind="gb_hour", price=0.15, currency="USD", source="list price 2025")
     assert price_words(pricing) == "0.15 USD per hour and GB of reserved GPU memory (list price 2025)"
-    assert price_words(Pricing()) == "1 USD per node-hour"
+    dated = Pricing(price=2, source="a list", date="2025-11-30", spot=Spot(discount=0.6, interruptions_per_day=0.5))
+    assert price_words(dated) == (
+        "2 USD per node-hour (a list, 2025-11-30); spot 60% off, 0.5 interruptions a day and node"
+    )
+    assert "none is given" in price_words(UNPRICED)
+
+
+@given(st.floats(0.01, 1e4), st.floats(0.01, 100), st.sampled_from(["on_demand", "spot"]))
+def test_cost_grows_with_hours(hours: float, price: float, market: str) -> None:
+    pricing = Pricing(price=price, spot=Spot(discount=0.7, interruptions_per_day=1))
+
+    def at(hours: float) -> float:
+        return cost(pricing, hours=hours, nodes=4, gpus_per_node=2, reserved=1e9, market=market)  # type: ignore[arg-type]
+
+    assert at(hours) < at(1.01 * hours)
+    assert at(hours) == pytest.approx(hours * 4 * price * (0.3 if market == "spot" else 1))
+
+
+# --- spot nodes
+
+TODO = Work(epochs=3, steps=1000, eval_batches=10, refreshes=3)
+OVERHEADS = Overheads(startup=60, eval_batch=1.5, eval_batch_size=64, checkpoint=8, refresh=20)
+
+
+def simulated(rng: random.Random, *, every: float, rate: float, wait: float) -> float:
+    """Return the seconds of one training whose nodes are taken away after exponential times."""
+    stepping = TODO.steps * 2.0 + OVERHEADS.refresh
+    within = [every * number for number in range(1, int(stepping / every) + 1)]
+    marks = [*within, stepping + TODO.eval_batches * OVERHEADS.eval_batch]  # of an epoch; each is saved
+    now, lost_at, up = 0.0, rng.expovariate(rate), False
+    for _ in range(TODO.epochs):
+        saved = 0.0
+        while saved < marks[-1]:
+            goal = next(mark for mark in marks if mark > saved)
+            end = now + (0.0 if up else OVERHEADS.startup) + goal - saved + OVERHEADS.checkpoint
+            if up := end <= lost_at:
+                now, saved = end, goal
+            else:
+                now = lost_at + wait
+                lost_at = now + rng.expovariate(rate)
+    return now
+
+
+@pytest.mark.parametrize(
+    ("rate", "wait", "every"), [(1 / 20_000, 0.0, 900.0), (1 / 3_000, 300.0, 300.0), (1 / 500, 30.0, 150.0)]
+)
+def test_expected_time_is_that_of_a_simulation(rate: float, wait: float, every: float) -> None:
+    rng = random.Random(7)
+    runs = [simulated(rng, every=every, rate=rate, wait=wait) for _ in range(6000)]
+    expected = training_seconds(TODO, step_time=2.0, overheads=OVERHEADS, checkpoint_every=every, rate=rate, wait=wait)
+    assert expected == pytest.approx(sum(runs) / len(runs), rel=0.02)
+    undisturbed = training_seconds(TODO, step_time=2.0, overheads=OVERHEADS, checkpoint_every=every)
+    assert expected > 1.02 * undisturbed
+
+
+@given(st.floats(0.01, 5), st.floats(0, 1000))
+def test_without_interruptions_spot_takes_what_on_demand_takes(step: float, wait: float) -> None:
+    expected = training_seconds(TODO, step_time=step, overheads=OVERHEADS, rate=0.0, wait=wait)
+    assert expected == training_seconds(TODO, step_time=step, overheads=OVERHEADS)
+    almost = training_seconds(TODO, step_time=step, overheads=OVERHEADS, checkpoint_every=600, rate=1e-12, wait=wait)
+    assert almost == pytest.approx(training_seconds(TODO, step_time=step, overheads=OVERHEADS, checkpoint_every=600))
+
+
+@given(st.floats(1e-7, 1e-4), st.floats(1.01, 3))
+def test_more_interruptions_take_longer(rate: float, more: float) -> None:
+    def at(rate: float) -> float:
+        return training_seconds(TODO, step_time=1.0, overheads=OVERHEADS, checkpoint_every=600, rate=rate)
+
+    assert at(rate) < at(more * rate)
+
+
+def test_interruptions_that_leave_no_time_are_infinitely_long() -> None:
+    assert training_seconds(TODO, step_time=1.0, overheads=OVERHEADS, rate=1.0) == math.inf
+
+
+def test_the_rate_is_that_of_one_node_times_the_nodes() -> None:
+    spot = Pricing(price=1, spot=Spot(discount=0.5, interruptions_per_day=2))
+    assert interruption_rate(spot, 6) == pytest.approx(12 / 86400)
+    assert interruption_rate(Pricing(price=1), 6) == 0
+
+
+def test_checkpoints_are_closer_where_nodes_are_taken_away() -> None:
+    assert checkpoint_interval(10, rate=0.0) == pytest.approx(math.sqrt(2 * 10 * INTERRUPTION_SECONDS))
+    often = checkpoint_interval(10, rate=9 / INTERRUPTION_SECONDS)  # ten interruptions a day in all
+    assert often == pytest.approx(checkpoint_interval(10) / math.sqrt(10))
+
+
+def test_a_start_that_is_interrupted_begins_again() -> None:
+    starting = Overheads(startup=1000, eval_batch=0, eval_batch_size=64, checkpoint=0, refresh=0)
+    nothing = Work(epochs=1, steps=0, eval_batches=0, refreshes=0)
+    expected = training_seconds(nothing, step_time=1.0, overheads=starting, rate=1 / 1000, wait=500)
+    assert expected == pytest.approx(1500 * (math.e - 1))

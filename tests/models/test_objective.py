@@ -1,12 +1,13 @@
+import math
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import pytest
-from hypothesis import given
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from tula_cli.models.objective import choose, envelope
-from tula_cli.records import Prediction
+from tula_cli.records import Prediction, SameProgress
 
 
 def row(nodes: int, batch: int, hours: float, *, cost: float | None = None, spread: float | None = None) -> Prediction:
@@ -73,6 +74,57 @@ def test_equal_times_go_to_the_cheaper_then_the_smaller() -> None:
     assert choose([row(2, 64, 9.0, cost=0), row(8, 64, 3.0, cost=0)], objective="cost").prediction.nodes == 8
 
 
+def scaling(gains: Sequence[float]) -> list[Prediction]:
+    """A curve over 32 x 2^k that loses these shares of the time at its doublings."""
+    return curve(lambda k: math.prod(1 - gain for gain in gains[:k]), len(gains) + 1)
+
+
+@settings(deadline=None, max_examples=50)  # the first call imports kneed
+@given(st.lists(st.floats(-0.3, 0.6), min_size=4, max_size=12))
+def test_kneedle_finds_where_a_doubling_saves_less_than_half_of_ideal_scaling(gains: list[float]) -> None:
+    rows = scaling(gains)
+    below = [row.hours * row.batch**0.5 for row in rows]
+    least = sorted(below)
+    assume(least[1] > least[0] * 1.001)
+    place = below.index(least[0])
+    choice = choose(rows, objective="knee")
+    if 0 < place < len(rows) - 1:
+        assert choice.prediction == rows[place]
+    else:
+        assert choice.reason.startswith("no knee")
+
+
+@pytest.mark.parametrize("count", [5, 8, 12])
+def test_a_curve_that_halves_with_every_doubling_has_no_knee(count: int) -> None:
+    """Over linear time Kneedle sees one at the third batch, at many times the best time."""
+    choice = choose(scaling([0.5] * (count - 1)), objective="knee")
+    assert choice.prediction.batch == 32 * 2 ** (count - 1)
+    assert "time still falls by 50% at the largest batch" in choice.reason
+
+
+def test_the_knee_does_not_depend_on_where_the_curve_is_cut_off() -> None:
+    gains = [0.5, 0.49, 0.45, 0.4, 0.2, 0.08, 0.03, 0.01, 0.0, 0.0]
+    assert [choose(scaling(gains[:end]), objective="knee").prediction.batch for end in (6, 8, 10)] == [512] * 3
+    assert choose(scaling(gains[2:]), objective="knee").prediction.batch == 512 / 2**2
+
+
+@pytest.mark.parametrize("dent", [2, 3, 5])
+def test_a_dent_is_not_a_knee(dent: int) -> None:
+    """One slow configuration on the way down: nodes whose network is slow, a disturbed probe."""
+    rows = scaling([0.48, 0.48, 0.47, 0.46, 0.45, 0.44, 0.1, 0.02])
+    dented = [row.model_copy(update={"hours": row.hours * 1.5}) if k == dent else row for k, row in enumerate(rows)]
+    assert choose(dented, objective="knee").prediction.batch == rows[6].batch
+
+
+def test_a_batch_that_is_nearly_the_knee_is_named() -> None:
+    close = choose(scaling([0.5, 0.5, 0.3, 0.1, 0.1]), objective="knee")
+    assert close.prediction.batch == 256 and "(the knee may as well be at 128)" in close.reason
+    assert "as well" not in choose(scaling([0.5, 0.5, 0.4, 0.1, 0.1]), objective="knee").reason
+    falling = choose(scaling([0.5, 0.5, 0.5, 0.3]), objective="knee")
+    assert falling.prediction.batch == 512
+    assert "still falls by 30% at the largest batch (the knee may as well be at 256)" in falling.reason
+
+
 @pytest.mark.parametrize("bend", [2, 3, 4, 5])
 def test_the_knee_is_where_the_curve_bends(bend: int) -> None:
     rows = curve(lambda k: 10 + max(0, bend - k) * 20 - 0.01 * k)
@@ -121,3 +173,31 @@ def test_a_neighbour_as_good_is_named() -> None:
     assert "batch 64 on 2 nodes is as good" in reason(10.1)
     assert "as good" not in reason(10.5)
     assert "as good" in reason(10.5, spread=0.1)
+
+
+def progress(found: Prediction, epochs: float, *, low: float, high: float) -> Prediction:
+    """Return a prediction whose same progress takes so many times its hours."""
+    told = SameProgress(
+        epochs=epochs, epochs_low=low, epochs_high=high, hours=found.hours * epochs, hours_low=found.hours * low,
+        hours_high=found.hours * high, cost=found.cost * epochs,
+    )  # fmt: skip
+    return found.model_copy(update={"same_progress": told})
+
+
+def test_accuracy_time_takes_the_least_time_to_the_same_progress() -> None:
+    rows = [
+        progress(row(2, 64, 4.0), 1.0, low=0.9, high=1.1),
+        progress(row(2, 128, 2.5), 1.5, low=1.0, high=3.0),
+        progress(row(2, 256, 1.5), 3.0, low=1.0, high=8.0),
+    ]
+    choice = choose(rows, objective="accuracy-time")
+    assert choice.prediction.batch == 128
+    assert [found.batch for found in choice.runners_up] == [64, 256]
+    assert "shortest time to the same progress of 3 feasible configurations" in choice.reason
+    assert "the best batch runs from 64 to 256" in choice.reason
+    assert [found.batch for found in envelope(rows, curve="accuracy-time")] == [64, 128, 256]
+
+
+def test_a_choice_that_the_range_does_not_change_is_said_to_be_sure() -> None:
+    rows = [progress(row(n, 64 * n, 4.0 / n), 1.0, low=0.9, high=1.1) for n in (1, 2)]
+    assert "batch 128 over the whole range" in choose(rows, objective="accuracy-time").reason

@@ -4,15 +4,20 @@ import json
 import os
 import subprocess
 import sys
+from itertools import islice
 from pathlib import Path
 
 import pytest
 import torch
+import worker_jobs
 from torch import nn
+from worker_rank_cases import facts
 
 from tula_cli.records import Footprint
 from tula_cli.spec import JobSpec
-from tula_cli.worker.footprint import LiveStorages, footprints, rehearse
+from tula_cli.worker import footprint, loop, meter, zoo
+from tula_cli.worker.footprint import LiveStorages, Recording, footprints, libraries, rehearse
+from tula_cli.worker.ranks import Ranks
 
 HELPERS = Path(__file__).parent.parent / "helpers"
 MB = 10**6
@@ -102,9 +107,13 @@ def test_factors_are_one_copy_where_they_are_elementwise():
     assert scaled.peak == plain.peak + scaled.factors  # the refresh stays below the peak of the large batch
 
 
-def test_factors_of_tensors_take_nothing():
+def test_factors_of_tensors_are_a_number_each():
     job = spec(method="ags", ags={"granularity": "tensor"})
-    assert measure(job).factors == 0
+    assert measure(job).factors == 4 * len(list(zoo.build_model(job, 10).parameters()))
+    assert (
+        measure(spec("vgg11", method="ags", ags={"granularity": "tensor"}), 2).peak
+        < measure(spec("vgg11", method="ags"), 2).peak - 2 * measure(spec("vgg11"), 2).gradients
+    )
 
 
 def test_refresh_is_the_peak_where_parameters_dominate():
@@ -131,21 +140,110 @@ def test_half_precision_halves_most_activations():
     assert half.parameters == full.parameters
 
 
-def test_accumulation_holds_one_micro_batch():
+def test_accumulation_holds_one_micro_batch_and_a_second_copy_of_the_gradients():
     single, several = measure(spec(), 16), measure(spec(accumulate=4), 16)
     assert several.local_batch == 64
     assert several.batch == single.batch
+    assert several.gradients == 2 * single.gradients
     assert several.activations == pytest.approx(single.activations, rel=0.1)
+    single, several = (measure(spec("resnet18", accumulate=parts), 64, shape=(3, 64, 64)) for parts in (1, 2))
+    assert several.peak - single.peak == pytest.approx(single.gradients, rel=0.05)
 
 
-def test_footprints_reach_the_straight_part():
-    """VGG11 on small images: below some hundred samples the peak is one layer's gradient, whatever the batch."""
-    small, large = footprints(rehearse(spec("vgg11"), (torch.zeros(3, 32, 32), 1), classes=10))
-    slope = (large.peak - small.peak) / (large.local_batch - small.local_batch)
-    assert large.local_batch == 2 * small.local_batch
-    assert 2 * (large.activations - small.activations) > large.activations / 2
-    further = measure(spec("vgg11"), 2 * large.local_batch)
-    assert further.peak == pytest.approx(large.peak + slope * large.local_batch, rel=0.01)
+def test_buckets_are_closed_as_ddp_closes_them():
+    """As DDP assigns them once it knows the order of the gradients: from the last parameter on."""
+    model = zoo.build_model(spec("resnet18"), 10)
+    parameters = list(model.parameters())
+    assigned, _ = torch.distributed._compute_bucket_assignment_by_size(parameters[::-1], [2**20, 25 * 2**20])
+    views = footprint._buckets(parameters)
+    found = {view.untyped_storage()._cdata: view.untyped_storage().nbytes() for view in views.values()}
+    expected = [sum(parameters[::-1][i].numel() * 4 for i in bucket) for bucket in assigned]
+    assert sorted(found.values()) == sorted(expected)
+    assert all(views[p].shape == p.shape for p in parameters)
+
+
+# --- for a GPU
+
+
+def on_gpu(job: JobSpec, micro_batch: int = 32, *, shape=(3, 32, 32)) -> Footprint:
+    return rehearse(job, (torch.zeros(shape), 1), classes=10, gpu=True).measure(micro_batch)
+
+
+def test_a_gpu_rounds_and_reserves():
+    plain, rounded = measure(spec(), 64), on_gpu(spec(), 64)
+    assert plain.peak < rounded.peak < 1.05 * plain.peak + 2**20
+    assert rounded.reserved >= rounded.peak
+    assert rounded.reserved % 2**21 == 0
+    assert rounded.libraries > 400 * 2**20
+
+
+def test_the_least_room_is_less_than_what_is_reserved():
+    rehearsal = rehearse(spec("resnet18"), (torch.zeros(3, 64, 64), 1), classes=10, gpu=True)
+    (*_, row) = footprints(rehearsal, largest=256)
+    assert row.peak < row.room < row.reserved
+
+
+def test_dropout_keeps_a_mask_of_bytes_on_a_gpu():
+    job = spec("alexnet")
+    cpu, gpu = (measure_(job, 256, shape=(3, 64, 64)).activations for measure_ in (measure, on_gpu))
+    masks = 256 * (256 * 6 * 6 + 4096)  # elements of the two dropouts
+    assert masks < cpu - gpu < 3 * masks  # three bytes less each, but for what is rounded
+
+
+def test_adam_takes_all_tensors_at_once_on_a_gpu():
+    job = spec("resnet18", optimizer={"name": "AdamW", "lr": 1.0})
+    assert on_gpu(job, 1).peak > measure(job, 1).peak + 0.5 * measure(job, 1).gradients
+
+
+def test_autocast_keeps_layer_norms_wide_on_a_gpu():
+    job = spec("vit_b_16", precision="bf16")
+    cpu, gpu = (measure_(job, 8, shape=(3, 224, 224)).activations for measure_ in (measure, on_gpu))
+    assert gpu > 1.02 * cpu
+
+
+def test_factors_scale_on_the_device_with_a_copy_for_a_moment():
+    job = spec("vgg11", method="ags")
+    assert on_gpu(job, 1).peak >= measure(job, 1).peak
+    assert on_gpu(job, 1).factors == measure(job, 1).factors
+
+
+def test_libraries_grow_with_the_connections():
+    def of(nodes: int, gpus: int) -> int:
+        content = {**spec().model_dump(), "search": {"nodes": [nodes]}, "cluster": {"gpus_per_node": gpus}}
+        return libraries(JobSpec.model_validate(content))
+
+    alone, two, inside = of(1, 1), of(2, 1), of(1, 4)
+    assert 400 * 2**20 < alone < two < inside < 2 * 2**30
+    assert of(16, 1) == two, "a ring and a tree have as many neighbours at any size"
+
+
+def test_footprints_are_told_up_to_the_dataset():
+    found = footprints(rehearse(spec("vgg11"), (torch.zeros(3, 32, 32), 1), classes=10), largest=100)
+    assert [row.local_batch for row in found] == [1, 2, 4, 8, 16, 32, 64, 128]
+    assert found[0].peak == pytest.approx(found[3].peak, rel=0.02), "one layer's gradient, whatever the batch"
+    assert found[-1].peak > 1.05 * found[0].peak
+    assert all(row.room == row.peak == row.reserved and row.libraries == 0 for row in found)
+
+
+def test_one_rehearsal_tells_every_batch():
+    """What is scaled from the rehearsed batch is what a rehearsal at that batch would have counted."""
+    job = spec(method="ags", ags={"b_small": 8}, accumulate=2)
+    rehearsal = rehearse(job, (torch.zeros(3, 32, 32), 1), classes=10)
+    told = rehearsal.measure(24)
+    for number in (23, 47):  # primes that no layer's size is a multiple of
+        footprint.REHEARSED, kept = number, footprint.REHEARSED
+        try:
+            assert rehearse(job, (torch.zeros(3, 32, 32), 1), classes=10).measure(24) == told
+        finally:
+            footprint.REHEARSED = kept
+
+
+def test_sizes_grow_with_every_power_of_the_batch():
+    numbers = footprint.REHEARSED
+    recording = Recording(
+        early=1, held=1, events=(), sizes=(numbers, 12 * numbers, 4 * numbers**2, 40), small=range(2, 3)
+    )
+    assert recording.sizes_at(10, small_batch=6) == [numbers, 120, 4 * 36, 40]
 
 
 @pytest.mark.parametrize(("name", "size"), [("resnet50", 224), ("vgg11", 224), ("mobilenet_v3_large", 224)])
@@ -183,6 +281,47 @@ def test_tied_parameters_count_once():
 
 
 # --- against reality
+
+COUNTED = {
+    "plain": {},
+    "adamw": {"optimizer": {"name": "AdamW", "momentum": 0.0}},
+    "elements": {"train": {"method": "ags"}, "ags": {"b_small": 4}},
+    "tensors": {"train": {"method": "ags"}, "ags": {"b_small": 4, "granularity": "tensor"}},
+    "accumulated": {"train": {"accumulate": 4}},
+    "bf16": {"train": {"precision": "bf16"}},
+}
+
+
+@pytest.mark.parametrize("name", COUNTED)
+def test_components_are_those_of_the_real_training(name: str, alone: Ranks):
+    job = worker_jobs.spec(model={"args": {"norm": True}}, **COUNTED[name])
+    subject = worker_jobs.trainer(job, alone, batch=32)
+    list(islice(loop.steps(subject), 2))
+    real = meter.split_memory(
+        subject.ddp.module,
+        subject.base,
+        batch=subject.last_batch,
+        factors=subject.ags.memory() if subject.ags else 0,
+        peak=10**9,
+        reserved=10**9,
+        capacity=None,
+        accumulate=job.train.accumulate,
+    )
+    told = rehearse(job, subject.datasets.train[(0, 0)], classes=3).measure(32 // job.train.accumulate)
+    for part in ("parameters", "gradients", "optimizer", "factors", "batch"):
+        assert getattr(told, part) == getattr(real, part), part
+
+
+@pytest.mark.torch
+def test_gradients_are_in_the_buckets_of_ddp_and_apart_while_they_accumulate(two_ranks: Path):
+    views = footprint._buckets(list(zoo.build_model(spec("resnet18"), 10).parameters()))
+    expected = {view.untyped_storage()._cdata: view.untyped_storage().nbytes() for view in views.values()}
+    for found in facts(two_ranks, "buckets"):
+        assert found["reduced"] == found["reduced again"]
+        assert sorted(found["reduced"]) == sorted(expected.values())
+        assert len(found["accumulated"]) == len(views), "a storage for each parameter, beside the buckets"
+        assert sum(found["accumulated"]) == sum(found["reduced"])
+        assert found["kept"], "the buckets stay when the gradients are dropped"
 
 
 CASES = {

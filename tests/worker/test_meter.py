@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
-from worker_jobs import spec, trainer
+from worker_jobs import gradient, spec, trainer
 from worker_rank_cases import facts
 
 from tula_cli.outcome import classify
@@ -42,6 +42,16 @@ def test_the_cpu_never_flushes_a_cache() -> None:
     memory = meter.MemoryMeter(torch.device("cpu"))
     memory.reset()
     assert memory.allocator_retries() == 0
+
+
+def test_libraries_are_what_the_process_held_or_what_its_limit_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    memory = meter.MemoryMeter(torch.device("cpu"))
+    memory.reset()
+    assert memory.libraries(None) == memory.base > 50 * MB
+    held, capacity = process_memory("VmData"), 100 * MB
+    limited_at = held - 30 * MB  # the libraries have taken 30 MB since the limit was set
+    monkeypatch.setattr(meter.resource, "getrlimit", lambda _: (limited_at + capacity, -1))
+    assert memory.libraries(capacity) == pytest.approx(30 * MB, abs=5 * MB)
 
 
 def test_a_peak_is_split_into_tensors_and_the_rest() -> None:
@@ -90,13 +100,6 @@ def test_an_unknown_field_of_the_process_is_told() -> None:
 # --- gradients, synchronisation, surroundings
 
 
-def test_the_gradient_norm_is_taken_over_all_parameters() -> None:
-    model = nn.Linear(3, 2)
-    assert meter.gradient_norm_sqr(model) == 0
-    model.weight.grad, model.bias.grad = torch.full((2, 3), 2.0), torch.full((2,), 3.0)
-    assert meter.gradient_norm_sqr(model) == 6 * 4 + 2 * 9
-
-
 def test_the_spy_times_each_backward_and_leaves_no_hook(alone: Ranks) -> None:
     subject = trainer(spec(), alone)
     with meter.SyncSpy(subject.clock, subject.ddp) as spy:
@@ -111,7 +114,7 @@ def test_a_look_at_the_gradient_leaves_the_weights(alone: Ranks) -> None:
     subject = trainer(spec(), alone)
     before = torch.cat([p.detach().flatten() for p in subject.ddp.parameters()])
     norms: list[float] = []
-    subject.after_backward = lambda: norms.append(meter.gradient_norm_sqr(subject.ddp.module))
+    subject.after_backward = lambda: norms.append(float(gradient(subject).square().sum()))
     list(islice(loop.steps(subject), 3))
     assert torch.equal(torch.cat([p.detach().flatten() for p in subject.ddp.parameters()]), before)
     assert len(norms) == 3

@@ -2,7 +2,9 @@
 
 import json
 import math
+import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,6 +14,7 @@ from worker_jobs import Interrupted, prediction, rows, same, spec, train_task
 from tula_cli.records import TrainTask
 from tula_cli.rundir import RunDir
 from tula_cli.spec import JobSpec
+from tula_cli.worker import training
 from tula_cli.worker.data import build_datasets
 from tula_cli.worker.ranks import Ranks
 from tula_cli.worker.schedule import learning_rate
@@ -247,3 +250,16 @@ def test_a_relaunch_at_half_the_batch_trains_each_sample_of_the_epoch_once(alone
     result = run.train_result(task.signature)
     assert result is not None
     assert (result.batch, result.steps) == (32, 2 + 3 + 7)
+
+
+@pytest.mark.parametrize(("per_day", "saves"), [(0.0, 0), (10.0, 1)])
+def test_checkpoints_are_closer_on_nodes_that_are_taken_away(
+    monkeypatch: pytest.MonkeyPatch, per_day: float, saves: int
+) -> None:
+    saved: list[bool] = []
+    monkeypatch.setattr(training, "_save", lambda work, *, is_best: saved.append(is_best))
+    job = spec(pricing={"price": 1.0, "spot": {"discount": 0.5, "interruptions_per_day": per_day}})
+    task = SimpleNamespace(spec=job, nodes=4)
+    work = SimpleNamespace(task=task, save_time=10.0, last_save=time.monotonic() - 600)
+    training._save_when_due(work)  # type: ignore[arg-type]
+    assert len(saved) == saves, "every 22 minutes, or every 3.4 minutes"

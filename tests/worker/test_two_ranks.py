@@ -46,7 +46,20 @@ def test_synchronisation_is_seen(two_ranks: Path) -> None:
     # Measured in steps of its own, which a loaded machine may have slowed.
     assert 0 < found.sync_time < 5 * max(found.step_times)
     assert found.compute_time > 0
-    assert found.gradients.local_norm_sqr > found.gradients.norm_sqr > 0
+    gradients = found.gradients
+    assert gradients.local_norm_sqr > gradients.norm_sqr > 0
+    assert (gradients.batch, gradients.local_batch, gradients.steps) == (16, 8, 5)
+    assert gradients.covariance is not None and min(gradients.covariance[:2]) > 0
+
+
+def test_the_norms_before_and_after_the_reduction_are_those_of_the_gradients(two_ranks: Path) -> None:
+    for seen, expected in facts(two_ranks, "norms"):
+        assert seen == [pytest.approx(pair, rel=1e-4) for pair in expected]
+        assert all(small > 1.01 * big > 0 for small, big in seen)
+
+
+def test_watching_the_gradients_changes_no_weight(two_ranks: Path) -> None:
+    assert facts(two_ranks, "hooked") == [True, True]
 
 
 def test_an_earlier_probe_leaves_no_memory_behind(two_ranks: Path) -> None:

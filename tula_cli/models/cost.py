@@ -4,35 +4,48 @@
     C = T x price
 
 T is wall-clock time, so that it can be held against a deadline and a bill. The number of epochs is the spec's at every
-batch size: that a large batch may need more of them is not modelled.
+batch size: that a large batch may need more of them is not modelled. On spot nodes T is the expected time: interruptions
+come as a Poisson process (Daly 2006), each costs what came after the newest checkpoint and a restart.
 """
 
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from tula_cli.records import Overheads
-from tula_cli.spec import Every, JobSpec, Pricing
+from tula_cli.records import Market, Overheads
+from tula_cli.spec import UNPRICED, Every, JobSpec, Pricing
 
 GB = 10**9
 """Bytes of the GB in a price: the decimal one, as in cloud price lists and on the GPU's data sheet."""
 
-INTERRUPTION_SECONDS = 24 * 3600.0
-"""Mean time between interruptions (a failed node, preemption, maintenance) that checkpoints are spaced for."""
+DAY = 24 * 3600.0
+
+INTERRUPTION_SECONDS = DAY
+"""Mean time between interruptions (a failed node, maintenance) that checkpoints are spaced for on any nodes."""
 
 MIN_CHECKPOINT_SECONDS = 30.0
 
+_HOPELESS = 20.0
+"""Interruptions to be expected in one restart and segment, beyond which the training never ends (e^20 attempts)."""
 
-def checkpoint_interval(save_seconds: float) -> float:
+
+def interruption_rate(pricing: Pricing, nodes: int) -> float:
+    """Return how often a second spot nodes interrupt a job: with the first of its nodes that is taken away."""
+    return 0.0 if pricing.spot is None else pricing.spot.interruptions_per_day * nodes / DAY
+
+
+def checkpoint_interval(save_seconds: float, *, rate: float = 0.0) -> float:
     """Return the seconds between checkpoints that lose the least time, sqrt(2 x save x MTBF) (Young 1974, Daly 2006).
 
     Args:
         save_seconds: what writing one checkpoint takes.
+        rate: interruptions a second that come beside those that any node has.
 
     Returns:
         At least MIN_CHECKPOINT_SECONDS, however fast saving is.
     """
-    return max(MIN_CHECKPOINT_SECONDS, math.sqrt(2 * max(0.0, save_seconds) * INTERRUPTION_SECONDS))
+    between = 1 / (1 / INTERRUPTION_SECONDS + rate)
+    return max(MIN_CHECKPOINT_SECONDS, math.sqrt(2 * max(0.0, save_seconds) * between))
 
 
 @dataclass(frozen=True)
@@ -68,7 +81,13 @@ def work(spec: JobSpec, *, batch: int, world: int, dataset_size: int, eval_size:
 
 
 def training_seconds(
-    work: Work, *, step_time: float, overheads: Overheads, checkpoint_every: float | None = None
+    work: Work,
+    *,
+    step_time: float,
+    overheads: Overheads,
+    checkpoint_every: float | None = None,
+    rate: float = 0.0,
+    wait: float = 0.0,
 ) -> float:
     """Return the wall-clock time of a whole training run, Eq. 4a and what comes beside the steps.
 
@@ -78,13 +97,34 @@ def training_seconds(
         overheads: seconds of the rest, from a probe.
         checkpoint_every: seconds from one checkpoint to the next within an epoch, which ends with one in any case; None for
             `checkpoint_interval`.
+        rate: interruptions a second; with them this is the expected time.
+        wait: seconds until an interrupted job has nodes again.
+
+    Returns:
+        Seconds; infinite where interruptions leave no time to get anywhere.
     """
-    stepping = work.steps * step_time
-    interval = checkpoint_interval(overheads.checkpoint) if checkpoint_every is None else checkpoint_every
-    # The one at the end of an epoch starts the clock anew.
-    checkpoints = 1 + math.floor(stepping / interval)
-    epoch = stepping + work.eval_batches * overheads.eval_batch + checkpoints * overheads.checkpoint
-    return overheads.startup + work.epochs * epoch + work.refreshes * overheads.refresh
+    save, restart = overheads.checkpoint, overheads.startup
+    interval = checkpoint_interval(save, rate=rate) if checkpoint_every is None else checkpoint_every
+    stepping = work.steps * step_time + work.refreshes / work.epochs * overheads.refresh
+    # The checkpoint at the end of an epoch starts the clock anew.
+    within = math.floor(stepping / interval)
+    rest = stepping - within * interval + work.eval_batches * overheads.eval_batch
+    epoch = within * _expected(interval + save, restart=restart, rate=rate, wait=wait)
+    epoch += _expected(rest + save, restart=restart, rate=rate, wait=wait)
+    return _expected(restart, restart=0.0, rate=rate, wait=wait) + work.epochs * epoch
+
+
+def _expected(seconds: float, *, restart: float, rate: float, wait: float) -> float:
+    """Return the expected time of a segment that begins again at every interruption, after a wait and a restart.
+
+    e^(rate x restart) (1/rate + wait) (e^(rate x seconds) - 1), exact for a Poisson process that spares the wait alone
+    (Bougeret et al. 2011, proposition 1; without wait it is Daly's complete model).
+    """
+    if rate == 0:
+        return seconds
+    if rate * (seconds + restart) > _HOPELESS:
+        return math.inf
+    return math.exp(rate * restart) * (1 / rate + wait) * math.expm1(rate * seconds)
 
 
 _UNITS: Mapping[str, str] = {
@@ -94,19 +134,23 @@ _UNITS: Mapping[str, str] = {
 }
 
 
-def cost(pricing: Pricing, *, hours: float, nodes: int, gpus_per_node: int, reserved: float) -> float:
+def cost(
+    pricing: Pricing, *, hours: float, nodes: int, gpus_per_node: int, reserved: float, market: Market = "on_demand"
+) -> float:
     """Return what `hours` cost, in the currency of the pricing (Eq. 4b; by memory: section IV-C-2).
 
     Args:
         pricing: price and what it is for.
-        hours: wall-clock hours.
+        hours: wall-clock hours that are paid for.
         nodes: number of nodes.
         gpus_per_node: GPUs of one node.
         reserved: peak reserved memory of one GPU, bytes.
+        market: spot takes the discount off.
     """
     gpus = nodes * gpus_per_node
     units = {"node_hour": nodes, "gpu_hour": gpus, "gb_hour": gpus * reserved / GB}
-    return hours * pricing.price * units[pricing.kind]
+    discount = pricing.spot.discount if pricing.spot is not None and market == "spot" else 0.0
+    return hours * pricing.price * (1 - discount) * units[pricing.kind]
 
 
 def price_at_most(spec: JobSpec, node_hours: float, capacity: int | None) -> float | None:
@@ -124,6 +168,13 @@ def price_at_most(spec: JobSpec, node_hours: float, capacity: int | None) -> flo
 
 
 def price_words(pricing: Pricing) -> str:
-    """Return the price with its unit and its source."""
-    source = f" ({pricing.source})" if pricing.source else ""
-    return f"{pricing.price:g} {pricing.currency} per {_UNITS[pricing.kind]}{source}"
+    """Return the price with its unit, its source and its date."""
+    if pricing == UNPRICED:
+        return "none is given (pricing.price), so cost is a number of node-hours"
+    told = ", ".join(word for word in (pricing.source, pricing.date) if word)
+    words = f"{pricing.price:g} {pricing.currency} per {_UNITS[pricing.kind]}" + (f" ({told})" if told else "")
+    if pricing.spot is None:
+        return words
+    spot = pricing.spot
+    wait = f", {spot.wait_minutes:g} min to replace one" if spot.wait_minutes else ""
+    return f"{words}; spot {spot.discount:.0%} off, {spot.interruptions_per_day:g} interruptions a day and node{wait}"

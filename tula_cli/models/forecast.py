@@ -1,9 +1,10 @@
 """What a run will take at any configuration, from the results of its probes: time, cost, memory, and whether it fits."""
 
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from math import log2
+from functools import cached_property
+from math import isfinite, log2
 from typing import TypeVar
 
 from tula_cli.errors import BadMeasurements, Infeasible
@@ -12,8 +13,8 @@ from tula_cli.models import cost, memory, steptime
 from tula_cli.models.memory import MemoryModel
 from tula_cli.models.noise import centre
 from tula_cli.models.steptime import Estimate, Observation, StepTimeFit
-from tula_cli.records import Attempt, Failed, Inspection, Measured, OutOfMemory, Overheads, Prediction, Rung
-from tula_cli.spec import JobSpec
+from tula_cli.records import Attempt, Failed, Inspection, Market, Measured, OutOfMemory, Overheads, Prediction, Rung
+from tula_cli.spec import JobSpec, Spot
 
 T = TypeVar("T", Measured, OutOfMemory, Failed)
 
@@ -86,6 +87,11 @@ class Forecast:
             warnings=(*_doubts(measured), *steps.warnings),
         )
 
+    @cached_property
+    def largest_local_batch(self) -> int | None:
+        """The largest local batch that leaves the margin free; None where memory sets no bound."""
+        return self.memory.largest_local_batch(self.capacity, margin=self.spec.search.memory_margin)
+
     def candidates(self, nodes: Iterable[int] | None = None) -> list[Config]:
         """Return the candidates of the spec (or of other numbers of nodes), whether they fit or not."""
         search = self.spec.search
@@ -117,7 +123,7 @@ class Forecast:
             return ""
         if self.smallest_oom is not None and local_batch >= self.smallest_oom:
             return f"a local batch of {self.smallest_oom} was out of memory"
-        largest = self.memory.largest_local_batch(self.capacity, margin=self.spec.search.memory_margin)
+        largest = self.largest_local_batch
         if largest is not None and local_batch > largest:
             margin = self.spec.search.memory_margin
             return f"at most {largest} samples fit one GPU with {margin:.0%} of its memory left free"
@@ -139,36 +145,89 @@ class Forecast:
         """
         if why := self.why_not(config):
             raise Infeasible(f"batch {config.batch} on {config.nodes} nodes: {why}", "tula recommend shows what fits")
-        probe = self.probes.get((config.nodes, config.local_batch(self.spec.cluster.gpus_per_node)))
-        return self._prediction(config, self._step(config, probe), probe)
+        if why := self.why_unknown(config):
+            raise BadMeasurements(
+                f"cannot predict batch {config.batch} on {config.nodes} nodes: {why}",
+                "measure more configurations with tula profile",
+            )
+        probe = self._probe(config)
+        return self._prediction(config, self._steps([config], [probe])[0], probe)
 
     def predictions(self, nodes: Iterable[int] | None = None) -> tuple[Prediction, ...]:
         """Forecast every feasible candidate whose step time the probes tell, fastest first."""
-        found = [self.predict(config) for config in self.feasible(nodes) if not self.why_unknown(config)]
+        configs = [config for config in self.feasible(nodes) if not self.why_unknown(config)]
+        probes = [self._probe(config) for config in configs]
+        steps = self._steps(configs, probes)
+        found = [self._prediction(*row) for row in zip(configs, steps, probes, strict=True)]
         return tuple(sorted(found, key=lambda row: (row.hours, row.nodes, row.batch)))
 
-    def ladder(self, nodes: int, batch: int) -> tuple[Rung, ...]:
+    def offers(self, nodes: Iterable[int] | None = None) -> tuple[Prediction, ...]:
+        """Forecast the same configurations on each market that the pricing knows, fastest first."""
+        found = self.predictions(nodes)
+        spot = [row for on_demand in found if (row := self.on_spot(on_demand)) is not None]
+        return tuple(sorted((*found, *spot), key=lambda row: (row.hours, row.nodes, row.batch))) if spot else found
+
+    def on_spot(self, on_demand: Prediction) -> Prediction | None:
+        """Return what a configuration is expected to take on spot nodes.
+
+        None where there are none, and where interruptions leave no time to get anywhere. The interval is that of the
+        expected time: how much one run differs from the next by its interruptions is not in it.
+        """
+        pricing, row = self.spec.pricing, on_demand
+        spot, config = pricing.spot, Config(row.nodes, row.batch)
+        if spot is None or not isfinite(hours := self._hours(config, row.step_time, spot=spot)):
+            return None
+        low, high = (
+            None if step is None or not isfinite(bound := self._hours(config, step, spot=spot)) else bound
+            for step in (row.step_low, row.step_high)
+        )
+        price = cost.cost(
+            pricing,
+            hours=self._hours(config, row.step_time, spot=spot.model_copy(update={"wait_minutes": 0.0})),
+            nodes=row.nodes,
+            gpus_per_node=self.spec.cluster.gpus_per_node,
+            reserved=row.peak_memory or 0,
+            market="spot",
+        )
+        update = {"hours": hours, "hours_low": low, "hours_high": high, "cost": price, "market": "spot"}
+        return row.model_copy(update=update)
+
+    def ladder(self, nodes: int, batch: int, *, market: Market = "on_demand") -> tuple[Rung, ...]:
         """Return the batch and every smaller feasible candidate on that number of nodes, descending.
 
-        The first rung is `batch` whether or not it is a candidate; a rung has a prediction where there is one.
+        The first rung is `batch` whether or not it is a candidate; a rung has a prediction where there is one, for the
+        kind of nodes that `market` is.
         """
         smaller = [config for config in self.feasible([nodes]) if config.batch < batch]
         configs = [Config(nodes, batch), *reversed(smaller)]
-        return tuple(Rung(batch=config.batch, prediction=self._forecast(config)) for config in configs)
+        return tuple(Rung(batch=config.batch, prediction=self._forecast(config, market)) for config in configs)
 
-    def _forecast(self, config: Config) -> Prediction | None:
-        return None if self.why_not(config) or self.why_unknown(config) else self.predict(config)
+    def _forecast(self, config: Config, market: Market) -> Prediction | None:
+        if self.why_not(config) or self.why_unknown(config):
+            return None
+        row = self.predict(config)
+        return row if market == "on_demand" else self.on_spot(row)
 
-    def _step(self, config: Config, probe: Measured | None) -> Estimate:
-        if probe is not None:
-            return steptime.observed(probe.step_times)
+    def _probe(self, config: Config) -> Measured | None:
+        return self.probes.get((config.nodes, config.local_batch(self.spec.cluster.gpus_per_node)))
+
+    def _steps(self, configs: Sequence[Config], probes: Sequence[Measured | None]) -> list[Estimate]:
+        """Return the step times; those not measured are predicted all at once."""
         gpus = self.spec.cluster.gpus_per_node
-        return self.steps.predict(config.nodes, gpus, config.local_batch(gpus))
+        unmeasured = [config for config, probe in zip(configs, probes, strict=True) if probe is None]
+        columns = self.steps.predict_all(
+            [config.nodes for config in unmeasured],
+            [gpus] * len(unmeasured),
+            [config.local_batch(gpus) for config in unmeasured],
+        )
+        predicted = (Estimate(*map(float, row)) for row in zip(*columns, strict=True))
+        return [next(predicted) if probe is None else steptime.observed(probe.step_times) for probe in probes]
 
     def _prediction(self, config: Config, step: Estimate, probe: Measured | None) -> Prediction:
         gpus = self.spec.cluster.gpus_per_node
         local_batch = config.local_batch(gpus)
-        hours = self._hours(config, step.seconds)
+        training = self._training(config)
+        hours = training(step.seconds)
         reserved = probe.memory.reserved if probe else self.memory.reserved(local_batch)
         return Prediction(
             nodes=config.nodes,
@@ -178,16 +237,24 @@ class Forecast:
             step_low=step.low,
             step_high=step.high,
             hours=hours,
-            hours_low=None if step.low is None else self._hours(config, step.low),
-            hours_high=None if step.high is None else self._hours(config, step.high),
+            hours_low=None if step.low is None else training(step.low),
+            hours_high=None if step.high is None else training(step.high),
             cost=cost.cost(self.spec.pricing, hours=hours, nodes=config.nodes, gpus_per_node=gpus, reserved=reserved),
             peak_memory=reserved,
-            headroom=None if self.capacity is None else 1 - reserved / self.capacity,
+            headroom=None if self.capacity is None else 1 - self.memory.needed(local_batch) / self.capacity,
             measured=probe is not None,
         )
 
-    def _hours(self, config: Config, step_time: float) -> float:
+    def _hours(self, config: Config, step_time: float, *, spot: Spot | None = None) -> float:
+        """Return the hours of the whole training; on spot nodes the expected ones."""
+        return self._training(config, spot=spot)(step_time)
+
+    def _training(self, config: Config, *, spot: Spot | None = None) -> Callable[[float], float]:
+        """Return what gives the hours of the whole training from the step time."""
         overheads, every = self._overheads(config), self.spec.train.checkpoint_every
+        rate = cost.interruption_rate(self.spec.pricing, config.nodes)
+        if every == "auto":  # as the ranks do it, who do not know which nodes they are on
+            every = cost.checkpoint_interval(overheads.checkpoint, rate=rate)
         work = cost.work(
             self.spec,
             batch=config.batch,
@@ -196,10 +263,19 @@ class Forecast:
             eval_size=self.eval_size,
             eval_batch_size=overheads.eval_batch_size,
         )
-        seconds = cost.training_seconds(
-            work, step_time=step_time, overheads=overheads, checkpoint_every=None if every == "auto" else every
-        )
-        return seconds / 3600
+
+        def hours(step_time: float) -> float:
+            seconds = cost.training_seconds(
+                work,
+                step_time=step_time,
+                overheads=overheads,
+                checkpoint_every=every,
+                rate=rate if spot is not None else 0.0,
+                wait=60 * spot.wait_minutes if spot is not None else 0.0,
+            )
+            return seconds / 3600
+
+        return hours
 
     def _overheads(self, config: Config) -> Overheads:
         """Take those of the nearest local batch; what no batch changes is the median over the nearest number of nodes."""

@@ -1,23 +1,17 @@
-"""The time of one optimizer step, Eq. 2: a fixed part, a part that grows with the local batch, and synchronisation.
-
-    t(N, b) = a + c b + d s(R)
-
-s is what the collective's traffic grows with: 1 - 1/R for a ring, R - 1 for a parameter server, log2 R for a tree. It
-is fitted by weighted least squares on relative errors, so that a short step counts as much as a long one.
-"""
+"""The time of one optimizer step, fitted to probes (the paper's Eq. 2, with compute and synchronisation overlapped)."""
 
 import itertools
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from statsmodels.regression.linear_model import WLS
 
 from tula_cli.errors import BadMeasurements
+from tula_cli.models import overlap
 from tula_cli.models.noise import BLOCKS, centre, drift
+from tula_cli.models.overlap import Overlap, Points
 
 Floats = NDArray[np.float64]
 
@@ -27,6 +21,7 @@ _Z = 1.645  # normal quantile, 95 %
 _REPEATS = 0.015  # standard deviation of the same job started again, as a share: what the steadiest clusters show
 _UNSTEADY = 0.1  # a probe whose noise is above this share of its step time is pointed out
 _OFF = 0.25  # so is one that the fit misses by more than this share
+_ADDITIVE_TERMS = 5  # of `StepTimeFit.second_opinion`
 
 
 @dataclass(frozen=True)
@@ -38,7 +33,7 @@ class Observation:
     local_batch: int  # samples an optimizer step on one GPU
     step_times: tuple[float, ...]  # one an optimizer step, after warm-up
     sync_time: float  # exposed synchronisation, within the steps
-    compute_time: float  # a step without synchronisation
+    compute_time: float  # a step without synchronisation; nan where it was not measured
 
     @property
     def seconds(self) -> float:
@@ -63,36 +58,6 @@ class Estimate:
     high: float | None = None
 
 
-@dataclass(frozen=True)
-class _At:
-    """Where a term of Eq. 2 is evaluated."""
-
-    replicas: int
-    local_batch: int
-
-
-@dataclass(frozen=True)
-class _Column:
-    """One term of Eq. 2: its name for humans and what its coefficient is multiplied with."""
-
-    words: str
-    value: Callable[[_At], float]
-
-
-_FIXED = _Column("", lambda _: 1.0)
-_COMPUTE = _Column("local batch", lambda at: at.local_batch)
-_BANDWIDTH = _Column("(1 - 1/{R})", lambda at: 1 - 1 / at.replicas)
-_DEPTH = _Column("log2 {R}", lambda at: math.log2(at.replicas))
-_SERVED = _Column("({R} - 1)", lambda at: at.replicas - 1)
-
-SYNCHRONISATION: Mapping[str, tuple[_Column, ...]] = {
-    "ring": (_BANDWIDTH,),
-    "tree": (_DEPTH,),
-    "reduce_scatter_allgather": (_BANDWIDTH, _DEPTH),
-    "parameter_server": (_SERVED,),  # Eq. 2c's N, less the one replica that has nobody to wait for
-}
-
-
 def observed(step_times: Sequence[float]) -> Estimate:
     """Return the step time of a configuration that was measured.
 
@@ -107,11 +72,7 @@ def observed(step_times: Sequence[float]) -> Estimate:
 
 @dataclass(frozen=True)
 class _Scope:
-    """Which replicas the traffic is counted over: the nodes, or the GPUs of the one node that was measured.
-
-    With several nodes the traffic inside a node is the same for every number of nodes and is part of the fixed term; it
-    is the nodes that tell configurations apart (also where one of them is a single node).
-    """
+    """Which replicas synchronise with each other: the nodes, or the GPUs of the one node that was measured."""
 
     gpus_per_node: frozenset[int]
     across: bool
@@ -128,13 +89,17 @@ class _Scope:
         return scope
 
     @property
-    def words(self) -> str:
-        return "nodes" if self.across else "GPUs"
+    def noun(self) -> str:
+        return "node" if self.across else "GPU"
 
-    def row(self, columns: Sequence[_Column], nodes: int, gpus_per_node: int, local_batch: int) -> list[float]:
-        """Return one row of the design."""
-        at = _At(nodes if self.across else gpus_per_node, local_batch)
-        return [column.value(at) for column in columns]
+    def points(self, nodes: Floats, gpus_per_node: Floats, local_batch: Floats) -> Points:
+        alone = nodes * gpus_per_node == 1
+        return Points(
+            replicas=nodes if self.across else gpus_per_node,
+            local_batch=local_batch,
+            alone=alone,
+            inside=(nodes == 1) & ~alone & self.across,
+        )
 
     def refusal(self, nodes: int, gpus_per_node: int) -> str:
         if not self.across and nodes > 1:
@@ -146,35 +111,32 @@ class _Scope:
 
 @dataclass(frozen=True)
 class StepTimeFit:
-    """Eq. 2 fitted to probes."""
+    """The step-time model of one kind of node, fitted to its probes."""
 
     words: str  # the fit in one line
     warnings: tuple[str, ...]
     error: float | None  # median relative residual; None where exactly determined
-    _columns: tuple[_Column, ...] = field(repr=False)
-    _results: Any = field(repr=False)  # statsmodels' RegressionResults
+    model: Overlap = field(repr=False)
     _scope: _Scope = field(repr=False)
-    _basis: tuple[_Column, ...] = field(repr=False)  # one synchronisation term: tells what the probes determine
     _seen: tuple[Observation, ...] = field(repr=False)
+    _additive: Floats | None = field(repr=False)  # coefficients of the second opinion
 
     @property
     def determined_exactly(self) -> bool:
-        """Whether there are as many parameters as probes, so that no residual tells how good the fit is."""
+        """Whether there are no more measurements than parameters, so that no residual tells how good the fit is."""
         return self.error is None
 
     def refusal(self, nodes: int, gpus_per_node: int, local_batch: int) -> str:
         """Return why this cannot be predicted from what was measured; empty where it can."""
         if why := self._scope.refusal(nodes, gpus_per_node):
             return why
-        design = _design(self._basis, self._scope, self._seen)
-        row = self._scope.row(self._basis, nodes, gpus_per_node, local_batch)
-        if _in_row_space(design, row):
-            return ""
-        if np.ptp(design[:, 2]) == 0 and row[2] != design[0, 2]:
-            return "one number of nodes was measured: nothing tells how the step time changes with it"
-        if np.ptp(design[:, 1]) == 0:
+        replicas = {o.nodes if self._scope.across else o.gpus_per_node for o in self._seen}
+        if len(replicas) == 1 and (nodes if self._scope.across else gpus_per_node) not in replicas:
+            return f"one number of {self._scope.noun}s was measured: nothing tells how the step time changes with it"
+        batches = {o.local_batch for o in self._seen}
+        if len(batches) == 1 and local_batch not in batches:
             return "one local batch was measured: nothing tells how the step time grows with it"
-        return "number of nodes and local batch changed together in every probe: their effects cannot be told apart"
+        return ""
 
     def predict(self, nodes: int, gpus_per_node: int, local_batch: int) -> Estimate:
         """Return the time of one optimizer step with its 90 % prediction interval.
@@ -187,25 +149,42 @@ class StepTimeFit:
                 f"cannot predict {_count(nodes, 'node')} with local batch {local_batch}: {why}",
                 "measure more configurations with tula profile",
             )
-        row = [self._scope.row(self._columns, nodes, gpus_per_node, local_batch)]
-        seconds = float(self._results.predict(row)[0])
-        if self.determined_exactly:
-            return Estimate(seconds)
-        # The weight is that of the probes: noise is a share of the step time.
-        forecast = self._results.get_prediction(row, weights=np.array([seconds**-2]))
-        low, high = forecast.conf_int(obs=True, alpha=1 - CONFIDENCE)[0]
-        return Estimate(seconds, max(0.0, float(low)), float(high))
+        seconds, low, high = self.predict_all([nodes], [gpus_per_node], [local_batch])
+        return Estimate(float(seconds[0]), float(low[0]), float(high[0]))
+
+    def predict_all(
+        self, nodes: Sequence[int] | Floats, gpus_per_node: Sequence[int] | Floats, local_batch: Sequence[int] | Floats
+    ) -> tuple[Floats, Floats, Floats]:
+        """Return step times and the ends of their 90 % intervals, each of shape (n,); `refusal` is not asked."""
+        log_seconds, sd = self.model.predict(self.points(nodes, gpus_per_node, local_batch))
+        return np.exp(log_seconds), np.exp(log_seconds - _Z * sd), np.exp(log_seconds + _Z * sd)
+
+    def points(
+        self, nodes: Sequence[int] | Floats, gpus_per_node: Sequence[int] | Floats, local_batch: Sequence[int] | Floats
+    ) -> Points:
+        """Return configurations as the model sees them."""
+        return self._scope.points(
+            np.asarray(nodes, dtype=float), np.asarray(gpus_per_node, dtype=float), np.asarray(local_batch, dtype=float)
+        )
+
+    def second_opinion(self, nodes: int, gpus_per_node: int, local_batch: int) -> float | None:
+        """Return what a plain additive model predicts: non-negative terms of b, 1 - 1/R, R and log2 R. Seconds.
+
+        It knows nothing of overlap or of other clusters and is right where little is overlapped. None where there are
+        too few probes for it.
+        """
+        if self._additive is None:
+            return None
+        replicas = nodes if self._scope.across else gpus_per_node
+        return float((_additive_rows([replicas], [local_batch]) @ self._additive)[0])
 
 
 def fit(observations: Iterable[Observation], *, collective: str) -> StepTimeFit:
-    """Fit Eq. 2 to probes.
-
-    A term that the probes do not determine, or whose coefficient comes out negative (no step gets shorter by more work
-    or more traffic), is left out with a warning.
+    """Fit the step-time model to probes.
 
     Args:
         observations: one a probe, in any order; repeated configurations count each.
-        collective: a key of SYNCHRONISATION.
+        collective: a key of overlap.SHAPES.
 
     Raises:
         BadMeasurements: there is no observation, a step time is not positive, or the GPUs a node differ between nodes.
@@ -213,20 +192,29 @@ def fit(observations: Iterable[Observation], *, collective: str) -> StepTimeFit:
     seen = sorted(observations, key=lambda o: (o.nodes, o.gpus_per_node, o.local_batch))
     seconds = _checked_seconds(seen)
     scope = _Scope.of(seen)
-    columns, warnings = _determined((_FIXED, _COMPUTE, *SYNCHRONISATION[collective]), scope, seen)
-    columns, dropped = _physical(columns, scope, seen, seconds)
-    results = _solve(_design(columns, scope, seen), seconds, noise=_pooled_noise(seen))
-    residuals = np.asarray(results.fittedvalues) / seconds - 1
-    error = float(np.median(np.abs(residuals))) if results.df_resid > 0 else None
+    points = scope.points(
+        np.array([o.nodes for o in seen], dtype=float),
+        np.array([o.gpus_per_node for o in seen], dtype=float),
+        np.array([o.local_batch for o in seen], dtype=float),
+    )
+    model = overlap.fit(
+        points,
+        step=seconds,
+        compute=np.array([o.compute_time if o.compute_time > 0 else math.nan for o in seen]),
+        spread=np.array([math.nan if o.noise is None else o.noise for o in seen]),
+        collective=collective,
+    )
+    fitted = np.exp(model.predict(points)[0])
+    residuals = fitted / seconds - 1
+    error = float(np.median(np.abs(residuals))) if _measurements(seen) > _parameters(seen, scope) else None
     return StepTimeFit(
-        words=_words(columns, results.params, scope, len(seen), error),
-        warnings=(*warnings, *dropped, *_suspicions(seen, seconds, residuals)),
+        words=_words(model, points, scope, error),
+        warnings=tuple(_suspicions(seen, seconds, residuals)),
         error=error,
-        _columns=columns,
-        _results=results,
+        model=model,
         _scope=scope,
-        _basis=(_FIXED, _COMPUTE, SYNCHRONISATION[collective][0]),
         _seen=tuple(seen),
+        _additive=_additive(points.replicas, points.local_batch, seconds),
     )
 
 
@@ -243,69 +231,39 @@ def _checked_seconds(observations: Sequence[Observation]) -> Floats:
     return np.array([observation.seconds for observation in observations])
 
 
-def _design(columns: Sequence[_Column], scope: _Scope, observations: Sequence[Observation]) -> Floats:
-    return np.array([scope.row(columns, o.nodes, o.gpus_per_node, o.local_batch) for o in observations], dtype=float)
+def _measurements(observations: Sequence[Observation]) -> int:
+    """Count what was measured: configurations, and the compute apart from synchronisation where there is any."""
+    configurations = {(o.nodes, o.gpus_per_node, o.local_batch) for o in observations}
+    apart = {
+        (o.nodes, o.gpus_per_node, o.local_batch)
+        for o in observations
+        if o.nodes * o.gpus_per_node > 1 and o.compute_time > 0
+    }
+    return len(configurations) + len(apart)
 
 
-def _determined(
-    columns: Sequence[_Column], scope: _Scope, observations: Sequence[Observation]
-) -> tuple[tuple[_Column, ...], list[str]]:
-    """Keep each column, in order, that adds to the rank of the design."""
-    kept: list[_Column] = []
-    warnings = []
-    for column in columns:
-        design = _design([*kept, column], scope, observations)
-        name = column.words.format(R=scope.words)
-        if _rank(design) > len(kept):
-            kept.append(column)
-        elif np.ptp(design[:, -1]) == 0:
-            warnings.append(f"every probe has the same {name}; the fit holds for that alone")
-        else:
-            warnings.append(f"the probes do not tell the effect of {name} from that of the others; it is left out")
-    return tuple(kept), warnings
+def _parameters(observations: Sequence[Observation], scope: _Scope) -> int:
+    """Count the parameters that these probes are to determine: floor and slope, level and growth of synchronisation."""
+    batches = {o.local_batch for o in observations}
+    synchronising = {
+        o.nodes if scope.across else o.gpus_per_node for o in observations if o.nodes * o.gpus_per_node > 1
+    }
+    return min(len(batches), 2) + min(len(synchronising), 2)
 
 
-def _rank(design: Floats) -> int:
-    scale = np.abs(design).max(axis=0)
-    return int(np.linalg.matrix_rank(design / np.where(scale > 0, scale, 1)))
+def _additive(replicas: Floats, local_batch: Floats, seconds: Floats) -> Floats | None:
+    """Fit the second opinion with relative weights; None where it has as many terms as probes."""
+    if len(seconds) <= _ADDITIVE_TERMS:
+        return None
+    from scipy.optimize import nnls
+
+    coefficients, _ = nnls(_additive_rows(replicas, local_batch) / seconds[:, None], np.ones_like(seconds))
+    return np.asarray(coefficients)
 
 
-def _physical(
-    columns: tuple[_Column, ...], scope: _Scope, observations: Sequence[Observation], seconds: Floats
-) -> tuple[tuple[_Column, ...], list[str]]:
-    """Leave out, one after the other, the term with the most negative share of the step time."""
-    warnings = []
-    while len(columns) > 1:
-        design = _design(columns, scope, observations)
-        shares = (design * _solve(design, seconds).params / seconds[:, None]).mean(axis=0)
-        worst = int(np.argmin(shares))
-        if shares[worst] >= -1e-9:
-            break
-        name = columns[worst].words.format(R=scope.words)
-        what = f"does not grow with {name}" if name else "has no fixed part"
-        warnings.append(f"the step time {what} in these probes; that term is left out")
-        columns = (*columns[:worst], *columns[worst + 1 :])
-    return columns, warnings
-
-
-def _solve(design: Floats, seconds: Floats, *, noise: float = 0.0) -> Any:
-    """Fit with relative weights; the residual variance is at least what the steps of the probes themselves show."""
-    model = WLS(seconds, design, weights=seconds**-2.0)
-    plain = model.fit()
-    if plain.df_resid <= 0:
-        return plain
-    scale = max(float(plain.scale), noise**2)
-    return model.fit(cov_type="fixed scale", cov_kwds={"scale": scale}, use_t=True)
-
-
-def _pooled_noise(observations: Sequence[Observation]) -> float:
-    known = [noise for observation in observations if (noise := observation.noise) is not None]
-    return float(np.median(known)) if known else 0.0
-
-
-def _in_row_space(design: Floats, row: Sequence[float]) -> bool:
-    """Return whether a prediction at `row` follows from those at the rows of `design`, whatever the coefficients."""
-    return _rank(np.vstack([design, row])) == _rank(design)
+def _additive_rows(replicas: Sequence[int] | Floats, local_batch: Sequence[int] | Floats) -> Floats:
+    count, size = np.asarray(replicas, dtype=float), np.asarray(local_batch, dtype=float)
+    return np.column_stack([np.ones_like(count), size, 1 - 1 / count, count, np.log2(count)])
 
 
 def _suspicions(observations: Sequence[Observation], seconds: Floats, residuals: Floats) -> list[str]:
@@ -343,13 +301,26 @@ def _missed(observations: Sequence[Observation], seconds: Floats, residuals: Flo
     ]
 
 
-def _words(columns: Sequence[_Column], params: Floats, scope: _Scope, count: int, error: float | None) -> str:
-    terms = [
-        f"{_duration(value)} x {column.words.format(R=scope.words)}" if column.words else _duration(value)
-        for column, value in zip(columns, params, strict=True)
-    ]
+def _words(model: Overlap, points: Points, scope: _Scope, error: float | None) -> str:
+    """Say the fit in one line: compute over the batch, synchronisation over the replicas, and how good it is."""
+    batches = np.unique(points.local_batch)[[0, -1]]
+    ends = Points(np.full(2, points.replicas.min()), batches, np.full(2, True), np.full(2, False))
+    compute = model.parts(ends)[1]
+    parts = [_range(compute, [f"local batch {batch:g}" for batch in batches])]
+    together = np.unique(points.replicas[~points.alone])
+    if len(together):
+        counts = together[[0, -1]]
+        inside = np.array([bool(points.inside[points.replicas == count].all()) for count in counts])
+        sync = model.parts(Points(counts, np.full(2, batches[0]), np.full(2, False), inside))[2]
+        parts.append(_range(sync, [_count(round(count), scope.noun) for count in counts]))
     quality = "exactly determined, no residual" if error is None else f"median residual {error:.1%}"
-    return f"step = {' + '.join(terms)} ({_count(count, 'probe')}, {quality})"
+    said = ", overlapped with synchronisation ".join(parts)
+    return f"step = compute {said} ({_count(len(points), 'probe')}, {quality})"
+
+
+def _range(seconds: Floats, places: Sequence[str]) -> str:
+    first, last = (f"{_duration(time)} at {place}" for time, place in zip(seconds, places, strict=True))
+    return first if places[0] == places[1] else f"{first} to {last}"
 
 
 def _duration(seconds: float) -> str:

@@ -1,42 +1,74 @@
 """Peak memory of one rank without a GPU and without computing: the real training step on fake tensors (Eq. 3).
 
-Fake tensors have shapes and storages but no data. A dispatch mode sees every operation, forward and backward, and keeps
-count of the storages that are alive. What no operation shows is not in the estimate: workspaces of cuDNN or oneDNN, the
-allocator's rounding and fragmentation, the CUDA context.
+Fake tensors have shapes and storages but no data. A dispatch mode sees every operation, forward and backward, and
+records when each storage comes to be and dies. One rehearsal is enough for every batch: its batch is a prime number, so
+that a size it divides is one that grows with the batch. The recording is then replayed at any batch, for a GPU through a
+simulation of PyTorch's allocator.
+
+What no operation shows is in no recording: the workspaces that cuDNN or oneDNN choose by measuring. For what libraries
+hold beside the tensors there is a heuristic, `libraries`; probes correct both.
 """
 
 import contextlib
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from tula_cli.models.allocator import Usage, plain, replay
+from tula_cli.plugins import is_import_string
 from tula_cli.records import Footprint
 from tula_cli.spec import JobSpec
 from tula_cli.worker import zoo
 from tula_cli.worker.recompute import apply_activation_checkpointing
 
-FIRST_MICRO_BATCH = 4
-LARGEST_MICRO_BATCH = 2**16
+REHEARSED = 2**16 + 1
+"""The rehearsed micro-batch: a prime that no size of a layer is likely to be a multiple of."""
+MICRO_BATCHES = tuple(2**power for power in range(17))
+"""Where an estimate is told; between them memory is as good as a straight line."""
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
+ROOMS = (1.01, 1.02, 1.04, 1.06, 1.08, 1.12, 1.16, 1.2)
+"""Multiples of the memory in use that are tried as all there is."""
+ROOM_TRIED_AT = (32, 256)  # micro-batches
+
+MIB = 2**20
+FIRST_BUCKET, BUCKET = MIB, 25 * MIB
+"""Where DDP closes a bucket, by default; the first one is small so that reducing starts early."""
+
+CUDA_CONTEXT = 450 * MIB
+"""The driver's context and the kernels that are loaded as they are used (CUDA_MODULE_LOADING=LAZY, the default since
+CUDA 12.2): 300 to 550 MiB by driver and architecture."""
+CUBLAS_WORKSPACES = 2 * 32 * MIB
+"""One a thread that calls cuBLAS, forward and backward: 32 MiB on Hopper, 8.1 MiB before (CUBLAS_WORKSPACE_CONFIG)."""
+CUDNN_WORKSPACE = 128 * MIB
+"""What cuDNN's chosen algorithms take at a time; from nothing to some hundred MiB by layer and batch."""
+NCCL_CONNECTION = 10 * MIB
+"""Buffers of one channel to one peer: 4 MiB (NCCL_BUFFSIZE), 4.7 MiB for LL128 and 0.5 MiB for LL, in pieces of 2 MiB."""
+NCCL_CHANNELS = {"one GPU a node": 2, "several": 24}
+"""Over Ethernet or one InfiniBand card, and over the NVLink of an A100."""
+NCCL_PEERS = 3  # a ring's and a tree's connections, on average
+
 
 class LiveStorages(TorchDispatchMode):
-    """Counts the bytes of all tensor storages that are alive, and their peak, while it is active."""
+    """Records when tensor storages come to be and die while it is active; counts the bytes that are alive, and their peak."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.live = 0  # bytes
         self.peak = 0  # bytes
-        self._held: dict[int, weakref.ref[Any]] = {}
+        self.events: list[int] = []  # n + 1: number n comes to be; -(n + 1): it dies
+        self.sizes: list[int] = []  # bytes of each number
+        self._held: dict[int, tuple[weakref.ref[Any], int]] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
@@ -54,17 +86,101 @@ class LiveStorages(TorchDispatchMode):
         """Begin a new peak at what is alive."""
         self.peak = self.live
 
+    def alive(self) -> list[int]:
+        """Return the numbers that are alive, ascending."""
+        return sorted(number for _, number in self._held.values())
+
     def _hold(self, storage: torch.UntypedStorage) -> None:
-        key, size = storage._cdata, storage.nbytes()
+        key = storage._cdata
         if key in self._held:
             return
+        number, size = len(self.sizes), storage.nbytes()
         # The Python object lives as long as the storage does, also where only autograd in C++ holds it.
-        self._held[key] = weakref.ref(storage, lambda _: self._release(key, size))
+        self._held[key] = weakref.ref(storage, lambda _: self._release(key)), number
+        self.sizes.append(size)
+        self.events.append(number + 1)
         self.live += size
 
-    def _release(self, key: int, size: int) -> None:
-        del self._held[key]
-        self.live -= size
+    def _release(self, key: int) -> None:
+        _, number = self._held.pop(key)
+        self.events.append(-number - 1)
+        self.live -= self.sizes[number]
+
+
+class AsOnGpu(TorchFunctionMode):
+    """Runs operations on the CPU's fake tensors in the way that costs the memory they cost on a GPU.
+
+    torch has no backward pass on fake CUDA tensors where there is no CUDA. What differs: CUDA's dropout keeps a mask of
+    one byte an element, and its autocast runs these functions in float32.
+    """
+
+    IN_FLOAT32 = frozenset(
+        {
+            nn.functional.layer_norm,
+            nn.functional.group_norm,
+            nn.functional.softmax,
+            nn.functional.log_softmax,
+            nn.functional.cross_entropy,
+            nn.functional.nll_loss,
+        }
+    )
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is nn.functional.dropout and (drop := _fused_dropout(*args, **kwargs)) is not None:
+            return drop
+        if func in self.IN_FLOAT32 and torch.is_autocast_enabled("cpu"):
+            args, kwargs = tree_map_only(torch.Tensor, _widened, (args, kwargs))
+        return func(*args, **kwargs)
+
+
+def _fused_dropout(
+    values: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
+) -> torch.Tensor | None:
+    """Return what CUDA's kernel does; None where it would not run."""
+    if inplace or not training or not 0 < p < 1:
+        return None
+    return torch.native_dropout(values, p, True)[0]
+
+
+def _widened(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.float() if tensor.dtype in (torch.bfloat16, torch.float16) else tensor
+
+
+@dataclass(frozen=True)
+class Recording:
+    """The storages of one optimizer step; the first `held` numbers are alive when it begins."""
+
+    early: (
+        int  # the first so many are parameters, buffers and gradients; the others of the held come with the first step
+    )
+    held: int
+    events: tuple[int, ...]
+    sizes: tuple[int, ...]  # bytes at the rehearsed micro-batch
+    small: range  # numbers that come to be on AGS's small batch
+
+    def sizes_at(self, micro_batch: int, *, small_batch: int) -> list[float]:
+        """Return the bytes of each number at another micro-batch."""
+        sizes = [
+            _scaled(size, micro_batch) if number >= self.held else float(size) for number, size in enumerate(self.sizes)
+        ]
+        for number in self.small:
+            sizes[number] = _scaled(self.sizes[number], min(small_batch, micro_batch))
+        return sizes
+
+
+def _scaled(size: int, samples: int) -> float:
+    """Return a size at a number of samples: one that the rehearsed number divides grows with it, by its every power."""
+    power, rest = 0, size
+    while rest and rest % REHEARSED == 0:
+        power, rest = power + 1, rest // REHEARSED
+    return float(rest * samples**power)
+
+
+def _renumbered(event: int, place: Mapping[int, int], shift: int) -> int:
+    number = abs(event) - 1
+    renumbered = place.get(number, number + shift) + 1
+    return renumbered if event > 0 else -renumbered
 
 
 @dataclass
@@ -73,16 +189,26 @@ class Rehearsal:
 
     spec: JobSpec
     sample: tuple[Any, Any]  # a real batch of one (input, target)
+    gpu: bool  # the memory is to be a GPU's
     fake: FakeTensorMode
     storages: LiveStorages
     model: nn.Module
     loss: zoo.LossFunction
     optimizer: torch.optim.Optimizer
     factors: list[torch.Tensor] = field(default_factory=list)
+    buckets: Mapping[nn.Parameter, torch.Tensor] = field(default_factory=dict)  # each gradient's place
+    early: int = 0  # how many storages there were before the optimizer's state
+    synchronise: bool = True
+    _recording: Recording | None = None
 
     @property
     def parameters(self) -> list[nn.Parameter]:
         return [p for p in self.model.parameters() if p.requires_grad]
+
+    @property
+    def elementwise(self) -> bool:
+        """Whether AGS has a factor for each element; else one for each tensor."""
+        return self.spec.ags.granularity == "element"
 
     def batch(self, size: int) -> tuple[Any, Any]:
         """Return a fake micro-batch shaped like the sample."""
@@ -94,59 +220,115 @@ class Rehearsal:
         return tree_map_only(torch.Tensor, fake, inputs), tree_map_only(torch.Tensor, fake, targets)
 
     def measure(self, micro_batch: int) -> Footprint:
-        """Rehearse one optimizer step and return its peak."""
-        with self._active():
-            self.storages.restart()
-            inputs, targets = self.batch(micro_batch)
-            self._backward(inputs, targets)
-            if self.spec.train.method == "ags":
-                self._refresh(inputs, targets)
-            self._update()
-        return self._split(micro_batch, tree_leaves((inputs, targets)))
+        """Return the memory of one optimizer step at a micro-batch; the step itself is rehearsed once."""
+        usage = self._replayed(micro_batch)
+        return self._split(micro_batch, peak=usage.allocated, reserved=usage.reserved)
+
+    def room(self) -> float:
+        """Return the least room that the allocator gets by with, as a multiple of the memory in use.
+
+        It then gives back what it has cached in its first steps, and no more once it has settled.
+        """
+        return max(map(self._room_at, ROOM_TRIED_AT)) if self.gpu else 1.0
+
+    def _room_at(self, micro_batch: int) -> float:
+        peak = self.measure(micro_batch).peak
+        for room in ROOMS:
+            usage = self._replayed(micro_batch, capacity=round(room * peak))
+            if usage.fits and not usage.flushes:
+                return room
+        return ROOMS[-1]
+
+    def _replayed(self, micro_batch: int, *, capacity: int | None = None) -> Usage:
+        recording = self._recording = self._recording or self._record()
+        sizes = recording.sizes_at(micro_batch, small_batch=small_batch(self.spec))
+        if not self.gpu:
+            peak = plain(range(recording.held), recording.events, sizes)
+            return Usage(allocated=peak, reserved=peak)
+        early, late = range(recording.early), range(recording.early, recording.held)
+        return replay(early, late, recording.events, sizes, capacity=capacity)
 
     def output(self, size: int) -> Any:
         """Return the model's fake output for `size` samples."""
         with self._active():
             return self.model(self.batch(size)[0])
 
+    def _record(self) -> Recording:
+        """Rehearse one optimizer step."""
+        with self._active():
+            alive, first, begun = self.storages.alive(), len(self.storages.sizes), len(self.storages.events)
+            inputs, targets = self.batch(REHEARSED)
+            self._backward(inputs, targets)
+            small = len(self.storages.sizes)
+            staged = self._refresh(inputs, targets) if self.spec.train.method == "ags" else []
+            small_end = len(self.storages.sizes)
+            self._update(staged)
+            events, sizes = self.storages.events[begun:], self.storages.sizes
+        place = {number: index for index, number in enumerate(alive)}
+        shift = len(alive) - first  # numbers that have died before leave no gap
+        return Recording(
+            early=len([number for number in alive if number < self.early]),
+            held=len(alive),
+            events=tuple(_renumbered(event, place, shift) for event in events),
+            sizes=tuple(sizes[number] for number in [*alive, *range(first, len(sizes))]),
+            small=range(small + shift, small_end + shift),
+        )
+
     @contextmanager
     def _active(self) -> Iterator[None]:
-        with self.fake, self.storages:
+        with ExitStack() as stack:
+            stack.enter_context(self.fake)
+            stack.enter_context(self.storages)
+            if self.gpu:
+                stack.enter_context(AsOnGpu())
             yield
 
+    def reduced(self, parameter: nn.Parameter) -> None:
+        """Put a finished gradient into its bucket, of which it is a view from then on (gradient_as_bucket_view)."""
+        if self.synchronise:
+            parameter.grad = self.buckets[parameter]
+
     def _backward(self, inputs: Any, targets: Any) -> None:
-        """Accumulate into gradients that exist already, as the views of DDP's buckets do."""
-        for _ in range(min(2, self.spec.train.accumulate)):
+        """Take the gradients; all micro-batches but the last leave them outside of the buckets."""
+        parts = min(2, self.spec.train.accumulate)
+        for part in range(parts):
+            self.synchronise = part == parts - 1
             with autocast(self.spec):
                 loss = self.loss(self.model(inputs), targets)
             loss.backward()
 
-    def _refresh(self, inputs: Any, targets: Any) -> None:
+    def _refresh(self, inputs: Any, targets: Any) -> list[torch.Tensor]:
         """Take the small batch's gradient beside the large one's, as TulaOptimizer does."""
-        count = min(small_batch(self.spec), _samples(inputs))
         with autocast(self.spec):
-            loss = self.loss(self.model(_first(inputs, count)), _first(targets, count))
-        small = [g for g in torch.autograd.grad(loss, self.parameters, allow_unused=True) if g is not None]
-        del loss
+            loss = self.loss(self.model(inputs), targets)
+        used = [g for g in torch.autograd.grad(loss, self.parameters, allow_unused=True) if g is not None]
         if max(self.spec.search.nodes) * self.spec.cluster.gpus_per_node > 1:
             # To be sent, each is weighted and all are packed into one tensor, before the first two copies are dropped.
-            weighted = [g.reshape(-1) * 1.0 for g in small]
-            small = [torch.cat(weighted)]
+            weighted = [g * 1.0 for g in used]
+            flat = torch.empty(sum(g.numel() for g in used), dtype=used[0].dtype)
+            used = list(_pieces(flat, used))
             del weighted
-        if self.factors:  # the new ones come to be beside the old
-            self.factors = [torch.empty_like(factor) for factor in self.factors]
+        return used
 
-    def _update(self) -> None:
+    def _update(self, staged: list[torch.Tensor]) -> None:
         if self.spec.train.max_grad_norm is not None:
             nn.utils.clip_grad_norm_(self.parameters, self.spec.train.max_grad_norm, error_if_nonfinite=False)
+        new: list[torch.Tensor] = []
+        if self.factors:  # the new ones come to be beside the old, which scale this step
+            new = [g.div(g + 1.0) if self.elementwise else g.sum() for g in staged]
+            if self.gpu:
+                torch._foreach_mul(self.factors, 1.0)  # the multipliers of a branch taken on the device
         self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=False)
+        self.factors = new or self.factors
+        staged.clear()
+        self.optimizer.zero_grad()
 
-    def _split(self, micro_batch: int, batch: Sequence[Any]) -> Footprint:
+    def _split(self, micro_batch: int, *, peak: int, reserved: int) -> Footprint:
         parameters = tensor_bytes([*self.model.parameters(), *self.model.buffers()])
-        gradients = tensor_bytes(p.grad for p in self.parameters)
+        # Between micro-batches the gradients so far are beside the buckets that the last one fills.
+        gradients = tensor_bytes(self.buckets.values()) * min(2, self.spec.train.accumulate)
         state = tensor_bytes(tree_leaves(list(self.optimizer.state.values())))
-        factors, inputs, peak = tensor_bytes(self.factors), tensor_bytes(batch), self.storages.peak
+        factors, inputs = tensor_bytes(self.factors), micro_batch * tensor_bytes(tree_leaves(self.sample))
         return Footprint(
             local_batch=micro_batch * self.spec.train.accumulate,
             parameters=parameters,
@@ -155,23 +337,26 @@ class Rehearsal:
             factors=factors,
             batch=inputs,
             activations=max(0, peak - parameters - gradients - state - factors - inputs),
+            libraries=libraries(self.spec) if self.gpu else 0,
             peak=peak,
+            reserved=reserved,
         )
 
 
-def rehearse(spec: JobSpec, sample: tuple[Any, Any], *, classes: int | None) -> Rehearsal:
+def rehearse(spec: JobSpec, sample: tuple[Any, Any], *, classes: int | None, gpu: bool = False) -> Rehearsal:
     """Build the spec's model, loss and optimizer on fake tensors.
 
     Args:
         spec: the job.
         sample: one real (input, target) of the training set, whose shapes the batches have.
         classes: of the dataset.
+        gpu: whether the memory is to be a GPU's, with PyTorch's allocator between, or that of a process on the CPU.
 
     Raises:
         SpecError: from building the model, the loss or the optimizer.
     """
     fake, storages = FakeTensorMode(allow_non_fake_inputs=True), LiveStorages()
-    model = zoo.build_model(spec, classes)  # with real numbers, for some initialisations look at what they have drawn
+    model = _model(spec, classes, fake)
     if spec.train.activation_checkpointing:
         apply_activation_checkpointing(model)
     model.train()
@@ -179,45 +364,110 @@ def rehearse(spec: JobSpec, sample: tuple[Any, Any], *, classes: int | None) -> 
     with fake:
         loss = zoo.build_loss(spec)
         optimizer = zoo.build_optimizer(spec, [p for p in model.parameters() if p.requires_grad])
+    if gpu:
+        _as_by_default_on_gpu(optimizer)
     inputs, targets = torch.utils.data.default_collate([sample])
-    rehearsal = Rehearsal(spec, (inputs, targets), fake, storages, model, loss, optimizer)
+    rehearsal = Rehearsal(spec, (inputs, targets), gpu, fake, storages, model, loss, optimizer)
     with fake, storages:
         storages.hold([*model.parameters(), *model.buffers()])
+        rehearsal.buckets = _buckets(rehearsal.parameters)
         for parameter in rehearsal.parameters:
-            parameter.grad = torch.zeros_like(parameter)
+            parameter.register_post_accumulate_grad_hook(rehearsal.reduced)
+            parameter.grad = rehearsal.buckets[parameter]
+        rehearsal.early = len(storages.sizes)
         optimizer.step()  # its state is there from the second step on
-        if spec.train.method == "ags" and spec.ags.granularity == "element":
-            rehearsal.factors = [torch.empty_like(p) for p in rehearsal.parameters]
+        optimizer.zero_grad()
+        if spec.train.method == "ags":
+            rehearsal.factors = [
+                torch.empty_like(p) if rehearsal.elementwise else p.new_empty(()) for p in rehearsal.parameters
+            ]
     return rehearsal
 
 
+def _model(spec: JobSpec, classes: int | None, fake: FakeTensorMode) -> nn.Module:
+    """Build the model: torchvision's own without drawing a number, others with real ones, for some look at what they draw."""
+    if is_import_string(spec.model.name) or spec.model.args.get("weights") is not None:
+        return zoo.build_model(spec, classes)
+    try:
+        with fake:
+            return zoo.build_model(spec, classes)
+    # Reading a number that was never drawn may fail in any way; where the model is at fault, it fails again below.
+    except Exception:  # noqa: BLE001
+        return zoo.build_model(spec, classes)
+
+
 def _make_fake(model: nn.Module, fake: FakeTensorMode) -> None:
-    """Replace every parameter and buffer by a fake one; tied ones stay tied."""
+    """Replace every parameter and buffer that is not fake by a fake one; tied ones stay tied."""
     for module in model.modules():
         for tensors in (module._parameters, module._buffers):
             for name, tensor in tensors.items():
-                if tensor is not None:
+                if tensor is not None and not isinstance(tensor, FakeTensor):
                     tensors[name] = fake.from_tensor(tensor)  # type: ignore[assignment]
 
 
-def footprints(rehearsal: Rehearsal) -> tuple[Footprint, ...]:
-    """Return the estimate at two micro-batches, m and 2 m, where it has become a straight line.
+def _as_by_default_on_gpu(optimizer: torch.optim.Optimizer) -> None:
+    """Let the optimizer take all tensors at once, as torch's do on a GPU where nothing else is asked for."""
+    for group in optimizer.param_groups:
+        if group.get("foreach", False) is None and not group.get("fused"):
+            group["foreach"] = True
 
-    The peak is the largest of several moments of a step, each linear in the batch. At small batches it may be one that
-    no batch size changes (a large layer's gradient, a refresh of the factors): a line through that says nothing of
-    where memory ends. So the batch grows until its own share is the larger part.
+
+def _buckets(parameters: Sequence[nn.Parameter]) -> dict[nn.Parameter, torch.Tensor]:
+    """Return each parameter's gradient as a view of its DDP bucket.
+
+    tula wraps with `gradient_as_bucket_view`: the buckets are the only copy of the gradients. (Without it there would be
+    a second one.) DDP fills them from the last parameter on and closes one when it has reached its size.
     """
-    size = FIRST_MICRO_BATCH
-    small, double = rehearsal.measure(size), rehearsal.measure(2 * size)
-    while size < LARGEST_MICRO_BATCH and not _batch_dominates(small, double):
-        size *= 8
-        small, double = rehearsal.measure(size), rehearsal.measure(2 * size)
-    return double, rehearsal.measure(4 * size)
+    views: dict[nn.Parameter, torch.Tensor] = {}
+    for dtype in dict.fromkeys(p.dtype for p in parameters):
+        alike = [p for p in reversed(parameters) if p.dtype == dtype]
+        for members in _closed(alike):
+            flat = torch.empty(sum(p.numel() for p in members), dtype=dtype)
+            views.update(zip(members, _pieces(flat, members), strict=True))
+    return views
 
 
-def _batch_dominates(small: Footprint, double: Footprint) -> bool:
-    growing, fixed = double.activations - small.activations, 2 * small.activations - double.activations
-    return 2 * growing >= fixed
+def _pieces(flat: torch.Tensor, members: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
+    """Yield a flat tensor's pieces in the shapes of its members (`split` and `view` are slow on fake tensors)."""
+    offset = 0
+    for member in members:
+        yield flat.as_strided(member.shape, member.stride(), offset)
+        offset += member.numel()
+
+
+def _closed(parameters: Iterable[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
+    """Yield the parameters bucket by bucket."""
+    bucket: list[nn.Parameter] = []
+    limit = FIRST_BUCKET
+    for parameter in parameters:
+        bucket.append(parameter)
+        if tensor_bytes(bucket) >= limit:
+            yield bucket
+            bucket, limit = [], BUCKET
+    if bucket:
+        yield bucket
+
+
+def footprints(rehearsal: Rehearsal, *, largest: int = MICRO_BATCHES[-1]) -> tuple[Footprint, ...]:
+    """Return the estimate at micro-batches of 1, 2, 4 ... up to the first that is as large as the largest of interest.
+
+    The peak is the largest of several moments of a step, each linear in the batch; at small batches it may be one that
+    no batch size changes (a large layer's gradient, a refresh of the factors).
+    """
+    below = [size for size in MICRO_BATCHES if size < largest]
+    sizes = (*below, MICRO_BATCHES[min(len(below), len(MICRO_BATCHES) - 1)])
+    found, room = [rehearsal.measure(size) for size in dict.fromkeys(sizes)], rehearsal.room()
+    return tuple(row.model_copy(update={"room": round(room * row.peak)}) for row in found)
+
+
+def libraries(spec: JobSpec) -> int:
+    """Return what libraries hold of a GPU beside the tensors, by rule of thumb: probes measure it. Bytes.
+
+    The CUDA context, the workspaces of cuBLAS and cuDNN, and NCCL's buffers: a connection's, times channels and peers.
+    """
+    nodes, gpus = max(spec.search.nodes), spec.cluster.gpus_per_node
+    channels = 0 if nodes * gpus == 1 else NCCL_CHANNELS["several" if gpus > 1 else "one GPU a node"]
+    return CUDA_CONTEXT + CUBLAS_WORKSPACES + CUDNN_WORKSPACE + channels * NCCL_PEERS * NCCL_CONNECTION
 
 
 def small_batch(spec: JobSpec) -> int:
@@ -235,12 +485,3 @@ def autocast(spec: JobSpec) -> AbstractContextManager[Any]:
 def tensor_bytes(values: Iterable[Any]) -> int:
     """Return the bytes of the tensors among the values."""
     return sum(v.numel() * v.element_size() for v in values if isinstance(v, torch.Tensor))
-
-
-def _samples(inputs: Any) -> int:
-    return next(len(leaf) for leaf in tree_leaves(inputs) if isinstance(leaf, torch.Tensor))
-
-
-def _first(part: Any, count: int) -> Any:
-    take: Callable[[torch.Tensor], torch.Tensor] = lambda t: t[:count]  # noqa: E731
-    return tree_map_only(torch.Tensor, take, part)

@@ -25,6 +25,7 @@ from tula_cli.spec import JobSpec
 from tula_cli.worker import footprint, meter, zoo
 from tula_cli.worker.data import Datasets, build_datasets, build_transforms, check_sample, dataset_source, prepare
 from tula_cli.worker.optim import TulaOptimizer
+from tula_cli.worker.ranks import process_memory
 
 SAMPLES_COMPARED = 4
 
@@ -45,8 +46,8 @@ def inspect_job(spec: JobSpec) -> Inspection:
     footprints: tuple[Footprint, ...] = ()
     estimate_error = ""
     try:
-        rehearsal = footprint.rehearse(spec, sample, classes=datasets.classes)
-        footprints = footprint.footprints(rehearsal)
+        rehearsal = footprint.rehearse(spec, sample, classes=datasets.classes, gpu=_on_gpu(spec, device))
+        footprints = footprint.footprints(rehearsal, largest=max(1, len(datasets.train)))
         model, optimizer, output = rehearsal.model, rehearsal.optimizer, rehearsal.output(2)
         warnings += _lone_sample_problems(spec, rehearsal)
     except TulaError:
@@ -69,6 +70,7 @@ def inspect_job(spec: JobSpec) -> Inspection:
         hardware=torch.cuda.get_device_name() if device == "cuda" else meter.processor_name(),
         capacity=_capacity(spec, device),
         cpus=len(os.sched_getaffinity(0)),
+        process=process_memory("VmRSS"),
         warnings=tuple(warnings),
     )
 
@@ -108,6 +110,11 @@ def _device(spec: JobSpec) -> str:
             "cluster.device: cuda, but torch sees no GPU on this machine", "set cluster.device: cpu or auto"
         )
     return "cuda" if found and spec.cluster.device != "cpu" else "cpu"
+
+
+def _on_gpu(spec: JobSpec, device: str) -> bool:
+    """Return whether memory is to be estimated for a GPU: where one is here, or may be where the jobs run."""
+    return device == "cuda" or (spec.cluster.kind == "slurm" and spec.cluster.device != "cpu")
 
 
 def _capacity(spec: JobSpec, device: str) -> int | None:

@@ -221,7 +221,7 @@ def _backward(trainer: Trainer, stream: Iterator[Any], start: Mark) -> tuple[tor
     accumulate = trainer.spec.train.accumulate
     total, loaded = torch.zeros((), device=trainer.ranks.device), start
     for part in range(accumulate):
-        inputs, targets = _to_device(trainer, next(stream))
+        inputs, targets = trainer.last_batch = _to_device(trainer, next(stream))  # the batch before is let go at once
         if part == 0:
             loaded = trainer.clock.mark()
         last = part == accumulate - 1
@@ -230,7 +230,6 @@ def _backward(trainer: Trainer, stream: Iterator[Any], start: Mark) -> tuple[tor
                 loss = trainer.loss(trainer.ddp(inputs), targets) / accumulate
             trainer.scaler.scale(loss).backward()
         total += loss.detach()
-        trainer.last_batch = (inputs, targets)
     if trainer.after_backward:
         trainer.after_backward()
     return total, loaded

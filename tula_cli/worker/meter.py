@@ -5,6 +5,7 @@ import gc
 import json
 import os
 import platform
+import resource
 import statistics
 import time
 from collections.abc import Iterable, Mapping
@@ -93,7 +94,8 @@ class MemoryMeter:
     """The peak memory of one rank since `reset`, beyond what the process held then."""
 
     device: torch.device
-    base: int = 0
+    base: int = 0  # bytes in use at the reset; on a GPU cuBLAS's workspaces, which the first steps have made
+    base_reserved: int = 0  # what the allocator held for that; on the CPU what counts against a limit
     retries: int = 0
 
     def reset(self) -> None:
@@ -103,20 +105,41 @@ class MemoryMeter:
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats(self.device)
             self.base = torch.cuda.memory_allocated(self.device)
+            self.base_reserved = torch.cuda.memory_reserved(self.device)
             self.retries = self._retries()
         else:
             # glibc keeps freed tensors of the last batch for itself; give them back, or they hide this batch's peak.
             ctypes.CDLL(None).malloc_trim(0)
             Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # resets VmHWM
-            self.base = process_memory("VmRSS")
+            self.base, self.base_reserved = process_memory("VmRSS"), process_memory("VmData")
 
     def peak(self) -> tuple[int, int]:
         """Return (peak, reserved) in bytes."""
         if self.device.type == "cuda":
             peak = torch.cuda.max_memory_allocated(self.device) - self.base
-            return peak, torch.cuda.max_memory_reserved(self.device)
+            return peak, torch.cuda.max_memory_reserved(self.device) - self.base_reserved
         peak = max(0, process_memory("VmHWM") - self.base)
         return peak, peak
+
+    def libraries(self, capacity: int | None) -> int:
+        """Return the bytes of the capacity that are taken beside all that: context, workspaces, communication buffers.
+
+        On a GPU what the driver calls used, less what the allocator has taken since the reset: with another process on
+        the same GPU its memory too, which is as little to be had. On the CPU what the process held at the reset; where it
+        is limited, only what has come since then, for the limit counts no more.
+
+        Args:
+            capacity: bytes that `ranks.limit_memory` was given; None where nothing limits the process.
+        """
+        if self.device.type != "cuda":
+            limit, _ = resource.getrlimit(resource.RLIMIT_DATA)
+            return self.base if capacity is None else max(0, self.base_reserved - (limit - capacity))
+        free, total = torch.cuda.mem_get_info(self.device)
+        return total - free - (torch.cuda.memory_reserved(self.device) - self.base_reserved)
+
+    def settled(self) -> None:
+        """Begin to count retries: in the first steps the allocator may flush its cache once or twice near the limit."""
+        self.retries = self._retries() if self.device.type == "cuda" else 0
 
     def allocator_retries(self) -> int:
         """Return how often the CUDA allocator had to flush its cache to go on: the batch fits, but crawls."""
@@ -140,10 +163,17 @@ def split_memory(
     peak: int,
     reserved: int,
     capacity: int | None,
+    libraries: int = 0,
+    accumulate: int = 1,
 ) -> Memory:
-    """Split a peak as in Eq. 3: tensors are counted, activations are the rest. Bytes."""
+    """Split a peak as in Eq. 3: tensors are counted, activations are the rest. Bytes.
+
+    The gradients are DDP's buckets (`gradient_as_bucket_view`). With several micro-batches a step the sum so far is
+    beside them until the last one is reduced: a second copy.
+    """
     parameters = tensor_bytes(model.parameters()) + tensor_bytes(model.buffers())
     gradients = tensor_bytes(p.grad if p.grad is not None else p for p in model.parameters() if p.requires_grad)
+    gradients *= min(2, accumulate)
     state = tensor_bytes(value for entry in optimizer.state.values() for value in entry.values())
     inputs = tensor_bytes(batch)
     return Memory(
@@ -156,13 +186,8 @@ def split_memory(
         peak=peak,
         reserved=reserved,
         capacity=capacity,
+        libraries=libraries,
     )
-
-
-def gradient_norm_sqr(model: nn.Module) -> float:
-    """Return the squared norm over all gradients, in float64."""
-    norms = [p.grad.detach().double().square().sum() for p in model.parameters() if p.grad is not None]
-    return float(torch.stack(norms).sum().item()) if norms else 0.0
 
 
 def capacity(ranks: Ranks, memory_per_gpu: int | None) -> int | None:

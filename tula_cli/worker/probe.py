@@ -1,17 +1,18 @@
 """A probe: the training loop cut short, and everything that is measured on the way."""
 
 import itertools
-import math
 import statistics
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
+from tula_cli.models.efficiency import Pair, summarise
 from tula_cli.records import GradientStats, Measured, OutOfMemory, Overheads, ProbeTask
 from tula_cli.rundir import RunDir, probe_id
 from tula_cli.spec import JobSpec
 from tula_cli.worker import checkpoint, loop, meter
 from tula_cli.worker.data import Datasets
+from tula_cli.worker.gradients import NormSpy, halves
 from tula_cli.worker.loop import Step, Trainer
 from tula_cli.worker.ranks import Ranks
 from tula_cli.worker.sampling import Position
@@ -76,13 +77,15 @@ def measure(
     memory_meter = meter.MemoryMeter(ranks.device)
     memory_meter.reset()
     trainer = _trainer(task, ranks, datasets, local_batch=local_batch)
+    spy = NormSpy.attach(trainer)
     stream = endless(trainer)
     search = task.spec.search
     warmup = [next(stream)]
     # With factors in place the timed steps scale as training does.
     warmup.append(_step_with_refresh(trainer, stream))
     warmup += itertools.islice(stream, search.warmup_steps - 2)
-    timed = list(itertools.islice(stream, search.steps))
+    memory_meter.settled()
+    timed = list(spy.watch(itertools.islice(stream, search.steps), trainer.scaler))
     refresh_time = _refresh_time(trainer, stream, timed)
     evaluator = loop.Evaluator(trainer)
     eval_time = _eval_time(trainer, evaluator)
@@ -97,9 +100,12 @@ def measure(
         peak=int(ranks.largest(peak)),
         reserved=int(ranks.largest(reserved)),
         capacity=meter.capacity(ranks, task.spec.cluster.memory_per_gpu),
+        libraries=int(ranks.largest(memory_meter.libraries(task.spec.cluster.memory_per_gpu))),
+        accumulate=task.spec.train.accumulate,
     )
-    sync_time, norm_sqr = _synchronisation(trainer, stream)
-    compute_time, local_norm_sqr = _local_work(trainer, stream)
+    gradients = _gradients(trainer, spy, stream)
+    sync_time = _synchronisation(trainer, stream)
+    compute_time = _local_work(trainer, stream)
     identity = probe_id(task.nodes, local_batch)
     if retries:
         return OutOfMemory(
@@ -124,13 +130,7 @@ def measure(
         compute_time=compute_time,
         data_wait=statistics.median(trainer.clock.seconds(step.start, step.loaded) for step in timed),
         memory=memory,
-        gradients=GradientStats(
-            norm_sqr=norm_sqr,
-            local_norm_sqr=local_norm_sqr,
-            batch=trainer.batch,
-            local_batch=local_batch,
-            steps=split_steps(task.spec),
-        ),
+        gradients=gradients,
         overheads=Overheads(
             startup=once.startup,
             eval_batch=eval_time,
@@ -191,27 +191,33 @@ def _eval_time(trainer: Trainer, evaluator: loop.Evaluator) -> float:
     return (time.perf_counter() - began) / max(1, batches)
 
 
-def _synchronisation(trainer: Trainer, stream: Iterator[Step]) -> tuple[float, float]:
-    """Return (exposed synchronisation in seconds, squared norm of the averaged gradient)."""
-    norms: list[float] = []
+def _gradients(trainer: Trainer, spy: NormSpy, stream: Iterator[Step]) -> GradientStats:
+    """Return the gradient norms of the timed steps; where no probe of the search has two ranks, those of half batches."""
+    if _ranks_at_most(trainer) > 1 or trainer.micro_batch < 2:
+        return summarise(spy.pairs(), local_batch=trainer.local_batch, batch=trainer.batch)
+    pairs: list[Pair] = []
+    _take(trainer, stream, lambda: pairs.append(halves(trainer)))
+    half = trainer.micro_batch // 2
+    return summarise(pairs, local_batch=half, batch=2 * half)
+
+
+def _ranks_at_most(trainer: Trainer) -> int:
+    """Return the ranks of the largest probe of the search."""
+    return max(trainer.ranks.world, max(trainer.spec.search.nodes) * trainer.spec.cluster.gpus_per_node)
+
+
+def _synchronisation(trainer: Trainer, stream: Iterator[Step]) -> float:
+    """Return the exposed synchronisation in seconds."""
     with meter.SyncSpy(trainer.clock, trainer.ddp) as spy:
-
-        def look() -> None:
-            spy.reduced()
-            norms.append(_norm_sqr(trainer))
-
-        _take(trainer, stream, look)
-    return trainer.ranks.largest(spy.median()), _mean(norms)
+        _take(trainer, stream, spy.reduced)
+    return trainer.ranks.largest(spy.median())
 
 
-def _local_work(trainer: Trainer, stream: Iterator[Step]) -> tuple[float, float]:
-    """Return (seconds of a step without synchronisation, mean squared norm of the ranks' own gradients)."""
+def _local_work(trainer: Trainer, stream: Iterator[Step]) -> float:
+    """Return the seconds of a step without synchronisation."""
     trainer.synchronise = False
-    norms: list[float] = []
-    _take(trainer, stream, lambda: norms.append(_norm_sqr(trainer)))
     steps = _take(trainer, stream, None)  # last: the replicas drift apart
-    (total,) = trainer.ranks.sum([_mean(norms)])
-    return trainer.ranks.largest(statistics.median(_seconds(trainer, steps))), total / trainer.ranks.world
+    return trainer.ranks.largest(statistics.median(_seconds(trainer, steps)))
 
 
 def _take(trainer: Trainer, stream: Iterator[Step], look: Callable[[], None] | None) -> list[Step]:
@@ -220,17 +226,6 @@ def _take(trainer: Trainer, stream: Iterator[Step], look: Callable[[], None] | N
     steps = list(itertools.islice(stream, split_steps(trainer.spec)))
     trainer.after_backward = None
     return steps
-
-
-def _mean(norms: list[float]) -> float:
-    """Return the mean of those that are finite, 0 where none is: training that diverges has a step time all the same."""
-    finite = [norm for norm in norms if math.isfinite(norm)]
-    return statistics.fmean(finite) if finite else 0.0
-
-
-def _norm_sqr(trainer: Trainer) -> float:
-    """Return the squared norm of the gradients as they are: not yet unscaled, clipped or scaled by AGS."""
-    return meter.gradient_norm_sqr(trainer.ddp.module) / float(trainer.scaler.get_scale()) ** 2
 
 
 def _save_time(trainer: Trainer, run: RunDir) -> float:

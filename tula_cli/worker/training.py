@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from tula_cli.models.cost import checkpoint_interval
+from tula_cli.models.cost import checkpoint_interval, interruption_rate
 from tula_cli.models.noise import centre
 from tula_cli.records import Prediction, TrainResult, TrainTask
 from tula_cli.rundir import RunDir, write_atomic
@@ -260,9 +260,10 @@ def _seconds_left(work: Run, step_time: float) -> float:
 
 
 def _save_when_due(work: Run) -> None:
-    every = work.task.spec.train.checkpoint_every
+    task = work.task
+    every = task.spec.train.checkpoint_every
     if every == "auto":
-        every = checkpoint_interval(work.save_time)
+        every = checkpoint_interval(work.save_time, rate=interruption_rate(task.spec.pricing, task.nodes))
     if time.monotonic() - work.last_save >= every:
         _save(work, is_best=False)
 

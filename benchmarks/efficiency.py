@@ -1,0 +1,244 @@
+"""How well the gradient noise of one epoch tells the iterations that other batches need to the same metric.
+
+    python benchmarks/efficiency.py statistical_efficiency.csv [--json]
+
+The table has the columns app, global_batch, epoch, iteration, metric, grad_sqr and grad_var; a row is the end of an epoch,
+grad_sqr is |G|^2 and grad_var the variance of a gradient of the app's smallest batch, so that their ratio times that batch
+is the noise scale. Of each app a method sees the smallest batch's run; the growing and the constant noise see no more of
+its gradients than those of the first epoch. It predicts the iterations of each other batch to the metric that lies 50, 80
+and 95 % of the way from the smallest batch's first epoch to its best one. Metrics that fall are turned round. The error
+is |predicted / measured - 1|; batches that never reach a metric are counted and left out.
+
+The exponent of the growth is fitted on the other apps each time: the least median over apps of the mean |log error|.
+"""
+
+import argparse
+import json
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from tula_cli.models.efficiency import GROWTH, SLOWEST_GROWTH, over_training, steps_ratio
+
+LEVELS = (0.5, 0.8, 0.95)
+GROWTHS = [step / 20 for step in range(41)]
+SLACK = 0.1
+"""By how much a case may lie outside the range: the metrics scatter, and some batches do better than perfect scaling."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """One batch on its way to one metric, and the smallest batch's run on the same way."""
+
+    app: str
+    batch: int
+    level: float
+    reference: int  # the smallest batch
+    epochs: float  # that it took
+    first_noise: float  # samples, at the end of its first epoch
+    run_noise: float  # samples, constant, worth the noise of all its epochs up to the metric
+    ratio: float  # measured iterations, as a multiple of the smallest batch's
+
+
+Method = Callable[[Case, float], float]
+"""Iterations as a multiple of the smallest batch's, given the exponent of the growth."""
+
+
+def _by_noise(case: Case, noise: float) -> float:
+    return steps_ratio(case.batch, reference=case.reference, noise=noise)
+
+
+def growing(case: Case, growth: float) -> float:
+    noise = over_training(case.first_noise, reference=case.reference, epochs=case.epochs, growth=growth)
+    return _by_noise(case, noise)
+
+
+METHODS: Mapping[str, Method] = {
+    "first epoch, noise grows": growing,
+    "first epoch, constant noise": lambda case, _: _by_noise(case, case.first_noise),
+    "noise of the whole run": lambda case, _: _by_noise(case, case.run_noise),
+    "perfect scaling (fixed epochs)": lambda case, _: case.reference / case.batch,
+    "square root of the batch": lambda case, _: math.sqrt(case.reference / case.batch),
+    "no gain": lambda *_: 1.0,
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("table", type=Path)
+    parser.add_argument("--json", action="store_true", help="one JSON object")
+    arguments = parser.parse_args()
+    cases, missed = read(arguments.table)
+    found = report(cases, missed)
+    print(json.dumps(found, indent=1, allow_nan=False) if arguments.json else in_words(found))
+
+
+def read(path: Path) -> tuple[list[Case], int]:
+    """Return the cases, and how many batches did not reach a metric."""
+    table = pd.read_csv(path)
+    found = [case for app, rows in table.groupby("app") for case in _cases(str(app), rows)]
+    cases = [case for case in found if case is not None]
+    return cases, len(found) - len(cases)
+
+
+def _cases(app: str, rows: pd.DataFrame) -> Iterable[Case | None]:
+    runs = {int(str(batch)): run.sort_values("epoch") for batch, run in rows.groupby("global_batch")}
+    reference = min(runs)
+    first = runs[reference]
+    sign = 1.0 if first.metric.iloc[-1] > first.metric.iloc[0] else -1.0
+    start, best = sign * first.metric.iloc[0], (sign * first.metric).max()
+    noise = reference * first.grad_var.to_numpy() / np.maximum(first.grad_sqr.to_numpy(), 1e-300)
+    for level in LEVELS:
+        wanted = start + level * (best - start)
+        iterations = reached(first, sign=sign, wanted=wanted)
+        assert iterations is not None, "the smallest batch reaches its own best"
+        epochs = iterations / first.iteration.iloc[0]
+        for batch, run in runs.items():
+            if batch == reference:
+                continue
+            measured = reached(run, sign=sign, wanted=wanted)
+            yield (
+                None
+                if measured is None
+                else Case(
+                    app=app,
+                    batch=batch,
+                    level=level,
+                    reference=reference,
+                    epochs=epochs,
+                    first_noise=float(noise[0]),
+                    run_noise=constant(noise[: math.ceil(epochs)], reference),
+                    ratio=measured / iterations,
+                )
+            )
+
+
+def constant(noise: Sequence[float], reference: int) -> float:
+    """Return the constant noise scale at which the same steps are lost as at these, one an epoch.
+
+    An epoch of the smallest batch takes another one 1 / s + (1 - 1 / s) u of its steps, with s the ratio of the batches
+    and u = 1 / (1 + noise / smallest): the mean of u is what counts.
+    """
+    lost = float(np.mean([1 / (1 + value / reference) for value in noise]))
+    return reference * (1 / lost - 1) if lost > 0 else math.inf
+
+
+def reached(run: pd.DataFrame, *, sign: float, wanted: float) -> float | None:
+    """Return the iterations to a metric, straight between the epochs around it; None where it is not reached."""
+    metric, iteration = sign * run.metric.to_numpy(), run.iteration.to_numpy()
+    above = np.flatnonzero(metric >= wanted)
+    if not len(above):
+        return None
+    at = int(above[0])
+    if at == 0:
+        return float(iteration[0])
+    before = float(metric[:at].max())
+    share = (wanted - before) / (metric[at] - before)
+    return float(iteration[at - 1] + share * (iteration[at] - iteration[at - 1]))
+
+
+def fit_growth(cases: Sequence[Case]) -> float:
+    """Return the exponent with the least median over apps of the mean |log error|: one odd app does not move it far."""
+
+    def loss(growth: float) -> float:
+        logs = {app: [] for app in {case.app for case in cases}}  # type: dict[str, list[float]]
+        for case in cases:
+            logs[case.app].append(abs(math.log(growing(case, growth) / case.ratio)))
+        return float(np.median([np.mean(values) for values in logs.values()]))
+
+    return min(GROWTHS, key=loss)
+
+
+def report(cases: Sequence[Case], missed: int) -> dict[str, Any]:
+    """Return errors in per cent by method and app, and over all cases."""
+    apps = sorted({case.app for case in cases})
+    growths = {app: fit_growth([case for case in cases if case.app != app]) for app in apps}
+    errors = {
+        name: {app: [_error(method, case, growths[app]) for case in cases if case.app == app] for app in apps}
+        for name, method in METHODS.items()
+    }
+    return {
+        "cases": {app: sum(case.app == app for case in cases) for app in apps},
+        "not_reached": missed,
+        "growth": {**growths, "all": fit_growth(cases), "product": GROWTH},
+        "errors": {name: {**_by_app(by_app), "all": _summary(_joined(by_app))} for name, by_app in errors.items()},
+        "mean_of_medians": {name: _mean_of_medians(by_app) for name, by_app in errors.items()},
+        "range_covers": {
+            str(slack): 100 * float(np.mean([_inside(case, slack) for case in cases])) for slack in (0.0, SLACK)
+        },
+        "noise_samples": {
+            app: [_rounded(next(c.first_noise for c in cases if c.app == app)), *_run_noise(cases, app)] for app in apps
+        },
+    }
+
+
+def _inside(case: Case, slack: float) -> bool:
+    low, high = case.reference / case.batch, growing(case, SLOWEST_GROWTH)
+    return low / (1 + slack) <= case.ratio <= high * (1 + slack)
+
+
+def _run_noise(cases: Sequence[Case], app: str) -> list[float | None]:
+    by_level = {case.level: case.run_noise for case in cases if case.app == app}
+    return [_rounded(by_level[level]) if level in by_level else None for level in LEVELS]
+
+
+def _rounded(value: float) -> float | None:
+    return float(f"{value:.3g}") if math.isfinite(value) else None
+
+
+def _error(method: Method, case: Case, growth: float) -> float:
+    return abs(method(case, growth) / case.ratio - 1)
+
+
+def _joined(by_app: Mapping[str, Sequence[float]]) -> list[float]:
+    return [error for errors in by_app.values() for error in errors]
+
+
+def _by_app(by_app: Mapping[str, Sequence[float]]) -> dict[str, dict[str, float]]:
+    return {app: _summary(errors) for app, errors in by_app.items()}
+
+
+def _mean_of_medians(by_app: Mapping[str, Sequence[float]]) -> float:
+    return 100 * float(np.mean([np.median(errors) for errors in by_app.values()]))
+
+
+def _summary(errors: Sequence[float]) -> dict[str, float]:
+    return {"median": 100 * float(np.median(errors)), "p90": 100 * float(np.quantile(errors, 0.9))}
+
+
+def in_words(found: Mapping[str, Any]) -> str:
+    """Return the report as tables."""
+    apps = [*found["cases"], "all"]
+    head = f"{'error of the iterations, median / p90 (%)':42s}" + "".join(f"{app:>16s}" for app in apps)
+    lines = [head, *(_line(name, [errors[app] for app in apps]) for name, errors in found["errors"].items())]
+    growths = ", ".join(f"{app} {found['growth'][app]:.2f}" for app in found["cases"])
+    noise = "; ".join(
+        f"{app} {' / '.join(str(value) for value in seen)}" for app, seen in found["noise_samples"].items()
+    )
+    means = ", ".join(f"{name} {value:.1f}" for name, value in found["mean_of_medians"].items())
+    return "\n".join(
+        [
+            *lines,
+            f"mean over apps of the median (%): {means}",
+            f"cases: {', '.join(f'{app} {count}' for app, count in found['cases'].items())};"
+            f" {found['not_reached']} more never reach the metric",
+            f"growth of the noise, epochs^x, fitted without the app: {growths};"
+            f" with all {found['growth']['all']:.2f}; the product's {found['growth']['product']:.2f}",
+            f"the range (growth {SLOWEST_GROWTH} to perfect scaling) covers {found['range_covers']['0.0']:.0f} % of the cases,"
+            f" {found['range_covers'][str(SLACK)]:.0f} % to within {SLACK:.0%}",
+            f"noise scale, samples: first epoch / run up to {', '.join(f'{level:.0%}' for level in LEVELS)}: {noise}",
+        ]
+    )
+
+
+def _line(name: str, errors: Sequence[Mapping[str, float]]) -> str:
+    return f"{name:42s}" + "".join(f"{error['median']:8.1f} / {error['p90']:5.0f}" for error in errors)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,352 @@
+"""How well memory is predicted: the estimate without a GPU, the model after two small probes, and the truth.
+
+    python benchmarks/memory.py [--models resnet50,vgg11] [--precisions fp32,bf16] [--image 224] [--memory SIZE] [--json]
+
+For each model and precision: `tula estimate`'s figures; two probes at small batches through the product's own worker; the
+same worker at larger batches, for the true peaks; and bisection, each trial in a fresh process, for the largest batch
+that trains and evaluates. With a GPU the limit is its memory (or --memory, if less); without one it is a limit on the
+process (RLIMIT_DATA), by default the estimate at --cap-batch, so that models of all sizes end near there. The out of
+memory that is counted as suffered is one at the batch that tula would choose after the probes.
+
+The probes' step times without synchronisation also judge the step-time model's local part c(b): fitted to the two
+smallest, or to these and the largest, it predicts the others.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from tula_cli.errors import BadMeasurements
+from tula_cli.launch import inspect
+from tula_cli.models import memory, steptime
+from tula_cli.models.memory import MemoryModel
+from tula_cli.records import Inspection, Measured, ProbeTask
+from tula_cli.rundir import RunDir, probe_id
+from tula_cli.spec import JobSpec, parse_size
+
+MODELS = ("resnet50", "vgg11", "alexnet", "mobilenet_v3_large")
+RESOLUTION = 0.02
+"""Bisection ends where the largest batch is known to this share."""
+SETTINGS = {
+    "RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0",
+    # On the CPU what is freed goes back to the system at once, or holes in the heap would count as the model's.
+    "MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """One model at one precision. Bytes and samples; errors are shares of the measured peak."""
+
+    model: str
+    precision: str
+    capacity: int
+    estimate_seconds: float  # wall time of the whole inspection, imports included
+    batches: tuple[int, ...]  # measured
+    probes: tuple[int, ...]  # those of them that the corrected model saw
+    peaks: tuple[int, ...]
+    estimated: tuple[int, ...]
+    corrected: tuple[int, ...]
+    libraries: tuple[int, int]  # estimated, measured
+    largest: int  # by bisection
+    largest_estimated: int | None
+    largest_corrected: int | None
+    suffered: bool  # the batch chosen after the probes, with its margin, did not fit
+    compute_times: tuple[float, ...]  # seconds of a step without synchronisation, of each batch
+    compute_errors: dict[str, float | None]  # median over the batches not probed, by number of probes
+
+    @property
+    def unseen(self) -> list[int]:
+        return [index for index, batch in enumerate(self.batches) if batch not in self.probes]
+
+    def error(self, predicted: Sequence[int]) -> float | None:
+        """Return the median error over the batches that no probe measured."""
+        off = [abs(predicted[index] / self.peaks[index] - 1) for index in self.unseen]
+        return statistics.median(off) if off else None
+
+
+def judge(model: str, precision: str, options: argparse.Namespace, *, device: str) -> Outcome:
+    """Estimate, probe, measure and bisect one model."""
+    began = time.perf_counter()
+    job = spec(model, precision, options, device=device)
+    inspection = inspect(job)
+    estimate_seconds = time.perf_counter() - began
+    if not inspection.footprints:
+        raise SystemExit(f"{model}: {inspection.estimate_error}")
+    estimate = memory.fit(inspection.footprints)
+    capacity = limit(estimate, inspection, options)
+    job = job.model_copy(update={"cluster": job.cluster.model_copy(update={"memory_per_gpu": capacity})})
+    small = [options.probe, 2 * options.probe]
+    probes = measure(job, small)
+    if len(probes) < 2:
+        raise SystemExit(f"{model} {precision}: batch {small[len(probes)]} does not fit {capacity / 2**20:.0f} MiB")
+    corrected = memory.fit([*probes, *inspection.footprints])
+    largest_corrected = corrected.largest_local_batch(capacity, margin=0.0)
+    larger = measure(job, ladder(small[-1], largest_corrected or 8 * small[-1]))
+    chosen = corrected.largest_local_batch(capacity, margin=job.search.memory_margin) or small[0]
+    found = [*probes, *larger]
+    return Outcome(
+        model=model,
+        precision=precision,
+        capacity=capacity,
+        estimate_seconds=estimate_seconds,
+        batches=tuple(probe.local_batch for probe in found),
+        probes=tuple(small),
+        peaks=tuple(probe.memory.peak for probe in found),
+        estimated=tuple(estimate.peak(probe.local_batch) for probe in found),
+        corrected=tuple(corrected.peak(probe.local_batch) for probe in found),
+        libraries=(round(estimate.libraries), found[0].memory.libraries),
+        largest=bisect(job, options, start=largest_corrected or small[-1]),
+        largest_estimated=estimate.largest_local_batch(capacity, margin=0.0),
+        largest_corrected=largest_corrected,
+        suffered=not fits(job, chosen, options),
+        compute_times=tuple(probe.compute_time for probe in found),
+        compute_errors={"2": compute_error(found, [0, 1]), "3": compute_error(found, [0, 1, len(found) - 1])},
+    )
+
+
+def spec(model: str, precision: str, options: argparse.Namespace, *, device: str) -> JobSpec:
+    """Return the job: random images, SGD with momentum, one rank."""
+    shape = [3, options.image, options.image]
+    return JobSpec.model_validate(
+        {
+            "name": "memory",
+            "model": {"name": model},
+            "dataset": {"name": "FakeData", "args": {"size": 16384, "image_size": shape, "num_classes": 100}},
+            "transforms": {"train": ["ToTensor"], "eval": ["ToTensor"]},
+            "optimizer": {"lr": 1e-4, "momentum": 0.9, "weight_decay": 5e-4},
+            "train": {"epochs": 1, "method": options.method, "precision": precision, "workers": options.workers},
+            "search": {"nodes": [1], "min_batch": 1, "steps": options.steps, "warmup_steps": 3},
+            "cluster": {"kind": "local", "device": device},
+        }
+    )
+
+
+def limit(estimate: MemoryModel, inspection: Inspection, options: argparse.Namespace) -> int:
+    """Return the memory of the device: the GPU's, or on the CPU what the cap batch is estimated to take."""
+    stated = int(parse_size(options.memory)) if options.memory else None  # type: ignore[call-overload]
+    if inspection.device == "cuda":
+        assert inspection.capacity is not None
+        return min(inspection.capacity, stated or inspection.capacity)
+    return stated or estimate.peak(options.cap_batch)
+
+
+def ladder(above: int, largest: int) -> list[int]:
+    """Return the doubled batches up to the largest, and one close to it."""
+    sizes = []
+    while (above := 2 * above) < 0.9 * largest:
+        sizes.append(above)
+    return [*sizes, int(0.9 * largest)] if int(0.9 * largest) > max(sizes, default=above // 2) else sizes
+
+
+def measure(job: JobSpec, batches: Sequence[int]) -> list[Measured]:
+    """Run the product's worker on ascending batches, in one process as a probe job does; return those that fit."""
+    with tempfile.TemporaryDirectory() as folder:
+        run = RunDir.create(Path(folder), job)
+        task = ProbeTask(
+            id="probe", job="probe", spec=job, workdir=folder, nodes=1, local_batches=tuple(batches)
+        )  # fmt: skip
+        run.write_task(task)
+        command = [sys.executable, "-m", "tula_cli.worker", str(run.path), task.id, "1"]
+        done = subprocess.run(command, env={**os.environ, **SETTINGS}, capture_output=True, text=True, check=False)
+        found = [run.result(probe_id(1, batch)) for batch in batches]
+    results = [result for result in found if isinstance(result, Measured)]
+    if not results and not out_of_memory(done.stderr, job):
+        raise SystemExit(f"the worker failed:\n{done.stderr[-2000:]}")
+    return results
+
+
+def out_of_memory(text: str, job: JobSpec) -> bool:
+    from tula_cli.outcome import classify
+
+    device = job.cluster.device
+    return classify(text, exit_code=1, device=device) in ("device_oom", "host_oom")
+
+
+def bisect(job: JobSpec, options: argparse.Namespace, *, start: int) -> int:
+    """Return the largest batch that fits; every trial is a fresh process."""
+    low, high, step = 0, 0, 0.05
+    batch = start
+    while not (low and high):
+        if fits(job, batch, options):
+            low, batch = batch, max(batch + 1, round(batch * (1 + step)))
+        elif batch == 1:
+            return 0
+        else:
+            high, batch = batch, max(1, round(batch * (1 - step)))
+        step *= 1.6
+    while high - low > max(1, RESOLUTION * low):
+        middle = (low + high) // 2
+        if fits(job, middle, options):
+            low = middle
+        else:
+            high = middle
+    return low
+
+
+def fits(job: JobSpec, batch: int, options: argparse.Namespace) -> bool:
+    """Train and evaluate some steps at a batch in a fresh process."""
+    command = [sys.executable, __file__, "--trial", str(batch)]
+    environment = {**os.environ, **SETTINGS}
+    done = subprocess.run(
+        command, input=job.model_dump_json(), env=environment, capture_output=True, text=True, check=False
+    )
+    if done.returncode and not out_of_memory(done.stderr, job):
+        raise SystemExit(f"a trial failed:\n{done.stderr[-2000:]}")
+    say(f"  batch {batch}: {'out of memory' if done.returncode else 'fits'}", options)
+    return done.returncode == 0
+
+
+def trial(job: JobSpec, batch: int) -> None:
+    """Take three steps, one with a refresh of the factors, and evaluate one batch, within the job's limit."""
+    import torch
+
+    from tula_cli.worker import loop, ranks
+    from tula_cli.worker.data import build_datasets
+    from tula_cli.worker.probe import NEVER, endless
+
+    with tempfile.TemporaryDirectory() as folder, ranks.joined(job.cluster, handover=Path(folder) / "handover") as me:
+        datasets = build_datasets(job)
+        capacity = job.cluster.memory_per_gpu
+        if me.device.type == "cpu" and capacity is not None:
+            ranks.limit_memory(capacity)
+        elif capacity is not None:
+            total = torch.cuda.get_device_properties(me.device).total_memory
+            torch.cuda.set_per_process_memory_fraction(min(1.0, capacity / total), me.device)
+        task = ProbeTask(id="t", job="t", spec=job, workdir=".", nodes=1, local_batches=(batch,))
+        trainer = loop.build(task, me, datasets, batch=batch, workers=0, refresh=False)
+        stream = endless(trainer)
+        for number in range(3):
+            if trainer.ags:
+                trainer.ags.start_epoch(1 if number == 1 else NEVER)
+            next(stream)
+        loop.Evaluator(trainer).run(max_batches=1)
+        trainer.clock.wait()
+        del trainer, stream
+
+
+def compute_error(found: Sequence[Measured], seen: Sequence[int]) -> float | None:
+    """Return the median error of the local step time at the batches that the fit has not seen."""
+    unseen = [probe for index, probe in enumerate(found) if index not in seen]
+    if not unseen or len(set(seen)) < len(seen):
+        return None
+    probes = [
+        steptime.Observation(1, 1, found[i].local_batch, found[i].step_times, 0.0, found[i].compute_time) for i in seen
+    ]
+    try:
+        fitted = steptime.fit(probes, collective="ring")
+        off = [abs(fitted.predict(1, 1, p.local_batch).seconds / _median(p) - 1) for p in unseen]
+    except BadMeasurements:
+        return None
+    return statistics.median(off)
+
+
+def _median(probe: Measured) -> float:
+    return statistics.median(probe.step_times)
+
+
+def lines(outcome: Outcome) -> Iterator[str]:
+    """Yield one model's figures in words."""
+    mib = 2**20
+    yield f"{outcome.model} {outcome.precision}, {outcome.capacity / mib:.0f} MiB, estimated in {outcome.estimate_seconds:.1f} s"
+    for row in zip(outcome.batches, outcome.peaks, outcome.estimated, outcome.corrected, strict=True):
+        batch, peak, *predicted = row
+        off = ", ".join(
+            f"{name} {100 * (value / peak - 1):+.1f} %"
+            for name, value in zip(("estimate", "corrected"), predicted, strict=True)
+        )
+        yield f"  batch {batch:5d}: {peak / mib:8.0f} MiB, {off}{' (probe)' if batch in outcome.probes else ''}"
+    yield f"  libraries: estimated {outcome.libraries[0] / mib:.0f}, measured {outcome.libraries[1] / mib:.0f} MiB"
+    yield (
+        f"  largest batch {outcome.largest}; estimated {outcome.largest_estimated}, after two probes"
+        f" {outcome.largest_corrected}; out of memory on the way: {'yes' if outcome.suffered else 'no'}"
+    )
+    for count, error in outcome.compute_errors.items():
+        yield f"  step time from {count} batches: " + (
+            "not judged" if error is None else f"{100 * error:.1f} % median error"
+        )
+
+
+def summary(outcomes: Sequence[Outcome]) -> dict[str, Any]:
+    """Return the figures over all models: medians of the errors, shares of the true largest batch."""
+
+    def median(values: Sequence[float | None]) -> float | None:
+        known = [value for value in values if value is not None]
+        return statistics.median(known) if known else None
+
+    def off(predicted: int | None, true: int) -> float | None:
+        return abs(predicted / true - 1) if predicted is not None and true else None
+
+    return {
+        "error_estimate": median([outcome.error(outcome.estimated) for outcome in outcomes]),
+        "error_corrected": median([outcome.error(outcome.corrected) for outcome in outcomes]),
+        "largest_off_estimate": median([off(outcome.largest_estimated, outcome.largest) for outcome in outcomes]),
+        "largest_off_corrected": median([off(outcome.largest_corrected, outcome.largest) for outcome in outcomes]),
+        "out_of_memory": sum(outcome.suffered for outcome in outcomes),
+        "compute_error_2": median([outcome.compute_errors["2"] for outcome in outcomes]),
+        "compute_error_3": median([outcome.compute_errors["3"] for outcome in outcomes]),
+    }
+
+
+def say(text: str, options: argparse.Namespace) -> None:
+    print(text, file=sys.stderr if options.json else sys.stdout, flush=True)
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", default=",".join(MODELS))
+    parser.add_argument("--precisions", default="fp32,bf16")
+    parser.add_argument("--image", type=int, help="side of the images; 224 on a GPU, 64 on the CPU")
+    parser.add_argument("--probe", type=int, help="the smaller of the two probed batches; 16 on a GPU, 4 on the CPU")
+    parser.add_argument("--cap-batch", type=int, default=48, help="on the CPU: the batch whose estimate is the limit")
+    parser.add_argument("--memory", help="the limit, for example 16GiB")
+    parser.add_argument("--method", default="lbt", choices=["ags", "lbt"])
+    parser.add_argument("--steps", type=int, default=10, help="timed steps a probe")
+    parser.add_argument("--workers", type=int, default=0, help="data-loader processes")
+    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--trial", type=int, help=argparse.SUPPRESS)
+    return parser.parse_args()
+
+
+def main() -> None:
+    options = arguments()
+    if options.trial:
+        trial(JobSpec.model_validate_json(sys.stdin.read()), options.trial)
+        return
+    device = device_here()
+    options.image = options.image or (224 if device == "cuda" else 64)
+    options.probe = options.probe or (16 if device == "cuda" else 4)
+    limited = "its memory" if device == "cuda" else "a limit on the process (RLIMIT_DATA)"
+    say(f"device: {device}, bounded by {limited}; images of {options.image} x {options.image}", options)
+    outcomes = []
+    for model in options.models.split(","):
+        for precision in options.precisions.split(","):
+            outcomes.append(judge(model, precision, options, device=device))
+            for line in lines(outcomes[-1]):
+                say(line, options)
+    found = summary(outcomes)
+    if options.json:
+        print(json.dumps({"device": device, "summary": found, "models": [asdict(outcome) for outcome in outcomes]}))
+        return
+    for name, value in found.items():
+        print(f"{name}: {'-' if value is None else f'{value:.4f}' if isinstance(value, float) else value}")
+
+
+def device_here() -> str:
+    """Return cuda where torch sees a GPU; asked in another process, for this one starts many and needs no torch."""
+    command = [sys.executable, "-c", "import torch; print(torch.cuda.is_available())"]
+    found = subprocess.run(command, capture_output=True, text=True, check=True)
+    return "cuda" if "True" in found.stdout else "cpu"
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,333 @@
+"""Replay measured step times: what a search would have seen, and how well the rest is predicted from it.
+
+    python benchmarks/replay.py TABLE.csv... [--json] [--leave-out] [--sizes 2,4,8,16]
+    python benchmarks/replay.py TABLE.csv... --timing | --knee | --html FILE
+
+Every strategy measures its probes only, every model is fitted to them, all else is predicted. Errors are shares of the
+measured step time: the median and the 90th percentile over the unseen configurations of a set (at the sizes offered), then
+the mean over sets; and the median at sizes never offered. Regret is how much longer (or dearer) the chosen configuration
+really is than the best; under a cap, only global batches up to the cap may be chosen, for every cap with a choice. Cost
+of probing is in node-seconds relative to one job for every candidate; the probes of one size share a job. Inside one
+node, sizes and costs count GPUs.
+"""
+
+import argparse
+import itertools
+import json
+import math
+import time
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from replay_baselines import MODELS
+from replay_data import KINDS, MeasuredSet, Where, load, read
+from replay_score import STRATEGIES, Score, predictor, score, true_knee, truth
+
+__all__ = ["load", "score"]
+
+
+@dataclass(frozen=True)
+class Summary:
+    """Means over sets, as shares; regrets also the worst. nan where no set tells."""
+
+    sets: int
+    median: float
+    p90: float
+    elsewhere: float  # median error at sizes never offered
+    fastest: float
+    fastest_worst: float
+    capped_fastest: float
+    capped_fastest_worst: float
+    cheapest: float
+    cheapest_worst: float
+    capped_cheapest: float
+    capped_cheapest_worst: float
+    knee: float
+    knee_within_one: float
+    knee_lost: float  # time, against the true knee
+    covered: float
+    cost: float
+    refused: int
+    fit_milliseconds: float  # median
+
+    @classmethod
+    def of(cls, scores: Sequence[Score]) -> "Summary":
+        knees = [score.knee for score in scores if score.knee is not None]
+        fast, cheap = [s.fastest for s in scores], [s.cheapest for s in scores]
+        return cls(
+            sets=len(scores),
+            median=_mean(score.median for score in scores),
+            p90=_mean(score.p90 for score in scores),
+            elsewhere=_mean(float(np.median(score.elsewhere)) for score in scores if score.elsewhere),
+            fastest=_mean(regret.free for regret in fast),
+            fastest_worst=max(regret.free for regret in fast),
+            capped_fastest=_mean(_mean(regret.capped) for regret in fast),
+            capped_fastest_worst=max(value for regret in fast for value in regret.capped),
+            cheapest=_mean(regret.free for regret in cheap),
+            cheapest_worst=max(regret.free for regret in cheap),
+            capped_cheapest=_mean(_mean(regret.capped) for regret in cheap),
+            capped_cheapest_worst=max(value for regret in cheap for value in regret.capped),
+            knee=_mean(float(missed.steps == 0) for missed in knees),
+            knee_within_one=_mean(float(abs(missed.steps) <= 1) for missed in knees),
+            knee_lost=_mean(missed.lost for missed in knees),
+            covered=_mean(_mean(map(float, score.covered)) for score in scores),
+            cost=_mean(score.cost for score in scores),
+            refused=sum(score.refused for score in scores),
+            fit_milliseconds=float(np.median([score.fit_seconds for score in scores])) * 1e3,
+        )
+
+
+def _mean(values: Iterable[float]) -> float:
+    known = [value for value in values if not math.isnan(value)]
+    return float(np.mean(known)) if known else math.nan
+
+
+Group = tuple[str, list[MeasuredSet]]
+
+
+def groups(sets: Sequence[MeasuredSet], *, leave_out: bool) -> list[Group]:
+    """Return what is reported together: each cluster by kind, or each cluster and each app; and all."""
+    clusters = sorted({each.cluster for each in sets})
+    if leave_out:
+        found = [(f"cluster {name}", [s for s in sets if s.cluster == name]) for name in clusters]
+        found += [(f"app {name}", [s for s in sets if s.app == name]) for name in sorted({s.app for s in sets})]
+    else:
+        pairs = [(cluster, kind) for cluster in clusters for kind in KINDS]
+        found = [(f"{c}, {kind}", [s for s in sets if (s.cluster, s.kind) == (c, kind)]) for c, kind in pairs]
+    return [*((title, members) for title, members in found if members), ("all", list(sets))]
+
+
+Scores = dict[tuple[str, str], dict[str, Score]]
+"""(strategy, model) to the name of the set to its score."""
+
+
+def scores(sets: Sequence[MeasuredSet], strategies: Iterable[str], models: Iterable[str]) -> Scores:
+    return {
+        (strategy, model): {each.name: score(each, strategy, model) for each in sets}
+        for strategy, model in itertools.product(strategies, models)
+    }
+
+
+_HEAD = (
+    f"{'':24}  error  error  other  fastest       capped       cheapest      capped       knee        90 %  cost\n"
+    f"{'strategy, model':24} median    p90  sizes   mean worst   mean worst   mean worst   mean worst  exact +-1  cover probe"
+)
+
+
+def table(group: Group, found: Scores) -> str:
+    title, members = group
+    lines = [f"{title} ({len(members)} sets)", _HEAD]
+    for (strategy, model), by_set in found.items():
+        lines.append(_line(f"{strategy}, {model}", Summary.of([by_set[each.name] for each in members])))
+    return "\n".join([*lines, constant_answer(members), ""])
+
+
+def constant_answer(members: Sequence[MeasuredSet]) -> str:
+    """Say how often the best answer without any probe is the true knee: always the k-th batch, from either end."""
+    places = [place for each in members if (place := _knee_place(each)) is not None]
+    if not places:
+        return ""
+    best = max((_hits(side, k), -k, name) for name, side in _sides(places).items() for k in range(max(side) + 1))
+    (exact, within), k, name = best
+    return (
+        f"best constant answer to the knee: step {-k} from the {name}, exact {exact:.0%}, within one step {within:.0%}"
+    )
+
+
+def _knee_place(measured: MeasuredSet) -> tuple[int, int] | None:
+    """Return how many batches are smaller, and larger, than the true knee; None where too few batches."""
+    knee = true_knee(measured)
+    if knee is None:
+        return None
+    batches = sorted({row.batch for row in truth(measured)})
+    return batches.index(knee), len(batches) - 1 - batches.index(knee)
+
+
+def _sides(places: Sequence[tuple[int, int]]) -> dict[str, list[int]]:
+    return {"smallest": [place[0] for place in places], "largest": [place[1] for place in places]}
+
+
+def _hits(places: Sequence[int], k: int) -> tuple[float, float]:
+    return _mean(float(place == k) for place in places), _mean(float(abs(place - k) <= 1) for place in places)
+
+
+def _line(name: str, s: Summary) -> str:
+    regrets = [
+        (s.fastest, s.fastest_worst),
+        (s.capped_fastest, s.capped_fastest_worst),
+        (s.cheapest, s.cheapest_worst),
+        (s.capped_cheapest, s.capped_cheapest_worst),
+    ]
+    return (
+        f"{name:24} {_percent(s.median)}  {_percent(s.p90)}  {_percent(s.elsewhere)}"
+        + "".join(f"  {_percent(mean)} {_percent(worst, 0)}" for mean, worst in regrets)
+        + f"  {_percent(s.knee, 0)} {_percent(s.knee_within_one, 0)}  {_percent(s.covered, 0)} {s.cost:5.2f}"
+        + (f"  {s.refused} refused" if s.refused else "")
+    )
+
+
+def _percent(share: float, digits: int = 1) -> str:
+    return "    -" if math.isnan(share) else f"{share:5.{digits}%}"
+
+
+# Apart: rows that no search could have asked for
+
+
+@dataclass(frozen=True)
+class Apart:
+    rows: int
+    median: float
+    p90: float
+
+    @classmethod
+    def of(cls, errors: Iterable[float]) -> "Apart":
+        known = [error for error in errors if not math.isnan(error)]
+        return cls(len(known), float(np.median(known)), float(np.percentile(known, 90)))
+
+
+def mixed(paths: Sequence[Path], sets: Sequence[MeasuredSet], strategy: str, model: str) -> dict[str, Apart]:
+    """Return, by cluster, how well rows with unequal numbers of GPUs on their nodes are predicted.
+
+    Each is taken for one with its nodes and the nearest equal number of GPUs for which there is a set.
+    """
+    errors: dict[str, list[float]] = defaultdict(list)
+    for each, rows in _nearest_sets(paths, sets):
+        estimates = predictor(each, strategy, model)([place for place, _ in rows])
+        pairs = zip(estimates, rows, strict=True)
+        errors[each.cluster] += [abs(estimate.seconds / seconds - 1) for estimate, (_, seconds) in pairs]
+    return {cluster: Apart.of(found) for cluster, found in errors.items()}
+
+
+def _nearest_sets(
+    paths: Sequence[Path], sets: Sequence[MeasuredSet]
+) -> list[tuple[MeasuredSet, list[tuple[Where, float]]]]:
+    """Return, for each set, where unequal rows would be on it and their step times."""
+    rows = read(*paths)
+    rows = rows[(rows.flag == "ok") & rows.gpus_per_node.isna() & (rows.nodes > 1)]
+    found: dict[str, list[tuple[Where, float]]] = defaultdict(list)
+    for row in rows.to_dict("records"):
+        alike = [s for s in sets if (s.cluster, s.app) == (row["cluster"], row["app"]) and s.gpus_per_node is not None]
+        if alike:
+            mean = row["replicas"] / row["nodes"]
+            nearest = min(alike, key=lambda s: abs((s.gpus_per_node or 0) - mean))
+            place = Where(int(row["nodes"]), nearest.gpus_per_node or 1, int(row["local_batch"]))
+            found[nearest.name].append((place, float(row["step_time_s"])))
+    return [(each, found[each.name]) for each in sets if each.name in found]
+
+
+# Time
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Processor time, which other work on the machine does not stretch."""
+
+    fit_median: float  # seconds
+    fit_worst: float  # seconds
+    predictions: int
+    predicting: float  # seconds
+
+    def __str__(self) -> str:
+        fits = f"a fit {self.fit_median * 1e3:.2f} ms (median; worst {self.fit_worst * 1e3:.1f} ms)"
+        return f"{fits}, {self.predictions} predictions {self.predicting:.2f} s of processor time"
+
+
+def timing(sets: Sequence[MeasuredSet], strategy: str, model: str, count: int = 100_000) -> Timing:
+    """Return how long a fit takes, and predicting many candidates from one."""
+    fits = [score(each, strategy, model).fit_seconds for each in sets]
+    largest = max((each for each in sets if each.kind != "one node"), key=lambda each: len(each.truth), default=sets[0])
+    predict = predictor(largest, strategy, model)
+    gpus = largest.gpus_per_node or 1
+    places = [Where(nodes, gpus, batch) for nodes in range(1, 101) for batch in range(1, count // 100 + 1)]
+    began = time.process_time()
+    predict(places)
+    return Timing(float(np.median(fits)), max(fits), len(places), time.process_time() - began)
+
+
+def main() -> None:
+    arguments = _arguments()
+    sets = load(*arguments.tables, sizes=arguments.sizes)
+    if arguments.timing:
+        for model in arguments.models:
+            print(f"{model:14} {timing(sets, 'sweep', model)}")
+        return
+    if arguments.knee or arguments.html:
+        _knees(sets, arguments)
+        return
+    flagged = load(*arguments.tables, sizes=arguments.sizes, flagged=True)
+    reported = groups(sets, leave_out=arguments.leave_out)
+    if flagged:
+        reported.append(("flagged, in no figure above", flagged))
+    found = scores([*sets, *flagged], arguments.strategies, arguments.models)
+    apart = {name: mixed(arguments.tables, sets, *name) for name in found}
+    print(json.dumps(_as_json(reported, found, apart), indent=1) if arguments.json else _text(reported, found, apart))
+
+
+def _knees(sets: Sequence[MeasuredSet], arguments: argparse.Namespace) -> None:
+    import replay_knee  # plotly is not needed for anything else
+
+    if arguments.knee:
+        print(replay_knee.table(sets, arguments.strategies))
+    if arguments.html:
+        replay_knee.page(sets, arguments.html)
+
+
+def _text(reported: Sequence[Group], found: Scores, apart: Mapping[tuple[str, str], Mapping[str, Apart]]) -> str:
+    lines = [table(group, found) for group in reported]
+    lines.append("nodes with unequal numbers of GPUs, predicted at the nearest equal number")
+    for (strategy, model), by_cluster in apart.items():
+        cells = [f"{c}: median {a.median:.1%}, p90 {a.p90:.1%} of {a.rows}" for c, a in by_cluster.items()]
+        lines.append(f"{f'{strategy}, {model}':24} {'; '.join(cells)}")
+    return "\n".join(lines)
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("tables", type=Path, nargs="+", metavar="TABLE.csv")
+    parser.add_argument("--json", action="store_true", help="print the same numbers as JSON")
+    parser.add_argument("--leave-out", action="store_true", help="report each cluster and each app apart")
+    parser.add_argument("--timing", action="store_true", help="print how long fits and predictions take, no errors")
+    parser.add_argument("--knee", action="store_true", help="compare rules for the knee, and nothing else")
+    parser.add_argument("--html", type=Path, metavar="FILE", help="write a page with every set's curve and its knees")
+    parser.add_argument("--sizes", type=_numbers, help="offer these sizes, such as 2,4,8,16")
+    parser.add_argument("--strategies", type=_names, default=list(STRATEGIES), help="only these")
+    parser.add_argument("--models", type=_names, default=list(MODELS), help="only these")
+    return parser.parse_args()
+
+
+def _numbers(text: str) -> list[int]:
+    return [int(part) for part in text.split(",")]
+
+
+def _names(text: str) -> list[str]:
+    return [part.strip() for part in text.split(",")]
+
+
+def _as_json(
+    reported: Sequence[Group], found: Scores, apart: Mapping[tuple[str, str], Mapping[str, Apart]]
+) -> dict[str, Any]:
+    """Return every figure of the text; where no set tells, null."""
+
+    def plain(record: Summary | Apart) -> dict[str, Any]:
+        return {key: None if isinstance(v, float) and math.isnan(v) else v for key, v in asdict(record).items()}
+
+    names = {key: ", ".join(key) for key in found}
+    return {
+        "groups": {
+            title: {
+                names[key]: plain(Summary.of([by_set[each.name] for each in members])) for key, by_set in found.items()
+            }
+            for title, members in reported
+        },
+        "unequal nodes": {
+            names[key]: {c: plain(a) for c, a in by_cluster.items()} for key, by_cluster in apart.items()
+        },
+    }
+
+
+if __name__ == "__main__":
+    main()

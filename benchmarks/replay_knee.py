@@ -1,0 +1,255 @@
+"""Which rule should say where the knee is: how well each repeats itself, what it costs, and how well it is predicted."""
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import plotly.graph_objects as go
+from numpy.typing import NDArray
+from replay_data import MeasuredSet
+from replay_score import FEWEST, STRATEGIES, knee, metered, predictions, predictor, truth
+
+from tula_cli.models import objective
+from tula_cli.models.steptime import Estimate
+from tula_cli.records import Prediction
+
+Floats = NDArray[np.float64]
+Rule = Callable[[Sequence[Prediction]], int]
+"""Takes the best configuration of every batch, ascending by batch, and returns the batch at the knee."""
+
+NOISE = 0.02  # standard deviation of a step time measured again, as a share
+DRAWS = 40  # of that noise, for each set
+
+
+def _over(choose: Callable[[Floats, Floats], int]) -> Rule:
+    """Make a rule of a function of log2 batch and time that returns a place."""
+
+    def rule(line: Sequence[Prediction]) -> int:
+        batches = [row.batch for row in line]
+        return batches[choose(np.log2(batches), np.array([row.hours for row in line]))]
+
+    return rule
+
+
+def _chord(scale: Callable[[Floats], Floats]) -> Rule:
+    """Return the place farthest below the chord: what Kneedle looks for before its threshold."""
+
+    def choose(x: Floats, time: Floats) -> int:
+        y = scale(time)
+        return int(np.argmax(y[0] + (y[-1] - y[0]) * (x - x[0]) / (x[-1] - x[0]) - y))
+
+    return _over(choose)
+
+
+def _kneed(line: Sequence[Prediction]) -> int:
+    """Kneedle over log2 batch and linear time; the smallest batch within 10 % of the best where it finds none."""
+    from kneed import KneeLocator
+
+    times = [row.hours for row in line]
+    x = [math.log2(row.batch) for row in line]
+    found = KneeLocator(x, times, S=1.0, curve="convex", direction="decreasing", online=False).knee
+    if found is None:
+        return next(row.batch for row in line if row.hours <= min(times) * (1 + objective.FALLBACK))
+    return min(line, key=lambda row: abs(math.log2(row.batch) - found)).batch
+
+
+def _last_saving(share: float) -> Rule:
+    """Return the place after the last doubling that saves at least a share of the time."""
+
+    def choose(_: Floats, time: Floats) -> int:
+        saves = np.flatnonzero(time[1:] <= time[:-1] * (1 - share))
+        return int(saves[-1]) + 1 if len(saves) else 0
+
+    return _over(choose)
+
+
+def _least(power: float) -> Rule:
+    """Return the place of the least time x batch^power."""
+    return _over(lambda x, time: int(np.argmin(np.log2(time) + power * x)))
+
+
+RULES: Mapping[str, Rule] = {
+    "product": lambda line: knee(line),
+    "Kneedle, linear time": _kneed,
+    "chord, linear time": _chord(lambda time: time),
+    "chord, log time": _chord(np.log2),
+    "last doubling saves 20%": _last_saving(0.2),
+    "last doubling saves 29%": _last_saving(0.29),
+    "least time x batch^0.3": _least(0.3),
+    "least time x batch^0.5": _least(0.5),
+    "least time x batch^0.7": _least(0.7),
+}
+
+
+@dataclass(frozen=True)
+class Judged:
+    """One rule over all sets. Shares; slowness is time at the knee over the least time."""
+
+    rule: str
+    repeats: float  # the same batch under noise
+    repeats_within_one: float
+    slowness: float
+    slowness_worst: float
+    at_the_largest: float  # of the sets
+    constant: float  # exact matches of the best constant answer
+    constant_within_one: float
+    predicted: Mapping[str, tuple[float, float, float]]  # by strategy: exact, within one step, time lost
+
+
+def lines(measured: MeasuredSet) -> list[Prediction]:
+    """Return the true curve; empty where it has too few batches."""
+    line = list(objective.envelope(truth(measured)))
+    return line if len(line) >= FEWEST else []
+
+
+def believed(measured: MeasuredSet, strategy: str) -> list[Prediction]:
+    """Return the curve that the product believes in after the probes of a strategy."""
+    meter = metered(measured, STRATEGIES[strategy])
+    places = list(measured.offer.candidates)
+    times = dict(zip(places, predictor(measured, strategy, "tula")(places), strict=True))
+    times |= {place: Estimate(seen.seconds) for place, seen in meter.seen.items()}
+    return list(objective.envelope(predictions(measured, times)))
+
+
+def judge(sets: Iterable[MeasuredSet], strategies: Iterable[str]) -> list[Judged]:
+    curves = {each: line for each in sets if (line := lines(each))}
+    noisy = {each: _noisy(each) for each in curves}
+    guesses = {strategy: {each: believed(each, strategy) for each in curves} for strategy in strategies}
+    return [_judge(name, rule, curves, noisy, guesses) for name, rule in RULES.items()]
+
+
+def _noisy(measured: MeasuredSet) -> list[list[Prediction]]:
+    """Return the true curve as it would come out when measured again, DRAWS times."""
+    random = np.random.default_rng(0)
+    found = []
+    for _ in range(DRAWS):
+        factors = np.exp(NOISE * random.standard_normal(len(measured.batches)))
+        again = [measured.truth[place].seconds * f for place, f in zip(sorted(measured.batches), factors, strict=True)]
+        times = {place: Estimate(float(s)) for place, s in zip(sorted(measured.batches), again, strict=True)}
+        found.append(list(objective.envelope(predictions(measured, times))))
+    return found
+
+
+Curves = Mapping[MeasuredSet, list[Prediction]]
+
+
+def _judge(
+    name: str,
+    rule: Rule,
+    curves: Curves,
+    noisy: Mapping[MeasuredSet, list[list[Prediction]]],
+    guesses: Mapping[str, Curves],
+) -> Judged:
+    knees = {each: rule(line) for each, line in curves.items()}
+    again = [[_steps(rule(line), knees[each]) for line in noisy[each]] for each in curves]
+    slow = [_hours(line, knees[each]) / min(row.hours for row in line) for each, line in curves.items()]
+    exact, within = _best_constant(curves, knees)
+    return Judged(
+        rule=name,
+        repeats=float(np.mean([np.mean([steps == 0 for steps in found]) for found in again])),
+        repeats_within_one=float(np.mean([np.mean([abs(steps) <= 1 for steps in found]) for found in again])),
+        slowness=float(np.mean(slow)),
+        slowness_worst=max(slow),
+        at_the_largest=float(np.mean([knees[each] == line[-1].batch for each, line in curves.items()])),
+        constant=exact,
+        constant_within_one=within,
+        predicted={strategy: _matches(rule, knees, curves, guess) for strategy, guess in guesses.items()},
+    )
+
+
+def _steps(batch: int, other: int) -> int:
+    return round(math.log2(batch / other))
+
+
+def _hours(line: Sequence[Prediction], batch: int) -> float:
+    return next(row.hours for row in line if row.batch == batch)
+
+
+def _best_constant(curves: Curves, knees: Mapping[MeasuredSet, int]) -> tuple[float, float]:
+    """Return how often the best answer that needs no probe is right: always the k-th batch from one of the ends."""
+    answers = []
+    for place in range(max(len(line) for line in curves.values())):
+        for end in (place, -1 - place):
+            off = [abs(_steps(_clipped(line, end), knees[each])) for each, line in curves.items()]
+            answers.append((float(np.mean([o == 0 for o in off])), float(np.mean([o <= 1 for o in off]))))
+    return max(answers)
+
+
+def _clipped(line: Sequence[Prediction], place: int) -> int:
+    return line[max(-len(line), min(place, len(line) - 1))].batch
+
+
+def _matches(
+    rule: Rule, knees: Mapping[MeasuredSet, int], curves: Curves, guesses: Curves
+) -> tuple[float, float, float]:
+    found = {each: rule(guesses[each]) for each in curves}
+    off = [abs(_steps(found[each], knees[each])) for each in curves]
+    lost = [max(0.0, _hours(line, found[each]) / _hours(line, knees[each]) - 1) for each, line in curves.items()]
+    return float(np.mean([o == 0 for o in off])), float(np.mean([o <= 1 for o in off])), float(np.mean(lost))
+
+
+def table(sets: Iterable[MeasuredSet], strategies: Sequence[str]) -> str:
+    """Return the rules side by side."""
+    head = f"{'':24} under 2% noise  time over least    at the  best constant"
+    names = f"{'rule of the knee':24} exact    +-1     mean     worst  largest   exact   +-1"
+    head += "".join(f"  {strategy:>18}" for strategy in strategies)
+    names += "   exact   +-1   lost" * len(strategies)
+    return "\n".join([head, names, *(_line(judged) for judged in judge(sets, strategies))])
+
+
+def _line(judged: Judged) -> str:
+    return (
+        f"{judged.rule:24} {judged.repeats:5.0%}  {judged.repeats_within_one:5.0%}"
+        f"  {judged.slowness:6.2f}x  {judged.slowness_worst:7.1f}x   {judged.at_the_largest:5.0%}"
+        f"   {judged.constant:5.0%} {judged.constant_within_one:5.0%}"
+        + "".join(f"   {exact:5.0%} {near:5.0%} {lost:6.1%}" for exact, near, lost in judged.predicted.values())
+    )
+
+
+# One page with a plot of every set
+
+
+def page(sets: Iterable[MeasuredSet], path: Path, strategy: str = "sweep") -> None:
+    """Write the curves of all sets, measured and predicted, with the knee of every rule."""
+    figures = [_figure(each, line, strategy) for each in sets if (line := lines(each))]
+    parts = [figure.to_html(full_html=False, include_plotlyjs=place == 0) for place, figure in enumerate(figures)]
+    title = f"Time against global batch: measured, and predicted from the probes of {strategy}"
+    body = "\n".join(parts)
+    path.write_text(f'<!doctype html><meta charset="utf-8"><title>{title}</title><h1>{title}</h1>\n{body}\n')
+
+
+def _figure(measured: MeasuredSet, line: Sequence[Prediction], strategy: str) -> go.Figure:
+    guess = believed(measured, strategy)
+    chosen = knee(guess)
+    best = min(row.hours for row in line)
+    figure = go.Figure()
+    low = [(row.hours if row.hours_low is None else row.hours_low) / best for row in guess]
+    high = [(row.hours if row.hours_high is None else row.hours_high) / best for row in guess]
+    batches = [row.batch for row in guess]
+    figure.add_scatter(
+        x=[*batches, *batches[::-1]], y=[*high, *low[::-1]], fill="toself", line={"width": 0}, name="90 % interval"
+    )
+    figure.add_scatter(x=batches, y=[row.hours / best for row in guess], name="predicted", line={"dash": "dash"})
+    figure.add_scatter(
+        x=[row.batch for row in line],
+        y=[row.hours / best for row in line],
+        name="measured",
+        mode="lines+markers",
+        text=[f"{row.nodes} x {row.local_batch}" for row in line],
+    )
+    for place, (name, rule) in enumerate(RULES.items()):
+        batch = rule(line)
+        figure.add_scatter(
+            x=[batch],
+            y=[_hours(line, batch) / best],
+            name=f"knee: {name} ({batch})",
+            mode="markers",
+            marker={"symbol": place, "size": 14, "line": {"width": 1}},
+        )
+    figure.add_vline(x=chosen, line={"dash": "dot"}, annotation_text=f"chosen after {strategy}: {chosen}")
+    figure.update_xaxes(type="log", title="global batch", tickvals=batches)
+    figure.update_yaxes(type="log", title="time over the least")
+    figure.update_layout(title=measured.name, height=480)
+    return figure

@@ -1,0 +1,216 @@
+"""What PyTorch's CUDA allocator takes from the device for a sequence of allocations: rounding, segments, splitting.
+
+The allocator asks the driver for segments and hands out blocks of them. Requests are rounded up to 512 bytes; those up
+to 1 MiB share segments of 2 MiB, those below 10 MiB segments of 20 MiB, larger ones have a segment of their own in whole
+2 MiB. A freed block joins its free neighbours and waits for the next request that it fits best; nothing goes back to the
+device. The constants and rules are those of c10/cuda/CUDACachingAllocator.cpp with its default settings.
+"""
+
+import itertools
+from bisect import bisect_left, insort
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+UNIT = 512
+SMALL = 2**20  # the largest request of the small pool, and the least remainder that is split off in the large one
+SMALL_SEGMENT = 2 * 2**20
+LARGE_SEGMENT = 20 * 2**20
+OWN_SEGMENT = 10 * 2**20  # from here on a request has a segment of its own
+WHOLE = 2 * 2**20
+
+
+@dataclass(frozen=True)
+class Usage:
+    """Peaks over a sequence of allocations. Bytes."""
+
+    allocated: int  # blocks handed out
+    reserved: int  # segments taken from the device
+    flushes: int = 0  # how often the last turn had to give the cache back for room
+    fits: bool = True  # False where even that made none
+
+
+class OutOfRoom(Exception):
+    """The device has no room for a segment."""
+
+
+class _Block:
+    """A piece of a segment; its neighbours are the pieces before and after it in the same segment."""
+
+    __slots__ = ("after", "before", "free", "number", "size", "small")
+
+    def __init__(self, number: int, size: int, *, small: bool) -> None:
+        self.number, self.size, self.small = number, size, small
+        self.before: _Block | None = None
+        self.after: _Block | None = None
+        self.free = False
+
+
+class CachingAllocator:
+    """The allocator's bookkeeping, without memory.
+
+    Args:
+        capacity: bytes that the device has for segments; None for no bound.
+    """
+
+    def __init__(self, capacity: int | None = None) -> None:
+        self.capacity = capacity
+        self.allocated = self.reserved = self.peak = self.most = self.flushes = 0
+        self._held: dict[int, _Block] = {}
+        self._blocks: dict[int, _Block] = {}
+        self._free: dict[bool, list[tuple[int, int]]] = {True: [], False: []}  # (size, number), ascending
+        self._numbers = itertools.count()
+
+    def allocate(self, name: int, size: int) -> None:
+        """Hand out a block under a name; a size of 0 takes none."""
+        if size <= 0:
+            return
+        wanted = -(-size // UNIT) * UNIT
+        block = self._found(wanted) or self._segment(wanted)
+        rest = block.size - wanted
+        if rest >= UNIT if block.small else rest > SMALL:
+            self._split(block, wanted)
+        self._held[name] = block
+        self.allocated += block.size
+        self.peak = max(self.peak, self.allocated)
+
+    def release(self, name: int) -> None:
+        """Take a block back; a name that holds none is passed over."""
+        block = self._held.pop(name, None)
+        if block is None:
+            return
+        self.allocated -= block.size
+        for neighbour in (block.before, block.after):
+            if neighbour is not None and neighbour.free:
+                self._withdraw(neighbour)
+                block = _joined(*((neighbour, block) if neighbour is block.before else (block, neighbour)))
+        block.free = True
+        self._blocks[block.number] = block
+        insort(self._free[block.small], (block.size, block.number))
+
+    def rename(self, old: int, new: int) -> None:
+        """Give a block another name."""
+        self._held[new] = self._held.pop(old)
+
+    def names(self) -> tuple[int, ...]:
+        """Return the names that hold a block."""
+        return tuple(self._held)
+
+    def _found(self, wanted: int) -> _Block | None:
+        """Return the smallest free block that is large enough."""
+        free = self._free[wanted <= SMALL]
+        place = bisect_left(free, (wanted, -1))
+        if place == len(free):
+            return None
+        block = self._blocks[free[place][1]]
+        self._withdraw(block)
+        return block
+
+    def _segment(self, wanted: int) -> _Block:
+        small = wanted <= SMALL
+        size = SMALL_SEGMENT if small else LARGE_SEGMENT if wanted < OWN_SEGMENT else -(-wanted // WHOLE) * WHOLE
+        if self.capacity is not None and self.reserved + size > self.capacity:
+            self._flush()
+            if self.reserved + size > self.capacity:
+                raise OutOfRoom
+        self.reserved += size
+        self.most = max(self.most, self.reserved)
+        return _Block(next(self._numbers), size, small=small)
+
+    def _flush(self) -> None:
+        """Give back the segments of which nothing is in use."""
+        self.flushes += 1
+        for block in [block for block in self._blocks.values() if block.before is None and block.after is None]:
+            self._withdraw(block)
+            self.reserved -= block.size
+
+    def _split(self, block: _Block, wanted: int) -> None:
+        """Give the end of a block back to its pool."""
+        rest = _Block(next(self._numbers), block.size - wanted, small=block.small)
+        block.size = wanted
+        rest.before, rest.after, block.after = block, block.after, rest
+        if rest.after is not None:
+            rest.after.before = rest
+        rest.free = True
+        self._blocks[rest.number] = rest
+        insort(self._free[rest.small], (rest.size, rest.number))
+
+    def _withdraw(self, block: _Block) -> None:
+        free = self._free[block.small]
+        del free[bisect_left(free, (block.size, block.number))]
+        del self._blocks[block.number]
+        block.free = False
+
+
+def _joined(first: _Block, second: _Block) -> _Block:
+    first.size += second.size
+    first.after = second.after
+    if first.after is not None:
+        first.after.before = first
+    return first
+
+
+def replay(
+    setup: Sequence[int],
+    late: Sequence[int],
+    step: Sequence[int],
+    sizes: Sequence[float],
+    *,
+    turns: int = 3,
+    capacity: int | None = None,
+) -> Usage:
+    """Run recorded allocations through the caching allocator.
+
+    Args:
+        setup: numbers that are there before the first step.
+        late: numbers that come to be at the end of the first step, among the blocks that it has left: the optimizer's
+            state, AGS's factors.
+        step: n + 1 allocates number n, -(n + 1) releases it. What replaces late numbers is theirs in the next turn.
+        sizes: bytes of each number.
+        turns: how often the step is run.
+        capacity: bytes that the device has for segments; None for no bound.
+    """
+    allocator, before = CachingAllocator(capacity), 0
+    try:
+        for number in setup:
+            allocator.allocate(number, round(sizes[number]))
+        for turn in range(turns):
+            before = allocator.flushes
+            _run(allocator, step, sizes)
+            _settle(allocator, [*setup, *late], late if turn else [])
+            for number in [] if turn else late:
+                allocator.allocate(number, round(sizes[number]))
+    except OutOfRoom:
+        return Usage(allocated=allocator.peak, reserved=allocator.most, fits=False)
+    return Usage(allocated=allocator.peak, reserved=allocator.most, flushes=allocator.flushes - before)
+
+
+def _settle(allocator: CachingAllocator, stays: Sequence[int], replaced: Sequence[int]) -> None:
+    """Let what a step has left take the place of what it has released; release it where there is no such place."""
+    held = set(allocator.names())
+    free = [number for number in replaced if number not in held]
+    left = sorted(held.difference(stays))
+    if len(left) == len(free):
+        for old, new in zip(left, free, strict=True):
+            allocator.rename(old, new)
+    else:
+        for number in left:
+            allocator.release(number)
+
+
+def plain(setup: Sequence[int], step: Sequence[int], sizes: Sequence[float]) -> int:
+    """Return the peak of a step where the system hands out just what is asked for. Bytes."""
+    held = sum(sizes[number] for number in setup)
+    return round(max(itertools.accumulate(_changes(step, sizes), initial=held)))
+
+
+def _run(allocator: CachingAllocator, events: Iterable[int], sizes: Sequence[float]) -> None:
+    for event in events:
+        if event > 0:
+            allocator.allocate(event - 1, round(sizes[event - 1]))
+        else:
+            allocator.release(-event - 1)
+
+
+def _changes(events: Iterable[int], sizes: Sequence[float]) -> Iterator[float]:
+    for event in events:
+        yield sizes[event - 1] if event > 0 else -sizes[-event - 1]

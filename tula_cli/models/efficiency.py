@@ -1,0 +1,204 @@
+"""Statistical efficiency: how many epochs each batch needs for the same progress, from the gradient noise scale.
+
+The noise scale B_noise = tr(Sigma) / |G|^2 is the batch at which the noise of the gradient is as large as the gradient
+itself (McCandlish et al. 2018). To the same progress a batch B takes steps ~ 1 + B_noise / B, so samples ~ B + B_noise,
+if the learning rate suits each batch, as AdaScale's or a well-tuned SGD's does.
+
+The noise scale grows through training, the more so the longer it lasts: of the epochs E that the reference batch takes,
+only about E^-GROWTH is as inefficient for large batches as the first. What the probes see, at the weights training
+starts from, is carried to the whole run by that rule (`over_training`).
+"""
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from tula_cli.records import GradientStats, Prediction, SameProgress
+
+Pair = tuple[float, float]
+"""Squared norms of the gradients of one step: mean over small batches, and of their average."""
+
+GROWTH = 0.65
+"""Exponent found on six applications (benchmarks/efficiency.py fits it with each of them left out: 0.60 to 0.70)."""
+
+SLOWEST_GROWTH = 0.5
+"""The application whose noise grew slowest had 0.54; the upper bound of an interval assumes this."""
+
+_Z90 = 1.645
+
+
+@dataclass(frozen=True)
+class Noise:
+    """A gradient noise scale in samples, with a 90 % interval; `high` is inf where the gradient is lost in its noise."""
+
+    scale: float
+    low: float
+    high: float
+    error: float | None  # standard error; None where the gradient is lost in its noise
+    probes: int
+
+
+@dataclass(frozen=True)
+class _Moments:
+    """Unbiased estimates of |G|^2 and tr(Sigma), and the covariance of the two."""
+
+    sqr: float
+    trace: float
+    sqr_variance: float
+    trace_variance: float
+    covariance: float
+
+
+def summarise(pairs: Sequence[Pair], *, local_batch: int, batch: int) -> GradientStats:
+    """Return means over the steps, and how sure they are; steps that are not finite are left out.
+
+    Training that diverges has a step time all the same: where no step is finite the norms are 0.
+
+    Args:
+        pairs: one a step.
+        local_batch: samples behind each small gradient.
+        batch: samples behind the average.
+    """
+    seen = np.array([pair for pair in pairs if np.isfinite(pair).all()]).reshape(-1, 2)
+    small, big = (float(value) for value in seen.mean(axis=0)) if len(seen) else (0.0, 0.0)
+    enough = len(seen) > 1 and batch > local_batch
+    spread = np.cov(seen, rowvar=False) / len(seen) if enough else None
+    return GradientStats(
+        norm_sqr=big,
+        local_norm_sqr=small,
+        batch=batch,
+        local_batch=local_batch,
+        steps=len(seen),
+        covariance=None if spread is None else (float(spread[1, 1]), float(spread[0, 0]), float(spread[0, 1])),
+    )
+
+
+def noise_scale(stats: Iterable[GradientStats]) -> Noise | None:
+    """Return the noise scale that all probes tell together; None where none can tell it.
+
+    Numerator and denominator are averaged over the probes each by itself, as a mean of ratios would be biased; a probe
+    weighs as much as the samples it has seen. Probes that disagree by more than their steps explain (their weights are not
+    the same ones) widen the interval.
+    """
+    usable = [found for found in stats if found.covariance is not None and found.local_norm_sqr > 0]
+    if not usable:
+        return None
+    moments, seen = [_moments(found) for found in usable], [float(found.batch * found.steps) for found in usable]
+    shares = [samples / sum(seen) for samples in seen]
+    total = _combined(moments, shares)
+    return _ratio(total, scatter=_scatter(moments, shares, total), probes=len(usable)) if total.trace > 0 else None
+
+
+def _moments(found: GradientStats) -> _Moments:
+    """Solve E |G_B|^2 = |G|^2 + tr(Sigma) / B at two batches (McCandlish et al., appendix A.1)."""
+    assert found.covariance is not None
+    big, small = float(found.batch), float(found.local_batch)
+    of_big, of_small, of_both = found.covariance
+    span, inverse = big - small, 1 / small - 1 / big
+    return _Moments(
+        sqr=(big * found.norm_sqr - small * found.local_norm_sqr) / span,
+        trace=(found.local_norm_sqr - found.norm_sqr) / inverse,
+        sqr_variance=(big**2 * of_big + small**2 * of_small - 2 * big * small * of_both) / span**2,
+        trace_variance=(of_big + of_small - 2 * of_both) / inverse**2,
+        covariance=((big + small) * of_both - big * of_big - small * of_small) / (span * inverse),
+    )
+
+
+def _combined(moments: Sequence[_Moments], shares: Sequence[float]) -> _Moments:
+    def mean(values: Iterable[float], power: int) -> float:
+        return sum(share**power * value for share, value in zip(shares, values, strict=True))
+
+    return _Moments(
+        sqr=mean((found.sqr for found in moments), 1),
+        trace=mean((found.trace for found in moments), 1),
+        sqr_variance=mean((found.sqr_variance for found in moments), 2),
+        trace_variance=mean((found.trace_variance for found in moments), 2),
+        covariance=mean((found.covariance for found in moments), 2),
+    )
+
+
+def _scatter(moments: Sequence[_Moments], shares: Sequence[float], total: _Moments) -> float:
+    """Return the relative standard error of the ratio that the differences between probes tell; 0 where one is alone."""
+    if len(moments) < 2 or total.sqr <= 0:
+        return 0.0
+    scale = total.trace / total.sqr
+    off = [share * (found.trace - scale * found.sqr) for share, found in zip(shares, moments, strict=True)]
+    return math.sqrt(len(off) / (len(off) - 1) * sum(value**2 for value in off)) / total.trace
+
+
+def _ratio(total: _Moments, *, scatter: float, probes: int) -> Noise:
+    """Return trace / sqr; a gradient that is not known to be more than nothing leaves the scale open upwards."""
+    sure = math.sqrt(max(0.0, total.sqr_variance))
+    if total.sqr <= _Z90 * sure:
+        least = total.trace / (max(total.sqr, 0.0) + _Z90 * sure) if sure else math.inf
+        return Noise(scale=total.trace / total.sqr if total.sqr > 0 else least, low=least, high=math.inf, error=None, probes=probes)  # fmt: skip
+    scale = total.trace / total.sqr
+    within = math.sqrt(
+        max(
+            0.0,
+            total.trace_variance / total.trace**2
+            + total.sqr_variance / total.sqr**2
+            - 2 * total.covariance / (total.trace * total.sqr),
+        )
+    )
+    relative = max(within, scatter)
+    wide = math.exp(_Z90 * relative)
+    return Noise(scale=scale, low=scale / wide, high=scale * wide, error=scale * relative, probes=probes)
+
+
+def over_training(noise: float, *, reference: float, epochs: float, growth: float = GROWTH) -> float:
+    """Return the constant noise scale that is worth the growing one of a whole training, in samples.
+
+    Args:
+        noise: at the start of training.
+        reference: batch that `epochs` is meant for.
+        epochs: length of the training; below 1 the noise has not grown.
+        growth: exponent of the epochs.
+    """
+    return (reference + noise) * math.pow(max(1.0, epochs), growth) - reference
+
+
+def steps_ratio(batch: float, *, reference: float, noise: float) -> float:
+    """Return the steps that a batch takes to the same progress, as a multiple of those of the reference batch."""
+    return (1 + noise / batch) / (1 + noise / reference) if math.isfinite(noise) else reference / batch
+
+
+def epochs_equivalent(epochs: float, batch: float, *, reference: float, noise: float) -> float:
+    """Return the epochs at a batch that make the progress of `epochs` at the reference batch."""
+    return epochs * steps_ratio(batch, reference=reference, noise=noise) * batch / reference
+
+
+def same_progress(row: Prediction, *, epochs: int, reference: int, noise: Noise) -> SameProgress:
+    """Return what a configuration takes to the progress of `epochs` at the reference batch.
+
+    The range runs from a noise so large that every sample counts alike to the lowest noise that grows slowest. All of
+    the time goes with the epochs, start-up too.
+    """
+    whole = over_training(noise.scale, reference=reference, epochs=epochs)
+    least = over_training(noise.low, reference=reference, epochs=epochs, growth=SLOWEST_GROWTH)
+    count, alike, lossy = (
+        epochs_equivalent(epochs, row.batch, reference=reference, noise=value) for value in (whole, math.inf, least)
+    )
+    fewest, most = min(alike, lossy), max(alike, lossy)
+    return SameProgress(
+        epochs=count,
+        epochs_low=fewest,
+        epochs_high=most,
+        hours=row.hours * count / epochs,
+        hours_low=(row.hours if row.hours_low is None else row.hours_low) * fewest / epochs,
+        hours_high=(row.hours if row.hours_high is None else row.hours_high) * most / epochs,
+        cost=row.cost * count / epochs,
+    )
+
+
+def words(noise: Noise, *, reference: int, epochs: int) -> str:
+    """Return what is measured and what is assumed, in a sentence or two."""
+    probes = "1 probe" if noise.probes == 1 else f"{noise.probes} probes"
+    bounds = f"at least {noise.low:.3g}" if math.isinf(noise.high) else f"{noise.low:.3g} to {noise.high:.3g}"
+    return (
+        f"gradient noise scale {noise.scale:.3g} samples at the start of training ({bounds}, {probes}), taken to grow with"
+        f" epochs^{GROWTH:g}; same progress as {epochs} epochs at batch {reference}, if the learning rate suits each batch"
+        " as plain SGD with a scaled learning rate does: an assumption, not a measurement, for other methods"
+    )

@@ -248,8 +248,10 @@ def _figure(measured: MeasuredSet, line: Sequence[Prediction], strategy: str) ->
             mode="markers",
             marker={"symbol": place, "size": 14, "line": {"width": 1}},
         )
-    figure.add_vline(x=chosen, line={"dash": "dot"}, annotation_text=f"chosen after {strategy}: {chosen}")
-    figure.update_xaxes(type="log", title="global batch", tickvals=batches)
+    # An annotation of the line would be placed, and the axis stretched, as if its logarithm were the batch.
+    figure.add_vline(x=chosen, line={"dash": "dot"})
+    ends = [math.log10(min(batches)) - 0.1, math.log10(max(batches)) + 0.1]
+    figure.update_xaxes(type="log", title="global batch", tickvals=batches, range=ends)
     figure.update_yaxes(type="log", title="time over the least")
-    figure.update_layout(title=measured.name, height=480)
+    figure.update_layout(title=f"{measured.name} (dotted: batch {chosen}, chosen after {strategy})", height=480)
     return figure

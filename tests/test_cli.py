@@ -1029,6 +1029,7 @@ def test_detached_one_call_is_one_round(cluster):
     words = ("profile", "job.yaml", "--no-wait", "--set", "search.strategy=adaptive", "--set", "search.nodes=[1,2,4]")
     assert tula(*words).code == 0
     first = len(newest().results())
+    assert "next: tula profile submits the next round" in tula("status").out
     assert tula(*words).code == 0
     assert first == 3 <= len(newest().results())
 

@@ -892,6 +892,9 @@ def status(now: "RunStatus") -> Iterator["RenderableType"]:
         yield ""
         yield attempts(now)
         yield from _causes(now)
+    if now.between_rounds:
+        yield ""
+        yield "next: tula profile submits the next round, or says that nothing more is worth measuring"
     if now.recommendation is not None:
         choice = now.recommendation.choice
         yield ""

@@ -6,7 +6,7 @@ Reads the run directory; the scheduler is asked, not believed: it forgets jobs a
 import dataclasses
 import itertools
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -121,6 +121,7 @@ class RunStatus:
     attempts: tuple[AttemptStatus, ...]  # oldest first
     recommendation: Recommendation | None
     warnings: tuple[str, ...] = ()
+    between_rounds: bool = False  # an adaptive search may have a further round to submit
 
     def active(self, job_ids: Iterable[str] | None = None) -> bool:
         """Return whether one of these jobs (of all) is queued or running."""
@@ -156,7 +157,15 @@ def snapshot(run: RunDir, launcher: Launcher, *, now: float) -> RunStatus:
         attempts=_story(tasks, attempts),
         recommendation=run.recommendation(),
         warnings=tuple(problems),
+        between_rounds=not moving and _between_rounds(run, tasks, results),
     )
+
+
+def _between_rounds(run: RunDir, tasks: Iterable[ProbeTask | TrainTask], results: Mapping[str, object]) -> bool:
+    """Return whether what an adaptive search has measured so far waits for its next round, or for its end."""
+    asked = [task for task in tasks if isinstance(task, ProbeTask) and task.spec.search.strategy == "adaptive"]
+    begun = any(isinstance(task, TrainTask) for task in tasks) or run.recommendation() is not None
+    return bool(asked and results) and not begun
 
 
 def _story(tasks: list[ProbeTask | TrainTask], attempts: list[Attempt]) -> tuple[AttemptStatus, ...]:

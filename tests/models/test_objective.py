@@ -201,3 +201,18 @@ def test_accuracy_time_takes_the_least_time_to_the_same_progress() -> None:
 def test_a_choice_that_the_range_does_not_change_is_said_to_be_sure() -> None:
     rows = [progress(row(n, 64 * n, 4.0 / n), 1.0, low=0.9, high=1.1) for n in (1, 2)]
     assert "batch 128 over the whole range" in choose(rows, objective="accuracy-time").reason
+
+
+def test_an_uncertain_forecast_has_to_be_clearly_better_than_a_certain_one() -> None:
+    def between(nodes: int, batch: int, hours: float, low: float, high: float) -> Prediction:
+        return row(nodes, batch, hours).model_copy(update={"hours_low": low, "hours_high": high})
+
+    certain = between(2, 64, 1.0, 0.97, 1.03)
+    choice = choose([between(4, 128, 0.9, 0.4, 2.0), certain], objective="time")
+    assert choice.prediction == certain
+    assert "apart from batch 128 on 4 nodes, which is forecast to be 10% below but too uncertain" in choice.reason
+    sure = between(4, 128, 0.9, 0.85, 0.95)
+    assert choose([sure, certain], objective="time").prediction == sure
+    clear = between(4, 128, 0.5, 0.25, 1.0)
+    choice = choose([clear, certain], objective="time")
+    assert choice.prediction == clear and "uncertain" not in choice.reason

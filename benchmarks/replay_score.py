@@ -52,7 +52,7 @@ def in_rounds(offer: Offer, measure: Measure) -> None:
 def _open_candidates(offer: Offer, fit: steptime.StepTimeFit, seen: Iterable[Observation]) -> list[adaptive.Candidate]:
     places = offer.candidates
     columns = ([p.nodes for p in places], [p.gpus_per_node for p in places], [p.local_batch for p in places])
-    probed = {Where(o.nodes, o.gpus_per_node, o.local_batch) for o in seen}
+    measured = {Where(o.nodes, o.gpus_per_node, o.local_batch): o.seconds for o in seen}
     return [
         adaptive.Candidate(
             nodes=place.nodes,
@@ -63,7 +63,7 @@ def _open_candidates(offer: Offer, fit: steptime.StepTimeFit, seen: Iterable[Obs
             price=float(offer.size(place)),
             probe_seconds=offer.size(place) * STEPS * float(seconds),
             job_seconds=offer.size(place) * START_UP,
-            probed=place in probed,
+            measured=measured.get(place),
         )
         for place, seconds in zip(places, fit.predict_all(*columns)[0], strict=True)
     ]

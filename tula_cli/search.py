@@ -76,8 +76,8 @@ def next_round(
     known = {(r.nodes, r.local_batch) for r in results if isinstance(r, Measured | OutOfMemory)}
     smallest_oom = min((r.local_batch for r in results if isinstance(r, OutOfMemory)), default=None)
     gpus = spec.cluster.gpus_per_node
-    fitting = [c for c in found if smallest_oom is None or c.local_batch(gpus) < smallest_oom]
-    start = adaptive.first(_by_nodes(spec, fitting or found).items())
+    fitting = {c for c in found if smallest_oom is None or c.local_batch(gpus) < smallest_oom}
+    start = adaptive.first(_by_nodes(spec, sorted(fitting or found)).items())
     if missing := [probe for probe in start if probe not in known]:
         reasons = [f"{_place(*probe)}: one of the three to start from" for probe in missing]
         return Round(_grouped(missing), tuple(reasons), "")
@@ -104,7 +104,7 @@ def _candidate(forecast: Forecast, row: Prediction) -> adaptive.Candidate:
         price=row.cost / row.hours if row.hours else 0.0,
         probe_seconds=row.nodes * (search.steps + search.warmup_steps) * row.step_time,
         job_seconds=row.nodes * (start + forecast.shutdown),
-        probed=row.measured,
+        measured=row.step_time if row.measured else None,
     )
 
 

@@ -31,7 +31,8 @@ def candidates(grid: list[tuple[int, int]], probed: set[tuple[int, int]]) -> lis
     return [
         Candidate(
             nodes=n, gpus_per_node=1, local_batch=b, batch=n * b, steps=SAMPLES / (n * b), price=float(n),
-            probe_seconds=n * 50 * seconds(n, b), job_seconds=n * START, probed=(n, b) in probed,
+            probe_seconds=n * 50 * seconds(n, b), job_seconds=n * START,
+            measured=seconds(n, b) if (n, b) in probed else None,
         )
         for n, b in grid
     ]  # fmt: skip
@@ -144,6 +145,6 @@ def test_the_knee_is_the_least_of_time_times_the_root_of_the_batch() -> None:
     knee = adaptive._Knee.of(np.zeros(5), batches)
     assert knee.batch(np.log([1.0, 0.5, 0.45, 0.42, 0.4])) == 1
     assert knee.batch(np.log([1.0, 0.5, 0.25, 0.24, 0.23])) == 2
-    assert knee.regret(np.log([1.0, 0.5, 0.45, 0.42, 0.4]), np.log([[1.0, 0.5, 0.25, 0.24, 0.23]])) == pytest.approx(
-        1.0
-    )
+    known = np.log([1.0, 0.5, 0.45, 0.42, 0.4])
+    assert knee.regret(known, np.log([[1.0, 0.5, 0.25, 0.24, 0.23]])) == pytest.approx(2**0.5 - 1)
+    assert knee.regret(known, known[None]) == 0

@@ -173,3 +173,22 @@ def test_compute_that_was_not_measured_apart_is_no_obstacle() -> None:
     )
     between = points([3, 6], [100, 24])
     assert np.exp(found.predict(between)[0]) == pytest.approx(truth(between)[0], rel=0.1)
+
+
+def literal(probes: list[tuple[int, int, float, float]]) -> Overlap:
+    at = points([n for n, *_ in probes], [b for _, b, *_ in probes])
+    step, compute = (np.array([row[column] for row in probes]) for column in (2, 3))
+    return overlap.fit(at, step=step, compute=compute, spread=np.full(len(at), np.nan), collective="ring")
+
+
+def test_a_fit_goes_through_probes_that_leave_room_to_go_astray() -> None:
+    probes = [(2, 8, 0.13173355, np.nan), (2, 128, 0.21276504, np.nan), (16, 8, 0.12570381, np.nan)]
+    at = points([n for n, *_ in probes], [b for _, b, *_ in probes])
+    assert np.exp(literal(probes).predict(at)[0]) == pytest.approx([row[2] for row in probes], rel=0.05)
+
+
+def test_one_probe_that_is_slow_beyond_reason_ends_in_a_fit_all_the_same() -> None:
+    for factor in (50, 492, 5e3, 1e5):
+        probes = [(2, 8, 0.0623 * factor, 0.026 * factor), (2, 128, 0.266, 0.266), (16, 8, 0.115, 0.026)]
+        predicted, sd = literal(probes).predict(points([4], [64]))
+        assert np.isfinite(predicted).all() and np.isfinite(sd).all()

@@ -3,8 +3,7 @@
 The decisions are the fastest and the cheapest configuration, without and with every bound on the batch, and the knee. The
 fitted step-time model gives not only every candidate's step time but how the errors of all of them hang together. From
 that follow, for each decision, the regret to expect from deciding now, and what a probe would be worth: how much better
-one expects to decide after it (the knowledge gradient), plus a small part of how much it narrows what is in doubt, without
-which a search may stop where only two probes together would change a decision.
+one expects to decide after it (the knowledge gradient).
 """
 
 import math
@@ -22,9 +21,8 @@ Flags = NDArray[np.bool_]
 TOLERANCE = 0.01  # expected regret below which a decision is settled, as a share of its time or cost
 _SAMPLES = 256  # of the posterior, for the expected regret
 _OUTCOMES = np.array([-1.5, -0.8, -0.25, 0.25, 0.8, 1.5])  # of a probe, in standard deviations
-_NARROWING = 0.05  # weight of what a probe narrows against what it decides
-_WORTH = 0.35  # a round takes further probes that are worth at least this share of its best one's worth
 _LEAST = 0.5  # a probe must be worth this share of the tolerance
+_REPEATS = 0.015  # standard deviation of the same job started again, as a share
 _FEWEST_FOR_KNEE = 5
 _Z = 1.645
 
@@ -41,7 +39,7 @@ class Candidate:
     price: float  # of its nodes for one hour
     probe_seconds: float  # node-seconds of the probe within a running job
     job_seconds: float  # node-seconds of starting a job on its nodes
-    probed: bool
+    measured: float | None  # seconds a step, where it was probed
 
 
 @dataclass(frozen=True)
@@ -85,10 +83,11 @@ def propose(fit: StepTimeFit, candidates: Sequence[Candidate], *, tolerance: flo
     regrets = problem.regrets(belief)
     told = ", ".join(f"{name} {regret:.1%}" for name, regret in regrets.items())
     words = f"expected regret of deciding now: {told}"
-    open_ = np.array([not candidate.probed for candidate in candidates])
-    if not open_.any() or max(regrets.values()) <= tolerance:
+    open_ = np.array([candidate.measured is None for candidate in candidates])
+    if max(regrets.values()) <= tolerance:
         return Proposal((), regrets, words)
-    return Proposal(tuple(_round(problem, belief, open_, tolerance)), regrets, words)
+    picks = tuple(_round(problem, belief, open_, tolerance))
+    return Proposal(picks, regrets, words if picks else f"{words}; no further probe is worth what it costs")
 
 
 @dataclass(frozen=True)
@@ -105,7 +104,14 @@ class _Belief:
             [c.nodes for c in candidates], [c.gpus_per_node for c in candidates], [c.local_batch for c in candidates]
         )
         mean, covariance = fit.model.joint(points)
-        return cls(mean, covariance, fit.model.measurement_noise(points) ** 2)
+        noise = fit.model.measurement_noise(points) ** 2
+        # Where a candidate was measured, that is what is decided by; what is left open is another job on another day.
+        for index, candidate in enumerate(candidates):
+            if candidate.measured is not None:
+                mean[index] = math.log(candidate.measured)
+                covariance[index, :] = covariance[:, index] = 0.0
+                covariance[index, index] = _REPEATS**2
+        return cls(mean, covariance, noise)
 
     def gain(self, index: int) -> Floats:
         """Return how all means move when a measurement comes out one standard deviation high."""
@@ -155,7 +161,7 @@ class _Problem:
         batches = np.array([c.batch for c in candidates])
         bounds = sorted(set(batches.tolist()))
         decisions = [
-            _Decision(name, weights, batches <= bound, 0.5 if bound == bounds[-1] else 0.5 / (len(bounds) - 1))
+            _Decision(name, weights, batches <= bound, _share(bound, bounds))
             for name, weights in (("time", log_steps), ("cost", log_steps + log_price))
             for bound in bounds
         ]
@@ -181,20 +187,27 @@ class _Problem:
         outcomes = belief.mean + _OUTCOMES[:, None] * gain
         total = 0.0
         for decision in self.decisions:
-            now = decision.values(belief.mean)
-            chosen = int(np.argmin(now))
+            chosen = int(np.argmin(decision.values(belief.mean)))
             after = decision.values(outcomes)
             total += decision.share * float((after[:, chosen] - after.min(axis=1)).mean())
-            close = np.exp(-0.5 * ((now - now[chosen]) / 0.1) ** 2)  # what may still win
-            total += decision.share * _NARROWING * float(np.abs(gain) @ close / close.sum())
         if self.knee is not None:
             total += self.knee.regret(belief.mean, outcomes)
         return total
 
 
+def _share(bound: int, bounds: Sequence[int]) -> float:
+    """Return the weight of a bound on the batch: no bound at all counts as much as all others together."""
+    if len(bounds) == 1:
+        return 1.0
+    return 0.5 if bound == bounds[-1] else 0.5 / (len(bounds) - 1)
+
+
 @dataclass(frozen=True)
 class _Knee:
-    """The knee of the fastest time over the batch: the least of time x sqrt(batch), which is where `objective` finds it."""
+    """The knee of the fastest time over the batch: the least of time x sqrt(batch).
+
+    `objective` finds it there too, and falls back on another rule where that is the first or the last batch.
+    """
 
     weights: Floats  # (n,)
     members: Flags  # (batches, n)
@@ -217,26 +230,23 @@ class _Knee:
         return found
 
     def regret(self, mean: Floats, others: Floats) -> float:
-        """Return the mean relative difference in time between the knee of the mean and that of each other curve."""
+        """Return how far time x sqrt(batch) at the knee of the mean is above the least of each other curve, on average."""
         chosen = int(self.batch(self.curve(mean)))
-        curves = self.curve(others)
-        theirs = np.take_along_axis(curves, self.batch(curves)[:, None], axis=-1)[:, 0]
-        return float(np.abs(np.expm1(curves[:, chosen] - theirs)).mean())
+        curves = self.curve(others) + self.log_batch / 2
+        return float(np.expm1(curves[:, chosen] - curves.min(axis=-1)).mean())
 
 
 def _round(problem: _Problem, belief: _Belief, open_: Flags, tolerance: float) -> Iterable[Pick]:
     """Pick probes one after the other, each as if those before it came out as expected."""
     started: set[tuple[int, int]] = set()
     left = [index for index in range(len(open_)) if open_[index]]
-    best = 0.0
     while left:
         worths = np.array([problem.worth(belief, index) for index in left])
         costs = np.array([_node_seconds(problem.candidates[index], started) for index in left])
         rates = np.where(worths >= tolerance * _LEAST, worths / costs, 0.0)
         place = int(np.argmax(rates))
-        if rates[place] <= 0 or rates[place] < _WORTH * best:
+        if rates[place] <= 0:
             return
-        best = max(best, float(rates[place]))
         index = left.pop(place)
         candidate = problem.candidates[index]
         yield Pick(candidate, _why(candidate, belief, index, float(worths[place])))

@@ -145,11 +145,12 @@ def fit(points: Points, *, step: Floats, compute: Floats, spread: Floats, collec
         z, residuals, jacobian = _maximise(z, at, data, sd)
         if attempt < _ROUNDS - 1:
             noise = _estimated_noise(noise, residuals, jacobian)
-    # Linearised at the solution the fit is ordinary least squares on the probes with the priors as further rows.
+    # Linearised at the solution the fit is ordinary least squares on the probes with the priors as further rows. Its
+    # parameters are those of one more undamped step, which nothing keeps from going astray: only the covariance is taken.
     rows = np.vstack([jacobian, np.eye(frame.size)])
     target = np.concatenate([residuals + jacobian @ z, np.zeros(frame.size)])
     results = OLS(target, rows).fit(cov_type="fixed scale", cov_kwds={"scale": 1.0})
-    return Overlap(noise, frame, np.asarray(results.params), np.asarray(results.cov_params()))
+    return Overlap(noise, frame, z, np.asarray(results.cov_params()))
 
 
 @dataclass(frozen=True)
@@ -280,7 +281,8 @@ def _evaluate(z: Floats, at: _At) -> _Values:
     log_sync = log_sync + np.where(at.points.inside, theta[_INSIDE], log_across)
     log_sync = np.where(at.points.alone, -np.inf, np.clip(log_sync, -60.0, 60.0))
     # Both, overlapped.
-    phi, tau = 1 / (1 + math.exp(-theta[_FORWARD])), math.exp(min(theta[_EXPOSED], 5.0))
+    # Clipped where they saturate: a step that is tried and rejected may go anywhere.
+    phi, tau = 1 / (1 + math.exp(-np.clip(theta[_FORWARD], -30.0, 30.0))), math.exp(min(theta[_EXPOSED], 5.0))
     log_backward = math.log1p(-phi) + log_compute
     log_longer = np.logaddexp(_P * log_backward, _P * log_sync) / _P
     compute, sync, longer = np.exp(log_compute), np.exp(log_sync), np.exp(log_longer)

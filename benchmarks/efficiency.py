@@ -15,6 +15,7 @@ The exponent of the growth is fitted on the other apps each time: the least medi
 import argparse
 import json
 import math
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +26,7 @@ import pandas as pd
 
 from tula_cli.models.efficiency import GROWTH, SLOWEST_GROWTH, over_training, steps_ratio
 
+COLUMNS = ("app", "global_batch", "epoch", "iteration", "metric", "grad_sqr", "grad_var")
 LEVELS = (0.5, 0.8, 0.95)
 GROWTHS = [step / 20 for step in range(41)]
 SLACK = 0.1
@@ -69,11 +71,14 @@ METHODS: Mapping[str, Method] = {
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("table", type=Path)
     parser.add_argument("--json", action="store_true", help="one JSON object")
     arguments = parser.parse_args()
-    cases, missed = read(arguments.table)
+    try:
+        cases, missed = read(arguments.table)
+    except (OSError, ValueError) as error:
+        sys.exit(f"efficiency.py: {error}")
     found = report(cases, missed)
     print(json.dumps(found, indent=1, allow_nan=False) if arguments.json else in_words(found))
 
@@ -81,6 +86,10 @@ def main() -> None:
 def read(path: Path) -> tuple[list[Case], int]:
     """Return the cases, and how many batches did not reach a metric."""
     table = pd.read_csv(path)
+    if missing := [column for column in COLUMNS if column not in table.columns]:
+        raise ValueError(f"{path} has no column {', '.join(missing)}")
+    if table.groupby("app").global_batch.nunique().max() < 2 or table.empty:
+        raise ValueError(f"{path} holds no app with two batches to compare")
     found = [case for app, rows in table.groupby("app") for case in _cases(str(app), rows)]
     cases = [case for case in found if case is not None]
     return cases, len(found) - len(cases)

@@ -1,6 +1,6 @@
 """Replay measured step times: what a search would have seen, and how well the rest is predicted from it.
 
-    python benchmarks/replay.py TABLE.csv... [--json] [--leave-out] [--sizes 2,4,8,16]
+    python benchmarks/replay.py TABLE.csv... [--json] [--apart] [--sizes 2,4,8,16]
     python benchmarks/replay.py TABLE.csv... --timing | --knee | --html FILE
 
 Every strategy measures its probes only, every model is fitted to them, all else is predicted. Errors are shares of the
@@ -15,6 +15,7 @@ import argparse
 import itertools
 import json
 import math
+import sys
 import time
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
@@ -89,10 +90,10 @@ def _mean(values: Iterable[float]) -> float:
 Group = tuple[str, list[MeasuredSet]]
 
 
-def groups(sets: Sequence[MeasuredSet], *, leave_out: bool) -> list[Group]:
+def groups(sets: Sequence[MeasuredSet], *, apart: bool) -> list[Group]:
     """Return what is reported together: each cluster by kind, or each cluster and each app; and all."""
     clusters = sorted({each.cluster for each in sets})
-    if leave_out:
+    if apart:
         found = [(f"cluster {name}", [s for s in sets if s.cluster == name]) for name in clusters]
         found += [(f"app {name}", [s for s in sets if s.app == name]) for name in sorted({s.app for s in sets})]
     else:
@@ -250,7 +251,16 @@ def timing(sets: Sequence[MeasuredSet], strategy: str, model: str, count: int = 
 
 def main() -> None:
     arguments = _arguments()
+    try:
+        _report(arguments)
+    except (OSError, ValueError) as error:  # a table that is none, or a page that cannot be written
+        sys.exit(f"replay.py: {error}")
+
+
+def _report(arguments: argparse.Namespace) -> None:
     sets = load(*arguments.tables, sizes=arguments.sizes)
+    if not sets:
+        raise ValueError("the tables hold no set with two sizes and two batches to offer (see --sizes and the columns)")
     if arguments.timing:
         for model in arguments.models:
             print(f"{model:14} {timing(sets, 'sweep', model)}")
@@ -259,7 +269,7 @@ def main() -> None:
         _knees(sets, arguments)
         return
     flagged = load(*arguments.tables, sizes=arguments.sizes, flagged=True)
-    reported = groups(sets, leave_out=arguments.leave_out)
+    reported = groups(sets, apart=arguments.apart)
     if flagged:
         reported.append(("flagged, in no figure above", flagged))
     found = scores([*sets, *flagged], arguments.strategies, arguments.models)
@@ -289,14 +299,20 @@ def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("tables", type=Path, nargs="+", metavar="TABLE.csv")
     parser.add_argument("--json", action="store_true", help="print the same numbers as JSON")
-    parser.add_argument("--leave-out", action="store_true", help="report each cluster and each app apart")
+    parser.add_argument("--apart", action="store_true", help="report each cluster and each app apart")
     parser.add_argument("--timing", action="store_true", help="print how long fits and predictions take, no errors")
     parser.add_argument("--knee", action="store_true", help="compare rules for the knee, and nothing else")
     parser.add_argument("--html", type=Path, metavar="FILE", help="write a page with every set's curve and its knees")
     parser.add_argument("--sizes", type=_numbers, help="offer these sizes, such as 2,4,8,16")
-    parser.add_argument("--strategies", type=_names, default=list(STRATEGIES), help="only these")
-    parser.add_argument("--models", type=_names, default=list(MODELS), help="only these")
-    return parser.parse_args()
+    parser.add_argument("--strategies", type=_names, default=list(STRATEGIES), help=f"of {', '.join(STRATEGIES)}")
+    parser.add_argument("--models", type=_names, default=list(MODELS), help=f"of {', '.join(MODELS)}")
+    arguments = parser.parse_args()
+    for given, known in ((arguments.strategies, STRATEGIES), (arguments.models, MODELS)):
+        if unknown := [name for name in given if name not in known]:
+            parser.error(f"{unknown[0]!r} is none of {', '.join(known)}")
+    if arguments.json + arguments.timing + (arguments.knee or arguments.html is not None) > 1:
+        parser.error("--json, --timing and --knee or --html exclude each other")
+    return arguments
 
 
 def _numbers(text: str) -> list[int]:

@@ -7,6 +7,7 @@ and the batches in between are there to be predicted.
 """
 
 import math
+import warnings
 from collections import defaultdict
 from collections.abc import Hashable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
@@ -119,11 +120,19 @@ def read(*paths: Path | str) -> pd.DataFrame:
     tables = []
     for path in paths:
         table = pd.read_csv(path)
+        for column in ("nodes", "local_batch", "step_time_s", "sync_time_s", "gpus_per_node", "replicas"):
+            if column in table.columns:
+                table[column] = pd.to_numeric(table[column], errors="coerce")
         if missing := [column for column in COLUMNS if column not in table.columns]:
             raise ValueError(f"{path} has no column {', '.join(missing)}")
         tables.append(table[list(COLUMNS)])
     rows = pd.concat(tables, ignore_index=True)
-    return rows[(rows.step_time_s > 0) & (rows.local_batch >= 1)]
+    usable = (rows.step_time_s > 0) & (rows.local_batch >= 1) & (rows.nodes >= 1)
+    if not usable.all():
+        warnings.warn(
+            f"{int((~usable).sum())} rows without a number of nodes, a batch or a step time are left out", stacklevel=2
+        )
+    return rows[usable]
 
 
 def _sets(rows: pd.DataFrame) -> Iterable[tuple[tuple[str, str, str, int | None], pd.DataFrame]]:

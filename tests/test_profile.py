@@ -212,4 +212,32 @@ def test_a_further_round_stays_within_the_cap_on_node_hours(rounds: RunDir) -> N
         rounds.write_attempt(make_runs.attempt(f"probe-n{nodes:03d}", start=start, end=start + 3600))
     assert capped(100.0).missing
     stopped = capped(5.1)
-    assert not stopped.missing and "5 of 5.1 (search.max_node_hours) are spent" in stopped.certainty
+    assert not stopped.missing and "5 of 5.1 are spent; raise the cap" in stopped.certainty
+
+
+def test_what_is_no_longer_searched_is_not_tried_again(rounds: RunDir) -> None:
+    plan = profile.plan(rounds.spec(), inspection(), rounds)
+    for task in plan.tasks:
+        rounds.write_task(task)
+    make_runs.add_measured(rounds, 1, 32)
+    make_runs.add_measured(rounds, 1, 512)
+    make_runs.add_failed(rounds, 4, 8)
+    assert batches(profile.plan(rounds.spec(), inspection(), rounds)) == {4: (8,)}
+    fewer = make_runs.spec(search={"nodes": [1, 2], "min_batch": 32, "strategy": "adaptive", "max_minutes": 30})
+    assert set(batches(profile.plan(fewer, inspection(), rounds))) == {2}
+
+
+def test_the_cap_counts_what_other_node_types_take(rounds: RunDir) -> None:
+    search = {"nodes": [1, 2, 4], "min_batch": 32, "strategy": "adaptive", "max_minutes": 30, "max_node_hours": 10}
+    job = make_runs.spec(search=search)
+    measure(rounds, profile.plan(job, inspection(), rounds))
+    assert profile.plan(job, inspection(), rounds, elsewhere=1.0).missing
+    assert not profile.plan(job, inspection(), rounds, elsewhere=9.9).missing
+
+
+def test_a_packed_job_holds_its_most_nodes_all_the_time(rounds: RunDir) -> None:
+    search = {"nodes": [1, 4], "min_batch": 32, "strategy": "full", "packing": "single"}
+    for task in profile.plan(make_runs.spec(search=search), inspection(), rounds).tasks:
+        rounds.write_task(task)
+        rounds.write_attempt(make_runs.attempt(task.id, start=make_runs.START, end=make_runs.START + 1800))
+    assert profile.spent(rounds) == pytest.approx(2 * 4 * 0.5)

@@ -20,6 +20,7 @@ from tula_cli.models.steptime import Estimate, Observation
 from tula_cli.records import Prediction
 
 TABLE = Path(__file__).parent / "fixtures" / "step_times.csv"
+HEADER = TABLE.read_text().partition("\n")[0] + "\n"
 
 
 @pytest.fixture(scope="module")
@@ -295,8 +296,8 @@ def test_timing_tells_fits_and_predictions(monkeypatch, capsys) -> None:
     assert "a fit" in text and "100000 predictions" in text
 
 
-def test_json_is_valid_and_leave_out_reports_clusters_and_apps(monkeypatch, capsys) -> None:
-    answer = json.loads(run(monkeypatch, capsys, "--json", "--leave-out", "--models", "NNLS", "--strategies", "sweep"))
+def test_json_is_valid_and_apart_reports_clusters_and_apps(monkeypatch, capsys) -> None:
+    answer = json.loads(run(monkeypatch, capsys, "--json", "--apart", "--models", "NNLS", "--strategies", "sweep"))
     assert {"cluster aws", "cluster rtx", "app cifar10", "app imagenet", "all"} <= set(answer["groups"])
     assert 0 < answer["groups"]["all"]["sweep, NNLS"]["median"] < 0.5
     assert answer["groups"]["all"]["sweep, NNLS"]["covered"] is None
@@ -368,3 +369,29 @@ def test_the_page_has_a_plot_of_every_set_with_enough_batches(monkeypatch, capsy
     assert len(drawn) >= 2 and all(each.name in page for each in drawn)
     assert page.count("Plotly.newPlot(") >= len(drawn)
     assert "knee: product" in page and "chosen after sweep" in page
+
+
+@pytest.mark.parametrize(
+    ("rows", "words"),
+    [
+        (None, "No such file"),
+        ("", "No columns"),
+        ("a,b\n1,2\n", "has no column cluster"),
+        (HEADER, "no set with two sizes"),
+    ],
+)
+def test_a_table_that_is_none_is_one_line(tmp_path, monkeypatch, rows, words) -> None:
+    path = tmp_path / "table.csv"
+    if rows is not None:
+        path.write_text(rows)
+    monkeypatch.setattr("sys.argv", ["replay.py", str(path)])
+    with pytest.raises(SystemExit, match=words):
+        replay.main()
+
+
+@pytest.mark.parametrize("wrong", [["--models", "foo"], ["--strategies", "foo"], ["--json", "--timing"]])
+def test_wrong_names_and_flags_that_exclude_each_other_are_usage_errors(monkeypatch, capsys, wrong) -> None:
+    monkeypatch.setattr("sys.argv", ["replay.py", "table.csv", *wrong])
+    with pytest.raises(SystemExit) as ended:
+        replay.main()
+    assert ended.value.code == 2 and ("foo" in capsys.readouterr().err or "--json" in wrong)

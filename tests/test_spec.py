@@ -688,3 +688,10 @@ def test_an_unknown_type_is_refused_with_those_there_are():
     with pytest.raises(SpecError, match="no node type 'c'") as caught:
         typed(a={}, b={}).by_type("c")
     assert caught.value.hint == "there are: a, b"
+
+
+def test_a_job_with_types_and_no_price_reads_back_as_it_was_written(tmp_path):
+    path = tmp_path / "job.yaml"
+    path.write_text(MINIMAL + "node_types: {a: {search: {nodes: [1, 2]}}, b: {search: {nodes: [1]}}}\n")
+    path.write_text(dump_yaml(load_spec(path)))
+    assert {name: part.search.nodes for name, part in load_spec(path).by_type().items()} == {"a": [1, 2], "b": [1]}

@@ -564,10 +564,15 @@ def _profile_plans(screen: Screen, run: "RunDir", spec: "JobSpec") -> list[tuple
     """
     from tula_cli import profile as service
 
-    found, errors = [], []
-    for part in run.parts(spec):
+    found: list[tuple[Part, ProfilePlan]] = []
+    errors = []
+    parts = run.parts(spec)
+    spent = {part.type: service.spent(part.run) for part in parts}
+    for part in parts:
+        elsewhere = sum(spent.values()) - spent[part.type] + sum(plan.node_hours_at_most for _, plan in found)
         try:
-            found.append((part, service.plan(part.spec, _inspect(screen, part.spec), part.run)))
+            plan = service.plan(part.spec, _inspect(screen, part.spec), part.run, elsewhere=elsewhere)
+            found.append((part, plan))
         except Infeasible as error:
             errors.append((part.type, error))
     if not found:

@@ -1,6 +1,6 @@
 """`tula profile`: which probes are missing, what they may cost, and submitting them."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,7 +11,7 @@ from tula_cli.models.cost import price_at_most, price_words
 from tula_cli.outcome import advice
 from tula_cli.records import Failed, Inspection, Measured, OutOfMemory, ProbeTask
 from tula_cli.rundir import RunDir, probe_id
-from tula_cli.search import Round, largest_local_batch, next_round, probes
+from tula_cli.search import Round, feasible, largest_local_batch, next_round, probes
 from tula_cli.spec import JobSpec
 
 PACKED = "probe-packed"
@@ -53,15 +53,17 @@ class ProfileReport:
     out_of_memory: tuple[OutOfMemory, ...]
     failed: tuple[Failed, ...]
     missing: tuple[str, ...]  # ids
+    certainty: str = ""  # how certain the decisions are and why no more is measured, with strategy: adaptive
 
 
-def plan(spec: JobSpec, inspection: Inspection, run: RunDir | None) -> ProfilePlan:
+def plan(spec: JobSpec, inspection: Inspection, run: RunDir | None, *, elsewhere: float = 0.0) -> ProfilePlan:
     """Return the missing probes, grouped into jobs, and what they may cost at most.
 
     Args:
         spec: the job.
         inspection: dataset size and memory estimate.
         run: where results may be already; None for none.
+        elsewhere: node-hours that other node types of the same job have taken or are about to.
 
     Raises:
         Infeasible: no configuration of the search can run.
@@ -69,7 +71,7 @@ def plan(spec: JobSpec, inspection: Inspection, run: RunDir | None) -> ProfilePl
     """
     source = choose(run, spec, Path.cwd(), keep=True)
     known = {result.id: result for result in run.results()} if run else {}
-    wanted, found = _wanted(spec, inspection, run, known)
+    wanted, found = _wanted(spec, inspection, run, known, elsewhere=elsewhere)
     tasks = []
     for nodes, local_batches in wanted.items():
         missing = [local for local in local_batches if not _settled(known.get(probe_id(nodes, local)))]
@@ -100,38 +102,44 @@ Known = Mapping[str, Measured | OutOfMemory | Failed]
 
 
 def _wanted(
-    spec: JobSpec, inspection: Inspection, run: RunDir | None, known: Known
+    spec: JobSpec, inspection: Inspection, run: RunDir | None, known: Known, *, elsewhere: float
 ) -> tuple[Mapping[int, Sequence[int]], Round]:
     """Return all local batches to measure by number of nodes (with `adaptive` those so far and the next round)."""
+    largest = largest_local_batch(spec, inspection)
     if spec.search.strategy != "adaptive":
-        largest = largest_local_batch(spec, inspection)
         return probes(spec, dataset_size=inspection.dataset_size, max_local_batch=largest), Round({}, (), "")
-    begun = _begun(run) if run else {}
-    so_far = {nodes: sorted(sizes) for nodes, sizes in sorted(begun.items())}
-    if run and any(not _settled(known.get(probe_id(nodes, size))) for nodes, sizes in begun.items() for size in sizes):
-        return so_far, Round({}, (), "")  # a round is under way, or what failed in it is tried again
+    begun = _begun(run) if run else set()
+    settled = {probe for probe in begun if _settled(known.get(probe_id(*probe)))}
+    found = feasible(spec, dataset_size=inspection.dataset_size, max_local_batch=largest)
+    searched = {(config.nodes, config.local_batch(spec.cluster.gpus_per_node)) for config in found}
+    # A round that is under way, or what failed in it: the next one follows from its results.
+    open_ = (begun - settled) & searched
+    if open_:
+        return _by_nodes(settled | open_), Round({}, (), "")
     attempts = run.attempts() if run else []
-    found = next_round(spec, list(known.values()), inspection=inspection, attempts=attempts)
-    found = _within_cap(spec, found, spent=_spent(run) if run else 0.0)
-    sizes = begun.keys() | found.probes.keys()
-    return {n: sorted({*begun.get(n, ()), *found.probes.get(n, ())}) for n in sorted(sizes)}, found
+    fresh = next_round(spec, list(known.values()), inspection=inspection, attempts=attempts)
+    fresh = _within_cap(spec, fresh, spent=elsewhere + (spent(run) if run else 0.0))
+    return _by_nodes(settled | {(nodes, size) for nodes, sizes in fresh.probes.items() for size in sizes}), fresh
 
 
-def _begun(run: RunDir) -> dict[int, set[int]]:
-    """Return what was ever to be measured, and what has been."""
-    found: dict[int, set[int]] = {}
-    for task in run.tasks():
-        if isinstance(task, ProbeTask):
-            found.setdefault(task.nodes, set()).update(task.local_batches)
-    for result in run.results():
-        if _settled(result):
-            found.setdefault(result.nodes, set()).add(result.local_batch)
+def _by_nodes(places: Iterable[tuple[int, int]]) -> dict[int, list[int]]:
+    found: dict[int, list[int]] = {}
+    for nodes, size in sorted(places):
+        found.setdefault(nodes, []).append(size)
     return found
 
 
-def _spent(run: RunDir) -> float:
+def _begun(run: RunDir) -> set[tuple[int, int]]:
+    """Return what was ever to be measured, and what has been: nodes and local batch."""
+    asked = {(task.nodes, size) for task in run.tasks() if isinstance(task, ProbeTask) for size in task.local_batches}
+    return asked | {(result.nodes, result.local_batch) for result in run.results() if _settled(result)}
+
+
+def spent(run: RunDir) -> float:
     """Return the node-hours that measuring has taken so far."""
-    nodes = {task.id: task.nodes for task in run.tasks() if isinstance(task, ProbeTask)}
+    tasks = [task for task in run.tasks() if isinstance(task, ProbeTask)]
+    # The one job of search.packing: single holds the most nodes of its tasks all the time.
+    nodes = {task.id: max(t.nodes for t in tasks if t.job == task.job) for task in tasks}
     return sum(
         nodes[attempt.task] * (attempt.ended_at - attempt.started_at) / 3600
         for attempt in run.attempts()
@@ -142,10 +150,15 @@ def _spent(run: RunDir) -> float:
 def _within_cap(spec: JobSpec, found: Round, *, spent: float) -> Round:
     """Leave a further round out that might go beyond the cap on node-hours; the start is refused by the command line."""
     cap = spec.search.max_node_hours
-    at_most = sum(found.probes) * spec.search.max_minutes / 60
+    packed = spec.search.packing == "single" and spec.cluster.kind == "slurm"
+    nodes = max(found.probes, default=0) * len(found.probes) if packed else sum(found.probes)
+    at_most = nodes * spec.search.max_minutes / 60
     if cap is None or not found.probes or not found.words or spent + at_most <= cap:
         return found
-    why = f"a further round may take {at_most:.3g} node-hours, and {spent:.2g} of {cap:g} (search.max_node_hours) are spent"
+    why = (
+        f"stopped: a further round may take {at_most:.3g} node-hours, and {spent:.2g} of {cap:g} are spent; raise the cap with"
+        " --set search.max_node_hours=... to go on"
+    )
     return Round({}, (), f"{found.words}; {why}")
 
 
@@ -218,7 +231,8 @@ def report(run: RunDir, plan: ProfilePlan) -> ProfileReport:
     out_of_memory = tuple(result for result in results if isinstance(result, OutOfMemory))
     known = {result.id for result in results}
     wanted = [probe_id(task.nodes, local) for task in plan.tasks for local in task.local_batches]
-    found = ProfileReport(measured, out_of_memory, failed, tuple(i for i in wanted if i not in known))
+    missing = tuple(i for i in wanted if i not in known)
+    found = ProfileReport(measured, out_of_memory, failed, missing, plan.certainty)
     of_plan = [result for result in results if result.id in wanted]
     if not measured or (of_plan and all(isinstance(result, Failed) for result in of_plan)):
         raise _nothing_measured(found)

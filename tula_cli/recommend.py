@@ -468,11 +468,12 @@ def _table(surveys: Sequence[_Survey], recommendation: Recommendation) -> str:
     by_config: dict[tuple[str, Config], list[Prediction]] = {}
     for row in recommendation.rows:
         by_config.setdefault((row.type, Config(row.nodes, row.batch)), []).append(row)
-    rows = [
-        _row(survey, config, result, recommendation, by_config.get((survey.part.type, config), []))
-        for survey in surveys
-        for config, result in _configs(survey, by_config).items()
-    ]
+    rows = []
+    for survey in surveys:
+        known = {Config(row.nodes, row.batch): row for row in survey.forecast.predictions()}
+        for config, result in _configs(survey, by_config).items():
+            within = by_config.get((survey.part.type, config), [])
+            rows.append(_row(survey, config, known.get(config), result, recommendation, within))
     return pd.DataFrame(rows).to_csv(index=False)
 
 
@@ -489,14 +490,15 @@ def _configs(
 def _row(
     survey: _Survey,
     config: Config,
+    known: Prediction | None,
     result: Measured | OutOfMemory | Failed | None,
     recommendation: Recommendation,
     within: Sequence[Prediction],
 ) -> dict[str, Any]:
     """Return one line of results.csv; every line has the same columns. `within`: its forecasts within the limits."""
     forecast = survey.forecast
-    why = forecast.why_not(config) or forecast.why_unknown(config)
-    row = None if why else forecast.predict(config)
+    why = "" if known else forecast.why_not(config) or forecast.why_unknown(config)
+    row = known or (None if why else forecast.predict(config))
     spot = forecast.on_spot(row) if row else None
     probe = result if isinstance(result, Measured) else None
     gpus = forecast.spec.cluster.gpus_per_node

@@ -173,6 +173,8 @@ class SameProgress(Record):
     epochs: float
     epochs_low: float
     epochs_high: float
+    epochs_alike: float  # the end of the range where every sample counts alike
+    epochs_lossy: float  # and that where a large batch loses most
     hours: float
     hours_low: float
     hours_high: float

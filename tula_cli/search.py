@@ -3,6 +3,7 @@
 A probe is a number of nodes and a local batch; all local batches of one number of nodes are one job, ascending.
 """
 
+import math
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -11,6 +12,7 @@ from tula_cli.errors import BadMeasurements, Infeasible
 from tula_cli.grid import Config, candidates
 from tula_cli.models import adaptive, memory
 from tula_cli.models.forecast import Forecast
+from tula_cli.models.objective import INTERVAL
 from tula_cli.records import Attempt, Failed, Inspection, Measured, OutOfMemory, Prediction
 from tula_cli.spec import JobSpec
 
@@ -105,6 +107,7 @@ def _candidate(forecast: Forecast, row: Prediction) -> adaptive.Candidate:
         probe_seconds=row.nodes * (search.steps + search.warmup_steps) * row.step_time,
         job_seconds=row.nodes * (start + forecast.shutdown),
         measured=row.step_time if row.measured else None,
+        doubt=math.log(row.step_high / row.step_low) / INTERVAL if row.step_low and row.step_high else 0.0,
     )
 
 

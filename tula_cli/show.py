@@ -533,7 +533,7 @@ def profile_plan(plan: "ProfilePlan", *, scripts: Sequence[str] = ()) -> Iterato
     """What would be measured and what it may cost at most."""
     if not plan.missing:
         yield f"all {plural(plan.total, 'probe')} have a result already"
-        yield from _certainty(plan)
+        yield from _certainty(plan.certainty)
         return
     made = table(("job", "nodes", "probes", "global batches", "local batches"), left=(0, 3, 4))
     for task in plan.tasks:
@@ -545,7 +545,9 @@ def profile_plan(plan: "ProfilePlan", *, scripts: Sequence[str] = ()) -> Iterato
     done = f", {plan.done} of {plan.total} done already" if plan.done else ""
     yield f"{plural(plan.missing, 'probe')} in {plural(len({task.job for task in plan.tasks}), 'job')}{done}"
     yield from plan.reasons
-    yield from _certainty(plan)
+    yield from _certainty(plan.certainty)
+    if plan.reasons:
+        yield "one round of several: what follows depends on its results and stays within search.max_node_hours"
     yield _at_most(plan.minutes_at_most / 60, plan.node_hours_at_most, plan.price_at_most, plan.currency)
     yield f"price: {plan.price}"
     for script in scripts:
@@ -553,9 +555,9 @@ def profile_plan(plan: "ProfilePlan", *, scripts: Sequence[str] = ()) -> Iterato
         yield script
 
 
-def _certainty(plan: "ProfilePlan") -> Iterator[str]:
-    if plan.certainty:
-        yield plan.certainty
+def _certainty(words: str) -> Iterator[str]:
+    if words:
+        yield words
 
 
 def profile_report(report: "ProfileReport") -> Iterator["RenderableType"]:
@@ -572,6 +574,7 @@ def profile_report(report: "ProfileReport") -> Iterator["RenderableType"]:
     yield from (f"{row.id} failed ({row.outcome}): {first_line(row.message)}" for row in report.failed)
     if report.missing:
         yield f"missing: {', '.join(report.missing)}; run tula profile again"
+    yield from _certainty(report.certainty)
     yield ""
     yield "next: tula recommend"
 
@@ -646,6 +649,8 @@ def recommendation(
         yield same_progress(found)
         yield ""
     marks = ["* chosen", *(["2, 3 ... runners-up"] if found.runners_up else [])]
+    if pareto and not found.choice.pareto:
+        marks = [f"the choice ({found.objective}) is not among them: something is both faster and cheaper", *marks[1:]]
     yield "; ".join(marks if pareto else [*marks, "P: nothing is both faster and cheaper"])
     yield from (f"price: {line}" for line in found.price.splitlines())
     yield from (f"fit: {line}" for line in found.fit.splitlines())

@@ -522,7 +522,8 @@ class JobSpec(Section):
         Raises:
             ValidationError: what the type has of its own does not fit.
         """
-        own = self.node_types[name].model_dump(exclude_unset=True)
+        # A section that is there but empty, as a written spec has it, says nothing of its own.
+        own = {key: value for key, value in self.node_types[name].model_dump(exclude_unset=True).items() if value}
         base = self.model_dump(mode="json", exclude_unset=True, exclude={"node_types"})
         if self.pricing == UNPRICED:  # nothing of it holds beside a price
             base.pop("pricing", None)

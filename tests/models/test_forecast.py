@@ -200,7 +200,7 @@ def test_doubtful_measurements_are_named() -> None:
     results[1] = results[1].model_copy(update={"environment": other})
     text = "\n".join(Forecast.from_results(spec(), results).warnings)
     assert "oversubscribed" in text and "2 nodes" in text
-    assert "input-bound: at 2 nodes, local batch 16" in text
+    assert "input-bound: " in text and "(2 nodes at local batch 16)" in text
     assert "flushed the allocator's cache 3 times" in text
     assert "torch 2.6" in text and "torch 2.7" in text
     assert not Forecast.from_results(spec(), probe_all(Truth(), SWEEP)).warnings

@@ -178,7 +178,7 @@ def test_a_neighbour_as_good_is_named() -> None:
 def progress(found: Prediction, epochs: float, *, low: float, high: float) -> Prediction:
     """Return a prediction whose same progress takes so many times its hours."""
     told = SameProgress(
-        epochs=epochs, epochs_low=low, epochs_high=high, hours=found.hours * epochs, hours_low=found.hours * low,
+        epochs=epochs, epochs_low=low, epochs_high=high, epochs_alike=low, epochs_lossy=high, hours=found.hours * epochs, hours_low=found.hours * low,
         hours_high=found.hours * high, cost=found.cost * epochs,
     )  # fmt: skip
     return found.model_copy(update={"same_progress": told})
@@ -216,3 +216,17 @@ def test_an_uncertain_forecast_has_to_be_clearly_better_than_a_certain_one() -> 
     clear = between(4, 128, 0.5, 0.25, 1.0)
     choice = choose([clear, certain], objective="time")
     assert choice.prediction == clear and "uncertain" not in choice.reason
+
+
+def test_the_range_of_the_noise_is_told_by_its_two_ends_also_below_the_reference_batch() -> None:
+    def told(found: Prediction, *, alike: float, lossy: float) -> Prediction:
+        low, high = sorted((alike, lossy))
+        same = SameProgress(
+            epochs=1.0, epochs_low=low, epochs_high=high, epochs_alike=alike, epochs_lossy=lossy, hours=found.hours,
+            hours_low=found.hours * low, hours_high=found.hours * high, cost=found.cost,
+        )  # fmt: skip
+        return found.model_copy(update={"same_progress": same})
+
+    # Below the reference batch a lossy noise takes fewer epochs, above it more.
+    small, large = told(row(1, 32, 2.0), alike=1.0, lossy=0.5), told(row(1, 512, 1.5), alike=1.0, lossy=3.0)
+    assert "from 32 to 512" in choose([small, large], objective="accuracy-time").reason

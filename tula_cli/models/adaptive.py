@@ -40,6 +40,7 @@ class Candidate:
     probe_seconds: float  # node-seconds of the probe within a running job
     job_seconds: float  # node-seconds of starting a job on its nodes
     measured: float | None  # seconds a step, where it was probed
+    doubt: float = 0.0  # standard deviation of ln of that
 
 
 @dataclass(frozen=True)
@@ -85,7 +86,7 @@ def propose(fit: StepTimeFit, candidates: Sequence[Candidate], *, tolerance: flo
     words = f"expected regret of deciding now: {told}"
     open_ = np.array([candidate.measured is None for candidate in candidates])
     if max(regrets.values()) <= tolerance:
-        return Proposal((), regrets, words)
+        return Proposal((), regrets, f"{words}; settled")
     picks = tuple(_round(problem, belief, open_, tolerance))
     return Proposal(picks, regrets, words if picks else f"{words}; no further probe is worth what it costs")
 
@@ -110,7 +111,7 @@ class _Belief:
             if candidate.measured is not None:
                 mean[index] = math.log(candidate.measured)
                 covariance[index, :] = covariance[:, index] = 0.0
-                covariance[index, index] = _REPEATS**2
+                covariance[index, index] = max(_REPEATS, candidate.doubt) ** 2
         return cls(mean, covariance, noise)
 
     def gain(self, index: int) -> Floats:

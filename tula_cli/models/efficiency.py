@@ -186,6 +186,8 @@ def same_progress(row: Prediction, *, epochs: int, reference: int, noise: Noise)
         epochs=count,
         epochs_low=fewest,
         epochs_high=most,
+        epochs_alike=alike,
+        epochs_lossy=lossy,
         hours=row.hours * count / epochs,
         hours_low=(row.hours if row.hours_low is None else row.hours_low) * fewest / epochs,
         hours_high=(row.hours if row.hours_high is None else row.hours_high) * most / epochs,

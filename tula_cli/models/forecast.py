@@ -4,7 +4,7 @@ import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from math import isfinite, log2
+from math import hypot, isfinite, log2
 from typing import TypeVar
 
 from tula_cli.errors import BadMeasurements, Infeasible
@@ -227,7 +227,7 @@ class Forecast:
         gpus = self.spec.cluster.gpus_per_node
         local_batch = config.local_batch(gpus)
         training = self._training(config)
-        hours = training(step.seconds)
+        hours, startup = training(step.seconds), self._startup_spread / 3600
         reserved = probe.memory.reserved if probe else self.memory.reserved(local_batch)
         return Prediction(
             nodes=config.nodes,
@@ -237,8 +237,8 @@ class Forecast:
             step_low=step.low,
             step_high=step.high,
             hours=hours,
-            hours_low=None if step.low is None else training(step.low),
-            hours_high=None if step.high is None else training(step.high),
+            hours_low=None if step.low is None else max(0.0, hours - hypot(hours - training(step.low), startup)),
+            hours_high=None if step.high is None else hours + hypot(training(step.high) - hours, startup),
             cost=cost.cost(self.spec.pricing, hours=hours, nodes=config.nodes, gpus_per_node=gpus, reserved=reserved),
             peak_memory=reserved,
             headroom=None if self.capacity is None else 1 - self.memory.needed(local_batch) / self.capacity,
@@ -276,6 +276,16 @@ class Forecast:
             return seconds / 3600
 
         return hours
+
+    @cached_property
+    def _startup_spread(self) -> float:
+        """Half the 90 % interval of what a start takes from one job to the next: seconds, 0 where one job tells nothing."""
+        apart: list[float] = []
+        for nodes in {probe.nodes for probe in self.probes.values()}:
+            # The probes of one job started together: they tell the same.
+            seen = sorted({probe.overheads.startup for probe in self.probes.values() if probe.nodes == nodes})
+            apart.append(statistics.median(seen))
+        return 1.645 * statistics.stdev(apart) if len(apart) > 1 else 0.0
 
     def _overheads(self, config: Config) -> Overheads:
         """Take those of the nearest local batch; what no batch changes is the median over the nearest number of nodes."""
@@ -405,12 +415,17 @@ def _thrashing(measured: Sequence[Measured]) -> list[str]:
 
 
 def _waiting(measured: Sequence[Measured]) -> list[str]:
-    waits = [probe for probe in measured if probe.data_wait > _WAITING * centre(probe.step_times)]
+    """Say where the data loader sets the pace. Each rank has its own: more nodes bring more of them."""
+    waits: dict[int, list[str]] = {}
+    for probe in measured:
+        if probe.data_wait > _WAITING * centre(probe.step_times):
+            waits.setdefault(probe.nodes, []).append(str(probe.local_batch))
     if not waits:
         return []
+    where = "; ".join(f"{n} node{'s' * (n != 1)} at local batch {', '.join(sizes)}" for n, sizes in waits.items())
     return [
-        f"input-bound: at {', '.join(_named(probe) for probe in waits)} steps wait for the data loader most of all;"
-        " more data-loader workers (train.workers) may help, more nodes will not"
+        f"input-bound: steps wait for the data loader for more than {_WAITING:.0%} of their time ({where}); it sets the pace,"
+        " and faster GPUs or links do not help there; more loader workers (train.workers) may"
     ]
 
 

@@ -26,7 +26,9 @@ KNEE_SAVES = 1 - math.sqrt(0.5)  # of the time: what a doubling of the batch sav
 _FEWEST = 5  # points that a knee is looked for in
 _BEYOND = 100  # doublings by which a curve is continued: many more than it has itself
 _RUNNERS_UP = 3
-_INTERVAL = 2 * 1.645  # standard deviations from end to end of a 90 % interval
+INTERVAL = 2 * 1.645
+"""Standard deviations from end to end of a 90 % interval."""
+
 _MOST_CAUTIOUS = 5.0
 
 
@@ -74,7 +76,7 @@ def _cautious(row: Prediction, curve: Quantity) -> float:
     """
     if not row.hours_low or not row.hours_high:
         return _value(row, curve)
-    sd = math.log(row.hours_high / row.hours_low) / _INTERVAL
+    sd = math.log(row.hours_high / row.hours_low) / INTERVAL
     return _value(row, curve) * math.exp(min(sd**2, _MOST_CAUTIOUS))
 
 
@@ -115,11 +117,11 @@ def _passed_over(chosen: Prediction, rows: Sequence[Prediction], curve: Quantity
 
 def _range(rows: Sequence[Prediction], curve: Quantity) -> str:
     """Say which batches are best at the ends of the range that the growth of the gradient noise leaves."""
-    ranges = [(row.same_progress, row.batch) for row in rows if row.same_progress is not None]
     if curve != "accuracy-time":
         return ""
-    lossy = min(ranges, key=lambda found: found[0].hours_high)[1]
-    alike = min(ranges, key=lambda found: found[0].hours_low)[1]
+    ends = [(row, row.same_progress) for row in rows if row.same_progress is not None]
+    lossy = min(ends, key=lambda end: end[0].hours * end[1].epochs_lossy)[0].batch
+    alike = min(ends, key=lambda end: end[0].hours * end[1].epochs_alike)[0].batch
     if lossy == alike:
         return f" (batch {alike} over the whole range of the noise)"
     return f" (over the range of the noise the best batch runs from {min(lossy, alike)} to {max(lossy, alike)})"

@@ -193,7 +193,7 @@ def _eval_time(trainer: Trainer, evaluator: loop.Evaluator) -> float:
 
 def _gradients(trainer: Trainer, spy: NormSpy, stream: Iterator[Step]) -> GradientStats:
     """Return the gradient norms of the timed steps; where no probe of the search has two ranks, those of half batches."""
-    if _ranks_at_most(trainer) > 1 or trainer.micro_batch < 2:
+    if _ranks_at_most(trainer) > 1 or trainer.micro_batch < 4:  # batch norm cannot do with one sample
         return summarise(spy.pairs(), local_batch=trainer.local_batch, batch=trainer.batch)
     pairs: list[Pair] = []
     _take(trainer, stream, lambda: pairs.append(halves(trainer)))

@@ -11,7 +11,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from make_results import MIB, Truth, measured, out_of_memory, probe_all, spec, with_noise
 
+from tula_cli import recommend as recommend_module
 from tula_cli.errors import BadMeasurements, Infeasible, Pending, SpecError
+from tula_cli.models.forecast import Forecast
 from tula_cli.recommend import recommend
 from tula_cli.records import Failed, Measured, OutOfMemory, Prediction, ProbeTask, Recommendation
 from tula_cli.rundir import RunDir
@@ -485,3 +487,18 @@ def test_the_other_market_is_that_of_the_chosen_type(tmp_path: Path) -> None:
     assert (answer.choice.type, answer.choice.market) == ("slow", "spot") and other is not None
     same = [row for row in answer.rows if (row.type, row.nodes, row.batch) == ("slow", other.nodes, other.batch)]
     assert {row.market: (row.hours, row.cost) for row in same}["on_demand"] == (other.hours, other.cost)
+
+
+def test_a_second_opinion_that_sees_the_choice_quite_differently_is_told(tmp_path: Path) -> None:
+    run = run_with(tmp_path, probe_all(Truth(), {2: (16, 64, 256), 4: (8,), 8: (4,), 16: (2,)}))
+    forecast = Forecast.from_results(run.spec(), run.results())
+    row = next(row for row in forecast.predictions() if not row.measured)
+    gpus = run.spec().cluster.gpus_per_node
+    other = forecast.steps.second_opinion(row.nodes, gpus, row.local_batch)
+    assert other is not None
+    far = row.model_copy(update={"step_time": 2 * other, "step_low": 1.9 * other, "step_high": 2.1 * other})
+    assert "a plain additive fit of the same probes" in recommend_module._second_opinion(forecast, far)[0]
+    wide = far.model_copy(update={"step_low": 0.9 * other})
+    near = far.model_copy(update={"step_time": 1.1 * other, "step_low": 1.05 * other, "step_high": 1.15 * other})
+    measured = far.model_copy(update={"measured": True})
+    assert not any(recommend_module._second_opinion(forecast, row) for row in (wide, near, measured))

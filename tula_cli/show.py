@@ -9,7 +9,6 @@ import json
 import math
 import os
 import shutil
-import statistics
 import sys
 import textwrap
 import time
@@ -583,7 +582,9 @@ def _probe_row(row: "Measured | OutOfMemory | Failed", byte: float) -> tuple[str
     where = (str(row.nodes), str(row.local_batch * row.nodes * row.gpus_per_node), str(row.local_batch))
     match row.kind:
         case "measured":
-            step = statistics.median(row.step_times)
+            from tula_cli.models.noise import centre
+
+            step = centre(row.step_times)  # what the fit takes
             times = (number(1000 * step), number(1000 * row.sync_time), number(1000 * row.data_wait))
             outcome = "oversubscribed" if row.oversubscribed else "measured"
             return (*where, *times, number(row.batch / step), size(row.memory.peak, byte), outcome)

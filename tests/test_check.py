@@ -573,3 +573,9 @@ def test_slurm_template_mentions_the_usual_options():
     text = init("slurm")
     for key in ("partition", "account", "qos", "constraint", "minutes", "cpus_per_task", "memory", "setup", "extra"):
         assert f"{key}:" in text
+
+
+def test_the_figures_of_an_adaptive_search_are_told_to_be_those_of_its_first_round(found):
+    assert not any("first round" in warning for warning in check(spec()).warnings)
+    report = check(spec(search={"strategy": "adaptive"}))
+    assert report.probes <= 3 and any("first round" in warning for warning in report.warnings)

@@ -135,6 +135,11 @@ def _warnings(spec: JobSpec, inspection: Inspection | None, jobs: tuple[PlannedJ
             f"{ranks} ranks share {inspection.cpus} cores: their times are marked oversubscribed and say nothing of a"
             " real cluster"
         )
+    if spec.search.strategy == "adaptive" and jobs:
+        found.append(
+            "search.strategy: adaptive: the figures are those of the first round; further ones depend on its results and stay"
+            " within search.max_node_hours"
+        )
     if spec.search.max_node_hours is None:
         found.append("search.max_node_hours is not set: where there is no terminal to confirm, profiling is refused")
     return tuple(found)

@@ -518,8 +518,7 @@ def profile(
             work.started = service.start(work.part.run, work.plan, work.launcher)
         if not all(_waits(wait, work.part.spec) for work in at_work):
             return _profile_detached(screen, run, at_work, {"plan": _whole({p.type: plan for p, plan in planned})})
-        left = None if end is None else max(0.0, end - time.monotonic())
-        _wait_for_probes(screen, at_work, timeout=left, cancel_on_interrupt=cancel_on_interrupt)
+        _wait_for_probes(screen, at_work, deadline=end, cancel_on_interrupt=cancel_on_interrupt)
         if spec.search.strategy != "adaptive" or not all(service.measured(part.run, plan) for part, plan in missing):
             break
     reports = _profile_reports(screen, planned)
@@ -567,7 +566,8 @@ def _profile_plans(screen: Screen, run: "RunDir", spec: "JobSpec") -> list[tuple
     found: list[tuple[Part, ProfilePlan]] = []
     errors = []
     parts = run.parts(spec)
-    spent = {part.type: service.spent(part.run) for part in parts}
+    rounds = any(part.spec.search.strategy == "adaptive" for part in parts)
+    spent = {part.type: service.spent(part.run) if rounds else 0.0 for part in parts}
     for part in parts:
         elsewhere = sum(spent.values()) - spent[part.type] + sum(plan.node_hours_at_most for _, plan in found)
         try:
@@ -597,14 +597,13 @@ def _profile_detached(screen: Screen, run: "RunDir", at_work: Sequence[_AtWork],
 
 
 def _wait_for_probes(
-    screen: Screen, at_work: Sequence[_AtWork], *, timeout: float | None, cancel_on_interrupt: bool
+    screen: Screen, at_work: Sequence[_AtWork], *, deadline: float | None, cancel_on_interrupt: bool
 ) -> None:
-    """Wait for the jobs of one type after the other: all of them are submitted."""
+    """Wait for the jobs of one type after the other, until `deadline` (monotonic): all of them are submitted."""
     import time
 
     from tula_cli import status as service
 
-    deadline = None if timeout is None else time.monotonic() + timeout
     for work in at_work:
         if work.part.type:
             screen.note(f"node type {work.part.type}:")

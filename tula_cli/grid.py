@@ -16,6 +16,11 @@ class Config:
         return self.batch // (self.nodes * gpus_per_node)
 
 
+def place(nodes: int, local_batch: int) -> str:
+    """Return where a probe is made, in words."""
+    return f"{nodes} node{'s' * (nodes != 1)}, local batch {local_batch}"
+
+
 def batches(minimum: int, maximum: int) -> list[int]:
     """Return minimum * 2^k up to and including maximum, ascending."""
     found, batch = [], minimum

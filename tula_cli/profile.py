@@ -1,6 +1,6 @@
 """`tula profile`: which probes are missing, what they may cost, and submitting them."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,7 +11,7 @@ from tula_cli.models.cost import price_at_most, price_words
 from tula_cli.outcome import advice
 from tula_cli.records import Failed, Inspection, Measured, OutOfMemory, ProbeTask
 from tula_cli.rundir import RunDir, probe_id
-from tula_cli.search import Round, feasible, largest_local_batch, next_round, probes
+from tula_cli.search import Round, feasible, grouped, largest_local_batch, next_round, probes
 from tula_cli.spec import JobSpec
 
 PACKED = "probe-packed"
@@ -81,7 +81,7 @@ def plan(spec: JobSpec, inspection: Inspection, run: RunDir | None, *, elsewhere
         tasks = _packed(tasks)
     total = sum(len(local_batches) for local_batches in wanted.values())
     minutes = spec.search.max_minutes * len(tasks)
-    node_hours = _nodes_taken(spec, tasks) * spec.search.max_minutes / 60
+    node_hours = _nodes_taken(spec, [task.nodes for task in tasks]) * spec.search.max_minutes / 60
     return ProfilePlan(
         tasks=tuple(tasks),
         total=total,
@@ -115,18 +115,11 @@ def _wanted(
     # A round that is under way, or what failed in it: the next one follows from its results.
     open_ = (begun - settled) & searched
     if open_:
-        return _by_nodes(settled | open_), Round({}, (), "")
+        return grouped(settled | open_), Round({}, (), "")
     attempts = run.attempts() if run else []
     fresh = next_round(spec, list(known.values()), inspection=inspection, attempts=attempts)
     fresh = _within_cap(spec, fresh, spent=elsewhere + (spent(run) if run else 0.0))
-    return _by_nodes(settled | {(nodes, size) for nodes, sizes in fresh.probes.items() for size in sizes}), fresh
-
-
-def _by_nodes(places: Iterable[tuple[int, int]]) -> dict[int, list[int]]:
-    found: dict[int, list[int]] = {}
-    for nodes, size in sorted(places):
-        found.setdefault(nodes, []).append(size)
-    return found
+    return grouped(settled | {(nodes, size) for nodes, sizes in fresh.probes.items() for size in sizes}), fresh
 
 
 def _begun(run: RunDir) -> set[tuple[int, int]]:
@@ -150,9 +143,7 @@ def spent(run: RunDir) -> float:
 def _within_cap(spec: JobSpec, found: Round, *, spent: float) -> Round:
     """Leave a further round out that might go beyond the cap on node-hours; the start is refused by the command line."""
     cap = spec.search.max_node_hours
-    packed = spec.search.packing == "single" and spec.cluster.kind == "slurm"
-    nodes = max(found.probes, default=0) * len(found.probes) if packed else sum(found.probes)
-    at_most = nodes * spec.search.max_minutes / 60
+    at_most = _nodes_taken(spec, list(found.probes)) * spec.search.max_minutes / 60
     if cap is None or not found.probes or not found.words or spent + at_most <= cap:
         return found
     why = (
@@ -181,11 +172,11 @@ def _packed(tasks: list[ProbeTask]) -> list[ProbeTask]:
     return [first.model_copy(update={"then": tuple(task.id for task in others)}), *others]
 
 
-def _nodes_taken(spec: JobSpec, tasks: list[ProbeTask]) -> int:
+def _nodes_taken(spec: JobSpec, nodes: Sequence[int]) -> int:
     """Return the nodes that are taken, summed over the times of `search.max_minutes` they are taken for."""
     if spec.search.packing == "single" and spec.cluster.kind == "slurm":
-        return max(task.nodes for task in tasks) * len(tasks) if tasks else 0
-    return sum(task.nodes for task in tasks)
+        return max(nodes, default=0) * len(nodes)
+    return sum(nodes)
 
 
 def start(run: RunDir, plan: ProfilePlan, launcher: Launcher) -> tuple[str, ...]:

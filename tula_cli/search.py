@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from tula_cli.errors import BadMeasurements, Infeasible
-from tula_cli.grid import Config, candidates
+from tula_cli.grid import Config, candidates, place
 from tula_cli.models import adaptive, memory
 from tula_cli.models.forecast import Forecast
 from tula_cli.models.objective import INTERVAL
@@ -39,11 +39,8 @@ def probes(spec: JobSpec, *, dataset_size: int, max_local_batch: int | None) -> 
     return {nodes: tuple(sorted(local_batches)) for nodes, local_batches in sorted(chosen.items())}
 
 
-def _by_nodes(spec: JobSpec, found: Iterable[Config]) -> dict[int, list[int]]:
-    by_nodes: dict[int, list[int]] = {}
-    for config in found:
-        by_nodes.setdefault(config.nodes, []).append(config.local_batch(spec.cluster.gpus_per_node))
-    return by_nodes
+def _by_nodes(spec: JobSpec, found: Iterable[Config]) -> dict[int, tuple[int, ...]]:
+    return grouped((config.nodes, config.local_batch(spec.cluster.gpus_per_node)) for config in found)
 
 
 @dataclass(frozen=True)
@@ -79,10 +76,10 @@ def next_round(
     smallest_oom = min((r.local_batch for r in results if isinstance(r, OutOfMemory)), default=None)
     gpus = spec.cluster.gpus_per_node
     fitting = {c for c in found if smallest_oom is None or c.local_batch(gpus) < smallest_oom}
-    start = adaptive.first(_by_nodes(spec, sorted(fitting or found)).items())
+    start = adaptive.first(_by_nodes(spec, fitting or found).items())
     if missing := [probe for probe in start if probe not in known]:
-        reasons = [f"{_place(*probe)}: one of the three to start from" for probe in missing]
-        return Round(_grouped(missing), tuple(reasons), "")
+        reasons = [f"{place(*probe)}: one of the three to start from" for probe in missing]
+        return Round(grouped(missing), tuple(reasons), "")
     forecast = Forecast.from_results(spec, results, inspection=inspection, attempts=attempts)
     rows = [row for row in forecast.predictions() if Config(row.nodes, row.batch) in fitting]
     if not rows:
@@ -91,7 +88,7 @@ def next_round(
         forecast.steps, [_candidate(forecast, row) for row in rows], tolerance=spec.search.tolerance
     )
     picked = [(pick.candidate.nodes, pick.candidate.local_batch) for pick in proposal.picks]
-    return Round(_grouped(picked), tuple(pick.words for pick in proposal.picks), proposal.words)
+    return Round(grouped(picked), tuple(pick.words for pick in proposal.picks), proposal.words)
 
 
 def _candidate(forecast: Forecast, row: Prediction) -> adaptive.Candidate:
@@ -111,15 +108,12 @@ def _candidate(forecast: Forecast, row: Prediction) -> adaptive.Candidate:
     )
 
 
-def _grouped(chosen: Iterable[tuple[int, int]]) -> dict[int, tuple[int, ...]]:
+def grouped(chosen: Iterable[tuple[int, int]]) -> dict[int, tuple[int, ...]]:
+    """Return probes (nodes, local batch) by number of nodes, both ascending."""
     by_nodes: dict[int, list[int]] = {}
     for nodes, local_batch in sorted(chosen):
         by_nodes.setdefault(nodes, []).append(local_batch)
     return {nodes: tuple(local_batches) for nodes, local_batches in by_nodes.items()}
-
-
-def _place(nodes: int, local_batch: int) -> str:
-    return f"{nodes} node{'s' * (nodes != 1)}, local batch {local_batch}"
 
 
 def largest_local_batch(spec: JobSpec, inspection: Inspection) -> int | None:
@@ -204,10 +198,7 @@ def _sweep(by_nodes: ByNodes) -> dict[int, set[int]]:
 
 def _start(by_nodes: ByNodes) -> dict[int, set[int]]:
     """The first round of `next_round`."""
-    chosen: dict[int, set[int]] = {}
-    for nodes, local_batch in adaptive.first(by_nodes.items()):
-        chosen.setdefault(nodes, set()).add(local_batch)
-    return chosen
+    return {nodes: set(local_batches) for nodes, local_batches in grouped(adaptive.first(by_nodes.items())).items()}
 
 
 STRATEGIES: Mapping[str, Callable[[ByNodes], dict[int, set[int]]]] = {

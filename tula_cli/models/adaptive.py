@@ -13,7 +13,9 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from tula_cli.models.steptime import StepTimeFit
+from tula_cli.grid import place
+from tula_cli.models.noise import Z90
+from tula_cli.models.steptime import REPEATS, StepTimeFit
 
 Floats = NDArray[np.float64]
 Flags = NDArray[np.bool_]
@@ -22,9 +24,7 @@ TOLERANCE = 0.01  # expected regret below which a decision is settled, as a shar
 _SAMPLES = 256  # of the posterior, for the expected regret
 _OUTCOMES = np.array([-1.5, -0.8, -0.25, 0.25, 0.8, 1.5])  # of a probe, in standard deviations
 _LEAST = 0.5  # a probe must be worth this share of the tolerance
-_REPEATS = 0.015  # standard deviation of the same job started again, as a share
 _FEWEST_FOR_KNEE = 5
-_Z = 1.645
 
 
 @dataclass(frozen=True)
@@ -111,7 +111,7 @@ class _Belief:
             if candidate.measured is not None:
                 mean[index] = math.log(candidate.measured)
                 covariance[index, :] = covariance[:, index] = 0.0
-                covariance[index, index] = max(_REPEATS, candidate.doubt) ** 2
+                covariance[index, index] = max(REPEATS, candidate.doubt) ** 2
         return cls(mean, covariance, noise)
 
     def gain(self, index: int) -> Floats:
@@ -173,8 +173,7 @@ class _Problem:
         """Return the expected regret of deciding now, by objective."""
         samples = belief.samples()
         found = {"time": 0.0, "cost": 0.0}
-        for decision in self.decisions:
-            chosen = int(np.argmin(decision.values(belief.mean)))
+        for decision, chosen in zip(self.decisions, self.choices(belief.mean), strict=True):
             values = decision.values(samples)
             lost = float(np.expm1(values[:, chosen] - values.min(axis=1)).mean())
             found[decision.objective] += decision.share * lost
@@ -182,13 +181,16 @@ class _Problem:
             found["knee"] = self.knee.regret(belief.mean, samples)
         return found
 
-    def worth(self, belief: _Belief, index: int) -> float:
-        """Return how much better one expects to decide after a probe, as a share of time or cost."""
+    def choices(self, mean: Floats) -> list[int]:
+        """Return what each decision comes to."""
+        return [int(np.argmin(decision.values(mean))) for decision in self.decisions]
+
+    def worth(self, belief: _Belief, choices: Sequence[int], index: int) -> float:
+        """Return how much better one expects to decide after a probe than by `choices`, as a share of time or cost."""
         gain = belief.gain(index)
         outcomes = belief.mean + _OUTCOMES[:, None] * gain
         total = 0.0
-        for decision in self.decisions:
-            chosen = int(np.argmin(decision.values(belief.mean)))
+        for decision, chosen in zip(self.decisions, choices, strict=True):
             after = decision.values(outcomes)
             total += decision.share * float((after[:, chosen] - after.min(axis=1)).mean())
         if self.knee is not None:
@@ -241,16 +243,17 @@ def _round(problem: _Problem, belief: _Belief, open_: Flags, tolerance: float) -
     """Pick probes one after the other, each as if those before it came out as expected."""
     started: set[tuple[int, int]] = set()
     left = [index for index in range(len(open_)) if open_[index]]
+    choices = problem.choices(belief.mean)  # what comes out as expected changes none of them
     while left:
-        worths = np.array([problem.worth(belief, index) for index in left])
+        worths = np.array([problem.worth(belief, choices, index) for index in left])
         costs = np.array([_node_seconds(problem.candidates[index], started) for index in left])
         rates = np.where(worths >= tolerance * _LEAST, worths / costs, 0.0)
-        place = int(np.argmax(rates))
-        if rates[place] <= 0:
+        best = int(np.argmax(rates))
+        if rates[best] <= 0:
             return
-        index = left.pop(place)
+        index = left.pop(best)
         candidate = problem.candidates[index]
-        yield Pick(candidate, _why(candidate, belief, index, float(worths[place])))
+        yield Pick(candidate, _why(candidate, belief, index, float(worths[best])))
         started.add((candidate.nodes, candidate.gpus_per_node))
         belief = belief.after(index)
 
@@ -261,9 +264,8 @@ def _node_seconds(candidate: Candidate, started: set[tuple[int, int]]) -> float:
 
 
 def _why(candidate: Candidate, belief: _Belief, index: int, worth: float) -> str:
-    spread = math.expm1(_Z * math.sqrt(belief.covariance[index, index]))
-    nodes = "1 node" if candidate.nodes == 1 else f"{candidate.nodes} nodes"
+    spread = math.expm1(Z90 * math.sqrt(belief.covariance[index, index]))
     return (
-        f"{nodes}, local batch {candidate.local_batch}: its step time is known to {spread:.0%}; measuring it should better"
+        f"{place(candidate.nodes, candidate.local_batch)}: its step time is known to {spread:.0%}; measuring it should better"
         f" the decisions by {worth:.1%}"
     )

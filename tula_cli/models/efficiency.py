@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from tula_cli.models.noise import Z90
 from tula_cli.records import GradientStats, Prediction, SameProgress
 
 Pair = tuple[float, float]
@@ -25,8 +26,6 @@ GROWTH = 0.65
 
 SLOWEST_GROWTH = 0.5
 """The application whose noise grew slowest had 0.54; the upper bound of an interval assumes this."""
-
-_Z90 = 1.645
 
 
 @dataclass(frozen=True)
@@ -131,8 +130,8 @@ def _scatter(moments: Sequence[_Moments], shares: Sequence[float], total: _Momen
 def _ratio(total: _Moments, *, scatter: float, probes: int) -> Noise:
     """Return trace / sqr; a gradient that is not known to be more than nothing leaves the scale open upwards."""
     sure = math.sqrt(max(0.0, total.sqr_variance))
-    if total.sqr <= _Z90 * sure:
-        least = total.trace / (max(total.sqr, 0.0) + _Z90 * sure) if sure else math.inf
+    if total.sqr <= Z90 * sure:
+        least = total.trace / (max(total.sqr, 0.0) + Z90 * sure) if sure else math.inf
         return Noise(scale=total.trace / total.sqr if total.sqr > 0 else least, low=least, high=math.inf, error=None, probes=probes)  # fmt: skip
     scale = total.trace / total.sqr
     within = math.sqrt(
@@ -144,7 +143,7 @@ def _ratio(total: _Moments, *, scatter: float, probes: int) -> Noise:
         )
     )
     relative = max(within, scatter)
-    wide = math.exp(_Z90 * relative)
+    wide = math.exp(Z90 * relative)
     return Noise(scale=scale, low=scale / wide, high=scale * wide, error=scale * relative, probes=probes)
 
 

@@ -8,10 +8,10 @@ from math import hypot, isfinite, log2
 from typing import TypeVar
 
 from tula_cli.errors import BadMeasurements, Infeasible
-from tula_cli.grid import Config, candidates
+from tula_cli.grid import Config, candidates, place
 from tula_cli.models import cost, memory, steptime
 from tula_cli.models.memory import MemoryModel
-from tula_cli.models.noise import centre
+from tula_cli.models.noise import Z90, centre
 from tula_cli.models.steptime import Estimate, Observation, StepTimeFit
 from tula_cli.records import Attempt, Failed, Inspection, Market, Measured, OutOfMemory, Overheads, Prediction, Rung
 from tula_cli.spec import JobSpec, Spot
@@ -175,15 +175,18 @@ class Forecast:
         """
         pricing, row = self.spec.pricing, on_demand
         spot, config = pricing.spot, Config(row.nodes, row.batch)
-        if spot is None or not isfinite(hours := self._hours(config, row.step_time, spot=spot)):
+        if spot is None:
+            return None
+        training = self._training(config, spot=spot)
+        if not isfinite(hours := training(row.step_time)):
             return None
         low, high = (
-            None if step is None or not isfinite(bound := self._hours(config, step, spot=spot)) else bound
+            None if step is None or not isfinite(bound := training(step)) else bound
             for step in (row.step_low, row.step_high)
         )
         price = cost.cost(
             pricing,
-            hours=self._hours(config, row.step_time, spot=spot.model_copy(update={"wait_minutes": 0.0})),
+            hours=self._training(config, spot=spot.model_copy(update={"wait_minutes": 0.0}))(row.step_time),
             nodes=row.nodes,
             gpus_per_node=self.spec.cluster.gpus_per_node,
             reserved=row.peak_memory or 0,
@@ -245,12 +248,8 @@ class Forecast:
             measured=probe is not None,
         )
 
-    def _hours(self, config: Config, step_time: float, *, spot: Spot | None = None) -> float:
-        """Return the hours of the whole training; on spot nodes the expected ones."""
-        return self._training(config, spot=spot)(step_time)
-
     def _training(self, config: Config, *, spot: Spot | None = None) -> Callable[[float], float]:
-        """Return what gives the hours of the whole training from the step time."""
+        """Return what gives the hours of the whole training from the step time; on spot nodes the expected ones."""
         overheads, every = self._overheads(config), self.spec.train.checkpoint_every
         rate = cost.interruption_rate(self.spec.pricing, config.nodes)
         if every == "auto":  # as the ranks do it, who do not know which nodes they are on
@@ -285,7 +284,7 @@ class Forecast:
             # The probes of one job started together: they tell the same.
             seen = sorted({probe.overheads.startup for probe in self.probes.values() if probe.nodes == nodes})
             apart.append(statistics.median(seen))
-        return 1.645 * statistics.stdev(apart) if len(apart) > 1 else 0.0
+        return Z90 * statistics.stdev(apart) if len(apart) > 1 else 0.0
 
     def _overheads(self, config: Config) -> Overheads:
         """Take those of the nearest local batch; what no batch changes is the median over the nearest number of nodes."""
@@ -430,4 +429,4 @@ def _waiting(measured: Sequence[Measured]) -> list[str]:
 
 
 def _named(probe: Measured) -> str:
-    return f"{probe.nodes} node{'s' * (probe.nodes != 1)}, local batch {probe.local_batch}"
+    return place(probe.nodes, probe.local_batch)

@@ -9,6 +9,9 @@ Floats = NDArray[np.float64]
 
 BLOCKS = 5
 
+Z90 = 1.645
+"""Standard deviations from the middle of a 90 % interval to its ends."""
+
 
 def centre(step_times: Sequence[float]) -> float:
     """Return the mean step time without the fastest and the slowest tenth. Seconds.

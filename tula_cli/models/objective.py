@@ -10,6 +10,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from tula_cli.models.noise import Z90
 from tula_cli.records import Prediction
 
 Floats = NDArray[np.float64]
@@ -26,7 +27,7 @@ KNEE_SAVES = 1 - math.sqrt(0.5)  # of the time: what a doubling of the batch sav
 _FEWEST = 5  # points that a knee is looked for in
 _BEYOND = 100  # doublings by which a curve is continued: many more than it has itself
 _RUNNERS_UP = 3
-INTERVAL = 2 * 1.645
+INTERVAL = 2 * Z90
 """Standard deviations from end to end of a 90 % interval."""
 
 _MOST_CAUTIOUS = 5.0

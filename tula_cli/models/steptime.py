@@ -9,16 +9,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tula_cli.errors import BadMeasurements
+from tula_cli.grid import place
 from tula_cli.models import overlap
-from tula_cli.models.noise import BLOCKS, centre, drift
+from tula_cli.models.noise import BLOCKS, Z90, centre, drift
 from tula_cli.models.overlap import Overlap, Points
 
 Floats = NDArray[np.float64]
 
-CONFIDENCE = 0.9  # of every interval
 _T_BLOCKS = 2.132  # Student's t, 95 %, for the blocks of `drift` (4 degrees of freedom)
-_Z = 1.645  # normal quantile, 95 %
-_REPEATS = 0.015  # standard deviation of the same job started again, as a share: what the steadiest clusters show
+REPEATS = 0.015  # standard deviation of the same job started again, as a share: what the steadiest clusters show
 _UNSTEADY = 0.1  # a probe whose noise is above this share of its step time is pointed out
 _OFF = 0.25  # so is one that the fit misses by more than this share
 _ADDITIVE_TERMS = 5  # of `StepTimeFit.second_opinion`
@@ -46,7 +45,7 @@ class Observation:
         return None if spread is None else spread / self.seconds
 
     def __str__(self) -> str:
-        return f"{_count(self.nodes, 'node')}, local batch {self.local_batch}"
+        return place(self.nodes, self.local_batch)
 
 
 @dataclass(frozen=True)
@@ -66,7 +65,7 @@ def observed(step_times: Sequence[float]) -> Estimate:
     seconds, spread = centre(step_times), drift(step_times)
     if spread is None:
         return Estimate(seconds)
-    half = math.hypot(_T_BLOCKS * spread * math.sqrt(1 + 1 / BLOCKS), _Z * _REPEATS * seconds)
+    half = math.hypot(_T_BLOCKS * spread * math.sqrt(1 + 1 / BLOCKS), Z90 * REPEATS * seconds)
     return Estimate(seconds, max(0.0, seconds - half), seconds + half)
 
 
@@ -157,7 +156,7 @@ class StepTimeFit:
     ) -> tuple[Floats, Floats, Floats]:
         """Return step times and the ends of their 90 % intervals, each of shape (n,); `refusal` is not asked."""
         log_seconds, sd = self.model.predict(self.points(nodes, gpus_per_node, local_batch))
-        return np.exp(log_seconds), np.exp(log_seconds - _Z * sd), np.exp(log_seconds + _Z * sd)
+        return np.exp(log_seconds), np.exp(log_seconds - Z90 * sd), np.exp(log_seconds + Z90 * sd)
 
     def points(
         self, nodes: Sequence[int] | Floats, gpus_per_node: Sequence[int] | Floats, local_batch: Sequence[int] | Floats
@@ -319,7 +318,7 @@ def _words(model: Overlap, points: Points, scope: _Scope, error: float | None) -
 
 
 def _range(seconds: Floats, places: Sequence[str]) -> str:
-    first, last = (f"{_duration(time)} at {place}" for time, place in zip(seconds, places, strict=True))
+    first, last = (f"{_duration(time)} at {where}" for time, where in zip(seconds, places, strict=True))
     return first if places[0] == places[1] else f"{first} to {last}"
 
 

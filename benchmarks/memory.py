@@ -240,7 +240,7 @@ def compute_error(found: Sequence[Measured], seen: Sequence[int]) -> float | Non
     if not unseen or len(set(seen)) < len(seen):
         return None
     probes = [
-        steptime.Observation(1, 1, found[i].local_batch, found[i].step_times, 0.0, found[i].compute_time) for i in seen
+        steptime.Observation(1, 1, found[i].local_batch, found[i].step_times, found[i].compute_time) for i in seen
     ]
     try:
         fitted = steptime.fit(probes, collective="ring")

@@ -10,6 +10,7 @@ from replay_data import Where
 from scipy.optimize import minimize, nnls
 
 from tula_cli.models import steptime
+from tula_cli.models.overlap import PRIORS, Priors
 from tula_cli.models.steptime import Estimate, Observation
 
 Floats = NDArray[np.float64]
@@ -20,20 +21,24 @@ Model = Callable[[Sequence[Observation], str], Predictor]
 """Takes the probes and the collective."""
 
 
-def product(probes: Sequence[Observation], collective: str) -> Predictor:
-    """What `tula recommend` uses."""
-    fit = steptime.fit(probes, collective=collective)
+def with_priors(priors: Priors) -> Model:
+    """Return what `tula recommend` uses, with other priors."""
 
-    def predict(places: Sequence[Where]) -> list[Estimate]:
-        columns = ([p.nodes for p in places], [p.gpus_per_node for p in places], [p.local_batch for p in places])
-        refused = [bool(fit.refusal(p.nodes, p.gpus_per_node, p.local_batch)) for p in places]
-        rows = zip(*fit.predict_all(*columns), strict=True)
-        return [
-            Estimate(math.nan) if why else Estimate(float(seconds), float(low), float(high))
-            for (seconds, low, high), why in zip(rows, refused, strict=True)
-        ]
+    def product(probes: Sequence[Observation], collective: str) -> Predictor:
+        fit = steptime.fit(probes, collective=collective, priors=priors)
 
-    return predict
+        def predict(places: Sequence[Where]) -> list[Estimate]:
+            columns = ([p.nodes for p in places], [p.gpus_per_node for p in places], [p.local_batch for p in places])
+            refused = [bool(fit.refusal(p.nodes, p.gpus_per_node, p.local_batch)) for p in places]
+            rows = zip(*fit.predict_all(*columns), strict=True)
+            return [
+                Estimate(math.nan) if why else Estimate(float(seconds), float(low), float(high))
+                for (seconds, low, high), why in zip(rows, refused, strict=True)
+            ]
+
+        return predict
+
+    return product
 
 
 def least_squares(probes: Sequence[Observation], _: str) -> Predictor:
@@ -201,7 +206,7 @@ def _plain(seconds: Sequence[float] | Floats) -> list[Estimate]:
 
 
 MODELS: Mapping[str, Model] = {
-    "tula": product,
+    "tula": with_priors(PRIORS),
     "paper OLS": least_squares,
     "NNLS": non_negative,
     "interpolation": interpolation,

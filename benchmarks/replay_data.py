@@ -173,7 +173,6 @@ def _observation(row: Mapping[Hashable, Any]) -> Observation:
         gpus_per_node=int(row["gpus_per_node"]),
         local_batch=int(row["local_batch"]),
         step_times=(step,),
-        sync_time=sync,
         compute_time=step - sync,
     )
 

@@ -15,10 +15,12 @@ from tula_cli import search
 from tula_cli.models import adaptive, objective, steptime
 from tula_cli.models.steptime import Estimate, Observation
 from tula_cli.records import Prediction
+from tula_cli.spec import Search
 
 STEPS = 50  # of one probe
 START_UP = 30.0  # seconds of one job before its first step
 SAMPLES = 1e6  # of one training, the same for every batch
+TOLERANCE = float(Search.model_fields["tolerance"].default)
 FEWEST = 5  # batches that a knee is judged on
 
 Measure = Callable[[Iterable[Where]], list[Observation]]
@@ -43,7 +45,7 @@ def in_rounds(offer: Offer, measure: Measure) -> None:
     seen = measure(offer.at(size, batch) for size, batch in adaptive.first(offer.by_size.items()))
     while True:
         fit = steptime.fit(seen, collective=offer.collective)
-        picks = adaptive.propose(fit, _open_candidates(offer, fit, seen)).picks
+        picks = adaptive.propose(fit, _open_candidates(offer, fit, seen), tolerance=TOLERANCE).picks
         if not picks:
             return
         seen += measure(Where(p.candidate.nodes, p.candidate.gpus_per_node, p.candidate.local_batch) for p in picks)

@@ -193,7 +193,18 @@ def test_a_round_that_is_under_way_is_the_plan_until_it_is_done(rounds: RunDir) 
     assert batches(again) == {1: (512,), 4: (8,)} and not profile.measured(rounds, plan)
     make_runs.add_failed(rounds, 1, 512)
     make_runs.add_measured(rounds, 4, 8)
-    assert batches(profile.plan(rounds.spec(), inspection(), rounds)) == {1: (512,)}
+    again = profile.plan(rounds.spec(), inspection(), rounds)
+    assert batches(again) == {1: (256, 512)}, "what failed, and what stands in for it to start from"
+    assert batches(profile.plan(rounds.spec(), inspection(), rounds, again=False)) == {1: (256,)}
+
+
+def test_a_round_whose_probes_all_fail_is_not_measured(rounds: RunDir) -> None:
+    plan = profile.plan(rounds.spec(), inspection(), rounds)
+    for nodes, local in ((1, 32), (1, 512), (4, 8)):
+        make_runs.add_failed(rounds, nodes, local)
+    assert not profile.measured(rounds, plan)
+    make_runs.add_measured(rounds, 1, 32)
+    assert profile.measured(rounds, plan)
 
 
 def test_a_further_round_stays_within_the_cap_on_node_hours(rounds: RunDir) -> None:
@@ -222,7 +233,7 @@ def test_what_is_no_longer_searched_is_not_tried_again(rounds: RunDir) -> None:
     make_runs.add_measured(rounds, 1, 32)
     make_runs.add_measured(rounds, 1, 512)
     make_runs.add_failed(rounds, 4, 8)
-    assert batches(profile.plan(rounds.spec(), inspection(), rounds)) == {4: (8,)}
+    assert batches(profile.plan(rounds.spec(), inspection(), rounds)) == {4: (8, 16)}
     fewer = make_runs.spec(search={"nodes": [1, 2], "min_batch": 32, "strategy": "adaptive", "max_minutes": 30})
     assert set(batches(profile.plan(fewer, inspection(), rounds))) == {2}
 

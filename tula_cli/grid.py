@@ -16,9 +16,14 @@ class Config:
         return self.batch // (self.nodes * gpus_per_node)
 
 
+def counted(number: int, noun: str = "node") -> str:
+    """Return how many, in words: 1 node, 2 nodes."""
+    return f"{number} {noun}{'s' * (number != 1)}"
+
+
 def place(nodes: int, local_batch: int) -> str:
     """Return where a probe is made, in words."""
-    return f"{nodes} node{'s' * (nodes != 1)}, local batch {local_batch}"
+    return f"{counted(nodes)}, local batch {local_batch}"
 
 
 def batches(minimum: int, maximum: int) -> list[int]:

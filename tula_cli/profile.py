@@ -56,7 +56,9 @@ class ProfileReport:
     certainty: str = ""  # how certain the decisions are and why no more is measured, with strategy: adaptive
 
 
-def plan(spec: JobSpec, inspection: Inspection, run: RunDir | None, *, elsewhere: float = 0.0) -> ProfilePlan:
+def plan(
+    spec: JobSpec, inspection: Inspection, run: RunDir | None, *, elsewhere: float = 0.0, again: bool = True
+) -> ProfilePlan:
     """Return the missing probes, grouped into jobs, and what they may cost at most.
 
     Args:
@@ -64,6 +66,7 @@ def plan(spec: JobSpec, inspection: Inspection, run: RunDir | None, *, elsewhere
         inspection: dataset size and memory estimate.
         run: where results may be already; None for none.
         elsewhere: node-hours that other node types of the same job have taken or are about to.
+        again: whether what has failed is measured again.
 
     Raises:
         Infeasible: no configuration of the search can run.
@@ -74,7 +77,7 @@ def plan(spec: JobSpec, inspection: Inspection, run: RunDir | None, *, elsewhere
     wanted, found = _wanted(spec, inspection, run, known, elsewhere=elsewhere)
     tasks = []
     for nodes, local_batches in wanted.items():
-        missing = [local for local in local_batches if not _settled(known.get(probe_id(nodes, local)))]
+        missing = [local for local in local_batches if _open(known.get(probe_id(nodes, local)), again=again)]
         if missing:
             tasks.append(_task(spec, nodes, missing, workdir=source.workdir))
     if tasks and spec.search.packing == "single":
@@ -112,14 +115,16 @@ def _wanted(
     settled = {probe for probe in begun if _settled(known.get(probe_id(*probe)))}
     found = feasible(spec, dataset_size=inspection.dataset_size, max_local_batch=largest)
     searched = {(config.nodes, config.local_batch(spec.cluster.gpus_per_node)) for config in found}
-    # A round that is under way, or what failed in it: the next one follows from its results.
+    failed = {(r.nodes, r.local_batch) for r in known.values() if isinstance(r, Failed)} & searched
+    # A round that is under way: the next one follows from its results, without those that failed.
     open_ = (begun - settled) & searched
-    if open_:
+    if open_ - failed:
         return grouped(settled | open_), Round({}, (), "")
     attempts = run.attempts() if run else []
     fresh = next_round(spec, list(known.values()), inspection=inspection, attempts=attempts)
     fresh = _within_cap(spec, fresh, spent=elsewhere + (spent(run) if run else 0.0))
-    return grouped(settled | {(nodes, size) for nodes, sizes in fresh.probes.items() for size in sizes}), fresh
+    picked = {(nodes, size) for nodes, sizes in fresh.probes.items() for size in sizes}
+    return grouped(settled | failed | picked), fresh
 
 
 def _begun(run: RunDir) -> set[tuple[int, int]]:
@@ -155,6 +160,10 @@ def _within_cap(spec: JobSpec, found: Round, *, spent: float) -> Round:
 
 def _settled(result: Measured | OutOfMemory | Failed | None) -> bool:
     return isinstance(result, Measured | OutOfMemory)
+
+
+def _open(result: Measured | OutOfMemory | Failed | None, *, again: bool) -> bool:
+    return result is None or (again and isinstance(result, Failed))
 
 
 def _task(spec: JobSpec, nodes: int, local_batches: list[int], *, workdir: Path) -> ProbeTask:
@@ -204,8 +213,9 @@ def start(run: RunDir, plan: ProfilePlan, launcher: Launcher) -> tuple[str, ...]
 
 
 def measured(run: RunDir, plan: ProfilePlan) -> bool:
-    """Return whether every probe of a plan has a result that stands."""
-    return all(_settled(run.result(probe_id(t.nodes, size))) for t in plan.tasks for size in t.local_batches)
+    """Return whether every probe of a plan has a result, and at least one of them a result that stands."""
+    found = [run.result(probe_id(task.nodes, size)) for task in plan.tasks for size in task.local_batches]
+    return None not in found and any(map(_settled, found))
 
 
 def report(run: RunDir, plan: ProfilePlan) -> ProfileReport:

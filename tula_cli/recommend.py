@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tula_cli.errors import BadMeasurements, Infeasible, Pending
-from tula_cli.grid import Config
+from tula_cli.grid import Config, counted
 from tula_cli.models import cost, efficiency, pareto
 from tula_cli.models.efficiency import Noise
 from tula_cli.models.forecast import Forecast, TooFew
@@ -351,7 +351,7 @@ def _within(surveys: Sequence[_Survey], limits: Limits, noise: Noise | None = No
 
 def _nothing_fits(forecast: Forecast, limits: Limits) -> Infeasible:
     """Say of the smallest batch on the wanted nodes why it cannot run."""
-    on = f" on {_nodes(limits.nodes)}" if limits.nodes is not None else ""
+    on = f" on {counted(limits.nodes)}" if limits.nodes is not None else ""
     tried = forecast.candidates(limits.wanted)
     why = next((why for config in tried if (why := forecast.why_not(config))), "no batch divides among its GPUs")
     return Infeasible(f"no configuration is feasible{on}: {why}", "tula recommend without --nodes shows those that are")
@@ -360,13 +360,9 @@ def _nothing_fits(forecast: Forecast, limits: Limits) -> Infeasible:
 def _described(row: Prediction, spec: JobSpec) -> str:
     kind = f" of type {row.type}" * bool(row.type) + " on spot" * (row.market == "spot")
     return (
-        f"{_nodes(row.nodes)}{kind}, batch {row.batch} (local batch {row.local_batch}): {row.hours:.3g} hours,"
+        f"{counted(row.nodes)}{kind}, batch {row.batch} (local batch {row.local_batch}): {row.hours:.3g} hours,"
         f" {row.cost:.4g} {spec.pricing.currency}"
     )
-
-
-def _nodes(count: int) -> str:
-    return "1 node" if count == 1 else f"{count} nodes"
 
 
 def _state_of_the_probes(results: Results, unknown: Mapping[Config, str], *, pending: int) -> list[str]:
@@ -375,7 +371,7 @@ def _state_of_the_probes(results: Results, unknown: Mapping[Config, str], *, pen
     if pending:
         warnings.append(f"{_under_way(pending)}: the answer may change when they are done")
     warnings += [
-        f"the probe with {_nodes(result.nodes)} and local batch {result.local_batch} failed ({result.message});"
+        f"the probe with {counted(result.nodes)} and local batch {result.local_batch} failed ({result.message});"
         " tula profile runs it again"
         for result in results
         if isinstance(result, Failed)
@@ -405,7 +401,7 @@ def _doubts(forecast: Forecast, choice: Choice, limits: Limits) -> list[str]:
     if late:
         warnings.append(f"the choice may miss the deadline: up to {limits.latest(chosen):.3g} hours (90 % interval)")
     if chosen.market == "on_demand" and forecast.spec.pricing.spot is not None and forecast.on_spot(chosen) is None:
-        warnings.append(f"no spot nodes for {_nodes(chosen.nodes)}: interruptions would leave no time to get anywhere")
+        warnings.append(f"no spot nodes for {counted(chosen.nodes)}: interruptions would leave no time to get anywhere")
     if chosen.market == "spot" and limits.deadline_hours is not None:
         warnings.append("the time on spot nodes is an expected one: a run with more interruptions takes longer")
     return warnings

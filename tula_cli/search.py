@@ -63,7 +63,7 @@ def next_round(
 
     Args:
         spec: the job.
-        results: of the probes so far; those that failed may be proposed again.
+        results: of the probes so far; those that failed are proposed only where nothing else is left to start from.
         inspection: dataset size and memory estimate.
         attempts: of the jobs so far; tell what a start costs.
 
@@ -76,6 +76,8 @@ def next_round(
     smallest_oom = min((r.local_batch for r in results if isinstance(r, OutOfMemory)), default=None)
     gpus = spec.cluster.gpus_per_node
     fitting = {c for c in found if smallest_oom is None or c.local_batch(gpus) < smallest_oom}
+    failed = {(r.nodes, r.local_batch) for r in results if isinstance(r, Failed)}
+    fitting = {c for c in fitting if (c.nodes, c.local_batch(gpus)) not in failed} or fitting
     start = adaptive.first(_by_nodes(spec, fitting or found).items())
     if missing := [probe for probe in start if probe not in known]:
         reasons = [f"{place(*probe)}: one of the three to start from" for probe in missing]

@@ -47,7 +47,7 @@ def test_derivatives_are_those_of_the_model() -> None:
         alone=np.array([True, False, False, False, False]),
         inside=np.array([False, True, False, False, False]),
     )
-    frame = overlap._Frame.of(at_points, truth(at_points)[1], SHAPES["ring"])
+    frame = overlap._Frame.of(at_points, truth(at_points)[1], SHAPES["ring"], overlap.PRIORS)
     at, rng, small = frame.at(at_points), np.random.default_rng(3), 1e-6
     for _ in range(5):
         z = 0.7 * rng.standard_normal(frame.size)
@@ -73,6 +73,7 @@ def test_the_fit_is_the_most_probable_one() -> None:
         np.log(step) + 0.05 * rng.standard_normal(len(at_points)),
         np.log(compute) + 0.05 * rng.standard_normal(len(at_points)),
         np.zeros(len(at_points)),
+        overlap.PRIORS,
     )
     sd = noisy.noise(overlap._evaluate(found._z, at), found.noise)
 

@@ -10,7 +10,7 @@ GRID = [(nodes, batch) for nodes in (2, 4, 8, 16) for batch in (16, 64, 256)]
 
 
 def observation(nodes: int, batch: int, seconds: float, *, gpus: int = 1, compute: float = math.nan) -> Observation:
-    return Observation(nodes, gpus, batch, (seconds,) * 10, sync_time=0.0, compute_time=compute)
+    return Observation(nodes, gpus, batch, (seconds,) * 10, compute_time=compute)
 
 
 def overlapped(nodes: int, batch: int, *, gpus: int = 1, sync: float = 0.1) -> Observation:
@@ -46,7 +46,7 @@ def test_noise_within_the_probes_widens_the_interval() -> None:
     def width(jitter: float) -> float:
         waves = {key: 1 + jitter * np.repeat(rng.permutation([-1.0, -0.5, 0.0, 0.5, 1.0]), 10) for key in GRID}
         seen = [
-            Observation(n, 1, b, tuple(overlapped(n, b).seconds * waves[n, b]), 0.0, overlapped(n, b).compute_time)
+            Observation(n, 1, b, tuple(overlapped(n, b).seconds * waves[n, b]), overlapped(n, b).compute_time)
             for n, b in GRID
         ]
         estimate = fit(seen, collective="ring").predict(6, 1, 128)

@@ -20,7 +20,6 @@ from tula_cli.models.steptime import REPEATS, StepTimeFit
 Floats = NDArray[np.float64]
 Flags = NDArray[np.bool_]
 
-TOLERANCE = 0.01  # expected regret below which a decision is settled, as a share of its time or cost
 _SAMPLES = 256  # of the posterior, for the expected regret
 _OUTCOMES = np.array([-1.5, -0.8, -0.25, 0.25, 0.8, 1.5])  # of a probe, in standard deviations
 _LEAST = 0.5  # a probe must be worth this share of the tolerance
@@ -71,13 +70,13 @@ def first(by_nodes: Iterable[tuple[int, Sequence[int]]]) -> list[tuple[int, int]
     return list(dict.fromkeys([(fewest, batches[0]), (fewest, batches[-1]), (most, their[0])]))
 
 
-def propose(fit: StepTimeFit, candidates: Sequence[Candidate], *, tolerance: float = TOLERANCE) -> Proposal:
+def propose(fit: StepTimeFit, candidates: Sequence[Candidate], *, tolerance: float) -> Proposal:
     """Return what to measure next.
 
     Args:
         fit: of the probes so far.
         candidates: every feasible configuration, probed or not; at least one.
-        tolerance: expected regret below which nothing more is measured.
+        tolerance: expected regret below which nothing more is measured, as a share of a decision's time or cost.
     """
     belief = _Belief.of(fit, candidates)
     problem = _Problem.of(candidates)

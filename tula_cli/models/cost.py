@@ -12,8 +12,9 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from tula_cli.models import halving, refresh
 from tula_cli.records import Market, Overheads
-from tula_cli.spec import UNPRICED, Every, JobSpec, Pricing
+from tula_cli.spec import UNPRICED, JobSpec, Pricing
 
 GB = 10**9
 """Bytes of the GB in a price: the decimal one, as in cloud price lists and on the GPU's data sheet."""
@@ -55,7 +56,10 @@ class Work:
     epochs: int
     steps: int  # optimizer steps an epoch
     eval_batches: int  # one evaluation, on each rank
-    refreshes: int  # of the scaling factors, in the whole run
+    refreshes: int  # of the scaling factors, in the whole run, beside those that every step has
+    branches: int = 0  # that a self-tuning training compares
+    branch_steps: int = 0  # optimizer steps of all of them
+    branch_evals: int = 0  # evaluation batches of one branch, on each rank
 
 
 def work(spec: JobSpec, *, batch: int, world: int, dataset_size: int, eval_size: int, eval_batch_size: int) -> Work:
@@ -70,13 +74,15 @@ def work(spec: JobSpec, *, batch: int, world: int, dataset_size: int, eval_size:
         eval_batch_size: evaluation samples of one rank at a time.
     """
     epochs, steps = spec.train.epochs, dataset_size // batch
-    refresh = spec.ags.refresh
-    refreshes = epochs * steps // refresh.every if isinstance(refresh, Every) else epochs
+    tuning = halving.plan(spec, batch=batch, dataset_size=dataset_size)
     return Work(
         epochs=epochs,
         steps=steps,
         eval_batches=math.ceil(eval_size / (world * eval_batch_size)),
-        refreshes=refreshes if spec.train.method == "ags" else 0,
+        refreshes=refresh.count(spec, batch=batch, steps=steps),
+        branches=tuning.branches,
+        branch_steps=tuning.steps,
+        branch_evals=math.ceil(tuning.holdout / (world * eval_batch_size)),
     )
 
 
@@ -111,7 +117,11 @@ def training_seconds(
     rest = stepping - within * interval + work.eval_batches * overheads.eval_batch
     epoch = within * _expected(interval + save, restart=restart, rate=rate, wait=wait)
     epoch += _expected(rest + save, restart=restart, rate=rate, wait=wait)
-    return _expected(restart, restart=0.0, rate=rate, wait=wait) + work.epochs * epoch
+    tuning = 0.0
+    if work.branches:  # each begins anew after an interruption
+        branch = work.branch_steps / work.branches * step_time + work.branch_evals * overheads.eval_batch
+        tuning = work.branches * _expected(branch, restart=restart, rate=rate, wait=wait)
+    return _expected(restart, restart=0.0, rate=rate, wait=wait) + work.epochs * epoch + tuning
 
 
 def _expected(seconds: float, *, restart: float, rate: float, wait: float) -> float:

@@ -1,5 +1,6 @@
 """What a run will take at any configuration, from the results of its probes: time, cost, memory, and whether it fits."""
 
+import functools
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -8,8 +9,8 @@ from math import hypot, isfinite, log2
 from typing import TypeVar
 
 from tula_cli.errors import BadMeasurements, Infeasible
-from tula_cli.grid import Config, candidates, place
-from tula_cli.models import cost, memory, steptime
+from tula_cli.grid import Config, candidates, counted, place
+from tula_cli.models import cost, memory, refresh, steptime
 from tula_cli.models.memory import MemoryModel
 from tula_cli.models.noise import Z90, centre
 from tula_cli.models.steptime import Estimate, Observation, StepTimeFit
@@ -78,13 +79,13 @@ class Forecast:
             spec=spec,
             steps=steps,
             memory=memory.fit([*measured, *footprints], accumulate=spec.train.accumulate),
-            capacity=_capacity(spec, measured, inspection),
+            capacity=capacity_of(spec, measured, inspection),
             probes={(probe.nodes, probe.local_batch): probe for probe in measured},
             smallest_oom=min((oom.local_batch for oom in ooms), default=None),
             dataset_size=measured[0].dataset_size,
             eval_size=measured[0].eval_size,
             shutdown=_shutdown(attempts, measured),
-            warnings=(*_doubts(measured), *steps.warnings),
+            warnings=(*_doubts(measured), *steps.warnings, *_bounds(spec, measured)),
         )
 
     @cached_property
@@ -144,12 +145,11 @@ class Forecast:
             BadMeasurements: the probes do not tell its step time.
         """
         if why := self.why_not(config):
-            raise Infeasible(f"batch {config.batch} on {config.nodes} nodes: {why}", "tula recommend shows what fits")
-        if why := self.why_unknown(config):
-            raise BadMeasurements(
-                f"cannot predict batch {config.batch} on {config.nodes} nodes: {why}",
-                "measure more configurations with tula profile",
+            raise Infeasible(
+                f"batch {config.batch} on {counted(config.nodes)}: {why}", "tula recommend shows what fits"
             )
+        if why := self.why_unknown(config):
+            raise steptime.cannot_predict(f"batch {config.batch} on {counted(config.nodes)}", why)
         probe = self._probe(config)
         return self._prediction(config, self._steps([config], [probe])[0], probe)
 
@@ -229,7 +229,7 @@ class Forecast:
     def _prediction(self, config: Config, step: Estimate, probe: Measured | None) -> Prediction:
         gpus = self.spec.cluster.gpus_per_node
         local_batch = config.local_batch(gpus)
-        training = self._training(config)
+        training, overheads = self._training(config), self._overheads(config)
         hours, startup = training(step.seconds), self._startup_spread / 3600
         reserved = probe.memory.reserved if probe else self.memory.reserved(local_batch)
         return Prediction(
@@ -246,6 +246,7 @@ class Forecast:
             peak_memory=reserved,
             headroom=None if self.capacity is None else 1 - self.memory.needed(local_batch) / self.capacity,
             measured=probe is not None,
+            refresh_share=self._work(config, overheads).refreshes * overheads.refresh / (3600 * hours),
         )
 
     def _training(self, config: Config, *, spot: Spot | None = None) -> Callable[[float], float]:
@@ -254,14 +255,7 @@ class Forecast:
         rate = cost.interruption_rate(self.spec.pricing, config.nodes)
         if every == "auto":  # as the ranks do it, who do not know which nodes they are on
             every = cost.checkpoint_interval(overheads.checkpoint, rate=rate)
-        work = cost.work(
-            self.spec,
-            batch=config.batch,
-            world=config.nodes * self.spec.cluster.gpus_per_node,
-            dataset_size=self.dataset_size,
-            eval_size=self.eval_size,
-            eval_batch_size=overheads.eval_batch_size,
-        )
+        work = self._work(config, overheads)
 
         def hours(step_time: float) -> float:
             seconds = cost.training_seconds(
@@ -276,6 +270,16 @@ class Forecast:
 
         return hours
 
+    def _work(self, config: Config, overheads: Overheads) -> cost.Work:
+        return cost.work(
+            self.spec,
+            batch=config.batch,
+            world=config.nodes * self.spec.cluster.gpus_per_node,
+            dataset_size=self.dataset_size,
+            eval_size=self.eval_size,
+            eval_batch_size=overheads.eval_batch_size,
+        )
+
     @cached_property
     def _startup_spread(self) -> float:
         """Half the 90 % interval of what a start takes from one job to the next: seconds, 0 where one job tells nothing."""
@@ -286,22 +290,41 @@ class Forecast:
             apart.append(statistics.median(seen))
         return Z90 * statistics.stdev(apart) if len(apart) > 1 else 0.0
 
-    def _overheads(self, config: Config) -> Overheads:
-        """Take those of the nearest local batch; what no batch changes is the median over the nearest number of nodes."""
+    @cached_property
+    def _overheads(self) -> Callable[[Config], Overheads]:
+        """What gives the overheads of a configuration; each is worked out once."""
+        return functools.cache(self._overheads_of)
+
+    @cached_property
+    def _of_the_job(self) -> Callable[[int], tuple[float, float]]:
+        return functools.cache(self._startup_and_checkpoint)
+
+    def _startup_and_checkpoint(self, nodes: int) -> tuple[float, float]:
+        """Return what no batch changes: the medians over the nearest number of nodes, in seconds."""
+        nearest = min(self.probes.values(), key=lambda probe: abs(log2(probe.nodes / nodes))).nodes
+        alike = [probe.overheads for probe in self.probes.values() if probe.nodes == nearest]
+        startup = statistics.median(overheads.startup for overheads in alike) + self.shutdown
+        return startup, statistics.median(overheads.checkpoint for overheads in alike)
+
+    def _overheads_of(self, config: Config) -> Overheads:
+        """Take those of the nearest local batch, and of the nearest number of nodes what no batch changes."""
         local_batch = config.local_batch(self.spec.cluster.gpus_per_node)
-
-        def nodes_off(probe: Measured) -> float:
-            return abs(log2(probe.nodes / config.nodes))
-
         nearest = min(
-            self.probes.values(), key=lambda probe: (abs(log2(probe.local_batch / local_batch)), nodes_off(probe))
+            self.probes.values(),
+            key=lambda probe: (abs(log2(probe.local_batch / local_batch)), abs(log2(probe.nodes / config.nodes))),
         )
-        nodes = min(self.probes.values(), key=nodes_off).nodes
-        alike = [probe.overheads for probe in self.probes.values() if probe.nodes == nodes]
+        startup, checkpoint = self._of_the_job(config.nodes)
         return nearest.overheads.model_copy(
             update={
-                "startup": statistics.median(overheads.startup for overheads in alike) + self.shutdown,
-                "checkpoint": statistics.median(overheads.checkpoint for overheads in alike),
+                "startup": startup,
+                "checkpoint": checkpoint,
+                "refresh": refresh.seconds(
+                    self.spec,
+                    self.probes.values(),
+                    nodes=config.nodes,
+                    local_batch=local_batch,
+                    batch=config.batch,
+                ),
             }
         )
 
@@ -328,9 +351,18 @@ def _observation(probe: Measured) -> Observation:
         gpus_per_node=probe.gpus_per_node,
         local_batch=probe.local_batch,
         step_times=probe.step_times,
-        sync_time=probe.sync_time,
         compute_time=probe.compute_time,
     )
+
+
+def _bounds(spec: JobSpec, measured: Iterable[Measured]) -> list[str]:
+    """Return what is known beforehand to take less than is forecast."""
+    if spec.train.method != "polo" or not any(probe.nodes * probe.gpus_per_node > 1 for probe in measured):
+        return []
+    return [
+        "post-local SGD (train.method polo) was measured while it synchronises every step, as it does at first; later"
+        " steps take less, so that times and costs on several GPUs are upper bounds"
+    ]
 
 
 def _require_some(measured: Sequence[Measured], ooms: Sequence[OutOfMemory], failed: Sequence[Failed]) -> None:
@@ -353,26 +385,32 @@ def _require_some(measured: Sequence[Measured], ooms: Sequence[OutOfMemory], fai
 
 
 def _require_one_hardware(measured: Sequence[Measured]) -> None:
-    """Raise BadMeasurements where probes ran on different hardware: their times belong to different fits."""
+    if why := mixed_hardware(measured):
+        raise BadMeasurements(why, _PIN)
+
+
+def mixed_hardware(measured: Sequence[Measured]) -> str:
+    """Say where probes ran on different hardware: what they measured belongs to different fits. Empty where they did not."""
     for probe in measured:
         if probe.environment.mixed:
-            raise BadMeasurements(
-                f"{probe.id} ran on different hardware at once ({_by_node(probe)}): its times are those of the slowest",
-                _PIN,
+            return (
+                f"{probe.id} ran on different hardware at once ({_by_node(probe)}): its times are those of the slowest"
             )
     where: dict[str, list[str]] = {}
     for probe in measured:
         where.setdefault(probe.environment.hardware, []).append(probe.id)
-    if len(where) > 1:
-        found = "; ".join(f"{hardware}: {', '.join(ids)}" for hardware, ids in where.items())
-        raise BadMeasurements(f"the probes ran on different hardware and cannot be fitted together ({found})", _PIN)
+    if len(where) < 2:
+        return ""
+    found = "; ".join(f"{hardware}: {', '.join(ids)}" for hardware, ids in where.items())
+    return f"the probes ran on different hardware and cannot be fitted together ({found})"
 
 
 def _by_node(probe: Measured) -> str:
     return "; ".join(f"{node.name}: {' and '.join(node.hardware)}" for node in probe.environment.nodes)
 
 
-def _capacity(spec: JobSpec, measured: Sequence[Measured], inspection: Inspection | None) -> int | None:
+def capacity_of(spec: JobSpec, measured: Sequence[Measured], inspection: Inspection | None) -> int | None:
+    """Return the bytes of one GPU: the least that probes found, else what is known without them; None for no bound."""
     known = [probe.memory.capacity for probe in measured if probe.memory.capacity is not None]
     if known:
         return min(known)
@@ -421,7 +459,7 @@ def _waiting(measured: Sequence[Measured]) -> list[str]:
             waits.setdefault(probe.nodes, []).append(str(probe.local_batch))
     if not waits:
         return []
-    where = "; ".join(f"{n} node{'s' * (n != 1)} at local batch {', '.join(sizes)}" for n, sizes in waits.items())
+    where = "; ".join(f"{counted(n)} at local batch {', '.join(sizes)}" for n, sizes in waits.items())
     return [
         f"input-bound: steps wait for the data loader for more than {_WAITING:.0%} of their time ({where}); it sets the pace,"
         " and faster GPUs or links do not help there; more loader workers (train.workers) may"

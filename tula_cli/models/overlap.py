@@ -16,6 +16,7 @@ Times are seconds, batches samples, and everything is fitted in logarithms: erro
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,32 +27,61 @@ Flags = NDArray[np.bool_]
 
 
 @dataclass(frozen=True)
-class _Prior:
+class Prior:
+    """What is believed of one parameter before any probe: a normal distribution."""
+
     mean: float
     sd: float
 
 
-_PRIORS: Mapping[str, _Prior] = {
-    "slope": _Prior(0.0, 2.0),  # ln k, against the scale of the probes
-    "floor": _Prior(0.85, 1.4),  # ln of f over k times the smallest batch
-    "level": _Prior(-1.6, 1.5),  # ln m_0, against the compute of the smallest batch
-    "growth": _Prior(0.0, 0.6),  # rho, beyond the collective's shape
-    "inside": _Prior(-0.9, 1.1),  # ln of synchronisation inside one node over m_0
-    "forward": _Prior(-0.95, 0.7),  # logit phi
-    "exposed": _Prior(-2.6, 1.0),  # ln tau
-}
-_SLOPE, _FLOOR, _LEVEL, _GROWTH, _INSIDE, _FORWARD, _EXPOSED = range(len(_PRIORS))
-_MEANS = np.array([prior.mean for prior in _PRIORS.values()])
-_SDS = np.array([prior.sd for prior in _PRIORS.values()])
+@dataclass(frozen=True)
+class Smooth:
+    """How far a residual may go (standard deviations of a logarithm) and how soon it changes (length of its argument)."""
 
-_P = 7.5  # how sharply compute and synchronisation take over from each other
-_Q = 1.2  # the same for floor and slope
-_U_SD, _U_LENGTH, _U_WHITE = 0.06, 1.2, 0.07  # residual of compute: smooth over ln b, and what belongs to one b alone
-_V_SD, _V_LENGTH, _V_WHITE = 0.28, 0.25, 0.1  # of synchronisation over ln R
-_STEP_NOISE = 0.03  # of a step time, from one job to the next
-_COMPUTE_NOISE = 0.04  # of its compute, measured apart
-_SYNC_NOISE = 0.05  # of its synchronisation
-_NOISE_WEIGHT = 6.0  # the three above count as much as so many residuals
+    sd: float
+    length: float
+    white: float  # beside the smooth part, what belongs to one place alone
+
+
+@dataclass(frozen=True)
+class Priors:
+    """Everything that the fit believes before it has seen a probe."""
+
+    slope: Prior = Prior(0.0, 2.0)  # ln k, against the scale of the probes
+    floor: Prior = Prior(0.85, 1.4)  # ln of f over k times the smallest batch
+    level: Prior = Prior(-1.6, 1.5)  # ln m_0, against the compute of the smallest batch
+    growth: Prior = Prior(0.0, 0.6)  # rho, beyond the collective's shape
+    inside: Prior = Prior(-0.9, 1.1)  # ln of synchronisation inside one node over m_0
+    forward: Prior = Prior(-0.95, 0.7)  # logit phi
+    exposed: Prior = Prior(-2.6, 1.0)  # ln tau
+    compute: Smooth = Smooth(0.06, 1.2, 0.07)  # residual of ln c over ln b
+    sync: Smooth = Smooth(0.28, 0.25, 0.1)  # residual of ln m over ln R
+    p: float = 7.5  # how sharply compute and synchronisation take over from each other
+    q: float = 1.2  # the same for floor and slope
+    step_noise: float = 0.03  # of a step time, from one job to the next
+    compute_noise: float = 0.04  # of its compute, measured apart
+    sync_noise: float = 0.05  # of its synchronisation
+
+    @property
+    def parameters(self) -> tuple[Prior, ...]:
+        return (self.slope, self.floor, self.level, self.growth, self.inside, self.forward, self.exposed)
+
+    @cached_property
+    def means(self) -> Floats:
+        return np.array([prior.mean for prior in self.parameters])
+
+    @cached_property
+    def sds(self) -> Floats:
+        return np.array([prior.sd for prior in self.parameters])
+
+
+PRIORS = Priors()
+"""Found on public measurements; `benchmarks/replay_priors.py` tells how well they do where they were not found."""
+
+PARAMETERS = 7
+_SLOPE, _FLOOR, _LEVEL, _GROWTH, _INSIDE, _FORWARD, _EXPOSED = range(PARAMETERS)
+
+_NOISE_WEIGHT = 6.0  # the noises of the priors count as much as so many residuals
 _ROUNDS = 3  # of estimating the noise
 _ITERATIONS = 25
 _TOLERANCE = 1e-4
@@ -77,6 +107,17 @@ class Points:
 
     def __len__(self) -> int:
         return len(self.replicas)
+
+
+@dataclass(frozen=True)
+class Posterior:
+    """What is believed after the probes, as far as a prior for other jobs can be made of it."""
+
+    means: Floats  # of the parameters, in the order of Priors.parameters
+    variances: Floats
+    compute: Floats  # expected squares of the residual's whitened coordinates: 1 where it goes as far as its prior says
+    sync: Floats
+    noise: float  # as a multiple of that of the priors
 
 
 @dataclass(frozen=True)
@@ -111,6 +152,19 @@ class Overlap:
         """Return the standard deviation of ln t from one job to the next, shape (n,)."""
         return np.sqrt(self._noise(_evaluate(self._z, self._frame.at(points))))
 
+    def posterior(self) -> "Posterior":
+        """Return what the probes have made of the priors."""
+        own, priors = PARAMETERS, self._frame.priors
+        squares = self._z**2 + np.diag(self._covariance)
+        compute, sync = np.split(squares[own:], [len(self._frame.u.places)])
+        return Posterior(
+            means=priors.means + priors.sds * self._z[:own],
+            variances=priors.sds**2 * np.diag(self._covariance)[:own],
+            compute=compute,
+            sync=sync,
+            noise=self.noise,
+        )
+
     def parts(self, points: Points) -> tuple[Floats, Floats, Floats]:
         """Return the step time, the compute and the synchronisation within it (hidden or not). Seconds."""
         found = _evaluate(self._z, self._frame.at(points))
@@ -123,10 +177,13 @@ class Overlap:
         return found.by_compute**2 * u + (found.by_sync * at.across) ** 2 * v
 
     def _noise(self, found: "_Values") -> Floats:
-        return self.noise**2 * (_STEP_NOISE**2 + (_SYNC_NOISE * found.by_sync) ** 2)
+        priors = self._frame.priors
+        return self.noise**2 * (priors.step_noise**2 + (priors.sync_noise * found.by_sync) ** 2)
 
 
-def fit(points: Points, *, step: Floats, compute: Floats, spread: Floats, collective: str) -> Overlap:
+def fit(
+    points: Points, *, step: Floats, compute: Floats, spread: Floats, collective: str, priors: Priors = PRIORS
+) -> Overlap:
     """Fit the model to probes.
 
     Args:
@@ -135,10 +192,11 @@ def fit(points: Points, *, step: Floats, compute: Floats, spread: Floats, collec
         compute: seconds a step without synchronisation; nan where it was not measured.
         spread: standard deviation of the step time over its own job, as a share of it; nan where it is not known.
         collective: a key of SHAPES.
+        priors: what is believed before.
     """
-    frame = _Frame.of(points, np.where(np.isfinite(compute), compute, step), SHAPES[collective])
+    frame = _Frame.of(points, np.where(np.isfinite(compute), compute, step), SHAPES[collective], priors)
     at = frame.at(points)
-    data = _Data(np.log(step), np.log(compute), np.nan_to_num(spread))
+    data = _Data(np.log(step), np.log(compute), np.nan_to_num(spread), priors)
     z, noise = np.zeros(frame.size), 1.0
     for attempt in range(_ROUNDS):
         sd = data.noise(_evaluate(z, at), noise)
@@ -164,8 +222,9 @@ class _Process:
     _root: Floats  # lower Cholesky factor of the covariance at the places
 
     @classmethod
-    def over(cls, places: Floats, *, sd: float, length: float, white: float) -> "_Process":
+    def over(cls, places: Floats, residual: Smooth) -> "_Process":
         unique = np.unique(places)
+        sd, length, white = residual.sd, residual.length, residual.white
         process = cls(unique, sd, length, white, np.zeros((0, 0)))
         covariance = process._covariance(unique, unique) + 1e-10 * np.eye(len(unique))
         return cls(unique, sd, length, white, np.asarray(np.linalg.cholesky(covariance), dtype=float))
@@ -218,9 +277,10 @@ class _Frame:
     shape: Callable[[Floats], Floats]
     u: _Process
     v: _Process
+    priors: Priors
 
     @classmethod
-    def of(cls, points: Points, compute: Floats, shape: Callable[[Floats], Floats]) -> "_Frame":
+    def of(cls, points: Points, compute: Floats, shape: Callable[[Floats], Floats], priors: Priors) -> "_Frame":
         smallest = float(points.local_batch.min())
         across = ~points.alone & ~points.inside
         return cls(
@@ -228,13 +288,14 @@ class _Frame:
             log_batch=math.log(smallest),
             replicas=float(points.replicas[across].min()) if across.any() else 2.0,
             shape=shape,
-            u=_Process.over(np.log(points.local_batch), sd=_U_SD, length=_U_LENGTH, white=_U_WHITE),
-            v=_Process.over(np.log(points.replicas[across]), sd=_V_SD, length=_V_LENGTH, white=_V_WHITE),
+            u=_Process.over(np.log(points.local_batch), priors.compute),
+            v=_Process.over(np.log(points.replicas[across]), priors.sync),
+            priors=priors,
         )
 
     @property
     def size(self) -> int:
-        return len(_PRIORS) + len(self.u.places) + len(self.v.places)
+        return PARAMETERS + len(self.u.places) + len(self.v.places)
 
     def at(self, points: Points) -> _At:
         across = ~points.alone & ~points.inside
@@ -267,13 +328,13 @@ class _Values:
 
 def _evaluate(z: Floats, at: _At) -> _Values:
     """Evaluate the model and its derivatives."""
-    frame, own = at.frame, len(_PRIORS)
-    theta, rest = _MEANS + _SDS * z[:own], z[own:]
+    frame, priors, own = at.frame, at.frame.priors, PARAMETERS
+    theta, rest = priors.means + priors.sds * z[:own], z[own:]
     u, v = rest[: at.u.shape[1]], rest[at.u.shape[1] :]
     # Local compute.
     log_slope = frame.log_scale + theta[_SLOPE] + at.log_batch
     log_floor = frame.log_scale + theta[_SLOPE] + theta[_FLOOR] + frame.log_batch
-    log_smooth = np.logaddexp(_Q * log_slope, _Q * log_floor) / _Q
+    log_smooth = np.logaddexp(priors.q * log_slope, priors.q * log_floor) / priors.q
     log_compute = log_smooth + at.u @ u
     # Synchronisation.
     log_across = theta[_GROWTH] * at.log_replicas + at.log_shape + at.v @ v
@@ -284,16 +345,19 @@ def _evaluate(z: Floats, at: _At) -> _Values:
     # Clipped where they saturate: a step that is tried and rejected may go anywhere.
     phi, tau = 1 / (1 + math.exp(-np.clip(theta[_FORWARD], -30.0, 30.0))), math.exp(min(theta[_EXPOSED], 5.0))
     log_backward = math.log1p(-phi) + log_compute
-    log_longer = np.logaddexp(_P * log_backward, _P * log_sync) / _P
+    log_longer = np.logaddexp(priors.p * log_backward, priors.p * log_sync) / priors.p
     compute, sync, longer = np.exp(log_compute), np.exp(log_sync), np.exp(log_longer)
     step = phi * compute + longer + tau * sync
-    backward_share, sync_share = np.exp(_P * (log_backward - log_longer)), np.exp(_P * (log_sync - log_longer))
+    backward_share, sync_share = (
+        np.exp(priors.p * (log_backward - log_longer)),
+        np.exp(priors.p * (log_sync - log_longer)),
+    )
     by_compute = (phi * compute + longer * backward_share) / step
     by_sync = (longer * sync_share + tau * sync) / step
 
     of_compute = np.zeros((len(at.points), frame.size))
     of_compute[:, _SLOPE] = 1.0
-    of_compute[:, _FLOOR] = np.exp(_Q * (log_floor - log_smooth))
+    of_compute[:, _FLOOR] = np.exp(priors.q * (log_floor - log_smooth))
     of_compute[:, own : own + len(u)] = at.u
     of_step = by_compute[:, None] * of_compute
     of_step[:, _LEVEL] = by_sync
@@ -302,8 +366,8 @@ def _evaluate(z: Floats, at: _At) -> _Values:
     of_step[:, _FORWARD] = (compute - longer * backward_share / (1 - phi)) * phi * (1 - phi) / step
     of_step[:, _EXPOSED] = tau * sync / step
     of_step[:, own + len(u) :] = by_sync[:, None] * at.v
-    of_step[:, :own] *= _SDS
-    of_compute[:, :own] *= _SDS
+    of_step[:, :own] *= priors.sds
+    of_compute[:, :own] *= priors.sds
     return _Values(np.log(step), log_compute, sync, of_step, of_compute, by_compute, by_sync)
 
 
@@ -314,6 +378,7 @@ class _Data:
     log_step: Floats
     log_compute: Floats  # nan where not measured
     spread: Floats
+    priors: Priors
 
     @property
     def has_compute(self) -> Flags:
@@ -321,9 +386,9 @@ class _Data:
 
     def noise(self, found: _Values, level: float) -> tuple[Floats, Floats]:
         """Return the standard deviations of ln t and of ln c."""
-        own = self.spread**2
-        step = np.sqrt(level**2 * (_STEP_NOISE**2 + (_SYNC_NOISE * found.by_sync) ** 2) + own)
-        return step, np.sqrt((level * _COMPUTE_NOISE) ** 2 + own)
+        own, priors = self.spread**2, self.priors
+        step = np.sqrt(level**2 * (priors.step_noise**2 + (priors.sync_noise * found.by_sync) ** 2) + own)
+        return step, np.sqrt((level * priors.compute_noise) ** 2 + own)
 
     def residuals(self, found: _Values, sd: tuple[Floats, Floats]) -> tuple[Floats, Floats]:
         """Return standardised residuals and the derivatives of what is predicted, both over the same noise."""

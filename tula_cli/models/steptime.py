@@ -9,10 +9,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tula_cli.errors import BadMeasurements
-from tula_cli.grid import place
+from tula_cli.grid import counted, place
 from tula_cli.models import overlap
 from tula_cli.models.noise import BLOCKS, Z90, centre, drift
-from tula_cli.models.overlap import Overlap, Points
+from tula_cli.models.overlap import PRIORS, Overlap, Points, Priors
 
 Floats = NDArray[np.float64]
 
@@ -31,7 +31,6 @@ class Observation:
     gpus_per_node: int
     local_batch: int  # samples an optimizer step on one GPU
     step_times: tuple[float, ...]  # one an optimizer step, after warm-up
-    sync_time: float  # exposed synchronisation, within the steps
     compute_time: float  # a step without synchronisation; nan where it was not measured
 
     @property
@@ -144,10 +143,7 @@ class StepTimeFit:
             BadMeasurements: the probes do not determine it.
         """
         if why := self.refusal(nodes, gpus_per_node, local_batch):
-            raise BadMeasurements(
-                f"cannot predict {_count(nodes, 'node')} with local batch {local_batch}: {why}",
-                "measure more configurations with tula profile",
-            )
+            raise cannot_predict(place(nodes, local_batch), why)
         seconds, low, high = self.predict_all([nodes], [gpus_per_node], [local_batch])
         return Estimate(float(seconds[0]), float(low[0]), float(high[0]))
 
@@ -178,12 +174,18 @@ class StepTimeFit:
         return float((_additive_rows([replicas], [local_batch]) @ self._additive)[0])
 
 
-def fit(observations: Iterable[Observation], *, collective: str) -> StepTimeFit:
+def cannot_predict(what: str, why: str) -> BadMeasurements:
+    """Return the error that says why the probes do not tell a step time."""
+    return BadMeasurements(f"cannot predict {what}: {why}", "measure more configurations with tula profile")
+
+
+def fit(observations: Iterable[Observation], *, collective: str, priors: Priors = PRIORS) -> StepTimeFit:
     """Fit the step-time model to probes.
 
     Args:
         observations: one a probe, in any order; repeated configurations count each.
         collective: a key of overlap.SHAPES.
+        priors: what is believed before any probe.
 
     Raises:
         BadMeasurements: there is no observation, a step time is not positive, or the GPUs a node differ between nodes.
@@ -202,6 +204,7 @@ def fit(observations: Iterable[Observation], *, collective: str) -> StepTimeFit:
         compute=np.array([o.compute_time if o.compute_time > 0 else math.nan for o in seen]),
         spread=np.array([math.nan if o.noise is None else o.noise for o in seen]),
         collective=collective,
+        priors=priors,
     )
     fitted = np.exp(model.predict(points)[0])
     residuals = fitted / seconds - 1
@@ -311,10 +314,10 @@ def _words(model: Overlap, points: Points, scope: _Scope, error: float | None) -
         counts = together[[0, -1]]
         inside = np.array([bool(points.inside[points.replicas == count].all()) for count in counts])
         sync = model.parts(Points(counts, np.full(2, batches[0]), np.full(2, False), inside))[2]
-        parts.append(_range(sync, [_count(round(count), scope.noun) for count in counts]))
+        parts.append(_range(sync, [counted(round(count), scope.noun) for count in counts]))
     quality = "exactly determined, no residual" if error is None else f"median residual {error:.1%}"
     said = ", overlapped with synchronisation ".join(parts)
-    return f"step = compute {said} ({_count(len(points), 'probe')}, {quality})"
+    return f"step = compute {said} ({counted(len(points), 'probe')}, {quality})"
 
 
 def _range(seconds: Floats, places: Sequence[str]) -> str:
@@ -324,10 +327,6 @@ def _range(seconds: Floats, places: Sequence[str]) -> str:
 
 def _duration(seconds: float) -> str:
     return f"{seconds:.3g} s" if seconds >= 1 else f"{seconds * 1e3:.3g} ms"
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
 def _listed(numbers: Iterable[int]) -> str:

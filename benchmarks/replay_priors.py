@@ -1,0 +1,203 @@
+"""Priors found without an app, or without a cluster, and judged on it: how well the step-time model does elsewhere.
+
+    python benchmarks/replay_priors.py TABLE.csv... [--json] [--turns 8]
+
+The priors of the step-time model come from measurements (`tula_cli.models.overlap.PRIORS`), so errors on the same
+measurements flatter them. Here they are found anew by expectation maximisation (empirical Bayes), from a vague start and
+without looking at any error of prediction: every set is fitted to all that was measured of it; the parameters of all sets
+then give the new priors their means and spreads, and so on. Sets of one app are alike, so what is to be expected of another
+app is judged by how far the apps are apart. (What shapes the curves, p, q and the lengths of the residuals, stays as it is:
+four numbers.) Each app, then each cluster, is left out of that once and judged on, as replay.py judges:
+its probes alone are seen, all else is predicted.
+"""
+
+import argparse
+import json
+import math
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+from replay_baselines import with_priors
+from replay_data import MeasuredSet, load
+from replay_score import score
+
+from tula_cli.models import steptime
+from tula_cli.models.overlap import PRIORS, Posterior, Prior, Priors, Smooth
+
+Floats = NDArray[np.float64]
+
+STRATEGIES = ("partial", "sweep", "full")
+
+VAGUE = replace(
+    PRIORS,
+    slope=Prior(0.0, 3.0),
+    floor=Prior(0.0, 2.5),
+    level=Prior(-1.0, 2.5),
+    growth=Prior(0.0, 1.0),
+    inside=Prior(-1.0, 1.5),
+    forward=Prior(-0.7, 1.0),  # a third of the compute, the textbook's share of the forward pass
+    exposed=Prior(-2.0, 1.5),
+    compute=replace(PRIORS.compute, sd=0.1, white=0.1),
+    sync=replace(PRIORS.sync, sd=0.3, white=0.3),
+    step_noise=0.05,
+    compute_noise=0.05,
+    sync_noise=0.05,
+)
+"""Where the search for priors begins."""
+
+
+def found_on(sets: Sequence[MeasuredSet], *, turns: int) -> Priors:
+    """Return the priors that the sets make each other, after some turns of expectation maximisation from VAGUE."""
+    priors = VAGUE
+    for _ in range(turns):
+        fits = [steptime.fit(list(s.truth.values()), collective=s.collective, priors=priors) for s in sets]
+        priors = refined(priors, [fit.model.posterior() for fit in fits], [each.app for each in sets])
+    return priors
+
+
+def refined(priors: Priors, posteriors: Sequence[Posterior], apps: Sequence[str]) -> Priors:
+    """Return the priors that many jobs tell for one of another app (the M step).
+
+    Residuals keep the shares of what is smooth and what is not, and noises their ratios.
+    """
+    own = _expected(
+        np.array([found.means for found in posteriors]), np.array([found.variances for found in posteriors]), apps
+    )
+    noise = math.sqrt(float(np.mean([found.noise**2 for found in posteriors])))
+    return replace(
+        priors,
+        slope=own[0],
+        floor=own[1],
+        level=own[2],
+        growth=own[3],
+        inside=own[4],
+        forward=own[5],
+        exposed=own[6],
+        compute=_scaled(priors.compute, [found.compute for found in posteriors]),
+        sync=_scaled(priors.sync, [found.sync for found in posteriors]),
+        step_noise=noise * priors.step_noise,
+        compute_noise=noise * priors.compute_noise,
+        sync_noise=noise * priors.sync_noise,
+    )
+
+
+def _expected(means: Floats, variances: Floats, apps: Sequence[str]) -> list[Prior]:
+    """Return what is to be expected of a set of another app, from posteriors of shape (sets, parameters).
+
+    Its variance is what the sets' posteriors leave, that of sets of one app, and that of apps; a further app is off their
+    mean by that of one app and that of the mean of so many.
+    """
+    names = sorted(set(apps))
+    members = [np.array([app == name for app in apps]) for name in names]
+    centres = np.array([means[own].mean(axis=0) for own in members])
+    inside = np.mean([means[own].var(axis=0) for own in members], axis=0)
+    between = centres.var(axis=0, ddof=1) * (1 + 1 / len(names)) if len(names) > 1 else 0.0
+    sds = np.sqrt(variances.mean(axis=0) + inside + between)
+    return [Prior(float(mean), float(sd)) for mean, sd in zip(centres.mean(axis=0), sds, strict=True)]
+
+
+def _scaled(residual: Smooth, squares: Iterable[Floats]) -> Smooth:
+    scale = math.sqrt(float(np.mean(np.concatenate(list(squares)))))
+    return replace(residual, sd=scale * residual.sd, white=scale * residual.white)
+
+
+@dataclass(frozen=True)
+class Judged:
+    """Means over sets, as shares."""
+
+    median: float
+    p90: float
+    covered: float  # by the 90 % interval
+
+
+def judged(sets: Sequence[MeasuredSet], strategy: str, priors: Priors) -> dict[str, Judged]:
+    """Return how well each set is predicted, by its name."""
+    scores = {each.name: score(each, strategy, with_priors(priors)) for each in sets}
+    return {
+        name: Judged(found.median, found.p90, float(np.mean(found.covered)) if found.covered else math.nan)
+        for name, found in scores.items()
+    }
+
+
+def mean(found: Iterable[Judged]) -> Judged:
+    rows = list(found)
+    return Judged(*(float(np.nanmean([getattr(row, name) for row in rows])) for name in ("median", "p90", "covered")))
+
+
+@dataclass(frozen=True)
+class Row:
+    """One app or cluster: judged with the priors as they are, with those found on all, and with those found without it."""
+
+    left_out: str
+    sets: int
+    strategy: str
+    shipped: Judged
+    same: Judged
+    without: Judged
+
+
+def rows(sets: Sequence[MeasuredSet], of: Callable[[MeasuredSet], str], kind: str, *, turns: int) -> list[Row]:
+    """Leave out each value of `of` once; the last rows are means over all sets."""
+    everywhere = found_on(sets, turns=turns)
+    made: dict[str, list[Row]] = {name: [] for name in STRATEGIES}
+    by_set: dict[str, list[tuple[Judged, Judged, Judged]]] = {name: [] for name in STRATEGIES}
+    for value in sorted({of(each) for each in sets}):
+        inside = [each for each in sets if of(each) == value]
+        elsewhere = found_on([each for each in sets if of(each) != value], turns=turns)
+        for strategy in STRATEGIES:
+            columns = [judged(inside, strategy, priors) for priors in (PRIORS, everywhere, elsewhere)]
+            by_set[strategy] += zip(*(column.values() for column in columns), strict=True)
+            made[strategy].append(Row(f"{kind} {value}", len(inside), strategy, *(mean(c.values()) for c in columns)))
+    for strategy, found in by_set.items():
+        together = [mean(column) for column in zip(*found, strict=True)]
+        made[strategy].append(Row(f"each {kind} once", len(sets), strategy, *together))
+    return [row for strategy in STRATEGIES for row in made[strategy]]
+
+
+def line(row: Row) -> str:
+    cells = "".join(
+        f"   {100 * j.median:5.1f} / {100 * j.p90:4.1f} %, {100 * j.covered:3.0f} %"
+        for j in (row.shipped, row.same, row.without)
+    )
+    return f"{row.strategy:8} {row.left_out:22} {row.sets:4}{cells}"
+
+
+HEAD = (
+    f"{'':36}   priors of the product     found on all sets         found without it\n"
+    f"{'strategy':8} {'left out':22} sets" + "   median /  p90, covered" * 3
+)
+
+
+def main() -> None:
+    arguments = _arguments()
+    try:
+        sets = load(*arguments.tables)
+        if len({each.app for each in sets}) < 2:
+            raise ValueError("the tables hold sets of fewer than two apps: none can be left out")
+    except (OSError, ValueError) as error:
+        sys.exit(f"replay_priors.py: {error}")
+    found = rows(sets, lambda each: each.app, "app", turns=arguments.turns)
+    if len({each.cluster for each in sets}) > 1:
+        found += rows(sets, lambda each: each.cluster, "cluster", turns=arguments.turns)
+    if arguments.json:
+        everywhere = found_on(sets, turns=arguments.turns)
+        print(json.dumps({"rows": [asdict(row) for row in found], "found_on_all": asdict(everywhere)}, indent=1))
+        return
+    print(HEAD, *map(line, found), sep="\n")
+    print(f"\nfound on all sets: {found_on(sets, turns=arguments.turns)}")
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("tables", type=Path, nargs="+", metavar="TABLE.csv")
+    parser.add_argument("--json", action="store_true", help="print the same numbers, and the priors found, as JSON")
+    parser.add_argument("--turns", type=int, default=8, help="of expectation maximisation")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()

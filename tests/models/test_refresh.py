@@ -1,0 +1,91 @@
+"""What refreshing the scaling factors takes."""
+
+from typing import Any
+
+import pytest
+from make_results import Truth, measured, probe_all, spec
+
+from tula_cli.grid import Config
+from tula_cli.models import refresh
+from tula_cli.models.forecast import Forecast
+from tula_cli.records import Measured, Overheads
+
+AGS = {"train": {"method": "ags", "epochs": 10, "reference_batch": 64}}
+
+
+def probe(nodes: int, local_batch: int, *, took: float = 0.0) -> Measured:
+    overheads = Overheads(startup=0, eval_batch=0, eval_batch_size=64, checkpoint=0, refresh=took)
+    return measured(Truth(overheads=overheads), nodes, local_batch)
+
+
+def seconds(probes: list[Measured], nodes: int, local_batch: int, **sections: Any) -> float:
+    job = spec(**{**AGS, **sections})
+    return refresh.seconds(job, probes, nodes=nodes, local_batch=local_batch, batch=nodes * local_batch)
+
+
+@pytest.mark.parametrize(
+    ("ags", "batch", "small"),
+    [({}, 64, 64), ({}, 128, 32), ({}, 256, 64), ({}, 4096, 64), ({"b_small": 8}, 4096, 8), ({"b_small": 8}, 4, 8)],
+)
+def test_the_small_batch_is_at_most_a_quarter_of_a_larger_one(ags: dict[str, int], batch: int, small: int) -> None:
+    assert refresh.small_batch(spec(**AGS, ags=ags), batch) == small
+
+
+@pytest.mark.parametrize(
+    ("train", "ags", "batch", "expected"),
+    [
+        ({}, {}, 128, 10),
+        ({}, {"refresh": {"every": 100}}, 128, 9),  # 970 steps
+        ({}, {}, 64, 0),  # nothing to scale
+        ({}, {"refresh": {"every": 1}}, 128, 0),  # in every step, so a part of it
+        ({}, {"preset": "robust"}, 128, 0),
+        ({"method": "lbt"}, {}, 128, 0),
+        ({"method": "lrs"}, {"refresh": {"every": 5}}, 128, 0),
+    ],
+)
+def test_refreshes_are_counted_where_they_are_apart_from_the_steps(
+    train: dict[str, Any], ags: dict[str, Any], batch: int, expected: int
+) -> None:
+    job = spec(train={**AGS["train"], **train}, ags=ags)
+    assert refresh.count(job, batch=batch, steps=97) == expected
+
+
+def test_a_probe_of_the_configuration_is_believed() -> None:
+    probes = [probe(1, 128, took=0.1), probe(2, 128, took=0.2), probe(2, 256, took=0.3)]
+    assert [seconds(probes, nodes, local) for nodes, local in ((1, 128), (2, 128), (2, 256))] == [0.1, 0.2, 0.3]
+
+
+def test_what_was_not_measured_is_that_of_the_most_alike_refresh() -> None:
+    """64 samples for it on one rank are alike, whatever the local batch is; then the number of nodes counts."""
+    probes = [probe(1, 64), probe(1, 128, took=0.1), probe(1, 256, took=0.2), probe(4, 256, took=0.4)]
+    assert seconds(probes, 1, 512) == 0.2
+    assert seconds(probes, 8, 64) == 0.4  # and not the 0 of a batch that had nothing to scale
+    assert seconds(probes, 1, 64) == 0.0
+
+
+def test_where_no_probe_has_refreshed_it_is_a_step_with_so_many_samples() -> None:
+    probes = [probe(1, 16), probe(1, 64)]
+    assert seconds(probes, 4, 64) == probes[1].compute_time
+    assert seconds(probes, 8, 16) == probes[0].compute_time
+
+
+def test_the_forecast_holds_the_refreshes_and_says_their_share() -> None:
+    truth, plan = Truth(), {2: (32, 64, 128), 4: (16,), 16: (2, 128)}
+    results = probe_all(truth, plan)
+    found = {}
+    for method in ("ags", "lbt"):
+        job = spec(train={"method": method, "epochs": 10, "reference_batch": 32})
+        found[method] = Forecast.from_results(job, results).predict(Config(2, 256))
+    extra = 3600 * (found["ags"].hours - found["lbt"].hours)
+    assert extra == pytest.approx(10 * truth.overheads.refresh)
+    assert found["ags"].refresh_share == pytest.approx(extra / 3600 / found["ags"].hours)
+    assert found["lbt"].refresh_share == 0.0
+
+
+def test_few_steps_between_refreshes_make_them_a_large_share() -> None:
+    results = probe_all(Truth(), {2: (32, 64, 128), 4: (16,), 16: (2, 128)})
+    shares = []
+    for every in (100, 10, 2):
+        job = spec(train={"method": "ags", "epochs": 10, "reference_batch": 32}, ags={"refresh": {"every": every}})
+        shares.append(Forecast.from_results(job, results).predict(Config(2, 256)).refresh_share)
+    assert shares[0] < 0.05 < shares[1] < shares[2]

@@ -1,0 +1,208 @@
+"""Which settings a self-tuning training (`train.method: auto`) tries, and which of them survive (successive halving).
+
+An arm is one way to go on from a common checkpoint. In rung 1 every arm is trained for `auto.epochs`; the better half
+begins again from the checkpoint and is trained twice as long, and so on until one is left (Karnin et al. 2013; Jamieson
+and Talwalkar 2016). Each rung begins anew, so that no state of a branch has to be kept.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from tula_cli.records import Branch
+from tula_cli.spec import Ags, Arm, JobSpec
+
+CONTROL = "lbt"
+"""The large batch as it is: it stays in every rung, so that whatever wins has beaten it at the longest branches."""
+
+MAX_HOLDOUT = 10_000
+"""Samples held out at most: more tell the arms apart no better."""
+
+SHARE = 0.02
+"""Share of the training's epochs that a branch of the first rung gets: eight arms then cost half a training in all."""
+
+MAX_FACTOR = 64
+"""The largest learning-rate factor of the default arms."""
+
+
+@dataclass(frozen=True)
+class Turn:
+    """A branch to train: arm number `arm` in rung `rung` (from 1)."""
+
+    rung: int
+    arm: int
+
+
+def arms(spec: JobSpec, batch: int) -> tuple[Arm, ...]:
+    """Return the arms of a training at a batch: the spec's own, else the default ones; the control first.
+
+    AGS acts mostly as a learning-rate increase of at most sqrt(batch / b_small), so plain increases compete with it, up
+    to linear scaling. At or below the reference batch nothing is lost: the control is alone.
+
+    Args:
+        spec: a job with method auto.
+        batch: global batch.
+    """
+    control = Arm(name=CONTROL)
+    own = [arm for arm in spec.auto.arms if arm.name != CONTROL]
+    if own or batch <= spec.train.reference_batch:
+        return (control, *own)
+    return (control, *_faster(batch / spec.train.reference_batch), *_scaled(spec, batch))
+
+
+def _faster(scale: float) -> list[Arm]:
+    """Return plain learning-rate increases: 2, 4, 8 ..., and linear scaling as the last of them."""
+    powers = [2.0**k for k in range(1, 1 + int(math.log2(min(scale, MAX_FACTOR))))]
+    factors = powers if scale in powers or scale > MAX_FACTOR else [*powers, scale]
+    return [Arm(name=f"lbt-x{factor:g}", lr_factor=factor, warmup_epochs=1.0) for factor in factors]
+
+
+def _scaled(spec: JobSpec, batch: int) -> list[Arm]:
+    """Return the ways of AGS: the job's own, the paper's gate open, per tensor, a smaller small batch, robust."""
+    smaller = max(1, min(spec.train.reference_batch, batch // 4) // 4)
+    ways = {
+        "ags": spec.ags,
+        "ags-tensor": Ags(granularity="tensor", delta="inf"),
+        f"ags-tensor-b{smaller}": Ags(granularity="tensor", delta="inf", b_small=smaller),
+        "robust": Ags(preset="robust"),
+    }
+    if spec.optimizer.name != "SGD":  # others may divide a factor on the gradient out again
+        update = {"apply_to": spec.ags.apply_to or "update"}
+        ways = {name: ags.model_copy(update=update) for name, ags in ways.items()}
+    return [Arm(name=name, method="ags", ags=ags) for name, ags in ways.items()]
+
+
+def tuned(spec: JobSpec, arm: Arm) -> JobSpec:
+    """Return the job as an arm trains it; its learning-rate factor is for `lr_factor`."""
+    train = spec.train.model_copy(update={"method": arm.method})
+    return spec.model_copy(update={"train": train, "ags": arm.ags or spec.ags})
+
+
+def dearest(spec: JobSpec) -> JobSpec:
+    """Return what to measure a job as: with method auto, as the arm that takes the most memory and time."""
+    if spec.train.method != "auto":
+        return spec
+    found = [tuned(spec, arm) for arm in arms(spec, 4 * spec.train.reference_batch)]
+    return max(found, key=lambda job: (job.train.method != "lbt", job.ags.resolved().granularity == "element"))
+
+
+def lr_factor(arm: Arm, epoch: float, *, start: float) -> float:
+    """Return what an arm multiplies the learning rate by: from 1 at its start to its factor after the warm-up.
+
+    Args:
+        arm: the arm.
+        epoch: fractional epochs done.
+        start: those at which the arms part.
+    """
+    if epoch - start >= arm.warmup_epochs:
+        return arm.lr_factor
+    return 1 + (arm.lr_factor - 1) * max(0.0, epoch - start) / arm.warmup_epochs
+
+
+def within(arm: Arm, limit: float) -> Arm:
+    """Return an arm with a learning-rate factor of at most `limit` (linear scaling), for a batch that became smaller."""
+    return arm.model_copy(update={"lr_factor": min(arm.lr_factor, max(1.0, limit))})
+
+
+def sizes(count: int) -> tuple[int, ...]:
+    """Return how many arms each rung trains: (8, 4, 2) of eight; none where there is nothing to choose."""
+    found = []
+    while count > 1:
+        found.append(count)
+        count = math.ceil(count / 2)
+    return tuple(found)
+
+
+def epochs(spec: JobSpec, rung: int) -> float:
+    """Return how long the branches of a rung are trained, in epochs of the training set without the held-out part."""
+    first = max(1.0, SHARE * spec.train.epochs) if spec.auto.epochs == "auto" else spec.auto.epochs
+    return first * 2.0 ** (rung - 1)
+
+
+def holdout_size(dataset_size: int, share: float) -> int:
+    """Return how many training samples are held out while the arms are compared."""
+    return min(MAX_HOLDOUT, max(1, round(share * dataset_size)))
+
+
+def branch_steps(spec: JobSpec, rung: int, steps_per_epoch: int) -> int:
+    """Return the optimizer steps of one branch, at least one."""
+    return max(1, round(epochs(spec, rung) * steps_per_epoch))
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What tuning takes beside the training itself."""
+
+    branches: int
+    steps: int  # optimizer steps, of all branches
+    holdout: int  # samples evaluated after each branch
+
+
+def plan(spec: JobSpec, *, batch: int, dataset_size: int) -> Plan:
+    """Count branches and their steps where nothing diverges; none where the method is not auto.
+
+    Args:
+        spec: the job.
+        batch: global batch.
+        dataset_size: training samples.
+    """
+    if spec.train.method != "auto":
+        return Plan(0, 0, 0)
+    rungs = sizes(len(arms(spec, batch)))
+    holdout = holdout_size(dataset_size, spec.auto.holdout)
+    each = (dataset_size - holdout) // batch
+    steps = sum(n * branch_steps(spec, rung, each) for rung, n in enumerate(rungs, 1))
+    return Plan(sum(rungs), steps, holdout)
+
+
+def ranked(branches: Sequence[Branch]) -> list[Branch]:
+    """Return the branches of one rung, best first, by their loss on the held-out part; diverged ones are last.
+
+    The loss and not the accuracy: on some hundred samples the accuracies of good arms are the same but for chance.
+    """
+    return sorted(branches, key=lambda branch: (branch.diverged, math.inf if branch.loss is None else branch.loss))
+
+
+def survivors(branches: Sequence[Branch], control: str = CONTROL) -> list[str]:
+    """Return the arms that go into the next rung, best first: the better half without diverged ones, and the control.
+
+    Args:
+        branches: of one rung, all of them.
+        control: the arm that stays.
+    """
+    order = [branch.arm for branch in ranked(branches) if not branch.diverged or branch.arm == control]
+    kept = order[: math.ceil(len(branches) / 2)]
+    if control in order and control not in kept:
+        kept = [*kept[: max(1, len(kept) - 1)], control] if len(branches) > 2 else kept
+    return kept
+
+
+def standing(names: Sequence[str], branches: Sequence[Branch]) -> tuple[Turn | None, str | None]:
+    """Return the next branch to train, or the winner; one of the two is None.
+
+    Args:
+        names: of all arms.
+        branches: those trained so far.
+    """
+    left, rung = _survived(names, branches)
+    if len(left) == 1:
+        return None, left[0]
+    done = [branch.arm for branch in branches if branch.rung == rung]
+    return Turn(rung, next(names.index(name) for name in left if name not in done)), None
+
+
+def alive(names: Sequence[str], branches: Sequence[Branch]) -> list[str]:
+    """Return the arms of the rung under way, in the order in which they are trained."""
+    return _survived(names, branches)[0]
+
+
+def _survived(names: Sequence[str], branches: Sequence[Branch]) -> tuple[list[str], int]:
+    """Return the arms of the first rung that is not complete, and its number."""
+    left, rung = list(names), 1
+    while len(left) > 1:
+        done = {branch.arm: branch for branch in branches if branch.rung == rung}
+        if not all(name in done for name in left):
+            break
+        kept = survivors([done[name] for name in left])
+        left, rung = [name for name in names if name in kept], rung + 1
+    return left, rung

@@ -1,0 +1,70 @@
+"""What refreshing the scaling factors takes: how often, and how long where no probe has timed it."""
+
+from collections.abc import Iterable
+from math import log2
+
+from tula_cli.records import Measured
+from tula_cli.spec import Every, JobSpec
+
+SCALING = ("ags", "auto")
+"""The methods that refresh factors."""
+
+
+def small_batch(spec: JobSpec, batch: int) -> int:
+    """Return b_small of a refresh at a global batch: the batch the learning rate was tuned for, at most a quarter of it.
+
+    Where that is not below the batch there is nothing to scale: AGS then is the identity, and does not refresh.
+    """
+    if spec.ags.b_small != "auto":
+        return spec.ags.b_small
+    reference = spec.train.reference_batch
+    return reference if batch <= reference else max(1, min(reference, batch // 4))
+
+
+def apart(spec: JobSpec, batch: int) -> bool:
+    """Return whether some steps at a global batch take a refresh that others do not."""
+    ags = spec.ags.resolved()
+    return spec.train.method in SCALING and not ags.each_step and small_batch(spec, batch) < batch
+
+
+def count(spec: JobSpec, *, batch: int, steps: int) -> int:
+    """Return the refreshes of a whole run, apart from those that are a part of each step.
+
+    Args:
+        spec: epochs, method and refresh interval.
+        batch: samples an optimizer step over all GPUs.
+        steps: optimizer steps an epoch.
+    """
+    if not apart(spec, batch):
+        return 0
+    refresh = spec.ags.resolved().refresh
+    return spec.train.epochs * steps // refresh.every if isinstance(refresh, Every) else spec.train.epochs
+
+
+def seconds(spec: JobSpec, probes: Iterable[Measured], *, nodes: int, local_batch: int, batch: int) -> float:
+    """Return what one refresh adds to a step at a configuration.
+
+    That of the probe whose rank took about as many samples for it, on about as many nodes. Where the probes' batches
+    were all too small to scale, the step without synchronisation of the probe with about as many samples: a refresh is
+    a forward and a backward pass.
+    """
+    if not apart(spec, batch):
+        return 0.0
+    known, share = list(probes), _share(spec, batch, local_batch)
+    refreshed = [probe for probe in known if apart(spec, probe.batch)]
+    if not refreshed:
+        return min(known, key=lambda probe: abs(log2(probe.local_batch / share))).compute_time
+
+    def unlike(probe: Measured) -> tuple[float, float, float]:
+        return (
+            abs(log2(_share(spec, probe.batch, probe.local_batch) / share)),
+            abs(log2(probe.nodes / nodes)),
+            abs(log2(probe.local_batch / local_batch)),
+        )
+
+    return min(refreshed, key=unlike).overheads.refresh
+
+
+def _share(spec: JobSpec, batch: int, local_batch: int) -> int:
+    """Return the samples of one rank that takes part in a refresh."""
+    return min(small_batch(spec, batch), max(1, local_batch // spec.train.accumulate))

@@ -12,8 +12,21 @@ import pytest
 
 from tula_cli import ending, scheduler, supervise
 from tula_cli.errors import TulaError
-from tula_cli.records import Attempt, Failure, Job, Order, OutcomeClass, ProbeTask, Rung, TrainResult, TrainTask
+from tula_cli.records import (
+    Attempt,
+    Branch,
+    Failure,
+    Job,
+    Order,
+    OutcomeClass,
+    ProbeTask,
+    Rung,
+    TrainResult,
+    TrainTask,
+    Tuning,
+)
 from tula_cli.rundir import RunDir
+from tula_cli.spec import Arm
 
 LINKS = ("11", "12", "13", "14", "15")
 
@@ -362,6 +375,22 @@ def test_a_relaunch_late_in_an_allocation_that_has_saved_something_is_no_lack_of
     chain.will_finish()
     chain.start("12")
     assert chain.outcomes() == ["time_limit", "time_limit", "done"]
+
+
+@pytest.mark.parametrize(("branches", "outcomes"), [(1, ["time_limit", "done"]), (0, ["time_limit"])])
+def test_an_allocation_that_has_ended_a_branch_is_no_lack_of_progress(
+    chain: Chain, cluster: Cluster, branches: int, outcomes: list[str]
+) -> None:
+    cluster.endings = {"11": "time_limit"}
+    chain.was_killed("11")
+    branch = Branch(arm="lbt", rung=1, epochs=1, samples=640, loss=1.0, top1=50.0, diverged=False, seconds=9.0)
+    arms = (Arm(name="lbt"), Arm(name="x2", lr_factor=2))
+    chain.run.write_tuning(
+        Tuning(signature="s", batch=64, start=0, epoch=1.0, arms=arms, branches=(branch,) * branches)
+    )
+    chain.will_finish()
+    chain.start("12")
+    assert chain.outcomes() == outcomes
 
 
 def test_allocations_that_ended_without_a_verdict_go_on_while_checkpoints_advance(chain: Chain) -> None:

@@ -4,6 +4,7 @@ import time
 
 import make_runs as make
 import pytest
+from make_results import Truth, measured, out_of_memory
 
 import tula_cli.check
 import tula_cli.estimate
@@ -11,7 +12,7 @@ from tula_cli import scheduler, site, status
 from tula_cli.check import check, cluster_nodes, conclude_cluster, init, start_on_cluster, watch_cluster
 from tula_cli.errors import JobFailed, Pending, SchedulerError, SpecError
 from tula_cli.estimate import estimate
-from tula_cli.records import Footprint, Inspection
+from tula_cli.records import Footprint, Inspection, Measured, Memory
 from tula_cli.rundir import RunDir
 from tula_cli.site import NodeKind, Partition
 from tula_cli.spec import JobSpec
@@ -218,6 +219,64 @@ def test_estimate_that_failed_says_why(found):
     found(footprints=(), estimate_error="it reads numbers")
     with pytest.raises(JobFailed, match="it reads numbers"):
         estimate(spec())
+
+
+def probe(local_batch: int, **changes) -> Measured:
+    """Return a probe of a job that takes 100 MB more than the estimate tells, and 3 MB a sample, on a GPU of 500 MB."""
+    peak = 140 * MB + 3 * MB * local_batch
+    memory = Memory(
+        parameters=10 * MB, gradients=10 * MB, optimizer=10 * MB, factors=10 * MB, batch=MB // 2 * local_batch,
+        activations=peak - 40 * MB - MB // 2 * local_batch, peak=peak, reserved=peak, capacity=500 * MB, libraries=50 * MB,
+    )  # fmt: skip
+    return measured(Truth(), 1, local_batch, memory=memory, **changes)
+
+
+def test_probes_of_the_job_correct_the_estimate(found):
+    report = estimate(spec(), results=[probe(16), probe(64)])
+    row = next(row for row in report.rows if row.local_batch == 32)
+    assert (row.peak, row.libraries) == (236 * MB, 50 * MB)
+    assert report.capacity == 500 * MB
+    assert report.largest_local_batch == (450 - 50 - 140) // 3
+    assert report.correction == "corrected by 2 probes of this job (local batches 16 to 64)"
+    assert estimate(spec(), results=[]).correction == ""
+
+
+def test_how_far_the_corrected_model_is_off_is_told(found):
+    report = estimate(spec(), results=[probe(16), probe(32), probe(64)])
+    assert report.correction.endswith("(local batches 16 to 64; the peaks are off by 0.0% in the median)")
+
+
+def test_probes_stand_in_for_an_estimate_that_failed(found):
+    found(footprints=(), estimate_error="it reads numbers")
+    report = estimate(spec(), results=[probe(16), probe(64)])
+    assert report.largest_local_batch == 86
+    assert report.correction.startswith("from 2 probes alone")
+
+
+def test_out_of_memory_in_a_probe_bounds_the_estimate(found):
+    report = estimate(spec(), results=[probe(16), out_of_memory(1, 64)])
+    assert report.largest_local_batch == 63
+    assert [report.fits(row) for row in report.rows] == [True, True, False]
+    assert "a local batch of 64 was out of memory" in report.correction
+
+
+def test_what_ran_fits_even_above_the_margin(found):
+    report = estimate(spec(), results=[probe(16), probe(96)])
+    assert report.largest_local_batch == 96
+
+
+def test_outcomes_on_the_probes_gpu_say_nothing_of_another_one(found):
+    results = [probe(16), probe(96), out_of_memory(1, 128)]
+    assert estimate(spec(), capacity=10_000 * MB, results=results).largest_local_batch > 1000
+    assert estimate(spec(), capacity=300 * MB, results=results).largest_local_batch == (270 - 50 - 140) // 3
+
+
+def test_probes_on_different_hardware_do_not_correct(found):
+    other = probe(64)
+    other = other.model_copy(update={"environment": other.environment.model_copy(update={"hardware": "another"})})
+    report = estimate(spec(), results=[probe(16), other])
+    assert report.rows[0].peak == footprint(16).peak
+    assert "different hardware" in report.correction
 
 
 # --- on the cluster

@@ -671,6 +671,15 @@ def test_estimate(cluster):
     assert "--memory: 'much' is not a size" in refused.err
 
 
+def test_estimate_takes_what_the_run_of_the_job_has_measured(cluster):
+    cluster.inspection = inspection(footprints=tuple(footprint(Truth(), local) for local in (1, 8)))
+    assert "corrected" not in tula("estimate", "job.yaml").out
+    tula("profile", "job.yaml")
+    assert "corrected by" in tula("estimate", "job.yaml").out
+    assert tula("estimate", "job.yaml", "--json").json["data"]["probes"] > 1
+    assert "corrected" not in tula("estimate", "job.yaml", "--run-dir", "elsewhere").out
+
+
 def test_check_on_cluster_shows_the_nodes_and_the_network(cluster):
     answer = tula("check", "job.yaml", "--on-cluster")
     assert answer.code == 0
@@ -986,6 +995,14 @@ def test_training_needs_a_type_where_none_is_recommended(two_types):
     assert tula("train", "--type", "pair", "--nodes", "1", "--batch", "64").code == 0
 
 
+def test_training_on_a_type_that_recommend_left_out_says_where_the_reason_is(two_types):
+    two_types.launchers[2] = Here(fails="user")
+    tula("profile", "job.yaml")
+    assert "node type pair is left out" in tula("recommend").err
+    answer = tula("train", "--type", "pair")
+    assert answer.code == 4 and "tula recommend, which says why where it leaves something out" in answer.err
+
+
 # --- spot and the Pareto front
 
 
@@ -1034,8 +1051,52 @@ def test_detached_one_call_is_one_round(cluster):
     assert first == 3 <= len(newest().results())
 
 
-def test_a_probe_that_fails_ends_the_rounds(cluster):
+class FailsAt(Here):
+    """One configuration always fails."""
+
+    def __init__(self, nodes, local_batch):
+        super().__init__()
+        self.place = nodes, local_batch
+
+    def _probe(self, run, task):
+        super()._probe(run, task)
+        if task.nodes == self.place[0] and self.place[1] in task.local_batches:
+            make.add_failed(run, *self.place, "KeyError: 'x'")
+
+
+ROUNDS = ("--set", "search.strategy=adaptive", "--set", "search.nodes=[1,2,4]")
+
+
+def test_an_adaptive_search_goes_on_without_a_probe_that_fails(cluster):
+    cluster.launcher = FailsAt(4, 8)
+    told = tula("profile", "job.yaml", *ROUNDS, "--json")
+    assert told.json["status"] == "partial" and "expected regret of deciding now" in told.err
+    places = [(probe.nodes, probe.local_batch) for probe in newest().results() if probe.kind == "measured"]
+    assert (4, 16) in places and (4, 8) not in places, "the next batch stands in for it"
+    assert cluster.launcher.submitted.count("probe-n004") < 4, "it is not tried in every round"
+    before = len(cluster.launcher.submitted)
+    tula("profile", "job.yaml", *ROUNDS)
+    assert cluster.launcher.submitted[before:] == ["probe-n004"], "but by the next call"
+
+
+def test_rounds_end_where_nothing_is_measured_any_more(cluster):
     cluster.launcher = Here("partly")
-    told = tula("profile", "job.yaml", "--set", "search.strategy=adaptive", "--set", "search.nodes=[1,2,4]")
-    assert told.err.count("one of the three to start from") == 3
-    assert len(cluster.launcher.submitted) == 2
+    told = tula("profile", "job.yaml", *ROUNDS)
+    assert told.err.count("one of the three to start from") >= 3
+    assert len(cluster.launcher.submitted) <= 4
+
+
+ADAPTIVE_SINGLE = ("--set", "node_types.single.search={strategy: adaptive, nodes: [1, 2, 4]}")
+
+
+def test_a_type_may_search_in_rounds_where_the_job_does_not(two_types):
+    told = tula("profile", "job.yaml", *ADAPTIVE_SINGLE)
+    assert told.code == 0 and len(parts()["single"].results()) > 3
+    assert "expected regret of deciding now" in told.err
+
+
+def test_what_fails_on_one_type_does_not_end_the_rounds_of_another(two_types):
+    two_types.launchers[2] = Here(fails="partly")
+    tula("profile", "job.yaml", *ADAPTIVE_SINGLE)
+    assert len(parts()["single"].results()) > 3
+    assert two_types.launchers[2].submitted == ["probe-n001", "probe-n002"], "that is not tried again in each round"

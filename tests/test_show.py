@@ -148,6 +148,13 @@ def test_the_same_progress_is_told_apart_from_the_epochs_of_the_spec():
     assert "same progress" not in printed(show.recommendation(make.recommendation(), width=80, color=False))
 
 
+@pytest.mark.parametrize(("share", "shown"), [(0.034, "of that 3.4 % for refreshing"), (0.009, ""), (0.0, "")])
+def test_refreshing_the_factors_is_told_where_it_is_more_than_a_hundredth(share: float, shown: str) -> None:
+    choice = make.prediction(2, 256, refresh_share=share)
+    text = printed(show.recommendation(make.recommendation(choice=choice), width=80, color=False))
+    assert shown in text and ("refreshing" in text) == bool(shown)
+
+
 def test_accuracy_time_has_a_table_of_its_own():
     found = with_progress(make.recommendation(objective="accuracy-time"))
     text = printed([show.same_progress(found)])
@@ -354,6 +361,34 @@ def test_the_status_of_a_run_shows_jobs_training_and_what_failed(run):
     assert "70.0 s left" in text
     assert "warning: a step takes 120 ms" in text
     assert "recommended: 2 nodes, batch 128 (local 64)" in text
+
+
+def test_the_status_shows_what_tuning_has_come_to(run):
+    make.add_training(run, rows=make.metrics())
+    branches = [
+        make.branch("lbt"),
+        make.branch("x2", top1=61.5),
+        make.branch("x4", loss=None, top1=None, diverged=True),
+    ]
+    run.write_tuning(make.tuning(branches[:2]))
+    assert "tuning: arm 3 of 3 (x4), rung 1" in printed(show.status(snapshot(run)))
+    branches += [make.branch(arm, rung=2, loss=loss, top1=70.0) for arm, loss in (("lbt", 1.25), ("x2", 1.0))]
+    run.write_tuning(make.tuning(branches, chosen="x2"))
+    text = printed(show.status(snapshot(run)))
+    assert "as tuned: x2" in text
+    lines = [line.split() for line in text.splitlines() if re.match(r" *(lbt|x2|x4) ", line)]
+    assert lines == [
+        ["x2", "2", "1.00", "1.000", "70.00", "chosen"],
+        ["lbt", "2", "1.00", "1.250", "70.00"],
+        ["x4", "1", "1.00", "-", "-", "diverged"],
+    ]
+
+
+def test_the_summary_names_the_winner_and_what_it_took():
+    found = make.tuning([make.branch("lbt"), make.branch("x2", top1=61.5)], chosen="x2")
+    text = printed(show.summary(make.summary(tuning=found)))
+    assert "tuned: x2, 1280 samples in 2 branches beside the training" in text
+    assert re.search(r"x2 .*61\.50 .*chosen", text)
 
 
 def test_the_status_tells_the_story_of_attempts(run):

@@ -3,6 +3,7 @@
 import math
 import re
 from pathlib import Path
+from typing import get_args
 
 import pytest
 import yaml
@@ -12,6 +13,7 @@ from tula_cli.spec import (
     ENV_PREFIX,
     UNPRICED,
     JobSpec,
+    Method,
     dump_yaml,
     load_spec,
     merge_sources,
@@ -163,7 +165,7 @@ def test_minimal_spec_has_defaults_for_the_rest(write):
     assert found.search.nodes == [2, 4, 8, 16]
     assert found.search.min_batch == 32
     assert found.train.method == "ags"
-    assert found.ags.delta == 0.5
+    assert found.ags.resolved().delta == 0.5
     assert found.cluster.slurm is None
 
 
@@ -454,7 +456,9 @@ def test_what_no_measurement_depends_on_keeps_the_probes(change):
         {"train__workers": 7},
         {"train__accumulate": 2},
         {"train__method": "lbt"},
+        {"train__ghost_batch": 32},
         {"ags__granularity": "tensor"},
+        {"ags__refresh": {"every": 1}},
         {"cluster__gpus_per_node": 4},
         {"cluster__memory_per_gpu": 10**9},
         {"cluster__collective": "tree"},
@@ -475,6 +479,8 @@ def test_what_a_measurement_depends_on_changes_the_signature(change):
         {"schedule__warmup_epochs": 2.0},
         {"optimizer__weight_decay": 0.1},
         {"cluster__gpus_per_node": 2},
+        {"train__lr_scaling": "sqrt"},
+        {"train__ghost_batch": 32},
     ],
 )
 def test_what_changes_the_weights_changes_the_training_signature(change):
@@ -483,10 +489,25 @@ def test_what_changes_the_weights_changes_the_training_signature(change):
 
 @pytest.mark.parametrize(
     "change",
-    [{"pricing__price": 9.0}, {"train__workers": 7}, {"train__tensorboard": True}, {"search__steps": 9}, {"name": "b"}],
+    [
+        {"pricing__price": 9.0},
+        {"train__workers": 7},
+        {"train__tensorboard": True},
+        {"train__diagnostics": True},
+        {"train__hessian": {"every": 5, "samples": 64}},
+        {"search__steps": 9},
+        {"name": "b"},
+    ],
 )
 def test_what_leaves_the_weights_alone_keeps_the_training_signature(change):
     assert train_signature(spec(**change), nodes=2, batch=64) == train_signature(spec(), nodes=2, batch=64)
+
+
+def test_every_method_and_a_warm_up_of_zero_have_a_training_signature_of_their_own():
+    methods = [{"train__method": method} for method in get_args(Method)]
+    told = [{"train__method": "lars", "schedule__warmup_epochs": epochs} for epochs in (0, 1)]
+    found = {train_signature(spec(**change), nodes=1, batch=64) for change in [*methods, *told]}
+    assert len(found) == len(methods) + 2
 
 
 def test_training_signature_knows_nodes_and_batch():

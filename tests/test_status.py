@@ -1,4 +1,6 @@
 import itertools
+import json
+from functools import partial
 
 import make_runs as make
 import pytest
@@ -188,6 +190,24 @@ def test_a_training_run_before_its_first_row(run):
     name = make.add_training(run)
     train = status.snapshot(run, make.FakeLauncher({name: "pending"}), now=START).training
     assert (train.epoch, train.samples, train.loss, train.eta) == (0, 0, None, None)
+
+
+def test_a_training_run_that_tunes_itself(run):
+    name = make.add_training(run, rows=make.metrics(START + 60)[:3])
+    branches = (make.branch("lbt"), make.branch("x2", loss=1.0), make.branch("x4", diverged=True))
+    run.write_tuning(make.tuning(branches[:2]))
+    snapshot = partial(status.snapshot, run, make.FakeLauncher({name: "running"}), now=START + 60)
+    found = snapshot().training.tuning
+    assert (found.arm, found.number, found.count, found.rung, found.chosen) == ("x4", 3, 3, 1, None)
+    assert found.branches == branches[:2]
+    run.write_tuning(make.tuning(branches))
+    found = snapshot().training.tuning
+    assert (found.arm, found.number, found.count, found.rung) == ("lbt", 1, 2, 2)
+    with open(run.metrics_path("ab12cd34"), "a") as file:
+        file.write(json.dumps({"kind": "branch", "time": START + 50, "samples": 1280, "epoch": 1, "eta": 30.0}) + "\n")
+    assert snapshot().training.eta == 20, "a branch's row tells it too"
+    run.write_tuning(make.tuning(branches, chosen="x2"))
+    assert snapshot().training.tuning.chosen == "x2"
 
 
 def test_a_finished_training_run_says_at_which_batch_it_ended(run):

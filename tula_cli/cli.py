@@ -31,9 +31,10 @@ from tula_cli.show import Screen
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
+    from tula_cli.compare import ComparePlan
     from tula_cli.launch import Launcher
     from tula_cli.profile import ProfilePlan, ProfileReport
-    from tula_cli.records import Inspection
+    from tula_cli.records import Comparison, Inspection
     from tula_cli.rundir import Part, RunDir
     from tula_cli.spec import JobSpec
     from tula_cli.status import RunStatus
@@ -448,15 +449,22 @@ def estimate(
             "--memory", "--capacity", metavar="SIZE", help="Memory of one GPU, for example 16GiB; else what is known."
         ),
     ] = None,
+    root: Root = RUNS,
     node_type: NodeType = None,
 ) -> None:
-    """Estimate the memory of one GPU by batch size; needs no GPU."""
+    """Estimate the memory of one GPU by batch size; needs no GPU. Where the job has been probed, that corrects it."""
     from tula_cli import estimate as service
+    from tula_cli.code import fingerprint
+    from tula_cli.rundir import RunDir
 
     spec = _load(job, overrides)
-    screen.note("building the model")
     size = _size(capacity)
-    reports = {name: service.estimate(own, capacity=size) for name, own in spec.by_type(node_type).items()}
+    screen.note("building the model")
+    run = RunDir.of(root.absolute(), spec, code=fingerprint(spec, Path.cwd()))
+    reports = {
+        part.type: service.estimate(part.spec, capacity=size, results=part.run.results())
+        for part in run.parts(spec, node_type)
+    }
     _by_type(screen, reports, show.estimate)
 
 
@@ -500,9 +508,11 @@ def profile(
         return _profile_dry_run(screen, job, named, root, overrides)
     run, spec = _open(screen, job, named, root, overrides)
     end = None if timeout is None else time.monotonic() + timeout
+    stopped: set[str] = set()  # types whose last round ended without all its results
+    again = True  # what failed before; what fails now is left to the next call
     while True:
-        planned = _profile_plans(screen, run, spec)
-        missing = [(part, plan) for part, plan in planned if plan.missing]
+        planned = _profile_plans(screen, run, spec, again=again)
+        missing = [(part, plan) for part, plan in planned if plan.missing and part.type not in stopped]
         if not missing:
             _adopt(run, spec, [part for part, _ in planned])
             screen.note(
@@ -519,7 +529,14 @@ def profile(
         if not all(_waits(wait, work.part.spec) for work in at_work):
             return _profile_detached(screen, run, at_work, {"plan": _whole({p.type: plan for p, plan in planned})})
         _wait_for_probes(screen, at_work, deadline=end, cancel_on_interrupt=cancel_on_interrupt)
-        if spec.search.strategy != "adaptive" or not all(service.measured(part.run, plan) for part, plan in missing):
+        again = False
+        further = {
+            part.type
+            for part, plan in missing
+            if part.spec.search.strategy == "adaptive" and service.measured(part.run, plan)
+        }
+        stopped |= {part.type for part, _ in missing} - further
+        if not further:
             break
     reports = _profile_reports(screen, planned)
     if any(report.failed or report.missing for report in reports.values()):
@@ -555,7 +572,9 @@ class _AtWork:
         return [f"{self.part.type}/{job}" if self.part.type else job for job in jobs]
 
 
-def _profile_plans(screen: Screen, run: "RunDir", spec: "JobSpec") -> list[tuple["Part", "ProfilePlan"]]:
+def _profile_plans(
+    screen: Screen, run: "RunDir", spec: "JobSpec", *, again: bool = True
+) -> list[tuple["Part", "ProfilePlan"]]:
     """Return what is to be measured on each type; one that nothing fits is a warning as long as there is another.
 
     Raises:
@@ -571,7 +590,7 @@ def _profile_plans(screen: Screen, run: "RunDir", spec: "JobSpec") -> list[tuple
     for part in parts:
         elsewhere = sum(spent.values()) - spent[part.type] + sum(plan.node_hours_at_most for _, plan in found)
         try:
-            plan = service.plan(part.spec, _inspect(screen, part.spec), part.run, elsewhere=elsewhere)
+            plan = service.plan(part.spec, _inspect(screen, part.spec), part.run, elsewhere=elsewhere, again=again)
             found.append((part, plan))
         except Infeasible as error:
             errors.append((part.type, error))
@@ -858,6 +877,180 @@ def _require_found(now: "RunStatus", plan: "TrainPlan") -> None:
             raise JobFailed(
                 f"{job.id} is gone: {job.reason}", "the same command goes on where the newest checkpoint stands"
             )
+
+
+@command
+def compare(
+    screen: Screen,
+    job: MaybeSpec = None,
+    named: MaybeRun = None,
+    root: Root = RUNS,
+    overrides: Overrides = None,
+    methods: Annotated[
+        str | None,
+        typer.Option(
+            metavar="A,B", help="Values of train.method, or lbt-x2, lbt-x4, sqrt, robust; lbt,lrs,lars,polo,ags."
+        ),
+    ] = None,
+    batch: Annotated[str | None, typer.Option(metavar="N,M", help="Global batches; else the recommended one.")] = None,
+    seeds: Annotated[int | None, typer.Option(min=1, help="How many seeds, from train.seed on (default: 3).")] = None,
+    nodes: Annotated[
+        int | None, typer.Option(min=1, help="Nodes; else the recommended ones, else the fewest of search.nodes.")
+    ] = None,
+    controls: Annotated[
+        bool | None,
+        typer.Option("--controls/--no-controls", help="lbt at twice and four times the learning rate (default: yes)."),
+    ] = None,
+    only_show: Annotated[bool, typer.Option("--show", help="Show what there is; start nothing.")] = False,
+    html: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write a page with the table and its plots.")
+    ] = None,
+    node_type: NodeType = None,
+    yes: Yes = False,
+    dry_run: DryRun = False,
+    wait: Wait = None,
+    cancel_on_interrupt: CancelOnInterrupt = False,
+) -> None:
+    """Train with several methods, batches and seeds, and compare the accuracy.
+
+    The small batch (train.reference_batch, lbt) is always part of it. The same command again attaches to what is under
+    way, trains what is missing, and stops; without --methods, --batch ... those of the last time.
+    """
+    import time
+
+    from tula_cli import compare as service
+    from tula_cli import launch
+
+    whole, all_types, part = _part(screen, job, named, root, overrides, node_type)
+    run, spec = part.run, part.spec
+    known = run.comparison()
+    if only_show:
+        if known is None:
+            raise BadMeasurements(f"nothing was compared in {run.id} yet", "tula compare job.yaml --batch N,M")
+        return _compared(screen, run, spec, known, html=html)
+    grid = service.Grid(
+        methods=_words(methods) or (known.methods if known else service.DEFAULT_METHODS),
+        batches=_numbers("--batch", batch) or (known.batches if known else service.default_batches(run)),
+        seeds=seeds or (known.seeds if known else 3),
+        nodes=nodes or (known.nodes if known else service.default_nodes(run, spec)),
+        controls=controls if controls is not None else known.controls if known else True,
+    )
+    plan = service.plan(run, spec, grid, inspect=launch.inspect, now=time.time())
+    _warn_all(screen, plan.warnings)
+    launcher = launch.launcher_for(spec)
+    if dry_run:
+        scripts = [launcher.script(run, plan.first.task)] if plan.first is not None else []
+        data = {
+            "comparison": plan.comparison,
+            "missing": plan.missing,
+            "hours_left": plan.hours_left,
+            "scripts": scripts,
+        }
+        return screen.answer(data, show.compare_plan(plan, scripts=scripts))
+    if not plan.missing:
+        screen.note("every training of this comparison is finished already")
+    else:
+        screen.aside(show.compare_plan(plan))
+        _allow(screen, "start?", yes=yes, capped=spec.search.max_node_hours is not None)
+    _adopt(whole, all_types, [part])
+    run.write_comparison(plan.comparison)
+    if plan.missing:
+        _compare(screen, run, plan, launcher, wait=wait, cancel_on_interrupt=cancel_on_interrupt)
+    return _compared(screen, run, spec, plan.comparison, html=html)
+
+
+def _part(
+    screen: Screen,
+    job: Path | None,
+    named: Path | None,
+    root: Path,
+    overrides: Sequence[str] | None,
+    node_type: str | None,
+) -> tuple["RunDir", "JobSpec", "Part"]:
+    """Return the whole run, its job, and the part of it for one type of node."""
+    from tula_cli import train as service
+
+    whole, spec = _open(screen, job, named, root, overrides)
+    part, _ = service.part(whole, spec, node_type)
+    if part.type:
+        screen.note(f"node type {part.type}")
+    return whole, spec, part
+
+
+def _words(text: str | None) -> tuple[str, ...]:
+    return tuple(word.strip() for word in (text or "").split(",") if word.strip())
+
+
+def _numbers(option: str, text: str | None) -> tuple[int, ...]:
+    try:
+        return tuple(int(word) for word in _words(text))
+    except ValueError:
+        raise SpecError(f"{option} {text}: must be numbers, with commas between them") from None
+
+
+def _compare(
+    screen: Screen,
+    run: "RunDir",
+    plan: "ComparePlan",
+    launcher: "Launcher",
+    *,
+    wait: bool | None,
+    cancel_on_interrupt: bool,
+) -> None:
+    """Train what is missing: here one after the other, on a cluster side by side.
+
+    Raises:
+        Interrupted: Ctrl-C.
+    """
+    from tula_cli import compare as service
+    from tula_cli import launch
+    from tula_cli import status as states
+
+    local = plan.spec.cluster.kind == "local"
+    if local and wait is False:
+        raise SpecError(
+            "--no-wait: on this machine one training follows the other, and this command starts the next",
+            "leave it out; what is done is kept whenever it ends",
+        )
+    try:
+        if local:
+            steps = service.one_by_one(run, plan, launcher, inspect=launch.inspect)
+        else:
+            screen.note(f"submitting {show.plural(len(plan.missing), 'training')}")
+            jobs = service.submit_all(run, plan, launcher, inspect=launch.inspect)
+            _tell_new(screen, run, launcher, jobs, [], plan.spec)
+            screen.note(f"{show.plural(len(jobs), 'training')} under way")
+            if not _waits(wait, plan.spec):
+                return
+            steps = service.wait_for_all(run, plan, launcher, jobs)
+        with screen.live() as live:
+            for now in steps:
+                live.compared(now)
+    except KeyboardInterrupt:
+        if cancel_on_interrupt:
+            ended = states.cancel(run, launcher)
+            raise Interrupted(f"interrupted; cancelled {', '.join(ended) or 'nothing'}") from None
+        hint = f"the same command attaches to it and goes on; tula cancel {show.near(run.path)} ends it"
+        raise Interrupted("interrupted; what is trained stays, and what runs goes on", hint) from None
+
+
+def _compared(screen: Screen, run: "RunDir", spec: "JobSpec", comparison: "Comparison", *, html: Path | None) -> None:
+    """Answer with the table, and write the page."""
+    import time
+
+    from tula_cli import compare as service
+    from tula_cli import launch, page
+    from tula_cli import status as states
+    from tula_cli.rundir import write_atomic
+
+    now = states.snapshot(run, launch.launcher_for(spec, submits=False), now=time.time())
+    found = service.report(run, comparison, spec, jobs=now.jobs)
+    if html is not None:
+        write_atomic(html, page.comparison(found, service.curves(run, comparison), title=f"{spec.name}: {run.id}"))
+        screen.note(f"wrote {show.near(html)}")
+    screen.status = "done" if found.complete else "pending" if now.active() else "partial"
+    _warn_all(screen, found.warnings)
+    screen.answer(found, show.compared(found, width=screen.width, color=screen.colored))
 
 
 @command

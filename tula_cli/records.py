@@ -8,7 +8,7 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, computed_field
 
-from tula_cli.spec import JobSpec
+from tula_cli.spec import Arm, JobSpec
 
 OutcomeClass = Literal[
     "device_oom",
@@ -200,6 +200,7 @@ class Prediction(Record):
     type: str = ""  # of the nodes; empty where the job names none
     market: Market = "on_demand"  # on spot nodes hours and cost are expected values
     same_progress: SameProgress | None = None  # None where no probe has told the gradient noise
+    refresh_share: float = 0.0  # of the hours, for refreshing the scaling factors
     pareto: bool = False  # no other configuration within the limits is faster and no dearer, or cheaper and no slower
 
 
@@ -349,6 +350,12 @@ class Attempt(Record):
     allocation: str = ""  # SLURM's job id and how often it was requeued, "123.0"; empty on this machine
     hosts: str = ""  # the allocation's nodes as SLURM writes them, "node[1-4]"
     samples: int | None = None  # of the newest checkpoint when it started; None for probes
+    tuned: int = 0  # samples of finished branches when it started (train.method: auto)
+
+    @property
+    def progress(self) -> int | None:
+        """Return the samples that had been trained for good when it started; None for probes."""
+        return None if self.samples is None else self.samples + self.tuned
 
 
 class Order(Record):
@@ -358,6 +365,36 @@ class Order(Record):
     attempt: int = 0
     ranks: int = 0  # how many ranks take part; the other supervisors sit it out
     meeting: str = ""  # "address:port" of torchrun's rendezvous; ranks under srun meet through a file
+
+
+class Branch(Record):
+    """A short training from a common checkpoint, to compare its arm with others (train.method: auto)."""
+
+    arm: str
+    rung: int  # from 1
+    epochs: float  # trained, of the training set without the held-out part
+    samples: int  # trained
+    loss: float | None  # on the held-out part; None where it is not finite
+    top1: float | None  # percent; None where there are no classes
+    diverged: bool
+    seconds: float
+
+
+class Tuning(Record):
+    """How a self-tuning training came to its settings; written by rank 0 after each branch."""
+
+    signature: str
+    batch: int
+    start: int  # samples at the checkpoint where the arms part
+    epoch: float  # epochs done there
+    arms: tuple[Arm, ...]
+    branches: tuple[Branch, ...] = ()
+    chosen: Arm | None = None  # None while branches are missing
+
+    @property
+    def samples(self) -> int:
+        """Samples trained beside the training itself."""
+        return sum(branch.samples for branch in self.branches)
 
 
 class TrainResult(Record):
@@ -374,6 +411,7 @@ class TrainResult(Record):
     best_epoch: int
     step_time: float  # median at the last batch
     finished_at: float
+    tuning: Tuning | None = None  # of method auto
 
 
 class Summary(Record):
@@ -394,6 +432,30 @@ class Summary(Record):
     best_top1: float
     currency: str
     causes: tuple[str, ...]  # why each relaunch happened
+    tuning: Tuning | None = None  # of method auto
+
+
+class Cell(Record):
+    """One training of a comparison: a method at a batch, with a seed."""
+
+    method: str  # of train.method, or a variant of one (lbt-x4)
+    batch: int  # the one it starts with
+    seed: int
+    nodes: int
+    signature: str  # of its training run
+    reference: bool = False  # the small batch that the others are held against
+
+
+class Comparison(Record):
+    """What `tula compare` was asked for, and its trainings in the order of their worth."""
+
+    methods: tuple[str, ...]
+    batches: tuple[int, ...]
+    seeds: int
+    nodes: int
+    controls: bool
+    cells: tuple[Cell, ...]
+    created_at: float
 
 
 class NodeReport(Record):

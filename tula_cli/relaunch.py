@@ -125,23 +125,23 @@ def _relaunch(task: TrainTask, ending: Ending, lost: int) -> TrainTask | None:
     return task.model_copy(update={**update, "id": f"{task.job}-{attempt}", "attempt": attempt, "cause": cause})
 
 
-def no_progress(attempts: Sequence[Attempt], samples: int, limit: int) -> str:
+def no_progress(attempts: Sequence[Attempt], progress: int, limit: int) -> str:
     """Say why a training whose allocations were taken away must not go on; empty where it may.
 
     Args:
         attempts: its attempts, oldest first.
-        samples: of the newest checkpoint now.
+        progress: samples that have been trained for good by now.
         limit: `train.max_attempts`.
     """
     if not attempts or attempts[-1].outcome not in TAKEN:
         return ""
     # The allocation counts, not its last attempt: an earlier one in it may have saved something.
     began = next(attempt for attempt in attempts if attempt.allocation == attempts[-1].allocation)
-    if began.samples != samples:
+    if began.progress != progress:
         return ""
     if attempts[-1].outcome == "time_limit":
         return "the time limit was reached before anything could be saved: raise cluster.slurm.minutes"
-    stalled = [attempt for attempt in attempts if attempt.outcome in TAKEN and attempt.samples == samples]
+    stalled = [attempt for attempt in attempts if attempt.outcome in TAKEN and attempt.progress == progress]
     return f"{len(stalled)} allocations were lost without a newer checkpoint" if len(stalled) >= limit else ""
 
 
@@ -172,6 +172,7 @@ def write_summary(run: RunDir, task: TrainTask) -> None:
             best_top1=result.best_top1,
             currency=task.spec.pricing.currency,
             causes=tuple(t.cause for t in tasks[1:]),
+            tuning=result.tuning,
         )
     )
 

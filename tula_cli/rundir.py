@@ -26,6 +26,7 @@ from tula_cli.records import (
     CheckTask,
     ClusterReport,
     CodeSnapshot,
+    Comparison,
     Failed,
     Failure,
     Job,
@@ -38,6 +39,7 @@ from tula_cli.records import (
     Task,
     TrainResult,
     TrainTask,
+    Tuning,
 )
 from tula_cli.spec import JobSpec, dump_yaml, read_yaml, signature, validate
 
@@ -488,6 +490,19 @@ class RunDir:
     def summary(self, train_signature: str) -> Summary | None:
         return self._read(f"train/{train_signature}/summary.json", TypeAdapter(Summary))
 
+    def write_comparison(self, comparison: Comparison) -> None:
+        self._write("comparison.json", comparison)
+
+    def comparison(self) -> Comparison | None:
+        return self._read("comparison.json", TypeAdapter(Comparison))
+
+    def write_tuning(self, tuning: Tuning) -> None:
+        self._write(f"train/{tuning.signature}/tuning.json", tuning)
+
+    def tuning(self, train_signature: str) -> Tuning | None:
+        """Return how far a training that tunes itself has come with it; None before it begins."""
+        return self._read(f"train/{train_signature}/tuning.json", TypeAdapter(Tuning))
+
     # --- folders of others
 
     @property
@@ -527,6 +542,15 @@ class RunDir:
     def newest_samples(self, train_signature: str) -> int:
         """Return the samples of the newest checkpoint, 0 where there is none."""
         return next((int(path.stem) for path in self.checkpoints(train_signature)), 0)
+
+    def tuned_samples(self, train_signature: str) -> int:
+        """Return the samples of finished branches, which no restart trains again."""
+        tuning = self.tuning(train_signature)
+        return tuning.samples if tuning is not None else 0
+
+    def progress(self, train_signature: str) -> int:
+        """Return the samples that have been trained for good: up to the newest checkpoint, and in branches."""
+        return self.newest_samples(train_signature) + self.tuned_samples(train_signature)
 
     def write_order(self, allocation: str, number: int, order: Order) -> None:
         self._write(f"orders/{allocation}.{number:03d}.json", order)

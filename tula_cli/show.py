@@ -26,10 +26,13 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from tula_cli.check import CheckReport, ClusterCheck
+    from tula_cli.compare import ComparePlan, CompareReport, Progress, Row, Stat
     from tula_cli.estimate import EstimateReport
     from tula_cli.profile import ProfilePlan, ProfileReport
     from tula_cli.records import (
         Attempt,
+        Branch,
+        Cell,
         CheckTask,
         ClusterReport,
         Failed,
@@ -40,10 +43,11 @@ if TYPE_CHECKING:
         Prediction,
         Recommendation,
         Summary,
+        TrainTask,
     )
     from tula_cli.scheduler import SchedulerState
     from tula_cli.site import Site
-    from tula_cli.status import JobStatus, RunStatus, RunSummary, TrainingStatus
+    from tula_cli.status import JobStatus, RunStatus, RunSummary, TrainingStatus, TuningStatus
     from tula_cli.train import TrainPlan
 
 SCHEMA_VERSION = 1
@@ -476,11 +480,13 @@ def estimate(report: "EstimateReport") -> Iterator["RenderableType"]:
     yield ""
     yield from _apart(report)
     yield f"{amount(report.fixed)} whatever the batch, and {amount(report.per_sample)} a sample"
+    if report.correction:
+        yield report.correction
     if report.capacity is None:
         yield "how much a GPU has is not known here; tell with --memory or cluster.memory_per_gpu"
         return
-    largest = (
-        "nothing fits" if not report.largest_local_batch else f"the largest local batch is {report.largest_local_batch}"
+    largest = {None: "every batch fits", 0: "nothing fits"}.get(
+        report.largest_local_batch, f"the largest local batch is {report.largest_local_batch}"
     )
     yield f"of {amount(report.capacity)} with {100 * report.margin:g} % kept free, {largest}"
 
@@ -504,10 +510,15 @@ def _apart(report: "EstimateReport") -> Iterator[str]:
     if report.gpu:
         yield (
             "reserved: what PyTorch's allocator takes where there is room; needed: the least it runs in, and the libraries"
-            " (CUDA context, cuBLAS, cuDNN, NCCL: a rule of thumb until a probe has measured them)"
+            f" (CUDA context, cuBLAS, cuDNN, NCCL: {'as measured' if report.probed else 'a rule of thumb until a probe has measured them'})"
         )
     elif report.inspection.process:
         yield f"on the CPU; the process itself holds {amount(report.inspection.process)} beside that, which no limit counts"
+        if not report.probed:
+            yield (
+                "tensors below 32 MiB share a heap with holes: what is measured of small jobs on the CPU is two to three"
+                " times this, until a probe has corrected it"
+            )
 
 
 def heading(name: str, *, first: bool) -> Iterator["RenderableType"]:
@@ -605,11 +616,27 @@ def train_plan(plan: "TrainPlan", *, links: int = 1, scripts: Sequence[str] = ()
         yield script
 
 
+def _branches_planned(task: "TrainTask") -> Iterator[str]:
+    """Say what a self-tuning training trains beside itself."""
+    from tula_cli.models import halving
+
+    if task.spec.train.method != "auto":
+        return
+    rungs = halving.sizes(len(halving.arms(task.spec, task.batch)))
+    if not rungs:
+        yield f"nothing to tune: batch {task.batch} is not above train.reference_batch"
+        return
+    epochs = sum(count * halving.epochs(task.spec, rung) for rung, count in enumerate(rungs, 1))
+    beside = f"{sum(rungs)} branches of {number(epochs)} epochs in all"
+    yield f"tunes itself after epoch {task.spec.auto.after}: {rungs[0]} arms, {beside} beside the training"
+
+
 def _training_plan(plan: "TrainPlan") -> Iterator["RenderableType"]:
     task, predicted = plan.task, plan.prediction
     local = task.batch // (task.nodes * task.spec.cluster.gpus_per_node)
     yield f"train on {place(task.nodes, task.batch, local)}, {plan.source}"
     yield f"{plural(task.spec.train.epochs, 'epoch')}, method {task.spec.train.method}, run train-{task.signature}"
+    yield from _branches_planned(task)
     if plan.resumes is not None:
         yield f"goes on from the checkpoint at {plan.resumes} samples"
     if len(task.ladder) > 1:
@@ -642,6 +669,7 @@ def recommendation(
     yield Text.assemble((f"CHOSEN  {_place_of(choice)}: {costs}", "bold green"))
     yield from _other_market(found)
     yield from _progress(found)
+    yield from _refreshes(found)
     yield found.reason
     yield ""
     yield front(found) if pareto else predictions(found)
@@ -676,6 +704,13 @@ def _progress(found: "Recommendation") -> Iterator[str]:
             f"to the same progress: {number(row.epochs)} epochs, {duration(3600 * row.hours)}"
             f" ({duration(3600 * row.hours_low)} to {duration(3600 * row.hours_high)}), {number(row.cost)} {found.currency}"
         )
+
+
+def _refreshes(found: "Recommendation") -> Iterator[str]:
+    """Say what refreshing the scaling factors takes of the choice's time, where it is worth a word."""
+    share = found.choice.refresh_share
+    if share > 0.01:
+        yield f"of that {100 * share:.2g} % for refreshing the scaling factors (ags.refresh says how often)"
 
 
 def same_progress(found: "Recommendation") -> "Table":
@@ -893,6 +928,9 @@ def status(now: "RunStatus") -> Iterator["RenderableType"]:
     if now.training is not None:
         yield ""
         yield training(now.training)
+        if now.training.tuning is not None and now.training.tuning.branches:
+            yield ""
+            yield branches(now.training.tuning.branches, now.training.tuning.chosen)
         yield from (f"warning: {text}" for text in now.training.warnings)
     if now.attempts:
         yield ""
@@ -1012,6 +1050,7 @@ def training(now: "TrainingStatus") -> str:
     parts += [f"loss {number(now.loss, 4)}"] if now.loss is not None else []
     parts += [f"top-1 {number(now.top1, 4)} %"] if now.top1 is not None else []
     parts += [f"lr {number(now.lr)}"] if now.lr is not None else []
+    parts += [_tuning(now.tuning)] if now.tuning is not None else []
     if now.step_time is not None:
         predicted = "" if now.predicted_step is None else f" (predicted {number(1000 * now.predicted_step)})"
         parts.append(f"{number(1000 * now.step_time)} ms a step{predicted}")
@@ -1020,6 +1059,31 @@ def training(now: "TrainingStatus") -> str:
     elif now.eta is not None:
         parts.append(f"{duration(now.eta)} left")
     return ", ".join(parts)
+
+
+def _tuning(now: "TuningStatus") -> str:
+    if now.arm is None:
+        return f"as tuned: {now.chosen}" if now.chosen else "tuning ends"
+    return f"tuning: arm {now.number} of {now.count} ({now.arm}), rung {now.rung}"
+
+
+def branches(found: "Sequence[Branch]", chosen: str | None) -> "Table":
+    """What each arm of a self-tuning training came to on the held-out samples, in its longest branch."""
+    from tula_cli.models.halving import ranked
+
+    longest = {branch.arm: branch for branch in found}  # rungs ascend
+    made = table(("arm", "rung", "epochs", "held-out\nloss", "top-1 (%)", ""), left=(0, 5))
+    order = sorted(ranked(list(longest.values())), key=lambda branch: (branch.arm != chosen, -branch.rung))
+    for branch in order:
+        note = "chosen" if branch.arm == chosen else "diverged" if branch.diverged else ""
+        made.add_row(
+            branch.arm, str(branch.rung), number(branch.epochs), _or_dash(branch.loss), _or_dash(branch.top1), note
+        )
+    return made
+
+
+def _or_dash(value: float | None) -> str:
+    return "-" if value is None else number(value, 4)
 
 
 def first_line(text: str) -> str:
@@ -1063,6 +1127,11 @@ class Live:
         for text in now.training.warnings if now.training is not None else ():
             self.screen.warn(text)
 
+    def compared(self, now: "Progress") -> None:
+        """Show how far a comparison is."""
+        if now.problem and now.ended is not None:
+            self.screen.warn(f"{cell_name(now.ended)} failed: {first_line(now.problem)}")
+
 
 class ChangesLive(Live):
     """One line a change of state, for logs and terminals that cannot draw."""
@@ -1078,7 +1147,14 @@ class ChangesLive(Live):
         train = now.training
         if train is not None:
             finished = ", finished" if train.finished else ""
-            self._say("training", f"{train.signature} {train.batch} {int(train.epoch)}{finished}", training(train))
+            branch = "" if train.tuning is None else f" {train.tuning.rung} {train.tuning.number} {train.tuning.chosen}"
+            state = f"{train.signature} {train.batch} {int(train.epoch)}{branch}{finished}"
+            self._say("training", state, training(train))
+
+    def compared(self, now: "Progress") -> None:
+        super().compared(now)
+        cell = "" if now.cell is None else cell_name(now.cell)
+        self._say("comparison", f"{now.done} {now.failed} {now.running} {cell}", comparison(now))
 
     def _say(self, about: str, state: str, text: str) -> None:
         if self._said.get(about) != state:
@@ -1131,6 +1207,174 @@ class DrawnLive(Live):
         parts += [training(now.training)] if now.training is not None else []
         self._live.update(Group(*parts), refresh=True)
 
+    def compared(self, now: "Progress") -> None:
+        from rich.console import Group
+
+        super().compared(now)
+        parts = [comparison(now), *([training(now.training)] if now.training is not None else [])]
+        self._live.update(Group(*parts), refresh=True)
+
+
+# --- compare
+
+
+def cell_name(cell: "Cell") -> str:
+    """Return a cell of a comparison in words."""
+    return f"{cell.method}, batch {cell.batch}, seed {cell.seed}"
+
+
+def comparison(now: "Progress") -> str:
+    """One line: how far a comparison is, and what it does."""
+    parts = [f"{now.done} of {plural(now.total, 'training')} done"]
+    parts += [f"{now.failed} failed"] if now.failed else []
+    parts += [f"now: {cell_name(now.cell)}"] if now.cell is not None else []
+    parts += [f"{now.running} running"] if now.cell is None and now.running else []
+    parts += [f"about {duration(now.left)} left"] if now.left is not None and now.done + now.failed < now.total else []
+    return ", ".join(parts)
+
+
+def compare_plan(plan: "ComparePlan", *, scripts: Sequence[str] = ()) -> Iterator["RenderableType"]:
+    """The grid in the order it is trained, and what it may take."""
+    todo = {cell.signature for cell in plan.missing}
+    made = table(
+        ("", "method", "batch", "local\nbatch", "nodes", "seed", "run", f"expected\n({_plan_unit(plan)[1]})"),
+        left=(1, 6),
+    )
+    divisor = _plan_unit(plan)[0]
+    for place_, cell in enumerate(plan.comparison.cells, 1):
+        hours = plan.hours.get((cell.method, cell.batch))
+        local = cell.batch // (cell.nodes * plan.spec.cluster.gpus_per_node)
+        made.add_row(
+            str(place_),
+            f"{cell.method} (reference)" if cell.reference else cell.method,
+            str(cell.batch),
+            str(local),
+            str(cell.nodes),
+            str(cell.seed),
+            f"train-{cell.signature}",
+            "done" if cell.signature not in todo else "-" if hours is None else number(3600 * hours / divisor),
+        )
+    yield made
+    yield ""
+    done = len(plan.comparison.cells) - len(todo)
+    yield f"{plural(len(todo), 'training')} to do, {done} of {len(plan.comparison.cells)} done"
+    yield from _compare_costs(plan)
+    for script in scripts:
+        yield ""
+        yield script
+
+
+def _plan_unit(plan: "ComparePlan") -> tuple[float, str]:
+    return time_unit(max((3600 * hours for hours in plan.hours.values() if hours is not None), default=0.0))
+
+
+def _compare_costs(plan: "ComparePlan") -> Iterator[str]:
+    hours = plan.hours_left
+    if not plan.missing:
+        return
+    if hours is None:
+        yield "no estimate of time and cost: nothing was measured or trained yet"
+        return
+    node_hours = hours * plan.comparison.nodes
+    # Memory has a price only where it was measured, so gb_hour is left to each training's own prediction.
+    yield f"about {duration(3600 * hours)} one after the other, {number(node_hours)} node-h"
+    yield f"price: {plan.price}"
+
+
+def compared(found: "CompareReport", *, width: int, color: bool) -> Iterator["RenderableType"]:
+    """Table I for the user's own job, and accuracy (or loss) against the batch."""
+    yield comparison_table(found)
+    yield ""
+    yield f"{found.finished} of {plural(found.total, 'training')} done" + (
+        ""
+        if found.complete or found.hours_left is None
+        else f", about {duration(3600 * found.hours_left)} one after the other left"
+    )
+    what = "top-1" if found.metric == "top1" else "loss"
+    yield (
+        f"mean ± standard deviation over n seeds, after the last epoch; gap: {what} lost against lbt at batch"
+        f" {found.reference_batch}; recovered: share of lbt's gap at the same batch, - where that is within the noise"
+    )
+    drawn = _comparison_plot(found, width=width, color=color)
+    if drawn:
+        from rich.text import Text
+
+        yield ""
+        yield Text.from_ansi(drawn)
+
+
+def comparison_table(found: "CompareReport") -> "Table":
+    """One row a method at a batch."""
+    divisor, unit = time_unit(3600 * max((row.hours or 0.0 for row in found.rows), default=0.0))
+    accuracy = found.metric == "top1"
+    metrics = ("top-1 (%)", "top-5 (%)") if accuracy else ("loss",)
+    shown = [row for row in found.rows if row.cells]
+    made = table(
+        ("batch", "method", "n", *metrics, "gap", "recovered\n(%)", "samples", f"time\n({unit})", "note"),
+        left=(1, 6 + len(metrics) + 1),
+    )
+    batch = None
+    for row in shown:
+        stats = (row.top1, row.top5) if accuracy else (row.loss,)
+        made.add_row(
+            str(row.batch) if row.batch != batch else "",
+            f"{row.method} (reference)" if row.reference else row.method,
+            str(row.count("done", "diverged")),
+            *(spread(value, 2 if accuracy else 4) for value in stats),
+            "-" if row.gap is None else f"{row.gap:+.{2 if accuracy else 4}f}",
+            "-" if row.recovered is None else f"{100 * row.recovered:.0f}",
+            "-" if row.samples is None else f"{row.samples:.0f}",
+            "-" if row.hours is None else number(3600 * row.hours / divisor),
+            comparison_note(row),
+        )
+        batch = row.batch
+    return made
+
+
+def spread(value: "Stat | None", digits: int) -> str:
+    """Return "62.43 ± 0.86"; one seed has no spread."""
+    if value is None:
+        return "-"
+    return f"{value.mean:.{digits}f}" + ("" if value.sd is None else f" ± {value.sd:.{digits}f}")
+
+
+def comparison_note(row: "Row") -> str:
+    """Return what of a row has not ended well, or not at all."""
+    words = ("diverged", "failed", "cancelled", "lost", "running", "queued", "missing")
+    return ", ".join(f"{count} {word}" for word in words if (count := row.count(word)))  # type: ignore[arg-type]
+
+
+def _comparison_plot(found: "CompareReport", *, width: int, color: bool) -> str:
+    """Draw the metric against the batch, a curve a method; the reference is a point of its own."""
+    import plotext
+
+    curves: dict[str, list[tuple[float, float]]] = {}
+    for row in found.rows:
+        value = row.stat(found.metric)
+        if value is not None:
+            label = f"{row.method} (reference)" if row.reference else row.method
+            curves.setdefault(label, []).append((math.log2(row.batch), value.mean))
+    batches = sorted({row.batch for row in found.rows})
+    if len(batches) < 2 or len(curves) < 2:
+        return ""
+    figure = plotext.figure
+    figure.clear()
+    figure.theme("colorless")
+    figure.plot_size(min(width, 100), 18)
+    figure.legend(active=False)
+    names = list(curves)
+    for name, marker, shade in zip(names, _cycle(MARKERS, names), _cycle(COLORS, names), strict=True):
+        xs, ys = [point[0] for point in curves[name]], [point[1] for point in curves[name]]
+        for symbol, joined in (("·", True), (marker, False)) if len(xs) > 1 else ((marker, False),):
+            dots = plotext.marker(symbol, plotext.pixel(shade)) if color else symbol
+            figure.draw(figure.signal(xs, ys, marker=dots).lines(joined))
+    figure.ruler("x", "lower").ticks([math.log2(batch) for batch in batches], [str(batch) for batch in batches])
+    figure.label("global batch", "x")
+    figure.title("top-1 (%)" if found.metric == "top1" else "loss")
+    drawn: str = figure.build().string(colorless=not color)
+    legend = "   ".join(f"{marker} {name}" for marker, name in zip(_cycle(MARKERS, names), names, strict=True))
+    return "\n".join([*(line.rstrip() for line in drawn.splitlines()), legend])
+
 
 # --- the end of a training run
 
@@ -1149,6 +1393,11 @@ def summary(found: "Summary") -> Iterator["RenderableType"]:
     made.add_row(f"time ({unit})", *_compared(found.predicted_hours, found.actual_hours, to_unit))
     made.add_row(f"cost ({found.currency})", *_compared(found.predicted_cost, found.actual_cost, 1))
     yield made
+    if found.tuning is not None and found.tuning.chosen is not None:
+        yield ""
+        beside = f"{found.tuning.samples} samples in {len(found.tuning.branches)} branches beside the training"
+        yield f"tuned: {found.tuning.chosen.name}, {beside}"
+        yield branches(found.tuning.branches, found.tuning.chosen.name)
     if found.attempts > 1:
         yield ""
         yield f"{plural(found.attempts, 'attempt')}; relaunched because of: {'; '.join(found.causes) or 'an earlier end'}"

@@ -14,6 +14,7 @@ import os
 import re
 import shlex
 from collections.abc import Iterable, Iterator, Mapping
+from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -169,7 +170,7 @@ class Schedule(Section):
     kind: Literal["constant", "multistep", "cosine"] = "constant"
     milestones: list[NonNegativeFloat] = []  # epochs
     gamma: PositiveFloat = 0.1
-    warmup_epochs: NonNegativeFloat = 0.0
+    warmup_epochs: NonNegativeFloat | None = None  # None: what the method needs (WARMUP_EPOCHS)
     min_lr: NonNegativeFloat = 0.0  # cosine ends here
 
     @model_validator(mode="after")
@@ -183,6 +184,22 @@ class Schedule(Section):
         if self.kind != "cosine" and self.min_lr:
             raise ValueError(f"min_lr means nothing to kind {self.kind!r}; use kind: cosine")
         return self
+
+
+class Hessian(Section):
+    """How often the largest Hessian eigenvalue is measured, and on how much; `train.hessian: true` takes the defaults."""
+
+    every: Positive = 1  # epochs
+    samples: Positive = 128  # of the training set, over all GPUs, always the same ones
+
+
+Method = Literal["ags", "lbt", "lrs", "lars", "lamb", "polo", "adascale", "static", "auto"]
+
+LR_SCALING: dict[str, Literal["linear", "sqrt"]] = {"lrs": "linear", "lars": "linear", "lamb": "sqrt"}
+"""How methods scale the learning rate by themselves: linearly (paper, IV-D), LAMB by the square root (You et al. 2020)."""
+
+WARMUP_EPOCHS = {"lrs": 5.0, "lars": 5.0, "lamb": 5.0, "polo": 5.0}
+"""Warm-up of methods where the spec gives none (paper, IV-D)."""
 
 
 class Train(Section):
@@ -199,9 +216,24 @@ class Train(Section):
         "auto"  # seconds; auto is Young/Daly from the measured save time
     )
     reference_batch: Positive = 128  # the batch that optimizer.lr was tuned for
-    method: Literal["ags", "lbt", "lrs"] = "ags"
+    method: Method = "ags"
+    lr_scaling: Literal["auto", "none", "linear", "sqrt"] = "auto"  # in batch / reference_batch; auto: the method's
+    ghost_batch: Annotated[int, Field(ge=2)] | None = None  # samples over which BatchNorm takes its statistics
     max_attempts: Positive = 8
     tensorboard: bool = False
+    diagnostics: bool = False  # gradient norms also where the method does not take them by itself
+    hessian: bool | Hessian = False  # the largest eigenvalue at epoch ends
+
+    @model_validator(mode="after")
+    def _scaling_fits_the_method(self) -> "Train":
+        if self.method == "lrs" and self.lr_scaling == "none":
+            raise ValueError("method lrs is the scaling of the learning rate; with lr_scaling: none use method lbt")
+        if self.method == "adascale" and self.lr_scaling in ("linear", "sqrt"):
+            raise ValueError(
+                "method adascale multiplies the learning rate by its own gain, lr_scaling would scale it twice; leave"
+                " lr_scaling out"
+            )
+        return self
 
 
 class Every(Section):
@@ -210,16 +242,139 @@ class Every(Section):
     every: Positive
 
 
-class Ags(Section):
-    """Adaptive gradient scaling, Algorithm 1 of the paper."""
+def _threshold(value: object) -> object:
+    """Take YAML's .inf as the word that JSON can hold."""
+    return "inf" if isinstance(value, float) and value == math.inf else value
 
-    granularity: Literal["element", "tensor"] = "element"
-    delta: NonNegativeFloat | Literal["inf"] = 0.5
+
+Threshold = Annotated[NonNegativeFloat | Literal["inf"], BeforeValidator(_threshold)]
+Memory = Annotated[float, Field(ge=0, lt=1)]  # weight of what was before in a moving average; 0: none
+Floor = Annotated[float, Field(ge=0, le=1)]
+
+
+class Ags(Section):
+    """Adaptive gradient scaling, Algorithm 1 of the paper. What is not given is taken from the preset."""
+
+    preset: Literal["paper", "robust"] = "paper"
+    granularity: Literal["element", "tensor"] | None = None
+    delta: Threshold | None = None
     b_small: Literal["auto"] | Positive = "auto"  # auto: reference_batch, at most a quarter of the batch
-    refresh: Literal["epoch"] | Every = "epoch"
-    s_min: NonNegativeFloat = 1e-3
-    eps: PositiveFloat = 1e-8
+    refresh: Literal["epoch"] | Every | None = None
+    s_min: Floor | None = None
+    eps: PositiveFloat | None = None
+    source: Literal["small_batch", "local_norms"] | None = None
+    norm_ewma: Memory | None = None
+    scale_ema: Memory | None = None
+    apply_to: Literal["gradient", "update"] | None = None
     consensus: Literal["broadcast", "check", "off"] = "broadcast"
+    factor: Literal["auto"] | PositiveFloat = "auto"  # of method static; auto: sqrt(batch / b_small)
+
+    def resolved(self) -> "ResolvedAgs":
+        """Return the section with every field filled: what is given, else the preset's."""
+        return _resolved(self)
+
+    @model_validator(mode="after")
+    def _settings_fit_together(self) -> "Ags":
+        preset = AGS_PRESETS[self.preset]
+        source, granularity = self.source or preset["source"], self.granularity or preset["granularity"]
+        if source != "local_norms":
+            return self
+        if granularity == "element":
+            raise ValueError(
+                "source local_norms knows one norm a tensor; set granularity: tensor or source: small_batch"
+            )
+        if self.b_small != "auto":
+            raise ValueError(
+                f"b_small {self.b_small} has no effect with source local_norms, where each GPU's own batch is the small"
+                " one; leave it out or set source: small_batch"
+            )
+        return self
+
+
+@cache
+def _resolved(ags: Ags) -> "ResolvedAgs":  # a forecast asks for every configuration
+    return ResolvedAgs.model_validate(AGS_PRESETS[ags.preset] | ags.model_dump(exclude_none=True))
+
+
+class ResolvedAgs(Ags):
+    """The section `ags` with nothing left to a preset."""
+
+    granularity: Literal["element", "tensor"]
+    delta: Threshold
+    refresh: Literal["epoch"] | Every
+    s_min: Floor
+    eps: PositiveFloat
+    source: Literal["small_batch", "local_norms"]
+    norm_ewma: Memory
+    scale_ema: Memory
+    apply_to: Literal["gradient", "update"]
+
+    @property
+    def each_step(self) -> bool:
+        """Whether every step refreshes: then that is a part of the step, and nothing beside it."""
+        return isinstance(self.refresh, Every) and self.refresh.every == 1
+
+
+_PAPER: dict[str, Any] = {
+    "granularity": "element",
+    "delta": 0.5,
+    "refresh": "epoch",
+    "s_min": 1e-3,
+    "eps": 1e-8,
+    "source": "small_batch",
+    "norm_ewma": 0.0,
+    "scale_ema": 0.0,
+    "apply_to": "gradient",
+}
+AGS_PRESETS: dict[str, dict[str, Any]] = {
+    "paper": _PAPER,
+    "robust": _PAPER
+    | {
+        "granularity": "tensor",
+        "delta": "inf",
+        "refresh": {"every": 1},
+        "source": "local_norms",
+        "scale_ema": 0.9,
+    },
+}
+
+
+class Arm(Section):
+    """One way to go on that a self-tuning training tries."""
+
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,31}$")]
+    method: Literal["lbt", "ags", "static"] = "lbt"
+    lr_factor: PositiveFloat = 1.0  # of the learning rate that the schedule gives
+    warmup_epochs: NonNegativeFloat = 0.0  # in which the factor grows from 1
+    ags: Ags | None = None  # in place of the job's section ags; None keeps that
+
+    @model_validator(mode="after")
+    def _settings_act(self) -> "Arm":
+        if self.method == "lbt" and self.ags is not None:
+            raise ValueError("ags means nothing to method lbt; set method: ags")
+        if self.warmup_epochs and self.lr_factor == 1:
+            raise ValueError("warmup_epochs means nothing to lr_factor 1")
+        return self
+
+
+class Auto(Section):
+    """Self-tuning (train.method: auto): short branches from a checkpoint, judged on held-out training samples."""
+
+    after: Positive = 1  # epochs, trained as lbt, after which the arms part
+    # Of a branch in the first rung, each further one trains twice as long; auto: 2 % of train.epochs, at least 1.
+    epochs: Literal["auto"] | PositiveFloat = "auto"
+    holdout: Annotated[float, Field(gt=0, le=0.5)] = 0.1  # share of the training set, at most 10,000 samples
+    arms: list[Arm] = []  # beside lbt, which is always one; empty: the default ones
+
+    @model_validator(mode="after")
+    def _arms_differ(self) -> "Auto":
+        names = [arm.name for arm in self.arms]
+        twice = sorted({name for name in names if names.count(name) > 1})
+        if twice:
+            raise ValueError(f"arms need names of their own, got {', '.join(twice)} twice")
+        if any(arm.name == "lbt" and arm != Arm(name="lbt") for arm in self.arms):
+            raise ValueError("the arm lbt is the large batch as it is; give yours another name")
+        return self
 
 
 class Search(Section):
@@ -479,10 +634,26 @@ class JobSpec(Section):
     schedule: Schedule = Schedule()
     train: Train
     ags: Ags = Ags()
+    auto: Auto = Auto()
     search: Search = Search()
     cluster: Cluster = Cluster()
     pricing: Pricing = UNPRICED
     node_types: dict[TypeName, NodeType] = {}  # each is measured for itself; the choice is made over all
+
+    @model_validator(mode="after")
+    def _tuning_fits(self) -> "JobSpec":
+        if self.train.method != "auto":
+            return self
+        if self.auto.after >= self.train.epochs:
+            raise ValueError(
+                f"auto.after {self.auto.after} leaves nothing of train.epochs {self.train.epochs} to train as tuned"
+            )
+        if self.train.lr_scaling in ("linear", "sqrt"):
+            raise ValueError(
+                f"train.lr_scaling {self.train.lr_scaling} would scale the learning rate under method auto, whose arms"
+                " scale it themselves; leave it out"
+            )
+        return self
 
     @model_validator(mode="after")
     def _types_are_sound(self) -> "JobSpec":
@@ -557,10 +728,12 @@ def signature(spec: JobSpec, code: str = "") -> str:
                 "precision", "workers", "accumulate", "max_grad_norm", "activation_checkpointing", "reference_batch", "method",
             }
         ),
-        "ags": spec.ags.model_dump(include={"granularity", "b_small", "consensus"}),
+        "ags": _ags(spec, {"granularity", "b_small", "consensus", "source", "apply_to", *_steps_refresh(spec)}),
         "cluster": cluster.model_dump(include={"kind", "gpus_per_node", "device", "memory_per_gpu", "interface"}),
         "collective": cluster.collective if cluster.collective in ("ring", "tree") else "ring",
     }  # fmt: skip
+    if train.ghost_batch is not None:
+        parts["train"]["ghost_batch"] = train.ghost_batch
     if spec.node_types:  # where it runs is told by each type's own signature; a type more keeps the run
         parts = {**parts, "cluster": None, "collective": None, "node_types": True}
     return _digest({**parts, "code": code} if code else parts)
@@ -576,14 +749,44 @@ def train_signature(spec: JobSpec, *, nodes: int, batch: int, code: str = "") ->
         code: digest of the user's own code that the spec names; empty for none.
     """
     parts = spec.model_dump(
-        include={"model", "dataset", "transforms", "loss", "optimizer", "schedule", "ags"},
+        include={"model", "dataset", "transforms", "loss", "optimizer", "schedule"},
         exclude={"dataset": {"download"}},
     )
-    parts["train"] = spec.train.model_dump(exclude={"workers", "checkpoint_every", "max_attempts", "tensorboard"})
+    parts["ags"] = _ags(spec, set(Ags.model_fields) - {"preset"})
+    parts["train"] = spec.train.model_dump(
+        exclude={"workers", "checkpoint_every", "max_attempts", "tensorboard", "diagnostics", "hessian"}
+    )
+    _keep_older_signature(spec, parts)
     parts["gpus_per_node"] = spec.cluster.gpus_per_node
+    if spec.train.method == "auto":
+        parts["auto"] = spec.auto.model_dump()
     if code:
         parts["code"] = code
     return _digest({**parts, "nodes": nodes, "batch": batch})
+
+
+def _keep_older_signature(spec: JobSpec, parts: dict[str, Any]) -> None:
+    """Leave out settings that came later where they change nothing."""
+    for name, unused in (("lr_scaling", "auto"), ("ghost_batch", None)):
+        if parts["train"][name] == unused:
+            del parts["train"][name]
+    if spec.schedule.warmup_epochs is None:
+        parts["schedule"]["warmup_epochs"] = 0.0
+    elif spec.schedule.warmup_epochs == 0 and spec.train.method in WARMUP_EPOCHS:
+        del parts["schedule"]["warmup_epochs"]
+
+
+def _steps_refresh(spec: JobSpec) -> set[str]:
+    """Return the setting that changes what a step takes: how often AGS refreshes, where every step does."""
+    return {"refresh"} if spec.ags.resolved().each_step else set()
+
+
+def _ags(spec: JobSpec, names: set[str]) -> dict[str, Any]:
+    """Return the resolved settings; those that came later only where they act, so that older signatures stand."""
+    later = _PAPER.keys() - {"granularity", "delta", "refresh", "s_min", "eps"}
+    unused = {name: _PAPER[name] for name in later} | {"factor": "auto"}
+    settings = spec.ags.resolved().model_dump(include=names)
+    return {name: value for name, value in settings.items() if unused.get(name) != value}
 
 
 def _digest(parts: Mapping[str, Any]) -> str:
@@ -802,7 +1005,9 @@ def _merge_unions(problems: list[Problem]) -> tuple[Problem, ...]:
     )
 
 
-_UNION_BRANCHES = re.compile(r"^(literal\[|constrained-|function-|float|int$|str$|bool$|dict\[|list\[|\[key\]$|Every$)")
+_UNION_BRANCHES = re.compile(
+    r"^(literal\[|constrained-|function-|float|int$|str$|bool$|dict\[|list\[|\[key\]$|Every$|Hessian$)"
+)
 
 
 def _readable_path(location: tuple[Any, ...]) -> str:

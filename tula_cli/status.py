@@ -9,13 +9,15 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from tula_cli.errors import SpecError, TulaError
 from tula_cli.launch import Launcher
+from tula_cli.models import halving
 from tula_cli.plugins import nearest
 from tula_cli.records import (
     Attempt,
+    Branch,
     Failed,
     Job,
     Measured,
@@ -23,6 +25,7 @@ from tula_cli.records import (
     ProbeTask,
     Recommendation,
     TrainTask,
+    Tuning,
 )
 from tula_cli.relaunch import TAKEN
 from tula_cli.rundir import Part, RunDir, probe_id
@@ -75,6 +78,18 @@ class JobStatus:
 
 
 @dataclass(frozen=True)
+class TuningStatus:
+    """How far a self-tuning training is with its branches."""
+
+    arm: str | None  # whose branch is next or under way; None once one is chosen
+    number: int  # of the branch among those of its rung, from 1
+    count: int  # branches of the rung
+    rung: int  # from 1
+    chosen: str | None
+    branches: tuple[Branch, ...]  # those that have ended
+
+
+@dataclass(frozen=True)
 class TrainingStatus:
     """How far a training run is. Seconds; `batch` is global."""
 
@@ -94,6 +109,7 @@ class TrainingStatus:
     predicted_step: float | None
     eta: float | None
     warnings: tuple[str, ...]
+    tuning: TuningStatus | None = None  # of method auto
 
 
 @dataclass(frozen=True)
@@ -368,7 +384,8 @@ def _training(run: RunDir, tasks: list[ProbeTask | TrainTask], *, now: float) ->
         lr=latest.get("lr"),
         step_time=latest.get("step_time"),
         predicted_step=None if prediction is None else prediction.step_time,
-        eta=_eta(last_step, finished=result is not None, now=now),
+        eta=_eta(_newest_with_eta(rows), finished=result is not None, now=now),
+        tuning=_tuning(run.tuning(newest.signature)),
         warnings=tuple(dict.fromkeys(row["message"] for row in rows if row["kind"] == "warning")),
     )
 
@@ -379,13 +396,37 @@ def _newest_train_task(run: RunDir, tasks: list[ProbeTask | TrainTask]) -> Train
     return max(trainings, key=lambda task: (submitted.get(task.job, 0.0), task.attempt), default=None)
 
 
-def _eta(last_step: dict[str, float], *, finished: bool, now: float) -> float | None:
+def _newest_with_eta(rows: Iterable[Mapping[str, Any]]) -> Mapping[str, Any]:
+    timed = [row for row in rows if row["kind"] in ("step", "branch")]
+    return timed[-1] if timed else {}
+
+
+def _tuning(found: Tuning | None) -> TuningStatus | None:
+    if found is None:
+        return None
+    turn, _ = halving.standing([arm.name for arm in found.arms], found.branches)
+    chosen = found.chosen.name if found.chosen is not None else None
+    if turn is None:
+        return TuningStatus(None, 0, 0, 0, chosen, found.branches)
+    done = sum(branch.rung == turn.rung for branch in found.branches)
+    return TuningStatus(
+        arm=found.arms[turn.arm].name,
+        number=done + 1,
+        count=len(halving.alive([arm.name for arm in found.arms], found.branches)),
+        rung=turn.rung,
+        chosen=chosen,
+        branches=found.branches,
+    )
+
+
+def _eta(last_row: Mapping[str, Any], *, finished: bool, now: float) -> float | None:
     """Return the seconds left: what the last row said, less the time since."""
     if finished:
         return 0.0
-    if last_step.get("eta") is None:
+    if last_row.get("eta") is None:
         return None
-    return max(0.0, last_step["eta"] - (now - last_step["time"]))
+    left: float = last_row["eta"] - (now - last_row["time"])
+    return max(0.0, left)
 
 
 # --- waiting

@@ -321,7 +321,7 @@ def _take_up(me: Supervisor, task: Task) -> Task | None:
     last = _corrected(me, earlier[-1])
     if last.outcome == "cancelled" and not me.place.alone:
         me.run.cancel(task.job, by="scancel")
-    if why := no_progress(earlier, me.run.newest_samples(task.signature), task.spec.train.max_attempts):
+    if why := no_progress(earlier, me.run.progress(task.signature), task.spec.train.max_attempts):
         me.run.write_attempt(last.model_copy(update={"message": f"{last.message}; {why}"}))
         return None
     if last.outcome not in (*LOST, *TAKEN, "host_oom", "device_oom"):  # an OOM whose relaunch nobody has written yet
@@ -366,8 +366,8 @@ def _of_submission(me: Supervisor, task: TrainTask) -> list[Attempt]:
 def _lost(me: Supervisor, task: Task) -> int:
     """Return how many attempts of this job have lost their processes so far."""
     if isinstance(task, TrainTask):
-        samples = me.run.newest_samples(task.signature)  # those that have advanced it do not count
-        attempts = [attempt for attempt in _of_submission(me, task) if attempt.samples == samples]
+        progress = me.run.progress(task.signature)  # those that have advanced it do not count
+        attempts = [attempt for attempt in _of_submission(me, task) if attempt.progress == progress]
     else:
         attempts = [attempt for attempt in me.run.attempts(task.id) if attempt.started_at >= me.since]
     return sum(attempt.outcome in LOST for attempt in attempts)
@@ -420,6 +420,7 @@ def _open_attempt(me: Supervisor, task: Task) -> Attempt:
         allocation=me.place.allocation,
         hosts=me.place.hosts,
         samples=me.run.newest_samples(task.signature) if isinstance(task, TrainTask) else None,
+        tuned=me.run.tuned_samples(task.signature) if isinstance(task, TrainTask) else 0,
     )
     me.run.write_attempt(attempt)
     return attempt

@@ -97,7 +97,7 @@ def plan(
     if choice is None and (nodes is None or batch is None):
         raise BadMeasurements(
             f"{run.id} has no recommendation, and {'--batch' if nodes else '--nodes and --batch'} not given",
-            "run tula recommend first, or name both: tula train --nodes N --batch B",
+            "run tula recommend, which says why where it leaves something out; or name both: tula train --nodes N --batch B",
         )
     given = [word for word, value in (("nodes", nodes), ("batch", batch)) if value]
     source = {0: "as recommended", 1: f"{given[0] if given else ''} as given, the rest as recommended", 2: "as given"}[

@@ -7,6 +7,7 @@ keeps the list of the cases that passed in FOLDER/<rank>.json, and ends at the f
 
 from __future__ import annotations
 
+import copy
 import io
 import itertools
 import json
@@ -22,7 +23,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from tula_cli.worker.optim import TulaOptimizer, tula
+from tula_cli.worker.optim import PRESETS, TulaOptimizer, tula
+from tula_cli.worker.optim.reduction import listen
 
 B_LARGE, STEPS = 16, 3  # STEPS: optimizer steps in an epoch
 Case = Callable[[int, int], None]
@@ -382,6 +384,190 @@ def dtensor_is_refused(rank: int, world: int) -> None:
     mesh = init_device_mesh("cpu", (world,))
     weight = nn.Parameter(distribute_tensor(torch.zeros(4, 2), mesh, [Replicate()]))
     assert_refused("DTensor", lambda: build(nn.ParameterList([weight])))
+
+
+# ---- factors from the ranks' own gradients
+
+
+def gradients_alone(model: nn.Module, x: Tensor, y: Tensor) -> list[Tensor]:
+    return list(torch.autograd.grad(loss_of(model, x, y), list(model.parameters())))
+
+
+def local_factor(own: list[Tensor], world: int) -> Tensor:
+    """From the gradients of one parameter on each rank."""
+    mean = sum(own[1:], own[0]) / world
+    squares = [float(g.square().sum()) for g in own]
+    ratio = sum(squares) / world / float(mean.square().sum())
+    return torch.tensor(min(ratio**0.5, world**0.5), dtype=torch.float64)
+
+
+def build_robust(model: nn.Module, **kwargs: Any) -> TulaOptimizer:
+    return build(model, **(PRESETS["robust"] | kwargs))
+
+
+def backward(model: DistributedDataParallel, step: int, accumulate: int, scale: Any = lambda loss: loss) -> None:
+    rank, world = dist.get_rank(), dist.get_world_size()
+    x, y = (local(t, rank, world).chunk(accumulate) for t in batch(step))
+    for part in range(accumulate - 1):
+        with model.no_sync():
+            scale(loss_of(model, x[part], y[part]) / accumulate).backward()
+    scale(loss_of(model, x[-1], y[-1]) / accumulate).backward()
+
+
+@case([False, True], [1, 2], [1, 3])
+def local_norms_are_those_of_disjoint_small_batches(
+    rank: int, world: int, bucket_view: bool, accumulate: int, every: int
+) -> None:
+    model = DistributedDataParallel(net(), gradient_as_bucket_view=bucket_view)
+    twin = copy.deepcopy(model.module)
+    base = torch.optim.SGD(twin.parameters(), lr=0.1, momentum=0.9, weight_decay=1e-3)
+    opt = build_robust(model, refresh=every, scale_ema=0.75)
+    assert opt.bounds.high == world**0.5
+    factors: dict[int, Tensor] = {}
+    for step in range(8):
+        x, y = batch(step)
+        own = [gradients_alone(twin, local(x, r, world), local(y, r, world)) for r in range(world)]
+        opt.zero_grad()
+        backward(model, step, accumulate)
+        for k, (p, q) in enumerate(zip(model.parameters(), twin.parameters(), strict=True)):
+            assert p.grad is not None
+            q.grad = p.grad * factors[k] if factors and step else p.grad.clone()
+        assert not opt.wants_small_batch
+        opt.step()
+        base.step()
+        for k in range(len(own[0])):
+            fresh = local_factor([grads[k] for grads in own], world)
+            if step % every == every - 1:
+                factors[k] = 0.75 * factors[k] + 0.25 * fresh if k in factors else fresh
+            if factors:
+                torch.testing.assert_close(ags(opt)["scale"][k], factors[k], rtol=1e-9, atol=0)
+                factors[k] = ags(opt)["scale"][k]
+        for p, q in zip(model.parameters(), twin.parameters(), strict=True):
+            assert torch.equal(p, q), step
+        assert_ranks_equal(model, opt)
+    assert ags(opt)["n_scaled"] == 7 and any(1 < s < world**0.5 for s in ags(opt)["scale"].values())
+
+
+@case()
+def local_norms_do_not_see_the_loss_scale(rank: int, world: int) -> None:
+    plain, scaled = DistributedDataParallel(net()), DistributedDataParallel(net())
+    first, second = build_robust(plain), build_robust(scaled)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8)
+    for step in range(6):
+        for model, opt, scale in ((plain, first, lambda loss: loss), (scaled, second, scaler.scale)):
+            opt.zero_grad()
+            backward(model, step, 1, scale)
+        if step == 3:  # skipped: what was heard is of no use
+            next(scaled.parameters()).grad.fill_(torch.inf)  # type: ignore[union-attr]
+        else:
+            first.step()
+        scaler.step(second)
+        scaler.update(2.0**8)
+        assert ags(second)["n_refresh"] == step + (step < 3)
+    assert torch.equal(flat(plain, first), flat(scaled, second))
+
+
+@case()
+def a_norm_that_is_not_finite_keeps_the_factor(rank: int, world: int) -> None:
+    model = DistributedDataParallel(net())
+    opt = build_robust(model)
+    train_step(model, opt, 0)
+    before = ags(opt)["scale"]
+    opt.zero_grad()
+    x, y = (local(t, rank, world) for t in batch(1))
+    bias = model.module[-1].bias
+    loss = loss_of(model, x, y) + (bias.sum() * torch.inf if rank == world - 1 else 0)
+    loss.backward()
+    opt.max_grad_norm = 1.0
+    opt.step()
+    after = ags(opt)["scale"]
+    assert torch.equal(after[3], before[3]) and not torch.equal(after[0], before[0])
+
+
+@case()
+def listeners_share_one_hook_and_reduce_as_ddp_does(rank: int, world: int) -> None:
+    seen: dict[str, list[float]] = {"own": [], "averaged": []}
+
+    def listener(bucket: Any) -> Any:
+        buffer = bucket.buffer()
+        seen["own"].append(float(buffer.norm()))
+        return lambda: seen["averaged"].append(float(buffer.norm()))
+
+    heard, plain = DistributedDataParallel(net()), DistributedDataParallel(net())
+    opt = build_robust(heard)
+    listen(heard, listener)
+    for model in (heard, plain):
+        backward(model, 0, 1)
+    assert all(torch.equal(p.grad, q.grad) for p, q in zip(heard.parameters(), plain.parameters(), strict=True))  # type: ignore[arg-type]
+    total = torch.cat([p.grad.flatten() for p in plain.parameters()]).norm()  # type: ignore[union-attr]
+    torch.testing.assert_close(torch.tensor(seen["averaged"]).double().norm(), total, check_dtype=False)
+    assert len(seen["own"]) == len(seen["averaged"]) > 0 and seen["own"] != seen["averaged"]
+    opt.step()
+    assert ags(opt)["n_refresh"] == 1
+
+
+@case()
+def a_taken_hook_is_refused(rank: int, world: int) -> None:
+    from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+
+    model = DistributedDataParallel(net())
+    model.register_comm_hook(None, allreduce_hook)
+    assert_refused("small_batch", lambda: build_robust(model))
+
+
+@case()
+def local_norms_leave_out_frozen_sparse_and_unused(rank: int, world: int) -> None:
+    torch.manual_seed(0)
+    parts = {"bag": nn.EmbeddingBag(10, 5, mode="sum", sparse=True), "head": nn.Linear(5, 3), "rare": nn.Linear(5, 3)}
+    inner = nn.ModuleDict(parts | {"frozen": nn.Linear(5, 3)})
+    inner["frozen"].requires_grad_(False)
+    inner.forward = lambda index: inner["head"](inner["bag"](index)) + inner["frozen"](inner["bag"](index))  # type: ignore[method-assign]
+    model = DistributedDataParallel(inner, find_unused_parameters=True)
+    base = torch.optim.SGD(model.parameters(), lr=0.1)
+    opt = TulaOptimizer(base, model=model, b_large=B_LARGE, b_small=4, **PRESETS["robust"])
+    index = torch.randint(0, 10, (3, 3), generator=torch.Generator().manual_seed(rank))
+    for _ in range(3):
+        opt.zero_grad()
+        model(index).square().mean().backward()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            opt.step()
+        assert_ranks_equal(model, opt)
+    assert [*ags(opt)["scale"]] == [1, 2] and ags(opt)["n_scaled"] == 2
+
+
+@case()
+def a_backward_beside_ddp_is_noticed(rank: int, world: int) -> None:
+    model = DistributedDataParallel(net())
+    opt = build_robust(model)
+    loss_of(model.module, *batch(0)).backward()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        opt.step()
+    assert "DDP" in str(caught[-1].message) and ags(opt)["scale"] == {}
+
+
+@case()
+def local_norms_on_another_world_size_are_void(rank: int, world: int) -> None:
+    model = DistributedDataParallel(net())
+    opt = build_robust(model)
+    for step in range(2):
+        train_step(model, opt, step)
+    again, alone = build_robust(DistributedDataParallel(net())), build_robust(net())
+    for other, factors in ((again, 4), (alone, 0)):
+        other.load_state_dict(opt.state_dict())
+        assert len(ags(other)["scale"]) == factors
+    assert alone.wants_small_batch and not again.wants_small_batch
+
+
+@case(["gradient", "update"], ["static", "tensor", "element"])
+def every_way_keeps_the_ranks_equal(rank: int, world: int, apply_to: Any, granularity: Any) -> None:
+    model = DistributedDataParallel(net(bn=True, dropout=0.2))
+    opt = build(model, granularity=granularity, apply_to=apply_to, norm_ewma=0.5, scale_ema=0.5)
+    for step in range(3 * STEPS):
+        train_step(model, opt, step)
+        assert_ranks_equal(model, opt)
+    assert ags(opt)["n_scaled"] > 0
 
 
 def assert_refused(message: str, act: Callable[[], object]) -> None:

@@ -3,6 +3,9 @@
 Written from the listing and nothing else, to be compared with; slow on purpose. Line numbers are the listing's.
 Where the listing is silent: the first step has no previous norm and counts as sensitive; factors have a lower bound
 s_min; a factor 0/0 is 1; the update is SGD with momentum and weight decay as in PyTorch.
+
+Beyond the listing: a static factor (Eq. 8); averages of the norm and of the factors, which keep a share of what was and
+start at the first value; and the factor applied to what the update does to the weights, in place of the gradient.
 """
 
 from __future__ import annotations
@@ -29,6 +32,10 @@ class Setting:
     lr: float = 0.1
     momentum: float = 0.0
     decay: float = 0.0
+    factor: float = 1.0  # of granularity "static"
+    norm_ewma: float = 0.0
+    scale_ema: float = 0.0
+    apply_to: str = "gradient"
 
 
 @dataclass
@@ -44,19 +51,27 @@ def run(weights: Arrays, gradient: Gradient, steps: int, refreshes: Collection[i
     """Train for `steps` steps; the factors are updated (line 10) in the steps whose number is in `refreshes`."""
     weights = [w.copy() for w in weights]
     velocity: Arrays | None = None
-    gradscale = [np.ones_like(w) for w in weights]  # Input: gradscale <- 1 (per-parameter)
+    start = setting.factor if setting.granularity == "static" else 1.0
+    gradscale = [np.full_like(w, start) for w in weights]  # Input: gradscale <- 1 (per-parameter)
+    refreshed = False
     before: float | None = None
     trace = Trace()
     for i in range(steps):  # lines 1 and 2
         large = gradient(weights, i, False)  # line 3
-        now = square(large)
+        now = averaged(square(large), before, setting.norm_ewma)
         scaled = change(now, before) < setting.delta  # lines 4 and 5
         before = now
-        used = [times(s, g) for s, g in zip(gradscale, large, strict=True)] if scaled else large  # lines 6 to 8
-        old = weights
+        old, used = weights, large
+        if scaled and setting.apply_to == "gradient":
+            used = [times(s, g) for s, g in zip(gradscale, large, strict=True)]  # line 6
         weights, velocity = sgd(weights, used, velocity, setting)  # line 9
-        if i in refreshes:  # line 10, at the weights that line 3 has used (line 14)
-            gradscale = update_gradscale(gradient(old, i, True), large, setting)
+        if scaled and setting.apply_to == "update":
+            weights = [w + times(s, new - w) for s, w, new in zip(gradscale, old, weights, strict=True)]
+        if i in refreshes and setting.granularity != "static":  # line 10, at the weights of line 3 (line 14)
+            fresh = update_gradscale(gradient(old, i, True), large, setting)
+            pairs = zip(fresh, gradscale, strict=True)
+            gradscale = [mixed(new, s, setting.scale_ema) for new, s in pairs] if refreshed else fresh
+            refreshed = True
         trace.weights.append([w.copy() for w in weights])
         trace.scaled.append(scaled)
         trace.factors.append([s.copy() for s in gradscale])
@@ -91,6 +106,28 @@ def change(now: float, before: float | None) -> float:
     if before == 0.0:
         return math.nan if now == 0.0 else math.inf
     return abs((now - before) / before)
+
+
+def averaged(now: float, before: float | None, keep: float) -> float:
+    return now if before is None else keep * before + (1 - keep) * now
+
+
+def mixed(new: NDArray[np.float64], old: NDArray[np.float64], keep: float) -> NDArray[np.float64]:
+    result = np.empty_like(new)
+    for k in indices(new):
+        result[k] = averaged(float(new[k]), float(old[k]), keep)
+    return result
+
+
+def local_factor(own: Arrays, s_min: float) -> float:
+    """One tensor's factor from the gradients that N ranks hold, each of b_large / N samples."""
+    mean = own[0] * 0.0
+    for g in own:
+        mean = mean + g / len(own)
+    small = sum(square([g]) for g in own) / len(own)
+    if square([mean]) == 0.0:
+        return math.sqrt(len(own)) if small != 0.0 else 1.0
+    return max(s_min, min(math.sqrt(small / square([mean])), math.sqrt(len(own))))
 
 
 def square(grads: Arrays) -> float:

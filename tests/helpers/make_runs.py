@@ -9,6 +9,7 @@ from make_results import Truth, measured
 
 from tula_cli.records import (
     Attempt,
+    Branch,
     CheckTask,
     ClusterReport,
     Failed,
@@ -23,10 +24,11 @@ from tula_cli.records import (
     TrainResult,
     TrainTask,
     Transfer,
+    Tuning,
 )
 from tula_cli.rundir import RunDir, probe_id
 from tula_cli.scheduler import SchedulerState
-from tula_cli.spec import JobSpec, validate
+from tula_cli.spec import Arm, JobSpec, validate
 
 SPEC: dict[str, Any] = {
     "name": "toy",
@@ -189,6 +191,19 @@ def metrics(now: float = START + 60) -> list[dict[str, Any]]:
         {"kind": "step", "time": now - 10, "samples": 1920, "epoch": 1.5, "step": 15, "loss": 1.7, "lr": 0.1,
          "step_time": 0.11, "data_wait": 0.01, "eta": 80.0},
     ]  # fmt: skip
+
+
+def branch(arm: str, **changes: Any) -> Branch:
+    fields = {"rung": 1, "epochs": 1.0, "samples": 640, "loss": 1.5, "top1": 50.0, "diverged": False, "seconds": 3.0}
+    return Branch(arm=arm, **{**fields, **changes})
+
+
+def tuning(branches: Sequence[Branch], *, chosen: str | None = None) -> Tuning:
+    arms = {name: Arm(name=name, lr_factor=factor) for name, factor in (("lbt", 1), ("x2", 2), ("x4", 4))}
+    return Tuning(
+        signature="ab12cd34", batch=128, start=1280, epoch=1.0, arms=tuple(arms.values()), branches=tuple(branches),
+        chosen=arms[chosen] if chosen else None,
+    )  # fmt: skip
 
 
 def train_result(signature: str = "ab12cd34") -> TrainResult:

@@ -20,7 +20,7 @@ from worker_jobs import gradient, probe_task, same, spec, train_task, trained, t
 from tula_cli.records import ProbeTask
 from tula_cli.rundir import RunDir
 from tula_cli.spec import JobSpec
-from tula_cli.worker import checkpoint, loop, meter
+from tula_cli.worker import checkpoint, hessian, loop, meter, tuning
 from tula_cli.worker.data import build_datasets
 from tula_cli.worker.gradients import NormSpy
 from tula_cli.worker.leaving import Leaving, Left
@@ -29,6 +29,8 @@ from tula_cli.worker.ranks import Ranks, joined, lift_memory_limit, limit_memory
 from tula_cli.worker.training import run_training
 
 TRAIN = train_task(spec(train={"checkpoint_every": 1e-9, "epochs": 3, "method": "ags"}, ags={"delta": "inf"}))
+ARMS = [{"name": "x2", "lr_factor": 2.0}, {"name": "robust", "method": "ags", "ags": {"preset": "robust"}}]
+TUNED = train_task(spec(train={"method": "auto", "epochs": 3}, model={"args": {"norm": True}}, auto={"arms": ARMS}))
 NETWORK = {"model": {"args": {"dropout": 0.3, "norm": True}}}
 AGS = {"train": {"method": "ags", "accumulate": 2}, "ags": {"delta": "inf", "b_small": 5}}
 DEEP = {"model": {"name": "worker_jobs:deep"}, "dataset": {"args": {"size": 128, "eval_size": 8}}}
@@ -40,7 +42,7 @@ def main() -> None:
     with joined(job.cluster, handover=Path(sys.argv[1]) / "handover") as ranks:
         found = {
             case.__name__: case(folder, ranks)
-            for case in (plain, resumed, evaluated, norms, hooked, probed, trained_twice, left, buckets)
+            for case in (plain, resumed, evaluated, norms, hooked, probed, trained_twice, tuned, left, buckets, curved)
         }
     # Last: they leave holes in the heap, which the probes' peaks would not show.
     found |= {case.__name__: case() for case in (peaks, limits)}
@@ -90,6 +92,12 @@ def buckets(folder: Path, ranks: Ranks) -> dict[str, Any]:
     storages("reduced again")
     _, before, apart, after = places
     return {**found, "kept": before == after and not before & apart}
+
+
+def curved(folder: Path, ranks: Ranks) -> dict[str, Any]:
+    """Return the curvature of a model as it is built; an odd number of samples shares itself unevenly."""
+    found = hessian.measure(trainer(spec(**NETWORK), ranks), samples=25)
+    return vars(found) | {"seconds": 0.0}
 
 
 # --- each by itself
@@ -246,6 +254,16 @@ def trained_twice(folder: Path, ranks: Ranks) -> None:
         run.checkpoints(TRAIN.signature)[0].write_bytes(b"damaged")
     ranks.from_first(0)
     run_training(TRAIN, run, ranks, data)
+
+
+def tuned(folder: Path, ranks: Ranks) -> dict[str, Any]:
+    """Let a training tune itself; return the rank's choice, where it stood, and whether it ends at rank 0's weights."""
+    run, data = RunDir(folder / "tuned"), build_datasets(TUNED.spec)
+    run_training(TUNED, run, ranks, data)
+    choice = tuning.chosen(TUNED, run, ranks)
+    assert choice is not None
+    saved = torch.load(run.train_dir(TUNED.signature) / "last", weights_only=True)
+    return {"arm": choice.arm.model_dump(mode="json"), "epoch": choice.epoch, "steps": saved["position"]["steps"]}
 
 
 if __name__ == "__main__":

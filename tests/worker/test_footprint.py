@@ -94,10 +94,22 @@ def test_components_are_counted_from_tensors():
 
 
 @pytest.mark.parametrize(
-    ("optimizer", "copies"), [({"lr": 1.0}, 0), ({"lr": 1.0, "momentum": 0.9}, 1), ({"name": "AdamW", "lr": 1.0}, 2)]
+    ("optimizer", "method", "copies"),
+    [
+        ({"lr": 1.0}, "lbt", 0),
+        ({"lr": 1.0, "momentum": 0.9}, "lbt", 1),
+        ({"name": "AdamW", "lr": 1.0}, "lbt", 2),
+        ({"lr": 1.0}, "lars", 0),
+        ({"lr": 1.0, "momentum": 0.9}, "lars", 1),
+        ({"lr": 1.0, "momentum": 0.9}, "polo", 1),
+        ({"lr": 1.0, "momentum": 0.9}, "adascale", 1),
+        ({"lr": 1.0, "momentum": 0.9}, "static", 1),
+        ({"name": "AdamW", "lr": 1.0}, "lamb", 2),
+    ],
 )
-def test_optimizer_state_is_that_of_its_kind(optimizer, copies):
-    found = measure(spec(optimizer=optimizer))
+def test_optimizer_state_is_that_of_its_kind(optimizer, method, copies):
+    found = measure(spec(optimizer=optimizer, method=method))
+    assert found.factors == 0
     assert found.optimizer == pytest.approx(copies * found.gradients, rel=0.01)
 
 

@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from worker_jobs import same, spec, trained, trainer, weights
+from worker_jobs import same, spec, train_task, trained, trainer, weights
 
 from tula_cli.errors import SpecError
+from tula_cli.models.refresh import small_batch
 from tula_cli.spec import JobSpec
 from tula_cli.worker import checkpoint, loop, zoo
 from tula_cli.worker.data import Datasets, build_datasets
@@ -90,11 +91,21 @@ def test_ags_refreshes_every_k_steps(alone: Ranks) -> None:
     assert [number for number, step in enumerate(steps, 1) if step.refreshed] == [5, 10]
 
 
+@pytest.mark.parametrize("refresh", [True, False], ids=["training", "probe"])
+def test_a_refresh_in_every_step_is_a_part_of_each(alone: Ranks, refresh: bool) -> None:
+    job = spec(**{**AGS, "ags": {"refresh": {"every": 1}}})
+    subject = loop.build(train_task(job), alone, build_datasets(job), batch=16, workers=0, refresh=refresh)
+    steps = list(islice(loop.steps(subject), 4))
+    assert not any(step.refreshed for step in steps)
+    assert subject.ags is not None
+    assert subject.ags.report()["refreshes"] == 4
+
+
 @pytest.mark.parametrize(
     ("batch", "small"), [(4, 8), (8, 8), (16, 4), (32, 8), (1024, 8)], ids=lambda value: str(value)
 )
 def test_the_small_batch_is_the_reference_but_at_most_a_quarter(batch: int, small: int) -> None:
-    assert loop.small_batch_size(spec(), batch) == small
+    assert small_batch(spec(), batch) == small
 
 
 @pytest.mark.parametrize("method", ["lbt", "ags"])

@@ -3,17 +3,17 @@
 import pytest
 
 from tula_cli.spec import JobSpec
-from tula_cli.worker.schedule import WARMUP_START, learning_rate
+from tula_cli.worker.schedule import WARMUP_START, learning_rate, warmup_epochs
 
 
-def spec(*, method: str = "lbt", epochs: int = 20, **schedule) -> JobSpec:
+def spec(*, method: str = "lbt", epochs: int = 20, lr_scaling: str = "auto", **schedule) -> JobSpec:
     return JobSpec.model_validate(
         {
             "model": {"name": "small_cnn"},
             "dataset": {"name": "digits"},
             "optimizer": {"lr": 0.1},
             "schedule": schedule,
-            "train": {"epochs": epochs, "method": method, "reference_batch": 128},
+            "train": {"epochs": epochs, "method": method, "reference_batch": 128, "lr_scaling": lr_scaling},
         }
     )
 
@@ -62,15 +62,42 @@ def test_milestone_inside_the_warm_up_counts():
     assert learning_rate(job, 2, 128) == pytest.approx(0.01)
 
 
-@pytest.mark.parametrize("method", ["ags", "lbt"])
+@pytest.mark.parametrize("method", ["ags", "lbt", "polo", "adascale", "static"])
 @pytest.mark.parametrize("batch", [32, 128, 4096])
 def test_large_batch_leaves_the_learning_rate(method, batch):
     assert learning_rate(spec(method=method), 10, batch) == 0.1
 
 
+@pytest.mark.parametrize("method", ["lrs", "lars"])
 @pytest.mark.parametrize(("batch", "lr"), [(32, 0.025), (128, 0.1), (1024, 0.8)])
-def test_linear_scaling_multiplies_by_the_batch(batch, lr):
-    assert learning_rate(spec(method="lrs"), 10, batch) == pytest.approx(lr)
+def test_linear_scaling_multiplies_by_the_batch(method, batch, lr):
+    assert learning_rate(spec(method=method), 10, batch) == pytest.approx(lr)
+
+
+@pytest.mark.parametrize(("batch", "lr"), [(32, 0.05), (128, 0.1), (512, 0.2)])
+def test_lamb_scales_by_the_square_root(batch, lr):
+    assert learning_rate(spec(method="lamb"), 10, batch) == pytest.approx(lr)
+
+
+@pytest.mark.parametrize("method", ["lbt", "lrs", "lars", "lamb", "polo", "ags", "static"])
+def test_a_rule_that_is_given_wins_over_the_methods_own(method):
+    assert learning_rate(spec(method=method, lr_scaling="sqrt"), 10, 512) == pytest.approx(0.2)
+    assert learning_rate(spec(method=method, lr_scaling="linear"), 10, 512) == pytest.approx(0.4)
+
+
+@pytest.mark.parametrize(("method", "rule"), [("lrs", "none"), ("adascale", "linear"), ("adascale", "sqrt")])
+def test_a_rule_that_undoes_the_method_is_refused(method, rule):
+    with pytest.raises(ValueError, match=f"method {method}"):
+        spec(method=method, lr_scaling=rule)
+
+
+@pytest.mark.parametrize(
+    ("method", "epochs"), [("lars", 5), ("lamb", 5), ("polo", 5), ("adascale", 0), ("ags", 0), ("static", 0)]
+)
+def test_methods_warm_up_by_themselves_unless_told(method, epochs):
+    assert warmup_epochs(spec(method=method)) == epochs
+    assert warmup_epochs(spec(method=method, warmup_epochs=0)) == 0
+    assert warmup_epochs(spec(method=method, warmup_epochs=2.5)) == 2.5
 
 
 def test_linear_scaling_warms_up_for_five_epochs_by_itself():

@@ -5,11 +5,11 @@ from pathlib import Path
 import pytest
 import torch
 from worker_jobs import rows, spec, trained, trainer
-from worker_rank_cases import TRAIN, facts
+from worker_rank_cases import NETWORK, TRAIN, TUNED, facts
 
 from tula_cli.records import Measured
 from tula_cli.rundir import RunDir
-from tula_cli.worker import loop
+from tula_cli.worker import hessian, loop
 from tula_cli.worker.ranks import Ranks
 
 pytestmark = pytest.mark.torch
@@ -38,6 +38,21 @@ def test_evaluation_is_over_both_shares(two_ranks: Path, alone: Ranks) -> None:
     expected = loop.Evaluator(trainer(spec(dataset={"args": {"eval_size": 37}}), alone)).run()
     for found in facts(two_ranks, "evaluated"):
         assert found == pytest.approx(vars(expected))
+
+
+def test_curvature_is_that_of_one_rank_and_the_same_on_both(two_ranks: Path, alone: Ranks) -> None:
+    found = facts(two_ranks, "curved")
+    expected = vars(hessian.measure(trainer(spec(**NETWORK), alone), samples=25)) | {"seconds": 0.0}
+    assert found[0] == found[1] == pytest.approx(expected, rel=1e-3)
+
+
+def test_both_ranks_take_the_same_choice(two_ranks: Path) -> None:
+    found = RunDir(two_ranks / "tuned").tuning(TUNED.signature)
+    assert found is not None and found.chosen is not None
+    assert [(branch.arm, branch.rung) for branch in found.branches][:3] == [("lbt", 1), ("x2", 1), ("robust", 1)]
+    assert len(found.branches) == 5
+    arm = found.chosen.model_dump(mode="json")
+    assert facts(two_ranks, "tuned") == [{"arm": arm, "epoch": 1.0, "steps": 18}] * 2
 
 
 def test_synchronisation_is_seen(two_ranks: Path) -> None:

@@ -12,6 +12,7 @@ import torch
 from tula_cli.errors import TulaError
 from tula_cli.rundir import RunDir, write_atomic
 from tula_cli.worker.loop import Trainer
+from tula_cli.worker.ranks import Ranks
 from tula_cli.worker.sampling import Position
 
 KEEP = 2
@@ -77,6 +78,18 @@ def load_newest(run: RunDir, signature: str) -> tuple[Path, dict[str, Any]] | No
     return None
 
 
+def load_for_all(run: RunDir, signature: str, ranks: Ranks) -> dict[str, Any] | None:
+    """Return the newest checkpoint that can be read, on every rank the one that rank 0 found; None where there is none."""
+    found = load_newest(run, signature) if ranks.first else None
+    samples = ranks.from_first(-1 if found is None else found[1]["position"]["samples"])
+    if samples < 0:
+        return None
+    if found is not None:
+        return found[1]
+    content: dict[str, Any] = torch.load(run.checkpoint_path(signature, samples), map_location="cpu", weights_only=True)
+    return content
+
+
 def _is_whole(path: Path) -> bool:
     """Return whether a checkpoint is what was written, by its check sums (which torch does not compare)."""
     try:
@@ -98,11 +111,20 @@ def restore(trainer: Trainer, content: dict[str, Any]) -> dict[str, float]:
         trainer.ddp.module.load_state_dict(content["model"])
     except RuntimeError as error:
         raise TulaError(f"the checkpoint does not fit the model: {error}", "was the model's code changed?") from None
-    trainer.optimizer.load_state_dict(content["optimizer"])
+    _load_optimizer(trainer, content["optimizer"])
     trainer.scaler.load_state_dict(content["scaler"])
     trainer.position = Position(**content["position"])
     best: dict[str, float] = content["best"]
     return best
+
+
+def _load_optimizer(trainer: Trainer, state: dict[str, Any]) -> None:
+    """Load the optimizer's state; where AGS begins at this checkpoint (method auto) it is that of the base alone."""
+    if trainer.ags is None or "ags" in state:
+        trainer.optimizer.load_state_dict(state)
+        return
+    trainer.base.load_state_dict(state)
+    trainer.ags.refresh_soon()
 
 
 def _point(link: Path, target: Path) -> None:

@@ -208,7 +208,7 @@ class Rehearsal:
     @property
     def elementwise(self) -> bool:
         """Whether AGS has a factor for each element; else one for each tensor."""
-        return self.spec.ags.granularity == "element"
+        return self.spec.ags.resolved().granularity == "element"
 
     def batch(self, size: int) -> tuple[Any, Any]:
         """Return a fake micro-batch shaped like the sample."""

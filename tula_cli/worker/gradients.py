@@ -4,25 +4,25 @@ With several ranks both come for free: a rank's own gradient is that of the loca
 global batch (McCandlish et al. 2018, appendix A.1). A single rank takes two halves of its batch in their place.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
-import torch.distributed as dist
 from torch.distributed import GradBucket  # type: ignore[attr-defined]
 
 from tula_cli.models.efficiency import Pair
 from tula_cli.worker import loop
 from tula_cli.worker.loop import Step, Trainer
+from tula_cli.worker.optim.reduction import listen
 from tula_cli.worker.ranks import Ranks
 
 
 @dataclass
 class NormSpy:
-    """DDP's communication hook that, while it watches, sums the squares of each bucket before and after its reduction.
+    """Listens to DDP's reductions and, while it watches, sums the squares of each bucket before and after.
 
-    It reduces as DDP does without a hook. Nothing is read by the host before the window is over: a step never waits.
-    It knows nothing of the trainer: DDP holds it from C++, and a cycle through that is never collected.
+    Nothing is read by the host before the window is over: a step never waits. It knows nothing of the trainer: DDP
+    holds it from C++, and a cycle through that is never collected.
     """
 
     ranks: Ranks
@@ -33,10 +33,18 @@ class NormSpy:
 
     @classmethod
     def attach(cls, trainer: Trainer) -> "NormSpy":
-        """Attach to a trainer that has not stepped yet; DDP takes one hook and keeps it."""
+        """Attach to a trainer that has not stepped yet; DDP keeps it."""
         spy = cls(trainer.ranks)
-        trainer.ddp.register_comm_hook(spy, _reduce)
+        listen(trainer.ddp, spy)
         return spy
+
+    def __call__(self, bucket: GradBucket) -> Callable[[], None] | None:
+        """See one bucket (`optim.reduction.Listener`)."""
+        if not self.watching:
+            return None
+        gradient = bucket.buffer()
+        self.local.append(_norm(gradient))
+        return lambda: self.reduced.append(_norm(gradient))
 
     def watch(self, steps: Iterator[Step], scaler: torch.amp.GradScaler) -> Iterator[Step]:
         """Pass the steps on, and keep the norms of each."""
@@ -58,25 +66,6 @@ class NormSpy:
         seen = torch.stack(self.steps).double().cpu()
         small = self.ranks.sum(seen[:, 0].tolist())
         return [(total / self.ranks.world, big) for total, big in zip(small, seen[:, 1].tolist(), strict=True)]
-
-
-def _reduce(spy: NormSpy, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
-    gradient = bucket.buffer()
-    watching = spy.watching
-    if watching:
-        spy.local.append(_norm(gradient))
-    gradient.div_(spy.ranks.world)
-    work = dist.all_reduce(gradient, async_op=True)
-    assert work is not None
-
-    def reduced(done: torch.futures.Future[list[torch.Tensor]]) -> torch.Tensor:
-        total: torch.Tensor = done.value()[0]
-        if watching:
-            spy.reduced.append(_norm(total))
-        return total
-
-    future: torch.futures.Future[torch.Tensor] = work.get_future().then(reduced)
-    return future
 
 
 def _norm(gradient: torch.Tensor) -> torch.Tensor:

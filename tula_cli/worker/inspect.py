@@ -19,13 +19,18 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from tula_cli.errors import JobFailed, Problem, SpecError, TulaError
+from tula_cli.models.halving import dearest
 from tula_cli.plugins import is_import_string
 from tula_cli.records import Footprint, Inspection
 from tula_cli.spec import JobSpec
 from tula_cli.worker import footprint, meter, zoo
 from tula_cli.worker.data import Datasets, build_datasets, build_transforms, check_sample, dataset_source, prepare
+from tula_cli.worker.ghost import check_ghost_batch, refuse_without_batch_norm
+from tula_cli.worker.loop import micro_batches
 from tula_cli.worker.optim import TulaOptimizer
+from tula_cli.worker.optim.adascale import AdaScale
 from tula_cli.worker.ranks import process_memory
+from tula_cli.worker.scaling import settings
 
 SAMPLES_COMPARED = 4
 
@@ -37,6 +42,7 @@ def inspect_job(spec: JobSpec) -> Inspection:
         SpecError: the spec names something that cannot be built or does not fit together.
         JobFailed: the user's own model or dataset fails.
     """
+    spec = dearest(spec)
     _check_parts(spec)
     device = _device(spec)
     prepare(spec)
@@ -58,6 +64,7 @@ def inspect_job(spec: JobSpec) -> Inspection:
         model, optimizer, output = _real_step(spec, datasets)
     warnings += _check_output(spec, output, sample[1], datasets.classes)
     _check_ags(spec, model, optimizer)
+    _check_ghosts(spec, model, largest=len(datasets.train))
     return Inspection(
         dataset_size=len(datasets.train),
         eval_size=len(datasets.eval),
@@ -242,9 +249,25 @@ def _lone_sample_problems(spec: JobSpec, rehearsal: footprint.Rehearsal) -> list
     return []
 
 
+def _check_ghosts(spec: JobSpec, model: nn.Module, *, largest: int) -> None:
+    """Refuse ghost batches without BatchNorm, and those that leave a rest of a batch that the search may reach."""
+    ghost, search = spec.train.ghost_batch, spec.search
+    if ghost is None:
+        return
+    refuse_without_batch_norm(model, ghost)
+    for ranks in (nodes * spec.cluster.gpus_per_node for nodes in search.nodes):
+        parts, batch = ranks * micro_batches(spec, ranks), search.min_batch
+        while batch <= min(largest, search.max_batch or largest):
+            if batch % parts == 0:
+                check_ghost_batch(ghost, micro_batch=batch // parts)
+            batch *= 2
+
+
 def _check_ags(spec: JobSpec, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Let TulaOptimizer say whether it can wrap this optimizer."""
-    if spec.train.method != "ags":
+    """Let TulaOptimizer or AdaScale say whether it can wrap this optimizer."""
+    if spec.train.method == "adascale":
+        _check_adascale(model, optimizer)
+    if spec.train.method not in ("ags", "static"):
         return
     b_small = footprint.small_batch(spec)
     try:
@@ -253,16 +276,21 @@ def _check_ags(spec: JobSpec, model: nn.Module, optimizer: torch.optim.Optimizer
             model=model,
             b_large=4 * b_small,
             b_small=b_small,
-            granularity=spec.ags.granularity,
-            delta=float(spec.ags.delta),
-            eps=spec.ags.eps,
-            s_min=spec.ags.s_min,
-            refresh="epoch" if spec.ags.refresh == "epoch" else spec.ags.refresh.every,
-            consensus=spec.ags.consensus,
+            **settings(spec.ags),
             max_grad_norm=spec.train.max_grad_norm,
         )
     except ValueError as error:
-        raise SpecError(f"train.method ags: {error}", "set train.method: lbt, or optimizer.name: SGD") from error
+        raise SpecError(
+            f"train.method {spec.train.method}: {error}",
+            "set ags.apply_to: update, train.method: lbt, or optimizer.name: SGD",
+        ) from error
+
+
+def _check_adascale(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    try:
+        AdaScale(optimizer, model=model, batch=2, reference_batch=1)
+    except ValueError as error:
+        raise SpecError(f"train.method adascale: {error}", "set optimizer.name: SGD, or another method") from error
 
 
 def _shape(output: Any) -> str:

@@ -16,15 +16,21 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from tula_cli.errors import SpecError
+from tula_cli.models.refresh import small_batch
 from tula_cli.records import ProbeTask, TrainTask
 from tula_cli.spec import JobSpec
 from tula_cli.worker import zoo
 from tula_cli.worker.data import Datasets
+from tula_cli.worker.ghost import apply_ghost_batch_norm, check_ghost_batch
 from tula_cli.worker.meter import Clock, Mark
 from tula_cli.worker.optim import TulaOptimizer
+from tula_cli.worker.optim.adascale import AdaScale
+from tula_cli.worker.optim.indicators import squared_norm
+from tula_cli.worker.optim.polo import SWITCH_EPOCHS, average_due, average_replicas, synchronise_gradients
 from tula_cli.worker.ranks import Ranks
 from tula_cli.worker.recompute import apply_activation_checkpointing
 from tula_cli.worker.sampling import Batches, Position, eval_loader, stable_seed, steps_left, train_loader
+from tula_cli.worker.scaling import settings
 from tula_cli.worker.schedule import learning_rate
 
 LossFunction = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
@@ -40,7 +46,7 @@ class Step:
     start: Mark
     loaded: Mark  # when the first micro-batch was here
     end: Mark
-    refreshed: bool  # this step also refreshed the AGS factors
+    refreshed: bool  # this step also refreshed the AGS factors, as not every step does
     epoch_ended: bool
 
 
@@ -53,7 +59,9 @@ class Trainer:
     datasets: Datasets
     ddp: DistributedDataParallel
     base: torch.optim.Optimizer
-    optimizer: torch.optim.Optimizer  # TulaOptimizer around base with method ags, else base itself
+    optimizer: (
+        torch.optim.Optimizer
+    )  # TulaOptimizer or AdaScale around base where the method is theirs, else base itself
     scaler: torch.amp.GradScaler
     loss: LossFunction
     batch: int
@@ -61,8 +69,12 @@ class Trainer:
     clock: Clock
     position: Position = field(default_factory=Position)
     refresh_each_epoch: bool = True
+    until: int | None = None  # the epoch at whose end `steps` ends; None: the spec's last
+    lr_factor: Callable[[float], float] = lambda _: 1.0  # of the schedule's learning rate, at fractional epochs
+    apart: bool = False  # the replicas differ, since their last average (post-local SGD)
     synchronise: bool = True  # False measures a step's local work; the replicas drift apart
     after_backward: Callable[[], None] | None = None  # a probe's look at a finished gradient, which is then dropped
+    on_gradient: "Callable[[Trainer], None] | None" = None  # sees each averaged gradient before it is clipped and used
     last_batch: tuple[torch.Tensor, torch.Tensor] | None = None  # the newest micro-batch, for the memory count
 
     @property
@@ -71,11 +83,26 @@ class Trainer:
 
     @property
     def micro_batch(self) -> int:
-        return self.local_batch // self.spec.train.accumulate
+        return self.local_batch // self.parts
+
+    @property
+    def parts(self) -> int:
+        """Micro-batches an optimizer step."""
+        return micro_batches(self.spec, self.ranks.world)
+
+    @property
+    def local_sgd(self) -> bool:
+        """Whether the coming step is each rank's own: post-local SGD after its switch."""
+        return self.spec.train.method == "polo" and self.ranks.world > 1 and self.position.epoch >= SWITCH_EPOCHS
 
     @property
     def ags(self) -> TulaOptimizer | None:
         return self.optimizer if isinstance(self.optimizer, TulaOptimizer) else None
+
+    @property
+    def lr(self) -> float:
+        """Return the learning rate of the next step."""
+        return learning_rate(self.spec, self.epoch, self.batch) * self.lr_factor(self.epoch)
 
     @property
     def epoch(self) -> float:
@@ -98,6 +125,8 @@ def build(
     _check_batch(spec, batch, ranks, datasets)
     torch.manual_seed(stable_seed(spec.train.seed))
     model = zoo.build_model(spec, datasets.classes).to(ranks.device)
+    if spec.train.ghost_batch is not None:
+        apply_ghost_batch_norm(model, spec.train.ghost_batch)
     if spec.train.activation_checkpointing:
         apply_activation_checkpointing(model)
     ids = [ranks.device] if ranks.device.type == "cuda" else None
@@ -109,7 +138,7 @@ def build(
         datasets=datasets,
         ddp=ddp,
         base=base,
-        optimizer=_scaled(base, ddp, spec, batch, ranks, refresh) if spec.train.method == "ags" else base,
+        optimizer=_wrapped(base, ddp, spec, batch, ranks, refresh),
         scaler=torch.amp.GradScaler(ranks.device.type, enabled=spec.train.precision == "fp16"),
         loss=_loss(spec, ranks.device),
         batch=batch,
@@ -120,11 +149,40 @@ def build(
 
 
 def _check_batch(spec: JobSpec, batch: int, ranks: Ranks, datasets: Datasets) -> None:
-    parts, size = ranks.world * spec.train.accumulate, len(datasets.train)
+    parts, size = ranks.world * micro_batches(spec, ranks.world), len(datasets.train)
     if batch % parts:
-        raise SpecError(f"batch {batch} does not divide by {parts} (ranks x train.accumulate)")
+        why = "ranks x train.accumulate" if parts == ranks.world * spec.train.accumulate else "AdaScale's half batches"
+        raise SpecError(f"batch {batch} does not divide by {parts} ({why})")
     if batch > size:
         raise SpecError(f"batch {batch} is larger than the dataset, which has {size} training samples")
+    if spec.train.ghost_batch is not None:
+        check_ghost_batch(spec.train.ghost_batch, micro_batch=batch // parts)
+
+
+def remarks(trainer: Trainer) -> list[str]:
+    """Return what the user has asked for and what does nothing in this training."""
+    train, optimizer, found = trainer.spec.train, trainer.optimizer, []
+    if trainer.ags and trainer.ags.identity:
+        found.append(trainer.ags.identity)
+    if train.method == "polo" and trainer.ranks.world == 1:
+        found.append("post-local SGD on one GPU is plain SGD: there are no replicas to average")
+    elif train.method == "polo" and train.epochs <= SWITCH_EPOCHS:
+        found.append(
+            f"post-local SGD never leaves its {SWITCH_EPOCHS} synchronous epochs: train.epochs is {train.epochs}"
+        )
+    if isinstance(optimizer, AdaScale) and trainer.batch <= train.reference_batch:
+        found.append(f"AdaScale has nothing to gain: the batch of {trainer.batch} is not above train.reference_batch")
+    if train.ghost_batch is not None and trainer.micro_batch <= train.ghost_batch:
+        found.append(
+            f"train.ghost_batch {train.ghost_batch} changes nothing: a GPU takes {trainer.micro_batch} samples at a time"
+        )
+    return found
+
+
+def micro_batches(spec: JobSpec, world: int) -> int:
+    """Return the micro-batches of a step; AdaScale compares two sizes of batch, so that one rank alone needs two."""
+    halves = 2 if spec.train.method == "adascale" and world == 1 else 1
+    return max(spec.train.accumulate, halves)
 
 
 def _loss(spec: JobSpec, device: torch.device) -> LossFunction:
@@ -133,30 +191,32 @@ def _loss(spec: JobSpec, device: torch.device) -> LossFunction:
     return loss.to(device) if isinstance(loss, nn.Module) else loss
 
 
-def small_batch_size(spec: JobSpec, batch: int) -> int:
-    """Return b_small: the batch the learning rate was tuned for, at most a quarter of the batch."""
-    if spec.ags.b_small != "auto":
-        return spec.ags.b_small
-    reference = spec.train.reference_batch
-    # At or below the reference batch there is nothing to scale: the optimizer then is the identity and says so.
-    return reference if batch <= reference else max(1, min(reference, batch // 4))
+def _wrapped(
+    base: torch.optim.Optimizer, ddp: DistributedDataParallel, spec: JobSpec, batch: int, ranks: Ranks, refresh: bool
+) -> torch.optim.Optimizer:
+    """Return what the method makes of the base optimizer."""
+    train = spec.train
+    if train.method in ("ags", "static"):
+        return _scaled(base, ddp, spec, batch, ranks, refresh)
+    if train.method == "adascale":
+        reference, limit = train.reference_batch, train.max_grad_norm
+        return AdaScale(base, model=ddp, batch=batch, reference_batch=reference, max_grad_norm=limit)
+    return base
 
 
 def _scaled(
     base: torch.optim.Optimizer, ddp: DistributedDataParallel, spec: JobSpec, batch: int, ranks: Ranks, refresh: bool
 ) -> TulaOptimizer:
-    ags = spec.ags
+    # a probe says itself when, unless every step refreshes: then it is a part of what a step takes
+    own: dict[str, Any] = {} if refresh or spec.ags.resolved().each_step else {"refresh": "epoch"}
+    if spec.train.method == "static":
+        own |= {"granularity": "static", "factor": spec.ags.factor}
     return TulaOptimizer(
         base,
         model=ddp,
         b_large=batch,
-        b_small=small_batch_size(spec, batch),
-        granularity=ags.granularity,
-        delta=float(ags.delta),
-        eps=ags.eps,
-        s_min=ags.s_min,
-        refresh=ags.refresh.every if refresh and ags.refresh != "epoch" else "epoch",
-        consensus=ags.consensus,
+        b_small=small_batch(spec, batch),
+        **settings(spec.ags) | own,
         max_grad_norm=spec.train.max_grad_norm,
         available=batch // ranks.world // spec.train.accumulate,
         seed=spec.train.seed,
@@ -169,21 +229,11 @@ def steps(trainer: Trainer) -> Generator[Step, None, None]:
     The time between a step's `start` and `end` is whole wall time: waiting for data, forward, backward, synchronisation
     and update. What the caller does between two steps is not in it.
     """
-    spec, size = trainer.spec, len(trainer.datasets.train)
-    batches = Batches(
-        size,
-        batch=trainer.batch,
-        accumulate=spec.train.accumulate,
-        rank=trainer.ranks.rank,
-        world=trainer.ranks.world,
-        seed=spec.train.seed,
-        epochs=spec.train.epochs,
-        start=trainer.position,
-    )
-    pin = trainer.ranks.device.type == "cuda"
-    stream = iter(train_loader(trainer.datasets.train, batches, workers=trainer.workers, pin=pin))
+    size = len(trainer.datasets.train)
+    epochs = trainer.spec.train.epochs if trainer.until is None else trainer.until
+    stream = _loaded(trainer, epochs)
     trainer.ddp.train()
-    while trainer.position.epoch < spec.train.epochs:
+    while trainer.position.epoch < epochs:
         left = steps_left(size, trainer.position.done, trainer.batch)
         if trainer.ags and trainer.refresh_each_epoch and left:
             trainer.ags.start_epoch(left)
@@ -197,20 +247,44 @@ def steps(trainer: Trainer) -> Generator[Step, None, None]:
             trainer.position = trainer.position.next_epoch()
 
 
+def _loaded(trainer: Trainer, epochs: int) -> Iterator[Any]:
+    """Return this rank's micro-batches from the trainer's position to the end of `epochs`."""
+    batches = Batches(
+        len(trainer.datasets.train),
+        batch=trainer.batch,
+        accumulate=trainer.parts,
+        rank=trainer.ranks.rank,
+        world=trainer.ranks.world,
+        seed=trainer.spec.train.seed,
+        epochs=epochs,
+        start=trainer.position,
+    )
+    pin = trainer.ranks.device.type == "cuda"
+    return iter(train_loader(trainer.datasets.train, batches, workers=trainer.workers, pin=pin))
+
+
+def inputs(trainer: Trainer) -> Generator[torch.Tensor, None, None]:
+    """Yield the inputs that would be trained next, micro-batch by micro-batch, over two epochs at most."""
+    for pair in _loaded(trainer, trainer.position.epoch + 2):
+        yield _to_device(trainer, pair)[0]
+
+
 def _step(trainer: Trainer, stream: Iterator[Any], *, epoch_ends: bool) -> Step:
     """One optimizer step: accumulate, refresh the factors if it is time, update."""
     start = trainer.clock.mark()
     lr = _set_learning_rate(trainer)
     # Random layers draw from the position, not from what ran before: a resumed run repeats an uninterrupted one.
     torch.manual_seed(stable_seed(trainer.spec.train.seed, trainer.position.samples, trainer.ranks.rank))
+    _choose_reduction(trainer)
     loss, loaded = _backward(trainer, stream, start)
-    refreshed = _refresh(trainer)
+    refreshed = _refresh(trainer) and not trainer.spec.ags.resolved().each_step
     _update(trainer)
+    _part_or_join(trainer)
     return Step(loss, lr, start, loaded, trainer.clock.mark(), refreshed, epoch_ends)
 
 
 def _set_learning_rate(trainer: Trainer) -> float:
-    lr = learning_rate(trainer.spec, trainer.epoch, trainer.batch)
+    lr = trainer.lr
     for group in trainer.optimizer.param_groups:
         group["lr"] = lr
     return lr
@@ -218,21 +292,60 @@ def _set_learning_rate(trainer: Trainer) -> float:
 
 def _backward(trainer: Trainer, stream: Iterator[Any], start: Mark) -> tuple[torch.Tensor, Mark]:
     """Accumulate the gradient of one local batch; only the last micro-batch is synchronised."""
-    accumulate = trainer.spec.train.accumulate
+    parts = trainer.parts
     total, loaded = torch.zeros((), device=trainer.ranks.device), start
-    for part in range(accumulate):
+    for part in range(parts):
         inputs, targets = trainer.last_batch = _to_device(trainer, next(stream))  # the batch before is let go at once
         if part == 0:
             loaded = trainer.clock.mark()
-        last = part == accumulate - 1
+        last = part == parts - 1
         with nullcontext() if last and trainer.synchronise else trainer.ddp.no_sync():
             with autocast(trainer):
-                loss = trainer.loss(trainer.ddp(inputs), targets) / accumulate
+                loss = trainer.loss(trainer.ddp(inputs), targets) / parts
             trainer.scaler.scale(loss).backward()
+        if part == 0:
+            _show_adascale(trainer)
         total += loss.detach()
     if trainer.after_backward:
         trainer.after_backward()
     return total, loaded
+
+
+def _show_adascale(trainer: Trainer) -> None:
+    """Show AdaScale the gradient of the first micro-batch, where no other rank has one to compare with."""
+    if trainer.ranks.world > 1 or not isinstance(trainer.optimizer, AdaScale):
+        return
+    gradients = [p.grad for p in trainer.ddp.parameters() if p.grad is not None]
+    unscaled = trainer.parts / trainer.scaler.get_scale()  # the loss was divided by the one and multiplied by the other
+    trainer.optimizer.observe(squared_norm(gradients) * unscaled**2, trainer.micro_batch)
+
+
+def _choose_reduction(trainer: Trainer) -> None:
+    """Average gradients over the ranks, as ever, or not, as post-local SGD does after its switch."""
+    if trainer.spec.train.method == "polo" and trainer.ranks.world > 1:
+        synchronise_gradients(trainer.ddp, wanted=not trainer.local_sgd)
+
+
+def _part_or_join(trainer: Trainer) -> None:
+    """After a step that was each rank's own the replicas differ, until they are averaged."""
+    if not trainer.local_sgd:
+        return
+    trainer.apart = True
+    size, done, batch = len(trainer.datasets.train), trainer.position.done, trainer.batch
+    if average_due(done, batch=batch, end=done + batch * steps_left(size, done, batch)):
+        join_replicas(trainer)
+
+
+def join_replicas(trainer: Trainer) -> None:
+    """Make all replicas the same again, where they differ; every rank takes part."""
+    if not trainer.apart:
+        return
+    average_replicas(trainer.ddp.module, trainer.base)
+    if trainer.scaler.is_enabled():  # each rank has found its own overflows
+        state = trainer.scaler.state_dict()
+        scale, steps = trainer.ranks.maxima([-state["scale"], -state["_growth_tracker"]])
+        trainer.scaler.load_state_dict({**state, "scale": -scale, "_growth_tracker": int(-steps)})
+    trainer.apart = False
 
 
 def _refresh(trainer: Trainer) -> bool:
@@ -260,8 +373,12 @@ def _update(trainer: Trainer) -> None:
         trainer.scaler.update()
         trainer.base.zero_grad()
         return
+    if trainer.on_gradient:
+        trainer.on_gradient(trainer)
     limit = trainer.spec.train.max_grad_norm
-    if limit is not None and trainer.ags is None:  # TulaOptimizer clips by itself, after scaling
+    if (
+        limit is not None and trainer.optimizer is trainer.base
+    ):  # the others clip by themselves, after a look at the norm
         trainer.scaler.unscale_(trainer.optimizer)
         nn.utils.clip_grad_norm_(trainer.ddp.parameters(), limit)
     trainer.scaler.step(trainer.optimizer)

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from tula_cli.models.efficiency import Pair, summarise
+from tula_cli.models.halving import dearest
 from tula_cli.records import GradientStats, Measured, OutOfMemory, Overheads, ProbeTask
 from tula_cli.rundir import RunDir, probe_id
 from tula_cli.spec import JobSpec
@@ -14,6 +15,7 @@ from tula_cli.worker import checkpoint, loop, meter
 from tula_cli.worker.data import Datasets
 from tula_cli.worker.gradients import NormSpy, halves
 from tula_cli.worker.loop import Step, Trainer
+from tula_cli.worker.optim.polo import SWITCH_EPOCHS
 from tula_cli.worker.ranks import Ranks
 from tula_cli.worker.sampling import Position
 
@@ -29,6 +31,7 @@ def run_probes(task: ProbeTask, run: RunDir, ranks: Ranks, datasets: Datasets, *
     Args:
         started_at: Unix time at which the supervisor started this attempt.
     """
+    task = task.model_copy(update={"spec": dearest(task.spec)})
     once: Once | None = None
     for local_batch in task.local_batches:
         wanted = ranks.first and run.current_probe(task) == local_batch
@@ -67,6 +70,8 @@ def _trainer(task: ProbeTask, ranks: Ranks, datasets: Datasets, *, local_batch: 
     )
     if trainer.ags:
         trainer.ags.start_epoch(NEVER)
+    if task.spec.train.method == "polo":
+        trainer.until = SWITCH_EPOCHS  # its synchronous steps: the dearer ones
     return trainer
 
 
@@ -101,7 +106,7 @@ def measure(
         reserved=int(ranks.largest(reserved)),
         capacity=meter.capacity(ranks, task.spec.cluster.memory_per_gpu),
         libraries=int(ranks.largest(memory_meter.libraries(task.spec.cluster.memory_per_gpu))),
-        accumulate=task.spec.train.accumulate,
+        accumulate=trainer.parts,
     )
     gradients = _gradients(trainer, spy, stream)
     sync_time = _synchronisation(trainer, stream)
@@ -123,7 +128,7 @@ def measure(
         gpus_per_node=task.spec.cluster.gpus_per_node,
         local_batch=local_batch,
         batch=trainer.batch,
-        accumulate=task.spec.train.accumulate,
+        accumulate=trainer.parts,
         step_times=tuple(_seconds(trainer, timed)),
         warmup_times=tuple(_seconds(trainer, warmup)),
         sync_time=sync_time,
@@ -165,7 +170,7 @@ def _seconds(trainer: Trainer, steps: list[Step]) -> list[float]:
 
 def _refresh_time(trainer: Trainer, stream: Iterator[Step], timed: list[Step]) -> float:
     """Return what a refresh of the AGS factors adds to a step, in seconds."""
-    if trainer.ags is None or trainer.ags.identity:
+    if trainer.ags is None or trainer.ags.identity or trainer.spec.ags.resolved().each_step:
         return 0.0
     with_refresh = [_step_with_refresh(trainer, stream) for _ in range(REFRESHES)]
     extra = statistics.median(_seconds(trainer, with_refresh)) - statistics.median(_seconds(trainer, timed))

@@ -51,7 +51,7 @@ class _Recomputed:
         return checkpoint(self.forward, *args, use_reentrant=False, context_fn=self._contexts, **kwargs)
 
     def _contexts(self) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-        return nullcontext(), _statistics_kept(self.norms)
+        return nullcontext(), _StatisticsKept(self.norms)
 
 
 class _Chain:
@@ -129,6 +129,20 @@ def _next_with_parameters(layers: Sequence[nn.Module], start: int) -> int | None
 def _norms(modules: Sequence[nn.Module]) -> list[nn.Module]:
     """Return the layers that keep running statistics."""
     return [m for module in modules for m in module.modules() if getattr(m, "num_batches_tracked", None) is not None]
+
+
+class _StatisticsKept:
+    """`_statistics_kept`, to be entered once after the other: a double backward computes the block a third time."""
+
+    def __init__(self, norms: Sequence[Any]) -> None:
+        self.norms = norms
+
+    def __enter__(self) -> None:
+        self._once = _statistics_kept(self.norms)
+        self._once.__enter__()
+
+    def __exit__(self, *raised: Any) -> None:
+        self._once.__exit__(*raised)
 
 
 @contextmanager

@@ -99,6 +99,17 @@ def eval_loader(
     )
 
 
+def fixed_loader(dataset: Dataset[Any], keys: list[Key], *, batch: int, workers: int) -> "DataLoader[Any]":
+    """Return a loader of just these training samples, in this order; the process's random numbers stay as they are."""
+    return DataLoader(
+        dataset,
+        batch_sampler=[keys[start : start + batch] for start in range(0, len(keys), batch)],
+        generator=torch.Generator(),
+        num_workers=workers,
+        worker_init_fn=_start_loader if workers else None,
+    )
+
+
 def _start_loader(_: int) -> None:
     # SLURM tells every process of a job to end, but the rank still needs its data to reach the end of a step.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)

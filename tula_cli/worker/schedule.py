@@ -2,37 +2,41 @@
 
 import math
 
-from tula_cli.spec import JobSpec, Schedule
+from tula_cli.spec import LR_SCALING, WARMUP_EPOCHS, JobSpec, Schedule
 
 WARMUP_START = 0.01
 """Share of the full learning rate at epoch 0 of a warm-up; it grows linearly to 1."""
-
-LRS_WARMUP_EPOCHS = 5.0
-"""Warm-up of linear learning-rate scaling where the spec gives none (paper, IV-D)."""
 
 
 def learning_rate(spec: JobSpec, epoch: float, batch: int) -> float:
     """Return the learning rate at a point of training.
 
     Args:
-        spec: `optimizer.lr` belongs to `train.reference_batch`; method lrs multiplies it by batch / reference_batch,
-            ags and lbt leave it alone.
+        spec: `optimizer.lr` belongs to `train.reference_batch` and is scaled from there to the batch.
         epoch: epochs done, with fraction: samples seen / dataset size.
         batch: global batch, samples an optimizer step.
     """
-    base, warmup = spec.optimizer.lr, warmup_epochs(spec)
-    if spec.train.method == "lrs":
-        base *= batch / spec.train.reference_batch
+    base, warmup = spec.optimizer.lr * lr_scale(spec, batch), warmup_epochs(spec)
     if epoch < warmup:
         base *= warmup_factor(epoch, warmup)
     return scheduled(spec.schedule, base, epoch=epoch, warmup=warmup, epochs=spec.train.epochs)
 
 
+def lr_scale(spec: JobSpec, batch: int) -> float:
+    """Return what the learning rate is multiplied by at a global batch: its ratio to the reference, or the root of it.
+
+    AdaScale's gain and the factors of AGS come on top; they are not known beforehand.
+    """
+    ratio, rule = batch / spec.train.reference_batch, spec.train.lr_scaling
+    if rule == "auto":
+        rule = LR_SCALING.get(spec.train.method, "none")
+    return {"none": 1.0, "linear": ratio, "sqrt": math.sqrt(ratio)}[rule]
+
+
 def warmup_epochs(spec: JobSpec) -> float:
     """Return how many epochs the learning rate grows."""
-    if spec.train.method == "lrs" and spec.schedule.warmup_epochs == 0:
-        return LRS_WARMUP_EPOCHS
-    return spec.schedule.warmup_epochs
+    given = spec.schedule.warmup_epochs
+    return WARMUP_EPOCHS.get(spec.train.method, 0.0) if given is None else given
 
 
 def warmup_factor(epoch: float, warmup: float) -> float:

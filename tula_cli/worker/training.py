@@ -6,24 +6,25 @@ import math
 import statistics
 import time
 from collections import deque
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, field
 from types import TracebackType
 from typing import Any
 
-import torch
-
+from tula_cli.models import halving
 from tula_cli.models.cost import checkpoint_interval, interruption_rate
 from tula_cli.models.noise import centre
 from tula_cli.records import Prediction, TrainResult, TrainTask
 from tula_cli.rundir import RunDir, write_atomic
-from tula_cli.worker import checkpoint, loop, meter
+from tula_cli.spec import Arm, Hessian
+from tula_cli.worker import checkpoint, hessian, loop, meter, tuning
 from tula_cli.worker.data import Datasets
+from tula_cli.worker.diagnostics import Diagnostics
 from tula_cli.worker.leaving import Leaving, Left
 from tula_cli.worker.loop import Evaluation, Step, Trainer
+from tula_cli.worker.optim.adascale import AdaScale
 from tula_cli.worker.ranks import Ranks
 from tula_cli.worker.sampling import Position, steps_left
-from tula_cli.worker.schedule import learning_rate
 
 LOG_SECONDS = 1.0
 """At most one step row a second: enough for a live view, little enough for a shared file system."""
@@ -85,18 +86,29 @@ def _plain(values: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+@dataclass(frozen=True)
+class Here:
+    """Where and with whom this rank trains."""
+
+    run: RunDir
+    ranks: Ranks
+    datasets: Datasets
+    leaving: Leaving
+    attempt: int  # of the task, for the mark that says why the ranks left
+
+
 @dataclass
 class Run:
     """A training run under way on this rank."""
 
     task: TrainTask
-    run: RunDir
+    here: Here
     trainer: Trainer
     metrics: Metrics
     evaluator: loop.Evaluator
     best: dict[str, float]
-    leaving: Leaving
     owed: bool  # the epoch that has ended is not evaluated yet
+    ahead: int = 0  # steps of branches that are to come before the training goes on
     step_times: list[float] = field(default_factory=list)  # of the epoch under way
     recent: list[Step] = field(default_factory=list)  # since the last row
     window: deque[float] = field(default_factory=deque)  # the newest step times, for the comparison with the prediction
@@ -105,10 +117,15 @@ class Run:
     last_save: float = field(default_factory=time.monotonic)
     save_time: float = 0.0
     eval_time: float = 0.0
+    diagnostics: Diagnostics | None = None  # of the epoch under way
 
     @property
     def first(self) -> bool:
-        return self.trainer.ranks.first
+        return self.here.ranks.first
+
+    @property
+    def run(self) -> RunDir:
+        return self.here.run
 
 
 def run_training(
@@ -127,22 +144,69 @@ def run_training(
     leaving = leaving or Leaving(ranks)
     if ranks.from_first(int(run.train_result(task.signature) is not None)):
         return
-    trainer = loop.build(task, ranks, datasets, batch=task.batch, workers=task.workers, refresh=True)
-    best, owed = _resume(task, run, trainer)
-    with Metrics(run, task, first=ranks.first, samples=trainer.position.samples) as metrics:
-        work = Run(task, run, trainer, metrics, loop.Evaluator(trainer), best, leaving, owed)
+    here = Here(run, ranks, datasets, leaving, attempt)
+    with contextlib.suppress(Left):
+        choice = _choose(task, here) if task.spec.train.method == "auto" else None
+        _run(choice.task(task) if choice else task, here, choice=choice)
+
+
+def _choose(task: TrainTask, here: Here) -> tuning.Choice:
+    """Return what a self-tuning training goes on with; trains up to there, and the branches, where that is missing.
+
+    Raises:
+        Left: the ranks leave.
+    """
+    run, ranks = here.run, here.ranks
+    if (found := tuning.chosen(task, run, ranks)) is not None:
+        return found
+    control = task.model_copy(update={"spec": halving.tuned(task.spec, Arm(name=halving.CONTROL))})
+    ahead = halving.plan(task.spec, batch=task.batch, dataset_size=len(here.datasets.train)).steps
+    _run(control, here, until=task.spec.auto.after, ahead=ahead)
+    with Metrics(run, task, first=ranks.first, samples=run.newest_samples(task.signature)) as metrics:
+        try:
+            return tuning.tune(task, run, ranks, here.datasets, leaving=here.leaving, log=metrics.add)
+        except Left as left:
+            if ranks.first:
+                run.write_stop(task.id, here.attempt, left.reason)
+            raise
+
+
+def _run(
+    task: TrainTask, here: Here, *, until: int | None = None, ahead: int = 0, choice: tuning.Choice | None = None
+) -> None:
+    """Train from the newest checkpoint to the end, or `until` an epoch; as tuning has chosen, where it has.
+
+    Args:
+        task: with the method that trains.
+        here: where.
+        until: epoch at which branches begin.
+        ahead: their steps, for the time that is left.
+        choice: what they came to.
+
+    Raises:
+        Left: the ranks have saved and leave.
+    """
+    trainer = loop.build(task, here.ranks, here.datasets, batch=task.batch, workers=task.workers, refresh=True)
+    trainer.until = until
+    if choice is not None:
+        trainer.lr_factor = choice.lr_factor
+    best, owed = _resume(task, here.run, trainer)
+    with Metrics(here.run, task, first=here.ranks.first, samples=trainer.position.samples) as metrics:
+        work = Run(task, here, trainer, metrics, loop.Evaluator(trainer), best, owed, ahead)
+        work.diagnostics = Diagnostics.attach(trainer)
         _announce(work)
-        leaving.listen()
-        _train(work, attempt)
+        here.leaving.listen()
+        _train(work)
 
 
-def _leave(work: Run, left: Left, attempt: int) -> None:
+def _leave(work: Run, left: Left) -> None:
     """Save where the ranks stand; the next start goes on from here."""
+    loop.join_replicas(work.trainer)
     if not work.first:
         return
     _drain(work)
     _save(work, is_best=False)
-    work.run.write_stop(work.task.id, attempt, left.reason)
+    work.run.write_stop(work.task.id, work.here.attempt, left.reason)
 
 
 def _resume(task: TrainTask, run: RunDir, trainer: Trainer) -> tuple[dict[str, float], bool]:
@@ -153,14 +217,8 @@ def _resume(task: TrainTask, run: RunDir, trainer: Trainer) -> tuple[dict[str, f
     """
     if trainer.ranks.first:
         run.drop_drafts(task.signature)
-    found = checkpoint.load_newest(run, task.signature) if trainer.ranks.first else None
-    samples = trainer.ranks.from_first(-1 if found is None else found[1]["position"]["samples"])
-    if samples < 0:
-        return {}, False
-    if found is None:
-        path = run.checkpoint_path(task.signature, samples)
-        found = path, torch.load(path, map_location="cpu", weights_only=True)
-    return checkpoint.restore(trainer, found[1]), bool(found[1].get("owed"))
+    found = checkpoint.load_for_all(run, task.signature, trainer.ranks)
+    return (checkpoint.restore(trainer, found), bool(found.get("owed"))) if found is not None else ({}, False)
 
 
 def _announce(work: Run) -> None:
@@ -172,43 +230,58 @@ def _announce(work: Run) -> None:
         attempt=task.attempt,
         batch=task.batch,
         nodes=task.nodes,
-        lr=learning_rate(task.spec, trainer.epoch, task.batch),
+        lr=trainer.lr,
         cause=task.cause,
     )
     here = meter.environment(trainer.ranks)
     work.metrics.add("environment", trainer.position, trainer.epoch, **here.model_dump(mode="json"))
-    if trainer.ags and trainer.ags.identity:
-        _warn(work, trainer.ags.identity)
+    for message in loop.remarks(trainer):
+        _warn(work, message)
 
 
 def _warn(work: Run, message: str) -> None:
     work.metrics.add("warning", work.trainer.position, work.trainer.epoch, message=message)
 
 
-def _train(work: Run, attempt: int) -> None:
+def _train(work: Run) -> None:
     with contextlib.closing(loop.steps(work.trainer)) as stream:
         try:
             _steps(work, stream)
         except Left as left:
-            _leave(work, left, attempt)  # first of all: the end of the loader's processes takes its time
-            return
-    _finish(work)
+            _leave(work, left)  # first of all: the end of the loader's processes takes its time
+            raise
+    if work.trainer.until is None:
+        _finish(work)
+    else:
+        _reach(work)
+
+
+def _reach(work: Run) -> None:
+    """Save where branches begin, if no epoch has just ended there (one resumed with less than a batch left of it)."""
+    trainer = work.trainer
+    if work.first and not work.run.checkpoint_path(work.task.signature, trainer.position.samples).exists():
+        _save(work, is_best=False)
 
 
 def _steps(work: Run, stream: Iterator[Step]) -> None:
     if work.owed:
         _end_epoch(work, None)
+    if not work.trainer.position.samples:  # also tells at once, and not after an epoch, where it cannot be measured
+        _measure_curvature(work)
     for step in _timed(work, stream):
+        if work.diagnostics:
+            work.diagnostics.follow(work.trainer)
         if step.epoch_ended:
             _end_epoch(work, step)
         elif work.first:
             _log_step(work)
-            _save_when_due(work)
+            if not work.trainer.apart:  # a checkpoint is the state of every rank
+                _save_when_due(work)
         _check(work)
 
 
 def _check(work: Run) -> None:
-    work.leaving.check(reserve=1.5 * work.save_time)
+    work.here.leaving.check(reserve=1.5 * work.save_time)
 
 
 def _timed(work: Run, stream: Iterator[Step]) -> Iterator[Step]:
@@ -256,7 +329,7 @@ def _seconds_left(work: Run, step_time: float) -> float:
     whole_epochs = max(0, epochs - position.epoch - 1)
     left = steps_left(size, position.done, trainer.batch) if position.epoch < epochs else 0
     per_epoch = step_time * (size // trainer.batch) + work.eval_time + work.save_time
-    return step_time * left + per_epoch * whole_epochs
+    return step_time * (left + work.ahead) + per_epoch * whole_epochs
 
 
 def _save_when_due(work: Run) -> None:
@@ -284,8 +357,9 @@ def _end_epoch(work: Run, step: Step | None) -> None:
     began = time.monotonic()
     work.owed = True
     result = work.evaluator.run(between=lambda: _check(work))
-    work.owed = False
     work.eval_time = time.monotonic() - began
+    _measure_curvature(work)
+    work.owed = False
     # The mean loss of the last step over all ranks; every rank takes part.
     (loss_sum,) = work.trainer.ranks.sum([float(step.loss) if step else math.nan])
     if not work.first:
@@ -296,7 +370,7 @@ def _end_epoch(work: Run, step: Step | None) -> None:
     if is_best:
         work.best = {"top1": result.top1, "loss": result.loss, "epoch": float(epoch)}
     step_time = centre(work.step_times) if work.step_times else None
-    lr = step.lr if step else learning_rate(work.task.spec, work.trainer.epoch, work.task.batch)
+    lr = step.lr if step else work.trainer.lr
     _log_epoch(work, result, step_time, loss=loss_sum / work.trainer.ranks.world, lr=lr)
     _save(work, is_best=is_best)
     if epoch == work.task.spec.train.epochs:
@@ -313,7 +387,8 @@ def _better(result: Evaluation, best: dict[str, float]) -> bool:
 
 def _log_epoch(work: Run, result: Evaluation, step_time: float | None, *, loss: float, lr: float) -> None:
     prediction = work.task.ladder[0].prediction
-    recent = _recent_step_time(work)
+    # The prediction is of synchronous steps, which post-local SGD leaves behind.
+    recent = None if work.trainer.local_sgd else _recent_step_time(work)
     within = _is_within(prediction, recent)
     trainer = work.trainer
     epoch = trainer.position.epoch
@@ -332,9 +407,52 @@ def _log_epoch(work: Run, result: Evaluation, step_time: float | None, *, loss: 
         step_high=prediction.step_high if prediction else None,
         within=within,
         eval_seconds=work.eval_time,
-        ags=trainer.ags.report() if trainer.ags and not trainer.ags.identity else None,
+        ags=(ags := trainer.ags.report() if trainer.ags and not trainer.ags.identity else None),
+        **_gain(trainer),
+        diagnostics=_diagnostics(work, ags),
     )
     _warn_of_drift(work, within=within, step_time=recent)
+
+
+def _gain(trainer: Trainer) -> dict[str, Any]:
+    """Return what AdaScale reports, and how many epochs of the reference batch its steps are worth so far."""
+    if not isinstance(trainer.optimizer, AdaScale):
+        return {}
+    report = trainer.optimizer.report()
+    per_epoch = len(trainer.datasets.train) / trainer.spec.train.reference_batch
+    return {"adascale": {"gain": report["gain"], "epochs": report["iterations"] / per_epoch}}
+
+
+def _diagnostics(work: Run, ags: Mapping[str, float] | None) -> dict[str, Any] | None:
+    if work.diagnostics is None:
+        return None
+    return work.diagnostics.report(work.trainer, scaled=ags["scaled"] if ags else None)
+
+
+def _measure_curvature(work: Run) -> None:
+    """Write a row with the largest Hessian eigenvalue, where it is asked for and due; every rank takes part.
+
+    At the end of an epoch that is before its evaluation counts as done: a run that has to leave in between measures again.
+    """
+    asked, trainer = work.task.spec.train.hessian, work.trainer
+    settings = asked if isinstance(asked, Hessian) else Hessian()
+    if not asked or trainer.position.epoch % settings.every:
+        return
+    found = hessian.measure(trainer, samples=settings.samples, between=lambda: _check(work))
+    low, high = _factor_bounds(trainer)
+    bound = hessian.step_size_bound(found.smoothness, low, high)
+    bounds = {"s_min": low, "s_max": high, "lr": trainer.lr, "lr_bound": bound}
+    work.metrics.add("hessian", trainer.position, trainer.epoch, **asdict(found), **bounds)
+
+
+def _factor_bounds(trainer: Trainer) -> tuple[float, float]:
+    """Return the interval of what gradients are multiplied by, unscaled steps included."""
+    ags = trainer.ags
+    if ags is None or ags.identity or ags.granularity == "none":
+        return 1.0, 1.0
+    if ags.granularity == "static":
+        return min(1.0, ags.factor), max(1.0, ags.factor)
+    return ags.bounds.low, ags.bounds.high
 
 
 def _recent_step_time(work: Run) -> float | None:
@@ -387,6 +505,7 @@ def _write_result(work: Run, result: Evaluation, step_time: float | None) -> Non
             best_epoch=int(work.best["epoch"]),
             step_time=step_time or 0.0,
             finished_at=time.time(),
+            tuning=work.run.tuning(work.task.signature),
         )
     )
 

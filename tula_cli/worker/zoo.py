@@ -12,7 +12,9 @@ from torch import nn
 from tula_cli.errors import SpecError
 from tula_cli.plugins import is_import_string, load, nearest
 from tula_cli.spec import JobSpec
+from tula_cli.worker import small_images
 from tula_cli.worker.construct import accepts, construct, refused
+from tula_cli.worker.optim.baselines import Lamb, Lars
 
 LossFunction = Callable[[Any, Any], torch.Tensor]  # (output, target) -> 0-dim loss
 
@@ -49,7 +51,7 @@ def _conv_block(inputs: int, outputs: int) -> nn.Sequential:
     )
 
 
-OWN_MODELS: dict[str, Callable[..., nn.Module]] = {"small_cnn": SmallCNN}
+OWN_MODELS: dict[str, Callable[..., nn.Module]] = {"small_cnn": SmallCNN, **small_images.MODELS}
 
 
 def build_model(spec: JobSpec, classes: int | None) -> nn.Module:
@@ -112,13 +114,16 @@ LOSSES: dict[str, Any] = {
 def build_optimizer(spec: JobSpec, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
     """Return the base optimizer; SGD is the fused one where torch has it for these parameters.
 
+    LARS takes the place of SGD and LAMB that of Adam where `train.method` says so.
+
     Raises:
-        SpecError: unknown optimizer, LBFGS, or a momentum, weight decay or argument that it does not take.
+        SpecError: unknown optimizer, LBFGS, one that the method does not replace, or a momentum, weight decay or argument
+            that it does not take.
     """
     name, tensors = spec.optimizer.name, list(parameters)
     if name == "LBFGS":
         raise SpecError("optimizer.name: LBFGS evaluates a step several times, which tula's loop does not do")
-    target = load(name, OPTIMIZERS, kind="optimizer")
+    target = _layerwise(spec) or load(name, OPTIMIZERS, kind="optimizer")
     if not tensors:
         raise SpecError(f"model {spec.model.name} has no parameters to train")
     given: dict[str, Any] = {"lr": spec.optimizer.lr, **_regularisation(spec, target)}
@@ -128,6 +133,27 @@ def build_optimizer(spec: JobSpec, parameters: Iterable[nn.Parameter]) -> torch.
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise SpecError(f"optimizer {name} is a {type(optimizer).__name__}, not a torch.optim.Optimizer")
     return optimizer
+
+
+def _layerwise(spec: JobSpec) -> type[torch.optim.Optimizer] | None:
+    """Return the optimizer that the method puts in place of the spec's; None where it puts none."""
+    method, name = spec.train.method, spec.optimizer.name
+    if method not in LAYERWISE:
+        return None
+    target, replaced = LAYERWISE[method]
+    if name not in replaced:
+        raise SpecError(
+            f"train.method {method} takes the place of {' or '.join(replaced)}, not of optimizer.name: {name}",
+            f"set optimizer.name: {replaced[0]}, with the learning rate and weight decay that suit it",
+        )
+    return target
+
+
+LAYERWISE: dict[str, tuple[type[torch.optim.Optimizer], tuple[str, ...]]] = {
+    "lars": (Lars, ("SGD",)),
+    "lamb": (Lamb, ("Adam", "AdamW")),
+}
+"""Methods that are optimizers of their own, and the optimizers whose settings they take over."""
 
 
 def _has_fused_kernel(tensors: Sequence[torch.Tensor]) -> bool:

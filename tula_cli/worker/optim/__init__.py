@@ -1,5 +1,6 @@
 """Optimizers for large batches; usable from any training script, without the rest of the command line."""
 
+from .presets import PRESETS, advice
 from .tula import TulaOptimizer
 
-__all__ = ["TulaOptimizer"]
+__all__ = ["PRESETS", "TulaOptimizer", "advice"]

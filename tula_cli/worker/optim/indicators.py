@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
+from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -22,12 +23,17 @@ class Bounds(NamedTuple):
 
     def rounded(self, dtype: torch.dtype) -> Bounds:
         """The same bounds as numbers of `dtype`, rounded inwards so that no stored factor leaves the interval."""
-        low, high = torch.tensor(self.low, dtype=dtype), torch.tensor(self.high, dtype=dtype)
-        if low.item() < self.low:
-            low = torch.nextafter(low, high)
-        if high.item() > self.high:
-            high = torch.nextafter(high, low)
-        return Bounds(low.item(), high.item())
+        return _rounded(self, dtype)
+
+
+@cache
+def _rounded(bounds: Bounds, dtype: torch.dtype) -> Bounds:
+    low, high = torch.tensor(bounds.low, dtype=dtype), torch.tensor(bounds.high, dtype=dtype)
+    if low.item() < bounds.low:
+        low = torch.nextafter(low, high)
+    if high.item() > bounds.high:
+        high = torch.nextafter(high, low)
+    return Bounds(low.item(), high.item())
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
@@ -104,7 +110,21 @@ def element_factors(small: Sequence[Tensor], large: Sequence[Tensor], eps: float
     Returns:
         Tensors of the gradients' shapes and of the large gradients' dtypes.
     """
-    return [_element_factor(s, g, eps, bounds) for s, g in zip(small, large, strict=True)]
+    return [element_factor(s, g, eps, bounds) for s, g in zip(small, large, strict=True)]
+
+
+def element_factor(small: Tensor, large: Tensor, eps: float, bounds: Bounds, *, overwrite: bool = False) -> Tensor:
+    """What `element_factors` says, for one parameter.
+
+    Args:
+        overwrite: let the result take the memory of `small`, where that has the large gradient's dtype.
+    """
+    # float16 has no 1e-8: eps would vanish without the wider type
+    dtype = wide(large.dtype)
+    ratio = large.to(dtype, copy=True).add_(eps)
+    torch.div(small.to(dtype), ratio, out=ratio)
+    factor = _bounded_(ratio.abs_(), bounds.rounded(large.dtype))
+    return small.copy_(factor) if overwrite and small.dtype == large.dtype else factor.to(large.dtype)
 
 
 def tensor_factors(small: Sequence[Tensor], large: Sequence[Tensor], eps: float, bounds: Bounds) -> list[Tensor]:
@@ -112,8 +132,41 @@ def tensor_factors(small: Sequence[Tensor], large: Sequence[Tensor], eps: float,
 
     Arguments as for `element_factors`. Returns 0-dim tensors, float32 (float64 for float64 gradients).
     """
-    pairs = zip(norms(small), norms(large), strict=True)
-    return [_bounded_(s / (g + eps), bounds) for s, g in pairs]
+    above, below, result = norms(small), norms(large), [torch.empty(0)] * len(small)
+    for indices in alike(below).values():
+        ratio = torch.stack([above[i] for i in indices]) / (torch.stack([below[i] for i in indices]) + eps)
+        for index, factor in zip(indices, _bounded_(ratio, bounds).unbind(), strict=True):
+            result[index] = factor
+    return result
+
+
+def local_factors(small: Tensor, large: Tensor, before: Tensor, bounds: Bounds) -> Tensor:
+    """One factor for each tensor from the ranks' own gradients: sqrt(mean_r ||g_r||^2 / ||G||^2), bounded.
+
+    What a rank holds is the gradient of a small batch of b_large / N samples; the mean is over N disjoint ones.
+
+    Args:
+        small: mean over the ranks of the squared norm of their own gradients, (n,).
+        large: squared norm of the averaged gradients, (n,).
+        before: the factors so far, (n,); they stay where a norm is not finite.
+
+    Returns:
+        (n,) factors.
+    """
+    ratio = _bounded_((small / large).sqrt(), bounds)
+    return torch.where(small.isfinite() & large.isfinite(), ratio, before)
+
+
+def smoothed(new: Sequence[Tensor], old: Sequence[Tensor], keep: float) -> list[Tensor]:
+    """Exponential moving average: keep * old + (1 - keep) * new, for tensors that are alike in pairs."""
+    return list(torch._foreach_lerp(list(old), list(new), 1 - keep))
+
+
+def moving_average(now: Tensor, before: Tensor | None, keep: float) -> Tensor:
+    """keep * before + (1 - keep) * now, 0-dim; `now` where there is nothing before, or nothing finite."""
+    if before is None or not keep:
+        return now
+    return torch.where(before.isfinite(), torch.lerp(before, now, 1 - keep), now)
 
 
 def clip_(grads: Sequence[Tensor], max_norm: float) -> None:
@@ -122,13 +175,6 @@ def clip_(grads: Sequence[Tensor], max_norm: float) -> None:
     shrink = (max_norm / (squared_norm(grads).sqrt() + 1e-6)).clamp(max=1.0)
     for grad in grads:
         grad.mul_(shrink.to(grad.device))
-
-
-def _element_factor(small: Tensor, large: Tensor, eps: float, bounds: Bounds) -> Tensor:
-    # float16 has no 1e-8: eps would vanish without the wider type
-    dtype = wide(large.dtype)
-    ratio = small.to(dtype).div(large.to(dtype) + eps).abs_()
-    return _bounded_(ratio, bounds.rounded(large.dtype)).to(large.dtype)
 
 
 def _bounded_(ratio: Tensor, bounds: Bounds) -> Tensor:

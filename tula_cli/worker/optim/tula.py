@@ -6,7 +6,7 @@ In the loop, between `backward()` and the step::
         opt.small_batch(lambda n: loss_fn(ddp.module(x[:n]), y[:n]))
     opt.step()
 
-Line numbers in this module are those of Algorithm 1.
+Line numbers in this package are those of Algorithm 1.
 """
 
 from __future__ import annotations
@@ -14,44 +14,43 @@ from __future__ import annotations
 import math
 import random
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Literal, cast, overload
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 
 from .indicators import (
     Bounds,
-    alike,
     clip_,
-    element_factors,
+    element_factor,
     factor_limit,
     gradient_change,
+    local_factors,
+    moving_average,
+    norms,
+    smoothed,
     squared_norm,
     tensor_factors,
     wide,
 )
+from .local_norms import LocalNorms
+from .reduction import listen
+from .refusals import check, distributed, place, refuse_sharded
+from .scaling import Scale, scale_compiled_, scale_on_device_, scale_on_host_, scaled_update
+from .schedule import Refresh, Schedule
+from .small_batch import Draw, SmallLoss, draw_counts, is_finite, small_gradients
 
-Granularity = Literal["element", "tensor"]
+Granularity = Literal["element", "tensor", "static", "none"]
+Source = Literal["small_batch", "local_norms"]
+Target = Literal["gradient", "update"]
 Consensus = Literal["broadcast", "check", "off"]
-Draw = Literal["source", "spread"]
-SmallLoss = Callable[[int], Tensor]
 
 VERSION = 1
-
-# These divide by the gradient's own magnitude (or keep its sign only), so a factor on the gradient cancels out.
-NORMALISING = frozenset(
-    {"Adam", "AdamW", "NAdam", "RAdam", "Adamax", "SparseAdam", "FusedAdam", "Adagrad", "Adadelta", "Adafactor"}
-    | {"RMSprop", "Rprop", "Muon", "Lion", "LAMB", "Lamb", "FusedLAMB", "LARS", "Lars"}
-)
-# These keep each rank's own gradient or shard, so no rank holds the gradient that Eq. 5 speaks of.
-SHARDING = frozenset(
-    {"FullyShardedDataParallel", "FSDPModule", "DTensor", "ZeroRedundancyOptimizer", "PostLocalSGDOptimizer"}
-)
+EARLIER: dict[str, Any] = {"source": "small_batch", "norm_ewma": 0.0, "scale_ema": 0.0, "apply_to": "gradient"}
+"""What a state that does not name these settings was taken with."""
 
 
 class TulaOptimizer(torch.optim.Optimizer):
@@ -67,12 +66,16 @@ class TulaOptimizer(torch.optim.Optimizer):
     not clip gradients before the step, which would make every norm the same; use `max_grad_norm`.
 
     Args:
-        base: the optimizer that makes the update; one without a division by the gradient's magnitude, such as SGD.
+        base: the optimizer that makes the update; with apply_to="gradient" one without a division by the gradient's
+            magnitude, such as SGD.
         model: the module, or its DistributedDataParallel (compiled or not). With the latter all ranks of the default
             process group take part; any other module is taken to be trained by this process alone.
         b_large: samples in one optimizer step, over all ranks and accumulation steps.
-        b_small: samples in the small batch, over all ranks.
-        granularity: "element", a factor for each element (line 16 as printed), or "tensor", one for each parameter.
+        b_small: samples in the small batch, over all ranks. With source="local_norms" and several ranks the small
+            batch is each rank's own, and `b_small` only says from which b_large on AGS acts.
+        granularity: "element", a factor for each element (line 16 as printed); "tensor", one for each parameter;
+            "static", `factor` for all (Eq. 8), so that no small batch is needed; or "none", the base's own steps, of
+            which the norms are taken and reported.
         delta: threshold on the relative change of the squared norm; 0 never scales, inf scales at any finite change.
         eps: the stability term of line 16.
         s_min: lower bound of the factors, 0 to 1; 0 is the paper's listing, Lemma 1 needs more than 0.
@@ -85,6 +88,17 @@ class TulaOptimizer(torch.optim.Optimizer):
             b_large // world, with gradient accumulation the size of a micro-batch.
         max_grad_norm: clips the joint norm of the gradients that the base sees, after scaling.
         seed: seeds the random numbers that the small batch's forward pass draws.
+        factor: of granularity "static"; "auto" is sqrt(b_large / small_batch_size), the most that AGS would take.
+        source: where factors come from. "small_batch", an extra pass over some samples; or, for granularity "tensor",
+            "local_norms", the gradients that the ranks hold before they are averaged: no extra pass, one all-reduce of
+            a number a tensor, factors of at most sqrt(ranks). In one process it needs the extra pass all the same.
+            Accumulate with no_sync(), or the ranks' gradients are no longer their own.
+        norm_ewma: keeps a moving average of the squared norm, with this weight of the past, and gates on its change.
+            The average moves slowly: at 0.9 the same `delta` means a tenfold change of a single norm.
+        scale_ema: keeps a moving average of the factors over refreshes, with this weight of the past.
+        apply_to: "gradient" (line 6), or "update", which scales what the base's step does to the weights, weight decay
+            included: the way for Adam and its like. For a moment a copy of the parameters more.
+        compile: scale in a single pass, compiled by torch.compile in the first step that scales; needs its compiler.
 
     Attributes:
         base: the base optimizer.
@@ -98,7 +112,8 @@ class TulaOptimizer(torch.optim.Optimizer):
     _step_supports_amp_scaling = False
 
     _factor: dict[Tensor, Tensor]
-    _square: Tensor | None
+    _square: Tensor | None  # |G|^2 of the newest step
+    _level: Tensor | None  # what the gate compares with: the same, or its moving average
     _change: Tensor | None
 
     def __init__(
@@ -112,13 +127,19 @@ class TulaOptimizer(torch.optim.Optimizer):
         delta: float = 0.5,
         eps: float = 1e-8,
         s_min: float = 1e-3,
-        refresh: Literal["epoch"] | int = "epoch",
+        refresh: Refresh = "epoch",
         steps_per_epoch: int | None = None,
         consensus: Consensus = "broadcast",
         draw: Draw = "source",
         available: int | None = None,
         max_grad_norm: float | None = None,
         seed: int = 0,
+        factor: float | Literal["auto"] = "auto",
+        source: Source = "small_batch",
+        norm_ewma: float = 0.0,
+        scale_ema: float = 0.0,
+        apply_to: Target = "gradient",
+        compile: bool = False,
         _on_device: bool | None = None,
     ) -> None:
         self.base = base
@@ -126,12 +147,18 @@ class TulaOptimizer(torch.optim.Optimizer):
         self.b_large, self.b_small = b_large, b_small
         self.granularity, self.delta, self.eps, self.s_min = granularity, delta, eps, s_min
         self.consensus, self.draw, self.max_grad_norm, self.seed = consensus, draw, max_grad_norm, seed
-        self._rank, self._world = _place(model)
+        self.source, self.norm_ewma, self.scale_ema = source, norm_ewma, scale_ema
+        self.apply_to, self.compile = apply_to, compile
+        self._rank, self._world = place(model)
         self.available = max(1, b_large // self._world) if available is None else available
+        self.factor = 1.0 if factor == "auto" else factor
         self._on_device = _on_device
-        self._schedule = _schedule(refresh, steps_per_epoch)
-        _check(self)
+        self._schedule = Schedule.of(refresh, steps_per_epoch)
+        check(self)
         self.small_batch_size = sum(draw_counts(draw, b_small, self.available, self._world, 0))
+        if factor == "auto":
+            self.factor = max(1.0, factor_limit(b_large, self.small_batch_size))
+        self._local = self._listen()
         self._forget()
         self._n_steps = self._n_refresh = 0
         self._counts, self._mark = torch.zeros(3, dtype=torch.int64), (0, 0, 0, 0)
@@ -139,6 +166,21 @@ class TulaOptimizer(torch.optim.Optimizer):
         self._answered = False
         self._warned: set[str] = set()
         super().__setstate__({})  # Optimizer's hooks, without its own groups and state: those are the base's
+
+    def _listen(self) -> LocalNorms | None:
+        """Listen to DDP's reductions, where the factors come from them."""
+        ddp, schedule = distributed(self.model), self._schedule
+        if ddp is None or self._world == 1 or self.granularity != "tensor" or self.source != "local_norms":
+            return None
+        local = LocalNorms(lambda: not schedule.known or schedule.due)
+        try:
+            listen(ddp, local)
+        except RuntimeError as error:
+            raise ValueError(
+                'source="local_norms" needs the communication hook of DistributedDataParallel, which is taken; use'
+                ' source="small_batch"'
+            ) from error
+        return local
 
     # ---- the base's own objects
 
@@ -160,7 +202,7 @@ class TulaOptimizer(torch.optim.Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group to the base; its parameters have the factor 1 until the next refresh."""
         self.base.add_param_group(param_group)
-        _refuse_sharded(self.base, self.model)
+        refuse_sharded(self.base, self.model)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the base's gradients, and drop a small-batch gradient that no step has used."""
@@ -174,12 +216,35 @@ class TulaOptimizer(torch.optim.Optimizer):
 
     @property
     def bounds(self) -> Bounds:
-        """The interval of the factors: s_min, and s_max = sqrt(b_large / small_batch_size) (line 12)."""
-        return Bounds(self.s_min, factor_limit(self.b_large, self.small_batch_size))
+        """The interval of the factors: s_min, and s_max = sqrt(b_large / b_small) (line 12).
+
+        The small batch is of `small_batch_size` samples, or, with local norms on N ranks, one of N equal parts.
+        """
+        high = factor_limit(self.b_large, self.small_batch_size) if self._local is None else math.sqrt(self._world)
+        return Bounds(self.s_min, high)
+
+    @property
+    def square(self) -> Tensor | None:
+        """|G|^2 of the newest step, before scaling: 0-dim, on the device. None before the first step."""
+        return self._square
+
+    @property
+    def change(self) -> Tensor | None:
+        """Delta(G) of the newest step (Eq. 5): 0-dim, on the device, infinite in the first. None before it."""
+        return self._change
+
+    @property
+    def factors(self) -> list[Tensor]:
+        """The current factors, one tensor a parameter that has any: none before the first refresh."""
+        return list(self._factor.values())
 
     @property
     def identity(self) -> str | None:
-        """Why every step is exactly the base's, or None where AGS acts."""
+        """Why every step is exactly the base's although AGS was to act; None where it acts, and with "none"."""
+        if self.granularity == "none":
+            return None
+        if self.granularity == "static":
+            return "AGS leaves the gradients as they are: its factor is 1" if self.factor == 1 else None
         if self.small_batch_size < self.b_large:
             return None
         return (
@@ -188,15 +253,20 @@ class TulaOptimizer(torch.optim.Optimizer):
         )
 
     @property
+    def _is_due(self) -> bool:
+        """Whether the coming step refreshes the factors."""
+        return self.granularity in ("element", "tensor") and self.identity is None and self._schedule.due
+
+    @property
     def wants_small_batch(self) -> bool:
-        """Whether the coming step refreshes the factors, so that `small_batch` has to be called before it.
+        """Whether `small_batch` has to be called before the coming step, because that refreshes the factors.
 
         A refresh that could not be taken (a skipped step, a gradient that is not finite) is wanted again.
 
         Raises:
             RuntimeError: refresh is "epoch" and the length of the epoch is not known.
         """
-        return self.identity is None and self._schedule.due
+        return self._local is None and self._is_due
 
     def start_epoch(self, steps: int) -> None:
         """Say that the coming epoch, or what is left of it after a resume, has this many optimizer steps.
@@ -210,6 +280,13 @@ class TulaOptimizer(torch.optim.Optimizer):
         if steps < 1:
             raise ValueError(f"an epoch needs at least 1 step, got {steps}")
         self._schedule.start(steps)
+
+    def refresh_soon(self) -> None:
+        """Let the coming step refresh the factors, for AGS that begins in the middle of a training.
+
+        Without it the first epoch, or the first k steps, from there on would be the base's own.
+        """
+        self._schedule.owe()
 
     def small_batch(self, loss: SmallLoss, *, scaler: torch.amp.GradScaler | None = None) -> None:
         """Take the small batch's gradient (lines 13 and 14), to become the factors in the coming step.
@@ -232,14 +309,13 @@ class TulaOptimizer(torch.optim.Optimizer):
         self._answered = True
         params = [p for p, g in self._gradients().items() if not g.is_sparse]
         counts = draw_counts(self.draw, self.b_small, self.available, self._world, self._n_refresh)
-        grads: list[Tensor | None] = [None] * len(params)
-        if params and counts[self._rank]:
-            with _untouched(self.model), _own_randomness(params, self._draw_seed()):
-                grads = _small_gradients(loss, counts[self._rank], params, scaler)
-        if self._world > 1:
-            grads = _combined(grads, params, counts, self._rank)
+        grads = small_gradients(
+            loss, self.model, params, counts=counts, rank=self._rank, seed=self._draw_seed(), scaler=scaler
+        )
         staged = {p: g for p, g in zip(params, grads, strict=True) if g is not None}
-        if _finite(list(staged.values())):
+        if self.granularity == "tensor":  # nothing but the norms is needed, so the gradient is let go at once
+            staged = dict(zip(staged, norms(list(staged.values())), strict=True))
+        if is_finite(list(staged.values())):
             self._staged = staged
 
     def _draw_seed(self) -> int:
@@ -248,6 +324,8 @@ class TulaOptimizer(torch.optim.Optimizer):
     def _drop(self) -> None:
         self._staged = None
         self._answered = False
+        if self._local is not None:
+            self._local.drop()
 
     # ---- the step
 
@@ -271,17 +349,21 @@ class TulaOptimizer(torch.optim.Optimizer):
         Raises:
             RuntimeError: the length of the epoch is not known, or consensus is "check" and the ranks disagree.
         """
-        due = self.wants_small_batch
+        due = self._is_due
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
         grads = self._gradients()
-        square, factors = self._adapt(grads, due) if grads and self.identity is None else (None, None)
+        acts = bool(grads) and self.identity is None
+        calm, factors = self._look(grads, due) if acts else (None, None)
+        if calm is not None and self.apply_to == "gradient":
+            self._scaling()(*self._scaled(grads), calm)
         if self.max_grad_norm is not None and grads:
             clip_(list(grads.values()), self.max_grad_norm)
-        self.base.step()
-        self._advance(square, factors, due)
+        with self._around_update(grads, calm):
+            self.base.step()
+        self._advance(factors, due)
         return loss
 
     def _gradients(self) -> dict[Tensor, Tensor]:
@@ -290,15 +372,15 @@ class TulaOptimizer(torch.optim.Optimizer):
     def _parameters(self) -> list[Tensor]:
         return [p for group in self.param_groups for p in group["params"]]
 
-    def _adapt(self, grads: dict[Tensor, Tensor], due: bool) -> tuple[Tensor, dict[Tensor, Tensor] | None]:
-        """Scale the gradients in place by the old factors; returns |G|^2 and the new factors, both of the raw ones."""
+    def _look(self, grads: dict[Tensor, Tensor], due: bool) -> tuple[Tensor, dict[Tensor, Tensor] | None]:
+        """What the raw gradients say: whether to scale in this step (line 5), and the factors of the next (line 10)."""
         square = self._agreed(squared_norm(list(grads.values())), due)
-        change = gradient_change(square, self._square)
+        level = moving_average(square, self._level, self.norm_ewma)
+        change = gradient_change(level, self._level)
         calm = change < self.delta
-        self._count(square, change, calm)
-        factors = None if self._staged is None else self._factors(self._staged, grads)
-        self._scale(grads, calm)
-        return square, factors
+        self._count(level, change, calm)
+        self._square, self._level, self._change = square, level, change
+        return calm, self._factors(grads) if due else None
 
     def _agreed(self, square: Tensor, due: bool) -> Tensor:
         if self._world > 1 and self.consensus == "broadcast":
@@ -307,38 +389,92 @@ class TulaOptimizer(torch.optim.Optimizer):
             _assert_equal(torch.stack([square.double(), self._counts[0].to(square.device).double()]))
         return square
 
-    def _count(self, square: Tensor, change: Tensor, calm: Tensor) -> None:
-        self._change = change
-        before = square if self._square is None else self._square
+    def _count(self, level: Tensor, change: Tensor, calm: Tensor) -> None:
+        before = level if self._level is None else self._level
         jump = change >= self.delta
-        counts = torch.stack([calm, jump & (square > before), jump & (square < before)])
-        self._counts = self._counts.to(square.device) + counts
+        scaled = calm if self.granularity != "none" else torch.zeros_like(calm)
+        counts = torch.stack([scaled, jump & (level > before), jump & (level < before)])
+        self._counts = self._counts.to(level.device) + counts
 
-    def _factors(self, staged: dict[Tensor, Tensor], grads: dict[Tensor, Tensor]) -> dict[Tensor, Tensor]:
+    def _factors(self, grads: dict[Tensor, Tensor]) -> dict[Tensor, Tensor] | None:
+        """The new factors; None where a refresh that was due has to wait."""
+        factors = self._of_local_norms(grads) if self._local is not None else self._of_small_batch(grads)
+        if factors is None or not self.scale_ema:
+            return factors
+        known = [p for p in factors if p in self._factor]
+        new, old = [factors[p] for p in known], [self._factor[p] for p in known]
+        return factors | dict(zip(known, smoothed(new, old, self.scale_ema) if known else [], strict=True))
+
+    def _of_small_batch(self, grads: dict[Tensor, Tensor]) -> dict[Tensor, Tensor] | None:
+        staged, self._staged = self._staged, None
+        if staged is None:
+            return None
         params = [p for p in staged if p in grads and not grads[p].is_sparse]
-        rule = element_factors if self.granularity == "element" else tensor_factors
-        factors = rule([staged[p] for p in params], [grads[p] for p in params], self.eps, self.bounds)
-        return dict(zip(params, factors, strict=True))
+        if self.granularity == "tensor":
+            # staged are the norms, whose norms are themselves
+            factors = tensor_factors([staged[p] for p in params], [grads[p] for p in params], self.eps, self.bounds)
+            return dict(zip(params, factors, strict=True))
+        # one by one, so that small gradients and factors never are two copies; what came through a collective is ours
+        ours = self._world > 1
+        return {p: element_factor(staged.pop(p), grads[p], self.eps, self.bounds, overwrite=ours) for p in params}
 
-    def _scale(self, grads: dict[Tensor, Tensor], calm: Tensor) -> None:
-        if any(g.is_sparse for g in grads.values()):
+    def _of_local_norms(self, grads: dict[Tensor, Tensor]) -> dict[Tensor, Tensor] | None:
+        assert self._local is not None
+        seen = self._local.take()
+        if seen is None:
+            return None
+        self._answered = True
+        params, small, large = seen
+        before = torch.stack([self._factor.get(p, small.new_ones(())).to(small) for p in params])
+        factors = local_factors(small, large, before, self.bounds).unbind()
+        return {p: s.to(p.device) for p, s in zip(params, factors, strict=True) if p in grads}
+
+    def _scaled(self, grads: dict[Tensor, Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+        """The gradients that are scaled, and their factors."""
+        used = self._in_force(grads)
+        return [grads[p] for p in used], list(used.values())
+
+    def _in_force(self, grads: dict[Tensor, Tensor]) -> dict[Tensor, Tensor]:
+        """The factor of each parameter that has one and a dense gradient."""
+        dense = [p for p, g in grads.items() if not g.is_sparse]
+        if len(dense) < len(grads) and self.granularity != "none":
             self._warn("AGS counts sparse gradients in the norm but does not scale them")
-        scaled = [p for p, g in grads.items() if p in self._factor and not g.is_sparse]
-        on_device = calm.device.type != "cpu" if self._on_device is None else self._on_device
-        apply_ = scale_on_device_ if on_device else scale_on_host_
-        apply_([grads[p] for p in scaled], [self._factor[p] for p in scaled], calm)
+        if self.granularity != "static":
+            return {p: self._factor[p] for p in dense if p in self._factor}
+        kinds = {p: (p.device, wide(p.dtype)) for p in dense}
+        # full(), since tensor() would wait for the device
+        common = {k: torch.full((), self.factor, device=k[0], dtype=k[1]) for k in set(kinds.values())}
+        return {p: common[kind] for p, kind in kinds.items()}
 
-    def _advance(self, square: Tensor | None, factors: dict[Tensor, Tensor] | None, due: bool) -> None:
-        if square is not None:
-            self._square = square
+    def _scaling(self) -> Scale:
+        if self.compile:
+            return scale_compiled_
+        return scale_on_device_ if self._reads_on_device else scale_on_host_
+
+    @property
+    def _reads_on_device(self) -> bool:
+        on_device = self._square is not None and self._square.device.type != "cpu"
+        return on_device if self._on_device is None else self._on_device
+
+    def _around_update(self, grads: dict[Tensor, Tensor], calm: Tensor | None) -> AbstractContextManager[None]:
+        if calm is None or self.apply_to == "gradient":
+            return nullcontext()
+        used = self._in_force(grads)
+        return scaled_update(list(used), list(used.values()), calm, on_device=self._reads_on_device)
+
+    def _advance(self, factors: dict[Tensor, Tensor] | None, due: bool) -> None:
         if factors is not None:
             self._factor = factors
             self._n_refresh += 1
         if due and not self._answered:
-            self._warn("an AGS refresh was due, but small_batch() was not called: the factors stay as they are")
+            self._warn(
+                "an AGS refresh was due, but "
+                + ("small_batch() was not called" if self._local is None else "no gradient came through DDP")
+                + ": the factors stay as they are"
+            )
         self._drop()
         self._n_steps += 1
-        if self.identity is None:
+        if self.identity is None and self.granularity in ("element", "tensor"):
             self._schedule.advance(refreshed=factors is not None)
 
     def _warn(self, message: str) -> None:
@@ -360,8 +496,9 @@ class TulaOptimizer(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue exactly where `state_dict()` was taken.
 
-        A state of other batch sizes or granularity keeps the base's part and the counters, but its factors, previous
-        norm and place in the epoch are void. delta, eps and s_min stay the constructor's.
+        A state of other batch sizes, or of other settings that say what a factor and a norm are, keeps the base's part
+        and the counters, but its factors, previous norm and place in the epoch are void. delta, eps and s_min stay the
+        constructor's.
 
         Raises:
             ValueError: the state is not of a TulaOptimizer, or of an unknown version.
@@ -379,17 +516,14 @@ class TulaOptimizer(torch.optim.Optimizer):
         index = {p: i for i, p in enumerate(self._parameters())}
         return {
             "version": VERSION,
-            "mode": self.granularity,
+            **self._meaning(),
             "delta": self.delta,
             "eps": self.eps,
             "s_min": self.s_min,
-            "s_max": self.bounds.high,
-            "b_large": self.b_large,
-            "b_small": self.b_small,
             "n_steps": self._n_steps,
             "n_refresh": self._n_refresh,
             "n_scaled": int(self._counts[0]),
-            "prev_sq": self._square,
+            "prev_sq": self._level,
             "scale": {index[p]: s for p, s in self._factor.items()},
             "schedule": self._schedule.position(),
         }
@@ -400,26 +534,39 @@ class TulaOptimizer(torch.optim.Optimizer):
         self._n_steps, self._n_refresh = ags["n_steps"], ags["n_refresh"]
         self._counts = torch.tensor([ags["n_scaled"], 0, 0])
         self._mark = (self._n_steps, ags["n_scaled"], 0, 0)
-        if (ags["b_large"], ags["b_small"], ags["mode"]) != (self.b_large, self.b_small, self.granularity):
+        if EARLIER | {name: ags[name] for name in self._meaning() if name in ags} != self._meaning():
             self._schedule.restart()
             return
         self._schedule.resume(ags["schedule"])
         params = self._parameters()
         self._factor = {params[i]: s.to(params[i].device) for i, s in ags["scale"].items()}
         if ags["prev_sq"] is not None:
-            self._square = ags["prev_sq"].to(params[0].device)
+            self._level = ags["prev_sq"].to(params[0].device)
+
+    def _meaning(self) -> dict[str, Any]:
+        """The settings without which stored factors and norms mean something else."""
+        return {
+            "mode": self.granularity,
+            "s_max": self.bounds.high,
+            "b_large": self.b_large,
+            "b_small": self.b_small,
+            "source": self.source,
+            "norm_ewma": self.norm_ewma,
+            "scale_ema": self.scale_ema,
+            "apply_to": self.apply_to,
+        }
 
     def _forget(self) -> None:
-        self._factor, self._square, self._change = {}, None, None
+        self._factor, self._square, self._level, self._change = {}, None, None, None
 
     # ---- what it did
 
     def report(self) -> dict[str, float]:
         """Plain numbers for a log line at a refresh; waits for the device, and changes nothing in the training.
 
-        "scaled", "jumps_up" and "jumps_down" are shares of the steps since the report before: those scaled, and
+        "scaled", "jumps_up" and "jumps_down" are shares of the "steps" since the report before: those scaled, and
         those not scaled because |G|^2 rose or fell by the share `delta` or more. "mean", "at_cap" and "at_floor" are
-        over all factors, one an element or one a tensor; 1, 0 and 0 before the first refresh. "delta" is the last
+        over all "factors", one an element or one a tensor; 1, 0 and 0 before the first refresh. "delta" is the last
         Delta(G), infinite in the first step; "refreshes" counts from the start of the training.
         """
         now = (self._n_steps, *(int(n) for n in self._counts.tolist()))
@@ -427,15 +574,16 @@ class TulaOptimizer(torch.optim.Optimizer):
         self._mark = cast(tuple[int, int, int, int], now)
         shares = dict(zip(("scaled", "jumps_up", "jumps_down"), (n / max(1, steps) for n in counts), strict=True))
         change = math.inf if self._change is None else float(self._change)
-        return self._spread() | shares | {"delta": change, "refreshes": float(self._n_refresh)}
+        totals = {"steps": float(steps), "refreshes": float(self._n_refresh)}
+        return self._spread() | shares | totals | {"delta": change}
 
     def memory(self) -> int:
         """Bytes of the factors, held from the first refresh on: as much as the trainable parameters in element mode,
-        one number a parameter in tensor mode, none where AGS is the identity."""
+        one number a parameter in tensor mode, none with one common factor and where AGS is the identity."""
         params = [p for p in self._parameters() if p.requires_grad and self.identity is None]
         if self.granularity == "element":
             return sum(p.numel() * p.element_size() for p in params)
-        return sum(wide(p.dtype).itemsize for p in params)
+        return sum(wide(p.dtype).itemsize for p in params) if self.granularity == "tensor" else 0
 
     def _spread(self) -> dict[str, float]:
         total, cap, floor, mean = 0, 0, 0, 0.0
@@ -445,196 +593,11 @@ class TulaOptimizer(torch.optim.Optimizer):
             mean += float(factor.double().sum())
             cap += int((factor >= high).sum())
             floor += int((factor <= low).sum())
+        if self.granularity == "static":
+            return {"factors": 1.0, "mean": self.factor, "at_cap": 0.0, "at_floor": 0.0}
         if not total:
-            return {"mean": 1.0, "at_cap": 0.0, "at_floor": 0.0}
-        return {"mean": mean / total, "at_cap": cap / total, "at_floor": floor / total}
-
-
-# ---- when to refresh
-
-
-@dataclass
-class _Schedule:
-    """Where the training stands between refreshes: an epoch of `steps` steps, or `every` steps counted through."""
-
-    every: int | None
-    steps: int | None
-    usual: int | None  # steps in an epoch of which nothing else was said; None: as in the epoch before
-    taken: int = 0
-    refreshed: bool = False
-    owed: bool = False
-
-    @property
-    def due(self) -> bool:
-        if self.steps is None:
-            raise RuntimeError(
-                'refresh="epoch" needs the length of the epoch: call start_epoch(steps), or give steps_per_epoch'
-            )
-        return self.owed or self.taken + 1 == self.steps
-
-    def advance(self, *, refreshed: bool) -> None:
-        self.taken += 1
-        self.refreshed |= refreshed
-        self.owed &= not refreshed
-        if self.taken == self.steps:
-            self._close()
-
-    def start(self, steps: int) -> None:
-        if self.every is not None:
-            return
-        # the rest of an epoch after a resume is not a new one, and owes nothing yet
-        if self.taken + steps == self.steps:
-            self.taken = 0
-        elif self.taken:
-            # GradScaler skipped steps, so the count never came to the epoch's last
-            self._close()
-        self.steps = steps
-
-    def restart(self) -> None:
-        self.taken, self.refreshed, self.owed = 0, False, False
-
-    def position(self) -> dict[str, int | bool | None]:
-        return {name: value for name, value in asdict(self).items() if name != "usual"}
-
-    def resume(self, saved: Mapping[str, Any]) -> None:
-        self.restart()
-        if saved["every"] == self.every:
-            self.steps, self.taken = saved["steps"], saved["taken"]
-            self.refreshed, self.owed = saved["refreshed"], saved["owed"]
-
-    def _close(self) -> None:
-        self.owed |= not self.refreshed
-        self.taken, self.refreshed = 0, False
-        self.steps = self.usual or self.steps
-
-
-def _schedule(refresh: Literal["epoch"] | int, steps: int | None) -> _Schedule:
-    if refresh == "epoch":
-        if steps is not None and steps < 1:
-            raise ValueError(f"steps_per_epoch must be at least 1, got {steps}")
-        return _Schedule(every=None, steps=steps, usual=steps)
-    if isinstance(refresh, str) or refresh < 1:
-        raise ValueError(f'refresh must be "epoch" or a number of steps of at least 1, got {refresh!r}')
-    return _Schedule(every=refresh, steps=refresh, usual=refresh)
-
-
-# ---- lines 5 to 8, twice: the host reads the branch, or the device computes it without a synchronisation
-
-
-def scale_on_host_(grads: Sequence[Tensor], factors: Sequence[Tensor], calm: Tensor) -> None:
-    """Multiply each gradient by its factor where `calm` (0-dim, bool) is true; reads `calm` on the host."""
-    if grads and bool(calm):
-        torch._foreach_mul_(list(grads), list(factors))
-
-
-def scale_on_device_(grads: Sequence[Tensor], factors: Sequence[Tensor], calm: Tensor) -> None:
-    """What `scale_on_host_` does, bit by bit, without waiting for the device; for a moment as much memory again.
-
-    The multiplier s f + (1 - f) is exact: s where f = 1, and 1 where f = 0.
-    """
-    for (device, dtype), indices in alike(factors).items():
-        flag = calm.to(device, dtype)
-        multipliers = torch._foreach_mul([factors[i] for i in indices], flag)
-        torch._foreach_add_(multipliers, 1 - flag)
-        torch._foreach_mul_([grads[i] for i in indices], multipliers)
-
-
-# ---- the small batch
-
-
-def draw_counts(draw: Draw, b_small: int, available: int, world: int, turn: int) -> list[int]:
-    """How many samples of the small batch each rank takes.
-
-    "source": the fewest ranks that hold `b_small` samples, starting at rank `turn` modulo the world size, as evenly
-    as possible. "spread": b_small / world on every rank, rounded up. No rank takes more than `available`.
-    """
-    if draw == "spread":
-        return [min(available, math.ceil(b_small / world))] * world
-    ranks = min(world, math.ceil(b_small / available))
-    share, rest = divmod(min(b_small, ranks * available), ranks)
-    counts = [0] * world
-    for place in range(ranks):
-        counts[(turn + place) % world] = share + (place < rest)
-    return counts
-
-
-@contextmanager
-def _untouched(model: nn.Module) -> Iterator[None]:
-    """Put every buffer back, also one that the forward pass replaced by another tensor."""
-    kept = [
-        (module, name, buffer, None if buffer is None else buffer.detach().clone())
-        for module in model.modules()
-        for name, buffer in module._buffers.items()
-    ]
-    try:
-        yield
-    finally:
-        with torch.no_grad():
-            for module, name, buffer, copy in kept:
-                if buffer is not None and copy is not None:
-                    buffer.copy_(copy)
-                module._buffers[name] = buffer
-
-
-@contextmanager
-def _own_randomness(params: Sequence[Tensor], seed: int) -> Iterator[None]:
-    """Seeded generators inside, those of before outside: the CPU's and the parameters' devices'."""
-    devices = sorted({p.device.index for p in params if p.device.type == "cuda"})
-    with torch.random.fork_rng(devices=devices):
-        torch.default_generator.manual_seed(seed)
-        for index in devices:
-            torch.cuda.default_generators[index].manual_seed(seed)
-        yield
-
-
-def _small_gradients(
-    loss: SmallLoss, n: int, params: Sequence[Tensor], scaler: torch.amp.GradScaler | None
-) -> list[Tensor | None]:
-    """The gradient on n samples; None for a parameter that the loss does not depend on."""
-    with torch.enable_grad():
-        value = loss(n)
-        # autograd.grad, not backward(): .grad keeps the large batch's, and DDP's reducer is not set off
-        grads = torch.autograd.grad(value if scaler is None else scaler.scale(value), params, allow_unused=True)
-    if scaler is None:
-        return list(grads)
-    factor = 1.0 / scaler.get_scale()
-    return [None if g is None else g * factor for g in grads]
-
-
-def _combined(
-    grads: Sequence[Tensor | None], params: Sequence[Tensor], counts: Sequence[int], rank: int
-) -> list[Tensor | None]:
-    """The mean over the ranks' samples, one collective for each dtype; None where no rank has a gradient."""
-    result: list[Tensor | None] = [None] * len(params)
-    for indices in alike(params).values():
-        group = [params[i] for i in indices]
-        flat = _packed([grads[i] for i in indices], group, counts[rank] / sum(counts))
-        _reduce_(flat, counts)
-        used = flat[: len(group)].tolist()
-        pieces = flat[len(group) :].split_with_sizes([p.numel() for p in group])
-        for index, param, piece, weight in zip(indices, group, pieces, used, strict=True):
-            result[index] = piece.view(param.shape) if weight > 0 else None
-    return result
-
-
-def _packed(grads: Sequence[Tensor | None], params: Sequence[Tensor], weight: float) -> Tensor:
-    """One flat tensor: the weight for each parameter that has a gradient (else 0), then the weighted gradients."""
-    used = torch.tensor([0.0 if g is None else weight for g in grads]).to(params[0])
-    pairs = zip(grads, params, strict=True)
-    pieces = [p.new_zeros(p.numel()) if g is None else g.reshape(-1) * weight for g, p in pairs]
-    return torch.cat([used, *pieces])
-
-
-def _reduce_(flat: Tensor, counts: Sequence[int]) -> None:
-    sources = [rank for rank, n in enumerate(counts) if n]
-    if len(sources) == 1:
-        dist.broadcast(flat, sources[0])
-    else:
-        dist.all_reduce(flat)
-
-
-def _finite(grads: Sequence[Tensor]) -> bool:
-    return not grads or math.isfinite(squared_norm(grads))
+            return {"factors": 0.0, "mean": 1.0, "at_cap": 0.0, "at_floor": 0.0}
+        return {"factors": float(total), "mean": mean / total, "at_cap": cap / total, "at_floor": floor / total}
 
 
 def _assert_equal(mine: Tensor) -> None:
@@ -649,80 +612,9 @@ def _assert_equal(mine: Tensor) -> None:
         )
 
 
-# ---- what is refused
-
-
-def _place(model: nn.Module) -> tuple[int, int]:
-    """(rank, world size); (0, 1) for a module that this process trains alone."""
-    inner = getattr(model, "_orig_mod", model)
-    if not isinstance(inner, DistributedDataParallel):
-        return 0, 1
-    world = dist.get_world_size()
-    if dist.get_world_size(inner.process_group) != world:
-        raise ValueError("TulaOptimizer needs DistributedDataParallel over the default process group")
-    return dist.get_rank(), world
-
-
-def _check(opt: TulaOptimizer) -> None:
-    _refuse_base(opt.base)
-    _refuse_sharded(opt.base, opt.model)
-    _refuse_range(opt)
-    _refuse_choice("granularity", opt.granularity, ("element", "tensor"))
-    _refuse_choice("consensus", opt.consensus, ("broadcast", "check", "off"))
-    _refuse_choice("draw", opt.draw, ("source", "spread"))
-    if opt.draw == "source" and opt._world > 1 and any(isinstance(m, nn.SyncBatchNorm) for m in opt.model.modules()):
-        raise ValueError('SyncBatchNorm needs every rank in the small batch: use draw="spread"')
-
-
-def _refuse_base(base: torch.optim.Optimizer) -> None:
-    names = _names(base)
-    name = type(base).__name__
-    if names & NORMALISING:
-        raise ValueError(
-            f"{name} divides by the gradient's own magnitude, so that scaling the gradient changes nothing."
-            f" Use torch.optim.SGD as the base of TulaOptimizer, or {name} without AGS"
-        )
-    if "LBFGS" in names:
-        raise ValueError(f"{name} evaluates its closure several times a step. Use torch.optim.SGD as the base")
-
-
-def _refuse_sharded(base: torch.optim.Optimizer, model: nn.Module) -> None:
-    params = [p for group in base.param_groups for p in group["params"]]
-    for thing in (base, *model.modules(), *params):
-        if _names(thing) & SHARDING:
-            raise ValueError(
-                f"TulaOptimizer does not work with {type(thing).__name__}: it needs every rank to hold the whole,"
-                " averaged gradient. Use DistributedDataParallel"
-            )
-    if any(p.is_complex() for p in params):
-        raise ValueError("TulaOptimizer does not work with complex parameters")
-
-
-def _refuse_range(opt: TulaOptimizer) -> None:
-    for name, value in (("b_large", opt.b_large), ("b_small", opt.b_small), ("available", opt.available)):
-        if value < 1:
-            raise ValueError(f"{name} must be at least 1 sample, got {value}")
-    if not 0 <= opt.s_min <= 1:
-        raise ValueError(f"s_min must be between 0 and 1, got {opt.s_min}")
-    if not (opt.delta >= 0 and 0 <= opt.eps < math.inf):
-        raise ValueError(f"delta and eps must not be negative or NaN, got {opt.delta} and {opt.eps}")
-    if opt.max_grad_norm is not None and not opt.max_grad_norm > 0:
-        raise ValueError(f"max_grad_norm must be above 0, got {opt.max_grad_norm}")
-
-
-def _refuse_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
-    if value not in choices:
-        raise ValueError(f"{name} must be one of {', '.join(choices)}, got {value!r}")
-
-
 def _check_state(state: Mapping[str, Any]) -> None:
     if "base" not in state or "ags" not in state:
         raise ValueError('the state is not of a TulaOptimizer: it has no "base" and "ags"')
     version = state["ags"].get("version")
     if version != VERSION:
         raise ValueError(f"the AGS state has version {version}, this program reads version {VERSION}")
-
-
-def _names(thing: object) -> set[str]:
-    # by name, so that neither optional parts of torch nor other packages have to be imported
-    return {cls.__name__ for cls in type(thing).__mro__}

@@ -1,0 +1,525 @@
+"""What adaptive gradient scaling adds to a training step: time side by side with the same step without it, and memory.
+
+    python benchmarks/ags_overhead.py [--models resnet50,vgg11] [--batch 32] [--rounds 15] [--image 224]
+                                      [--device auto] [--threads N] [--cpu-time] [--no-memory] [--json]
+    torchrun --nproc-per-node 2 benchmarks/ags_overhead.py ...       (local norms need ranks; as many threads a rank)
+
+One process, one model, one batch and one base optimizer (the product's: SGD with momentum and weight decay, fused). A
+round takes one step of each variant, in a random order, through the parts that the product's own loop is made of.
+A ratio is that of a variant's step to the mean of the round's two plain steps; shown are the median over the rounds, with
+a 95 % interval of the median (bootstrap), and what the two plain steps differ by, which is the noise of it all. Forward
+and backward are the same in each, so the update alone is also timed: "by update" is the ratio if nothing else differed,
+far steadier on a machine that others use too; so is `--cpu-time`, which leaves out the time that they had the core.
+
+Variants: plain; unscaled (AGS with element factors in a step that Algorithm 1 leaves unscaled: the norm alone); element,
+tensor, static (scaled steps); compiled (element, in a single pass that torch.compile makes); robust (new factors in each
+step: in one process that takes a small batch each time, with several ranks their own norms). A refresh is timed apart, as
+what it adds to a scaled step.
+
+With a GPU the largest local batch that fits, a power of two times `--batch`, is measured besides it. Memory is that of
+AGS beside the plain step, in a process of its own with 4 samples: lasting, and at the peak of a step that refreshes; in
+copies of the parameters.
+"""
+
+import argparse
+import gc
+import itertools
+import json
+import os
+import random
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+if TYPE_CHECKING:
+    import torch
+
+    from tula_cli.worker.loop import Trainer
+    from tula_cli.worker.ranks import Ranks
+
+MODELS = {"resnet50": (224, 1000), "vgg11": (32, 100), "alexnet": (224, 101), "mobilenet_v3_large": (224, 257)}
+"""Side of the images and classes of the paper's four jobs (Table I)."""
+
+PLAIN, AGAIN = "plain", "plain again"
+VARIANTS: dict[str, dict[str, Any]] = {
+    "unscaled": {"granularity": "element", "delta": 0.0},
+    "element": {"granularity": "element", "delta": float("inf")},
+    "tensor": {"granularity": "tensor", "delta": float("inf")},
+    "static": {"granularity": "static", "delta": float("inf"), "factor": 2.0},
+    "robust": {"granularity": "tensor", "delta": float("inf"), "refresh": 1, "source": "local_norms", "scale_ema": 0.9},
+}
+COMPILED = {"compiled": {"granularity": "element", "delta": float("inf"), "compile": True}}
+"""On a GPU too: the scaling in one pass, by torch.compile."""
+KNOWN = VARIANTS | COMPILED
+REFRESHING = ("element", "tensor", "compiled")
+BETWEEN = 100
+"""Steps between two refreshes, for the share of a refresh."""
+
+NEVER = 10**9
+RESAMPLES = 2000
+
+
+@dataclass(frozen=True)
+class Timed:
+    """Seconds of one step: whole, and of its update (with a refresh: and of the small batch)."""
+
+    step: float
+    update: float
+
+
+@dataclass(frozen=True)
+class Row:
+    """One variant against the plain step."""
+
+    variant: str
+    ratio: float  # median over the rounds
+    low: float
+    high: float  # 95 % interval of that median
+    by_update: float  # the ratio if only the update differed
+    milliseconds: float  # that the update takes longer, median
+
+
+@dataclass(frozen=True)
+class Refresh:
+    """What a refresh adds to a scaled step."""
+
+    variant: str
+    milliseconds: float
+    of_a_step: float  # share of the plain step
+    share: float  # of a training with BETWEEN steps from one to the next
+
+
+@dataclass(frozen=True)
+class Held:
+    """Memory beside a plain training's, in copies of the parameters."""
+
+    variant: str
+    lasting: float
+    peak: float  # in a step that refreshes (in a scaled step where none does)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """One model at one local batch."""
+
+    model: str
+    image: int
+    batch: int
+    parameters: int
+    ranks: int
+    rounds: int
+    step_milliseconds: float  # plain, median
+    update_milliseconds: float
+    control: float  # the second plain step over the first, median
+    rows: tuple[Row, ...]
+    refreshes: tuple[Refresh, ...]
+    memory: tuple[Held, ...]
+
+
+# --- the steps
+
+
+class Bench:
+    """One model with all variants around its base optimizer.
+
+    Args:
+        model: of torchvision.
+        image: side of the images.
+        classes: outputs.
+        batch: of one rank.
+        me: the group; with several ranks `robust` has a model of its own, for its hook cannot be taken off again.
+        names: the variants.
+        cpu_time: count the time this process computes, not the wall's.
+    """
+
+    def __init__(
+        self,
+        model: str,
+        *,
+        image: int,
+        classes: int,
+        batch: int,
+        me: "Ranks",
+        names: Sequence[str],
+        cpu_time: bool = False,
+    ) -> None:
+        import torch
+
+        self.batch, self.me, self.cpu_time = batch, me, cpu_time
+        self.plain = build(model, image=image, classes=classes, batch=batch, me=me)
+        generator = torch.Generator().manual_seed(me.rank)
+        self.inputs = torch.randn(batch, 3, image, image, generator=generator).to(me.device)
+        self.targets = torch.randint(classes, (batch,), generator=generator).to(me.device)
+        self.trainers = {PLAIN: self.plain, AGAIN: self.plain}
+        for name in names:
+            own = name == "robust" and me.world > 1
+            base = build(model, image=image, classes=classes, batch=batch, me=me) if own else self.plain
+            self.trainers[name] = replace(base, optimizer=wrapped(base, name, batch=batch))
+        self.plain.ddp.train()
+
+    @property
+    def parameters(self) -> int:
+        return sum(p.numel() for p in self.plain.ddp.parameters())
+
+    def step(self, name: str) -> Callable[[], Timed]:
+        """Take one step; what is returned tells its times, and waits for the device only then."""
+        from tula_cli.worker import loop
+
+        trainer = self.trainers[name]
+        mark = time.process_time if self.cpu_time else trainer.clock.mark
+        start = mark()
+        loop._backward(trainer, itertools.repeat((self.inputs, self.targets)), start)
+        middle = mark()
+        loop._refresh(trainer)
+        loop._update(trainer)
+        end = mark()
+        seconds = trainer.clock.seconds
+        return lambda: Timed(step=seconds(start, end), update=seconds(middle, end))
+
+    def step_with_refresh(self, name: str) -> Callable[[], Timed]:
+        ags = self.trainers[name].ags
+        assert ags is not None
+        ags.start_epoch(1)
+        timed = self.step(name)
+        ags.start_epoch(NEVER)
+        return timed
+
+    def warm_up(self) -> None:
+        """Take the steps that are unlike the others: the first, and those that make momentum, factors and buffers."""
+        for name in self.trainers:
+            if name in REFRESHING:
+                self.step(name)
+                self.step_with_refresh(name)
+            for _ in range(2):
+                self.step(name)()
+
+    def rounds(self, count: int) -> dict[str, list[Timed]]:
+        """Take rounds of one step of each variant, and of one refresh of each that has factors."""
+        actions: dict[str, Callable[[], Callable[[], Timed]]] = {}
+        for name in self.trainers:
+            actions[name] = lambda name=name: self.step(name)  # type: ignore[misc]
+            if name in REFRESHING:
+                actions[f"{name} refresh"] = lambda name=name: self.step_with_refresh(name)  # type: ignore[misc]
+        found: dict[str, list[Timed]] = {name: [] for name in actions}
+        order = list(actions)
+        for turn in range(count):
+            random.Random(turn).shuffle(order)
+            taken = [(name, actions[name]()) for name in order]  # a GPU is kept busy over the whole round
+            for name, timed in taken:
+                found[name].append(timed())
+        return found
+
+
+def build(model: str, *, image: int, classes: int, batch: int, me: "Ranks") -> "Trainer":
+    """Return the product's trainer of a plain large batch, on random images."""
+    from tula_cli.records import ProbeTask
+    from tula_cli.spec import JobSpec
+    from tula_cli.worker import loop
+    from tula_cli.worker.data import build_datasets
+
+    images = {"size": max(64, batch * me.world), "image_size": [3, image, image], "num_classes": classes}
+    job = JobSpec.model_validate(
+        {
+            "model": {"name": model},
+            "dataset": {"name": "FakeData", "args": images},
+            "optimizer": {"lr": 1e-6, "momentum": 0.9, "weight_decay": 5e-4},
+            "train": {"epochs": 1, "method": "lbt", "workers": 0},
+            "search": {"nodes": [1], "min_batch": 1},
+            "cluster": {"device": me.device.type},
+        }
+    )
+    task = ProbeTask(id="t", job="t", spec=job, workdir=".", nodes=1, local_batches=(batch,))
+    return loop.build(task, me, build_datasets(job), batch=batch * me.world, workers=0, refresh=False)
+
+
+def wrapped(trainer: "Trainer", name: str, *, batch: int) -> "torch.optim.Optimizer":
+    """Return AGS around the trainer's base; its small batch is a quarter, at most the reference batch of 128."""
+    from tula_cli.worker.optim import TulaOptimizer
+
+    small = max(1, min(128, trainer.batch // 4))
+    settings = KNOWN[name]
+    opt = TulaOptimizer(
+        trainer.base, model=trainer.ddp, b_large=trainer.batch, b_small=small, available=batch, **settings
+    )
+    opt.start_epoch(NEVER)
+    return opt
+
+
+# --- what they tell
+
+
+def outcome(bench: Bench, found: dict[str, list[Timed]], *, model: str, image: int, memory: Sequence[Held]) -> Outcome:
+    """Judge the rounds of one model."""
+    plain = [(a.step + b.step) / 2 for a, b in zip(found[PLAIN], found[AGAIN], strict=True)]
+    updates = [(a.update + b.update) / 2 for a, b in zip(found[PLAIN], found[AGAIN], strict=True)]
+    step = statistics.median(plain)
+    names = [name for name in bench.trainers if name not in (PLAIN, AGAIN)]
+    return Outcome(
+        model=model,
+        image=image,
+        batch=bench.batch,
+        parameters=bench.parameters,
+        ranks=bench.me.world,
+        rounds=len(plain),
+        step_milliseconds=1000 * step,
+        update_milliseconds=1000 * statistics.median(updates),
+        control=statistics.median(b.step / a.step for a, b in zip(found[PLAIN], found[AGAIN], strict=True)),
+        rows=tuple(judge(name, found[name], plain, updates) for name in names),
+        refreshes=tuple(
+            refresh(name, found[name], found[f"{name} refresh"], step) for name in names if f"{name} refresh" in found
+        ),
+        memory=tuple(memory),
+    )
+
+
+def judge(name: str, own: Sequence[Timed], plain: Sequence[float], updates: Sequence[float]) -> Row:
+    """Compare a variant's steps with the plain ones of the same rounds."""
+    ratios = [timed.step / base for timed, base in zip(own, plain, strict=True)]
+    extra = statistics.median(timed.update - base for timed, base in zip(own, updates, strict=True))
+    low, high = interval(ratios)
+    step = statistics.median(plain)
+    return Row(name, statistics.median(ratios), low, high, by_update=1 + extra / step, milliseconds=1000 * extra)
+
+
+def refresh(name: str, scaled: Sequence[Timed], refreshed: Sequence[Timed], step: float) -> Refresh:
+    extra = statistics.median(b.update - a.update for a, b in zip(scaled, refreshed, strict=True))
+    return Refresh(name, 1000 * extra, of_a_step=extra / step, share=extra / (BETWEEN * step + extra))
+
+
+def interval(values: Sequence[float]) -> tuple[float, float]:
+    """Return the 95 % interval of the median, by resampling."""
+    drawn = np.random.default_rng(0).choice(np.array(values), size=(RESAMPLES, len(values)))
+    low, high = np.quantile(np.median(drawn, axis=1), [0.025, 0.975])
+    return float(low), float(high)
+
+
+# --- memory, in processes of their own
+
+
+def memory_of(model: str, options: argparse.Namespace) -> Iterator[Held]:
+    """Yield what each variant holds beside the plain step."""
+    # On the CPU what is freed has to go back to the system at once; that costs time, so not where time is measured.
+    settings = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536", "RANK": "0", "WORLD_SIZE": "1"}
+    base: tuple[float, float] | None = None
+    for name in (PLAIN, *options.variants):
+        command = [sys.executable, __file__, "--models", model, "--device", options.device, "--hold", name]
+        environment = {**os.environ, **settings, "LOCAL_RANK": "0"}
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+        if done.returncode:
+            raise SystemExit(f"the memory of {model} {name} could not be measured:\n{done.stderr[-2000:]}")
+        lasting, peak = json.loads(done.stdout)
+        if base is None:
+            base = (lasting, peak)
+        else:
+            yield Held(name, lasting, peak - base[1])
+
+
+def hold(model: str, name: str, me: "Ranks") -> tuple[float, float]:
+    """Return (lasting, peak) of the refresh and update of a step with 4 samples, in copies of the parameters."""
+    import torch
+
+    from tula_cli.worker import loop, meter
+
+    image, classes = MODELS[model]
+    names = [] if name == PLAIN else [name]
+    bench = Bench(model, image=min(image, 64), classes=classes, batch=4, me=me, names=names)
+    bench.warm_up()
+    trainer = bench.trainers[name]
+    if trainer.ags and name in REFRESHING:
+        trainer.ags.start_epoch(1)
+    start = trainer.clock.mark()
+    loop._backward(trainer, itertools.repeat((bench.inputs, bench.targets)), start)
+    gc.collect()
+    memory = meter.MemoryMeter(me.device)
+    memory.reset()
+    loop._refresh(trainer)
+    loop._update(trainer)
+    trainer.clock.wait()
+    peak, _ = memory.peak()
+    size = sum(p.numel() * p.element_size() for p in trainer.ddp.parameters())
+    factors: list[torch.Tensor] = trainer.ags.factors if trainer.ags else []
+    lasting = sum(factor.numel() * factor.element_size() for factor in factors)
+    return lasting / size, (lasting + peak) / size
+
+
+# --- the largest batch of a GPU
+
+
+def largest_batch(fits: Callable[[int], bool], start: int, most: int = 2**16) -> int:
+    """Return the largest power of two times `start` that fits; 0 where not even that does."""
+    batch = 0
+    for tried in itertools.takewhile(lambda size: size <= most, (start * 2**k for k in itertools.count())):
+        if not fits(tried):
+            break
+        batch = tried
+    return batch
+
+
+def fits(model: str, image: int, classes: int, me: "Ranks") -> Callable[[int], bool]:
+    """Return what tries a local batch: every variant, refreshes included, on a GPU that nothing else is on."""
+    import torch
+
+    def trial(batch: int) -> bool:
+        try:
+            Bench(model, image=image, classes=classes, batch=batch, me=me, names=list(KNOWN)).warm_up()
+            torch.cuda.synchronize()
+        except torch.OutOfMemoryError:
+            return False
+        finally:
+            gc.collect()
+            torch.cuda.empty_cache()
+        return True
+
+    return trial
+
+
+# --- the command
+
+
+def machine(me: "Ranks") -> dict[str, Any]:
+    """Say what is measured on, and how busy it is."""
+    import torch
+
+    from tula_cli.worker.meter import processor_name
+
+    cuda = me.device.type == "cuda"
+    return {
+        "device": torch.cuda.get_device_name(me.device) if cuda else processor_name(),
+        "cores": len(os.sched_getaffinity(0)),
+        "threads": torch.get_num_threads(),
+        "ranks": me.world,
+        "load": round(os.getloadavg()[0], 1),  # processes that want to run, a minute's average
+        "torch": torch.__version__,
+    }
+
+
+def lines(found: Outcome) -> Iterator[str]:
+    """Yield one model's figures in words."""
+    yield (
+        f"{found.model}, {found.parameters / 1e6:.1f} M parameters, images of {found.image}, local batch {found.batch},"
+        f" {found.rounds} rounds: a plain step takes {found.step_milliseconds:.1f} ms, of which its update"
+        f" {found.update_milliseconds:.2f} ms; the second plain step {found.control:.4f} of the first"
+    )
+    for row in found.rows:
+        yield (
+            f"  {row.variant:<9} x{row.ratio:.4f} ({row.low:.4f} .. {row.high:.4f}), by update x{row.by_update:.4f},"
+            f" {row.milliseconds:+.2f} ms"
+        )
+    for item in found.refreshes:
+        yield (
+            f"  refresh of {item.variant} factors: {item.milliseconds:.1f} ms, {100 * item.of_a_step:.1f} % of a step,"
+            f" {100 * item.share:.2f} % with {BETWEEN} steps between two"
+        )
+    for held in found.memory:
+        yield f"  memory of {held.variant}: {held.lasting:.2f} copies of the parameters for good, {held.peak:.2f} at the peak"
+
+
+def run(options: argparse.Namespace, me: "Ranks") -> list[Outcome]:
+    """Measure every model that was asked for."""
+    found = []
+    for model in options.models:
+        image, classes = MODELS[model]
+        image = options.image or image
+        batches = [options.batch]
+        if me.device.type == "cuda" and me.world == 1:
+            largest = largest_batch(fits(model, image, classes, me), start=options.batch)
+            batches += [largest] if largest > options.batch else []
+        for batch in batches:
+            bench = Bench(
+                model,
+                image=image,
+                classes=classes,
+                batch=batch,
+                me=me,
+                names=options.variants,
+                cpu_time=options.cpu_time,
+            )
+            bench.warm_up()
+            timed = bench.rounds(options.rounds)
+            alone = batch == options.batch and me.world == 1 and options.memory
+            memory = list(memory_of(model, options)) if alone else []
+            found.append(outcome(bench, timed, model=model, image=image, memory=memory))
+            del bench
+            gc.collect()
+            if me.first:
+                for line in lines(found[-1]):
+                    print(line, file=sys.stderr if options.json else sys.stdout, flush=True)
+    return found
+
+
+def listed(known: Sequence[str]) -> Callable[[str], list[str]]:
+    def parse(text: str) -> list[str]:
+        names = text.split(",")
+        if unknown := [name for name in names if name not in known]:
+            raise argparse.ArgumentTypeError(f"{', '.join(unknown)}: known are {', '.join(known)}")
+        return names
+
+    return parse
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", type=listed(list(MODELS)), default=list(MODELS))
+    parser.add_argument("--variants", type=listed(list(KNOWN)), help="by default all; compiled only on a GPU")
+    parser.add_argument("--batch", type=int, default=32, help="of one rank")
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--image", type=int, help="side of the images; by default that of the paper's job")
+    parser.add_argument("--device", default="auto", choices=["auto", "cpu", "cuda"])
+    parser.add_argument(
+        "--threads", type=int, help="of each rank on the CPU; by default all cores, shared by the ranks"
+    )
+    parser.add_argument("--cpu-time", action="store_true", help="count the time computed, on a CPU that others use too")
+    parser.add_argument("--no-memory", dest="memory", action="store_false", help="measure time alone")
+    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--hold", choices=[PLAIN, *KNOWN], help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.cpu_time and options.threads != 1:
+        parser.error(
+            "--cpu-time needs --device cpu and --threads 1: threads that wait for each other count as computing"
+        )
+    if options.batch < 4 or options.rounds < 3:
+        parser.error("--batch must be at least 4 (a quarter of it is the small batch), --rounds at least 3")
+    return options
+
+
+def main() -> None:
+    options = arguments()
+    for name, value in {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}.items():
+        os.environ.setdefault(name, value)
+    cores = len(os.sched_getaffinity(0))
+    threads = options.threads or max(1, cores // int(os.environ["WORLD_SIZE"]))
+    os.environ["OMP_NUM_THREADS"] = str(threads)  # before torch is imported
+
+    from tula_cli.spec import Cluster
+    from tula_cli.worker import ranks
+
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        ranks.joined(Cluster(device=options.device), handover=Path(folder) / "handover") as me,
+    ):
+        if options.hold:
+            print(json.dumps(hold(options.models[0], options.hold, me)))
+            return
+        if options.cpu_time and me.device.type != "cpu":
+            raise SystemExit("--cpu-time means nothing on a GPU, which computes by itself")
+        options.variants = options.variants or list(KNOWN if me.device.type == "cuda" else VARIANTS)
+        before = machine(me)
+        if me.first:
+            said = ", ".join(f"{name} {value}" for name, value in before.items())
+            print(said, file=sys.stderr if options.json else sys.stdout, flush=True)
+        found = run(options, me)
+        if options.json and me.first:
+            after = round(os.getloadavg()[0], 1)
+            print(json.dumps({"machine": before | {"load_after": after}, "models": [asdict(item) for item in found]}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,483 @@
+"""What AGS must do, as functions of the package that does it: tula_cli.worker.optim, or a copy with an error planted.
+
+test_verification runs them on the package, test_mutants sees to it that each planted error fails one. They are quick.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import ags_reference as reference
+import numpy as np
+import torch
+from ags_models import B_LARGE, B_SMALL, STEPS, Hand, ags, batch, loss_of, mlp, same, sgd, take_small_batch, train, tula
+from torch import Tensor, nn
+
+Check = Callable[[Any], None]
+CHECKS: dict[str, Check] = {}
+
+
+def check(function: Check) -> Check:
+    CHECKS[function.__name__] = function
+    return function
+
+
+def close(found: Any, expected: Any, *, tolerance: float = 1e-6) -> None:
+    np.testing.assert_allclose(found, expected, rtol=tolerance, atol=tolerance)
+
+
+# ---- Algorithm 1 against the reference
+
+
+def weights_of(model: nn.Module) -> reference.Arrays:
+    return [p.detach().double().numpy().copy() for p in model.parameters()]
+
+
+def gradient_of(model: nn.Module) -> reference.Gradient:
+    twin = copy.deepcopy(model)
+
+    def gradient(weights: reference.Arrays, step: int, small: bool) -> reference.Arrays:
+        with torch.no_grad():
+            for p, w in zip(twin.parameters(), weights, strict=True):
+                p.copy_(torch.from_numpy(w))
+        x, y = batch(step)
+        n = B_SMALL if small else B_LARGE
+        grads = torch.autograd.grad(loss_of(twin, x[:n], y[:n]), list(twin.parameters()))
+        return [g.numpy() for g in grads]
+
+    return gradient
+
+
+def run_beside_the_reference(package: Any, *, bn: bool = False, every: int | None = None, **kwargs: Any) -> list[bool]:
+    """Train both and compare weights, branch and factors after each step. Returns the branches taken.
+
+    Args:
+        every: refresh every so many steps; None: each epoch.
+        kwargs: of TulaOptimizer and of the reference's Setting alike.
+    """
+    model, steps = mlp(bn), 5 * STEPS
+    setting = reference.Setting(B_LARGE, B_SMALL, **{"lr": 0.1, "momentum": 0.9, "decay": 1e-3} | kwargs)
+    refreshes = range((every or STEPS) - 1, steps, every or STEPS)
+    expected = reference.run(weights_of(model), gradient_of(model), steps, refreshes, setting)
+    opt = tula(model, package=package, refresh=every or "epoch", **kwargs)
+    for i in range(steps):
+        before = ags(opt)["n_scaled"]
+        x, y = batch(i)
+        opt.zero_grad()
+        loss_of(model, x, y).backward()
+        take_small_batch(model, opt, x, y)
+        opt.step()
+        state = ags(opt)
+        assert state["n_scaled"] - before == expected.scaled[i], f"branch of step {i}"
+        for ours, theirs in zip(weights_of(model), expected.weights[i], strict=True):
+            np.testing.assert_allclose(ours, theirs, rtol=0, atol=1e-8)
+        if setting.granularity == "static":
+            continue
+        for k, theirs in enumerate(expected.factors[i]):
+            ours = state["scale"].get(k, torch.ones(())).numpy()
+            close(np.broadcast_to(ours, theirs.shape), theirs)
+    assert state["n_refresh"] == (0 if setting.granularity == "static" else len(refreshes))
+    return expected.scaled
+
+
+@check
+def elements_equal_the_reference(package: Any) -> None:
+    branches = run_beside_the_reference(package, delta=0.3)
+    assert {*branches[STEPS:]} == {True, False}
+
+
+@check
+def tensors_equal_the_reference(package: Any) -> None:
+    branches = run_beside_the_reference(package, granularity="tensor", delta=0.3, bn=True)
+    assert {*branches[STEPS:]} == {True, False}
+
+
+@check
+def smoothed_factors_equal_the_reference(package: Any) -> None:
+    run_beside_the_reference(package, granularity="tensor", delta=10.0, every=1, scale_ema=0.8)
+    run_beside_the_reference(package, delta=10.0, every=3, scale_ema=0.3)
+
+
+@check
+def smoothed_norms_equal_the_reference(package: Any) -> None:
+    branches = run_beside_the_reference(package, delta=0.05, norm_ewma=0.7)
+    assert {*branches[STEPS:]} == {True, False}
+
+
+@check
+def a_scaled_update_equals_the_reference(package: Any) -> None:
+    branches = run_beside_the_reference(package, delta=0.3, apply_to="update", bn=True)
+    assert {*branches[STEPS:]} == {True, False}
+    run_beside_the_reference(package, delta=10.0, apply_to="update", granularity="tensor", every=3)
+
+
+@check
+def static_scaling_equals_the_reference(package: Any) -> None:
+    for apply_to in ("gradient", "update"):
+        run_beside_the_reference(package, granularity="static", factor=3.0, delta=0.3, apply_to=apply_to)
+
+
+# ---- the gate
+
+
+@check
+def the_threshold_is_strict_and_on_squared_norms(package: Any) -> None:
+    first, second = [4.0, 0.0, 0.0, 0.0], [2.0, 0.0, 0.0, 0.0]  # |G|^2 from 16 to 4: a change of exactly 0.75
+    for delta, scaled in ((0.75, 0), (math.nextafter(0.75, 1), 1)):
+        hand = Hand(package, delta=delta)
+        hand.step(first)
+        hand.step(second)
+        assert hand.scaled == scaled
+
+
+@check
+def an_undefined_change_is_not_scaled(package: Any) -> None:
+    for first in ([0.0] * 4, [math.nan] * 4, [math.inf] * 4):
+        hand, found = Hand(package, delta=math.inf), []
+        for grads in (first, [0.0] * 4, [1.0] * 4, [1.0] * 4):
+            hand.step(grads)
+            found.append(hand.scaled)
+        assert found == [0, 0, 0, 1]
+
+
+@check
+def an_average_of_norms_forgets_what_is_not_finite(package: Any) -> None:
+    hand, found = Hand(package, delta=math.inf, norm_ewma=0.5), []
+    for first in (1.0, math.nan, 1.0, 1.0):
+        hand.step([first] * 4)
+        found.append(hand.scaled)
+    assert found == [0, 0, 0, 1]
+
+
+@check
+def the_norm_is_kept_after_unscaled_steps_too(package: Any) -> None:
+    hand = Hand(package)
+    hand.step([1.0] * 4, small=[2.0] * 4)
+    close(hand.step([10.0] * 4, small=[20.0] * 4), [10.0] * 4)
+    close(hand.step([10.0] * 4, small=[20.0] * 4), [20.0] * 4)
+
+
+@check
+def norm_and_factors_are_of_the_unscaled_gradient(package: Any) -> None:
+    hand = Hand(package)
+    hand.step([1.0] * 4, small=[3.0] * 4)
+    close(hand.step([1.0] * 4, small=[2.0] * 4), [3.0] * 4)
+    close(float(ags(hand.opt)["prev_sq"]), 4.0)
+    close(hand.factors, [2.0] * 4)
+
+
+@check
+def new_factors_act_from_the_next_step_on(package: Any) -> None:
+    hand = Hand(package, refresh=2)
+    hand.step([1.0] * 4)
+    close(hand.step([1.0] * 4, small=[2.0] * 4), [1.0] * 4)
+    close(hand.step([1.0] * 4), [2.0] * 4)
+
+
+@check
+def delta_zero_is_bitwise_the_base(package: Any) -> None:
+    for kwargs in ({}, {"granularity": "tensor"}, {"apply_to": "update"}, {"granularity": "static", "factor": 4.0}):
+        runs = []
+        for wrap in (False, True):
+            model = mlp(bn=True, dropout=0.3)
+            opt: Any = sgd(model, nesterov=True)
+            opt = tula(model, opt, package, delta=0.0, refresh=1, **kwargs) if wrap else opt
+            torch.manual_seed(5)
+            train(model, opt, 2 * STEPS)
+            base_state = opt.state_dict()["base"] if wrap else opt.state_dict()
+            runs.append((model.state_dict(), base_state, torch.get_rng_state()))
+        assert same(*runs), kwargs
+
+
+@check
+def none_is_the_base_and_reports_the_change(package: Any) -> None:
+    plain, watched = mlp(), mlp()
+    train(plain, sgd(plain), STEPS)
+    opt = tula(watched, package=package, granularity="none", steps_per_epoch=None, delta=math.inf)
+    train(watched, opt, STEPS)
+    report = opt.report()
+    assert same(plain.state_dict(), watched.state_dict()) and opt.identity is None
+    assert report["scaled"] == 0.0 and 0 < report["delta"] < math.inf
+
+
+# ---- factors
+
+
+@check
+def degenerate_ratios_and_bounds(package: Any) -> None:
+    hand = Hand(package, b_large=32, b_small=2)
+    hand.step([0.0, 0.0, -1e-8, 2.0], small=[0.0, 5.0, 0.0, -3.0])
+    close(hand.factors, [1e-3, 4.0, 1.0, 1.5])  # 0/0: the floor; x/0: s_max; 0/(-eps + eps): 1; |.|
+    hand.step([1.0, -1.0, 1.0, 1e-8], small=[100.0, 100.0, 1e-9, 2e-8])
+    close(hand.factors, [4.0, 4.0, 1e-3, 1.0])  # the last: eps beside g_large, not outside
+
+
+@check
+def tensor_factors_are_ratios_of_norms(package: Any) -> None:
+    bounds = package.indicators.Bounds(1e-3, 4.0)
+    for small, large, expected in (([3.0, 4.0], [6.0, 8.0], 0.5), ([3.0], [0.0], 4.0), ([0.0], [0.0], 1e-3)):
+        (factor,) = package.indicators.tensor_factors([torch.tensor(small)], [torch.tensor(large)], 1e-8, bounds)
+        assert factor.shape == ()
+        close(float(factor), expected)
+
+
+@check
+def factors_leave_the_gradients_alone(package: Any) -> None:
+    for dtype in (torch.float64, torch.bfloat16):
+        small, large = torch.tensor([1.0, 2.0]).to(dtype), torch.tensor([4.0, 4.0]).to(dtype)
+        bounds = package.indicators.Bounds(1e-3, 4.0)
+        (factor,) = package.indicators.element_factors([small], [large], 1e-8, bounds)
+        assert small.tolist() == [1.0, 2.0] and large.tolist() == [4.0, 4.0] and factor.dtype is dtype
+        reused = package.indicators.element_factor(small, large, 1e-8, bounds, overwrite=True)
+        assert reused is small and large.tolist() == [4.0, 4.0] and same(reused, factor)
+        close(factor.double().tolist(), [0.25, 0.5])
+
+
+@check
+def the_static_factor_is_by_default_the_cap(package: Any) -> None:
+    hand = Hand(package, granularity="static", b_large=32, b_small=2)
+    hand.step([1.0] * 4)
+    assert not hand.opt.wants_small_batch and hand.opt.memory() == 0
+    close(hand.step([1.0] * 4), [4.0] * 4)
+    close(hand.step([2.0] * 4), [2.0] * 4)
+    assert Hand(package, granularity="static", factor=1.0).opt.identity
+    assert Hand(package, granularity="static", b_large=2, b_small=4).opt.identity
+
+
+@check
+def clipping_comes_after_scaling(package: Any) -> None:
+    hand = Hand(package, max_grad_norm=1.0)
+    hand.step([3.0, 0.0, 0.0, 4.0], small=[3.0, 0.0, 0.0, 8.0])
+    close(float(ags(hand.opt)["prev_sq"]), 25.0)
+    clipped = [3 / math.sqrt(73), 0.0, 0.0, 8 / math.sqrt(73)]
+    close(hand.step([3.0, 0.0, 0.0, 4.0], small=[0.0] * 4), clipped)
+
+
+# ---- on the device
+
+
+@check
+def the_device_branch_is_bitwise_the_host_branch(package: Any) -> None:
+    ways: list[dict[str, Any]] = [{}, {"granularity": "tensor"}, {"granularity": "static", "factor": 3.0}]
+    for way in [way | {"apply_to": to} for way in ways for to in ("gradient", "update")]:
+        runs = []
+        for on_device in (False, True):
+            model = mlp()
+            opt = tula(model, package=package, delta=0.3, refresh=2, _on_device=on_device, **way)
+            train(model, opt, 3 * STEPS)
+            runs.append((model.state_dict(), opt.state_dict()))
+        assert same(*runs), way
+
+
+# ---- the small pass
+
+
+@check
+def the_small_pass_leaves_everything_as_it_was(package: Any) -> None:
+    model = mlp(bn=True, dropout=0.4)
+    opt = tula(model, package=package, refresh=1)
+    x, y = batch(0)
+    loss_of(model, x, y).backward()
+
+    def snapshot() -> Any:
+        grads = [None if p.grad is None else p.grad.clone() for p in model.parameters()]
+        return grads, copy.deepcopy(model.state_dict()), torch.get_rng_state()
+
+    before = snapshot()
+    opt.small_batch(lambda n: loss_of(model, x[:n], y[:n]))
+    assert same(before, snapshot())
+
+
+@check
+def a_small_batch_that_is_not_finite_puts_the_refresh_off(package: Any) -> None:
+    hand = Hand(package, refresh="epoch", steps_per_epoch=2)
+    hand.step([1.0] * 4)
+    hand.step([1.0] * 4, small=[math.nan, 1.0, 1.0, 1.0])
+    assert hand.factors is None and hand.opt.wants_small_batch
+    hand.step([1.0] * 4, small=[1.0] * 4)
+    close(hand.factors, [1.0] * 4)
+
+
+@check
+def a_staged_gradient_is_used_once_or_dropped(package: Any) -> None:
+    hand = Hand(package, refresh=2)
+    hand.step([1.0] * 4)
+    hand.step([1.0] * 4, small=[2.0] * 4)
+    hand.step([4.0] * 4)
+    close(hand.factors, [2.0] * 4)
+    hand = Hand(package)
+    hand.p.grad = torch.ones(4, dtype=torch.float64)
+    hand.small([2.0] * 4)
+    hand.opt.zero_grad()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        hand.step([1.0] * 4)
+    assert hand.factors is None
+
+
+@check
+def grad_scaler_changes_nothing(package: Any) -> None:
+    runs = []
+    for scaled in (False, True):
+        model = mlp()
+        opt = tula(model, sgd(model, fused=True), package, delta=math.inf)
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, enabled=scaled)
+        for step in range(2 * STEPS):
+            x, y = batch(step)
+            opt.zero_grad()
+            scaler.scale(loss_of(model, x, y)).backward()
+            if opt.wants_small_batch:
+                opt.small_batch(lambda n, m=model, x=x, y=y: loss_of(m, x[:n], y[:n]), scaler=scaler)
+            scaler.step(opt)
+            scaler.update()
+        runs.append((model.state_dict(), ags(opt)))
+    assert same(*runs)
+
+
+# ---- checkpoints
+
+
+@check
+def resume_is_bitwise(package: Any) -> None:
+    ways: list[dict[str, Any]] = [{}, {"granularity": "tensor", "scale_ema": 0.5, "norm_ewma": 0.5, "refresh": 1}]
+    for way in ways:
+        runs = []
+        for stop in (3 * STEPS, STEPS + 2):
+            model = mlp(bn=True)
+            opt = tula(model, package=package, **way)
+            train(model, opt, stop)
+            again = mlp(bn=True, seed=9)
+            resumed = tula(again, package=package, **way)
+            again.load_state_dict(copy.deepcopy(model.state_dict()))
+            resumed.load_state_dict(copy.deepcopy(opt.state_dict()))
+            train(again, resumed, 3 * STEPS - stop, start=stop)
+            runs.append((again.state_dict(), resumed.state_dict()))
+        assert same(*runs), way
+        assert ags(opt)["n_scaled"] > 0
+
+
+@check
+def what_factors_meant_otherwise_is_void(package: Any) -> None:
+    model = mlp()
+    opt = tula(model, package=package)
+    train(model, opt, STEPS + 2)
+    changes: list[dict[str, Any]] = [
+        *({"b_large": 8}, {"b_small": 2}, {"granularity": "tensor"}, {"apply_to": "update"}, {"norm_ewma": 0.5}),
+        *({"scale_ema": 0.5}, {"granularity": "tensor", "source": "local_norms"}, {"available": 2}),
+    ]
+    for other in changes:
+        resumed = tula(model, package=package, **other)
+        resumed.load_state_dict(copy.deepcopy(opt.state_dict()))
+        assert ags(resumed)["scale"] == {} and ags(resumed)["prev_sq"] is None, other
+        assert same(resumed.state_dict()["base"], opt.state_dict()["base"])
+    for kept in ({}, {"delta": 0.1}, {"s_min": 0.1}):
+        resumed = tula(model, package=package, **kept)
+        resumed.load_state_dict(copy.deepcopy(opt.state_dict()))
+        assert len(ags(resumed)["scale"]) == 4, kept
+
+
+# ---- the ranks' own gradients
+
+
+class OtherRanks:
+    """Stands for torch.distributed in one process: what the other ranks would bring is given beforehand."""
+
+    def __init__(self, others: list[list[Tensor]]) -> None:
+        self.others = others
+
+    def get_world_size(self) -> int:
+        return len(self.others) + 1
+
+    def all_reduce(self, tensor: Tensor, group: Any = None, async_op: bool = False) -> Any:
+        """Sums gradients in a bucket (averaged by the hook beforehand), or their squared norms."""
+        if async_op:
+            tensor += sum(torch.cat(other) for other in self.others) / self.get_world_size()
+            future: torch.futures.Future[list[Tensor]] = torch.futures.Future()
+            future.set_result([tensor])
+            return SimpleNamespace(get_future=lambda: future)
+        tensor += sum(torch.stack([g.square().sum() for g in other]) for other in self.others)
+        return None
+
+
+@contextmanager
+def several_ranks(package: Any, others: list[list[Tensor]]) -> Iterator[None]:
+    modules = (package.local_norms, package.reduction)
+    kept = [module.dist for module in modules]
+    for module in modules:
+        module.dist = OtherRanks(others)
+    yield
+    for module, dist in zip(modules, kept, strict=True):
+        module.dist = dist
+
+
+def reduced(package: Any, listener: Any, params: list[Tensor], own: list[Tensor], world: int) -> list[Tensor]:
+    """Send one bucket through the hook; returns the averaged gradients."""
+    buffer = torch.cat([g.flatten() for g in own])
+    views = [v.view(p.shape) for v, p in zip(buffer.split([p.numel() for p in params]), params, strict=True)]
+    bucket = SimpleNamespace(buffer=lambda: buffer, gradients=lambda: views, parameters=lambda: params, index=lambda: 0)
+    group = SimpleNamespace(size=lambda: world)
+    package.reduction._reduce(package.reduction.Reduction(group, listeners=[listener]), bucket).wait()
+    return views
+
+
+@check
+def local_norms_equal_the_reference(package: Any) -> None:
+    """Three ranks with gradients of two parameters: one that the ranks agree about, one that they do not."""
+    rng = torch.Generator().manual_seed(3)
+    common = torch.randn(5, generator=rng, dtype=torch.float64)
+    own = [[common + 0.5 * torch.randn(5, generator=rng, dtype=torch.float64), torch.zeros(3)] for _ in range(3)]
+    for grads in own:
+        grads[1] = torch.randn(3, generator=rng, dtype=torch.float64)
+    params: list[Tensor] = [nn.Parameter(torch.zeros_like(g)) for g in own[0]]
+    opt = package.TulaOptimizer(
+        torch.optim.SGD(params, lr=1.0),
+        model=nn.ParameterList(params),
+        b_large=3,
+        b_small=1,
+        **package.PRESETS["robust"],
+    )
+    opt._world, opt._local = 3, package.local_norms.LocalNorms(lambda: True)
+    opt.consensus = "off"
+    expected = [reference.local_factor([grads[k].numpy() for grads in own], 1e-3) for k in range(2)]
+    before = [0.0, 0.0]
+    for turn in range(3):
+        factor = 2.0**turn  # as a loss scale: unknown to the optimizer
+        with several_ranks(package, [[g * factor for g in grads] for grads in own[1:]]):
+            views = reduced(package, opt._local, params, [g * factor for g in own[0]], 3)
+            for p, g in zip(params, views, strict=True):
+                p.grad = g / factor
+            start = [p.detach().clone() for p in params]
+            opt.step()
+        seen = [
+            float((w - p.detach()).norm() / (g / factor).norm()) for w, p, g in zip(start, params, views, strict=True)
+        ]
+        close(seen, [1.0, 1.0] if turn == 0 else before)
+        before = [float(s) for s in opt.factors]
+        close(before, expected)
+    assert 1 < expected[0] < math.sqrt(3) and expected[1] > expected[0]
+
+
+@check
+def local_factors_keep_what_is_not_finite_and_their_bounds(package: Any) -> None:
+    small = torch.tensor([4.0, math.inf, 1.0, 0.0, 1.0, 100.0])
+    large = torch.tensor([1.0, 1.0, math.nan, 0.0, 0.0, 1.0])
+    bounds = package.indicators.Bounds(1e-3, 3.0)
+    found = package.indicators.local_factors(small, large, torch.full((6,), 0.5), bounds)
+    close(found.tolist(), [2.0, 0.5, 0.5, 1.0, 3.0, 3.0])
+
+
+@check
+def the_presets_are_the_documented_ones(package: Any) -> None:
+    paper, robust = tula(mlp(), package=package), tula(mlp(), package=package, **package.PRESETS["robust"])
+    assert (paper.granularity, paper.delta, paper.s_min, paper.source) == ("element", 0.5, 1e-3, "small_batch")
+    given = {name: value for name, value in package.PRESETS["paper"].items() if name != "refresh"}
+    assert {name: getattr(paper, name) for name in given} == given and paper._schedule.every is None
+    assert (robust.granularity, robust.delta, robust.scale_ema) == ("tensor", math.inf, 0.9)
+    assert robust.source == "local_norms" and robust._schedule.every == 1
+    assert robust.wants_small_batch  # in one process

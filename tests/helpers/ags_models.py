@@ -1,0 +1,116 @@
+"""Small models, data and training loops that the tests of TulaOptimizer share."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tula_cli.worker import optim
+from tula_cli.worker.optim import TulaOptimizer
+
+B_LARGE, B_SMALL, STEPS = 16, 4, 4  # STEPS: optimizer steps in an epoch
+DTYPES = (torch.float32, torch.float64, torch.bfloat16)
+
+
+def mlp(bn: bool = False, dropout: float = 0.0, widths: tuple[int, ...] = (5, 7, 3), seed: int = 0) -> nn.Sequential:
+    torch.manual_seed(seed)
+    layers: list[nn.Module] = []
+    for i, (a, b) in enumerate(itertools.pairwise(widths)):
+        last = i == len(widths) - 2
+        # a bias before BatchNorm has no gradient but round-off, and its ratio means nothing
+        layers += [nn.Linear(a, b, bias=last or not bn)]
+        layers += [] if last else [nn.BatchNorm1d(b)] * bn + [nn.Tanh()] + [nn.Dropout(dropout)] * (dropout > 0)
+    return nn.Sequential(*layers).double()
+
+
+def batch(step: int, dtype: torch.dtype = torch.float64, seed: int = 1) -> tuple[Tensor, Tensor]:
+    rng = torch.Generator().manual_seed(1000 * seed + step)
+    x = torch.randn(B_LARGE, 5, generator=rng, dtype=torch.float64)
+    y = torch.randint(0, 3, (B_LARGE,), generator=rng)
+    return x.to(dtype), y
+
+
+def loss_of(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    return nn.functional.cross_entropy(model(x).float() if x.dtype is torch.bfloat16 else model(x), y)
+
+
+def sgd(model: nn.Module, **kwargs: Any) -> torch.optim.SGD:
+    return torch.optim.SGD(model.parameters(), **({"lr": 0.1, "momentum": 0.9, "weight_decay": 1e-3} | kwargs))
+
+
+def tula(
+    model: nn.Module, base: torch.optim.Optimizer | None = None, package: Any = optim, **kwargs: Any
+) -> TulaOptimizer:
+    """`package`: a copy of tula_cli.worker.optim, for what is tried on a changed one."""
+    default: dict[str, Any] = {"b_large": B_LARGE, "b_small": B_SMALL, "steps_per_epoch": STEPS}
+    optimizer: TulaOptimizer = package.TulaOptimizer(base or sgd(model), model=model, **(default | kwargs))
+    return optimizer
+
+
+def train_step(model: nn.Module, opt: torch.optim.Optimizer, step: int, dtype: torch.dtype = torch.float64) -> None:
+    x, y = batch(step, dtype)
+    opt.zero_grad()
+    loss_of(model, x, y).backward()
+    take_small_batch(model, opt, x, y)
+    opt.step()
+
+
+def take_small_batch(model: nn.Module, opt: torch.optim.Optimizer, x: Tensor, y: Tensor) -> None:
+    if getattr(opt, "wants_small_batch", False):
+        opt.small_batch(lambda n: loss_of(model, x[:n], y[:n]))  # type: ignore[attr-defined]
+
+
+def train(model: nn.Module, opt: torch.optim.Optimizer, steps: int, start: int = 0, **kwargs: Any) -> None:
+    for step in range(start, start + steps):
+        train_step(model, opt, step, **kwargs)
+
+
+def ags(opt: TulaOptimizer) -> dict[str, Any]:
+    return dict(opt.state_dict()["ags"])
+
+
+def same(a: Any, b: Any) -> bool:
+    """Equal bit by bit, through dicts and lists."""
+    if isinstance(a, Tensor):
+        return a.dtype == b.dtype and torch.equal(a, b)
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(same(a[k], b[k]) for k in a)
+    if isinstance(a, (list, tuple)):
+        return len(a) == len(b) and all(same(x, y) for x, y in zip(a, b, strict=True))
+    return bool(a == b)
+
+
+class Hand:
+    """One parameter of four numbers whose gradient is set by hand, trained by plain SGD with a step size of 1."""
+
+    def __init__(self, package: Any = optim, **kwargs: Any) -> None:
+        self.p = nn.Parameter(torch.zeros(4, dtype=torch.float64))
+        self.model = nn.ParameterList([self.p])
+        base = torch.optim.SGD([self.p], lr=1.0)
+        settings = {"b_large": 16, "b_small": 1, "refresh": 1, "delta": 0.5} | kwargs
+        self.opt = package.TulaOptimizer(base, model=self.model, **settings)
+
+    def step(self, large: list[float], small: list[float] | None = None) -> list[float]:
+        """Returns the gradient that the base has seen."""
+        self.p.grad = torch.tensor(large, dtype=torch.float64)
+        if small is not None:
+            self.small(small)
+        before = self.p.detach().clone()
+        self.opt.step()
+        return (before - self.p.detach()).tolist()
+
+    def small(self, values: list[float]) -> None:
+        grad = torch.tensor(values, dtype=torch.float64)
+        self.opt.small_batch(lambda n: (self.p * grad).sum())
+
+    @property
+    def scaled(self) -> int:
+        return int(ags(self.opt)["n_scaled"])
+
+    @property
+    def factors(self) -> Any:
+        scale = ags(self.opt)["scale"]
+        return scale[0].tolist() if scale else None

@@ -1,0 +1,225 @@
+"""What several ranks do, for test_methods_ranks: `python method_rank_cases.py FOLDER` in torchrun's environment.
+
+Everything runs in one process group, one case after the other. What a rank finds is kept in FOLDER/<rank>.json.
+"""
+
+import hashlib
+import json
+import sys
+import warnings
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState, post_localSGD_hook
+from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
+from torch.distributed.optim import PostLocalSGDOptimizer
+from torch.nn.parallel import DistributedDataParallel
+from worker_jobs import Interrupted, gradient, rows, same, spec, train_task, trained, trainer, weights
+
+from tula_cli.records import TrainTask
+from tula_cli.rundir import RunDir
+from tula_cli.worker import loop, zoo
+from tula_cli.worker.data import build_datasets
+from tula_cli.worker.loop import Trainer
+from tula_cli.worker.optim.adascale import AdaScale, estimates, gain
+from tula_cli.worker.ranks import Ranks, joined
+from tula_cli.worker.sampling import permutation, stable_seed
+from tula_cli.worker.schedule import learning_rate
+from tula_cli.worker.training import run_training
+
+POLO: dict[str, Any] = {"train": {"method": "polo", "epochs": 7, "checkpoint_every": 1e-9}}
+NORM: dict[str, Any] = {"model": {"args": {"norm": True, "dropout": 0.3}}}
+
+
+def main() -> None:
+    folder = Path(sys.argv[1])
+    cases = (drift, synchronous, against_torch, resumed, relaunched, left, scales, gains)
+    with joined(spec().cluster, handover=folder / "handover") as ranks:
+        found = {case.__name__: case(folder, ranks) for case in cases}
+    (folder / f"{ranks.rank}.json").write_text(json.dumps(found))
+
+
+def _agree(ranks: Ranks, tensors: Any) -> bool:
+    """Return whether all ranks hold the same bits."""
+    digest = hashlib.sha256(b"".join(tensor.detach().numpy().tobytes() for tensor in tensors)).hexdigest()
+    return len(set(ranks.gather(digest))) == 1
+
+
+def _whole(subject: Trainer) -> list[torch.Tensor]:
+    """Return all that a checkpoint holds."""
+    momenta = [state["momentum_buffer"] for state in subject.base.state.values()]
+    return [*subject.ddp.module.state_dict().values(), *momenta]
+
+
+def drift(folder: Path, ranks: Ranks) -> dict[str, list[bool]]:
+    """Return after each step whether the parameters are equal, and whether everything is.
+
+    "kept" tells whether the next step begins with the running statistics that this one has left on this rank.
+    """
+    subject = trainer(spec(**POLO, **NORM), ranks)
+    norm = next(module for module in subject.ddp.modules() if isinstance(module, nn.BatchNorm2d))
+    entered: list[torch.Tensor] = []
+    norm.register_forward_pre_hook(lambda module, _: entered.append(module.running_mean.clone()))
+    parameters, everything, after = [], [], []
+    for _ in loop.steps(subject):
+        parameters.append(_agree(ranks, subject.ddp.parameters()))
+        everything.append(_agree(ranks, _whole(subject)))
+        after.append(norm.running_mean.clone())
+    kept = [torch.equal(one, other) for one, other in zip(after[:-1], entered[1:], strict=True)]
+    return {"parameters": parameters, "everything": everything, "kept": kept}
+
+
+def synchronous(folder: Path, ranks: Ranks) -> bool:
+    """Return whether the first five epochs are those of the large batch with the same warm-up, bit for bit."""
+    ends = []
+    for job in (
+        spec(**POLO, **NORM),
+        spec(**NORM, train={"method": "lbt", "epochs": 7}, schedule={"warmup_epochs": 5}),
+    ):
+        subject = trainer(job, ranks)
+        for _ in islice(loop.steps(subject), 30):
+            pass
+        ends.append(weights(subject))
+    return same(*ends)
+
+
+def against_torch(folder: Path, ranks: Ranks) -> float:
+    """Return how far the parameters are from those of torch's own post-local SGD, which averages nothing else."""
+    job = spec(**POLO, dataset={"args": {"size": 128}}, optimizer={"momentum": None, "lr": 0.05})
+    ours, _ = trained(job, ranks)
+    data = build_datasets(job)
+    torch.manual_seed(stable_seed(job.train.seed))
+    ddp = DistributedDataParallel(zoo.build_model(job, 3))
+    switch = 5 * 8  # steps
+    ddp.register_comm_hook(
+        PostLocalSGDState(None, None, start_localSGD_iter=switch, post_local_gradient_allreduce=False),
+        post_localSGD_hook,
+    )
+    averager = PeriodicModelAverager(period=2, warmup_steps=switch)
+    averager.step = (
+        1  # it averages first after the step that switches; here that is one step earlier, which changes nothing
+    )
+    optimizer = PostLocalSGDOptimizer(torch.optim.SGD(ddp.parameters(), lr=0.05), averager)
+    for epoch in range(job.train.epochs):
+        order = permutation(128, seed=job.train.seed, epoch=epoch).tolist()
+        for begin in range(0, 128, 16):
+            pairs = [data.train[epoch, index] for index in order[begin : begin + 16][ranks.rank :: ranks.world]]
+            optimizer.param_groups[0]["lr"] = learning_rate(job, epoch + begin / 128, 16)
+            optimizer.zero_grad()
+            output = ddp(torch.stack([image for image, _ in pairs]))
+            nn.functional.cross_entropy(output, torch.tensor([label for _, label in pairs])).backward()
+            optimizer.step()
+    theirs = ddp.module.state_dict()
+    return max(float((ours[name] - theirs[name]).abs().max()) for name in ours)
+
+
+def _train(task: TrainTask, run: RunDir, ranks: Ranks) -> None:
+    run_training(task, run, ranks, build_datasets(task.spec))
+    ranks.from_first(0)
+
+
+def _broken_off(run: RunDir, ranks: Ranks, *, after: int) -> TrainTask:
+    """Train until a rank has loaded so many samples; return the task that goes on."""
+    job = spec(**POLO, **NORM)
+    task = train_task(job)
+    ending = spec(**POLO, **NORM, dataset={"args": {"ends_after": after // ranks.world}})
+    try:
+        _train(train_task(ending, signature=task.signature), run, ranks)
+    except Interrupted:
+        ranks.from_first(0)
+    return task
+
+
+def _final(run: RunDir, task: TrainTask) -> dict[str, torch.Tensor]:
+    state: dict[str, torch.Tensor] = torch.load(run.train_dir(task.signature) / "last", weights_only=True)["model"]
+    return state
+
+
+def resumed(folder: Path, ranks: Ranks) -> dict[str, Any]:
+    """Break off between two averages, go on, and compare with a run that was never broken off."""
+    run, other = RunDir(folder / "resumed"), RunDir(folder / "unbroken")
+    task = _broken_off(run, ranks, after=5 * 96 + 64)
+    _train(task, run, ranks)
+    _train(task, other, ranks)
+    starts = [row["samples"] for row in rows(run, task, "start")]
+    return {"starts": starts, "same": same(_final(run, task), _final(other, task))}
+
+
+def relaunched(folder: Path, ranks: Ranks) -> dict[str, Any]:
+    """Go on at half the batch, as after an out-of-memory, behind the switch."""
+    run = RunDir(folder / "relaunched")
+    task = _broken_off(run, ranks, after=5 * 96 + 64)
+    smaller = train_task(task.spec, batch=8, signature=task.signature)
+    _train(smaller, run, ranks)
+    result = run.train_result(task.signature)
+    assert result is not None
+    return {"starts": [(row["samples"], row["batch"]) for row in rows(run, task, "start")], "epochs": result.epochs}
+
+
+def left(folder: Path, ranks: Ranks) -> dict[str, bool]:
+    """What leaving between two averages does before it saves."""
+    subject = trainer(spec(**POLO, **NORM), ranks)
+    for _ in islice(loop.steps(subject), 31):
+        pass
+    before = _agree(ranks, _whole(subject)), subject.apart
+    loop.join_replicas(subject)
+    return {"before": before[0], "apart": before[1], "after": _agree(ranks, _whole(subject)), "still": subject.apart}
+
+
+def scales(folder: Path, ranks: Ranks) -> float:
+    """Return the loss scale on this rank where each had found another."""
+    subject = trainer(spec(train={**POLO["train"], "precision": "fp16"}), ranks)
+    next(loop.steps(subject))
+    subject.scaler.update(2.0 ** (ranks.rank + 3))
+    subject.apart = True
+    loop.join_replicas(subject)
+    return float(subject.scaler.get_scale())
+
+
+def gains(folder: Path, ranks: Ranks) -> dict[str, Any]:
+    """Return AdaScale's gain after some steps at the first weights, and what it is by hand."""
+    still = {"optimizer": {"lr": 1e-12}, "model": {"args": {"norm": True}}}
+    found = {}
+    for precision, accumulate in (("fp32", 1), ("fp32", 2), ("fp16", 1)):
+        train = {"method": "adascale", "accumulate": accumulate, "precision": precision}
+        subject = _without_overflow(trainer(spec(**still, train=train), ranks))
+        steps = list(islice(loop.steps(subject), 4))
+        assert isinstance(subject.optimizer, AdaScale)
+        expected = _gain_by_hand(spec(**still, train={**train, "method": "lbt"}), ranks)
+        found[f"{precision} {accumulate}"] = (len(steps), subject.optimizer.gain, expected)
+    return found
+
+
+def _without_overflow(subject: Trainer) -> Trainer:
+    if subject.scaler.is_enabled():
+        subject.scaler.load_state_dict({**subject.scaler.state_dict(), "scale": 256.0})
+    return subject
+
+
+def _gain_by_hand(job: Any, ranks: Ranks) -> float:
+    plain, pairs = _without_overflow(trainer(job, ranks)), []
+
+    def look() -> None:
+        own = gradient(plain) / plain.scaler.get_scale()
+        (total,) = ranks.sum([float(own.square().sum())])
+        mean = torch.tensor(ranks.sum(own.tolist())) / ranks.world
+        pairs.append((total / ranks.world, float(mean.square().sum())))
+
+    plain.synchronise, plain.after_backward = False, look
+    list(islice(loop.steps(plain), 4))
+    both = [
+        estimates(torch.tensor(s), torch.tensor(b), samples=16 // ranks.world, batch=16, reference_batch=8)
+        for s, b in pairs
+    ]
+    noise, signal = (sum(float(pair[k]) for pair in both) / len(both) for k in range(2))
+    return gain(noise, signal, 2.0)
+
+
+if __name__ == "__main__":
+    warnings.simplefilter("ignore", FutureWarning)
+    main()
+    assert not dist.is_initialized()

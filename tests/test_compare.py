@@ -1,0 +1,519 @@
+"""`tula compare`: the grid, what is trained when, the table, the page."""
+
+import dataclasses
+import io
+import itertools
+import json
+import math
+import os
+import re
+import time
+from pathlib import Path
+
+import make_runs as make
+import pytest
+import yaml
+
+from tula_cli import cli, compare, launch, page, show, status
+from tula_cli.compare import Grid
+from tula_cli.errors import BadMeasurements, JobFailed, SpecError, TulaError
+from tula_cli.records import Cell, Comparison, Inspection, TrainTask
+from tula_cli.rundir import RunDir
+from tula_cli.spec import JobSpec, train_signature
+
+SPEC = {
+    **make.SPEC,
+    "train": {"epochs": 4, "reference_batch": 32, "seed": 5},
+    "search": {"nodes": [1], "max_node_hours": 1},
+}
+GRID = Grid(methods=("lbt", "lrs", "ags"), batches=(128, 256), seeds=2, nodes=1)
+# Top-1 by method at a large batch, and how much a seed adds; the reference is at 90.
+TOP1 = {"lbt": 80.0, "lrs": 85.0, "ags": 90.0, "lbt-x2": 70.0, "lbt-x4": 10.0}
+
+
+def inspect(spec: JobSpec) -> Inspection:
+    return Inspection(
+        dataset_size=2000, eval_size=100, classes=10, sample_shape=(1, 8, 8), parameters=10, footprints=(),
+        estimate_error="", device="cpu", hardware="x", capacity=None, cpus=2,
+    )  # fmt: skip
+
+
+class Trains(make.FakeLauncher):
+    """Trains each job at once. `fails` are the methods that end in an error, `diverges` those whose loss is no number."""
+
+    def __init__(self, fails: tuple[str, ...] = (), diverges: tuple[str, ...] = (), classes: bool = True) -> None:
+        super().__init__()
+        self.fails, self.diverges, self.classes = fails, diverges, classes
+        self.tasks: list[TrainTask] = []
+
+    def submit(self, run, task):
+        job = super().submit(run, task).model_copy(update={"submitted_at": time.time()})
+        self.tasks.append(task)
+        self.says[task.job] = "ended"
+        lr = task.spec.optimizer.lr / make.SPEC["optimizer"]["lr"]
+        method = task.spec.train.method if lr == 1 else f"lbt-x{lr:.0f}"
+        if method in self.fails:
+            now = time.time()
+            run.write_attempt(make.attempt(task.id, start=now, end=now, outcome="user", message="KeyError: 'x'\nmore"))
+        else:
+            self._train(run, task, method)
+        return job
+
+    def _train(self, run, task, method):
+        reference = task.batch == task.spec.train.reference_batch
+        top1 = (90.0 if reference else TOP1[method]) + 2 * (task.spec.train.seed - 5)
+        metrics = {"top1": top1, "top5": 99.0, "eval_loss": (100 - top1) / 10}
+        if not self.classes:
+            metrics = {"eval_loss": metrics["eval_loss"]}
+        if method in self.diverges:
+            metrics = {"top1": 10.0, "top5": 50.0}
+        hours = 32 / task.batch
+        result = make.train_result(task.signature).model_copy(update={"metrics": metrics, "samples": 8000})
+        run.write_train_result(result)
+        rows = [
+            {"kind": "epoch", "samples": 2000 * epoch, "epoch": epoch, **metrics, "ags": {"mean": 2.0}}
+            for epoch in (1, 2)
+        ]
+        if method in self.diverges:
+            rows[-1]["eval_loss"] = None
+        if method == "ags":
+            rows[-1]["diagnostics"] = {
+                "norm": {"q50": 3.0}, "delta": None, "factors": {"edges": [0.5, 1.0, 2.0], "counts": [0, 1, 3, 0]}
+            }  # fmt: skip
+            rows.append({"kind": "hessian", "samples": 4000, "eigenvalue": 7.5, "lr_bound": None})
+        run.metrics_path(task.signature).write_text("".join(json.dumps(row) + "\n" for row in rows))
+        run.write_summary(
+            make.summary(
+                signature=task.signature, start_batch=task.batch, batch=task.batch, metrics=metrics, actual_hours=hours,
+                best_top1=metrics.get("top1", 0.0) + 1,
+            )
+        )  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in list(os.environ):
+        if name.startswith("TULA_") or name in ("NO_COLOR", "FORCE_COLOR", "COLUMNS"):
+            monkeypatch.delenv(name)
+    monkeypatch.setattr("sys.stdin", io.StringIO())
+    monkeypatch.setitem(status.GRACE, "local", 0.02)
+    monkeypatch.setitem(status.POLL, "local", (0.01, 0.01))
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDir:
+    return RunDir.create(tmp_path / "tula-runs", make.spec(**SPEC))
+
+
+def plan(run: RunDir, grid: Grid = GRID, spec: JobSpec | None = None) -> compare.ComparePlan:
+    return compare.plan(run, spec or run.spec(), grid, inspect=inspect, now=1.0)
+
+
+def trained(run: RunDir, launcher: make.FakeLauncher, grid: Grid = GRID, **how) -> compare.CompareReport:
+    planned = plan(run, grid)
+    list(compare.one_by_one(run, planned, launcher, inspect=inspect, **how))
+    return table(run, planned.comparison)
+
+
+def table(run: RunDir, comparison: Comparison, launcher: make.FakeLauncher | None = None) -> compare.CompareReport:
+    now = status.snapshot(run, launcher or make.FakeLauncher(), now=time.time())
+    return compare.report(run, comparison, run.spec(), jobs=now.jobs)
+
+
+def row(report: compare.CompareReport, method: str, batch: int) -> compare.Row:
+    (found,) = [row for row in report.rows if (row.method, row.batch) == (method, batch)]
+    return found
+
+
+# --- the grid
+
+
+def test_the_first_seed_of_every_row_comes_before_any_second_one(run: RunDir) -> None:
+    cells = plan(run).comparison.cells
+    rows = [
+        ("lbt", 32),
+        *itertools.product(("lbt", "lrs", "ags", "lbt-x2", "lbt-x4"), (128,)),
+        *itertools.product(("lbt", "lrs", "ags", "lbt-x2", "lbt-x4"), (256,)),
+    ]
+    assert [(cell.method, cell.batch, cell.seed) for cell in cells] == [(*r, seed) for seed in (5, 6) for r in rows]
+    assert [cell.reference for cell in cells[:3]] == [True, False, False]
+
+
+def test_controls_can_be_left_out_and_are_only_at_large_batches(run: RunDir) -> None:
+    without = Grid(methods=("ags",), batches=(128,), seeds=1, nodes=1, controls=False)
+    assert [cell.method for cell in plan(run, without).comparison.cells] == ["lbt", "ags"]
+    small = Grid(methods=("ags",), batches=(32,), seeds=1, nodes=1)
+    assert [(cell.method, cell.batch) for cell in plan(run, small).comparison.cells] == [("lbt", 32), ("ags", 32)]
+
+
+def test_the_reference_among_the_batches_is_trained_once(run: RunDir) -> None:
+    cells = plan(run, Grid(methods=("lbt",), batches=(32, 128), seeds=1, nodes=1)).comparison.cells
+    assert [(cell.method, cell.batch) for cell in cells] == [
+        ("lbt", 32),
+        ("lbt", 128),
+        ("lbt-x2", 128),
+        ("lbt-x4", 128),
+    ]
+    assert len({cell.signature for cell in cells}) == len(cells)
+
+
+def test_a_cell_is_the_training_of_the_same_overrides(run: RunDir) -> None:
+    spec = run.spec()
+    by_hand = make.spec(**{**SPEC, "optimizer": {"lr": 0.4}, "train": {**SPEC["train"], "method": "lbt", "seed": 6}})
+    assert compare.cell_spec(spec, "lbt-x4", 6) == by_hand
+    cell = next(c for c in plan(run).comparison.cells if (c.method, c.batch, c.seed) == ("lbt-x4", 256, 6))
+    assert cell.signature == train_signature(by_hand, nodes=1, batch=256)
+
+
+def test_a_scaling_of_the_learning_rate_is_that_of_the_jobs_own_method_alone() -> None:
+    spec = make.spec(**{**SPEC, "train": {**SPEC["train"], "method": "lrs", "lr_scaling": "sqrt"}})
+    scaling = {name: compare.cell_spec(spec, name, 5).train.lr_scaling for name in ("lrs", "ags", "lbt-x2", "sqrt")}
+    assert scaling == {"lrs": "sqrt", "ags": "auto", "lbt-x2": "auto", "sqrt": "sqrt"}
+
+
+def test_robust_leaves_nothing_of_the_jobs_own_scaling_but_the_consensus(run: RunDir) -> None:
+    spec = make.spec(**SPEC, ags={"delta": 0.2, "consensus": "check"})
+    own = compare.cell_spec(spec, "robust", 5)
+    assert own.train.method == "ags" and own.ags.resolved() != spec.ags.resolved()
+    assert own.ags.resolved() == make.spec(ags={"preset": "robust", "consensus": "check"}).ags.resolved()
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"methods": ("lbz",)}, "did you mean lb"),
+        ({"batches": ()}, "--batch"),
+        ({"batches": (0,)}, "--batch"),
+        ({"seeds": 0}, "--seeds"),
+        ({"nodes": 0}, "--nodes"),
+    ],
+)
+def test_a_grid_of_nonsense_is_refused(changes: dict, words: str) -> None:
+    with pytest.raises(SpecError) as error:
+        Grid(**{"methods": ("lbt",), "batches": (128,), "seeds": 1, "nodes": 1, **changes})
+    assert words in f"{error.value.message} {error.value.hint}"
+
+
+def test_every_method_of_the_spec_can_be_a_row() -> None:
+    assert {"ags", "lbt", "lrs"} <= set(compare.known_methods())
+    assert set(compare.CONTROLS) <= set(compare.known_methods())
+
+
+def test_what_cannot_be_trained_is_refused_before_anything_starts(run: RunDir) -> None:
+    with pytest.raises(SpecError, match="method lbt: batch 4096 is larger than the dataset"):
+        plan(run, Grid(methods=("lbt",), batches=(4096,), seeds=1, nodes=1))
+    with pytest.raises(SpecError, match="the reference: batch 32 does not divide by 3"):
+        plan(run, Grid(methods=("lbt",), batches=(96,), seeds=1, nodes=3))
+
+
+# --- training
+
+
+def test_everything_is_trained_once_and_the_table_is_whole(run: RunDir) -> None:
+    launcher = Trains()
+    report = trained(run, launcher)
+    assert report.complete and report.total == 22 == len(launcher.submitted) == len(set(launcher.submitted))
+    assert not plan(run).missing
+    again = Trains()
+    trained(run, again)
+    assert again.submitted == []
+
+
+def test_a_seed_more_trains_only_that(run: RunDir) -> None:
+    trained(run, Trains())
+    launcher = Trains()
+    trained(run, launcher, Grid(methods=GRID.methods, batches=GRID.batches, seeds=3, nodes=1))
+    assert {task.spec.train.seed for task in launcher.tasks} == {7}
+    assert len(launcher.tasks) == 11
+
+
+def test_a_failure_is_told_and_does_not_end_the_grid(run: RunDir) -> None:
+    report = trained(run, Trains(fails=("lrs",)))
+    failed = row(report, "lrs", 256)
+    assert [cell.state for cell in failed.cells] == ["failed", "failed"]
+    assert (report.finished, report.total, failed.top1, failed.gap) == (18, 22, None, None)
+    assert "lrs, batch 128, seed 5 failed: KeyError: 'x'" in report.warnings
+    assert row(report, "ags", 256).top1 is not None
+    launcher = Trains()
+    assert trained(run, launcher).complete  # the next call trains what has failed
+    assert len(launcher.submitted) == 4
+
+
+def test_a_job_that_never_works_ends_the_grid(run: RunDir) -> None:
+    launcher = Trains(fails=tuple(TOP1))
+    with pytest.raises(JobFailed, match=r"first 3 trainings have all failed.*KeyError"):
+        trained(run, launcher)
+    assert len(launcher.submitted) == compare.HOPELESS
+
+
+def test_a_cancelled_training_ends_the_grid(run: RunDir) -> None:
+    class Cancelled(Trains):
+        def submit(self, run, task):
+            job = make.FakeLauncher.submit(self, run, task)
+            self.says[task.job] = "ended"
+            run.cancel(task.job)
+            return job
+
+    launcher = Cancelled()
+    report = trained(run, launcher)
+    assert len(launcher.submitted) == 1
+    assert row(report, "lbt", 32).cells[0].state == "cancelled"
+
+
+def test_a_diverged_training_counts_with_its_accuracy(run: RunDir) -> None:
+    report = trained(run, Trains(diverges=("lbt-x4",)))
+    found = row(report, "lbt-x4", 256)
+    assert [cell.state for cell in found.cells] == ["diverged", "diverged"]
+    assert found.top1 == compare.Stat(10.0, 0.0, 2) and found.loss is None
+    assert report.complete
+
+
+def test_nothing_is_started_that_will_not_end_in_time(run: RunDir) -> None:
+    launcher = Trains()
+    # The reference takes an hour, then every training as long as the others at its batch, at first as the reference.
+    trained(run, launcher, seconds=0.0, clock=lambda: 0.0)
+    assert len(launcher.submitted) == 1  # of which nothing is known
+    planned = plan(run)
+    list(compare.one_by_one(run, planned, launcher, inspect=inspect, seconds=3599.0, clock=lambda: 0.0))
+    assert len(launcher.submitted) == 1
+    moment = itertools.count(0, 600)
+    list(compare.one_by_one(run, planned, launcher, inspect=inspect, seconds=7000.0, clock=lambda: next(moment)))
+    assert 1 < len(launcher.submitted) < 22
+
+
+def test_progress_counts_and_tells_what_is_left(run: RunDir) -> None:
+    planned = plan(run)
+    steps = list(compare.one_by_one(run, planned, Trains(fails=("lrs",)), inspect=inspect))
+    ended = [step for step in steps if step.ended is not None]
+    assert [step.done + step.failed for step in ended] == list(range(1, 23))
+    assert (ended[-1].done, ended[-1].failed, ended[-1].left) == (18, 4, 0.0)
+    assert ended[0].left is None  # as nothing was known when it began
+    seeds = [step.left for step in ended if step.ended.seed == 6]
+    assert seeds == sorted(seeds, reverse=True) and seeds[0] > 3600  # the second reference takes an hour
+
+
+def test_changed_code_ends_a_comparison(run: RunDir) -> None:
+    planned = plan(run)
+    first = planned.comparison.cells[0].model_copy(update={"signature": "00000000"})
+    with pytest.raises(TulaError, match="has changed since the comparison was started"):
+        compare.submit(run, planned, first, Trains(), inspect=inspect)
+
+
+def test_a_scheduler_gets_everything_at_once(run: RunDir) -> None:
+    launcher = Trains()
+    planned = plan(run)
+    jobs = compare.submit_all(run, planned, launcher, inspect=inspect)
+    assert jobs == [f"train-{cell.signature}" for cell in planned.comparison.cells]
+    steps = list(compare.wait_for_all(run, planned, launcher, jobs))
+    assert (steps[-1].done, steps[-1].failed, steps[-1].total) == (22, 0, 22)
+    assert {step.ended for step in steps if step.ended} == set(planned.comparison.cells)
+
+
+def test_expected_hours_are_those_of_the_own_row_then_predicted_then_of_the_batch() -> None:
+    took = {("a", 32): 1.0, ("b", 64): 3.0, ("c", 64): 5.0}
+    assert compare.expected_hours(("a", 32), took, {("a", 32): 9.0}) == 1.0
+    assert compare.expected_hours(("d", 64), took, {("d", 64): 9.0}) == 9.0
+    assert compare.expected_hours(("d", 64), took, {}) == 4.0
+    assert compare.expected_hours(("d", 128), took, {}) == 3.0
+    assert compare.expected_hours(("d", 128), {}, {}) is None
+
+
+# --- the table
+
+
+def test_mean_deviation_gap_and_what_is_recovered(run: RunDir) -> None:
+    report = trained(run, Trains())
+    lrs = row(report, "lrs", 256)
+    assert lrs.top1 == compare.Stat(86.0, pytest.approx(math.sqrt(2)), 2)  # 85 and 87: the sample deviation
+    assert (lrs.gap, lrs.recovered) == (pytest.approx(5.0), pytest.approx(0.5))
+    assert row(report, "ags", 256).recovered == pytest.approx(1.0)
+    assert row(report, "lbt-x2", 256).recovered == pytest.approx(-1.0)
+    assert row(report, "lbt", 256).gap == pytest.approx(10.0) and row(report, "lbt", 256).recovered is None
+    assert row(report, "lbt", 32).gap is None and row(report, "lbt", 32).reference
+    assert (lrs.samples, lrs.hours) == (8000, pytest.approx(32 / 256))
+
+
+def test_a_gap_within_the_noise_cannot_be_recovered() -> None:
+    near, far, own = compare.Stat(80.0, 3.0, 2), compare.Stat(80.0, 0.1, 2), compare.Stat(82.0, 1.0, 2)
+    reference = compare.Stat(82.0, 3.0, 2)
+    assert compare.recovered(reference, near, own, "top1") is None  # standard error of the difference: 3
+    assert compare.recovered(compare.Stat(83.5, 3.0, 2), near, own, "top1") == pytest.approx(2 / 3.5)
+    assert compare.recovered(compare.Stat(82.0, 0.1, 2), far, own, "top1") == pytest.approx(1.0)
+    assert compare.recovered(compare.Stat(82.0, None, 1), compare.Stat(80.0, None, 1), own, "top1") == pytest.approx(
+        1.0
+    )
+    assert compare.recovered(reference, compare.Stat(90.0, 0.0, 2), own, "top1") is None  # no gap at all
+
+
+def test_without_classes_the_loss_is_compared(run: RunDir) -> None:
+    report = trained(run, Trains(classes=False))
+    assert report.metric == "loss"
+    found = row(report, "lrs", 256)
+    assert found.top1 is None and found.loss is not None and found.loss.mean == pytest.approx(1.4)
+    assert (found.gap, found.recovered) == (pytest.approx(0.5), pytest.approx(0.5))
+
+
+def test_a_partial_table_tells_what_is_missing(run: RunDir) -> None:
+    planned, launcher = plan(run), Trains()
+    for cell in planned.comparison.cells[:4]:
+        compare.submit(run, planned, cell, launcher, inspect=inspect)
+    report = table(run, planned.comparison)
+    assert (report.finished, report.total) == (4, 22)
+    assert row(report, "ags", 128).count("missing") == 1 and row(report, "ags", 128).top1.sd is None
+    assert report.hours_left is not None and report.hours_left > 0
+
+
+def test_a_training_that_fell_back_to_a_smaller_batch_is_marked(run: RunDir) -> None:
+    planned, launcher = plan(run), Trains()
+    cell = planned.comparison.cells[1]
+    compare.submit(run, planned, cell, launcher, inspect=inspect)
+    summary = run.summary(cell.signature)
+    assert summary is not None
+    run.write_summary(summary.model_copy(update={"batch": 64}))
+    report = table(run, planned.comparison)
+    assert report.warnings == ("lbt at batch 128: out of memory, some of it was trained at 64",)
+
+
+# --- the command
+
+
+def tula(*arguments: object) -> tuple[int, str, str]:
+    screen = show.Screen(out=io.StringIO(), err=io.StringIO())
+    code = cli.run([str(word) for word in arguments], screen=screen)
+    return code, screen.out.getvalue(), screen.err.getvalue()  # type: ignore[attr-defined]
+
+
+@pytest.fixture
+def here(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Trains:
+    launcher = Trains()
+    monkeypatch.setattr(launch, "launcher_for", lambda spec, **_: launcher)
+    monkeypatch.setattr(launch, "inspect", inspect)
+    (tmp_path / "job.yaml").write_text(yaml.safe_dump(SPEC))
+    return launcher
+
+
+ASKED = ("compare", "job.yaml", "--methods", "lbt,ags", "--batch", "128,256", "--seeds", 2)
+
+
+def test_the_command_trains_and_shows_the_table(here: Trains) -> None:
+    code, out, err = tula(*ASKED)
+    assert code == 0 and len(here.submitted) == 18
+    assert "ags" in out and "91.00 ± 1.41" in out and "18 of 18 trainings done" in out
+    assert "18 of 18 trainings done" in err and "top-1" in out
+    code, out, err = tula("compare")  # the same grid, of the newest run
+    assert code == 0 and len(here.submitted) == 18 and "finished already" in err
+    assert tula("compare", "--seeds", 3)[0] == 0 and len(here.submitted) == 27
+
+
+def test_a_dry_run_touches_nothing(here: Trains, tmp_path: Path) -> None:
+    code, out, _ = tula(*ASKED, "--dry-run")
+    assert code == 0 and "lbt (reference)" in out and "18 trainings to do, 0 of 18 done" in out
+    assert "#!/bin/bash" in out  # what the first of them would submit
+    assert not (tmp_path / "tula-runs").exists() and not here.submitted
+
+
+def test_show_starts_nothing(here: Trains) -> None:
+    assert tula("compare", "job.yaml", "--show")[0] == BadMeasurements.exit_code
+    here.fails = ("ags",)
+    tula(*ASKED)
+    submitted = len(here.submitted)
+    code, out, err = tula("compare", "--show", "--json")
+    answer = json.loads(out)
+    assert code == 0 and len(here.submitted) == submitted
+    assert (answer["status"], answer["data"]["finished"], answer["data"]["total"]) == ("partial", 14, 18)
+    assert answer["data"]["rows"][0]["top1"] == {"mean": 91.0, "sd": pytest.approx(math.sqrt(2)), "n": 2}
+    assert "ags, batch 128, seed 5 failed" in err
+
+
+def test_without_a_batch_the_recommended_one_is_compared(here: Trains, run: RunDir) -> None:
+    assert tula("compare", "job.yaml")[0] == BadMeasurements.exit_code
+    run.write_recommendation(make.recommendation(choice=make.prediction(2, 256)))
+    code, out, _ = tula("compare", "job.yaml", "--methods", "ags", "--dry-run", "--json")
+    cells = json.loads(out)["data"]["comparison"]["cells"]
+    assert code == 0 and {(cell["batch"], cell["nodes"]) for cell in cells} == {(32, 2), (256, 2)}
+
+
+@pytest.mark.parametrize(
+    "words", [("--batch", "12a"), ("--batch", "128", "--methods", "lbtt"), ("--batch", "128", "--no-wait")]
+)
+def test_what_the_user_gets_wrong_is_said(here: Trains, words: tuple[str, ...]) -> None:
+    code, _, err = tula("compare", "job.yaml", "--methods", "lbt", *words)
+    assert code == SpecError.exit_code and words[-1] in err
+
+
+def test_interrupting_keeps_what_is_done(here: Trains, monkeypatch: pytest.MonkeyPatch) -> None:
+    watch, calls = status.watch, itertools.count()
+
+    def interrupted(*arguments, **named):
+        if next(calls) == 3:
+            raise KeyboardInterrupt
+        return watch(*arguments, **named)
+
+    monkeypatch.setattr(status, "watch", interrupted)
+    code, _, err = tula(*ASKED)
+    assert code == 130 and "what is trained stays" in err
+    monkeypatch.setattr(status, "watch", watch)
+    assert tula(*ASKED)[0] == 0
+    assert len(set(here.submitted)) == 18 == len(here.submitted)
+
+
+# --- the page
+
+
+def test_the_page_stands_alone_and_draws_every_method(here: Trains, tmp_path: Path) -> None:
+    here.diverges = ("lbt-x4",)
+    code, _, _ = tula(*ASKED, "--html", "page.html")
+    content = (tmp_path / "page.html").read_text()
+    assert code == 0
+    assert "http" not in content and "<script" not in content
+    assert "lbt (reference)" in content and "91.00 ± 1.41" in content and "2 diverged" in content
+    # By batch, on the way at two batches; the mean factor of all; of ags alone its norm, eigenvalue and factors.
+    assert content.count("<svg") == 1 + 2 + 1 + 3
+    assert content.count("<polyline") == 5 + 2 * 5 + 5 + 2
+    assert "25.0 %</title>" in content and "75.0 %</title>" in content
+
+
+def test_the_density_of_factors_lies_at_their_edges() -> None:
+    cell = Cell(method="ags", batch=256, seed=0, nodes=1, signature="x")
+    rows = [
+        {"samples": 100 * epoch, "diagnostics": {"factors": {"edges": [0.5, 1.0, 2.0], "counts": counts}}}
+        for epoch, counts in ((1, [0, 2, 2, 0]), (2, [0, 0, 0, 4]))
+    ]
+    drawn = page.density(compare.Curve(cell, tuple(rows)))
+    rects = [dict(re.findall(r'(\S+)="([^"]+)"', part.partition(">")[0])) for part in drawn.split("<rect ")[1:4]]
+    shares = [float(rect["fill-opacity"]) ** 2 for rect in rects]
+    assert shares == pytest.approx([0.5, 0.5, 1.0], abs=0.002)
+    tops = [float(rect["y"]) for rect in rects]
+    assert tops[0] > tops[1] > tops[2] == page.TOP  # half to one, one to two, above two
+    assert float(rects[2]["x"]) > float(rects[0]["x"]) == page.LEFT
+    assert page.density(compare.Curve(cell, ({"samples": 1, "diagnostics": None},))) == ""
+
+
+def test_post_local_sgd_alone_is_said_to_be_nothing(run: RunDir) -> None:
+    grid = Grid(methods=("polo",), batches=(128,), seeds=1, nodes=1, controls=False)
+    assert any("polo on one GPU" in text for text in plan(run, grid).warnings)
+    two = dataclasses.replace(grid, nodes=2)
+    assert not plan(run, two).warnings
+
+
+def test_a_name_in_the_page_is_no_markup() -> None:
+    assert "<b>" not in page.chart([page.Series("<b>", "red", (page.Point(1.0, 2.0),))], title="<b>", x="<b>")
+
+
+def test_a_chart_holds_its_points_whatever_they_are() -> None:
+    for points in ((page.Point(1.0, 5.0),), (page.Point(0.0, 0.0), page.Point(1e7, 1e-9)), (page.Point(3, -2, 7.0),)):
+        drawn = page.chart([page.Series("a", "red", points)], title="t", x="x")
+        places = [part.split(",") for part in drawn.split('points="')[1].split('"')[0].split()]
+        assert all(page.LEFT <= float(x) <= page.WIDTH and 0 <= float(y) <= page.HEIGHT for x, y in places)
+    assert page.chart([page.Series("a", "red", ())], title="t", x="x") == ""
+    assert page.chart([page.Series("a", "red", (page.Point(1.0, 0.0),))], title="t", x="x", log=True) == ""
+
+
+def test_axes_have_round_numbers() -> None:
+    assert page.round_numbers(0.0, 1.0) == pytest.approx([0.0, 0.2, 0.4, 0.6, 0.8, 1.0])
+    assert page.round_numbers(61.3, 88.0) == pytest.approx([65, 70, 75, 80, 85])
+    assert [10**value for value in page.round_logarithms(-1.1, 0.4)] == pytest.approx([0.1, 0.2, 0.5, 1, 2])
+    assert page.round_logarithms(0.0, 5.0) == [0, 1, 2, 3, 4, 5]
+    assert len(page.round_logarithms(0.31, 0.35)) > 2  # between 2.04 and 2.24 no number is round
+    assert [page.short(value) for value in (1_200_000, 40_000, 0.05, 128)] == ["1.2M", "40k", "0.05", "128"]

@@ -1,0 +1,274 @@
+"""Errors planted into the optimizer, one line each: every one of them has to fail a check of ags_checks.
+
+A line that is not there exactly once fails too, so that this list follows the code.
+"""
+
+from __future__ import annotations
+
+import importlib.abc
+import importlib.machinery
+import itertools
+import sys
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from types import ModuleType
+
+import ags_checks
+import pytest
+import torch
+
+from tula_cli.worker import optim
+
+pytestmark = pytest.mark.torch
+FOLDER = Path(optim.__file__).parent
+NUMBERS = itertools.count()
+
+# (module, the line or a part of it, the error in its place)
+MUTANTS = {
+    # the gate: Eq. 5 and line 5
+    "norms instead of squared norms": ("indicators", ".square().sum()", ".square().sum().sqrt()"),
+    "the change is relative to now": ("indicators", "((now - before) / before).abs()", "((now - before) / now).abs()"),
+    "the change has a sign": ("indicators", "((now - before) / before).abs()", "((now - before) / before)"),
+    "the first step is scaled": ("indicators", "torch.full_like(now, math.inf)", "torch.zeros_like(now)"),
+    "the threshold is not strict": ("tula", "calm = change < self.delta", "calm = change <= self.delta"),
+    "the branch is inverted": ("tula", "calm = change < self.delta", "calm = ~(change < self.delta)"),
+    "NaN counts as calm": ("tula", "calm = change < self.delta", "calm = ~(change >= self.delta)"),
+    "the previous norm is kept after scaled steps only": (
+        "tula",
+        "self._square, self._level, self._change = square, level, change",
+        "self._square, self._level, self._change = square, level if calm else self._level, change",
+    ),
+    "the norm is of the scaled gradient": (
+        "tula",
+        "        if self.max_grad_norm is not None and grads:",
+        "        self._level = squared_norm(list(grads.values())) if calm is not None else None\n"
+        "        if self.max_grad_norm is not None and grads:",
+    ),
+    "clipping comes first": (
+        "tula",
+        "        calm, factors = self._look(grads, due) if acts else (None, None)",
+        "        if self.max_grad_norm is not None and grads:\n"
+        "            clip_(list(grads.values()), self.max_grad_norm)\n"
+        "        calm, factors = self._look(grads, due) if acts else (None, None)",
+    ),
+    "the average of norms forgets the wrong share": (
+        "indicators",
+        "torch.lerp(before, now, 1 - keep)",
+        "torch.lerp(before, now, keep)",
+    ),
+    "a norm that is not finite stays in the average": (
+        "indicators",
+        "torch.where(before.isfinite(), ",
+        "torch.where(now == now, ",
+    ),
+    # the factors: lines 10 to 18
+    "new factors act at once": (
+        "tula",
+        '        if calm is not None and self.apply_to == "gradient":',
+        "        self._factor = self._factor if factors is None else factors\n"
+        '        if calm is not None and self.apply_to == "gradient":',
+    ),
+    "s_max without the root": ("indicators", "return math.sqrt(b_large / b_small)", "return b_large / b_small"),
+    "no cap": ("indicators", "posinf=high).clamp_(low, high)", "posinf=high).clamp_(low)"),
+    "no floor": ("indicators", "posinf=high).clamp_(low, high)", "posinf=high).clamp_(max=high)"),
+    "x/0 is 1": ("indicators", "posinf=high)", "posinf=1.0)"),
+    "0/0 is the cap": ("indicators", "nan_to_num_(nan=1.0", "nan_to_num_(nan=high"),
+    "the ratio has a sign": ("indicators", "ratio.abs_()", "ratio"),
+    "the ratio is upside down": (
+        "indicators",
+        "torch.div(small.to(dtype), ratio, out=ratio)",
+        "torch.div(ratio, small.to(dtype), out=ratio)",
+    ),
+    "eps is added to a magnitude": ("indicators", "copy=True).add_(eps)", "copy=True).abs_().add_(eps)"),
+    "no eps": ("indicators", "copy=True).add_(eps)", "copy=True)"),
+    "the raw gradient is overwritten": ("indicators", "large.to(dtype, copy=True)", "large.to(dtype)"),
+    "the small gradient is overwritten": ("indicators", "if overwrite and small.dtype", "if small.dtype"),
+    "tensor: the ratio is upside down": ("indicators", "above[i] for i in indices", "below[i] for i in indices"),
+    "the average of factors forgets the wrong share": ("indicators", "list(new), 1 - keep)", "list(new), keep)"),
+    "factors are not averaged": ("tula", "if factors is None or not self.scale_ema:", "if True:"),
+    # line 6 and Eq. 8
+    "the device scales where the host does not": ("scaling", "flag + (1 - flag)] *", "(1 - flag) + flag] *"),
+    "the device forgets the branch": (
+        "scaling",
+        "multipliers = list(torch._foreach_mul(factors, flag))",
+        "multipliers = list(torch._foreach_mul(factors, 1 - flag))",
+    ),
+    "the device forgets the branch, tensor": (
+        "scaling",
+        "(torch.stack(factors) * flag + (1 - flag))",
+        "(torch.stack(factors))",
+    ),
+    "the host forgets the branch": ("scaling", "if tensors and bool(calm):", "if tensors:"),
+    "the update is scaled in every step": ("scaling", "(not on_device and not bool(calm))", "False"),
+    "the device scales every update": ("scaling", "torch.where(calm.to(p.device), to, p)", "to"),
+    "the update is scaled about zero": ("scaling", "torch._foreach_sub_(after, before)", "pass"),
+    "update and gradient are scaled": (
+        "tula",
+        '        if calm is not None and self.apply_to == "gradient":',
+        "        if calm is not None:",
+    ),
+    "the update is scaled with the gradient's setting": (
+        "tula",
+        '        if calm is None or self.apply_to == "gradient":',
+        "        if calm is None:",
+    ),
+    "static: factor 1": ("tula", "torch.full((), self.factor, device", "torch.full((), 1.0, device"),
+    "static: the cap without its root": (
+        "tula",
+        "max(1.0, factor_limit(b_large, self.small_batch_size))",
+        "max(1.0, b_large / self.small_batch_size)",
+    ),
+    "none counts scaled steps": ("tula", 'calm if self.granularity != "none"', "calm if True"),
+    # the small pass: lines 13 and 14
+    "BatchNorm's statistics take part": ("small_batch", "buffer.copy_(copy)", "pass"),
+    "random numbers are drawn": ("small_batch", "with torch.random.fork_rng(devices=devices):", "if True:"),
+    "the small gradient keeps the loss scale": ("small_batch", "factor = 1.0 / scaler.get_scale()", "factor = 1.0"),
+    "a gradient that is not finite is taken": (
+        "tula",
+        "        if is_finite(list(staged.values())):",
+        "        if True:",
+    ),
+    "a staged gradient outlives zero_grad": (
+        "tula",
+        "        self._drop()\n        self.base.zero_grad(set_to_none)",
+        "        self.base.zero_grad(set_to_none)",
+    ),
+    "GradScaler takes the wrapper for a fused optimizer": (
+        "tula",
+        "_step_supports_amp_scaling = False",
+        "_step_supports_amp_scaling = True",
+    ),
+    # the state
+    "the factors are not restored": (
+        "tula",
+        'self._factor = {params[i]: s.to(params[i].device) for i, s in ags["scale"].items()}',
+        "pass",
+    ),
+    "the previous norm is not restored": ("tula", 'self._level = ags["prev_sq"].to(params[0].device)', "pass"),
+    "the place in the epoch is not restored": ("tula", 'self._schedule.resume(ags["schedule"])', "pass"),
+    "factors of another batch are used": ("tula", "!= self._meaning():", "== 0:"),
+    "factors of another cap are used": ("tula", '"s_max": self.bounds.high,\n            "b_large"', '"b_large"'),
+    "factors of another target are used": ("tula", '            "apply_to": self.apply_to,\n', ""),
+    "norms of another average are used": ("tula", '            "norm_ewma": self.norm_ewma,\n', ""),
+    "factors of another average are used": ("tula", '            "scale_ema": self.scale_ema,\n', ""),
+    # the ranks' own gradients
+    "the sum over the ranks": ("local_norms", "own / dist.get_world_size()", "own"),
+    "this rank's norm alone": ("local_norms", "        dist.all_reduce(own)\n", ""),
+    "both norms from before the reduction": (
+        "local_norms",
+        "seen.averaged = _squares(grads)",
+        "seen.averaged = seen.own.clone()",
+    ),
+    "both norms from after the reduction": (
+        "local_norms",
+        "seen.averaged = _squares(grads)",
+        "seen.averaged = seen.own = _squares(grads)",
+    ),
+    "norms in place of their squares": (
+        "local_norms",
+        "torch.stack(norms(grads)).square()",
+        "torch.stack(norms(grads))",
+    ),
+    "local: the root is missing": ("indicators", "(small / large).sqrt()", "(small / large)"),
+    "local: upside down": ("indicators", "(small / large).sqrt()", "(large / small).sqrt()"),
+    "local: what is not finite is taken": (
+        "indicators",
+        "torch.where(small.isfinite() & large.isfinite(), ratio, before)",
+        "ratio",
+    ),
+    "local: a large norm that is not finite is taken": (
+        "indicators",
+        "small.isfinite() & large.isfinite()",
+        "small.isfinite()",
+    ),
+    "local: a small norm that is not finite is taken": (
+        "indicators",
+        "small.isfinite() & large.isfinite()",
+        "large.isfinite()",
+    ),
+    "local: the cap of the small batch": ("tula", "math.sqrt(self._world)", "math.sqrt(2 * self._world)"),
+    "the reduction sums": ("reduction", "    gradient.div_(state.group.size())\n", ""),
+    # presets
+    "paper: another threshold": ("presets", '"delta": 0.5', '"delta": 0.8'),
+    "robust: no average": ("presets", '"scale_ema": 0.9', '"scale_ema": 0.0'),
+    "robust: a gate": ("presets", '"delta": math.inf', '"delta": 0.5'),
+}
+
+
+class _Changed(importlib.abc.SourceLoader):
+    """Loads a module from its text with one replacement."""
+
+    def __init__(self, path: Path, change: tuple[str, str]) -> None:
+        self.path, self.change = path, change
+
+    def get_filename(self, fullname: str) -> str:
+        return str(self.path)
+
+    def get_data(self, path: str) -> bytes:
+        return Path(path).read_text(encoding="utf-8").replace(*self.change).encode()
+
+
+class _Finder(importlib.abc.MetaPathFinder):
+    """Finds the package under another name."""
+
+    def __init__(self, name: str, module: str, change: tuple[str, str]) -> None:
+        self.name, self.module, self.change = name, module, change
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        package, _, module = fullname.partition(".")
+        if package != self.name:
+            return None
+        file = FOLDER / f"{module or '__init__'}.py"
+        loader = _Changed(file, self.change if module == self.module else ("", ""))
+        return importlib.machinery.ModuleSpec(fullname, loader, origin=str(file), is_package=not module)
+
+
+@contextmanager
+def mutant(module: str, old: str, new: str) -> Iterator[ModuleType]:
+    name = f"mutant_{next(NUMBERS)}"
+    finder = _Finder(name, module, (old, new))
+    sys.meta_path.insert(0, finder)
+    try:
+        yield importlib.import_module(name)
+    finally:
+        sys.meta_path.remove(finder)
+        for loaded in [other for other in sys.modules if other.partition(".")[0] == name]:
+            del sys.modules[loaded]
+
+
+def failing(package: ModuleType) -> list[str]:
+    """The first check that fails, in a list; none where all pass."""
+    for name, check in reversed(ags_checks.CHECKS.items()):  # the quick ones first
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                check(package)
+        except AssertionError:
+            return [name]
+    return []
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def test_a_copy_without_an_error_passes_every_check() -> None:
+    with mutant("tula", "", "") as package:
+        assert package.TulaOptimizer is not optim.TulaOptimizer
+        assert failing(package) == []
+
+
+@pytest.mark.parametrize("error", MUTANTS)
+def test_an_error_is_caught(error: str) -> None:
+    module, old, new = MUTANTS[error]
+    assert (FOLDER / f"{module}.py").read_text(encoding="utf-8").count(old) == 1, "the line is there exactly once"
+    with mutant(module, old, new) as package:
+        assert failing(package)

@@ -1,0 +1,110 @@
+"""The measurement of what AGS costs (benchmarks/ags_overhead.py)."""
+
+import statistics
+import sys
+from collections.abc import Iterator
+
+import ags_overhead
+import pytest
+import torch
+from ags_overhead import AGAIN, PLAIN, VARIANTS, Bench, Refresh, Timed, judge, largest_batch, outcome, refresh
+
+from tula_cli.worker.ranks import Ranks
+
+
+@pytest.fixture(scope="module")
+def bench(alone: Ranks) -> Bench:
+    made = Bench("shufflenet_v2_x0_5", image=32, classes=5, batch=8, me=alone, names=list(VARIANTS))
+    made.warm_up()
+    return made
+
+
+@pytest.fixture
+def reports(bench: Bench) -> Iterator[None]:
+    """Start the counts of all variants anew."""
+    for trainer in bench.trainers.values():
+        if trainer.ags:
+            trainer.ags.report()
+    yield
+
+
+def test_each_variant_does_what_its_name_says(bench: Bench, reports: None) -> None:
+    found = bench.rounds(3)
+    counts = {name: 6 if f"{name} refresh" in found else 3 for name in VARIANTS}
+    shares = {}
+    for name in VARIANTS:
+        ags = bench.trainers[name].ags
+        assert ags is not None
+        before = ags._mark[0]
+        shares[name] = ags.report()
+        assert ags._mark[0] - before == counts[name]
+    assert {name: told["scaled"] for name, told in shares.items()} == dict.fromkeys(VARIANTS, 1.0) | {"unscaled": 0.0}
+    assert shares["element"]["refreshes"] == shares["tensor"]["refreshes"] == 4  # one to warm up
+    assert shares["robust"]["refreshes"] == 2 + 3
+    assert all(len(times) == 3 and min(t.step for t in times) > 0 for times in found.values())
+    assert all(timed.step > timed.update > 0 for times in found.values() for timed in times)
+
+
+def test_all_variants_share_model_batch_and_base(bench: Bench) -> None:
+    assert len({id(trainer.ddp) for trainer in bench.trainers.values()}) == 1
+    assert len({id(trainer.base) for trainer in bench.trainers.values()}) == 1
+    assert bench.trainers[PLAIN].optimizer is bench.trainers[PLAIN].base
+    defaults = bench.plain.base.defaults
+    assert defaults["fused"] and defaults["momentum"] == 0.9  # what the product trains with
+
+
+def test_the_times_of_one_process_are_what_it_computed(alone: Ranks) -> None:
+    made = Bench("shufflenet_v2_x0_5", image=32, classes=5, batch=8, me=alone, names=[], cpu_time=True)
+    torch.set_num_threads(1)
+    assert 0 < made.step(PLAIN)().step < 60
+
+
+def timed(steps: list[float], updates: list[float]) -> list[Timed]:
+    return [Timed(step, update) for step, update in zip(steps, updates, strict=True)]
+
+
+def test_a_ratio_is_to_the_plain_steps_of_the_same_round() -> None:
+    """A machine that is twice as slow in some rounds changes nothing."""
+    plain, updates = [1.0, 2.0, 1.0, 2.0, 1.0], [0.1, 0.2, 0.1, 0.2, 0.1]
+    own = timed([1.05 * value for value in plain], [value + 0.03 for value in updates])
+    row = judge("element", own, plain, updates)
+    assert (row.ratio, row.low, row.high) == pytest.approx((1.05, 1.05, 1.05))
+    assert row.by_update == pytest.approx(1.03)
+    assert row.milliseconds == pytest.approx(30.0)
+
+
+def test_the_interval_is_of_the_median_and_holds_it() -> None:
+    ratios = [1.0 + 0.01 * k for k in range(21)]
+    low, high = ags_overhead.interval(ratios)
+    assert 1.0 < low < statistics.median(ratios) < high < 1.2
+
+
+def test_the_share_of_a_refresh_is_over_a_hundred_steps() -> None:
+    found = refresh("tensor", timed([1.1] * 3, [0.1] * 3), timed([1.6] * 3, [0.6] * 3), 1.0)
+    assert found == Refresh("tensor", pytest.approx(500.0), pytest.approx(0.5), pytest.approx(0.5 / 100.5))
+
+
+def test_the_outcome_takes_the_mean_of_both_plain_steps(bench: Bench) -> None:
+    found = {name: timed([2.0] * 3, [0.2] * 3) for name in (*VARIANTS, "element refresh", "tensor refresh")}
+    found |= {PLAIN: timed([1.9] * 3, [0.1] * 3), AGAIN: timed([2.1] * 3, [0.3] * 3)}
+    told = outcome(bench, found, model="m", image=32, memory=[])
+    assert told.control == pytest.approx(2.1 / 1.9)
+    assert {row.ratio for row in told.rows} == {1.0}
+    assert [row.variant for row in told.rows] == list(VARIANTS)
+    assert [item.variant for item in told.refreshes] == ["element", "tensor"]
+    assert any("x1.0000" in line for line in ags_overhead.lines(told))
+
+
+@pytest.mark.parametrize(("limit", "found"), [(100, 64), (64, 64), (31, 0), (10**9, 2**16)])
+def test_the_largest_batch_is_the_last_power_of_two_that_fits(limit: int, found: int) -> None:
+    assert largest_batch(lambda batch: batch <= limit, start=32) == found
+
+
+@pytest.mark.parametrize(
+    "arguments", [["--models", "resnet5"], ["--batch", "2"], ["--cpu-time"], ["--variants", "element,none"]]
+)
+def test_wrong_input_is_answered_in_a_line(monkeypatch: pytest.MonkeyPatch, arguments: list[str]) -> None:
+    monkeypatch.setattr(sys, "argv", ["ags_overhead.py", *arguments])
+    with pytest.raises(SystemExit) as error:
+        ags_overhead.arguments()
+    assert error.value.code == 2

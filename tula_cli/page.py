@@ -1,0 +1,422 @@
+"""The page of `tula compare --html`: one file with the table and its plots, drawn as SVG; no scripts, nothing to load."""
+
+import dataclasses
+import functools
+import html
+import math
+import statistics
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from tula_cli.compare import CompareReport, Curve, Row, Stat
+
+COLORS = ("#1f77b4", "#d62728", "#2ca02c", "#9467bd", "#ff7f0e", "#17becf", "#8c564b", "#e377c2", "#7f7f7f", "#bcbd22")
+REFERENCE_COLOR = "#000000"
+WIDTH, HEIGHT = 560, 340
+LEFT, RIGHT, TOP, BOTTOM = 62, 14, 30, 44  # of the drawing's frame, in pixels
+STYLE = """
+body { font: 15px/1.45 system-ui, sans-serif; margin: 2rem auto; max-width: 1180px; padding: 0 1rem; color: #222; }
+h1 { font-size: 1.4rem; } h2 { font-size: 1.1rem; margin: 2rem 0 .5rem; }
+table { border-collapse: collapse; font-variant-numeric: tabular-nums; }
+th, td { padding: .2rem .7rem; text-align: right; } th { border-bottom: 1px solid #444; vertical-align: bottom; }
+th:nth-child(2), td:nth-child(2), th:last-child, td:last-child { text-align: left; }
+tr.first td { border-top: 1px solid #ccc; } .charts { display: flex; flex-wrap: wrap; gap: 1rem; }
+.legend span { margin-right: 1.2rem; white-space: nowrap; } .note { color: #555; max-width: 75ch; }
+svg text { font: 12px system-ui, sans-serif; fill: #333; }
+"""
+
+
+@dataclass(frozen=True)
+class Point:
+    """A place on a curve; `spread` is the half length of its error bar."""
+
+    x: float
+    y: float
+    spread: float | None = None
+
+
+@dataclass(frozen=True)
+class Series:
+    """A curve and its name."""
+
+    name: str
+    color: str
+    points: tuple[Point, ...]
+
+
+def comparison(report: CompareReport, curves: Sequence[Curve], *, title: str) -> str:
+    """Return the page.
+
+    Args:
+        report: the table.
+        curves: what every training logged at the end of its epochs.
+        title: of the page.
+    """
+    colors = _colors(report.rows)
+    parts = [
+        f"<h1>{html.escape(title)}</h1>",
+        _table(report),
+        f'<p class="note">{html.escape(_explained(report))}</p>',
+        _legend(colors),
+        *_section(f"{_metric_words(report)} by batch", [_by_batch(report, colors)]),
+        *_section(f"{_metric_words(report)} on the way", _on_the_way(report, curves, colors)),
+        *_section("Diagnostics", _diagnostics(curves, colors)),
+    ]
+    head = f'<meta charset="utf-8"><title>{html.escape(title)}</title><style>{STYLE}</style>'
+    return f'<!doctype html><html lang="en"><head>{head}</head><body>\n' + "\n".join(parts) + "\n</body></html>\n"
+
+
+def _metric_words(report: CompareReport) -> str:
+    return "Top-1 accuracy (%)" if report.metric == "top1" else "Loss"
+
+
+def _label(method: str, *, reference: bool) -> str:
+    return f"{method} (reference)" if reference else method
+
+
+def _colors(rows: Iterable[Row]) -> dict[str, str]:
+    """Return a colour for each method; the reference is black."""
+    names = dict.fromkeys(row.method for row in rows if not row.reference)
+    found = {name: COLORS[index % len(COLORS)] for index, name in enumerate(names)}
+    reference = [row.method for row in rows if row.reference]
+    return {_label(method, reference=True): REFERENCE_COLOR for method in reference} | found
+
+
+def _section(title: str, charts: Sequence[str]) -> Iterator[str]:
+    drawn = [chart for chart in charts if chart]
+    if drawn:
+        yield f'<h2>{html.escape(title)}</h2><div class="charts">{"".join(drawn)}</div>'
+
+
+# --- the table
+
+
+def _table(report: CompareReport) -> str:
+    accuracy = report.metric == "top1"
+    metrics = ("top-1 (%)", "top-5 (%)") if accuracy else ("loss",)
+    heads = ("batch", "method", "n", *metrics, "gap", "recovered (%)", "samples", "hours", "note")
+    lines = ["<tr>" + "".join(f"<th>{head}</th>" for head in heads) + "</tr>"]
+    batch = None
+    for row in report.rows:
+        digits = 2 if accuracy else 4
+        cells = (
+            str(row.batch),
+            html.escape(_label(row.method, reference=row.reference)),
+            str(row.count("done", "diverged")),
+            *(_spread(value, digits) for value in ((row.top1, row.top5) if accuracy else (row.loss,))),
+            "-" if row.gap is None else f"{row.gap:+.{digits}f}",
+            "-" if row.recovered is None else f"{100 * row.recovered:.0f}",
+            "-" if row.samples is None else f"{row.samples:.0f}",
+            "-" if row.hours is None else f"{row.hours:.3g}",
+            _note(row),
+        )
+        first = ' class="first"' if row.batch != batch else ""
+        lines.append(f"<tr{first}>" + "".join(f"<td>{cell}</td>" for cell in cells) + "</tr>")
+        batch = row.batch
+    return f"<table>{''.join(lines)}</table>"
+
+
+def _spread(value: Stat | None, digits: int) -> str:
+    if value is None:
+        return "-"
+    return f"{value.mean:.{digits}f}" + ("" if value.sd is None else f" ± {value.sd:.{digits}f}")
+
+
+def _note(row: Row) -> str:
+    states: dict[str, int] = {}
+    for cell in row.cells:
+        states[cell.state] = states.get(cell.state, 0) + 1
+    return ", ".join(f"{count} {state}" for state, count in states.items() if state != "done")
+
+
+def _explained(report: CompareReport) -> str:
+    lost = "top-1 lost" if report.metric == "top1" else "loss added"
+    return (
+        f"{report.finished} of {report.total} trainings. Mean ± sample standard deviation over n seeds, after the last"
+        f" epoch, on {report.nodes} node{'s' * (report.nodes > 1)}. Gap: {lost} against lbt at batch"
+        f" {report.reference_batch}. Recovered: the share of lbt's gap at the same batch that a method wins back; - where"
+        " that gap is within the noise of the seeds. lbt-x2 and lbt-x4 are controls: the plain large batch with a learning"
+        " rate raised by hand."
+    )
+
+
+def _legend(colors: Mapping[str, str]) -> str:
+    marks = (f'<span><b style="color:{color}">&#9632;</b> {html.escape(name)}</span>' for name, color in colors.items())
+    return f'<p class="legend">{"".join(marks)}</p>'
+
+
+# --- what is drawn
+
+
+def _by_batch(report: CompareReport, colors: Mapping[str, str]) -> str:
+    """Return the metric at each batch; the batches stand beside each other at even distances."""
+    batches = sorted({row.batch for row in report.rows})
+    found: dict[str, list[Point]] = {}
+    for row in report.rows:
+        value = row.stat(report.metric)
+        if value is not None:
+            label = _label(row.method, reference=row.reference)
+            found.setdefault(label, []).append(Point(batches.index(row.batch), value.mean, value.sd))
+    series = [Series(name, colors[name], tuple(sorted(points, key=lambda p: p.x))) for name, points in found.items()]
+    ticks = [(float(place), str(batch)) for place, batch in enumerate(batches)]
+    title = f"{_metric_words(report)}, bars: one standard deviation"
+    return chart(_spaced(series), title=title, x="global batch", ticks=ticks)
+
+
+def _spaced(series: Sequence[Series]) -> list[Series]:
+    """Move the curves apart by a little, so that error bars at one batch do not hide each other."""
+    step = 0.04
+    middle = (len(series) - 1) / 2
+    return [
+        Series(one.name, one.color, tuple(Point(p.x + step * (place - middle), p.y, p.spread) for p in one.points))
+        for place, one in enumerate(series)
+    ]
+
+
+def _on_the_way(report: CompareReport, curves: Sequence[Curve], colors: Mapping[str, str]) -> list[str]:
+    """Return a chart a batch: means over seeds against samples, the reference in each."""
+    key = "top1" if report.metric == "top1" else "eval_loss"
+    batches = sorted({curve.cell.batch for curve in curves if not curve.cell.reference})
+    return [
+        chart(
+            _means([c for c in curves if c.cell.reference or c.cell.batch == batch], lambda row: row.get(key), colors),
+            title=f"{_metric_words(report)}, batch {batch}",
+            x="samples seen",
+        )
+        for batch in batches
+    ]
+
+
+def _means(
+    curves: Iterable[Curve], value: Callable[[Mapping[str, Any]], Any], colors: Mapping[str, str]
+) -> list[Series]:
+    """Return the mean over seeds of what a row holds, against samples; at each place the seeds that have come so far."""
+    found: dict[str, dict[float, list[float]]] = {}
+    for curve in curves:
+        places = found.setdefault(_label(curve.cell.method, reference=curve.cell.reference), {})
+        for row in curve.epochs:
+            number = value(row)
+            if isinstance(number, int | float) and math.isfinite(number):
+                places.setdefault(float(row["samples"]), []).append(float(number))
+    return [
+        Series(name, colors[name], tuple(Point(x, statistics.fmean(ys)) for x, ys in sorted(places.items())))
+        for name, places in found.items()
+        if places and name in colors
+    ]
+
+
+@dataclass(frozen=True)
+class Diagnostic:
+    """A number in the rows of an epoch: where it is, and how it is drawn."""
+
+    path: str  # "ags.mean": mean of the mapping ags
+    title: str
+    log: bool = False
+
+
+DIAGNOSTICS = (
+    Diagnostic("diagnostics.norm.q50", "Gradient norm, median of an epoch's steps", log=True),
+    Diagnostic("diagnostics.delta.q50", "Gradient change Delta(G), median of an epoch's steps", log=True),
+    Diagnostic("ags.mean", "Mean scaling factor"),
+    Diagnostic("ags.scaled", "Share of steps that are scaled"),
+    Diagnostic("ags.at_cap", "Share of factors at their cap"),
+    Diagnostic("ags.at_floor", "Share of factors at their floor"),
+)
+CURVATURE = (
+    Diagnostic("eigenvalue", "Largest eigenvalue of the Hessian", log=True),
+    Diagnostic("gradient_norm", "Gradient norm on the same samples", log=True),
+    Diagnostic("lr_bound", "Lemma 1's bound on the learning rate", log=True),
+)
+
+
+def _diagnostics(curves: Sequence[Curve], colors: Mapping[str, str]) -> list[str]:
+    """Return what lies behind the paper's Figures 5 to 8, at the largest batch and the reference, as far as it is logged."""
+    batch = max((curve.cell.batch for curve in curves), default=0)
+    own = [curve for curve in curves if curve.cell.batch == batch or curve.cell.reference]
+    curvature = [dataclasses.replace(curve, epochs=curve.curvature) for curve in own]
+    return [
+        *_logged(own, DIAGNOSTICS, colors, batch),
+        *_logged(curvature, CURVATURE, colors, batch),
+        *(density(curve) for curve in own if curve.cell.seed == min(other.cell.seed for other in own)),
+    ]
+
+
+def _logged(
+    curves: Sequence[Curve], wanted: Iterable[Diagnostic], colors: Mapping[str, str], batch: int
+) -> Iterator[str]:
+    for one in wanted:
+        series = _means(curves, functools.partial(look, path=one.path), colors)
+        if series:
+            yield chart(series, title=f"{one.title}, batch {batch}", x="samples seen", log=one.log)
+
+
+def density(curve: Curve) -> str:
+    """Draw how the scaling factors were spread, an epoch a column; empty where none are logged.
+
+    The bins at the ends hold what is beyond all edges; only bins that hold something are drawn.
+    """
+    logged = [(row["samples"], found) for row in curve.epochs if (found := look(row, "diagnostics.factors"))]
+    filled = {place for _, found in logged for place, count in enumerate(found["counts"]) if count}
+    if not filled:
+        return ""
+    edges = [math.log2(edge) for edge in logged[0][1]["edges"]]
+    step = edges[1] - edges[0]
+    bottoms = [edges[0] - step, *edges]  # of the bins; the first and the last have no other end
+    low, high = bottoms[min(filled)], bottoms[max(filled)] + step
+    frame = Frame(0.0, float(logged[-1][0]), low, high)
+    before, cells = 0.0, list[str]()
+    for samples, found in logged:
+        total = sum(found["counts"])
+        for place, count in enumerate(found["counts"]):
+            if count:
+                cells.append(_cell(frame, (before, samples), (bottoms[place], bottoms[place] + step), count / total))
+        before = samples
+    across = [(value, short(value)) for value in round_numbers(0.0, frame.high_x)]
+    up = [(float(power), short(2.0**power)) for power in range(math.ceil(low), math.floor(high) + 1)]
+    title = f"Scaling factors of {curve.cell.method}, batch {curve.cell.batch}, seed {curve.cell.seed} (darker: more)"
+    return _drawing([*cells, *_axes(frame, across, up[:: 1 + len(up) // 10])], title, "samples seen")
+
+
+def _cell(frame: "Frame", x: tuple[float, float], y: tuple[float, float], share: float) -> str:
+    left, right, top, bottom = frame.x(x[0]), frame.x(x[1]), frame.y(y[1]), frame.y(y[0])
+    shade = math.sqrt(share)  # or the many small shares could not be told from none
+    return (
+        f'<rect x="{left:.1f}" y="{top:.1f}" width="{right - left:.1f}" height="{bottom - top:.1f}" fill="#1f4e9c"'
+        f' fill-opacity="{shade:.3f}"><title>{100 * share:.1f} %</title></rect>'
+    )
+
+
+def look(row: Any, path: str) -> Any:
+    """Return what a row holds under a path like "ags.mean"; None where there is nothing."""
+    for part in path.split("."):
+        if not isinstance(row, Mapping):
+            return None
+        row = row.get(part)
+    return row
+
+
+# --- drawing
+
+
+@dataclass(frozen=True)
+class Frame:
+    """Where numbers lie on a drawing."""
+
+    low_x: float
+    high_x: float
+    low_y: float
+    high_y: float
+
+    def x(self, value: float) -> float:
+        return LEFT + (value - self.low_x) / (self.high_x - self.low_x) * (WIDTH - LEFT - RIGHT)
+
+    def y(self, value: float) -> float:
+        return HEIGHT - BOTTOM - (value - self.low_y) / (self.high_y - self.low_y) * (HEIGHT - TOP - BOTTOM)
+
+
+def chart(
+    series: Sequence[Series],
+    *,
+    title: str,
+    x: str,
+    ticks: Sequence[tuple[float, str]] | None = None,
+    log: bool = False,
+) -> str:
+    """Draw curves; empty where there are none.
+
+    Args:
+        series: the curves.
+        title: above.
+        x: label of the horizontal axis.
+        ticks: of the horizontal axis, place and word; None for round numbers.
+        log: draw the decimal logarithm of y; values at or below 0 are left out.
+    """
+    shown = [_logarithmic(one) for one in series] if log else list(series)
+    points = [point for one in shown for point in one.points]
+    if not points:
+        return ""
+    frame = _frame(points, [place for place, _ in ticks or ()])
+    across = ticks if ticks is not None else [(v, short(v)) for v in round_numbers(frame.low_x, frame.high_x)]
+    upright = round_logarithms if log else round_numbers
+    up = [(v, short(10**v) if log else short(v)) for v in upright(frame.low_y, frame.high_y)]
+    return _drawing([*_axes(frame, across, up), *(part for one in shown for part in _curve(one, frame))], title, x)
+
+
+def _drawing(body: Iterable[str], title: str, x: str) -> str:
+    words = [_text(LEFT, 18, title, size=13), _text((WIDTH + LEFT) / 2, HEIGHT - 8, x, anchor="middle")]
+    return (
+        f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" width="{WIDTH}" height="{HEIGHT}" role="img"'
+        f' aria-label="{html.escape(title)}">{"".join([*body, *words])}</svg>'
+    )
+
+
+def _logarithmic(one: Series) -> Series:
+    return Series(one.name, one.color, tuple(Point(p.x, math.log10(p.y)) for p in one.points if p.y > 0))
+
+
+def _frame(points: Sequence[Point], places: Sequence[float]) -> Frame:
+    xs = [*(point.x for point in points), *places]
+    ys = [point.y + sign * (point.spread or 0.0) for point in points for sign in (-1, 1)]
+    return Frame(*_padded(min(xs), max(xs)), *_padded(min(ys), max(ys)))
+
+
+def _padded(low: float, high: float) -> tuple[float, float]:
+    room = 0.05 * (high - low) or 0.05 * abs(high) or 1.0
+    return low - room, high + room
+
+
+def round_numbers(low: float, high: float, about: int = 6) -> list[float]:
+    """Return some round numbers between two bounds: multiples of 1, 2 or 5 times a power of ten."""
+    rough = (high - low) / about
+    power = 10 ** math.floor(math.log10(rough))
+    step = power * min((1, 2, 5, 10), key=lambda factor: abs(math.log(factor * power / rough)))
+    first = math.ceil(low / step)
+    return [step * number for number in range(first, math.floor(high / step) + 1)]
+
+
+def round_logarithms(low: float, high: float) -> list[float]:
+    """Return the decimal logarithms between two bounds of 1, 2 or 5 times a power of ten; of powers alone where many."""
+    factors = (1, 2, 5) if high - low < 3 else (1,)
+    found = [power + math.log10(factor) for power in range(math.floor(low), math.ceil(high) + 1) for factor in factors]
+    shown = [value for value in found if low <= value <= high]
+    return shown if len(shown) > 1 else round_numbers(low, high)
+
+
+def short(value: float) -> str:
+    """Return a number for an axis: 1.2M, 40k, 0.05."""
+    for size, letter in ((1e9, "G"), (1e6, "M"), (1e4, "k")):
+        if abs(value) >= size:
+            return f"{value / (1e3 if letter == 'k' else size):.4g}{letter}"
+    return f"{value:.4g}"
+
+
+def _axes(frame: Frame, across: Sequence[tuple[float, str]], up: Sequence[tuple[float, str]]) -> Iterator[str]:
+    left, right, top, bottom = LEFT, WIDTH - RIGHT, TOP, HEIGHT - BOTTOM
+    for value, word in up:
+        yield _line(left, frame.y(value), right, frame.y(value), "#e5e5e5")
+        yield _text(left - 6, frame.y(value) + 4, word, anchor="end")
+    for value, word in across:
+        yield _line(frame.x(value), bottom, frame.x(value), bottom + 4, "#444")
+        yield _text(frame.x(value), bottom + 17, word, anchor="middle")
+    yield f'<rect x="{left}" y="{top}" width="{right - left}" height="{bottom - top}" fill="none" stroke="#444"/>'
+
+
+def _curve(one: Series, frame: Frame) -> Iterator[str]:
+    places = [(frame.x(point.x), frame.y(point.y)) for point in one.points]
+    path = " ".join(f"{x:.1f},{y:.1f}" for x, y in places)
+    yield f'<polyline points="{path}" fill="none" stroke="{one.color}" stroke-width="1.6"/>'
+    for point, (x, y) in zip(one.points, places, strict=True):
+        if point.spread:
+            yield _line(x, frame.y(point.y - point.spread), x, frame.y(point.y + point.spread), one.color)
+        if len(places) <= 40:
+            tip = html.escape(f"{one.name}: {point.y:.4g}")
+            yield f'<circle cx="{x:.1f}" cy="{y:.1f}" r="2.8" fill="{one.color}"><title>{tip}</title></circle>'
+
+
+def _line(x1: float, y1: float, x2: float, y2: float, color: str) -> str:
+    return f'<line x1="{x1:.1f}" y1="{y1:.1f}" x2="{x2:.1f}" y2="{y2:.1f}" stroke="{color}"/>'
+
+
+def _text(x: float, y: float, words: str, *, anchor: str = "start", size: int = 12) -> str:
+    return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}" font-size="{size}">{html.escape(words)}</text>'

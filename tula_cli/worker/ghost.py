@@ -1,0 +1,84 @@
+"""Ghost batch normalisation (Hoffer et al. 2017, Algorithm 1): statistics over small parts of a large batch."""
+
+import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from tula_cli.errors import SpecError
+
+
+class GhostBatchNorm(_BatchNorm):
+    """BatchNorm that normalises every `ghost_batch` samples of a batch by their own mean and variance.
+
+    Running statistics take the parts one after the other, as if each were a batch. (The paper's formula for their moving
+    average has weights that do not add up to 1; this is the one it describes.) In evaluation it is plain BatchNorm. State
+    and parameters are those of the module that it replaces.
+
+    Args:
+        norm: the module to take the place of.
+        ghost_batch: samples in a part; what is left over at the end of a batch is a smaller one.
+    """
+
+    def __init__(self, norm: _BatchNorm, *, ghost_batch: int) -> None:
+        super().__init__(
+            norm.num_features, norm.eps, norm.momentum, norm.affine, norm.track_running_stats, device="meta"
+        )
+        self.ghost_batch = ghost_batch
+        self.weight, self.bias = norm.weight, norm.bias
+        for name in ("running_mean", "running_var", "num_batches_tracked"):
+            self._buffers[name] = norm._buffers[name]
+        self.train(norm.training)
+
+    def _check_input_dim(self, input: torch.Tensor) -> None:
+        """Take inputs (N, C, ...) of any number of dimensions."""
+        if input.dim() < 2:
+            raise ValueError(f"expected an input (N, C, ...), got one of {input.dim()} dimensions")
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """Map (N, C, ...) to the same shape."""
+        if not self.training or len(input) <= self.ghost_batch:
+            return super().forward(input)
+        return torch.cat([super(GhostBatchNorm, self).forward(part) for part in input.split(self.ghost_batch)])
+
+    def extra_repr(self) -> str:
+        return f"{_BatchNorm.extra_repr(self)}, ghost_batch={self.ghost_batch}"
+
+
+def apply_ghost_batch_norm(model: nn.Module, ghost_batch: int) -> None:
+    """Replace every BatchNorm of a model, in place.
+
+    Raises:
+        SpecError: there is none, the model itself is one, or it takes its statistics over all ranks.
+    """
+    refuse_without_batch_norm(model, ghost_batch)
+    ghosts: dict[nn.Module, nn.Module] = {}  # a module may stand in several places
+    for parent in list(model.modules()):
+        for name, child in list(parent._modules.items()):
+            if isinstance(child, _BatchNorm):
+                ghosts.setdefault(child, GhostBatchNorm(child, ghost_batch=ghost_batch))
+                setattr(parent, name, ghosts[child])
+
+
+def refuse_without_batch_norm(model: nn.Module, ghost_batch: int) -> None:
+    """Raise SpecError where there is nothing to replace."""
+    found = [module for module in model.modules() if isinstance(module, _BatchNorm) and module is not model]
+    if any(isinstance(module, nn.SyncBatchNorm) for module in found):
+        raise SpecError(
+            f"train.ghost_batch {ghost_batch}: SyncBatchNorm takes its statistics over all GPUs, ghost batches over a part"
+            " of one"
+        )
+    if not found:
+        raise SpecError(f"train.ghost_batch {ghost_batch}: the model has no BatchNorm", "leave train.ghost_batch out")
+
+
+def check_ghost_batch(ghost_batch: int, *, micro_batch: int) -> None:
+    """Refuse a micro-batch that has a rest; one that is smaller than a ghost batch is taken whole.
+
+    Raises:
+        SpecError: it does not divide.
+    """
+    if micro_batch > ghost_batch and micro_batch % ghost_batch:
+        raise SpecError(
+            f"train.ghost_batch {ghost_batch} does not divide the {micro_batch} samples that a GPU takes at a time",
+            "use a power of two, or another batch",
+        )

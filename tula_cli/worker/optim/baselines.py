@@ -1,0 +1,224 @@
+"""Layer-wise adaptive optimizers for large batches: LARS and LAMB.
+
+Both give every tensor a step in proportion to its own norm. Tensors of at most one dimension (biases, the scales and
+shifts of norms) take the plain step and no weight decay, as is usual with both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, overload
+
+import torch
+from torch import Tensor
+
+Parameters = Iterable[Tensor] | Iterable[dict[str, Any]]
+
+
+class _Layerwise(torch.optim.Optimizer):
+    """What both share: groups of a kind, the closure, and a loop over groups."""
+
+    # GradScaler must unscale before the step, which reads the gradients' norms
+    _step_supports_amp_scaling = False
+
+    @overload
+    def step(self, closure: None = None) -> None: ...
+
+    @overload
+    def step(self, closure: Callable[[], float]) -> float: ...
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+        """One optimizer step; a closure is called once, with gradients enabled."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            params = [p for p in group["params"] if p.grad is not None]
+            for adapted in (True, False):
+                part = [p for p in params if (p.ndim > 1) == adapted]
+                if part:
+                    self._update(group, part, adapted=adapted)
+        return loss
+
+    def _update(self, group: dict[str, Any], params: list[Tensor], *, adapted: bool) -> None:
+        raise NotImplementedError
+
+
+class Lars(_Layerwise):
+    """Layer-wise adaptive rate scaling (You, Gitman, Ginsburg 2017, Algorithm 1).
+
+    For each tensor w with gradient g, weight decay b, momentum m and learning rate lr::
+
+        local = trust |w| / (|g| + b |w|)       (1 where either norm is 0)
+        v <- m v + lr local (g + b w)
+        w <- w - v
+
+    As in the paper the learning rate is inside of the momentum; it differs from torch's habit (v <- m v + ..., w <- w -
+    lr v), and from libraries that follow it, where the learning rate changes.
+
+    Args:
+        params: parameters or groups.
+        lr: learning rate; with a trust coefficient of 0.001 larger than SGD's.
+        momentum: m.
+        weight_decay: b, of tensors of two dimensions and more.
+        trust_coefficient: trust, the share of its own norm by which a tensor moves at lr 1.
+        nesterov: take the step w - (m v + lr local (g + b w)).
+        eps: added to the denominator.
+
+    Raises:
+        ValueError: a value out of range.
+    """
+
+    def __init__(
+        self,
+        params: Parameters,
+        lr: float,
+        *,
+        momentum: float = 0.0,
+        weight_decay: float = 0.0,
+        trust_coefficient: float = 0.001,
+        nesterov: bool = False,
+        eps: float = 1e-8,
+    ) -> None:
+        _at_least_0(lr=lr, momentum=momentum, weight_decay=weight_decay, eps=eps)
+        if not trust_coefficient > 0:
+            raise ValueError(f"trust_coefficient must be above 0, got {trust_coefficient}")
+        if nesterov and not momentum:
+            raise ValueError("nesterov needs a momentum above 0")
+        defaults = {
+            "lr": lr,
+            "momentum": momentum,
+            "weight_decay": weight_decay,
+            "trust_coefficient": trust_coefficient,
+            "nesterov": nesterov,
+            "eps": eps,
+        }
+        super().__init__(params, defaults)
+
+    def _update(self, group: dict[str, Any], params: list[Tensor], *, adapted: bool) -> None:
+        lr, momentum = group["lr"], group["momentum"]
+        updates = _gradients(params)
+        if adapted:
+            decay = group["weight_decay"]
+            rates = _lars_rates(params, updates, decay=decay, trust=group["trust_coefficient"], eps=group["eps"])
+            updates = list(torch._foreach_add(updates, params, alpha=decay))
+            torch._foreach_mul_(updates, rates)
+            torch._foreach_mul_(updates, lr)
+        else:
+            updates = list(torch._foreach_mul(updates, lr))
+        if momentum:
+            buffers = self._buffers(params)
+            torch._foreach_mul_(buffers, momentum)
+            torch._foreach_add_(buffers, updates)
+            if group["nesterov"]:
+                torch._foreach_add_(updates, buffers, alpha=momentum)
+            else:
+                updates = buffers
+        torch._foreach_sub_(params, updates)
+
+    def _buffers(self, params: Sequence[Tensor]) -> list[Tensor]:
+        for p in params:
+            if "momentum_buffer" not in self.state[p]:
+                self.state[p]["momentum_buffer"] = torch.zeros_like(p, memory_format=torch.preserve_format)
+        return [self.state[p]["momentum_buffer"] for p in params]
+
+
+def _lars_rates(
+    params: Sequence[Tensor], grads: Sequence[Tensor], *, decay: float, trust: float, eps: float
+) -> list[Tensor]:
+    """Return each tensor's local learning rate (Eq. 6 of the paper), 0-dim; nothing waits for the device."""
+    weight_norms, grad_norms = torch._foreach_norm(list(params)), torch._foreach_norm(list(grads))
+    return [
+        torch.where((w > 0) & (g > 0), trust * w / (g + decay * w + eps), 1.0)
+        for w, g in zip(weight_norms, grad_norms, strict=True)
+    ]
+
+
+class Lamb(_Layerwise):
+    """Layer-wise adaptive moments (You et al. 2020, Algorithm 2), with the identity as the function phi.
+
+    For each tensor w with gradient g, and t counting its steps::
+
+        m <- b1 m + (1 - b1) g         v <- b2 v + (1 - b2) g^2
+        u = (m / (1 - b1^t)) / (sqrt(v / (1 - b2^t)) + eps) + decay w
+        w <- w - lr |w| / |u| u        (ratio 1 where either norm is 0)
+
+    Args:
+        params: parameters or groups.
+        lr: learning rate.
+        betas: (b1, b2).
+        eps: as above.
+        weight_decay: decay, decoupled as AdamW's, of tensors of two dimensions and more.
+
+    Raises:
+        ValueError: a value out of range.
+    """
+
+    def __init__(
+        self,
+        params: Parameters,
+        lr: float = 1e-3,
+        *,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-6,
+        weight_decay: float = 0.0,
+    ) -> None:
+        _at_least_0(lr=lr, eps=eps, weight_decay=weight_decay)
+        if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
+            raise ValueError(f"betas must be two numbers from 0 to below 1, got {betas}")
+        super().__init__(params, {"lr": lr, "betas": tuple(betas), "eps": eps, "weight_decay": weight_decay})
+
+    def _update(self, group: dict[str, Any], params: list[Tensor], *, adapted: bool) -> None:
+        first, second, steps = self._moments(params)
+        grads, (beta1, beta2) = _gradients(params), group["betas"]
+        torch._foreach_lerp_(first, grads, 1 - beta1)
+        torch._foreach_mul_(second, beta2)
+        torch._foreach_addcmul_(second, grads, grads, value=1 - beta2)
+        updates = torch._foreach_div(second, [1 - beta2**t for t in steps])
+        torch._foreach_sqrt_(updates)
+        torch._foreach_add_(updates, group["eps"])
+        torch._foreach_reciprocal_(updates)
+        torch._foreach_mul_(updates, first)
+        torch._foreach_mul_(updates, [1 / (1 - beta1**t) for t in steps])
+        if adapted:
+            torch._foreach_add_(updates, params, alpha=group["weight_decay"])
+            torch._foreach_mul_(updates, _lamb_ratios(params, updates))
+        torch._foreach_sub_(params, updates, alpha=group["lr"])
+
+    def _moments(self, params: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor], list[int]]:
+        for p in params:
+            state = self.state[p]
+            if not state:
+                state["step"] = 0  # a number: the host knows it without waiting for the device
+                state["exp_avg"] = torch.zeros_like(p, memory_format=torch.preserve_format)
+                state["exp_avg_sq"] = torch.zeros_like(p, memory_format=torch.preserve_format)
+            state["step"] += 1
+        states = [self.state[p] for p in params]
+        return [s["exp_avg"] for s in states], [s["exp_avg_sq"] for s in states], [s["step"] for s in states]
+
+
+def _lamb_ratios(params: Sequence[Tensor], updates: Sequence[Tensor]) -> list[Tensor]:
+    weight_norms, update_norms = torch._foreach_norm(list(params)), torch._foreach_norm(list(updates))
+    return [
+        torch.where((w > 0) & (u > 0), w / u, 1.0) for w, u in zip(weight_norms, update_norms, strict=True)
+    ]  # fmt: skip
+
+
+def _gradients(params: Sequence[Tensor]) -> list[Tensor]:
+    """Return the gradients.
+
+    Raises:
+        RuntimeError: a sparse one, which has no norm of its own in a step like this.
+    """
+    grads = [p.grad for p in params if p.grad is not None]
+    if any(grad.is_sparse for grad in grads):
+        raise RuntimeError("LARS and LAMB do not work with sparse gradients; use sparse=False in the embedding")
+    return grads
+
+
+def _at_least_0(**values: float) -> None:
+    for name, value in values.items():
+        if not value >= 0:
+            raise ValueError(f"{name} must be at least 0, got {value}")

@@ -1,0 +1,49 @@
+"""Named settings of TulaOptimizer, and what to say of a training that they do not suit."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+_PAPER: dict[str, Any] = {
+    "granularity": "element",
+    "delta": 0.5,
+    "refresh": "epoch",
+    "s_min": 1e-3,
+    "eps": 1e-8,
+    "source": "small_batch",
+    "norm_ewma": 0.0,
+    "scale_ema": 0.0,
+    "apply_to": "gradient",
+}
+PRESETS: dict[str, dict[str, Any]] = {
+    "paper": _PAPER,
+    "robust": _PAPER
+    | {"granularity": "tensor", "delta": math.inf, "refresh": 1, "source": "local_norms", "scale_ema": 0.9},
+}
+"""Keyword arguments: `TulaOptimizer(base, model=ddp, b_large=1024, **PRESETS["robust"])`. "paper" is Algorithm 1;
+"robust" one smoothed factor a parameter, taken at every step from the ranks' own gradients, and no gate."""
+
+FEW_SCALED, MANY_AT_FLOOR = 0.2, 0.3
+
+
+def advice(report: Mapping[str, float]) -> list[str]:
+    """Say in which way AGS hardly acts, from `TulaOptimizer.report()`; an empty list where nothing is wrong.
+
+    That is where fewer than 20 % of the steps were scaled, or more than 30 % of the factors are at their lower bound.
+    """
+    if not (report["steps"] and report["factors"]):
+        return []
+    found = []
+    if report["scaled"] < FEW_SCALED:
+        found.append(
+            f"AGS scaled only {report['scaled']:.0%} of the steps: the gradient norm changes by more than delta allows."
+            ' Raise delta, or use the preset "robust", which has no such gate'
+        )
+    if report["at_floor"] > MANY_AT_FLOOR:
+        found.append(
+            f"{report['at_floor']:.0%} of the AGS factors are at their lower bound s_min, so their weights hardly move:"
+            ' the small batch has no gradient there. Use granularity "tensor", or a larger b_small'
+        )
+    return found

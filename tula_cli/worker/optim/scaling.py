@@ -1,0 +1,116 @@
+"""Lines 5 to 8 of Algorithm 1: multiply by the factors where the gate allows it.
+
+Each in two forms with the same bits: the host reads the branch, or the device computes it without a synchronisation.
+Factors are 0-dim or of their tensor's shape; a list that repeats one 0-dim tensor takes the shorter way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .indicators import alike
+
+CHUNK = 64 * 2**20
+"""Bytes of multipliers made at a time: the peak stays near two copies, with hardly more kernels."""
+
+Scale = Callable[[Sequence[Tensor], Sequence[Tensor], Tensor], None]
+
+
+def scale_on_host_(tensors: Sequence[Tensor], factors: Sequence[Tensor], calm: Tensor) -> None:
+    """Multiply each tensor by its factor where `calm` (0-dim, bool) is true; reads `calm` on the host."""
+    if tensors and bool(calm):
+        _multiply_(list(tensors), list(factors))
+
+
+def scale_on_device_(tensors: Sequence[Tensor], factors: Sequence[Tensor], calm: Tensor) -> None:
+    """What `scale_on_host_` does, bit by bit, without waiting for the device; takes CHUNK or a tensor of memory more."""
+    for (device, dtype), indices in alike(factors).items():
+        flag = calm.to(device, dtype)
+        for chunk in _chunks(factors, indices):
+            _multiply_([tensors[i] for i in chunk], _multipliers([factors[i] for i in chunk], flag))
+
+
+def _multipliers(factors: list[Tensor], flag: Tensor) -> list[Tensor]:
+    """s f + (1 - f), which is exact: s where f = 1, and 1 where f = 0."""
+    if _is_one(factors):
+        return [factors[0] * flag + (1 - flag)] * len(factors)
+    if all(f.ndim == 0 for f in factors):
+        return list((torch.stack(factors) * flag + (1 - flag)).unbind())
+    multipliers = list(torch._foreach_mul(factors, flag))
+    torch._foreach_add_(multipliers, 1 - flag, alpha=1)  # without alpha it takes a number, and waits for the device
+    return multipliers
+
+
+def _chunks(factors: Sequence[Tensor], indices: Sequence[int]) -> Iterator[list[int]]:
+    """Runs of tensors of at most CHUNK bytes together, or a single larger one."""
+    chunk: list[int] = []
+    size = 0
+    for index in indices:
+        bytes_ = factors[index].numel() * factors[index].element_size()
+        if chunk and size + bytes_ > CHUNK:
+            yield chunk
+            chunk, size = [], 0
+        chunk.append(index)
+        size += bytes_
+    yield chunk
+
+
+def scale_compiled_(tensors: Sequence[Tensor], factors: Sequence[Tensor], calm: Tensor) -> None:
+    """What `scale_on_device_` does, bit by bit, in a single pass: compiled by torch.compile at the first call."""
+    for (device, _), indices in alike(factors).items():
+        _single_pass()([tensors[i] for i in indices], [factors[i] for i in indices], calm.to(device))
+
+
+@contextmanager
+def scaled_update(
+    params: Sequence[Tensor], factors: Sequence[Tensor], calm: Tensor, *, on_device: bool
+) -> Iterator[None]:
+    """Scale what happens to the parameters inside: w0 + s (w - w0) instead of w, where `calm` is true.
+
+    For a moment one copy of the parameters more, on the device two.
+    """
+    if not params or (not on_device and not bool(calm)):
+        yield
+        return
+    before = [p.clone() for p in params]
+    yield
+    if on_device:
+        moved = [p.clone() for p in params]
+        _stretch_(moved, before, list(factors))
+        for p, to in zip(params, moved, strict=True):
+            p.copy_(torch.where(calm.to(p.device), to, p))
+    else:
+        _stretch_(list(params), before, list(factors))
+
+
+def _stretch_(after: list[Tensor], before: list[Tensor], factors: list[Tensor]) -> None:
+    torch._foreach_sub_(after, before)
+    _multiply_(after, factors)
+    torch._foreach_add_(after, before)
+
+
+def _multiply_(tensors: list[Tensor], factors: list[Tensor]) -> None:
+    if _is_one(factors) and all(t.device == factors[0].device for t in tensors):
+        torch._foreach_mul_(tensors, factors[0])
+    else:
+        torch._foreach_mul_(tensors, factors)
+
+
+def _is_one(factors: Sequence[Tensor]) -> bool:
+    return factors[0].ndim == 0 and all(f is factors[0] for f in factors)
+
+
+@cache
+def _single_pass() -> Any:
+    return torch.compile(_scale_each_, dynamic=False)
+
+
+def _scale_each_(tensors: list[Tensor], factors: list[Tensor], calm: Tensor) -> None:
+    for tensor, factor in zip(tensors, factors, strict=True):
+        tensor.mul_(torch.where(calm, factor, 1))

@@ -1,0 +1,282 @@
+"""Self-tuning (`train.method: auto`), the auto-tuning that the paper leaves to future work.
+
+From one checkpoint, short branches are trained with different settings on the training set without a held-out part, and
+judged there; `models.halving` says which come next and which arm wins. A branch leaves nothing but its line in
+tuning.json: the training goes on with the winner's settings from the checkpoint, on the whole training set, as if it had
+been told them.
+"""
+
+import contextlib
+import copy
+import gc
+import itertools
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.utils.data import Subset
+
+from tula_cli.errors import SpecError
+from tula_cli.models import halving
+from tula_cli.models.halving import Turn
+from tula_cli.records import Branch, TrainTask, Tuning
+from tula_cli.rundir import RunDir
+from tula_cli.spec import Arm, JobSpec
+from tula_cli.worker import checkpoint, loop
+from tula_cli.worker.data import Datasets, Evaluated, Seeded, build_datasets
+from tula_cli.worker.leaving import Leaving
+from tula_cli.worker.loop import Evaluation, Trainer
+from tula_cli.worker.ranks import Ranks
+from tula_cli.worker.sampling import Position, permutation
+
+LOOK = 20
+"""Steps between two looks whether a branch has diverged; each waits for the device."""
+
+SETTLE = 8
+"""Micro-batches of each rank that BatchNorm's statistics are averaged over before a branch is judged."""
+
+_HELD_OUT = -1
+"""Stands for the epoch in the seed of the split; no epoch has this number."""
+
+
+class Log(Protocol):
+    """Adds a row to the training's metrics."""
+
+    def __call__(self, kind: str, position: Position, epoch: float, **values: Any) -> None: ...
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What a training goes on with, and from where its arms part."""
+
+    arm: Arm
+    epoch: float
+
+    def task(self, task: TrainTask) -> TrainTask:
+        """Return the task as the arm trains it."""
+        return task.model_copy(update={"spec": halving.tuned(task.spec, self.arm)})
+
+    @property
+    def lr_factor(self) -> Callable[[float], float]:
+        return partial(halving.lr_factor, self.arm, start=self.epoch)
+
+
+@dataclass(frozen=True)
+class Bench:
+    """What every branch begins with."""
+
+    task: TrainTask
+    ranks: Ranks
+    datasets: Datasets  # without the held-out part, which is the evaluation set
+    start: dict[str, Any]  # the checkpoint
+    epoch: float
+    leaving: Leaving
+
+    def check(self) -> None:
+        self.leaving.check(reserve=0.0)  # there is nothing to save
+
+
+def chosen(task: TrainTask, run: RunDir, ranks: Ranks) -> Choice | None:
+    """Return what rank 0 finds chosen, on every rank; None where branches are missing.
+
+    A choice made at a larger batch (before an out-of-memory) stays, with no more than linear scaling.
+    """
+    found = run.tuning(task.signature) if ranks.first else None
+    known = found is not None and found.chosen is not None
+    if not ranks.from_first(int(known)):
+        return None
+    tuning = Tuning.model_validate_json(ranks.gather(found.model_dump_json() if found is not None else "")[0])
+    assert tuning.chosen is not None
+    return Choice(halving.within(tuning.chosen, task.batch / task.spec.train.reference_batch), tuning.epoch)
+
+
+def tune(task: TrainTask, run: RunDir, ranks: Ranks, datasets: Datasets, *, leaving: Leaving, log: Log) -> Choice:
+    """Train branches from the newest checkpoint until one arm is left; what is recorded is not trained again.
+
+    Args:
+        task: with method auto.
+        run: where; rank 0 writes its tuning.json after each branch.
+        ranks: the process group; all of them take rank 0's decisions.
+        datasets: of the task.
+        leaving: who tells when to leave.
+        log: takes a row of kind "branch" for each.
+
+    Raises:
+        Left: the ranks leave; the branch under way is lost.
+        SpecError: the batch is larger than the training set without the held-out part.
+    """
+    start = checkpoint.load_for_all(run, task.signature, ranks)
+    assert start is not None
+    position = Position(**start["position"])
+    bench = Bench(
+        task=task,
+        ranks=ranks,
+        datasets=held_out(task.spec, datasets, batch=task.batch),
+        start=start,
+        epoch=position.epoch + position.done / len(datasets.train),
+        leaving=leaving,
+    )
+    arms = halving.arms(task.spec, task.batch)
+    tuning = _record(bench, run, position, arms)
+    if ranks.first:
+        run.write_tuning(tuning)
+    while (turn := _turn(tuning, ranks)) is not None:
+        branch = _branch(bench, arms[turn.arm], turn, control=_control(tuning, turn))
+        tuning = tuning.model_copy(update={"branches": (*tuning.branches, branch)})
+        if ranks.first:
+            run.write_tuning(tuning)
+            told = branch.model_dump(exclude={"samples"})  # of a row they are the training's
+            log("branch", position, bench.epoch, **told, trained=branch.samples, eta=_seconds_left(bench, tuning))
+    if ranks.first:
+        _, winner = halving.standing([arm.name for arm in arms], tuning.branches)
+        run.write_tuning(tuning.model_copy(update={"chosen": next(arm for arm in arms if arm.name == winner)}))
+    choice = chosen(task, run, ranks)
+    assert choice is not None
+    return choice
+
+
+def held_out(spec: JobSpec, datasets: Datasets, *, batch: int) -> Datasets:
+    """Return the training set without its held-out part, and that part with the transforms of an evaluation.
+
+    Raises:
+        SpecError: what is left is smaller than the batch.
+    """
+    size = len(datasets.train)
+    count = halving.holdout_size(size, spec.auto.holdout)
+    if size - count < batch:
+        raise SpecError(
+            f"auto.holdout {spec.auto.holdout:g}: {size - count} of {size} training samples are left, fewer than the"
+            f" batch of {batch}",
+            "hold out less, or train with a smaller batch",
+        )
+    order = permutation(size, seed=spec.train.seed, epoch=_HELD_OUT).tolist()
+    plain = spec.transforms.model_copy(update={"train": spec.transforms.eval})
+    view = datasets.train.samples
+    if plain != spec.transforms:
+        view = build_datasets(spec.model_copy(update={"transforms": plain})).train.samples
+    return Datasets(
+        train=Seeded(Subset(datasets.train.samples, sorted(order[count:])), seed=spec.train.seed),
+        eval=Evaluated(Subset(view, sorted(order[:count]))),
+        classes=datasets.classes,
+    )
+
+
+def _record(bench: Bench, run: RunDir, position: Position, arms: tuple[Arm, ...]) -> Tuning:
+    """Return what is recorded of this tuning; one of another batch, checkpoint or other arms counts for nothing."""
+    fresh = Tuning(
+        signature=bench.task.signature, batch=bench.task.batch, start=position.samples, epoch=bench.epoch, arms=arms
+    )
+    found = run.tuning(bench.task.signature) if bench.ranks.first else None
+    alike = found is not None and fresh == found.model_copy(update={"branches": (), "chosen": None})
+    return found if found is not None and alike else fresh
+
+
+def _turn(tuning: Tuning, ranks: Ranks) -> Turn | None:
+    """Return the branch that rank 0 finds next, on every rank; None where one arm is left."""
+    names = [arm.name for arm in tuning.arms]
+    turn, _ = halving.standing(names, tuning.branches) if ranks.first else (None, None)
+    number = ranks.from_first(-1 if turn is None else turn.rung * len(names) + turn.arm)
+    return None if number < 0 else Turn(*divmod(number, len(names)))
+
+
+def _control(tuning: Tuning, turn: Turn) -> Branch | None:
+    """Return the control's branch of the same rung; it is the first there."""
+    same = (branch for branch in tuning.branches if branch.rung == turn.rung)
+    return next((branch for branch in same if branch.arm == halving.CONTROL), None)
+
+
+def _branch(bench: Bench, arm: Arm, turn: Turn, *, control: Branch | None) -> Branch:
+    """Train one branch and judge it."""
+    began = time.monotonic()
+    trainer = _trainer(bench, arm)
+    start = trainer.position.samples
+    per_epoch = len(bench.datasets.train) // trainer.batch
+    finite = _train(bench, trainer, halving.branch_steps(bench.task.spec, turn.rung, per_epoch))
+    if finite:
+        _settle(bench, trainer)
+    result = loop.Evaluator(trainer).run(between=bench.check) if finite else None
+    samples = trainer.position.samples - start
+    return Branch(
+        arm=arm.name,
+        rung=turn.rung,
+        epochs=samples / len(bench.datasets.train),
+        samples=samples,
+        loss=_known(result.loss) if result else None,
+        top1=_known(result.top1) if result else None,
+        diverged=result is None or _has_diverged(result, bench.datasets.classes, control),
+        seconds=time.monotonic() - began,
+    )
+
+
+def _trainer(bench: Bench, arm: Arm) -> Trainer:
+    gc.collect()  # a DDP object and its model hold each other: the branch before is let go before this one is built
+    choice = Choice(arm, bench.epoch)
+    trainer = loop.build(
+        choice.task(bench.task),
+        bench.ranks,
+        bench.datasets,
+        batch=bench.task.batch,
+        workers=bench.task.workers,
+        refresh=True,
+    )
+    checkpoint.restore(trainer, copy.deepcopy(bench.start))  # an optimizer takes the tensors over as they are
+    trainer.lr_factor = choice.lr_factor
+    return trainer
+
+
+def _train(bench: Bench, trainer: Trainer, steps: int) -> bool:
+    """Train so many steps; return whether the loss stayed finite, else at once."""
+    with contextlib.closing(loop.steps(trainer)) as stream:
+        for count, step in enumerate(itertools.islice(stream, steps), 1):
+            bench.check()
+            if count % LOOK == 0 or count == steps:
+                finite = math.isfinite(float(step.loss))
+                if bench.ranks.largest(float(not finite)):
+                    return False
+    return True
+
+
+@torch.no_grad()
+def _settle(bench: Bench, trainer: Trainer) -> None:
+    """Average the statistics of BatchNorm anew over some training batches.
+
+    The running ones trail the weights by some ten steps, which is most of a short branch: they would judge it by them.
+    """
+    norms = [m for m in trainer.ddp.modules() if isinstance(m, _BatchNorm) and m.track_running_stats]
+    if not norms:
+        return
+    with contextlib.closing(loop.inputs(trainer)) as stream:
+        for count, inputs in enumerate(itertools.islice(stream, SETTLE), 1):
+            for norm in norms:
+                norm.momentum = 1 / count
+            with loop.autocast(trainer):
+                trainer.ddp.module(inputs)
+            bench.check()
+
+
+def _has_diverged(result: Evaluation, classes: int | None, control: Branch | None) -> bool:
+    """Return whether a branch is no better than guessing, and worse than the control (which may be young itself)."""
+    if not math.isfinite(result.loss):
+        return True
+    if classes is None or math.isnan(result.top1) or control is None or control.loss is None:
+        return False
+    return result.loss > max(math.log(classes), control.loss)
+
+
+def _known(value: float) -> float | None:
+    """Return a number as JSON can hold it."""
+    return value if math.isfinite(value) else None
+
+
+def _seconds_left(bench: Bench, tuning: Tuning) -> float:
+    """Return the time until the training's end, by the pace of the branches so far."""
+    size, epochs = len(bench.datasets.train) + len(bench.datasets.eval), bench.task.spec.train.epochs
+    planned = halving.plan(bench.task.spec, batch=bench.task.batch, dataset_size=size)
+    pace = sum(branch.seconds for branch in tuning.branches) / max(1, tuning.samples)  # seconds a sample
+    branches = max(0, planned.steps * bench.task.batch - tuning.samples)
+    return pace * (branches + (epochs - bench.epoch) * size)

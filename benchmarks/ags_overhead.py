@@ -323,10 +323,10 @@ def memory_of(model: str, options: argparse.Namespace) -> Iterator[Held]:
 
 
 def hold(model: str, name: str, me: "Ranks") -> tuple[float, float]:
-    """Return (lasting, peak) of the refresh and update of a step with 4 samples, in copies of the parameters."""
+    """Return (lasting, peak) of a step with 4 samples, with a refresh where there are any, in copies of the parameters."""
     import torch
 
-    from tula_cli.worker import loop, meter
+    from tula_cli.worker import meter
 
     image, classes = MODELS[model]
     names = [] if name == PLAIN else [name]
@@ -335,14 +335,10 @@ def hold(model: str, name: str, me: "Ranks") -> tuple[float, float]:
     trainer = bench.trainers[name]
     if trainer.ags and name in REFRESHING:
         trainer.ags.start_epoch(1)
-    start = trainer.clock.mark()
-    loop._backward(trainer, itertools.repeat((bench.inputs, bench.targets)), start)
-    gc.collect()
+    trainer.clock.wait()
     memory = meter.MemoryMeter(me.device)
     memory.reset()
-    loop._refresh(trainer)
-    loop._update(trainer)
-    trainer.clock.wait()
+    bench.step(name)()
     peak, _ = memory.peak()
     size = sum(p.numel() * p.element_size() for p in trainer.ddp.parameters())
     factors: list[torch.Tensor] = trainer.ags.factors if trainer.ags else []

@@ -39,6 +39,7 @@ class Row:
 
     name: str
     top1: tuple[float, ...]
+    loss: tuple[float, ...]  # on the same samples: it tells apart what a few hundred accuracies do not
     extra: float  # samples in branches, as a share of those of the training
     chosen: tuple[str, ...]
 
@@ -121,6 +122,7 @@ def _row(name: str, changes: dict[str, Any], batch: int, options: argparse.Names
     return Row(
         name=name,
         top1=tuple(result.metrics["top1"] for result in found),
+        loss=tuple(result.metrics["eval_loss"] for result in found),
         extra=statistics.fmean(result.tuning.samples / result.samples if result.tuning else 0.0 for result in found),
         chosen=tuple(result.tuning.chosen.name for result in found if result.tuning and result.tuning.chosen),
     )
@@ -159,7 +161,8 @@ def _train(spec: JobSpec, batch: int, folder: Path, ranks: Ranks) -> TrainResult
     if run.train_result(name) is None:
         run_training(task, run, ranks, build_datasets(spec))
     result = run.train_result(name)
-    assert result is not None
+    if result is None:
+        raise SystemExit("told to stop: it is saved, and the same command goes on")
     return result
 
 
@@ -167,15 +170,16 @@ def _table(rows: Sequence[Row]) -> Iterator[str]:
     """Yield a Markdown table: the share of the gap between lbt and the small batch that each way recovers."""
     by_name = {row.name: row for row in rows}
     small, lbt = by_name.get("small batch"), by_name.get(halving.CONTROL)
-    yield "| | top-1 (%) | n | against lbt, each seed | of the gap | extra samples | chosen |"
-    yield "|---|---|---|---|---|---|---|"
+    yield "| | top-1 (%) | loss | n | against lbt, each seed | of the gap | extra samples | chosen |"
+    yield "|---|---|---|---|---|---|---|---|"
     for row in rows:
         apart = " ".join(f"{a - b:+.2f}" for a, b in zip(row.top1, lbt.top1, strict=True)) if lbt else ""
         gap = small.mean - lbt.mean if small and lbt else 0.0
         share = f"{(row.mean - lbt.mean) / gap:.0%}" if lbt and gap > 0 else "-"
         counts = ", ".join(row.chosen)
         yield (
-            f"| {row.name} | {row.mean:.2f} ± {row.deviation:.2f} | {len(row.top1)} | {apart} | {share} |"
+            f"| {row.name} | {row.mean:.2f} ± {row.deviation:.2f} | {statistics.fmean(row.loss):.3f} | {len(row.top1)} |"
+            f" {apart} | {share} |"
             f" {row.extra:.0%} | {counts} |"
         )
 

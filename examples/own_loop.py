@@ -91,7 +91,7 @@ def train(args: argparse.Namespace, rank: int, world: int) -> float:
 
 def show(epoch: int, report: dict[str, float]) -> None:
     print(f"epoch {epoch + 1}: {report['scaled']:.0%} of the steps scaled, by {report['mean']:.2f} on average")
-    for line in advice(report):
+    for line in advice(report).values():
         print(f"  {line}")
 
 

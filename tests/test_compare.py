@@ -74,8 +74,6 @@ class Trains(make.FakeLauncher):
             {"kind": "epoch", "samples": 2000 * epoch, "epoch": epoch, **metrics, "ags": {"mean": 2.0}}
             for epoch in (1, 2)
         ]
-        if method in self.diverges:
-            rows[-1]["eval_loss"] = None
         if method == "ags":
             rows[-1]["diagnostics"] = {
                 "norm": {"q50": 3.0}, "delta": None, "factors": {"edges": [0.5, 1.0, 2.0], "counts": [0, 1, 3, 0]}
@@ -156,6 +154,18 @@ def test_the_reference_among_the_batches_is_trained_once(run: RunDir) -> None:
         ("lbt-x4", 128),
     ]
     assert len({cell.signature for cell in cells}) == len(cells)
+
+
+def test_two_rows_that_are_one_training_are_one_row() -> None:
+    spec = make.spec(**SPEC, ags={"preset": "robust"})
+    run = RunDir(Path("tula-runs") / "x")
+    cells = plan(run, Grid(methods=("ags", "robust"), batches=(128,), seeds=1, nodes=1, controls=False), spec)
+    assert [cell.method for cell in cells.comparison.cells] == ["lbt", "ags"]
+
+
+def test_the_reference_is_the_first_row_also_beside_smaller_batches(run: RunDir) -> None:
+    report = trained(run, Trains(), Grid(methods=("lbt",), batches=(16, 256), seeds=1, nodes=1, controls=False))
+    assert [row.batch for row in report.rows] == [32, 16, 256]
 
 
 def test_a_cell_is_the_training_of_the_same_overrides(run: RunDir) -> None:
@@ -293,6 +303,15 @@ def test_progress_counts_and_tells_what_is_left(run: RunDir) -> None:
     assert seeds == sorted(seeds, reverse=True) and seeds[0] > 3600  # the second reference takes an hour
 
 
+def test_what_is_left_is_what_the_training_says_and_what_is_expected_of_the_others(run: RunDir) -> None:
+    job = make.add_training(run, rows=make.metrics())
+    now = status.snapshot(run, make.FakeLauncher(says={job: "running"}), now=make.START + 60)
+    assert now.training is not None and now.training.eta == pytest.approx(70.0)
+    assert compare._left(now, job, 1.0, 2.0) == pytest.approx(70.0 + 7200)
+    assert compare._left(now, "train-another", 1.0, 2.0) == pytest.approx(3600 + 7200)
+    assert compare._left(now, job, 1.0, None) is None
+
+
 def test_changed_code_ends_a_comparison(run: RunDir) -> None:
     planned = plan(run)
     first = planned.comparison.cells[0].model_copy(update={"signature": "00000000"})
@@ -426,6 +445,14 @@ def test_show_starts_nothing(here: Trains) -> None:
     assert "ags, batch 128, seed 5 failed" in err
 
 
+def test_failures_are_told_when_they_happen_and_diverged_ones_are_counted(here: Trains) -> None:
+    here.fails, here.diverges = ("ags",), ("lbt-x4",)
+    _, out, err = tula(*ASKED)
+    assert "ags, batch 128, seed 5 failed: training ended at attempt 1: KeyError: 'x'" in err
+    (line, *_) = [line for line in out.splitlines() if "lbt-x4" in line]
+    assert re.search(r"lbt-x4 +2 +10.00 ± 0.00.*2 diverged", line)
+
+
 def test_without_a_batch_the_recommended_one_is_compared(here: Trains, run: RunDir) -> None:
     assert tula("compare", "job.yaml")[0] == BadMeasurements.exit_code
     run.write_recommendation(make.recommendation(choice=make.prediction(2, 256)))
@@ -485,8 +512,14 @@ def test_the_density_of_factors_lies_at_their_edges() -> None:
     shares = [float(rect["fill-opacity"]) ** 2 for rect in rects]
     assert shares == pytest.approx([0.5, 0.5, 1.0], abs=0.002)
     tops = [float(rect["y"]) for rect in rects]
-    assert tops[0] > tops[1] > tops[2] == page.TOP  # half to one, one to two, above two
+    assert tops[0] > tops[1] > tops[2] > page.TOP  # half to one, one to two, above two
+    heights = [float(rect["height"]) for rect in rects]
+    assert tops[0] == pytest.approx(tops[1] + heights[1], abs=0.2) and tops[1] == pytest.approx(
+        tops[2] + heights[2], abs=0.2
+    )
     assert float(rects[2]["x"]) > float(rects[0]["x"]) == page.LEFT
+    one = float(re.findall(r'<text x="[^"]+" y="([^"]+)"[^>]*>1</text>', drawn)[0]) - 4  # where the axis has its 1
+    assert one == pytest.approx(tops[0], abs=0.2)
     assert page.density(compare.Curve(cell, ({"samples": 1, "diagnostics": None},))) == ""
 
 

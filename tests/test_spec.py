@@ -10,8 +10,10 @@ import yaml
 
 from tula_cli.errors import SpecError
 from tula_cli.spec import (
+    AGS_PRESETS,
     ENV_PREFIX,
     UNPRICED,
+    Ags,
     JobSpec,
     Method,
     dump_yaml,
@@ -418,6 +420,48 @@ def test_null_section_is_a_problem_and_an_override_fills_it(write):
     path = write(MINIMAL + "search:\n")
     assert "search" in problems(path)
     assert load(path, "search.steps=7").search.steps == 7
+
+
+# --- adaptive gradient scaling
+
+
+def test_a_preset_fills_what_is_not_given(write):
+    found = load(write(MINIMAL), "ags.preset=robust", "ags.delta=0.8").ags.resolved()
+    assert (found.granularity, found.source, found.scale_ema) == ("tensor", "local_norms", 0.9)
+    assert (found.delta, found.refresh.every, found.s_min) == (0.8, 1, 1e-3)
+    paper = load(write(MINIMAL)).ags.resolved()
+    assert (paper.granularity, paper.delta, paper.refresh, paper.source) == ("element", 0.5, "epoch", "small_batch")
+    assert all(value is not None for value in paper.model_dump().values())
+
+
+def test_no_threshold_can_be_written_in_two_ways(write):
+    assert load(write(MINIMAL), "ags.delta=.inf") == load(write(MINIMAL), "ags.delta=inf")
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        (["ags.source=local_norms"], "granularity: tensor"),
+        (["ags.preset=robust", "ags.granularity=element"], "source: small_batch"),
+        (["ags.preset=robust", "ags.b_small=32"], "b_small 32"),
+        (["ags.scale_ema=1"], "less than 1"),
+        (["ags.s_min=2"], "less than or equal to 1"),
+    ],
+)
+def test_settings_of_ags_that_do_nothing_together_are_refused(write, given, words):
+    assert any(words in message for message in problems(write(MINIMAL), *given).values())
+
+
+def test_what_a_preset_says_can_be_written_out_for_the_same_training():
+    same = spec(ags={"preset": "robust"}), spec(ags={**AGS_PRESETS["robust"]})
+    assert len({train_signature(job, nodes=2, batch=64) for job in same}) == 1
+    assert train_signature(same[0], nodes=2, batch=64) != train_signature(spec(), nodes=2, batch=64)
+
+
+def test_the_template_names_every_setting_of_ags():
+    text = (ROOT / "templates" / "job.yaml").read_text(encoding="utf-8")
+    section = text[text.index("\nags:") : text.index("\n# --- what to measure")]
+    assert set(Ags.model_fields) == set(re.findall(r"^  (?:# )?([a-z_]+): ", section, flags=re.MULTILINE))
 
 
 # --- signatures

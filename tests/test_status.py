@@ -207,7 +207,8 @@ def test_a_training_run_that_tunes_itself(run):
         file.write(json.dumps({"kind": "branch", "time": START + 50, "samples": 1280, "epoch": 1, "eta": 30.0}) + "\n")
     assert snapshot().training.eta == 20, "a branch's row tells it too"
     run.write_tuning(make.tuning(branches, chosen="x2"))
-    assert snapshot().training.tuning.chosen == "x2"
+    found = snapshot().training.tuning
+    assert (found.chosen, found.arm) == ("x2", None)
 
 
 def test_a_finished_training_run_says_at_which_batch_it_ended(run):

@@ -73,6 +73,13 @@ def test_a_batch_larger_than_the_dataset_is_refused(run: RunDir) -> None:
         plan(run, run.spec(), nodes=1, batch=2048)
 
 
+def test_a_batch_larger_than_what_tuning_leaves_of_the_dataset_is_refused(run: RunDir) -> None:
+    spec = make_runs.spec(train={"epochs": 4, "method": "auto"}, auto={"holdout": 0.2})
+    assert plan(run, spec, nodes=1, batch=1600).task.batch == 1600
+    with pytest.raises(SpecError, match="1600 of 2000 training samples are left"):
+        plan(run, spec, nodes=1, batch=1601)
+
+
 def test_the_probes_tell_the_size_of_the_dataset(run: RunDir) -> None:
     make_runs.add_measured(run, 1, 32)  # of 50 000 samples
 

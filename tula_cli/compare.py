@@ -20,7 +20,7 @@ from tula_cli.errors import BadMeasurements, JobFailed, SpecError, TulaError
 from tula_cli.launch import Launcher
 from tula_cli.models.cost import price_words
 from tula_cli.plugins import nearest
-from tula_cli.records import Cell, Comparison, Inspection, Summary
+from tula_cli.records import Cell, Comparison, Inspection
 from tula_cli.rundir import RunDir
 from tula_cli.spec import JobSpec, Train, train_signature, validate
 from tula_cli.status import JobStatus, RunStatus, TrainingStatus
@@ -517,7 +517,8 @@ def _cell_report(run: RunDir, cell: Cell, job: JobStatus | None) -> CellReport:
     loss = summary.metrics.get("eval_loss")
     return CellReport(
         cell=cell,
-        state="diverged" if _diverged(run, summary) else "done",
+        # Metrics hold finite numbers only: a loss that is missing was none.
+        state="done" if loss is not None else "diverged",
         top1=summary.metrics.get("top1"),
         top5=summary.metrics.get("top5"),
         loss=loss,
@@ -526,14 +527,6 @@ def _cell_report(run: RunDir, cell: Cell, job: JobStatus | None) -> CellReport:
         samples=None if result is None else result.samples,
         hours=summary.actual_hours,
     )
-
-
-def _diverged(run: RunDir, summary: Summary) -> bool:
-    """Return whether the loss was no number at the end: such values are left out of metrics, or null in its rows."""
-    if "eval_loss" not in summary.metrics:
-        return True
-    epochs = [row for row in run.metrics(summary.signature) if row["kind"] == "epoch"]
-    return bool(epochs) and epochs[-1].get("eval_loss", 0.0) is None
 
 
 def _rows(cells: Sequence[CellReport]) -> list[Row]:

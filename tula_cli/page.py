@@ -263,7 +263,7 @@ def density(curve: Curve) -> str:
     edges = [math.log2(edge) for edge in logged[0][1]["edges"]]
     step = edges[1] - edges[0]
     bottoms = [edges[0] - step, *edges]  # of the bins; the first and the last have no other end
-    low, high = bottoms[min(filled)], bottoms[max(filled)] + step
+    low, high = bottoms[min(filled)] - 1, bottoms[max(filled)] + step + 1  # an octave of room, or few bins fill it all
     frame = Frame(0.0, float(logged[-1][0]), low, high)
     before, cells = 0.0, list[str]()
     for samples, found in logged:

@@ -404,19 +404,14 @@ def _newest_with_eta(rows: Iterable[Mapping[str, Any]]) -> Mapping[str, Any]:
 def _tuning(found: Tuning | None) -> TuningStatus | None:
     if found is None:
         return None
-    turn, _ = halving.standing([arm.name for arm in found.arms], found.branches)
-    chosen = found.chosen.name if found.chosen is not None else None
-    if turn is None:
+    names = [arm.name for arm in found.arms]
+    turn, _ = halving.standing(names, found.branches)
+    if turn is None or found.chosen is not None:
+        chosen = found.chosen.name if found.chosen is not None else None
         return TuningStatus(None, 0, 0, 0, chosen, found.branches)
     done = sum(branch.rung == turn.rung for branch in found.branches)
-    return TuningStatus(
-        arm=found.arms[turn.arm].name,
-        number=done + 1,
-        count=len(halving.alive([arm.name for arm in found.arms], found.branches)),
-        rung=turn.rung,
-        chosen=chosen,
-        branches=found.branches,
-    )
+    count = len(halving.alive(names, found.branches))
+    return TuningStatus(names[turn.arm], done + 1, count, turn.rung, None, found.branches)
 
 
 def _eta(last_row: Mapping[str, Any], *, finished: bool, now: float) -> float | None:

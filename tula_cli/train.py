@@ -18,6 +18,7 @@ from tula_cli.errors import (
 )
 from tula_cli.grid import batches
 from tula_cli.launch import Launcher, submitting, under_way
+from tula_cli.models import halving
 from tula_cli.models.cost import price_words
 from tula_cli.models.forecast import Forecast
 from tula_cli.outcome import advice
@@ -113,7 +114,9 @@ def plan(
     task = _task(run, spec, nodes, batch, code, market=choice.market if choice and as_chosen else "on_demand")
     newest = run.newest_train_task(task.signature)
     if newest is None:
-        _check_size(batch, _dataset_size(run, spec, inspect))
+        size = _dataset_size(run, spec, inspect)
+        _check_size(batch, size)
+        halving.check_size(spec, batch=batch, dataset_size=size)
     checkpoints = run.checkpoints(task.signature)
     return TrainPlan(
         task=_again(newest, task) if newest else task,

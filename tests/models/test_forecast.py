@@ -206,6 +206,13 @@ def test_doubtful_measurements_are_named() -> None:
     assert not Forecast.from_results(spec(), probe_all(Truth(), SWEEP)).warnings
 
 
+def test_forecasts_of_post_local_sgd_are_named_as_upper_bounds() -> None:
+    polo = spec(train={"epochs": 10, "method": "polo"})
+    assert any("upper bounds" in text for text in Forecast.from_results(polo, probe_all(Truth(), SWEEP)).warnings)
+    alone = [probe.model_copy(update={"nodes": 1, "gpus_per_node": 1}) for probe in probe_all(Truth(), SWEEP)[:1]]
+    assert not any("upper bounds" in text for text in Forecast.from_results(polo, alone).warnings)
+
+
 def test_the_ladder_goes_down_to_the_smallest_batch() -> None:
     forecast = Forecast.from_results(spec(search={"min_batch": 64}), probe_all(Truth(), SWEEP))
     ladder = forecast.ladder(4, 512)

@@ -44,13 +44,14 @@ def play(names: list[str], merit: dict[str, float]) -> tuple[list[Turn], str]:
 
 
 def test_default_arms_are_the_control_faster_ones_up_to_linear_scaling_and_ags() -> None:
-    arms = halving.arms(job(), 384)
+    arms = halving.arms(job(), 256)
     assert arms[0] == Arm(name="lbt")
-    assert [arm.lr_factor for arm in arms if arm.method == "lbt"] == [1, 2, 4, 8, 12]
+    assert [arm.lr_factor for arm in arms if arm.method == "lbt"] == pytest.approx([1, 2, 4, 8])
+    assert [arm.lr_factor for arm in arms if arm.method == "ags"] == pytest.approx([1, 1, 1, 8**0.5])
     assert all(arm.warmup_epochs for arm in arms if arm.lr_factor > 1)
     scaled = {(job.granularity, job.refresh == "epoch", job.b_small) for job in _resolved(arms)}
-    assert len(scaled) == sum(arm.method == "ags" for arm in arms) >= 4
-    assert len({arm.name for arm in arms}) == len(arms)
+    assert scaled == {("element", True, "auto"), ("tensor", True, 8), ("tensor", False, "auto")}
+    assert len({arm.name for arm in arms}) == len(arms) == 8
 
 
 def _resolved(arms: tuple[Arm, ...]) -> list[Any]:
@@ -58,10 +59,11 @@ def _resolved(arms: tuple[Arm, ...]) -> list[Any]:
 
 
 @pytest.mark.parametrize(
-    ("batch", "factors"), [(32, [1]), (16, [1]), (64, [1, 2]), (32 * 4096, [1, 2, 4, 8, 16, 32, 64])]
+    ("batch", "names"), [(32, []), (16, []), (64, ["1.26", "1.59", "2"]), (32 * 4096, ["4", "16", "64"])]
 )
-def test_the_faster_arms_follow_the_batch(batch: int, factors: list[float]) -> None:
-    assert [arm.lr_factor for arm in halving.arms(job(), batch) if arm.method == "lbt"] == factors
+def test_the_faster_arms_follow_the_batch(batch: int, names: list[str]) -> None:
+    found = [arm.name for arm in halving.arms(job(), batch) if arm.method == "lbt"]
+    assert found == ["lbt", *(f"lbt-x{name}" for name in names)]
 
 
 def test_own_arms_replace_the_default_ones_but_not_the_control() -> None:
@@ -83,6 +85,11 @@ def test_the_factor_grows_in_the_warm_up_and_then_stays() -> None:
     arm = Arm(name="x5", lr_factor=5, warmup_epochs=2)
     assert [halving.lr_factor(arm, epoch, start=1) for epoch in (1, 2, 3, 9)] == [1, 3, 5, 5]
     assert halving.lr_factor(Arm(name="x5", lr_factor=5), 1, start=1) == 5
+
+
+def test_a_branch_cools_down_in_its_second_half() -> None:
+    found = [halving.cooling(epoch, start=1, length=4) for epoch in (1, 3, 4, 4.5, 5, 6)]
+    assert found == [1, 1, 0.5, 0.25, 0, 0]
 
 
 def test_a_smaller_batch_bounds_the_factor_by_linear_scaling() -> None:

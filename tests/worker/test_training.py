@@ -120,11 +120,21 @@ def test_ags_reports_itself_and_says_where_it_is_the_identity(alone: Ranks, run:
     acting, idle = train_task(spec(**AGS)), train_task(spec(**AGS), batch=8)
     train(run, alone, acting)
     train(run, alone, idle)
-    assert not list(rows(run, acting, "warning"))
+    assert not any("leaves the gradients" in row["message"] for row in rows(run, acting, "warning"))
     assert [row["ags"]["refreshes"] for row in rows(run, acting, "epoch")] == [1, 2]
     (warning,) = rows(run, idle, "warning")
     assert warning["message"].startswith("AGS leaves the gradients as they are: ")
     assert [row["ags"] for row in rows(run, idle, "epoch")] == [None, None]
+
+
+def test_that_ags_hardly_acts_is_said_once(tmp_path: Path, alone: Ranks) -> None:
+    """With delta 0 no step is scaled, in any of the epochs."""
+    job = spec(train={"method": "ags"}, ags={"delta": 0, "b_small": 4})
+    run, task = RunDir.create(tmp_path / "run", job), train_task(job)
+    train(run, alone, task)
+    said = [row["message"] for row in rows(run, task, "warning") if "of the steps" in row["message"]]
+    assert len(list(rows(run, task, "epoch"))) > len(said) == 1
+    assert said[0].startswith("AGS scaled only 0%") and "delta" in said[0]
 
 
 def test_tensorboard_files_are_written_when_asked(alone: Ranks, run: RunDir) -> None:

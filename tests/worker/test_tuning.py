@@ -2,6 +2,7 @@
 
 import itertools
 import math
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -145,6 +146,30 @@ def test_the_default_arms_all_train(alone: Ranks, run: RunDir) -> None:
 # --- judging
 
 
+def test_a_branch_trains_as_its_arm_cools_down_and_settles(
+    alone: Ranks, run: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[list[float]] = []
+    settled: list[float] = []
+    steps, settle = loop.steps, tuning._settle
+
+    def spied(trainer: loop.Trainer) -> Iterator[loop.Step]:
+        seen.append([])
+        for step in steps(trainer):
+            seen[-1].append(step.lr)
+            yield step
+
+    monkeypatch.setattr(loop, "steps", spied)
+    monkeypatch.setattr(tuning, "_settle", lambda bench, trainer: settled.append(settle(bench, trainer) or 1.0))
+    tuned(run, alone, FAST, epochs=1)
+    assert len(settled) == 2
+    parts = [step * 16 / 90 for step in range(5)]
+    cooled = [min(1, 2 - 2 * part) for part in parts]
+    assert seen[1] == pytest.approx([0.1 * c for c in cooled])
+    grown = [1 + 0.5 * min(1, part / 0.5) for part in parts]
+    assert seen[2] == pytest.approx([0.1 * c * g for c, g in zip(cooled, grown, strict=True)])
+
+
 def test_the_held_out_part_is_neither_trained_nor_augmented(alone: Ranks) -> None:
     subject = job()
     data = build_datasets(subject)
@@ -184,7 +209,7 @@ def test_the_statistics_of_batchnorm_are_those_of_the_weights_at_the_end(alone: 
 
 def test_a_batch_larger_than_what_is_left_is_refused() -> None:
     subject = job()
-    with pytest.raises(SpecError, match="90 of 100 training samples are left, fewer than the batch of 96"):
+    with pytest.raises(SpecError, match=r"90 of 100 training samples are left .* fewer than the batch of 96"):
         tuning.held_out(subject, build_datasets(subject), batch=96)
 
 
@@ -283,7 +308,7 @@ def test_ranks_told_to_leave_in_a_branch_say_so_and_go_on_there(alone: Ranks, ru
     assert len(list(rows(run, task, "branch"))) == 2
 
 
-def test_an_epoch_resumed_with_less_than_a_batch_left_ends_in_a_checkpoint(alone: Ranks, run: RunDir) -> None:
+def test_arms_may_part_where_less_than_a_batch_is_left_of_an_epoch(alone: Ranks, run: RunDir) -> None:
     first = interrupt(run, alone, FAST, after=40, batch=32)
     task = train_task(first.spec, batch=32, signature=first.signature)
     trainer = loop.build(task, alone, build_datasets(task.spec), batch=32, workers=0, refresh=True)

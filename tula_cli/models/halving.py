@@ -9,6 +9,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from tula_cli.errors import SpecError
 from tula_cli.records import Branch
 from tula_cli.spec import Ags, Arm, JobSpec
 
@@ -51,25 +52,26 @@ def arms(spec: JobSpec, batch: int) -> tuple[Arm, ...]:
 
 
 def _faster(scale: float) -> list[Arm]:
-    """Return plain learning-rate increases: 2, 4, 8 ..., and linear scaling as the last of them."""
-    powers = [2.0**k for k in range(1, 1 + int(math.log2(min(scale, MAX_FACTOR))))]
-    factors = powers if scale in powers or scale > MAX_FACTOR else [*powers, scale]
-    return [Arm(name=f"lbt-x{factor:g}", lr_factor=factor, warmup_epochs=1.0) for factor in factors]
+    """Return plain learning-rate increases: three steps up to linear scaling, each by the same factor (2, 4, 8)."""
+    factors = [min(scale, MAX_FACTOR) ** (step / 3) for step in (1, 2, 3)]
+    return [Arm(name=f"lbt-x{factor:.3g}", lr_factor=factor, warmup_epochs=1.0) for factor in factors]
 
 
 def _scaled(spec: JobSpec, batch: int) -> list[Arm]:
-    """Return the ways of AGS: the job's own, the paper's gate open, per tensor, a smaller small batch, robust."""
+    """Return ways of AGS: the job's own; per tensor, ungated, from a smaller small batch; robust; robust and faster."""
     smaller = max(1, min(spec.train.reference_batch, batch // 4) // 4)
-    ways = {
-        "ags": spec.ags,
-        "ags-tensor": Ags(granularity="tensor", delta="inf"),
-        f"ags-tensor-b{smaller}": Ags(granularity="tensor", delta="inf", b_small=smaller),
-        "robust": Ags(preset="robust"),
-    }
+    root = min(batch / spec.train.reference_batch, MAX_FACTOR) ** 0.5
+    own, tensor = spec.ags, Ags(granularity="tensor", delta="inf", b_small=smaller)
+    robust = Ags(preset="robust")
     if spec.optimizer.name != "SGD":  # others may divide a factor on the gradient out again
         update = {"apply_to": spec.ags.apply_to or "update"}
-        ways = {name: ags.model_copy(update=update) for name, ags in ways.items()}
-    return [Arm(name=name, method="ags", ags=ags) for name, ags in ways.items()]
+        own, tensor, robust = (ags.model_copy(update=update) for ags in (own, tensor, robust))
+    return [
+        Arm(name="ags", method="ags", ags=own),
+        Arm(name=f"ags-tensor-b{smaller}", method="ags", ags=tensor),
+        Arm(name="robust", method="ags", ags=robust),
+        Arm(name=f"robust-x{root:.3g}", method="ags", ags=robust, lr_factor=root, warmup_epochs=1.0),
+    ]
 
 
 def tuned(spec: JobSpec, arm: Arm) -> JobSpec:
@@ -99,6 +101,20 @@ def lr_factor(arm: Arm, epoch: float, *, start: float) -> float:
     return 1 + (arm.lr_factor - 1) * max(0.0, epoch - start) / arm.warmup_epochs
 
 
+def cooling(epoch: float, *, start: float, length: float) -> float:
+    """Return what a branch multiplies its learning rate by: from 1 at its half to 0 at its end.
+
+    Arms with a high learning rate are further than they seem while it is high: their noise goes when it falls, as it
+    will in the training.
+
+    Args:
+        epoch: fractional epochs done.
+        start: those at which the branch begins.
+        length: its epochs.
+    """
+    return min(1.0, max(0.0, 2 * (start + length - epoch) / length))
+
+
 def within(arm: Arm, limit: float) -> Arm:
     """Return an arm with a learning-rate factor of at most `limit` (linear scaling), for a batch that became smaller."""
     return arm.model_copy(update={"lr_factor": min(arm.lr_factor, max(1.0, limit))})
@@ -122,6 +138,23 @@ def epochs(spec: JobSpec, rung: int) -> float:
 def holdout_size(dataset_size: int, share: float) -> int:
     """Return how many training samples are held out while the arms are compared."""
     return min(MAX_HOLDOUT, max(1, round(share * dataset_size)))
+
+
+def check_size(spec: JobSpec, *, batch: int, dataset_size: int) -> None:
+    """Check that the arms of a job have a batch to train on; jobs of other methods have.
+
+    Raises:
+        SpecError: the training set without the held-out part is smaller than the batch.
+    """
+    if spec.train.method != "auto":
+        return
+    left = dataset_size - holdout_size(dataset_size, spec.auto.holdout)
+    if left < batch:
+        raise SpecError(
+            f"auto.holdout {spec.auto.holdout:g}: {left} of {dataset_size} training samples are left to compare settings"
+            f" on, fewer than the batch of {batch}",
+            "hold out less, or train with a smaller batch",
+        )
 
 
 def branch_steps(spec: JobSpec, rung: int, steps_per_epoch: int) -> int:

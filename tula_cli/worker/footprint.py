@@ -28,6 +28,7 @@ from tula_cli.plugins import is_import_string
 from tula_cli.records import Footprint
 from tula_cli.spec import JobSpec
 from tula_cli.worker import zoo
+from tula_cli.worker.optim.scaling import chunks
 from tula_cli.worker.recompute import apply_activation_checkpointing
 
 REHEARSED = 2**16 + 1
@@ -210,6 +211,17 @@ class Rehearsal:
         """Whether AGS has a factor for each element; else one for each tensor."""
         return self.spec.ags.resolved().granularity == "element"
 
+    @property
+    def several(self) -> bool:
+        """Whether some configuration has more ranks than one."""
+        return max(self.spec.search.nodes) * self.spec.cluster.gpus_per_node > 1
+
+    @property
+    def draws(self) -> bool:
+        """Whether AGS takes the gradient of a small batch; several ranks may find their factors without."""
+        local = self.several and self.spec.ags.resolved().source == "local_norms"
+        return self.spec.train.method == "ags" and not local
+
     def batch(self, size: int) -> tuple[Any, Any]:
         """Return a fake micro-batch shaped like the sample."""
 
@@ -260,7 +272,7 @@ class Rehearsal:
             inputs, targets = self.batch(REHEARSED)
             self._backward(inputs, targets)
             small = len(self.storages.sizes)
-            staged = self._refresh(inputs, targets) if self.spec.train.method == "ags" else []
+            staged = self._refresh(inputs, targets) if self.draws else []
             small_end = len(self.storages.sizes)
             self._update(staged)
             events, sizes = self.storages.events[begun:], self.storages.sizes
@@ -302,26 +314,44 @@ class Rehearsal:
         with autocast(self.spec):
             loss = self.loss(self.model(inputs), targets)
         used = [g for g in torch.autograd.grad(loss, self.parameters, allow_unused=True) if g is not None]
-        if max(self.spec.search.nodes) * self.spec.cluster.gpus_per_node > 1:
+        if self.several:
             # To be sent, each is weighted and all are packed into one tensor, before the first two copies are dropped.
             weighted = [g * 1.0 for g in used]
             flat = torch.empty(sum(g.numel() for g in used), dtype=used[0].dtype)
             used = list(_pieces(flat, used))
             del weighted
-        return used
+        return used if self.elementwise else [g.sum() for g in used]
 
     def _update(self, staged: list[torch.Tensor]) -> None:
         if self.spec.train.max_grad_norm is not None:
             nn.utils.clip_grad_norm_(self.parameters, self.spec.train.max_grad_norm, error_if_nonfinite=False)
         new: list[torch.Tensor] = []
         if self.factors:  # the new ones come to be beside the old, which scale this step
-            new = [g.div(g + 1.0) if self.elementwise else g.sum() for g in staged]
+            new = self._renewed(staged)
             if self.gpu:
-                torch._foreach_mul(self.factors, 1.0)  # the multipliers of a branch taken on the device
+                for chunk in chunks(self.factors, range(len(self.factors))):
+                    torch._foreach_mul([self.factors[i] for i in chunk], 1.0)  # of a branch taken on the device
+        before = self._copies()
         self.optimizer.step()
+        if before and self.gpu:
+            before += self._copies()
+        before.clear()
         self.factors = new or self.factors
-        staged.clear()
         self.optimizer.zero_grad()
+
+    def _renewed(self, staged: list[torch.Tensor]) -> list[torch.Tensor]:
+        """Turn the small batch's gradients into factors, one by one: in their own place, or in that of a temporary."""
+        new: list[torch.Tensor] = []
+        while staged:
+            small = staged.pop(0)
+            ratio = small + 1.0
+            new.append(small if self.several else ratio)
+        return new
+
+    def _copies(self) -> list[torch.Tensor]:
+        """Return what the parameters were, where AGS scales the update."""
+        update = self.spec.train.method in ("ags", "static") and self.spec.ags.resolved().apply_to == "update"
+        return [p.detach().clone() for p in self.parameters] if update else []
 
     def _split(self, micro_batch: int, *, peak: int, reserved: int) -> Footprint:
         parameters = tensor_bytes([*self.model.parameters(), *self.model.buffers()])

@@ -22,6 +22,7 @@ from tula_cli.worker.data import Datasets
 from tula_cli.worker.diagnostics import Diagnostics
 from tula_cli.worker.leaving import Leaving, Left
 from tula_cli.worker.loop import Evaluation, Step, Trainer
+from tula_cli.worker.optim import advice
 from tula_cli.worker.optim.adascale import AdaScale
 from tula_cli.worker.ranks import Ranks
 from tula_cli.worker.sampling import Position, steps_left
@@ -118,6 +119,7 @@ class Run:
     save_time: float = 0.0
     eval_time: float = 0.0
     diagnostics: Diagnostics | None = None  # of the epoch under way
+    advised: set[str] = field(default_factory=set)  # what was said of AGS already
 
     @property
     def first(self) -> bool:
@@ -159,12 +161,13 @@ def _choose(task: TrainTask, here: Here) -> tuning.Choice:
     run, ranks = here.run, here.ranks
     if (found := tuning.chosen(task, run, ranks)) is not None:
         return found
+    split = tuning.held_out(task.spec, here.datasets, batch=task.batch)
     control = task.model_copy(update={"spec": halving.tuned(task.spec, Arm(name=halving.CONTROL))})
     ahead = halving.plan(task.spec, batch=task.batch, dataset_size=len(here.datasets.train)).steps
     _run(control, here, until=task.spec.auto.after, ahead=ahead)
     with Metrics(run, task, first=ranks.first, samples=run.newest_samples(task.signature)) as metrics:
         try:
-            return tuning.tune(task, run, ranks, here.datasets, leaving=here.leaving, log=metrics.add)
+            return tuning.tune(task, run, ranks, split, leaving=here.leaving, log=metrics.add)
         except Left as left:
             if ranks.first:
                 run.write_stop(task.id, here.attempt, left.reason)
@@ -252,15 +255,6 @@ def _train(work: Run) -> None:
             raise
     if work.trainer.until is None:
         _finish(work)
-    else:
-        _reach(work)
-
-
-def _reach(work: Run) -> None:
-    """Save where branches begin, if no epoch has just ended there (one resumed with less than a batch left of it)."""
-    trainer = work.trainer
-    if work.first and not work.run.checkpoint_path(work.task.signature, trainer.position.samples).exists():
-        _save(work, is_best=False)
 
 
 def _steps(work: Run, stream: Iterator[Step]) -> None:
@@ -411,7 +405,16 @@ def _log_epoch(work: Run, result: Evaluation, step_time: float | None, *, loss: 
         **_gain(trainer),
         diagnostics=_diagnostics(work, ags),
     )
+    _advise(work, ags)
     _warn_of_drift(work, within=within, step_time=recent)
+
+
+def _advise(work: Run, ags: Mapping[str, float] | None) -> None:
+    """Say once of each way in which AGS hardly acts that it does."""
+    for kind, message in advice(ags).items() if ags else ():
+        if kind not in work.advised:
+            work.advised.add(kind)
+            _warn(work, message)
 
 
 def _gain(trainer: Trainer) -> dict[str, Any]:

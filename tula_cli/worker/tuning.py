@@ -21,7 +21,6 @@ import torch
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.data import Subset
 
-from tula_cli.errors import SpecError
 from tula_cli.models import halving
 from tula_cli.models.halving import Turn
 from tula_cli.records import Branch, TrainTask, Tuning
@@ -102,13 +101,12 @@ def tune(task: TrainTask, run: RunDir, ranks: Ranks, datasets: Datasets, *, leav
         task: with method auto.
         run: where; rank 0 writes its tuning.json after each branch.
         ranks: the process group; all of them take rank 0's decisions.
-        datasets: of the task.
+        datasets: `held_out` of the task's.
         leaving: who tells when to leave.
         log: takes a row of kind "branch" for each.
 
     Raises:
         Left: the ranks leave; the branch under way is lost.
-        SpecError: the batch is larger than the training set without the held-out part.
     """
     start = checkpoint.load_for_all(run, task.signature, ranks)
     assert start is not None
@@ -116,9 +114,9 @@ def tune(task: TrainTask, run: RunDir, ranks: Ranks, datasets: Datasets, *, leav
     bench = Bench(
         task=task,
         ranks=ranks,
-        datasets=held_out(task.spec, datasets, batch=task.batch),
+        datasets=datasets,
         start=start,
-        epoch=position.epoch + position.done / len(datasets.train),
+        epoch=position.epoch + position.done / (len(datasets.train) + len(datasets.eval)),
         leaving=leaving,
     )
     arms = halving.arms(task.spec, task.batch)
@@ -147,13 +145,8 @@ def held_out(spec: JobSpec, datasets: Datasets, *, batch: int) -> Datasets:
         SpecError: what is left is smaller than the batch.
     """
     size = len(datasets.train)
+    halving.check_size(spec, batch=batch, dataset_size=size)
     count = halving.holdout_size(size, spec.auto.holdout)
-    if size - count < batch:
-        raise SpecError(
-            f"auto.holdout {spec.auto.holdout:g}: {size - count} of {size} training samples are left, fewer than the"
-            f" batch of {batch}",
-            "hold out less, or train with a smaller batch",
-        )
     order = permutation(size, seed=spec.train.seed, epoch=_HELD_OUT).tolist()
     plain = spec.transforms.model_copy(update={"train": spec.transforms.eval})
     view = datasets.train.samples
@@ -193,7 +186,8 @@ def _control(tuning: Tuning, turn: Turn) -> Branch | None:
 def _branch(bench: Bench, arm: Arm, turn: Turn, *, control: Branch | None) -> Branch:
     """Train one branch and judge it."""
     began = time.monotonic()
-    trainer = _trainer(bench, arm)
+    length = halving.epochs(bench.task.spec, turn.rung)
+    trainer = _trainer(bench, arm, length)
     start = trainer.position.samples
     per_epoch = len(bench.datasets.train) // trainer.batch
     finite = _train(bench, trainer, halving.branch_steps(bench.task.spec, turn.rung, per_epoch))
@@ -213,7 +207,8 @@ def _branch(bench: Bench, arm: Arm, turn: Turn, *, control: Branch | None) -> Br
     )
 
 
-def _trainer(bench: Bench, arm: Arm) -> Trainer:
+def _trainer(bench: Bench, arm: Arm, length: float) -> Trainer:
+    """Return a fresh trainer at the checkpoint, for a branch of so many epochs."""
     gc.collect()  # a DDP object and its model hold each other: the branch before is let go before this one is built
     choice = Choice(arm, bench.epoch)
     trainer = loop.build(
@@ -225,7 +220,7 @@ def _trainer(bench: Bench, arm: Arm) -> Trainer:
         refresh=True,
     )
     checkpoint.restore(trainer, copy.deepcopy(bench.start))  # an optimizer takes the tensors over as they are
-    trainer.lr_factor = choice.lr_factor
+    trainer.lr_factor = lambda epoch: choice.lr_factor(epoch) * halving.cooling(epoch, start=bench.epoch, length=length)
     return trainer
 
 

@@ -89,6 +89,7 @@ def test_factors_from_local_norms_do_not_wait() -> None:
     params: list[Tensor] = list(model.parameters())
     opt = tula(model, _on_device=True, consensus="off", **PRESETS["robust"])
     opt._world, opt._local = 2, LocalNorms(lambda: True)
+    opt.bounds.rounded(torch.float64)  # once, on the host
     for step in range(4):
         opt.zero_grad()
         loss_of(model, *batch(step)).backward()

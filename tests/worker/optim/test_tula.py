@@ -3,6 +3,7 @@ from __future__ import annotations
 import copy
 import math
 import random
+import re
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -32,7 +33,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from tula_cli.worker.optim import TulaOptimizer, indicators
+from tula_cli.worker.optim import TulaOptimizer, advice, indicators
 
 # where only the gate is tested there is no small batch
 pytestmark = pytest.mark.filterwarnings("ignore:an AGS refresh was due")
@@ -641,6 +642,38 @@ def test_bases_that_undo_a_factor_are_refused(name: str) -> None:
             tula(model, cls(model.parameters()))
 
 
+@pytest.mark.parametrize("way", [{"apply_to": "update"}, {"granularity": "none"}])
+def test_such_bases_are_taken_where_the_gradient_is_not_scaled(way: dict[str, Any]) -> None:
+    runs = []
+    for delta in (0.0, math.inf):
+        model = mlp()
+        opt = tula(model, torch.optim.AdamW(model.parameters(), lr=0.01), delta=delta, refresh=1, **way)
+        train(model, opt, STEPS)
+        runs.append(model.state_dict())
+    assert same(*runs) == (way == {"granularity": "none"})
+
+
+def test_a_scaled_update_of_adam_is_the_factor_times_adams() -> None:
+    """Weight decay is part of the update; Adam's own state is what it would be without."""
+    model = mlp()
+    opt = tula(model, torch.optim.AdamW(model.parameters(), lr=0.01), delta=math.inf, refresh=1, apply_to="update")
+    train(model, opt, 2)
+    twin, factors = copy.deepcopy(model), ags(opt)["scale"]
+    adam = torch.optim.AdamW(twin.parameters(), lr=0.01)
+    adam.load_state_dict(copy.deepcopy(opt.state_dict()["base"]))
+    start = [p.detach().clone() for p in twin.parameters()]
+    train(model, opt, 1, start=2)
+    train(twin, adam, 1, start=2)
+    for k, (p, q, w) in enumerate(zip(model.parameters(), twin.parameters(), start, strict=True)):
+        torch.testing.assert_close(p.detach() - w, factors[k] * (q.detach() - w))
+    assert same(opt.state_dict()["base"], adam.state_dict())
+
+
+def test_compile_is_about_gradients() -> None:
+    with pytest.raises(ValueError, match="compile"):
+        tula(mlp(), compile=True, apply_to="update")
+
+
 @pytest.mark.parametrize("name", ["ZeroRedundancyOptimizer", "PostLocalSGDOptimizer"])
 def test_sharding_bases_are_refused(name: str) -> None:
     kind = type(name, (torch.optim.SGD,), {})
@@ -667,6 +700,8 @@ def test_complex_parameters_are_refused() -> None:
         {"b_large": 0}, {"b_small": 0}, {"available": 0}, {"delta": -1.0}, {"delta": math.nan}, {"eps": -1.0},
         {"s_min": 2.0}, {"s_min": -0.1}, {"refresh": 0}, {"refresh": "step"}, {"steps_per_epoch": 0},
         {"granularity": "layer"}, {"consensus": "vote"}, {"draw": "all"}, {"max_grad_norm": 0.0},
+        {"source": "both"}, {"apply_to": "weights"}, {"norm_ewma": 1.0}, {"scale_ema": -0.1}, {"factor": 0.0},
+        {"factor": math.nan}, {"source": "local_norms"},
     ],
 )  # fmt: skip
 def test_wrong_arguments_are_named(wrong: dict[str, Any]) -> None:
@@ -697,6 +732,42 @@ def test_report_before_anything_happened() -> None:
         "mean": 1.0, "at_cap": 0.0, "at_floor": 0.0, "scaled": 0.0, "jumps_up": 0.0, "jumps_down": 0.0,
         "delta": math.inf, "refreshes": 0.0, "steps": 0.0, "factors": 0.0,
     }  # fmt: skip
+
+
+def report_of(**changed: float) -> dict[str, float]:
+    usual = {"steps": 100.0, "factors": 10.0, "scaled": 0.5, "at_floor": 0.1}
+    return usual | changed
+
+
+@pytest.mark.parametrize(
+    ("changed", "words"),
+    [
+        ({}, []),
+        ({"scaled": 0.2, "at_floor": 0.3}, []),
+        ({"scaled": 0.19}, ["19% of the steps.*delta"]),
+        ({"at_floor": 0.31}, ["31% of the AGS factors.*s_min"]),
+        ({"scaled": 0.0, "at_floor": 1.0}, ["0% of the steps", "100% of the AGS factors"]),
+        ({"scaled": 0.0, "factors": 0.0}, []),
+        ({"scaled": 0.0, "steps": 0.0}, []),
+    ],
+)
+def test_advice_is_given_where_ags_hardly_acts(changed: dict[str, float], words: list[str]) -> None:
+    found = list(advice(report_of(**changed)).values())
+    assert len(found) == len(words)
+    assert all(re.search(word, line) for word, line in zip(words, found, strict=True))
+
+
+def test_advice_reads_a_report() -> None:
+    hand = Hand(delta=0.01)
+    for size in (1.0, 2.0, 4.0, 8.0):
+        hand.step([size] * 4, small=[0.0] * 4)
+    assert [*advice(hand.opt.report())] == ["scaled", "at_floor"]
+    assert advice(hand.opt.report()) == {}  # no step since
+
+
+def test_settings_in_force_are_in_the_report() -> None:
+    static = Hand(granularity="static", factor=3.0).opt.report()
+    assert (static["factors"], static["mean"], static["at_floor"]) == (1.0, 3.0, 0.0)
 
 
 def test_report_counts_since_the_report_before() -> None:

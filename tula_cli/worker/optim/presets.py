@@ -28,21 +28,22 @@ PRESETS: dict[str, dict[str, Any]] = {
 FEW_SCALED, MANY_AT_FLOOR = 0.2, 0.3
 
 
-def advice(report: Mapping[str, float]) -> list[str]:
-    """Say in which way AGS hardly acts, from `TulaOptimizer.report()`; an empty list where nothing is wrong.
+def advice(report: Mapping[str, float]) -> dict[str, str]:
+    """Say in which way AGS hardly acts, from `TulaOptimizer.report()`: a sentence by the number that shows it.
 
-    That is where fewer than 20 % of the steps were scaled, or more than 30 % of the factors are at their lower bound.
+    That is where fewer than 20 % of the steps were scaled, or more than 30 % of the factors are at their lower bound. Empty where
+    nothing is wrong.
     """
     if not (report["steps"] and report["factors"]):
-        return []
-    found = []
+        return {}
+    found = {}
     if report["scaled"] < FEW_SCALED:
-        found.append(
+        found["scaled"] = (
             f"AGS scaled only {report['scaled']:.0%} of the steps: the gradient norm changes by more than delta allows."
             ' Raise delta, or use the preset "robust", which has no such gate'
         )
     if report["at_floor"] > MANY_AT_FLOOR:
-        found.append(
+        found["at_floor"] = (
             f"{report['at_floor']:.0%} of the AGS factors are at their lower bound s_min, so their weights hardly move:"
             ' the small batch has no gradient there. Use granularity "tensor", or a larger b_small'
         )

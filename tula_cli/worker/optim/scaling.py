@@ -32,7 +32,7 @@ def scale_on_device_(tensors: Sequence[Tensor], factors: Sequence[Tensor], calm:
     """What `scale_on_host_` does, bit by bit, without waiting for the device; takes CHUNK or a tensor of memory more."""
     for (device, dtype), indices in alike(factors).items():
         flag = calm.to(device, dtype)
-        for chunk in _chunks(factors, indices):
+        for chunk in chunks(factors, indices):
             _multiply_([tensors[i] for i in chunk], _multipliers([factors[i] for i in chunk], flag))
 
 
@@ -47,7 +47,7 @@ def _multipliers(factors: list[Tensor], flag: Tensor) -> list[Tensor]:
     return multipliers
 
 
-def _chunks(factors: Sequence[Tensor], indices: Sequence[int]) -> Iterator[list[int]]:
+def chunks(factors: Sequence[Tensor], indices: Sequence[int]) -> Iterator[list[int]]:
     """Runs of tensors of at most CHUNK bytes together, or a single larger one."""
     chunk: list[int] = []
     size = 0

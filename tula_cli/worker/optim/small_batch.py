@@ -102,11 +102,13 @@ def _gradients(
     with torch.enable_grad():
         value = loss(n)
         # autograd.grad, not backward(): .grad keeps the large batch's, and DDP's reducer is not set off
-        grads = torch.autograd.grad(value if scaler is None else scaler.scale(value), params, allow_unused=True)
-    if scaler is None:
-        return list(grads)
+        grads = list(torch.autograd.grad(value if scaler is None else scaler.scale(value), params, allow_unused=True))
+    if scaler is None or not scaler.is_enabled():
+        return grads
     factor = 1.0 / scaler.get_scale()
-    return [None if g is None else g * factor for g in grads]
+    for index, grad in enumerate(grads):  # one by one, so that there are never two copies; not in place: they may alias
+        grads[index] = None if grad is None else grad * factor
+    return grads
 
 
 def _combined(

@@ -410,7 +410,7 @@ def _tuning(found: Tuning | None) -> TuningStatus | None:
         chosen = found.chosen.name if found.chosen is not None else None
         return TuningStatus(None, 0, 0, 0, chosen, found.branches)
     done = sum(branch.rung == turn.rung for branch in found.branches)
-    count = len(halving.alive(names, found.branches))
+    count = max(done + 1, len(halving.alive(names, found.branches)))
     return TuningStatus(names[turn.arm], done + 1, count, turn.rung, None, found.branches)
 
 

@@ -129,6 +129,41 @@ def test_the_control_wins_where_nothing_beats_it() -> None:
     assert play(["lbt", "a", "b"], {"lbt": 60, "a": 50, "b": 55})[1] == "lbt"
 
 
+def final(arm: str, merit: float) -> Branch:
+    return branch(arm, loss=100 - merit).model_copy(update={"rung": 2})
+
+
+def test_where_the_control_wins_others_meet_it_at_that_length() -> None:
+    names = ["lbt", "a", "b", "c"]
+    first = [branch(name, loss=loss) for name, loss in (("lbt", 2.0), ("a", 1.0), ("b", 1.5), ("c", 3.0))]
+    duel = [*first, final("lbt", 50), final("a", 10)]
+    assert halving.standing(names, duel) == (Turn(2, 2), None), "b was better than lbt in the first rung"
+    assert halving.standing(names, [*duel, final("b", 60)]) == (None, "b")
+    assert halving.standing(names, [*duel, final("b", 40)]) == (None, "lbt"), "c never was better than lbt"
+
+
+def test_a_challenger_does_not_come_where_the_control_has_lost() -> None:
+    names = ["lbt", "a", "b", "c"]
+    first = [branch(name, loss=loss) for name, loss in (("lbt", 2.0), ("a", 1.0), ("b", 1.5), ("c", 1.7))]
+    assert halving.standing(names, [*first, final("lbt", 50), final("a", 51)]) == (None, "a")
+
+
+def test_challengers_are_few_and_none_has_diverged() -> None:
+    names = ["lbt", *"abcdefg"]
+    first = [branch("lbt", loss=9.0), *(branch(name, loss=i, diverged=name == "b") for i, name in enumerate("abcdefg"))]
+    second = [b.model_copy(update={"rung": 2}) for b in first if b.arm in ("lbt", "a", "c", "d")]
+    last = [
+        b.model_copy(update={"rung": 3, "loss": b.loss + 10 * (b.arm != "lbt")}) for b in first if b.arm in ("lbt", "a")
+    ]
+    met = []
+    branches = [*first, *second, *last]
+    while (turn := halving.standing(names, branches)[0]) is not None:
+        met.append(names[turn.arm])
+        branches.append(branch(met[-1], loss=99.0).model_copy(update={"rung": turn.rung}))
+    assert met == ["c", "d"]
+    assert halving.standing(names, branches) == (None, "lbt")
+
+
 def test_the_loss_decides_with_and_without_accuracies() -> None:
     found = [branch("a", top1=60, loss=0.9), branch("b", loss=None), branch("c", top1=None, loss=0.8)]
     assert [b.arm for b in halving.ranked(found)] == ["c", "a", "b"]

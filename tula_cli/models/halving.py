@@ -22,6 +22,9 @@ MAX_HOLDOUT = 10_000
 SHARE = 0.02
 """Share of the training's epochs that a branch of the first rung gets: eight arms then cost half a training in all."""
 
+CHALLENGERS = 3
+"""Arms that may meet the control in the last rung: the one that got there, and others as long as the control wins."""
+
 MAX_FACTOR = 64
 """The largest learning-rate factor of the default arms."""
 
@@ -172,7 +175,7 @@ class Plan:
 
 
 def plan(spec: JobSpec, *, batch: int, dataset_size: int) -> Plan:
-    """Count branches and their steps where nothing diverges; none where the method is not auto.
+    """Count branches and their steps, at least; none where the method is not auto.
 
     Args:
         spec: the job.
@@ -213,15 +216,35 @@ def survivors(branches: Sequence[Branch], control: str = CONTROL) -> list[str]:
 def standing(names: Sequence[str], branches: Sequence[Branch]) -> tuple[Turn | None, str | None]:
     """Return the next branch to train, or the winner; one of the two is None.
 
+    Where the control beats the arm that came as far as it did, others get a chance against it, at that length: what is
+    fastest in short branches may be what breaks down in longer ones.
+
     Args:
         names: of all arms.
         branches: those trained so far.
     """
     left, rung = _survived(names, branches)
-    if len(left) == 1:
-        return None, left[0]
-    done = [branch.arm for branch in branches if branch.rung == rung]
-    return Turn(rung, next(names.index(name) for name in left if name not in done)), None
+    if len(left) > 1:
+        done = [branch.arm for branch in branches if branch.rung == rung]
+        return Turn(rung, next(names.index(name) for name in left if name not in done)), None
+    last = [branch for branch in branches if branch.rung == rung - 1]
+    winner = ranked(last)[0].arm if last and left[0] == CONTROL else left[0]
+    if winner == CONTROL and (other := _challenger(branches, rung - 1)) is not None:
+        return Turn(rung - 1, names.index(other)), None
+    return None, winner
+
+
+def _challenger(branches: Sequence[Branch], last: int) -> str | None:
+    """Return the arm that may meet the control in the last rung: the best of those that were better than it before."""
+    met = {branch.arm for branch in branches if branch.rung == last}
+    if len(met) > CHALLENGERS:
+        return None
+    for rung in range(last - 1, 0, -1):
+        order = [branch.arm for branch in ranked([b for b in branches if b.rung == rung])]
+        better = order[: order.index(CONTROL)] if CONTROL in order else []
+        if waiting := [arm for arm in better if arm not in met]:
+            return waiting[0]
+    return None
 
 
 def alive(names: Sequence[str], branches: Sequence[Branch]) -> list[str]:

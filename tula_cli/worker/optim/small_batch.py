@@ -102,7 +102,8 @@ def _gradients(
     with torch.enable_grad():
         value = loss(n)
         # autograd.grad, not backward(): .grad keeps the large batch's, and DDP's reducer is not set off
-        grads = list(torch.autograd.grad(value if scaler is None else scaler.scale(value), params, allow_unused=True))
+        scaled = value if scaler is None else scaler.scale(value)
+        grads: list[Tensor | None] = list(torch.autograd.grad(scaled, params, allow_unused=True))
     if scaler is None or not scaler.is_enabled():
         return grads
     factor = 1.0 / scaler.get_scale()

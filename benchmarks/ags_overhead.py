@@ -13,8 +13,8 @@ far steadier on a machine that others use too; so is `--cpu-time`, which leaves 
 
 Variants: plain; unscaled (AGS with element factors in a step that Algorithm 1 leaves unscaled: the norm alone); element,
 tensor, static (scaled steps); compiled (element, in a single pass that torch.compile makes); robust (new factors in each
-step: in one process that takes a small batch each time, with several ranks their own norms). A refresh is timed apart, as
-what it adds to a scaled step.
+step: in one process that takes a small batch each time, with several ranks their own norms, which are taken in the
+backward pass, so that "by update" does not hold them). A refresh is timed apart, as what it adds to a scaled step.
 
 With a GPU the largest local batch that fits, a power of two times `--batch`, is measured besides it. Memory is that of
 AGS beside the plain step, in a process of its own with 4 samples: lasting, and at the peak of a step that refreshes; in

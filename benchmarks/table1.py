@@ -180,7 +180,7 @@ def cells(row: Row) -> tuple[str, ...]:
         str(row.count("done", "diverged")),
         spread(row.top1),
         spread(row.top5),
-        "" if row.gap is None else f"{row.gap:+.2f}",
+        "" if row.gap is None else f"{row.gap:.2f}",
         "" if row.recovered is None else f"{100 * row.recovered:.0f}",
         "" if row.samples is None else f"{row.samples:.0f}",
         "" if row.hours is None else f"{60 * row.hours:.2f}",

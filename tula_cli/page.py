@@ -105,7 +105,7 @@ def _table(report: CompareReport) -> str:
             html.escape(_label(row.method, reference=row.reference)),
             str(row.count("done", "diverged")),
             *(_spread(value, digits) for value in ((row.top1, row.top5) if accuracy else (row.loss,))),
-            "-" if row.gap is None else f"{row.gap:+.{digits}f}",
+            "-" if row.gap is None else f"{row.gap:.{digits}f}",
             "-" if row.recovered is None else f"{100 * row.recovered:.0f}",
             "-" if row.samples is None else f"{row.samples:.0f}",
             "-" if row.hours is None else f"{row.hours:.3g}",

@@ -1321,7 +1321,7 @@ def comparison_table(found: "CompareReport") -> "Table":
             f"{row.method} (reference)" if row.reference else row.method,
             str(row.count("done", "diverged")),
             *(spread(value, 2 if accuracy else 4) for value in stats),
-            "-" if row.gap is None else f"{row.gap:+.{2 if accuracy else 4}f}",
+            "-" if row.gap is None else f"{row.gap:.{2 if accuracy else 4}f}",
             "-" if row.recovered is None else f"{100 * row.recovered:.0f}",
             "-" if row.samples is None else f"{row.samples:.0f}",
             "-" if row.hours is None else number(3600 * row.hours / divisor),

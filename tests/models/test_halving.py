@@ -151,7 +151,8 @@ def test_a_challenger_does_not_come_where_the_control_has_lost() -> None:
 def test_challengers_are_few_and_none_has_diverged() -> None:
     names = ["lbt", *"abcdefg"]
     first = [branch("lbt", loss=9.0), *(branch(name, loss=i, diverged=name == "b") for i, name in enumerate("abcdefg"))]
-    second = [b.model_copy(update={"rung": 2}) for b in first if b.arm in ("lbt", "a", "c", "d")]
+    second = [b.model_copy(update={"rung": 2}) for b in first if b.arm in ("lbt", "a", "c")]
+    second.append(branch("d", loss=1.0).model_copy(update={"rung": 2}))
     last = [
         b.model_copy(update={"rung": 3, "loss": b.loss + 10 * (b.arm != "lbt")}) for b in first if b.arm in ("lbt", "a")
     ]
@@ -160,13 +161,14 @@ def test_challengers_are_few_and_none_has_diverged() -> None:
     while (turn := halving.standing(names, branches)[0]) is not None:
         met.append(names[turn.arm])
         branches.append(branch(met[-1], loss=99.0).model_copy(update={"rung": turn.rung}))
-    assert met == ["c", "d"]
+    assert met == ["d", "c"], "d was the better one in the longer branches"
     assert halving.standing(names, branches) == (None, "lbt")
 
 
 def test_the_loss_decides_with_and_without_accuracies() -> None:
     found = [branch("a", top1=60, loss=0.9), branch("b", loss=None), branch("c", top1=None, loss=0.8)]
-    assert [b.arm for b in halving.ranked(found)] == ["c", "a", "b"]
+    found.append(branch("d", loss=0.1, diverged=True))
+    assert [b.arm for b in halving.ranked(found)] == ["c", "a", "b", "d"]
 
 
 def test_a_diverged_arm_never_survives() -> None:

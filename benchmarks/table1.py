@@ -31,7 +31,7 @@ from tula_cli.compare import CompareReport, Grid, Row, Stat
 from tula_cli.errors import TulaError
 from tula_cli.launch import Launcher
 from tula_cli.rundir import RunDir, write_atomic
-from tula_cli.show import cell_name, comparison_note, duration, plain
+from tula_cli.show import comparison_note, duration, plain
 from tula_cli.spec import JobSpec, validate
 
 HERE = Path(__file__).resolve().parent
@@ -98,7 +98,7 @@ def train(
             how = f"failed: {now.problem}" if now.problem else "done"
             rest = f", about {duration(now.left)} left" if now.left else ""
             print(
-                f"{spec.name}: {now.done} of {now.total}, {cell_name(now.ended)} {how}{rest}",
+                f"{spec.name}: {now.done} of {now.total}, {now.ended.words} {how}{rest}",
                 file=sys.stderr,
                 flush=True,
             )

@@ -14,6 +14,7 @@ import pytest
 import yaml
 from driver import hears_ctrl_c
 from make_results import Truth, footprint, measured
+from quiet import quiet
 from typer.testing import CliRunner
 
 import tula_cli
@@ -39,11 +40,7 @@ class Answer:
 @pytest.fixture(autouse=True)
 def here(tmp_path, monkeypatch):
     """An empty working directory with a job.yaml, no terminal, and no settings of the person who runs the tests."""
-    monkeypatch.chdir(tmp_path)
-    for name in list(os.environ):
-        if name.startswith("TULA_") or name in ("NO_COLOR", "FORCE_COLOR", "COLUMNS"):
-            monkeypatch.delenv(name)
-    monkeypatch.setattr("sys.stdin", io.StringIO())
+    quiet(monkeypatch, tmp_path)
     monkeypatch.setitem(status.GRACE, "local", 0.05)
     monkeypatch.setitem(status.POLL, "local", (0.01, 0.01))
     monkeypatch.setattr(check, "LOOKS", (0.01, 0.01))

@@ -5,7 +5,6 @@ import io
 import itertools
 import json
 import math
-import os
 import re
 import time
 from pathlib import Path
@@ -13,6 +12,7 @@ from pathlib import Path
 import make_runs as make
 import pytest
 import yaml
+from quiet import quiet
 
 from tula_cli import cli, compare, launch, page, show, status
 from tula_cli.compare import Grid
@@ -90,11 +90,7 @@ class Trains(make.FakeLauncher):
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.chdir(tmp_path)
-    for name in list(os.environ):
-        if name.startswith("TULA_") or name in ("NO_COLOR", "FORCE_COLOR", "COLUMNS"):
-            monkeypatch.delenv(name)
-    monkeypatch.setattr("sys.stdin", io.StringIO())
+    quiet(monkeypatch, tmp_path)
     monkeypatch.setitem(status.GRACE, "local", 0.02)
     monkeypatch.setitem(status.POLL, "local", (0.01, 0.01))
 

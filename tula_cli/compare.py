@@ -612,12 +612,7 @@ def _doubts(rows: Iterable[Row]) -> Iterator[str]:
             yield f"{row.method} at batch {row.batch}: out of memory, some of it was trained at {', '.join(map(str, smaller))}"
         for cell in row.cells:
             if cell.state in ENDED:
-                yield f"{name(cell.cell)} {cell.state}: {cell.reason.strip().partition(chr(10))[0]}"
-
-
-def name(cell: Cell) -> str:
-    """Return a cell in words."""
-    return f"{cell.method}, batch {cell.batch}, seed {cell.seed}"
+                yield f"{cell.cell.words} {cell.state}: {cell.reason.strip().partition(chr(10))[0]}"
 
 
 # --- what it was like on the way, for the plots

@@ -445,6 +445,10 @@ class Cell(Record):
     signature: str  # of its training run
     reference: bool = False  # the small batch that the others are held against
 
+    @property
+    def words(self) -> str:
+        return f"{self.method}, batch {self.batch}, seed {self.seed}"
+
 
 class Comparison(Record):
     """What `tula compare` was asked for, and its trainings in the order of their worth."""

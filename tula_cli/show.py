@@ -32,7 +32,6 @@ if TYPE_CHECKING:
     from tula_cli.records import (
         Attempt,
         Branch,
-        Cell,
         CheckTask,
         ClusterReport,
         Failed,
@@ -1130,7 +1129,7 @@ class Live:
     def compared(self, now: "Progress") -> None:
         """Show how far a comparison is."""
         if now.problem and now.ended is not None:
-            self.screen.warn(f"{cell_name(now.ended)} failed: {first_line(now.problem)}")
+            self.screen.warn(f"{now.ended.words} failed: {first_line(now.problem)}")
 
 
 class ChangesLive(Live):
@@ -1153,7 +1152,7 @@ class ChangesLive(Live):
 
     def compared(self, now: "Progress") -> None:
         super().compared(now)
-        cell = "" if now.cell is None else cell_name(now.cell)
+        cell = "" if now.cell is None else now.cell.words
         self._say("comparison", f"{now.done} {now.failed} {now.running} {cell}", comparison(now))
 
     def _say(self, about: str, state: str, text: str) -> None:
@@ -1218,16 +1217,11 @@ class DrawnLive(Live):
 # --- compare
 
 
-def cell_name(cell: "Cell") -> str:
-    """Return a cell of a comparison in words."""
-    return f"{cell.method}, batch {cell.batch}, seed {cell.seed}"
-
-
 def comparison(now: "Progress") -> str:
     """One line: how far a comparison is, and what it does."""
     parts = [f"{now.done} of {plural(now.total, 'training')} done"]
     parts += [f"{now.failed} failed"] if now.failed else []
-    parts += [f"now: {cell_name(now.cell)}"] if now.cell is not None else []
+    parts += [f"now: {now.cell.words}"] if now.cell is not None else []
     parts += [f"{now.running} running"] if now.cell is None and now.running else []
     parts += [f"about {duration(now.left)} left"] if now.left is not None and now.done + now.failed < now.total else []
     return ", ".join(parts)

@@ -246,7 +246,7 @@ class Forecast:
             peak_memory=reserved,
             headroom=None if self.capacity is None else 1 - self.memory.needed(local_batch) / self.capacity,
             measured=probe is not None,
-            refresh_share=self._work(config, overheads).refreshes * overheads.refresh / (3600 * hours),
+            refresh_share=self._work(config).refreshes * overheads.refresh / (3600 * hours),
         )
 
     def _training(self, config: Config, *, spot: Spot | None = None) -> Callable[[float], float]:
@@ -255,7 +255,7 @@ class Forecast:
         rate = cost.interruption_rate(self.spec.pricing, config.nodes)
         if every == "auto":  # as the ranks do it, who do not know which nodes they are on
             every = cost.checkpoint_interval(overheads.checkpoint, rate=rate)
-        work = self._work(config, overheads)
+        work = self._work(config)
 
         def hours(step_time: float) -> float:
             seconds = cost.training_seconds(
@@ -270,14 +270,19 @@ class Forecast:
 
         return hours
 
-    def _work(self, config: Config, overheads: Overheads) -> cost.Work:
+    @cached_property
+    def _work(self) -> Callable[[Config], cost.Work]:
+        """What gives the work of a configuration; each is worked out once."""
+        return functools.cache(self._work_of)
+
+    def _work_of(self, config: Config) -> cost.Work:
         return cost.work(
             self.spec,
             batch=config.batch,
             world=config.nodes * self.spec.cluster.gpus_per_node,
             dataset_size=self.dataset_size,
             eval_size=self.eval_size,
-            eval_batch_size=overheads.eval_batch_size,
+            eval_batch_size=self._overheads(config).eval_batch_size,
         )
 
     @cached_property

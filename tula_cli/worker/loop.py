@@ -59,9 +59,7 @@ class Trainer:
     datasets: Datasets
     ddp: DistributedDataParallel
     base: torch.optim.Optimizer
-    optimizer: (
-        torch.optim.Optimizer
-    )  # TulaOptimizer or AdaScale around base where the method is theirs, else base itself
+    optimizer: torch.optim.Optimizer  # TulaOptimizer or AdaScale around base where they are the method, else base
     scaler: torch.amp.GradScaler
     loss: LossFunction
     batch: int
@@ -376,9 +374,7 @@ def _update(trainer: Trainer) -> None:
     if trainer.on_gradient:
         trainer.on_gradient(trainer)
     limit = trainer.spec.train.max_grad_norm
-    if (
-        limit is not None and trainer.optimizer is trainer.base
-    ):  # the others clip by themselves, after a look at the norm
+    if limit is not None and trainer.optimizer is trainer.base:  # a wrapper clips by itself, after it took the norm
         trainer.scaler.unscale_(trainer.optimizer)
         nn.utils.clip_grad_norm_(trainer.ddp.parameters(), limit)
     trainer.scaler.step(trainer.optimizer)

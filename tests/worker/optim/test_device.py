@@ -6,7 +6,6 @@ import gc
 import itertools
 import math
 import shutil
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -32,15 +31,6 @@ WAYS: dict[str, dict[str, Any]] = {
     "smoothed": {"norm_ewma": 0.5, "scale_ema": 0.5, "refresh": 1},
     "clipped": {"max_grad_norm": 1.0},
 }
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    torch.manual_seed(0)
-    yield
-    torch.set_num_threads(threads)
 
 
 # ---- no host synchronisation

@@ -5,7 +5,7 @@ import math
 import random
 import re
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -37,15 +37,6 @@ from tula_cli.worker.optim import TulaOptimizer, advice, indicators
 
 # where only the gate is tested there is no small batch
 pytestmark = pytest.mark.filterwarnings("ignore:an AGS refresh was due")
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    torch.manual_seed(0)
-    yield
-    torch.set_num_threads(threads)
 
 
 # ---- indicators

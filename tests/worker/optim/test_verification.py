@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Iterator
 from typing import Any
 
 import ags_checks
@@ -42,15 +41,6 @@ from tula_cli.worker.scaling import settings as settings_of
 
 # where only the gate is tested there is no small batch
 pytestmark = [pytest.mark.torch, pytest.mark.filterwarnings("ignore:an AGS refresh was due")]
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    torch.manual_seed(0)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.mark.parametrize("check", ags_checks.CHECKS)

@@ -12,13 +12,14 @@ from .indicators import clip_, squared_norm
 from .local_norms import LocalNorms
 from .reduction import listen
 from .refusals import distributed, place
+from .wrapper import Wrapper
 
 VERSION = 1
 LEAST_NOISE = 1e-6
 """Lower bound of an estimate of the variance (appendix B.3): nothing is divided by zero."""
 
 
-class AdaScale(torch.optim.Optimizer):
+class AdaScale(Wrapper):
     """Wraps SGD and multiplies its learning rate by the gain r, between 1 and S = batch / reference_batch.
 
     With sigma^2 the trace of the gradient's covariance at the reference batch and mu^2 the squared norm of its mean::
@@ -52,9 +53,6 @@ class AdaScale(torch.optim.Optimizer):
         ValueError: an argument out of range, or a base that is not SGD.
     """
 
-    # GradScaler must unscale before the step, which reads the gradients' norm
-    _step_supports_amp_scaling = False
-
     def __init__(
         self,
         base: torch.optim.Optimizer,
@@ -68,7 +66,7 @@ class AdaScale(torch.optim.Optimizer):
             raise ValueError(f"batches must be at least 1 sample, got {batch} and {reference_batch}")
         if "SGD" not in {kind.__name__ for kind in type(base).__mro__}:
             raise ValueError(f"AdaScale's gain is derived for SGD, not for {type(base).__name__}; use torch.optim.SGD")
-        self.base = base
+        super().__init__(base)
         self.batch, self.reference_batch, self.max_grad_norm = batch, reference_batch, max_grad_norm
         _, self._world = place(model)
         self._local = LocalNorms(lambda: True) if self._world > 1 else None
@@ -80,29 +78,6 @@ class AdaScale(torch.optim.Optimizer):
         self._signal: Tensor | None = None  # of mu^2
         self._count = 0  # steps that were averaged
         self.iterations = 0.0
-        super().__setstate__({})  # Optimizer's hooks, without its own groups and state: those are the base's
-
-    @property
-    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
-        """The base's parameter groups, the same list."""
-        return self.base.param_groups
-
-    @property
-    def state(self) -> Any:  # type: ignore[override]
-        """The base's state."""
-        return self.base.state
-
-    @property
-    def defaults(self) -> dict[str, Any]:  # type: ignore[override]
-        """The base's defaults."""
-        return self.base.defaults
-
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group to the base."""
-        self.base.add_param_group(param_group)
-
-    def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__.copy()
 
     @property
     def scale(self) -> float:
@@ -130,11 +105,6 @@ class AdaScale(torch.optim.Optimizer):
         if not 0 < samples < self.batch:
             raise ValueError(f"a part of the batch of {self.batch} has 1 to {self.batch - 1} samples, got {samples}")
         self._observed = square, samples
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear the base's gradients, and drop what was seen of a step that was skipped."""
-        self._drop()
-        self.base.zero_grad(set_to_none)
 
     def _drop(self) -> None:
         self._observed = None

@@ -42,6 +42,7 @@ from .refusals import check, distributed, place, refuse_sharded
 from .scaling import Scale, scale_compiled_, scale_on_device_, scale_on_host_, scaled_update
 from .schedule import Refresh, Schedule
 from .small_batch import Draw, SmallLoss, draw_counts, is_finite, small_gradients
+from .wrapper import Wrapper
 
 Granularity = Literal["element", "tensor", "static", "none"]
 Source = Literal["small_batch", "local_norms"]
@@ -53,7 +54,7 @@ EARLIER: dict[str, Any] = {"source": "small_batch", "norm_ewma": 0.0, "scale_ema
 """What a state that does not name these settings was taken with."""
 
 
-class TulaOptimizer(torch.optim.Optimizer):
+class TulaOptimizer(Wrapper):
     """Wraps a base optimizer and scales the large batch's gradients towards those of a small batch.
 
     Each step compares the squared gradient norm with that of the step before (Eq. 5). Where it changed by less than
@@ -108,9 +109,6 @@ class TulaOptimizer(torch.optim.Optimizer):
         ValueError: an argument out of range, a base that AGS cannot act through, or sharded parameters.
     """
 
-    # GradScaler must unscale before the step: a fused base would unscale after the norm and the factors were applied
-    _step_supports_amp_scaling = False
-
     _factor: dict[Tensor, Tensor]
     _square: Tensor | None  # |G|^2 of the newest step
     _level: Tensor | None  # what the gate compares with: the same, or its moving average
@@ -142,7 +140,7 @@ class TulaOptimizer(torch.optim.Optimizer):
         compile: bool = False,
         _on_device: bool | None = None,
     ) -> None:
-        self.base = base
+        super().__init__(base)
         self.model = model
         self.b_large, self.b_small = b_large, b_small
         self.granularity, self.delta, self.eps, self.s_min = granularity, delta, eps, s_min
@@ -165,7 +163,6 @@ class TulaOptimizer(torch.optim.Optimizer):
         self._staged: dict[Tensor, Tensor] | None = None
         self._answered = False
         self._warned: set[str] = set()
-        super().__setstate__({})  # Optimizer's hooks, without its own groups and state: those are the base's
 
     def _listen(self) -> LocalNorms | None:
         """Listen to DDP's reductions, where the factors come from them."""
@@ -182,35 +179,10 @@ class TulaOptimizer(torch.optim.Optimizer):
             ) from error
         return local
 
-    # ---- the base's own objects
-
-    @property
-    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
-        """The base's parameter groups, the same list."""
-        return self.base.param_groups
-
-    @property
-    def state(self) -> Any:  # type: ignore[override]
-        """The base's state; the AGS tensors are not in it."""
-        return self.base.state
-
-    @property
-    def defaults(self) -> dict[str, Any]:  # type: ignore[override]
-        """The base's defaults."""
-        return self.base.defaults
-
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group to the base; its parameters have the factor 1 until the next refresh."""
-        self.base.add_param_group(param_group)
+        super().add_param_group(param_group)
         refuse_sharded(self.base, self.model)
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear the base's gradients, and drop a small-batch gradient that no step has used."""
-        self._drop()
-        self.base.zero_grad(set_to_none)
-
-    def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__.copy()
 
     # ---- the refresh
 

@@ -349,6 +349,16 @@ def test_mean_deviation_gap_and_what_is_recovered(run: RunDir) -> None:
     assert (lrs.samples, lrs.hours) == (8000, pytest.approx(32 / 256))
 
 
+def test_samples_of_branches_are_seen_too(run: RunDir) -> None:
+    trained(run, Trains())
+    comparison = plan(run, GRID).comparison
+    cell = next(cell for cell in comparison.cells if (cell.method, cell.batch, cell.seed) == ("lrs", 256, 5))
+    branches = (make.branch("lbt", samples=300), make.branch("x2", samples=400))
+    run.write_tuning(make.tuning(branches).model_copy(update={"signature": cell.signature}))
+    found = row(table(run, comparison), "lrs", 256)
+    assert [own.samples for own in found.cells] == [8700, 8000] and found.samples == 8350
+
+
 def test_a_gap_within_the_noise_cannot_be_recovered() -> None:
     near, far, own = compare.Stat(80.0, 3.0, 2), compare.Stat(80.0, 0.1, 2), compare.Stat(82.0, 1.0, 2)
     reference = compare.Stat(82.0, 3.0, 2)

@@ -409,7 +409,8 @@ def _counts(run: RunDir, plan: ComparePlan, states: Mapping[str, JobStatus]) -> 
 
 @dataclass(frozen=True)
 class CellReport:
-    """One training. Accuracies are percentages after the last epoch; `batch` is the one it ended with."""
+    """One training. Accuracies are percentages after the last epoch; `batch` is the one it ended with; `samples` are all
+    that it trained on, in the branches of a self-tuning one too."""
 
     cell: Cell
     state: State
@@ -513,7 +514,7 @@ def _cell_report(run: RunDir, cell: Cell, job: JobStatus | None) -> CellReport:
         if job is None or job.state == "done":  # a summary that is gone is trained again
             return CellReport(cell, "missing")
         return CellReport(cell, job.state, job.reason)
-    result = run.train_result(cell.signature)
+    result, tuning = run.train_result(cell.signature), run.tuning(cell.signature)
     loss = summary.metrics.get("eval_loss")
     return CellReport(
         cell=cell,
@@ -524,7 +525,7 @@ def _cell_report(run: RunDir, cell: Cell, job: JobStatus | None) -> CellReport:
         loss=loss,
         best_top1=summary.best_top1 if "top1" in summary.metrics else None,
         batch=summary.batch,
-        samples=None if result is None else result.samples,
+        samples=None if result is None else result.samples + (tuning.samples if tuning is not None else 0),
         hours=summary.actual_hours,
     )
 

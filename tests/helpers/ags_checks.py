@@ -240,6 +240,19 @@ def factors_leave_the_gradients_alone(package: Any) -> None:
 
 
 @check
+def large_tensors_are_taken_in_parts_that_are_the_whole(package: Any) -> None:
+    rng, rules = torch.Generator().manual_seed(0), package.indicators
+    bounds, size = rules.Bounds(1e-3, 4.0), rules.PART + 7
+    small, large = (torch.randn(size, generator=rng).to(torch.float16).view(1, 1, -1, 1) for _ in "ab")
+    (factor,) = rules.element_factors([small], [large], 1e-8, bounds)
+    known = (small.float() / (large.float() + 1e-8)).abs().nan_to_num(nan=1.0, posinf=4.0).clamp(1e-3, 4.0)
+    assert factor.shape == small.shape and torch.allclose(factor.float(), known, rtol=2e-3, atol=1e-3)
+    image = torch.randn(2, 3, 4, 5, generator=rng)
+    (strided,) = rules.element_factors([image], [image.contiguous(memory_format=torch.channels_last) * 2], 1e-8, bounds)
+    close(strided.flatten().tolist(), [0.5] * 120)
+
+
+@check
 def the_static_factor_is_by_default_the_cap(package: Any) -> None:
     hand = Hand(package, granularity="static", b_large=32, b_small=2)
     hand.step([1.0] * 4)

@@ -38,6 +38,24 @@ def test_detached_profile_recommend_and_train_over_nodes(tula: Tula, on_slurm: S
     assert result.samples == 4 * (1438 // 128) * 128
 
 
+def test_methods_are_compared_side_by_side(tula: Tula, on_slurm: SlurmCluster) -> None:
+    grid = ("compare", "job.yaml", "--methods", "lbt,polo", "--batch", "128", "--seeds", "1", "--no-controls")
+    submitted = tula(*grid, "--nodes", "2")
+    assert submitted["status"] == "pending"
+    run = tula.run()
+    tula.until(lambda: sum(job.submissions for job in run.jobs()) == 3)
+    answer = tula("compare", "--wait")["data"]
+    assert answer["finished"] == answer["total"] == 3
+    assert [(row["method"], row["batch"], row["reference"]) for row in answer["rows"]] == [
+        ("lbt", 32, True), ("lbt", 128, False), ("polo", 128, False)
+    ]  # fmt: skip
+    for row in answer["rows"]:
+        assert row["samples"] == 4 * (1438 // row["batch"]) * row["batch"]
+    again = tula(*grid, "--nodes", "2")["data"]
+    assert [row["top1"] for row in again["rows"]] == [row["top1"] for row in answer["rows"]]
+    assert [job.submissions for job in run.jobs()] == [1, 1, 1], "attached, not submitted again"
+
+
 def test_out_of_memory_of_the_ranks_goes_on_in_the_same_allocation(tula: Tula) -> None:
     limit = ("--set", "cluster.memory_per_gpu=24MB")
     summary = tula("train", "job.yaml", "--nodes", "2", "--batch", "1024", *limit, "--wait")["data"]

@@ -84,6 +84,11 @@ MUTANTS = {
     "no eps": ("indicators", "copy=True).add_(eps)", "copy=True)"),
     "the raw gradient is overwritten": ("indicators", "large.to(dtype, copy=True)", "large.to(dtype)"),
     "the small gradient is overwritten": ("indicators", "if overwrite and small.dtype", "if small.dtype"),
+    "only the first part": (
+        "indicators",
+        "zip(*_in_parts(result, small, large), strict=True)",
+        "[next(zip(*_in_parts(result, small, large)))]",
+    ),
     "tensor: the ratio is upside down": ("indicators", "above[i] for i in indices", "below[i] for i in indices"),
     "the average of factors forgets the wrong share": ("indicators", "list(new), 1 - keep)", "list(new), keep)"),
     "factors are not averaged": ("tula", "if factors is None or not self.scale_ema:", "if True:"),

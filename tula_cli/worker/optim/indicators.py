@@ -15,6 +15,10 @@ import torch
 from torch import Tensor
 
 
+PART = 1 << 18
+"""Elements of a gradient that are taken through several operations at a time on the CPU."""
+
+
 class Bounds(NamedTuple):
     """The closed interval that every scaling factor lies in (Lemma 1, Eq. 10)."""
 
@@ -119,12 +123,25 @@ def element_factor(small: Tensor, large: Tensor, eps: float, bounds: Bounds, *, 
     Args:
         overwrite: let the result take the memory of `small`, where that has the large gradient's dtype.
     """
+    result = small if overwrite and small.dtype == large.dtype else torch.empty_like(large)
+    for part, s, g in zip(*_in_parts(result, small, large), strict=True):
+        part.copy_(_ratio(s, g, eps, bounds.rounded(large.dtype)))
+    return result
+
+
+def _ratio(small: Tensor, large: Tensor, eps: float, bounds: Bounds) -> Tensor:
     # float16 has no 1e-8: eps would vanish without the wider type
     dtype = wide(large.dtype)
     ratio = large.to(dtype, copy=True).add_(eps)
     torch.div(small.to(dtype), ratio, out=ratio)
-    factor = _bounded_(ratio.abs_(), bounds.rounded(large.dtype))
-    return small.copy_(factor) if overwrite and small.dtype == large.dtype else factor.to(large.dtype)
+    return _bounded_(ratio.abs_(), bounds)
+
+
+def _in_parts(*tensors: Tensor) -> list[Sequence[Tensor]]:
+    """Views of tensors of one shape, on the CPU in parts that go through its caches from one operation to the next."""
+    if not all(t.is_cpu and t.is_contiguous() for t in tensors):
+        return [[t] for t in tensors]
+    return [t.view(-1).split(PART) for t in tensors]
 
 
 def tensor_factors(small: Sequence[Tensor], large: Sequence[Tensor], eps: float, bounds: Bounds) -> list[Tensor]:

@@ -14,7 +14,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-
 PART = 1 << 18
 """Elements of a gradient that are taken through several operations at a time on the CPU."""
 

@@ -193,12 +193,17 @@ class Hessian(Section):
     samples: Positive = 128  # of the training set, over all GPUs, always the same ones
 
 
-Method = Literal["ags", "lbt", "lrs", "lars", "lamb", "polo", "adascale", "static", "auto"]
+Method = Literal["ags", "lbt", "lrs", "lars", "lamb", "polo", "adascale", "static", "ortho", "auto"]
 
-LR_SCALING: dict[str, Literal["linear", "sqrt"]] = {"lrs": "linear", "lars": "linear", "lamb": "sqrt"}
+LR_SCALING: dict[str, Literal["linear", "sqrt"]] = {
+    "lrs": "linear",
+    "lars": "linear",
+    "lamb": "sqrt",
+    "ortho": "linear",
+}
 """How methods scale the learning rate by themselves: linearly (paper, IV-D), LAMB by the square root (You et al. 2020)."""
 
-WARMUP_EPOCHS = {"lrs": 5.0, "lars": 5.0, "lamb": 5.0, "polo": 5.0}
+WARMUP_EPOCHS = {"lrs": 5.0, "lars": 5.0, "lamb": 5.0, "polo": 5.0, "ortho": 5.0}
 """Warm-up of methods where the spec gives none (paper, IV-D)."""
 
 

@@ -25,6 +25,7 @@ from tula_cli.rundir import RunDir
 from tula_cli.worker import loop, zoo
 from tula_cli.worker.data import build_datasets
 from tula_cli.worker.loop import Trainer
+from tula_cli.worker.optim import ortho
 from tula_cli.worker.optim.adascale import AdaScale, estimates, gain
 from tula_cli.worker.ranks import Ranks, joined
 from tula_cli.worker.sampling import permutation, stable_seed
@@ -37,7 +38,7 @@ NORM: dict[str, Any] = {"model": {"args": {"norm": True, "dropout": 0.3}}}
 
 def main() -> None:
     folder = Path(sys.argv[1])
-    cases = (drift, synchronous, against_torch, resumed, relaunched, left, scales, gains)
+    cases = (drift, synchronous, against_torch, resumed, relaunched, left, scales, gains, aligned)
     with joined(spec().cluster, handover=folder / "handover") as ranks:
         found = {case.__name__: case(folder, ranks) for case in cases}
     (folder / f"{ranks.rank}.json").write_text(json.dumps(found))
@@ -53,6 +54,20 @@ def _whole(subject: Trainer) -> list[torch.Tensor]:
     """Return all that a checkpoint holds."""
     momenta = [state["momentum_buffer"] for state in subject.base.state.values()]
     return [*subject.ddp.module.state_dict().values(), *momenta]
+
+
+def aligned(folder: Path, ranks: Ranks) -> list[bool]:
+    """Return after each step whether the replicas are equal, where rank 1 rounds otherwise in the third step."""
+    subject = trainer(spec(train={"method": "ortho"}), ranks)
+    assert isinstance(subject.optimizer, ortho.Ortho)
+    found, before, ortho.ALIGN_EVERY = [], ortho.ALIGN_EVERY, 5
+    for count, _ in enumerate(islice(loop.steps(subject), 6), 1):
+        found.append(_agree(ranks, subject.optimizer.matrices()))
+        if count == 3 and ranks.rank == 1:
+            with torch.no_grad():
+                subject.optimizer.matrices()[0].mul_(1 + 1e-6)
+    ortho.ALIGN_EVERY = before
+    return found
 
 
 def drift(folder: Path, ranks: Ranks) -> dict[str, list[bool]]:

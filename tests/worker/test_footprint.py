@@ -104,6 +104,7 @@ def test_components_are_counted_from_tensors():
         ({"lr": 1.0, "momentum": 0.9}, "polo", 1),
         ({"lr": 1.0, "momentum": 0.9}, "adascale", 1),
         ({"lr": 1.0, "momentum": 0.9}, "static", 1),
+        ({"lr": 1.0, "momentum": 0.9}, "ortho", 1),
         ({"name": "AdamW", "lr": 1.0}, "lamb", 2),
     ],
 )
@@ -111,6 +112,11 @@ def test_optimizer_state_is_that_of_its_kind(optimizer, method, copies):
     found = measure(spec(optimizer=optimizer, method=method))
     assert found.factors == 0
     assert found.optimizer == pytest.approx(copies * found.gradients, rel=0.01)
+
+
+def test_a_turned_step_holds_a_copy_of_the_matrices():
+    found = measure(spec("vgg11", method="ortho"), 2)
+    assert found.peak >= 1.99 * found.parameters + found.gradients + found.optimizer
 
 
 def test_factors_are_one_copy_where_they_are_elementwise():

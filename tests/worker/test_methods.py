@@ -27,6 +27,7 @@ METHODS: dict[str, dict[str, Any]] = {
     "lamb": {"optimizer": ADAM},
     "polo": {},
     "adascale": {},
+    "ortho": {},
     "static": {"ags": {"delta": "inf", "factor": 1.5}},
     "sqrt": {"train": {"method": "lbt", "lr_scaling": "sqrt"}},
     "ghost": {"train": {"method": "lbt", "ghost_batch": 4}},
@@ -93,7 +94,7 @@ def test_a_method_is_not_the_plain_large_batch_and_learns(alone: Ranks, name: st
     assert float(steps[-1].loss) < 0.5 * float(steps[0].loss)
 
 
-@pytest.mark.parametrize("name", ["lars", "lamb", "polo", "adascale", "static"])
+@pytest.mark.parametrize("name", ["lars", "lamb", "polo", "adascale", "static", "ortho"])
 def test_half_precision_and_clipping_train(alone: Ranks, name: str) -> None:
     sections = job(name)
     sections["train"] |= {"precision": "fp16", "max_grad_norm": 5.0}
@@ -102,7 +103,7 @@ def test_half_precision_and_clipping_train(alone: Ranks, name: str) -> None:
     assert all(bool(value.isfinite().all()) for value in state.values())
 
 
-@pytest.mark.parametrize("name", ["lars", "lamb", "polo", "adascale", "static", "ghost"])
+@pytest.mark.parametrize("name", ["lars", "lamb", "polo", "adascale", "static", "ortho", "ghost"])
 def test_a_probe_measures_it(alone: Ranks, run: RunDir, name: str) -> None:
     sections = job(name, search={"nodes": [1], "steps": 40})
     task = probe_task(spec(**sections), 16)

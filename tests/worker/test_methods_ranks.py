@@ -110,3 +110,8 @@ def test_adascales_gain_is_that_of_the_ranks_own_gradients(found: Found, how: st
         assert steps == 4
         assert 1 < gain < 2
         assert gain == pytest.approx(expected, rel=5e-3 if "fp16" in how else 1e-4)
+
+
+def test_turned_steps_keep_the_replicas_together(found: Found) -> None:
+    """Step 3 leaves a rank with other bits, as other hardware might; the fifth hands out rank 0's."""
+    assert found.of("aligned") == [[True, True, True, False, True, True]] * found.world

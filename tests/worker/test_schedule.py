@@ -92,7 +92,8 @@ def test_a_rule_that_undoes_the_method_is_refused(method, rule):
 
 
 @pytest.mark.parametrize(
-    ("method", "epochs"), [("lars", 5), ("lamb", 5), ("polo", 5), ("adascale", 0), ("ags", 0), ("static", 0)]
+    ("method", "epochs"),
+    [("lars", 5), ("lamb", 5), ("polo", 5), ("ortho", 5), ("adascale", 0), ("ags", 0), ("static", 0)],
 )
 def test_methods_warm_up_by_themselves_unless_told(method, epochs):
     assert warmup_epochs(spec(method=method)) == epochs

@@ -333,7 +333,7 @@ class Rehearsal:
                     torch._foreach_mul([self.factors[i] for i in chunk], 1.0)  # of a branch taken on the device
         before = self._copies()
         self.optimizer.step()
-        if before and self.gpu:
+        if before and self.gpu and self.spec.train.method != "ortho":
             before += self._copies()
         before.clear()
         self.factors = new or self.factors
@@ -349,7 +349,9 @@ class Rehearsal:
         return new
 
     def _copies(self) -> list[torch.Tensor]:
-        """Return what the parameters were, where AGS scales the update."""
+        """Return what the parameters were, where what a step does to them is changed: scaled by AGS, or turned."""
+        if self.spec.train.method == "ortho":
+            return [p.detach().clone() for p in self.parameters if p.ndim > 1]
         update = self.spec.train.method in ("ags", "static") and self.spec.ags.resolved().apply_to == "update"
         return [p.detach().clone() for p in self.parameters] if update else []
 

@@ -29,6 +29,7 @@ from tula_cli.worker.ghost import check_ghost_batch, refuse_without_batch_norm
 from tula_cli.worker.loop import micro_batches
 from tula_cli.worker.optim import TulaOptimizer
 from tula_cli.worker.optim.adascale import AdaScale
+from tula_cli.worker.optim.ortho import Ortho
 from tula_cli.worker.ranks import process_memory
 from tula_cli.worker.scaling import settings
 
@@ -264,9 +265,9 @@ def _check_ghosts(spec: JobSpec, model: nn.Module, *, largest: int) -> None:
 
 
 def _check_ags(spec: JobSpec, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Let TulaOptimizer or AdaScale say whether it can wrap this optimizer."""
-    if spec.train.method == "adascale":
-        _check_adascale(model, optimizer)
+    """Let what the method wraps around this optimizer say whether it can."""
+    if spec.train.method in ("adascale", "ortho"):
+        _check_sgd(spec.train.method, model, optimizer)
     if spec.train.method not in ("ags", "static"):
         return
     b_small = footprint.small_batch(spec)
@@ -286,11 +287,14 @@ def _check_ags(spec: JobSpec, model: nn.Module, optimizer: torch.optim.Optimizer
         ) from error
 
 
-def _check_adascale(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+def _check_sgd(method: str, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     try:
-        AdaScale(optimizer, model=model, batch=2, reference_batch=1)
+        if method == "ortho":
+            Ortho(optimizer, model=model)
+        else:
+            AdaScale(optimizer, model=model, batch=2, reference_batch=1)
     except ValueError as error:
-        raise SpecError(f"train.method adascale: {error}", "set optimizer.name: SGD, or another method") from error
+        raise SpecError(f"train.method {method}: {error}", "set optimizer.name: SGD, or another method") from error
 
 
 def _shape(output: Any) -> str:

@@ -26,6 +26,7 @@ from tula_cli.worker.meter import Clock, Mark
 from tula_cli.worker.optim import TulaOptimizer
 from tula_cli.worker.optim.adascale import AdaScale
 from tula_cli.worker.optim.indicators import squared_norm
+from tula_cli.worker.optim.ortho import Ortho
 from tula_cli.worker.optim.polo import SWITCH_EPOCHS, average_due, average_replicas, synchronise_gradients
 from tula_cli.worker.ranks import Ranks
 from tula_cli.worker.recompute import apply_activation_checkpointing
@@ -59,7 +60,7 @@ class Trainer:
     datasets: Datasets
     ddp: DistributedDataParallel
     base: torch.optim.Optimizer
-    optimizer: torch.optim.Optimizer  # TulaOptimizer or AdaScale around base where they are the method, else base
+    optimizer: torch.optim.Optimizer  # what the method wraps around base (TulaOptimizer, AdaScale, Ortho), else base
     scaler: torch.amp.GradScaler
     loss: LossFunction
     batch: int
@@ -199,6 +200,8 @@ def _wrapped(
     if train.method == "adascale":
         reference, limit = train.reference_batch, train.max_grad_norm
         return AdaScale(base, model=ddp, batch=batch, reference_batch=reference, max_grad_norm=limit)
+    if train.method == "ortho":
+        return Ortho(base, model=ddp, max_grad_norm=train.max_grad_norm)
     return base
 
 
@@ -366,8 +369,8 @@ def _update(trainer: Trainer) -> None:
     if trainer.after_backward:  # only looked at: the next look is at the same weights
         trainer.optimizer.zero_grad()
         return
-    if not trainer.synchronise:  # the base alone: AGS's consensus would synchronise
-        trainer.scaler.step(trainer.base)
+    if not trainer.synchronise:  # the base alone: AGS's consensus would synchronise; turning a step is local work
+        trainer.scaler.step(trainer.optimizer if isinstance(trainer.optimizer, Ortho) else trainer.base)
         trainer.scaler.update()
         trainer.base.zero_grad()
         return

@@ -70,16 +70,16 @@ def _refuse_base(opt: TulaOptimizer) -> None:
         raise ValueError(f"{name} evaluates its closure several times a step. Use torch.optim.SGD as the base")
 
 
-def refuse_sharded(base: torch.optim.Optimizer, model: nn.Module) -> None:
+def refuse_sharded(base: torch.optim.Optimizer, model: nn.Module, who: str = "TulaOptimizer") -> None:
     params = [p for group in base.param_groups for p in group["params"]]
     for thing in (base, *model.modules(), *params):
         if _names(thing) & SHARDING:
             raise ValueError(
-                f"TulaOptimizer does not work with {type(thing).__name__}: it needs every rank to hold the whole,"
+                f"{who} does not work with {type(thing).__name__}: it needs every rank to hold the whole,"
                 " averaged gradient. Use DistributedDataParallel"
             )
     if any(p.is_complex() for p in params):
-        raise ValueError("TulaOptimizer does not work with complex parameters")
+        raise ValueError(f"{who} does not work with complex parameters")
 
 
 def _refuse_range(opt: TulaOptimizer) -> None:

@@ -1,0 +1,163 @@
+"""Orthogonalised steps against the singular value decomposition, and against the plain SGD that they wrap."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tula_cli.worker.optim import ortho
+from tula_cli.worker.optim.ortho import Ortho, orthogonalised, turned
+
+SGD: dict[str, Any] = {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.01}
+
+
+def matrix(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=dtype)
+
+
+def polar(update: Tensor) -> Tensor:
+    u, _, v = torch.linalg.svd(update.flatten(1), full_matrices=False)
+    return (u @ v).view_as(update)
+
+
+def cosine(one: Tensor, other: Tensor) -> float:
+    return float((one * other).sum() / (one.norm() * other.norm()))
+
+
+@pytest.mark.parametrize("shape", [(20, 20), (10, 40), (40, 10), (2, 300)])
+def test_singular_values_come_near_one_and_vectors_stay(shape: tuple[int, int]) -> None:
+    update = matrix(*shape)
+    u, before, v = torch.linalg.svd(update, full_matrices=False)
+    inside = u.T @ orthogonalised(update) @ v.T
+    large = before > 0.01 * before.norm()
+    assert float((inside - inside.diag().diag()).abs().max()) < 1e-9, "the same singular vectors"
+    assert bool((inside.diag()[large] - 0.95).abs().max() < 0.3), "0.68 to 1.13 is where Muon's polynomial leaves them"
+
+
+def test_iterations_are_those_of_muons_polynomial() -> None:
+    value = torch.tensor([[0.3, 0.0], [0.0, 0.02]], dtype=torch.float64)
+    known = value.diag() / value.norm()
+    for _ in range(5):
+        known = 3.4445 * known - 4.7750 * known**3 + 2.0315 * known**5
+    torch.testing.assert_close(orthogonalised(value), known.diag())
+
+
+@pytest.mark.parametrize("shape", [(8, 30), (30, 8), (16, 3, 3, 3), (5, 4, 7)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_a_turned_update_has_its_own_length_and_the_nearest_orthogonal_direction(
+    shape: tuple[int, ...], dtype: torch.dtype
+) -> None:
+    update = matrix(*shape).to(dtype) * 1e-3
+    found = turned(update)
+    assert (found.shape, found.dtype) == (update.shape, dtype)
+    assert float(found.double().norm()) == pytest.approx(float(update.double().norm()), rel=1e-2 if dtype is torch.bfloat16 else 1e-5)  # fmt: skip
+    assert cosine(found.double(), polar(update.double())) > 0.97
+
+
+def test_a_long_and_a_short_update_turn_alike() -> None:
+    update = matrix(6, 9)
+    torch.testing.assert_close(turned(1e-20 * update), 1e-20 * turned(update))
+    assert torch.equal(turned(torch.zeros(3, 4)), torch.zeros(3, 4))
+
+
+def test_a_strided_update_turns_as_its_values_do() -> None:
+    update = matrix(4, 3, 5, 5)
+    strided = update.contiguous(memory_format=torch.channels_last)
+    torch.testing.assert_close(turned(strided), turned(update))
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(7, 8)
+        self.conv = nn.Conv2d(3, 4, 3)
+        self.depthwise = nn.Conv2d(4, 4, 3, groups=4)
+        self.grouped = nn.Conv2d(4, 6, 3, groups=2)
+        self.norm = nn.BatchNorm2d(6)
+        self.wide = nn.Linear(5, 6)
+        self.frozen = nn.Linear(4, 4).requires_grad_(False)
+        self.score = nn.Linear(4, 1, bias=False)
+
+
+def test_maps_are_turned_and_all_else_takes_the_bases_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = Net()
+    subject = Ortho(torch.optim.SGD(model.parameters(), lr=0.1), model=model)
+    names = {id(p): name for name, p in model.named_parameters()}
+    assert [names[id(p)] for p in subject.matrices()] == ["conv.weight", "grouped.weight", "wide.weight"]
+    monkeypatch.setattr(ortho, "WIDEST", 4)
+    assert [names[id(p)] for p in subject.matrices()] == ["conv.weight"]
+
+
+def test_a_step_is_the_bases_turned() -> None:
+    nets = [nn.Sequential(nn.Linear(6, 9), nn.ReLU(), nn.Linear(9, 4)).double() for _ in "ab"]
+    nets[1].load_state_dict(nets[0].state_dict())
+    plain = torch.optim.SGD(nets[0].parameters(), **SGD)
+    subject = Ortho(torch.optim.SGD(nets[1].parameters(), **SGD), model=nets[1])
+    for seed in range(3):
+        before = [p.detach().clone() for p in nets[1].parameters()]
+        nets[0].load_state_dict(nets[1].state_dict())  # the same weights and momentum before each step
+        for ours, theirs in zip(nets[1].parameters(), nets[0].parameters(), strict=True):
+            ours.grad = theirs.grad = matrix(*ours.shape, seed=seed)
+        plain.step()
+        subject.step()
+        for start, one, other in zip(before, nets[0].parameters(), nets[1].parameters(), strict=True):
+            update = one.detach() - start
+            torch.testing.assert_close(other.detach() - start, turned(update) if start.ndim > 1 else update)
+
+
+def test_a_parameter_without_a_gradient_stays() -> None:
+    net = nn.Linear(4, 4)
+    subject = Ortho(torch.optim.SGD(net.parameters(), **SGD), model=net)
+    before = net.weight.detach().clone()
+    net.bias.grad = torch.ones(4)
+    subject.step()
+    assert torch.equal(net.weight, before)
+
+
+def test_gradients_are_clipped_together() -> None:
+    net = nn.Linear(4, 4, bias=False)
+    subject = Ortho(torch.optim.SGD(net.parameters(), lr=1.0), model=net, max_grad_norm=0.5)
+    before = net.weight.detach().clone()
+    net.weight.grad = 100 * torch.ones(4, 4)
+    subject.step()
+    assert float((net.weight.detach() - before).norm()) == pytest.approx(0.5, rel=1e-4)
+
+
+def test_it_converges_where_sgd_crawls() -> None:
+    """Badly conditioned least squares: SGD is held back by the steepest direction."""
+    scales = torch.logspace(0, -3, 12, dtype=torch.float64)
+    target, losses = matrix(12, 12, seed=1), {}
+    for name in ("sgd", "ortho"):
+        net = nn.Linear(12, 12, bias=False).double()
+        nn.init.zeros_(net.weight)
+        base = torch.optim.SGD(net.parameters(), lr=0.4, momentum=0.9)
+        optimizer = base if name == "sgd" else Ortho(base, model=net)
+        for _ in range(300):
+            optimizer.zero_grad()
+            loss = ((net.weight - target) * scales).square().sum()
+            loss.backward()
+            optimizer.step()
+        losses[name] = float(loss)
+    assert losses["ortho"] < 0.5 * losses["sgd"]
+
+
+def test_its_state_is_the_bases() -> None:
+    net = nn.Linear(4, 4)
+    base = torch.optim.SGD(net.parameters(), **SGD)
+    subject = Ortho(base, model=net)
+    net(torch.randn(2, 4)).sum().backward()
+    subject.step()
+    assert subject.state_dict().keys() == base.state_dict().keys()
+    other = torch.optim.SGD(net.parameters(), **SGD)
+    Ortho(other, model=net).load_state_dict(subject.state_dict())
+    assert torch.equal(other.state[net.weight]["momentum_buffer"], base.state[net.weight]["momentum_buffer"])
+
+
+@pytest.mark.parametrize(("base", "words"), [(torch.optim.AdamW, "AdamW"), (torch.optim.LBFGS, "LBFGS")])
+def test_a_base_without_a_length_of_its_own_is_refused(base: Any, words: str) -> None:
+    net = nn.Linear(2, 2)
+    with pytest.raises(ValueError, match=words):
+        Ortho(base(net.parameters(), lr=0.1), model=net)
+    with pytest.raises(ValueError, match="Ortho does not work with complex"):
+        Ortho(torch.optim.SGD([nn.Parameter(torch.zeros(2, 2, dtype=torch.complex64))], lr=0.1), model=net)

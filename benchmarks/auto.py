@@ -107,6 +107,8 @@ def _ways(options: argparse.Namespace) -> Iterator[tuple[str, dict[str, Any], in
     yield "small batch", {"train": {"method": "lbt"}}, options.reference
     yield "lbt", {"train": {"method": "lbt"}}, options.batch
     yield "auto", {"train": {"method": "auto"}}, options.batch
+    yield "ortho", {"train": {"method": "ortho"}}, options.batch
+    yield "small batch, ortho", {"train": {"method": "ortho"}}, options.reference
     for factor in (f for f in CONTROLS if f <= linear):
         yield f"lbt-x{factor}", {"train": {"method": "lbt"}, "optimizer": {"lr": factor * lr}}, options.batch
     yield "ags", {"train": {"method": "ags"}}, options.batch

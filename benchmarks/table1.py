@@ -1,6 +1,6 @@
 """Table I on CIFAR-10: top-1 and top-5 of every method at large batches, over seeds, with controls.
 
-    python benchmarks/table1.py --data DIR --reduced              # on a CPU: a small network, about half an hour on two cores
+    python benchmarks/table1.py --data DIR --reduced              # on a CPU: two small networks, an hour each on two cores
     python benchmarks/table1.py --data DIR --budget-minutes 25    # on a GPU: ResNet18 first, then the others
     python benchmarks/table1.py --data DIR --show                 # the tables of what there is
 
@@ -55,9 +55,13 @@ MODELS = {
     "resnet50": Recipe("resnet50_cifar", 0.05, 5e-4),
 }
 """In the order of what they tell for their time."""
-SMALL = {"small": Recipe("table1_data:SmallNet", 0.05, 5e-4)}
-METHODS = "lbt,lrs,lars,polo,ags,robust"
-SINGLE = "lbt,lrs,lars,ags,robust"
+SMALL = {
+    "small": Recipe("table1_data:SmallNet", 0.05, 5e-4),
+    "plain": Recipe("table1_plain:PlainNet", 0.01, 5e-4),
+}
+"""With and without BatchNorm."""
+METHODS = "lbt,lrs,lars,polo,ags,robust,ortho,auto"
+SINGLE = "lbt,lrs,lars,ags,robust,ortho,auto"
 """On one GPU: there is no local SGD with one rank."""
 
 
@@ -203,7 +207,7 @@ def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     add = parser.add_argument
     add("--data", type=Path, help="folder with train/<class>/ and test/<class>/")
     add("--runs", type=Path, default=Path("table1-runs"), help="where runs are kept (table1-runs)")
-    add("--reduced", action="store_true", help="a small network on a part of the images at 16x16, on the CPU, 2 ranks")
+    add("--reduced", action="store_true", help="small networks on a part of the images at 16x16, on the CPU, 2 ranks")
     add("--models", type=lambda text: text.split(","), help=f"of {','.join(MODELS)} (all)")
     add("--methods", help=f"{METHODS}; with one rank {SINGLE}; controls are always in the table")
     add("--batch", default=None, help="large batches (1024,4096; reduced: 1024,2048)")

@@ -135,7 +135,21 @@ def main(monkeypatch: pytest.MonkeyPatch, *words: object) -> int:
     return int(ended.value.code or 0)
 
 
-REDUCED = ("--data", "data", "--reduced", "--per-class", 4, "--methods", "lbt,ags", "--batch", "1024", "--seeds", 2)
+REDUCED = (
+    "--data",
+    "data",
+    "--reduced",
+    "--models",
+    "small",
+    "--per-class",
+    4,
+    "--methods",
+    "lbt,ags",
+    "--batch",
+    "1024",
+    "--seeds",
+    2,
+)
 
 
 def test_the_reduced_table(here: Trains, monkeypatch, capsys, tmp_path: Path) -> None:

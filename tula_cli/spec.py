@@ -348,15 +348,15 @@ class Arm(Section):
     """One way to go on that a self-tuning training tries."""
 
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,31}$")]
-    method: Literal["lbt", "ags", "static"] = "lbt"
+    method: Literal["lbt", "ags", "static", "ortho"] = "lbt"
     lr_factor: PositiveFloat = 1.0  # of the learning rate that the schedule gives
     warmup_epochs: NonNegativeFloat = 0.0  # in which the factor grows from 1
     ags: Ags | None = None  # in place of the job's section ags; None keeps that
 
     @model_validator(mode="after")
     def _settings_act(self) -> "Arm":
-        if self.method == "lbt" and self.ags is not None:
-            raise ValueError("ags means nothing to method lbt; set method: ags")
+        if self.method in ("lbt", "ortho") and self.ags is not None:
+            raise ValueError(f"ags means nothing to method {self.method}; set method: ags")
         if self.warmup_epochs and self.lr_factor == 1:
             raise ValueError("warmup_epochs means nothing to lr_factor 1")
         return self

@@ -46,8 +46,9 @@ def play(names: list[str], merit: dict[str, float]) -> tuple[list[Turn], str]:
 def test_default_arms_are_the_control_faster_ones_up_to_linear_scaling_and_ags() -> None:
     arms = halving.arms(job(), 256)
     assert arms[0] == Arm(name="lbt")
-    assert [arm.lr_factor for arm in arms if arm.method == "lbt"] == pytest.approx([1, 2, 4, 8])
-    assert [arm.lr_factor for arm in arms if arm.method == "ags"] == pytest.approx([1, 1, 1, 8**0.5])
+    assert [arm.lr_factor for arm in arms if arm.method == "lbt"] == pytest.approx([1, 2, 8])
+    assert [arm.lr_factor for arm in arms if arm.method == "ortho"] == pytest.approx([4, 8])
+    assert [arm.lr_factor for arm in arms if arm.method == "ags"] == pytest.approx([1, 1, 1])
     assert all(arm.warmup_epochs for arm in arms if arm.lr_factor > 1)
     scaled = {(job.granularity, job.refresh == "epoch", job.b_small) for job in _resolved(arms)}
     assert scaled == {("element", True, "auto"), ("tensor", True, 8), ("tensor", False, "auto")}
@@ -58,12 +59,25 @@ def _resolved(arms: tuple[Arm, ...]) -> list[Any]:
     return [halving.tuned(job(), arm).ags.resolved() for arm in arms if arm.method == "ags"]
 
 
-@pytest.mark.parametrize(
-    ("batch", "names"), [(32, []), (16, []), (64, ["1.26", "1.59", "2"]), (32 * 4096, ["4", "16", "64"])]
-)
+@pytest.mark.parametrize(("batch", "names"), [(32, []), (16, []), (64, ["1.26", "2"]), (32 * 4096, ["4", "64"])])
 def test_the_faster_arms_follow_the_batch(batch: int, names: list[str]) -> None:
     found = [arm.name for arm in halving.arms(job(), batch) if arm.method == "lbt"]
     assert found == ["lbt", *(f"lbt-x{name}" for name in names)]
+
+
+def test_an_optimizer_other_than_sgd_has_no_turned_steps_and_scales_its_updates() -> None:
+    arms = halving.arms(job(optimizer={"name": "AdamW", "lr": 0.1}), 256)
+    assert [arm.lr_factor for arm in arms if arm.method == "lbt"] == pytest.approx([1, 2, 4, 8])
+    assert [arm.lr_factor for arm in arms if arm.method == "ags"] == pytest.approx([1, 1, 1, 8**0.5])
+    assert {arm.ags.apply_to for arm in arms if arm.ags is not None} == {"update"}
+    assert len(arms) == 8
+
+
+def test_an_arm_alone_says_what_happens_to_the_learning_rate() -> None:
+    arm = Arm(name="turned", method="ortho", lr_factor=4)
+    tuned = halving.tuned(job(), arm)
+    assert (tuned.train.lr_scaling, tuned.schedule.warmup_epochs) == ("none", 0.0)
+    assert halving.tuned(job(schedule={"warmup_epochs": 3}), arm).schedule.warmup_epochs == 3
 
 
 def test_own_arms_replace_the_default_ones_but_not_the_control() -> None:

@@ -8,6 +8,7 @@ and Talwalkar 2016). Each rung begins anew, so that no state of a branch has to 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 from tula_cli.errors import SpecError
 from tula_cli.records import Branch
@@ -41,7 +42,8 @@ def arms(spec: JobSpec, batch: int) -> tuple[Arm, ...]:
     """Return the arms of a training at a batch: the spec's own, else the default ones; the control first.
 
     AGS acts mostly as a learning-rate increase of at most sqrt(batch / b_small), so plain increases compete with it, up
-    to linear scaling. At or below the reference batch nothing is lost: the control is alone.
+    to linear scaling; and, where the optimizer is SGD, steps that are turned as well (method ortho). At or below the
+    reference batch nothing is lost: the control is alone.
 
     Args:
         spec: a job with method auto.
@@ -51,44 +53,59 @@ def arms(spec: JobSpec, batch: int) -> tuple[Arm, ...]:
     own = [arm for arm in spec.auto.arms if arm.name != CONTROL]
     if own or batch <= spec.train.reference_batch:
         return (control, *own)
-    return (control, *_faster(batch / spec.train.reference_batch), *_scaled(spec, batch))
+    scale = min(batch / spec.train.reference_batch, MAX_FACTOR)
+    if spec.optimizer.name != "SGD":
+        return (control, *_faster("lbt", scale, 1, 2, 3), *_scaled(spec, batch), _robust_and_faster(spec, scale))
+    return (control, *_faster("lbt", scale, 1, 3), *_faster("ortho", scale, 2, 3), *_scaled(spec, batch))
 
 
-def _faster(scale: float) -> list[Arm]:
-    """Return plain learning-rate increases: three steps up to linear scaling, each by the same factor (2, 4, 8)."""
-    factors = [min(scale, MAX_FACTOR) ** (step / 3) for step in (1, 2, 3)]
-    return [Arm(name=f"lbt-x{factor:.3g}", lr_factor=factor, warmup_epochs=1.0) for factor in factors]
+def _faster(method: Literal["lbt", "ortho"], scale: float, *thirds: int) -> list[Arm]:
+    """Return learning-rate increases by scale^(1/3), scale^(2/3) and linear scaling (2, 4, 8), as many thirds as named."""
+    factors = [scale ** (third / 3) for third in thirds]
+    return [Arm(name=f"{method}-x{f:.3g}", method=method, lr_factor=f, warmup_epochs=1.0) for f in factors]
 
 
 def _scaled(spec: JobSpec, batch: int) -> list[Arm]:
-    """Return ways of AGS: the job's own; per tensor, ungated, from a smaller small batch; robust; robust and faster."""
+    """Return ways of AGS: the job's own; per tensor, ungated, from a smaller small batch; robust."""
     smaller = max(1, min(spec.train.reference_batch, batch // 4) // 4)
-    root = min(batch / spec.train.reference_batch, MAX_FACTOR) ** 0.5
-    own, tensor = spec.ags, Ags(granularity="tensor", delta="inf", b_small=smaller)
-    robust = Ags(preset="robust")
-    if spec.optimizer.name != "SGD":  # others may divide a factor on the gradient out again
-        update = {"apply_to": spec.ags.apply_to or "update"}
-        own, tensor, robust = (ags.model_copy(update=update) for ags in (own, tensor, robust))
+    tensor = Ags(granularity="tensor", delta="inf", b_small=smaller)
     return [
-        Arm(name="ags", method="ags", ags=own),
-        Arm(name=f"ags-tensor-b{smaller}", method="ags", ags=tensor),
-        Arm(name="robust", method="ags", ags=robust),
-        Arm(name=f"robust-x{root:.3g}", method="ags", ags=robust, lr_factor=root, warmup_epochs=1.0),
+        Arm(name="ags", method="ags", ags=_acting(spec, spec.ags)),
+        Arm(name=f"ags-tensor-b{smaller}", method="ags", ags=_acting(spec, tensor)),
+        Arm(name="robust", method="ags", ags=_acting(spec, Ags(preset="robust"))),
     ]
 
 
+def _robust_and_faster(spec: JobSpec, scale: float) -> Arm:
+    ags = _acting(spec, Ags(preset="robust"))
+    return Arm(name=f"robust-x{scale**0.5:.3g}", method="ags", ags=ags, lr_factor=scale**0.5, warmup_epochs=1.0)
+
+
+def _acting(spec: JobSpec, ags: Ags) -> Ags:
+    """Return settings of AGS that act through the job's optimizer: others than SGD may divide a gradient's factor out."""
+    if spec.optimizer.name == "SGD":
+        return ags
+    return ags.model_copy(update={"apply_to": spec.ags.apply_to or "update"})
+
+
 def tuned(spec: JobSpec, arm: Arm) -> JobSpec:
-    """Return the job as an arm trains it; its learning-rate factor is for `lr_factor`."""
-    train = spec.train.model_copy(update={"method": arm.method})
-    return spec.model_copy(update={"train": train, "ags": arm.ags or spec.ags})
+    """Return the job as an arm trains it; its learning-rate factor is for `lr_factor`.
+
+    What a method does to the learning rate by itself is left out: the arm says it, and all arms begin alike.
+    """
+    train = spec.train.model_copy(update={"method": arm.method, "lr_scaling": "none"})
+    schedule = spec.schedule.model_copy(update={"warmup_epochs": spec.schedule.warmup_epochs or 0.0})
+    return spec.model_copy(update={"train": train, "schedule": schedule, "ags": arm.ags or spec.ags})
 
 
 def dearest(spec: JobSpec) -> JobSpec:
-    """Return what to measure a job as: with method auto, as the arm that takes the most memory and time."""
+    """Return what to measure a job as: with method auto, as the arm that takes the most memory, and its time."""
     if spec.train.method != "auto":
         return spec
     found = [tuned(spec, arm) for arm in arms(spec, 4 * spec.train.reference_batch)]
-    return max(found, key=lambda job: (job.train.method != "lbt", job.ags.resolved().granularity == "element"))
+    return max(
+        found, key=lambda job: (job.train.method in ("ags", "static"), job.ags.resolved().granularity == "element")
+    )
 
 
 def lr_factor(arm: Arm, epoch: float, *, start: float) -> float:

@@ -14,7 +14,7 @@ far steadier on a machine that others use too; so is `--cpu-time`, which leaves 
 Variants: plain; unscaled (AGS with element factors in a step that Algorithm 1 leaves unscaled: the norm alone); element,
 tensor, static (scaled steps); compiled (element, in a single pass that torch.compile makes); robust (new factors in each
 step: in one process that takes a small batch each time, with several ranks their own norms, which are taken in the
-backward pass, so that "by update" does not hold them). A refresh is timed apart, as what it adds to a scaled step.
+backward pass, so that "by update" does not hold them); and, where asked for, ortho (steps that are turned). A refresh is timed apart, as what it adds to a scaled step.
 
 With a GPU the largest local batch that fits, a power of two times `--batch`, is measured besides it. Memory is that of
 AGS beside the plain step, in a process of its own with 4 samples: lasting, and at the peak of a step that refreshes; in
@@ -58,7 +58,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
 }
 COMPILED = {"compiled": {"granularity": "element", "delta": float("inf"), "compile": True}}
 """On a GPU too: the scaling in one pass, by torch.compile."""
-KNOWN = VARIANTS | COMPILED
+ORTHO = "ortho"
+KNOWN = [*VARIANTS, *COMPILED, ORTHO]
 REFRESHING = ("element", "tensor", "compiled")
 BETWEEN = 100
 """Steps between two refreshes, for the share of a refresh."""
@@ -241,11 +242,13 @@ def build(model: str, *, image: int, classes: int, batch: int, me: "Ranks") -> "
 
 
 def wrapped(trainer: "Trainer", name: str, *, batch: int) -> "torch.optim.Optimizer":
-    """Return AGS around the trainer's base; its small batch is a quarter, at most the reference batch of 128."""
-    from tula_cli.worker.optim import TulaOptimizer
+    """Return AGS around the trainer's base, its small batch a quarter, at most the reference batch of 128; or ortho."""
+    from tula_cli.worker.optim import Ortho, TulaOptimizer
 
+    if name == ORTHO:
+        return Ortho(trainer.base, model=trainer.ddp)
     small = max(1, min(128, trainer.batch // 4))
-    settings = KNOWN[name]
+    settings = (VARIANTS | COMPILED)[name]
     opt = TulaOptimizer(
         trainer.base, model=trainer.ddp, b_large=trainer.batch, b_small=small, available=batch, **settings
     )
@@ -365,7 +368,7 @@ def fits(model: str, image: int, classes: int, me: "Ranks") -> Callable[[int], b
 
     def trial(batch: int) -> bool:
         try:
-            Bench(model, image=image, classes=classes, batch=batch, me=me, names=list(KNOWN)).warm_up()
+            Bench(model, image=image, classes=classes, batch=batch, me=me, names=KNOWN).warm_up()
             torch.cuda.synchronize()
         except torch.OutOfMemoryError:
             return False
@@ -464,7 +467,7 @@ def listed(known: Sequence[str]) -> Callable[[str], list[str]]:
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", type=listed(list(MODELS)), default=list(MODELS))
-    parser.add_argument("--variants", type=listed(list(KNOWN)), help="by default all; compiled only on a GPU")
+    parser.add_argument("--variants", type=listed(KNOWN), help="by default all of AGS; compiled only on a GPU")
     parser.add_argument("--batch", type=int, default=32, help="of one rank")
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--image", type=int, help="side of the images; by default that of the paper's job")
@@ -506,7 +509,7 @@ def main() -> None:
             return
         if options.cpu_time and me.device.type != "cpu":
             raise SystemExit("--cpu-time means nothing on a GPU, which computes by itself")
-        options.variants = options.variants or list(KNOWN if me.device.type == "cuda" else VARIANTS)
+        options.variants = options.variants or [*VARIANTS, *(COMPILED if me.device.type == "cuda" else ())]
         before = machine(me)
         if me.first:
             said = ", ".join(f"{name} {value}" for name, value in before.items())

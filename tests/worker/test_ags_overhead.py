@@ -7,14 +7,14 @@ from collections.abc import Iterator
 import ags_overhead
 import pytest
 import torch
-from ags_overhead import AGAIN, PLAIN, VARIANTS, Bench, Refresh, Timed, judge, largest_batch, outcome, refresh
+from ags_overhead import AGAIN, ORTHO, PLAIN, VARIANTS, Bench, Refresh, Timed, judge, largest_batch, outcome, refresh
 
 from tula_cli.worker.ranks import Ranks
 
 
 @pytest.fixture(scope="module")
 def bench(alone: Ranks) -> Bench:
-    made = Bench("shufflenet_v2_x0_5", image=32, classes=5, batch=8, me=alone, names=list(VARIANTS))
+    made = Bench("shufflenet_v2_x0_5", image=32, classes=5, batch=8, me=alone, names=[*VARIANTS, ORTHO])
     made.warm_up()
     return made
 
@@ -85,12 +85,12 @@ def test_the_share_of_a_refresh_is_over_a_hundred_steps() -> None:
 
 
 def test_the_outcome_takes_the_mean_of_both_plain_steps(bench: Bench) -> None:
-    found = {name: timed([2.0] * 3, [0.2] * 3) for name in (*VARIANTS, "element refresh", "tensor refresh")}
+    found = {name: timed([2.0] * 3, [0.2] * 3) for name in (*VARIANTS, ORTHO, "element refresh", "tensor refresh")}
     found |= {PLAIN: timed([1.9] * 3, [0.1] * 3), AGAIN: timed([2.1] * 3, [0.3] * 3)}
     told = outcome(bench, found, model="m", image=32, memory=[])
     assert told.control == pytest.approx(2.1 / 1.9)
     assert {row.ratio for row in told.rows} == {1.0}
-    assert [row.variant for row in told.rows] == list(VARIANTS)
+    assert [row.variant for row in told.rows] == [*VARIANTS, ORTHO]
     assert [item.variant for item in told.refreshes] == ["element", "tensor"]
     assert any("x1.0000" in line for line in ags_overhead.lines(told))
 

@@ -1,6 +1,7 @@
 """Optimizers for large batches; usable from any training script, without the rest of the command line."""
 
+from .ortho import Ortho
 from .presets import PRESETS, advice
 from .tula import TulaOptimizer
 
-__all__ = ["PRESETS", "TulaOptimizer", "advice"]
+__all__ = ["PRESETS", "Ortho", "TulaOptimizer", "advice"]

@@ -9,6 +9,7 @@ held-out training samples; the accuracies shown are of the evaluation set, which
 
 import argparse
 import json
+import math
 import os
 import statistics
 import sys
@@ -124,7 +125,7 @@ def _row(name: str, changes: dict[str, Any], batch: int, options: argparse.Names
     return Row(
         name=name,
         top1=tuple(result.metrics["top1"] for result in found),
-        loss=tuple(result.metrics["eval_loss"] for result in found),
+        loss=tuple(result.metrics.get("eval_loss", math.nan) for result in found),  # none where it diverged
         extra=statistics.fmean(result.tuning.samples / result.samples if result.tuning else 0.0 for result in found),
         chosen=tuple(result.tuning.chosen.name for result in found if result.tuning and result.tuning.chosen),
     )

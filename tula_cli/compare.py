@@ -48,7 +48,7 @@ class Variant:
     method: str
     lr: float = 1.0  # factor of optimizer.lr
     train: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    preset: str = ""  # of ags; what else the job's section says is then left out
+    preset: str = ""  # of ags; of what else the job's section says only what its optimizer and ranks need is kept
 
 
 VARIANTS: dict[str, Variant] = {
@@ -114,7 +114,7 @@ def cell_spec(spec: JobSpec, method: str, seed: int) -> JobSpec:
     content["train"] = {**own, "method": variant.method, "seed": seed, **variant.train}
     content["optimizer"] = {**content["optimizer"], "lr": spec.optimizer.lr * variant.lr}
     if variant.preset:
-        content["ags"] = {"preset": variant.preset, "consensus": spec.ags.consensus}
+        content["ags"] = {"preset": variant.preset, "consensus": spec.ags.consensus, "apply_to": spec.ags.apply_to}
     return validate(content, source=f"the job with method {method}")
 
 

@@ -388,13 +388,14 @@ class Tuning(Record):
     start: int  # samples at the checkpoint where the arms part
     epoch: float  # epochs done there
     arms: tuple[Arm, ...]
+    beginning: int = 0  # samples that the branches' common beginning was trained on, without the held-out part
     branches: tuple[Branch, ...] = ()
     chosen: Arm | None = None  # None while branches are missing
 
     @property
     def samples(self) -> int:
         """Samples trained beside the training itself."""
-        return sum(branch.samples for branch in self.branches)
+        return sum(branch.samples for branch in self.branches) + self.beginning
 
 
 class TrainResult(Record):

@@ -112,6 +112,20 @@ def test_a_smaller_batch_bounds_the_factor_by_linear_scaling() -> None:
     assert halving.within(Arm(name="slow", lr_factor=0.5), 4).lr_factor == 0.5
 
 
+def test_branches_end_with_the_training() -> None:
+    short = job(train={"epochs": 4, "method": "auto", "reference_batch": 32}, auto={"epochs": 2})
+    assert [halving.epochs(short, rung) for rung in (1, 2, 3)] == [2, 3, 3]
+
+
+def test_hardly_above_the_reference_batch_no_two_arms_share_a_name() -> None:
+    names = [arm.name for arm in halving.arms(job(), 33)]
+    assert len(set(names)) == len(names)
+
+
+def test_naming_the_control_alone_tries_nothing_else() -> None:
+    assert halving.arms(job(auto={"arms": [{"name": "lbt"}]}), 256) == (Arm(name="lbt"),)
+
+
 def test_a_job_is_measured_as_its_dearest_arm() -> None:
     assert halving.dearest(job()).train.method == "ags"
     assert halving.dearest(job()).ags.resolved().granularity == "element"
@@ -207,7 +221,8 @@ def test_the_plan_counts_what_is_played() -> None:
     steps_an_epoch = (1437 - 287) // 256
     assert planned.branches == len(turns)
     assert planned.holdout == 287
-    assert planned.steps == sum(2 * steps_an_epoch * 2 ** (turn.rung - 1) for turn in turns)
+    own = sum(2 * steps_an_epoch * 2 ** (turn.rung - 1) for turn in turns)
+    assert planned.steps == own + steps_an_epoch, "and the epoch that they have in common"
 
 
 def test_a_short_branch_has_one_step_and_the_holdout_is_bounded() -> None:

@@ -96,7 +96,7 @@ def test_branches_leave_a_record_and_rows_but_no_checkpoints(alone: Ranks, run: 
     result = run.train_result(task.signature)
     assert result is not None
     assert (result.samples, result.tuning) == (384, found)
-    assert run.progress(task.signature) == 384 + 3 * 80 + 2 * 160
+    assert run.progress(task.signature) == 384 + 80 + 3 * 80 + 2 * 160, "the branches' beginning too"
 
 
 def test_a_finished_training_is_not_tuned_again(alone: Ranks, run: RunDir) -> None:
@@ -165,9 +165,10 @@ def test_a_branch_trains_as_its_arm_cools_down_and_settles(
     assert len(settled) == 2
     parts = [step * 16 / 90 for step in range(5)]
     cooled = [min(1, 2 - 2 * part) for part in parts]
-    assert seen[1] == pytest.approx([0.1 * c for c in cooled])
+    assert seen[1] == pytest.approx([0.1] * 5), "where the branches begin"
+    assert seen[2] == pytest.approx([0.1 * c for c in cooled])
     grown = [1 + 0.5 * min(1, part / 0.5) for part in parts]
-    assert seen[2] == pytest.approx([0.1 * c * g for c, g in zip(cooled, grown, strict=True)])
+    assert seen[3] == pytest.approx([0.1 * c * g for c, g in zip(cooled, grown, strict=True)])
 
 
 def test_the_held_out_part_is_neither_trained_nor_augmented(alone: Ranks) -> None:
@@ -179,6 +180,40 @@ def test_the_held_out_part_is_neither_trained_nor_augmented(alone: Ranks) -> Non
     assert (len(trained), len(held)) == (90, 10)  # type: ignore[arg-type]
     again = tuning.held_out(subject, build_datasets(subject), batch=16)
     assert again.eval.samples.indices == held.indices  # type: ignore[attr-defined]
+
+
+def test_nothing_that_is_judged_has_trained_on_the_held_out_part(
+    alone: Ranks, run: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    built, build = [], loop.build
+
+    def spied(task: TrainTask, ranks: Ranks, datasets: Any, **how: Any) -> loop.Trainer:
+        trainer = build(task, ranks, datasets, **how)
+        built.append(len(datasets.train))
+        return trainer
+
+    loaded: list[str] = []
+    restore = checkpoint.restore
+    monkeypatch.setattr(loop, "build", spied)
+    monkeypatch.setattr(
+        checkpoint,
+        "restore",
+        lambda trainer, content: (
+            loaded.append(f"{len(trainer.datasets.train)} from {content['position']['samples']}"),
+            restore(trainer, content),
+        )[1],
+    )
+    tuned(run, alone, FAST, epochs=1)
+    assert built == [100, 90, 90, 90, 100], "the training, the branches' beginning, two of them, the training"
+    assert loaded == ["90 from 80", "90 from 80", "100 from 96"]
+
+
+def test_an_arm_above_linear_scaling_is_trained_as_it_was_tried(
+    alone: Ranks, run: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(halving, "ranked", lambda branches: sorted(branches, key=lambda b: b.arm == "lbt"))
+    task, _ = tuned(run, alone, {"name": "bold", "lr_factor": 3.0})
+    assert [row["lr"] for row in rows(run, task, "epoch")] == pytest.approx([0.1, 0.3, 0.3, 0.3])
 
 
 def test_the_held_out_part_is_seen_through_the_transforms_of_an_evaluation() -> None:
@@ -197,7 +232,7 @@ def test_the_statistics_of_batchnorm_are_those_of_the_weights_at_the_end(alone: 
     subject = spec(model={"args": {"norm": True}})
     data = build_datasets(subject)
     trainer = loop.build(train_task(subject), alone, data, batch=16, workers=0, refresh=True)
-    bench = tuning.Bench(train_task(subject), alone, data, {}, 0.0, Leaving(alone, environ={}))
+    bench = tuning.Bench(train_task(subject), alone, data, 0.0, Leaving(alone, environ={}))
     conv, norm = trainer.ddp.module[0], trainer.ddp.module[1]
     norm.running_mean.fill_(99.0)
     tuning._settle(bench, trainer)
@@ -236,7 +271,7 @@ def test_worse_than_guessing_and_than_the_control_counts_as_diverged(loss: float
 
 
 def test_a_branch_broken_off_is_the_only_one_trained_again(alone: Ranks, run: RunDir, tmp_path: Path) -> None:
-    task = interrupt(run, alone, FAST, SCALED, after=96 + 2 * 80 + 40)
+    task = interrupt(run, alone, FAST, SCALED, after=96 + 3 * 80 + 40)
     first = record(run, task)
     assert [branch.arm for branch in first.branches] == ["lbt", "fast"]
     assert first.chosen is None
@@ -255,7 +290,7 @@ def test_a_training_broken_off_after_the_choice_keeps_it(
     alone: Ranks, run: RunDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(halving, "ranked", lambda branches: sorted(branches, key=lambda b: b.arm == "lbt"))
-    task = interrupt(run, alone, SCALED, after=96 + 2 * 80 + 96 + 40)
+    task = interrupt(run, alone, SCALED, after=96 + 3 * 80 + 96 + 40)
     first = record(run, task)
     assert first.chosen is not None and first.chosen.name == "scaled"
     assert run.newest_samples(task.signature) == 192
@@ -265,7 +300,7 @@ def test_a_training_broken_off_after_the_choice_keeps_it(
 
 
 def test_at_another_batch_an_open_comparison_begins_anew(alone: Ranks, run: RunDir) -> None:
-    first = interrupt(run, alone, FAST, after=96 + 80 + 40, batch=16)
+    first = interrupt(run, alone, FAST, after=96 + 2 * 80 + 40, batch=16)
     assert len(record(run, first).branches) == 1
     task = train_task(first.spec, batch=12, signature=first.signature)
     train(run, alone, task)
@@ -299,7 +334,7 @@ class LeavesInBranch(Leaving):
 
 def test_ranks_told_to_leave_in_a_branch_say_so_and_go_on_there(alone: Ranks, run: RunDir) -> None:
     task = train_task(job(FAST))
-    train(run, alone, task, LeavesInBranch(alone, after=17))
+    train(run, alone, task, LeavesInBranch(alone, after=22))
     assert run.stopped(task.id, 1) == "time_limit"
     assert len(record(run, task).branches) == 1
     assert [int(path.stem) for path in run.checkpoints(task.signature)] == [96]

@@ -21,7 +21,8 @@ MAX_HOLDOUT = 10_000
 """Samples held out at most: more tell the arms apart no better."""
 
 SHARE = 0.02
-"""Share of the training's epochs that a branch of the first rung gets: eight arms then cost half a training in all."""
+"""Share of the training's epochs that a branch of the first rung gets, but one epoch at least: eight arms then cost half a
+training in all from 50 epochs on, and more than a whole one below 24."""
 
 CHALLENGERS = 3
 """Arms that may meet the control in the last rung: the one that got there, and others as long as the control wins."""
@@ -51,12 +52,15 @@ def arms(spec: JobSpec, batch: int) -> tuple[Arm, ...]:
     """
     control = Arm(name=CONTROL)
     own = [arm for arm in spec.auto.arms if arm.name != CONTROL]
-    if own or batch <= spec.train.reference_batch:
+    if spec.auto.arms or batch <= spec.train.reference_batch:
         return (control, *own)
     scale = min(batch / spec.train.reference_batch, MAX_FACTOR)
-    if spec.optimizer.name != "SGD":
-        return (control, *_faster("lbt", scale, 1, 2, 3), *_scaled(spec, batch), _robust_and_faster(spec, scale))
-    return (control, *_faster("lbt", scale, 1, 3), *_faster("ortho", scale, 2, 3), *_scaled(spec, batch))
+    if spec.optimizer.name == "SGD":
+        found = [*_faster("lbt", scale, 1, 3), *_faster("ortho", scale, 2, 3), *_scaled(spec, batch)]
+    else:
+        found = [*_faster("lbt", scale, 1, 2, 3), *_scaled(spec, batch), _robust_and_faster(spec, scale)]
+    # hardly above the reference batch some have the same factor but for what a name shows
+    return (control, *{arm.name: arm for arm in found}.values())
 
 
 def _faster(method: Literal["lbt", "ortho"], scale: float, *thirds: int) -> list[Arm]:
@@ -150,9 +154,12 @@ def sizes(count: int) -> tuple[int, ...]:
 
 
 def epochs(spec: JobSpec, rung: int) -> float:
-    """Return how long the branches of a rung are trained, in epochs of the training set without the held-out part."""
+    """Return how long the branches of a rung are trained, in epochs of the training set without the held-out part.
+
+    At most to the end of the training: there are no later epochs in its schedule.
+    """
     first = max(1.0, SHARE * spec.train.epochs) if spec.auto.epochs == "auto" else spec.auto.epochs
-    return first * 2.0 ** (rung - 1)
+    return min(first * 2.0 ** (rung - 1), float(spec.train.epochs - spec.auto.after))
 
 
 def holdout_size(dataset_size: int, share: float) -> int:
@@ -187,7 +194,7 @@ class Plan:
     """What tuning takes beside the training itself."""
 
     branches: int
-    steps: int  # optimizer steps, of all branches
+    steps: int  # optimizer steps, of all branches and of the common beginning
     holdout: int  # samples evaluated after each branch
 
 
@@ -205,6 +212,7 @@ def plan(spec: JobSpec, *, batch: int, dataset_size: int) -> Plan:
     holdout = holdout_size(dataset_size, spec.auto.holdout)
     each = (dataset_size - holdout) // batch
     steps = sum(n * branch_steps(spec, rung, each) for rung, n in enumerate(rungs, 1))
+    steps += spec.auto.after * each if rungs else 0
     return Plan(sum(rungs), steps, holdout)
 
 

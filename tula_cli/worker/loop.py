@@ -237,7 +237,7 @@ def steps(trainer: Trainer) -> Generator[Step, None, None]:
     while trainer.position.epoch < epochs:
         left = steps_left(size, trainer.position.done, trainer.batch)
         if trainer.ags and trainer.refresh_each_epoch and left:
-            trainer.ags.start_epoch(left)
+            trainer.ags.start_epoch(left, rest=trainer.position.done > 0)
         for remaining in range(left - 1, -1, -1):
             step = _step(trainer, stream, epoch_ends=remaining == 0)
             trainer.position = trainer.position.advance(trainer.batch)

@@ -1,13 +1,15 @@
 """Self-tuning (`train.method: auto`), the auto-tuning that the paper leaves to future work.
 
-From one checkpoint, short branches are trained with different settings on the training set without a held-out part, and
-judged there; `models.halving` says which come next and which arm wins. A branch leaves nothing but its line in
-tuning.json: the training goes on with the winner's settings from the checkpoint, on the whole training set, as if it had
-been told them.
+Beside the training, short branches are trained with different settings on the training set without a held-out part, and
+judged there; `models.halving` says which come next and which arm wins. They begin where a training as lbt, without that
+part too, has come to when the arms part: nothing that is judged has seen what it is judged on. A branch leaves nothing but
+its line in tuning.json: the training goes on with the winner's settings from its own checkpoint, on the whole training
+set, as if it had been told them.
 """
 
 import contextlib
 import copy
+import functools
 import gc
 import itertools
 import math
@@ -72,9 +74,18 @@ class Bench:
     task: TrainTask
     ranks: Ranks
     datasets: Datasets  # without the held-out part, which is the evaluation set
-    start: dict[str, Any]  # the checkpoint
     epoch: float
     leaving: Leaving
+
+    @functools.cached_property
+    def start(self) -> dict[str, Any]:
+        """What a checkpoint of the control holds where the arms part, trained without the held-out part."""
+        trainer = _build(self, Arm(name=halving.CONTROL))
+        trainer.until = self.task.spec.auto.after
+        with contextlib.closing(loop.steps(trainer)) as stream:
+            for _ in stream:
+                self.check()
+        return copy.deepcopy(checkpoint.state(trainer, best={}))
 
     def check(self) -> None:
         self.leaving.check(reserve=0.0)  # there is nothing to save
@@ -91,11 +102,14 @@ def chosen(task: TrainTask, run: RunDir, ranks: Ranks) -> Choice | None:
         return None
     tuning = Tuning.model_validate_json(ranks.gather(found.model_dump_json() if found is not None else "")[0])
     assert tuning.chosen is not None
-    return Choice(halving.within(tuning.chosen, task.batch / task.spec.train.reference_batch), tuning.epoch)
+    arm = tuning.chosen
+    if task.batch != tuning.batch:
+        arm = halving.within(arm, task.batch / task.spec.train.reference_batch)
+    return Choice(arm, tuning.epoch)
 
 
 def tune(task: TrainTask, run: RunDir, ranks: Ranks, datasets: Datasets, *, leaving: Leaving, log: Log) -> Choice:
-    """Train branches from the newest checkpoint until one arm is left; what is recorded is not trained again.
+    """Train branches until one arm is left, for a training that stands where they part; what is recorded is kept.
 
     Args:
         task: with method auto.
@@ -108,14 +122,13 @@ def tune(task: TrainTask, run: RunDir, ranks: Ranks, datasets: Datasets, *, leav
     Raises:
         Left: the ranks leave; the branch under way is lost.
     """
-    start = checkpoint.load_for_all(run, task.signature, ranks)
-    assert start is not None
-    position = Position(**start["position"])
+    newest = checkpoint.load_for_all(run, task.signature, ranks)
+    assert newest is not None
+    position = Position(**newest["position"])
     bench = Bench(
         task=task,
         ranks=ranks,
         datasets=datasets,
-        start=start,
         epoch=position.epoch + position.done / (len(datasets.train) + len(datasets.eval)),
         leaving=leaving,
     )
@@ -161,8 +174,15 @@ def held_out(spec: JobSpec, datasets: Datasets, *, batch: int) -> Datasets:
 
 def _record(bench: Bench, run: RunDir, position: Position, arms: tuple[Arm, ...]) -> Tuning:
     """Return what is recorded of this tuning; one of another batch, checkpoint or other arms counts for nothing."""
+    task, batch = bench.task, bench.task.batch
+    whole = len(bench.datasets.train) // batch * batch
     fresh = Tuning(
-        signature=bench.task.signature, batch=bench.task.batch, start=position.samples, epoch=bench.epoch, arms=arms
+        signature=task.signature,
+        batch=batch,
+        start=position.samples,
+        epoch=bench.epoch,
+        arms=arms,
+        beginning=task.spec.auto.after * whole if len(arms) > 1 else 0,
     )
     found = run.tuning(bench.task.signature) if bench.ranks.first else None
     alike = found is not None and fresh == found.model_copy(update={"branches": (), "chosen": None})
@@ -208,20 +228,19 @@ def _branch(bench: Bench, arm: Arm, turn: Turn, *, control: Branch | None) -> Br
 
 
 def _trainer(bench: Bench, arm: Arm, length: float) -> Trainer:
-    """Return a fresh trainer at the checkpoint, for a branch of so many epochs."""
-    gc.collect()  # a DDP object and its model hold each other: the branch before is let go before this one is built
-    choice = Choice(arm, bench.epoch)
-    trainer = loop.build(
-        choice.task(bench.task),
-        bench.ranks,
-        bench.datasets,
-        batch=bench.task.batch,
-        workers=bench.task.workers,
-        refresh=True,
-    )
-    checkpoint.restore(trainer, copy.deepcopy(bench.start))  # an optimizer takes the tensors over as they are
+    """Return a fresh trainer where the arms part, for a branch of so many epochs."""
+    start, choice = bench.start, Choice(arm, bench.epoch)
+    trainer = _build(bench, arm)
+    checkpoint.restore(trainer, copy.deepcopy(start))  # an optimizer takes the tensors over as they are
     trainer.lr_factor = lambda epoch: choice.lr_factor(epoch) * halving.cooling(epoch, start=bench.epoch, length=length)
     return trainer
+
+
+def _build(bench: Bench, arm: Arm) -> Trainer:
+    """Return a trainer of an arm, without the held-out part, at the very beginning."""
+    gc.collect()  # a DDP object and its model hold each other: the branch before is let go before this one is built
+    task = Choice(arm, bench.epoch).task(bench.task)
+    return loop.build(task, bench.ranks, bench.datasets, batch=task.batch, workers=task.workers, refresh=True)
 
 
 def _train(bench: Bench, trainer: Trainer, steps: int) -> bool:
@@ -245,10 +264,11 @@ def _settle(bench: Bench, trainer: Trainer) -> None:
     norms = [m for m in trainer.ddp.modules() if isinstance(m, _BatchNorm) and m.track_running_stats]
     if not norms:
         return
+    for norm in norms:
+        norm.reset_running_stats()
+        norm.momentum = None  # the mean of all that come, also where a ghost batch takes its part of a batch
     with contextlib.closing(loop.inputs(trainer)) as stream:
-        for count, inputs in enumerate(itertools.islice(stream, SETTLE), 1):
-            for norm in norms:
-                norm.momentum = 1 / count
+        for inputs in itertools.islice(stream, SETTLE):
             with loop.autocast(trainer):
                 trainer.ddp.module(inputs)
             bench.check()
@@ -272,6 +292,7 @@ def _seconds_left(bench: Bench, tuning: Tuning) -> float:
     """Return the time until the training's end, by the pace of the branches so far."""
     size, epochs = len(bench.datasets.train) + len(bench.datasets.eval), bench.task.spec.train.epochs
     planned = halving.plan(bench.task.spec, batch=bench.task.batch, dataset_size=size)
-    pace = sum(branch.seconds for branch in tuning.branches) / max(1, tuning.samples)  # seconds a sample
+    trained = sum(branch.samples for branch in tuning.branches)
+    pace = sum(branch.seconds for branch in tuning.branches) / max(1, trained)  # seconds a sample
     branches = max(0, planned.steps * bench.task.batch - tuning.samples)
     return pace * (branches + (epochs - bench.epoch) * size)

@@ -65,14 +65,15 @@ class Schedule:
         if self.taken == self.steps:
             self._close()
 
-    def start(self, steps: int) -> None:
-        """Begin an epoch of so many steps, or what is left of one after a resume."""
+    def start(self, steps: int, *, rest: bool | None = None) -> None:
+        """Begin an epoch of so many steps, or what is left of one after a resume; None: whichever the count fits."""
         if self.every is not None:
             return
-        # the rest of an epoch after a resume is not a new one, and owes nothing yet
-        if self.taken + steps == self.steps:
-            self.taken = 0
-        elif self.taken:
+        if rest is None:
+            rest = self.taken + steps == self.steps
+        if rest and self.taken:
+            return  # the count goes on, and steps that GradScaler skipped before the resume stay skipped
+        if self.taken:
             # GradScaler skipped steps, so the count never came to the epoch's last
             self._close()
         self.steps = steps

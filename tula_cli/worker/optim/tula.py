@@ -240,8 +240,11 @@ class TulaOptimizer(Wrapper):
         """
         return self._local is None and self._is_due
 
-    def start_epoch(self, steps: int) -> None:
+    def start_epoch(self, steps: int, *, rest: bool | None = None) -> None:
         """Say that the coming epoch, or what is left of it after a resume, has this many optimizer steps.
+
+        `rest` tells which of the two it is; without it, it is the rest where the count of steps fits that, as it does
+        unless GradScaler has skipped some.
 
         Epochs that follow without such a call have `steps_per_epoch` steps, or, where that was not given, as many as
         this one. Has no effect with refresh=k, which counts through.
@@ -251,7 +254,7 @@ class TulaOptimizer(Wrapper):
         """
         if steps < 1:
             raise ValueError(f"an epoch needs at least 1 step, got {steps}")
-        self._schedule.start(steps)
+        self._schedule.start(steps, rest=rest)
 
     def refresh_soon(self) -> None:
         """Let the coming step refresh the factors, for AGS that begins in the middle of a training.

@@ -5,7 +5,7 @@ import math
 from tula_cli.spec import LR_SCALING, WARMUP_EPOCHS, JobSpec, Schedule
 
 WARMUP_START = 0.01
-"""Share of the full learning rate at epoch 0 of a warm-up; it grows linearly to 1."""
+"""Share of the full learning rate at epoch 0 of a warm-up, where that is not scaled; it grows linearly to 1."""
 
 
 def learning_rate(spec: JobSpec, epoch: float, batch: int) -> float:
@@ -16,9 +16,10 @@ def learning_rate(spec: JobSpec, epoch: float, batch: int) -> float:
         epoch: epochs done, with fraction: samples seen / dataset size.
         batch: global batch, samples an optimizer step.
     """
-    base, warmup = spec.optimizer.lr * lr_scale(spec, batch), warmup_epochs(spec)
+    scale, warmup = lr_scale(spec, batch), warmup_epochs(spec)
+    base = spec.optimizer.lr * scale
     if epoch < warmup:
-        base *= warmup_factor(epoch, warmup)
+        base *= warmup_factor(epoch, warmup, scale)
     return scheduled(spec.schedule, base, epoch=epoch, warmup=warmup, epochs=spec.train.epochs)
 
 
@@ -39,9 +40,13 @@ def warmup_epochs(spec: JobSpec) -> float:
     return WARMUP_EPOCHS.get(spec.train.method, 0.0) if given is None else given
 
 
-def warmup_factor(epoch: float, warmup: float) -> float:
-    """Return the share of the full learning rate, from WARMUP_START at epoch 0 to 1 at epoch `warmup`."""
-    return WARMUP_START + (1 - WARMUP_START) * epoch / warmup
+def warmup_factor(epoch: float, warmup: float, scale: float = 1.0) -> float:
+    """Return the share of the full learning rate, growing linearly to 1 at epoch `warmup`.
+
+    A rate that was scaled up starts from the reference batch's (Goyal et al. 2017, 2.2), others near zero.
+    """
+    start = 1 / scale if scale > 1 else WARMUP_START
+    return start + (1 - start) * epoch / warmup
 
 
 def scheduled(schedule: Schedule, base: float, *, epoch: float, warmup: float, epochs: float) -> float:

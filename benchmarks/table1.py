@@ -181,7 +181,7 @@ def cells(row: Row) -> tuple[str, ...]:
     return (
         str(row.batch),
         f"{row.method} (reference)" if row.reference else row.method,
-        str(row.count("done", "diverged")),
+        str(row.seeds),
         spread(row.top1),
         spread(row.top5),
         "" if row.gap is None else f"{row.gap:.2f}",

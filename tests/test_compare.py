@@ -66,7 +66,7 @@ class Trains(make.FakeLauncher):
         if not self.classes:
             metrics = {"eval_loss": metrics["eval_loss"]}
         if method in self.diverges:
-            metrics = {"top1": 10.0, "top5": 50.0}
+            metrics = {"top1": 10.0, "top5": 50.0} if self.classes else {}
         hours = 32 / task.batch
         result = make.train_result(task.signature).model_copy(update={"metrics": metrics, "samples": 8000})
         run.write_train_result(result)
@@ -178,11 +178,56 @@ def test_a_scaling_of_the_learning_rate_is_that_of_the_jobs_own_method_alone() -
     assert scaling == {"lrs": "sqrt", "ags": "auto", "lbt-x2": "auto", "sqrt": "sqrt"}
 
 
-def test_robust_leaves_nothing_of_the_jobs_own_scaling_but_the_consensus(run: RunDir) -> None:
-    spec = make.spec(**SPEC, ags={"delta": 0.2, "consensus": "check"})
+def test_robust_keeps_of_the_jobs_own_scaling_what_optimizer_and_ranks_need(run: RunDir) -> None:
+    kept = {"consensus": "check", "apply_to": "update"}
+    spec = make.spec(**SPEC, ags={"delta": 0.2, **kept})
     own = compare.cell_spec(spec, "robust", 5)
     assert own.train.method == "ags" and own.ags.resolved() != spec.ags.resolved()
-    assert own.ags.resolved() == make.spec(ags={"preset": "robust", "consensus": "check"}).ags.resolved()
+    assert own.ags.resolved() == make.spec(ags={"preset": "robust", **kept}).ags.resolved()
+
+
+def test_the_plain_large_batch_is_plain_whatever_the_job_scales() -> None:
+    spec = make.spec(**{**SPEC, "train": {**SPEC["train"], "method": "lbt", "lr_scaling": "linear"}})
+    assert {compare.cell_spec(spec, name, 5).train.lr_scaling for name in ("lbt", "lbt-x2", "ags")} == {"auto"}
+
+
+def test_methods_that_do_not_go_with_the_optimizer_are_refused_at_once(run: RunDir) -> None:
+    adam = make.spec(**{**SPEC, "optimizer": {"name": "AdamW", "lr": 0.1}})
+    grid = Grid(methods=("lbt", "lars", "adascale", "ortho", "ags", "lamb"), batches=(128,), seeds=1, nodes=1)
+    with pytest.raises(SpecError) as error:
+        plan(run, grid, adam)
+    assert [problem.path for problem in error.value.problems] == ["lars", "adascale", "ortho", "ags"]
+    scaled = make.spec(**{**SPEC, "optimizer": {"name": "AdamW", "lr": 0.1}}, ags={"apply_to": "update"})
+    plan(run, dataclasses.replace(grid, methods=("ags", "robust", "lamb")), scaled)
+    with pytest.raises(SpecError) as error:
+        plan(run, dataclasses.replace(grid, methods=("lamb",)))
+    assert "takes the place of Adam or AdamW, not of optimizer.name: SGD" in str(error.value.problems[0])
+
+
+def test_settings_of_ags_train_nothing_else_again(run: RunDir) -> None:
+    before, after = (plan(run, GRID, make.spec(**SPEC, ags={"delta": delta})).comparison for delta in (0.5, 0.2))
+    known = {cell.signature for cell in before.cells}
+    assert {cell.method for cell in after.cells if cell.signature not in known} == {"ags"}
+
+
+def test_a_gap_is_over_the_seeds_of_both(run: RunDir) -> None:
+    """One seed is better than the other by two points for every method; alone it would move a gap by one."""
+    planned, launcher = plan(run), Trains()
+    for cell in planned.comparison.cells:
+        if (cell.method, cell.seed) != ("lrs", 5):
+            compare.submit(run, planned, cell, launcher, inspect=inspect)
+    found = row(table(run, planned.comparison), "lrs", 256)
+    assert found.top1.n == 1 and found.gap == pytest.approx(5.0)
+    assert found.recovered is None, "of one seed in common no noise is known"
+    whole = row(table(run, planned.comparison), "ags", 256)
+    assert (whole.gap, whole.recovered) == (pytest.approx(0.0), pytest.approx(1.0))
+
+
+def test_a_diverged_seed_has_no_loss_to_compare(run: RunDir) -> None:
+    report = trained(run, Trains(classes=False, diverges=("lrs",)))
+    found = row(report, "lrs", 256)
+    assert (found.seeds, found.gap, found.recovered) == (0, None, None)
+    assert found.count("diverged") == 2
 
 
 @pytest.mark.parametrize(
@@ -365,8 +410,8 @@ def test_a_gap_within_the_noise_cannot_be_recovered() -> None:
     assert compare.recovered(reference, near, own, "top1") is None  # standard error of the difference: 3
     assert compare.recovered(compare.Stat(83.5, 3.0, 2), near, own, "top1") == pytest.approx(2 / 3.5)
     assert compare.recovered(compare.Stat(82.0, 0.1, 2), far, own, "top1") == pytest.approx(1.0)
-    assert compare.recovered(compare.Stat(82.0, None, 1), compare.Stat(80.0, None, 1), own, "top1") == pytest.approx(
-        1.0
+    assert compare.recovered(compare.Stat(82.0, None, 1), compare.Stat(80.0, 0.1, 2), own, "top1") is None, (
+        "noise unknown"
     )
     assert compare.recovered(reference, compare.Stat(90.0, 0.0, 2), own, "top1") is None  # no gap at all
 
@@ -453,7 +498,8 @@ def test_show_starts_nothing(here: Trains) -> None:
 
 def test_failures_are_told_when_they_happen_and_diverged_ones_are_counted(here: Trains) -> None:
     here.fails, here.diverges = ("ags",), ("lbt-x4",)
-    _, out, err = tula(*ASKED)
+    code, out, err = tula(*ASKED)
+    assert code == JobFailed.exit_code and "4 of 18 trainings failed" in err
     assert "ags, batch 128, seed 5 failed: training ended at attempt 1: KeyError: 'x'" in err
     (line, *_) = [line for line in out.splitlines() if "lbt-x4" in line]
     assert re.search(r"lbt-x4 +2 +10.00 ± 0.00.*2 diverged", line)
@@ -468,11 +514,24 @@ def test_without_a_batch_the_recommended_one_is_compared(here: Trains, run: RunD
 
 
 @pytest.mark.parametrize(
-    "words", [("--batch", "12a"), ("--batch", "128", "--methods", "lbtt"), ("--batch", "128", "--no-wait")]
+    "words",
+    [
+        ("--batch", "12a"),
+        ("--batch", "128", "--methods", "lbtt"),
+        ("--batch", "128", "--no-wait"),
+        ("--batch", "128", "--html", "."),
+        ("--batch", "128", "--html", "no/such/page.html"),
+    ],
 )
 def test_what_the_user_gets_wrong_is_said(here: Trains, words: tuple[str, ...]) -> None:
     code, _, err = tula("compare", "job.yaml", "--methods", "lbt", *words)
     assert code == SpecError.exit_code and words[-1] in err
+
+
+def test_a_look_takes_no_grid(here: Trains) -> None:
+    assert tula(*ASKED)[0] == 0
+    code, _, err = tula("compare", "--show", "--methods", "lbt")
+    assert code == SpecError.exit_code and "--show shows the whole comparison" in err
 
 
 def test_interrupting_keeps_what_is_done(here: Trains, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -533,7 +592,15 @@ def test_post_local_sgd_alone_is_said_to_be_nothing(run: RunDir) -> None:
     grid = Grid(methods=("polo",), batches=(128,), seeds=1, nodes=1, controls=False)
     assert any("polo on one GPU" in text for text in plan(run, grid).warnings)
     two = dataclasses.replace(grid, nodes=2)
-    assert not plan(run, two).warnings
+    assert not [text for text in plan(run, two).warnings if "polo on one GPU" in text]
+
+
+def test_a_warm_up_that_never_ends_is_told_of_every_method(run: RunDir) -> None:
+    grid = Grid(methods=("polo", "lrs", "ags"), batches=(128,), seeds=1, nodes=2, controls=False)
+    ends = "never leaves its 5 epochs of warm-up: train.epochs is 4"
+    assert plan(run, grid).warnings == (f"polo {ends}", f"lrs {ends}")
+    long = make.spec(**{**SPEC, "train": {**SPEC["train"], "epochs": 9}})
+    assert plan(RunDir(Path("tula-runs") / "x"), grid, long).warnings == ()
 
 
 def test_a_name_in_the_page_is_no_markup() -> None:

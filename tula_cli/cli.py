@@ -31,7 +31,7 @@ from tula_cli.show import Screen
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-    from tula_cli.compare import ComparePlan
+    from tula_cli.compare import ComparePlan, CompareReport
     from tula_cli.launch import Launcher
     from tula_cli.profile import ProfilePlan, ProfileReport
     from tula_cli.records import Comparison, Inspection
@@ -921,13 +921,17 @@ def compare(
     from tula_cli import compare as service
     from tula_cli import launch
 
+    _check_page(html)
     whole, all_types, part = _part(screen, job, named, root, overrides, node_type)
     run, spec = part.run, part.spec
     known = run.comparison()
     if only_show:
+        if {methods, batch, seeds, nodes, controls} != {None}:
+            raise SpecError("--show shows the whole comparison", "leave --methods, --batch and the like out, or --show")
         if known is None:
             raise BadMeasurements(f"nothing was compared in {run.id} yet", "tula compare job.yaml --batch N,M")
-        return _compared(screen, run, spec, known, html=html)
+        _compared(screen, run, spec, known, html=html)
+        return
     grid = service.Grid(
         methods=_words(methods) or (known.methods if known else service.DEFAULT_METHODS),
         batches=_numbers("--batch", batch) or (known.batches if known else service.default_batches(run)),
@@ -946,7 +950,8 @@ def compare(
             "hours_left": plan.hours_left,
             "scripts": scripts,
         }
-        return screen.answer(data, show.compare_plan(plan, scripts=scripts))
+        screen.answer(data, show.compare_plan(plan, scripts=scripts))
+        return
     if not plan.missing:
         screen.note("every training of this comparison is finished already")
     else:
@@ -956,7 +961,13 @@ def compare(
     run.write_comparison(plan.comparison)
     if plan.missing:
         _compare(screen, run, plan, launcher, wait=wait, cancel_on_interrupt=cancel_on_interrupt)
-    return _compared(screen, run, spec, plan.comparison, html=html)
+    found = _compared(screen, run, spec, plan.comparison, html=html)
+    failed = sum(row.count(*service.ENDED) for row in found.rows)
+    if failed and screen.status == "partial":
+        raise JobFailed(
+            f"{failed} of {show.plural(found.total, 'training')} failed",
+            f"tula logs {show.near(run.path)} shows what they said; the same command tries them again",
+        )
 
 
 def _part(
@@ -1034,7 +1045,17 @@ def _compare(
         raise Interrupted("interrupted; what is trained stays, and what runs goes on", hint) from None
 
 
-def _compared(screen: Screen, run: "RunDir", spec: "JobSpec", comparison: "Comparison", *, html: Path | None) -> None:
+def _check_page(html: Path | None) -> None:
+    """Refuse a page that cannot be written, before anything is trained for it."""
+    if html is not None and html.is_dir():
+        raise SpecError(f"--html {html}: is a folder", f"name a file in it: --html {html / 'compare.html'}")
+    if html is not None and not html.absolute().parent.is_dir():
+        raise SpecError(f"--html {html}: there is no folder {html.absolute().parent}", "make it, or name another")
+
+
+def _compared(
+    screen: Screen, run: "RunDir", spec: "JobSpec", comparison: "Comparison", *, html: Path | None
+) -> "CompareReport":
     """Answer with the table, and write the page."""
     import time
 
@@ -1045,12 +1066,13 @@ def _compared(screen: Screen, run: "RunDir", spec: "JobSpec", comparison: "Compa
 
     now = states.snapshot(run, launch.launcher_for(spec, submits=False), now=time.time())
     found = service.report(run, comparison, spec, jobs=now.jobs)
-    if html is not None:
-        write_atomic(html, page.comparison(found, service.curves(run, comparison), title=f"{spec.name}: {run.id}"))
-        screen.note(f"wrote {show.near(html)}")
     screen.status = "done" if found.complete else "pending" if now.active() else "partial"
     _warn_all(screen, found.warnings)
     screen.answer(found, show.compared(found, width=screen.width, color=screen.colored))
+    if html is not None:
+        write_atomic(html, page.comparison(found, service.curves(run, comparison), title=f"{spec.name}: {run.id}"))
+        screen.note(f"wrote {show.near(html)}")
+    return found
 
 
 @command

@@ -16,13 +16,13 @@ from typing import Any, Literal, get_args
 
 from tula_cli import status, train
 from tula_cli.code import choose
-from tula_cli.errors import BadMeasurements, JobFailed, SpecError, TulaError
+from tula_cli.errors import BadMeasurements, JobFailed, Problem, SpecError, TulaError
 from tula_cli.launch import Launcher
 from tula_cli.models.cost import price_words
 from tula_cli.plugins import nearest
 from tula_cli.records import Cell, Comparison, Inspection
 from tula_cli.rundir import RunDir
-from tula_cli.spec import JobSpec, Train, train_signature, validate
+from tula_cli.spec import WARMUP_EPOCHS, JobSpec, Train, misfit, train_signature, validate
 from tula_cli.status import JobStatus, RunStatus, TrainingStatus
 from tula_cli.train import TrainPlan
 
@@ -109,8 +109,8 @@ def cell_spec(spec: JobSpec, method: str, seed: int) -> JobSpec:
     variant = VARIANTS.get(method, Variant(method))
     content = spec.model_dump(mode="json", exclude_unset=True)
     own = dict(content["train"])
-    if variant.method != spec.train.method:
-        own.pop("lr_scaling", None)  # it was chosen for the job's own method; each of the others scales as it does
+    if variant.method != spec.train.method or variant.method == REFERENCE:
+        own.pop("lr_scaling", None)  # it was chosen for the job's own method: others scale as they do, lbt does not
     content["train"] = {**own, "method": variant.method, "seed": seed, **variant.train}
     content["optimizer"] = {**content["optimizer"], "lr": spec.optimizer.lr * variant.lr}
     if variant.preset:
@@ -160,10 +160,11 @@ def plan(run: RunDir, spec: JobSpec, grid: Grid, *, inspect: Inspect, now: float
         now: Unix time.
 
     Raises:
-        SpecError: a batch cannot be trained on that many nodes, is larger than the dataset, or a method does not go with
+        SpecError: a batch cannot be trained on that many nodes, is larger than the dataset, or methods do not go with
             the job's settings.
     """
     inspect = functools.partial(_once, inspect, {})
+    _refuse_misfits(spec, grid)
     comparison = _comparison(run, spec, grid, now=now)
     missing = tuple(cell for cell in comparison.cells if run.summary(cell.signature) is None)
     plans = {}
@@ -181,13 +182,28 @@ def plan(run: RunDir, spec: JobSpec, grid: Grid, *, inspect: Inspect, now: float
         currency=spec.pricing.currency,
         price=price_words(spec.pricing),
         first=next(iter(plans.values()), None),
-        warnings=(*dict.fromkeys(text for p in plans.values() for text in p.code.warnings), *_alone(spec, grid)),
+        warnings=(*dict.fromkeys(text for p in plans.values() for text in p.code.warnings), *_doing_little(spec, grid)),
     )
 
 
-def _alone(spec: JobSpec, grid: Grid) -> Iterator[str]:
+def _refuse_misfits(spec: JobSpec, grid: Grid) -> None:
+    """Refuse methods that do not go with the job's optimizer, all at once: in the queue each would fail for itself."""
+    found = {method: misfit(cell_spec(spec, method, spec.train.seed)) for method in grid.methods}
+    problems = tuple(Problem(method, why) for method, why in found.items() if why)
+    if problems:
+        raise SpecError("--methods: some do not go with the job", "leave them out", problems=problems)
+
+
+def _doing_little(spec: JobSpec, grid: Grid) -> Iterator[str]:
+    """Say which methods cannot be judged by this job."""
     if "polo" in grid.methods and grid.nodes * spec.cluster.gpus_per_node == 1:
         yield "polo on one GPU is plain SGD with a warm-up: there are no replicas to average"
+    for method in grid.methods:
+        own = cell_spec(spec, method, spec.train.seed)
+        given = own.schedule.warmup_epochs
+        warmup = WARMUP_EPOCHS.get(own.train.method, 0.0) if given is None else given
+        if warmup >= spec.train.epochs:
+            yield f"{method} never leaves its {warmup:g} epochs of warm-up: train.epochs is {spec.train.epochs}"
 
 
 def _once(inspect: Inspect, remembered: dict[str, Inspection], spec: JobSpec) -> Inspection:
@@ -448,14 +464,20 @@ class Row:
     top1: Stat | None
     top5: Stat | None
     loss: Stat | None
-    gap: float | None = None  # how much worse than the reference: percentage points, or loss
-    recovered: float | None = None  # share of lbt's gap at this batch; None where that gap is within the noise
+    gap: float | None = None  # how much worse than the reference: percentage points, or loss; over the seeds of both
+    recovered: float | None = None  # share of lbt's gap at this batch; None where that is within the noise, or unknown
     samples: float | None = None  # mean
     hours: float | None = None  # mean, wall-clock time with all attempts
 
     def stat(self, metric: str) -> Stat | None:
         found: Stat | None = getattr(self, metric)
         return found
+
+    @property
+    def seeds(self) -> int:
+        """How many seeds the means are over."""
+        known = self.top1 or self.loss
+        return 0 if known is None else known.n
 
     def count(self, *states: State) -> int:
         return sum(cell.state in states for cell in self.cells)
@@ -569,18 +591,32 @@ def _mean(values: Iterable[float | None]) -> float | None:
 
 def _compared(rows: Sequence[Row], metric: str) -> list[Row]:
     """Return the rows with their gap to the reference, and the share of lbt's gap that they recover."""
-    reference = next((row.stat(metric) for row in rows if row.reference), None)
-    plain = {row.batch: row.stat(metric) for row in rows if row.method == REFERENCE and not row.reference}
-    return [
-        dataclasses.replace(
-            row,
-            gap=None if row.reference else gap(reference, row.stat(metric), metric),
-            recovered=None
-            if row.reference or row.method == REFERENCE
-            else recovered(reference, plain.get(row.batch), row.stat(metric), metric),
-        )
+    reference = next((row for row in rows if row.reference), None)
+    plain = {row.batch: row for row in rows if row.method == REFERENCE and not row.reference}
+    return [row if row.reference else _beside(row, reference, plain.get(row.batch), metric) for row in rows]
+
+
+def _beside(row: Row, reference: Row | None, plain: Row | None, metric: str) -> Row:
+    small, own = _common(metric, reference, row)
+    lost = gap(small, own, metric)
+    if row.method == REFERENCE:
+        return dataclasses.replace(row, gap=lost)
+    small, large, own = _common(metric, reference, plain, row)
+    return dataclasses.replace(row, gap=lost, recovered=recovered(small, large, own, metric))
+
+
+def _common(metric: str, *rows: Row | None) -> list[Stat | None]:
+    """Return each row's metric over the seeds that all of them have, so that no seed stands on one side alone.
+
+    A seed that diverged has no loss; of the others alone nothing is said.
+    """
+    values = [
+        {} if row is None else {cell.cell.seed: getattr(cell, metric) for cell in row.cells if cell.finished}
         for row in rows
     ]
+    seeds = set.intersection(*(set(found) for found in values))
+    whole = all(value is not None for found in values for value in found.values())
+    return [stat(found[seed] for seed in sorted(seeds)) if whole else None for found in values]
 
 
 def gap(reference: Stat | None, own: Stat | None, metric: str) -> float | None:
@@ -594,15 +630,18 @@ def recovered(reference: Stat | None, plain: Stat | None, own: Stat | None, metr
     """Return the share of the plain large batch's gap that a method wins back; 1 is all of it, below 0 is worse.
 
     None where the plain large batch has no gap that stands out of the seeds' noise (one standard error of the
-    difference): a share of nothing says nothing.
+    difference), or where one seed tells of no noise: a share of nothing says nothing.
     """
     lost, left = gap(reference, plain, metric), gap(reference, own, metric)
-    if reference is None or plain is None or lost is None or left is None or lost <= _standard_error(reference, plain):
+    if reference is None or plain is None or lost is None or left is None:
         return None
-    return (lost - left) / lost
+    error = _standard_error(reference, plain)
+    return None if error is None or lost <= error else (lost - left) / lost
 
 
-def _standard_error(*stats: Stat) -> float:
+def _standard_error(*stats: Stat) -> float | None:
+    if any(found.sd is None for found in stats):
+        return None
     return math.sqrt(sum((found.sd or 0.0) ** 2 / found.n for found in stats))
 
 

@@ -95,7 +95,7 @@ def _section(title: str, charts: Sequence[str]) -> Iterator[str]:
 def _table(report: CompareReport) -> str:
     accuracy = report.metric == "top1"
     metrics = ("top-1 (%)", "top-5 (%)") if accuracy else ("loss",)
-    heads = ("batch", "method", "n", *metrics, "gap", "recovered (%)", "samples", "hours", "note")
+    heads = ("batch", "method", "n", *metrics, "gap", "recovered (%)", "samples", "minutes", "note")
     lines = ["<tr>" + "".join(f"<th>{head}</th>" for head in heads) + "</tr>"]
     batch = None
     for row in report.rows:
@@ -103,12 +103,12 @@ def _table(report: CompareReport) -> str:
         cells = (
             str(row.batch),
             html.escape(_label(row.method, reference=row.reference)),
-            str(row.count("done", "diverged")),
+            str(row.seeds),
             *(_spread(value, digits) for value in ((row.top1, row.top5) if accuracy else (row.loss,))),
             "-" if row.gap is None else f"{row.gap:.{digits}f}",
             "-" if row.recovered is None else f"{100 * row.recovered:.0f}",
             "-" if row.samples is None else f"{row.samples:.0f}",
-            "-" if row.hours is None else f"{row.hours:.3g}",
+            "-" if row.hours is None else f"{60 * row.hours:.3g}",
             _note(row),
         )
         first = ' class="first"' if row.batch != batch else ""
@@ -132,12 +132,14 @@ def _note(row: Row) -> str:
 
 def _explained(report: CompareReport) -> str:
     lost = "top-1 lost" if report.metric == "top1" else "loss added"
+    controls = any(row.method.startswith("lbt-x") for row in report.rows)
     return (
         f"{report.finished} of {report.total} trainings. Mean ± sample standard deviation over n seeds, after the last"
         f" epoch, on {report.nodes} node{'s' * (report.nodes > 1)}. Gap: {lost} against lbt at batch"
         f" {report.reference_batch}. Recovered: the share of lbt's gap at the same batch that a method wins back; - where"
-        " that gap is within the noise of the seeds. lbt-x2 and lbt-x4 are controls: the plain large batch with a learning"
-        " rate raised by hand."
+        " that gap is within the noise of the seeds, or not known (one seed, no lbt)."
+        + " lbt-x2 and lbt-x4 are controls: the plain large batch with a learning rate raised by hand."
+        * controls
     )
 
 

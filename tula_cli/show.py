@@ -1287,7 +1287,8 @@ def compared(found: "CompareReport", *, width: int, color: bool) -> Iterator["Re
     what = "top-1" if found.metric == "top1" else "loss"
     yield (
         f"mean ± standard deviation over n seeds, after the last epoch; gap: {what} lost against lbt at batch"
-        f" {found.reference_batch}; recovered: share of lbt's gap at the same batch, - where that is within the noise"
+        f" {found.reference_batch}, over the seeds of both; recovered: share of lbt's gap at the same batch, - where that"
+        " is within the noise or not known (one seed, no lbt)"
     )
     drawn = _comparison_plot(found, width=width, color=color)
     if drawn:
@@ -1313,7 +1314,7 @@ def comparison_table(found: "CompareReport") -> "Table":
         made.add_row(
             str(row.batch) if row.batch != batch else "",
             f"{row.method} (reference)" if row.reference else row.method,
-            str(row.count("done", "diverged")),
+            str(row.seeds),
             *(spread(value, 2 if accuracy else 4) for value in stats),
             "-" if row.gap is None else f"{row.gap:.{2 if accuracy else 4}f}",
             "-" if row.recovered is None else f"{100 * row.recovered:.0f}",

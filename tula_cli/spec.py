@@ -207,6 +207,32 @@ WARMUP_EPOCHS = {"lrs": 5.0, "lars": 5.0, "lamb": 5.0, "polo": 5.0, "ortho": 5.0
 """Warm-up of methods where the spec gives none (paper, IV-D)."""
 
 
+REPLACES: dict[str, tuple[str, ...]] = {"lars": ("SGD",), "lamb": ("Adam", "AdamW")}
+"""Methods that are optimizers of their own, and the optimizers whose settings they take over."""
+
+NEED_SGD = ("adascale", "ortho")
+READ_AGS = ("ags", "static", "auto")
+"""Methods that read the section ags."""
+
+DIVIDING = frozenset(
+    {
+        "Adam",
+        "AdamW",
+        "NAdam",
+        "RAdam",
+        "Adamax",
+        "SparseAdam",
+        "Adagrad",
+        "Adadelta",
+        "Adafactor",
+        "RMSprop",
+        "Rprop",
+        "Muon",
+    }
+)
+"""torch's optimizers that divide by the gradient's own magnitude: a factor on the gradient cancels out."""
+
+
 class Train(Section):
     """The training run itself."""
 
@@ -733,7 +759,7 @@ def signature(spec: JobSpec, code: str = "") -> str:
                 "precision", "workers", "accumulate", "max_grad_norm", "activation_checkpointing", "reference_batch", "method",
             }
         ),
-        "ags": _ags(spec, {"granularity", "b_small", "consensus", "source", "apply_to", *_steps_refresh(spec)}),
+        "ags": _ags(spec.ags, {"granularity", "b_small", "consensus", "source", "apply_to", *_steps_refresh(spec)}),
         "cluster": cluster.model_dump(include={"kind", "gpus_per_node", "device", "memory_per_gpu", "interface"}),
         "collective": cluster.collective if cluster.collective in ("ring", "tree") else "ring",
     }  # fmt: skip
@@ -742,6 +768,18 @@ def signature(spec: JobSpec, code: str = "") -> str:
     if spec.node_types:  # where it runs is told by each type's own signature; a type more keeps the run
         parts = {**parts, "cluster": None, "collective": None, "node_types": True}
     return _digest({**parts, "code": code} if code else parts)
+
+
+def misfit(spec: JobSpec) -> str:
+    """Return why the job's method does not go with its optimizer; empty where it does, or where only loading it tells."""
+    method, name = spec.train.method, spec.optimizer.name
+    if name not in REPLACES.get(method, (name,)):
+        return f"takes the place of {' or '.join(REPLACES[method])}, not of optimizer.name: {name}"
+    if method in NEED_SGD and name != "SGD" and ":" not in name:
+        return f"needs optimizer.name: SGD, not {name}"
+    if method in ("ags", "static") and name in DIVIDING and spec.ags.resolved().apply_to == "gradient":
+        return f"scales gradients, whose magnitude {name} divides by: set ags.apply_to: update"
+    return ""
 
 
 def train_signature(spec: JobSpec, *, nodes: int, batch: int, code: str = "") -> str:
@@ -757,7 +795,8 @@ def train_signature(spec: JobSpec, *, nodes: int, batch: int, code: str = "") ->
         include={"model", "dataset", "transforms", "loss", "optimizer", "schedule"},
         exclude={"dataset": {"download"}},
     )
-    parts["ags"] = _ags(spec, set(Ags.model_fields) - {"preset"})
+    acts = spec.ags if spec.train.method in READ_AGS else Ags()  # to others the section means nothing
+    parts["ags"] = _ags(acts, set(Ags.model_fields) - {"preset"})
     parts["train"] = spec.train.model_dump(
         exclude={"workers", "checkpoint_every", "max_attempts", "tensorboard", "diagnostics", "hessian"}
     )
@@ -786,11 +825,11 @@ def _steps_refresh(spec: JobSpec) -> set[str]:
     return {"refresh"} if spec.ags.resolved().each_step else set()
 
 
-def _ags(spec: JobSpec, names: set[str]) -> dict[str, Any]:
+def _ags(ags: Ags, names: set[str]) -> dict[str, Any]:
     """Return the resolved settings; those that came later only where they act, so that older signatures stand."""
     later = _PAPER.keys() - {"granularity", "delta", "refresh", "s_min", "eps"}
     unused = {name: _PAPER[name] for name in later} | {"factor": "auto"}
-    settings = spec.ags.resolved().model_dump(include=names)
+    settings = ags.resolved().model_dump(include=names)
     return {name: value for name, value in settings.items() if unused.get(name) != value}
 
 

@@ -11,7 +11,7 @@ from torch import nn
 
 from tula_cli.errors import SpecError
 from tula_cli.plugins import is_import_string, load, nearest
-from tula_cli.spec import JobSpec
+from tula_cli.spec import REPLACES, JobSpec
 from tula_cli.worker import small_images
 from tula_cli.worker.construct import accepts, construct, refused
 from tula_cli.worker.optim.baselines import Lamb, Lars
@@ -140,20 +140,16 @@ def _layerwise(spec: JobSpec) -> type[torch.optim.Optimizer] | None:
     method, name = spec.train.method, spec.optimizer.name
     if method not in LAYERWISE:
         return None
-    target, replaced = LAYERWISE[method]
+    replaced = REPLACES[method]
     if name not in replaced:
         raise SpecError(
             f"train.method {method} takes the place of {' or '.join(replaced)}, not of optimizer.name: {name}",
             f"set optimizer.name: {replaced[0]}, with the learning rate and weight decay that suit it",
         )
-    return target
+    return LAYERWISE[method]
 
 
-LAYERWISE: dict[str, tuple[type[torch.optim.Optimizer], tuple[str, ...]]] = {
-    "lars": (Lars, ("SGD",)),
-    "lamb": (Lamb, ("Adam", "AdamW")),
-}
-"""Methods that are optimizers of their own, and the optimizers whose settings they take over."""
+LAYERWISE: dict[str, type[torch.optim.Optimizer]] = {"lars": Lars, "lamb": Lamb}
 
 
 def _has_fused_kernel(tensors: Sequence[torch.Tensor]) -> bool:

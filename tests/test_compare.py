@@ -550,6 +550,18 @@ def test_interrupting_keeps_what_is_done(here: Trains, monkeypatch: pytest.Monke
     assert len(set(here.submitted)) == 18 == len(here.submitted)
 
 
+def test_a_training_that_waits_for_another_job_of_the_machine_says_so(run: RunDir) -> None:
+    launcher, ticks, planned = (
+        make.FakeLauncher(reason="waiting for another tula job"),
+        itertools.count(step=4.0),
+        plan(run),
+    )
+    launcher.says = {f"train-{cell.signature}": "pending" for cell in planned.comparison.cells}
+    steps = compare.one_by_one(run, planned, launcher, inspect=inspect, clock=lambda: next(ticks))
+    told = [show.comparison(now) for now in itertools.islice(steps, 5)]
+    assert ["waiting for another tula job" in text for text in told] == [False, False, False, True, True]
+
+
 # --- the page
 
 

@@ -32,6 +32,8 @@ REFERENCE = "lbt"
 """At train.reference_batch, with the learning rate that was tuned for it: the small batch of the comparison."""
 CONTROLS = ("lbt-x2", "lbt-x4")
 """A large batch whose learning rate was raised by hand: what a method has to beat to be worth anything."""
+A_START = 15.0
+"""Seconds after which a training that does not run yet is said to wait."""
 HOPELESS = 3
 """Failures after which a comparison ends of which no training has worked."""
 
@@ -294,6 +296,7 @@ class Progress:
     running: int = 0
     ended: Cell | None = None  # what has just come to its end
     problem: str = ""  # why that failed
+    waits: str = ""  # what the cell has been waiting for, longer than a start takes
 
 
 def submit(run: RunDir, plan: ComparePlan, cell: Cell, launcher: Launcher, *, inspect: Inspect) -> str:
@@ -349,10 +352,12 @@ def one_by_one(
             return
         cell = waiting.pop(0)
         rest = total_hours(waiting, hours)
-        job = submit(run, plan, cell, launcher, inspect=inspect)
+        job, submitted = submit(run, plan, cell, launcher, inspect=inspect), clock()
         done = total - len(waiting) - 1 - failed
         for now in status.watch(run, launcher, [job]):
-            yield Progress(total, done, failed, cell, now.training, _left(now, job, expected, rest), running=1)
+            waits = _waits(now, job) if clock() - submitted > A_START else ""
+            left = _left(now, job, expected, rest)
+            yield Progress(total, done, failed, cell, now.training, left, running=1, waits=waits)
         problem = _problem(run, cell)
         failed += bool(problem)
         if failed == HOPELESS and failed == total - len(waiting):
@@ -362,6 +367,10 @@ def one_by_one(
         yield Progress(total, done + (not problem), failed, None, None, _seconds(rest), ended=cell, problem=problem)
         if run.cancelled(job):  # the user wants an end, not the next one
             return
+
+
+def _waits(now: RunStatus, job: str) -> str:
+    return next((found.reason for found in now.jobs if found.id == job and found.state == "queued"), "")
 
 
 def _hours_now(run: RunDir, plan: ComparePlan) -> dict[tuple[str, int], float | None]:

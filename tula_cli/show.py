@@ -1153,7 +1153,7 @@ class ChangesLive(Live):
     def compared(self, now: "Progress") -> None:
         super().compared(now)
         cell = "" if now.cell is None else now.cell.words
-        self._say("comparison", f"{now.done} {now.failed} {now.running} {cell}", comparison(now))
+        self._say("comparison", f"{now.done} {now.failed} {now.running} {cell} {now.waits}", comparison(now))
 
     def _say(self, about: str, state: str, text: str) -> None:
         if self._said.get(about) != state:
@@ -1222,6 +1222,7 @@ def comparison(now: "Progress") -> str:
     parts = [f"{now.done} of {plural(now.total, 'training')} done"]
     parts += [f"{now.failed} failed"] if now.failed else []
     parts += [f"now: {now.cell.words}"] if now.cell is not None else []
+    parts += [now.waits] if now.waits else []
     parts += [f"{now.running} running"] if now.cell is None and now.running else []
     parts += [f"about {duration(now.left)} left"] if now.left is not None and now.done + now.failed < now.total else []
     return ", ".join(parts)

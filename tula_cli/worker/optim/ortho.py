@@ -31,8 +31,9 @@ class Ortho(Wrapper):
     With u what the base's step adds to a weight, as a matrix of (outputs, all else), and U S V^T its singular value
     decomposition, the weight moves by |u| / |U V^T| U V^T instead: all directions that the step has take part alike,
     where SGD's follows the few strong ones. U V^T is approximated by five iterations of a polynomial (Newton-Schulz), as
-    in Muon. The length stays the base's ("grafting", Agarwal et al. 2020), and with it learning rate, schedule, momentum
-    and weight decay keep their meaning.
+    in Muon. The length stays the base's ("grafting", Agarwal et al. 2020), so learning rate, schedule and momentum keep
+    their meaning. The base's weight decay is a part of the step that is turned: of a matrix it pulls the small directions
+    as the large ones, and the whole less than in SGD.
 
     Turned are weights of two dimensions and more; not embeddings, depthwise convolutions (one input a filter) and
     matrices whose shorter side is above 2048, which like biases and norms take the base's step.

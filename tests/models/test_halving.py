@@ -210,6 +210,45 @@ def test_where_all_diverge_the_control_is_left() -> None:
     assert halving.survivors(found) == ["lbt"]
 
 
+def rung(number: int, **losses: float) -> list[Branch]:
+    found = [branch(name.replace("_", "-"), loss=loss) for name, loss in losses.items()]
+    return [b.model_copy(update={"rung": number}) for b in found]
+
+
+def test_the_favourite_stays_to_the_end_beside_the_control_and_the_best() -> None:
+    names = ["lbt", "a", "b", "c", "ortho-x4", "ortho-x8", "d", "e"]
+    first = rung(1, lbt=9, a=1, b=2, c=3, ortho_x4=8, ortho_x8=4, d=5, e=6)
+    assert halving.survivors(first) == ["a", "b", "ortho-x4", "lbt"]
+    second = rung(2, lbt=9, a=2, b=1, ortho_x4=8)
+    assert halving.survivors(second) == ["b", "ortho-x4", "lbt"], "one more than half"
+    assert halving.standing(names, [*first, *second]) == (Turn(3, 0), None)
+    assert halving.survivors(rung(2, lbt=9, a=2, b=3, ortho_x4=1)) == ["ortho-x4", "lbt"]
+
+
+@pytest.mark.parametrize(
+    ("losses", "winner"),
+    [
+        ({"lbt": 2.0, "a": 1.0, "ortho_x4": 1.04}, "ortho-x4"),
+        ({"lbt": 2.0, "a": 1.0, "ortho_x4": 1.06}, "a"),
+        ({"lbt": 2.0, "a": 3.0, "ortho_x4": 1.0}, "ortho-x4"),
+        ({"lbt": 1.0, "ortho_x4": 1.01}, "lbt"),
+        ({"lbt": 1.0, "a": 1.2, "ortho_x4": 1.01}, "lbt"),
+    ],
+)
+def test_the_favourite_wins_where_it_is_as_good_as_the_best(losses: dict[str, float], winner: str) -> None:
+    last = rung(1, **losses)
+    names = [b.arm for b in last]
+    assert halving.survivors(last) == [winner]
+    assert halving.standing(names, last) == (None, winner)
+
+
+def test_a_favourite_that_diverged_stays_no_longer() -> None:
+    gone = branch("ortho-x4", loss=None, diverged=True)
+    assert halving.survivors([*rung(1, lbt=2, a=1, b=3), gone]) == ["a", "lbt"]
+    assert halving.survivors([*rung(1, lbt=2, a=1), gone]) == ["a", "lbt"]
+    assert halving.winner([*rung(1, lbt=2, a=1), gone]) == "a"
+
+
 # --- what it takes
 
 
@@ -219,9 +258,9 @@ def test_the_plan_counts_what_is_played() -> None:
     turns, _ = play(names, {name: float(i) for i, name in enumerate(names)})
     planned = halving.plan(spec, batch=256, dataset_size=1437)
     steps_an_epoch = (1437 - 287) // 256
-    assert planned.branches == len(turns)
+    assert planned.branches == len(turns) - 1, "the favourite stays beside the best and the control"
     assert planned.holdout == 287
-    own = sum(2 * steps_an_epoch * 2 ** (turn.rung - 1) for turn in turns)
+    own = sum(2 * steps_an_epoch * 2 ** (turn.rung - 1) for turn in turns[:-1])
     assert planned.steps == own + steps_an_epoch, "and the epoch that they have in common"
 
 

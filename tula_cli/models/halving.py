@@ -17,6 +17,13 @@ from tula_cli.spec import Ags, Arm, JobSpec
 CONTROL = "lbt"
 """The large batch as it is: it stays in every rung, so that whatever wins has beaten it at the longest branches."""
 
+FAVOURITE = "ortho-"
+"""Begins the name of the arm that stays in every rung too, and wins where it is as good as the best: the first of them."""
+
+AS_GOOD = 0.05
+"""Share by which the favourite's loss may be above the best one: in short branches high learning rates look better than
+they turn out in long trainings, and the favourite's is the lower (short-horizon bias, Wu et al. 2018)."""
+
 MAX_HOLDOUT = 10_000
 """Samples held out at most: more tell the arms apart no better."""
 
@@ -25,7 +32,7 @@ SHARE = 0.02
 training in all from 50 epochs on, and more than a whole one below 24."""
 
 CHALLENGERS = 3
-"""Arms that may meet the control in the last rung: the one that got there, and others as long as the control wins."""
+"""Arms that may meet the control in the last rung: those that got there, and others as long as the control wins."""
 
 MAX_FACTOR = 64
 """The largest learning-rate factor of the default arms."""
@@ -224,24 +231,43 @@ def ranked(branches: Sequence[Branch]) -> list[Branch]:
     return sorted(branches, key=lambda branch: (branch.diverged, math.inf if branch.loss is None else branch.loss))
 
 
-def survivors(branches: Sequence[Branch], control: str = CONTROL) -> list[str]:
-    """Return the arms that go into the next rung, best first: the better half without diverged ones, and the control.
+def survivors(branches: Sequence[Branch]) -> list[str]:
+    """Return the arms that go into the next rung, best first: the better half without diverged ones, and those that stay.
+
+    The control stays, the favourite unless it has diverged, and the best one whatever it is. Of a rung with nothing beside
+    these the winner alone is left.
 
     Args:
         branches: of one rung, all of them.
-        control: the arm that stays.
     """
-    order = [branch.arm for branch in ranked(branches) if not branch.diverged or branch.arm == control]
-    kept = order[: math.ceil(len(branches) / 2)]
-    if control in order and control not in kept:
-        kept = [*kept[: max(1, len(kept) - 1)], control] if len(branches) > 2 else kept
-    return kept
+    order = [branch.arm for branch in ranked(branches) if not branch.diverged or branch.arm == CONTROL]
+    favourite = next((branch.arm for branch in branches if branch.arm.startswith(FAVOURITE)), None)
+    staying = [arm for arm in order if arm in (CONTROL, favourite)]
+    if len(branches) == 2 or (len(branches) == 3 and len(staying) == 2 and favourite in staying):
+        return [winner(branches)]
+    half = math.ceil(len(branches) / 2)
+    others = [arm for arm in order if arm not in staying]
+    others = others[: max(half - len(staying), int(order[0] in others))]
+    return [arm for arm in order if arm in staying or arm in others]
+
+
+def winner(branches: Sequence[Branch]) -> str:
+    """Return the arm that has won the longest branches: the best, or the favourite where that is as good.
+
+    The favourite never wins over the control by being nearly as good.
+    """
+    order = ranked(branches)
+    best = order[0]
+    favourite = next((branch for branch in branches if branch.arm.startswith(FAVOURITE) and not branch.diverged), None)
+    if best.arm == CONTROL or favourite is None or favourite.loss is None or best.loss is None:
+        return best.arm
+    return favourite.arm if favourite.loss <= (1 + AS_GOOD) * best.loss else best.arm
 
 
 def standing(names: Sequence[str], branches: Sequence[Branch]) -> tuple[Turn | None, str | None]:
     """Return the next branch to train, or the winner; one of the two is None.
 
-    Where the control beats the arm that came as far as it did, others get a chance against it, at that length: what is
+    Where the control beats the arms that came as far as it did, others get a chance against it, at that length: what is
     fastest in short branches may be what breaks down in longer ones.
 
     Args:
@@ -253,10 +279,10 @@ def standing(names: Sequence[str], branches: Sequence[Branch]) -> tuple[Turn | N
         done = [branch.arm for branch in branches if branch.rung == rung]
         return Turn(rung, next(names.index(name) for name in left if name not in done)), None
     last = [branch for branch in branches if branch.rung == rung - 1]
-    winner = ranked(last)[0].arm if last and left[0] == CONTROL else left[0]
-    if winner == CONTROL and (other := _challenger(branches, rung - 1)) is not None:
+    found = winner(last) if last else left[0]
+    if found == CONTROL and (other := _challenger(branches, rung - 1)) is not None:
         return Turn(rung - 1, names.index(other)), None
-    return None, winner
+    return None, found
 
 
 def _challenger(branches: Sequence[Branch], last: int) -> str | None:

@@ -391,11 +391,13 @@ class Tuning(Record):
     beginning: int = 0  # samples that the branches' common beginning was trained on, without the held-out part
     branches: tuple[Branch, ...] = ()
     chosen: Arm | None = None  # None while branches are missing
+    broken: tuple[str, ...] = ()  # arms that were chosen before and broke down in the training
+    lost: int = 0  # samples trained with them, which went with them
 
     @property
     def samples(self) -> int:
         """Samples trained beside the training itself."""
-        return sum(branch.samples for branch in self.branches) + self.beginning
+        return sum(branch.samples for branch in self.branches) + self.beginning + self.lost
 
 
 class TrainResult(Record):

@@ -319,6 +319,49 @@ def test_at_another_batch_a_choice_stays_with_at_most_linear_scaling(alone: Rank
     assert choice.arm.lr_factor == 1.5, "12 / 8"
 
 
+def test_an_arm_that_breaks_down_gives_way_to_the_next_and_in_the_end_to_the_large_batch(
+    alone: Ranks, run: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both arms end behind in every epoch; the control, which never is, trains as lbt does, bit for bit."""
+    monkeypatch.setattr(halving, "ranked", lambda branches: sorted(branches, key=lambda b: (b.arm == "lbt", b.arm)))
+    monkeypatch.setattr(tuning.Choice, "is_behind", lambda self, loss, epoch: epoch >= 3)
+    task, found = tuned(run, alone, FAST, SCALED)
+    assert found.broken == ("fast",), "the other did not come into the last rung"
+    assert found.chosen == Arm(name="lbt")
+    assert found.lost == 384 - 96
+    plain = train_task(spec(train={"method": "lbt", "epochs": 4}))
+    train(run, alone, plain)
+    assert same(final_weights(run, task), final_weights(run, plain))
+    assert [row["samples"] for row in rows(run, task, "epoch")] == [96, 192, 288, 384]
+    (told,) = [row["message"] for row in rows(run, task, "warning") if "broke down" in row["message"]]
+    assert told == "broke down after the choice: fast; goes on as lbt"
+    result = run.train_result(task.signature)
+    assert result is not None and result.samples == 384
+
+
+def test_a_loss_that_is_no_number_breaks_an_arm_at_once(
+    alone: Ranks, run: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(halving, "ranked", lambda branches: sorted(branches, key=lambda b: b.arm == "lbt"))
+    _, found = tuned(run, alone, {"name": "wild", "lr_factor": 1e38})
+    assert (found.broken, found.lost) == (("wild",), 96)
+    assert found.chosen == Arm(name="lbt")
+
+
+def test_behind_is_a_loss_above_the_controls_after_twice_as_long() -> None:
+    choice = tuning.Choice(Arm(name="x2", lr_factor=2), 1.0, longest=4.0, limit=0.5)
+    assert not choice.is_behind(0.6, epoch=8.9)
+    assert choice.is_behind(0.6, epoch=9.0) and choice.is_behind(math.nan, epoch=9.0)
+    assert not choice.is_behind(0.5, epoch=9.0)
+    assert not tuning.Choice(Arm(name="lbt"), 1.0, longest=4.0, limit=0.5).is_behind(0.6, epoch=9.0)
+
+
+def test_the_checkpoint_where_arms_part_stays_while_the_choice_may_break_down(alone: Ranks, run: RunDir) -> None:
+    task, found = tuned(run, alone, FAST)
+    kept = [int(path.stem) for path in run.checkpoints(task.signature)]
+    assert found.start == 96 and 96 in kept and len(kept) <= checkpoint.KEEP + 2
+
+
 class LeavesInBranch(Leaving):
     """Leaves at the n-th question."""
 

@@ -264,6 +264,18 @@ def winner(branches: Sequence[Branch]) -> str:
     return favourite.arm if favourite.loss <= (1 + AS_GOOD) * best.loss else best.arm
 
 
+def next_best(branches: Sequence[Branch], broken: Sequence[str]) -> str:
+    """Return the arm to go on with where others broke down: the winner of the longest branches without them."""
+    longest = max(branch.rung for branch in branches)
+    return winner([b for b in branches if b.rung == longest and (b.arm == CONTROL or b.arm not in broken)])
+
+
+def control_at_the_end(branches: Sequence[Branch]) -> Branch | None:
+    """Return the control's longest branch."""
+    own = [branch for branch in branches if branch.arm == CONTROL]
+    return max(own, key=lambda branch: branch.rung, default=None)
+
+
 def standing(names: Sequence[str], branches: Sequence[Branch]) -> tuple[Turn | None, str | None]:
     """Return the next branch to train, or the winner; one of the two is None.
 

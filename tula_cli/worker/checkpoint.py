@@ -52,9 +52,19 @@ def write(path: Path, content: dict[str, Any]) -> None:
 
 
 def save(
-    run: RunDir, signature: str, trainer: Trainer, *, best: dict[str, float], is_best: bool, owed: bool = False
+    run: RunDir,
+    signature: str,
+    trainer: Trainer,
+    *,
+    best: dict[str, float],
+    is_best: bool,
+    owed: bool = False,
+    keep: int | None = None,
 ) -> Path:
-    """Save the trainer's state, point `last` (and `best`) at it, and drop what is no longer needed. Rank 0 alone."""
+    """Save the trainer's state, point `last` (and `best`) at it, and drop what is no longer needed. Rank 0 alone.
+
+    `keep` is a checkpoint, by its samples, that stays.
+    """
     path = run.checkpoint_path(signature, trainer.position.samples)
     write(path, state(trainer, best=best, owed=owed))
     folder = run.train_dir(signature)
@@ -64,10 +74,21 @@ def save(
     # A run that stands before a checkpoint of its own has found it damaged.
     newest = [old for old in run.checkpoints(signature) if old <= path][:KEEP]
     kept = {*newest, _target(folder / "best"), _target(folder / "last")}
+    kept |= {run.checkpoint_path(signature, keep)} if keep is not None else set()
     for old in run.checkpoints(signature):
         if old not in kept:
             old.unlink(missing_ok=True)
     return path
+
+
+def go_back(run: RunDir, signature: str, samples: int) -> None:
+    """Drop every checkpoint after that of so many samples, so that the training goes on from there. Rank 0 alone."""
+    folder = run.train_dir(signature)
+    for link in (folder / "last", folder / "best"):
+        _point(link, run.checkpoint_path(signature, samples))
+    for path in run.checkpoints(signature):
+        if path > run.checkpoint_path(signature, samples):
+            path.unlink(missing_ok=True)
 
 
 def load_newest(run: RunDir, signature: str) -> tuple[Path, dict[str, Any]] | None:

@@ -119,6 +119,8 @@ class Run:
     save_time: float = 0.0
     eval_time: float = 0.0
     diagnostics: Diagnostics | None = None  # of the epoch under way
+    choice: tuning.Choice | None = None  # of a training that tunes itself
+    behind: int = 0  # epochs in a row that ended where the choice should not have led
     advised: set[str] = field(default_factory=set)  # what was said of AGS already
 
     @property
@@ -148,8 +150,20 @@ def run_training(
         return
     here = Here(run, ranks, datasets, leaving, attempt)
     with contextlib.suppress(Left):
-        choice = _choose(task, here) if task.spec.train.method == "auto" else None
-        _run(choice.task(task) if choice else task, here, choice=choice)
+        if task.spec.train.method == "auto":
+            _run_tuned(task, here)
+        else:
+            _run(task, here)
+
+
+def _run_tuned(task: TrainTask, here: Here) -> None:
+    """Train as tuning chooses; where that breaks down in the training, as it chooses next."""
+    while True:
+        choice = _choose(task, here)
+        try:
+            return _run(choice.task(task), here, choice=choice)
+        except tuning.BrokenDown as broken:
+            tuning.give_up(task, here.run, here.ranks, samples=broken.samples)
 
 
 def _choose(task: TrainTask, here: Here) -> tuning.Choice:
@@ -195,7 +209,7 @@ def _run(
         trainer.lr_factor = choice.lr_factor
     best, owed = _resume(task, here.run, trainer)
     with Metrics(here.run, task, first=here.ranks.first, samples=trainer.position.samples) as metrics:
-        work = Run(task, here, trainer, metrics, loop.Evaluator(trainer), best, owed, ahead)
+        work = Run(task, here, trainer, metrics, loop.Evaluator(trainer), best, owed, ahead, choice=choice)
         work.diagnostics = Diagnostics.attach(trainer)
         _announce(work)
         here.leaving.listen()
@@ -240,6 +254,8 @@ def _announce(work: Run) -> None:
     work.metrics.add("environment", trainer.position, trainer.epoch, **here.model_dump(mode="json"))
     for message in loop.remarks(trainer):
         _warn(work, message)
+    if work.choice is not None and work.choice.broken:
+        _warn(work, f"broke down after the choice: {', '.join(work.choice.broken)}; goes on as {work.choice.arm.name}")
 
 
 def _warn(work: Run, message: str) -> None:
@@ -337,7 +353,10 @@ def _save_when_due(work: Run) -> None:
 
 def _save(work: Run, *, is_best: bool) -> None:
     began = time.monotonic()
-    checkpoint.save(work.run, work.task.signature, work.trainer, best=work.best, is_best=is_best, owed=work.owed)
+    keep = work.choice.start if work.choice is not None else None
+    checkpoint.save(
+        work.run, work.task.signature, work.trainer, best=work.best, is_best=is_best, owed=work.owed, keep=keep
+    )
     work.last_save = time.monotonic()
     work.save_time = work.last_save - began
 
@@ -356,6 +375,8 @@ def _end_epoch(work: Run, step: Step | None) -> None:
     work.owed = False
     # The mean loss of the last step over all ranks; every rank takes part.
     (loss_sum,) = work.trainer.ranks.sum([float(step.loss) if step else math.nan])
+    if step:
+        _see_whether_it_breaks_down(work, loss_sum / work.trainer.ranks.world)
     if not work.first:
         work.step_times = []
         return
@@ -370,6 +391,19 @@ def _end_epoch(work: Run, step: Step | None) -> None:
     if epoch == work.task.spec.train.epochs:
         _write_result(work, result, step_time)
     work.step_times = []
+
+
+def _see_whether_it_breaks_down(work: Run, loss: float) -> None:
+    """Raise BrokenDown where a chosen arm has; `loss` is the same on all ranks.
+
+    Judged by the loss of training: the evaluation set has no part in what is trained.
+    """
+    choice, position = work.choice, work.trainer.position
+    if choice is None or choice.arm.name == halving.CONTROL:
+        return
+    work.behind = work.behind + 1 if choice.is_behind(loss, epoch=work.trainer.epoch) else 0
+    if work.behind >= tuning.BEHIND or not math.isfinite(loss):
+        raise tuning.BrokenDown(position.samples)
 
 
 def _better(result: Evaluation, best: dict[str, float]) -> bool:

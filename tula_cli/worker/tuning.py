@@ -35,6 +35,9 @@ from tula_cli.worker.loop import Evaluation, Trainer
 from tula_cli.worker.ranks import Ranks
 from tula_cli.worker.sampling import Position, permutation
 
+BEHIND = 2
+"""Epochs in a row that end behind after which a chosen arm has broken down."""
+
 LOOK = 20
 """Steps between two looks whether a branch has diverged; each waits for the device."""
 
@@ -57,6 +60,18 @@ class Choice:
 
     arm: Arm
     epoch: float
+    start: int = 0  # samples there, of the checkpoint that stays while the arm may break down
+    longest: float = 0.0  # epochs of the longest branches
+    limit: float | None = None  # the control's loss after its longest; None where nothing is known of it
+    broken: tuple[str, ...] = ()  # arms that were chosen before
+
+    def is_behind(self, loss: float, *, epoch: float) -> bool:
+        """Return whether a training is where it should not be: with a loss above that of the control's longest branch
+        after twice as many epochs. The control itself never is.
+        """
+        if self.arm.name == halving.CONTROL or self.limit is None:
+            return False
+        return epoch - self.epoch >= 2 * self.longest and not loss <= self.limit
 
     def task(self, task: TrainTask) -> TrainTask:
         """Return the task as the arm trains it."""
@@ -105,7 +120,40 @@ def chosen(task: TrainTask, run: RunDir, ranks: Ranks) -> Choice | None:
     arm = tuning.chosen
     if task.batch != tuning.batch:
         arm = halving.within(arm, task.batch / task.spec.train.reference_batch)
-    return Choice(arm, tuning.epoch)
+    control = halving.control_at_the_end(tuning.branches)
+    longest = max((branch.epochs for branch in tuning.branches), default=0.0)
+    limit = control.loss if control is not None else None
+    return Choice(arm, tuning.epoch, tuning.start, longest, limit, tuning.broken)
+
+
+class BrokenDown(Exception):
+    """The chosen arm has broken down, after so many samples; every rank raises it."""
+
+    def __init__(self, samples: int) -> None:
+        self.samples = samples
+
+
+def give_up(task: TrainTask, run: RunDir, ranks: Ranks, *, samples: int) -> None:
+    """Go back to where the arms part, and choose the next best arm; the control is the last that is left.
+
+    The checkpoints go first: a training that is broken off in between breaks down again.
+
+    Args:
+        task: with method auto.
+        run: where.
+        ranks: the process group.
+        samples: where the training stood.
+    """
+    if ranks.first:
+        tuning = run.tuning(task.signature)
+        assert tuning is not None and tuning.chosen is not None
+        checkpoint.go_back(run, task.signature, tuning.start)
+        broken = (*tuning.broken, tuning.chosen.name)
+        name = halving.next_best(tuning.branches, broken)
+        chosen = next(arm for arm in tuning.arms if arm.name == name)
+        lost = tuning.lost + samples - tuning.start
+        run.write_tuning(tuning.model_copy(update={"broken": broken, "chosen": chosen, "lost": lost}))
+    ranks.from_first(0)  # no rank looks for a checkpoint before
 
 
 def tune(task: TrainTask, run: RunDir, ranks: Ranks, datasets: Datasets, *, leaving: Leaving, log: Log) -> Choice:

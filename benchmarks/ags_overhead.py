@@ -9,7 +9,8 @@ round takes one step of each variant, in a random order, through the parts that 
 A ratio is that of a variant's step to the mean of the round's two plain steps; shown are the median over the rounds, with
 a 95 % interval of the median (bootstrap), and what the two plain steps differ by, which is the noise of it all. Forward
 and backward are the same in each, so the update alone is also timed: "by update" is the ratio if nothing else differed,
-far steadier on a machine that others use too; so is `--cpu-time`, which leaves out the time that they had the core.
+far steadier on a machine that others use too; so is `--cpu-time`, which leaves out the time that they had the core (on
+the CPU, with one thread).
 
 Variants: plain; unscaled (AGS with element factors in a step that Algorithm 1 leaves unscaled: the norm alone); element,
 tensor, static (scaled steps); compiled (element, in a single pass that torch.compile makes); robust (new factors in each
@@ -475,15 +476,22 @@ def arguments() -> argparse.Namespace:
     parser.add_argument(
         "--threads", type=int, help="of each rank on the CPU; by default all cores, shared by the ranks"
     )
-    parser.add_argument("--cpu-time", action="store_true", help="count the time computed, on a CPU that others use too")
+    parser.add_argument(
+        "--cpu-time",
+        action="store_true",
+        help="count the time computed, on a CPU that others use too; implies --device cpu and --threads 1, since threads"
+        " that wait for each other count as computing",
+    )
     parser.add_argument("--no-memory", dest="memory", action="store_false", help="measure time alone")
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--hold", choices=[PLAIN, *KNOWN], help=argparse.SUPPRESS)
     options = parser.parse_args()
-    if options.cpu_time and options.threads != 1:
-        parser.error(
-            "--cpu-time needs --device cpu and --threads 1: threads that wait for each other count as computing"
-        )
+    if options.cpu_time:
+        if options.threads not in (None, 1):
+            parser.error(f"--cpu-time takes one thread, not {options.threads}: those that wait count as computing")
+        if options.device == "cuda":
+            parser.error("--cpu-time means nothing on a GPU, which computes by itself")
+        options.device, options.threads = "cpu", 1
     if options.batch < 4 or options.rounds < 3:
         parser.error("--batch must be at least 4 (a quarter of it is the small batch), --rounds at least 3")
     return options
@@ -507,8 +515,6 @@ def main() -> None:
         if options.hold:
             print(json.dumps(hold(options.models[0], options.hold, me)))
             return
-        if options.cpu_time and me.device.type != "cpu":
-            raise SystemExit("--cpu-time means nothing on a GPU, which computes by itself")
         options.variants = options.variants or [*VARIANTS, *(COMPILED if me.device.type == "cuda" else ())]
         before = machine(me)
         if me.first:

@@ -84,6 +84,8 @@ def main() -> None:
             reports[name] = compare.report(run, comparison, spec, jobs=states(run, spec))
             if options.html:
                 write_page(run, spec, reports[name], options.html)
+    if options.show and not reports:
+        print(f"nothing trained in {options.runs} yet", file=sys.stderr)
     tell(reports, options)
     raise SystemExit(1 if failure else 0)
 
@@ -236,7 +238,14 @@ def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     for name, value in defaults.items():
         if getattr(options, name) is None:
             setattr(options, name, value)
-    options.methods = options.methods or (METHODS if options.ranks > 1 else SINGLE)
+    if options.methods is None:
+        options.methods = METHODS if options.ranks > 1 else SINGLE
+    if strange := [word for word in options.methods.split(",") if word not in compare.known_methods()]:
+        parser.error(
+            f"--methods: {', '.join(map(repr, strange))} unknown; there are {', '.join(compare.known_methods())}"
+        )
+    if options.seeds < 1:
+        parser.error(f"--seeds {options.seeds}: at least 1 is needed")
     if any(not word.strip().isdigit() for word in options.batch.split(",")):
         parser.error(f"--batch {options.batch}: must be numbers, with commas between them")
     for name in ("data", "runs", "json", "html"):

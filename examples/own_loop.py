@@ -24,7 +24,7 @@ from tula_cli.worker.optim import PRESETS, TulaOptimizer, advice
 TRAINING = 1408  # samples; the rest is for testing
 
 
-def arguments() -> argparse.Namespace:
+def arguments(world: int) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="AGS in a loop of one's own")
     parser.add_argument("--batch", type=int, default=256, help="samples in a step, over all processes")
     parser.add_argument("--small", type=int, default=16, help="the batch that the learning rate was tuned for")
@@ -33,7 +33,15 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--preset", choices=sorted(PRESETS), default="paper")
     parser.add_argument("--plain", action="store_true", help="without AGS")
-    return parser.parse_args()
+    args = parser.parse_args()
+    for name in ("batch", "small", "epochs"):
+        if getattr(args, name) < 1:
+            parser.error(f"--{name} {getattr(args, name)}: at least 1 is needed")
+    if args.batch > TRAINING:
+        parser.error(f"--batch {args.batch}: there are only {TRAINING} training images")
+    if args.batch % world:
+        parser.error(f"--batch {args.batch}: {world} processes cannot share it equally; take a multiple of {world}")
+    return args
 
 
 def data() -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -96,13 +104,11 @@ def show(epoch: int, report: dict[str, float]) -> None:
 
 
 def main() -> None:
-    args = arguments()
     world = int(os.environ.get("WORLD_SIZE", "1"))
+    args = arguments(world)
     if world > 1:
         dist.init_process_group("gloo")
     rank = dist.get_rank() if world > 1 else 0
-    if args.batch % world or args.batch > TRAINING:
-        raise SystemExit(f"--batch {args.batch} must divide by {world} processes and be at most {TRAINING}")
     accuracy = train(args, rank, world)
     if rank == 0:
         print(f"{'without AGS' if args.plain else 'AGS, ' + args.preset}: {accuracy:.2f} % of the test images")

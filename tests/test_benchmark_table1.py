@@ -172,6 +172,19 @@ def test_again_trains_nothing_and_show_needs_no_data(here: Trains, monkeypatch, 
     assert capsys.readouterr().out.count("10 of 10 trainings") == 3
 
 
+def test_show_says_where_nothing_was_trained(here: Trains, monkeypatch, capsys) -> None:
+    assert main(monkeypatch, "--show", *REDUCED[2:]) == 0
+    told = capsys.readouterr()
+    assert not told.out
+    assert told.err.startswith("nothing trained in ") and told.err.endswith("table1-runs yet\n")
+
+
+def test_unknown_methods_are_named_with_those_there_are(capsys) -> None:
+    with pytest.raises(SystemExit):
+        table1.arguments(["--show", "--methods", "ags,agz"])
+    assert f"--methods: 'agz' unknown; there are {', '.join(compare.known_methods())}" in capsys.readouterr().err
+
+
 def test_the_jobs_are_the_paper_s_recipes(here: Trains, tmp_path: Path) -> None:
     options = table1.arguments(["--runs", str(tmp_path / "runs"), "--show"])
     specs = {name: table1.job(name, recipe, options) for name, recipe in table1.MODELS.items()}
@@ -189,7 +202,17 @@ def test_local_sgd_is_in_the_table_only_where_there_are_ranks() -> None:
     assert "polo" in table1.arguments(["--show", "--reduced"]).methods
 
 
-@pytest.mark.parametrize("words", [(), ("--show", "--batch", "1k"), ("--show", "--models", "lenet")])
+@pytest.mark.parametrize(
+    "words",
+    [
+        (),
+        ("--show", "--batch", "1k"),
+        ("--show", "--models", "lenet"),
+        ("--show", "--seeds", "0"),
+        ("--show", "--methods", "ags,agz"),
+        ("--show", "--methods", ""),
+    ],
+)
 def test_wrong_words_end_with_usage(words: tuple[str, ...], capsys) -> None:
     with pytest.raises(SystemExit) as ended:
         table1.arguments(words)

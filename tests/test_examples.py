@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import os
 import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -29,6 +30,28 @@ def test_own_loop_trains_with_ags(start: tuple[str, ...]) -> None:
     accuracy, scaled = re.search(r"robust: ([\d.]+) %", shown), re.search(r"epoch 10: 100% .* by ([\d.]+)", shown)
     assert accuracy and scaled, shown
     assert float(accuracy[1]) > 70 and float(scaled[1]) > 1
+
+
+@pytest.mark.parametrize(
+    ("words", "world", "said"),
+    [
+        (("--batch", "0"), 1, "--batch 0: at least 1"),
+        (("--small", "0"), 1, "--small 0: at least 1"),
+        (("--epochs", "-1"), 1, "--epochs -1: at least 1"),
+        (("--batch", "1409"), 1, "--batch 1409: there are only 1408 training images"),
+        (("--batch", "129"), 2, "--batch 129: 2 processes cannot share it equally; take a multiple of 2"),
+        (("--batch", "many"), 1, "invalid int value"),
+    ],
+)
+def test_own_loop_refuses_words_that_mean_nothing(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], words: tuple[str, ...], world: int, said: str
+) -> None:
+    module = runpy.run_path(OWN_LOOP)
+    monkeypatch.setattr(sys, "argv", ["own_loop.py", *words])
+    monkeypatch.setenv("WORLD_SIZE", str(world))
+    with pytest.raises(SystemExit) as ended:
+        module["main"]()
+    assert ended.value.code == 2 and said in capsys.readouterr().err
 
 
 def test_own_loop_scales_nothing_where_the_batch_is_the_small_one() -> None:

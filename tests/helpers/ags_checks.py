@@ -130,7 +130,7 @@ def static_scaling_equals_the_reference(package: Any) -> None:
 def the_threshold_is_strict_and_on_squared_norms(package: Any) -> None:
     first, second = [4.0, 0.0, 0.0, 0.0], [2.0, 0.0, 0.0, 0.0]  # |G|^2 from 16 to 4: a change of exactly 0.75
     for delta, scaled in ((0.75, 0), (math.nextafter(0.75, 1), 1)):
-        hand = Hand(package, delta=delta)
+        hand = Hand(package, delta=delta, granularity="static")
         hand.step(first)
         hand.step(second)
         assert hand.scaled == scaled
@@ -139,7 +139,7 @@ def the_threshold_is_strict_and_on_squared_norms(package: Any) -> None:
 @check
 def an_undefined_change_is_not_scaled(package: Any) -> None:
     for first in ([0.0] * 4, [math.nan] * 4, [math.inf] * 4):
-        hand, found = Hand(package, delta=math.inf), []
+        hand, found = Hand(package, delta=math.inf, granularity="static"), []
         for grads in (first, [0.0] * 4, [1.0] * 4, [1.0] * 4):
             hand.step(grads)
             found.append(hand.scaled)
@@ -148,11 +148,20 @@ def an_undefined_change_is_not_scaled(package: Any) -> None:
 
 @check
 def an_average_of_norms_forgets_what_is_not_finite(package: Any) -> None:
-    hand, found = Hand(package, delta=math.inf, norm_ewma=0.5), []
+    hand, found = Hand(package, delta=math.inf, norm_ewma=0.5, granularity="static"), []
     for first in (1.0, math.nan, 1.0, 1.0):
         hand.step([first] * 4)
         found.append(hand.scaled)
     assert found == [0, 0, 0, 1]
+
+
+@check
+def only_steps_with_factors_count_as_scaled(package: Any) -> None:
+    hand, found = Hand(package, refresh=2), []
+    for small in (None, [2.0] * 4, None):
+        hand.step([1.0] * 4, small=small)
+        found.append(hand.scaled)
+    assert found == [0, 0, 1]
 
 
 @check

@@ -445,7 +445,7 @@ def local_norms_are_those_of_disjoint_small_batches(
         for p, q in zip(model.parameters(), twin.parameters(), strict=True):
             assert torch.equal(p, q), step
         assert_ranks_equal(model, opt)
-    assert ags(opt)["n_scaled"] == 7 and any(1 < s < world**0.5 for s in ags(opt)["scale"].values())
+    assert ags(opt)["n_scaled"] == 8 - every and any(1 < s < world**0.5 for s in ags(opt)["scale"].values())
 
 
 @case()

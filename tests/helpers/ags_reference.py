@@ -40,7 +40,7 @@ class Setting:
 
 @dataclass
 class Trace:
-    """What happened at each step: the weights after it, the branch taken, the factors after it."""
+    """What happened at each step: the weights after it, whether line 6 scaled by factors, the factors after it."""
 
     weights: list[Arrays] = field(default_factory=list)
     scaled: list[bool] = field(default_factory=list)
@@ -60,7 +60,7 @@ def run(weights: Arrays, gradient: Gradient, steps: int, refreshes: Collection[i
         large = gradient(weights, i, False)  # line 3
         now = averaged(square(large), before, setting.norm_ewma)
         scaled = change(now, before) < setting.delta  # lines 4 and 5
-        before = now
+        before, has_factors = now, refreshed or setting.granularity == "static"
         old, used = weights, large
         if scaled and setting.apply_to == "gradient":
             used = [times(s, g) for s, g in zip(gradscale, large, strict=True)]  # line 6
@@ -72,8 +72,8 @@ def run(weights: Arrays, gradient: Gradient, steps: int, refreshes: Collection[i
             pairs = zip(fresh, gradscale, strict=True)
             gradscale = [mixed(new, s, setting.scale_ema) for new, s in pairs] if refreshed else fresh
             refreshed = True
+        trace.scaled.append(scaled and has_factors)
         trace.weights.append([w.copy() for w in weights])
-        trace.scaled.append(scaled)
         trace.factors.append([s.copy() for s in gradscale])
     return trace
 

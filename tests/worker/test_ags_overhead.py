@@ -101,10 +101,30 @@ def test_the_largest_batch_is_the_last_power_of_two_that_fits(limit: int, found:
 
 
 @pytest.mark.parametrize(
-    "arguments", [["--models", "resnet5"], ["--batch", "2"], ["--cpu-time"], ["--variants", "element,none"]]
+    "arguments",
+    [
+        ["--models", "resnet5"],
+        ["--batch", "2"],
+        ["--cpu-time", "--threads", "2"],
+        ["--cpu-time", "--device", "cuda"],
+        ["--variants", "element,none"],
+    ],
 )
 def test_wrong_input_is_answered_in_a_line(monkeypatch: pytest.MonkeyPatch, arguments: list[str]) -> None:
     monkeypatch.setattr(sys, "argv", ["ags_overhead.py", *arguments])
     with pytest.raises(SystemExit) as error:
         ags_overhead.arguments()
     assert error.value.code == 2
+
+
+@pytest.mark.parametrize("more", [[], ["--threads", "1"], ["--device", "cpu"]])
+def test_cpu_time_is_taken_on_the_cpu_with_one_thread(monkeypatch: pytest.MonkeyPatch, more: list[str]) -> None:
+    monkeypatch.setattr(sys, "argv", ["ags_overhead.py", "--cpu-time", *more])
+    options = ags_overhead.arguments()
+    assert (options.device, options.threads, options.cpu_time) == ("cpu", 1, True)
+
+
+def test_threads_and_device_are_as_given_without_cpu_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["ags_overhead.py"])
+    options = ags_overhead.arguments()
+    assert (options.device, options.threads) == ("auto", None)

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from tula_cli.errors import SpecError
-from tula_cli.worker.ghost import GhostBatchNorm, apply_ghost_batch_norm, check_ghost_batch
+from tula_cli.worker.ghost import GhostBatchNorm, apply_ghost_batch_norm, check_ghost_batch, check_small_batch
 
 
 def ghost_of(norm: nn.Module, ghost_batch: int = 4) -> nn.Module:
@@ -99,3 +99,10 @@ def test_a_rest_is_refused_and_a_smaller_batch_is_not() -> None:
         check_ghost_batch(4, micro_batch=fits)
     with pytest.raises(SpecError, match="ghost_batch 4 does not divide the 10 samples"):
         check_ghost_batch(4, micro_batch=10)
+
+
+def test_one_sample_left_of_a_small_batch_is_refused_and_a_larger_rest_is_not() -> None:
+    check_small_batch(4, shares=[0, 1, 3, 4, 6, 7, 8])
+    for share in (5, 9):
+        with pytest.raises(SpecError, match=rf"ghost_batch 4 leaves 1 sample over of the {share} .* small batch"):
+            check_small_batch(4, shares=[4, share])

@@ -1,6 +1,8 @@
 """Every train.method through the training run: saved, resumed, relaunched at another batch, and probed."""
 
 import json
+import warnings as python_warnings
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -201,13 +203,56 @@ def test_ghost_batches_are_refused_where_there_is_a_rest_or_nothing_to_normalise
 
 
 @pytest.mark.parametrize(
+    ("train", "ags", "refused"),
+    [
+        ({"method": "ags"}, {"b_small": 5}, True),
+        ({"method": "ags", "reference_batch": 5}, {"preset": "robust"}, True),  # one rank alone takes one too
+        ({"method": "ags"}, {"b_small": 6}, False),
+        ({"method": "ags", "accumulate": 8}, {"b_small": 5}, False),  # no more than 4 at a time
+        ({"method": "static"}, {"b_small": 5}, False),
+        ({"method": "lbt"}, {"b_small": 5}, False),
+    ],
+)
+def test_a_small_batch_that_leaves_one_sample_to_a_ghost_batch_is_refused(
+    alone: Ranks, train: dict[str, Any], ags: dict[str, Any], refused: bool
+) -> None:
+    job = spec(model={"args": {"norm": True}}, train={"ghost_batch": 4, **train}, ags=ags)
+    with pytest.raises(SpecError, match="leaves 1 sample over of the 5") if refused else nullcontext():
+        trainer(job, alone, batch=32)
+
+
+def test_on_several_gpus_it_is_the_share_of_one_that_counts() -> None:
+    ghost = {"method": "ags", "ghost_batch": 4, "reference_batch": 5}
+    robust, halved = spec(train=ghost, ags={"preset": "robust"}), {**ghost, "accumulate": 2}
+    loop.check_ghosts(robust, 32, world=2)  # takes no small batch
+    loop.check_ghosts(spec(train=halved, ags={"b_small": 12}), 32, world=2)  # 6 and 6
+    with pytest.raises(SpecError, match="leaves 1 sample over of the 5"):
+        loop.check_ghosts(spec(train=halved, ags={"b_small": 10}), 32, world=2)  # 5 and 5
+
+
+@pytest.mark.parametrize(
     ("sections", "batch", "message"),
     [
-        ({"train": {"method": "polo"}}, 16, "post-local SGD on one GPU is plain SGD"),
+        ({"train": {"method": "polo"}, "schedule": {"warmup_epochs": 1}}, 16, "post-local SGD on one GPU is plain SGD"),
         ({"train": {"method": "adascale"}}, 8, "AdaScale has nothing to gain"),
         ({"train": {"ghost_batch": 16}, "model": {"args": {"norm": True}}}, 16, "train.ghost_batch 16 changes nothing"),
         ({"train": {"method": "static"}}, 8, "AGS leaves the gradients as they are"),
         ({"train": {"method": "adascale"}}, 16, ""),
+        ({"train": {"method": "lrs"}}, 16, "its warm-up of 5 epochs is not shorter than train.epochs 2"),
+        ({"schedule": {"warmup_epochs": 2}}, 16, "its warm-up of 2 epochs is not shorter than train.epochs 2"),
+        ({"schedule": {"warmup_epochs": 1.9}}, 16, ""),
+        (
+            {"train": {"method": "ags", "accumulate": 4}, "ags": {"b_small": 8, "delta": "inf"}},
+            16,
+            "a small batch of 4 samples, not of b_small 8: with train.accumulate 4",
+        ),
+        ({"train": {"method": "ags", "accumulate": 2}, "ags": {"b_small": 8, "delta": "inf"}}, 16, ""),
+        (
+            {"train": {"method": "static", "accumulate": 4}, "ags": {"b_small": 8, "delta": "inf"}},
+            16,
+            "not of b_small 8",
+        ),
+        ({"train": {"method": "static", "accumulate": 4}, "ags": {"b_small": 8, "factor": 2, "delta": "inf"}}, 16, ""),
     ],
 )
 def test_what_does_nothing_is_told(
@@ -219,6 +264,17 @@ def test_what_does_nothing_is_told(
     assert len(warnings) == bool(message)
     assert all(message in text for text in warnings)
     json.dumps(warnings)
+
+
+def test_the_identity_is_told_by_the_training_alone(alone: Ranks, run: RunDir) -> None:
+    job = spec(train={"method": "ags"})
+    task = train_task(job, batch=8)
+    with python_warnings.catch_warnings():
+        python_warnings.simplefilter("error")
+        run_one(run, alone, task)
+        probed = probe_task(job, 8)
+        run_probes(probed, run, alone, build_datasets(job), started_at=0.0)
+    assert len(list(rows(run, task, "warning"))) == 1
 
 
 def test_polo_on_one_rank_is_the_large_batch_with_a_warm_up(alone: Ranks) -> None:

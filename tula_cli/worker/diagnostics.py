@@ -23,7 +23,7 @@ _CHUNK = 2**20  # elements that are sorted into bins at a time: their bins take 
 
 @dataclass
 class Diagnostics:
-    """The norms of the averaged gradient, of one epoch at a time.
+    """The norms of the averaged gradient, of one epoch at a time; of post-local SGD after its switch, rank 0's own.
 
     Of a method that scales gradients they are TulaOptimizer's own, which cost nothing. With `train.diagnostics` they are
     also taken where the method does not need them: one pass over the gradients, before they are clipped.
@@ -36,7 +36,8 @@ class Diagnostics:
     @classmethod
     def attach(cls, trainer: Trainer) -> "Diagnostics | None":
         """Return the diagnostics of a trainer; None where nothing is to be gathered on this rank."""
-        if not trainer.ranks.first:  # the averaged gradient is the same on all
+        # The averaged gradient is the same on all ranks; post-local SGD's is not, after its switch.
+        if not trainer.ranks.first:
             return None
         if _acting(trainer) is not None:
             return cls()
@@ -47,7 +48,7 @@ class Diagnostics:
         return found
 
     def see(self, trainer: Trainer) -> None:
-        """Take the norm of the gradient that a step is about to use."""
+        """Take the norm of the gradient that a step is about to use: averaged, unless post-local SGD has switched."""
         gradients = [p.grad for p in trainer.ddp.parameters() if p.grad is not None]
         if gradients:
             # Divided as a number and not as a gradient: the step stays what it was.

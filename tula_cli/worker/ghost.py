@@ -1,5 +1,7 @@
 """Ghost batch normalisation (Hoffer et al. 2017, Algorithm 1): statistics over small parts of a large batch."""
 
+from collections.abc import Iterable
+
 import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -82,3 +84,22 @@ def check_ghost_batch(ghost_batch: int, *, micro_batch: int) -> None:
             f"train.ghost_batch {ghost_batch} does not divide the {micro_batch} samples that a GPU takes at a time",
             "use a power of two, or another batch",
         )
+
+
+def check_small_batch(ghost_batch: int, *, shares: Iterable[int]) -> None:
+    """Refuse a small batch of which a GPU would normalise one sample alone; a rest of more is a smaller ghost batch.
+
+    Args:
+        ghost_batch: samples in a part.
+        shares: samples of the small batch that each GPU takes; what is not above a ghost batch is taken whole.
+
+    Raises:
+        SpecError: one sample is left over.
+    """
+    for share in shares:
+        if share > ghost_batch and share % ghost_batch == 1:
+            raise SpecError(
+                f"train.ghost_batch {ghost_batch} leaves 1 sample over of the {share} that a GPU takes of AGS's small batch",
+                f"let ags.b_small be a multiple of train.ghost_batch, for example {ghost_batch * (share // ghost_batch)}"
+                " for each GPU",
+            )

@@ -25,8 +25,8 @@ from tula_cli.records import Footprint, Inspection
 from tula_cli.spec import JobSpec
 from tula_cli.worker import footprint, meter, zoo
 from tula_cli.worker.data import Datasets, build_datasets, build_transforms, check_sample, dataset_source, prepare
-from tula_cli.worker.ghost import check_ghost_batch, refuse_without_batch_norm
-from tula_cli.worker.loop import micro_batches
+from tula_cli.worker.ghost import refuse_without_batch_norm
+from tula_cli.worker.loop import check_ghosts, micro_batches
 from tula_cli.worker.optim import TulaOptimizer
 from tula_cli.worker.optim.adascale import AdaScale
 from tula_cli.worker.optim.ortho import Ortho
@@ -260,7 +260,7 @@ def _check_ghosts(spec: JobSpec, model: nn.Module, *, largest: int) -> None:
         parts, batch = ranks * micro_batches(spec, ranks), search.min_batch
         while batch <= min(largest, search.max_batch or largest):
             if batch % parts == 0:
-                check_ghost_batch(ghost, micro_batch=batch // parts)
+                check_ghosts(spec, batch, world=ranks)
             batch *= 2
 
 

@@ -5,6 +5,7 @@ evaluates and saves when an epoch ends. Nothing else trains.
 """
 
 import math
+import warnings
 from collections.abc import Callable, Generator, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -21,18 +22,19 @@ from tula_cli.records import ProbeTask, TrainTask
 from tula_cli.spec import JobSpec
 from tula_cli.worker import zoo
 from tula_cli.worker.data import Datasets
-from tula_cli.worker.ghost import apply_ghost_batch_norm, check_ghost_batch
+from tula_cli.worker.ghost import apply_ghost_batch_norm, check_ghost_batch, check_small_batch
 from tula_cli.worker.meter import Clock, Mark
 from tula_cli.worker.optim import TulaOptimizer
 from tula_cli.worker.optim.adascale import AdaScale
 from tula_cli.worker.optim.indicators import squared_norm
 from tula_cli.worker.optim.ortho import Ortho
 from tula_cli.worker.optim.polo import SWITCH_EPOCHS, average_due, average_replicas, synchronise_gradients
+from tula_cli.worker.optim.small_batch import draw_counts
 from tula_cli.worker.ranks import Ranks
 from tula_cli.worker.recompute import apply_activation_checkpointing
 from tula_cli.worker.sampling import Batches, Position, eval_loader, stable_seed, steps_left, train_loader
 from tula_cli.worker.scaling import settings
-from tula_cli.worker.schedule import learning_rate
+from tula_cli.worker.schedule import learning_rate, warmup_epochs
 
 LossFunction = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -73,7 +75,7 @@ class Trainer:
     apart: bool = False  # the replicas differ, since their last average (post-local SGD)
     synchronise: bool = True  # False measures a step's local work; the replicas drift apart
     after_backward: Callable[[], None] | None = None  # a probe's look at a finished gradient, which is then dropped
-    on_gradient: "Callable[[Trainer], None] | None" = None  # sees each averaged gradient before it is clipped and used
+    on_gradient: "Callable[[Trainer], None] | None" = None  # sees each gradient before it is clipped and used
     last_batch: tuple[torch.Tensor, torch.Tensor] | None = None  # the newest micro-batch, for the memory count
 
     @property
@@ -154,15 +156,40 @@ def _check_batch(spec: JobSpec, batch: int, ranks: Ranks, datasets: Datasets) ->
         raise SpecError(f"batch {batch} does not divide by {parts} ({why})")
     if batch > size:
         raise SpecError(f"batch {batch} is larger than the dataset, which has {size} training samples")
-    if spec.train.ghost_batch is not None:
-        check_ghost_batch(spec.train.ghost_batch, micro_batch=batch // parts)
+    check_ghosts(spec, batch, world=ranks.world)
+
+
+def check_ghosts(spec: JobSpec, batch: int, *, world: int) -> None:
+    """Refuse ghost batches that leave a rest of what a GPU takes at a time, or one sample of its small batch.
+
+    Raises:
+        SpecError: they do.
+    """
+    ghost = spec.train.ghost_batch
+    if ghost is None:
+        return
+    check_ghost_batch(ghost, micro_batch=batch // (world * micro_batches(spec, world)))
+    local_norms = spec.ags.resolved().source == "local_norms" and world > 1
+    if spec.train.method != "ags" or local_norms:
+        return
+    shares = draw_counts("source", small_batch(spec, batch), available(spec, batch, world), world, 0)
+    check_small_batch(ghost, shares=shares)  # where AGS is the identity these are micro-batches, which have no rest
+
+
+def available(spec: JobSpec, batch: int, world: int) -> int:
+    """Return the samples that a rank has for AGS's small batch: a micro-batch."""
+    return batch // world // spec.train.accumulate
 
 
 def remarks(trainer: Trainer) -> list[str]:
     """Return what the user has asked for and what does nothing in this training."""
     train, optimizer, found = trainer.spec.train, trainer.optimizer, []
-    if trainer.ags and trainer.ags.identity:
-        found.append(trainer.ags.identity)
+    found += _small_batch_remarks(trainer)
+    if (warmup := warmup_epochs(trainer.spec)) >= train.epochs:
+        found.append(
+            f"the learning rate never reaches its full value: its warm-up of {warmup:g} epochs is not shorter than"
+            f" train.epochs {train.epochs}; set schedule.warmup_epochs"
+        )
     if train.method == "polo" and trainer.ranks.world == 1:
         found.append("post-local SGD on one GPU is plain SGD: there are no replicas to average")
     elif train.method == "polo" and train.epochs <= SWITCH_EPOCHS:
@@ -176,6 +203,23 @@ def remarks(trainer: Trainer) -> list[str]:
             f"train.ghost_batch {train.ghost_batch} changes nothing: a GPU takes {trainer.micro_batch} samples at a time"
         )
     return found
+
+
+def _small_batch_remarks(trainer: Trainer) -> list[str]:
+    """Say where AGS is the identity, or takes another small batch than it is given."""
+    ags = trainer.ags
+    if ags is None:
+        return []
+    if ags.identity:
+        return [ags.identity]
+    local_norms = ags.source == "local_norms" and trainer.ranks.world > 1  # b_small is then no number of samples taken
+    fixed = ags.granularity == "static" and trainer.spec.ags.factor != "auto"
+    if ags.small_batch_size == ags.b_small or local_norms or fixed:
+        return []
+    return [
+        f"AGS takes a small batch of {ags.small_batch_size} samples, not of b_small {ags.b_small}: with train.accumulate"
+        f" {trainer.spec.train.accumulate} the GPUs hold no more at a time"
+    ]
 
 
 def micro_batches(spec: JobSpec, world: int) -> int:
@@ -212,16 +256,18 @@ def _scaled(
     own: dict[str, Any] = {} if refresh or spec.ags.resolved().each_step else {"refresh": "epoch"}
     if spec.train.method == "static":
         own |= {"granularity": "static", "factor": spec.ags.factor}
-    return TulaOptimizer(
-        base,
-        model=ddp,
-        b_large=batch,
-        b_small=small_batch(spec, batch),
-        **settings(spec.ags) | own,
-        max_grad_norm=spec.train.max_grad_norm,
-        available=batch // ranks.world // spec.train.accumulate,
-        seed=spec.train.seed,
-    )
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "AGS leaves the gradients as they are")  # `remarks` tells it
+        return TulaOptimizer(
+            base,
+            model=ddp,
+            b_large=batch,
+            b_small=small_batch(spec, batch),
+            **settings(spec.ags) | own,
+            max_grad_norm=spec.train.max_grad_norm,
+            available=available(spec, batch, ranks.world),
+            seed=spec.train.seed,
+        )
 
 
 def steps(trainer: Trainer) -> Generator[Step, None, None]:

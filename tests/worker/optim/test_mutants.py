@@ -124,7 +124,17 @@ MUTANTS = {
         "max(1.0, factor_limit(b_large, self.small_batch_size))",
         "max(1.0, b_large / self.small_batch_size)",
     ),
-    "none counts scaled steps": ("tula", 'calm if self.granularity != "none"', "calm if True"),
+    "none counts scaled steps": ("tula", "calm if self._has_factors", "calm if True"),
+    "steps before the first factors count as scaled": (
+        "tula",
+        'return self.granularity == "static" or bool(self._factor)',
+        'return self.granularity != "none"',
+    ),
+    "static counts no scaled steps": (
+        "tula",
+        'return self.granularity == "static" or bool(self._factor)',
+        "return bool(self._factor)",
+    ),
     # the small pass: lines 13 and 14
     "BatchNorm's statistics take part": ("small_batch", "buffer.copy_(copy)", "pass"),
     "random numbers are drawn": ("small_batch", "with torch.random.fork_rng(devices=devices):", "if True:"),

@@ -692,7 +692,9 @@ def test_complex_parameters_are_refused() -> None:
         {"s_min": 2.0}, {"s_min": -0.1}, {"refresh": 0}, {"refresh": "step"}, {"steps_per_epoch": 0},
         {"granularity": "layer"}, {"consensus": "vote"}, {"draw": "all"}, {"max_grad_norm": 0.0},
         {"source": "both"}, {"apply_to": "weights"}, {"norm_ewma": 1.0}, {"scale_ema": -0.1}, {"factor": 0.0},
-        {"factor": math.nan}, {"source": "local_norms"},
+        {"factor": math.nan}, {"source": "local_norms"}, {"refresh": 2.5}, {"refresh": True}, {"steps_per_epoch": 2.5},
+        {"delta": "0.5"}, {"delta": None}, {"eps": "tiny"}, {"s_min": True}, {"b_large": 16.0}, {"b_small": "4"},
+        {"b_small": None}, {"available": 2.5}, {"max_grad_norm": "1"}, {"norm_ewma": "0.9"}, {"factor": "cap"},
     ],
 )  # fmt: skip
 def test_wrong_arguments_are_named(wrong: dict[str, Any]) -> None:
@@ -701,18 +703,36 @@ def test_wrong_arguments_are_named(wrong: dict[str, Any]) -> None:
         tula(mlp(), **wrong)
 
 
+def test_a_wrong_kind_is_named_with_what_is_wanted() -> None:
+    with pytest.raises(ValueError, match=r"^delta must be a number, got '0\.5'$"):
+        tula(mlp(), delta="0.5")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"whole number of steps of at least 1, got 2\.5$"):
+        tula(mlp(), refresh=2.5)  # type: ignore[arg-type]
+
+
+def test_a_model_without_the_bases_parameters_is_refused() -> None:
+    model, other = mlp(), mlp()
+    with pytest.raises(ValueError, match="model, Sequential, has none of the parameters that SGD updates"):
+        tula(model, sgd(other))
+    tula(model, torch.optim.SGD([*other.parameters(), next(model.parameters())], lr=0.1))  # one is enough
+
+
 @pytest.mark.parametrize("b_small", [B_LARGE, 4 * B_LARGE])
 def test_no_smaller_batch_is_the_identity_and_says_so(b_small: int) -> None:
     plain, wrapped = mlp(bn=True, dropout=0.2), mlp(bn=True, dropout=0.2)
-    opt = tula(wrapped, b_small=b_small, steps_per_epoch=None, delta=math.inf)
+    with pytest.warns(UserWarning) as said:
+        opt = tula(wrapped, b_small=b_small, steps_per_epoch=None, delta=math.inf)
     assert opt.identity is not None and str(B_LARGE) in opt.identity
+    assert [str(warning.message) for warning in said] == [opt.identity]
     for model, optimizer in ((plain, sgd(plain)), (wrapped, opt)):
         torch.manual_seed(3)
         train(model, optimizer, 2 * STEPS)
     assert same(plain.state_dict(), wrapped.state_dict())
     assert not opt.wants_small_batch and opt.memory() == 0
     assert ags(opt)["n_refresh"] == 0 and opt.report()["scaled"] == 0.0
-    assert tula(wrapped).identity is None
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert tula(wrapped).identity is None
 
 
 # ---- numbers for the log
@@ -726,7 +746,7 @@ def test_report_before_anything_happened() -> None:
 
 
 def report_of(**changed: float) -> dict[str, float]:
-    usual = {"steps": 100.0, "factors": 10.0, "scaled": 0.5, "at_floor": 0.1}
+    usual = {"steps": 100.0, "factors": 10.0, "scaled": 0.5, "at_floor": 0.1, "jumps_up": 0.2, "jumps_down": 0.3}
     return usual | changed
 
 
@@ -734,12 +754,13 @@ def report_of(**changed: float) -> dict[str, float]:
     ("changed", "words"),
     [
         ({}, []),
-        ({"scaled": 0.2, "at_floor": 0.3}, []),
-        ({"scaled": 0.19}, ["19% of the steps.*delta"]),
+        ({"scaled": 0.2, "jumps_up": 0.5, "at_floor": 0.3}, []),
+        ({"scaled": 0.19, "jumps_up": 0.4, "jumps_down": 0.41}, ["19% of the steps: in 81% of them.*delta"]),
+        ({"scaled": 0.0}, []),  # but for the gate: there were no factors yet
         ({"at_floor": 0.31}, ["31% of the AGS factors.*s_min"]),
-        ({"scaled": 0.0, "at_floor": 1.0}, ["0% of the steps", "100% of the AGS factors"]),
-        ({"scaled": 0.0, "factors": 0.0}, []),
-        ({"scaled": 0.0, "steps": 0.0}, []),
+        ({"scaled": 0.0, "jumps_up": 1.0, "at_floor": 1.0}, ["0% of the steps", "100% of the AGS factors"]),
+        ({"scaled": 0.0, "jumps_up": 1.0, "factors": 0.0}, []),
+        ({"scaled": 0.0, "jumps_up": 1.0, "steps": 0.0}, []),
     ],
 )
 def test_advice_is_given_where_ags_hardly_acts(changed: dict[str, float], words: list[str]) -> None:
@@ -750,7 +771,7 @@ def test_advice_is_given_where_ags_hardly_acts(changed: dict[str, float], words:
 
 def test_advice_reads_a_report() -> None:
     hand = Hand(delta=0.01)
-    for size in (1.0, 2.0, 4.0, 8.0):
+    for size in (1.0, 2.0, 4.0, 8.0, 16.0, 32.0):  # all but the first are jumps
         hand.step([size] * 4, small=[0.0] * 4)
     assert [*advice(hand.opt.report())] == ["scaled", "at_floor"]
     assert advice(hand.opt.report()) == {}  # no step since
@@ -770,11 +791,22 @@ def test_report_counts_since_the_report_before() -> None:
     first = hand.opt.report()
     assert first["mean"] == pytest.approx((1e-3 + 1 + 4 + 4) / 4)
     assert (first["at_cap"], first["at_floor"]) == (0.5, 0.25)
-    assert (first["scaled"], first["jumps_up"], first["jumps_down"]) == (0.25, 0.25, 0.25)
+    assert (first["scaled"], first["jumps_up"], first["jumps_down"]) == (0.0, 0.25, 0.25)
     assert first["delta"] == 0.0 and first["refreshes"] == 1.0
-    hand.step([1.0] * 4)
-    assert hand.opt.report()["scaled"] == 1.0
+    for size in (1.0, 1.0, 1.0, 2.0):
+        hand.step([size] * 4, small=[1.0] * 4 if size == 2.0 else None)
+    second = hand.opt.report()
+    assert (second["scaled"], second["jumps_up"], second["jumps_down"]) == (0.75, 0.25, 0.0)
     assert {type(v) for v in first.values()} == {float}
+
+
+@pytest.mark.parametrize("called", [True, False])
+def test_without_factors_no_step_counts_as_scaled(called: bool) -> None:
+    hand = Hand(delta=math.inf, refresh=2)
+    for step in range(4):
+        hand.step([1.0] * 4, small=[2.0] * 4 if called and step % 2 else None)
+        assert hand.opt.report()["scaled"] == (called and step > 1)
+    assert hand.scaled == (2 if called else 0)
 
 
 def test_report_does_not_touch_the_training() -> None:

@@ -180,7 +180,7 @@ def test_every_step_is_the_base_on_what_the_factors_make_of_it(
         opt.step()
         scaled = twin.step(x, y, before["scale"])
         now = ags(opt)
-        assert now["n_scaled"] - before["n_scaled"] == (scaled and name != "none")
+        assert now["n_scaled"] - before["n_scaled"] == (scaled and (name == "static" or bool(before["scale"])))
         assert same(list(model.parameters()), list(twin.model.parameters()))
         assert same(now["prev_sq"], twin.level)
         if now["n_refresh"] > before["n_refresh"]:

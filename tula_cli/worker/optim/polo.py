@@ -1,4 +1,10 @@
-"""Post-local SGD (Lin et al. 2020): synchronous at first, then every rank by itself, with averages in between."""
+"""Post-local SGD (Lin et al. 2020): synchronous at first, then every rank by itself, with averages in between.
+
+After the switch a rank's gradient is its own, and so is whatever looks at it: `Trainer.on_gradient`, and the norms that
+diagnostics gather, are then of rank 0's samples alone, not of the averaged gradient. A checkpoint holds one state for all
+ranks. Regular ones wait for the next average; a run that has to leave between two (at its time limit, say) averages early
+to save, so that it has one average more than an unbroken run, and does not end at the same weights.
+"""
 
 from __future__ import annotations
 

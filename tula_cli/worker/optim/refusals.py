@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
+from numbers import Integral, Real
 from typing import TYPE_CHECKING
 
 import torch
@@ -22,6 +24,8 @@ NORMALISING = frozenset(
 SHARDING = frozenset(
     {"FullyShardedDataParallel", "FSDPModule", "DTensor", "ZeroRedundancyOptimizer", "PostLocalSGDOptimizer"}
 )
+# Arguments that need not be given.
+OPTIONAL = frozenset({"available", "steps_per_epoch", "max_grad_norm"})
 
 
 def distributed(model: nn.Module) -> DistributedDataParallel | None:
@@ -41,8 +45,26 @@ def place(model: nn.Module) -> tuple[int, int]:
     return dist.get_rank(), world
 
 
+def whole_numbers(**arguments: object) -> None:
+    """Raise ValueError where an argument is no whole number."""
+    _refuse_kind(Integral, "a whole number", arguments)
+
+
+def real_numbers(**arguments: object) -> None:
+    """Raise ValueError where an argument is no number."""
+    _refuse_kind(Real, "a number", arguments)
+
+
+def _refuse_kind(kind: type, words: str, arguments: Mapping[str, object]) -> None:
+    for name, value in arguments.items():
+        if (value is None and name in OPTIONAL) or (isinstance(value, kind) and not isinstance(value, bool)):
+            continue
+        raise ValueError(f"{name} must be {words}, got {value!r}")
+
+
 def check(opt: TulaOptimizer) -> None:
     _refuse_base(opt)
+    _refuse_other_model(opt)
     refuse_sharded(opt.base, opt.model)
     _refuse_range(opt)
     _refuse_choice("granularity", opt.granularity, ("element", "tensor", "static", "none"))
@@ -68,6 +90,15 @@ def _refuse_base(opt: TulaOptimizer) -> None:
         )
     if "LBFGS" in names:
         raise ValueError(f"{name} evaluates its closure several times a step. Use torch.optim.SGD as the base")
+
+
+def _refuse_other_model(opt: TulaOptimizer) -> None:
+    own = set(opt.model.parameters())
+    if not any(p in own for group in opt.base.param_groups for p in group["params"]):
+        raise ValueError(
+            f"model, {type(opt.model).__name__}, has none of the parameters that {type(opt.base).__name__} updates: both"
+            " have to be of the same module"
+        )
 
 
 def refuse_sharded(base: torch.optim.Optimizer, model: nn.Module, who: str = "TulaOptimizer") -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from numbers import Integral
 from typing import Any, Literal
 
 Refresh = Literal["epoch"] | int
@@ -29,15 +30,15 @@ class Schedule:
             steps: optimizer steps in each epoch, where known; for "epoch" only.
 
         Raises:
-            ValueError: one of them is below 1, or `refresh` is another word.
+            ValueError: one of them is below 1, or `refresh` is another word or no whole number.
         """
         if refresh == "epoch":
             if steps is not None and steps < 1:
                 raise ValueError(f"steps_per_epoch must be at least 1, got {steps}")
             return cls(every=None, steps=steps, usual=steps)
-        if isinstance(refresh, str) or refresh < 1:
-            raise ValueError(f'refresh must be "epoch" or a number of steps of at least 1, got {refresh!r}')
-        return cls(every=refresh, steps=refresh, usual=refresh)
+        if not isinstance(refresh, Integral) or isinstance(refresh, bool) or refresh < 1:
+            raise ValueError(f'refresh must be "epoch" or a whole number of steps of at least 1, got {refresh!r}')
+        return cls(every=int(refresh), steps=int(refresh), usual=int(refresh))
 
     @property
     def known(self) -> bool:

@@ -38,7 +38,7 @@ from .indicators import (
 )
 from .local_norms import LocalNorms
 from .reduction import listen
-from .refusals import check, distributed, place, refuse_sharded
+from .refusals import check, distributed, place, real_numbers, refuse_sharded, whole_numbers
 from .scaling import Scale, scale_compiled_, scale_on_device_, scale_on_host_, scaled_update
 from .schedule import Refresh, Schedule
 from .small_batch import Draw, SmallLoss, draw_counts, is_finite, small_gradients
@@ -106,7 +106,10 @@ class TulaOptimizer(Wrapper):
         small_batch_size: samples, over all ranks, that a refresh really uses: `b_small` as far as the draw allows.
 
     Raises:
-        ValueError: an argument out of range, a base that AGS cannot act through, or sharded parameters.
+        ValueError: an argument of another kind or out of range, a base that AGS cannot act through, a model that has
+            none of the base's parameters, or sharded parameters.
+
+    Warns where it can only be the base: see `identity`.
     """
 
     _factor: dict[Tensor, Tensor]
@@ -141,6 +144,9 @@ class TulaOptimizer(Wrapper):
         _on_device: bool | None = None,
     ) -> None:
         super().__init__(base)
+        whole_numbers(b_large=b_large, b_small=b_small, available=available, steps_per_epoch=steps_per_epoch)
+        real_numbers(delta=delta, eps=eps, s_min=s_min, norm_ewma=norm_ewma, scale_ema=scale_ema)
+        real_numbers(max_grad_norm=max_grad_norm, factor=1.0 if factor == "auto" else factor)
         self.model = model
         self.b_large, self.b_small = b_large, b_small
         self.granularity, self.delta, self.eps, self.s_min = granularity, delta, eps, s_min
@@ -163,6 +169,8 @@ class TulaOptimizer(Wrapper):
         self._staged: dict[Tensor, Tensor] | None = None
         self._answered = False
         self._warned: set[str] = set()
+        if self.identity is not None:
+            warnings.warn(self.identity, stacklevel=2)
 
     def _listen(self) -> LocalNorms | None:
         """Listen to DDP's reductions, where the factors come from them."""
@@ -209,6 +217,11 @@ class TulaOptimizer(Wrapper):
     def factors(self) -> list[Tensor]:
         """The current factors, one tensor a parameter that has any: none before the first refresh."""
         return list(self._factor.values())
+
+    @property
+    def _has_factors(self) -> bool:
+        """Whether there is anything to scale by: a static factor, or a refresh that has been."""
+        return self.granularity == "static" or bool(self._factor)
 
     @property
     def identity(self) -> str | None:
@@ -367,7 +380,7 @@ class TulaOptimizer(Wrapper):
     def _count(self, level: Tensor, change: Tensor, calm: Tensor) -> None:
         before = level if self._level is None else self._level
         jump = change >= self.delta
-        scaled = calm if self.granularity != "none" else torch.zeros_like(calm)
+        scaled = calm if self._has_factors else torch.zeros_like(calm)
         counts = torch.stack([scaled, jump & (level > before), jump & (level < before)])
         self._counts = self._counts.to(level.device) + counts
 
@@ -540,8 +553,9 @@ class TulaOptimizer(Wrapper):
         """Plain numbers for a log line at a refresh; waits for the device, and changes nothing in the training.
 
         "scaled", "jumps_up" and "jumps_down" are shares of the "steps" since the report before: those scaled, and
-        those not scaled because |G|^2 rose or fell by the share `delta` or more. "mean", "at_cap" and "at_floor" are
-        over all "factors", one an element or one a tensor; 1, 0 and 0 before the first refresh. "delta" is the last
+        those whose |G|^2 rose or fell by the share `delta` or more. Before the first refresh there are no factors, and
+        no step counts as scaled. "mean", "at_cap" and "at_floor" are over all "factors", one an element or one a tensor;
+        1, 0 and 0 before the first refresh. "delta" is the last
         Delta(G), infinite in the first step; "refreshes" counts from the start of the training.
         """
         now = (self._n_steps, *(int(n) for n in self._counts.tolist()))

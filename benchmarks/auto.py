@@ -72,6 +72,7 @@ def main() -> None:
     options = _arguments()
     ranks = _alone()
     rows = [row for name, changes, batch in _ways(options) if (row := _row(name, changes, batch, options, ranks))]
+    dist.destroy_process_group()  # its threads would end the process badly
     if options.json:
         print(json.dumps([asdict(row) for row in rows], indent=1))
     else:

@@ -18,11 +18,11 @@ CONTROL = "lbt"
 """The large batch as it is: it stays in every rung, so that whatever wins has beaten it at the longest branches."""
 
 FAVOURITE = "ortho-"
-"""Begins the name of the arm that stays in every rung too, and wins where it is as good as the best: the first of them."""
+"""Begins the name of the arm that stays in every rung too, and wins where it is nearly the best: the first of them."""
 
-AS_GOOD = 0.05
-"""Share by which the favourite's loss may be above the best one: in short branches high learning rates look better than
-they turn out in long trainings, and the favourite's is the lower (short-horizon bias, Wu et al. 2018)."""
+NEARLY = 0.8
+"""Share of what the best arm's loss is below the control's that is enough for the favourite: in short branches high learning
+rates look better than they turn out in long trainings, and the favourite's is the lower (short-horizon bias, Wu et al. 2018)."""
 
 MAX_HOLDOUT = 10_000
 """Samples held out at most: more tell the arms apart no better."""
@@ -252,16 +252,16 @@ def survivors(branches: Sequence[Branch]) -> list[str]:
 
 
 def winner(branches: Sequence[Branch]) -> str:
-    """Return the arm that has won the longest branches: the best, or the favourite where that is as good.
+    """Return the arm that has won the longest branches: the best, or the favourite where that gains nearly as much.
 
-    The favourite never wins over the control by being nearly as good.
+    Gains are counted from the control's loss; where that is the best, or none, the best it is.
     """
-    order = ranked(branches)
-    best = order[0]
-    favourite = next((branch for branch in branches if branch.arm.startswith(FAVOURITE) and not branch.diverged), None)
-    if best.arm == CONTROL or favourite is None or favourite.loss is None or best.loss is None:
+    best, known = ranked(branches)[0], {branch.arm: branch.loss for branch in branches if not branch.diverged}
+    favourite = next((arm for arm in known if arm.startswith(FAVOURITE)), None)
+    control, near = known.get(CONTROL), None if favourite is None else known[favourite]
+    if best.arm == CONTROL or best.loss is None or control is None or near is None:
         return best.arm
-    return favourite.arm if favourite.loss <= (1 + AS_GOOD) * best.loss else best.arm
+    return favourite if favourite and control - near >= NEARLY * (control - best.loss) else best.arm
 
 
 def next_best(branches: Sequence[Branch], broken: Sequence[str]) -> str:

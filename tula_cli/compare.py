@@ -22,7 +22,7 @@ from tula_cli.models.cost import price_words
 from tula_cli.plugins import nearest
 from tula_cli.records import Cell, Comparison, Inspection
 from tula_cli.rundir import RunDir
-from tula_cli.spec import WARMUP_EPOCHS, JobSpec, Train, misfit, train_signature, validate
+from tula_cli.spec import JobSpec, Train, misfit, train_signature, validate, warmup_epochs
 from tula_cli.status import JobStatus, RunStatus, TrainingStatus
 from tula_cli.train import TrainPlan
 
@@ -201,9 +201,7 @@ def _doing_little(spec: JobSpec, grid: Grid) -> Iterator[str]:
     if "polo" in grid.methods and grid.nodes * spec.cluster.gpus_per_node == 1:
         yield "polo on one GPU is plain SGD with a warm-up: there are no replicas to average"
     for method in grid.methods:
-        own = cell_spec(spec, method, spec.train.seed)
-        given = own.schedule.warmup_epochs
-        warmup = WARMUP_EPOCHS.get(own.train.method, 0.0) if given is None else given
+        warmup = warmup_epochs(cell_spec(spec, method, spec.train.seed))
         if warmup >= spec.train.epochs:
             yield f"{method} never leaves its {warmup:g} epochs of warm-up: train.epochs is {spec.train.epochs}"
 

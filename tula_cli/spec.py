@@ -770,6 +770,12 @@ def signature(spec: JobSpec, code: str = "") -> str:
     return _digest({**parts, "code": code} if code else parts)
 
 
+def warmup_epochs(spec: JobSpec) -> float:
+    """Return how many epochs the learning rate grows: as given, else as the method needs."""
+    given = spec.schedule.warmup_epochs
+    return WARMUP_EPOCHS.get(spec.train.method, 0.0) if given is None else given
+
+
 def misfit(spec: JobSpec) -> str:
     """Return why the job's method does not go with its optimizer; empty where it does, or where only loading it tells."""
     method, name = spec.train.method, spec.optimizer.name

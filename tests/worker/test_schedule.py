@@ -2,8 +2,8 @@
 
 import pytest
 
-from tula_cli.spec import JobSpec
-from tula_cli.worker.schedule import WARMUP_START, learning_rate, warmup_epochs
+from tula_cli.spec import JobSpec, warmup_epochs
+from tula_cli.worker.schedule import WARMUP_START, learning_rate
 
 
 def spec(*, method: str = "lbt", epochs: int = 20, lr_scaling: str = "auto", **schedule) -> JobSpec:

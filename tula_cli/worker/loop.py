@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from tula_cli.errors import SpecError
 from tula_cli.models.refresh import small_batch
 from tula_cli.records import ProbeTask, TrainTask
-from tula_cli.spec import JobSpec
+from tula_cli.spec import JobSpec, warmup_epochs
 from tula_cli.worker import zoo
 from tula_cli.worker.data import Datasets
 from tula_cli.worker.ghost import apply_ghost_batch_norm, check_ghost_batch, check_small_batch
@@ -34,7 +34,7 @@ from tula_cli.worker.ranks import Ranks
 from tula_cli.worker.recompute import apply_activation_checkpointing
 from tula_cli.worker.sampling import Batches, Position, eval_loader, stable_seed, steps_left, train_loader
 from tula_cli.worker.scaling import settings
-from tula_cli.worker.schedule import learning_rate, warmup_epochs
+from tula_cli.worker.schedule import learning_rate
 
 LossFunction = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}

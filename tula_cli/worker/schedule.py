@@ -2,7 +2,7 @@
 
 import math
 
-from tula_cli.spec import LR_SCALING, WARMUP_EPOCHS, JobSpec, Schedule
+from tula_cli.spec import LR_SCALING, JobSpec, Schedule, warmup_epochs
 
 WARMUP_START = 0.01
 """Share of the full learning rate at epoch 0 of a warm-up, where that is not scaled; it grows linearly to 1."""
@@ -32,12 +32,6 @@ def lr_scale(spec: JobSpec, batch: int) -> float:
     if rule == "auto":
         rule = LR_SCALING.get(spec.train.method, "none")
     return {"none": 1.0, "linear": ratio, "sqrt": math.sqrt(ratio)}[rule]
-
-
-def warmup_epochs(spec: JobSpec) -> float:
-    """Return how many epochs the learning rate grows."""
-    given = spec.schedule.warmup_epochs
-    return WARMUP_EPOCHS.get(spec.train.method, 0.0) if given is None else given
 
 
 def warmup_factor(epoch: float, warmup: float, scale: float = 1.0) -> float:

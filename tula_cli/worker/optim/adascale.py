@@ -12,7 +12,7 @@ from .indicators import clip_, squared_norm
 from .local_norms import LocalNorms
 from .reduction import listen
 from .refusals import distributed, place
-from .wrapper import Wrapper
+from .wrapper import Wrapper, evaluated
 
 VERSION = 1
 LEAST_NOISE = 1e-6
@@ -124,10 +124,7 @@ class AdaScale(Wrapper):
         Raises:
             RuntimeError: no gradient of a smaller batch was seen.
         """
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = evaluated(closure)
         grads = [p.grad for group in self.param_groups for p in group["params"] if p.grad is not None]
         seen = self._seen(squared_norm(grads)) if grads else None
         factor = self.gain

@@ -12,6 +12,8 @@ from typing import Any, overload
 import torch
 from torch import Tensor
 
+from .wrapper import evaluated
+
 Parameters = Iterable[Tensor] | Iterable[dict[str, Any]]
 
 
@@ -30,10 +32,7 @@ class _Layerwise(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
         """One optimizer step; a closure is called once, with gradients enabled."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = evaluated(closure)
         for group in self.param_groups:
             params = [p for p in group["params"] if p.grad is not None]
             for adapted in (True, False):

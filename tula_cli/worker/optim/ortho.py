@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from .indicators import clip_, wide
 from .refusals import place, refuse_sharded
-from .wrapper import Wrapper
+from .wrapper import Wrapper, evaluated
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 """Of the odd polynomial that Muon iterates: it is steep at 0 and stays around 1, rather than converging to it."""
@@ -80,10 +80,7 @@ class Ortho(Wrapper):
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
         """One step of the base, turned; a closure is called once, with gradients enabled. One copy of the matrices more."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = evaluated(closure)
         grads = [p.grad for group in self.param_groups for p in group["params"] if p.grad is not None]
         if self.max_grad_norm is not None and grads:
             clip_(grads, self.max_grad_norm)

@@ -42,7 +42,7 @@ from .refusals import check, distributed, place, real_numbers, refuse_sharded, w
 from .scaling import Scale, scale_compiled_, scale_on_device_, scale_on_host_, scaled_update
 from .schedule import Refresh, Schedule
 from .small_batch import Draw, SmallLoss, draw_counts, is_finite, small_gradients
-from .wrapper import Wrapper
+from .wrapper import Wrapper, evaluated
 
 Granularity = Literal["element", "tensor", "static", "none"]
 Source = Literal["small_batch", "local_norms"]
@@ -338,10 +338,7 @@ class TulaOptimizer(Wrapper):
             RuntimeError: the length of the epoch is not known, or consensus is "check" and the ranks disagree.
         """
         due = self._is_due
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = evaluated(closure)
         grads = self._gradients()
         acts = bool(grads) and self.identity is None
         calm, factors = self._look(grads, due) if acts else (None, None)

@@ -3,9 +3,18 @@
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Callable
 from typing import Any
 
 import torch
+
+
+def evaluated(closure: Callable[[], float] | None) -> float | None:
+    """Return the loss of a step's closure, which is called with gradients enabled; None without one."""
+    if closure is None:
+        return None
+    with torch.enable_grad():
+        return closure()
 
 
 class Wrapper(torch.optim.Optimizer):

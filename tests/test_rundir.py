@@ -227,6 +227,25 @@ def test_newest_checkpoint_first(run):
     assert [int(path.stem) for path in run.checkpoints("ab12cd34")] == [12_000, 3_000, 500]
 
 
+@pytest.mark.parametrize(
+    "name", ["my-backup.pt", "best-copy.pt", "7.pt", "000000012000-copy.pt", ".000000012000.pt.swp"]
+)
+def test_a_file_that_tula_did_not_name_is_no_checkpoint(run, name):
+    path = run.checkpoint_path("ab12cd34", 500)
+    for file in (path, path.with_name(name)):
+        write_atomic(file, b"")
+    run.drop_drafts("ab12cd34")
+    assert run.checkpoints("ab12cd34") == [path] and run.newest_samples("ab12cd34") == 500
+    assert path.with_name(name).exists()
+
+
+def test_a_draft_that_was_left_behind_is_dropped(run):
+    draft = run.checkpoint_path("ab12cd34", 500).with_name(".000000000500.pt.node1.example.org.4711")
+    write_atomic(draft, b"")
+    run.drop_drafts("ab12cd34")
+    assert not draft.exists()
+
+
 def test_a_mark_of_cancelling_comes_and_goes(run):
     assert not run.cancelled("probe-n001")
     run.cancel("probe-n001")

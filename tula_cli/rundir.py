@@ -8,6 +8,7 @@ import contextlib
 import errno
 import json
 import os
+import re
 import shutil
 import socket
 import time
@@ -46,6 +47,10 @@ from tula_cli.spec import JobSpec, dump_yaml, read_yaml, signature, validate
 LATEST = "latest"
 LOCK_AGE = 300.0
 """Seconds after which a lock is taken for one that its owner left behind."""
+_CHECKPOINT = re.compile(r"[0-9]{12,}\.pt")
+"""A file name of `checkpoint_path`."""
+_DRAFT = re.compile(r"\.[0-9]{12,}\.pt\..+\.[0-9]+")
+"""A file name of `write_atomic` while it writes one."""
 T = TypeVar("T")
 
 
@@ -460,13 +465,15 @@ class RunDir:
         return [path.name for path in sorted(found, key=lambda path: path.stat().st_mtime, reverse=True)]
 
     def checkpoints(self, train_signature: str) -> list[Path]:
-        """Return the checkpoints, newest (most samples) first."""
-        return sorted((self.train_dir(train_signature) / "checkpoints").glob("*.pt"), reverse=True)
+        """Return the checkpoints, newest (most samples) first; what else lies there is the user's."""
+        found = (self.train_dir(train_signature) / "checkpoints").glob("*.pt")
+        return sorted((path for path in found if _CHECKPOINT.fullmatch(path.name)), reverse=True)
 
     def drop_drafts(self, train_signature: str) -> None:
         """Remove checkpoints that a killed rank 0 was writing."""
         for draft in (self.train_dir(train_signature) / "checkpoints").glob(".*.pt.*"):
-            draft.unlink(missing_ok=True)
+            if _DRAFT.fullmatch(draft.name):
+                draft.unlink(missing_ok=True)
 
     def checkpoint_path(self, train_signature: str, samples: int) -> Path:
         return self.train_dir(train_signature) / "checkpoints" / f"{samples:012d}.pt"

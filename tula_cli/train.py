@@ -117,13 +117,12 @@ def plan(
         size = _dataset_size(run, spec, inspect)
         _check_size(batch, size)
         halving.check_size(spec, batch=batch, dataset_size=size)
-    checkpoints = run.checkpoints(task.signature)
     return TrainPlan(
         task=_again(newest, task) if newest else task,
         prediction=task.ladder[0].prediction,
         source=source,
         finished=run.summary(task.signature) is not None,
-        resumes=int(checkpoints[0].stem) if checkpoints else None,
+        resumes=run.newest_samples(task.signature) or None,
         code=code,
         price=price_words(spec.pricing),
     )

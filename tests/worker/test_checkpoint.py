@@ -69,6 +69,19 @@ def test_the_two_newest_and_the_best_are_kept(alone: Ranks, run: RunDir) -> None
     assert names(run) == [500, 400, 200]
 
 
+def test_a_copy_that_the_user_made_stays(alone: Ranks, run: RunDir) -> None:
+    subject = trainer(spec(), alone)
+    copy = save(run, subject, 100).with_name("my-backup.pt")
+    copy.write_bytes(b"of the user's")
+    for samples in (200, 300, 400):
+        save(run, subject, samples)
+    checkpoint.go_back(run, NAME, 300)
+    found = checkpoint.load_newest(run, NAME)
+    assert found is not None
+    assert found[0] == run.checkpoint_path(NAME, 300)
+    assert names(run) == [300] and copy.read_bytes() == b"of the user's"
+
+
 def test_links_are_relative_and_lead_to_a_checkpoint(alone: Ranks, run: RunDir, tmp_path: Path) -> None:
     subject = trainer(spec(), alone)
     save(run, subject, 100, is_best=True)

@@ -598,7 +598,7 @@ class Cluster(Section):
     gpus_per_node: Positive = 1  # ranks of one node (also where the ranks run on the CPU)
     device: Literal["auto", "cuda", "cpu"] = "auto"
     memory_per_gpu: Size | None = None  # bytes; enforced on the CPU
-    collective: Literal["ring", "tree", "reduce_scatter_allgather", "parameter_server"] = "ring"
+    collective: Literal["ring", "tree", "reduce_scatter_allgather", "parameter_server"] = "ring"  # the time model
     interface: str | None = None  # network interface of gloo and NCCL
     slurm: Slurm | None = None
 
@@ -761,12 +761,11 @@ def signature(spec: JobSpec, code: str = "") -> str:
         ),
         "ags": _ags(spec.ags, {"granularity", "b_small", "consensus", "source", "apply_to", *_steps_refresh(spec)}),
         "cluster": cluster.model_dump(include={"kind", "gpus_per_node", "device", "memory_per_gpu", "interface"}),
-        "collective": cluster.collective if cluster.collective in ("ring", "tree") else "ring",
     }  # fmt: skip
     if train.ghost_batch is not None:
         parts["train"]["ghost_batch"] = train.ghost_batch
     if spec.node_types:  # where it runs is told by each type's own signature; a type more keeps the run
-        parts = {**parts, "cluster": None, "collective": None, "node_types": True}
+        parts = {**parts, "cluster": None, "node_types": True}
     return _digest({**parts, "code": code} if code else parts)
 
 

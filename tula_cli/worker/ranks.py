@@ -92,7 +92,7 @@ def joined(cluster: Cluster, *, handover: Path) -> Iterator[Ranks]:
     """Join the process group, and leave it without hanging.
 
     Args:
-        cluster: device, network interface and collective.
+        cluster: device and network interface.
         handover: the file in which rank 0 tells its address where no torchrun has told every rank.
     """
     _set_network(cluster)
@@ -136,7 +136,7 @@ def _meet(handover: Path, interface: str | None, *, rank: int, world: int) -> TC
 
 
 def _set_network(cluster: Cluster) -> None:
-    """Tell gloo and NCCL the interface; what the user has set in the environment holds.
+    """Tell gloo and NCCL the interface; what the user has set in the environment holds. NCCL chooses its algorithm.
 
     Raises:
         JobFailed: this node has no such interface.
@@ -149,8 +149,6 @@ def _set_network(cluster: Cluster) -> None:
     elif network.named_address() is None and (found := network.interface_of(network.own_address())):
         # gloo takes the address of the node's name, and would offer the other nodes its loopback; NCCL looks itself.
         os.environ.setdefault("GLOO_SOCKET_IFNAME", found)
-    if cluster.collective in ("ring", "tree"):
-        os.environ.setdefault("NCCL_ALGO", cluster.collective)
 
 
 def limit_memory(capacity: int) -> None:

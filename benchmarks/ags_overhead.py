@@ -244,7 +244,7 @@ def build(model: str, *, image: int, classes: int, batch: int, me: "Ranks") -> "
 
 def wrapped(trainer: "Trainer", name: str, *, batch: int) -> "torch.optim.Optimizer":
     """Return AGS around the trainer's base, its small batch a quarter, at most the reference batch of 128; or ortho."""
-    from tula_cli.worker.optim import Ortho, TulaOptimizer
+    from tula_cli.optim import Ortho, TulaOptimizer
 
     if name == ORTHO:
         return Ortho(trainer.base, model=trainer.ddp)

@@ -19,7 +19,7 @@ from sklearn.datasets import load_digits
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from tula_cli.worker.optim import PRESETS, TulaOptimizer, advice
+from tula_cli.optim import PRESETS, TulaOptimizer, advice
 
 TRAINING = 1408  # samples; the rest is for testing
 

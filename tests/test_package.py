@@ -57,7 +57,7 @@ def contracts(tree: Path) -> "subprocess.CompletedProcess[str]":
 @pytest.mark.parametrize(
     ("module", "line", "contract"),
     [
-        ("recommend.py", "import torch", "torch only in the worker"),
+        ("recommend.py", "import torch", "torch only in the worker and the optimizers"),
         ("models/cost.py", "from tula_cli import show", "the arrows of the architecture"),
         (
             "models/memory.py",
@@ -66,7 +66,8 @@ def contracts(tree: Path) -> "subprocess.CompletedProcess[str]":
         ),
         ("launch.py", "from tula_cli import supervise", "the arrows of the architecture"),
         ("status.py", "from tula_cli import profile", "the arrows of the architecture"),
-        ("worker/optim/indicators.py", "from tula_cli.spec import JobSpec", "the optimizer stands alone"),
+        ("grid.py", "from tula_cli.optim import TulaOptimizer", "torch only in the worker and the optimizers"),
+        ("optim/parts/indicators.py", "from tula_cli.spec import JobSpec", "the optimizer stands alone"),
         ("train.py", "import rich", "rich only in show"),
         ("models/noise.py", "import pathlib", "a model of time, memory or cost reads no file and starts no job"),
     ],

@@ -1,4 +1,4 @@
-"""What AGS must do, as functions of the package that does it: tula_cli.worker.optim, or a copy with an error planted.
+"""What AGS must do, as functions of the package that does it: tula_cli.optim, or a copy with an error planted.
 
 test_verification runs them on the package, test_mutants sees to it that each planted error fails one. They are quick.
 """
@@ -229,9 +229,9 @@ def degenerate_ratios_and_bounds(package: Any) -> None:
 
 @check
 def tensor_factors_are_ratios_of_norms(package: Any) -> None:
-    bounds = package.indicators.Bounds(1e-3, 4.0)
+    bounds = package.parts.indicators.Bounds(1e-3, 4.0)
     for small, large, expected in (([3.0, 4.0], [6.0, 8.0], 0.5), ([3.0], [0.0], 4.0), ([0.0], [0.0], 1e-3)):
-        (factor,) = package.indicators.tensor_factors([torch.tensor(small)], [torch.tensor(large)], 1e-8, bounds)
+        (factor,) = package.parts.indicators.tensor_factors([torch.tensor(small)], [torch.tensor(large)], 1e-8, bounds)
         assert factor.shape == ()
         close(float(factor), expected)
 
@@ -240,17 +240,17 @@ def tensor_factors_are_ratios_of_norms(package: Any) -> None:
 def factors_leave_the_gradients_alone(package: Any) -> None:
     for dtype in (torch.float64, torch.bfloat16):
         small, large = torch.tensor([1.0, 2.0]).to(dtype), torch.tensor([4.0, 4.0]).to(dtype)
-        bounds = package.indicators.Bounds(1e-3, 4.0)
-        (factor,) = package.indicators.element_factors([small], [large], 1e-8, bounds)
+        bounds = package.parts.indicators.Bounds(1e-3, 4.0)
+        (factor,) = package.parts.indicators.element_factors([small], [large], 1e-8, bounds)
         assert small.tolist() == [1.0, 2.0] and large.tolist() == [4.0, 4.0] and factor.dtype is dtype
-        reused = package.indicators.element_factor(small, large, 1e-8, bounds, overwrite=True)
+        reused = package.parts.indicators.element_factor(small, large, 1e-8, bounds, overwrite=True)
         assert reused is small and large.tolist() == [4.0, 4.0] and same(reused, factor)
         close(factor.double().tolist(), [0.25, 0.5])
 
 
 @check
 def large_tensors_are_taken_in_parts_that_are_the_whole(package: Any) -> None:
-    rng, rules = torch.Generator().manual_seed(0), package.indicators
+    rng, rules = torch.Generator().manual_seed(0), package.parts.indicators
     bounds, size = rules.Bounds(1e-3, 4.0), rules.PART + 7
     small, large = (torch.randn(size, generator=rng).to(torch.float16).view(1, 1, -1, 1) for _ in "ab")
     (factor,) = rules.element_factors([small], [large], 1e-8, bounds)
@@ -429,7 +429,7 @@ class OtherRanks:
 
 @contextmanager
 def several_ranks(package: Any, others: list[list[Tensor]]) -> Iterator[None]:
-    modules = (package.local_norms, package.reduction)
+    modules = (package.parts.local_norms, package.parts.reduction)
     kept = [module.dist for module in modules]
     for module in modules:
         module.dist = OtherRanks(others)
@@ -444,7 +444,7 @@ def reduced(package: Any, listener: Any, params: list[Tensor], own: list[Tensor]
     views = [v.view(p.shape) for v, p in zip(buffer.split([p.numel() for p in params]), params, strict=True)]
     bucket = SimpleNamespace(buffer=lambda: buffer, gradients=lambda: views, parameters=lambda: params, index=lambda: 0)
     group = SimpleNamespace(size=lambda: world)
-    package.reduction._reduce(package.reduction.Reduction(group, listeners=[listener]), bucket).wait()
+    package.parts.reduction._reduce(package.parts.reduction.Reduction(group, listeners=[listener]), bucket).wait()
     return views
 
 
@@ -464,7 +464,7 @@ def local_norms_equal_the_reference(package: Any) -> None:
         b_small=1,
         **package.PRESETS["robust"],
     )
-    opt._world, opt._local = 3, package.local_norms.LocalNorms(lambda: True)
+    opt._world, opt._local = 3, package.parts.local_norms.LocalNorms(lambda: True)
     opt.consensus = "off"
     expected = [reference.local_factor([grads[k].numpy() for grads in own], 1e-3) for k in range(2)]
     before = [0.0, 0.0]
@@ -489,8 +489,8 @@ def local_norms_equal_the_reference(package: Any) -> None:
 def local_factors_keep_what_is_not_finite_and_their_bounds(package: Any) -> None:
     small = torch.tensor([4.0, math.inf, 1.0, 0.0, 1.0, 100.0])
     large = torch.tensor([1.0, 1.0, math.nan, 0.0, 0.0, 1.0])
-    bounds = package.indicators.Bounds(1e-3, 3.0)
-    found = package.indicators.local_factors(small, large, torch.full((6,), 0.5), bounds)
+    bounds = package.parts.indicators.Bounds(1e-3, 3.0)
+    found = package.parts.indicators.local_factors(small, large, torch.full((6,), 0.5), bounds)
     close(found.tolist(), [2.0, 0.5, 0.5, 1.0, 3.0, 3.0])
 
 

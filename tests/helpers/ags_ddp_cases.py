@@ -23,8 +23,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from tula_cli.worker.optim import PRESETS, TulaOptimizer, tula
-from tula_cli.worker.optim.reduction import listen
+from tula_cli.optim import PRESETS, TulaOptimizer, tula
+from tula_cli.optim.parts.reduction import listen
 
 B_LARGE, STEPS = 16, 3  # STEPS: optimizer steps in an epoch
 Case = Callable[[int, int], None]

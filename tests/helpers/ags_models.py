@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tula_cli.worker import optim
-from tula_cli.worker.optim import TulaOptimizer
+from tula_cli import optim
+from tula_cli.optim import TulaOptimizer
 
 B_LARGE, B_SMALL, STEPS = 16, 4, 4  # STEPS: optimizer steps in an epoch
 DTYPES = (torch.float32, torch.float64, torch.bfloat16)
@@ -44,7 +44,7 @@ def sgd(model: nn.Module, **kwargs: Any) -> torch.optim.SGD:
 def tula(
     model: nn.Module, base: torch.optim.Optimizer | None = None, package: Any = optim, **kwargs: Any
 ) -> TulaOptimizer:
-    """`package`: a copy of tula_cli.worker.optim, for what is tried on a changed one."""
+    """`package`: a copy of tula_cli.optim, for what is tried on a changed one."""
     default: dict[str, Any] = {"b_large": B_LARGE, "b_small": B_SMALL, "steps_per_epoch": STEPS}
     optimizer: TulaOptimizer = package.TulaOptimizer(base or sgd(model), model=model, **(default | kwargs))
     return optimizer

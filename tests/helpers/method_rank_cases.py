@@ -20,13 +20,13 @@ from torch.distributed.optim import PostLocalSGDOptimizer
 from torch.nn.parallel import DistributedDataParallel
 from worker_jobs import Interrupted, gradient, rows, same, spec, train_task, trained, trainer, weights
 
+from tula_cli.optim import orthogonal
+from tula_cli.optim.adascale_sgd import AdaScale, estimates, gain
 from tula_cli.records import TrainTask
 from tula_cli.rundir import RunDir
 from tula_cli.worker import loop, zoo
 from tula_cli.worker.data import build_datasets
 from tula_cli.worker.loop import Trainer
-from tula_cli.worker.optim import ortho
-from tula_cli.worker.optim.adascale import AdaScale, estimates, gain
 from tula_cli.worker.ranks import Ranks, joined
 from tula_cli.worker.sampling import permutation, stable_seed
 from tula_cli.worker.schedule import learning_rate
@@ -59,14 +59,14 @@ def _whole(subject: Trainer) -> list[torch.Tensor]:
 def aligned(folder: Path, ranks: Ranks) -> list[bool]:
     """Return after each step whether the replicas are equal, where rank 1 rounds otherwise in the third step."""
     subject = trainer(spec(train={"method": "ortho"}), ranks)
-    assert isinstance(subject.optimizer, ortho.Ortho)
-    found, before, ortho.ALIGN_EVERY = [], ortho.ALIGN_EVERY, 5
+    assert isinstance(subject.optimizer, orthogonal.Ortho)
+    found, before, orthogonal.ALIGN_EVERY = [], orthogonal.ALIGN_EVERY, 5
     for count, _ in enumerate(islice(loop.steps(subject), 6), 1):
         found.append(_agree(ranks, subject.optimizer.matrices()))
         if count == 3 and ranks.rank == 1:
             with torch.no_grad():
                 subject.optimizer.matrices()[0].mul_(1 + 1e-6)
-    ortho.ALIGN_EVERY = before
+    orthogonal.ALIGN_EVERY = before
     return found
 
 

@@ -13,9 +13,9 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
+from tula_cli.optim import TulaOptimizer
 from tula_cli.spec import JobSpec
 from tula_cli.worker import footprint, zoo
-from tula_cli.worker.optim import TulaOptimizer
 from tula_cli.worker.ranks import process_memory
 from tula_cli.worker.recompute import apply_activation_checkpointing
 

@@ -11,13 +11,13 @@ import torch
 from worker_jobs import Interrupted, probe_task, rows, same, spec, train_task, trained, trainer, weights
 
 from tula_cli.errors import SpecError
+from tula_cli.optim.adascale_sgd import AdaScale
+from tula_cli.optim.layerwise import Lamb, Lars
 from tula_cli.records import Measured, TrainTask
 from tula_cli.rundir import RunDir
 from tula_cli.worker import loop
 from tula_cli.worker.data import build_datasets
 from tula_cli.worker.ghost import GhostBatchNorm
-from tula_cli.worker.optim.adascale import AdaScale
-from tula_cli.worker.optim.baselines import Lamb, Lars
 from tula_cli.worker.probe import run_probes
 from tula_cli.worker.ranks import Ranks
 from tula_cli.worker.training import run_training

@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 from tula_cli.errors import SpecError
+from tula_cli.optim.parts.refusals import NORMALISING
 from tula_cli.spec import DIVIDING, JobSpec
-from tula_cli.worker.optim.refusals import NORMALISING
 from tula_cli.worker.zoo import build_loss, build_model, build_optimizer
 
 

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tula_cli.optim import TulaOptimizer
+from tula_cli.optim.parts.indicators import squared_norm
 from tula_cli.worker.loop import Trainer
-from tula_cli.worker.optim import TulaOptimizer
-from tula_cli.worker.optim.indicators import squared_norm
 
 QUANTILES = {"q05": 0.05, "q25": 0.25, "q50": 0.5, "q75": 0.75, "q95": 0.95}
 EDGES = tuple(2.0 ** (half / 2) for half in range(-20, 15))

@@ -24,11 +24,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from tula_cli.models.allocator import Usage, plain, replay
+from tula_cli.optim.parts.gradient_scaling import chunks
 from tula_cli.plugins import is_import_string
 from tula_cli.records import Footprint
 from tula_cli.spec import JobSpec
 from tula_cli.worker import zoo
-from tula_cli.worker.optim.scaling import chunks
 from tula_cli.worker.recompute import apply_activation_checkpointing
 
 REHEARSED = 2**16 + 1

@@ -11,9 +11,9 @@ import torch
 from torch.distributed import GradBucket  # type: ignore[attr-defined]
 
 from tula_cli.models.efficiency import Pair
+from tula_cli.optim.parts.reduction import listen
 from tula_cli.worker import loop
 from tula_cli.worker.loop import Step, Trainer
-from tula_cli.worker.optim.reduction import listen
 from tula_cli.worker.ranks import Ranks
 
 
@@ -39,7 +39,7 @@ class NormSpy:
         return spy
 
     def __call__(self, bucket: GradBucket) -> Callable[[], None] | None:
-        """See one bucket (`optim.reduction.Listener`)."""
+        """See one bucket (`optim.parts.reduction.Listener`)."""
         if not self.watching:
             return None
         gradient = bucket.buffer()

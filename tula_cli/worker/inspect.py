@@ -20,6 +20,9 @@ from torch.utils._pytree import tree_leaves
 
 from tula_cli.errors import JobFailed, Problem, SpecError, TulaError
 from tula_cli.models.halving import dearest
+from tula_cli.optim import TulaOptimizer
+from tula_cli.optim.adascale_sgd import AdaScale
+from tula_cli.optim.orthogonal import Ortho
 from tula_cli.plugins import is_import_string
 from tula_cli.records import Footprint, Inspection
 from tula_cli.spec import JobSpec
@@ -27,9 +30,6 @@ from tula_cli.worker import footprint, meter, zoo
 from tula_cli.worker.data import Datasets, build_datasets, build_transforms, check_sample, dataset_source, prepare
 from tula_cli.worker.ghost import refuse_without_batch_norm
 from tula_cli.worker.loop import check_ghosts, micro_batches
-from tula_cli.worker.optim import TulaOptimizer
-from tula_cli.worker.optim.adascale import AdaScale
-from tula_cli.worker.optim.ortho import Ortho
 from tula_cli.worker.ranks import process_memory
 from tula_cli.worker.scaling import settings
 

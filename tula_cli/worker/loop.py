@@ -18,18 +18,18 @@ from torch.nn.parallel import DistributedDataParallel
 
 from tula_cli.errors import SpecError
 from tula_cli.models.refresh import small_batch
+from tula_cli.optim import TulaOptimizer
+from tula_cli.optim.adascale_sgd import AdaScale
+from tula_cli.optim.orthogonal import Ortho
+from tula_cli.optim.parts.indicators import squared_norm
+from tula_cli.optim.parts.small_batch import draw_counts
+from tula_cli.optim.post_local_sgd import SWITCH_EPOCHS, average_due, average_replicas, synchronise_gradients
 from tula_cli.records import ProbeTask, TrainTask
 from tula_cli.spec import JobSpec, warmup_epochs
 from tula_cli.worker import zoo
 from tula_cli.worker.data import Datasets
 from tula_cli.worker.ghost import apply_ghost_batch_norm, check_ghost_batch, check_small_batch
 from tula_cli.worker.meter import Clock, Mark
-from tula_cli.worker.optim import TulaOptimizer
-from tula_cli.worker.optim.adascale import AdaScale
-from tula_cli.worker.optim.indicators import squared_norm
-from tula_cli.worker.optim.ortho import Ortho
-from tula_cli.worker.optim.polo import SWITCH_EPOCHS, average_due, average_replicas, synchronise_gradients
-from tula_cli.worker.optim.small_batch import draw_counts
 from tula_cli.worker.ranks import Ranks
 from tula_cli.worker.recompute import apply_activation_checkpointing
 from tula_cli.worker.sampling import Batches, Position, eval_loader, stable_seed, steps_left, train_loader

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from tula_cli.models.efficiency import Pair, summarise
 from tula_cli.models.halving import dearest
+from tula_cli.optim.post_local_sgd import SWITCH_EPOCHS
 from tula_cli.records import GradientStats, Measured, OutOfMemory, Overheads, ProbeTask
 from tula_cli.rundir import RunDir, probe_id
 from tula_cli.spec import JobSpec
@@ -15,7 +16,6 @@ from tula_cli.worker import checkpoint, loop, meter
 from tula_cli.worker.data import Datasets
 from tula_cli.worker.gradients import NormSpy, halves
 from tula_cli.worker.loop import Step, Trainer
-from tula_cli.worker.optim.polo import SWITCH_EPOCHS
 from tula_cli.worker.ranks import Ranks
 from tula_cli.worker.sampling import Position
 

@@ -14,6 +14,8 @@ from typing import Any
 from tula_cli.models import halving
 from tula_cli.models.cost import checkpoint_interval, interruption_rate
 from tula_cli.models.noise import centre
+from tula_cli.optim import advice
+from tula_cli.optim.adascale_sgd import AdaScale
 from tula_cli.records import Prediction, TrainResult, TrainTask
 from tula_cli.rundir import RunDir, write_atomic
 from tula_cli.spec import Arm, Hessian
@@ -22,8 +24,6 @@ from tula_cli.worker.data import Datasets
 from tula_cli.worker.diagnostics import Diagnostics
 from tula_cli.worker.leaving import Leaving, Left
 from tula_cli.worker.loop import Evaluation, Step, Trainer
-from tula_cli.worker.optim import advice
-from tula_cli.worker.optim.adascale import AdaScale
 from tula_cli.worker.ranks import Ranks
 from tula_cli.worker.sampling import Position, steps_left
 

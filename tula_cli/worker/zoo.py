@@ -10,11 +10,11 @@ import torchvision.models
 from torch import nn
 
 from tula_cli.errors import SpecError
+from tula_cli.optim.layerwise import Lamb, Lars
 from tula_cli.plugins import is_import_string, load, nearest
 from tula_cli.spec import REPLACES, JobSpec
 from tula_cli.worker import small_images
 from tula_cli.worker.construct import accepts, construct, refused
-from tula_cli.worker.optim.baselines import Lamb, Lars
 
 LossFunction = Callable[[Any, Any], torch.Tensor]  # (output, target) -> 0-dim loss
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from tula_cli.worker.optim.baselines import Lamb, Lars
+from tula_cli.optim.layerwise import Lamb, Lars
 
 Array = NDArray[np.float64]
 SHAPES = ((4, 3), (5,), (2, 3, 3, 3), ())

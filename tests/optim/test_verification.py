@@ -31,12 +31,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+from tula_cli import optim
+from tula_cli.optim.parts import indicators
+from tula_cli.optim.parts.gradient_scaling import scale_on_device_, scale_on_host_
+from tula_cli.optim.parts.indicators import Bounds
+from tula_cli.optim.parts.small_batch import draw_counts
 from tula_cli.spec import Ags
-from tula_cli.worker import optim
-from tula_cli.worker.optim import indicators
-from tula_cli.worker.optim.indicators import Bounds
-from tula_cli.worker.optim.scaling import scale_on_device_, scale_on_host_
-from tula_cli.worker.optim.small_batch import draw_counts
 from tula_cli.worker.scaling import settings as settings_of
 
 # where only the gate is tested there is no small batch

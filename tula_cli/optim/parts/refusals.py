@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 if TYPE_CHECKING:
-    from .tula import TulaOptimizer
+    from tula_cli.optim.tula import TulaOptimizer
 
 # These divide by the gradient's own magnitude (or keep its sign only), so a factor on the gradient cancels out.
 NORMALISING = frozenset(

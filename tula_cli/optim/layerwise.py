@@ -12,7 +12,7 @@ from typing import Any, overload
 import torch
 from torch import Tensor
 
-from .wrapper import evaluated
+from .parts.wrapper import evaluated
 
 Parameters = Iterable[Tensor] | Iterable[dict[str, Any]]
 

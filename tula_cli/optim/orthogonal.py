@@ -10,9 +10,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from .indicators import clip_, wide
-from .refusals import place, refuse_sharded
-from .wrapper import Wrapper, evaluated
+from .parts.indicators import clip_, wide
+from .parts.refusals import place, refuse_sharded
+from .parts.wrapper import Wrapper, evaluated
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 """Of the odd polynomial that Muon iterates: it is steep at 0 and stays around 1, rather than converging to it."""

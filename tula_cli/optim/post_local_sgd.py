@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from .reduction import reduction
+from .parts.reduction import reduction
 
 SWITCH_EPOCHS = 5
 """Epochs of synchronous training (Tula paper, IV-D)."""

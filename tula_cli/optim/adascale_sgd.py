@@ -8,11 +8,11 @@ from typing import Any, overload
 import torch
 from torch import Tensor, nn
 
-from .indicators import clip_, squared_norm
-from .local_norms import LocalNorms
-from .reduction import listen
-from .refusals import distributed, place
-from .wrapper import Wrapper, evaluated
+from .parts.indicators import clip_, squared_norm
+from .parts.local_norms import LocalNorms
+from .parts.reduction import listen
+from .parts.refusals import distributed, place
+from .parts.wrapper import Wrapper, evaluated
 
 VERSION = 1
 LEAST_NOISE = 1e-6

@@ -15,11 +15,12 @@ from ags_models import STEPS, batch, loss_of, mlp, same, take_small_batch, train
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tula_cli.worker import optim
+from tula_cli import optim
+from tula_cli.optim import PRESETS
+from tula_cli.optim.parts import gradient_scaling
+from tula_cli.optim.parts.gradient_scaling import scale_compiled_, scale_on_host_
+from tula_cli.optim.parts.local_norms import LocalNorms
 from tula_cli.worker.footprint import LiveStorages
-from tula_cli.worker.optim import PRESETS, scaling
-from tula_cli.worker.optim.local_norms import LocalNorms
-from tula_cli.worker.optim.scaling import scale_compiled_, scale_on_host_
 
 pytestmark = pytest.mark.torch
 WAYS: dict[str, dict[str, Any]] = {
@@ -113,7 +114,7 @@ class Memory:
     """The bytes that a wrapped step takes beyond the model, its gradients and the base, in copies of the parameters."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, **kwargs: Any) -> None:
-        monkeypatch.setattr(scaling, "CHUNK", 1)
+        monkeypatch.setattr(gradient_scaling, "CHUNK", 1)
         self.model = mlp(widths=WIDTHS)
         self.copy = sum(p.numel() * p.element_size() for p in self.model.parameters())
         base = torch.optim.SGD(self.model.parameters(), lr=0.1)
@@ -180,9 +181,9 @@ def test_compile_takes_the_single_pass(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def plainly(tensors: list[Tensor], factors: list[Tensor], calm: Tensor) -> None:
         calls.append(len(tensors))
-        scaling._scale_each_(tensors, factors, calm)
+        gradient_scaling._scale_each_(tensors, factors, calm)
 
-    monkeypatch.setattr(scaling, "_single_pass", lambda: plainly)
+    monkeypatch.setattr(gradient_scaling, "_single_pass", lambda: plainly)
     runs = []
     for compiled in (False, True):
         model = mlp()

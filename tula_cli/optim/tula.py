@@ -22,7 +22,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from .indicators import (
+from .parts.gradient_scaling import Scale, scale_compiled_, scale_on_device_, scale_on_host_, scaled_update
+from .parts.indicators import (
     Bounds,
     clip_,
     element_factor,
@@ -36,13 +37,12 @@ from .indicators import (
     tensor_factors,
     wide,
 )
-from .local_norms import LocalNorms
-from .reduction import listen
-from .refusals import check, distributed, place, real_numbers, refuse_sharded, whole_numbers
-from .scaling import Scale, scale_compiled_, scale_on_device_, scale_on_host_, scaled_update
-from .schedule import Refresh, Schedule
-from .small_batch import Draw, SmallLoss, draw_counts, is_finite, small_gradients
-from .wrapper import Wrapper, evaluated
+from .parts.local_norms import LocalNorms
+from .parts.reduction import listen
+from .parts.refresh_schedule import Refresh, Schedule
+from .parts.refusals import check, distributed, place, real_numbers, refuse_sharded, whole_numbers
+from .parts.small_batch import Draw, SmallLoss, draw_counts, is_finite, small_gradients
+from .parts.wrapper import Wrapper, evaluated
 
 Granularity = Literal["element", "tensor", "static", "none"]
 Source = Literal["small_batch", "local_norms"]

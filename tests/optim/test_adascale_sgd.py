@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from tula_cli.worker.optim.adascale import AdaScale, estimates, gain
+from tula_cli.optim.adascale_sgd import AdaScale, estimates, gain
 
 BATCH, REFERENCE = 64, 8
 S = BATCH / REFERENCE

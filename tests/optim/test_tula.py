@@ -33,7 +33,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from tula_cli.worker.optim import TulaOptimizer, advice, indicators
+from tula_cli.optim import TulaOptimizer, advice
+from tula_cli.optim.parts import indicators
 
 # where only the gate is tested there is no small batch
 pytestmark = pytest.mark.filterwarnings("ignore:an AGS refresh was due")

@@ -18,7 +18,7 @@ from types import ModuleType
 import ags_checks
 import pytest
 
-from tula_cli.worker import optim
+from tula_cli import optim
 
 pytestmark = pytest.mark.torch
 FOLDER = Path(optim.__file__).parent
@@ -27,10 +27,14 @@ NUMBERS = itertools.count()
 # (module, the line or a part of it, the error in its place)
 MUTANTS = {
     # the gate: Eq. 5 and line 5
-    "norms instead of squared norms": ("indicators", ".square().sum()", ".square().sum().sqrt()"),
-    "the change is relative to now": ("indicators", "((now - before) / before).abs()", "((now - before) / now).abs()"),
-    "the change has a sign": ("indicators", "((now - before) / before).abs()", "((now - before) / before)"),
-    "the first step is scaled": ("indicators", "torch.full_like(now, math.inf)", "torch.zeros_like(now)"),
+    "norms instead of squared norms": ("parts.indicators", ".square().sum()", ".square().sum().sqrt()"),
+    "the change is relative to now": (
+        "parts.indicators",
+        "((now - before) / before).abs()",
+        "((now - before) / now).abs()",
+    ),
+    "the change has a sign": ("parts.indicators", "((now - before) / before).abs()", "((now - before) / before)"),
+    "the first step is scaled": ("parts.indicators", "torch.full_like(now, math.inf)", "torch.zeros_like(now)"),
     "the threshold is not strict": ("tula", "calm = change < self.delta", "calm = change <= self.delta"),
     "the branch is inverted": ("tula", "calm = change < self.delta", "calm = ~(change < self.delta)"),
     "NaN counts as calm": ("tula", "calm = change < self.delta", "calm = ~(change >= self.delta)"),
@@ -53,12 +57,12 @@ MUTANTS = {
         "        calm, factors = self._look(grads, due) if acts else (None, None)",
     ),
     "the average of norms forgets the wrong share": (
-        "indicators",
+        "parts.indicators",
         "torch.lerp(before, now, 1 - keep)",
         "torch.lerp(before, now, keep)",
     ),
     "a norm that is not finite stays in the average": (
-        "indicators",
+        "parts.indicators",
         "torch.where(before.isfinite(), ",
         "torch.where(now == now, ",
     ),
@@ -69,45 +73,49 @@ MUTANTS = {
         "        self._factor = self._factor if factors is None else factors\n"
         '        if calm is not None and self.apply_to == "gradient":',
     ),
-    "s_max without the root": ("indicators", "return math.sqrt(b_large / b_small)", "return b_large / b_small"),
-    "no cap": ("indicators", "posinf=high).clamp_(low, high)", "posinf=high).clamp_(low)"),
-    "no floor": ("indicators", "posinf=high).clamp_(low, high)", "posinf=high).clamp_(max=high)"),
-    "x/0 is 1": ("indicators", "posinf=high)", "posinf=1.0)"),
-    "0/0 is the cap": ("indicators", "nan_to_num_(nan=1.0", "nan_to_num_(nan=high"),
-    "the ratio has a sign": ("indicators", "ratio.abs_()", "ratio"),
+    "s_max without the root": ("parts.indicators", "return math.sqrt(b_large / b_small)", "return b_large / b_small"),
+    "no cap": ("parts.indicators", "posinf=high).clamp_(low, high)", "posinf=high).clamp_(low)"),
+    "no floor": ("parts.indicators", "posinf=high).clamp_(low, high)", "posinf=high).clamp_(max=high)"),
+    "x/0 is 1": ("parts.indicators", "posinf=high)", "posinf=1.0)"),
+    "0/0 is the cap": ("parts.indicators", "nan_to_num_(nan=1.0", "nan_to_num_(nan=high"),
+    "the ratio has a sign": ("parts.indicators", "ratio.abs_()", "ratio"),
     "the ratio is upside down": (
-        "indicators",
+        "parts.indicators",
         "torch.div(small.to(dtype), ratio, out=ratio)",
         "torch.div(ratio, small.to(dtype), out=ratio)",
     ),
-    "eps is added to a magnitude": ("indicators", "copy=True).add_(eps)", "copy=True).abs_().add_(eps)"),
-    "no eps": ("indicators", "copy=True).add_(eps)", "copy=True)"),
-    "the raw gradient is overwritten": ("indicators", "large.to(dtype, copy=True)", "large.to(dtype)"),
-    "the small gradient is overwritten": ("indicators", "if overwrite and small.dtype", "if small.dtype"),
+    "eps is added to a magnitude": ("parts.indicators", "copy=True).add_(eps)", "copy=True).abs_().add_(eps)"),
+    "no eps": ("parts.indicators", "copy=True).add_(eps)", "copy=True)"),
+    "the raw gradient is overwritten": ("parts.indicators", "large.to(dtype, copy=True)", "large.to(dtype)"),
+    "the small gradient is overwritten": ("parts.indicators", "if overwrite and small.dtype", "if small.dtype"),
     "only the first part": (
-        "indicators",
+        "parts.indicators",
         "zip(*_in_parts(result, small, large), strict=True)",
         "[next(zip(*_in_parts(result, small, large)))]",
     ),
-    "tensor: the ratio is upside down": ("indicators", "above[i] for i in indices", "below[i] for i in indices"),
-    "the average of factors forgets the wrong share": ("indicators", "list(new), 1 - keep)", "list(new), keep)"),
+    "tensor: the ratio is upside down": ("parts.indicators", "above[i] for i in indices", "below[i] for i in indices"),
+    "the average of factors forgets the wrong share": ("parts.indicators", "list(new), 1 - keep)", "list(new), keep)"),
     "factors are not averaged": ("tula", "if factors is None or not self.scale_ema:", "if True:"),
     # line 6 and Eq. 8
-    "the device scales where the host does not": ("scaling", "flag + (1 - flag)] *", "(1 - flag) + flag] *"),
+    "the device scales where the host does not": (
+        "parts.gradient_scaling",
+        "flag + (1 - flag)] *",
+        "(1 - flag) + flag] *",
+    ),
     "the device forgets the branch": (
-        "scaling",
+        "parts.gradient_scaling",
         "multipliers = list(torch._foreach_mul(factors, flag))",
         "multipliers = list(torch._foreach_mul(factors, 1 - flag))",
     ),
     "the device forgets the branch, tensor": (
-        "scaling",
+        "parts.gradient_scaling",
         "(torch.stack(factors) * flag + (1 - flag))",
         "(torch.stack(factors))",
     ),
-    "the host forgets the branch": ("scaling", "if tensors and bool(calm):", "if tensors:"),
-    "the update is scaled in every step": ("scaling", "(not on_device and not bool(calm))", "False"),
-    "the device scales every update": ("scaling", "torch.where(calm.to(p.device), to, p)", "to"),
-    "the update is scaled about zero": ("scaling", "torch._foreach_sub_(after, before)", "pass"),
+    "the host forgets the branch": ("parts.gradient_scaling", "if tensors and bool(calm):", "if tensors:"),
+    "the update is scaled in every step": ("parts.gradient_scaling", "(not on_device and not bool(calm))", "False"),
+    "the device scales every update": ("parts.gradient_scaling", "torch.where(calm.to(p.device), to, p)", "to"),
+    "the update is scaled about zero": ("parts.gradient_scaling", "torch._foreach_sub_(after, before)", "pass"),
     "update and gradient are scaled": (
         "tula",
         '        if calm is not None and self.apply_to == "gradient":',
@@ -136,21 +144,25 @@ MUTANTS = {
         "return bool(self._factor)",
     ),
     # the small pass: lines 13 and 14
-    "BatchNorm's statistics take part": ("small_batch", "buffer.copy_(copy)", "pass"),
-    "random numbers are drawn": ("small_batch", "with torch.random.fork_rng(devices=devices):", "if True:"),
-    "the small gradient keeps the loss scale": ("small_batch", "factor = 1.0 / scaler.get_scale()", "factor = 1.0"),
+    "BatchNorm's statistics take part": ("parts.small_batch", "buffer.copy_(copy)", "pass"),
+    "random numbers are drawn": ("parts.small_batch", "with torch.random.fork_rng(devices=devices):", "if True:"),
+    "the small gradient keeps the loss scale": (
+        "parts.small_batch",
+        "factor = 1.0 / scaler.get_scale()",
+        "factor = 1.0",
+    ),
     "a gradient that is not finite is taken": (
         "tula",
         "        if is_finite(list(staged.values())):",
         "        if True:",
     ),
     "a staged gradient outlives zero_grad": (
-        "wrapper",
+        "parts.wrapper",
         "        self._drop()\n        self.base.zero_grad(set_to_none)",
         "        self.base.zero_grad(set_to_none)",
     ),
     "GradScaler takes the wrapper for a fused optimizer": (
-        "wrapper",
+        "parts.wrapper",
         "_step_supports_amp_scaling = False",
         "_step_supports_amp_scaling = True",
     ),
@@ -168,47 +180,53 @@ MUTANTS = {
     "norms of another average are used": ("tula", '            "norm_ewma": self.norm_ewma,\n', ""),
     "factors of another average are used": ("tula", '            "scale_ema": self.scale_ema,\n', ""),
     # the ranks' own gradients
-    "the sum over the ranks": ("local_norms", "own / dist.get_world_size()", "own"),
-    "this rank's norm alone": ("local_norms", "        dist.all_reduce(own)\n", ""),
+    "the sum over the ranks": ("parts.local_norms", "own / dist.get_world_size()", "own"),
+    "this rank's norm alone": ("parts.local_norms", "        dist.all_reduce(own)\n", ""),
     "both norms from before the reduction": (
-        "local_norms",
+        "parts.local_norms",
         "seen.averaged = _squares(grads)",
         "seen.averaged = seen.own.clone()",
     ),
     "both norms from after the reduction": (
-        "local_norms",
+        "parts.local_norms",
         "seen.averaged = _squares(grads)",
         "seen.averaged = seen.own = _squares(grads)",
     ),
     "norms in place of their squares": (
-        "local_norms",
+        "parts.local_norms",
         "torch.stack(norms(grads)).square()",
         "torch.stack(norms(grads))",
     ),
-    "local: the root is missing": ("indicators", "(small / large).sqrt()", "(small / large)"),
-    "local: upside down": ("indicators", "(small / large).sqrt()", "(large / small).sqrt()"),
+    "local: the root is missing": ("parts.indicators", "(small / large).sqrt()", "(small / large)"),
+    "local: upside down": ("parts.indicators", "(small / large).sqrt()", "(large / small).sqrt()"),
     "local: what is not finite is taken": (
-        "indicators",
+        "parts.indicators",
         "torch.where(small.isfinite() & large.isfinite(), ratio, before)",
         "ratio",
     ),
     "local: a large norm that is not finite is taken": (
-        "indicators",
+        "parts.indicators",
         "small.isfinite() & large.isfinite()",
         "small.isfinite()",
     ),
     "local: a small norm that is not finite is taken": (
-        "indicators",
+        "parts.indicators",
         "small.isfinite() & large.isfinite()",
         "large.isfinite()",
     ),
     "local: the cap of the small batch": ("tula", "math.sqrt(self._world)", "math.sqrt(2 * self._world)"),
-    "the reduction sums": ("reduction", "    gradient.div_(state.group.size())\n", ""),
+    "the reduction sums": ("parts.reduction", "    gradient.div_(state.group.size())\n", ""),
     # presets
-    "paper: another threshold": ("presets", '"delta": 0.5', '"delta": 0.8'),
-    "robust: no average": ("presets", '"scale_ema": 0.9', '"scale_ema": 0.0'),
-    "robust: a gate": ("presets", '"delta": math.inf', '"delta": 0.5'),
+    "paper: another threshold": ("parts.advice", '"delta": 0.5', '"delta": 0.8'),
+    "robust: no average": ("parts.advice", '"scale_ema": 0.9', '"scale_ema": 0.0'),
+    "robust: a gate": ("parts.advice", '"delta": math.inf', '"delta": 0.5'),
 }
+
+
+def file_of(module: str) -> tuple[Path, bool]:
+    """The file of a module, named from the package on, and whether it is a package."""
+    path = FOLDER.joinpath(*filter(None, module.split(".")))
+    return (path / "__init__.py", True) if path.is_dir() else (path.with_suffix(".py"), False)
 
 
 class _Changed(importlib.abc.SourceLoader):
@@ -236,9 +254,9 @@ class _Finder(importlib.abc.MetaPathFinder):
         package, _, module = fullname.partition(".")
         if package != self.name:
             return None
-        file = FOLDER / f"{module or '__init__'}.py"
+        file, inner = file_of(module)
         loader = _Changed(file, self.change if module == self.module else ("", ""))
-        return importlib.machinery.ModuleSpec(fullname, loader, origin=str(file), is_package=not module)
+        return importlib.machinery.ModuleSpec(fullname, loader, origin=str(file), is_package=inner)
 
 
 @contextmanager
@@ -275,6 +293,6 @@ def test_a_copy_without_an_error_passes_every_check() -> None:
 @pytest.mark.parametrize("error", MUTANTS)
 def test_an_error_is_caught(error: str) -> None:
     module, old, new = MUTANTS[error]
-    assert (FOLDER / f"{module}.py").read_text(encoding="utf-8").count(old) == 1, "the line is there exactly once"
+    assert file_of(module)[0].read_text(encoding="utf-8").count(old) == 1, "the line is there exactly once"
     with mutant(module, old, new) as package:
         assert failing(package)

@@ -6,8 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tula_cli.worker.optim import ortho
-from tula_cli.worker.optim.ortho import Ortho, orthogonalised, turned
+from tula_cli.optim.orthogonal import Ortho, orthogonalised, turned
 
 SGD: dict[str, Any] = {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.01}
 
@@ -85,7 +84,7 @@ def test_maps_are_turned_and_all_else_takes_the_bases_step(monkeypatch: pytest.M
     subject = Ortho(torch.optim.SGD(model.parameters(), lr=0.1), model=model)
     names = {id(p): name for name, p in model.named_parameters()}
     assert [names[id(p)] for p in subject.matrices()] == ["conv.weight", "grouped.weight", "wide.weight"]
-    monkeypatch.setattr(ortho, "WIDEST", 4)
+    monkeypatch.setattr(orthogonal, "WIDEST", 4)
     assert [names[id(p)] for p in subject.matrices()] == ["conv.weight"]
 
 

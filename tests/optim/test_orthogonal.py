@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from tula_cli.optim import orthogonal
 from tula_cli.optim.orthogonal import Ortho, orthogonalised, turned
 
 SGD: dict[str, Any] = {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.01}

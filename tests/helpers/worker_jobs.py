@@ -101,6 +101,16 @@ def square_error(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     return (output.flatten() - target).square().mean()
 
 
+def two_rates(
+    parameters: list[nn.Parameter], lr: float, momentum: float = 0.0, captured: bool = False
+) -> torch.optim.Optimizer:
+    """Return SGD that trains biases at twice the rate; `captured` has the rates as tensors."""
+    rates = (torch.tensor(lr), torch.tensor(2 * lr)) if captured else (lr, 2 * lr)
+    shapes = ([p for p in parameters if p.ndim > 1], [p for p in parameters if p.ndim == 1])
+    groups = [{"params": kept, "lr": rate} for kept, rate in zip(shapes, rates, strict=True)]
+    return torch.optim.SGD(groups, lr=lr, momentum=momentum, foreach=False)
+
+
 # --- the loop
 
 

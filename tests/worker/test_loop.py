@@ -166,6 +166,45 @@ def test_the_learning_rate_goes_by_samples(alone: Ranks, start: Position) -> Non
     assert subject.optimizer.param_groups[0]["lr"] == rates[-1]
 
 
+def two_rates(captured: bool, **changes: dict[str, Any]) -> JobSpec:
+    """Return a job with a warm-up whose biases train at twice the learning rate, 0.2 when it is whole."""
+    optimizer = {"name": "worker_jobs:two_rates", "args": {"captured": captured}}
+    schedule = {"kind": "cosine", "warmup_epochs": 1.2, "min_lr": 1e-3}
+    return spec(**{"optimizer": optimizer, "schedule": schedule, **changes})
+
+
+def rates(subject: loop.Trainer) -> list[float]:
+    return [float(group["lr"]) for group in subject.optimizer.param_groups]
+
+
+@pytest.mark.parametrize("captured", [False, True], ids=["", "captured"])
+@pytest.mark.parametrize("method", ["lbt", "ags", "adascale"])
+def test_parameter_groups_keep_their_ratio(alone: Ranks, method: str, captured: bool) -> None:
+    job = two_rates(captured, train={"method": method}, ags={"delta": "inf"})
+    subject = trainer(job, alone)
+    places = [group["lr"] for group in subject.base.param_groups]
+    epochs = [epoch + 0.16 * k for epoch in range(2) for k in range(6)]
+    for epoch, step in zip(epochs, loop.steps(subject), strict=True):
+        assert step.lr == pytest.approx(learning_rate(job, epoch, 16))
+        assert rates(subject) == pytest.approx([step.lr, 2 * step.lr])
+    if captured:
+        assert all(group["lr"] is place for group, place in zip(subject.base.param_groups, places, strict=True))
+
+
+@pytest.mark.parametrize("captured", [False, True], ids=["", "captured"])
+@pytest.mark.parametrize("after", [3, 9], ids=["in the warm-up", "after it"])
+def test_parameter_groups_keep_their_ratio_when_resumed(
+    alone: Ranks, tmp_path: Path, after: int, captured: bool
+) -> None:
+    job = two_rates(captured)
+    whole, _ = trained(job, alone)
+    assert same(interrupted(job, alone, tmp_path / "c.pt", after=after), whole)
+    other = trainer(two_rates(captured, schedule={"kind": "constant"}), alone)
+    checkpoint.restore(other, torch.load(tmp_path / "c.pt", weights_only=True))
+    next(loop.steps(other))
+    assert rates(other) == pytest.approx([0.1, 0.2])
+
+
 # --- what is repeated
 
 

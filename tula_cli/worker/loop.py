@@ -6,7 +6,7 @@ evaluates and saves when an epoch ends. Nothing else trains.
 
 import math
 import warnings
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -45,7 +45,7 @@ class Step:
     """One optimizer step, seen from outside."""
 
     loss: torch.Tensor  # 0-dim, this rank's mean over the local batch; still on the device
-    lr: float
+    lr: float  # the schedule's; a parameter group may have a multiple of it
     start: Mark
     loaded: Mark  # when the first micro-batch was here
     end: Mark
@@ -68,6 +68,7 @@ class Trainer:
     batch: int
     workers: int
     clock: Clock
+    lr_ratios: Sequence[float]  # of each parameter group's learning rate to the spec's
     position: Position = field(default_factory=Position)
     refresh_each_epoch: bool = True
     until: int | None = None  # the epoch at whose end `steps` ends; None: the spec's last
@@ -145,6 +146,7 @@ def build(
         batch=batch,
         workers=workers,
         clock=Clock(ranks.device),
+        lr_ratios=zoo.lr_ratios(base, spec.optimizer.lr),
         refresh_each_epoch=refresh,
     )
 
@@ -319,7 +321,8 @@ def inputs(trainer: Trainer) -> Generator[torch.Tensor, None, None]:
 def _step(trainer: Trainer, stream: Iterator[Any], *, epoch_ends: bool) -> Step:
     """One optimizer step: accumulate, refresh the factors if it is time, update."""
     start = trainer.clock.mark()
-    lr = _set_learning_rate(trainer)
+    lr = trainer.lr
+    zoo.set_lr(trainer.optimizer, lr, trainer.lr_ratios)
     # Random layers draw from the position, not from what ran before: a resumed run repeats an uninterrupted one.
     torch.manual_seed(stable_seed(trainer.spec.train.seed, trainer.position.samples, trainer.ranks.rank))
     _choose_reduction(trainer)
@@ -328,13 +331,6 @@ def _step(trainer: Trainer, stream: Iterator[Any], *, epoch_ends: bool) -> Step:
     _update(trainer)
     _part_or_join(trainer)
     return Step(loss, lr, start, loaded, trainer.clock.mark(), refreshed, epoch_ends)
-
-
-def _set_learning_rate(trainer: Trainer) -> float:
-    lr = trainer.lr
-    for group in trainer.optimizer.param_groups:
-        group["lr"] = lr
-    return lr
 
 
 def _backward(trainer: Trainer, stream: Iterator[Any], start: Mark) -> tuple[torch.Tensor, Mark]:

@@ -135,6 +135,24 @@ def build_optimizer(spec: JobSpec, parameters: Iterable[nn.Parameter]) -> torch.
     return optimizer
 
 
+def lr_ratios(optimizer: torch.optim.Optimizer, lr: float) -> tuple[float, ...]:
+    """Return each parameter group's learning rate by that of the spec, as the optimizer was built.
+
+    A loaded state brings rates from the middle of a training: ask before. A group that names no rate takes the spec's.
+    """
+    rates = (group.get("lr") for group in optimizer.param_groups)
+    return tuple(1.0 if rate is None else float(rate) / lr for rate in rates)
+
+
+def set_lr(optimizer: torch.optim.Optimizer, lr: float, ratios: Sequence[float]) -> None:
+    """Give each parameter group its ratio of a learning rate; one that is a tensor stays that tensor."""
+    for group, ratio in zip(optimizer.param_groups, ratios, strict=True):
+        if isinstance(group.get("lr"), torch.Tensor):  # a captured step reads it where it lies
+            group["lr"].fill_(lr * ratio)
+        else:
+            group["lr"] = lr * ratio
+
+
 def _layerwise(spec: JobSpec) -> type[torch.optim.Optimizer] | None:
     """Return the optimizer that the method puts in place of the spec's; None where it puts none."""
     method, name = spec.train.method, spec.optimizer.name

@@ -395,10 +395,64 @@ def test_a_dry_run_of_train_touches_nothing(cluster):
     assert not Path("tula-runs").exists()
 
 
-def test_what_was_recommended_is_what_is_trained(cluster):
-    assert tula("profile", "job.yaml").code == 0
-    assert tula("recommend", "job.yaml", "--set", "train.epochs=33").code == 0
-    assert newest().spec().train.epochs == 33
+def files(run):
+    """Return what later commands take from a run."""
+    names = ("spec.yaml", "recommendation.json", "recommended.yaml", "results.csv", "cmd.txt")
+    return {name: (run.path / name).read_bytes() for name in names}
+
+
+@pytest.mark.parametrize(
+    "question",
+    [["--objective", "cost"], ["--curve", "cost"], ["--max-nodes", 1], ["--nodes", 1], ["--set", "train.epochs=33"],
+     ["job.yaml", "--set", "pricing.price=1000"]],
+)  # fmt: skip
+def test_just_looking_changes_nothing_that_later_commands_take(cluster, question):
+    tula("profile", "job.yaml")
+    first = tula("recommend", "--json").json["data"]
+    before = files(newest())
+    looked = tula("recommend", *question)
+    assert looked.code == 0 and files(newest()) == before
+    assert f"only shown: tula train takes {first['choice']['nodes']} node" in looked.err
+    assert "(knee; 20" in looked.err and "--save makes it this one" in looked.err
+    assert "as recommended (knee; 20" in tula("train", "--dry-run").out
+
+
+def test_the_same_question_renews_the_answer_and_save_keeps_another(cluster):
+    tula("profile", "job.yaml")
+    asked = ("recommend", "--objective", "cost", "--max-nodes", 1)
+    first, second = (tula(*asked, "--json").json["data"] for _ in range(2))
+    assert first["saved"] and second["saved"] and second["created_at"] > first["created_at"]
+    assert tula("recommend", "--json").json["data"]["saved"] is False
+    assert "as recommended (cost, --max-nodes 1; 20" in tula("train", "--dry-run").out
+    assert "only shown" not in tula("recommend", "--save").err
+    assert "as recommended (knee; 20" in tula("train", "--dry-run").out
+
+
+def test_what_a_saved_answer_assumes_is_told_and_is_not_a_setting_of_the_job(cluster):
+    tula("profile", "job.yaml")
+    own = newest().spec()
+    dear = ("recommend", "job.yaml", "--set", "pricing.price=1000")
+    assert "only shown, as --set assumes something" in tula(*dear).err
+    assert newest().recommendation() is None
+    assert tula(*dear, "--save", "--json").json["data"]["saved"]
+    assert newest().spec() == own
+    plan = tula("train", "--dry-run").out
+    assert "as recommended (knee, --set pricing.price=1000; 20" in plan and "1000 USD" not in plan
+
+
+def test_what_the_run_was_measured_with_is_its_own_setting(cluster):
+    tula("profile", "job.yaml", "--set", "pricing.price=5")
+    answer = tula("recommend", "job.yaml", "--set", "pricing.price=5", "--json").json["data"]
+    assert answer["saved"] and answer["overrides"] == []
+    assert newest().spec().pricing.price == 5
+
+
+def test_what_an_edited_job_recommends_is_kept(cluster, here):
+    tula("profile", "job.yaml")
+    tula("recommend")
+    (here / "job.yaml").write_text(yaml.safe_dump({**make.SPEC, "pricing": {"price": 7.0}}))
+    assert tula("recommend", "job.yaml", "--json").json["data"]["saved"]
+    assert newest().spec().pricing.price == 7
 
 
 def test_5_the_scheduler_refuses(cluster, monkeypatch):

@@ -14,7 +14,7 @@ from make_results import MIB, Truth, measured, out_of_memory, probe_all, spec, w
 from tula_cli import recommend as recommend_module
 from tula_cli.errors import BadMeasurements, Infeasible, Pending, SpecError
 from tula_cli.models.forecast import Forecast
-from tula_cli.recommend import recommend
+from tula_cli.recommend import keep, recommend, renews
 from tula_cli.records import Failed, Measured, OutOfMemory, Prediction, ProbeTask, Recommendation
 from tula_cli.rundir import RunDir
 from tula_cli.spec import JobSpec, load_spec
@@ -38,7 +38,10 @@ def run(tmp_path: Path) -> RunDir:
 
 
 def ask(run: RunDir, objective: str = "time", **rest: object) -> Recommendation:
-    return recommend(run, run.spec(), objective=objective, now=1.0, **rest)  # type: ignore[arg-type]
+    """Ask, and keep the answer."""
+    answer = recommend(run, run.spec(), objective=objective, now=1.0, **rest)  # type: ignore[arg-type]
+    keep(run, run.spec(), answer)
+    return answer.recommendation
 
 
 def test_the_choice_is_the_best_of_the_rows(run: RunDir) -> None:
@@ -57,6 +60,32 @@ def test_the_answer_is_stored(run: RunDir) -> None:
     answer = ask(run, "knee", curve="cost")
     assert run.recommendation() == answer
     assert answer.created_at == 1.0 and answer.curve == "cost"
+
+
+def test_an_answer_alone_writes_nothing(run: RunDir) -> None:
+    before = sorted(run.path.iterdir())
+    recommend(run, run.spec(), objective="time", now=1.0)
+    assert sorted(run.path.iterdir()) == before
+
+
+def test_only_the_first_answer_and_those_to_the_same_question_are_kept_unasked(run: RunDir) -> None:
+    def answer(objective: str = "time", **rest: object) -> Recommendation:
+        return recommend(run, run.spec(), objective=objective, now=1.0, **rest).recommendation  # type: ignore[arg-type]
+
+    assumed, limited = answer(overrides=["pricing.price=9"]), answer(options=["--max-nodes 2"], max_nodes=2)
+    assert renews(answer(), None) and renews(limited, None) and not renews(assumed, None)
+    assert renews(answer(), answer()) and renews(limited, limited) and renews(assumed, assumed)
+    assert not any(renews(found, answer()) for found in (answer("cost"), limited, assumed))
+    assert limited.question == "time, --max-nodes 2" and assumed.question == "time, --set pricing.price=9"
+
+
+def test_what_an_answer_assumes_is_not_written_as_the_jobs_own(run: RunDir) -> None:
+    dear = spec(search={"max_batch": 4096}, pricing={"price": 9.0, "currency": "EUR"})
+    answer = recommend(run, dear, objective="time", overrides=["pricing={price: 9.0, currency: EUR}"], now=1.0)
+    keep(run, run.spec(), answer)
+    path = run.path / "recommended.yaml"
+    assert load_spec(path, environ={}, site_files=()) == run.spec()
+    assert "EUR" in path.read_text() and "# Asked by: time, --set pricing=" in path.read_text()
 
 
 def test_the_command_names_run_nodes_and_batch(tmp_path: Path) -> None:
@@ -242,7 +271,8 @@ def test_a_deadline_cuts_the_front_and_changes_nothing_in_it(run: RunDir) -> Non
 def test_a_higher_price_never_changes_the_fastest_choice(run: RunDir, factor: float) -> None:
     dear = run.spec().pricing.model_copy(update={"price": 2.0 * factor})
     usual = ask(run)
-    answer = recommend(run, run.spec().model_copy(update={"pricing": dear}), objective="time", now=1.0)
+    dearer = run.spec().model_copy(update={"pricing": dear})
+    answer = recommend(run, dearer, objective="time", now=1.0).recommendation
     assert (answer.choice.nodes, answer.choice.batch) == (usual.choice.nodes, usual.choice.batch)
     assert answer.choice.cost == pytest.approx(factor * usual.choice.cost)
 
@@ -254,9 +284,10 @@ def on_spot(
     run: RunDir, objective: str = "cost", *, limits: dict[str, Any] | None = None, **spot: float
 ) -> Recommendation:
     pricing = {"price": 2.0, "spot": {"discount": 0.6, "interruptions_per_day": 2.0, **spot}}
-    return recommend(
-        run, spec(search={"max_batch": 4096}, pricing=pricing), objective=objective, now=1.0, **(limits or {})
-    )  # type: ignore[arg-type]
+    job = spec(search={"max_batch": 4096}, pricing=pricing)
+    answer = recommend(run, job, objective=objective, now=1.0, **(limits or {}))  # type: ignore[arg-type]
+    keep(run, job, answer)
+    return answer.recommendation
 
 
 def by_market(answer: Recommendation) -> tuple[dict[tuple[int, int], Prediction], dict[tuple[int, int], Prediction]]:
@@ -362,7 +393,7 @@ def test_each_type_is_fitted_alone(tmp_path: Path) -> None:
     run = two_types(tmp_path)
     together = ask(run)
     for name, part in zip(("fast", "slow"), run.parts(run.spec()), strict=True):
-        alone = recommend(part.run, part.spec, objective="time", now=1.0)
+        alone = recommend(part.run, part.spec, objective="time", now=1.0).recommendation
         merged = [row for row in together.rows if row.type == name]
         assert [(row.step_time, row.hours, row.cost) for row in merged] == [
             (row.step_time, row.hours, row.cost) for row in alone.rows
@@ -482,7 +513,7 @@ def test_the_other_market_is_that_of_the_chosen_type(tmp_path: Path) -> None:
     run = two_types(tmp_path)
     spot = {"price": 1.0, "spot": {"discount": 0.6, "interruptions_per_day": 2.0}}
     job = spec(search={"max_batch": 4096}, node_types=TYPES, pricing=spot)
-    answer = recommend(run, job, objective="cost", now=1.0)
+    answer = recommend(run, job, objective="cost", now=1.0).recommendation
     other = answer.other_market
     assert (answer.choice.type, answer.choice.market) == ("slow", "spot") and other is not None
     same = [row for row in answer.rows if (row.type, row.nodes, row.batch) == ("slow", other.nodes, other.batch)]

@@ -1,5 +1,6 @@
 """`tula train` as a service: where to train, what is submitted, what came of it."""
 
+import time
 from pathlib import Path
 
 import make_runs
@@ -36,9 +37,13 @@ def test_neither_recommended_nor_given_is_too_little(run: RunDir) -> None:
 
 def test_the_recommended_configuration_is_taken(run: RunDir) -> None:
     choice = make_runs.prediction(2, 256)
-    run.write_recommendation(make_runs.recommendation(choice=choice))
+    asked = {"objective": "time", "options": ("--max-nodes 2",), "overrides": ("pricing.price=9",)}
+    run.write_recommendation(make_runs.recommendation(choice=choice, **asked))
     planned = plan(run, run.spec())
-    assert (planned.task.nodes, planned.task.batch, planned.source) == (2, 256, "as recommended")
+    assert (planned.task.nodes, planned.task.batch) == (2, 256)
+    when = time.strftime("%Y-%m-%d %H:%M", time.localtime(make_runs.START))
+    assert planned.source == f"as recommended (time, --max-nodes 2, --set pricing.price=9; {when})"
+    assert plan(run, run.spec(), nodes=1).source.startswith("nodes as given, the rest as recommended (time, ")
 
 
 def test_given_nodes_and_batch_win(run: RunDir) -> None:
@@ -193,11 +198,11 @@ def test_each_type_is_trained_at_its_own_recommendation(tmp_path: Path) -> None:
     run = RunDir.create(tmp_path, job)
     with pytest.raises(BadMeasurements, match="--type not given"):
         train.part(run, job, None)
-    best = make_runs.prediction(2, 256, type="a")
-    run.write_recommendation(make_runs.recommendation(choice=best))
-    own = make_runs.prediction(1, 64, type="b")
-    run.parts(job)[1].run.write_recommendation(make_runs.recommendation(choice=own))
+    best = make_runs.recommendation(choice=make_runs.prediction(2, 256, type="a"))
+    run.write_recommendation(best)
+    own = make_runs.recommendation(choice=make_runs.prediction(1, 64, type="b"))
+    run.parts(job)[1].run.write_recommendation(own)
     assert [part.type for part, _ in (train.part(run, job, None), train.part(run, job, "b"))] == ["a", "b"]
     assert (train.part(run, job, None)[1], train.part(run, job, "b")[1]) == (best, own)
-    planned = plan(run.parts(job)[0].run, job.by_type()["a"], choice=best)
+    planned = plan(run.parts(job)[0].run, job.by_type()["a"], recommendation=best)
     assert (planned.task.nodes, planned.task.batch) == (2, 256)

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from tula_cli.compare import ComparePlan, CompareReport
     from tula_cli.launch import Launcher
     from tula_cli.profile import ProfilePlan, ProfileReport
+    from tula_cli.recommend import Answer
     from tula_cli.records import Comparison, Inspection
     from tula_cli.rundir import Part, RunDir
     from tula_cli.spec import JobSpec
@@ -759,14 +760,23 @@ def recommend(
     pareto: Annotated[
         bool, typer.Option("--pareto", help="Show only what nothing else beats in both time and cost.")
     ] = False,
+    save: Annotated[bool, typer.Option("--save", help="Make this answer the one that tula train takes.")] = False,
 ) -> None:
-    """Choose nodes and batch size from what was measured."""
+    """Choose nodes and batch size from what was measured.
+
+    A run's first answer is what tula train takes; the same question again renews it. An answer to another question
+    (objective, curve, limits, type), or with --set, is only shown, unless --save. What --set says is never kept for later
+    commands.
+    """
     import time
 
     from tula_cli import recommend as service
 
     run, spec = _measured(screen, job, named, root, overrides)
-    found = service.recommend(
+    assumed = tuple(overrides or ()) if overrides and spec != run.spec() else ()
+    limits = {"nodes": nodes, "max-nodes": max_nodes, "max-batch": max_batch, "deadline": deadline, "budget": budget}
+    asked = {"curve": None if curve == "time" else curve, **limits, "type": node_type}
+    answer = service.recommend(
         run,
         spec,
         objective=objective,
@@ -777,12 +787,29 @@ def recommend(
         deadline_hours=deadline,
         budget=budget,
         node_type=node_type,
+        options=[f"--{name} {value}" for name, value in asked.items() if value is not None],
+        overrides=assumed,
         pending={part.type: _pending(part.run, part.spec) for part in run.parts(spec)},
         now=time.time(),
     )
+    found = answer.recommendation
     _warn_all(screen, found.warnings)
-    _adopt(run, spec, _started(run, spec))  # what was recommended is what `tula train` trains
-    screen.answer(found, show.recommendation(found, width=screen.width, color=screen.colored, pareto=pareto))
+    saved = _keep(screen, run, run.spec() if assumed else spec, answer, save=save)
+    data = {**dict(found), "saved": saved}
+    screen.answer(data, show.recommendation(found, width=screen.width, color=screen.colored, pareto=pareto))
+
+
+def _keep(screen: Screen, run: "RunDir", own: "JobSpec", answer: "Answer", *, save: bool) -> bool:
+    """Return whether this answer is what `tula train` takes from now on, with the job's `own` settings."""
+    from tula_cli import recommend as service
+
+    known = run.recommendation()
+    if not save and not service.renews(answer.recommendation, known):
+        screen.note(show.only_shown(known))
+        return False
+    service.keep(run, own, answer)
+    _adopt(run, own, _started(run, own))
+    return True
 
 
 def _measured(
@@ -832,11 +859,11 @@ def train(
     from tula_cli import train as service
 
     whole, all_types = _open(screen, job, named, root, overrides)
-    part, choice = service.part(whole, all_types, node_type)
+    part, recommendation = service.part(whole, all_types, node_type)
     run, spec = part.run, part.spec
     if part.type:
         screen.note(f"node type {part.type}")
-    plan = service.plan(run, spec, nodes=nodes, batch=batch, choice=choice, inspect=launch.inspect)
+    plan = service.plan(run, spec, nodes=nodes, batch=batch, recommendation=recommendation, inspect=launch.inspect)
     _warn_all(screen, plan.code.warnings)
     links = launch.links(plan.task)
     if dry_run:

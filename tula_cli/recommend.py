@@ -1,4 +1,4 @@
-"""`tula recommend`: choose a configuration from what was measured, and write the answer down."""
+"""`tula recommend`: choose a configuration from what was measured, and write down the answer that training is to take."""
 
 import math
 import shlex
@@ -105,6 +105,15 @@ class _Survey:
         return found and found.model_copy(update={"type": row.type})
 
 
+@dataclass(frozen=True)
+class Answer:
+    """What was chosen, and what it rests on."""
+
+    recommendation: Recommendation
+    by_type: Mapping[str, Recommendation]  # of each node type alone, where the job names any
+    surveys: Sequence[_Survey]
+
+
 def recommend(
     run: RunDir,
     spec: JobSpec,
@@ -117,16 +126,18 @@ def recommend(
     deadline_hours: float | None = None,
     budget: float | None = None,
     node_type: str | None = None,
+    options: Sequence[str] = (),
+    overrides: Sequence[str] = (),
     pending: int | Mapping[str, int] = 0,
     inspection: Inspection | None = None,
     now: float,
-) -> Recommendation:
-    """Choose a configuration and write recommendation.json, recommended.yaml, results.csv and cmd.txt.
+) -> Answer:
+    """Choose a configuration; nothing is written.
 
     Where the job names node types each has models of its own, and the choice is made over all of them.
 
     Args:
-        run: where the results are and the answer goes.
+        run: where the results are.
         spec: the job.
         objective: time, cost, knee or accuracy-time.
         curve: what the knee is looked for in.
@@ -136,6 +147,8 @@ def recommend(
         deadline_hours: longest training time; on spot nodes the expected one.
         budget: highest cost, in the currency of the pricing; on spot nodes the expected one.
         node_type: consider this type of node only.
+        options: all but the objective, as typed; for the record.
+        overrides: what of `spec` is not the job's own; for the record.
         pending: probes that are queued or running; by node type where the job names any.
         inspection: memory estimates and capacity, for what the probes do not tell.
         now: Unix time.
@@ -152,13 +165,45 @@ def recommend(
     surveys, left_out = _surveys(parts, limits, waiting, inspection)
     noise = _noise(surveys, needed=objective == "accuracy-time")
     allowed = _within(surveys, limits, noise)
-    recommendation = _answer(surveys, allowed, limits, left_out, noise, objective=objective, curve=curve, now=now)
-    for survey in surveys if spec.node_types else []:  # what `tula train --type` trains
-        if own := [row for row in allowed if row.type == survey.part.type]:
-            answer = _answer([survey], own, limits, [], noise, objective=objective, curve=curve, now=now)
-            _write(survey.part.run, survey.part.spec, [survey], answer)
-    _write(run, spec, surveys, recommendation)
-    return recommendation
+
+    def answer(surveys: Sequence[_Survey], rows: Sequence[Prediction], warnings: Sequence[str]) -> Recommendation:
+        found = _answer(surveys, rows, limits, warnings, noise, objective=objective, curve=curve, now=now)
+        return found.model_copy(update={"options": tuple(options), "overrides": tuple(overrides)})
+
+    by_type = {
+        survey.part.type: answer([survey], own, [])
+        for survey in surveys
+        if survey.part.type and (own := [row for row in allowed if row.type == survey.part.type])
+    }
+    return Answer(answer(surveys, allowed, left_out), by_type, surveys)
+
+
+def renews(found: Recommendation, known: Recommendation | None) -> bool:
+    """Return whether an answer is kept unasked: the first one under the job's own settings, and one to the same question.
+
+    Args:
+        found: the answer.
+        known: the one that the run keeps.
+    """
+    return not found.overrides if known is None else found.question == known.question
+
+
+def keep(run: RunDir, own: JobSpec, answer: Answer) -> None:
+    """Write recommendation.json, recommended.yaml, results.csv and cmd.txt: what `tula train` takes.
+
+    Args:
+        run: where they go; in those of its node types what `tula train --type` takes.
+        own: the job's own settings, without what the answer only assumes.
+        answer: what was chosen.
+
+    Raises:
+        TulaError: they cannot be written.
+    """
+    surveys = {survey.part.type: survey for survey in answer.surveys}
+    for part in run.parts(own) if own.node_types else ():
+        if part.type in answer.by_type:
+            _write(part.run, part.spec, [surveys[part.type]], answer.by_type[part.type])
+    _write(run, own, answer.surveys, answer.recommendation)
 
 
 def _surveys(
@@ -340,7 +385,7 @@ def _within(surveys: Sequence[_Survey], limits: Limits, noise: Noise | None = No
         if not allowed:
             closest = min(left, key=lambda row: (bound.value(row), row.hours))
             update = {"hours": limits.hours(closest), "cost": limits.cost(closest)}
-            described = _described(closest.model_copy(update=update), surveys[0].part.spec)
+            described = _described(closest.model_copy(update=update), surveys[0].part.spec.pricing.currency)
             raise Infeasible(
                 f"no configuration is within {bound.words}; the closest is {described}",
                 "relax that limit, or search other numbers of nodes and batches",
@@ -357,11 +402,11 @@ def _nothing_fits(forecast: Forecast, limits: Limits) -> Infeasible:
     return Infeasible(f"no configuration is feasible{on}: {why}", "tula recommend without --nodes shows those that are")
 
 
-def _described(row: Prediction, spec: JobSpec) -> str:
+def _described(row: Prediction, currency: str) -> str:
     kind = f" of type {row.type}" * bool(row.type) + " on spot" * (row.market == "spot")
     return (
         f"{counted(row.nodes)}{kind}, batch {row.batch} (local batch {row.local_batch}): {row.hours:.3g} hours,"
-        f" {row.cost:.4g} {spec.pricing.currency}"
+        f" {row.cost:.4g} {currency}"
     )
 
 
@@ -450,7 +495,8 @@ def _recommended_yaml(spec: JobSpec, recommendation: Recommendation, *, train: s
     """
     choice = recommendation.choice
     return (
-        f"# tula recommends {_described(choice, spec)}.\n"
+        f"# tula recommends {_described(choice, recommendation.currency)}.\n"
+        f"# Asked by: {recommendation.question}.\n"
         f"# Why: {recommendation.reason}.\n"
         f"# Train it: {train}\n"
         f"{dump_yaml(spec)}"

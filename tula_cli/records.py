@@ -220,7 +220,14 @@ class Recommendation(Record):
     fit: str  # the fit in words; a line a node type
     efficiency: str = ""  # what `same_progress` rests on, in words; empty where there is none
     other_market: Prediction | None = None  # the choice on demand where it is on spot nodes, and the other way round
+    options: tuple[str, ...] = ()  # what else was asked for, as typed: "--max-nodes 2"
+    overrides: tuple[str, ...] = ()  # --set values that are not the job's own settings
     created_at: float
+
+    @property
+    def question(self) -> str:
+        """What this answers, in the words of the command line; the same words are the same question."""
+        return ", ".join([self.objective, *self.options, *(f"--set {override}" for override in self.overrides)])
 
 
 class Rung(Record):

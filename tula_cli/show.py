@@ -689,6 +689,14 @@ def recommendation(
         yield Text.from_ansi(drawn)
 
 
+def only_shown(known: "Recommendation | None") -> str:
+    """Say of an answer that is not kept what `tula train` takes instead: `known`, or nothing."""
+    if known is None:
+        return "only shown, as --set assumes something; --save makes it what tula train takes"
+    kept = f"{_place_of(known.choice)} ({known.question}; {moment(known.created_at)})"
+    return f"only shown: tula train takes {kept}; --save makes it this one"
+
+
 def _place_of(row: "Prediction") -> str:
     """Return a configuration in words, with the type and market of its nodes where there are several."""
     kind = f" of type {row.type}" * bool(row.type) + " on spot" * (row.market == "spot")

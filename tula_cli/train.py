@@ -1,7 +1,8 @@
 """`tula train`: where to train, submitting it, and what came of it."""
 
 import dataclasses
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,7 +23,7 @@ from tula_cli.models import halving
 from tula_cli.models.cost import price_words
 from tula_cli.models.forecast import Forecast
 from tula_cli.outcome import advice
-from tula_cli.records import Attempt, Inspection, Market, Measured, Prediction, Rung, Summary, TrainTask
+from tula_cli.records import Attempt, Inspection, Market, Measured, Prediction, Recommendation, Rung, Summary, TrainTask
 from tula_cli.rundir import Part, RunDir
 from tula_cli.spec import JobSpec, train_signature
 
@@ -42,7 +43,7 @@ class TrainPlan:
     price: str = ""  # in words, with unit, source and date
 
 
-def part(run: RunDir, spec: JobSpec, node_type: str | None) -> tuple[Part, Prediction | None]:
+def part(run: RunDir, spec: JobSpec, node_type: str | None) -> tuple[Part, Recommendation | None]:
     """Return the part of a job to train and what is recommended there; the whole job where it names no node types.
 
     Args:
@@ -55,19 +56,17 @@ def part(run: RunDir, spec: JobSpec, node_type: str | None) -> tuple[Part, Predi
         SpecError: there is no such type.
     """
     found = run.recommendation()
-    choice = found.choice if found is not None else None
     if spec.node_types and node_type is None:
-        if choice is None:
+        if found is None:
             raise BadMeasurements(
                 f"{run.id} has no recommendation, and --type not given",
                 "run tula recommend first, or name all: tula train --type NAME --nodes N --batch B",
             )
-        node_type = choice.type
+        node_type = found.choice.type
     (chosen,) = run.parts(spec, node_type)
-    if choice is None or choice.type != chosen.type:
-        own = chosen.run.recommendation()
-        choice = own.choice if own is not None else None
-    return chosen, choice
+    if found is None or found.choice.type != chosen.type:
+        found = chosen.run.recommendation()
+    return chosen, found
 
 
 def plan(
@@ -76,7 +75,7 @@ def plan(
     *,
     nodes: int | None = None,
     batch: int | None = None,
-    choice: Prediction | None = None,
+    recommendation: Recommendation | None = None,
     inspect: Callable[[JobSpec], Inspection],
 ) -> TrainPlan:
     """Decide nodes and batch: those given, else the recommended ones.
@@ -86,24 +85,21 @@ def plan(
         spec: the job.
         nodes: number of nodes.
         batch: global batch.
-        choice: what is recommended; None for what the run itself recommends.
+        recommendation: what is recommended; None for what the run itself recommends.
         inspect: tells the dataset's size where no probe has.
 
     Raises:
         BadMeasurements: neither given nor recommended.
         SpecError: a batch that cannot be trained on that many nodes, or that is larger than the dataset.
     """
-    recommendation = run.recommendation()
-    choice = choice or (recommendation.choice if recommendation is not None else None)
+    recommendation = recommendation or run.recommendation()
+    choice = recommendation.choice if recommendation is not None else None
     if choice is None and (nodes is None or batch is None):
         raise BadMeasurements(
             f"{run.id} has no recommendation, and {'--batch' if nodes else '--nodes and --batch'} not given",
             "run tula recommend, which says why where it leaves something out; or name both: tula train --nodes N --batch B",
         )
-    given = [word for word, value in (("nodes", nodes), ("batch", batch)) if value]
-    source = {0: "as recommended", 1: f"{given[0] if given else ''} as given, the rest as recommended", 2: "as given"}[
-        len(given)
-    ]
+    source = _source(recommendation, [word for word, value in (("nodes", nodes), ("batch", batch)) if value])
     if choice is not None:
         nodes, batch = nodes or choice.nodes, batch or choice.batch
     assert nodes is not None
@@ -126,6 +122,15 @@ def plan(
         code=code,
         price=price_words(spec.pricing),
     )
+
+
+def _source(recommendation: Recommendation | None, given: Sequence[str]) -> str:
+    """Say where nodes and batch come from: which recommendation, or `given`, the words for those that were given."""
+    if recommendation is None or len(given) == 2:
+        return "as given"
+    when = time.strftime("%Y-%m-%d %H:%M", time.localtime(recommendation.created_at))
+    recommended = f"as recommended ({recommendation.question}; {when})"
+    return f"{given[0]} as given, the rest {recommended}" if given else recommended
 
 
 def _again(newest: TrainTask, wanted: TrainTask) -> TrainTask:

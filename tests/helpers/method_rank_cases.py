@@ -28,8 +28,9 @@ from tula_cli.worker import loop, zoo
 from tula_cli.worker.data import build_datasets
 from tula_cli.worker.loop import Trainer
 from tula_cli.worker.ranks import Ranks, joined
-from tula_cli.worker.sampling import permutation, stable_seed
+from tula_cli.worker.sampling import permutation
 from tula_cli.worker.schedule import learning_rate
+from tula_cli.worker.seeding import stable_seed
 from tula_cli.worker.training import run_training
 
 POLO: dict[str, Any] = {"train": {"method": "polo", "epochs": 7, "checkpoint_every": 1e-9}}

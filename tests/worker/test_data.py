@@ -1,7 +1,6 @@
 """Datasets, their split, their transforms, and augmentation that depends on (seed, epoch, index) alone."""
 
 import pickle
-import random
 import urllib.error
 from pathlib import Path
 
@@ -14,7 +13,7 @@ from torchvision.transforms import v2
 
 from tula_cli.errors import SpecError
 from tula_cli.spec import JobSpec
-from tula_cli.worker.data import build_datasets, build_transforms, check_sample, prepare, seeded, stratified, to_tensor
+from tula_cli.worker.data import build_datasets, build_transforms, check_sample, prepare, stratified, to_tensor
 
 
 def spec(dataset: dict, *, transforms: dict | None = None, seed: int = 0) -> JobSpec:
@@ -37,10 +36,6 @@ def fake(size: int = 6, *, image_size=(3, 8, 8), num_classes: int = 5, **others)
 def image(*, mode: str = "RGB", size=(5, 4)) -> PIL.Image.Image:
     pixels = np.random.default_rng(0).integers(0, 256, size=(size[1], size[0], 3), dtype=np.uint8)
     return PIL.Image.fromarray(pixels).convert(mode)
-
-
-def draws() -> tuple[float, float, float]:
-    return float(torch.rand(())), random.random(), float(np.random.rand())
 
 
 # --- datasets
@@ -255,28 +250,6 @@ def test_augmentation_is_the_same_in_worker_processes():
     here = [batch[0] for batch in DataLoader(found.train, sampler=keys, batch_size=2, num_workers=0)]
     there = [batch[0] for batch in DataLoader(found.train, sampler=keys, batch_size=2, num_workers=2)]
     assert torch.equal(torch.cat(here), torch.cat(there))
-
-
-def test_seeding_covers_three_generators_and_puts_them_back():
-    torch.manual_seed(5), random.seed(5), np.random.seed(5)
-    expected = draws()
-    torch.manual_seed(5), random.seed(5), np.random.seed(5)
-    with seeded(0, 1, 2):
-        inside = draws()
-    assert draws() == expected
-    with seeded(0, 1, 2):
-        assert draws() == inside
-    with seeded(0, 2, 1):
-        assert all(one != two for one, two in zip(draws(), inside, strict=True))
-
-
-def test_generators_are_put_back_after_an_error():
-    random.seed(5)
-    expected = random.random()
-    random.seed(5)
-    with pytest.raises(ZeroDivisionError), seeded(1):
-        raise ZeroDivisionError
-    assert random.random() == expected
 
 
 def test_evaluation_draws_nothing():

@@ -14,11 +14,12 @@ from worker_jobs import same, spec, train_task, trained, trainer, weights
 from tula_cli.errors import SpecError
 from tula_cli.models.refresh import small_batch
 from tula_cli.spec import JobSpec
-from tula_cli.worker import checkpoint, loop, zoo
+from tula_cli.worker import checkpoint, hessian, loop, zoo
 from tula_cli.worker.data import Datasets, build_datasets
 from tula_cli.worker.ranks import Ranks
-from tula_cli.worker.sampling import Position, permutation, stable_seed
+from tula_cli.worker.sampling import Position, permutation
 from tula_cli.worker.schedule import learning_rate
+from tula_cli.worker.seeding import stable_seed
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
 AGS = {"train": {"method": "ags"}, "ags": {"delta": "inf"}}  # scales in every step once there are factors
@@ -252,6 +253,36 @@ def test_a_run_is_the_same_twice_and_another_with_another_seed(alone: Ranks) -> 
     other, _ = trained(spec(model=DROPOUT, train={"seed": 4}), alone)
     assert same(one, again)
     assert not same(one, other)
+
+
+def test_a_step_draws_as_after_torchs_own_seeding_by_its_position(alone: Ranks) -> None:
+    subject = trainer(spec(), alone)  # in which nothing draws after the seeding
+    for before, _ in zip(range(0, 192, 16), loop.steps(subject), strict=False):
+        state = torch.get_rng_state()
+        torch.manual_seed(stable_seed(3, before, 0))
+        assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_a_step_seeds_its_generators_and_not_every_device(
+    alone: Ranks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch.manual_seed costs some 90 times as much, and seeds the GPUs of the node's other ranks."""
+    job = spec(train={"method": "ags"}, ags={"delta": "inf", "refresh": {"every": 1}}, model=DROPOUT)
+
+    def refuse(*_: object) -> None:
+        raise AssertionError("every device is seeded")
+
+    for place in (torch, torch.random, torch.cuda):
+        for name in ("manual_seed", "manual_seed_all"):
+            monkeypatch.setattr(place, name, refuse, raising=False)
+    first, resumed = trainer(job, alone), trainer(job, alone)
+    stream = loop.steps(first)
+    for _ in islice(stream, 4):
+        hessian.measure(first, samples=20)
+    checkpoint.write(tmp_path / "c.pt", checkpoint.state(first, best={}))
+    checkpoint.restore(resumed, torch.load(tmp_path / "c.pt", weights_only=True))
+    assert len([*stream]) == len([*loop.steps(resumed)]) == 8
+    assert same(weights(resumed), weights(first))
 
 
 def test_loader_processes_change_nothing(alone: Ranks) -> None:

@@ -13,7 +13,6 @@ from tula_cli.worker.sampling import (
     Position,
     eval_loader,
     permutation,
-    stable_seed,
     steps_left,
     train_loader,
 )
@@ -114,12 +113,6 @@ def test_order_draws_nothing_from_the_process_generator() -> None:
     before = torch.get_rng_state()
     permutation(10, seed=3, epoch=2)
     assert torch.equal(torch.get_rng_state(), before)
-
-
-def test_seeds_tell_their_parts_apart() -> None:
-    seeds = [stable_seed(*parts) for parts in ((1, 23), (12, 3), (123,), (1, 2, 3), (3, 2, 1))]
-    assert len(set(seeds)) == 5
-    assert all(0 <= seed < 2**63 for seed in seeds)
 
 
 def test_position_counts_samples_and_steps_across_epochs() -> None:

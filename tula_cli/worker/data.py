@@ -1,10 +1,6 @@
 """From the spec to datasets: where the samples come from, how they are split, transformed and seeded."""
 
-import functools
-import hashlib
-import random
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,6 +16,7 @@ from tula_cli.errors import SpecError
 from tula_cli.plugins import is_import_string, load, nearest
 from tula_cli.spec import JobSpec
 from tula_cli.worker.construct import construct
+from tula_cli.worker.seeding import seeded
 
 Transform = Callable[[Any], Any]
 Samples = torch.utils.data.Dataset[Any]  # (input, target) by integer index, with a length
@@ -83,42 +80,6 @@ def as_label(target: Any) -> Any:
     if isinstance(target, torch.Tensor) and target.ndim == 0 and not target.is_floating_point():
         return int(target)
     return int(target) if isinstance(target, np.integer) else target
-
-
-@contextmanager
-def seeded(*parts: int) -> Iterator[None]:
-    """Seed torch's CPU generator, `random` and numpy from integers, and put their states back afterwards.
-
-    A loader's worker process has nothing else that draws from these generators: there the states are not put back.
-    """
-    digest = hashlib.blake2b(",".join(map(str, parts)).encode(), digest_size=8).digest()
-    seed = int.from_bytes(digest, "little")
-    if torch.utils.data.get_worker_info() is not None:
-        _seed_all(seed)
-        yield
-        return
-    torch_state, random_state, bits = torch.get_rng_state(), random.getstate(), np.random.get_bit_generator()  # type: ignore[attr-defined]
-    try:
-        # Swapped and not copied: np.random.set_state takes 70 us and more.
-        np.random.set_bit_generator(_spare_bits())  # type: ignore[attr-defined]
-        _seed_all(seed)
-        yield
-    finally:
-        torch.set_rng_state(torch_state)
-        random.setstate(random_state)
-        np.random.set_bit_generator(bits)  # type: ignore[attr-defined]
-
-
-@functools.cache
-def _spare_bits() -> np.random.MT19937:
-    return np.random.MT19937(0)
-
-
-def _seed_all(seed: int) -> None:
-    # Not torch.manual_seed, which would seed the GPUs too and so repeat a training step's dropout.
-    torch.default_generator.manual_seed(seed)
-    random.seed(seed)
-    np.random.seed(seed % 2**32)
 
 
 def prepare(spec: JobSpec) -> None:

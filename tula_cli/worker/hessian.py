@@ -23,7 +23,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from tula_cli.errors import SpecError
 from tula_cli.worker.loop import Trainer
 from tula_cli.worker.ranks import Ranks
-from tula_cli.worker.sampling import fixed_loader, permutation, stable_seed
+from tula_cli.worker.sampling import fixed_loader, permutation
+from tula_cli.worker.seeding import seed_torch, stable_seed
 
 TOLERANCE = 0.05
 """Residual |Hv - rv| as a share of |r| that ends the iteration; the error of r is of the order of its square."""
@@ -219,7 +220,7 @@ class Surface:
     def _losses(self) -> Iterator[tuple[float, Tensor]]:
         """Yield (share of all samples, mean loss) of each batch."""
         for inputs, targets in self.batches:
-            torch.manual_seed(stable_seed(self.seed, _STREAM, self.ranks.rank))
+            seed_torch(stable_seed(self.seed, _STREAM, self.ranks.rank), self.ranks.device)
             with torch.enable_grad():
                 yield len(targets) / self.samples, self.loss(self.model(inputs), targets)
 

@@ -32,9 +32,10 @@ from tula_cli.worker.ghost import apply_ghost_batch_norm, check_ghost_batch, che
 from tula_cli.worker.meter import Clock, Mark
 from tula_cli.worker.ranks import Ranks
 from tula_cli.worker.recompute import apply_activation_checkpointing
-from tula_cli.worker.sampling import Batches, Position, eval_loader, stable_seed, steps_left, train_loader
+from tula_cli.worker.sampling import Batches, Position, eval_loader, steps_left, train_loader
 from tula_cli.worker.scaling import settings
 from tula_cli.worker.schedule import learning_rate
+from tula_cli.worker.seeding import seed_torch, stable_seed
 
 LossFunction = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -125,7 +126,7 @@ def build(
     """
     spec = task.spec
     _check_batch(spec, batch, ranks, datasets)
-    torch.manual_seed(stable_seed(spec.train.seed))
+    seed_torch(stable_seed(spec.train.seed), ranks.device)
     model = zoo.build_model(spec, datasets.classes).to(ranks.device)
     if spec.train.ghost_batch is not None:
         apply_ghost_batch_norm(model, spec.train.ghost_batch)
@@ -324,7 +325,8 @@ def _step(trainer: Trainer, stream: Iterator[Any], *, epoch_ends: bool) -> Step:
     lr = trainer.lr
     zoo.set_lr(trainer.optimizer, lr, trainer.lr_ratios)
     # Random layers draw from the position, not from what ran before: a resumed run repeats an uninterrupted one.
-    torch.manual_seed(stable_seed(trainer.spec.train.seed, trainer.position.samples, trainer.ranks.rank))
+    seed = stable_seed(trainer.spec.train.seed, trainer.position.samples, trainer.ranks.rank)
+    seed_torch(seed, trainer.ranks.device)
     _choose_reduction(trainer)
     loss, loaded = _backward(trainer, stream, start)
     refreshed = _refresh(trainer) and not trainer.spec.ags.resolved().each_step

@@ -1,6 +1,5 @@
 """Which sample is trained when: a pure function of (seed, epoch, samples done), whatever the batch and the world size."""
 
-import hashlib
 import signal
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -8,6 +7,8 @@ from typing import Any
 
 import torch
 from torch.utils.data import DataLoader, Dataset, Sampler
+
+from tula_cli.worker.seeding import stable_seed
 
 Key = tuple[int, int]
 """(epoch, index): augmentation is seeded by both."""
@@ -27,12 +28,6 @@ class Position:
 
     def next_epoch(self) -> "Position":
         return replace(self, epoch=self.epoch + 1, done=0)
-
-
-def stable_seed(*parts: int) -> int:
-    """Return a 63-bit seed, the same on every machine and in every process."""
-    digest = hashlib.blake2b(" ".join(map(str, parts)).encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "little") >> 1
 
 
 def permutation(size: int, *, seed: int, epoch: int) -> torch.Tensor:

@@ -455,6 +455,75 @@ def test_what_an_edited_job_recommends_is_kept(cluster, here):
     assert newest().spec().pricing.price == 7
 
 
+def edit(here, **changes):
+    (here / "job.yaml").write_text(yaml.safe_dump({**make.SPEC, **changes}))
+
+
+def test_a_training_does_not_start_from_settings_that_the_job_no_longer_has(cluster, here):
+    tula("profile", "job.yaml")
+    tula("recommend")
+    edit(here, train={"epochs": 9}, optimizer={"lr": 0.002})
+    told = "job.yaml says otherwise by now: optimizer.lr 0.002 (here 0.1), train.epochs 9 (here 4)"
+    for command in (["train"], ["compare", "--batch", 64]):
+        refused = tula(*command)
+        assert refused.code == 2 and "(optimizer.lr, train.epochs)" in refused.err and told in refused.err
+        assert (
+            f"tula {command[0]} job.yaml; those of the run: tula {command[0]} --run {show.near(newest().path)}"
+            in refused.err
+        )
+    assert len(cluster.launcher.submitted) == 2, "the probes"
+    assert tula("train", "--dry-run").code == 0
+    as_it_was = tula("train", "--run", newest().path)
+    assert as_it_was.code == 0 and told in as_it_was.err
+    assert newest().spec().train.epochs == 4
+    assert tula("train").code == 0, "finished already: nothing is started"
+    assert tula("train", "job.yaml").code == 0
+    assert newest().spec().train.epochs == 9
+    assert "says otherwise" not in tula("train").err
+
+
+def test_a_training_under_way_is_attached_to_whatever_became_of_the_job(cluster, here):
+    cluster.launcher = Here("hangs")
+    asked = ("--nodes", 1, "--batch", 64, "--no-wait")
+    tula("train", "job.yaml", *asked)
+    edit(here, train={"epochs": 9})
+    again = tula("train", *asked)
+    assert again.code == 0 and "under way already" in again.out and "train.epochs 9 (here 4)" in again.err
+
+
+def test_an_edited_price_is_told_and_trained_with(cluster, here):
+    tula("profile", "job.yaml")
+    edit(here, pricing={"price": 7.0})
+    recommended = tula("recommend")
+    assert recommended.code == 0 and "pricing.price 7.0 (here 1.0)" in recommended.err
+    assert "tula recommend job.yaml takes what it says" in recommended.err
+    assert "pricing.price" in tula("profile").err
+    assert tula("train").code == 0
+
+
+def test_a_job_that_names_another_model_is_measured_first(cluster, here):
+    tula("profile", "job.yaml")
+    tula("recommend")
+    edit(here, model={"name": "resnet34"})
+    assert "the file's: tula profile job.yaml; " in tula("train").err
+
+
+def test_a_job_that_is_gone_is_no_error(cluster, here):
+    tula("profile", "job.yaml")
+    tula("recommend")
+    (here / "job.yaml").rename(here / "moved.yaml")
+    trained = tula("train")
+    assert trained.code == 0 and "says otherwise" not in trained.err
+
+
+def test_a_job_that_cannot_be_read_any_more_is_not_trained_in_silence(cluster, here):
+    tula("profile", "job.yaml")
+    (here / "job.yaml").write_text("model: [")
+    assert tula("recommend").code == 0
+    refused = tula("train")
+    assert refused.code == 2 and "job.yaml cannot be used" in refused.err
+
+
 def test_5_the_scheduler_refuses(cluster, monkeypatch):
     def refuse(spec):
         raise SchedulerError("sbatch: error: invalid partition specified: nope", "sinfo lists partitions")

@@ -6,6 +6,7 @@ Services are imported inside the commands, so that `tula --help` waits for none 
 import functools
 import inspect
 import os
+import shlex
 import shutil
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -34,8 +35,7 @@ if TYPE_CHECKING:
     from tula_cli.compare import ComparePlan, CompareReport
     from tula_cli.launch import Launcher
     from tula_cli.profile import ProfilePlan, ProfileReport
-    from tula_cli.recommend import Answer
-    from tula_cli.records import Comparison, Inspection
+    from tula_cli.records import Comparison, Inspection, Recommendation
     from tula_cli.rundir import Part, RunDir
     from tula_cli.spec import JobSpec
     from tula_cli.status import RunStatus
@@ -192,11 +192,15 @@ def _open(
 ) -> tuple["RunDir", "JobSpec"]:
     """Return run and spec: those of a job.yaml (whose run may not be there yet), else those of a run."""
     from tula_cli.code import behind, fingerprint, others
+    from tula_cli.jobfile import edited
     from tula_cli.rundir import RunDir
 
     if job is None:
         run = _find_run(screen, named, root)
-        return run, _spec_of(run, overrides)
+        spec = _spec_of(run, overrides)
+        if (found := edited(run, spec, overrides or ())) is not None:
+            screen.warn(show.edited(found, screen.command))
+        return run, spec
     if named is not None:
         raise SpecError(f"both {job} and --run {named} given", "name one of them")
     spec = _load(job, overrides)
@@ -225,12 +229,35 @@ def _headed(
         yield from parts(name, one)
 
 
-def _adopt(run: "RunDir", spec: "JobSpec", parts: Sequence["Part"]) -> None:
-    """Make a run the newest, with this spec, and so its parts."""
+def _adopt(
+    run: "RunDir", spec: "JobSpec", parts: Sequence["Part"], job: Path | None, overrides: Sequence[str] | None
+) -> None:
+    """Make a run the newest, with this spec (of `job`, else its own, with `overrides`), and so its parts."""
+    from tula_cli.jobfile import origin
+
     for part in parts:
         if part.type:
             part.run.adopt(part.spec)
-    run.adopt(spec)
+    run.adopt(spec, origin(run, job, overrides or ()))
+
+
+def _require_unedited(
+    screen: Screen, run: "RunDir", spec: "JobSpec", named: Path | None, overrides: Sequence[str] | None
+) -> None:
+    """Refuse to start a training from settings that their job.yaml no longer has, where neither it nor --run is `named`.
+
+    Raises:
+        SpecError: the file has other values that a training depends on, or cannot be used.
+    """
+    from tula_cli.jobfile import edited
+
+    if named is None and (found := edited(run, spec, overrides or ())) is not None and found.trains:
+        name, run_path = show.near(Path(found.file.path)), shlex.quote(show.near(run.path))
+        what = "cannot be used" if found.problem else f"says otherwise ({', '.join(found.changes)})"
+        raise SpecError(
+            f"{name} {what}, and nothing tells which settings to train with; nothing was started",
+            f"the file's: {show.with_file(found, screen.command)}; those of the run: tula {screen.command} --run {run_path}",
+        )
 
 
 def _started(run: "RunDir", spec: "JobSpec", node_type: str | None = None) -> Sequence["Part"]:
@@ -394,7 +421,7 @@ def _check_on_cluster(
         f"looks at one type of node: add --type {' or --type '.join(all_types.node_types)}",
     )
     run, spec = parts[0].run, parts[0].spec
-    _adopt(whole, all_types, parts)
+    _adopt(whole, all_types, parts, job, overrides)
     launcher = launch.launcher_for(spec)
     count = service.cluster_nodes(spec, nodes)
     task = service.start_on_cluster(run, spec, launcher, nodes=count)
@@ -417,11 +444,11 @@ def _check_on_cluster(
 
 def _origins(job: Path, spec: "JobSpec", overrides: Sequence[str] | None) -> dict[str, show.Origin]:
     """Return each value of the spec and where it comes from."""
-    from tula_cli.spec import merge_sources
+    from tula_cli.spec import leaves, merge_sources
 
     sources = merge_sources(job, overrides=overrides or ())[1]
-    leaves = dict(_leaves(spec.model_dump(mode="json")))
-    return {key: show.Origin(value, _source(key, sources)) for key, value in leaves.items()}
+    values = leaves(spec.model_dump(mode="json"))
+    return {key: show.Origin(value, _source(key, sources)) for key, value in values}
 
 
 def _source(key: str, sources: dict[str, str]) -> str:
@@ -429,14 +456,6 @@ def _source(key: str, sources: dict[str, str]) -> str:
     parts = key.split(".")
     prefixes = (".".join(parts[:length]) for length in range(len(parts), 0, -1))
     return next((sources[prefix] for prefix in prefixes if prefix in sources), "default")
-
-
-def _leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    if isinstance(value, dict) and value:
-        for key, inner in value.items():
-            yield from _leaves(inner, f"{path}.{key}" if path else key)
-    else:
-        yield path, value
 
 
 @command
@@ -515,7 +534,7 @@ def profile(
         planned = _profile_plans(screen, run, spec, again=again)
         missing = [(part, plan) for part, plan in planned if plan.missing and part.type not in stopped]
         if not missing:
-            _adopt(run, spec, [part for part, _ in planned])
+            _adopt(run, spec, [part for part, _ in planned], job, overrides)
             screen.note(
                 next((plan.certainty for _, plan in planned if plan.certainty), "every probe has a result already")
             )
@@ -524,7 +543,7 @@ def profile(
         if any(work.fresh for work in at_work):
             _confirm_profile(screen, planned, spec, yes=yes)
             yes = True  # for the rounds to come
-        _adopt(run, spec, [part for part, _ in planned])
+        _adopt(run, spec, [part for part, _ in planned], job, overrides)
         for work in at_work:
             work.started = service.start(work.part.run, work.plan, work.launcher)
         if not all(_waits(wait, work.part.spec) for work in at_work):
@@ -794,21 +813,23 @@ def recommend(
     )
     found = answer.recommendation
     _warn_all(screen, found.warnings)
-    saved = _keep(screen, run, run.spec() if assumed else spec, answer, save=save)
+    saved = save or _renews(screen, run, found)
+    if saved:
+        own = run.spec() if assumed else spec
+        service.keep(run, own, answer)
+        _adopt(run, own, _started(run, own), None if assumed else job, None if assumed else overrides)
     data = {**dict(found), "saved": saved}
     screen.answer(data, show.recommendation(found, width=screen.width, color=screen.colored, pareto=pareto))
 
 
-def _keep(screen: Screen, run: "RunDir", own: "JobSpec", answer: "Answer", *, save: bool) -> bool:
-    """Return whether this answer is what `tula train` takes from now on, with the job's `own` settings."""
+def _renews(screen: Screen, run: "RunDir", found: "Recommendation") -> bool:
+    """Return whether an answer takes the place of the kept one unasked; say so where it does not."""
     from tula_cli import recommend as service
 
     known = run.recommendation()
-    if not save and not service.renews(answer.recommendation, known):
+    if not service.renews(found, known):
         screen.note(show.only_shown(known))
         return False
-    service.keep(run, own, answer)
-    _adopt(run, own, _started(run, own))
     return True
 
 
@@ -876,8 +897,9 @@ def train(
         under_way = launch.under_way(run, launcher, [plan.task.job])
         if not under_way:
             screen.aside(show.train_plan(plan, links=links))
+            _require_unedited(screen, whole, all_types, job or named, overrides)
             _allow(screen, "start?", yes=yes, capped=spec.search.max_node_hours is not None)
-        _adopt(whole, all_types, [part])
+        _adopt(whole, all_types, [part], job, overrides)
         started = service.start(run, plan, launcher)
         if not _waits(wait, spec):
             _tell_new(screen, run, launcher, [started], under_way, spec)
@@ -983,8 +1005,9 @@ def compare(
         screen.note("every training of this comparison is finished already")
     else:
         screen.aside(show.compare_plan(plan))
+        _require_unedited(screen, whole, all_types, job or named, overrides)
         _allow(screen, "start?", yes=yes, capped=spec.search.max_node_hours is not None)
-    _adopt(whole, all_types, [part])
+    _adopt(whole, all_types, [part], job, overrides)
     run.write_comparison(plan.comparison)
     if plan.missing:
         _compare(screen, run, plan, launcher, wait=wait, cancel_on_interrupt=cancel_on_interrupt)

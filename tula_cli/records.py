@@ -204,6 +204,13 @@ class Prediction(Record):
     pareto: bool = False  # no other configuration within the limits is faster and no dearer, or cheaper and no slower
 
 
+class JobFile(Record):
+    """Where a run's settings came from; what they were then is in its spec.yaml."""
+
+    path: str  # of the job.yaml, absolute
+    overrides: tuple[str, ...] = ()  # what --set laid over it
+
+
 class Recommendation(Record):
     """The answer of `tula recommend`."""
 

@@ -31,6 +31,7 @@ from tula_cli.records import (
     Failed,
     Failure,
     Job,
+    JobFile,
     Measured,
     Order,
     OutOfMemory,
@@ -140,8 +141,12 @@ class RunDir:
         run.adopt(spec)
         return run
 
-    def adopt(self, spec: JobSpec) -> None:
+    def adopt(self, spec: JobSpec, file: JobFile | None = None) -> None:
         """Make this the newest run, with this spec; its measurements stay.
+
+        Args:
+            spec: the job.
+            file: where the spec comes from, if that is known.
 
         Raises:
             TulaError: it cannot be written.
@@ -150,6 +155,8 @@ class RunDir:
             self.path.mkdir(parents=True, exist_ok=True, mode=0o700)
         except OSError as error:
             raise _cannot_write(self.path, error) from error
+        if file is not None:
+            self._write("job_file.json", file)
         write_atomic(self.path / "spec.yaml", dump_yaml(spec))
         write_atomic(self.path.parent / LATEST, f"{self.path.name}\n")
 
@@ -205,6 +212,9 @@ class RunDir:
 
     def spec(self) -> JobSpec:
         return validate(read_yaml(self.path / "spec.yaml"), source=str(self.path / "spec.yaml"))
+
+    def job_file(self) -> JobFile | None:
+        return self._read("job_file.json", TypeAdapter(JobFile))
 
     def parts(self, spec: JobSpec, only: str | None = None) -> tuple[Part, ...]:
         """Return the run of each node type of `spec`, inside this one; the run itself where it names none.

@@ -8,6 +8,7 @@ import dataclasses
 import json
 import math
 import os
+import shlex
 import shutil
 import sys
 import textwrap
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from tula_cli.check import CheckReport, ClusterCheck
     from tula_cli.compare import ComparePlan, CompareReport, Progress, Row, Stat
     from tula_cli.estimate import EstimateReport
+    from tula_cli.jobfile import Edited
     from tula_cli.profile import ProfilePlan, ProfileReport
     from tula_cli.records import (
         Attempt,
@@ -49,6 +51,7 @@ if TYPE_CHECKING:
     from tula_cli.status import JobStatus, RunStatus, RunSummary, TrainingStatus, TuningStatus
     from tula_cli.train import TrainPlan
 
+_CHANGES = 6  # of an edited job, that are spelled out
 SCHEMA_VERSION = 1
 """Of the JSON envelope; a change that breaks a reader makes it 2."""
 
@@ -687,6 +690,27 @@ def recommendation(
     for drawn in () if pareto else plots(found, width=width, color=color):
         yield ""
         yield Text.from_ansi(drawn)
+
+
+def edited(found: "Edited", command: str) -> str:
+    """Say how a job file differs from the run that came from it, with both values, and what takes the file's."""
+    name, more = near(Path(found.file.path)), len(found.changes) - _CHANGES
+    if found.problem:
+        return f"{name} cannot be used any more, so these are the run's own settings: {found.problem}"
+    told = [f"{key} {_short(now)} (here {_short(then)})" for key, (then, now) in list(found.changes.items())[:_CHANGES]]
+    words = ", ".join(told) + (f" and {more} more" if more > 0 else "")
+    return f"{name} says otherwise by now: {words}; {with_file(found, command)} takes what it says"
+
+
+def _short(value: Any) -> str:
+    text = json.dumps(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def with_file(found: "Edited", command: str) -> str:
+    """Return the command line that takes the values of a job file; where it is another job by now, it is measured."""
+    words = ["tula", "profile" if found.elsewhere else command, near(Path(found.file.path))]
+    return shlex.join([*words, *(word for override in found.file.overrides for word in ("--set", override))])
 
 
 def only_shown(known: "Recommendation | None") -> str:

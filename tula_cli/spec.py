@@ -981,7 +981,7 @@ def _assign(into: dict[str, Any], key: str, text: str, origins: dict[str, str], 
     into[last] = parse_yaml(text, source=f"{source} {key}")
     for leaf in [known for known in origins if known == key or known.startswith(f"{key}.")]:
         del origins[leaf]
-    for leaf in _leaves(into[last], key):
+    for leaf, _ in leaves(into[last], key):
         origins[leaf] = source
 
 
@@ -995,14 +995,17 @@ def _merge(
             _merge(into[key], value, origins, source=source, prefix=f"{path}.")
         else:
             into[key] = value
-            for leaf in _leaves(value, path):
+            for leaf, _ in leaves(value, path):
                 origins[leaf] = source
 
 
-def _leaves(value: Any, path: str) -> list[str]:
+def leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield each value of nested mappings with its key, `a.b.c`; a list is one value, and so is an empty mapping."""
     if isinstance(value, dict) and value:
-        return [leaf for key, inner in value.items() for leaf in _leaves(inner, f"{path}.{key}")]
-    return [path]
+        for key, inner in value.items():
+            yield from leaves(inner, f"{path}.{key}" if path else key)
+    else:
+        yield path, value
 
 
 def validate(content: Mapping[str, Any], *, source: str) -> JobSpec:

@@ -32,7 +32,10 @@ def job(tula: Tula) -> Job:
 
 
 def finished(tula: Tula) -> Summary | None:
+    """Return the training's summary once its last attempt has been closed, which comes after."""
     run = tula.run()
+    if not all(outcome for outcome, _ in story(tula)):
+        return None
     return next((summary for name in run.train_signatures() if (summary := run.summary(name))), None)
 
 

@@ -2,8 +2,11 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+# Processes that share the tests: two of them wait for a cluster and for whole jobs more than they compute.
+PROCESSES ?= $(shell expr $$(nproc 2>/dev/null || echo 2) + 2)
+SEED ?= 0
 
-.PHONY: help quickstart test test-slurm soak slurm-packages check format lint types contracts install clean
+.PHONY: help quickstart test test-slurm proof slurm-packages check format lint types contracts install clean
 .DEFAULT_GOAL := help
 
 help: ## show this list
@@ -24,17 +27,17 @@ quickstart: install ## profile, recommend and train a small job on this machine 
 	$(BIN)/tula train --yes
 	$(BIN)/tula status
 
-test: install ## run all tests
-	$(BIN)/python -m pytest
+test: install ## run all tests but those of `make proof`
+	$(BIN)/python -m pytest -n $(PROCESSES)
+
+proof: install slurm-packages ## run what takes long, in parts that need not run again (SEED=0, BUDGET=3m, PARTS=; Debian, root)
+	$(BIN)/python tests/proof.py --seed $(SEED) $(if $(BUDGET),--budget $(BUDGET)) $(PARTS)
 
 slurm-packages: ## install what the tests on a real SLURM cluster need (Debian, root)
 	$(PYTHON) tests/slurm/cluster.py install
 
-soak: install slurm-packages ## kill a training on a SLURM cluster of 16 nodes 50 times (about an hour; Debian, root)
-	$(BIN)/python tests/slurm/soak.py --nodes 16 --kills 50
-
 test-slurm: install slurm-packages ## run the tests on a real SLURM cluster of 4 nodes on this machine (Debian, root)
-	TULA_REQUIRE_SLURM=1 $(BIN)/python -m pytest tests/slurm
+	TULA_REQUIRE_SLURM=1 $(BIN)/python -m pytest -n 2 tests/slurm
 
 format: install ## write all files in the one format
 	$(BIN)/ruff format .
@@ -53,4 +56,4 @@ contracts: install
 check: lint types contracts test ## what CI runs: format, lint, types, import contracts, tests
 
 clean: ## remove what make and the tools have made, but no runs
-	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache
+	rm -rf $(VENV) build dist .proof .pytest_cache .mypy_cache .ruff_cache .import_linter_cache

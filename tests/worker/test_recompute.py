@@ -6,6 +6,8 @@ import pytest
 import torch
 import torchvision.models
 from torch import nn
+from torchvision.models.densenet import DenseNet
+from torchvision.models.resnet import Bottleneck, ResNet
 
 from tula_cli.errors import SpecError
 from tula_cli.worker import recompute
@@ -27,20 +29,24 @@ def step(model: nn.Module, images: torch.Tensor) -> torch.Tensor:
     return output
 
 
-NETWORKS = {
+SMALL = {  # the networks' structure, narrow
+    "resnet50": lambda: ResNet(Bottleneck, [2, 2, 2, 2], num_classes=5, width_per_group=8),
+    "vgg11": lambda: torchvision.models.vgg11(num_classes=5).features[:11],
+    "mobilenet_v3_large": lambda: torchvision.models.mobilenet_v3_large(num_classes=5, width_mult=0.25),
+    "densenet121": lambda: DenseNet(4, (2, 3, 3, 2), num_init_features=8, num_classes=5),
+    "small_cnn": lambda: SmallCNN(width=4),
+}
+FULL = {
     "resnet50": lambda: torchvision.models.resnet50(num_classes=5),
     "vgg11": lambda: torchvision.models.vgg11(num_classes=5).features,  # what is left are 120 M parameters
     "mobilenet_v3_large": lambda: torchvision.models.mobilenet_v3_large(num_classes=5),
     "densenet121": lambda: torchvision.models.densenet121(num_classes=5),
-    "small_cnn": lambda: SmallCNN(width=4),
 }
 
 
-@pytest.mark.parametrize("name", NETWORKS)
-def test_outputs_gradients_and_buffers_stay_equal(name):
-    torch.manual_seed(0)
-    plain, recomputed = twins(NETWORKS[name]())
-    images = torch.rand(2, 3, 64, 64)
+def assert_equal_steps(model: nn.Module, *, pixels: int) -> None:
+    plain, recomputed = twins(model)
+    images = torch.rand(2, 3, pixels, pixels)
     assert torch.equal(step(plain, images), step(recomputed, images))
     for (key, one), (other_key, two) in zip(plain.named_parameters(), recomputed.named_parameters(), strict=True):
         assert key == other_key
@@ -48,6 +54,19 @@ def test_outputs_gradients_and_buffers_stay_equal(name):
     assert list(plain.state_dict()) == list(recomputed.state_dict())
     for key, buffer in plain.named_buffers():
         assert torch.equal(buffer, dict(recomputed.named_buffers())[key]), key
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_outputs_gradients_and_buffers_stay_equal(name):
+    torch.manual_seed(0)
+    assert_equal_steps(SMALL[name](), pixels=32)
+
+
+@pytest.mark.proof
+@pytest.mark.parametrize("name", FULL)
+def test_outputs_gradients_and_buffers_of_full_networks_stay_equal(name):
+    torch.manual_seed(0)
+    assert_equal_steps(FULL[name](), pixels=64)
 
 
 def test_blocks_run_again_in_the_backward_pass_only():

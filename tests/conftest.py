@@ -1,0 +1,52 @@
+"""How the tests are shared out among processes (`pytest -n 4`): what waits begins first, what shares a fixture stays together."""
+
+from typing import Any
+
+import pytest
+
+GROUPS = {
+    "tests/slurm/test_recovery.py": "cluster 1",
+    "tests/slurm/": "cluster 2",
+    "tests/e2e/": "e2e",
+    "tests/worker/test_footprint.py": "two ranks",
+    "tests/worker/test_gradients.py": "two ranks",
+    "tests/worker/test_leaving.py": "two ranks",
+    "tests/worker/test_meter.py": "two ranks",
+    "tests/worker/test_two_ranks.py": "two ranks",
+}
+"""The beginning of a path -> the group that one process runs from beginning to end; any other module is its own group.
+Those on a SLURM cluster and the whole jobs wait more than they compute; "two ranks" share a fixture of the session."""
+LAST = ("tests/slurm/test_links.py", "tests/slurm/test_check_on_cluster.py")
+"""They hold measured times against known ones: within their group they run when most others have finished."""
+
+
+def group_of(nodeid: str) -> str:
+    """Return the group of a test by its name `tests/folder/test_module.py::test_case[parameter]`."""
+    path = nodeid.partition("::")[0]
+    return next((group for beginning, group in GROUPS.items() if path.startswith(beginning)), path)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Bring the groups into the order of the table, then the modules that import torch, then the others."""
+    groups = list(dict.fromkeys(GROUPS.values()))
+
+    def place(item: pytest.Item) -> tuple[int, bool]:
+        name = group_of(item.nodeid)
+        if name in groups:
+            return groups.index(name), item.nodeid.startswith(LAST)
+        return len(groups) + (not item.nodeid.startswith("tests/worker/")), False
+
+    items.sort(key=place)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Hand out whole groups, in the order of the collection; under `-n 0` or without xdist nobody asks."""
+    from xdist.scheduler import LoadScopeScheduling
+
+    class ByGroup(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return group_of(nodeid)
+
+    config.option.loadscopereorder = False  # or the groups with most tests would come first
+    return ByGroup(config, log)

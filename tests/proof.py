@@ -1,0 +1,132 @@
+"""The second tier of the tests: what is too long for `make test`, in parts.
+
+    python tests/proof.py [--budget 3m] [--seed 0] [--list] [PART ...]
+
+A part is a command; its seed follows from --seed. What has passed is kept in .proof/, under the content of the tree and
+the seed, so that the same call goes on where one was broken off. With a budget the tree's content decides which parts
+run: another commit, other parts. A new part is one more entry in PARTS.
+"""
+
+import argparse
+import hashlib
+import json
+import os
+import random
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+TOLD = 4000  # characters of a failed part's output that are shown
+
+
+@dataclass(frozen=True)
+class Part:
+    """A command that proves something, and about how long it takes on two idle cores."""
+
+    name: str
+    minutes: float
+    command: tuple[str, ...]  # of Python's arguments; {seed} stands for the part's own seed
+
+
+def cases(name: str, minutes: float, path: str, *options: str) -> Part:
+    """Return a part that runs the tests marked `proof` of a module, or those of them that pytest's options name."""
+    pytest = ("-m", "pytest", "-q", "-m", "proof", "-p", "no:cacheprovider", "--hypothesis-seed={seed}")
+    return Part(name, minutes, (*pytest, path, *options))
+
+
+def soak(number: int, *, nodes: int, kills: int, epochs: int, minutes: float) -> Part:
+    """Return a part that kills a training on a SLURM cluster again and again; each number has moments of its own."""
+    wishes = {"nodes": nodes, "kills": kills, "epochs": epochs, "seed": "{seed}"}
+    options = [word for name, value in wishes.items() for word in (f"--{name}", str(value))]
+    return Part(f"soak-{nodes}-nodes-{number}", minutes, ("tests/slurm/soak.py", *options))
+
+
+PARTS = (
+    cases("paper-jobs", 1.0, "tests/worker/test_paper_jobs.py"),
+    cases("recompute", 0.5, "tests/worker/test_recompute.py"),
+    *(soak(number, nodes=4, kills=6, epochs=100, minutes=2.5) for number in range(1, 9)),
+    *(soak(number, nodes=16, kills=6, epochs=100, minutes=8.0) for number in range(1, 3)),
+)
+
+
+def chosen(parts: Sequence[Part], tree: str, budget: float | None) -> list[Part]:
+    """Return the parts that a tree's hash draws for so many minutes, at least one; all without a budget."""
+    if budget is None:
+        return list(parts)
+    drawn, left = [], budget
+    for part in random.Random(tree).sample(parts, len(parts)):
+        if part.minutes <= left or not drawn:
+            drawn.append(part)
+            left -= part.minutes
+    return drawn
+
+
+def tree_hash(root: Path = ROOT) -> str:
+    """Return git's name for the content of the working tree as it stands, files that are new included."""
+    with tempfile.TemporaryDirectory() as folder:
+        environment = {**os.environ, "GIT_INDEX_FILE": str(Path(folder, "index"))}
+        for words in (("add", "--all"), ("write-tree",)):
+            done = subprocess.run(
+                ["git", *words], cwd=root, env=environment, capture_output=True, text=True, check=True
+            )
+    return done.stdout.strip()
+
+
+def own_seed(part: Part, seed: int) -> int:
+    """Return a seed that no other part has."""
+    return int.from_bytes(hashlib.sha256(f"{part.name} {seed}".encode()).digest()[:4], "big")
+
+
+def passes(part: Part, folder: Path, seed: int) -> bool:
+    """Run a part unless its success is recorded; tell what came of it."""
+    record, log = folder / f"{part.name}.json", folder / f"{part.name}.log"
+    if record.exists():
+        print(f"{part.name}: passed before, in {json.loads(record.read_text())['seconds']:.0f} s", flush=True)
+        return True
+    command = [sys.executable, *(word.format(seed=own_seed(part, seed)) for word in part.command)]
+    print(f"{part.name}: about {part.minutes:g} min: {' '.join(command[1:])}", flush=True)
+    began = time.monotonic()
+    with open(log, "wb") as output:
+        code = subprocess.run(command, cwd=ROOT, stdout=output, stderr=subprocess.STDOUT, check=False).returncode
+    seconds = time.monotonic() - began
+    lines = log.read_text(errors="replace")
+    if code:
+        print(f"{lines[-TOLD:]}\n{part.name}: FAILED with {code} after {seconds:.0f} s; all of it: {log}", flush=True)
+        return False
+    record.write_text(json.dumps({"seconds": seconds, "command": command[1:]}))
+    print(f"{part.name}: passed in {seconds:.0f} s; {lines.strip().splitlines()[-1]}", flush=True)
+    return True
+
+
+def minutes(text: str) -> float:
+    """Return the minutes of "3m", "1h" or "90s"."""
+    return float(text[:-1]) * {"h": 60.0, "m": 1.0, "s": 1 / 60}[text[-1]]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("parts", nargs="*", metavar="PART", choices=[[], *(part.name for part in PARTS)])
+    parser.add_argument("--budget", type=minutes, help="about how long: 90s, 3m, 1h; without it, all parts run")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--list", action="store_true", help="show the parts, run none")
+    arguments = parser.parse_args()
+    if arguments.list:
+        for part in PARTS:
+            print(f"{part.minutes:5.1f} min  {part.name}")
+        return 0
+    tree = tree_hash()
+    named = [part for part in PARTS if part.name in arguments.parts] or PARTS
+    folder = ROOT / ".proof" / f"{tree[:12]}-{arguments.seed}"
+    folder.mkdir(parents=True, exist_ok=True)
+    failed = [part.name for part in chosen(named, tree, arguments.budget) if not passes(part, folder, arguments.seed)]
+    print(f"FAILED: {', '.join(failed)}" if failed else f"all passed (tree {tree[:12]}, seed {arguments.seed})")
+    return bool(failed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -205,13 +205,22 @@ def test_a_link_cancelled_before_it_started_ends_the_chain_too(chain: Chain, clu
     assert chain.run.cancelled("train-s")
 
 
-def test_a_final_failure_is_not_repeated_by_the_next_link(chain: Chain, cluster: Cluster) -> None:
-    chain.script = "raise ValueError('mine')"
+@pytest.mark.parametrize(
+    ("script", "outcome"),
+    [
+        ("raise ValueError('mine')", "user"),
+        ("from tula_cli.errors import Diverged; raise Diverged('the loss is not finite')", "diverged"),
+    ],
+)
+def test_a_final_failure_is_not_repeated_by_the_next_link(
+    chain: Chain, cluster: Cluster, script: str, outcome: OutcomeClass
+) -> None:
+    chain.script = script
     chain.start("11")
-    assert chain.outcomes() == ["user"]
+    assert chain.outcomes() == [outcome]
     assert cluster.cancelled == ["12", "13", "14", "15"]
     chain.start("12")
-    assert chain.outcomes() == ["user"]
+    assert chain.outcomes() == [outcome]
 
 
 def test_lost_processes_are_counted_over_all_links(chain: Chain) -> None:

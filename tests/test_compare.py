@@ -41,6 +41,8 @@ def inspect(spec: JobSpec) -> Inspection:
 class Trains(make.FakeLauncher):
     """Trains each job at once. `fails` are the methods that end in an error, `diverges` those whose loss is no number."""
 
+    DIVERGED = "Diverged: the loss is not finite at epoch 1.50, step 24, 3000 samples"
+
     def __init__(self, fails: tuple[str, ...] = (), diverges: tuple[str, ...] = (), classes: bool = True) -> None:
         super().__init__()
         self.fails, self.diverges, self.classes = fails, diverges, classes
@@ -52,9 +54,11 @@ class Trains(make.FakeLauncher):
         self.says[task.job] = "ended"
         lr = task.spec.optimizer.lr / make.SPEC["optimizer"]["lr"]
         method = task.spec.train.method if lr == 1 else f"lbt-x{lr:.0f}"
+        now = time.time()
         if method in self.fails:
-            now = time.time()
             run.write_attempt(make.attempt(task.id, start=now, end=now, outcome="user", message="KeyError: 'x'\nmore"))
+        elif method in self.diverges:
+            run.write_attempt(make.attempt(task.id, start=now, end=now, outcome="diverged", message=self.DIVERGED))
         else:
             self._train(run, task, method)
         return job
@@ -65,8 +69,6 @@ class Trains(make.FakeLauncher):
         metrics = {"top1": top1, "top5": 99.0, "eval_loss": (100 - top1) / 10}
         if not self.classes:
             metrics = {"eval_loss": metrics["eval_loss"]}
-        if method in self.diverges:
-            metrics = {"top1": 10.0, "top5": 50.0} if self.classes else {}
         hours = 32 / task.batch
         result = make.train_result(task.signature).model_copy(update={"metrics": metrics, "samples": 8000})
         run.write_train_result(result)
@@ -312,12 +314,25 @@ def test_a_cancelled_training_ends_the_grid(run: RunDir) -> None:
     assert row(report, "lbt", 32).cells[0].state == "cancelled"
 
 
-def test_a_diverged_training_counts_with_its_accuracy(run: RunDir) -> None:
-    report = trained(run, Trains(diverges=("lbt-x4",)))
+def test_a_diverged_training_is_over_without_a_number_and_not_tried_again(run: RunDir) -> None:
+    launcher = Trains(diverges=("lbt-x4",))
+    report = trained(run, launcher)
     found = row(report, "lbt-x4", 256)
     assert [cell.state for cell in found.cells] == ["diverged", "diverged"]
-    assert found.top1 == compare.Stat(10.0, 0.0, 2) and found.loss is None
-    assert report.complete
+    assert found.seeds == 0 and found.top1 is found.loss is found.gap is found.recovered is None
+    assert report.complete and not plan(run).missing
+    assert f"lbt-x4, batch 256, seed 5 diverged: {launcher.DIVERGED}" in report.warnings
+
+
+def test_an_evaluation_that_is_not_finite_counts_with_its_accuracy(run: RunDir) -> None:
+    planned, launcher = plan(run), Trains()
+    cell = next(cell for cell in planned.comparison.cells if (cell.method, cell.batch) == ("lbt-x4", 256))
+    compare.submit(run, planned, cell, launcher, inspect=inspect)
+    summary = run.summary(cell.signature)
+    run.write_summary(summary.model_copy(update={"metrics": {"top1": 10.0, "top5": 50.0}}))
+    found = row(table(run, planned.comparison), "lbt-x4", 256)
+    assert found.cells[0].state == "diverged"
+    assert found.top1 == compare.Stat(10.0, None, 1) and found.loss is None
 
 
 def test_nothing_is_started_that_will_not_end_in_time(run: RunDir) -> None:
@@ -502,7 +517,7 @@ def test_failures_are_told_when_they_happen_and_diverged_ones_are_counted(here: 
     assert code == JobFailed.exit_code and "4 of 18 trainings failed" in err
     assert "ags, batch 128, seed 5 failed: training ended at attempt 1: KeyError: 'x'" in err
     (line, *_) = [line for line in out.splitlines() if "lbt-x4" in line]
-    assert re.search(r"lbt-x4 +2 +10.00 ± 0.00.*2 diverged", line)
+    assert re.search(r"lbt-x4 +0 +- .*2 diverged", line)
 
 
 def test_without_a_batch_the_recommended_one_is_compared(here: Trains, run: RunDir) -> None:
@@ -572,9 +587,10 @@ def test_the_page_stands_alone_and_draws_every_method(here: Trains, tmp_path: Pa
     assert code == 0
     assert "http" not in content and "<script" not in content
     assert "lbt (reference)" in content and "91.00 ± 1.41" in content and "2 diverged" in content
-    # By batch, on the way at two batches; the mean factor of all; of ags alone its norm, eigenvalue and factors.
+    # Of the four that have numbers: by batch, on the way at two batches; the mean factor of all; of ags alone its norm,
+    # eigenvalue and factors.
     assert content.count("<svg") == 1 + 2 + 1 + 3
-    assert content.count("<polyline") == 5 + 2 * 5 + 5 + 2
+    assert content.count("<polyline") == 4 + 2 * 4 + 4 + 2
     assert "25.0 %</title>" in content and "75.0 %</title>" in content
 
 

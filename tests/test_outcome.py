@@ -9,6 +9,7 @@ from typing import get_args
 import pytest
 import yaml
 
+from tula_cli.errors import Diverged
 from tula_cli.outcome import advice, classify, root
 from tula_cli.records import Failure, OutcomeClass
 
@@ -167,6 +168,16 @@ def test_among_equals_the_earliest_is_the_root():
 def test_a_rank_that_was_told_to_end_is_not_the_root():
     told = failure("signal", 3.0, message="exitcode: -15 (SIGTERM)")
     assert root([told, failure("peer", 2.0)]).outcome == "peer"
+
+
+def test_a_divergence_is_known_by_its_error_whatever_was_handled_meanwhile():
+    try:
+        try:
+            raise MemoryError
+        except MemoryError:
+            raise Diverged("the loss is not finite at epoch 0.25, step 3, 48 samples")  # noqa: B904 - as in a handler
+    except Diverged:
+        assert classify(traceback.format_exc(), exit_code=1) == "diverged"
 
 
 def test_no_failure_has_no_root():

@@ -246,6 +246,14 @@ def test_a_draft_that_was_left_behind_is_dropped(run):
     assert not draft.exists()
 
 
+def test_a_training_has_diverged_if_its_newest_attempt_did(run):
+    for task in ("train-ab12cd34-1", "train-ab12cd35-1"):
+        run.write_attempt(make.attempt(task, start=1.0, end=2.0, outcome="diverged"))
+    assert run.diverged("ab12cd34").task == "train-ab12cd34-1"
+    run.write_attempt(make.attempt("train-ab12cd34-1", number=2, start=3.0))
+    assert run.diverged("ab12cd34") is run.diverged("00000000") is None
+
+
 def test_a_mark_of_cancelling_comes_and_goes(run):
     assert not run.cancelled("probe-n001")
     run.cancel("probe-n001")

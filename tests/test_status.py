@@ -88,6 +88,16 @@ def test_probes_that_do_not_fit_are_done(run):
     assert job.elapsed == 40
 
 
+def test_a_diverged_training_is_told_with_its_place_and_what_to_do(run):
+    name = make.add_training(run)
+    run.write_attempt(
+        make.attempt(f"{name}-1", end=START + 9, outcome="diverged", message="Diverged: the loss, step 4")
+    )
+    job = only_job(run)
+    assert job.state == "diverged"
+    assert job.reason.startswith("Diverged: the loss, step 4; ") and "lower optimizer.lr" in job.reason
+
+
 def test_complete_results_outweigh_a_scheduler_that_lags(run):
     name = make.add_probes(run, 1, (32,))
     make.add_measured(run, 1, 32)

@@ -258,6 +258,13 @@ def test_training_out_of_memory_at_the_smallest_batch_ends(run: RunDir, ranks: R
     assert run.summary("s") is None
 
 
+def test_a_training_that_diverges_is_not_started_again(run: RunDir, ranks: Ranks, training: TrainTask) -> None:
+    ranks.will(ranks.fail("train-s-1", "Diverged: the loss is not finite", "diverged"), ranks.finish("s"))
+    supervise.supervise(run.path, training.id)
+    assert ranks.starts == ["train-s-1"] and run.summary("s") is None
+    assert run.diverged("s") == run.attempts()[-1]
+
+
 def test_host_memory_goes_on_once_with_fewer_loader_processes(run: RunDir, ranks: Ranks, training: TrainTask) -> None:
     ranks.will(*(ranks.fail(f"train-s-{k}", "DataLoader worker is killed", "host_oom") for k in (1, 2)))
     supervise.supervise(run.path, training.id)

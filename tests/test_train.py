@@ -8,9 +8,9 @@ import pytest
 from make_runs import FakeLauncher
 
 from tula_cli import relaunch, train
-from tula_cli.errors import BadMeasurements, JobFailed, OutOfMemoryAtMinimum, Pending, SpecError
+from tula_cli.errors import BadMeasurements, Diverged, JobFailed, OutOfMemoryAtMinimum, Pending, SpecError
 from tula_cli.records import Inspection, Rung, TrainTask
-from tula_cli.rundir import RunDir
+from tula_cli.rundir import RunDir, write_atomic
 from tula_cli.spec import train_signature
 
 
@@ -140,6 +140,7 @@ def ended(run: RunDir, outcome: str | None, message: str = "it ended") -> TrainT
     [
         ("device_oom", OutOfMemoryAtMinimum, "smallest batch, 64"),
         ("user", JobFailed, r"rank 1 on n1\): it ended"),
+        ("diverged", Diverged, r"rank 1 on n1\): it ended$"),
         ("signal", JobFailed, "it ended"),
         ("cancelled", JobFailed, "it ended"),
         (None, Pending, "has not ended"),
@@ -151,6 +152,14 @@ def test_how_a_run_ended_is_told_by_its_class(
     task = ended(run, outcome)
     with pytest.raises(error, match=words):
         train.report(run, task.signature)
+
+
+def test_a_diverged_run_says_which_checkpoint_stays_and_what_to_do(run: RunDir) -> None:
+    task = ended(run, "diverged", "Diverged: the loss is not finite at epoch 2.50, step 5, 320 samples")
+    write_atomic(run.checkpoint_path(task.signature, 256), b"")
+    with pytest.raises(Diverged, match=r"step 5, 320 samples; the checkpoint at 256 samples is finite") as caught:
+        train.report(run, task.signature)
+    assert caught.value.exit_code == 9 and "lower optimizer.lr" in caught.value.hint
 
 
 def test_a_run_that_never_started_is_pending(run: RunDir) -> None:

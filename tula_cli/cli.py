@@ -314,7 +314,7 @@ def _wait(
         words = ", ".join(f"{job.id} ({job.state})" for job in left)
         raise Pending(f"not over after {timeout:g} s: {words}", "the same command attaches to them again")
     for job in now.jobs:
-        if job.id in jobs and job.state in ("lost", "failed", "cancelled"):
+        if job.id in jobs and job.state in ("lost", "failed", "diverged", "cancelled"):
             screen.warn(f"{job.id} {job.state}: {show.first_line(job.reason)}")
     return now
 

@@ -16,7 +16,7 @@ from typing import Any, Literal, get_args
 
 from tula_cli import status, train
 from tula_cli.code import choose
-from tula_cli.errors import BadMeasurements, JobFailed, Problem, SpecError, TulaError
+from tula_cli.errors import BadMeasurements, Diverged, JobFailed, Problem, SpecError, TulaError
 from tula_cli.launch import Launcher
 from tula_cli.models.cost import price_words
 from tula_cli.plugins import nearest
@@ -168,7 +168,7 @@ def plan(run: RunDir, spec: JobSpec, grid: Grid, *, inspect: Inspect, now: float
     inspect = functools.partial(_once, inspect, {})
     _refuse_misfits(spec, grid)
     comparison = _comparison(run, spec, grid, now=now)
-    missing = tuple(cell for cell in comparison.cells if run.summary(cell.signature) is None)
+    missing = tuple(cell for cell in comparison.cells if not _has_ended(run, cell))
     plans = {}
     for cell in missing:
         if (cell.method, cell.batch) not in plans:  # another seed changes neither time nor what is allowed
@@ -186,6 +186,11 @@ def plan(run: RunDir, spec: JobSpec, grid: Grid, *, inspect: Inspect, now: float
         first=next(iter(plans.values()), None),
         warnings=(*dict.fromkeys(text for p in plans.values() for text in p.code.warnings), *_doing_little(spec, grid)),
     )
+
+
+def _has_ended(run: RunDir, cell: Cell) -> bool:
+    """Return whether a training has nothing left to do; one that has diverged would do so again."""
+    return run.summary(cell.signature) is not None or run.diverged(cell.signature) is not None
 
 
 def _refuse_misfits(spec: JobSpec, grid: Grid) -> None:
@@ -392,9 +397,11 @@ def _seconds(hours: float | None) -> float | None:
 
 
 def _problem(run: RunDir, cell: Cell) -> str:
-    """Return why a training that is over has no summary; empty where it has one."""
+    """Return why a training has failed; empty where it has not, though it may have diverged."""
     try:
         train.report(run, cell.signature)
+    except Diverged:
+        return ""
     except TulaError as error:
         return error.message
     return ""
@@ -423,7 +430,7 @@ def wait_for_all(
 
 
 def _counts(run: RunDir, plan: ComparePlan, states: Mapping[str, JobStatus]) -> tuple[int, int]:
-    done = sum(run.summary(cell.signature) is not None for cell in plan.comparison.cells)
+    done = sum(_has_ended(run, cell) for cell in plan.comparison.cells)
     return done, sum(job.state in ENDED for job in states.values())
 
 
@@ -540,6 +547,8 @@ def report(run: RunDir, comparison: Comparison, spec: JobSpec, *, jobs: Iterable
 def _cell_report(run: RunDir, cell: Cell, job: JobStatus | None) -> CellReport:
     summary = run.summary(cell.signature)
     if summary is None:
+        if attempt := run.diverged(cell.signature):
+            return CellReport(cell, "diverged", attempt.message)
         if job is None or job.state == "done":  # a summary that is gone is trained again
             return CellReport(cell, "missing")
         return CellReport(cell, job.state, job.reason)
@@ -658,7 +667,7 @@ def _doubts(rows: Iterable[Row]) -> Iterator[str]:
         if smaller:
             yield f"{row.method} at batch {row.batch}: out of memory, some of it was trained at {', '.join(map(str, smaller))}"
         for cell in row.cells:
-            if cell.state in ENDED:
+            if cell.state in ENDED or (cell.state == "diverged" and cell.reason):
                 yield f"{cell.cell.words} {cell.state}: {cell.reason.strip().partition(chr(10))[0]}"
 
 

@@ -88,6 +88,13 @@ class OverBudget(TulaError):
     code = "budget"
 
 
+class Diverged(TulaError):
+    """A training whose loss or weights are not finite."""
+
+    exit_code = 9
+    code = "diverged"
+
+
 class Pending(TulaError):
     """Still queued or running."""
 

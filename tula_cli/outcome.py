@@ -28,6 +28,7 @@ def _rule(outcome: OutcomeClass, *patterns: str) -> Rule:
 _NOT_OVERFLOWN = r"(?![^\n]*more than 1EB)"
 
 DECISIVE = (
+    _rule("diverged", r"^tula_cli\.errors\.Diverged\b"),
     # A failed assertion on the device leaves every later library call failing with words that look like memory.
     _rule("user", r"device-side assert triggered", r"\bAssertion `[^\n]*` failed\.", r"\bhipErrorAssert\b"),
     _rule(
@@ -203,6 +204,7 @@ _SEVERITY: dict[OutcomeClass, int] = {
     "device_oom": 0,
     "host_oom": 0,
     "user": 1,
+    "diverged": 1,
     "disk": 1,
     "port": 1,
     "cancelled": 1,
@@ -234,6 +236,8 @@ _ADVICE: dict[OutcomeClass, str] = {
     "device_oom": "use a smaller batch or more nodes, or set train.activation_checkpointing: true",
     "host_oom": "the node's own memory ran out: lower train.workers, or ask for more with cluster.slurm.memory",
     "user": "tula logs shows the whole traceback; correct the model, the data or the spec and run the same command again",
+    "diverged": "the same command diverges again: lower optimizer.lr, lengthen schedule.warmup_epochs, set train.max_grad_norm,"
+    " or compute with train.precision fp32 or bf16",
     "peer": "a rank was lost and its log does not say why: check the network (cluster.interface) and tula logs",
     "signal": "the job was killed from outside; the same command continues it",
     "port": "a port was taken; run the same command again",

@@ -14,6 +14,7 @@ OutcomeClass = Literal[
     "device_oom",
     "host_oom",
     "user",
+    "diverged",
     "peer",
     "signal",
     "port",
@@ -423,7 +424,7 @@ class TrainResult(Record):
     samples: int
     steps: int
     epochs: int
-    metrics: dict[str, float]  # of the last epoch: loss, top1, top5
+    metrics: dict[str, float]  # of the last epoch: loss, top1, top5; those that are finite
     best_top1: float
     best_epoch: int
     step_time: float  # median at the last batch

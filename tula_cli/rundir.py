@@ -289,6 +289,13 @@ class RunDir:
         tasks = {t.id for t in self.tasks() if isinstance(t, TrainTask) and t.signature == train_signature}
         return [attempt for attempt in self.attempts() if attempt.task in tasks]
 
+    def diverged(self, train_signature: str) -> Attempt | None:
+        """Return the newest attempt of a training if that is how it ended; nothing of other trainings is read."""
+        paths = self._list("attempts", f"train-{train_signature}-*.json")
+        found = [attempt for path in paths if (attempt := self._read(path, TypeAdapter(Attempt)))]
+        newest = max(found, key=lambda attempt: attempt.started_at, default=None)
+        return newest if newest is not None and newest.outcome == "diverged" else None
+
     def write_failure(self, failure: Failure) -> None:
         self._write(f"failures/{failure.task}.{failure.attempt:03d}.{failure.rank:04d}.json", failure)
 

@@ -945,7 +945,14 @@ def _plot(
 
 # --- status
 
-STATE_STYLES = {"running": "cyan", "done": "green", "failed": "bold red", "lost": "bold red", "cancelled": "yellow"}
+STATE_STYLES = {
+    "running": "cyan",
+    "done": "green",
+    "failed": "bold red",
+    "diverged": "bold red",
+    "lost": "bold red",
+    "cancelled": "yellow",
+}
 
 
 def status(now: "RunStatus") -> Iterator["RenderableType"]:

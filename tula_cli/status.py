@@ -14,6 +14,7 @@ from typing import Any, Literal
 from tula_cli.errors import SpecError, TulaError
 from tula_cli.launch import Launcher
 from tula_cli.models import halving
+from tula_cli.outcome import advice
 from tula_cli.plugins import nearest
 from tula_cli.records import (
     Attempt,
@@ -31,7 +32,7 @@ from tula_cli.relaunch import TAKEN
 from tula_cli.rundir import Part, RunDir, probe_id
 from tula_cli.scheduler import SchedulerState
 
-JobState = Literal["queued", "running", "done", "failed", "cancelled", "lost"]
+JobState = Literal["queued", "running", "done", "failed", "diverged", "cancelled", "lost"]
 ACTIVE: tuple[JobState, ...] = ("queued", "running")
 
 GRACE = {"local": 2.0, "slurm": 60.0}
@@ -313,6 +314,8 @@ def _state_from_attempts(
         measured = last.outcome == "done" or (last.outcome == "device_oom" and progress.now is not None)
         if measured:  # its supervisor saw all results: they are on their way here (NFS, Lustre)
             return "lost", f"ended well, but {progress.done} of {progress.total} results are to be seen here"
+        if last.outcome == "diverged":
+            return "diverged", f"{last.message}; {advice(last.outcome)}"
         words = last.message or f"ended with {progress.done} of {progress.total} probes"
         verdict = (
             "" if scheduler.reason.startswith("FAILED") or not scheduler.reason else f" (SLURM: {scheduler.reason})"

@@ -9,6 +9,7 @@ from pathlib import Path
 from tula_cli.code import Source, behind, choose, snapshot
 from tula_cli.errors import (
     BadMeasurements,
+    Diverged,
     Infeasible,
     JobFailed,
     OutOfMemoryAtMinimum,
@@ -232,6 +233,7 @@ def report(run: RunDir, signature: str) -> Summary:
 
     Raises:
         OutOfMemoryAtMinimum: the smallest batch did not fit.
+        Diverged: its loss or its weights were not finite.
         JobFailed: it ended for another reason.
         Pending: it has not ended.
     """
@@ -244,10 +246,11 @@ def report(run: RunDir, signature: str) -> Summary:
     attempts = run.training_attempts(signature)
     if task is None or not attempts:
         raise Pending(f"training {signature} has not started", "tula status tells what it waits for")
-    raise _failure(task, attempts[-1])
+    raise _failure(task, attempts[-1], kept=run.newest_samples(signature))
 
 
-def _failure(task: TrainTask, attempt: Attempt) -> TulaError:
+def _failure(task: TrainTask, attempt: Attempt, *, kept: int) -> TulaError:
+    """Return what an ending is to the user; `kept` are the samples of the newest checkpoint."""
     if attempt.outcome is None or attempt.outcome == "done":
         return Pending(f"training {task.signature} has not ended", "tula status shows where it stands")
     where = f" (rank {attempt.rank} on {attempt.host})" if attempt.rank is not None else ""
@@ -259,6 +262,9 @@ def _failure(task: TrainTask, attempt: Attempt) -> TulaError:
             f"out of memory at the smallest batch, {task.batch}: {attempt.message}",
             "lower search.min_batch, or try activation checkpointing, bf16 or more accumulation",
         )
+    if attempt.outcome == "diverged":
+        stays = f"; the checkpoint at {kept} samples is finite and stays" if kept else ""
+        return Diverged(f"{message}{stays}", advice(attempt.outcome))
     if attempt.outcome == "disk":
         return TulaError(message, advice(attempt.outcome))
     return JobFailed(message, advice(attempt.outcome))

@@ -110,6 +110,13 @@ def test_out_of_memory_at_the_smallest_batch_has_its_own_exit_code(tula) -> None
     assert answer["error"]["code"] == "memory"
 
 
+def test_a_training_that_diverges_ends_with_its_own_exit_code(tula) -> None:
+    answer = tula("train", "job.yaml", "--nodes", "2", "--batch", "64", "--set", "optimizer.lr=1e30", code=9)
+    assert answer["error"]["code"] == "diverged" and "the loss is not finite at epoch " in answer["error"]["message"]
+    (job,) = [job for job in tula("status")["data"]["jobs"] if job["state"] == "diverged"]
+    assert "lower optimizer.lr" in job["reason"]
+
+
 def test_a_killed_command_line_loses_nothing(tula) -> None:
     process = tula.start("train", "job.yaml", "--nodes", "1", "--batch", "64", "--set", "train.epochs=8")
     tula.until(tula.epochs_done)

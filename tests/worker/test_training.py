@@ -11,12 +11,14 @@ import pytest
 import torch
 from worker_jobs import Interrupted, prediction, rows, same, spec, train_task
 
+from tula_cli.errors import Diverged
 from tula_cli.records import TrainTask
 from tula_cli.rundir import RunDir
 from tula_cli.spec import JobSpec
 from tula_cli.worker import training
 from tula_cli.worker.data import build_datasets
 from tula_cli.worker.ranks import Ranks
+from tula_cli.worker.sampling import permutation
 from tula_cli.worker.schedule import learning_rate
 from tula_cli.worker.training import run_training
 
@@ -95,13 +97,36 @@ def test_the_loss_falls_and_the_step_rows_tell_it(alone: Ranks, run: RunDir) -> 
     assert steps[-1]["eta"] == 0
 
 
-def test_a_training_that_diverges_leaves_readable_files(alone: Ranks, run: RunDir) -> None:
+def test_a_training_that_diverges_ends_at_once_and_leaves_readable_files(alone: Ranks, run: RunDir) -> None:
     task = train_task(spec(optimizer={"lr": 1e30}))
-    train(run, alone, task)
+    with pytest.raises(Diverged, match=r"the loss is not finite at epoch 0.\d+, step [1-6], \d+ samples") as caught:
+        train(run, alone, task)
+    assert "optimizer.lr" in caught.value.hint
+    assert run.train_result(task.signature) is None and not run.checkpoints(task.signature)
+    assert list(rows(run, task, "step"))[-1]["loss"] is None and not list(rows(run, task, "epoch"))
+
+
+def test_the_newest_checkpoint_is_from_before_the_loss_was_no_number(alone: Ranks, run: RunDir) -> None:
+    """The 51st sample of the first epoch is of step 4."""
+    task = train_task(spec(train=EVERY_STEP))
+    datasets = build_datasets(task.spec)
+    datasets.train.samples.images[permutation(100, seed=3, epoch=0)[50]] = math.nan  # type: ignore[attr-defined]
+    with pytest.raises(Diverged, match=r"the loss is not finite at epoch 0\.64, step 4, 64 samples"):
+        run_training(task, run, alone, datasets)
+    assert run.newest_samples(task.signature) == 48
+    assert all(value.isfinite().all() for value in final_weights(run, task).values())
+
+
+def test_an_evaluation_that_is_not_finite_is_said_once_and_the_training_goes_on(alone: Ranks, run: RunDir) -> None:
+    task = train_task(spec())
+    datasets = build_datasets(task.spec)
+    datasets.eval.samples.images[0] = math.nan  # type: ignore[attr-defined]
+    run_training(task, run, alone, datasets)
     result = run.train_result(task.signature)
     assert result is not None
-    assert all(math.isfinite(value) for value in result.metrics.values())
-    assert next(rows(run, task, "epoch"))["eval_loss"] is None
+    assert "eval_loss" not in result.metrics and result.epochs == 2
+    (said,) = [row["message"] for row in rows(run, task, "warning")]
+    assert "the loss on the evaluation set is not finite at epoch 1" in said
 
 
 def test_a_regression_keeps_the_epoch_of_the_least_loss(alone: Ranks, run: RunDir) -> None:
@@ -270,6 +295,7 @@ def test_checkpoints_are_closer_on_nodes_that_are_taken_away(
     monkeypatch.setattr(training, "_save", lambda work, *, is_best: saved.append(is_best))
     job = spec(pricing={"price": 1.0, "spot": {"discount": 0.5, "interruptions_per_day": per_day}})
     task = SimpleNamespace(spec=job, nodes=4)
-    work = SimpleNamespace(task=task, save_time=10.0, last_save=time.monotonic() - 600)
+    watch = SimpleNamespace(may_save=lambda: True)
+    work = SimpleNamespace(task=task, save_time=10.0, last_save=time.monotonic() - 600, watch=watch)
     training._save_when_due(work)  # type: ignore[arg-type]
     assert len(saved) == saves, "every 22 minutes, or every 3.4 minutes"

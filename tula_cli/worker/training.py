@@ -11,6 +11,8 @@ from dataclasses import asdict, dataclass, field
 from types import TracebackType
 from typing import Any
 
+from tula_cli import outcome
+from tula_cli.errors import Diverged
 from tula_cli.models import halving
 from tula_cli.models.cost import checkpoint_interval, interruption_rate
 from tula_cli.models.noise import centre
@@ -22,6 +24,7 @@ from tula_cli.spec import Arm, Hessian
 from tula_cli.worker import checkpoint, hessian, loop, meter, tuning
 from tula_cli.worker.data import Datasets
 from tula_cli.worker.diagnostics import Diagnostics
+from tula_cli.worker.divergence import Watch
 from tula_cli.worker.leaving import Leaving, Left
 from tula_cli.worker.loop import Evaluation, Step, Trainer
 from tula_cli.worker.ranks import Ranks
@@ -109,6 +112,7 @@ class Run:
     evaluator: loop.Evaluator
     best: dict[str, float]
     owed: bool  # the epoch that has ended is not evaluated yet
+    watch: Watch
     ahead: int = 0  # steps of branches that are to come before the training goes on
     step_times: list[float] = field(default_factory=list)  # of the epoch under way
     recent: list[Step] = field(default_factory=list)  # since the last row
@@ -121,7 +125,7 @@ class Run:
     diagnostics: Diagnostics | None = None  # of the epoch under way
     choice: tuning.Choice | None = None  # of a training that tunes itself
     behind: int = 0  # epochs in a row that ended where the choice should not have led
-    advised: set[str] = field(default_factory=set)  # what was said of AGS already
+    advised: set[str] = field(default_factory=set)  # what was said already and is said once
 
     @property
     def first(self) -> bool:
@@ -144,6 +148,9 @@ def run_training(
         datasets: of the task.
         attempt: of the task, for the mark that says why the ranks left.
         leaving: who tells when to leave.
+
+    Raises:
+        Diverged: loss or weights are not finite; the newest checkpoint is from before.
     """
     leaving = leaving or Leaving(ranks)
     if ranks.from_first(int(run.train_result(task.signature) is not None)):
@@ -202,6 +209,8 @@ def _run(
 
     Raises:
         Left: the ranks have saved and leave.
+        Diverged: loss or weights are not finite.
+        BrokenDown: so with what tuning has chosen.
     """
     trainer = loop.build(task, here.ranks, here.datasets, batch=task.batch, workers=task.workers, refresh=True)
     trainer.until = until
@@ -209,7 +218,9 @@ def _run(
         trainer.lr_factor = choice.lr_factor
     best, owed = _resume(task, here.run, trainer)
     with Metrics(here.run, task, first=here.ranks.first, samples=trainer.position.samples) as metrics:
-        work = Run(task, here, trainer, metrics, loop.Evaluator(trainer), best, owed, ahead, choice=choice)
+        work = Run(
+            task, here, trainer, metrics, loop.Evaluator(trainer), best, owed, Watch(trainer), ahead, choice=choice
+        )
         work.diagnostics = Diagnostics.attach(trainer)
         _announce(work)
         here.leaving.listen()
@@ -219,6 +230,7 @@ def _run(
 def _leave(work: Run, left: Left) -> None:
     """Save where the ranks stand; the next start goes on from here."""
     loop.join_replicas(work.trainer)
+    _see_whether_it_diverges(work, weights=True)
     if not work.first:
         return
     _drain(work)
@@ -279,6 +291,7 @@ def _steps(work: Run, stream: Iterator[Step]) -> None:
     if not work.trainer.position.samples:  # also tells at once, and not after an epoch, where it cannot be measured
         _measure_curvature(work)
     for step in _timed(work, stream):
+        work.watch.follow(step)
         if work.diagnostics:
             work.diagnostics.follow(work.trainer)
         if step.epoch_ended:
@@ -291,7 +304,25 @@ def _steps(work: Run, stream: Iterator[Step]) -> None:
 
 
 def _check(work: Run) -> None:
-    work.here.leaving.check(reserve=1.5 * work.save_time)
+    if work.here.leaving.check(reserve=1.5 * work.save_time):
+        _see_whether_it_diverges(work)
+
+
+def _see_whether_it_diverges(work: Run, *, weights: bool = False) -> None:
+    """End a training that is not finite; a chosen arm gives way to the next. Every rank takes part.
+
+    Raises:
+        Diverged: it is not.
+        BrokenDown: a chosen arm is not.
+    """
+    found = work.watch.look(weights=weights)
+    if not found:
+        return
+    if work.first:
+        _drain(work)  # the last row shows it
+    if work.choice is not None and work.choice.arm.name != halving.CONTROL:
+        raise tuning.BrokenDown(work.trainer.position.samples)
+    raise Diverged(found, outcome.advice("diverged"))
 
 
 def _timed(work: Run, stream: Iterator[Step]) -> Iterator[Step]:
@@ -347,7 +378,7 @@ def _save_when_due(work: Run) -> None:
     every = task.spec.train.checkpoint_every
     if every == "auto":
         every = checkpoint_interval(work.save_time, rate=interruption_rate(task.spec.pricing, task.nodes))
-    if time.monotonic() - work.last_save >= every:
+    if time.monotonic() - work.last_save >= every and work.watch.may_save():
         _save(work, is_best=False)
 
 
@@ -367,6 +398,7 @@ def _end_epoch(work: Run, step: Step | None) -> None:
     `step` is the epoch's last; None where an earlier attempt made it and had to leave before the evaluation.
     """
     _drain(work)
+    _see_whether_it_diverges(work, weights=True)
     began = time.monotonic()
     work.owed = True
     result = work.evaluator.run(between=lambda: _check(work))
@@ -402,7 +434,7 @@ def _see_whether_it_breaks_down(work: Run, loss: float) -> None:
     if choice is None or choice.arm.name == halving.CONTROL:
         return
     work.behind = work.behind + 1 if choice.is_behind(loss, epoch=work.trainer.epoch) else 0
-    if work.behind >= tuning.BEHIND or not math.isfinite(loss):
+    if work.behind >= tuning.BEHIND:
         raise tuning.BrokenDown(position.samples)
 
 
@@ -439,8 +471,20 @@ def _log_epoch(work: Run, result: Evaluation, step_time: float | None, *, loss: 
         **_gain(trainer),
         diagnostics=_diagnostics(work, ags),
     )
+    _warn_of_evaluation(work, result)
     _advise(work, ags)
     _warn_of_drift(work, within=within, step_time=recent)
+
+
+def _warn_of_evaluation(work: Run, result: Evaluation) -> None:
+    """Say once that the evaluation is not finite where the training is."""
+    if result.samples and not math.isfinite(result.loss) and "evaluation" not in work.advised:
+        work.advised.add("evaluation")
+        _warn(
+            work,
+            f"the loss on the evaluation set is not finite at epoch {work.trainer.position.epoch}, while that of training"
+            " is: look at the evaluation data, and at the running statistics of BatchNorm",
+        )
 
 
 def _advise(work: Run, ags: Mapping[str, float] | None) -> None:
@@ -536,7 +580,7 @@ def _write_result(work: Run, result: Evaluation, step_time: float | None) -> Non
             samples=trainer.position.samples,
             steps=trainer.position.steps,
             epochs=trainer.position.epoch,
-            # JSON knows no nan: accuracies without classes, or the loss of a training that diverged.
+            # JSON knows no nan: accuracies without classes, or the loss of an evaluation that is not finite.
             metrics={name: value for name, value in metrics.items() if math.isfinite(value)},
             best_top1=work.best["top1"] if math.isfinite(work.best["top1"]) else 0.0,
             best_epoch=int(work.best["epoch"]),
@@ -552,9 +596,11 @@ def _finish(work: Run) -> None:
     written = work.first and work.run.train_result(work.task.signature) is not None
     if work.trainer.ranks.from_first(int(written)):
         return
+    _see_whether_it_diverges(work, weights=True)
     result = work.evaluator.run()
     if not work.first:
         return
+    _warn_of_evaluation(work, result)
     if not work.best:
         work.best = {"top1": result.top1, "loss": result.loss, "epoch": float(work.trainer.position.epoch)}
     _save(work, is_best=False)

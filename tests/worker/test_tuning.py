@@ -3,7 +3,6 @@
 import itertools
 import math
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -39,6 +38,13 @@ def tuned(run: RunDir, ranks: Ranks, *arms: dict[str, Any], **auto: Any) -> tupl
     task = train_task(job(*arms, **auto))
     train(run, ranks, task)
     return task, record(run, task)
+
+
+@pytest.fixture(scope="module")
+def two_arms(alone: Ranks, tmp_path_factory: pytest.TempPathFactory) -> tuple[RunDir, TrainTask, Tuning]:
+    """A finished training with two arms, to be looked at: its run, its task and what tuning found."""
+    run = RunDir.create(tmp_path_factory.mktemp("two-arms"), job(FAST, SCALED))
+    return run, *tuned(run, alone, FAST, SCALED)
 
 
 def record(run: RunDir, task: TrainTask) -> Tuning:
@@ -81,8 +87,8 @@ def by_hand(ranks: Ranks, arm: Arm) -> dict[str, torch.Tensor]:
 # --- what is left behind
 
 
-def test_branches_leave_a_record_and_rows_but_no_checkpoints(alone: Ranks, run: RunDir) -> None:
-    task, found = tuned(run, alone, FAST, SCALED)
+def test_branches_leave_a_record_and_rows_but_no_checkpoints(two_arms: tuple[RunDir, TrainTask, Tuning]) -> None:
+    run, task, found = two_arms
     assert found.chosen in found.arms
     assert (found.start, found.epoch, found.batch) == (96, 1, 16)
     assert [(branch.rung, branch.samples) for branch in found.branches] == [(1, 80)] * 3 + [(2, 160)] * 2
@@ -99,8 +105,8 @@ def test_branches_leave_a_record_and_rows_but_no_checkpoints(alone: Ranks, run: 
     assert run.progress(task.signature) == 384 + 80 + 3 * 80 + 2 * 160, "the branches' beginning too"
 
 
-def test_a_finished_training_is_not_tuned_again(alone: Ranks, run: RunDir) -> None:
-    task, _ = tuned(run, alone, FAST)
+def test_a_finished_training_is_not_tuned_again(alone: Ranks, two_arms: tuple[RunDir, TrainTask, Tuning]) -> None:
+    run, task, _ = two_arms
     before = {path: path.stat().st_mtime_ns for path in run.path.rglob("*") if path.is_file()}
     train(run, alone, task)
     assert before == {path: path.stat().st_mtime_ns for path in run.path.rglob("*") if path.is_file()}
@@ -270,7 +276,9 @@ def test_worse_than_guessing_and_than_the_control_counts_as_diverged(loss: float
 # --- broken off and resumed
 
 
-def test_a_branch_broken_off_is_the_only_one_trained_again(alone: Ranks, run: RunDir, tmp_path: Path) -> None:
+def test_a_branch_broken_off_is_the_only_one_trained_again(
+    alone: Ranks, run: RunDir, two_arms: tuple[RunDir, TrainTask, Tuning]
+) -> None:
     task = interrupt(run, alone, FAST, SCALED, after=96 + 3 * 80 + 40)
     first = record(run, task)
     assert [branch.arm for branch in first.branches] == ["lbt", "fast"]
@@ -279,15 +287,14 @@ def test_a_branch_broken_off_is_the_only_one_trained_again(alone: Ranks, run: Ru
     found = record(run, task)
     assert found.branches[:2] == first.branches
     assert len(list(rows(run, task, "branch"))) == len(found.branches) == 5
-    other = RunDir.create(tmp_path / "other", task.spec)
-    whole, expected = tuned(other, alone, FAST, SCALED)
+    other, whole, expected = two_arms
     assert found.chosen == expected.chosen
     assert [branch.loss for branch in found.branches] == [branch.loss for branch in expected.branches]
     assert same(final_weights(run, task), final_weights(other, whole))
 
 
 def test_a_training_broken_off_after_the_choice_keeps_it(
-    alone: Ranks, run: RunDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    alone: Ranks, run: RunDir, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(halving, "ranked", lambda branches: sorted(branches, key=lambda b: b.arm == "lbt"))
     task = interrupt(run, alone, SCALED, after=96 + 3 * 80 + 96 + 40)
@@ -356,8 +363,10 @@ def test_behind_is_a_loss_above_the_controls_after_twice_as_long() -> None:
     assert not tuning.Choice(Arm(name="lbt"), 1.0, longest=4.0, limit=0.5).is_behind(0.6, epoch=9.0)
 
 
-def test_the_checkpoint_where_arms_part_stays_while_the_choice_may_break_down(alone: Ranks, run: RunDir) -> None:
-    task, found = tuned(run, alone, FAST)
+def test_the_checkpoint_where_arms_part_stays_while_the_choice_may_break_down(
+    two_arms: tuple[RunDir, TrainTask, Tuning],
+) -> None:
+    run, task, found = two_arms
     kept = [int(path.stem) for path in run.checkpoints(task.signature)]
     assert found.start == 96 and 96 in kept and len(kept) <= checkpoint.KEEP + 2
 

@@ -1,4 +1,4 @@
-"""benchmarks/auto.py, shortened: it trains, keeps what is done, and its table counts from lbt."""
+"""benchmarks/table1/auto.py, shortened: it trains, keeps what is done, and its table counts from lbt."""
 
 import json
 import subprocess
@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-SCRIPT = Path(__file__).parents[1] / "benchmarks" / "auto.py"
+SCRIPT = Path(__file__).parents[1] / "benchmarks" / "table1" / "auto.py"
 SHORT = ("--seeds", "1", "--epochs", "2", "--only", "lbt,auto")
 
 pytestmark = pytest.mark.torch

@@ -1,4 +1,4 @@
-"""The judgement of the gradient noise (benchmarks/efficiency.py)."""
+"""The judgement of the gradient noise (benchmarks/replay/efficiency.py)."""
 
 import dataclasses
 import json

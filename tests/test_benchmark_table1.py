@@ -1,4 +1,4 @@
-"""Table I on CIFAR-10 (benchmarks/table1.py): its data, its jobs, what it prints."""
+"""Table I on CIFAR-10 (benchmarks/table1/table1.py): its data, its jobs, what it prints."""
 
 import itertools
 import json

@@ -1,4 +1,4 @@
-"""The replay of measured step times (benchmarks/replay.py)."""
+"""The replay of measured step times (benchmarks/replay/replay.py)."""
 
 import json
 import math

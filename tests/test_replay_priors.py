@@ -1,4 +1,4 @@
-"""Priors found without an app and judged on it (benchmarks/replay_priors.py)."""
+"""Priors found without an app and judged on it (benchmarks/replay/replay_priors.py)."""
 
 import math
 from dataclasses import replace

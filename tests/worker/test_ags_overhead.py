@@ -1,4 +1,4 @@
-"""The measurement of what AGS costs (benchmarks/ags_overhead.py)."""
+"""The measurement of what AGS costs (benchmarks/overhead/ags_overhead.py)."""
 
 import statistics
 import sys

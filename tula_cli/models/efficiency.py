@@ -22,7 +22,7 @@ Pair = tuple[float, float]
 """Squared norms of the gradients of one step: mean over small batches, and of their average."""
 
 GROWTH = 0.65
-"""Exponent found on six applications (benchmarks/efficiency.py fits it with each of them left out: 0.60 to 0.70)."""
+"""Exponent found on six applications (benchmarks/replay/efficiency.py fits it with each of them left out: 0.60 to 0.70)."""
 
 SLOWEST_GROWTH = 0.5
 """The application whose noise grew slowest had 0.54; the upper bound of an interval assumes this."""

@@ -9,7 +9,7 @@ over from the other, and tau is the share of the synchronisation that nothing hi
 processes). The paper's Eq. 2 is the case p = 1, phi = 0, tau = 0 without residuals: the parts simply add up.
 
 A handful of probes does not determine all that. Every parameter has a prior, found on public measurements
-(benchmarks/replay.py), and the fit is the most probable one (MAP); where the probes say more than the prior, they decide.
+(benchmarks/replay/replay.py), and the fit is the most probable one (MAP); where the probes say more than the prior, they decide.
 Times are seconds, batches samples, and everything is fitted in logarithms: errors are shares of the step time.
 """
 
@@ -76,7 +76,7 @@ class Priors:
 
 
 PRIORS = Priors()
-"""Found on public measurements; `benchmarks/replay_priors.py` tells how well they do where they were not found."""
+"""Found on public measurements; `benchmarks/replay/replay_priors.py` tells how well they do where they were not found."""
 
 PARAMETERS = 7
 _SLOPE, _FLOOR, _LEVEL, _GROWTH, _INSIDE, _FORWARD, _EXPOSED = range(PARAMETERS)

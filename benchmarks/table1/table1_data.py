@@ -1,4 +1,4 @@
-"""CIFAR-10 in memory, and the small network of the reduced table: what benchmarks/table1.py lets tula train.
+"""CIFAR-10 in memory, and the small network of the reduced table: what benchmarks/table1/table1.py lets tula train.
 
 The workers import this module by its name, as they import a user's own.
 """

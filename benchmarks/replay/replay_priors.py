@@ -1,6 +1,6 @@
 """Priors found without an app, or without a cluster, and judged on it: how well the step-time model does elsewhere.
 
-    python benchmarks/replay_priors.py TABLE.csv... [--json] [--turns 8]
+    python benchmarks/replay/replay_priors.py TABLE.csv... [--json] [--turns 8]
 
 The priors of the step-time model come from measurements (`tula_cli.models.overlap.PRIORS`), so errors on the same
 measurements flatter them. Here they are found anew by expectation maximisation (empirical Bayes), from a vague start and

@@ -1,6 +1,6 @@
 """How well the gradient noise of one epoch tells the iterations that other batches need to the same metric.
 
-    python benchmarks/efficiency.py statistical_efficiency.csv [--json]
+    python benchmarks/replay/efficiency.py statistical_efficiency.csv [--json]
 
 The table has the columns app, global_batch, epoch, iteration, metric, grad_sqr and grad_var; a row is the end of an epoch,
 grad_sqr is |G|^2 and grad_var the variance of a gradient of the app's smallest batch, so that their ratio times that batch

@@ -1,8 +1,8 @@
 """Table I on CIFAR-10: top-1 and top-5 of every method at large batches, over seeds, with controls.
 
-    python benchmarks/table1.py --data DIR --reduced              # on a CPU: two small networks, an hour each on two cores
-    python benchmarks/table1.py --data DIR --budget-minutes 25    # on a GPU: ResNet18 first, then the others
-    python benchmarks/table1.py --data DIR --show                 # the tables of what there is
+    python benchmarks/table1/table1.py --data DIR --reduced              # on a CPU: two small networks, an hour each on two cores
+    python benchmarks/table1/table1.py --data DIR --budget-minutes 25    # on a GPU: ResNet18 first, then the others
+    python benchmarks/table1/table1.py --data DIR --show                 # the tables of what there is
 
 DIR holds `train/<class>/*` and `test/<class>/*` (torchvision's ImageFolder). Everything goes through `tula compare`'s own
 service: each model is a job with a run directory under --runs, where `tula compare --run DIR --show` shows the same. What

@@ -1,6 +1,6 @@
 """How well memory is predicted: the estimate without a GPU, the model after two small probes, and the truth.
 
-    python benchmarks/memory.py [--models resnet50,vgg11] [--precisions fp32,bf16] [--image 224] [--memory SIZE] [--json]
+    python benchmarks/memory/memory.py [--models resnet50,vgg11] [--precisions fp32,bf16] [--image 224] [--memory SIZE] [--json]
 
 For each model and precision: `tula estimate`'s figures; two probes at small batches through the product's own worker; the
 same worker at larger batches, for the true peaks; and bisection, each trial in a fresh process, for the largest batch

@@ -1,8 +1,8 @@
 """What adaptive gradient scaling adds to a training step: time side by side with the same step without it, and memory.
 
-    python benchmarks/ags_overhead.py [--models resnet50,vgg11] [--batch 32] [--rounds 15] [--image 224]
+    python benchmarks/overhead/ags_overhead.py [--models resnet50,vgg11] [--batch 32] [--rounds 15] [--image 224]
                                       [--device auto] [--threads N] [--cpu-time] [--no-memory] [--json]
-    torchrun --nproc-per-node 2 benchmarks/ags_overhead.py ...       (local norms need ranks; as many threads a rank)
+    torchrun --nproc-per-node 2 benchmarks/overhead/ags_overhead.py ...       (local norms need ranks; as many threads a rank)
 
 One process, one model, one batch and one base optimizer (the product's: SGD with momentum and weight decay, fused). A
 round takes one step of each variant, in a random order, through the parts that the product's own loop is made of.

@@ -1,7 +1,7 @@
 """Replay measured step times: what a search would have seen, and how well the rest is predicted from it.
 
-    python benchmarks/replay.py TABLE.csv... [--json] [--apart] [--sizes 2,4,8,16]
-    python benchmarks/replay.py TABLE.csv... --timing | --knee | --html FILE
+    python benchmarks/replay/replay.py TABLE.csv... [--json] [--apart] [--sizes 2,4,8,16]
+    python benchmarks/replay/replay.py TABLE.csv... --timing | --knee | --html FILE
 
 Every strategy measures its probes only, every model is fitted to them, all else is predicted. Errors are shares of the
 measured step time: the median and the 90th percentile over the unseen configurations of a set (at the sizes offered), then

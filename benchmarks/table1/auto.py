@@ -1,6 +1,6 @@
 """What self-tuning is worth: `train.method: auto` against the large batch, the small batch and fixed learning rates.
 
-    python benchmarks/auto.py --runs DIR [--model bn|plain] [--batch 256] [--seeds 3] [--epochs 40] [--json]
+    python benchmarks/table1/auto.py --runs DIR [--model bn|plain] [--batch 256] [--seeds 3] [--epochs 40] [--json]
 
 Trains scikit-learn's digits with a small network (with BatchNorm, or without), one process, in tula's own training loop;
 about a minute a seed on a quiet core. What is done is kept in DIR: the same command goes on. The arms are chosen on
@@ -145,7 +145,7 @@ def _spec(changes: dict[str, Any], seed: int, options: argparse.Namespace) -> Jo
         "cluster": {"device": "cpu"},
     }
     merged = {key: {**base.get(key, {}), **value} for key, value in changes.items()}
-    return validate({**base, **merged}, source="benchmarks/auto.py")
+    return validate({**base, **merged}, source="benchmarks/table1/auto.py")
 
 
 def _train(spec: JobSpec, batch: int, folder: Path, ranks: Ranks) -> TrainResult:

@@ -1,6 +1,6 @@
 """What starting costs on a SLURM cluster: from the submission to the first training step, for both launchers.
 
-    python benchmarks/startup.py [--nodes 1 2 4] [--repeat 3] [--set cluster.slurm.partition=...] [--json]
+    python benchmarks/startup/startup.py [--nodes 1 2 4] [--repeat 3] [--set cluster.slurm.partition=...] [--json]
 
 Run it where sbatch is found and in a folder that all nodes share. For each number of nodes it submits, one after the
 other in turn, so that slow minutes of a shared machine meet all of them: `srun python` that does nothing, `srun python`

@@ -506,7 +506,7 @@ def test_a_follower_waits_for_what_an_order_is_about(chain: Chain, monkeypatch: 
 def test_a_rendezvous_of_the_shell_does_not_reach_the_ranks(chain: Chain) -> None:
     environ = {"MASTER_ADDR": "login1", "MASTER_PORT": "29500"}
     me = supervise.Supervisor(chain.run, supervise.Place(0, 2, 0, "11"), environ)
-    assert not set(environ) & set(supervise._environment(me, chain.task))
+    assert not set(environ) & set(supervise._environments(me, chain.task)[0])
 
 
 def test_a_rank_does_not_repeat_in_its_own_name_what_another_has_told(chain: Chain, tmp_path: Path) -> None:
@@ -516,7 +516,7 @@ def test_a_rank_does_not_repeat_in_its_own_name_what_another_has_told(chain: Cha
     )  # fmt: skip
     chain.run.write_failure(root)
     (tmp_path / "log").touch()
-    seen = ending.Seen(exit_code=-9, oom_kill=False, log=tmp_path / "log", first_rank=0)
+    seen = ending.Seen(exit_code=-9, oom_kill=False, log=tmp_path / "log", rank=0)
     attempt = make_runs.attempt("train-s-1", start=1.0)
     own = ending.own_ending(chain.run, chain.task, attempt, seen)
     ending.report(chain.run, chain.task, attempt, seen, own)
@@ -529,6 +529,6 @@ def test_a_kill_for_memory_is_told_although_another_rank_failed_first(chain: Cha
                 failed_at=1.0)
     )  # fmt: skip
     (tmp_path / "log").touch()
-    seen = ending.Seen(exit_code=-9, oom_kill=True, log=tmp_path / "log", first_rank=0)
+    seen = ending.Seen(exit_code=-9, oom_kill=True, log=tmp_path / "log", rank=0)
     own = ending.own_ending(chain.run, chain.task, make_runs.attempt("train-s-1", start=1.0), seen)
     assert own.outcome in ("host_oom", "device_oom")

@@ -407,11 +407,46 @@ def test_the_ranks_die_with_a_killed_supervisor(run: RunDir, tmp_path: Path, tra
         time.sleep(0.05)
 
 
-def test_the_command_starts_every_rank_of_the_job_here(run: RunDir, probe: ProbeTask) -> None:
-    two_nodes = probe.model_copy(update={"nodes": 2})
-    command = supervise._command(place(run, 0, 1), two_nodes, Order(task=probe.id, attempt=1))
-    assert "--nproc-per-node=2" in command
-    assert command[-3:] == [str(run.path.resolve()), probe.id, "1"]
+def test_every_rank_of_a_job_here_is_started_by_its_supervisor(run: RunDir, probe: ProbeTask, tmp_path: Path) -> None:
+    two_nodes, order = probe.model_copy(update={"nodes": 2}), Order(task=probe.id, attempt=1)
+    starts = supervise._starts(place(run, 0, 1, MASTER_ADDR="elsewhere"), two_nodes, order, tmp_path / "log")
+    assert [start.environment["RANK"] for start in starts] == ["0", "1"]
+    assert {(start.environment["WORLD_SIZE"], start.environment["OMP_NUM_THREADS"]) for start in starts} == {("2", "1")}
+    assert all("MASTER_ADDR" not in start.environment for start in starts), "they meet through a file"
+    assert all(start.forkable and start.command[-3:] == (str(run.path.resolve()), probe.id, "1") for start in starts)
+
+
+def test_of_several_ranks_the_killed_one_is_told_and_not_those_that_lost_it(
+    run: RunDir, probe: ProbeTask, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script = f"""
+        import os, signal, time
+        if os.environ["RANK"] == "1" and not os.path.exists("once"):
+            open("once", "w").close()
+            os.kill(os.getpid(), signal.SIGKILL)
+        print({GLOO!r})
+        raise SystemExit(1)
+    """
+    command = [sys.executable, "-c", textwrap.dedent(script)]
+    monkeypatch.setattr(supervise, "_command", lambda *_: command)
+    monkeypatch.setattr(relaunch, "RESTARTS", 0)
+    run.write_task(probe.model_copy(update={"nodes": 2}))
+    supervise.supervise(run.path, probe.id)
+    (attempt,) = run.attempts(probe.id)
+    assert (attempt.outcome, attempt.rank, attempt.message) == ("signal", 1, "its process was killed by SIGKILL")
+
+
+def test_ranks_that_do_not_notice_the_loss_of_one_are_ended(
+    run: RunDir, probe: ProbeTask, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script = "import os, time; time.sleep(60 * (os.environ['RANK'] == '0')); os._exit(3)"
+    monkeypatch.setattr(supervise, "_command", lambda *_: [sys.executable, "-c", script])
+    monkeypatch.setattr(supervise, "PEER_GRACE", 0.1)
+    monkeypatch.setattr(relaunch, "RESTARTS", 0)
+    run.write_task(probe.model_copy(update={"nodes": 2}))
+    supervise.supervise(run.path, probe.id)
+    (attempt,) = run.attempts(probe.id)
+    assert attempt.outcome == "unknown", "rank 1 left of itself; that rank 0 was killed then is no finding"
 
 
 # --- on SLURM
@@ -431,7 +466,7 @@ def test_srun_starts_a_rank_for_each_supervisor(run: RunDir, probe: ProbeTask) -
     task, me = on_slurm(probe), place(run, 3, 4, job_id="7")
     command = supervise._command(me, task, Order(task=task.id, attempt=2, ranks=4))
     assert command == [sys.executable, "-u", "-m", "tula_cli.worker", str(run.path), probe.id, "2"]
-    environment = supervise._environment(me, task)
+    environment = supervise._environments(me, task)[0]
     ranks = {name: environment[name] for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "OMP_NUM_THREADS")}
     assert ranks == {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "OMP_NUM_THREADS": "8"}
 
@@ -441,7 +476,7 @@ def test_torchrun_starts_the_ranks_of_a_node_where_all_agents_meet(run: RunDir, 
     command = supervise._command(me, task, Order(task=task.id, attempt=1, ranks=4, meeting="10.0.0.1:4711"))
     wanted = {"--nnodes=2", "--node-rank=1", "--master-addr=10.0.0.1", "--master-port=4711", "--nproc-per-node=2"}
     assert wanted < set(command)
-    environment = supervise._environment(me, task)
+    environment = supervise._environments(me, task)[0]
     assert "RANK" not in environment, "torchrun sets it"
     assert environment["OMP_NUM_THREADS"] == "4"
     assert supervise._first_rank(me, task) == 2
@@ -476,7 +511,7 @@ def test_an_out_of_memory_of_the_cgroup_is_the_hosts_on_a_gpu_and_the_batchs_on_
 ) -> None:
     log = tmp_path / "log"
     log.write_text("")
-    seen = ending.Seen(exit_code=-9, oom_kill=True, log=log, first_rank=1)
+    seen = ending.Seen(exit_code=-9, oom_kill=True, log=log, rank=1)
     attempt = make_runs.attempt(probe.id, start=1.0)
     spec = make_runs.spec(cluster={"device": "cuda"})
     for device, outcome in (("cuda", "host_oom"), ("cpu", "device_oom")):

@@ -34,12 +34,12 @@ class Ending:
 
 @dataclass(frozen=True)
 class Seen:
-    """What a supervisor saw of the process it started."""
+    """What a supervisor saw of what it started: of several processes, of the one that failed first."""
 
     exit_code: int
     oom_kill: bool  # the kernel killed a process for memory meanwhile
     log: Path
-    first_rank: int  # the first of the ranks it stands for
+    rank: int  # that this is about; under torchrun the first of those it has started
 
 
 def own_ending(run: RunDir, task: Task, attempt: Attempt, seen: Seen) -> Ending:
@@ -53,18 +53,20 @@ def own_ending(run: RunDir, task: Task, attempt: Attempt, seen: Seen) -> Ending:
     root_cause = words.rpartition("Root Cause")[2]  # torchrun's summary of the rank that failed first
     outcome = classify(words, exit_code=seen.exit_code, device=device)
     if outcome in ("peer", "unknown"):  # that a rank was killed says more than that its peers noticed
-        outcome = classify(root_cause, exit_code=seen.exit_code, device=device)
+        # SIGABRT is no kill: torch ends its own process by it over a lost peer.
+        told = "" if seen.exit_code < 0 and seen.exit_code != -signal.SIGABRT else root_cause
+        outcome = classify(told, exit_code=seen.exit_code, device=device)
     host = socket.gethostname()
     if outcome == "signal" and task.spec.cluster.memory_per_gpu and device == "cpu" and _crashed(seen, root_cause):
         # Native code that does not check an allocation crashes under the limit instead of raising.
         return Ending("device_oom", f"crashed under cluster.memory_per_gpu: {_last_line(root_cause)}", host=host)
     if seen.oom_kill and outcome in ("signal", "unknown", "peer"):
         message = "the kernel killed a process for memory"
-        return Ending("device_oom" if device == "cpu" else "host_oom", message, seen.first_rank, host)
+        return Ending("device_oom" if device == "cpu" else "host_oom", message, seen.rank, host)
     if failure is not None and outcome in ("unknown", "peer"):
         return Ending("peer", failure.message, failure.rank, failure.host)
     killed = _killed(seen.exit_code)
-    return Ending(outcome, killed or _last_line(root_cause), seen.first_rank if killed else None, host)
+    return Ending(outcome, killed or _last_line(root_cause), seen.rank if killed else None, host)
 
 
 def _device(task: Task) -> str:
@@ -81,17 +83,17 @@ def _killed(exit_code: int) -> str:
 
 def report(run: RunDir, task: Task, attempt: Attempt, seen: Seen, own: Ending) -> None:
     """Write down how this supervisor's ranks ended, if none of them has: the supervisor of task 0 reads it."""
-    if any(failure.rank == seen.first_rank for failure in run.failures(task.id, attempt.number)):
+    if any(failure.rank == seen.rank for failure in run.failures(task.id, attempt.number)):
         return
     run.write_failure(
         Failure(
             task=task.id,
             attempt=attempt.number,
-            rank=seen.first_rank,
+            rank=seen.rank,
             host=socket.gethostname(),
             pid=attempt.pid,
             # What another rank has told is not told once more in this one's name, by another clock.
-            outcome=own.outcome or "unknown" if own.rank in (None, seen.first_rank) else "peer",
+            outcome=own.outcome or "unknown" if own.rank in (None, seen.rank) else "peer",
             message=own.message,
             detail=last_words(seen.log),
             failed_at=time.time(),

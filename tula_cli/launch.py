@@ -136,7 +136,7 @@ class LocalLauncher:
     def script(self, run: RunDir, task: Task) -> str:
         """Return in words what a job on this machine starts."""
         world = task.nodes * task.spec.cluster.gpus_per_node
-        return f"{task.job} in {run.path.name}: torchrun on this machine, {world} rank{'s' * (world > 1)}"
+        return f"{task.job} in {run.path.name}: {world} rank{'s' * (world > 1)} on this machine"
 
     def submit(self, run: RunDir, task: Task) -> Job:
         """Start a job that outlives this process, its terminal and Ctrl-C.

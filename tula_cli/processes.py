@@ -1,12 +1,14 @@
 """What the kernel tells of processes, and asks of them."""
 
+import contextlib
 import ctypes
 import os
 import platform
 import signal
+from collections.abc import Iterator
 from pathlib import Path
 
-_PR_SET_PDEATHSIG = 1
+_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 
 
 def die_with_parent() -> None:
@@ -20,6 +22,32 @@ def die_with_parent() -> None:
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:  # it ended before the kernel knew
         os._exit(1)
+
+
+def become_child() -> None:
+    """For what a supervisor starts, before it becomes another program: the warning of a time limit would end it."""
+    die_with_parent()
+    for number in (signal.SIGUSR1, signal.SIGUSR2):
+        signal.signal(number, signal.SIG_IGN)
+
+
+@contextlib.contextmanager
+def adopting() -> Iterator[None]:
+    """Be the parent of those descendants that lose theirs meanwhile.
+
+    Raises:
+        OSError: this system has no such thing.
+    """
+    _adopt(True)
+    try:
+        yield
+    finally:
+        _adopt(False)
+
+
+def _adopt(orphans: bool) -> None:
+    if platform.system() != "Linux" or ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, int(orphans), 0, 0, 0):
+        raise OSError("this system lets no process adopt orphans")
 
 
 def started(pid: int) -> float | None:

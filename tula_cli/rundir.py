@@ -534,7 +534,7 @@ class RunDir:
         return self.path / "submitit"
 
     def log_path(self, task_id: str, attempt: int, rank: int = 0) -> Path:
-        """Return where the output of one attempt goes: of all ranks under torchrun, of one rank under srun."""
+        """Return where the output of one attempt goes: of all ranks that one supervisor has started."""
         suffix = f".{rank:04d}" if rank else ""
         return self.path / "logs" / f"{task_id}.{attempt:03d}{suffix}.log"
 

@@ -10,7 +10,6 @@ import itertools
 import os
 import signal
 import socket
-import subprocess
 import sys
 import tempfile
 import time
@@ -22,7 +21,8 @@ from tula_cli import ending as judge
 from tula_cli import network, sbatch, scheduler
 from tula_cli.ending import Ending, Seen
 from tula_cli.errors import JobFailed, TulaError
-from tula_cli.processes import die_with_parent
+from tula_cli.forkserver import Start
+from tula_cli.group import Group, Starter
 from tula_cli.records import Attempt, CheckTask, Job, Order, OutcomeClass, ProbeTask, Task, TrainTask
 from tula_cli.relaunch import LOST, TAKEN, after, no_progress, write_summary
 from tula_cli.rundir import RunDir
@@ -112,6 +112,7 @@ class Supervisor:
     since: float = field(default_factory=time.time)
     numbers: Iterator[int] = field(default_factory=itertools.count)
     ends_at: float | None = None  # Unix time of the allocation's end, where it has one
+    starter: Starter = field(default_factory=Starter)
 
 
 def supervise(path: Path, task_id: str, *, environ: Mapping[str, str] = os.environ) -> None:
@@ -128,6 +129,8 @@ def supervise(path: Path, task_id: str, *, environ: Mapping[str, str] = os.envir
     except TulaError as error:  # a full disk above all: nothing can be written, so the scheduler's log has to tell
         sys.stderr.write(f"tula: {error.message}. {error.hint}\n")
         raise SystemExit(error.exit_code) from error
+    finally:
+        me.starter.close()
 
 
 def _supervise(me: Supervisor, task_id: str) -> None:
@@ -454,36 +457,24 @@ def _close_attempt(run: RunDir, attempt: Attempt, ending: Ending) -> None:
 
 def _attempt(me: Supervisor, task: Task, attempt: Attempt, order: Order, deadline: float) -> Ending:
     """Start the ranks of this supervisor and wait for their end."""
-    log = me.run.log_path(task.id, attempt.number, me.place.index)
+    log = me.run.log_path(task.id, attempt.number, me.place.index).resolve()
     kills = judge.oom_kills()
-    command, folder = _command(me, task, order), _start_folder(me.run, task)
+    starts = _starts(me, task, order, log)
     with me.run.open_log(log) as output:
         try:
-            child = subprocess.Popen(
-                command,
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                env=_environment(me, task),
-                cwd=folder,
-                start_new_session=True,
-                preexec_fn=_become_child,
+            group = me.starter.start(
+                starts, output, give_up=lambda: me.notice.given or bool(_unwanted(me, task, deadline))
             )
         except OSError as error:  # the wrapper, or the folder where the job was submitted, is not on this node
-            own = Ending("user", f"cannot start {command[0]} in {folder}: {error.strerror}", host=socket.gethostname())
+            words = f"cannot start {starts[0].command[0]} in {starts[0].folder}: {error.strerror}"
+            own = Ending("user", words, host=socket.gethostname())
             judge.report(me.run, task, attempt, Seen(127, False, log, _first_rank(me, task)), own)
             return own
-        stopped = _wait(me, task, attempt, child, deadline)
+        stopped = _wait(me, task, attempt, group, deadline)
     if stopped:
         return stopped
-    return _judge(me, task, attempt, Seen(child.returncode, judge.oom_kills() > kills, log, _first_rank(me, task)))
-
-
-def _become_child() -> None:
-    """Runs in the child before it becomes torchrun or a rank, which the warning of a time limit would end at once."""
-    die_with_parent()
-    for number in (signal.SIGUSR1, signal.SIGUSR2):
-        signal.signal(number, signal.SIG_IGN)
+    place, code = group.failed() or (0, 0)
+    return _judge(me, task, attempt, Seen(code, judge.oom_kills() > kills, log, _first_rank(me, task) + place))
 
 
 def _judge(me: Supervisor, task: Task, attempt: Attempt, seen: Seen) -> Ending:
@@ -499,32 +490,41 @@ def _judge(me: Supervisor, task: Task, attempt: Attempt, seen: Seen) -> Ending:
     return judge.told_by_all(me.run, task, attempt, own)
 
 
-def _wait(
-    me: Supervisor, task: Task, attempt: Attempt, child: "subprocess.Popen[bytes]", deadline: float
-) -> Ending | None:
-    """Wait for the child; end it when the user cancels or its time is over. None: it ended by itself."""
+def _wait(me: Supervisor, task: Task, attempt: Attempt, group: Group, deadline: float) -> Ending | None:
+    """Wait for the ranks; end them when the user cancels or their time is over. None: they ended by themselves."""
     failed_at: float | None = None
-    while child.poll() is None:
-        if me.run.cancelled(task.job):
-            _end(child, END_GRACE)
-            return Ending("cancelled", "cancelled by the user")
+    while group.running():
+        if unwanted := _unwanted(me, task, deadline):
+            group.end(END_GRACE)
+            return unwanted
         if me.notice.given:
-            _end(child, NOTICE_GRACE)
+            group.end(NOTICE_GRACE)
             return None
-        if time.monotonic() > deadline:
-            _end(child, END_GRACE)
-            return Ending("cancelled", _overdue(task))
-        if failed_at is None and me.run.failures(task.id, attempt.number):
+        failed = group.failed() is not None
+        if failed_at is None and (failed or me.run.failures(task.id, attempt.number)):
             failed_at = time.monotonic()
         if failed_at is not None and time.monotonic() > failed_at + PEER_GRACE:
-            _kill(child)  # it sits in a reduction with a rank that is gone
-            # Not its own end, so not its own report.
-            return judge.told_by_all(me.run, task, attempt, Ending("peer"))
+            return _given_up(me, task, attempt, group)
         if isinstance(task, TrainTask) and not me.place.alone and me.run.superseded(task):
-            _kill(child)  # this node was given up for lost, and lives: two would write one run
+            group.kill()  # this node was given up for lost, and lives: two would write one run
             return Ending("node_failure", "another allocation has taken over")
         _pause(me)
     return None
+
+
+def _given_up(me: Supervisor, task: Task, attempt: Attempt, group: Group) -> Ending | None:
+    """End ranks that sit in a reduction with one that is gone. None: that was one of them."""
+    own = group.failed() is not None
+    group.kill()
+    # Not its own end, so not its own report.
+    return None if own else judge.told_by_all(me.run, task, attempt, Ending("peer"))
+
+
+def _unwanted(me: Supervisor, task: Task, deadline: float) -> Ending | None:
+    """Tell why the ranks are to run no longer: cancelled, or overdue."""
+    if me.run.cancelled(task.job):
+        return Ending("cancelled", "cancelled by the user")
+    return Ending("cancelled", _overdue(task)) if time.monotonic() > deadline else None
 
 
 def _pause(me: Supervisor) -> None:
@@ -532,24 +532,6 @@ def _pause(me: Supervisor) -> None:
     until = time.monotonic() + me.place.poll
     while not me.notice.given and (left := until - time.monotonic()) > 0:
         time.sleep(min(POLL, left))
-
-
-def _end(child: "subprocess.Popen[bytes]", grace: float) -> None:
-    """Ask the ranks to save and leave; kill what is left after `grace` seconds.
-
-    Only the child itself is asked: its data-loader processes have to live until it has saved.
-    """
-    with contextlib.suppress(ProcessLookupError):
-        child.send_signal(signal.SIGTERM)
-    with contextlib.suppress(subprocess.TimeoutExpired):
-        child.wait(grace)
-    _kill(child)
-
-
-def _kill(child: "subprocess.Popen[bytes]") -> None:
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(child.pid, signal.SIGKILL)
-    child.wait()
 
 
 # --- how the ranks are started
@@ -560,9 +542,9 @@ def _world(task: Task) -> int:
 
 
 def _by_torchrun(task: Task) -> bool:
-    """Return whether one supervisor a node starts the ranks of its node (else there is one a rank)."""
-    slurm = task.spec.cluster.slurm
-    return slurm is not None and slurm.launcher == "torchrun"
+    """Return whether torchrun starts the ranks of a node; else supervisors start them themselves."""
+    cluster = task.spec.cluster
+    return cluster.kind == "slurm" and cluster.slurm is not None and cluster.slurm.launcher == "torchrun"
 
 
 def _first_rank(me: Supervisor, task: Task) -> int:
@@ -576,16 +558,19 @@ def _meeting(task: Task) -> str:
     return f"{network.own_address(task.spec.cluster.interface)}:{network.free_port()}"
 
 
+def _starts(me: Supervisor, task: Task, order: Order, log: Path) -> list[Start]:
+    """Return what this supervisor starts: torchrun, its own rank, or all ranks of this machine."""
+    command, folder = tuple(_command(me, task, order)), _start_folder(me.run, task)
+    return [Start(command, environment, folder, str(log)) for environment in _environments(me, task)]
+
+
 def _command(me: Supervisor, task: Task, order: Order) -> list[str]:
-    """Return what starts the ranks of this supervisor."""
-    run = str(me.run.path.resolve())
-    worker = ["-m", "tula_cli.worker", run, task.id, str(order.attempt)]
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--max-restarts=0"]
-    if me.place.alone:
-        return [*torchrun, "--standalone", f"--nproc-per-node={_world(task)}", *worker]
-    wrapper = sbatch.wrapper(task.spec, environ=me.environ)
+    """Return the command of a rank, or of torchrun, which starts those of a node."""
+    worker = ["-m", "tula_cli.worker", str(me.run.path.resolve()), task.id, str(order.attempt)]
+    wrapper = [] if me.place.alone else sbatch.wrapper(task.spec, environ=me.environ)
     if not _by_torchrun(task):
         return [*wrapper, sys.executable, "-u", *worker]
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--max-restarts=0"]
     address, _, port = order.meeting.rpartition(":")
     place = [f"--nnodes={task.nodes}", f"--node-rank={me.place.index}"]
     meeting = [f"--master-addr={address}", f"--master-port={port}"]
@@ -601,21 +586,24 @@ def _start_folder(run: RunDir, task: Task) -> str:
     return str(code) if code.is_dir() else task.workdir  # the ranks say what is missing
 
 
-def _environment(me: Supervisor, task: Task) -> dict[str, str]:
-    """Return the ranks' environment. On this machine they share its cores, one thread each."""
-    own = {**me.environ, "PYTHONUNBUFFERED": "1"}
-    if me.place.alone:
-        return {**own, "OMP_NUM_THREADS": "1"}
-    threads = int(me.environ.get("SLURM_CPUS_PER_TASK", "1"))
+def _environments(me: Supervisor, task: Task) -> list[dict[str, str]]:
+    """Return the environment of each process that this supervisor starts."""
+    own = {**me.environ, "PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": str(_threads(me, task)), **_time_limit(me)}
     if _by_torchrun(task):
-        threads = max(1, threads // task.spec.cluster.gpus_per_node)
-    own |= {"OMP_NUM_THREADS": str(threads), **_time_limit(me)}
-    if _by_torchrun(task):
-        return own
-    numbers = {"RANK": me.place.index, "WORLD_SIZE": _world(task), "LOCAL_RANK": me.place.local_index}
+        return [own]
     # A rendezvous of the site's set-up lines, or of a shell, is not ours.
     own = {name: value for name, value in own.items() if name not in ("MASTER_ADDR", "MASTER_PORT")}
-    return {**own, **{name: str(value) for name, value in numbers.items()}}
+    world = _world(task)
+    places = [(rank, rank) for rank in range(world)] if me.place.alone else [(me.place.index, me.place.local_index)]
+    return [{**own, "RANK": str(rank), "LOCAL_RANK": str(local), "WORLD_SIZE": str(world)} for rank, local in places]
+
+
+def _threads(me: Supervisor, task: Task) -> int:
+    """Return the threads of a rank. On this machine the ranks share its cores, one thread each."""
+    if me.place.alone:
+        return 1
+    threads = int(me.environ.get("SLURM_CPUS_PER_TASK", "1"))
+    return max(1, threads // task.spec.cluster.gpus_per_node) if _by_torchrun(task) else threads
 
 
 def _time_limit(me: Supervisor) -> dict[str, str]:

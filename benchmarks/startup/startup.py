@@ -4,10 +4,12 @@
 
 Run it where sbatch is found and in a folder that all nodes share. For each number of nodes it submits, one after the
 other in turn, so that slow minutes of a shared machine meet all of them: `srun python` that does nothing, `srun python`
-that imports torch and torchvision, and a tula training by srun and by torchrun. Shown are medians in seconds; `ratio`
-is to the bare import. Of tula, `supervisor` is the part from the submission until the supervisor starts the ranks (the
-scheduler, python, submitit), `ranks` the one from there to the moment before the first step (torch, the data, the
-process group, the model). A partition or an account for the bare jobs goes into SBATCH_PARTITION, SBATCH_ACCOUNT, ...
+that imports torch and torchvision, and a tula training by srun (ranks forked from a process that has imported torch, or
+executed: a wrapper forbids to fork) and by torchrun. Shown are medians in seconds; `ratio` is to the bare import. Of
+tula, `supervisor` is the part from the submission until the supervisor starts the ranks (the scheduler, python,
+submitit), `ranks` the one from there to the moment before the first step (torch, the data, the process group, the
+model), and `again` the same part of a relaunch, for which the model kills its process in the middle of the first
+attempt. A partition or an account for the bare jobs goes into SBATCH_PARTITION, SBATCH_ACCOUNT, ...
 """
 
 import argparse
@@ -28,12 +30,27 @@ from tula_cli.rundir import RunDir
 
 JOB = """
 name: startup
-model: {name: small_cnn, args: {in_channels: 1, width: 8}}
+model: {name: "lost:Net"}
 dataset: {name: digits}
 optimizer: {name: SGD, lr: 0.05}
-train: {epochs: 1, workers: 0, max_attempts: 1}
+train: {epochs: 1, workers: 0, max_attempts: 2}
 search: {nodes: [1], max_node_hours: 1}
 cluster: {kind: slurm, device: auto, slurm: {minutes: 10}}
+"""
+MODEL = """
+import os, pathlib, signal, torch
+
+class Net(torch.nn.Module):
+    def __init__(self, num_classes=10):
+        super().__init__()
+        self.layer, self.steps = torch.nn.Linear(64, num_classes), 0
+
+    def forward(self, x):
+        self.steps += self.training
+        if self.steps == 6 and os.environ.get("RANK") == "0" and not (mark := pathlib.Path("lost")).exists():
+            mark.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return self.layer(x.flatten(1))
 """
 T = TypeVar("T")
 PATIENCE = 600.0  # seconds
@@ -46,6 +63,7 @@ class Start:
 
     seconds: float
     supervisor: float | None = None  # until the supervisor started the ranks
+    again: float | None = None  # of the relaunch, since the supervisor started its ranks
 
 
 def bare(nodes: int, code: str, folder: Path) -> Start:
@@ -63,22 +81,24 @@ def bare(nodes: int, code: str, folder: Path) -> Start:
     return Start(max(times) - began)
 
 
-def tula(nodes: int, launcher: str, folder: Path, settings: Sequence[str]) -> Start:
+def tula(nodes: int, way: Sequence[str], folder: Path, settings: Sequence[str]) -> Start:
     """Start a training, and return when rank 0 was about to take its first step."""
     work = Path(tempfile.mkdtemp(dir=folder))
     (work / "job.yaml").write_text(JOB)
-    words = [word for setting in (f"cluster.slurm.launcher={launcher}", *settings) for word in ("--set", setting)]
+    (work / "lost.py").write_text(MODEL)
+    words = [word for setting in (*way, *settings) for word in ("--set", setting)]
     command = [sys.executable, "-m", "tula_cli", "train", "job.yaml", "--nodes", str(nodes), "--batch", "128", "-y"]
     _told([*command, "--no-wait", "-q", *words], folder=work)
     run = RunDir.newest(work / "tula-runs")
     (job,) = run.jobs()
     _until_gone(job.links or (job.scheduler_id,))
     (signature,) = run.train_signatures()
-    first = run.training_attempts(signature)[0]
-    starts = [row for row in run.metrics(signature) if row["kind"] == "start"]
-    if run.summary(signature) is None or not starts:
-        raise SystemExit(f"a training did not end well: {first.outcome}: {first.message}")
-    return Start(float(starts[0]["time"]) - job.submitted_at, first.started_at - job.submitted_at)
+    attempts = run.training_attempts(signature)
+    starts = [float(row["time"]) for row in run.metrics(signature) if row["kind"] == "start"]
+    if run.summary(signature) is None or len(attempts) != 2 or len(starts) != 2:
+        raise SystemExit(f"a training did not end well: {attempts[-1].outcome}: {attempts[-1].message}")
+    first, again = attempts
+    return Start(starts[0] - job.submitted_at, first.started_at - job.submitted_at, starts[1] - again.started_at)
 
 
 def _told(command: Sequence[str], *, script: str | None = None, folder: Path | None = None) -> str:
@@ -108,8 +128,9 @@ def measure(nodes: int, *, repeat: int, settings: Sequence[str], folder: Path) -
     ways: dict[str, Callable[[], Start]] = {
         "srun python": partial(bare, nodes, "pass", folder),
         BASE: partial(bare, nodes, "import torch, torchvision", folder),
-        "tula, srun": partial(tula, nodes, "srun", folder, settings),
-        "tula, torchrun": partial(tula, nodes, "torchrun", folder, settings),
+        "tula, srun": partial(tula, nodes, [], folder, settings),
+        "tula, srun, executed": partial(tula, nodes, ["cluster.slurm.wrapper=[env]"], folder, settings),
+        "tula, torchrun": partial(tula, nodes, ["cluster.slurm.launcher=torchrun"], folder, settings),
     }
     rounds = [{way: start() for way, start in ways.items()} for _ in range(repeat)]
     return {way: [starts[way] for starts in rounds] for way in ways}
@@ -124,18 +145,21 @@ def rows(nodes: int, starts: dict[str, list[Start]]) -> list[dict[str, int | str
         waits = [start.supervisor for start in each if start.supervisor is not None]
         supervisor = statistics.median(waits) if waits else None
         ranks = None if supervisor is None else statistics.median(s.seconds - (s.supervisor or 0.0) for s in each)
+        relaunches = [start.again for start in each if start.again is not None]
+        again = statistics.median(relaunches) if relaunches else None
         found.append({
             "nodes": nodes, "way": way, "seconds": median, "least": min(start.seconds for start in each),
             "most": max(start.seconds for start in each), "ratio": median / base, "supervisor": supervisor, "ranks": ranks,
+            "again": again,
         })  # fmt: skip
     return found
 
 
 def show(table: Sequence[dict[str, int | str | float | None]]) -> None:
     for row in table:
-        parts = "" if row["ranks"] is None else f"{row['supervisor']:>12.2f}{row['ranks']:>7.2f}"
+        parts = "" if row["ranks"] is None else f"{row['supervisor']:>12.2f}{row['ranks']:>7.2f}{row['again']:>7.2f}"
         print(
-            f"{row['nodes']:>5}  {row['way']:<19}{row['seconds']:>8.2f}{row['least']:>7.2f}{row['most']:>7.2f}"
+            f"{row['nodes']:>5}  {row['way']:<21}{row['seconds']:>8.2f}{row['least']:>7.2f}{row['most']:>7.2f}"
             f"{row['ratio']:>7.2f}{parts}",
             flush=True,
         )
@@ -151,7 +175,7 @@ def main() -> None:
     if shutil.which("sbatch") is None:
         raise SystemExit("there is no sbatch here")
     if not arguments.json:
-        print("nodes  way                 seconds  least   most  ratio  supervisor  ranks")
+        print("nodes  way                   seconds  least   most  ratio  supervisor  ranks  again")
     table = []
     with tempfile.TemporaryDirectory(dir=Path.cwd(), prefix="startup-") as name:
         for nodes in arguments.nodes:

@@ -25,7 +25,7 @@ class LocalTula(Tula):
     """The command line, with jobs on this machine."""
 
     def ranks(self, task: TrainTask) -> list[int]:
-        """Return the process ids of a task's ranks, found by their command line; torchrun's begins otherwise."""
+        """Return the process ids of a task's ranks, found by their command line."""
         return [
             pid for pid, words in _processes() if words[1:4] == ["-u", "-m", "tula_cli.worker"] and task.id in words
         ]

@@ -159,7 +159,7 @@ def test_killed_ranks_and_supervisors_change_no_bit_of_the_result(tula) -> None:
     summary = tula(*command)["data"]
     assert summary["attempts"] == 3
     assert len(summary["causes"]) == 1
-    assert "exitcode : -9" in summary["causes"][0]
+    assert "killed by SIGKILL" in summary["causes"][0]
     result = run.train_result(straight["signature"])
     assert result is not None
     assert result.samples == 6 * (DIGITS // 128) * 128

@@ -1,5 +1,7 @@
 """One rank: `python -m tula_cli.worker RUN TASK ATTEMPT` runs a task of a run directory to its end.
 
+Ranks are forked from a process that has imported this already, where that can be (`preloaded`); else they are executed.
+
 A failure is written where the supervisor finds it, with its class and this rank's story; the exit code says no more than
 that there was one (torchrun would not pass more on).
 """
@@ -8,6 +10,7 @@ import os
 import sys
 import time
 import traceback
+from collections.abc import Callable
 from pathlib import Path
 
 from tula_cli.errors import JobFailed
@@ -17,13 +20,20 @@ from tula_cli.records import CheckTask, Failure, ProbeTask, Task, TrainTask
 from tula_cli.rundir import RunDir
 
 
-def main() -> None:
+def main(*, entered: Callable[[], None] | None = None) -> None:
+    """Run the task that the arguments name.
+
+    Args:
+        entered: called when the user's code can be imported, and nothing of it has been yet.
+    """
     die_with_parent()
     run, task_id, attempt = RunDir(Path(sys.argv[1])), sys.argv[2], int(sys.argv[3])
     task = run.task(task_id)
     assert task is not None, f"{run.path} has no task {task_id}"
     try:
         enter(task, run)
+        if entered is not None:
+            entered()
         _work(task, run, attempt)
     except Exception as error:  # noqa: BLE001 - the process boundary: whatever happened is written down, then we end
         _fail(error, task, run, attempt)

@@ -93,7 +93,7 @@ def joined(cluster: Cluster, *, handover: Path) -> Iterator[Ranks]:
 
     Args:
         cluster: device and network interface.
-        handover: the file in which rank 0 tells its address where no torchrun has told every rank.
+        handover: the file in which rank 0 tells its address where torchrun has not told it to every rank.
     """
     _set_network(cluster)
     rank, world, local_rank = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))

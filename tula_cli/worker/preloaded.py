@@ -1,0 +1,228 @@
+"""The process that imports torch once and forks ranks: the far end of `tula_cli.forkserver`.
+
+A rank that is forked here has to be what `python -m tula_cli.worker RUN TASK ATTEMPT` would be, in its folder and with
+its environment. So nothing of the user's is imported before the fork, CUDA is not touched, nothing runs in parallel
+(thread pools do not survive a fork), and where a file of the user's hides a library that is imported already, the rank
+executes that command after all.
+"""
+
+import atexit
+import contextlib
+import ctypes
+import errno
+import gc
+import importlib
+import io
+import json
+import os
+import random
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from importlib.machinery import PathFinder
+from pathlib import Path
+from typing import Any
+
+from tula_cli.processes import die_with_parent
+
+MODULES = (
+    "torch",
+    "torch._dynamo",  # the first optimizer imports it
+    "torchvision",
+    "tula_cli.worker.__main__",
+    "tula_cli.worker.probe",
+    "tula_cli.worker.site",
+    "tula_cli.worker.training",
+)
+Request = Mapping[str, Any]
+
+
+def worker(request: Request) -> None:
+    """Be the rank that was asked for."""
+    main = importlib.import_module("tula_cli.worker.__main__")
+    sys.modules["__main__"] = main  # data-loader processes that are spawned import it by its name
+    main.main(entered=partial(_execute_if_hidden, request))
+
+
+def main(*, modules: Iterable[str] = MODULES, rank: Callable[[Request], None] = worker) -> None:
+    """Import modules, then fork a rank for each request that comes in.
+
+    Returns in each rank once it is done, and in this process when nobody asks any more: a rank ends as every Python
+    program does.
+
+    Args:
+        modules: by their names.
+        rank: what a rank does.
+    """
+    connection = socket.socket(fileno=int(sys.argv[1]))
+    done: list[Request] = []
+    atexit.register(_leave, done)  # before any library has registered anything: it is called last
+    try:
+        for name in modules:
+            importlib.import_module(name)
+    except Exception as error:  # noqa: BLE001 - the process boundary: libraries raise what they like at their import
+        _tell(connection, {"error": f"{type(error).__name__}: {error}"})
+        return
+    request = _serve(connection)
+    connection.close()
+    if request is None:
+        return
+    _become(request)
+    try:
+        rank(request)
+        done.append(request)
+    finally:
+        if not done:  # what is frozen is not collected at the end either, and native code would tell of leaks
+            gc.unfreeze()
+
+
+def _leave(done: Sequence[Request]) -> None:
+    """Spare a rank that is done the taking apart of thousands of modules, for which it would copy them all first.
+
+    Threads have been joined and exit handlers called by now. Of what the interpreter would still do, only the files
+    that nobody has closed matter.
+    """
+    if not done:
+        return
+    for thing in gc.get_objects():
+        if issubclass(type(thing), io.IOBase):
+            with contextlib.suppress(ValueError, OSError):  # closed, or not for writing
+                thing.flush()
+    os._exit(0)
+
+
+def _tell(connection: socket.socket, answer: Mapping[str, object]) -> None:
+    connection.sendall(json.dumps(answer).encode() + b"\n")
+
+
+def _serve(connection: socket.socket) -> Request | None:
+    """Fork for each request; returns it in the rank, and None here when there are no more."""
+    gc.collect()
+    gc.freeze()  # a collection in a rank would touch, and so copy, every page that holds one of these objects
+    with connection.makefile("rb") as requests:
+        for line in requests:
+            request: Request = json.loads(line)
+            if unfit := _unfit():
+                _tell(connection, {"error": unfit})
+                return None
+            try:
+                pid = _fork(int(request["parent"]))
+            except OSError as error:
+                _tell(connection, {"error": f"cannot fork: {error.strerror}"})
+                return None
+            if pid == 0:
+                return request
+            _tell(connection, {"pid": pid})
+    return None
+
+
+def _unfit() -> str:
+    """Return why a fork of this process would not work as a rank; empty where it would."""
+    if threading.active_count() > 1:
+        return f"a library has started threads at its import: {[thread.name for thread in threading.enumerate()]}"
+    torch = sys.modules.get("torch")
+    if torch is not None and (torch.cuda.is_initialized() or _has_open("/dev/nvidia-uvm")):
+        return "a library has touched CUDA at its import"
+    return ""
+
+
+def _has_open(device: str) -> bool:
+    """Return whether this process has opened a file: with CUDA's, its driver is set up, whatever torch knows of it."""
+    return any(path.is_symlink() and str(path.readlink()) == device for path in Path("/proc/self/fd").iterdir())
+
+
+def _fork(parent: int) -> int:
+    """Fork a rank that is a child of `parent`; return its process id, and 0 in the rank.
+
+    A process between us and the rank ends at once, and `parent` adopts orphans meanwhile.
+
+    Raises:
+        OSError: there is no memory, or no process more.
+    """
+    receive, send = os.pipe()
+    between = os.fork()
+    if between == 0:
+        os.close(receive)
+        _leave_orphan(parent, send)
+        return 0
+    os.close(send)
+    os.waitpid(between, 0)
+    with open(receive, "rb") as told:
+        pid = told.read()
+    if not pid:
+        raise OSError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+    return int(pid)
+
+
+def _leave_orphan(parent: int, send: int) -> None:
+    """Fork once more and end; returns in the orphan alone, when it is `parent`'s and dies with it."""
+    between = os.getpid()
+    try:
+        rank = os.fork()
+    except OSError:
+        os._exit(1)
+    if rank:
+        os._exit(0)
+    os.setsid()
+    while os.getppid() == between:
+        time.sleep(0.001)
+    die_with_parent()
+    if os.getppid() != parent:
+        os._exit(1)
+    os.write(send, str(os.getpid()).encode())
+    os.close(send)
+
+
+def _become(request: Request) -> None:
+    """Take on what an executed rank would begin with."""
+    os.environ.clear()
+    os.environ.update(request["environment"])
+    os.chdir(request["folder"])
+    log = os.open(request["log"], os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
+    for stream in (1, 2):
+        os.dup2(log, stream)
+    os.close(log)
+    random.seed()
+    if numpy := sys.modules.get("numpy"):
+        numpy.random.seed()
+    command = request["command"]
+    sys.argv = command[3:]
+    if not getattr(sys.flags, "safe_path", False):
+        sys.path.insert(0, str(Path.cwd()))
+    _write_over_command_line(command)
+
+
+def _write_over_command_line(command: Iterable[str]) -> None:
+    """Let ps and pgrep find the rank by the command that it stands for."""
+    fields = Path("/proc/self/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
+    start, end = int(fields[45]), int(fields[46])
+    words = b"".join(os.fsencode(word) + b"\0" for word in command)
+    ctypes.memmove(start, words[: end - start - 1].ljust(end - start, b"\0"), end - start)
+
+
+def _execute_if_hidden(request: Request) -> None:
+    """Execute the command after all, where what is imported is not what this rank would import.
+
+    To be called once the user's folders are on the path.
+    """
+    if not _hidden():
+        return
+    os.chdir(request["folder"])
+    os.execve(request["command"][0], request["command"], dict(request["environment"]))
+
+
+def _hidden() -> list[str]:
+    """Return the imported modules of which another file is found first by now."""
+    imported = {name: module.__spec__ for name, module in sys.modules.items() if "." not in name}
+    here = {name: spec.origin for name, spec in imported.items() if spec and spec.has_location and spec.origin}
+    return [name for name, origin in here.items() if not _found_at(name, origin)]
+
+
+def _found_at(name: str, origin: str) -> bool:
+    found = PathFinder.find_spec(name)
+    if found is None or found.origin in (None, origin):  # another finder's, or a folder that hides nothing
+        return True
+    return Path(str(found.origin)).samefile(origin)

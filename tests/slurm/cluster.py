@@ -243,12 +243,23 @@ class SlurmCluster:
 
     def set_rate(self, node: str, rate: str) -> None:
         """Change the speed of one node's link, both ways, at once; "off" takes the shaping away."""
-        number = self._known(node)
-        calls = shaping(number, node, rate)
-        if rate == "off":
-            calls = [f"qdisc del dev link{number} root", f"-n {node} qdisc del dev eth0 root"]
-        for options in calls:
-            self.run("login", "tc", *options.split(), check=rate != "off")  # nothing to delete: already off
+        self._shape([node], rate)
+
+    def _shape(self, nodes: Sequence[str], rate: str) -> None:
+        numbers = {node: self._known(node) for node in nodes}
+        if rate == "off":  # those that are off already have nothing to delete
+            calls = [
+                (f"qdisc del dev link{k} root", f"-n {node} qdisc del dev eth0 root") for node, k in numbers.items()
+            ]
+        else:
+            calls = [shaping(k, node, rate) for node, k in numbers.items()]
+        script = "\n".join(f"tc {options}" for pair in calls for options in pair)
+        self.run("login", "sh", "-c" if rate == "off" else "-ec", script, check=rate != "off")
+
+    def _without_daemon(self) -> list[str]:
+        """Return the nodes whose slurmd does not run."""
+        look = "grep -qs slurmd /proc/$(cat /run/slurmd.$node.pid)/cmdline || echo $node"
+        return self.run("login", "sh", "-c", f"for node in {' '.join(self.names)}; do {look}; done").stdout.split()
 
     def _link(self, node: str, state: str) -> None:
         self.run("login", "ip", "link", "set", f"link{self._known(node)}", state)
@@ -267,11 +278,11 @@ class SlurmCluster:
 
     def reset(self) -> None:
         """End all jobs, and bring all nodes and links back to what they were."""
+        self.run("login", "scancel", "--full", "--signal=KILL", "--user=root", check=False)  # nothing to wait for
         self.run("login", "scancel", "--user=root", check=False)
-        for node in self.names:
-            self.set_rate(node, self.settings.rate)
-            if not self.processes(node, "slurmd -N"):
-                self.power_on(node)
+        self._shape(self.names, self.settings.rate)
+        for node in self._without_daemon():
+            self.power_on(node)
         until(lambda: not self.run("login", "squeue", "--noheader").stdout, "the queue is empty")
         for node, state in self._states().items():
             if state != "idle":

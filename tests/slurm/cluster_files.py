@@ -114,8 +114,8 @@ def _node_lines(settings: Settings) -> list[str]:
 
 
 def _first_job() -> int:
-    """Return a job id that no cluster of the last hours has used, so that files named by id never meet."""
-    return 1000 + int(time.time()) % 30_000 * 2000
+    """Return a job id that no cluster of the last hours, nor one beside it, is likely to use, so that files named by id never meet."""
+    return 1000 + (int(time.time()) + 17 * os.getpid()) % 30_000 * 2000
 
 
 def _secret(path: Path, content: bytes) -> None:
@@ -166,7 +166,7 @@ SelectType=select/cons_tres
 SelectTypeParameters=CR_CPU_Memory
 DefMemPerCPU=500
 SchedulerType=sched/backfill
-SchedulerParameters=batch_sched_delay=0,sched_interval=2,sched_min_interval=0,bf_interval=2
+SchedulerParameters=batch_sched_delay=0,sched_interval=1,sched_min_interval=0,bf_interval=1
 PriorityType=priority/basic
 PreemptType=preempt/partition_prio
 PreemptMode=REQUEUE

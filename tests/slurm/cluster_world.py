@@ -79,10 +79,10 @@ def _node_network(number: int, name: str, address: str) -> list[str]:
     ]
 
 
-def shaping(number: int, name: str, rate: str) -> list[str]:
+def shaping(number: int, name: str, rate: str) -> tuple[str, str]:
     """Return the options of the two calls of tc that shape a node's link: out of the node, and into it."""
     shape = f"root tbf rate {rate} burst 256kb latency 50ms"
-    return [f"qdisc replace dev link{number} {shape}", f"-n {name} qdisc replace dev eth0 {shape}"]
+    return f"qdisc replace dev link{number} {shape}", f"-n {name} qdisc replace dev eth0 {shape}"
 
 
 def start_munge(folder: Path) -> None:

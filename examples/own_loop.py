@@ -76,9 +76,8 @@ def train(args: argparse.Namespace, rank: int, world: int) -> float:
     steps = TRAINING // args.batch
     ags: TulaOptimizer | None = None
     if not args.plain:
-        settings = PRESETS[args.preset]
         opt = ags = TulaOptimizer(  # 1: around the optimizer
-            opt, model=model, b_large=args.batch, b_small=args.small, steps_per_epoch=steps, **settings
+            opt, model=model, b_large=args.batch, b_small=args.small, preset=args.preset, steps_per_epoch=steps
         )
     for epoch in range(args.epochs):
         order = torch.randperm(TRAINING, generator=torch.Generator().manual_seed(epoch))

@@ -9,8 +9,8 @@ import pytest
 import yaml
 
 from tula_cli.errors import SpecError
+from tula_cli.presets import AGS_PRESETS
 from tula_cli.spec import (
-    AGS_PRESETS,
     ENV_PREFIX,
     UNPRICED,
     Ags,

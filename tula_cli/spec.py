@@ -23,6 +23,7 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 from pydantic_core import InitErrorDetails, PydanticCustomError
 
 from tula_cli.errors import Problem, SpecError
+from tula_cli.presets import AGS_PRESETS, DIVIDING
 
 SITE_FILES = (Path("/etc/tula/site.yaml"), Path("~/.config/tula/site.yaml"))
 ENV_PREFIX = "TULA_SPEC_"
@@ -214,24 +215,6 @@ NEED_SGD = ("adascale", "ortho")
 READ_AGS = ("ags", "static", "auto")
 """Methods that read the section ags."""
 
-DIVIDING = frozenset(
-    {
-        "Adam",
-        "AdamW",
-        "NAdam",
-        "RAdam",
-        "Adamax",
-        "SparseAdam",
-        "Adagrad",
-        "Adadelta",
-        "Adafactor",
-        "RMSprop",
-        "Rprop",
-        "Muon",
-    }
-)
-"""torch's optimizers that divide by the gradient's own magnitude: a factor on the gradient cancels out."""
-
 
 class Train(Section):
     """The training run itself."""
@@ -324,7 +307,7 @@ class Ags(Section):
 
 @cache
 def _resolved(ags: Ags) -> "ResolvedAgs":  # a forecast asks for every configuration
-    return ResolvedAgs.model_validate(AGS_PRESETS[ags.preset] | ags.model_dump(exclude_none=True))
+    return ResolvedAgs.model_validate({**AGS_PRESETS[ags.preset], **ags.model_dump(exclude_none=True)})
 
 
 class ResolvedAgs(Ags):
@@ -344,30 +327,6 @@ class ResolvedAgs(Ags):
     def each_step(self) -> bool:
         """Whether every step refreshes: then that is a part of the step, and nothing beside it."""
         return isinstance(self.refresh, Every) and self.refresh.every == 1
-
-
-_PAPER: dict[str, Any] = {
-    "granularity": "element",
-    "delta": 0.5,
-    "refresh": "epoch",
-    "s_min": 1e-3,
-    "eps": 1e-8,
-    "source": "small_batch",
-    "norm_ewma": 0.0,
-    "scale_ema": 0.0,
-    "apply_to": "gradient",
-}
-AGS_PRESETS: dict[str, dict[str, Any]] = {
-    "paper": _PAPER,
-    "robust": _PAPER
-    | {
-        "granularity": "tensor",
-        "delta": "inf",
-        "refresh": {"every": 1},
-        "source": "local_norms",
-        "scale_ema": 0.9,
-    },
-}
 
 
 class Arm(Section):
@@ -832,8 +791,9 @@ def _steps_refresh(spec: JobSpec) -> set[str]:
 
 def _ags(ags: Ags, names: set[str]) -> dict[str, Any]:
     """Return the resolved settings; those that came later only where they act, so that older signatures stand."""
-    later = _PAPER.keys() - {"granularity", "delta", "refresh", "s_min", "eps"}
-    unused = {name: _PAPER[name] for name in later} | {"factor": "auto"}
+    paper = AGS_PRESETS["paper"]
+    later = paper.keys() - {"granularity", "delta", "refresh", "s_min", "eps"}
+    unused = {name: paper[name] for name in later} | {"factor": "auto"}
     settings = ags.resolved().model_dump(include=names)
     return {name: value for name, value in settings.items() if unused.get(name) != value}
 

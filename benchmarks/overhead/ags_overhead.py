@@ -13,9 +13,9 @@ far steadier on a machine that others use too; so is `--cpu-time`, which leaves 
 the CPU, with one thread).
 
 Variants: plain; unscaled (AGS with element factors in a step that Algorithm 1 leaves unscaled: the norm alone); element,
-tensor, static (scaled steps); compiled (element, in a single pass that torch.compile makes); robust (new factors in each
-step: in one process that takes a small batch each time, with several ranks their own norms, which are taken in the
-backward pass, so that "by update" does not hold them); and, where asked for, ortho (steps that are turned). A refresh is timed apart, as what it adds to a scaled step.
+tensor, static (scaled steps); robust (new factors in each step: in one process that takes a small batch each time, with
+several ranks their own norms, which are taken in the backward pass, so that "by update" does not hold them); and, where
+asked for, ortho (steps that are turned). A refresh is timed apart, as what it adds to a scaled step.
 
 With a GPU the largest local batch that fits, a power of two times `--batch`, is measured besides it. Memory is that of
 AGS beside the plain step, in a process of its own with 4 samples: lasting, and at the peak of a step that refreshes; in
@@ -40,6 +40,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from tula_cli.presets import AGS_PRESETS
+
 if TYPE_CHECKING:
     import torch
 
@@ -51,17 +53,17 @@ MODELS = {"resnet50": (224, 1000), "vgg11": (32, 100), "alexnet": (224, 101), "m
 
 PLAIN, AGAIN = "plain", "plain again"
 VARIANTS: dict[str, dict[str, Any]] = {
-    "unscaled": {"granularity": "element", "delta": 0.0},
-    "element": {"granularity": "element", "delta": float("inf")},
-    "tensor": {"granularity": "tensor", "delta": float("inf")},
-    "static": {"granularity": "static", "delta": float("inf"), "factor": 2.0},
-    "robust": {"granularity": "tensor", "delta": float("inf"), "refresh": 1, "source": "local_norms", "scale_ema": 0.9},
+    "unscaled": {"delta": 0.0},
+    "element": {"delta": "inf"},
+    "tensor": {"delta": "inf", "granularity": "tensor"},
+    "static": {"delta": "inf"},
+    "robust": dict(AGS_PRESETS["robust"]),
 }
-COMPILED = {"compiled": {"granularity": "element", "delta": float("inf"), "compile": True}}
-"""On a GPU too: the scaling in one pass, by torch.compile."""
+"""What each changes of preset "paper"."""
+STATIC_FACTOR = 2.0
 ORTHO = "ortho"
-KNOWN = [*VARIANTS, *COMPILED, ORTHO]
-REFRESHING = ("element", "tensor", "compiled")
+KNOWN = [*VARIANTS, ORTHO]
+REFRESHING = ("element", "tensor")
 BETWEEN = 100
 """Steps between two refreshes, for the share of a refresh."""
 
@@ -244,12 +246,14 @@ def build(model: str, *, image: int, classes: int, batch: int, me: "Ranks") -> "
 
 def wrapped(trainer: "Trainer", name: str, *, batch: int) -> "torch.optim.Optimizer":
     """Return AGS around the trainer's base, its small batch a quarter, at most the reference batch of 128; or ortho."""
-    from tula_cli.optim import Ortho, TulaOptimizer
+    from tula_cli.optim import Ortho, Static, TulaOptimizer, configured
 
     if name == ORTHO:
         return Ortho(trainer.base, model=trainer.ddp)
     small = max(1, min(128, trainer.batch // 4))
-    settings = (VARIANTS | COMPILED)[name]
+    settings = configured({**AGS_PRESETS["paper"], **VARIANTS[name]})
+    if name == "static":
+        settings["factors"] = Static(STATIC_FACTOR)
     opt = TulaOptimizer(
         trainer.base, model=trainer.ddp, b_large=trainer.batch, b_small=small, available=batch, **settings
     )
@@ -345,7 +349,7 @@ def hold(model: str, name: str, me: "Ranks") -> tuple[float, float]:
     bench.step(name)()
     peak, _ = memory.peak()
     size = sum(p.numel() * p.element_size() for p in trainer.ddp.parameters())
-    factors: list[torch.Tensor] = trainer.ags.factors if trainer.ags else []
+    factors: list[torch.Tensor] = trainer.ags.factors.values if trainer.ags else []
     lasting = sum(factor.numel() * factor.element_size() for factor in factors)
     return lasting / size, (lasting + peak) / size
 
@@ -468,7 +472,7 @@ def listed(known: Sequence[str]) -> Callable[[str], list[str]]:
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", type=listed(list(MODELS)), default=list(MODELS))
-    parser.add_argument("--variants", type=listed(KNOWN), help="by default all of AGS; compiled only on a GPU")
+    parser.add_argument("--variants", type=listed(KNOWN), help="by default all of AGS")
     parser.add_argument("--batch", type=int, default=32, help="of one rank")
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--image", type=int, help="side of the images; by default that of the paper's job")
@@ -515,7 +519,7 @@ def main() -> None:
         if options.hold:
             print(json.dumps(hold(options.models[0], options.hold, me)))
             return
-        options.variants = options.variants or [*VARIANTS, *(COMPILED if me.device.type == "cuda" else ())]
+        options.variants = options.variants or list(VARIANTS)
         before = machine(me)
         if me.first:
             said = ", ".join(f"{name} {value}" for name, value in before.items())

@@ -6,6 +6,7 @@ test_verification runs them on the package, test_mutants sees to it that each pl
 from __future__ import annotations
 
 import copy
+import dataclasses
 import math
 import warnings
 from collections.abc import Callable, Iterator
@@ -16,7 +17,23 @@ from typing import Any
 import ags_reference as reference
 import numpy as np
 import torch
-from ags_models import B_LARGE, B_SMALL, STEPS, Hand, ags, batch, loss_of, mlp, same, sgd, take_small_batch, train, tula
+from ags_models import (
+    B_LARGE,
+    B_SMALL,
+    STEPS,
+    Hand,
+    ags,
+    batch,
+    branch_on_device,
+    loss_of,
+    made_of,
+    mlp,
+    same,
+    sgd,
+    take_small_batch,
+    train,
+    tula,
+)
 from torch import Tensor, nn
 
 Check = Callable[[Any], None]
@@ -204,17 +221,6 @@ def delta_zero_is_bitwise_the_base(package: Any) -> None:
         assert same(*runs), kwargs
 
 
-@check
-def none_is_the_base_and_reports_the_change(package: Any) -> None:
-    plain, watched = mlp(), mlp()
-    train(plain, sgd(plain), STEPS)
-    opt = tula(watched, package=package, granularity="none", steps_per_epoch=None, delta=math.inf)
-    train(watched, opt, STEPS)
-    report = opt.report()
-    assert same(plain.state_dict(), watched.state_dict()) and opt.identity is None
-    assert report["scaled"] == 0.0 and 0 < report["delta"] < math.inf
-
-
 # ---- factors
 
 
@@ -241,7 +247,7 @@ def factors_leave_the_gradients_alone(package: Any) -> None:
     for dtype in (torch.float64, torch.bfloat16):
         small, large = torch.tensor([1.0, 2.0]).to(dtype), torch.tensor([4.0, 4.0]).to(dtype)
         bounds = package.parts.indicators.Bounds(1e-3, 4.0)
-        (factor,) = package.parts.indicators.element_factors([small], [large], 1e-8, bounds)
+        factor = package.parts.indicators.element_factor(small, large, 1e-8, bounds)
         assert small.tolist() == [1.0, 2.0] and large.tolist() == [4.0, 4.0] and factor.dtype is dtype
         reused = package.parts.indicators.element_factor(small, large, 1e-8, bounds, overwrite=True)
         assert reused is small and large.tolist() == [4.0, 4.0] and same(reused, factor)
@@ -253,11 +259,11 @@ def large_tensors_are_taken_in_parts_that_are_the_whole(package: Any) -> None:
     rng, rules = torch.Generator().manual_seed(0), package.parts.indicators
     bounds, size = rules.Bounds(1e-3, 4.0), rules.PART + 7
     small, large = (torch.randn(size, generator=rng).to(torch.float16).view(1, 1, -1, 1) for _ in "ab")
-    (factor,) = rules.element_factors([small], [large], 1e-8, bounds)
+    factor = rules.element_factor(small, large, 1e-8, bounds)
     known = (small.float() / (large.float() + 1e-8)).abs().nan_to_num(nan=1.0, posinf=4.0).clamp(1e-3, 4.0)
     assert factor.shape == small.shape and torch.allclose(factor.float(), known, rtol=2e-3, atol=1e-3)
     image = torch.randn(2, 3, 4, 5, generator=rng)
-    (strided,) = rules.element_factors([image], [image.contiguous(memory_format=torch.channels_last) * 2], 1e-8, bounds)
+    strided = rules.element_factor(image, image.contiguous(memory_format=torch.channels_last) * 2, 1e-8, bounds)
     close(strided.flatten().tolist(), [0.5] * 120)
 
 
@@ -291,8 +297,9 @@ def the_device_branch_is_bitwise_the_host_branch(package: Any) -> None:
         runs = []
         for on_device in (False, True):
             model = mlp()
-            opt = tula(model, package=package, delta=0.3, refresh=2, _on_device=on_device, **way)
-            train(model, opt, 3 * STEPS)
+            opt = tula(model, package=package, delta=0.3, refresh=2, **way)
+            with branch_on_device(package, on_device):
+                train(model, opt, 3 * STEPS)
             runs.append((model.state_dict(), opt.state_dict()))
         assert same(*runs), way
 
@@ -438,6 +445,14 @@ def several_ranks(package: Any, others: list[list[Tensor]]) -> Iterator[None]:
         module.dist = dist
 
 
+def as_one_of_several(package: Any, opt: Any, world: int) -> Any:
+    """Let an optimizer with local norms believe in other ranks. Returns what listens to the reductions."""
+    listener = package.parts.local_norms.NormListener(lambda: True)
+    opt.factors._setup = dataclasses.replace(opt.setup, world=world)
+    opt.factors._listener, opt.factors.reads_b_small = listener, False
+    return listener
+
+
 def reduced(package: Any, listener: Any, params: list[Tensor], own: list[Tensor], world: int) -> list[Tensor]:
     """Send one bucket through the hook; returns the averaged gradients."""
     buffer = torch.cat([g.flatten() for g in own])
@@ -462,16 +477,15 @@ def local_norms_equal_the_reference(package: Any) -> None:
         model=nn.ParameterList(params),
         b_large=3,
         b_small=1,
-        **package.PRESETS["robust"],
+        **made_of(package, **package.PRESETS["robust"], consensus="off"),
     )
-    opt._world, opt._local = 3, package.parts.local_norms.LocalNorms(lambda: True)
-    opt.consensus = "off"
+    listener = as_one_of_several(package, opt, 3)
     expected = [reference.local_factor([grads[k].numpy() for grads in own], 1e-3) for k in range(2)]
     before = [0.0, 0.0]
     for turn in range(3):
         factor = 2.0**turn  # as a loss scale: unknown to the optimizer
         with several_ranks(package, [[g * factor for g in grads] for grads in own[1:]]):
-            views = reduced(package, opt._local, params, [g * factor for g in own[0]], 3)
+            views = reduced(package, listener, params, [g * factor for g in own[0]], 3)
             for p, g in zip(params, views, strict=True):
                 p.grad = g / factor
             start = [p.detach().clone() for p in params]
@@ -480,7 +494,7 @@ def local_norms_equal_the_reference(package: Any) -> None:
             float((w - p.detach()).norm() / (g / factor).norm()) for w, p, g in zip(start, params, views, strict=True)
         ]
         close(seen, [1.0, 1.0] if turn == 0 else before)
-        before = [float(s) for s in opt.factors]
+        before = [float(s) for s in opt.factors.values]
         close(before, expected)
     assert 1 < expected[0] < math.sqrt(3) and expected[1] > expected[0]
 
@@ -496,10 +510,15 @@ def local_factors_keep_what_is_not_finite_and_their_bounds(package: Any) -> None
 
 @check
 def the_presets_are_the_documented_ones(package: Any) -> None:
-    paper, robust = tula(mlp(), package=package), tula(mlp(), package=package, **package.PRESETS["robust"])
-    assert (paper.granularity, paper.delta, paper.s_min, paper.source) == ("element", 0.5, 1e-3, "small_batch")
-    given = {name: value for name, value in package.PRESETS["paper"].items() if name != "refresh"}
-    assert {name: getattr(paper, name) for name in given} == given and paper._schedule.every is None
-    assert (robust.granularity, robust.delta, robust.scale_ema) == ("tensor", math.inf, 0.9)
-    assert robust.source == "local_norms" and robust._schedule.every == 1
+    paper, robust = (one_line(package, **given) for given in ({}, {"preset": "robust"}))
+    assert (paper.factors.kind, paper.factors.per, paper.factors.refresh) == ("small_batch", "element", "epoch")
+    assert (paper.factors.s_min, paper.factors.eps, paper.factors.ema) == (1e-3, 1e-8, 0.0)
+    assert (paper.gate.delta, paper.gate.ewma, paper.apply_to) == (0.5, 0.0, "gradient")
+    assert (robust.factors.kind, robust.factors.per, robust.factors.refresh) == ("local_norms", "tensor", 1)
+    assert (robust.factors.s_min, robust.factors.ema, robust.gate.delta) == (1e-3, 0.9, math.inf)
     assert robust.wants_small_batch  # in one process
+
+
+def one_line(package: Any, **kwargs: Any) -> Any:
+    model = mlp()
+    return package.TulaOptimizer(sgd(model), model=model, b_large=B_LARGE, b_small=B_SMALL, **kwargs)

@@ -20,11 +20,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from ags_models import made_of
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from tula_cli.optim import PRESETS, TulaOptimizer, tula
+from tula_cli.optim import PRESETS, TulaOptimizer, gate
 from tula_cli.optim.parts.reduction import listen
+from tula_cli.optim.parts.small_batch import draw_counts
 
 B_LARGE, STEPS = 16, 3  # STEPS: optimizer steps in an epoch
 Case = Callable[[int, int], None]
@@ -66,7 +68,7 @@ def loss_of(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
 def build(model: nn.Module, **kwargs: Any) -> TulaOptimizer:
     base = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=1e-3)
     default: dict[str, Any] = {"b_large": B_LARGE, "b_small": 4, "steps_per_epoch": STEPS, "delta": 0.6}
-    return TulaOptimizer(base, model=model, **(default | kwargs))
+    return TulaOptimizer(base, model=model, **made_of(**(default | kwargs)))
 
 
 def train_step(model: DistributedDataParallel, opt: TulaOptimizer, step: int, spoil: Any = None) -> None:
@@ -93,7 +95,8 @@ def train_alone(model: nn.Module, opt: TulaOptimizer, step: int, counts: list[in
 
 
 def ags(opt: TulaOptimizer) -> dict[str, Any]:
-    return dict(opt.state_dict()["ags"])
+    state = opt.state_dict()["ags"]
+    return {"n_refresh": 0, "scale": {}} | state | state["gate"] | state["factors"]
 
 
 def flat(model: nn.Module, opt: TulaOptimizer) -> Tensor:
@@ -121,14 +124,14 @@ def assert_close(model: nn.Module, opt: TulaOptimizer, twin: nn.Module, alone: T
         torch.testing.assert_close(factor, theirs["scale"][k], rtol=1e-6, atol=1e-6)
 
 
-@case(["source", "spread"], [False, True], ["element", "tensor"])
-def equals_one_process(rank: int, world: int, draw: Any, bucket_view: bool, granularity: Any) -> None:
+@case([False, True], ["element", "tensor"])
+def equals_one_process(rank: int, world: int, bucket_view: bool, granularity: Any) -> None:
     model, twin = DistributedDataParallel(net(), gradient_as_bucket_view=bucket_view), net()
-    opt = build(model, draw=draw, granularity=granularity)
+    opt = build(model, granularity=granularity)
     alone = build(twin, granularity=granularity)
     for step in range(4 * STEPS):
         turn = ags(opt)["n_refresh"]
-        counts = [4 // world] * world if draw == "spread" else [4 * (r == turn % world) for r in range(world)]
+        counts = [4 * (r == turn % world) for r in range(world)]
         train_step(model, opt, step)
         train_alone(twin, alone, step, counts)
         assert_close(model, opt, twin, alone)
@@ -144,7 +147,7 @@ def small_batch_over_several_ranks(rank: int, world: int, granularity: Any) -> N
     model, twin = DistributedDataParallel(net()), net()
     opt = build(model, available=available, b_small=b_small, granularity=granularity)
     alone = build(twin, b_small=b_small, granularity=granularity)
-    assert opt.small_batch_size == b_small and opt.bounds == alone.bounds
+    assert opt.setup.small_batch_size == b_small and opt.bounds == alone.bounds
     for step in range(4 * STEPS):
         turn = ags(opt)["n_refresh"] % world
         counts = [first[(r - turn) % world] for r in range(world)]
@@ -157,26 +160,14 @@ def small_batch_over_several_ranks(rank: int, world: int, granularity: Any) -> N
 @case()
 def default_share_is_the_local_batch(rank: int, world: int) -> None:
     opt = build(DistributedDataParallel(net()), b_small=12)
-    assert opt.available == B_LARGE // world and opt.small_batch_size == 12
-    assert sum(tula.draw_counts("source", 12, opt.available, world, 0)) == 12
+    assert opt.setup.available == B_LARGE // world and opt.setup.small_batch_size == 12
+    assert sum(draw_counts(12, opt.setup.available, world, 0)) == 12
 
 
 @case()
-def spread_rounds_up_and_the_cap_follows(rank: int, world: int) -> None:
-    opt = build(DistributedDataParallel(net()), b_small=world + 1, draw="spread")
-    assert opt.small_batch_size == 2 * world and opt.bounds.high == (B_LARGE / (2 * world)) ** 0.5
-
-
-@case()
-def spread_that_rounds_up_to_the_whole_batch_is_the_identity(rank: int, world: int) -> None:
-    opt = build(DistributedDataParallel(net()), b_small=B_LARGE - 1, draw="spread")
-    assert opt.small_batch_size == B_LARGE and opt.identity is not None and not opt.wants_small_batch
-
-
-@case(["source", "spread"])
-def not_finite_on_one_rank_puts_the_refresh_off_on_all(rank: int, world: int, draw: Any) -> None:
+def not_finite_on_one_rank_puts_the_refresh_off_on_all(rank: int, world: int) -> None:
     model = DistributedDataParallel(net())
-    opt = build(model, draw=draw)
+    opt = build(model)
     spoil = (lambda loss: loss * torch.inf) if rank == 0 else None
     for step in range(STEPS):
         train_step(model, opt, step, spoil)
@@ -202,10 +193,10 @@ class Forked(nn.Module):
         return result
 
 
-@case(["source", "spread"], [False, True])
-def unused_in_the_small_batch(rank: int, world: int, draw: Any, everywhere: bool) -> None:
+@case([False, True])
+def unused_in_the_small_batch(rank: int, world: int, everywhere: bool) -> None:
     model = DistributedDataParallel(Forked(everywhere).double())
-    opt = build(model, draw=draw, b_small=world if draw == "spread" else 2)
+    opt = build(model, b_small=2)
     for step in range(STEPS):
         train_step(model, opt, step)
     # in the first refresh the source is rank 0
@@ -213,13 +204,13 @@ def unused_in_the_small_batch(rank: int, world: int, draw: Any, everywhere: bool
     assert_ranks_equal(model, opt)
 
 
-@case(["source", "spread"])
-def batch_norm_and_dropout_keep_each_ranks_buffers_and_generator(rank: int, world: int, draw: Any) -> None:
+@case()
+def batch_norm_and_dropout_keep_each_ranks_buffers_and_generator(rank: int, world: int) -> None:
     kept = []
     for delta in (0.0, None):
         model = DistributedDataParallel(net(bn=True, dropout=0.2), broadcast_buffers=False)
         base = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=1e-3)
-        opt: Any = base if delta is None else build(model, b_small=8, delta=delta, draw=draw, refresh=1)
+        opt: Any = base if delta is None else build(model, b_small=8, delta=delta, refresh=1)
         torch.manual_seed(100 + rank)
         for step in range(2 * STEPS):
             if delta is not None:
@@ -232,10 +223,10 @@ def batch_norm_and_dropout_keep_each_ranks_buffers_and_generator(rank: int, worl
     assert all(torch.equal(a, b) for a, b in zip(*kept, strict=True))
 
 
-@case(["source", "spread"])
-def batch_norm_ranks_stay_equal(rank: int, world: int, draw: Any) -> None:
+@case()
+def batch_norm_ranks_stay_equal(rank: int, world: int) -> None:
     model = DistributedDataParallel(net(bn=True, dropout=0.2))
-    opt = build(model, b_small=8, draw=draw)
+    opt = build(model, b_small=8)
     torch.manual_seed(100 + rank)
     for step in range(4 * STEPS):
         train_step(model, opt, step)
@@ -250,11 +241,11 @@ class Drifting:
         self.rank, self.steps, self.step = rank, steps, 0
 
     def __enter__(self) -> None:
-        self.original = tula.squared_norm
-        setattr(tula, "squared_norm", self.norm)  # noqa: B010
+        self.original = gate.squared_norm
+        setattr(gate, "squared_norm", self.norm)  # noqa: B010
 
     def __exit__(self, *_: object) -> None:
-        setattr(tula, "squared_norm", self.original)  # noqa: B010
+        setattr(gate, "squared_norm", self.original)  # noqa: B010
 
     def norm(self, grads: Any) -> Tensor:
         square = self.original(grads)
@@ -356,17 +347,17 @@ def compiled_ddp_is_seen(rank: int, world: int) -> None:
     compiled._orig_mod = DistributedDataParallel(net())  # as torch.compile wraps it, which costs seconds to import
     base = torch.optim.SGD(compiled._orig_mod.parameters(), lr=0.1)
     opt = TulaOptimizer(base, model=compiled, b_large=B_LARGE, b_small=4)
-    assert opt.available == B_LARGE // world
+    assert opt.setup.available == B_LARGE // world
 
 
 @case()
-def sync_batch_norm_needs_spread(rank: int, world: int) -> None:
+def sync_batch_norm_needs_local_norms(rank: int, world: int) -> None:
     inner = nn.Sequential(nn.Linear(5, 3), nn.SyncBatchNorm(3))
     model = DistributedDataParallel.__new__(DistributedDataParallel)  # the real one wants a GPU for SyncBatchNorm
     nn.Module.__init__(model)
     model.module, model.process_group = inner, dist.group.WORLD
-    assert build(model, draw="spread").identity is None
-    assert_refused("spread", lambda: build(model, draw="source"))
+    assert build(model, granularity="static").identity is None  # takes no small batch
+    assert_refused("LocalNorms", lambda: build(model))
 
 
 @case()
@@ -512,7 +503,7 @@ def a_taken_hook_is_refused(rank: int, world: int) -> None:
 
     model = DistributedDataParallel(net())
     model.register_comm_hook(None, allreduce_hook)
-    assert_refused("small_batch", lambda: build_robust(model))
+    assert_refused("SmallBatch", lambda: build_robust(model))
 
 
 @case()
@@ -524,7 +515,7 @@ def local_norms_leave_out_frozen_sparse_and_unused(rank: int, world: int) -> Non
     inner.forward = lambda index: inner["head"](inner["bag"](index)) + inner["frozen"](inner["bag"](index))  # type: ignore[method-assign]
     model = DistributedDataParallel(inner, find_unused_parameters=True)
     base = torch.optim.SGD(model.parameters(), lr=0.1)
-    opt = TulaOptimizer(base, model=model, b_large=B_LARGE, b_small=4, **PRESETS["robust"])
+    opt = TulaOptimizer(base, model=model, b_large=B_LARGE, b_small=4, preset="robust")
     index = torch.randint(0, 10, (3, 3), generator=torch.Generator().manual_seed(rank))
     for _ in range(3):
         opt.zero_grad()

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -41,12 +43,41 @@ def sgd(model: nn.Module, **kwargs: Any) -> torch.optim.SGD:
     return torch.optim.SGD(model.parameters(), **({"lr": 0.1, "momentum": 0.9, "weight_decay": 1e-3} | kwargs))
 
 
+NOT_SETTINGS = {"b_large", "b_small", "steps_per_epoch", "available", "max_grad_norm", "seed"}
+
+
+def made_of(package: Any = optim, factor: float | None = None, **kwargs: Any) -> dict[str, Any]:
+    """TulaOptimizer's arguments; those of its factors and its gate by the names that a preset has for them.
+
+    Args:
+        package: a copy of tula_cli.optim, for what is tried on a changed one.
+        factor: of granularity "static", which no preset has.
+    """
+    others = {name: value for name, value in kwargs.items() if name in NOT_SETTINGS}
+    settings = {**package.PRESETS["paper"], **{name: value for name, value in kwargs.items() if name not in others}}
+    if settings["granularity"] != "static":
+        return others | package.configured(settings)
+    return others | package.configured(settings | {"granularity": "element"}) | {"factors": package.Static(factor)}
+
+
+@contextmanager
+def branch_on_device(package: Any, on_device: bool) -> Iterator[None]:
+    """Take the way of a GPU, or that of the CPU, wherever the tensors are."""
+    module = package.parts.gradient_scaling
+    kept, module.on_device = module.on_device, lambda calm: on_device
+    try:
+        yield
+    finally:
+        module.on_device = kept
+
+
 def tula(
     model: nn.Module, base: torch.optim.Optimizer | None = None, package: Any = optim, **kwargs: Any
 ) -> TulaOptimizer:
     """`package`: a copy of tula_cli.optim, for what is tried on a changed one."""
     default: dict[str, Any] = {"b_large": B_LARGE, "b_small": B_SMALL, "steps_per_epoch": STEPS}
-    optimizer: TulaOptimizer = package.TulaOptimizer(base or sgd(model), model=model, **(default | kwargs))
+    arguments = made_of(package, **(default | kwargs))
+    optimizer: TulaOptimizer = package.TulaOptimizer(base or sgd(model), model=model, **arguments)
     return optimizer
 
 
@@ -69,7 +100,9 @@ def train(model: nn.Module, opt: torch.optim.Optimizer, steps: int, start: int =
 
 
 def ags(opt: TulaOptimizer) -> dict[str, Any]:
-    return dict(opt.state_dict()["ags"])
+    """The state of AGS, that of its gate and its factors side by side."""
+    state = opt.state_dict()["ags"]
+    return {"n_refresh": 0, "scale": {}} | state | state["gate"] | state["factors"]
 
 
 def same(a: Any, b: Any) -> bool:
@@ -91,7 +124,7 @@ class Hand:
         self.model = nn.ParameterList([self.p])
         base = torch.optim.SGD([self.p], lr=1.0)
         settings = {"b_large": 16, "b_small": 1, "refresh": 1, "delta": 0.5} | kwargs
-        self.opt = package.TulaOptimizer(base, model=self.model, **settings)
+        self.opt = package.TulaOptimizer(base, model=self.model, **made_of(package, **settings))
 
     def step(self, large: list[float], small: list[float] | None = None) -> list[float]:
         """Returns the gradient that the base has seen."""

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from tula_cli.optim import TulaOptimizer
+from tula_cli.optim import SmallBatch, TulaOptimizer
 from tula_cli.spec import JobSpec
 from tula_cli.worker import footprint, zoo
 from tula_cli.worker.ranks import process_memory
@@ -34,7 +34,8 @@ def measured(spec: JobSpec, inputs: torch.Tensor, targets: torch.Tensor) -> int:
     optimizer = zoo.build_optimizer(spec, model.parameters())
     loss = zoo.build_loss(spec)
     if spec.train.method == "ags":
-        optimizer = TulaOptimizer(optimizer, model=ddp, b_large=len(inputs), b_small=len(inputs) // 4, refresh=1)
+        factors, size = SmallBatch(refresh=1), len(inputs)
+        optimizer = TulaOptimizer(optimizer, model=ddp, b_large=size, b_small=size // 4, factors=factors)
     for _ in range(3):
         loss(ddp(inputs), targets).backward()
         if isinstance(optimizer, TulaOptimizer):

@@ -18,10 +18,11 @@ from types import ModuleType
 import ags_checks
 import pytest
 
-from tula_cli import optim
+from tula_cli import optim, presets
 
 pytestmark = pytest.mark.torch
 FOLDER = Path(optim.__file__).parent
+PRESETS = "tula_cli.presets"  # all that the package imports of tula
 NUMBERS = itertools.count()
 
 # (module, the line or a part of it, the error in its place)
@@ -35,26 +36,26 @@ MUTANTS = {
     ),
     "the change has a sign": ("parts.indicators", "((now - before) / before).abs()", "((now - before) / before)"),
     "the first step is scaled": ("parts.indicators", "torch.full_like(now, math.inf)", "torch.zeros_like(now)"),
-    "the threshold is not strict": ("tula", "calm = change < self.delta", "calm = change <= self.delta"),
-    "the branch is inverted": ("tula", "calm = change < self.delta", "calm = ~(change < self.delta)"),
-    "NaN counts as calm": ("tula", "calm = change < self.delta", "calm = ~(change >= self.delta)"),
+    "the threshold is not strict": ("gate", "calm = change < self.delta", "calm = change <= self.delta"),
+    "the branch is inverted": ("gate", "calm = change < self.delta", "calm = ~(change < self.delta)"),
+    "NaN counts as calm": ("gate", "calm = change < self.delta", "calm = ~(change >= self.delta)"),
     "the previous norm is kept after scaled steps only": (
-        "tula",
-        "self._square, self._level, self._change = square, level, change",
-        "self._square, self._level, self._change = square, level if calm else self._level, change",
+        "gate",
+        "self.square, self.level, self.change = square, level, change",
+        "self.square, self.level, self.change = square, level if calm else self.level, change",
     ),
     "the norm is of the scaled gradient": (
         "tula",
         "        if self.max_grad_norm is not None and grads:",
-        "        self._level = squared_norm(list(grads.values())) if calm is not None else None\n"
+        "        self.gate.level = sum(g.square().sum() for g in grads.values()) if calm is not None else None\n"
         "        if self.max_grad_norm is not None and grads:",
     ),
     "clipping comes first": (
         "tula",
-        "        calm, factors = self._look(grads, due) if acts else (None, None)",
+        "        calm = self._look(grads, due) if grads and self.identity is None else None",
         "        if self.max_grad_norm is not None and grads:\n"
         "            clip_(list(grads.values()), self.max_grad_norm)\n"
-        "        calm, factors = self._look(grads, due) if acts else (None, None)",
+        "        calm = self._look(grads, due) if grads and self.identity is None else None",
     ),
     "the average of norms forgets the wrong share": (
         "parts.indicators",
@@ -70,7 +71,7 @@ MUTANTS = {
     "new factors act at once": (
         "tula",
         '        if calm is not None and self.apply_to == "gradient":',
-        "        self._factor = self._factor if factors is None else factors\n"
+        "        used = getattr(self.factors, '_found', None) or used\n"
         '        if calm is not None and self.apply_to == "gradient":',
     ),
     "s_max without the root": ("parts.indicators", "return math.sqrt(b_large / b_small)", "return b_large / b_small"),
@@ -95,7 +96,7 @@ MUTANTS = {
     ),
     "tensor: the ratio is upside down": ("parts.indicators", "above[i] for i in indices", "below[i] for i in indices"),
     "the average of factors forgets the wrong share": ("parts.indicators", "list(new), 1 - keep)", "list(new), keep)"),
-    "factors are not averaged": ("tula", "if factors is None or not self.scale_ema:", "if True:"),
+    "factors are not averaged": ("factors", "if factors is None or not self.ema:", "if True:"),
     # line 6 and Eq. 8
     "the device scales where the host does not": (
         "parts.gradient_scaling",
@@ -113,7 +114,7 @@ MUTANTS = {
         "(torch.stack(factors))",
     ),
     "the host forgets the branch": ("parts.gradient_scaling", "if tensors and bool(calm):", "if tensors:"),
-    "the update is scaled in every step": ("parts.gradient_scaling", "(not on_device and not bool(calm))", "False"),
+    "the update is scaled in every step": ("parts.gradient_scaling", "(not device and not bool(calm))", "False"),
     "the device scales every update": ("parts.gradient_scaling", "torch.where(calm.to(p.device), to, p)", "to"),
     "the update is scaled about zero": ("parts.gradient_scaling", "torch._foreach_sub_(after, before)", "pass"),
     "update and gradient are scaled": (
@@ -126,22 +127,18 @@ MUTANTS = {
         '        if calm is None or self.apply_to == "gradient":',
         "        if calm is None:",
     ),
-    "static: factor 1": ("tula", "torch.full((), self.factor, device", "torch.full((), 1.0, device"),
+    "static: factor 1": ("factors", "torch.full((), self._number, device", "torch.full((), 1.0, device"),
     "static: the cap without its root": (
-        "tula",
-        "max(1.0, factor_limit(b_large, self.small_batch_size))",
-        "max(1.0, b_large / self.small_batch_size)",
+        "factors",
+        "max(1.0, setup.limit)",
+        "max(1.0, setup.b_large / setup.small_batch_size)",
     ),
-    "none counts scaled steps": ("tula", "calm if self._has_factors", "calm if True"),
-    "steps before the first factors count as scaled": (
-        "tula",
-        'return self.granularity == "static" or bool(self._factor)',
-        'return self.granularity != "none"',
-    ),
+    "the gate counts without factors": ("gate", "calm if has_factors", "calm if True"),
+    "steps before the first factors count as scaled": ("factors", "return bool(self._factor)", "return True"),
     "static counts no scaled steps": (
-        "tula",
-        'return self.granularity == "static" or bool(self._factor)',
-        "return bool(self._factor)",
+        "factors",
+        "    def ready(self) -> bool:\n        return True",
+        "    def ready(self) -> bool:\n        return False",
     ),
     # the small pass: lines 13 and 14
     "BatchNorm's statistics take part": ("parts.small_batch", "buffer.copy_(copy)", "pass"),
@@ -152,7 +149,7 @@ MUTANTS = {
         "factor = 1.0",
     ),
     "a gradient that is not finite is taken": (
-        "tula",
+        "factors",
         "        if is_finite(list(staged.values())):",
         "        if True:",
     ),
@@ -168,17 +165,21 @@ MUTANTS = {
     ),
     # the state
     "the factors are not restored": (
-        "tula",
-        'self._factor = {params[i]: s.to(params[i].device) for i, s in ags["scale"].items()}',
+        "factors",
+        'self._factor = {params[i]: s.to(params[i].device) for i, s in state["scale"].items()}',
         "pass",
     ),
-    "the previous norm is not restored": ("tula", 'self._level = ags["prev_sq"].to(params[0].device)', "pass"),
-    "the place in the epoch is not restored": ("tula", 'self._schedule.resume(ags["schedule"])', "pass"),
-    "factors of another batch are used": ("tula", "!= self._meaning():", "== 0:"),
-    "factors of another cap are used": ("tula", '"s_max": self.bounds.high,\n            "b_large"', '"b_large"'),
+    "the previous norm is not restored": ("gate", "else level.to(device)", "else None"),
+    "the place in the epoch is not restored": ("factors", 'self.schedule.resume(state["schedule"])', "pass"),
+    "factors of another batch are used": ("tula", 'void = ags["meaning"] != self._meaning()', "void = False"),
+    "factors of another cap are used": (
+        "parts.factor_source",
+        'return {"kind": self.kind, "s_max": self.limit}',
+        'return {"kind": self.kind}',
+    ),
     "factors of another target are used": ("tula", '            "apply_to": self.apply_to,\n', ""),
-    "norms of another average are used": ("tula", '            "norm_ewma": self.norm_ewma,\n', ""),
-    "factors of another average are used": ("tula", '            "scale_ema": self.scale_ema,\n', ""),
+    "norms of another average are used": ("gate", 'return {"ewma": self.ewma}', "return {}"),
+    "factors of another average are used": ("factors", ', "ema": self.ema}', "}"),
     # the ranks' own gradients
     "the sum over the ranks": ("parts.local_norms", "own / dist.get_world_size()", "own"),
     "this rank's norm alone": ("parts.local_norms", "        dist.all_reduce(own)\n", ""),
@@ -214,17 +215,23 @@ MUTANTS = {
         "small.isfinite() & large.isfinite()",
         "large.isfinite()",
     ),
-    "local: the cap of the small batch": ("tula", "math.sqrt(self._world)", "math.sqrt(2 * self._world)"),
+    "local: the cap of the small batch": (
+        "factors",
+        "math.sqrt(self.setup.world)",
+        "math.sqrt(2 * self.setup.world)",
+    ),
     "the reduction sums": ("parts.reduction", "    gradient.div_(state.group.size())\n", ""),
     # presets
-    "paper: another threshold": ("parts.advice", '"delta": 0.5', '"delta": 0.8'),
-    "robust: no average": ("parts.advice", '"scale_ema": 0.9', '"scale_ema": 0.0'),
-    "robust: a gate": ("parts.advice", '"delta": math.inf', '"delta": 0.5'),
+    "paper: another threshold": (PRESETS, '"delta": 0.5', '"delta": 0.8'),
+    "robust: no average": (PRESETS, '"scale_ema": 0.9', '"scale_ema": 0.0'),
+    "robust: a gate": (PRESETS, '"delta": "inf"', '"delta": 0.5'),
 }
 
 
 def file_of(module: str) -> tuple[Path, bool]:
     """The file of a module, named from the package on, and whether it is a package."""
+    if module == PRESETS:
+        return Path(presets.__file__), False
     path = FOLDER.joinpath(*filter(None, module.split(".")))
     return (path / "__init__.py", True) if path.is_dir() else (path.with_suffix(".py"), False)
 
@@ -240,6 +247,11 @@ class _Changed(importlib.abc.SourceLoader):
 
     def get_data(self, path: str) -> bytes:
         return Path(path).read_text(encoding="utf-8").replace(*self.change).encode()
+
+    def load(self) -> ModuleType:
+        module = ModuleType(self.path.stem)
+        exec(self.get_data(str(self.path)), vars(module))
+        return module
 
 
 class _Finder(importlib.abc.MetaPathFinder):
@@ -264,9 +276,12 @@ def mutant(module: str, old: str, new: str) -> Iterator[ModuleType]:
     name = f"mutant_{next(NUMBERS)}"
     finder = _Finder(name, module, (old, new))
     sys.meta_path.insert(0, finder)
+    if module == PRESETS:
+        sys.modules[PRESETS] = _Changed(Path(presets.__file__), (old, new)).load()
     try:
         yield importlib.import_module(name)
     finally:
+        sys.modules[PRESETS] = presets
         sys.meta_path.remove(finder)
         for loaded in [other for other in sys.modules if other.partition(".")[0] == name]:
             del sys.modules[loaded]

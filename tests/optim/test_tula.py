@@ -33,7 +33,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from tula_cli.optim import TulaOptimizer, advice
+from tula_cli.optim import PRESETS, Gate, LocalNorms, SmallBatch, Static, TulaOptimizer, advice, configured
 from tula_cli.optim.parts import indicators
 
 # where only the gate is tested there is no small batch
@@ -156,7 +156,7 @@ def test_the_small_batch_has_b_small_samples_or_what_is_available() -> None:
         x, y = batch(0)
         loss_of(model, x, y).backward()
         opt.small_batch(lambda n, a=asked, m=model, x=x, y=y: a.append(n) or loss_of(m, x[:n], y[:n]))
-        assert asked == [n] and opt.small_batch_size == n and opt.bounds.high == pytest.approx(high)
+        assert asked == [n] and opt.setup.small_batch_size == n and opt.bounds.high == pytest.approx(high)
 
 
 def test_the_small_pass_works_under_no_grad_and_autocast() -> None:
@@ -469,15 +469,8 @@ def test_sparse_gradients_count_in_the_norm_and_stay_unscaled(granularity: str) 
     model = nn.ModuleDict({"bag": nn.EmbeddingBag(10, 4, mode="sum", sparse=True), "head": nn.Linear(4, 1)})
     twin = copy.deepcopy(model)
     base = torch.optim.SGD(twin.parameters(), lr=0.1)
-    opt = TulaOptimizer(
-        torch.optim.SGD(model.parameters(), lr=0.1),
-        model=model,
-        b_large=8,
-        b_small=2,
-        refresh=1,
-        delta=math.inf,
-        granularity=granularity,  # type: ignore[arg-type]
-    )
+    wrapped = torch.optim.SGD(model.parameters(), lr=0.1)
+    opt = tula(model, wrapped, b_large=8, b_small=2, refresh=1, delta=math.inf, granularity=granularity)
     index = torch.randint(0, 10, (8, 3))
 
     def loss(m: nn.ModuleDict, n: int) -> Tensor:
@@ -634,15 +627,14 @@ def test_bases_that_undo_a_factor_are_refused(name: str) -> None:
             tula(model, cls(model.parameters()))
 
 
-@pytest.mark.parametrize("way", [{"apply_to": "update"}, {"granularity": "none"}])
-def test_such_bases_are_taken_where_the_gradient_is_not_scaled(way: dict[str, Any]) -> None:
+def test_such_bases_are_taken_where_the_gradient_is_not_scaled() -> None:
     runs = []
     for delta in (0.0, math.inf):
         model = mlp()
-        opt = tula(model, torch.optim.AdamW(model.parameters(), lr=0.01), delta=delta, refresh=1, **way)
-        train(model, opt, STEPS)
+        base = torch.optim.AdamW(model.parameters(), lr=0.01)
+        train(model, tula(model, base, delta=delta, refresh=1, apply_to="update"), STEPS)
         runs.append(model.state_dict())
-    assert same(*runs) == (way == {"granularity": "none"})
+    assert not same(*runs)
 
 
 def test_a_scaled_update_of_adam_is_the_factor_times_adams() -> None:
@@ -659,11 +651,6 @@ def test_a_scaled_update_of_adam_is_the_factor_times_adams() -> None:
     for k, (p, q, w) in enumerate(zip(model.parameters(), twin.parameters(), start, strict=True)):
         torch.testing.assert_close(p.detach() - w, factors[k] * (q.detach() - w))
     assert same(opt.state_dict()["base"], adam.state_dict())
-
-
-def test_compile_is_about_gradients() -> None:
-    with pytest.raises(ValueError, match="compile"):
-        tula(mlp(), compile=True, apply_to="update")
 
 
 @pytest.mark.parametrize("name", ["ZeroRedundancyOptimizer", "PostLocalSGDOptimizer"])
@@ -689,26 +676,62 @@ def test_complex_parameters_are_refused() -> None:
 @pytest.mark.parametrize(
     "wrong",
     [
-        {"b_large": 0}, {"b_small": 0}, {"available": 0}, {"delta": -1.0}, {"delta": math.nan}, {"eps": -1.0},
-        {"s_min": 2.0}, {"s_min": -0.1}, {"refresh": 0}, {"refresh": "step"}, {"steps_per_epoch": 0},
-        {"granularity": "layer"}, {"consensus": "vote"}, {"draw": "all"}, {"max_grad_norm": 0.0},
-        {"source": "both"}, {"apply_to": "weights"}, {"norm_ewma": 1.0}, {"scale_ema": -0.1}, {"factor": 0.0},
-        {"factor": math.nan}, {"source": "local_norms"}, {"refresh": 2.5}, {"refresh": True}, {"steps_per_epoch": 2.5},
-        {"delta": "0.5"}, {"delta": None}, {"eps": "tiny"}, {"s_min": True}, {"b_large": 16.0}, {"b_small": "4"},
-        {"b_small": None}, {"available": 2.5}, {"max_grad_norm": "1"}, {"norm_ewma": "0.9"}, {"factor": "cap"},
+        {"b_large": 0}, {"b_small": 0}, {"available": 0}, {"steps_per_epoch": 0}, {"max_grad_norm": 0.0},
+        {"preset": "fast"}, {"apply_to": "weights"}, {"steps_per_epoch": 2.5}, {"b_large": 16.0}, {"b_small": "4"},
+        {"b_small": None}, {"available": 2.5}, {"max_grad_norm": "1"},
     ],
 )  # fmt: skip
 def test_wrong_arguments_are_named(wrong: dict[str, Any]) -> None:
     (name,) = wrong
+    model = mlp()
     with pytest.raises(ValueError, match=name):
-        tula(mlp(), **wrong)
+        TulaOptimizer(sgd(model), model=model, **({"b_large": B_LARGE, "b_small": B_SMALL} | wrong))
+
+
+@pytest.mark.parametrize(
+    ("kind", "wrong"),
+    [
+        *((Gate, {"delta": delta}) for delta in (-1.0, math.nan, "0.5", None)),
+        *((Gate, wrong) for wrong in ({"ewma": 1.0}, {"ewma": "0.9"}, {"consensus": "vote"})),
+        *((SmallBatch, wrong) for wrong in ({"eps": -1.0}, {"eps": "tiny"}, {"per": "layer"}, {"ema": -0.1})),
+        *((SmallBatch, {"s_min": s_min}) for s_min in (2.0, -0.1, True)),
+        *((SmallBatch, {"refresh": refresh}) for refresh in (0, "step", 2.5, True)),
+        *((LocalNorms, wrong) for wrong in ({"ema": 1.0}, {"refresh": 0})),
+        *((Static, {"factor": factor}) for factor in (0.0, math.nan, "cap")),
+    ],
+)
+def test_wrong_settings_are_named(kind: type, wrong: dict[str, Any]) -> None:
+    (name,) = wrong
+    with pytest.raises(ValueError, match=name):
+        kind(**wrong)
 
 
 def test_a_wrong_kind_is_named_with_what_is_wanted() -> None:
     with pytest.raises(ValueError, match=r"^delta must be a number, got '0\.5'$"):
-        tula(mlp(), delta="0.5")  # type: ignore[arg-type]
+        Gate("0.5")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"whole number of steps of at least 1, got 2\.5$"):
-        tula(mlp(), refresh=2.5)  # type: ignore[arg-type]
+        SmallBatch(refresh=2.5)  # type: ignore[arg-type]
+
+
+def test_settings_that_local_norms_cannot_have_are_refused() -> None:
+    with pytest.raises(ValueError, match="granularity tensor"):
+        configured({**PRESETS["robust"], "granularity": "element"})
+
+
+@pytest.mark.parametrize("kind", [Gate, SmallBatch, LocalNorms, Static])
+def test_what_serves_one_optimizer_is_not_for_another(kind: type) -> None:
+    model, given = mlp(), {"gate" if kind is Gate else "factors": kind()}
+    TulaOptimizer(sgd(model), model=model, b_large=B_LARGE, b_small=B_SMALL, **given)
+    with pytest.raises(ValueError, match=f"this {kind.__name__} serves another"):
+        TulaOptimizer(sgd(model), model=model, b_large=B_LARGE, b_small=B_SMALL, **given)
+
+
+def test_what_is_given_takes_the_presets_place() -> None:
+    model, gate, factors = mlp(), Gate(0.1), SmallBatch("tensor")
+    opt = TulaOptimizer(sgd(model), model=model, b_large=B_LARGE, b_small=B_SMALL, preset="robust", gate=gate)
+    assert opt.gate is gate and opt.factors.kind == "local_norms"
+    opt = TulaOptimizer(sgd(model), model=model, b_large=B_LARGE, b_small=B_SMALL, factors=factors)
+    assert opt.factors is factors and opt.gate.delta == 0.5
 
 
 def test_a_model_without_the_bases_parameters_is_refused() -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 import ags_ddp_cases
 import pytest
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.torch
 
 

@@ -19,6 +19,7 @@ from ags_models import (
     Hand,
     ags,
     batch,
+    branch_on_device,
     loss_of,
     mlp,
     same,
@@ -58,9 +59,11 @@ def test_equals_the_reference(granularity: str, bn: bool, delta: float, refresh:
 
 @pytest.mark.parametrize("preset", ["paper", "robust"])
 def test_a_preset_is_the_specs(preset: Any) -> None:
-    said = settings_of(Ags(preset=preset))
-    assert {name: said[name] for name in optim.PRESETS[preset]} == optim.PRESETS[preset]
-    assert said.keys() - optim.PRESETS[preset].keys() == {"consensus"}
+    of_spec, by_name = settings_of(Ags(preset=preset)), optim.configured(optim.PRESETS[preset])
+    assert of_spec["apply_to"] == by_name["apply_to"]
+    for part in ("factors", "gate"):
+        found, expected = vars(of_spec[part]), vars(by_name[part])
+        assert type(of_spec[part]) is type(by_name[part]) and same(found | {"_counts": 0}, expected | {"_counts": 0})
 
 
 @pytest.mark.parametrize("delta", [0.3, math.inf])
@@ -77,7 +80,7 @@ def test_first_epoch_is_bitwise_the_base(granularity: str, delta: float) -> None
 def test_half_precision_factors_are_computed_in_float32() -> None:
     """float16 has no 1e-8: eps would vanish, and 0/0 would not come out as the floor."""
     large, small = torch.zeros(2, dtype=torch.float16), torch.tensor([0.0, 1.0], dtype=torch.float16)
-    (factor,) = indicators.element_factors([small], [large], 1e-8, Bounds(1e-3, 4.0))
+    factor = indicators.element_factor(small, large, 1e-8, Bounds(1e-3, 4.0))
     assert factor.dtype is torch.float16
     assert factor.tolist() == pytest.approx([1e-3, 4.0], rel=1e-3)
 
@@ -110,7 +113,6 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "robust": optim.PRESETS["robust"],
     "tensor": {"granularity": "tensor"},
     "static": {"granularity": "static", "factor": 3.0},
-    "none": {"granularity": "none"},
     "smoothed": {"scale_ema": 0.7, "norm_ewma": 0.5},
     "update": {"apply_to": "update"},
     "robust update": optim.PRESETS["robust"] | {"apply_to": "update"},
@@ -134,7 +136,7 @@ class Twin:
         scaled = self._is_calm()
         if self.way.get("granularity") == "static":
             factors = {k: torch.tensor(self.way["factor"]) for k in range(len(params))}
-        used = factors if scaled and self.way.get("granularity") != "none" else {}
+        used = factors if scaled else {}
         before = [p.detach().clone() for p in params]
         with torch.no_grad():
             if self.way.get("apply_to") != "update":
@@ -169,7 +171,7 @@ def test_every_step_is_the_base_on_what_the_factors_make_of_it(
 ) -> None:
     way = SETTINGS[name] | {"delta": delta, "refresh": refresh}
     model = mlp(widths=(5, *hidden, 3), seed=seed).to(dtype)
-    opt, twin = tula(model, _on_device=on_device, **way), Twin(model, way, delta)
+    opt, twin = tula(model, **way), Twin(model, way, delta)
     for step in range(6):
         before = ags(opt)
         x, y = batch(step, dtype, seed)
@@ -177,7 +179,8 @@ def test_every_step_is_the_base_on_what_the_factors_make_of_it(
         loss_of(model, x, y).backward()
         take_small_batch(model, opt, x, y)
         small = torch.autograd.grad(loss_of(twin.model, x[:B_SMALL], y[:B_SMALL]), list(twin.model.parameters()))
-        opt.step()
+        with branch_on_device(optim, on_device):
+            opt.step()
         scaled = twin.step(x, y, before["scale"])
         now = ags(opt)
         assert now["n_scaled"] - before["n_scaled"] == (scaled and (name == "static" or bool(before["scale"])))
@@ -234,27 +237,23 @@ def test_stored_factors_never_leave_the_bounds(dtype: torch.dtype, b_small: int,
     rng = torch.Generator().manual_seed(seed)
     small, large = ((torch.randn(50, generator=rng) * 10 ** torch.randn(50, generator=rng)).to(dtype) for _ in "ab")
     bounds = Bounds(1e-3, indicators.factor_limit(501, b_small))
-    for rule in (indicators.element_factors, indicators.tensor_factors):
-        (factor,) = rule([small], [large], 1e-8, bounds)
+    (of_tensor,) = indicators.tensor_factors([small], [large], 1e-8, bounds)
+    for factor in (of_tensor, indicators.element_factor(small, large, 1e-8, bounds)):
         assert bounds.low <= factor.min().item() and factor.max().item() <= bounds.high
 
 
 @settings(max_examples=60, deadline=None)
 @given(
-    draw=st.sampled_from(["source", "spread"]),
     b_small=st.integers(1, 64),
     available=st.integers(1, 16),
     world=st.integers(1, 8),
     turn=st.integers(0, 20),
 )
 def test_the_draw_takes_the_small_batch_from_as_few_ranks_as_can_hold_it(
-    draw: Any, b_small: int, available: int, world: int, turn: int
+    b_small: int, available: int, world: int, turn: int
 ) -> None:
-    counts = draw_counts(draw, b_small, available, world, turn)
+    counts = draw_counts(b_small, available, world, turn)
     assert len(counts) == world and max(counts) <= available
-    if draw == "spread":
-        assert len({*counts}) == 1 and counts[0] == min(available, -(-b_small // world))
-        return
     assert sum(counts) == min(b_small, available * world)
     assert sum(n > 0 for n in counts) == min(world, -(-b_small // available))
     assert counts[turn % world] == max(counts) and max(counts) - min(n for n in counts if n) <= 1

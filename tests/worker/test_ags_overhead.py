@@ -35,9 +35,9 @@ def test_each_variant_does_what_its_name_says(bench: Bench, reports: None) -> No
     for name in VARIANTS:
         ags = bench.trainers[name].ags
         assert ags is not None
-        before = ags._mark[0]
+        before = ags.gate._mark[0]
         shares[name] = ags.report()
-        assert ags._mark[0] - before == counts[name]
+        assert ags.gate._mark[0] - before == counts[name]
     assert {name: told["scaled"] for name, told in shares.items()} == dict.fromkeys(VARIANTS, 1.0) | {"unscaled": 0.0}
     assert shares["element"]["refreshes"] == shares["tensor"]["refreshes"] == 4  # one to warm up
     assert shares["robust"]["refreshes"] == 2 + 3

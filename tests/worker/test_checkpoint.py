@@ -54,9 +54,9 @@ def test_another_batch_keeps_momentum_and_drops_the_factors(alone: Ranks, run: R
     checkpoint.restore(new, torch.load(path, weights_only=True))
     assert old.ags is not None
     assert new.ags is not None
-    assert old.ags.state_dict()["ags"]["scale"]
-    assert not new.ags.state_dict()["ags"]["scale"]
-    assert new.ags.state_dict()["ags"]["prev_sq"] is None
+    assert old.ags.state_dict()["ags"]["factors"]["scale"]
+    assert not new.ags.state_dict()["ags"]["factors"]["scale"]
+    assert new.ags.state_dict()["ags"]["gate"]["prev_sq"] is None
     momenta = [[state["momentum_buffer"] for state in one.base.state.values()] for one in (old, new)]
     assert all(torch.equal(a, b) for a, b in zip(*momenta, strict=True))
     assert new.position == old.position

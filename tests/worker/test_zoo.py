@@ -7,8 +7,7 @@ import torch
 from torch import nn
 
 from tula_cli.errors import SpecError
-from tula_cli.optim.parts.refusals import NORMALISING
-from tula_cli.spec import DIVIDING, JobSpec
+from tula_cli.spec import JobSpec
 from tula_cli.worker.zoo import build_loss, build_model, build_optimizer
 
 
@@ -211,9 +210,3 @@ def test_imported_optimizer_gets_what_it_takes(user_code):
     assert optimizer(name="user_zoo:bare").defaults["lr"] == 0.1
     with pytest.raises(SpecError, match="takes no momentum"):
         optimizer(name="user_zoo:bare", momentum=0.5)
-
-
-def test_the_spec_knows_the_optimizers_that_divide_by_the_gradient() -> None:
-    """The optimizer package imports nothing of tula, and the spec no torch: the list stands in both."""
-    known = {name for name, kind in vars(torch.optim).items() if isinstance(kind, type)}
-    assert NORMALISING & known == DIVIDING

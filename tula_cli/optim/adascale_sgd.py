@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, overload
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from .parts.indicators import clip_, squared_norm
-from .parts.local_norms import LocalNorms
+from .parts.local_norms import NormListener
 from .parts.reduction import listen
 from .parts.refusals import distributed, place
-from .parts.wrapper import Wrapper, evaluated
+from .parts.wrapper import Wrapper
 
 VERSION = 1
 LEAST_NOISE = 1e-6
@@ -69,7 +68,7 @@ class AdaScale(Wrapper):
         super().__init__(base)
         self.batch, self.reference_batch, self.max_grad_norm = batch, reference_batch, max_grad_norm
         _, self._world = place(model)
-        self._local = LocalNorms(lambda: True) if self._world > 1 else None
+        self._local = NormListener(lambda: True) if self._world > 1 else None
         ddp = distributed(model)
         if ddp is not None and self._local is not None:
             listen(ddp, self._local)
@@ -111,20 +110,12 @@ class AdaScale(Wrapper):
         if self._local is not None:
             self._local.drop()
 
-    @overload
-    def step(self, closure: None = None) -> None: ...
-
-    @overload
-    def step(self, closure: Callable[[], float]) -> float: ...
-
-    @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+    def _update(self) -> None:
         """One step of the base at its learning rate times the gain.
 
         Raises:
             RuntimeError: no gradient of a smaller batch was seen.
         """
-        loss = evaluated(closure)
         grads = [p.grad for group in self.param_groups for p in group["params"] if p.grad is not None]
         seen = self._seen(squared_norm(grads)) if grads else None
         factor = self.gain
@@ -135,7 +126,6 @@ class AdaScale(Wrapper):
         if seen is not None:
             self._learn(*seen)
         self._drop()
-        return loss
 
     def _scaled_step(self, factor: float) -> None:
         rates = [group["lr"] for group in self.param_groups]

@@ -6,42 +6,29 @@ shifts of norms) take the plain step and no weight decay, as is usual with both.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any, overload
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from .parts.wrapper import evaluated
+from .parts.wrapper import Optimizer
 
 Parameters = Iterable[Tensor] | Iterable[dict[str, Any]]
 
 
-class _Layerwise(torch.optim.Optimizer):
-    """What both share: groups of a kind, the closure, and a loop over groups."""
+class _Layerwise(Optimizer):
+    """What both share: groups of a kind, and a loop over groups."""
 
-    # GradScaler must unscale before the step, which reads the gradients' norms
-    _step_supports_amp_scaling = False
-
-    @overload
-    def step(self, closure: None = None) -> None: ...
-
-    @overload
-    def step(self, closure: Callable[[], float]) -> float: ...
-
-    @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:
-        """One optimizer step; a closure is called once, with gradients enabled."""
-        loss = evaluated(closure)
+    def _update(self) -> None:
         for group in self.param_groups:
             params = [p for p in group["params"] if p.grad is not None]
             for adapted in (True, False):
                 part = [p for p in params if (p.ndim > 1) == adapted]
                 if part:
-                    self._update(group, part, adapted=adapted)
-        return loss
+                    self._update_tensors(group, part, adapted=adapted)
 
-    def _update(self, group: dict[str, Any], params: list[Tensor], *, adapted: bool) -> None:
+    def _update_tensors(self, group: dict[str, Any], params: list[Tensor], *, adapted: bool) -> None:
         raise NotImplementedError
 
 
@@ -96,7 +83,7 @@ class Lars(_Layerwise):
         }
         super().__init__(params, defaults)
 
-    def _update(self, group: dict[str, Any], params: list[Tensor], *, adapted: bool) -> None:
+    def _update_tensors(self, group: dict[str, Any], params: list[Tensor], *, adapted: bool) -> None:
         lr, momentum = group["lr"], group["momentum"]
         updates = _gradients(params)
         if adapted:
@@ -169,7 +156,7 @@ class Lamb(_Layerwise):
             raise ValueError(f"betas must be two numbers from 0 to below 1, got {betas}")
         super().__init__(params, {"lr": lr, "betas": tuple(betas), "eps": eps, "weight_decay": weight_decay})
 
-    def _update(self, group: dict[str, Any], params: list[Tensor], *, adapted: bool) -> None:
+    def _update_tensors(self, group: dict[str, Any], params: list[Tensor], *, adapted: bool) -> None:
         first, second, steps = self._moments(params)
         grads, (beta1, beta2) = _gradients(params), group["betas"]
         torch._foreach_lerp_(first, grads, 1 - beta1)

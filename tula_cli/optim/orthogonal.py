@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
-from typing import Any, overload
+from collections.abc import Iterator
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from .parts.indicators import clip_, wide
 from .parts.refusals import place, refuse_sharded
-from .parts.wrapper import Wrapper, evaluated
+from .parts.wrapper import Wrapper
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 """Of the odd polynomial that Muon iterates: it is steep at 0 and stays around 1, rather than converging to it."""
@@ -71,16 +71,8 @@ class Ortho(Wrapper):
     def _drop(self) -> None:
         """There is nothing to forget: a step needs nothing beside the gradients."""
 
-    @overload
-    def step(self, closure: None = None) -> None: ...
-
-    @overload
-    def step(self, closure: Callable[[], float]) -> float: ...
-
-    @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:
-        """One step of the base, turned; a closure is called once, with gradients enabled. One copy of the matrices more."""
-        loss = evaluated(closure)
+    def _update(self) -> None:
+        """One step of the base, turned. One copy of the matrices more."""
         grads = [p.grad for group in self.param_groups for p in group["params"] if p.grad is not None]
         if self.max_grad_norm is not None and grads:
             clip_(grads, self.max_grad_norm)
@@ -91,7 +83,6 @@ class Ortho(Wrapper):
         self._steps += 1
         if self._steps % ALIGN_EVERY == 0:
             self._align()
-        return loss
 
     def state_dict(self) -> dict[str, Any]:
         """The base's state: there is none beside it."""

@@ -58,11 +58,11 @@ class Diagnostics:
     def follow(self, trainer: Trainer) -> None:
         """Take what TulaOptimizer has seen in the step that is over; one that GradScaler skipped has left nothing."""
         ags = _acting(trainer)
-        if ags is None or ags.square is None or ags.change is None or ags.square is self.last:
+        if ags is None or ags.gate.square is None or ags.gate.change is None or ags.gate.square is self.last:
             return
-        self.last = ags.square
-        self.squares.append(ags.square)
-        self.changes.append(ags.change)
+        self.last = ags.gate.square
+        self.squares.append(ags.gate.square)
+        self.changes.append(ags.gate.change)
 
     def report(self, trainer: Trainer, *, scaled: float | None) -> dict[str, Any]:
         """Return the numbers of the epoch for its row of metrics.jsonl, and start the next one.
@@ -80,7 +80,7 @@ class Diagnostics:
         finite = squares[squares.isfinite()]
         delta = torch.stack(self.changes).double().cpu() if self.changes else self._changes(finite)
         ags = _acting(trainer)
-        factors = ags.factors if ags else []
+        factors = ags.factors.values if ags else []
         self.squares, self.changes = [], []
         return {
             "steps": len(squares),

@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from tula_cli.errors import SpecError
 from tula_cli.models.refresh import small_batch
-from tula_cli.optim import TulaOptimizer
+from tula_cli.optim import Static, TulaOptimizer
 from tula_cli.optim.adascale_sgd import AdaScale
 from tula_cli.optim.orthogonal import Ortho
 from tula_cli.optim.parts.indicators import squared_norm
@@ -175,7 +175,7 @@ def check_ghosts(spec: JobSpec, batch: int, *, world: int) -> None:
     local_norms = spec.ags.resolved().source == "local_norms" and world > 1
     if spec.train.method != "ags" or local_norms:
         return
-    shares = draw_counts("source", small_batch(spec, batch), available(spec, batch, world), world, 0)
+    shares = draw_counts(small_batch(spec, batch), available(spec, batch, world), world, 0)
     check_small_batch(ghost, shares=shares)  # where AGS is the identity these are micro-batches, which have no rest
 
 
@@ -215,13 +215,12 @@ def _small_batch_remarks(trainer: Trainer) -> list[str]:
         return []
     if ags.identity:
         return [ags.identity]
-    local_norms = ags.source == "local_norms" and trainer.ranks.world > 1  # b_small is then no number of samples taken
-    fixed = ags.granularity == "static" and trainer.spec.ags.factor != "auto"
-    if ags.small_batch_size == ags.b_small or local_norms or fixed:
+    setup = ags.setup
+    if setup.small_batch_size == setup.b_small or not ags.factors.reads_b_small:
         return []
     return [
-        f"AGS takes a small batch of {ags.small_batch_size} samples, not of b_small {ags.b_small}: with train.accumulate"
-        f" {trainer.spec.train.accumulate} the GPUs hold no more at a time"
+        f"AGS takes a small batch of {setup.small_batch_size} samples, not of b_small {setup.b_small}: with"
+        f" train.accumulate {trainer.spec.train.accumulate} the GPUs hold no more at a time"
     ]
 
 
@@ -256,9 +255,9 @@ def _scaled(
     base: torch.optim.Optimizer, ddp: DistributedDataParallel, spec: JobSpec, batch: int, ranks: Ranks, refresh: bool
 ) -> TulaOptimizer:
     # a probe says itself when, unless every step refreshes: then it is a part of what a step takes
-    own: dict[str, Any] = {} if refresh or spec.ags.resolved().each_step else {"refresh": "epoch"}
+    own = settings(spec.ags, **({} if refresh or spec.ags.resolved().each_step else {"refresh": "epoch"}))
     if spec.train.method == "static":
-        own |= {"granularity": "static", "factor": spec.ags.factor}
+        own["factors"] = Static(None if spec.ags.factor == "auto" else spec.ags.factor)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "AGS leaves the gradients as they are")  # `remarks` tells it
         return TulaOptimizer(
@@ -266,7 +265,7 @@ def _scaled(
             model=ddp,
             b_large=batch,
             b_small=small_batch(spec, batch),
-            **settings(spec.ags) | own,
+            **own,
             max_grad_norm=spec.train.max_grad_norm,
             available=available(spec, batch, ranks.world),
             seed=spec.train.seed,

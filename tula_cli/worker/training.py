@@ -529,10 +529,8 @@ def _measure_curvature(work: Run) -> None:
 def _factor_bounds(trainer: Trainer) -> tuple[float, float]:
     """Return the interval of what gradients are multiplied by, unscaled steps included."""
     ags = trainer.ags
-    if ags is None or ags.identity or ags.granularity == "none":
+    if ags is None or ags.identity:
         return 1.0, 1.0
-    if ags.granularity == "static":
-        return min(1.0, ags.factor), max(1.0, ags.factor)
     return ags.bounds.low, ags.bounds.high
 
 

@@ -1,29 +1,8 @@
-"""Named settings of TulaOptimizer, and what to say of a training that they do not suit."""
+"""What to say of a training that the settings of TulaOptimizer do not suit."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
-from typing import Any
-
-_PAPER: dict[str, Any] = {
-    "granularity": "element",
-    "delta": 0.5,
-    "refresh": "epoch",
-    "s_min": 1e-3,
-    "eps": 1e-8,
-    "source": "small_batch",
-    "norm_ewma": 0.0,
-    "scale_ema": 0.0,
-    "apply_to": "gradient",
-}
-PRESETS: dict[str, dict[str, Any]] = {
-    "paper": _PAPER,
-    "robust": _PAPER
-    | {"granularity": "tensor", "delta": math.inf, "refresh": 1, "source": "local_norms", "scale_ema": 0.9},
-}
-"""Keyword arguments: `TulaOptimizer(base, model=ddp, b_large=1024, **PRESETS["robust"])`. "paper" is Algorithm 1;
-"robust" one smoothed factor a parameter, taken at every step from the ranks' own gradients, and no gate."""
 
 FEW_SCALED, MANY_AT_FLOOR = 0.2, 0.3
 
@@ -47,6 +26,6 @@ def advice(report: Mapping[str, float]) -> dict[str, str]:
     if report["at_floor"] > MANY_AT_FLOOR:
         found["at_floor"] = (
             f"{report['at_floor']:.0%} of the AGS factors are at their lower bound s_min, so their weights hardly move:"
-            ' the small batch has no gradient there. Use granularity "tensor", or a larger b_small'
+            ' the small batch has no gradient there. Use one factor a tensor (granularity "tensor"), or a larger b_small'
         )
     return found

@@ -1,15 +1,14 @@
 """Lines 5 to 8 of Algorithm 1: multiply by the factors where the gate allows it.
 
-Each in two forms with the same bits: the host reads the branch, or the device computes it without a synchronisation.
+Each in two forms with the same bits: on the CPU the host reads the branch; elsewhere the device computes it without a
+synchronisation.
 Factors are 0-dim or of their tensor's shape; a list that repeats one 0-dim tensor takes the shorter way.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from functools import cache
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,7 +18,15 @@ from .indicators import alike
 CHUNK = 64 * 2**20
 """Bytes of multipliers made at a time: the peak stays near two copies, with hardly more kernels."""
 
-Scale = Callable[[Sequence[Tensor], Sequence[Tensor], Tensor], None]
+
+def on_device(calm: Tensor) -> bool:
+    """Whether the host would have to wait for the branch."""
+    return calm.device.type != "cpu"
+
+
+def scale_(tensors: Sequence[Tensor], factors: Sequence[Tensor], calm: Tensor) -> None:
+    """Multiply each tensor by its factor where `calm` (0-dim, bool) is true."""
+    (scale_on_device_ if on_device(calm) else scale_on_host_)(tensors, factors, calm)
 
 
 def scale_on_host_(tensors: Sequence[Tensor], factors: Sequence[Tensor], calm: Tensor) -> None:
@@ -61,26 +68,19 @@ def chunks(factors: Sequence[Tensor], indices: Sequence[int]) -> Iterator[list[i
     yield chunk
 
 
-def scale_compiled_(tensors: Sequence[Tensor], factors: Sequence[Tensor], calm: Tensor) -> None:
-    """What `scale_on_device_` does, bit by bit, in a single pass: compiled by torch.compile at the first call."""
-    for (device, _), indices in alike(factors).items():
-        _single_pass()([tensors[i] for i in indices], [factors[i] for i in indices], calm.to(device))
-
-
 @contextmanager
-def scaled_update(
-    params: Sequence[Tensor], factors: Sequence[Tensor], calm: Tensor, *, on_device: bool
-) -> Iterator[None]:
+def scaled_update(params: Sequence[Tensor], factors: Sequence[Tensor], calm: Tensor) -> Iterator[None]:
     """Scale what happens to the parameters inside: w0 + s (w - w0) instead of w, where `calm` is true.
 
     For a moment one copy of the parameters more, on the device two.
     """
-    if not params or (not on_device and not bool(calm)):
+    device = on_device(calm)
+    if not params or (not device and not bool(calm)):
         yield
         return
     before = [p.clone() for p in params]
     yield
-    if on_device:
+    if device:
         moved = [p.clone() for p in params]
         _stretch_(moved, before, list(factors))
         for p, to in zip(params, moved, strict=True):
@@ -104,13 +104,3 @@ def _multiply_(tensors: list[Tensor], factors: list[Tensor]) -> None:
 
 def _is_one(factors: Sequence[Tensor]) -> bool:
     return factors[0].ndim == 0 and all(f is factors[0] for f in factors)
-
-
-@cache
-def _single_pass() -> Any:
-    return torch.compile(_scale_each_, dynamic=False)
-
-
-def _scale_each_(tensors: list[Tensor], factors: list[Tensor], calm: Tensor) -> None:
-    for tensor, factor in zip(tensors, factors, strict=True):
-        tensor.mul_(torch.where(calm, factor, 1))

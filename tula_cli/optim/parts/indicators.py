@@ -101,26 +101,18 @@ def factor_limit(b_large: int, b_small: int) -> float:
     return math.sqrt(b_large / b_small)
 
 
-def element_factors(small: Sequence[Tensor], large: Sequence[Tensor], eps: float, bounds: Bounds) -> list[Tensor]:
+def element_factor(small: Tensor, large: Tensor, eps: float, bounds: Bounds, *, overwrite: bool = False) -> Tensor:
     """One factor for each element: |g_small / (g_large + eps)|, bounded (Algorithm 1, line 16, as printed).
 
     `eps` is added to the signed gradient. A ratio that is undefined (0/0) becomes 1, an infinite one the upper bound.
 
     Args:
-        small: gradients of the small batch, each of its parameter's shape.
-        large: the raw gradients of the large batch at the same weights, in the same order; left as they are.
+        small: a parameter's gradient of the small batch.
+        large: its raw gradient of the large batch at the same weights; left as it is.
+        overwrite: let the result take the memory of `small`, where that has the large gradient's dtype.
 
     Returns:
-        Tensors of the gradients' shapes and of the large gradients' dtypes.
-    """
-    return [element_factor(s, g, eps, bounds) for s, g in zip(small, large, strict=True)]
-
-
-def element_factor(small: Tensor, large: Tensor, eps: float, bounds: Bounds, *, overwrite: bool = False) -> Tensor:
-    """What `element_factors` says, for one parameter.
-
-    Args:
-        overwrite: let the result take the memory of `small`, where that has the large gradient's dtype.
+        A tensor of the gradients' shape and of the large gradient's dtype.
     """
     result = small if overwrite and small.dtype == large.dtype else torch.empty_like(large)
     for part, s, g in zip(*_in_parts(result, small, large), strict=True):
@@ -146,7 +138,12 @@ def _in_parts(*tensors: Tensor) -> list[Sequence[Tensor]]:
 def tensor_factors(small: Sequence[Tensor], large: Sequence[Tensor], eps: float, bounds: Bounds) -> list[Tensor]:
     """One factor for each tensor: ||g_small|| / (||g_large|| + eps), bounded (line 16, |.| read as the l2 norm).
 
-    Arguments as for `element_factors`. Returns 0-dim tensors, float32 (float64 for float64 gradients).
+    Args:
+        small: gradients of the small batch.
+        large: the raw gradients of the large batch at the same weights, in the same order.
+
+    Returns:
+        0-dim tensors, float32 (float64 for float64 gradients).
     """
     above, below, result = norms(small), norms(large), [torch.empty(0)] * len(small)
     for indices in alike(below).values():

@@ -20,7 +20,7 @@ class _Bucket:
     averaged: Tensor | None = None  # the same after the reduction
 
 
-class LocalNorms:
+class NormListener:
     """Listens to a DDP (`reduction.listen`); keeps the squared norms of each gradient before and after the reduction.
 
     Both are taken before GradScaler unscales the gradients, so that their ratio does not know of the loss scale.

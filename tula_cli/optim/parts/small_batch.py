@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -13,18 +12,15 @@ from torch import Tensor, nn
 
 from .indicators import alike, squared_norm
 
-Draw = Literal["source", "spread"]
 SmallLoss = Callable[[int], Tensor]
 
 
-def draw_counts(draw: Draw, b_small: int, available: int, world: int, turn: int) -> list[int]:
+def draw_counts(b_small: int, available: int, world: int, turn: int) -> list[int]:
     """How many samples of the small batch each rank takes.
 
-    "source": the fewest ranks that hold `b_small` samples, starting at rank `turn` modulo the world size, as evenly
-    as possible. "spread": b_small / world on every rank, rounded up. No rank takes more than `available`.
+    Those of the fewest ranks that hold `b_small` samples, starting at rank `turn` modulo the world size, as evenly as
+    possible. No rank takes more than `available`.
     """
-    if draw == "spread":
-        return [min(available, math.ceil(b_small / world))] * world
     ranks = min(world, math.ceil(b_small / available))
     share, rest = divmod(min(b_small, ranks * available), ranks)
     counts = [0] * world

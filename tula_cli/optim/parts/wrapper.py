@@ -1,31 +1,59 @@
-"""What an optimizer around another one has of its own, and what it passes on."""
+"""What every optimizer here has: a step with a closure; and what one around another has of its own, and passes on."""
 
 from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable
-from typing import Any
+from typing import Any, overload
 
 import torch
 
 
-def evaluated(closure: Callable[[], float] | None) -> float | None:
-    """Return the loss of a step's closure, which is called with gradients enabled; None without one."""
+class Optimizer(torch.optim.Optimizer):
+    """What the optimizers of this package share: a step evaluates its closure once, before anything else."""
+
+    # GradScaler must unscale before the step: a fused base would unscale after the gradients' norm was taken
+    _step_supports_amp_scaling = False
+
+    @overload
+    def step(self, closure: None = None) -> None: ...
+
+    @overload
+    def step(self, closure: Callable[[], float]) -> float: ...
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+        """One optimizer step.
+
+        Args:
+            closure: re-evaluates the model and returns the loss; called once, with gradients enabled, before any
+                gradient is looked at.
+
+        Returns:
+            The closure's loss, None without one.
+        """
+        loss = _evaluated(closure)
+        self._update()
+        return loss
+
+    @abstractmethod
+    def _update(self) -> None:
+        """Take the step; gradients are disabled."""
+
+
+def _evaluated(closure: Callable[[], float] | None) -> float | None:
     if closure is None:
         return None
     with torch.enable_grad():
         return closure()
 
 
-class Wrapper(torch.optim.Optimizer):
+class Wrapper(Optimizer):
     """An optimizer whose `param_groups`, `state` and `defaults` are the base's objects, not copies.
 
     Hence learning-rate schedulers and GradScaler take it as they would take the base, and nothing goes stale when the
     base loads a state.
     """
-
-    # GradScaler must unscale before the step: a fused base would unscale after the gradients' norm was taken
-    _step_supports_amp_scaling = False
 
     def __init__(self, base: torch.optim.Optimizer) -> None:
         self.base = base

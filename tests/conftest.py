@@ -8,10 +8,10 @@ GROUPS = {
     "tests/slurm/test_recovery.py": "cluster 1",
     "tests/slurm/": "cluster 2",
     "tests/e2e/": "e2e",
-    "tests/worker/test_footprint.py": "two ranks",
-    "tests/worker/test_gradients.py": "two ranks",
-    "tests/worker/test_leaving.py": "two ranks",
-    "tests/worker/test_meter.py": "two ranks",
+    "tests/worker/measure/test_footprint.py": "two ranks",
+    "tests/worker/measure/test_gradients.py": "two ranks",
+    "tests/worker/test_preemption.py": "two ranks",
+    "tests/worker/measure/test_meter.py": "two ranks",
     "tests/worker/test_two_ranks.py": "two ranks",
 }
 """The beginning of a path -> the group that one process runs from beginning to end; any other module is its own group.

@@ -47,8 +47,8 @@ def soak(number: int, *, nodes: int, kills: int, epochs: int, minutes: float) ->
 
 
 PARTS = (
-    cases("paper-jobs", 1.0, "tests/worker/test_paper_jobs.py"),
-    cases("recompute", 0.5, "tests/worker/test_recompute.py"),
+    cases("paper-jobs", 1.0, "tests/worker/measure/test_paper_jobs.py"),
+    cases("recompute", 0.5, "tests/worker/build/test_recompute.py"),
     *(soak(number, nodes=4, kills=6, epochs=100, minutes=2.5) for number in range(1, 9)),
     *(soak(number, nodes=16, kills=6, epochs=100, minutes=8.0) for number in range(1, 3)),
 )

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from tula_cli.forkserver import WORKER, Forkserver, Start, Unavailable
-from tula_cli.group import Starter
-from tula_cli.processes import started
+from tula_cli.cluster.forkserver import WORKER, Forkserver, Start, Unavailable
+from tula_cli.cluster.group import Starter
+from tula_cli.host.processes import started
 
 SERVER = """
 import sys

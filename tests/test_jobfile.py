@@ -8,10 +8,10 @@ import pytest
 import yaml
 from quiet import quiet
 
-from tula_cli import jobfile
-from tula_cli.jobfile import Edited
-from tula_cli.rundir import RunDir
-from tula_cli.spec import load_spec
+from tula_cli.run import jobfile
+from tula_cli.run.directory import RunDir
+from tula_cli.run.jobfile import Edited
+from tula_cli.spec.load import load_spec
 
 
 @pytest.fixture

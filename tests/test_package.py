@@ -40,7 +40,7 @@ def test_wheels_hold_templates_and_configs_and_no_tests(wheels: list[Path]) -> N
 
 def test_an_installed_wheel_finds_its_templates(wheels: list[Path], tmp_path: Path) -> None:
     zipfile.ZipFile(wheels[0]).extractall(tmp_path / "site")
-    code = f"import sys; sys.path.insert(0, {str(tmp_path / 'site')!r}); from tula_cli import check; print(check.init('local'))"
+    code = f"import sys; sys.path.insert(0, {str(tmp_path / 'site')!r}); from tula_cli.services import check; print(check.init('local'))"
     done = python("-I", "-c", code, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip() == (ROOT / "templates/job.yaml").read_text().strip()
@@ -57,19 +57,26 @@ def contracts(tree: Path) -> "subprocess.CompletedProcess[str]":
 @pytest.mark.parametrize(
     ("module", "line", "contract"),
     [
-        ("recommend.py", "import torch", "torch only in the worker and the optimizers"),
+        ("services/recommend.py", "import torch", "torch in the worker and the optimizers alone"),
         ("models/cost.py", "from tula_cli import show", "the arrows of the architecture"),
         (
-            "models/memory.py",
-            "import tula_cli.rundir",
+            "models/memory/memory.py",
+            "import tula_cli.run.directory",
             "a model of time, memory or cost reads no file and starts no job",
         ),
-        ("launch.py", "from tula_cli import supervise", "the arrows of the architecture"),
-        ("status.py", "from tula_cli import profile", "the arrows of the architecture"),
-        ("grid.py", "from tula_cli.optim import TulaOptimizer", "torch only in the worker and the optimizers"),
-        ("optim/parts/indicators.py", "from tula_cli.spec import JobSpec", "the optimizer stands alone"),
-        ("train.py", "import rich", "rich only in show"),
-        ("models/noise.py", "import pathlib", "a model of time, memory or cost reads no file and starts no job"),
+        ("cluster/launcher.py", "from tula_cli.services import status", "the arrows of the architecture"),
+        ("services/status.py", "from tula_cli.worker import device", "the arrows of the architecture"),
+        ("worker/build/zoo.py", "from tula_cli.worker.train import loop", "the arrows of the worker"),
+        ("words.py", "import rich", "rich in show alone, typer in cli"),
+        ("show/status.py", "import typer", "typer in cli alone"),
+        (
+            "models/choice/grid.py",
+            "from tula_cli.optim import TulaOptimizer",
+            "torch in the worker and the optimizers alone",
+        ),
+        ("optim/parts/indicators.py", "from tula_cli.spec.sections import JobSpec", "the optimizers stand alone"),
+        ("services/train.py", "import rich", "rich in show alone, typer in cli"),
+        ("models/time/noise.py", "import pathlib", "a model of time, memory or cost reads no file and starts no job"),
     ],
 )
 def test_a_forbidden_import_breaks_its_contract(tmp_path: Path, module: str, line: str, contract: str) -> None:

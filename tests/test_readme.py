@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from tula_cli.spec import load_spec, parse_yaml
+from tula_cli.spec.load import load_spec
+from tula_cli.spec.yaml_text import parse_yaml
 
 README = (Path(__file__).parent.parent / "README.md").read_text(encoding="utf-8")
 
@@ -36,7 +37,7 @@ def test_the_example_of_the_optimizer_runs() -> None:
 
 
 def test_every_command_in_the_table_exists() -> None:
-    from tula_cli.cli import app
+    from tula_cli.cli.app import app
 
     known = {(info.name or info.callback.__name__).rstrip("_") for info in app.registered_commands if info.callback}
     named = set(re.findall(r"`tula (\w+)", README))

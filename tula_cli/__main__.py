@@ -1,3 +1,3 @@
-from tula_cli.cli import main
+from tula_cli.cli.app import main
 
 main()

@@ -25,13 +25,17 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from tula_cli.cluster.inspection import inspect
 from tula_cli.errors import BadMeasurements
-from tula_cli.launch import inspect
-from tula_cli.models import memory, steptime
-from tula_cli.models.memory import MemoryModel
-from tula_cli.records import Inspection, Measured, ProbeTask
-from tula_cli.rundir import RunDir, probe_id
-from tula_cli.spec import JobSpec, parse_size
+from tula_cli.models.memory import memory
+from tula_cli.models.memory.memory import MemoryModel
+from tula_cli.models.time import steptime
+from tula_cli.run.directory import RunDir, probe_id
+from tula_cli.run.records.inspections import Inspection
+from tula_cli.run.records.probes import Measured
+from tula_cli.run.records.tasks import ProbeTask
+from tula_cli.spec.job import JobSpec
+from tula_cli.spec.kinds import parse_size
 
 MODELS = ("resnet50", "vgg11", "alexnet", "mobilenet_v3_large")
 RESOLUTION = 0.02
@@ -166,7 +170,7 @@ def measure(job: JobSpec, batches: Sequence[int]) -> list[Measured]:
 
 
 def out_of_memory(text: str, job: JobSpec) -> bool:
-    from tula_cli.outcome import classify
+    from tula_cli.host.outcome import classify
 
     device = job.cluster.device
     return classify(text, exit_code=1, device=device) in ("device_oom", "host_oom")
@@ -210,26 +214,32 @@ def trial(job: JobSpec, batch: int) -> None:
     """Take three steps, one with a refresh of the factors, and evaluate one batch, within the job's limit."""
     import torch
 
-    from tula_cli.worker import loop, ranks
-    from tula_cli.worker.data import build_datasets
-    from tula_cli.worker.probe import NEVER, endless
+    from tula_cli.worker import device as worker_device
+    from tula_cli.worker import ranks as worker_ranks
+    from tula_cli.worker.build.datasets import build_datasets
+    from tula_cli.worker.measure.probe import NEVER, endless
+    from tula_cli.worker.train import evaluation
+    from tula_cli.worker.train import loop as worker_train_loop
 
-    with tempfile.TemporaryDirectory() as folder, ranks.joined(job.cluster, handover=Path(folder) / "handover") as me:
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        worker_ranks.joined(job.cluster, handover=Path(folder) / "handover") as me,
+    ):
         datasets = build_datasets(job)
         capacity = job.cluster.memory_per_gpu
         if me.device.type == "cpu" and capacity is not None:
-            ranks.limit_memory(capacity)
+            worker_device.limit_memory(capacity)
         elif capacity is not None:
             total = torch.cuda.get_device_properties(me.device).total_memory
             torch.cuda.set_per_process_memory_fraction(min(1.0, capacity / total), me.device)
         task = ProbeTask(id="t", job="t", spec=job, workdir=".", nodes=1, local_batches=(batch,))
-        trainer = loop.build(task, me, datasets, batch=batch, workers=0, refresh=False)
+        trainer = worker_train_loop.build(task, me, datasets, batch=batch, workers=0, refresh=False)
         stream = endless(trainer)
         for number in range(3):
             if trainer.ags:
                 trainer.ags.start_epoch(1 if number == 1 else NEVER)
             next(stream)
-        loop.Evaluator(trainer).run(max_batches=1)
+        evaluation.Evaluator(trainer).run(max_batches=1)
         trainer.clock.wait()
         del trainer, stream
 

@@ -45,8 +45,8 @@ from tula_cli.presets import AGS_PRESETS
 if TYPE_CHECKING:
     import torch
 
-    from tula_cli.worker.loop import Trainer
     from tula_cli.worker.ranks import Ranks
+    from tula_cli.worker.train.loop import Trainer
 
 MODELS = {"resnet50": (224, 1000), "vgg11": (32, 100), "alexnet": (224, 101), "mobilenet_v3_large": (224, 257)}
 """Side of the images and classes of the paper's four jobs (Table I)."""
@@ -175,15 +175,15 @@ class Bench:
 
     def step(self, name: str) -> Callable[[], Timed]:
         """Take one step; what is returned tells its times, and waits for the device only then."""
-        from tula_cli.worker import loop
+        from tula_cli.worker.train import loop as worker_train_loop
 
         trainer = self.trainers[name]
         mark = time.process_time if self.cpu_time else trainer.clock.mark
         start = mark()
-        loop._backward(trainer, itertools.repeat((self.inputs, self.targets)), start)
+        worker_train_loop._backward(trainer, itertools.repeat((self.inputs, self.targets)), start)
         middle = mark()
-        loop._refresh(trainer)
-        loop._update(trainer)
+        worker_train_loop._refresh(trainer)
+        worker_train_loop._update(trainer)
         end = mark()
         seconds = trainer.clock.seconds
         return lambda: Timed(step=seconds(start, end), update=seconds(middle, end))
@@ -224,10 +224,10 @@ class Bench:
 
 def build(model: str, *, image: int, classes: int, batch: int, me: "Ranks") -> "Trainer":
     """Return the product's trainer of a plain large batch, on random images."""
-    from tula_cli.records import ProbeTask
-    from tula_cli.spec import JobSpec
-    from tula_cli.worker import loop
-    from tula_cli.worker.data import build_datasets
+    from tula_cli.run.records.tasks import ProbeTask
+    from tula_cli.spec.job import JobSpec
+    from tula_cli.worker.build.datasets import build_datasets
+    from tula_cli.worker.train import loop as worker_train_loop
 
     images = {"size": max(64, batch * me.world), "image_size": [3, image, image], "num_classes": classes}
     job = JobSpec.model_validate(
@@ -241,7 +241,7 @@ def build(model: str, *, image: int, classes: int, batch: int, me: "Ranks") -> "
         }
     )
     task = ProbeTask(id="t", job="t", spec=job, workdir=".", nodes=1, local_batches=(batch,))
-    return loop.build(task, me, build_datasets(job), batch=batch * me.world, workers=0, refresh=False)
+    return worker_train_loop.build(task, me, build_datasets(job), batch=batch * me.world, workers=0, refresh=False)
 
 
 def wrapped(trainer: "Trainer", name: str, *, batch: int) -> "torch.optim.Optimizer":
@@ -334,7 +334,7 @@ def hold(model: str, name: str, me: "Ranks") -> tuple[float, float]:
     """Return (lasting, peak) of a step with 4 samples, with a refresh where there are any, in copies of the parameters."""
     import torch
 
-    from tula_cli.worker import meter
+    from tula_cli.worker import device
 
     image, classes = MODELS[model]
     names = [] if name == PLAIN else [name]
@@ -344,7 +344,7 @@ def hold(model: str, name: str, me: "Ranks") -> tuple[float, float]:
     if trainer.ags and name in REFRESHING:
         trainer.ags.start_epoch(1)
     trainer.clock.wait()
-    memory = meter.MemoryMeter(me.device)
+    memory = device.MemoryMeter(me.device)
     memory.reset()
     bench.step(name)()
     peak, _ = memory.peak()
@@ -392,7 +392,7 @@ def machine(me: "Ranks") -> dict[str, Any]:
     """Say what is measured on, and how busy it is."""
     import torch
 
-    from tula_cli.worker.meter import processor_name
+    from tula_cli.worker.environment import processor_name
 
     cuda = me.device.type == "cuda"
     return {
@@ -509,12 +509,12 @@ def main() -> None:
     threads = options.threads or max(1, cores // int(os.environ["WORLD_SIZE"]))
     os.environ["OMP_NUM_THREADS"] = str(threads)  # before torch is imported
 
-    from tula_cli.spec import Cluster
-    from tula_cli.worker import ranks
+    from tula_cli.spec.resources import Cluster
+    from tula_cli.worker import ranks as worker_ranks
 
     with (
         tempfile.TemporaryDirectory() as folder,
-        ranks.joined(Cluster(device=options.device), handover=Path(folder) / "handover") as me,
+        worker_ranks.joined(Cluster(device=options.device), handover=Path(folder) / "handover") as me,
     ):
         if options.hold:
             print(json.dumps(hold(options.models[0], options.hold, me)))

@@ -9,9 +9,9 @@ from numpy.typing import NDArray
 from replay_data import Where
 from scipy.optimize import minimize, nnls
 
-from tula_cli.models import steptime
-from tula_cli.models.overlap import PRIORS, Priors
-from tula_cli.models.steptime import Estimate, Observation
+from tula_cli.models.time import steptime
+from tula_cli.models.time.priors import PRIORS, Priors
+from tula_cli.models.time.steptime import Estimate, Observation
 
 Floats = NDArray[np.float64]
 Predictor = Callable[[Sequence[Where]], list[Estimate]]

@@ -17,7 +17,7 @@ from typing import Any, Literal, cast
 
 import pandas as pd
 
-from tula_cli.models.steptime import Observation
+from tula_cli.models.time.steptime import Observation
 
 Kind = Literal["one GPU a node", "several GPUs a node", "one node"]
 KINDS: tuple[Kind, ...] = ("one GPU a node", "several GPUs a node", "one node")
@@ -53,7 +53,7 @@ class Offer:
 
     @property
     def by_size(self) -> dict[int, list[int]]:
-        """Size to local batches, both ascending: what the strategies of `tula_cli.search` take."""
+        """Size to local batches, both ascending: what the strategies of `tula_cli.services.search` take."""
         found: dict[int, list[int]] = {}
         for where in self.candidates:
             found.setdefault(self.size(where), []).append(where.local_batch)

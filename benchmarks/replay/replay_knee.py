@@ -11,9 +11,9 @@ from numpy.typing import NDArray
 from replay_data import MeasuredSet
 from replay_score import FEWEST, STRATEGIES, knee, metered, predictions, predictor, truth
 
-from tula_cli.models import objective
-from tula_cli.models.steptime import Estimate
-from tula_cli.records import Prediction
+from tula_cli.models.choice import objective
+from tula_cli.models.time.steptime import Estimate
+from tula_cli.run.records.recommendations import Prediction
 
 Floats = NDArray[np.float64]
 Rule = Callable[[Sequence[Prediction]], int]

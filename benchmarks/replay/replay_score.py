@@ -11,11 +11,12 @@ import numpy as np
 from replay_baselines import MODELS, Model, Predictor
 from replay_data import MeasuredSet, Offer, Where
 
-from tula_cli import search
-from tula_cli.models import adaptive, objective, steptime
-from tula_cli.models.steptime import Estimate, Observation
-from tula_cli.records import Prediction
-from tula_cli.spec import Search
+from tula_cli.models.choice import adaptive, objective
+from tula_cli.models.time import steptime
+from tula_cli.models.time.steptime import Estimate, Observation
+from tula_cli.run.records.recommendations import Prediction
+from tula_cli.services import search
+from tula_cli.spec.job import Search
 
 STEPS = 50  # of one probe
 START_UP = 30.0  # seconds of one job before its first step

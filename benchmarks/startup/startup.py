@@ -26,7 +26,7 @@ from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
-from tula_cli.rundir import RunDir
+from tula_cli.run.directory import RunDir
 
 JOB = """
 name: startup

@@ -24,12 +24,15 @@ import torch.distributed as dist
 from torch import nn
 
 from tula_cli.models import halving
-from tula_cli.records import Rung, TrainResult, TrainTask
-from tula_cli.rundir import RunDir
-from tula_cli.spec import JobSpec, train_signature, validate
-from tula_cli.worker.data import build_datasets
+from tula_cli.run.directory import RunDir
+from tula_cli.run.records.results import TrainResult
+from tula_cli.run.records.tasks import Rung, TrainTask
+from tula_cli.spec.job import JobSpec
+from tula_cli.spec.load import validate
+from tula_cli.spec.signature import train_signature
+from tula_cli.worker.build.datasets import build_datasets
 from tula_cli.worker.ranks import Ranks
-from tula_cli.worker.training import run_training
+from tula_cli.worker.train.training import run_training
 
 CONTROLS = (2, 4, 8, 16, 32)
 

@@ -25,14 +25,25 @@ from typing import Any
 
 import table1_data
 
-from tula_cli import compare, launch, page, status
-from tula_cli.code import fingerprint
-from tula_cli.compare import CompareReport, Grid, Row, Stat
+from tula_cli.cluster import inspection
+from tula_cli.cluster import launcher as cluster_launcher
+from tula_cli.cluster.launcher import Launcher
 from tula_cli.errors import TulaError
-from tula_cli.launch import Launcher
-from tula_cli.rundir import RunDir, write_atomic
-from tula_cli.show import comparison_note, duration, plain
-from tula_cli.spec import JobSpec, validate
+from tula_cli.run.code import fingerprint
+from tula_cli.run.directory import RunDir
+from tula_cli.run.files import write_atomic
+from tula_cli.services import compare as services_compare
+from tula_cli.services import status as services_status
+from tula_cli.services.compare import Grid
+from tula_cli.services.comparison import accuracy, trainings
+from tula_cli.services.comparison.accuracy import CompareReport, Row, Stat
+from tula_cli.services.progress import job_status
+from tula_cli.show.compare import comparison_note
+from tula_cli.show.html import page as show_html_page
+from tula_cli.show.screen import plain
+from tula_cli.spec.job import JobSpec
+from tula_cli.spec.load import validate
+from tula_cli.words import duration
 
 HERE = Path(__file__).resolve().parent
 REFERENCE_BATCH = 128
@@ -81,7 +92,7 @@ def main() -> None:
             failure = f"{name}: {error.message}"
             print(f"error: {failure} {error.hint}", file=sys.stderr)
         if (comparison := run.comparison()) is not None:
-            reports[name] = compare.report(run, comparison, spec, jobs=states(run, spec))
+            reports[name] = accuracy.report(run, comparison, spec, jobs=states(run, spec))
             if options.html:
                 write_page(run, spec, reports[name], options.html)
     if options.show and not reports:
@@ -94,12 +105,12 @@ def train(
     run: RunDir, spec: JobSpec, options: argparse.Namespace, *, ends: float, launcher: Launcher | None = None
 ) -> None:
     """Train what is missing of one model's grid, as far as there is time (`ends`, monotonic seconds)."""
-    launcher = launcher or launch.launcher_for(spec)
-    plan = compare.plan(run, spec, grid(options), inspect=launch.inspect, now=time.time())
+    launcher = launcher or cluster_launcher.launcher_for(spec)
+    plan = services_compare.plan(run, spec, grid(options), inspect=inspection.inspect, now=time.time())
     run.adopt(spec)
     run.write_comparison(plan.comparison)
     left = ends - time.monotonic()
-    for now in compare.one_by_one(run, plan, launcher, inspect=launch.inspect, seconds=left):
+    for now in trainings.one_by_one(run, plan, launcher, inspect=inspection.inspect, seconds=left):
         if now.ended is not None:
             how = f"failed: {now.problem}" if now.problem else "done"
             rest = f", about {duration(now.left)} left" if now.left else ""
@@ -143,15 +154,16 @@ def job(name: str, recipe: Recipe, options: argparse.Namespace) -> JobSpec:
     )
 
 
-def states(run: RunDir, spec: JobSpec) -> Sequence[status.JobStatus]:
-    return status.snapshot(run, launch.launcher_for(spec, submits=False), now=time.time()).jobs
+def states(run: RunDir, spec: JobSpec) -> Sequence[job_status.JobStatus]:
+    return services_status.snapshot(run, cluster_launcher.launcher_for(spec, submits=False), now=time.time()).jobs
 
 
 def write_page(run: RunDir, spec: JobSpec, report: CompareReport, folder: Path) -> None:
     comparison = run.comparison()
     assert comparison is not None
     write_atomic(
-        folder / f"{spec.name}.html", page.comparison(report, compare.curves(run, comparison), title=spec.name)
+        folder / f"{spec.name}.html",
+        show_html_page.comparison(report, accuracy.curves(run, comparison), title=spec.name),
     )
 
 
@@ -240,9 +252,9 @@ def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
             setattr(options, name, value)
     if options.methods is None:
         options.methods = METHODS if options.ranks > 1 else SINGLE
-    if strange := [word for word in options.methods.split(",") if word not in compare.known_methods()]:
+    if strange := [word for word in options.methods.split(",") if word not in services_compare.known_methods()]:
         parser.error(
-            f"--methods: {', '.join(map(repr, strange))} unknown; there are {', '.join(compare.known_methods())}"
+            f"--methods: {', '.join(map(repr, strange))} unknown; there are {', '.join(services_compare.known_methods())}"
         )
     if options.seeds < 1:
         parser.error(f"--seeds {options.seeds}: at least 1 is needed")

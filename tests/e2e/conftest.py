@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from driver import Tula
 
-from tula_cli.records import TrainTask
+from tula_cli.run.records.tasks import TrainTask
 
 JOB = """
 name: e2e

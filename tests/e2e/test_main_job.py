@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from tula_cli.records import Measured, OutOfMemory
-from tula_cli.spec import load_spec
+from tula_cli.run.records.probes import Measured, OutOfMemory
+from tula_cli.spec.load import load_spec
 
 pytestmark = [pytest.mark.e2e, pytest.mark.torch]
 DIGITS = 1437  # training samples

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tula_cli.records import Measured
+from tula_cli.run.records.probes import Measured
 
 pytestmark = [pytest.mark.e2e, pytest.mark.torch]
 

@@ -10,8 +10,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from tula_cli.records import TrainTask
-from tula_cli.rundir import RunDir
+from tula_cli.run.directory import RunDir
+from tula_cli.run.records.tasks import TrainTask
 
 PATIENCE = 240.0  # seconds; a loaded machine starts ranks slowly
 

@@ -4,9 +4,10 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from tula_cli.records import Environment, Footprint, GradientStats, Measured, Memory, OutOfMemory, Overheads
-from tula_cli.rundir import probe_id
-from tula_cli.spec import JobSpec
+from tula_cli.run.directory import probe_id
+from tula_cli.run.records.inspections import Footprint
+from tula_cli.run.records.probes import Environment, GradientStats, Measured, Memory, OutOfMemory, Overheads
+from tula_cli.spec.job import JobSpec
 
 MIB = 1024**2
 

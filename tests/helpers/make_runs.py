@@ -7,28 +7,17 @@ from typing import Any
 
 from make_results import Truth, measured
 
-from tula_cli.records import (
-    Attempt,
-    Branch,
-    CheckTask,
-    ClusterReport,
-    Failed,
-    Job,
-    NodeReport,
-    OutOfMemory,
-    Prediction,
-    ProbeTask,
-    Recommendation,
-    Rung,
-    Summary,
-    TrainResult,
-    TrainTask,
-    Transfer,
-    Tuning,
-)
-from tula_cli.rundir import RunDir, probe_id
-from tula_cli.scheduler import SchedulerState
-from tula_cli.spec import Arm, JobSpec, validate
+from tula_cli.cluster.slurm.queue import SchedulerState
+from tula_cli.run.directory import RunDir, probe_id
+from tula_cli.run.records.cluster_reports import ClusterReport, NodeReport, Transfer
+from tula_cli.run.records.jobs import Attempt, Job
+from tula_cli.run.records.probes import Failed, OutOfMemory
+from tula_cli.run.records.recommendations import Prediction, Recommendation
+from tula_cli.run.records.results import Branch, Summary, TrainResult, Tuning
+from tula_cli.run.records.tasks import CheckTask, ProbeTask, Rung, TrainTask
+from tula_cli.spec.ags import Arm
+from tula_cli.spec.job import JobSpec
+from tula_cli.spec.load import validate
 
 SPEC: dict[str, Any] = {
     "name": "toy",

@@ -22,16 +22,17 @@ from worker_jobs import Interrupted, gradient, rows, same, spec, train_task, tra
 
 from tula_cli.optim import orthogonal
 from tula_cli.optim.adascale_sgd import AdaScale, estimates, gain
-from tula_cli.records import TrainTask
-from tula_cli.rundir import RunDir
-from tula_cli.worker import loop, zoo
-from tula_cli.worker.data import build_datasets
-from tula_cli.worker.loop import Trainer
+from tula_cli.run.directory import RunDir
+from tula_cli.run.records.tasks import TrainTask
+from tula_cli.worker.build import zoo
+from tula_cli.worker.build.datasets import build_datasets
+from tula_cli.worker.build.sampling import permutation
 from tula_cli.worker.ranks import Ranks, joined
-from tula_cli.worker.sampling import permutation
-from tula_cli.worker.schedule import learning_rate
 from tula_cli.worker.seeding import stable_seed
-from tula_cli.worker.training import run_training
+from tula_cli.worker.train import loop as worker_train_loop
+from tula_cli.worker.train.learning_rate import learning_rate
+from tula_cli.worker.train.loop import Trainer
+from tula_cli.worker.train.training import run_training
 
 POLO: dict[str, Any] = {"train": {"method": "polo", "epochs": 7, "checkpoint_every": 1e-9}}
 NORM: dict[str, Any] = {"model": {"args": {"norm": True, "dropout": 0.3}}}
@@ -62,7 +63,7 @@ def aligned(folder: Path, ranks: Ranks) -> list[bool]:
     subject = trainer(spec(train={"method": "ortho"}), ranks)
     assert isinstance(subject.optimizer, orthogonal.Ortho)
     found, before, orthogonal.ALIGN_EVERY = [], orthogonal.ALIGN_EVERY, 5
-    for count, _ in enumerate(islice(loop.steps(subject), 6), 1):
+    for count, _ in enumerate(islice(worker_train_loop.steps(subject), 6), 1):
         found.append(_agree(ranks, subject.optimizer.matrices()))
         if count == 3 and ranks.rank == 1:
             with torch.no_grad():
@@ -81,7 +82,7 @@ def drift(folder: Path, ranks: Ranks) -> dict[str, list[bool]]:
     entered: list[torch.Tensor] = []
     norm.register_forward_pre_hook(lambda module, _: entered.append(module.running_mean.clone()))
     parameters, everything, after = [], [], []
-    for _ in loop.steps(subject):
+    for _ in worker_train_loop.steps(subject):
         parameters.append(_agree(ranks, subject.ddp.parameters()))
         everything.append(_agree(ranks, _whole(subject)))
         after.append(norm.running_mean.clone())
@@ -97,7 +98,7 @@ def synchronous(folder: Path, ranks: Ranks) -> bool:
         spec(**NORM, train={"method": "lbt", "epochs": 7}, schedule={"warmup_epochs": 5}),
     ):
         subject = trainer(job, ranks)
-        for _ in islice(loop.steps(subject), 30):
+        for _ in islice(worker_train_loop.steps(subject), 30):
             pass
         ends.append(weights(subject))
     return same(*ends)
@@ -179,20 +180,20 @@ def relaunched(folder: Path, ranks: Ranks) -> dict[str, Any]:
 def left(folder: Path, ranks: Ranks) -> dict[str, bool]:
     """What leaving between two averages does before it saves."""
     subject = trainer(spec(**POLO, **NORM), ranks)
-    for _ in islice(loop.steps(subject), 31):
+    for _ in islice(worker_train_loop.steps(subject), 31):
         pass
     before = _agree(ranks, _whole(subject)), subject.apart
-    loop.join_replicas(subject)
+    worker_train_loop.join_replicas(subject)
     return {"before": before[0], "apart": before[1], "after": _agree(ranks, _whole(subject)), "still": subject.apart}
 
 
 def scales(folder: Path, ranks: Ranks) -> float:
     """Return the loss scale on this rank where each had found another."""
     subject = trainer(spec(train={**POLO["train"], "precision": "fp16"}), ranks)
-    next(loop.steps(subject))
+    next(worker_train_loop.steps(subject))
     subject.scaler.update(2.0 ** (ranks.rank + 3))
     subject.apart = True
-    loop.join_replicas(subject)
+    worker_train_loop.join_replicas(subject)
     return float(subject.scaler.get_scale())
 
 
@@ -203,7 +204,7 @@ def gains(folder: Path, ranks: Ranks) -> dict[str, Any]:
     for precision, accumulate in (("fp32", 1), ("fp32", 2), ("fp16", 1)):
         train = {"method": "adascale", "accumulate": accumulate, "precision": precision}
         subject = _without_overflow(trainer(spec(**still, train=train), ranks))
-        steps = list(islice(loop.steps(subject), 4))
+        steps = list(islice(worker_train_loop.steps(subject), 4))
         assert isinstance(subject.optimizer, AdaScale)
         expected = _gain_by_hand(spec(**still, train={**train, "method": "lbt"}), ranks)
         found[f"{precision} {accumulate}"] = (len(steps), subject.optimizer.gain, expected)
@@ -226,7 +227,7 @@ def _gain_by_hand(job: Any, ranks: Ranks) -> float:
         pairs.append((total / ranks.world, float(mean.square().sum())))
 
     plain.synchronise, plain.after_backward = False, look
-    list(islice(loop.steps(plain), 4))
+    list(islice(worker_train_loop.steps(plain), 4))
     both = [
         estimates(torch.tensor(s), torch.tensor(b), samples=16 // ranks.world, batch=16, reference_batch=8)
         for s, b in pairs

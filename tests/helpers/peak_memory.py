@@ -14,10 +14,11 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from tula_cli.optim import SmallBatch, TulaOptimizer
-from tula_cli.spec import JobSpec
-from tula_cli.worker import footprint, zoo
-from tula_cli.worker.ranks import process_memory
-from tula_cli.worker.recompute import apply_activation_checkpointing
+from tula_cli.spec.job import JobSpec
+from tula_cli.worker.build import zoo
+from tula_cli.worker.build.recompute import apply_activation_checkpointing
+from tula_cli.worker.device import process_memory
+from tula_cli.worker.measure import rehearsal
 
 
 def measured(spec: JobSpec, inputs: torch.Tensor, targets: torch.Tensor) -> int:
@@ -49,7 +50,7 @@ def case(request: dict) -> dict[str, int]:
     """Return both peaks of one spec, batch and input shape."""
     spec, size = JobSpec.model_validate(request["spec"]), request["batch"]
     inputs, targets = torch.rand(size, *request["shape"]), torch.zeros(size, dtype=torch.int64)
-    estimate = footprint.rehearse(spec, (inputs[0], 0), classes=10).measure(size)
+    estimate = rehearsal.rehearse(spec, (inputs[0], 0), classes=10).measure(size)
     measured(spec, inputs[:8], targets[:8])  # the libraries' own memory, once
     return {"estimated": estimate.peak, "measured": measured(spec, inputs, targets)}
 

@@ -6,12 +6,16 @@ from typing import Any
 import torch
 from torch import nn
 
-from tula_cli.records import Prediction, ProbeTask, Rung, TrainTask
-from tula_cli.rundir import RunDir
-from tula_cli.spec import JobSpec, train_signature, validate
-from tula_cli.worker import loop
-from tula_cli.worker.data import Datasets, build_datasets
+from tula_cli.run.directory import RunDir
+from tula_cli.run.records.recommendations import Prediction
+from tula_cli.run.records.tasks import ProbeTask, Rung, TrainTask
+from tula_cli.spec.job import JobSpec
+from tula_cli.spec.load import validate
+from tula_cli.spec.signature import train_signature
+from tula_cli.worker.build.datasets import build_datasets
+from tula_cli.worker.build.samples import Datasets
 from tula_cli.worker.ranks import Ranks
+from tula_cli.worker.train import loop as worker_train_loop
 
 SPEC: dict[str, Any] = {
     "name": "tiny",
@@ -116,25 +120,27 @@ def two_rates(
 
 def trainer(
     job: JobSpec, ranks: Ranks, *, batch: int = 16, workers: int = 0, datasets: Datasets | None = None
-) -> loop.Trainer:
+) -> worker_train_loop.Trainer:
     """Return a fresh trainer of a job."""
     task = train_task(job, batch=batch)
-    return loop.build(task, ranks, datasets or build_datasets(job), batch=batch, workers=workers, refresh=True)
+    return worker_train_loop.build(
+        task, ranks, datasets or build_datasets(job), batch=batch, workers=workers, refresh=True
+    )
 
 
-def trained(job: JobSpec, ranks: Ranks, **how: Any) -> tuple[dict[str, torch.Tensor], list[loop.Step]]:
+def trained(job: JobSpec, ranks: Ranks, **how: Any) -> tuple[dict[str, torch.Tensor], list[worker_train_loop.Step]]:
     """Train a job to its end; return the final weights and the steps."""
     subject = trainer(job, ranks, **how)
-    steps = list(loop.steps(subject))
+    steps = list(worker_train_loop.steps(subject))
     return weights(subject), steps
 
 
-def weights(subject: loop.Trainer) -> dict[str, torch.Tensor]:
+def weights(subject: worker_train_loop.Trainer) -> dict[str, torch.Tensor]:
     """Return a copy of parameters and buffers."""
     return {name: value.clone() for name, value in subject.ddp.module.state_dict().items()}
 
 
-def gradient(subject: loop.Trainer) -> torch.Tensor:
+def gradient(subject: worker_train_loop.Trainer) -> torch.Tensor:
     """Return a copy of the gradient as it is, in one vector."""
     return torch.cat([p.grad.detach().double().flatten() for p in subject.ddp.parameters() if p.grad is not None])
 

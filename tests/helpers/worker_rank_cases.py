@@ -17,16 +17,19 @@ from torch.nn.parallel import DistributedDataParallel
 from torchvision.models import resnet18
 from worker_jobs import gradient, probe_task, same, spec, train_task, trained, trainer, weights
 
-from tula_cli.records import ProbeTask
-from tula_cli.rundir import RunDir
-from tula_cli.spec import JobSpec
-from tula_cli.worker import checkpoint, hessian, loop, meter, tuning
-from tula_cli.worker.data import build_datasets
-from tula_cli.worker.gradients import NormSpy
-from tula_cli.worker.leaving import Leaving, Left
-from tula_cli.worker.probe import run_probes
-from tula_cli.worker.ranks import Ranks, joined, lift_memory_limit, limit_memory
-from tula_cli.worker.training import run_training
+from tula_cli.run.directory import RunDir
+from tula_cli.run.records.tasks import ProbeTask
+from tula_cli.spec.job import JobSpec
+from tula_cli.worker import device
+from tula_cli.worker.build.datasets import build_datasets
+from tula_cli.worker.device import lift_memory_limit, limit_memory
+from tula_cli.worker.measure.gradients import NormSpy
+from tula_cli.worker.measure.probe import run_probes
+from tula_cli.worker.preemption import Leaving, Left
+from tula_cli.worker.ranks import Ranks, joined
+from tula_cli.worker.train import checkpoint, evaluation, hessian, tuning
+from tula_cli.worker.train import loop as worker_train_loop
+from tula_cli.worker.train.training import run_training
 
 TRAIN = train_task(spec(train={"checkpoint_every": 1e-9, "epochs": 3, "method": "ags"}, ags={"delta": "inf"}))
 ARMS = [{"name": "x2", "lr_factor": 2.0}, {"name": "robust", "method": "ags", "ags": {"preset": "robust"}}]
@@ -105,7 +108,7 @@ def curved(folder: Path, ranks: Ranks) -> dict[str, Any]:
 
 def peaks() -> dict[str, int]:
     """Return peaks of allocations."""
-    memory, found = meter.MemoryMeter(torch.device("cpu")), {}
+    memory, found = device.MemoryMeter(torch.device("cpu")), {}
 
     def peak(name: str) -> None:
         found[name], _ = memory.peak()
@@ -169,14 +172,14 @@ def resumed(folder: Path, ranks: Ranks) -> list[bool]:
     whole = _rank_0s(trained(job, ranks)[0], folder, ranks)
     for after in (4, 6, 9):
         first = trainer(job, ranks)
-        for _ in islice(loop.steps(first), after):
+        for _ in islice(worker_train_loop.steps(first), after):
             pass
         if ranks.first:
             checkpoint.write(path, checkpoint.state(first, best={}))
         ranks.from_first(0)
         second = trainer(job, ranks)
         checkpoint.restore(second, torch.load(path, weights_only=True))
-        for _ in loop.steps(second):
+        for _ in worker_train_loop.steps(second):
             pass
         found.append(same(_rank_0s(weights(second), folder, ranks), whole))
     return found
@@ -195,7 +198,7 @@ def _rank_0s(state: dict[str, torch.Tensor], folder: Path, ranks: Ranks) -> dict
 
 def evaluated(folder: Path, ranks: Ranks) -> dict[str, Any]:
     subject = trainer(spec(dataset={"args": {"eval_size": 37}}), ranks)
-    return vars(loop.Evaluator(subject).run())
+    return vars(evaluation.Evaluator(subject).run())
 
 
 def norms(folder: Path, ranks: Ranks) -> list[list[Any]]:
@@ -204,8 +207,8 @@ def norms(folder: Path, ranks: Ranks) -> list[list[Any]]:
     subject = trainer(job, ranks)
     spy = NormSpy.attach(subject)
     subject.after_backward = lambda: None
-    list(spy.watch(islice(loop.steps(subject), 3), subject.scaler))
-    list(islice(loop.steps(subject), 1))  # not watched
+    list(spy.watch(islice(worker_train_loop.steps(subject), 3), subject.scaler))
+    list(islice(worker_train_loop.steps(subject), 1))  # not watched
     plain, expected = trainer(job, ranks), []
 
     def look() -> None:
@@ -215,7 +218,7 @@ def norms(folder: Path, ranks: Ranks) -> list[list[Any]]:
         expected.append((total / ranks.world, float(mean.square().sum())))
 
     plain.synchronise, plain.after_backward = False, look
-    list(islice(loop.steps(plain), 3))
+    list(islice(worker_train_loop.steps(plain), 3))
     return [spy.pairs(), expected]
 
 
@@ -225,7 +228,7 @@ def hooked(folder: Path, ranks: Ranks) -> bool:
     for watched in (True, False):
         subject = trainer(spec(**NETWORK), ranks)
         spy = NormSpy.attach(subject) if watched else None
-        steps = islice(loop.steps(subject), 5)
+        steps = islice(worker_train_loop.steps(subject), 5)
         list(spy.watch(steps, subject.scaler) if spy else steps)
         ends.append(weights(subject))
     return same(*ends)

@@ -16,8 +16,8 @@ from tula_cli.models.cost import (
     training_seconds,
     work,
 )
-from tula_cli.records import Overheads
-from tula_cli.spec import UNPRICED, Pricing, Spot
+from tula_cli.run.records.probes import Overheads
+from tula_cli.spec.resources import UNPRICED, Pricing, Spot
 
 NOTHING = Overheads(startup=0, eval_batch=0, eval_batch_size=64, checkpoint=0, refresh=0)
 

@@ -7,7 +7,8 @@ from hypothesis import strategies as st
 
 from tula_cli.models import efficiency
 from tula_cli.models.efficiency import GROWTH, SLOWEST_GROWTH, Noise, noise_scale, summarise
-from tula_cli.records import GradientStats, Prediction
+from tula_cli.run.records.probes import GradientStats
+from tula_cli.run.records.recommendations import Prediction
 
 SIGNAL, TRACE = 4.0, 4.0 * 50
 """|G|^2 and tr(Sigma): a noise scale of 50 samples."""

@@ -5,10 +5,12 @@ from hypothesis import strategies as st
 from make_results import MIB, Truth, footprint, measured, out_of_memory, probe_all, spec
 
 from tula_cli.errors import BadMeasurements, Infeasible
-from tula_cli.grid import Config
-from tula_cli.models.forecast import Forecast, TooFew
-from tula_cli.records import Failed, Host, Inspection, Measured, OutOfMemory
-from tula_cli.search import probes
+from tula_cli.models.choice.grid import Config
+from tula_cli.models.forecast import Forecast
+from tula_cli.models.observations import TooFew
+from tula_cli.run.records.inspections import Inspection
+from tula_cli.run.records.probes import Failed, Host, Measured, OutOfMemory
+from tula_cli.services.search import probes
 
 SWEEP = {2: (16, 32, 64, 128, 256), 4: (8,), 8: (4,), 16: (2, 256)}
 

@@ -8,8 +8,12 @@ import pytest
 from tula_cli.errors import SpecError
 from tula_cli.models import cost, halving
 from tula_cli.models.halving import Turn
-from tula_cli.records import Branch, Overheads
-from tula_cli.spec import Arm, JobSpec, train_signature, validate
+from tula_cli.run.records.probes import Overheads
+from tula_cli.run.records.results import Branch
+from tula_cli.spec.ags import Arm
+from tula_cli.spec.job import JobSpec
+from tula_cli.spec.load import validate
+from tula_cli.spec.signature import train_signature
 
 
 def job(**sections: dict[str, Any]) -> JobSpec:

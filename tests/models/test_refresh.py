@@ -5,10 +5,10 @@ from typing import Any
 import pytest
 from make_results import Truth, measured, probe_all, spec
 
-from tula_cli.grid import Config
 from tula_cli.models import refresh
+from tula_cli.models.choice.grid import Config
 from tula_cli.models.forecast import Forecast
-from tula_cli.records import Measured, Overheads
+from tula_cli.run.records.probes import Measured, Overheads
 
 AGS = {"train": {"method": "ags", "epochs": 10, "reference_batch": 64}}
 

@@ -18,7 +18,7 @@ from tula_cli import optim
 from tula_cli.optim import PRESETS
 from tula_cli.optim.parts import gradient_scaling
 from tula_cli.optim.parts.local_norms import NormListener
-from tula_cli.worker.footprint import LiveStorages
+from tula_cli.worker.measure.storages import LiveStorages
 
 pytestmark = pytest.mark.torch
 WAYS: dict[str, dict[str, Any]] = {

@@ -7,7 +7,7 @@ import pytest
 from cluster import SlurmCluster
 from driver import Tula
 
-from tula_cli.spec import load_spec
+from tula_cli.spec.load import load_spec
 
 pytestmark = [pytest.mark.slurm, pytest.mark.torch]
 CHECK = ("check", "job.yaml", "--on-cluster")

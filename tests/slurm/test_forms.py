@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 from cluster import SlurmCluster, until
 
-from tula_cli.launch import SlurmLauncher
-from tula_cli.records import CheckTask
-from tula_cli.rundir import RunDir
-from tula_cli.spec import JobSpec
+from tula_cli.cluster.slurm.submit import SlurmLauncher
+from tula_cli.run.directory import RunDir
+from tula_cli.run.records.tasks import CheckTask
+from tula_cli.spec.job import JobSpec
 
 pytestmark = pytest.mark.slurm
 LOOK = 'echo "$SLURM_LOCALID ${CUDA_VISIBLE_DEVICES-none} $SLURM_CPUS_PER_TASK $NOTE" > "$0.$SLURM_PROCID"\n'

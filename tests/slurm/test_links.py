@@ -14,7 +14,9 @@ import pytest
 from cluster import SlurmCluster
 from driver import Tula
 
-from tula_cli.records import Measured, Recommendation, Summary
+from tula_cli.run.records.probes import Measured
+from tula_cli.run.records.recommendations import Recommendation
+from tula_cli.run.records.results import Summary
 
 pytestmark = [pytest.mark.slurm, pytest.mark.torch]
 

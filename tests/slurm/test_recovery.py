@@ -9,7 +9,8 @@ import pytest
 from cluster import SlurmCluster
 from driver import PATIENCE, Tula
 
-from tula_cli.records import Attempt, Job, Summary
+from tula_cli.run.records.jobs import Attempt, Job
+from tula_cli.run.records.results import Summary
 
 pytestmark = [pytest.mark.slurm, pytest.mark.torch]
 SAMPLES = 1437 // 128 * 128  # of an epoch at batch 128

@@ -10,10 +10,11 @@ import make_runs as make
 import pytest
 from cluster import SlurmCluster
 
-from tula_cli import scheduler
-from tula_cli.launch import SlurmLauncher
-from tula_cli.records import Job, Rung, TrainTask
-from tula_cli.rundir import RunDir
+from tula_cli.cluster.slurm import queue as scheduler
+from tula_cli.cluster.slurm.submit import SlurmLauncher
+from tula_cli.run.directory import RunDir
+from tula_cli.run.records.jobs import Job
+from tula_cli.run.records.tasks import Rung, TrainTask
 
 pytestmark = pytest.mark.slurm
 

@@ -11,7 +11,7 @@ import pytest
 from cluster import SlurmCluster
 from driver import PATIENCE, Tula
 
-from tula_cli.records import Measured
+from tula_cli.run.records.probes import Measured
 
 pytestmark = [pytest.mark.slurm, pytest.mark.torch]
 

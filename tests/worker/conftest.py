@@ -14,7 +14,7 @@ import torch.distributed as dist
 import worker_rank_cases
 from worker_jobs import spec
 
-from tula_cli.rundir import RunDir
+from tula_cli.run.directory import RunDir
 from tula_cli.worker.ranks import Ranks
 
 ROOT = Path(__file__).parents[2]

@@ -7,7 +7,7 @@ import pytest
 import torch
 from worker_jobs import spec
 
-from tula_cli.spec import Cluster
+from tula_cli.spec.resources import Cluster
 from tula_cli.worker.ranks import joined
 
 pytestmark = pytest.mark.torch

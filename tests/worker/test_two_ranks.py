@@ -7,10 +7,10 @@ import torch
 from worker_jobs import rows, spec, trained, trainer
 from worker_rank_cases import NETWORK, TRAIN, TUNED, facts
 
-from tula_cli.records import Measured
-from tula_cli.rundir import RunDir
-from tula_cli.worker import hessian, loop
+from tula_cli.run.directory import RunDir
+from tula_cli.run.records.probes import Measured
 from tula_cli.worker.ranks import Ranks
+from tula_cli.worker.train import evaluation, hessian
 
 pytestmark = pytest.mark.torch
 
@@ -35,7 +35,7 @@ def test_an_interrupted_run_ends_at_the_same_weights_on_each_rank(two_ranks: Pat
 
 
 def test_evaluation_is_over_both_shares(two_ranks: Path, alone: Ranks) -> None:
-    expected = loop.Evaluator(trainer(spec(dataset={"args": {"eval_size": 37}}), alone)).run()
+    expected = evaluation.Evaluator(trainer(spec(dataset={"args": {"eval_size": 37}}), alone)).run()
     for found in facts(two_ranks, "evaluated"):
         assert found == pytest.approx(vars(expected))
 

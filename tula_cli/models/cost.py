@@ -13,8 +13,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from tula_cli.models import halving, refresh
-from tula_cli.records import Market, Overheads
-from tula_cli.spec import UNPRICED, JobSpec, Pricing
+from tula_cli.run.records.base import Market
+from tula_cli.run.records.probes import Overheads
+from tula_cli.spec.job import JobSpec
+from tula_cli.spec.resources import UNPRICED, Pricing
 
 GB = 10**9
 """Bytes of the GB in a price: the decimal one, as in cloud price lists and on the GPU's data sheet."""

@@ -15,8 +15,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from tula_cli.models.noise import Z90
-from tula_cli.records import GradientStats, Prediction, SameProgress
+from tula_cli.models.time.noise import Z90
+from tula_cli.run.records.probes import GradientStats
+from tula_cli.run.records.recommendations import Prediction, SameProgress
 
 Pair = tuple[float, float]
 """Squared norms of the gradients of one step: mean over small batches, and of their average."""

@@ -6,29 +6,34 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import hypot, isfinite, log2
-from typing import TypeVar
 
-from tula_cli.errors import BadMeasurements, Infeasible
-from tula_cli.grid import Config, candidates, counted, place
-from tula_cli.models import cost, memory, refresh, steptime
-from tula_cli.models.memory import MemoryModel
-from tula_cli.models.noise import Z90, centre
-from tula_cli.models.steptime import Estimate, Observation, StepTimeFit
-from tula_cli.records import Attempt, Failed, Inspection, Market, Measured, OutOfMemory, Overheads, Prediction, Rung
-from tula_cli.spec import JobSpec, Spot
-
-T = TypeVar("T", Measured, OutOfMemory, Failed)
-
-Probe = tuple[int, int]
-"""Nodes and local batch."""
-
-_PIN = "pin one kind of node (cluster.slurm.constraint), delete the other kind's results, and run tula profile again"
-
-_WAITING = 0.3  # a loader that a step waits for this share of its time sets the pace
-
-
-class TooFew(BadMeasurements):
-    """More probes would do: those under way, or a next call of `tula profile`."""
+from tula_cli.errors import Infeasible
+from tula_cli.models import cost, refresh
+from tula_cli.models.choice.grid import Config, candidates
+from tula_cli.models.memory import memory
+from tula_cli.models.memory.memory import MemoryModel
+from tula_cli.models.observations import (
+    Probe,
+    T,
+    bounds,
+    capacity_of,
+    doubts,
+    observation,
+    require_one_hardware,
+    require_some,
+)
+from tula_cli.models.time import steptime
+from tula_cli.models.time.noise import Z90
+from tula_cli.models.time.steptime import Estimate, StepTimeFit
+from tula_cli.run.records.base import Market
+from tula_cli.run.records.inspections import Inspection
+from tula_cli.run.records.jobs import Attempt
+from tula_cli.run.records.probes import Failed, Measured, OutOfMemory, Overheads
+from tula_cli.run.records.recommendations import Prediction
+from tula_cli.run.records.tasks import Rung
+from tula_cli.spec.job import JobSpec
+from tula_cli.spec.resources import Spot
+from tula_cli.words import counted
 
 
 @dataclass(frozen=True)
@@ -71,10 +76,10 @@ class Forecast:
         seen = list(results)
         measured = sorted(_of(seen, Measured), key=lambda probe: (probe.nodes, probe.local_batch))
         ooms = _of(seen, OutOfMemory)
-        _require_some(measured, ooms, _of(seen, Failed))
-        _require_one_hardware(measured)
+        require_some(measured, ooms, _of(seen, Failed))
+        require_one_hardware(measured)
         footprints = inspection.footprints if inspection else ()
-        steps = steptime.fit([_observation(probe) for probe in measured], collective=spec.cluster.collective)
+        steps = steptime.fit([observation(probe) for probe in measured], collective=spec.cluster.collective)
         return cls(
             spec=spec,
             steps=steps,
@@ -85,7 +90,7 @@ class Forecast:
             dataset_size=measured[0].dataset_size,
             eval_size=measured[0].eval_size,
             shutdown=_shutdown(attempts, measured),
-            warnings=(*_doubts(measured), *steps.warnings, *_bounds(spec, measured)),
+            warnings=(*doubts(measured), *steps.warnings, *bounds(spec, measured)),
         )
 
     @cached_property
@@ -348,128 +353,3 @@ def _shutdown(attempts: Iterable[Attempt], measured: Sequence[Measured]) -> floa
 
 def _of(results: Sequence[Measured | OutOfMemory | Failed], kind: type[T]) -> list[T]:
     return [result for result in results if isinstance(result, kind)]
-
-
-def _observation(probe: Measured) -> Observation:
-    return Observation(
-        nodes=probe.nodes,
-        gpus_per_node=probe.gpus_per_node,
-        local_batch=probe.local_batch,
-        step_times=probe.step_times,
-        compute_time=probe.compute_time,
-    )
-
-
-def _bounds(spec: JobSpec, measured: Iterable[Measured]) -> list[str]:
-    """Return what is known beforehand to take less than is forecast."""
-    if spec.train.method != "polo" or not any(probe.nodes * probe.gpus_per_node > 1 for probe in measured):
-        return []
-    return [
-        "post-local SGD (train.method polo) was measured while it synchronises every step, as it does at first; later"
-        " steps take less, so that times and costs on several GPUs are upper bounds"
-    ]
-
-
-def _require_some(measured: Sequence[Measured], ooms: Sequence[OutOfMemory], failed: Sequence[Failed]) -> None:
-    if measured:
-        return
-    if ooms and not failed:
-        least = min(oom.local_batch for oom in ooms)
-        raise Infeasible(
-            f"out of memory in every probe, down to a local batch of {least}",
-            "search more nodes, lower search.min_batch, or use train.accumulate, train.activation_checkpointing or"
-            " train.precision: bf16",
-        )
-    if failed:
-        raise TooFew(
-            f"no probe was measured; the one with {failed[0].nodes} nodes and local batch {failed[0].local_batch} failed:"
-            f" {failed[0].message}",
-            "see tula logs, then run tula profile again",
-        )
-    raise TooFew("no probe was measured", "run tula profile first")
-
-
-def _require_one_hardware(measured: Sequence[Measured]) -> None:
-    if why := mixed_hardware(measured):
-        raise BadMeasurements(why, _PIN)
-
-
-def mixed_hardware(measured: Sequence[Measured]) -> str:
-    """Say where probes ran on different hardware: what they measured belongs to different fits. Empty where they did not."""
-    for probe in measured:
-        if probe.environment.mixed:
-            return (
-                f"{probe.id} ran on different hardware at once ({_by_node(probe)}): its times are those of the slowest"
-            )
-    where: dict[str, list[str]] = {}
-    for probe in measured:
-        where.setdefault(probe.environment.hardware, []).append(probe.id)
-    if len(where) < 2:
-        return ""
-    found = "; ".join(f"{hardware}: {', '.join(ids)}" for hardware, ids in where.items())
-    return f"the probes ran on different hardware and cannot be fitted together ({found})"
-
-
-def _by_node(probe: Measured) -> str:
-    return "; ".join(f"{node.name}: {' and '.join(node.hardware)}" for node in probe.environment.nodes)
-
-
-def capacity_of(spec: JobSpec, measured: Sequence[Measured], inspection: Inspection | None) -> int | None:
-    """Return the bytes of one GPU: the least that probes found, else what is known without them; None for no bound."""
-    known = [probe.memory.capacity for probe in measured if probe.memory.capacity is not None]
-    if known:
-        return min(known)
-    return (inspection.capacity if inspection else None) or spec.cluster.memory_per_gpu
-
-
-def _doubts(measured: Sequence[Measured]) -> list[str]:
-    """Return what makes these measurements less than they seem."""
-    return [
-        *_oversubscribed(measured),
-        *_software(measured),
-        *_thrashing(measured),
-        *_waiting(measured),
-    ]
-
-
-def _oversubscribed(measured: Sequence[Measured]) -> list[str]:
-    nodes = sorted({probe.nodes for probe in measured if probe.oversubscribed})
-    if not nodes:
-        return []
-    listed = ", ".join(str(count) for count in nodes)
-    return [f"oversubscribed: more ranks than cores on {listed} nodes; these step times hold on this machine only"]
-
-
-def _software(measured: Sequence[Measured]) -> list[str]:
-    versions = sorted({f"torch {probe.environment.torch}, driver {probe.environment.driver}" for probe in measured})
-    apart = [probe for probe in measured if len({node.driver for node in probe.environment.nodes}) > 1]
-    if len(versions) < 2 and not apart:
-        return []
-    return [f"the probes ran with different software ({'; '.join(versions)})"]
-
-
-def _thrashing(measured: Sequence[Measured]) -> list[str]:
-    return [
-        f"{_named(probe)} flushed the allocator's cache {probe.allocator_retries} times: its steps are slower than need be"
-        for probe in measured
-        if probe.allocator_retries
-    ]
-
-
-def _waiting(measured: Sequence[Measured]) -> list[str]:
-    """Say where the data loader sets the pace. Each rank has its own: more nodes bring more of them."""
-    waits: dict[int, list[str]] = {}
-    for probe in measured:
-        if probe.data_wait > _WAITING * centre(probe.step_times):
-            waits.setdefault(probe.nodes, []).append(str(probe.local_batch))
-    if not waits:
-        return []
-    where = "; ".join(f"{counted(n)} at local batch {', '.join(sizes)}" for n, sizes in waits.items())
-    return [
-        f"input-bound: steps wait for the data loader for more than {_WAITING:.0%} of their time ({where}); it sets the pace,"
-        " and faster GPUs or links do not help there; more loader workers (train.workers) may"
-    ]
-
-
-def _named(probe: Measured) -> str:
-    return place(probe.nodes, probe.local_batch)

@@ -11,8 +11,9 @@ from dataclasses import dataclass
 from typing import Literal
 
 from tula_cli.errors import SpecError
-from tula_cli.records import Branch
-from tula_cli.spec import Ags, Arm, JobSpec
+from tula_cli.run.records.results import Branch
+from tula_cli.spec.ags import Ags, Arm
+from tula_cli.spec.job import JobSpec
 
 CONTROL = "lbt"
 """The large batch as it is: it stays in every rung, so that whatever wins has beaten it at the longest branches."""

@@ -3,8 +3,9 @@
 from collections.abc import Iterable
 from math import log2
 
-from tula_cli.records import Measured
-from tula_cli.spec import Every, JobSpec
+from tula_cli.run.records.probes import Measured
+from tula_cli.spec.ags import Every
+from tula_cli.spec.job import JobSpec
 
 SCALING = ("ags", "auto")
 """The methods that refresh factors."""

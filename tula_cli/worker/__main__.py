@@ -14,10 +14,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 from tula_cli.errors import JobFailed
-from tula_cli.outcome import classify
-from tula_cli.processes import die_with_parent
-from tula_cli.records import CheckTask, Failure, ProbeTask, Task, TrainTask
-from tula_cli.rundir import RunDir
+from tula_cli.host.outcome import classify
+from tula_cli.host.processes import die_with_parent
+from tula_cli.run.directory import RunDir
+from tula_cli.run.records.jobs import Failure
+from tula_cli.run.records.tasks import CheckTask, ProbeTask, Task, TrainTask
 
 
 def main(*, entered: Callable[[], None] | None = None) -> None:
@@ -67,20 +68,21 @@ def enter(task: Task, run: RunDir) -> None:
 
 def _work(task: Task, run: RunDir, attempt: int) -> None:
     # Inside the boundary: an import that fails (a missing library on one node) is told like any other failure.
-    from tula_cli.worker import ranks
-    from tula_cli.worker.data import build_datasets
-    from tula_cli.worker.probe import run_probes
-    from tula_cli.worker.site import look
-    from tula_cli.worker.training import run_training
+    from tula_cli.worker import device
+    from tula_cli.worker import ranks as worker_ranks
+    from tula_cli.worker.build.datasets import build_datasets
+    from tula_cli.worker.measure.node_report import look
+    from tula_cli.worker.measure.probe import run_probes
+    from tula_cli.worker.train.training import run_training
 
     if isinstance(task, CheckTask):
         look(task, run, attempt=attempt)
         return
-    with ranks.joined(task.spec.cluster, handover=run.handover_path(task.id, attempt)) as me:
+    with worker_ranks.joined(task.spec.cluster, handover=run.handover_path(task.id, attempt)) as me:
         datasets = build_datasets(task.spec)
         limit = task.spec.cluster.memory_per_gpu
         if limit is not None and me.device.type == "cpu":
-            ranks.limit_memory(limit)
+            device.limit_memory(limit)
         match task:
             case ProbeTask():
                 record = run.attempt(task.id, attempt)
@@ -91,9 +93,9 @@ def _work(task: Task, run: RunDir, attempt: int) -> None:
 
 def _fail(error: Exception, task: Task, run: RunDir, attempt: int) -> None:
     """Write what this rank saw and end at once: peers sit in a reduction, so nothing may wait for them."""
-    from tula_cli.worker import ranks
+    from tula_cli.worker import device
 
-    ranks.lift_memory_limit()
+    device.lift_memory_limit()
     text = "".join(traceback.format_exception(error))
     sys.stderr.write(text)
     rank = int(os.environ["RANK"])

@@ -1,4 +1,4 @@
-"""The process that imports torch once and forks ranks: the far end of `tula_cli.forkserver`.
+"""The process that imports torch once and forks ranks: the far end of `tula_cli.cluster.forkserver`.
 
 A rank that is forked here has to be what `python -m tula_cli.worker RUN TASK ATTEMPT` would be, in its folder and with
 its environment. So nothing of the user's is imported before the fork, CUDA is not touched, nothing runs in parallel
@@ -26,16 +26,16 @@ from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any
 
-from tula_cli.processes import die_with_parent
+from tula_cli.host.processes import die_with_parent
 
 MODULES = (
     "torch",
     "torch._dynamo",  # the first optimizer imports it
     "torchvision",
     "tula_cli.worker.__main__",
-    "tula_cli.worker.probe",
-    "tula_cli.worker.site",
-    "tula_cli.worker.training",
+    "tula_cli.worker.measure.probe",
+    "tula_cli.worker.measure.node_report",
+    "tula_cli.worker.train.training",
 )
 Request = Mapping[str, Any]
 

@@ -2,7 +2,6 @@
 
 import gc
 import os
-import resource
 import socket
 import time
 from collections.abc import Iterator
@@ -15,10 +14,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from tula_cli import network
 from tula_cli.errors import JobFailed
-from tula_cli.rundir import write_atomic
-from tula_cli.spec import Cluster
+from tula_cli.host import network
+from tula_cli.run.files import write_atomic
+from tula_cli.spec.resources import Cluster
+from tula_cli.worker.device import pick_device
 
 RENDEZVOUS = timedelta(minutes=10)
 """Ranks of one job may start minutes apart on a busy file system; a lost one must not hold the others for longer."""
@@ -64,27 +64,6 @@ class Ranks:
         found: list[str | None] = [None] * self.world
         dist.all_gather_object(found, text)
         return [entry or "" for entry in found]
-
-
-def pick_device(cluster: Cluster, local_rank: int, *, world: int) -> torch.device:
-    """Return this rank's device.
-
-    Raises:
-        JobFailed: cuda was asked for and there is none, or a local job has more ranks than GPUs (NCCL refuses two
-            ranks on one).
-    """
-    if cluster.device == "cpu" or (cluster.device == "auto" and not torch.cuda.is_available()):
-        return torch.device("cpu")
-    if not torch.cuda.is_available():
-        raise JobFailed(
-            f"cluster.device is cuda, but torch sees no GPU on {socket.gethostname()}",
-            "check the driver, or set cluster.device: cpu",
-        )
-    count = torch.cuda.device_count()
-    if cluster.kind == "local" and world > count:
-        raise JobFailed(f"{world} ranks need {world} GPUs, this machine has {count}", "search fewer nodes")
-    # A site may give each task one visible GPU or all of the node's: the modulus is right for both.
-    return torch.device("cuda", local_rank % count)
 
 
 @contextmanager
@@ -149,26 +128,3 @@ def _set_network(cluster: Cluster) -> None:
     elif network.named_address() is None and (found := network.interface_of(network.own_address())):
         # gloo takes the address of the node's name, and would offer the other nodes its loopback; NCCL looks itself.
         os.environ.setdefault("GLOO_SOCKET_IFNAME", found)
-
-
-def limit_memory(capacity: int) -> None:
-    """Let this process allocate at most `capacity` bytes more than it holds now; beyond, torch's CPU allocator fails."""
-    _, hard = resource.getrlimit(resource.RLIMIT_DATA)
-    limit = process_memory("VmData") + capacity
-    if hard != resource.RLIM_INFINITY:
-        limit = min(limit, hard)
-    resource.setrlimit(resource.RLIMIT_DATA, (limit, hard))
-
-
-def lift_memory_limit() -> None:
-    """Make room again, so that a failure can be reported."""
-    _, hard = resource.getrlimit(resource.RLIMIT_DATA)
-    resource.setrlimit(resource.RLIMIT_DATA, (hard, hard))
-
-
-def process_memory(field: str) -> int:
-    """Return a field of /proc/self/status (VmHWM, VmRSS, VmData) in bytes."""
-    for line in Path("/proc/self/status").read_text(encoding="ascii").splitlines():
-        if line.startswith(f"{field}:"):
-            return int(line.split()[1]) * 1024
-    raise AssertionError(f"/proc/self/status has no {field}")

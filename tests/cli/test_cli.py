@@ -1,0 +1,1237 @@
+import dataclasses
+import io
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import types
+from pathlib import Path
+
+import make_runs as make
+import pytest
+import yaml
+from driver import hears_ctrl_c
+from make_results import Truth, footprint, measured
+from quiet import quiet
+from typer.testing import CliRunner
+
+from tula_cli import words
+from tula_cli.cli import app
+from tula_cli.cluster import inspection as cluster_inspection
+from tula_cli.cluster import inspection as inspecting
+from tula_cli.cluster import launcher as cluster_launcher
+from tula_cli.cluster.slurm import partitions as site
+from tula_cli.errors import Infeasible, JobFailed, SchedulerError, SpecError, TulaError
+from tula_cli.run.directory import RunDir
+from tula_cli.run.records.inspections import Inspection
+from tula_cli.run.records.tasks import CheckTask, ProbeTask
+from tula_cli.services import check as services_check
+from tula_cli.services import estimate as services_estimate
+from tula_cli.services import nodes as services_nodes
+from tula_cli.services import status as services_status
+from tula_cli.services.progress import job_status
+from tula_cli.show import live
+from tula_cli.show import screen as show_screen
+from tula_cli.version import __version__
+
+ROOT = Path(__file__).parents[2]
+
+
+@dataclasses.dataclass
+class Answer:
+    code: int
+    out: str
+    err: str
+
+    @property
+    def json(self):
+        return json.loads(self.out)
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path, monkeypatch):
+    """An empty working directory with a job.yaml, no terminal, and no settings of the person who runs the tests."""
+    quiet(monkeypatch, tmp_path)
+    monkeypatch.setitem(job_status.GRACE, "local", 0.05)
+    monkeypatch.setitem(services_status.POLL, "local", (0.01, 0.01))
+    monkeypatch.setattr(services_nodes, "LOOKS", (0.01, 0.01))
+    monkeypatch.setattr(site, "ask", lambda: None)
+    (tmp_path / "job.yaml").write_text(yaml.safe_dump(make.SPEC))
+    return tmp_path
+
+
+def tula(*arguments):
+    screen = show_screen.Screen(out=io.StringIO(), err=io.StringIO())
+    code = app.run([str(word) for word in arguments], screen=screen)
+    return Answer(code, screen.out.getvalue(), screen.err.getvalue())
+
+
+class Here(make.FakeLauncher):
+    """Runs each job at once: a probe job measures, a training job ends with a summary. `fails` says what goes wrong."""
+
+    def __init__(self, fails=""):
+        super().__init__()
+        self.fails = fails
+
+    def submit(self, run, task):
+        job = super().submit(run, task).model_copy(update={"submitted_at": time.time()})
+        self.says[task.job] = "ended"
+        if self.fails == "hangs":
+            self.says[task.job] = "running"
+        elif self.fails == "vanishes":
+            pass
+        elif isinstance(task, ProbeTask):
+            self._probe(run, task)
+        elif isinstance(task, CheckTask):
+            self._look(run, task)
+        else:
+            self._train(run, task)
+        return job
+
+    def _probe(self, run, task):
+        for local in task.local_batches:
+            if self.fails == "memory":
+                make.add_out_of_memory(run, task.nodes, local)
+            elif self.fails == "user" or (self.fails == "partly" and local == max(task.local_batches)):
+                make.add_failed(run, task.nodes, local, "KeyError: 'x'")
+            else:
+                truth = Truth(gpus_per_node=task.spec.cluster.gpus_per_node)
+                run.write_result(measured(truth, task.nodes, local, measured_at=time.time()))
+
+    def _look(self, run, task):
+        if self.fails == "user":
+            now = time.time()
+            run.write_attempt(make.attempt(task.id, start=now, end=now, outcome="user", message="no interface ib7"))
+            return
+        for rank in range(task.nodes):
+            run.sign_in(task.id, rank, f"n{rank + 1}")
+        other = {"token": "another"} if self.fails == "folder" else {"torch": "2.7"}
+        run.write_cluster_report(make.cluster_report(run, task, {}, other))
+
+    def _train(self, run, task):
+        if self.fails:
+            outcome = "device_oom" if self.fails == "memory" else "user"
+            now = time.time()
+            run.write_attempt(make.attempt(task.id, start=now, end=now, outcome=outcome, message="no"))
+            return
+        run.write_train_result(make.train_result(task.signature))
+        run.write_summary(make.summary(signature=task.signature))
+
+
+@pytest.fixture
+def cluster(monkeypatch):
+    """A cluster of this test's own; replace `.launcher` for another one."""
+    held = types.SimpleNamespace(launcher=Here(), inspection=inspection())
+    monkeypatch.setattr(cluster_launcher, "launcher_for", lambda spec, **_: held.launcher)
+    for module in (inspecting, services_check, services_estimate):
+        monkeypatch.setattr(module, "inspect", lambda spec: held.inspection)
+    return held
+
+
+def inspection(**changes):
+    fields = {
+        "dataset_size": 300, "eval_size": 50, "classes": 10, "sample_shape": (1, 8, 8), "parameters": 1000, "footprints": (),
+        "estimate_error": "", "device": "cpu", "hardware": "cpu", "capacity": None, "cpus": 2, **changes,
+    }  # fmt: skip
+    return Inspection(**fields)
+
+
+def newest():
+    return RunDir.newest(Path("tula-runs").absolute())
+
+
+# --- the whole way
+
+
+def test_profile_recommend_train(cluster):
+    profiled = tula("profile", "job.yaml")
+    assert profiled.code == 0
+    assert cluster.launcher.submitted == ["probe-n001", "probe-n002"]
+    assert "next: tula recommend" in profiled.out
+    assert "node-h" in profiled.err
+    recommended = tula("recommend", "--objective", "time")
+    assert recommended.code == 0
+    assert recommended.out.startswith("CHOSEN")
+    assert "(the newest)" in recommended.err
+    trained = tula("train")
+    assert trained.code == 0
+    assert "predicted" in trained.out
+    assert cluster.launcher.submitted[2].startswith("train-")
+
+
+def test_profile_again_does_only_what_is_missing(cluster):
+    tula("profile", "job.yaml")
+    again = tula("profile", "job.yaml")
+    assert again.code == 0
+    assert "every probe has a result already" in again.err
+    assert len(cluster.launcher.submitted) == 2
+    more = tula("profile", "job.yaml", "--set", "search.nodes=[1,2,4]")
+    assert more.code == 0
+    assert cluster.launcher.submitted[2:] == ["probe-n004"]
+
+
+def test_a_changed_price_keeps_the_probes(cluster):
+    tula("profile", "job.yaml")
+    dear = tula("recommend", "job.yaml", "--set", "pricing.price=1000", "--set", "pricing.currency=EUR", "--json")
+    assert dear.code == 0
+    assert dear.json["data"]["currency"] == "EUR"
+    assert tula("recommend", "--set", "pricing.price=1000").code == 0
+    other = tula("recommend", "--set", "model.name=resnet34")
+    assert other.code == 2
+    assert "was measured otherwise" in other.err
+
+
+@pytest.fixture
+def own_code(here):
+    """A job whose model is the user's own."""
+    (here / "job.yaml").write_text(yaml.safe_dump({**make.SPEC, "model": {"name": "mine:Net"}}))
+    (here / "mine.py").write_text("x = 1")
+    return here / "mine.py"
+
+
+def test_code_that_stays_as_it_is_keeps_the_run(cluster, own_code):
+    assert tula("profile", "job.yaml").code == 0
+    run = newest()
+    for command in (["recommend"], ["recommend", "job.yaml"], ["train"], ["train", "job.yaml"], ["status"]):
+        answer = tula(*command)
+        assert (answer.code, newest().path) == (0, run.path), command
+        assert "changed" not in answer.err
+    assert len(list(Path("tula-runs").glob("toy-*"))) == 1
+
+
+def test_edited_code_is_a_run_of_its_own(cluster, own_code):
+    tula("profile", "job.yaml")
+    first = newest()
+    own_code.write_text("x = 2")
+    answer = tula("recommend", "job.yaml")
+    assert answer.code == 4
+    assert f"the code behind mine:Net has changed since run {first.id}: a new run directory" in answer.err
+    assert tula("profile", "job.yaml").code == 0
+    assert newest().path != first.path
+    assert "changed" not in tula("recommend", "job.yaml").err
+    own_code.write_text("x = 1")
+    assert tula("recommend", "job.yaml").code == 0
+    assert newest().path == first.path
+
+
+def test_a_run_that_is_named_is_used_whatever_became_of_the_code(cluster, own_code):
+    tula("profile", "job.yaml")
+    tula("recommend")
+    run = newest()
+    own_code.write_text("x = 2")
+    for command in ("recommend", "status", "logs", "profile"):
+        assert tula(command, "--run", run.path).code == 0, command
+    trained = tula("train", "--run", run.path)
+    assert trained.code == 0
+    assert (
+        f"the code behind mine:Net has changed since {run.id} was measured: what is there now is trained" in trained.err
+    )
+    assert newest().path == run.path
+
+
+def test_train_again_starts_nothing(cluster):
+    first = tula("train", "job.yaml", "--nodes", 1, "--batch", 64)
+    again = tula("train", "job.yaml", "--nodes", 1, "--batch", 64)
+    assert (first.code, again.code) == (0, 0)
+    assert first.out == again.out
+    assert len(cluster.launcher.submitted) == 1
+
+
+def test_profile_attaches_to_what_is_under_way_without_asking(cluster):
+    cluster.launcher = Here("hangs")
+    assert tula("profile", "job.yaml", "--no-wait").code == 0
+    without_cap = tula("profile", "job.yaml", "--set", "search.max_node_hours=null", "--timeout", 0)
+    assert without_cap.code == 75, "not 8: nothing new is started"
+    assert len(cluster.launcher.submitted) == 2
+
+
+def test_a_run_is_found_by_flag_variable_and_name(cluster, monkeypatch):
+    tula("profile", "job.yaml", "--set", "name=first")
+    first = newest()
+    tula("profile", "job.yaml", "--set", "name=second")
+    assert tula("status", "--json").json["run_id"].startswith("second")
+    assert tula("status", "--run", first.path, "--json").json["run_id"] == first.id
+    assert tula("status", "--run", first.id, "--json").json["run_id"] == first.id
+    assert tula("status", "--run", first.path).err == ""
+    monkeypatch.setenv("TULA_RUN", str(first.path))
+    named = tula("status")
+    assert first.id in named.out
+    assert "from TULA_RUN" in named.err
+
+
+def test_the_status_of_a_run_with_a_damaged_result_warns(cluster):
+    assert tula("profile", "job.yaml").code == 0
+    damaged = sorted(Path("tula-runs").glob("*/results/*.json"))[0]
+    damaged.write_text("{")
+    shown = tula("status", "--json")
+    assert shown.code == 0
+    assert shown.json["data"]["measured"] > 0
+    assert [damaged.name in warning for warning in shown.json["warnings"]] == [True]
+
+
+# --- nothing is touched by a dry run
+
+
+def test_a_dry_run_of_profile_touches_nothing(cluster, here):
+    shown = tula("profile", "job.yaml", "--dry-run")
+    assert shown.code == 0
+    assert "#!/bin/bash\n# probe-n001" in shown.out
+    assert cluster.launcher.submitted == []
+    assert [path.name for path in here.iterdir()] == ["job.yaml"]
+
+
+def test_a_dry_run_of_train_submits_nothing(cluster):
+    shown = tula("train", "job.yaml", "--nodes", 1, "--batch", 64, "--dry-run", "--json")
+    assert shown.code == 0
+    assert shown.json["data"]["plan"]["task"]["nodes"] == 1
+    assert shown.json["data"]["scripts"] == [f"#!/bin/bash\n# {shown.json['data']['plan']['task']['job']}"]
+    assert cluster.launcher.submitted == []
+
+
+# --- waiting
+
+
+def test_no_wait_returns_at_once(cluster):
+    cluster.launcher = Here("hangs")
+    started = tula("profile", "job.yaml", "--no-wait", "--json")
+    assert started.code == 0
+    assert started.json["status"] == "pending"
+    assert started.json["data"]["jobs"] == ["probe-n001", "probe-n002"]
+    assert tula("status", "--json").json["status"] == "pending"
+
+
+def test_the_second_command_says_that_it_started_nothing_and_what_differs(cluster):
+    cluster.launcher = Here("hangs")
+    assert "started probe-n001, probe-n002" in tula("profile", "job.yaml", "--no-wait").out
+    again = tula("profile", "job.yaml", "--no-wait", "--set", "cluster.collective=reduce_scatter_allgather")
+    assert "under way already: probe-n001, probe-n002" in again.out
+    assert "started" not in again.out
+    assert "submitted with another cluster section" in again.err
+
+
+def test_slurm_is_not_waited_for_by_default(cluster):
+    cluster.launcher = Here("hangs")
+    assert tula("profile", "job.yaml", "--set", "cluster.kind=slurm").code == 0
+
+
+def test_75_when_the_time_to_wait_is_over(cluster):
+    cluster.launcher = Here("hangs")
+    waited = tula("profile", "job.yaml", "--timeout", 0, "--json")
+    assert waited.code == 75
+    assert waited.json["status"] == "pending"
+    assert waited.json["error"]["code"] == "pending"
+    assert "probe-n001 (running)" in waited.json["error"]["message"]
+
+
+@pytest.mark.parametrize("flag", [True, False])
+def test_130_on_ctrl_c_and_the_jobs_live_unless_told_otherwise(cluster, monkeypatch, flag):
+    cluster.launcher = Here("hangs")
+
+    def interrupt(_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(live.ChangesLive, "update", lambda self, now: interrupt(now))
+    ended = tula("profile", "job.yaml", *(["--cancel-on-interrupt"] if flag else []))
+    assert ended.code == 130
+    assert cluster.launcher.cancelled == (["probe-n001", "probe-n002"] if flag else [])
+    assert ("the jobs go on" in ended.err) is not flag
+    assert ("tula cancel tula-runs/toy-" in ended.err) is not flag
+
+
+def test_130_on_ctrl_c_elsewhere(cluster, monkeypatch):
+    def interrupt(spec):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(cluster_inspection, "inspect", interrupt)
+    assert tula("profile", "job.yaml", "--json").json["error"]["code"] == "interrupted"
+    assert tula("profile", "job.yaml").code == 130
+
+
+# --- confirming
+
+
+def test_8_without_terminal_cap_and_yes(cluster):
+    refused = tula("profile", "job.yaml", "--set", "search.max_node_hours=null")
+    assert refused.code == 8
+    assert "no terminal to ask" in refused.err
+    assert cluster.launcher.submitted == []
+    assert tula("profile", "job.yaml", "--set", "search.max_node_hours=null", "-y").code == 0
+
+
+def test_8_above_the_cap_even_with_yes(cluster):
+    refused = tula("profile", "job.yaml", "--set", "search.max_node_hours=0.5", "-y")
+    assert refused.code == 8
+    assert "search.max_node_hours is 0.5" in refused.err
+    assert cluster.launcher.submitted == []
+
+
+class TypedOn(io.StringIO):
+    def isatty(self):
+        return True
+
+
+@pytest.mark.parametrize(("typed", "code"), [("y\n", 0), ("n\n", 8), ("", 8)])
+def test_asks_on_a_terminal(cluster, monkeypatch, typed, code):
+    for command in (["profile", "job.yaml"], ["train", "job.yaml", "--nodes", 1, "--batch", 64]):
+        monkeypatch.setattr("sys.stdin", TypedOn(typed))
+        answered = tula(*command)
+        assert answered.code == code
+        assert "start? [y/N]" in answered.err
+        assert bool(cluster.launcher.submitted) == (code == 0)
+
+
+def test_train_needs_a_cap_or_yes_too(cluster):
+    arguments = ["train", "job.yaml", "--nodes", 1, "--batch", 64, "--set", "search.max_node_hours=null"]
+    assert tula(*arguments).code == 8
+    assert tula(*arguments, "-y").code == 0
+
+
+# --- what goes wrong
+
+
+def test_3_nothing_feasible(cluster):
+    cluster.inspection = inspection(dataset_size=8)
+    assert tula("profile", "job.yaml").code == 3
+
+
+def test_4_nothing_measured(cluster):
+    assert tula("recommend", "job.yaml").code == 4
+    assert tula("train", "job.yaml").code == 4
+    assert not Path("tula-runs").exists(), "what was refused leaves nothing behind"
+    assert tula("recommend").code == 2
+
+
+def test_a_dry_run_of_train_touches_nothing(cluster):
+    assert tula("train", "job.yaml", "--nodes", 1, "--batch", 64, "--dry-run").code == 0
+    assert not Path("tula-runs").exists()
+
+
+def files(run):
+    """Return what later commands take from a run."""
+    names = ("spec.yaml", "recommendation.json", "recommended.yaml", "results.csv", "cmd.txt")
+    return {name: (run.path / name).read_bytes() for name in names}
+
+
+@pytest.mark.parametrize(
+    "question",
+    [["--objective", "cost"], ["--curve", "cost"], ["--max-nodes", 1], ["--nodes", 1], ["--set", "train.epochs=33"],
+     ["job.yaml", "--set", "pricing.price=1000"]],
+)  # fmt: skip
+def test_just_looking_changes_nothing_that_later_commands_take(cluster, question):
+    tula("profile", "job.yaml")
+    first = tula("recommend", "--json").json["data"]
+    before = files(newest())
+    looked = tula("recommend", *question)
+    assert looked.code == 0 and files(newest()) == before
+    assert f"only shown: tula train takes {first['choice']['nodes']} node" in looked.err
+    assert "(knee; 20" in looked.err and "--save makes it this one" in looked.err
+    assert "as recommended (knee; 20" in tula("train", "--dry-run").out
+
+
+def test_the_same_question_renews_the_answer_and_save_keeps_another(cluster):
+    tula("profile", "job.yaml")
+    asked = ("recommend", "--objective", "cost", "--max-nodes", 1)
+    first, second = (tula(*asked, "--json").json["data"] for _ in range(2))
+    assert first["saved"] and second["saved"] and second["created_at"] > first["created_at"]
+    assert tula("recommend", "--json").json["data"]["saved"] is False
+    assert "as recommended (cost, --max-nodes 1; 20" in tula("train", "--dry-run").out
+    assert "only shown" not in tula("recommend", "--save").err
+    assert "as recommended (knee; 20" in tula("train", "--dry-run").out
+
+
+def test_what_a_saved_answer_assumes_is_told_and_is_not_a_setting_of_the_job(cluster):
+    tula("profile", "job.yaml")
+    own = newest().spec()
+    dear = ("recommend", "job.yaml", "--set", "pricing.price=1000")
+    assert "only shown, as --set assumes something" in tula(*dear).err
+    assert newest().recommendation() is None
+    assert tula(*dear, "--save", "--json").json["data"]["saved"]
+    assert newest().spec() == own
+    plan = tula("train", "--dry-run").out
+    assert "as recommended (knee, --set pricing.price=1000; 20" in plan and "1000 USD" not in plan
+
+
+def test_what_the_run_was_measured_with_is_its_own_setting(cluster):
+    tula("profile", "job.yaml", "--set", "pricing.price=5")
+    answer = tula("recommend", "job.yaml", "--set", "pricing.price=5", "--json").json["data"]
+    assert answer["saved"] and answer["overrides"] == []
+    assert newest().spec().pricing.price == 5
+
+
+def test_what_an_edited_job_recommends_is_kept(cluster, here):
+    tula("profile", "job.yaml")
+    tula("recommend")
+    (here / "job.yaml").write_text(yaml.safe_dump({**make.SPEC, "pricing": {"price": 7.0}}))
+    assert tula("recommend", "job.yaml", "--json").json["data"]["saved"]
+    assert newest().spec().pricing.price == 7
+
+
+def edit(here, **changes):
+    (here / "job.yaml").write_text(yaml.safe_dump({**make.SPEC, **changes}))
+
+
+def test_a_training_does_not_start_from_settings_that_the_job_no_longer_has(cluster, here):
+    tula("profile", "job.yaml")
+    tula("recommend")
+    edit(here, train={"epochs": 9}, optimizer={"lr": 0.002})
+    told = "job.yaml says otherwise by now: optimizer.lr 0.002 (here 0.1), train.epochs 9 (here 4)"
+    for command in (["train"], ["compare", "--batch", 64]):
+        refused = tula(*command)
+        assert refused.code == 2 and "(optimizer.lr, train.epochs)" in refused.err and told in refused.err
+        assert (
+            f"tula {command[0]} job.yaml; those of the run: tula {command[0]} --run {words.near(newest().path)}"
+            in refused.err
+        )
+    assert len(cluster.launcher.submitted) == 2, "the probes"
+    assert tula("train", "--dry-run").code == 0
+    as_it_was = tula("train", "--run", newest().path)
+    assert as_it_was.code == 0 and told in as_it_was.err
+    assert newest().spec().train.epochs == 4
+    assert tula("train").code == 0, "finished already: nothing is started"
+    assert tula("train", "job.yaml").code == 0
+    assert newest().spec().train.epochs == 9
+    assert "says otherwise" not in tula("train").err
+
+
+def test_a_training_under_way_is_attached_to_whatever_became_of_the_job(cluster, here):
+    cluster.launcher = Here("hangs")
+    asked = ("--nodes", 1, "--batch", 64, "--no-wait")
+    tula("train", "job.yaml", *asked)
+    edit(here, train={"epochs": 9})
+    again = tula("train", *asked)
+    assert again.code == 0 and "under way already" in again.out and "train.epochs 9 (here 4)" in again.err
+
+
+def test_an_edited_price_is_told_and_trained_with(cluster, here):
+    tula("profile", "job.yaml")
+    edit(here, pricing={"price": 7.0})
+    recommended = tula("recommend")
+    assert recommended.code == 0 and "pricing.price 7.0 (here 1.0)" in recommended.err
+    assert "tula recommend job.yaml takes what it says" in recommended.err
+    assert "pricing.price" in tula("profile").err
+    assert tula("train").code == 0
+
+
+def test_a_job_that_names_another_model_is_measured_first(cluster, here):
+    tula("profile", "job.yaml")
+    tula("recommend")
+    edit(here, model={"name": "resnet34"})
+    assert "the file's: tula profile job.yaml; " in tula("train").err
+
+
+def test_a_job_that_is_gone_is_no_error(cluster, here):
+    tula("profile", "job.yaml")
+    tula("recommend")
+    (here / "job.yaml").rename(here / "moved.yaml")
+    trained = tula("train")
+    assert trained.code == 0 and "says otherwise" not in trained.err
+
+
+def test_a_job_that_cannot_be_read_any_more_is_not_trained_in_silence(cluster, here):
+    tula("profile", "job.yaml")
+    (here / "job.yaml").write_text("model: [")
+    assert tula("recommend").code == 0
+    refused = tula("train")
+    assert refused.code == 2 and "job.yaml cannot be used" in refused.err
+
+
+def test_5_the_scheduler_refuses(cluster, monkeypatch):
+    def refuse(spec):
+        raise SchedulerError("sbatch: error: invalid partition specified: nope", "sinfo lists partitions")
+
+    monkeypatch.setattr(cluster_launcher, "launcher_for", refuse)
+    refused = tula("profile", "job.yaml")
+    assert refused.code == 5
+    assert "HINT: sinfo lists partitions" in refused.err
+
+
+def test_6_the_users_code_fails(cluster):
+    cluster.launcher = Here("user")
+    failed = tula("profile", "job.yaml", "--json")
+    assert failed.code == 6
+    assert "KeyError: 'x'" in failed.json["error"]["message"]
+    assert tula("train", "--nodes", 1, "--batch", 64).code == 6
+
+
+def test_7_the_smallest_batch_does_not_fit(cluster):
+    cluster.launcher = Here("memory")
+    assert tula("profile", "job.yaml").code == 7
+    assert tula("train", "--nodes", 1, "--batch", 64).code == 7
+
+
+def test_a_profile_that_failed_in_part_says_so(cluster):
+    cluster.launcher = Here("partly")
+    found = tula("profile", "job.yaml", "--json")
+    assert found.code == 0
+    assert found.json["status"] == "partial"
+    assert any("KeyError: 'x'" in warning for warning in found.json["warnings"])
+    assert len(found.json["data"]["failed"]) == 2
+
+
+def test_a_training_job_that_vanished_has_failed(cluster):
+    cluster.launcher = Here("vanishes")
+    gone = tula("train", "job.yaml", "--nodes", 1, "--batch", 64)
+    assert gone.code == 6
+    assert "is gone" in gone.err
+
+
+def test_probes_that_vanished_are_no_measurements(cluster):
+    cluster.launcher = Here("vanishes")
+    assert tula("profile", "job.yaml").code == 4
+
+
+def test_warnings_of_the_inspection_are_shown(cluster):
+    cluster.inspection = inspection(warnings=("more ranks than cores",))
+    assert "warning: more ranks than cores" in tula("profile", "job.yaml").err
+
+
+def test_1_a_full_disk(cluster, monkeypatch):
+    def full(_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    ended = tula("profile", "job.yaml", "--json")
+    assert ended.code == 1
+    assert "No space left" in ended.json["error"]["message"]
+
+
+# --- bad input
+
+
+@pytest.mark.parametrize("command", ["profile", "recommend", "train"])
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (None, "no such file: bad.yaml"),
+        ("", "found nothing"),
+        ("- a\n", "found a list"),
+        ("model: [", "line 1"),
+        ("a: 1\na: 2\n", "given twice"),
+        ("\t", "not valid YAML"),
+        ("{name: x, modle: {}}", "did you mean model?"),
+        ("search: {nodes: [0]}", "search.nodes[0]"),
+    ],
+)
+def test_2_a_job_that_cannot_be_used(cluster, command, content, words):
+    if content is not None:
+        Path("bad.yaml").write_text(content)
+    refused = tula(command, "bad.yaml")
+    assert refused.code == 2
+    assert words in refused.err
+    assert refused.out == ""
+    assert "Traceback" not in refused.err
+
+
+def test_2_all_problems_of_a_spec_one_a_line(cluster):
+    Path("bad.yaml").write_text("{optimizer: {lr: -1}, trian: {}, model: {name: x}}")
+    refused = tula("profile", "bad.yaml", "--json")
+    paths = [problem["path"] for problem in refused.json["error"]["problems"]]
+    assert {"optimizer.lr", "trian", "dataset", "train"} == set(paths)
+    assert all(f"  {path}: " in refused.err for path in paths)
+
+
+@pytest.mark.parametrize("setting", ["search.nodes", "=3", "search.nodez=[1]", "search.nodes=[1", "train.epochs=many"])
+def test_2_a_setting_that_cannot_be_used(cluster, setting):
+    assert tula("profile", "job.yaml", "--set", setting).code == 2
+
+
+@pytest.mark.parametrize("command", ["status", "logs", "cancel", "recommend", "train", "profile"])
+def test_2_a_run_directory_that_is_none(cluster, here, command):
+    (here / "empty").mkdir()
+    for run in ("empty", "nowhere", "job.yaml"):
+        refused = tula(command, "--run", run, "--json")
+        assert refused.code == 2
+        assert refused.json["error"]["code"] == "spec"
+    assert tula(command).code == 2
+
+
+def test_2_a_run_whose_spec_is_damaged(cluster):
+    tula("profile", "job.yaml")
+    (newest().path / "spec.yaml").write_text("model: [")
+    assert tula("status").code == 2
+    listed = tula("list")
+    assert listed.code == 0
+    assert "cannot be read" in listed.out
+
+
+def test_4_a_result_that_is_damaged_is_named(cluster):
+    tula("profile", "job.yaml")
+    damaged = next((newest().path / "results").glob("*.json"))
+    damaged.write_text("{")
+    refused = tula("recommend")
+    assert refused.code == 4
+    assert str(damaged) in refused.err
+
+
+def test_2_a_job_and_a_run(cluster):
+    tula("profile", "job.yaml")
+    assert tula("train", "job.yaml", "--run", newest().path, "--nodes", 1, "--batch", 64).code == 2
+
+
+def test_2_a_batch_that_does_not_divide(cluster):
+    refused = tula("train", "job.yaml", "--nodes", 2, "--batch", 33)
+    assert refused.code == 2
+    assert "33" in refused.err
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        [], ["prof"], ["profile", "job.yaml", "--bogus"], ["train", "--nodes", "0"], ["train", "--batch", "x"],
+        ["recommend", "--objective", "speed"], ["init", "cloud"], ["check"], ["profile", "job.yaml", "--timeout", "-1"],
+    ],
+)  # fmt: skip
+def test_2_arguments_that_cannot_be_used(cluster, arguments):
+    refused = tula(*arguments, "--json") if arguments else tula("--json")
+    assert refused.code == 2
+    assert refused.json["error"]["code"] == "spec"
+    assert refused.json["error"]["message"]
+
+
+# --- status, list, logs, cancel
+
+
+def test_list(cluster):
+    assert tula("list").out == "no run under tula-runs\n"
+    tula("profile", "job.yaml")
+    assert newest().id in tula("list").out
+    listed = tula("list", "--json").json["data"]
+    assert [run["id"] for run in listed] == [newest().id]
+    assert tula("list", "--run-dir", "elsewhere", "--json").json["data"] == []
+
+
+def test_logs(cluster):
+    tula("profile", "job.yaml")
+    assert tula("logs").err.endswith("no log yet\n")
+    path = newest().log_path("probe-n002", 1)
+    path.parent.mkdir()
+    path.write_text("one\ntwo [bold]\n")
+    shown = tula("logs")
+    assert shown.out == "one\ntwo [bold]\n"
+    assert "==> tula-runs/toy-" in shown.err
+    assert tula("logs", "-n", 1).out == "two [bold]\n"
+    assert tula("logs", "--job", "probe-n002", "--follow").out == shown.out
+    rows = [json.loads(line) for line in tula("logs", "--json").out.splitlines()]
+    assert [row["text"] for row in rows] == ["one", "two [bold]"]
+    assert tula("logs", "--job", "probe-n2").code == 2
+
+
+def test_cancel(cluster):
+    cluster.launcher = Here("hangs")
+    tula("profile", "job.yaml", "--no-wait")
+    ended = tula("cancel", newest().id)
+    assert ended.code == 0
+    assert ended.out == "cancelled probe-n001, probe-n002\n"
+    assert cluster.launcher.cancelled == ["probe-n001", "probe-n002"]
+    assert "nothing was queued" in tula("cancel").out
+    assert {job["state"] for job in tula("status", "--json").json["data"]["jobs"]} == {"cancelled"}
+
+
+# --- init
+
+
+@pytest.mark.parametrize("kind", ["local", "slurm"])
+def test_init_writes_a_spec_that_can_be_checked_but_not_over_another(cluster, kind):
+    assert tula("init", kind, "-o", "new.yaml").code == 0
+    assert tula("check", "new.yaml", "--offline").code == 0
+    Path("new.yaml").write_text("mine")
+    refused = tula("init", kind, "-o", "new.yaml")
+    assert refused.code == 2
+    assert "there already" in refused.err
+    assert Path("new.yaml").read_text() == "mine"
+    assert tula("init", kind, "-o", "new.yaml", "--force").code == 0
+    assert Path("new.yaml").read_text() != "mine"
+
+
+def test_init_asks_the_scheduler_where_there_is_one(monkeypatch):
+    assert "no scheduler answers here" in tula("init", "slurm", "-o", "alone.yaml").err
+    told = "main*|up|1:00:00|1-infinite|4|idle|16|64000|(null)\nfast|up|1:00:00|1-infinite|2|idle|16|64000|gpu:a100:4\n"
+    monkeypatch.setattr(site, "ask", lambda: site.Site(site.parse_partitions(told), ()))
+    answer = tula("init", "slurm", "-o", "new.yaml")
+    assert "filled in from the scheduler: partition main: 4 nodes (no GPUs, 16 CPUs), at most 60 min" in answer.err
+    assert "fast has GPUs" in answer.err
+    assert yaml.safe_load(Path("new.yaml").read_text())["cluster"]["slurm"]["partition"] == "main"
+    assert tula("check", "new.yaml", "--offline").code == 0
+    assert "filled" not in tula("init", "local", "-o", "local.yaml").err
+
+
+# --- check, estimate
+
+
+def test_check_shows_what_would_be_searched_and_cost(cluster):
+    checked = tula("check", "job.yaml")
+    assert checked.code == 0
+    assert "data: 300 samples to train on, 50 to evaluate, of shape 1x8x8, 10 classes" in checked.out
+    assert "32 64 128 256" in checked.out
+    assert "node-h" in checked.out
+    assert tula("check", "job.yaml", "--json").json["data"]["report"]["inspection"]["dataset_size"] == 300
+
+
+def test_check_fails_where_nothing_can_run(cluster):
+    over = tula("check", "job.yaml", "--set", "search.max_node_hours=0.1", "--json")
+    assert over.code == 8
+    assert "search.max_node_hours is 0.1" in over.json["error"]["message"]
+    assert over.json["data"]["report"]["node_hours_at_most"] > 0.1
+
+
+def test_check_shows_where_values_come_from(cluster, monkeypatch):
+    monkeypatch.setenv("TULA_SPEC_TRAIN__SEED", "7")
+    shown = tula("check", "job.yaml", "--offline", "--show-origin", "--set", "pricing.price=3", "--json")
+    origins = shown.json["data"]["origins"]
+    assert origins["pricing.price"] == {"value": 3.0, "source": "--set"}
+    assert origins["train.seed"] == {"value": 7, "source": "TULA_SPEC_TRAIN__SEED"}
+    assert origins["train.epochs"]["source"] == "job.yaml"
+    assert origins["train.precision"] == {"value": "fp32", "source": "default"}
+    text = tula("check", "job.yaml", "--offline", "--show-origin", "--set", "pricing.price=3").out
+    assert any(line.split() == ["pricing.price", "3.0", "--set"] for line in text.splitlines())
+
+
+def test_estimate(cluster):
+    cluster.inspection = inspection(footprints=tuple(footprint(Truth(), local) for local in (1, 8)))
+    shown = tula("estimate", "job.yaml", "--memory", "1GiB")
+    assert shown.code == 0
+    assert "400 MiB whatever the batch, and 2.00 MiB a sample" in shown.out
+    assert [line.split()[-1] for line in shown.out.splitlines() if line.strip().startswith(("16 ", "256 "))] == [
+        "yes",
+        "yes",
+    ]
+    assert "of 1.00 GiB with 10 % kept free, the largest local batch is 260" in shown.out
+    assert tula("estimate", "job.yaml", "--capacity", "512MiB", "--json").json["data"]["largest_local_batch"] == 30
+    refused = tula("estimate", "job.yaml", "--memory", "much")
+    assert refused.code == 2
+    assert "--memory: 'much' is not a size" in refused.err
+
+
+def test_estimate_takes_what_the_run_of_the_job_has_measured(cluster):
+    cluster.inspection = inspection(footprints=tuple(footprint(Truth(), local) for local in (1, 8)))
+    assert "corrected" not in tula("estimate", "job.yaml").out
+    tula("profile", "job.yaml")
+    assert "corrected by" in tula("estimate", "job.yaml").out
+    assert tula("estimate", "job.yaml", "--json").json["data"]["probes"] > 1
+    assert "corrected" not in tula("estimate", "job.yaml", "--run-dir", "elsewhere").out
+
+
+def test_check_on_cluster_shows_the_nodes_and_the_network(cluster):
+    answer = tula("check", "job.yaml", "--on-cluster")
+    assert answer.code == 0
+    for text in ("n1", "n2", "1 x A100", "10.0.0.1", "ib0", "1.60 Gbit/s each way, as measured with nccl"):
+        assert text in answer.out
+    assert "warning: the nodes differ in torch: 2.6 on n1; 2.7 on n2" in answer.err
+    again = tula("check", "job.yaml", "--on-cluster", "--json").json
+    assert again["data"]["report"]["id"] == "check-n002-2"
+    assert again["data"]["report"]["transfers"][1]["speed"] == 1.6e9
+    assert again["warnings"]
+
+
+@pytest.mark.parametrize(
+    ("fails", "code", "words"),
+    [("folder", 6, "n2 reads another file"), ("user", 6, "no interface ib7"), ("vanishes", 6, "left no word")],
+)
+def test_check_on_cluster_fails_as_its_job_does(cluster, monkeypatch, fails, code, words):
+    monkeypatch.setitem(services_nodes.LAG, "local", 0.05)
+    cluster.launcher = Here(fails)
+    answer = tula("check", "job.yaml", "--on-cluster")
+    assert (answer.code, words in answer.err) == (code, True), answer.err
+
+
+def test_check_on_cluster_is_pending_when_its_time_is_over_and_attaches_again(cluster):
+    cluster.launcher = Here("hangs")
+    for _ in range(2):
+        answer = tula("check", "job.yaml", "--on-cluster", "--timeout", "0.05")
+        assert answer.code == 75
+        assert "attaches" in answer.err
+    assert cluster.launcher.submitted == ["check-n002-1"]
+    assert answer.err.count("check-n002-1 on 2 nodes: running") == 1
+
+
+def test_check_on_cluster_goes_on_when_interrupted(cluster, monkeypatch):
+    cluster.launcher = Here("hangs")
+
+    def interrupt(*_, **__):
+        raise KeyboardInterrupt
+        yield
+
+    monkeypatch.setattr(services_nodes, "watch_cluster", interrupt)
+    answer = tula("check", "job.yaml", "--on-cluster")
+    assert answer.code == 130
+    assert "check-n002-1 goes on" in answer.err
+    assert cluster.launcher.cancelled == []
+
+
+@pytest.mark.parametrize(
+    "options", [["--nodes", "2"], ["--timeout", "1"], ["--on-cluster", "--offline"], ["--on-cluster", "--show-origin"]]
+)
+def test_options_that_would_do_nothing_are_refused(cluster, options):
+    assert tula("check", "job.yaml", *options).code == 2
+    assert cluster.launcher.submitted == []
+
+
+# --- the boundary
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [(TulaError("x"), 1), (SpecError("x"), 2), (Infeasible("x"), 3), (JobFailed("x"), 6)],
+)
+def test_an_error_keeps_its_code_in_text_and_json(cluster, monkeypatch, error, code):
+    def fail(spec):
+        raise error
+
+    monkeypatch.setattr(cluster_inspection, "inspect", fail)
+    assert tula("profile", "job.yaml").code == code
+    failed = tula("profile", "job.yaml", "--json")
+    assert failed.code == code
+    assert failed.json["run_id"]
+    assert failed.json["error"]["message"] == "x"
+    assert not Path("tula-runs").exists(), "what was refused leaves nothing behind"
+
+
+def test_a_defect_is_not_swallowed(cluster, monkeypatch):
+    def fail(spec):
+        raise ZeroDivisionError("ours")
+
+    monkeypatch.setattr(cluster_inspection, "inspect", fail)
+    with pytest.raises(ZeroDivisionError):
+        tula("profile", "job.yaml")
+
+
+def test_every_command_has_the_common_flags():
+    runner = CliRunner()
+    commands = ["init", "check", "estimate", "profile", "recommend", "train", "status", "list", "logs", "cancel"]
+    for command in commands:
+        text = runner.invoke(app.app, [command, "--help"]).output
+        assert all(flag in text for flag in ("--json", "--quiet", "--verbose", "--no-color")), command
+    text = runner.invoke(app.app, ["--help"]).output
+    assert all(f"  {command} " in text for command in commands)
+
+
+# --- as a process
+
+
+def process(*arguments, cwd, stdout=subprocess.PIPE, **environment):
+    variables = {**os.environ, "PYTHONPATH": str(ROOT), **environment}
+    command = [sys.executable, "-m", "tula_cli", *map(str, arguments)]
+    return subprocess.Popen(
+        command, cwd=cwd, stdout=stdout, stderr=subprocess.PIPE, text=True, env=variables, preexec_fn=hears_ctrl_c
+    )
+
+
+def ended(*arguments, cwd, **environment):
+    started = process(*arguments, cwd=cwd, **environment)
+    out, err = started.communicate(timeout=60)
+    return Answer(started.returncode, out, err)
+
+
+def test_version(here):
+    assert ended("--version", cwd=here).out == f"tula {__version__}\n"
+
+
+def test_a_failure_as_a_process(here):
+    failed = ended("status", "--json", cwd=here)
+    assert failed.code == 2
+    assert failed.json["error"]["message"].startswith("no run under")
+    assert failed.err.startswith("error: no run under")
+
+
+def test_a_defect_as_a_process_shows_its_traceback_and_an_envelope(here):
+    run = RunDir.create(here / "tula-runs", make.spec())
+    (run.path / "metrics.py").write_text("")
+    (here / "sitecustomize.py").write_text(
+        "import sys\nfrom tula_cli.services.progress import listing\n"
+        "def fail(*_, **__): raise ZeroDivisionError('ours')\nlisting.list_runs = fail\n"
+    )
+    failed = ended("list", "--json", cwd=here, PYTHONPATH=os.pathsep.join([str(here), str(ROOT)]))
+    assert failed.code == 1
+    assert "Traceback" in failed.err
+    assert "ZeroDivisionError: ours" in failed.json["error"]["message"]
+
+
+def test_a_reader_that_leaves_is_no_error(here):
+    started = process("--help", cwd=here)
+    started.stdout.close()
+    started.wait(timeout=60)
+    assert started.stderr.read() == ""
+    started.stderr.close()
+
+
+def test_ctrl_c_as_a_process(here):
+    run = RunDir.create(here / "tula-runs", make.spec())
+    make.add_probes(run, 1, (32,))
+    path = run.log_path("probe-n001", 1)
+    path.parent.mkdir()
+    path.write_text("one\n")
+    (here / "sitecustomize.py").write_text(
+        "from tula_cli.cluster import local\nfrom tula_cli.cluster.slurm.queue import SchedulerState\n"
+        "local.LocalLauncher.states = lambda self, run, jobs: {job.id: SchedulerState('running') for job in jobs}\n"
+    )
+    variables = {"PYTHONPATH": os.pathsep.join([str(here), str(ROOT)]), "PYTHONUNBUFFERED": "1"}
+    started = process("logs", "--follow", cwd=here, **variables)
+    assert started.stdout.readline() == "one\n"
+    started.send_signal(signal.SIGINT)
+    _, err = started.communicate(timeout=60)
+    assert started.returncode == 130
+    assert "Traceback" not in err
+
+
+def seconds(*command, cwd):
+    """Return the shortest of some runs: what the command takes where nothing disturbs it."""
+    spent = []
+    for _ in range(5):
+        start = time.perf_counter()
+        subprocess.run(command, cwd=cwd, check=True, capture_output=True, env={**os.environ, "PYTHONPATH": str(ROOT)})
+        spent.append(time.perf_counter() - start)
+    return min(spent)
+
+
+def test_help_waits_for_little_more_than_typer(here):
+    typer = seconds(sys.executable, "-c", "import typer", cwd=here)
+    ours = seconds(sys.executable, "-m", "tula_cli", "--help", cwd=here)
+    assert ours < 2 * typer + 0.05
+
+
+def test_help_imports_nothing_heavy(here):
+    code = (
+        "import sys; from tula_cli.cli import app; app.run(['--help']); "
+        "heavy = {'torch', 'rich', 'pydantic', 'numpy', 'pandas', 'statsmodels', 'plotext', 'yaml'} & set(sys.modules); "
+        "sys.exit(f'imported: {heavy}' if heavy else 0)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=here, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": str(ROOT)})  # fmt: skip
+    assert done.returncode == 0, done.stderr
+
+
+# --- several types of nodes
+
+TYPES = {
+    "single": {"pricing": {"price": 1.0}},
+    "pair": {"cluster": {"gpus_per_node": 2}, "pricing": {"price": 1.7, "source": "a list", "date": "2025-11-30"}},
+}
+
+
+@pytest.fixture
+def two_types(here, cluster, monkeypatch):
+    """A job on two types of nodes; `fails` says what goes wrong on each."""
+    (here / "job.yaml").write_text(yaml.safe_dump({**make.SPEC, "node_types": TYPES}, sort_keys=False))
+    cluster.launchers = {gpus: Here() for gpus in (1, 2, 4)}  # their jobs have the same names
+    monkeypatch.setattr(
+        cluster_launcher, "launcher_for", lambda spec, **_: cluster.launchers[spec.cluster.gpus_per_node]
+    )
+    return cluster
+
+
+def parts():
+    run = newest()
+    return {part.type: part.run for part in run.parts(run.spec())}
+
+
+def test_all_types_are_measured_compared_and_trained_on(two_types):
+    profiled = tula("profile", "job.yaml", "--json")
+    assert profiled.code == 0
+    assert set(profiled.json["data"]["types"]) == {"single", "pair"}
+    assert [two_types.launchers[gpus].submitted for gpus in (1, 2)] == [["probe-n001", "probe-n002"]] * 2
+    assert {result.gpus_per_node for result in parts()["pair"].results()} == {2}
+    answer = tula("recommend", "--objective", "time", "--json").json["data"]
+    assert {row["type"] for row in answer["rows"]} == {"single", "pair"}
+    assert answer["choice"]["type"] == "pair", "twice the GPUs at the same speed each"
+    assert (
+        tula("recommend", "--objective", "time", "--type", "single", "--json").json["data"]["choice"]["type"]
+        == "single"
+    )
+    tula("recommend", "--objective", "time")
+    trained = tula("train", "--json")
+    assert trained.code == 0
+    assert parts()["pair"].train_signatures() and not parts()["single"].train_signatures()
+    assert tula("train", "--type", "single").code == 0
+    assert parts()["single"].train_signatures()
+
+
+def test_the_same_command_does_not_measure_a_type_again(two_types, here):
+    tula("profile", "job.yaml")
+    again = tula("profile", "job.yaml")
+    assert again.code == 0 and "every probe has a result already" in again.err
+    more = {**TYPES, "quad": {"cluster": {"gpus_per_node": 4}, "pricing": {"price": 3.0}}}
+    (here / "job.yaml").write_text(yaml.safe_dump({**make.SPEC, "node_types": more}, sort_keys=False))
+    first = newest().path
+    assert tula("profile", "job.yaml").code == 0
+    assert newest().path == first, "a type more keeps the run"
+    assert [len(launcher.submitted) for launcher in two_types.launchers.values()] == [2, 2, 2]
+    assert tula("recommend", "--set", "node_types.pair.pricing.price=99").code == 0
+    changed = tula("recommend", "--set", "node_types.pair.cluster.gpus_per_node=3")
+    assert changed.code == 2 and "was measured otherwise" in changed.err
+
+
+def test_the_screens_tell_the_types_apart(two_types):
+    plan = tula("profile", "job.yaml", "--dry-run")
+    assert plan.out.count("node type ") == 2 and "all node types together: at most 2.00 node-h" in plan.out
+    assert "price: 1.7 USD per node-hour (a list, 2025-11-30)" in plan.out
+    assert not Path("tula-runs").exists()
+    assert "node type pair" in tula("profile", "job.yaml").out
+    table = tula("recommend").out
+    assert "price: single: 1 USD per node-hour" in table and "o 1 node of type pair" in table
+    shown = tula("status")
+    assert shown.out.count("node type ") == 2 and "recommended over all node types: " in shown.out
+    assert set(tula("status", "--json").json["data"]["types"]) == {"single", "pair"}
+    counted = tula("list", "--json").json["data"][0]["measured"]
+    assert counted == sum(len(run.results()) for run in parts().values())
+    assert tula("logs", "--type", "pear").code == 2
+    checked = tula("check", "job.yaml", "--json").json["data"]["types"]
+    assert checked["pair"]["price"].startswith("1.7 USD")
+    assert "add --type single or --type pair" in tula("check", "job.yaml", "--on-cluster").err
+
+
+def test_the_cap_holds_for_all_types_together(two_types):
+    plan = tula("profile", "job.yaml", "--set", "search.max_node_hours=1.5")
+    assert plan.code == 8 and "the probes on all 2 node types may take 2.00 node-hours" in plan.err
+    assert not any(launcher.submitted for launcher in two_types.launchers.values())
+    assert tula("check", "job.yaml", "--set", "search.max_node_hours=1.5").code == 8
+
+
+def test_cancel_and_interrupts_reach_all_types(two_types):
+    two_types.launchers.update({gpus: Here(fails="hangs") for gpus in (1, 2)})
+    assert tula("profile", "job.yaml", "--no-wait").code == 0
+    started = tula("profile", "job.yaml", "--no-wait", "--json").json["data"]["jobs"]
+    assert started == ["single/probe-n001", "single/probe-n002", "pair/probe-n001", "pair/probe-n002"]
+    assert tula("profile", "job.yaml", "--timeout", "0.1").code == 75
+    assert tula("cancel", "--json").json["data"]["cancelled"] == started
+
+
+def test_a_type_without_any_measurement_does_not_hide_the_others(two_types):
+    two_types.launchers[2] = Here(fails="memory")
+    profiled = tula("profile", "job.yaml", "--json")
+    assert profiled.code == 0 and profiled.json["status"] == "partial"
+    assert list(profiled.json["data"]["types"]) == ["single"]
+    assert "node type pair: out of memory at the smallest local batch" in profiled.err
+    answer = tula("recommend")
+    assert answer.code == 0 and "node type pair is left out: out of memory in every probe" in answer.err
+
+
+def test_a_type_that_nothing_fits_is_left_out_aloud(two_types, monkeypatch):
+    large, small = footprint(Truth(), 8), footprint(Truth(), 16)
+
+    def inspect(spec):
+        capacity = 1000 if spec.cluster.gpus_per_node == 2 else None
+        return inspection(footprints=(large, small), capacity=capacity)
+
+    for module in (inspecting, services_check):
+        monkeypatch.setattr(module, "inspect", inspect)
+    left_out = "node type pair is left out: out of memory before anything ran"
+    assert left_out in tula("check", "job.yaml").err
+    profiled = tula("profile", "job.yaml", "--json")
+    assert profiled.code == 0 and list(profiled.json["data"]["types"]) == ["single"]
+    assert left_out in profiled.err
+    assert tula("check", "job.yaml", "--type", "pair").code == 3
+
+
+def test_training_needs_a_type_where_none_is_recommended(two_types):
+    tula("profile", "job.yaml")
+    answer = tula("train")
+    assert answer.code == 4 and "--type" in answer.err
+    assert tula("train", "--type", "pair", "--nodes", "1", "--batch", "64").code == 0
+
+
+def test_training_on_a_type_that_recommend_left_out_says_where_the_reason_is(two_types):
+    two_types.launchers[2] = Here(fails="user")
+    tula("profile", "job.yaml")
+    assert "node type pair is left out" in tula("recommend").err
+    answer = tula("train", "--type", "pair")
+    assert answer.code == 4 and "tula recommend, which says why where it leaves something out" in answer.err
+
+
+# --- spot and the Pareto front
+
+
+def test_spot_is_shown_beside_on_demand_and_trained_at_its_price(cluster, here):
+    spot = {"price": 2.0, "spot": {"discount": 0.5, "interruptions_per_day": 1.0}}
+    (here / "job.yaml").write_text(yaml.safe_dump({**make.SPEC, "pricing": spot}))
+    tula("profile", "job.yaml")
+    shown = tula("recommend", "--objective", "cost").out
+    assert "on spot, batch" in shown.splitlines()[0]
+    assert shown.splitlines()[1].startswith("the same on demand: ") and "dearer" in shown.splitlines()[1]
+    assert "cheaper" in shown and "spot 50% off, 1 interruptions a day and node" in shown
+    plan = tula("train", "--dry-run")
+    assert "on spot nodes" in plan.out
+    task = tula("train", "--dry-run", "--json").json["data"]["plan"]["task"]
+    assert {rung["prediction"]["market"] for rung in task["ladder"]} == {"spot"}
+
+
+def test_pareto_shows_the_front_alone(cluster):
+    tula("profile", "job.yaml")
+    front = [row for row in tula("recommend", "--json").json["data"]["rows"] if row["pareto"]]
+    shown = tula("recommend", "--pareto").out
+    rows = [line for line in shown.splitlines() if line.rstrip().endswith(("measured", "predicted"))]
+    assert len(rows) == len(front) > 1
+    assert " P " in tula("recommend").out
+
+
+# --- rounds
+
+
+def test_an_adaptive_search_goes_round_by_round_and_explains_each(cluster):
+    told = tula("profile", "job.yaml", "--set", "search.strategy=adaptive", "--set", "search.nodes=[1,2,4]")
+    assert told.code == 0 and "next: tula recommend" in told.out
+    assert told.err.count("start?") == 0
+    assert "one of the three to start from" in told.err and "expected regret of deciding now" in told.err
+    assert 2 < len(newest().results()) < 10
+    again = tula("profile", "job.yaml", "--set", "search.strategy=adaptive", "--set", "search.nodes=[1,2,4]")
+    assert again.code == 0 and "expected regret" in again.err and "one of the three" not in again.err
+
+
+def test_detached_one_call_is_one_round(cluster):
+    words = ("profile", "job.yaml", "--no-wait", "--set", "search.strategy=adaptive", "--set", "search.nodes=[1,2,4]")
+    assert tula(*words).code == 0
+    first = len(newest().results())
+    assert "next: tula profile submits the next round" in tula("status").out
+    assert tula(*words).code == 0
+    assert first == 3 <= len(newest().results())
+
+
+class FailsAt(Here):
+    """One configuration always fails."""
+
+    def __init__(self, nodes, local_batch):
+        super().__init__()
+        self.place = nodes, local_batch
+
+    def _probe(self, run, task):
+        super()._probe(run, task)
+        if task.nodes == self.place[0] and self.place[1] in task.local_batches:
+            make.add_failed(run, *self.place, "KeyError: 'x'")
+
+
+ROUNDS = ("--set", "search.strategy=adaptive", "--set", "search.nodes=[1,2,4]")
+
+
+def test_an_adaptive_search_goes_on_without_a_probe_that_fails(cluster):
+    cluster.launcher = FailsAt(4, 8)
+    told = tula("profile", "job.yaml", *ROUNDS, "--json")
+    assert told.json["status"] == "partial" and "expected regret of deciding now" in told.err
+    places = [(probe.nodes, probe.local_batch) for probe in newest().results() if probe.kind == "measured"]
+    assert (4, 16) in places and (4, 8) not in places, "the next batch stands in for it"
+    assert cluster.launcher.submitted.count("probe-n004") < 4, "it is not tried in every round"
+    before = len(cluster.launcher.submitted)
+    tula("profile", "job.yaml", *ROUNDS)
+    assert cluster.launcher.submitted[before:] == ["probe-n004"], "but by the next call"
+
+
+def test_rounds_end_where_nothing_is_measured_any_more(cluster):
+    cluster.launcher = Here("partly")
+    told = tula("profile", "job.yaml", *ROUNDS)
+    assert told.err.count("one of the three to start from") >= 3
+    assert len(cluster.launcher.submitted) <= 4
+
+
+ADAPTIVE_SINGLE = ("--set", "node_types.single.search={strategy: adaptive, nodes: [1, 2, 4]}")
+
+
+def test_a_type_may_search_in_rounds_where_the_job_does_not(two_types):
+    told = tula("profile", "job.yaml", *ADAPTIVE_SINGLE)
+    assert told.code == 0 and len(parts()["single"].results()) > 3
+    assert "expected regret of deciding now" in told.err
+
+
+def test_what_fails_on_one_type_does_not_end_the_rounds_of_another(two_types):
+    two_types.launchers[2] = Here(fails="partly")
+    tula("profile", "job.yaml", *ADAPTIVE_SINGLE)
+    assert len(parts()["single"].results()) > 3
+    assert two_types.launchers[2].submitted == ["probe-n001", "probe-n002"], "that is not tried again in each round"

@@ -1,0 +1,387 @@
+"""What is made of SLURM's answers, by calling its commands: the fake's, in the words of four versions."""
+
+import json
+import time
+from pathlib import Path
+
+import pytest
+from fake_slurm import VERSIONS, FakeSlurm, local
+
+from tula_cli.cluster.slurm import queue as scheduler
+from tula_cli.cluster.slurm.queue import SchedulerState, ask, ended_how, ends_at, live, named, refused
+from tula_cli.errors import SchedulerError
+
+RECORDED = Path(__file__).parents[2] / "fixtures/slurm_22_05.json"
+
+
+@pytest.fixture(params=VERSIONS)
+def versions(request, tmp_path, monkeypatch):
+    return installed(tmp_path / "slurm", monkeypatch, request.param)
+
+
+@pytest.fixture
+def slurm(tmp_path, monkeypatch):
+    return installed(tmp_path / "slurm", monkeypatch, "22.05")
+
+
+def installed(folder, monkeypatch, version):
+    fake = FakeSlurm(folder, version)
+    fake.use(monkeypatch)
+    monkeypatch.setattr(scheduler, "_asked", {})
+    return fake
+
+
+# --- a real one's answers
+
+
+@pytest.fixture
+def recorded(slurm, monkeypatch):
+    """The jobs of a real cluster by what became of them, and its answers to the same questions."""
+    slurm.fault(recorded=str(RECORDED))
+    monkeypatch.setenv("TZ", "UTC")
+    time.tzset()
+    yield json.loads(RECORDED.read_text())["jobs"]
+    monkeypatch.undo()
+    time.tzset()
+
+
+def test_how_jobs_of_a_real_cluster_stand(recorded):
+    states = ask(list(recorded.values()))
+    found = {what: states[id_] for what, id_ in recorded.items() if id_ in states}
+    assert {what: state.state for what, state in found.items()} == {
+        "done": "ended", "failed": "ended", "oom": "ended", "timeout": "ended", "unshared": "ended", "cancelled": "ended",
+        "requeued": "ended", "preempted": "ended", "running": "running", "waiting": "pending", "link": "pending",
+        "closed": "pending", "never": "pending", "node_fail": "running",
+    }  # fmt: skip
+    assert (found["waiting"].reason, found["link"].reason) == ("Resources", "Dependency")
+    assert found["waiting"].starts_at == ends_at(recorded["running"], {}) == 1_795_262_039
+    assert "will not start" in found["closed"].reason
+    assert "could not be started on its node" in found["unshared"].reason
+    assert ask([recorded["unknown"]]) == {}
+
+
+def test_how_allocations_of_a_real_cluster_ended(recorded):
+    names = (
+        "done",
+        "failed",
+        "unshared",
+        "oom",
+        "timeout",
+        "cancelled",
+        "preempted",
+        "node_fail",
+        "waiting",
+        "unknown",
+    )
+    assert [ended_how(recorded[name]) for name in names] == [
+        None, None, None, "host_oom", "time_limit", "cancelled", "preempted", "node_failure", None, None,
+    ]  # fmt: skip
+    assert ended_how(recorded["requeued"], restart=0) == "preempted"
+
+
+def test_accounting_of_a_real_cluster_tells_the_same(recorded):
+    names = ("done", "failed", "oom", "timeout", "cancelled", "preempted", "node_fail")
+    assert [scheduler._outcome(scheduler._run_of(recorded[name], None)) for name in names] == [
+        None, None, "host_oom", "time_limit", "cancelled", "preempted", "node_failure",
+    ]  # fmt: skip
+
+
+# --- how jobs stand
+
+
+def test_one_question_tells_how_all_jobs_stand(versions):
+    running, waiting = versions.add("a", "RUNNING"), versions.add("b", "PENDING", "Resources", starts=local(2e9))
+    done, failed = versions.add("c", "COMPLETED"), versions.add("d", "FAILED", "NonZeroExitCode")
+    found = ask([running, waiting, done, failed])
+    assert found[running] == SchedulerState("running")
+    assert found[waiting] == SchedulerState("pending", "Resources", 2e9)
+    assert found[done] == SchedulerState("ended")
+    assert (found[failed].state, found[failed].reason) == ("ended", "FAILED: its script ended with an error")
+    assert len(versions.calls("squeue")) == 1
+    assert not versions.calls("sacct")
+
+
+def test_sacct_tells_of_jobs_that_squeue_has_forgotten(versions):
+    running, over = versions.add("a", "RUNNING"), versions.add("b", "TIMEOUT", forgotten=True)
+    found = ask([running, over])
+    assert found[running].state == "running"
+    assert found[over] == SchedulerState("ended", "TIMEOUT: its time limit was reached")
+
+
+def test_a_single_job_that_squeue_calls_invalid_is_asked_of_sacct(versions):
+    over = versions.add("b", "CANCELLED by 1000", forgotten=True)
+    assert ask([over])[over].reason.startswith("CANCELLED by 1000: ")
+
+
+def test_a_squeue_that_fails_for_one_unknown_job_is_asked_for_all_of_ours(slurm):
+    running, over = slurm.add("a", "RUNNING"), slurm.add("b", "COMPLETED", forgotten=True)
+    foreign = slurm.add("c", "RUNNING", user=4711)
+    slurm.fault(squeue="refuses unknown")
+    found = ask([running, over])
+    assert (found[running].state, found[over].state) == ("running", "ended")
+    assert foreign not in found
+
+
+def test_a_job_that_nobody_knows_is_not_in_the_answer(versions):
+    assert ask(["4711"]) == {}
+    assert ask([]) == {}
+
+
+@pytest.mark.parametrize("sacct", ["disabled", "unreachable", "knows nothing"])
+def test_without_sacct_squeue_has_to_do(slurm, sacct):
+    done, forgotten = slurm.add("a", "COMPLETED"), slurm.add("b", "COMPLETED", forgotten=True)
+    slurm.fault(sacct=sacct)
+    assert ask([done, forgotten]) == {done: SchedulerState("ended")}
+
+
+def test_squeue_outweighs_an_sacct_that_calls_a_requeued_job_over(slurm):
+    again = slurm.add("a", "RUNNING", restarts=1, accounted="NODE_FAIL")
+    assert ask([again])[again].state == "running"
+
+
+def test_an_sacct_that_lags_does_not_bring_a_job_back_to_life(slurm):
+    over = slurm.add("a", "COMPLETED", forgotten=True, accounted="RUNNING")
+    assert ask([over])[over] == SchedulerState("unknown", "sacct says RUNNING, squeue knows no more")
+
+
+@pytest.mark.parametrize("squeue", ["unreachable", "timeout"])
+def test_a_silent_controller_says_nothing_about_jobs(slurm, squeue):
+    running, over = slurm.add("a", "RUNNING", accounted="RUNNING"), slurm.add("b", "COMPLETED")
+    slurm.fault(squeue=squeue)
+    found = ask([running, over, "4711"])
+    assert (found[running].state, found["4711"].state) == ("unknown", "unknown")
+    assert "squeue does not answer: slurm_load_jobs error" in found[running].reason
+    assert found[over].state == "ended", "sacct knows the end"
+
+
+def test_a_command_that_hangs_is_given_up(slurm, monkeypatch):
+    job = slurm.add("a", "RUNNING")
+    slurm.fault(squeue="hang", sacct="hang", scontrol="hang")
+    monkeypatch.setattr(scheduler, "PATIENCE", 0.2)
+    assert "took more than 0.2 s" in ask([job])[job].reason
+    assert ended_how(job) is None
+    assert ends_at(job, {}) is None
+    assert named("a") == []
+
+
+def test_missing_commands_are_no_error(slurm):
+    job = slurm.add("a", "RUNNING")
+    for command in ("squeue", "sacct", "scontrol", "scancel"):
+        slurm.without(command)
+    assert ask([job])[job].state == "unknown"
+    assert (ended_how(job), ends_at(job, {}), named("a")) == (None, None, [])
+    assert scheduler.cancel([job]) == "scancel: No such file or directory"
+
+
+def test_garbage_is_no_error(slurm):
+    job = slurm.add("a", "RUNNING")
+    slurm.fault(squeue="garbage", scontrol="garbage")
+    assert ask([job])[job].state == "unknown"
+    assert (ended_how(job), ends_at(job, {}), named("a")) == (None, None, [])
+
+
+@pytest.mark.parametrize(
+    ("words", "state"),
+    [
+        ("COMPLETING", "running"),
+        ("SUSPENDED", "running"),
+        ("CONFIGURING", "pending"),
+        ("REQUEUE_HOLD", "pending"),
+        ("CANCELLED+", "ended"),
+        ("OUT_OF_ME+", "ended"),
+        ("CANCELLED by 0", "ended"),
+        ("EXPEDITING", "unknown"),
+        ("", "unknown"),
+        ("+", "unknown"),
+    ],
+)
+def test_states_by_their_first_word_and_an_unknown_one_is_not_over(slurm, words, state):
+    job = slurm.add("a", words)
+    assert ask([job])[job].state == state
+
+
+def test_a_reason_that_waiting_does_not_cure_is_told(versions):
+    job = versions.add("a", "PENDING", "PartitionDown")
+    assert ask([job])[job].reason == "PartitionDown: will not start, the partition is down"
+
+
+def test_a_job_that_could_not_start_on_its_node_says_so(slurm):
+    job = slurm.add("a", "FAILED", "JobLaunchFailure")
+    assert "could not be started on its node" in ask([job])[job].reason
+
+
+def test_sacct_is_asked_once_a_minute_about_a_job(slurm, monkeypatch):
+    first, second = slurm.add("a", "RUNNING", forgotten=True), slurm.add("b", "RUNNING", forgotten=True)
+    now = [1000.0]
+    monkeypatch.setattr(scheduler.time, "monotonic", lambda: now[0])
+    for _ in range(5):
+        ask([first])
+    assert len(slurm.calls("sacct")) == 1
+    ask([first, second])
+    assert [call.arguments[2] for call in slurm.calls("sacct")] == [f"--jobs={first}", f"--jobs={second}"]
+    now[0] += 61
+    slurm.set(first, "COMPLETED", forgotten=True)
+    assert ask([first, second])[first].state == "ended"
+    assert len(slurm.calls("sacct")) == 3
+    now[0] += 3600
+    assert ask([first])[first].state == "ended"
+    assert len(slurm.calls("sacct")) == 3, "an end is final"
+
+
+def test_a_users_own_formats_and_an_allocations_variables_are_kept_out(slurm, monkeypatch):
+    job = slurm.add("a", "RUNNING")
+    for name in ("SQUEUE_FORMAT", "SACCT_FORMAT", "SLURM_TIME_FORMAT", "SLURM_JOB_ID", "SUBMITIT_EXECUTOR"):
+        monkeypatch.setenv(name, "1")
+    monkeypatch.setenv("SLURM_CONF", "/etc/slurm/other.conf")
+    ask([job, "4711"])
+    called = [*slurm.calls("squeue"), *slurm.calls("sacct")]
+    assert [call.environ for call in called] == [{"SLURM_CONF": "/etc/slurm/other.conf"}] * 2
+
+
+# --- how one allocation ends
+
+
+def test_the_environment_tells_when_an_allocation_ends(slurm):
+    assert ends_at("1", {"SLURM_JOB_END_TIME": "1700000000"}) == 1_700_000_000
+    assert ends_at("1", {"SLURM_JOB_END_TIME": "4294967294"}) is None, "unlimited"
+    assert not slurm.calls("squeue")
+
+
+def test_squeue_tells_when_an_allocation_ends_where_the_environment_does_not(versions):
+    end = int(time.time()) + 3600
+    job, unlimited = versions.add("a", "RUNNING", ends=local(end)), versions.add("b", "RUNNING", ends="N/A")
+    assert ends_at(job, {}) == end
+    assert ends_at(job, {"SLURM_JOB_END_TIME": "soon"}) == end
+    assert ends_at(unlimited, {}) is None
+    assert ends_at("4711", {}) is None
+
+
+ENDINGS = [
+    ("TIMEOUT", "TimeLimit", "time_limit"),
+    ("DEADLINE", "DeadLine", "time_limit"),
+    ("PREEMPTED", "None", "preempted"),
+    ("NODE_FAIL", "NodeDown", "node_failure"),
+    ("BOOT_FAIL", "None", "node_failure"),
+    ("CANCELLED", "None", "cancelled"),
+    ("OUT_OF_MEMORY", "OutOfMemory", "host_oom"),
+    ("COMPLETED", "None", None),
+    ("FAILED", "NonZeroExitCode", None),
+    ("RUNNING", "None", None),
+    ("PENDING", "BeginTime", None),
+    ("EXPEDITING", "None", None),
+]
+
+
+@pytest.mark.parametrize(("state", "reason", "outcome"), ENDINGS)
+def test_the_controller_tells_what_took_an_allocation_away(versions, state, reason, outcome):
+    assert ended_how(versions.add("a", state, reason)) == outcome
+
+
+@pytest.mark.parametrize(("state", "reason", "outcome"), ENDINGS)
+def test_sacct_tells_what_took_a_forgotten_allocation_away(slurm, state, reason, outcome):
+    words = "CANCELLED by 1000" if state == "CANCELLED" else state
+    assert ended_how(slurm.add("a", words, forgotten=True)) == outcome
+
+
+def test_a_killed_step_shows_that_memory_was_the_reason(versions):
+    steps = [["batch", "FAILED"], ["0", "OUT_OF_MEMORY"]]
+    job = versions.add("a", "FAILED", "NonZeroExitCode", steps=steps, derived="0:125")
+    assert ended_how(job) == "host_oom"
+    assert not versions.calls("sacct"), "the controller knows"
+    by_steps = versions.add("a", "FAILED", forgotten=True, steps=steps)
+    by_code = versions.add("a", "FAILED", forgotten=True, derived="0:125")
+    assert [ended_how(by_steps), ended_how(by_code)] == ["host_oom", "host_oom"]
+
+
+def test_memory_is_no_reason_where_the_time_was_up(slurm):
+    job = slurm.add("a", "TIMEOUT", forgotten=True, steps=[["0", "OUT_OF_MEMORY"]])
+    assert ended_how(job) == "time_limit"
+
+
+def test_a_requeued_job_lives_and_what_ended_its_earlier_run_is_known(versions):
+    earlier = [{"state": "NODE_FAIL", "derived": "0:0", "steps": [["batch", "CANCELLED"]]}]
+    job = versions.add("a", "RUNNING", restarts=1, earlier=earlier, derived="0:125")
+    assert ended_how(job) is None
+    assert ended_how(job, restart=1) is None
+    assert ended_how(job, restart=0) == "node_failure"
+
+
+def test_a_requeued_job_was_taken_away_even_where_nothing_tells_why(slurm):
+    job = slurm.add("a", "RUNNING", restarts=2)
+    slurm.fault(sacct="disabled")
+    assert ended_how(job, restart=1) == "preempted"
+
+
+def test_the_exit_code_of_an_earlier_run_is_not_the_last_ones(slurm):
+    earlier = [{"state": "NODE_FAIL", "derived": "0:125", "steps": []}]
+    job = slurm.add("a", "FAILED", restarts=1, earlier=earlier, derived="0:125", accounted="COMPLETED")
+    assert ended_how(job) is None
+
+
+def test_an_unknown_job_did_not_end_in_any_known_way(slurm):
+    assert ended_how("4711") is None
+    slurm.fault(sacct="disabled", scontrol="unreachable")
+    assert ended_how("4711") is None
+
+
+# --- finding and ending jobs
+
+
+def test_jobs_are_found_by_their_exact_name_and_owner(versions):
+    ours = versions.add("tula-a", "RUNNING")
+    versions.add("tula-a.2", "PENDING")
+    versions.add("tula-a", "RUNNING", user=4711)
+    versions.add("tula-a", "COMPLETED")
+    versions.add("tula-a", "COMPLETING")
+    odd = versions.add("tula-a", "EXPEDITING")
+    assert named("tula-a") == [ours, odd]
+    assert [job.name for job in live(["tula-a", "tula-a.2"])] == ["tula-a", "tula-a.2", "tula-a"]
+
+
+def test_a_silent_squeue_is_no_empty_queue(slurm):
+    slurm.fault(squeue="unreachable")
+    with pytest.raises(SchedulerError, match=r"squeue does not answer: .*Unable to contact"):
+        live(["tula-a"])
+    assert named("tula-a") == []
+
+
+def test_cancels_these_ids_and_nothing_else(slurm):
+    first, second, third = (slurm.add("same", "RUNNING") for _ in range(3))
+    scheduler.cancel([first, third, "same", "--user=root", ""])
+    assert [job["state"] for job in slurm.jobs()] == ["CANCELLED", "RUNNING", "CANCELLED"]
+    assert slurm.calls("scancel")[0].arguments == [first, third]
+    scheduler.cancel([])
+    assert len(slurm.calls("scancel")) == 1
+    assert slurm.jobs()[1]["id"] == int(second)
+
+
+# --- refusals
+
+
+@pytest.mark.parametrize(
+    ("words", "message", "hint"),
+    [
+        (
+            "sbatch: error: invalid partition specified: nosuch\nsbatch: error: Batch job submission failed: Invalid partition name specified",
+            "invalid partition specified: nosuch",
+            "cluster.slurm.partition",
+        ),
+        (
+            "sbatch: error: Batch job submission failed: Invalid account or account/partition combination specified",
+            "Invalid account",
+            "cluster.slurm.account",
+        ),
+        ("sbatch: error: Batch job submission failed: Invalid qos specification", "qos", "cluster.slurm.qos"),
+        (
+            "sbatch: error: QOSMaxSubmitJobPerUserLimit\nsbatch: error: Batch job submission failed: Job violates accounting/QOS policy (job submit limit, user's size and/or time limits)",
+            "QOSMaxSubmitJobPerUserLimit",
+            "until some of your jobs have ended",
+        ),
+        ("sbatch: unrecognized option '--no-such-option=1'", "no-such-option", "cluster section"),
+        ("", "did not say why", "cluster section"),
+    ],
+)  # fmt: skip
+def test_a_refusal_keeps_sbatchs_words_and_says_what_to_do(words, message, hint):
+    error = refused(words)
+    assert message in error.message
+    assert hint in error.hint

@@ -1,0 +1,530 @@
+"""A training as a chain of allocations: what the next link does after each way in which the one before has ended."""
+
+import signal
+import sys
+import tempfile
+import textwrap
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import make_runs
+import pytest
+
+from tula_cli.cluster import allocation, ending
+from tula_cli.cluster import attempt as cluster_attempt
+from tula_cli.cluster import supervise as cluster_supervise
+from tula_cli.cluster.slurm import queue as scheduler
+from tula_cli.errors import TulaError
+from tula_cli.run.directory import RunDir
+from tula_cli.run.records.base import OutcomeClass
+from tula_cli.run.records.jobs import Attempt, Failure, Job, Order
+from tula_cli.run.records.results import Branch, TrainResult, Tuning
+from tula_cli.run.records.tasks import ProbeTask, Rung, TrainTask
+from tula_cli.spec.ags import Arm
+
+LINKS = ("11", "12", "13", "14", "15")
+
+
+class Cluster:
+    """Stands in for SLURM: how its jobs have ended, and which it was told to end."""
+
+    def __init__(self) -> None:
+        self.endings: dict[str, OutcomeClass] = {}
+        self.cancelled: list[str] = []
+
+    def ended_how(self, job_id: str, *, restart: int | None = None) -> OutcomeClass | None:
+        return self.endings.get(job_id)
+
+    def cancel(self, ids: Sequence[str]) -> None:
+        self.cancelled += ids
+
+
+@pytest.fixture
+def cluster(monkeypatch: pytest.MonkeyPatch) -> Cluster:
+    found = Cluster()
+    monkeypatch.setattr(scheduler, "ended_how", found.ended_how)
+    monkeypatch.setattr(scheduler, "cancel", found.cancel)
+    monkeypatch.setattr(scheduler, "ends_at", lambda *_: None)
+    monkeypatch.setattr(cluster_attempt, "PEER_GRACE", 0.0)
+    monkeypatch.setattr(allocation, "VERDICT", 0.0)
+    return found
+
+
+@pytest.fixture(autouse=True)
+def signals() -> Iterator[None]:
+    numbers = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGCONT)
+    before = {number: signal.getsignal(number) for number in numbers}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+class Chain:
+    """A run with one training, and its links as SLURM starts them."""
+
+    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(tempfile, "tempdir", str(folder))
+        spec = make_runs.spec(train={"epochs": 1, "max_attempts": 3, "workers": 0}, cluster={"kind": "slurm"})
+        self.run = RunDir.create(folder / "runs", spec)
+        self.task = TrainTask(
+            id="train-s-1", job="train-s", spec=spec, workdir=str(folder), nodes=1, signature="s", attempt=1,
+            ladder=(Rung(batch=64), Rung(batch=32)), workers=0,
+        )  # fmt: skip
+        self.run.write_task(self.task)
+        self.script = ""
+        self.submit(LINKS)
+        monkeypatch.setattr(
+            cluster_attempt, "_command", lambda *_: [sys.executable, "-c", textwrap.dedent(self.script)]
+        )
+
+    def submit(self, links: tuple[str, ...]) -> None:
+        job = Job(id="train-s", scheduler="slurm", scheduler_id=links[0], nodes=1, submitted_at=1.0, links=links)
+        self.run.write_job(job)
+
+    def start(self, link: str, *, restarts: int = 0) -> None:
+        """Run a link as srun would start its one supervisor."""
+        environ = {
+            "SLURM_PROCID": "0", "SLURM_NTASKS": "1", "SLURM_LOCALID": "0", "SLURM_JOB_ID": link,
+            "SLURM_RESTART_COUNT": str(restarts), "SLURM_JOB_NODELIST": f"node{link}", "PATH": "/usr/bin:/bin",
+        }  # fmt: skip
+        cluster_supervise.supervise(self.run.path, self.task.id, environ=environ)
+
+    def was_killed(self, link: str, *, samples: int = 0) -> None:
+        """Leave an attempt behind as a killed supervisor does."""
+        task = self.newest()
+        attempt = Attempt(
+            task=task.id, number=len(self.run.attempts(task.id)) + 1, started_at=float(link), host="h",
+            allocation=f"{link}.0", hosts=f"node{link}", samples=samples,
+        )  # fmt: skip
+        self.run.write_attempt(attempt)
+
+    def newest(self) -> TrainTask:
+        task = self.run.newest_train_task("s")
+        assert task is not None
+        return task
+
+    def save(self, samples: int) -> None:
+        path = self.run.checkpoint_path("s", samples)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.touch()
+
+    def will_finish(self) -> None:
+        result = TrainResult(
+            signature="s", nodes=1, batch=64, samples=128, steps=2, epochs=1, metrics={}, best_top1=9.0, best_epoch=1,
+            step_time=0.1, finished_at=2.0,
+        )  # fmt: skip
+        self.will_write(self.run.path / "train/s/result.json", result.model_dump_json())
+
+    def will_write(self, path: Path, text: str) -> None:
+        self.script = f"""
+            import pathlib
+            path = pathlib.Path({str(path)!r})
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text({text!r})
+        """
+
+    def outcomes(self) -> list[str | None]:
+        return [attempt.outcome for attempt in self.run.training_attempts("s")]
+
+
+@pytest.fixture
+def chain(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cluster: Cluster) -> Chain:
+    return Chain(tmp_path, monkeypatch)
+
+
+@pytest.mark.parametrize(
+    ("how", "words"),
+    [
+        ("time_limit", "time limit of job 11 reached"),
+        ("preempted", "job 11 was preempted"),
+        ("node_failure", "a node of job 11 failed"),
+        (None, "signal: job 11 was ended from outside, or its supervisor was killed"),
+    ],
+)
+def test_the_next_link_goes_on_and_tells_why(
+    chain: Chain, cluster: Cluster, how: OutcomeClass | None, words: str
+) -> None:
+    chain.was_killed("11")
+    chain.save(32)
+    cluster.endings = {} if how is None else {"11": how}
+    chain.will_finish()
+    chain.start("12")
+    assert chain.outcomes() == [how or "signal", "done"]
+    summary = chain.run.summary("s")
+    assert summary is not None
+    assert summary.causes == (words,)
+    attempt = chain.run.training_attempts("s")[-1]
+    assert (attempt.task, attempt.hosts, attempt.samples) == ("train-s-2", "node12", 32)
+
+
+def test_a_verdict_that_came_too_late_for_the_link_itself_is_taken_up_by_the_next(
+    chain: Chain, cluster: Cluster
+) -> None:
+    chain.script = "import os, signal, time; os.kill(os.getppid(), signal.SIGTERM); time.sleep(60)"
+    chain.start("11")
+    assert chain.outcomes() == ["signal"]
+    cluster.endings = {"11": "preempted"}
+    chain.will_finish()
+    chain.start("12")
+    assert chain.outcomes() == ["preempted", "done"]
+
+
+def test_a_finished_training_gives_the_other_links_back(chain: Chain, cluster: Cluster) -> None:
+    chain.will_finish()
+    chain.start("11")
+    assert cluster.cancelled == ["12", "13", "14", "15"]
+
+
+def test_a_link_that_starts_after_the_end_does_nothing(chain: Chain) -> None:
+    chain.will_finish()
+    chain.start("11")
+    chain.script = "raise SystemExit(1)"
+    chain.start("12")
+    assert chain.outcomes() == ["done"]
+
+
+def test_what_scancel_has_ended_stays_ended(chain: Chain, cluster: Cluster) -> None:
+    chain.was_killed("11")
+    cluster.endings = {"11": "cancelled"}
+    chain.will_finish()
+    chain.start("12")
+    assert chain.outcomes() == ["cancelled"]
+    assert chain.run.cancelled("train-s")
+    assert set(cluster.cancelled) >= {"13", "14", "15"}
+
+
+def test_a_link_cancelled_before_it_started_ends_the_chain_too(chain: Chain, cluster: Cluster) -> None:
+    cluster.endings = {"11": "cancelled"}
+    chain.will_finish()
+    chain.start("12")
+    assert chain.outcomes() == []
+    assert chain.run.cancelled("train-s")
+
+
+@pytest.mark.parametrize(
+    ("script", "outcome"),
+    [
+        ("raise ValueError('mine')", "user"),
+        ("from tula_cli.errors import Diverged; raise Diverged('the loss is not finite')", "diverged"),
+    ],
+)
+def test_a_final_failure_is_not_repeated_by_the_next_link(
+    chain: Chain, cluster: Cluster, script: str, outcome: OutcomeClass
+) -> None:
+    chain.script = script
+    chain.start("11")
+    assert chain.outcomes() == [outcome]
+    assert cluster.cancelled == ["12", "13", "14", "15"]
+    chain.start("12")
+    assert chain.outcomes() == [outcome]
+
+
+def test_lost_processes_are_counted_over_all_links(chain: Chain) -> None:
+    chain.was_killed("11")
+    chain.script = "import os, signal; os.kill(os.getpid(), signal.SIGKILL)"
+    chain.start("12")
+    assert chain.outcomes() == ["signal"] * 3, "train.max_attempts"
+    chain.start("13")
+    assert chain.outcomes() == ["signal"] * 3
+
+
+def test_a_new_submission_begins_anew(chain: Chain) -> None:
+    chain.script = "raise ValueError('mine')"
+    chain.start("11")
+    chain.submit(("21", "22"))
+    chain.will_finish()
+    chain.start("21")
+    assert chain.outcomes() == ["user", "done"]
+
+
+def test_a_link_that_the_command_line_has_not_written_down_yet_does_not_heed_the_last_submission(chain: Chain) -> None:
+    chain.script = "raise ValueError('mine')"
+    chain.start("11")
+    chain.will_finish()
+    chain.start("21")
+    assert chain.outcomes() == ["user", "done"]
+
+
+def test_time_limits_go_on_for_as_long_as_checkpoints_advance(chain: Chain, cluster: Cluster) -> None:
+    chain.submit(tuple(str(link) for link in range(11, 20)))
+    for link in range(11, 18):
+        cluster.endings[str(link)] = "time_limit"
+        chain.save(100 * link)
+        chain.will_write(chain.run.path / "stopped" / f"{chain.newest().id}.001", "time_limit")
+        chain.script += f"\n            pathlib.Path({str(chain.run.checkpoint_path('s', 100 * link + 50))!r}).touch()"
+        if link > 11:  # the link before left this as the newest task, the next one writes its own
+            name = f"train-s-{link - 10}.001"
+            chain.will_write(chain.run.path / "stopped" / name, "time_limit")
+        chain.start(str(link))
+    assert chain.outcomes() == ["time_limit"] * 7
+    assert cluster.cancelled == []
+
+
+def test_a_time_limit_too_short_to_save_anything_ends_the_chain_with_advice(chain: Chain, cluster: Cluster) -> None:
+    chain.will_write(chain.run.path / "stopped/train-s-1.001", "time_limit")
+    chain.start("11")
+    assert chain.outcomes() == ["time_limit"]
+    assert cluster.cancelled == []
+    chain.will_finish()
+    chain.start("12")
+    assert chain.outcomes() == ["time_limit"]
+    assert "raise cluster.slurm.minutes" in chain.run.training_attempts("s")[-1].message
+    assert cluster.cancelled == ["11", "13", "14", "15"]
+
+
+def test_preemptions_without_progress_are_bounded(chain: Chain, cluster: Cluster) -> None:
+    chain.save(64)
+    chain.script = "import os, signal, time; os.kill(os.getppid(), signal.SIGTERM); time.sleep(60)"
+    for link in LINKS:
+        cluster.endings[link] = "preempted"
+        chain.start(link)
+    assert chain.outcomes() == ["preempted"] * 3
+    assert "3 allocations were lost without a newer checkpoint" in chain.run.training_attempts("s")[-1].message
+
+
+def test_a_requeue_by_an_administrator_goes_on_in_the_same_job(chain: Chain) -> None:
+    chain.was_killed("11")
+    chain.will_finish()
+    chain.start("11", restarts=1)
+    assert chain.outcomes() == ["signal", "done"]
+    assert chain.run.training_attempts("s")[-1].allocation == "11.1"
+
+
+def test_an_allocation_taken_while_it_trains_leaves_the_rest_to_the_next_link(chain: Chain, cluster: Cluster) -> None:
+    cluster.endings = {"11": "preempted"}
+    chain.script = "import os, signal, time; os.kill(os.getppid(), signal.SIGTERM); time.sleep(60)"
+    chain.start("11")
+    assert chain.outcomes() == ["preempted"]
+    assert cluster.cancelled == []
+
+
+def test_scancel_of_the_running_link_gives_the_other_links_back(chain: Chain, cluster: Cluster) -> None:
+    cluster.endings = {"11": "cancelled"}
+    chain.script = "import os, signal, time; os.kill(os.getppid(), signal.SIGTERM); time.sleep(60)"
+    chain.start("11")
+    assert chain.outcomes() == ["cancelled"]
+    assert chain.run.cancelled("train-s")
+    assert cluster.cancelled == ["12", "13", "14", "15"]
+
+
+def test_ranks_that_are_done_when_the_allocation_is_taken_have_succeeded(chain: Chain, cluster: Cluster) -> None:
+    cluster.endings = {"11": "preempted"}
+    chain.will_finish()
+    chain.script += """
+            import os, signal, time
+            signal.signal(signal.SIGTERM, lambda *_: None)
+            os.kill(os.getppid(), signal.SIGTERM)
+            time.sleep(1)
+    """
+    chain.start("11")
+    assert chain.outcomes() == ["done"]
+    assert chain.run.summary("s") is not None
+
+
+def test_the_signal_that_warns_of_a_time_limit_ends_neither_supervisor_nor_ranks(chain: Chain) -> None:
+    chain.will_finish()
+    chain.script = textwrap.dedent("""
+            import os, signal
+            for pid in (os.getpid(), os.getppid()):
+                os.kill(pid, signal.SIGUSR2)
+                os.kill(pid, signal.SIGUSR1)
+        """) + textwrap.dedent(chain.script)
+    chain.start("11")
+    assert chain.outcomes() == ["done"]
+
+
+def test_the_time_limit_is_told_to_the_ranks_with_room_to_save(
+    chain: Chain, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(scheduler, "ends_at", lambda *_: allocation.time.time() + 600)
+    told = tmp_path / "told"
+    chain.script = f"""
+        import os, time
+        open({str(told)!r}, "w").write(str(float(os.environ["TULA_LEAVE_AT"]) - time.time()))
+    """
+    monkeypatch.setattr(cluster_supervise, "after", lambda *_: None)
+    chain.start("11")
+    assert 560 < float(told.read_text()) < 575
+
+
+def test_packed_probes_run_one_after_the_other_in_one_allocation(chain: Chain, monkeypatch: pytest.MonkeyPatch) -> None:
+    started = []
+    monkeypatch.setattr(cluster_supervise, "_lead_task", lambda _, task: started.append((task.id, task.nodes)))
+    spec = chain.run.spec()
+    for nodes, then in ((4, ("probe-n002", "probe-n001")), (2, ()), (1, ())):
+        task = ProbeTask(
+            id=f"probe-n{nodes:03d}", job="probe", spec=spec, workdir="/", nodes=nodes, local_batches=(32,), then=then
+        )
+        chain.run.write_task(task)
+    chain.task = chain.task.model_copy(update={"id": "probe-n004"})
+    chain.start("31")
+    assert started == [("probe-n004", 4), ("probe-n002", 2), ("probe-n001", 1)]
+
+
+TERM = """
+    import os, signal, time
+    os.kill(os.getppid(), signal.SIGTERM)
+    time.sleep(60)
+"""
+
+
+def test_a_relaunch_late_in_an_allocation_that_has_saved_something_is_no_lack_of_progress(
+    chain: Chain, cluster: Cluster
+) -> None:
+    cluster.endings = {"11": "time_limit"}
+    chain.was_killed("11")
+    chain.save(1000)
+    second = chain.task.model_copy(update={"id": "train-s-2", "attempt": 2})
+    chain.run.write_task(second)
+    chain.was_killed("11", samples=1000)
+    chain.will_finish()
+    chain.start("12")
+    assert chain.outcomes() == ["time_limit", "time_limit", "done"]
+
+
+@pytest.mark.parametrize(("branches", "outcomes"), [(1, ["time_limit", "done"]), (0, ["time_limit"])])
+def test_an_allocation_that_has_ended_a_branch_is_no_lack_of_progress(
+    chain: Chain, cluster: Cluster, branches: int, outcomes: list[str]
+) -> None:
+    cluster.endings = {"11": "time_limit"}
+    chain.was_killed("11")
+    branch = Branch(arm="lbt", rung=1, epochs=1, samples=640, loss=1.0, top1=50.0, diverged=False, seconds=9.0)
+    arms = (Arm(name="lbt"), Arm(name="x2", lr_factor=2))
+    chain.run.write_tuning(
+        Tuning(signature="s", batch=64, start=0, epoch=1.0, arms=arms, branches=(branch,) * branches)
+    )
+    chain.will_finish()
+    chain.start("12")
+    assert chain.outcomes() == outcomes
+
+
+def test_allocations_that_ended_without_a_verdict_go_on_while_checkpoints_advance(chain: Chain) -> None:
+    for link in LINKS:  # more than train.max_attempts
+        path = chain.run.checkpoint_path("s", 10 * int(link))
+        path.parent.mkdir(parents=True, exist_ok=True)
+        chain.script = f"open({str(path)!r}, 'w').close()\n{textwrap.dedent(TERM)}"
+        chain.start(link)
+    assert chain.outcomes() == ["signal"] * len(LINKS)
+
+
+def test_an_out_of_memory_of_the_whole_allocation_goes_on_with_fewer_loader_processes(
+    chain: Chain, cluster: Cluster
+) -> None:
+    spec = make_runs.spec(train={"epochs": 1, "workers": 4}, cluster={"kind": "slurm"})
+    chain.run.write_task(chain.task.model_copy(update={"workers": 4, "spec": spec}))
+    chain.was_killed("11")
+    cluster.endings = {"11": "host_oom"}
+    chain.will_finish()
+    chain.start("12")
+    assert chain.outcomes() == ["host_oom", "done"]
+    assert chain.newest().workers == 2
+
+
+@pytest.mark.parametrize("missing", ["wrapper", "workdir", "interface"])
+def test_what_is_missing_on_the_node_is_told_once_and_ends_the_chain(
+    chain: Chain, cluster: Cluster, monkeypatch: pytest.MonkeyPatch, missing: str
+) -> None:
+    chain.script = "pass"
+    if missing == "wrapper":
+        monkeypatch.setattr(cluster_attempt, "_command", lambda *_: ["nosuch-wrapper", sys.executable])
+    elif missing == "workdir":
+        chain.run.write_task(chain.task.model_copy(update={"workdir": "/nosuch-workdir"}))
+    else:
+        slurm = {"kind": "slurm", "interface": "nosuch0", "slurm": {"launcher": "torchrun"}}
+        chain.run.write_task(chain.task.model_copy(update={"spec": make_runs.spec(cluster=slurm)}))
+    chain.start("11")
+    assert chain.outcomes() == ["user"]
+    assert "nosuch" in chain.run.training_attempts("s")[0].message
+    assert cluster.cancelled == ["12", "13", "14", "15"]
+
+
+def test_ranks_that_lose_a_peer_on_the_way_out_have_left_for_the_time_limit(chain: Chain) -> None:
+    chain.will_write(chain.run.path / "stopped/train-s-1.001", "time_limit")
+    chain.script += """
+            print("RuntimeError: [../gloo/transport/tcp/pair.cc:534] Connection closed by peer [127.0.0.1]:31415")
+            raise SystemExit(1)
+    """
+    chain.start("11")
+    assert chain.outcomes() == ["time_limit"]
+
+
+def test_a_job_told_to_end_starts_no_further_packed_task(chain: Chain, cluster: Cluster) -> None:
+    cluster.endings = {"31": "preempted"}
+    for nodes, then in ((2, ("packed-n001",)), (1, ())):
+        task = ProbeTask(
+            id=f"packed-n{nodes:03d}", job="probe-packed", spec=chain.run.spec(), workdir=str(chain.run.path),
+            nodes=nodes, local_batches=(32,), then=then,
+        )  # fmt: skip
+        chain.run.write_task(task)
+    chain.task = chain.task.model_copy(update={"id": "packed-n002"})
+    chain.script = TERM
+    chain.start("31")
+    assert [attempt.task for attempt in chain.run.attempts()] == ["packed-n002"]
+
+
+def test_a_killed_child_of_ours_does_not_hide_what_its_peer_said(chain: Chain, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cluster_supervise, "after", lambda *_: None)
+    failure = Failure(
+        task="train-s-1", attempt=1, rank=1, host="other", pid=1, outcome="peer", message="closed", detail="",
+        failed_at=1.0,
+    )  # fmt: skip
+    chain.will_write(chain.run.path / "failures/train-s-1.001.0001.json", failure.model_dump_json())
+    chain.script += "\n            import time; time.sleep(60)"
+    chain.start("11")
+    (attempt,) = chain.run.training_attempts("s")
+    assert (attempt.outcome, attempt.rank, attempt.host) == ("peer", 1, "other")
+
+
+def test_an_allocation_given_up_for_lost_stops_when_another_has_taken_over(chain: Chain) -> None:
+    later = chain.task.model_copy(update={"id": "train-s-2", "attempt": 2})
+    chain.will_write(chain.run.path / "tasks/train-s-2.json", later.model_dump_json())
+    chain.script += "\n            import time; time.sleep(60)"
+    chain.start("11")
+    assert chain.outcomes() == ["node_failure"]
+
+
+def test_attempt_numbers_are_not_used_twice(chain: Chain) -> None:
+    chain.was_killed("11")
+    chain.was_killed("11")
+    (chain.run.path / "attempts/train-s-1.001.json").unlink()
+    me = allocation.Supervisor(chain.run, allocation.Place(0, 1), {})
+    assert cluster_attempt.open_attempt(me, chain.task).number == 3
+
+
+def test_a_follower_waits_for_what_an_order_is_about(chain: Chain, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cluster_supervise, "LAG", 0.5)
+    me = allocation.Supervisor(chain.run, allocation.Place(1, 2, 0, "11"), {})
+    chain.run.write_order("11.0", 0, Order(task="train-s-1", attempt=1, ranks=2))
+    with pytest.raises(TulaError, match="not what it is about"):
+        cluster_supervise._follow(me)
+
+
+def test_a_rendezvous_of_the_shell_does_not_reach_the_ranks(chain: Chain) -> None:
+    environ = {"MASTER_ADDR": "login1", "MASTER_PORT": "29500"}
+    me = allocation.Supervisor(chain.run, allocation.Place(0, 2, 0, "11"), environ)
+    assert not set(environ) & set(cluster_attempt._environments(me, chain.task)[0])
+
+
+def test_a_rank_does_not_repeat_in_its_own_name_what_another_has_told(chain: Chain, tmp_path: Path) -> None:
+    root = Failure(
+        task="train-s-1", attempt=1, rank=5, host="other", pid=1, outcome="user", message="mine", detail="",
+        failed_at=9e9,
+    )  # fmt: skip
+    chain.run.write_failure(root)
+    (tmp_path / "log").touch()
+    seen = ending.Seen(exit_code=-9, oom_kill=False, log=tmp_path / "log", rank=0)
+    attempt = make_runs.attempt("train-s-1", start=1.0)
+    own = ending.own_ending(chain.run, chain.task, attempt, seen)
+    ending.report(chain.run, chain.task, attempt, seen, own)
+    assert ending.told_by_all(chain.run, chain.task, attempt, own).rank == 5, "by a clock that runs ahead"
+
+
+def test_a_kill_for_memory_is_told_although_another_rank_failed_first(chain: Chain, tmp_path: Path) -> None:
+    chain.run.write_failure(
+        Failure(task="train-s-1", attempt=1, rank=5, host="other", pid=1, outcome="unknown", message="exit 1", detail="",
+                failed_at=1.0)
+    )  # fmt: skip
+    (tmp_path / "log").touch()
+    seen = ending.Seen(exit_code=-9, oom_kill=True, log=tmp_path / "log", rank=0)
+    own = ending.own_ending(chain.run, chain.task, make_runs.attempt("train-s-1", start=1.0), seen)
+    assert own.outcome in ("host_oom", "device_oom")

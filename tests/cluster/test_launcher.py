@@ -1,0 +1,570 @@
+"""Submitting to SLURM and asking what became of it, by calling the fake's commands; tests/slurm has a real one."""
+
+import io
+import json
+import os
+import pickle
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import make_runs as make
+import pytest
+from fake_slurm import VERSIONS, FakeSlurm, local
+
+from tula_cli.cli import app
+from tula_cli.cluster import inspection
+from tula_cli.cluster import launcher as cluster_launcher
+from tula_cli.cluster import local as cluster_local
+from tula_cli.cluster.slurm import queue as scheduler
+from tula_cli.cluster.slurm import submit
+from tula_cli.cluster.slurm.submit import SlurmLauncher
+from tula_cli.errors import SchedulerError
+from tula_cli.run.directory import RunDir
+from tula_cli.run.records.inspections import Inspection
+from tula_cli.run.records.tasks import ProbeTask, Rung, TrainTask
+from tula_cli.services import logs, train
+from tula_cli.services import status as services_status
+from tula_cli.show import screen as show_screen
+
+ROOT = Path(__file__).resolve().parents[2]
+SIGNATURE = "ab12cd34"
+LIMITS = (
+    "refuse:QOSMaxSubmitJobPerUserLimit;Batch job submission failed: Job violates accounting/QOS policy "
+    "(job submit limit, user's size and/or time limits)"
+)
+
+
+INSPECTION = Inspection(
+    dataset_size=2000, eval_size=100, classes=10, sample_shape=(1, 8, 8), parameters=10, footprints=(), estimate_error="",
+    device="cpu", hardware="x", capacity=None, cpus=2,
+)  # fmt: skip
+
+
+@pytest.fixture(params=VERSIONS)
+def versions(request, tmp_path, monkeypatch):
+    return installed(tmp_path, monkeypatch, request.param)
+
+
+@pytest.fixture
+def slurm(tmp_path, monkeypatch):
+    return installed(tmp_path, monkeypatch, "22.05")
+
+
+def installed(tmp_path, monkeypatch, version):
+    fake = FakeSlurm(tmp_path / "slurm", version)
+    fake.use(monkeypatch)
+    for name in [name for name in os.environ if name.startswith(("SLURM_", "SUBMITIT_"))]:
+        monkeypatch.delenv(name)
+    monkeypatch.setattr(scheduler, "_asked", {})
+    monkeypatch.setattr(scheduler, "PATIENCE", 5.0)
+    monkeypatch.setattr(submit, "LAG", 0.5)
+    return fake
+
+
+@pytest.fixture
+def run(tmp_path):
+    cluster = {"kind": "slurm", "device": "cpu", "slurm": {"minutes": 60, "partition": "main"}}
+    return RunDir.create(tmp_path / "tula-runs", make.spec(cluster=cluster, train={"epochs": 4, "max_attempts": 3}))
+
+
+def probes(run, nodes=2):
+    name = f"probe-n{nodes:03d}"
+    return ProbeTask(id=name, job=name, spec=run.spec(), workdir="/", nodes=nodes, local_batches=(32, 64))
+
+
+def training(run, *, hours=None):
+    """Return a training that is predicted to take some hours, or without a prediction."""
+    predicted = None if hours is None else make.prediction(2, 128, hours=hours)
+    return TrainTask(
+        id=f"train-{SIGNATURE}-1", job=f"train-{SIGNATURE}", spec=run.spec(), workdir="/", nodes=2, signature=SIGNATURE,
+        attempt=1, ladder=(Rung(batch=128, prediction=predicted), Rung(batch=64)), workers=0,
+    )  # fmt: skip
+
+
+def submitted(run, task, launcher=None):
+    """Submit as the services do."""
+    run.write_task(task)
+    job = (launcher or SlurmLauncher()).submit(run, task)
+    run.write_job(job)
+    return job
+
+
+def state(run, job):
+    return SlurmLauncher().states(run, [job])[job.id]
+
+
+# --- what is submitted
+
+
+def test_a_probe_job_is_one_job_under_a_name_of_its_own(slurm, run):
+    job = submitted(run, probes(run))
+    assert [queued["name"] for queued in slurm.jobs()] == [f"tula-{run.id}-probe-n002"]
+    assert (job.scheduler, job.scheduler_id, job.links, job.submissions) == ("slurm", "1000", (), 1)
+    assert (run.submitit_dir / "1000_submitted.pkl").is_file(), "where submitit looks for it in the job"
+
+
+def test_the_dry_run_is_what_is_submitted_byte_for_byte(slurm, run):
+    for task in (probes(run), training(run, hours=0.1)):
+        shown = SlurmLauncher().script(run, task)
+        assert slurm.script(submitted(run, task).scheduler_id) == shown
+    assert "#SBATCH --partition=main" in shown
+
+
+def test_the_dry_run_touches_nothing(slurm, run):
+    before = sorted(run.path.rglob("*"))
+    SlurmLauncher().script(run, training(run))
+    assert sorted(run.path.rglob("*")) == before
+    assert not slurm.calls("sbatch")
+
+
+def test_the_job_calls_the_supervisor_with_its_run_and_task(slurm, run):
+    job = submitted(run, training(run, hours=0.1))
+    for id_ in job.links:
+        call = pickle.loads((run.submitit_dir / f"{id_}_submitted.pkl").read_bytes())
+        assert (call.function, call.args) == (
+            cluster_local.run_supervisor,
+            (str(run.path.resolve()), f"train-{SIGNATURE}-1", None),
+        )
+
+
+# --- the chain
+
+
+def test_a_training_is_a_chain_in_which_each_link_waits_for_the_end_of_the_one_before(versions, run):
+    job = submitted(run, training(run, hours=0.1))
+    queued = versions.jobs()
+    assert job.links == tuple(str(link["id"]) for link in queued)
+    assert job.scheduler_id == job.links[0]
+    name = f"tula-{run.id}-train-{SIGNATURE}"
+    assert [link["name"] for link in queued] == [name, f"{name}.2", f"{name}.3"]
+    # All of those before: the end of one that waits must not start the next beside one that runs.
+    one, two, _ = job.links
+    assert [link["dependency"] for link in queued] == ["", f"afterany:{one}", f"afterany:{one}:{two}"]
+
+
+def test_links_differ_in_name_and_dependency_only(slurm, run):
+    first, second, _ = submitted(run, training(run, hours=0.1)).links
+    one, two = slurm.script(first).splitlines(), slurm.script(second).splitlines()
+    assert [line for line in one if line not in two] == [f"#SBATCH --job-name=tula-{run.id}-train-{SIGNATURE}"]
+    extra = [line for line in two if line not in one]
+    assert extra == [f"#SBATCH --dependency=afterany:{first}", f"#SBATCH --job-name=tula-{run.id}-train-{SIGNATURE}.2"]
+
+
+@pytest.mark.parametrize(
+    ("hours", "links"),
+    [(None, 3), (0.01, 3), (0.49, 3), (0.5, 3), (1.0, 4), (10.0, 17), (1000.0, submit.MOST_LINKS)],
+)
+def test_the_chain_is_as_long_as_the_prediction_wants(run, hours, links):
+    assert submit.links(training(run, hours=hours)) == links
+
+
+def test_only_a_training_on_slurm_is_a_chain(run):
+    task = training(run)
+    here = task.model_copy(update={"spec": make.spec()})
+    assert (submit.links(here), submit.links(probes(run))) == (1, 1)
+
+
+def test_a_chain_has_two_links_at_least(run):
+    task = training(run)
+    settings = task.spec.train.model_copy(update={"max_attempts": 1})
+    assert submit.links(task.model_copy(update={"spec": task.spec.model_copy(update={"train": settings})})) == 2
+
+
+def test_links_that_the_queue_has_no_room_for_are_left_out(slurm, run):
+    slurm.fault(sbatch=["accept", "accept", LIMITS])
+    assert submitted(run, training(run)).links == ("1000", "1001")
+    assert len(slurm.calls("sbatch")) == 3, "no link behind one that is missing"
+
+
+def test_a_refusal_of_the_first_link_is_told_in_the_schedulers_words(slurm, run):
+    slurm.fault(sbatch=[LIMITS])
+    with pytest.raises(SchedulerError, match="QOSMaxSubmitJobPerUserLimit") as caught:
+        submitted(run, training(run))
+    assert "some of your jobs" in caught.value.hint
+    assert not slurm.jobs()
+
+
+# --- never twice
+
+
+@pytest.mark.parametrize("fault", ["accept, timeout", "accept, no id"])
+@pytest.mark.parametrize("lag", [0, 0.3])
+def test_a_job_accepted_although_sbatch_failed_is_taken_as_submitted(slurm, run, fault, lag):
+    slurm.fault(sbatch=[fault, fault], lag=lag)
+    job = submitted(run, training(run, hours=0.1))
+    assert job.links == ("1000", "1001", "1002")
+    assert len(slurm.jobs()) == 3
+    assert (run.submitit_dir / "1000_submitted.pkl").is_file()
+    assert slurm.jobs()[1]["dependency"] == "afterany:1000"
+
+
+def test_an_sbatch_that_hangs_is_given_up_and_its_job_found(slurm, run, monkeypatch):
+    monkeypatch.setattr(scheduler, "PATIENCE", 1.0)
+    slurm.fault(sbatch=["accept, hang"])
+    assert submitted(run, probes(run)).scheduler_id == "1000"
+    slurm.fault(sbatch=["accept, hang", "hang"])
+    with pytest.raises(SchedulerError, match=r"does not answer \(no answer within 1 s\)"):
+        submitted(run, probes(run, nodes=1))
+    assert len(slurm.jobs()) == 1
+
+
+@pytest.mark.parametrize("fault", ["timeout", "unreachable"])
+def test_a_job_that_was_not_accepted_is_an_error_with_sbatchs_words(slurm, run, fault):
+    slurm.fault(sbatch=[fault])
+    with pytest.raises(SchedulerError, match=r"Batch job submission failed: (Socket|Unable)") as caught:
+        submitted(run, probes(run))
+    assert "does not submit twice" in caught.value.hint
+    assert submitted(run, probes(run)).scheduler_id == "1000", "the next call submits it"
+
+
+def test_a_job_that_appears_too_late_is_found_by_the_next_call(slurm, run):
+    slurm.fault(sbatch=["accept, timeout"], lag=3600)
+    with pytest.raises(SchedulerError, match="no job tula-"):
+        submitted(run, probes(run))
+    slurm.set("1000", "PENDING", visible_at=0)
+    assert submitted(run, probes(run)).scheduler_id == "1000"
+    assert len(slurm.jobs()) == 1
+
+
+def test_a_chain_whose_submission_was_cut_off_is_taken_up_and_completed(slurm, run):
+    slurm.fault(sbatch=["accept", "accept", LIMITS])
+    cut = SlurmLauncher().submit(run, training(run))  # and the command line is killed before it writes the job
+    (run.submitit_dir / "1001_submitted.pkl").unlink()
+    slurm.fault(sbatch=[])
+    job = submitted(run, training(run))
+    assert job.links[:2] == cut.links
+    assert len(job.links) == len(slurm.jobs()) == 3
+    assert slurm.jobs()[2]["dependency"] == "afterany:1000:1001", (
+        "the end of one that waits starts none beside one that runs"
+    )
+    assert (run.submitit_dir / "1001_submitted.pkl").is_file()
+    assert job.submissions == 1
+
+
+def test_no_link_is_submitted_beside_a_later_one_that_runs(slurm, run):
+    cut = SlurmLauncher().submit(run, training(run, hours=0.1))
+    slurm.set(cut.links[0], "TIMEOUT")
+    slurm.set(cut.links[1], "RUNNING")
+    assert submitted(run, training(run, hours=0.1)).links == cut.links[1:]
+
+
+def test_a_chain_that_runs_is_left_as_it_is(slurm, run):
+    job = submitted(run, training(run, hours=0.1))
+    slurm.set(job.links[0], "TIMEOUT")
+    assert submitted(run, training(run, hours=0.1)) == job
+    assert len(slurm.jobs()) == 3
+
+
+def test_the_same_run_in_another_folder_is_another_run(slurm, run, tmp_path):
+    submitted(run, probes(run))
+    other = RunDir.create(tmp_path / "elsewhere", run.spec())
+    assert other.id == run.id
+    assert submitted(other, probes(other)).scheduler_id == "1001"
+
+
+def test_a_job_that_is_being_ended_is_not_taken_for_a_new_one(slurm, run):
+    first = submitted(run, probes(run))
+    slurm.set(first.scheduler_id, "COMPLETING")
+    assert submitted(run, probes(run)).scheduler_id == "1001"
+    assert run.job("probe-n002").submissions == 2
+
+
+def test_nothing_is_submitted_where_squeue_does_not_answer(slurm, run):
+    slurm.fault(squeue="unreachable")
+    with pytest.raises(SchedulerError, match="squeue does not answer"):
+        submitted(run, probes(run))
+    assert not slurm.calls("sbatch")
+
+
+@pytest.mark.parametrize("sacct", ["", "knows nothing"])
+def test_two_command_lines_at_once_submit_once(slurm, run, sacct):
+    slurm.fault(lag=60, sacct=sacct)  # so that the queue cannot help: the second has to wait for what the first writes
+    plan = training_plan(run)
+    with ThreadPoolExecutor() as pool:
+        started = [pool.submit(train.start, RunDir(run.path), plan, SlurmLauncher()) for _ in range(3)]
+    assert {future.result() for future in started} == {plan.task.job}
+    assert len(slurm.jobs()) == len(run.job(plan.task.job).links)
+    assert not (run.path / "lock").exists()
+
+
+def test_a_lock_left_behind_by_a_dead_command_line_is_taken_over(slurm, run):
+    dead = subprocess.run([sys.executable, "-c", f"from tula_cli.run.directory import RunDir; from pathlib import Path; RunDir(Path({str(run.path)!r})).lock()"], env={**os.environ, "PYTHONPATH": str(ROOT)})  # fmt: skip
+    assert dead.returncode == 0
+    assert (run.path / "lock").is_dir()
+    pauses = []
+    with cluster_launcher.submitting(run, sleep=pauses.append):
+        assert len(pauses) == 1
+    assert not (run.path / "lock").exists()
+
+
+def test_a_lock_of_another_host_is_respected_until_it_is_old(run):
+    (run.path / "lock").mkdir()
+    (run.path / "lock/owner").write_text("elsewhere:1\n")
+    with pytest.raises(SchedulerError, match="elsewhere:1"), cluster_launcher.submitting(run, sleep=lambda _: None):
+        pass
+    long_ago = time.time() - 400
+    os.utime(run.path / "lock", (long_ago, long_ago))
+    with cluster_launcher.submitting(run, sleep=lambda _: None):
+        assert run.lock() != ""
+
+
+# --- from inside a job
+
+
+def test_nothing_of_an_outer_job_reaches_sbatch(slurm, run, monkeypatch):
+    outer = {
+        "SLURM_JOB_ID": "7", "SLURM_CPU_BIND": "mask_cpu:0x1", "SLURM_NTASKS": "1", "SUBMITIT_EXECUTOR": "slurm",
+        "CUDA_VISIBLE_DEVICES": "0", "SLURM_CONF": "/etc/slurm/slurm.conf",
+    }  # fmt: skip
+    for name, value in outer.items():
+        monkeypatch.setenv(name, value)
+    submitted(run, probes(run))
+    assert [call.environ for call in slurm.calls("sbatch")] == [{"SLURM_CONF": "/etc/slurm/slurm.conf"}]
+    assert {name: os.environ[name] for name in outer} == outer
+    monkeypatch.delenv("SLURM_JOB_ID")
+    submitted(run, probes(run, nodes=1))
+    assert slurm.calls("sbatch")[1].environ["CUDA_VISIBLE_DEVICES"] == "0", "the user's own"
+
+
+# --- what became of it
+
+
+def test_all_jobs_of_a_run_are_asked_for_at_once(slurm, run):
+    jobs = [submitted(run, probes(run, nodes=1)), submitted(run, training(run, hours=0.1))]
+    before = len(slurm.calls("squeue"))
+    slurm.set(jobs[0].scheduler_id, "RUNNING")
+    states = SlurmLauncher().states(run, jobs)
+    assert [states[job.id].state for job in jobs] == ["running", "pending"]
+    assert len(slurm.calls("squeue")) == before + 1
+
+
+def test_a_chain_waits_as_its_first_link_does(slurm, run):
+    job = submitted(run, training(run, hours=0.1))
+    slurm.set(job.links[0], "PENDING", "Resources", starts=local(2e9))
+    assert state(run, job) == scheduler.SchedulerState("pending", "Resources", 2e9)
+
+
+def test_a_chain_runs_if_one_link_does(slurm, run):
+    job = submitted(run, training(run, hours=0.1))
+    slurm.set(job.links[0], "TIMEOUT", "TimeLimit")
+    slurm.set(job.links[1], "RUNNING")
+    assert state(run, job).state == "running"
+
+
+def test_between_two_links_a_chain_tells_how_the_last_one_ended(slurm, run):
+    job = submitted(run, training(run, hours=0.1))
+    slurm.set(job.links[0], "TIMEOUT", "TimeLimit")
+    told = state(run, job)
+    assert told.state == "pending"
+    assert told.reason == "goes on after job 1000 (TIMEOUT: its time limit was reached)"
+
+
+def test_a_chain_is_over_when_its_last_link_is(slurm, run):
+    job = submitted(run, training(run, hours=0.1))
+    slurm.set(job.links[0], "TIMEOUT")
+    slurm.set(job.links[1], "NODE_FAIL")
+    slurm.set(job.links[2], "COMPLETED")
+    (run.submitit_dir / f"{job.links[0]}_0_log.err").touch()
+    assert state(run, job) == scheduler.SchedulerState("ended")
+
+
+def test_a_young_job_that_nobody_knows_yet_is_pending_and_an_old_one_is_over(slurm, run):
+    job = submitted(run, probes(run))
+    slurm.set(job.scheduler_id, "PENDING", forgotten=True)
+    slurm.fault(sacct="knows nothing")
+    assert state(run, job) == scheduler.SchedulerState("pending", "just submitted")
+    old = job.model_copy(update={"submitted_at": time.time() - submit.YOUNG - 1})
+    assert state(run, old).state == "ended"
+    assert submit.FORGOTTEN in state(run, old).reason
+
+
+@pytest.mark.parametrize(("words", "reason"), [("FAILED", "JobLaunchFailure"), ("COMPLETED", "None")])
+def test_a_job_that_left_nothing_behind_probably_did_not_see_the_folder(slurm, run, words, reason):
+    job = submitted(run, probes(run))
+    slurm.set(job.scheduler_id, words, reason)
+    assert str(run.path) in state(run, job).reason
+    assert "--run-dir" in state(run, job).reason
+    log = run.submitit_dir / f"{job.scheduler_id}_0_log.err"
+    log.touch()
+    assert "--run-dir" not in state(run, job).reason
+    log.unlink()
+    run.write_attempt(make.attempt("probe-n002", start=time.time()))
+    assert "--run-dir" not in state(run, job).reason
+
+
+@pytest.mark.parametrize("words", ["CANCELLED", "NODE_FAIL", "PREEMPTED"])
+def test_a_job_that_was_ended_from_outside_says_nothing_of_folders(slurm, run, words):
+    job = submitted(run, probes(run))
+    slurm.set(job.scheduler_id, words)
+    assert "--run-dir" not in state(run, job).reason
+
+
+def test_cancel_marks_the_run_and_ends_all_links_the_last_first(slurm, run):
+    foreign = slurm.add(f"tula-{run.id}-train-{SIGNATURE}", "RUNNING")
+    job = submitted(run, training(run, hours=0.1))
+    SlurmLauncher().cancel(run, job)
+    assert run.cancelled(job.id)
+    assert slurm.calls("scancel")[0].arguments == list(job.links[::-1])
+    assert [queued["state"] for queued in slurm.jobs()] == ["RUNNING", "CANCELLED", "CANCELLED", "CANCELLED"]
+    assert foreign not in job.links
+
+
+# --- through the services
+
+
+def training_plan(run):
+    return train.plan(run, run.spec(), nodes=2, batch=128, inspect=lambda _: INSPECTION)
+
+
+def test_from_submission_to_the_next_link_and_the_end(versions, run):
+    plan, launcher = training_plan(run), SlurmLauncher()
+    for _ in range(2):
+        assert train.start(run, plan, launcher) == plan.task.job
+    assert len(versions.jobs()) == run.spec().train.max_attempts
+    versions.set("1000", "PENDING", "Priority", starts=local(2e9))
+    job = services_status.snapshot(run, launcher, now=time.time()).jobs[0]
+    assert (job.state, job.reason, job.starts_at) == ("queued", "Priority", 2e9)
+    versions.set("1000", "NODE_FAIL", "NodeDown")
+    job = services_status.snapshot(run, launcher, now=time.time()).jobs[0]
+    assert (job.state, job.reason) == ("queued", "goes on after job 1000 (NODE_FAIL: a node of its allocation failed)")
+    assert services_status.cancel(run, launcher) == [plan.task.job]
+    assert services_status.snapshot(run, launcher, now=time.time()).jobs[0].state == "cancelled"
+    assert services_status.cancel(run, launcher) == []
+
+
+# --- through the command line
+
+JOB = """
+name: toy
+model: {name: resnet18}
+dataset: {name: digits}
+optimizer: {lr: 0.1}
+train: {epochs: 4, max_attempts: 3}
+search: {nodes: [1, 2], max_node_hours: 10}
+cluster: {kind: slurm, device: cpu, slurm: {minutes: 60}}
+"""
+
+
+@pytest.fixture
+def tula(tmp_path, monkeypatch):
+    """The command line in a folder with a job.yaml; it answers its exit code and the JSON envelope."""
+    (tmp_path / "job.yaml").write_text(JOB)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(inspection, "inspect", lambda spec: INSPECTION)
+
+    def call(*arguments):
+        screen = show_screen.Screen(out=io.StringIO(), err=io.StringIO())
+        code = app.run([*arguments, "--json"], screen=screen)
+        return code, json.loads(screen.out.getvalue())
+
+    return call
+
+
+TRAIN = ("train", "job.yaml", "--nodes", "2", "--batch", "128")
+
+
+def test_a_training_from_the_dry_run_to_its_end(versions, tula):
+    scripts = tula(*TRAIN, "--dry-run")[1]["data"]["scripts"]
+    assert not versions.calls("sbatch")
+    for _ in range(2):
+        code, submitted = tula(*TRAIN)
+        assert (code, submitted["status"]) == (0, "pending")
+    assert len(versions.jobs()) == 3
+    assert scripts == [versions.script("1000")]
+    versions.set("1000", "PENDING", "Resources", starts=local(2e9))
+    job = tula("status")[1]["data"]["jobs"][0]
+    assert (job["state"], job["reason"], job["starts_at"], job["scheduler_id"]) == ("queued", "Resources", 2e9, "1000")
+    versions.fault(squeue="unreachable", sacct="disabled")
+    code, told = tula("status")
+    assert (code, told["data"]["jobs"][0]["state"]) == (0, "queued")
+    versions.fault(squeue="")
+    assert tula("cancel")[1]["data"]["cancelled"] == [job["id"]]
+    assert {queued["state"] for queued in versions.jobs()} == {"CANCELLED"}
+    assert tula("status")[1]["status"] == "done"
+
+
+def test_a_refusal_is_exit_code_5_and_leaves_nothing_in_the_queue(slurm, tula):
+    slurm.fault(
+        sbatch=["refuse:invalid partition specified: x;Batch job submission failed: Invalid partition name specified"]
+    )
+    code, told = tula(*TRAIN)
+    assert (code, told["error"]["code"]) == (5, "scheduler")
+    assert "invalid partition specified: x" in told["error"]["message"]
+    assert tula("status")[1]["data"]["jobs"] == []
+    assert Path("tula-runs").is_dir()
+    assert not list(Path("tula-runs").glob("*/lock"))
+
+
+def test_a_scheduler_that_answers_garbage_is_no_defect(slurm, tula):
+    assert tula(*TRAIN)[0] == 0
+    slurm.fault(squeue="garbage", sacct="disabled")
+    code, told = tula("status")
+    assert (code, told["data"]["jobs"][0]["reason"]) == (0, "just submitted")
+
+
+# --- what a job of which little is known says
+
+
+def test_a_job_whose_script_failed_is_told_in_its_own_words(slurm, run):
+    job = submitted(run, probes(run))
+    slurm.set(job.scheduler_id, "FAILED")
+    log = run.submitit_dir / f"{job.scheduler_id}_0_log.err"
+    log.write_text(
+        "slurmstepd: error: execve(): /nosuch/python: No such file or directory\nsrun: error: Exited with exit code 2\n"
+    )
+    reason = state(run, job).reason
+    assert "execve(): /nosuch/python: No such file or directory" in reason
+    assert str(log) in reason
+    assert next(line.file for line in logs.logs(run, job=job.id)) == log
+
+
+def test_a_job_that_works_is_running_although_the_queue_does_not_show_it_yet(slurm, run):
+    task = probes(run)
+    job = submitted(run, task)
+    slurm.without("squeue")
+    assert state(run, job).state == "pending"
+    run.write_attempt(make.attempt(task.id, start=time.time()))
+    assert state(run, job).state == "running"
+
+
+def test_what_became_of_a_run_can_be_asked_where_there_is_no_sbatch(slurm, run):
+    job = submitted(run, probes(run))
+    for command in ("sbatch", "squeue", "sacct", "scontrol", "scancel"):
+        slurm.without(command)
+    with pytest.raises(SchedulerError, match="no sbatch"):
+        cluster_launcher.launcher_for(run.spec())
+    assert cluster_launcher.launcher_for(run.spec(), submits=False).states(run, [job])
+
+
+def test_variables_do_not_override_what_the_script_says(slurm, run, monkeypatch):
+    monkeypatch.setenv("SBATCH_PARTITION", "other")
+    monkeypatch.setenv("SBATCH_TIMELIMIT", "1")
+    monkeypatch.setenv("SBATCH_ACCOUNT", "mine")
+    script = run.write_script("x", SlurmLauncher().script(run, probes(run)))
+    kept = [name for name in submit._environment(script) if name.startswith("SBATCH_")]
+    assert kept == ["SBATCH_ACCOUNT"], "the spec names no account"
+
+
+def test_a_scancel_that_fails_is_told_and_the_mark_stays(slurm, run):
+    job = submitted(run, probes(run))
+    slurm.without("scancel")
+    with pytest.raises(SchedulerError, match="scancel"):
+        SlurmLauncher().cancel(run, job)
+    assert run.cancelled(job.id)
+
+
+def test_a_silent_queue_is_no_reason_to_start_anew(slurm, run):
+    task = probes(run)
+    job = submitted(run, task).model_copy(update={"submitted_at": 1.0})
+    run.write_job(job)
+    slurm.without("squeue")
+    with pytest.raises(SchedulerError, match="squeue does not answer"):
+        cluster_launcher.under_way(run, SlurmLauncher(), [job.id])
+
+
+def test_a_local_job_of_another_machine_is_not_started_again_here(run):
+    job = make.job("train-x").model_copy(update={"host": "elsewhere"})
+    assert cluster_local.LocalLauncher().states(run, [job])[job.id].state == "running"

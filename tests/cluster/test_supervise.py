@@ -1,0 +1,551 @@
+"""The supervisor with ranks that are small scripts: what it does with each way of ending."""
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import textwrap
+import time
+from pathlib import Path
+
+import make_runs
+import pytest
+from make_results import Truth, measured
+
+from tula_cli.cluster import allocation, ending, relaunch
+from tula_cli.cluster import attempt as cluster_attempt
+from tula_cli.cluster import supervise as cluster_supervise
+from tula_cli.errors import TulaError
+from tula_cli.host.processes import started
+from tula_cli.run.directory import RunDir, probe_id
+from tula_cli.run.records.jobs import Failure, Order
+from tula_cli.run.records.probes import OutOfMemory
+from tula_cli.run.records.results import TrainResult
+from tula_cli.run.records.tasks import ProbeTask, Rung, TrainTask
+
+GLOO = "RuntimeError: [../gloo/transport/tcp/pair.cc:534] Connection closed by peer [127.0.0.1]:31415"
+CPU_OOM = "RuntimeError: DefaultCPUAllocator: can't allocate memory: you tried to allocate 4096 bytes."
+KILLED = "Root Cause (first observed failure):\n[0]:\n  rank      : 1 (local_rank: 1)\n  exitcode  : -9 (pid: 77)\n"
+
+
+class Ranks:
+    """Stands in for torchrun: the n-th start runs the n-th script, and the last one again after that."""
+
+    def __init__(self, run: RunDir, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.run, self.folder = run, folder
+        self.starts: list[str] = []
+        self.scripts: list[str] = []
+        monkeypatch.setattr(cluster_attempt, "_command", self.command)
+
+    def will(self, *scripts: str) -> None:
+        self.scripts = list(scripts)
+
+    def command(self, me: object, task: ProbeTask | TrainTask, order: object) -> list[str]:
+        script = self.scripts[min(len(self.starts), len(self.scripts) - 1)]
+        self.starts.append(task.id)
+        return [sys.executable, "-c", textwrap.dedent(script)]
+
+    def fail(self, task: str, message: str, outcome: str, *, attempt: int = 1, rank: int = 0, at: float = 1.0) -> str:
+        """Return a script that leaves a rank's failure file and exits as torchrun does."""
+        failure = Failure(
+            task=task,
+            attempt=attempt,
+            rank=rank,
+            host="h",
+            pid=1,
+            outcome=outcome,
+            message=message,
+            detail="",
+            failed_at=at,
+        )
+        path = self.run.path / "failures" / f"{task}.{attempt:03d}.{rank:04d}.json"
+        return f"""
+            import pathlib, sys
+            path = pathlib.Path({str(path)!r})
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text({failure.model_dump_json()!r})
+            sys.exit(1)
+        """
+
+    def finish(self, signature: str) -> str:
+        """Return a script that leaves a training result."""
+        result = TrainResult(
+            signature=signature, nodes=1, batch=64, samples=128, steps=2, epochs=1, metrics={"top1": 90.0},
+            best_top1=90.0, best_epoch=1, step_time=0.1, finished_at=2.0,
+        )  # fmt: skip
+        path = self.run.path / f"train/{signature}/result.json"
+        text = result.model_dump_json()
+        return f"import pathlib; p = pathlib.Path({str(path)!r}); p.parent.mkdir(parents=True, exist_ok=True); p.write_text({text!r})"
+
+    def measure(self, nodes: int, *local_batches: int) -> str:
+        """Return a script that leaves results of probes."""
+        files = {
+            str(self.run.path / "results" / f"{probe_id(nodes, local)}.json"): measured(
+                Truth(), nodes, local
+            ).model_dump_json()
+            for local in local_batches
+        }
+        return f"""
+            import json, pathlib
+            for path, text in json.loads({json.dumps(files)!r}).items():
+                pathlib.Path(path).parent.mkdir(parents=True, exist_ok=True)
+                pathlib.Path(path).write_text(text)
+        """
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDir:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    return RunDir.create(tmp_path / "runs", make_runs.spec(train={"epochs": 1, "max_attempts": 3, "workers": 4}))
+
+
+@pytest.fixture
+def ranks(run: RunDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Ranks:
+    return Ranks(run, tmp_path, monkeypatch)
+
+
+@pytest.fixture
+def probe(run: RunDir) -> ProbeTask:
+    task = ProbeTask(
+        id="probe-n001", job="probe-n001", spec=run.spec(), workdir=str(run.path), nodes=1, local_batches=(32, 64, 128)
+    )
+    run.write_task(task)
+    return task
+
+
+@pytest.fixture
+def training(run: RunDir) -> TrainTask:
+    ladder = tuple(Rung(batch=batch) for batch in (128, 64, 32))
+    task = TrainTask(
+        id="train-s-1", job="train-s", spec=run.spec(), workdir=str(run.path), nodes=1, signature="s", attempt=1,
+        ladder=ladder, workers=4,
+    )  # fmt: skip
+    run.write_task(task)
+    return task
+
+
+def outcomes(run: RunDir, task: str) -> list[str | None]:
+    return [attempt.outcome for attempt in run.attempts(task)]
+
+
+def test_a_probe_job_that_measures_everything_is_over(run: RunDir, ranks: Ranks, probe: ProbeTask) -> None:
+    ranks.will(ranks.measure(1, 32, 64, 128))
+    cluster_supervise.supervise(run.path, probe.id)
+    assert ranks.starts == [probe.id]
+    assert outcomes(run, probe.id) == ["done"]
+
+
+def test_start_is_resume_nothing_is_started_where_all_results_are_there(
+    run: RunDir, ranks: Ranks, probe: ProbeTask
+) -> None:
+    for local in probe.local_batches:
+        run.write_result(measured(Truth(), 1, local))
+    ranks.will("raise SystemExit(1)")
+    cluster_supervise.supervise(run.path, probe.id)
+    assert ranks.starts == []
+
+
+def test_an_out_of_memory_is_a_result_and_bounds_the_larger_batches(
+    run: RunDir, ranks: Ranks, probe: ProbeTask
+) -> None:
+    ranks.will(textwrap.dedent(ranks.measure(1, 32)) + textwrap.dedent(ranks.fail(probe.id, CPU_OOM, "device_oom")))
+    cluster_supervise.supervise(run.path, probe.id)
+    found = {result.local_batch: result for result in run.results()}
+    assert found[32].kind == "measured"
+    assert isinstance(found[64], OutOfMemory)
+    assert not found[64].assumed
+    assert isinstance(found[128], OutOfMemory)
+    assert found[128].assumed
+    assert ranks.starts == [probe.id], "an out-of-memory is not tried again"
+
+
+def test_a_lost_rank_is_started_again(run: RunDir, ranks: Ranks, probe: ProbeTask) -> None:
+    ranks.will(f"print({KILLED!r}); raise SystemExit(1)", ranks.measure(1, 32, 64, 128))
+    cluster_supervise.supervise(run.path, probe.id)
+    assert outcomes(run, probe.id) == ["signal", "done"]
+    assert "exitcode : -9" in run.attempts(probe.id)[0].message
+
+
+def test_a_probe_job_gives_up_after_some_restarts(run: RunDir, ranks: Ranks, probe: ProbeTask) -> None:
+    ranks.will(f"print({KILLED!r}); raise SystemExit(1)")
+    cluster_supervise.supervise(run.path, probe.id)
+    assert len(ranks.starts) == relaunch.RESTARTS + 1
+    failed = run.result(probe_id(1, 32))
+    assert failed is not None
+    assert failed.kind == "failed"
+    assert failed.outcome == "signal"
+    assert run.result(probe_id(1, 64)) is None
+
+
+def test_the_users_own_error_is_not_tried_again_but_the_other_batches_are(
+    run: RunDir, ranks: Ranks, probe: ProbeTask
+) -> None:
+    ranks.will(ranks.fail(probe.id, "ValueError: mine", "user"), ranks.measure(1, 64, 128))
+    cluster_supervise.supervise(run.path, probe.id)
+    assert [result.kind for result in run.results()] == ["failed", "measured", "measured"]
+    assert len(ranks.starts) == 2
+
+
+def test_a_second_failure_of_the_users_code_ends_the_job(run: RunDir, ranks: Ranks, probe: ProbeTask) -> None:
+    ranks.will(*(ranks.fail(probe.id, "ValueError: mine", "user", attempt=k) for k in (1, 2)))
+    cluster_supervise.supervise(run.path, probe.id)
+    assert [result.kind for result in run.results()] == ["failed", "failed"]
+    assert len(ranks.starts) == 2
+
+
+def test_restarts_share_the_minutes_of_the_job(tmp_path: Path, ranks: Ranks) -> None:
+    run = RunDir.create(tmp_path / "other", make_runs.spec(search={"nodes": [1], "max_minutes": 0.02}))
+    task = ProbeTask(id="p", job="p", spec=run.spec(), workdir=str(run.path), nodes=1, local_batches=(32,))
+    run.write_task(task)
+    ranks.will(f"import time; time.sleep(0.7); print({KILLED!r}); raise SystemExit(1)")
+    cluster_supervise.supervise(run.path, "p")
+    assert len(ranks.starts) == 2, "the second start is ended 1.2 s after the first began"
+
+
+def test_a_full_disk_is_told_where_the_scheduler_keeps_its_log(
+    run: RunDir, ranks: Ranks, training: TrainTask, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def full(*_: object) -> None:
+        raise TulaError("cannot write x: No space left on device", "free some space")
+
+    monkeypatch.setattr(RunDir, "write_attempt", full)
+    with pytest.raises(SystemExit):
+        cluster_supervise.supervise(run.path, training.id)
+    assert "No space left on device" in capsys.readouterr().err
+
+
+def test_an_out_of_memory_beats_the_peers_that_noticed_it_first(run: RunDir, ranks: Ranks, probe: ProbeTask) -> None:
+    peer = textwrap.dedent(ranks.fail(probe.id, GLOO, "peer", rank=0, at=1.0)).replace("sys.exit(1)", "")
+    ranks.will(peer + textwrap.dedent(ranks.fail(probe.id, CPU_OOM, "device_oom", rank=1, at=2.0)))
+    cluster_supervise.supervise(run.path, probe.id)
+    attempt = run.attempts(probe.id)[0]
+    assert (attempt.outcome, attempt.rank) == ("device_oom", 1)
+
+
+def test_a_killed_rank_is_told_from_the_peers_that_lost_it(run: RunDir, ranks: Ranks, probe: ProbeTask) -> None:
+    peer = textwrap.dedent(ranks.fail(probe.id, GLOO, "peer", rank=0)).replace("sys.exit(1)", "")
+    ranks.will(f"{peer}\nprint({KILLED!r}); raise SystemExit(1)", ranks.measure(1, 32, 64, 128))
+    cluster_supervise.supervise(run.path, probe.id)
+    assert outcomes(run, probe.id) == ["signal", "done"]
+
+
+def test_training_out_of_memory_goes_on_at_the_next_smaller_batch(
+    run: RunDir, ranks: Ranks, training: TrainTask
+) -> None:
+    ranks.will(ranks.fail("train-s-1", CPU_OOM, "device_oom"), ranks.finish("s"))
+    cluster_supervise.supervise(run.path, training.id)
+    relaunch = run.task("train-s-2")
+    assert isinstance(relaunch, TrainTask)
+    assert relaunch.batch == 64
+    assert [rung.batch for rung in relaunch.ladder] == [64, 32]
+    summary = run.summary("s")
+    assert summary is not None
+    assert summary.start_batch == 128
+    assert summary.attempts == 2
+    assert summary.causes == ("out of memory at batch 128",)
+
+
+def test_a_crash_under_a_memory_limit_is_out_of_memory(tmp_path: Path, ranks: Ranks) -> None:
+    limited = make_runs.spec(search={"nodes": [1]}, cluster={"memory_per_gpu": "100MB", "device": "cpu"})
+    run = RunDir.create(tmp_path / "other", limited)
+    task = ProbeTask(id="p", job="p", spec=limited, workdir=str(run.path), nodes=1, local_batches=(32,))
+    run.write_task(task)
+    ranks.will(f"print({KILLED.replace('-9', '-11')!r}); raise SystemExit(1)")
+    cluster_supervise.supervise(run.path, "p")
+    assert isinstance(run.result(probe_id(1, 32)), OutOfMemory)
+
+
+def test_training_out_of_memory_at_the_smallest_batch_ends(run: RunDir, ranks: Ranks, training: TrainTask) -> None:
+    ranks.will(*(ranks.fail(f"train-s-{k}", CPU_OOM, "device_oom") for k in (1, 2, 3)))
+    cluster_supervise.supervise(run.path, training.id)
+    assert ranks.starts == ["train-s-1", "train-s-2", "train-s-3"]
+    assert run.summary("s") is None
+
+
+def test_a_training_that_diverges_is_not_started_again(run: RunDir, ranks: Ranks, training: TrainTask) -> None:
+    ranks.will(ranks.fail("train-s-1", "Diverged: the loss is not finite", "diverged"), ranks.finish("s"))
+    cluster_supervise.supervise(run.path, training.id)
+    assert ranks.starts == ["train-s-1"] and run.summary("s") is None
+    assert run.diverged("s") == run.attempts()[-1]
+
+
+def test_host_memory_goes_on_once_with_fewer_loader_processes(run: RunDir, ranks: Ranks, training: TrainTask) -> None:
+    ranks.will(*(ranks.fail(f"train-s-{k}", "DataLoader worker is killed", "host_oom") for k in (1, 2)))
+    cluster_supervise.supervise(run.path, training.id)
+    assert ranks.starts == ["train-s-1", "train-s-2"]
+    relaunch = run.task("train-s-2")
+    assert isinstance(relaunch, TrainTask)
+    assert (relaunch.workers, relaunch.batch) == (2, 128)
+
+
+def test_lost_processes_restart_training_a_bounded_number_of_times(
+    run: RunDir, ranks: Ranks, training: TrainTask
+) -> None:
+    ranks.will(f"print({KILLED!r}); raise SystemExit(1)")
+    cluster_supervise.supervise(run.path, training.id)
+    assert len(ranks.starts) == run.spec().train.max_attempts
+
+
+def test_a_second_call_goes_on_at_the_newest_attempt(run: RunDir, ranks: Ranks, training: TrainTask) -> None:
+    smaller = training.model_copy(update={"id": "train-s-2", "attempt": 2, "ladder": training.ladder[1:]})
+    run.write_task(smaller)
+    ranks.will(ranks.finish("s"))
+    cluster_supervise.supervise(run.path, training.id)
+    assert ranks.starts == ["train-s-2"]
+
+
+def test_a_summary_that_a_killed_supervisor_still_owed_is_written(
+    run: RunDir, ranks: Ranks, training: TrainTask
+) -> None:
+    subprocess.run([sys.executable, "-c", ranks.finish("s")], check=True)
+    run.write_attempt(make_runs.attempt(training.id, start=1000.0, end=1036.0))
+    ranks.will("raise SystemExit(1)")
+    cluster_supervise.supervise(run.path, training.id)
+    assert ranks.starts == []
+    summary = run.summary("s")
+    assert summary is not None
+    assert summary.actual_hours == pytest.approx(0.01)
+
+
+def test_a_cancelled_job_is_not_started(run: RunDir, ranks: Ranks, training: TrainTask) -> None:
+    run.cancel(training.job)
+    ranks.will(ranks.finish("s"))
+    cluster_supervise.supervise(run.path, training.id)
+    assert ranks.starts == []
+
+
+def test_ranks_that_end_well_without_a_result_have_not_succeeded(
+    run: RunDir, ranks: Ranks, training: TrainTask, probe: ProbeTask
+) -> None:
+    ranks.will("")
+    cluster_supervise.supervise(run.path, training.id)
+    assert len(ranks.starts) == run.spec().train.max_attempts
+    assert outcomes(run, training.id) == ["unknown"]
+    cluster_supervise.supervise(run.path, probe.id)
+    failed = run.result(probe_id(1, 32))
+    assert failed is not None
+    assert failed.kind == "failed"
+
+
+def test_cancelling_ends_the_ranks_and_starts_nothing_more(run: RunDir, ranks: Ranks, training: TrainTask) -> None:
+    mark = run.path / "jobs" / f"{training.job}.cancelled"
+    ranks.will(f"import pathlib, time; pathlib.Path({str(mark)!r}).parent.mkdir(exist_ok=True); "
+               f"pathlib.Path({str(mark)!r}).touch(); time.sleep(60)")  # fmt: skip
+    began = time.monotonic()
+    cluster_supervise.supervise(run.path, training.id)
+    assert time.monotonic() - began < 20
+    assert outcomes(run, training.id) == ["cancelled"]
+
+
+def test_a_probe_job_ends_when_its_minutes_are_over(tmp_path: Path, ranks: Ranks) -> None:
+    run = RunDir.create(tmp_path / "other", make_runs.spec(search={"nodes": [1], "max_minutes": 0.01}))
+    task = ProbeTask(id="p", job="p", spec=run.spec(), workdir=str(run.path), nodes=1, local_batches=(32,))
+    run.write_task(task)
+    ranks.will("import time; time.sleep(60)")
+    cluster_supervise.supervise(run.path, "p")
+    failed = run.result(probe_id(1, 32))
+    assert failed is not None
+    assert failed.kind == "failed"
+    assert "max_minutes" in failed.message
+
+
+def test_an_attempt_of_a_killed_supervisor_is_closed_at_its_last_sign_of_life(
+    run: RunDir, ranks: Ranks, training: TrainTask
+) -> None:
+    run.write_attempt(make_runs.attempt(training.id, start=1000.0))
+    log = run.log_path(training.id, 1)
+    log.parent.mkdir()
+    log.touch()
+    os.utime(log, (1500.0, 1500.0))
+    ranks.will(ranks.finish("s"))
+    cluster_supervise.supervise(run.path, training.id)
+    lost, done = run.attempts(training.id)
+    assert (lost.outcome, lost.ended_at, lost.number) == ("signal", 1500.0, 1)
+    assert (done.outcome, done.number) == ("done", 2)
+
+
+def test_two_jobs_of_one_machine_run_one_after_the_other(run: RunDir, tmp_path: Path) -> None:
+    code = """
+        import sys, tempfile, time, pathlib
+        tempfile.tempdir = sys.argv[1]
+        sys.path[:0] = sys.argv[3].split(":")
+        from tula_cli.cluster import supervise
+        from tula_cli.run.directory import RunDir
+        times = pathlib.Path(sys.argv[2])
+        with supervise._machine_to_ourselves(RunDir(times.parent), type("T", (), {"job": "j"})()):
+            with open(times, "a") as file: print(time.monotonic(), file=file)
+            time.sleep(0.5)
+            with open(times, "a") as file: print(time.monotonic(), file=file)
+    """
+    times = tmp_path / "times"
+    command = [sys.executable, "-c", textwrap.dedent(code), str(tmp_path), str(times), ":".join(sys.path)]
+    children = [subprocess.Popen(command) for _ in range(2)]
+    assert [child.wait(30) for child in children] == [0, 0]
+    numbers = [float(line) for line in times.read_text().split()]
+    assert numbers == sorted(numbers)
+    assert numbers[2] - numbers[0] >= 0.5
+
+
+def test_the_ranks_die_with_a_killed_supervisor(run: RunDir, tmp_path: Path, training: TrainTask) -> None:
+    code = f"""
+        import sys, tempfile
+        tempfile.tempdir = {str(tmp_path)!r}
+        sys.path[:0] = sys.argv[1].split(":")
+        from tula_cli.cluster import attempt, supervise
+        script = "import os, time; open({str(tmp_path / "pid")!r}, 'w').write(str(os.getpid())); time.sleep(60)"
+        attempt._command = lambda *_: [sys.executable, "-c", script]
+        import pathlib
+        supervise.supervise(pathlib.Path({str(run.path)!r}), "train-s-1")
+    """
+    supervisor = subprocess.Popen([sys.executable, "-c", textwrap.dedent(code), ":".join(sys.path)])
+    pid_file = tmp_path / "pid"
+    deadline = time.monotonic() + 30
+    while not (pid_file.exists() and pid_file.read_text()):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    supervisor.kill()
+    supervisor.wait()
+    deadline = time.monotonic() + 5
+    while started(int(pid_file.read_text())) is not None:
+        assert time.monotonic() < deadline, "the rank outlived its supervisor"
+        time.sleep(0.05)
+
+
+def test_every_rank_of_a_job_here_is_started_by_its_supervisor(run: RunDir, probe: ProbeTask, tmp_path: Path) -> None:
+    two_nodes, order = probe.model_copy(update={"nodes": 2}), Order(task=probe.id, attempt=1)
+    starts = cluster_attempt._starts(place(run, 0, 1, MASTER_ADDR="elsewhere"), two_nodes, order, tmp_path / "log")
+    assert [start.environment["RANK"] for start in starts] == ["0", "1"]
+    assert {(start.environment["WORLD_SIZE"], start.environment["OMP_NUM_THREADS"]) for start in starts} == {("2", "1")}
+    assert all("MASTER_ADDR" not in start.environment for start in starts), "they meet through a file"
+    assert all(start.forkable and start.command[-3:] == (str(run.path.resolve()), probe.id, "1") for start in starts)
+
+
+def test_of_several_ranks_the_killed_one_is_told_and_not_those_that_lost_it(
+    run: RunDir, probe: ProbeTask, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script = f"""
+        import os, signal, time
+        if os.environ["RANK"] == "1" and not os.path.exists("once"):
+            open("once", "w").close()
+            os.kill(os.getpid(), signal.SIGKILL)
+        print({GLOO!r})
+        raise SystemExit(1)
+    """
+    command = [sys.executable, "-c", textwrap.dedent(script)]
+    monkeypatch.setattr(cluster_attempt, "_command", lambda *_: command)
+    monkeypatch.setattr(relaunch, "RESTARTS", 0)
+    run.write_task(probe.model_copy(update={"nodes": 2}))
+    cluster_supervise.supervise(run.path, probe.id)
+    (attempt,) = run.attempts(probe.id)
+    assert (attempt.outcome, attempt.rank, attempt.message) == ("signal", 1, "its process was killed by SIGKILL")
+
+
+def test_ranks_that_do_not_notice_the_loss_of_one_are_ended(
+    run: RunDir, probe: ProbeTask, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script = "import os, time; time.sleep(60 * (os.environ['RANK'] == '0')); os._exit(3)"
+    monkeypatch.setattr(cluster_attempt, "_command", lambda *_: [sys.executable, "-c", script])
+    monkeypatch.setattr(cluster_attempt, "PEER_GRACE", 0.1)
+    monkeypatch.setattr(relaunch, "RESTARTS", 0)
+    run.write_task(probe.model_copy(update={"nodes": 2}))
+    cluster_supervise.supervise(run.path, probe.id)
+    (attempt,) = run.attempts(probe.id)
+    assert attempt.outcome == "unknown", "rank 1 left of itself; that rank 0 was killed then is no finding"
+
+
+# --- on SLURM
+
+
+def place(run: RunDir, index: int, count: int, *, job_id: str = "", **changes: str) -> allocation.Supervisor:
+    environ = {"SLURM_CPUS_PER_TASK": "8", **changes}
+    return allocation.Supervisor(run, allocation.Place(index, count, index % 2, job_id), environ)
+
+
+def on_slurm(probe: ProbeTask, **slurm: object) -> ProbeTask:
+    spec = make_runs.spec(cluster={"kind": "slurm", "gpus_per_node": 2, "slurm": slurm})
+    return probe.model_copy(update={"spec": spec, "nodes": 2})
+
+
+def test_srun_starts_a_rank_for_each_supervisor(run: RunDir, probe: ProbeTask) -> None:
+    task, me = on_slurm(probe), place(run, 3, 4, job_id="7")
+    command = cluster_attempt._command(me, task, Order(task=task.id, attempt=2, ranks=4))
+    assert command == [sys.executable, "-u", "-m", "tula_cli.worker", str(run.path), probe.id, "2"]
+    environment = cluster_attempt._environments(me, task)[0]
+    ranks = {name: environment[name] for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "OMP_NUM_THREADS")}
+    assert ranks == {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "OMP_NUM_THREADS": "8"}
+
+
+def test_torchrun_starts_the_ranks_of_a_node_where_all_agents_meet(run: RunDir, probe: ProbeTask) -> None:
+    task, me = on_slurm(probe, launcher="torchrun"), place(run, 1, 2, job_id="7")
+    command = cluster_attempt._command(me, task, Order(task=task.id, attempt=1, ranks=4, meeting="10.0.0.1:4711"))
+    wanted = {"--nnodes=2", "--node-rank=1", "--master-addr=10.0.0.1", "--master-port=4711", "--nproc-per-node=2"}
+    assert wanted < set(command)
+    environment = cluster_attempt._environments(me, task)[0]
+    assert "RANK" not in environment, "torchrun sets it"
+    assert environment["OMP_NUM_THREADS"] == "4"
+    assert cluster_attempt.first_rank(me, task) == 2
+
+
+def test_a_wrapper_stands_before_every_rank(run: RunDir, probe: ProbeTask) -> None:
+    words, order = ["numactl", "--localalloc"], Order(task=probe.id, attempt=1, ranks=4, meeting="h:1")
+    me = place(run, 0, 4, job_id="7")
+    assert cluster_attempt._command(me, on_slurm(probe, wrapper=words), order)[:3] == [*words, sys.executable]
+    command = cluster_attempt._command(me, on_slurm(probe, wrapper=words, launcher="torchrun"), order)
+    at = command.index("--no-python")
+    assert command[at + 1 : at + 4] == [*words, sys.executable]
+
+
+def test_ranks_beyond_a_smaller_number_of_nodes_sit_it_out(
+    run: RunDir, probe: ProbeTask, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started: list[str] = []
+    monkeypatch.setattr(
+        cluster_supervise, "run_attempt", lambda _, task, *rest: started.append(f"{task.id}.{rest[0].number}")
+    )
+    run.write_attempt(make_runs.attempt(probe.id, start=1.0))
+    orders = [Order(task=probe.id, attempt=1, ranks=4), Order(task=probe.id, attempt=1, ranks=2), Order(task=None)]
+    for index in (1, 3):
+        me = place(run, index, 4, job_id="7")
+        for number, order in enumerate(orders):
+            run.write_order(me.place.allocation, number, order)
+        cluster_supervise._follow(me)
+    assert len(started) == 3, "the second order is for ranks 0 and 1"
+
+
+def test_an_out_of_memory_of_the_cgroup_is_the_hosts_on_a_gpu_and_the_batchs_on_a_cpu(
+    run: RunDir, probe: ProbeTask, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log = tmp_path / "log"
+    log.write_text("")
+    seen = ending.Seen(exit_code=-9, oom_kill=True, log=log, rank=1)
+    attempt = make_runs.attempt(probe.id, start=1.0)
+    spec = make_runs.spec(cluster={"device": "cuda"})
+    for device, outcome in (("cuda", "host_oom"), ("cpu", "device_oom")):
+        monkeypatch.setattr(ending, "_device", lambda _, device=device: device)
+        found = ending.own_ending(run, probe.model_copy(update={"spec": spec}), attempt, seen)
+        assert (found.outcome, found.rank) == (outcome, 1)
+
+
+@pytest.mark.parametrize(
+    ("cgroups", "counter"),
+    [
+        (
+            "9:memory:/slurm_n1/uid_0/job_7/step_0/task_0",
+            "memory/slurm_n1/uid_0/job_7/step_0/task_0/memory.oom_control",
+        ),
+        ("0::/system.slice/slurmstepd.scope/job_7/step_0", "system.slice/slurmstepd.scope/job_7/step_0/memory.events"),
+        ("3:cpu:/x\n0::/", None),
+    ],
+)
+def test_kills_for_memory_are_counted_in_the_own_cgroup(
+    cgroups: str, counter: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ending, "CGROUPS", tmp_path)
+    found = ending._counters(cgroups)
+    assert found == ([] if counter is None else [tmp_path / counter])
+    for path in found:
+        path.parent.mkdir(parents=True)
+        path.write_text("oom_kill_disable 0\nunder_oom 0\noom_kill 3\n")
+        assert ending._oom_kills_in(path) == 3
+        assert ending._oom_kills_in(path.with_name("gone")) is None

@@ -1,0 +1,221 @@
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from make_results import MIB, Truth, footprint, measured
+
+from tula_cli.errors import BadMeasurements
+from tula_cli.models.memory.memory import fit
+from tula_cli.run.records.inspections import Footprint
+from tula_cli.run.records.probes import Measured
+
+TRUTHS = st.builds(
+    Truth, model_bytes=st.integers(MIB, 2000 * MIB), sample_bytes=st.integers(20_000, 50 * MIB), accumulate=st.just(1)
+)
+
+
+@given(TRUTHS, st.integers(1, 4096))
+def test_finds_eq_3_from_two_measured_batches(truth: Truth, local_batch: int) -> None:
+    model = fit([measured(truth, 2, 8), measured(truth, 4, 64)])
+    assert model.peak(local_batch) == pytest.approx(truth.peak(local_batch), rel=0.01, abs=MIB)
+
+
+@given(TRUTHS, st.integers(10 * MIB, 100_000 * MIB), st.floats(0, 0.5))
+def test_the_largest_batch_fits_and_the_next_does_not(truth: Truth, capacity: int, margin: float) -> None:
+    model = fit([footprint(truth, 8), footprint(truth, 64)])
+    largest = model.largest_local_batch(capacity, margin=margin)
+    assert largest is not None
+    assert largest == 0 or model.reserved(largest) <= capacity * (1 - margin) + 2
+    assert model.reserved(largest + 1) >= capacity * (1 - margin) - 2
+
+
+def test_components_add_up_to_the_peak() -> None:
+    truth = Truth()
+    model = fit([measured(truth, 2, 32), measured(truth, 2, 128)])
+    assert model.parameters == model.gradients == model.optimizer == model.factors == truth.model_bytes
+    assert model.fixed == pytest.approx(4 * truth.model_bytes, rel=1e-6)
+    assert model.slope == pytest.approx(truth.sample_bytes, rel=1e-6)
+
+
+def test_one_measured_batch_takes_activations_as_proportional() -> None:
+    truth = Truth()
+    model = fit([measured(truth, 2, 32), measured(truth, 4, 32)])
+    assert model.peak(128) == pytest.approx(truth.peak(128), rel=1e-6)
+    assert model.error is None
+
+
+def test_memory_goes_by_the_micro_batch() -> None:
+    plain, split = Truth(), Truth(accumulate=4)
+    model = fit([measured(split, 2, 32), measured(split, 2, 128)], accumulate=4)
+    assert model.peak(512) == pytest.approx(plain.peak(128), rel=1e-6)
+    largest = model.largest_local_batch(16 * 1024 * MIB, margin=0.1)
+    assert largest is not None and largest % 4 == 0
+
+
+def test_what_is_measured_above_the_estimate_is_added_as_fixed() -> None:
+    truth, process = Truth(), 300 * MIB
+    seen = measured(truth, 2, 32)
+    memory = seen.memory.model_copy(
+        update={
+            "peak": seen.memory.peak + process,
+            "reserved": seen.memory.peak + process,
+            "activations": seen.memory.activations + process,
+        }
+    )
+    model = fit([seen.model_copy(update={"memory": memory}), footprint(truth, 16), footprint(truth, 64)])
+    assert model.peak(32) == pytest.approx(memory.peak, rel=1e-6)
+    assert model.peak(256) == pytest.approx(truth.peak(256) + process, rel=1e-6)
+
+
+def test_what_is_measured_below_the_estimate_scales_the_activations() -> None:
+    truth, lean = Truth(), Truth(sample_bytes=MIB)
+    model = fit([measured(lean, 2, 32), footprint(truth, 16), footprint(truth, 64)])
+    assert model.peak(256) == pytest.approx(lean.peak(256), rel=0.01)
+
+
+def test_two_measured_batches_make_the_estimate_void() -> None:
+    wrong, truth = Truth(model_bytes=900 * MIB, sample_bytes=9 * MIB), Truth()
+    model = fit([footprint(wrong, 16), footprint(wrong, 64), measured(truth, 2, 32), measured(truth, 2, 64)])
+    assert model.peak(512) == pytest.approx(truth.peak(512), rel=1e-6)
+
+
+def test_the_allocator_holds_more_than_is_in_use() -> None:
+    truth = Truth(reserved_over_peak=1.25)
+    model = fit([measured(truth, 2, 32), measured(truth, 2, 128)])
+    assert model.reserved(64) == pytest.approx(1.25 * truth.peak(64), rel=1e-6)
+    tight = model.largest_local_batch(1600 * MIB, margin=0.0)
+    loose = fit([measured(Truth(), 2, 32), measured(Truth(), 2, 128)]).largest_local_batch(1600 * MIB, margin=0.0)
+    assert (tight, loose) == (440, 600)
+
+
+def test_nothing_fits_or_nothing_bounds() -> None:
+    model = fit([measured(Truth(), 2, 32), measured(Truth(), 2, 128)])
+    assert model.largest_local_batch(100 * MIB, margin=0.1) == 0
+    assert model.largest_local_batch(None, margin=0.1) is None
+
+
+def test_memory_that_does_not_grow_sets_no_bound() -> None:
+    truth = Truth(sample_bytes=0)
+    assert fit([measured(truth, 2, 32), measured(truth, 2, 128)]).largest_local_batch(10**12, margin=0.1) is None
+
+
+def test_activations_that_fall_with_the_batch_are_taken_at_their_largest() -> None:
+    low, high = measured(Truth(), 2, 32), measured(Truth(), 2, 128)
+    swapped = [low.model_copy(update={"memory": high.memory}), high.model_copy(update={"memory": low.memory})]
+    model = fit(swapped)
+    assert model.activations(32) == model.activations(4096) == high.memory.activations
+
+
+def test_the_error_is_that_of_the_peak() -> None:
+    truth = Truth()
+    probes = [measured(truth, 2, batch) for batch in (32, 64, 128, 256)]
+    assert fit(probes).error == pytest.approx(0, abs=1e-6)
+    assert fit(probes[:2]).error is None
+    bent = probes[2].memory.model_copy(update={"peak": round(probes[2].memory.peak * 1.2)})
+    off = fit([*probes[:2], probes[2].model_copy(update={"memory": bent})]).error
+    assert off is not None and off < 0.2
+
+
+# --- an estimate with a bend, corrected by probes
+
+
+def bent(local_batch: int) -> Footprint:
+    """Return an estimate whose activations are 500 MiB up to a batch of 100, then 5 MiB a sample."""
+    state, activations = 100 * MIB, max(500, 5 * local_batch) * MIB
+    return Footprint(
+        local_batch=local_batch,
+        parameters=state,
+        gradients=state,
+        optimizer=state,
+        factors=0,
+        batch=0,
+        activations=activations,
+        peak=3 * state + activations,
+    )
+
+
+def seen_at(local_batch: int, *, level: int = 0, scale: float = 1.0, **memory: int) -> Measured:
+    """Return a probe whose activations are those of the bent estimate, stretched and lifted."""
+    activations = round(level + scale * bent(local_batch).activations)
+    update = {
+        "parameters": 100 * MIB, "gradients": 100 * MIB, "optimizer": 100 * MIB, "factors": 0, "batch": 0,
+        "activations": activations, "peak": 300 * MIB + activations, "reserved": 300 * MIB + activations, **memory,
+    }  # fmt: skip
+    probe = measured(Truth(), 1, local_batch)
+    return probe.model_copy(update={"memory": probe.memory.model_copy(update=update)})
+
+
+BENT = [bent(2**power) for power in range(12)] + [bent(100)]
+
+
+def test_probes_below_the_bend_do_not_hide_what_comes_after() -> None:
+    model = fit([*BENT, seen_at(16, level=40 * MIB), seen_at(32, level=40 * MIB)])
+    assert model.peak(64) == pytest.approx(840 * MIB, rel=1e-6)
+    assert model.peak(400) == pytest.approx((340 + 2000) * MIB, rel=1e-6)
+    assert model.largest_local_batch(2340 * MIB, margin=0.0) == 400
+
+
+@given(st.integers(0, 300 * MIB), st.floats(0.3, 1.5))
+def test_two_telling_probes_find_level_and_scale(level: int, scale: float) -> None:
+    model = fit([*BENT, *(seen_at(batch, level=level, scale=scale) for batch in (32, 200))])
+    assert model.peak(1000) == pytest.approx(seen_at(1000, level=level, scale=scale).memory.peak, rel=1e-6)
+
+
+def test_the_model_is_never_below_a_measurement() -> None:
+    probes = [seen_at(batch) for batch in (128, 256, 512, 1024)]
+    odd = seen_at(512, scale=1.3)
+    model = fit([*BENT, *probes, odd])
+    assert model.peak(512) >= odd.memory.peak
+    assert all(model.peak(batch) <= model.peak(batch + 1) for batch in range(400, 700))
+    assert model.peak(2048) < 1.15 * bent(2048).peak, "one outlier does not lift what is far from it"
+
+
+@given(st.lists(st.tuples(st.integers(1, 2000), st.floats(0.5, 2)), min_size=1, max_size=6), st.booleans())
+def test_measurements_bound_the_model_and_it_never_falls(seen: list[tuple[int, float]], estimated: bool) -> None:
+    probes = [seen_at(batch, scale=scale) for batch, scale in seen]
+    model = fit([*probes, *(BENT if estimated else [])])
+    for probe in probes:
+        assert model.peak(probe.local_batch) >= probe.memory.peak - 2
+    sizes = [model.peak(batch) for batch in range(1, 3000, 41)]
+    assert sizes == sorted(sizes)
+
+
+@given(st.integers(1100 * MIB, 40_000 * MIB), st.integers(0, 800 * MIB), st.floats(1, 1.2))
+def test_the_largest_batch_leaves_room_for_libraries_and_allocator(capacity: int, libraries: int, room: float) -> None:
+    rows = [row.model_copy(update={"libraries": libraries, "room": round(room * row.peak)}) for row in BENT]
+    model = fit(rows)
+    largest = model.largest_local_batch(capacity, margin=0.1)
+    assert largest is not None
+    assert model.needed(largest + 1) > capacity * 0.9 - 2
+    assert largest == 0 or model.needed(largest) <= capacity * 0.9 + 2
+    assert model.needed(512) == pytest.approx(room * bent(512).peak + libraries, rel=1e-6)
+
+
+def test_measured_libraries_win() -> None:
+    estimate = [row.model_copy(update={"libraries": 700 * MIB}) for row in BENT]
+    probe = seen_at(32, libraries=450 * MIB)
+    assert fit(estimate).libraries == 700 * MIB
+    assert fit([*estimate, probe]).libraries == 450 * MIB
+
+
+def test_what_small_probes_hold_in_reserve_does_not_bound_large_batches() -> None:
+    rows = [row.model_copy(update={"room": round(1.02 * row.peak), "reserved": round(1.1 * row.peak)}) for row in BENT]
+    loose = seen_at(32).memory.peak * 3 // 2
+    model = fit([*rows, seen_at(32, reserved=loose), seen_at(200, reserved=seen_at(200).memory.peak * 3 // 2)])
+    assert model.reserved(1000) == pytest.approx(1.5 * model.peak(1000), rel=1e-3), "what is paid for"
+    assert model.needed(1000) == pytest.approx(1.02 * model.peak(1000), rel=1e-3), "what must be there"
+
+
+def test_probes_below_the_reference_batch_do_not_hide_the_factors() -> None:
+    rows = [row.model_copy(update={"factors": 100 * MIB, "peak": row.peak + 100 * MIB}) for row in BENT]
+    assert fit([*rows, seen_at(16), seen_at(32)]).factors == 100 * MIB
+    assert fit([*rows, seen_at(16, factors=90 * MIB)]).factors == 90 * MIB
+
+
+def test_flat_probes_below_the_estimate_do_not_shrink_what_comes_after() -> None:
+    model = fit([*BENT, seen_at(8, scale=0.7), seen_at(16, scale=0.7)])
+    assert model.peak(1000) == pytest.approx(bent(1000).peak, rel=1e-6)
+
+
+def test_no_point_is_refused() -> None:
+    with pytest.raises(BadMeasurements):
+        fit([])

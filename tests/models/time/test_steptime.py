@@ -1,0 +1,179 @@
+import math
+
+import numpy as np
+import pytest
+
+from tula_cli.errors import BadMeasurements
+from tula_cli.models.time.noise import centre, drift
+from tula_cli.models.time.steptime import Observation, fit, observed
+
+GRID = [(nodes, batch) for nodes in (2, 4, 8, 16) for batch in (16, 64, 256)]
+
+
+def observation(nodes: int, batch: int, seconds: float, *, gpus: int = 1, compute: float = math.nan) -> Observation:
+    return Observation(nodes, gpus, batch, (seconds,) * 10, compute_time=compute)
+
+
+def overlapped(nodes: int, batch: int, *, gpus: int = 1, sync: float = 0.1) -> Observation:
+    """A step whose backward pass hides a ring."""
+    compute, traffic = max(0.02, 0.001 * batch), sync * (1 - 1 / nodes)
+    seconds = compute / 3 + max(compute * 2 / 3, traffic) + 0.05 * traffic
+    return observation(nodes, batch, seconds, gpus=gpus, compute=compute)
+
+
+def test_predicts_what_was_not_measured_with_an_interval() -> None:
+    found = fit([overlapped(n, b) for n, b in GRID], collective="ring")
+    for nodes, batch in [(4, 32), (8, 128), (12, 200)]:
+        estimate = found.predict(nodes, 1, batch)
+        assert estimate.seconds == pytest.approx(overlapped(nodes, batch).seconds, rel=0.06)
+        assert estimate.low is not None and estimate.high is not None
+        assert estimate.low < estimate.seconds < estimate.high
+    assert found.error is not None and found.error < 0.03 and not found.warnings
+
+
+def test_all_at_once_is_the_same_as_one_by_one() -> None:
+    found = fit([overlapped(n, b) for n, b in GRID], collective="ring")
+    seconds, low, high = found.predict_all([2, 6, 16], [1, 1, 1], [16, 48, 512])
+    for index, (nodes, batch) in enumerate([(2, 16), (6, 48), (16, 512)]):
+        estimate = found.predict(nodes, 1, batch)
+        assert (estimate.seconds, estimate.low, estimate.high) == pytest.approx(
+            (seconds[index], low[index], high[index])
+        )
+
+
+def test_noise_within_the_probes_widens_the_interval() -> None:
+    rng = np.random.default_rng(2)
+
+    def width(jitter: float) -> float:
+        waves = {key: 1 + jitter * np.repeat(rng.permutation([-1.0, -0.5, 0.0, 0.5, 1.0]), 10) for key in GRID}
+        seen = [
+            Observation(n, 1, b, tuple(overlapped(n, b).seconds * waves[n, b]), overlapped(n, b).compute_time)
+            for n, b in GRID
+        ]
+        estimate = fit(seen, collective="ring").predict(6, 1, 128)
+        assert estimate.low is not None and estimate.high is not None
+        return (estimate.high - estimate.low) / estimate.seconds
+
+    assert 1.1 * width(0.0) < width(0.3)
+
+
+def test_the_fit_is_told_in_one_line() -> None:
+    words = fit([overlapped(n, b) for n, b in GRID], collective="ring").words
+    assert words.startswith("step = compute 2") and " at local batch 16 to " in words and " at local batch 256" in words
+    assert (
+        "overlapped with synchronisation" in words and " at 2 nodes to " in words and " at 16 nodes (12 probes" in words
+    )
+    alone = fit([observation(1, b, 0.1 + 0.001 * b) for b in (16, 64, 256)], collective="ring").words
+    assert "synchronisation" not in alone
+
+
+def test_as_many_parameters_as_measurements_is_said() -> None:
+    corners = [(2, 16), (2, 256), (16, 16), (16, 256)]
+    found = fit([observation(n, b, overlapped(n, b).seconds) for n, b in corners], collective="ring")
+    assert found.determined_exactly and found.error is None
+    assert "exactly determined" in found.words and "residual 0" not in found.words
+    # Compute measured apart from synchronisation is a measurement of its own.
+    assert not fit([overlapped(n, b) for n, b in corners], collective="ring").determined_exactly
+
+
+def test_one_number_of_nodes_predicts_only_that() -> None:
+    found = fit([observation(4, b, 0.1 + 0.001 * b) for b in (16, 64, 256)], collective="ring")
+    assert found.predict(4, 1, 128).seconds == pytest.approx(0.228, rel=0.05)
+    with pytest.raises(BadMeasurements, match="one number of nodes"):
+        found.predict(8, 1, 64)
+
+
+def test_one_local_batch_predicts_only_that() -> None:
+    found = fit([overlapped(n, 64) for n in (2, 4, 8)], collective="ring")
+    assert found.predict(16, 1, 64).seconds == pytest.approx(overlapped(16, 64).seconds, rel=0.25)
+    with pytest.raises(BadMeasurements, match="one local batch"):
+        found.predict(2, 1, 32)
+
+
+def test_one_probe_predicts_only_itself() -> None:
+    found = fit([observation(4, 64, 0.3)], collective="reduce_scatter_allgather")
+    assert found.predict(4, 1, 64).seconds == pytest.approx(0.3, rel=0.02)
+    assert found.refusal(2, 1, 64) and found.refusal(4, 1, 32)
+    assert found.error is None
+
+
+def test_equal_probes_are_one_point_between_them() -> None:
+    found = fit([observation(4, 64, 0.3), observation(4, 64, 0.32)], collective="ring")
+    assert 0.3 < found.predict(4, 1, 64).seconds < 0.32
+    assert found.refusal(4, 1, 128)
+
+
+def test_the_second_opinion_is_additive_and_needs_probes_to_spare() -> None:
+    def seconds(nodes: int, batch: int) -> float:
+        return 0.05 + 0.001 * batch + 0.1 * (1 - 1 / nodes)
+
+    found = fit([observation(n, b, seconds(n, b)) for n, b in GRID], collective="ring")
+    assert found.second_opinion(6, 1, 100) == pytest.approx(seconds(6, 100), rel=1e-3)
+    few = fit([observation(n, b, seconds(n, b)) for n, b in GRID[:5]], collective="ring")
+    assert few.second_opinion(2, 1, 32) is None
+
+
+def test_no_probe_or_a_time_that_is_none_is_refused() -> None:
+    with pytest.raises(BadMeasurements, match="no probe"):
+        fit([], collective="ring")
+    for wrong in (0.0, -1.0, math.nan, math.inf):
+        with pytest.raises(BadMeasurements, match="2 nodes, local batch 8"):
+            fit([observation(2, 8, wrong)], collective="ring")
+
+
+def test_traffic_counts_nodes_where_there_are_several_even_with_one_node_among_them() -> None:
+    seen = [overlapped(n, b, gpus=8) for n in (2, 4, 8) for b in (16, 64)]
+    alone = [observation(1, b, max(0.02, 0.001 * b), gpus=8, compute=max(0.02, 0.001 * b)) for b in (16, 64)]
+    found = fit([*seen, *alone], collective="ring")
+    assert found.predict(6, 8, 32).seconds == pytest.approx(overlapped(6, 32).seconds, rel=0.06)
+    assert found.predict(1, 8, 32).seconds == pytest.approx(0.032, rel=0.15)
+    assert found.refusal(8, 4, 32) == "only 8 GPUs a node were measured, not 4"
+
+
+def test_traffic_counts_gpus_inside_one_node() -> None:
+    seen = [
+        observation(1, b, overlapped(g, b).seconds, gpus=g, compute=overlapped(g, b).compute_time)
+        for g in (1, 2, 4)
+        for b in (16, 64)
+    ]
+    found = fit(seen, collective="ring")
+    assert found.predict(1, 8, 32).seconds == pytest.approx(overlapped(8, 32).seconds, rel=0.1)
+    assert "only one node" in found.refusal(8, 8, 32)
+
+
+def test_nodes_with_different_numbers_of_gpus_are_not_mixed() -> None:
+    with pytest.raises(BadMeasurements, match="4, 8 GPUs a node"):
+        fit([observation(2, 8, 0.1, gpus=4), observation(4, 8, 0.1, gpus=8)], collective="ring")
+
+
+def test_odd_probes_are_pointed_out() -> None:
+    seen = [overlapped(n, b) for n, b in GRID]
+    seen[0] = observation(2, 16, 0.3)
+    warnings = fit(seen, collective="ring").warnings
+    assert any("misses the probe at 2 nodes, local batch 16" in warning for warning in warnings)
+    assert any("not monotone: a step at 2 nodes, local batch 64" in warning for warning in warnings)
+
+
+def test_the_centre_keeps_regular_slow_steps_and_drops_a_single_stall() -> None:
+    every_fifth = [1.0, 1.0, 1.0, 1.0, 2.0] * 10
+    assert np.median(every_fifth) == 1.0 and centre(every_fifth) == pytest.approx(1.125)
+    assert centre([1.0] * 49 + [50.0]) == 1.0
+    assert centre([1.0, 2.0]) == 1.5
+
+
+def test_drift_ignores_what_averages_out() -> None:
+    rng = np.random.default_rng(0)
+    independent = drift(1 + 0.1 * rng.standard_normal(1000))
+    lasting = drift(np.repeat([0.9, 1.1, 0.9, 1.1, 0.9], 200) + 0.001 * rng.standard_normal(1000))
+    assert independent is not None and independent < 0.02
+    assert lasting is not None and 0.09 < lasting < 0.12
+    assert drift([1.0] * 4) is None
+
+
+def test_a_measured_step_time_has_the_interval_of_its_own_steps_and_of_another_job() -> None:
+    steady = observed([1.0, 1.1] * 10)
+    assert steady.seconds == pytest.approx(1.05)
+    assert steady.low is not None and steady.low == pytest.approx(1.05 * (1 - 1.645 * 0.015), rel=1e-3)
+    rough = observed(np.repeat([0.9, 1.0, 1.1, 1.0, 0.9], 10).tolist())
+    assert rough.low is not None and rough.high is not None and rough.low < 0.9 and rough.high > 1.1
+    assert observed([1.0, 1.0]).low is None

@@ -1,0 +1,264 @@
+import errno
+import os
+import socket
+import subprocess
+import tempfile
+from pathlib import Path
+
+import make_runs as make
+import pytest
+
+from tula_cli.errors import BadMeasurements, SpecError, TulaError
+from tula_cli.run.directory import RunDir, probe_id
+from tula_cli.run.files import write_atomic
+
+
+@pytest.fixture
+def run(tmp_path):
+    return RunDir.create(tmp_path / "tula-runs", make.spec())
+
+
+@pytest.fixture
+def full_disk():
+    """A file system of a few pages."""
+    with tempfile.TemporaryDirectory() as folder:
+        mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=16k", "tmpfs", folder], capture_output=True)
+        if mounted.returncode:
+            pytest.skip("cannot mount a small tmpfs here (not root?); the failing fsync is tested all the same")
+        yield Path(folder)
+        subprocess.run(["umount", folder], check=True)
+
+
+# --- writing
+
+
+def test_replaces_the_file_whole(tmp_path):
+    write_atomic(tmp_path / "a" / "file", "first, and longer")
+    write_atomic(tmp_path / "a" / "file", "second")
+    assert (tmp_path / "a" / "file").read_text() == "second"
+    assert [path.name for path in (tmp_path / "a").iterdir()] == ["file"]
+
+
+def test_a_full_disk_leaves_the_old_file(full_disk):
+    write_atomic(full_disk / "file", "old")
+    with pytest.raises(TulaError, match="No space left") as caught:
+        write_atomic(full_disk / "file", b"x" * 100_000)
+    assert "free some space" in caught.value.hint
+    assert (full_disk / "file").read_text() == "old"
+    assert [path.name for path in full_disk.iterdir()] == ["file"]
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EIO])
+def test_a_failing_fsync_leaves_the_old_file(tmp_path, monkeypatch, number):
+    write_atomic(tmp_path / "file", "old")
+
+    def fail(_):
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(os, "fsync", fail)
+    with pytest.raises(TulaError, match=os.strerror(number)) as caught:
+        write_atomic(tmp_path / "file", "new")
+    assert caught.value.exit_code == 1
+    assert ("nothing is lost" in caught.value.hint) == (number != errno.EIO)
+    assert (tmp_path / "file").read_text() == "old"
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+def test_a_root_that_is_a_file(tmp_path):
+    (tmp_path / "taken").write_text("")
+    with pytest.raises(TulaError, match="cannot write"):
+        RunDir.create(tmp_path / "taken", make.spec())
+
+
+# --- the lock
+
+
+def test_only_one_process_submits(run):
+    assert run.lock() == ""
+    assert run.lock() == f"{socket.gethostname()}:{os.getpid()}"
+    run.unlock()
+    assert run.lock() == ""
+
+
+def test_the_lock_of_a_process_that_has_ended_is_taken_over(run):
+    ended = subprocess.Popen(["true"])
+    ended.wait()
+    (run.path / "lock").mkdir()
+    (run.path / "lock/owner").write_text(f"{socket.gethostname()}:{ended.pid}\n")
+    assert run.lock() != "", "the next look takes it"
+    assert run.lock() == ""
+
+
+def test_a_lock_whose_owner_had_no_time_to_write_its_name_is_respected_until_it_is_old(run):
+    (run.path / "lock").mkdir()
+    assert [run.lock(), run.lock()] == ["another process"] * 2
+    os.utime(run.path / "lock", (0, 0))
+    run.lock()
+    assert run.lock() == ""
+
+
+def test_a_lock_that_was_taken_over_is_not_given_back_by_its_first_owner(run):
+    assert run.lock() == ""
+    (run.path / "lock/owner").write_text("elsewhere:1\n")
+    run.unlock()
+    assert run.lock() == "elsewhere:1"
+
+
+def test_a_lock_in_a_folder_that_is_a_file_is_an_error_of_its_own(tmp_path):
+    (tmp_path / "taken").write_text("")
+    with pytest.raises(TulaError, match="cannot write"):
+        RunDir(tmp_path / "taken").lock()
+
+
+# --- which run
+
+
+def test_create_is_open_again(tmp_path):
+    first = RunDir.create(tmp_path, make.spec())
+    make.add_measured(first, 1, 32)
+    again = RunDir.create(tmp_path, make.spec(pricing={"price": 9.0}))
+    assert again.id == first.id
+    assert again.spec().pricing.price == 9.0
+    assert len(again.results()) == 1
+    assert RunDir.create(tmp_path, make.spec(model={"name": "resnet34"})).id != first.id
+
+
+def test_only_the_owner_reads_a_run(run):
+    assert run.path.stat().st_mode & 0o077 == 0
+
+
+def test_newest_is_the_last_one_used(tmp_path):
+    first = RunDir.create(tmp_path, make.spec(name="first"))
+    RunDir.create(tmp_path, make.spec(name="second"))
+    assert RunDir.newest(tmp_path).id.startswith("second")
+    RunDir.create(tmp_path, make.spec(name="first"))
+    assert RunDir.newest(tmp_path).id == first.id
+
+
+@pytest.mark.parametrize("pointer", [None, "", "gone-12345678\n"])
+def test_newest_without_a_pointer_that_points_anywhere(tmp_path, pointer):
+    first, second = (RunDir.create(tmp_path, make.spec(name=name)) for name in ("first", "second"))
+    os.utime(second.path / "spec.yaml", (1, 1))
+    (tmp_path / "latest").unlink()
+    if pointer is not None:
+        (tmp_path / "latest").write_text(pointer)
+    assert RunDir.newest(tmp_path).id == first.id
+    assert [run.id for run in RunDir.all(tmp_path)] == [first.id, second.id]
+
+
+def test_no_run_at_all(tmp_path):
+    with pytest.raises(SpecError, match="no run under"):
+        RunDir.newest(tmp_path / "nothing")
+    assert RunDir.all(tmp_path / "nothing") == []
+
+
+def test_a_folder_that_is_no_run(tmp_path):
+    with pytest.raises(SpecError, match="not a run directory"):
+        RunDir.open(tmp_path)
+    with pytest.raises(SpecError, match="no such run directory"):
+        RunDir.open(tmp_path / "nothing")
+
+
+def test_a_run_named_relative_to_the_working_directory(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    run = RunDir.create(Path("tula-runs"), make.spec())
+    make.add_measured(run, 1, 32)
+    make.add_probes(run, 1, (32,))
+    assert [result.local_batch for result in run.results()] == [32]
+    assert [job.id for job in RunDir.open(Path("tula-runs") / run.id).jobs()] == ["probe-n001"]
+
+
+# --- reading
+
+
+def test_what_is_not_there_is_none(run):
+    assert run.result(probe_id(1, 32)) is None
+    assert run.recommendation() is None
+    assert run.train_result("ab12cd34") is None
+    assert run.results() == run.jobs() == run.tasks() == run.attempts() == run.failures("t") == run.logs() == []
+    assert run.metrics("ab12cd34") == run.checkpoints("ab12cd34") == run.train_signatures() == []
+
+
+def test_reads_what_was_written(run):
+    make.add_measured(run, 2, 64)
+    make.add_out_of_memory(run, 2, 128)
+    make.add_failed(run, 1, 32)
+    kinds = [(result.nodes, result.local_batch, result.kind) for result in run.results()]
+    assert kinds == [(1, 32, "failed"), (2, 64, "measured"), (2, 128, "out_of_memory")]
+    run.write_recommendation(make.recommendation())
+    assert run.recommendation() == make.recommendation()
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b'{"kind": "measured", "id"', b"[]", b'{"kind": "measured"}', b"\xff\xfe", b"null"]
+)
+def test_a_damaged_file_is_named(run, content):
+    make.add_measured(run, 1, 32)
+    path = run.path / "results" / f"{probe_id(1, 32)}.json"
+    path.write_bytes(content)
+    with pytest.raises(BadMeasurements) as caught:
+        run.results()
+    assert str(path) in caught.value.message
+    assert "delete that file" in caught.value.hint
+
+
+def test_a_draft_of_another_writer_is_not_read(run):
+    make.add_measured(run, 1, 32)
+    (run.path / "results" / f".{probe_id(1, 64)}.json.host.12").write_text("{")
+    assert len(run.results()) == 1
+
+
+def test_a_newer_record_is_read_by_an_older_tula(run):
+    make.add_out_of_memory(run, 1, 32)
+    path = run.path / "results" / f"{probe_id(1, 32)}.json"
+    path.write_text(path.read_text().replace("{", '{"from the future": 1,', 1))
+    assert run.results()[0].kind == "out_of_memory"
+
+
+def test_a_row_that_is_still_being_written_is_left_out(run):
+    make.add_training(run, rows=make.metrics())
+    with open(run.metrics_path("ab12cd34"), "a") as file:
+        file.write('{"kind": "step", "ti')
+    assert len(run.metrics("ab12cd34")) == len(make.metrics())
+
+
+def test_newest_checkpoint_first(run):
+    for samples in (500, 12_000, 3_000):
+        write_atomic(run.checkpoint_path("ab12cd34", samples), b"")
+    assert [int(path.stem) for path in run.checkpoints("ab12cd34")] == [12_000, 3_000, 500]
+
+
+@pytest.mark.parametrize(
+    "name", ["my-backup.pt", "best-copy.pt", "7.pt", "000000012000-copy.pt", ".000000012000.pt.swp"]
+)
+def test_a_file_that_tula_did_not_name_is_no_checkpoint(run, name):
+    path = run.checkpoint_path("ab12cd34", 500)
+    for file in (path, path.with_name(name)):
+        write_atomic(file, b"")
+    run.drop_drafts("ab12cd34")
+    assert run.checkpoints("ab12cd34") == [path] and run.newest_samples("ab12cd34") == 500
+    assert path.with_name(name).exists()
+
+
+def test_a_draft_that_was_left_behind_is_dropped(run):
+    draft = run.checkpoint_path("ab12cd34", 500).with_name(".000000000500.pt.node1.example.org.4711")
+    write_atomic(draft, b"")
+    run.drop_drafts("ab12cd34")
+    assert not draft.exists()
+
+
+def test_a_training_has_diverged_if_its_newest_attempt_did(run):
+    for task in ("train-ab12cd34-1", "train-ab12cd35-1"):
+        run.write_attempt(make.attempt(task, start=1.0, end=2.0, outcome="diverged"))
+    assert run.diverged("ab12cd34").task == "train-ab12cd34-1"
+    run.write_attempt(make.attempt("train-ab12cd34-1", number=2, start=3.0))
+    assert run.diverged("ab12cd34") is run.diverged("00000000") is None
+
+
+def test_a_mark_of_cancelling_comes_and_goes(run):
+    assert not run.cancelled("probe-n001")
+    run.cancel("probe-n001")
+    assert run.cancelled("probe-n001")
+    assert run.jobs() == []
+    run.uncancel("probe-n001")
+    assert not run.cancelled("probe-n001")

@@ -1,0 +1,644 @@
+"""`tula check`, `tula estimate` and `tula init`; the inspection, the scheduler and the nodes are stand-ins."""
+
+import time
+
+import make_runs as make
+import pytest
+from make_results import Truth, measured, out_of_memory
+
+from tula_cli.cluster.slurm import partitions as site
+from tula_cli.cluster.slurm import queue as scheduler
+from tula_cli.cluster.slurm.partitions import NodeKind, Partition
+from tula_cli.errors import JobFailed, Pending, SchedulerError, SpecError
+from tula_cli.run.directory import RunDir
+from tula_cli.run.records.inspections import Footprint, Inspection
+from tula_cli.run.records.probes import Measured, Memory
+from tula_cli.services import check as services_check
+from tula_cli.services import estimate as services_estimate
+from tula_cli.services import logs as services_logs
+from tula_cli.services.check import check, init
+from tula_cli.services.estimate import estimate
+from tula_cli.services.nodes import cluster_nodes, conclude_cluster, start_on_cluster, watch_cluster
+from tula_cli.spec.job import JobSpec
+
+MB = 10**6
+
+
+def footprint(local_batch: int) -> Footprint:
+    """Return 40 MB that stay, and 2 MB a sample."""
+    return Footprint(
+        local_batch=local_batch,
+        parameters=10 * MB,
+        gradients=10 * MB,
+        optimizer=10 * MB,
+        factors=10 * MB,
+        batch=MB // 2 * local_batch,
+        activations=3 * MB // 2 * local_batch,
+        peak=40 * MB + 2 * MB * local_batch,
+    )
+
+
+def inspection(**changes) -> Inspection:
+    values = {
+        "dataset_size": 1000,
+        "eval_size": 200,
+        "classes": 10,
+        "sample_shape": (1, 8, 8),
+        "parameters": 2_500_000,
+        "footprints": (footprint(8), footprint(16)),
+        "estimate_error": "",
+        "device": "cpu",
+        "hardware": "a processor",
+        "capacity": None,
+        "cpus": 2,
+    }
+    return Inspection.model_validate({**values, **changes})
+
+
+@pytest.fixture
+def found(monkeypatch):
+    """Choose what the inspection finds."""
+
+    def choose(**changes) -> None:
+        result = inspection(**changes)
+        monkeypatch.setattr(services_check, "inspect", lambda _: result)
+        monkeypatch.setattr(services_estimate, "inspect", lambda _: result)
+
+    choose()
+    return choose
+
+
+def spec(**sections) -> JobSpec:
+    content = {
+        "model": {"name": "small_cnn"},
+        "dataset": {"name": "digits"},
+        "optimizer": {"lr": 0.1},
+        "train": {"epochs": 1},
+        "search": {"nodes": [1, 2], "min_batch": 32, "max_minutes": 6, "max_node_hours": 1},
+        "pricing": {"kind": "node_hour", "price": 10.0},
+    }
+    for name, values in sections.items():
+        content[name] = {**content.get(name, {}), **values}
+    return JobSpec.model_validate(content)
+
+
+# --- check
+
+
+def test_jobs_are_those_of_the_search(found):
+    report = check(spec())
+    assert [(job.nodes, job.batches) for job in report.jobs] == [(1, (32, 64, 128, 256, 512)), (2, (32, 512))]
+    assert report.jobs[1].local_batches == (16, 256)
+    assert report.probes == 7
+    assert report.problems == ()
+
+
+def test_bounds_are_jobs_times_nodes_times_their_longest(found):
+    report = check(spec())
+    assert report.node_hours_at_most == pytest.approx((1 + 2) * 6 / 60)
+    assert report.machine_hours_at_most == pytest.approx(2 * 6 / 60)
+    assert report.price_at_most == pytest.approx(3.0)
+
+
+def test_slurm_has_no_machine_hours(found):
+    assert check(spec(cluster={"kind": "slurm"})).machine_hours_at_most is None
+
+
+def test_memory_price_needs_a_capacity(found):
+    per_memory = spec(pricing={"kind": "gb_hour", "price": 1.0})
+    assert check(per_memory).price_at_most is None
+    found(capacity=10**9)
+    assert check(per_memory).price_at_most == pytest.approx(0.3)
+
+
+def test_memory_bounds_the_batches(found):
+    found(capacity=200 * MB)
+    report = check(spec())
+    assert report.largest_local_batch == 70  # (200 x 0.9 - 40) / 2
+    assert report.jobs[0].batches == (32, 64)
+    assert report.jobs[1].batches == (32, 128)
+
+
+def test_model_that_does_not_fit_is_a_problem(found):
+    found(capacity=30 * MB)
+    report = check(spec())
+    assert report.jobs == ()
+    assert report.largest_local_batch == 0
+    assert "memory" in report.problems[0]
+
+
+def test_batch_beyond_the_dataset_is_a_problem(found):
+    found(dataset_size=20)
+    assert "larger than the dataset" in check(spec()).problems[0]
+
+
+def test_batches_that_do_not_divide_are_a_problem(found):
+    report = check(spec(search={"nodes": [3]}))
+    assert report.jobs == ()
+    assert "divides" in report.problems[0]
+
+
+def test_nodes_without_a_batch_are_left_out_aloud(found):
+    report = check(spec(search={"nodes": [1, 3]}))
+    assert [job.nodes for job in report.jobs] == [1]
+    assert any("3 nodes: left out" in warning for warning in report.warnings)
+
+
+def test_more_ranks_than_cores_are_a_warning(found):
+    assert not any("oversubscribed" in warning for warning in check(spec()).warnings)
+    report = check(spec(cluster={"gpus_per_node": 2}))
+    assert any("4 ranks share 2 cores" in warning for warning in report.warnings)
+
+
+def test_more_than_the_cap_is_a_problem(found):
+    report = check(spec(search={"max_node_hours": 0.2}))
+    assert "0.3 node-hours" in report.problems[0]
+
+
+def test_missing_cap_is_a_warning(found):
+    assert any("max_node_hours" in warning for warning in check(spec(search={"max_node_hours": None})).warnings)
+
+
+def test_failed_estimate_is_a_warning_and_bounds_nothing(found):
+    found(footprints=(), estimate_error="it reads numbers", capacity=10)
+    report = check(spec())
+    assert report.largest_local_batch is None
+    assert report.probes == 7
+    assert any("it reads numbers" in warning for warning in report.warnings)
+
+
+def test_warnings_of_the_inspection_are_passed_on(found):
+    found(warnings=("odd",))
+    assert "odd" in check(spec()).warnings
+
+
+def test_offline_nothing_is_built(monkeypatch):
+    monkeypatch.setattr(services_check, "inspect", lambda _: pytest.fail("inspected"))
+    assert check(spec(), online=False).jobs == ()
+    report = check(spec(search={"max_batch": 64}), online=False)
+    assert report.inspection is None
+    assert report.jobs[0].batches == (32, 64)
+
+
+# --- estimate
+
+
+def test_rows_are_the_local_batches_of_the_search_up_to_the_first_that_does_not_fit(found):
+    report = estimate(spec(), capacity=200 * MB)
+    assert [row.local_batch for row in report.rows] == [16, 32, 64, 128]
+    assert [report.fits(row) for row in report.rows] == [True, True, True, False]
+    assert report.largest_local_batch == 70
+    assert report.rows[0].model_copy(update={"reserved": 0, "room": 0}) == footprint(16)
+
+
+def test_capacity_of_the_inspection_is_the_default(found):
+    found(capacity=100 * MB)
+    assert estimate(spec()).largest_local_batch == 25
+    assert estimate(spec(), capacity=200 * MB).capacity == 200 * MB
+
+
+def test_without_a_capacity_nothing_is_said_to_fit(found):
+    report = estimate(spec())
+    assert report.largest_local_batch is None
+    assert report.fits(report.rows[0]) is None
+
+
+def test_components_add_up_to_the_peak(found):
+    for row in estimate(spec()).rows:
+        parts = row.parameters + row.gradients + row.optimizer + row.factors + row.batch + row.activations
+        assert parts == pytest.approx(row.peak, abs=2)
+
+
+def test_accumulation_counts_micro_batches(found):
+    report = estimate(spec(train={"accumulate": 4}), capacity=200 * MB)
+    assert report.largest_local_batch % 4 == 0
+    assert report.rows[0].local_batch % 4 == 0
+
+
+def test_search_without_a_batch_still_tells_memory(found):
+    assert [row.local_batch for row in estimate(spec(search={"nodes": [3]})).rows][:3] == [1, 2, 4]
+
+
+def test_estimate_that_failed_says_why(found):
+    found(footprints=(), estimate_error="it reads numbers")
+    with pytest.raises(JobFailed, match="it reads numbers"):
+        estimate(spec())
+
+
+def probe(local_batch: int, **changes) -> Measured:
+    """Return a probe of a job that takes 100 MB more than the estimate tells, and 3 MB a sample, on a GPU of 500 MB."""
+    peak = 140 * MB + 3 * MB * local_batch
+    memory = Memory(
+        parameters=10 * MB, gradients=10 * MB, optimizer=10 * MB, factors=10 * MB, batch=MB // 2 * local_batch,
+        activations=peak - 40 * MB - MB // 2 * local_batch, peak=peak, reserved=peak, capacity=500 * MB, libraries=50 * MB,
+    )  # fmt: skip
+    return measured(Truth(), 1, local_batch, memory=memory, **changes)
+
+
+def test_probes_of_the_job_correct_the_estimate(found):
+    report = estimate(spec(), results=[probe(16), probe(64)])
+    row = next(row for row in report.rows if row.local_batch == 32)
+    assert (row.peak, row.libraries) == (236 * MB, 50 * MB)
+    assert report.capacity == 500 * MB
+    assert report.largest_local_batch == (450 - 50 - 140) // 3
+    assert report.correction == "corrected by 2 probes of this job (local batches 16 to 64)"
+    assert estimate(spec(), results=[]).correction == ""
+
+
+def test_how_far_the_corrected_model_is_off_is_told(found):
+    report = estimate(spec(), results=[probe(16), probe(32), probe(64)])
+    assert report.correction.endswith("(local batches 16 to 64; the peaks are off by 0.0% in the median)")
+
+
+def test_probes_stand_in_for_an_estimate_that_failed(found):
+    found(footprints=(), estimate_error="it reads numbers")
+    report = estimate(spec(), results=[probe(16), probe(64)])
+    assert report.largest_local_batch == 86
+    assert report.correction.startswith("from 2 probes alone")
+
+
+def test_out_of_memory_in_a_probe_bounds_the_estimate(found):
+    report = estimate(spec(), results=[probe(16), out_of_memory(1, 64)])
+    assert report.largest_local_batch == 63
+    assert [report.fits(row) for row in report.rows] == [True, True, False]
+    assert "a local batch of 64 was out of memory" in report.correction
+
+
+def test_what_ran_fits_even_above_the_margin(found):
+    report = estimate(spec(), results=[probe(16), probe(96)])
+    assert report.largest_local_batch == 96
+
+
+def test_outcomes_on_the_probes_gpu_say_nothing_of_another_one(found):
+    results = [probe(16), probe(96), out_of_memory(1, 128)]
+    assert estimate(spec(), capacity=10_000 * MB, results=results).largest_local_batch > 1000
+    assert estimate(spec(), capacity=300 * MB, results=results).largest_local_batch == (270 - 50 - 140) // 3
+
+
+def test_probes_on_different_hardware_do_not_correct(found):
+    other = probe(64)
+    other = other.model_copy(update={"environment": other.environment.model_copy(update={"hardware": "another"})})
+    report = estimate(spec(), results=[probe(16), other])
+    assert report.rows[0].peak == footprint(16).peak
+    assert "different hardware" in report.correction
+
+
+# --- on the cluster
+
+SLURM = {"kind": "slurm", "device": "cpu"}
+
+
+class Nodes:
+    """A check's job on SLURM: a run directory, a launcher that runs nothing, and what the nodes write."""
+
+    def __init__(self, folder, job: JobSpec) -> None:
+        self.spec, self.launcher = job, make.FakeLauncher(scheduler="slurm")
+        self.run = RunDir.create(folder, job)
+        self.now = 0.0
+        self.task = self.start()
+
+    def start(self, job: JobSpec | None = None, nodes: int = 2):
+        return start_on_cluster(self.run, job or self.spec, self.launcher, nodes=nodes)
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+
+    def watch(self, **how) -> list[str]:
+        states = watch_cluster(self.run, self.launcher, self.task, clock=lambda: self.now, sleep=self.sleep, **how)
+        return [state.state for state in states]
+
+    def conclude(self):
+        return conclude_cluster(self.run, self.task, clock=lambda: self.now, sleep=self.sleep)
+
+    def log(self, *tasks: int) -> None:
+        """Leave what SLURM writes for each of its tasks on the task's own node."""
+        job = self.run.job(self.task.job)
+        self.run.submitit_dir.mkdir(exist_ok=True)
+        for number in tasks:
+            (self.run.submitit_dir / f"{job.scheduler_id}_{number}_log.out").touch()
+
+    def report(self, first=None, second=None, *, silent: tuple[int, ...] = ()) -> None:
+        """Write the report of two nodes, with changes to each; the silent ones' own files do not appear."""
+        report = make.cluster_report(self.run, self.task, first or {}, second or {})
+        for node in report.nodes:
+            if node.node not in silent:
+                self.run.sign_in(self.task.id, node.node, node.host)
+        self.run.write_cluster_report(report)
+
+    def ends(self, **how) -> None:
+        attempt = make.attempt(self.task.id, start=time.time(), end=time.time(), **how)
+        self.run.write_attempt(attempt)
+
+
+@pytest.fixture
+def nodes(tmp_path, monkeypatch) -> Nodes:
+    monkeypatch.setattr(scheduler, "ended_how", lambda _: None)
+    monkeypatch.setattr(site, "allocated", lambda _: ("n1", "n2"))
+    monkeypatch.setattr(site, "partitions", lambda: ())
+    return Nodes(tmp_path, spec(cluster=SLURM))
+
+
+def test_nodes_as_they_should_be_are_no_problem(nodes):
+    nodes.report()
+    assert nodes.watch() == []
+    found = nodes.conclude()
+    assert (found.problems, found.warnings) == ((), ())
+    assert [node.host for node in found.report.nodes] == ["n1", "n2"]
+
+
+@pytest.mark.parametrize(
+    ("second", "words"),
+    [
+        ({"token": ""}, "n2 reads nothing where"),
+        ({"token": "other"}, "n2 reads another file where"),
+        ({"write_error": "read-only"}, "n2 cannot write into the run directory: read-only"),
+        ({"dataset": False}, "n2 cannot read dataset.root"),
+    ],
+)
+def test_a_node_that_a_job_cannot_use_is_a_problem(nodes, second, words):
+    nodes.report(second=second)
+    (problem,) = nodes.conclude().problems
+    assert problem.startswith(words)
+
+
+def test_what_a_node_wrote_has_to_be_seen_here_in_time(nodes):
+    nodes.report(silent=(1,))
+    (problem,) = nodes.conclude().problems
+    assert problem.startswith("what n2 wrote into")
+    assert nodes.now >= 30
+
+
+def test_a_file_that_appears_late_is_no_problem(nodes, monkeypatch):
+    nodes.report(silent=(1,))
+    monkeypatch.setattr(nodes, "sleep", lambda _: nodes.run.sign_in(nodes.task.id, 1, "n2"))
+    assert nodes.conclude().problems == ()
+
+
+@pytest.mark.parametrize(("device", "problems"), [("cpu", 0), ("auto", 1), ("cuda", 1)])
+def test_a_node_without_a_gpu_is_a_problem_where_gpus_are_wanted(tmp_path, nodes, device, problems):
+    wanted = Nodes(tmp_path / device, spec(cluster={**SLURM, "device": device}))
+    wanted.report(second={"gpus": (), "gpu_memory": None, "driver": ""})
+    found = wanted.conclude()
+    assert len(found.problems) == problems
+    assert all("torch sees no GPU on n2" in problem for problem in found.problems)
+
+
+def test_no_gpu_at_all_is_a_warning_where_any_device_will_do(tmp_path, nodes):
+    without = {"gpus": (), "gpu_memory": None}
+    for device, problems, warnings in (("auto", 0, 1), ("cuda", 1, 0), ("cpu", 0, 0)):
+        wanted = Nodes(tmp_path / device, spec(cluster={**SLURM, "device": device}))
+        wanted.report(without, without)
+        found = wanted.conclude()
+        assert (len(found.problems), len(found.warnings)) == (problems, warnings)
+
+
+def test_ranks_that_share_a_gpu_are_a_problem(tmp_path, nodes):
+    wanted = Nodes(tmp_path / "auto", spec(cluster={**SLURM, "device": "auto"}))
+    wanted.report(second={"ranks": 2})
+    assert wanted.conclude().problems == ("2 ranks on n2 see 1 GPU: each rank needs one of its own",)
+
+
+@pytest.mark.parametrize(
+    ("second", "words"),
+    [
+        ({"gpus": ("V100",)}, "the nodes differ in GPU: A100 on n1; V100 on n2"),
+        ({"torch": "2.7"}, "the nodes differ in torch: 2.6 on n1; 2.7 on n2"),
+        ({"driver": ""}, "the nodes differ in GPU driver: 550 on n1; none on n2"),
+        ({"clock_offset": 1.5}, "the clock of n2 is 1.5 s ahead of that of n1"),
+        ({"clock_offset": -90.0}, "the clock of n2 is 90.0 s behind that of n1"),
+    ],
+)
+def test_what_spoils_measurements_is_a_warning(nodes, second, words):
+    nodes.report(second=second)
+    found = nodes.conclude()
+    assert found.problems == ()
+    (warning,) = found.warnings
+    assert warning.startswith(words)
+
+
+def test_clocks_less_than_a_second_apart_will_do(nodes):
+    nodes.report(second={"clock_offset": 0.9})
+    assert nodes.conclude().warnings == ()
+
+
+def test_a_dataset_that_is_still_to_be_downloaded_is_a_warning(tmp_path, nodes):
+    wanted = Nodes(tmp_path / "x", spec(cluster=SLURM, dataset={"name": "CIFAR10", "root": "none", "download": True}))
+    wanted.report({"dataset": False}, {"dataset": False})
+    found = wanted.conclude()
+    assert found.problems == ()
+    assert "is not there yet" in found.warnings[0]
+
+
+# --- its job
+
+
+def test_the_same_check_is_taken_up_until_its_end_was_told(nodes):
+    assert nodes.start().id == nodes.task.id == "check-n002-1"
+    nodes.report()
+    assert nodes.start().id == "check-n002-1", "ended, but nobody has seen it"
+    nodes.conclude()
+    assert nodes.start().id == "check-n002-2"
+    assert nodes.launcher.submitted == ["check-n002-1", "check-n002-2"]
+
+
+def test_a_check_measures_nothing_and_trains_nothing(nodes):
+    assert nodes.run.check_tasks() == [nodes.task]
+    assert nodes.run.tasks() == []
+
+
+def test_the_logs_of_a_check_are_found(nodes):
+    path = nodes.run.log_path(nodes.task.id, 1)
+    path.parent.mkdir()
+    path.write_text("no interface\n")
+    assert [line.text for line in services_logs.logs(nodes.run, job=nodes.task.job)] == ["no interface"]
+
+
+def test_checks_are_numbered_on_beyond_nine(nodes):
+    for number in range(2, 13):
+        nodes.run.mark_told(f"check-n002-{number - 1}")
+        assert nodes.start().id == f"check-n002-{number}"
+
+
+def test_a_check_with_other_settings_takes_the_place_of_one_that_waits(nodes):
+    nodes.start(nodes=4)
+    changed = nodes.start(spec(cluster={**SLURM, "slurm": {"partition": "gpu"}}))
+    assert changed.id == "check-n002-3"
+    assert nodes.launcher.cancelled == ["check-n002-1"], "not the one on other nodes"
+
+
+def test_a_check_that_was_refused_is_submitted_again(nodes, monkeypatch):
+    nodes.run.mark_told(nodes.task.id)
+    submit = nodes.launcher.submit
+
+    def refuse(*_):
+        raise SchedulerError("no")
+
+    monkeypatch.setattr(nodes.launcher, "submit", refuse)
+    with pytest.raises(SchedulerError):
+        nodes.start()
+    monkeypatch.setattr(nodes.launcher, "submit", submit)
+    assert nodes.start().id == "check-n002-2"
+
+
+def test_states_are_told_until_the_report_is_there(nodes):
+    nodes.launcher.says[nodes.task.job] = "pending"
+    states = watch_cluster(nodes.run, nodes.launcher, nodes.task, sleep=nodes.sleep)
+    assert next(states).state == "pending"
+    nodes.report()
+    assert list(states) == []
+
+
+def test_waiting_ends_with_the_time_and_says_why_it_waits(nodes):
+    nodes.launcher.says[nodes.task.job], nodes.launcher.reason = "pending", "Priority"
+    with pytest.raises(Pending, match=r"check-n002-1 is not over after 20 s: pending \(Priority\)"):
+        nodes.watch(timeout=20)
+    assert nodes.now == pytest.approx(20)
+    assert nodes.start().id == nodes.task.id
+
+
+def test_a_job_that_will_never_start_is_cancelled(nodes):
+    nodes.launcher.says[nodes.task.job], nodes.launcher.reason = "pending", "PartitionDown: will not start"
+    with pytest.raises(SchedulerError, match="PartitionDown"):
+        nodes.watch()
+    assert nodes.launcher.cancelled == ["check-n002-1"]
+    assert nodes.start().id == "check-n002-2"
+
+
+def test_a_hopeless_moment_does_not_count(nodes, monkeypatch):
+    nodes.launcher.says[nodes.task.job], nodes.launcher.reason = "pending", "PartitionDown"
+    monkeypatch.setattr(nodes, "sleep", lambda _: (setattr(nodes.launcher, "reason", ""), nodes.report()))
+    assert nodes.watch() == ["pending"]
+
+
+def test_nodes_that_leave_nothing_do_not_see_the_folder(nodes):
+    nodes.launcher.says[nodes.task.job] = "ended"
+    assert nodes.watch() == ["ended"]
+    with pytest.raises(JobFailed, match="nothing came from n1, n2") as caught:
+        nodes.conclude()
+    assert nodes.now >= 30, "what they wrote may be late"
+    assert str(nodes.run.path) in caught.value.message
+    assert "--run-dir" in caught.value.hint
+
+
+def test_the_node_that_leaves_nothing_is_named_and_the_job_ended(nodes):
+    nodes.log(0)
+    with pytest.raises(JobFailed, match="n1 wrote into it, n2 did not") as caught:
+        nodes.watch()
+    assert 30 < nodes.now < 60
+    assert "exclude=n2" in caught.value.hint
+    assert nodes.launcher.cancelled == ["check-n002-1"]
+
+
+def test_nodes_are_told_by_number_where_nobody_knows_their_names(nodes, monkeypatch):
+    monkeypatch.setattr(site, "allocated", lambda _: ())
+    nodes.log(0)
+    with pytest.raises(JobFailed, match="node 1 of the job wrote into it, node 2 of the job did not") as caught:
+        nodes.watch()
+    assert "exclude" not in caught.value.hint
+
+
+@pytest.mark.parametrize(("launcher", "logs"), [("srun", (0, 2)), ("torchrun", (0, 1))])
+def test_a_node_has_as_many_tasks_as_its_launcher_starts(tmp_path, nodes, launcher, logs):
+    two = Nodes(tmp_path / launcher, spec(cluster={**SLURM, "gpus_per_node": 2, "slurm": {"launcher": launcher}}))
+    two.log(*logs)
+    two.ends(outcome="user", message="no interface")
+    with pytest.raises(JobFailed, match="no interface"):
+        two.conclude()
+    assert two.now == 0, "both nodes were heard of"
+
+
+def test_a_failure_is_told_with_its_cause(nodes):
+    nodes.log(0, 1)
+    nodes.ends(outcome="user", message="no network interface 'ib7'", rank=1)
+    assert nodes.watch() == []
+    with pytest.raises(JobFailed, match=r"check-n002-1 failed \(rank 1 on n1\): no network interface 'ib7'"):
+        nodes.conclude()
+
+
+def test_a_port_that_was_taken_is_tried_again(nodes):
+    nodes.ends(outcome="port")
+    nodes.launcher.says[nodes.task.job] = "ended"
+    assert nodes.watch() == ["ended"], "not over until the scheduler says so"
+
+
+def test_a_job_that_ends_before_its_ranks_is_told_by_its_log(nodes):
+    nodes.log(0, 1)
+    job = nodes.run.job(nodes.task.job)
+    (nodes.run.submitit_dir / f"{job.scheduler_id}_0_log.err").write_text("module: command not found\n")
+    with pytest.raises(JobFailed, match="module: command not found"):
+        nodes.conclude()
+
+
+@pytest.mark.parametrize(("how", "words"), [("cancelled", "cancelled"), ("node_failure", "node failure")])
+def test_a_job_that_was_ended_is_no_story_of_folders(nodes, monkeypatch, how, words):
+    monkeypatch.setattr(scheduler, "ended_how", lambda _: how)
+    with pytest.raises(JobFailed, match=f"ended before it could look: {words}"):
+        nodes.conclude()
+
+
+def test_tula_cancel_ends_the_waiting(nodes):
+    nodes.run.cancel(nodes.task.job)
+    assert nodes.watch() == []
+    with pytest.raises(JobFailed, match="was cancelled"):
+        nodes.conclude()
+
+
+# --- on how many nodes
+
+
+def offer(monkeypatch, **sizes: int) -> None:
+    found = [Partition(n, n == "main", True, 60, None, (NodeKind(size, 4, 0, ()),)) for n, size in sizes.items()]
+    monkeypatch.setattr(site, "partitions", lambda: tuple(found))
+
+
+@pytest.mark.parametrize(("searched", "nodes"), [([1, 2], 2), ([4, 8], 4), ([1], 2), ([8, 3], 3)])
+def test_the_fewest_nodes_of_the_search_are_looked_at(monkeypatch, searched, nodes):
+    offer(monkeypatch, main=16)
+    assert cluster_nodes(spec(cluster=SLURM, search={"nodes": searched}), None) == nodes
+
+
+def test_a_small_partition_bounds_the_nodes(monkeypatch):
+    offer(monkeypatch, main=2, tiny=1)
+    job = spec(cluster=SLURM, search={"nodes": [4, 8]})
+    assert cluster_nodes(job, None) == 2
+    with pytest.raises(SpecError, match="--nodes 3: a job can have 2 nodes here"):
+        cluster_nodes(job, 3)
+    tiny = spec(cluster={**SLURM, "slurm": {"partition": "tiny"}})
+    assert cluster_nodes(tiny, None) == 1
+
+
+def test_nodes_are_taken_as_wanted_where_nobody_knows_the_partition(monkeypatch):
+    offer(monkeypatch)
+    assert cluster_nodes(spec(cluster=SLURM), 64) == 64
+    assert cluster_nodes(spec(search={"nodes": [1]}), None) == 1
+    offer(monkeypatch, main=2)
+    assert cluster_nodes(spec(cluster={**SLURM, "slurm": {"partition": "other"}}), 64) == 64
+
+
+# --- init
+
+
+@pytest.mark.parametrize(("kind", "line"), [("local", "  kind: local"), ("slurm", "  kind: slurm")])
+def test_templates_name_their_cluster(kind, line):
+    assert any(text.startswith(line) for text in init(kind).splitlines())
+
+
+def test_local_template_mentions_every_setting():
+    text = init("local")
+    schema = JobSpec.model_json_schema()
+    for name, section in schema["$defs"].items():
+        if name not in ("Slurm", "Every"):
+            missing = [key for key in section["properties"] if f"{key}:" not in text]
+            assert not missing, (name, missing)
+
+
+def test_slurm_template_mentions_the_usual_options():
+    text = init("slurm")
+    for key in ("partition", "account", "qos", "constraint", "minutes", "cpus_per_task", "memory", "setup", "extra"):
+        assert f"{key}:" in text
+
+
+def test_the_figures_of_an_adaptive_search_are_told_to_be_those_of_its_first_round(found):
+    assert not any("first round" in warning for warning in check(spec()).warnings)
+    report = check(spec(search={"strategy": "adaptive"}))
+    assert report.probes <= 3 and any("first round" in warning for warning in report.warnings)

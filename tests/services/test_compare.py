@@ -1,0 +1,668 @@
+"""`tula compare`: the grid, what is trained when, the table, the page."""
+
+import dataclasses
+import io
+import itertools
+import json
+import math
+import re
+import time
+from pathlib import Path
+
+import make_runs as make
+import pytest
+import yaml
+from quiet import quiet
+
+from tula_cli.cli import app
+from tula_cli.cluster import inspection
+from tula_cli.cluster import launcher as cluster_launcher
+from tula_cli.errors import BadMeasurements, JobFailed, SpecError, TulaError
+from tula_cli.run.directory import RunDir
+from tula_cli.run.records.inspections import Inspection
+from tula_cli.run.records.results import Cell, Comparison
+from tula_cli.run.records.tasks import TrainTask
+from tula_cli.services import compare as services_compare
+from tula_cli.services import status as services_status
+from tula_cli.services.compare import Grid
+from tula_cli.services.comparison import accuracy, trainings
+from tula_cli.services.progress import job_status
+from tula_cli.show import live
+from tula_cli.show import screen as show_screen
+from tula_cli.show.html import page as show_html_page
+from tula_cli.show.html import svg
+from tula_cli.spec.job import JobSpec
+from tula_cli.spec.signature import train_signature
+
+SPEC = {
+    **make.SPEC,
+    "train": {"epochs": 4, "reference_batch": 32, "seed": 5},
+    "search": {"nodes": [1], "max_node_hours": 1},
+}
+GRID = Grid(methods=("lbt", "lrs", "ags"), batches=(128, 256), seeds=2, nodes=1)
+# Top-1 by method at a large batch, and how much a seed adds; the reference is at 90.
+TOP1 = {"lbt": 80.0, "lrs": 85.0, "ags": 90.0, "lbt-x2": 70.0, "lbt-x4": 10.0}
+
+
+def inspect(spec: JobSpec) -> Inspection:
+    return Inspection(
+        dataset_size=2000, eval_size=100, classes=10, sample_shape=(1, 8, 8), parameters=10, footprints=(),
+        estimate_error="", device="cpu", hardware="x", capacity=None, cpus=2,
+    )  # fmt: skip
+
+
+class Trains(make.FakeLauncher):
+    """Trains each job at once. `fails` are the methods that end in an error, `diverges` those whose loss is no number."""
+
+    DIVERGED = "Diverged: the loss is not finite at epoch 1.50, step 24, 3000 samples"
+
+    def __init__(self, fails: tuple[str, ...] = (), diverges: tuple[str, ...] = (), classes: bool = True) -> None:
+        super().__init__()
+        self.fails, self.diverges, self.classes = fails, diverges, classes
+        self.tasks: list[TrainTask] = []
+
+    def submit(self, run, task):
+        job = super().submit(run, task).model_copy(update={"submitted_at": time.time()})
+        self.tasks.append(task)
+        self.says[task.job] = "ended"
+        lr = task.spec.optimizer.lr / make.SPEC["optimizer"]["lr"]
+        method = task.spec.train.method if lr == 1 else f"lbt-x{lr:.0f}"
+        now = time.time()
+        if method in self.fails:
+            run.write_attempt(make.attempt(task.id, start=now, end=now, outcome="user", message="KeyError: 'x'\nmore"))
+        elif method in self.diverges:
+            run.write_attempt(make.attempt(task.id, start=now, end=now, outcome="diverged", message=self.DIVERGED))
+        else:
+            self._train(run, task, method)
+        return job
+
+    def _train(self, run, task, method):
+        reference = task.batch == task.spec.train.reference_batch
+        top1 = (90.0 if reference else TOP1[method]) + 2 * (task.spec.train.seed - 5)
+        metrics = {"top1": top1, "top5": 99.0, "eval_loss": (100 - top1) / 10}
+        if not self.classes:
+            metrics = {"eval_loss": metrics["eval_loss"]}
+        hours = 32 / task.batch
+        result = make.train_result(task.signature).model_copy(update={"metrics": metrics, "samples": 8000})
+        run.write_train_result(result)
+        rows = [
+            {"kind": "epoch", "samples": 2000 * epoch, "epoch": epoch, **metrics, "ags": {"mean": 2.0}}
+            for epoch in (1, 2)
+        ]
+        if method == "ags":
+            rows[-1]["diagnostics"] = {
+                "norm": {"q50": 3.0}, "delta": None, "factors": {"edges": [0.5, 1.0, 2.0], "counts": [0, 1, 3, 0]}
+            }  # fmt: skip
+            rows.append({"kind": "hessian", "samples": 4000, "eigenvalue": 7.5, "lr_bound": None})
+        run.metrics_path(task.signature).write_text("".join(json.dumps(row) + "\n" for row in rows))
+        run.write_summary(
+            make.summary(
+                signature=task.signature, start_batch=task.batch, batch=task.batch, metrics=metrics, actual_hours=hours,
+                best_top1=metrics.get("top1", 0.0) + 1,
+            )
+        )  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    quiet(monkeypatch, tmp_path)
+    monkeypatch.setitem(job_status.GRACE, "local", 0.02)
+    monkeypatch.setitem(services_status.POLL, "local", (0.01, 0.01))
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDir:
+    return RunDir.create(tmp_path / "tula-runs", make.spec(**SPEC))
+
+
+def plan(run: RunDir, grid: Grid = GRID, spec: JobSpec | None = None) -> services_compare.ComparePlan:
+    return services_compare.plan(run, spec or run.spec(), grid, inspect=inspect, now=1.0)
+
+
+def trained(run: RunDir, launcher: make.FakeLauncher, grid: Grid = GRID, **how) -> accuracy.CompareReport:
+    planned = plan(run, grid)
+    list(trainings.one_by_one(run, planned, launcher, inspect=inspect, **how))
+    return table(run, planned.comparison)
+
+
+def table(run: RunDir, comparison: Comparison, launcher: make.FakeLauncher | None = None) -> accuracy.CompareReport:
+    now = services_status.snapshot(run, launcher or make.FakeLauncher(), now=time.time())
+    return accuracy.report(run, comparison, run.spec(), jobs=now.jobs)
+
+
+def row(report: accuracy.CompareReport, method: str, batch: int) -> accuracy.Row:
+    (found,) = [row for row in report.rows if (row.method, row.batch) == (method, batch)]
+    return found
+
+
+# --- the grid
+
+
+def test_the_first_seed_of_every_row_comes_before_any_second_one(run: RunDir) -> None:
+    cells = plan(run).comparison.cells
+    rows = [
+        ("lbt", 32),
+        *itertools.product(("lbt", "lrs", "ags", "lbt-x2", "lbt-x4"), (128,)),
+        *itertools.product(("lbt", "lrs", "ags", "lbt-x2", "lbt-x4"), (256,)),
+    ]
+    assert [(cell.method, cell.batch, cell.seed) for cell in cells] == [(*r, seed) for seed in (5, 6) for r in rows]
+    assert [cell.reference for cell in cells[:3]] == [True, False, False]
+
+
+def test_controls_can_be_left_out_and_are_only_at_large_batches(run: RunDir) -> None:
+    without = Grid(methods=("ags",), batches=(128,), seeds=1, nodes=1, controls=False)
+    assert [cell.method for cell in plan(run, without).comparison.cells] == ["lbt", "ags"]
+    small = Grid(methods=("ags",), batches=(32,), seeds=1, nodes=1)
+    assert [(cell.method, cell.batch) for cell in plan(run, small).comparison.cells] == [("lbt", 32), ("ags", 32)]
+
+
+def test_the_reference_among_the_batches_is_trained_once(run: RunDir) -> None:
+    cells = plan(run, Grid(methods=("lbt",), batches=(32, 128), seeds=1, nodes=1)).comparison.cells
+    assert [(cell.method, cell.batch) for cell in cells] == [
+        ("lbt", 32),
+        ("lbt", 128),
+        ("lbt-x2", 128),
+        ("lbt-x4", 128),
+    ]
+    assert len({cell.signature for cell in cells}) == len(cells)
+
+
+def test_two_rows_that_are_one_training_are_one_row() -> None:
+    spec = make.spec(**SPEC, ags={"preset": "robust"})
+    run = RunDir(Path("tula-runs") / "x")
+    cells = plan(run, Grid(methods=("ags", "robust"), batches=(128,), seeds=1, nodes=1, controls=False), spec)
+    assert [cell.method for cell in cells.comparison.cells] == ["lbt", "ags"]
+
+
+def test_the_reference_is_the_first_row_also_beside_smaller_batches(run: RunDir) -> None:
+    report = trained(run, Trains(), Grid(methods=("lbt",), batches=(16, 256), seeds=1, nodes=1, controls=False))
+    assert [row.batch for row in report.rows] == [32, 16, 256]
+
+
+def test_a_cell_is_the_training_of_the_same_overrides(run: RunDir) -> None:
+    spec = run.spec()
+    by_hand = make.spec(**{**SPEC, "optimizer": {"lr": 0.4}, "train": {**SPEC["train"], "method": "lbt", "seed": 6}})
+    assert services_compare.cell_spec(spec, "lbt-x4", 6) == by_hand
+    cell = next(c for c in plan(run).comparison.cells if (c.method, c.batch, c.seed) == ("lbt-x4", 256, 6))
+    assert cell.signature == train_signature(by_hand, nodes=1, batch=256)
+
+
+def test_a_scaling_of_the_learning_rate_is_that_of_the_jobs_own_method_alone() -> None:
+    spec = make.spec(**{**SPEC, "train": {**SPEC["train"], "method": "lrs", "lr_scaling": "sqrt"}})
+    scaling = {
+        name: services_compare.cell_spec(spec, name, 5).train.lr_scaling for name in ("lrs", "ags", "lbt-x2", "sqrt")
+    }
+    assert scaling == {"lrs": "sqrt", "ags": "auto", "lbt-x2": "auto", "sqrt": "sqrt"}
+
+
+def test_robust_keeps_of_the_jobs_own_scaling_what_optimizer_and_ranks_need(run: RunDir) -> None:
+    kept = {"consensus": "check", "apply_to": "update"}
+    spec = make.spec(**SPEC, ags={"delta": 0.2, **kept})
+    own = services_compare.cell_spec(spec, "robust", 5)
+    assert own.train.method == "ags" and own.ags.resolved() != spec.ags.resolved()
+    assert own.ags.resolved() == make.spec(ags={"preset": "robust", **kept}).ags.resolved()
+
+
+def test_the_plain_large_batch_is_plain_whatever_the_job_scales() -> None:
+    spec = make.spec(**{**SPEC, "train": {**SPEC["train"], "method": "lbt", "lr_scaling": "linear"}})
+    assert {services_compare.cell_spec(spec, name, 5).train.lr_scaling for name in ("lbt", "lbt-x2", "ags")} == {"auto"}
+
+
+def test_methods_that_do_not_go_with_the_optimizer_are_refused_at_once(run: RunDir) -> None:
+    adam = make.spec(**{**SPEC, "optimizer": {"name": "AdamW", "lr": 0.1}})
+    grid = Grid(methods=("lbt", "lars", "adascale", "ortho", "ags", "lamb"), batches=(128,), seeds=1, nodes=1)
+    with pytest.raises(SpecError) as error:
+        plan(run, grid, adam)
+    assert [problem.path for problem in error.value.problems] == ["lars", "adascale", "ortho", "ags"]
+    scaled = make.spec(**{**SPEC, "optimizer": {"name": "AdamW", "lr": 0.1}}, ags={"apply_to": "update"})
+    plan(run, dataclasses.replace(grid, methods=("ags", "robust", "lamb")), scaled)
+    with pytest.raises(SpecError) as error:
+        plan(run, dataclasses.replace(grid, methods=("lamb",)))
+    assert "takes the place of Adam or AdamW, not of optimizer.name: SGD" in str(error.value.problems[0])
+
+
+def test_settings_of_ags_train_nothing_else_again(run: RunDir) -> None:
+    before, after = (plan(run, GRID, make.spec(**SPEC, ags={"delta": delta})).comparison for delta in (0.5, 0.2))
+    known = {cell.signature for cell in before.cells}
+    assert {cell.method for cell in after.cells if cell.signature not in known} == {"ags"}
+
+
+def test_a_gap_is_over_the_seeds_of_both(run: RunDir) -> None:
+    """One seed is better than the other by two points for every method; alone it would move a gap by one."""
+    planned, launcher = plan(run), Trains()
+    for cell in planned.comparison.cells:
+        if (cell.method, cell.seed) != ("lrs", 5):
+            trainings.submit(run, planned, cell, launcher, inspect=inspect)
+    found = row(table(run, planned.comparison), "lrs", 256)
+    assert found.top1.n == 1 and found.gap == pytest.approx(5.0)
+    assert found.recovered is None, "of one seed in common no noise is known"
+    whole = row(table(run, planned.comparison), "ags", 256)
+    assert (whole.gap, whole.recovered) == (pytest.approx(0.0), pytest.approx(1.0))
+
+
+def test_a_diverged_seed_has_no_loss_to_compare(run: RunDir) -> None:
+    report = trained(run, Trains(classes=False, diverges=("lrs",)))
+    found = row(report, "lrs", 256)
+    assert (found.seeds, found.gap, found.recovered) == (0, None, None)
+    assert found.count("diverged") == 2
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"methods": ("lbz",)}, "did you mean lb"),
+        ({"batches": ()}, "--batch"),
+        ({"batches": (0,)}, "--batch"),
+        ({"seeds": 0}, "--seeds"),
+        ({"nodes": 0}, "--nodes"),
+    ],
+)
+def test_a_grid_of_nonsense_is_refused(changes: dict, words: str) -> None:
+    with pytest.raises(SpecError) as error:
+        Grid(**{"methods": ("lbt",), "batches": (128,), "seeds": 1, "nodes": 1, **changes})
+    assert words in f"{error.value.message} {error.value.hint}"
+
+
+def test_every_method_of_the_spec_can_be_a_row() -> None:
+    assert {"ags", "lbt", "lrs"} <= set(services_compare.known_methods())
+    assert set(services_compare.CONTROLS) <= set(services_compare.known_methods())
+
+
+def test_what_cannot_be_trained_is_refused_before_anything_starts(run: RunDir) -> None:
+    with pytest.raises(SpecError, match="method lbt: batch 4096 is larger than the dataset"):
+        plan(run, Grid(methods=("lbt",), batches=(4096,), seeds=1, nodes=1))
+    with pytest.raises(SpecError, match="the reference: batch 32 does not divide by 3"):
+        plan(run, Grid(methods=("lbt",), batches=(96,), seeds=1, nodes=3))
+
+
+# --- training
+
+
+def test_everything_is_trained_once_and_the_table_is_whole(run: RunDir) -> None:
+    launcher = Trains()
+    report = trained(run, launcher)
+    assert report.complete and report.total == 22 == len(launcher.submitted) == len(set(launcher.submitted))
+    assert not plan(run).missing
+    again = Trains()
+    trained(run, again)
+    assert again.submitted == []
+
+
+def test_a_seed_more_trains_only_that(run: RunDir) -> None:
+    trained(run, Trains())
+    launcher = Trains()
+    trained(run, launcher, Grid(methods=GRID.methods, batches=GRID.batches, seeds=3, nodes=1))
+    assert {task.spec.train.seed for task in launcher.tasks} == {7}
+    assert len(launcher.tasks) == 11
+
+
+def test_a_failure_is_told_and_does_not_end_the_grid(run: RunDir) -> None:
+    report = trained(run, Trains(fails=("lrs",)))
+    failed = row(report, "lrs", 256)
+    assert [cell.state for cell in failed.cells] == ["failed", "failed"]
+    assert (report.finished, report.total, failed.top1, failed.gap) == (18, 22, None, None)
+    assert "lrs, batch 128, seed 5 failed: KeyError: 'x'" in report.warnings
+    assert row(report, "ags", 256).top1 is not None
+    launcher = Trains()
+    assert trained(run, launcher).complete  # the next call trains what has failed
+    assert len(launcher.submitted) == 4
+
+
+def test_a_job_that_never_works_ends_the_grid(run: RunDir) -> None:
+    launcher = Trains(fails=tuple(TOP1))
+    with pytest.raises(JobFailed, match=r"first 3 trainings have all failed.*KeyError"):
+        trained(run, launcher)
+    assert len(launcher.submitted) == trainings.HOPELESS
+
+
+def test_a_cancelled_training_ends_the_grid(run: RunDir) -> None:
+    class Cancelled(Trains):
+        def submit(self, run, task):
+            job = make.FakeLauncher.submit(self, run, task)
+            self.says[task.job] = "ended"
+            run.cancel(task.job)
+            return job
+
+    launcher = Cancelled()
+    report = trained(run, launcher)
+    assert len(launcher.submitted) == 1
+    assert row(report, "lbt", 32).cells[0].state == "cancelled"
+
+
+def test_a_diverged_training_is_over_without_a_number_and_not_tried_again(run: RunDir) -> None:
+    launcher = Trains(diverges=("lbt-x4",))
+    report = trained(run, launcher)
+    found = row(report, "lbt-x4", 256)
+    assert [cell.state for cell in found.cells] == ["diverged", "diverged"]
+    assert found.seeds == 0 and found.top1 is found.loss is found.gap is found.recovered is None
+    assert report.complete and not plan(run).missing
+    assert f"lbt-x4, batch 256, seed 5 diverged: {launcher.DIVERGED}" in report.warnings
+
+
+def test_an_evaluation_that_is_not_finite_counts_with_its_accuracy(run: RunDir) -> None:
+    planned, launcher = plan(run), Trains()
+    cell = next(cell for cell in planned.comparison.cells if (cell.method, cell.batch) == ("lbt-x4", 256))
+    trainings.submit(run, planned, cell, launcher, inspect=inspect)
+    summary = run.summary(cell.signature)
+    run.write_summary(summary.model_copy(update={"metrics": {"top1": 10.0, "top5": 50.0}}))
+    found = row(table(run, planned.comparison), "lbt-x4", 256)
+    assert found.cells[0].state == "diverged"
+    assert found.top1 == accuracy.Stat(10.0, None, 1) and found.loss is None
+
+
+def test_nothing_is_started_that_will_not_end_in_time(run: RunDir) -> None:
+    launcher = Trains()
+    # The reference takes an hour, then every training as long as the others at its batch, at first as the reference.
+    trained(run, launcher, seconds=0.0, clock=lambda: 0.0)
+    assert len(launcher.submitted) == 1  # of which nothing is known
+    planned = plan(run)
+    list(trainings.one_by_one(run, planned, launcher, inspect=inspect, seconds=3599.0, clock=lambda: 0.0))
+    assert len(launcher.submitted) == 1
+    moment = itertools.count(0, 600)
+    list(trainings.one_by_one(run, planned, launcher, inspect=inspect, seconds=7000.0, clock=lambda: next(moment)))
+    assert 1 < len(launcher.submitted) < 22
+
+
+def test_progress_counts_and_tells_what_is_left(run: RunDir) -> None:
+    planned = plan(run)
+    steps = list(trainings.one_by_one(run, planned, Trains(fails=("lrs",)), inspect=inspect))
+    ended = [step for step in steps if step.ended is not None]
+    assert [step.done + step.failed for step in ended] == list(range(1, 23))
+    assert (ended[-1].done, ended[-1].failed, ended[-1].left) == (18, 4, 0.0)
+    assert ended[0].left is None  # as nothing was known when it began
+    seeds = [step.left for step in ended if step.ended.seed == 6]
+    assert seeds == sorted(seeds, reverse=True) and seeds[0] > 3600  # the second reference takes an hour
+
+
+def test_what_is_left_is_what_the_training_says_and_what_is_expected_of_the_others(run: RunDir) -> None:
+    job = make.add_training(run, rows=make.metrics())
+    now = services_status.snapshot(run, make.FakeLauncher(says={job: "running"}), now=make.START + 60)
+    assert now.training is not None and now.training.eta == pytest.approx(70.0)
+    assert trainings._left(now, job, 1.0, 2.0) == pytest.approx(70.0 + 7200)
+    assert trainings._left(now, "train-another", 1.0, 2.0) == pytest.approx(3600 + 7200)
+    assert trainings._left(now, job, 1.0, None) is None
+
+
+def test_changed_code_ends_a_comparison(run: RunDir) -> None:
+    planned = plan(run)
+    first = planned.comparison.cells[0].model_copy(update={"signature": "00000000"})
+    with pytest.raises(TulaError, match="has changed since the comparison was started"):
+        trainings.submit(run, planned, first, Trains(), inspect=inspect)
+
+
+def test_a_scheduler_gets_everything_at_once(run: RunDir) -> None:
+    launcher = Trains()
+    planned = plan(run)
+    jobs = trainings.submit_all(run, planned, launcher, inspect=inspect)
+    assert jobs == [f"train-{cell.signature}" for cell in planned.comparison.cells]
+    steps = list(trainings.wait_for_all(run, planned, launcher, jobs))
+    assert (steps[-1].done, steps[-1].failed, steps[-1].total) == (22, 0, 22)
+    assert {step.ended for step in steps if step.ended} == set(planned.comparison.cells)
+
+
+def test_expected_hours_are_those_of_the_own_row_then_predicted_then_of_the_batch() -> None:
+    took = {("a", 32): 1.0, ("b", 64): 3.0, ("c", 64): 5.0}
+    assert services_compare.expected_hours(("a", 32), took, {("a", 32): 9.0}) == 1.0
+    assert services_compare.expected_hours(("d", 64), took, {("d", 64): 9.0}) == 9.0
+    assert services_compare.expected_hours(("d", 64), took, {}) == 4.0
+    assert services_compare.expected_hours(("d", 128), took, {}) == 3.0
+    assert services_compare.expected_hours(("d", 128), {}, {}) is None
+
+
+# --- the table
+
+
+def test_mean_deviation_gap_and_what_is_recovered(run: RunDir) -> None:
+    report = trained(run, Trains())
+    lrs = row(report, "lrs", 256)
+    assert lrs.top1 == accuracy.Stat(86.0, pytest.approx(math.sqrt(2)), 2)  # 85 and 87: the sample deviation
+    assert (lrs.gap, lrs.recovered) == (pytest.approx(5.0), pytest.approx(0.5))
+    assert row(report, "ags", 256).recovered == pytest.approx(1.0)
+    assert row(report, "lbt-x2", 256).recovered == pytest.approx(-1.0)
+    assert row(report, "lbt", 256).gap == pytest.approx(10.0) and row(report, "lbt", 256).recovered is None
+    assert row(report, "lbt", 32).gap is None and row(report, "lbt", 32).reference
+    assert (lrs.samples, lrs.hours) == (8000, pytest.approx(32 / 256))
+
+
+def test_samples_of_branches_are_seen_too(run: RunDir) -> None:
+    trained(run, Trains())
+    comparison = plan(run, GRID).comparison
+    cell = next(cell for cell in comparison.cells if (cell.method, cell.batch, cell.seed) == ("lrs", 256, 5))
+    branches = (make.branch("lbt", samples=300), make.branch("x2", samples=400))
+    run.write_tuning(make.tuning(branches).model_copy(update={"signature": cell.signature}))
+    found = row(table(run, comparison), "lrs", 256)
+    assert [own.samples for own in found.cells] == [8700, 8000] and found.samples == 8350
+
+
+def test_a_gap_within_the_noise_cannot_be_recovered() -> None:
+    near, far, own = accuracy.Stat(80.0, 3.0, 2), accuracy.Stat(80.0, 0.1, 2), accuracy.Stat(82.0, 1.0, 2)
+    reference = accuracy.Stat(82.0, 3.0, 2)
+    assert accuracy.recovered(reference, near, own, "top1") is None  # standard error of the difference: 3
+    assert accuracy.recovered(accuracy.Stat(83.5, 3.0, 2), near, own, "top1") == pytest.approx(2 / 3.5)
+    assert accuracy.recovered(accuracy.Stat(82.0, 0.1, 2), far, own, "top1") == pytest.approx(1.0)
+    assert accuracy.recovered(accuracy.Stat(82.0, None, 1), accuracy.Stat(80.0, 0.1, 2), own, "top1") is None, (
+        "noise unknown"
+    )
+    assert accuracy.recovered(reference, accuracy.Stat(90.0, 0.0, 2), own, "top1") is None  # no gap at all
+
+
+def test_without_classes_the_loss_is_compared(run: RunDir) -> None:
+    report = trained(run, Trains(classes=False))
+    assert report.metric == "loss"
+    found = row(report, "lrs", 256)
+    assert found.top1 is None and found.loss is not None and found.loss.mean == pytest.approx(1.4)
+    assert (found.gap, found.recovered) == (pytest.approx(0.5), pytest.approx(0.5))
+
+
+def test_a_partial_table_tells_what_is_missing(run: RunDir) -> None:
+    planned, launcher = plan(run), Trains()
+    for cell in planned.comparison.cells[:4]:
+        trainings.submit(run, planned, cell, launcher, inspect=inspect)
+    report = table(run, planned.comparison)
+    assert (report.finished, report.total) == (4, 22)
+    assert row(report, "ags", 128).count("missing") == 1 and row(report, "ags", 128).top1.sd is None
+    assert report.hours_left is not None and report.hours_left > 0
+
+
+def test_a_training_that_fell_back_to_a_smaller_batch_is_marked(run: RunDir) -> None:
+    planned, launcher = plan(run), Trains()
+    cell = planned.comparison.cells[1]
+    trainings.submit(run, planned, cell, launcher, inspect=inspect)
+    summary = run.summary(cell.signature)
+    assert summary is not None
+    run.write_summary(summary.model_copy(update={"batch": 64}))
+    report = table(run, planned.comparison)
+    assert report.warnings == ("lbt at batch 128: out of memory, some of it was trained at 64",)
+
+
+# --- the command
+
+
+def tula(*arguments: object) -> tuple[int, str, str]:
+    screen = show_screen.Screen(out=io.StringIO(), err=io.StringIO())
+    code = app.run([str(word) for word in arguments], screen=screen)
+    return code, screen.out.getvalue(), screen.err.getvalue()  # type: ignore[attr-defined]
+
+
+@pytest.fixture
+def here(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Trains:
+    launcher = Trains()
+    monkeypatch.setattr(cluster_launcher, "launcher_for", lambda spec, **_: launcher)
+    monkeypatch.setattr(inspection, "inspect", inspect)
+    (tmp_path / "job.yaml").write_text(yaml.safe_dump(SPEC))
+    return launcher
+
+
+ASKED = ("compare", "job.yaml", "--methods", "lbt,ags", "--batch", "128,256", "--seeds", 2)
+
+
+def test_the_command_trains_and_shows_the_table(here: Trains) -> None:
+    code, out, err = tula(*ASKED)
+    assert code == 0 and len(here.submitted) == 18
+    assert "ags" in out and "91.00 ± 1.41" in out and "18 of 18 trainings done" in out
+    assert "18 of 18 trainings done" in err and "top-1" in out
+    code, out, err = tula("compare")  # the same grid, of the newest run
+    assert code == 0 and len(here.submitted) == 18 and "finished already" in err
+    assert tula("compare", "--seeds", 3)[0] == 0 and len(here.submitted) == 27
+
+
+def test_a_dry_run_touches_nothing(here: Trains, tmp_path: Path) -> None:
+    code, out, _ = tula(*ASKED, "--dry-run")
+    assert code == 0 and "lbt (reference)" in out and "18 trainings to do, 0 of 18 done" in out
+    assert "#!/bin/bash" in out  # what the first of them would submit
+    assert not (tmp_path / "tula-runs").exists() and not here.submitted
+
+
+def test_show_starts_nothing(here: Trains) -> None:
+    assert tula("compare", "job.yaml", "--show")[0] == BadMeasurements.exit_code
+    here.fails = ("ags",)
+    tula(*ASKED)
+    submitted = len(here.submitted)
+    code, out, err = tula("compare", "--show", "--json")
+    answer = json.loads(out)
+    assert code == 0 and len(here.submitted) == submitted
+    assert (answer["status"], answer["data"]["finished"], answer["data"]["total"]) == ("partial", 14, 18)
+    assert answer["data"]["rows"][0]["top1"] == {"mean": 91.0, "sd": pytest.approx(math.sqrt(2)), "n": 2}
+    assert "ags, batch 128, seed 5 failed" in err
+
+
+def test_failures_are_told_when_they_happen_and_diverged_ones_are_counted(here: Trains) -> None:
+    here.fails, here.diverges = ("ags",), ("lbt-x4",)
+    code, out, err = tula(*ASKED)
+    assert code == JobFailed.exit_code and "4 of 18 trainings failed" in err
+    assert "ags, batch 128, seed 5 failed: training ended at attempt 1: KeyError: 'x'" in err
+    (line, *_) = [line for line in out.splitlines() if "lbt-x4" in line]
+    assert re.search(r"lbt-x4 +0 +- .*2 diverged", line)
+
+
+def test_without_a_batch_the_recommended_one_is_compared(here: Trains, run: RunDir) -> None:
+    assert tula("compare", "job.yaml")[0] == BadMeasurements.exit_code
+    run.write_recommendation(make.recommendation(choice=make.prediction(2, 256)))
+    code, out, _ = tula("compare", "job.yaml", "--methods", "ags", "--dry-run", "--json")
+    cells = json.loads(out)["data"]["comparison"]["cells"]
+    assert code == 0 and {(cell["batch"], cell["nodes"]) for cell in cells} == {(32, 2), (256, 2)}
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("--batch", "12a"),
+        ("--batch", "128", "--methods", "lbtt"),
+        ("--batch", "128", "--no-wait"),
+        ("--batch", "128", "--html", "."),
+        ("--batch", "128", "--html", "no/such/page.html"),
+    ],
+)
+def test_what_the_user_gets_wrong_is_said(here: Trains, words: tuple[str, ...]) -> None:
+    code, _, err = tula("compare", "job.yaml", "--methods", "lbt", *words)
+    assert code == SpecError.exit_code and words[-1] in err
+
+
+def test_a_look_takes_no_grid(here: Trains) -> None:
+    assert tula(*ASKED)[0] == 0
+    code, _, err = tula("compare", "--show", "--methods", "lbt")
+    assert code == SpecError.exit_code and "--show shows the whole comparison" in err
+
+
+def test_interrupting_keeps_what_is_done(here: Trains, monkeypatch: pytest.MonkeyPatch) -> None:
+    watch, calls = services_status.watch, itertools.count()
+
+    def interrupted(*arguments, **named):
+        if next(calls) == 3:
+            raise KeyboardInterrupt
+        return watch(*arguments, **named)
+
+    monkeypatch.setattr(services_status, "watch", interrupted)
+    code, _, err = tula(*ASKED)
+    assert code == 130 and "what is trained stays" in err
+    monkeypatch.setattr(services_status, "watch", watch)
+    assert tula(*ASKED)[0] == 0
+    assert len(set(here.submitted)) == 18 == len(here.submitted)
+
+
+def test_a_training_that_waits_for_another_job_of_the_machine_says_so(run: RunDir) -> None:
+    launcher, ticks, planned = (
+        make.FakeLauncher(reason="waiting for another tula job"),
+        itertools.count(step=4.0),
+        plan(run),
+    )
+    launcher.says = {f"train-{cell.signature}": "pending" for cell in planned.comparison.cells}
+    steps = trainings.one_by_one(run, planned, launcher, inspect=inspect, clock=lambda: next(ticks))
+    told = [live.comparison(now) for now in itertools.islice(steps, 5)]
+    assert ["waiting for another tula job" in text for text in told] == [False, False, False, True, True]
+
+
+# --- the page
+
+
+def test_the_page_stands_alone_and_draws_every_method(here: Trains, tmp_path: Path) -> None:
+    here.diverges = ("lbt-x4",)
+    code, _, _ = tula(*ASKED, "--html", "page.html")
+    content = (tmp_path / "page.html").read_text()
+    assert code == 0
+    assert "http" not in content and "<script" not in content
+    assert "lbt (reference)" in content and "91.00 ± 1.41" in content and "2 diverged" in content
+    # Of the four that have numbers: by batch, on the way at two batches; the mean factor of all; of ags alone its norm,
+    # eigenvalue and factors.
+    assert content.count("<svg") == 1 + 2 + 1 + 3
+    assert content.count("<polyline") == 4 + 2 * 4 + 4 + 2
+    assert "25.0 %</title>" in content and "75.0 %</title>" in content
+
+
+def test_the_density_of_factors_lies_at_their_edges() -> None:
+    cell = Cell(method="ags", batch=256, seed=0, nodes=1, signature="x")
+    rows = [
+        {"samples": 100 * epoch, "diagnostics": {"factors": {"edges": [0.5, 1.0, 2.0], "counts": counts}}}
+        for epoch, counts in ((1, [0, 2, 2, 0]), (2, [0, 0, 0, 4]))
+    ]
+    drawn = show_html_page.density(accuracy.Curve(cell, tuple(rows)))
+    rects = [dict(re.findall(r'(\S+)="([^"]+)"', part.partition(">")[0])) for part in drawn.split("<rect ")[1:4]]
+    shares = [float(rect["fill-opacity"]) ** 2 for rect in rects]
+    assert shares == pytest.approx([0.5, 0.5, 1.0], abs=0.002)
+    tops = [float(rect["y"]) for rect in rects]
+    assert tops[0] > tops[1] > tops[2] > svg.TOP  # half to one, one to two, above two
+    heights = [float(rect["height"]) for rect in rects]
+    assert tops[0] == pytest.approx(tops[1] + heights[1], abs=0.2) and tops[1] == pytest.approx(
+        tops[2] + heights[2], abs=0.2
+    )
+    assert float(rects[2]["x"]) > float(rects[0]["x"]) == svg.LEFT
+    one = float(re.findall(r'<text x="[^"]+" y="([^"]+)"[^>]*>1</text>', drawn)[0]) - 4  # where the axis has its 1
+    assert one == pytest.approx(tops[0], abs=0.2)
+    assert show_html_page.density(accuracy.Curve(cell, ({"samples": 1, "diagnostics": None},))) == ""
+
+
+def test_post_local_sgd_alone_is_said_to_be_nothing(run: RunDir) -> None:
+    grid = Grid(methods=("polo",), batches=(128,), seeds=1, nodes=1, controls=False)
+    assert any("polo on one GPU" in text for text in plan(run, grid).warnings)
+    two = dataclasses.replace(grid, nodes=2)
+    assert not [text for text in plan(run, two).warnings if "polo on one GPU" in text]
+
+
+def test_a_warm_up_that_never_ends_is_told_of_every_method(run: RunDir) -> None:
+    grid = Grid(methods=("polo", "lrs", "ags"), batches=(128,), seeds=1, nodes=2, controls=False)
+    ends = "never leaves its 5 epochs of warm-up: train.epochs is 4"
+    assert plan(run, grid).warnings == (f"polo {ends}", f"lrs {ends}")
+    long = make.spec(**{**SPEC, "train": {**SPEC["train"], "epochs": 9}})
+    assert plan(RunDir(Path("tula-runs") / "x"), grid, long).warnings == ()
+
+
+def test_a_name_in_the_page_is_no_markup() -> None:
+    assert "<b>" not in svg.chart([svg.Series("<b>", "red", (svg.Point(1.0, 2.0),))], title="<b>", x="<b>")
+
+
+def test_a_chart_holds_its_points_whatever_they_are() -> None:
+    for points in ((svg.Point(1.0, 5.0),), (svg.Point(0.0, 0.0), svg.Point(1e7, 1e-9)), (svg.Point(3, -2, 7.0),)):
+        drawn = svg.chart([svg.Series("a", "red", points)], title="t", x="x")
+        places = [part.split(",") for part in drawn.split('points="')[1].split('"')[0].split()]
+        assert all(svg.LEFT <= float(x) <= svg.WIDTH and 0 <= float(y) <= svg.HEIGHT for x, y in places)
+    assert svg.chart([svg.Series("a", "red", ())], title="t", x="x") == ""
+    assert svg.chart([svg.Series("a", "red", (svg.Point(1.0, 0.0),))], title="t", x="x", log=True) == ""
+
+
+def test_axes_have_round_numbers() -> None:
+    assert svg.round_numbers(0.0, 1.0) == pytest.approx([0.0, 0.2, 0.4, 0.6, 0.8, 1.0])
+    assert svg.round_numbers(61.3, 88.0) == pytest.approx([65, 70, 75, 80, 85])
+    assert [10**value for value in svg.round_logarithms(-1.1, 0.4)] == pytest.approx([0.1, 0.2, 0.5, 1, 2])
+    assert svg.round_logarithms(0.0, 5.0) == [0, 1, 2, 3, 4, 5]
+    assert len(svg.round_logarithms(0.31, 0.35)) > 2  # between 2.04 and 2.24 no number is round
+    assert [svg.short(value) for value in (1_200_000, 40_000, 0.05, 128)] == ["1.2M", "40k", "0.05", "128"]

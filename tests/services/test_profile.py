@@ -1,0 +1,255 @@
+"""`tula profile` as a service: what is missing, what it may cost, what is submitted."""
+
+from pathlib import Path
+
+import make_runs
+import pytest
+from make_runs import FakeLauncher
+
+from tula_cli.errors import BadMeasurements, Infeasible, JobFailed, OutOfMemoryAtMinimum
+from tula_cli.run.directory import RunDir
+from tula_cli.run.records.inspections import Footprint, Inspection
+from tula_cli.run.records.tasks import ProbeTask
+from tula_cli.services import profile
+
+MIB = 2**20
+
+
+def inspection(**changes: object) -> Inspection:
+    """Return an inspection of a model that takes 100 MiB and 1 MiB a sample, where a GPU has 1000 MiB."""
+    footprints = tuple(
+        Footprint(
+            local_batch=local, parameters=40 * MIB, gradients=40 * MIB, optimizer=20 * MIB, factors=0,
+            batch=0, activations=local * MIB, peak=(100 + local) * MIB,
+        )
+        for local in (8, 16)
+    )  # fmt: skip
+    fields: dict[str, object] = {
+        "dataset_size": 2000, "eval_size": 100, "classes": 10, "sample_shape": (1, 8, 8), "parameters": 10,
+        "footprints": footprints, "estimate_error": "", "device": "cpu", "hardware": "x", "capacity": 1000 * MIB, "cpus": 2,
+        **changes,
+    }  # fmt: skip
+    return Inspection.model_validate(fields)
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDir:
+    search = {"nodes": [1, 2], "min_batch": 32, "strategy": "full", "max_minutes": 30}
+    return RunDir.create(tmp_path, make_runs.spec(search=search, pricing={"price": 3.0}))
+
+
+def batches(plan: profile.ProfilePlan) -> dict[int, tuple[int, ...]]:
+    return {task.nodes: task.local_batches for task in plan.tasks}
+
+
+def test_the_grid_ends_where_the_estimate_says_memory_does(run: RunDir) -> None:
+    # 1000 MiB less 10 % leave 800 samples beside the 100 MiB, so 512 is the largest power of two.
+    plan = profile.plan(run.spec(), inspection(), run)
+    assert batches(plan) == {1: (32, 64, 128, 256, 512), 2: (16, 32, 64, 128, 256, 512)}
+    assert (plan.total, plan.done, plan.missing) == (11, 0, 11)
+
+
+def test_without_a_capacity_the_dataset_bounds_the_grid(run: RunDir) -> None:
+    plan = profile.plan(run.spec(), inspection(capacity=None), run)
+    assert batches(plan)[1][-1] == 1024
+
+
+def test_cost_at_most_is_nodes_times_minutes(run: RunDir) -> None:
+    plan = profile.plan(run.spec(), inspection(), run)
+    assert plan.minutes_at_most == 60
+    assert plan.node_hours_at_most == pytest.approx((1 + 2) * 0.5)
+    assert plan.price_at_most == pytest.approx(1.5 * 3.0)
+
+
+def test_only_what_has_no_result_is_planned(run: RunDir) -> None:
+    for local in (32, 64, 128, 256, 512):
+        make_runs.add_measured(run, 1, local)
+    make_runs.add_measured(run, 2, 16)
+    make_runs.add_out_of_memory(run, 2, 512)
+    make_runs.add_failed(run, 2, 64)
+    plan = profile.plan(run.spec(), inspection(), run)
+    assert batches(plan) == {2: (32, 64, 128, 256)}
+    assert (plan.done, plan.missing) == (7, 4)
+
+
+def test_a_model_that_does_not_fit_at_all_is_infeasible(run: RunDir) -> None:
+    with pytest.raises(Infeasible, match="memory"):
+        profile.plan(run.spec(), inspection(capacity=50 * MIB), run)
+
+
+def test_jobs_are_submitted_with_their_task_written_first(run: RunDir) -> None:
+    launcher = FakeLauncher()
+    plan = profile.plan(run.spec(), inspection(), run)
+    jobs = profile.start(run, plan, launcher)
+    assert jobs == ("probe-n001", "probe-n002")
+    assert launcher.submitted == list(jobs)
+    task = run.task("probe-n002")
+    assert isinstance(task, ProbeTask)
+    assert task.local_batches == (16, 32, 64, 128, 256, 512)
+    assert [job.id for job in run.jobs()] == list(jobs)
+
+
+def test_a_second_call_attaches_to_what_is_under_way(run: RunDir) -> None:
+    launcher = FakeLauncher()
+    plan = profile.plan(run.spec(), inspection(), run)
+    profile.start(run, plan, launcher)
+    launcher.says["probe-n001"] = "ended"
+    assert profile.start(run, plan, launcher) == ("probe-n001", "probe-n002")
+    assert launcher.submitted == ["probe-n001", "probe-n002", "probe-n001"]
+
+
+def test_profiling_again_takes_a_cancellation_back(run: RunDir) -> None:
+    run.cancel("probe-n001")
+    profile.start(run, profile.plan(run.spec(), inspection(), run), FakeLauncher())
+    assert not run.cancelled("probe-n001")
+
+
+def test_the_report_says_what_is_there(run: RunDir) -> None:
+    plan = profile.plan(run.spec(), inspection(), run)
+    make_runs.add_measured(run, 1, 32)
+    make_runs.add_out_of_memory(run, 1, 512)
+    make_runs.add_failed(run, 1, 64)
+    report = profile.report(run, plan)
+    assert [len(part) for part in (report.measured, report.out_of_memory, report.failed, report.missing)] == [
+        1,
+        1,
+        1,
+        8,
+    ]
+
+
+@pytest.mark.parametrize(
+    ("result", "error"),
+    [
+        ("failed", JobFailed),
+        ("oom", OutOfMemoryAtMinimum),
+        ("nothing", BadMeasurements),
+    ],
+)
+def test_nothing_measured_is_an_error_of_its_class(run: RunDir, result: str, error: type[Exception]) -> None:
+    plan = profile.plan(run.spec(), inspection(), run)
+    if result == "failed":
+        make_runs.add_failed(run, 1, 32, "ValueError: mine")
+    if result == "oom":
+        make_runs.add_out_of_memory(run, 1, 32)
+    with pytest.raises(error):
+        profile.report(run, plan)
+
+
+def test_packed_probes_are_one_job_on_the_most_nodes(tmp_path: Path) -> None:
+    search = {"nodes": [1, 2, 4], "min_batch": 32, "max_minutes": 30, "packing": "single"}
+    run = RunDir.create(tmp_path, make_runs.spec(search=search, cluster={"kind": "slurm"}))
+    plan = profile.plan(run.spec(), inspection(), run)
+    assert [task.nodes for task in plan.tasks] == [4, 2, 1]
+    assert plan.tasks[0].then == ("packed-n002", "packed-n001")
+    assert plan.node_hours_at_most == pytest.approx(3 * 4 * 0.5), "four nodes are held for as long as all three take"
+    launcher = FakeLauncher()
+    assert profile.start(run, plan, launcher) == (profile.PACKED,)
+    assert launcher.submitted == [profile.PACKED]
+    assert {task.id for task in run.tasks()} == {"packed-n001", "packed-n002", "packed-n004"}
+
+
+def test_packing_on_this_machine_holds_no_idle_nodes(tmp_path: Path) -> None:
+    search = {"nodes": [1, 2], "min_batch": 32, "max_minutes": 30, "packing": "single"}
+    plan = profile.plan(make_runs.spec(search=search), inspection(), None)
+    assert plan.node_hours_at_most == pytest.approx((1 + 2) * 0.5)
+
+
+# --- rounds
+
+
+@pytest.fixture
+def rounds(tmp_path: Path) -> RunDir:
+    search = {"nodes": [1, 2, 4], "min_batch": 32, "strategy": "adaptive", "max_minutes": 30}
+    return RunDir.create(tmp_path, make_runs.spec(search=search))
+
+
+def measure(run: RunDir, plan: profile.ProfilePlan) -> None:
+    """Write the tasks of a plan and their results."""
+    for task in plan.tasks:
+        run.write_task(task)
+        for local in task.local_batches:
+            make_runs.add_measured(run, task.nodes, local)
+
+
+def test_each_round_follows_from_the_results_of_those_before(rounds: RunDir) -> None:
+    plan = profile.plan(rounds.spec(), inspection(), rounds)
+    assert batches(plan) == {1: (32, 512), 4: (8,)} and len(plan.reasons) == 3
+    seen = 0
+    while plan.missing:
+        measure(rounds, plan)
+        assert profile.measured(rounds, plan)
+        seen += plan.missing
+        plan = profile.plan(rounds.spec(), inspection(), rounds)
+        assert plan.done == seen
+    assert 3 <= seen < 18 and "expected regret" in plan.certainty
+
+
+def test_a_round_that_is_under_way_is_the_plan_until_it_is_done(rounds: RunDir) -> None:
+    plan = profile.plan(rounds.spec(), inspection(), rounds)
+    for task in plan.tasks:
+        rounds.write_task(task)
+    make_runs.add_measured(rounds, 1, 32)
+    again = profile.plan(rounds.spec(), inspection(), rounds)
+    assert batches(again) == {1: (512,), 4: (8,)} and not profile.measured(rounds, plan)
+    make_runs.add_failed(rounds, 1, 512)
+    make_runs.add_measured(rounds, 4, 8)
+    again = profile.plan(rounds.spec(), inspection(), rounds)
+    assert batches(again) == {1: (256, 512)}, "what failed, and what stands in for it to start from"
+    assert batches(profile.plan(rounds.spec(), inspection(), rounds, again=False)) == {1: (256,)}
+
+
+def test_a_round_whose_probes_all_fail_is_not_measured(rounds: RunDir) -> None:
+    plan = profile.plan(rounds.spec(), inspection(), rounds)
+    for nodes, local in ((1, 32), (1, 512), (4, 8)):
+        make_runs.add_failed(rounds, nodes, local)
+    assert not profile.measured(rounds, plan)
+    make_runs.add_measured(rounds, 1, 32)
+    assert profile.measured(rounds, plan)
+
+
+def test_a_further_round_stays_within_the_cap_on_node_hours(rounds: RunDir) -> None:
+    def capped(cap: float) -> profile.ProfilePlan:
+        job = make_runs.spec(
+            search={
+                "nodes": [1, 2, 4], "min_batch": 32, "strategy": "adaptive", "max_minutes": 30, "max_node_hours": cap,
+            }
+        )  # fmt: skip
+        return profile.plan(job, inspection(), rounds)
+
+    assert capped(1.0).missing == 3  # the command line refuses the start where it is over the cap
+    measure(rounds, capped(1.0))
+    for nodes in (1, 4):
+        start = make_runs.START
+        rounds.write_attempt(make_runs.attempt(f"probe-n{nodes:03d}", start=start, end=start + 3600))
+    assert capped(100.0).missing
+    stopped = capped(5.1)
+    assert not stopped.missing and "5 of 5.1 are spent; raise the cap" in stopped.certainty
+
+
+def test_what_is_no_longer_searched_is_not_tried_again(rounds: RunDir) -> None:
+    plan = profile.plan(rounds.spec(), inspection(), rounds)
+    for task in plan.tasks:
+        rounds.write_task(task)
+    make_runs.add_measured(rounds, 1, 32)
+    make_runs.add_measured(rounds, 1, 512)
+    make_runs.add_failed(rounds, 4, 8)
+    assert batches(profile.plan(rounds.spec(), inspection(), rounds)) == {4: (8, 16)}
+    fewer = make_runs.spec(search={"nodes": [1, 2], "min_batch": 32, "strategy": "adaptive", "max_minutes": 30})
+    assert set(batches(profile.plan(fewer, inspection(), rounds))) == {2}
+
+
+def test_the_cap_counts_what_other_node_types_take(rounds: RunDir) -> None:
+    search = {"nodes": [1, 2, 4], "min_batch": 32, "strategy": "adaptive", "max_minutes": 30, "max_node_hours": 10}
+    job = make_runs.spec(search=search)
+    measure(rounds, profile.plan(job, inspection(), rounds))
+    assert profile.plan(job, inspection(), rounds, elsewhere=1.0).missing
+    assert not profile.plan(job, inspection(), rounds, elsewhere=9.9).missing
+
+
+def test_a_packed_job_holds_its_most_nodes_all_the_time(rounds: RunDir) -> None:
+    search = {"nodes": [1, 4], "min_batch": 32, "strategy": "full", "packing": "single"}
+    for task in profile.plan(make_runs.spec(search=search), inspection(), rounds).tasks:
+        rounds.write_task(task)
+        rounds.write_attempt(make_runs.attempt(task.id, start=make_runs.START, end=make_runs.START + 1800))
+    assert profile.spent(rounds) == pytest.approx(2 * 4 * 0.5)

@@ -1,0 +1,540 @@
+import dataclasses
+import math
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from make_results import MIB, Truth, measured, out_of_memory, probe_all, spec, with_noise
+
+from tula_cli.errors import BadMeasurements, Infeasible, Pending, SpecError
+from tula_cli.models.forecast import Forecast
+from tula_cli.run.directory import RunDir
+from tula_cli.run.records.probes import Failed, Measured, OutOfMemory
+from tula_cli.run.records.recommendations import Prediction, Recommendation
+from tula_cli.run.records.tasks import ProbeTask
+from tula_cli.services.recommend import keep, recommend, renews
+from tula_cli.services.recommendation import measured as services_recommendation_measured
+from tula_cli.spec.job import JobSpec
+from tula_cli.spec.load import load_spec
+
+SWEEP = {2: (16, 32, 64, 128, 256), 4: (8,), 8: (4,), 16: (2, 256)}
+JOB = spec(search={"max_batch": 4096})
+
+
+def run_with(
+    root: Path, results: list[Measured | OutOfMemory | Failed] | list[Measured], *, job: JobSpec = JOB
+) -> RunDir:
+    run = RunDir.create(root, job)
+    for result in results:
+        run.write_result(result)
+    return run
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDir:
+    return run_with(tmp_path, [*probe_all(Truth(noise=0.01), SWEEP), out_of_memory(2, 512)])
+
+
+def ask(run: RunDir, objective: str = "time", **rest: object) -> Recommendation:
+    """Ask, and keep the answer."""
+    answer = recommend(run, run.spec(), objective=objective, now=1.0, **rest)  # type: ignore[arg-type]
+    keep(run, run.spec(), answer)
+    return answer.recommendation
+
+
+def test_the_choice_is_the_best_of_the_rows(run: RunDir) -> None:
+    fastest, cheapest = ask(run, "time"), ask(run, "cost")
+    assert fastest.choice == fastest.rows[0]
+    assert list(fastest.rows) == sorted(fastest.rows, key=lambda row: row.hours)
+    assert cheapest.choice.cost == min(row.cost for row in cheapest.rows)
+    assert fastest.choice.nodes > cheapest.choice.nodes
+    assert max(row.local_batch for row in fastest.rows) == 256
+    assert "10 epochs, whatever the batch" in fastest.reason
+    assert fastest.fit_error is not None and "step = " in fastest.fit
+    assert fastest.price == "2 USD per node-hour"
+
+
+def test_the_answer_is_stored(run: RunDir) -> None:
+    answer = ask(run, "knee", curve="cost")
+    assert run.recommendation() == answer
+    assert answer.created_at == 1.0 and answer.curve == "cost"
+
+
+def test_an_answer_alone_writes_nothing(run: RunDir) -> None:
+    before = sorted(run.path.iterdir())
+    recommend(run, run.spec(), objective="time", now=1.0)
+    assert sorted(run.path.iterdir()) == before
+
+
+def test_only_the_first_answer_and_those_to_the_same_question_are_kept_unasked(run: RunDir) -> None:
+    def answer(objective: str = "time", **rest: object) -> Recommendation:
+        return recommend(run, run.spec(), objective=objective, now=1.0, **rest).recommendation  # type: ignore[arg-type]
+
+    assumed, limited = answer(overrides=["pricing.price=9"]), answer(options=["--max-nodes 2"], max_nodes=2)
+    assert renews(answer(), None) and renews(limited, None) and not renews(assumed, None)
+    assert renews(answer(), answer()) and renews(limited, limited) and renews(assumed, assumed)
+    assert not any(renews(found, answer()) for found in (answer("cost"), limited, assumed))
+    assert limited.question == "time, --max-nodes 2" and assumed.question == "time, --set pricing.price=9"
+
+
+def test_what_an_answer_assumes_is_not_written_as_the_jobs_own(run: RunDir) -> None:
+    dear = spec(search={"max_batch": 4096}, pricing={"price": 9.0, "currency": "EUR"})
+    answer = recommend(run, dear, objective="time", overrides=["pricing={price: 9.0, currency: EUR}"], now=1.0)
+    keep(run, run.spec(), answer)
+    path = run.path / "recommended.yaml"
+    assert load_spec(path, environ={}, site_files=()) == run.spec()
+    assert "EUR" in path.read_text() and "# Asked by: time, --set pricing=" in path.read_text()
+
+
+def test_the_command_names_run_nodes_and_batch(tmp_path: Path) -> None:
+    run = run_with(tmp_path / "my runs", probe_all(Truth(), SWEEP))
+    choice = ask(run).choice
+    expected = f"tula train --run '{run.path}' --nodes {choice.nodes} --batch {choice.batch}"
+    assert (run.path / "cmd.txt").read_text() == f"{expected}\n"
+    run.write_task(
+        ProbeTask(id="p", job="p", spec=JOB, workdir="/home/me/my project", nodes=1, local_batches=(1,), code="1234")
+    )
+    ask(run)
+    assert (run.path / "cmd.txt").read_text() == f"cd '/home/me/my project' && {expected}\n"
+
+
+def test_the_recommended_spec_names_the_same_run(run: RunDir) -> None:
+    choice = ask(run).choice
+    path = run.path / "recommended.yaml"
+    assert load_spec(path, environ={}, site_files=()) == run.spec()
+    assert (
+        f"# Train it: tula train --run {run.path} --nodes {choice.nodes} --batch {choice.batch}\n" in path.read_text()
+    )
+
+
+def test_the_table_has_every_candidate_and_every_result(run: RunDir) -> None:
+    answer = ask(run, max_nodes=8)
+    table = pd.read_csv(run.path / "results.csv")
+    assert list(table.columns) == [
+        "node_type", "nodes", "gpus_per_node", "batch", "local_batch", "outcome", "chosen", "within_limits", "pareto",
+        "step_time_s", "step_time_low_s", "step_time_high_s", "sync_time_s", "compute_time_s", "data_wait_s",
+        "training_hours", "training_hours_low", "training_hours_high", "cost_USD", "same_progress_epochs",
+        "same_progress_hours", "same_progress_hours_low", "same_progress_hours_high", "same_progress_cost_USD",
+        "spot_hours", "spot_cost_USD", "peak_memory_bytes", "memory_headroom_share", "note",
+    ]  # fmt: skip
+    counts = table.outcome.value_counts()
+    assert counts["measured"] == 9 and counts["out_of_memory"] == 1
+    assert counts["predicted"] == table.within_limits.sum() + (table.nodes == 16).sum() - 9
+    oom = table[table.outcome == "out_of_memory"].iloc[0]
+    assert (oom.nodes, oom.local_batch) == (2, 512) and pd.isna(oom.step_time_s) and "memory" in oom.note
+    assert (table.outcome == "left_out").sum() == (table.local_batch >= 512).sum() - 1
+    chosen = table[table.chosen]
+    assert len(chosen) == 1 and chosen.iloc[0].batch == answer.choice.batch
+
+
+@pytest.mark.parametrize(
+    ("limits", "words"),
+    [
+        ({"max_nodes": 1}, "at most 1 nodes; the closest is 2 nodes"),
+        ({"max_batch": 16}, "a batch of at most 16; the closest is .*batch 32"),
+        ({"deadline_hours": 0.001}, "a deadline of 0.001 hours; the closest is 16 nodes"),
+        ({"budget": 0.01}, "a budget of 0.01; the closest is 2 nodes"),
+        ({"max_nodes": 2, "deadline_hours": 0.02}, "a deadline of 0.02 hours; the closest is 2 nodes"),
+        ({"nodes": 3}, "feasible on 3 nodes: no batch divides among its GPUs"),
+    ],
+)
+def test_the_limit_that_leaves_nothing_is_named_with_the_closest(
+    run: RunDir, limits: dict[str, float], words: str
+) -> None:
+    with pytest.raises(Infeasible, match=words):
+        ask(run, **limits)
+    assert run.recommendation() is None
+
+
+def test_limits_are_kept(run: RunDir) -> None:
+    free = ask(run)
+    rows = ask(run, max_nodes=8, max_batch=1024, deadline_hours=free.choice.hours * 3, budget=free.choice.cost * 2).rows
+    assert rows and all(row.nodes <= 8 and row.batch <= 1024 for row in rows)
+    assert all(row.hours <= free.choice.hours * 3 and row.cost <= free.choice.cost * 2 for row in rows)
+    assert {row.nodes for row in ask(run, nodes=4).rows} == {4}
+    assert {row.nodes for row in ask(run, nodes=1).rows} == {1}  # not in the search, but within what the fit tells
+
+
+def test_a_deadline_within_the_interval_is_warned_of(run: RunDir) -> None:
+    choice = ask(run).choice
+    assert any("may miss the deadline" in text for text in ask(run, deadline_hours=choice.hours * 1.0001).warnings)
+    assert not any("may miss" in text for text in ask(run, deadline_hours=choice.hours * 10).warnings)
+
+
+def test_an_exactly_determined_fit_is_said_to_be(tmp_path: Path) -> None:
+    answer = ask(run_with(tmp_path, probe_all(Truth(), {2: (256,), 16: (2,)})))
+    assert answer.fit_error is None
+    assert any("exactly determined" in text for text in answer.warnings)
+    for row in answer.rows:
+        assert row.measured or (row.step_low and row.step_high and row.step_high > 1.1 * row.step_low)
+
+
+def test_the_choice_with_little_memory_left_is_warned_of(tmp_path: Path) -> None:
+    truth = Truth(capacity=Truth().peak(256) + 10 * MIB)
+    answer = ask(run_with(tmp_path, probe_all(truth, SWEEP)), nodes=16)
+    assert answer.choice.local_batch == 256 and answer.choice.measured
+    assert any("memory free" in text for text in answer.warnings)
+
+
+def test_while_probes_are_pending_an_undetermined_answer_waits(tmp_path: Path) -> None:
+    run = run_with(tmp_path, [])
+    with pytest.raises(Pending, match="3 probes are still under way"):
+        ask(run, pending=3)
+    for probe in probe_all(Truth(), {2: (16, 64)}):
+        run.write_result(probe)
+    with pytest.raises(Pending, match="one number of nodes"):
+        ask(run, pending=1)
+    assert ask(run, pending=1, nodes=2).choice.nodes == 2
+
+
+def test_out_of_memory_so_far_waits_for_the_rest(tmp_path: Path) -> None:
+    run = run_with(tmp_path, [out_of_memory(2, 16)])
+    with pytest.raises(Pending):
+        ask(run, pending=1)
+    with pytest.raises(Infeasible):
+        ask(run)
+
+
+def test_enough_probes_answer_while_others_are_pending(run: RunDir) -> None:
+    answer = ask(run, pending=2)
+    assert "2 probes are still under way" in answer.warnings[0]
+
+
+def test_too_few_probes_are_refused_when_nothing_is_pending(tmp_path: Path) -> None:
+    with pytest.raises(BadMeasurements, match="no probe"):
+        ask(run_with(tmp_path / "none", []))
+    with pytest.raises(BadMeasurements, match="one probe is too few"):
+        ask(run_with(tmp_path / "one", [measured(Truth(), 2, 16)]))
+
+
+def test_one_probe_is_enough_where_there_is_one_configuration(tmp_path: Path) -> None:
+    job = spec(search={"nodes": [2], "max_batch": 32})
+    assert ask(run_with(tmp_path, [measured(Truth(), 2, 16)], job=job)).choice.batch == 32
+
+
+def test_hardware_is_not_mixed_even_while_probes_are_pending(tmp_path: Path) -> None:
+    run = run_with(tmp_path, [measured(Truth(), 2, 16), measured(Truth(hardware="other"), 4, 16)])
+    with pytest.raises(BadMeasurements, match="different hardware"):
+        ask(run, pending=1)
+
+
+def test_what_is_missing_is_said(tmp_path: Path) -> None:
+    failed = Failed(id="probe-n004-l000008", nodes=4, gpus_per_node=1, local_batch=8, outcome="port", message="in use")
+    answer = ask(run_with(tmp_path, [*probe_all(Truth(), {2: (16, 32, 64)}), failed]))
+    assert {row.nodes for row in answer.rows} == {2}
+    text = "\n".join(answer.warnings)
+    assert "4 nodes and local batch 8 failed (in use)" in text
+    assert "on 4, 8, 16 nodes are left out: one number of nodes was measured" in text
+
+
+def test_neither_torch_nor_plotting_is_imported(run: RunDir) -> None:
+    program = (
+        "import sys; from pathlib import Path; from tula_cli.run.directory import RunDir\n"
+        "from tula_cli.services.recommend import recommend\n"
+        "run = RunDir(Path(sys.argv[1])); recommend(run, run.spec(), objective='cost', now=0.0)\n"
+        "print([m for m in ('torch', 'matplotlib', 'kneed', 'rich', 'submitit', 'statsmodels.api') if m in sys.modules])"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program, str(run.path)], capture_output=True, text=True, check=True, timeout=60
+    )
+    assert done.stdout.strip() == "[]"
+
+
+# --- the Pareto front
+
+
+def test_the_front_is_marked_and_both_extremes_are_in_it(run: RunDir) -> None:
+    answer = ask(run)
+    front = [row for row in answer.rows if row.pareto]
+    assert 2 < len(front) < len(answer.rows)
+    assert [row.cost for row in front] == sorted((row.cost for row in front), reverse=True)
+    assert front[0] == answer.choice and front[-1].cost == min(row.cost for row in answer.rows)
+    table = pd.read_csv(run.path / "results.csv")
+    assert set(zip(table[table.pareto].nodes, table[table.pareto].batch, strict=True)) == {
+        (row.nodes, row.batch) for row in front
+    }
+
+
+def test_a_deadline_cuts_the_front_and_changes_nothing_in_it(run: RunDir) -> None:
+    def front(**limits: float) -> set[tuple[int, int]]:
+        return {(row.nodes, row.batch) for row in ask(run, **limits).rows if row.pareto}
+
+    hours = sorted(row.hours for row in ask(run).rows)[5]
+    within = {(row.nodes, row.batch) for row in ask(run).rows if row.hours <= hours}
+    assert front(deadline_hours=hours) == front() & within != front()
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=5, deadline=None)
+@given(st.floats(1.001, 1000))
+def test_a_higher_price_never_changes_the_fastest_choice(run: RunDir, factor: float) -> None:
+    dear = run.spec().pricing.model_copy(update={"price": 2.0 * factor})
+    usual = ask(run)
+    dearer = run.spec().model_copy(update={"pricing": dear})
+    answer = recommend(run, dearer, objective="time", now=1.0).recommendation
+    assert (answer.choice.nodes, answer.choice.batch) == (usual.choice.nodes, usual.choice.batch)
+    assert answer.choice.cost == pytest.approx(factor * usual.choice.cost)
+
+
+# --- spot nodes
+
+
+def on_spot(
+    run: RunDir, objective: str = "cost", *, limits: dict[str, Any] | None = None, **spot: float
+) -> Recommendation:
+    pricing = {"price": 2.0, "spot": {"discount": 0.6, "interruptions_per_day": 2.0, **spot}}
+    job = spec(search={"max_batch": 4096}, pricing=pricing)
+    answer = recommend(run, job, objective=objective, now=1.0, **(limits or {}))  # type: ignore[arg-type]
+    keep(run, job, answer)
+    return answer.recommendation
+
+
+def by_market(answer: Recommendation) -> tuple[dict[tuple[int, int], Prediction], dict[tuple[int, int], Prediction]]:
+    def rows(market: str) -> dict[tuple[int, int], Prediction]:
+        return {(row.nodes, row.batch): row for row in answer.rows if row.market == market}
+
+    return rows("on_demand"), rows("spot")
+
+
+def test_spot_is_offered_beside_on_demand(run: RunDir) -> None:
+    answer = on_spot(run)
+    here, spot = by_market(answer)
+    assert here.keys() == spot.keys()
+    for key, row in spot.items():
+        assert row.hours > here[key].hours
+        assert row.cost == pytest.approx(0.4 * here[key].cost * row.hours / here[key].hours)
+    assert answer.choice.market == "spot" and answer.other_market == here[answer.choice.nodes, answer.choice.batch]
+    assert on_spot(run, "time").choice.market == "on_demand"
+    assert "spot 60% off, 2 interruptions a day and node" in answer.price
+    table = pd.read_csv(run.path / "results.csv")
+    assert table.spot_hours.notna().sum() == len(spot)
+
+
+def test_more_nodes_lose_more_to_interruptions(run: RunDir) -> None:
+    here, spot = by_market(on_spot(run, interruptions_per_day=24.0))
+    lost = {nodes: spot[nodes, 1024].hours / here[nodes, 1024].hours for nodes in (4, 8, 16)}
+    assert 1 < lost[4] < lost[8] < lost[16]
+
+
+def test_spot_without_interruptions_is_on_demand_for_less(run: RunDir) -> None:
+    here, spot = by_market(on_spot(run, interruptions_per_day=0.0))
+    usual = {(row.nodes, row.batch): row.hours for row in ask(run).rows}
+    for key, row in spot.items():
+        assert row.hours == here[key].hours == usual[key]
+        assert row.cost == pytest.approx(0.4 * here[key].cost)
+
+
+def test_waiting_for_nodes_takes_time_and_no_money(run: RunDir) -> None:
+    _, at_once = by_market(on_spot(run, interruptions_per_day=20.0))
+    _, later = by_market(on_spot(run, interruptions_per_day=20.0, wait_minutes=30.0))
+    for key, row in later.items():
+        assert row.hours > at_once[key].hours
+        assert row.cost == pytest.approx(at_once[key].cost)
+
+
+def test_a_deadline_holds_for_the_expected_time(run: RunDir) -> None:
+    free = on_spot(run, interruptions_per_day=20.0)
+    here = by_market(free)[0][free.choice.nodes, free.choice.batch]
+    between = (here.hours + free.choice.hours) / 2
+    answer = on_spot(run, interruptions_per_day=20.0, limits={"deadline_hours": between})
+    here_left, spot_left = by_market(answer)
+    assert (here.nodes, here.batch) in here_left and (here.nodes, here.batch) not in spot_left
+    assert all(row.hours <= between for row in answer.rows)
+    late = on_spot(run, limits={"deadline_hours": 100.0})
+    assert any("expected" in text for text in late.warnings)
+
+
+def test_a_budget_lets_spot_in_where_on_demand_is_too_dear(run: RunDir) -> None:
+    cheapest = min(row.cost for row in by_market(on_spot(run))[0].values())
+    answer = on_spot(run, "time", limits={"budget": 0.9 * cheapest})
+    assert {row.market for row in answer.rows} == {"spot"}
+
+
+def test_spot_nodes_that_are_taken_away_at_once_are_no_offer(run: RunDir) -> None:
+    answer = on_spot(run, interruptions_per_day=200_000.0)
+    assert {row.market for row in answer.rows} == {"on_demand"} and answer.other_market is None
+    assert any("no time to get anywhere" in text for text in answer.warnings)
+
+
+# --- several types of nodes
+
+TYPES = {"fast": {"pricing": {"price": 9.0}}, "slow": {"cluster": {"gpus_per_node": 2}, "pricing": {"price": 1.0}}}
+FAST = Truth(hardware="Fast GPU", slope=0.0001, fixed=0.01)
+SLOW = Truth(hardware="Slow GPU", gpus_per_node=2)
+
+
+def two_types(root: Path, *, fast: bool = True, slow: bool = True) -> RunDir:
+    job = spec(search={"max_batch": 4096}, node_types=TYPES)
+    run = RunDir.create(root, job)
+    truths = {"fast": FAST if fast else None, "slow": SLOW if slow else None}
+    for part in run.parts(job):
+        if (truth := truths[part.type]) is not None:
+            part.run.adopt(part.spec)
+            for result in probe_all(dataclasses.replace(truth), SWEEP):
+                part.run.write_result(result)
+    return run
+
+
+def test_the_choice_is_made_over_all_types(tmp_path: Path) -> None:
+    run = two_types(tmp_path)
+    fastest, cheapest = ask(run, "time"), ask(run, "cost")
+    assert (fastest.choice.type, cheapest.choice.type) == ("fast", "slow")
+    assert {row.type for row in fastest.rows} == {"fast", "slow"}
+    assert fastest.price == "fast: 9 USD per node-hour\nslow: 1 USD per node-hour"
+    table = pd.read_csv(run.path / "results.csv")
+    assert set(table[table.chosen].node_type) == {"slow"} and set(table.gpus_per_node) == {1, 2}
+    assert {row.type for row in ask(run, "cost", node_type="fast").rows} == {"fast"}
+    with pytest.raises(SpecError, match="no node type 'quick'"):
+        ask(run, node_type="quick")
+
+
+def test_each_type_is_fitted_alone(tmp_path: Path) -> None:
+    run = two_types(tmp_path)
+    together = ask(run)
+    for name, part in zip(("fast", "slow"), run.parts(run.spec()), strict=True):
+        alone = recommend(part.run, part.spec, objective="time", now=1.0).recommendation
+        merged = [row for row in together.rows if row.type == name]
+        assert [(row.step_time, row.hours, row.cost) for row in merged] == [
+            (row.step_time, row.hours, row.cost) for row in alone.rows
+        ]
+    assert "Fast GPU" not in "".join(together.warnings)
+
+
+def test_each_type_keeps_its_own_best(tmp_path: Path) -> None:
+    run = two_types(tmp_path)
+    answer = ask(run, "time")
+    fast, slow = run.parts(run.spec())
+    known = [part.run.recommendation() for part in (fast, slow)]
+    assert known[0] is not None and known[0].choice.batch == answer.choice.batch
+    assert known[1] is not None and known[1].choice.type == "slow"
+    assert f"--type fast --nodes {answer.choice.nodes}" in (run.path / "cmd.txt").read_text()
+
+
+def test_a_type_that_was_not_measured_is_left_out_aloud(tmp_path: Path) -> None:
+    run = two_types(tmp_path, slow=False)
+    answer = ask(run)
+    assert {row.type for row in answer.rows} == {"fast"}
+    assert any("node type slow is left out: no probe" in text for text in answer.warnings)
+    with pytest.raises(BadMeasurements, match="no probe"):
+        ask(two_types(tmp_path / "none", fast=False, slow=False))
+    with pytest.raises(Pending):
+        ask(two_types(tmp_path / "wait", fast=False, slow=False), pending={"slow": 3})
+
+
+def test_limits_hold_over_all_types(tmp_path: Path) -> None:
+    run = two_types(tmp_path)
+    cheapest = ask(run, "cost").choice.cost
+    answer = ask(run, budget=cheapest * 1.01)
+    assert {row.type for row in answer.rows} == {"slow"}
+    with pytest.raises(Infeasible, match=r"closest is .* of type slow"):
+        ask(run, budget=cheapest * 0.9)
+
+
+def test_the_same_nodes_as_two_types_are_one_job(tmp_path: Path) -> None:
+    """Splitting a job by type changes no number."""
+    whole = run_with(
+        tmp_path / "whole", probe_all(FAST, SWEEP), job=spec(search={"max_batch": 4096}, pricing={"price": 9.0})
+    )
+    split = two_types(tmp_path / "split", slow=False)
+    assert [(row.nodes, row.batch, row.hours, row.cost, row.pareto) for row in ask(whole).rows] == [
+        (row.nodes, row.batch, row.hours, row.cost, row.pareto) for row in ask(split).rows
+    ]
+
+
+# --- time to the same progress
+
+
+@pytest.fixture
+def noisy(tmp_path: Path) -> RunDir:
+    return run_with(tmp_path, with_noise(probe_all(Truth(noise=0.01), SWEEP), 50.0))
+
+
+def test_the_same_progress_takes_smaller_batches_than_the_same_epochs(noisy: RunDir) -> None:
+    found, fastest = ask(noisy, "accuracy-time"), ask(noisy, "time")
+    best = min(row.same_progress.hours for row in found.rows if row.same_progress)
+    assert found.choice.same_progress is not None and found.choice.same_progress.hours == best
+    assert found.choice.batch < fastest.choice.batch
+    assert found.choice.hours > fastest.choice.hours
+    assert found.rows == fastest.rows
+    told = found.choice.same_progress.epochs
+    assert f"needs about {told:.3g} epochs" in found.reason and "batch 128" in found.reason
+    assert f"--set train.epochs={math.ceil(told)} " in found.reason
+    assert "noise scale 50 samples" in found.efficiency
+
+
+def test_the_more_noise_the_larger_the_batch(tmp_path: Path) -> None:
+    probes = probe_all(Truth(), SWEEP)
+    runs = [run_with(tmp_path / str(scale), with_noise(probes, scale)) for scale in (1.0, 1e3, 1e7)]
+    batches = [ask(run, "accuracy-time").choice.batch for run in runs]
+    assert batches == sorted(batches) and batches[0] < batches[-1] == ask(runs[0], "time").choice.batch
+
+
+def test_the_reference_batch_takes_the_epochs_of_the_spec(noisy: RunDir) -> None:
+    rows = [row for row in ask(noisy, "time").rows if row.batch == JOB.train.reference_batch]
+    assert rows
+    assert all(row.same_progress and row.same_progress.hours == pytest.approx(row.hours) for row in rows)
+
+
+def test_a_deadline_and_a_budget_hold_for_the_same_progress(noisy: RunDir) -> None:
+    best = ask(noisy, "accuracy-time").choice.same_progress
+    assert best is not None
+    kept = ask(noisy, "accuracy-time", budget=0.5 * best.cost)
+    assert all(row.same_progress and row.same_progress.cost <= 0.5 * best.cost for row in kept.rows)
+    with pytest.raises(Infeasible, match="to the same progress; the closest is") as caught:
+        ask(noisy, "accuracy-time", deadline_hours=0.99 * best.hours)
+    assert f": {best.hours:.3g} hours" in str(caught.value)
+    assert ask(noisy, "time", deadline_hours=0.99 * best.hours).choice.hours < best.hours
+
+
+def test_without_gradient_statistics_there_is_no_time_to_accuracy(run: RunDir) -> None:
+    with pytest.raises(BadMeasurements, match=r"no probe .* tells the gradient noise") as caught:
+        ask(run, "accuracy-time")
+    assert caught.value.exit_code == 4 and "two or more GPUs" in caught.value.hint
+    with pytest.raises(Pending, match="gradient noise"):
+        ask(run, "accuracy-time", pending=1)
+    found = ask(run, "time")
+    assert found.efficiency == "" and all(row.same_progress is None for row in found.rows)
+
+
+def test_the_table_tells_the_same_progress_apart(noisy: RunDir) -> None:
+    found = ask(noisy, "knee")
+    table = pd.read_csv(noisy.path / "results.csv").set_index(["nodes", "batch"])
+    assert len(table) > 10
+    for row in found.rows:
+        line, told = table.loc[(row.nodes, row.batch)], row.same_progress
+        assert told is not None and line.training_hours == pytest.approx(row.hours)
+        assert line.same_progress_hours == pytest.approx(told.hours)
+        assert (line.same_progress_epochs, line.same_progress_cost_USD) == pytest.approx((told.epochs, told.cost))
+        assert line.same_progress_hours_low <= told.hours <= line.same_progress_hours_high
+
+
+def test_the_other_market_is_that_of_the_chosen_type(tmp_path: Path) -> None:
+    run = two_types(tmp_path)
+    spot = {"price": 1.0, "spot": {"discount": 0.6, "interruptions_per_day": 2.0}}
+    job = spec(search={"max_batch": 4096}, node_types=TYPES, pricing=spot)
+    answer = recommend(run, job, objective="cost", now=1.0).recommendation
+    other = answer.other_market
+    assert (answer.choice.type, answer.choice.market) == ("slow", "spot") and other is not None
+    same = [row for row in answer.rows if (row.type, row.nodes, row.batch) == ("slow", other.nodes, other.batch)]
+    assert {row.market: (row.hours, row.cost) for row in same}["on_demand"] == (other.hours, other.cost)
+
+
+def test_a_second_opinion_that_sees_the_choice_quite_differently_is_told(tmp_path: Path) -> None:
+    run = run_with(tmp_path, probe_all(Truth(), {2: (16, 64, 256), 4: (8,), 8: (4,), 16: (2,)}))
+    forecast = Forecast.from_results(run.spec(), run.results())
+    row = next(row for row in forecast.predictions() if not row.measured)
+    gpus = run.spec().cluster.gpus_per_node
+    other = forecast.steps.second_opinion(row.nodes, gpus, row.local_batch)
+    assert other is not None
+    far = row.model_copy(update={"step_time": 2 * other, "step_low": 1.9 * other, "step_high": 2.1 * other})
+    assert (
+        "a plain additive fit of the same probes" in services_recommendation_measured._second_opinion(forecast, far)[0]
+    )
+    wide = far.model_copy(update={"step_low": 0.9 * other})
+    near = far.model_copy(update={"step_time": 1.1 * other, "step_low": 1.05 * other, "step_high": 1.15 * other})
+    measured = far.model_copy(update={"measured": True})
+    assert not any(services_recommendation_measured._second_opinion(forecast, row) for row in (wide, near, measured))

@@ -1,0 +1,150 @@
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from make_results import Truth, probe_all, spec
+
+from tula_cli.errors import Infeasible
+from tula_cli.models.forecast import Forecast
+from tula_cli.run.directory import probe_id
+from tula_cli.run.records.inspections import Inspection
+from tula_cli.run.records.probes import Measured, OutOfMemory
+from tula_cli.services.search import STRATEGIES, feasible, next_round, probes
+from tula_cli.spec.job import JobSpec
+
+
+def plan(
+    strategy: str, *, max_local_batch: int | None = 256, dataset_size: int = 50_000, **sections: dict[str, object]
+) -> dict[int, tuple[int, ...]]:
+    search = {"strategy": strategy, **sections.pop("search", {})}
+    return probes(spec(search=search, **sections), dataset_size=dataset_size, max_local_batch=max_local_batch)
+
+
+def test_full_measures_every_candidate() -> None:
+    assert plan("full") == {
+        2: (16, 32, 64, 128, 256),
+        4: (8, 16, 32, 64, 128, 256),
+        8: (4, 8, 16, 32, 64, 128, 256),
+        16: (2, 4, 8, 16, 32, 64, 128, 256),
+    }
+
+
+def test_partial_measures_the_four_corners() -> None:
+    assert plan("partial") == {2: (16, 256), 16: (2, 256)}
+
+
+def test_sweep_measures_the_fewest_nodes_the_smallest_batches_and_the_far_corner() -> None:
+    assert plan("sweep") == {2: (16, 32, 64, 128, 256), 4: (8,), 8: (4,), 16: (2, 256)}
+
+
+def test_the_largest_batch_is_bounded_by_search_and_dataset() -> None:
+    assert plan("partial", max_local_batch=None, dataset_size=1000) == {2: (16, 256), 16: (2, 32)}
+    assert plan("partial", max_local_batch=None, search={"max_batch": 128}) == {2: (16, 64), 16: (2, 8)}
+
+
+def test_gpus_a_node_and_accumulation_divide_the_batch() -> None:
+    found = plan("full", search={"nodes": [2], "max_batch": 128}, cluster={"gpus_per_node": 4}, train={"accumulate": 8})
+    assert found == {2: (8, 16)}
+
+
+def test_a_number_of_nodes_without_a_batch_is_left_out() -> None:
+    assert set(plan("full", search={"nodes": [2, 3, 4]})) == {2, 4}
+
+
+@given(
+    st.lists(st.sampled_from([1, 2, 4, 8, 16, 32]), min_size=1, max_size=5, unique=True),
+    st.integers(1, 4096),
+    st.integers(16, 100_000),
+    st.sampled_from(sorted(STRATEGIES)),
+)
+def test_what_is_measured_is_feasible_ascending_and_never_more_than_full(
+    nodes: list[int], max_local_batch: int, dataset_size: int, strategy: str
+) -> None:
+    job = spec(search={"nodes": nodes, "min_batch": 8, "strategy": strategy})
+    try:
+        candidates = feasible(job, dataset_size=dataset_size, max_local_batch=max_local_batch)
+    except Infeasible:
+        with pytest.raises(Infeasible):
+            probes(job, dataset_size=dataset_size, max_local_batch=max_local_batch)
+        return
+    found = probes(job, dataset_size=dataset_size, max_local_batch=max_local_batch)
+    everything = {(config.nodes, config.local_batch(1)) for config in candidates}
+    assert {(count, local) for count, locals_ in found.items() for local in locals_} <= everything
+    assert list(found) == sorted(found)
+    assert all(list(locals_) == sorted(set(locals_)) and locals_ for locals_ in found.values())
+    assert min(found) == min(config.nodes for config in candidates)
+
+
+@pytest.mark.parametrize(
+    ("sections", "max_local_batch", "dataset_size", "message"),
+    [
+        ({}, None, 20, "larger than the dataset"),
+        ({"search": {"nodes": [3]}}, None, 50_000, "divides among 3 nodes"),
+        ({"search": {"nodes": [64], "max_batch": 32}}, None, 50_000, "up to 32 divides among 64 nodes"),
+        ({}, 1, 50_000, "at most 1 samples fit one GPU, the smallest local batch is 2"),
+        ({}, 0, 50_000, "at most 0 samples"),
+    ],
+)
+def test_where_nothing_is_feasible_the_bound_is_named(
+    sections: dict[str, dict[str, object]], max_local_batch: int | None, dataset_size: int, message: str
+) -> None:
+    with pytest.raises(Infeasible, match=message) as caught:
+        plan("sweep", max_local_batch=max_local_batch, dataset_size=dataset_size, **sections)
+    assert caught.value.hint and caught.value.exit_code == 3
+
+
+# --- rounds
+
+
+def inspected(truth: Truth, *, capacity: int | None = None) -> Inspection:
+    return Inspection(
+        dataset_size=truth.dataset_size, eval_size=truth.eval_size, classes=10, sample_shape=(3, 8, 8), parameters=1000,
+        footprints=(), estimate_error="", device="cuda", hardware=truth.hardware, capacity=capacity, cpus=8,
+    )  # fmt: skip
+
+
+ADAPTIVE = spec(search={"strategy": "adaptive", "max_batch": 4096})
+
+
+def test_rounds_start_from_three_probes_and_say_so() -> None:
+    found = next_round(ADAPTIVE, [], inspection=inspected(Truth()))
+    assert found.probes == {2: (16, 2048), 16: (2,)} == probes_of(ADAPTIVE)
+    assert found.reasons[0] == "2 nodes, local batch 16: one of the three to start from" and found.words == ""
+
+
+def probes_of(job: JobSpec) -> dict[int, tuple[int, ...]]:
+    return probes(job, dataset_size=Truth().dataset_size, max_local_batch=None)
+
+
+def test_rounds_end_before_everything_is_measured_and_find_the_best() -> None:
+    truth = Truth(noise=0.01, jitter=0.01)
+    results: dict[str, Measured] = {}
+    rounds = 0
+    while (found := next_round(ADAPTIVE, list(results.values()), inspection=inspected(truth))).probes:
+        fresh = probe_all(truth, dict(found.probes), seed=rounds)
+        assert not {probe.id for probe in fresh} & results.keys()
+        assert len(found.reasons) == len(fresh)
+        results |= {probe.id: probe for probe in fresh}
+        rounds += 1
+    assert "expected regret" in found.words
+    everything = feasible(ADAPTIVE, dataset_size=truth.dataset_size, max_local_batch=None)
+    assert rounds >= 2 and len(results) < len(everything) / 2
+    rows = Forecast.from_results(ADAPTIVE, list(results.values())).predictions()
+    best = min(truth.step_time(row.nodes, row.local_batch) / row.batch for row in rows)
+    assert truth.step_time(rows[0].nodes, rows[0].local_batch) / rows[0].batch < 1.03 * best
+
+
+def test_what_was_out_of_memory_is_not_proposed_again() -> None:
+    truth = Truth()
+    oom = OutOfMemory(id=probe_id(2, 2048), nodes=2, gpus_per_node=1, local_batch=2048, assumed=False, message="no")
+    found = next_round(ADAPTIVE, [oom], inspection=inspected(truth))
+    assert found.probes == {2: (16, 1024), 16: (2,)}
+    seen = [oom, *probe_all(truth, {2: (16, 1024), 16: (2,)})]
+    later = next_round(ADAPTIVE, seen, inspection=inspected(truth))
+    assert all(size < 2048 for sizes in later.probes.values() for size in sizes)
+
+
+def test_the_tolerance_of_the_spec_ends_the_rounds() -> None:
+    patient = spec(search={"strategy": "adaptive", "max_batch": 4096, "tolerance": 0.99})
+    seen = probe_all(Truth(), {2: (16, 2048), 4: (8,), 16: (2,)})
+    assert next_round(ADAPTIVE, seen, inspection=inspected(Truth())).probes
+    assert not next_round(patient, seen, inspection=inspected(Truth())).probes

@@ -1,0 +1,489 @@
+import itertools
+import json
+from functools import partial
+
+import make_runs as make
+import pytest
+
+from tula_cli.errors import SpecError
+from tula_cli.run.directory import RunDir
+from tula_cli.services import logs
+from tula_cli.services import status as services_status
+from tula_cli.services.progress import job_status, listing
+
+START = make.START
+
+
+@pytest.fixture
+def run(tmp_path):
+    return RunDir.create(tmp_path / "tula-runs", make.spec())
+
+
+def only_job(run, launcher=None, *, now=START + 100):
+    return services_status.snapshot(run, launcher or make.FakeLauncher(), now=now).jobs[0]
+
+
+# --- one moment
+
+
+def test_a_run_without_jobs(run):
+    now = services_status.snapshot(run, make.FakeLauncher(), now=START)
+    assert (now.jobs, now.training, now.attempts, now.recommendation) == ((), None, (), None)
+    assert not now.active()
+
+
+def test_a_queued_job_says_what_it_waits_for(run):
+    name = make.add_probes(run, 2, (16, 32))
+    job = only_job(run, make.FakeLauncher({name: "pending"}, reason="Resources"))
+    assert (job.state, job.reason, job.total, job.done) == ("queued", "Resources", 2, 0)
+    assert job.now == job_status.Probe(nodes=2, local_batch=16, batch=32)
+    assert (job.elapsed, job.left, job.node_hours) == (None, None, 0)
+
+
+def test_a_queued_job_says_when_it_is_expected_to_start(run):
+    name = make.add_probes(run, 2, (16, 32))
+    assert only_job(run, make.FakeLauncher({name: "pending"}, starts_at=START + 500)).starts_at == START + 500
+    assert only_job(run, make.FakeLauncher({name: "running"}, starts_at=START + 500)).starts_at is None
+
+
+def test_the_scheduler_is_asked_once_for_all_jobs(run):
+    launcher = make.FakeLauncher()
+    for nodes in (1, 2, 4):
+        make.add_probes(run, nodes, (32,))
+    services_status.snapshot(run, launcher, now=START)
+    assert launcher.asked == 1
+
+
+def test_a_damaged_result_is_a_warning_and_the_others_are_shown(run):
+    name = make.add_probes(run, 1, (32, 64, 128))
+    make.add_measured(run, 1, 32)
+    make.add_measured(run, 1, 128)
+    damaged = run.path / "results/probe-n001-l000064.json"
+    damaged.write_text('{"kind": "measured"')
+    now = services_status.snapshot(run, make.FakeLauncher({name: "running"}), now=START)
+    assert (now.measured, now.jobs[0].done, now.jobs[0].now.local_batch) == (2, 2, 64)
+    assert [str(damaged) in warning and "delete that file" in warning for warning in now.warnings] == [True]
+
+
+def test_a_running_job_names_the_probe_that_runs_and_what_is_left(run):
+    name = make.add_probes(run, 2, (16, 32, 64, 128))
+    run.write_attempt(make.attempt(name))
+    make.add_measured(run, 2, 16, at=START + 30)
+    make.add_measured(run, 2, 32, at=START + 50)
+    job = only_job(run, make.FakeLauncher({name: "running"}), now=START + 60)
+    assert (job.state, job.done, job.total) == ("running", 2, 4)
+    assert job.now == job_status.Probe(nodes=2, local_batch=64, batch=128)
+    assert job.elapsed == 60
+    assert job.left == pytest.approx(2 * 25)  # two probes took 50 s
+    assert job.node_hours == pytest.approx(2 * 60 / 3600)
+    assert job.node_hours_left == pytest.approx(2 * 50 / 3600)
+
+
+def test_probes_that_do_not_fit_are_done(run):
+    name = make.add_probes(run, 1, (32, 64, 128))
+    run.write_attempt(make.attempt(name, end=START + 40, outcome="device_oom"))
+    make.add_measured(run, 1, 32)
+    make.add_out_of_memory(run, 1, 64)
+    make.add_out_of_memory(run, 1, 128, assumed=True)
+    job = only_job(run)
+    assert (job.state, job.done, job.now, job.left) == ("done", 3, None, None)
+    assert job.elapsed == 40
+
+
+def test_a_diverged_training_is_told_with_its_place_and_what_to_do(run):
+    name = make.add_training(run)
+    run.write_attempt(
+        make.attempt(f"{name}-1", end=START + 9, outcome="diverged", message="Diverged: the loss, step 4")
+    )
+    job = only_job(run)
+    assert job.state == "diverged"
+    assert job.reason.startswith("Diverged: the loss, step 4; ") and "lower optimizer.lr" in job.reason
+
+
+def test_complete_results_outweigh_a_scheduler_that_lags(run):
+    name = make.add_probes(run, 1, (32,))
+    make.add_measured(run, 1, 32)
+    assert only_job(run, make.FakeLauncher({name: "running"})).state == "done"
+
+
+def test_a_failed_probe_fails_its_job_with_its_message(run):
+    make.add_probes(run, 1, (32, 64))
+    make.add_measured(run, 1, 32)
+    make.add_failed(run, 1, 64, "ValueError: bad")
+    job = only_job(run)
+    assert (job.state, job.reason, job.done) == ("failed", "ValueError: bad", 1)
+
+
+def test_a_failed_probe_that_is_run_again_is_what_runs(run):
+    name = make.add_probes(run, 1, (32, 64))
+    make.add_measured(run, 1, 32)
+    make.add_failed(run, 1, 64)
+    job = only_job(run, make.FakeLauncher({name: "running"}))
+    assert (job.state, job.now.local_batch) == ("running", 64)
+
+
+def test_an_attempt_that_ended_explains_a_job_that_ended(run):
+    name = make.add_probes(run, 1, (32, 64))
+    make.add_measured(run, 1, 32)
+    run.write_attempt(make.attempt(name, end=START + 20, outcome="user", message="KeyError: 'x'"))
+    job = only_job(run)
+    assert (job.state, job.reason) == ("failed", "KeyError: 'x'")
+
+
+def test_a_job_that_ended_without_a_word_is_lost(run):
+    name = make.add_probes(run, 1, (32, 64))
+    run.write_attempt(make.attempt(name))
+    make.add_measured(run, 1, 32, at=START + 25)
+    job = only_job(run, now=START + 9999)
+    assert job.state == "lost"
+    assert job.elapsed == 25, "nobody knows how long it lived after its last result"
+
+
+def test_an_attempt_of_an_earlier_submission_explains_nothing(run):
+    name = make.add_probes(run, 1, (32,), at=START + 5000)
+    run.write_attempt(make.attempt(name, end=START + 20, outcome="user", message="old"))
+    assert only_job(run, now=START + 6000).state == "lost"
+
+
+def test_the_schedulers_verdict_is_told(run):
+    name = make.add_probes(run, 1, (32, 64))
+    verdict = make.FakeLauncher({name: "ended"}, reason="TIMEOUT: its time limit was reached")
+    assert (only_job(run, verdict).state, only_job(run, verdict).reason) == ("lost", verdict.reason)
+    run.write_attempt(make.attempt(name, end=START + 9, outcome="signal", message="terminated"))
+    job = only_job(run, verdict)
+    assert (job.state, job.reason) == ("failed", "terminated (SLURM: TIMEOUT: its time limit was reached)")
+    failed = make.FakeLauncher({name: "ended"}, reason="FAILED: its script ended with an error")
+    assert only_job(run, failed).reason == "terminated", "which says more"
+
+
+@pytest.mark.parametrize(
+    ("outcome", "state"), [("time_limit", "queued"), ("node_failure", "queued"), ("user", "failed")]
+)
+def test_a_silent_scheduler_does_not_end_a_chain_between_two_links(run, outcome, state):
+    name = make.add_training(run)
+    run.write_attempt(make.attempt(f"{name}-1", end=START + 9, outcome=outcome, message="it ended"))
+    assert only_job(run, make.FakeLauncher({name: "unknown"}, reason="squeue does not answer")).state == state
+
+
+def test_a_cancelled_job(run):
+    name = make.add_probes(run, 1, (32,))
+    run.cancel(name)
+    assert only_job(run).state == "cancelled"
+    assert only_job(run, make.FakeLauncher({name: "running"})).state == "cancelled"
+
+
+def test_a_scheduler_that_forgot_the_job_is_not_believed(run):
+    name = make.add_probes(run, 1, (32,))
+    forgetful = make.FakeLauncher({name: "unknown"})
+    assert only_job(run, forgetful).state == "queued"
+    run.write_attempt(make.attempt(name))
+    assert only_job(run, forgetful).state == "running"
+    run.write_attempt(make.attempt(name, end=START + 9, outcome="peer", message="gone"))
+    assert only_job(run, forgetful).state == "failed"
+
+
+# --- training
+
+
+def test_a_training_run_half_way(run):
+    name = make.add_training(run, rows=make.metrics(START + 60))
+    run.write_attempt(make.attempt(f"{name}-1"))
+    now = services_status.snapshot(run, make.FakeLauncher({name: "running"}), now=START + 60)
+    train = now.training
+    assert (train.epoch, train.epochs, train.samples, train.batch) == (1.5, 4, 1920, 128)
+    assert (train.loss, train.top1, train.lr, train.step_time, train.predicted_step) == (1.7, 61.0, 0.1, 0.11, 0.1)
+    assert train.eta == 70, "80 s, said 10 s ago"
+    assert train.warnings == ("a step takes 120 ms, predicted 90 to 110",)
+    assert now.jobs[0].left == 70
+    assert now.jobs[0].node_hours_left == pytest.approx(2 * 70 / 3600)
+
+
+def test_a_training_run_before_its_first_row(run):
+    name = make.add_training(run)
+    train = services_status.snapshot(run, make.FakeLauncher({name: "pending"}), now=START).training
+    assert (train.epoch, train.samples, train.loss, train.eta) == (0, 0, None, None)
+
+
+def test_a_training_run_that_tunes_itself(run):
+    name = make.add_training(run, rows=make.metrics(START + 60)[:3])
+    branches = (make.branch("lbt"), make.branch("x2", loss=1.0), make.branch("x4", diverged=True))
+    run.write_tuning(make.tuning(branches[:2]))
+    snapshot = partial(services_status.snapshot, run, make.FakeLauncher({name: "running"}), now=START + 60)
+    found = snapshot().training.tuning
+    assert (found.arm, found.number, found.count, found.rung, found.chosen) == ("x4", 3, 3, 1, None)
+    assert found.branches == branches[:2]
+    run.write_tuning(make.tuning(branches))
+    found = snapshot().training.tuning
+    assert (found.arm, found.number, found.count, found.rung) == ("lbt", 1, 2, 2)
+    with open(run.metrics_path("ab12cd34"), "a") as file:
+        file.write(json.dumps({"kind": "branch", "time": START + 50, "samples": 1280, "epoch": 1, "eta": 30.0}) + "\n")
+    assert snapshot().training.eta == 20, "a branch's row tells it too"
+    run.write_tuning(make.tuning(branches, chosen="x2"))
+    found = snapshot().training.tuning
+    assert (found.chosen, found.arm) == ("x2", None)
+
+
+def test_a_finished_training_run_says_at_which_batch_it_ended(run):
+    make.add_training(run, rows=make.metrics())
+    run.write_train_result(make.train_result())
+    run.write_summary(make.summary())
+    now = services_status.snapshot(run, make.FakeLauncher(), now=START + 999)
+    assert (now.training.finished, now.training.batch, now.training.eta) == (True, 64, 0)
+    assert now.jobs[0].state == "done"
+
+
+def test_a_lost_training_run_has_no_time_left(run):
+    make.add_training(run, rows=make.metrics())
+    now = services_status.snapshot(run, make.FakeLauncher(), now=START + 61)
+    assert now.jobs[0].state == "lost"
+    assert now.training.eta is None
+
+
+def test_the_training_run_that_was_submitted_last_is_shown(run):
+    make.add_training(run, signature="00000001", at=START)
+    make.add_training(run, signature="ffffffff", at=START + 10)
+    make.add_training(run, signature="aaaaaaaa", at=START + 20)
+    assert services_status.snapshot(run, make.FakeLauncher(), now=START).training.signature == "aaaaaaaa"
+
+
+def test_the_story_of_a_training_names_batches_and_causes(run):
+    name = make.add_training(run)
+    first = run.task(f"{name}-1")
+    relaunch = {"id": f"{name}-2", "attempt": 2, "ladder": first.ladder[1:], "cause": "out of memory at batch 128"}
+    run.write_task(first.model_copy(update=relaunch))
+    run.write_attempt(make.attempt(f"{name}-1", end=START + 9, outcome="device_oom", samples=0))
+    run.write_attempt(make.attempt(f"{name}-2", start=START + 10, samples=640, allocation="7.0", hosts="n[1-2]"))
+    run.write_attempt(make.attempt(f"{name}-2", number=2, start=START + 20, samples=1280))
+    story = services_status.snapshot(run, make.FakeLauncher({name: "running"}), now=START + 60).attempts
+    assert [(row.job, row.batch, row.cause) for row in story] == [
+        (name, 128, ""),
+        (name, 64, "out of memory at batch 128"),
+        (name, 64, ""),
+    ]
+    assert [row.attempt.samples for row in story] == [0, 640, 1280]
+
+
+# --- waiting
+
+
+class Clock:
+    """Time that passes by sleeping; `events` happen when it is reached."""
+
+    def __init__(self, events=()):
+        self.now, self.events, self.pauses = START + 1000, sorted(events, key=lambda event: event[0]), []
+
+    def __call__(self):
+        return self.now
+
+    def sleep(self, seconds):
+        assert seconds >= 0
+        self.pauses.append(seconds)
+        self.now += seconds
+        while self.events and self.events[0][0] <= self.now - (START + 1000):
+            self.events.pop(0)[1]()
+
+
+def watched(run, launcher, jobs, clock, **options):
+    found = services_status.watch(run, launcher, jobs, clock=clock, sleep=clock.sleep, **options)
+    return list(itertools.islice(found, 1000))
+
+
+def test_waits_until_the_results_are_complete(run):
+    name = make.add_probes(run, 1, (32, 64))
+    clock = Clock([(3, lambda: make.add_measured(run, 1, 32)), (9, lambda: make.add_measured(run, 1, 64))])
+    seen = watched(run, make.FakeLauncher({name: "running"}), [name], clock)
+    assert [status_.jobs[0].done for status_ in seen] == sorted(status_.jobs[0].done for status_ in seen)
+    assert seen[-1].jobs[0].state == "done"
+    assert clock.now - START - 1000 < 12
+
+
+def test_looks_seldom_and_then_more_seldom(run):
+    name = make.add_probes(run, 1, (32,))
+    clock = Clock([(20, lambda: make.add_measured(run, 1, 32))])
+    watched(run, make.FakeLauncher({name: "running"}), [name], clock)
+    assert clock.pauses[0] == 0.5
+    assert clock.pauses == sorted(clock.pauses)
+    assert clock.pauses[-1] == 2.0
+
+
+def test_asks_a_slurm_scheduler_politely(run):
+    name = make.add_probes(run, 1, (32,))
+    run.write_job(make.job(name, scheduler="slurm"))
+    launcher, clock = make.FakeLauncher({name: "pending"}), Clock()
+    watched(run, launcher, [name], clock, timeout=600)
+    assert launcher.asked <= 16
+
+
+def test_ends_at_the_timeout_though_the_job_goes_on(run):
+    name = make.add_probes(run, 1, (32,))
+    clock = Clock()
+    seen = watched(run, make.FakeLauncher({name: "running"}), [name], clock, timeout=7)
+    assert seen[-1].active([name])
+    assert clock.now - START - 1000 == pytest.approx(7)
+
+
+def test_a_timeout_of_zero_looks_once(run):
+    name = make.add_probes(run, 1, (32,))
+    assert len(watched(run, make.FakeLauncher({name: "running"}), [name], Clock(), timeout=0)) == 1
+
+
+def test_files_of_an_ended_job_may_come_late(run):
+    name = make.add_probes(run, 1, (32,))
+    clock = Clock([(1.5, lambda: make.add_measured(run, 1, 32))])
+    seen = watched(run, make.FakeLauncher({name: "ended"}), [name], clock)
+    assert seen[0].jobs[0].state == "lost"
+    assert seen[-1].jobs[0].state == "done"
+
+
+@pytest.mark.parametrize(("scheduler", "grace"), [("local", 2), ("slurm", 60)])
+def test_a_lost_job_is_given_up_after_the_grace_period(run, scheduler, grace):
+    name = make.add_probes(run, 1, (32,))
+    run.write_job(make.job(name, scheduler=scheduler))
+    clock = Clock()
+    seen = watched(run, make.FakeLauncher({name: "ended"}), [name], clock)
+    assert seen[-1].jobs[0].state == "lost"
+    assert grace <= clock.now - START - 1000 <= 2 * grace
+
+
+@pytest.mark.parametrize("outcome", ["done", "device_oom"])
+def test_results_may_come_later_than_the_end_of_the_attempt_that_wrote_them(run, outcome):
+    name = make.add_probes(run, 1, (32,))
+    run.write_job(make.job(name, scheduler="slurm"))
+    run.write_attempt(make.attempt(name, end=START + 1, outcome=outcome))
+    clock = Clock([(25, lambda: make.add_measured(run, 1, 32))])
+    seen = watched(run, make.FakeLauncher({name: "ended"}), [name], clock)
+    assert (seen[0].jobs[0].state, seen[-1].jobs[0].state) == ("lost", "done")
+    assert "0 of 1 results are to be seen" in seen[0].jobs[0].reason
+
+
+def test_a_failed_job_needs_no_grace(run):
+    name = make.add_probes(run, 1, (32,))
+    run.write_attempt(make.attempt(name, end=START + 1, outcome="user", message="no"))
+    clock = Clock()
+    assert len(watched(run, make.FakeLauncher({name: "ended"}), [name], clock)) == 1
+    assert clock.pauses == []
+
+
+def test_other_jobs_are_not_waited_for(run):
+    first, second = make.add_probes(run, 1, (32,)), make.add_probes(run, 2, (16,))
+    make.add_measured(run, 1, 32)
+    seen = watched(run, make.FakeLauncher({first: "ended", second: "running"}), [first], Clock())
+    assert len(seen) == 1
+    assert seen[0].active()
+    assert not seen[0].active([first])
+
+
+# --- all runs
+
+
+def test_lists_runs_also_damaged_ones(tmp_path):
+    first = RunDir.create(tmp_path, make.spec(name="first"))
+    make.add_measured(first, 1, 32)
+    make.add_out_of_memory(first, 1, 64)
+    first.write_recommendation(make.recommendation())
+    make.add_training(first)
+    first.write_train_result(make.train_result())
+    second = RunDir.create(tmp_path, make.spec(name="second"))
+    (second.path / "spec.yaml").write_text("model: [")
+    by_id = {row.id: row for row in listing.list_runs(tmp_path)}
+    row = by_id[first.id]
+    assert (row.model, row.dataset, row.measured, row.out_of_memory, row.failed) == ("resnet18", "digits", 1, 1, 0)
+    assert (row.trained, row.best_top1, row.changed, row.problem) == (1, 83.0, START + 300, "")
+    assert "not valid YAML" in by_id[second.id].problem
+
+
+def test_no_runs(tmp_path):
+    assert listing.list_runs(tmp_path / "nothing") == ()
+
+
+# --- logs
+
+
+def write_log(run, task, number, text):
+    path = run.log_path(task, number)
+    path.parent.mkdir(exist_ok=True)
+    with open(path, "a") as file:
+        file.write(text)
+    return path
+
+
+def texts(lines):
+    return [line.text for line in lines]
+
+
+def test_logs_of_the_newest_attempt(run):
+    make.add_probes(run, 1, (32,))
+    write_log(run, "probe-n001", 1, "old\n")
+    newest = write_log(run, "probe-n001", 2, "one\ntwo\nthree")
+    lines = list(logs.logs(run))
+    assert texts(lines) == ["one", "two", "three"]
+    assert {line.file for line in lines} == {newest}
+    assert texts(logs.logs(run, last=1)) == ["three"]
+    assert texts(logs.logs(run, last=0)) == []
+
+
+def test_logs_of_one_job(run):
+    make.add_probes(run, 1, (32,))
+    make.add_probes(run, 2, (16,))
+    write_log(run, "probe-n001", 1, "first\n")
+    write_log(run, "probe-n002", 1, "second\n")
+    assert texts(logs.logs(run, job="probe-n001")) == ["first"]
+
+
+def test_logs_of_an_unknown_job_name_the_nearest(run):
+    make.add_probes(run, 1, (32,))
+    with pytest.raises(SpecError, match="no job 'probe-n01'") as caught:
+        list(logs.logs(run, job="probe-n01"))
+    assert "probe-n001" in caught.value.hint
+
+
+def test_logs_that_are_no_text_are_shown_all_the_same(run):
+    make.add_probes(run, 1, (32,))
+    path = write_log(run, "probe-n001", 1, "")
+    path.write_bytes(b"caf\xe9\r\n")
+    assert texts(logs.logs(run)) == ["caf\ufffd"]
+
+
+def test_no_logs_yet(run):
+    assert list(logs.logs(run)) == []
+
+
+def test_following_sees_what_is_added_and_the_log_of_a_relaunch(run):
+    make.add_probes(run, 1, (32,))
+    write_log(run, "probe-n001", 1, "one\nhal")
+    steps = iter(
+        [
+            lambda: write_log(run, "probe-n001", 1, "f\n"),
+            lambda: write_log(run, "probe-n001", 2, "again\nlast"),
+            lambda: None,
+        ]
+    )
+    left = iter([True, True, True, False])
+    lines = logs.logs(run, follow=True, active=lambda: next(left), sleep=lambda _: next(steps)())
+    assert texts(lines) == ["one", "half", "again", "last"]
+
+
+def test_a_scheduler_is_not_asked_at_every_look():
+    now, asked = [0.0], []
+    check = logs.seldom(lambda: bool(asked.append(now[0])) or True, pause=10, clock=lambda: now[0])
+    for now[0] in (0.0, 0.5, 9.9, 10.0, 11.0):
+        assert check()
+    assert asked == [0.0, 10.0]
+
+
+# --- ending
+
+
+def test_cancels_what_is_queued_or_running_and_nothing_else(run):
+    done, queued, running = (make.add_probes(run, nodes, (32,)) for nodes in (1, 2, 4))
+    launcher = make.FakeLauncher({done: "ended", queued: "pending", running: "running"})
+    assert services_status.cancel(run, launcher) == [queued, running]
+    assert launcher.cancelled == [queued, running]
+    assert not run.cancelled(done)
+    assert services_status.cancel(run, launcher) == []
+
+
+def test_cancels_a_job_the_scheduler_does_not_know(run):
+    name = make.add_probes(run, 1, (32,))
+    assert services_status.cancel(run, make.FakeLauncher({name: "unknown"})) == [name]
+    assert run.cancelled(name)

@@ -1,0 +1,220 @@
+"""`tula train` as a service: where to train, what is submitted, what came of it."""
+
+import time
+from pathlib import Path
+
+import make_runs
+import pytest
+from make_runs import FakeLauncher
+
+from tula_cli.cluster import relaunch
+from tula_cli.errors import BadMeasurements, Diverged, JobFailed, OutOfMemoryAtMinimum, Pending, SpecError
+from tula_cli.run.directory import RunDir
+from tula_cli.run.files import write_atomic
+from tula_cli.run.records.inspections import Inspection
+from tula_cli.run.records.tasks import Rung, TrainTask
+from tula_cli.services import train
+from tula_cli.spec.signature import train_signature
+
+
+def plan(*arguments: object, **named: object) -> train.TrainPlan:
+    """Plan with a dataset of 2000 samples, without building it."""
+    inspection = Inspection(
+        dataset_size=2000, eval_size=100, classes=10, sample_shape=(1, 8, 8), parameters=10, footprints=(),
+        estimate_error="", device="cpu", hardware="x", capacity=None, cpus=2,
+    )  # fmt: skip
+    return train.plan(*arguments, **{"inspect": lambda _: inspection, **named})  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDir:
+    return RunDir.create(tmp_path, make_runs.spec(search={"nodes": [1, 2], "min_batch": 32}))
+
+
+def test_neither_recommended_nor_given_is_too_little(run: RunDir) -> None:
+    with pytest.raises(BadMeasurements, match="no recommendation"):
+        plan(run, run.spec())
+    with pytest.raises(BadMeasurements, match="--batch not given"):
+        plan(run, run.spec(), nodes=2)
+
+
+def test_the_recommended_configuration_is_taken(run: RunDir) -> None:
+    choice = make_runs.prediction(2, 256)
+    asked = {"objective": "time", "options": ("--max-nodes 2",), "overrides": ("pricing.price=9",)}
+    run.write_recommendation(make_runs.recommendation(choice=choice, **asked))
+    planned = plan(run, run.spec())
+    assert (planned.task.nodes, planned.task.batch) == (2, 256)
+    when = time.strftime("%Y-%m-%d %H:%M", time.localtime(make_runs.START))
+    assert planned.source == f"as recommended (time, --max-nodes 2, --set pricing.price=9; {when})"
+    assert plan(run, run.spec(), nodes=1).source.startswith("nodes as given, the rest as recommended (time, ")
+
+
+def test_given_nodes_and_batch_win(run: RunDir) -> None:
+    run.write_recommendation(make_runs.recommendation())
+    planned = plan(run, run.spec(), nodes=1, batch=96)
+    assert (planned.task.nodes, planned.task.batch, planned.source) == (1, 96, "as given")
+
+
+def test_without_probes_the_ladder_has_no_predictions(run: RunDir) -> None:
+    planned = plan(run, run.spec(), nodes=2, batch=256)
+    assert planned.task.ladder == tuple(Rung(batch=batch) for batch in (256, 128, 64, 32))
+    assert planned.prediction is None
+
+
+def test_with_probes_every_rung_has_a_prediction(run: RunDir) -> None:
+    for nodes in (1, 2):
+        for local in (32, 64, 128, 256):
+            make_runs.add_measured(run, nodes, local)
+    planned = plan(run, run.spec(), nodes=2, batch=256)
+    assert [rung.batch for rung in planned.task.ladder] == [256, 128, 64, 32]
+    assert all(rung.prediction for rung in planned.task.ladder)
+
+
+def test_a_batch_that_does_not_divide_is_refused_with_its_neighbours(run: RunDir) -> None:
+    with pytest.raises(SpecError) as error:
+        plan(run, run.spec(), nodes=2, batch=65)
+    assert "64 and 66" in error.value.hint
+
+
+def test_a_batch_larger_than_the_dataset_is_refused(run: RunDir) -> None:
+    with pytest.raises(SpecError, match="larger than the dataset: 2000"):
+        plan(run, run.spec(), nodes=1, batch=2048)
+
+
+def test_a_batch_larger_than_what_tuning_leaves_of_the_dataset_is_refused(run: RunDir) -> None:
+    spec = make_runs.spec(train={"epochs": 4, "method": "auto"}, auto={"holdout": 0.2})
+    assert plan(run, spec, nodes=1, batch=1600).task.batch == 1600
+    with pytest.raises(SpecError, match="1600 of 2000 training samples are left"):
+        plan(run, spec, nodes=1, batch=1601)
+
+
+def test_the_probes_tell_the_size_of_the_dataset(run: RunDir) -> None:
+    make_runs.add_measured(run, 1, 32)  # of 50 000 samples
+
+    def never(_: object) -> Inspection:
+        raise AssertionError("the dataset was built")
+
+    assert plan(run, run.spec(), nodes=1, batch=4096, inspect=never).task.batch == 4096
+
+
+def test_a_parameter_server_is_a_model_only(run: RunDir) -> None:
+    spec = make_runs.spec(cluster={"collective": "parameter_server"})
+    with pytest.raises(SpecError, match="parameter_server"):
+        plan(run, spec, nodes=1, batch=32)
+
+
+def test_another_learning_rate_is_another_training_run(run: RunDir) -> None:
+    first = plan(run, run.spec(), nodes=1, batch=32)
+    other = plan(run, make_runs.spec(optimizer={"lr": 0.2}), nodes=1, batch=32)
+    assert first.task.signature != other.task.signature
+    assert first.task.signature == train_signature(run.spec(), nodes=1, batch=32)
+
+
+def test_a_second_call_goes_on_with_the_newest_attempt(run: RunDir) -> None:
+    task = plan(run, run.spec(), nodes=1, batch=128).task
+    relaunch = task.model_copy(update={"id": f"{task.job}-2", "attempt": 2, "ladder": task.ladder[1:]})
+    run.write_task(relaunch)
+    again = plan(run, run.spec(), nodes=1, batch=128)
+    assert (again.task.id, again.task.batch) == (relaunch.id, 64)
+
+
+def test_a_running_job_is_not_submitted_twice(run: RunDir) -> None:
+    launcher = FakeLauncher()
+    planned = plan(run, run.spec(), nodes=1, batch=64)
+    job = train.start(run, planned, launcher)
+    assert train.start(run, planned, launcher) == job
+    assert launcher.submitted == [job]
+    launcher.says[job] = "ended"
+    train.start(run, planned, launcher)
+    assert launcher.submitted == [job, job]
+
+
+def ended(run: RunDir, outcome: str | None, message: str = "it ended") -> TrainTask:
+    task = plan(run, run.spec(), nodes=1, batch=64).task
+    run.write_task(task)
+    run.write_attempt(
+        make_runs.attempt(task.id, end=None if outcome is None else 2e9, outcome=outcome, message=message, rank=1)
+    )
+    return task
+
+
+@pytest.mark.parametrize(
+    ("outcome", "error", "words"),
+    [
+        ("device_oom", OutOfMemoryAtMinimum, "smallest batch, 64"),
+        ("user", JobFailed, r"rank 1 on n1\): it ended"),
+        ("diverged", Diverged, r"rank 1 on n1\): it ended$"),
+        ("signal", JobFailed, "it ended"),
+        ("cancelled", JobFailed, "it ended"),
+        (None, Pending, "has not ended"),
+    ],
+)
+def test_how_a_run_ended_is_told_by_its_class(
+    run: RunDir, outcome: str | None, error: type[Exception], words: str
+) -> None:
+    task = ended(run, outcome)
+    with pytest.raises(error, match=words):
+        train.report(run, task.signature)
+
+
+def test_a_diverged_run_says_which_checkpoint_stays_and_what_to_do(run: RunDir) -> None:
+    task = ended(run, "diverged", "Diverged: the loss is not finite at epoch 2.50, step 5, 320 samples")
+    write_atomic(run.checkpoint_path(task.signature, 256), b"")
+    with pytest.raises(Diverged, match=r"step 5, 320 samples; the checkpoint at 256 samples is finite") as caught:
+        train.report(run, task.signature)
+    assert caught.value.exit_code == 9 and "lower optimizer.lr" in caught.value.hint
+
+
+def test_a_run_that_never_started_is_pending(run: RunDir) -> None:
+    with pytest.raises(Pending, match="has not started"):
+        train.report(run, "00000000")
+
+
+def test_a_finished_run_answers_its_summary(run: RunDir) -> None:
+    summary = make_runs.summary()
+    run.write_summary(summary)
+    assert train.report(run, summary.signature) == summary
+
+
+@pytest.mark.parametrize(("market", "share"), [("on_demand", 1.0), ("spot", 0.25)])
+def test_what_was_paid_goes_by_the_nodes_it_was_recommended_for(tmp_path: Path, market: str, share: float) -> None:
+    spot = {"discount": 0.75, "interruptions_per_day": 1.0}
+    run = RunDir.create(tmp_path, make_runs.spec(pricing={"price": 3.0, "spot": spot}))
+    choice = make_runs.prediction(2, 128, market=market)
+    run.write_recommendation(make_runs.recommendation(choice=choice))
+    task = plan(run, run.spec()).task
+    task = task.model_copy(update={"ladder": (Rung(batch=128, prediction=choice),)})
+    run.write_task(task)
+    run.write_attempt(make_runs.attempt(task.id, start=0.0, end=7200.0))
+    run.write_train_result(make_runs.train_result(task.signature))
+    relaunch.write_summary(run, task)
+    found = run.summary(task.signature)
+    assert found is not None and found.actual_cost == pytest.approx(2 * 2 * 3.0 * share)
+
+
+def test_the_ladder_is_that_of_the_recommended_market(tmp_path: Path) -> None:
+    spot = {"discount": 0.75, "interruptions_per_day": 1.0}
+    job = make_runs.spec(search={"nodes": [1, 2], "min_batch": 32}, pricing={"price": 3.0, "spot": spot})
+    run = RunDir.create(tmp_path, job)
+    for nodes in (1, 2):
+        for local in (32, 64, 128, 256):
+            make_runs.add_measured(run, nodes, local)
+    run.write_recommendation(make_runs.recommendation(choice=make_runs.prediction(2, 256, market="spot")))
+    assert {rung.prediction and rung.prediction.market for rung in plan(run, job).task.ladder} == {"spot"}
+    given = plan(run, job, nodes=1, batch=64).task
+    assert {rung.prediction and rung.prediction.market for rung in given.ladder} == {"on_demand"}
+
+
+def test_each_type_is_trained_at_its_own_recommendation(tmp_path: Path) -> None:
+    job = make_runs.spec(node_types={"a": {}, "b": {}})
+    run = RunDir.create(tmp_path, job)
+    with pytest.raises(BadMeasurements, match="--type not given"):
+        train.part(run, job, None)
+    best = make_runs.recommendation(choice=make_runs.prediction(2, 256, type="a"))
+    run.write_recommendation(best)
+    own = make_runs.recommendation(choice=make_runs.prediction(1, 64, type="b"))
+    run.parts(job)[1].run.write_recommendation(own)
+    assert [part.type for part, _ in (train.part(run, job, None), train.part(run, job, "b"))] == ["a", "b"]
+    assert (train.part(run, job, None)[1], train.part(run, job, "b")[1]) == (best, own)
+    planned = plan(run.parts(job)[0].run, job.by_type()["a"], recommendation=best)
+    assert (planned.task.nodes, planned.task.batch) == (2, 256)

@@ -1,0 +1,575 @@
+import dataclasses
+import io
+import json
+import math
+import re
+import types
+from pathlib import Path
+
+import make_runs as make
+import pytest
+from make_results import Truth, measured, out_of_memory
+
+from tula_cli import words
+from tula_cli.errors import JobFailed, Pending, Problem, SpecError
+from tula_cli.models import efficiency
+from tula_cli.models.efficiency import Noise
+from tula_cli.run.directory import RunDir
+from tula_cli.run.imports import Source
+from tula_cli.services import profile
+from tula_cli.services import status as services_status
+from tula_cli.services.progress import listing
+from tula_cli.show import live as show_live
+from tula_cli.show import plots, recommend
+from tula_cli.show import profile as show_profile
+from tula_cli.show import status as show_status
+from tula_cli.show import train as show_train
+from tula_cli.show.screen import Screen
+
+START = make.START
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+@pytest.fixture(autouse=True)
+def plain_terminal(monkeypatch):
+    for name in ("NO_COLOR", "FORCE_COLOR", "TERM", "COLUMNS", "COLORTERM"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("TERM", "xterm-256color")
+    monkeypatch.setenv("COLUMNS", "80")
+
+
+@pytest.fixture
+def run(tmp_path):
+    return RunDir.create(tmp_path / "tula-runs", make.spec())
+
+
+def screen(out=None, err=None, **options):
+    return Screen(out=out or io.StringIO(), err=err or io.StringIO(), **options)
+
+
+def printed(parts, *, out=None):
+    shown = screen(out)
+    shown.answer(None, parts)
+    return shown.out.getvalue()
+
+
+# --- numbers
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (0, "0"), (0.0, "0"), (1, "1.00"), (12.345, "12.3"), (999.9, "1000"), (123456.7, "123457"), (0.012345, "0.0123"),
+        (1e-7, "0.000000100"), (-2.5, "-2.50"), (None, "-"), (math.nan, "-"), (math.inf, "-"), (9.999, "10.00"),
+    ],
+)  # fmt: skip
+def test_numbers_keep_their_digits_and_have_no_exponent(value, text):
+    assert words.number(value) == text
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"), [(1.5, "1.50 s"), (119, "119 s"), (120, "2.00 min"), (7200, "2.00 h"), (None, "-")]
+)
+def test_times_name_their_unit(seconds, text):
+    assert words.duration(seconds) == text
+
+
+# --- the recommendation
+
+
+def spot_rows():
+    """Two configurations: on both markets, and on one."""
+    here, there = (
+        make.prediction(2, 128, hours=1.0, cost=4.0),
+        make.prediction(2, 128, hours=1.25, cost=1.0, market="spot"),
+    )
+    return here, there, make.prediction(1, 64, hours=3.0, cost=5.0, market="spot", pareto=True)
+
+
+def test_spot_stands_beside_on_demand_and_says_which_is_cheaper():
+    here, there, alone = spot_rows()
+    found = make.recommendation(choice=here, rows=(here, there, alone), runners_up=(there,), other_market=there)
+    text = printed(recommend.recommendation(found, width=80, color=False))
+    assert text.splitlines()[1] == "the same on spot: 75.0 min expected, 1.00 USD (75 % cheaper, 25 % longer)"
+    rows = [line.split() for line in text.splitlines() if line.rstrip().endswith("measured")]
+    assert rows[0][:5] + rows[0][8:12] == ["*", "2", "128", "64", "1.00", "4.00", "1.25", "1.00", "spot"]
+    assert rows[1][:8] == ["P", "1", "64", "64", "-", "-", "-", "3.00"] and rows[1][9] == "-"
+    swapped = make.recommendation(choice=there, rows=(here, there), runners_up=(), other_market=here)
+    text = printed(recommend.recommendation(swapped, width=80, color=False))
+    assert text.startswith("CHOSEN  2 nodes on spot, batch 128 (local 64): 75.0 min, 1.00 USD")
+    assert "the same on demand: 60.0 min, 4.00 USD (300 % dearer, 20 % shorter)" in text
+
+
+def test_the_front_has_a_row_an_offer():
+    here, _, alone = spot_rows()
+    here = here.model_copy(update={"pareto": True, "type": "a100"})
+    found = make.recommendation(choice=here, rows=(here, alone.model_copy(update={"type": "v100"})), runners_up=())
+    text = printed([recommend.front(found)])
+    rows = [line.split() for line in text.splitlines() if line.rstrip().endswith("measured")]
+    assert rows[0][:6] == ["*", "a100", "on", "demand", "2", "128"] and rows[1][:5] == ["v100", "on", "spot", "1", "64"]
+
+
+def test_the_recommendation_marks_the_choice_and_the_runners_up():
+    text = printed(recommend.recommendation(make.recommendation(), width=80, color=False))
+    assert text.startswith("CHOSEN  2 nodes, batch 128 (local 64)")
+    rows = [line.split() for line in text.splitlines() if line.endswith(("measured ", "predicted"))]
+    assert len(rows) == 10
+    marked = {row[0]: row[1:4] for row in rows if row[0] in ("*", "3") and len(row) == 12}
+    assert marked["*"] == ["2", "128", "64"]
+    assert "knee of the fastest time" in text
+    assert "on-demand list price" in text
+    assert "median error 2.1 %" in text
+
+
+def test_headings_have_units():
+    text = printed([recommend.predictions(make.recommendation())])
+    heading = " ".join(text.split("─")[0].split())
+    for unit in ("(min)", "(USD)", "(GiB/GPU)", "(%)", "batch"):
+        assert unit in heading
+    assert heading.count("batch") == 2, "both the global and the local batch"
+
+
+def with_progress(found):
+    noise = Noise(scale=100.0, low=80.0, high=130.0, error=10.0, probes=4)
+
+    def beside(row):
+        told = efficiency.same_progress(row, epochs=60, reference=64, noise=noise)
+        return row.model_copy(update={"same_progress": told})
+
+    words = efficiency.words(noise, reference=64, epochs=60)
+    rows = tuple(beside(row) for row in found.rows)
+    return found.model_copy(update={"rows": rows, "choice": beside(found.choice), "efficiency": words})
+
+
+def test_the_same_progress_is_told_apart_from_the_epochs_of_the_spec():
+    found = with_progress(make.recommendation())
+    text = printed(recommend.recommendation(found, width=80, color=False))
+    told = found.choice.same_progress
+    (line,) = [line for line in text.splitlines() if line.startswith("to the same progress: ")]
+    assert f"{words.number(told.epochs)} epochs, {words.duration(3600 * told.hours)} (" in line
+    assert "spec's epochs" not in text
+    assert any(line.startswith("same progress: gradient noise scale 100 samples") for line in text.splitlines())
+    assert "same progress" not in printed(recommend.recommendation(make.recommendation(), width=80, color=False))
+
+
+@pytest.mark.parametrize(("share", "shown"), [(0.034, "of that 3.4 % for refreshing"), (0.009, ""), (0.0, "")])
+def test_refreshing_the_factors_is_told_where_it_is_more_than_a_hundredth(share: float, shown: str) -> None:
+    choice = make.prediction(2, 256, refresh_share=share)
+    text = printed(recommend.recommendation(make.recommendation(choice=choice), width=80, color=False))
+    assert shown in text and ("refreshing" in text) == bool(shown)
+
+
+def test_accuracy_time_has_a_table_of_its_own():
+    found = with_progress(make.recommendation(objective="accuracy-time"))
+    text = printed([recommend.same_progress(found)])
+    assert max(map(len, text.splitlines())) <= 80
+    rows = [line.split() for line in text.splitlines()[-5:]]
+    marked = [row for row in rows if row[0] == "*"]
+    assert [row[1:3] for row in marked] == [["128", "2"]]
+    assert [row[0] for row in rows if row[0] != "*"] == ["32", "64", "256", "512"]
+    assert text in printed(recommend.recommendation(found, width=80, color=False))
+
+
+@pytest.mark.parametrize("columns", [20, 80, 140])
+def test_no_number_is_cut_at_any_width(monkeypatch, columns):
+    monkeypatch.setenv("COLUMNS", str(columns))
+    row = make.prediction(16384, 1048576, hours=12345.678, hours_low=12000.0, hours_high=12999.0, cost=9876543.21)
+    found = make.recommendation(choice=row, rows=(row,), runners_up=())
+    text = printed([recommend.predictions(found)], out=Terminal())
+    for number in ("16384", "1048576", "12346", "12000 .. 12999", "9876543", "3.00", "25.0", "measured"):
+        assert number in text
+    assert "…" not in text
+
+
+def test_the_table_fits_80_columns():
+    for found in (make.recommendation(), make.recommendation(currency="EUR")):
+        assert max(map(len, printed([recommend.predictions(found)]).splitlines())) <= 80
+
+
+def test_what_is_not_known_is_a_dash():
+    row = make.prediction(1, 32, hours_low=None, hours_high=None, peak_memory=None, headroom=None)
+    text = printed([recommend.predictions(make.recommendation(choice=row, rows=(row,), runners_up=()))])
+    assert text.splitlines()[-1].split() == ["*", "1", "32", "32", "30.0", "-", "0.700", "-", "-", "measured"]
+
+
+# --- the plot
+
+
+def test_the_plot_keeps_the_width_and_names_every_curve():
+    for width in (60, 80, 100):
+        lines = "\n".join(plots.plots(make.recommendation(), width=width, color=False)).splitlines()
+        assert max(map(len, lines)) <= width
+    assert lines[-1] == "o 1 node   x 2 nodes   O chosen"
+    assert "\x1b" not in "".join(lines)
+    text = "\n".join(lines)
+    assert "time (min)" in text
+    assert "cost (USD)" in text
+    for batch in ("32", "64", "128", "256", "512"):
+        assert batch in text
+
+
+def test_the_plot_is_coloured_only_when_asked():
+    assert "\x1b[" in "".join(plots.plots(make.recommendation(), width=80, color=True))
+
+
+def test_one_batch_is_no_curve():
+    row = make.prediction(1, 32)
+    found = make.recommendation(choice=row, rows=(row,), runners_up=())
+    assert list(plots.plots(found, width=80, color=False)) == []
+
+
+# --- colour
+
+
+@pytest.mark.parametrize(
+    ("environment", "options", "terminal", "coloured"),
+    [
+        ({}, {}, True, True),
+        ({}, {}, False, False),
+        ({"NO_COLOR": "1"}, {}, True, False),
+        ({"TERM": "dumb"}, {}, True, False),
+        ({}, {"color": False}, True, False),
+    ],
+)
+def test_colour_is_for_terminals_that_want_it(monkeypatch, environment, options, terminal, coloured):
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    shown = screen(Terminal() if terminal else io.StringIO(), **options)
+    shown.answer(None, recommend.recommendation(make.recommendation(), width=shown.width, color=shown.colored))
+    assert ("\x1b[" in shown.out.getvalue()) == coloured
+    assert shown.colored == coloured
+
+
+def test_brackets_in_a_message_are_no_markup():
+    shown = screen()
+    shown.fail(JobFailed("[rank0]: [bold]no[/bold] [/]", "see [link]"))
+    assert "[rank0]: [bold]no[/bold] [/]" in shown.err.getvalue()
+
+
+# --- the envelope
+
+
+def envelope(shown):
+    return json.loads(shown.out.getvalue())
+
+
+def test_the_envelope_of_an_answer():
+    shown = screen(as_json=True, command="recommend")
+    shown.run_id = "toy-1"
+    shown.warn("mind")
+    shown.answer(make.recommendation(), iter(()))
+    shown.finish()
+    found = envelope(shown)
+    assert list(found) == ["schema_version", "command", "run_id", "status", "data", "warnings", "error"]
+    assert (found["schema_version"], found["command"], found["run_id"]) == (1, "recommend", "toy-1")
+    assert (found["status"], found["warnings"], found["error"]) == ("done", ["mind"], None)
+    assert found["data"]["choice"]["batch"] == 128
+
+
+def test_the_envelope_of_a_failure():
+    shown = screen(as_json=True, command="check")
+    problems = (Problem("train.epochs", "is required"), Problem("modle", "no such key", "did you mean model?"))
+    shown.fail(SpecError("job.yaml has 2 problems", "see", problems=problems))
+    found = envelope(shown)
+    assert found["status"] == "failed"
+    assert found["error"]["code"] == "spec"
+    assert found["error"]["hint"] == "see"
+    assert [problem["path"] for problem in found["error"]["problems"]] == ["train.epochs", "modle"]
+    assert shown.err.getvalue().splitlines() == [
+        "error: job.yaml has 2 problems",
+        "  train.epochs: is required",
+        "  modle: no such key (did you mean model?)",
+        "HINT: see",
+    ]
+
+
+def test_what_still_runs_is_pending():
+    shown = screen(as_json=True)
+    shown.fail(Pending("not yet"))
+    assert envelope(shown)["status"] == "pending"
+
+
+def test_numbers_that_json_does_not_know_are_null():
+    shown = screen(as_json=True)
+    shown.answer({"a": math.nan, "b": [math.inf, 1.5]}, ())
+    shown.finish()
+    assert envelope(shown)["data"] == {"a": None, "b": [None, 1.5]}
+
+
+def test_the_parts_of_a_json_answer_are_never_made():
+    def parts():
+        pytest.fail("made")
+        yield ""
+
+    shown = screen(as_json=True)
+    shown.answer({}, parts())
+    shown.finish()
+    assert envelope(shown)["data"] == {}
+
+
+# --- beside the answer
+
+
+def test_quiet_says_only_warnings():
+    shown = screen(quiet=True)
+    shown.note("note")
+    shown.aside(["aside"])
+    shown.warn("twice")
+    shown.warn("twice")
+    assert shown.err.getvalue() == "warning: twice\n"
+    assert shown.out.getvalue() == ""
+
+
+def test_verbose_shows_what_an_error_came_from():
+    def failed(shown):
+        try:
+            try:
+                raise KeyError("inner")
+            except KeyError as error:
+                raise JobFailed("outer") from error
+        except JobFailed as error:
+            shown.fail(error)
+        return shown.err.getvalue()
+
+    assert "KeyError: 'inner'" in failed(screen(verbose=True))
+    assert "KeyError" not in failed(screen())
+
+
+@pytest.mark.parametrize(
+    ("typed", "expected"), [("y\n", True), ("YES\n", True), ("n\n", False), ("\n", False), ("", False)]
+)
+def test_only_yes_is_yes(monkeypatch, typed, expected):
+    monkeypatch.setattr("sys.stdin", io.StringIO(typed))
+    assert screen().confirm("start?") is expected
+
+
+# --- status
+
+
+def snapshot(run, states=None):
+    return services_status.snapshot(run, make.FakeLauncher(states or {}), now=START + 60)
+
+
+def test_the_status_of_a_run_shows_jobs_training_and_what_failed(run):
+    name = make.add_probes(run, 2, (16, 32))
+    run.write_attempt(make.attempt(name, end=START + 20, outcome="user", message="KeyError: 'x'\nmore", rank=3))
+    train = make.add_training(run, rows=make.metrics())
+    run.write_recommendation(make.recommendation())
+    text = printed(show_status.status(snapshot(run, {train: "running"})))
+    assert re.search(r"probe-n002 +failed +2 +0/2", text)
+    assert "attempt 1 on n1 rank 3: user: KeyError: 'x'\n" in text
+    assert "epoch 1.50 of 4" in text
+    assert "loss 1.700" in text
+    assert "top-1 61.00 %" in text
+    assert "110 ms a step (predicted 100)" in text
+    assert "70.0 s left" in text
+    assert "warning: a step takes 120 ms" in text
+    assert "recommended: 2 nodes, batch 128 (local 64)" in text
+
+
+def test_the_status_shows_what_tuning_has_come_to(run):
+    make.add_training(run, rows=make.metrics())
+    branches = [
+        make.branch("lbt"),
+        make.branch("x2", top1=61.5),
+        make.branch("x4", loss=None, top1=None, diverged=True),
+    ]
+    run.write_tuning(make.tuning(branches[:2]))
+    assert "tuning: arm 3 of 3 (x4), rung 1" in printed(show_status.status(snapshot(run)))
+    branches += [make.branch(arm, rung=2, loss=loss, top1=70.0) for arm, loss in (("lbt", 1.25), ("x2", 1.0))]
+    run.write_tuning(make.tuning(branches, chosen="x2"))
+    text = printed(show_status.status(snapshot(run)))
+    assert "as tuned: x2" in text
+    lines = [line.split() for line in text.splitlines() if re.match(r" *(lbt|x2|x4) ", line)]
+    assert lines == [
+        ["x2", "2", "1.00", "1.000", "70.00", "chosen"],
+        ["lbt", "2", "1.00", "1.250", "70.00"],
+        ["x4", "1", "1.00", "-", "-", "diverged"],
+    ]
+
+
+def test_the_summary_names_the_winner_and_what_it_took():
+    found = make.tuning([make.branch("lbt"), make.branch("x2", top1=61.5)], chosen="x2")
+    text = printed(show_train.summary(make.summary(tuning=found)))
+    assert "tuned: x2, 1280 samples in 2 branches beside the training" in text
+    assert re.search(r"x2 .*61\.50 .*chosen", text)
+
+
+def test_the_status_tells_the_story_of_attempts(run):
+    name = make.add_training(run)
+    task = run.task(f"{name}-1")
+    cause = "time limit of job 7 reached"
+    run.write_task(task.model_copy(update={"id": f"{name}-2", "attempt": 2, "cause": cause}))
+    fields = {"outcome": "time_limit", "message": cause, "samples": 0, "allocation": "7.0", "hosts": "n[1-2]"}
+    run.write_attempt(make.attempt(f"{name}-1", end=START + 30, **fields))
+    run.write_attempt(make.attempt(f"{name}-2", start=START + 35, samples=640, allocation="8.0", hosts="n[3-4]"))
+    text = printed(show_status.status(snapshot(run, {name: "running"})))
+    assert re.search(rf"{name}-1 +1 +2023-11-14 [\d:]+ +30\.0 +7\.0 +n\[1-2\] +128 +0 +time_limit", text)
+    assert re.search(rf"{name}-2 +1 +2023-11-14 [\d:]+ +25\.0 +8\.0 +n\[3-4\] +128 +640 +running", text)
+    assert f"{name}-2 follows: {cause}\n" in text
+    assert re.search(rf"{name}-2 .* 640 +lost", printed(show_status.status(snapshot(run))))
+
+
+def test_attempts_on_this_machine_have_no_allocation(run):
+    name = make.add_probes(run, 2, (16,))
+    run.write_attempt(make.attempt(name, end=START + 20))
+    text = printed(show_status.status(snapshot(run)))
+    assert "allocation" not in text
+    assert re.search(rf"{name} +1 +2023-11-14 [\d:]+ +20\.0 +n1 +- +- +done", text)
+
+
+def test_a_queued_job_shows_its_reason_and_expected_start(run):
+    name = make.add_probes(run, 2, (16,))
+    launcher = make.FakeLauncher({name: "pending"}, reason="Resources", starts_at=START + 600)
+    now = services_status.snapshot(run, launcher, now=START)
+    expected = f"{name} queued: Resources, expected to start {words.moment(START + 600)}"
+    assert expected in printed(show_status.status(now))
+    shown = screen()
+    with show_live.live(shown) as live:
+        live.update(now)
+    assert f"expected to start {words.moment(START + 600)}" in shown.err.getvalue()
+
+
+def test_a_training_plan_tells_of_its_chain(run):
+    make.add_training(run)
+    plan = types.SimpleNamespace(task=run.tasks()[0], prediction=None, source="as given", resumes=None)
+    text = printed(show_train.train_plan(plan, links=3, scripts=["#!/bin/bash"]))
+    assert "a chain of 3 jobs" in text
+    assert text.rstrip().endswith("#!/bin/bash")
+    assert "chain" not in printed(show_train.train_plan(plan))
+
+
+def test_a_running_probe_names_both_batches(run):
+    name = make.add_probes(run, 2, (16, 32))
+    text = printed([show_status.jobs(snapshot(run, {name: "running"}).jobs)])
+    assert re.search(r"probe-n002 +running +2 +0/2 +32 +16 ", text)
+
+
+def test_the_schedulers_id_is_shown_where_there_is_a_scheduler(run):
+    name = make.add_probes(run, 2, (16,))
+    assert "4711" not in printed([show_status.jobs(snapshot(run).jobs)])
+    run.write_job(make.job(name, nodes=2, scheduler="slurm"))
+    assert "4711" in printed([show_status.jobs(snapshot(run).jobs)])
+
+
+def test_the_list_of_runs(run):
+    make.add_measured(run, 1, 32)
+    damaged = RunDir.create(run.path.parent, make.spec(name="other"))
+    (damaged.path / "spec.yaml").write_text("[")
+    text = printed(show_status.runs(listing.list_runs(run.path.parent)))
+    assert re.search(rf"{run.id} +2023-11-14 [\d:]+ +resnet18 +digits +1", text)
+    assert f"{damaged.id} cannot be read" in text
+
+
+# --- live
+
+
+def test_one_line_a_change_where_nothing_can_be_drawn(run):
+    name = make.add_probes(run, 2, (16, 32))
+    shown = screen()
+    with show_live.live(shown) as live:
+        for _ in range(3):
+            live.update(snapshot(run, {name: "running"}))
+        make.add_measured(run, 2, 16)
+        for _ in range(3):
+            live.update(snapshot(run, {name: "running"}))
+    lines = shown.err.getvalue().splitlines()
+    assert len(lines) == 2
+    assert lines[0] == "probe-n002: running, 0 of 2 probes, next: 2 nodes, batch 32 (local 16)"
+    assert lines[1].startswith("probe-n002: running, 1 of 2 probes, next: 2 nodes, batch 64 (local 32)")
+    assert "\x1b" not in shown.err.getvalue()
+
+
+def test_a_training_run_says_a_line_an_epoch_and_a_warning_once(run):
+    rows = make.metrics()
+    shown = screen()
+    with show_live.live(shown) as live:
+        for count in range(1, len(rows) + 1):
+            train = make.add_training(run, rows=rows[:count])
+            live.update(snapshot(run, {train: "running"}))
+    lines = shown.err.getvalue().splitlines()
+    assert sum(line.startswith("training ab12cd34") for line in lines) == 2
+    assert sum(line.startswith("warning: a step takes") for line in lines) == 1
+    assert shown.warnings == ["a step takes 120 ms, predicted 90 to 110"]
+
+
+def test_draws_in_place_on_a_terminal(run):
+    name = make.add_probes(run, 2, (16, 32))
+    shown = screen(err=Terminal())
+    with show_live.live(shown) as live:
+        live.update(snapshot(run, {name: "running"}))
+    assert "\x1b[" in shown.err.getvalue()
+    assert "probe-n002" in shown.err.getvalue()
+    assert "…" not in shown.err.getvalue()
+    assert shown.out.getvalue() == ""
+
+
+def test_a_dumb_terminal_is_not_drawn_on(run, monkeypatch):
+    monkeypatch.setenv("TERM", "dumb")
+    name = make.add_probes(run, 2, (16, 32))
+    shown = screen(err=Terminal())
+    with show_live.live(shown) as live:
+        live.update(snapshot(run, {name: "running"}))
+    assert "\x1b" not in shown.err.getvalue()
+
+
+def test_quiet_waiting_says_nothing(run):
+    name = make.add_probes(run, 2, (16, 32))
+    shown = screen(quiet=True)
+    with show_live.live(shown) as live:
+        live.update(snapshot(run, {name: "running"}))
+    assert shown.err.getvalue() == ""
+
+
+# --- the other answers
+
+
+def test_the_summary_compares_predicted_with_actual():
+    text = printed(show_train.summary(make.summary()))
+    assert "trained on 2 nodes at batch 64 (started with 128), best top-1 83.00 %" in text
+    assert re.search(r"step time \(ms\) +100 +105 +-4.8", text)
+    assert re.search(r"time \(min\) +4.80 +6.00 +-20.0", text)
+    assert re.search(r"cost \(USD\) +0.160 +0.200 +-20.0", text)
+    assert "2 attempts; relaunched because of: out of memory at batch 128" in text
+
+
+def test_a_summary_without_a_prediction():
+    text = printed(show_train.summary(make.summary(predicted_hours=None, predicted_cost=None, predicted_step=None)))
+    assert re.search(r"time \(min\) +- +6.00 +-\n", text)
+
+
+def test_the_measurements_name_what_did_not_fit_and_what_failed(run):
+    make.add_failed(run, 2, 32, "KeyError: 'x'\nTraceback")
+    probes = (measured(Truth(), 1, 32), measured(Truth(), 2, 16, oversubscribed=True))
+    report = profile.ProfileReport(
+        measured=probes,
+        out_of_memory=(out_of_memory(1, 64), out_of_memory(1, 128, assumed=True)),
+        failed=tuple(run.results()),
+        missing=("probe-n002-l000064",),
+    )
+    text = printed(show_profile.profile_report(report))
+    rows = [line.split() for line in text.splitlines() if re.match(r" *\d", line)]
+    assert [row[:3] for row in rows] == [["1", "32", "32"], ["1", "64", "64"], ["1", "128", "128"], ["2", "32", "16"], ["2", "64", "32"]]  # fmt: skip
+    assert [row[-1] for row in rows] == ["measured", "memory", "(assumed)", "oversubscribed", "failed"]
+    assert rows[0][3] == "36.0", "20 ms and 32 times 0.5 ms"
+    assert "probe-n002-l000032 failed (user): KeyError: 'x'\n" in text
+    assert "missing: probe-n002-l000064" in text
+
+
+def test_a_plan_tells_what_it_may_cost_at_most(run):
+    make.add_probes(run, 2, (16, 32))
+    plan = profile.ProfilePlan(
+        tasks=tuple(run.tasks()), total=6, done=4, minutes_at_most=20, node_hours_at_most=0.667, price_at_most=1.5,
+        currency="EUR", code=Source(Path("/"), ""),
+    )  # fmt: skip
+    text = printed(show_profile.profile_plan(plan, scripts=["torchrun it"]))
+    assert re.search(r"probe-n002 +2 +2 +32 64 +16 32", text)
+    assert "2 probes in 1 job, 4 of 6 done already" in text
+    assert "at most 20.0 min one job after the other, 0.667 node-h, 1.50 EUR" in text
+    assert text.rstrip().endswith("torchrun it")
+    nothing = dataclasses.replace(plan, tasks=())
+    assert "all 6 probes have a result already" in printed(show_profile.profile_plan(nothing))

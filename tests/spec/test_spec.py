@@ -1,0 +1,755 @@
+"""The job spec: what is read, what is refused, and how."""
+
+import math
+import re
+from pathlib import Path
+from typing import get_args
+
+import pytest
+import yaml
+
+from tula_cli.errors import SpecError
+from tula_cli.presets import AGS_PRESETS
+from tula_cli.spec.ags import Ags
+from tula_cli.spec.job import JobSpec
+from tula_cli.spec.kinds import parse_size
+from tula_cli.spec.load import dump_yaml, load_spec, validate
+from tula_cli.spec.merge import ENV_PREFIX, merge_sources
+from tula_cli.spec.methods import Method
+from tula_cli.spec.resources import UNPRICED
+from tula_cli.spec.signature import signature, train_signature
+from tula_cli.spec.yaml_text import parse_yaml, read_yaml
+
+ROOT = Path(__file__).parents[2]
+SHIPPED = sorted([*(ROOT / "configs").glob("*.yaml"), *(ROOT / "templates").glob("*.yaml")])
+
+MINIMAL = """\
+model: {name: resnet18}
+dataset: {name: CIFAR10}
+optimizer: {lr: 0.1}
+train: {epochs: 10}
+"""
+
+
+@pytest.fixture
+def write(tmp_path: Path):
+    def write_(text: str, name: str = "job.yaml") -> Path:
+        path = tmp_path / name
+        path.write_text(text, encoding="utf-8")
+        return path
+
+    return write_
+
+
+def load(path: Path, *overrides: str, environ=None, site_files=()) -> JobSpec:
+    return load_spec(path, overrides=overrides, environ=environ or {}, site_files=site_files)
+
+
+def spec(**changes) -> JobSpec:
+    content = yaml.safe_load(MINIMAL)
+    for path, value in changes.items():
+        section = content
+        *parents, last = path.split("__")
+        for part in parents:
+            section = section.setdefault(part, {})
+        section[last] = value
+    return JobSpec.model_validate(content)
+
+
+def problems(path: Path, *overrides: str) -> dict[str, str]:
+    with pytest.raises(SpecError) as caught:
+        load(path, *overrides)
+    return {problem.path: str(problem) for problem in caught.value.problems}
+
+
+# --- YAML
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("1e-3", 0.001),
+        ("1E5", 100000.0),
+        ("1.0e-8", 1e-8),
+        (".5", 0.5),
+        ("-2.", -2.0),
+        ("on", "on"),
+        ("no", "no"),
+        ("yes", "yes"),
+        ("true", True),
+        ("False", False),
+        (".inf", float("inf")),
+        ("10", 10),
+        ("null", None),
+        ("1.2.3", "1.2.3"),
+        ("1:30", "1:30"),
+        ("2025-01-01", "2025-01-01"),
+        ("0x1F", 31),
+        ("0o17", 15),
+        ("0", 0),
+        ("~", None),
+        ("", None),
+        ("-1e3", -1000.0),
+        ("-.inf", float("-inf")),
+        ("[1, 2e0]", [1, 2.0]),
+    ],
+)
+def test_plain_scalars_are_those_of_yaml_1_2(text, value):
+    found = parse_yaml(text, source="here")
+    assert found == value
+    assert type(found) is type(value)
+
+
+def test_learning_rate_in_exponent_form_is_a_number(write):
+    assert load(write(MINIMAL.replace("0.1", "1e-3"))).optimizer.lr == 0.001
+
+
+@pytest.mark.parametrize("text", [MINIMAL + "model: {name: vgg11}\n", MINIMAL.replace("{lr: 0.1}", "{lr: 0.1, lr: 1}")])
+def test_key_given_twice_is_refused_with_its_line(write, text):
+    path = write(text)
+    with pytest.raises(SpecError, match=r"line \d+, column \d+.*given twice"):
+        load(path)
+
+
+def test_key_that_is_no_word_is_refused(write):
+    with pytest.raises(SpecError, match=r"line 1, column 3.*a word"):
+        load(write("? [model]\n: 3\n"))
+
+
+def test_anchors_and_merge_keys_are_read():
+    assert parse_yaml("a: &a {b: 1, c: 2}\nd: {<<: *a, c: 3}\n", source="here")["d"] == {"b": 1, "c": 3}
+
+
+def test_text_that_is_no_yaml_is_refused_with_its_line(write):
+    with pytest.raises(SpecError, match=r"job\.yaml, line 2, column"):
+        load(write("model: {name: a}\n  - b: [\n"))
+
+
+def test_yaml_tags_that_build_python_objects_are_refused(write):
+    with pytest.raises(SpecError, match="not valid YAML"):
+        load(write("model: !!python/object/apply:os.system ['true']\n"))
+
+
+@pytest.mark.parametrize(("text", "found"), [("", "nothing"), ("- a\n", "a list"), ("resnet\n", "a str")])
+def test_file_without_a_mapping_is_refused(write, text, found):
+    with pytest.raises(SpecError, match=f"found {found}"):
+        load(write(text))
+
+
+def test_missing_file_names_the_way_to_one(tmp_path):
+    with pytest.raises(SpecError) as caught:
+        load(tmp_path / "none.yaml")
+    assert "no such file" in caught.value.message
+    assert "tula init" in caught.value.hint
+
+
+def test_folder_and_binary_file_are_refused(tmp_path):
+    with pytest.raises(SpecError, match="cannot read"):
+        read_yaml(tmp_path)
+    binary = tmp_path / "job.yaml"
+    binary.write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(SpecError, match="cannot read"):
+        read_yaml(binary)
+
+
+# --- problems
+
+
+def test_minimal_spec_has_defaults_for_the_rest(write):
+    found = load(write(MINIMAL))
+    assert found.search.nodes == [2, 4, 8, 16]
+    assert found.search.min_batch == 32
+    assert found.train.method == "ags"
+    assert found.ags.resolved().delta == 0.5
+    assert found.cluster.slurm is None
+
+
+def test_all_problems_are_reported_at_once_with_their_paths(write):
+    path = write(
+        "modle: {name: resnet18}\n"
+        "dataset: {name: CIFAR10, eval_fraction: 1.5}\n"
+        "optimizer: {lr: -1, momentom: 0.9}\n"
+        "train: {epochs: 0, method: agz}\n"
+        "search: {nodes: [2, -4]}\n"
+    )
+    found = problems(path)
+    assert set(found) == {
+        "model", "modle", "dataset.eval_fraction", "optimizer.lr", "optimizer.momentom",
+        "train.epochs", "train.method", "search.nodes[1]",
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("override", "path", "words"),
+    [
+        ("optimizer.momentom=0.9", "optimizer.momentom", "did you mean momentum"),
+        ("searhc.steps=3", "searhc", "did you mean search"),
+        ("train.method=agz", "train.method", "did you mean ags"),
+        ("train.precision=fp23", "train.precision", "none of"),
+        ("cluster.xyz=1", "cluster.xyz", "known here: "),
+        ("train.epochs=many", "train.epochs", "got 'many'"),
+        ("search.nodes=[]", "search.nodes", "at least 1"),
+        ("search.nodes=[2,2]", "search", "twice"),
+        ("search.nodes=4", "search.nodes", "list"),
+        ("search.max_batch=16", "search", "below min_batch"),
+        ("cluster.memory_per_gpu=lots", "cluster.memory_per_gpu", "16GiB"),
+        ("cluster.slurm={partition: gpu}", "cluster", "kind: slurm"),
+        ("schedule.kind=multistep", "schedule", "needs milestones"),
+        ("schedule.milestones=[3]", "schedule", "multistep"),
+        ("name=../up", "name", "letters"),
+        ("ags.refresh={evry: 3}", "ags.refresh.evry", "every"),
+        ("optimizer.lr=.nan", "optimizer.lr", "finite"),
+    ],
+)
+def test_wrong_value_is_named_with_its_path_and_a_way_out(write, override, path, words):
+    found = problems(write(MINIMAL), override)
+    assert path in found
+    assert words in found[path]
+
+
+def test_milestones_must_ascend(write):
+    found = problems(write(MINIMAL), "schedule.kind=multistep", "schedule.milestones=[60, 30]")
+    assert "ascend" in found["schedule"]
+
+
+@pytest.mark.parametrize("kind", ["constant", "multistep"])
+def test_final_learning_rate_belongs_to_the_cosine(write, kind):
+    overrides = [f"schedule={{kind: {kind}, min_lr: 0.001}}"]
+    if kind == "multistep":
+        overrides.append("schedule.milestones=[5]")
+    assert "cosine" in problems(write(MINIMAL), *overrides)["schedule"]
+
+
+def test_union_reports_one_problem_a_path(write):
+    found = problems(write(MINIMAL), "ags.delta=-1")
+    assert list(found) == ["ags.delta"]
+
+
+@pytest.mark.parametrize(
+    ("text", "size"), [("16GiB", 16 * 2**30), ("800 MB", 800_000_000), ("1.5G", 1_500_000_000), ("512", 512), (7, 7)]
+)
+def test_sizes(text, size):
+    assert parse_size(text) == size
+
+
+# --- SLURM
+
+ON_SLURM = MINIMAL + "cluster: {kind: slurm, gpus_per_node: 4, slurm: {%s}}\n"
+
+
+def slurm(write, text: str):
+    return load(write(ON_SLURM % text)).cluster.slurm
+
+
+@pytest.mark.parametrize(
+    ("text", "minutes"),
+    [
+        ("90", 90),
+        ("'90'", 90),
+        ("10:30", 11),
+        ("0:01", 1),
+        ("2:00:00", 120),
+        ("1:59:01", 120),
+        ("1-12", 2160),
+        ("1-12:30", 2190),
+        ("1-00:00:30", 1441),
+    ],
+)
+def test_time_limits_are_read_as_slurm_reads_them(write, text, minutes):
+    assert slurm(write, f"minutes: {text}").minutes == minutes
+
+
+def test_numbers_are_names_too(write):
+    found = slurm(write, "account: 4711, memory: 64000, qos: '', gpu_type: 4090")
+    assert (found.account, found.memory, found.qos, found.gpu_type) == ("4711", "64000", "", "4090")
+
+
+def test_options_keep_their_kind(write):
+    found = slurm(write, "extra: {nice: 3, hold: true, comment: a b, mail-type: [END, 1], requeue-not: null}")
+    assert found.extra == {"nice": 3, "hold": True, "comment": "a b", "mail-type": ["END", "1"], "requeue-not": None}
+
+
+@pytest.mark.parametrize(
+    ("text", "path", "words"),
+    [
+        ("minutes: 2h", "minutes", "HH:MM:SS"),
+        ("minutes: 0", "minutes", "greater than or equal to 1"),
+        ("minutes: UNLIMITED", "minutes", "'UNLIMITED' is not a time limit"),
+        ("memory: 64 GiB", "memory", "write it like 64G"),
+        ("launcher: mpirun", "launcher", "none of"),
+        ("gpus: gpus_per_nod", "gpus", "did you mean gpus_per_node"),
+        ("gpu_type: 'gpu:a100'", "gpu_type", "one type of GPU"),
+        ("gpu_type: a100, gpus: none", "gpu_type", "nothing to gpus: none"),
+        ("launcher: torchrun, gpus: gpus_per_task", "gpus", "launcher: torchrun"),
+        ('partition: "a\\nb"', "partition", "one line"),
+        ("extra: {time: 3}", "extra.time", "cluster.slurm.minutes"),
+        ("extra: {job_name: x}", "extra.job_name", "a setting of its own: name"),
+        ("extra: {nodes: 3}", "extra.nodes", "search.nodes"),
+        ("extra: {output: log}", "extra.output", "leave it out"),
+        ("extra: {requeue: true}", "extra.requeue", "leave it out"),
+        ("extra: {dependency: 'afterok:1'}", "extra.dependency", "leave it out"),
+        ("extra: {--mail-type: END}", "extra.--mail-type", "long name"),
+        ("extra: {comment: [{a: 1}]}", "extra.comment", "a text, a number"),
+        ("extra: {gpus-per-task: 1}", "extra.gpus-per-task", "second time"),
+        ("extra: {gres: 'gpu:4'}", "extra.gres", "second time"),
+        ("extra: {mem-per-cpu: 4G}, memory: 8G", "extra.mem-per-cpu", "exclude each other"),
+        ("extra: {cpus_per_gpu: 4}, cpus_per_task: 8", "extra.cpus-per-gpu", "exclude each other"),
+        ("extra: {mail-type: END, mail_type: FAIL}", "extra.mail-type", "twice"),
+        ("srun_extra: {cpus-per-task: 3}", "srun_extra.cpus-per-task", "cluster.slurm.cpus_per_task"),
+        ("srun_extra: {kill-on-bad-exit: 0}", "srun_extra.kill-on-bad-exit", "tells srun"),
+        ("environment: {A-B: 1}", "environment.A-B", "not the name of an environment variable"),
+        ("environment: {RANK: 1}", "environment.RANK", "set by tula"),
+        ("environment: {DEBUG: true}", "environment.DEBUG", "quoted"),
+        ('python: "apptainer exec \'image python"', "python", "is no command"),
+        ("python: ' '", "python", "empty"),
+        ("wrapper: numactl -l", "wrapper", "list"),
+        ("wrapper: [numactl, '']", "wrapper[1]", "empty word"),
+    ],
+)
+def test_what_slurm_cannot_be_asked_for_is_named_with_a_way_out(write, text, path, words):
+    found = problems(write(ON_SLURM % text))
+    assert words in found[f"cluster.slurm.{path}"]
+
+
+def test_gpus_in_a_form_of_ones_own_need_tula_to_ask_for_none(write):
+    assert slurm(write, "gpus: none, extra: {gpus-per-socket: 2}").extra == {"gpus-per-socket": 2}
+    assert slurm(write, "extra: {gres: 'nvme:1', gpus: 0}").extra["gres"] == "nvme:1"
+
+
+def test_all_that_slurm_cannot_be_asked_for_is_told_at_once(write):
+    text = "minutes: soon, extra: {time: 3, nodes: 2, nice: 1}, environment: {RANK: 1}"
+    assert set(problems(write(ON_SLURM % text))) == {
+        f"cluster.slurm.{path}" for path in ("minutes", "extra.time", "extra.nodes", "environment.RANK")
+    }
+    text = "gpus: gpus_per_task, launcher: torchrun, memory: 1G, extra: {gpus: 4, mem-per-cpu: 1G}"
+    assert set(problems(write(ON_SLURM % text))) == {
+        f"cluster.slurm.{path}" for path in ("gpus", "extra.gpus", "extra.mem-per-cpu")
+    }
+
+
+def test_settings_of_slurm_survive_a_round_trip(write):
+    text = (
+        "launcher: torchrun, minutes: 1-00, gpus: gres, gpu_type: a100, exclusive: false, setup_snippet: false,"
+        " wrapper_snippet: w.sh, extra: {nice: 3, hold: true, mail-type: [END]}, srun_extra: {label: true},"
+        " environment: {A: 'on', B: 1e-3, C: null, D: ''}, python: p -u, wrapper: [numactl, -l]"
+    )
+    found = load(write(ON_SLURM % text))
+    assert load(write(dump_yaml(found))) == found
+    assert found.cluster.slurm.environment == {"A": "on", "B": "0.001", "C": None, "D": ""}
+
+
+def test_settings_of_a_site_can_be_taken_back_by_a_job(write):
+    site = write("cluster: {slurm: {qos: normal, extra: {nice: 5}, environment: {A: 1}}}\n", "site.yaml")
+    found = load(write(ON_SLURM % "qos: null, extra: {nice: false}, environment: {A: null}"), site_files=[site])
+    assert (found.cluster.slurm.qos, found.cluster.slurm.extra) == (None, {"nice": False})
+    assert found.cluster.slurm.environment == {"A": None}
+
+
+def test_template_shows_every_setting_of_slurm_as_it_can_be_written(write):
+    text = (ROOT / "templates" / "slurm.yaml").read_text(encoding="utf-8")
+    section = text[text.index("  slurm:") : text.index("\npricing:")]
+    given = re.sub(r"^    # (?=[a-z_]+: )", "    ", section, flags=re.MULTILINE)
+    found = load(write(text.replace(section, given))).cluster.slurm
+    assert found.model_fields_set == set(type(found).model_fields)
+
+
+def test_packing_is_one_of_two(write):
+    assert load(write(MINIMAL)).search.packing == "jobs"
+    assert load(write(MINIMAL), "search.packing=single").search.packing == "single"
+    assert "none of" in problems(write(MINIMAL), "search.packing=one")["search.packing"]
+
+
+# --- sources
+
+
+def test_override_beats_environment_beats_file_beats_site(write, tmp_path):
+    site = write("search: {steps: 11, warmup_steps: 3}\ncluster: {interface: ib0}\n", "site.yaml")
+    path = write(MINIMAL + "search: {steps: 12, min_batch: 16}\n")
+    environ = {f"{ENV_PREFIX}SEARCH__STEPS": "13", f"{ENV_PREFIX}SEARCH__MIN_BATCH": "64", "OTHER": "1"}
+    found = load(path, "search.steps=14", environ=environ, site_files=[site, tmp_path / "absent.yaml"])
+    assert (found.search.steps, found.search.min_batch, found.search.warmup_steps) == (14, 64, 3)
+    assert found.cluster.interface == "ib0"
+
+
+def test_later_site_file_and_later_override_win(write):
+    one, two = write("name: one\n", "1.yaml"), write("name: two\n", "2.yaml")
+    path = write(MINIMAL)
+    assert load(path, site_files=[one, two]).name == "two"
+    assert load(path, "name=a", "name=b", site_files=[one, two]).name == "b"
+
+
+def test_origins_name_the_source_of_each_leaf(write):
+    path = write(MINIMAL)
+    environ = {f"{ENV_PREFIX}TRAIN__SEED": "3"}
+    merged, origins = merge_sources(path, overrides=["search.nodes=[1]"], environ=environ, site_files=())
+    assert merged["train"] == {"epochs": 10, "seed": 3}
+    assert origins["train.epochs"] == str(path)
+    assert origins["train.seed"] == f"{ENV_PREFIX}TRAIN__SEED"
+    assert origins["search.nodes"] == "--set"
+
+
+def test_mapping_in_an_override_replaces_the_section(write):
+    found = load(write(MINIMAL), "model.args={width: 3, depth: 2}", "model={name: vgg11}")
+    assert found.model.name == "vgg11"
+    assert found.model.args == {}
+
+
+@pytest.mark.parametrize("override", ["search.nodes", "=3", " =3"])
+def test_override_of_another_form_is_refused(write, override):
+    with pytest.raises(SpecError, match=r"a\.b=c"):
+        load(write(MINIMAL), override)
+
+
+def test_override_that_is_no_yaml_names_itself(write):
+    with pytest.raises(SpecError, match=r"--set search\.nodes"):
+        load(write(MINIMAL), "search.nodes=[1")
+
+
+def test_override_below_a_value_is_a_problem_of_that_path(write):
+    assert "train.epochs" in problems(write(MINIMAL), "train.epochs.more=3")
+
+
+def test_null_section_is_a_problem_and_an_override_fills_it(write):
+    path = write(MINIMAL + "search:\n")
+    assert "search" in problems(path)
+    assert load(path, "search.steps=7").search.steps == 7
+
+
+# --- adaptive gradient scaling
+
+
+def test_a_preset_fills_what_is_not_given(write):
+    found = load(write(MINIMAL), "ags.preset=robust", "ags.delta=0.8").ags.resolved()
+    assert (found.granularity, found.source, found.scale_ema) == ("tensor", "local_norms", 0.9)
+    assert (found.delta, found.refresh.every, found.s_min) == (0.8, 1, 1e-3)
+    paper = load(write(MINIMAL)).ags.resolved()
+    assert (paper.granularity, paper.delta, paper.refresh, paper.source) == ("element", 0.5, "epoch", "small_batch")
+    assert all(value is not None for value in paper.model_dump().values())
+
+
+def test_no_threshold_can_be_written_in_two_ways(write):
+    assert load(write(MINIMAL), "ags.delta=.inf") == load(write(MINIMAL), "ags.delta=inf")
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        (["ags.source=local_norms"], "granularity: tensor"),
+        (["ags.preset=robust", "ags.granularity=element"], "source: small_batch"),
+        (["ags.preset=robust", "ags.b_small=32"], "b_small 32"),
+        (["ags.scale_ema=1"], "less than 1"),
+        (["ags.s_min=2"], "less than or equal to 1"),
+    ],
+)
+def test_settings_of_ags_that_do_nothing_together_are_refused(write, given, words):
+    assert any(words in message for message in problems(write(MINIMAL), *given).values())
+
+
+def test_what_a_preset_says_can_be_written_out_for_the_same_training():
+    same = spec(ags={"preset": "robust"}), spec(ags={**AGS_PRESETS["robust"]})
+    assert len({train_signature(job, nodes=2, batch=64) for job in same}) == 1
+    assert train_signature(same[0], nodes=2, batch=64) != train_signature(spec(), nodes=2, batch=64)
+
+
+def test_the_template_names_every_setting_of_ags():
+    text = (ROOT / "templates" / "job.yaml").read_text(encoding="utf-8")
+    section = text[text.index("\nags:") : text.index("\n# --- what to measure")]
+    assert set(Ags.model_fields) == set(re.findall(r"^  (?:# )?([a-z_]+): ", section, flags=re.MULTILINE))
+
+
+# --- signatures
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"pricing__price": 9.0},
+        {"name": "other"},
+        {"optimizer__lr": 0.2},
+        {"train__epochs": 99},
+        {"train__seed": 5},
+        {"search__nodes": [1]},
+        {"search__steps": 99},
+        {"dataset__download": True},
+        {"schedule__warmup_epochs": 2.0},
+        {"ags__delta": 0.1},
+        {"cluster__collective": "parameter_server"},
+        {"cluster__collective": "tree"},
+    ],
+)
+def test_what_no_measurement_depends_on_keeps_the_probes(change):
+    assert signature(spec(**change)) == signature(spec())
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"model__name": "vgg11"},
+        {"model__args": {"width": 2}},
+        {"dataset__name": "CIFAR100"},
+        {"transforms__train": ["ToTensor"]},
+        {"loss__args": {"label_smoothing": 0.1}},
+        {"optimizer__momentum": 0.9},
+        {"train__precision": "bf16"},
+        {"train__workers": 7},
+        {"train__accumulate": 2},
+        {"train__method": "lbt"},
+        {"train__ghost_batch": 32},
+        {"ags__granularity": "tensor"},
+        {"ags__refresh": {"every": 1}},
+        {"cluster__gpus_per_node": 4},
+        {"cluster__memory_per_gpu": 10**9},
+    ],
+)
+def test_what_a_measurement_depends_on_changes_the_signature(change):
+    assert signature(spec(**change)) != signature(spec())
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"optimizer__lr": 0.2},
+        {"train__epochs": 99},
+        {"train__seed": 5},
+        {"train__method": "lbt"},
+        {"ags__delta": 0.1},
+        {"schedule__warmup_epochs": 2.0},
+        {"optimizer__weight_decay": 0.1},
+        {"cluster__gpus_per_node": 2},
+        {"train__lr_scaling": "sqrt"},
+        {"train__ghost_batch": 32},
+    ],
+)
+def test_what_changes_the_weights_changes_the_training_signature(change):
+    assert train_signature(spec(**change), nodes=2, batch=64) != train_signature(spec(), nodes=2, batch=64)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"pricing__price": 9.0},
+        {"train__workers": 7},
+        {"train__tensorboard": True},
+        {"train__diagnostics": True},
+        {"train__hessian": {"every": 5, "samples": 64}},
+        {"search__steps": 9},
+        {"name": "b"},
+    ],
+)
+def test_what_leaves_the_weights_alone_keeps_the_training_signature(change):
+    assert train_signature(spec(**change), nodes=2, batch=64) == train_signature(spec(), nodes=2, batch=64)
+
+
+def test_every_method_and_a_warm_up_of_zero_have_a_training_signature_of_their_own():
+    methods = [{"train__method": method} for method in get_args(Method)]
+    told = [{"train__method": "lars", "schedule__warmup_epochs": epochs} for epochs in (0, 1)]
+    found = {train_signature(spec(**change), nodes=1, batch=64) for change in [*methods, *told]}
+    assert len(found) == len(methods) + 2
+
+
+def test_training_signature_knows_nodes_and_batch():
+    found = {train_signature(spec(), nodes=nodes, batch=batch) for nodes in (1, 2) for batch in (32, 64)}
+    assert len(found) == 4
+
+
+def test_signatures_stay_what_they_were():
+    # Others would lose their measurements and checkpoints.
+    job = load(ROOT / "configs" / "quickstart.yaml")
+    assert signature(job) == "f86f2117"
+    assert train_signature(job, nodes=2, batch=256) == "7d54df54"
+
+
+def test_the_users_code_is_part_of_both_signatures_where_there_is_some():
+    codes = ("", "1111", "2222")
+    assert len({signature(spec(), code) for code in codes}) == 3
+    assert len({train_signature(spec(), nodes=2, batch=64, code=code) for code in codes}) == 3
+    assert signature(spec(), "") == signature(spec())
+    assert train_signature(spec(), nodes=2, batch=64, code="") == train_signature(spec(), nodes=2, batch=64)
+
+
+def test_signatures_are_eight_hex_digits():
+    assert len(signature(spec())) == 8
+    assert int(signature(spec()), 16) >= 0
+
+
+# --- round trip
+
+
+@pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.name)
+def test_shipped_files_load_and_survive_a_round_trip(path, write):
+    found = load(path)
+    again = load(write(dump_yaml(found)))
+    assert again == found
+    assert signature(again) == signature(found)
+    assert found.search.max_node_hours is not None
+
+
+def test_there_are_shipped_files():
+    assert {path.name for path in SHIPPED} >= {
+        "job.yaml", "slurm.yaml", "quickstart.yaml", "resnet50_imagenet.yaml", "vgg11_cifar100.yaml",
+        "alexnet_caltech101.yaml", "mobilenetv3_caltech256.yaml",
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("name", "lr", "decay", "milestones", "gamma"),
+    [
+        ("resnet50_imagenet", 0.05, 5e-4, [100, 150, 200], 0.1),
+        ("vgg11_cifar100", 0.01, 5e-4, [50, 75, 100], 0.2),
+        ("alexnet_caltech101", 0.01, 5e-4, [25, 50, 75], 0.1),
+        ("mobilenetv3_caltech256", 0.01, 1e-4, [40, 80], 0.1),
+    ],
+)
+def test_configs_have_the_hyper_parameters_of_the_paper(name, lr, decay, milestones, gamma):
+    found = load(ROOT / "configs" / f"{name}.yaml")
+    assert (found.optimizer.name, found.optimizer.momentum) == ("SGD", 0.9)
+    assert (found.optimizer.lr, found.optimizer.weight_decay) == (lr, decay)
+    assert (found.schedule.milestones, found.schedule.gamma) == (milestones, gamma)
+    assert found.search.nodes == [2, 4, 8, 16]
+    assert (found.cluster.gpus_per_node, found.cluster.collective) == (1, "ring")
+    assert (found.pricing.kind, found.pricing.price) == ("gpu_hour", 2.48)
+
+
+def test_extreme_values_survive_a_round_trip(write):
+    found = spec(ags__delta="inf", ags__refresh={"every": 7}, cluster__memory_per_gpu="3GiB", optimizer__lr=1e-30)
+    assert load(write(dump_yaml(found))) == found
+
+
+@pytest.mark.parametrize("word", ["1e-3", "on", "1:30", "0o17", "+12e3", "null", "2025-01-01", "~", "<<", "=", "1e5"])
+def test_words_that_look_like_something_else_survive_a_round_trip(write, word):
+    found = spec(model__args={"word": word})
+    assert load(write(dump_yaml(found))).model.args == {"word": word}
+
+
+def test_spec_is_frozen():
+    with pytest.raises(ValueError, match="frozen"):
+        spec().train.epochs = 3
+
+
+# --- prices
+
+
+@pytest.mark.parametrize(
+    ("pricing", "words"),
+    [
+        ({"price": 0}, "pricing.price: a price must be above 0, got 0; where nothing is paid leave the section out"),
+        ({"price": -2.5}, "pricing.price: a price must be above 0, got -2.5"),
+        ({"price": math.nan}, "pricing.price: a price must be above 0, got nan"),
+        ({"price": "free"}, "pricing.price: must be a valid number"),
+        ({"kind": "gpu_hour"}, "pricing.price: is required"),
+        ({"price": 1, "date": "last May"}, "pricing.date: 'last May' is not a day; write it like 2025-11-30"),
+        ({"price": 1, "date": "2025-02-30"}, "is not a day"),
+        (
+            {"price": 1, "spot": {"discount": 60, "interruptions_per_day": 1}},
+            "spot.discount: must be less than 1, got 60",
+        ),
+        ({"price": 1, "spot": {"discount": 0.6}}, "pricing.spot.interruptions_per_day: is required"),
+        ({"price": 1, "spot": {"discount": 0.6, "interruptions_per_day": -1}}, "must be greater than or equal to 0"),
+    ],
+)
+def test_a_price_that_is_none_is_refused(pricing, words):
+    with pytest.raises(SpecError) as caught:
+        validate({**yaml.safe_load(MINIMAL), "pricing": pricing}, source="test")
+    assert words in "; ".join(map(str, caught.value.problems))
+
+
+def test_without_a_price_cost_counts_node_hours():
+    assert (spec().pricing, spec().pricing.currency) == (UNPRICED, "node-h")
+
+
+# --- several types of nodes
+
+
+def typed(**types):
+    return validate({**yaml.safe_load(MINIMAL), "cluster": {"gpus_per_node": 2}, "node_types": types}, source="test")
+
+
+def test_a_type_is_the_job_with_what_is_special_about_it():
+    job = typed(
+        a={"cluster": {"gpus_per_node": 8}, "pricing": {"price": 3}},
+        b={"pricing": {"price": 1}, "search": {"nodes": [4]}},
+    )
+    a, b = job.by_type().values()
+    assert (a.cluster.gpus_per_node, a.pricing.price, a.search.nodes) == (8, 3.0, job.search.nodes)
+    assert (b.cluster.gpus_per_node, b.pricing.currency, b.search.nodes) == (2, "USD", [4])
+    assert a.search.max_node_hours == job.search.max_node_hours and not a.node_types
+    assert job.by_type("b") == {"b": b} and a.by_type() == {"": a}
+
+
+def test_types_survive_a_round_trip(write):
+    job = typed(a={"pricing": {"price": 3}}, b={"pricing": {"price": 1, "currency": "USD"}})
+    again = load(write(dump_yaml(job)))
+    assert again == job and again.by_type() == job.by_type()
+
+
+def test_settings_of_the_cluster_are_laid_over_one_by_one():
+    slurm = {"kind": "slurm", "slurm": {"partition": "all", "account": "me"}}
+    job = validate(
+        {
+            **yaml.safe_load(MINIMAL),
+            "cluster": slurm,
+            "node_types": {"a": {"cluster": {"slurm": {"constraint": "a100"}}}},
+        },
+        source="test",
+    )
+    found = job.by_type()["a"].cluster.slurm
+    assert found is not None and (found.partition, found.account, found.constraint) == ("all", "me", "a100")
+
+
+@pytest.mark.parametrize(
+    ("types", "words"),
+    [
+        (
+            {"a": {"cluster": {"gpus_per_nod": 4}}},
+            "node_types.a.cluster.gpus_per_nod: no such key (did you mean gpus_per_node?)",
+        ),
+        ({"a": {"clster": {}}}, "node_types.a.clster: no such key (did you mean cluster?)"),
+        ({"a": {"pricing": {"price": 0}}}, "node_types.a.pricing.price: a price must be above 0"),
+        ({"a": {"pricing": {"kind": "gpu_hour"}}}, "node_types.a.pricing.price: is required"),
+        ({"a": {"cluster": {"kind": "slrm"}}}, "node_types.a.cluster.kind: 'slrm' is none of 'local', 'slurm'"),
+        ({"a": {"search": {"max_node_hours": 1}}}, "node_types.a: search.max_node_hours bounds all types together"),
+        (
+            {"a": {"pricing": {"price": 1}}, "b": {}},
+            "must be priced in one currency to be compared, got a in USD, b in node-h",
+        ),
+        ({"../a": {}}, "'../a' must be letters, digits"),
+    ],
+)
+def test_a_type_that_is_none_is_refused_with_its_path(types, words):
+    with pytest.raises(SpecError) as caught:
+        typed(**types)
+    assert words in "; ".join(map(str, caught.value.problems))
+
+
+def test_problems_of_all_types_are_told_at_once():
+    with pytest.raises(SpecError) as caught:
+        typed(a={"cluster": {"gpus_per_node": 0}}, b={"pricing": {"price": 0}})
+    assert [problem.path for problem in caught.value.problems] == [
+        "node_types.a.cluster.gpus_per_node",
+        "node_types.b.pricing.price",
+    ]
+
+
+def test_another_type_or_price_keeps_the_run_and_another_cluster_is_measured_anew():
+    one = typed(a={"cluster": {"gpus_per_node": 4}})
+    two = typed(a={"cluster": {"gpus_per_node": 4}}, b={})
+    assert signature(one) == signature(two) != signature(spec())
+    other = typed(a={"cluster": {"gpus_per_node": 8}}, b={})
+    assert signature(other.by_type()["a"]) != signature(two.by_type()["a"])
+    assert signature(other.by_type()["b"]) == signature(two.by_type()["b"])
+    base = validate({**two.model_dump(exclude_unset=True), "cluster": {"gpus_per_node": 6}}, source="test")
+    assert signature(base) == signature(two), "a type that has its own GPUs keeps what was measured"
+    assert signature(base.by_type()["a"]) == signature(two.by_type()["a"])
+
+
+def test_an_unknown_type_is_refused_with_those_there_are():
+    with pytest.raises(SpecError, match="no node type 'c'") as caught:
+        typed(a={}, b={}).by_type("c")
+    assert caught.value.hint == "there are: a, b"
+
+
+def test_a_job_with_types_and_no_price_reads_back_as_it_was_written(tmp_path):
+    path = tmp_path / "job.yaml"
+    path.write_text(MINIMAL + "node_types: {a: {search: {nodes: [1, 2]}}, b: {search: {nodes: [1]}}}\n")
+    path.write_text(dump_yaml(load_spec(path)))
+    assert {name: part.search.nodes for name, part in load_spec(path).by_type().items()} == {"a": [1, 2], "b": [1]}

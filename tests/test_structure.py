@@ -1,0 +1,172 @@
+"""The rules of the tree: short files and functions, small folders, no cycles, and one place for a name."""
+
+import ast
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+MOST_LINES = 400
+MOST_LINES_OF_A_FUNCTION = 45
+MOST_IN_A_FOLDER = 12
+ROWS_OF_TABLES = {"tula_cli/worker/methods"}
+"""Folders with a file a row of a table: they may grow."""
+SAME_COMMAND = {"cli", "show", "services"}
+"""A command has a file of its name in each of these rooms."""
+YET_TOO_LONG = {
+    "tula_cli/cli/compare.py:compare",
+    "tula_cli/cli/profile.py:profile",
+    "tula_cli/cli/recommend.py:recommend",
+    "tula_cli/cli/train.py:train",
+    "tula_cli/run/directory.py",
+    "tula_cli/worker/measure/probe.py:measure",
+    "tula_cli/worker/train/training.py",
+}
+"""To be cut; nothing is added."""
+
+
+def modules(root: Path) -> dict[str, Path]:
+    """Return the modules of the product under `root` by their dotted names."""
+    return {
+        ".".join(path.relative_to(root).with_suffix("").parts).removesuffix(".__init__"): path
+        for path in sorted((root / "tula_cli").rglob("*.py"))
+    }
+
+
+def functions(tree: ast.AST) -> Iterator[tuple[str, int]]:
+    """Yield each function and its lines without decorators and docstring."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            assert node.end_lineno is not None
+            lines, first = node.end_lineno - node.lineno + 1, node.body[0]
+            if ast.get_docstring(node, clean=False) is not None and first.end_lineno is not None:
+                lines -= first.end_lineno - first.lineno + 1
+            yield node.name, lines
+
+
+def imports(tree: ast.AST, known: dict[str, Path]) -> set[str]:
+    """Return the modules that run when this one does, those imported inside functions too."""
+    found = set()
+    for node in _run_time(tree):
+        if isinstance(node, ast.ImportFrom) and node.module:
+            names = {f"{node.module}.{alias.name}" for alias in node.names}
+            found |= {name if name in known else node.module for name in names}
+        elif isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+    return found & known.keys()
+
+
+def _run_time(node: ast.AST) -> Iterator[ast.AST]:
+    yield node
+    if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+        return
+    for child in ast.iter_child_nodes(node):
+        yield from _run_time(child)
+
+
+def cycles(root: Path) -> list[list[str]]:
+    """Return the groups of modules that import each other in a circle."""
+    known = modules(root)
+    arrows = {name: imports(ast.parse(path.read_text()), known) - {name} for name, path in known.items()}
+    reach = {name: _reached(name, arrows) for name in arrows}
+    groups = {frozenset([name, *(other for other in reach[name] if name in reach[other])]) for name in arrows}
+    return sorted(sorted(group) for group in groups if len(group) > 1)
+
+
+def _reached(start: str, arrows: dict[str, set[str]]) -> set[str]:
+    found: set[str] = set()
+    ahead = list(arrows[start])
+    while ahead:
+        name = ahead.pop()
+        if name not in found:
+            found.add(name)
+            ahead += arrows[name]
+    return found
+
+
+def too_long(root: Path) -> list[str]:
+    """Return the files and functions that are longer than allowed."""
+    found = []
+    for path in modules(root).values():
+        text, name = path.read_text(), path.relative_to(root).as_posix()
+        if len(text.splitlines()) > MOST_LINES:
+            found.append(name)
+        found += [
+            f"{name}:{function}" for function, lines in functions(ast.parse(text)) if lines > MOST_LINES_OF_A_FUNCTION
+        ]
+    return found
+
+
+def too_full(root: Path) -> list[str]:
+    """Return the folders with more modules, or more folders, than one sees at a look."""
+    inside: defaultdict[str, set[str]] = defaultdict(set)
+    for path in modules(root).values():
+        if path.name not in ("__init__.py", "__main__.py"):
+            inside[path.parent.relative_to(root).as_posix()].add(path.name)
+    folders = Counter(Path(folder).parent.as_posix() for folder in inside)
+    return sorted(
+        {folder for folder, names in inside.items() if len(names) > MOST_IN_A_FOLDER and folder not in ROWS_OF_TABLES}
+        | {folder for folder, count in folders.items() if count > MOST_IN_A_FOLDER}
+    )
+
+
+def twice(root: Path) -> list[str]:
+    """Return the file names that stand in two places, but for those of one command."""
+    places: defaultdict[str, list[str]] = defaultdict(list)
+    for name, path in modules(root).items():
+        if path.name not in ("__init__.py", "__main__.py"):
+            places[path.name].append(name.split(".")[1])
+    return sorted(name for name, rooms in places.items() if len(rooms) > 1 and not _of_one_command(rooms))
+
+
+def _of_one_command(rooms: list[str]) -> bool:
+    return set(rooms) <= SAME_COMMAND and len(set(rooms)) == len(rooms)
+
+
+def test_files_and_functions_can_be_read_at_a_sitting() -> None:
+    assert set(too_long(ROOT)) == YET_TOO_LONG
+
+
+def test_folders_can_be_seen_at_a_look() -> None:
+    assert too_full(ROOT) == []
+
+
+def test_no_module_imports_itself_in_a_circle() -> None:
+    assert cycles(ROOT) == []
+
+
+def test_a_file_name_says_where_a_thing_lives() -> None:
+    assert twice(ROOT) == []
+
+
+@pytest.fixture
+def tree(tmp_path: Path) -> Path:
+    """Return a product of two modules that keeps the rules."""
+    for name in ("cli/check.py", "spec/job.py"):
+        (tmp_path / "tula_cli" / name).parent.mkdir(parents=True)
+        (tmp_path / "tula_cli" / name).write_text("X = 1\n")
+    return tmp_path
+
+
+def test_breaches_are_seen(tree: Path) -> None:
+    product = tree / "tula_cli"
+    (product / "cli/check.py").write_text("def f():\n    from tula_cli.spec import job\n    return job\n")
+    (product / "spec/job.py").write_text("from tula_cli.cli.check import f\n" + "X = 1\n" * MOST_LINES)
+    (product / "spec/check.py").write_text("def g():\n    '''Doc.'''\n" + "    X = 1\n" * MOST_LINES_OF_A_FUNCTION)
+    for number in range(MOST_IN_A_FOLDER + 1):
+        (product / f"cli/part{number}.py").write_text("")
+    assert cycles(tree) == [["tula_cli.cli.check", "tula_cli.spec.job"]]
+    assert too_long(tree) == ["tula_cli/spec/check.py:g", "tula_cli/spec/job.py"]
+    assert too_full(tree) == ["tula_cli/cli"]
+    assert twice(tree) == ["check.py"]
+
+
+def test_a_tree_that_keeps_the_rules_passes(tree: Path) -> None:
+    (tree / "tula_cli/show").mkdir()
+    (tree / "tula_cli/show/check.py").write_text(
+        "from typing import TYPE_CHECKING\n\nif TYPE_CHECKING:\n    import tula_cli.cli.check\n"
+    )
+    (tree / "tula_cli/cli/check.py").write_text("import tula_cli.show.check\n")
+    assert not any([cycles(tree), too_long(tree), too_full(tree), twice(tree)])

@@ -1,0 +1,89 @@
+"""The gradient norms that one rank sees; those of two are in test_two_ranks."""
+
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from worker_jobs import gradient, probe_task, spec, trainer
+
+from tula_cli.run.directory import RunDir
+from tula_cli.run.records.probes import GradientStats, Measured
+from tula_cli.worker.build.datasets import build_datasets
+from tula_cli.worker.measure.gradients import NormSpy, halves
+from tula_cli.worker.measure.probe import run_probes
+from tula_cli.worker.ranks import Ranks
+from tula_cli.worker.train import loop as worker_train_loop
+
+
+def probed(run: RunDir, alone: Ranks, local_batch: int, **changes: dict[str, Any]) -> GradientStats:
+    task = probe_task(spec(**changes), local_batch)
+    run_probes(task, run, alone, build_datasets(task.spec), started_at=0.0)
+    found = run.result(f"probe-n001-l{local_batch:06d}")
+    assert isinstance(found, Measured)
+    return found.gradients
+
+
+def test_alone_both_norms_are_of_the_one_gradient(alone: Ranks) -> None:
+    subject = trainer(spec(), alone)
+    spy, expected = NormSpy.attach(subject), []
+    subject.after_backward = lambda: expected.append(float(gradient(subject).square().sum()))
+    list(spy.watch(islice(worker_train_loop.steps(subject), 2), subject.scaler))
+    assert spy.pairs() == [pytest.approx((norm, norm), rel=1e-5) for norm in expected]
+
+
+def test_only_the_steps_of_the_window_are_seen(alone: Ranks) -> None:
+    subject = trainer(spec(), alone)
+    spy, steps = NormSpy.attach(subject), worker_train_loop.steps(subject)
+    for _ in islice(steps, 2):
+        pass
+    assert len(list(spy.watch(islice(steps, 3), subject.scaler))) == 3
+    next(steps)
+    assert len(spy.pairs()) == 3 and not spy.local and not spy.reduced
+
+
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+def test_halves_are_two_gradients_and_their_mean(alone: Ranks, precision: str) -> None:
+    subject = trainer(spec(train={"precision": precision}, model={"args": {"norm": True}}), alone)
+    next(worker_train_loop.steps(subject))
+    seen = halves(subject)
+    inputs, targets = subject.last_batch or pytest.fail("a step leaves its batch")
+    parts = []
+    for part in (slice(0, 8), slice(8, 16)):
+        subject.optimizer.zero_grad()
+        with worker_train_loop.autocast(subject):
+            subject.loss(subject.ddp.module(inputs[part]), targets[part]).backward()
+        parts.append(gradient(subject))
+    norms = [float(vector.square().sum()) for vector in (*parts, (parts[0] + parts[1]) / 2)]
+    assert seen == pytest.approx(((norms[0] + norms[1]) / 2, norms[2]), rel=1e-4 if precision == "fp32" else 0.05)
+
+
+def test_a_search_on_one_rank_looks_at_halves(alone: Ranks, run: RunDir) -> None:
+    found = probed(run, alone, 33, train={"accumulate": 3}, optimizer={"lr": 1e-6})
+    assert (found.local_batch, found.batch, found.steps) == (5, 10, 5)
+    assert found.local_norm_sqr > found.norm_sqr > 0
+    assert found.covariance is not None
+
+
+@pytest.mark.parametrize(("batch", "changes"), [(1, {}), (16, {"search": {"nodes": [1, 2]}})])
+def test_one_rank_of_a_larger_search_tells_no_noise(
+    alone: Ranks, run: RunDir, batch: int, changes: dict[str, Any]
+) -> None:
+    found = probed(run, alone, batch, **changes, dataset={"args": {"size": 64}})
+    assert (found.local_batch, found.batch, found.covariance) == (batch, batch, None)
+    assert found.local_norm_sqr == found.norm_sqr > 0
+
+
+def test_the_hook_keeps_nothing_of_the_trainer_alive(alone: Ranks, tmp_path: Path) -> None:
+    import gc
+    import weakref
+
+    subject = trainer(spec(), alone)
+    spy = NormSpy.attach(subject)
+    list(spy.watch(islice(worker_train_loop.steps(subject), 2), subject.scaler))
+    model = weakref.ref(subject.ddp.module)
+    assert isinstance(model(), torch.nn.Module)
+    del subject
+    gc.collect()
+    assert model() is None

@@ -1,0 +1,282 @@
+"""What the inspection tells, and what it refuses."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from tula_cli.cluster.inspection import inspect
+from tula_cli.errors import JobFailed, SpecError
+from tula_cli.run.records.inspections import Inspection
+from tula_cli.spec.job import JobSpec
+from tula_cli.spec.load import load_spec
+from tula_cli.worker.measure import inspect as inspection
+from tula_cli.worker.measure.inspect import answer, inspect_job
+
+ROOT = Path(__file__).parents[3]
+
+
+def spec(**sections) -> JobSpec:
+    """Return a tiny job whose sections are replaced as given."""
+    content = {
+        "model": {"name": "small_cnn", "args": {"width": 2}},
+        "dataset": {"name": "FakeData", "args": {"size": 20, "image_size": [3, 8, 8]}},
+        "optimizer": {"lr": 0.1, "momentum": 0.9},
+        "train": {"epochs": 1},
+        "search": {"nodes": [1, 2]},
+    }
+    return JobSpec.model_validate({**content, **sections})
+
+
+def fake(size: int, *, classes: int = 10) -> dict:
+    return {"name": "FakeData", "args": {"size": 8, "image_size": [3, size, size], "num_classes": classes}}
+
+
+@pytest.fixture
+def user_code(tmp_path, monkeypatch):
+    """Write a module of the user's into the working directory, under a name of its own."""
+    monkeypatch.chdir(tmp_path)
+
+    def write(name: str, text: str) -> None:
+        (tmp_path / f"{name}.py").write_text("import torch\nfrom torch import nn\n" + text, encoding="utf-8")
+
+    return write
+
+
+# --- what it tells
+
+
+def test_dataset_model_and_memory_are_told():
+    found = inspect_job(spec())
+    assert (found.dataset_size, found.eval_size, found.classes) == (20, 4, 10)
+    assert found.sample_shape == (3, 8, 8)
+    assert found.parameters == 3 * 2 * 9 + 2 * 2 * 9 + 2 * 4 * 9 + 4 * 4 * 9 + 2 * (2 + 2 + 4 + 4) + 4 * 10 + 10
+    assert found.estimate_error == ""
+    assert [row.local_batch for row in found.footprints] == [1, 2, 4, 8, 16, 32]
+    assert found.footprints[-1].peak > found.footprints[0].peak
+    assert found.process > 10**7
+    assert found.device in ("cpu", "cuda")
+    assert found.hardware
+    assert found.cpus == len(os.sched_getaffinity(0))
+
+
+PAPERS_JOBS = {
+    "resnet50_imagenet": (256, 1000, 25_557_032),
+    "vgg11_cifar100": (32, 100, 129_176_036),
+    "alexnet_caltech101": (256, 101, 57_417_637),
+    "mobilenetv3_caltech256": (256, 257, 4_531_249),
+}
+
+
+@pytest.mark.parametrize("name", PAPERS_JOBS)
+def test_jobs_of_the_paper_are_sound_on_fake_data_of_their_size(name):
+    pixels, classes, parameters = PAPERS_JOBS[name]
+    job = load_spec(ROOT / "configs" / f"{name}.yaml", environ={}, site_files=())
+    found = inspect_job(job.model_copy(update={"dataset": spec(dataset=fake(pixels, classes=classes)).dataset}))
+    assert found.parameters == parameters
+    assert found.sample_shape == (3, min(pixels, 224), min(pixels, 224))
+    assert found.estimate_error == ""
+    assert found.warnings == ()
+    assert found.footprints[0].gradients == 4 * parameters
+    assert found.capacity == 32 * 10**9
+
+
+@pytest.mark.parametrize("name", ["configs/quickstart.yaml", "templates/job.yaml"])
+def test_shipped_local_jobs_are_sound(name):
+    found = inspect_job(load_spec(ROOT / name, environ={}, site_files=()))
+    assert (found.dataset_size, found.sample_shape, found.warnings) == (1438, (1, 8, 8), ())
+
+
+def test_capacity_is_what_the_spec_says_else_a_share_of_the_machine():
+    assert inspect_job(spec(cluster={"memory_per_gpu": 12345})).capacity == 12345
+    assert inspect_job(spec(cluster={"kind": "slurm"})).capacity is None
+    one, two = (inspect_job(spec(cluster={"device": "cpu", "gpus_per_node": gpus})).capacity for gpus in (1, 2))
+    assert one == pytest.approx(2 * two, abs=1)
+    assert one <= os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2
+
+
+def test_model_that_reads_its_numbers_is_checked_without_an_estimate(user_code):
+    user_code(
+        "reads_numbers",
+        "class Net(nn.Linear):\n"
+        "    def forward(self, x):\n"
+        "        y = super().forward(x.flatten(1))\n"
+        "        return y if float(y.sum()) > 0 else 2 * y\n"
+        "def build(num_classes):\n    return Net(192, num_classes)\n",
+    )
+    found = inspect_job(spec(model={"name": "reads_numbers:build"}))
+    assert found.footprints == ()
+    assert "DataDependent" in found.estimate_error
+    assert found.parameters == 193 * 10
+
+
+def test_more_outputs_than_classes_are_a_warning():
+    found = inspect_job(spec(model={"name": "small_cnn", "args": {"num_classes": 12}}))
+    assert any("12 outputs for 10 classes" in warning for warning in found.warnings)
+
+
+def test_micro_batches_of_one_sample_are_a_warning_where_batch_norm_cannot():
+    """ResNet's last stage of an 8 x 8 image is 1 x 1: one sample gives BatchNorm one number a channel."""
+    found = inspect_job(spec(model={"name": "resnet18"}, search={"nodes": [1, 32]}))
+    assert any("set search.min_batch to 64" in warning for warning in found.warnings)
+    assert inspect_job(spec(model={"name": "resnet18"})).warnings == ()
+
+
+# --- what it refuses
+
+
+@pytest.mark.parametrize(
+    ("sections", "words"),
+    [
+        ({"model": {"name": "resnet51"}}, "unknown model"),
+        ({"dataset": {"name": "CIFAR10", "root": "/nowhere"}}, "CIFAR10 is not in /nowhere"),
+        ({"dataset": {"name": "ImageNet", "download": True}}, "cannot download ImageNet"),
+        ({"transforms": {"train": ["RandomHorizontalFlip"]}}, "transforms.train: ends in Image"),
+        ({"transforms": {"eval": ["ToImage"]}}, "transforms.eval: ends in a tensor of uint8"),
+        ({"transforms": {"train": [{"RandomCrop": {"size": 20}}, "ToTensor"]}}, "cannot be transformed"),
+        ({"transforms": {"train": ["ToTensor", {"Normalize": {"mean": [0, 0], "std": [1, 1]}}]}}, "cannot be transformed"),
+        ({"model": {"name": "alexnet"}, "dataset": fake(32)}, r"alexnet cannot take inputs of shape \(3, 32, 32\)"),
+        ({"model": {"name": "small_cnn", "args": {"in_channels": 1}}}, r"small_cnn cannot take inputs of shape \(3, 8, 8\)"),
+        ({"model": {"name": "small_cnn", "args": {"num_classes": 4}}}, "has 4 outputs"),
+        ({"model": {"name": "googlenet"}, "dataset": fake(64)}, "GoogLeNetOutputs"),
+        ({"loss": {"name": "cross_entropy", "args": {"reduction": "none"}}}, "backward pass fails"),
+        ({"optimizer": {"name": "AdamW", "lr": 0.1}}, "train.method ags: AdamW"),
+        ({"optimizer": {"name": "AdamW", "lr": 0.1}, "train": {"epochs": 1, "method": "static"}}, "method static: AdamW"),
+        ({"optimizer": {"name": "AdamW", "lr": 0.1}, "train": {"epochs": 1, "method": "adascale"}}, "method adascale: .*SGD"),
+        ({"optimizer": {"name": "AdamW", "lr": 0.1}, "train": {"epochs": 1, "method": "ortho"}}, "method ortho: .*SGD"),
+        ({"train": {"epochs": 1, "method": "lamb"}}, "method lamb takes the place of Adam or AdamW"),
+        ({"train": {"epochs": 1, "ghost_batch": 4}, "model": {"name": "alexnet"}, "dataset": fake(64)}, "has no BatchNorm"),
+        ({"train": {"epochs": 1, "ghost_batch": 3}, "search": {"nodes": [1], "min_batch": 8}}, "3 does not divide the 8"),
+        ({"train": {"epochs": 1, "ghost_batch": 4, "method": "ags"}, "search": {"nodes": [1], "min_batch": 8},
+          "ags": {"b_small": 5}}, "ghost_batch 4 leaves 1 sample over of the 5"),
+        ({"optimizer": {"name": "SparseAdam", "lr": 0.1}}, "SparseAdam fails"),
+        ({"model": {"name": "alexnet"}, "dataset": fake(64), "train": {"epochs": 1, "activation_checkpointing": True},
+          "loss": {"name": "none"}}, "unknown loss"),
+    ],
+)  # fmt: skip
+def test_what_does_not_fit_together_is_a_spec_error(sections, words):
+    with pytest.raises(SpecError, match=words):
+        inspect_job(spec(**sections))
+
+
+def test_cuda_without_a_gpu_is_refused_here_but_not_for_slurm():
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU")
+    with pytest.raises(SpecError, match="no GPU"):
+        inspect_job(spec(cluster={"device": "cuda"}))
+    assert inspect_job(spec(cluster={"device": "cuda", "kind": "slurm"})).device == "cpu"
+
+
+def test_images_of_different_sizes_are_refused(tmp_path):
+    import PIL.Image
+
+    for label in ("a", "b"):
+        (tmp_path / label).mkdir()
+        for index in range(4):
+            PIL.Image.new("RGB", (10 + index, 9)).save(tmp_path / label / f"{index}.png")
+    with pytest.raises(SpecError, match="different shapes") as caught:
+        inspect_job(spec(dataset={"name": "ImageFolder", "root": str(tmp_path)}))
+    assert "CenterCrop" in caught.value.hint
+
+
+def test_adam_is_fine_without_gradient_scaling():
+    found = inspect_job(spec(optimizer={"name": "AdamW", "lr": 0.1}, train={"epochs": 1, "method": "lbt"}))
+    assert found.footprints[0].optimizer > found.footprints[0].gradients
+
+
+@pytest.mark.parametrize(
+    ("code", "words"),
+    [
+        ("def build(num_classes):\n    raise KeyError('my key')\n", "KeyError: 'my key'"),
+        ("import module_that_is_not_there\n", "module_that_is_not_there"),
+        (
+            "class build(nn.Module):\n"
+            "    def __init__(self, num_classes):\n        super().__init__()\n        self.layer = nn.Linear(3, 3)\n"
+            "    def forward(self, x):\n        return self.layer(x)\n",
+            r"cannot take inputs of shape \(3, 8, 8\)",
+        ),
+    ],
+)
+def test_failing_code_of_the_user_is_a_failed_job_with_its_traceback(user_code, code, words, request):
+    module = f"fails_{abs(hash(request.node.name))}"
+    user_code(module, code)
+    found = answer(spec(model={"name": f"{module}:build"}).model_dump_json())["error"]
+    assert found["class"] == "JobFailed"
+    with pytest.raises(JobFailed, match=words):
+        raise JobFailed(found["message"])
+    assert module in found["detail"] or "Linear" in found["detail"]
+
+
+def test_failing_dataset_of_the_user_is_a_failed_job(user_code):
+    user_code(
+        "failing_data",
+        "class Data:\n"
+        "    def __init__(self, train, transform):\n        pass\n"
+        "    def __len__(self):\n        return 5\n"
+        "    def __getitem__(self, index):\n        raise OSError('disk on fire')\n",
+    )
+    with pytest.raises(JobFailed, match="disk on fire"):
+        inspect_job(spec(dataset={"name": "failing_data:Data"}))
+
+
+def test_spec_errors_keep_their_hint():
+    found = answer(spec(model={"name": "resnet51"}).model_dump_json())["error"]
+    assert (found["class"], found["message"]) == ("SpecError", "unknown model 'resnet51'")
+    assert "resnet50" in found["hint"]
+
+
+def test_control_group_bounds_the_machine(monkeypatch):
+    total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    for text, expected in (("4096\n", 4096), ("max\n", total), (f"{2 * total}\n", total)):
+        monkeypatch.setattr(inspection.Path, "read_text", lambda *_, text=text, **__: text)
+        assert inspection._machine_memory() == expected
+
+
+# --- as a process
+
+
+@pytest.mark.torch
+def test_process_answers_one_object_whatever_the_users_code_prints(user_code):
+    user_code(
+        "prints",
+        "import os\nprint('hello from import')\n"
+        "def build(num_classes):\n"
+        "    print('hello from build')\n    os.write(1, b'and from below')\n"
+        "    return nn.Sequential(nn.Flatten(), nn.Linear(192, num_classes))\n",
+    )
+    job = spec(model={"name": "prints:build"})
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [sys.executable, "-m", "tula_cli.worker.measure.inspect"],
+        input=job.model_dump_json(), capture_output=True, text=True, env=environment, check=True,
+    )  # fmt: skip
+    assert Inspection.model_validate(json.loads(done.stdout)).parameters == 1930
+    assert "hello from build" in done.stderr
+
+
+@pytest.mark.torch
+def test_launch_returns_the_inspection_or_raises_its_error():
+    assert inspect(spec()).dataset_size == 20
+    with pytest.raises(SpecError, match="unknown model 'resnet51'"):
+        inspect(spec(model={"name": "resnet51"}))
+
+
+def test_every_unknown_name_is_told_at_once():
+    spec = JobSpec.model_validate(
+        {
+            "model": {"name": "resnt18"},
+            "dataset": {"name": "CIFAR11"},
+            "transforms": {"train": ["RandomCrp"]},
+            "loss": {"name": "cross_entrpy"},
+            "optimizer": {"name": "SGDD", "lr": 0.1},
+            "train": {"epochs": 1},
+        }
+    )
+    error = answer(spec.model_dump_json())["error"]
+    paths = [problem["path"] for problem in error["problems"]]
+    assert paths == ["model.name", "dataset.name", "transforms.train", "loss", "optimizer"]
+    assert "resnet18" in error["problems"][0]["hint"]

@@ -1,0 +1,182 @@
+"""Measuring: memory that is known beforehand, gradients, synchronisation, and the limit on the CPU."""
+
+import dataclasses
+import json
+import os
+import platform
+from itertools import islice
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from worker_jobs import gradient, spec, trainer
+from worker_rank_cases import facts
+
+from tula_cli.host.outcome import classify
+from tula_cli.worker import device, environment
+from tula_cli.worker.device import process_memory
+from tula_cli.worker.measure import meter as worker_measure_meter
+from tula_cli.worker.ranks import Ranks
+from tula_cli.worker.train import loop as worker_train_loop
+
+MB = 2**20
+
+
+# --- memory
+
+
+@pytest.mark.torch
+def test_the_peak_is_what_was_allocated(two_ranks: Path) -> None:
+    for found in facts(two_ranks, "peaks"):
+        assert found["held"] == pytest.approx(64 * MB, rel=0.1)
+        assert found["freed"] == pytest.approx(64 * MB, rel=0.1)
+        assert found["small"] == pytest.approx(64 * MB, rel=0.1)
+
+
+@pytest.mark.torch
+def test_a_reset_begins_anew_though_the_allocator_keeps_what_was_freed(two_ranks: Path) -> None:
+    for found in facts(two_ranks, "peaks"):
+        assert found["nothing"] < MB
+        assert found["small again"] == pytest.approx(32 * MB, rel=0.1)
+
+
+def test_the_cpu_never_flushes_a_cache() -> None:
+    memory = device.MemoryMeter(torch.device("cpu"))
+    memory.reset()
+    assert memory.allocator_retries() == 0
+
+
+def test_libraries_are_what_the_process_held_or_what_its_limit_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    memory = device.MemoryMeter(torch.device("cpu"))
+    memory.reset()
+    assert memory.libraries(None) == memory.base > 50 * MB
+    held, capacity = process_memory("VmData"), 100 * MB
+    limited_at = held - 30 * MB  # the libraries have taken 30 MB since the limit was set
+    monkeypatch.setattr(device.resource, "getrlimit", lambda _: (limited_at + capacity, -1))
+    assert memory.libraries(capacity) == pytest.approx(30 * MB, abs=5 * MB)
+
+
+def test_a_peak_is_split_into_tensors_and_the_rest() -> None:
+    model = nn.Sequential(nn.Linear(10, 10), nn.BatchNorm1d(10))
+    frozen = model[0].bias
+    frozen.requires_grad_(False)
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1, momentum=0.9)
+    batch = torch.ones(4, 10), torch.ones(4, dtype=torch.int64)
+    model(batch[0]).sum().backward()
+    optimizer.step()
+    split = worker_measure_meter.split_memory(
+        model, optimizer, batch=batch, factors=40, peak=10_000, reserved=12_000, capacity=None
+    )
+    assert split.parameters == 4 * (100 + 10 + 20) + 4 * 20 + 8  # running statistics and their counter
+    assert split.gradients == split.optimizer == 4 * (100 + 20)
+    assert split.batch == 4 * 40 + 8 * 4
+    parts = split.parameters + split.gradients + split.optimizer + split.factors + split.batch + split.activations
+    assert parts == split.peak == 10_000
+
+
+def test_capacity_is_what_is_stated_and_unbounded_else(alone: Ranks) -> None:
+    assert worker_measure_meter.capacity(alone, 5 * MB) == 5 * MB
+    assert worker_measure_meter.capacity(alone, None) is None
+
+
+# --- the limit
+
+
+@pytest.mark.torch
+def test_beyond_the_limit_is_an_out_of_memory(two_ranks: Path) -> None:
+    for found in facts(two_ranks, "limits"):
+        assert "DefaultCPUAllocator: can't allocate memory" in found["beyond"]
+        assert classify(found["beyond"], exit_code=1, device="cpu") == "device_oom"
+
+
+@pytest.mark.torch
+def test_what_was_held_before_or_is_freed_does_not_count(two_ranks: Path) -> None:
+    for found in facts(two_ranks, "limits"):
+        assert found["within, again and again"] == found["lifted"] == ""
+
+
+def test_an_unknown_field_of_the_process_is_told() -> None:
+    assert process_memory("VmRSS") > MB
+    with pytest.raises(AssertionError, match="VmNone"):
+        process_memory("VmNone")
+
+
+# --- gradients, synchronisation, surroundings
+
+
+def test_the_spy_times_each_backward_and_leaves_no_hook(alone: Ranks) -> None:
+    subject = trainer(spec(), alone)
+    with worker_measure_meter.SyncSpy(subject.clock, subject.ddp) as spy:
+        subject.after_backward = spy.reduced
+        steps = list(islice(worker_train_loop.steps(subject), 5))
+    assert len(spy.exposed) == 5
+    assert 0 < spy.median() < max(subject.clock.seconds(step.start, step.end) for step in steps)
+    assert not any(p._backward_hooks for p in subject.ddp.parameters())
+
+
+def test_a_look_at_the_gradient_leaves_the_weights(alone: Ranks) -> None:
+    subject = trainer(spec(), alone)
+    before = torch.cat([p.detach().flatten() for p in subject.ddp.parameters()])
+    norms: list[float] = []
+    subject.after_backward = lambda: norms.append(float(gradient(subject).square().sum()))
+    list(islice(worker_train_loop.steps(subject), 3))
+    assert torch.equal(torch.cat([p.detach().flatten() for p in subject.ddp.parameters()]), before)
+    assert len(norms) == 3
+    assert all(norm > 0 for norm in norms)
+
+
+def test_the_environment_names_host_and_processor(alone: Ranks) -> None:
+    found = environment.environment(alone)
+    assert found.hosts == (os.uname().nodename,)
+    assert (found.device, found.backend) == ("cpu", "gloo")
+    assert found.hardware == environment.processor_name() != ""
+    assert found.torch == torch.__version__
+    (node,) = found.nodes
+    assert (node.name, node.ranks, node.hardware, node.driver) == (found.hosts[0], 1, (found.hardware,), "")
+    assert not found.mixed
+    assert platform.release() in found.system
+    assert found.python == platform.python_version()
+    assert found.nccl.count(".") >= 1 if torch.distributed.is_nccl_available() else not found.nccl
+
+
+@dataclasses.dataclass(frozen=True)
+class Told(Ranks):
+    """Ranks of which the others say what they are told to say."""
+
+    others: tuple[tuple[str, str, str], ...] = ()
+
+    def gather(self, text: str) -> list[str]:
+        return [text, *(json.dumps(other) for other in self.others)]
+
+
+def test_every_rank_tells_its_hardware_and_driver(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(platform, "node", lambda: "n1")
+    monkeypatch.setattr(environment, "processor_name", lambda: "A100")
+    others = (("n1", "A100", ""), ("n2", "A100", "550"), ("n2", "V100", "550"))
+    found = environment.environment(Told(0, 4, 0, torch.device("cpu"), others=others))
+    assert [(node.name, node.ranks, node.hardware, node.driver) for node in found.nodes] == [
+        ("n1", 2, ("A100",), ""), ("n2", 2, ("A100", "V100"), "550"),
+    ]  # fmt: skip
+    assert found.mixed
+    assert (found.hosts, found.hardware) == (("n1", "n2"), "A100 + V100")
+
+
+def test_only_listed_variables_are_recorded_and_no_secret() -> None:
+    kept = {
+        "NCCL_ALGO": "Ring",
+        "GLOO_SOCKET_IFNAME": "lo",
+        "OMP_NUM_THREADS": "2",
+        "CUDA_VISIBLE_DEVICES": "0",
+        "SLURM_JOB_ID": "7",
+    }
+    secret = {
+        "AWS_SECRET_ACCESS_KEY": "x", "PATH": "x", "HF_TOKEN": "x", "SLURM_JWT": "x", "SLURM_EXPORT_ENV": "ALL,TOKEN=x", "MY_NCCL_": "x",
+    }  # fmt: skip
+    assert environment.recorded({**secret, **kept}) == kept
+
+
+def test_more_ranks_than_cores_are_told(alone: Ranks) -> None:
+    cores = len(os.sched_getaffinity(0))
+    assert not environment.oversubscribed(alone, ranks_here=cores)
+    assert environment.oversubscribed(alone, ranks_here=cores + 1)

@@ -1,0 +1,180 @@
+"""What ranks see of their nodes and of the network: two real ranks, the clock of one of them ahead."""
+
+import os
+import socket
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from worker_jobs import spec
+
+from tula_cli.run.directory import RunDir
+from tula_cli.run.records.cluster_reports import ClusterReport, Transfer
+from tula_cli.run.records.tasks import CheckTask
+from tula_cli.worker import device
+from tula_cli.worker.measure import node_report
+from tula_cli.worker.measure.node_report import Gpu, View
+
+pytestmark = pytest.mark.torch
+ROOT = Path(__file__).parents[3]
+AHEAD = 5.0  # seconds
+
+VIEW = View(
+    host="node1", gpus=(), own="", driver="", torch="2.6", cuda="", nccl="", python="3.11", cpus=4, memory=10**9,
+    interface="eth0", address="10.0.0.1", token="t", write_error="", dataset=None, free_disk=10**9,
+)  # fmt: skip
+A, B = Gpu("a", "A100", 80), Gpu("b", "A100", 40)
+
+
+def check_task(folder: Path, **dataset: str) -> CheckTask:
+    job = spec(dataset=dataset) if dataset else spec()
+    return CheckTask(id="check-n002-1", job="check-n002-1", spec=job, workdir=str(folder), nodes=2)
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> RunDir:
+    """A run directory in which two ranks have looked around."""
+    folder = tmp_path_factory.mktemp("site")
+    (folder / "images").mkdir()
+    (folder / "ahead").mkdir()
+    shift = f"import time; now = time.time; time.time = lambda: now() + {AHEAD}"
+    (folder / "ahead" / "sitecustomize.py").write_text(shift)
+    task = check_task(folder, name="ImageFolder", root="images")
+    run = RunDir.create(folder / "runs", task.spec)
+    run.write_task(task)
+    run.write_token(task.id, folder.name)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    ranks = [start(run, task, rank, port, [ROOT, folder / "ahead"][: 1 + rank]) for rank in range(2)]
+    ends = [rank.communicate(timeout=120)[1] for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [0, 0], ends
+    return run
+
+
+def start(run: RunDir, task: CheckTask, rank: int, port: int, paths: list[Path]) -> "subprocess.Popen[str]":
+    environment = os.environ | {
+        "PYTHONPATH": os.pathsep.join(map(str, paths)),
+        "RANK": str(rank),
+        "LOCAL_RANK": "0",
+        "WORLD_SIZE": "2",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "OMP_NUM_THREADS": "1",
+    }
+    command = [sys.executable, "-m", "tula_cli.worker", str(run.path), task.id, "1"]
+    return subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)
+
+
+@pytest.fixture
+def report(run: RunDir) -> ClusterReport:
+    found = run.cluster_report("check-n002-1")
+    assert found is not None
+    return found
+
+
+def test_both_ranks_tell_what_they_see(run: RunDir, report: ClusterReport) -> None:
+    assert (report.backend, report.ranks, len(report.nodes)) == ("gloo", 2, 2)
+    for number, node in enumerate(report.nodes):
+        assert (node.node, node.ranks, node.host) == (number, 1, socket.gethostname())
+        assert (node.torch, node.token, node.dataset, node.write_error) == (
+            torch.__version__,
+            run.token(report.id),
+            True,
+            "",
+        )
+        assert (node.interface, node.address) == ("lo", "127.0.0.1")
+        assert node.cpus == len(os.sched_getaffinity(0))
+        assert node.memory > 2**28
+        assert node.free_disk > 0
+
+
+def test_a_clock_that_is_ahead_is_seen(report: ClusterReport) -> None:
+    first, second = report.nodes
+    assert first.clock_offset == 0
+    assert second.clock_offset == pytest.approx(AHEAD, abs=0.1)
+    assert 0 < second.clock_error < 0.1
+
+
+def test_transfers_grow_until_one_takes_long(report: ClusterReport) -> None:
+    sizes = tuple(transfer.size for transfer in report.transfers)
+    assert sizes == node_report.SIZES[: len(sizes)]
+    assert all(transfer.seconds > 0 for transfer in report.transfers)
+    assert all(transfer.seconds <= node_report.ENOUGH for transfer in report.transfers[:-1])
+    assert report.transfers[-1].speed < 1e12, "two take part; one alone would not have to send anything"
+    assert 0 < report.latency < 1
+
+
+def test_each_rank_has_signed_in(run: RunDir) -> None:
+    assert run.signed_in("check-n002-1") == dict.fromkeys(range(2), socket.gethostname())
+
+
+def test_the_first_transfer_that_takes_long_is_the_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(node_report, "_transfer", lambda size, *_: Transfer(size=size, seconds=size / 2**22))
+    found = list(node_report._transfers(None, torch.device("cpu")))  # type: ignore[arg-type]
+    assert [transfer.size for transfer in found] == [2**16, 2**18, 2**20]
+
+
+def test_speed_is_bits_a_second() -> None:
+    assert Transfer(size=10**6, seconds=0.5).speed == 16e6
+
+
+# --- one node
+
+
+def test_a_rank_that_cannot_write_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "0")
+    run = RunDir.create(tmp_path, spec())
+    (run.path / "checks").touch()
+    assert "cannot write" in node_report._sign_in(check_task(tmp_path), run)
+
+
+def test_ranks_of_a_node_are_one_report() -> None:
+    """Each may see one GPU of its own, or all."""
+    views = [replace(VIEW, gpus=(A,), own="a"), replace(VIEW, gpus=(B,), own="b", write_error="full")]
+    node = node_report._node_report(3, views, (0.1, 0.2))
+    assert (node.node, node.ranks, node.gpus, node.gpu_memory) == (3, 2, ("A100", "A100"), 40)
+    assert (node.clock_offset, node.clock_error, node.write_error) == (0.1, 0.2, "full")
+    assert node_report._node_report(0, [replace(VIEW, gpus=(A, B))] * 2, (0, 0)).gpus == ("A100", "A100")
+
+
+def test_a_gpu_for_each_rank() -> None:
+    first, second = replace(VIEW, own="a"), replace(VIEW, own="b")
+    assert node_report.own_gpus([first, second])
+    assert node_report.own_gpus([first, replace(first, host="node2")])
+    assert not node_report.own_gpus([first, first])
+    assert not node_report.own_gpus([first, replace(VIEW, host="node2")])
+
+
+def test_a_view_goes_through_text() -> None:
+    view = replace(VIEW, gpus=(A, B), dataset=False)
+    assert View.loads(view.dumps()) == view
+
+
+def test_the_gpu_driver_is_the_kernels(tmp_path: Path) -> None:
+    nvidia, amd, none = tmp_path / "nvidia", tmp_path / "amd", tmp_path / "none"
+    nvidia.write_text("NVRM version: NVIDIA UNIX x86_64 Kernel Module  550.54.15  Tue Mar  5 22:23:56 UTC 2024\nGCC\n")
+    assert device.driver_version(nvidia, none) == "550.54.15"
+    nvidia.write_text("NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  570.124.06  Release Build\n")
+    assert device.driver_version(nvidia, none) == "570.124.06"
+    nvidia.write_text("no version\n")
+    assert device.driver_version(nvidia, none) == ""
+    amd.write_text("6.7.0\n")
+    assert device.driver_version(none, amd) == "6.7.0"
+    assert device.driver_version(none, none) == ""
+
+
+def test_a_dataset_without_a_folder_is_not_looked_for(tmp_path: Path) -> None:
+    for name in ("digits", "FakeData", "mine:dataset"):
+        assert node_report.dataset_there(spec(dataset={"name": name})) is None
+    assert node_report.dataset_there(spec(dataset={"name": "CIFAR10", "root": str(tmp_path)})) is True
+    assert node_report.dataset_there(spec(dataset={"name": "CIFAR10", "root": str(tmp_path / "none")})) is False
+
+
+def test_repeats_are_timed_one_by_one() -> None:
+    times = node_report._times(lambda: time.sleep(0.01), 3, torch.device("cpu"))
+    assert len(times) == 3
+    assert min(times) >= 0.01

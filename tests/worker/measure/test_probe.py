@@ -1,0 +1,113 @@
+"""Probes: what is measured, what is left behind, and what one probe leaves for the next."""
+
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from worker_jobs import probe_task, spec
+
+from tula_cli.errors import SpecError
+from tula_cli.run.directory import RunDir
+from tula_cli.run.records.probes import Failed, Measured
+from tula_cli.worker.build.datasets import build_datasets
+from tula_cli.worker.measure.probe import run_probes, split_steps
+from tula_cli.worker.ranks import Ranks
+
+DEEP = {"model": {"name": "worker_jobs:deep"}, "dataset": {"args": {"size": 128, "eval_size": 32}}}
+
+
+def probe(run: RunDir, ranks: Ranks, *local_batches: int, **changes: dict[str, Any]) -> list[Measured]:
+    """Run the probes of a job and return the results that are now there."""
+    task = probe_task(spec(**changes), *local_batches)
+    run_probes(task, run, ranks, build_datasets(task.spec), started_at=time.time())
+    found = [run.result(f"probe-n001-l{local:06d}") for local in local_batches]
+    assert all(isinstance(result, Measured) for result in found)
+    return [result for result in found if isinstance(result, Measured)]
+
+
+def parts(result: Measured) -> int:
+    memory = result.memory
+    return memory.parameters + memory.gradients + memory.optimizer + memory.factors + memory.batch + memory.activations
+
+
+def test_a_probe_measures_what_there_is(alone: Ranks, run: RunDir) -> None:
+    (found,) = probe(run, alone, 32, **DEEP, search={"warmup_steps": 3, "steps": 6})
+    assert (found.batch, found.local_batch, found.nodes, found.accumulate) == (32, 32, 1, 1)
+    assert (len(found.step_times), len(found.warmup_times)) == (6, 3)
+    assert all(0 < seconds < 60 for seconds in found.step_times)
+    assert 0 < found.compute_time < 60
+    assert 0 < found.data_wait < max(found.step_times)
+    assert (found.dataset_size, found.eval_size, found.oversubscribed) == (128, 32, False)
+    assert found.memory.activations > 5 * 32 * 4096 * 4  # half of its layers' outputs
+    assert parts(found) == found.memory.peak
+    assert found.memory.batch == 32 * (16 * 4 + 8)
+    assert found.memory.factors == 0
+    overheads = found.overheads
+    assert 0 < overheads.checkpoint < 10
+    assert 0 < overheads.eval_batch < 10
+    assert overheads.eval_batch_size == 32
+    assert 0 < overheads.startup < 60
+    assert found.gradients.steps == split_steps(spec()) == 5
+
+
+def test_one_rank_has_nothing_to_synchronise(alone: Ranks, run: RunDir) -> None:
+    (found,) = probe(run, alone, 32, **DEEP, optimizer={"lr": 1e-6})
+    assert found.sync_time < 0.5 * sorted(found.step_times)[2]
+    assert found.gradients.norm_sqr == pytest.approx(found.gradients.local_norm_sqr, rel=0.5)
+
+
+def test_ags_has_factors_and_a_refresh_and_the_plain_method_none(alone: Ranks, run: RunDir, tmp_path: Path) -> None:
+    (plain,) = probe(run, alone, 32, **DEEP)
+    ags = {"train": {"method": "ags"}, "ags": {"b_small": 48}}
+    scaled = [probe(RunDir.create(tmp_path / name, spec()), alone, 64, **DEEP, **ags)[0] for name in ("a", "b", "c")]
+    assert plain.overheads.refresh == 0
+    # The difference of two medians: a loaded machine may hide it once.
+    assert max(result.overheads.refresh for result in scaled) > 0
+    assert scaled[0].memory.factors == scaled[0].memory.gradients > 0
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_half_precision_can_be_probed(alone: Ranks, run: RunDir, precision: str) -> None:
+    (found,) = probe(run, alone, 32, train={"precision": precision, "max_grad_norm": 1.0}, optimizer={"lr": 1e-6})
+    assert found.gradients.local_norm_sqr == pytest.approx(found.gradients.norm_sqr, rel=0.5)
+
+
+def test_a_training_that_diverges_can_be_probed(alone: Ranks, run: RunDir) -> None:
+    (found,) = probe(run, alone, 32, optimizer={"lr": 1e30})
+    assert found.gradients.norm_sqr == 0
+
+
+def test_accumulation_is_measured_by_micro_batches(alone: Ranks, run: RunDir) -> None:
+    (found,) = probe(run, alone, 32, train={"accumulate": 4})
+    assert (found.batch, found.accumulate) == (32, 4)
+    assert found.memory.batch == 8 * (16 * 4 + 8)
+    assert found.overheads.eval_batch_size == 8
+
+
+def test_only_results_are_left_behind(alone: Ranks, run: RunDir) -> None:
+    before = set(run.path.rglob("*"))
+    probe(run, alone, 16, 32)
+    left = {str(path.relative_to(run.path)) for path in set(run.path.rglob("*")) - before}
+    assert left == {"results", "results/probe-n001-l000016.json", "results/probe-n001-l000032.json"}
+
+
+def test_what_is_known_is_not_measured_again_and_what_failed_is(alone: Ranks, run: RunDir) -> None:
+    (first,) = probe(run, alone, 16)
+    failed = Failed(
+        id="probe-n001-l000032", nodes=1, gpus_per_node=1, local_batch=32, outcome="peer", message="a rank was lost"
+    )
+    run.write_result(failed)
+    again, second = probe(run, alone, 16, 32)
+    assert again == first
+    assert second.measured_at > first.measured_at
+
+
+def test_a_small_dataset_is_gone_through_again(alone: Ranks, run: RunDir) -> None:
+    (found,) = probe(run, alone, 32, train={"epochs": 1}, search={"steps": 20}, dataset={"args": {"size": 40}})
+    assert len(found.step_times) == 20
+
+
+def test_a_batch_beyond_the_dataset_is_refused(alone: Ranks, run: RunDir) -> None:
+    with pytest.raises(SpecError, match="larger than the dataset"):
+        probe(run, alone, 128)

@@ -1,0 +1,287 @@
+"""Every train.method through the training run: saved, resumed, relaunched at another batch, and probed."""
+
+import json
+import warnings as python_warnings
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from worker_jobs import Interrupted, probe_task, rows, same, spec, train_task, trained, trainer, weights
+
+from tula_cli.errors import SpecError
+from tula_cli.optim.adascale_sgd import AdaScale
+from tula_cli.optim.layerwise import Lamb, Lars
+from tula_cli.run.directory import RunDir
+from tula_cli.run.records.probes import Measured
+from tula_cli.run.records.tasks import TrainTask
+from tula_cli.worker.build.datasets import build_datasets
+from tula_cli.worker.build.ghost import GhostBatchNorm
+from tula_cli.worker.measure.probe import run_probes
+from tula_cli.worker.ranks import Ranks
+from tula_cli.worker.train import loop as worker_train_loop
+from tula_cli.worker.train.training import run_training
+
+ADAM = {"name": "AdamW", "lr": 0.01, "momentum": None, "weight_decay": 0.01}
+METHODS: dict[str, dict[str, Any]] = {
+    "lrs": {},
+    "lars": {"optimizer": {"lr": 2.0, "weight_decay": 5e-4}},
+    "lamb": {"optimizer": ADAM},
+    "polo": {},
+    "adascale": {},
+    "ortho": {},
+    "static": {"ags": {"delta": "inf", "factor": 1.5}},
+    "sqrt": {"train": {"method": "lbt", "lr_scaling": "sqrt"}},
+    "ghost": {"train": {"method": "lbt", "ghost_batch": 4}},
+    "ghost, ags": {"train": {"method": "ags", "ghost_batch": 4}, "ags": {"delta": "inf"}},
+}
+each = pytest.mark.parametrize("name", METHODS)
+
+
+def job(name: str, **changes: Any) -> dict[str, Any]:
+    """Return the sections of a job: 7 epochs of 6 steps, a network with BatchNorm and dropout."""
+    own = METHODS[name]
+    method = own.get("train", {"method": name})
+    model = {"args": {"norm": True, "dropout": 0.3}}
+    return {"model": model, **own, "train": {"epochs": 7, "checkpoint_every": 1e-9, **method}, **changes}
+
+
+def run_one(run: RunDir, ranks: Ranks, task: TrainTask) -> None:
+    run_training(task, run, ranks, build_datasets(task.spec))
+
+
+def broken_off(run: RunDir, ranks: Ranks, sections: dict[str, Any], *, after: int) -> TrainTask:
+    """Train until so many samples are loaded; return the task that goes on."""
+    task = train_task(spec(**sections))
+    ending = spec(**sections, dataset={"args": {"ends_after": after}})
+    with pytest.raises(Interrupted):
+        run_one(run, ranks, train_task(ending, signature=task.signature))
+    return task
+
+
+def final(run: RunDir, task: TrainTask) -> dict[str, torch.Tensor]:
+    state: dict[str, torch.Tensor] = torch.load(run.train_dir(task.signature) / "last", weights_only=True)["model"]
+    return state
+
+
+@each
+def test_a_broken_run_ends_at_the_same_weights(alone: Ranks, run: RunDir, tmp_path: Path, name: str) -> None:
+    task = broken_off(run, alone, job(name), after=5 * 96 + 70)
+    run_one(run, alone, task)
+    assert [row["samples"] for row in rows(run, task, "start")] == [0, 5 * 96 + 64]
+    whole = RunDir.create(tmp_path / "whole", task.spec)
+    run_one(whole, alone, task)
+    assert same(final(run, task), final(whole, task))
+
+
+@each
+def test_a_relaunch_at_another_batch_goes_on(alone: Ranks, run: RunDir, name: str) -> None:
+    task = broken_off(run, alone, job(name), after=100)
+    smaller = train_task(task.spec, batch=8, signature=task.signature)
+    run_one(run, alone, smaller)
+    starts = [(row["samples"], row["batch"]) for row in rows(run, task, "start")]
+    assert starts == [(0, 16), (96, 8)]
+    result = run.train_result(task.signature)
+    assert result is not None
+    assert (result.epochs, result.batch, result.samples) == (7, 8, 7 * 96)
+
+
+@each
+def test_a_method_is_not_the_plain_large_batch_and_learns(alone: Ranks, name: str) -> None:
+    sections = job(name)
+    ours, steps = trained(spec(**sections), alone)
+    plain = {**sections, "train": {**sections["train"], "method": "lbt", "lr_scaling": "auto", "ghost_batch": None}}
+    theirs, _ = trained(spec(**plain), alone)
+    assert not same(ours, theirs)
+    assert float(steps[-1].loss) < 0.5 * float(steps[0].loss)
+
+
+@pytest.mark.parametrize("name", ["lars", "lamb", "polo", "adascale", "static", "ortho"])
+def test_half_precision_and_clipping_train(alone: Ranks, name: str) -> None:
+    sections = job(name)
+    sections["train"] |= {"precision": "fp16", "max_grad_norm": 5.0}
+    state, steps = trained(spec(**sections), alone)
+    assert float(steps[-1].loss) < 0.7 * float(steps[0].loss)
+    assert all(bool(value.isfinite().all()) for value in state.values())
+
+
+@pytest.mark.parametrize("name", ["lars", "lamb", "polo", "adascale", "static", "ortho", "ghost"])
+def test_a_probe_measures_it(alone: Ranks, run: RunDir, name: str) -> None:
+    sections = job(name, search={"nodes": [1], "steps": 40})
+    task = probe_task(spec(**sections), 16)
+    run_probes(task, run, alone, build_datasets(task.spec), started_at=0.0)
+    found = run.result("probe-n001-l000016")
+    assert isinstance(found, Measured)
+    assert len(found.step_times) == 40
+    assert found.accumulate == (2 if name == "adascale" else 1)
+    copies, gradients = (2 if name == "lamb" else 1), found.memory.gradients / found.accumulate
+    assert found.memory.optimizer == pytest.approx(copies * gradients, rel=0.01)
+
+
+# --- each
+
+
+def test_lars_and_lamb_take_over_the_optimizers_settings(alone: Ranks) -> None:
+    lars = trainer(spec(**job("lars")), alone).base
+    assert isinstance(lars, Lars)
+    assert {lars.defaults[name] for name in ("momentum", "weight_decay")} == {0.9, 5e-4}
+    lamb = trainer(spec(**job("lamb", optimizer={**ADAM, "args": {"betas": [0.8, 0.9]}})), alone).base
+    assert isinstance(lamb, Lamb)
+    assert (lamb.defaults["betas"], lamb.defaults["weight_decay"]) == ((0.8, 0.9), 0.01)
+
+
+@pytest.mark.parametrize(
+    ("method", "optimizer", "message"),
+    [
+        ("lars", {"name": "Adam", "momentum": None}, "method lars takes the place of SGD, not of optimizer.name: Adam"),
+        ("lamb", {"name": "SGD"}, "method lamb takes the place of Adam or AdamW"),
+        ("lamb", {"name": "Adam", "momentum": 0.9}, "Adam takes no momentum"),
+        ("lars", {"args": {"dampening": 0.1}}, r"optimizer.args.dampening: SGD takes no such argument"),
+        ("lars", {"args": {"trust_coefficient": -1.0}}, "trust_coefficient must be above 0"),
+    ],
+)
+def test_settings_that_do_not_fit_are_refused(
+    alone: Ranks, method: str, optimizer: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(SpecError, match=message):
+        trainer(spec(train={"method": method}, optimizer=optimizer), alone)
+
+
+def test_adascale_tells_its_gain_and_its_progress(alone: Ranks, run: RunDir) -> None:
+    task = train_task(spec(**job("adascale")))
+    run_one(run, alone, task)
+    told = [row["adascale"] for row in rows(run, task, "epoch")]
+    assert all(1 <= row["gain"] <= 2 for row in told)
+    worth = [row["epochs"] for row in told]  # a step of 16 is worth 1 to 2 of the reference batch of 8
+    assert worth == sorted(worth)
+    assert 7 * 6 * 8 / 100 < worth[-1] < 7 * 6 * 16 / 100
+
+
+def test_adascale_alone_takes_its_batch_in_halves(alone: Ranks) -> None:
+    subject = trainer(spec(train={"method": "adascale"}), alone)
+    assert (subject.parts, subject.micro_batch) == (2, 8)
+    with pytest.raises(SpecError, match="batch 15 does not divide by 2 \\(AdaScale's half batches\\)"):
+        trainer(spec(train={"method": "adascale"}), alone, batch=15)
+
+
+def test_adascales_gain_is_that_of_the_first_halves(alone: Ranks) -> None:
+    """At weights that stay, a step sees the gradients that a plain step of the half and of the whole batch sees."""
+    still = {"optimizer": {"lr": 1e-12}}
+    subject = trainer(spec(**still, train={"method": "adascale", "precision": "fp16"}), alone)
+    subject.scaler.load_state_dict({**subject.scaler.state_dict(), "scale": 256.0})
+    seen: list[tuple[float, int]] = []
+    assert isinstance(subject.optimizer, AdaScale)
+    keep = subject.optimizer.observe
+    subject.optimizer.observe = lambda square, samples: (seen.append((float(square), samples)), keep(square, samples))[1]  # type: ignore[method-assign]  # fmt: skip
+    next(worker_train_loop.steps(subject))
+    half = trainer(spec(**still, train={"method": "lbt"}), alone, batch=8)
+    half.after_backward = lambda: None
+    next(worker_train_loop.steps(half))
+    assert half.last_batch is not None
+    inputs, targets = half.last_batch
+    loss = half.loss(half.ddp.module(inputs), targets)
+    square = sum(float(g.square().sum()) for g in torch.autograd.grad(loss, list(half.ddp.module.parameters())))
+    assert seen == [(pytest.approx(square, rel=0.02), 8)]
+
+
+def test_ghost_batches_go_with_recomputed_activations(alone: Ranks) -> None:
+    sections = {"model": {"name": "small_cnn", "args": {"in_channels": 1, "width": 4}}}
+    plain, _ = trained(spec(**sections, train={"ghost_batch": 4}), alone)
+    recomputed, _ = trained(spec(**sections, train={"ghost_batch": 4, "activation_checkpointing": True}), alone)
+    for name, value in plain.items():
+        torch.testing.assert_close(recomputed[name], value, rtol=1e-4, atol=1e-5)
+
+
+def test_ghost_batches_are_refused_where_there_is_a_rest_or_nothing_to_normalise(alone: Ranks) -> None:
+    norm = {"model": {"args": {"norm": True}}}
+    subject = trainer(spec(**norm, train={"ghost_batch": 4}), alone)
+    assert any(isinstance(module, GhostBatchNorm) for module in subject.ddp.modules())
+    with pytest.raises(SpecError, match="ghost_batch 6 does not divide the 16 samples"):
+        trainer(spec(**norm, train={"ghost_batch": 6}), alone)
+    with pytest.raises(SpecError, match="has no BatchNorm"):
+        trainer(spec(train={"ghost_batch": 4}), alone)
+
+
+@pytest.mark.parametrize(
+    ("train", "ags", "refused"),
+    [
+        ({"method": "ags"}, {"b_small": 5}, True),
+        ({"method": "ags", "reference_batch": 5}, {"preset": "robust"}, True),  # one rank alone takes one too
+        ({"method": "ags"}, {"b_small": 6}, False),
+        ({"method": "ags", "accumulate": 8}, {"b_small": 5}, False),  # no more than 4 at a time
+        ({"method": "static"}, {"b_small": 5}, False),
+        ({"method": "lbt"}, {"b_small": 5}, False),
+    ],
+)
+def test_a_small_batch_that_leaves_one_sample_to_a_ghost_batch_is_refused(
+    alone: Ranks, train: dict[str, Any], ags: dict[str, Any], refused: bool
+) -> None:
+    job = spec(model={"args": {"norm": True}}, train={"ghost_batch": 4, **train}, ags=ags)
+    with pytest.raises(SpecError, match="leaves 1 sample over of the 5") if refused else nullcontext():
+        trainer(job, alone, batch=32)
+
+
+def test_on_several_gpus_it_is_the_share_of_one_that_counts() -> None:
+    ghost = {"method": "ags", "ghost_batch": 4, "reference_batch": 5}
+    robust, halved = spec(train=ghost, ags={"preset": "robust"}), {**ghost, "accumulate": 2}
+    worker_train_loop.check_ghosts(robust, 32, world=2)  # takes no small batch
+    worker_train_loop.check_ghosts(spec(train=halved, ags={"b_small": 12}), 32, world=2)  # 6 and 6
+    with pytest.raises(SpecError, match="leaves 1 sample over of the 5"):
+        worker_train_loop.check_ghosts(spec(train=halved, ags={"b_small": 10}), 32, world=2)  # 5 and 5
+
+
+@pytest.mark.parametrize(
+    ("sections", "batch", "message"),
+    [
+        ({"train": {"method": "polo"}, "schedule": {"warmup_epochs": 1}}, 16, "post-local SGD on one GPU is plain SGD"),
+        ({"train": {"method": "adascale"}}, 8, "AdaScale has nothing to gain"),
+        ({"train": {"ghost_batch": 16}, "model": {"args": {"norm": True}}}, 16, "train.ghost_batch 16 changes nothing"),
+        ({"train": {"method": "static"}}, 8, "AGS leaves the gradients as they are"),
+        ({"train": {"method": "adascale"}}, 16, ""),
+        ({"train": {"method": "lrs"}}, 16, "its warm-up of 5 epochs is not shorter than train.epochs 2"),
+        ({"schedule": {"warmup_epochs": 2}}, 16, "its warm-up of 2 epochs is not shorter than train.epochs 2"),
+        ({"schedule": {"warmup_epochs": 1.9}}, 16, ""),
+        (
+            {"train": {"method": "ags", "accumulate": 4}, "ags": {"b_small": 8, "delta": "inf"}},
+            16,
+            "a small batch of 4 samples, not of b_small 8: with train.accumulate 4",
+        ),
+        ({"train": {"method": "ags", "accumulate": 2}, "ags": {"b_small": 8, "delta": "inf"}}, 16, ""),
+        (
+            {"train": {"method": "static", "accumulate": 4}, "ags": {"b_small": 8, "delta": "inf"}},
+            16,
+            "not of b_small 8",
+        ),
+        ({"train": {"method": "static", "accumulate": 4}, "ags": {"b_small": 8, "factor": 2, "delta": "inf"}}, 16, ""),
+    ],
+)
+def test_what_does_nothing_is_told(
+    alone: Ranks, run: RunDir, sections: dict[str, Any], batch: int, message: str
+) -> None:
+    task = train_task(spec(**sections), batch=batch)
+    run_one(run, alone, task)
+    warnings = [row["message"] for row in rows(run, task, "warning")]
+    assert len(warnings) == bool(message)
+    assert all(message in text for text in warnings)
+    json.dumps(warnings)
+
+
+def test_the_identity_is_told_by_the_training_alone(alone: Ranks, run: RunDir) -> None:
+    job = spec(train={"method": "ags"})
+    task = train_task(job, batch=8)
+    with python_warnings.catch_warnings():
+        python_warnings.simplefilter("error")
+        run_one(run, alone, task)
+        probed = probe_task(job, 8)
+        run_probes(probed, run, alone, build_datasets(job), started_at=0.0)
+    assert len(list(rows(run, task, "warning"))) == 1
+
+
+def test_polo_on_one_rank_is_the_large_batch_with_a_warm_up(alone: Ranks) -> None:
+    polo = trainer(spec(**job("polo")), alone)
+    for _ in worker_train_loop.steps(polo):
+        pass
+    sections = job("polo", schedule={"warmup_epochs": 5})
+    sections["train"] |= {"method": "lbt"}
+    assert same(weights(polo), trained(spec(**sections), alone)[0])

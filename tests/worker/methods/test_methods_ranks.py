@@ -1,0 +1,117 @@
+"""Post-local SGD and AdaScale on two and on four ranks: all cases in one start of each (gloo, loopback)."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import method_rank_cases
+import pytest
+
+ROOT = Path(__file__).parents[3]
+pytestmark = pytest.mark.torch
+
+
+class Found:
+    """What the ranks of one start found in each case."""
+
+    def __init__(self, folder: Path, world: int) -> None:
+        self.world = world
+        self.ranks = [json.loads((folder / f"{rank}.json").read_text()) for rank in range(world)]
+
+    def of(self, case: str) -> list[Any]:
+        return [rank[case] for rank in self.ranks]
+
+
+@pytest.fixture(scope="module", params=[2, 4])
+def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Found:
+    world: int = request.param
+    folder = tmp_path_factory.mktemp(f"methods-{world}-")
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    processes = [_start(folder, rank, world, port) for rank in range(world)]
+    try:
+        codes = [process.wait(timeout=400) for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+    assert codes == [0] * world, "\n".join((folder / f"{rank}.err").read_text()[-3000:] for rank in range(world))
+    return Found(folder, world)
+
+
+def _start(folder: Path, rank: int, world: int, port: int) -> "subprocess.Popen[bytes]":
+    environment = os.environ | {
+        "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests" / "helpers")]),
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(world),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "OMP_NUM_THREADS": "1",
+    }
+    with open(folder / f"{rank}.err", "wb") as errors:
+        command = [sys.executable, method_rank_cases.__file__, str(folder)]
+        return subprocess.Popen(command, env=environment, stdout=errors, stderr=errors)
+
+
+def test_replicas_part_after_five_epochs_and_meet_four_times_an_epoch(found: Found) -> None:
+    for rank in found.of("drift"):
+        assert rank["parameters"] == [True] * 30 + [False, True, True, False, True, True] * 2
+
+
+def test_where_they_meet_buffers_and_momentum_are_equal_too(found: Found) -> None:
+    for rank in found.of("drift"):
+        assert rank["everything"][30:] == [False, True, True, False, True, True] * 2
+
+
+def test_running_statistics_are_rank_0s_at_first_and_each_ranks_own_after_the_switch(found: Found) -> None:
+    first, *others = (rank["kept"] for rank in found.of("drift"))
+    assert first == [True] * 41
+    assert others == [[False] * 29 + [True] * 12] * (found.world - 1)
+
+
+def test_the_synchronous_epochs_are_those_of_the_large_batch(found: Found) -> None:
+    assert found.of("synchronous") == [True] * found.world
+
+
+def test_parameters_are_those_of_torchs_post_local_sgd(found: Found) -> None:
+    assert max(found.of("against_torch")) < 1e-6
+
+
+def test_a_broken_run_goes_on_from_the_newest_average_to_the_same_weights(found: Found) -> None:
+    # broken off after 4 steps of epoch 6, of which the third was the newest to be averaged
+    assert found.of("resumed") == [{"starts": [0, 5 * 96 + 48], "same": True}] * found.world
+
+
+def test_a_relaunch_at_another_batch_goes_on_behind_the_switch(found: Found) -> None:
+    for rank in found.of("relaunched"):
+        assert rank == {"starts": [[0, 16], [5 * 96 + 48, 8]], "epochs": 7}
+
+
+def test_leaving_averages_before_it_saves(found: Found) -> None:
+    expected = {"before": False, "apart": True, "after": True, "still": False}
+    assert found.of("left") == [expected] * found.world
+
+
+def test_loss_scales_meet_at_the_smallest(found: Found) -> None:
+    assert found.of("scales") == [8.0] * found.world
+
+
+@pytest.mark.parametrize("how", ["fp32 1", "fp32 2", "fp16 1"])
+def test_adascales_gain_is_that_of_the_ranks_own_gradients(found: Found, how: str) -> None:
+    seen = [rank[how] for rank in found.of("gains")]
+    assert len({gain for _, gain, _ in seen}) == 1
+    for steps, gain, expected in seen:
+        assert steps == 4
+        assert 1 < gain < 2
+        assert gain == pytest.approx(expected, rel=5e-3 if "fp16" in how else 1e-4)
+
+
+def test_turned_steps_keep_the_replicas_together(found: Found) -> None:
+    """Step 3 leaves a rank with other bits, as other hardware might; the fifth hands out rank 0's."""
+    assert found.of("aligned") == [[True, True, True, False, True, True]] * found.world

@@ -1,0 +1,148 @@
+"""Checkpoints: what is in them, which are kept, and which can be trusted."""
+
+import os
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from worker_jobs import same, spec, trainer, weights
+
+from tula_cli.errors import TulaError
+from tula_cli.run.directory import RunDir
+from tula_cli.worker.build.sampling import Position
+from tula_cli.worker.ranks import Ranks
+from tula_cli.worker.train import checkpoint
+from tula_cli.worker.train import loop as worker_train_loop
+from tula_cli.worker.train.loop import Trainer
+
+NAME = "abcd1234"
+AGS = {"train": {"method": "ags"}, "ags": {"delta": "inf"}}
+
+
+def advanced(ranks: Ranks, *, steps: int = 8, batch: int = 16, **changes: Any) -> Trainer:
+    subject = trainer(spec(**changes), ranks, batch=batch)
+    for _ in islice(worker_train_loop.steps(subject), steps):
+        pass
+    return subject
+
+
+def save(run: RunDir, subject: Trainer, samples: int, *, is_best: bool = False) -> Path:
+    subject.position = Position(samples=samples)
+    return checkpoint.save(run, NAME, subject, best={"top1": 1.0}, is_best=is_best)
+
+
+def names(run: RunDir) -> list[int]:
+    return [int(path.stem) for path in run.checkpoints(NAME)]
+
+
+def test_a_checkpoint_holds_all_that_goes_on(alone: Ranks, run: RunDir) -> None:
+    old = advanced(alone, **AGS)
+    path = checkpoint.save(run, NAME, old, best={"top1": 3.5, "epoch": 1.0}, is_best=False)
+    new = trainer(spec(**AGS), alone)
+    assert checkpoint.restore(new, torch.load(path, weights_only=True)) == {"top1": 3.5, "epoch": 1.0}
+    assert same(weights(new), weights(old))
+    assert new.position == old.position == Position(epoch=1, done=32, samples=128, steps=8)
+    assert path == run.checkpoint_path(NAME, 128)
+    assert repr(new.optimizer.state_dict()) == repr(old.optimizer.state_dict())
+
+
+def test_another_batch_keeps_momentum_and_drops_the_factors(alone: Ranks, run: RunDir) -> None:
+    old = advanced(alone, batch=32, steps=5, **AGS)
+    path = checkpoint.save(run, NAME, old, best={}, is_best=False)
+    new = trainer(spec(**AGS), alone, batch=16)
+    checkpoint.restore(new, torch.load(path, weights_only=True))
+    assert old.ags is not None
+    assert new.ags is not None
+    assert old.ags.state_dict()["ags"]["factors"]["scale"]
+    assert not new.ags.state_dict()["ags"]["factors"]["scale"]
+    assert new.ags.state_dict()["ags"]["gate"]["prev_sq"] is None
+    momenta = [[state["momentum_buffer"] for state in one.base.state.values()] for one in (old, new)]
+    assert all(torch.equal(a, b) for a, b in zip(*momenta, strict=True))
+    assert new.position == old.position
+
+
+def test_the_two_newest_and_the_best_are_kept(alone: Ranks, run: RunDir) -> None:
+    subject = trainer(spec(), alone)
+    for samples in (100, 200, 300, 400, 500):
+        save(run, subject, samples, is_best=samples == 200)
+    assert names(run) == [500, 400, 200]
+
+
+def test_a_copy_that_the_user_made_stays(alone: Ranks, run: RunDir) -> None:
+    subject = trainer(spec(), alone)
+    copy = save(run, subject, 100).with_name("my-backup.pt")
+    copy.write_bytes(b"of the user's")
+    for samples in (200, 300, 400):
+        save(run, subject, samples)
+    checkpoint.go_back(run, NAME, 300)
+    found = checkpoint.load_newest(run, NAME)
+    assert found is not None
+    assert found[0] == run.checkpoint_path(NAME, 300)
+    assert names(run) == [300] and copy.read_bytes() == b"of the user's"
+
+
+def test_links_are_relative_and_lead_to_a_checkpoint(alone: Ranks, run: RunDir, tmp_path: Path) -> None:
+    subject = trainer(spec(), alone)
+    save(run, subject, 100, is_best=True)
+    save(run, subject, 200)
+    folder = run.train_dir(NAME)
+    assert os.readlink(folder / "best") == "checkpoints/000000000100.pt"
+    assert os.readlink(folder / "last") == "checkpoints/000000000200.pt"
+    moved = run.path.rename(tmp_path / "moved")
+    assert torch.load(moved / "train" / NAME / "last", weights_only=True)["position"]["samples"] == 200
+
+
+def test_no_draft_is_left(alone: Ranks, run: RunDir) -> None:
+    save(run, trainer(spec(), alone), 100, is_best=True)
+    found = {path.name for path in run.train_dir(NAME).rglob("*")}
+    assert found == {"checkpoints", "000000000100.pt", "last", "best"}
+
+
+@pytest.mark.parametrize("share", [0.0, 0.01, 0.3, 0.9, 0.999])
+def test_a_truncated_checkpoint_is_passed_over(alone: Ranks, run: RunDir, share: float) -> None:
+    subject = trainer(spec(), alone)
+    older, newest = save(run, subject, 100), save(run, subject, 200)
+    content = newest.read_bytes()
+    newest.write_bytes(content[: int(share * len(content))])
+    found = checkpoint.load_newest(run, NAME)
+    assert found is not None
+    assert found[0] == older
+
+
+@pytest.mark.parametrize("place", [0.1, 0.5, 0.8])
+def test_a_checkpoint_with_a_hole_is_passed_over(alone: Ranks, run: RunDir, place: float) -> None:
+    path = save(run, trainer(spec(), alone), 100)
+    content = bytearray(path.read_bytes())
+    begin = int(place * len(content))
+    content[begin : begin + 512] = bytes(512)
+    path.write_bytes(content)
+    assert checkpoint.load_newest(run, NAME) is None
+
+
+def test_where_there_is_none_nothing_is_loaded(run: RunDir) -> None:
+    assert checkpoint.load_newest(run, NAME) is None
+
+
+def test_a_damaged_checkpoint_ahead_does_not_push_out_a_good_one(alone: Ranks, run: RunDir) -> None:
+    subject = trainer(spec(), alone)
+    save(run, subject, 100)
+    save(run, subject, 300).write_bytes(b"")
+    save(run, subject, 200)
+    assert names(run) == [200, 100]
+
+
+def test_a_checkpoint_of_another_model_is_refused(alone: Ranks) -> None:
+    content = checkpoint.state(trainer(spec(), alone), best={})
+    other = trainer(spec(model={"args": {"width": 4}}), alone)
+    with pytest.raises(TulaError, match="does not fit the model"):
+        checkpoint.restore(other, content)
+
+
+def test_the_scale_of_half_precision_is_kept(alone: Ranks, tmp_path: Path) -> None:
+    old = advanced(alone, train={"precision": "fp16"})
+    old.scaler.update(2.0**7)
+    new = trainer(spec(train={"precision": "fp16"}), alone)
+    checkpoint.restore(new, checkpoint.state(old, best={}))
+    assert new.scaler.get_scale() == 2.0**7

@@ -1,0 +1,167 @@
+"""Norms, changes and factors in the rows of epochs, and that no weight depends on looking at them."""
+
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from worker_jobs import gradient, rows, same, spec, train_task, trainer
+
+from tula_cli.run.directory import RunDir
+from tula_cli.run.records.tasks import TrainTask
+from tula_cli.worker.build.datasets import build_datasets
+from tula_cli.worker.ranks import Ranks
+from tula_cli.worker.train import loop as worker_train_loop
+from tula_cli.worker.train.diagnostics import EDGES, Diagnostics, histogram
+from tula_cli.worker.train.training import run_training
+
+AGS = {"train": {"method": "ags"}, "ags": {"delta": 0.4}}
+LEVELS = [0.05, 0.25, 0.5, 0.75, 0.95]
+
+
+def run_job(run: RunDir, ranks: Ranks, task: TrainTask) -> dict[str, torch.Tensor]:
+    run_training(task, run, ranks, build_datasets(task.spec))
+    state: dict[str, torch.Tensor] = torch.load(run.train_dir(task.signature) / "last", weights_only=True)["model"]
+    return state
+
+
+def quantiles(values: list[float]) -> dict[str, float]:
+    found = np.quantile(np.array(values), LEVELS)
+    return dict(zip(["q05", "q25", "q50", "q75", "q95"], found.tolist(), strict=True))
+
+
+def changes(squares: list[float]) -> list[float]:
+    return [abs((now - before) / before) for before, now in pairwise(squares)]
+
+
+@pytest.mark.parametrize(
+    "job",
+    [
+        AGS,
+        {"train": {"method": "lbt", "diagnostics": True}},
+        {"train": {"method": "lbt", "diagnostics": True, "max_grad_norm": 0.01}},  # seen before they are clipped
+        {"train": {"method": "lbt", "diagnostics": True, "accumulate": 2}},
+    ],
+    ids=["ags", "lbt", "clipped", "accumulated"],
+)
+def test_the_quantiles_are_those_of_the_averaged_gradients(alone: Ranks, job: dict[str, Any]) -> None:
+    subject = trainer(spec(**job), alone)
+    found = Diagnostics.attach(subject)
+    assert found is not None
+    own, squares, reports = subject.on_gradient, [], []
+
+    def look(seen: worker_train_loop.Trainer) -> None:
+        squares.append(float(gradient(seen).square().sum()))
+        if own:
+            own(seen)
+
+    subject.on_gradient = look
+    for step in worker_train_loop.steps(subject):
+        found.follow(subject)
+        if step.epoch_ended:
+            reports.append(found.report(subject, scaled=None))
+    assert [report["steps"] for report in reports] == [6, 6]
+    for first, report in ((0, reports[0]), (6, reports[1])):
+        assert report["norm"] == pytest.approx(quantiles(np.sqrt(squares[first : first + 6]).tolist()), rel=1e-4)
+        # The first step of all has no change; the first of the second epoch is against the last of the first.
+        assert report["delta"] == pytest.approx(quantiles(changes(squares[max(0, first - 1) : first + 6])), rel=1e-3)
+
+
+def test_a_scaled_loss_and_a_skipped_step_leave_no_trace_in_the_norms(alone: Ranks) -> None:
+    plain, scaled = (trainer(spec(train={"method": "lbt", "diagnostics": True}), alone) for _ in range(2))
+    scaled.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+    reports = []
+    for subject in (plain, scaled):
+        found = Diagnostics.attach(subject)
+        assert found is not None
+        for _ in worker_train_loop.steps(subject):
+            pass
+        if subject is scaled:
+            found.squares.insert(3, torch.tensor(torch.inf))  # as GradScaler meets it
+        reports.append(found.report(subject, scaled=None))
+    for name in ("norm", "delta"):
+        assert reports[1][name] == pytest.approx(reports[0][name], rel=1e-3)
+    assert [report["steps"] for report in reports] == [12, 13]
+
+
+def test_a_step_that_grad_scaler_skips_is_not_counted_for_ags(alone: Ranks) -> None:
+    subject = trainer(spec(**AGS), alone)
+    found = Diagnostics.attach(subject)
+    assert found is not None
+    steps = worker_train_loop.steps(subject)
+    for _ in range(3):
+        next(steps)
+        found.follow(subject)
+        found.follow(subject)  # nothing new
+    assert found.report(subject, scaled=0.5)["steps"] == 3
+
+
+def test_only_who_asks_or_scales_has_diagnostics(alone: Ranks) -> None:
+    jobs = [{}, {"train": {"diagnostics": True}}, AGS]
+    assert [Diagnostics.attach(trainer(spec(**job), alone)) is not None for job in jobs] == [False, True, True]
+    idle = trainer(spec(**AGS), alone, batch=8)  # the reference batch: nothing is scaled
+    assert Diagnostics.attach(idle) is None
+
+
+def test_every_element_is_in_one_bin_and_an_edge_in_the_bin_above() -> None:
+    values = torch.tensor([0.0, 1e-9, 1.0, 1.41, 1.4143, 2.0, 1e9, *EDGES])
+    counts = histogram([values])
+    assert len(counts) == len(EDGES) + 1 and sum(counts) == len(values)
+    expected = np.histogram(values.double().numpy(), bins=np.float32([-1.0, *EDGES, 1e12]))[0]
+    assert counts == expected.tolist()
+    assert counts[0] == 2 and counts[-1] == 2
+
+
+def test_large_and_several_factors_are_all_counted() -> None:
+    assert sum(histogram([torch.ones(3, 2**20), torch.ones(()), torch.full((7,), 2.0)])) == 3 * 2**20 + 8
+
+
+# --- in the rows of a training
+
+
+def test_epoch_rows_hold_norms_changes_and_factors(alone: Ranks, run: RunDir) -> None:
+    task = train_task(spec(**{**AGS, "ags": {"delta": "inf"}}))
+    weights = run_job(run, alone, task)
+    first, second = (row["diagnostics"] for row in rows(run, task, "epoch"))
+    assert first["steps"] == second["steps"] == 6
+    assert first["scaled"] < second["scaled"] == 1.0
+    assert first["factors"]["edges"] == list(EDGES)
+    # The first refresh is in the last step of the first epoch: from there on each weight has a factor.
+    assert (
+        sum(first["factors"]["counts"]) == sum(second["factors"]["counts"]) == sum(w.numel() for w in weights.values())
+    )
+    assert first["norm"]["q05"] <= first["norm"]["q50"] <= first["norm"]["q95"]
+
+
+def test_without_scaling_there_is_no_share_and_no_factor(alone: Ranks, run: RunDir) -> None:
+    plain, asked = train_task(spec()), train_task(spec(train={"diagnostics": True}), signature="asked")
+    for task in (plain, asked):
+        run_job(run, alone, task)
+    assert [row["diagnostics"] for row in rows(run, plain, "epoch")] == [None, None]
+    found = next(rows(run, asked, "epoch"))["diagnostics"]
+    assert found["scaled"] is None and found["factors"] is None and found["steps"] == 6
+
+
+def test_curvature_rows_come_at_the_start_and_at_the_epochs_asked_for(alone: Ranks, run: RunDir) -> None:
+    settings = {"hessian": {"every": 2, "samples": 24}, "epochs": 5, "method": "ags"}
+    task = train_task(spec(train=settings, ags={"b_small": 4, "s_min": 0.1}))
+    run_job(run, alone, task)
+    found = list(rows(run, task, "hessian"))
+    assert [(row["epoch"], row["samples"], row["batch"]) for row in found] == [(0, 0, 24), (2, 192, 24), (4, 384, 24)]
+    for row in found:
+        assert row["eigenvalue"] > 0 and row["gradient_norm"] > 0 and row["converged"]
+        assert (row["s_min"], row["s_max"], row["lr"]) == (0.1, 2.0, 0.1)
+        assert row["lr_bound"] == pytest.approx(2 * 0.1 / (row["smoothness"] * 4))
+
+
+@pytest.mark.parametrize("method", ["lbt", "ags"])
+def test_looking_changes_no_weight(alone: Ranks, tmp_path: Path, method: str) -> None:
+    network = {"model": {"args": {"norm": True, "dropout": 0.3}}}
+    plain = spec(**network, train={"method": method})
+    asked = spec(**network, train={"method": method, "hessian": True, "diagnostics": True})
+    tasks = [train_task(job) for job in (plain, asked)]
+    assert tasks[0].signature == tasks[1].signature
+    found = [run_job(RunDir.create(tmp_path / str(n), task.spec), alone, task) for n, task in enumerate(tasks)]
+    assert same(*found)

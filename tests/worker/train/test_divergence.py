@@ -1,0 +1,89 @@
+"""Whether a training is finite: which step is told, by all ranks alike, and what does not count."""
+
+import dataclasses
+import math
+from itertools import islice
+
+import pytest
+import torch
+from torch import nn
+from worker_jobs import spec, trainer
+
+from tula_cli.worker.ranks import Ranks
+from tula_cli.worker.train import divergence
+from tula_cli.worker.train import loop as worker_train_loop
+from tula_cli.worker.train.divergence import Watch
+from tula_cli.worker.train.loop import Step, Trainer
+
+FP16 = {"train": {"precision": "fp16"}}
+
+
+@dataclasses.dataclass(frozen=True)
+class WithPeer(Ranks):
+    """This rank beside another one, which says its part of each reduction."""
+
+    says: tuple[float, ...] = ()
+
+    def maxima(self, values: list[float]) -> list[float]:
+        return [max(pair) for pair in zip(values, self.says, strict=True)]
+
+
+def followed(subject: Trainer, *, bad: tuple[int, ...] = (), steps: int = 5) -> Watch:
+    """Train some steps; the loss of the `bad` ones (from 1) is told as no number."""
+    watch = Watch(subject)
+    for number, step in enumerate(islice(worker_train_loop.steps(subject), steps), 1):
+        loss = step.loss * math.nan if number in bad else step.loss
+        watch.follow(Step(loss, *(getattr(step, field.name) for field in dataclasses.fields(Step)[1:])))
+    return watch
+
+
+def test_the_first_step_whose_loss_is_no_number_is_told(alone: Ranks) -> None:
+    watch = followed(trainer(spec(), alone), bad=(3, 5))
+    assert watch.look() == "the loss is not finite at epoch 0.48, step 3, 48 samples"
+    assert watch.look() == "", "told once, and the weights were never touched"
+    assert watch.look(weights=True) == ""
+
+
+def test_every_rank_tells_the_earliest_step_of_all(alone: Ranks) -> None:
+    subject = trainer(spec(), alone)
+    watch = followed(subject, bad=(4,))
+    subject.ranks = WithPeer(0, 2, 0, alone.device, says=(-2.0, 0.0, 0.0))
+    assert watch.look() == "the loss is not finite at epoch 0.32, step 2, 32 samples"
+
+
+def test_what_another_rank_sees_in_its_weights_ends_this_one_too(alone: Ranks) -> None:
+    subject = trainer(spec(), alone)
+    watch = followed(subject)
+    subject.ranks = WithPeer(0, 2, 0, alone.device, says=(-math.inf, 1.0, 0.0))
+    assert watch.look().startswith("the weights are not finite at epoch 0.80, step 5, 80 samples")
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_a_gradient_that_was_not_finite_is_in_the_weights(alone: Ranks, value: float) -> None:
+    subject = trainer(spec(), alone)
+    watch = followed(subject)
+    assert watch.may_save()
+    next(subject.ddp.parameters()).data.view(-1)[-1] = value
+    assert watch.look() == "", "losses alone are looked at between checkpoints"
+    assert not watch.may_save()
+    assert watch.look().startswith("the weights are not finite"), "seen by rank 0 alone, told at the next look"
+
+
+def test_only_what_is_trained_has_to_be_finite() -> None:
+    def parameter(*values: complex, trained: bool = True) -> nn.Parameter:
+        return nn.Parameter(torch.tensor(values), requires_grad=trained)
+
+    mask = parameter(-math.inf, trained=False)
+    assert divergence._are_finite([mask, nn.Parameter(torch.empty(0)), parameter(1.0), parameter(1 + 2j)])
+    assert not divergence._are_finite([parameter(1.0), parameter(complex(1, math.inf))])
+    assert divergence._are_finite([parameter(3e38, -3e38)]) and divergence._are_finite([mask])
+
+
+def test_steps_that_fp16_skips_are_no_divergence_until_none_is_left(alone: Ranks) -> None:
+    subject = trainer(spec(**FP16), alone)
+    subject.scaler.load_state_dict({**subject.scaler.state_dict(), "scale": 2.0**120})
+    watch = followed(subject)
+    assert subject.scaler.get_scale() == 2.0**115, "every step was skipped"
+    assert watch.look(weights=True) == ""
+    subject.scaler.load_state_dict({**subject.scaler.state_dict(), "scale": divergence.LEAST_SCALE / 2})
+    assert watch.look() == "the gradient overflows fp16 at every step, up to epoch 0.80, step 5, 80 samples"

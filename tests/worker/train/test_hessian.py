@@ -1,0 +1,268 @@
+"""The largest Hessian eigenvalue: against explicit Hessians, and without a trace in the training."""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.func import functional_call
+from worker_jobs import same, spec, trainer, weights
+
+from tula_cli.errors import SpecError
+from tula_cli.worker.ranks import Ranks
+from tula_cli.worker.train import hessian
+from tula_cli.worker.train import loop as worker_train_loop
+from tula_cli.worker.train.hessian import Surface, extremes, measure, power_iteration, step_size_bound
+
+SMALL = {"model": {"args": {"norm": True, "dropout": 0.5, "width": 3}}}
+
+
+def symmetric(*eigenvalues: float, seed: int = 0) -> Tensor:
+    """Return a matrix with these eigenvalues in a random basis."""
+    basis, _ = np.linalg.qr(np.random.default_rng(seed).normal(size=(len(eigenvalues),) * 2))
+    return torch.from_numpy(basis @ np.diag(eigenvalues) @ basis.T)
+
+
+def start(size: int) -> Tensor:
+    return torch.randn(size, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+
+
+def times(matrix: Tensor) -> Callable[[Tensor], Tensor]:
+    return lambda vector: matrix @ vector
+
+
+def explicit(surface: Surface) -> np.ndarray[Any, Any]:
+    """Return the whole Hessian of the mean loss, by torch's own double derivative of a function of the weights."""
+    named = {name: p for name, p in surface.model.named_parameters() if p.requires_grad}
+    flat = torch.cat([p.detach().flatten() for p in named.values()])
+
+    def loss(vector: Tensor) -> Tensor:
+        pieces = vector.split([p.numel() for p in named.values()])
+        values = {name: piece.view_as(p) for (name, p), piece in zip(named.items(), pieces, strict=True)}
+        inputs = torch.cat([inputs for inputs, _ in surface.batches])
+        targets = torch.cat([targets for _, targets in surface.batches])
+        return surface.loss(functional_call(surface.model, values, inputs), targets)
+
+    found: np.ndarray[Any, Any] = torch.autograd.functional.hessian(loss, flat).numpy()  # type: ignore[no-untyped-call]
+    return found
+
+
+# --- the iteration
+
+
+@given(st.lists(st.floats(-100, 100), min_size=2, max_size=12), st.integers(0, 1000))
+@settings(max_examples=60, deadline=None)
+def test_both_extremes_are_those_of_the_spectrum(eigenvalues: list[float], seed: int) -> None:
+    matrix = symmetric(*eigenvalues, seed=seed)
+    true = np.linalg.eigvalsh(matrix.numpy())
+    largest, strongest = extremes(times(matrix), start(len(eigenvalues)), tolerance=1e-3, most=5000)
+    size = np.abs(true).max()
+    assert strongest.size == pytest.approx(size, rel=0.01, abs=1e-9)
+    assert largest.value == pytest.approx(true.max(), abs=0.01 * size + 1e-9)
+
+
+def test_a_quadratic_converges_at_once_and_a_gap_decides_how_fast() -> None:
+    assert power_iteration(times(symmetric(5.0, 5.0, 5.0)), start(3)).iterations == 1
+    near = power_iteration(times(symmetric(1.0, *[0.9] * 30)), start(31), tolerance=0.01)
+    far = power_iteration(times(symmetric(1.0, *[0.1] * 30)), start(31), tolerance=0.01)
+    assert far.iterations < near.iterations < hessian.MAX_ITERATIONS
+    assert far.converged and far.value == pytest.approx(1.0, rel=1e-3)
+
+
+def test_contending_signs_do_not_converge_but_the_shifted_spectrum_does() -> None:
+    matrix = symmetric(3.0, -3.0, 1.0)
+    assert not power_iteration(times(matrix), start(3)).converged
+    largest, strongest = extremes(times(matrix), start(3))
+    assert largest.converged and largest.value == pytest.approx(3.0, rel=0.02)
+    assert strongest.size == pytest.approx(3.0, rel=0.01)
+    assert largest.iterations > hessian.MAX_ITERATIONS
+
+
+def test_a_negative_extreme_is_the_smoothness_and_not_the_largest_eigenvalue() -> None:
+    largest, strongest = extremes(times(symmetric(-8.0, 2.0, 0.5)), start(3))
+    assert largest.value == pytest.approx(2.0, rel=0.02)
+    assert strongest.value == pytest.approx(-8.0, rel=0.01)
+
+
+@pytest.mark.parametrize("value", [0.0, math.nan, math.inf])
+def test_a_flat_or_broken_surface_ends_the_iteration(value: float) -> None:
+    largest, _ = extremes(lambda vector: torch.full_like(vector, value), start(4))
+    assert largest.iterations == 1
+    assert largest.converged is (value == 0.0)
+
+
+# --- the derivatives
+
+
+def test_the_eigenvalue_is_that_of_the_explicit_hessian_with_batchnorm_and_dropout(alone: Ranks) -> None:
+    subject = trainer(spec(**SMALL), alone)
+    for _, _ in zip(worker_train_loop.steps(subject), range(3), strict=False):  # running statistics of its own
+        pass
+    subject.ddp.module.eval()
+    batches = hessian._batches(subject, 40)
+    assert [len(targets) for _, targets in batches] == [4] * 10  # a quarter of a micro-batch
+    surface = Surface(subject.ddp.module, subject.loss, batches, alone, seed=0)
+    matrix = explicit(surface)
+    vector = surface.direction()
+    torch.testing.assert_close(surface.product(vector), torch.from_numpy(matrix) @ vector, rtol=1e-3, atol=1e-4)
+    found = measure(subject, samples=40)
+    true = np.linalg.eigvalsh(matrix)
+    assert found.eigenvalue == pytest.approx(true.max(), rel=0.02)
+    assert found.smoothness == pytest.approx(np.abs(true).max(), rel=0.02)
+    assert found.converged and found.batch == 40
+    assert found.gradient_norm == pytest.approx(float(surface.gradient()[1].norm()), rel=1e-5)
+
+
+def test_the_loss_and_gradient_are_means_over_all_samples_whatever_the_batches(alone: Ranks) -> None:
+    subject = trainer(spec(), alone)
+    inputs, targets = torch.randn(10, 1, 4, 4), torch.randint(3, (10,))
+    parts = [(inputs[:3], targets[:3]), (inputs[3:], targets[3:])]
+    model = subject.ddp.module
+    whole = Surface(model, subject.loss, [(inputs, targets)], alone, seed=0)
+    split = Surface(model, subject.loss, parts, alone, seed=0)
+    for one, other in zip(whole.gradient(), split.gradient(), strict=True):
+        torch.testing.assert_close(one, other)
+    vector = whole.direction()
+    torch.testing.assert_close(whole.product(vector), split.product(vector))
+
+
+def test_more_samples_than_there_are_is_all_of_them(alone: Ranks) -> None:
+    assert measure(trainer(spec(), alone), samples=1000).batch == 100
+
+
+class Linear(nn.Module):
+    """A model whose loss is linear in one parameter and independent of another; a third is frozen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.slope, self.unused = nn.Parameter(torch.ones(4)), nn.Parameter(torch.ones(2))
+        self.frozen = nn.Parameter(torch.ones(3), requires_grad=False)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return inputs @ self.slope + self.frozen.sum()
+
+
+def test_a_linear_loss_has_no_curvature(alone: Ranks) -> None:
+    surface = Surface(Linear(), lambda out, _: out.mean(), [(torch.randn(5, 4), torch.zeros(5))], alone, seed=0)
+    assert surface.product(surface.direction()).tolist() == [0.0] * 6
+
+
+# --- what cannot be differentiated twice, and what can
+
+
+class OnceFunction(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, value: Tensor) -> Tensor:
+        ctx.save_for_backward(value)
+        return value.square()
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable  # type: ignore[untyped-decorator]
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        (value,) = ctx.saved_tensors
+        return 2 * value * grad
+
+
+class Once(nn.Module):
+    def forward(self, value: Tensor) -> Tensor:
+        result: Tensor = OnceFunction.apply(value)
+        return result
+
+
+class Attention(nn.Module):
+    """Attention by torch's fused kernel over the rows of an image."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.project, self.head = nn.Linear(4, 12), nn.Linear(16, 3)
+
+    def forward(self, images: Tensor) -> Tensor:
+        query, key, value = self.project(images).chunk(3, dim=-1)
+        attended = nn.functional.scaled_dot_product_attention(query, key, value)
+        result: Tensor = self.head(attended.flatten(1))
+        return result
+
+
+def surface_of(model: nn.Module, ranks: Ranks) -> Surface:
+    torch.manual_seed(0)
+    batch = (torch.randn(6, 1, 4, 4), torch.randint(3, (6,)))
+    return Surface(model, nn.CrossEntropyLoss(), [batch], ranks, seed=0)
+
+
+def test_a_layer_without_a_second_derivative_is_named_in_one_line(alone: Ranks) -> None:
+    surface = surface_of(nn.Sequential(nn.Flatten(), nn.Linear(16, 3), Once()), alone)
+    with pytest.raises(SpecError, match=r"train.hessian: a layer of the model has no second derivative: .*@once_diff"):
+        surface.product(surface.direction())
+
+
+def test_another_error_stays_what_it_is(alone: Ranks) -> None:
+    def broken(output: Tensor, target: Tensor) -> Tensor:
+        raise RuntimeError("out of memory")
+
+    surface = surface_of(nn.Sequential(nn.Flatten(), nn.Linear(16, 3)), alone)
+    surface.loss = broken
+    with pytest.raises(RuntimeError, match="out of memory"):
+        surface.product(surface.direction())
+
+
+def test_attention_has_a_second_derivative_where_fast_kernels_are_off(alone: Ranks) -> None:
+    surface = surface_of(Attention(), alone)
+    vector = surface.direction()
+    with pytest.raises(SpecError, match=r"no second derivative: derivative for .* is not implemented"):
+        surface.product(vector)
+    with hessian._graphs_allowed():
+        expected = torch.from_numpy(explicit(surface)) @ vector
+        torch.testing.assert_close(surface.product(vector), expected, rtol=1e-3, atol=1e-4)
+
+
+def test_recomputed_activations_change_nothing(alone: Ranks) -> None:
+    jobs = [spec(model={"name": "worker_jobs:blocks"}, train={"activation_checkpointing": on}) for on in (False, True)]
+    plain, again = (measure(trainer(job, alone), samples=20) for job in jobs)
+    assert again.eigenvalue == pytest.approx(plain.eigenvalue, rel=1e-4)
+    assert plain.converged
+
+
+# --- the training does not see it
+
+
+def test_nothing_of_the_trainer_changes(alone: Ranks) -> None:
+    subject = trainer(spec(**SMALL), alone)
+    steps = worker_train_loop.steps(subject)
+    next(steps)
+    subject.ddp.module[1].eval()  # a mode of its own, as a frozen normalisation has
+    before, state = weights(subject), torch.get_rng_state()
+    modes = [module.training for module in subject.ddp.modules()]
+    measure(subject, samples=20)
+    assert same(weights(subject), before)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert [module.training for module in subject.ddp.modules()] == modes
+    assert all(p.grad is None for p in subject.ddp.parameters())
+
+
+def test_it_repeats_itself_and_may_be_broken_off(alone: Ranks) -> None:
+    class Gone(Exception):
+        pass
+
+    def leave() -> None:
+        raise Gone
+
+    subject = trainer(spec(**SMALL), alone)
+    one, other = measure(subject, samples=30), measure(subject, samples=30)
+    assert (one.eigenvalue, one.gradient_norm, one.loss) == (other.eigenvalue, other.gradient_norm, other.loss)
+    with pytest.raises(Gone):
+        measure(subject, samples=30, between=leave)
+    assert subject.ddp.module.training
+
+
+def test_the_bound_on_the_step_size_is_that_of_lemma_1() -> None:
+    """Eq. 11: the largest step for which gradient descent with factors in the interval still descends a quadratic."""
+    curvature, s_min, s_max = 5.0, 0.5, 2.0
+    bound = step_size_bound(curvature, s_min, s_max)
+    assert bound == pytest.approx(2 * 0.5 / (5 * 4))
+    assert step_size_bound(curvature, 1.0, 1.0) == pytest.approx(2 / curvature)
+    assert step_size_bound(0.0, 1.0, 1.0) is None

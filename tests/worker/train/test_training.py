@@ -1,0 +1,301 @@
+"""The training run: its rows, its checkpoints, its result, and going on where it was broken off."""
+
+import json
+import math
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from worker_jobs import Interrupted, prediction, rows, same, spec, train_task
+
+from tula_cli.errors import Diverged
+from tula_cli.run.directory import RunDir
+from tula_cli.run.records.tasks import TrainTask
+from tula_cli.spec.job import JobSpec
+from tula_cli.worker.build.datasets import build_datasets
+from tula_cli.worker.build.sampling import permutation
+from tula_cli.worker.ranks import Ranks
+from tula_cli.worker.train import training as worker_train_training
+from tula_cli.worker.train.learning_rate import learning_rate
+from tula_cli.worker.train.training import run_training
+
+AGS = {"train": {"method": "ags"}, "ags": {"delta": "inf"}}
+EVERY_STEP = {"checkpoint_every": 1e-9}
+
+
+def train(run: RunDir, ranks: Ranks, task: TrainTask) -> None:
+    run_training(task, run, ranks, build_datasets(task.spec))
+
+
+def interrupt(run: RunDir, ranks: Ranks, *, after: int, batch: int = 16, **changes: dict[str, Any]) -> TrainTask:
+    """Train until some samples are loaded; return the task that goes on from there."""
+    job = spec(**changes)
+    dataset = changes.get("dataset", {})
+    ending = spec(**{**changes, "dataset": {**dataset, "args": {**dataset.get("args", {}), "ends_after": after}}})
+    task = train_task(job, batch=batch)
+    with pytest.raises(Interrupted):
+        train(run, ranks, train_task(ending, batch=batch, signature=task.signature))
+    return task
+
+
+def final_weights(run: RunDir, task: TrainTask) -> dict[str, torch.Tensor]:
+    state: dict[str, torch.Tensor] = torch.load(run.train_dir(task.signature) / "last", weights_only=True)["model"]
+    return state
+
+
+def whole(tmp_path: Path, ranks: Ranks, job: JobSpec) -> dict[str, torch.Tensor]:
+    """Return the weights of an uninterrupted run."""
+    other, task = RunDir.create(tmp_path / "other", job), train_task(job)
+    train(other, ranks, task)
+    return final_weights(other, task)
+
+
+def files(run: RunDir) -> dict[Path, int]:
+    return {path: path.stat().st_mtime_ns for path in run.path.rglob("*") if path.is_file()}
+
+
+# --- a run without a break
+
+
+def test_a_run_leaves_rows_checkpoints_and_a_result(alone: Ranks, run: RunDir) -> None:
+    task = train_task(spec(train={"epochs": 4}))
+    train(run, alone, task)
+    result = run.train_result(task.signature)
+    assert result is not None
+    assert (result.samples, result.steps, result.epochs, result.batch) == (384, 24, 4, 16)
+    assert result.step_time > 0
+    assert 0 <= result.metrics["top1"] <= result.best_top1 <= 100
+    (start,) = rows(run, task, "start")
+    assert (start["samples"], start["batch"], start["attempt"], start["lr"]) == (0, 16, 1, 0.1)
+    epochs = list(rows(run, task, "epoch"))
+    assert [(row["epoch"], row["samples"]) for row in epochs] == [(1, 96), (2, 192), (3, 288), (4, 384)]
+    assert epochs[result.best_epoch - 1]["top1"] == max(row["top1"] for row in epochs) == result.best_top1
+    assert epochs[-1]["eval_loss"] == result.metrics["eval_loss"]
+    best = 96 * result.best_epoch
+    assert {int(path.stem) for path in run.checkpoints(task.signature)} == {384, 288, best}
+    assert (run.train_dir(task.signature) / "best").readlink() == Path(f"checkpoints/{best:012d}.pt")
+    assert (run.train_dir(task.signature) / "last").readlink() == Path("checkpoints/000000000384.pt")
+
+
+def test_a_finished_run_does_nothing(alone: Ranks, run: RunDir) -> None:
+    task = train_task(spec())
+    train(run, alone, task)
+    before = files(run)
+    train(run, alone, task)
+    assert files(run) == before
+
+
+def test_the_loss_falls_and_the_step_rows_tell_it(alone: Ranks, run: RunDir) -> None:
+    task = train_task(spec(train={"epochs": 4}))
+    train(run, alone, task)
+    steps = list(rows(run, task, "step"))
+    assert steps[-1]["loss"] < steps[0]["loss"]
+    assert all(row["step_time"] >= row["data_wait"] >= 0 and row["eta"] >= 0 for row in steps)
+    assert steps[-1]["eta"] == 0
+
+
+def test_a_training_that_diverges_ends_at_once_and_leaves_readable_files(alone: Ranks, run: RunDir) -> None:
+    task = train_task(spec(optimizer={"lr": 1e30}))
+    with pytest.raises(Diverged, match=r"the loss is not finite at epoch 0.\d+, step [1-6], \d+ samples") as caught:
+        train(run, alone, task)
+    assert "optimizer.lr" in caught.value.hint
+    assert run.train_result(task.signature) is None and not run.checkpoints(task.signature)
+    assert list(rows(run, task, "step"))[-1]["loss"] is None and not list(rows(run, task, "epoch"))
+
+
+def test_the_newest_checkpoint_is_from_before_the_loss_was_no_number(alone: Ranks, run: RunDir) -> None:
+    """The 51st sample of the first epoch is of step 4."""
+    task = train_task(spec(train=EVERY_STEP))
+    datasets = build_datasets(task.spec)
+    datasets.train.samples.images[permutation(100, seed=3, epoch=0)[50]] = math.nan  # type: ignore[attr-defined]
+    with pytest.raises(Diverged, match=r"the loss is not finite at epoch 0\.64, step 4, 64 samples"):
+        run_training(task, run, alone, datasets)
+    assert run.newest_samples(task.signature) == 48
+    assert all(value.isfinite().all() for value in final_weights(run, task).values())
+
+
+def test_an_evaluation_that_is_not_finite_is_said_once_and_the_training_goes_on(alone: Ranks, run: RunDir) -> None:
+    task = train_task(spec())
+    datasets = build_datasets(task.spec)
+    datasets.eval.samples.images[0] = math.nan  # type: ignore[attr-defined]
+    run_training(task, run, alone, datasets)
+    result = run.train_result(task.signature)
+    assert result is not None
+    assert "eval_loss" not in result.metrics and result.epochs == 2
+    (said,) = [row["message"] for row in rows(run, task, "warning")]
+    assert "the loss on the evaluation set is not finite at epoch 1" in said
+
+
+def test_a_regression_keeps_the_epoch_of_the_least_loss(alone: Ranks, run: RunDir) -> None:
+    regression = {"dataset": {"args": {"real": True}}, "loss": {"name": "worker_jobs:square_error"}}
+    job = spec(**regression, model={"args": {"num_classes": 1}}, optimizer={"lr": 0.02}, train={"epochs": 4})
+    task = train_task(job)
+    train(run, alone, task)
+    result = run.train_result(task.signature)
+    assert result is not None
+    losses = [row["eval_loss"] for row in rows(run, task, "epoch")]
+    assert result.best_epoch == 1 + losses.index(min(losses))
+    assert "top1" not in result.metrics
+
+
+def test_ags_reports_itself_and_says_where_it_is_the_identity(alone: Ranks, run: RunDir) -> None:
+    acting, idle = train_task(spec(**AGS)), train_task(spec(**AGS), batch=8)
+    train(run, alone, acting)
+    train(run, alone, idle)
+    assert not any("leaves the gradients" in row["message"] for row in rows(run, acting, "warning"))
+    assert [row["ags"]["refreshes"] for row in rows(run, acting, "epoch")] == [1, 2]
+    (warning,) = rows(run, idle, "warning")
+    assert warning["message"].startswith("AGS leaves the gradients as they are: ")
+    assert [row["ags"] for row in rows(run, idle, "epoch")] == [None, None]
+
+
+def test_that_ags_hardly_acts_is_said_once(tmp_path: Path, alone: Ranks) -> None:
+    """With delta 0 no step is scaled, in any of the epochs."""
+    job = spec(train={"method": "ags"}, ags={"delta": 0, "b_small": 4})
+    run, task = RunDir.create(tmp_path / "run", job), train_task(job)
+    train(run, alone, task)
+    said = [row["message"] for row in rows(run, task, "warning") if "of the steps" in row["message"]]
+    assert len(list(rows(run, task, "epoch"))) > len(said) == 1
+    assert said[0].startswith("AGS scaled only 0%") and "delta" in said[0]
+
+
+def test_tensorboard_files_are_written_when_asked(alone: Ranks, run: RunDir) -> None:
+    plain, asked = train_task(spec()), train_task(spec(train={"tensorboard": True}), signature="asked")
+    train(run, alone, plain)
+    train(run, alone, asked)
+    assert not (run.train_dir(plain.signature) / "tensorboard").exists()
+    assert list((run.train_dir("asked") / "tensorboard").glob("events.out.tfevents.*"))
+
+
+# --- the prediction
+
+
+def test_fewer_steps_than_a_probe_took_are_not_compared(alone: Ranks, run: RunDir) -> None:
+    task = train_task(
+        spec(search={"nodes": [1], "steps": 1000}), prediction=prediction(step_time=0.5, low=1e-9, high=2e-9)
+    )
+    train(run, alone, task)
+    assert [row["within"] for row in rows(run, task, "epoch")] == [None] * 2
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "within"), [(1e-9, 2e-9, False), (1e3, 2e3, False), (1e-9, 1e3, True), (None, None, None)]
+)
+def test_a_step_outside_the_prediction_warns(
+    alone: Ranks, run: RunDir, low: float | None, high: float | None, within: bool | None
+) -> None:
+    task = train_task(spec(), prediction=prediction(step_time=0.5, low=low, high=high))
+    train(run, alone, task)
+    assert [row["within"] for row in rows(run, task, "epoch")] == [within] * 2
+    warnings = [row["message"] for row in rows(run, task, "warning")]
+    assert len(warnings) == (1 if within is False else 0), "on leaving the interval, not in every epoch outside"
+    assert all("predicted 500.0" in text for text in warnings)
+
+
+def test_without_a_prediction_nothing_warns(alone: Ranks, run: RunDir) -> None:
+    task = train_task(spec())
+    train(run, alone, task)
+    assert not list(rows(run, task, "warning"))
+    assert [row["within"] for row in rows(run, task, "epoch")] == [None] * 2
+
+
+# --- broken off and resumed
+
+
+@pytest.mark.parametrize("changes", [AGS, {"model": {"args": {"dropout": 0.3}}}], ids=["ags", "dropout"])
+def test_a_resumed_run_ends_at_the_same_weights(
+    alone: Ranks, run: RunDir, tmp_path: Path, changes: dict[str, dict[str, Any]]
+) -> None:
+    changes = {**changes, "train": {"epochs": 3, **changes.get("train", {})}}
+    task = interrupt(run, alone, after=170, **changes)
+    train(run, alone, task)
+    assert [row["samples"] for row in rows(run, task, "start")] == [0, 96]
+    assert same(final_weights(run, task), whole(tmp_path, alone, task.spec))
+
+
+def test_a_run_saved_in_mid_epoch_resumes_there(alone: Ranks, run: RunDir, tmp_path: Path) -> None:
+    task = interrupt(run, alone, after=170, train=EVERY_STEP)
+    assert [int(path.stem) for path in run.checkpoints(task.signature)][:2] == [160, 144]
+    train(run, alone, task)
+    assert [row["samples"] for row in rows(run, task, "start")] == [0, 160]
+    assert same(final_weights(run, task), whole(tmp_path, alone, task.spec))
+
+
+def test_without_a_set_interval_a_short_run_saves_at_epochs_alone(alone: Ranks, run: RunDir) -> None:
+    task = interrupt(run, alone, after=170)
+    assert [int(path.stem) for path in run.checkpoints(task.signature)] == [96]
+
+
+def test_rows_beyond_the_checkpoint_are_cut(alone: Ranks, run: RunDir) -> None:
+    task = interrupt(run, alone, after=230, train={"epochs": 3})
+    with open(run.metrics_path(task.signature), "a") as file:
+        file.write(json.dumps({"kind": "step", "samples": 224, "loss": -1.0}) + "\n" + '{"kind": "torn')
+    run.checkpoints(task.signature)[0].unlink()
+    train(run, alone, task)
+    found = run.metrics(task.signature)
+    assert [row["samples"] for row in found] == sorted(row["samples"] for row in found)
+    assert [row["epoch"] for row in found if row["kind"] == "epoch"] == [1, 2, 3]
+    assert not any(row.get("loss") == -1.0 for row in found)
+
+
+def test_a_run_broken_off_before_its_first_checkpoint_starts_anew(alone: Ranks, run: RunDir, tmp_path: Path) -> None:
+    task = interrupt(run, alone, after=50)
+    train(run, alone, task)
+    assert [row["samples"] for row in rows(run, task, "epoch")] == [96, 192]
+    assert same(final_weights(run, task), whole(tmp_path, alone, task.spec))
+
+
+def test_a_truncated_checkpoint_falls_back_to_the_one_before(alone: Ranks, run: RunDir, tmp_path: Path) -> None:
+    task = interrupt(run, alone, after=170, train=EVERY_STEP)
+    newest = run.checkpoints(task.signature)[0]
+    newest.write_bytes(newest.read_bytes()[:-100])
+    train(run, alone, task)
+    assert [row["samples"] for row in rows(run, task, "start")] == [0, 144]
+    assert same(final_weights(run, task), whole(tmp_path, alone, task.spec))
+
+
+def test_a_run_broken_off_before_its_result_still_owes_it(alone: Ranks, run: RunDir) -> None:
+    task = train_task(spec(train={"epochs": 4}))
+    train(run, alone, task)
+    first = run.train_result(task.signature)
+    assert first is not None
+    (run.train_dir(task.signature) / "result.json").unlink()
+    train(run, alone, task)
+    again = run.train_result(task.signature)
+    assert again is not None
+    assert again.model_dump(exclude={"finished_at"}) == first.model_dump(exclude={"finished_at"})
+
+
+def test_a_relaunch_at_half_the_batch_trains_each_sample_of_the_epoch_once(alone: Ranks, run: RunDir) -> None:
+    changes = {**AGS, "dataset": {"args": {"size": 230}}, "schedule": {"kind": "cosine", "warmup_epochs": 1}}
+    changes = {**changes, "train": {"method": "ags", **EVERY_STEP}}
+    first = interrupt(run, alone, after=150, batch=64, **changes)
+    task = train_task(first.spec, batch=32, signature=first.signature)
+    train(run, alone, task)
+    starts = list(rows(run, task, "start"))
+    assert [(row["samples"], row["batch"]) for row in starts] == [(0, 64), (128, 32)]
+    assert starts[1]["lr"] == pytest.approx(learning_rate(task.spec, 128 / 230, 32))
+    epochs = list(rows(run, task, "epoch"))
+    assert [row["samples"] for row in epochs] == [128 + 96, 128 + 96 + 224]
+    rates = [learning_rate(task.spec, epoch, 32) for epoch in (192 / 230, 1 + 192 / 230)]
+    assert [row["lr"] for row in epochs] == pytest.approx(rates)
+    result = run.train_result(task.signature)
+    assert result is not None
+    assert (result.batch, result.steps) == (32, 2 + 3 + 7)
+
+
+@pytest.mark.parametrize(("per_day", "saves"), [(0.0, 0), (10.0, 1)])
+def test_checkpoints_are_closer_on_nodes_that_are_taken_away(
+    monkeypatch: pytest.MonkeyPatch, per_day: float, saves: int
+) -> None:
+    saved: list[bool] = []
+    monkeypatch.setattr(worker_train_training, "_save", lambda work, *, is_best: saved.append(is_best))
+    job = spec(pricing={"price": 1.0, "spot": {"discount": 0.5, "interruptions_per_day": per_day}})
+    task = SimpleNamespace(spec=job, nodes=4)
+    watch = SimpleNamespace(may_save=lambda: True)
+    work = SimpleNamespace(task=task, save_time=10.0, last_save=time.monotonic() - 600, watch=watch)
+    worker_train_training._save_when_due(work)  # type: ignore[arg-type]
+    assert len(saved) == saves, "every 22 minutes, or every 3.4 minutes"

@@ -1,0 +1,418 @@
+"""Self-tuning: branches from a checkpoint, the choice, and going on where it was broken off."""
+
+import itertools
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from worker_jobs import Blobs, Interrupted, rows, same, spec, train_task, weights
+
+from tula_cli.errors import SpecError
+from tula_cli.models import halving
+from tula_cli.run.directory import RunDir
+from tula_cli.run.records.results import Tuning
+from tula_cli.run.records.tasks import TrainTask
+from tula_cli.spec.ags import Arm
+from tula_cli.spec.job import JobSpec
+from tula_cli.spec.signature import train_signature
+from tula_cli.worker.build.datasets import build_datasets
+from tula_cli.worker.preemption import Leaving, Left
+from tula_cli.worker.ranks import Ranks
+from tula_cli.worker.train import checkpoint, evaluation, tuning
+from tula_cli.worker.train import loop as worker_train_loop
+from tula_cli.worker.train import training as worker_train_training
+
+WILD = {"name": "wild", "lr_factor": 1e30}
+FAST = {"name": "fast", "lr_factor": 1.5, "warmup_epochs": 0.5}
+SCALED = {"name": "scaled", "method": "ags", "ags": {"granularity": "tensor", "delta": "inf"}}
+
+
+def job(*arms: dict[str, Any], dataset: dict[str, Any] | None = None, **auto: Any) -> JobSpec:
+    changes = {"train": {"method": "auto", "epochs": 4}, "auto": {"arms": list(arms), **auto}}
+    return spec(**changes, dataset={"args": dataset or {}})
+
+
+def train(run: RunDir, ranks: Ranks, task: TrainTask, leaving: Leaving | None = None) -> None:
+    worker_train_training.run_training(task, run, ranks, build_datasets(task.spec), leaving=leaving)
+
+
+def tuned(run: RunDir, ranks: Ranks, *arms: dict[str, Any], **auto: Any) -> tuple[TrainTask, Tuning]:
+    """Train a job to its end; return its task and what tuning found."""
+    task = train_task(job(*arms, **auto))
+    train(run, ranks, task)
+    return task, record(run, task)
+
+
+@pytest.fixture(scope="module")
+def two_arms(alone: Ranks, tmp_path_factory: pytest.TempPathFactory) -> tuple[RunDir, TrainTask, Tuning]:
+    """A finished training with two arms, to be looked at: its run, its task and what tuning found."""
+    run = RunDir.create(tmp_path_factory.mktemp("two-arms"), job(FAST, SCALED))
+    return run, *tuned(run, alone, FAST, SCALED)
+
+
+def record(run: RunDir, task: TrainTask) -> Tuning:
+    found = run.tuning(task.signature)
+    assert found is not None
+    return found
+
+
+def final_weights(run: RunDir, task: TrainTask) -> dict[str, torch.Tensor]:
+    state: dict[str, torch.Tensor] = torch.load(run.train_dir(task.signature) / "last", weights_only=True)["model"]
+    return state
+
+
+def interrupt(run: RunDir, ranks: Ranks, *arms: dict[str, Any], after: int, batch: int = 16) -> TrainTask:
+    """Train until some samples are loaded, branches counted; return the task that goes on."""
+    task = train_task(job(*arms), batch=batch)
+    ending = train_task(job(*arms, dataset={"ends_after": after}), batch=batch, signature=task.signature)
+    with pytest.raises(Interrupted):
+        train(run, ranks, ending)
+    return task
+
+
+def by_hand(ranks: Ranks, arm: Arm) -> dict[str, torch.Tensor]:
+    """Return the weights of a training that goes on as an arm after its first epoch, without any tuning."""
+    plain, own = halving.tuned(job(), Arm(name="lbt")), halving.tuned(job(), arm)
+    data = build_datasets(plain)
+    first = worker_train_loop.build(train_task(plain), ranks, data, batch=16, workers=0, refresh=True)
+    list(itertools.islice(worker_train_loop.steps(first), 6))
+    then = worker_train_loop.build(train_task(own), ranks, data, batch=16, workers=0, refresh=True)
+    then.ddp.module.load_state_dict(first.ddp.module.state_dict())
+    then.base.load_state_dict(first.optimizer.state_dict())
+    if then.ags:
+        then.ags.refresh_soon()
+    then.position = first.position
+    then.lr_factor = lambda epoch: halving.lr_factor(arm, epoch, start=1)
+    list(worker_train_loop.steps(then))
+    return weights(then)
+
+
+# --- what is left behind
+
+
+def test_branches_leave_a_record_and_rows_but_no_checkpoints(two_arms: tuple[RunDir, TrainTask, Tuning]) -> None:
+    run, task, found = two_arms
+    assert found.chosen in found.arms
+    assert (found.start, found.epoch, found.batch) == (96, 1, 16)
+    assert [(branch.rung, branch.samples) for branch in found.branches] == [(1, 80)] * 3 + [(2, 160)] * 2
+    assert all(branch.epochs == pytest.approx(branch.samples / 90) for branch in found.branches)
+    branches = list(rows(run, task, "branch"))
+    assert [(row["arm"], row["rung"], row["top1"]) for row in branches] == [
+        (branch.arm, branch.rung, branch.top1) for branch in found.branches
+    ]
+    assert all(row["samples"] == 96 and row["eta"] > 0 for row in branches)
+    assert [row["samples"] for row in rows(run, task, "epoch")] == [96, 192, 288, 384]
+    result = run.train_result(task.signature)
+    assert result is not None
+    assert (result.samples, result.tuning) == (384, found)
+    assert run.progress(task.signature) == 384 + 80 + 3 * 80 + 2 * 160, "the branches' beginning too"
+
+
+def test_a_finished_training_is_not_tuned_again(alone: Ranks, two_arms: tuple[RunDir, TrainTask, Tuning]) -> None:
+    run, task, _ = two_arms
+    before = {path: path.stat().st_mtime_ns for path in run.path.rglob("*") if path.is_file()}
+    train(run, alone, task)
+    assert before == {path: path.stat().st_mtime_ns for path in run.path.rglob("*") if path.is_file()}
+
+
+# --- the training itself
+
+
+def test_where_nothing_beats_the_large_batch_the_training_is_that_of_lbt(alone: Ranks, run: RunDir) -> None:
+    task, found = tuned(run, alone, WILD)
+    assert found.chosen == Arm(name="lbt")
+    plain = train_task(spec(train={"method": "lbt", "epochs": 4}))
+    train(run, alone, plain)
+    assert same(final_weights(run, task), final_weights(run, plain))
+
+
+@pytest.mark.parametrize("arm", [FAST, SCALED], ids=["fast", "scaled"])
+def test_the_training_goes_on_as_if_it_had_been_told_the_winner(
+    alone: Ranks, run: RunDir, monkeypatch: pytest.MonkeyPatch, arm: dict[str, Any]
+) -> None:
+    monkeypatch.setattr(halving, "ranked", lambda branches: sorted(branches, key=lambda b: b.arm == "lbt"))
+    task, found = tuned(run, alone, arm)
+    assert found.chosen is not None
+    assert found.chosen.name == arm["name"]
+    assert same(final_weights(run, task), by_hand(alone, found.chosen))
+    told = [row["lr"] for row in rows(run, task, "epoch")]
+    assert told == pytest.approx([0.1, *[0.1 * found.chosen.lr_factor] * 3])
+
+
+def test_at_the_reference_batch_there_is_nothing_to_tune(alone: Ranks, run: RunDir) -> None:
+    task = train_task(job(), batch=8)
+    train(run, alone, task)
+    assert (record(run, task).branches, record(run, task).chosen) == ((), Arm(name="lbt"))
+
+
+def test_the_default_arms_all_train(alone: Ranks, run: RunDir) -> None:
+    task, found = tuned(run, alone)
+    names = [arm.name for arm in halving.arms(task.spec, 16)]
+    assert [branch.arm for branch in found.branches if branch.rung == 1] == names
+    assert len({branch.loss for branch in found.branches if branch.rung == 1}) > 3
+
+
+# --- judging
+
+
+def test_a_branch_trains_as_its_arm_cools_down_and_settles(
+    alone: Ranks, run: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[list[float]] = []
+    settled: list[float] = []
+    steps, settle = worker_train_loop.steps, tuning._settle
+
+    def spied(trainer: worker_train_loop.Trainer) -> Iterator[worker_train_loop.Step]:
+        seen.append([])
+        for step in steps(trainer):
+            seen[-1].append(step.lr)
+            yield step
+
+    monkeypatch.setattr(worker_train_loop, "steps", spied)
+    monkeypatch.setattr(tuning, "_settle", lambda bench, trainer: settled.append(settle(bench, trainer) or 1.0))
+    tuned(run, alone, FAST, epochs=1)
+    assert len(settled) == 2
+    parts = [step * 16 / 90 for step in range(5)]
+    cooled = [min(1, 2 - 2 * part) for part in parts]
+    assert seen[1] == pytest.approx([0.1] * 5), "where the branches begin"
+    assert seen[2] == pytest.approx([0.1 * c for c in cooled])
+    grown = [1 + 0.5 * min(1, part / 0.5) for part in parts]
+    assert seen[3] == pytest.approx([0.1 * c * g for c, g in zip(cooled, grown, strict=True)])
+
+
+def test_the_held_out_part_is_neither_trained_nor_augmented(alone: Ranks) -> None:
+    subject = job()
+    data = build_datasets(subject)
+    split = tuning.held_out(subject, data, batch=16)
+    trained, held = split.train.samples, split.eval.samples
+    assert sorted([*trained.indices, *held.indices]) == list(range(100))  # type: ignore[attr-defined]
+    assert (len(trained), len(held)) == (90, 10)  # type: ignore[arg-type]
+    again = tuning.held_out(subject, build_datasets(subject), batch=16)
+    assert again.eval.samples.indices == held.indices  # type: ignore[attr-defined]
+
+
+def test_nothing_that_is_judged_has_trained_on_the_held_out_part(
+    alone: Ranks, run: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    built, build = [], worker_train_loop.build
+
+    def spied(task: TrainTask, ranks: Ranks, datasets: Any, **how: Any) -> worker_train_loop.Trainer:
+        trainer = build(task, ranks, datasets, **how)
+        built.append(len(datasets.train))
+        return trainer
+
+    loaded: list[str] = []
+    restore = checkpoint.restore
+    monkeypatch.setattr(worker_train_loop, "build", spied)
+    monkeypatch.setattr(
+        checkpoint,
+        "restore",
+        lambda trainer, content: (
+            loaded.append(f"{len(trainer.datasets.train)} from {content['position']['samples']}"),
+            restore(trainer, content),
+        )[1],
+    )
+    tuned(run, alone, FAST, epochs=1)
+    assert built == [100, 90, 90, 90, 100], "the training, the branches' beginning, two of them, the training"
+    assert loaded == ["90 from 80", "90 from 80", "100 from 96"]
+
+
+def test_an_arm_above_linear_scaling_is_trained_as_it_was_tried(
+    alone: Ranks, run: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(halving, "ranked", lambda branches: sorted(branches, key=lambda b: b.arm == "lbt"))
+    task, _ = tuned(run, alone, {"name": "bold", "lr_factor": 3.0})
+    assert [row["lr"] for row in rows(run, task, "epoch")] == pytest.approx([0.1, 0.3, 0.3, 0.3])
+
+
+def test_the_held_out_part_is_seen_through_the_transforms_of_an_evaluation() -> None:
+    turned = {"train": [{"RandomRotation": {"degrees": [90, 90]}}, "ToTensor"], "eval": ["ToTensor"]}
+    subject = spec(train={"method": "auto"}, dataset={"name": "digits"}, transforms=turned)
+    data = build_datasets(subject)
+    held = tuning.held_out(subject, data, batch=16).eval
+    index = held.samples.indices[0]  # type: ignore[attr-defined]
+    straight, label = build_datasets(spec(dataset={"name": "digits"})).train[0, index]
+    assert torch.equal(held[0][0], straight)
+    assert held[0][1] == label
+    assert not torch.equal(data.train[0, index][0], straight)
+
+
+def test_the_statistics_of_batchnorm_are_those_of_the_weights_at_the_end(alone: Ranks) -> None:
+    subject = spec(model={"args": {"norm": True}})
+    data = build_datasets(subject)
+    trainer = worker_train_loop.build(train_task(subject), alone, data, batch=16, workers=0, refresh=True)
+    bench = tuning.Bench(train_task(subject), alone, data, 0.0, Leaving(alone, environ={}))
+    conv, norm = trainer.ddp.module[0], trainer.ddp.module[1]
+    norm.running_mean.fill_(99.0)
+    tuning._settle(bench, trainer)
+    with torch.no_grad():
+        seen = [conv(images) for images in itertools.islice(worker_train_loop.inputs(trainer), tuning.SETTLE)]
+    expected = torch.stack([output.mean((0, 2, 3)) for output in seen]).mean(0)
+    torch.testing.assert_close(norm.running_mean, expected)
+
+
+def test_a_batch_larger_than_what_is_left_is_refused() -> None:
+    subject = job()
+    with pytest.raises(SpecError, match=r"90 of 100 training samples are left .* fewer than the batch of 96"):
+        tuning.held_out(subject, build_datasets(subject), batch=96)
+
+
+def test_a_branch_that_diverges_is_left_at_once(alone: Ranks, run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tuning, "LOOK", 1)
+    _, found = tuned(run, alone, {"name": "wild", "lr_factor": 1e38})
+    wild = next(branch for branch in found.branches if branch.arm == "wild")
+    assert wild.diverged
+    assert wild.samples < 80
+    assert (wild.loss, wild.top1) == (None, None)
+
+
+@pytest.mark.parametrize(
+    ("loss", "control", "gone"),
+    [(1.0, 0.5, False), (1.2, 0.5, True), (1.2, 1.3, False), (math.inf, 9.0, True), (math.nan, 9.0, True)],
+)
+def test_worse_than_guessing_and_than_the_control_counts_as_diverged(loss: float, control: float, gone: bool) -> None:
+    result = evaluation.Evaluation(loss=loss, top1=40.0, top5=90.0, samples=10)
+    other = halving.Branch(arm="lbt", rung=1, epochs=1, samples=1, loss=control, top1=50, diverged=False, seconds=1)
+    assert tuning._has_diverged(result, 3, other) is gone, "chance is ln 3 = 1.0986"
+
+
+# --- broken off and resumed
+
+
+def test_a_branch_broken_off_is_the_only_one_trained_again(
+    alone: Ranks, run: RunDir, two_arms: tuple[RunDir, TrainTask, Tuning]
+) -> None:
+    task = interrupt(run, alone, FAST, SCALED, after=96 + 3 * 80 + 40)
+    first = record(run, task)
+    assert [branch.arm for branch in first.branches] == ["lbt", "fast"]
+    assert first.chosen is None
+    train(run, alone, task)
+    found = record(run, task)
+    assert found.branches[:2] == first.branches
+    assert len(list(rows(run, task, "branch"))) == len(found.branches) == 5
+    other, whole, expected = two_arms
+    assert found.chosen == expected.chosen
+    assert [branch.loss for branch in found.branches] == [branch.loss for branch in expected.branches]
+    assert same(final_weights(run, task), final_weights(other, whole))
+
+
+def test_a_training_broken_off_after_the_choice_keeps_it(
+    alone: Ranks, run: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(halving, "ranked", lambda branches: sorted(branches, key=lambda b: b.arm == "lbt"))
+    task = interrupt(run, alone, SCALED, after=96 + 3 * 80 + 96 + 40)
+    first = record(run, task)
+    assert first.chosen is not None and first.chosen.name == "scaled"
+    assert run.newest_samples(task.signature) == 192
+    train(run, alone, task)
+    assert record(run, task) == first
+    assert same(final_weights(run, task), by_hand(alone, first.chosen))
+
+
+def test_at_another_batch_an_open_comparison_begins_anew(alone: Ranks, run: RunDir) -> None:
+    first = interrupt(run, alone, FAST, after=96 + 2 * 80 + 40, batch=16)
+    assert len(record(run, first).branches) == 1
+    task = train_task(first.spec, batch=12, signature=first.signature)
+    train(run, alone, task)
+    found = record(run, task)
+    assert (found.batch, found.start, len(found.branches)) == (12, 96, 2)
+    assert {branch.samples for branch in found.branches} == {84}
+
+
+def test_at_another_batch_a_choice_stays_with_at_most_linear_scaling(alone: Ranks, run: RunDir) -> None:
+    first = train_task(job(FAST))
+    chosen = Arm(name="x2", lr_factor=2)
+    run.write_tuning(Tuning(signature=first.signature, batch=16, start=96, epoch=1, arms=(chosen,), chosen=chosen))
+    task = train_task(first.spec, batch=12, signature=first.signature)
+    choice = tuning.chosen(task, run, alone)
+    assert choice is not None
+    assert choice.arm.lr_factor == 1.5, "12 / 8"
+
+
+def test_an_arm_that_breaks_down_gives_way_to_the_next_and_in_the_end_to_the_large_batch(
+    alone: Ranks, run: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both arms end behind in every epoch; the control, which never is, trains as lbt does, bit for bit."""
+    monkeypatch.setattr(halving, "ranked", lambda branches: sorted(branches, key=lambda b: (b.arm == "lbt", b.arm)))
+    monkeypatch.setattr(tuning.Choice, "is_behind", lambda self, loss, epoch: epoch >= 3)
+    task, found = tuned(run, alone, FAST, SCALED)
+    assert found.broken == ("fast",), "the other did not come into the last rung"
+    assert found.chosen == Arm(name="lbt")
+    assert found.lost == 384 - 96
+    plain = train_task(spec(train={"method": "lbt", "epochs": 4}))
+    train(run, alone, plain)
+    assert same(final_weights(run, task), final_weights(run, plain))
+    assert [row["samples"] for row in rows(run, task, "epoch")] == [96, 192, 288, 384]
+    (told,) = [row["message"] for row in rows(run, task, "warning") if "broke down" in row["message"]]
+    assert told == "broke down after the choice: fast; goes on as lbt"
+    result = run.train_result(task.signature)
+    assert result is not None and result.samples == 384
+
+
+def test_a_loss_that_is_no_number_breaks_an_arm_at_once(
+    alone: Ranks, run: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(halving, "ranked", lambda branches: sorted(branches, key=lambda b: b.arm == "lbt"))
+    _, found = tuned(run, alone, {"name": "wild", "lr_factor": 1e38})
+    assert found.broken == ("wild",) and 0 < found.lost <= 96, "within the epoch, when the ranks next meet"
+    assert found.chosen == Arm(name="lbt")
+
+
+def test_behind_is_a_loss_above_the_controls_after_twice_as_long() -> None:
+    choice = tuning.Choice(Arm(name="x2", lr_factor=2), 1.0, longest=4.0, limit=0.5)
+    assert not choice.is_behind(0.6, epoch=8.9)
+    assert choice.is_behind(0.6, epoch=9.0) and choice.is_behind(math.nan, epoch=9.0)
+    assert not choice.is_behind(0.5, epoch=9.0)
+    assert not tuning.Choice(Arm(name="lbt"), 1.0, longest=4.0, limit=0.5).is_behind(0.6, epoch=9.0)
+
+
+def test_the_checkpoint_where_arms_part_stays_while_the_choice_may_break_down(
+    two_arms: tuple[RunDir, TrainTask, Tuning],
+) -> None:
+    run, task, found = two_arms
+    kept = [int(path.stem) for path in run.checkpoints(task.signature)]
+    assert found.start == 96 and 96 in kept and len(kept) <= checkpoint.KEEP + 2
+
+
+class LeavesInBranch(Leaving):
+    """Leaves at the n-th question."""
+
+    def __init__(self, ranks: Ranks, after: int) -> None:
+        super().__init__(ranks, environ={})
+        self.left = after
+
+    def check(self, *, reserve: float) -> None:
+        self.left -= 1
+        if self.left < 0:
+            raise Left("time_limit")
+
+
+def test_ranks_told_to_leave_in_a_branch_say_so_and_go_on_there(alone: Ranks, run: RunDir) -> None:
+    task = train_task(job(FAST))
+    train(run, alone, task, LeavesInBranch(alone, after=22))
+    assert run.stopped(task.id, 1) == "time_limit"
+    assert len(record(run, task).branches) == 1
+    assert [int(path.stem) for path in run.checkpoints(task.signature)] == [96]
+    train(run, alone, task)
+    assert run.train_result(task.signature) is not None
+    assert len(list(rows(run, task, "branch"))) == 2
+
+
+def test_arms_may_part_where_less_than_a_batch_is_left_of_an_epoch(alone: Ranks, run: RunDir) -> None:
+    first = interrupt(run, alone, FAST, after=40, batch=32)
+    task = train_task(first.spec, batch=32, signature=first.signature)
+    trainer = worker_train_loop.build(task, alone, build_datasets(task.spec), batch=32, workers=0, refresh=True)
+    trainer.position = worker_train_loop.Position(epoch=0, done=90, samples=90, steps=3)
+    checkpoint.save(run, task.signature, trainer, best={}, is_best=False)
+    train(run, alone, task)
+    assert record(run, task).start == 90
+    result = run.train_result(task.signature)
+    assert result is not None
+    assert result.epochs == 4
+
+
+def test_blobs_are_what_these_counts_rest_on() -> None:
+    assert len(Blobs(True, None)) == 100
+    assert train_signature(job(FAST), nodes=1, batch=16) != train_signature(job(SCALED), nodes=1, batch=16)

@@ -1,0 +1,113 @@
+"""The command line: the error boundary around the commands, and the only place that exits."""
+
+import functools
+import os
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import Annotated, Any
+
+import typer
+
+from tula_cli.cli import check, compare, profile, recommend, status, train
+from tula_cli.cli.options import USAGE_ERROR, Interrupted, register
+from tula_cli.errors import SpecError, TulaError
+from tula_cli.show.screen import Screen
+from tula_cli.version import __version__
+
+app = typer.Typer(
+    name="tula",
+    help="How many nodes, what batch size, how long, how much: measure a training job, then run it there.",
+    add_completion=False,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+)
+
+
+WORKFLOW: tuple[Callable[..., None], ...] = (
+    check.init,
+    check.check,
+    check.estimate,
+    profile.profile,
+    recommend.recommend,
+    train.train,
+    compare.compare,
+    status.status,
+    status.list_,
+    status.logs,
+    status.cancel,
+)
+"""The commands in the order in which one uses them, which is that of `tula --help`."""
+for _function in WORKFLOW:
+    register(app, _function)
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"tula {__version__}")
+        raise typer.Exit
+
+
+@app.callback(invoke_without_command=True)
+def _top(
+    ctx: typer.Context,
+    version: Annotated[  # noqa: ARG001
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version.")
+    ] = False,
+) -> None:
+    if ctx.invoked_subcommand is None:
+        typer.echo(ctx.get_help(), err=True)
+        raise SpecError("no command given")
+
+
+# --- the error boundary
+
+
+def run(arguments: Sequence[str], *, screen: Screen | None = None) -> int:
+    """Run one command; return its exit code. What is not the user's to mend is raised."""
+    screen = screen or Screen()
+    screen.expect(arguments)
+    try:
+        code = typer.main.get_command(app)(args=list(arguments), prog_name="tula", standalone_mode=False, obj=screen)
+    except TulaError as error:
+        screen.fail(error)
+        return error.exit_code
+    except BrokenPipeError:
+        return _reader_is_gone()
+    except (KeyboardInterrupt, typer.Abort):
+        screen.fail(Interrupted("interrupted"))
+        return Interrupted.exit_code
+    except typer.Exit as error:
+        return error.exit_code
+    except USAGE_ERROR as error:
+        screen.fail(_usage(error))
+        return SpecError.exit_code
+    return code if isinstance(code, int) else 0
+
+
+def _usage(error: Any) -> SpecError:
+    """Return click's complaint about the arguments as an error of ours."""
+    path = error.ctx.command_path if getattr(error, "ctx", None) is not None else "tula"
+    return SpecError(error.format_message(), f"{path} --help shows what it takes")
+
+
+def _reader_is_gone() -> int:
+    """End quietly when a pager or `head` has closed the pipe; python would complain when it flushes stdout."""
+    with suppress(OSError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return 1
+
+
+def _defect(screen: Screen, kind: type[BaseException], error: BaseException, trace: Any) -> None:
+    """Show a defect of ours with its traceback; the envelope says so too."""
+    sys.__excepthook__(kind, error, trace)
+    screen.fail(
+        TulaError(f"{kind.__name__}: {error}", "this is a defect of tula; please report it with the lines above")
+    )
+
+
+def main() -> None:
+    """Run the command line and exit."""
+    screen = Screen()
+    sys.excepthook = functools.partial(_defect, screen)
+    sys.exit(run(sys.argv[1:], screen=screen))

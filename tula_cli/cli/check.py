@@ -1,0 +1,190 @@
+"""`tula init`, `tula check` and `tula estimate`."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import typer
+
+from tula_cli import words
+from tula_cli.cli.options import RUNS, Interrupted, NodeType, Overrides, Root, Spec, Timeout
+from tula_cli.cli.runs import adopt, by_type, load, open_run
+from tula_cli.cli.waiting import refuse, require_within_cap, warn_all
+from tula_cli.errors import Infeasible, JobFailed, OverBudget, SpecError
+from tula_cli.show import check as show_check
+from tula_cli.show import estimate as show_estimate
+from tula_cli.show import screen as show_screen
+from tula_cli.show.screen import Screen
+
+if TYPE_CHECKING:
+    from tula_cli.spec.job import JobSpec
+
+# --- the commands
+
+
+def init(
+    screen: Screen,
+    kind: Annotated[Literal["local", "slurm"], typer.Argument(help="Where the job will run.")] = "local",
+    output: Annotated[Path, typer.Option("--output", "-o", metavar="FILE", help="Where to write.")] = Path("job.yaml"),
+    force: Annotated[bool, typer.Option("--force", help="Replace a file that is there.")] = False,
+) -> None:
+    """Write a commented job.yaml that runs as it is."""
+    from tula_cli.cluster.slurm import partitions as site
+    from tula_cli.run.files import write_atomic
+    from tula_cli.services import check as services_check
+
+    if output.exists() and not force:
+        raise SpecError(f"{output} is there already", "choose another name with -o, or --force to replace it")
+    offered = site.ask() if kind == "slurm" else None
+    write_atomic(output, services_check.init(kind, offered))
+    if kind == "slurm":
+        screen.note(show_check.offered(offered))
+    screen.answer({"path": output, "kind": kind, "site": offered}, [f"wrote {output}; next: tula check {output}"])
+
+
+def check(
+    screen: Screen,
+    job: Spec,
+    overrides: Overrides = None,
+    show_origin: Annotated[bool, typer.Option("--show-origin", help="Show where each value comes from.")] = False,
+    offline: Annotated[bool, typer.Option("--offline", help="Do not build the model and the dataset.")] = False,
+    on_cluster: Annotated[
+        bool, typer.Option("--on-cluster", help="Look at the nodes instead, in a job of a minute or so.")
+    ] = False,
+    nodes: Annotated[int | None, typer.Option(min=1, help="With --on-cluster: how many nodes (default: 2).")] = None,
+    root: Root = RUNS,
+    node_type: NodeType = None,
+    timeout: Timeout = None,
+) -> None:
+    """Check a job spec, and show what it would search and cost; or check the nodes of the cluster.
+
+    With --on-cluster the same command again attaches to a job that is under way.
+    """
+    from tula_cli.services import check as services_check
+
+    if on_cluster:
+        refuse(show_origin, "--show-origin", "means nothing to --on-cluster")
+        refuse(offline, "--offline", "means nothing to --on-cluster")
+        return _check_on_cluster(screen, job, root, overrides, nodes=nodes, node_type=node_type, timeout=timeout)
+    refuse(nodes is not None, "--nodes", "is for --on-cluster; search.nodes says what is measured")
+    refuse(timeout is not None, "--timeout", "is for --on-cluster")
+    spec = load(job, overrides)
+    origins = _origins(job, spec, overrides) if show_origin else {}
+    if not offline:
+        screen.note("building the model and the dataset")
+    reports = {name: services_check.check(own, online=not offline) for name, own in spec.by_type(node_type).items()}
+    for report in reports.values():
+        warn_all(screen, report.warnings)
+    if list(reports) == [""]:
+        screen.answer({"report": reports[""], "origins": origins}, show_check.check(reports[""], origins))
+    else:
+        by_type(screen, reports, lambda report: show_check.check(report, {}), origins=origins)
+    problems = {name: report.problems for name, report in reports.items() if report.problems}
+    if len(problems) == len(reports):
+        kind = OverBudget if any(report.jobs for report in reports.values()) else Infeasible
+        told = dict.fromkeys(problem for found in problems.values() for problem in found)
+        raise kind(f"{job} cannot run as it is: {'; '.join(told)}")
+    warn_all(screen, [f"node type {name} is left out: {'; '.join(found)}" for name, found in problems.items()])
+    require_within_cap([report.node_hours_at_most for report in reports.values()], spec.search.max_node_hours)
+    return None
+
+
+def _check_on_cluster(
+    screen: Screen,
+    job: Path,
+    root: Path,
+    overrides: Sequence[str] | None,
+    *,
+    nodes: int | None,
+    node_type: str | None,
+    timeout: float | None,
+) -> None:
+    from tula_cli.cluster import launcher as cluster_launcher
+    from tula_cli.services import nodes as services_nodes
+
+    whole, all_types = open_run(screen, job, None, root, overrides)
+    parts = whole.parts(all_types, node_type)
+    refuse(
+        len(parts) > 1,
+        "--on-cluster",
+        f"looks at one type of node: add --type {' or --type '.join(all_types.node_types)}",
+    )
+    run, spec = parts[0].run, parts[0].spec
+    adopt(whole, all_types, parts, job, overrides)
+    launcher = cluster_launcher.launcher_for(spec)
+    count = services_nodes.cluster_nodes(spec, nodes)
+    task = services_nodes.start_on_cluster(run, spec, launcher, nodes=count)
+    told = ""
+    try:
+        for state in services_nodes.watch_cluster(run, launcher, task, timeout=timeout):
+            line = show_check.check_state(task, state)
+            if line != told:
+                screen.note(line)
+            told = line
+        found = services_nodes.conclude_cluster(run, task)
+    except KeyboardInterrupt:
+        hint = f"the same command attaches to it again; tula cancel {words.near(run.path)} ends it"
+        raise Interrupted(f"interrupted; {task.job} goes on", hint) from None
+    warn_all(screen, found.warnings)
+    screen.answer(found, show_check.cluster_check(found))
+    if found.problems:
+        raise JobFailed(f"these nodes are not as {job} needs them: {'; '.join(found.problems)}")
+
+
+def _origins(job: Path, spec: "JobSpec", overrides: Sequence[str] | None) -> dict[str, show_screen.Origin]:
+    """Return each value of the spec and where it comes from."""
+    from tula_cli.spec.merge import leaves, merge_sources
+
+    sources = merge_sources(job, overrides=overrides or ())[1]
+    values = leaves(spec.model_dump(mode="json"))
+    return {key: show_screen.Origin(value, _source(key, sources)) for key, value in values}
+
+
+def _source(key: str, sources: dict[str, str]) -> str:
+    """Return what set a key; a list or mapping may have been set as a whole."""
+    parts = key.split(".")
+    prefixes = (".".join(parts[:length]) for length in range(len(parts), 0, -1))
+    return next((sources[prefix] for prefix in prefixes if prefix in sources), "default")
+
+
+def estimate(
+    screen: Screen,
+    job: Spec,
+    overrides: Overrides = None,
+    capacity: Annotated[
+        str | None,
+        typer.Option(
+            "--memory", "--capacity", metavar="SIZE", help="Memory of one GPU, for example 16GiB; else what is known."
+        ),
+    ] = None,
+    root: Root = RUNS,
+    node_type: NodeType = None,
+) -> None:
+    """Estimate the memory of one GPU by batch size; needs no GPU. Where the job has been probed, that corrects it."""
+    from tula_cli.run.code import fingerprint
+    from tula_cli.run.directory import RunDir
+    from tula_cli.services import estimate as service
+
+    spec = load(job, overrides)
+    size = _size(capacity)
+    screen.note("building the model")
+    run = RunDir.of(root.absolute(), spec, code=fingerprint(spec, Path.cwd()))
+    reports = {
+        part.type: service.estimate(part.spec, capacity=size, results=part.run.results())
+        for part in run.parts(spec, node_type)
+    }
+    by_type(screen, reports, show_estimate.estimate)
+
+
+def _size(text: str | None) -> int | None:
+    from tula_cli.spec.kinds import parse_size
+
+    if text is None:
+        return None
+    try:
+        size: int = int(parse_size(text))  # type: ignore[call-overload]
+    except ValueError as error:
+        raise SpecError(f"--memory: {error}") from None
+    if size <= 0:
+        raise SpecError(f"--memory: {text!r} is no memory at all", "write it like 16GiB")
+    return size

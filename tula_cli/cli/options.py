@@ -1,0 +1,83 @@
+"""What the commands have in common: the app, how a command is registered, and the arguments that several take."""
+
+import functools
+import inspect
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any, TypeVar, cast
+
+import typer
+
+from tula_cli.errors import TulaError
+from tula_cli.show.screen import Screen
+
+RUNS = Path("tula-runs")
+T = TypeVar("T")
+USAGE_ERROR = cast(type[Exception], typer.BadParameter.__mro__[2])
+"""The base of click's errors about arguments; typer brings its own copy of click and does not name it."""
+
+
+class Interrupted(TulaError):
+    """Ctrl-C. Jobs stay alive unless the user asked otherwise."""
+
+    exit_code = 130
+    code = "interrupted"
+
+
+# --- what commands have in common
+
+Spec = Annotated[Path, typer.Argument(metavar="JOB.YAML", help="The job spec; tula init writes one.")]
+MaybeSpec = Annotated[
+    Path | None, typer.Argument(metavar="[JOB.YAML]", help="The job spec; without it the run found as by --run.")
+]
+MaybeRun = Annotated[
+    Path | None, typer.Option("--run", metavar="DIR", help="The run; else $TULA_RUN, else the newest one.")
+]
+Root = Annotated[Path, typer.Option("--run-dir", metavar="ROOT", help="Where runs are kept.")]
+Overrides = Annotated[
+    list[str] | None, typer.Option("--set", metavar="A.B=C", help="Override a key of the spec; may be repeated.")
+]
+Yes = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")]
+DryRun = Annotated[bool, typer.Option("--dry-run", help="Show what would be submitted, and touch nothing.")]
+Wait = Annotated[
+    bool | None, typer.Option("--wait/--no-wait", help="Wait for the jobs (default: yes on this machine, no on SLURM).")
+]
+Timeout = Annotated[
+    float | None, typer.Option(min=0, metavar="SECONDS", help="Wait no longer; exit code 75 when jobs still run.")
+]
+NodeType = Annotated[
+    str | None, typer.Option("--type", metavar="NAME", help="Only this type of node, of those in node_types.")
+]
+CancelOnInterrupt = Annotated[bool, typer.Option("--cancel-on-interrupt", help="Ctrl-C ends the jobs as well.")]
+
+COMMON: dict[str, Any] = {
+    "as_json": Annotated[bool, typer.Option("--json", help="One JSON object on stdout, also on failure.")],
+    "quiet": Annotated[bool, typer.Option("--quiet", "-q", help="Only warnings and errors beside the answer.")],
+    "verbose": Annotated[bool, typer.Option("--verbose", "-v", help="Tracebacks of errors.")],
+    "no_color": Annotated[bool, typer.Option("--no-color", help="No colour (as NO_COLOR=1).")],
+}
+
+
+def register(app: typer.Typer, function: Callable[..., None]) -> None:
+    """Make a function a command of `app`: its first parameter is the screen, which the flags that all commands share set up."""
+
+    @functools.wraps(function)
+    def wrapper(ctx: typer.Context, **arguments: Any) -> None:
+        shared = {name: arguments.pop(name) for name in COMMON}
+        screen = ctx.obj if isinstance(ctx.obj, Screen) else Screen()
+        screen.command = function.__name__.rstrip("_")
+        screen.as_json, screen.quiet, screen.verbose = shared["as_json"], shared["quiet"], shared["verbose"]
+        screen.color = False if shared["no_color"] else None
+        try:
+            function(screen, **arguments)
+        except KeyboardInterrupt:
+            raise Interrupted("interrupted") from None
+        screen.finish()
+
+    parameter, keyword = inspect.Parameter, inspect.Parameter.KEYWORD_ONLY
+    own = [p.replace(kind=keyword) for p in list(inspect.signature(function).parameters.values())[1:]]
+    common = [parameter(name, keyword, default=False, annotation=kind) for name, kind in COMMON.items()]
+    context = parameter("ctx", keyword, annotation=typer.Context)
+    wrapper.__signature__ = inspect.Signature([context, *own, *common])  # type: ignore[attr-defined]
+    wrapper.__annotations__ = {p.name: p.annotation for p in [context, *own, *common]}
+    app.command(name=function.__name__.rstrip("_"))(wrapper)

@@ -1,0 +1,101 @@
+"""`tula status`, `tula list`, `tula logs` and `tula cancel`."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from tula_cli import words
+from tula_cli.cli.options import RUNS, MaybeRun, NodeType, Root
+from tula_cli.cli.runs import by_type, find_run, started
+from tula_cli.cli.waiting import warn_all
+from tula_cli.show import status as show_status
+from tula_cli.show.screen import Screen
+
+
+def status(screen: Screen, named: MaybeRun = None, root: Root = RUNS) -> None:
+    """Show a run's jobs, training and recommendation."""
+    import time
+
+    from tula_cli.cluster import launcher
+    from tula_cli.services import status as services_status
+
+    run = find_run(screen, named, root)
+    spec = run.spec()
+    found = {
+        part.type: services_status.snapshot(part.run, launcher.launcher_for(part.spec, submits=False), now=time.time())
+        for part in started(run, spec)
+    }
+    screen.status = "pending" if any(now.active() for now in found.values()) else "done"
+    for now in found.values():
+        warn_all(screen, now.warnings)
+    if not spec.node_types:
+        return by_type(screen, found, show_status.status)
+    chosen = run.recommendation()
+    return screen.answer(
+        {"types": found, "recommendation": chosen}, show_status.status_by_type(run.path, found, chosen)
+    )
+
+
+def list_(screen: Screen, root: Root = RUNS) -> None:
+    """List the runs, last changed first."""
+    from tula_cli.services.progress import listing
+
+    found = listing.list_runs(root.absolute())
+    screen.answer(found, show_status.runs(found) if found else [f"no run under {root}"])
+
+
+def logs(
+    screen: Screen,
+    named: MaybeRun = None,
+    root: Root = RUNS,
+    job: Annotated[str | None, typer.Option(help="Only this job's; tula status names them.")] = None,
+    last: Annotated[int | None, typer.Option("--lines", "-n", min=0, help="Only the last so many lines.")] = None,
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on while jobs run.")] = False,
+    node_type: NodeType = None,
+) -> None:
+    """Show what the newest job (or --job) wrote."""
+    import time
+
+    from tula_cli.cluster import launcher
+    from tula_cli.services import logs as services_logs
+    from tula_cli.services import status as services_status
+
+    whole = find_run(screen, named, root)
+    run = services_logs.newest_part(started(whole, whole.spec(), node_type), job) or whole
+
+    def active() -> bool:
+        return services_status.snapshot(run, launcher.launcher_for(run.spec(), submits=False), now=time.time()).active(
+            job and [job]
+        )
+
+    pause = services_status.POLL[run.spec().cluster.kind][0] if follow else 0.0
+    file = None
+    for line in services_logs.logs(
+        run, job=job, last=last, follow=follow, active=services_logs.seldom(active, pause=pause)
+    ):
+        if line.file != file:
+            file = line.file
+            screen.note(f"==> {words.near(file)}")
+        screen.line(line.text, line)
+    if file is None:
+        screen.note("no log yet")
+
+
+def cancel(
+    screen: Screen,
+    target: Annotated[Path | None, typer.Argument(metavar="[RUN]", help="The run; else as by --run.")] = None,
+    named: MaybeRun = None,
+    root: Root = RUNS,
+) -> None:
+    """End a run's jobs; what was measured or saved stays."""
+    from tula_cli.cluster import launcher
+    from tula_cli.services import status as services_status
+
+    run = find_run(screen, target or named, root)
+    ended = [
+        f"{part.type}/{job}" if part.type else job
+        for part in started(run, run.spec())
+        for job in services_status.cancel(part.run, launcher.launcher_for(part.spec, submits=False))
+    ]
+    screen.answer({"cancelled": ended}, [f"cancelled {', '.join(ended)}" if ended else "nothing was queued or running"])

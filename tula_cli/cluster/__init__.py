@@ -1,0 +1,1 @@
+"""Jobs: how they are started, supervised and relaunched."""

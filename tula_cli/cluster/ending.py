@@ -1,0 +1,155 @@
+"""How an attempt ended: by what its ranks wrote, else by the last words of their log."""
+
+import re
+import signal
+import socket
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from tula_cli.host.outcome import classify, root
+from tula_cli.run.directory import RunDir
+from tula_cli.run.records.base import OutcomeClass
+from tula_cli.run.records.jobs import Attempt, Failure
+from tula_cli.run.records.tasks import Task
+
+TAIL = 20_000  # bytes of a log that are read for its last words
+CGROUPS = Path("/sys/fs/cgroup")
+
+_CRASH = re.compile(r"exitcode *: *-(?:11|6)\b")  # SIGSEGV, SIGABRT
+
+
+@dataclass(frozen=True)
+class Ending:
+    """How the ranks of one attempt ended; `outcome` None is well."""
+
+    outcome: OutcomeClass | None
+    message: str = ""
+    rank: int | None = None
+    host: str = ""
+
+    @classmethod
+    def of(cls, failure: Failure) -> "Ending":
+        """Return the ending that a rank's failure tells."""
+        return cls(failure.outcome, failure.message, failure.rank, failure.host)
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What a supervisor saw of what it started: of several processes, of the one that failed first."""
+
+    exit_code: int
+    oom_kill: bool  # the kernel killed a process for memory meanwhile
+    log: Path
+    rank: int  # that this is about; under torchrun the first of those it has started
+
+
+def own_ending(run: RunDir, task: Task, attempt: Attempt, seen: Seen) -> Ending:
+    """Tell how the ranks of this supervisor ended when they did not end well."""
+    device = _device(task)
+    failure = root(run.failures(task.id, attempt.number))
+    shot = seen.oom_kill and seen.exit_code < 0  # own evidence outweighs what others saw
+    if failure is not None and failure.outcome != "peer" and not shot:
+        return Ending.of(failure)
+    words = last_words(seen.log)
+    root_cause = words.rpartition("Root Cause")[2]  # torchrun's summary of the rank that failed first
+    outcome = classify(words, exit_code=seen.exit_code, device=device)
+    if outcome in ("peer", "unknown"):  # that a rank was killed says more than that its peers noticed
+        # SIGABRT is no kill: torch ends its own process by it over a lost peer.
+        told = "" if seen.exit_code < 0 and seen.exit_code != -signal.SIGABRT else root_cause
+        outcome = classify(told, exit_code=seen.exit_code, device=device)
+    host = socket.gethostname()
+    if outcome == "signal" and task.spec.cluster.memory_per_gpu and device == "cpu" and _crashed(seen, root_cause):
+        # Native code that does not check an allocation crashes under the limit instead of raising.
+        return Ending("device_oom", f"crashed under cluster.memory_per_gpu: {_last_line(root_cause)}", host=host)
+    if seen.oom_kill and outcome in ("signal", "unknown", "peer"):
+        message = "the kernel killed a process for memory"
+        return Ending("device_oom" if device == "cpu" else "host_oom", message, seen.rank, host)
+    if failure is not None and outcome in ("unknown", "peer"):
+        return Ending("peer", failure.message, failure.rank, failure.host)
+    killed = _killed(seen.exit_code)
+    return Ending(outcome, killed or _last_line(root_cause), seen.rank if killed else None, host)
+
+
+def _device(task: Task) -> str:
+    return "cpu" if task.spec.cluster.device == "cpu" or not Path("/dev/nvidiactl").exists() else "cuda"
+
+
+def _crashed(seen: Seen, root_cause: str) -> bool:
+    return bool(_CRASH.search(root_cause)) or seen.exit_code in (-signal.SIGSEGV, -signal.SIGABRT)
+
+
+def _killed(exit_code: int) -> str:
+    return f"its process was killed by {signal.Signals(-exit_code).name}" if exit_code < 0 else ""
+
+
+def report(run: RunDir, task: Task, attempt: Attempt, seen: Seen, own: Ending) -> None:
+    """Write down how this supervisor's ranks ended, if none of them has: the supervisor of task 0 reads it."""
+    if any(failure.rank == seen.rank for failure in run.failures(task.id, attempt.number)):
+        return
+    run.write_failure(
+        Failure(
+            task=task.id,
+            attempt=attempt.number,
+            rank=seen.rank,
+            host=socket.gethostname(),
+            pid=attempt.pid,
+            # What another rank has told is not told once more in this one's name, by another clock.
+            outcome=own.outcome or "unknown" if own.rank in (None, seen.rank) else "peer",
+            message=own.message,
+            detail=last_words(seen.log),
+            failed_at=time.time(),
+        )
+    )
+
+
+def told_by_all(run: RunDir, task: Task, attempt: Attempt, own: Ending) -> Ending:
+    """Tell the attempt's end from what the ranks of all supervisors wrote."""
+    failure = root(run.failures(task.id, attempt.number))
+    return Ending.of(failure) if failure else own
+
+
+def last_words(log: Path) -> str:
+    if not log.exists():
+        return ""
+    with open(log, "rb") as file:
+        file.seek(max(0, log.stat().st_size - TAIL))
+        return file.read().decode(errors="replace")
+
+
+def _last_line(words: str) -> str:
+    """Return the line that tells most: torchrun's exit code, else the last one that is not a rule of dashes."""
+    lines = [line.strip() for line in words.splitlines() if line.strip(" =-")]
+    told = [line for line in lines if line.startswith(("exitcode", "rank"))]
+    return ", ".join(" ".join(line.split()) for line in told) or (lines[-1] if lines else "no output")
+
+
+def oom_kills() -> int:
+    """Return how many processes the kernel has killed for memory: in this process's cgroup, else on the machine.
+
+    The machine's count also rises with what other users' processes do.
+    """
+    for counter in _counters(Path("/proc/self/cgroup").read_text(encoding="ascii")):
+        if (count := _oom_kills_in(counter)) is not None:
+            return count
+    return _oom_kills_in(Path("/proc/vmstat")) or 0
+
+
+def _counters(cgroups: str) -> list[Path]:
+    """Return where version 1 and 2 of cgroups would keep the count, by the lines of /proc/self/cgroup."""
+    found = []
+    for line in cgroups.splitlines():
+        _, controllers, path = line.split(":", 2)
+        if "memory" in controllers.split(","):
+            found.append(CGROUPS / "memory" / path.lstrip("/") / "memory.oom_control")
+        elif not controllers and path != "/":
+            found.append(CGROUPS / path.lstrip("/") / "memory.events")
+    return found
+
+
+def _oom_kills_in(counter: Path) -> int | None:
+    try:
+        lines = counter.read_text(encoding="ascii").splitlines()
+    except OSError:
+        return None
+    return next((int(line.split()[1]) for line in lines if line.startswith("oom_kill ")), None)

@@ -1,0 +1,94 @@
+"""Starting jobs and asking what became of them, wherever they run."""
+
+import contextlib
+import shutil
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Protocol
+
+from tula_cli.cluster.local import LocalLauncher
+from tula_cli.cluster.slurm.queue import SILENT, SchedulerState
+from tula_cli.cluster.slurm.submit import SlurmLauncher
+from tula_cli.errors import SchedulerError
+from tula_cli.run.directory import RunDir
+from tula_cli.run.records.jobs import Job
+from tula_cli.run.records.tasks import Task
+from tula_cli.spec.job import JobSpec
+
+LOCK_POLL, LOCK_PATIENCE = 0.5, 600.0
+"""Seconds between two looks whether another command line has submitted its jobs, and how long to look at most."""
+
+
+class Launcher(Protocol):
+    """Submits jobs; the tests pass one that runs nothing."""
+
+    def script(self, run: RunDir, task: Task) -> str:
+        """Return what would be submitted, as text; touches nothing."""
+        ...
+
+    def submit(self, run: RunDir, task: Task) -> Job:
+        """Submit a job whose task is written already.
+
+        Raises:
+            SchedulerError: the job was refused.
+        """
+        ...
+
+    def states(self, run: RunDir, jobs: Sequence[Job]) -> dict[str, SchedulerState]:
+        """Ask what became of jobs, all at once; by the job's own id."""
+        ...
+
+    def cancel(self, run: RunDir, job: Job) -> None:
+        """End a job and everything it started."""
+        ...
+
+
+def launcher_for(spec: JobSpec, *, submits: bool = True) -> Launcher:
+    """Return the launcher of the spec's cluster.
+
+    Args:
+        spec: the job.
+        submits: whether jobs are to be submitted; what became of them can be told from the files alone.
+
+    Raises:
+        SchedulerError: nothing can be submitted from here.
+    """
+    if spec.cluster.kind == "local":
+        return LocalLauncher()
+    if submits and shutil.which("sbatch") is None:
+        raise SchedulerError(
+            "cluster.kind is slurm, but there is no sbatch here", "run tula on a login node, or set cluster.kind: local"
+        )
+    return SlurmLauncher()
+
+
+@contextlib.contextmanager
+def submitting(run: RunDir, *, sleep: Callable[[float], None] = time.sleep) -> Iterator[None]:
+    """Keep other command lines from submitting jobs of a run while this one looks what is there and submits.
+
+    Raises:
+        SchedulerError: another one does not come to an end.
+    """
+    waited = 0.0
+    while owner := run.lock():
+        if waited >= LOCK_PATIENCE:
+            raise SchedulerError(
+                f"another tula command ({owner}) is submitting jobs of {run.id}",
+                f"wait for its end, or remove {run.path / 'lock'} if there is none",
+            )
+        sleep(LOCK_POLL)
+        waited += LOCK_POLL
+    try:
+        yield
+    finally:
+        run.unlock()
+
+
+def under_way(run: RunDir, launcher: Launcher, job_ids: Iterable[str]) -> list[str]:
+    """Return which of these jobs wait or run."""
+    known = [job for id_ in job_ids if (job := run.job(id_)) is not None]
+    states = launcher.states(run, known)
+    for state in states.values():
+        if state.state == "unknown" and state.reason.startswith(SILENT):
+            raise SchedulerError(state.reason, "nothing was submitted; run the same command again later")
+    return [job.id for job in known if states[job.id].state in ("pending", "running")]

@@ -1,0 +1,142 @@
+"""Jobs on this machine."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from tula_cli.cluster.slurm.queue import SchedulerState
+from tula_cli.errors import SchedulerError
+from tula_cli.host.processes import die_with_parent, started
+from tula_cli.run.directory import RunDir
+from tula_cli.run.records.jobs import Attempt, Job
+from tula_cli.run.records.tasks import Task
+
+SUPERVISOR = "tula_cli.cluster.supervise"
+"""Started by its name: the command line never runs it in its own process."""
+_MONTHS = 60 * 24 * 90  # minutes; submitit ends a local job after its time limit, our supervisor keeps its own
+
+
+class LocalLauncher:
+    """Jobs on this machine through submitit's local executor; one at a time, in the order they get the machine."""
+
+    def script(self, run: RunDir, task: Task) -> str:
+        """Return in words what a job on this machine starts."""
+        world = task.nodes * task.spec.cluster.gpus_per_node
+        return f"{task.job} in {run.path.name}: {world} rank{'s' * (world > 1)} on this machine"
+
+    def submit(self, run: RunDir, task: Task) -> Job:
+        """Start a job that outlives this process, its terminal and Ctrl-C.
+
+        submitit's controller would stay in our process group, where Ctrl-C reaches it: it is started from a process
+        with a session of its own.
+        """
+        earlier, now = run.job(task.job), time.time()
+        program = "import sys; from tula_cli import launch; launch.submit_from_own_session(*sys.argv[1:])"
+        command = [sys.executable, "-c", program, str(run.path.resolve()), task.id]
+        # Files, not pipes: the job inherits them, and a pipe would stay open until it ends.
+        with tempfile.TemporaryFile("w+") as told, tempfile.TemporaryFile("w+") as complaint:
+            code = subprocess.call(command, stdout=told, stderr=complaint, start_new_session=True, env=with_package())
+            told.seek(0)
+            complaint.seek(0)
+            if code:
+                raise SchedulerError(f"the job could not be started: {complaint.read().strip() or f'exit code {code}'}")
+            pid = int(told.read().split()[-1])
+        return Job(
+            id=task.job,
+            scheduler="local",
+            scheduler_id=str(pid),
+            nodes=task.nodes,
+            submitted_at=now,
+            submissions=earlier.submissions + 1 if earlier else 1,
+            process_started=started(pid),
+            host=socket.gethostname(),
+            log_dir=str(run.submitit_dir),
+        )
+
+    def states(self, run: RunDir, jobs: Sequence[Job]) -> dict[str, SchedulerState]:
+        """Ask the kernel: the process that submitit started is there and is the same one, or it is not."""
+        return {job.id: self._state(run, job) for job in jobs}
+
+    def _state(self, run: RunDir, job: Job) -> SchedulerState:
+        if job.host not in ("", socket.gethostname()):
+            attempts = attempts_of(run, job)
+            over = bool(attempts) and attempts[-1].ended_at is not None
+            return SchedulerState("ended" if over else "running", f"on {job.host}, as far as its files tell")
+        if not _alive(job):
+            return SchedulerState("ended")
+        if attempts_of(run, job):
+            return SchedulerState("running")
+        return SchedulerState("pending", "starting, or waiting for another tula job on this machine")
+
+    def cancel(self, run: RunDir, job: Job) -> None:
+        """Mark it: the supervisor sees the mark, ends its ranks and then itself. Wait until it has."""
+        run.cancel(job.id)
+        deadline = time.monotonic() + 30
+        while _alive(job) and time.monotonic() < deadline:
+            time.sleep(0.1)
+        if _alive(job):
+            os.kill(int(job.scheduler_id), signal.SIGKILL)
+
+
+def submit_from_own_session(path: str, task_id: str) -> None:
+    """Submit a supervisor to submitit's local executor and print its process id. Runs in a process of its own."""
+    import submitit
+
+    run = RunDir(Path(path))
+    executor = submitit.LocalExecutor(folder=run.submitit_dir)
+    # submitit hides all GPUs from a local job that asks for none; the ranks get back what was visible here.
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    executor.update_parameters(timeout_min=_MONTHS, tasks_per_node=1)
+    job = executor.submit(run_supervisor, path, task_id, visible)
+    sys.stdout.write(f"{job.job_id}\n")
+
+
+def run_supervisor(path: str, task_id: str, visible_gpus: str | None) -> None:
+    """What submitit calls in the job.
+
+    Args:
+        path: the run directory.
+        task_id: the task to start with.
+        visible_gpus: CUDA_VISIBLE_DEVICES of the command line that submitted a local job; SLURM sets its own.
+    """
+    import importlib
+
+    if os.environ.get("SUBMITIT_EXECUTOR") == "local":
+        die_with_parent()  # submitit's controller is what a user sees and can kill; nothing may outlive it
+    environ = {name: value for name, value in os.environ.items() if not name.startswith("SUBMITIT_")}
+    if os.environ.get("SUBMITIT_EXECUTOR") == "local":
+        environ.pop("CUDA_VISIBLE_DEVICES", None)
+        if visible_gpus is not None:
+            environ["CUDA_VISIBLE_DEVICES"] = visible_gpus
+        environ = {name: value for name, value in environ.items() if not name.startswith("SLURM_")}
+    supervise: Callable[..., None] = importlib.import_module(SUPERVISOR).supervise
+    supervise(Path(path), task_id, environ=environ)
+
+
+def with_package() -> dict[str, str]:
+    """Return the environment with tula importable, also where it is run from a checkout that is not installed."""
+    here = str(Path(__file__).resolve().parents[2])
+    paths = [here, *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(dict.fromkeys(paths))}
+
+
+def attempts_of(run: RunDir, job: Job) -> list[Attempt]:
+    """Return the attempts of a job since it was submitted."""
+    return [
+        attempt
+        for task in (*run.tasks(), *run.check_tasks())
+        if task.job == job.id
+        for attempt in run.attempts(task.id)
+        if attempt.started_at >= job.submitted_at - 1
+    ]
+
+
+def _alive(job: Job) -> bool:
+    since = started(int(job.scheduler_id))
+    return since is not None and since == job.process_started

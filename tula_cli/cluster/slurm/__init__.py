@@ -1,0 +1,1 @@
+"""SLURM: submitting, asking, and what a site offers."""

@@ -1,0 +1,395 @@
+"""What SLURM says of its jobs: a hint, never the truth about results. It forgets, lags, and may not answer at all.
+
+Only what SLURM prints alike from 20.11 on is read: fields asked for by name, without headings, one job a line. A command
+that is missing, hangs, fails or says what nobody knows is an answer that tells nothing; none of it raises an error.
+"""
+
+import os
+import re
+import subprocess
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from tula_cli.errors import SchedulerError
+from tula_cli.run.records.base import OutcomeClass
+
+PATIENCE = 60.0
+"""Seconds that a command of SLURM gets; a busy controller answers after some tens of them."""
+SILENT = "squeue does not answer"
+OVER = re.compile("Invalid job id|already completing or completed", re.IGNORECASE)
+"""scancel's complaints about jobs that have ended by themselves."""
+ACCOUNTING_PAUSE = 60.0
+"""Seconds between two questions to sacct about the same job: it reads a database that all users share."""
+
+
+@dataclass(frozen=True)
+class SchedulerState:
+    """What the scheduler says of a job; a hint, never the truth about results."""
+
+    state: Literal["pending", "running", "ended", "unknown"]
+    reason: str = ""
+    starts_at: float | None = None  # Unix time at which a waiting job is expected to start
+
+    @property
+    def hopeless(self) -> bool:
+        """Whether the job waits for what waiting does not bring."""
+        return self.state == "pending" and self.reason.partition(":")[0] in HOPELESS
+
+
+@dataclass(frozen=True)
+class Queued:
+    """A job that waits or runs; `script` is the file that sbatch was given."""
+
+    id: str
+    name: str
+    script: str
+
+
+PENDING = ("PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_FED", "REQUEUE_HOLD", "SPECIAL_EXIT", "RESV_DEL_HOLD")
+RUNNING = ("RUNNING", "COMPLETING", "RESIZING", "SIGNALING", "STAGE_OUT", "STOPPED", "SUSPENDED")
+ENDED = {
+    "COMPLETED": "",
+    "FAILED": "its script ended with an error",
+    "CANCELLED": "it was cancelled by scancel or by an administrator",
+    "TIMEOUT": "its time limit was reached",
+    "DEADLINE": "its deadline was reached",
+    "NODE_FAIL": "a node of its allocation failed",
+    "BOOT_FAIL": "a node of its allocation did not boot",
+    "LAUNCH_FAILED": "it could not be launched on its nodes",
+    "RECONFIG_FAIL": "its nodes could not be configured",
+    "PREEMPTED": "a job of higher priority took its nodes",
+    "OUT_OF_MEMORY": "it took more memory than it had asked for",
+    "REVOKED": "another cluster of the federation runs it",
+}
+"""SLURM's states of a job that is over, and what they mean."""
+HOPELESS = {
+    "PartitionConfig": "the partition does not allow so many nodes or so much of them",
+    "PartitionNodeLimit": "the partition does not allow so many nodes",
+    "PartitionTimeLimit": "the partition does not allow so much time",
+    "PartitionDown": "the partition is down",
+    "PartitionInactive": "the partition is inactive",
+    "BadConstraints": "no node satisfies the constraints",
+    "DependencyNeverSatisfied": "it waits for a job that failed",
+    "AccountNotAllowed": "the account may not use the partition",
+    "QOSNotAllowed": "the QOS may not be used here",
+    "InvalidAccount": "there is no such account",
+    "InvalidQOS": "there is no such QOS",
+    "QOSMaxNodePerJobLimit": "the QOS does not allow so many nodes",
+    "QOSMaxWallDurationPerJobLimit": "the QOS does not allow so much time",
+    "AssocMaxNodePerJobLimit": "the account does not allow so many nodes",
+    "AssocMaxWallDurationPerJobLimit": "the account does not allow so much time",
+    "ReservationDeleted": "its reservation is gone",
+    "JobHoldMaxRequeue": "SLURM has given it up after several tries: scontrol release",
+    "JobHeldAdmin": "an administrator holds it",
+    "JobHeldUser": "you hold it: scontrol release",
+}
+"""squeue's reasons that waiting does not cure."""
+
+OUTCOMES: dict[str, OutcomeClass] = {
+    "TIMEOUT": "time_limit",
+    "DEADLINE": "time_limit",
+    "PREEMPTED": "preempted",
+    "REQUEUED": "preempted",
+    "NODE_FAIL": "node_failure",
+    "BOOT_FAIL": "node_failure",
+    "CANCELLED": "cancelled",
+    "OUT_OF_MEMORY": "host_oom",
+}
+"""What took an allocation away, by SLURM's state. COMPLETED and FAILED are the job's own doing."""
+
+
+OOM_KILLED = "0:125"
+"""The exit code of a step out of which the kernel has killed a process for memory."""
+
+
+# --- how jobs stand
+
+
+def ask(ids: Sequence[str]) -> dict[str, SchedulerState]:
+    """Return what SLURM says of jobs; one that nobody knows is not in the answer.
+
+    squeue is asked once for all of them. It outweighs sacct, which calls a requeued job over while it runs again; sacct is
+    asked for those that squeue has forgotten.
+    """
+    wanted = list(dict.fromkeys(ids))
+    queue, silence = _queue(wanted) if wanted else ({}, "")
+    found = {id_: row for id_ in wanted if (row := queue.get(id_))}
+    for id_, word in _accounted(id_ for id_ in wanted if id_ not in found).items():
+        state = _state(word)
+        # It is not in the queue any more, but not over for sacct, which lags and keeps jobs that ended unseen for ever.
+        known = (
+            state if state.state == "ended" else SchedulerState("unknown", f"sacct says {word}, squeue knows no more")
+        )
+        found[id_] = known
+    if silence:
+        unheard = {id_: SchedulerState("unknown", silence) for id_ in wanted}
+        found = {**unheard, **{id_: state for id_, state in found.items() if state.state != "unknown"}}
+    return found
+
+
+def _queue(ids: Sequence[str]) -> tuple[dict[str, SchedulerState], str]:
+    """Return the jobs that squeue knows, ended ones too while the controller keeps them, and why it does not answer.
+
+    Asked for a single job that it does not know squeue fails; asked for several, that depends on its version.
+    """
+    form = ("squeue", "--noheader", "--states=all", "--format=%i|%T|%r|%S")
+    answer = _run(*form, f"--jobs={','.join(ids)}")
+    if answer.unknown_job:
+        if len(ids) == 1:
+            return {}, ""
+        answer = _run(*form, f"--user={os.getuid()}")
+    if not answer.ok:
+        return {}, f"{SILENT}: {answer.complaint}"
+    rows = [line.split("|") for line in answer.text.splitlines()]
+    return {row[0]: _state(row[1], row[2], _moment(row[3])) for row in rows if len(row) == 4}, ""
+
+
+def _state(words: str, reason: str = "", starts_at: float | None = None) -> SchedulerState:
+    """Return what a state of SLURM means; an unknown one is not over."""
+    name = _name(words)
+    if name in PENDING:
+        why = HOPELESS.get(reason)
+        told = "" if reason == "None" else f"{reason}: will not start, {why}" if why else reason
+        return SchedulerState("pending", told, starts_at)
+    if name in RUNNING:
+        return SchedulerState("running")
+    if name in ENDED:
+        meaning = "its script could not be started on its node" if reason == "JobLaunchFailure" else ENDED[name]
+        return SchedulerState("ended", f"{words}: {meaning}" if meaning else "")
+    return SchedulerState("unknown", f"SLURM calls it {words}")
+
+
+def _name(words: str) -> str:
+    """Return the state at the head of what SLURM wrote: "CANCELLED by 1000", "CANCELLED+", "OUT_OF_ME+"."""
+    word = words.split()[0] if words.split() else ""
+    start = word.rstrip("+")
+    if start in ("", word):
+        return start
+    return next((name for name in (*PENDING, *RUNNING, *ENDED) if name.startswith(start)), start)
+
+
+_asked: dict[str, tuple[float, str]] = {}
+"""When sacct was asked for a job (by the monotonic clock), and the state it told: it is shared by all users."""
+
+
+def _accounted(ids: Iterable[str]) -> dict[str, str]:
+    """Return the states that sacct tells; it is asked for all due ones at once."""
+    wanted, now = list(ids), time.monotonic()
+    due = [id_ for id_ in wanted if _is_due(id_, now)]
+    if due:
+        answer = _run("sacct", "--noheader", "--parsable2", f"--jobs={','.join(due)}", "--format=JobID,State")
+        rows = [line.split("|") for line in answer.text.splitlines()] if answer.ok else []
+        states = {row[0]: row[1] for row in rows if len(row) == 2}
+        _asked.update({id_: (now, states.get(id_, "")) for id_ in due})
+    return {id_: word for id_ in wanted if (word := _asked[id_][1])}
+
+
+def _is_due(id_: str, now: float) -> bool:
+    at, word = _asked.get(id_, (float("-inf"), ""))
+    return _name(word) not in ENDED and now - at >= ACCOUNTING_PAUSE
+
+
+# --- how one allocation ends
+
+
+def ends_at(job_id: str, environ: Mapping[str, str]) -> float | None:
+    """Return the Unix time at which an allocation ends, None where that is unknown or never.
+
+    Args:
+        job_id: the allocation.
+        environ: its environment; SLURM tells the time there from 23.02 on.
+    """
+    told = environ.get("SLURM_JOB_END_TIME", "")
+    if told.isdigit():
+        moment: float | None = float(told)
+    else:
+        answer = _run("squeue", "--noheader", f"--jobs={job_id}", "--format=%e")
+        moment = _moment(answer.text.splitlines()[0]) if answer.ok and answer.text else None
+    never = time.time() + 10 * 365 * 86400  # an unlimited job ends in some hundred years
+    return moment if moment is not None and moment < never else None
+
+
+def _moment(words: str) -> float | None:
+    """Return the Unix time of a local time as SLURM writes it; None for N/A, Unknown and the like."""
+    try:
+        return time.mktime(time.strptime(words.strip(), "%Y-%m-%dT%H:%M:%S"))
+    except (ValueError, OverflowError):
+        return None
+
+
+def ended_how(job_id: str, *, restart: int | None = None) -> OutcomeClass | None:
+    """Return what ended an allocation; None where it lives, is not known, or ended by itself.
+
+    Args:
+        job_id: the job.
+        restart: how often it had been requeued when the allocation in question ran; None for the job's last one. An
+            administrator may requeue a job, which then goes on under its old number.
+    """
+    now = _controlled(job_id)
+    told = now.get("Restarts", "")
+    restarts = int(told) if told.isdigit() else 0
+    if restart is not None and restart < restarts:
+        # Requeued since: whatever took that allocation away, it was not the job itself.
+        return _outcome(_run_of(job_id, restart)) or "preempted"
+    state = _name(now.get("JobState", ""))
+    if state in PENDING or (state in RUNNING and state != "COMPLETING"):
+        return None
+    if state in OUTCOMES or state == "COMPLETED":
+        return OUTCOMES.get(state)
+    # The exit code of an earlier run stays when a job is requeued.
+    if now.get("DerivedExitCode") == OOM_KILLED and not restarts:
+        return "host_oom"
+    return _outcome(_run_of(job_id, restart))
+
+
+def _controlled(job_id: str) -> dict[str, str]:
+    """Return what the controller knows of a job, for some minutes after its end too."""
+    answer = _run("scontrol", "--details", "--oneliner", "show", "job", job_id)
+    lines = [line for line in answer.text.splitlines() if line.startswith(f"JobId={job_id} ")] if answer.ok else []
+    # What stands first counts: 24.05 and later end with the command line of the submission.
+    return dict(reversed(re.findall(r"(\S+?)=(\S*)", lines[-1]))) if lines else {}
+
+
+def _run_of(job_id: str, restart: int | None) -> list[list[str]]:
+    """Return sacct's rows (id, state, derived exit code) of one run of a job and of its steps; None is the last run."""
+    form = "--format=JobID,State,DerivedExitCode"
+    answer = _run("sacct", "--noheader", "--parsable2", "--duplicates", f"--jobs={job_id}", form)
+    runs: list[list[list[str]]] = []
+    for row in (line.split("|") for line in answer.text.splitlines() if answer.ok):
+        if len(row) == 3 and row[0] == job_id:
+            runs.append([row])
+        elif len(row) == 3 and runs and row[0].startswith(f"{job_id}."):
+            runs[-1].append(row)
+    wanted = len(runs) - 1 if restart is None else restart
+    return runs[wanted] if 0 <= wanted < len(runs) else []
+
+
+def _outcome(rows: list[list[str]]) -> OutcomeClass | None:
+    """Return what ended a job; where it failed by itself its steps tell whether memory was the reason."""
+    if not rows:
+        return None
+    own = _name(rows[0][1])
+    if own in OUTCOMES:
+        return OUTCOMES[own]
+    killed = any(_name(state) == "OUT_OF_MEMORY" or code == OOM_KILLED for _, state, code in rows)
+    return "host_oom" if killed and own == "FAILED" else None
+
+
+# --- finding and ending jobs
+
+
+def live(names: Sequence[str]) -> list[Queued]:
+    """Return this user's jobs of these names that wait or run; one that is being ended does not count.
+
+    Raises:
+        SchedulerError: squeue does not answer, so that nobody can tell.
+    """
+    form = "--format=%i|%T|%j|%o"
+    answer = _run("squeue", "--noheader", f"--user={os.getuid()}", f"--name={','.join(names)}", form)
+    if not answer.ok:
+        raise SchedulerError(f"{SILENT}: {answer.complaint}", "nothing was submitted; run the same command again later")
+    rows = [line.split("|", 3) for line in answer.text.splitlines()]
+    over = ("COMPLETING", *ENDED)
+    return [
+        Queued(row[0], row[2], row[3])
+        for row in rows
+        if len(row) == 4 and row[2] in names and _name(row[1]) not in over
+    ]
+
+
+def named(job_name: str) -> list[str]:
+    """Return the ids of this user's jobs of exactly this name that wait or run; none where squeue does not answer."""
+    try:
+        return [job.id for job in live([job_name])]
+    except SchedulerError:
+        return []
+
+
+def cancel(ids: Sequence[str]) -> str:
+    """Cancel these jobs, and no others; return scancel's complaint, empty where it did what it was told."""
+    own = [id_ for id_ in ids if id_.isdigit()]  # scancel would take a name for other things
+    if not own:
+        return ""
+    answer = _run("scancel", *own)
+    return "" if answer.ok or OVER.search(answer.complaint) else answer.complaint
+
+
+# --- talking to SLURM
+
+
+@dataclass(frozen=True)
+class _Answer:
+    ok: bool
+    text: str = ""
+    complaint: str = ""
+
+    @property
+    def unknown_job(self) -> bool:
+        return "Invalid job id" in self.complaint
+
+
+def _run(*command: str) -> _Answer:
+    try:
+        done = subprocess.run(
+            command, capture_output=True, text=True, errors="replace", check=False, timeout=PATIENCE,
+            stdin=subprocess.DEVNULL, env=environment(os.environ),
+        )  # fmt: skip
+    except OSError as error:
+        return _Answer(False, complaint=f"{command[0]}: {error.strerror}")
+    except subprocess.TimeoutExpired:
+        return _Answer(False, complaint=f"{command[0]} took more than {PATIENCE:g} s")
+    complaint = done.stderr.strip() or f"{command[0]} ended with exit code {done.returncode}"
+    return _Answer(done.returncode == 0, done.stdout.strip(), complaint)
+
+
+_KEPT = ("SLURM_CONF", "SLURM_CONF_SERVER", "SLURM_JWT")
+_GIVEN = (
+    "CUDA_VISIBLE_DEVICES",
+    "ROCR_VISIBLE_DEVICES",
+    "HIP_VISIBLE_DEVICES",
+    "GPU_DEVICE_ORDINAL",
+    "ZE_AFFINITY_MASK",
+)
+
+
+def environment(environ: Mapping[str, str]) -> dict[str, str]:
+    """Return the environment in which SLURM's commands are called.
+
+    What an allocation sets, where tula is started inside one, would bind the new job's ranks to its processors and GPUs;
+    what a user sets for their own squeue and sacct hides jobs and changes formats.
+    """
+    inside = "SLURM_JOB_ID" in environ
+    dropped = ("SLURM_", "SUBMITIT_", "SQUEUE_", "SACCT_", "SCANCEL_", "SCONTROL_")
+    return {
+        name: value
+        for name, value in environ.items()
+        if name in _KEPT or not (name.startswith(dropped) or (inside and name in _GIVEN))
+    }
+
+
+HINTS = {
+    "maxsubmitjob": "wait until some of your jobs have ended, or cancel some; squeue --user $USER lists them",
+    "accounting/qos policy": "ask for less, or set cluster.slurm.account or qos; sacctmgr show assoc, qos lists limits",
+    "account": "set cluster.slurm.account; sacctmgr show user $USER withassoc lists yours",
+    "partition": "set cluster.slurm.partition; sinfo lists them",
+    "qos": "set cluster.slurm.qos; sacctmgr show qos lists them",
+    "reservation": "set cluster.slurm.reservation; scontrol show reservation lists them",
+    "feature": "set cluster.slurm.constraint; sinfo -o '%f' lists the features",
+    "node count": "search fewer nodes, or another partition",
+    "time limit": "lower search.max_minutes or cluster.slurm.minutes",
+    "memory": "lower cluster.slurm.memory",
+    "gres": "check cluster.gpus_per_node against sinfo -o '%G'",
+    "contact slurm controller": "the controller is down or out of reach; run the same command again later",
+    "timed out": "the controller is busy; run the same command again later",
+}
+"""What to do about a refusal, by the words in it; the first that fits."""
+
+
+def refused(words: str) -> SchedulerError:
+    """Return sbatch's refusal in its own words, and what to do about it."""
+    told = [line.strip().removeprefix("sbatch: error: ") for line in words.splitlines() if "sbatch:" in line]
+    text = "; ".join(told) or words.strip().rpartition("\n")[2] or "it did not say why"
+    hint = next((hint for word, hint in HINTS.items() if word in text.lower()), "check the cluster section of the job")
+    return SchedulerError(f"sbatch refused the job: {text}", hint)

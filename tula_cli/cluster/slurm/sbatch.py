@@ -1,0 +1,207 @@
+"""What sbatch and srun are asked for: what the spec asks for, and nothing else."""
+
+import math
+import shlex
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from tula_cli.assets import find_asset, site_asset
+from tula_cli.errors import SpecError
+from tula_cli.run.directory import RunDir
+from tula_cli.run.records.tasks import CheckTask, ProbeTask, Task, TrainTask
+from tula_cli.spec.job import JobSpec
+from tula_cli.spec.slurm_options import Slurm, option
+
+SETUP, WRAPPER = "slurm-setup.sh", "slurm-wrapper.sh"
+"""Snippets that a site may replace."""
+ROOM = 2  # minutes beyond what a job may take, for its supervisor to end it first and write why
+_SIGNAL = 90  # seconds before its end at which a job is told so; less where it is short
+_WRAPPER = "TULA_WRAPPER"
+_WRAPPER_END = "END_OF_TULA_WRAPPER"
+
+
+def parameters(run: RunDir, task: Task, *, name: str | None = None, dependency: str | None = None) -> dict[str, Any]:
+    """Return what submitit is given for a job.
+
+    Args:
+        run: the run that the job belongs to.
+        task: what the job starts with.
+        name: of the job; "tula-<run>-<job>" where there is none.
+        dependency: what it waits for, as sbatch writes it: "afterany:4711".
+
+    Raises:
+        SpecError: a snippet that the spec names cannot be read.
+    """
+    slurm = _slurm(task.spec)
+    minutes = _minutes(task, slurm)
+    names = ("partition", "account", "qos", "constraint", "exclude")
+    own = {key: value for key in names if (value := getattr(slurm, key))}
+    if dependency:
+        own["dependency"] = dependency
+    return {
+        **own,
+        **_size(task, slurm),
+        "job_name": name or f"tula-{run.id}-{task.job}",
+        "time": minutes,
+        "signal_delay_s": min(_SIGNAL, minutes * 60 // 4),
+        "exclusive": True if slurm.exclusive else None,
+        "wckey": None,
+        "setup": _setup(task, slurm) or None,
+        "srun_args": _srun(task, slurm),
+        "additional_parameters": _options(task, slurm),
+    }
+
+
+def python(task: Task) -> str | None:
+    """Return the shell's command that starts python in the job; None for the python that runs now."""
+    return _slurm(task.spec).python
+
+
+def wrapper(spec: JobSpec, *, environ: Mapping[str, str]) -> list[str]:
+    """Return the words before a rank's command: the snippet that came with the job, then those of the spec.
+
+    Args:
+        spec: the job.
+        environ: the job's environment, which holds the snippet as it was at submission.
+    """
+    snippet = environ.get(_WRAPPER)
+    outer = ["bash", "-c", snippet, "tula-wrapper"] if snippet else []
+    return [*outer, *_slurm(spec).wrapper]
+
+
+def doubts(spec: JobSpec) -> tuple[str, ...]:
+    """Return what is allowed and yet probably not meant."""
+    slurm, ranks = _slurm(spec), spec.cluster.gpus_per_node
+    needed = spec.train.workers + 1
+    if spec.cluster.kind != "slurm" or slurm.cpus_per_task is None or slurm.cpus_per_task >= needed:
+        return ()
+    return (
+        f"cluster.slurm.cpus_per_task is {slurm.cpus_per_task}, but a rank and its train.workers are {needed} processes"
+        f" ({ranks * needed} a node): loading data may hold up the GPUs",
+    )
+
+
+def _slurm(spec: JobSpec) -> Slurm:
+    return spec.cluster.slurm or Slurm()
+
+
+def _minutes(task: Task, slurm: Slurm) -> int:
+    """Return the time limit."""
+    match task:
+        case ProbeTask():
+            return math.ceil(task.spec.search.max_minutes * (1 + len(task.then))) + ROOM
+        case TrainTask():
+            return slurm.minutes
+        case CheckTask():
+            return math.ceil(CheckTask.MINUTES) + ROOM
+
+
+def _size(task: Task, slurm: Slurm) -> dict[str, Any]:
+    """Return nodes, tasks, CPUs and GPUs; GPUs in one form only: SLURM 24.11 refuses two."""
+    ranks = task.spec.cluster.gpus_per_node
+    size: dict[str, Any] = {"nodes": task.nodes, "ntasks_per_node": 1 if slurm.launcher == "torchrun" else ranks}
+    if cpus := _cpus(task, slurm):
+        size["cpus_per_task"] = cpus
+    kind = f"{slurm.gpu_type}:" if slurm.gpu_type else ""
+    if task.spec.cluster.device == "cpu" or slurm.gpus == "none":
+        return size
+    match slurm.gpus:
+        case "gpus_per_node":
+            return {**size, "gpus_per_node": f"{kind}{ranks}"}
+        case "gpus_per_task":
+            return {**size, "gpus_per_task": f"{kind}1"}
+        case "gres":
+            others = [_text(value) for key, value in slurm.extra.items() if option(key) == "gres" and value]
+            return {**size, "gres": ",".join([f"gpu:{kind}{ranks}", *others])}
+
+
+def _cpus(task: Task, slurm: Slurm) -> int | None:
+    """Return the CPUs of one of SLURM's tasks, which under torchrun holds all ranks of a node."""
+    if slurm.cpus_per_task is None:
+        return None
+    return slurm.cpus_per_task * (task.spec.cluster.gpus_per_node if slurm.launcher == "torchrun" else 1)
+
+
+def _options(task: Task, slurm: Slurm) -> dict[str, Any]:
+    """Return the options of sbatch that submitit has no name for."""
+    # SLURM's own requeue would start what tula starts itself.
+    options: dict[str, Any] = {"no-requeue": True}
+    if slurm.reservation:
+        options["reservation"] = slurm.reservation
+    if slurm.memory:
+        options["mem"] = slurm.memory
+    extra = _given(slurm.extra)
+    if "gres" in _size(task, slurm):
+        extra.pop("gres", None)  # it is in there
+    return {**options, **extra}
+
+
+def _given(extra: Mapping[str, Any]) -> dict[str, Any]:
+    """Return options as they are written; false, nothing and the empty text ask for nothing."""
+    return {
+        option(name): True if value is True else _text(value)
+        for name, value in extra.items()
+        if value is not False and value not in (None, "", [])
+    }
+
+
+def _text(value: Any) -> str:
+    return ",".join(value) if isinstance(value, list) else str(value)
+
+
+def _srun(task: Task, slurm: Slurm) -> list[str]:
+    """Return the options of srun."""
+    # A rank that dies must not leave the others waiting.
+    options: dict[str, Any] = {"kill-on-bad-exit": 1}
+    if cpus := _cpus(task, slurm):
+        options["cpus-per-task"] = cpus  # srun of SLURM 22.05 and later does not take it over from sbatch
+    if ":" in _size(task, slurm).get("gpus_per_task", ""):
+        options["gpu-bind"] = "per_task:1"  # implied, but srun of 22.05 stumbles over the type, and hides all GPUs
+    options |= _given(slurm.srun_extra)
+    return [f"--{name}" if value is True else f"--{name}={value}" for name, value in options.items()]
+
+
+def _setup(task: Task, slurm: Slurm) -> list[str]:
+    """Return the lines of the shell before the job, as they are now: what was submitted is what runs."""
+    workdir = Path(task.workdir)
+    snippet = _snippet(SETUP, slurm.setup_snippet, setting="setup_snippet", workdir=workdir)
+    outer = _snippet(WRAPPER, slurm.wrapper_snippet, setting="wrapper_snippet", workdir=workdir)
+    exports = [f"export {name}={shlex.quote(v)}" for name, v in slurm.environment.items() if v is not None]
+    return [
+        *snippet,
+        *(["# cluster.slurm.setup"] if slurm.setup else []),
+        *slurm.setup,
+        *exports,  # after the set-up: they hold whatever the modules have set
+        *(_in_variable(outer) if outer else []),
+    ]
+
+
+def _in_variable(lines: Sequence[str]) -> list[str]:
+    """Hand the wrapper's text to the supervisors, which srun starts with the environment of the script."""
+    return [f"IFS= read -r -d '' {_WRAPPER} <<'{_WRAPPER_END}' || true", *lines, _WRAPPER_END, f"export {_WRAPPER}"]
+
+
+def _snippet(name: str, wish: str | bool | None, *, setting: str, workdir: Path) -> list[str]:
+    """Return the lines of a snippet: of the file the spec names, the user's, the site's, or the one tula comes with.
+
+    Args:
+        name: of the file.
+        wish: a path; True: the one tula comes with, unless there is a user's or a site's; None: only theirs; False: none.
+        setting: where the wish comes from.
+        workdir: what a relative path starts from.
+
+    Raises:
+        SpecError: it cannot be read.
+    """
+    if wish is False:
+        return []
+    named = workdir / Path(wish).expanduser() if isinstance(wish, str) else None
+    path = named or site_asset(name) or (find_asset(f"templates/{name}") if wish else None)
+    if path is None:
+        return []
+    try:
+        return [f"# {path}", *path.read_text(encoding="utf-8").splitlines()]
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise SpecError(f"cannot read {path}: {reason}", f"cluster.slurm.{setting} names a file, or false") from None

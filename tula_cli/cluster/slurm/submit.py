@@ -1,0 +1,329 @@
+"""Jobs on SLURM: chains of links, submitted by submitit."""
+
+import contextlib
+import math
+import os
+import re
+import socket
+import subprocess
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tula_cli.cluster.local import attempts_of, run_supervisor
+from tula_cli.cluster.slurm import queue as scheduler
+from tula_cli.cluster.slurm.queue import Queued, SchedulerState, ask, live, refused
+from tula_cli.cluster.slurm.sbatch import parameters, python
+from tula_cli.errors import SchedulerError
+from tula_cli.run.directory import RunDir
+from tula_cli.run.records.jobs import Job
+from tula_cli.run.records.tasks import Task, TrainTask
+from tula_cli.spec.slurm_options import Slurm
+
+SPARE_LINKS = 2
+"""Links of a chain beyond those that a training is predicted to need: for a preemption, a lost node, a slow day."""
+MOST_LINKS = 50
+"""Of one chain: queues bound how many jobs a user may have. The same command goes on where a chain ends."""
+LAG = 10.0
+"""Seconds that a job accepted by a busy controller may take to appear in the queue."""
+YOUNG = 30.0
+"""Seconds for which a submitted job may be known to neither squeue nor sacct."""
+YOUNG_WORDS = "just submitted"
+FORGOTTEN = "SLURM has forgotten it"
+UNDECIDED = (
+    "Socket timed out",
+    "Unable to contact slurm controller",
+    "Zero Bytes were transmitted",
+    "Connection timed out",
+)
+"""Words of an sbatch that lost the controller: the job may have been accepted all the same."""
+
+
+class SlurmLauncher:
+    """Jobs on SLURM through submitit: srun starts one supervisor a rank, or one a node."""
+
+    def script(self, run: RunDir, task: Task) -> str:
+        """Return the text that sbatch would be given; later links of a chain wait for the one before them as well."""
+        return _text(_slurm_executor(run, task))
+
+    def submit(self, run: RunDir, task: Task) -> Job:
+        """Submit a job, a training with all links of its chain; what is in the queue already is taken as it is.
+
+        Raises:
+            SchedulerError: sbatch refused it, in the scheduler's own words, or SLURM does not answer.
+        """
+        earlier, names = run.job(task.job), _link_names(run, task)
+        there = _in_queue(run, names)
+        if earlier and any(job.id in earlier.ids for job in there.values()):
+            return earlier
+        ids = [there[name].id for name in names if name in there]
+        for id_ in ids:
+            _leave_call(run, task, id_)  # whoever submitted it may have been killed before that
+        submitted_at = min((_written_at(job) for job in there.values()), default=time.time())
+        ids += _submit_links(run, task, names[_after_last(names, there) :], after=ids)
+        submissions = earlier.submissions if earlier else 0
+        return Job(
+            id=task.job,
+            scheduler="slurm",
+            scheduler_id=ids[0],
+            nodes=task.nodes,
+            submitted_at=submitted_at,
+            submissions=max(1, submissions) if there else submissions + 1,
+            links=tuple(ids) if len(names) > 1 else (),
+            log_dir=str(run.submitit_dir),
+        )
+
+    def states(self, run: RunDir, jobs: Sequence[Job]) -> dict[str, SchedulerState]:
+        """Ask for all jobs at once. A job that nobody knows is over, unless it is too young to be known."""
+        known = ask([id_ for job in jobs for id_ in job.ids])
+        return {job.id: _with_words(run, job, _with_folder(run, job, self._state(run, job, known))) for job in jobs}
+
+    def _state(self, run: RunDir, job: Job, known: Mapping[str, SchedulerState]) -> SchedulerState:
+        state = _chain_state(job, known)
+        if state.reason == YOUNG_WORDS and any(attempt.ended_at is None for attempt in attempts_of(run, job)):
+            return SchedulerState("running", "squeue does not know it")
+        return state
+
+    def cancel(self, run: RunDir, job: Job) -> None:
+        """Mark it, so that no supervisor starts anything more, and cancel its allocations; only our own ids.
+
+        Raises:
+            SchedulerError: scancel did not do it.
+        """
+        run.cancel(job.id)
+        # The last first: the end of one link would start the next.
+        if complaint := scheduler.cancel(job.ids[::-1]):
+            raise SchedulerError(
+                f"scancel: {complaint}", f"{job.id} is marked and starts nothing more; run tula cancel again"
+            )
+
+
+def links(task: Task) -> int:
+    """Return how many jobs a task is submitted as: a training on SLURM as several, one after the other.
+
+    Half as many again as it is predicted to need, and two for what is lost.
+    """
+    if task.spec.cluster.kind != "slurm" or not isinstance(task, TrainTask):
+        return 1
+    limit = (task.spec.cluster.slurm or Slurm()).minutes
+    prediction = task.ladder[0].prediction
+    if prediction is None:
+        needed = task.spec.train.max_attempts
+    elif 60 * prediction.hours < limit / 2:
+        needed = 1 + SPARE_LINKS
+    else:
+        needed = math.ceil(1.5 * 60 * prediction.hours / limit) + SPARE_LINKS
+    return min(max(2, needed), MOST_LINKS)
+
+
+# --- submitting to SLURM
+
+
+def _slurm_executor(run: RunDir, task: Task, *, name: str | None = None, dependency: str | None = None) -> Any:
+    import submitit
+
+    executor = submitit.SlurmExecutor(folder=run.submitit_dir, python=python(task))
+    executor.update_parameters(**parameters(run, task, name=name, dependency=dependency))
+    return executor
+
+
+def _text(executor: Any) -> str:
+    return str(executor._make_submission_file_text(executor._submitit_command_str, "tula"))
+
+
+def _link_names(run: RunDir, task: Task) -> list[str]:
+    """Return the names of the jobs to submit: they find a job again of which sbatch did not tell the id."""
+    first = f"tula-{run.id}-{task.job}"
+    return [first, *(f"{first}.{number}" for number in range(2, links(task) + 1))]
+
+
+def _in_queue(run: RunDir, names: Sequence[str]) -> dict[str, Queued]:
+    """Return this run's jobs in the queue by their names.
+
+    A run of the same job in another folder has the same names; its scripts are elsewhere.
+
+    Raises:
+        SchedulerError: squeue does not answer.
+    """
+    folder = run.submitit_dir.resolve()
+    return {job.name: job for job in live(names) if Path(job.script).parent.resolve() == folder}
+
+
+def _written_at(job: Queued) -> float:
+    """Return when the script of a job was written, just before it was submitted."""
+    try:
+        return Path(job.script).stat().st_mtime
+    except OSError:
+        return time.time()
+
+
+def _after_last(names: Sequence[str], there: Mapping[str, Queued]) -> int:
+    """Return how many links need no submission: a link before one that is there has run, or must not run beside it."""
+    return max((names.index(name) + 1 for name in there), default=0)
+
+
+def _submit_links(run: RunDir, task: Task, names: Sequence[str], *, after: Sequence[str]) -> list[str]:
+    """Submit jobs, each to start when all before it have ended; return their ids.
+
+    All: the end of one that waits (scancel) must not start the next beside one that runs.
+
+    Raises:
+        SchedulerError: the first one was refused.
+    """
+    ids: list[str] = []
+    for name in names:
+        try:
+            ids.append(_submit_link(run, task, name, after=(*after, *ids)))
+        except SchedulerError:
+            if not ids and not after:
+                raise
+            break  # the queue takes no more of this user's jobs; those that it took go as far as they come
+    return ids
+
+
+def _submit_link(run: RunDir, task: Task, name: str, *, after: Sequence[str]) -> str:
+    """Submit one job; return its id.
+
+    Raises:
+        SchedulerError: sbatch refused it, or did not answer and nothing is in the queue.
+    """
+    run.hold()
+    executor = _slurm_executor(run, task, name=name, dependency=f"afterany:{':'.join(after)}" if after else None)
+    told = _sbatch(run.write_script(name, _text(executor)))
+    id_ = told.id or _accepted_unheard(run, name, told.words)
+    _leave_call(run, task, id_)
+    return id_
+
+
+@dataclass(frozen=True)
+class _Told:
+    """What sbatch told of a job: its id, or the words that leave open whether it was accepted."""
+
+    id: str = ""
+    words: str = ""
+
+
+def _sbatch(script: Path) -> _Told:
+    """Call sbatch.
+
+    submitit's own call has no time limit, passes an allocation's variables on and prints what sbatch says.
+
+    Raises:
+        SchedulerError: it refused the job.
+    """
+    try:
+        done = subprocess.run(
+            ["sbatch", str(script)], capture_output=True, text=True, errors="replace", check=False,
+            timeout=scheduler.PATIENCE, stdin=subprocess.DEVNULL, env=_environment(script),
+        )  # fmt: skip
+    except subprocess.TimeoutExpired:
+        return _Told(words=f"no answer within {scheduler.PATIENCE:g} s")
+    except OSError as error:
+        raise SchedulerError(f"sbatch cannot be started: {error.strerror}", "run tula on a login node") from None
+    told = re.search(r"Submitted batch job (\d+)", done.stdout)
+    if told:
+        return _Told(id=told.group(1))
+    words = (done.stderr or done.stdout).strip()
+    if done.returncode == 0 or any(undecided in words for undecided in UNDECIDED):
+        return _Told(words=words.rpartition("\n")[2].removeprefix("sbatch: error: "))
+    raise refused(words)
+
+
+def _environment(script: Path) -> dict[str, str]:
+    """Return sbatch's environment without the variables that would override what the script says."""
+    options = set(re.findall(r"^#SBATCH --([a-z-]+)", script.read_text(encoding="utf-8"), re.MULTILINE))
+    renamed = {"time": "TIMELIMIT", "mem": "MEM_PER_NODE", "no-requeue": "REQUEUE"}
+    said = {f"SBATCH_{renamed.get(option, option).upper().replace('-', '_')}" for option in options}
+    return {name: value for name, value in scheduler.environment(os.environ).items() if name not in said}
+
+
+def _accepted_unheard(run: RunDir, name: str, words: str) -> str:
+    """Look for a job that was perhaps accepted although sbatch failed; it may take a moment to appear. Return its id.
+
+    Raises:
+        SchedulerError: it is not there.
+    """
+    deadline = time.monotonic() + LAG
+    while True:
+        with contextlib.suppress(SchedulerError):  # a controller too busy for sbatch may be too busy for squeue
+            if found := _in_queue(run, [name]).get(name):
+                return found.id
+        if time.monotonic() >= deadline:
+            raise SchedulerError(
+                f"sbatch does not answer ({words}), and no job {name} has appeared in the queue",
+                "the controller is busy or out of reach; run the same command again later, it does not submit twice",
+            )
+        time.sleep(LAG / 10)
+
+
+def _leave_call(run: RunDir, task: Task, id_: str) -> None:
+    """Leave what a job has to call where submitit looks for it, for a minute, once the job has started."""
+    from submitit.core.utils import DelayedSubmission, JobPaths
+
+    path = JobPaths(run.submitit_dir, job_id=id_).submitted_pickle
+    if not path.exists():
+        call = DelayedSubmission(run_supervisor, str(run.path.resolve()), task.id, None)
+        draft = path.with_name(f".{path.name}.{socket.gethostname()}.{os.getpid()}")
+        call.dump(draft)
+        draft.replace(path)
+
+
+# --- what became of a job on SLURM
+
+
+def _chain_state(job: Job, known: Mapping[str, SchedulerState]) -> SchedulerState:
+    """Return the state of a job from those of its links.
+
+    Args:
+        job: the job.
+        known: what the scheduler says; it does not know all of them.
+    """
+    young = time.time() - job.submitted_at < YOUNG
+    unheard = SchedulerState("pending", YOUNG_WORDS) if young else SchedulerState("ended", FORGOTTEN)
+    states = [known.get(id_, unheard) for id_ in job.ids]
+    if young:  # accounting may know a job before the queue shows it
+        states = [unheard if state.state == "unknown" else state for state in states]
+    kinds = [state.state for state in states]
+    if "running" in kinds:
+        return states[kinds.index("running")]
+    if "pending" in kinds:
+        first = kinds.index("pending")
+        return _waiting(job.ids[:first], states[: first + 1])
+    return states[kinds.index("unknown")] if "unknown" in kinds else states[-1]
+
+
+def _waiting(before: Sequence[str], states: Sequence[SchedulerState]) -> SchedulerState:
+    """Return what the first waiting link of a chain waits for: for the story of the link before it, if there is one."""
+    own = states[-1]
+    if own.reason != "Dependency" or not before:
+        return own
+    story = states[-2].reason or "it ended"
+    return SchedulerState("pending", f"goes on after job {before[-1]} ({story})", own.starts_at)
+
+
+def _with_folder(run: RunDir, job: Job, state: SchedulerState) -> SchedulerState:
+    """Tell of a job that ran and left nothing behind that its nodes probably do not see the run directory."""
+    ran = not state.reason or state.reason.startswith(("FAILED", FORGOTTEN))
+    if state.state != "ended" or not ran or attempts_of(run, job):
+        return state
+    if any(path for id_ in job.ids for path in run.submitit_dir.glob(f"{id_}_*_log.*")):
+        return state
+    words = (
+        f"it left no log: its nodes probably do not see {run.path.resolve()}; choose a folder on a file system that "
+        "all nodes share with --run-dir"
+    )
+    return SchedulerState("ended", f"{state.reason}; {words}" if state.reason else words)
+
+
+def _with_words(run: RunDir, job: Job, state: SchedulerState) -> SchedulerState:
+    """Add what the shell, srun or python said of a job whose supervisor never started."""
+    if state.state != "ended" or not state.reason.startswith("FAILED") or attempts_of(run, job):
+        return state
+    for path in reversed(run.scheduler_logs(job.ids)):
+        lines = [line.strip() for line in path.read_text(errors="replace").splitlines()]
+        told = [line for line in lines if line and "Exited with exit code" not in line and "submitit" not in line]
+        if told and path.suffix == ".err":
+            return SchedulerState("ended", f"{state.reason}: {told[-1]} ({path})")
+    return state

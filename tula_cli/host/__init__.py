@@ -1,0 +1,1 @@
+"""What the kernel and dying processes say."""

@@ -1,0 +1,256 @@
+"""What became of a process, told from its words and its exit code: the one table of messages.
+
+torchrun exits 1 whatever its workers exit with, allocators of different vendors and versions use different words, and
+the ranks that did not fail report that a peer is gone. Callers keep the raw text: a class decides what happens next,
+the text tells the user why.
+"""
+
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+from tula_cli.run.records.base import OutcomeClass
+from tula_cli.run.records.jobs import Failure
+
+
+@dataclass(frozen=True)
+class Rule:
+    """Words that tell an outcome. Lines are matched with their rank prefixes cut off."""
+
+    outcome: OutcomeClass
+    pattern: re.Pattern[str]
+
+
+def _rule(outcome: OutcomeClass, *patterns: str) -> Rule:
+    return Rule(outcome, re.compile("|".join(f"(?:{pattern})" for pattern in patterns), re.MULTILINE))
+
+
+# A size that overflowed is a broken message or a bug, not a lack of memory.
+_NOT_OVERFLOWN = r"(?![^\n]*more than 1EB)"
+
+DECISIVE = (
+    _rule("diverged", r"^tula_cli\.errors\.Diverged\b"),
+    # A failed assertion on the device leaves every later library call failing with words that look like memory.
+    _rule("user", r"device-side assert triggered", r"\bAssertion `[^\n]*` failed\.", r"\bhipErrorAssert\b"),
+    _rule(
+        "device_oom",
+        rf"\btorch\.(?:cuda\.)?OutOfMemoryError\b{_NOT_OVERFLOWN}",
+        rf"\b(?:CUDA|HIP|XPU|MPS)\b[^\n]{{0,40}}\bout of memory\b{_NOT_OVERFLOWN}",
+        r"\b(?:Cuda|HIP) failure (?:\d+ )?'out of memory'",
+        r"\bcudaErrorMemoryAllocation\b",
+        r"\bCUDA_ERROR_OUT_OF_MEMORY\b",
+        r"\bhipErrorOutOfMemory\b",
+        r"\b(?:CUBLAS|HIPBLAS|CUSOLVER|CUSPARSE|CUDNN)_STATUS_ALLOC_FAILED\b",
+        r"\brocblas_status_memory_error\b",
+        r"\bmiopenStatusAllocFailed\b",
+        r"\bCUFFT_ALLOC_FAILED\b",
+        r"\bMIOpen\b[^\n]*(?:[Mm]emory not available|[Ff]ailed to allocate|out of memory)",
+    ),
+    # Not about memory by their words, and yet what a nearly full device (or a tensor beyond 2^31 elements) gives: torch
+    # tries every algorithm, each is refused its workspace, and the last refusal is what is told. A smaller batch either
+    # cures it or shows the same words again, so they are taken for memory.
+    _rule(
+        "device_oom",
+        r"Unable to find a valid cuDNN algorithm to run convolution",
+        r"\bunable to find an engine to execute this computation\b",
+        r"\bCUDNN_STATUS_NOT_SUPPORTED\b",
+        r"\bCUBLAS_STATUS_NOT_INITIALIZED\b[^\n]*\bcublasCreate\b",
+    ),
+    _rule(
+        "host_oom",
+        # oneDNN's words when memory for a kernel or its scratch space is refused.
+        r"\bcould not (?:create|execute) a (?:primitive|memory)",
+        # A thread's stack is the last straw: Python's words, and glibc's.
+        r"\bcan't start new thread\b",
+        r"\bfailed to register TLS destructor: out of memory\b",
+        r"\bcannot allocate memory for thread-local data\b",
+    ),
+    _rule(
+        "host_oom",
+        r"\bDefaultCPUAllocator: (?:can't allocate memory|not enough memory)",
+        r"^(?:numpy\.[\w.]*)?(?:_Array)?MemoryError\b",
+        r"\bstd::bad_alloc\b",
+        r"\bDataLoader worker \(pid(?:\(s\))? [^)]*\) (?:is killed by signal: (?:Killed|Bus error)|exited unexpectedly)",
+        r"\binsufficient shared memory\b",
+        r"\bunable to (?:open|write to|allocate|mmap)[^\n]*(?:shared memory|</torch_)",
+        r"\bError while creating shared memory segment\b",
+        r"\bDetected \d+ oom[-_]kill events?\b",
+        r"\boom-kill\b",
+        r"\btasks? [\d,-]+: Out Of Memory\b",
+        r"\bexceeded memory limit \(\d+ > \d+\), being killed",
+        r"\bOUT_OF_MEMORY\b",
+        r"\[Errno 12\]",
+        r"\bCannot allocate memory\b",
+    ),
+    _rule("port", r"\bEADDRINUSE\b", r"\bAddress already in use\b", r"\[Errno 98\]"),
+    _rule(
+        "disk",
+        r"\bNo space left on device\b",
+        r"\bDisk quota exceeded\b",
+        r"\[Errno (?:28|122)\]",
+        r"\bPytorchStreamWriter failed writing\b",
+    ),
+    _rule("signal", r"\bCANCELLED AT \S+ DUE TO\b"),
+    # Only the job's line: a step is also cancelled where one of its tasks failed.
+    _rule("cancelled", r"\*\*\* JOB \d+ ON \S+ CANCELLED AT \S+ \*\*\*"),
+)
+"""Looked for in this order, before anything is read into a traceback."""
+
+PEER = _rule(
+    "peer",
+    r"\bgloo/transport/",
+    r"\bGloo connect\w+ failed",
+    r"\b(?:Read|Write|writev|readv) error \[[^\]]+\]:\d+",
+    r"\bConnection closed by peer \[",
+    r"\bTimed out waiting \d+ms for (?:recv|send) operation\b",
+    r"\bWatchdog caught collective operation timeout\b",
+    r"\bncclRemoteError\b",
+    r"\bncclSystemError\b",
+    r"\bNCCL communicator (?:was aborted|encountered error)",
+    r"\bNCCL operations have failed or timed out\b",
+    r"\bDistNetworkError\b",
+    r"\bDistStoreError\b",
+    r"\bRendezvous(?:Timeout|Connection|Closed)Error\b",
+    r"\bTCPStore\b[^\n]*(?:Broken pipe|Connection (?:reset|refused)|timed out)",
+    r"\bwait timeout after \d+ms\b",
+    r"\bThe client socket has timed out\b",
+    r"\b[Ff]ailed to recv, got 0 bytes",
+    r"\bSocket Timeout\b",
+)
+
+SIGNAL = _rule(
+    "signal",
+    r"\bexit ?code *: *-\d+",
+    r"\bSignal \d+ \(SIG[A-Z]+\) received by PID\b",
+    r"\bSignalException: Process \d+ got signal\b",
+    r"^KeyboardInterrupt\b",
+    r"\bDUE TO (?:TIME LIMIT|PREEMPTION|NODE FAILURE)\b",
+    r"\bNode failure on\b",
+)
+
+# Told by the process that started the ranks: it says that one failed, not why.
+_MESSENGERS = re.compile(r"^(?:[\w.]*\.)?(?:ChildFailedError|SignalException|KeyboardInterrupt)\b")
+_RANK_PREFIX = re.compile(r"^(?:\[(?:rank|default)\d+\]: ?|\d+: )+", re.MULTILINE)
+_TRACEBACK = "Traceback (most recent call last):"
+_CHAINED = ("During handling of the above exception", "The above exception was the direct cause")
+_EXCEPTION = re.compile(r"^(?:[a-z_]\w*\.)*_?[A-Z]\w*(?::|$)")
+_BARE_EXCEPTION = re.compile(r"^[A-Za-z_][\w.]*(?:Error|Exception)(?::|$)", re.MULTILINE)
+_KILLED_BY_SHELL = re.compile(r"^(?:.*\s)?Killed(?:\s.*)?$", re.MULTILINE)
+
+
+def classify(text: str, *, exit_code: int | None = None, device: str = "cuda") -> OutcomeClass:
+    """Tell what a process died of.
+
+    Args:
+        text: what it wrote, or one exception with or without its traceback.
+        exit_code: as the shell or subprocess gives it (137 and -9 both mean signal 9); None where it is not known.
+        device: "cuda" or "cpu"; on the CPU the batch is in the host's memory, so every OOM is a device_oom.
+    """
+    found = _classify(_RANK_PREFIX.sub("", text), exit_code)
+    return "device_oom" if found == "host_oom" and device == "cpu" else found
+
+
+def _classify(text: str, exit_code: int | None) -> OutcomeClass:
+    for rule in DECISIVE:
+        if rule.pattern.search(text):
+            return rule.outcome
+    if exit_code in (-9, 137) and _KILLED_BY_SHELL.search(text):
+        return "host_oom"
+    if any(_is_users(chain) for chain in _chains(text)):
+        return "user"
+    for rule in (PEER, SIGNAL):
+        if rule.pattern.search(text):
+            return rule.outcome
+    if exit_code is not None and (exit_code < 0 or 128 < exit_code <= 192):
+        return "signal"
+    return "unknown"
+
+
+def _is_users(chain: list[str]) -> bool:
+    """Return whether exceptions raised out of one another came from the user's code: none of them tells of a peer."""
+    own = [error for error in chain if not _MESSENGERS.match(error)]
+    return bool(own) and not any(PEER.pattern.search(error) for error in own)
+
+
+def _chains(text: str) -> Iterator[list[str]]:
+    """Yield the exceptions of each traceback; those raised while another was handled together with it."""
+    if _TRACEBACK not in text:
+        yield from ([text[match.start() :].split("\n\n")[0]] for match in _BARE_EXCEPTION.finditer(text))
+        return
+    before, *blocks = text.split(_TRACEBACK)
+    chain: list[str] = []
+    for block in blocks:
+        linked = any(words in before for words in _CHAINED)
+        if chain and not linked:
+            yield chain
+        chain = chain if linked else []
+        # An exception in a destructor is printed and forgotten; it ends nothing.
+        if "Exception ignored in" not in before.rstrip().rsplit("\n", 1)[-1]:
+            chain = [*chain, *_exception(block)]
+        before = block
+    yield chain
+
+
+def _exception(block: str) -> list[str]:
+    """Return the exception at the end of a traceback with the lines of its message, or nothing where it is cut off."""
+    lines = block.split("\n")
+    for number, line in enumerate(lines):
+        if _EXCEPTION.match(line.rstrip()):
+            message = "\n".join(lines[number : number + 8])
+            return [message.split("\n\n")[0]]
+    return []
+
+
+_SEVERITY: dict[OutcomeClass, int] = {
+    "device_oom": 0,
+    "host_oom": 0,
+    "user": 1,
+    "diverged": 1,
+    "disk": 1,
+    "port": 1,
+    "cancelled": 1,
+    "time_limit": 1,
+    "preempted": 1,
+    "node_failure": 1,
+    "unknown": 2,
+    "signal": 3,
+    "peer": 4,
+}
+_TOLD_TO_END = re.compile(r"\bSIGTERM\b|\bsignal:? 15\b|-15\b", re.IGNORECASE)
+
+
+def root(failures: Iterable[Failure]) -> Failure | None:
+    """Return the failure that the others follow from, or None where there is none.
+
+    Memory beats everything and peers that report a lost rank come last; among equals the earliest wins.
+    A rank that was told to end (SIGTERM) says no more than one that lost its peer.
+    """
+    return min(failures, key=lambda failure: (_severity(failure), failure.failed_at, failure.rank), default=None)
+
+
+def _severity(failure: Failure) -> int:
+    told_to_end = failure.outcome == "signal" and _TOLD_TO_END.search(failure.message)
+    return _SEVERITY["peer" if told_to_end else failure.outcome]
+
+
+_ADVICE: dict[OutcomeClass, str] = {
+    "device_oom": "use a smaller batch or more nodes, or set train.activation_checkpointing: true",
+    "host_oom": "the node's own memory ran out: lower train.workers, or ask for more with cluster.slurm.memory",
+    "user": "tula logs shows the whole traceback; correct the model, the data or the spec and run the same command again",
+    "diverged": "the same command diverges again: lower optimizer.lr, lengthen schedule.warmup_epochs, set train.max_grad_norm,"
+    " or compute with train.precision fp32 or bf16",
+    "peer": "a rank was lost and its log does not say why: check the network (cluster.interface) and tula logs",
+    "signal": "the job was killed from outside; the same command continues it",
+    "port": "a port was taken; run the same command again",
+    "disk": "free some space (or quota) and run the same command again; nothing that was saved is lost",
+    "cancelled": "the job was cancelled; the same command starts what is missing",
+    "time_limit": "the same command goes on from the newest checkpoint; raise cluster.slurm.minutes if too little fits in",
+    "preempted": "the scheduler gave the nodes to another job; the same command goes on from the newest checkpoint",
+    "node_failure": "a node was lost; the same command goes on from the newest checkpoint, on other nodes",
+    "unknown": "tula logs shows what the job wrote",
+}
+
+
+def advice(outcome: OutcomeClass) -> str:
+    """Return one line: what the user can do about it."""
+    return _ADVICE[outcome]

@@ -1,0 +1,1 @@
+"""Configurations, and how one is chosen."""

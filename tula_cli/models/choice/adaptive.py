@@ -1,0 +1,270 @@
+"""Which probe to make next: the one that is expected to improve the decisions most for its node-seconds.
+
+The decisions are the fastest and the cheapest configuration, without and with every bound on the batch, and the knee. The
+fitted step-time model gives not only every candidate's step time but how the errors of all of them hang together. From
+that follow, for each decision, the regret to expect from deciding now, and what a probe would be worth: how much better
+one expects to decide after it (the knowledge gradient).
+"""
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tula_cli.models.time.noise import Z90
+from tula_cli.models.time.steptime import REPEATS, StepTimeFit
+from tula_cli.words import place
+
+Floats = NDArray[np.float64]
+Flags = NDArray[np.bool_]
+
+_SAMPLES = 256  # of the posterior, for the expected regret
+_OUTCOMES = np.array([-1.5, -0.8, -0.25, 0.25, 0.8, 1.5])  # of a probe, in standard deviations
+_LEAST = 0.5  # a probe must be worth this share of the tolerance
+_FEWEST_FOR_KNEE = 5
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A configuration that may be chosen, and what probing it takes."""
+
+    nodes: int
+    gpus_per_node: int
+    local_batch: int
+    batch: int  # global
+    steps: float  # optimizer steps of the whole training
+    price: float  # of its nodes for one hour
+    probe_seconds: float  # node-seconds of the probe within a running job
+    job_seconds: float  # node-seconds of starting a job on its nodes
+    measured: float | None  # seconds a step, where it was probed
+    doubt: float = 0.0  # standard deviation of ln of that
+
+
+@dataclass(frozen=True)
+class Pick:
+    """A probe worth making, and why, in one line."""
+
+    candidate: Candidate
+    words: str
+
+
+@dataclass(frozen=True)
+class Proposal:
+    """The next round of probes (side by side; those of one number of nodes in one job), best first."""
+
+    picks: tuple[Pick, ...]  # none where every decision is settled or everything is probed
+    regrets: dict[str, float]  # expected, of deciding now, by objective: time, cost, knee
+    words: str  # how certain the decisions are, in one line
+
+
+def first(by_nodes: Iterable[tuple[int, Sequence[int]]]) -> list[tuple[int, int]]:
+    """Return the probes (nodes, local batch) to start from: the ends of the batches on the fewest nodes, and the most nodes.
+
+    Args:
+        by_nodes: numbers of nodes with their ascending local batches; at least one.
+    """
+    sizes = sorted((nodes, tuple(batches)) for nodes, batches in by_nodes)
+    (fewest, batches), (most, their) = sizes[0], sizes[-1]
+    return list(dict.fromkeys([(fewest, batches[0]), (fewest, batches[-1]), (most, their[0])]))
+
+
+def propose(fit: StepTimeFit, candidates: Sequence[Candidate], *, tolerance: float) -> Proposal:
+    """Return what to measure next.
+
+    Args:
+        fit: of the probes so far.
+        candidates: every feasible configuration, probed or not; at least one.
+        tolerance: expected regret below which nothing more is measured, as a share of a decision's time or cost.
+    """
+    belief = _Belief.of(fit, candidates)
+    problem = _Problem.of(candidates)
+    regrets = problem.regrets(belief)
+    told = ", ".join(f"{name} {regret:.1%}" for name, regret in regrets.items())
+    words = f"expected regret of deciding now: {told}"
+    open_ = np.array([candidate.measured is None for candidate in candidates])
+    if max(regrets.values()) <= tolerance:
+        return Proposal((), regrets, f"{words}; settled")
+    picks = tuple(_round(problem, belief, open_, tolerance))
+    return Proposal(picks, regrets, words if picks else f"{words}; no further probe is worth what it costs")
+
+
+@dataclass(frozen=True)
+class _Belief:
+    """The posterior of ln step time over the candidates."""
+
+    mean: Floats  # (n,)
+    covariance: Floats  # (n, n)
+    noise: Floats  # (n,) variance of one measurement
+
+    @classmethod
+    def of(cls, fit: StepTimeFit, candidates: Sequence[Candidate]) -> "_Belief":
+        points = fit.points(
+            [c.nodes for c in candidates], [c.gpus_per_node for c in candidates], [c.local_batch for c in candidates]
+        )
+        mean, covariance = fit.model.joint(points)
+        noise = fit.model.measurement_noise(points) ** 2
+        # Where a candidate was measured, that is what is decided by; what is left open is another job on another day.
+        for index, candidate in enumerate(candidates):
+            if candidate.measured is not None:
+                mean[index] = math.log(candidate.measured)
+                covariance[index, :] = covariance[:, index] = 0.0
+                covariance[index, index] = max(REPEATS, candidate.doubt) ** 2
+        return cls(mean, covariance, noise)
+
+    def gain(self, index: int) -> Floats:
+        """Return how all means move when a measurement comes out one standard deviation high."""
+        moved: Floats = self.covariance[:, index] / math.sqrt(self.covariance[index, index] + self.noise[index])
+        return moved
+
+    def after(self, index: int) -> "_Belief":
+        """Return the belief after a measurement that comes out as expected."""
+        gain = self.gain(index)
+        return _Belief(self.mean, self.covariance - np.outer(gain, gain), self.noise)
+
+    def samples(self) -> Floats:
+        """Return draws, shape (_SAMPLES, n); the same ones for the same belief."""
+        values, vectors = np.linalg.eigh(self.covariance)
+        root = vectors * np.sqrt(np.maximum(values, 0.0))
+        draws = np.random.default_rng(0).standard_normal((_SAMPLES, len(values)))
+        drawn: Floats = self.mean + draws @ root.T
+        return drawn
+
+
+@dataclass(frozen=True)
+class _Decision:
+    """The least of ln step time + `weights` among `allowed`."""
+
+    objective: str
+    weights: Floats  # (n,)
+    allowed: Flags  # (n,)
+    share: float  # of its objective
+
+    def values(self, log_step: Floats) -> Floats:
+        """Return ln of the time or cost, infinite where not allowed; shape as given, (..., n)."""
+        return np.where(self.allowed, log_step + self.weights, np.inf)
+
+
+@dataclass(frozen=True)
+class _Problem:
+    """All decisions over the same candidates."""
+
+    candidates: Sequence[Candidate]
+    decisions: tuple[_Decision, ...]
+    knee: "_Knee | None"
+
+    @classmethod
+    def of(cls, candidates: Sequence[Candidate]) -> "_Problem":
+        log_steps = np.log([c.steps for c in candidates])
+        log_price = np.log([max(c.price, 1e-300) for c in candidates])
+        batches = np.array([c.batch for c in candidates])
+        bounds = sorted(set(batches.tolist()))
+        decisions = [
+            _Decision(name, weights, batches <= bound, _share(bound, bounds))
+            for name, weights in (("time", log_steps), ("cost", log_steps + log_price))
+            for bound in bounds
+        ]
+        knee = _Knee.of(log_steps, batches) if len(bounds) >= _FEWEST_FOR_KNEE else None
+        return cls(candidates, tuple(decisions), knee)
+
+    def regrets(self, belief: _Belief) -> dict[str, float]:
+        """Return the expected regret of deciding now, by objective."""
+        samples = belief.samples()
+        found = {"time": 0.0, "cost": 0.0}
+        for decision, chosen in zip(self.decisions, self.choices(belief.mean), strict=True):
+            values = decision.values(samples)
+            lost = float(np.expm1(values[:, chosen] - values.min(axis=1)).mean())
+            found[decision.objective] += decision.share * lost
+        if self.knee is not None:
+            found["knee"] = self.knee.regret(belief.mean, samples)
+        return found
+
+    def choices(self, mean: Floats) -> list[int]:
+        """Return what each decision comes to."""
+        return [int(np.argmin(decision.values(mean))) for decision in self.decisions]
+
+    def worth(self, belief: _Belief, choices: Sequence[int], index: int) -> float:
+        """Return how much better one expects to decide after a probe than by `choices`, as a share of time or cost."""
+        gain = belief.gain(index)
+        outcomes = belief.mean + _OUTCOMES[:, None] * gain
+        total = 0.0
+        for decision, chosen in zip(self.decisions, choices, strict=True):
+            after = decision.values(outcomes)
+            total += decision.share * float((after[:, chosen] - after.min(axis=1)).mean())
+        if self.knee is not None:
+            total += self.knee.regret(belief.mean, outcomes)
+        return total
+
+
+def _share(bound: int, bounds: Sequence[int]) -> float:
+    """Return the weight of a bound on the batch: no bound at all counts as much as all others together."""
+    if len(bounds) == 1:
+        return 1.0
+    return 0.5 if bound == bounds[-1] else 0.5 / (len(bounds) - 1)
+
+
+@dataclass(frozen=True)
+class _Knee:
+    """The knee of the fastest time over the batch: the least of time x sqrt(batch).
+
+    `objective` finds it there too, and falls back on another rule where that is the first or the last batch.
+    """
+
+    weights: Floats  # (n,)
+    members: Flags  # (batches, n)
+    log_batch: Floats  # (batches,)
+
+    @classmethod
+    def of(cls, weights: Floats, batches: NDArray[np.int_]) -> "_Knee":
+        unique = np.unique(batches)
+        return cls(weights, batches[None, :] == unique[:, None], np.log(unique))
+
+    def curve(self, log_step: Floats) -> Floats:
+        """Return the fastest ln time of each batch, shape (..., batches)."""
+        values = np.where(self.members, (log_step + self.weights)[..., None, :], np.inf)
+        best: Floats = values.min(axis=-1)
+        return best
+
+    def batch(self, curve: Floats) -> NDArray[np.intp]:
+        """Return the index of the knee of each curve."""
+        found: NDArray[np.intp] = np.argmin(curve + self.log_batch / 2, axis=-1)
+        return found
+
+    def regret(self, mean: Floats, others: Floats) -> float:
+        """Return how far time x sqrt(batch) at the knee of the mean is above the least of each other curve, on average."""
+        chosen = int(self.batch(self.curve(mean)))
+        curves = self.curve(others) + self.log_batch / 2
+        return float(np.expm1(curves[:, chosen] - curves.min(axis=-1)).mean())
+
+
+def _round(problem: _Problem, belief: _Belief, open_: Flags, tolerance: float) -> Iterable[Pick]:
+    """Pick probes one after the other, each as if those before it came out as expected."""
+    started: set[tuple[int, int]] = set()
+    left = [index for index in range(len(open_)) if open_[index]]
+    choices = problem.choices(belief.mean)  # what comes out as expected changes none of them
+    while left:
+        worths = np.array([problem.worth(belief, choices, index) for index in left])
+        costs = np.array([_node_seconds(problem.candidates[index], started) for index in left])
+        rates = np.where(worths >= tolerance * _LEAST, worths / costs, 0.0)
+        best = int(np.argmax(rates))
+        if rates[best] <= 0:
+            return
+        index = left.pop(best)
+        candidate = problem.candidates[index]
+        yield Pick(candidate, _why(candidate, belief, index, float(worths[best])))
+        started.add((candidate.nodes, candidate.gpus_per_node))
+        belief = belief.after(index)
+
+
+def _node_seconds(candidate: Candidate, started: set[tuple[int, int]]) -> float:
+    shared = (candidate.nodes, candidate.gpus_per_node) in started
+    return candidate.probe_seconds + (0.0 if shared else candidate.job_seconds)
+
+
+def _why(candidate: Candidate, belief: _Belief, index: int, worth: float) -> str:
+    spread = math.expm1(Z90 * math.sqrt(belief.covariance[index, index]))
+    return (
+        f"{place(candidate.nodes, candidate.local_batch)}: its step time is known to {spread:.0%}; measuring it should better"
+        f" the decisions by {worth:.1%}"
+    )

@@ -1,0 +1,56 @@
+"""Configurations: how many nodes, which global batch."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, order=True)
+class Config:
+    """A number of nodes and a global batch (samples an optimizer step over all GPUs)."""
+
+    nodes: int
+    batch: int
+
+    def local_batch(self, gpus_per_node: int) -> int:
+        """Samples an optimizer step on one GPU."""
+        return self.batch // (self.nodes * gpus_per_node)
+
+
+def batches(minimum: int, maximum: int) -> list[int]:
+    """Return minimum * 2^k up to and including maximum, ascending."""
+    found, batch = [], minimum
+    while batch <= maximum:
+        found.append(batch)
+        batch *= 2
+    return found
+
+
+def candidates(
+    nodes: Iterable[int],
+    *,
+    gpus_per_node: int,
+    min_batch: int,
+    max_batch: int,
+    max_local_batch: int | None = None,
+    accumulate: int = 1,
+) -> list[Config]:
+    """Return every feasible configuration, ordered by nodes, then batch.
+
+    Args:
+        nodes: cluster sizes.
+        gpus_per_node: GPUs of one node.
+        min_batch: smallest global batch.
+        max_batch: largest global batch (at most the dataset's size).
+        max_local_batch: largest batch that fits one GPU; None where memory sets no bound.
+        accumulate: micro-batches an optimizer step; the local batch must divide by it.
+    """
+    found = []
+    for count in sorted(set(nodes)):
+        world = count * gpus_per_node
+        for batch in batches(min_batch, max_batch):
+            if batch % (world * accumulate):
+                continue
+            if max_local_batch is not None and batch // world > max_local_batch:
+                continue
+            found.append(Config(count, batch))
+    return found

@@ -1,0 +1,297 @@
+"""The peak memory of one GPU, Eq. 3: parameters, gradients, optimizer state and factors stay, the rest grows.
+
+    M(m) = M_param + M_grad + M_opt + M_factors + M_batch m + A(m),  and beside it M_libraries
+
+m is the micro-batch (the local batch over the accumulation steps): what is in memory at one time. A(m), activations and
+workspaces, is a curve of straight pieces: the peak is the largest of several moments of a step, each a line. The estimate
+gives the curve its shape, the probes its level and its scale. All memory is bytes.
+"""
+
+import math
+from bisect import bisect_right
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from tula_cli.errors import BadMeasurements
+from tula_cli.run.records.inspections import Footprint
+from tula_cli.run.records.probes import Measured
+
+TELLING = 0.05
+"""Probes whose estimated activations differ by less than this share of the peak do not tell how activations grow."""
+
+
+@dataclass(frozen=True)
+class _Point:
+    """Eq. 3 at one micro-batch; `held` and `room` are multiples of the peak."""
+
+    micro_batch: float
+    parameters: int
+    gradients: int
+    optimizer: int
+    factors: int
+    batch: int
+    activations: int
+    peak: int
+    libraries: int
+    held: float
+    room: float | None
+
+
+@dataclass(frozen=True)
+class Curve:
+    """A function of straight pieces through points, which goes on beyond them as its outer pieces do."""
+
+    xs: tuple[float, ...]  # ascending
+    ys: tuple[float, ...]
+
+    def __call__(self, x: float) -> float:
+        if len(self.xs) == 1:
+            return self.ys[0]
+        return self.ys[place := self._place(x)] + self._slope(place) * (x - self.xs[place])
+
+    def last_slope(self) -> float:
+        return self._slope(len(self.xs) - 2) if len(self.xs) > 1 else 0.0
+
+    def _place(self, x: float) -> int:
+        return min(max(bisect_right(self.xs, x) - 1, 0), len(self.xs) - 2)
+
+    def _slope(self, place: int) -> float:
+        return (self.ys[place + 1] - self.ys[place]) / (self.xs[place + 1] - self.xs[place])
+
+
+@dataclass(frozen=True)
+class MemoryModel:
+    """Eq. 3 with its coefficients. Bytes; slopes are bytes a sample of the micro-batch."""
+
+    parameters: float
+    gradients: float
+    optimizer: float
+    factors: float
+    batch_slope: float
+    activations: Curve  # over the micro-batch; never falls
+    libraries: float  # what shares the capacity with all that
+    held: Curve  # over the micro-batch: what the allocator holds where there is room, over memory in use
+    room: float  # what it gets by with where there is little, over memory in use: it then gives back what it has cached
+    accumulate: int
+    error: float | None  # median relative residual of the peak; None where nothing is left over to tell
+
+    @property
+    def state(self) -> float:
+        """Parameters, gradients, optimizer state and factors."""
+        return self.parameters + self.gradients + self.optimizer + self.factors
+
+    @property
+    def slope(self) -> float:
+        """What one more sample in the micro-batch takes, where the batch is large."""
+        return self.batch_slope + self.activations.last_slope()
+
+    @property
+    def fixed(self) -> float:
+        """What is left of the peak at no sample, seen from large batches."""
+        last = self.activations.xs[-1]
+        return max(0.0, self.state + self.activations(last) - self.activations.last_slope() * last)
+
+    def activations_at(self, micro_batch: float) -> float:
+        return max(0.0, self.activations(micro_batch))
+
+    def peak(self, local_batch: int) -> int:
+        """Return the memory in use at the peak (Eq. 3)."""
+        return round(self._peak(local_batch / self.accumulate))
+
+    def reserved(self, local_batch: int) -> int:
+        """Return what the allocator holds at the peak where the device has room for it: what is paid for."""
+        micro_batch = local_batch / self.accumulate
+        return round(max(1.0, self.held(micro_batch)) * self._peak(micro_batch))
+
+    def needed(self, local_batch: int) -> int:
+        """Return the least memory of a device that it runs in, libraries included."""
+        return round(self._needed(local_batch / self.accumulate))
+
+    def largest_local_batch(self, capacity: int | None, *, margin: float) -> int | None:
+        """Return the largest local batch that leaves `margin` of the capacity free.
+
+        Args:
+            capacity: bytes of one GPU; None where nothing bounds it.
+            margin: share of the capacity.
+
+        Returns:
+            A multiple of the accumulation steps, 0 where not even one sample fits; None where memory sets no bound.
+        """
+        if capacity is None:
+            return None
+        limit = capacity * (1 - margin)
+        corners = [0.0, *(x for x in self.activations.xs if x > 0)]
+        below = [x for x in corners if self._needed(x) <= limit]
+        if not below:
+            return 0
+        at = max(below)
+        slope = self._needed(at + 1) - self._needed(at) if at == corners[-1] else self._piece(at, corners)
+        if slope <= 0:
+            return None if at == corners[-1] else math.floor(at) * self.accumulate
+        return math.floor(at + (limit - self._needed(at)) / slope) * self.accumulate
+
+    def _piece(self, at: float, corners: Sequence[float]) -> float:
+        """Return the slope of the piece that begins at a corner."""
+        end = corners[corners.index(at) + 1]
+        return (self._needed(end) - self._needed(at)) / (end - at)
+
+    def _peak(self, micro_batch: float) -> float:
+        return self.state + self.batch_slope * micro_batch + self.activations_at(micro_batch)
+
+    def _needed(self, micro_batch: float) -> float:
+        return self.room * self._peak(micro_batch) + self.libraries
+
+
+def fit(points: Iterable[Measured | Footprint], *, accumulate: int = 1) -> MemoryModel:
+    """Fit Eq. 3 to measured probes, estimates, or both.
+
+    Measurements win. The estimate tells how activations grow; the measured ones move and stretch that curve. Without
+    estimates activations are a line, through the origin where one micro-batch was measured. The model is never below
+    what was measured.
+
+    Args:
+        points: probes (micro-batch from their own accumulation) and estimates, in any order.
+        accumulate: micro-batches a step, for the estimates and for what the model is asked later.
+
+    Raises:
+        BadMeasurements: there is no point.
+    """
+    seen = list(points)
+    measured = [_of_measured(point) for point in seen if isinstance(point, Measured)]
+    estimated = [_of_footprint(point, accumulate) for point in seen if isinstance(point, Footprint)]
+    if not measured and not estimated:
+        raise BadMeasurements("nothing tells how much memory a batch takes", "run tula profile or tula estimate first")
+    points_ = measured or estimated
+    model = MemoryModel(
+        parameters=max(point.parameters for point in points_),
+        gradients=max(point.gradients for point in points_),
+        optimizer=max(point.optimizer for point in points_),
+        # AGS has none at batches where it is the identity: probes may be such, and the batch that is asked for not.
+        factors=max(point.factors for point in points_) or max((point.factors for point in estimated), default=0),
+        batch_slope=float(np.median([point.batch / point.micro_batch for point in points_])),
+        activations=_activations(measured, estimated),
+        libraries=max(point.libraries for point in points_),
+        held=_held(measured, estimated),
+        room=_room(measured, estimated),
+        accumulate=accumulate,
+        error=None,
+    )
+    return replace(model, error=_median_error(model, points_))
+
+
+def _of_measured(probe: Measured) -> _Point:
+    memory = probe.memory
+    return _Point(
+        micro_batch=probe.local_batch / probe.accumulate,
+        parameters=memory.parameters,
+        gradients=memory.gradients,
+        optimizer=memory.optimizer,
+        factors=memory.factors,
+        batch=memory.batch,
+        activations=memory.activations,
+        peak=memory.peak,
+        libraries=memory.libraries,
+        held=max(1.0, memory.reserved / memory.peak) if memory.peak > 0 else 1.0,
+        room=None,
+    )
+
+
+def _of_footprint(footprint: Footprint, accumulate: int) -> _Point:
+    peak = max(footprint.peak, 1)
+    return _Point(
+        micro_batch=footprint.local_batch / accumulate,
+        parameters=footprint.parameters,
+        gradients=footprint.gradients,
+        optimizer=footprint.optimizer,
+        factors=footprint.factors,
+        batch=footprint.batch,
+        activations=footprint.activations,
+        peak=footprint.peak,
+        libraries=footprint.libraries,
+        held=max(1.0, footprint.reserved / peak),
+        room=max(1.0, footprint.room / peak) if footprint.room else None,
+    )
+
+
+def _activations(measured: Sequence[_Point], estimated: Sequence[_Point]) -> Curve:
+    """Return the curve of the activations; it never falls, and is nowhere below what was measured."""
+    if not measured:
+        return _rising({point.micro_batch: float(point.activations) for point in estimated})
+    shape = _rising({point.micro_batch: float(point.activations) for point in estimated}) if estimated else _LINE
+    level, scale = _correction(measured, shape, proportional=not estimated)
+    points = {x: max(0.0, level + scale * shape(x)) for x in shape.xs}
+    for point in measured:
+        here = points.get(point.micro_batch, max(0.0, level + scale * shape(point.micro_batch)))
+        points[point.micro_batch] = max(here, float(point.activations))
+    if len(points) < 2 or max(points) <= max(point.micro_batch for point in measured):
+        further = 2 * max(points)  # beyond an outlier the curve goes on as the fit does
+        points[further] = max(0.0, level + scale * shape(further))
+    return _rising(points)
+
+
+_LINE = Curve((0.0, 1.0), (0.0, 1.0))
+
+
+def _rising(points: dict[float, float]) -> Curve:
+    xs = sorted(points)
+    return Curve(tuple(xs), tuple(np.maximum.accumulate([points[x] for x in xs]).tolist()))
+
+
+def _correction(measured: Sequence[_Point], shape: Curve, *, proportional: bool) -> tuple[float, float]:
+    """Return how the activations of the shape become the measured ones: (level, scale), neither scale negative.
+
+    Where the probes do not tell how activations grow, what is measured beyond the shape is taken as fixed (workspaces).
+    What a single one shows below it is taken as proportional (tensors that are freed or fused).
+    """
+    expected = np.array([shape(point.micro_batch) for point in measured])
+    seen = np.array([point.activations for point in measured], dtype=float)
+    peaks = np.array([max(point.peak, 1) for point in measured], dtype=float)
+    if len({point.micro_batch for point in measured}) < 2:
+        if proportional:
+            return 0.0, float(seen.max() / expected.max())
+        share = min(1.0, float((seen / np.maximum(expected, 1)).max()))
+        return max(0.0, float((seen - expected).max())), share
+    if not proportional and np.ptp(expected) < TELLING * peaks.max():
+        return max(0.0, float((seen - expected).max())), 1.0
+    level, scale = _weighted_line(expected, seen, 1 / peaks)
+    if scale < 0:
+        return float(seen.max()), 0.0
+    if level < 0 and proportional:
+        return 0.0, _weighted_ratio(expected, seen, 1 / peaks)
+    return level, scale
+
+
+def _weighted_line(xs: np.ndarray, ys: np.ndarray, weights: np.ndarray) -> tuple[float, float]:
+    design = np.column_stack([np.ones_like(xs), xs]) * weights[:, None]
+    scale = np.linalg.norm(design, axis=0)
+    level, slope = np.linalg.lstsq(design / scale, ys * weights, rcond=None)[0] / scale
+    return float(level), float(slope)
+
+
+def _weighted_ratio(xs: np.ndarray, ys: np.ndarray, weights: np.ndarray) -> float:
+    return float(np.sum(xs * ys * weights**2) / np.sum((xs * weights) ** 2))
+
+
+def _held(measured: Sequence[_Point], estimated: Sequence[_Point]) -> Curve:
+    """Return what the allocator holds over what is in use: as estimated, moved to where it was measured."""
+    told = sorted((point.micro_batch, point.held) for point in estimated)
+    curve = Curve(tuple(x for x, _ in told), tuple(y for _, y in told)) if told else Curve((0.0,), (1.0,))
+    inside = Curve((*curve.xs, 2 * curve.xs[-1] + 1), (*curve.ys, curve.ys[-1]))  # it does not go on growing
+    off = float(np.median([point.held - inside(point.micro_batch) for point in measured])) if measured else 0.0
+    return Curve(inside.xs, tuple(max(1.0, y + off) for y in inside.ys))
+
+
+def _room(measured: Sequence[_Point], estimated: Sequence[_Point]) -> float:
+    """Return the simulated least room over memory in use; without one, what the allocator was seen to hold."""
+    told = [point.room for point in estimated if point.room is not None]
+    return float(np.median(told or [point.held for point in measured] or [1.0]))
+
+
+def _median_error(model: MemoryModel, points: Sequence[_Point]) -> float | None:
+    """Return the median relative residual of the peak; None where two coefficients go through everything there is."""
+    if len({point.micro_batch for point in points}) < 3:
+        return None
+    off = [abs(model._peak(point.micro_batch) / max(point.peak, 1) - 1) for point in points]
+    return float(np.median(off))

@@ -1,0 +1,334 @@
+"""The time of one optimizer step, fitted to probes (the paper's Eq. 2, with compute and synchronisation overlapped)."""
+
+import itertools
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tula_cli.errors import BadMeasurements
+from tula_cli.models.time import overlap as models_time_overlap
+from tula_cli.models.time.noise import BLOCKS, Z90, centre, drift
+from tula_cli.models.time.overlap import Overlap, Points
+from tula_cli.models.time.priors import PRIORS, Priors
+from tula_cli.words import counted, place
+
+Floats = NDArray[np.float64]
+
+_T_BLOCKS = 2.132  # Student's t, 95 %, for the blocks of `drift` (4 degrees of freedom)
+REPEATS = 0.015  # standard deviation of the same job started again, as a share: what the steadiest clusters show
+_UNSTEADY = 0.1  # a probe whose noise is above this share of its step time is pointed out
+_OFF = 0.25  # so is one that the fit misses by more than this share
+_ADDITIVE_TERMS = 5  # of `StepTimeFit.second_opinion`
+
+
+@dataclass(frozen=True)
+class Observation:
+    """The steps of one probe. Seconds."""
+
+    nodes: int
+    gpus_per_node: int
+    local_batch: int  # samples an optimizer step on one GPU
+    step_times: tuple[float, ...]  # one an optimizer step, after warm-up
+    compute_time: float  # a step without synchronisation; nan where it was not measured
+
+    @property
+    def seconds(self) -> float:
+        return centre(self.step_times)
+
+    @property
+    def noise(self) -> float | None:
+        """How much the step time drifts within the probe, as a share of it; None where there are too few steps."""
+        spread = drift(self.step_times)
+        return None if spread is None else spread / self.seconds
+
+    def __str__(self) -> str:
+        return place(self.nodes, self.local_batch)
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """Seconds, with a 90 % interval (None where nothing tells how wide it is)."""
+
+    seconds: float
+    low: float | None = None
+    high: float | None = None
+
+
+def observed(step_times: Sequence[float]) -> Estimate:
+    """Return the step time of a configuration that was measured.
+
+    The interval is that of one more block of steps, in another job on the same cluster.
+    """
+    seconds, spread = centre(step_times), drift(step_times)
+    if spread is None:
+        return Estimate(seconds)
+    half = math.hypot(_T_BLOCKS * spread * math.sqrt(1 + 1 / BLOCKS), Z90 * REPEATS * seconds)
+    return Estimate(seconds, max(0.0, seconds - half), seconds + half)
+
+
+@dataclass(frozen=True)
+class _Scope:
+    """Which replicas synchronise with each other: the nodes, or the GPUs of the one node that was measured."""
+
+    gpus_per_node: frozenset[int]
+    across: bool
+
+    @classmethod
+    def of(cls, observations: Iterable[Observation]) -> "_Scope":
+        seen = list(observations)
+        scope = cls(frozenset(o.gpus_per_node for o in seen), across=any(o.nodes > 1 for o in seen))
+        if scope.across and len(scope.gpus_per_node) > 1:
+            raise BadMeasurements(
+                f"probes with {_listed(scope.gpus_per_node)} GPUs a node cannot be fitted together",
+                "profile each number of GPUs a node as a run of its own",
+            )
+        return scope
+
+    @property
+    def noun(self) -> str:
+        return "node" if self.across else "GPU"
+
+    def points(self, nodes: Floats, gpus_per_node: Floats, local_batch: Floats) -> Points:
+        alone = nodes * gpus_per_node == 1
+        return Points(
+            replicas=nodes if self.across else gpus_per_node,
+            local_batch=local_batch,
+            alone=alone,
+            inside=(nodes == 1) & ~alone & self.across,
+        )
+
+    def refusal(self, nodes: int, gpus_per_node: int) -> str:
+        if not self.across and nodes > 1:
+            return "only one node was measured: nothing tells what more of them cost in synchronisation"
+        if self.across and gpus_per_node not in self.gpus_per_node:
+            return f"only {_listed(self.gpus_per_node)} GPUs a node were measured, not {gpus_per_node}"
+        return ""
+
+
+@dataclass(frozen=True)
+class StepTimeFit:
+    """The step-time model of one kind of node, fitted to its probes."""
+
+    words: str  # the fit in one line
+    warnings: tuple[str, ...]
+    error: float | None  # median relative residual; None where exactly determined
+    model: Overlap = field(repr=False)
+    _scope: _Scope = field(repr=False)
+    _seen: tuple[Observation, ...] = field(repr=False)
+    _additive: Floats | None = field(repr=False)  # coefficients of the second opinion
+
+    @property
+    def determined_exactly(self) -> bool:
+        """Whether there are no more measurements than parameters, so that no residual tells how good the fit is."""
+        return self.error is None
+
+    def refusal(self, nodes: int, gpus_per_node: int, local_batch: int) -> str:
+        """Return why this cannot be predicted from what was measured; empty where it can."""
+        if why := self._scope.refusal(nodes, gpus_per_node):
+            return why
+        replicas = {o.nodes if self._scope.across else o.gpus_per_node for o in self._seen}
+        if len(replicas) == 1 and (nodes if self._scope.across else gpus_per_node) not in replicas:
+            return f"one number of {self._scope.noun}s was measured: nothing tells how the step time changes with it"
+        batches = {o.local_batch for o in self._seen}
+        if len(batches) == 1 and local_batch not in batches:
+            return "one local batch was measured: nothing tells how the step time grows with it"
+        return ""
+
+    def predict(self, nodes: int, gpus_per_node: int, local_batch: int) -> Estimate:
+        """Return the time of one optimizer step with its 90 % prediction interval.
+
+        Raises:
+            BadMeasurements: the probes do not determine it.
+        """
+        if why := self.refusal(nodes, gpus_per_node, local_batch):
+            raise cannot_predict(place(nodes, local_batch), why)
+        seconds, low, high = self.predict_all([nodes], [gpus_per_node], [local_batch])
+        return Estimate(float(seconds[0]), float(low[0]), float(high[0]))
+
+    def predict_all(
+        self, nodes: Sequence[int] | Floats, gpus_per_node: Sequence[int] | Floats, local_batch: Sequence[int] | Floats
+    ) -> tuple[Floats, Floats, Floats]:
+        """Return step times and the ends of their 90 % intervals, each of shape (n,); `refusal` is not asked."""
+        log_seconds, sd = self.model.predict(self.points(nodes, gpus_per_node, local_batch))
+        return np.exp(log_seconds), np.exp(log_seconds - Z90 * sd), np.exp(log_seconds + Z90 * sd)
+
+    def points(
+        self, nodes: Sequence[int] | Floats, gpus_per_node: Sequence[int] | Floats, local_batch: Sequence[int] | Floats
+    ) -> Points:
+        """Return configurations as the model sees them."""
+        return self._scope.points(
+            np.asarray(nodes, dtype=float), np.asarray(gpus_per_node, dtype=float), np.asarray(local_batch, dtype=float)
+        )
+
+    def second_opinion(self, nodes: int, gpus_per_node: int, local_batch: int) -> float | None:
+        """Return what a plain additive model predicts: non-negative terms of b, 1 - 1/R, R and log2 R. Seconds.
+
+        It knows nothing of overlap or of other clusters and is right where little is overlapped. None where there are
+        too few probes for it.
+        """
+        if self._additive is None:
+            return None
+        replicas = nodes if self._scope.across else gpus_per_node
+        return float((_additive_rows([replicas], [local_batch]) @ self._additive)[0])
+
+
+def cannot_predict(what: str, why: str) -> BadMeasurements:
+    """Return the error that says why the probes do not tell a step time."""
+    return BadMeasurements(f"cannot predict {what}: {why}", "measure more configurations with tula profile")
+
+
+def fit(observations: Iterable[Observation], *, collective: str, priors: Priors = PRIORS) -> StepTimeFit:
+    """Fit the step-time model to probes.
+
+    Args:
+        observations: one a probe, in any order; repeated configurations count each.
+        collective: a key of overlap.SHAPES.
+        priors: what is believed before any probe.
+
+    Raises:
+        BadMeasurements: there is no observation, a step time is not positive, or the GPUs a node differ between nodes.
+    """
+    seen = sorted(observations, key=lambda o: (o.nodes, o.gpus_per_node, o.local_batch))
+    seconds = _checked_seconds(seen)
+    scope = _Scope.of(seen)
+    points = scope.points(
+        np.array([o.nodes for o in seen], dtype=float),
+        np.array([o.gpus_per_node for o in seen], dtype=float),
+        np.array([o.local_batch for o in seen], dtype=float),
+    )
+    model = models_time_overlap.fit(
+        points,
+        step=seconds,
+        compute=np.array([o.compute_time if o.compute_time > 0 else math.nan for o in seen]),
+        spread=np.array([math.nan if o.noise is None else o.noise for o in seen]),
+        collective=collective,
+        priors=priors,
+    )
+    fitted = np.exp(model.predict(points)[0])
+    residuals = fitted / seconds - 1
+    error = float(np.median(np.abs(residuals))) if _measurements(seen) > _parameters(seen, scope) else None
+    return StepTimeFit(
+        words=_words(model, points, scope, error),
+        warnings=tuple(_suspicions(seen, seconds, residuals)),
+        error=error,
+        model=model,
+        _scope=scope,
+        _seen=tuple(seen),
+        _additive=_additive(points.replicas, points.local_batch, seconds),
+    )
+
+
+def _checked_seconds(observations: Sequence[Observation]) -> Floats:
+    if not observations:
+        raise BadMeasurements("no probe was measured", "run tula profile first")
+    for observation in observations:
+        times = observation.step_times
+        if not times or not all(math.isfinite(time) and time > 0 for time in times):
+            raise BadMeasurements(
+                f"the step times of the probe with {observation} are not all positive numbers",
+                "delete its result and run tula profile again",
+            )
+    return np.array([observation.seconds for observation in observations])
+
+
+def _measurements(observations: Sequence[Observation]) -> int:
+    """Count what was measured: configurations, and the compute apart from synchronisation where there is any."""
+    configurations = {(o.nodes, o.gpus_per_node, o.local_batch) for o in observations}
+    apart = {
+        (o.nodes, o.gpus_per_node, o.local_batch)
+        for o in observations
+        if o.nodes * o.gpus_per_node > 1 and o.compute_time > 0
+    }
+    return len(configurations) + len(apart)
+
+
+def _parameters(observations: Sequence[Observation], scope: _Scope) -> int:
+    """Count the parameters that these probes are to determine: floor and slope, level and growth of synchronisation."""
+    batches = {o.local_batch for o in observations}
+    synchronising = {
+        o.nodes if scope.across else o.gpus_per_node for o in observations if o.nodes * o.gpus_per_node > 1
+    }
+    return min(len(batches), 2) + min(len(synchronising), 2)
+
+
+def _additive(replicas: Floats, local_batch: Floats, seconds: Floats) -> Floats | None:
+    """Fit the second opinion with relative weights; None where it has as many terms as probes."""
+    if len(seconds) <= _ADDITIVE_TERMS:
+        return None
+    from scipy.optimize import nnls
+
+    coefficients, _ = nnls(_additive_rows(replicas, local_batch) / seconds[:, None], np.ones_like(seconds))
+    return np.asarray(coefficients)
+
+
+def _additive_rows(replicas: Sequence[int] | Floats, local_batch: Sequence[int] | Floats) -> Floats:
+    count, size = np.asarray(replicas, dtype=float), np.asarray(local_batch, dtype=float)
+    return np.column_stack([np.ones_like(count), size, 1 - 1 / count, count, np.log2(count)])
+
+
+def _suspicions(observations: Sequence[Observation], seconds: Floats, residuals: Floats) -> list[str]:
+    """Return what a reader should know before believing the fit."""
+    return [
+        *_unsteady(observations),
+        *_falling(observations, seconds),
+        *_missed(observations, seconds, residuals),
+    ]
+
+
+def _unsteady(observations: Sequence[Observation]) -> list[str]:
+    return [
+        f"unsteady probe: {o} drifts by {o.noise:.0%} of its step time"
+        for o in observations
+        if o.noise is not None and o.noise > _UNSTEADY
+    ]
+
+
+def _falling(observations: Sequence[Observation], seconds: Floats) -> list[str]:
+    """Point out a larger local batch with a clearly shorter step: another algorithm, a clock, a disturbed probe."""
+    return [
+        f"not monotone: a step at {larger} is shorter than at local batch {smaller.local_batch}"
+        for (smaller, before), (larger, after) in itertools.pairwise(zip(observations, seconds, strict=True))
+        if (smaller.nodes, smaller.gpus_per_node) == (larger.nodes, larger.gpus_per_node)
+        and after < before * (1 - _UNSTEADY)
+    ]
+
+
+def _missed(observations: Sequence[Observation], seconds: Floats, residuals: Floats) -> list[str]:
+    return [
+        f"the fit misses the probe at {o}: {_duration(measured)} measured, {_duration(measured * (1 + off))} fitted"
+        for o, measured, off in zip(observations, seconds, residuals, strict=True)
+        if abs(off) > _OFF
+    ]
+
+
+def _words(model: Overlap, points: Points, scope: _Scope, error: float | None) -> str:
+    """Say the fit in one line: compute over the batch, synchronisation over the replicas, and how good it is."""
+    batches = np.unique(points.local_batch)[[0, -1]]
+    ends = Points(np.full(2, points.replicas.min()), batches, np.full(2, True), np.full(2, False))
+    compute = model.parts(ends)[1]
+    parts = [_range(compute, [f"local batch {batch:g}" for batch in batches])]
+    together = np.unique(points.replicas[~points.alone])
+    if len(together):
+        counts = together[[0, -1]]
+        inside = np.array([bool(points.inside[points.replicas == count].all()) for count in counts])
+        sync = model.parts(Points(counts, np.full(2, batches[0]), np.full(2, False), inside))[2]
+        parts.append(_range(sync, [counted(round(count), scope.noun) for count in counts]))
+    quality = "exactly determined, no residual" if error is None else f"median residual {error:.1%}"
+    said = ", overlapped with synchronisation ".join(parts)
+    return f"step = compute {said} ({counted(len(points), 'probe')}, {quality})"
+
+
+def _range(seconds: Floats, places: Sequence[str]) -> str:
+    first, last = (f"{_duration(time)} at {where}" for time, where in zip(seconds, places, strict=True))
+    return first if places[0] == places[1] else f"{first} to {last}"
+
+
+def _duration(seconds: float) -> str:
+    return f"{seconds:.3g} s" if seconds >= 1 else f"{seconds * 1e3:.3g} ms"
+
+
+def _listed(numbers: Iterable[int]) -> str:
+    return ", ".join(str(number) for number in sorted(numbers))

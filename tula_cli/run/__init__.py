@@ -1,0 +1,1 @@
+"""The run directory: paths, atomic writes, records, the code that was submitted."""

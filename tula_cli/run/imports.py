@@ -1,0 +1,177 @@
+"""Which files the import strings of a spec lead to."""
+
+import ast
+import hashlib
+import itertools
+import sys
+import warnings
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from importlib.machinery import EXTENSION_SUFFIXES, SOURCE_SUFFIXES
+from pathlib import Path
+
+from tula_cli.errors import SpecError
+from tula_cli.plugins import is_import_string
+from tula_cli.run.directory import LATEST
+from tula_cli.spec.job import JobSpec
+
+_OTHERS = frozenset({"__pycache__", "site-packages", "dist-packages", "node_modules"})
+_OURSELVES = Path(__file__).resolve().parents[1]
+_SUFFIXES = (*EXTENSION_SUFFIXES, *SOURCE_SUFFIXES)  # in the order in which python prefers them
+
+
+@dataclass(frozen=True)
+class Source:
+    """The code that a submission runs."""
+
+    workdir: Path  # where the ranks work
+    digest: str  # of the files that the spec leads to; empty where it names no code of the user's own
+    kept: str = ""  # name of the earlier snapshot that is used again; empty where a new one is taken
+    warnings: tuple[str, ...] = ()
+
+
+# --- which files
+
+
+def import_strings(spec: JobSpec) -> tuple[str, ...]:
+    """Return the names of the spec that are written package.module:attribute."""
+    transforms = [entry for part in (spec.transforms.train, spec.transforms.eval) for entry in part]
+    names = [
+        spec.model.name,
+        spec.dataset.name,
+        spec.loss.name,
+        spec.optimizer.name,
+        *itertools.chain.from_iterable([entry] if isinstance(entry, str) else entry for entry in transforms),
+    ]
+    return tuple(dict.fromkeys(name for name in names if is_import_string(name)))
+
+
+def files(spec: JobSpec, workdir: Path, *, path: Sequence[str] | None = None) -> tuple[Path, ...]:
+    """Return the user's own files that the spec's import strings lead to, by way of their import statements.
+
+    Args:
+        spec: the job.
+        workdir: the folder where tula was called; only what lies under it is the user's own.
+        path: where python looks for modules; sys.path by default.
+    """
+    roots = roots_of(workdir, sys.path if path is None else path)
+    found: dict[Path, None] = {}
+    waiting = deque(file for name in import_strings(spec) for file in _resolve(name.partition(":")[0], roots))
+    while waiting:
+        file = waiting.popleft()
+        if file not in found:
+            found[file] = None
+            waiting.extend(_imported(file, workdir, roots))
+    return tuple(sorted(found))
+
+
+def digest(files: Iterable[Path], workdir: Path) -> str:
+    """Return 8 hex digits over the names relative to `workdir` and the contents; empty where there are no files.
+
+    Raises:
+        SpecError: a file cannot be read.
+    """
+    ordered = sorted((file.relative_to(workdir).as_posix(), file) for file in files)
+    found = hashlib.sha256()
+    for name, file in ordered:
+        content = _read(file)
+        found.update(f"{name}\0{len(content)}\0".encode())
+        found.update(content)
+    return found.hexdigest()[:8] if ordered else ""
+
+
+def _read(file: Path) -> bytes:
+    try:
+        return file.read_bytes()
+    except OSError as error:
+        raise SpecError(f"cannot read {file}: {error.strerror}", "the spec's import strings lead to it") from error
+
+
+def roots_of(workdir: Path, path: Iterable[str]) -> list[Path]:
+    """Return the folders under `workdir` that python imports from: itself, and those that PYTHONPATH or a .pth adds."""
+    found, real = {workdir: None}, workdir.resolve()
+    python = [
+        prefix for prefix in map(Path.resolve, map(Path, (sys.prefix, sys.base_prefix))) if real in prefix.parents
+    ]
+    for entry in path:
+        folder = (workdir / entry).resolve()
+        if any(folder.is_relative_to(prefix) for prefix in python):
+            continue  # an interpreter in the user's own folder, with its library
+        if folder.is_relative_to(real) and folder.is_dir():
+            below = folder.relative_to(real)
+            if not any(foreign(real / part) for part in [*below.parents, below] if part != Path()):
+                found[workdir / below] = None
+    return list(found)
+
+
+def foreign(folder: Path) -> bool:
+    """Return whether a folder is none of the user's code: hidden, installed, an environment, or where runs are kept."""
+    if folder.name.startswith(".") or folder.name in _OTHERS:
+        return True
+    if (folder / "pyvenv.cfg").exists() or (folder / "conda-meta").exists():
+        return True
+    return (folder / LATEST).is_file() and any(folder.glob("*/spec.yaml"))
+
+
+def _resolve(module: str, roots: Iterable[Path]) -> list[Path]:
+    """Return the files that importing a module runs, as far as they are found: its packages' and its own."""
+    found, places = [], list(roots)
+    for part in module.split("."):
+        file, places = _look(part, places)
+        if file is not None and not file.resolve().is_relative_to(_OURSELVES):
+            found.append(file)
+        if not places:
+            break
+    return found
+
+
+def _look(part: str, places: Iterable[Path]) -> tuple[Path | None, list[Path]]:
+    """Return the file of one part of a module's name, and the folders where the next part is; in python's order."""
+    portions = []  # of a namespace package: folders without __init__.py
+    for place in places:
+        folder = place / part
+        is_folder = bool(part) and folder.is_dir() and not foreign(folder)
+        if is_folder and (file := source(folder / "__init__")):
+            return file, [folder]
+        if part and (file := source(folder)):
+            return file, []
+        if is_folder:
+            portions.append(folder)
+    return None, portions
+
+
+def source(stem: Path) -> Path | None:
+    candidates = (stem.with_name(stem.name + suffix) for suffix in _SUFFIXES)
+    return next((file for file in candidates if file.is_file()), None)
+
+
+def _imported(file: Path, workdir: Path, roots: Sequence[Path]) -> Iterator[Path]:
+    """Yield the files under `workdir` that the imports of a file lead to, wherever in it they stand."""
+    for node in _nodes(file):
+        match node:
+            case ast.Import(names=names):
+                for alias in names:
+                    yield from _resolve(alias.name, roots)
+            case ast.ImportFrom(module=module, names=names, level=level):
+                base = f"{module}." if module else ""
+                places = [file.parents[level - 1]] if 0 < level <= len(file.parents) else roots
+                if level and not places[0].is_relative_to(workdir):
+                    continue
+                for alias in names:  # a submodule or a mere attribute: the files tell
+                    yield from _resolve(f"{base}{alias.name}", places)
+            case ast.Call(func=ast.Name(id="import_module" | "__import__") | ast.Attribute(attr="import_module")):
+                if node.args and isinstance(node.args[0], ast.Constant) and isinstance(node.args[0].value, str):
+                    yield from _resolve(node.args[0].value, roots)
+
+
+def _nodes(file: Path) -> list[ast.AST]:
+    """Return all nodes of a python file; none where it does not parse: its error belongs to the job, not to us."""
+    if file.suffix != ".py":
+        return []
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # about the user's string escapes
+            return list(ast.walk(ast.parse(_read(file))))
+    except (SyntaxError, ValueError, RecursionError):
+        return []

@@ -1,0 +1,71 @@
+"""The job.yaml that a run's settings came from: whether it says something else by now."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tula_cli.errors import SpecError
+from tula_cli.run.directory import RunDir
+from tula_cli.run.records.results import JobFile
+from tula_cli.spec.job import JobSpec
+from tula_cli.spec.load import load_spec
+from tula_cli.spec.merge import leaves
+from tula_cli.spec.signature import signature
+
+
+@dataclass(frozen=True)
+class Edited:
+    """A job file that does not say any more what its run has."""
+
+    file: JobFile
+    changes: Mapping[str, tuple[Any, Any]]  # by key: the run's value and the file's; None where there is none
+    trains: bool = True  # whether a training would be another: more than prices and the search may have changed
+    elsewhere: bool = False  # whether the file now belongs to another run: what was measured does not hold for it
+    problem: str = ""  # why the file cannot be used; then nothing is known of its values
+
+
+def origin(run: RunDir, job: Path | None, overrides: Sequence[str]) -> JobFile | None:
+    """Return where settings come from: `job`, else the file that the run's came from; and `overrides` on top."""
+    if job is not None:
+        return JobFile(path=str(job.absolute()), overrides=tuple(overrides))
+    known = run.job_file()
+    return known and JobFile(path=known.path, overrides=(*known.overrides, *overrides))
+
+
+def edited(run: RunDir, spec: JobSpec, overrides: Sequence[str] = ()) -> Edited | None:
+    """Return how the file that a run's settings came from differs by now; None where it does not, or is gone.
+
+    What counts is what it resolves to, with today's site files and environment: no comment, no formatting.
+
+    Args:
+        run: the run.
+        spec: its settings, with `overrides`.
+        overrides: `a.b=c`, of this command.
+    """
+    file = origin(run, None, overrides)
+    if file is None or not Path(file.path).is_file():
+        return None
+    try:
+        now = load_spec(Path(file.path), overrides=file.overrides)
+    except SpecError as error:
+        problems = [f"{found.path}: {found.message}" for found in error.problems]
+        return Edited(file, {}, problem="; ".join([error.message, *problems]))
+    if now == spec:
+        return None
+    return Edited(
+        file,
+        _changes(spec, now),
+        trains=_training(now) != _training(spec),
+        elsewhere=(now.name, signature(now)) != (spec.name, signature(spec)),
+    )
+
+
+def _training(spec: JobSpec) -> dict[str, Any]:
+    return spec.model_dump(exclude={"pricing", "search"})
+
+
+def _changes(then: JobSpec, now: JobSpec) -> dict[str, tuple[Any, Any]]:
+    before, after = (dict(leaves(spec.model_dump(mode="json"))) for spec in (then, now))
+    keys = [key for key in {**before, **after} if before.get(key, {}) != after.get(key, {})]
+    return {key: (before.get(key), after.get(key)) for key in keys}

@@ -1,0 +1,1 @@
+"""What is stored in a run directory: frozen records, one JSON file each."""

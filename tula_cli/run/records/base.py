@@ -1,0 +1,31 @@
+"""What all records have in common."""
+
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict
+
+OutcomeClass = Literal[
+    "device_oom",
+    "host_oom",
+    "user",
+    "diverged",
+    "peer",
+    "signal",
+    "port",
+    "disk",
+    "cancelled",
+    "time_limit",
+    "preempted",
+    "node_failure",
+    "unknown",
+]
+
+
+Market = Literal["on_demand", "spot"]
+"""How nodes are had: for as long as wanted, or for less money until they are taken away."""
+
+
+class Record(BaseModel):
+    """Frozen; unknown keys are ignored, so that an older tula reads a newer run."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore", protected_namespaces=())

@@ -1,0 +1,73 @@
+"""Jobs, their attempts, and how these end."""
+
+from typing import Literal
+
+from tula_cli.run.records.base import OutcomeClass, Record
+
+
+class Job(Record):
+    """A job as submitted; written by the command line alone."""
+
+    id: str
+    scheduler: Literal["local", "slurm"]
+    scheduler_id: str
+    nodes: int
+    submitted_at: float
+    submissions: int = 1  # how often it was submitted
+    links: tuple[str, ...] = ()  # ids of the chain that a training job on SLURM is, scheduler_id first
+    host: str = ""  # local: the machine it runs on
+    process_started: float | None = None  # local: start time of the process, against reused process ids
+    log_dir: str = ""
+
+    @property
+    def ids(self) -> tuple[str, ...]:
+        """The scheduler's ids of all its links."""
+        return self.links or (self.scheduler_id,)
+
+
+class Failure(Record):
+    """What one failing rank saw."""
+
+    task: str
+    attempt: int
+    rank: int
+    host: str
+    pid: int
+    outcome: OutcomeClass
+    message: str
+    detail: str  # traceback, or the end of the log
+    local_batch: int | None = None
+    samples: int | None = None
+    failed_at: float
+
+
+class Attempt(Record):
+    """One start of the workers by a supervisor."""
+
+    task: str
+    number: int  # from 1, within the task
+    started_at: float
+    ended_at: float | None = None
+    outcome: Literal["done"] | OutcomeClass | None = None  # None while it runs
+    message: str = ""
+    rank: int | None = None  # the rank at the root of a failure
+    host: str = ""
+    pid: int = 0  # of the process that started the ranks
+    allocation: str = ""  # SLURM's job id and how often it was requeued, "123.0"; empty on this machine
+    hosts: str = ""  # the allocation's nodes as SLURM writes them, "node[1-4]"
+    samples: int | None = None  # of the newest checkpoint when it started; None for probes
+    tuned: int = 0  # samples of finished branches when it started (train.method: auto)
+
+    @property
+    def progress(self) -> int | None:
+        """Return the samples that had been trained for good when it started; None for probes."""
+        return None if self.samples is None else self.samples + self.tuned
+
+
+class Order(Record):
+    """What all supervisors of a job do next; written by that of task 0. `task` None ends the job."""
+
+    task: str | None
+    attempt: int = 0
+    ranks: int = 0  # how many ranks take part; the other supervisors sit it out
+    meeting: str = ""  # "address:port" of torchrun's rendezvous; ranks under srun meet through a file

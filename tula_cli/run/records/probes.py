@@ -1,0 +1,135 @@
+"""What a probe tells: measured, out of memory, or failed."""
+
+from typing import Annotated, Literal
+
+from pydantic import Field, TypeAdapter
+
+from tula_cli.run.records.base import OutcomeClass, Record
+
+
+class Memory(Record):
+    """Peak memory of one rank, split as in Eq. 3. Bytes."""
+
+    parameters: int
+    gradients: int
+    optimizer: int
+    factors: int  # AGS scaling factors
+    batch: int  # inputs and targets of one micro-batch
+    activations: int  # the peak less all of the above
+    peak: int
+    reserved: int  # what the allocator holds (CUDA); the peak on the CPU
+    capacity: int | None  # what there is for one rank; None where nothing bounds it
+    # What takes from the capacity beside that: on a GPU the context, cuBLAS and NCCL; on the CPU what the process held
+    # before, and under a limit only the part that the limit counts.
+    libraries: int = 0
+
+
+class GradientStats(Record):
+    """Squared gradient norms at the probe's weights, means over its steps; from two halves of a batch where one rank runs."""
+
+    norm_sqr: float  # of the averaged gradient (batch `batch`)
+    local_norm_sqr: float  # mean over ranks of the norm of each rank's own gradient (batch `local_batch`)
+    batch: int
+    local_batch: int
+    steps: int  # whose norms are finite
+    # Squared standard errors of norm_sqr and of local_norm_sqr, and their covariance. None where both are of one batch,
+    # and in results older than the noise scale, whose two norms are of different steps.
+    covariance: tuple[float, float, float] | None = None
+
+
+class Host(Record):
+    """What the ranks of one node ran on."""
+
+    name: str
+    ranks: int
+    hardware: tuple[str, ...]  # names of the GPUs, or of the CPU: one where its ranks are alike
+    driver: str  # of the GPUs; empty on a CPU
+
+
+class Environment(Record):
+    """What a measurement was made on; a fit refuses to mix `hardware`."""
+
+    hosts: tuple[str, ...]
+    device: str  # "cuda" or "cpu"
+    hardware: str  # GPU name, or the CPU's; all of them where the ranks differ
+    driver: str  # of the GPUs, of all nodes; empty on a CPU
+    backend: str
+    python: str
+    torch: str
+    torchvision: str
+    tula: str
+    nodes: tuple[Host, ...] = ()
+    cuda: str = ""  # the CUDA (or HIP) that torch was built with; empty in a build for CPUs
+    nccl: str = ""
+    system: str = ""  # operating system and kernel of rank 0
+    variables: dict[str, str] = {}  # those of rank 0 that change how ranks run and talk
+
+    @property
+    def mixed(self) -> bool:
+        """Return whether the ranks ran on different hardware: the slowest sets the pace of all."""
+        return len({name for node in self.nodes for name in node.hardware}) > 1
+
+
+class Overheads(Record):
+    """What training costs in time beside its steps. Seconds."""
+
+    startup: float  # from the start of the worker process to its first step
+    eval_batch: float  # one evaluation batch of eval_batch_size samples on one rank
+    eval_batch_size: int
+    checkpoint: float  # writing one
+    refresh: float  # one refresh of the AGS factors (0 where the method has none)
+
+
+class Measured(Record):
+    """A probe that ran: (nodes, local batch) and what was seen."""
+
+    kind: Literal["measured"] = "measured"
+    id: str
+    nodes: int
+    gpus_per_node: int
+    local_batch: int
+    batch: int
+    accumulate: int
+    step_times: tuple[float, ...]  # wall time between optimizer steps, slowest rank's view on rank 0, after warm-up
+    warmup_times: tuple[float, ...]
+    sync_time: float  # exposed synchronisation: from the last local gradient to the end of the reduction; median
+    compute_time: float  # a whole step without synchronisation; median
+    data_wait: float  # waiting for the data loader, within step_times; median
+    memory: Memory
+    gradients: GradientStats
+    overheads: Overheads
+    environment: Environment
+    dataset_size: int
+    eval_size: int
+    allocator_retries: int = 0
+    oversubscribed: bool = False  # more ranks than cores: not comparable with anything
+    measured_at: float  # Unix time
+
+
+class OutOfMemory(Record):
+    """A probe that does not fit: a result that bounds the grid."""
+
+    kind: Literal["out_of_memory"] = "out_of_memory"
+    id: str
+    nodes: int
+    gpus_per_node: int
+    local_batch: int
+    assumed: bool  # not run, because a smaller one did not fit
+    thrash: bool = False  # it ran, but only by flushing the allocator's cache again and again
+    message: str
+
+
+class Failed(Record):
+    """A probe that ended for another reason; it is run again by the next call."""
+
+    kind: Literal["failed"] = "failed"
+    id: str
+    nodes: int
+    gpus_per_node: int
+    local_batch: int
+    outcome: OutcomeClass
+    message: str
+
+
+Result = Annotated[Measured | OutOfMemory | Failed, Field(discriminator="kind")]
+RESULT: TypeAdapter[Measured | OutOfMemory | Failed] = TypeAdapter(Result)

@@ -1,0 +1,71 @@
+"""A recommendation and its predictions."""
+
+from typing import Literal
+
+from tula_cli.run.records.base import Market, Record
+
+
+class SameProgress(Record):
+    """What a configuration takes to the progress that the spec's epochs make at its reference batch.
+
+    `low` and `high` are the range that the growth of the gradient noise and the 90 % interval of the step time leave.
+    """
+
+    epochs: float
+    epochs_low: float
+    epochs_high: float
+    epochs_alike: float  # the end of the range where every sample counts alike
+    epochs_lossy: float  # and that where a large batch loses most
+    hours: float
+    hours_low: float
+    hours_high: float
+    cost: float
+
+
+class Prediction(Record):
+    """A forecast of one configuration; `low` and `high` bound a 90 % interval (None where there is no residual)."""
+
+    nodes: int
+    batch: int
+    local_batch: int
+    step_time: float
+    step_low: float | None
+    step_high: float | None
+    hours: float
+    hours_low: float | None
+    hours_high: float | None
+    cost: float
+    peak_memory: int | None  # bytes a GPU
+    headroom: float | None  # share of the capacity left free
+    measured: bool
+    type: str = ""  # of the nodes; empty where the job names none
+    market: Market = "on_demand"  # on spot nodes hours and cost are expected values
+    same_progress: SameProgress | None = None  # None where no probe has told the gradient noise
+    refresh_share: float = 0.0  # of the hours, for refreshing the scaling factors
+    pareto: bool = False  # no other configuration within the limits is faster and no dearer, or cheaper and no slower
+
+
+class Recommendation(Record):
+    """The answer of `tula recommend`."""
+
+    objective: Literal["time", "cost", "knee", "accuracy-time"]
+    curve: Literal["time", "cost"]
+    choice: Prediction
+    reason: str
+    rows: tuple[Prediction, ...]  # every feasible configuration, fastest first
+    runners_up: tuple[Prediction, ...]
+    warnings: tuple[str, ...] = ()
+    currency: str
+    price: str  # in words, with unit, source and date; a line a node type
+    fit_error: float | None  # median relative error of the fit; None where exactly determined
+    fit: str  # the fit in words; a line a node type
+    efficiency: str = ""  # what `same_progress` rests on, in words; empty where there is none
+    other_market: Prediction | None = None  # the choice on demand where it is on spot nodes, and the other way round
+    options: tuple[str, ...] = ()  # what else was asked for, as typed: "--max-nodes 2"
+    overrides: tuple[str, ...] = ()  # --set values that are not the job's own settings
+    created_at: float
+
+    @property
+    def question(self) -> str:
+        """What this answers, in the words of the command line; the same words are the same question."""
+        return ", ".join([self.objective, *self.options, *(f"--set {override}" for override in self.overrides)])

@@ -1,0 +1,109 @@
+"""What trainings tell: results, tuning, summaries, comparisons."""
+
+from tula_cli.run.records.base import Record
+from tula_cli.spec.ags import Arm
+
+
+class JobFile(Record):
+    """Where a run's settings came from; what they were then is in its spec.yaml."""
+
+    path: str  # of the job.yaml, absolute
+    overrides: tuple[str, ...] = ()  # what --set laid over it
+
+
+class Branch(Record):
+    """A short training from a common checkpoint, to compare its arm with others (train.method: auto)."""
+
+    arm: str
+    rung: int  # from 1
+    epochs: float  # trained, of the training set without the held-out part
+    samples: int  # trained
+    loss: float | None  # on the held-out part; None where it is not finite
+    top1: float | None  # percent; None where there are no classes
+    diverged: bool
+    seconds: float
+
+
+class Tuning(Record):
+    """How a self-tuning training came to its settings; written by rank 0 after each branch."""
+
+    signature: str
+    batch: int
+    start: int  # samples at the checkpoint where the arms part
+    epoch: float  # epochs done there
+    arms: tuple[Arm, ...]
+    beginning: int = 0  # samples that the branches' common beginning was trained on, without the held-out part
+    branches: tuple[Branch, ...] = ()
+    chosen: Arm | None = None  # None while branches are missing
+    broken: tuple[str, ...] = ()  # arms that were chosen before and broke down in the training
+    lost: int = 0  # samples trained with them, which went with them
+
+    @property
+    def samples(self) -> int:
+        """Samples trained beside the training itself."""
+        return sum(branch.samples for branch in self.branches) + self.beginning + self.lost
+
+
+class TrainResult(Record):
+    """The end of a training run, written by rank 0 once, when the last epoch is evaluated and saved."""
+
+    signature: str
+    nodes: int
+    batch: int  # at the end; a relaunch may have made it smaller
+    samples: int
+    steps: int
+    epochs: int
+    metrics: dict[str, float]  # of the last epoch: loss, top1, top5; those that are finite
+    best_top1: float
+    best_epoch: int
+    step_time: float  # median at the last batch
+    finished_at: float
+    tuning: Tuning | None = None  # of method auto
+
+
+class Summary(Record):
+    """Predicted against actual, written when a training run has ended."""
+
+    signature: str
+    nodes: int
+    start_batch: int
+    batch: int
+    attempts: int
+    predicted_hours: float | None
+    actual_hours: float
+    predicted_cost: float | None
+    actual_cost: float
+    predicted_step: float | None
+    actual_step: float
+    metrics: dict[str, float]
+    best_top1: float
+    currency: str
+    causes: tuple[str, ...]  # why each relaunch happened
+    tuning: Tuning | None = None  # of method auto
+
+
+class Cell(Record):
+    """One training of a comparison: a method at a batch, with a seed."""
+
+    method: str  # of train.method, or a variant of one (lbt-x4)
+    batch: int  # the one it starts with
+    seed: int
+    nodes: int
+    signature: str  # of its training run
+    reference: bool = False  # the small batch that the others are held against
+
+    @property
+    def words(self) -> str:
+        return f"{self.method}, batch {self.batch}, seed {self.seed}"
+
+
+class Comparison(Record):
+    """What `tula compare` was asked for, and its trainings in the order of their worth."""
+
+    methods: tuple[str, ...]
+    batches: tuple[int, ...]
+    seeds: int
+    nodes: int
+    controls: bool
+    cells: tuple[Cell, ...]
+    created_at: float

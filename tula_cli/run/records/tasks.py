@@ -1,0 +1,85 @@
+"""What a job has to do."""
+
+from typing import Annotated, ClassVar, Literal
+
+from pydantic import Field, TypeAdapter
+
+from tula_cli.run.records.base import Record
+from tula_cli.run.records.recommendations import Prediction
+from tula_cli.spec.job import JobSpec
+
+
+class Rung(Record):
+    """A batch the training may run at, with what is predicted for it."""
+
+    batch: int
+    prediction: Prediction | None = None
+
+
+class ProbeTask(Record):
+    """A job that measures local batches, ascending, on one number of nodes."""
+
+    kind: Literal["probe"] = "probe"
+    id: str
+    job: str
+    spec: JobSpec
+    workdir: str
+    nodes: int
+    local_batches: tuple[int, ...]
+    skip: tuple[int, ...] = ()  # those that failed in this job already; the supervisor goes on with the others
+    then: tuple[str, ...] = ()  # tasks that run after this one in the same allocation (search.packing: single)
+    code: str = ""  # the snapshot of the user's code that runs; empty where the spec names none
+
+
+class TrainTask(Record):
+    """A job that trains: the first rung of the ladder is this attempt's batch, the others what an OOM falls back to."""
+
+    kind: Literal["train"] = "train"
+    id: str  # train-<signature>-<attempt>
+    job: str  # train-<signature>
+    spec: JobSpec
+    workdir: str
+    nodes: int
+    signature: str
+    attempt: int  # from 1
+    ladder: tuple[Rung, ...]  # descending batches
+    workers: int  # data-loader processes a rank (fewer after a host OOM)
+    cause: str = ""  # why this is a relaunch
+    code: str = ""  # the snapshot of the user's code that runs; empty where the spec names none
+
+    @property
+    def batch(self) -> int:
+        return self.ladder[0].batch
+
+
+class CheckTask(Record):
+    """A short job that looks at the nodes of a site: `tula check --on-cluster`."""
+
+    MINUTES: ClassVar[float] = 3.0  # the most it may take
+
+    kind: Literal["check"] = "check"
+    id: str
+    job: str
+    spec: JobSpec
+    workdir: str
+    nodes: int
+    code: str = ""  # as in the others; a check runs none of the user's code
+
+
+class CodeSnapshot(Record):
+    """The user's own code as it was when a job was submitted: what lies in `code/<name>/`."""
+
+    name: str
+    digest: str  # over the Python files that the spec leads to; part of the signatures
+    taken_at: float  # Unix time
+    workdir: str  # where it was copied from
+    roots: tuple[str, ...]  # folders that python imports from, relative; "." is the snapshot itself
+    modules: tuple[str, ...]  # the files of the digest, relative
+    files: tuple[str, ...]  # all that was copied, relative
+    commit: str = ""  # git's, of the workdir's repository; empty where there is none
+    dirty: bool = False  # these files differ from the commit
+    diff: str = ""  # how, as far as git knows them; cut where it is very long
+
+
+Task = ProbeTask | TrainTask | CheckTask
+TASK: TypeAdapter[Task] = TypeAdapter(Annotated[Task, Field(discriminator="kind")])

@@ -1,0 +1,280 @@
+"""`tula compare`: methods, batches and seeds of one job beside each other, as Table I of the paper.
+
+Each cell of the grid is an ordinary training of the run, with the job's method, seed and batch replaced: it resumes, goes
+on after an out-of-memory and is attached to as `tula train` does, and is never trained twice.
+"""
+
+import dataclasses
+import functools
+import statistics
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+from tula_cli.errors import BadMeasurements, Problem, SpecError
+from tula_cli.models.cost import price_words
+from tula_cli.plugins import nearest
+from tula_cli.run.code import choose
+from tula_cli.run.directory import RunDir
+from tula_cli.run.records.inspections import Inspection
+from tula_cli.run.records.results import Cell, Comparison
+from tula_cli.services import train
+from tula_cli.services.train import TrainPlan
+from tula_cli.spec.job import JobSpec, misfit, warmup_epochs
+from tula_cli.spec.load import validate
+from tula_cli.spec.sections import Train
+from tula_cli.spec.signature import train_signature
+
+DEFAULT_METHODS = ("lbt", "lrs", "lars", "polo", "ags")
+"""Those of the paper's Table I."""
+REFERENCE = "lbt"
+"""At train.reference_batch, with the learning rate that was tuned for it: the small batch of the comparison."""
+CONTROLS = ("lbt-x2", "lbt-x4")
+"""A large batch whose learning rate was raised by hand: what a method has to beat to be worth anything."""
+A_START = 15.0
+"""Seconds after which a training that does not run yet is said to wait."""
+Inspect = Callable[[JobSpec], Inspection]
+State = Literal["done", "diverged", "failed", "cancelled", "lost", "running", "queued", "missing"]
+FINISHED: tuple[State, ...] = ("done", "diverged")
+ENDED: tuple[State, ...] = ("failed", "cancelled", "lost")
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A row of the table that is more than a method: what else it changes of the job."""
+
+    method: str
+    lr: float = 1.0  # factor of optimizer.lr
+    train: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    preset: str = ""  # of ags; of what else the job's section says only what its optimizer and ranks need is kept
+
+
+VARIANTS: dict[str, Variant] = {
+    "lbt-x2": Variant("lbt", lr=2.0),
+    "lbt-x4": Variant("lbt", lr=4.0),
+    "sqrt": Variant("lrs", train={"lr_scaling": "sqrt"}),
+    "robust": Variant("ags", preset="robust"),
+}
+
+
+def known_methods() -> tuple[str, ...]:
+    """Return what a row may be: every train.method, and the variants."""
+    return (*get_args(Train.model_fields["method"].annotation), *VARIANTS)
+
+
+@dataclass(frozen=True)
+class Grid:
+    """What is compared; `batches` are global."""
+
+    methods: tuple[str, ...]
+    batches: tuple[int, ...]
+    seeds: int
+    nodes: int
+    controls: bool = True
+
+    def __post_init__(self) -> None:
+        for method in self.methods:
+            if method not in known_methods():
+                raise SpecError(
+                    f"--methods: {method!r} is no method",
+                    nearest(method, known_methods()) or f"there are: {', '.join(known_methods())}",
+                )
+        for option, numbers in (("--batch", self.batches), ("--seeds", (self.seeds,)), ("--nodes", (self.nodes,))):
+            if not numbers or min(numbers) < 1:
+                raise SpecError(f"{option}: {', '.join(map(str, numbers)) or 'nothing'} given, must be 1 or more")
+
+    def rows(self, reference: int) -> list[tuple[str, int]]:
+        """Return (method, batch) of every row, the reference first; controls only where a batch is large."""
+        found = [(REFERENCE, reference)]
+        for batch in self.batches:
+            found += [(method, batch) for method in self.methods]
+            if self.controls and batch > reference:
+                found += [(method, batch) for method in CONTROLS]
+        return list(dict.fromkeys(found))
+
+
+def cell_spec(spec: JobSpec, method: str, seed: int) -> JobSpec:
+    """Return the job of one cell.
+
+    Args:
+        spec: the job.
+        method: of train.method, or a variant.
+        seed: of the cell.
+
+    Raises:
+        SpecError: the job's other settings do not go with the method.
+    """
+    variant = VARIANTS.get(method, Variant(method))
+    content = spec.model_dump(mode="json", exclude_unset=True)
+    own = dict(content["train"])
+    if variant.method != spec.train.method or variant.method == REFERENCE:
+        own.pop("lr_scaling", None)  # it was chosen for the job's own method: others scale as they do, lbt does not
+    content["train"] = {**own, "method": variant.method, "seed": seed, **variant.train}
+    content["optimizer"] = {**content["optimizer"], "lr": spec.optimizer.lr * variant.lr}
+    if variant.preset:
+        content["ags"] = {"preset": variant.preset, "consensus": spec.ags.consensus, "apply_to": spec.ags.apply_to}
+    return validate(content, source=f"the job with method {method}")
+
+
+# --- what there is to do
+
+
+@dataclass(frozen=True)
+class ComparePlan:
+    """A comparison before anything is submitted."""
+
+    comparison: Comparison
+    spec: JobSpec  # the job that the cells change
+    missing: tuple[Cell, ...]  # in the order of their worth
+    hours: Mapping[tuple[str, int], float | None]  # expected for one training of each row; None where nothing tells
+    currency: str
+    price: str
+    first: TrainPlan | None  # what is trained first, None where nothing is missing
+    warnings: tuple[str, ...] = ()
+
+    @property
+    def hours_left(self) -> float | None:
+        """Hours of all that is missing, one after the other; None where nothing tells."""
+        return total_hours(self.missing, self.hours)
+
+
+def total_hours(cells: Iterable[Cell], hours: Mapping[tuple[str, int], float | None]) -> float | None:
+    """Return the expected hours of some cells; rows of which nothing is known count as the mean of those that are."""
+    found = [hours.get((cell.method, cell.batch)) for cell in cells]
+    known = [value for value in hours.values() if value is not None]
+    if not found or not known:
+        return None if found else 0.0
+    return sum(statistics.fmean(known) if value is None else value for value in found)
+
+
+def plan(run: RunDir, spec: JobSpec, grid: Grid, *, inspect: Inspect, now: float) -> ComparePlan:
+    """Decide what is trained, in which order: every row's first seed before any second one.
+
+    Args:
+        run: the run, which may not be there yet.
+        spec: the job.
+        grid: what is compared.
+        inspect: tells the dataset's size where no probe has.
+        now: Unix time.
+
+    Raises:
+        SpecError: a batch cannot be trained on that many nodes, is larger than the dataset, or methods do not go with
+            the job's settings.
+    """
+    inspect = functools.partial(once, inspect, {})
+    _refuse_misfits(spec, grid)
+    comparison = _comparison(run, spec, grid, now=now)
+    missing = tuple(cell for cell in comparison.cells if not has_ended(run, cell))
+    plans = {}
+    for cell in missing:
+        if (cell.method, cell.batch) not in plans:  # another seed changes neither time nor what is allowed
+            plans[cell.method, cell.batch] = cell_plan(run, spec, cell, inspect)
+    took = durations(run, comparison)
+    predicted = {row: p.prediction.hours for row, p in plans.items() if p.prediction is not None}
+    rows = {(cell.method, cell.batch) for cell in comparison.cells}
+    return ComparePlan(
+        comparison=comparison,
+        spec=spec,
+        missing=missing,
+        hours={row: expected_hours(row, took, predicted) for row in rows},
+        currency=spec.pricing.currency,
+        price=price_words(spec.pricing),
+        first=next(iter(plans.values()), None),
+        warnings=(*dict.fromkeys(text for p in plans.values() for text in p.code.warnings), *_doing_little(spec, grid)),
+    )
+
+
+def has_ended(run: RunDir, cell: Cell) -> bool:
+    """Return whether a training has nothing left to do; one that has diverged would do so again."""
+    return run.summary(cell.signature) is not None or run.diverged(cell.signature) is not None
+
+
+def _refuse_misfits(spec: JobSpec, grid: Grid) -> None:
+    """Refuse methods that do not go with the job's optimizer, all at once: in the queue each would fail for itself."""
+    found = {method: misfit(cell_spec(spec, method, spec.train.seed)) for method in grid.methods}
+    problems = tuple(Problem(method, why) for method, why in found.items() if why)
+    if problems:
+        raise SpecError("--methods: some do not go with the job", "leave them out", problems=problems)
+
+
+def _doing_little(spec: JobSpec, grid: Grid) -> Iterator[str]:
+    """Say which methods cannot be judged by this job."""
+    if "polo" in grid.methods and grid.nodes * spec.cluster.gpus_per_node == 1:
+        yield "polo on one GPU is plain SGD with a warm-up: there are no replicas to average"
+    for method in grid.methods:
+        warmup = warmup_epochs(cell_spec(spec, method, spec.train.seed))
+        if warmup >= spec.train.epochs:
+            yield f"{method} never leaves its {warmup:g} epochs of warm-up: train.epochs is {spec.train.epochs}"
+
+
+def once(inspect: Inspect, remembered: dict[str, Inspection], spec: JobSpec) -> Inspection:
+    """Inspect the first spec that is asked for: all cells have the same model and dataset."""
+    if not remembered:
+        remembered["all"] = inspect(spec)
+    return remembered["all"]
+
+
+def _comparison(run: RunDir, spec: JobSpec, grid: Grid, *, now: float) -> Comparison:
+    reference = spec.train.reference_batch
+    code = choose(run, spec, Path.cwd(), keep=False).digest
+    found: dict[str, Cell] = {}
+    for number in range(grid.seeds):
+        seed = spec.train.seed + number
+        for method, batch in grid.rows(reference):
+            own = cell_spec(spec, method, seed)
+            signature = train_signature(own, nodes=grid.nodes, batch=batch, code=code)
+            is_reference = (method, batch) == (REFERENCE, reference)
+            cell = Cell(
+                method=method, batch=batch, seed=seed, nodes=grid.nodes, signature=signature, reference=is_reference
+            )
+            # Two rows that are one and the same training (a variant that the job's own settings make) are one row.
+            found.setdefault(signature, cell)
+    return Comparison(**dataclasses.asdict(grid), cells=tuple(found.values()), created_at=now)
+
+
+def cell_plan(run: RunDir, spec: JobSpec, cell: Cell, inspect: Inspect) -> TrainPlan:
+    own = cell_spec(spec, cell.method, cell.seed)
+    try:
+        return train.plan(run, own, nodes=cell.nodes, batch=cell.batch, inspect=inspect)
+    except SpecError as error:
+        what = "the reference" if cell.reference else f"method {cell.method}"
+        raise SpecError(f"{what}: {error.message}", error.hint, problems=error.problems) from None
+
+
+def durations(run: RunDir, comparison: Comparison) -> dict[tuple[str, int], float]:
+    """Return the mean hours that the finished trainings of each row took."""
+    found: dict[tuple[str, int], list[float]] = {}
+    for cell in comparison.cells:
+        if summary := run.summary(cell.signature):
+            found.setdefault((cell.method, cell.batch), []).append(summary.actual_hours)
+    return {row: statistics.fmean(hours) for row, hours in found.items()}
+
+
+def expected_hours(
+    row: tuple[str, int], took: Mapping[tuple[str, int], float], predicted: Mapping[tuple[str, int], float]
+) -> float | None:
+    """Return what a training takes: as the row's own did, as predicted, or as others did at its batch."""
+    alike = [hours for (_, batch), hours in took.items() if batch == row[1]] or list(took.values())
+    return took.get(row) or predicted.get(row) or (statistics.fmean(alike) if alike else None)
+
+
+def default_nodes(run: RunDir, spec: JobSpec) -> int:
+    """Return the recommended number of nodes, else the smallest that is searched."""
+    found = run.recommendation()
+    return found.choice.nodes if found is not None else min(spec.search.nodes)
+
+
+def default_batches(run: RunDir) -> tuple[int, ...]:
+    """Return the recommended batch.
+
+    Raises:
+        BadMeasurements: there is none.
+    """
+    found = run.recommendation()
+    if found is None:
+        raise BadMeasurements(
+            f"{run.id} has no recommendation, and --batch not given",
+            "name the large batches: tula compare job.yaml --batch 1024,4096",
+        )
+    return (found.choice.batch,)

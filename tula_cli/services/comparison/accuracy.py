@@ -1,0 +1,275 @@
+"""The table of a comparison: accuracies, gaps to the small batch, and their errors."""
+
+import dataclasses
+import math
+import statistics
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from tula_cli.run.directory import RunDir
+from tula_cli.run.records.results import Cell, Comparison
+from tula_cli.services.compare import ENDED, FINISHED, REFERENCE, State, durations, expected_hours, total_hours
+from tula_cli.services.progress.job_status import JobStatus
+from tula_cli.spec.job import JobSpec
+
+# --- what came of it
+
+
+@dataclass(frozen=True)
+class CellReport:
+    """One training. Accuracies are percentages after the last epoch; `batch` is the one it ended with; `samples` are all
+    that it trained on, in the branches of a self-tuning one too."""
+
+    cell: Cell
+    state: State
+    reason: str = ""
+    top1: float | None = None
+    top5: float | None = None
+    loss: float | None = None
+    best_top1: float | None = None
+    batch: int | None = None
+    samples: int | None = None
+    hours: float | None = None
+
+    @property
+    def finished(self) -> bool:
+        return self.state in FINISHED
+
+
+@dataclass(frozen=True)
+class Stat:
+    """Over seeds; `sd` is the sample standard deviation, None for one seed."""
+
+    mean: float
+    sd: float | None
+    n: int
+
+
+@dataclass(frozen=True)
+class Row:
+    """A method at a batch, over its seeds."""
+
+    method: str
+    batch: int
+    reference: bool
+    cells: tuple[CellReport, ...]
+    top1: Stat | None
+    top5: Stat | None
+    loss: Stat | None
+    gap: float | None = None  # how much worse than the reference: percentage points, or loss; over the seeds of both
+    recovered: float | None = None  # share of lbt's gap at this batch; None where that is within the noise, or unknown
+    samples: float | None = None  # mean
+    hours: float | None = None  # mean, wall-clock time with all attempts
+
+    def stat(self, metric: str) -> Stat | None:
+        found: Stat | None = getattr(self, metric)
+        return found
+
+    @property
+    def seeds(self) -> int:
+        """How many seeds the means are over."""
+        known = self.top1 or self.loss
+        return 0 if known is None else known.n
+
+    def count(self, *states: State) -> int:
+        return sum(cell.state in states for cell in self.cells)
+
+
+@dataclass(frozen=True)
+class CompareReport:
+    """The table, whole or partial."""
+
+    rows: tuple[Row, ...]
+    metric: Literal["top1", "loss"]  # what the gap is of: loss where there are no classes
+    reference_batch: int
+    nodes: int
+    total: int
+    finished: int
+    hours_left: float | None  # expected for what is missing, one after the other
+    warnings: tuple[str, ...]
+
+    @property
+    def complete(self) -> bool:
+        return self.finished == self.total
+
+
+def report(run: RunDir, comparison: Comparison, spec: JobSpec, *, jobs: Iterable[JobStatus] = ()) -> CompareReport:
+    """Return the table of what has been trained so far.
+
+    Args:
+        run: the run.
+        comparison: its cells.
+        spec: the job.
+        jobs: what is known of the run's jobs, for the cells that are not finished.
+    """
+    states = {job.id: job for job in jobs}
+    cells = [_cell_report(run, cell, states.get(f"train-{cell.signature}")) for cell in comparison.cells]
+    metric: Literal["top1", "loss"] = "top1" if any(cell.top1 is not None for cell in cells) else "loss"
+    if not any(cell.finished for cell in cells):
+        metric = "top1"
+    rows = _compared(_rows(cells), metric)
+    took = durations(run, comparison)
+    hours = {(row.method, row.batch): expected_hours((row.method, row.batch), took, {}) for row in rows}
+    return CompareReport(
+        rows=tuple(rows),
+        metric=metric,
+        reference_batch=spec.train.reference_batch,
+        nodes=comparison.nodes,
+        total=len(cells),
+        finished=sum(cell.finished for cell in cells),
+        hours_left=total_hours([cell.cell for cell in cells if not cell.finished], hours),
+        warnings=tuple(_doubts(rows)),
+    )
+
+
+def _cell_report(run: RunDir, cell: Cell, job: JobStatus | None) -> CellReport:
+    summary = run.summary(cell.signature)
+    if summary is None:
+        if attempt := run.diverged(cell.signature):
+            return CellReport(cell, "diverged", attempt.message)
+        if job is None or job.state == "done":  # a summary that is gone is trained again
+            return CellReport(cell, "missing")
+        return CellReport(cell, job.state, job.reason)
+    result, tuning = run.train_result(cell.signature), run.tuning(cell.signature)
+    loss = summary.metrics.get("eval_loss")
+    return CellReport(
+        cell=cell,
+        # Metrics hold finite numbers only: a loss that is missing was none.
+        state="done" if loss is not None else "diverged",
+        top1=summary.metrics.get("top1"),
+        top5=summary.metrics.get("top5"),
+        loss=loss,
+        best_top1=summary.best_top1 if "top1" in summary.metrics else None,
+        batch=summary.batch,
+        samples=None if result is None else result.samples + (tuning.samples if tuning is not None else 0),
+        hours=summary.actual_hours,
+    )
+
+
+def _rows(cells: Sequence[CellReport]) -> list[Row]:
+    """Return the rows in the order of the table: by batch, the reference first, then as the methods were named."""
+    found: dict[tuple[str, int], list[CellReport]] = {}
+    for report in cells:
+        found.setdefault((report.cell.method, report.cell.batch), []).append(report)
+    rows = [_row(own) for own in found.values()]
+    return sorted(rows, key=lambda row: (not row.reference, row.batch))  # sorting is stable
+
+
+def _row(own: Sequence[CellReport]) -> Row:
+    cell, finished = own[0].cell, [report for report in own if report.finished]
+    return Row(
+        method=cell.method,
+        batch=cell.batch,
+        reference=cell.reference,
+        cells=tuple(own),
+        top1=stat(report.top1 for report in finished),
+        top5=stat(report.top5 for report in finished),
+        loss=stat(report.loss for report in finished),
+        samples=_mean(report.samples for report in finished),
+        hours=_mean(report.hours for report in finished),
+    )
+
+
+def stat(values: Iterable[float | None]) -> Stat | None:
+    """Return mean and sample standard deviation of the values there are; None where there are none."""
+    found = [value for value in values if value is not None and math.isfinite(value)]
+    if not found:
+        return None
+    return Stat(statistics.fmean(found), statistics.stdev(found) if len(found) > 1 else None, len(found))
+
+
+def _mean(values: Iterable[float | None]) -> float | None:
+    found = stat(values)
+    return None if found is None else found.mean
+
+
+def _compared(rows: Sequence[Row], metric: str) -> list[Row]:
+    """Return the rows with their gap to the reference, and the share of lbt's gap that they recover."""
+    reference = next((row for row in rows if row.reference), None)
+    plain = {row.batch: row for row in rows if row.method == REFERENCE and not row.reference}
+    return [row if row.reference else _beside(row, reference, plain.get(row.batch), metric) for row in rows]
+
+
+def _beside(row: Row, reference: Row | None, plain: Row | None, metric: str) -> Row:
+    small, own = _common(metric, reference, row)
+    lost = gap(small, own, metric)
+    if row.method == REFERENCE:
+        return dataclasses.replace(row, gap=lost)
+    small, large, own = _common(metric, reference, plain, row)
+    return dataclasses.replace(row, gap=lost, recovered=recovered(small, large, own, metric))
+
+
+def _common(metric: str, *rows: Row | None) -> list[Stat | None]:
+    """Return each row's metric over the seeds that all of them have, so that no seed stands on one side alone.
+
+    A seed that diverged has no loss; of the others alone nothing is said.
+    """
+    values = [
+        {} if row is None else {cell.cell.seed: getattr(cell, metric) for cell in row.cells if cell.finished}
+        for row in rows
+    ]
+    seeds = set.intersection(*(set(found) for found in values))
+    whole = all(value is not None for found in values for value in found.values())
+    return [stat(found[seed] for seed in sorted(seeds)) if whole else None for found in values]
+
+
+def gap(reference: Stat | None, own: Stat | None, metric: str) -> float | None:
+    """Return how much worse than the reference something is: above 0 is worse, whatever the metric."""
+    if reference is None or own is None:
+        return None
+    return own.mean - reference.mean if metric == "loss" else reference.mean - own.mean
+
+
+def recovered(reference: Stat | None, plain: Stat | None, own: Stat | None, metric: str) -> float | None:
+    """Return the share of the plain large batch's gap that a method wins back; 1 is all of it, below 0 is worse.
+
+    None where the plain large batch has no gap that stands out of the seeds' noise (one standard error of the
+    difference), or where one seed tells of no noise: a share of nothing says nothing.
+    """
+    lost, left = gap(reference, plain, metric), gap(reference, own, metric)
+    if reference is None or plain is None or lost is None or left is None:
+        return None
+    error = _standard_error(reference, plain)
+    return None if error is None or lost <= error else (lost - left) / lost
+
+
+def _standard_error(*stats: Stat) -> float | None:
+    if any(found.sd is None for found in stats):
+        return None
+    return math.sqrt(sum((found.sd or 0.0) ** 2 / found.n for found in stats))
+
+
+def _doubts(rows: Iterable[Row]) -> Iterator[str]:
+    for row in rows:
+        smaller = sorted({cell.batch for cell in row.cells if cell.batch is not None and cell.batch != row.batch})
+        if smaller:
+            yield f"{row.method} at batch {row.batch}: out of memory, some of it was trained at {', '.join(map(str, smaller))}"
+        for cell in row.cells:
+            if cell.state in ENDED or (cell.state == "diverged" and cell.reason):
+                yield f"{cell.cell.words} {cell.state}: {cell.reason.strip().partition(chr(10))[0]}"
+
+
+# --- what it was like on the way, for the plots
+
+
+@dataclass(frozen=True)
+class Curve:
+    """One training as far as it has come: rows of its metrics."""
+
+    cell: Cell
+    epochs: tuple[Mapping[str, Any], ...]  # a row at the end of each epoch
+    curvature: tuple[Mapping[str, Any], ...] = ()  # with train.hessian
+
+
+def curves(run: RunDir, comparison: Comparison) -> list[Curve]:
+    """Return what every training of a comparison has logged on its way."""
+    found = []
+    for cell in comparison.cells:
+        rows: dict[str, list[Mapping[str, Any]]] = {"epoch": [], "hessian": []}
+        for row in run.metrics(cell.signature):
+            if row["kind"] in rows:
+                rows[row["kind"]].append(row)
+        if rows["epoch"]:
+            found.append(Curve(cell, tuple(rows["epoch"]), tuple(rows["hessian"])))
+    return found

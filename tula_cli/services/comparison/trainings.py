@@ -1,0 +1,182 @@
+"""Running the trainings of a comparison: one after the other on this machine, side by side on a cluster."""
+
+import functools
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from tula_cli.cluster.launcher import Launcher
+from tula_cli.errors import Diverged, JobFailed, TulaError
+from tula_cli.run.directory import RunDir
+from tula_cli.run.records.results import Cell
+from tula_cli.services import status as services_status
+from tula_cli.services import train
+from tula_cli.services.compare import (
+    A_START,
+    ENDED,
+    ComparePlan,
+    Inspect,
+    cell_plan,
+    durations,
+    expected_hours,
+    has_ended,
+    once,
+    total_hours,
+)
+from tula_cli.services.progress import job_status
+from tula_cli.services.progress.job_status import JobStatus, TrainingStatus
+from tula_cli.services.status import RunStatus
+
+HOPELESS = 3
+"""Failures after which a comparison ends of which no training has worked."""
+
+
+# --- doing it
+
+
+@dataclass(frozen=True)
+class Progress:
+    """Where a comparison stands while one waits. Seconds."""
+
+    total: int
+    done: int  # finished, diverged ones too
+    failed: int  # those that this call started, or waited for
+    cell: Cell | None  # what runs; None between two and where several run side by side
+    training: TrainingStatus | None
+    left: float | None
+    running: int = 0
+    ended: Cell | None = None  # what has just come to its end
+    problem: str = ""  # why that failed
+    waits: str = ""  # what the cell has been waiting for, longer than a start takes
+
+
+def submit(run: RunDir, plan: ComparePlan, cell: Cell, launcher: Launcher, *, inspect: Inspect) -> str:
+    """Submit the training of a cell, or find it under way. Returns the job's id.
+
+    Raises:
+        TulaError: the user's code has changed since the comparison was planned.
+    """
+    planned = cell_plan(run, plan.spec, cell, inspect)
+    if planned.task.signature != cell.signature:
+        raise TulaError(
+            "the code that the job names has changed since the comparison was started",
+            "run the same command again to compare with the code as it is now",
+        )
+    return train.start(run, planned, launcher)
+
+
+def submit_all(run: RunDir, plan: ComparePlan, launcher: Launcher, *, inspect: Inspect) -> list[str]:
+    """Submit everything that is missing, in the order of its worth; a scheduler runs it side by side."""
+    inspect = functools.partial(once, inspect, {})
+    return [submit(run, plan, cell, launcher, inspect=inspect) for cell in plan.missing]
+
+
+def one_by_one(
+    run: RunDir,
+    plan: ComparePlan,
+    launcher: Launcher,
+    *,
+    inspect: Inspect,
+    seconds: float | None = None,
+    clock: Callable[[], float] = time.monotonic,
+) -> Iterator[Progress]:
+    """Train what is missing, one after the other, as on this machine; a failure does not end it.
+
+    Args:
+        run: the run.
+        plan: the comparison.
+        launcher: starts the jobs.
+        inspect: tells the dataset's size where no probe has.
+        seconds: start nothing that is not expected to end within so many; None for no end.
+        clock: seconds.
+
+    Raises:
+        JobFailed: the first trainings have all failed.
+    """
+    inspect = functools.partial(once, inspect, {})
+    began, waiting, failed = clock(), list(plan.missing), 0
+    total = len(plan.comparison.cells)
+    while waiting:
+        hours = _hours_now(run, plan)
+        expected = total_hours(waiting[:1], hours)
+        if seconds is not None and clock() - began + 3600 * (expected or 0.0) > seconds:
+            return
+        cell = waiting.pop(0)
+        rest = total_hours(waiting, hours)
+        job, submitted = submit(run, plan, cell, launcher, inspect=inspect), clock()
+        done = total - len(waiting) - 1 - failed
+        for now in services_status.watch(run, launcher, [job]):
+            waits = _waits(now, job) if clock() - submitted > A_START else ""
+            left = _left(now, job, expected, rest)
+            yield Progress(total, done, failed, cell, now.training, left, running=1, waits=waits)
+        problem = _problem(run, cell)
+        failed += bool(problem)
+        if failed == HOPELESS and failed == total - len(waiting):
+            raise JobFailed(
+                f"the first {failed} trainings have all failed: {problem}", "tula logs shows what they said"
+            )
+        yield Progress(total, done + (not problem), failed, None, None, _seconds(rest), ended=cell, problem=problem)
+        if run.cancelled(job):  # the user wants an end, not the next one
+            return
+
+
+def _waits(now: RunStatus, job: str) -> str:
+    return next((found.reason for found in now.jobs if found.id == job and found.state == "queued"), "")
+
+
+def _hours_now(run: RunDir, plan: ComparePlan) -> dict[tuple[str, int], float | None]:
+    """Return the expected hours of each row by what has been trained since the plan was made."""
+    took = durations(run, plan.comparison)
+    known = {row: hours for row, hours in plan.hours.items() if hours is not None}
+    return {row: took.get(row) or (expected_hours(row, took, {}) if took else known.get(row)) for row in plan.hours}
+
+
+def _left(now: RunStatus, job: str, expected: float | None, rest: float | None) -> float | None:
+    """Return the seconds left of all: what the training says of itself, and what is expected of the others."""
+    own = now.training.eta if now.training is not None and now.training.job == job else None
+    elapsed = next((found.elapsed or 0.0 for found in now.jobs if found.id == job), 0.0)
+    if own is None and expected is not None:
+        own = max(0.0, 3600 * expected - elapsed)
+    return None if own is None or rest is None else own + 3600 * rest
+
+
+def _seconds(hours: float | None) -> float | None:
+    return None if hours is None else 3600 * hours
+
+
+def _problem(run: RunDir, cell: Cell) -> str:
+    """Return why a training has failed; empty where it has not, though it may have diverged."""
+    try:
+        train.report(run, cell.signature)
+    except Diverged:
+        return ""
+    except TulaError as error:
+        return error.message
+    return ""
+
+
+def wait_for_all(
+    run: RunDir, plan: ComparePlan, launcher: Launcher, jobs: Sequence[str], *, timeout: float | None = None
+) -> Iterator[Progress]:
+    """Watch jobs that a scheduler runs side by side until all have ended."""
+    cells = {f"train-{cell.signature}": cell for cell in plan.comparison.cells}
+    total, over = len(cells), set[str]()
+    for now in services_status.watch(run, launcher, jobs, timeout=timeout):
+        states = {job.id: job for job in now.jobs if job.id in cells}
+        # What is lost at a first look may be on its way; the table tells in the end.
+        going_on = (*job_status.ACTIVE, "lost")
+        ended = [job for job in jobs if job in states and states[job].state not in going_on and job not in over]
+        running = sum(job.state == "running" for job in states.values())
+        count = functools.partial(_counts, run, plan)
+        for job in ended:
+            over.add(job)
+            done, failed = count(states)
+            cell = cells[job]
+            yield Progress(total, done, failed, None, None, None, running, ended=cell, problem=_problem(run, cell))
+        done, failed = count(states)
+        yield Progress(total, done, failed, None, None, None, running)
+
+
+def _counts(run: RunDir, plan: ComparePlan, states: Mapping[str, JobStatus]) -> tuple[int, int]:
+    done = sum(has_ended(run, cell) for cell in plan.comparison.cells)
+    return done, sum(job.state in ENDED for job in states.values())

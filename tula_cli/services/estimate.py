@@ -1,0 +1,180 @@
+"""`tula estimate`: how much memory one GPU needs at which local batch, without a GPU; probes of the job correct it."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from tula_cli.cluster.inspection import inspect
+from tula_cli.errors import Infeasible, JobFailed
+from tula_cli.models.choice.grid import batches
+from tula_cli.models.memory import memory
+from tula_cli.models.memory.memory import MemoryModel
+from tula_cli.models.observations import capacity_of, mixed_hardware
+from tula_cli.run.records.inspections import Footprint, Inspection
+from tula_cli.run.records.probes import Failed, Measured, OutOfMemory
+from tula_cli.services.search import feasible
+from tula_cli.spec.job import JobSpec
+
+
+@dataclass(frozen=True)
+class EstimateReport:
+    """Eq. 3 at some local batches, and the largest one that fits. All memory is bytes of one GPU."""
+
+    inspection: Inspection
+    rows: tuple[Footprint, ...]  # ascending by local batch
+    needed: tuple[int, ...]  # the least memory of a device that each row runs in, libraries included
+    fixed: int  # what no batch size changes
+    per_sample: int  # what one more sample of the micro-batch takes
+    capacity: int | None  # None where it is not known
+    margin: float  # share of the capacity that is kept free
+    largest_local_batch: int | None  # 0 where nothing fits; None where nothing bounds it
+    gpu: bool  # whether the memory is a GPU's; else that of a process on the CPU
+    probes: int  # of this job, that correct it
+    correction: str  # what they are and how well the model then agrees, in words; empty where there are none
+    ran: tuple[int, ...]  # local batches that ran in a probe on such a GPU
+    smallest_oom: int | None  # the smallest local batch that was out of memory in a probe on such a GPU
+
+    @property
+    def probed(self) -> bool:
+        """Whether probes have corrected it."""
+        return bool(self.probes)
+
+    def fits(self, row: Footprint) -> bool | None:
+        """Whether a row leaves the margin free, or ran in a probe; None where the capacity is not known."""
+        if self.smallest_oom is not None and row.local_batch >= self.smallest_oom:
+            return False
+        if row.local_batch in self.ran:
+            return True
+        if self.capacity is None:
+            return None
+        return self.needed[self.rows.index(row)] <= self.capacity * (1 - self.margin)
+
+
+Results = Iterable[Measured | OutOfMemory | Failed]
+
+
+def estimate(spec: JobSpec, *, capacity: int | None = None, results: Results = ()) -> EstimateReport:
+    """Estimate the peak memory of one GPU; where the job has been probed, as `tula recommend` does.
+
+    Args:
+        spec: the job.
+        capacity: bytes of one GPU, where it is not the one the probes or the inspection found.
+        results: of the job's probes.
+
+    Raises:
+        SpecError: the job cannot be built.
+        JobFailed: nothing was measured, and the user's code fails, or reads numbers while it runs, so that it cannot be
+            rehearsed without them.
+    """
+    inspection = inspect(spec)
+    seen = _Seen.of(results, capacity=capacity)
+    if not inspection.footprints and not seen.probes:
+        raise JobFailed(
+            f"memory cannot be estimated: {inspection.estimate_error}",
+            "tula profile measures it, and stops where it ends",
+        )
+    model = memory.fit([*seen.probes, *inspection.footprints], accumulate=spec.train.accumulate)
+    capacity = capacity_of(spec, seen.probes, inspection) if capacity is None else capacity
+    largest = seen.bounded(model.largest_local_batch(capacity, margin=spec.search.memory_margin), spec.train.accumulate)
+    sizes = local_batches(spec, inspection, largest=largest)
+    return EstimateReport(
+        inspection=inspection,
+        rows=tuple(predicted(model, size) for size in sizes),
+        needed=tuple(model.needed(size) for size in sizes),
+        fixed=round(model.fixed),
+        per_sample=round(model.slope),
+        capacity=capacity,
+        margin=spec.search.memory_margin,
+        largest_local_batch=largest,
+        gpu=seen.on_gpu or any(row.libraries for row in inspection.footprints),
+        probes=len(seen.probes),
+        correction=seen.words(model, inspection),
+        ran=tuple(seen.ran),
+        smallest_oom=seen.smallest_oom,
+    )
+
+
+@dataclass(frozen=True)
+class _Seen:
+    """What the probes of a job tell of its memory."""
+
+    probes: Sequence[Measured]
+    ran: Sequence[int]  # local batches that ran on such a GPU
+    smallest_oom: int | None  # the smallest local batch that was out of memory on such a GPU
+    unusable: str  # why probes that there are tell nothing; else empty
+
+    @classmethod
+    def of(cls, results: Results, *, capacity: int | None) -> "_Seen":
+        """Sort results; `capacity`: bytes of the GPU that is asked for, where it is not that of the probes."""
+        found = list(results)
+        probes = [result for result in found if isinstance(result, Measured)]
+        ooms = [result.local_batch for result in found if isinstance(result, OutOfMemory)]
+        if unusable := mixed_hardware(probes):
+            return cls([], [], None, unusable)
+        if capacity is not None and all(probe.memory.capacity != capacity for probe in probes):
+            return cls(probes, [], None, "")  # what did not fit the probes' GPU may fit this one, and the reverse
+        return cls(probes, sorted({probe.local_batch for probe in probes}), min(ooms, default=None), "")
+
+    @property
+    def on_gpu(self) -> bool:
+        return any(probe.environment.device == "cuda" for probe in self.probes)
+
+    def bounded(self, largest: int | None, accumulate: int) -> int | None:
+        """Return the largest local batch: what ran is believed over the model, and so is what was out of memory."""
+        below = None if self.smallest_oom is None else (self.smallest_oom - 1) // accumulate * accumulate
+        bounds = [bound for bound in (largest, below) if bound is not None]
+        if not bounds:
+            return None
+        return max([min(bounds), *(size for size in self.ran if below is None or size <= below)])
+
+    def words(self, model: MemoryModel, inspection: Inspection) -> str:
+        """Say what the figures rest on; empty where there are no probes."""
+        if self.unusable:
+            return f"not corrected by the run's probes: {self.unusable}"
+        said = []
+        if self.probes:
+            sizes = sorted({probe.local_batch for probe in self.probes})
+            span = f"local batches {sizes[0]} to {sizes[-1]}" if len(sizes) > 1 else f"local batch {sizes[0]}"
+            count = f"{len(self.probes)} probe{'s' * (len(self.probes) != 1)}"
+            source = f"corrected by {count}" if inspection.footprints else f"from {count} alone"
+            off = "" if model.error is None else f"; the peaks are off by {model.error:.1%} in the median"
+            said.append(f"{source} of this job ({span}{off})")
+        if self.smallest_oom is not None:
+            said.append(f"a local batch of {self.smallest_oom} was out of memory")
+        return "; ".join(said)
+
+
+def predicted(model: MemoryModel, local_batch: int) -> Footprint:
+    """Return Eq. 3 at one local batch, component by component."""
+    micro_batch = local_batch / model.accumulate
+    return Footprint(
+        local_batch=local_batch,
+        parameters=round(model.parameters),
+        gradients=round(model.gradients),
+        optimizer=round(model.optimizer),
+        factors=round(model.factors),
+        batch=round(model.batch_slope * micro_batch),
+        activations=round(model.activations_at(micro_batch)),
+        peak=model.peak(local_batch),
+        libraries=round(model.libraries),
+        reserved=model.reserved(local_batch),
+        room=round(model.room * model.peak(local_batch)),
+    )
+
+
+def local_batches(spec: JobSpec, inspection: Inspection, *, largest: int | None) -> list[int]:
+    """Return the local batches of the search, up to the first that does not fit.
+
+    Args:
+        spec: the job.
+        inspection: tells the dataset's size.
+        largest: the largest that fits; None for no bound.
+    """
+    try:
+        configs = feasible(spec, dataset_size=inspection.dataset_size, max_local_batch=None)
+        sizes = sorted({config.local_batch(spec.cluster.gpus_per_node) for config in configs})
+    except Infeasible:  # tula check says so; memory can be told all the same
+        sizes = batches(spec.train.accumulate, max(spec.train.accumulate, inspection.dataset_size))
+    if largest is None:
+        return sizes
+    too_large = [size for size in sizes if size > largest]
+    return [size for size in sizes if size <= largest] + too_large[:1]

@@ -1,0 +1,256 @@
+"""`tula profile`: which probes are missing, what they may cost, and submitting them."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from tula_cli.cluster.launcher import Launcher, submitting, under_way
+from tula_cli.errors import BadMeasurements, JobFailed, OutOfMemoryAtMinimum, SchedulerError
+from tula_cli.host.outcome import advice
+from tula_cli.models.cost import price_at_most, price_words
+from tula_cli.run.code import choose, snapshot
+from tula_cli.run.directory import RunDir, probe_id
+from tula_cli.run.imports import Source
+from tula_cli.run.records.inspections import Inspection
+from tula_cli.run.records.probes import Failed, Measured, OutOfMemory
+from tula_cli.run.records.tasks import ProbeTask
+from tula_cli.services.search import Round, feasible, grouped, largest_local_batch, next_round, probes
+from tula_cli.spec.job import JobSpec
+
+PACKED = "probe-packed"
+"""The one job of search.packing: single."""
+
+
+@dataclass(frozen=True)
+class ProfilePlan:
+    """What profiling would do now: only what has no result yet."""
+
+    tasks: tuple[ProbeTask, ...]  # one job a number of nodes, those with missing probes only
+    total: int  # probes of the whole search
+    done: int
+    minutes_at_most: float  # of all jobs, one after the other
+    node_hours_at_most: float
+    price_at_most: float | None  # None where it depends on memory that is not measured yet
+    currency: str
+    code: Source  # the user's own code that they run
+    price: str = ""  # in words, with unit, source and date
+    reasons: tuple[str, ...] = ()  # why each of these probes, with strategy: adaptive
+    certainty: str = ""  # how certain the decisions are, with strategy: adaptive
+
+    @property
+    def missing(self) -> int:
+        return sum(len(task.local_batches) for task in self.tasks)
+
+    @property
+    def jobs(self) -> dict[str, list[ProbeTask]]:
+        """The tasks of each job; it is submitted with the first, which names the others."""
+        ids = dict.fromkeys(task.job for task in self.tasks)
+        return {id_: [task for task in self.tasks if task.job == id_] for id_ in ids}
+
+
+@dataclass(frozen=True)
+class ProfileReport:
+    """What was measured so far."""
+
+    measured: tuple[Measured, ...]
+    out_of_memory: tuple[OutOfMemory, ...]
+    failed: tuple[Failed, ...]
+    missing: tuple[str, ...]  # ids
+    certainty: str = ""  # how certain the decisions are and why no more is measured, with strategy: adaptive
+
+
+def plan(
+    spec: JobSpec, inspection: Inspection, run: RunDir | None, *, elsewhere: float = 0.0, again: bool = True
+) -> ProfilePlan:
+    """Return the missing probes, grouped into jobs, and what they may cost at most.
+
+    Args:
+        spec: the job.
+        inspection: dataset size and memory estimate.
+        run: where results may be already; None for none.
+        elsewhere: node-hours that other node types of the same job have taken or are about to.
+        again: whether what has failed is measured again.
+
+    Raises:
+        Infeasible: no configuration of the search can run.
+        SpecError: a file of the user's code cannot be read.
+    """
+    source = choose(run, spec, Path.cwd(), keep=True)
+    known = {result.id: result for result in run.results()} if run else {}
+    wanted, found = _wanted(spec, inspection, run, known, elsewhere=elsewhere)
+    tasks = []
+    for nodes, local_batches in wanted.items():
+        missing = [local for local in local_batches if _open(known.get(probe_id(nodes, local)), again=again)]
+        if missing:
+            tasks.append(_task(spec, nodes, missing, workdir=source.workdir))
+    if tasks and spec.search.packing == "single":
+        tasks = _packed(tasks)
+    total = sum(len(local_batches) for local_batches in wanted.values())
+    minutes = spec.search.max_minutes * len(tasks)
+    node_hours = _nodes_taken(spec, [task.nodes for task in tasks]) * spec.search.max_minutes / 60
+    return ProfilePlan(
+        tasks=tuple(tasks),
+        total=total,
+        done=total - sum(len(task.local_batches) for task in tasks),
+        minutes_at_most=minutes,
+        node_hours_at_most=node_hours,
+        price_at_most=price_at_most(spec, node_hours, inspection.capacity),
+        currency=spec.pricing.currency,
+        code=source,
+        price=price_words(spec.pricing),
+        reasons=found.reasons,
+        certainty=found.words,
+    )
+
+
+Known = Mapping[str, Measured | OutOfMemory | Failed]
+"""Results by their ids."""
+
+
+def _wanted(
+    spec: JobSpec, inspection: Inspection, run: RunDir | None, known: Known, *, elsewhere: float
+) -> tuple[Mapping[int, Sequence[int]], Round]:
+    """Return all local batches to measure by number of nodes (with `adaptive` those so far and the next round)."""
+    largest = largest_local_batch(spec, inspection)
+    if spec.search.strategy != "adaptive":
+        return probes(spec, dataset_size=inspection.dataset_size, max_local_batch=largest), Round({}, (), "")
+    begun = _begun(run) if run else set()
+    settled = {probe for probe in begun if _settled(known.get(probe_id(*probe)))}
+    found = feasible(spec, dataset_size=inspection.dataset_size, max_local_batch=largest)
+    searched = {(config.nodes, config.local_batch(spec.cluster.gpus_per_node)) for config in found}
+    failed = {(r.nodes, r.local_batch) for r in known.values() if isinstance(r, Failed)} & searched
+    # A round that is under way: the next one follows from its results, without those that failed.
+    open_ = (begun - settled) & searched
+    if open_ - failed:
+        return grouped(settled | open_), Round({}, (), "")
+    attempts = run.attempts() if run else []
+    fresh = next_round(spec, list(known.values()), inspection=inspection, attempts=attempts)
+    fresh = _within_cap(spec, fresh, spent=elsewhere + (spent(run) if run else 0.0))
+    picked = {(nodes, size) for nodes, sizes in fresh.probes.items() for size in sizes}
+    return grouped(settled | failed | picked), fresh
+
+
+def _begun(run: RunDir) -> set[tuple[int, int]]:
+    """Return what was ever to be measured, and what has been: nodes and local batch."""
+    asked = {(task.nodes, size) for task in run.tasks() if isinstance(task, ProbeTask) for size in task.local_batches}
+    return asked | {(result.nodes, result.local_batch) for result in run.results() if _settled(result)}
+
+
+def spent(run: RunDir) -> float:
+    """Return the node-hours that measuring has taken so far."""
+    tasks = [task for task in run.tasks() if isinstance(task, ProbeTask)]
+    # The one job of search.packing: single holds the most nodes of its tasks all the time.
+    nodes = {task.id: max(t.nodes for t in tasks if t.job == task.job) for task in tasks}
+    return sum(
+        nodes[attempt.task] * (attempt.ended_at - attempt.started_at) / 3600
+        for attempt in run.attempts()
+        if attempt.task in nodes and attempt.ended_at is not None
+    )
+
+
+def _within_cap(spec: JobSpec, found: Round, *, spent: float) -> Round:
+    """Leave a further round out that might go beyond the cap on node-hours; the start is refused by the command line."""
+    cap = spec.search.max_node_hours
+    at_most = _nodes_taken(spec, list(found.probes)) * spec.search.max_minutes / 60
+    if cap is None or not found.probes or not found.words or spent + at_most <= cap:
+        return found
+    why = (
+        f"stopped: a further round may take {at_most:.3g} node-hours, and {spent:.2g} of {cap:g} are spent; raise the cap with"
+        " --set search.max_node_hours=... to go on"
+    )
+    return Round({}, (), f"{found.words}; {why}")
+
+
+def _settled(result: Measured | OutOfMemory | Failed | None) -> bool:
+    return isinstance(result, Measured | OutOfMemory)
+
+
+def _open(result: Measured | OutOfMemory | Failed | None, *, again: bool) -> bool:
+    return result is None or (again and isinstance(result, Failed))
+
+
+def _task(spec: JobSpec, nodes: int, local_batches: list[int], *, workdir: Path) -> ProbeTask:
+    job = f"probe-n{nodes:03d}"
+    return ProbeTask(
+        id=job, job=job, spec=spec, workdir=str(workdir), nodes=nodes, local_batches=tuple(sorted(local_batches))
+    )
+
+
+def _packed(tasks: list[ProbeTask]) -> list[ProbeTask]:
+    """Return the tasks as those of one job: the first, on the most nodes, is submitted and names the others."""
+    # Their own ids: a job of one number of nodes may be under way when the packing is changed.
+    own = [task.model_copy(update={"id": f"packed-n{task.nodes:03d}", "job": PACKED}) for task in tasks]
+    first, *others = sorted(own, key=lambda task: -task.nodes)
+    return [first.model_copy(update={"then": tuple(task.id for task in others)}), *others]
+
+
+def _nodes_taken(spec: JobSpec, nodes: Sequence[int]) -> int:
+    """Return the nodes that are taken, summed over the times of `search.max_minutes` they are taken for."""
+    if spec.search.packing == "single" and spec.cluster.kind == "slurm":
+        return max(nodes, default=0) * len(nodes)
+    return sum(nodes)
+
+
+def start(run: RunDir, plan: ProfilePlan, launcher: Launcher) -> tuple[str, ...]:
+    """Submit the jobs of a plan, one after the other; a job that is under way already is left alone.
+
+    The user's code is copied first: what was submitted is what runs.
+
+    Returns:
+        The ids of the jobs to wait for.
+    """
+    jobs = plan.jobs
+    with submitting(run):
+        alive = under_way(run, launcher, jobs)
+        code = snapshot(run, plan.tasks[0].spec, plan.code) if jobs.keys() - alive else ""
+        for id_, tasks in jobs.items():
+            if id_ in alive:
+                if run.cancelled(id_):
+                    raise SchedulerError(f"{id_} is still being cancelled", "run the same command again in a minute")
+                continue
+            run.uncancel(id_)
+            for task in tasks:
+                run.write_task(task.model_copy(update={"code": code}))
+            run.write_job(launcher.submit(run, tasks[0]))
+    return tuple(jobs)
+
+
+def measured(run: RunDir, plan: ProfilePlan) -> bool:
+    """Return whether every probe of a plan has a result, and at least one of them a result that stands."""
+    found = [run.result(probe_id(task.nodes, size)) for task in plan.tasks for size in task.local_batches]
+    return None not in found and any(map(_settled, found))
+
+
+def report(run: RunDir, plan: ProfilePlan) -> ProfileReport:
+    """Return what the probes of a finished profile came to.
+
+    Raises:
+        OutOfMemoryAtMinimum: not one local batch fits.
+        JobFailed: probes failed, and none was measured now.
+        BadMeasurements: none was measured for another reason.
+    """
+    results = run.results()
+    measured = tuple(result for result in results if isinstance(result, Measured))
+    failed = tuple(result for result in results if isinstance(result, Failed))
+    out_of_memory = tuple(result for result in results if isinstance(result, OutOfMemory))
+    known = {result.id for result in results}
+    wanted = [probe_id(task.nodes, local) for task in plan.tasks for local in task.local_batches]
+    missing = tuple(i for i in wanted if i not in known)
+    found = ProfileReport(measured, out_of_memory, failed, missing, plan.certainty)
+    of_plan = [result for result in results if result.id in wanted]
+    if not measured or (of_plan and all(isinstance(result, Failed) for result in of_plan)):
+        raise _nothing_measured(found)
+    return found
+
+
+def _nothing_measured(found: ProfileReport) -> Exception:
+    if found.failed:
+        first = found.failed[0]
+        return JobFailed(f"{first.id} failed: {first.message}", advice(first.outcome))
+    if found.out_of_memory:
+        first_oom = found.out_of_memory[0]
+        return OutOfMemoryAtMinimum(
+            f"out of memory at the smallest local batch, {first_oom.local_batch}: {first_oom.message}",
+            "lower search.min_batch, or try activation checkpointing, bf16 or more accumulation",
+        )
+    return BadMeasurements("no probe has a result", "run tula profile again; tula status tells what became of the jobs")

@@ -1,0 +1,1 @@
+"""How far runs and their jobs are."""

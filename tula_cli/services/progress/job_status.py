@@ -1,0 +1,247 @@
+"""How far each job is: its state by the scheduler and by its files."""
+
+import itertools
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Literal
+
+from tula_cli.cluster.relaunch import TAKEN
+from tula_cli.cluster.slurm.queue import SchedulerState
+from tula_cli.host.outcome import advice
+from tula_cli.run.directory import RunDir, probe_id
+from tula_cli.run.records.jobs import Attempt, Job
+from tula_cli.run.records.probes import Failed, Measured, OutOfMemory
+from tula_cli.run.records.results import Branch
+from tula_cli.run.records.tasks import ProbeTask, TrainTask
+
+JobState = Literal["queued", "running", "done", "failed", "diverged", "cancelled", "lost"]
+ACTIVE: tuple[JobState, ...] = ("queued", "running")
+
+GRACE = {"local": 2.0, "slurm": 60.0}
+"""Seconds for which the files of an ended job may still be on their way (NFS, Lustre)."""
+
+CLOCKS_APART = 60.0
+"""Seconds by which the clocks of two machines may differ."""
+
+
+@dataclass(frozen=True)
+class Probe:
+    """A configuration that a job measures; `batch` is global."""
+
+    nodes: int
+    local_batch: int
+    batch: int
+
+
+@dataclass(frozen=True)
+class JobStatus:
+    """One job. `total` and `done` count its probes; a training job has one thing to do."""
+
+    id: str
+    kind: Literal["probe", "train"]
+    scheduler: Literal["local", "slurm"]
+    scheduler_id: str
+    nodes: int
+    state: JobState
+    reason: str
+    starts_at: float | None  # Unix time at which a queued job is expected to start; None where nobody tells
+    total: int
+    done: int
+    now: Probe | None  # what runs, or comes next
+    elapsed: float | None  # seconds; None before it starts
+    left: float | None  # seconds, estimated; None where nothing tells
+    node_hours: float
+    node_hours_left: float | None
+
+
+@dataclass(frozen=True)
+class TuningStatus:
+    """How far a self-tuning training is with its branches."""
+
+    arm: str | None  # whose branch is next or under way; None once one is chosen
+    number: int  # of the branch among those of its rung, from 1
+    count: int  # branches of the rung
+    rung: int  # from 1
+    chosen: str | None
+    branches: tuple[Branch, ...]  # those that have ended
+
+
+@dataclass(frozen=True)
+class TrainingStatus:
+    """How far a training run is. Seconds; `batch` is global."""
+
+    signature: str
+    job: str
+    finished: bool
+    nodes: int
+    batch: int
+    attempt: int
+    epoch: float
+    epochs: int
+    samples: int
+    loss: float | None
+    top1: float | None
+    lr: float | None
+    step_time: float | None
+    predicted_step: float | None
+    eta: float | None
+    warnings: tuple[str, ...]
+    tuning: TuningStatus | None = None  # of method auto
+
+
+Results = dict[str, Measured | OutOfMemory | Failed]
+
+
+@dataclass(frozen=True)
+class _Progress:
+    """What a job has to do and what of it there is."""
+
+    total: int
+    done: int
+    now: Probe | None
+    measured_at: float | None = None  # Unix time of the last measurement
+    failed: tuple[str, ...] = ()  # messages of what failed; the next call runs it again
+
+    @property
+    def complete(self) -> bool:
+        return self.done + len(self.failed) == self.total
+
+
+def job_status(
+    run: RunDir,
+    job: Job,
+    tasks: list[ProbeTask | TrainTask],
+    results: Results,
+    scheduler: SchedulerState,
+    *,
+    pace: float | None,
+    training: TrainingStatus | None,
+    now: float,
+) -> JobStatus:
+    progress = progress_of(run, tasks, results)
+    attempts = sorted((a for task in tasks for a in run.attempts(task.id)), key=lambda attempt: attempt.started_at)
+    recent = [attempt for attempt in attempts if attempt.started_at >= job.submitted_at - CLOCKS_APART]
+    state, reason = _state(progress, recent, scheduler, cancelled=run.cancelled_by(job.id))
+    elapsed = _elapsed(attempts, until=now if state == "running" else progress.measured_at)
+    left = _left(progress, training, pace=pace) if state in ACTIVE else None
+    return JobStatus(
+        id=job.id,
+        kind=tasks[0].kind,
+        scheduler=job.scheduler,
+        scheduler_id=job.scheduler_id,
+        nodes=job.nodes,
+        state=state,
+        reason=reason,
+        starts_at=scheduler.starts_at if state == "queued" else None,
+        total=progress.total,
+        done=progress.done,
+        now=progress.now if state in ACTIVE else None,
+        elapsed=elapsed,
+        left=left,
+        node_hours=job.nodes * (elapsed or 0.0) / 3600,
+        node_hours_left=None if left is None else job.nodes * left / 3600,
+    )
+
+
+@dataclass(frozen=True)
+class _Wanted:
+    id: str
+    probe: Probe
+
+
+def _probes(tasks: Iterable[ProbeTask | TrainTask]) -> list[_Wanted]:
+    """Return the probes of a job, ascending as it runs them."""
+    found = {}
+    for task in tasks:
+        if isinstance(task, ProbeTask):
+            for local in task.local_batches:
+                batch = local * task.nodes * task.spec.cluster.gpus_per_node
+                found[task.nodes, local] = _Wanted(probe_id(task.nodes, local), Probe(task.nodes, local, batch))
+    # A packed job has several numbers of nodes, and begins with the largest.
+    return [found[key] for key in sorted(found, key=lambda key: (-key[0], key[1]))]
+
+
+def progress_of(run: RunDir, tasks: list[ProbeTask | TrainTask], results: Results) -> _Progress:
+    newest = tasks[-1]
+    if isinstance(newest, TrainTask):
+        return _Progress(total=1, done=int(run.summary(newest.signature) is not None), now=None)
+    probes = _probes(tasks)
+    there = {wanted.id: results[wanted.id] for wanted in probes if wanted.id in results}
+    failed = {id_: result.message for id_, result in there.items() if isinstance(result, Failed)}
+    undone = [wanted.probe for wanted in probes if wanted.id not in there or wanted.id in failed]
+    return _Progress(
+        total=len(probes),
+        done=len(probes) - len(undone),
+        now=undone[0] if undone else None,
+        measured_at=max((r.measured_at for r in there.values() if isinstance(r, Measured)), default=None),
+        failed=tuple(failed.values()),
+    )
+
+
+def _state(
+    progress: _Progress, attempts: list[Attempt], scheduler: SchedulerState, *, cancelled: str
+) -> tuple[JobState, str]:
+    """Return a job's state: results first, then the user's cancel, then the scheduler, then the attempts."""
+    live = scheduler.state in ("pending", "running")
+    if progress.complete and not (progress.failed and live):
+        return ("failed", progress.failed[0]) if progress.failed else ("done", "")
+    if cancelled:
+        return "cancelled", f"by {cancelled}"
+    if scheduler.state == "pending":
+        return "queued", scheduler.reason
+    if scheduler.state == "running":
+        return "running", scheduler.reason
+    return _state_from_attempts(progress, attempts, scheduler)
+
+
+def _state_from_attempts(
+    progress: _Progress, attempts: list[Attempt], scheduler: SchedulerState
+) -> tuple[JobState, str]:
+    last = attempts[-1] if attempts else None
+    if last is not None and last.ended_at is not None:
+        if scheduler.state == "unknown" and last.outcome in TAKEN:
+            return "queued", scheduler.reason  # the next link of its chain goes on
+        measured = last.outcome == "done" or (last.outcome == "device_oom" and progress.now is not None)
+        if measured:  # its supervisor saw all results: they are on their way here (NFS, Lustre)
+            return "lost", f"ended well, but {progress.done} of {progress.total} results are to be seen here"
+        if last.outcome == "diverged":
+            return "diverged", f"{last.message}; {advice(last.outcome)}"
+        words = last.message or f"ended with {progress.done} of {progress.total} probes"
+        verdict = (
+            "" if scheduler.reason.startswith("FAILED") or not scheduler.reason else f" (SLURM: {scheduler.reason})"
+        )
+        return "failed", f"{words}{verdict}"
+    if scheduler.state == "ended":
+        return "lost", scheduler.reason or "ended without saying why (killed from outside?)"
+    if last is not None:
+        return "running", scheduler.reason or "the scheduler does not know the job"
+    return "queued", scheduler.reason or "the scheduler does not know the job"
+
+
+def _elapsed(attempts: list[Attempt], *, until: float | None) -> float | None:
+    """Return the seconds that attempts took; an open one lasts until `until`, or is not counted."""
+    if not attempts:
+        return None
+    ends = [attempt.ended_at or until or attempt.started_at for attempt in attempts]
+    return sum(max(0.0, end - attempt.started_at) for attempt, end in zip(attempts, ends, strict=True))
+
+
+def _left(progress: _Progress, training: TrainingStatus | None, *, pace: float | None) -> float | None:
+    if progress.now is None:
+        return training.eta if training is not None else None
+    return None if pace is None else pace * (progress.total - progress.done)
+
+
+def pace_of(results: Iterable[Measured | OutOfMemory | Failed], attempts: list[Attempt]) -> float | None:
+    """Return the mean seconds of a probe so far, start-up of its workers included; None before the first."""
+    moments: dict[int, list[float]] = {}
+    for result in results:
+        if isinstance(result, Measured):
+            moments.setdefault(result.nodes, []).append(result.measured_at)
+    starts = sorted(attempt.started_at for attempt in attempts)
+    spans = []
+    for times in moments.values():
+        before = [start for start in starts if start <= min(times)]
+        marks = sorted([*before[-1:], *times])
+        spans += [late - early for early, late in itertools.pairwise(marks)]
+    return sum(spans) / len(spans) if spans else None

@@ -1,0 +1,207 @@
+"""`tula recommend`: choose a configuration from what was measured, and write down the answer that training is to take."""
+
+from collections.abc import Mapping, Sequence
+
+from tula_cli.errors import Infeasible
+from tula_cli.models import cost, efficiency
+from tula_cli.models.choice import pareto
+from tula_cli.models.choice.objective import Curve, Objective, choose
+from tula_cli.models.efficiency import Noise
+from tula_cli.models.forecast import Forecast
+from tula_cli.run.directory import RunDir
+from tula_cli.run.records.inspections import Inspection
+from tula_cli.run.records.recommendations import Prediction, Recommendation
+from tula_cli.services.recommendation.answer import Answer, write
+from tula_cli.services.recommendation.limits import Limits, described_limits
+from tula_cli.services.recommendation.measured import (
+    Survey,
+    doubts,
+    epochs_of,
+    noise_of,
+    rests_on,
+    state_of_the_probes,
+    surveys_of,
+)
+from tula_cli.spec.job import JobSpec
+from tula_cli.words import counted
+
+
+def recommend(
+    run: RunDir,
+    spec: JobSpec,
+    *,
+    objective: Objective,
+    curve: Curve = "time",
+    nodes: int | None = None,
+    max_batch: int | None = None,
+    max_nodes: int | None = None,
+    deadline_hours: float | None = None,
+    budget: float | None = None,
+    node_type: str | None = None,
+    options: Sequence[str] = (),
+    overrides: Sequence[str] = (),
+    pending: int | Mapping[str, int] = 0,
+    inspection: Inspection | None = None,
+    now: float,
+) -> Answer:
+    """Choose a configuration; nothing is written.
+
+    Where the job names node types each has models of its own, and the choice is made over all of them.
+
+    Args:
+        run: where the results are.
+        spec: the job.
+        objective: time, cost, knee or accuracy-time.
+        curve: what the knee is looked for in.
+        nodes: consider this number of nodes only.
+        max_batch: largest global batch.
+        max_nodes: most nodes.
+        deadline_hours: longest training time; on spot nodes the expected one.
+        budget: highest cost, in the currency of the pricing; on spot nodes the expected one.
+        node_type: consider this type of node only.
+        options: all but the objective, as typed; for the record.
+        overrides: what of `spec` is not the job's own; for the record.
+        pending: probes that are queued or running; by node type where the job names any.
+        inspection: memory estimates and capacity, for what the probes do not tell.
+        now: Unix time.
+
+    Raises:
+        Pending: probes are under way, and those done do not determine the answer yet.
+        BadMeasurements: too few probes, or none that can be used together.
+        Infeasible: nothing fits, or nothing satisfies the limits; names the binding one and the closest configuration.
+        SpecError: the job names no such node type.
+    """
+    limits = Limits(nodes, max_nodes, max_batch, deadline_hours, budget, same_progress=objective == "accuracy-time")
+    parts = run.parts(spec, node_type)
+    waiting = pending if isinstance(pending, Mapping) else {part.type: pending for part in parts}
+    surveys, left_out = surveys_of(parts, limits, waiting, inspection)
+    noise = noise_of(surveys, needed=objective == "accuracy-time")
+    allowed = _within(surveys, limits, noise)
+
+    def answer(surveys: Sequence[Survey], rows: Sequence[Prediction], warnings: Sequence[str]) -> Recommendation:
+        found = _answer(surveys, rows, limits, warnings, noise, objective=objective, curve=curve, now=now)
+        return found.model_copy(update={"options": tuple(options), "overrides": tuple(overrides)})
+
+    by_type = {
+        survey.part.type: answer([survey], own, [])
+        for survey in surveys
+        if survey.part.type and (own := [row for row in allowed if row.type == survey.part.type])
+    }
+    return Answer(answer(surveys, allowed, left_out), by_type, surveys)
+
+
+def renews(found: Recommendation, known: Recommendation | None) -> bool:
+    """Return whether an answer is kept unasked: the first one under the job's own settings, and one to the same question.
+
+    Args:
+        found: the answer.
+        known: the one that the run keeps.
+    """
+    return not found.overrides if known is None else found.question == known.question
+
+
+def keep(run: RunDir, own: JobSpec, answer: Answer) -> None:
+    """Write recommendation.json, recommended.yaml, results.csv and cmd.txt: what `tula train` takes.
+
+    Args:
+        run: where they go; in those of its node types what `tula train --type` takes.
+        own: the job's own settings, without what the answer only assumes.
+        answer: what was chosen.
+
+    Raises:
+        TulaError: they cannot be written.
+    """
+    surveys = {survey.part.type: survey for survey in answer.surveys}
+    for part in run.parts(own) if own.node_types else ():
+        if part.type in answer.by_type:
+            write(part.run, part.spec, [surveys[part.type]], answer.by_type[part.type])
+    write(run, own, answer.surveys, answer.recommendation)
+
+
+def _answer(
+    surveys: Sequence[Survey],
+    allowed: Sequence[Prediction],
+    limits: Limits,
+    warnings: Sequence[str],
+    noise: Noise | None,
+    *,
+    objective: Objective,
+    curve: Curve,
+    now: float,
+) -> Recommendation:
+    rows = _with_front(allowed)
+    choice = choose(rows, objective=objective, curve=curve)
+    own = next(survey for survey in surveys if survey.part.type == choice.prediction.type)
+    spec = own.part.spec
+    told = [f"{survey.prefix}{text}" for survey in surveys for text in _told(survey)]
+    return Recommendation(
+        objective=objective,
+        curve=curve,
+        choice=choice.prediction,
+        reason=f"{choice.reason}; {epochs_of(choice.prediction, spec, objective)}",
+        rows=rows,
+        runners_up=choice.runners_up,
+        warnings=(*warnings, *told, *doubts(own.forecast, choice, limits)),
+        currency=spec.pricing.currency,
+        price="\n".join(f"{survey.prefix}{cost.price_words(survey.part.spec.pricing)}" for survey in surveys),
+        fit_error=own.forecast.steps.error,
+        fit="\n".join(f"{survey.prefix}{survey.forecast.steps.words}" for survey in surveys),
+        efficiency="" if noise is None else rests_on(noise, spec),
+        other_market=own.other_market(choice.prediction),
+        created_at=now,
+    )
+
+
+def _with_front(rows: Sequence[Prediction]) -> tuple[Prediction, ...]:
+    """Return the rows with those marked that are in the Pareto front of time and cost."""
+    front = pareto.front([(row.hours, row.cost) for row in rows])
+    return tuple(
+        row if row.pareto == inside else row.model_copy(update={"pareto": inside})
+        for row, inside in zip(rows, front, strict=True)
+    )
+
+
+def _told(survey: Survey) -> list[str]:
+    missing = state_of_the_probes(survey.results, survey.unknown, pending=survey.pending)
+    return [*missing, *survey.forecast.warnings]
+
+
+def _with_progress(row: Prediction, spec: JobSpec, noise: Noise | None) -> Prediction:
+    """Return a forecast with what the same progress takes beside it, where the noise is known."""
+    if noise is None:
+        return row
+    train = spec.train
+    found = efficiency.same_progress(row, epochs=train.epochs, reference=train.reference_batch, noise=noise)
+    return row.model_copy(update={"same_progress": found})
+
+
+def _within(surveys: Sequence[Survey], limits: Limits, noise: Noise | None = None) -> tuple[Prediction, ...]:
+    """Return the forecasts within the limits, fastest first.
+
+    Raises:
+        Infeasible: there is none; names the first limit that leaves nothing and the configuration closest to it.
+    """
+    found = [_with_progress(row, survey.part.spec, noise) for survey in surveys for row in survey.rows(limits)]
+    left = tuple(sorted(found, key=lambda row: (row.hours, row.nodes, row.batch)))
+    if not left:
+        raise _nothing_fits(surveys[0].forecast, limits)
+    for bound in limits:
+        allowed = tuple(row for row in left if bound.value(row) <= bound.most)
+        if not allowed:
+            closest = min(left, key=lambda row: (bound.value(row), row.hours))
+            update = {"hours": limits.hours(closest), "cost": limits.cost(closest)}
+            described = described_limits(closest.model_copy(update=update), surveys[0].part.spec.pricing.currency)
+            raise Infeasible(
+                f"no configuration is within {bound.words}; the closest is {described}",
+                "relax that limit, or search other numbers of nodes and batches",
+            )
+        left = allowed
+    return left
+
+
+def _nothing_fits(forecast: Forecast, limits: Limits) -> Infeasible:
+    """Say of the smallest batch on the wanted nodes why it cannot run."""
+    on = f" on {counted(limits.nodes)}" if limits.nodes is not None else ""
+    tried = forecast.candidates(limits.wanted)
+    why = next((why for config in tried if (why := forecast.why_not(config))), "no batch divides among its GPUs")
+    return Infeasible(f"no configuration is feasible{on}: {why}", "tula recommend without --nodes shows those that are")

@@ -1,0 +1,73 @@
+"""Limits that a recommendation keeps: deadline, budget, memory, nodes."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from tula_cli.models.choice.grid import Config
+from tula_cli.run.records.recommendations import Prediction
+from tula_cli.words import counted
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What the user allows. None means no bound."""
+
+    nodes: int | None = None  # this number of nodes and no other
+    max_nodes: int | None = None
+    max_batch: int | None = None  # global
+    deadline_hours: float | None = None
+    budget: float | None = None  # in the currency of the pricing
+    same_progress: bool = False  # the deadline and the budget are for the same progress, not for the spec's epochs
+
+    def hours(self, row: Prediction) -> float:
+        return row.same_progress.hours if self.same_progress and row.same_progress else row.hours
+
+    def latest(self, row: Prediction) -> float:
+        """Return the upper bound of the hours; 0 where there is none."""
+        high = row.same_progress.hours_high if self.same_progress and row.same_progress else row.hours_high
+        return high or 0.0
+
+    def cost(self, row: Prediction) -> float:
+        return row.same_progress.cost if self.same_progress and row.same_progress else row.cost
+
+    @property
+    def wanted(self) -> list[int] | None:
+        return None if self.nodes is None else [self.nodes]
+
+    def reach(self, config: Config) -> bool:
+        """Return whether the configuration is within what can be told without a forecast."""
+        return (self.max_nodes is None or config.nodes <= self.max_nodes) and (
+            self.max_batch is None or config.batch <= self.max_batch
+        )
+
+    def __iter__(self) -> Iterator["_Bound"]:
+        """Iterate over the bounds there are, in the order they are applied."""
+        for words, most, value in (
+            ("at most {:g} nodes", self.max_nodes, lambda row: row.nodes),
+            ("a batch of at most {:g}", self.max_batch, lambda row: row.batch),
+            (f"a deadline of {{:g}} hours{self._to}", self.deadline_hours, self.hours),
+            (f"a budget of {{:g}}{self._to}", self.budget, self.cost),
+        ):
+            if most is not None:
+                yield _Bound(words.format(most), most, value)
+
+    @property
+    def _to(self) -> str:
+        return " to the same progress" if self.same_progress else ""
+
+
+@dataclass(frozen=True)
+class _Bound:
+    """One limit: its words, its value, and what of a configuration it bounds."""
+
+    words: str
+    most: float
+    value: Callable[[Prediction], float]
+
+
+def described_limits(row: Prediction, currency: str) -> str:
+    kind = f" of type {row.type}" * bool(row.type) + " on spot" * (row.market == "spot")
+    return (
+        f"{counted(row.nodes)}{kind}, batch {row.batch} (local batch {row.local_batch}): {row.hours:.3g} hours,"
+        f" {row.cost:.4g} {currency}"
+    )

@@ -1,0 +1,215 @@
+"""What a recommendation rests on: the probes, what is unknown yet, and how far they can be trusted."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from tula_cli.errors import BadMeasurements, Infeasible, Pending
+from tula_cli.models import efficiency
+from tula_cli.models.choice.grid import Config
+from tula_cli.models.choice.objective import Choice, Objective
+from tula_cli.models.efficiency import Noise
+from tula_cli.models.forecast import Forecast
+from tula_cli.models.observations import TooFew
+from tula_cli.run.directory import Part
+from tula_cli.run.records.inspections import Inspection
+from tula_cli.run.records.jobs import Attempt
+from tula_cli.run.records.probes import Failed, Measured, OutOfMemory
+from tula_cli.run.records.recommendations import Prediction
+from tula_cli.services.recommendation.limits import Limits
+from tula_cli.spec.job import JobSpec
+from tula_cli.words import counted
+
+_DISAGREE = 0.15  # a second opinion that is further off than this share, and outside the interval, is told
+
+Results = Sequence[Measured | OutOfMemory | Failed]
+
+
+@dataclass(frozen=True)
+class Survey:
+    """What the probes of one type of node tell."""
+
+    part: Part
+    results: Results
+    forecast: Forecast
+    unknown: Mapping[Config, str]
+    pending: int
+
+    @property
+    def prefix(self) -> str:
+        return f"{self.part.type}: " if self.part.type else ""
+
+    def rows(self, limits: Limits) -> tuple[Prediction, ...]:
+        """Return the forecasts on each market."""
+        found = self.forecast.offers(limits.wanted)
+        name = self.part.type
+        return tuple(row.model_copy(update={"type": name}) for row in found) if name else found
+
+    def other_market(self, row: Prediction) -> Prediction | None:
+        """Return a forecast on the market that it is not for."""
+        on_demand = self.forecast.predict(Config(row.nodes, row.batch))
+        found = self.forecast.on_spot(on_demand) if row.market == "on_demand" else on_demand
+        return found and found.model_copy(update={"type": row.type})
+
+
+def surveys_of(
+    parts: Sequence[Part], limits: Limits, pending: Mapping[str, int], inspection: Inspection | None
+) -> tuple[list[Survey], list[str]]:
+    """Return what is known of each type, and what is to be said of those that are left out.
+
+    Raises:
+        Pending, BadMeasurements, Infeasible: no type is left.
+    """
+    found, errors = [], []
+    for part in parts:
+        try:
+            found.append(_survey(part, limits, pending=pending.get(part.type, 0), inspection=inspection))
+        except (Pending, BadMeasurements, Infeasible) as error:
+            errors.append((part, error))
+    if not found:
+        raise next((error for _, error in errors if isinstance(error, Pending)), errors[0][1])
+    return found, [f"node type {part.type} is left out: {error.message}" for part, error in errors]
+
+
+def _survey(part: Part, limits: Limits, *, pending: int, inspection: Inspection | None) -> Survey:
+    results = part.run.results()
+    forecast = _forecast(part.spec, results, part.run.attempts(), pending=pending, inspection=inspection)
+    unknown = _unknown(forecast, limits)
+    _require_enough(forecast, unknown, pending=pending)
+    return Survey(part, results, forecast, unknown, pending)
+
+
+def noise_of(surveys: Sequence[Survey], *, needed: bool) -> Noise | None:
+    """Return the gradient noise scale that the probes of all node types tell: it is the job's, not the hardware's.
+
+    Raises:
+        Pending, BadMeasurements: it is needed, and no probe tells it yet, or none does.
+    """
+    probes = [result for survey in surveys for result in survey.results if isinstance(result, Measured)]
+    noise = efficiency.noise_scale(probe.gradients for probe in probes)
+    if noise is not None or not needed:
+        return noise
+    why = f"no probe ({len(probes)} measured) tells the gradient noise that time to accuracy follows from"
+    if pending := sum(survey.pending for survey in surveys):
+        raise _pending(pending, why)
+    raise BadMeasurements(
+        why,
+        "it takes a probe on two or more GPUs (or, on one, a local batch of 2 or more) whose gradients are finite; where the"
+        " results are older than this objective, delete some in results/ and run tula profile again",
+    )
+
+
+def epochs_of(chosen: Prediction, spec: JobSpec, objective: Objective) -> str:
+    """Say how many epochs the times are for."""
+    epochs, found = spec.train.epochs, chosen.same_progress
+    if objective != "accuracy-time" or found is None:
+        return f"every time is for {epochs} epochs, whatever the batch"
+    return (
+        f"batch {chosen.batch} needs about {found.epochs:.3g} epochs ({found.epochs_low:.3g} to {found.epochs_high:.3g}) for"
+        f" the progress of {epochs} epochs at batch {spec.train.reference_batch}; tula train runs train.epochs, {epochs} as"
+        f" it is: --set train.epochs={math.ceil(found.epochs)} trains to the same progress"
+    )
+
+
+def rests_on(noise: Noise, spec: JobSpec) -> str:
+    return efficiency.words(noise, epochs=spec.train.epochs, reference=spec.train.reference_batch)
+
+
+def _forecast(
+    spec: JobSpec, results: Results, attempts: Sequence[Attempt], *, pending: int, inspection: Inspection | None
+) -> Forecast:
+    try:
+        return Forecast.from_results(spec, results, inspection=inspection, attempts=attempts)
+    except (TooFew, Infeasible) as error:
+        if pending:
+            raise _pending(pending, error.message) from error
+        raise
+
+
+def _pending(pending: int, why: str) -> Pending:
+    return Pending(
+        f"{_under_way(pending)}, and those done do not tell enough: {why}",
+        "tula status shows how far they are; run tula recommend again when they are done",
+    )
+
+
+def _under_way(pending: int) -> str:
+    return "1 probe is still under way" if pending == 1 else f"{pending} probes are still under way"
+
+
+def _unknown(forecast: Forecast, limits: Limits) -> dict[Config, str]:
+    """Return the configurations within the limits whose step time the probes do not tell, and why."""
+    return {
+        config: why
+        for config in forecast.feasible(limits.wanted)
+        if limits.reach(config) and (why := forecast.why_unknown(config))
+    }
+
+
+def _require_enough(forecast: Forecast, unknown: Mapping[Config, str], *, pending: int) -> None:
+    """Raise Pending or BadMeasurements where choosing among what is known would be no choice."""
+    if not unknown:
+        return
+    why = next(iter(unknown.values()))
+    if pending:
+        raise _pending(pending, why)
+    if len(forecast.probes) < 2:
+        raise BadMeasurements(
+            f"one probe is too few to choose by: {why}", "run tula profile again; it measures what is missing"
+        )
+
+
+def state_of_the_probes(results: Results, unknown: Mapping[Config, str], *, pending: int) -> list[str]:
+    """Say what is missing: probes under way, probes that failed, configurations left out of the table."""
+    warnings = []
+    if pending:
+        warnings.append(f"{_under_way(pending)}: the answer may change when they are done")
+    warnings += [
+        f"the probe with {counted(result.nodes)} and local batch {result.local_batch} failed ({result.message});"
+        " tula profile runs it again"
+        for result in results
+        if isinstance(result, Failed)
+    ]
+    for why in dict.fromkeys(unknown.values()):
+        left_out = [config for config, reason in unknown.items() if reason == why]
+        on = ", ".join(str(count) for count in sorted({config.nodes for config in left_out}))
+        warnings.append(f"{len(left_out)} configurations on {on} nodes are left out: {why}")
+    return warnings
+
+
+def doubts(forecast: Forecast, choice: Choice, limits: Limits) -> list[str]:
+    """Say why the choice may be less than it seems."""
+    chosen, warnings = choice.prediction, []
+    if forecast.steps.determined_exactly and not all(row.measured for row in (chosen, *choice.runners_up)):
+        warnings.append(
+            "the fit is exactly determined: as many parameters as probes, so nothing tells its error;"
+            " measure more (search.strategy: sweep or full) to know it"
+        )
+    warnings += _second_opinion(forecast, chosen)
+    margin = forecast.spec.search.memory_margin
+    if chosen.headroom is not None and chosen.headroom < margin:
+        warnings.append(
+            f"the choice ran in its probe, but leaves only {chosen.headroom:.0%} of the memory free (wanted: {margin:.0%})"
+        )
+    late = limits.deadline_hours is not None and limits.latest(chosen) > limits.deadline_hours
+    if late:
+        warnings.append(f"the choice may miss the deadline: up to {limits.latest(chosen):.3g} hours (90 % interval)")
+    if chosen.market == "on_demand" and forecast.spec.pricing.spot is not None and forecast.on_spot(chosen) is None:
+        warnings.append(f"no spot nodes for {counted(chosen.nodes)}: interruptions would leave no time to get anywhere")
+    if chosen.market == "spot" and limits.deadline_hours is not None:
+        warnings.append("the time on spot nodes is an expected one: a run with more interruptions takes longer")
+    return warnings
+
+
+def _second_opinion(forecast: Forecast, chosen: Prediction) -> list[str]:
+    """Say where a fit without overlap, which is right where little is overlapped, sees the choice quite differently."""
+    gpus = forecast.spec.cluster.gpus_per_node
+    other = None if chosen.measured else forecast.steps.second_opinion(chosen.nodes, gpus, chosen.local_batch)
+    if other is None or chosen.step_low is None or chosen.step_high is None:
+        return []
+    if chosen.step_low <= other <= chosen.step_high or abs(other / chosen.step_time - 1) < _DISAGREE:
+        return []
+    return [
+        f"a plain additive fit of the same probes gives {other * 1e3:.3g} ms a step for the choice, not"
+        f" {chosen.step_time * 1e3:.3g} ms: measure it (search.strategy: full, or adaptive) before relying on it"
+    ]

@@ -1,0 +1,216 @@
+"""Which configurations to measure: the paper's full and partial search (III-A-2), the sweep between them, or rounds.
+
+A probe is a number of nodes and a local batch; all local batches of one number of nodes are one job, ascending.
+"""
+
+import math
+import statistics
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from tula_cli.errors import BadMeasurements, Infeasible
+from tula_cli.models.choice import adaptive
+from tula_cli.models.choice.grid import Config, candidates
+from tula_cli.models.choice.objective import INTERVAL
+from tula_cli.models.forecast import Forecast
+from tula_cli.models.memory import memory
+from tula_cli.run.records.inspections import Inspection
+from tula_cli.run.records.jobs import Attempt
+from tula_cli.run.records.probes import Failed, Measured, OutOfMemory
+from tula_cli.run.records.recommendations import Prediction
+from tula_cli.spec.job import JobSpec
+from tula_cli.words import place
+
+ByNodes = Mapping[int, Sequence[int]]
+"""Number of nodes (ascending) to local batches (ascending); no entry is empty."""
+
+
+def probes(spec: JobSpec, *, dataset_size: int, max_local_batch: int | None) -> dict[int, tuple[int, ...]]:
+    """Return what the spec's strategy measures: number of nodes to ascending local batches; of `adaptive` the start.
+
+    A number of nodes on which no batch is feasible is left out.
+
+    Args:
+        spec: search and cluster are read.
+        dataset_size: training samples; no batch is larger.
+        max_local_batch: the largest local batch that fits one GPU; None where memory sets no bound.
+
+    Raises:
+        Infeasible: no batch is feasible on any number of nodes; names the bound.
+    """
+    found = feasible(spec, dataset_size=dataset_size, max_local_batch=max_local_batch)
+    by_nodes = _by_nodes(spec, found)
+    chosen = STRATEGIES[spec.search.strategy](by_nodes)
+    return {nodes: tuple(sorted(local_batches)) for nodes, local_batches in sorted(chosen.items())}
+
+
+def _by_nodes(spec: JobSpec, found: Iterable[Config]) -> dict[int, tuple[int, ...]]:
+    return grouped((config.nodes, config.local_batch(spec.cluster.gpus_per_node)) for config in found)
+
+
+@dataclass(frozen=True)
+class Round:
+    """What `strategy: adaptive` measures next."""
+
+    probes: Mapping[int, tuple[int, ...]]  # number of nodes to ascending local batches; empty where nothing is worth it
+    reasons: tuple[str, ...]  # one line a probe
+    words: str  # how certain the decisions are; empty at the start
+
+
+def next_round(
+    spec: JobSpec,
+    results: Sequence[Measured | OutOfMemory | Failed],
+    *,
+    inspection: Inspection,
+    attempts: Iterable[Attempt] = (),
+) -> Round:
+    """Return the probes that are expected to better the decisions most for their node-seconds.
+
+    Args:
+        spec: the job.
+        results: of the probes so far; those that failed are proposed only where nothing else is left to start from.
+        inspection: dataset size and memory estimate.
+        attempts: of the jobs so far; tell what a start costs.
+
+    Raises:
+        Infeasible: no configuration is feasible.
+        BadMeasurements: the results cannot be fitted together.
+    """
+    found = feasible(spec, dataset_size=inspection.dataset_size, max_local_batch=largest_local_batch(spec, inspection))
+    known = {(r.nodes, r.local_batch) for r in results if isinstance(r, Measured | OutOfMemory)}
+    smallest_oom = min((r.local_batch for r in results if isinstance(r, OutOfMemory)), default=None)
+    gpus = spec.cluster.gpus_per_node
+    fitting = {c for c in found if smallest_oom is None or c.local_batch(gpus) < smallest_oom}
+    failed = {(r.nodes, r.local_batch) for r in results if isinstance(r, Failed)}
+    fitting = {c for c in fitting if (c.nodes, c.local_batch(gpus)) not in failed} or fitting
+    start = adaptive.first(_by_nodes(spec, fitting or found).items())
+    if missing := [probe for probe in start if probe not in known]:
+        reasons = [f"{place(*probe)}: one of the three to start from" for probe in missing]
+        return Round(grouped(missing), tuple(reasons), "")
+    forecast = Forecast.from_results(spec, results, inspection=inspection, attempts=attempts)
+    rows = [row for row in forecast.predictions() if Config(row.nodes, row.batch) in fitting]
+    if not rows:
+        raise BadMeasurements("the probes tell no configuration's step time", "use search.strategy: sweep")
+    proposal = adaptive.propose(
+        forecast.steps, [_candidate(forecast, row) for row in rows], tolerance=spec.search.tolerance
+    )
+    picked = [(pick.candidate.nodes, pick.candidate.local_batch) for pick in proposal.picks]
+    return Round(grouped(picked), tuple(pick.words for pick in proposal.picks), proposal.words)
+
+
+def _candidate(forecast: Forecast, row: Prediction) -> adaptive.Candidate:
+    search = forecast.spec.search
+    start = statistics.median(probe.overheads.startup for probe in forecast.probes.values())
+    return adaptive.Candidate(
+        nodes=row.nodes,
+        gpus_per_node=forecast.spec.cluster.gpus_per_node,
+        local_batch=row.local_batch,
+        batch=row.batch,
+        steps=row.hours * 3600 / row.step_time,
+        price=row.cost / row.hours if row.hours else 0.0,
+        probe_seconds=row.nodes * (search.steps + search.warmup_steps) * row.step_time,
+        job_seconds=row.nodes * (start + forecast.shutdown),
+        measured=row.step_time if row.measured else None,
+        doubt=math.log(row.step_high / row.step_low) / INTERVAL if row.step_low and row.step_high else 0.0,
+    )
+
+
+def grouped(chosen: Iterable[tuple[int, int]]) -> dict[int, tuple[int, ...]]:
+    """Return probes (nodes, local batch) by number of nodes, both ascending."""
+    by_nodes: dict[int, list[int]] = {}
+    for nodes, local_batch in sorted(chosen):
+        by_nodes.setdefault(nodes, []).append(local_batch)
+    return {nodes: tuple(local_batches) for nodes, local_batches in by_nodes.items()}
+
+
+def largest_local_batch(spec: JobSpec, inspection: Inspection) -> int | None:
+    """Return the largest local batch that the memory estimate lets fit, less the margin.
+
+    Returns:
+        0 where not even one sample fits, None where nothing bounds it.
+    """
+    if inspection.capacity is None or not inspection.footprints:
+        return None
+    model = memory.fit(inspection.footprints, accumulate=spec.train.accumulate)
+    return model.largest_local_batch(inspection.capacity, margin=spec.search.memory_margin)
+
+
+def feasible(spec: JobSpec, *, dataset_size: int, max_local_batch: int | None) -> list[Config]:
+    """Return the candidates within all bounds, ordered by nodes, then batch.
+
+    Raises:
+        Infeasible: there is none; names the bound.
+    """
+    largest = min(dataset_size, spec.search.max_batch or dataset_size)
+    found = _candidates(spec, max_batch=largest, max_local_batch=max_local_batch)
+    if not found:
+        raise _infeasible(spec, dataset_size=dataset_size, max_local_batch=max_local_batch)
+    return found
+
+
+def _candidates(spec: JobSpec, *, max_batch: int, max_local_batch: int | None) -> list[Config]:
+    return candidates(
+        spec.search.nodes,
+        gpus_per_node=spec.cluster.gpus_per_node,
+        min_batch=spec.search.min_batch,
+        max_batch=max_batch,
+        max_local_batch=max_local_batch,
+        accumulate=spec.train.accumulate,
+    )
+
+
+def _infeasible(spec: JobSpec, *, dataset_size: int, max_local_batch: int | None) -> Infeasible:
+    """Name the bound that leaves nothing: the dataset, the division among the GPUs, or memory."""
+    search = spec.search
+    if search.min_batch > dataset_size:
+        return Infeasible(
+            f"the smallest batch, {search.min_batch}, is larger than the dataset ({dataset_size} training samples)",
+            f"lower search.min_batch to at most {dataset_size}",
+        )
+    largest = min(dataset_size, search.max_batch or dataset_size)
+    divisible = _candidates(spec, max_batch=largest, max_local_batch=None)
+    if not divisible:
+        step = min(search.nodes) * spec.cluster.gpus_per_node * spec.train.accumulate
+        return Infeasible(
+            f"no batch {search.min_batch} x 2^k up to {largest} divides among {min(search.nodes)} nodes x"
+            f" {spec.cluster.gpus_per_node} GPUs x {spec.train.accumulate} accumulation steps",
+            f"set search.min_batch to a multiple of {step}, or search fewer nodes",
+        )
+    least = min(config.local_batch(spec.cluster.gpus_per_node) for config in divisible)
+    return Infeasible(
+        f"out of memory before anything ran: at most {max_local_batch} samples fit one GPU, the smallest local batch is"
+        f" {least}",
+        "search more nodes, lower search.min_batch, or use train.accumulate, train.activation_checkpointing or"
+        " train.precision: bf16",
+    )
+
+
+def _full(by_nodes: ByNodes) -> dict[int, set[int]]:
+    """Every candidate."""
+    return {nodes: set(local_batches) for nodes, local_batches in by_nodes.items()}
+
+
+def _partial(by_nodes: ByNodes) -> dict[int, set[int]]:
+    """The four corners: smallest and largest batch on the fewest and on the most nodes."""
+    return {nodes: {by_nodes[nodes][0], by_nodes[nodes][-1]} for nodes in (min(by_nodes), max(by_nodes))}
+
+
+def _sweep(by_nodes: ByNodes) -> dict[int, set[int]]:
+    """Every batch on the fewest nodes, the smallest on the others, and the largest on the most."""
+    chosen = {nodes: {local_batches[0]} for nodes, local_batches in by_nodes.items()}
+    chosen[max(by_nodes)].add(by_nodes[max(by_nodes)][-1])
+    chosen[min(by_nodes)] = set(by_nodes[min(by_nodes)])
+    return chosen
+
+
+def _start(by_nodes: ByNodes) -> dict[int, set[int]]:
+    """The first round of `next_round`."""
+    return {nodes: set(local_batches) for nodes, local_batches in grouped(adaptive.first(by_nodes.items())).items()}
+
+
+STRATEGIES: Mapping[str, Callable[[ByNodes], dict[int, set[int]]]] = {
+    "full": _full,
+    "partial": _partial,
+    "sweep": _sweep,
+    "adaptive": _start,
+}

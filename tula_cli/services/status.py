@@ -1,0 +1,268 @@
+"""What became of a run: its jobs, its training, its logs.
+
+Reads the run directory; the scheduler is asked, not believed: it forgets jobs and runs ahead of the files. Services for `tula status`, `list`, `logs`, `cancel` and for the waiting in `profile` and `train`.
+"""
+
+import dataclasses
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tula_cli.cluster.launcher import Launcher
+from tula_cli.models import halving
+from tula_cli.run.directory import RunDir
+from tula_cli.run.records.jobs import Attempt
+from tula_cli.run.records.probes import Failed, Measured, OutOfMemory
+from tula_cli.run.records.recommendations import Recommendation
+from tula_cli.run.records.results import Tuning
+from tula_cli.run.records.tasks import ProbeTask, TrainTask
+from tula_cli.services.progress.job_status import (
+    ACTIVE,
+    GRACE,
+    JobStatus,
+    TrainingStatus,
+    TuningStatus,
+    job_status,
+    pace_of,
+    progress_of,
+)
+
+POLL = {"local": (0.5, 2.0), "slurm": (10.0, 60.0)}
+"""Seconds between two questions to the scheduler: the first, and what it grows to."""
+
+LOOK = 2.0
+"""Seconds between two looks at the results, which tell of the end first."""
+
+
+@dataclass(frozen=True)
+class AttemptStatus:
+    """One start of a job's ranks, and its place in the story."""
+
+    job: str
+    attempt: Attempt
+    batch: int | None  # global; None for probes, which have several
+    cause: str  # why a training was relaunched; empty for the first
+
+
+@dataclass(frozen=True)
+class RunStatus:
+    """A whole run at one moment."""
+
+    id: str
+    path: Path
+    at: float  # Unix time
+    measured: int
+    out_of_memory: int
+    failed: int
+    jobs: tuple[JobStatus, ...]
+    training: TrainingStatus | None
+    attempts: tuple[AttemptStatus, ...]  # oldest first
+    recommendation: Recommendation | None
+    warnings: tuple[str, ...] = ()
+    between_rounds: bool = False  # an adaptive search may have a further round to submit
+
+    def active(self, job_ids: Iterable[str] | None = None) -> bool:
+        """Return whether one of these jobs (of all) is queued or running."""
+        wanted = None if job_ids is None else set(job_ids)
+        return any(job.state in ACTIVE for job in self.jobs if wanted is None or job.id in wanted)
+
+
+# --- one moment
+
+
+def snapshot(run: RunDir, launcher: Launcher, *, now: float) -> RunStatus:
+    """Return what is known of a run at `now` (Unix time). A damaged result is a warning: the others are shown."""
+    readable, problems = run.readable_results()
+    tasks, results = run.tasks(), {result.id: result for result in readable}
+    attempts = run.attempts()
+    pace = pace_of(results.values(), attempts)
+    training = _training(run, tasks, now=now)
+    tasked = [(job, own) for job in run.jobs() if (own := [task for task in tasks if task.job == job.id])]
+    states = launcher.states(run, [job for job, _ in tasked])
+    jobs = [
+        job_status(run, job, own, results, states[job.id], pace=pace, training=training, now=now) for job, own in tasked
+    ]
+    moving = {status.id for status in jobs if status.state in ACTIVE}
+    if training is not None and not training.finished and training.job not in moving:
+        training = dataclasses.replace(training, eta=None)
+    return RunStatus(
+        id=run.id,
+        path=run.path,
+        at=now,
+        measured=sum(isinstance(result, Measured) for result in results.values()),
+        out_of_memory=sum(isinstance(result, OutOfMemory) for result in results.values()),
+        failed=sum(isinstance(result, Failed) for result in results.values()),
+        jobs=tuple(jobs),
+        training=training,
+        attempts=_story(tasks, attempts),
+        recommendation=run.recommendation(),
+        warnings=tuple(problems),
+        between_rounds=not moving and _between_rounds(run, tasks, results),
+    )
+
+
+def _between_rounds(run: RunDir, tasks: Iterable[ProbeTask | TrainTask], results: Mapping[str, object]) -> bool:
+    """Return whether what an adaptive search has measured so far waits for its next round, or for its end."""
+    asked = [task for task in tasks if isinstance(task, ProbeTask) and task.spec.search.strategy == "adaptive"]
+    begun = any(isinstance(task, TrainTask) for task in tasks) or run.recommendation() is not None
+    return bool(asked and results) and not begun
+
+
+def _story(tasks: list[ProbeTask | TrainTask], attempts: list[Attempt]) -> tuple[AttemptStatus, ...]:
+    by_id = {task.id: task for task in tasks}
+    return tuple(
+        AttemptStatus(
+            job=task.job,
+            attempt=attempt,
+            batch=task.batch if isinstance(task, TrainTask) else None,
+            cause=task.cause if isinstance(task, TrainTask) and attempt.number == 1 else "",
+        )
+        for attempt in attempts
+        if (task := by_id.get(attempt.task)) is not None
+    )
+
+
+# --- training
+
+
+def _training(run: RunDir, tasks: list[ProbeTask | TrainTask], *, now: float) -> TrainingStatus | None:
+    """Return the state of the training run that was worked on last."""
+    newest = _newest_train_task(run, tasks)
+    if newest is None:
+        return None
+    rows, result = run.metrics(newest.signature), run.train_result(newest.signature)
+    steps = [row for row in rows if row["kind"] == "step"]
+    epochs = [row for row in rows if row["kind"] == "epoch"]
+    moving = [row for row in rows if row["kind"] in ("start", "step", "epoch")]
+    last_step, last_epoch = steps[-1] if steps else {}, epochs[-1] if epochs else {}
+    latest = max((row for row in (last_step, last_epoch) if row), key=lambda row: row["samples"], default={})
+    prediction = newest.ladder[0].prediction
+    return TrainingStatus(
+        signature=newest.signature,
+        job=newest.job,
+        finished=result is not None,
+        nodes=newest.nodes,
+        batch=newest.batch if result is None else result.batch,
+        attempt=newest.attempt,
+        epoch=float(moving[-1]["epoch"]) if moving else 0.0,
+        epochs=newest.spec.train.epochs,
+        samples=int(moving[-1]["samples"]) if moving else 0,
+        loss=latest.get("loss"),
+        top1=last_epoch.get("top1"),
+        lr=latest.get("lr"),
+        step_time=latest.get("step_time"),
+        predicted_step=None if prediction is None else prediction.step_time,
+        eta=_eta(_newest_with_eta(rows), finished=result is not None, now=now),
+        tuning=_tuning(run.tuning(newest.signature)),
+        warnings=tuple(dict.fromkeys(row["message"] for row in rows if row["kind"] == "warning")),
+    )
+
+
+def _newest_train_task(run: RunDir, tasks: list[ProbeTask | TrainTask]) -> TrainTask | None:
+    trainings = [task for task in tasks if isinstance(task, TrainTask)]
+    submitted = {job.id: job.submitted_at for job in run.jobs()}
+    return max(trainings, key=lambda task: (submitted.get(task.job, 0.0), task.attempt), default=None)
+
+
+def _newest_with_eta(rows: Iterable[Mapping[str, Any]]) -> Mapping[str, Any]:
+    timed = [row for row in rows if row["kind"] in ("step", "branch")]
+    return timed[-1] if timed else {}
+
+
+def _tuning(found: Tuning | None) -> TuningStatus | None:
+    if found is None:
+        return None
+    names = [arm.name for arm in found.arms]
+    turn, _ = halving.standing(names, found.branches)
+    if turn is None or found.chosen is not None:
+        chosen = found.chosen.name if found.chosen is not None else None
+        return TuningStatus(None, 0, 0, 0, chosen, found.branches)
+    done = sum(branch.rung == turn.rung for branch in found.branches)
+    count = max(done + 1, len(halving.alive(names, found.branches)))
+    return TuningStatus(names[turn.arm], done + 1, count, turn.rung, None, found.branches)
+
+
+def _eta(last_row: Mapping[str, Any], *, finished: bool, now: float) -> float | None:
+    """Return the seconds left: what the last row said, less the time since."""
+    if finished:
+        return 0.0
+    if last_row.get("eta") is None:
+        return None
+    left: float = last_row["eta"] - (now - last_row["time"])
+    return max(0.0, left)
+
+
+# --- waiting
+
+
+def watch(
+    run: RunDir,
+    launcher: Launcher,
+    job_ids: Iterable[str],
+    *,
+    clock: Callable[[], float] = time.time,
+    sleep: Callable[[float], None] = time.sleep,
+    timeout: float | None = None,
+) -> Iterator[RunStatus]:
+    """Yield the run's status until all these jobs have ended.
+
+    A job whose results are complete, or whose last attempt has ended, is over at once; one that the scheduler calls
+    ended without either is given the grace period of its file system first.
+
+    Args:
+        run: the run.
+        launcher: who knows the scheduler.
+        job_ids: the jobs to wait for.
+        clock: Unix time.
+        sleep: waits for some seconds.
+        timeout: seconds after which to stop, ended or not; None waits for ever.
+    """
+    wanted, started, lost_since = set(job_ids), clock(), dict[str, float]()
+    kinds = {job.scheduler for job in run.jobs() if job.id in wanted}
+    pause, longest = POLL["slurm" if "slurm" in kinds else "local"]
+    while True:
+        now = clock()
+        status = snapshot(run, launcher, now=now)
+        yield status
+        if not any(_waits(job, lost_since, now=now) for job in status.jobs if job.id in wanted):
+            return
+        if timeout is not None and now - started >= timeout:
+            return
+        left = pause if timeout is None else min(pause, max(0.0, started + timeout - now))
+        while left > 0 and not _complete(run, wanted):
+            sleep(min(LOOK, left))
+            left -= LOOK
+        pause = min(longest, pause * 1.5)
+
+
+def _complete(run: RunDir, job_ids: set[str]) -> bool:
+    """Return whether the files say that these jobs are over: looking at them is cheaper than asking the scheduler."""
+    tasks, results = run.tasks(), {result.id: result for result in run.readable_results()[0]}
+    own = [[task for task in tasks if task.job == id_] for id_ in job_ids]
+    return all(found and (now := progress_of(run, found, results)).done == now.total for found in own)
+
+
+def _waits(job: JobStatus, lost_since: dict[str, float], *, now: float) -> bool:
+    if job.state != "lost":
+        lost_since.pop(job.id, None)
+        return job.state in ACTIVE
+    return now - lost_since.setdefault(job.id, now) < GRACE[job.scheduler]
+
+
+# --- ending
+
+
+def cancel(run: RunDir, launcher: Launcher) -> list[str]:
+    """End the run's own jobs that are queued or running; return their ids.
+
+    Each is marked first, so that nothing (a supervisor, the next link of a chain) starts it again meanwhile.
+    """
+    jobs = run.jobs()
+    states = launcher.states(run, jobs)
+    going_on = [job for job in jobs if states[job.id].state != "ended"]
+    for job in going_on:
+        run.cancel(job.id)
+        launcher.cancel(run, job)
+    return [job.id for job in going_on]

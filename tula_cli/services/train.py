@@ -1,0 +1,278 @@
+"""`tula train`: where to train, submitting it, and what came of it."""
+
+import dataclasses
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from tula_cli.cluster.launcher import Launcher, submitting, under_way
+from tula_cli.errors import (
+    BadMeasurements,
+    Diverged,
+    Infeasible,
+    JobFailed,
+    OutOfMemoryAtMinimum,
+    Pending,
+    SchedulerError,
+    SpecError,
+    TulaError,
+)
+from tula_cli.host.outcome import advice
+from tula_cli.models import halving
+from tula_cli.models.choice.grid import batches
+from tula_cli.models.cost import price_words
+from tula_cli.models.forecast import Forecast
+from tula_cli.run.code import behind, choose, snapshot
+from tula_cli.run.directory import Part, RunDir
+from tula_cli.run.imports import Source
+from tula_cli.run.records.base import Market
+from tula_cli.run.records.inspections import Inspection
+from tula_cli.run.records.jobs import Attempt
+from tula_cli.run.records.probes import Measured
+from tula_cli.run.records.recommendations import Prediction, Recommendation
+from tula_cli.run.records.results import Summary
+from tula_cli.run.records.tasks import Rung, TrainTask
+from tula_cli.spec.job import JobSpec
+from tula_cli.spec.signature import train_signature
+
+CANCELLED = "the same command goes on where the newest checkpoint stands"
+
+
+@dataclass(frozen=True)
+class TrainPlan:
+    """What training would do now."""
+
+    task: TrainTask
+    prediction: Prediction | None
+    source: str  # where nodes and batch come from, in words
+    finished: bool  # there is nothing left to do
+    resumes: int | None  # samples of the newest checkpoint, None where it starts from the beginning
+    code: Source  # the user's own code that it runs
+    price: str = ""  # in words, with unit, source and date
+
+
+def part(run: RunDir, spec: JobSpec, node_type: str | None) -> tuple[Part, Recommendation | None]:
+    """Return the part of a job to train and what is recommended there; the whole job where it names no node types.
+
+    Args:
+        run: the run.
+        spec: the job.
+        node_type: the type to train on; None for the recommended one.
+
+    Raises:
+        BadMeasurements: there are types, but none is given or recommended.
+        SpecError: there is no such type.
+    """
+    found = run.recommendation()
+    if spec.node_types and node_type is None:
+        if found is None:
+            raise BadMeasurements(
+                f"{run.id} has no recommendation, and --type not given",
+                "run tula recommend first, or name all: tula train --type NAME --nodes N --batch B",
+            )
+        node_type = found.choice.type
+    (chosen,) = run.parts(spec, node_type)
+    if found is None or found.choice.type != chosen.type:
+        found = chosen.run.recommendation()
+    return chosen, found
+
+
+def plan(
+    run: RunDir,
+    spec: JobSpec,
+    *,
+    nodes: int | None = None,
+    batch: int | None = None,
+    recommendation: Recommendation | None = None,
+    inspect: Callable[[JobSpec], Inspection],
+) -> TrainPlan:
+    """Decide nodes and batch: those given, else the recommended ones.
+
+    Args:
+        run: the run, with or without probes.
+        spec: the job.
+        nodes: number of nodes.
+        batch: global batch.
+        recommendation: what is recommended; None for what the run itself recommends.
+        inspect: tells the dataset's size where no probe has.
+
+    Raises:
+        BadMeasurements: neither given nor recommended.
+        SpecError: a batch that cannot be trained on that many nodes, or that is larger than the dataset.
+    """
+    recommendation = recommendation or run.recommendation()
+    choice = recommendation.choice if recommendation is not None else None
+    if choice is None and (nodes is None or batch is None):
+        raise BadMeasurements(
+            f"{run.id} has no recommendation, and {'--batch' if nodes else '--nodes and --batch'} not given",
+            "run tula recommend, which says why where it leaves something out; or name both: tula train --nodes N --batch B",
+        )
+    source = _source(recommendation, [word for word, value in (("nodes", nodes), ("batch", batch)) if value])
+    if choice is not None:
+        nodes, batch = nodes or choice.nodes, batch or choice.batch
+    assert nodes is not None
+    assert batch is not None
+    _check(spec, nodes, batch)
+    code = _code(run, spec, nodes, batch)
+    as_chosen = choice is not None and (choice.nodes, choice.batch) == (nodes, batch)
+    task = _task(run, spec, nodes, batch, code, market=choice.market if choice and as_chosen else "on_demand")
+    newest = run.newest_train_task(task.signature)
+    if newest is None:
+        size = _dataset_size(run, spec, inspect)
+        _check_size(batch, size)
+        halving.check_size(spec, batch=batch, dataset_size=size)
+    return TrainPlan(
+        task=_again(newest, task) if newest else task,
+        prediction=task.ladder[0].prediction,
+        source=source,
+        finished=run.summary(task.signature) is not None,
+        resumes=run.newest_samples(task.signature) or None,
+        code=code,
+        price=price_words(spec.pricing),
+    )
+
+
+def _source(recommendation: Recommendation | None, given: Sequence[str]) -> str:
+    """Say where nodes and batch come from: which recommendation, or `given`, the words for those that were given."""
+    if recommendation is None or len(given) == 2:
+        return "as given"
+    when = time.strftime("%Y-%m-%d %H:%M", time.localtime(recommendation.created_at))
+    recommended = f"as recommended ({recommendation.question}; {when})"
+    return f"{given[0]} as given, the rest {recommended}" if given else recommended
+
+
+def _again(newest: TrainTask, wanted: TrainTask) -> TrainTask:
+    """Return the newest task with what the user says now; loader processes stay reduced unless they say otherwise."""
+    changed = wanted.spec.train.workers != newest.spec.train.workers
+    workers = wanted.workers if changed else newest.workers
+    return newest.model_copy(update={"spec": wanted.spec, "workdir": wanted.workdir, "workers": workers})
+
+
+def _code(run: RunDir, spec: JobSpec, nodes: int, batch: int) -> Source:
+    """Return the code to train: what is there now, also where the run was measured with other code."""
+    code = choose(run, spec, Path.cwd(), keep=False)
+    signature = train_signature(spec, nodes=nodes, batch=batch, code=code.digest)
+    for digest in run.code_digests() - {code.digest}:
+        earlier = train_signature(spec, nodes=nodes, batch=batch, code=digest)
+        samples = run.newest_samples(earlier)
+        if samples and not run.newest_samples(signature) and run.summary(earlier) is None:
+            told = (
+                f"training {earlier} stands at {samples} samples, but {behind(spec)} was another then: this is a"
+                " training of its own, from the beginning (with the code as it was, the same command goes on there)"
+            )
+            code = dataclasses.replace(code, warnings=(*code.warnings, told))
+    return code
+
+
+def _check(spec: JobSpec, nodes: int, batch: int) -> None:
+    world = nodes * spec.cluster.gpus_per_node
+    parts = world * spec.train.accumulate
+    if batch % parts:
+        raise SpecError(
+            f"batch {batch} does not divide by {parts} (nodes x GPUs a node x train.accumulate)",
+            f"the nearest are {batch // parts * parts or parts} and {(batch // parts + 1) * parts}",
+        )
+    if spec.cluster.collective == "parameter_server":
+        raise SpecError(
+            "cluster.collective parameter_server is a model of time only; training uses all-reduce",
+            "set cluster.collective: ring or tree",
+        )
+
+
+def _dataset_size(run: RunDir, spec: JobSpec, inspect: Callable[[JobSpec], Inspection]) -> int:
+    measured = (result.dataset_size for result in run.results() if isinstance(result, Measured))
+    return next(measured, None) or inspect(spec).dataset_size
+
+
+def _check_size(batch: int, dataset_size: int) -> None:
+    if batch > dataset_size:
+        raise SpecError(
+            f"batch {batch} is larger than the dataset: {dataset_size} training samples",
+            f"the largest power-of-two batch with a step in it is {1 << (dataset_size.bit_length() - 1)}",
+        )
+
+
+def _task(run: RunDir, spec: JobSpec, nodes: int, batch: int, code: Source, *, market: Market) -> TrainTask:
+    signature = train_signature(spec, nodes=nodes, batch=batch, code=code.digest)
+    job = f"train-{signature}"
+    return TrainTask(
+        id=f"{job}-1",
+        job=job,
+        spec=spec,
+        workdir=str(code.workdir),
+        nodes=nodes,
+        signature=signature,
+        attempt=1,
+        ladder=_ladder(run, spec, nodes, batch, market),
+        workers=spec.train.workers,
+    )
+
+
+def _ladder(run: RunDir, spec: JobSpec, nodes: int, batch: int, market: Market) -> tuple[Rung, ...]:
+    """Return the batch and those an out-of-memory falls back to, with predictions where there are measurements."""
+    try:
+        found = Forecast.from_results(spec, run.results(), attempts=run.attempts()).ladder(nodes, batch, market=market)
+        if found:
+            return found
+    except (BadMeasurements, Infeasible):
+        pass  # nodes and batch were given without a profile: train without a prediction
+    parts = nodes * spec.cluster.gpus_per_node * spec.train.accumulate
+    smaller = [b for b in batches(spec.search.min_batch, batch) if b < batch and b % parts == 0]
+    return tuple(Rung(batch=b) for b in [batch, *reversed(smaller)])
+
+
+def start(run: RunDir, plan: TrainPlan, launcher: Launcher) -> str:
+    """Submit the training job, with the user's code copied; one under way is left alone. Returns its id."""
+    task = plan.task
+    with submitting(run):
+        if under_way(run, launcher, [task.job]):
+            if run.cancelled(task.job):
+                raise SchedulerError(f"{task.job} is still being cancelled", "run the same command again in a minute")
+        else:
+            run.uncancel(task.job)
+            run.write_task(task.model_copy(update={"code": snapshot(run, task.spec, plan.code)}))
+            run.write_job(launcher.submit(run, task))
+    return task.job
+
+
+def report(run: RunDir, signature: str) -> Summary:
+    """Return predicted against actual of a finished training run.
+
+    Raises:
+        OutOfMemoryAtMinimum: the smallest batch did not fit.
+        Diverged: its loss or its weights were not finite.
+        JobFailed: it ended for another reason.
+        Pending: it has not ended.
+    """
+    summary = run.summary(signature)
+    if summary is not None:
+        return summary
+    task = run.newest_train_task(signature)
+    if task is not None and run.cancelled(task.job):  # its ranks may not have ended yet
+        raise JobFailed(f"training {signature} was cancelled", CANCELLED)
+    attempts = run.training_attempts(signature)
+    if task is None or not attempts:
+        raise Pending(f"training {signature} has not started", "tula status tells what it waits for")
+    raise _failure(task, attempts[-1], kept=run.newest_samples(signature))
+
+
+def _failure(task: TrainTask, attempt: Attempt, *, kept: int) -> TulaError:
+    """Return what an ending is to the user; `kept` are the samples of the newest checkpoint."""
+    if attempt.outcome is None or attempt.outcome == "done":
+        return Pending(f"training {task.signature} has not ended", "tula status shows where it stands")
+    where = f" (rank {attempt.rank} on {attempt.host})" if attempt.rank is not None else ""
+    message = f"training ended at attempt {task.attempt}{where}: {attempt.message}"
+    if attempt.outcome == "cancelled":
+        return JobFailed(message, CANCELLED)
+    if attempt.outcome == "device_oom":
+        return OutOfMemoryAtMinimum(
+            f"out of memory at the smallest batch, {task.batch}: {attempt.message}",
+            "lower search.min_batch, or try activation checkpointing, bf16 or more accumulation",
+        )
+    if attempt.outcome == "diverged":
+        stays = f"; the checkpoint at {kept} samples is finite and stays" if kept else ""
+        return Diverged(f"{message}{stays}", advice(attempt.outcome))
+    if attempt.outcome == "disk":
+        return TulaError(message, advice(attempt.outcome))
+    return JobFailed(message, advice(attempt.outcome))

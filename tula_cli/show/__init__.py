@@ -1,0 +1,1 @@
+"""What a person sees; the only place that imports rich."""

@@ -1,0 +1,159 @@
+"""What `tula init` and `tula check` show."""
+
+import json
+import shlex
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tula_cli.show.screen import Origin
+from tula_cli.show.tables import at_most, listed, table
+from tula_cli.words import amount, moment, near, number, plural, size
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+    from tula_cli.cluster.slurm.partitions import Site
+    from tula_cli.cluster.slurm.queue import SchedulerState
+    from tula_cli.run.jobfile import Edited
+    from tula_cli.run.records.cluster_reports import ClusterReport, NodeReport
+    from tula_cli.run.records.inspections import Inspection
+    from tula_cli.run.records.tasks import CheckTask
+    from tula_cli.services.check import CheckReport
+    from tula_cli.services.nodes import ClusterCheck
+
+_CHANGES = 6  # of an edited job, that are spelled out
+
+
+# --- before anything is submitted
+
+
+def check(report: "CheckReport", origins: Mapping[str, Origin]) -> Iterator["RenderableType"]:
+    """What the job is, what it would search, what that may cost; or where each value of the spec comes from."""
+    if origins:
+        made = table(("key", "value", "from"), left=range(3))
+        for key, origin in origins.items():
+            made.add_row(key, json.dumps(origin.value), origin.source)
+        yield made
+        yield ""
+    if report.inspection is not None:
+        yield from inspection(report.inspection)
+        yield ""
+    if not report.jobs:
+        return
+    made = table(("nodes", "probes", "global batches", "local batches"), left=(2, 3))
+    for job in report.jobs:
+        made.add_row(str(job.nodes), str(len(job.local_batches)), listed(job.batches), listed(job.local_batches))
+    yield made
+    yield ""
+    yield f"{plural(report.probes, 'probe')} in {plural(len(report.jobs), 'job')}"
+    yield at_most(report.machine_hours_at_most, report.node_hours_at_most, report.price_at_most, report.currency)
+    yield f"price: {report.price}"
+
+
+def inspection(found: "Inspection") -> Iterator["RenderableType"]:
+    """Model, data and hardware, a line each."""
+    shape = "x".join(map(str, found.sample_shape))
+    classes = "" if found.classes is None else f", {found.classes} classes"
+    capacity = "memory not known" if found.capacity is None else f"{amount(found.capacity)} for each rank"
+    yield f"model: {found.parameters} parameters"
+    yield f"data: {found.dataset_size} samples to train on, {found.eval_size} to evaluate, of shape {shape}{classes}"
+    yield f"hardware: {found.hardware} ({found.device}), {capacity}"
+
+
+def offered(site: "Site | None") -> str:
+    """Return what `tula init slurm` has filled in, in words."""
+    from tula_cli.cluster.slurm.partitions import describe, with_gpus
+
+    if site is None:
+        return "no scheduler answers here: the cluster section is as it comes with tula; fill it in"
+    own = site.default
+    if own is None:
+        return f"no partition is the default: name one of {', '.join(p.name for p in site.partitions)}"
+    words = f"filled in from the scheduler: partition {describe(own)}"
+    others = [partition.name for partition in with_gpus(site.partitions) if partition is not own]
+    if others and own not in with_gpus(site.partitions):
+        words += f"; {', '.join(others)} {'has' if len(others) == 1 else 'have'} GPUs"
+    return words
+
+
+def check_state(task: "CheckTask", state: "SchedulerState") -> str:
+    """Return what a check of the cluster waits for."""
+    starts = "" if state.starts_at is None else f", expected to start at {moment(state.starts_at)}"
+    reason = f" ({state.reason})" if state.reason else ""
+    return f"{task.job} on {plural(task.nodes, 'node')}: {state.state}{reason}{starts}"
+
+
+def cluster_check(found: "ClusterCheck") -> Iterator["RenderableType"]:
+    """A row a node for what it has and one for how it is reached, then the network."""
+    report = found.report
+    names = _node_names(report)
+    made = table(("node", "ranks", "GPUs", "driver", "torch", "CUDA", "NCCL", "CPUs\na rank", "memory\n(GiB)"), left=(0, 2, 3, 4, 5, 6))  # fmt: skip
+    for name, node in zip(names, report.nodes, strict=True):
+        made.add_row(
+            name, str(node.ranks), _gpus(node), node.driver or "-", node.torch, node.cuda or "-", node.nccl or "-",
+            str(node.cpus), size(node.memory, 1024**3),
+        )  # fmt: skip
+    yield made
+    yield ""
+    made = table(("node", "interface", "address", "clock\n(ms)", "folder", "dataset", "free disk\n(GiB)"), left=(0, 1, 2, 4, 5))  # fmt: skip
+    for name, node in zip(names, report.nodes, strict=True):
+        made.add_row(
+            name, node.interface or "-", node.address, _clock(node), "read only" if node.write_error else "shared",
+            {True: "readable", False: "not there", None: "-"}[node.dataset], size(node.free_disk, 1024**3),
+        )  # fmt: skip
+    yield made
+    yield ""
+    yield from _network(report, names)
+
+
+def _node_names(report: "ClusterReport") -> list[str]:
+    """Return the hosts, with numbers where they are all one."""
+    hosts = [node.host for node in report.nodes]
+    return hosts if len(set(hosts)) == len(hosts) else [f"{host} #{number}" for number, host in enumerate(hosts, 1)]
+
+
+def _clock(node: "NodeReport") -> str:
+    """Return how far a clock is ahead of the first node's, in ms."""
+    if node.node == 0:
+        return "0"
+    return f"{round(1000 * node.clock_offset, 2) + 0.0:+.2f} ± {1000 * node.clock_error:.2f}"
+
+
+def _gpus(node: "NodeReport") -> str:
+    """Return "4 x NVIDIA A100 (80.0 GiB)"."""
+    names = " + ".join(f"{node.gpus.count(name)} x {name}" for name in dict.fromkeys(node.gpus))
+    return f"{names} ({amount(node.gpu_memory)})" if node.gpu_memory else "-"
+
+
+def _network(report: "ClusterReport", names: Sequence[str]) -> Iterator["RenderableType"]:
+    if report.transfers:
+        largest = report.transfers[-1]  # small ones may go through in a burst
+        made = table(("all-reduce\n(KiB)", "time\n(ms)", "Gbit/s\neach way"), left=())
+        for transfer in report.transfers:
+            made.add_row(number(transfer.size / 1024), number(1000 * transfer.seconds), number(transfer.speed / 1e9))
+        yield made
+        yield ""
+        yield f"network between {names[0]} and {names[1]}: {number(largest.speed / 1e9)} Gbit/s each way, as measured with {report.backend}"
+    yield f"an all-reduce of one number over {plural(report.ranks, 'rank')} takes {number(1e6 * report.latency)} µs"
+
+
+def edited(found: "Edited", command: str) -> str:
+    """Say how a job file differs from the run that came from it, with both values, and what takes the file's."""
+    name, more = near(Path(found.file.path)), len(found.changes) - _CHANGES
+    if found.problem:
+        return f"{name} cannot be used any more, so these are the run's own settings: {found.problem}"
+    told = [f"{key} {_short(now)} (here {_short(then)})" for key, (then, now) in list(found.changes.items())[:_CHANGES]]
+    words = ", ".join(told) + (f" and {more} more" if more > 0 else "")
+    return f"{name} says otherwise by now: {words}; {with_file(found, command)} takes what it says"
+
+
+def _short(value: Any) -> str:
+    text = json.dumps(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def with_file(found: "Edited", command: str) -> str:
+    """Return the command line that takes the values of a job file; where it is another job by now, it is measured."""
+    words = ["tula", "profile" if found.elsewhere else command, near(Path(found.file.path))]
+    return shlex.join([*words, *(word for override in found.file.overrides for word in ("--set", override))])

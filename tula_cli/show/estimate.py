@@ -1,0 +1,63 @@
+"""What `tula estimate` shows."""
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from tula_cli.show.check import inspection
+from tula_cli.show.tables import table
+from tula_cli.words import amount, size, size_unit
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+    from rich.table import Table
+
+    from tula_cli.services.estimate import EstimateReport
+
+
+def estimate(report: "EstimateReport") -> Iterator["RenderableType"]:
+    """Memory of one GPU by local batch, component by component."""
+    yield from inspection(report.inspection)
+    yield ""
+    yield _components(report)
+    yield ""
+    yield from _apart(report)
+    yield f"{amount(report.fixed)} whatever the batch, and {amount(report.per_sample)} a sample"
+    if report.correction:
+        yield report.correction
+    if report.capacity is None:
+        yield "how much a GPU has is not known here; tell with --memory or cluster.memory_per_gpu"
+        return
+    largest = {None: "every batch fits", 0: "nothing fits"}.get(
+        report.largest_local_batch, f"the largest local batch is {report.largest_local_batch}"
+    )
+    yield f"of {amount(report.capacity)} with {100 * report.margin:g} % kept free, {largest}"
+
+
+def _components(report: "EstimateReport") -> "Table":
+    """Eq. 3 at each local batch; for a GPU also what the libraries hold, what the allocator keeps, and what is needed."""
+    byte, unit = size_unit(max(*report.needed, *(row.reserved for row in report.rows)))
+    parts = ["parameters", "gradients", "optimizer", "factors", "batch", "activations", "peak"]
+    extra = ["reserved", "libraries"] if report.gpu else []
+    headings = [f"{part}\n({unit})" for part in (*parts, *extra, *(["needed"] if report.gpu else []))]
+    made = table(("local\nbatch", *headings, "fits"), left=(1 + len(headings),))
+    for row, needed in zip(report.rows, report.needed, strict=True):
+        sizes = [getattr(row, part) for part in (*parts, *extra)] + ([needed] if report.gpu else [])
+        fits = {True: "yes", False: "no", None: "-"}[report.fits(row)]
+        made.add_row(str(row.local_batch), *(size(value, byte) for value in sizes), fits)
+    return made
+
+
+def _apart(report: "EstimateReport") -> Iterator[str]:
+    """Say what the libraries are, and what PyTorch's allocator is to that."""
+    if report.gpu:
+        yield (
+            "reserved: what PyTorch's allocator takes where there is room; needed: the least it runs in, and the libraries"
+            f" (CUDA context, cuBLAS, cuDNN, NCCL: {'as measured' if report.probed else 'a rule of thumb until a probe has measured them'})"
+        )
+    elif report.inspection.process:
+        yield f"on the CPU; the process itself holds {amount(report.inspection.process)} beside that, which no limit counts"
+        if not report.probed:
+            yield (
+                "tensors below 32 MiB share a heap with holes: what is measured of small jobs on the CPU is two to three"
+                " times this, until a probe has corrected it"
+            )

@@ -1,0 +1,145 @@
+"""What is redrawn while one waits."""
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from tula_cli.show.screen import Screen
+from tula_cli.show.status import jobs, story_of, training
+from tula_cli.show.tables import fit
+from tula_cli.words import configuration, duration, first_line, number, plural
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+    from tula_cli.services.comparison.trainings import Progress
+    from tula_cli.services.progress.job_status import JobStatus
+    from tula_cli.services.status import RunStatus
+
+# --- what changes while one waits
+
+
+@contextmanager
+def live(screen: Screen) -> Iterator["Live"]:
+    """Show a status that changes: drawn in configuration on a terminal, otherwise one line a change."""
+    if screen.quiet:
+        yield Live(screen)
+    elif not screen.err.isatty() or os.environ.get("TERM") == "dumb" or screen.as_json:
+        yield ChangesLive(screen)
+    else:
+        with DrawnLive(screen) as drawn:
+            yield drawn
+
+
+class Live:
+    """Shows nothing but warnings; the quiet one."""
+
+    def __init__(self, screen: Screen) -> None:
+        self.screen = screen
+
+    def update(self, now: "RunStatus") -> None:
+        """Show a newer status."""
+        for text in now.training.warnings if now.training is not None else ():
+            self.screen.warn(text)
+
+    def compared(self, now: "Progress") -> None:
+        """Show how far a comparison is."""
+        if now.problem and now.ended is not None:
+            self.screen.warn(f"{now.ended.words} failed: {first_line(now.problem)}")
+
+
+class ChangesLive(Live):
+    """One line a change of state, for logs and terminals that cannot draw."""
+
+    def __init__(self, screen: Screen) -> None:
+        super().__init__(screen)
+        self._said: dict[str, str] = {}
+
+    def update(self, now: "RunStatus") -> None:
+        super().update(now)
+        for job in now.jobs:
+            self._say(job.id, _changes(job), _tail(job))
+        train = now.training
+        if train is not None:
+            finished = ", finished" if train.finished else ""
+            branch = "" if train.tuning is None else f" {train.tuning.rung} {train.tuning.number} {train.tuning.chosen}"
+            state = f"{train.signature} {train.batch} {int(train.epoch)}{branch}{finished}"
+            self._say("training", state, training(train))
+
+    def compared(self, now: "Progress") -> None:
+        super().compared(now)
+        cell = "" if now.cell is None else now.cell.words
+        self._say("comparison", f"{now.done} {now.failed} {now.running} {cell} {now.waits}", comparison(now))
+
+    def _say(self, about: str, state: str, text: str) -> None:
+        if self._said.get(about) != state:
+            self._said[about] = state
+            self.screen.note(text)
+
+
+def _changes(job: "JobStatus") -> str:
+    return f"{job.state} {job.done} {job.now} {job.reason}"
+
+
+def _tail(job: "JobStatus") -> str:
+    """Return a job in one line."""
+    parts = [f"{job.id}: {job.state}"]
+    parts += [story] if (story := story_of(job)) else []
+    parts += [f"{job.done} of {plural(job.total, 'probe')}"] if job.kind == "probe" else []
+    if job.now is not None:
+        parts.append(f"next: {configuration(job.now.nodes, job.now.batch, job.now.local_batch)}")
+    if job.left is not None:
+        parts.append(f"about {duration(job.left)} and {number(job.node_hours_left)} node-h left")
+    return ", ".join(parts)
+
+
+class DrawnLive(Live):
+    """A table redrawn in configuration on stderr."""
+
+    def __init__(self, screen: Screen) -> None:
+        super().__init__(screen)
+        from rich.live import Live as RichLive
+
+        self._live = RichLive(console=screen._console(screen.err), auto_refresh=False, transient=True)
+
+    def __enter__(self) -> "DrawnLive":
+        self._live.start()
+        self.screen.drawn = self._live.console
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.screen.drawn = None
+        self._live.stop()
+
+    def update(self, now: "RunStatus") -> None:
+        from rich.console import Group
+
+        super().update(now)
+        parts: list[RenderableType] = []
+        if now.jobs:
+            parts.append(drawn := jobs(now.jobs))
+            fit(drawn, self._live.console)
+        parts += [training(now.training)] if now.training is not None else []
+        self._live.update(Group(*parts), refresh=True)
+
+    def compared(self, now: "Progress") -> None:
+        from rich.console import Group
+
+        super().compared(now)
+        parts = [comparison(now), *([training(now.training)] if now.training is not None else [])]
+        self._live.update(Group(*parts), refresh=True)
+
+
+# --- compare
+
+
+def comparison(now: "Progress") -> str:
+    """One line: how far a comparison is, and what it does."""
+    parts = [f"{now.done} of {plural(now.total, 'training')} done"]
+    parts += [f"{now.failed} failed"] if now.failed else []
+    parts += [f"now: {now.cell.words}"] if now.cell is not None else []
+    parts += [now.waits] if now.waits else []
+    parts += [f"{now.running} running"] if now.cell is None and now.running else []
+    parts += [f"about {duration(now.left)} left"] if now.left is not None and now.done + now.failed < now.total else []
+    return ", ".join(parts)

@@ -1,0 +1,91 @@
+"""What `tula profile` shows before it starts, and when it is done."""
+
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
+
+from tula_cli.show.tables import at_most, listed, table
+from tula_cli.words import first_line, number, plural, size, size_unit
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+    from tula_cli.run.records.probes import Failed, Measured, OutOfMemory
+    from tula_cli.services.profile import ProfilePlan, ProfileReport
+
+
+def all_types(plans: Sequence["ProfilePlan"]) -> Iterator["RenderableType"]:
+    """What measuring all node types may cost at most, where there are several."""
+    if len(plans) > 1:
+        prices = [plan.price_at_most for plan in plans]
+        known = [price for price in prices if price is not None]
+        price = sum(known) if len(known) == len(prices) else None
+        hours = sum(plan.node_hours_at_most for plan in plans)
+        yield ""
+        yield f"all node types together: {at_most(None, hours, price, plans[0].currency)}"
+
+
+def profile_plan(plan: "ProfilePlan", *, scripts: Sequence[str] = ()) -> Iterator["RenderableType"]:
+    """What would be measured and what it may cost at most."""
+    if not plan.missing:
+        yield f"all {plural(plan.total, 'probe')} have a result already"
+        yield from _certainty(plan.certainty)
+        return
+    made = table(("job", "nodes", "probes", "global batches", "local batches"), left=(0, 3, 4))
+    for task in plan.tasks:
+        world = task.nodes * task.spec.cluster.gpus_per_node
+        batches = listed(local * world for local in task.local_batches)
+        made.add_row(task.job, str(task.nodes), str(len(task.local_batches)), batches, listed(task.local_batches))
+    yield made
+    yield ""
+    done = f", {plan.done} of {plan.total} done already" if plan.done else ""
+    yield f"{plural(plan.missing, 'probe')} in {plural(len({task.job for task in plan.tasks}), 'job')}{done}"
+    yield from plan.reasons
+    yield from _certainty(plan.certainty)
+    if plan.reasons:
+        yield "one round of several: what follows depends on its results and stays within search.max_node_hours"
+    yield at_most(plan.minutes_at_most / 60, plan.node_hours_at_most, plan.price_at_most, plan.currency)
+    yield f"price: {plan.price}"
+    for script in scripts:
+        yield ""
+        yield script
+
+
+def _certainty(words: str) -> Iterator[str]:
+    if words:
+        yield words
+
+
+def profile_report(report: "ProfileReport") -> Iterator["RenderableType"]:
+    """One row a probe."""
+    byte, memory = size_unit(max((row.memory.peak for row in report.measured), default=None))
+    made = table(
+        ("nodes", "batch", "local\nbatch", "step\n(ms)", "sync\n(ms)", "data wait\n(ms)", "samples/s", f"memory\n({memory}/GPU)", "outcome"),
+        left=(8,),
+    )  # fmt: skip
+    rows: list[Measured | OutOfMemory | Failed] = [*report.measured, *report.out_of_memory, *report.failed]
+    for row in sorted(rows, key=lambda row: (row.nodes, row.local_batch)):
+        made.add_row(*_probe_row(row, byte))
+    yield made
+    yield from (f"{row.id} failed ({row.outcome}): {first_line(row.message)}" for row in report.failed)
+    if report.missing:
+        yield f"missing: {', '.join(report.missing)}; run tula profile again"
+    yield from _certainty(report.certainty)
+    yield ""
+    yield "next: tula recommend"
+
+
+def _probe_row(row: "Measured | OutOfMemory | Failed", byte: float) -> tuple[str, ...]:
+    where = (str(row.nodes), str(row.local_batch * row.nodes * row.gpus_per_node), str(row.local_batch))
+    match row.kind:
+        case "measured":
+            from tula_cli.models.time.noise import centre
+
+            step = centre(row.step_times)  # what the fit takes
+            times = (number(1000 * step), number(1000 * row.sync_time), number(1000 * row.data_wait))
+            outcome = "oversubscribed" if row.oversubscribed else "measured"
+            return (*where, *times, number(row.batch / step), size(row.memory.peak, byte), outcome)
+        case "out_of_memory":
+            outcome = "out of memory (assumed)" if row.assumed else "out of memory"
+            return (*where, "-", "-", "-", "-", "-", outcome)
+        case _:
+            return (*where, "-", "-", "-", "-", "-", "failed")

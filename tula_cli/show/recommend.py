@@ -1,0 +1,212 @@
+"""What `tula recommend` shows: the choice, all predictions, the front."""
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import TYPE_CHECKING
+
+from tula_cli.show.plots import key, offer, plots
+from tula_cli.show.tables import place_of, table
+from tula_cli.words import duration, moment, number, percent, size, size_unit, time_unit
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+    from rich.table import Table
+
+    from tula_cli.run.records.recommendations import Prediction, Recommendation
+
+# --- recommend
+
+
+def recommendation(
+    found: "Recommendation", *, width: int, color: bool, pareto: bool = False
+) -> Iterator["RenderableType"]:
+    """The choice and its reason, the table of what was possible, and the plot of time and cost.
+
+    With `pareto` the table holds only what nothing else beats in both time and cost.
+    """
+    from rich.text import Text
+
+    choice = found.choice
+    costs = f"{duration(3600 * choice.hours)}, {number(choice.cost)} {found.currency}"
+    yield Text.assemble((f"CHOSEN  {place_of(choice)}: {costs}", "bold green"))
+    yield from _other_market(found)
+    yield from _progress(found)
+    yield from _refreshes(found)
+    yield found.reason
+    yield ""
+    yield front(found) if pareto else predictions(found)
+    yield ""
+    if found.objective == "accuracy-time":
+        yield same_progress(found)
+        yield ""
+    marks = ["* chosen", *(["2, 3 ... runners-up"] if found.runners_up else [])]
+    if pareto and not found.choice.pareto:
+        marks = [f"the choice ({found.objective}) is not among them: something is both faster and cheaper", *marks[1:]]
+    yield "; ".join(marks if pareto else [*marks, "P: nothing is both faster and cheaper"])
+    yield from (f"price: {line}" for line in found.price.splitlines())
+    yield from (f"fit: {line}" for line in found.fit.splitlines())
+    if found.efficiency:
+        yield f"same progress: {found.efficiency}"
+    for drawn in () if pareto else plots(found, width=width, color=color):
+        yield ""
+        yield Text.from_ansi(drawn)
+
+
+def only_shown(known: "Recommendation | None") -> str:
+    """Say of an answer that is not kept what `tula train` takes instead: `known`, or nothing."""
+    if known is None:
+        return "only shown, as --set assumes something; --save makes it what tula train takes"
+    kept = f"{place_of(known.choice)} ({known.question}; {moment(known.created_at)})"
+    return f"only shown: tula train takes {kept}; --save makes it this one"
+
+
+def _progress(found: "Recommendation") -> Iterator[str]:
+    """Say what the choice takes to the same progress, apart from what it takes for the epochs of the spec."""
+    row = found.choice.same_progress
+    if row is not None:
+        yield (
+            f"to the same progress: {number(row.epochs)} epochs, {duration(3600 * row.hours)}"
+            f" ({duration(3600 * row.hours_low)} to {duration(3600 * row.hours_high)}), {number(row.cost)} {found.currency}"
+        )
+
+
+def _refreshes(found: "Recommendation") -> Iterator[str]:
+    """Say what refreshing the scaling factors takes of the choice's time, where it is worth a word."""
+    share = found.choice.refresh_share
+    if share > 0.01:
+        yield f"of that {100 * share:.2g} % for refreshing the scaling factors (ags.refresh says how often)"
+
+
+def same_progress(found: "Recommendation") -> "Table":
+    """The best configuration of each batch on the way to the same progress, beside its time for the spec's epochs."""
+    from tula_cli.models.choice.objective import envelope
+
+    rows = [(row, row.same_progress) for row in envelope(found.rows, curve="accuracy-time")]
+    divisor, unit = time_unit(3600 * max(row.hours for row in found.rows))
+    columns = ["", "batch", "nodes", "epochs", "range", f"time to\nsame\nprogress\n({unit})", f"range\n({unit})",
+               f"cost\n({found.currency})", f"time for\nspec's\nepochs\n({unit})"]  # fmt: skip
+    made = table(columns)
+    for row, progress in rows:
+        assert progress is not None
+        chosen = row == found.choice
+        made.add_row(
+            "*" if chosen else "",
+            str(row.batch),
+            str(row.nodes),
+            number(progress.epochs),
+            f"{number(progress.epochs_low)} .. {number(progress.epochs_high)}",
+            number(3600 * progress.hours / divisor),
+            f"{number(3600 * progress.hours_low / divisor)} .. {number(3600 * progress.hours_high / divisor)}",
+            number(progress.cost),
+            number(3600 * row.hours / divisor),
+            style="bold green" if chosen else None,
+        )
+    return made
+
+
+MARKETS = {"on_demand": "on demand", "spot": "on spot"}
+
+
+def _other_market(found: "Recommendation") -> Iterator[str]:
+    """Say what the choice takes on the market that it is not for, and how that compares."""
+    here, there = found.choice, found.other_market
+    if there is None:
+        return
+    cost, hours = there.cost / here.cost - 1 if here.cost else 0.0, there.hours / here.hours - 1
+    compared = f"{_by(cost, 'dearer', 'cheaper')}, {_by(hours, 'longer', 'shorter')}"
+    expected = " expected" * (there.market == "spot")
+    yield (
+        f"the same {MARKETS[there.market]}: {duration(3600 * there.hours)}{expected}, {number(there.cost)}"
+        f" {found.currency} ({compared})"
+    )
+
+
+def _by(change: float, more: str, less: str) -> str:
+    return f"{number(100 * abs(change), 2)} % {more if change > 0 else less}" if abs(change) >= 0.0005 else f"no {more}"
+
+
+def predictions(found: "Recommendation") -> "Table":
+    """One row a feasible configuration, as the recommendation orders them; what spot nodes take is beside it."""
+    divisor, unit = time_unit(3600 * max(row.hours for row in found.rows))
+    byte, memory = size_unit(max((row.peak_memory or 0 for row in found.rows), default=None))
+    marks = _marks(found)
+    typed, on_spot = any(row.type for row in found.rows), any(row.market == "spot" for row in found.rows)
+    kinds = ["type"] if typed else []
+    spot = [f"spot\ntime\n({unit})", f"spot\ncost\n({found.currency})", "cheaper"] if on_spot else []
+    columns = ["", *kinds, "nodes", "batch", "local\nbatch", f"time\n({unit})", f"90 % interval\n({unit})",
+               f"cost\n({found.currency})", *spot, f"memory\n({memory}/GPU)", "free\n(%)", "basis"]  # fmt: skip
+    words = {index for index, name in enumerate(columns) if name in ("", "type", "cheaper", "basis")}
+    made = table(columns, left=words)
+    for offers in _by_config(found.rows):
+        row = next(iter(offers.values()))
+        mark = marks.get(key(row), "")
+        made.add_row(
+            f"{mark} P" if any(offer.pareto for offer in offers.values()) else mark,
+            *([row.type] if typed else []),
+            str(row.nodes),
+            str(row.batch),
+            str(row.local_batch),
+            *_time_and_cost(offers.get("on_demand"), divisor),
+            *(_spot_cells(offers, divisor) if on_spot else []),
+            size(row.peak_memory, byte),
+            percent(row.headroom),
+            "measured" if row.measured else "predicted",
+            style="bold green" if mark == "*" else None,
+        )
+    return made
+
+
+def front(found: "Recommendation") -> "Table":
+    """One row a configuration that nothing else beats in both time and cost, fastest first."""
+    rows = [row for row in found.rows if row.pareto]
+    divisor, unit = time_unit(3600 * max(row.hours for row in rows))
+    typed, on_spot = any(row.type for row in found.rows), any(row.market == "spot" for row in found.rows)
+    kinds = [*(["type"] if typed else []), *(["market"] if on_spot else [])]
+    columns = ["", *kinds, "nodes", "batch", "local\nbatch", f"time\n({unit})", f"90 % interval\n({unit})",
+               f"cost\n({found.currency})", "basis"]  # fmt: skip
+    made = table(columns, left=[*range(1 + len(kinds)), len(columns) - 1])
+    runners_up = {offer(row): str(rank) for rank, row in enumerate(found.runners_up, 2)}
+    marks = {offer(found.choice): "*", **runners_up}
+    for row in rows:
+        mark = marks.get(offer(row), "")
+        made.add_row(
+            mark,
+            *([row.type] if typed else []),
+            *([MARKETS[row.market]] if on_spot else []),
+            str(row.nodes),
+            str(row.batch),
+            str(row.local_batch),
+            *_time_and_cost(row, divisor),
+            "measured" if row.measured else "predicted",
+            style="bold green" if mark == "*" else None,
+        )
+    return made
+
+
+def _marks(found: "Recommendation") -> dict[tuple[str, int, int], str]:
+    runners_up = {key(row): str(rank) for rank, row in reversed([*enumerate(found.runners_up, 2)])}
+    return {**runners_up, key(found.choice): "*"}
+
+
+def _by_config(rows: Iterable["Prediction"]) -> list[dict[str, "Prediction"]]:
+    """Return what each configuration takes by market, in the order of the rows."""
+    found: dict[tuple[str, int, int], dict[str, Prediction]] = {}
+    for row in rows:
+        found.setdefault(key(row), {})[row.market] = row
+    return list(found.values())
+
+
+def _time_and_cost(row: "Prediction | None", divisor: float) -> tuple[str, str, str]:
+    """Return the cells of a time, its interval and a cost; dashes where the limits leave none."""
+    if row is None:
+        return "-", "-", "-"
+    low, high = row.hours_low, row.hours_high
+    interval = "-" if low is None or high is None else f"{number(3600 * low / divisor)} .. {number(3600 * high / divisor)}"  # fmt: skip
+    return number(3600 * row.hours / divisor), interval, number(row.cost)
+
+
+def _spot_cells(offers: Mapping[str, "Prediction"], divisor: float) -> tuple[str, str, str]:
+    here, spot = offers.get("on_demand"), offers.get("spot")
+    time_, _, cost = _time_and_cost(spot, divisor)
+    if here is None or spot is None:
+        return time_, cost, "-"
+    return time_, cost, "spot" if spot.cost < here.cost else "on demand" if here.cost < spot.cost else "-"

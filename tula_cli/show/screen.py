@@ -1,0 +1,193 @@
+"""The screen: the answer to stdout, all else to stderr, the JSON envelope."""
+
+import dataclasses
+import json
+import math
+import os
+import shutil
+import sys
+import textwrap
+import traceback
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TextIO
+
+from tula_cli.errors import SpecError, TulaError
+from tula_cli.show.tables import printed, styled
+
+if TYPE_CHECKING:
+    from rich.console import Console, RenderableType
+
+SCHEMA_VERSION = 1
+"""Of the JSON envelope; a change that breaks a reader makes it 2."""
+
+
+@dataclass(frozen=True)
+class Origin:
+    """A value of the spec and the file, variable or flag it comes from."""
+
+    value: Any
+    source: str
+
+
+class Screen:
+    """Where the words of one command go.
+
+    Args:
+        command: its name, for the envelope.
+        as_json: the answer is one JSON object.
+        quiet: nothing on stderr but warnings and errors.
+        verbose: tracebacks and details as well.
+        color: False for none; None asks the terminal, NO_COLOR and TERM.
+        out: stdout, another one in tests.
+        err: stderr, another one in tests.
+    """
+
+    def __init__(
+        self,
+        command: str = "",
+        *,
+        as_json: bool = False,
+        quiet: bool = False,
+        verbose: bool = False,
+        color: bool | None = None,
+        out: TextIO | None = None,
+        err: TextIO | None = None,
+    ) -> None:
+        self.command = command
+        self.as_json = as_json
+        self.quiet = quiet
+        self.verbose = verbose
+        self.color = color
+        self.out = out or sys.stdout
+        self.err = err or sys.stderr
+        self.run_id: str | None = None
+        self.status = "done"
+        self.warnings: list[str] = []
+        self._data: Any = None
+        self._answered = False
+        self.drawn: Console | None = None  # draws in configuration on stderr
+
+    def expect(self, arguments: Sequence[str]) -> None:
+        """Guess command and flags from the arguments, for what is wrong before they are parsed."""
+        self.command = next((word for word in arguments if not word.startswith("-")), "")
+        self.as_json = "--json" in arguments
+        self.verbose = "-v" in arguments or "--verbose" in arguments
+        self.color = False if "--no-color" in arguments else None
+
+    # --- words beside the answer
+
+    def note(self, text: str) -> None:
+        """Say what goes on."""
+        if not self.quiet:
+            self._say(text)
+
+    def warn(self, text: str) -> None:
+        """Say something once that the user should know; the envelope carries it too."""
+        if text not in self.warnings:
+            self.warnings.append(text)
+            self._say(f"warning: {text}")
+
+    def _say(self, text: str) -> None:
+        """Write to stderr; on a terminal without breaking words, and above what is drawn there."""
+        if self.drawn is not None:
+            self.drawn.print(text)
+            return
+        if self.err.isatty():
+            width = shutil.get_terminal_size().columns
+            text = textwrap.fill(text, width, break_long_words=False, break_on_hyphens=False)
+        print(text, file=self.err, flush=True)
+
+    def confirm(self, question: str) -> bool:
+        """Ask on the terminal; anything but yes is no."""
+        print(f"{question} [y/N] ", end="", file=self.err, flush=True)
+        return sys.stdin.readline().strip().lower() in ("y", "yes")
+
+    # --- the answer
+
+    def answer(self, data: Any, parts: Iterable["RenderableType"]) -> None:
+        """Give the answer: `data` in the envelope, or else the parts, which are made only when they are shown."""
+        self._answered = True
+        if self.as_json:
+            self._data = plain(data)
+            return
+        console = self._console(self.out)
+        for part in parts:
+            printed(console, part)
+
+    def aside(self, parts: Iterable["RenderableType"]) -> None:
+        """Show parts that are not the answer, on stderr."""
+        if not self.quiet:
+            console = self._console(self.err)
+            for part in parts:
+                printed(console, part)
+
+    def line(self, text: str, data: Any) -> None:
+        """Give one line of an answer that has no end (`tula logs`): text, or one JSON object a line."""
+        print(json.dumps(plain(data)) if self.as_json else text, file=self.out, flush=True)
+
+    def finish(self) -> None:
+        """Print the envelope of a command that has an answer."""
+        if self.as_json and self._answered:
+            self._envelope(None)
+
+    def fail(self, error: TulaError) -> None:
+        """Say what is wrong and what to do about it; the envelope says the same."""
+        if self.as_json:
+            self._envelope(error)
+        console = self._console(self.err)
+        printed(console, styled(f"error: {error.message}", "bold red", until=6))
+        for problem in error.problems if isinstance(error, SpecError) else ():
+            printed(console, f"  {problem}")
+        if error.hint:
+            printed(console, styled(f"HINT: {error.hint}", "cyan", until=5))
+        if self.verbose and error.__cause__ is not None:
+            traceback.print_exception(error.__cause__, file=self.err)
+
+    def _envelope(self, error: TulaError | None) -> None:
+        envelope = {
+            "schema_version": SCHEMA_VERSION,
+            "command": self.command,
+            "run_id": self.run_id,
+            "status": self.status if error is None else "pending" if error.code == "pending" else "failed",
+            "data": self._data,
+            "warnings": self.warnings,
+            "error": None if error is None else _error(error),
+        }
+        print(json.dumps(envelope, indent=1, allow_nan=False), file=self.out, flush=True)
+
+    @property
+    def width(self) -> int:
+        """Columns of stdout; 80 where it is no terminal and COLUMNS says nothing."""
+        return self._console(self.out).width
+
+    @property
+    def colored(self) -> bool:
+        """Whether the answer may have colours."""
+        return self._console(self.out).color_system is not None
+
+    def _console(self, file: TextIO) -> "Console":
+        from rich.console import Console
+
+        no_color = self.color is False or bool(os.environ.get("NO_COLOR"))
+        return Console(file=file, no_color=no_color, color_system=None if no_color else "auto", highlight=False, markup=False, emoji=False)  # fmt: skip
+
+
+def _error(error: TulaError) -> dict[str, Any]:
+    problems = error.problems if isinstance(error, SpecError) else ()
+    return {"code": error.code, "message": error.message, "hint": error.hint, "problems": plain(problems)}
+
+
+def plain(value: Any) -> Any:
+    """Return a value in what JSON knows; a number that is none (nan, inf) is null."""
+    if hasattr(value, "model_dump"):
+        return plain(value.model_dump(mode="json"))
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {field.name: plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
+    if isinstance(value, dict):
+        return {str(key): plain(inner) for key, inner in value.items()}
+    if isinstance(value, (list, tuple, set, frozenset)):
+        return [plain(inner) for inner in value]
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    return value if value is None or isinstance(value, (bool, int, str)) else str(value)

@@ -1,0 +1,218 @@
+"""What `tula status` and `tula list` show."""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from tula_cli.show.tables import heading, or_dash, place_of, table
+from tula_cli.words import configuration, duration, first_line, moment, near, number, plural, time_unit
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+    from rich.table import Table
+
+    from tula_cli.run.records.jobs import Attempt
+    from tula_cli.run.records.recommendations import Recommendation
+    from tula_cli.run.records.results import Branch
+    from tula_cli.services.progress.job_status import JobStatus, TrainingStatus, TuningStatus
+    from tula_cli.services.progress.listing import RunSummary
+    from tula_cli.services.status import RunStatus
+
+# --- status
+
+STATE_STYLES = {
+    "running": "cyan",
+    "done": "green",
+    "failed": "bold red",
+    "diverged": "bold red",
+    "lost": "bold red",
+    "cancelled": "yellow",
+}
+
+
+def status(now: "RunStatus") -> Iterator["RenderableType"]:
+    """Jobs, training, attempts, recommendation."""
+    counts = f"{now.measured} measured, {now.out_of_memory} out of memory, {now.failed} failed"
+    yield f"{near(now.path)}: {counts}"
+    if now.jobs:
+        yield ""
+        yield jobs(now.jobs)
+        yield from (f"{job.id} {job.state}: {story}" for job in now.jobs if (story := story_of(job)))
+    if now.training is not None:
+        yield ""
+        yield training(now.training)
+        if now.training.tuning is not None and now.training.tuning.branches:
+            yield ""
+            yield branches(now.training.tuning.branches, now.training.tuning.chosen)
+        yield from (f"warning: {text}" for text in now.training.warnings)
+    if now.attempts:
+        yield ""
+        yield attempts(now)
+        yield from _causes(now)
+    if now.between_rounds:
+        yield ""
+        yield "next: tula profile submits the next round, or says that nothing more is worth measuring"
+    if now.recommendation is not None:
+        choice = now.recommendation.choice
+        yield ""
+        yield f"recommended: {configuration(choice.nodes, choice.batch, choice.local_batch)}, {now.recommendation.objective}"
+
+
+def status_by_type(
+    path: Path, found: Mapping[str, "RunStatus"], chosen: "Recommendation | None"
+) -> Iterator["RenderableType"]:
+    """The same for each node type, and what is recommended over all."""
+    if not found:
+        yield f"{near(path)}: nothing was started yet"
+    for index, (name, now) in enumerate(found.items()):
+        yield from heading(name, first=index == 0)
+        yield from status(now)
+    if chosen is not None:
+        yield ""
+        yield f"recommended over all node types: {place_of(chosen.choice)}, {chosen.objective}"
+
+
+def story_of(job: "JobStatus") -> str:
+    """Return why a job is in its state, and when it is expected to start."""
+    start = [] if job.starts_at is None else [f"expected to start {moment(job.starts_at)}"]
+    return ", ".join([first_line(job.reason), *start] if job.reason else start)
+
+
+def attempts(now: "RunStatus") -> "Table":
+    """One row a start of ranks: where, from which sample on, and how it ended."""
+    from rich.text import Text
+
+    active = {job.id for job in now.jobs if job.state == "running"}
+    seconds = [_took(row.attempt, now.at if row.job in active else None) for row in now.attempts]
+    divisor, unit = time_unit(max(took or 0.0 for took in seconds))
+    allocated = any(row.attempt.allocation for row in now.attempts)
+    made = table(
+        ("attempt", "no.", "started", f"took\n({unit})", *(["allocation"] if allocated else []), "hosts", "batch",
+         "from\nsample", "ended"),
+        left=(0, 2, 4, 5, 8) if allocated else (0, 2, 4, 7),
+    )  # fmt: skip
+    for row, took in zip(now.attempts, seconds, strict=True):
+        attempt = row.attempt
+        state = attempt.outcome or ("running" if row.job in active else "lost")
+        made.add_row(
+            attempt.task,
+            str(attempt.number),
+            moment(attempt.started_at),
+            "-" if took is None else number(took / divisor),
+            *([attempt.allocation] if allocated else []),
+            attempt.hosts or attempt.host,
+            "-" if row.batch is None else str(row.batch),
+            "-" if attempt.samples is None else str(attempt.samples),
+            Text(state, STATE_STYLES.get(state, "bold red")),
+        )
+    return made
+
+
+def _took(attempt: "Attempt", now: float | None) -> float | None:
+    """Return the seconds that an attempt took; of one that is open until now, or None where it does not run."""
+    until = attempt.ended_at or now
+    return None if until is None else max(0.0, until - attempt.started_at)
+
+
+def _causes(now: "RunStatus") -> Iterator["RenderableType"]:
+    """Why attempts ended before their time, and why others followed."""
+    for row in now.attempts:
+        attempt = row.attempt
+        if row.cause:
+            yield f"{attempt.task} follows: {first_line(row.cause)}"
+        if attempt.outcome not in (None, "done"):
+            rank = "" if attempt.rank is None else f" rank {attempt.rank}"
+            where = f"{attempt.task} attempt {attempt.number} on {attempt.host}{rank}"
+            yield f"{where}: {attempt.outcome}: {first_line(attempt.message)}"
+
+
+def jobs(rows: Iterable["JobStatus"]) -> "Table":
+    """One row a job; a probe job names the probe that runs."""
+    from rich.text import Text
+
+    found = list(rows)
+    divisor, unit = time_unit(max((job.elapsed or 0.0) + (job.left or 0.0) for job in found))
+    ids = {job.scheduler_id for job in found if job.scheduler != "local"}
+    columns = ["job", *(["scheduler's\nid"] if ids else []), "state", "nodes", "probes", "now\nbatch", "now\nlocal",
+               f"elapsed\n({unit})", f"left\n({unit})", "used\n(node-h)", "left\n(node-h)"]  # fmt: skip
+    made = table(columns, left=range(columns.index("state") + 1))
+    for job in found:
+        made.add_row(
+            job.id,
+            *([job.scheduler_id] if ids else []),
+            Text(job.state, STATE_STYLES.get(job.state, "")),
+            str(job.nodes),
+            f"{job.done}/{job.total}" if job.kind == "probe" else "-",
+            "-" if job.now is None else str(job.now.batch),
+            "-" if job.now is None else str(job.now.local_batch),
+            "-" if job.elapsed is None else number(job.elapsed / divisor),
+            "-" if job.left is None else number(job.left / divisor),
+            number(job.node_hours),
+            number(job.node_hours_left),
+        )
+    return made
+
+
+def training(now: "TrainingStatus") -> str:
+    """One line: where a training run stands."""
+    parts = [
+        f"training {now.signature} on {plural(now.nodes, 'node')}, batch {now.batch}",
+        f"epoch {now.epoch:.2f} of {now.epochs}",
+        f"{now.samples} samples",
+    ]
+    parts += [f"loss {number(now.loss, 4)}"] if now.loss is not None else []
+    parts += [f"top-1 {number(now.top1, 4)} %"] if now.top1 is not None else []
+    parts += [f"lr {number(now.lr)}"] if now.lr is not None else []
+    parts += [_tuning(now.tuning)] if now.tuning is not None else []
+    if now.step_time is not None:
+        predicted = "" if now.predicted_step is None else f" (predicted {number(1000 * now.predicted_step)})"
+        parts.append(f"{number(1000 * now.step_time)} ms a step{predicted}")
+    if now.finished:
+        parts.append("finished")
+    elif now.eta is not None:
+        parts.append(f"{duration(now.eta)} left")
+    return ", ".join(parts)
+
+
+def _tuning(now: "TuningStatus") -> str:
+    if now.arm is None:
+        return f"as tuned: {now.chosen}" if now.chosen else "tuning ends"
+    return f"tuning: arm {now.number} of {now.count} ({now.arm}), rung {now.rung}"
+
+
+def branches(found: "Sequence[Branch]", chosen: str | None) -> "Table":
+    """What each arm of a self-tuning training came to on the held-out samples, in its longest branch."""
+    from tula_cli.models.halving import ranked
+
+    longest = {branch.arm: branch for branch in found}  # rungs ascend
+    made = table(("arm", "rung", "epochs", "held-out\nloss", "top-1 (%)", ""), left=(0, 5))
+    order = sorted(ranked(list(longest.values())), key=lambda branch: (branch.arm != chosen, -branch.rung))
+    for branch in order:
+        note = "chosen" if branch.arm == chosen else "diverged" if branch.diverged else ""
+        made.add_row(
+            branch.arm, str(branch.rung), number(branch.epochs), or_dash(branch.loss), or_dash(branch.top1), note
+        )
+    return made
+
+
+def runs(found: Iterable["RunSummary"]) -> Iterator["RenderableType"]:
+    """One row a run."""
+    made = table(
+        ("run", "changed", "model", "data", "probes", "nodes", "batch", "trained", "top-1\n(%)"), left=range(4)
+    )
+    rows = list(found)
+    for run in rows:
+        choice = None if run.recommendation is None else run.recommendation.choice
+        made.add_row(
+            run.id,
+            moment(run.changed),
+            run.model,
+            run.dataset,
+            str(run.measured),
+            "-" if choice is None else str(choice.nodes),
+            "-" if choice is None else str(choice.batch),
+            str(run.trained),
+            number(run.best_top1, 4),
+        )
+    yield made
+    yield from (f"{run.id} cannot be read: {run.problem}" for run in rows if run.problem)

@@ -1,0 +1,85 @@
+"""Tables and lines of text that fit the screen."""
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING
+
+from tula_cli.words import configuration, duration, number
+
+if TYPE_CHECKING:
+    from rich.console import Console, RenderableType
+    from rich.table import Table
+
+    from tula_cli.run.records.recommendations import Prediction
+
+# --- tables
+
+
+def table(columns: Sequence[str], *, left: Iterable[int] = (0,)) -> "Table":
+    """Return an empty table; the columns numbered in `left` are words, the others numbers. A heading may have lines."""
+    from rich import box
+    from rich.table import Table
+
+    made = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, collapse_padding=True, header_style="bold")
+    words = set(left)
+    for index, heading in enumerate(columns):
+        made.add_column(heading, justify="left" if index in words else "right", no_wrap=True, vertical="bottom")
+    return made
+
+
+def printed(console: "Console", part: "RenderableType") -> None:
+    """Print a part; a table keeps the width it needs, words wrap on a terminal and are left alone in a file."""
+    from rich.table import Table
+
+    if isinstance(part, Table):
+        width = console.width
+        console.width = max(width, fit(part, console))
+        console.print(part, crop=False)
+        console.width = width
+    else:
+        console.print(part, soft_wrap=not console.is_terminal)
+
+
+def fit(part: "Table", console: "Console") -> int:
+    """Move a table's columns together where they are wider than the console; return the columns it needs."""
+    from rich.measure import Measurement
+
+    unbound = console.options.update(max_width=10_000)
+    if Measurement.get(console, unbound, part).maximum > console.width:
+        part.padding = 0
+    return Measurement.get(console, unbound, part).maximum
+
+
+def styled(text: str, style: str, *, until: int | None = None) -> "RenderableType":
+    from rich.text import Text
+
+    made = Text(text)
+    made.stylize(style, 0, until)
+    return made
+
+
+def listed(numbers: Iterable[int]) -> str:
+    return " ".join(map(str, numbers))
+
+
+def at_most(hours: float | None, node_hours: float, price: float | None, currency: str) -> str:
+    """Return an upper bound in words: time on this machine, node-hours, price."""
+    time_ = "" if hours is None else f"{duration(3600 * hours)} one job after the other, "
+    cost = "" if price is None else f", {number(price)} {currency}"
+    return f"at most {time_}{number(node_hours)} node-h{cost}"
+
+
+def heading(name: str, *, first: bool) -> Iterator["RenderableType"]:
+    """What stands above the answer for one node type; nothing where the job names none."""
+    if name:
+        yield from () if first else ("",)
+        yield styled(f"node type {name}", "bold")
+
+
+def place_of(row: "Prediction") -> str:
+    """Return a configuration in words, with the type and market of its nodes where there are several."""
+    kind = f" of type {row.type}" * bool(row.type) + " on spot" * (row.market == "spot")
+    return configuration(row.nodes, row.batch, row.local_batch).replace(",", f"{kind},", 1)
+
+
+def or_dash(value: float | None) -> str:
+    return "-" if value is None else number(value, 4)

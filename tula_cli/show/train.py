@@ -1,0 +1,96 @@
+"""What `tula train` shows before it starts, and when it is done."""
+
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
+
+from tula_cli.show.status import branches
+from tula_cli.show.tables import table
+from tula_cli.words import configuration, duration, number, plural, time_unit
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+    from tula_cli.run.records.results import Summary
+    from tula_cli.run.records.tasks import TrainTask
+    from tula_cli.services.train import TrainPlan
+
+
+def train_plan(plan: "TrainPlan", *, links: int = 1, scripts: Sequence[str] = ()) -> Iterator["RenderableType"]:
+    """Where training would run, in how many jobs, and what it may take and cost."""
+    yield from _training_plan(plan)
+    if links > 1:
+        yield f"a chain of {links} jobs, each waiting for the end of the one before (afterany); what is not needed ends at once"
+    for script in scripts:
+        yield ""
+        yield script
+
+
+def _branches_planned(task: "TrainTask") -> Iterator[str]:
+    """Say what a self-tuning training trains beside itself."""
+    from tula_cli.models import halving
+
+    if task.spec.train.method != "auto":
+        return
+    rungs = halving.sizes(len(halving.arms(task.spec, task.batch)))
+    if not rungs:
+        yield f"nothing to tune: batch {task.batch} is not above train.reference_batch"
+        return
+    epochs = sum(count * halving.epochs(task.spec, rung) for rung, count in enumerate(rungs, 1))
+    beside = f"{sum(rungs)} branches of {number(epochs)} epochs in all"
+    yield f"tunes itself after epoch {task.spec.auto.after}: {rungs[0]} arms, {beside} beside the training"
+
+
+def _training_plan(plan: "TrainPlan") -> Iterator["RenderableType"]:
+    task, predicted = plan.task, plan.prediction
+    local = task.batch // (task.nodes * task.spec.cluster.gpus_per_node)
+    yield f"train on {configuration(task.nodes, task.batch, local)}, {plan.source}"
+    yield f"{plural(task.spec.train.epochs, 'epoch')}, method {task.spec.train.method}, run train-{task.signature}"
+    yield from _branches_planned(task)
+    if plan.resumes is not None:
+        yield f"goes on from the checkpoint at {plan.resumes} samples"
+    if len(task.ladder) > 1:
+        yield f"after an out-of-memory at the next smaller batch: {', '.join(str(rung.batch) for rung in task.ladder[1:])}"
+    if predicted is None:
+        yield "no prediction of time and cost: nothing was measured for this"
+        return
+    currency = task.spec.pricing.currency
+    at_most = predicted.hours_high
+    high = "" if at_most is None else f" (90 % interval up to {duration(3600 * at_most)})"
+    on_spot = ", on spot nodes" * (predicted.market == "spot")
+    yield f"{duration(3600 * predicted.hours)}{high}, {number(predicted.hours * task.nodes)} node-h, {number(predicted.cost)} {currency}{on_spot}"
+    yield f"price: {plan.price}"
+
+
+# --- the end of a training run
+
+
+def summary(found: "Summary") -> Iterator["RenderableType"]:
+    """Predicted against actual, and how good it is."""
+    changed = "" if found.batch == found.start_batch else f" (started with {found.start_batch})"
+    accuracy = f", best top-1 {number(found.best_top1, 4)} %"
+    yield f"trained on {plural(found.nodes, 'node')} at batch {found.batch}{changed}{accuracy}"
+    yield ", ".join(f"{name} {number(value, 4)}" for name, value in found.metrics.items())
+    yield ""
+    divisor, unit = time_unit(3600 * found.actual_hours)
+    made = table(("", "predicted", "actual", "error (%)"))
+    to_unit = 3600 / divisor
+    made.add_row("step time (ms)", *_compared(found.predicted_step, found.actual_step, 1000))
+    made.add_row(f"time ({unit})", *_compared(found.predicted_hours, found.actual_hours, to_unit))
+    made.add_row(f"cost ({found.currency})", *_compared(found.predicted_cost, found.actual_cost, 1))
+    yield made
+    if found.tuning is not None and found.tuning.chosen is not None:
+        yield ""
+        beside = f"{found.tuning.samples} samples in {len(found.tuning.branches)} branches beside the training"
+        yield f"tuned: {found.tuning.chosen.name}, {beside}"
+        yield branches(found.tuning.branches, found.tuning.chosen.name)
+    if found.attempts > 1:
+        yield ""
+        yield f"{plural(found.attempts, 'attempt')}; relaunched because of: {'; '.join(found.causes) or 'an earlier end'}"
+
+
+def _compared(predicted: float | None, actual: float, factor: float) -> tuple[str, str, str]:
+    """Return predicted, actual, and the error of the prediction relative to actual."""
+    if predicted is None:
+        return "-", number(actual * factor), "-"
+    error = f"{100 * (predicted - actual) / actual:+.1f}" if actual else "-"
+    return number(predicted * factor), number(actual * factor), error

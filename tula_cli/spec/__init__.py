@@ -1,0 +1,1 @@
+"""The job spec and what derives from it."""

@@ -1,0 +1,127 @@
+"""The sections `ags` and `auto`: adaptive gradient scaling and self-tuning."""
+
+import math
+from functools import cache
+from typing import Annotated, Literal
+
+from pydantic import BeforeValidator, Field, model_validator
+
+from tula_cli.presets import AGS_PRESETS
+from tula_cli.spec.kinds import NonNegativeFloat, Positive, PositiveFloat, Section
+
+
+class Every(Section):
+    """Refresh the scaling factors every `every` optimizer steps."""
+
+    every: Positive
+
+
+def _threshold(value: object) -> object:
+    """Take YAML's .inf as the word that JSON can hold."""
+    return "inf" if isinstance(value, float) and value == math.inf else value
+
+
+Threshold = Annotated[NonNegativeFloat | Literal["inf"], BeforeValidator(_threshold)]
+Memory = Annotated[float, Field(ge=0, lt=1)]  # weight of what was before in a moving average; 0: none
+Floor = Annotated[float, Field(ge=0, le=1)]
+
+
+class Ags(Section):
+    """Adaptive gradient scaling, Algorithm 1 of the paper. What is not given is taken from the preset."""
+
+    preset: Literal["paper", "robust"] = "paper"
+    granularity: Literal["element", "tensor"] | None = None
+    delta: Threshold | None = None
+    b_small: Literal["auto"] | Positive = "auto"  # auto: reference_batch, at most a quarter of the batch
+    refresh: Literal["epoch"] | Every | None = None
+    s_min: Floor | None = None
+    eps: PositiveFloat | None = None
+    source: Literal["small_batch", "local_norms"] | None = None
+    norm_ewma: Memory | None = None
+    scale_ema: Memory | None = None
+    apply_to: Literal["gradient", "update"] | None = None
+    consensus: Literal["broadcast", "check", "off"] = "broadcast"
+    factor: Literal["auto"] | PositiveFloat = "auto"  # of method static; auto: sqrt(batch / b_small)
+
+    def resolved(self) -> "ResolvedAgs":
+        """Return the section with every field filled: what is given, else the preset's."""
+        return _resolved(self)
+
+    @model_validator(mode="after")
+    def _settings_fit_together(self) -> "Ags":
+        preset = AGS_PRESETS[self.preset]
+        source, granularity = self.source or preset["source"], self.granularity or preset["granularity"]
+        if source != "local_norms":
+            return self
+        if granularity == "element":
+            raise ValueError(
+                "source local_norms knows one norm a tensor; set granularity: tensor or source: small_batch"
+            )
+        if self.b_small != "auto":
+            raise ValueError(
+                f"b_small {self.b_small} has no effect with source local_norms, where each GPU's own batch is the small"
+                " one; leave it out or set source: small_batch"
+            )
+        return self
+
+
+@cache
+def _resolved(ags: Ags) -> "ResolvedAgs":  # a forecast asks for every configuration
+    return ResolvedAgs.model_validate({**AGS_PRESETS[ags.preset], **ags.model_dump(exclude_none=True)})
+
+
+class ResolvedAgs(Ags):
+    """The section `ags` with nothing left to a preset."""
+
+    granularity: Literal["element", "tensor"]
+    delta: Threshold
+    refresh: Literal["epoch"] | Every
+    s_min: Floor
+    eps: PositiveFloat
+    source: Literal["small_batch", "local_norms"]
+    norm_ewma: Memory
+    scale_ema: Memory
+    apply_to: Literal["gradient", "update"]
+
+    @property
+    def each_step(self) -> bool:
+        """Whether every step refreshes: then that is a part of the step, and nothing beside it."""
+        return isinstance(self.refresh, Every) and self.refresh.every == 1
+
+
+class Arm(Section):
+    """One way to go on that a self-tuning training tries."""
+
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,31}$")]
+    method: Literal["lbt", "ags", "static", "ortho"] = "lbt"
+    lr_factor: PositiveFloat = 1.0  # of the learning rate that the schedule gives
+    warmup_epochs: NonNegativeFloat = 0.0  # in which the factor grows from 1
+    ags: Ags | None = None  # in place of the job's section ags; None keeps that
+
+    @model_validator(mode="after")
+    def _settings_act(self) -> "Arm":
+        if self.method in ("lbt", "ortho") and self.ags is not None:
+            raise ValueError(f"ags means nothing to method {self.method}; set method: ags")
+        if self.warmup_epochs and self.lr_factor == 1:
+            raise ValueError("warmup_epochs means nothing to lr_factor 1")
+        return self
+
+
+class Auto(Section):
+    """Self-tuning (train.method: auto): short branches from a checkpoint, judged on held-out training samples."""
+
+    after: Positive = 1  # epochs, trained as lbt, after which the arms part
+    # Of a branch in the first rung, each further one trains twice as long; auto: 2 % of train.epochs, at least 1.
+    epochs: Literal["auto"] | PositiveFloat = "auto"
+    holdout: Annotated[float, Field(gt=0, le=0.5)] = 0.1  # share of the training set, at most 10,000 samples
+    arms: list[Arm] = []  # beside lbt, which is always one; empty: the default ones
+
+    @model_validator(mode="after")
+    def _arms_differ(self) -> "Auto":
+        names = [arm.name for arm in self.arms]
+        twice = sorted({name for name in names if names.count(name) > 1})
+        if twice:
+            raise ValueError(f"arms need names of their own, got {', '.join(twice)} twice")
+        if any(arm.name == "lbt" and arm != Arm(name="lbt") for arm in self.arms):
+            raise ValueError("the arm lbt is the large batch as it is; give yours another name")
+        return self

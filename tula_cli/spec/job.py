@@ -1,0 +1,144 @@
+"""The whole job spec."""
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, ValidationError, model_validator
+from pydantic_core import InitErrorDetails, PydanticCustomError
+
+from tula_cli.errors import SpecError
+from tula_cli.presets import DIVIDING
+from tula_cli.spec.ags import Ags, Auto
+from tula_cli.spec.kinds import Positive, PositiveFloat, Section
+from tula_cli.spec.merge import merge
+from tula_cli.spec.methods import NEED_SGD, REPLACES, WARMUP_EPOCHS
+from tula_cli.spec.resources import UNPRICED, Cluster, NodeType, Pricing, TypeName
+from tula_cli.spec.sections import Dataset, Loss, Model, Optimizer, Schedule, Train, Transforms
+
+
+class Search(Section):
+    """What to measure."""
+
+    nodes: Annotated[list[Positive], Field(min_length=1)] = [2, 4, 8, 16]
+    min_batch: Positive = 32
+    max_batch: Positive | None = None  # besides memory and the dataset's size
+    strategy: Literal["sweep", "partial", "full", "adaptive"] = "sweep"
+    tolerance: Annotated[float, Field(gt=0, lt=1)] = 0.01  # expected regret at which `adaptive` stops, a share
+    steps: Annotated[int, Field(ge=5)] = 50  # timed optimizer steps a probe
+    warmup_steps: Annotated[int, Field(ge=2)] = 10
+    memory_margin: Annotated[float, Field(ge=0, lt=1)] = 0.1  # of the capacity, kept free
+    max_node_hours: PositiveFloat | None = None  # the most profiling may cost
+    max_minutes: PositiveFloat = 20.0  # the most one profiling job may last
+    packing: Literal["jobs", "single"] = "jobs"  # a job a number of nodes, or one job for all
+
+    @model_validator(mode="after")
+    def _bounds_are_ordered(self) -> "Search":
+        if self.max_batch is not None and self.max_batch < self.min_batch:
+            raise ValueError(f"max_batch {self.max_batch} is below min_batch {self.min_batch}")
+        if len(set(self.nodes)) != len(self.nodes):
+            raise ValueError(f"nodes names a size twice: {self.nodes}")
+        return self
+
+
+class JobSpec(Section):
+    """A whole job. Everything has a default but the model, the dataset, the learning rate and the epochs."""
+
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")] = "job"
+    model: Model
+    dataset: Dataset
+    transforms: Transforms = Transforms()
+    loss: Loss = Loss()
+    optimizer: Optimizer
+    schedule: Schedule = Schedule()
+    train: Train
+    ags: Ags = Ags()
+    auto: Auto = Auto()
+    search: Search = Search()
+    cluster: Cluster = Cluster()
+    pricing: Pricing = UNPRICED
+    node_types: dict[TypeName, NodeType] = {}  # each is measured for itself; the choice is made over all
+
+    @model_validator(mode="after")
+    def _tuning_fits(self) -> "JobSpec":
+        if self.train.method != "auto":
+            return self
+        if self.auto.after >= self.train.epochs:
+            raise ValueError(
+                f"auto.after {self.auto.after} leaves nothing of train.epochs {self.train.epochs} to train as tuned"
+            )
+        if self.train.lr_scaling in ("linear", "sqrt"):
+            raise ValueError(
+                f"train.lr_scaling {self.train.lr_scaling} would scale the learning rate under method auto, whose arms"
+                " scale it themselves; leave it out"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _types_are_sound(self) -> "JobSpec":
+        problems: list[InitErrorDetails] = []
+        currencies: dict[str, str] = {}
+        for name in self.node_types:
+            try:
+                currencies[name] = self.of_type(name).pricing.currency
+            except ValidationError as error:
+                problems += [_under(item, "node_types", name) for item in error.errors()]
+        if problems:
+            raise ValidationError.from_exception_data("JobSpec", problems)
+        if len(set(currencies.values())) > 1:
+            found = ", ".join(f"{name} in {currency}" for name, currency in currencies.items())
+            raise ValueError(f"node_types must be priced in one currency to be compared, got {found}")
+        return self
+
+    def by_type(self, only: str | None = None) -> dict[str, "JobSpec"]:
+        """Return the whole job on each type of node (on the named one); where it names none, itself under "".
+
+        Raises:
+            SpecError: there is no such type.
+        """
+        if only is not None and only not in self.node_types:
+            there_are = ", ".join(self.node_types)
+            raise SpecError(
+                f"no node type {only!r}",
+                f"there are: {there_are}" if there_are else "the job has no section node_types",
+            )
+        if not self.node_types:
+            return {"": self}
+        return {name: self.of_type(name) for name in self.node_types if only in (None, name)}
+
+    def of_type(self, name: str) -> "JobSpec":
+        """Return the whole job on one type of node; it knows of no others.
+
+        Raises:
+            ValidationError: what the type has of its own does not fit.
+        """
+        # A section that is there but empty, as a written spec has it, says nothing of its own.
+        own = {key: value for key, value in self.node_types[name].model_dump(exclude_unset=True).items() if value}
+        base = self.model_dump(mode="json", exclude_unset=True, exclude={"node_types"})
+        if self.pricing == UNPRICED:  # nothing of it holds beside a price
+            base.pop("pricing", None)
+        merge(base, own, {}, source=name)
+        return JobSpec.model_validate(base)
+
+
+def _under(item: Any, *path: str) -> InitErrorDetails:
+    """Return a problem that pydantic found in a part, with the path of the whole."""
+    kind = PydanticCustomError("value_error", "{why}", {"why": item["msg"].removeprefix("Value error, ")})
+    own = kind if item["type"] == "value_error" else item["type"]
+    return InitErrorDetails(type=own, loc=(*path, *item["loc"]), input=item["input"], ctx=item.get("ctx", {}))
+
+
+def warmup_epochs(spec: JobSpec) -> float:
+    """Return how many epochs the learning rate grows: as given, else as the method needs."""
+    given = spec.schedule.warmup_epochs
+    return WARMUP_EPOCHS.get(spec.train.method, 0.0) if given is None else given
+
+
+def misfit(spec: JobSpec) -> str:
+    """Return why the job's method does not go with its optimizer; empty where it does, or where only loading it tells."""
+    method, name = spec.train.method, spec.optimizer.name
+    if name not in REPLACES.get(method, (name,)):
+        return f"takes the place of {' or '.join(REPLACES[method])}, not of optimizer.name: {name}"
+    if method in NEED_SGD and name != "SGD" and ":" not in name:
+        return f"needs optimizer.name: SGD, not {name}"
+    if method in ("ags", "static") and name in DIVIDING and spec.ags.resolved().apply_to == "gradient":
+        return f"scales gradients, whose magnitude {name} divides by: set ags.apply_to: update"
+    return ""

@@ -1,0 +1,100 @@
+"""Kinds of values in a spec: sizes, minutes, lines, commands, prices; and the section they stand in."""
+
+import datetime
+import math
+import re
+import shlex
+from typing import Annotated
+
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
+
+_SIZE_UNITS = {"": 1, "K": 1000, "M": 1000**2, "G": 1000**3, "KI": 1024, "MI": 1024**2, "GI": 1024**3}
+
+
+def parse_size(value: object) -> object:
+    """Turn "16GiB" or "800 MB" into bytes; numbers are bytes already."""
+    if not isinstance(value, str):
+        return value
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMG]I?)?B?\s*", value.upper())
+    if match is None:
+        raise ValueError(f"{value!r} is not a size; write it like 16GiB or 800MB")
+    return round(float(match[1]) * _SIZE_UNITS[match[2] or ""])
+
+
+def parse_minutes(value: object) -> object:
+    """Turn SLURM's D-HH, D-HH:MM, D-HH:MM:SS, HH:MM:SS and MM:SS into minutes, rounded up; numbers are minutes."""
+    if not isinstance(value, str):
+        return value
+    match = re.fullmatch(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?", value.strip())
+    if match is None:
+        raise ValueError(f"{value!r} is not a time limit; write minutes, or as SLURM does HH:MM:SS or D-HH:MM:SS")
+    days, *parts = (int(part) if part else 0 for part in match.groups())
+    if match[1] is None and match[4] is None:  # without days two parts are minutes and seconds
+        parts = [0, *parts[:2]]
+    hours, minutes, seconds = parts
+    return (days * 24 + hours) * 60 + minutes + -(-seconds // 60)
+
+
+def one_line(value: object) -> object:
+    """Take a number as the word it is written as (an account may be one); refuse what would end a line of a script."""
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        return str(value)
+    if isinstance(value, str) and not value.isprintable():
+        raise ValueError(f"{value!r} must be one line of text")
+    return value
+
+
+def as_text(value: object) -> object:
+    """Take a number as the word it is written as; true and false have no one spelling in a shell."""
+    if isinstance(value, bool):
+        raise ValueError(f"{str(value).lower()} must be quoted: 'true', '1', ...")
+    return str(value) if isinstance(value, int | float) else value
+
+
+def word(value: str) -> str:
+    if not value:
+        raise ValueError("an empty word is no part of a command")
+    return value
+
+
+def _shell_words(value: str) -> str:
+    try:
+        words = shlex.split(value)
+    except ValueError as error:
+        raise ValueError(f"{value!r} is no command: {str(error).lower()}") from None
+    if not words:
+        raise ValueError("the command is empty")
+    return value
+
+
+def price(value: object) -> object:
+    if isinstance(value, int | float) and not isinstance(value, bool) and not 0 < value < math.inf:
+        raise ValueError(
+            f"a price must be above 0, got {value:g}; where nothing is paid leave the section out: cost is then counted"
+            " in node-hours"
+        )
+    return value
+
+
+def day(value: str) -> str:
+    try:
+        if value and not re.fullmatch(r"\d{4}-\d{2}-\d{2}", value):
+            raise ValueError
+        return datetime.date.fromisoformat(value).isoformat() if value else value
+    except ValueError:
+        raise ValueError(f"{value!r} is not a day; write it like 2025-11-30") from None
+
+
+Size = Annotated[int, BeforeValidator(parse_size), Field(gt=0)]  # bytes
+Minutes = Annotated[int, BeforeValidator(parse_minutes), Field(ge=1)]
+Line = Annotated[str, BeforeValidator(one_line)]
+Command = Annotated[Line, AfterValidator(_shell_words)]
+Positive = Annotated[int, Field(ge=1)]
+PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+NonNegativeFloat = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+
+
+class Section(BaseModel):
+    """A part of the spec: frozen, and no key it does not know."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())

@@ -1,0 +1,62 @@
+"""The job spec: one YAML, checked whole before anything runs.
+
+`load_spec` merges defaults, site files, the file, `TULA_*` variables and `--set` overrides (later wins), and reports
+every problem at once with its path and the nearest valid name. Units are in the names or the comments; `batch` is
+global, `local_batch` is one GPU's.
+"""
+
+import os
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import ValidationError
+
+from tula_cli.errors import SpecError
+from tula_cli.spec.job import JobSpec
+from tula_cli.spec.merge import SITE_FILES, merge_sources
+from tula_cli.spec.problems import merge_unions, problem
+from tula_cli.spec.yaml_text import Dumper
+
+
+def load_spec(
+    path: Path,
+    *,
+    overrides: Iterable[str] = (),
+    environ: Mapping[str, str] = os.environ,
+    site_files: Iterable[Path] = SITE_FILES,
+) -> JobSpec:
+    """Read, merge and check a job spec.
+
+    Args:
+        path: the YAML file.
+        overrides: `a.b=c`, c in YAML; later wins.
+        environ: where TULA_SPEC_* variables are looked up.
+        site_files: YAML files of site-wide values, weaker than the spec; those that exist are read.
+
+    Raises:
+        SpecError: with all problems at once.
+    """
+    merged, _ = merge_sources(path, overrides=overrides, environ=environ, site_files=site_files)
+    return validate(merged, source=str(path))
+
+
+def validate(content: Mapping[str, Any], *, source: str) -> JobSpec:
+    """Check a mapping as a job spec.
+
+    Raises:
+        SpecError: with all problems at once; each names its path, the value and what is wanted.
+    """
+    try:
+        return JobSpec.model_validate(content)
+    except ValidationError as error:
+        problems = merge_unions([problem(item) for item in error.errors()])
+        count = "a problem" if len(problems) == 1 else f"{len(problems)} problems"
+        raise SpecError(f"{source} has {count}", problems=problems) from None
+
+
+def dump_yaml(spec: JobSpec) -> str:
+    """Return the whole spec as YAML that `load_spec` reads back to an equal spec."""
+    content = spec.model_dump(mode="json")
+    return yaml.dump(content, Dumper=Dumper, sort_keys=False, allow_unicode=True, width=120)

@@ -1,0 +1,77 @@
+"""Merging defaults, site files, the file, the environment and --set; later wins, and each value knows where it came from."""
+
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from tula_cli.errors import SpecError
+from tula_cli.spec.yaml_text import parse_yaml, read_yaml
+
+SITE_FILES = (Path("/etc/tula/site.yaml"), Path("~/.config/tula/site.yaml"))
+ENV_PREFIX = "TULA_SPEC_"
+"""TULA_SPEC_SEARCH__STEPS=20 overrides search.steps: two underscores part the levels."""
+
+
+def merge_sources(
+    path: Path,
+    *,
+    overrides: Iterable[str],
+    environ: Mapping[str, str] = os.environ,
+    site_files: Iterable[Path] = SITE_FILES,
+) -> tuple[dict[str, Any], dict[str, str]]:
+    """Return the merged mapping, and for each leaf `a.b.c` the source its value came from."""
+    merged: dict[str, Any] = {}
+    origins: dict[str, str] = {}
+    for site_file in site_files:
+        site_path = site_file.expanduser()
+        if site_path.is_file():
+            merge(merged, read_yaml(site_path), origins, source=str(site_path))
+    merge(merged, read_yaml(path), origins, source=str(path))
+    for variable in sorted(environ):
+        if variable.startswith(ENV_PREFIX):
+            key = variable.removeprefix(ENV_PREFIX).lower().replace("__", ".")
+            _assign(merged, key, environ[variable], origins, source=variable)
+    for override in overrides:
+        key, equals, value = override.partition("=")
+        if not equals or not key.strip():
+            raise SpecError(f"--set {override}: not of the form a.b=c", "for example --set search.nodes=[2,4]")
+        _assign(merged, key.strip(), value, origins, source="--set")
+    return merged, origins
+
+
+def _assign(into: dict[str, Any], key: str, text: str, origins: dict[str, str], *, source: str) -> None:
+    """Set `a.b.c` to a value in YAML; a mapping replaces what was there."""
+    *sections, last = key.split(".")
+    for part in sections:
+        if not isinstance(into.get(part), dict):
+            into[part] = {}
+        into = into[part]
+    into[last] = parse_yaml(text, source=f"{source} {key}")
+    for leaf in [known for known in origins if known == key or known.startswith(f"{key}.")]:
+        del origins[leaf]
+    for leaf, _ in leaves(into[last], key):
+        origins[leaf] = source
+
+
+def merge(
+    into: dict[str, Any], new: Mapping[str, Any], origins: dict[str, str], *, source: str, prefix: str = ""
+) -> None:
+    """Merge mappings level by level; a value that is not a mapping on both sides is replaced."""
+    for key, value in new.items():
+        path = f"{prefix}{key}"
+        if isinstance(value, dict) and isinstance(into.get(key), dict):
+            merge(into[key], value, origins, source=source, prefix=f"{path}.")
+        else:
+            into[key] = value
+            for leaf, _ in leaves(value, path):
+                origins[leaf] = source
+
+
+def leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield each value of nested mappings with its key, `a.b.c`; a list is one value, and so is an empty mapping."""
+    if isinstance(value, dict) and value:
+        for key, inner in value.items():
+            yield from leaves(inner, f"{path}.{key}" if path else key)
+    else:
+        yield path, value

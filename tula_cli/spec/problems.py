@@ -1,0 +1,77 @@
+"""What is wrong with a spec, in words, with the nearest valid name."""
+
+import difflib
+import re
+from typing import Any
+
+from tula_cli.errors import Problem
+from tula_cli.spec.job import JobSpec
+from tula_cli.spec.kinds import Section
+from tula_cli.spec.resources import NodeType
+
+
+def problem(item: Any) -> Problem:
+    path = _readable_path(item["loc"])
+    if item["type"] == "extra_forbidden":
+        names = _names_at(item["loc"][:-1])
+        close = difflib.get_close_matches(str(item["loc"][-1]), names, n=1, cutoff=0.5)
+        hint = f"did you mean {close[0]}?" if close else f"known here: {', '.join(sorted(names))}"
+        return Problem(path, "no such key", hint)
+    if item["type"] == "missing":
+        return Problem(path, "is required")
+    message = item["msg"].removeprefix("Value error, ").replace("Input should be", "must be")
+    if item["type"] == "literal_error":
+        expected = item["ctx"]["expected"].replace(" or ", ", ")
+        close = difflib.get_close_matches(str(item["input"]), re.findall(r"'([^']+)'", expected), n=1)
+        return Problem(path, f"{item['input']!r} is none of {expected}", f"did you mean {close[0]}?" if close else "")
+    if item["type"] == "string_pattern_mismatch":
+        return Problem(path, f"{item['input']!r} must be letters, digits, '.', '_' or '-', at most 64 of them")
+    shown = "" if item["type"] == "value_error" or isinstance(item["input"], dict) else f", got {item['input']!r}"
+    return Problem(path, message[:1].lower() + message[1:] + shown)
+
+
+def merge_unions(problems: list[Problem]) -> tuple[Problem, ...]:
+    """Fold the problems pydantic reports for each branch of a union into one a path."""
+    by_path: dict[str, list[Problem]] = {}
+    for problem in problems:
+        by_path.setdefault(problem.path, []).append(problem)
+    return tuple(
+        found[0]
+        if len(found) == 1
+        else Problem(
+            path, "; or ".join(dict.fromkeys(p.message for p in found)), next((p.hint for p in found if p.hint), "")
+        )
+        for path, found in by_path.items()
+    )
+
+
+_UNION_BRANCHES = re.compile(
+    r"^(literal\[|constrained-|function-|float|int$|str$|bool$|dict\[|list\[|\[key\]$|Every$|Hessian$)"
+)
+
+
+def _readable_path(location: tuple[Any, ...]) -> str:
+    """Return `a.b[2].c` without the names pydantic gives to the branches of a union."""
+    parts = [part for part in location if isinstance(part, int) or not _UNION_BRANCHES.match(str(part))]
+    return "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in parts).lstrip(".") or "the spec"
+
+
+def _names_at(location: tuple[Any, ...]) -> list[str]:
+    """Return the keys that the section at `location` knows."""
+    section: Any = JobSpec
+    if len(location) > 1 and location[0] == "node_types":
+        section, location = (JobSpec, location[2:]) if len(location) > 2 else (NodeType, ())
+    for part in location:
+        if not (isinstance(section, type) and issubclass(section, Section)) or part not in section.model_fields:
+            break
+        section = _section_of(section.model_fields[part].annotation)
+    return list(section.model_fields) if isinstance(section, type) and issubclass(section, Section) else []
+
+
+def _section_of(annotation: Any) -> Any:
+    """Return the Section in an annotation like `Slurm | None`."""
+    if isinstance(annotation, type):
+        return annotation
+    return next(
+        (a for a in getattr(annotation, "__args__", ()) if isinstance(a, type) and issubclass(a, Section)), None
+    )

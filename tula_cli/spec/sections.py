@@ -1,0 +1,115 @@
+"""The sections of a spec that say what is trained."""
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, model_validator
+
+from tula_cli.spec.kinds import NonNegativeFloat, Positive, PositiveFloat, Section
+from tula_cli.spec.methods import Method
+
+
+class Model(Section):
+    """A torchvision model name, or `package.module:callable` that returns a torch.nn.Module."""
+
+    name: str
+    args: dict[str, Any] = {}
+
+
+class Dataset(Section):
+    """CIFAR10, CIFAR100, Caltech101, Caltech256, ImageNet, ImageFolder, FakeData, digits, or an import string.
+
+    An import string names a callable `(train: bool, transform, **args) -> torch.utils.data.Dataset`.
+    """
+
+    name: str
+    root: str = "data"
+    args: dict[str, Any] = {}
+    download: bool = False
+    eval_fraction: Annotated[float, Field(gt=0, lt=1)] = 0.2  # held out, stratified, where there is no official split
+
+
+class Transforms(Section):
+    """Names of torchvision.transforms.v2 classes, {Name: {arguments}}, or import strings; empty means to tensor only."""
+
+    train: list[str | dict[str, dict[str, Any]]] = []
+    eval: list[str | dict[str, dict[str, Any]]] = []
+
+
+class Loss(Section):
+    """A name of tula's (cross_entropy), a class of torch.nn, or an import string of a callable(output, target)."""
+
+    name: str = "cross_entropy"
+    args: dict[str, Any] = {}
+
+
+class Optimizer(Section):
+    """Any class of torch.optim, or an import string."""
+
+    name: str = "SGD"
+    lr: PositiveFloat
+    momentum: Annotated[float, Field(ge=0, lt=1)] | None = None
+    weight_decay: NonNegativeFloat = 0.0
+    args: dict[str, Any] = {}
+
+
+class Schedule(Section):
+    """Learning rate over epochs (fractional epochs count): warm-up from near zero, then one of the kinds."""
+
+    kind: Literal["constant", "multistep", "cosine"] = "constant"
+    milestones: list[NonNegativeFloat] = []  # epochs
+    gamma: PositiveFloat = 0.1
+    warmup_epochs: NonNegativeFloat | None = None  # None: what the method needs (WARMUP_EPOCHS)
+    min_lr: NonNegativeFloat = 0.0  # cosine ends here
+
+    @model_validator(mode="after")
+    def _settings_belong_to_the_kind(self) -> "Schedule":
+        if self.kind == "multistep" and not self.milestones:
+            raise ValueError("multistep needs milestones (epochs), for example [30, 60, 80]")
+        if self.kind != "multistep" and self.milestones:
+            raise ValueError(f"milestones mean nothing to kind {self.kind!r}; use kind: multistep")
+        if sorted(self.milestones) != self.milestones:
+            raise ValueError(f"milestones must ascend, got {self.milestones}")
+        if self.kind != "cosine" and self.min_lr:
+            raise ValueError(f"min_lr means nothing to kind {self.kind!r}; use kind: cosine")
+        return self
+
+
+class Hessian(Section):
+    """How often the largest Hessian eigenvalue is measured, and on how much; `train.hessian: true` takes the defaults."""
+
+    every: Positive = 1  # epochs
+    samples: Positive = 128  # of the training set, over all GPUs, always the same ones
+
+
+class Train(Section):
+    """The training run itself."""
+
+    epochs: Positive
+    seed: Annotated[int, Field(ge=0, lt=2**31)] = 0
+    precision: Literal["fp32", "bf16", "fp16"] = "fp32"
+    workers: Annotated[int, Field(ge=0)] = 2  # data-loader processes a GPU
+    accumulate: Positive = 1  # micro-batches an optimizer step
+    max_grad_norm: PositiveFloat | None = None
+    activation_checkpointing: bool = False
+    checkpoint_every: Literal["auto"] | PositiveFloat = (
+        "auto"  # seconds; auto is Young/Daly from the measured save time
+    )
+    reference_batch: Positive = 128  # the batch that optimizer.lr was tuned for
+    method: Method = "ags"
+    lr_scaling: Literal["auto", "none", "linear", "sqrt"] = "auto"  # in batch / reference_batch; auto: the method's
+    ghost_batch: Annotated[int, Field(ge=2)] | None = None  # samples over which BatchNorm takes its statistics
+    max_attempts: Positive = 8
+    tensorboard: bool = False
+    diagnostics: bool = False  # gradient norms also where the method does not take them by itself
+    hessian: bool | Hessian = False  # the largest eigenvalue at epoch ends
+
+    @model_validator(mode="after")
+    def _scaling_fits_the_method(self) -> "Train":
+        if self.method == "lrs" and self.lr_scaling == "none":
+            raise ValueError("method lrs is the scaling of the learning rate; with lr_scaling: none use method lbt")
+        if self.method == "adascale" and self.lr_scaling in ("linear", "sqrt"):
+            raise ValueError(
+                "method adascale multiplies the learning rate by its own gain, lr_scaling would scale it twice; leave"
+                " lr_scaling out"
+            )
+        return self

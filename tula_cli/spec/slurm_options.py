@@ -1,0 +1,168 @@
+"""The section `cluster.slurm`, and which options of sbatch and srun are refused there."""
+
+import re
+from collections.abc import Iterator
+from typing import Annotated, Literal
+
+from pydantic import AfterValidator, BeforeValidator, ValidationError, model_validator
+from pydantic_core import InitErrorDetails, PydanticCustomError
+
+from tula_cli.spec.kinds import Command, Line, Minutes, Positive, Section, as_text, one_line, word
+
+_SBATCH_SETTINGS = {
+    "job-name": "name",
+    "nodes": "search.nodes",
+    "ntasks": "cluster.gpus_per_node",
+    "ntasks-per-node": "cluster.gpus_per_node",
+    "tasks-per-node": "cluster.gpus_per_node",
+    "ntasks-per-gpu": "cluster.gpus_per_node",
+    "time": "cluster.slurm.minutes for training jobs, search.max_minutes for measuring ones",
+    "partition": "cluster.slurm.partition",
+    "account": "cluster.slurm.account",
+    "qos": "cluster.slurm.qos",
+    "constraint": "cluster.slurm.constraint",
+    "reservation": "cluster.slurm.reservation",
+    "exclude": "cluster.slurm.exclude",
+    "exclusive": "cluster.slurm.exclusive",
+    "mem": "cluster.slurm.memory",
+    "cpus-per-task": "cluster.slurm.cpus_per_task",
+}
+"""Options of sbatch that have a setting of their own."""
+_SBATCH_OURS = frozenset({
+    "array", "dependency", "error", "no-requeue", "open-mode", "output", "parsable", "quiet", "requeue", "signal",
+    "test-only", "wait", "wrap",
+})  # fmt: skip
+_SRUN_OURS = frozenset({"error", "kill-on-bad-exit", "output", "unbuffered", "ntasks", "ntasks-per-node", "nodes"})
+_GPU_OPTIONS = frozenset({"gpus", "gpus-per-node", "gpus-per-socket", "gpus-per-task", "gres", "tres-per-task"})
+_RANK_VARIABLES = frozenset({
+    "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT",
+    "SUBMITIT_EXECUTOR", "TULA_WRAPPER",
+})  # fmt: skip
+
+
+def option(name: str) -> str:
+    """Return an option of sbatch or srun as it is written on a command line, without its dashes."""
+    return name.replace("_", "-")
+
+
+def _an_option(name: str) -> str:
+    if not re.fullmatch(r"[a-z][a-z0-9_-]+", name):
+        raise ValueError(f"{name!r} is not the long name of an option, as mail-type is of --mail-type")
+    return name
+
+
+def _sbatch_option(name: str) -> str:
+    if setting := _SBATCH_SETTINGS.get(option(_an_option(name))):
+        raise ValueError(f"{name!r} has a setting of its own: {setting}")
+    if option(name) in _SBATCH_OURS:
+        raise ValueError(f"{name!r} is what tula itself tells sbatch; leave it out")
+    return name
+
+
+def _srun_option(name: str) -> str:
+    if option(_an_option(name)) == "cpus-per-task":
+        raise ValueError(f"{name!r} has a setting of its own: cluster.slurm.cpus_per_task")
+    if option(name) in _SRUN_OURS:
+        raise ValueError(f"{name!r} is what tula itself tells srun; leave it out")
+    return name
+
+
+def _slurm_memory(value: str) -> str:
+    if value and not re.fullmatch(r"\d+[KMGT]?B?", value.upper()):
+        raise ValueError(f"{value!r} is not a size as sbatch reads it; write it like 64G, or 0 for all of a node's")
+    return value
+
+
+def _gpu_type(value: str) -> str:
+    if not re.fullmatch(r"[A-Za-z0-9_.-]*", value):
+        raise ValueError(f"{value!r} is not the name of one type of GPU, as a100 is of gpu:a100:4")
+    return value
+
+
+def _variable(name: str) -> str:
+    if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
+        raise ValueError(f"{name!r} is not the name of an environment variable")
+    if name in _RANK_VARIABLES:
+        raise ValueError(f"{name!r} is set by tula; leave it out")
+    return name
+
+
+def _option_value(value: object) -> object:
+    values = value if isinstance(value, list) else [value]
+    if not all(v is None or isinstance(v, bool | int | float | str) for v in values):
+        raise ValueError(
+            f"{value!r} must be a text, a number, a list of them, true (the bare option) or false (left out)"
+        )
+    lines = [one_line(v) for v in values]
+    return lines if isinstance(value, list) else value
+
+
+OptionValue = Annotated[bool | int | float | str | list[str] | None, BeforeValidator(_option_value)]
+"""True is the bare option; False, None, "" and [] leave it out; a list is joined by commas."""
+
+
+class Slurm(Section):
+    """What sbatch and srun are asked for; nothing is asked for that is not given here."""
+
+    launcher: Literal["srun", "torchrun"] = "srun"  # one task a GPU; or one a node, which starts the node's ranks
+    partition: Line | None = None
+    account: Line | None = None
+    qos: Line | None = None
+    constraint: Line | None = None
+    reservation: Line | None = None
+    exclude: Line | None = None
+    minutes: Minutes = 120  # time limit of a training job
+    memory: Annotated[Line, AfterValidator(_slurm_memory)] | None = None  # a node, as sbatch's --mem
+    cpus_per_task: Positive | None = None  # a rank, with either launcher
+    gpus: Literal["gpus_per_node", "gres", "gpus_per_task", "none"] = "gpus_per_node"  # how GPUs are asked for
+    gpu_type: Annotated[Line, AfterValidator(_gpu_type)] | None = None  # as the site calls it: a100
+    exclusive: bool = True  # whole nodes: neighbours would spoil the times
+    extra: dict[Annotated[str, AfterValidator(_sbatch_option)], OptionValue] = {}  # any other option of sbatch
+    srun_extra: dict[Annotated[str, AfterValidator(_srun_option)], OptionValue] = {}  # any other option of srun
+    setup: list[str] = []  # shell lines before the job
+    environment: dict[Annotated[str, AfterValidator(_variable)], Annotated[str, BeforeValidator(as_text)] | None] = {}
+    python: Command | None = None  # how python is started in the job: a command of the shell
+    wrapper: list[Annotated[Line, AfterValidator(word)]] = []  # words before the command of every rank
+    setup_snippet: Line | bool = True  # a file; true: the site's, else tula's; false: none
+    wrapper_snippet: Line | bool | None = None  # a file; true: the site's, else tula's; null: the site's, if any
+
+    @model_validator(mode="after")
+    def _settings_fit_together(self) -> "Slurm":
+        found = [*_unfit_gpus(self), *_unfit_options(self)]
+        if found:  # all at once, each with its path
+            details = [
+                InitErrorDetails(type=PydanticCustomError("value_error", "{why}", {"why": why}), loc=path, input=None)
+                for path, why in found
+            ]
+            raise ValidationError.from_exception_data("Slurm", details)
+        return self
+
+
+_Unfit = Iterator[tuple[tuple[str, ...], str]]
+
+
+def _unfit_gpus(slurm: Slurm) -> _Unfit:
+    if slurm.launcher == "torchrun" and slurm.gpus == "gpus_per_task":
+        yield (
+            ("gpus",),
+            "gpus_per_task is a GPU a task, and launcher: torchrun has a task a node; use gpus_per_node or gres",
+        )
+    if slurm.gpus == "none":
+        if slurm.gpu_type:
+            yield ("gpu_type",), f"{slurm.gpu_type!r} means nothing to gpus: none"
+        return
+    for name, value in slurm.extra.items():
+        # Other resources than GPUs have no other way in than gres.
+        if option(name) in _GPU_OPTIONS and value and (option(name) != "gres" or "gpu" in str(value)):
+            yield ("extra", name), "asks for GPUs a second time: gpus and gpu_type say how, or set gpus: none"
+
+
+def _unfit_options(slurm: Slurm) -> _Unfit:
+    given = [option(name) for name, value in slurm.extra.items() if value]
+    for name in ("mem-per-cpu", "mem-per-gpu"):
+        if name in given and slurm.memory:
+            yield ("extra", name), f"and memory ({slurm.memory}) exclude each other"
+    if "cpus-per-gpu" in given and slurm.cpus_per_task:
+        yield ("extra", "cpus-per-gpu"), f"and cpus_per_task ({slurm.cpus_per_task}) exclude each other"
+    for name in sorted({name for name in given if given.count(name) > 1}):
+        yield ("extra", name), "is given twice, with '-' and with '_'"

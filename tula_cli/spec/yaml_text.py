@@ -1,0 +1,89 @@
+"""YAML 1.2's plain scalars, with errors that name line and column."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from tula_cli.errors import SpecError
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML with 1.2's plain scalars: 1e-3 is a number, `on`, 1:30 and 2025-01-01 are words; a key given twice is refused."""
+
+    yaml_implicit_resolvers = {}
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen = set()
+        for key_node, _ in node.value:
+            if key_node.tag == "tag:yaml.org,2002:merge":
+                continue
+            if not isinstance(key_node, yaml.ScalarNode):
+                raise yaml.MarkedYAMLError(problem="a key must be a word", problem_mark=key_node.start_mark)
+            key = self.construct_object(key_node, deep=True)
+            if key in seen:
+                raise yaml.MarkedYAMLError(problem=f"key {key!r} is given twice", problem_mark=key_node.start_mark)
+            seen.add(key)
+        return super().construct_mapping(node, deep)
+
+
+class Dumper(yaml.SafeDumper):
+    """Quotes what either YAML 1.1 or `_Loader` would not read as a word."""
+
+
+_PLAIN_SCALARS = (
+    ("null", r"^(?:~|null|Null|NULL|)$", ["~", "n", "N", ""]),
+    ("bool", r"^(?:true|True|TRUE|false|False|FALSE)$", list("tTfF")),
+    ("int", r"^(?:[-+]?(?:0|[1-9][0-9]*)|0o[0-7]+|0x[0-9a-fA-F]+)$", list("-+0123456789")),
+    (
+        "float",
+        r"^(?:[-+]?(?:\.[0-9]+|[0-9]+\.[0-9]*)(?:[eE][-+]?[0-9]+)?|[-+]?[0-9]+[eE][-+]?[0-9]+"
+        r"|[-+]?\.(?:inf|Inf|INF)|\.nan|\.NaN|\.NAN)$",
+        list("-+0123456789."),
+    ),
+    ("merge", r"^<<$", ["<"]),
+)
+for _name, _pattern, _first in _PLAIN_SCALARS:
+    _Loader.add_implicit_resolver(f"tag:yaml.org,2002:{_name}", re.compile(_pattern), _first)
+    Dumper.add_implicit_resolver(f"tag:yaml.org,2002:{_name}", re.compile(_pattern), _first)
+
+
+def parse_yaml(text: str, *, source: str) -> Any:
+    """Parse YAML text.
+
+    Raises:
+        SpecError: it does not parse; names the source, line and column.
+    """
+    try:
+        return yaml.load(text, Loader=_Loader)
+    except yaml.MarkedYAMLError as error:
+        where = (
+            f", line {error.problem_mark.line + 1}, column {error.problem_mark.column + 1}"
+            if error.problem_mark
+            else ""
+        )
+        raise SpecError(f"{source}{where}: not valid YAML: {error.problem or error.context}") from None
+    except (yaml.YAMLError, ValueError) as error:
+        raise SpecError(f"{source}: not valid YAML: {error}") from None
+
+
+def read_yaml(path: Path) -> dict[str, Any]:
+    """Read one YAML file that holds a mapping.
+
+    Raises:
+        SpecError: the file is missing, unreadable, not text, not YAML or not a mapping.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise SpecError(f"no such file: {path}", "tula init writes a job.yaml to start from") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise SpecError(f"cannot read {path}: {getattr(error, 'strerror', None) or error}") from None
+    content = parse_yaml(text, source=str(path))
+    if not isinstance(content, dict):
+        found = "nothing" if content is None else f"a {type(content).__name__}"
+        raise SpecError(
+            f"{path}: a job spec is a mapping of sections, found {found}", "tula init writes one to start from"
+        )
+    return content

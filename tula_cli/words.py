@@ -1,0 +1,84 @@
+"""Numbers, durations, sizes, plurals and places in words; no styles, no screen."""
+
+import math
+import time
+from pathlib import Path
+
+# --- numbers and words
+
+
+def number(value: float | None, digits: int = 3) -> str:
+    """Return a number with `digits` significant digits, all of its digits before the point, and no exponent."""
+    if value is None or not math.isfinite(value):
+        return "-"
+    if value == 0:
+        return "0"
+    decimals = digits - 1 - math.floor(math.log10(abs(value)))
+    return f"{value:.{min(max(decimals, 0), 12)}f}"
+
+
+def duration(seconds: float | None) -> str:
+    """Return a time with its unit."""
+    if seconds is None:
+        return "-"
+    divisor, unit = time_unit(seconds)
+    return f"{number(seconds / divisor)} {unit}"
+
+
+def time_unit(longest: float) -> tuple[float, str]:
+    """Return the unit in which a column up to `longest` seconds is read best: its seconds and its name."""
+    if longest < 120:
+        return 1.0, "s"
+    return (60.0, "min") if longest < 7200 else (3600.0, "h")
+
+
+def plural(count: int, noun: str) -> str:
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
+
+
+def configuration(nodes: int, batch: int, local_batch: int) -> str:
+    """Return a configuration in words, with both of its batches."""
+    return f"{plural(nodes, 'node')}, batch {batch} (local {local_batch})"
+
+
+def near(path: Path) -> str:
+    """Return a path as it is seen from the working directory, where it lies in it."""
+    here = Path.cwd()
+    return str(path.relative_to(here)) if path.is_relative_to(here) else str(path)
+
+
+def percent(share: float | None) -> str:
+    return "-" if share is None else f"{100 * share:.1f}"
+
+
+def size_unit(largest: float | None) -> tuple[float, str]:
+    """Return the unit in which a column up to `largest` bytes is read best: its bytes and its name."""
+    return (1024**2, "MiB") if largest is not None and largest < 1024**3 else (1024**3, "GiB")
+
+
+def size(value: float | None, divisor: float) -> str:
+    return "-" if value is None else number(value / divisor)
+
+
+def amount(value: float) -> str:
+    """Return bytes with their unit."""
+    divisor, unit = size_unit(value)
+    return f"{number(value / divisor)} {unit}"
+
+
+def moment(at: float | None) -> str:
+    return "-" if at is None else time.strftime("%Y-%m-%d %H:%M", time.localtime(at))
+
+
+def first_line(text: str) -> str:
+    return text.strip().split("\n", 1)[0]
+
+
+def counted(number: int, noun: str = "node") -> str:
+    """Return how many, in words: 1 node, 2 nodes."""
+    return f"{number} {noun}{'s' * (number != 1)}"
+
+
+def place(nodes: int, local_batch: int) -> str:
+    """Return where a probe is made, in words."""
+    return f"{counted(nodes)}, local batch {local_batch}"

@@ -1,0 +1,117 @@
+"""Calling what a spec names with the arguments a spec gives, so that a wrong argument is named and not only traced."""
+
+import inspect
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from tula_cli.errors import SpecError
+from tula_cli.plugins import is_import_string
+from tula_cli.plugins import nearest
+
+_UNEXPECTED = re.compile(r"unexpected keyword argument '(\w+)'")
+_MISSING = re.compile(r"missing \d+ required (?:positional|keyword-only) arguments?: (.+)")
+
+
+def construct(
+    target: Callable[..., Any],
+    args: Mapping[str, Any],
+    *,
+    path: str,
+    name: str,
+    given: Mapping[str, Any] | None = None,
+    first: tuple[Any, ...] = (),
+) -> Any:
+    """Call `target(*first, **given, **args)`.
+
+    Args:
+        target: what to call.
+        args: the spec's arguments.
+        path: where `args` stand in the spec ("model.args").
+        name: the name in the spec; an import string is the user's own code.
+        given: arguments that tula gives itself and `args` must not repeat.
+        first: positional arguments.
+
+    Raises:
+        SpecError: an argument is unknown, missing or given twice, or built-in code refuses its value. Any other
+            exception of the user's own code passes.
+    """
+    given = given or {}
+    for key in args:
+        if key in given:
+            raise SpecError(f"{path}.{key}: tula gives {key} to {name} itself", f"remove it from {path}")
+    try:
+        return target(*first, **given, **args)
+    except TypeError as error:
+        problem = _argument_problem(error, target, args, path=path, name=name, given=given, first=first)
+        if problem is not None:
+            raise problem from error
+        if is_import_string(name):
+            raise
+        raise refused(error, args, path=path, name=name) from error
+    except ValueError as error:
+        if is_import_string(name):
+            raise
+        raise refused(error, args, path=path, name=name) from error
+
+
+def parameters_of(target: Callable[..., Any]) -> list[str]:
+    """Return the names of a callable's parameters, with those of the class it says it returns where it passes on **kwargs."""
+    try:
+        signature = inspect.signature(target)
+    except (TypeError, ValueError):  # it does not tell
+        return []
+    kinds = signature.parameters.values()
+    names = [p.name for p in kinds if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY) and p.name != "self"]
+    returned = signature.return_annotation
+    if any(p.kind is p.VAR_KEYWORD for p in kinds) and isinstance(returned, type) and returned is not signature.empty:
+        names += [name for name in parameters_of(returned) if name not in names]
+    return names
+
+
+def accepts(target: Callable[..., Any], argument: str) -> bool:
+    """Whether a callable names `argument` among its parameters."""
+    return argument in parameters_of(target)
+
+
+def _argument_problem(
+    error: TypeError,
+    target: Callable[..., Any],
+    args: Mapping[str, Any],
+    *,
+    path: str,
+    name: str,
+    given: Mapping[str, Any],
+    first: tuple[Any, ...],
+) -> SpecError | None:
+    """Return what is wrong with the arguments if that, and not the called code, raised the TypeError."""
+    unexpected = _UNEXPECTED.search(str(error))
+    if unexpected and unexpected[1] in args:
+        known = parameters_of(target)
+        hint = nearest(unexpected[1], known) or (f"it takes {', '.join(known)}" if known else "")
+        return SpecError(f"{path}.{unexpected[1]}: {name} takes no such argument", hint)
+    if _binds(target, *first, **given, **args):
+        return None
+    missing = _MISSING.search(str(error))
+    if missing:
+        return SpecError(f"{path}: {name} needs {missing[1]}", f"add it to {path}")
+    wanted = ", ".join([*(["..."] if first else []), *given])
+    return SpecError(
+        f"{name} cannot be called by tula: {error}", f"it is called with ({wanted}, and the arguments given)"
+    )
+
+
+def _binds(target: Callable[..., Any], *args: Any, **kwargs: Any) -> bool:
+    try:
+        inspect.signature(target).bind(*args, **kwargs)
+    except TypeError:
+        return False
+    except ValueError:  # a builtin without a signature
+        return True
+    return True
+
+
+def refused(error: Exception, args: Mapping[str, Any], *, path: str, name: str) -> SpecError:
+    """Return the error that built-in code refuses the values of its arguments."""
+    shown = ", ".join(f"{key}: {value!r}" for key, value in args.items())
+    return SpecError(f"{path}: {name} refuses {shown or 'its arguments'}: {error}")

@@ -1,0 +1,308 @@
+"""From the spec to datasets: where the samples come from, how they are split, transformed and seeded."""
+
+from tula_cli.spec.job import JobSpec
+from tula_cli.errors import SpecError
+from tula_cli.worker.build.samples import Datasets
+from tula_cli.worker.build.samples import Evaluated
+from tula_cli.worker.build.samples import Seeded
+from tula_cli.worker.build.transforms import build_transforms
+from tula_cli.worker.build.samples import length
+from collections.abc import Callable
+from tula_cli.worker.build.samples import Transform
+from tula_cli.plugins import is_import_string
+from tula_cli.plugins import load
+from tula_cli.worker.build.samples import Samples
+from typing import Any
+from tula_cli.worker.build.construct import construct
+from pathlib import Path
+from torchvision import datasets
+import PIL.Image
+from collections.abc import Sequence
+import numpy as np
+import torch.utils.data
+
+SPLIT_SEED = 0
+"""Seed of the split into training and evaluation samples; fixed, so that runs with other seeds stay comparable."""
+
+
+def prepare(spec: JobSpec) -> None:
+    """Download the dataset where the spec asks for it and torchvision can; one process at a time may do so.
+
+    Raises:
+        SpecError: the dataset cannot be downloaded, or its arguments are wrong.
+    """
+    if not spec.dataset.download:
+        return
+    name = spec.dataset.name
+    if name not in DOWNLOADABLE:
+        raise SpecError(
+            f"dataset.download: tula cannot download {name}",
+            SOURCES.get(name, "leave dataset.download out"),
+        )
+    root = _root(spec)
+    root.mkdir(parents=True, exist_ok=True)
+    splits = ({"train": True}, {"train": False}) if name.startswith("CIFAR") else ({},)
+    for split in splits:
+        try:
+            _construct_torchvision(spec, root=str(root), download=True, **split)
+        except OSError as error:
+            raise SpecError(
+                f"{name} cannot be downloaded to {root}: {error}",
+                "put it there from a machine that has a network, and set dataset.download: false",
+            ) from error
+
+
+def build_datasets(spec: JobSpec) -> Datasets:
+    """Return the training and evaluation samples of a job; never downloads.
+
+    Raises:
+        SpecError: unknown dataset or transform, wrong arguments, or files that are not there.
+    """
+    transforms = (
+        build_transforms(spec.transforms.train, path="transforms.train"),
+        build_transforms(spec.transforms.eval, path="transforms.eval"),
+    )
+    build = dataset_source(spec.dataset.name)
+    train, held_out, classes = build(spec, *transforms)
+    for samples, what in ((train, "training"), (held_out, "evaluation")):
+        if length(samples) == 0:
+            raise SpecError(f"dataset {spec.dataset.name} has no {what} samples")
+    return Datasets(Seeded(train, seed=spec.train.seed), Evaluated(held_out), classes)
+
+
+def dataset_source(name: str) -> Callable[[JobSpec, Transform, Transform], "Split"]:
+    """Return what builds a dataset by its name.
+
+    Raises:
+        SpecError: unknown name; with the nearest known ones.
+    """
+    if is_import_string(name):
+        return _imported
+    return load(name, BUILTINS, kind="dataset")  # type: ignore[no-any-return]
+
+
+Split = tuple[Samples, Samples, int | None]
+
+
+def _imported(spec: JobSpec, train: Transform, evaluate: Transform) -> Split:
+    """Return both splits of a callable `(train, transform, **args)`."""
+    target = load(spec.dataset.name, {}, kind="dataset")
+
+    def split(*, is_train: bool, transform: Transform) -> Any:
+        given = {"train": is_train, "transform": transform}
+        return construct(target, spec.dataset.args, path="dataset.args", name=spec.dataset.name, given=given)
+
+    samples = split(is_train=True, transform=train)
+    return samples, split(is_train=False, transform=evaluate), _classes_of(samples)
+
+
+def _classes_of(samples: Any) -> int | None:
+    """Return the number of classes if the dataset tells it by `num_classes` or torchvision's `classes`."""
+    count = getattr(samples, "num_classes", None)
+    if isinstance(count, int):
+        return count
+    names = getattr(samples, "classes", None) or getattr(samples, "categories", None)
+    return len(names) if names is not None else None
+
+
+def _official(key: str, train_value: Any, eval_value: Any) -> Callable[[JobSpec, Transform, Transform], Split]:
+    """Return a builder for a dataset of torchvision's that has an official split, told by the argument `key`."""
+
+    def build(spec: JobSpec, train: Transform, evaluate: Transform) -> Split:
+        root = str(_root(spec))
+        samples = _construct_torchvision(spec, root=root, transform=train, **{key: train_value})
+        held_out = _construct_torchvision(spec, root=root, transform=evaluate, **{key: eval_value})
+        return samples, held_out, len(samples.classes)
+
+    return build
+
+
+def _caltech(spec: JobSpec, train: Transform, evaluate: Transform) -> Split:
+    root = _root(spec)
+    if not (root / spec.dataset.name.lower()).is_dir():  # torchvision would create an empty one
+        raise _missing(spec, root / spec.dataset.name.lower())
+    samples = _construct_torchvision(spec, root=str(root), transform=train)
+    held_out = _construct_torchvision(spec, root=str(root), transform=evaluate)
+    return *_split(spec, samples, held_out, samples.y), len(samples.categories)
+
+
+def _image_folder(spec: JobSpec, train: Transform, evaluate: Transform) -> Split:
+    root = _root(spec)
+    official = (root / "train").is_dir() and (root / "val").is_dir()
+    folders = (root / "train", root / "val") if official else (root, root)
+    samples = _construct_torchvision(spec, root=str(folders[0]), transform=train)
+    held_out = _construct_torchvision(spec, root=str(folders[1]), transform=evaluate)
+    if samples.classes != held_out.classes:
+        odd = sorted(set(samples.classes) ^ set(held_out.classes))
+        raise SpecError(f"{folders[0]} and {folders[1]} have different classes: {', '.join(odd[:5])}")
+    if official:
+        return samples, held_out, len(samples.classes)
+    return *_split(spec, samples, held_out, samples.targets), len(samples.classes)
+
+
+def _construct_torchvision(spec: JobSpec, **given: Any) -> Any:
+    """Construct a dataset of torchvision's from what tula gives and the spec's arguments."""
+    name = spec.dataset.name
+    try:
+        return construct(getattr(datasets, name), spec.dataset.args, path="dataset.args", name=name, given=given)
+    except (RuntimeError, FileNotFoundError) as error:
+        raise _missing(spec, Path(given["root"]), reason=str(error)) from error
+
+
+def _missing(spec: JobSpec, folder: Path, *, reason: str = "") -> SpecError:
+    name = spec.dataset.name
+    why = f": {reason}" if folder.is_dir() and reason else ""
+    hint = SOURCES.get(name, "set dataset.download: true, or set dataset.root to where it lies")
+    if spec.dataset.download and name in DOWNLOADABLE:
+        hint = "the download did not complete: remove the folder and try again where there is a network"
+    return SpecError(f"dataset {name} is not in {folder.absolute()}{why}", hint)
+
+
+def _root(spec: JobSpec) -> Path:
+    return Path(spec.dataset.root).expanduser()
+
+
+class Arrays(torch.utils.data.Dataset[Any]):
+    """Images in memory: uint8, (N, H, W), given out as gray PIL images."""
+
+    def __init__(self, images: np.ndarray[Any, Any], labels: Sequence[int], transform: Transform) -> None:
+        self.images, self.labels, self.transform = images, labels, transform
+
+    def __len__(self) -> int:
+        return len(self.images)
+
+    def __getitem__(self, index: int) -> tuple[Any, int]:
+        return self.transform(PIL.Image.fromarray(self.images[index])), int(self.labels[index])
+
+
+def _digits(spec: JobSpec, train: Transform, evaluate: Transform) -> Split:
+    """Return scikit-learn's 1797 handwritten digits, 8 x 8, gray."""
+    if spec.dataset.args:
+        raise SpecError(f"dataset.args: digits takes none, got {', '.join(spec.dataset.args)}")
+    from sklearn.datasets import load_digits  # slow to import, and of use to this one dataset
+
+    digits = load_digits()
+    images = (digits.images * (255 / 16)).astype(np.uint8)
+    labels = digits.target.tolist()
+    return *_split(spec, Arrays(images, labels, train), Arrays(images, labels, evaluate), labels), 10
+
+
+class FakeImages(torch.utils.data.Dataset[Any]):
+    """Noise that depends on its index alone, as PIL images with uniformly drawn labels.
+
+    Args:
+        size: how many images.
+        image_size: (channels, height, width), with 1 or 3 channels.
+        num_classes: labels are 0 to num_classes - 1.
+        offset: number of the first image.
+        transform: applied to each image.
+    """
+
+    def __init__(
+        self, size: int, image_size: tuple[int, int, int], num_classes: int, *, offset: int, transform: Transform
+    ) -> None:
+        self.size, self.offset, self.transform = size, offset, transform
+        self.image_size, self.num_classes = image_size, num_classes
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __getitem__(self, index: int) -> tuple[Any, int]:
+        generator = np.random.default_rng(self.offset + index)
+        channels, height, width = self.image_size
+        shape = (height, width) if channels == 1 else (height, width, channels)
+        label = int(generator.integers(self.num_classes))
+        image = PIL.Image.fromarray(generator.integers(0, 256, size=shape, dtype=np.uint8))
+        return self.transform(image), label
+
+
+def _fake(spec: JobSpec, train: Transform, evaluate: Transform) -> Split:
+    """Return noise images: `size` to train on, and `eval_fraction` times as many others to evaluate on."""
+
+    def shape(size: int = 1000, image_size: Sequence[int] = (3, 224, 224), num_classes: int = 10) -> tuple[Any, ...]:
+        return size, tuple(image_size), num_classes
+
+    size, image_size, classes = construct(shape, spec.dataset.args, path="dataset.args", name="FakeData")
+    if len(image_size) != 3 or image_size[0] not in (1, 3) or min(image_size[1:]) < 1:
+        raise SpecError(
+            f"dataset.args.image_size: must be [channels, height, width] with 1 or 3 channels, got {image_size}"
+        )
+    for key, value in (("size", size), ("num_classes", classes)):
+        if not isinstance(value, int) or value < 1:
+            raise SpecError(f"dataset.args.{key}: must be a positive integer, got {value!r}")
+    held_out = max(1, round(size * spec.dataset.eval_fraction))
+    return (
+        FakeImages(size, image_size, classes, offset=0, transform=train),
+        FakeImages(held_out, image_size, classes, offset=size, transform=evaluate),
+        classes,
+    )
+
+
+def _split(spec: JobSpec, train: Samples, evaluate: Samples, labels: Sequence[int]) -> tuple[Samples, Samples]:
+    """Return disjoint stratified subsets of two views (training and evaluation transforms) of the same samples."""
+    kept, held_out = stratified(labels, fraction=spec.dataset.eval_fraction)
+    return torch.utils.data.Subset(train, kept), torch.utils.data.Subset(evaluate, held_out)
+
+
+def stratified(labels: Sequence[int], *, fraction: float) -> tuple[list[int], list[int]]:
+    """Split indices so that each class gives the same share, at least one where it has two or more.
+
+    Args:
+        labels: class of each sample.
+        fraction: share held out.
+
+    Returns:
+        Indices kept and indices held out, each ascending.
+    """
+    generator = np.random.RandomState(SPLIT_SEED)  # its stream is the same in every numpy version
+    array = np.asarray(labels)
+    held_out: list[int] = []
+    for label in np.unique(array):
+        members = generator.permutation(np.flatnonzero(array == label))
+        count = min(max(1, round(fraction * len(members))), len(members) - 1)
+        held_out.extend(members[:count].tolist())
+    chosen = set(held_out)
+    return [index for index in range(len(array)) if index not in chosen], sorted(held_out)
+
+
+BUILTINS: dict[str, Callable[[JobSpec, Transform, Transform], Split]] = {
+    "CIFAR10": _official("train", True, False),
+    "CIFAR100": _official("train", True, False),
+    "Caltech101": _caltech,
+    "Caltech256": _caltech,
+    "ImageNet": _official("split", "train", "val"),
+    "ImageFolder": _image_folder,
+    "FakeData": _fake,
+    "digits": _digits,
+}
+
+DOWNLOADABLE = ("CIFAR10", "CIFAR100", "Caltech101", "Caltech256")
+
+SOURCES = {
+    "ImageNet": "get ILSVRC2012_img_train.tar, ILSVRC2012_img_val.tar and ILSVRC2012_devkit_t12.tar.gz from "
+    "https://image-net.org and set dataset.root to their folder",
+    "ImageFolder": "set dataset.root to a folder with one sub-folder a class, or with train/ and val/ made like that",
+    "FakeData": "FakeData needs no download",
+    "digits": "digits come with scikit-learn",
+}
+
+
+def check_sample(sample: Any, *, path: str) -> torch.Tensor:
+    """Return one transformed input.
+
+    Args:
+        sample: what the dataset gave as input.
+        path: the list of transforms that made it ("transforms.train").
+
+    Raises:
+        SpecError: it is no floating-point tensor.
+    """
+    if not isinstance(sample, torch.Tensor):
+        raise SpecError(f"{path}: ends in {type(sample).__name__}, not in a tensor", f"add ToTensor to {path}")
+    if not sample.is_floating_point():
+        dtype = str(sample.dtype).removeprefix("torch.")
+        raise SpecError(
+            f"{path}: ends in a tensor of {dtype}, not of floating-point numbers",
+            f"add ToTensor, or {{ToDtype: {{dtype: float32, scale: true}}}}, to {path}",
+        )
+    return sample

@@ -1,0 +1,202 @@
+"""From the spec to torch objects: the model, the loss, the optimizer. Datasets and transforms are in `data`."""
+
+import functools
+import inspect
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+import torchvision.models
+from torch import nn
+
+from tula_cli.errors import SpecError
+from tula_cli.optim.layerwise import Lamb
+from tula_cli.optim.layerwise import Lars
+from tula_cli.plugins import is_import_string
+from tula_cli.plugins import load
+from tula_cli.plugins import nearest
+from tula_cli.spec.methods import REPLACES
+from tula_cli.spec.job import JobSpec
+from tula_cli.worker.build import small_images
+from tula_cli.worker.build.construct import accepts
+from tula_cli.worker.build.construct import construct
+from tula_cli.worker.build.construct import refused
+
+LossFunction = Callable[[Any, Any], torch.Tensor]  # (output, target) -> 0-dim loss
+
+
+class SmallCNN(nn.Module):
+    """A network for small images: two stages of two 3x3 convolutions with BatchNorm, global pooling, one linear layer.
+
+    Args:
+        num_classes: outputs.
+        in_channels: 1 for gray images.
+        width: channels of the first stage; the second has twice as many.
+    """
+
+    def __init__(self, num_classes: int = 10, in_channels: int = 3, width: int = 32) -> None:
+        super().__init__()
+        self.stages = nn.Sequential(
+            _conv_block(in_channels, width),
+            _conv_block(width, width),
+            nn.Sequential(nn.MaxPool2d(2), *_conv_block(width, 2 * width)),
+            _conv_block(2 * width, 2 * width),
+        )
+        self.head = nn.Linear(2 * width, num_classes)
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        """Map images (N, in_channels, H, W), at least 2 x 2, to logits (N, num_classes)."""
+        features: torch.Tensor = self.stages(images)
+        logits: torch.Tensor = self.head(features.mean(dim=(2, 3)))
+        return logits
+
+
+def _conv_block(inputs: int, outputs: int) -> nn.Sequential:
+    return nn.Sequential(
+        nn.Conv2d(inputs, outputs, 3, padding=1, bias=False), nn.BatchNorm2d(outputs), nn.ReLU(inplace=True)
+    )
+
+
+OWN_MODELS: dict[str, Callable[..., nn.Module]] = {"small_cnn": SmallCNN, **small_images.MODELS}
+
+
+def build_model(spec: JobSpec, classes: int | None) -> nn.Module:
+    """Return the model on the CPU, initialised from torch's current random state.
+
+    Args:
+        spec: names the model; its `args` go to the constructor.
+        classes: of the dataset; passed as `num_classes` unless the arguments give it or an imported callable does not
+            name such a parameter.
+
+    Raises:
+        SpecError: unknown model, or arguments that it refuses.
+    """
+    name, args = spec.model.name, dict(spec.model.args)
+    target = model_builder(name)
+    takes_classes = not is_import_string(name) or accepts(target, "num_classes")
+    if classes is not None and takes_classes and args.get("weights") is None:
+        args.setdefault("num_classes", classes)
+    try:
+        model = construct(target, args, path="model.args", name=name)
+    except (KeyError, RuntimeError) as error:  # unknown weights, impossible sizes
+        if is_import_string(name):
+            raise
+        raise refused(error, args, path="model.args", name=name) from error
+    if not isinstance(model, nn.Module):
+        raise SpecError(f"model {name} is a {type(model).__name__}, not a torch.nn.Module")
+    return model
+
+
+def model_builder(name: str) -> Callable[..., Any]:
+    if is_import_string(name) or name in OWN_MODELS:
+        return load(name, OWN_MODELS, kind="model")  # type: ignore[no-any-return]
+    known = torchvision.models.list_models()
+    if name.lower() not in known:
+        hint = nearest(name, [*OWN_MODELS, *known])
+        raise SpecError(f"unknown model {name!r}", hint or "a model of your own is written package.module:callable")
+    return torchvision.models.get_model_builder(name.lower())  # type: ignore[no-any-return]
+
+
+def build_loss(spec: JobSpec) -> LossFunction:
+    """Return the loss; a torch.nn loss is a module, to be moved to the device like the model.
+
+    Raises:
+        SpecError: unknown name, or arguments that it refuses.
+    """
+    name, args = spec.loss.name, spec.loss.args
+    target = load(name, LOSSES, kind="loss")
+    if is_import_string(name) and not isinstance(target, type):
+        return functools.partial(target, **args) if args else target
+    tensors = {key: torch.tensor(value) if isinstance(value, list) else value for key, value in args.items()}
+    return construct(target, tensors, path="loss.args", name=name)  # type: ignore[no-any-return]
+
+
+LOSSES: dict[str, Any] = {
+    "cross_entropy": nn.CrossEntropyLoss,
+    **{name: kind for name, kind in vars(nn).items() if name.endswith("Loss") and isinstance(kind, type)},
+}
+
+
+def build_optimizer(spec: JobSpec, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    """Return the base optimizer; SGD is the fused one where torch has it for these parameters.
+
+    LARS takes the place of SGD and LAMB that of Adam where `train.method` says so.
+
+    Raises:
+        SpecError: unknown optimizer, LBFGS, one that the method does not replace, or a momentum, weight decay or argument
+            that it does not take.
+    """
+    name, tensors = spec.optimizer.name, list(parameters)
+    if name == "LBFGS":
+        raise SpecError("optimizer.name: LBFGS evaluates a step several times, which tula's loop does not do")
+    target = _layerwise(spec) or load(name, OPTIMIZERS, kind="optimizer")
+    if not tensors:
+        raise SpecError(f"model {spec.model.name} has no parameters to train")
+    given: dict[str, Any] = {"lr": spec.optimizer.lr, **_regularisation(spec, target)}
+    if target is torch.optim.SGD and not {"fused", "foreach", "differentiable"} & set(spec.optimizer.args):
+        given["fused" if _has_fused_kernel(tensors) else "foreach"] = True
+    optimizer = construct(target, spec.optimizer.args, path="optimizer.args", name=name, given=given, first=(tensors,))
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise SpecError(f"optimizer {name} is a {type(optimizer).__name__}, not a torch.optim.Optimizer")
+    return optimizer
+
+
+def lr_ratios(optimizer: torch.optim.Optimizer, lr: float) -> tuple[float, ...]:
+    """Return each parameter group's learning rate by that of the spec, as the optimizer was built.
+
+    A loaded state brings rates from the middle of a training: ask before. A group that names no rate takes the spec's.
+    """
+    rates = (group.get("lr") for group in optimizer.param_groups)
+    return tuple(1.0 if rate is None else float(rate) / lr for rate in rates)
+
+
+def set_lr(optimizer: torch.optim.Optimizer, lr: float, ratios: Sequence[float]) -> None:
+    """Give each parameter group its ratio of a learning rate; one that is a tensor stays that tensor."""
+    for group, ratio in zip(optimizer.param_groups, ratios, strict=True):
+        if isinstance(group.get("lr"), torch.Tensor):  # a captured step reads it where it lies
+            group["lr"].fill_(lr * ratio)
+        else:
+            group["lr"] = lr * ratio
+
+
+def _layerwise(spec: JobSpec) -> type[torch.optim.Optimizer] | None:
+    """Return the optimizer that the method puts in place of the spec's; None where it puts none."""
+    method, name = spec.train.method, spec.optimizer.name
+    if method not in LAYERWISE:
+        return None
+    replaced = REPLACES[method]
+    if name not in replaced:
+        raise SpecError(
+            f"train.method {method} takes the place of {' or '.join(replaced)}, not of optimizer.name: {name}",
+            f"set optimizer.name: {replaced[0]}, with the learning rate and weight decay that suit it",
+        )
+    return LAYERWISE[method]
+
+
+LAYERWISE: dict[str, type[torch.optim.Optimizer]] = {"lars": Lars, "lamb": Lamb}
+
+
+def _has_fused_kernel(tensors: Sequence[torch.Tensor]) -> bool:
+    """Whether fused SGD takes these; torch itself would only say so at the first step."""
+    return all(t.is_floating_point() and t.device.type in ("cpu", "cuda") and not t.is_sparse for t in tensors)
+
+
+def _regularisation(spec: JobSpec, target: Callable[..., Any]) -> dict[str, float]:
+    """Return momentum and weight decay as far as they are set; the spec's weight decay replaces the class's own."""
+    found = {}
+    takes_any = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in inspect.signature(target).parameters.values())
+    for key, value in (("momentum", spec.optimizer.momentum), ("weight_decay", spec.optimizer.weight_decay)):
+        if accepts(target, key) or (takes_any and value):
+            if value is not None and key not in spec.optimizer.args:
+                found[key] = value
+        elif value:
+            hint = "its moment decay rates are optimizer.args.betas" if accepts(target, "betas") else ""
+            raise SpecError(f"optimizer.{key}: {spec.optimizer.name} takes no {key}", hint or "leave it out")
+    return found
+
+
+OPTIMIZERS: dict[str, Any] = {
+    name: kind
+    for name, kind in vars(torch.optim).items()
+    if isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer) and name not in ("Optimizer", "LBFGS")
+}

@@ -1,0 +1,174 @@
+"""The device: its memory, clock and versions. The one module of device code."""
+
+import ctypes
+import gc
+import re
+import resource
+import socket
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from tula_cli.errors import JobFailed
+from tula_cli.spec.resources import Cluster
+
+
+def pick_device(cluster: Cluster, local_rank: int, *, world: int) -> torch.device:
+    """Return this rank's device.
+
+    Raises:
+        JobFailed: cuda was asked for and there is none, or a local job has more ranks than GPUs (NCCL refuses two
+            ranks on one).
+    """
+    if cluster.device == "cpu" or (cluster.device == "auto" and not torch.cuda.is_available()):
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        raise JobFailed(
+            f"cluster.device is cuda, but torch sees no GPU on {socket.gethostname()}",
+            "check the driver, or set cluster.device: cpu",
+        )
+    count = torch.cuda.device_count()
+    if cluster.kind == "local" and world > count:
+        raise JobFailed(f"{world} ranks need {world} GPUs, this machine has {count}", "search fewer nodes")
+    # A site may give each task one visible GPU or all of the node's: the modulus is right for both.
+    return torch.device("cuda", local_rank % count)
+
+
+def limit_memory(capacity: int) -> None:
+    """Let this process allocate at most `capacity` bytes more than it holds now; beyond, torch's CPU allocator fails."""
+    _, hard = resource.getrlimit(resource.RLIMIT_DATA)
+    limit = process_memory("VmData") + capacity
+    if hard != resource.RLIM_INFINITY:
+        limit = min(limit, hard)
+    resource.setrlimit(resource.RLIMIT_DATA, (limit, hard))
+
+
+def lift_memory_limit() -> None:
+    """Make room again, so that a failure can be reported."""
+    _, hard = resource.getrlimit(resource.RLIMIT_DATA)
+    resource.setrlimit(resource.RLIMIT_DATA, (hard, hard))
+
+
+def process_memory(field: str) -> int:
+    """Return a field of /proc/self/status (VmHWM, VmRSS, VmData) in bytes."""
+    for line in Path("/proc/self/status").read_text(encoding="ascii").splitlines():
+        if line.startswith(f"{field}:"):
+            return int(line.split()[1]) * 1024
+    raise AssertionError(f"/proc/self/status has no {field}")
+
+
+Mark = float | torch.cuda.Event
+"""A moment: seconds on the CPU, an event in the stream on a GPU (where the host runs ahead of the device)."""
+
+
+@dataclass(frozen=True)
+class Clock:
+    """Moments on a device, and the seconds between them; on a GPU nothing waits until the seconds are asked for."""
+
+    device: torch.device
+
+    def mark(self) -> Mark:
+        if self.device.type != "cuda":
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def seconds(self, start: Mark, end: Mark) -> float:
+        if isinstance(start, float) and isinstance(end, float):
+            return end - start
+        assert isinstance(start, torch.cuda.Event)
+        assert isinstance(end, torch.cuda.Event)
+        end.synchronize()
+        return float(start.elapsed_time(end)) / 1000
+
+    def wait(self) -> None:
+        """Wait until the device has done all it was given."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+
+@dataclass
+class MemoryMeter:
+    """The peak memory of one rank since `reset`, beyond what the process held then."""
+
+    device: torch.device
+    base: int = 0  # bytes in use at the reset; on a GPU cuBLAS's workspaces, which the first steps have made
+    base_reserved: int = 0  # what the allocator held for that; on the CPU what counts against a limit
+    retries: int = 0
+
+    def reset(self) -> None:
+        """Drop what earlier work left behind and start a new peak."""
+        gc.collect()
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats(self.device)
+            self.base = torch.cuda.memory_allocated(self.device)
+            self.base_reserved = torch.cuda.memory_reserved(self.device)
+            self.retries = self._retries()
+        else:
+            # glibc keeps freed tensors of the last batch for itself; give them back, or they hide this batch's peak.
+            ctypes.CDLL(None).malloc_trim(0)
+            Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # resets VmHWM
+            self.base, self.base_reserved = process_memory("VmRSS"), process_memory("VmData")
+
+    def peak(self) -> tuple[int, int]:
+        """Return (peak, reserved) in bytes."""
+        if self.device.type == "cuda":
+            peak = torch.cuda.max_memory_allocated(self.device) - self.base
+            return peak, torch.cuda.max_memory_reserved(self.device) - self.base_reserved
+        peak = max(0, process_memory("VmHWM") - self.base)
+        return peak, peak
+
+    def libraries(self, capacity: int | None) -> int:
+        """Return the bytes of the capacity that are taken beside all that: context, workspaces, communication buffers.
+
+        On a GPU what the driver calls used, less what the allocator has taken since the reset: with another process on
+        the same GPU its memory too, which is as little to be had. On the CPU what the process held at the reset; where it
+        is limited, only what has come since then, for the limit counts no more.
+
+        Args:
+            capacity: bytes that `ranks.limit_memory` was given; None where nothing limits the process.
+        """
+        if self.device.type != "cuda":
+            limit, _ = resource.getrlimit(resource.RLIMIT_DATA)
+            return self.base if capacity is None else max(0, self.base_reserved - (limit - capacity))
+        free, total = torch.cuda.mem_get_info(self.device)
+        return total - free - (torch.cuda.memory_reserved(self.device) - self.base_reserved)
+
+    def settled(self) -> None:
+        """Begin to count retries: in the first steps the allocator may flush its cache once or twice near the limit."""
+        self.retries = self._retries() if self.device.type == "cuda" else 0
+
+    def allocator_retries(self) -> int:
+        """Return how often the CUDA allocator had to flush its cache to go on: the batch fits, but crawls."""
+        return self._retries() - self.retries if self.device.type == "cuda" else 0
+
+    def _retries(self) -> int:
+        return int(torch.cuda.memory_stats(self.device).get("num_alloc_retries", 0))
+
+
+def tensor_bytes(tensors: Iterable[object]) -> int:
+    """Return the bytes of all tensors among the objects; other objects count nothing."""
+    return sum(t.numel() * t.element_size() for t in tensors if isinstance(t, torch.Tensor))
+
+
+def nccl_version() -> str:
+    """Return the version of torch's NCCL; empty where it has none."""
+    if not dist.is_nccl_available():
+        return ""
+    return ".".join(str(part) for part in torch.cuda.nccl.version())
+
+
+def driver_version(
+    nvidia: Path = Path("/proc/driver/nvidia/version"), amd: Path = Path("/sys/module/amdgpu/version")
+) -> str:
+    """Return the version of the kernel's GPU driver, or nothing where it does not tell."""
+    if nvidia.is_file():
+        found = re.search(r"Kernel Module.*?\s(\d+\.[\d.]+)", nvidia.read_text(errors="replace"))
+        return found[1] if found else ""
+    return amd.read_text(errors="replace").strip() if amd.is_file() else ""

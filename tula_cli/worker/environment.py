@@ -1,0 +1,90 @@
+"""What a run was measured with: hosts, hardware, driver, versions, the settings in the environment."""
+
+import json
+import os
+import platform
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+import torch
+import torchvision
+
+from tula_cli.run.records.probes import Environment, Host
+from tula_cli.version import __version__
+from tula_cli.worker.device import driver_version, nccl_version
+from tula_cli.worker.ranks import Ranks
+
+RECORDED = ("NCCL_", "GLOO_", "OMP_", "CUDA_VISIBLE_DEVICES", "SLURM_")
+"""How the names of environment variables begin that are kept; all others may hold secrets."""
+
+
+def environment(ranks: Ranks) -> Environment:
+    """Describe what is measured on; every rank takes part."""
+    cuda = ranks.device.type == "cuda"
+    hardware = torch.cuda.get_device_name(ranks.device) if cuda else processor_name()
+    seen = [json.loads(text) for text in ranks.gather(json.dumps([platform.node(), hardware, _driver(ranks)]))]
+    nodes = _nodes(seen)
+    return Environment(
+        hosts=tuple(node.name for node in nodes),
+        device=ranks.device.type,
+        hardware=" + ".join(sorted({name for node in nodes for name in node.hardware})),
+        driver=" + ".join(sorted({node.driver for node in nodes})),
+        backend="nccl" if cuda else "gloo",
+        python=platform.python_version(),
+        torch=torch.__version__,
+        torchvision=torchvision.__version__,
+        tula=__version__,
+        nodes=nodes,
+        cuda=torch.version.cuda or torch.version.hip or "",
+        nccl=nccl_version(),
+        system=f"{_distribution()}, {platform.system()} {platform.release()}".lstrip(", "),
+        variables=recorded(os.environ),
+    )
+
+
+def _driver(ranks: Ranks) -> str:
+    return driver_version() if ranks.device.type == "cuda" else ""
+
+
+def _nodes(seen: Iterable[tuple[str, str, str]]) -> tuple[Host, ...]:
+    """Join what the ranks have said (host, hardware, driver) by host, in the order of ranks."""
+    by_host: dict[str, list[tuple[str, str]]] = {}
+    for host, hardware, driver in seen:
+        by_host.setdefault(host, []).append((hardware, driver))
+    return tuple(
+        Host(name=host, ranks=len(told), hardware=tuple(sorted({name for name, _ in told})), driver=told[0][1])
+        for host, told in by_host.items()
+    )
+
+
+def _distribution() -> str:
+    try:
+        return platform.freedesktop_os_release().get("PRETTY_NAME", "")
+    except OSError:  # a container may lack the file
+        return ""
+
+
+def recorded(environ: Mapping[str, str]) -> dict[str, str]:
+    """Return the environment variables that are kept: those of the allow-list, without the secrets among SLURM's.
+
+    A token may be in SLURM_JWT, and the words of sbatch --export, with values, in SLURM_EXPORT_ENV.
+    """
+    return {
+        name: value
+        for name, value in sorted(environ.items())
+        if name.startswith(RECORDED) and not name.startswith(("SLURM_JWT", "SLURM_EXPORT", "SLURM_SPANK"))
+    }
+
+
+def processor_name() -> str:
+    """Return the processor's name as the kernel tells it."""
+    for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
+        if line.startswith("model name"):
+            return line.partition(":")[2].strip()
+    return platform.machine()
+
+
+def oversubscribed(ranks: Ranks, *, ranks_here: int) -> bool:
+    """Return whether ranks share cores (one thread a rank) or GPUs: their times then say nothing of a real cluster."""
+    places = torch.cuda.device_count() if ranks.device.type == "cuda" else len(os.sched_getaffinity(0))
+    return ranks_here > places

@@ -1,0 +1,98 @@
+"""Squared gradient norms at a small and a large batch, from which the gradient noise scale follows.
+
+With several ranks both come for free: a rank's own gradient is that of the local batch, the reduced one that of the
+global batch (McCandlish et al. 2018, appendix A.1). A single rank takes two halves of its batch in their place.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch.distributed import GradBucket  # type: ignore[attr-defined]
+
+from tula_cli.models.efficiency import Pair
+from tula_cli.optim.parts.reduction import listen
+from tula_cli.worker.ranks import Ranks
+from tula_cli.worker.train import loop as worker_train_loop
+from tula_cli.worker.train.loop import Step, Trainer
+
+
+@dataclass
+class NormSpy:
+    """Listens to DDP's reductions and, while it watches, sums the squares of each bucket before and after.
+
+    Nothing is read by the host before the window is over: a step never waits. It knows nothing of the trainer: DDP
+    holds it from C++, and a cycle through that is never collected.
+    """
+
+    ranks: Ranks
+    watching: bool = False
+    local: list[torch.Tensor] = field(default_factory=list)  # norms of the buckets of the current step
+    reduced: list[torch.Tensor] = field(default_factory=list)
+    steps: list[torch.Tensor] = field(default_factory=list)  # squared norms (local, reduced), one pair a step
+
+    @classmethod
+    def attach(cls, trainer: Trainer) -> "NormSpy":
+        """Attach to a trainer that has not stepped yet; DDP keeps it."""
+        spy = cls(trainer.ranks)
+        listen(trainer.ddp, spy)
+        return spy
+
+    def __call__(self, bucket: GradBucket) -> Callable[[], None] | None:
+        """See one bucket (`optim.parts.reduction.Listener`)."""
+        if not self.watching:
+            return None
+        gradient = bucket.buffer()
+        self.local.append(_norm(gradient))
+        return lambda: self.reduced.append(_norm(gradient))
+
+    def watch(self, steps: Iterator[Step], scaler: torch.amp.GradScaler) -> Iterator[Step]:
+        """Pass the steps on, and keep the norms of each."""
+        self.watching = True
+        scale = float(scaler.get_scale())  # of the step to come: the scaler may change it after each
+        for step in steps:
+            self._close(scale)
+            scale = float(scaler.get_scale())
+            yield step
+        self.watching = False
+
+    def _close(self, scale: float) -> None:
+        norms = [torch.stack(norms).square().sum() / scale**2 for norms in (self.local, self.reduced)]
+        self.steps.append(torch.stack(norms))
+        self.local, self.reduced = [], []
+
+    def pairs(self) -> list[Pair]:
+        """Return what was seen, the local norms as means over all ranks, which all take part."""
+        seen = torch.stack(self.steps).double().cpu()
+        small = self.ranks.sum(seen[:, 0].tolist())
+        return [(total / self.ranks.world, big) for total, big in zip(small, seen[:, 1].tolist(), strict=True)]
+
+
+def _norm(gradient: torch.Tensor) -> torch.Tensor:
+    norm: torch.Tensor = torch.linalg.vector_norm(gradient, dtype=torch.float32)
+    return norm
+
+
+def halves(trainer: Trainer) -> Pair:
+    """Return the squared norms of the gradients of the two halves of the newest micro-batch, and of their mean."""
+    assert trainer.last_batch is not None
+    inputs, targets = trainer.last_batch
+    half = len(inputs) // 2
+    gradients = [_gradient(trainer, inputs[part], targets[part]) for part in (slice(half), slice(half, 2 * half))]
+    first, second = (_sqr(gradient) for gradient in gradients)
+    for mean, other in zip(*gradients, strict=True):
+        mean.add_(other).div_(2)
+    return (first + second) / 2, _sqr(gradients[0])
+
+
+def _gradient(trainer: Trainer, inputs: torch.Tensor, targets: torch.Tensor) -> list[torch.Tensor]:
+    with worker_train_loop.autocast(trainer):
+        loss = trainer.loss(trainer.ddp.module(inputs), targets)
+    parameters = [p for p in trainer.ddp.parameters() if p.requires_grad]
+    found = torch.autograd.grad(trainer.scaler.scale(loss), parameters, allow_unused=True)
+    scale = float(trainer.scaler.get_scale())
+    return [gradient.float() / scale for gradient in found if gradient is not None]
+
+
+def _sqr(gradient: Sequence[torch.Tensor]) -> float:
+    return float(torch.stack([part.double().square().sum() for part in gradient]).sum().item())

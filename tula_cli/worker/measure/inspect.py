@@ -1,0 +1,352 @@
+"""What building the model and the dataset tells: a JobSpec as JSON on stdin, one JSON object on stdout.
+
+The answer is a `records.Inspection`, or `{"error": {"class", "message", "hint", "detail"}}` where class is the error of
+tula's that the command line raises. Whatever the user's code prints goes to stderr.
+"""
+
+import json
+import os
+import re
+import sys
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.utils.data
+from torch import nn
+from torch.utils._pytree import tree_leaves
+
+from tula_cli.errors import JobFailed, Problem, SpecError, TulaError
+from tula_cli.models.halving import dearest
+from tula_cli.optim import TulaOptimizer
+from tula_cli.optim.adascale_sgd import AdaScale
+from tula_cli.optim.orthogonal import Ortho
+from tula_cli.plugins import is_import_string
+from tula_cli.run.records.inspections import Footprint, Inspection
+from tula_cli.spec.job import JobSpec
+from tula_cli.worker import environment
+from tula_cli.worker.build import zoo
+from tula_cli.worker.build.datasets import build_datasets, check_sample, dataset_source, prepare
+from tula_cli.worker.build.ghost import refuse_without_batch_norm
+from tula_cli.worker.build.samples import Datasets
+from tula_cli.worker.build.transforms import build_transforms
+from tula_cli.worker.device import process_memory
+from tula_cli.worker.measure import footprint as worker_measure_footprint
+from tula_cli.worker.measure import rehearsal as worker_measure_rehearsal
+from tula_cli.worker.methods.scaling import settings
+from tula_cli.worker.train.loop import check_ghosts, micro_batches
+
+SAMPLES_COMPARED = 4
+
+
+def inspect_job(spec: JobSpec) -> Inspection:
+    """Build everything a job is made of, and rehearse a step of it.
+
+    Raises:
+        SpecError: the spec names something that cannot be built or does not fit together.
+        JobFailed: the user's own model or dataset fails.
+    """
+    spec = dearest(spec)
+    _check_parts(spec)
+    device = _device(spec)
+    prepare(spec)
+    datasets = build_datasets(spec)
+    sample = _sample(spec, datasets)
+    warnings: list[str] = []
+    footprints: tuple[Footprint, ...] = ()
+    estimate_error = ""
+    try:
+        rehearsal = worker_measure_rehearsal.rehearse(spec, sample, classes=datasets.classes, gpu=_on_gpu(spec, device))
+        footprints = worker_measure_footprint.footprints(rehearsal, largest=max(1, len(datasets.train)))
+        model, optimizer, output = rehearsal.model, rehearsal.optimizer, rehearsal.output(2)
+        warnings += _lone_sample_problems(spec, rehearsal)
+    except TulaError:
+        raise
+    # A model may read values of its tensors, which fake ones do not have: only a real step can tell then.
+    except Exception as error:  # noqa: BLE001
+        estimate_error = f"{type(error).__name__}: {_first_line(error)}"
+        model, optimizer, output = _real_step(spec, datasets)
+    warnings += _check_output(spec, output, sample[1], datasets.classes)
+    _check_ags(spec, model, optimizer)
+    _check_ghosts(spec, model, largest=len(datasets.train))
+    return Inspection(
+        dataset_size=len(datasets.train),
+        eval_size=len(datasets.eval),
+        classes=datasets.classes,
+        sample_shape=tuple(sample[0].shape),
+        parameters=sum(parameter.numel() for parameter in model.parameters()),
+        footprints=footprints,
+        estimate_error=estimate_error,
+        device=device,
+        hardware=torch.cuda.get_device_name() if device == "cuda" else environment.processor_name(),
+        capacity=_capacity(spec, device),
+        cpus=len(os.sched_getaffinity(0)),
+        process=process_memory("VmRSS"),
+        warnings=tuple(warnings),
+    )
+
+
+def _check_parts(spec: JobSpec) -> None:
+    """Resolve every name before anything is built, so that all that is wrong with them is told at once.
+
+    Raises:
+        SpecError: with one problem a part; the error itself where there is only one.
+    """
+    parts: dict[str, Callable[[], object]] = {
+        "model.name": lambda: zoo.model_builder(spec.model.name),
+        "dataset.name": lambda: dataset_source(spec.dataset.name),
+        "transforms.train": lambda: build_transforms(spec.transforms.train, path="transforms.train"),
+        "transforms.eval": lambda: build_transforms(spec.transforms.eval, path="transforms.eval"),
+        "loss": lambda: zoo.build_loss(spec),
+        "optimizer": lambda: zoo.build_optimizer(spec, [torch.nn.Parameter(torch.zeros(1))]),
+    }
+    found: dict[str, SpecError] = {}
+    for path, part in parts.items():
+        try:
+            part()
+        except SpecError as error:
+            found[path] = error
+    if len(found) == 1:
+        raise next(iter(found.values()))
+    if found:
+        problems = tuple(Problem(path, error.message, error.hint) for path, error in found.items())
+        raise SpecError(f"{len(found)} parts of the job cannot be built", problems=problems)
+
+
+def _device(spec: JobSpec) -> str:
+    """Return what the ranks of a local run use here."""
+    found = torch.cuda.is_available()
+    if spec.cluster.device == "cuda" and spec.cluster.kind == "local" and not found:
+        raise SpecError(
+            "cluster.device: cuda, but torch sees no GPU on this machine", "set cluster.device: cpu or auto"
+        )
+    return "cuda" if found and spec.cluster.device != "cpu" else "cpu"
+
+
+def _on_gpu(spec: JobSpec, device: str) -> bool:
+    """Return whether memory is to be estimated for a GPU: where one is here, or may be where the jobs run."""
+    return device == "cuda" or (spec.cluster.kind == "slurm" and spec.cluster.device != "cpu")
+
+
+def _capacity(spec: JobSpec, device: str) -> int | None:
+    """Return the bytes one rank may use: what the spec says, else a share of this machine; None where jobs run elsewhere."""
+    if spec.cluster.memory_per_gpu is not None:
+        return spec.cluster.memory_per_gpu
+    if spec.cluster.kind == "slurm":
+        return None
+    if device == "cuda":
+        return int(torch.cuda.get_device_properties(0).total_memory)
+    return _machine_memory() // (max(spec.search.nodes) * spec.cluster.gpus_per_node)
+
+
+def _machine_memory() -> int:
+    """Return the bytes of this machine's memory, or of the control group that holds this process if that is less."""
+    total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    try:
+        limit = Path("/sys/fs/cgroup/memory.max").read_text(encoding="ascii").strip()
+    except OSError:
+        return total
+    return min(total, int(limit)) if limit.isdigit() else total
+
+
+def _sample(spec: JobSpec, datasets: Datasets) -> tuple[torch.Tensor, Any]:
+    """Return one training (input, target) that batches can be made of.
+
+    Raises:
+        SpecError: no floating-point tensor, or inputs of different shapes.
+        JobFailed: the user's dataset fails.
+    """
+    try:
+        samples = [datasets.train[(0, index)] for index in range(min(SAMPLES_COMPARED, len(datasets.train)))]
+        held_out = datasets.eval[0]
+    except TulaError:
+        raise
+    except Exception as error:  # the user's dataset and transforms may raise anything
+        if is_import_string(spec.dataset.name):
+            raise JobFailed(f"dataset {spec.dataset.name} gives no sample: {_described(error)}") from error
+        raise SpecError(f"a sample of {spec.dataset.name} cannot be transformed: {_described(error)}") from error
+    check_sample(held_out[0], path="transforms.eval")
+    shapes = [tuple(check_sample(sample[0], path="transforms.train").shape) for sample in samples]
+    if len(set(shapes)) > 1:
+        raise SpecError(
+            f"transforms.train: inputs have different shapes ({', '.join(map(str, dict.fromkeys(shapes)))}),"
+            " so they make no batch",
+            "end in one size, for example {Resize: {size: 256}}, {CenterCrop: {size: 224}}",
+        )
+    return samples[0]
+
+
+def _real_step(spec: JobSpec, datasets: Datasets) -> tuple[nn.Module, torch.optim.Optimizer, Any]:
+    """Run one optimizer step of two samples on the CPU.
+
+    Raises:
+        SpecError: a built-in model cannot take these samples.
+        JobFailed: the user's model, loss or optimizer fails.
+    """
+    inputs, targets = torch.utils.data.default_collate(
+        [datasets.train[(0, index)] for index in range(min(2, len(datasets.train)))]
+    )
+    model = zoo.build_model(spec, datasets.classes)
+    loss = zoo.build_loss(spec)
+    optimizer = zoo.build_optimizer(spec, [p for p in model.parameters() if p.requires_grad])
+    stage = f"model {spec.model.name} cannot take inputs of shape {tuple(inputs.shape[1:])}"
+    try:
+        with worker_measure_rehearsal.autocast(spec):
+            output = model(inputs)
+            stage = f"loss {spec.loss.name} cannot take the output of {spec.model.name}, {_shape(output)}"
+            value = loss(output, targets)
+        stage = "the backward pass fails"
+        value.backward()
+        stage = f"optimizer {spec.optimizer.name} fails"
+        optimizer.step()
+    except Exception as error:
+        kind = JobFailed if _users_own(spec) else SpecError
+        raise kind(f"{stage}: {_described(error)}", _hint(stage, error)) from error
+    return model, optimizer, output
+
+
+def _users_own(spec: JobSpec) -> bool:
+    return any(map(is_import_string, (spec.model.name, spec.loss.name, spec.optimizer.name)))
+
+
+def _hint(stage: str, error: Exception) -> str:
+    if stage.startswith("model"):
+        if not re.search(r"size|shape|channel|dimension|kernel", str(error)):
+            return ""
+        return "resize the images in transforms, or set the model's arguments; the shape is (channels, height, width)"
+    if stage.startswith("loss"):
+        return "the loss gets what the model returns; GoogLeNet and Inception return one tensor with aux_logits: false"
+    return ""
+
+
+def _check_output(spec: JobSpec, output: Any, target: Any, classes: int | None) -> list[str]:
+    """Compare the model's output with the labels, and return what is odd.
+
+    Raises:
+        SpecError: there are fewer outputs than classes.
+    """
+    if not isinstance(output, torch.Tensor) or output.ndim != 2 or not isinstance(target, int):
+        return []
+    outputs, wanted = output.shape[1], max(classes or 0, target + 1)
+    if outputs < wanted:
+        raise SpecError(
+            f"model {spec.model.name} has {outputs} outputs, dataset {spec.dataset.name} has {wanted} classes",
+            f"set model.args.num_classes: {wanted}",
+        )
+    if classes is not None and outputs > classes:
+        return [f"model {spec.model.name} has {outputs} outputs for {classes} classes"]
+    return []
+
+
+def _lone_sample_problems(spec: JobSpec, rehearsal: worker_measure_rehearsal.Rehearsal) -> list[str]:
+    """Return a warning where the search reaches a micro-batch of one sample and the model cannot train on one."""
+    ranks = max(spec.search.nodes) * spec.cluster.gpus_per_node
+    if spec.search.min_batch // (ranks * spec.train.accumulate) > 1:
+        return []
+    try:
+        rehearsal.output(1)
+    except ValueError as error:
+        if "more than 1 value per channel" not in str(error):
+            raise
+        smallest = 2 * ranks * spec.train.accumulate
+        return [f"BatchNorm cannot train on a micro-batch of 1 sample; set search.min_batch to {smallest} or more"]
+    return []
+
+
+def _check_ghosts(spec: JobSpec, model: nn.Module, *, largest: int) -> None:
+    """Refuse ghost batches without BatchNorm, and those that leave a rest of a batch that the search may reach."""
+    ghost, search = spec.train.ghost_batch, spec.search
+    if ghost is None:
+        return
+    refuse_without_batch_norm(model, ghost)
+    for ranks in (nodes * spec.cluster.gpus_per_node for nodes in search.nodes):
+        parts, batch = ranks * micro_batches(spec, ranks), search.min_batch
+        while batch <= min(largest, search.max_batch or largest):
+            if batch % parts == 0:
+                check_ghosts(spec, batch, world=ranks)
+            batch *= 2
+
+
+def _check_ags(spec: JobSpec, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Let what the method wraps around this optimizer say whether it can."""
+    if spec.train.method in ("adascale", "ortho"):
+        _check_sgd(spec.train.method, model, optimizer)
+    if spec.train.method not in ("ags", "static"):
+        return
+    b_small = worker_measure_rehearsal.small_batch(spec)
+    try:
+        TulaOptimizer(
+            optimizer,
+            model=model,
+            b_large=4 * b_small,
+            b_small=b_small,
+            **settings(spec.ags),
+            max_grad_norm=spec.train.max_grad_norm,
+        )
+    except ValueError as error:
+        raise SpecError(
+            f"train.method {spec.train.method}: {error}",
+            "set ags.apply_to: update, train.method: lbt, or optimizer.name: SGD",
+        ) from error
+
+
+def _check_sgd(method: str, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    try:
+        if method == "ortho":
+            Ortho(optimizer, model=model)
+        else:
+            AdaScale(optimizer, model=model, batch=2, reference_batch=1)
+    except ValueError as error:
+        raise SpecError(f"train.method {method}: {error}", "set optimizer.name: SGD, or another method") from error
+
+
+def _shape(output: Any) -> str:
+    shapes = [tuple(leaf.shape) for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor)]
+    return f"{type(output).__name__} of shape {', '.join(map(str, shapes))}"
+
+
+def _described(error: BaseException) -> str:
+    return f"{type(error).__name__}: {_first_line(error)}"
+
+
+def _first_line(error: BaseException) -> str:
+    return next(iter(str(error).strip().splitlines()), "")
+
+
+def answer(text: str) -> dict[str, Any]:
+    """Return the answer to a JobSpec in JSON, as what goes to stdout."""
+    try:
+        return inspect_job(JobSpec.model_validate_json(text)).model_dump(mode="json")
+    except SpecError as error:
+        return _error("SpecError", error.message, error.hint, error.problems)
+    except TulaError as error:
+        return _error("JobFailed", error.message, error.hint)
+    # The one place where the user's imports and constructors run: whatever they raise is their answer.
+    except Exception as error:  # noqa: BLE001
+        return _error("JobFailed", f"the job's own code fails: {_described(error)}", _where(error))
+
+
+def _error(kind: str, message: str, hint: str, problems: tuple[Problem, ...] = ()) -> dict[str, Any]:
+    told = {"class": kind, "message": message, "hint": hint, "problems": [vars(problem) for problem in problems]}
+    return {"error": {**told, "detail": traceback.format_exc()}}
+
+
+def _where(error: BaseException) -> str:
+    frames = traceback.extract_tb(error.__traceback__)
+    return f"raised in {frames[-1].filename}, line {frames[-1].lineno}, {frames[-1].name}" if frames else ""
+
+
+def main() -> None:
+    """Answer on the stdout that was, after turning file descriptor 1 over to stderr for whatever else is printed."""
+    channel = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)
+    torch.set_num_threads(1)
+    json.dump(answer(sys.stdin.read()), channel)
+    channel.write("\n")
+    channel.close()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,291 @@
+"""What the ranks of a `tula check --on-cluster` look at: their nodes, their clocks, and the network between them.
+
+All of it is told over gloo, so that nodes without a GPU, or with a broken NCCL, can still say so; only the transfers go
+through what a training would use.
+"""
+
+import json
+import math
+import os
+import platform
+import re
+import shutil
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from tula_cli.errors import TulaError
+from tula_cli.host import network
+from tula_cli.run.directory import RunDir
+from tula_cli.run.records.cluster_reports import ClusterReport, NodeReport, Transfer
+from tula_cli.run.records.tasks import CheckTask
+from tula_cli.spec.job import JobSpec
+from tula_cli.worker.device import driver_version, nccl_version
+from tula_cli.worker.ranks import Ranks, joined
+
+ROUNDS = 20  # of a question about the time
+SIZES = tuple(2**power for power in range(16, 29, 2))  # bytes, 64 KiB to 256 MiB
+REPEATS = 5
+ENOUGH = 0.2  # seconds of one transfer; the next size would take four times as long
+LATENCIES = (5, 30)  # all-reduces of one number: untimed, timed
+PATIENCE = timedelta(seconds=60)  # for NCCL to come up; the whole check has three minutes
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """A GPU as one rank sees it; `id` is the same for all ranks that see it."""
+
+    id: str
+    name: str
+    memory: int  # bytes
+
+
+@dataclass(frozen=True)
+class View:
+    """What one rank sees of its node."""
+
+    host: str
+    gpus: tuple[Gpu, ...]
+    own: str  # id of the GPU that this rank would train on, or empty
+    driver: str
+    torch: str
+    cuda: str
+    nccl: str
+    python: str
+    cpus: int
+    memory: int
+    interface: str
+    address: str
+    token: str
+    write_error: str
+    dataset: bool | None
+    free_disk: int
+
+    def dumps(self) -> str:
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def loads(cls, text: str) -> "View":
+        content = json.loads(text)
+        return cls(**{**content, "gpus": tuple(Gpu(**gpu) for gpu in content["gpus"])})
+
+
+def look(task: CheckTask, run: RunDir, *, attempt: int) -> None:
+    """Take part in a check; rank 0 writes its report.
+
+    Args:
+        task: what to look at.
+        run: the run directory, which this node may see or not.
+        attempt: of the task.
+
+    Raises:
+        JobFailed: cluster.interface is none of this node's.
+    """
+    write_error = _sign_in(task, run)  # before the ranks meet: who signed is told from who never came
+    over_gloo = task.spec.cluster.model_copy(update={"device": "cpu"})
+    with joined(over_gloo, handover=run.handover_path(task.id, attempt)) as me:
+        views = [View.loads(text) for text in me.gather(_view(task, run, me, write_error).dumps())]
+        first_ranks = range(0, me.world, task.spec.cluster.gpus_per_node)
+        clocks = [_clock(me, rank) for rank in first_ranks]
+        device = _device(task.spec, me, views)
+        backend = "nccl" if device.type == "cuda" else "gloo"
+        everyone = _group(range(me.world), backend=backend)
+        assert everyone is not None
+        latency = _latency(everyone, device)
+        transfers = _between_nodes(first_ranks, backend=backend, device=device)
+        if me.first:
+            nodes = [
+                _node_report(number, views[rank : rank + task.spec.cluster.gpus_per_node], clock)
+                for number, (rank, clock) in enumerate(zip(first_ranks, clocks, strict=True))
+            ]
+            run.write_cluster_report(
+                ClusterReport(
+                    id=task.id,
+                    job=task.job,
+                    backend=backend,
+                    ranks=me.world,
+                    nodes=tuple(nodes),
+                    transfers=tuple(transfers),
+                    latency=latency,
+                    checked_at=time.time(),
+                )
+            )
+
+
+def _sign_in(task: CheckTask, run: RunDir) -> str:
+    try:
+        run.sign_in(task.id, int(os.environ["RANK"]), platform.node())
+    except TulaError as error:
+        return error.message
+    return ""
+
+
+# --- one node
+
+
+def _view(task: CheckTask, run: RunDir, me: Ranks, write_error: str) -> View:
+    gpus = _gpus()
+    # What gloo was told to use, by the spec or by the site's own environment.
+    address = network.own_address(os.environ.get("GLOO_SOCKET_IFNAME") or task.spec.cluster.interface)
+    return View(
+        host=platform.node(),
+        gpus=gpus,
+        own=gpus[me.local_rank % len(gpus)].id if gpus else "",
+        driver=driver_version() if gpus else "",
+        torch=torch.__version__,
+        cuda=torch.version.cuda or torch.version.hip or "",
+        nccl=nccl_version(),
+        python=platform.python_version(),
+        cpus=len(os.sched_getaffinity(0)),
+        memory=node_memory(),
+        interface=network.interface_of(address) or "",
+        address=address,
+        token=run.token(task.id),
+        write_error=write_error,
+        dataset=dataset_there(task.spec),
+        free_disk=shutil.disk_usage(run.path).free,
+    )
+
+
+def _gpus() -> tuple[Gpu, ...]:
+    found = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
+    return tuple(Gpu(str(getattr(p, "uuid", index)), p.name, p.total_memory) for index, p in enumerate(found))
+
+
+def node_memory(meminfo: Path = Path("/proc/meminfo")) -> int:
+    """Return the node's memory in bytes."""
+    found = re.search(r"^MemTotal: *(\d+) kB", meminfo.read_text(encoding="ascii"), re.MULTILINE)
+    assert found
+    return int(found[1]) * 1024
+
+
+def dataset_there(spec: JobSpec) -> bool | None:
+    """Return whether the dataset's folder can be read here; None where the dataset has none that is known."""
+    if spec.dataset.name in ("digits", "FakeData") or ":" in spec.dataset.name:
+        return None
+    return os.access(Path(spec.dataset.root).expanduser(), os.R_OK | os.X_OK)
+
+
+def _node_report(number: int, views: Sequence[View], clock: tuple[float, float]) -> NodeReport:
+    """Join what the ranks of one node see: each may see all GPUs or one."""
+    first = views[0]
+    gpus = {gpu.id: gpu for view in views for gpu in view.gpus}
+    return NodeReport(
+        node=number,
+        host=first.host,
+        ranks=len(views),
+        gpus=tuple(gpu.name for gpu in gpus.values()),
+        gpu_memory=min((gpu.memory for gpu in gpus.values()), default=None),
+        clock_offset=clock[0],
+        clock_error=clock[1],
+        write_error=next((view.write_error for view in views if view.write_error), ""),
+        **{name: getattr(first, name) for name in _SAME_IN_BOTH},
+    )
+
+
+_SAME_IN_BOTH = (
+    "driver", "torch", "cuda", "nccl", "python", "cpus", "memory", "interface", "address", "token", "dataset",
+    "free_disk",
+)  # fmt: skip
+
+
+# --- between nodes
+
+
+def _clock(me: Ranks, rank: int) -> tuple[float, float]:
+    """Return, on rank 0, how far the clock of `rank` is ahead of its own, and how wrong that may be. Seconds.
+
+    Of some round trips the shortest counts: the answer was given in the middle of it, give or take half of it.
+    """
+    best = (math.inf, 0.0)
+    for _ in range(ROUNDS if rank else 0):
+        if me.first:
+            best = min(best, _round_trip(rank))
+        elif me.rank == rank:
+            dist.recv(torch.zeros(1, dtype=torch.float64), src=0)
+            dist.send(torch.tensor([time.time()], dtype=torch.float64), dst=0)
+    length, offset = best
+    return (offset, length / 2) if rank and me.first else (0.0, 0.0)
+
+
+def _round_trip(rank: int) -> tuple[float, float]:
+    """Return its length, and how far the other clock is ahead of ours at the middle of it."""
+    answer = torch.zeros(1, dtype=torch.float64)
+    start = time.time()
+    dist.send(answer, dst=rank)
+    dist.recv(answer, src=rank)
+    end = time.time()
+    return end - start, float(answer.item()) - (start + end) / 2
+
+
+def _device(spec: JobSpec, me: Ranks, views: Sequence[View]) -> torch.device:
+    """Return where the transfers start and end: on GPUs if every rank of every node has one of its own."""
+    if spec.cluster.device == "cpu" or not own_gpus(views):
+        return torch.device("cpu")
+    device = torch.device("cuda", me.local_rank % torch.cuda.device_count())
+    torch.cuda.set_device(device)
+    return device
+
+
+def own_gpus(views: Sequence[View]) -> bool:
+    """Return whether every rank has a GPU that no other has: NCCL refuses two ranks on one."""
+    return len({(view.host, view.own) for view in views if view.own}) == len(views)
+
+
+def _latency(group: dist.ProcessGroup, device: torch.device) -> float:
+    """Return the median seconds of an all-reduce of one number."""
+    number = torch.zeros(1, device=device)
+    warmup, timed = LATENCIES
+    _times(lambda: dist.all_reduce(number, group=group), warmup, device)
+    return statistics.median(_times(lambda: dist.all_reduce(number, group=group), timed, device))
+
+
+def _between_nodes(first_ranks: Sequence[int], *, backend: str, device: torch.device) -> list[Transfer]:
+    """Return transfers between the first ranks of the first two nodes; the other ranks only help to make the group."""
+    if len(first_ranks) < 2:
+        return []
+    pair = _group(first_ranks[:2], backend=backend)
+    return [] if pair is None else list(_transfers(pair, device))
+
+
+def _group(members: Sequence[int], *, backend: str) -> dist.ProcessGroup | None:
+    """Make a group, with the help of every rank; None to a rank that is not in it."""
+    made = dist.new_group(list(members), backend=backend, timeout=PATIENCE)
+    return made if isinstance(made, dist.ProcessGroup) else None
+
+
+def _transfers(pair: dist.ProcessGroup, device: torch.device) -> Iterator[Transfer]:
+    """Yield transfers of growing sizes until one takes long."""
+    for size in SIZES:
+        transfer = _transfer(size, pair, device)
+        yield transfer
+        if transfer.seconds > ENOUGH:
+            return
+
+
+def _transfer(size: int, pair: dist.ProcessGroup, device: torch.device) -> Transfer:
+    """Return the fastest of some all-reduces; between two ranks, each sends and receives the tensor once."""
+    tensor = torch.zeros(size // 4, device=device)
+    seconds = min(_times(lambda: dist.all_reduce(tensor, group=pair), REPEATS, device))
+    # The slower of the two counts, also because both have to stop at the same size.
+    slower = torch.tensor([seconds], dtype=torch.float64, device=device)
+    dist.all_reduce(slower, op=dist.ReduceOp.MAX, group=pair)
+    return Transfer(size=size, seconds=float(slower.item()))
+
+
+def _times(act: Callable[[], object], count: int, device: torch.device) -> list[float]:
+    """Return the seconds that each of `count` calls took, to the end of what they start on the device."""
+    found = []
+    for _ in range(count):
+        start = time.perf_counter()
+        act()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        found.append(time.perf_counter() - start)
+    return found

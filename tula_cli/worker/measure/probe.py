@@ -1,0 +1,252 @@
+"""A probe: the training loop cut short, and everything that is measured on the way."""
+
+import itertools
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from tula_cli.models.efficiency import Pair, summarise
+from tula_cli.models.halving import dearest
+from tula_cli.optim.post_local_sgd import SWITCH_EPOCHS
+from tula_cli.run.directory import RunDir, probe_id
+from tula_cli.run.records.probes import GradientStats, Measured, OutOfMemory, Overheads
+from tula_cli.run.records.tasks import ProbeTask
+from tula_cli.spec.job import JobSpec
+from tula_cli.worker import device, environment
+from tula_cli.worker.build.samples import Datasets
+from tula_cli.worker.build.sampling import Position
+from tula_cli.worker.measure import meter as worker_measure_meter
+from tula_cli.worker.measure.gradients import NormSpy, halves
+from tula_cli.worker.ranks import Ranks
+from tula_cli.worker.train import checkpoint, evaluation
+from tula_cli.worker.train import loop as worker_train_loop
+from tula_cli.worker.train.loop import Step, Trainer
+
+EVAL_BATCHES = 8
+REFRESHES = 3
+NEVER = 10**9
+"""Steps until AGS refreshes by itself: a probe times refreshes apart from steps."""
+
+
+def run_probes(task: ProbeTask, run: RunDir, ranks: Ranks, datasets: Datasets, *, started_at: float) -> None:
+    """Measure the task's local batches that have no result yet, ascending; each result is written by rank 0.
+
+    Args:
+        started_at: Unix time at which the supervisor started this attempt.
+    """
+    task = task.model_copy(update={"spec": dearest(task.spec)})
+    once: Once | None = None
+    for local_batch in task.local_batches:
+        wanted = ranks.first and run.current_probe(task) == local_batch
+        if not ranks.from_first(int(wanted)):
+            continue
+        once = once or _once(task, run, ranks, datasets, local_batch=local_batch, started_at=started_at)
+        result = measure(task, ranks, datasets, local_batch=local_batch, once=once)
+        if ranks.first:
+            run.write_result(result)
+
+
+@dataclass(frozen=True)
+class Once:
+    """What is measured once a job. Seconds."""
+
+    startup: float
+    save: float
+
+
+def _once(
+    task: ProbeTask, run: RunDir, ranks: Ranks, datasets: Datasets, *, local_batch: int, started_at: float
+) -> Once:
+    """Take the first steps of this process, which load libraries and their buffers: no probe shall count those."""
+    trainer = _trainer(task, ranks, datasets, local_batch=local_batch)
+    stream = endless(trainer)
+    first = next(stream)
+    trainer.clock.seconds(first.start, first.end)
+    startup = time.time() - started_at
+    next(stream)
+    return Once(startup=ranks.largest(startup), save=ranks.largest(_save_time(trainer, run)))
+
+
+def _trainer(task: ProbeTask, ranks: Ranks, datasets: Datasets, *, local_batch: int) -> Trainer:
+    trainer = worker_train_loop.build(
+        task, ranks, datasets, batch=local_batch * ranks.world, workers=task.spec.train.workers, refresh=False
+    )
+    if trainer.ags:
+        trainer.ags.start_epoch(NEVER)
+    if task.spec.train.method == "polo":
+        trainer.until = SWITCH_EPOCHS  # its synchronous steps: the dearer ones
+    return trainer
+
+
+def measure(
+    task: ProbeTask, ranks: Ranks, datasets: Datasets, *, local_batch: int, once: Once
+) -> Measured | OutOfMemory:
+    """Run one probe."""
+    memory_meter = device.MemoryMeter(ranks.device)
+    memory_meter.reset()
+    trainer = _trainer(task, ranks, datasets, local_batch=local_batch)
+    spy = NormSpy.attach(trainer)
+    stream = endless(trainer)
+    search = task.spec.search
+    warmup = [next(stream)]
+    # With factors in place the timed steps scale as training does.
+    warmup.append(_step_with_refresh(trainer, stream))
+    warmup += itertools.islice(stream, search.warmup_steps - 2)
+    memory_meter.settled()
+    timed = list(spy.watch(itertools.islice(stream, search.steps), trainer.scaler))
+    refresh_time = _refresh_time(trainer, stream, timed)
+    evaluator = evaluation.Evaluator(trainer)
+    eval_time = _eval_time(trainer, evaluator)
+    peak, reserved = memory_meter.peak()  # before the gradients are looked at, which takes memory too
+    retries = int(ranks.largest(memory_meter.allocator_retries()))
+    assert trainer.last_batch is not None
+    memory = worker_measure_meter.split_memory(
+        trainer.ddp.module,
+        trainer.base,
+        batch=trainer.last_batch,
+        factors=trainer.ags.memory() if trainer.ags else 0,
+        peak=int(ranks.largest(peak)),
+        reserved=int(ranks.largest(reserved)),
+        capacity=worker_measure_meter.capacity(ranks, task.spec.cluster.memory_per_gpu),
+        libraries=int(ranks.largest(memory_meter.libraries(task.spec.cluster.memory_per_gpu))),
+        accumulate=trainer.parts,
+    )
+    gradients = _gradients(trainer, spy, stream)
+    sync_time = _synchronisation(trainer, stream)
+    compute_time = _local_work(trainer, stream)
+    identity = probe_id(task.nodes, local_batch)
+    if retries:
+        return OutOfMemory(
+            id=identity,
+            nodes=task.nodes,
+            gpus_per_node=task.spec.cluster.gpus_per_node,
+            local_batch=local_batch,
+            assumed=False,
+            thrash=True,
+            message=f"it ran only because the allocator flushed its cache {retries} times",
+        )
+    return Measured(
+        id=identity,
+        nodes=task.nodes,
+        gpus_per_node=task.spec.cluster.gpus_per_node,
+        local_batch=local_batch,
+        batch=trainer.batch,
+        accumulate=trainer.parts,
+        step_times=tuple(_seconds(trainer, timed)),
+        warmup_times=tuple(_seconds(trainer, warmup)),
+        sync_time=sync_time,
+        compute_time=compute_time,
+        data_wait=statistics.median(trainer.clock.seconds(step.start, step.loaded) for step in timed),
+        memory=memory,
+        gradients=gradients,
+        overheads=Overheads(
+            startup=once.startup,
+            eval_batch=eval_time,
+            eval_batch_size=trainer.micro_batch,
+            checkpoint=once.save,
+            refresh=refresh_time,
+        ),
+        environment=environment.environment(ranks),
+        dataset_size=len(datasets.train),
+        eval_size=len(datasets.eval),
+        allocator_retries=retries,
+        oversubscribed=environment.oversubscribed(ranks, ranks_here=_ranks_here(task, ranks)),
+        measured_at=time.time(),
+    )
+
+
+def endless(trainer: Trainer) -> Iterator[Step]:
+    """Yield the loop's steps, starting over where a small dataset is used up before the probe is done."""
+    while True:
+        yield from worker_train_loop.steps(trainer)
+        trainer.position = Position()
+
+
+def split_steps(spec: JobSpec) -> int:
+    """Return how many steps time the synchronisation, and how many the work without it."""
+    return max(5, spec.search.steps // 5)
+
+
+def _seconds(trainer: Trainer, steps: list[Step]) -> list[float]:
+    return [trainer.clock.seconds(step.start, step.end) for step in steps]
+
+
+def _refresh_time(trainer: Trainer, stream: Iterator[Step], timed: list[Step]) -> float:
+    """Return what a refresh of the AGS factors adds to a step, in seconds."""
+    if trainer.ags is None or trainer.ags.identity or trainer.spec.ags.resolved().each_step:
+        return 0.0
+    with_refresh = [_step_with_refresh(trainer, stream) for _ in range(REFRESHES)]
+    extra = statistics.median(_seconds(trainer, with_refresh)) - statistics.median(_seconds(trainer, timed))
+    return max(0.0, extra)
+
+
+def _step_with_refresh(trainer: Trainer, stream: Iterator[Step]) -> Step:
+    if trainer.ags:
+        trainer.ags.start_epoch(1)
+    step = next(stream)
+    if trainer.ags:
+        trainer.ags.start_epoch(NEVER)
+    return step
+
+
+def _eval_time(trainer: Trainer, evaluator: evaluation.Evaluator) -> float:
+    """Return the seconds of one evaluation batch; the first pass starts the loader's processes and is not counted."""
+    evaluator.run(max_batches=1)
+    batches = min(EVAL_BATCHES, len(evaluator.loader))
+    began = time.perf_counter()
+    evaluator.run(max_batches=batches)
+    trainer.clock.wait()
+    return (time.perf_counter() - began) / max(1, batches)
+
+
+def _gradients(trainer: Trainer, spy: NormSpy, stream: Iterator[Step]) -> GradientStats:
+    """Return the gradient norms of the timed steps; where no probe of the search has two ranks, those of half batches."""
+    if _ranks_at_most(trainer) > 1 or trainer.micro_batch < 4:  # batch norm cannot do with one sample
+        return summarise(spy.pairs(), local_batch=trainer.local_batch, batch=trainer.batch)
+    pairs: list[Pair] = []
+    _take(trainer, stream, lambda: pairs.append(halves(trainer)))
+    half = trainer.micro_batch // 2
+    return summarise(pairs, local_batch=half, batch=2 * half)
+
+
+def _ranks_at_most(trainer: Trainer) -> int:
+    """Return the ranks of the largest probe of the search."""
+    return max(trainer.ranks.world, max(trainer.spec.search.nodes) * trainer.spec.cluster.gpus_per_node)
+
+
+def _synchronisation(trainer: Trainer, stream: Iterator[Step]) -> float:
+    """Return the exposed synchronisation in seconds."""
+    with worker_measure_meter.SyncSpy(trainer.clock, trainer.ddp) as spy:
+        _take(trainer, stream, spy.reduced)
+    return trainer.ranks.largest(spy.median())
+
+
+def _local_work(trainer: Trainer, stream: Iterator[Step]) -> float:
+    """Return the seconds of a step without synchronisation."""
+    trainer.synchronise = False
+    steps = _take(trainer, stream, None)  # last: the replicas drift apart
+    return trainer.ranks.largest(statistics.median(_seconds(trainer, steps)))
+
+
+def _take(trainer: Trainer, stream: Iterator[Step], look: Callable[[], None] | None) -> list[Step]:
+    """Run some steps, looking at each finished gradient."""
+    trainer.after_backward = look
+    steps = list(itertools.islice(stream, split_steps(trainer.spec)))
+    trainer.after_backward = None
+    return steps
+
+
+def _save_time(trainer: Trainer, run: RunDir) -> float:
+    """Return the seconds it takes rank 0 to write a checkpoint to the file system that training will write them to."""
+    if not trainer.ranks.first:
+        return 0.0
+    path = run.path / ".timing.pt"
+    began = time.perf_counter()
+    checkpoint.write(path, checkpoint.state(trainer, best={}))
+    path.unlink()
+    return time.perf_counter() - began
+
+
+def _ranks_here(task: ProbeTask, ranks: Ranks) -> int:
+    return ranks.world if task.spec.cluster.kind == "local" else task.spec.cluster.gpus_per_node

@@ -1,0 +1,338 @@
+"""A step without a GPU and without computing: what is held at which moment."""
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from tula_cli.models.memory.allocator import Usage, plain, replay
+from tula_cli.optim.parts.gradient_scaling import chunks
+from tula_cli.plugins import is_import_string
+from tula_cli.run.records.inspections import Footprint
+from tula_cli.spec.job import JobSpec
+from tula_cli.worker.build import zoo
+from tula_cli.worker.build.recompute import apply_activation_checkpointing
+from tula_cli.worker.measure.buffers import buckets, libraries, pieces, tensor_bytes
+from tula_cli.worker.measure.storages import AsOnGpu, LiveStorages
+
+REHEARSED = 2**16 + 1
+"""The rehearsed micro-batch: a prime that no size of a layer is likely to be a multiple of."""
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+ROOMS = (1.01, 1.02, 1.04, 1.06, 1.08, 1.12, 1.16, 1.2)
+"""Multiples of the memory in use that are tried as all there is."""
+ROOM_TRIED_AT = (32, 256)  # micro-batches
+
+
+@dataclass(frozen=True)
+class Recording:
+    """The storages of one optimizer step; the first `held` numbers are alive when it begins."""
+
+    early: (
+        int  # the first so many are parameters, buffers and gradients; the others of the held come with the first step
+    )
+    held: int
+    events: tuple[int, ...]
+    sizes: tuple[int, ...]  # bytes at the rehearsed micro-batch
+    small: range  # numbers that come to be on AGS's small batch
+
+    def sizes_at(self, micro_batch: int, *, small_batch: int) -> list[float]:
+        """Return the bytes of each number at another micro-batch."""
+        sizes = [
+            _scaled(size, micro_batch) if number >= self.held else float(size) for number, size in enumerate(self.sizes)
+        ]
+        for number in self.small:
+            sizes[number] = _scaled(self.sizes[number], min(small_batch, micro_batch))
+        return sizes
+
+
+def _scaled(size: int, samples: int) -> float:
+    """Return a size at a number of samples: one that the rehearsed number divides grows with it, by its every power."""
+    power, rest = 0, size
+    while rest and rest % REHEARSED == 0:
+        power, rest = power + 1, rest // REHEARSED
+    return float(rest * samples**power)
+
+
+def _renumbered(event: int, place: Mapping[int, int], shift: int) -> int:
+    number = abs(event) - 1
+    renumbered = place.get(number, number + shift) + 1
+    return renumbered if event > 0 else -renumbered
+
+
+@dataclass
+class Rehearsal:
+    """A model and its optimizer on fake tensors, with the state that training has after its first step."""
+
+    spec: JobSpec
+    sample: tuple[Any, Any]  # a real batch of one (input, target)
+    gpu: bool  # the memory is to be a GPU's
+    fake: FakeTensorMode
+    storages: LiveStorages
+    model: nn.Module
+    loss: zoo.LossFunction
+    optimizer: torch.optim.Optimizer
+    factors: list[torch.Tensor] = field(default_factory=list)
+    buckets: Mapping[nn.Parameter, torch.Tensor] = field(default_factory=dict)  # each gradient's place
+    early: int = 0  # how many storages there were before the optimizer's state
+    synchronise: bool = True
+    _recording: Recording | None = None
+
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        return [p for p in self.model.parameters() if p.requires_grad]
+
+    @property
+    def elementwise(self) -> bool:
+        """Whether AGS has a factor for each element; else one for each tensor."""
+        return self.spec.ags.resolved().granularity == "element"
+
+    @property
+    def several(self) -> bool:
+        """Whether some configuration has more ranks than one."""
+        return max(self.spec.search.nodes) * self.spec.cluster.gpus_per_node > 1
+
+    @property
+    def draws(self) -> bool:
+        """Whether AGS takes the gradient of a small batch; several ranks may find their factors without."""
+        local = self.several and self.spec.ags.resolved().source == "local_norms"
+        return self.spec.train.method == "ags" and not local
+
+    def batch(self, size: int) -> tuple[Any, Any]:
+        """Return a fake micro-batch shaped like the sample."""
+
+        def fake(tensor: torch.Tensor) -> torch.Tensor:
+            return torch.empty((size, *tensor.shape[1:]), dtype=tensor.dtype)
+
+        inputs, targets = self.sample
+        return tree_map_only(torch.Tensor, fake, inputs), tree_map_only(torch.Tensor, fake, targets)
+
+    def measure(self, micro_batch: int) -> Footprint:
+        """Return the memory of one optimizer step at a micro-batch; the step itself is rehearsed once."""
+        usage = self._replayed(micro_batch)
+        return self._split(micro_batch, peak=usage.allocated, reserved=usage.reserved)
+
+    def room(self) -> float:
+        """Return the least room that the allocator gets by with, as a multiple of the memory in use.
+
+        It then gives back what it has cached in its first steps, and no more once it has settled.
+        """
+        return max(map(self._room_at, ROOM_TRIED_AT)) if self.gpu else 1.0
+
+    def _room_at(self, micro_batch: int) -> float:
+        peak = self.measure(micro_batch).peak
+        for room in ROOMS:
+            usage = self._replayed(micro_batch, capacity=round(room * peak))
+            if usage.fits and not usage.flushes:
+                return room
+        return ROOMS[-1]
+
+    def _replayed(self, micro_batch: int, *, capacity: int | None = None) -> Usage:
+        recording = self._recording = self._recording or self._record()
+        sizes = recording.sizes_at(micro_batch, small_batch=small_batch(self.spec))
+        if not self.gpu:
+            peak = plain(range(recording.held), recording.events, sizes)
+            return Usage(allocated=peak, reserved=peak)
+        early, late = range(recording.early), range(recording.early, recording.held)
+        return replay(early, late, recording.events, sizes, capacity=capacity)
+
+    def output(self, size: int) -> Any:
+        """Return the model's fake output for `size` samples."""
+        with self._active():
+            return self.model(self.batch(size)[0])
+
+    def _record(self) -> Recording:
+        """Rehearse one optimizer step."""
+        with self._active():
+            alive, first, begun = self.storages.alive(), len(self.storages.sizes), len(self.storages.events)
+            inputs, targets = self.batch(REHEARSED)
+            self._backward(inputs, targets)
+            small = len(self.storages.sizes)
+            staged = self._refresh(inputs, targets) if self.draws else []
+            small_end = len(self.storages.sizes)
+            self._update(staged)
+            events, sizes = self.storages.events[begun:], self.storages.sizes
+        place = {number: index for index, number in enumerate(alive)}
+        shift = len(alive) - first  # numbers that have died before leave no gap
+        return Recording(
+            early=len([number for number in alive if number < self.early]),
+            held=len(alive),
+            events=tuple(_renumbered(event, place, shift) for event in events),
+            sizes=tuple(sizes[number] for number in [*alive, *range(first, len(sizes))]),
+            small=range(small + shift, small_end + shift),
+        )
+
+    @contextmanager
+    def _active(self) -> Iterator[None]:
+        with ExitStack() as stack:
+            stack.enter_context(self.fake)
+            stack.enter_context(self.storages)
+            if self.gpu:
+                stack.enter_context(AsOnGpu())
+            yield
+
+    def reduced(self, parameter: nn.Parameter) -> None:
+        """Put a finished gradient into its bucket, of which it is a view from then on (gradient_as_bucket_view)."""
+        if self.synchronise:
+            parameter.grad = self.buckets[parameter]
+
+    def _backward(self, inputs: Any, targets: Any) -> None:
+        """Take the gradients; all micro-batches but the last leave them outside of the buckets."""
+        parts = min(2, self.spec.train.accumulate)
+        for part in range(parts):
+            self.synchronise = part == parts - 1
+            with autocast(self.spec):
+                loss = self.loss(self.model(inputs), targets)
+            loss.backward()
+
+    def _refresh(self, inputs: Any, targets: Any) -> list[torch.Tensor]:
+        """Take the small batch's gradient beside the large one's, as TulaOptimizer does."""
+        with autocast(self.spec):
+            loss = self.loss(self.model(inputs), targets)
+        used = [g for g in torch.autograd.grad(loss, self.parameters, allow_unused=True) if g is not None]
+        if self.several:
+            # To be sent, each is weighted and all are packed into one tensor, before the first two copies are dropped.
+            weighted = [g * 1.0 for g in used]
+            flat = torch.empty(sum(g.numel() for g in used), dtype=used[0].dtype)
+            used = list(pieces(flat, used))
+            del weighted
+        return used if self.elementwise else [g.sum() for g in used]
+
+    def _update(self, staged: list[torch.Tensor]) -> None:
+        if self.spec.train.max_grad_norm is not None:
+            nn.utils.clip_grad_norm_(self.parameters, self.spec.train.max_grad_norm, error_if_nonfinite=False)
+        new: list[torch.Tensor] = []
+        if self.factors:  # the new ones come to be beside the old, which scale this step
+            new = self._renewed(staged)
+            if self.gpu:
+                for chunk in chunks(self.factors, range(len(self.factors))):
+                    torch._foreach_mul([self.factors[i] for i in chunk], 1.0)  # of a branch taken on the device
+        before = self._copies()
+        self.optimizer.step()
+        if before and self.gpu and self.spec.train.method != "ortho":
+            before += self._copies()
+        before.clear()
+        self.factors = new or self.factors
+        self.optimizer.zero_grad()
+
+    def _renewed(self, staged: list[torch.Tensor]) -> list[torch.Tensor]:
+        """Turn the small batch's gradients into factors, one by one: in their own place, or in that of a temporary."""
+        new: list[torch.Tensor] = []
+        while staged:
+            small = staged.pop(0)
+            ratio = small + 1.0
+            new.append(small if self.several else ratio)
+        return new
+
+    def _copies(self) -> list[torch.Tensor]:
+        """Return what the parameters were, where what a step does to them is changed: scaled by AGS, or turned."""
+        if self.spec.train.method == "ortho":
+            return [p.detach().clone() for p in self.parameters if p.ndim > 1]
+        update = self.spec.train.method in ("ags", "static") and self.spec.ags.resolved().apply_to == "update"
+        return [p.detach().clone() for p in self.parameters] if update else []
+
+    def _split(self, micro_batch: int, *, peak: int, reserved: int) -> Footprint:
+        parameters = tensor_bytes([*self.model.parameters(), *self.model.buffers()])
+        # Between micro-batches the gradients so far are beside the buckets that the last one fills.
+        gradients = tensor_bytes(self.buckets.values()) * min(2, self.spec.train.accumulate)
+        state = tensor_bytes(tree_leaves(list(self.optimizer.state.values())))
+        factors, inputs = tensor_bytes(self.factors), micro_batch * tensor_bytes(tree_leaves(self.sample))
+        return Footprint(
+            local_batch=micro_batch * self.spec.train.accumulate,
+            parameters=parameters,
+            gradients=gradients,
+            optimizer=state,
+            factors=factors,
+            batch=inputs,
+            activations=max(0, peak - parameters - gradients - state - factors - inputs),
+            libraries=libraries(self.spec) if self.gpu else 0,
+            peak=peak,
+            reserved=reserved,
+        )
+
+
+def rehearse(spec: JobSpec, sample: tuple[Any, Any], *, classes: int | None, gpu: bool = False) -> Rehearsal:
+    """Build the spec's model, loss and optimizer on fake tensors.
+
+    Args:
+        spec: the job.
+        sample: one real (input, target) of the training set, whose shapes the batches have.
+        classes: of the dataset.
+        gpu: whether the memory is to be a GPU's, with PyTorch's allocator between, or that of a process on the CPU.
+
+    Raises:
+        SpecError: from building the model, the loss or the optimizer.
+    """
+    fake, storages = FakeTensorMode(allow_non_fake_inputs=True), LiveStorages()
+    model = _model(spec, classes, fake)
+    if spec.train.activation_checkpointing:
+        apply_activation_checkpointing(model)
+    model.train()
+    _make_fake(model, fake)
+    with fake:
+        loss = zoo.build_loss(spec)
+        optimizer = zoo.build_optimizer(spec, [p for p in model.parameters() if p.requires_grad])
+    if gpu:
+        _as_by_default_on_gpu(optimizer)
+    inputs, targets = torch.utils.data.default_collate([sample])
+    rehearsal = Rehearsal(spec, (inputs, targets), gpu, fake, storages, model, loss, optimizer)
+    with fake, storages:
+        storages.hold([*model.parameters(), *model.buffers()])
+        rehearsal.buckets = buckets(rehearsal.parameters)
+        for parameter in rehearsal.parameters:
+            parameter.register_post_accumulate_grad_hook(rehearsal.reduced)
+            parameter.grad = rehearsal.buckets[parameter]
+        rehearsal.early = len(storages.sizes)
+        optimizer.step()  # its state is there from the second step on
+        optimizer.zero_grad()
+        if spec.train.method == "ags":
+            rehearsal.factors = [
+                torch.empty_like(p) if rehearsal.elementwise else p.new_empty(()) for p in rehearsal.parameters
+            ]
+    return rehearsal
+
+
+def _model(spec: JobSpec, classes: int | None, fake: FakeTensorMode) -> nn.Module:
+    """Build the model: torchvision's own without drawing a number, others with real ones, for some look at what they draw."""
+    if is_import_string(spec.model.name) or spec.model.args.get("weights") is not None:
+        return zoo.build_model(spec, classes)
+    try:
+        with fake:
+            return zoo.build_model(spec, classes)
+    # Reading a number that was never drawn may fail in any way; where the model is at fault, it fails again below.
+    except Exception:  # noqa: BLE001
+        return zoo.build_model(spec, classes)
+
+
+def _make_fake(model: nn.Module, fake: FakeTensorMode) -> None:
+    """Replace every parameter and buffer that is not fake by a fake one; tied ones stay tied."""
+    for module in model.modules():
+        for tensors in (module._parameters, module._buffers):
+            for name, tensor in tensors.items():
+                if tensor is not None and not isinstance(tensor, FakeTensor):
+                    tensors[name] = fake.from_tensor(tensor)  # type: ignore[assignment]
+
+
+def _as_by_default_on_gpu(optimizer: torch.optim.Optimizer) -> None:
+    """Let the optimizer take all tensors at once, as torch's do on a GPU where nothing else is asked for."""
+    for group in optimizer.param_groups:
+        if group.get("foreach", False) is None and not group.get("fused"):
+            group["foreach"] = True
+
+
+def small_batch(spec: JobSpec) -> int:
+    """Return the most samples that AGS draws for its small batch."""
+    return spec.train.reference_batch if spec.ags.b_small == "auto" else spec.ags.b_small
+
+
+def autocast(spec: JobSpec) -> AbstractContextManager[Any]:
+    """Return the context of the spec's precision on fake CPU tensors."""
+    if spec.train.precision == "fp32":
+        return contextlib.nullcontext()
+    return torch.autocast("cpu", dtype=DTYPES[spec.train.precision])

@@ -1,0 +1,1 @@
+"""What is then done with it: the loop, evaluation, checkpoints, self-tuning."""

@@ -1,0 +1,161 @@
+"""Checkpoints: named by samples seen, written whole by rank 0, read with weights_only."""
+
+import io
+import os
+import zipfile
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tula_cli.errors import TulaError
+from tula_cli.run.directory import RunDir
+from tula_cli.run.files import write_atomic
+from tula_cli.worker.build.sampling import Position
+from tula_cli.worker.ranks import Ranks
+from tula_cli.worker.train.loop import Trainer
+
+KEEP = 2
+"""The newest checkpoints kept beside the best: one more than needed, should the newest be damaged."""
+
+
+def state(trainer: Trainer, *, best: dict[str, float], owed: bool = False) -> dict[str, Any]:
+    """Return everything a resumed run needs.
+
+    Args:
+        trainer: model, optimizer and position.
+        best: the best metrics so far.
+        owed: the epoch that ends here is not evaluated yet.
+    """
+    return {
+        "version": 1,
+        "model": trainer.ddp.module.state_dict(),
+        "optimizer": trainer.optimizer.state_dict(),
+        "scaler": trainer.scaler.state_dict(),
+        "position": asdict(trainer.position),
+        "batch": trainer.batch,
+        "world": trainer.ranks.world,
+        "best": best,
+        "owed": owed,
+    }
+
+
+def write(path: Path, content: dict[str, Any]) -> None:
+    """Write one checkpoint, whole or not at all.
+
+    Raises:
+        TulaError: the disk is full; older checkpoints stand.
+    """
+    buffer = io.BytesIO()
+    torch.save(content, buffer)
+    write_atomic(path, buffer.getvalue())
+
+
+def save(
+    run: RunDir,
+    signature: str,
+    trainer: Trainer,
+    *,
+    best: dict[str, float],
+    is_best: bool,
+    owed: bool = False,
+    keep: int | None = None,
+) -> Path:
+    """Save the trainer's state, point `last` (and `best`) at it, and drop what is no longer needed. Rank 0 alone.
+
+    `keep` is a checkpoint, by its samples, that stays.
+    """
+    path = run.checkpoint_path(signature, trainer.position.samples)
+    write(path, state(trainer, best=best, owed=owed))
+    folder = run.train_dir(signature)
+    _point(folder / "last", path)
+    if is_best:
+        _point(folder / "best", path)
+    # A run that stands before a checkpoint of its own has found it damaged.
+    newest = [old for old in run.checkpoints(signature) if old <= path][:KEEP]
+    kept = {*newest, _target(folder / "best"), _target(folder / "last")}
+    kept |= {run.checkpoint_path(signature, keep)} if keep is not None else set()
+    for old in run.checkpoints(signature):
+        if old not in kept:
+            old.unlink(missing_ok=True)
+    return path
+
+
+def go_back(run: RunDir, signature: str, samples: int) -> None:
+    """Drop every checkpoint after that of so many samples, so that the training goes on from there. Rank 0 alone."""
+    folder = run.train_dir(signature)
+    for link in (folder / "last", folder / "best"):
+        _point(link, run.checkpoint_path(signature, samples))
+    for path in run.checkpoints(signature):
+        if path > run.checkpoint_path(signature, samples):
+            path.unlink(missing_ok=True)
+
+
+def load_newest(run: RunDir, signature: str) -> tuple[Path, dict[str, Any]] | None:
+    """Return the newest checkpoint that can be read; a damaged one is passed over. None where there is none."""
+    for path in run.checkpoints(signature):
+        if _is_whole(path):
+            return path, torch.load(path, map_location="cpu", weights_only=True)
+    return None
+
+
+def load_for_all(run: RunDir, signature: str, ranks: Ranks) -> dict[str, Any] | None:
+    """Return the newest checkpoint that can be read, on every rank the one that rank 0 found; None where there is none."""
+    found = load_newest(run, signature) if ranks.first else None
+    samples = ranks.from_first(-1 if found is None else found[1]["position"]["samples"])
+    if samples < 0:
+        return None
+    if found is not None:
+        return found[1]
+    content: dict[str, Any] = torch.load(run.checkpoint_path(signature, samples), map_location="cpu", weights_only=True)
+    return content
+
+
+def _is_whole(path: Path) -> bool:
+    """Return whether a checkpoint is what was written, by its check sums (which torch does not compare)."""
+    try:
+        with zipfile.ZipFile(path) as archive:
+            return archive.testzip() is None
+    except (zipfile.BadZipFile, EOFError, NotImplementedError, UnicodeDecodeError):
+        return False
+
+
+def restore(trainer: Trainer, content: dict[str, Any]) -> dict[str, float]:
+    """Put a checkpoint's state into a fresh trainer; return the best metrics so far.
+
+    At another batch (after an out-of-memory) position and base optimizer state carry over, the scaling factors do not.
+
+    Raises:
+        TulaError: the checkpoint is not of this model.
+    """
+    try:
+        trainer.ddp.module.load_state_dict(content["model"])
+    except RuntimeError as error:
+        raise TulaError(f"the checkpoint does not fit the model: {error}", "was the model's code changed?") from None
+    _load_optimizer(trainer, content["optimizer"])
+    trainer.scaler.load_state_dict(content["scaler"])
+    trainer.position = Position(**content["position"])
+    best: dict[str, float] = content["best"]
+    return best
+
+
+def _load_optimizer(trainer: Trainer, state: dict[str, Any]) -> None:
+    """Load the optimizer's state; where AGS begins at this checkpoint (method auto) it is that of the base alone."""
+    if trainer.ags is None or "ags" in state:
+        trainer.optimizer.load_state_dict(state)
+        return
+    trainer.base.load_state_dict(state)
+    trainer.ags.refresh_soon()
+
+
+def _point(link: Path, target: Path) -> None:
+    """Make `link` a relative symbolic link to `target`, replaced whole."""
+    draft = link.with_name(f".{link.name}.{os.getpid()}")
+    draft.unlink(missing_ok=True)
+    draft.symlink_to(os.path.relpath(target, link.parent))
+    draft.replace(link)
+
+
+def _target(link: Path) -> Path | None:
+    return link.parent / link.readlink() if link.is_symlink() else None

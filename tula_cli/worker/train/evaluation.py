@@ -1,0 +1,95 @@
+"""Evaluation on the held-out samples."""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from tula_cli.worker.build.sampling import eval_loader
+from tula_cli.worker.train.loop import Trainer, autocast, to_device
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """Means over the evaluation set. Accuracies are percentages; nan where the output is not one score a class."""
+
+    loss: float
+    top1: float
+    top5: float
+    samples: int
+
+
+class Evaluator:
+    """Evaluates on every rank's share of the evaluation data; keeps its loader's processes between epochs."""
+
+    def __init__(self, trainer: Trainer) -> None:
+        ranks = trainer.ranks
+        self.trainer = trainer
+        self.loader = eval_loader(
+            trainer.datasets.eval,
+            size=len(trainer.datasets.eval),
+            rank=ranks.rank,
+            world=ranks.world,
+            batch=trainer.micro_batch,
+            workers=trainer.workers,
+            pin=ranks.device.type == "cuda",
+        )
+
+    @torch.no_grad()
+    def run(self, max_batches: int | None = None, *, between: Callable[[], None] = lambda: None) -> Evaluation:
+        """Evaluate the whole set, or only some batches of each rank where only the time is wanted.
+
+        Args:
+            max_batches: at most so many of each rank.
+            between: called after each batch that every rank has, so it may communicate; it may raise.
+        """
+        trainer = self.trainer
+        # Each rank's BatchNorm has seen its own samples since the last forward; all evaluate rank 0's, which is saved.
+        for buffer in trainer.ddp.module.buffers():
+            dist.broadcast(buffer, src=0)
+        trainer.ddp.eval()
+        sums = torch.zeros(4, dtype=torch.float64, device=trainer.ranks.device)
+        common = self._common_batches()
+        for index, pair in enumerate(self.loader):
+            if index == max_batches:
+                break
+            sums += self._score(*to_device(trainer, pair))
+            if index < common:
+                between()
+        trainer.ddp.train()
+        loss, top1, top5, samples = trainer.ranks.sum(sums.tolist())
+        if not samples:
+            return Evaluation(float("nan"), float("nan"), float("nan"), 0)
+        return Evaluation(loss / samples, 100 * top1 / samples, 100 * top5 / samples, int(samples))
+
+    def _common_batches(self) -> int:
+        """Return how many batches the last rank has; the first ones may have one more."""
+        ranks = self.trainer.ranks
+        return math.ceil(
+            len(range(ranks.world - 1, len(self.trainer.datasets.eval), ranks.world)) / self.trainer.micro_batch
+        )
+
+    def _score(self, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        """Return (loss, top-1 hits, top-5 hits, samples) summed over a batch."""
+        with autocast(self.trainer):
+            outputs = self.trainer.ddp.module(inputs)
+            loss = self.trainer.loss(outputs, targets)
+        count = len(inputs)
+        if not _is_classification(outputs, targets):
+            hits1 = hits5 = torch.tensor(float("nan"))
+        else:
+            best = outputs.topk(min(5, outputs.shape[1]), dim=1).indices
+            match = best == targets[:, None]
+            hits1, hits5 = match[:, 0].sum(), match.any(dim=1).sum()
+        return torch.stack(
+            [value.double().to(inputs.device) for value in (loss * count, hits1, hits5, torch.tensor(count))]
+        )
+
+
+def _is_classification(outputs: Any, targets: torch.Tensor) -> bool:
+    """Return whether the output is one score a class, and the target a class."""
+    scores = isinstance(outputs, torch.Tensor) and outputs.ndim == 2
+    return scores and targets.ndim == 1 and not targets.is_floating_point()

@@ -1,0 +1,71 @@
+"""The rows of metrics.jsonl."""
+
+import json
+import math
+import time
+from types import TracebackType
+from typing import Any
+
+from tula_cli.run.directory import RunDir
+from tula_cli.run.files import write_atomic
+from tula_cli.run.records.tasks import TrainTask
+from tula_cli.worker.build.sampling import Position
+
+LOG_SECONDS = 1.0
+"""At most one step row a second: enough for a live view, little enough for a shared file system."""
+
+
+class Metrics:
+    """metrics.jsonl: one JSON object a line, appended by rank 0; other ranks write nothing.
+
+    Rows beyond `samples`, where the run resumes, are dropped: those steps are trained again.
+    """
+
+    def __init__(self, run: RunDir, task: TrainTask, *, first: bool, samples: int) -> None:
+        self.path = run.metrics_path(task.signature)
+        self.run, self.task, self.first, self.samples = run, task, first, samples
+        self._board: Any = None
+
+    def __enter__(self) -> "Metrics":
+        if self.first:
+            self._cut()
+            if self.task.spec.train.tensorboard:
+                from torch.utils.tensorboard import SummaryWriter
+
+                self._board = SummaryWriter(str(self.path.parent / "tensorboard"), purge_step=self.samples + 1)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._board is not None:
+            self._board.close()
+
+    def _cut(self) -> None:
+        if self.path.exists():
+            kept = [row for row in self.run.metrics(self.task.signature) if row["samples"] <= self.samples]
+            write_atomic(self.path, "".join(json.dumps(row) + "\n" for row in kept))
+
+    def add(self, kind: str, position: Position, epoch: float, **values: Any) -> None:
+        if not self.first:
+            return
+        row = {"kind": kind, "time": time.time(), "samples": position.samples, "epoch": epoch, **_plain(values)}
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        with open(self.path, "a", encoding="utf-8") as file:
+            file.write(json.dumps(row) + "\n")
+        if self._board is not None:
+            for name, value in values.items():
+                if isinstance(value, int | float) and not isinstance(value, bool):
+                    self._board.add_scalar(f"{kind}/{name}", value, position.samples)
+
+
+def _plain(values: dict[str, Any]) -> dict[str, Any]:
+    """Return the values with nan and infinity as null: JSON has neither."""
+    return {
+        name: _plain(value)
+        if isinstance(value, dict)
+        else None
+        if isinstance(value, float) and not math.isfinite(value)
+        else value
+        for name, value in values.items()
+    }

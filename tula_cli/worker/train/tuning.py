@@ -1,0 +1,353 @@
+"""Self-tuning (`train.method: auto`), the auto-tuning that the paper leaves to future work.
+
+Beside the training, short branches are trained with different settings on the training set without a held-out part, and
+judged there; `models.halving` says which come next and which arm wins. They begin where a training as lbt, without that
+part too, has come to when the arms part: nothing that is judged has seen what it is judged on. A branch leaves nothing but
+its line in tuning.json: the training goes on with the winner's settings from its own checkpoint, on the whole training
+set, as if it had been told them.
+"""
+
+import contextlib
+import copy
+import functools
+import gc
+import itertools
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.utils.data import Subset
+
+from tula_cli.models import halving
+from tula_cli.models.halving import Turn
+from tula_cli.run.directory import RunDir
+from tula_cli.run.records.results import Branch, Tuning
+from tula_cli.run.records.tasks import TrainTask
+from tula_cli.spec.ags import Arm
+from tula_cli.spec.job import JobSpec
+from tula_cli.worker.build.datasets import build_datasets
+from tula_cli.worker.build.samples import Datasets, Evaluated, Seeded
+from tula_cli.worker.build.sampling import Position, permutation
+from tula_cli.worker.preemption import Leaving
+from tula_cli.worker.ranks import Ranks
+from tula_cli.worker.train import checkpoint, evaluation
+from tula_cli.worker.train import loop as worker_train_loop
+from tula_cli.worker.train.evaluation import Evaluation
+from tula_cli.worker.train.loop import Trainer
+
+BEHIND = 2
+"""Epochs in a row that end behind after which a chosen arm has broken down."""
+
+LOOK = 20
+"""Steps between two looks whether a branch has diverged; each waits for the device."""
+
+SETTLE = 8
+"""Micro-batches of each rank that BatchNorm's statistics are averaged over before a branch is judged."""
+
+_HELD_OUT = -1
+"""Stands for the epoch in the seed of the split; no epoch has this number."""
+
+
+class Log(Protocol):
+    """Adds a row to the training's metrics."""
+
+    def __call__(self, kind: str, position: Position, epoch: float, **values: Any) -> None: ...
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What a training goes on with, and from where its arms part."""
+
+    arm: Arm
+    epoch: float
+    start: int = 0  # samples there, of the checkpoint that stays while the arm may break down
+    longest: float = 0.0  # epochs of the longest branches
+    limit: float | None = None  # the control's loss after its longest; None where nothing is known of it
+    broken: tuple[str, ...] = ()  # arms that were chosen before
+
+    def is_behind(self, loss: float, *, epoch: float) -> bool:
+        """Return whether a training is where it should not be: with a loss above that of the control's longest branch
+        after twice as many epochs. The control itself never is.
+        """
+        if self.arm.name == halving.CONTROL or self.limit is None:
+            return False
+        return epoch - self.epoch >= 2 * self.longest and not loss <= self.limit
+
+    def task(self, task: TrainTask) -> TrainTask:
+        """Return the task as the arm trains it."""
+        return task.model_copy(update={"spec": halving.tuned(task.spec, self.arm)})
+
+    @property
+    def lr_factor(self) -> Callable[[float], float]:
+        return partial(halving.lr_factor, self.arm, start=self.epoch)
+
+
+@dataclass(frozen=True)
+class Bench:
+    """What every branch begins with."""
+
+    task: TrainTask
+    ranks: Ranks
+    datasets: Datasets  # without the held-out part, which is the evaluation set
+    epoch: float
+    leaving: Leaving
+
+    @functools.cached_property
+    def start(self) -> dict[str, Any]:
+        """What a checkpoint of the control holds where the arms part, trained without the held-out part."""
+        trainer = _build(self, Arm(name=halving.CONTROL))
+        trainer.until = self.task.spec.auto.after
+        with contextlib.closing(worker_train_loop.steps(trainer)) as stream:
+            for _ in stream:
+                self.check()
+        return copy.deepcopy(checkpoint.state(trainer, best={}))
+
+    def check(self) -> None:
+        self.leaving.check(reserve=0.0)  # there is nothing to save
+
+
+def chosen(task: TrainTask, run: RunDir, ranks: Ranks) -> Choice | None:
+    """Return what rank 0 finds chosen, on every rank; None where branches are missing.
+
+    A choice made at a larger batch (before an out-of-memory) stays, with no more than linear scaling.
+    """
+    found = run.tuning(task.signature) if ranks.first else None
+    known = found is not None and found.chosen is not None
+    if not ranks.from_first(int(known)):
+        return None
+    tuning = Tuning.model_validate_json(ranks.gather(found.model_dump_json() if found is not None else "")[0])
+    assert tuning.chosen is not None
+    arm = tuning.chosen
+    if task.batch != tuning.batch:
+        arm = halving.within(arm, task.batch / task.spec.train.reference_batch)
+    control = halving.control_at_the_end(tuning.branches)
+    longest = max((branch.epochs for branch in tuning.branches), default=0.0)
+    limit = control.loss if control is not None else None
+    return Choice(arm, tuning.epoch, tuning.start, longest, limit, tuning.broken)
+
+
+class BrokenDown(Exception):
+    """The chosen arm has broken down, after so many samples; every rank raises it."""
+
+    def __init__(self, samples: int) -> None:
+        self.samples = samples
+
+
+def give_up(task: TrainTask, run: RunDir, ranks: Ranks, *, samples: int) -> None:
+    """Go back to where the arms part, and choose the next best arm; the control is the last that is left.
+
+    The checkpoints go first: a training that is broken off in between breaks down again.
+
+    Args:
+        task: with method auto.
+        run: where.
+        ranks: the process group.
+        samples: where the training stood.
+    """
+    if ranks.first:
+        tuning = run.tuning(task.signature)
+        assert tuning is not None and tuning.chosen is not None
+        checkpoint.go_back(run, task.signature, tuning.start)
+        broken = (*tuning.broken, tuning.chosen.name)
+        name = halving.next_best(tuning.branches, broken)
+        chosen = next(arm for arm in tuning.arms if arm.name == name)
+        lost = tuning.lost + samples - tuning.start
+        run.write_tuning(tuning.model_copy(update={"broken": broken, "chosen": chosen, "lost": lost}))
+    ranks.from_first(0)  # no rank looks for a checkpoint before
+
+
+def tune(task: TrainTask, run: RunDir, ranks: Ranks, datasets: Datasets, *, leaving: Leaving, log: Log) -> Choice:
+    """Train branches until one arm is left, for a training that stands where they part; what is recorded is kept.
+
+    Args:
+        task: with method auto.
+        run: where; rank 0 writes its tuning.json after each branch.
+        ranks: the process group; all of them take rank 0's decisions.
+        datasets: `held_out` of the task's.
+        leaving: who tells when to leave.
+        log: takes a row of kind "branch" for each.
+
+    Raises:
+        Left: the ranks leave; the branch under way is lost.
+    """
+    newest = checkpoint.load_for_all(run, task.signature, ranks)
+    assert newest is not None
+    position = Position(**newest["position"])
+    bench = Bench(
+        task=task,
+        ranks=ranks,
+        datasets=datasets,
+        epoch=position.epoch + position.done / (len(datasets.train) + len(datasets.eval)),
+        leaving=leaving,
+    )
+    arms = halving.arms(task.spec, task.batch)
+    tuning = _record(bench, run, position, arms)
+    if ranks.first:
+        run.write_tuning(tuning)
+    while (turn := _turn(tuning, ranks)) is not None:
+        branch = _branch(bench, arms[turn.arm], turn, control=_control(tuning, turn))
+        tuning = tuning.model_copy(update={"branches": (*tuning.branches, branch)})
+        if ranks.first:
+            run.write_tuning(tuning)
+            told = branch.model_dump(exclude={"samples"})  # of a row they are the training's
+            log("branch", position, bench.epoch, **told, trained=branch.samples, eta=_seconds_left(bench, tuning))
+    if ranks.first:
+        _, winner = halving.standing([arm.name for arm in arms], tuning.branches)
+        run.write_tuning(tuning.model_copy(update={"chosen": next(arm for arm in arms if arm.name == winner)}))
+    choice = chosen(task, run, ranks)
+    assert choice is not None
+    return choice
+
+
+def held_out(spec: JobSpec, datasets: Datasets, *, batch: int) -> Datasets:
+    """Return the training set without its held-out part, and that part with the transforms of an evaluation.
+
+    Raises:
+        SpecError: what is left is smaller than the batch.
+    """
+    size = len(datasets.train)
+    halving.check_size(spec, batch=batch, dataset_size=size)
+    count = halving.holdout_size(size, spec.auto.holdout)
+    order = permutation(size, seed=spec.train.seed, epoch=_HELD_OUT).tolist()
+    plain = spec.transforms.model_copy(update={"train": spec.transforms.eval})
+    view = datasets.train.samples
+    if plain != spec.transforms:
+        view = build_datasets(spec.model_copy(update={"transforms": plain})).train.samples
+    return Datasets(
+        train=Seeded(Subset(datasets.train.samples, sorted(order[count:])), seed=spec.train.seed),
+        eval=Evaluated(Subset(view, sorted(order[:count]))),
+        classes=datasets.classes,
+    )
+
+
+def _record(bench: Bench, run: RunDir, position: Position, arms: tuple[Arm, ...]) -> Tuning:
+    """Return what is recorded of this tuning; one of another batch, checkpoint or other arms counts for nothing."""
+    task, batch = bench.task, bench.task.batch
+    whole = len(bench.datasets.train) // batch * batch
+    fresh = Tuning(
+        signature=task.signature,
+        batch=batch,
+        start=position.samples,
+        epoch=bench.epoch,
+        arms=arms,
+        beginning=task.spec.auto.after * whole if len(arms) > 1 else 0,
+    )
+    found = run.tuning(bench.task.signature) if bench.ranks.first else None
+    alike = found is not None and fresh == found.model_copy(update={"branches": (), "chosen": None})
+    return found if found is not None and alike else fresh
+
+
+def _turn(tuning: Tuning, ranks: Ranks) -> Turn | None:
+    """Return the branch that rank 0 finds next, on every rank; None where one arm is left."""
+    names = [arm.name for arm in tuning.arms]
+    turn, _ = halving.standing(names, tuning.branches) if ranks.first else (None, None)
+    number = ranks.from_first(-1 if turn is None else turn.rung * len(names) + turn.arm)
+    return None if number < 0 else Turn(*divmod(number, len(names)))
+
+
+def _control(tuning: Tuning, turn: Turn) -> Branch | None:
+    """Return the control's branch of the same rung; it is the first there."""
+    same = (branch for branch in tuning.branches if branch.rung == turn.rung)
+    return next((branch for branch in same if branch.arm == halving.CONTROL), None)
+
+
+def _branch(bench: Bench, arm: Arm, turn: Turn, *, control: Branch | None) -> Branch:
+    """Train one branch and judge it."""
+    began = time.monotonic()
+    length = halving.epochs(bench.task.spec, turn.rung)
+    trainer = _trainer(bench, arm, length)
+    start = trainer.position.samples
+    per_epoch = len(bench.datasets.train) // trainer.batch
+    finite = _train(bench, trainer, halving.branch_steps(bench.task.spec, turn.rung, per_epoch))
+    if finite:
+        _settle(bench, trainer)
+    result = evaluation.Evaluator(trainer).run(between=bench.check) if finite else None
+    samples = trainer.position.samples - start
+    return Branch(
+        arm=arm.name,
+        rung=turn.rung,
+        epochs=samples / len(bench.datasets.train),
+        samples=samples,
+        loss=_known(result.loss) if result else None,
+        top1=_known(result.top1) if result else None,
+        diverged=result is None or _has_diverged(result, bench.datasets.classes, control),
+        seconds=time.monotonic() - began,
+    )
+
+
+def _trainer(bench: Bench, arm: Arm, length: float) -> Trainer:
+    """Return a fresh trainer where the arms part, for a branch of so many epochs."""
+    start, choice = bench.start, Choice(arm, bench.epoch)
+    trainer = _build(bench, arm)
+    checkpoint.restore(trainer, copy.deepcopy(start))  # an optimizer takes the tensors over as they are
+    trainer.lr_factor = lambda epoch: choice.lr_factor(epoch) * halving.cooling(epoch, start=bench.epoch, length=length)
+    return trainer
+
+
+def _build(bench: Bench, arm: Arm) -> Trainer:
+    """Return a trainer of an arm, without the held-out part, at the very beginning."""
+    gc.collect()  # a DDP object and its model hold each other: the branch before is let go before this one is built
+    task = Choice(arm, bench.epoch).task(bench.task)
+    return worker_train_loop.build(
+        task, bench.ranks, bench.datasets, batch=task.batch, workers=task.workers, refresh=True
+    )
+
+
+def _train(bench: Bench, trainer: Trainer, steps: int) -> bool:
+    """Train so many steps; return whether the loss stayed finite, else at once."""
+    with contextlib.closing(worker_train_loop.steps(trainer)) as stream:
+        for count, step in enumerate(itertools.islice(stream, steps), 1):
+            bench.check()
+            if count % LOOK == 0 or count == steps:
+                finite = math.isfinite(float(step.loss))
+                if bench.ranks.largest(float(not finite)):
+                    return False
+    return True
+
+
+@torch.no_grad()
+def _settle(bench: Bench, trainer: Trainer) -> None:
+    """Average the statistics of BatchNorm anew over some training batches.
+
+    The running ones trail the weights by some ten steps, which is most of a short branch: they would judge it by them.
+    """
+    norms = [m for m in trainer.ddp.modules() if isinstance(m, _BatchNorm) and m.track_running_stats]
+    if not norms:
+        return
+    for norm in norms:
+        norm.reset_running_stats()
+        norm.momentum = None  # the mean of all that come, also where a ghost batch takes its part of a batch
+    with contextlib.closing(worker_train_loop.inputs(trainer)) as stream:
+        for inputs in itertools.islice(stream, SETTLE):
+            with worker_train_loop.autocast(trainer):
+                trainer.ddp.module(inputs)
+            bench.check()
+
+
+def _has_diverged(result: Evaluation, classes: int | None, control: Branch | None) -> bool:
+    """Return whether a branch is no better than guessing, and worse than the control (which may be young itself)."""
+    if not math.isfinite(result.loss):
+        return True
+    if classes is None or math.isnan(result.top1) or control is None or control.loss is None:
+        return False
+    return result.loss > max(math.log(classes), control.loss)
+
+
+def _known(value: float) -> float | None:
+    """Return a number as JSON can hold it."""
+    return value if math.isfinite(value) else None
+
+
+def _seconds_left(bench: Bench, tuning: Tuning) -> float:
+    """Return the time until the training's end, by the pace of the branches so far."""
+    size, epochs = len(bench.datasets.train) + len(bench.datasets.eval), bench.task.spec.train.epochs
+    planned = halving.plan(bench.task.spec, batch=bench.task.batch, dataset_size=size)
+    trained = sum(branch.samples for branch in tuning.branches)
+    pace = sum(branch.seconds for branch in tuning.branches) / max(1, trained)  # seconds a sample
+    branches = max(0, planned.steps * bench.task.batch - tuning.samples)
+    return pace * (branches + (epochs - bench.epoch) * size)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tula_cli.cluster.forkserver import WORKER, Forkserver, Start, Unavailable
+from tula_cli.cluster.forkserver import WORKER, Forked, Forkserver, Start, Unavailable
 from tula_cli.cluster.group import Starter
 from tula_cli.host.processes import started
 
@@ -224,6 +224,20 @@ def test_one_command_that_is_not_there_leaves_none_running(tmp_path: Path) -> No
 
 
 # --- with torch
+
+
+@pytest.mark.torch
+def test_the_worker_is_forked_and_imports_nothing_again(tmp_path: Path) -> None:
+    log, starter = tmp_path / "log", Starter()
+    command = (sys.executable, *WORKER, str(tmp_path / "norun"), "task", "1")
+    start = Start(command, dict(os.environ), str(tmp_path), str(log))
+    with open(log, "ab") as output:
+        group = starter.start([start, start], output, give_up=lambda: False)
+        until(lambda: not group.running(), "the ranks do not end")
+    starter.close()
+    assert not starter.executes
+    assert all(isinstance(child, Forked) for child in group.children)
+    assert log.read_text().count("norun has no task task\n") == 2
 
 
 @pytest.mark.torch

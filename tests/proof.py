@@ -12,6 +12,7 @@ import hashlib
 import json
 import os
 import random
+import re
 import subprocess
 import sys
 import tempfile
@@ -66,15 +67,20 @@ def chosen(parts: Sequence[Part], tree: str, budget: float | None) -> list[Part]
     return drawn
 
 
+def git(*words: str, root: Path, **environment: str) -> str:
+    """Return what a git command prints."""
+    done = subprocess.run(
+        ["git", *words], cwd=root, env={**os.environ, **environment}, capture_output=True, text=True, check=True
+    )
+    return done.stdout.strip()
+
+
 def tree_hash(root: Path = ROOT) -> str:
     """Return git's name for the content of the working tree as it stands, files that are new included."""
     with tempfile.TemporaryDirectory() as folder:
-        environment = {**os.environ, "GIT_INDEX_FILE": str(Path(folder, "index"))}
-        for words in (("add", "--all"), ("write-tree",)):
-            done = subprocess.run(
-                ["git", *words], cwd=root, env=environment, capture_output=True, text=True, check=True
-            )
-    return done.stdout.strip()
+        index = str(Path(folder, "index"))
+        git("add", "--all", root=root, GIT_INDEX_FILE=index)
+        return git("write-tree", root=root, GIT_INDEX_FILE=index)
 
 
 def own_seed(part: Part, seed: int) -> int:
@@ -104,8 +110,11 @@ def passes(part: Part, folder: Path, seed: int) -> bool:
 
 
 def minutes(text: str) -> float:
-    """Return the minutes of "3m", "1h" or "90s"."""
-    return float(text[:-1]) * {"h": 60.0, "m": 1.0, "s": 1 / 60}[text[-1]]
+    """Return the minutes of "3m", "1h" or "90s"; raises ValueError for anything else."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)([hms])", text)
+    if found is None:
+        raise ValueError(text)
+    return float(found[1]) * {"h": 60.0, "m": 1.0, "s": 1 / 60}[found[2]]
 
 
 def main() -> int:

@@ -26,9 +26,8 @@ class LocalTula(Tula):
 
     def ranks(self, task: TrainTask) -> list[int]:
         """Return the process ids of a task's ranks, found by their command line."""
-        return [
-            pid for pid, words in _processes() if words[1:4] == ["-u", "-m", "tula_cli.worker"] and task.id in words
-        ]
+        command = ["-u", "-m", "tula_cli.worker", str(self.run().path), task.id]
+        return [pid for pid, words in _processes() if words[1:6] == command]
 
 
 def _processes() -> Iterator[tuple[int, list[str]]]:

@@ -1,6 +1,6 @@
 """Kill a training on a real SLURM cluster again and again, and see that it ends as if nothing had happened.
 
-    python tests/slurm/soak.py [--nodes 16] [--kills 50] [--seed 0] [--epochs 40]
+    python tests/slurm/soak.py [--nodes 16] [--kills 50] [--seed 0] [--epochs 300]
 
 Needs root and Debian's SLURM packages (make slurm-packages). Two trainings of the same job run on a cluster of
 namespaces: one is left alone, the other loses ranks, supervisors and whole nodes, and is preempted, at random moments
@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from cluster import SlurmCluster
+from cluster import SlurmCluster, until
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "helpers"))
 from driver import Tula
@@ -28,6 +28,7 @@ BATCH = 128
 SAMPLES = 1437 // BATCH * BATCH  # of an epoch
 PATIENCE = 900.0  # seconds without a newer checkpoint
 MODEL = """
+import time
 import torch
 
 
@@ -37,9 +38,10 @@ class Net(torch.nn.Module):
         self.layer = torch.nn.Linear(64, num_classes, bias=False)
 
     def forward(self, x):
+        time.sleep(0.02)
         return self.layer(x.flatten(1))
 """
-"""One parameter: DDP lays out its buckets anew after the first step of a process, which with more parameters changes the
+"""Slow, so that few epochs last for many kills. One parameter: DDP lays out its buckets anew after the first step of a process, which with more parameters changes the
 order in which more than two ranks are added up there, and so the last bit."""
 JOB = """
 name: soak
@@ -81,6 +83,8 @@ class Soak:
                     self.killed_at = time.time()
                     print(f"{sum(self.kills.values()):3d} {act.__name__:16s} at {self.samples()} samples", flush=True)
             time.sleep(0.5)
+        if sum(self.kills.values()) < kills:
+            raise SystemExit(f"it ended before it was killed {kills} times: give it more --epochs")
 
     # --- what it is doing
 
@@ -126,14 +130,17 @@ class Soak:
     def power_off(self) -> bool:
         node = self.random.choice(self.cluster.names)
         self.cluster.power_off(node)
-        time.sleep(20)
+        until(lambda: self._state(node).startswith("down"), f"SLURM gives {node} up", seconds=180)
         self.cluster.power_on(node)
         return True
 
+    def _state(self, node: str) -> str:
+        return self.cluster.run("login", "sinfo", "--noheader", f"--nodes={node}", "--format=%t").stdout.strip()
+
     def preempt(self) -> bool:
-        command = ["sbatch", "--partition=main", "--exclusive", "--time=1", "--output=/dev/null", "--wrap=sleep 2"]
+        options = ("--partition=main", f"--nodes={self.nodes}", "--exclusive", "--time=1", "--output=/dev/null")
+        command = ["sbatch", "--wait", *options, "--wrap=true"]
         subprocess.run(command, check=True, capture_output=True, env={**os.environ, **self.cluster.env})
-        time.sleep(3)
         return True
 
 

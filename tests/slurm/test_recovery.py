@@ -23,7 +23,8 @@ def story(tula: Tula) -> list[tuple[str | None, str]]:
 
 
 def attempts(tula: Tula) -> list[Attempt]:
-    return tula.run().training_attempts(tula.run().train_signatures()[0])
+    run = tula.run()
+    return [attempt for name in run.train_signatures() for attempt in run.training_attempts(name)]
 
 
 def job(tula: Tula) -> Job:

@@ -71,7 +71,10 @@ def test_a_killed_rank_is_relaunched_in_the_same_allocation(tula: Tula, on_slurm
     )
     tula.until(tula.epochs_done)
     victims = subprocess.run(
-        ["pgrep", "-f", f"tula_cli.worker .*{tula.task().id}"], capture_output=True, text=True, check=True
+        ["pgrep", "-f", f"tula_cli.worker {tula.run().path} {tula.task().id}"],
+        capture_output=True,
+        text=True,
+        check=True,
     ).stdout.split()
     os.kill(int(victims[-1]), signal.SIGKILL)
     answer, told = process.communicate(timeout=PATIENCE)

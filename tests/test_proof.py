@@ -1,0 +1,67 @@
+"""The second tier of the tests: which parts run, what is kept, and what a failure says."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.append(str(Path(__file__).parent))
+import proof
+from proof import PARTS, Part, chosen, minutes, own_seed, passes, tree_hash
+
+TREES = [f"{number:040x}" for number in range(200)]
+
+
+def test_without_a_budget_everything_runs_in_under_an_hour() -> None:
+    assert chosen(PARTS, TREES[0], None) == list(PARTS)
+    assert sum(part.minutes for part in PARTS) < 60
+
+
+def test_a_budget_is_kept_and_every_part_that_fits_it_has_its_turn() -> None:
+    drawn = [chosen(PARTS, tree, 3.0) for tree in TREES]
+    assert drawn == [chosen(PARTS, tree, 3.0) for tree in TREES]
+    assert all(len(parts) == 1 or sum(part.minutes for part in parts) <= 3.0 for parts in drawn)
+    assert {part.name for parts in drawn for part in parts} >= {part.name for part in PARTS if part.minutes <= 3.0}
+
+
+def test_every_part_has_a_name_and_a_seed_of_its_own_and_its_file_exists() -> None:
+    assert len({part.name for part in PARTS}) == len({own_seed(part, 0) for part in PARTS}) == len(PARTS)
+    assert own_seed(PARTS[0], 0) != own_seed(PARTS[0], 1)
+    files = [word for part in PARTS for word in part.command if word.endswith(".py")]
+    assert len(files) == len(PARTS)
+    assert all((proof.ROOT / name).is_file() for name in files)
+
+
+def test_what_has_passed_is_not_run_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    part = Part("counts", 1.0, ("-c", f"open({str(tmp_path / 'runs')!r}, 'a').write('{{seed}} '); print('all well')"))
+    assert passes(part, tmp_path, 7) and passes(part, tmp_path, 7)
+    assert (tmp_path / "runs").read_text() == f"{own_seed(part, 7)} "
+    first, second = (line for line in capsys.readouterr().out.splitlines() if line.startswith("counts: passed"))
+    assert first.endswith("all well") and "passed before" in second
+
+
+def test_what_failed_is_shown_and_runs_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    part = Part("fails", 1.0, ("-c", "print('the reason'); raise SystemExit(3)"))
+    assert not passes(part, tmp_path, 0) and not passes(part, tmp_path, 0)
+    assert capsys.readouterr().out.count("the reason\n\nfails: FAILED with 3") == 2
+
+
+def test_the_trees_hash_is_that_of_its_content(tmp_path: Path) -> None:
+    proof.git("init", "--quiet", root=tmp_path)
+    (tmp_path / "file").write_text("one")
+    first = tree_hash(tmp_path)
+    (tmp_path / "file").write_text("two")
+    second = tree_hash(tmp_path)
+    (tmp_path / "file").write_text("one")
+    assert first == tree_hash(tmp_path) != second
+
+
+@pytest.mark.parametrize(("text", "expected"), [("90s", 1.5), ("3m", 3.0), ("1h", 60.0)])
+def test_a_budget_is_given_in_hours_minutes_or_seconds(text: str, expected: float) -> None:
+    assert minutes(text) == expected
+
+
+@pytest.mark.parametrize("text", ["3", "m", "threem", "3d", "-1m", ""])
+def test_a_budget_that_is_none_is_refused(text: str) -> None:
+    with pytest.raises(ValueError):
+        minutes(text)

@@ -11,6 +11,7 @@ import copy
 import io
 import itertools
 import json
+import os
 import sys
 import warnings
 from collections.abc import Callable
@@ -586,4 +587,4 @@ def run(folder: Path, rank: int, world: int) -> None:
 if __name__ == "__main__":
     warnings.simplefilter("ignore", FutureWarning)
     torch.set_num_threads(1)
-    run(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]))
+    run(Path(sys.argv[1]), int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]))

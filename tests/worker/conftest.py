@@ -2,9 +2,6 @@
 
 import gc
 import os
-import socket
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,12 +9,11 @@ import pytest
 import torch
 import torch.distributed as dist
 import worker_rank_cases
+from start_ranks import errors, start_ranks
 from worker_jobs import spec
 
 from tula_cli.run.directory import RunDir
 from tula_cli.worker.ranks import Ranks
-
-ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="module")
@@ -43,32 +39,7 @@ def run(tmp_path: Path) -> RunDir:
 def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder that the two ranks of worker_rank_cases leave behind."""
     folder = tmp_path_factory.mktemp("ranks")
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    processes = [_start(folder, rank, port) for rank in range(2)]
-    try:
-        codes = [process.wait(timeout=240) for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait()
-    assert codes == [0, 0], "\n".join((folder / f"{rank}.err").read_text()[-3000:] for rank in range(2))
+    # Tensors are mapped apart: the holes in glibc's heap make peaks differ by 20 % from run to run.
+    mapped = {"MALLOC_MMAP_THRESHOLD_": "32768"}
+    assert start_ranks(worker_rank_cases.__file__, folder, world=2, **mapped), errors(folder, 2)
     return folder
-
-
-def _start(folder: Path, rank: int, port: int) -> "subprocess.Popen[bytes]":
-    environment = os.environ | {
-        "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests" / "helpers")]),
-        "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
-        "WORLD_SIZE": "2",
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-        "OMP_NUM_THREADS": "1",
-        # Tensors are mapped apart: the holes in glibc's heap make peaks differ by 20 % from run to run.
-        "MALLOC_MMAP_THRESHOLD_": "32768",
-    }
-    with open(folder / f"{rank}.err", "wb") as errors:
-        command = [sys.executable, worker_rank_cases.__file__, str(folder)]
-        return subprocess.Popen(command, env=environment, stdout=errors, stderr=errors)

@@ -1,17 +1,13 @@
 """Post-local SGD and AdaScale on two and on four ranks: all cases in one start of each (gloo, loopback)."""
 
 import json
-import os
-import socket
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import method_rank_cases
 import pytest
+from start_ranks import errors, start_ranks
 
-ROOT = Path(__file__).parents[3]
 pytestmark = pytest.mark.torch
 
 
@@ -30,33 +26,8 @@ class Found:
 def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Found:
     world: int = request.param
     folder = tmp_path_factory.mktemp(f"methods-{world}-")
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    processes = [_start(folder, rank, world, port) for rank in range(world)]
-    try:
-        codes = [process.wait(timeout=400) for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait()
-    assert codes == [0] * world, "\n".join((folder / f"{rank}.err").read_text()[-3000:] for rank in range(world))
+    assert start_ranks(method_rank_cases.__file__, folder, world=world), errors(folder, world)
     return Found(folder, world)
-
-
-def _start(folder: Path, rank: int, world: int, port: int) -> "subprocess.Popen[bytes]":
-    environment = os.environ | {
-        "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests" / "helpers")]),
-        "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
-        "WORLD_SIZE": str(world),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-        "OMP_NUM_THREADS": "1",
-    }
-    with open(folder / f"{rank}.err", "wb") as errors:
-        command = [sys.executable, method_rank_cases.__file__, str(folder)]
-        return subprocess.Popen(command, env=environment, stdout=errors, stderr=errors)
 
 
 def test_replicas_part_after_five_epochs_and_meet_four_times_an_epoch(found: Found) -> None:

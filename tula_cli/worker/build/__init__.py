@@ -1,0 +1,1 @@
+"""What a spec becomes: model, data, loss, optimizer."""

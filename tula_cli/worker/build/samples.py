@@ -1,0 +1,84 @@
+"""What a dataset gives: samples as tensors, seeded by their index."""
+
+from typing import Any
+from collections.abc import Callable
+import torch.utils.data
+from dataclasses import dataclass
+from tula_cli.worker.seeding import seeded
+from torchvision import tv_tensors
+import numpy as np
+from tula_cli.errors import SpecError
+
+Transform = Callable[[Any], Any]
+Samples = torch.utils.data.Dataset[Any]  # (input, target) by integer index, with a length
+
+
+@dataclass(frozen=True)
+class Datasets:
+    """Training and evaluation samples of one job."""
+
+    train: "Seeded"  # keys are (epoch, index)
+    eval: "Evaluated"  # keys are index
+    classes: int | None  # None where an imported dataset does not tell
+
+
+class Seeded(torch.utils.data.Dataset[Any]):
+    """Samples whose augmentation depends on (seed, epoch, index) alone, whatever process or rank loads them.
+
+    Args:
+        samples: a dataset that applies its random transforms in `__getitem__`.
+        seed: the job's seed.
+    """
+
+    def __init__(self, samples: Samples, *, seed: int) -> None:
+        self.samples = samples
+        self.seed = seed
+
+    def __len__(self) -> int:
+        return length(self.samples)
+
+    def __getitem__(self, key: tuple[int, int]) -> tuple[Any, Any]:
+        epoch, index = key
+        with seeded(self.seed, epoch, index):
+            sample, target = self.samples[index]
+        return as_plain(sample), as_label(target)
+
+
+class Evaluated(torch.utils.data.Dataset[Any]):
+    """Samples without augmentation, keyed by plain integers."""
+
+    def __init__(self, samples: Samples) -> None:
+        self.samples = samples
+
+    def __len__(self) -> int:
+        return length(self.samples)
+
+    def __getitem__(self, index: int) -> tuple[Any, Any]:
+        sample, target = self.samples[index]
+        return as_plain(sample), as_label(target)
+
+
+def as_plain(sample: Any) -> Any:
+    """Return an image tensor of torchvision's as the plain tensor that it is: its own type makes every operation slower."""
+    return sample.as_subclass(torch.Tensor) if isinstance(sample, tv_tensors.TVTensor) else sample
+
+
+def as_label(target: Any) -> Any:
+    """Return class numbers as `int`, which collates to int64; leave any other target alone."""
+    if isinstance(target, torch.Tensor) and target.ndim == 0 and not target.is_floating_point():
+        return int(target)
+    return int(target) if isinstance(target, np.integer) else target
+
+
+def length(samples: Samples) -> int:
+    """Return how many samples there are.
+
+    Raises:
+        SpecError: an iterable-style dataset, which cannot be resumed mid-epoch.
+    """
+    if not hasattr(samples, "__len__"):
+        raise SpecError(
+            f"dataset {type(samples).__name__} has no length",
+            "tula needs a map-style dataset: __len__ and __getitem__(index)",
+        )
+    return len(samples)

@@ -13,12 +13,8 @@ from torchvision.transforms import v2
 
 from tula_cli.errors import SpecError
 from tula_cli.spec.job import JobSpec
-from tula_cli.worker.build.datasets import build_datasets
-from tula_cli.worker.build.transforms import build_transforms
-from tula_cli.worker.build.datasets import check_sample
-from tula_cli.worker.build.datasets import prepare
-from tula_cli.worker.build.datasets import stratified
-from tula_cli.worker.build.transforms import to_tensor
+from tula_cli.worker.build.datasets import build_datasets, check_sample, prepare, stratified
+from tula_cli.worker.build.transforms import build_transforms, to_tensor
 
 
 def spec(dataset: dict, *, transforms: dict | None = None, seed: int = 0) -> JobSpec:

@@ -7,13 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tula_cli.worker.build.sampling import Batches
-from tula_cli.worker.build.sampling import Key
-from tula_cli.worker.build.sampling import Position
-from tula_cli.worker.build.sampling import eval_loader
-from tula_cli.worker.build.sampling import permutation
-from tula_cli.worker.build.sampling import steps_left
-from tula_cli.worker.build.sampling import train_loader
+from tula_cli.worker.build.sampling import Batches, Key, Position, eval_loader, permutation, steps_left, train_loader
 
 WORLDS = st.integers(1, 5)
 

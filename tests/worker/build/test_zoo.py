@@ -8,9 +8,7 @@ from torch import nn
 
 from tula_cli.errors import SpecError
 from tula_cli.spec.job import JobSpec
-from tula_cli.worker.build.zoo import build_loss
-from tula_cli.worker.build.zoo import build_model
-from tula_cli.worker.build.zoo import build_optimizer
+from tula_cli.worker.build.zoo import build_loss, build_model, build_optimizer
 
 
 def spec(**sections) -> JobSpec:

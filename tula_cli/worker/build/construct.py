@@ -6,8 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from tula_cli.errors import SpecError
-from tula_cli.plugins import is_import_string
-from tula_cli.plugins import nearest
+from tula_cli.plugins import is_import_string, nearest
 
 _UNEXPECTED = re.compile(r"unexpected keyword argument '(\w+)'")
 _MISSING = re.compile(r"missing \d+ required (?:positional|keyword-only) arguments?: (.+)")

@@ -1,25 +1,20 @@
 """From the spec to datasets: where the samples come from, how they are split, transformed and seeded."""
 
-from tula_cli.spec.job import JobSpec
-from tula_cli.errors import SpecError
-from tula_cli.worker.build.samples import Datasets
-from tula_cli.worker.build.samples import Evaluated
-from tula_cli.worker.build.samples import Seeded
-from tula_cli.worker.build.transforms import build_transforms
-from tula_cli.worker.build.samples import length
-from collections.abc import Callable
-from tula_cli.worker.build.samples import Transform
-from tula_cli.plugins import is_import_string
-from tula_cli.plugins import load
-from tula_cli.worker.build.samples import Samples
-from typing import Any
-from tula_cli.worker.build.construct import construct
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from torchvision import datasets
-import PIL.Image
-from collections.abc import Sequence
+from typing import Any
+
 import numpy as np
+import PIL.Image
 import torch.utils.data
+from torchvision import datasets
+
+from tula_cli.errors import SpecError
+from tula_cli.plugins import is_import_string, load
+from tula_cli.spec.job import JobSpec
+from tula_cli.worker.build.construct import construct
+from tula_cli.worker.build.samples import Datasets, Evaluated, Samples, Seeded, Transform, length
+from tula_cli.worker.build.transforms import build_transforms
 
 SPLIT_SEED = 0
 """Seed of the split into training and evaluation samples; fixed, so that runs with other seeds stay comparable."""

@@ -1,13 +1,15 @@
 """What a dataset gives: samples as tensors, seeded by their index."""
 
-from typing import Any
 from collections.abc import Callable
-import torch.utils.data
 from dataclasses import dataclass
-from tula_cli.worker.seeding import seeded
-from torchvision import tv_tensors
+from typing import Any
+
 import numpy as np
+import torch.utils.data
+from torchvision import tv_tensors
+
 from tula_cli.errors import SpecError
+from tula_cli.worker.seeding import seeded
 
 Transform = Callable[[Any], Any]
 Samples = torch.utils.data.Dataset[Any]  # (input, target) by integer index, with a length

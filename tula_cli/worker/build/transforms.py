@@ -1,18 +1,18 @@
 """From names in the spec to transforms."""
 
-from typing import Any
 from collections.abc import Sequence
-from tula_cli.worker.build.samples import Transform
-from torchvision.transforms import v2
-import PIL.Image
-from tula_cli.worker.build.samples import as_plain
+from typing import Any
+
 import numpy as np
+import PIL.Image
 import torch.utils.data
+from torchvision.transforms import v2
+
 from tula_cli.errors import SpecError
+from tula_cli.plugins import is_import_string, load, nearest
 from tula_cli.worker.build.construct import construct
-from tula_cli.plugins import is_import_string
-from tula_cli.plugins import load
-from tula_cli.plugins import nearest
+from tula_cli.worker.build.samples import Transform, as_plain
+
 
 def build_transforms(items: Sequence[str | dict[str, dict[str, Any]]], *, path: str = "transforms") -> Transform:
     """Return one transform from a list of names; an empty list means ToTensor.

@@ -10,17 +10,12 @@ import torchvision.models
 from torch import nn
 
 from tula_cli.errors import SpecError
-from tula_cli.optim.layerwise import Lamb
-from tula_cli.optim.layerwise import Lars
-from tula_cli.plugins import is_import_string
-from tula_cli.plugins import load
-from tula_cli.plugins import nearest
-from tula_cli.spec.methods import REPLACES
+from tula_cli.optim.layerwise import Lamb, Lars
+from tula_cli.plugins import is_import_string, load, nearest
 from tula_cli.spec.job import JobSpec
+from tula_cli.spec.methods import REPLACES
 from tula_cli.worker.build import small_images
-from tula_cli.worker.build.construct import accepts
-from tula_cli.worker.build.construct import construct
-from tula_cli.worker.build.construct import refused
+from tula_cli.worker.build.construct import accepts, construct, refused
 
 LossFunction = Callable[[Any, Any], torch.Tensor]  # (output, target) -> 0-dim loss
 

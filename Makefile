@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 PROCESSES ?= $(shell expr $$(nproc 2>/dev/null || echo 2) + 2)
 SEED ?= 0
 
-.PHONY: help quickstart test test-slurm proof slurm-packages check format lint types contracts install clean
+.PHONY: help quickstart test test-slurm proof slurm-packages check format lint types contracts docs install clean
 .DEFAULT_GOAL := help
 
 help: ## show this list
@@ -54,6 +54,11 @@ contracts: install
 	$(BIN)/lint-imports
 
 check: lint types contracts test ## what CI runs: format, lint, types, import contracts, tests
+
+docs: install ## build the pages of docs/ into build/docs; a warning is an error
+	$(BIN)/pip install --quiet --editable '.[docs]'
+	$(BIN)/python docs/reference.py
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 clean: ## remove what make and the tools have made, but no runs
 	rm -rf $(VENV) build dist .proof .pytest_cache .mypy_cache .ruff_cache .import_linter_cache

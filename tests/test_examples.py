@@ -1,8 +1,10 @@
 from __future__ import annotations
 
+import json
 import os
 import re
 import runpy
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -15,11 +17,12 @@ TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--local-addr", "127.
 pytestmark = pytest.mark.torch
 
 
-def run(*command: str) -> str:
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+def run(*command: str, folder: Path | None = None, **environ: str) -> str:
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"} | environ
     done = subprocess.run(
-        [sys.executable, *command], capture_output=True, text=True, timeout=300, env=environment, check=False
-    )
+        [sys.executable, *command],
+        cwd=folder, capture_output=True, text=True, timeout=300, env=environment, check=False,
+    )  # fmt: skip
     assert done.returncode == 0, done.stderr[-2000:]
     return done.stdout
 
@@ -58,3 +61,42 @@ def test_own_loop_scales_nothing_where_the_batch_is_the_small_one() -> None:
     ways = [("--batch", "128", "--small", "128", "--epochs", "5", *way) for way in ((), ("--plain",))]
     ends = [re.findall(r"([\d.]+) % of", run(OWN_LOOP, *way)) for way in ways]
     assert ends[0] == ends[1] != []
+
+
+@pytest.fixture
+def own_model(tmp_path: Path) -> Path:
+    """A copy of the example's folder, with little to train on."""
+    folder = shutil.copytree(ROOT / "examples" / "own_model", tmp_path / "own_model")
+    job = folder / "job.yaml"
+    job.write_text(job.read_text().replace("size: 2048", "size: 512"))
+    return folder
+
+
+def test_own_model_trains_on_own_data(own_model: Path) -> None:
+    words = ("train", "job.yaml", "--nodes", "1", "--batch", "32", "--yes", "--json", "--set", "train.epochs=5")
+    answer = json.loads(run("-m", "tula_cli", *words, folder=own_model))["data"]
+    assert answer["metrics"]["top1"] > 50, "one in four is chance"
+    assert list(own_model.glob("tula-runs/stripes-*/code/**/model.py")), "what was submitted is kept"
+
+
+def test_files_of_a_slurm_site_reach_the_script(own_model: Path, tmp_path: Path) -> None:
+    """As a user's own files; a site's in /etc/tula are taken alike."""
+    site = shutil.copytree(ROOT / "examples" / "slurm_site", tmp_path / ".config" / "tula")
+    words = ("-m", "tula_cli", "profile", "job.yaml", "--dry-run", "--set", "cluster.device=auto")
+    script = run(*words, folder=own_model, HOME=str(tmp_path), XDG_CONFIG_HOME=str(site.parent))
+    asked = {"--partition=gpu", "--account=project", "--gres=gpu:a100:4", "--cpus-per-task=8", "--mail-type=FAIL"}
+    assert asked <= set(re.findall(r"^#SBATCH (\S+)", script, re.MULTILINE))
+    for line in ("module load cuda nccl", "export NCCL_DEBUG=WARN", 'export NCCL_IB_HCA="${cards[LOCAL_RANK]}"'):
+        assert line in script
+    assert "2 USD per GPU-hour (the computing centre's internal price)" in script
+
+
+@pytest.mark.parametrize("name", ["slurm-setup.sh", "slurm-wrapper.sh"])
+def test_files_of_a_slurm_site_are_bash(name: str) -> None:
+    subprocess.run(["bash", "-n", str(ROOT / "examples" / "slurm_site" / name)], check=True)
+
+
+def test_the_site_s_set_up_has_all_lines_of_tula_s_own() -> None:
+    own, site = (ROOT / folder / "slurm-setup.sh" for folder in ("templates", "examples/slurm_site"))
+    code = {line for line in own.read_text().splitlines() if line and not line.startswith("#")}
+    assert code and code <= set(site.read_text().splitlines())

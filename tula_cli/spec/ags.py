@@ -13,7 +13,7 @@ from tula_cli.spec.kinds import NonNegativeFloat, Positive, PositiveFloat, Secti
 class Every(Section):
     """Refresh the scaling factors every `every` optimizer steps."""
 
-    every: Positive
+    every: Positive  # optimizer steps
 
 
 def _threshold(value: object) -> object:
@@ -29,18 +29,22 @@ Floor = Annotated[float, Field(ge=0, le=1)]
 class Ags(Section):
     """Adaptive gradient scaling, Algorithm 1 of the paper. What is not given is taken from the preset."""
 
-    preset: Literal["paper", "robust"] = "paper"
-    granularity: Literal["element", "tensor"] | None = None
+    preset: Literal["paper", "robust"] = "paper"  # what the keys have that are not given
+    granularity: Literal["element", "tensor"] | None = None  # a factor for each element, or one for each tensor
+    # scale only where the squared gradient norm changed by less than this share; inf: always
     delta: Threshold | None = None
     b_small: Literal["auto"] | Positive = "auto"  # auto: reference_batch, at most a quarter of the batch
-    refresh: Literal["epoch"] | Every | None = None
-    s_min: Floor | None = None
-    eps: PositiveFloat | None = None
+    refresh: Literal["epoch"] | Every | None = None  # when factors are taken anew
+    s_min: Floor | None = None  # smallest factor
+    eps: PositiveFloat | None = None  # added to the denominator of a factor
+    # an extra pass over a part of the batch, or the GPUs' own gradients (granularity tensor)
     source: Literal["small_batch", "local_norms"] | None = None
+    # weight of the past in a moving average of the norm that delta is applied to; 0: none
     norm_ewma: Memory | None = None
-    scale_ema: Memory | None = None
+    scale_ema: Memory | None = None  # the same for the factors, over refreshes
+    # update scales the optimizer's step: what Adam and its like need
     apply_to: Literal["gradient", "update"] | None = None
-    consensus: Literal["broadcast", "check", "off"] = "broadcast"
+    consensus: Literal["broadcast", "check", "off"] = "broadcast"  # how ranks agree whether to scale
     factor: Literal["auto"] | PositiveFloat = "auto"  # of method static; auto: sqrt(batch / b_small)
 
     def resolved(self) -> "ResolvedAgs":
@@ -92,11 +96,11 @@ class ResolvedAgs(Ags):
 class Arm(Section):
     """One way to go on that a self-tuning training tries."""
 
-    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,31}$")]
-    method: Literal["lbt", "ags", "static", "ortho"] = "lbt"
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,31}$")]  # shown by tula status
+    method: Literal["lbt", "ags", "static", "ortho"] = "lbt"  # how it trains
     lr_factor: PositiveFloat = 1.0  # of the learning rate that the schedule gives
     warmup_epochs: NonNegativeFloat = 0.0  # in which the factor grows from 1
-    ags: Ags | None = None  # in place of the job's section ags; None keeps that
+    ags: Ags | None = None  # in place of the job's section ags; null keeps that
 
     @model_validator(mode="after")
     def _settings_act(self) -> "Arm":

@@ -18,13 +18,14 @@ from tula_cli.spec.sections import Dataset, Loss, Model, Optimizer, Schedule, Tr
 class Search(Section):
     """What to measure."""
 
-    nodes: Annotated[list[Positive], Field(min_length=1)] = [2, 4, 8, 16]
-    min_batch: Positive = 32
+    nodes: Annotated[list[Positive], Field(min_length=1)] = [2, 4, 8, 16]  # numbers of nodes
+    min_batch: Positive = 32  # smallest global batch; candidates are min_batch x 2^k
     max_batch: Positive | None = None  # besides memory and the dataset's size
+    # sweep: all batches on the fewest nodes, ends elsewhere; partial: the four corners; full: all; adaptive: in rounds
     strategy: Literal["sweep", "partial", "full", "adaptive"] = "sweep"
     tolerance: Annotated[float, Field(gt=0, lt=1)] = 0.01  # expected regret at which `adaptive` stops, a share
     steps: Annotated[int, Field(ge=5)] = 50  # timed optimizer steps a probe
-    warmup_steps: Annotated[int, Field(ge=2)] = 10
+    warmup_steps: Annotated[int, Field(ge=2)] = 10  # before those that are timed
     memory_margin: Annotated[float, Field(ge=0, lt=1)] = 0.1  # of the capacity, kept free
     max_node_hours: PositiveFloat | None = None  # the most profiling may cost
     max_minutes: PositiveFloat = 20.0  # the most one profiling job may last
@@ -42,6 +43,7 @@ class Search(Section):
 class JobSpec(Section):
     """A whole job. Everything has a default but the model, the dataset, the learning rate and the epochs."""
 
+    # the run's directory is tula-runs/<name>-<signature>
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")] = "job"
     model: Model
     dataset: Dataset
@@ -54,7 +56,7 @@ class JobSpec(Section):
     auto: Auto = Auto()
     search: Search = Search()
     cluster: Cluster = Cluster()
-    pricing: Pricing = UNPRICED
+    pricing: Pricing = UNPRICED  # without it cost is a number of node-hours
     node_types: dict[TypeName, NodeType] = {}  # each is measured for itself; the choice is made over all
 
     @model_validator(mode="after")

@@ -11,13 +11,13 @@ from tula_cli.spec.slurm_options import Slurm
 class Cluster(Section):
     """Where jobs run, and what one of its nodes is."""
 
-    kind: Literal["local", "slurm"] = "local"
+    kind: Literal["local", "slurm"] = "local"  # this machine, or SLURM
     gpus_per_node: Positive = 1  # ranks of one node (also where the ranks run on the CPU)
-    device: Literal["auto", "cuda", "cpu"] = "auto"
+    device: Literal["auto", "cuda", "cpu"] = "auto"  # auto: a GPU where there is one
     memory_per_gpu: Size | None = None  # bytes; enforced on the CPU
     collective: Literal["ring", "tree", "reduce_scatter_allgather", "parameter_server"] = "ring"  # the time model
     interface: str | None = None  # network interface of gloo and NCCL
-    slurm: Slurm | None = None
+    slurm: Slurm | None = None  # with kind slurm
 
     @model_validator(mode="after")
     def _slurm_settings_belong_to_slurm(self) -> "Cluster":
@@ -41,12 +41,12 @@ class Spot(Section):
 class Pricing(Section):
     """Price per node-hour, GPU-hour, or GB-hour of reserved GPU memory."""
 
-    kind: Literal["node_hour", "gpu_hour", "gb_hour"] = "node_hour"
-    price: Annotated[PositiveFloat, BeforeValidator(price)]
-    currency: Annotated[Line, Field(min_length=1)] = "USD"
+    kind: Literal["node_hour", "gpu_hour", "gb_hour"] = "node_hour"  # what the price is for
+    price: Annotated[PositiveFloat, BeforeValidator(price)]  # in currency
+    currency: Annotated[Line, Field(min_length=1)] = "USD"  # shown with every cost
     source: Line = ""  # where the price comes from, shown beside it
     date: Annotated[str, AfterValidator(day)] = ""  # when it was looked up, 2025-11-30; shown beside it
-    spot: Spot | None = None
+    spot: Spot | None = None  # where the nodes may be taken away
 
 
 UNPRICED = Pricing(price=1.0, currency="node-h")
@@ -56,9 +56,9 @@ UNPRICED = Pricing(price=1.0, currency="node-h")
 class NodeType(Section):
     """What is special about one type of node: laid over those sections of the job, level by level."""
 
-    cluster: dict[str, Any] = {}
-    pricing: dict[str, Any] = {}
-    search: dict[str, Any] = {}
+    cluster: dict[str, Any] = {}  # laid over section cluster
+    pricing: dict[str, Any] = {}  # laid over section pricing
+    search: dict[str, Any] = {}  # laid over section search
 
     @model_validator(mode="after")
     def _one_cap_for_all(self) -> "NodeType":

@@ -11,8 +11,8 @@ from tula_cli.spec.methods import Method
 class Model(Section):
     """A torchvision model name, or `package.module:callable` that returns a torch.nn.Module."""
 
-    name: str
-    args: dict[str, Any] = {}
+    name: str  # of torchvision, of tula, or package.module:callable
+    args: dict[str, Any] = {}  # to the constructor; num_classes comes from the dataset
 
 
 class Dataset(Section):
@@ -21,44 +21,45 @@ class Dataset(Section):
     An import string names a callable `(train: bool, transform, **args) -> torch.utils.data.Dataset`.
     """
 
-    name: str
-    root: str = "data"
-    args: dict[str, Any] = {}
-    download: bool = False
+    name: str  # one of these, or package.module:callable
+    root: str = "data"  # folder of its files
+    args: dict[str, Any] = {}  # to the dataset
+    download: bool = False  # let torchvision download it
     eval_fraction: Annotated[float, Field(gt=0, lt=1)] = 0.2  # held out, stratified, where there is no official split
 
 
 class Transforms(Section):
     """Names of torchvision.transforms.v2 classes, {Name: {arguments}}, or import strings; empty means to tensor only."""
 
-    train: list[str | dict[str, dict[str, Any]]] = []
-    eval: list[str | dict[str, dict[str, Any]]] = []
+    train: list[str | dict[str, dict[str, Any]]] = []  # of the training samples
+    eval: list[str | dict[str, dict[str, Any]]] = []  # of the samples that are evaluated
 
 
 class Loss(Section):
     """A name of tula's (cross_entropy), a class of torch.nn, or an import string of a callable(output, target)."""
 
-    name: str = "cross_entropy"
-    args: dict[str, Any] = {}
+    name: str = "cross_entropy"  # one of these
+    args: dict[str, Any] = {}  # to the loss
 
 
 class Optimizer(Section):
     """Any class of torch.optim, or an import string."""
 
-    name: str = "SGD"
-    lr: PositiveFloat
-    momentum: Annotated[float, Field(ge=0, lt=1)] | None = None
-    weight_decay: NonNegativeFloat = 0.0
-    args: dict[str, Any] = {}
+    name: str = "SGD"  # one of these
+    lr: PositiveFloat  # tuned for train.reference_batch
+    momentum: Annotated[float, Field(ge=0, lt=1)] | None = None  # to the optimizer, where given
+    weight_decay: NonNegativeFloat = 0.0  # to the optimizer
+    args: dict[str, Any] = {}  # to the optimizer, for example {nesterov: true}
 
 
 class Schedule(Section):
     """Learning rate over epochs (fractional epochs count): warm-up from near zero, then one of the kinds."""
 
-    kind: Literal["constant", "multistep", "cosine"] = "constant"
+    kind: Literal["constant", "multistep", "cosine"] = "constant"  # after the warm-up
     milestones: list[NonNegativeFloat] = []  # epochs
-    gamma: PositiveFloat = 0.1
-    warmup_epochs: NonNegativeFloat | None = None  # None: what the method needs (WARMUP_EPOCHS)
+    gamma: PositiveFloat = 0.1  # multistep: the factor at each milestone
+    # null: what the method needs, 5 for lrs, lars, lamb, polo and ortho, else 0
+    warmup_epochs: NonNegativeFloat | None = None
     min_lr: NonNegativeFloat = 0.0  # cosine ends here
 
     @model_validator(mode="after")
@@ -84,22 +85,22 @@ class Hessian(Section):
 class Train(Section):
     """The training run itself."""
 
-    epochs: Positive
-    seed: Annotated[int, Field(ge=0, lt=2**31)] = 0
-    precision: Literal["fp32", "bf16", "fp16"] = "fp32"
+    epochs: Positive  # the job's, whatever the batch and the method
+    seed: Annotated[int, Field(ge=0, lt=2**31)] = 0  # of weights, data order and augmentation
+    precision: Literal["fp32", "bf16", "fp16"] = "fp32"  # of forward and backward pass; parameters stay fp32
     workers: Annotated[int, Field(ge=0)] = 2  # data-loader processes a GPU
     accumulate: Positive = 1  # micro-batches an optimizer step
-    max_grad_norm: PositiveFloat | None = None
-    activation_checkpointing: bool = False
+    max_grad_norm: PositiveFloat | None = None  # gradients are clipped to this norm
+    activation_checkpointing: bool = False  # less memory, more computing
     checkpoint_every: Literal["auto"] | PositiveFloat = (
         "auto"  # seconds; auto is Young/Daly from the measured save time
     )
     reference_batch: Positive = 128  # the batch that optimizer.lr was tuned for
-    method: Method = "ags"
+    method: Method = "ags"  # how the large batch is trained
     lr_scaling: Literal["auto", "none", "linear", "sqrt"] = "auto"  # in batch / reference_batch; auto: the method's
     ghost_batch: Annotated[int, Field(ge=2)] | None = None  # samples over which BatchNorm takes its statistics
-    max_attempts: Positive = 8
-    tensorboard: bool = False
+    max_attempts: Positive = 8  # starts, or allocations, in a row that save nothing new
+    tensorboard: bool = False  # metrics for TensorBoard too; needs the extra tensorboard
     diagnostics: bool = False  # gradient norms also where the method does not take them by itself
     hessian: bool | Hessian = False  # the largest eigenvalue at epoch ends
 

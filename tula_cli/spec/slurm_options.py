@@ -105,12 +105,12 @@ class Slurm(Section):
     """What sbatch and srun are asked for; nothing is asked for that is not given here."""
 
     launcher: Literal["srun", "torchrun"] = "srun"  # one task a GPU; or one a node, which starts the node's ranks
-    partition: Line | None = None
-    account: Line | None = None
-    qos: Line | None = None
-    constraint: Line | None = None
-    reservation: Line | None = None
-    exclude: Line | None = None
+    partition: Line | None = None  # sbatch's --partition
+    account: Line | None = None  # sbatch's --account
+    qos: Line | None = None  # sbatch's --qos
+    constraint: Line | None = None  # sbatch's --constraint
+    reservation: Line | None = None  # sbatch's --reservation
+    exclude: Line | None = None  # sbatch's --exclude
     minutes: Minutes = 120  # time limit of a training job
     memory: Annotated[Line, AfterValidator(_slurm_memory)] | None = None  # a node, as sbatch's --mem
     cpus_per_task: Positive | None = None  # a rank, with either launcher
@@ -120,6 +120,7 @@ class Slurm(Section):
     extra: dict[Annotated[str, AfterValidator(_sbatch_option)], OptionValue] = {}  # any other option of sbatch
     srun_extra: dict[Annotated[str, AfterValidator(_srun_option)], OptionValue] = {}  # any other option of srun
     setup: list[str] = []  # shell lines before the job
+    # variables, exported after the set-up; null leaves one out
     environment: dict[Annotated[str, AfterValidator(_variable)], Annotated[str, BeforeValidator(as_text)] | None] = {}
     python: Command | None = None  # how python is started in the job: a command of the shell
     wrapper: list[Annotated[Line, AfterValidator(word)]] = []  # words before the command of every rank

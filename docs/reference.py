@@ -1,0 +1,248 @@
+"""Writes the two pages of reference from the code that they are about: docs/job-spec.md and docs/commands.md.
+
+    python docs/reference.py        # `make docs` runs it; a test compares what is committed with what it would write
+
+A key's words are its comment in the source of its section: beside it, or on lines of its own above it.
+"""
+
+import ast
+import inspect
+import io
+import textwrap
+import tokenize
+import typing
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from types import NoneType, UnionType
+from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
+
+from pydantic.fields import FieldInfo
+from pydantic_core import PydanticUndefined
+from typer.models import ArgumentInfo, CommandInfo, ParameterInfo
+
+from tula_cli.cli.app import app
+from tula_cli.errors import TulaError
+from tula_cli.presets import AGS_PRESETS
+from tula_cli.spec.job import JobSpec
+from tula_cli.spec.kinds import Section, parse_minutes, parse_size
+
+HERE = Path(__file__).parent
+NOTE = "<!-- Written by docs/reference.py from the code; edit that instead. -->"
+PLAIN = {int: "integer", float: "number", str: "text", bool: "true or false", NoneType: "null", Any: "any value"}
+WRITTEN = {parse_size: "size, as 16GiB or 800MB", parse_minutes: "minutes, or as SLURM writes them, 1-12:00:00"}
+"""Types that have a spelling of their own, by the function that reads it."""
+
+
+# --- the job file
+
+
+def job_spec() -> str:
+    """Return the page of every key of a job file."""
+    parts = [NOTE, "# The job file", SPEC_HEAD, *_section(JobSpec)]
+    seen: set[type[Section]] = {JobSpec}
+    for path, section in sections(JobSpec):
+        if section not in seen:
+            seen.add(section)
+            parts += [f"## {path}", *_section(section)]
+        if path == "ags":
+            parts += ["What the presets say where the section does not:", _presets()]
+    return "\n\n".join(parts) + "\n"
+
+
+SPEC_HEAD = """Every key, its type, its default and what it means. A key that is not listed is refused, with the nearest one that is.
+`batch` is global, samples an optimizer step over all GPUs; `local_batch` is one GPU's. `tula init` writes a file with
+comments; [getting started](getting-started.md#the-job-file) has the smallest useful one and where values come from."""
+
+
+def _section(section: type[Section]) -> list[str]:
+    comments = _comments(section)
+    rows = [
+        f"| `{name}` | {_cell(_type(hint))} | {_default(section.model_fields[name])} | {_cell(comments.get(name) or _first_line(hint))} |"
+        for name, hint in get_type_hints(section, include_extras=True).items()
+        if name in section.model_fields
+    ]
+    words = inspect.cleandoc(section.__doc__ or "")
+    return [words, "\n".join(["| key | type | default | |", "|---|---|---|---|", *rows])]
+
+
+def _first_line(hint: Any) -> str:
+    return next((inspect.cleandoc(inner.__doc__ or "").splitlines()[0] for inner in _inner(hint)), "")
+
+
+def sections(section: type[Section], path: str = "") -> Iterator[tuple[str, type[Section]]]:
+    """Yield the sections inside a section with their paths, depth first."""
+    for name, hint in get_type_hints(section, include_extras=True).items():
+        for inner in _inner(hint):
+            below = f"{path}.{name}".lstrip(".") + (".NAME" if get_origin(hint) is dict else "")
+            yield below, inner
+            yield from sections(inner, below)
+
+
+def _inner(hint: Any) -> Iterator[type[Section]]:
+    if isinstance(hint, type) and issubclass(hint, Section):
+        yield hint
+    for part in get_args(hint):
+        yield from _inner(part)
+
+
+def _type(hint: Any) -> str:
+    """Return a type in words."""
+    origin, parts = get_origin(hint), get_args(hint)
+    if origin is Annotated:
+        return _annotated(parts[0], parts[1:])
+    if origin is Literal:
+        return ", ".join(f"`{value}`" for value in parts)
+    if origin in (Union, UnionType):
+        return " or ".join(_type(part) for part in parts if part is not NoneType)
+    if origin is list:
+        return f"list of {_type(parts[0])}"
+    if origin is dict:
+        inner = next(_inner(parts[1]), None)
+        return f"mapping of names to {_type(inner)}" if inner else "mapping"
+    if inner := next(_inner(hint), None):
+        return f"[{inner.__name__}](#{_anchor(inner)})"
+    return PLAIN[hint]
+
+
+def _anchor(section: type[Section]) -> str:
+    path = next(path for path, found in sections(JobSpec) if found is section)
+    return path.replace(".", "").lower()
+
+
+def _annotated(base: Any, extras: tuple[Any, ...]) -> str:
+    for extra in extras:
+        if getattr(extra, "func", None) in WRITTEN:
+            return WRITTEN[extra.func]
+    limits = [limit for extra in extras if isinstance(extra, FieldInfo) for limit in extra.metadata]
+    signs = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below"}
+    words = [
+        f"{word} {getattr(limit, sign):,}" for limit in limits for sign, word in signs.items() if hasattr(limit, sign)
+    ]
+    return ", ".join([_type(base), *words])
+
+
+def _default(field: FieldInfo) -> str:
+    value = field.default
+    if value is PydanticUndefined:
+        return "required"
+    if value is None or value == [] or value == {} or value == "":
+        return "none" if value is None else "empty"
+    if isinstance(value, Section):
+        return "as below" if value.model_dump() else "empty"
+    return f"`{str(value).lower() if isinstance(value, bool) else value}`"
+
+
+def _comments(section: type[Section]) -> dict[str, str]:
+    """Return the comment of each field of a class: beside it, else on the lines above it."""
+    source = textwrap.dedent(inspect.getsource(section))
+    tokens = tokenize.generate_tokens(io.StringIO(source).readline)
+    lines = {token.start[0]: token.string.lstrip("# ") for token in tokens if token.type == tokenize.COMMENT}
+    found = {}
+    body = typing.cast(ast.ClassDef, ast.parse(source).body[0]).body
+    for node in body:
+        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+            beside = [lines[n] for n in range(node.lineno, (node.end_lineno or node.lineno) + 1) if n in lines]
+            above = node.lineno
+            while not beside and above - 1 in lines and source.splitlines()[above - 2].lstrip().startswith("#"):
+                above -= 1
+            found[node.target.id] = " ".join(beside or [lines[n] for n in range(above, node.lineno)])
+    return found
+
+
+def _presets() -> str:
+    keys = AGS_PRESETS["paper"]
+    rows = [f"| `{key}` | " + " | ".join(_plain(preset[key]) for preset in AGS_PRESETS.values()) + " |" for key in keys]
+    names = " | ".join(f"`{name}`" for name in AGS_PRESETS)
+    return "\n".join([f"| key | {names} |", "|---" * (len(AGS_PRESETS) + 1) + "|", *rows])
+
+
+def _plain(value: Any) -> str:
+    return ", ".join(f"{key}: {inner}" for key, inner in value.items()) if isinstance(value, dict) else f"{value}"
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "\\|").replace("<", "&lt;")
+
+
+# --- the commands
+
+
+COMMANDS_HEAD = """stdout is the answer, stderr the progress. In the order of the work:"""
+
+
+def commands() -> str:
+    """Return the page of every command and of the exit codes."""
+    found = {info.name or "": info for info in app.registered_commands}
+    params = {name: _params(info.callback) for name, info in found.items()}
+    shared = set.intersection(*(set(rows) for rows in params.values()))
+    parts = [NOTE, "# Commands", COMMANDS_HEAD, _overview(found)]
+    parts += ["Every command takes:", _table([row for row in next(iter(params.values())) if row in shared])]
+    for name, info in found.items():
+        own = [row for row in params[name] if row not in shared]
+        parts += [f"## tula {name}", _help(info), *_example(info.epilog), _table(own)]
+    return "\n\n".join([*parts, "## Exit codes", _exit_codes()]) + "\n"
+
+
+def _help(info: CommandInfo) -> str:
+    return inspect.cleandoc(info.help or info.callback.__doc__ or "")
+
+
+def _overview(found: Mapping[str, CommandInfo]) -> str:
+    rows = [f"| [`tula {name}`](#tula-{name}) | {_help(info).splitlines()[0]} |" for name, info in found.items()]
+    return "\n".join(["| command | what it does |", "|---|---|", *rows])
+
+
+def _example(epilog: str | None) -> list[str]:
+    return [f"```sh\n{inspect.cleandoc(epilog).removeprefix('Example: ')}\n```"] if epilog else []
+
+
+def _table(rows: list[str]) -> str:
+    return "\n".join(["| | |", "|---|---|", *rows])
+
+
+def _params(callback: Any) -> list[str]:
+    """Return a row of a table for each argument and option of a command."""
+    return [
+        f"| {_usage(param, info)} | {_cell(info.help or '')}{_default_of(param)} |"
+        for param in inspect.signature(callback).parameters.values()
+        for info in get_args(param.annotation)[1:]
+        if isinstance(info, ParameterInfo)
+    ]
+
+
+def _usage(param: inspect.Parameter, info: ParameterInfo) -> str:
+    if isinstance(info, ArgumentInfo):
+        return f"`{(info.metavar or param.name).strip('[]')}`"
+    kind = get_args(param.annotation)[0]
+    # Inside Annotated typer takes the first of the names for a default.
+    given = [name for name in (info.default, *(info.param_decls or ())) if isinstance(name, str)]
+    named = given or [f"--{param.name.replace('_', '-')}"]
+    names = ", ".join(f"`{name.replace('/', '`, `')}`" for name in sorted(named, key=len, reverse=True))
+    if bool in (kind, *get_args(kind)):
+        return names
+    choices = ", ".join(f"`{choice}`" for choice in get_args(kind)) if get_origin(kind) is Literal else ""
+    return f"{names} {choices or info.metavar or ('TEXT' if str in (kind, *get_args(kind)) else 'N')}"
+
+
+def _default_of(param: inspect.Parameter) -> str:
+    return "" if param.default in (None, False, param.empty) else f" Default: `{param.default}`."
+
+
+def _exit_codes() -> str:
+    found = sorted({(kind.exit_code, kind.code, inspect.cleandoc(kind.__doc__ or "")) for kind in _kinds(TulaError)})
+    rows = [f"| {number} | `{code}` | {words.splitlines()[0]} |" for number, code, words in found]
+    return "\n".join(["| exit code | `error.code` in `--json` | |", "|---|---|---|", "| 0 | | Done. |", *rows])
+
+
+def _kinds(kind: type[TulaError]) -> Iterator[type[TulaError]]:
+    yield kind
+    for below in kind.__subclasses__():
+        yield from _kinds(below)
+
+
+PAGES = {"job-spec.md": job_spec, "commands.md": commands}
+
+
+if __name__ == "__main__":
+    for name, page in PAGES.items():
+        (HERE / name).write_text(page(), encoding="utf-8")

@@ -1,0 +1,123 @@
+"""What README and the pages of docs/ show works, and the pages of reference are what the code says."""
+
+import re
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import reference
+import typer
+
+from tula_cli.cli.app import app
+from tula_cli.spec.job import JobSpec
+from tula_cli.spec.load import load_spec
+from tula_cli.spec.yaml_text import parse_yaml
+
+ROOT = Path(__file__).parents[1]
+PAGES = {str(path.relative_to(ROOT)): path for path in [ROOT / "README.md", *sorted(ROOT.glob("docs/*.md"))]}
+each_page = pytest.mark.parametrize("page", PAGES)
+
+
+def text(page: str) -> str:
+    return PAGES[page].read_text(encoding="utf-8")
+
+
+def blocks(page: str, language: str) -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", text(page), re.DOTALL)
+
+
+def anchors(path: Path) -> set[str]:
+    """Return what a link into a page may name: its headings, as Markdown's table of contents writes them."""
+    headings = re.findall(r"^#+ (.*)$", path.read_text(encoding="utf-8"), re.MULTILINE)
+    return {re.sub(r"[\s-]+", "-", re.sub(r"[^\w\s-]", "", heading).strip().lower()) for heading in headings}
+
+
+def command_lines(page: str) -> Iterator[list[str]]:
+    """Yield the words after `tula` of every command that a page shows."""
+    for block in blocks(page, "sh"):
+        yield from (shlex.split(line, comments=True)[1:] for line in block.splitlines() if line.startswith("tula "))
+    for block in blocks(page, "console"):
+        yield from (shlex.split(line)[2:] for line in block.splitlines() if line.startswith("$ tula "))
+    for found in re.findall(r"`tula ([a-z][^`]*)`", text(page)):
+        yield shlex.split(found)
+
+
+def test_readme_is_short() -> None:
+    assert len(text("README.md").splitlines()) <= 150
+
+
+@pytest.mark.parametrize("page", reference.PAGES)
+def test_a_page_of_reference_is_what_the_code_says(page: str) -> None:
+    assert (ROOT / "docs" / page).read_text(encoding="utf-8") == reference.PAGES[page](), "run `make docs`"
+
+
+def test_the_job_file_s_page_has_every_key() -> None:
+    page = text("docs/job-spec.md")
+    for section in {JobSpec, *(section for _, section in reference.sections(JobSpec))}:
+        assert all(f"| `{key}` |" in page for key in section.model_fields), section
+    assert not re.findall(r"^\| `.*\|  \|$", page, re.MULTILINE), "say in a comment beside the key what it is"
+
+
+@each_page
+def test_every_job_file_can_be_used(page: str, tmp_path: Path) -> None:
+    for shown in blocks(page, "yaml"):
+        assert parse_yaml(shown, source=page)
+        if "train:" in shown:  # whole; others show a section
+            path = tmp_path / "job.yaml"
+            path.write_text(shown)
+            assert load_spec(path, environ={}, site_files=()).search.nodes
+
+
+@pytest.mark.torch
+@each_page
+def test_every_piece_of_python_runs(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for shown in blocks(page, "python"):
+        names: dict[str, object] = {}
+        exec(compile(shown, page, "exec"), names)
+        if "optimizer" in names:
+            assert names["optimizer"].report()["refreshes"] == 3  # type: ignore[attr-defined]
+
+
+@each_page
+def test_every_command_line_is_understood(page: str) -> None:
+    commands = typer.main.get_command(app).commands  # type: ignore[attr-defined]
+    for words in command_lines(page):
+        name, *arguments = words or ["--help"]
+        if name.startswith("-"):
+            continue
+        assert name in commands, f"tula {shlex.join(words)}"
+        if arguments or name in ("init", "status", "list"):
+            commands[name].make_context(name, [word for word in arguments if word != "..."], resilient_parsing=False)
+
+
+def test_readme_and_pages_name_every_command() -> None:
+    named = {words[0] for page in PAGES for words in command_lines(page) if words}
+    assert set(typer.main.get_command(app).commands) <= named  # type: ignore[attr-defined]
+
+
+@each_page
+def test_every_link_leads_somewhere(page: str) -> None:
+    for target in re.findall(r"\]\(([^)]*)\)", text(page)):
+        if target.startswith("http"):
+            continue
+        name, _, anchor = target.partition("#")
+        path = PAGES[page].parent / name if name else PAGES[page]
+        assert path.exists(), f"{page}: {target}"
+        assert not anchor or anchor in anchors(path), f"{page}: {target}"
+
+
+@each_page
+def test_every_file_that_is_named_is_there(page: str) -> None:
+    named = re.findall(r"`((?:benchmarks|configs|examples|templates|tests|tula_cli)/[\w./-]*)`", text(page))
+    named += re.findall(r"python (\w+/[\w./]+\.py)", text(page))
+    for name in named:
+        assert (ROOT / name).exists(), f"{page}: {name}"
+
+
+def test_every_new_place_in_the_table_of_architecture_is_there() -> None:
+    rows = re.findall(r"^\| `[\w/]+\.py` \| (.*) \|$", text("docs/architecture.md"), re.MULTILINE)
+    assert rows
+    for place in re.findall(r"`([^`]+)`", " ".join(rows)):
+        assert (ROOT / "tula_cli" / place).is_file(), place

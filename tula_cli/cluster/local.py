@@ -37,7 +37,7 @@ class LocalLauncher:
         with a session of its own.
         """
         earlier, now = run.job(task.job), time.time()
-        program = "import sys; from tula_cli import launch; launch.submit_from_own_session(*sys.argv[1:])"
+        program = "import sys; from tula_cli.cluster import local; local.submit_from_own_session(*sys.argv[1:])"
         command = [sys.executable, "-c", program, str(run.path.resolve()), task.id]
         # Files, not pipes: the job inherits them, and a pipe would stay open until it ends.
         with tempfile.TemporaryFile("w+") as told, tempfile.TemporaryFile("w+") as complaint:

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from tula_cli import assets
-from tula_cli.assets import find_asset, site_asset
+from tula_cli.assets import config_files, find_asset, site_asset
 from tula_cli.errors import TulaError
 
 
@@ -31,9 +31,24 @@ def test_assets_of_this_checkout_are_found() -> None:
 
 def test_a_users_own_file_wins_over_the_sites(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
-    monkeypatch.setattr(assets, "SITE_FOLDERS", (Path("~/mine"), tmp_path / "site"))
+    monkeypatch.delenv("XDG_CONFIG_HOME", raising=False)
+    monkeypatch.setattr(assets, "SITE_FOLDER", tmp_path / "site")
     assert site_asset("setup.sh") is None
-    for folder in ("site", "mine"):
-        (tmp_path / folder).mkdir()
+    for folder in ("site", ".config/tula"):
+        (tmp_path / folder).mkdir(parents=True)
         (tmp_path / folder / "setup.sh").touch()
         assert site_asset("setup.sh") == tmp_path / folder / "setup.sh"
+
+
+def test_xdg_names_the_folders_and_the_sites_own_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(assets, "SITE_FOLDER", tmp_path / "site")
+    monkeypatch.chdir(tmp_path)
+    folders = ["mine/tula", "first/tula", "second/tula", "site"]
+    for folder in (*folders, "relative/tula"):
+        (tmp_path / folder).mkdir(parents=True)
+        (tmp_path / folder / "site.yaml").touch()
+    environ = {
+        "XDG_CONFIG_HOME": str(tmp_path / "mine"),
+        "XDG_CONFIG_DIRS": f"{tmp_path}/first:relative:{tmp_path}/second:",
+    }
+    assert config_files("site.yaml", environ=environ) == [tmp_path / folder / "site.yaml" for folder in folders]

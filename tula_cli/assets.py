@@ -1,12 +1,12 @@
 """Files that come with tula, and those that a site or a user puts in their place."""
 
+import os
+from collections.abc import Mapping
 from pathlib import Path
 
 from tula_cli.errors import TulaError
 
-SITE_FOLDERS = (Path("~/.config/tula"), Path("/etc/tula"))
-"""Where a file of one's own is looked for, before the one that comes with tula; the user's wins over the site's."""
-
+SITE_FOLDER = Path("/etc/tula")
 _PACKAGE = Path(__file__).parent
 
 
@@ -26,7 +26,20 @@ def find_asset(name: str) -> Path:
     raise TulaError(f"this installation of tula lacks {name}", "install it again, from a wheel or a whole checkout")
 
 
+def config_files(name: str, *, environ: Mapping[str, str] = os.environ) -> list[Path]:
+    """Return the user's and the site's files of a name, those that there are; the user's first, which wins.
+
+    They stand in `tula/` of $XDG_CONFIG_HOME (~/.config where it is unset) and of each of $XDG_CONFIG_DIRS, and in
+    /etc/tula, which a variable that some module sets must not hide. Paths that are not absolute do not count
+    (XDG Base Directory Specification 0.8).
+    """
+    home = Path(environ.get("XDG_CONFIG_HOME", ""))
+    user = home if home.is_absolute() else Path("~/.config").expanduser()
+    sites = [folder for text in environ.get("XDG_CONFIG_DIRS", "").split(":") if (folder := Path(text)).is_absolute()]
+    places = [*(folder / "tula" for folder in (user, *sites)), SITE_FOLDER]
+    return [path for folder in dict.fromkeys(places) if (path := folder / name).is_file()]
+
+
 def site_asset(name: str) -> Path | None:
     """Return a user's or a site's own file, for example "slurm-setup.sh", or None where neither has one."""
-    places = [folder.expanduser() / name for folder in SITE_FOLDERS]
-    return next((path for path in places if path.is_file()), None)
+    return next(iter(config_files(name)), None)

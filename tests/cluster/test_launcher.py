@@ -18,8 +18,9 @@ from tula_cli.cli import app
 from tula_cli.cluster import inspection
 from tula_cli.cluster import launcher as cluster_launcher
 from tula_cli.cluster import local as cluster_local
+from tula_cli.cluster.slurm import command as slurm_command
+from tula_cli.cluster.slurm import partitions, submit
 from tula_cli.cluster.slurm import queue as scheduler
-from tula_cli.cluster.slurm import submit
 from tula_cli.cluster.slurm.submit import SlurmLauncher
 from tula_cli.errors import SchedulerError
 from tula_cli.run.directory import RunDir
@@ -59,7 +60,7 @@ def installed(tmp_path, monkeypatch, version):
     for name in [name for name in os.environ if name.startswith(("SLURM_", "SUBMITIT_"))]:
         monkeypatch.delenv(name)
     monkeypatch.setattr(scheduler, "_asked", {})
-    monkeypatch.setattr(scheduler, "PATIENCE", 5.0)
+    monkeypatch.setattr(slurm_command, "PATIENCE", 5.0)
     monkeypatch.setattr(submit, "LAG", 0.5)
     return fake
 
@@ -202,7 +203,7 @@ def test_a_job_accepted_although_sbatch_failed_is_taken_as_submitted(slurm, run,
 
 
 def test_an_sbatch_that_hangs_is_given_up_and_its_job_found(slurm, run, monkeypatch):
-    monkeypatch.setattr(scheduler, "PATIENCE", 1.0)
+    monkeypatch.setattr(slurm_command, "PATIENCE", 1.0)
     slurm.fault(sbatch=["accept, hang"])
     assert submitted(run, probes(run)).scheduler_id == "1000"
     slurm.fault(sbatch=["accept, hang", "hang"])
@@ -327,6 +328,22 @@ def test_nothing_of_an_outer_job_reaches_sbatch(slurm, run, monkeypatch):
     monkeypatch.delenv("SLURM_JOB_ID")
     submitted(run, probes(run, nodes=1))
     assert slurm.calls("sbatch")[1].environ["CUDA_VISIBLE_DEVICES"] == "0", "the user's own"
+
+
+def test_every_command_of_slurm_is_called_with_the_same_environment(slurm, run, monkeypatch):
+    for name in ("SLURM_CLUSTERS", "SQUEUE_STATES", "SINFO_PARTITION", "SACCT_FORMAT"):
+        monkeypatch.setenv(name, "other")
+    monkeypatch.setenv("SLURM_CONF", "/etc/slurm/slurm.conf")
+    job = submitted(run, probes(run))
+    partitions.ask()
+    partitions.allocated(job.scheduler_id)
+    scheduler.ask([job.scheduler_id, "4711"])
+    scheduler.ended_how(job.scheduler_id)
+    scheduler.cancel([job.scheduler_id])
+    for name in ("sbatch", "squeue", "sacct", "scontrol", "scancel", "sinfo"):
+        environs = [call.environ for call in slurm.calls(name)]
+        assert environs, name
+        assert all(environ == {"SLURM_CONF": "/etc/slurm/slurm.conf"} for environ in environs), name
 
 
 # --- what became of it

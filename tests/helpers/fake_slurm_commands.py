@@ -54,7 +54,7 @@ def replay(settings: dict, call: list) -> None:
 
 
 def note(command: str, arguments: list) -> None:
-    kept = ("SLURM_", "SUBMITIT_", "SQUEUE_", "SACCT_", "CUDA_VISIBLE_DEVICES")
+    kept = ("SLURM_", "SUBMITIT_", "SQUEUE_", "SACCT_", "SINFO_", "CUDA_VISIBLE_DEVICES")
     environ = {name: value for name, value in os.environ.items() if name.startswith(kept)}
     with open(f"{FOLDER}/calls.jsonl", "a") as file:
         file.write(json.dumps({"command": command, "arguments": arguments, "environ": environ}) + "\n")

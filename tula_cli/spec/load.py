@@ -15,7 +15,7 @@ from pydantic import ValidationError
 
 from tula_cli.errors import SpecError
 from tula_cli.spec.job import JobSpec
-from tula_cli.spec.merge import SITE_FILES, merge_sources
+from tula_cli.spec.merge import merge_sources
 from tula_cli.spec.problems import merge_unions, problem
 from tula_cli.spec.yaml_text import Dumper
 
@@ -25,7 +25,7 @@ def load_spec(
     *,
     overrides: Iterable[str] = (),
     environ: Mapping[str, str] = os.environ,
-    site_files: Iterable[Path] = SITE_FILES,
+    site_files: Iterable[Path] | None = None,
 ) -> JobSpec:
     """Read, merge and check a job spec.
 
@@ -33,7 +33,7 @@ def load_spec(
         path: the YAML file.
         overrides: `a.b=c`, c in YAML; later wins.
         environ: where TULA_SPEC_* variables are looked up.
-        site_files: YAML files of site-wide values, weaker than the spec; those that exist are read.
+        site_files: YAML files of site-wide values, weaker than the spec; the site's and the user's where none are given.
 
     Raises:
         SpecError: with all problems at once.

@@ -5,10 +5,12 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from tula_cli.assets import config_files
 from tula_cli.errors import SpecError
 from tula_cli.spec.yaml_text import parse_yaml, read_yaml
 
-SITE_FILES = (Path("/etc/tula/site.yaml"), Path("~/.config/tula/site.yaml"))
+SITE_FILE = "site.yaml"
+"""The name of a site's and a user's own settings for all jobs."""
 ENV_PREFIX = "TULA_SPEC_"
 """TULA_SPEC_SEARCH__STEPS=20 overrides search.steps: two underscores part the levels."""
 
@@ -18,15 +20,14 @@ def merge_sources(
     *,
     overrides: Iterable[str],
     environ: Mapping[str, str] = os.environ,
-    site_files: Iterable[Path] = SITE_FILES,
+    site_files: Iterable[Path] | None = None,
 ) -> tuple[dict[str, Any], dict[str, str]]:
     """Return the merged mapping, and for each leaf `a.b.c` the source its value came from."""
     merged: dict[str, Any] = {}
     origins: dict[str, str] = {}
-    for site_file in site_files:
-        site_path = site_file.expanduser()
-        if site_path.is_file():
-            merge(merged, read_yaml(site_path), origins, source=str(site_path))
+    found = reversed(config_files(SITE_FILE, environ=environ)) if site_files is None else site_files
+    for site_file in filter(Path.is_file, found):
+        merge(merged, read_yaml(site_file), origins, source=str(site_file))
     merge(merged, read_yaml(path), origins, source=str(path))
     for variable in sorted(environ):
         if variable.startswith(ENV_PREFIX):

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from fake_slurm import VERSIONS, FakeSlurm, local
 
+from tula_cli.cluster.slurm import command as slurm_command
 from tula_cli.cluster.slurm import queue as scheduler
 from tula_cli.cluster.slurm.queue import SchedulerState, ask, ended_how, ends_at, live, named, refused
 from tula_cli.errors import SchedulerError
@@ -157,7 +158,7 @@ def test_a_silent_controller_says_nothing_about_jobs(slurm, squeue):
 def test_a_command_that_hangs_is_given_up(slurm, monkeypatch):
     job = slurm.add("a", "RUNNING")
     slurm.fault(squeue="hang", sacct="hang", scontrol="hang")
-    monkeypatch.setattr(scheduler, "PATIENCE", 0.2)
+    monkeypatch.setattr(slurm_command, "PATIENCE", 0.2)
     assert "took more than 0.2 s" in ask([job])[job].reason
     assert ended_how(job) is None
     assert ends_at(job, {}) is None

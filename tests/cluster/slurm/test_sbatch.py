@@ -24,7 +24,8 @@ GOLDEN = Path(__file__).parents[2] / "fixtures" / "sbatch"
 def no_files_of_a_site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder in which a site may place snippets, empty at first."""
     (tmp_path / "site").mkdir()
-    monkeypatch.setattr(assets, "SITE_FOLDERS", (tmp_path / "site",))
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
+    monkeypatch.setattr(assets, "SITE_FOLDER", tmp_path / "site")
     return tmp_path / "site"
 
 

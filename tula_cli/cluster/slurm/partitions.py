@@ -9,9 +9,10 @@ import math
 import os
 import pwd
 import re
-import subprocess
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+
+from tula_cli.cluster.slurm.command import call
 
 PATIENCE = 10.0
 """Seconds that a command of SLURM gets: what it tells is a help, not a need."""
@@ -109,14 +110,8 @@ def allocated(job_id: str) -> tuple[str, ...]:
 
 def _told(*command: str) -> str:
     """Return what a command printed; nothing where it failed, hangs or is not there."""
-    try:
-        done = subprocess.run(
-            command, capture_output=True, text=True, errors="replace", check=False, timeout=PATIENCE,
-            stdin=subprocess.DEVNULL,
-        )  # fmt: skip
-    except (OSError, subprocess.TimeoutExpired):
-        return ""
-    return done.stdout.strip() if done.returncode == 0 else ""
+    answer = call(*command, patience=PATIENCE)
+    return answer.text if answer.ok else ""
 
 
 # --- understanding

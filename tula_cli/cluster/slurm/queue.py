@@ -6,17 +6,15 @@ that is missing, hangs, fails or says what nobody knows is an answer that tells 
 
 import os
 import re
-import subprocess
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from tula_cli.cluster.slurm.command import call
 from tula_cli.errors import SchedulerError
 from tula_cli.run.records.base import OutcomeClass
 
-PATIENCE = 60.0
-"""Seconds that a command of SLURM gets; a busy controller answers after some tens of them."""
 SILENT = "squeue does not answer"
 OVER = re.compile("Invalid job id|already completing or completed", re.IGNORECASE)
 """scancel's complaints about jobs that have ended by themselves."""
@@ -135,11 +133,11 @@ def _queue(ids: Sequence[str]) -> tuple[dict[str, SchedulerState], str]:
     Asked for a single job that it does not know squeue fails; asked for several, that depends on its version.
     """
     form = ("squeue", "--noheader", "--states=all", "--format=%i|%T|%r|%S")
-    answer = _run(*form, f"--jobs={','.join(ids)}")
+    answer = call(*form, f"--jobs={','.join(ids)}")
     if answer.unknown_job:
         if len(ids) == 1:
             return {}, ""
-        answer = _run(*form, f"--user={os.getuid()}")
+        answer = call(*form, f"--user={os.getuid()}")
     if not answer.ok:
         return {}, f"{SILENT}: {answer.complaint}"
     rows = [line.split("|") for line in answer.text.splitlines()]
@@ -179,7 +177,7 @@ def _accounted(ids: Iterable[str]) -> dict[str, str]:
     wanted, now = list(ids), time.monotonic()
     due = [id_ for id_ in wanted if _is_due(id_, now)]
     if due:
-        answer = _run("sacct", "--noheader", "--parsable2", f"--jobs={','.join(due)}", "--format=JobID,State")
+        answer = call("sacct", "--noheader", "--parsable2", f"--jobs={','.join(due)}", "--format=JobID,State")
         rows = [line.split("|") for line in answer.text.splitlines()] if answer.ok else []
         states = {row[0]: row[1] for row in rows if len(row) == 2}
         _asked.update({id_: (now, states.get(id_, "")) for id_ in due})
@@ -205,7 +203,7 @@ def ends_at(job_id: str, environ: Mapping[str, str]) -> float | None:
     if told.isdigit():
         moment: float | None = float(told)
     else:
-        answer = _run("squeue", "--noheader", f"--jobs={job_id}", "--format=%e")
+        answer = call("squeue", "--noheader", f"--jobs={job_id}", "--format=%e")
         moment = _moment(answer.text.splitlines()[0]) if answer.ok and answer.text else None
     never = time.time() + 10 * 365 * 86400  # an unlimited job ends in some hundred years
     return moment if moment is not None and moment < never else None
@@ -246,7 +244,7 @@ def ended_how(job_id: str, *, restart: int | None = None) -> OutcomeClass | None
 
 def _controlled(job_id: str) -> dict[str, str]:
     """Return what the controller knows of a job, for some minutes after its end too."""
-    answer = _run("scontrol", "--details", "--oneliner", "show", "job", job_id)
+    answer = call("scontrol", "--details", "--oneliner", "show", "job", job_id)
     lines = [line for line in answer.text.splitlines() if line.startswith(f"JobId={job_id} ")] if answer.ok else []
     # What stands first counts: 24.05 and later end with the command line of the submission.
     return dict(reversed(re.findall(r"(\S+?)=(\S*)", lines[-1]))) if lines else {}
@@ -255,7 +253,7 @@ def _controlled(job_id: str) -> dict[str, str]:
 def _run_of(job_id: str, restart: int | None) -> list[list[str]]:
     """Return sacct's rows (id, state, derived exit code) of one run of a job and of its steps; None is the last run."""
     form = "--format=JobID,State,DerivedExitCode"
-    answer = _run("sacct", "--noheader", "--parsable2", "--duplicates", f"--jobs={job_id}", form)
+    answer = call("sacct", "--noheader", "--parsable2", "--duplicates", f"--jobs={job_id}", form)
     runs: list[list[list[str]]] = []
     for row in (line.split("|") for line in answer.text.splitlines() if answer.ok):
         if len(row) == 3 and row[0] == job_id:
@@ -287,7 +285,7 @@ def live(names: Sequence[str]) -> list[Queued]:
         SchedulerError: squeue does not answer, so that nobody can tell.
     """
     form = "--format=%i|%T|%j|%o"
-    answer = _run("squeue", "--noheader", f"--user={os.getuid()}", f"--name={','.join(names)}", form)
+    answer = call("squeue", "--noheader", f"--user={os.getuid()}", f"--name={','.join(names)}", form)
     if not answer.ok:
         raise SchedulerError(f"{SILENT}: {answer.complaint}", "nothing was submitted; run the same command again later")
     rows = [line.split("|", 3) for line in answer.text.splitlines()]
@@ -312,61 +310,11 @@ def cancel(ids: Sequence[str]) -> str:
     own = [id_ for id_ in ids if id_.isdigit()]  # scancel would take a name for other things
     if not own:
         return ""
-    answer = _run("scancel", *own)
+    answer = call("scancel", *own)
     return "" if answer.ok or OVER.search(answer.complaint) else answer.complaint
 
 
-# --- talking to SLURM
-
-
-@dataclass(frozen=True)
-class _Answer:
-    ok: bool
-    text: str = ""
-    complaint: str = ""
-
-    @property
-    def unknown_job(self) -> bool:
-        return "Invalid job id" in self.complaint
-
-
-def _run(*command: str) -> _Answer:
-    try:
-        done = subprocess.run(
-            command, capture_output=True, text=True, errors="replace", check=False, timeout=PATIENCE,
-            stdin=subprocess.DEVNULL, env=environment(os.environ),
-        )  # fmt: skip
-    except OSError as error:
-        return _Answer(False, complaint=f"{command[0]}: {error.strerror}")
-    except subprocess.TimeoutExpired:
-        return _Answer(False, complaint=f"{command[0]} took more than {PATIENCE:g} s")
-    complaint = done.stderr.strip() or f"{command[0]} ended with exit code {done.returncode}"
-    return _Answer(done.returncode == 0, done.stdout.strip(), complaint)
-
-
-_KEPT = ("SLURM_CONF", "SLURM_CONF_SERVER", "SLURM_JWT")
-_GIVEN = (
-    "CUDA_VISIBLE_DEVICES",
-    "ROCR_VISIBLE_DEVICES",
-    "HIP_VISIBLE_DEVICES",
-    "GPU_DEVICE_ORDINAL",
-    "ZE_AFFINITY_MASK",
-)
-
-
-def environment(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment in which SLURM's commands are called.
-
-    What an allocation sets, where tula is started inside one, would bind the new job's ranks to its processors and GPUs;
-    what a user sets for their own squeue and sacct hides jobs and changes formats.
-    """
-    inside = "SLURM_JOB_ID" in environ
-    dropped = ("SLURM_", "SUBMITIT_", "SQUEUE_", "SACCT_", "SCANCEL_", "SCONTROL_")
-    return {
-        name: value
-        for name, value in environ.items()
-        if name in _KEPT or not (name.startswith(dropped) or (inside and name in _GIVEN))
-    }
+# --- what sbatch refuses
 
 
 HINTS = {

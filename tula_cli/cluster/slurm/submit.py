@@ -1,19 +1,19 @@
-"""Jobs on SLURM: chains of links, submitted by submitit."""
+"""Jobs on SLURM: chains of links. submitit writes the scripts and starts the supervisors; sbatch is called here."""
 
 import contextlib
 import math
 import os
 import re
 import socket
-import subprocess
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from tula_cli.cluster.local import attempts_of, run_supervisor
+from tula_cli.cluster.slurm import command
 from tula_cli.cluster.slurm import queue as scheduler
+from tula_cli.cluster.slurm.command import call
 from tula_cli.cluster.slurm.queue import Queued, SchedulerState, ask, live, refused
 from tula_cli.cluster.slurm.sbatch import parameters, python
 from tula_cli.errors import SchedulerError
@@ -46,7 +46,7 @@ class SlurmLauncher:
 
     def script(self, run: RunDir, task: Task) -> str:
         """Return the text that sbatch would be given; later links of a chain wait for the one before them as well."""
-        return _text(_slurm_executor(run, task))
+        return _text(run, task)
 
     def submit(self, run: RunDir, task: Task) -> Job:
         """Submit a job, a training with all links of its chain; what is in the queue already is taken as it is.
@@ -121,16 +121,13 @@ def links(task: Task) -> int:
 # --- submitting to SLURM
 
 
-def _slurm_executor(run: RunDir, task: Task, *, name: str | None = None, dependency: str | None = None) -> Any:
-    import submitit
+def _text(run: RunDir, task: Task, *, name: str | None = None, dependency: str | None = None) -> str:
+    """Return the script of one job."""
+    from tula_cli.cluster.slurm.script import ScriptWriter  # submitit: of use to those who submit alone
 
-    executor = submitit.SlurmExecutor(folder=run.submitit_dir, python=python(task))
-    executor.update_parameters(**parameters(run, task, name=name, dependency=dependency))
-    return executor
-
-
-def _text(executor: Any) -> str:
-    return str(executor._make_submission_file_text(executor._submitit_command_str, "tula"))
+    writer = ScriptWriter(folder=run.submitit_dir, python=python(task))
+    writer.update_parameters(**parameters(run, task, name=name, dependency=dependency))
+    return writer.text()
 
 
 def _link_names(run: RunDir, task: Task) -> list[str]:
@@ -190,8 +187,8 @@ def _submit_link(run: RunDir, task: Task, name: str, *, after: Sequence[str]) ->
         SchedulerError: sbatch refused it, or did not answer and nothing is in the queue.
     """
     run.hold()
-    executor = _slurm_executor(run, task, name=name, dependency=f"afterany:{':'.join(after)}" if after else None)
-    told = _sbatch(run.write_script(name, _text(executor)))
+    text = _text(run, task, name=name, dependency=f"afterany:{':'.join(after)}" if after else None)
+    told = _sbatch(run.write_script(name, text))
     id_ = told.id or _accepted_unheard(run, name, told.words)
     _leave_call(run, task, id_)
     return id_
@@ -213,20 +210,16 @@ def _sbatch(script: Path) -> _Told:
     Raises:
         SchedulerError: it refused the job.
     """
-    try:
-        done = subprocess.run(
-            ["sbatch", str(script)], capture_output=True, text=True, errors="replace", check=False,
-            timeout=scheduler.PATIENCE, stdin=subprocess.DEVNULL, env=_environment(script),
-        )  # fmt: skip
-    except subprocess.TimeoutExpired:
-        return _Told(words=f"no answer within {scheduler.PATIENCE:g} s")
-    except OSError as error:
-        raise SchedulerError(f"sbatch cannot be started: {error.strerror}", "run tula on a login node") from None
-    told = re.search(r"Submitted batch job (\d+)", done.stdout)
+    answer = call("sbatch", str(script), environ=_environment(script))
+    if answer.end == "hung":
+        return _Told(words=f"no answer within {command.PATIENCE:g} s")
+    if answer.end == "missing":
+        raise SchedulerError(f"sbatch cannot be started: {answer.complaint}", "run tula on a login node")
+    told = re.search(r"Submitted batch job (\d+)", answer.text)
     if told:
         return _Told(id=told.group(1))
-    words = (done.stderr or done.stdout).strip()
-    if done.returncode == 0 or any(undecided in words for undecided in UNDECIDED):
+    words = answer.complaint or answer.text
+    if answer.ok or any(undecided in words for undecided in UNDECIDED):
         return _Told(words=words.rpartition("\n")[2].removeprefix("sbatch: error: "))
     raise refused(words)
 
@@ -236,7 +229,7 @@ def _environment(script: Path) -> dict[str, str]:
     options = set(re.findall(r"^#SBATCH --([a-z-]+)", script.read_text(encoding="utf-8"), re.MULTILINE))
     renamed = {"time": "TIMELIMIT", "mem": "MEM_PER_NODE", "no-requeue": "REQUEUE"}
     said = {f"SBATCH_{renamed.get(option, option).upper().replace('-', '_')}" for option in options}
-    return {name: value for name, value in scheduler.environment(os.environ).items() if name not in said}
+    return {name: value for name, value in command.environment(os.environ).items() if name not in said}
 
 
 def _accepted_unheard(run: RunDir, name: str, words: str) -> str:

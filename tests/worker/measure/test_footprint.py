@@ -365,12 +365,12 @@ def test_gradients_are_in_the_buckets_of_ddp_and_apart_while_they_accumulate(two
 
 
 CASES = {
-    "small_cnn": (spec("small_cnn"), 256, 32),
-    "resnet18": (spec("resnet18"), 48, 64),
+    "small_cnn": (spec("small_cnn"), 128, 32),
+    "resnet18": (spec("resnet18"), 24, 64),
     "mobilenet_v3_small": (spec("mobilenet_v3_small"), 48, 96),
-    "checkpointing": (spec("resnet18", activation_checkpointing=True), 48, 64),
-    "ags": (spec("resnet18", method="ags", ags={"b_small": 12}), 48, 64),
-    "adamw": (spec("resnet18", optimizer={"name": "AdamW", "lr": 1e-3}), 32, 64),
+    "checkpointing": (spec("resnet18", activation_checkpointing=True), 24, 64),
+    "ags": (spec("resnet18", method="ags", ags={"b_small": 6}), 24, 64),
+    "adamw": (spec("resnet18", optimizer={"name": "AdamW", "lr": 1e-3}), 16, 64),
 }
 
 

@@ -3,7 +3,7 @@
 import functools
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Annotated, Any
 
@@ -18,28 +18,28 @@ from tula_cli.version import __version__
 app = typer.Typer(
     name="tula",
     help="How many nodes, what batch size, how long, how much: measure a training job, then run it there.",
-    add_completion=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
 )
 
 
-WORKFLOW: tuple[Callable[..., None], ...] = (
-    check.init,
-    check.check,
-    check.estimate,
-    profile.profile,
-    recommend.recommend,
-    train.train,
-    compare.compare,
-    status.status,
-    status.list_,
-    status.logs,
-    status.cancel,
-)
-"""The commands in the order in which one uses them, which is that of `tula --help`."""
-for _function in WORKFLOW:
-    register(app, _function)
+WORKFLOW: Mapping[Callable[..., None], str] = {
+    check.init: "tula init slurm",
+    check.check: "tula check job.yaml --on-cluster",
+    check.estimate: "tula estimate job.yaml --memory 32GiB",
+    profile.profile: "tula profile job.yaml --set search.nodes=[1,2,4]",
+    recommend.recommend: "tula recommend --objective cost --deadline 24",
+    train.train: "tula train --nodes 4 --batch 1024",
+    compare.compare: "tula compare job.yaml --methods lbt,lrs,ortho --batch 1024",
+    status.status: "tula status --run digits-1f0c5b7e",
+    status.list_: "tula list --run-dir /scratch/tula-runs",
+    status.logs: "tula logs --follow",
+    status.cancel: "tula cancel digits-1f0c5b7e",
+}
+"""The commands in the order in which one uses them, which is that of `tula --help`, and an example of each."""
+for _function, _example in WORKFLOW.items():
+    register(app, _function, example=_example)
 
 
 def _version(wanted: bool) -> None:

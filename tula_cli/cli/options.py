@@ -58,8 +58,14 @@ COMMON: dict[str, Any] = {
 }
 
 
-def register(app: typer.Typer, function: Callable[..., None]) -> None:
-    """Make a function a command of `app`: its first parameter is the screen, which the flags that all commands share set up."""
+def register(app: typer.Typer, function: Callable[..., None], *, example: str) -> None:
+    """Make a function a command of `app`: its first parameter is the screen, which the flags that all commands share set up.
+
+    Args:
+        app: where it is registered.
+        function: what it does; its docstring is its help.
+        example: a line of it, which ends its help.
+    """
 
     @functools.wraps(function)
     def wrapper(ctx: typer.Context, **arguments: Any) -> None:
@@ -80,4 +86,4 @@ def register(app: typer.Typer, function: Callable[..., None]) -> None:
     context = parameter("ctx", keyword, annotation=typer.Context)
     wrapper.__signature__ = inspect.Signature([context, *own, *common])  # type: ignore[attr-defined]
     wrapper.__annotations__ = {p.name: p.annotation for p in [context, *own, *common]}
-    app.command(name=function.__name__.rstrip("_"))(wrapper)
+    app.command(name=function.__name__.rstrip("_"), epilog=f"Example: {example}")(wrapper)

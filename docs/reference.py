@@ -20,6 +20,8 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 from typer.models import ArgumentInfo, CommandInfo, ParameterInfo
 
+from tula_cli import errors
+from tula_cli.cli import options
 from tula_cli.cli.app import app
 from tula_cli.errors import TulaError
 from tula_cli.presets import AGS_PRESETS
@@ -229,15 +231,15 @@ def _default_of(param: inspect.Parameter) -> str:
 
 
 def _exit_codes() -> str:
-    found = sorted({(kind.exit_code, kind.code, inspect.cleandoc(kind.__doc__ or "")) for kind in _kinds(TulaError)})
+    found = sorted({(kind.exit_code, kind.code, inspect.cleandoc(kind.__doc__ or "")) for kind in _classes()})
     rows = [f"| {number} | `{code}` | {words.splitlines()[0]} |" for number, code, words in found]
     return "\n".join(["| exit code | `error.code` in `--json` | |", "|---|---|---|", "| 0 | | Done. |", *rows])
 
 
-def _kinds(kind: type[TulaError]) -> Iterator[type[TulaError]]:
-    yield kind
-    for below in kind.__subclasses__():
-        yield from _kinds(below)
+def _classes() -> list[type[TulaError]]:
+    """Return the classes of failure; each stands in one of these two modules."""
+    named = [*vars(errors).values(), *vars(options).values()]
+    return [kind for kind in named if isinstance(kind, type) and issubclass(kind, TulaError)]
 
 
 PAGES = {"job-spec.md": job_spec, "commands.md": commands}

@@ -20,7 +20,6 @@ YET_TOO_LONG = {
     "tula_cli/cli/profile.py:profile",
     "tula_cli/cli/recommend.py:recommend",
     "tula_cli/cli/train.py:train",
-    "tula_cli/run/directory.py",
     "tula_cli/worker/measure/probe.py:measure",
     "tula_cli/worker/train/training.py",
 }

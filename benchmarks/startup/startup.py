@@ -93,9 +93,9 @@ def tula(nodes: int, way: Sequence[str], folder: Path, settings: Sequence[str]) 
     (job,) = run.jobs()
     _until_gone(job.links or (job.scheduler_id,))
     (signature,) = run.train_signatures()
-    attempts = run.training_attempts(signature)
-    starts = [float(row["time"]) for row in run.metrics(signature) if row["kind"] == "start"]
-    if run.summary(signature) is None or len(attempts) != 2 or len(starts) != 2:
+    attempts = run.training(signature).attempts()
+    starts = [float(row["time"]) for row in run.training(signature).metrics() if row["kind"] == "start"]
+    if run.training(signature).summary() is None or len(attempts) != 2 or len(starts) != 2:
         raise SystemExit(f"a training did not end well: {attempts[-1].outcome}: {attempts[-1].message}")
     first, again = attempts
     return Start(starts[0] - job.submitted_at, first.started_at - job.submitted_at, starts[1] - again.started_at)

@@ -165,9 +165,9 @@ def _train(spec: JobSpec, batch: int, folder: Path, ranks: Ranks) -> TrainResult
         workers=0,
     )
     run = RunDir.create(folder, spec)
-    if run.train_result(name) is None:
+    if run.training(name).result() is None:
         run_training(task, run, ranks, build_datasets(spec))
-    result = run.train_result(name)
+    result = run.training(name).result()
     if result is None:
         raise SystemExit("told to stop: it is saved, and the same command goes on")
     return result

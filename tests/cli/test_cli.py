@@ -106,9 +106,9 @@ class Here(make.FakeLauncher):
             run.write_attempt(make.attempt(task.id, start=now, end=now, outcome="user", message="no interface ib7"))
             return
         for rank in range(task.nodes):
-            run.sign_in(task.id, rank, f"n{rank + 1}")
+            run.checks.sign_in(task.id, rank, f"n{rank + 1}")
         other = {"token": "another"} if self.fails == "folder" else {"torch": "2.7"}
-        run.write_cluster_report(make.cluster_report(run, task, {}, other))
+        run.checks.write_report(make.cluster_report(run, task, {}, other))
 
     def _train(self, run, task):
         if self.fails:

@@ -99,12 +99,12 @@ class Chain:
         self.run.write_attempt(attempt)
 
     def newest(self) -> TrainTask:
-        task = self.run.newest_train_task("s")
+        task = self.run.training("s").newest_task()
         assert task is not None
         return task
 
     def save(self, samples: int) -> None:
-        path = self.run.checkpoint_path("s", samples)
+        path = self.run.training("s").checkpoint_path(samples)
         path.parent.mkdir(parents=True, exist_ok=True)
         path.touch()
 
@@ -124,7 +124,7 @@ class Chain:
         """
 
     def outcomes(self) -> list[str | None]:
-        return [attempt.outcome for attempt in self.run.training_attempts("s")]
+        return [attempt.outcome for attempt in self.run.training("s").attempts()]
 
 
 @pytest.fixture
@@ -150,10 +150,10 @@ def test_the_next_link_goes_on_and_tells_why(
     chain.will_finish()
     chain.start("12")
     assert chain.outcomes() == [how or "signal", "done"]
-    summary = chain.run.summary("s")
+    summary = chain.run.training("s").summary()
     assert summary is not None
     assert summary.causes == (words,)
-    attempt = chain.run.training_attempts("s")[-1]
+    attempt = chain.run.training("s").attempts()[-1]
     assert (attempt.task, attempt.hosts, attempt.samples) == ("train-s-2", "node12", 32)
 
 
@@ -251,7 +251,9 @@ def test_time_limits_go_on_for_as_long_as_checkpoints_advance(chain: Chain, clus
         cluster.endings[str(link)] = "time_limit"
         chain.save(100 * link)
         chain.will_write(chain.run.path / "stopped" / f"{chain.newest().id}.001", "time_limit")
-        chain.script += f"\n            pathlib.Path({str(chain.run.checkpoint_path('s', 100 * link + 50))!r}).touch()"
+        chain.script += (
+            f"\n            pathlib.Path({str(chain.run.training('s').checkpoint_path(100 * link + 50))!r}).touch()"
+        )
         if link > 11:  # the link before left this as the newest task, the next one writes its own
             name = f"train-s-{link - 10}.001"
             chain.will_write(chain.run.path / "stopped" / name, "time_limit")
@@ -268,7 +270,7 @@ def test_a_time_limit_too_short_to_save_anything_ends_the_chain_with_advice(chai
     chain.will_finish()
     chain.start("12")
     assert chain.outcomes() == ["time_limit"]
-    assert "raise cluster.slurm.minutes" in chain.run.training_attempts("s")[-1].message
+    assert "raise cluster.slurm.minutes" in chain.run.training("s").attempts()[-1].message
     assert cluster.cancelled == ["11", "13", "14", "15"]
 
 
@@ -279,7 +281,7 @@ def test_preemptions_without_progress_are_bounded(chain: Chain, cluster: Cluster
         cluster.endings[link] = "preempted"
         chain.start(link)
     assert chain.outcomes() == ["preempted"] * 3
-    assert "3 allocations were lost without a newer checkpoint" in chain.run.training_attempts("s")[-1].message
+    assert "3 allocations were lost without a newer checkpoint" in chain.run.training("s").attempts()[-1].message
 
 
 def test_a_requeue_by_an_administrator_goes_on_in_the_same_job(chain: Chain) -> None:
@@ -287,7 +289,7 @@ def test_a_requeue_by_an_administrator_goes_on_in_the_same_job(chain: Chain) -> 
     chain.will_finish()
     chain.start("11", restarts=1)
     assert chain.outcomes() == ["signal", "done"]
-    assert chain.run.training_attempts("s")[-1].allocation == "11.1"
+    assert chain.run.training("s").attempts()[-1].allocation == "11.1"
 
 
 def test_an_allocation_taken_while_it_trains_leaves_the_rest_to_the_next_link(chain: Chain, cluster: Cluster) -> None:
@@ -318,7 +320,7 @@ def test_ranks_that_are_done_when_the_allocation_is_taken_have_succeeded(chain: 
     """
     chain.start("11")
     assert chain.outcomes() == ["done"]
-    assert chain.run.summary("s") is not None
+    assert chain.run.training("s").summary() is not None
 
 
 def test_the_signal_that_warns_of_a_time_limit_ends_neither_supervisor_nor_ranks(chain: Chain) -> None:
@@ -400,7 +402,7 @@ def test_an_allocation_that_has_ended_a_branch_is_no_lack_of_progress(
 
 def test_allocations_that_ended_without_a_verdict_go_on_while_checkpoints_advance(chain: Chain) -> None:
     for link in LINKS:  # more than train.max_attempts
-        path = chain.run.checkpoint_path("s", 10 * int(link))
+        path = chain.run.training("s").checkpoint_path(10 * int(link))
         path.parent.mkdir(parents=True, exist_ok=True)
         chain.script = f"open({str(path)!r}, 'w').close()\n{textwrap.dedent(TERM)}"
         chain.start(link)
@@ -434,7 +436,7 @@ def test_what_is_missing_on_the_node_is_told_once_and_ends_the_chain(
         chain.run.write_task(chain.task.model_copy(update={"spec": make_runs.spec(cluster=slurm)}))
     chain.start("11")
     assert chain.outcomes() == ["user"]
-    assert "nosuch" in chain.run.training_attempts("s")[0].message
+    assert "nosuch" in chain.run.training("s").attempts()[0].message
     assert cluster.cancelled == ["12", "13", "14", "15"]
 
 
@@ -471,7 +473,7 @@ def test_a_killed_child_of_ours_does_not_hide_what_its_peer_said(chain: Chain, m
     chain.will_write(chain.run.path / "failures/train-s-1.001.0001.json", failure.model_dump_json())
     chain.script += "\n            import time; time.sleep(60)"
     chain.start("11")
-    (attempt,) = chain.run.training_attempts("s")
+    (attempt,) = chain.run.training("s").attempts()
     assert (attempt.outcome, attempt.rank, attempt.host) == ("peer", 1, "other")
 
 

@@ -292,7 +292,7 @@ def test_two_command_lines_at_once_submit_once(slurm, run, sacct):
 
 
 def test_a_lock_left_behind_by_a_dead_command_line_is_taken_over(slurm, run):
-    dead = subprocess.run([sys.executable, "-c", f"from tula_cli.run.directory import RunDir; from pathlib import Path; RunDir(Path({str(run.path)!r})).lock()"], env={**os.environ, "PYTHONPATH": str(ROOT)})  # fmt: skip
+    dead = subprocess.run([sys.executable, "-c", f"from tula_cli.run.directory import RunDir; from pathlib import Path; RunDir(Path({str(run.path)!r})).lock.take()"], env={**os.environ, "PYTHONPATH": str(ROOT)})  # fmt: skip
     assert dead.returncode == 0
     assert (run.path / "lock").is_dir()
     pauses = []
@@ -309,7 +309,7 @@ def test_a_lock_of_another_host_is_respected_until_it_is_old(run):
     long_ago = time.time() - 400
     os.utime(run.path / "lock", (long_ago, long_ago))
     with cluster_launcher.submitting(run, sleep=lambda _: None):
-        assert run.lock() != ""
+        assert run.lock.take() != ""
 
 
 # --- from inside a job

@@ -239,7 +239,7 @@ def test_training_out_of_memory_goes_on_at_the_next_smaller_batch(
     assert isinstance(relaunch, TrainTask)
     assert relaunch.batch == 64
     assert [rung.batch for rung in relaunch.ladder] == [64, 32]
-    summary = run.summary("s")
+    summary = run.training("s").summary()
     assert summary is not None
     assert summary.start_batch == 128
     assert summary.attempts == 2
@@ -260,14 +260,14 @@ def test_training_out_of_memory_at_the_smallest_batch_ends(run: RunDir, ranks: R
     ranks.will(*(ranks.fail(f"train-s-{k}", CPU_OOM, "device_oom") for k in (1, 2, 3)))
     cluster_supervise.supervise(run.path, training.id)
     assert ranks.starts == ["train-s-1", "train-s-2", "train-s-3"]
-    assert run.summary("s") is None
+    assert run.training("s").summary() is None
 
 
 def test_a_training_that_diverges_is_not_started_again(run: RunDir, ranks: Ranks, training: TrainTask) -> None:
     ranks.will(ranks.fail("train-s-1", "Diverged: the loss is not finite", "diverged"), ranks.finish("s"))
     cluster_supervise.supervise(run.path, training.id)
-    assert ranks.starts == ["train-s-1"] and run.summary("s") is None
-    assert run.diverged("s") == run.attempts()[-1]
+    assert ranks.starts == ["train-s-1"] and run.training("s").summary() is None
+    assert run.training("s").diverged() == run.attempts()[-1]
 
 
 def test_host_memory_goes_on_once_with_fewer_loader_processes(run: RunDir, ranks: Ranks, training: TrainTask) -> None:
@@ -303,7 +303,7 @@ def test_a_summary_that_a_killed_supervisor_still_owed_is_written(
     ranks.will("raise SystemExit(1)")
     cluster_supervise.supervise(run.path, training.id)
     assert ranks.starts == []
-    summary = run.summary("s")
+    summary = run.training("s").summary()
     assert summary is not None
     assert summary.actual_hours == pytest.approx(0.01)
 

@@ -54,7 +54,7 @@ def test_the_main_job_from_profile_to_trained_model(tula) -> None:
     assert (summary["nodes"], summary["batch"]) == (choice["nodes"], choice["batch"])
     assert summary["predicted_hours"] == pytest.approx(choice["hours"])
     assert summary["actual_cost"] == pytest.approx(summary["actual_hours"] * choice["nodes"] * 7.5)
-    result = run.train_result(summary["signature"])
+    result = run.training(summary["signature"]).result()
     assert result is not None
     assert result.samples == 3 * (DIGITS // choice["batch"]) * choice["batch"]
     assert tula("train")["data"] == summary, "a finished run answers at once"
@@ -67,7 +67,7 @@ def test_out_of_memory_relaunches_at_the_next_smaller_batch_with_samples_and_sch
     assert summary["batch"] < 1024
     assert summary["causes"][0] == "out of memory at batch 1024"
     run = tula.run()
-    rows = run.metrics(summary["signature"])
+    rows = run.training(summary["signature"]).metrics()
     starts = [row["batch"] for row in rows if row["kind"] == "start"]
     assert starts == [1024 >> k for k in range(len(starts))]
     ends = [row["samples"] for row in rows if row["kind"] == "epoch"]
@@ -142,7 +142,7 @@ def test_killed_ranks_and_supervisors_change_no_bit_of_the_result(tula) -> None:
     command = ("train", "job.yaml", "--nodes", "2", "--batch", "128", "--set", "train.epochs=6")
     straight = tula(*command)["data"]
     run = tula.run()
-    last = run.train_dir(straight["signature"]) / "last"
+    last = run.training(straight["signature"]).path / "last"
     kept = tula.folder / "straight.pt"
     kept.write_bytes(last.read_bytes())
     for name in ("train", "tasks", "jobs", "attempts", "failures"):
@@ -160,7 +160,7 @@ def test_killed_ranks_and_supervisors_change_no_bit_of_the_result(tula) -> None:
     assert summary["attempts"] == 3
     assert len(summary["causes"]) == 1
     assert "killed by SIGKILL" in summary["causes"][0]
-    result = run.train_result(straight["signature"])
+    result = run.training(straight["signature"]).result()
     assert result is not None
     assert result.samples == 6 * (DIGITS // 128) * 128
     assert not weights_differ(kept, last)

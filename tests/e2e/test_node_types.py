@@ -35,7 +35,7 @@ def test_two_types_from_profile_to_trained_model(tula) -> None:
 
     summary = tula("train")["data"]
     assert summary["batch"] == answer["choice"]["batch"]
-    assert parts["single"].summary(summary["signature"]) is not None
+    assert parts["single"].training(summary["signature"]).summary() is not None
     assert not parts["pair"].train_signatures()
     status = tula("status")
     assert status["status"] == "done" and set(status["data"]["types"]) == {"single", "pair"}

@@ -50,7 +50,7 @@ class Tula:
     def task(self) -> TrainTask:
         """Return the newest task of the newest training."""
         run = self.run()
-        task = run.newest_train_task(run.train_signatures()[0])
+        task = run.training(run.train_signatures()[0]).newest_task()
         assert task is not None
         return task
 
@@ -69,5 +69,5 @@ class Tula:
 
     def epochs_done(self) -> int:
         runs = RunDir.all(self.folder / "tula-runs")
-        rows = [row for run in runs for name in run.train_signatures() for row in run.metrics(name)]
+        rows = [row for run in runs for name in run.train_signatures() for row in run.training(name).metrics()]
         return sum(row["kind"] == "epoch" for row in rows)

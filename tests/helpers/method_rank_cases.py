@@ -152,7 +152,7 @@ def _broken_off(run: RunDir, ranks: Ranks, *, after: int) -> TrainTask:
 
 
 def _final(run: RunDir, task: TrainTask) -> dict[str, torch.Tensor]:
-    state: dict[str, torch.Tensor] = torch.load(run.train_dir(task.signature) / "last", weights_only=True)["model"]
+    state: dict[str, torch.Tensor] = torch.load(run.training(task.signature).path / "last", weights_only=True)["model"]
     return state
 
 
@@ -172,7 +172,7 @@ def relaunched(folder: Path, ranks: Ranks) -> dict[str, Any]:
     task = _broken_off(run, ranks, after=5 * 96 + 64)
     smaller = train_task(task.spec, batch=8, signature=task.signature)
     _train(smaller, run, ranks)
-    result = run.train_result(task.signature)
+    result = run.training(task.signature).result()
     assert result is not None
     return {"starts": [(row["samples"], row["batch"]) for row in rows(run, task, "start")], "epochs": result.epochs}
 

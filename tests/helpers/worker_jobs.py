@@ -184,4 +184,4 @@ def prediction(*, step_time: float, low: float | None, high: float | None) -> Pr
 
 
 def rows(run: RunDir, task: TrainTask, kind: str) -> Iterator[dict[str, Any]]:
-    return (row for row in run.metrics(task.signature) if row["kind"] == kind)
+    return (row for row in run.training(task.signature).metrics() if row["kind"] == kind)

@@ -253,8 +253,8 @@ def trained_twice(folder: Path, ranks: Ranks) -> None:
     run_training(TRAIN, run, ranks, data)
     run_training(TRAIN, run, ranks, data)
     if ranks.first:
-        (run.train_dir(TRAIN.signature) / "result.json").unlink()
-        run.checkpoints(TRAIN.signature)[0].write_bytes(b"damaged")
+        (run.training(TRAIN.signature).path / "result.json").unlink()
+        run.training(TRAIN.signature).checkpoints()[0].write_bytes(b"damaged")
     ranks.from_first(0)
     run_training(TRAIN, run, ranks, data)
 
@@ -265,7 +265,7 @@ def tuned(folder: Path, ranks: Ranks) -> dict[str, Any]:
     run_training(TUNED, run, ranks, data)
     choice = tuning.chosen(TUNED, run, ranks)
     assert choice is not None
-    saved = torch.load(run.train_dir(TUNED.signature) / "last", weights_only=True)
+    saved = torch.load(run.training(TUNED.signature).path / "last", weights_only=True)
     return {"arm": choice.arm.model_dump(mode="json"), "epoch": choice.epoch, "steps": saved["position"]["steps"]}
 
 

@@ -454,7 +454,7 @@ def test_training_never_goes_on_from_a_checkpoint_of_other_code_and_says_so(here
     write(here, mine="x = 1")
     before = plan_training(run, job())
     train.start(run, before, FakeLauncher())
-    checkpoint = run.checkpoint_path(before.task.signature, 640)
+    checkpoint = run.training(before.task.signature).checkpoint_path(640)
     checkpoint.parent.mkdir(parents=True)
     checkpoint.touch()
     assert plan_training(run, job()).resumes == 640
@@ -673,9 +673,9 @@ def test_ranks_and_their_loaders_run_what_was_submitted(here: Path, tmp_path: Pa
         text=True,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
-    assert run.train_result(task.signature) is not None
+    assert run.training(task.signature).result() is not None
     assert {line for line in done.stdout.splitlines() if " by " in line} == {"item by submitted", "net by submitted"}
-    (environment,) = (row for row in run.metrics(task.signature) if row["kind"] == "environment")
+    (environment,) = (row for row in run.training(task.signature).metrics() if row["kind"] == "environment")
     assert environment["hosts"] == [os.uname().nodename]
     assert environment["variables"]["OMP_NUM_THREADS"] == "1"
     assert not {name for name in environment["variables"] if name in ("PATH", "HOME", "PYTHONPATH")}

@@ -74,10 +74,10 @@ def test_a_root_that_is_a_file(tmp_path):
 
 
 def test_only_one_process_submits(run):
-    assert run.lock() == ""
-    assert run.lock() == f"{socket.gethostname()}:{os.getpid()}"
-    run.unlock()
-    assert run.lock() == ""
+    assert run.lock.take() == ""
+    assert run.lock.take() == f"{socket.gethostname()}:{os.getpid()}"
+    run.lock.release()
+    assert run.lock.take() == ""
 
 
 def test_the_lock_of_a_process_that_has_ended_is_taken_over(run):
@@ -85,29 +85,29 @@ def test_the_lock_of_a_process_that_has_ended_is_taken_over(run):
     ended.wait()
     (run.path / "lock").mkdir()
     (run.path / "lock/owner").write_text(f"{socket.gethostname()}:{ended.pid}\n")
-    assert run.lock() != "", "the next look takes it"
-    assert run.lock() == ""
+    assert run.lock.take() != "", "the next look takes it"
+    assert run.lock.take() == ""
 
 
 def test_a_lock_whose_owner_had_no_time_to_write_its_name_is_respected_until_it_is_old(run):
     (run.path / "lock").mkdir()
-    assert [run.lock(), run.lock()] == ["another process"] * 2
+    assert [run.lock.take(), run.lock.take()] == ["another process"] * 2
     os.utime(run.path / "lock", (0, 0))
-    run.lock()
-    assert run.lock() == ""
+    run.lock.take()
+    assert run.lock.take() == ""
 
 
 def test_a_lock_that_was_taken_over_is_not_given_back_by_its_first_owner(run):
-    assert run.lock() == ""
+    assert run.lock.take() == ""
     (run.path / "lock/owner").write_text("elsewhere:1\n")
-    run.unlock()
-    assert run.lock() == "elsewhere:1"
+    run.lock.release()
+    assert run.lock.take() == "elsewhere:1"
 
 
 def test_a_lock_in_a_folder_that_is_a_file_is_an_error_of_its_own(tmp_path):
     (tmp_path / "taken").write_text("")
     with pytest.raises(TulaError, match="cannot write"):
-        RunDir(tmp_path / "taken").lock()
+        RunDir(tmp_path / "taken").lock.take()
 
 
 # --- which run
@@ -174,9 +174,9 @@ def test_a_run_named_relative_to_the_working_directory(tmp_path, monkeypatch):
 def test_what_is_not_there_is_none(run):
     assert run.result(probe_id(1, 32)) is None
     assert run.recommendation() is None
-    assert run.train_result("ab12cd34") is None
+    assert run.training("ab12cd34").result() is None
     assert run.results() == run.jobs() == run.tasks() == run.attempts() == run.failures("t") == run.logs() == []
-    assert run.metrics("ab12cd34") == run.checkpoints("ab12cd34") == run.train_signatures() == []
+    assert run.training("ab12cd34").metrics() == run.training("ab12cd34").checkpoints() == run.train_signatures() == []
 
 
 def test_reads_what_was_written(run):
@@ -217,42 +217,42 @@ def test_a_newer_record_is_read_by_an_older_tula(run):
 
 def test_a_row_that_is_still_being_written_is_left_out(run):
     make.add_training(run, rows=make.metrics())
-    with open(run.metrics_path("ab12cd34"), "a") as file:
+    with open(run.training("ab12cd34").metrics_path, "a") as file:
         file.write('{"kind": "step", "ti')
-    assert len(run.metrics("ab12cd34")) == len(make.metrics())
+    assert len(run.training("ab12cd34").metrics()) == len(make.metrics())
 
 
 def test_newest_checkpoint_first(run):
     for samples in (500, 12_000, 3_000):
-        write_atomic(run.checkpoint_path("ab12cd34", samples), b"")
-    assert [int(path.stem) for path in run.checkpoints("ab12cd34")] == [12_000, 3_000, 500]
+        write_atomic(run.training("ab12cd34").checkpoint_path(samples), b"")
+    assert [int(path.stem) for path in run.training("ab12cd34").checkpoints()] == [12_000, 3_000, 500]
 
 
 @pytest.mark.parametrize(
     "name", ["my-backup.pt", "best-copy.pt", "7.pt", "000000012000-copy.pt", ".000000012000.pt.swp"]
 )
 def test_a_file_that_tula_did_not_name_is_no_checkpoint(run, name):
-    path = run.checkpoint_path("ab12cd34", 500)
+    path = run.training("ab12cd34").checkpoint_path(500)
     for file in (path, path.with_name(name)):
         write_atomic(file, b"")
-    run.drop_drafts("ab12cd34")
-    assert run.checkpoints("ab12cd34") == [path] and run.newest_samples("ab12cd34") == 500
+    run.training("ab12cd34").drop_drafts()
+    assert run.training("ab12cd34").checkpoints() == [path] and run.training("ab12cd34").newest_samples() == 500
     assert path.with_name(name).exists()
 
 
 def test_a_draft_that_was_left_behind_is_dropped(run):
-    draft = run.checkpoint_path("ab12cd34", 500).with_name(".000000000500.pt.node1.example.org.4711")
+    draft = run.training("ab12cd34").checkpoint_path(500).with_name(".000000000500.pt.node1.example.org.4711")
     write_atomic(draft, b"")
-    run.drop_drafts("ab12cd34")
+    run.training("ab12cd34").drop_drafts()
     assert not draft.exists()
 
 
 def test_a_training_has_diverged_if_its_newest_attempt_did(run):
     for task in ("train-ab12cd34-1", "train-ab12cd35-1"):
         run.write_attempt(make.attempt(task, start=1.0, end=2.0, outcome="diverged"))
-    assert run.diverged("ab12cd34").task == "train-ab12cd34-1"
+    assert run.training("ab12cd34").diverged().task == "train-ab12cd34-1"
     run.write_attempt(make.attempt("train-ab12cd34-1", number=2, start=3.0))
-    assert run.diverged("ab12cd34") is run.diverged("00000000") is None
+    assert run.training("ab12cd34").diverged() is run.training("00000000").diverged() is None
 
 
 def test_a_mark_of_cancelling_comes_and_goes(run):

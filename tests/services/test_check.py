@@ -322,8 +322,8 @@ class Nodes:
         report = make.cluster_report(self.run, self.task, first or {}, second or {})
         for node in report.nodes:
             if node.node not in silent:
-                self.run.sign_in(self.task.id, node.node, node.host)
-        self.run.write_cluster_report(report)
+                self.run.checks.sign_in(self.task.id, node.node, node.host)
+        self.run.checks.write_report(report)
 
     def ends(self, **how) -> None:
         attempt = make.attempt(self.task.id, start=time.time(), end=time.time(), **how)
@@ -370,7 +370,7 @@ def test_what_a_node_wrote_has_to_be_seen_here_in_time(nodes):
 
 def test_a_file_that_appears_late_is_no_problem(nodes, monkeypatch):
     nodes.report(silent=(1,))
-    monkeypatch.setattr(nodes, "sleep", lambda _: nodes.run.sign_in(nodes.task.id, 1, "n2"))
+    monkeypatch.setattr(nodes, "sleep", lambda _: nodes.run.checks.sign_in(nodes.task.id, 1, "n2"))
     assert nodes.conclude().problems == ()
 
 
@@ -455,7 +455,7 @@ def test_the_logs_of_a_check_are_found(nodes):
 
 def test_checks_are_numbered_on_beyond_nine(nodes):
     for number in range(2, 13):
-        nodes.run.mark_told(f"check-n002-{number - 1}")
+        nodes.run.checks.mark_told(f"check-n002-{number - 1}")
         assert nodes.start().id == f"check-n002-{number}"
 
 
@@ -467,7 +467,7 @@ def test_a_check_with_other_settings_takes_the_place_of_one_that_waits(nodes):
 
 
 def test_a_check_that_was_refused_is_submitted_again(nodes, monkeypatch):
-    nodes.run.mark_told(nodes.task.id)
+    nodes.run.checks.mark_told(nodes.task.id)
     submit = nodes.launcher.submit
 
     def refuse(*_):

@@ -94,7 +94,7 @@ class Trains(make.FakeLauncher):
                 "norm": {"q50": 3.0}, "delta": None, "factors": {"edges": [0.5, 1.0, 2.0], "counts": [0, 1, 3, 0]}
             }  # fmt: skip
             rows.append({"kind": "hessian", "samples": 4000, "eigenvalue": 7.5, "lr_bound": None})
-        run.metrics_path(task.signature).write_text("".join(json.dumps(row) + "\n" for row in rows))
+        run.training(task.signature).metrics_path.write_text("".join(json.dumps(row) + "\n" for row in rows))
         run.write_summary(
             make.summary(
                 signature=task.signature, start_batch=task.batch, batch=task.batch, metrics=metrics, actual_hours=hours,
@@ -343,7 +343,7 @@ def test_an_evaluation_that_is_not_finite_counts_with_its_accuracy(run: RunDir) 
     planned, launcher = plan(run), Trains()
     cell = next(cell for cell in planned.comparison.cells if (cell.method, cell.batch) == ("lbt-x4", 256))
     trainings.submit(run, planned, cell, launcher, inspect=inspect)
-    summary = run.summary(cell.signature)
+    summary = run.training(cell.signature).summary()
     run.write_summary(summary.model_copy(update={"metrics": {"top1": 10.0, "top5": 50.0}}))
     found = row(table(run, planned.comparison), "lbt-x4", 256)
     assert found.cells[0].state == "diverged"
@@ -468,7 +468,7 @@ def test_a_training_that_fell_back_to_a_smaller_batch_is_marked(run: RunDir) -> 
     planned, launcher = plan(run), Trains()
     cell = planned.comparison.cells[1]
     trainings.submit(run, planned, cell, launcher, inspect=inspect)
-    summary = run.summary(cell.signature)
+    summary = run.training(cell.signature).summary()
     assert summary is not None
     run.write_summary(summary.model_copy(update={"batch": 64}))
     report = table(run, planned.comparison)

@@ -215,7 +215,7 @@ def test_a_training_run_that_tunes_itself(run):
     run.write_tuning(make.tuning(branches))
     found = snapshot().training.tuning
     assert (found.arm, found.number, found.count, found.rung) == ("lbt", 1, 2, 2)
-    with open(run.metrics_path("ab12cd34"), "a") as file:
+    with open(run.training("ab12cd34").metrics_path, "a") as file:
         file.write(json.dumps({"kind": "branch", "time": START + 50, "samples": 1280, "epoch": 1, "eta": 30.0}) + "\n")
     assert snapshot().training.eta == 20, "a branch's row tells it too"
     run.write_tuning(make.tuning(branches, chosen="x2"))

@@ -159,7 +159,7 @@ def test_how_a_run_ended_is_told_by_its_class(
 
 def test_a_diverged_run_says_which_checkpoint_stays_and_what_to_do(run: RunDir) -> None:
     task = ended(run, "diverged", "Diverged: the loss is not finite at epoch 2.50, step 5, 320 samples")
-    write_atomic(run.checkpoint_path(task.signature, 256), b"")
+    write_atomic(run.training(task.signature).checkpoint_path(256), b"")
     with pytest.raises(Diverged, match=r"step 5, 320 samples; the checkpoint at 256 samples is finite") as caught:
         train.report(run, task.signature)
     assert caught.value.exit_code == 9 and "lower optimizer.lr" in caught.value.hint
@@ -188,7 +188,7 @@ def test_what_was_paid_goes_by_the_nodes_it_was_recommended_for(tmp_path: Path, 
     run.write_attempt(make_runs.attempt(task.id, start=0.0, end=7200.0))
     run.write_train_result(make_runs.train_result(task.signature))
     relaunch.write_summary(run, task)
-    found = run.summary(task.signature)
+    found = run.training(task.signature).summary()
     assert found is not None and found.actual_cost == pytest.approx(2 * 2 * 3.0 * share)
 
 

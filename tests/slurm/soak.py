@@ -93,16 +93,16 @@ class Soak:
 
     def samples(self) -> int:
         names = self.tula.run().train_signatures()
-        return self.tula.run().newest_samples(names[0]) if names else 0
+        return self.tula.run().training(names[0]).newest_samples() if names else 0
 
     def finished(self) -> bool:
         names = self.tula.run().train_signatures()
-        return bool(names) and self.tula.run().summary(names[0]) is not None
+        return bool(names) and self.tula.run().training(names[0]).summary() is not None
 
     def running(self) -> bool:
         """Return whether the ranks have made steps since the last kill."""
         names = self.tula.run().train_signatures()
-        rows = self.tula.run().metrics(names[0]) if names else []
+        rows = self.tula.run().training(names[0]).metrics() if names else []
         moved = bool(rows) and rows[-1]["kind"] in ("step", "epoch") and rows[-1]["time"] > self.killed_at
         return moved and bool(self.processes("-m tula_cli.worker"))
 
@@ -156,17 +156,17 @@ sys.exit(one.keys() != other.keys() or any(not torch.equal(one[key], other[key])
 def check(soak: Soak, epochs: int) -> Path:
     """Check that every sample was trained once and every epoch told once; return the last checkpoint."""
     run, name = soak.tula.run(), soak.signature()
-    result = run.train_result(name)
+    result = run.training(name).result()
     assert result is not None
     assert result.samples == epochs * SAMPLES, f"{result.samples} samples, not {epochs * SAMPLES}"
-    told = [row["samples"] for row in run.metrics(name) if row["kind"] == "epoch"]
+    told = [row["samples"] for row in run.training(name).metrics() if row["kind"] == "epoch"]
     assert told == [SAMPLES * (epoch + 1) for epoch in range(epochs)], told
-    attempts = run.training_attempts(name)
+    attempts = run.training(name).attempts()
     starts = [attempt.samples or 0 for attempt in attempts]
     assert all(late >= early for early, late in itertools.pairwise(starts)), starts
     causes = collections.Counter(attempt.outcome for attempt in attempts)
     print(f"{len(attempts)} attempts: {dict(causes)}; {len({a.allocation for a in attempts})} allocations")
-    return run.train_dir(name) / "last"
+    return run.training(name).path / "last"
 
 
 def main() -> None:

@@ -66,7 +66,9 @@ def trained(tula: Tula) -> Summary:
     """Train some epochs as recommended."""
     tula("train", "--set", "train.epochs=4")
     run = tula.run()
-    found: list[Summary] = tula.until(lambda: [s for name in run.train_signatures() if (s := run.summary(name))])
+    found: list[Summary] = tula.until(
+        lambda: [s for name in run.train_signatures() if (s := run.training(name).summary())]
+    )
     return found[0]
 
 

@@ -24,7 +24,7 @@ def story(tula: Tula) -> list[tuple[str | None, str]]:
 
 def attempts(tula: Tula) -> list[Attempt]:
     run = tula.run()
-    return [attempt for name in run.train_signatures() for attempt in run.training_attempts(name)]
+    return [attempt for name in run.train_signatures() for attempt in run.training(name).attempts()]
 
 
 def job(tula: Tula) -> Job:
@@ -38,17 +38,17 @@ def finished(tula: Tula) -> Summary | None:
     run = tula.run()
     if not all(outcome for outcome, _ in story(tula)):
         return None
-    return next((summary for name in run.train_signatures() if (summary := run.summary(name))), None)
+    return next((summary for name in run.train_signatures() if (summary := run.training(name).summary())), None)
 
 
 def trained(tula: Tula, epochs: int) -> None:
     """Assert that every sample was trained once and every epoch told once, whatever happened."""
     run = tula.run()
     signature = run.train_signatures()[0]
-    result = run.train_result(signature)
+    result = run.training(signature).result()
     assert result is not None
     assert result.samples == epochs * SAMPLES
-    rows = [row["samples"] for row in run.metrics(signature) if row["kind"] == "epoch"]
+    rows = [row["samples"] for row in run.training(signature).metrics() if row["kind"] == "epoch"]
     assert rows == [SAMPLES * (epoch + 1) for epoch in range(epochs)]
     starts = [attempt.samples for attempt in attempts(tula)]
     assert starts == sorted(starts), "no start lies behind the newest checkpoint"

@@ -33,7 +33,7 @@ def test_detached_profile_recommend_and_train_over_nodes(tula: Tula, on_slurm: S
     assert summary["attempts"] == 1
     assert summary["predicted_hours"] > 0
     assert choice["hours"] > 0
-    result = run.train_result(summary["signature"])
+    result = run.training(summary["signature"]).result()
     assert result is not None
     assert result.samples == 4 * (1438 // 128) * 128
 
@@ -81,7 +81,7 @@ def test_a_killed_rank_is_relaunched_in_the_same_allocation(tula: Tula, on_slurm
     assert process.returncode == 0, f"{answer}\n{told}\n{tula.logs()}"
     summary = json.loads(answer)["data"]
     assert summary["attempts"] == 2
-    result = tula.run().train_result(summary["signature"])
+    result = tula.run().training(summary["signature"]).result()
     assert result is not None
     assert result.samples == 20 * (1438 // 128) * 128
     assert tula.run().jobs()[0].submissions == 1

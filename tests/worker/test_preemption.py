@@ -36,7 +36,7 @@ class LeavesAt(Leaving):
 
 
 def final(run: RunDir, task: TrainTask) -> dict[str, torch.Tensor]:
-    state: dict[str, torch.Tensor] = torch.load(run.train_dir(task.signature) / "last", weights_only=True)["model"]
+    state: dict[str, torch.Tensor] = torch.load(run.training(task.signature).path / "last", weights_only=True)["model"]
     return state
 
 
@@ -61,7 +61,7 @@ def test_a_run_that_had_to_leave_anywhere_goes_on_as_if_it_had_not(
     weights, losses = straight
     assert same(final(run, task), weights)
     assert [row["eval_loss"] for row in rows(run, task, "epoch")] == losses
-    result = run.train_result(task.signature)
+    result = run.training(task.signature).result()
     assert result is not None
     assert result.samples == 2 * 96
 
@@ -70,7 +70,7 @@ def test_an_evaluation_left_before_its_end_is_made_up_for(alone: Ranks, run: Run
     task = train_task(spec())
     data = build_datasets(task.spec)
     run_training(task, run, alone, data, leaving=LeavesAt(alone, 6))
-    assert run.newest_samples(task.signature) == 96
+    assert run.training(task.signature).newest_samples() == 96
     assert not list(rows(run, task, "epoch"))
     run_training(task, run, alone, data, leaving=LeavesAt(alone, 2))
     assert [row["samples"] for row in rows(run, task, "epoch")] == [96]

@@ -47,7 +47,7 @@ def test_curvature_is_that_of_one_rank_and_the_same_on_both(two_ranks: Path, alo
 
 
 def test_both_ranks_take_the_same_choice(two_ranks: Path) -> None:
-    found = RunDir(two_ranks / "tuned").tuning(TUNED.signature)
+    found = RunDir(two_ranks / "tuned").training(TUNED.signature).tuning()
     assert found is not None and found.chosen is not None
     assert [(branch.arm, branch.rung) for branch in found.branches][:3] == [("lbt", 1), ("x2", 1), ("robust", 1)]
     assert len(found.branches) == 5
@@ -87,7 +87,7 @@ def test_an_earlier_probe_leaves_no_memory_behind(two_ranks: Path) -> None:
 
 def test_a_damaged_checkpoint_is_passed_over_on_both_ranks(two_ranks: Path) -> None:
     run = RunDir(two_ranks / "train")
-    result = run.train_result(TRAIN.signature)
+    result = run.training(TRAIN.signature).result()
     assert result is not None
     assert (result.samples, result.steps) == (288, 18)
     assert [row["samples"] for row in rows(run, TRAIN, "start")] == [0, 272]

@@ -116,7 +116,7 @@ def newest(run: RunDir, task_id: str) -> Task:
     task = run.task(task_id)
     assert task is not None, f"{run.path} has no task {task_id}"
     if isinstance(task, TrainTask):
-        return run.newest_train_task(task.signature) or task
+        return run.training(task.signature).newest_task() or task
     return task
 
 
@@ -129,11 +129,11 @@ def finished(run: RunDir, task: Task) -> bool:
     """Return whether every result of a task is there: success is a valid result file."""
     match task:
         case TrainTask():
-            return run.train_result(task.signature) is not None
+            return run.training(task.signature).result() is not None
         case ProbeTask():
             return run.current_probe(task) is None
         case CheckTask():
-            return run.cluster_report(task.id) is not None
+            return run.checks.report(task.id) is not None
 
 
 TAKEN_WORDS: dict[OutcomeClass, str] = {

@@ -41,8 +41,8 @@ def open_attempt(me: Supervisor, task: Task) -> Attempt:
         pid=os.getpid(),
         allocation=me.place.allocation,
         hosts=me.place.hosts,
-        samples=me.run.newest_samples(task.signature) if isinstance(task, TrainTask) else None,
-        tuned=me.run.tuned_samples(task.signature) if isinstance(task, TrainTask) else 0,
+        samples=me.run.training(task.signature).newest_samples() if isinstance(task, TrainTask) else None,
+        tuned=me.run.training(task.signature).tuned_samples() if isinstance(task, TrainTask) else 0,
     )
     me.run.write_attempt(attempt)
     return attempt

@@ -70,7 +70,7 @@ def submitting(run: RunDir, *, sleep: Callable[[float], None] = time.sleep) -> I
         SchedulerError: another one does not come to an end.
     """
     waited = 0.0
-    while owner := run.lock():
+    while owner := run.lock.take():
         if waited >= LOCK_PATIENCE:
             raise SchedulerError(
                 f"another tula command ({owner}) is submitting jobs of {run.id}",
@@ -81,7 +81,7 @@ def submitting(run: RunDir, *, sleep: Callable[[float], None] = time.sleep) -> I
     try:
         yield
     finally:
-        run.unlock()
+        run.lock.release()
 
 
 def under_way(run: RunDir, launcher: Launcher, job_ids: Iterable[str]) -> list[str]:

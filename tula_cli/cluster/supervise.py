@@ -116,7 +116,7 @@ def _conclude(me: Supervisor, task: Task) -> None:
     """Write what an earlier supervisor still owed, and give the queue back the links that are not needed."""
     if not isinstance(task, TrainTask):
         return
-    if me.run.train_result(task.signature) and not me.run.summary(task.signature):
+    if me.run.training(task.signature).result() and not me.run.training(task.signature).summary():
         write_summary(me.run, task)
     job = _own_job(me, task)
     if job is not None:
@@ -206,7 +206,7 @@ def _take_up(me: Supervisor, task: Task) -> Task | None:
     last = _corrected(me, earlier[-1])
     if last.outcome == "cancelled" and not me.place.alone:
         me.run.cancel(task.job, by="scancel")
-    if why := no_progress(earlier, me.run.progress(task.signature), task.spec.train.max_attempts):
+    if why := no_progress(earlier, me.run.training(task.signature).progress(), task.spec.train.max_attempts):
         me.run.write_attempt(last.model_copy(update={"message": f"{last.message}; {why}"}))
         return None
     if last.outcome not in (*LOST, *TAKEN, "host_oom", "device_oom"):  # an OOM whose relaunch nobody has written yet
@@ -240,7 +240,7 @@ def _predecessor_cancelled(me: Supervisor, job: Job) -> bool:
 
 def _of_submission(me: Supervisor, task: TrainTask) -> list[Attempt]:
     """Return the attempts that earlier links of this submission have made; the user's new submission begins anew."""
-    attempts = me.run.training_attempts(task.signature)
+    attempts = me.run.training(task.signature).attempts()
     if me.place.alone:
         return [attempt for attempt in attempts if attempt.started_at >= me.since]
     job = _own_job(me, task)
@@ -251,7 +251,7 @@ def _of_submission(me: Supervisor, task: TrainTask) -> list[Attempt]:
 def _lost(me: Supervisor, task: Task) -> int:
     """Return how many attempts of this job have lost their processes so far."""
     if isinstance(task, TrainTask):
-        progress = me.run.progress(task.signature)  # those that have advanced it do not count
+        progress = me.run.training(task.signature).progress()  # those that have advanced it do not count
         attempts = [attempt for attempt in _of_submission(me, task) if attempt.progress == progress]
     else:
         attempts = [attempt for attempt in me.run.attempts(task.id) if attempt.started_at >= me.since]
@@ -264,7 +264,7 @@ def _lost(me: Supervisor, task: Task) -> int:
 def _close_lost(me: Supervisor, task: Task) -> None:
     """Close attempts whose supervisor was killed, at their log's last sign of life, with what the scheduler says."""
     run = me.run
-    attempts = run.training_attempts(task.signature) if isinstance(task, TrainTask) else run.attempts(task.id)
+    attempts = run.training(task.signature).attempts() if isinstance(task, TrainTask) else run.attempts(task.id)
     for lost in attempts:
         if lost.ended_at is None:
             log = run.log_path(lost.task, lost.number)

@@ -4,41 +4,29 @@ One file, one writer, replaced whole: a draft named after host and pid, flush, f
 file or the new one, never half of either, on NFS and Lustre too.
 """
 
-import contextlib
-import json
-import os
-import re
-import shutil
-import socket
-import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, TypeVar
+from typing import BinaryIO
 
-from pydantic import BaseModel, TypeAdapter, ValidationError
+from pydantic import TypeAdapter
 
-from tula_cli.errors import BadMeasurements, SpecError, TulaError
-from tula_cli.run.files import cannot_write, content, write_atomic
-from tula_cli.run.records.cluster_reports import ClusterReport
+from tula_cli.errors import BadMeasurements, SpecError
+from tula_cli.run.cluster_checks import ClusterChecks
+from tula_cli.run.files import cannot_write, listing, read_record, read_text, write_atomic, write_record
+from tula_cli.run.lock import Lock
 from tula_cli.run.records.jobs import Attempt, Failure, Job, Order
 from tula_cli.run.records.probes import RESULT, Failed, Measured, OutOfMemory
 from tula_cli.run.records.recommendations import Recommendation
 from tula_cli.run.records.results import Comparison, JobFile, Summary, TrainResult, Tuning
 from tula_cli.run.records.tasks import TASK, CheckTask, CodeSnapshot, ProbeTask, Task, TrainTask
+from tula_cli.run.training_run import TrainingRun
 from tula_cli.spec.job import JobSpec
 from tula_cli.spec.load import dump_yaml, validate
 from tula_cli.spec.signature import signature
 from tula_cli.spec.yaml_text import read_yaml
 
 LATEST = "latest"
-LOCK_AGE = 300.0
-"""Seconds after which a lock is taken for one that its owner left behind."""
-_CHECKPOINT = re.compile(r"[0-9]{12,}\.pt")
-"""A file name of `checkpoint_path`."""
-_DRAFT = re.compile(r"\.[0-9]{12,}\.pt\..+\.[0-9]+")
-"""A file name of `write_atomic` while it writes one."""
-T = TypeVar("T")
 
 
 def probe_id(nodes: int, local_batch: int) -> str:
@@ -95,7 +83,7 @@ class RunDir:
         except OSError as error:
             raise cannot_write(self.path, error) from error
         if file is not None:
-            self._write("job_file.json", file)
+            write_record(self.path / "job_file.json", file)
         write_atomic(self.path / "spec.yaml", dump_yaml(spec))
         write_atomic(self.path.parent / LATEST, f"{self.path.name}\n")
 
@@ -153,7 +141,7 @@ class RunDir:
         return validate(read_yaml(self.path / "spec.yaml"), source=str(self.path / "spec.yaml"))
 
     def job_file(self) -> JobFile | None:
-        return self._read("job_file.json", TypeAdapter(JobFile))
+        return read_record(self.path / "job_file.json", TypeAdapter(JobFile))
 
     def parts(self, spec: JobSpec, only: str | None = None) -> tuple[Part, ...]:
         """Return the run of each node type of `spec`, inside this one; the run itself where it names none.
@@ -176,73 +164,58 @@ class RunDir:
     # --- tasks, jobs, attempts
 
     def write_task(self, task: Task) -> None:
-        self._write(f"tasks/{task.id}.json", task)
+        write_record(self.path / f"tasks/{task.id}.json", task)
 
     def task(self, task_id: str) -> Task | None:
-        return self._read(f"tasks/{task_id}.json", TASK)
+        return read_record(self.path / f"tasks/{task_id}.json", TASK)
 
     def tasks(self) -> list[ProbeTask | TrainTask]:
         """Return the tasks that measure or train."""
-        found = [task for path in self._list("tasks") if (task := self._read(path, TASK))]
+        found = [task for path in listing(self.path / "tasks") if (task := read_record(path, TASK))]
         return [task for task in found if not isinstance(task, CheckTask)]
 
     def check_tasks(self) -> list[CheckTask]:
         """Return the tasks of `tula check --on-cluster`."""
-        found = [self._read(path, TASK) for path in self._list("tasks", "check-*.json")]
+        found = [read_record(path, TASK) for path in listing(self.path / "tasks", "check-*.json")]
         return [task for task in found if isinstance(task, CheckTask)]
 
     def superseded(self, task: TrainTask) -> bool:
         """Return whether a later attempt of a training has been written: whoever runs this one has to stop."""
         return (self.path / f"tasks/{task.job}-{task.attempt + 1}.json").exists()
 
-    def newest_train_task(self, train_signature: str) -> TrainTask | None:
-        """Return the training task with the highest attempt."""
-        found = [t for t in self.tasks() if isinstance(t, TrainTask) and t.signature == train_signature]
-        return max(found, key=lambda task: task.attempt, default=None)
-
     def write_job(self, job: Job) -> None:
-        self._write(f"jobs/{job.id}.json", job)
+        write_record(self.path / f"jobs/{job.id}.json", job)
 
     def job(self, job_id: str) -> Job | None:
-        return self._read(f"jobs/{job_id}.json", TypeAdapter(Job))
+        return read_record(self.path / f"jobs/{job_id}.json", TypeAdapter(Job))
 
     def jobs(self) -> list[Job]:
-        found = [job for path in self._list("jobs") if (job := self._read(path, TypeAdapter(Job)))]
+        found = [job for path in listing(self.path / "jobs") if (job := read_record(path, TypeAdapter(Job)))]
         return sorted(found, key=lambda job: (job.submitted_at, job.id))
 
     def write_attempt(self, attempt: Attempt) -> None:
-        self._write(f"attempts/{attempt.task}.{attempt.number:03d}.json", attempt)
+        write_record(self.path / f"attempts/{attempt.task}.{attempt.number:03d}.json", attempt)
 
     def attempt(self, task_id: str, number: int) -> Attempt | None:
         """Return one attempt, by its name: the listing of a folder on NFS may be half a minute old."""
-        return self._read(f"attempts/{task_id}.{number:03d}.json", TypeAdapter(Attempt))
+        return read_record(self.path / f"attempts/{task_id}.{number:03d}.json", TypeAdapter(Attempt))
 
     def attempts(self, task_id: str | None = None) -> list[Attempt]:
         """Return the attempts of one task (or of all), oldest first."""
         pattern = "*.json" if task_id is None else f"{task_id}.*.json"
-        found = [a for path in self._list("attempts", pattern) if (a := self._read(path, TypeAdapter(Attempt)))]
+        found = [
+            a for path in listing(self.path / "attempts", pattern) if (a := read_record(path, TypeAdapter(Attempt)))
+        ]
         return sorted(found, key=lambda attempt: (attempt.started_at, attempt.task, attempt.number))
 
-    def training_attempts(self, train_signature: str) -> list[Attempt]:
-        """Return the attempts of a training run over all its relaunches, oldest first."""
-        tasks = {t.id for t in self.tasks() if isinstance(t, TrainTask) and t.signature == train_signature}
-        return [attempt for attempt in self.attempts() if attempt.task in tasks]
-
-    def diverged(self, train_signature: str) -> Attempt | None:
-        """Return the newest attempt of a training if that is how it ended; nothing of other trainings is read."""
-        paths = self._list("attempts", f"train-{train_signature}-*.json")
-        found = [attempt for path in paths if (attempt := self._read(path, TypeAdapter(Attempt)))]
-        newest = max(found, key=lambda attempt: attempt.started_at, default=None)
-        return newest if newest is not None and newest.outcome == "diverged" else None
-
     def write_failure(self, failure: Failure) -> None:
-        self._write(f"failures/{failure.task}.{failure.attempt:03d}.{failure.rank:04d}.json", failure)
+        write_record(self.path / f"failures/{failure.task}.{failure.attempt:03d}.{failure.rank:04d}.json", failure)
 
     def failures(self, task_id: str, attempt: int | None = None) -> list[Failure]:
         """Return what failing ranks saw, earliest first."""
         number = "*" if attempt is None else f"{attempt:03d}"
-        paths = self._list("failures", f"{task_id}.{number}.*.json")
-        found = [failure for path in paths if (failure := self._read(path, TypeAdapter(Failure)))]
+        paths = listing(self.path / "failures", f"{task_id}.{number}.*.json")
+        found = [failure for path in paths if (failure := read_record(path, TypeAdapter(Failure)))]
         return sorted(found, key=lambda failure: failure.failed_at)
 
     def cancel(self, job_id: str, *, by: str = "tula cancel") -> None:
@@ -252,8 +225,7 @@ class RunDir:
 
     def cancelled_by(self, job_id: str) -> str:
         """Return the command that cancelled a job; empty where none has."""
-        path = self.path / f"jobs/{job_id}.cancelled"
-        return path.read_text(encoding="utf-8").strip() if path.exists() else ""
+        return read_text(self.path / f"jobs/{job_id}.cancelled")
 
     def uncancel(self, job_id: str) -> None:
         (self.path / f"jobs/{job_id}.cancelled").unlink(missing_ok=True)
@@ -269,87 +241,29 @@ class RunDir:
         write_atomic(path, text)
         return path
 
-    def lock(self) -> str:
-        """Take the right to submit jobs of this run; return "" or, where another command line has it, whose it is.
-
-        A folder, because making one is atomic on NFS and Lustre, where file locks are not to be trusted. The lock of a
-        process that has ended, or one that is older than any submission takes, is taken over.
-
-        Raises:
-            TulaError: the folder cannot be written.
-        """
-        try:
-            self._lock.mkdir(parents=True)
-        except FileExistsError:
-            owner = self._lock_owner(self._lock)
-            if not self._is_stale(owner):
-                return owner or "another process"
-            aside = self._lock.with_name(f".lock.{socket.gethostname()}.{os.getpid()}")
-            with contextlib.suppress(OSError):  # another process may have taken it over meanwhile
-                self._lock.rename(aside)
-                if self._lock_owner(aside) == owner:
-                    shutil.rmtree(aside)
-                else:
-                    aside.rename(self._lock)
-            return owner or "another process"
-        except OSError as error:
-            raise cannot_write(self._lock, error) from error
-        try:
-            write_atomic(self._lock / "owner", f"{socket.gethostname()}:{os.getpid()}\n")
-        except TulaError:
-            shutil.rmtree(self._lock, ignore_errors=True)
-            raise
-        return ""
-
-    def hold(self) -> None:
-        """Show that the lock is not left behind: sbatch of a busy controller takes a minute a job."""
-        if self._lock_owner(self._lock) == f"{socket.gethostname()}:{os.getpid()}":
-            with contextlib.suppress(OSError):
-                os.utime(self._lock)
-
-    def unlock(self) -> None:
-        """Give the lock back, if it has not been taken over."""
-        if self._lock_owner(self._lock) == f"{socket.gethostname()}:{os.getpid()}":
-            shutil.rmtree(self._lock, ignore_errors=True)
-
     @property
-    def _lock(self) -> Path:
-        return self.path / "lock"
-
-    @staticmethod
-    def _lock_owner(lock: Path) -> str:
-        try:
-            return (lock / "owner").read_text(encoding="utf-8").strip()
-        except OSError:
-            return ""
-
-    def _is_stale(self, owner: str) -> bool:
-        host, _, pid = owner.partition(":")
-        if host == socket.gethostname() and pid.isdigit():
-            return not Path(f"/proc/{pid}").exists()
-        try:
-            return time.time() - self._lock.stat().st_mtime > LOCK_AGE
-        except OSError:
-            return False  # given back just now
+    def lock(self) -> Lock:
+        """Return the right to submit jobs of this run."""
+        return Lock(self.path / "lock")
 
     # --- results
 
     def write_result(self, result: Measured | OutOfMemory | Failed) -> None:
-        self._write(f"results/{result.id}.json", result)
+        write_record(self.path / f"results/{result.id}.json", result)
 
     def result(self, result_id: str) -> Measured | OutOfMemory | Failed | None:
-        return self._read(f"results/{result_id}.json", RESULT)
+        return read_record(self.path / f"results/{result_id}.json", RESULT)
 
     def results(self) -> list[Measured | OutOfMemory | Failed]:
-        found = [result for path in self._list("results") if (result := self._read(path, RESULT))]
+        found = [result for path in listing(self.path / "results") if (result := read_record(path, RESULT))]
         return sorted(found, key=lambda result: (result.nodes, result.local_batch))
 
     def readable_results(self) -> tuple[list[Measured | OutOfMemory | Failed], list[str]]:
         """Return the results that can be read, and what is wrong with the others."""
         found, problems = [], []
-        for path in self._list("results"):
+        for path in listing(self.path / "results"):
             try:
-                found.append(self._read(path, RESULT))
+                found.append(read_record(path, RESULT))
             except BadMeasurements as error:
                 problems.append(f"{error.message}; {error.hint}")
         kept = [result for result in found if result is not None]
@@ -364,107 +278,48 @@ class RunDir:
         return None
 
     def write_recommendation(self, recommendation: Recommendation) -> None:
-        self._write("recommendation.json", recommendation)
+        write_record(self.path / "recommendation.json", recommendation)
 
     def recommendation(self) -> Recommendation | None:
-        return self._read("recommendation.json", TypeAdapter(Recommendation))
+        return read_record(self.path / "recommendation.json", TypeAdapter(Recommendation))
 
     def write_text(self, name: str, text: str) -> Path:
         """Write one of recommended.yaml, results.csv, cmd.txt; return its path."""
         write_atomic(self.path / name, text)
         return self.path / name
 
-    # --- a check of the cluster
+    # --- parts with files of their own
 
-    def write_token(self, task_id: str, token: str) -> None:
-        """Leave what the nodes have to find: they see this folder, and not another one of the same name."""
-        write_atomic(self.path / f"checks/{task_id}.token", f"{token}\n")
-
-    def token(self, task_id: str) -> str:
-        path = self.path / f"checks/{task_id}.token"
-        return path.read_text(encoding="utf-8").strip() if path.exists() else ""
-
-    def sign_in(self, task_id: str, rank: int, host: str) -> None:
-        """Show whoever started a check that this rank's node can write here.
-
-        Raises:
-            TulaError: it cannot.
-        """
-        write_atomic(self.path / f"checks/{task_id}.{rank:04d}.here", f"{host}\n")
-
-    def signed_in(self, task_id: str) -> dict[int, str]:
-        """Return the hosts of a check's ranks that could write here."""
-        found = self._list("checks", f"{task_id}.*.here")
-        return {int(path.name.split(".")[-2]): path.read_text(encoding="utf-8").strip() for path in found}
-
-    def write_cluster_report(self, report: ClusterReport) -> None:
-        self._write(f"checks/{report.id}.json", report)
-
-    def cluster_report(self, task_id: str) -> ClusterReport | None:
-        return self._read(f"checks/{task_id}.json", TypeAdapter(ClusterReport))
-
-    def mark_told(self, task_id: str) -> None:
-        """Note that the user has seen how a check ended: the next one is a new one."""
-        write_atomic(self.path / f"checks/{task_id}.told", f"{time.time()}\n")
-
-    def told(self, task_id: str) -> bool:
-        return (self.path / f"checks/{task_id}.told").exists()
+    @property
+    def checks(self) -> ClusterChecks:
+        """Return the files of `tula check --on-cluster`."""
+        return ClusterChecks(self.path / "checks")
 
     # --- training
 
-    def train_dir(self, train_signature: str) -> Path:
-        return self.path / "train" / train_signature
+    def training(self, train_signature: str) -> TrainingRun:
+        """Return one training with all its relaunches; it need not be there yet."""
+        return TrainingRun(self.path, train_signature)
 
     def train_signatures(self) -> list[str]:
         """Return the training runs there are, last changed first."""
         found = [path for path in (self.path / "train").glob("*") if path.is_dir()]
         return [path.name for path in sorted(found, key=lambda path: path.stat().st_mtime, reverse=True)]
 
-    def checkpoints(self, train_signature: str) -> list[Path]:
-        """Return the checkpoints, newest (most samples) first; what else lies there is the user's."""
-        found = (self.train_dir(train_signature) / "checkpoints").glob("*.pt")
-        return sorted((path for path in found if _CHECKPOINT.fullmatch(path.name)), reverse=True)
-
-    def drop_drafts(self, train_signature: str) -> None:
-        """Remove checkpoints that a killed rank 0 was writing."""
-        for draft in (self.train_dir(train_signature) / "checkpoints").glob(".*.pt.*"):
-            if _DRAFT.fullmatch(draft.name):
-                draft.unlink(missing_ok=True)
-
-    def checkpoint_path(self, train_signature: str, samples: int) -> Path:
-        return self.train_dir(train_signature) / "checkpoints" / f"{samples:012d}.pt"
-
-    def metrics_path(self, train_signature: str) -> Path:
-        return self.train_dir(train_signature) / "metrics.jsonl"
-
-    def metrics(self, train_signature: str) -> list[dict[str, Any]]:
-        """Return the rows of metrics.jsonl; a last line that is still being written is left out."""
-        return list(self._rows(self.metrics_path(train_signature)))
-
     def write_train_result(self, result: TrainResult) -> None:
-        self._write(f"train/{result.signature}/result.json", result)
-
-    def train_result(self, train_signature: str) -> TrainResult | None:
-        return self._read(f"train/{train_signature}/result.json", TypeAdapter(TrainResult))
+        write_record(self.path / f"train/{result.signature}/result.json", result)
 
     def write_summary(self, summary: Summary) -> None:
-        self._write(f"train/{summary.signature}/summary.json", summary)
-
-    def summary(self, train_signature: str) -> Summary | None:
-        return self._read(f"train/{train_signature}/summary.json", TypeAdapter(Summary))
+        write_record(self.path / f"train/{summary.signature}/summary.json", summary)
 
     def write_comparison(self, comparison: Comparison) -> None:
-        self._write("comparison.json", comparison)
+        write_record(self.path / "comparison.json", comparison)
 
     def comparison(self) -> Comparison | None:
-        return self._read("comparison.json", TypeAdapter(Comparison))
+        return read_record(self.path / "comparison.json", TypeAdapter(Comparison))
 
     def write_tuning(self, tuning: Tuning) -> None:
-        self._write(f"train/{tuning.signature}/tuning.json", tuning)
-
-    def tuning(self, train_signature: str) -> Tuning | None:
-        """Return how far a training that tunes itself has come with it; None before it begins."""
-        return self._read(f"train/{train_signature}/tuning.json", TypeAdapter(Tuning))
+        write_record(self.path / f"train/{tuning.signature}/tuning.json", tuning)
 
     # --- folders of others
 
@@ -499,27 +354,13 @@ class RunDir:
 
     def stopped(self, task_id: str, attempt: int) -> str:
         """Return why the ranks of an attempt left before the end; empty where they did not."""
-        path = self.path / "stopped" / f"{task_id}.{attempt:03d}"
-        return path.read_text(encoding="utf-8").strip() if path.exists() else ""
-
-    def newest_samples(self, train_signature: str) -> int:
-        """Return the samples of the newest checkpoint, 0 where there is none."""
-        return next((int(path.stem) for path in self.checkpoints(train_signature)), 0)
-
-    def tuned_samples(self, train_signature: str) -> int:
-        """Return the samples of finished branches, which no restart trains again."""
-        tuning = self.tuning(train_signature)
-        return tuning.samples if tuning is not None else 0
-
-    def progress(self, train_signature: str) -> int:
-        """Return the samples that have been trained for good: up to the newest checkpoint, and in branches."""
-        return self.newest_samples(train_signature) + self.tuned_samples(train_signature)
+        return read_text(self.path / "stopped" / f"{task_id}.{attempt:03d}")
 
     def write_order(self, allocation: str, number: int, order: Order) -> None:
-        self._write(f"orders/{allocation}.{number:03d}.json", order)
+        write_record(self.path / f"orders/{allocation}.{number:03d}.json", order)
 
     def order(self, allocation: str, number: int) -> Order | None:
-        return self._read(f"orders/{allocation}.{number:03d}.json", TypeAdapter(Order))
+        return read_record(self.path / f"orders/{allocation}.{number:03d}.json", TypeAdapter(Order))
 
     # --- the user's code
 
@@ -528,15 +369,19 @@ class RunDir:
         return self.path / "code" / name
 
     def write_code(self, snapshot: CodeSnapshot) -> None:
-        self._write(f"code/{snapshot.name}.json", snapshot)
+        write_record(self.path / f"code/{snapshot.name}.json", snapshot)
 
     def code(self, name: str) -> CodeSnapshot | None:
         """Return what is known of a snapshot; None where there is none of that name (as of the empty one)."""
-        return self._read(f"code/{name}.json", TypeAdapter(CodeSnapshot)) if name else None
+        return read_record(self.path / f"code/{name}.json", TypeAdapter(CodeSnapshot)) if name else None
 
     def code_digests(self) -> set[str]:
         """Return the digests of all code that jobs of this run were submitted with."""
-        return {found.digest for path in self._list("code") if (found := self._read(path, TypeAdapter(CodeSnapshot)))}
+        return {
+            found.digest
+            for path in listing(self.path / "code")
+            if (found := read_record(path, TypeAdapter(CodeSnapshot)))
+        }
 
     def scheduler_logs(self, ids: Iterable[str]) -> list[Path]:
         """Return what SLURM kept of jobs, by its own ids: there are words where no supervisor has started."""
@@ -545,35 +390,3 @@ class RunDir:
 
     def logs(self) -> list[Path]:
         return sorted((self.path / "logs").glob("*.log"), key=lambda path: path.stat().st_mtime)
-
-    # ---
-
-    def _write(self, name: str, record: BaseModel) -> None:
-        write_atomic(self.path / name, record.model_dump_json(indent=1) + "\n")
-
-    def _read(self, name: str | Path, adapter: TypeAdapter[T]) -> T | None:
-        path = name if isinstance(name, Path) else self.path / name
-        try:
-            return adapter.validate_json(content(path))
-        except FileNotFoundError:
-            return None
-        except ValidationError as error:
-            first = error.errors()[0]
-            raise BadMeasurements(
-                f"{path} is damaged: {first['msg']} at {'.'.join(str(part) for part in first['loc']) or 'the top'}",
-                "delete that file and run the same command again",
-            ) from None
-
-    def _list(self, folder: str, pattern: str = "*.json") -> list[Path]:
-        return sorted(path for path in (self.path / folder).glob(pattern) if not path.name.startswith("."))
-
-    @staticmethod
-    def _rows(path: Path) -> Iterator[dict[str, Any]]:
-        if not path.exists():
-            return
-        with open(path, encoding="utf-8") as file:
-            for line in file:
-                # A lost node may leave a line of which some blocks were never written.
-                with contextlib.suppress(json.JSONDecodeError):
-                    if line.endswith("\n"):
-                        yield json.loads(line)

@@ -5,8 +5,13 @@ import errno
 import os
 import socket
 from pathlib import Path
+from typing import TypeVar
 
-from tula_cli.errors import TulaError
+from pydantic import BaseModel, TypeAdapter, ValidationError
+
+from tula_cli.errors import BadMeasurements, TulaError
+
+T = TypeVar("T")
 
 
 def write_atomic(path: Path, data: bytes | str) -> None:
@@ -54,3 +59,48 @@ def content(path: Path) -> bytes:
             if not (again and error.errno == errno.ESTALE):
                 raise TulaError(f"cannot read {path}: {error.strerror}") from error
     raise AssertionError
+
+
+def write_record(path: Path, record: BaseModel) -> None:
+    """Replace the record that `path` holds.
+
+    Raises:
+        TulaError: the disk is full or the folder cannot be written; the old record stands as it was.
+    """
+    write_atomic(path, record.model_dump_json(indent=1) + "\n")
+
+
+def read_record(path: Path, adapter: TypeAdapter[T]) -> T | None:
+    """Return the record that `path` holds; None where there is no such file.
+
+    Raises:
+        BadMeasurements: it is damaged.
+        TulaError: it cannot be read.
+    """
+    try:
+        return adapter.validate_json(content(path))
+    except FileNotFoundError:
+        return None
+    except ValidationError as error:
+        first = error.errors()[0]
+        raise BadMeasurements(
+            f"{path} is damaged: {first['msg']} at {'.'.join(str(part) for part in first['loc']) or 'the top'}",
+            "delete that file and run the same command again",
+        ) from None
+
+
+def read_text(path: Path) -> str:
+    """Return the line or lines that `path` holds; empty where there is no such file.
+
+    Raises:
+        TulaError: it cannot be read.
+    """
+    try:
+        return content(path).decode().strip()
+    except FileNotFoundError:
+        return ""
+
+
+def listing(folder: Path, pattern: str = "*.json") -> list[Path]:
+    """Return the files of a folder by name, without drafts; none where there is no such folder."""
+    return sorted(path for path in folder.glob(pattern) if not path.name.startswith("."))

@@ -187,7 +187,7 @@ def plan(run: RunDir, spec: JobSpec, grid: Grid, *, inspect: Inspect, now: float
 
 def has_ended(run: RunDir, cell: Cell) -> bool:
     """Return whether a training has nothing left to do; one that has diverged would do so again."""
-    return run.summary(cell.signature) is not None or run.diverged(cell.signature) is not None
+    return run.training(cell.signature).summary() is not None or run.training(cell.signature).diverged() is not None
 
 
 def _refuse_misfits(spec: JobSpec, grid: Grid) -> None:
@@ -246,7 +246,7 @@ def durations(run: RunDir, comparison: Comparison) -> dict[tuple[str, int], floa
     """Return the mean hours that the finished trainings of each row took."""
     found: dict[tuple[str, int], list[float]] = {}
     for cell in comparison.cells:
-        if summary := run.summary(cell.signature):
+        if summary := run.training(cell.signature).summary():
             found.setdefault((cell.method, cell.batch), []).append(summary.actual_hours)
     return {row: statistics.fmean(hours) for row, hours in found.items()}
 

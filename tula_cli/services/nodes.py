@@ -81,7 +81,7 @@ def start_on_cluster(run: RunDir, spec: JobSpec, launcher: Launcher, *, nodes: i
 
 def _start_on_cluster(run: RunDir, spec: JobSpec, launcher: Launcher, *, nodes: int) -> CheckTask:
     tasks = sorted(run.check_tasks(), key=_number)
-    untold = [task for task in tasks if task.nodes == nodes and not run.told(task.id)]
+    untold = [task for task in tasks if task.nodes == nodes and not run.checks.told(task.id)]
     for task in [task for task in untold if task.spec != spec]:
         if (job := run.job(task.job)) is not None:
             _end(run, launcher, task, job)
@@ -90,7 +90,7 @@ def _start_on_cluster(run: RunDir, spec: JobSpec, launcher: Launcher, *, nodes: 
     task = next((task for task in reversed(untold) if task.spec == spec), fresh)
     if run.job(task.job) is None:
         run.write_task(task)
-        run.write_token(task.id, secrets.token_hex(8))
+        run.checks.write_token(task.id, secrets.token_hex(8))
         run.write_job(launcher.submit(run, task))
     return task
 
@@ -151,7 +151,7 @@ def watch_cluster(
 
 def _is_over(run: RunDir, task: CheckTask) -> bool:
     """Return whether the check has an end that is its own: a report, or a failure that is not tried again."""
-    if run.cluster_report(task.id) is not None or run.cancelled(task.job):
+    if run.checks.report(task.id) is not None or run.cancelled(task.job):
         return True
     attempts = run.attempts(task.id)
     return bool(attempts) and attempts[-1].outcome not in (None, "done", "port")
@@ -170,7 +170,7 @@ def _ended_hopeless(
 def _end(run: RunDir, launcher: Launcher, task: CheckTask, job: Job) -> None:
     run.cancel(job.id)
     launcher.cancel(run, job)
-    run.mark_told(task.id)
+    run.checks.mark_told(task.id)
 
 
 def _ended_half_seen(run: RunDir, launcher: Launcher, task: CheckTask, job: Job) -> JobFailed:
@@ -193,8 +193,8 @@ def conclude_cluster(
     deadline = clock() + LAG[job.scheduler]
     while not _all_told(run, task, job) and clock() < deadline:
         sleep(LOOKS[0])
-    run.mark_told(task.id)
-    report = run.cluster_report(task.id)
+    run.checks.mark_told(task.id)
+    report = run.checks.report(task.id)
     if report is None:
         raise _failure(run, task, job)
     return ClusterCheck(report, tuple(_problems(run, task, report)), tuple(_cluster_warnings(task, report)))
@@ -202,7 +202,7 @@ def conclude_cluster(
 
 def _all_told(run: RunDir, task: CheckTask, job: Job) -> bool:
     """Return whether nothing more is to be expected from the nodes."""
-    report = run.cluster_report(task.id)
+    report = run.checks.report(task.id)
     if report is not None:
         return not _silent(run, report)
     return _is_over(run, task) and len(_nodes_seen(run, task, job)) == task.nodes
@@ -210,7 +210,7 @@ def _all_told(run: RunDir, task: CheckTask, job: Job) -> bool:
 
 def _silent(run: RunDir, report: ClusterReport) -> list[NodeReport]:
     """Return the nodes of which nothing that they wrote is seen here, although they say that they did."""
-    ranks, here = report.ranks // len(report.nodes), run.signed_in(report.id)
+    ranks, here = report.ranks // len(report.nodes), run.checks.signed_in(report.id)
     return [node for node in report.nodes if not node.write_error and node.node * ranks not in here]
 
 
@@ -219,7 +219,7 @@ def _silent(run: RunDir, report: ClusterReport) -> list[NodeReport]:
 
 def _problems(run: RunDir, task: CheckTask, report: ClusterReport) -> Iterator[str]:
     """Yield what keeps jobs from running on these nodes."""
-    written, folder = run.token(task.id), run.path.resolve()
+    written, folder = run.checks.token(task.id), run.path.resolve()
     for node in report.nodes:
         if node.token != written:
             found = "another file" if node.token else "nothing"
@@ -338,7 +338,9 @@ def _nodes_seen(run: RunDir, task: CheckTask, job: Job) -> set[int]:
     slurm = task.spec.cluster.slurm
     tasks = 1 if slurm is not None and slurm.launcher == "torchrun" else ranks  # of SLURM, on one node
     logs = [path.name.split("_")[1] for path in run.submitit_dir.glob(f"{job.scheduler_id}_*_log.out")]
-    return {int(log) // tasks for log in logs if log.isdigit()} | {rank // ranks for rank in run.signed_in(task.id)}
+    return {int(log) // tasks for log in logs if log.isdigit()} | {
+        rank // ranks for rank in run.checks.signed_in(task.id)
+    }
 
 
 def _unshared(run: RunDir, task: CheckTask, job: Job, blind: set[int]) -> JobFailed:

@@ -132,7 +132,7 @@ def _training(run: RunDir, tasks: list[ProbeTask | TrainTask], *, now: float) ->
     newest = _newest_train_task(run, tasks)
     if newest is None:
         return None
-    rows, result = run.metrics(newest.signature), run.train_result(newest.signature)
+    rows, result = run.training(newest.signature).metrics(), run.training(newest.signature).result()
     steps = [row for row in rows if row["kind"] == "step"]
     epochs = [row for row in rows if row["kind"] == "epoch"]
     moving = [row for row in rows if row["kind"] in ("start", "step", "epoch")]
@@ -155,7 +155,7 @@ def _training(run: RunDir, tasks: list[ProbeTask | TrainTask], *, now: float) ->
         step_time=latest.get("step_time"),
         predicted_step=None if prediction is None else prediction.step_time,
         eta=_eta(_newest_with_eta(rows), finished=result is not None, now=now),
-        tuning=_tuning(run.tuning(newest.signature)),
+        tuning=_tuning(run.training(newest.signature).tuning()),
         warnings=tuple(dict.fromkeys(row["message"] for row in rows if row["kind"] == "warning")),
     )
 

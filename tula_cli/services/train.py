@@ -117,7 +117,7 @@ def plan(
     code = _code(run, spec, nodes, batch)
     as_chosen = choice is not None and (choice.nodes, choice.batch) == (nodes, batch)
     task = _task(run, spec, nodes, batch, code, market=choice.market if choice and as_chosen else "on_demand")
-    newest = run.newest_train_task(task.signature)
+    newest = run.training(task.signature).newest_task()
     if newest is None:
         size = _dataset_size(run, spec, inspect)
         _check_size(batch, size)
@@ -126,8 +126,8 @@ def plan(
         task=_again(newest, task) if newest else task,
         prediction=task.ladder[0].prediction,
         source=source,
-        finished=run.summary(task.signature) is not None,
-        resumes=run.newest_samples(task.signature) or None,
+        finished=run.training(task.signature).summary() is not None,
+        resumes=run.training(task.signature).newest_samples() or None,
         code=code,
         price=price_words(spec.pricing),
     )
@@ -155,8 +155,8 @@ def _code(run: RunDir, spec: JobSpec, nodes: int, batch: int) -> Source:
     signature = train_signature(spec, nodes=nodes, batch=batch, code=code.digest)
     for digest in run.code_digests() - {code.digest}:
         earlier = train_signature(spec, nodes=nodes, batch=batch, code=digest)
-        samples = run.newest_samples(earlier)
-        if samples and not run.newest_samples(signature) and run.summary(earlier) is None:
+        samples = run.training(earlier).newest_samples()
+        if samples and not run.training(signature).newest_samples() and run.training(earlier).summary() is None:
             told = (
                 f"training {earlier} stands at {samples} samples, but {behind(spec)} was another then: this is a"
                 " training of its own, from the beginning (with the code as it was, the same command goes on there)"
@@ -245,16 +245,16 @@ def report(run: RunDir, signature: str) -> Summary:
         JobFailed: it ended for another reason.
         Pending: it has not ended.
     """
-    summary = run.summary(signature)
+    summary = run.training(signature).summary()
     if summary is not None:
         return summary
-    task = run.newest_train_task(signature)
+    task = run.training(signature).newest_task()
     if task is not None and run.cancelled(task.job):  # its ranks may not have ended yet
         raise JobFailed(f"training {signature} was cancelled", CANCELLED)
-    attempts = run.training_attempts(signature)
+    attempts = run.training(signature).attempts()
     if task is None or not attempts:
         raise Pending(f"training {signature} has not started", "tula status tells what it waits for")
-    raise _failure(task, attempts[-1], kept=run.newest_samples(signature))
+    raise _failure(task, attempts[-1], kept=run.training(signature).newest_samples())
 
 
 def _failure(task: TrainTask, attempt: Attempt, *, kept: int) -> TulaError:

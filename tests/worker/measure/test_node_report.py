@@ -46,7 +46,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> RunDir:
     task = check_task(folder, name="ImageFolder", root="images")
     run = RunDir.create(folder / "runs", task.spec)
     run.write_task(task)
-    run.write_token(task.id, folder.name)
+    run.checks.write_token(task.id, folder.name)
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
     ranks = [start(run, task, rank, port, [ROOT, folder / "ahead"][: 1 + rank]) for rank in range(2)]
@@ -71,7 +71,7 @@ def start(run: RunDir, task: CheckTask, rank: int, port: int, paths: list[Path])
 
 @pytest.fixture
 def report(run: RunDir) -> ClusterReport:
-    found = run.cluster_report("check-n002-1")
+    found = run.checks.report("check-n002-1")
     assert found is not None
     return found
 
@@ -82,7 +82,7 @@ def test_both_ranks_tell_what_they_see(run: RunDir, report: ClusterReport) -> No
         assert (node.node, node.ranks, node.host) == (number, 1, socket.gethostname())
         assert (node.torch, node.token, node.dataset, node.write_error) == (
             torch.__version__,
-            run.token(report.id),
+            run.checks.token(report.id),
             True,
             "",
         )
@@ -109,7 +109,7 @@ def test_transfers_grow_until_one_takes_long(report: ClusterReport) -> None:
 
 
 def test_each_rank_has_signed_in(run: RunDir) -> None:
-    assert run.signed_in("check-n002-1") == dict.fromkeys(range(2), socket.gethostname())
+    assert run.checks.signed_in("check-n002-1") == dict.fromkeys(range(2), socket.gethostname())
 
 
 def test_the_first_transfer_that_takes_long_is_the_last(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -61,7 +61,7 @@ def broken_off(run: RunDir, ranks: Ranks, sections: dict[str, Any], *, after: in
 
 
 def final(run: RunDir, task: TrainTask) -> dict[str, torch.Tensor]:
-    state: dict[str, torch.Tensor] = torch.load(run.train_dir(task.signature) / "last", weights_only=True)["model"]
+    state: dict[str, torch.Tensor] = torch.load(run.training(task.signature).path / "last", weights_only=True)["model"]
     return state
 
 
@@ -82,7 +82,7 @@ def test_a_relaunch_at_another_batch_goes_on(alone: Ranks, run: RunDir, name: st
     run_one(run, alone, smaller)
     starts = [(row["samples"], row["batch"]) for row in rows(run, task, "start")]
     assert starts == [(0, 16), (96, 8)]
-    result = run.train_result(task.signature)
+    result = run.training(task.signature).result()
     assert result is not None
     assert (result.epochs, result.batch, result.samples) == (7, 8, 7 * 96)
 

@@ -34,7 +34,7 @@ def save(run: RunDir, subject: Trainer, samples: int, *, is_best: bool = False) 
 
 
 def names(run: RunDir) -> list[int]:
-    return [int(path.stem) for path in run.checkpoints(NAME)]
+    return [int(path.stem) for path in run.training(NAME).checkpoints()]
 
 
 def test_a_checkpoint_holds_all_that_goes_on(alone: Ranks, run: RunDir) -> None:
@@ -44,7 +44,7 @@ def test_a_checkpoint_holds_all_that_goes_on(alone: Ranks, run: RunDir) -> None:
     assert checkpoint.restore(new, torch.load(path, weights_only=True)) == {"top1": 3.5, "epoch": 1.0}
     assert same(weights(new), weights(old))
     assert new.position == old.position == Position(epoch=1, done=32, samples=128, steps=8)
-    assert path == run.checkpoint_path(NAME, 128)
+    assert path == run.training(NAME).checkpoint_path(128)
     assert repr(new.optimizer.state_dict()) == repr(old.optimizer.state_dict())
 
 
@@ -79,7 +79,7 @@ def test_a_copy_that_the_user_made_stays(alone: Ranks, run: RunDir) -> None:
     checkpoint.go_back(run, NAME, 300)
     found = checkpoint.load_newest(run, NAME)
     assert found is not None
-    assert found[0] == run.checkpoint_path(NAME, 300)
+    assert found[0] == run.training(NAME).checkpoint_path(300)
     assert names(run) == [300] and copy.read_bytes() == b"of the user's"
 
 
@@ -87,7 +87,7 @@ def test_links_are_relative_and_lead_to_a_checkpoint(alone: Ranks, run: RunDir, 
     subject = trainer(spec(), alone)
     save(run, subject, 100, is_best=True)
     save(run, subject, 200)
-    folder = run.train_dir(NAME)
+    folder = run.training(NAME).path
     assert os.readlink(folder / "best") == "checkpoints/000000000100.pt"
     assert os.readlink(folder / "last") == "checkpoints/000000000200.pt"
     moved = run.path.rename(tmp_path / "moved")
@@ -96,7 +96,7 @@ def test_links_are_relative_and_lead_to_a_checkpoint(alone: Ranks, run: RunDir, 
 
 def test_no_draft_is_left(alone: Ranks, run: RunDir) -> None:
     save(run, trainer(spec(), alone), 100, is_best=True)
-    found = {path.name for path in run.train_dir(NAME).rglob("*")}
+    found = {path.name for path in run.training(NAME).path.rglob("*")}
     assert found == {"checkpoints", "000000000100.pt", "last", "best"}
 
 

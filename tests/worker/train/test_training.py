@@ -42,7 +42,7 @@ def interrupt(run: RunDir, ranks: Ranks, *, after: int, batch: int = 16, **chang
 
 
 def final_weights(run: RunDir, task: TrainTask) -> dict[str, torch.Tensor]:
-    state: dict[str, torch.Tensor] = torch.load(run.train_dir(task.signature) / "last", weights_only=True)["model"]
+    state: dict[str, torch.Tensor] = torch.load(run.training(task.signature).path / "last", weights_only=True)["model"]
     return state
 
 
@@ -63,7 +63,7 @@ def files(run: RunDir) -> dict[Path, int]:
 def test_a_run_leaves_rows_checkpoints_and_a_result(alone: Ranks, run: RunDir) -> None:
     task = train_task(spec(train={"epochs": 4}))
     train(run, alone, task)
-    result = run.train_result(task.signature)
+    result = run.training(task.signature).result()
     assert result is not None
     assert (result.samples, result.steps, result.epochs, result.batch) == (384, 24, 4, 16)
     assert result.step_time > 0
@@ -75,9 +75,9 @@ def test_a_run_leaves_rows_checkpoints_and_a_result(alone: Ranks, run: RunDir) -
     assert epochs[result.best_epoch - 1]["top1"] == max(row["top1"] for row in epochs) == result.best_top1
     assert epochs[-1]["eval_loss"] == result.metrics["eval_loss"]
     best = 96 * result.best_epoch
-    assert {int(path.stem) for path in run.checkpoints(task.signature)} == {384, 288, best}
-    assert (run.train_dir(task.signature) / "best").readlink() == Path(f"checkpoints/{best:012d}.pt")
-    assert (run.train_dir(task.signature) / "last").readlink() == Path("checkpoints/000000000384.pt")
+    assert {int(path.stem) for path in run.training(task.signature).checkpoints()} == {384, 288, best}
+    assert (run.training(task.signature).path / "best").readlink() == Path(f"checkpoints/{best:012d}.pt")
+    assert (run.training(task.signature).path / "last").readlink() == Path("checkpoints/000000000384.pt")
 
 
 def test_a_finished_run_does_nothing(alone: Ranks, run: RunDir) -> None:
@@ -102,7 +102,7 @@ def test_a_training_that_diverges_ends_at_once_and_leaves_readable_files(alone: 
     with pytest.raises(Diverged, match=r"the loss is not finite at epoch 0.\d+, step [1-6], \d+ samples") as caught:
         train(run, alone, task)
     assert "optimizer.lr" in caught.value.hint
-    assert run.train_result(task.signature) is None and not run.checkpoints(task.signature)
+    assert run.training(task.signature).result() is None and not run.training(task.signature).checkpoints()
     assert list(rows(run, task, "step"))[-1]["loss"] is None and not list(rows(run, task, "epoch"))
 
 
@@ -113,7 +113,7 @@ def test_the_newest_checkpoint_is_from_before_the_loss_was_no_number(alone: Rank
     datasets.train.samples.images[permutation(100, seed=3, epoch=0)[50]] = math.nan  # type: ignore[attr-defined]
     with pytest.raises(Diverged, match=r"the loss is not finite at epoch 0\.64, step 4, 64 samples"):
         run_training(task, run, alone, datasets)
-    assert run.newest_samples(task.signature) == 48
+    assert run.training(task.signature).newest_samples() == 48
     assert all(value.isfinite().all() for value in final_weights(run, task).values())
 
 
@@ -122,7 +122,7 @@ def test_an_evaluation_that_is_not_finite_is_said_once_and_the_training_goes_on(
     datasets = build_datasets(task.spec)
     datasets.eval.samples.images[0] = math.nan  # type: ignore[attr-defined]
     run_training(task, run, alone, datasets)
-    result = run.train_result(task.signature)
+    result = run.training(task.signature).result()
     assert result is not None
     assert "eval_loss" not in result.metrics and result.epochs == 2
     (said,) = [row["message"] for row in rows(run, task, "warning")]
@@ -134,7 +134,7 @@ def test_a_regression_keeps_the_epoch_of_the_least_loss(alone: Ranks, run: RunDi
     job = spec(**regression, model={"args": {"num_classes": 1}}, optimizer={"lr": 0.02}, train={"epochs": 4})
     task = train_task(job)
     train(run, alone, task)
-    result = run.train_result(task.signature)
+    result = run.training(task.signature).result()
     assert result is not None
     losses = [row["eval_loss"] for row in rows(run, task, "epoch")]
     assert result.best_epoch == 1 + losses.index(min(losses))
@@ -166,8 +166,8 @@ def test_tensorboard_files_are_written_when_asked(alone: Ranks, run: RunDir) -> 
     plain, asked = train_task(spec()), train_task(spec(train={"tensorboard": True}), signature="asked")
     train(run, alone, plain)
     train(run, alone, asked)
-    assert not (run.train_dir(plain.signature) / "tensorboard").exists()
-    assert list((run.train_dir("asked") / "tensorboard").glob("events.out.tfevents.*"))
+    assert not (run.training(plain.signature).path / "tensorboard").exists()
+    assert list((run.training("asked").path / "tensorboard").glob("events.out.tfevents.*"))
 
 
 # --- the prediction
@@ -218,7 +218,7 @@ def test_a_resumed_run_ends_at_the_same_weights(
 
 def test_a_run_saved_in_mid_epoch_resumes_there(alone: Ranks, run: RunDir, tmp_path: Path) -> None:
     task = interrupt(run, alone, after=170, train=EVERY_STEP)
-    assert [int(path.stem) for path in run.checkpoints(task.signature)][:2] == [160, 144]
+    assert [int(path.stem) for path in run.training(task.signature).checkpoints()][:2] == [160, 144]
     train(run, alone, task)
     assert [row["samples"] for row in rows(run, task, "start")] == [0, 160]
     assert same(final_weights(run, task), whole(tmp_path, alone, task.spec))
@@ -226,16 +226,16 @@ def test_a_run_saved_in_mid_epoch_resumes_there(alone: Ranks, run: RunDir, tmp_p
 
 def test_without_a_set_interval_a_short_run_saves_at_epochs_alone(alone: Ranks, run: RunDir) -> None:
     task = interrupt(run, alone, after=170)
-    assert [int(path.stem) for path in run.checkpoints(task.signature)] == [96]
+    assert [int(path.stem) for path in run.training(task.signature).checkpoints()] == [96]
 
 
 def test_rows_beyond_the_checkpoint_are_cut(alone: Ranks, run: RunDir) -> None:
     task = interrupt(run, alone, after=230, train={"epochs": 3})
-    with open(run.metrics_path(task.signature), "a") as file:
+    with open(run.training(task.signature).metrics_path, "a") as file:
         file.write(json.dumps({"kind": "step", "samples": 224, "loss": -1.0}) + "\n" + '{"kind": "torn')
-    run.checkpoints(task.signature)[0].unlink()
+    run.training(task.signature).checkpoints()[0].unlink()
     train(run, alone, task)
-    found = run.metrics(task.signature)
+    found = run.training(task.signature).metrics()
     assert [row["samples"] for row in found] == sorted(row["samples"] for row in found)
     assert [row["epoch"] for row in found if row["kind"] == "epoch"] == [1, 2, 3]
     assert not any(row.get("loss") == -1.0 for row in found)
@@ -250,7 +250,7 @@ def test_a_run_broken_off_before_its_first_checkpoint_starts_anew(alone: Ranks, 
 
 def test_a_truncated_checkpoint_falls_back_to_the_one_before(alone: Ranks, run: RunDir, tmp_path: Path) -> None:
     task = interrupt(run, alone, after=170, train=EVERY_STEP)
-    newest = run.checkpoints(task.signature)[0]
+    newest = run.training(task.signature).checkpoints()[0]
     newest.write_bytes(newest.read_bytes()[:-100])
     train(run, alone, task)
     assert [row["samples"] for row in rows(run, task, "start")] == [0, 144]
@@ -260,11 +260,11 @@ def test_a_truncated_checkpoint_falls_back_to_the_one_before(alone: Ranks, run: 
 def test_a_run_broken_off_before_its_result_still_owes_it(alone: Ranks, run: RunDir) -> None:
     task = train_task(spec(train={"epochs": 4}))
     train(run, alone, task)
-    first = run.train_result(task.signature)
+    first = run.training(task.signature).result()
     assert first is not None
-    (run.train_dir(task.signature) / "result.json").unlink()
+    (run.training(task.signature).path / "result.json").unlink()
     train(run, alone, task)
-    again = run.train_result(task.signature)
+    again = run.training(task.signature).result()
     assert again is not None
     assert again.model_dump(exclude={"finished_at"}) == first.model_dump(exclude={"finished_at"})
 
@@ -282,7 +282,7 @@ def test_a_relaunch_at_half_the_batch_trains_each_sample_of_the_epoch_once(alone
     assert [row["samples"] for row in epochs] == [128 + 96, 128 + 96 + 224]
     rates = [learning_rate(task.spec, epoch, 32) for epoch in (192 / 230, 1 + 192 / 230)]
     assert [row["lr"] for row in epochs] == pytest.approx(rates)
-    result = run.train_result(task.signature)
+    result = run.training(task.signature).result()
     assert result is not None
     assert (result.batch, result.steps) == (32, 2 + 3 + 7)
 

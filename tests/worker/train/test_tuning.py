@@ -53,13 +53,13 @@ def two_arms(alone: Ranks, tmp_path_factory: pytest.TempPathFactory) -> tuple[Ru
 
 
 def record(run: RunDir, task: TrainTask) -> Tuning:
-    found = run.tuning(task.signature)
+    found = run.training(task.signature).tuning()
     assert found is not None
     return found
 
 
 def final_weights(run: RunDir, task: TrainTask) -> dict[str, torch.Tensor]:
-    state: dict[str, torch.Tensor] = torch.load(run.train_dir(task.signature) / "last", weights_only=True)["model"]
+    state: dict[str, torch.Tensor] = torch.load(run.training(task.signature).path / "last", weights_only=True)["model"]
     return state
 
 
@@ -104,10 +104,10 @@ def test_branches_leave_a_record_and_rows_but_no_checkpoints(two_arms: tuple[Run
     ]
     assert all(row["samples"] == 96 and row["eta"] > 0 for row in branches)
     assert [row["samples"] for row in rows(run, task, "epoch")] == [96, 192, 288, 384]
-    result = run.train_result(task.signature)
+    result = run.training(task.signature).result()
     assert result is not None
     assert (result.samples, result.tuning) == (384, found)
-    assert run.progress(task.signature) == 384 + 80 + 3 * 80 + 2 * 160, "the branches' beginning too"
+    assert run.training(task.signature).progress() == 384 + 80 + 3 * 80 + 2 * 160, "the branches' beginning too"
 
 
 def test_a_finished_training_is_not_tuned_again(alone: Ranks, two_arms: tuple[RunDir, TrainTask, Tuning]) -> None:
@@ -305,7 +305,7 @@ def test_a_training_broken_off_after_the_choice_keeps_it(
     task = interrupt(run, alone, SCALED, after=96 + 3 * 80 + 96 + 40)
     first = record(run, task)
     assert first.chosen is not None and first.chosen.name == "scaled"
-    assert run.newest_samples(task.signature) == 192
+    assert run.training(task.signature).newest_samples() == 192
     train(run, alone, task)
     assert record(run, task) == first
     assert same(final_weights(run, task), by_hand(alone, first.chosen))
@@ -347,7 +347,7 @@ def test_an_arm_that_breaks_down_gives_way_to_the_next_and_in_the_end_to_the_lar
     assert [row["samples"] for row in rows(run, task, "epoch")] == [96, 192, 288, 384]
     (told,) = [row["message"] for row in rows(run, task, "warning") if "broke down" in row["message"]]
     assert told == "broke down after the choice: fast; goes on as lbt"
-    result = run.train_result(task.signature)
+    result = run.training(task.signature).result()
     assert result is not None and result.samples == 384
 
 
@@ -372,7 +372,7 @@ def test_the_checkpoint_where_arms_part_stays_while_the_choice_may_break_down(
     two_arms: tuple[RunDir, TrainTask, Tuning],
 ) -> None:
     run, task, found = two_arms
-    kept = [int(path.stem) for path in run.checkpoints(task.signature)]
+    kept = [int(path.stem) for path in run.training(task.signature).checkpoints()]
     assert found.start == 96 and 96 in kept and len(kept) <= checkpoint.KEEP + 2
 
 
@@ -394,9 +394,9 @@ def test_ranks_told_to_leave_in_a_branch_say_so_and_go_on_there(alone: Ranks, ru
     train(run, alone, task, LeavesInBranch(alone, after=22))
     assert run.stopped(task.id, 1) == "time_limit"
     assert len(record(run, task).branches) == 1
-    assert [int(path.stem) for path in run.checkpoints(task.signature)] == [96]
+    assert [int(path.stem) for path in run.training(task.signature).checkpoints()] == [96]
     train(run, alone, task)
-    assert run.train_result(task.signature) is not None
+    assert run.training(task.signature).result() is not None
     assert len(list(rows(run, task, "branch"))) == 2
 
 
@@ -408,7 +408,7 @@ def test_arms_may_part_where_less_than_a_batch_is_left_of_an_epoch(alone: Ranks,
     checkpoint.save(run, task.signature, trainer, best={}, is_best=False)
     train(run, alone, task)
     assert record(run, task).start == 90
-    result = run.train_result(task.signature)
+    result = run.training(task.signature).result()
     assert result is not None
     assert result.epochs == 4
 

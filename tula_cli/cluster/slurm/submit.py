@@ -186,7 +186,7 @@ def _submit_link(run: RunDir, task: Task, name: str, *, after: Sequence[str]) ->
     Raises:
         SchedulerError: sbatch refused it, or did not answer and nothing is in the queue.
     """
-    run.hold()
+    run.lock.hold()
     text = _text(run, task, name=name, dependency=f"afterany:{':'.join(after)}" if after else None)
     told = _sbatch(run.write_script(name, text))
     id_ = told.id or _accepted_unheard(run, name, told.words)

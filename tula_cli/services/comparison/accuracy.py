@@ -124,14 +124,14 @@ def report(run: RunDir, comparison: Comparison, spec: JobSpec, *, jobs: Iterable
 
 
 def _cell_report(run: RunDir, cell: Cell, job: JobStatus | None) -> CellReport:
-    summary = run.summary(cell.signature)
+    summary = run.training(cell.signature).summary()
     if summary is None:
-        if attempt := run.diverged(cell.signature):
+        if attempt := run.training(cell.signature).diverged():
             return CellReport(cell, "diverged", attempt.message)
         if job is None or job.state == "done":  # a summary that is gone is trained again
             return CellReport(cell, "missing")
         return CellReport(cell, job.state, job.reason)
-    result, tuning = run.train_result(cell.signature), run.tuning(cell.signature)
+    result, tuning = run.training(cell.signature).result(), run.training(cell.signature).tuning()
     loss = summary.metrics.get("eval_loss")
     return CellReport(
         cell=cell,
@@ -267,7 +267,7 @@ def curves(run: RunDir, comparison: Comparison) -> list[Curve]:
     found = []
     for cell in comparison.cells:
         rows: dict[str, list[Mapping[str, Any]]] = {"epoch": [], "hessian": []}
-        for row in run.metrics(cell.signature):
+        for row in run.training(cell.signature).metrics():
             if row["kind"] in rows:
                 rows[row["kind"]].append(row)
         if rows["epoch"]:

@@ -164,7 +164,7 @@ def _probes(tasks: Iterable[ProbeTask | TrainTask]) -> list[_Wanted]:
 def progress_of(run: RunDir, tasks: list[ProbeTask | TrainTask], results: Results) -> _Progress:
     newest = tasks[-1]
     if isinstance(newest, TrainTask):
-        return _Progress(total=1, done=int(run.summary(newest.signature) is not None), now=None)
+        return _Progress(total=1, done=int(run.training(newest.signature).summary() is not None), now=None)
     probes = _probes(tasks)
     there = {wanted.id: results[wanted.id] for wanted in probes if wanted.id in results}
     failed = {id_: result.message for id_, result in there.items() if isinstance(result, Failed)}

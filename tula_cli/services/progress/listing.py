@@ -39,7 +39,9 @@ def _summary(run: RunDir) -> RunSummary:
         spec, recommendation = run.spec(), run.recommendation()
         runs = [part.run for part in run.parts(spec)]  # of each node type
         results = [result for own in runs for result in own.results()]
-        finished = [result for own in runs for name in own.train_signatures() if (result := own.train_result(name))]
+        finished = [
+            result for own in runs for name in own.train_signatures() if (result := own.training(name).result())
+        ]
         moments = [result.measured_at for result in results if isinstance(result, Measured)]
         moments += [job.submitted_at for own in runs for job in own.jobs()]
         moments += [result.finished_at for result in finished]

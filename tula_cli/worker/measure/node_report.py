@@ -104,7 +104,7 @@ def look(task: CheckTask, run: RunDir, *, attempt: int) -> None:
                 _node_report(number, views[rank : rank + task.spec.cluster.gpus_per_node], clock)
                 for number, (rank, clock) in enumerate(zip(first_ranks, clocks, strict=True))
             ]
-            run.write_cluster_report(
+            run.checks.write_report(
                 ClusterReport(
                     id=task.id,
                     job=task.job,
@@ -120,7 +120,7 @@ def look(task: CheckTask, run: RunDir, *, attempt: int) -> None:
 
 def _sign_in(task: CheckTask, run: RunDir) -> str:
     try:
-        run.sign_in(task.id, int(os.environ["RANK"]), platform.node())
+        run.checks.sign_in(task.id, int(os.environ["RANK"]), platform.node())
     except TulaError as error:
         return error.message
     return ""
@@ -146,7 +146,7 @@ def _view(task: CheckTask, run: RunDir, me: Ranks, write_error: str) -> View:
         memory=node_memory(),
         interface=network.interface_of(address) or "",
         address=address,
-        token=run.token(task.id),
+        token=run.checks.token(task.id),
         write_error=write_error,
         dataset=dataset_there(task.spec),
         free_disk=shutil.disk_usage(run.path).free,

@@ -66,17 +66,17 @@ def save(
 
     `keep` is a checkpoint, by its samples, that stays.
     """
-    path = run.checkpoint_path(signature, trainer.position.samples)
+    path = run.training(signature).checkpoint_path(trainer.position.samples)
     write(path, state(trainer, best=best, owed=owed))
-    folder = run.train_dir(signature)
+    folder = run.training(signature).path
     _point(folder / "last", path)
     if is_best:
         _point(folder / "best", path)
     # A run that stands before a checkpoint of its own has found it damaged.
-    newest = [old for old in run.checkpoints(signature) if old <= path][:KEEP]
+    newest = [old for old in run.training(signature).checkpoints() if old <= path][:KEEP]
     kept = {*newest, _target(folder / "best"), _target(folder / "last")}
-    kept |= {run.checkpoint_path(signature, keep)} if keep is not None else set()
-    for old in run.checkpoints(signature):
+    kept |= {run.training(signature).checkpoint_path(keep)} if keep is not None else set()
+    for old in run.training(signature).checkpoints():
         if old not in kept:
             old.unlink(missing_ok=True)
     return path
@@ -84,17 +84,17 @@ def save(
 
 def go_back(run: RunDir, signature: str, samples: int) -> None:
     """Drop every checkpoint after that of so many samples, so that the training goes on from there. Rank 0 alone."""
-    folder = run.train_dir(signature)
+    folder = run.training(signature).path
     for link in (folder / "last", folder / "best"):
-        _point(link, run.checkpoint_path(signature, samples))
-    for path in run.checkpoints(signature):
-        if path > run.checkpoint_path(signature, samples):
+        _point(link, run.training(signature).checkpoint_path(samples))
+    for path in run.training(signature).checkpoints():
+        if path > run.training(signature).checkpoint_path(samples):
             path.unlink(missing_ok=True)
 
 
 def load_newest(run: RunDir, signature: str) -> tuple[Path, dict[str, Any]] | None:
     """Return the newest checkpoint that can be read; a damaged one is passed over. None where there is none."""
-    for path in run.checkpoints(signature):
+    for path in run.training(signature).checkpoints():
         if _is_whole(path):
             return path, torch.load(path, map_location="cpu", weights_only=True)
     return None
@@ -108,7 +108,9 @@ def load_for_all(run: RunDir, signature: str, ranks: Ranks) -> dict[str, Any] | 
         return None
     if found is not None:
         return found[1]
-    content: dict[str, Any] = torch.load(run.checkpoint_path(signature, samples), map_location="cpu", weights_only=True)
+    content: dict[str, Any] = torch.load(
+        run.training(signature).checkpoint_path(samples), map_location="cpu", weights_only=True
+    )
     return content
 
 

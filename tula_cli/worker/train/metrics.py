@@ -22,7 +22,7 @@ class Metrics:
     """
 
     def __init__(self, run: RunDir, task: TrainTask, *, first: bool, samples: int) -> None:
-        self.path = run.metrics_path(task.signature)
+        self.path = run.training(task.signature).metrics_path
         self.run, self.task, self.first, self.samples = run, task, first, samples
         self._board: Any = None
 
@@ -43,7 +43,7 @@ class Metrics:
 
     def _cut(self) -> None:
         if self.path.exists():
-            kept = [row for row in self.run.metrics(self.task.signature) if row["samples"] <= self.samples]
+            kept = [row for row in self.run.training(self.task.signature).metrics() if row["samples"] <= self.samples]
             write_atomic(self.path, "".join(json.dumps(row) + "\n" for row in kept))
 
     def add(self, kind: str, position: Position, epoch: float, **values: Any) -> None:

@@ -99,7 +99,7 @@ def run_training(
         Diverged: loss or weights are not finite; the newest checkpoint is from before.
     """
     leaving = leaving or Leaving(ranks)
-    if ranks.from_first(int(run.train_result(task.signature) is not None)):
+    if ranks.from_first(int(run.training(task.signature).result() is not None)):
         return
     here = Here(run, ranks, datasets, leaving, attempt)
     with contextlib.suppress(Left):
@@ -132,7 +132,7 @@ def _choose(task: TrainTask, here: Here) -> tuning.Choice:
     control = task.model_copy(update={"spec": halving.tuned(task.spec, Arm(name=halving.CONTROL))})
     ahead = halving.plan(task.spec, batch=task.batch, dataset_size=len(here.datasets.train)).steps
     _run(control, here, until=task.spec.auto.after, ahead=ahead)
-    with Metrics(run, task, first=ranks.first, samples=run.newest_samples(task.signature)) as metrics:
+    with Metrics(run, task, first=ranks.first, samples=run.training(task.signature).newest_samples()) as metrics:
         try:
             return tuning.tune(task, run, ranks, split, leaving=here.leaving, log=metrics.add)
         except Left as left:
@@ -202,7 +202,7 @@ def _resume(task: TrainTask, run: RunDir, trainer: Trainer) -> tuple[dict[str, f
         The best metrics so far, and whether the epoch that has ended there is still to be evaluated.
     """
     if trainer.ranks.first:
-        run.drop_drafts(task.signature)
+        run.training(task.signature).drop_drafts()
     found = checkpoint.load_for_all(run, task.signature, trainer.ranks)
     return (checkpoint.restore(trainer, found), bool(found.get("owed"))) if found is not None else ({}, False)
 
@@ -541,14 +541,14 @@ def _write_result(work: Run, result: Evaluation, step_time: float | None) -> Non
             best_epoch=int(work.best["epoch"]),
             step_time=step_time or 0.0,
             finished_at=time.time(),
-            tuning=work.run.tuning(work.task.signature),
+            tuning=work.run.training(work.task.signature).tuning(),
         )
     )
 
 
 def _finish(work: Run) -> None:
     """A run resumed after its last step, or whose last epoch had less than a batch left, still owes its result."""
-    written = work.first and work.run.train_result(work.task.signature) is not None
+    written = work.first and work.run.training(work.task.signature).result() is not None
     if work.trainer.ranks.from_first(int(written)):
         return
     _see_whether_it_diverges(work, weights=True)
@@ -564,6 +564,6 @@ def _finish(work: Run) -> None:
 
 def _logged_step_time(work: Run) -> float | None:
     """Return the step time of the last epoch that was logged."""
-    epochs = [row for row in work.run.metrics(work.task.signature) if row["kind"] == "epoch"]
+    epochs = [row for row in work.run.training(work.task.signature).metrics() if row["kind"] == "epoch"]
     step_time: float | None = epochs[-1]["step_time"] if epochs else None
     return step_time

@@ -116,7 +116,7 @@ def chosen(task: TrainTask, run: RunDir, ranks: Ranks) -> Choice | None:
 
     A choice made at a larger batch (before an out-of-memory) stays, with no more than linear scaling.
     """
-    found = run.tuning(task.signature) if ranks.first else None
+    found = run.training(task.signature).tuning() if ranks.first else None
     known = found is not None and found.chosen is not None
     if not ranks.from_first(int(known)):
         return None
@@ -150,7 +150,7 @@ def give_up(task: TrainTask, run: RunDir, ranks: Ranks, *, samples: int) -> None
         samples: where the training stood.
     """
     if ranks.first:
-        tuning = run.tuning(task.signature)
+        tuning = run.training(task.signature).tuning()
         assert tuning is not None and tuning.chosen is not None
         checkpoint.go_back(run, task.signature, tuning.start)
         broken = (*tuning.broken, tuning.chosen.name)
@@ -237,7 +237,7 @@ def _record(bench: Bench, run: RunDir, position: Position, arms: tuple[Arm, ...]
         arms=arms,
         beginning=task.spec.auto.after * whole if len(arms) > 1 else 0,
     )
-    found = run.tuning(bench.task.signature) if bench.ranks.first else None
+    found = run.training(bench.task.signature).tuning() if bench.ranks.first else None
     alike = found is not None and fresh == found.model_copy(update={"branches": (), "chosen": None})
     return found if found is not None and alike else fresh
 

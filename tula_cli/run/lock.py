@@ -1,0 +1,89 @@
+"""The right to submit jobs of a run: one command line has it at a time, on whatever machine it runs."""
+
+import contextlib
+import os
+import shutil
+import socket
+import time
+from pathlib import Path
+
+from tula_cli.errors import TulaError
+from tula_cli.run.files import cannot_write, write_atomic
+
+LOCK_AGE = 300.0
+"""Seconds after which a lock is taken for one that its owner left behind."""
+
+
+class Lock:
+    """A folder, because making one is atomic on NFS and Lustre, where file locks are not to be trusted.
+
+    Args:
+        path: the folder.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def take(self) -> str:
+        """Take the right; return "" or, where another command line has it, whose it is.
+
+        The lock of a process that has ended, or one that is older than any submission takes, is taken over.
+
+        Raises:
+            TulaError: the folder cannot be written.
+        """
+        try:
+            self.path.mkdir(parents=True)
+        except FileExistsError:
+            owner = _owner(self.path)
+            if self._is_stale(owner):
+                self._take_away(owner)
+            return owner or "another process"
+        except OSError as error:
+            raise cannot_write(self.path, error) from error
+        try:
+            write_atomic(self.path / "owner", f"{_me()}\n")
+        except TulaError:
+            shutil.rmtree(self.path, ignore_errors=True)
+            raise
+        return ""
+
+    def hold(self) -> None:
+        """Show that the lock is not left behind: sbatch of a busy controller takes a minute a job."""
+        if _owner(self.path) == _me():
+            with contextlib.suppress(OSError):
+                os.utime(self.path)
+
+    def release(self) -> None:
+        """Give the right back, if it has not been taken over."""
+        if _owner(self.path) == _me():
+            shutil.rmtree(self.path, ignore_errors=True)
+
+    def _take_away(self, owner: str) -> None:
+        aside = self.path.with_name(f".lock.{socket.gethostname()}.{os.getpid()}")
+        with contextlib.suppress(OSError):  # another process may have taken it over meanwhile
+            self.path.rename(aside)
+            if _owner(aside) == owner:
+                shutil.rmtree(aside)
+            else:
+                aside.rename(self.path)
+
+    def _is_stale(self, owner: str) -> bool:
+        host, _, pid = owner.partition(":")
+        if host == socket.gethostname() and pid.isdigit():
+            return not Path(f"/proc/{pid}").exists()
+        try:
+            return time.time() - self.path.stat().st_mtime > LOCK_AGE
+        except OSError:
+            return False  # given back just now
+
+
+def _me() -> str:
+    return f"{socket.gethostname()}:{os.getpid()}"
+
+
+def _owner(lock: Path) -> str:
+    try:
+        return (lock / "owner").read_text(encoding="utf-8").strip()
+    except OSError:
+        return ""

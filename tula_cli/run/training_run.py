@@ -1,0 +1,115 @@
+"""One training in a run directory, over all its relaunches: its tasks and attempts, checkpoints, metrics and results."""
+
+import contextlib
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from pydantic import TypeAdapter
+
+from tula_cli.run.files import listing, read_record
+from tula_cli.run.records.jobs import Attempt
+from tula_cli.run.records.results import Summary, TrainResult, Tuning
+from tula_cli.run.records.tasks import TASK, TrainTask
+
+_CHECKPOINT = re.compile(r"[0-9]{12,}\.pt")
+"""A file name of `checkpoint_path`."""
+_DRAFT = re.compile(r"\.[0-9]{12,}\.pt\..+\.[0-9]+")
+"""A file name of `write_atomic` while it writes one."""
+
+
+class TrainingRun:
+    """A training. Reading never fails on a file that is not there yet; it answers None or an empty list.
+
+    Args:
+        run: the run directory.
+        signature: of the training.
+    """
+
+    def __init__(self, run: Path, signature: str) -> None:
+        self.run = run
+        self.signature = signature
+
+    @property
+    def path(self) -> Path:
+        return self.run / "train" / self.signature
+
+    # --- what was started; nothing of other trainings is read
+
+    def newest_task(self) -> TrainTask | None:
+        """Return the task with the highest attempt."""
+        found = [read_record(path, TASK) for path in listing(self.run / "tasks", f"train-{self.signature}-*.json")]
+        return max((task for task in found if isinstance(task, TrainTask)), key=lambda task: task.attempt, default=None)
+
+    def attempts(self) -> list[Attempt]:
+        """Return the attempts over all relaunches, oldest first."""
+        paths = listing(self.run / "attempts", f"train-{self.signature}-*.json")
+        found = [attempt for path in paths if (attempt := read_record(path, TypeAdapter(Attempt)))]
+        return sorted(found, key=lambda attempt: (attempt.started_at, attempt.task, attempt.number))
+
+    def diverged(self) -> Attempt | None:
+        """Return the newest attempt if that is how it ended."""
+        newest = max(self.attempts(), key=lambda attempt: attempt.started_at, default=None)
+        return newest if newest is not None and newest.outcome == "diverged" else None
+
+    # --- how far it is
+
+    def result(self) -> TrainResult | None:
+        return read_record(self.path / "result.json", TypeAdapter(TrainResult))
+
+    def summary(self) -> Summary | None:
+        return read_record(self.path / "summary.json", TypeAdapter(Summary))
+
+    def tuning(self) -> Tuning | None:
+        """Return how far a training that tunes itself has come with it; None before it begins."""
+        return read_record(self.path / "tuning.json", TypeAdapter(Tuning))
+
+    def newest_samples(self) -> int:
+        """Return the samples of the newest checkpoint, 0 where there is none."""
+        return next((int(path.stem) for path in self.checkpoints()), 0)
+
+    def tuned_samples(self) -> int:
+        """Return the samples of finished branches, which no restart trains again."""
+        tuning = self.tuning()
+        return tuning.samples if tuning is not None else 0
+
+    def progress(self) -> int:
+        """Return the samples that have been trained for good: up to the newest checkpoint, and in branches."""
+        return self.newest_samples() + self.tuned_samples()
+
+    # --- checkpoints and metrics
+
+    def checkpoint_path(self, samples: int) -> Path:
+        return self.path / "checkpoints" / f"{samples:012d}.pt"
+
+    def checkpoints(self) -> list[Path]:
+        """Return the checkpoints, newest (most samples) first; what else lies there is the user's."""
+        found = (self.path / "checkpoints").glob("*.pt")
+        return sorted((path for path in found if _CHECKPOINT.fullmatch(path.name)), reverse=True)
+
+    def drop_drafts(self) -> None:
+        """Remove checkpoints that a killed rank 0 was writing."""
+        for draft in (self.path / "checkpoints").glob(".*.pt.*"):
+            if _DRAFT.fullmatch(draft.name):
+                draft.unlink(missing_ok=True)
+
+    @property
+    def metrics_path(self) -> Path:
+        return self.path / "metrics.jsonl"
+
+    def metrics(self) -> list[dict[str, Any]]:
+        """Return the rows of metrics.jsonl; a last line that is still being written is left out."""
+        return list(_rows(self.metrics_path))
+
+
+def _rows(path: Path) -> Iterator[dict[str, Any]]:
+    if not path.exists():
+        return
+    with open(path, encoding="utf-8") as file:
+        for line in file:
+            # A lost node may leave a line of which some blocks were never written.
+            with contextlib.suppress(json.JSONDecodeError):
+                if line.endswith("\n"):
+                    yield json.loads(line)

@@ -18,9 +18,15 @@ $(VENV)/.installed: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --upgrade pip
 	$(BIN)/pip install --quiet --editable '.[dev]'
+	touch $@ $(VENV)/.trainable
+
+$(VENV)/.trainable: pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --upgrade pip
+	$(BIN)/pip install --quiet --editable '.[torch]'
 	touch $@
 
-quickstart: install ## profile, recommend and train a small job on this machine (a few minutes)
+quickstart: $(VENV)/.trainable ## profile, recommend and train a small job on this machine (a few minutes)
 	$(BIN)/tula check configs/quickstart.yaml
 	$(BIN)/tula profile configs/quickstart.yaml --yes
 	$(BIN)/tula recommend --objective knee

@@ -7,19 +7,20 @@ import math
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from tula_cli.errors import BadMeasurements, Infeasible
-from tula_cli.models.choice import adaptive
 from tula_cli.models.choice.grid import Config, candidates
-from tula_cli.models.choice.objective import INTERVAL
-from tula_cli.models.forecast import Forecast
-from tula_cli.models.memory import memory
 from tula_cli.run.records.inspections import Inspection
 from tula_cli.run.records.jobs import Attempt
 from tula_cli.run.records.probes import Failed, Measured, OutOfMemory
 from tula_cli.run.records.recommendations import Prediction
 from tula_cli.spec.job import JobSpec
 from tula_cli.words import place
+
+if TYPE_CHECKING:
+    from tula_cli.models.choice.adaptive import Candidate
+    from tula_cli.models.forecast import Forecast
 
 ByNodes = Mapping[int, Sequence[int]]
 """Number of nodes (ascending) to local batches (ascending); no entry is empty."""
@@ -76,6 +77,9 @@ def next_round(
         Infeasible: no configuration is feasible.
         BadMeasurements: the results cannot be fitted together.
     """
+    from tula_cli.models.choice import adaptive
+    from tula_cli.models.forecast import Forecast  # numpy and more: of no use to the other strategies
+
     found = feasible(spec, dataset_size=inspection.dataset_size, max_local_batch=largest_local_batch(spec, inspection))
     known = {(r.nodes, r.local_batch) for r in results if isinstance(r, Measured | OutOfMemory)}
     smallest_oom = min((r.local_batch for r in results if isinstance(r, OutOfMemory)), default=None)
@@ -98,10 +102,13 @@ def next_round(
     return Round(grouped(picked), tuple(pick.words for pick in proposal.picks), proposal.words)
 
 
-def _candidate(forecast: Forecast, row: Prediction) -> adaptive.Candidate:
+def _candidate(forecast: "Forecast", row: Prediction) -> "Candidate":
+    from tula_cli.models.choice.adaptive import Candidate
+    from tula_cli.models.choice.objective import INTERVAL
+
     search = forecast.spec.search
     start = statistics.median(probe.overheads.startup for probe in forecast.probes.values())
-    return adaptive.Candidate(
+    return Candidate(
         nodes=row.nodes,
         gpus_per_node=forecast.spec.cluster.gpus_per_node,
         local_batch=row.local_batch,
@@ -131,6 +138,8 @@ def largest_local_batch(spec: JobSpec, inspection: Inspection) -> int | None:
     """
     if inspection.capacity is None or not inspection.footprints:
         return None
+    from tula_cli.models.memory import memory
+
     model = memory.fit(inspection.footprints, accumulate=spec.train.accumulate)
     return model.largest_local_batch(inspection.capacity, margin=spec.search.memory_margin)
 
@@ -205,7 +214,9 @@ def _sweep(by_nodes: ByNodes) -> dict[int, set[int]]:
 
 def _start(by_nodes: ByNodes) -> dict[int, set[int]]:
     """The first round of `next_round`."""
-    return {nodes: set(local_batches) for nodes, local_batches in grouped(adaptive.first(by_nodes.items())).items()}
+    from tula_cli.models.choice.adaptive import first
+
+    return {nodes: set(local_batches) for nodes, local_batches in grouped(first(by_nodes.items())).items()}
 
 
 STRATEGIES: Mapping[str, Callable[[ByNodes], dict[int, set[int]]]] = {

@@ -100,7 +100,7 @@ class Train(Section):
     lr_scaling: Literal["auto", "none", "linear", "sqrt"] = "auto"  # in batch / reference_batch; auto: the method's
     ghost_batch: Annotated[int, Field(ge=2)] | None = None  # samples over which BatchNorm takes its statistics
     max_attempts: Positive = 8  # starts, or allocations, in a row that save nothing new
-    tensorboard: bool = False  # metrics for TensorBoard too; needs the extra tensorboard
+    tensorboard: bool = False  # metrics for TensorBoard too; needs the extra trackers
     diagnostics: bool = False  # gradient norms also where the method does not take them by itself
     hessian: bool | Hessian = False  # the largest eigenvalue at epoch ends
 

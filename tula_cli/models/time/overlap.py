@@ -18,7 +18,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
-from statsmodels.regression.linear_model import OLS
 
 from tula_cli.models.time.priors import (
     EXPOSED,
@@ -141,6 +140,8 @@ def fit(
         collective: a key of SHAPES.
         priors: what is believed before.
     """
+    from statsmodels.regression.linear_model import OLS  # with pandas more than a second, and of use to a fit alone
+
     frame = _Frame.of(points, np.where(np.isfinite(compute), compute, step), SHAPES[collective], priors)
     at = frame.at(points)
     data = _Data(np.log(step), np.log(compute), np.nan_to_num(spread), priors)

@@ -75,7 +75,7 @@ def _table(surveys: Sequence[Survey], recommendation: Recommendation) -> str:
         for config, result in _configs(survey, by_config).items():
             within = by_config.get((survey.part.type, config), [])
             rows.append(_row(survey, config, known.get(config), result, recommendation, within))
-    return pd.DataFrame(rows).to_csv(index=False)
+    return pd.DataFrame(rows, dtype=object).to_csv(index=False)  # as objects bytes stay integers where one is missing
 
 
 def _configs(

@@ -1,0 +1,63 @@
+"""What a look costs: CPU seconds (user and system) of the commands that are typed most.
+
+    python benchmarks/startup/commands.py [--folder .] [--repeat 5] [--json]
+
+The folder is one in which `tula profile` has measured something; `make quickstart` leaves this one so. Beside the commands
+stand python itself and the imports of numpy, pandas, statsmodels and kneed, which a recommendation cannot do without.
+The least of some repetitions counts: files are in the cache then, and CPU time too grows on a busy machine.
+"""
+
+import argparse
+import json
+import os
+import resource
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+PYTHON = [sys.executable, "-c"]
+TULA = [sys.executable, "-m", "tula_cli"]
+COMMANDS = {
+    "python": [*PYTHON, ""],
+    "imports of a recommendation": [
+        *PYTHON, "import numpy, pandas, kneed; from statsmodels.regression.linear_model import OLS"
+    ],
+    "tula --help": [*TULA, "--help"],
+    "tula status": [*TULA, "status"],
+    "tula recommend": [*TULA, "recommend", "--objective", "knee"],
+}  # fmt: skip
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def cpu_seconds(command: Sequence[str], *, folder: Path, repeat: int) -> float:
+    """Return the least CPU time of some runs of a command, in seconds."""
+    return min(_once(command, folder) for _ in range(repeat))
+
+
+def _once(command: Sequence[str], folder: Path) -> float:
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    environ = {**os.environ, "PYTHONPATH": str(ROOT)}
+    subprocess.run(command, cwd=folder, env=environ, check=True, capture_output=True)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--folder", type=Path, default=Path.cwd())
+    parser.add_argument("--repeat", type=int, default=5)
+    parser.add_argument("--json", action="store_true")
+    options = parser.parse_args()
+    found = {
+        name: cpu_seconds(command, folder=options.folder, repeat=options.repeat) for name, command in COMMANDS.items()
+    }
+    if options.json:
+        print(json.dumps(found))
+        return
+    for name, seconds in found.items():
+        print(f"{name:30}{seconds:8.3f} s")
+
+
+if __name__ == "__main__":
+    main()

@@ -16,10 +16,6 @@ ROWS_OF_TABLES = {"tula_cli/worker/methods"}
 SAME_COMMAND = {"cli", "show", "services"}
 """A command has a file of its name in each of these rooms."""
 YET_TOO_LONG = {
-    "tula_cli/cli/compare.py:compare",
-    "tula_cli/cli/profile.py:profile",
-    "tula_cli/cli/recommend.py:recommend",
-    "tula_cli/cli/train.py:train",
     "tula_cli/worker/measure/probe.py:measure",
     "tula_cli/worker/train/training.py",
 }

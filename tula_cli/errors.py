@@ -100,3 +100,17 @@ class Pending(TulaError):
 
     exit_code = 75
     code = "pending"
+
+
+class Interruption(KeyboardInterrupt):
+    """Ctrl-C while a service worked. No TulaError: whoever goes on after an error still ends on Ctrl-C.
+
+    Args:
+        message: what became of the jobs.
+        hint: what to do about them, or nothing.
+    """
+
+    def __init__(self, message: str, hint: str = "") -> None:
+        super().__init__(f"{message} ({hint})" if hint else message)
+        self.message = message
+        self.hint = hint

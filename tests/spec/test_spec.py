@@ -673,7 +673,7 @@ def test_a_type_is_the_job_with_what_is_special_about_it():
     assert (a.cluster.gpus_per_node, a.pricing.price, a.search.nodes) == (8, 3.0, job.search.nodes)
     assert (b.cluster.gpus_per_node, b.pricing.currency, b.search.nodes) == (2, "USD", [4])
     assert a.search.max_node_hours == job.search.max_node_hours and not a.node_types
-    assert job.by_type("b") == {"b": b} and a.by_type() == {"": a}
+    assert job.by_type("b") == {"b": b} and a.by_type() == {None: a}
 
 
 def test_types_survive_a_round_trip(write):

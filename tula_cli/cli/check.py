@@ -8,12 +8,13 @@ import typer
 
 from tula_cli import words
 from tula_cli.cli.options import RUNS, Interrupted, NodeType, Overrides, Root, Spec, Timeout
-from tula_cli.cli.runs import adopt, by_type, load, open_run
-from tula_cli.cli.waiting import refuse, require_within_cap, warn_all
-from tula_cli.errors import Infeasible, JobFailed, OverBudget, SpecError
+from tula_cli.cli.runs import load, open_run
+from tula_cli.cli.waiting import refuse, warn_all
+from tula_cli.errors import JobFailed, SpecError
 from tula_cli.show import check as show_check
 from tula_cli.show import estimate as show_estimate
 from tula_cli.show import screen as show_screen
+from tula_cli.show import tables
 from tula_cli.show.screen import Screen
 
 if TYPE_CHECKING:
@@ -72,20 +73,12 @@ def check(
     origins = _origins(job, spec, overrides) if show_origin else {}
     if not offline:
         screen.note("building the model and the dataset")
-    reports = {name: services_check.check(own, online=not offline) for name, own in spec.by_type(node_type).items()}
-    for report in reports.values():
+    checked = services_check.check_all(spec, node_type=node_type, online=not offline)
+    for report in checked.reports.values():
         warn_all(screen, report.warnings)
-    if list(reports) == [""]:
-        screen.answer({"report": reports[""], "origins": origins}, show_check.check(reports[""], origins))
-    else:
-        by_type(screen, reports, lambda report: show_check.check(report, {}), origins=origins)
-    problems = {name: report.problems for name, report in reports.items() if report.problems}
-    if len(problems) == len(reports):
-        kind = OverBudget if any(report.jobs for report in reports.values()) else Infeasible
-        told = dict.fromkeys(problem for found in problems.values() for problem in found)
-        raise kind(f"{job} cannot run as it is: {'; '.join(told)}")
-    warn_all(screen, [f"node type {name} is left out: {'; '.join(found)}" for name, found in problems.items()])
-    require_within_cap([report.node_hours_at_most for report in reports.values()], spec.search.max_node_hours)
+    screen.answer(*show_check.check_all(checked.reports, origins))
+    warn_all(screen, checked.left_out)
+    checked.require_sound(str(job))
     return None
 
 
@@ -100,6 +93,7 @@ def _check_on_cluster(
     timeout: float | None,
 ) -> None:
     from tula_cli.cluster import launcher as cluster_launcher
+    from tula_cli.run.jobfile import adopt, origin
     from tula_cli.services import nodes as services_nodes
 
     whole, all_types = open_run(screen, job, None, root, overrides)
@@ -110,7 +104,7 @@ def _check_on_cluster(
         f"looks at one type of node: add --type {' or --type '.join(all_types.node_types)}",
     )
     run, spec = parts[0].run, parts[0].spec
-    adopt(whole, all_types, parts, job, overrides)
+    adopt(whole, all_types, parts, origin(whole, job, overrides or ()))
     launcher = cluster_launcher.launcher_for(spec)
     count = services_nodes.cluster_nodes(spec, nodes)
     task = services_nodes.start_on_cluster(run, spec, launcher, nodes=count)
@@ -173,7 +167,7 @@ def estimate(
         part.type: service.estimate(part.spec, capacity=size, results=part.run.results())
         for part in run.parts(spec, node_type)
     }
-    by_type(screen, reports, show_estimate.estimate)
+    screen.answer(tables.data_by_type(reports), tables.by_type(reports, show_estimate.estimate))
 
 
 def _size(text: str | None) -> int | None:

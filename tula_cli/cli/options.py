@@ -4,15 +4,14 @@ import functools
 import inspect
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any, TypeVar, cast
+from typing import Annotated, Any, Literal, cast
 
 import typer
 
-from tula_cli.errors import TulaError
+from tula_cli.errors import Interruption, TulaError
 from tula_cli.show.screen import Screen
 
 RUNS = Path("tula-runs")
-T = TypeVar("T")
 USAGE_ERROR = cast(type[Exception], typer.BadParameter.__mro__[2])
 """The base of click's errors about arguments; typer brings its own copy of click and does not name it."""
 
@@ -48,6 +47,35 @@ Timeout = Annotated[
 NodeType = Annotated[
     str | None, typer.Option("--type", metavar="NAME", help="Only this type of node, of those in node_types.")
 ]
+Objective = Annotated[
+    Literal["time", "cost", "knee", "accuracy-time"],
+    typer.Option(help="What to choose by; accuracy-time: the least time to the same progress."),
+]
+Curve = Annotated[Literal["time", "cost"], typer.Option(help="The curve whose knee is looked for.")]
+OnlyNodes = Annotated[int | None, typer.Option(min=1, help="Consider this number of nodes only.")]
+MaxNodes = Annotated[int | None, typer.Option(min=1, help="At most so many nodes.")]
+MaxBatch = Annotated[int | None, typer.Option(min=1, help="A global batch of at most this.")]
+Deadline = Annotated[float | None, typer.Option(min=0, metavar="HOURS", help="Train within.")]
+Budget = Annotated[float | None, typer.Option(min=0, metavar="PRICE", help="Spend at most.")]
+Pareto = Annotated[bool, typer.Option("--pareto", help="Show only what nothing else beats in both time and cost.")]
+Save = Annotated[bool, typer.Option("--save", help="Make this answer the one that tula train takes.")]
+TrainNodes = Annotated[int | None, typer.Option(min=1, help="Nodes; else the recommended ones.")]
+TrainBatch = Annotated[int | None, typer.Option(min=1, help="Global batch; else the recommended one.")]
+Methods = Annotated[
+    str | None,
+    typer.Option(metavar="A,B", help="Values of train.method, or lbt-x2, lbt-x4, sqrt, robust; lbt,lrs,lars,polo,ags."),
+]
+Batches = Annotated[str | None, typer.Option(metavar="N,M", help="Global batches; else the recommended one.")]
+Seeds = Annotated[int | None, typer.Option(min=1, help="How many seeds, from train.seed on (default: 3).")]
+CompareNodes = Annotated[
+    int | None, typer.Option(min=1, help="Nodes; else the recommended ones, else the fewest of search.nodes.")
+]
+Controls = Annotated[
+    bool | None,
+    typer.Option("--controls/--no-controls", help="lbt at twice and four times the learning rate (default: yes)."),
+]
+OnlyShow = Annotated[bool, typer.Option("--show", help="Show what there is; start nothing.")]
+Html = Annotated[Path | None, typer.Option(metavar="FILE", help="Write a page with the table and its plots.")]
 CancelOnInterrupt = Annotated[bool, typer.Option("--cancel-on-interrupt", help="Ctrl-C ends the jobs as well.")]
 
 COMMON: dict[str, Any] = {
@@ -76,6 +104,8 @@ def register(app: typer.Typer, function: Callable[..., None], *, example: str) -
         screen.color = False if shared["no_color"] else None
         try:
             function(screen, **arguments)
+        except Interruption as interruption:
+            raise Interrupted(interruption.message, interruption.hint) from None
         except KeyboardInterrupt:
             raise Interrupted("interrupted") from None
         screen.finish()

@@ -2,20 +2,19 @@
 
 import os
 import shlex
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from tula_cli import words
-from tula_cli.cli.options import T
 from tula_cli.errors import SpecError
-from tula_cli.show import check, tables
+from tula_cli.show import check
 from tula_cli.show.screen import Screen
 
 if TYPE_CHECKING:
-    from rich.console import RenderableType
-
     from tula_cli.run.directory import Part, RunDir
+    from tula_cli.run.jobfile import Edited
+    from tula_cli.services.events import Planned
     from tula_cli.spec.job import JobSpec
 
 
@@ -91,71 +90,45 @@ def open_run(
     return run, spec
 
 
-def by_type(
-    screen: Screen, found: Mapping[str, T], parts: Callable[[T], Iterator["RenderableType"]], **whole: Any
-) -> None:
-    """Give the answer of a job without node types, or those of all its types, and what holds for the `whole` job."""
-    if list(found) == [""]:
-        return screen.answer(found[""], parts(found[""]))
-    return screen.answer({"types": dict(found), **whole}, headed(found, lambda _, one: parts(one)))
+def unedited(
+    screen: Screen,
+    run: "RunDir",
+    spec: "JobSpec",
+    named: Path | None,
+    overrides: Sequence[str] | None,
+    *,
+    then: "Callable[[Planned], bool]",
+) -> "Callable[[Planned], bool]":
+    """Return who is asked before a training starts: `then`, but settings that their job.yaml no longer has are refused.
 
-
-def headed(found: Mapping[str, T], parts: Callable[[str, T], Iterator["RenderableType"]]) -> Iterator["RenderableType"]:
-    for index, (name, one) in enumerate(found.items()):
-        yield from tables.heading(name, first=index == 0)
-        yield from parts(name, one)
-
-
-def adopt(
-    run: "RunDir", spec: "JobSpec", parts: Sequence["Part"], job: Path | None, overrides: Sequence[str] | None
-) -> None:
-    """Make a run the newest, with this spec (of `job`, else its own, with `overrides`), and so its parts."""
-    from tula_cli.run.jobfile import origin
-
-    for part in parts:
-        if part.type:
-            part.run.adopt(part.spec)
-    run.adopt(spec, origin(run, job, overrides or ()))
-
-
-def require_unedited(
-    screen: Screen, run: "RunDir", spec: "JobSpec", named: Path | None, overrides: Sequence[str] | None
-) -> None:
-    """Refuse to start a training from settings that their job.yaml no longer has, where neither it nor --run is `named`.
-
-    Raises:
-        SpecError: the file has other values that a training depends on, or cannot be used.
+    They are where neither it nor --run is `named`, and it has other values that a training depends on, or cannot be used:
+    a SpecError.
     """
     from tula_cli.run.jobfile import edited
 
-    if named is None and (found := edited(run, spec, overrides or ())) is not None and found.trains:
-        name, run_path = words.near(Path(found.file.path)), shlex.quote(words.near(run.path))
-        what = "cannot be used" if found.problem else f"says otherwise ({', '.join(found.changes)})"
-        raise SpecError(
-            f"{name} {what}, and nothing tells which settings to train with; nothing was started",
-            f"the file's: {check.with_file(found, screen.command)}; those of the run: tula {screen.command} --run {run_path}",
-        )
+    def confirm(planned: "Planned") -> bool:
+        if named is None and (found := edited(run, spec, overrides or ())) is not None and found.trains:
+            raise _edited(screen, run, found)
+        return then(planned)
+
+    return confirm
+
+
+def _edited(screen: Screen, run: "RunDir", found: "Edited") -> SpecError:
+    name, run_path = words.near(Path(found.file.path)), shlex.quote(words.near(run.path))
+    what = "cannot be used" if found.problem else f"says otherwise ({', '.join(found.changes)})"
+    return SpecError(
+        f"{name} {what}, and nothing tells which settings to train with; nothing was started",
+        f"the file's: {check.with_file(found, screen.command)}; those of the run: tula {screen.command} --run {run_path}",
+    )
 
 
 def started(run: "RunDir", spec: "JobSpec", node_type: str | None = None) -> Sequence["Part"]:
     """Return the parts of a run (the one named) that there is something of."""
-    parts = run.parts(spec, node_type)
-    return [part for part in parts if not part.type or part.run.exists]
+    return [part for part in run.parts(spec, node_type) if part.exists]
 
 
-def part_of(
-    screen: Screen,
-    job: Path | None,
-    named: Path | None,
-    root: Path,
-    overrides: Sequence[str] | None,
-    node_type: str | None,
-) -> tuple["RunDir", "JobSpec", "Part"]:
-    """Return the whole run, its job, and the part of it for one type of node."""
-    from tula_cli.services import train as service
-
-    whole, spec = open_run(screen, job, named, root, overrides)
-    part, _ = service.part(whole, spec, node_type)
-    if part.type:
+def say_type(screen: Screen, part: "Part") -> None:
+    """Say which type of node a command is about, where the job names any."""
+    if part.type is not None:
         screen.note(f"node type {part.type}")
-    return whole, spec, part

@@ -7,9 +7,10 @@ import typer
 
 from tula_cli import words
 from tula_cli.cli.options import RUNS, MaybeRun, NodeType, Root
-from tula_cli.cli.runs import by_type, find_run, started
+from tula_cli.cli.runs import find_run, started
 from tula_cli.cli.waiting import warn_all
 from tula_cli.show import status as show_status
+from tula_cli.show import tables
 from tula_cli.show.screen import Screen
 
 
@@ -29,12 +30,9 @@ def status(screen: Screen, named: MaybeRun = None, root: Root = RUNS) -> None:
     screen.status = "pending" if any(now.active() for now in found.values()) else "done"
     for now in found.values():
         warn_all(screen, now.warnings)
-    if not spec.node_types:
-        return by_type(screen, found, show_status.status)
     chosen = run.recommendation()
-    return screen.answer(
-        {"types": found, "recommendation": chosen}, show_status.status_by_type(run.path, found, chosen)
-    )
+    data = tables.data_by_type(found, recommendation=chosen)
+    screen.answer(data, show_status.status_by_type(run.path, found, chosen))
 
 
 def list_(screen: Screen, root: Root = RUNS) -> None:
@@ -94,8 +92,8 @@ def cancel(
 
     run = find_run(screen, target or named, root)
     ended = [
-        f"{part.type}/{job}" if part.type else job
+        job
         for part in started(run, run.spec())
-        for job in services_status.cancel(part.run, launcher.launcher_for(part.spec, submits=False))
+        for job in part.named(services_status.cancel(part.run, launcher.launcher_for(part.spec, submits=False)))
     ]
     screen.answer({"cancelled": ended}, [f"cancelled {', '.join(ended)}" if ended else "nothing was queued or running"])

@@ -37,9 +37,18 @@ def probe_id(nodes: int, local_batch: int) -> str:
 class Part:
     """What of a job is measured, and may be trained, on one type of node: a run of its own, with a whole spec."""
 
-    type: str  # empty where the job names no types: then the part is the whole
+    type: str | None  # None where the job names no types: then the part is the whole
     run: "RunDir"
     spec: JobSpec
+
+    @property
+    def exists(self) -> bool:
+        """Whether there is something of it."""
+        return self.type is None or self.run.exists
+
+    def named(self, jobs: Iterable[str]) -> list[str]:
+        """Return jobs as the user tells those of one type from those of another."""
+        return [job if self.type is None else f"{self.type}/{job}" for job in jobs]
 
 
 class RunDir:
@@ -158,8 +167,8 @@ class RunDir:
         """
         return tuple(Part(name, self._of_type(name, own), own) for name, own in spec.by_type(only).items())
 
-    def _of_type(self, name: str, spec: JobSpec) -> "RunDir":
-        return RunDir(self.path / "types" / f"{spec.name}-{name}-{signature(spec)}") if name else self
+    def _of_type(self, name: str | None, spec: JobSpec) -> "RunDir":
+        return self if name is None else RunDir(self.path / "types" / f"{spec.name}-{name}-{signature(spec)}")
 
     # --- tasks, jobs, attempts
 

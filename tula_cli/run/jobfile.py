@@ -1,12 +1,12 @@
 """The job.yaml that a run's settings came from: whether it says something else by now."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from tula_cli.errors import SpecError
-from tula_cli.run.directory import RunDir
+from tula_cli.run.directory import Part, RunDir
 from tula_cli.run.records.results import JobFile
 from tula_cli.spec.job import JobSpec
 from tula_cli.spec.load import load_spec
@@ -31,6 +31,18 @@ def origin(run: RunDir, job: Path | None, overrides: Sequence[str]) -> JobFile |
         return JobFile(path=str(job.absolute()), overrides=tuple(overrides))
     known = run.job_file()
     return known and JobFile(path=known.path, overrides=(*known.overrides, *overrides))
+
+
+def adopt(run: RunDir, spec: JobSpec, parts: Iterable[Part], file: JobFile | None) -> None:
+    """Make a run the newest, with this spec (which comes from `file`), and so its parts.
+
+    Raises:
+        TulaError: it cannot be written.
+    """
+    for part in parts:
+        if part.type is not None:
+            part.run.adopt(part.spec)
+    run.adopt(spec, file)
 
 
 def edited(run: RunDir, spec: JobSpec, overrides: Sequence[str] = ()) -> Edited | None:

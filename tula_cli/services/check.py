@@ -1,5 +1,6 @@
 """`tula check` and `tula init`: is the job sound, what would it search and cost."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -8,10 +9,11 @@ from tula_cli.cluster.inspection import inspect
 from tula_cli.cluster.slurm import partitions as site
 from tula_cli.cluster.slurm.partitions import Site
 from tula_cli.cluster.slurm.sbatch import doubts
-from tula_cli.errors import Infeasible
+from tula_cli.errors import Infeasible, OverBudget
 from tula_cli.models.cost import price_at_most, price_words
 from tula_cli.run.records.inspections import Inspection
 from tula_cli.services.search import largest_local_batch, probes
+from tula_cli.services.waiting import require_within_cap
 from tula_cli.spec.job import JobSpec
 
 _TEMPLATES = {"local": "templates/job.yaml", "slurm": "templates/slurm.yaml"}
@@ -45,6 +47,58 @@ class CheckReport:
     def probes(self) -> int:
         """How many configurations are measured."""
         return sum(len(job.local_batches) for job in self.jobs)
+
+
+@dataclass(frozen=True)
+class Checked:
+    """What a job would search on each type of node; None is the type of a job that names none."""
+
+    reports: Mapping[str | None, CheckReport]
+    cap: float | None  # node-hours of search.max_node_hours
+
+    @property
+    def problems(self) -> dict[str | None, tuple[str, ...]]:
+        """What keeps types from running."""
+        return {name: report.problems for name, report in self.reports.items() if report.problems}
+
+    @property
+    def left_out(self) -> list[str]:
+        """What to say of the types that cannot run, where others can."""
+        if len(self.problems) == len(self.reports):
+            return []
+        return [f"node type {name} is left out: {'; '.join(found)}" for name, found in self.problems.items()]
+
+    def require_sound(self, name: str) -> None:
+        """Refuse a job that can run on no type, or that may take more than the cap on all of them.
+
+        Args:
+            name: of the job, for the message.
+
+        Raises:
+            Infeasible: nothing can run.
+            OverBudget: the search may take more node-hours than search.max_node_hours.
+        """
+        if len(self.problems) == len(self.reports):
+            kind = OverBudget if any(report.jobs for report in self.reports.values()) else Infeasible
+            told = dict.fromkeys(problem for found in self.problems.values() for problem in found)
+            raise kind(f"{name} cannot run as it is: {'; '.join(told)}")
+        require_within_cap([report.node_hours_at_most for report in self.reports.values()], self.cap)
+
+
+def check_all(spec: JobSpec, *, node_type: str | None = None, online: bool = True) -> Checked:
+    """Check a job on each of its types of node.
+
+    Args:
+        spec: the job, sound as far as the file alone can tell.
+        node_type: this type alone.
+        online: as of `check`.
+
+    Raises:
+        SpecError: the job cannot be built, or has no such type.
+        JobFailed: the user's code fails.
+    """
+    reports = {name: check(own, online=online) for name, own in spec.by_type(node_type).items()}
+    return Checked(reports, spec.search.max_node_hours)
 
 
 def check(spec: JobSpec, *, online: bool = True) -> CheckReport:

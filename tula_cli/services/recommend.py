@@ -1,18 +1,24 @@
 """`tula recommend`: choose a configuration from what was measured, and write down the answer that training is to take."""
 
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 
+from tula_cli.cluster.launcher import Launcher
 from tula_cli.errors import Infeasible
 from tula_cli.models import cost, efficiency
 from tula_cli.models.choice import pareto
 from tula_cli.models.choice.objective import Curve, Objective, choose
 from tula_cli.models.efficiency import Noise
 from tula_cli.models.forecast import Forecast
-from tula_cli.run.directory import RunDir
+from tula_cli.run.directory import Part, RunDir
+from tula_cli.run.jobfile import adopt, origin
 from tula_cli.run.records.inspections import Inspection
 from tula_cli.run.records.recommendations import Prediction, Recommendation
+from tula_cli.services import status
+from tula_cli.services.progress.job_status import ACTIVE
 from tula_cli.services.recommendation.answer import Answer, write
-from tula_cli.services.recommendation.limits import Limits, described_limits
+from tula_cli.services.recommendation.limits import Limits, Question, described_limits
 from tula_cli.services.recommendation.measured import (
     Survey,
     doubts,
@@ -40,7 +46,7 @@ def recommend(
     node_type: str | None = None,
     options: Sequence[str] = (),
     overrides: Sequence[str] = (),
-    pending: int | Mapping[str, int] = 0,
+    pending: int | Mapping[str | None, int] = 0,
     inspection: Inspection | None = None,
     now: float,
 ) -> Answer:
@@ -85,9 +91,60 @@ def recommend(
     by_type = {
         survey.part.type: answer([survey], own, [])
         for survey in surveys
-        if survey.part.type and (own := [row for row in allowed if row.type == survey.part.type])
+        if survey.part.type is not None and (own := [row for row in allowed if row.type == survey.type])
     }
     return Answer(answer(surveys, allowed, left_out), by_type, surveys)
+
+
+def pending_probes(run: RunDir, spec: JobSpec, launcher_for: Callable[[JobSpec], Launcher]) -> dict[str | None, int]:
+    """Return how many probes of each type of node are queued or running."""
+    return {part.type: _pending(part, launcher_for) for part in run.parts(spec)}
+
+
+def _pending(part: Part, launcher_for: Callable[[JobSpec], Launcher]) -> int:
+    if not part.run.jobs():
+        return 0
+    now = status.snapshot(part.run, launcher_for(part.spec), now=time.time())
+    return sum(job.total - job.done for job in now.jobs if job.kind == "probe" and job.state in ACTIVE)
+
+
+def ask(
+    run: RunDir,
+    spec: JobSpec,
+    question: Question,
+    *,
+    launcher_for: Callable[[JobSpec], Launcher],
+    overrides: Sequence[str] = (),
+) -> Answer:
+    """Choose a configuration of what was measured so far, as `recommend` does, now; nothing is written.
+
+    Args:
+        run: where the results are.
+        spec: the job.
+        question: objective, limits, curve and type of node.
+        launcher_for: knows whether probes are under way.
+        overrides: what was laid over the job's own settings, which an answer with other ones only assumes.
+
+    Raises:
+        Pending, BadMeasurements, Infeasible, SpecError: as `recommend`.
+    """
+    limits = question.limits
+    return recommend(
+        run,
+        spec,
+        objective=question.objective,
+        curve=question.curve,
+        nodes=limits.nodes,
+        max_batch=limits.max_batch,
+        max_nodes=limits.max_nodes,
+        deadline_hours=limits.deadline_hours,
+        budget=limits.budget,
+        node_type=question.node_type,
+        options=question.options,
+        overrides=tuple(overrides) if overrides and spec != run.spec() else (),
+        pending=pending_probes(run, spec, launcher_for),
+        now=time.time(),
+    )
 
 
 def renews(found: Recommendation, known: Recommendation | None) -> bool:
@@ -112,10 +169,30 @@ def keep(run: RunDir, own: JobSpec, answer: Answer) -> None:
         TulaError: they cannot be written.
     """
     surveys = {survey.part.type: survey for survey in answer.surveys}
-    for part in run.parts(own) if own.node_types else ():
-        if part.type in answer.by_type:
+    for part in run.parts(own):
+        if part.type is not None and part.type in answer.by_type:
             write(part.run, part.spec, [surveys[part.type]], answer.by_type[part.type])
     write(run, own, answer.surveys, answer.recommendation)
+
+
+def save(run: RunDir, spec: JobSpec, answer: Answer, *, overrides: Sequence[str] = (), job: Path | None = None) -> None:
+    """Make an answer the one that `tula train` takes, under the job's own settings: what it only assumes is not kept.
+
+    Args:
+        run: the run.
+        spec: the settings that it was asked with.
+        answer: what was chosen.
+        overrides: what of `spec` was laid over its file or run.
+        job: the file of the settings; None for the run's own.
+
+    Raises:
+        TulaError: the files cannot be written.
+    """
+    assumed = bool(answer.recommendation.overrides)
+    own = run.spec() if assumed else spec
+    keep(run, own, answer)
+    file = origin(run, None, ()) if assumed else origin(run, job, overrides)
+    adopt(run, own, [part for part in run.parts(own) if part.exists], file)
 
 
 def _answer(
@@ -131,7 +208,7 @@ def _answer(
 ) -> Recommendation:
     rows = _with_front(allowed)
     choice = choose(rows, objective=objective, curve=curve)
-    own = next(survey for survey in surveys if survey.part.type == choice.prediction.type)
+    own = next(survey for survey in surveys if survey.type == choice.prediction.type)
     spec = own.part.spec
     told = [f"{survey.prefix}{text}" for survey in surveys for text in _told(survey)]
     return Recommendation(

@@ -1,12 +1,14 @@
 """`tula train`: where to train, submitting it, and what came of it."""
 
 import dataclasses
+import shutil
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from tula_cli.cluster.launcher import Launcher, submitting, under_way
+from tula_cli.cluster.slurm.submit import links
 from tula_cli.errors import (
     BadMeasurements,
     Diverged,
@@ -26,16 +28,21 @@ from tula_cli.models.forecast import Forecast
 from tula_cli.run.code import behind, choose, snapshot
 from tula_cli.run.directory import Part, RunDir
 from tula_cli.run.imports import Source
+from tula_cli.run.jobfile import adopt
 from tula_cli.run.records.base import Market
 from tula_cli.run.records.inspections import Inspection
 from tula_cli.run.records.jobs import Attempt
 from tula_cli.run.records.probes import Measured
 from tula_cli.run.records.recommendations import Prediction, Recommendation
-from tula_cli.run.records.results import Summary
+from tula_cli.run.records.results import JobFile, Summary
 from tula_cli.run.records.tasks import Rung, TrainTask
+from tula_cli.services.events import Note, TrainPlanned, Warned, Work
+from tula_cli.services.status import RunStatus
+from tula_cli.services.waiting import Detached, Means, Patience, allow, doubts_of_new, wait_for
 from tula_cli.spec.job import JobSpec
 from tula_cli.spec.signature import train_signature
 
+DISK_IS_FULL = 2**16  # bytes free; below, the small files of a run cannot be written
 CANCELLED = "the same command goes on where the newest checkpoint stands"
 
 
@@ -73,7 +80,7 @@ def part(run: RunDir, spec: JobSpec, node_type: str | None) -> tuple[Part, Recom
             )
         node_type = found.choice.type
     (chosen,) = run.parts(spec, node_type)
-    if found is None or found.choice.type != chosen.type:
+    if found is None or found.choice.type != (chosen.type or ""):
         found = chosen.run.recommendation()
     return chosen, found
 
@@ -276,3 +283,101 @@ def _failure(task: TrainTask, attempt: Attempt, *, kept: int) -> TulaError:
     if attempt.outcome == "disk":
         return TulaError(message, advice(attempt.outcome))
     return JobFailed(message, advice(attempt.outcome))
+
+
+# --- from the plan to the end
+
+
+@dataclass(frozen=True)
+class Training:
+    """A training before anything is submitted: the whole run, the part of it to train on, and the plan."""
+
+    run: RunDir
+    spec: JobSpec
+    part: Part
+    plan: TrainPlan
+
+
+def prepare(
+    run: RunDir,
+    spec: JobSpec,
+    inspect: Callable[[JobSpec], Inspection],
+    *,
+    nodes: int | None = None,
+    batch: int | None = None,
+    node_type: str | None = None,
+) -> Work[Training]:
+    """Decide where to train; nothing is written.
+
+    Args:
+        run: the run.
+        spec: the job.
+        inspect: tells the dataset's size where no probe has.
+        nodes: number of nodes; None for the recommended one.
+        batch: global batch; None for the recommended one.
+        node_type: the type of node; None for the recommended one.
+
+    Raises:
+        BadMeasurements, SpecError: as `part` and `plan`.
+    """
+    own, recommendation = part(run, spec, node_type)
+    if own.type is not None:
+        yield Note(f"node type {own.type}")
+    found = plan(own.run, own.spec, nodes=nodes, batch=batch, recommendation=recommendation, inspect=inspect)
+    for text in found.code.warnings:
+        yield Warned(text)
+    return Training(run, spec, own, found)
+
+
+def work(
+    training: Training, means: Means, patience: Patience, *, file: JobFile | None = None
+) -> Work[Summary | Detached]:
+    """Train, or attach to the training where it is under way.
+
+    Args:
+        training: what `prepare` has decided.
+        means: launcher, and who is asked before something is submitted.
+        patience: whether and how long to wait.
+        file: where the settings come from.
+
+    Raises:
+        OverBudget: not confirmed.
+        Pending: the time to wait is over.
+        Interruption: Ctrl-C; the training goes on, unless it is to be cancelled.
+        OutOfMemoryAtMinimum, Diverged, JobFailed: it has ended so.
+        SchedulerError: it was refused.
+    """
+    found, own = training.plan, training.part
+    if found.finished:
+        yield Note("this training run is finished already")
+        return report(own.run, found.task.signature)
+    launcher = means.launcher_for(own.spec)
+    going_on = under_way(own.run, launcher, [found.task.job])
+    if not going_on:
+        planned = TrainPlanned(found, links(found.task))
+        yield planned
+        allow(means.confirm, planned)
+    adopt(training.run, training.spec, [own], file)
+    jobs = (start(own.run, found, launcher),)
+    if not patience.waits(own.spec):
+        yield from doubts_of_new(own.run, launcher, jobs, going_on, own.spec)
+        return Detached(jobs, tuple(going_on))
+    now = yield from wait_for(own.run, launcher, jobs, patience)
+    _require_found(now, found)
+    return report(own.run, found.task.signature)
+
+
+def _require_found(now: RunStatus, plan: TrainPlan) -> None:
+    """Refuse to call a lost job pending.
+
+    Raises:
+        JobFailed: the job is gone and has not said why.
+    """
+    for job in now.jobs:
+        if job.id == plan.task.job and job.state == "lost":
+            if shutil.disk_usage(now.path).free < DISK_IS_FULL:
+                raise TulaError(
+                    f"{job.id} ended because the disk that holds {now.path} is full",
+                    "free some space and run the same command again; it goes on where the newest checkpoint stands",
+                )
+            raise JobFailed(f"{job.id} is gone: {job.reason}", CANCELLED)

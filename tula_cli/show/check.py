@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tula_cli.show.screen import Origin
-from tula_cli.show.tables import at_most, listed, table
+from tula_cli.show.tables import at_most, by_type, listed, table
 from tula_cli.words import amount, moment, near, number, plural, size
 
 if TYPE_CHECKING:
@@ -26,6 +26,15 @@ _CHANGES = 6  # of an edited job, that are spelled out
 
 
 # --- before anything is submitted
+
+
+def check_all(
+    reports: "Mapping[str | None, CheckReport]", origins: Mapping[str, Origin]
+) -> tuple[dict[str, Any], Iterator["RenderableType"]]:
+    """Return what is known of each type of node for the envelope, and what is shown of it."""
+    if None in reports:
+        return {"report": reports[None], "origins": origins}, check(reports[None], origins)
+    return {"types": dict(reports), "origins": origins}, by_type(reports, lambda report: check(report, {}))
 
 
 def check(report: "CheckReport", origins: Mapping[str, Origin]) -> Iterator["RenderableType"]:

@@ -1,9 +1,9 @@
 """What `tula profile` shows before it starts, and when it is done."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from tula_cli.show.tables import at_most, listed, table
+from tula_cli.show.tables import at_most, by_type, listed, table
 from tula_cli.words import first_line, number, plural, size, size_unit
 
 if TYPE_CHECKING:
@@ -11,6 +11,7 @@ if TYPE_CHECKING:
 
     from tula_cli.run.records.probes import Failed, Measured, OutOfMemory
     from tula_cli.services.profile import ProfilePlan, ProfileReport
+    from tula_cli.services.profiling.rounds import DryRun
 
 
 def all_types(plans: Sequence["ProfilePlan"]) -> Iterator["RenderableType"]:
@@ -22,6 +23,18 @@ def all_types(plans: Sequence["ProfilePlan"]) -> Iterator["RenderableType"]:
         hours = sum(plan.node_hours_at_most for plan in plans)
         yield ""
         yield f"all node types together: {at_most(None, hours, price, plans[0].currency)}"
+
+
+def profile_plans(plans: "Mapping[str | None, ProfilePlan]") -> Iterator["RenderableType"]:
+    """What would be measured on each type of node and what it may cost at most."""
+    yield from by_type(plans, profile_plan)
+    yield from all_types(list(plans.values()))
+
+
+def dry_run(found: "Mapping[str | None, DryRun]") -> Iterator["RenderableType"]:
+    """The same, with the scripts that would be submitted."""
+    yield from by_type(found, lambda one: profile_plan(one.plan, scripts=one.scripts))
+    yield from all_types([one.plan for one in found.values()])
 
 
 def profile_plan(plan: "ProfilePlan", *, scripts: Sequence[str] = ()) -> Iterator["RenderableType"]:

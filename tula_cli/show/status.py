@@ -4,7 +4,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tula_cli.show.tables import heading, or_dash, place_of, table
+from tula_cli.show.tables import by_type, or_dash, place_of, table
 from tula_cli.words import configuration, duration, first_line, moment, near, number, plural, time_unit
 
 if TYPE_CHECKING:
@@ -59,15 +59,13 @@ def status(now: "RunStatus") -> Iterator["RenderableType"]:
 
 
 def status_by_type(
-    path: Path, found: Mapping[str, "RunStatus"], chosen: "Recommendation | None"
+    path: Path, found: Mapping[str | None, "RunStatus"], chosen: "Recommendation | None"
 ) -> Iterator["RenderableType"]:
     """The same for each node type, and what is recommended over all."""
     if not found:
         yield f"{near(path)}: nothing was started yet"
-    for index, (name, now) in enumerate(found.items()):
-        yield from heading(name, first=index == 0)
-        yield from status(now)
-    if chosen is not None:
+    yield from by_type(found, status)
+    if chosen is not None and None not in found:
         yield ""
         yield f"recommended over all node types: {place_of(chosen.choice)}, {chosen.objective}"
 

@@ -1,7 +1,7 @@
 """Tables and lines of text that fit the screen."""
 
-from collections.abc import Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from tula_cli.words import configuration, duration, number
 
@@ -10,6 +10,8 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from tula_cli.run.records.recommendations import Prediction
+
+T = TypeVar("T")
 
 # --- tables
 
@@ -68,11 +70,20 @@ def at_most(hours: float | None, node_hours: float, price: float | None, currenc
     return f"at most {time_}{number(node_hours)} node-h{cost}"
 
 
-def heading(name: str, *, first: bool) -> Iterator["RenderableType"]:
-    """What stands above the answer for one node type; nothing where the job names none."""
-    if name:
-        yield from () if first else ("",)
-        yield styled(f"node type {name}", "bold")
+def by_type(
+    found: Mapping[str | None, T], parts: Callable[[T], Iterator["RenderableType"]]
+) -> Iterator["RenderableType"]:
+    """The answer for each type of node, under a heading where the job names types."""
+    for index, (name, one) in enumerate(found.items()):
+        if name is not None:
+            yield from () if index == 0 else ("",)
+            yield styled(f"node type {name}", "bold")
+        yield from parts(one)
+
+
+def data_by_type(found: Mapping[str | None, T], **whole: Any) -> Any:
+    """Return the same for the envelope: what is known of a job without types, or of each type and the `whole` job."""
+    return found[None] if None in found else {"types": dict(found), **whole}
 
 
 def place_of(row: "Prediction") -> str:

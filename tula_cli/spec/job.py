@@ -90,8 +90,8 @@ class JobSpec(Section):
             raise ValueError(f"node_types must be priced in one currency to be compared, got {found}")
         return self
 
-    def by_type(self, only: str | None = None) -> dict[str, "JobSpec"]:
-        """Return the whole job on each type of node (on the named one); where it names none, itself under "".
+    def by_type(self, only: str | None = None) -> dict[str | None, "JobSpec"]:
+        """Return the whole job on each type of node (on the named one); where it names none, itself under None.
 
         Raises:
             SpecError: there is no such type.
@@ -103,7 +103,7 @@ class JobSpec(Section):
                 f"there are: {there_are}" if there_are else "the job has no section node_types",
             )
         if not self.node_types:
-            return {"": self}
+            return {None: self}
         return {name: self.of_type(name) for name in self.node_types if only in (None, name)}
 
     def of_type(self, name: str) -> "JobSpec":

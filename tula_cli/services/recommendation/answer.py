@@ -3,7 +3,7 @@
 import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tula_cli.models.choice.grid import Config
 from tula_cli.run.directory import RunDir
@@ -14,6 +14,9 @@ from tula_cli.services.recommendation.limits import described_limits
 from tula_cli.services.recommendation.measured import Survey
 from tula_cli.spec.job import JobSpec
 from tula_cli.spec.load import dump_yaml
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 
 @dataclass(frozen=True)
@@ -64,8 +67,6 @@ def _recommended_yaml(spec: JobSpec, recommendation: Recommendation, *, train: s
 
 def _table(surveys: Sequence[Survey], recommendation: Recommendation) -> str:
     """Return every candidate and every result as CSV, ordered by node type, nodes and local batch."""
-    import pandas as pd
-
     by_config: dict[tuple[str, Config], list[Prediction]] = {}
     for row in recommendation.rows:
         by_config.setdefault((row.type, Config(row.nodes, row.batch)), []).append(row)
@@ -73,9 +74,24 @@ def _table(surveys: Sequence[Survey], recommendation: Recommendation) -> str:
     for survey in surveys:
         known = {Config(row.nodes, row.batch): row for row in survey.forecast.predictions()}
         for config, result in _configs(survey, by_config).items():
-            within = by_config.get((survey.part.type, config), [])
+            within = by_config.get((survey.type, config), [])
             rows.append(_row(survey, config, known.get(config), result, recommendation, within))
-    return pd.DataFrame(rows, dtype=object).to_csv(index=False)  # as objects bytes stay integers where one is missing
+    return frame(rows).to_csv(index=False)
+
+
+def frame(rows: Sequence[Mapping[str, Any]]) -> "pd.DataFrame":
+    """Return a table of records; a column of whole numbers stays one (Int64) where some are missing."""
+    import pandas as pd
+
+    return pd.DataFrame({name: _column([row[name] for row in rows]) for name in (rows[0] if rows else ())})
+
+
+def _column(values: Sequence[Any]) -> "pd.Series[Any]":
+    import pandas as pd
+
+    known = [value for value in values if value is not None]
+    whole = bool(known) and all(isinstance(value, int) and not isinstance(value, bool) for value in known)
+    return pd.Series(values, dtype="Int64" if whole else None)
 
 
 def _configs(
@@ -84,7 +100,7 @@ def _configs(
     """Return all candidates of a node type and what was asked for besides, each with its probe."""
     gpus = survey.part.spec.cluster.gpus_per_node
     probes = {Config(result.nodes, result.local_batch * result.nodes * gpus): result for result in survey.results}
-    found = {*probes, *survey.forecast.candidates(), *(config for name, config in within if name == survey.part.type)}
+    found = {*probes, *survey.forecast.candidates(), *(config for name, config in within if name == survey.type)}
     return {config: probes.get(config) for config in sorted(found)}
 
 
@@ -104,7 +120,7 @@ def _row(
     probe = result if isinstance(result, Measured) else None
     gpus = forecast.spec.cluster.gpus_per_node
     return {
-        "node_type": survey.part.type,
+        "node_type": survey.type,
         "nodes": config.nodes,
         "gpus_per_node": gpus,
         "batch": config.batch,

@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from tula_cli.models.choice.grid import Config
+from tula_cli.models.choice.objective import Curve, Objective
 from tula_cli.run.records.recommendations import Prediction
 from tula_cli.words import counted
 
@@ -54,6 +55,31 @@ class Limits:
     @property
     def _to(self) -> str:
         return " to the same progress" if self.same_progress else ""
+
+
+@dataclass(frozen=True)
+class Question:
+    """What is chosen by, and among what."""
+
+    objective: Objective = "knee"
+    limits: Limits = Limits()
+    curve: Curve = "time"  # whose knee is looked for
+    node_type: str | None = None  # this type of node only
+
+    @property
+    def options(self) -> list[str]:
+        """All but the objective, as one types it."""
+        limits = self.limits
+        told = {
+            "curve": None if self.curve == "time" else self.curve,
+            "nodes": limits.nodes,
+            "max-nodes": limits.max_nodes,
+            "max-batch": limits.max_batch,
+            "deadline": limits.deadline_hours,
+            "budget": limits.budget,
+            "type": self.node_type,
+        }
+        return [f"--{name} {value}" for name, value in told.items() if value is not None]
 
 
 @dataclass(frozen=True)

@@ -36,14 +36,18 @@ class Survey:
     pending: int
 
     @property
+    def type(self) -> str:
+        """The type of node as records write it: empty where the job names none."""
+        return self.part.type or ""
+
+    @property
     def prefix(self) -> str:
-        return f"{self.part.type}: " if self.part.type else ""
+        return f"{self.type}: " * bool(self.type)
 
     def rows(self, limits: Limits) -> tuple[Prediction, ...]:
         """Return the forecasts on each market."""
         found = self.forecast.offers(limits.wanted)
-        name = self.part.type
-        return tuple(row.model_copy(update={"type": name}) for row in found) if name else found
+        return tuple(row.model_copy(update={"type": self.type}) for row in found)
 
     def other_market(self, row: Prediction) -> Prediction | None:
         """Return a forecast on the market that it is not for."""
@@ -53,7 +57,7 @@ class Survey:
 
 
 def surveys_of(
-    parts: Sequence[Part], limits: Limits, pending: Mapping[str, int], inspection: Inspection | None
+    parts: Sequence[Part], limits: Limits, pending: Mapping[str | None, int], inspection: Inspection | None
 ) -> tuple[list[Survey], list[str]]:
     """Return what is known of each type, and what is to be said of those that are left out.
 

@@ -1,0 +1,185 @@
+"""`tula compare` from what is asked to the table: the grid, its plan, the trainings, the report."""
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from tula_cli import words
+from tula_cli.cluster.launcher import Launcher
+from tula_cli.errors import BadMeasurements, JobFailed, SpecError
+from tula_cli.run.directory import Part, RunDir
+from tula_cli.run.jobfile import adopt
+from tula_cli.run.records.results import Comparison, JobFile
+from tula_cli.services import compare, status
+from tula_cli.services.compare import ComparePlan, Grid
+from tula_cli.services.comparison import accuracy, trainings
+from tula_cli.services.comparison.accuracy import CompareReport
+from tula_cli.services.events import Compared, ComparePlanned, Note, Warned, Work
+from tula_cli.services.train import part as part_to_train
+from tula_cli.services.waiting import Means, Patience, allow, doubts_of_new
+from tula_cli.spec.job import JobSpec
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What is to be compared; what is None is as the last time, else as recommended or by default."""
+
+    methods: tuple[str, ...] | None = None
+    batches: tuple[int, ...] | None = None  # global
+    seeds: int | None = None
+    nodes: int | None = None
+    controls: bool | None = None
+
+    def grid(self, run: RunDir, spec: JobSpec, known: Comparison | None) -> Grid:
+        """Return all of it.
+
+        Raises:
+            BadMeasurements: no batch is given, known or recommended.
+            SpecError: a method that is none, or a number below 1.
+        """
+        controls = self.controls if self.controls is not None else known.controls if known else True
+        return Grid(
+            methods=self.methods or (known.methods if known else compare.DEFAULT_METHODS),
+            batches=self.batches or (known.batches if known else compare.default_batches(run)),
+            seeds=self.seeds or (known.seeds if known else 3),
+            nodes=self.nodes or (known.nodes if known else compare.default_nodes(run, spec)),
+            controls=controls,
+        )
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A comparison before anything is submitted: the whole run, the part of it to train on, and the plan."""
+
+    run: RunDir
+    spec: JobSpec
+    part: Part
+    plan: ComparePlan
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """The table, and whether something of it is still under way."""
+
+    report: CompareReport
+    active: bool
+
+    def require_none_failed(self) -> None:
+        """Refuse to call trainings that have failed a comparison, once nothing is under way.
+
+        Raises:
+            JobFailed: some have failed.
+        """
+        report = self.report
+        failed = sum(row.count(*compare.ENDED) for row in report.rows)
+        if failed and not report.complete and not self.active:
+            raise JobFailed(
+                f"{failed} of {words.plural(report.total, 'training')} failed",
+                "tula logs shows what they said; the same command tries them again",
+            )
+
+
+def prepare(run: RunDir, spec: JobSpec, asked: Asked, means: Means, *, node_type: str | None = None) -> Work[Prepared]:
+    """Decide what is trained; nothing is written.
+
+    Args:
+        run: the run.
+        spec: the job.
+        asked: what is compared.
+        means: tells the dataset's size where no probe has.
+        node_type: the type of node; None for the recommended one.
+
+    Raises:
+        BadMeasurements: no batch or type of node is given, known or recommended.
+        SpecError: a batch cannot be trained, or methods do not go with the job.
+    """
+    part, _ = part_to_train(run, spec, node_type)
+    if part.type is not None:
+        yield Note(f"node type {part.type}")
+    grid = asked.grid(part.run, part.spec, part.run.comparison())
+    plan = compare.plan(part.run, part.spec, grid, inspect=means.inspect, now=time.time())
+    for text in plan.warnings:
+        yield Warned(text)
+    return Prepared(run, spec, part, plan)
+
+
+def known(run: RunDir, spec: JobSpec, *, node_type: str | None = None) -> tuple[Part, Comparison]:
+    """Return what was compared.
+
+    Raises:
+        BadMeasurements: nothing was.
+    """
+    part, _ = part_to_train(run, spec, node_type)
+    found = part.run.comparison()
+    if found is None:
+        raise BadMeasurements(f"nothing was compared in {part.run.id} yet", "tula compare job.yaml --batch N,M")
+    return part, found
+
+
+def outcome(part: Part, comparison: Comparison, launcher: Launcher) -> Outcome:
+    """Return the table as it is now."""
+    now = status.snapshot(part.run, launcher, now=time.time())
+    return Outcome(accuracy.report(part.run, comparison, part.spec, jobs=now.jobs), now.active())
+
+
+def work(prepared: Prepared, means: Means, patience: Patience, *, file: JobFile | None = None) -> Work[Outcome]:
+    """Train what is missing, or attach to it where it is under way, and return the table.
+
+    Args:
+        prepared: what is compared.
+        means: launcher, inspection, and who is asked before something is submitted.
+        patience: whether to wait.
+        file: where the settings come from.
+
+    Raises:
+        OverBudget: not confirmed.
+        SpecError: not to wait on this machine, where one training follows the other.
+        Interruption: Ctrl-C; what runs goes on, unless it is to be cancelled.
+        SchedulerError: a training was refused.
+        JobFailed: the first trainings have all failed.
+    """
+    plan, part = prepared.plan, prepared.part
+    launcher = means.launcher_for(part.spec)
+    if plan.missing:
+        planned = ComparePlanned(plan)
+        yield planned
+        allow(means.confirm, planned)
+    else:
+        yield Note("every training of this comparison is finished already")
+    adopt(prepared.run, prepared.spec, [part], file)
+    part.run.write_comparison(plan.comparison)
+    if plan.missing:
+        yield from _train(part, plan, launcher, means, patience)
+    return outcome(part, plan.comparison, launcher)
+
+
+def _train(part: Part, plan: ComparePlan, launcher: Launcher, means: Means, patience: Patience) -> Work[None]:
+    """Train what is missing: here one after the other, on a cluster side by side."""
+    run = part.run
+    local = part.spec.cluster.kind == "local"
+    if local and patience.wait is False:
+        raise SpecError(
+            "--no-wait: on this machine one training follows the other, and this command starts the next",
+            "leave it out; what is done is kept whenever it ends",
+        )
+    try:
+        if local:
+            for progress in trainings.one_by_one(run, plan, launcher, inspect=means.inspect):
+                yield Compared(progress)
+            return
+        jobs = yield from _submit(run, plan, launcher, means)
+        if patience.waits(part.spec):
+            for progress in trainings.wait_for_all(run, plan, launcher, jobs):
+                yield Compared(progress)
+    except KeyboardInterrupt:
+        hint = f"the same command attaches to it and goes on; tula cancel {words.near(run.path)} ends it"
+        message = "interrupted; what is trained stays, and what runs goes on"
+        raise patience.interruption(run, launcher, hint=hint, message=message) from None
+
+
+def _submit(run: RunDir, plan: ComparePlan, launcher: Launcher, means: Means) -> Work[Sequence[str]]:
+    yield Note(f"submitting {words.plural(len(plan.missing), 'training')}")
+    jobs = trainings.submit_all(run, plan, launcher, inspect=means.inspect)
+    yield from doubts_of_new(run, launcher, jobs, [], plan.spec)
+    yield Note(f"{words.plural(len(jobs), 'training')} under way")
+    return jobs

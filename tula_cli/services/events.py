@@ -1,0 +1,105 @@
+"""What a service tells while it works. It prints nothing: whoever iterates shows the events, or leaves them."""
+
+from collections.abc import Callable, Generator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, TypeVar
+
+if TYPE_CHECKING:
+    from tula_cli.services.compare import ComparePlan
+    from tula_cli.services.comparison.trainings import Progress
+    from tula_cli.services.profile import ProfilePlan
+    from tula_cli.services.status import RunStatus
+    from tula_cli.services.train import TrainPlan
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Note:
+    """What goes on, in words."""
+
+    text: str
+
+
+@dataclass(frozen=True)
+class Warned:
+    """What the user should know; the same text may come again."""
+
+    text: str
+
+
+@dataclass(frozen=True)
+class ProfilePlanned:
+    """What measuring is about to submit, on each type of node; None is the type of a job that names none."""
+
+    plans: "Mapping[str | None, ProfilePlan]"
+
+    @property
+    def node_hours(self) -> float:
+        """Node-hours that it takes at most."""
+        return sum(plan.node_hours_at_most for plan in self.plans.values())
+
+
+@dataclass(frozen=True)
+class TrainPlanned:
+    """The training that is about to be submitted, as a chain of `links` jobs."""
+
+    plan: "TrainPlan"
+    links: int
+
+    @property
+    def node_hours(self) -> float | None:
+        """Node-hours that it is expected to take; None where nothing was measured."""
+        predicted = self.plan.prediction
+        return None if predicted is None else predicted.hours * self.plan.task.nodes
+
+
+@dataclass(frozen=True)
+class ComparePlanned:
+    """The trainings that a comparison is about to submit."""
+
+    plan: "ComparePlan"
+
+    @property
+    def node_hours(self) -> float | None:
+        """Node-hours that they are expected to take; None where nothing tells."""
+        hours = self.plan.hours_left
+        return None if hours is None else hours * self.plan.comparison.nodes
+
+
+Planned = ProfilePlanned | TrainPlanned | ComparePlanned
+
+
+@dataclass(frozen=True)
+class Watched:
+    """How far the jobs are that one waits for."""
+
+    status: "RunStatus"
+
+
+@dataclass(frozen=True)
+class Compared:
+    """How far a comparison is."""
+
+    progress: "Progress"
+
+
+Event = Note | Warned | Planned | Watched | Compared
+Work = Generator[Event, None, T]
+"""Events, and in the end (as the value of StopIteration) the result."""
+
+
+def follow(work: Work[T], tell: Callable[[Event], object]) -> T:
+    """Do the work, tell every event, and return the result. Ctrl-C while an event is told ends the work as well."""
+    try:
+        event = next(work)
+        while True:
+            try:
+                tell(event)
+            except KeyboardInterrupt as pressed:
+                event = work.throw(pressed)
+            else:
+                event = next(work)
+    except StopIteration as end:
+        result: T = end.value
+        return result

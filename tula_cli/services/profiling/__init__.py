@@ -1,0 +1,1 @@
+"""Measuring in rounds, on each type of node."""

@@ -130,6 +130,9 @@ def test_the_table_has_every_candidate_and_every_result(run: RunDir) -> None:
     assert (table.outcome == "left_out").sum() == (table.local_batch >= 512).sum() - 1
     chosen = table[table.chosen]
     assert len(chosen) == 1 and chosen.iloc[0].batch == answer.choice.batch
+    text = pd.read_csv(run.path / "results.csv", dtype=str)
+    peaks = text.peak_memory_bytes.dropna()
+    assert 0 < len(peaks) < len(text) and peaks.str.fullmatch("[0-9]+").all()
 
 
 @pytest.mark.parametrize(

@@ -123,11 +123,6 @@ def _edited(screen: Screen, run: "RunDir", found: "Edited") -> SpecError:
     )
 
 
-def started(run: "RunDir", spec: "JobSpec", node_type: str | None = None) -> Sequence["Part"]:
-    """Return the parts of a run (the one named) that there is something of."""
-    return [part for part in run.parts(spec, node_type) if part.exists]
-
-
 def say_type(screen: Screen, part: "Part") -> None:
     """Say which type of node a command is about, where the job names any."""
     if part.type is not None:

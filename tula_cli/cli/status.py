@@ -7,7 +7,7 @@ import typer
 
 from tula_cli import words
 from tula_cli.cli.options import RUNS, MaybeRun, NodeType, Root
-from tula_cli.cli.runs import find_run, started
+from tula_cli.cli.runs import find_run
 from tula_cli.cli.waiting import warn_all
 from tula_cli.show import status as show_status
 from tula_cli.show import tables
@@ -19,13 +19,14 @@ def status(screen: Screen, named: MaybeRun = None, root: Root = RUNS) -> None:
     import time
 
     from tula_cli.cluster import launcher
+    from tula_cli.run.jobfile import begun
     from tula_cli.services import status as services_status
 
     run = find_run(screen, named, root)
     spec = run.spec()
     found = {
         part.type: services_status.snapshot(part.run, launcher.launcher_for(part.spec, submits=False), now=time.time())
-        for part in started(run, spec)
+        for part in begun(run, spec)
     }
     screen.status = "pending" if any(now.active() for now in found.values()) else "done"
     for now in found.values():
@@ -56,11 +57,12 @@ def logs(
     import time
 
     from tula_cli.cluster import launcher
+    from tula_cli.run.jobfile import begun
     from tula_cli.services import logs as services_logs
     from tula_cli.services import status as services_status
 
     whole = find_run(screen, named, root)
-    run = services_logs.newest_part(started(whole, whole.spec(), node_type), job) or whole
+    run = services_logs.newest_part(begun(whole, whole.spec(), node_type), job) or whole
 
     def active() -> bool:
         return services_status.snapshot(run, launcher.launcher_for(run.spec(), submits=False), now=time.time()).active(
@@ -88,12 +90,13 @@ def cancel(
 ) -> None:
     """End a run's jobs; what was measured or saved stays."""
     from tula_cli.cluster import launcher
+    from tula_cli.run.jobfile import begun
     from tula_cli.services import status as services_status
 
     run = find_run(screen, target or named, root)
     ended = [
         job
-        for part in started(run, run.spec())
+        for part in begun(run, run.spec())
         for job in part.named(services_status.cancel(part.run, launcher.launcher_for(part.spec, submits=False)))
     ]
     screen.answer({"cancelled": ended}, [f"cancelled {', '.join(ended)}" if ended else "nothing was queued or running"])

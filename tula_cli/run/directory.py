@@ -41,11 +41,6 @@ class Part:
     run: "RunDir"
     spec: JobSpec
 
-    @property
-    def exists(self) -> bool:
-        """Whether there is something of it."""
-        return self.type is None or self.run.exists
-
     def named(self, jobs: Iterable[str]) -> list[str]:
         """Return jobs as the user tells those of one type from those of another."""
         return [job if self.type is None else f"{self.type}/{job}" for job in jobs]

@@ -45,6 +45,11 @@ def adopt(run: RunDir, spec: JobSpec, parts: Iterable[Part], file: JobFile | Non
     run.adopt(spec, file)
 
 
+def begun(run: RunDir, spec: JobSpec, node_type: str | None = None) -> list[Part]:
+    """Return the parts of a run (the one named) that there is something of."""
+    return [part for part in run.parts(spec, node_type) if part.type is None or part.run.exists]
+
+
 def edited(run: RunDir, spec: JobSpec, overrides: Sequence[str] = ()) -> Edited | None:
     """Return how the file that a run's settings came from differs by now; None where it does not, or is gone.
 

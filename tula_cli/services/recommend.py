@@ -12,7 +12,7 @@ from tula_cli.models.choice.objective import Curve, Objective, choose
 from tula_cli.models.efficiency import Noise
 from tula_cli.models.forecast import Forecast
 from tula_cli.run.directory import Part, RunDir
-from tula_cli.run.jobfile import adopt, origin
+from tula_cli.run.jobfile import adopt, begun, origin
 from tula_cli.run.records.inspections import Inspection
 from tula_cli.run.records.recommendations import Prediction, Recommendation
 from tula_cli.services import status
@@ -192,7 +192,7 @@ def save(run: RunDir, spec: JobSpec, answer: Answer, *, overrides: Sequence[str]
     own = run.spec() if assumed else spec
     keep(run, own, answer)
     file = origin(run, None, ()) if assumed else origin(run, job, overrides)
-    adopt(run, own, [part for part in run.parts(own) if part.exists], file)
+    adopt(run, own, begun(run, own), file)
 
 
 def _answer(

@@ -94,7 +94,7 @@ def submitted(run, task, launcher=None):
 
 
 def state(run, job):
-    return SlurmLauncher().states(run, [job])[job.id]
+    return SlurmLauncher().states(run.read(), [job])[job.id]
 
 
 # --- what is submitted
@@ -353,7 +353,7 @@ def test_all_jobs_of_a_run_are_asked_for_at_once(slurm, run):
     jobs = [submitted(run, probes(run, nodes=1)), submitted(run, training(run, hours=0.1))]
     before = len(slurm.calls("squeue"))
     slurm.set(jobs[0].scheduler_id, "RUNNING")
-    states = SlurmLauncher().states(run, jobs)
+    states = SlurmLauncher().states(run.read(), jobs)
     assert [states[job.id].state for job in jobs] == ["running", "pending"]
     assert len(slurm.calls("squeue")) == before + 1
 
@@ -553,7 +553,7 @@ def test_what_became_of_a_run_can_be_asked_where_there_is_no_sbatch(slurm, run):
         slurm.without(command)
     with pytest.raises(SchedulerError, match="no sbatch"):
         cluster_launcher.launcher_for(run.spec())
-    assert cluster_launcher.launcher_for(run.spec(), submits=False).states(run, [job])
+    assert cluster_launcher.launcher_for(run.spec(), submits=False).states(run.read(), [job])
 
 
 def test_variables_do_not_override_what_the_script_says(slurm, run, monkeypatch):
@@ -584,4 +584,4 @@ def test_a_silent_queue_is_no_reason_to_start_anew(slurm, run):
 
 def test_a_local_job_of_another_machine_is_not_started_again_here(run):
     job = make.job("train-x").model_copy(update={"host": "elsewhere"})
-    assert cluster_local.LocalLauncher().states(run, [job])[job.id].state == "running"
+    assert cluster_local.LocalLauncher().states(run.read(), [job])[job.id].state == "running"

@@ -15,6 +15,7 @@ from tula_cli.run.records.probes import Failed, OutOfMemory
 from tula_cli.run.records.recommendations import Prediction, Recommendation
 from tula_cli.run.records.results import Branch, Summary, TrainResult, Tuning
 from tula_cli.run.records.tasks import CheckTask, ProbeTask, Rung, TrainTask
+from tula_cli.run.snapshot import Snapshot
 from tula_cli.spec.ags import Arm
 from tula_cli.spec.job import JobSpec
 from tula_cli.spec.load import validate
@@ -55,7 +56,7 @@ class FakeLauncher:
         self.says.setdefault(task.job, "running")
         return job(task.job, nodes=task.nodes, scheduler=self.scheduler)
 
-    def states(self, run: RunDir, jobs: Sequence[Job]) -> dict[str, SchedulerState]:
+    def states(self, look: Snapshot, jobs: Sequence[Job]) -> dict[str, SchedulerState]:
         self.asked += 1
         return {job.id: SchedulerState(self.says.get(job.id, "ended"), self.reason, self.starts_at) for job in jobs}  # type: ignore[arg-type]
 

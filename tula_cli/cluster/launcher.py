@@ -13,6 +13,7 @@ from tula_cli.errors import SchedulerError
 from tula_cli.run.directory import RunDir
 from tula_cli.run.records.jobs import Job
 from tula_cli.run.records.tasks import Task
+from tula_cli.run.snapshot import Snapshot
 from tula_cli.spec.job import JobSpec
 
 LOCK_POLL, LOCK_PATIENCE = 0.5, 600.0
@@ -34,8 +35,8 @@ class Launcher(Protocol):
         """
         ...
 
-    def states(self, run: RunDir, jobs: Sequence[Job]) -> dict[str, SchedulerState]:
-        """Ask what became of jobs, all at once; by the job's own id."""
+    def states(self, look: Snapshot, jobs: Sequence[Job]) -> dict[str, SchedulerState]:
+        """Ask what became of jobs, all at once; by the job's own id. `look` is what their run holds."""
         ...
 
     def cancel(self, run: RunDir, job: Job) -> None:
@@ -87,7 +88,7 @@ def submitting(run: RunDir, *, sleep: Callable[[float], None] = time.sleep) -> I
 def under_way(run: RunDir, launcher: Launcher, job_ids: Iterable[str]) -> list[str]:
     """Return which of these jobs wait or run."""
     known = [job for id_ in job_ids if (job := run.job(id_)) is not None]
-    states = launcher.states(run, known)
+    states = launcher.states(run.read(), known)
     for state in states.values():
         if state.state == "unknown" and state.reason.startswith(SILENT):
             raise SchedulerError(state.reason, "nothing was submitted; run the same command again later")

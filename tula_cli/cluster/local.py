@@ -16,6 +16,7 @@ from tula_cli.host.processes import die_with_parent, started
 from tula_cli.run.directory import RunDir
 from tula_cli.run.records.jobs import Attempt, Job
 from tula_cli.run.records.tasks import Task
+from tula_cli.run.snapshot import Snapshot
 
 SUPERVISOR = "tula_cli.cluster.supervise"
 """Started by its name: the command line never runs it in its own process."""
@@ -59,18 +60,18 @@ class LocalLauncher:
             log_dir=str(run.submitit_dir),
         )
 
-    def states(self, run: RunDir, jobs: Sequence[Job]) -> dict[str, SchedulerState]:
+    def states(self, look: Snapshot, jobs: Sequence[Job]) -> dict[str, SchedulerState]:
         """Ask the kernel: the process that submitit started is there and is the same one, or it is not."""
-        return {job.id: self._state(run, job) for job in jobs}
+        return {job.id: self._state(look, job) for job in jobs}
 
-    def _state(self, run: RunDir, job: Job) -> SchedulerState:
+    def _state(self, look: Snapshot, job: Job) -> SchedulerState:
         if job.host not in ("", socket.gethostname()):
-            attempts = attempts_of(run, job)
+            attempts = attempts_of(look, job)
             over = bool(attempts) and attempts[-1].ended_at is not None
             return SchedulerState("ended" if over else "running", f"on {job.host}, as far as its files tell")
         if not _alive(job):
             return SchedulerState("ended")
-        if attempts_of(run, job):
+        if attempts_of(look, job):
             return SchedulerState("running")
         return SchedulerState("pending", "starting, or waiting for another tula job on this machine")
 
@@ -126,15 +127,9 @@ def with_package() -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": os.pathsep.join(dict.fromkeys(paths))}
 
 
-def attempts_of(run: RunDir, job: Job) -> list[Attempt]:
+def attempts_of(look: Snapshot, job: Job) -> list[Attempt]:
     """Return the attempts of a job since it was submitted."""
-    return [
-        attempt
-        for task in (*run.tasks(), *run.check_tasks())
-        if task.job == job.id
-        for attempt in run.attempts(task.id)
-        if attempt.started_at >= job.submitted_at - 1
-    ]
+    return look.attempts_of(job.id, since=job.submitted_at - 1)
 
 
 def _alive(job: Job) -> bool:

@@ -141,12 +141,10 @@ def no_progress(attempts: Sequence[Attempt], progress: int, limit: int) -> str:
 
 def write_summary(run: RunDir, task: TrainTask) -> None:
     """Keep predicted against actual; actual is every attempt's wall-clock time, the failed ones too."""
-    result = run.training(task.signature).result()
-    tasks = [t for t in run.tasks() if isinstance(t, TrainTask) and t.signature == task.signature]
+    training = run.training(task.signature)
+    result, tasks, attempts = training.result(), training.tasks(), training.attempts()
     assert result is not None
     assert tasks
-    tasks.sort(key=lambda t: t.attempt)
-    attempts = run.training(task.signature).attempts()
     hours = sum((a.ended_at or time.time()) - a.started_at for a in attempts) / 3600
     prediction = tasks[0].ladder[0].prediction
     run.write_summary(

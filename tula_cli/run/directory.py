@@ -11,15 +11,16 @@ from typing import BinaryIO
 
 from pydantic import TypeAdapter
 
-from tula_cli.errors import BadMeasurements, SpecError
+from tula_cli.errors import SpecError
 from tula_cli.run.cluster_checks import ClusterChecks
 from tula_cli.run.files import cannot_write, listing, read_record, read_text, write_atomic, write_record
 from tula_cli.run.lock import Lock
 from tula_cli.run.records.jobs import Attempt, Failure, Job, Order
-from tula_cli.run.records.probes import RESULT, Failed, Measured, OutOfMemory
+from tula_cli.run.records.probes import RESULT
 from tula_cli.run.records.recommendations import Recommendation
 from tula_cli.run.records.results import Comparison, JobFile, Summary, TrainResult, Tuning
 from tula_cli.run.records.tasks import TASK, CheckTask, CodeSnapshot, ProbeTask, Task, TrainTask
+from tula_cli.run.snapshot import Result, Snapshot
 from tula_cli.run.training_run import TrainingRun
 from tula_cli.spec.job import JobSpec
 from tula_cli.spec.load import dump_yaml, validate
@@ -165,6 +166,10 @@ class RunDir:
     def _of_type(self, name: str | None, spec: JobSpec) -> "RunDir":
         return self if name is None else RunDir(self.path / "types" / f"{spec.name}-{name}-{signature(spec)}")
 
+    def read(self) -> Snapshot:
+        """Return one look at what is there: whoever asks several questions asks it."""
+        return Snapshot(self.path)
+
     # --- tasks, jobs, attempts
 
     def write_task(self, task: Task) -> None:
@@ -175,8 +180,7 @@ class RunDir:
 
     def tasks(self) -> list[ProbeTask | TrainTask]:
         """Return the tasks that measure or train."""
-        found = [task for path in listing(self.path / "tasks") if (task := read_record(path, TASK))]
-        return [task for task in found if not isinstance(task, CheckTask)]
+        return self.read().tasks
 
     def check_tasks(self) -> list[CheckTask]:
         """Return the tasks of `tula check --on-cluster`."""
@@ -194,8 +198,7 @@ class RunDir:
         return read_record(self.path / f"jobs/{job_id}.json", TypeAdapter(Job))
 
     def jobs(self) -> list[Job]:
-        found = [job for path in listing(self.path / "jobs") if (job := read_record(path, TypeAdapter(Job)))]
-        return sorted(found, key=lambda job: (job.submitted_at, job.id))
+        return self.read().jobs
 
     def write_attempt(self, attempt: Attempt) -> None:
         write_record(self.path / f"attempts/{attempt.task}.{attempt.number:03d}.json", attempt)
@@ -206,11 +209,11 @@ class RunDir:
 
     def attempts(self, task_id: str | None = None) -> list[Attempt]:
         """Return the attempts of one task (or of all), oldest first."""
-        pattern = "*.json" if task_id is None else f"{task_id}.*.json"
-        found = [
-            a for path in listing(self.path / "attempts", pattern) if (a := read_record(path, TypeAdapter(Attempt)))
-        ]
-        return sorted(found, key=lambda attempt: (attempt.started_at, attempt.task, attempt.number))
+        if task_id is None:
+            return self.read().attempts
+        paths = listing(self.path / "attempts", f"{task_id}.*.json")
+        found = [attempt for path in paths if (attempt := read_record(path, TypeAdapter(Attempt)))]
+        return sorted(found, key=lambda attempt: (attempt.started_at, attempt.number))
 
     def write_failure(self, failure: Failure) -> None:
         write_record(self.path / f"failures/{failure.task}.{failure.attempt:03d}.{failure.rank:04d}.json", failure)
@@ -252,26 +255,22 @@ class RunDir:
 
     # --- results
 
-    def write_result(self, result: Measured | OutOfMemory | Failed) -> None:
+    def write_result(self, result: Result) -> None:
         write_record(self.path / f"results/{result.id}.json", result)
 
-    def result(self, result_id: str) -> Measured | OutOfMemory | Failed | None:
+    def result(self, result_id: str) -> Result | None:
         return read_record(self.path / f"results/{result_id}.json", RESULT)
 
-    def results(self) -> list[Measured | OutOfMemory | Failed]:
-        found = [result for path in listing(self.path / "results") if (result := read_record(path, RESULT))]
-        return sorted(found, key=lambda result: (result.nodes, result.local_batch))
+    def results(self) -> list[Result]:
+        """Return all results, by nodes and local batch.
 
-    def readable_results(self) -> tuple[list[Measured | OutOfMemory | Failed], list[str]]:
-        """Return the results that can be read, and what is wrong with the others."""
-        found, problems = [], []
-        for path in listing(self.path / "results"):
-            try:
-                found.append(read_record(path, RESULT))
-            except BadMeasurements as error:
-                problems.append(f"{error.message}; {error.hint}")
-        kept = [result for result in found if result is not None]
-        return sorted(kept, key=lambda result: (result.nodes, result.local_batch)), problems
+        Raises:
+            BadMeasurements: one is damaged.
+        """
+        look = self.read()
+        if look.damaged:
+            raise look.damaged[0]
+        return look.results
 
     def current_probe(self, task: ProbeTask) -> int | None:
         """Return the local batch that a job is at: the first without a result that stands; None where all have one."""
@@ -386,11 +385,6 @@ class RunDir:
             for path in listing(self.path / "code")
             if (found := read_record(path, TypeAdapter(CodeSnapshot)))
         }
-
-    def scheduler_logs(self, ids: Iterable[str]) -> list[Path]:
-        """Return what SLURM kept of jobs, by its own ids: there are words where no supervisor has started."""
-        found = [path for id_ in ids for path in self.submitit_dir.glob(f"{id_}_*_log.*") if path.stat().st_size]
-        return sorted(found, key=lambda path: path.stat().st_mtime)
 
     def logs(self) -> list[Path]:
         return sorted((self.path / "logs").glob("*.log"), key=lambda path: path.stat().st_mtime)

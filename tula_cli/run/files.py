@@ -5,7 +5,7 @@ import errno
 import os
 import socket
 from pathlib import Path
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 from pydantic import BaseModel, TypeAdapter, ValidationError
 
@@ -87,6 +87,12 @@ def read_record(path: Path, adapter: TypeAdapter[T]) -> T | None:
             f"{path} is damaged: {first['msg']} at {'.'.join(str(part) for part in first['loc']) or 'the top'}",
             "delete that file and run the same command again",
         ) from None
+
+
+class Reader(Protocol):
+    """Reads records: `read_record`, or a look that remembers what it has read."""
+
+    def __call__(self, path: Path, adapter: TypeAdapter[T], /) -> T | None: ...
 
 
 def read_text(path: Path) -> str:

@@ -9,7 +9,7 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
-from tula_cli.run.files import listing, read_record
+from tula_cli.run.files import Reader, listing, read_record
 from tula_cli.run.records.jobs import Attempt
 from tula_cli.run.records.results import Summary, TrainResult, Tuning
 from tula_cli.run.records.tasks import TASK, TrainTask
@@ -19,6 +19,9 @@ _CHECKPOINT = re.compile(r"[0-9]{12,}\.pt")
 _DRAFT = re.compile(r"\.[0-9]{12,}\.pt\..+\.[0-9]+")
 """A file name of `write_atomic` while it writes one."""
 
+_ATTEMPT, _RESULT = TypeAdapter(Attempt), TypeAdapter(TrainResult)
+_SUMMARY, _TUNING = TypeAdapter(Summary), TypeAdapter(Tuning)
+
 
 class TrainingRun:
     """A training. Reading never fails on a file that is not there yet; it answers None or an empty list.
@@ -26,11 +29,13 @@ class TrainingRun:
     Args:
         run: the run directory.
         signature: of the training.
+        read: what reads its records.
     """
 
-    def __init__(self, run: Path, signature: str) -> None:
+    def __init__(self, run: Path, signature: str, *, read: Reader = read_record) -> None:
         self.run = run
         self.signature = signature
+        self._read = read
 
     @property
     def path(self) -> Path:
@@ -38,15 +43,20 @@ class TrainingRun:
 
     # --- what was started; nothing of other trainings is read
 
+    def tasks(self) -> list[TrainTask]:
+        """Return the task of each relaunch, first attempt first."""
+        found = [self._read(path, TASK) for path in listing(self.run / "tasks", f"train-{self.signature}-*.json")]
+        return sorted((task for task in found if isinstance(task, TrainTask)), key=lambda task: task.attempt)
+
     def newest_task(self) -> TrainTask | None:
         """Return the task with the highest attempt."""
-        found = [read_record(path, TASK) for path in listing(self.run / "tasks", f"train-{self.signature}-*.json")]
-        return max((task for task in found if isinstance(task, TrainTask)), key=lambda task: task.attempt, default=None)
+        tasks = self.tasks()
+        return tasks[-1] if tasks else None
 
     def attempts(self) -> list[Attempt]:
         """Return the attempts over all relaunches, oldest first."""
         paths = listing(self.run / "attempts", f"train-{self.signature}-*.json")
-        found = [attempt for path in paths if (attempt := read_record(path, TypeAdapter(Attempt)))]
+        found = [attempt for path in paths if (attempt := self._read(path, _ATTEMPT))]
         return sorted(found, key=lambda attempt: (attempt.started_at, attempt.task, attempt.number))
 
     def diverged(self) -> Attempt | None:
@@ -57,14 +67,14 @@ class TrainingRun:
     # --- how far it is
 
     def result(self) -> TrainResult | None:
-        return read_record(self.path / "result.json", TypeAdapter(TrainResult))
+        return self._read(self.path / "result.json", _RESULT)
 
     def summary(self) -> Summary | None:
-        return read_record(self.path / "summary.json", TypeAdapter(Summary))
+        return self._read(self.path / "summary.json", _SUMMARY)
 
     def tuning(self) -> Tuning | None:
         """Return how far a training that tunes itself has come with it; None before it begins."""
-        return read_record(self.path / "tuning.json", TypeAdapter(Tuning))
+        return self._read(self.path / "tuning.json", _TUNING)
 
     def newest_samples(self) -> int:
         """Return the samples of the newest checkpoint, 0 where there is none."""

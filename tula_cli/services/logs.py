@@ -79,14 +79,15 @@ def newest_part(parts: Iterable[Part], job: str | None) -> RunDir | None:
 
 def _log_files(run: RunDir, job: str | None) -> list[Path]:
     """Return the log files of a job (of all), last written last."""
+    look = run.read()
     if job is None:
-        return run.logs() or run.scheduler_logs(id_ for found in run.jobs() for id_ in found.ids)
-    known = [found.id for found in run.jobs()]
+        return run.logs() or look.scheduler_logs(id_ for found in look.jobs for id_ in found.ids)
+    known = [found.id for found in look.jobs]
     if job not in known:
         raise SpecError(f"no job {job!r} in {run.path}", nearest(job, known) or f"there are: {', '.join(known) or '-'}")
-    tasks = tuple(f"{task.id}." for task in (*run.tasks(), *run.check_tasks()) if task.job == job)
+    tasks = tuple(f"{task.id}." for task in (*look.tasks, *look.check_tasks) if task.job == job)
     own = [path for path in run.logs() if path.name.startswith(tasks)]
-    return own or run.scheduler_logs(id_ for found in run.jobs() if found.id == job for id_ in found.ids)
+    return own or look.scheduler_logs(id_ for found in look.jobs if found.id == job for id_ in found.ids)
 
 
 def _read_lines(path: Path, offsets: dict[Path, int], *, whole: bool) -> Iterator[LogLine]:

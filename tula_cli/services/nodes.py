@@ -128,7 +128,7 @@ def watch_cluster(
     started, (pause, longest), hopeless = clock(), LOOKS, 0
     some_since: float | None = None
     while not _is_over(run, task):
-        state = launcher.states(run, [job])[job.id]
+        state = launcher.states(run.read(), [job])[job.id]
         yield state
         if state.state == "ended":
             return

@@ -18,6 +18,7 @@ from tula_cli.run.records.probes import Failed, Measured, OutOfMemory
 from tula_cli.run.records.recommendations import Recommendation
 from tula_cli.run.records.results import Tuning
 from tula_cli.run.records.tasks import ProbeTask, TrainTask
+from tula_cli.run.snapshot import Snapshot
 from tula_cli.services.progress.job_status import (
     ACTIVE,
     GRACE,
@@ -74,16 +75,13 @@ class RunStatus:
 
 def snapshot(run: RunDir, launcher: Launcher, *, now: float) -> RunStatus:
     """Return what is known of a run at `now` (Unix time). A damaged result is a warning: the others are shown."""
-    readable, problems = run.readable_results()
-    tasks, results = run.tasks(), {result.id: result for result in readable}
-    attempts = run.attempts()
-    pace = pace_of(results.values(), attempts)
-    training = _training(run, tasks, now=now)
-    tasked = [(job, own) for job in run.jobs() if (own := [task for task in tasks if task.job == job.id])]
-    states = launcher.states(run, [job for job, _ in tasked])
-    jobs = [
-        job_status(run, job, own, results, states[job.id], pace=pace, training=training, now=now) for job, own in tasked
-    ]
+    look = run.read()
+    results = {result.id: result for result in look.results}
+    pace = pace_of(look.results, look.attempts)
+    training = _training(look, now=now)
+    tasked = [job for job in look.jobs if look.tasks_of(job.id)]
+    states = launcher.states(look, tasked)
+    jobs = [job_status(look, job, results, states[job.id], pace=pace, training=training, now=now) for job in tasked]
     moving = {status.id for status in jobs if status.state in ACTIVE}
     if training is not None and not training.finished and training.job not in moving:
         training = dataclasses.replace(training, eta=None)
@@ -91,23 +89,23 @@ def snapshot(run: RunDir, launcher: Launcher, *, now: float) -> RunStatus:
         id=run.id,
         path=run.path,
         at=now,
-        measured=sum(isinstance(result, Measured) for result in results.values()),
-        out_of_memory=sum(isinstance(result, OutOfMemory) for result in results.values()),
-        failed=sum(isinstance(result, Failed) for result in results.values()),
+        measured=sum(isinstance(result, Measured) for result in look.results),
+        out_of_memory=sum(isinstance(result, OutOfMemory) for result in look.results),
+        failed=sum(isinstance(result, Failed) for result in look.results),
         jobs=tuple(jobs),
         training=training,
-        attempts=_story(tasks, attempts),
-        recommendation=run.recommendation(),
-        warnings=tuple(problems),
-        between_rounds=not moving and _between_rounds(run, tasks, results),
+        attempts=_story(look.tasks, look.attempts),
+        recommendation=look.recommendation,
+        warnings=tuple(f"{damaged.message}; {damaged.hint}" for damaged in look.damaged),
+        between_rounds=not moving and _between_rounds(look),
     )
 
 
-def _between_rounds(run: RunDir, tasks: Iterable[ProbeTask | TrainTask], results: Mapping[str, object]) -> bool:
+def _between_rounds(look: Snapshot) -> bool:
     """Return whether what an adaptive search has measured so far waits for its next round, or for its end."""
-    asked = [task for task in tasks if isinstance(task, ProbeTask) and task.spec.search.strategy == "adaptive"]
-    begun = any(isinstance(task, TrainTask) for task in tasks) or run.recommendation() is not None
-    return bool(asked and results) and not begun
+    asked = [task for task in look.tasks if isinstance(task, ProbeTask) and task.spec.search.strategy == "adaptive"]
+    begun = any(isinstance(task, TrainTask) for task in look.tasks) or look.recommendation is not None
+    return bool(asked and look.results) and not begun
 
 
 def _story(tasks: list[ProbeTask | TrainTask], attempts: list[Attempt]) -> tuple[AttemptStatus, ...]:
@@ -127,12 +125,13 @@ def _story(tasks: list[ProbeTask | TrainTask], attempts: list[Attempt]) -> tuple
 # --- training
 
 
-def _training(run: RunDir, tasks: list[ProbeTask | TrainTask], *, now: float) -> TrainingStatus | None:
+def _training(look: Snapshot, *, now: float) -> TrainingStatus | None:
     """Return the state of the training run that was worked on last."""
-    newest = _newest_train_task(run, tasks)
+    newest = _newest_train_task(look)
     if newest is None:
         return None
-    rows, result = run.training(newest.signature).metrics(), run.training(newest.signature).result()
+    files = look.training(newest.signature)
+    rows, result = files.metrics(), files.result()
     steps = [row for row in rows if row["kind"] == "step"]
     epochs = [row for row in rows if row["kind"] == "epoch"]
     moving = [row for row in rows if row["kind"] in ("start", "step", "epoch")]
@@ -155,14 +154,14 @@ def _training(run: RunDir, tasks: list[ProbeTask | TrainTask], *, now: float) ->
         step_time=latest.get("step_time"),
         predicted_step=None if prediction is None else prediction.step_time,
         eta=_eta(_newest_with_eta(rows), finished=result is not None, now=now),
-        tuning=_tuning(run.training(newest.signature).tuning()),
+        tuning=_tuning(files.tuning()),
         warnings=tuple(dict.fromkeys(row["message"] for row in rows if row["kind"] == "warning")),
     )
 
 
-def _newest_train_task(run: RunDir, tasks: list[ProbeTask | TrainTask]) -> TrainTask | None:
-    trainings = [task for task in tasks if isinstance(task, TrainTask)]
-    submitted = {job.id: job.submitted_at for job in run.jobs()}
+def _newest_train_task(look: Snapshot) -> TrainTask | None:
+    trainings = [task for task in look.tasks if isinstance(task, TrainTask)]
+    submitted = {job.id: job.submitted_at for job in look.jobs}
     return max(trainings, key=lambda task: (submitted.get(task.job, 0.0), task.attempt), default=None)
 
 
@@ -239,9 +238,10 @@ def watch(
 
 def _complete(run: RunDir, job_ids: set[str]) -> bool:
     """Return whether the files say that these jobs are over: looking at them is cheaper than asking the scheduler."""
-    tasks, results = run.tasks(), {result.id: result for result in run.readable_results()[0]}
-    own = [[task for task in tasks if task.job == id_] for id_ in job_ids]
-    return all(found and (now := progress_of(run, found, results)).done == now.total for found in own)
+    look = run.read()
+    results = {result.id: result for result in look.results}
+    own = [look.tasks_of(id_) for id_ in job_ids]
+    return all(found and (now := progress_of(look, found, results)).done == now.total for found in own)
 
 
 def _waits(job: JobStatus, lost_since: dict[str, float], *, now: float) -> bool:
@@ -259,9 +259,9 @@ def cancel(run: RunDir, launcher: Launcher) -> list[str]:
 
     Each is marked first, so that nothing (a supervisor, the next link of a chain) starts it again meanwhile.
     """
-    jobs = run.jobs()
-    states = launcher.states(run, jobs)
-    going_on = [job for job in jobs if states[job.id].state != "ended"]
+    look = run.read()
+    states = launcher.states(look, look.jobs)
+    going_on = [job for job in look.jobs if states[job.id].state != "ended"]
     for job in going_on:
         run.cancel(job.id)
         launcher.cancel(run, job)

@@ -111,7 +111,7 @@ def doubts_of_new(
 ) -> Iterator[Event]:
     """Warn of jobs that will not start, and of those that were submitted with other settings of the cluster."""
     known = [found for found in run.jobs() if found.id in jobs]
-    for id_, state in launcher.states(run, known).items():
+    for id_, state in launcher.states(run.read(), known).items():
         if state.hopeless:
             yield Warned(f"{id_}: {state.reason}; tula cancel, correct the cluster section, and start again")
     tasks = {task.job: task for task in run.tasks()}

@@ -20,6 +20,7 @@ from tula_cli.errors import SchedulerError
 from tula_cli.run.directory import RunDir
 from tula_cli.run.records.jobs import Job
 from tula_cli.run.records.tasks import Task, TrainTask
+from tula_cli.run.snapshot import Snapshot
 from tula_cli.spec.slurm_options import Slurm
 
 SPARE_LINKS = 2
@@ -75,14 +76,14 @@ class SlurmLauncher:
             log_dir=str(run.submitit_dir),
         )
 
-    def states(self, run: RunDir, jobs: Sequence[Job]) -> dict[str, SchedulerState]:
+    def states(self, look: Snapshot, jobs: Sequence[Job]) -> dict[str, SchedulerState]:
         """Ask for all jobs at once. A job that nobody knows is over, unless it is too young to be known."""
         known = ask([id_ for job in jobs for id_ in job.ids])
-        return {job.id: _with_words(run, job, _with_folder(run, job, self._state(run, job, known))) for job in jobs}
+        return {job.id: _with_words(look, job, _with_folder(look, job, self._state(look, job, known))) for job in jobs}
 
-    def _state(self, run: RunDir, job: Job, known: Mapping[str, SchedulerState]) -> SchedulerState:
+    def _state(self, look: Snapshot, job: Job, known: Mapping[str, SchedulerState]) -> SchedulerState:
         state = _chain_state(job, known)
-        if state.reason == YOUNG_WORDS and any(attempt.ended_at is None for attempt in attempts_of(run, job)):
+        if state.reason == YOUNG_WORDS and any(attempt.ended_at is None for attempt in attempts_of(look, job)):
             return SchedulerState("running", "squeue does not know it")
         return state
 
@@ -296,25 +297,25 @@ def _waiting(before: Sequence[str], states: Sequence[SchedulerState]) -> Schedul
     return SchedulerState("pending", f"goes on after job {before[-1]} ({story})", own.starts_at)
 
 
-def _with_folder(run: RunDir, job: Job, state: SchedulerState) -> SchedulerState:
+def _with_folder(look: Snapshot, job: Job, state: SchedulerState) -> SchedulerState:
     """Tell of a job that ran and left nothing behind that its nodes probably do not see the run directory."""
     ran = not state.reason or state.reason.startswith(("FAILED", FORGOTTEN))
-    if state.state != "ended" or not ran or attempts_of(run, job):
+    if state.state != "ended" or not ran or attempts_of(look, job):
         return state
-    if any(path for id_ in job.ids for path in run.submitit_dir.glob(f"{id_}_*_log.*")):
+    if look.started_logs(job.ids):
         return state
     words = (
-        f"it left no log: its nodes probably do not see {run.path.resolve()}; choose a folder on a file system that "
+        f"it left no log: its nodes probably do not see {look.path.resolve()}; choose a folder on a file system that "
         "all nodes share with --run-dir"
     )
     return SchedulerState("ended", f"{state.reason}; {words}" if state.reason else words)
 
 
-def _with_words(run: RunDir, job: Job, state: SchedulerState) -> SchedulerState:
+def _with_words(look: Snapshot, job: Job, state: SchedulerState) -> SchedulerState:
     """Add what the shell, srun or python said of a job whose supervisor never started."""
-    if state.state != "ended" or not state.reason.startswith("FAILED") or attempts_of(run, job):
+    if state.state != "ended" or not state.reason.startswith("FAILED") or attempts_of(look, job):
         return state
-    for path in reversed(run.scheduler_logs(job.ids)):
+    for path in reversed(look.scheduler_logs(job.ids)):
         lines = [line.strip() for line in path.read_text(errors="replace").splitlines()]
         told = [line for line in lines if line and "Exited with exit code" not in line and "submitit" not in line]
         if told and path.suffix == ".err":

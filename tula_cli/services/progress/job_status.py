@@ -8,11 +8,12 @@ from typing import Literal
 from tula_cli.cluster.relaunch import TAKEN
 from tula_cli.cluster.slurm.queue import SchedulerState
 from tula_cli.host.outcome import advice
-from tula_cli.run.directory import RunDir, probe_id
+from tula_cli.run.directory import probe_id
 from tula_cli.run.records.jobs import Attempt, Job
 from tula_cli.run.records.probes import Failed, Measured, OutOfMemory
 from tula_cli.run.records.results import Branch
 from tula_cli.run.records.tasks import ProbeTask, TrainTask
+from tula_cli.run.snapshot import Snapshot
 
 JobState = Literal["queued", "running", "done", "failed", "diverged", "cancelled", "lost"]
 ACTIVE: tuple[JobState, ...] = ("queued", "running")
@@ -108,9 +109,8 @@ class _Progress:
 
 
 def job_status(
-    run: RunDir,
+    look: Snapshot,
     job: Job,
-    tasks: list[ProbeTask | TrainTask],
     results: Results,
     scheduler: SchedulerState,
     *,
@@ -118,10 +118,10 @@ def job_status(
     training: TrainingStatus | None,
     now: float,
 ) -> JobStatus:
-    progress = progress_of(run, tasks, results)
-    attempts = sorted((a for task in tasks for a in run.attempts(task.id)), key=lambda attempt: attempt.started_at)
+    tasks, attempts = look.tasks_of(job.id), look.attempts_of(job.id)
+    progress = progress_of(look, tasks, results)
     recent = [attempt for attempt in attempts if attempt.started_at >= job.submitted_at - CLOCKS_APART]
-    state, reason = _state(progress, recent, scheduler, cancelled=run.cancelled_by(job.id))
+    state, reason = _state(progress, recent, scheduler, cancelled=look.cancelled_by(job.id))
     elapsed = _elapsed(attempts, until=now if state == "running" else progress.measured_at)
     left = _left(progress, training, pace=pace) if state in ACTIVE else None
     return JobStatus(
@@ -161,10 +161,10 @@ def _probes(tasks: Iterable[ProbeTask | TrainTask]) -> list[_Wanted]:
     return [found[key] for key in sorted(found, key=lambda key: (-key[0], key[1]))]
 
 
-def progress_of(run: RunDir, tasks: list[ProbeTask | TrainTask], results: Results) -> _Progress:
+def progress_of(look: Snapshot, tasks: list[ProbeTask | TrainTask], results: Results) -> _Progress:
     newest = tasks[-1]
     if isinstance(newest, TrainTask):
-        return _Progress(total=1, done=int(run.training(newest.signature).summary() is not None), now=None)
+        return _Progress(total=1, done=int(look.training(newest.signature).summary() is not None), now=None)
     probes = _probes(tasks)
     there = {wanted.id: results[wanted.id] for wanted in probes if wanted.id in results}
     failed = {id_: result.message for id_, result in there.items() if isinstance(result, Failed)}

@@ -1,0 +1,79 @@
+import make_runs as make
+import pytest
+import status as benchmark
+
+from tula_cli.cluster.slurm import submit
+from tula_cli.cluster.slurm.queue import SchedulerState
+from tula_cli.errors import BadMeasurements
+from tula_cli.run.directory import RunDir
+from tula_cli.services import status as services_status
+from tula_cli.services.progress import listing
+
+
+@pytest.fixture
+def run(tmp_path):
+    return RunDir.create(tmp_path / "tula-runs", make.spec())
+
+
+def test_one_look_at_many_ended_slurm_jobs_reads_each_file_at_most_once(tmp_path, monkeypatch):
+    run = benchmark.make_run(tmp_path, 66)
+    monkeypatch.setattr(submit, "ask", lambda ids: {id_: SchedulerState("ended") for id_ in ids})
+    with benchmark.counted() as reads:
+        status = services_status.snapshot(run, submit.SlurmLauncher(), now=benchmark.START + 999)
+    assert [job.state for job in status.jobs] == ["done"] * 66
+    assert len(reads) == len(set(reads)) <= len([path for path in run.path.rglob("*") if path.is_file()])
+
+
+def test_a_list_of_runs_reads_each_file_at_most_once(run):
+    make.add_training(run, rows=make.metrics())
+    run.write_train_result(make.train_result())
+    make.add_measured(run, 1, 32)
+    with benchmark.counted() as reads:
+        (line,) = listing.list_runs(run.path.parent)
+    assert (line.measured, line.trained) == (1, 1)
+    assert len(reads) == len(set(reads))
+
+
+def test_what_was_read_does_not_change_within_a_look(run):
+    job = make.add_training(run, rows=make.metrics())
+    look = run.read()
+    assert [task.job for task in look.tasks] == [job] and look.training("ab12cd34").result() is None
+    run.write_train_result(make.train_result())
+    assert look.training("ab12cd34").result() is None
+    assert run.read().training("ab12cd34").result() == make.train_result()
+
+
+def test_attempts_are_found_by_their_job_over_all_its_tasks(run):
+    name = make.add_training(run)
+    task = run.task(f"{name}-1")
+    run.write_task(task.model_copy(update={"id": f"{name}-2", "attempt": 2}))
+    run.write_attempt(make.attempt(f"{name}-2", start=make.START + 20))
+    run.write_attempt(make.attempt(f"{name}-1", start=make.START + 10))
+    look = run.read()
+    assert [attempt.task for attempt in look.attempts_of(name)] == [f"{name}-1", f"{name}-2"]
+    assert [attempt.task for attempt in look.attempts_of(name, since=make.START + 15)] == [f"{name}-2"]
+    assert look.attempts_of("another") == []
+
+
+def test_a_damaged_result_is_told_beside_the_others(run):
+    make.add_measured(run, 1, 32)
+    (run.path / "results" / "probe-n001-l000064.json").write_text("{")
+    look = run.read()
+    assert [result.local_batch for result in look.results] == [32]
+    assert "is damaged" in look.damaged[0].message
+    with pytest.raises(BadMeasurements, match="is damaged"):
+        run.results()
+
+
+def test_scheduler_logs_are_found_by_the_ids_of_their_jobs(run):
+    run.submitit_dir.mkdir()
+    for name, text in (
+        ("12_0_log.err", "srun: error"),
+        ("12_0_log.out", ""),
+        ("123_0_log.err", "other"),
+        ("12.sh", ""),
+    ):
+        (run.submitit_dir / name).write_text(text)
+    look = run.read()
+    assert [path.name for path in look.scheduler_logs(["12"])] == ["12_0_log.err"]
+    assert {path.name for path in look.started_logs(["12"])} == {"12_0_log.err", "12_0_log.out"}

@@ -1,0 +1,150 @@
+"""What a run directory holds at one moment: one look, in which each file is read at most once."""
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping
+from functools import cached_property
+from pathlib import Path
+from typing import Any, TypeVar
+
+from pydantic import TypeAdapter
+
+from tula_cli.errors import BadMeasurements
+from tula_cli.run.files import listing, read_record, read_text
+from tula_cli.run.records.jobs import Attempt, Job
+from tula_cli.run.records.probes import RESULT, Failed, Measured, OutOfMemory
+from tula_cli.run.records.recommendations import Recommendation
+from tula_cli.run.records.tasks import TASK, CheckTask, ProbeTask, Task, TrainTask
+from tula_cli.run.training_run import TrainingRun
+
+Result = Measured | OutOfMemory | Failed
+T = TypeVar("T")
+_ATTEMPT, _JOB, _RECOMMENDATION = TypeAdapter(Attempt), TypeAdapter(Job), TypeAdapter(Recommendation)
+
+
+class Snapshot:
+    """One look at a run. A file is read when it is first asked for, and what was read does not change any more.
+
+    Args:
+        path: the run directory; what is not there yet is None or empty.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._records: dict[Path, Any] = {}
+
+    # --- tasks, jobs, attempts
+
+    @cached_property
+    def _all_tasks(self) -> list[Task]:
+        return [task for path in listing(self.path / "tasks") if (task := self._read(path, TASK))]
+
+    @cached_property
+    def tasks(self) -> list[ProbeTask | TrainTask]:
+        """The tasks that measure or train, by their ids."""
+        return [task for task in self._all_tasks if not isinstance(task, CheckTask)]
+
+    @cached_property
+    def check_tasks(self) -> list[CheckTask]:
+        """The tasks of `tula check --on-cluster`."""
+        return [task for task in self._all_tasks if isinstance(task, CheckTask)]
+
+    @cached_property
+    def _tasks_by_job(self) -> Mapping[str, list[ProbeTask | TrainTask]]:
+        return _grouped(self.tasks, by=lambda task: task.job)
+
+    def tasks_of(self, job_id: str) -> list[ProbeTask | TrainTask]:
+        """Return what a job has to measure or to train, by the tasks' ids."""
+        return self._tasks_by_job.get(job_id, [])
+
+    @cached_property
+    def jobs(self) -> list[Job]:
+        """The jobs, first submitted first."""
+        found = [job for path in listing(self.path / "jobs") if (job := self._read(path, _JOB))]
+        return sorted(found, key=lambda job: (job.submitted_at, job.id))
+
+    @cached_property
+    def attempts(self) -> list[Attempt]:
+        """The attempts of all tasks, oldest first."""
+        found = [a for path in listing(self.path / "attempts") if (a := self._read(path, _ATTEMPT))]
+        return sorted(found, key=lambda attempt: (attempt.started_at, attempt.task, attempt.number))
+
+    @cached_property
+    def _attempts_by_job(self) -> Mapping[str, list[Attempt]]:
+        jobs = {task.id: task.job for task in self._all_tasks}
+        known = [attempt for attempt in self.attempts if attempt.task in jobs]
+        return _grouped(known, by=lambda attempt: jobs[attempt.task])
+
+    def attempts_of(self, job_id: str, *, since: float = float("-inf")) -> list[Attempt]:
+        """Return the attempts of a job that started at `since` (Unix time) or later, oldest first."""
+        return [attempt for attempt in self._attempts_by_job.get(job_id, []) if attempt.started_at >= since]
+
+    @cached_property
+    def _cancelled(self) -> frozenset[str]:
+        return frozenset(path.stem for path in listing(self.path / "jobs", "*.cancelled"))
+
+    def cancelled_by(self, job_id: str) -> str:
+        """Return the command that cancelled a job; empty where none has."""
+        return read_text(self.path / f"jobs/{job_id}.cancelled") if job_id in self._cancelled else ""
+
+    # --- results
+
+    @cached_property
+    def _readable(self) -> tuple[list[Result], list[BadMeasurements]]:
+        found: list[Result] = []
+        damaged = []
+        for path in listing(self.path / "results"):
+            try:
+                if result := self._read(path, RESULT):
+                    found.append(result)
+            except BadMeasurements as error:
+                damaged.append(error)
+        return sorted(found, key=lambda result: (result.nodes, result.local_batch)), damaged
+
+    @property
+    def results(self) -> list[Result]:
+        """The results that can be read, by nodes and local batch."""
+        return self._readable[0]
+
+    @property
+    def damaged(self) -> list[BadMeasurements]:
+        """What is wrong with results that cannot be read."""
+        return self._readable[1]
+
+    @cached_property
+    def recommendation(self) -> Recommendation | None:
+        return self._read(self.path / "recommendation.json", _RECOMMENDATION)
+
+    def training(self, train_signature: str) -> TrainingRun:
+        """Return one training with all its relaunches; its records too are read once."""
+        return TrainingRun(self.path, train_signature, read=self._read)
+
+    # --- what the scheduler kept
+
+    @cached_property
+    def _scheduler_files(self) -> Mapping[str, list[Path]]:
+        return _grouped(listing(self.path / "submitit", "*_log.*"), by=lambda path: path.name.partition("_")[0])
+
+    def started_logs(self, ids: Iterable[str]) -> list[Path]:
+        """Return the logs, empty ones too, that SLURM made for jobs, by its own ids: a job without any saw no folder."""
+        return [path for id_ in ids for path in self._scheduler_files.get(id_, [])]
+
+    def scheduler_logs(self, ids: Iterable[str]) -> list[Path]:
+        """Return what SLURM kept of jobs, last written last: there are words where no supervisor has started."""
+        return sorted(
+            (path for path in self.started_logs(ids) if path.stat().st_size), key=lambda path: path.stat().st_mtime
+        )
+
+    # ---
+
+    def _read(self, path: Path, adapter: TypeAdapter[T]) -> T | None:
+        if path not in self._records:
+            self._records[path] = read_record(path, adapter)
+        found: T | None = self._records[path]
+        return found
+
+
+def _grouped(items: Iterable[T], *, by: Callable[[T], str]) -> dict[str, list[T]]:
+    groups: defaultdict[str, list[T]] = defaultdict(list)
+    for item in items:
+        groups[by(item)].append(item)
+    return dict(groups)

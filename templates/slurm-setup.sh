@@ -1,14 +1,14 @@
-# What tula puts before the set-up of every job on SLURM; cluster.slurm.setup comes after it.
+# An example of what is to run before every job on SLURM, on each of its nodes' behalf, in the script of the job.
 #
-# A site replaces it with /etc/tula/slurm-setup.sh, a user with ~/.config/tula/slurm-setup.sh, a job with
-# cluster.slurm.setup_snippet. `tula profile --dry-run` shows which one was taken; the text is part of the script.
+# tula takes ~/.config/tula/slurm-setup.sh, else /etc/tula/slurm-setup.sh, where a job has no cluster.slurm.setup of its
+# own (lines, or the path of a file like this one). `tula profile --dry-run` shows which was taken; the text is part of
+# the script, so what was submitted is what runs.
 
-# Bindings of a job that tula itself was started in would pin every rank of this one to the same cores.
-unset SLURM_CPU_BIND SLURM_CPU_BIND_LIST SLURM_CPU_BIND_TYPE SLURM_CPU_BIND_VERBOSE
-unset SLURM_MEM_BIND SLURM_MEM_BIND_LIST SLURM_MEM_BIND_TYPE SLURM_MEM_BIND_VERBOSE
+# Without it a line that fails goes unnoticed.
+set -e
 
-# srun of SLURM 22.05 and later does not take --cpus-per-task over from sbatch.
-if [ -n "${SLURM_CPUS_PER_TASK:-}" ]; then export SRUN_CPUS_PER_TASK="$SLURM_CPUS_PER_TASK"; fi
+# module purge
+# module load cuda/12.4 nccl
+# source "$HOME/venvs/train/bin/activate"
 
-# With `extra: {export: NONE}` srun would keep from the ranks what the set-up has made.
-export SLURM_EXPORT_ENV=ALL
+# export NCCL_IB_HCA=mlx5

@@ -1,8 +1,8 @@
-# Runs as the parent of every rank, in bash, with the rank's command as "$@": the place to bind CPUs and to set what
-# differs from rank to rank. LOCAL_RANK is the rank on its node.
+# An example of what is to run around every rank: bash is started with this text and has the rank's command as "$@". It
+# is the place to bind CPUs and to set what differs from rank to rank. LOCAL_RANK is the rank on its node.
 #
-# It is used only when asked for: by a file of the site's, /etc/tula/slurm-wrapper.sh, or of the user's,
-# ~/.config/tula/slurm-wrapper.sh, or by cluster.slurm.wrapper_snippet. The text is part of the job's script.
+# tula takes ~/.config/tula/slurm-wrapper.sh, else /etc/tula/slurm-wrapper.sh, where a job has no cluster.slurm.wrapper of
+# its own (words, or the path of a file like this one). The text is part of the job's script.
 #
 # For example the network card beside each GPU, and the cores beside each card:
 #

@@ -94,9 +94,3 @@ def test_files_of_a_slurm_site_reach_the_script(own_model: Path, tmp_path: Path)
 @pytest.mark.parametrize("name", ["slurm-setup.sh", "slurm-wrapper.sh"])
 def test_files_of_a_slurm_site_are_bash(name: str) -> None:
     subprocess.run(["bash", "-n", str(ROOT / "examples" / "slurm_site" / name)], check=True)
-
-
-def test_the_site_s_set_up_has_all_lines_of_tula_s_own() -> None:
-    own, site = (ROOT / folder / "slurm-setup.sh" for folder in ("templates", "examples/slurm_site"))
-    code = {line for line in own.read_text().splitlines() if line and not line.startswith("#")}
-    assert code and code <= set(site.read_text().splitlines())

@@ -90,7 +90,7 @@ def test_environment_and_wrapper_reach_the_tasks_of_all_nodes(
         '{ printf "%s|%s|" "$NOTE" "$LEAKED"; echo "$TULA_WRAPPER"; } > "$0.$SLURM_PROCID"\n'
     )
     slurm = {
-        "gpus": "none", "environment": {"NOTE": "it's $HOME"}, "wrapper_snippet": "own.sh",
+        "gpus": "none", "environment": {"NOTE": "it's $HOME"}, "wrapper": "own.sh",
         "extra": {"export": "NONE"}, "setup": [f"export PATH={os.environ['PATH']} SLURM_CONF={os.environ['SLURM_CONF']}"],
     }  # fmt: skip
     monkeypatch.setenv("LEAKED", "from the login node")

@@ -57,7 +57,6 @@ class LocalLauncher:
             submissions=earlier.submissions + 1 if earlier else 1,
             process_started=started(pid),
             host=socket.gethostname(),
-            log_dir=str(run.submitit_dir),
         )
 
     def states(self, look: Snapshot, jobs: Sequence[Job]) -> dict[str, SchedulerState]:

@@ -13,7 +13,6 @@ from tula_cli.models.efficiency import Noise
 from tula_cli.models.forecast import Forecast
 from tula_cli.run.directory import Part, RunDir
 from tula_cli.run.jobfile import adopt, begun, origin
-from tula_cli.run.records.inspections import Inspection
 from tula_cli.run.records.recommendations import Prediction, Recommendation
 from tula_cli.services import status
 from tula_cli.services.progress.job_status import ACTIVE
@@ -47,7 +46,6 @@ def recommend(
     options: Sequence[str] = (),
     overrides: Sequence[str] = (),
     pending: int | Mapping[str | None, int] = 0,
-    inspection: Inspection | None = None,
     now: float,
 ) -> Answer:
     """Choose a configuration; nothing is written.
@@ -68,7 +66,6 @@ def recommend(
         options: all but the objective, as typed; for the record.
         overrides: what of `spec` is not the job's own; for the record.
         pending: probes that are queued or running; by node type where the job names any.
-        inspection: memory estimates and capacity, for what the probes do not tell.
         now: Unix time.
 
     Raises:
@@ -80,7 +77,7 @@ def recommend(
     limits = Limits(nodes, max_nodes, max_batch, deadline_hours, budget, same_progress=objective == "accuracy-time")
     parts = run.parts(spec, node_type)
     waiting = pending if isinstance(pending, Mapping) else {part.type: pending for part in parts}
-    surveys, left_out = surveys_of(parts, limits, waiting, inspection)
+    surveys, left_out = surveys_of(parts, limits, waiting)
     noise = noise_of(surveys, needed=objective == "accuracy-time")
     allowed = _within(surveys, limits, noise)
 

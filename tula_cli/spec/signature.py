@@ -5,10 +5,9 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from tula_cli.presets import AGS_PRESETS
 from tula_cli.spec.ags import Ags
-from tula_cli.spec.job import JobSpec
-from tula_cli.spec.methods import READ_AGS, WARMUP_EPOCHS
+from tula_cli.spec.job import JobSpec, warmup_epochs
+from tula_cli.spec.methods import READ_AGS
 
 
 def signature(spec: JobSpec, code: str = "") -> str:
@@ -28,13 +27,12 @@ def signature(spec: JobSpec, code: str = "") -> str:
         "train": train.model_dump(
             include={
                 "precision", "workers", "accumulate", "max_grad_norm", "activation_checkpointing", "reference_batch", "method",
+                "ghost_batch",
             }
         ),
         "ags": _ags(spec.ags, {"granularity", "b_small", "consensus", "source", "apply_to", *_steps_refresh(spec)}),
         "cluster": cluster.model_dump(include={"kind", "gpus_per_node", "device", "memory_per_gpu", "interface"}),
     }  # fmt: skip
-    if train.ghost_batch is not None:
-        parts["train"]["ghost_batch"] = train.ghost_batch
     if spec.node_types:  # where it runs is told by each type's own signature; a type more keeps the run
         parts = {**parts, "cluster": None, "node_types": True}
     return _digest({**parts, "code": code} if code else parts)
@@ -58,7 +56,7 @@ def train_signature(spec: JobSpec, *, nodes: int, batch: int, code: str = "") ->
     parts["train"] = spec.train.model_dump(
         exclude={"workers", "checkpoint_every", "max_attempts", "tensorboard", "diagnostics", "hessian"}
     )
-    _keep_older_signature(spec, parts)
+    parts["schedule"]["warmup_epochs"] = warmup_epochs(spec)
     parts["gpus_per_node"] = spec.cluster.gpus_per_node
     if spec.train.method == "auto":
         parts["auto"] = spec.auto.model_dump()
@@ -67,29 +65,13 @@ def train_signature(spec: JobSpec, *, nodes: int, batch: int, code: str = "") ->
     return _digest({**parts, "nodes": nodes, "batch": batch})
 
 
-def _keep_older_signature(spec: JobSpec, parts: dict[str, Any]) -> None:
-    """Leave out settings that came later where they change nothing."""
-    for name, unused in (("lr_scaling", "auto"), ("ghost_batch", None)):
-        if parts["train"][name] == unused:
-            del parts["train"][name]
-    if spec.schedule.warmup_epochs is None:
-        parts["schedule"]["warmup_epochs"] = 0.0
-    elif spec.schedule.warmup_epochs == 0 and spec.train.method in WARMUP_EPOCHS:
-        del parts["schedule"]["warmup_epochs"]
-
-
 def _steps_refresh(spec: JobSpec) -> set[str]:
     """Return the setting that changes what a step takes: how often AGS refreshes, where every step does."""
     return {"refresh"} if spec.ags.resolved().each_step else set()
 
 
 def _ags(ags: Ags, names: set[str]) -> dict[str, Any]:
-    """Return the resolved settings; those that came later only where they act, so that older signatures stand."""
-    paper = AGS_PRESETS["paper"]
-    later = paper.keys() - {"granularity", "delta", "refresh", "s_min", "eps"}
-    unused = {name: paper[name] for name in later} | {"factor": "auto"}
-    settings = ags.resolved().model_dump(include=names)
-    return {name: value for name, value in settings.items() if unused.get(name) != value}
+    return ags.resolved().model_dump(include=names)
 
 
 def _digest(parts: Mapping[str, Any]) -> str:

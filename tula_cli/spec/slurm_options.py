@@ -119,13 +119,12 @@ class Slurm(Section):
     exclusive: bool = True  # whole nodes: neighbours would spoil the times
     extra: dict[Annotated[str, AfterValidator(_sbatch_option)], OptionValue] = {}  # any other option of sbatch
     srun_extra: dict[Annotated[str, AfterValidator(_srun_option)], OptionValue] = {}  # any other option of srun
-    setup: list[str] = []  # shell lines before the job
+    setup: list[str] | Line | None = None  # shell lines before the job, or a file of them; null: the site's, if any
     # variables, exported after the set-up; null leaves one out
     environment: dict[Annotated[str, AfterValidator(_variable)], Annotated[str, BeforeValidator(as_text)] | None] = {}
     python: Command | None = None  # how python is started in the job: a command of the shell
-    wrapper: list[Annotated[Line, AfterValidator(word)]] = []  # words before the command of every rank
-    setup_snippet: Line | bool = True  # a file; true: the site's, else tula's; false: none
-    wrapper_snippet: Line | bool | None = None  # a file; true: the site's, else tula's; null: the site's, if any
+    # words before the command of every rank, or a script (a file) around it; null: the site's, if any
+    wrapper: list[Annotated[Line, AfterValidator(word)]] | Line | None = None
 
     @model_validator(mode="after")
     def _settings_fit_together(self) -> "Slurm":

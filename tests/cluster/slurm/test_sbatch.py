@@ -69,8 +69,14 @@ def options(slurm: dict[str, Any], **cluster: Any) -> dict[str, Any]:
 
 
 def setup(slurm: dict[str, Any], workdir: Path = Path("/")) -> list[str]:
-    task = probe(spec({"setup_snippet": False, **slurm}), workdir)
-    return sbatch.parameters(RunDir(Path("/runs/gold-12345678")), task)["setup"] or []
+    """Return the lines before the job without those that every job begins with."""
+    lines = whole_setup(slurm, workdir)
+    return lines[len(whole_setup({"setup": [], "wrapper": []}, workdir)) :]
+
+
+def whole_setup(slurm: dict[str, Any], workdir: Path = Path("/")) -> list[str]:
+    task = probe(spec(slurm), workdir)
+    return list(sbatch.parameters(RunDir(Path("/runs/gold-12345678")), task)["setup"])
 
 
 # --- whole scripts
@@ -81,12 +87,12 @@ EVERYTHING = {
     "gpu_type": "a100", "extra": {"mail-type": ["END", "FAIL"], "nice": 100, "gres": "nvme:1", "hold": False},
     "srun_extra": {"cpu-bind": "none", "label": True}, "setup": ["module load cuda"],
     "environment": {"NCCL_DEBUG": "WARN", "NOTE": "it's fine"}, "python": "apptainer exec --nv image.sif python",
-    "wrapper_snippet": True,
+    "wrapper": str(assets.find_asset("templates/slurm-wrapper.sh")),
 }  # fmt: skip
 
 
 SCRIPTS = {
-    "bare": probe(spec({"setup_snippet": False}, device="cpu", gpus_per_node=1)),
+    "bare": probe(spec({"setup": []}, device="cpu", gpus_per_node=1)),
     "default": probe(spec()),
     "everything": train(spec(EVERYTHING)),
     "torchrun": train(spec({"launcher": "torchrun", "cpus_per_task": 8, "minutes": 240})),
@@ -282,8 +288,8 @@ def test_environment_holds_whatever_the_set_up_has_set() -> None:
     assert bash(lines, "echo $THREADS") == "8\n"
 
 
-def test_packaged_set_up_mends_what_srun_inherits() -> None:
-    lines = setup({"setup_snippet": True})
+def test_every_job_mends_what_srun_inherits() -> None:
+    lines = whole_setup({"setup": []})
     inherited = {"SLURM_CPU_BIND": "mask_cpu:0x1", "SLURM_MEM_BIND_TYPE": "x", "SLURM_CPUS_PER_TASK": "8"}
     found = bash(lines, "env", **inherited)
     assert "SLURM_CPU_BIND" not in found
@@ -293,35 +299,29 @@ def test_packaged_set_up_mends_what_srun_inherits() -> None:
     assert "SLURM_EXPORT_ENV=ALL\n" in bash(lines, "env", SLURM_EXPORT_ENV="NONE")
 
 
-def test_set_up_of_the_spec_comes_after_the_snippet(no_files_of_a_site: Path) -> None:
-    (no_files_of_a_site / "slurm-setup.sh").write_text("where=site\n")
-    assert bash(setup({"setup_snippet": True, "setup": ["echo $where"]}), "") == "site\n"
-
-
-def test_snippet_that_is_nearest_is_taken(no_files_of_a_site: Path, tmp_path: Path) -> None:
-    packaged = setup({"setup_snippet": True})
-    assert packaged[0].endswith("templates/slurm-setup.sh")
+def test_set_up_is_the_specs_else_the_sites(no_files_of_a_site: Path, tmp_path: Path) -> None:
+    assert setup({}) == []
     (no_files_of_a_site / "slurm-setup.sh").write_text("echo site\n")
     (tmp_path / "own.sh").write_text("echo own\n")
-    assert setup({"setup_snippet": True}) == [f"# {no_files_of_a_site}/slurm-setup.sh", "echo site"]
-    assert setup({"setup_snippet": "own.sh"}, tmp_path) == [f"# {tmp_path}/own.sh", "echo own"]
-    assert setup({"setup_snippet": False}) == []
+    assert setup({}) == [f"# {no_files_of_a_site}/slurm-setup.sh", "echo site"]
+    assert setup({"setup": "own.sh"}, tmp_path) == [f"# {tmp_path}/own.sh", "echo own"]
+    assert setup({"setup": ["echo line"]}) == ["# cluster.slurm.setup", "echo line"]
+    assert setup({"setup": []}) == []
 
 
-def test_wrapper_snippet_is_used_only_when_asked_for(no_files_of_a_site: Path) -> None:
-    assert setup({}) == []
-    assert setup({"wrapper_snippet": True})[1].endswith("templates/slurm-wrapper.sh")
+def test_a_script_around_the_ranks_is_the_specs_else_the_sites(no_files_of_a_site: Path) -> None:
     (no_files_of_a_site / "slurm-wrapper.sh").write_text("echo wrapped\n")
     assert "echo wrapped" in setup({})
-    assert setup({"wrapper_snippet": False}) == []
+    assert setup({"wrapper": []}) == []
+    assert setup({"wrapper": ["numactl"]}) == []
 
 
-@pytest.mark.parametrize("setting", ["setup_snippet", "wrapper_snippet"])
-def test_snippet_that_cannot_be_read_is_the_users_to_mend(setting: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("setting", ["setup", "wrapper"])
+def test_file_that_cannot_be_read_is_the_users_to_mend(setting: str, tmp_path: Path) -> None:
     with pytest.raises(SpecError) as caught:
         setup({setting: "none.sh"}, tmp_path)
     assert str(tmp_path / "none.sh") in caught.value.message
-    assert setting in caught.value.hint
+    assert f"cluster.slurm.{setting}" in caught.value.hint
     (tmp_path / "none.sh").write_bytes(b"\xff\xfe")
     with pytest.raises(SpecError, match="cannot read"):
         setup({setting: "none.sh"}, tmp_path)
@@ -340,25 +340,25 @@ def test_wrapper_of_the_spec_stands_before_the_rank() -> None:
     ]  # fmt: skip
 
 
-def test_wrapper_snippet_runs_around_the_rank_as_it_was_at_submission(tmp_path: Path) -> None:
+def test_script_runs_around_the_rank_as_it_was_at_submission(tmp_path: Path) -> None:
     text = "  # It's \"indented\"\ncase $LOCAL_RANK in 1) export CARD='mlx5 1';; esac\n\n" + 'exec "$@"\n'
     (tmp_path / "own.sh").write_text(text)
-    found = spec({"wrapper_snippet": "own.sh", "setup_snippet": False, "wrapper": ["env", "INNER=yes"]})
+    found = spec({"wrapper": "own.sh", "setup": []})
     lines = sbatch.parameters(RunDir(tmp_path), probe(found, tmp_path))["setup"]
     (tmp_path / "own.sh").unlink()
     carried = json.loads(bash(lines, f"{sys.executable} -c 'import json, os; print(json.dumps(dict(os.environ)))'"))
     assert carried["TULA_WRAPPER"] == f"# {tmp_path}/own.sh\n{text}"
 
-    command = [*sbatch.wrapper(found, environ=carried), "sh", "-c", 'echo "$CARD,$INNER,$1,$$"; exit 7', "x", "a b"]
+    command = [*sbatch.wrapper(found, environ=carried), "sh", "-c", 'echo "$CARD,$1,$$"; exit 7', "x", "a b"]
     with subprocess.Popen(command, env={**carried, "LOCAL_RANK": "1"}, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
-        assert process.stdout.read() == f"mlx5 1,yes,a b,{process.pid}\n"
+        assert process.stdout.read() == f"mlx5 1,a b,{process.pid}\n"
     assert process.returncode == 7
 
 
-def test_wrapper_snippet_stands_outside_the_words_of_the_spec() -> None:
-    found = sbatch.wrapper(spec({"wrapper": ["numactl"]}), environ={"TULA_WRAPPER": "text"})
-    assert found == ["bash", "-c", "text", "tula-wrapper", "numactl"]
+def test_words_of_the_spec_take_the_place_of_a_script() -> None:
+    assert sbatch.wrapper(spec({"wrapper": ["numactl"]}), environ={"TULA_WRAPPER": "text"}) == ["numactl"]
+    assert sbatch.wrapper(spec(), environ={"TULA_WRAPPER": "text"}) == ["bash", "-c", "text", "tula-wrapper"]
 
 
 def test_packaged_wrapper_changes_nothing() -> None:

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from tula_cli.assets import find_asset, site_asset
+from tula_cli.assets import site_asset
 from tula_cli.errors import SpecError
 from tula_cli.run.directory import RunDir
 from tula_cli.run.records.tasks import CheckTask, ProbeTask, Task, TrainTask
@@ -14,7 +14,17 @@ from tula_cli.spec.job import JobSpec
 from tula_cli.spec.slurm_options import Slurm, option
 
 SETUP, WRAPPER = "slurm-setup.sh", "slurm-wrapper.sh"
-"""Snippets that a site may replace."""
+"""Files of the user's or the site's that are taken where the spec has none of its own."""
+_INHERITED = (
+    "# Bindings of a job that tula itself was started in would pin every rank of this one to the same cores.",
+    "unset SLURM_CPU_BIND SLURM_CPU_BIND_LIST SLURM_CPU_BIND_TYPE SLURM_CPU_BIND_VERBOSE",
+    "unset SLURM_MEM_BIND SLURM_MEM_BIND_LIST SLURM_MEM_BIND_TYPE SLURM_MEM_BIND_VERBOSE",
+    "# srun of SLURM 22.05 and later does not take --cpus-per-task over from sbatch.",
+    'if [ -n "${SLURM_CPUS_PER_TASK:-}" ]; then export SRUN_CPUS_PER_TASK="$SLURM_CPUS_PER_TASK"; fi',
+    "# With `extra: {export: NONE}` srun would keep from the ranks what the set-up has made.",
+    "export SLURM_EXPORT_ENV=ALL",
+)
+"""What every job's script begins with."""
 ROOM = 2  # minutes beyond what a job may take, for its supervisor to end it first and write why
 _SIGNAL = 90  # seconds before its end at which a job is told so; less where it is short
 _WRAPPER = "TULA_WRAPPER"
@@ -31,7 +41,7 @@ def parameters(run: RunDir, task: Task, *, name: str | None = None, dependency: 
         dependency: what it waits for, as sbatch writes it: "afterany:4711".
 
     Raises:
-        SpecError: a snippet that the spec names cannot be read.
+        SpecError: a file that the spec names cannot be read.
     """
     slurm = _slurm(task.spec)
     minutes = _minutes(task, slurm)
@@ -59,15 +69,16 @@ def python(task: Task) -> str | None:
 
 
 def wrapper(spec: JobSpec, *, environ: Mapping[str, str]) -> list[str]:
-    """Return the words before a rank's command: the snippet that came with the job, then those of the spec.
+    """Return the words before a rank's command: the spec's, or those that run the script which came with the job.
 
     Args:
         spec: the job.
-        environ: the job's environment, which holds the snippet as it was at submission.
+        environ: the job's environment, which holds the script as it was at submission.
     """
-    snippet = environ.get(_WRAPPER)
-    outer = ["bash", "-c", snippet, "tula-wrapper"] if snippet else []
-    return [*outer, *_slurm(spec).wrapper]
+    words, script = _slurm(spec).wrapper, environ.get(_WRAPPER)
+    if isinstance(words, list):
+        return words
+    return ["bash", "-c", script, "tula-wrapper"] if script else []
 
 
 def doubts(spec: JobSpec) -> tuple[str, ...]:
@@ -165,13 +176,15 @@ def _srun(task: Task, slurm: Slurm) -> list[str]:
 def _setup(task: Task, slurm: Slurm) -> list[str]:
     """Return the lines of the shell before the job, as they are now: what was submitted is what runs."""
     workdir = Path(task.workdir)
-    snippet = _snippet(SETUP, slurm.setup_snippet, setting="setup_snippet", workdir=workdir)
-    outer = _snippet(WRAPPER, slurm.wrapper_snippet, setting="wrapper_snippet", workdir=workdir)
+    if isinstance(slurm.setup, list):
+        lines = ["# cluster.slurm.setup", *slurm.setup] if slurm.setup else []
+    else:
+        lines = _file(SETUP, slurm.setup, setting="setup", workdir=workdir)
+    outer = [] if isinstance(slurm.wrapper, list) else _file(WRAPPER, slurm.wrapper, setting="wrapper", workdir=workdir)
     exports = [f"export {name}={shlex.quote(v)}" for name, v in slurm.environment.items() if v is not None]
     return [
-        *snippet,
-        *(["# cluster.slurm.setup"] if slurm.setup else []),
-        *slurm.setup,
+        *_INHERITED,
+        *lines,
         *exports,  # after the set-up: they hold whatever the modules have set
         *(_in_variable(outer) if outer else []),
     ]
@@ -182,26 +195,24 @@ def _in_variable(lines: Sequence[str]) -> list[str]:
     return [f"IFS= read -r -d '' {_WRAPPER} <<'{_WRAPPER_END}' || true", *lines, _WRAPPER_END, f"export {_WRAPPER}"]
 
 
-def _snippet(name: str, wish: str | bool | None, *, setting: str, workdir: Path) -> list[str]:
-    """Return the lines of a snippet: of the file the spec names, the user's, the site's, or the one tula comes with.
+def _file(name: str, given: str | None, *, setting: str, workdir: Path) -> list[str]:
+    """Return the lines of the file that the spec gives, else of the user's or the site's, if there is one.
 
     Args:
-        name: of the file.
-        wish: a path; True: the one tula comes with, unless there is a user's or a site's; None: only theirs; False: none.
-        setting: where the wish comes from.
+        name: of the user's and the site's file.
+        given: a path; None: theirs.
+        setting: where the path comes from.
         workdir: what a relative path starts from.
 
     Raises:
         SpecError: it cannot be read.
     """
-    if wish is False:
-        return []
-    named = workdir / Path(wish).expanduser() if isinstance(wish, str) else None
-    path = named or site_asset(name) or (find_asset(f"templates/{name}") if wish else None)
+    path = site_asset(name) if given is None else workdir / Path(given).expanduser()
     if path is None:
         return []
     try:
         return [f"# {path}", *path.read_text(encoding="utf-8").splitlines()]
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or error
-        raise SpecError(f"cannot read {path}: {reason}", f"cluster.slurm.{setting} names a file, or false") from None
+        hint = f"cluster.slurm.{setting} is a list, or the path of a file; [] is none"
+        raise SpecError(f"cannot read {path}: {reason}", hint) from None

@@ -73,7 +73,6 @@ class SlurmLauncher:
             submitted_at=submitted_at,
             submissions=max(1, submissions) if there else submissions + 1,
             links=tuple(ids) if len(names) > 1 else (),
-            log_dir=str(run.submitit_dir),
         )
 
     def states(self, look: Snapshot, jobs: Sequence[Job]) -> dict[str, SchedulerState]:

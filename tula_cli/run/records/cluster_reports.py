@@ -53,4 +53,3 @@ class ClusterReport(Record):
     nodes: tuple[NodeReport, ...]
     transfers: tuple[Transfer, ...]  # between the first node and the second, ascending; empty where there is one node
     latency: float  # seconds of an all-reduce of one number over all ranks; median
-    checked_at: float

@@ -17,7 +17,6 @@ class Job(Record):
     links: tuple[str, ...] = ()  # ids of the chain that a training job on SLURM is, scheduler_id first
     host: str = ""  # local: the machine it runs on
     process_started: float | None = None  # local: start time of the process, against reused process ids
-    log_dir: str = ""
 
     @property
     def ids(self) -> tuple[str, ...]:

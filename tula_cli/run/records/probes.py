@@ -32,8 +32,7 @@ class GradientStats(Record):
     batch: int
     local_batch: int
     steps: int  # whose norms are finite
-    # Squared standard errors of norm_sqr and of local_norm_sqr, and their covariance. None where both are of one batch,
-    # and in results older than the noise scale, whose two norms are of different steps.
+    # Squared standard errors of norm_sqr and of local_norm_sqr, and their covariance; None where both are of one batch.
     covariance: tuple[float, float, float] | None = None
 
 
@@ -115,7 +114,6 @@ class OutOfMemory(Record):
     gpus_per_node: int
     local_batch: int
     assumed: bool  # not run, because a smaller one did not fit
-    thrash: bool = False  # it ran, but only by flushing the allocator's cache again and again
     message: str
 
 

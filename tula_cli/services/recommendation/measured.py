@@ -12,7 +12,6 @@ from tula_cli.models.efficiency import Noise
 from tula_cli.models.forecast import Forecast
 from tula_cli.models.observations import TooFew
 from tula_cli.run.directory import Part
-from tula_cli.run.records.inspections import Inspection
 from tula_cli.run.records.jobs import Attempt
 from tula_cli.run.records.probes import Failed, Measured, OutOfMemory
 from tula_cli.run.records.recommendations import Prediction
@@ -57,7 +56,7 @@ class Survey:
 
 
 def surveys_of(
-    parts: Sequence[Part], limits: Limits, pending: Mapping[str | None, int], inspection: Inspection | None
+    parts: Sequence[Part], limits: Limits, pending: Mapping[str | None, int]
 ) -> tuple[list[Survey], list[str]]:
     """Return what is known of each type, and what is to be said of those that are left out.
 
@@ -67,7 +66,7 @@ def surveys_of(
     found, errors = [], []
     for part in parts:
         try:
-            found.append(_survey(part, limits, pending=pending.get(part.type, 0), inspection=inspection))
+            found.append(_survey(part, limits, pending=pending.get(part.type, 0)))
         except (Pending, BadMeasurements, Infeasible) as error:
             errors.append((part, error))
     if not found:
@@ -75,9 +74,9 @@ def surveys_of(
     return found, [f"node type {part.type} is left out: {error.message}" for part, error in errors]
 
 
-def _survey(part: Part, limits: Limits, *, pending: int, inspection: Inspection | None) -> Survey:
+def _survey(part: Part, limits: Limits, *, pending: int) -> Survey:
     results = part.run.results()
-    forecast = _forecast(part.spec, results, part.run.attempts(), pending=pending, inspection=inspection)
+    forecast = _forecast(part.spec, results, part.run.attempts(), pending=pending)
     unknown = _unknown(forecast, limits)
     _require_enough(forecast, unknown, pending=pending)
     return Survey(part, results, forecast, unknown, pending)
@@ -119,11 +118,9 @@ def rests_on(noise: Noise, spec: JobSpec) -> str:
     return efficiency.words(noise, epochs=spec.train.epochs, reference=spec.train.reference_batch)
 
 
-def _forecast(
-    spec: JobSpec, results: Results, attempts: Sequence[Attempt], *, pending: int, inspection: Inspection | None
-) -> Forecast:
+def _forecast(spec: JobSpec, results: Results, attempts: Sequence[Attempt], *, pending: int) -> Forecast:
     try:
-        return Forecast.from_results(spec, results, inspection=inspection, attempts=attempts)
+        return Forecast.from_results(spec, results, attempts=attempts)
     except (TooFew, Infeasible) as error:
         if pending:
             raise _pending(pending, error.message) from error

@@ -113,7 +113,6 @@ def look(task: CheckTask, run: RunDir, *, attempt: int) -> None:
                     nodes=tuple(nodes),
                     transfers=tuple(transfers),
                     latency=latency,
-                    checked_at=time.time(),
                 )
             )
 

@@ -123,7 +123,6 @@ def measure(
             gpus_per_node=task.spec.cluster.gpus_per_node,
             local_batch=local_batch,
             assumed=False,
-            thrash=True,
             message=f"it ran only because the allocator flushed its cache {retries} times",
         )
     return Measured(

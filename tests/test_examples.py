@@ -94,3 +94,17 @@ def test_files_of_a_slurm_site_reach_the_script(own_model: Path, tmp_path: Path)
 @pytest.mark.parametrize("name", ["slurm-setup.sh", "slurm-wrapper.sh"])
 def test_files_of_a_slurm_site_are_bash(name: str) -> None:
     subprocess.run(["bash", "-n", str(ROOT / "examples" / "slurm_site" / name)], check=True)
+
+
+@pytest.mark.e2e
+def test_the_notebook_goes_from_a_job_to_a_trained_network(tmp_path: Path) -> None:
+    environment = os.environ | {"TMPDIR": str(tmp_path)}  # the lock that keeps jobs of one machine apart lies there
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "examples" / "notebook.py")],
+        cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=500, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    checked, chosen, trained = done.stdout.splitlines()
+    assert checked.startswith("4 probes in 2 jobs") and "nodes, batch" in chosen and trained.startswith("top-1")
+    (run,) = (tmp_path / "tula-runs").glob("notebook-*")
+    assert (run / "recommended.yaml").exists() and list((run / "train").glob("*/summary.json"))

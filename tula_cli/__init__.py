@@ -1,1 +1,46 @@
 """tula: choose the nodes and the batch size of a distributed training job by measuring it."""
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from tula_cli.errors import TulaError
+    from tula_cli.services.api.commands import (
+        check,
+        compare,
+        estimate,
+        profile,
+        profile_events,
+        recommend,
+        status,
+        train,
+    )
+    from tula_cli.services.api.handles import Run
+    from tula_cli.version import __version__
+
+__all__ = [
+    "Run",
+    "TulaError",
+    "__version__",
+    "check",
+    "compare",
+    "estimate",
+    "profile",
+    "profile_events",
+    "recommend",
+    "status",
+    "train",
+]
+_PLACES = {"Run": "services.api.handles", "TulaError": "errors", "__version__": "version"}
+
+
+def __getattr__(name: str) -> Any:
+    """Look a function of the Python API up when it is asked for: `import tula_cli` itself imports nothing."""
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from importlib import import_module
+
+    return getattr(import_module(f"{__name__}.{_PLACES.get(name, 'services.api.commands')}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

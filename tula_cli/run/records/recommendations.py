@@ -1,8 +1,11 @@
 """A recommendation and its predictions."""
 
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from tula_cli.run.records.base import Market, Record
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 
 class SameProgress(Record):
@@ -64,6 +67,15 @@ class Recommendation(Record):
     options: tuple[str, ...] = ()  # what else was asked for, as typed: "--max-nodes 2"
     overrides: tuple[str, ...] = ()  # --set values that are not the job's own settings
     created_at: float
+
+    def frame(self) -> "pd.DataFrame":
+        """Return every feasible configuration, fastest first: hours, cost, step times (seconds), peak memory (bytes)."""
+        from tula_cli.run.frames import frame
+
+        columns = [name for name in Prediction.model_fields if name != "same_progress"]
+        return frame(
+            [{**{name: getattr(row, name) for name in columns}, "chosen": row == self.choice} for row in self.rows]
+        )
 
     @property
     def question(self) -> str:

@@ -5,13 +5,17 @@ import math
 import statistics
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from tula_cli.run.directory import RunDir
+from tula_cli.run.frames import frame
 from tula_cli.run.records.results import Cell, Comparison
 from tula_cli.services.compare import ENDED, FINISHED, REFERENCE, State, durations, expected_hours, total_hours
 from tula_cli.services.progress.job_status import JobStatus
 from tula_cli.spec.job import JobSpec
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 # --- what came of it
 
@@ -89,9 +93,23 @@ class CompareReport:
     hours_left: float | None  # expected for what is missing, one after the other
     warnings: tuple[str, ...]
 
+    def frame(self) -> "pd.DataFrame":
+        """Return one row a method at a batch: seeds, mean and standard deviation of each metric, gap, hours."""
+        columns = ("method", "batch", "reference", "seeds", "gap", "recovered", "samples", "hours")
+        return frame([{**{name: getattr(row, name) for name in columns}, **_spreads(row)} for row in self.rows])
+
     @property
     def complete(self) -> bool:
         return self.finished == self.total
+
+
+def _spreads(row: Row) -> dict[str, float | None]:
+    found = {name: row.stat(name) for name in ("top1", "top5", "loss")}
+    return {
+        f"{name}_{of}": None if stat is None else getattr(stat, of)
+        for name, stat in found.items()
+        for of in ("mean", "sd")
+    }
 
 
 def report(run: RunDir, comparison: Comparison, spec: JobSpec, *, jobs: Iterable[JobStatus] = ()) -> CompareReport:

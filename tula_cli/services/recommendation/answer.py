@@ -3,10 +3,11 @@
 import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from tula_cli.models.choice.grid import Config
 from tula_cli.run.directory import RunDir
+from tula_cli.run.frames import frame
 from tula_cli.run.records.probes import Failed, Measured, OutOfMemory
 from tula_cli.run.records.recommendations import Prediction, Recommendation
 from tula_cli.run.records.tasks import ProbeTask
@@ -14,9 +15,6 @@ from tula_cli.services.recommendation.limits import described_limits
 from tula_cli.services.recommendation.measured import Survey
 from tula_cli.spec.job import JobSpec
 from tula_cli.spec.load import dump_yaml
-
-if TYPE_CHECKING:
-    import pandas as pd
 
 
 @dataclass(frozen=True)
@@ -77,21 +75,6 @@ def _table(surveys: Sequence[Survey], recommendation: Recommendation) -> str:
             within = by_config.get((survey.type, config), [])
             rows.append(_row(survey, config, known.get(config), result, recommendation, within))
     return frame(rows).to_csv(index=False)
-
-
-def frame(rows: Sequence[Mapping[str, Any]]) -> "pd.DataFrame":
-    """Return a table of records; a column of whole numbers stays one (Int64) where some are missing."""
-    import pandas as pd
-
-    return pd.DataFrame({name: _column([row[name] for row in rows]) for name in (rows[0] if rows else ())})
-
-
-def _column(values: Sequence[Any]) -> "pd.Series[Any]":
-    import pandas as pd
-
-    known = [value for value in values if value is not None]
-    whole = bool(known) and all(isinstance(value, int) and not isinstance(value, bool) for value in known)
-    return pd.Series(values, dtype="Int64" if whole else None)
 
 
 def _configs(

@@ -1,0 +1,1 @@
+"""The Python API: what `import tula_cli as tula` offers."""

@@ -1,0 +1,176 @@
+"""A run as Python code holds it, and how jobs and runs are named."""
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tula_cli.cluster import launcher
+from tula_cli.models.time.noise import centre
+from tula_cli.run.code import fingerprint
+from tula_cli.run.directory import RunDir
+from tula_cli.run.frames import frame
+from tula_cli.run.jobfile import begun
+from tula_cli.run.records.probes import Failed, Measured, OutOfMemory
+from tula_cli.run.records.recommendations import Recommendation
+from tula_cli.services import status
+from tula_cli.services.status import RunStatus
+from tula_cli.spec.job import JobSpec
+from tula_cli.spec.load import load_spec, validate
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+Result = Measured | OutOfMemory | Failed
+
+
+@dataclass(frozen=True)
+class Status:
+    """How far a run is, on each type of node; None is the type of a job that names none."""
+
+    types: Mapping[str | None, RunStatus]
+
+    @property
+    def active(self) -> bool:
+        """Whether a job is queued or running."""
+        return any(now.active() for now in self.types.values())
+
+    def frame(self) -> "pd.DataFrame":
+        """Return one row a job: id, kind, nodes, state, reason, probes done and in all, node-hours."""
+        columns = ("id", "kind", "nodes", "state", "reason", "done", "total", "node_hours")
+        rows = [
+            {"node_type": name or "", **{column: getattr(job, column) for column in columns}}
+            for name, now in self.types.items()
+            for job in now.jobs
+        ]
+        return frame(rows)
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run directory: what was measured, recommended and trained of one job.
+
+    Every method looks at the files anew. `tula.profile` returns one; `Run.open` opens one that is there.
+    """
+
+    path: Path
+    directory: RunDir = field(repr=False, compare=False)
+
+    @classmethod
+    def open(cls, path: str | Path) -> "Run":
+        """Return the run in a folder.
+
+        Raises:
+            SpecError: there is no such folder, or it is not a run directory.
+        """
+        return cls.of(RunDir.open(Path(path).absolute()))
+
+    @classmethod
+    def of(cls, directory: RunDir) -> "Run":
+        """Return the handle of a run directory."""
+        return cls(directory.path, directory)
+
+    @property
+    def id(self) -> str:
+        """The folder's name: that of the job and a signature of what its measurements depend on."""
+        return self.directory.id
+
+    def spec(self) -> JobSpec:
+        """Return the job's settings, resolved."""
+        return self.directory.spec()
+
+    def probes(self) -> dict[str | None, list[Result]]:
+        """Return what was measured, as typed records by type of node; None is the type of a job that names none.
+
+        Raises:
+            BadMeasurements: a result is damaged.
+        """
+        return {part.type: part.run.results() for part in begun(self.directory, self.spec())}
+
+    def results(self) -> "pd.DataFrame":
+        """Return one row a probe: its configuration, outcome, times (seconds) and peak memory (bytes of one GPU).
+
+        `batch` is global, `local_batch` one GPU's; columns of whole numbers are Int64, also where some are missing.
+
+        Raises:
+            BadMeasurements: a result is damaged.
+        """
+        return frame([_row(name, result) for name, results in self.probes().items() for result in results])
+
+    def recommendation(self) -> Recommendation | None:
+        """Return the answer that training takes; None where there is none yet."""
+        return self.directory.recommendation()
+
+    def status(self) -> Status:
+        """Return how far its jobs and its training are; the scheduler is asked."""
+        parts = begun(self.directory, self.spec())
+        return Status(
+            {
+                part.type: status.snapshot(part.run, launcher.launcher_for(part.spec, submits=False), now=time.time())
+                for part in parts
+            }
+        )
+
+
+def _row(node_type: str | None, result: Result) -> dict[str, Any]:
+    probe = result if isinstance(result, Measured) else None
+    step = None if probe is None else centre(probe.step_times)
+    batch = result.local_batch * result.nodes * result.gpus_per_node
+    return {
+        "node_type": node_type or "",
+        "nodes": result.nodes,
+        "gpus_per_node": result.gpus_per_node,
+        "batch": batch,
+        "local_batch": result.local_batch,
+        "outcome": result.kind,
+        "step_time_s": step,
+        "sync_time_s": probe and probe.sync_time,
+        "compute_time_s": probe and probe.compute_time,
+        "data_wait_s": probe and probe.data_wait,
+        "samples_per_s": step and batch / step,
+        "peak_memory_bytes": probe and probe.memory.peak,
+        "message": "" if isinstance(result, Measured) else result.message,
+    }
+
+
+Job = str | Path | Mapping[str, Any] | JobSpec
+"""A job: the path of a job.yaml, its content as a mapping, or a spec."""
+Target = Job | Run
+"""A run, or the path of its folder, or the job that it is of."""
+
+
+@dataclass(frozen=True)
+class Named:
+    """What a call is about: the run (which may not be there yet), its settings, and the file that they come from."""
+
+    run: RunDir
+    spec: JobSpec
+    file: Path | None
+
+
+def spec_of(job: Job) -> tuple[JobSpec, Path | None]:
+    """Return the settings of a job, and the file they come from.
+
+    Raises:
+        SpecError: the job cannot be used.
+    """
+    if isinstance(job, JobSpec):
+        return job, None
+    if isinstance(job, Mapping):
+        return validate(job, source="the job"), None
+    return load_spec(Path(job)), Path(job)
+
+
+def named(target: Target, root: str | Path) -> Named:
+    """Return the run that is meant; of a job the one under `root`.
+
+    Raises:
+        SpecError: the job cannot be used, or a folder is no run.
+    """
+    if isinstance(target, str | Path) and Path(target).is_dir():
+        target = Run.open(target)
+    if isinstance(target, Run):
+        return Named(target.directory, target.spec(), None)
+    spec, file = spec_of(target)
+    return Named(RunDir.of(Path(root).absolute(), spec, code=fingerprint(spec, Path.cwd())), spec, file)

@@ -100,6 +100,31 @@ def test_plain_scalars_are_those_of_yaml_1_2(text, value):
     assert type(found) is type(value)
 
 
+SCALARS = (
+    "1e-3", "1E5", "1:30", "2025-01-01", "0x1F", "0o17", "017", "0b1", "1_000", "~", "NULL", "nUll", "", "TRUE", "yes", "on",
+    "-.inf", ".NaN", ".5", "5.", "+1", "-0", "1e", "<<", "=", "'a''b'", r'"\u00e9\n"', "\u65e5", "a #b", "a#b", "|\n  a\n  b\n",
+    ">-\n  a\n  b\n", "!!str 1", "!!int '3'", "!!binary aGk=", "{a: 1, b: [x, 1e-3]}", "{a: , b: }", "[a,b:c]", "'a': 1",
+    "a: &b {c: 1}\nd: {<<: [*b, {e: 1}]}", "a:\n- 1\n- 2", "a: 1\r\nb: 2", "--- 1\n...\n", "%YAML 1.2\n---\na: 1", "# only",
+    "!foo 1", "!!int x", "!!python/object:os.system x", "*x", "a: b: c", "[1", "{a", "{a: 1, a: 2}", "? [x]\n: 1", "\t- 1",
+    "@x", "`x", "'abc", "- 1\n-2", "a: 1\n b: 2", "--- 1\n--- 2", "\x07", "a: - b",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("text", [text for scalar in SCALARS for text in (scalar, f"k: {scalar}\n")])
+def test_libyaml_reads_what_python_reads_and_refuses_what_it_refuses(text, monkeypatch):
+    assert yaml.__with_libyaml__
+
+    def told() -> str:
+        try:
+            return repr(parse_yaml(text, source="here"))
+        except SpecError as error:
+            return error.message
+
+    fast = told()
+    monkeypatch.setattr(yaml, "__with_libyaml__", False)
+    assert fast == told()
+
+
 def test_learning_rate_in_exponent_form_is_a_number(write):
     assert load(write(MINIMAL.replace("0.1", "1e-3"))).optimizer.lr == 0.001
 

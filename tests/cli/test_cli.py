@@ -897,6 +897,21 @@ def test_a_defect_is_not_swallowed(cluster, monkeypatch):
         tula("profile", "job.yaml")
 
 
+def test_a_second_check_builds_nothing_unless_it_is_to(cluster, monkeypatch):
+    assert "building the model" in tula("check", "job.yaml").err
+    monkeypatch.setattr(cluster_inspection, "inspect", lambda spec: pytest.fail("it was built anew"))
+    for command in (
+        ("check", "job.yaml"),
+        ("profile", "job.yaml", "--dry-run"),
+        ("profile", "job.yaml", "-y", "--wait"),
+    ):
+        told = tula(*command)
+        assert told.code == 0
+        assert "as they were built" in told.err and "building" not in told.err
+    monkeypatch.setattr(cluster_inspection, "inspect", lambda spec: inspection(warnings=("built anew",)))
+    assert "built anew" in tula("check", "job.yaml", "--fresh").err
+
+
 def test_every_command_has_the_common_flags():
     runner = CliRunner()
     commands = ["init", "check", "estimate", "profile", "recommend", "train", "status", "list", "logs", "cancel"]

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from tula_cli import words
-from tula_cli.cli.options import RUNS, Interrupted, NodeType, Overrides, Root, Spec, Timeout
+from tula_cli.cli.options import RUNS, Fresh, Interrupted, NodeType, Overrides, Root, Spec, Timeout
 from tula_cli.cli.runs import load, open_run
-from tula_cli.cli.waiting import refuse, warn_all
+from tula_cli.cli.waiting import inspector, refuse, warn_all
 from tula_cli.errors import JobFailed, SpecError
 from tula_cli.show import check as show_check
 from tula_cli.show import estimate as show_estimate
@@ -54,6 +54,7 @@ def check(
     ] = False,
     nodes: Annotated[int | None, typer.Option(min=1, help="With --on-cluster: how many nodes (default: 2).")] = None,
     root: Root = RUNS,
+    fresh: Fresh = False,
     node_type: NodeType = None,
     timeout: Timeout = None,
 ) -> None:
@@ -66,14 +67,15 @@ def check(
     if on_cluster:
         refuse(show_origin, "--show-origin", "means nothing to --on-cluster")
         refuse(offline, "--offline", "means nothing to --on-cluster")
+        refuse(fresh, "--fresh", "means nothing to --on-cluster")
         return _check_on_cluster(screen, job, root, overrides, nodes=nodes, node_type=node_type, timeout=timeout)
     refuse(nodes is not None, "--nodes", "is for --on-cluster; search.nodes says what is measured")
     refuse(timeout is not None, "--timeout", "is for --on-cluster")
     spec = load(job, overrides)
     origins = _origins(job, spec, overrides) if show_origin else {}
-    if not offline:
-        screen.note("building the model and the dataset")
-    checked = services_check.check_all(spec, node_type=node_type, online=not offline)
+    refuse(fresh and offline, "--fresh", "means nothing to --offline")
+    inspect = inspector(screen, root, fresh=fresh)
+    checked = services_check.check_all(spec, node_type=node_type, online=not offline, inspector=inspect)
     for report in checked.reports.values():
         warn_all(screen, report.warnings)
     screen.answer(*show_check.check_all(checked.reports, origins))
@@ -152,6 +154,7 @@ def estimate(
         ),
     ] = None,
     root: Root = RUNS,
+    fresh: Fresh = False,
     node_type: NodeType = None,
 ) -> None:
     """Estimate the memory of one GPU by batch size; needs no GPU. Where the job has been probed, that corrects it."""
@@ -161,10 +164,10 @@ def estimate(
 
     spec = load(job, overrides)
     size = _size(capacity)
-    screen.note("building the model")
+    inspect = inspector(screen, root, fresh=fresh)
     run = RunDir.of(root.absolute(), spec, code=fingerprint(spec, Path.cwd()))
     reports = {
-        part.type: service.estimate(part.spec, capacity=size, results=part.run.results())
+        part.type: service.estimate(part.spec, capacity=size, results=part.run.results(), inspector=inspect)
         for part in run.parts(spec, node_type)
     }
     screen.answer(tables.data_by_type(reports), tables.by_type(reports, show_estimate.estimate))

@@ -24,7 +24,7 @@ from tula_cli.cli.options import (
     Yes,
 )
 from tula_cli.cli.runs import open_run, say_type, unedited
-from tula_cli.cli.waiting import asks, done, means, warn_all
+from tula_cli.cli.waiting import asks, done, inspector, means, warn_all
 from tula_cli.errors import SpecError
 from tula_cli.show import compare as show_compare
 from tula_cli.show.screen import Screen
@@ -70,7 +70,10 @@ def compare(
     asked = session.Asked(_words(methods) or None, _numbers("--batch", batch) or None, seeds, nodes, controls)
     if only_show:
         return _show(screen, run, spec, asked, node_type=node_type, html=html)
-    own = means(unedited(screen, run, spec, job or named, overrides, then=asks(screen, spec, yes=yes)))
+    own = means(
+        inspector(screen, run.path.parent, keep=not dry_run),
+        unedited(screen, run, spec, job or named, overrides, then=asks(screen, spec, yes=yes)),
+    )
     prepared = done(screen, session.prepare(run, spec, asked, own, node_type=node_type))
     if dry_run:
         return _dry_run(screen, prepared, own)

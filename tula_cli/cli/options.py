@@ -38,6 +38,9 @@ Overrides = Annotated[
 ]
 Yes = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Show what would be submitted, and touch nothing.")]
+Fresh = Annotated[
+    bool, typer.Option("--fresh", help="Build the model and the dataset anew, although nothing has changed.")
+]
 Wait = Annotated[
     bool | None, typer.Option("--wait/--no-wait", help="Wait for the jobs (default: yes on this machine, no on SLURM).")
 ]

@@ -4,6 +4,7 @@ from tula_cli.cli.options import (
     RUNS,
     CancelOnInterrupt,
     DryRun,
+    Fresh,
     MaybeRun,
     MaybeSpec,
     Overrides,
@@ -13,7 +14,7 @@ from tula_cli.cli.options import (
     Yes,
 )
 from tula_cli.cli.runs import open_run
-from tula_cli.cli.waiting import asks, detached, done, means
+from tula_cli.cli.waiting import asks, detached, done, inspector, means
 from tula_cli.show import profile as show_profile
 from tula_cli.show import tables
 from tula_cli.show.screen import Screen
@@ -27,6 +28,7 @@ def profile(
     overrides: Overrides = None,
     yes: Yes = False,
     dry_run: DryRun = False,
+    fresh: Fresh = False,
     wait: Wait = None,
     timeout: Timeout = None,
     cancel_on_interrupt: CancelOnInterrupt = False,
@@ -40,7 +42,7 @@ def profile(
     from tula_cli.services.waiting import Patience
 
     run, spec = open_run(screen, job, named, root, overrides)
-    own = means(asks(screen, spec, yes=yes))
+    own = means(inspector(screen, run.path.parent, fresh=fresh, keep=not dry_run), asks(screen, spec, yes=yes))
     if dry_run:
         would = done(screen, rounds.dry_run(run, spec, own))
         return screen.answer(tables.data_by_type(would), show_profile.dry_run(would))

@@ -18,7 +18,7 @@ from tula_cli.cli.options import (
     Yes,
 )
 from tula_cli.cli.runs import open_run, unedited
-from tula_cli.cli.waiting import asks, detached, done, means
+from tula_cli.cli.waiting import asks, detached, done, inspector, means
 from tula_cli.show import train as show_train
 from tula_cli.show.screen import Screen
 
@@ -52,7 +52,10 @@ def train(
     from tula_cli.services.waiting import Detached, Patience
 
     run, spec = open_run(screen, job, named, root, overrides)
-    own = means(unedited(screen, run, spec, job or named, overrides, then=asks(screen, spec, yes=yes)))
+    own = means(
+        inspector(screen, run.path.parent, keep=not dry_run),
+        unedited(screen, run, spec, job or named, overrides, then=asks(screen, spec, yes=yes)),
+    )
     training = done(screen, service.prepare(run, spec, own.inspect, nodes=nodes, batch=batch, node_type=node_type))
     if dry_run:
         return _dry_run(screen, training, own)

@@ -3,6 +3,7 @@
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from tula_cli import words
@@ -14,6 +15,7 @@ from tula_cli.show import train as show_train
 from tula_cli.show.screen import Screen
 
 if TYPE_CHECKING:
+    from tula_cli.cluster.inspection import Inspect
     from tula_cli.run.directory import RunDir
     from tula_cli.services.events import Event, Note, Planned, Warned, Work
     from tula_cli.services.waiting import Detached, Means
@@ -73,12 +75,20 @@ def _say(screen: Screen, event: "Note | Warned | Planned") -> None:
             screen.aside(show_compare.compare_plan(compared))
 
 
-def means(confirm: "Callable[[Planned], bool]") -> "Means":
+def means(inspect: "Inspect", confirm: "Callable[[Planned], bool]") -> "Means":
     """Return what a command that submits works with."""
-    from tula_cli.cluster import inspection, launcher
+    from tula_cli.cluster import launcher
     from tula_cli.services.waiting import Means
 
-    return Means(launcher.launcher_for, inspection.inspect, confirm)
+    return Means(launcher.launcher_for, inspect, confirm)
+
+
+def inspector(screen: Screen, root: Path, *, fresh: bool = False, keep: bool = True) -> "Inspect":
+    """Return what inspects jobs, and remembers under `root` what it found."""
+    from tula_cli.cluster import inspection
+    from tula_cli.cluster.kept_inspection import KeptInspection
+
+    return KeptInspection(root.absolute(), inspection.inspect, fresh=fresh, keep=keep, note=screen.note)
 
 
 def asks(screen: Screen, spec: "JobSpec", *, yes: bool) -> "Callable[[Planned], bool]":

@@ -3,7 +3,7 @@
 import json
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from tula_cli.cluster.local import with_package
@@ -14,7 +14,8 @@ from tula_cli.spec.job import JobSpec
 INSPECTION_TIMEOUT = 600.0  # seconds; a first download of a dataset is part of it
 
 
-# --- inspection
+Inspect = Callable[[JobSpec], Inspection]
+"""Tells what building model and dataset tells: `inspect`, or one that remembers."""
 
 
 def inspect(spec: JobSpec, *, timeout: float = INSPECTION_TIMEOUT) -> Inspection:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from tula_cli.assets import find_asset
-from tula_cli.cluster.inspection import inspect
+from tula_cli.cluster.inspection import Inspect, inspect
 from tula_cli.cluster.slurm import partitions as site
 from tula_cli.cluster.slurm.partitions import Site
 from tula_cli.cluster.slurm.sbatch import doubts
@@ -85,35 +85,39 @@ class Checked:
         require_within_cap([report.node_hours_at_most for report in self.reports.values()], self.cap)
 
 
-def check_all(spec: JobSpec, *, node_type: str | None = None, online: bool = True) -> Checked:
+def check_all(
+    spec: JobSpec, *, node_type: str | None = None, online: bool = True, inspector: Inspect | None = None
+) -> Checked:
     """Check a job on each of its types of node.
 
     Args:
         spec: the job, sound as far as the file alone can tell.
         node_type: this type alone.
         online: as of `check`.
+        inspector: builds the model and the dataset, or remembers; None builds them.
 
     Raises:
         SpecError: the job cannot be built, or has no such type.
         JobFailed: the user's code fails.
     """
-    reports = {name: check(own, online=online) for name, own in spec.by_type(node_type).items()}
+    reports = {name: check(own, online=online, inspector=inspector) for name, own in spec.by_type(node_type).items()}
     return Checked(reports, spec.search.max_node_hours)
 
 
-def check(spec: JobSpec, *, online: bool = True) -> CheckReport:
+def check(spec: JobSpec, *, online: bool = True, inspector: Inspect | None = None) -> CheckReport:
     """Check a job.
 
     Args:
         spec: the job, sound as far as the file alone can tell.
         online: also build the model and the dataset in a process of its own; without, the search is known only as far
             as `search.max_batch` bounds it.
+        inspector: builds the model and the dataset, or remembers; None builds them.
 
     Raises:
         SpecError: the job cannot be built.
         JobFailed: the user's code fails.
     """
-    inspection = inspect(spec) if online else None
+    inspection = (inspector or inspect)(spec) if online else None
     largest = largest_local_batch(spec, inspection) if inspection else None
     jobs, problems = _jobs(spec, inspection, largest=largest)
     node_hours = sum(job.nodes for job in jobs) * spec.search.max_minutes / 60

@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from tula_cli.cluster.inspection import inspect
+from tula_cli.cluster.inspection import Inspect, inspect
 from tula_cli.errors import Infeasible, JobFailed
 from tula_cli.models.choice.grid import batches
 from tula_cli.models.memory import memory
@@ -52,20 +52,23 @@ class EstimateReport:
 Results = Iterable[Measured | OutOfMemory | Failed]
 
 
-def estimate(spec: JobSpec, *, capacity: int | None = None, results: Results = ()) -> EstimateReport:
+def estimate(
+    spec: JobSpec, *, capacity: int | None = None, results: Results = (), inspector: Inspect | None = None
+) -> EstimateReport:
     """Estimate the peak memory of one GPU; where the job has been probed, as `tula recommend` does.
 
     Args:
         spec: the job.
         capacity: bytes of one GPU, where it is not the one the probes or the inspection found.
         results: of the job's probes.
+        inspector: builds the model and the dataset, or remembers; None builds them.
 
     Raises:
         SpecError: the job cannot be built.
         JobFailed: nothing was measured, and the user's code fails, or reads numbers while it runs, so that it cannot be
             rehearsed without them.
     """
-    inspection = inspect(spec)
+    inspection = (inspector or inspect)(spec)
     seen = _Seen.of(results, capacity=capacity)
     if not inspection.footprints and not seen.probes:
         raise JobFailed(

@@ -71,7 +71,6 @@ def plans(
     spent = {part.type: profile.spent(part.run) if rounds else 0.0 for part in parts}
     for part in parts:
         elsewhere = sum(spent.values()) - spent[part.type] + sum(plan.node_hours_at_most for _, plan in found)
-        yield Note("building the model and the dataset")
         inspection = inspect(part.spec)
         for text in inspection.warnings:
             yield Warned(text)

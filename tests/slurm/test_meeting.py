@@ -14,7 +14,7 @@ HOSTS = 'printf "127.0.0.1 localhost\\n127.0.1.1 $(hostname)\\n" > "$0"; mount -
 JOIN = """
 import sys
 from pathlib import Path
-from tula_cli.spec.sections import Cluster
+from tula_cli.spec.resources import Cluster
 from tula_cli.worker import ranks
 
 cluster = Cluster(kind="slurm", device="cpu", interface=sys.argv[2] or None)

@@ -90,7 +90,7 @@ def test_the_chain_goes_on_after_a_time_limit_and_nothing_is_trained_twice(tula:
     # 14 forward passes of 50 ms an epoch: 56 s at least, of which a minute's allocation has room for less than 50.
     slow = ("--set", "model={name: 'slow:Net'}", "--set", "cluster.slurm.minutes=1")
     submit(tula, 80, *slow)
-    tula.until(lambda: finished(tula), seconds=400)
+    tula.until(lambda: finished(tula), seconds=600)
     outcomes = [outcome for outcome, _ in story(tula)]
     assert outcomes[-1] == "done"
     assert set(outcomes[:-1]) == {"time_limit"}

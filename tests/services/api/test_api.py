@@ -13,6 +13,7 @@ import tula_cli as tula
 from tula_cli.cluster import inspection, launcher
 from tula_cli.errors import Interruption
 from tula_cli.run.directory import RunDir
+from tula_cli.run.jobfile import edited
 from tula_cli.run.records.inspections import Inspection
 from tula_cli.run.records.tasks import ProbeTask, TrainTask
 from tula_cli.services.events import Note, ProfilePlanned, Warned, Watched, Work, follow
@@ -85,6 +86,12 @@ def test_a_job_is_a_path_its_content_or_a_spec_and_a_run_its_folder(cluster: AtO
     assert {tula.profile(job).path for job in (make.SPEC, make.spec(), run, run.path)} == {run.path}
     assert len(cluster.submitted) == 2, "what is measured is not measured again"
     assert tula.recommend("job.yaml").choice == tula.recommend(run.path).choice
+
+
+def test_a_cap_of_the_call_is_no_edit_of_the_job_file(cluster: AtOnce, tmp_path: Path) -> None:
+    (tmp_path / "job.yaml").write_text(dump_yaml(make.spec()))
+    run = tula.profile("job.yaml", max_node_hours=5)
+    assert run.spec().search.max_node_hours == 5 and edited(run.directory, run.spec()) is None
 
 
 def test_columns_of_whole_numbers_stay_whole(cluster: AtOnce) -> None:

@@ -160,11 +160,12 @@ def profile_events(
 def _profiling(
     job: Target, root: str | Path, max_node_hours: float | None, confirm: Confirm | None, patience: Patience
 ) -> tuple[Work[rounds.Profiled | rounds.Submitted], Run]:
-    own = named(job, root)
+    own, overrides = named(job, root), []
     if max_node_hours is not None:
+        overrides = [f"search.max_node_hours={max_node_hours}"]
         search = own.spec.search.model_copy(update={"max_node_hours": max_node_hours})
         own = replace(own, spec=own.spec.model_copy(update={"search": search}))
-    file = origin(own.run, own.file, ())
+    file = origin(own.run, own.file, overrides)
     return rounds.work(own.run, own.spec, _means(own.spec, confirm), patience, file=file), Run.of(own.run)
 
 

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from tula_cli.spec.methods import METHODS
+
 ROOT = Path(__file__).parent.parent
 MOST_LINES = 400
 MOST_LINES_OF_A_FUNCTION = 45
@@ -120,6 +122,39 @@ def _of_one_command(rooms: list[str]) -> bool:
     return set(rooms) <= SAME_COMMAND and len(set(rooms)) == len(rooms)
 
 
+WRAPPERS = {"AdaScale", "Ortho", "TulaOptimizer", "Lars", "Lamb", "SGDScheduleFree", "AdamWScheduleFree"}
+"""What methods make of an optimizer."""
+OWN_FILES = ("tula_cli/worker/methods/", "tula_cli/spec/methods.py", "tula_cli/optim/")
+
+
+def branches(root: Path) -> list[str]:
+    """Return where the product asks which method it is, outside the method's own file."""
+    found = []
+    for path in modules(root).values():
+        name = path.relative_to(root).as_posix()
+        if not name.startswith(OWN_FILES):
+            found += [f"{name}: {ast.unparse(n)}" for n in ast.walk(ast.parse(path.read_text())) if _asks_which(n)]
+    return found
+
+
+def _asks_which(node: ast.AST) -> bool:
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "isinstance":
+        return any(isinstance(part, ast.Name | ast.Attribute) and _last(part) in WRAPPERS for part in ast.walk(node))
+    if not isinstance(node, ast.Compare):
+        return False
+    sides = [node.left, *node.comparators]
+    named = any(isinstance(part, ast.Constant) and part.value in METHODS for side in sides for part in ast.walk(side))
+    return named and any(isinstance(side, ast.Name | ast.Attribute) and "method" in _last(side) for side in sides)
+
+
+def _last(node: ast.Name | ast.Attribute) -> str:
+    return node.id if isinstance(node, ast.Name) else node.attr
+
+
+def test_nobody_asks_which_method_it_is() -> None:
+    assert branches(ROOT) == []
+
+
 def test_files_and_functions_can_be_read_at_a_sitting() -> None:
     assert set(too_long(ROOT)) == YET_TOO_LONG
 
@@ -156,6 +191,15 @@ def test_breaches_are_seen(tree: Path) -> None:
     assert too_long(tree) == ["tula_cli/spec/check.py:g", "tula_cli/spec/job.py"]
     assert too_full(tree) == ["tula_cli/cli"]
     assert twice(tree) == ["check.py"]
+
+
+@pytest.mark.parametrize(
+    "line",
+    ["spec.train.method == 'polo'", "method in ('ags', 'static')", "'polo' in grid.methods", "isinstance(o, Ortho)"],
+)
+def test_a_branch_on_a_method_is_seen(tree: Path, line: str) -> None:
+    (tree / "tula_cli/cli/check.py").write_text(f"if {line}:\n    X = 1\n")
+    assert branches(tree) == [f"tula_cli/cli/check.py: {line}"]
 
 
 def test_a_tree_that_keeps_the_rules_passes(tree: Path) -> None:

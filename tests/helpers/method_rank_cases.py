@@ -183,7 +183,7 @@ def left(folder: Path, ranks: Ranks) -> dict[str, bool]:
     for _ in islice(worker_train_loop.steps(subject), 31):
         pass
     before = _agree(ranks, _whole(subject)), subject.apart
-    worker_train_loop.join_replicas(subject)
+    subject.method.join(subject)
     return {"before": before[0], "apart": before[1], "after": _agree(ranks, _whole(subject)), "still": subject.apart}
 
 
@@ -193,7 +193,7 @@ def scales(folder: Path, ranks: Ranks) -> float:
     next(worker_train_loop.steps(subject))
     subject.scaler.update(2.0 ** (ranks.rank + 3))
     subject.apart = True
-    worker_train_loop.join_replicas(subject)
+    subject.method.join(subject)
     return float(subject.scaler.get_scale())
 
 

@@ -8,7 +8,6 @@ and Talwalkar 2016). Each rung begins anew, so that no state of a branch has to 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 from tula_cli.errors import SpecError
 from tula_cli.run.records.results import Branch
@@ -71,7 +70,7 @@ def arms(spec: JobSpec, batch: int) -> tuple[Arm, ...]:
     return (control, *{arm.name: arm for arm in found}.values())
 
 
-def _faster(method: Literal["lbt", "ortho"], scale: float, *thirds: int) -> list[Arm]:
+def _faster(method: str, scale: float, *thirds: int) -> list[Arm]:
     """Return learning-rate increases by scale^(1/3), scale^(2/3) and linear scaling (2, 4, 8), as many thirds as named."""
     factors = [scale ** (third / 3) for third in thirds]
     return [Arm(name=f"{method}-x{f:.3g}", method=method, lr_factor=f, warmup_epochs=1.0) for f in factors]
@@ -112,12 +111,10 @@ def tuned(spec: JobSpec, arm: Arm) -> JobSpec:
 
 def dearest(spec: JobSpec) -> JobSpec:
     """Return what to measure a job as: with method auto, as the arm that takes the most memory, and its time."""
-    if spec.train.method != "auto":
+    if not spec.train.facts.tunes:
         return spec
     found = [tuned(spec, arm) for arm in arms(spec, 4 * spec.train.reference_batch)]
-    return max(
-        found, key=lambda job: (job.train.method in ("ags", "static"), job.ags.resolved().granularity == "element")
-    )
+    return max(found, key=lambda job: (job.train.facts.scales, job.ags.resolved().granularity == "element"))
 
 
 def lr_factor(arm: Arm, epoch: float, *, start: float) -> float:
@@ -181,7 +178,7 @@ def check_size(spec: JobSpec, *, batch: int, dataset_size: int) -> None:
     Raises:
         SpecError: the training set without the held-out part is smaller than the batch.
     """
-    if spec.train.method != "auto":
+    if not spec.train.facts.tunes:
         return
     left = dataset_size - holdout_size(dataset_size, spec.auto.holdout)
     if left < batch:
@@ -214,7 +211,7 @@ def plan(spec: JobSpec, *, batch: int, dataset_size: int) -> Plan:
         batch: global batch.
         dataset_size: training samples.
     """
-    if spec.train.method != "auto":
+    if not spec.train.facts.tunes:
         return Plan(0, 0, 0)
     rungs = sizes(len(arms(spec, batch)))
     holdout = holdout_size(dataset_size, spec.auto.holdout)

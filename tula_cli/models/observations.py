@@ -37,12 +37,9 @@ def observation(probe: Measured) -> Observation:
 
 def bounds(spec: JobSpec, measured: Iterable[Measured]) -> list[str]:
     """Return what is known beforehand to take less than is forecast."""
-    if spec.train.method != "polo" or not any(probe.nodes * probe.gpus_per_node > 1 for probe in measured):
+    if not spec.train.facts.measured_as or not any(probe.nodes * probe.gpus_per_node > 1 for probe in measured):
         return []
-    return [
-        "post-local SGD (train.method polo) was measured while it synchronises every step, as it does at first; later"
-        " steps take less, so that times and costs on several GPUs are upper bounds"
-    ]
+    return [spec.train.facts.measured_as]
 
 
 def require_some(measured: Sequence[Measured], ooms: Sequence[OutOfMemory], failed: Sequence[Failed]) -> None:

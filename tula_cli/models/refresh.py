@@ -7,9 +7,6 @@ from tula_cli.run.records.probes import Measured
 from tula_cli.spec.ags import Every
 from tula_cli.spec.job import JobSpec
 
-SCALING = ("ags", "auto")
-"""The methods that refresh factors."""
-
 
 def small_batch(spec: JobSpec, batch: int) -> int:
     """Return b_small of a refresh at a global batch: the batch the learning rate was tuned for, at most a quarter of it.
@@ -25,7 +22,7 @@ def small_batch(spec: JobSpec, batch: int) -> int:
 def apart(spec: JobSpec, batch: int) -> bool:
     """Return whether some steps at a global batch take a refresh that others do not."""
     ags = spec.ags.resolved()
-    return spec.train.method in SCALING and not ags.each_step and small_batch(spec, batch) < batch
+    return spec.train.facts.refreshes and not ags.each_step and small_batch(spec, batch) < batch
 
 
 def count(spec: JobSpec, *, batch: int, steps: int) -> int:

@@ -10,7 +10,7 @@ import statistics
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 from tula_cli.errors import BadMeasurements, Problem, SpecError
 from tula_cli.models.cost import price_words
@@ -23,7 +23,7 @@ from tula_cli.services import train
 from tula_cli.services.train import TrainPlan
 from tula_cli.spec.job import JobSpec, misfit, warmup_epochs
 from tula_cli.spec.load import validate
-from tula_cli.spec.sections import Train
+from tula_cli.spec.methods import METHODS
 from tula_cli.spec.signature import train_signature
 
 DEFAULT_METHODS = ("lbt", "lrs", "lars", "polo", "ags")
@@ -60,7 +60,7 @@ VARIANTS: dict[str, Variant] = {
 
 def known_methods() -> tuple[str, ...]:
     """Return what a row may be: every train.method, and the variants."""
-    return (*get_args(Train.model_fields["method"].annotation), *VARIANTS)
+    return (*METHODS, *VARIANTS)
 
 
 @dataclass(frozen=True)
@@ -200,8 +200,9 @@ def _refuse_misfits(spec: JobSpec, grid: Grid) -> None:
 
 def _doing_little(spec: JobSpec, grid: Grid) -> Iterator[str]:
     """Say which methods cannot be judged by this job."""
-    if "polo" in grid.methods and grid.nodes * spec.cluster.gpus_per_node == 1:
-        yield "polo on one GPU is plain SGD with a warm-up: there are no replicas to average"
+    facts = [METHODS[method] for method in grid.methods if method in METHODS]
+    if grid.nodes * spec.cluster.gpus_per_node == 1:
+        yield from (own.on_one_gpu for own in facts if own.on_one_gpu)
     for method in grid.methods:
         warmup = warmup_epochs(cell_spec(spec, method, spec.train.seed))
         if warmup >= spec.train.epochs:

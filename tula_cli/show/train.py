@@ -29,7 +29,7 @@ def _branches_planned(task: "TrainTask") -> Iterator[str]:
     """Say what a self-tuning training trains beside itself."""
     from tula_cli.models import halving
 
-    if task.spec.train.method != "auto":
+    if not task.spec.train.facts.tunes:
         return
     rungs = halving.sizes(len(halving.arms(task.spec, task.batch)))
     if not rungs:

@@ -8,6 +8,7 @@ from pydantic import BeforeValidator, Field, model_validator
 
 from tula_cli.presets import AGS_PRESETS
 from tula_cli.spec.kinds import NonNegativeFloat, Positive, PositiveFloat, Section
+from tula_cli.spec.methods import METHODS, ArmMethod
 
 
 class Every(Section):
@@ -97,14 +98,14 @@ class Arm(Section):
     """One way to go on that a self-tuning training tries."""
 
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,31}$")]  # shown by tula status
-    method: Literal["lbt", "ags", "static", "ortho"] = "lbt"  # how it trains
+    method: ArmMethod = "lbt"  # how it trains
     lr_factor: PositiveFloat = 1.0  # of the learning rate that the schedule gives
     warmup_epochs: NonNegativeFloat = 0.0  # in which the factor grows from 1
     ags: Ags | None = None  # in place of the job's section ags; null keeps that
 
     @model_validator(mode="after")
     def _settings_act(self) -> "Arm":
-        if self.method in ("lbt", "ortho") and self.ags is not None:
+        if not METHODS[self.method].reads_ags and self.ags is not None:
             raise ValueError(f"ags means nothing to method {self.method}; set method: ags")
         if self.warmup_epochs and self.lr_factor == 1:
             raise ValueError("warmup_epochs means nothing to lr_factor 1")

@@ -10,7 +10,6 @@ from tula_cli.presets import DIVIDING
 from tula_cli.spec.ags import Ags, Auto
 from tula_cli.spec.kinds import Positive, PositiveFloat, Section
 from tula_cli.spec.merge import merge
-from tula_cli.spec.methods import NEED_SGD, REPLACES, WARMUP_EPOCHS
 from tula_cli.spec.resources import UNPRICED, Cluster, NodeType, Pricing, TypeName
 from tula_cli.spec.sections import Dataset, Loss, Model, Optimizer, Schedule, Train, Transforms
 
@@ -61,7 +60,7 @@ class JobSpec(Section):
 
     @model_validator(mode="after")
     def _tuning_fits(self) -> "JobSpec":
-        if self.train.method != "auto":
+        if not self.train.facts.tunes:
             return self
         if self.auto.after >= self.train.epochs:
             raise ValueError(
@@ -71,6 +70,15 @@ class JobSpec(Section):
             raise ValueError(
                 f"train.lr_scaling {self.train.lr_scaling} would scale the learning rate under method auto, whose arms"
                 " scale it themselves; leave it out"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _schedule_fits_the_method(self) -> "JobSpec":
+        if self.train.facts.constant_schedule and self.schedule.kind != "constant":
+            raise ValueError(
+                f"method {self.train.method} averages weights in place of a learning rate that falls; set schedule.kind:"
+                f" constant, not {self.schedule.kind} (a warm-up is fine)"
             )
         return self
 
@@ -131,16 +139,16 @@ def _under(item: Any, *path: str) -> InitErrorDetails:
 def warmup_epochs(spec: JobSpec) -> float:
     """Return how many epochs the learning rate grows: as given, else as the method needs."""
     given = spec.schedule.warmup_epochs
-    return WARMUP_EPOCHS.get(spec.train.method, 0.0) if given is None else given
+    return spec.train.facts.warmup_epochs if given is None else given
 
 
 def misfit(spec: JobSpec) -> str:
     """Return why the job's method does not go with its optimizer; empty where it does, or where only loading it tells."""
-    method, name = spec.train.method, spec.optimizer.name
-    if name not in REPLACES.get(method, (name,)):
-        return f"takes the place of {' or '.join(REPLACES[method])}, not of optimizer.name: {name}"
-    if method in NEED_SGD and name != "SGD" and ":" not in name:
+    facts, name = spec.train.facts, spec.optimizer.name
+    if facts.replaces and name not in facts.replaces:
+        return f"takes the place of {' or '.join(facts.replaces)}, not of optimizer.name: {name}"
+    if facts.needs_sgd and name != "SGD" and ":" not in name:
         return f"needs optimizer.name: SGD, not {name}"
-    if method in ("ags", "static") and name in DIVIDING and spec.ags.resolved().apply_to == "gradient":
+    if facts.scales and name in DIVIDING and spec.ags.resolved().apply_to == "gradient":
         return f"scales gradients, whose magnitude {name} divides by: set ags.apply_to: update"
     return ""

@@ -1,24 +1,72 @@
-"""Training methods as facts: no torch, no pydantic."""
+"""Training methods as facts, a row each: no torch, no pydantic. What a method does is an object of `worker/methods`."""
 
-from typing import Literal
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Literal
 
-Method = Literal["ags", "lbt", "lrs", "lars", "lamb", "polo", "adascale", "static", "ortho", "auto"]
 
-LR_SCALING: dict[str, Literal["linear", "sqrt"]] = {
-    "lrs": "linear",
-    "lars": "linear",
-    "lamb": "sqrt",
-    "ortho": "linear",
+@dataclass(frozen=True)
+class Facts:
+    """What is known of a method before anything is built."""
+
+    file: str = "plain"  # of worker/methods, where its object METHOD is
+    lr_scaling: Literal["none", "linear", "sqrt"] = "none"  # of the learning rate, in batch / reference_batch
+    refuses_lr_scaling: Mapping[str, str] = field(default_factory=dict)  # value of train.lr_scaling -> why
+    warmup_epochs: float = 0.0  # where the spec gives none
+    replaces: tuple[str, ...] = ()  # optimizers whose place it takes, and whose settings it takes over; empty: none
+    needs_sgd: bool = False
+    constant_schedule: bool = False  # a learning rate that falls is refused
+    reads_ags: bool = False  # the section ags means something to it
+    scales: bool = False  # multiplies gradients, or updates, by factors
+    refreshes: bool = False  # compares the gradients of two batches now and then
+    is_arm: bool = False  # of a self-tuning training
+    tunes: bool = False  # trains as its arms do
+    on_one_gpu: str = ""  # why it cannot be judged there
+    measured_as: str = ""  # what its probes take for more than it is, on several GPUs
+
+
+METHODS: dict[str, Facts] = {
+    "ags": Facts("scaling", reads_ags=True, scales=True, refreshes=True, is_arm=True),
+    "lbt": Facts(is_arm=True),
+    "lrs": Facts(
+        lr_scaling="linear",
+        warmup_epochs=5.0,
+        refuses_lr_scaling={
+            "none": "method lrs is the scaling of the learning rate; with lr_scaling: none use method lbt"
+        },
+    ),
+    "lars": Facts("lars", lr_scaling="linear", warmup_epochs=5.0, replaces=("SGD",)),
+    "lamb": Facts("lamb", lr_scaling="sqrt", warmup_epochs=5.0, replaces=("Adam", "AdamW")),
+    "polo": Facts(
+        "polo",
+        warmup_epochs=5.0,
+        on_one_gpu="polo on one GPU is plain SGD with a warm-up: there are no replicas to average",
+        measured_as=(
+            "post-local SGD (train.method polo) was measured while it synchronises every step, as it does at first; later"
+            " steps take less, so that times and costs on several GPUs are upper bounds"
+        ),
+    ),
+    "adascale": Facts(
+        "adascale",
+        needs_sgd=True,
+        refuses_lr_scaling=dict.fromkeys(
+            ("linear", "sqrt"),
+            "method adascale multiplies the learning rate by its own gain, lr_scaling would scale it twice; leave"
+            " lr_scaling out",
+        ),
+    ),
+    "static": Facts("static", reads_ags=True, scales=True, is_arm=True),
+    "ortho": Facts("ortho", lr_scaling="linear", warmup_epochs=5.0, needs_sgd=True, is_arm=True),
+    "schedule_free": Facts("schedule_free", warmup_epochs=5.0, replaces=("SGD", "AdamW"), constant_schedule=True),
+    "auto": Facts("", reads_ags=True, refreshes=True, tunes=True),
 }
-"""How methods scale the learning rate by themselves: linearly (paper, IV-D), LAMB by the square root (You et al. 2020)."""
+"""Learning rates are scaled linearly and warmed up as in the paper, IV-D; LAMB's by the square root (You et al. 2020)."""
 
-WARMUP_EPOCHS = {"lrs": 5.0, "lars": 5.0, "lamb": 5.0, "polo": 5.0, "ortho": 5.0}
-"""Warm-up of methods where the spec gives none (paper, IV-D)."""
+ARMS = tuple(name for name, facts in METHODS.items() if facts.is_arm)
 
-
-REPLACES: dict[str, tuple[str, ...]] = {"lars": ("SGD",), "lamb": ("Adam", "AdamW")}
-"""Methods that are optimizers of their own, and the optimizers whose settings they take over."""
-
-NEED_SGD = ("adascale", "ortho")
-READ_AGS = ("ags", "static", "auto")
-"""Methods that read the section ags."""
+if TYPE_CHECKING:
+    Method = str
+    ArmMethod = str
+else:
+    Method = Literal[tuple(METHODS)]
+    ArmMethod = Literal[ARMS]

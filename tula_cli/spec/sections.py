@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, model_validator
 
 from tula_cli.spec.kinds import NonNegativeFloat, Positive, PositiveFloat, Section
-from tula_cli.spec.methods import Method
+from tula_cli.spec.methods import METHODS, Facts, Method
 
 
 class Model(Section):
@@ -58,7 +58,7 @@ class Schedule(Section):
     kind: Literal["constant", "multistep", "cosine"] = "constant"  # after the warm-up
     milestones: list[NonNegativeFloat] = []  # epochs
     gamma: PositiveFloat = 0.1  # multistep: the factor at each milestone
-    # null: what the method needs, 5 for lrs, lars, lamb, polo and ortho, else 0
+    # null: what the method needs, 5 for lrs, lars, lamb, polo, ortho and schedule_free, else 0
     warmup_epochs: NonNegativeFloat | None = None
     min_lr: NonNegativeFloat = 0.0  # cosine ends here
 
@@ -106,11 +106,11 @@ class Train(Section):
 
     @model_validator(mode="after")
     def _scaling_fits_the_method(self) -> "Train":
-        if self.method == "lrs" and self.lr_scaling == "none":
-            raise ValueError("method lrs is the scaling of the learning rate; with lr_scaling: none use method lbt")
-        if self.method == "adascale" and self.lr_scaling in ("linear", "sqrt"):
-            raise ValueError(
-                "method adascale multiplies the learning rate by its own gain, lr_scaling would scale it twice; leave"
-                " lr_scaling out"
-            )
+        if why := self.facts.refuses_lr_scaling.get(self.lr_scaling):
+            raise ValueError(why)
         return self
+
+    @property
+    def facts(self) -> Facts:
+        """The method's row."""
+        return METHODS[self.method]

@@ -7,7 +7,6 @@ from typing import Any
 
 from tula_cli.spec.ags import Ags
 from tula_cli.spec.job import JobSpec, warmup_epochs
-from tula_cli.spec.methods import READ_AGS
 
 
 def signature(spec: JobSpec, code: str = "") -> str:
@@ -51,14 +50,14 @@ def train_signature(spec: JobSpec, *, nodes: int, batch: int, code: str = "") ->
         include={"model", "dataset", "transforms", "loss", "optimizer", "schedule"},
         exclude={"dataset": {"download"}},
     )
-    acts = spec.ags if spec.train.method in READ_AGS else Ags()  # to others the section means nothing
+    acts = spec.ags if spec.train.facts.reads_ags else Ags()  # to others the section means nothing
     parts["ags"] = _ags(acts, set(Ags.model_fields) - {"preset"})
     parts["train"] = spec.train.model_dump(
         exclude={"workers", "checkpoint_every", "max_attempts", "tensorboard", "diagnostics", "hessian"}
     )
     parts["schedule"]["warmup_epochs"] = warmup_epochs(spec)
     parts["gpus_per_node"] = spec.cluster.gpus_per_node
-    if spec.train.method == "auto":
+    if spec.train.facts.tunes:
         parts["auto"] = spec.auto.model_dump()
     if code:
         parts["code"] = code

@@ -10,10 +10,8 @@ import torchvision.models
 from torch import nn
 
 from tula_cli.errors import SpecError
-from tula_cli.optim.layerwise import Lamb, Lars
 from tula_cli.plugins import is_import_string, load, nearest
 from tula_cli.spec.job import JobSpec
-from tula_cli.spec.methods import REPLACES
 from tula_cli.worker.build import small_images
 from tula_cli.worker.build.construct import accepts, construct, refused
 
@@ -112,10 +110,15 @@ LOSSES: dict[str, Any] = {
 }
 
 
-def build_optimizer(spec: JobSpec, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+def build_optimizer(
+    spec: JobSpec, parameters: Iterable[nn.Parameter], *, instead: type[torch.optim.Optimizer] | None = None
+) -> torch.optim.Optimizer:
     """Return the base optimizer; SGD is the fused one where torch has it for these parameters.
 
-    LARS takes the place of SGD and LAMB that of Adam where `train.method` says so.
+    Args:
+        spec: the job.
+        parameters: that are trained.
+        instead: the class that `train.method` puts in the place of the spec's.
 
     Raises:
         SpecError: unknown optimizer, LBFGS, one that the method does not replace, or a momentum, weight decay or argument
@@ -124,7 +127,9 @@ def build_optimizer(spec: JobSpec, parameters: Iterable[nn.Parameter]) -> torch.
     name, tensors = spec.optimizer.name, list(parameters)
     if name == "LBFGS":
         raise SpecError("optimizer.name: LBFGS evaluates a step several times, which tula's loop does not do")
-    target = _layerwise(spec) or load(name, OPTIMIZERS, kind="optimizer")
+    if instead is not None:
+        _check_replaced(spec)
+    target = instead or load(name, OPTIMIZERS, kind="optimizer")
     if not tensors:
         raise SpecError(f"model {spec.model.name} has no parameters to train")
     given: dict[str, Any] = {"lr": spec.optimizer.lr, **_regularisation(spec, target)}
@@ -154,21 +159,13 @@ def set_lr(optimizer: torch.optim.Optimizer, lr: float, ratios: Sequence[float])
             group["lr"] = lr * ratio
 
 
-def _layerwise(spec: JobSpec) -> type[torch.optim.Optimizer] | None:
-    """Return the optimizer that the method puts in place of the spec's; None where it puts none."""
-    method, name = spec.train.method, spec.optimizer.name
-    if method not in LAYERWISE:
-        return None
-    replaced = REPLACES[method]
+def _check_replaced(spec: JobSpec) -> None:
+    method, name, replaced = spec.train.method, spec.optimizer.name, spec.train.facts.replaces
     if name not in replaced:
         raise SpecError(
             f"train.method {method} takes the place of {' or '.join(replaced)}, not of optimizer.name: {name}",
             f"set optimizer.name: {replaced[0]}, with the learning rate and weight decay that suit it",
         )
-    return LAYERWISE[method]
-
-
-LAYERWISE: dict[str, type[torch.optim.Optimizer]] = {"lars": Lars, "lamb": Lamb}
 
 
 def _has_fused_kernel(tensors: Sequence[torch.Tensor]) -> bool:

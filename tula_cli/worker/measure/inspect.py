@@ -20,9 +20,6 @@ from torch.utils._pytree import tree_leaves
 
 from tula_cli.errors import JobFailed, Problem, SpecError, TulaError
 from tula_cli.models.halving import dearest
-from tula_cli.optim import TulaOptimizer
-from tula_cli.optim.adascale_sgd import AdaScale
-from tula_cli.optim.orthogonal import Ortho
 from tula_cli.plugins import is_import_string
 from tula_cli.run.records.inspections import Footprint, Inspection
 from tula_cli.spec.job import JobSpec
@@ -35,7 +32,7 @@ from tula_cli.worker.build.transforms import build_transforms
 from tula_cli.worker.device import process_memory
 from tula_cli.worker.measure import footprint as worker_measure_footprint
 from tula_cli.worker.measure import rehearsal as worker_measure_rehearsal
-from tula_cli.worker.methods.scaling import settings
+from tula_cli.worker.methods.table import method_of
 from tula_cli.worker.train.loop import check_ghosts, micro_batches
 
 SAMPLES_COMPARED = 4
@@ -69,7 +66,7 @@ def inspect_job(spec: JobSpec) -> Inspection:
         estimate_error = f"{type(error).__name__}: {_first_line(error)}"
         model, optimizer, output = _real_step(spec, datasets)
     warnings += _check_output(spec, output, sample[1], datasets.classes)
-    _check_ags(spec, model, optimizer)
+    method_of(spec).check(spec, model, optimizer)
     _check_ghosts(spec, model, largest=len(datasets.train))
     return Inspection(
         dataset_size=len(datasets.train),
@@ -100,7 +97,7 @@ def _check_parts(spec: JobSpec) -> None:
         "transforms.train": lambda: build_transforms(spec.transforms.train, path="transforms.train"),
         "transforms.eval": lambda: build_transforms(spec.transforms.eval, path="transforms.eval"),
         "loss": lambda: zoo.build_loss(spec),
-        "optimizer": lambda: zoo.build_optimizer(spec, [torch.nn.Parameter(torch.zeros(1))]),
+        "optimizer": lambda: method_of(spec).base(spec, [torch.nn.Parameter(torch.zeros(1))]),
     }
     found: dict[str, SpecError] = {}
     for path, part in parts.items():
@@ -190,7 +187,7 @@ def _real_step(spec: JobSpec, datasets: Datasets) -> tuple[nn.Module, torch.opti
     )
     model = zoo.build_model(spec, datasets.classes)
     loss = zoo.build_loss(spec)
-    optimizer = zoo.build_optimizer(spec, [p for p in model.parameters() if p.requires_grad])
+    optimizer = method_of(spec).base(spec, [p for p in model.parameters() if p.requires_grad])
     stage = f"model {spec.model.name} cannot take inputs of shape {tuple(inputs.shape[1:])}"
     try:
         with worker_measure_rehearsal.autocast(spec):
@@ -267,39 +264,6 @@ def _check_ghosts(spec: JobSpec, model: nn.Module, *, largest: int) -> None:
             if batch % parts == 0:
                 check_ghosts(spec, batch, world=ranks)
             batch *= 2
-
-
-def _check_ags(spec: JobSpec, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Let what the method wraps around this optimizer say whether it can."""
-    if spec.train.method in ("adascale", "ortho"):
-        _check_sgd(spec.train.method, model, optimizer)
-    if spec.train.method not in ("ags", "static"):
-        return
-    b_small = worker_measure_rehearsal.small_batch(spec)
-    try:
-        TulaOptimizer(
-            optimizer,
-            model=model,
-            b_large=4 * b_small,
-            b_small=b_small,
-            **settings(spec.ags),
-            max_grad_norm=spec.train.max_grad_norm,
-        )
-    except ValueError as error:
-        raise SpecError(
-            f"train.method {spec.train.method}: {error}",
-            "set ags.apply_to: update, train.method: lbt, or optimizer.name: SGD",
-        ) from error
-
-
-def _check_sgd(method: str, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    try:
-        if method == "ortho":
-            Ortho(optimizer, model=model)
-        else:
-            AdaScale(optimizer, model=model, batch=2, reference_batch=1)
-    except ValueError as error:
-        raise SpecError(f"train.method {method}: {error}", "set optimizer.name: SGD, or another method") from error
 
 
 def _shape(output: Any) -> str:

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 
 from tula_cli.models.efficiency import Pair, summarise
 from tula_cli.models.halving import dearest
-from tula_cli.optim.post_local_sgd import SWITCH_EPOCHS
 from tula_cli.run.directory import RunDir, probe_id
 from tula_cli.run.records.probes import GradientStats, Measured, OutOfMemory, Overheads
 from tula_cli.run.records.tasks import ProbeTask
@@ -74,8 +73,7 @@ def _trainer(task: ProbeTask, ranks: Ranks, datasets: Datasets, *, local_batch: 
     )
     if trainer.ags:
         trainer.ags.start_epoch(NEVER)
-    if task.spec.train.method == "polo":
-        trainer.until = SWITCH_EPOCHS  # its synchronous steps: the dearer ones
+    trainer.until = trainer.method.probe_epochs()
     return trainer
 
 

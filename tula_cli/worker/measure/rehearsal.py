@@ -20,6 +20,8 @@ from tula_cli.worker.build import zoo
 from tula_cli.worker.build.recompute import apply_activation_checkpointing
 from tula_cli.worker.measure.buffers import buckets, libraries, pieces, tensor_bytes
 from tula_cli.worker.measure.storages import AsOnGpu, LiveStorages
+from tula_cli.worker.methods.plain import Memory
+from tula_cli.worker.methods.table import method_of
 
 REHEARSED = 2**16 + 1
 """The rehearsed micro-batch: a prime that no size of a layer is likely to be a multiple of."""
@@ -99,10 +101,9 @@ class Rehearsal:
         return max(self.spec.search.nodes) * self.spec.cluster.gpus_per_node > 1
 
     @property
-    def draws(self) -> bool:
-        """Whether AGS takes the gradient of a small batch; several ranks may find their factors without."""
-        local = self.several and self.spec.ags.resolved().source == "local_norms"
-        return self.spec.train.method == "ags" and not local
+    def memory(self) -> Memory:
+        """What the method holds in a step."""
+        return method_of(self.spec).memory(self.spec, self.parameters, several=self.several)
 
     def batch(self, size: int) -> tuple[Any, Any]:
         """Return a fake micro-batch shaped like the sample."""
@@ -154,7 +155,7 @@ class Rehearsal:
             inputs, targets = self.batch(REHEARSED)
             self._backward(inputs, targets)
             small = len(self.storages.sizes)
-            staged = self._refresh(inputs, targets) if self.draws else []
+            staged = self._refresh(inputs, targets) if self.memory.small_batch else []
             small_end = len(self.storages.sizes)
             self._update(staged)
             events, sizes = self.storages.events[begun:], self.storages.sizes
@@ -215,7 +216,7 @@ class Rehearsal:
                     torch._foreach_mul([self.factors[i] for i in chunk], 1.0)  # of a branch taken on the device
         before = self._copies()
         self.optimizer.step()
-        if before and self.gpu and self.spec.train.method != "ortho":
+        if before and self.gpu and self.memory.after:
             before += self._copies()
         before.clear()
         self.factors = new or self.factors
@@ -232,10 +233,7 @@ class Rehearsal:
 
     def _copies(self) -> list[torch.Tensor]:
         """Return what the parameters were, where what a step does to them is changed: scaled by AGS, or turned."""
-        if self.spec.train.method == "ortho":
-            return [p.detach().clone() for p in self.parameters if p.ndim > 1]
-        update = self.spec.train.method in ("ags", "static") and self.spec.ags.resolved().apply_to == "update"
-        return [p.detach().clone() for p in self.parameters] if update else []
+        return [p.detach().clone() for p in self.memory.before]
 
     def _split(self, micro_batch: int, *, peak: int, reserved: int) -> Footprint:
         parameters = tensor_bytes([*self.model.parameters(), *self.model.buffers()])
@@ -277,7 +275,7 @@ def rehearse(spec: JobSpec, sample: tuple[Any, Any], *, classes: int | None, gpu
     _make_fake(model, fake)
     with fake:
         loss = zoo.build_loss(spec)
-        optimizer = zoo.build_optimizer(spec, [p for p in model.parameters() if p.requires_grad])
+        optimizer = method_of(spec).base(spec, [p for p in model.parameters() if p.requires_grad])
     if gpu:
         _as_by_default_on_gpu(optimizer)
     inputs, targets = torch.utils.data.default_collate([sample])
@@ -291,7 +289,7 @@ def rehearse(spec: JobSpec, sample: tuple[Any, Any], *, classes: int | None, gpu
         rehearsal.early = len(storages.sizes)
         optimizer.step()  # its state is there from the second step on
         optimizer.zero_grad()
-        if spec.train.method == "ags":
+        if rehearsal.memory.factors:
             rehearsal.factors = [
                 torch.empty_like(p) if rehearsal.elementwise else p.new_empty(()) for p in rehearsal.parameters
             ]

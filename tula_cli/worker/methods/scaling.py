@@ -1,12 +1,111 @@
-"""What TulaOptimizer is made of, as the spec's section `ags` says it."""
+"""Method ags: adaptive gradient scaling, Algorithm 1 of the paper."""
 
+import warnings
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from tula_cli.optim import configured
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from tula_cli.errors import SpecError
+from tula_cli.models.refresh import small_batch
+from tula_cli.optim import TulaOptimizer, configured
 from tula_cli.optim.configure import Configured
+from tula_cli.optim.parts.small_batch import draw_counts
 from tula_cli.spec.ags import Ags
+from tula_cli.spec.job import JobSpec
+from tula_cli.worker.methods.plain import Configuration, Loop, Memory, Plain
 
 
 def settings(ags: Ags, **changed: Any) -> Configured:
     """Return new arguments of one TulaOptimizer; `changed` are settings that differ from the section's."""
     return configured(ags.resolved().model_dump() | changed)
+
+
+def available(configuration: Configuration) -> int:
+    """Return the samples that a rank has for AGS's small batch: a micro-batch."""
+    return configuration.batch // configuration.world // configuration.spec.train.accumulate
+
+
+class Scaling(Plain):
+    """Wraps the optimizer in a TulaOptimizer, as the section `ags` says."""
+
+    def settings(self, ags: Ags, **changed: Any) -> Configured:
+        """Return new arguments of one TulaOptimizer."""
+        return settings(ags, **changed)
+
+    def wrap(
+        self, base: torch.optim.Optimizer, ddp: DistributedDataParallel, configuration: Configuration
+    ) -> torch.optim.Optimizer:
+        spec, batch = configuration.spec, configuration.batch
+        # a probe says itself when, unless every step refreshes: then it is a part of what a step takes
+        by_itself = configuration.refresh or spec.ags.resolved().each_step
+        own = self.settings(spec.ags, **({} if by_itself else {"refresh": "epoch"}))
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "AGS leaves the gradients as they are")  # `remarks` tells it
+            return TulaOptimizer(
+                base,
+                model=ddp,
+                b_large=batch,
+                b_small=small_batch(spec, batch),
+                **own,
+                max_grad_norm=spec.train.max_grad_norm,
+                available=available(configuration),
+                seed=spec.train.seed,
+            )
+
+    def check(self, spec: JobSpec, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        b_small = spec.train.reference_batch if spec.ags.b_small == "auto" else spec.ags.b_small
+        limit = spec.train.max_grad_norm
+        own = settings(spec.ags)
+        try:
+            TulaOptimizer(optimizer, model=model, b_large=4 * b_small, b_small=b_small, **own, max_grad_norm=limit)
+        except ValueError as error:
+            raise SpecError(
+                f"train.method {spec.train.method}: {error}",
+                "set ags.apply_to: update, train.method: lbt, or optimizer.name: SGD",
+            ) from error
+
+    def small_batch_shares(self, configuration: Configuration) -> Sequence[int]:
+        spec, world = configuration.spec, configuration.world
+        if not _draws(spec, several=world > 1):
+            return ()
+        return draw_counts(small_batch(spec, configuration.batch), available(configuration), world, 0)
+
+    def memory(self, spec: JobSpec, parameters: Sequence[nn.Parameter], *, several: bool) -> Memory:
+        copied = parameters if spec.ags.resolved().apply_to == "update" else ()
+        return Memory(factors=True, small_batch=_draws(spec, several=several), before=copied, after=True)
+
+    def scaling(self, optimizer: torch.optim.Optimizer) -> TulaOptimizer | None:
+        return optimizer if isinstance(optimizer, TulaOptimizer) else None
+
+    def refresh(self, loop: Loop, small_loss: Callable[[int], Tensor]) -> bool:
+        """Compare the gradient of a small batch with the large one's, when Algorithm 1 asks for it (line 10)."""
+        ags = self.scaling(loop.optimizer)
+        if ags is None or not ags.wants_small_batch:
+            return False
+        ags.small_batch(small_loss, scaler=loop.scaler)
+        return not loop.spec.ags.resolved().each_step
+
+    def remarks(self, loop: Loop) -> list[str]:
+        """Say where AGS is the identity, or takes another small batch than it is given."""
+        ags = self.scaling(loop.optimizer)
+        assert ags is not None
+        if ags.identity:
+            return [ags.identity]
+        setup = ags.setup
+        if setup.small_batch_size == setup.b_small or not ags.factors.reads_b_small:
+            return []
+        return [
+            f"AGS takes a small batch of {setup.small_batch_size} samples, not of b_small {setup.b_small}: with"
+            f" train.accumulate {loop.spec.train.accumulate} the GPUs hold no more at a time"
+        ]
+
+
+def _draws(spec: JobSpec, *, several: bool) -> bool:
+    """Return whether the gradient of a small batch is taken; several ranks may find their factors without."""
+    return not (several and spec.ags.resolved().source == "local_norms")
+
+
+METHOD = Scaling()

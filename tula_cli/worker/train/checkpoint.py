@@ -28,9 +28,10 @@ def state(trainer: Trainer, *, best: dict[str, float], owed: bool = False) -> di
         best: the best metrics so far.
         owed: the epoch that ends here is not evaluated yet.
     """
+    own = trainer.method.own_state(trainer)
     return {
         "version": 1,
-        "model": trainer.ddp.module.state_dict(),
+        "model": trainer.method.model_state(trainer),
         "optimizer": trainer.optimizer.state_dict(),
         "scaler": trainer.scaler.state_dict(),
         "position": asdict(trainer.position),
@@ -38,6 +39,7 @@ def state(trainer: Trainer, *, best: dict[str, float], owed: bool = False) -> di
         "world": trainer.ranks.world,
         "best": best,
         "owed": owed,
+        **({"method": own} if own else {}),
     }
 
 
@@ -136,6 +138,8 @@ def restore(trainer: Trainer, content: dict[str, Any]) -> dict[str, float]:
     except RuntimeError as error:
         raise TulaError(f"the checkpoint does not fit the model: {error}", "was the model's code changed?") from None
     _load_optimizer(trainer, content["optimizer"])
+    if "method" in content:
+        trainer.method.load_own_state(trainer, content["method"])
     trainer.scaler.load_state_dict(content["scaler"])
     trainer.position = Position(**content["position"])
     best: dict[str, float] = content["best"]

@@ -46,6 +46,10 @@ class Evaluator:
             max_batches: at most so many of each rank.
             between: called after each batch that every rank has, so it may communicate; it may raise.
         """
+        with self.trainer.method.evaluating(self.trainer):
+            return self._run(max_batches, between)
+
+    def _run(self, max_batches: int | None, between: Callable[[], None]) -> Evaluation:
         trainer = self.trainer
         # Each rank's BatchNorm has seen its own samples since the last forward; all evaluate rank 0's, which is saved.
         for buffer in trainer.ddp.module.buffers():

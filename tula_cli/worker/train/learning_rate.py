@@ -3,7 +3,6 @@
 import math
 
 from tula_cli.spec.job import JobSpec, warmup_epochs
-from tula_cli.spec.methods import LR_SCALING
 from tula_cli.spec.sections import Schedule
 
 WARMUP_START = 0.01
@@ -32,7 +31,7 @@ def lr_scale(spec: JobSpec, batch: int) -> float:
     """
     ratio, rule = batch / spec.train.reference_batch, spec.train.lr_scaling
     if rule == "auto":
-        rule = LR_SCALING.get(spec.train.method, "none")
+        rule = spec.train.facts.lr_scaling
     return {"none": 1.0, "linear": ratio, "sqrt": math.sqrt(ratio)}[rule]
 
 

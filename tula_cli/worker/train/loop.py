@@ -4,7 +4,6 @@
 evaluates and saves when an epoch ends. Nothing else trains.
 """
 
-import warnings
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -15,13 +14,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from tula_cli.errors import SpecError
-from tula_cli.models.refresh import small_batch
-from tula_cli.optim import Static, TulaOptimizer
-from tula_cli.optim.adascale_sgd import AdaScale
-from tula_cli.optim.orthogonal import Ortho
-from tula_cli.optim.parts.indicators import squared_norm
-from tula_cli.optim.parts.small_batch import draw_counts
-from tula_cli.optim.post_local_sgd import SWITCH_EPOCHS, average_due, average_replicas, synchronise_gradients
+from tula_cli.optim import TulaOptimizer
 from tula_cli.run.records.tasks import ProbeTask, TrainTask
 from tula_cli.spec.job import JobSpec
 from tula_cli.worker.build import zoo
@@ -30,7 +23,8 @@ from tula_cli.worker.build.recompute import apply_activation_checkpointing
 from tula_cli.worker.build.samples import Datasets
 from tula_cli.worker.build.sampling import Batches, Position, steps_left, train_loader
 from tula_cli.worker.device import Clock, Mark
-from tula_cli.worker.methods.scaling import settings
+from tula_cli.worker.methods.plain import Configuration, Plain
+from tula_cli.worker.methods.table import method_of
 from tula_cli.worker.ranks import Ranks
 from tula_cli.worker.seeding import seed_torch, stable_seed
 from tula_cli.worker.train.learning_rate import learning_rate
@@ -61,7 +55,8 @@ class Trainer:
     datasets: Datasets
     ddp: DistributedDataParallel
     base: torch.optim.Optimizer
-    optimizer: torch.optim.Optimizer  # what the method wraps around base (TulaOptimizer, AdaScale, Ortho), else base
+    optimizer: torch.optim.Optimizer  # what the method makes of it
+    method: Plain
     scaler: torch.amp.GradScaler
     loss: LossFunction
     batch: int
@@ -94,11 +89,11 @@ class Trainer:
     @property
     def local_sgd(self) -> bool:
         """Whether the coming step is each rank's own: post-local SGD after its switch."""
-        return self.spec.train.method == "polo" and self.ranks.world > 1 and self.position.epoch >= SWITCH_EPOCHS
+        return self.method.is_local(self)
 
     @property
     def ags(self) -> TulaOptimizer | None:
-        return self.optimizer if isinstance(self.optimizer, TulaOptimizer) else None
+        return self.method.scaling(self.optimizer)
 
     @property
     def lr(self) -> float:
@@ -132,14 +127,16 @@ def build(
         apply_activation_checkpointing(model)
     ids = [ranks.device] if ranks.device.type == "cuda" else None
     ddp = DistributedDataParallel(model, device_ids=ids, gradient_as_bucket_view=True)
-    base = zoo.build_optimizer(spec, [p for p in model.parameters() if p.requires_grad])
+    method = method_of(spec)
+    base = method.base(spec, [p for p in model.parameters() if p.requires_grad])
     return Trainer(
         spec=spec,
         ranks=ranks,
         datasets=datasets,
         ddp=ddp,
         base=base,
-        optimizer=_wrapped(base, ddp, spec, batch, ranks, refresh),
+        optimizer=method.wrap(base, ddp, Configuration(spec, batch, ranks.world, refresh)),
+        method=method,
         scaler=torch.amp.GradScaler(ranks.device.type, enabled=spec.train.precision == "fp16"),
         loss=_loss(spec, ranks.device),
         batch=batch,
@@ -153,7 +150,8 @@ def build(
 def _check_batch(spec: JobSpec, batch: int, ranks: Ranks, datasets: Datasets) -> None:
     parts, size = ranks.world * micro_batches(spec, ranks.world), len(datasets.train)
     if batch % parts:
-        why = "ranks x train.accumulate" if parts == ranks.world * spec.train.accumulate else "AdaScale's half batches"
+        plain = parts == ranks.world * spec.train.accumulate
+        why = (Plain if plain else method_of(spec)).least_parts_why
         raise SpecError(f"batch {batch} does not divide by {parts} ({why})")
     if batch > size:
         raise SpecError(f"batch {batch} is larger than the dataset, which has {size} training samples")
@@ -170,64 +168,19 @@ def check_ghosts(spec: JobSpec, batch: int, *, world: int) -> None:
     if ghost is None:
         return
     check_ghost_batch(ghost, micro_batch=batch // (world * micro_batches(spec, world)))
-    local_norms = spec.ags.resolved().source == "local_norms" and world > 1
-    if spec.train.method != "ags" or local_norms:
-        return
-    shares = draw_counts(small_batch(spec, batch), available(spec, batch, world), world, 0)
+    shares = method_of(spec).small_batch_shares(Configuration(spec, batch, world))
     check_small_batch(ghost, shares=shares)  # where AGS is the identity these are micro-batches, which have no rest
 
 
-def available(spec: JobSpec, batch: int, world: int) -> int:
-    """Return the samples that a rank has for AGS's small batch: a micro-batch."""
-    return batch // world // spec.train.accumulate
-
-
 def micro_batches(spec: JobSpec, world: int) -> int:
-    """Return the micro-batches of a step; AdaScale compares two sizes of batch, so that one rank alone needs two."""
-    halves = 2 if spec.train.method == "adascale" and world == 1 else 1
-    return max(spec.train.accumulate, halves)
+    """Return the micro-batches of a step."""
+    return max(spec.train.accumulate, method_of(spec).least_parts(world))
 
 
 def _loss(spec: JobSpec, device: torch.device) -> LossFunction:
     """Return the loss; one that is a module may hold tensors, such as class weights."""
     loss = zoo.build_loss(spec)
     return loss.to(device) if isinstance(loss, nn.Module) else loss
-
-
-def _wrapped(
-    base: torch.optim.Optimizer, ddp: DistributedDataParallel, spec: JobSpec, batch: int, ranks: Ranks, refresh: bool
-) -> torch.optim.Optimizer:
-    """Return what the method makes of the base optimizer."""
-    train = spec.train
-    if train.method in ("ags", "static"):
-        return _scaled(base, ddp, spec, batch, ranks, refresh)
-    if train.method == "adascale":
-        reference, limit = train.reference_batch, train.max_grad_norm
-        return AdaScale(base, model=ddp, batch=batch, reference_batch=reference, max_grad_norm=limit)
-    if train.method == "ortho":
-        return Ortho(base, model=ddp, max_grad_norm=train.max_grad_norm)
-    return base
-
-
-def _scaled(
-    base: torch.optim.Optimizer, ddp: DistributedDataParallel, spec: JobSpec, batch: int, ranks: Ranks, refresh: bool
-) -> TulaOptimizer:
-    # a probe says itself when, unless every step refreshes: then it is a part of what a step takes
-    own = settings(spec.ags, **({} if refresh or spec.ags.resolved().each_step else {"refresh": "epoch"}))
-    if spec.train.method == "static":
-        own["factors"] = Static(None if spec.ags.factor == "auto" else spec.ags.factor)
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "AGS leaves the gradients as they are")  # `remarks` tells it
-        return TulaOptimizer(
-            base,
-            model=ddp,
-            b_large=batch,
-            b_small=small_batch(spec, batch),
-            **own,
-            max_grad_norm=spec.train.max_grad_norm,
-            available=available(spec, batch, ranks.world),
-            seed=spec.train.seed,
-        )
 
 
 def steps(trainer: Trainer) -> Generator[Step, None, None]:
@@ -284,11 +237,11 @@ def _step(trainer: Trainer, stream: Iterator[Any], *, epoch_ends: bool) -> Step:
     # Random layers draw from the position, not from what ran before: a resumed run repeats an uninterrupted one.
     seed = stable_seed(trainer.spec.train.seed, trainer.position.samples, trainer.ranks.rank)
     seed_torch(seed, trainer.ranks.device)
-    _choose_reduction(trainer)
+    trainer.method.before_backward(trainer)
     loss, loaded = _backward(trainer, stream, start)
-    refreshed = _refresh(trainer) and not trainer.spec.ags.resolved().each_step
+    refreshed = _refresh(trainer)
     _update(trainer)
-    _part_or_join(trainer)
+    trainer.method.after_step(trainer)
     return Step(loss, lr, start, loaded, trainer.clock.mark(), refreshed, epoch_ends)
 
 
@@ -306,55 +259,15 @@ def _backward(trainer: Trainer, stream: Iterator[Any], start: Mark) -> tuple[tor
                 loss = trainer.loss(trainer.ddp(inputs), targets) / parts
             trainer.scaler.scale(loss).backward()
         if part == 0:
-            _show_adascale(trainer)
+            trainer.method.after_first_backward(trainer)
         total += loss.detach()
     if trainer.after_backward:
         trainer.after_backward()
     return total, loaded
 
 
-def _show_adascale(trainer: Trainer) -> None:
-    """Show AdaScale the gradient of the first micro-batch, where no other rank has one to compare with."""
-    if trainer.ranks.world > 1 or not isinstance(trainer.optimizer, AdaScale):
-        return
-    gradients = [p.grad for p in trainer.ddp.parameters() if p.grad is not None]
-    unscaled = trainer.parts / trainer.scaler.get_scale()  # the loss was divided by the one and multiplied by the other
-    trainer.optimizer.observe(squared_norm(gradients) * unscaled**2, trainer.micro_batch)
-
-
-def _choose_reduction(trainer: Trainer) -> None:
-    """Average gradients over the ranks, as ever, or not, as post-local SGD does after its switch."""
-    if trainer.spec.train.method == "polo" and trainer.ranks.world > 1:
-        synchronise_gradients(trainer.ddp, wanted=not trainer.local_sgd)
-
-
-def _part_or_join(trainer: Trainer) -> None:
-    """After a step that was each rank's own the replicas differ, until they are averaged."""
-    if not trainer.local_sgd:
-        return
-    trainer.apart = True
-    size, done, batch = len(trainer.datasets.train), trainer.position.done, trainer.batch
-    if average_due(done, batch=batch, end=done + batch * steps_left(size, done, batch)):
-        join_replicas(trainer)
-
-
-def join_replicas(trainer: Trainer) -> None:
-    """Make all replicas the same again, where they differ; every rank takes part."""
-    if not trainer.apart:
-        return
-    average_replicas(trainer.ddp.module, trainer.base)
-    if trainer.scaler.is_enabled():  # each rank has found its own overflows
-        state = trainer.scaler.state_dict()
-        scale, steps = trainer.ranks.maxima([-state["scale"], -state["_growth_tracker"]])
-        trainer.scaler.load_state_dict({**state, "scale": -scale, "_growth_tracker": int(-steps)})
-    trainer.apart = False
-
-
 def _refresh(trainer: Trainer) -> bool:
-    """Compare the gradient of a small batch with the large one's, when Algorithm 1 asks for it (line 10)."""
-    ags = trainer.ags
-    if ags is None or not ags.wants_small_batch:
-        return False
+    """Let the method do what only some steps do, with the finished gradient; return whether it did."""
     assert trainer.last_batch is not None
     inputs, targets = trainer.last_batch
 
@@ -362,16 +275,15 @@ def _refresh(trainer: Trainer) -> bool:
         with autocast(trainer):
             return trainer.loss(trainer.ddp.module(inputs[:count]), targets[:count])
 
-    ags.small_batch(small_loss, scaler=trainer.scaler)
-    return True
+    return trainer.method.refresh(trainer, small_loss)
 
 
 def _update(trainer: Trainer) -> None:
     if trainer.after_backward:  # only looked at: the next look is at the same weights
         trainer.optimizer.zero_grad()
         return
-    if not trainer.synchronise:  # the base alone: AGS's consensus would synchronise; turning a step is local work
-        trainer.scaler.step(trainer.optimizer if isinstance(trainer.optimizer, Ortho) else trainer.base)
+    if not trainer.synchronise:  # AGS's consensus would synchronise
+        trainer.scaler.step(trainer.method.local_stepper(trainer))
         trainer.scaler.update()
         trainer.base.zero_grad()
         return

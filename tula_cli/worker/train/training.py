@@ -15,7 +15,6 @@ from tula_cli.models import halving
 from tula_cli.models.cost import checkpoint_interval, interruption_rate
 from tula_cli.models.time.noise import centre
 from tula_cli.optim import advice
-from tula_cli.optim.adascale_sgd import AdaScale
 from tula_cli.run.directory import RunDir
 from tula_cli.run.records.recommendations import Prediction
 from tula_cli.run.records.results import TrainResult
@@ -103,7 +102,7 @@ def run_training(
         return
     here = Here(run, ranks, datasets, leaving, attempt)
     with contextlib.suppress(Left):
-        if task.spec.train.method == "auto":
+        if task.spec.train.facts.tunes:
             _run_tuned(task, here)
         else:
             _run(task, here)
@@ -186,7 +185,7 @@ def _run(
 
 def _leave(work: Run, left: Left) -> None:
     """Save where the ranks stand; the next start goes on from here."""
-    worker_train_loop.join_replicas(work.trainer)
+    work.trainer.method.join(work.trainer)
     _see_whether_it_diverges(work, weights=True)
     if not work.first:
         return
@@ -425,7 +424,7 @@ def _log_epoch(work: Run, result: Evaluation, step_time: float | None, *, loss: 
         within=within,
         eval_seconds=work.eval_time,
         ags=(ags := trainer.ags.report() if trainer.ags and not trainer.ags.identity else None),
-        **_gain(trainer),
+        **trainer.method.report(trainer),
         diagnostics=_diagnostics(work, ags),
     )
     _warn_of_evaluation(work, result)
@@ -450,15 +449,6 @@ def _advise(work: Run, ags: Mapping[str, float] | None) -> None:
         if kind not in work.advised:
             work.advised.add(kind)
             _warn(work, message)
-
-
-def _gain(trainer: Trainer) -> dict[str, Any]:
-    """Return what AdaScale reports, and how many epochs of the reference batch its steps are worth so far."""
-    if not isinstance(trainer.optimizer, AdaScale):
-        return {}
-    report = trainer.optimizer.report()
-    per_epoch = len(trainer.datasets.train) / trainer.spec.train.reference_batch
-    return {"adascale": {"gain": report["gain"], "epochs": report["iterations"] / per_epoch}}
 
 
 def _diagnostics(work: Run, ags: Mapping[str, float] | None) -> dict[str, Any] | None:

@@ -1,0 +1,116 @@
+"""Every row of the table of methods is trained, probed, resumed, relaunched at another batch, and estimated."""
+
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from worker_jobs import Interrupted, probe_task, rows, same, spec, train_task
+
+from tula_cli.run.directory import RunDir
+from tula_cli.run.records.probes import Measured
+from tula_cli.run.records.tasks import TrainTask
+from tula_cli.spec.methods import METHODS, Facts
+from tula_cli.worker.build.datasets import build_datasets
+from tula_cli.worker.measure.inspect import inspect_job
+from tula_cli.worker.measure.probe import run_probes
+from tula_cli.worker.methods import schedule_free
+from tula_cli.worker.methods.plain import Loop
+from tula_cli.worker.ranks import Ranks
+from tula_cli.worker.train.training import run_training
+
+each = pytest.mark.parametrize("name", METHODS)
+STEPS, BATCH = 6, 16
+EPOCH = STEPS * BATCH
+
+
+def sections(name: str, **changes: Any) -> dict[str, Any]:
+    """Return a job of a method with an optimizer that it takes: 3 epochs, a network with BatchNorm and dropout."""
+    adam = {"name": "AdamW", "lr": 0.01, "momentum": None, "weight_decay": 0.01}
+    optimizer = {} if "SGD" in (METHODS[name].replaces or ("SGD",)) else adam
+    train = {"epochs": 3, "checkpoint_every": 1e-9, "method": name}
+    model = {"args": {"norm": True, "dropout": 0.3}}
+    auto = {"arms": [{"name": "lbt-x2", "lr_factor": 2.0}]}
+    return {"model": model, "optimizer": optimizer, "train": train, "auto": auto, **changes}
+
+
+def train(run: RunDir, ranks: Ranks, task: TrainTask) -> None:
+    run_training(task, run, ranks, build_datasets(task.spec))
+
+
+def broken_off(run: RunDir, ranks: Ranks, name: str) -> TrainTask:
+    """Train until the middle of the second epoch; return the task that goes on."""
+    task = train_task(spec(**sections(name)))
+    after = EPOCH + 40 if not METHODS[name].tunes else EPOCH - 10  # its branches load samples too
+    ending = spec(**sections(name, dataset={"args": {"ends_after": after}}))
+    with pytest.raises(Interrupted):
+        train(run, ranks, train_task(ending, signature=task.signature))
+    return task
+
+
+def final(run: RunDir, task: TrainTask) -> dict[str, Any]:
+    state: dict[str, Any] = torch.load(run.training(task.signature).path / "last", weights_only=True)["model"]
+    return state
+
+
+def check_that_it_resumes(name: str, ranks: Ranks, run: RunDir, whole: Path) -> None:
+    task = broken_off(run, ranks, name)
+    train(run, ranks, task)
+    assert len(list(rows(run, task, "start"))) > 1
+    unbroken = RunDir.create(whole, task.spec)
+    train(unbroken, ranks, task)
+    assert same(final(run, task), final(unbroken, task))
+
+
+@each
+def test_a_broken_run_ends_at_the_same_weights(name: str, alone: Ranks, run: RunDir, tmp_path: Path) -> None:
+    check_that_it_resumes(name, alone, run, tmp_path / "whole")
+
+
+@each
+def test_a_relaunch_at_another_batch_goes_on(name: str, alone: Ranks, run: RunDir) -> None:
+    task = broken_off(run, alone, name)
+    train(run, alone, train_task(task.spec, batch=BATCH // 2, signature=task.signature))
+    result = run.training(task.signature).result()
+    assert result is not None
+    assert (result.epochs, result.batch, result.samples) == (3, BATCH // 2, 3 * EPOCH)
+
+
+@each
+def test_it_is_probed_and_estimated(name: str, alone: Ranks, run: RunDir) -> None:
+    job = spec(**sections(name))
+    inspection = inspect_job(job)
+    assert not inspection.estimate_error
+    assert inspection.footprints[0].peak > inspection.footprints[0].parameters > 0
+    task = probe_task(job, BATCH)
+    run_probes(task, run, alone, build_datasets(job), started_at=0.0)
+    found = run.result(f"probe-n001-l{BATCH:06d}")
+    assert isinstance(found, Measured)
+    assert found.memory.optimizer == pytest.approx(inspection.footprints[0].optimizer, rel=0.01)
+    assert found.memory.factors == inspection.footprints[0].factors
+
+
+def test_a_row_without_its_file_fails(alone: Ranks, run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(METHODS, "lbt", Facts("nowhere"))
+    with pytest.raises(ModuleNotFoundError, match="nowhere"):
+        inspect_job(spec(**sections("lbt")))
+    with pytest.raises(ModuleNotFoundError, match="nowhere"):
+        train(run, alone, train_task(spec(**sections("lbt"))))
+
+
+def test_a_method_that_forgets_a_part_of_its_state_fails(
+    alone: Ranks, run: RunDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Forgetful(schedule_free.ScheduleFree):
+        def own_state(self, loop: Loop) -> dict[str, Any]:
+            return {}
+
+    module: Any = ModuleType("planted")
+    module.METHOD = Forgetful()
+    monkeypatch.setitem(sys.modules, "tula_cli.worker.methods.planted", module)
+    row = Facts("planted", replaces=("SGD",))
+    monkeypatch.setitem(METHODS, "schedule_free", row)
+    with pytest.raises(AssertionError):
+        check_that_it_resumes("schedule_free", alone, run, tmp_path / "whole")

@@ -1,0 +1,63 @@
+"""Method adascale: the learning rate times a gain that the gradients' noise allows (Johnson et al. 2020)."""
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from tula_cli.errors import SpecError
+from tula_cli.optim.adascale_sgd import AdaScale
+from tula_cli.optim.parts.indicators import squared_norm
+from tula_cli.spec.job import JobSpec
+from tula_cli.worker.methods.plain import Configuration, Loop, Plain
+
+
+class Gaining(Plain):
+    """Compares the gradients of two sizes of batch, so that one rank alone needs two micro-batches."""
+
+    least_parts_why = "AdaScale's half batches"
+
+    def wrap(
+        self, base: torch.optim.Optimizer, ddp: DistributedDataParallel, configuration: Configuration
+    ) -> torch.optim.Optimizer:
+        train, batch = configuration.spec.train, configuration.batch
+        reference, limit = train.reference_batch, train.max_grad_norm
+        return AdaScale(base, model=ddp, batch=batch, reference_batch=reference, max_grad_norm=limit)
+
+    def check(self, spec: JobSpec, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        try:
+            AdaScale(optimizer, model=model, batch=2, reference_batch=1)
+        except ValueError as error:
+            hint = "set optimizer.name: SGD, or another method"
+            raise SpecError(f"train.method {spec.train.method}: {error}", hint) from error
+
+    def least_parts(self, world: int) -> int:
+        return 2 if world == 1 else 1
+
+    def after_first_backward(self, loop: Loop) -> None:
+        """Show AdaScale the gradient of the first micro-batch, where no other rank has one to compare with."""
+        if loop.ranks.world > 1:
+            return
+        gradients = [p.grad for p in loop.ddp.parameters() if p.grad is not None]
+        unscaled = loop.parts / loop.scaler.get_scale()  # the loss was divided by the one and multiplied by the other
+        _adascale(loop).observe(squared_norm(gradients) * unscaled**2, loop.micro_batch)
+
+    def remarks(self, loop: Loop) -> list[str]:
+        if loop.batch > loop.spec.train.reference_batch:
+            return []
+        return [f"AdaScale has nothing to gain: the batch of {loop.batch} is not above train.reference_batch"]
+
+    def report(self, loop: Loop) -> dict[str, Any]:
+        """Return the gain, and how many epochs of the reference batch the steps are worth so far."""
+        report = _adascale(loop).report()
+        per_epoch = len(loop.datasets.train) / loop.spec.train.reference_batch
+        return {"adascale": {"gain": report["gain"], "epochs": report["iterations"] / per_epoch}}
+
+
+def _adascale(loop: Loop) -> AdaScale:
+    assert isinstance(loop.optimizer, AdaScale)
+    return loop.optimizer
+
+
+METHOD = Gaining()

@@ -1,0 +1,37 @@
+"""Method ortho: SGD's step in length, turned into the nearest orthogonal direction (as in Muon)."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from tula_cli.errors import SpecError
+from tula_cli.optim.orthogonal import Ortho
+from tula_cli.spec.job import JobSpec
+from tula_cli.worker.methods.plain import Configuration, Loop, Memory, Plain
+
+
+class Turned(Plain):
+    """Turns the step of each matrix."""
+
+    def wrap(
+        self, base: torch.optim.Optimizer, ddp: DistributedDataParallel, configuration: Configuration
+    ) -> torch.optim.Optimizer:
+        return Ortho(base, model=ddp, max_grad_norm=configuration.spec.train.max_grad_norm)
+
+    def check(self, spec: JobSpec, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        try:
+            Ortho(optimizer, model=model)
+        except ValueError as error:
+            hint = "set optimizer.name: SGD, or another method"
+            raise SpecError(f"train.method {spec.train.method}: {error}", hint) from error
+
+    def memory(self, spec: JobSpec, parameters: Sequence[nn.Parameter], *, several: bool) -> Memory:
+        return Memory(before=[p for p in parameters if p.ndim > 1])
+
+    def local_stepper(self, loop: Loop) -> torch.optim.Optimizer:
+        return loop.optimizer  # turning a step is local work
+
+
+METHOD = Turned()

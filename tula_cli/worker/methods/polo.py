@@ -1,0 +1,50 @@
+"""Method polo: post-local SGD (Lin et al. 2020), synchronous at first, then every rank by itself, with averages between."""
+
+from tula_cli.optim.post_local_sgd import SWITCH_EPOCHS, average_due, average_replicas, synchronise_gradients
+from tula_cli.worker.build.sampling import steps_left
+from tula_cli.worker.methods.plain import Loop, Plain
+
+
+class PostLocal(Plain):
+    """The optimizer stays; gradients are no longer averaged after the switch, weights are."""
+
+    def is_local(self, loop: Loop) -> bool:
+        return loop.ranks.world > 1 and loop.position.epoch >= SWITCH_EPOCHS
+
+    def before_backward(self, loop: Loop) -> None:
+        """Average gradients over the ranks, as ever, or not, after the switch."""
+        if loop.ranks.world > 1:
+            synchronise_gradients(loop.ddp, wanted=not self.is_local(loop))
+
+    def after_step(self, loop: Loop) -> None:
+        """After a step that was each rank's own the replicas differ, until they are averaged."""
+        if not self.is_local(loop):
+            return
+        loop.apart = True
+        size, done, batch = len(loop.datasets.train), loop.position.done, loop.batch
+        if average_due(done, batch=batch, end=done + batch * steps_left(size, done, batch)):
+            self.join(loop)
+
+    def join(self, loop: Loop) -> None:
+        if not loop.apart:
+            return
+        average_replicas(loop.ddp.module, loop.base)
+        if loop.scaler.is_enabled():  # each rank has found its own overflows
+            state = loop.scaler.state_dict()
+            scale, steps = loop.ranks.maxima([-state["scale"], -state["_growth_tracker"]])
+            loop.scaler.load_state_dict({**state, "scale": -scale, "_growth_tracker": int(-steps)})
+        loop.apart = False
+
+    def probe_epochs(self) -> int | None:
+        return SWITCH_EPOCHS  # its synchronous steps: the dearer ones
+
+    def remarks(self, loop: Loop) -> list[str]:
+        epochs = loop.spec.train.epochs
+        if loop.ranks.world == 1:
+            return ["post-local SGD on one GPU is plain SGD: there are no replicas to average"]
+        if epochs <= SWITCH_EPOCHS:
+            return [f"post-local SGD never leaves its {SWITCH_EPOCHS} synchronous epochs: train.epochs is {epochs}"]
+        return []
+
+
+METHOD = PostLocal()

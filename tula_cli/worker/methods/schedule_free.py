@@ -1,0 +1,75 @@
+"""Method schedule_free: averaged weights in place of a learning rate that falls (Defazio et al. 2024).
+
+The package's optimizers train one point (y) and evaluate another (x), the average of the steps. Going from y to x and
+back rounds: the y that were left are put back as they were, so that an evaluation, or a checkpoint, changes no step.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from tula_cli.errors import SpecError
+from tula_cli.spec.job import JobSpec
+from tula_cli.worker.methods.plain import Loop, Plain
+
+OF = {"SGD": "SGDScheduleFree", "AdamW": "AdamWScheduleFree"}
+"""The package's classes, by the optimizers whose place they take."""
+
+
+class ScheduleFree(Plain):
+    """SGD or AdamW of the package schedulefree; a checkpoint's model has the averaged weights."""
+
+    def instead(self, spec: JobSpec) -> type[torch.optim.Optimizer] | None:
+        try:
+            import schedulefree
+        except ImportError:
+            raise SpecError(
+                "train.method schedule_free needs the package schedulefree, which is not installed",
+                "pip install 'tula-cli[schedulefree]'",
+            ) from None
+        found: type[torch.optim.Optimizer] = getattr(schedulefree, OF.get(spec.optimizer.name, OF["SGD"]))
+        return found
+
+    def base(self, spec: JobSpec, parameters: Any) -> torch.optim.Optimizer:
+        optimizer = super().base(spec, parameters)
+        _turn(optimizer, training=True)
+        return optimizer
+
+    @contextmanager
+    def evaluating(self, loop: Loop) -> Iterator[None]:
+        trained = [p.detach().clone() for p in _parameters(loop)]
+        _turn(loop.base, training=False)
+        try:
+            yield
+        finally:
+            _turn(loop.base, training=True)
+            with torch.no_grad():
+                for parameter, exact in zip(_parameters(loop), trained, strict=True):
+                    parameter.copy_(exact)
+
+    def model_state(self, loop: Loop) -> dict[str, Any]:
+        with self.evaluating(loop):
+            return {name: value.detach().cpu().clone() for name, value in loop.ddp.module.state_dict().items()}
+
+    def own_state(self, loop: Loop) -> dict[str, Any]:
+        return {"trained": [p.detach() for p in _parameters(loop)]}
+
+    @torch.no_grad()
+    def load_own_state(self, loop: Loop, state: dict[str, Any]) -> None:
+        for parameter, trained in zip(_parameters(loop), state["trained"], strict=True):
+            parameter.copy_(trained)
+
+
+def _turn(optimizer: torch.optim.Optimizer, *, training: bool) -> None:
+    """Put the points that are trained, or those that are evaluated, into the parameters."""
+    turn: Any = optimizer  # torch's class knows no train and eval
+    turn.train() if training else turn.eval()
+
+
+def _parameters(loop: Loop) -> list[torch.nn.Parameter]:
+    return [p for group in loop.base.param_groups for p in group["params"]]
+
+
+METHOD = ScheduleFree()

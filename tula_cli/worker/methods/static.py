@@ -1,0 +1,31 @@
+"""Method static: gradients times one constant factor (Eq. 8 of the paper)."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import nn
+
+from tula_cli.optim import Static
+from tula_cli.optim.configure import Configured
+from tula_cli.spec.ags import Ags
+from tula_cli.spec.job import JobSpec
+from tula_cli.worker.methods.plain import Configuration, Memory
+from tula_cli.worker.methods.scaling import Scaling, settings
+
+
+class StaticScaling(Scaling):
+    """Adaptive gradient scaling whose factors are known beforehand."""
+
+    def settings(self, ags: Ags, **changed: Any) -> Configured:
+        own = settings(ags, **changed)
+        own["factors"] = Static(None if ags.factor == "auto" else ags.factor)
+        return own
+
+    def small_batch_shares(self, configuration: Configuration) -> Sequence[int]:
+        return ()
+
+    def memory(self, spec: JobSpec, parameters: Sequence[nn.Parameter], *, several: bool) -> Memory:
+        return Memory(before=super().memory(spec, parameters, several=several).before, after=True)
+
+
+METHOD = StaticScaling()

@@ -1,6 +1,7 @@
 """The inspection: what building model and dataset tells, asked of a process of its own."""
 
 import json
+import shlex
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
@@ -11,11 +12,18 @@ from tula_cli.errors import JobFailed, Problem, SpecError
 from tula_cli.run.records.inspections import Inspection
 from tula_cli.spec.job import JobSpec
 
+PROGRAM = "tula_cli.worker.measure.inspect"
+TORCH_MISSING = "pip install 'tula-cli[torch]', or, on SLURM, set cluster.slurm.python to an interpreter that has torch"
+_STEP_WORDS = ("srun:", "slurmstepd:")  # what SLURM says beside a program that fails
 INSPECTION_TIMEOUT = 600.0  # seconds; a first download of a dataset is part of it
 
 
 Inspect = Callable[[JobSpec], Inspection]
 """Tells what building model and dataset tells: `inspect`, or one that remembers."""
+
+
+class NotInspected(JobFailed):
+    """The jobs' interpreter cannot run on this machine: what the model and the dataset are is not known yet."""
 
 
 def inspect(spec: JobSpec, *, timeout: float = INSPECTION_TIMEOUT) -> Inspection:
@@ -28,23 +36,45 @@ def inspect(spec: JobSpec, *, timeout: float = INSPECTION_TIMEOUT) -> Inspection
     Raises:
         SpecError: the model, dataset, optimizer ... of the spec cannot be built.
         JobFailed: the user's code failed, or took too long.
+        NotInspected: the interpreter that the jobs will use cannot run here, or has no torch.
     """
-    command = [sys.executable, "-m", "tula_cli.worker.measure.inspect"]
+    python = interpreter(spec)
+    command = ["bash", "-c", f"{python} -m {PROGRAM}"]
     try:
         done = subprocess.run(
             command, input=spec.model_dump_json(), capture_output=True, text=True, timeout=timeout, env=with_package()
         )
     except subprocess.TimeoutExpired:
         raise JobFailed(f"building the model and the dataset took more than {timeout:g} s") from None
-    return _inspection(done.stdout, done.stderr, exit_code=done.returncode)
+    if not done.stdout.strip():
+        raise not_started(python, done.stderr)
+    return understood(done.stdout, done.stderr)
 
 
-def _inspection(stdout: str, stderr: str, *, exit_code: int) -> Inspection:
+def interpreter(spec: JobSpec) -> str:
+    """Return the shell's words that start the python of the jobs."""
+    own = spec.cluster.slurm.python if spec.cluster.kind == "slurm" and spec.cluster.slurm else None
+    return own or shlex.quote(sys.executable)
+
+
+def not_started(python: str, stderr: str) -> NotInspected:
+    """Return the error of an interpreter that ended before it began: it is not there, or lacks something."""
+    own = [line for line in stderr.splitlines() if line.strip() and not line.startswith(_STEP_WORDS)]
+    said = own[-1].strip() if own else "it said nothing"
+    return NotInspected(f"{python} cannot build the model and the dataset: {said}", TORCH_MISSING)
+
+
+def understood(stdout: str, stderr: str) -> Inspection:
+    """Return what the inspection answered in its last line, after the one that says that it has begun.
+
+    Raises:
+        SpecError, JobFailed: as `inspect`.
+    """
     try:
-        answer: Mapping[str, Any] = json.loads(stdout.strip().splitlines()[-1])
+        answer: Mapping[str, Any] = json.loads(stdout.strip().splitlines()[1:][-1])
     except (ValueError, IndexError):
         last = stderr.strip().splitlines()[-1:] or ["no output"]
-        raise JobFailed(f"building the model and the dataset ended with exit code {exit_code}: {last[0]}") from None
+        raise JobFailed(f"building the model and the dataset ended before its answer: {last[0]}") from None
     error = answer.get("error")
     if error is None:
         return Inspection.model_validate(answer)

@@ -1,5 +1,6 @@
 """Jobs on this machine."""
 
+import importlib.util
 import os
 import signal
 import socket
@@ -11,7 +12,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from tula_cli.cluster.slurm.queue import SchedulerState
-from tula_cli.errors import SchedulerError
+from tula_cli.errors import JobFailed, SchedulerError
 from tula_cli.host.processes import die_with_parent, started
 from tula_cli.run.directory import RunDir
 from tula_cli.run.records.jobs import Attempt, Job
@@ -36,7 +37,13 @@ class LocalLauncher:
 
         submitit's controller would stay in our process group, where Ctrl-C reaches it: it is started from a process
         with a session of its own.
+
+        Raises:
+            JobFailed: there is no torch here.
+            SchedulerError: the process could not be started.
         """
+        if importlib.util.find_spec("torch") is None:
+            raise JobFailed(f"{sys.executable} has no torch", "pip install 'tula-cli[torch]'")
         earlier, now = run.job(task.job), time.time()
         program = "import sys; from tula_cli.cluster import local; local.submit_from_own_session(*sys.argv[1:])"
         command = [sys.executable, "-c", program, str(run.path.resolve()), task.id]

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from tula_cli.assets import find_asset
-from tula_cli.cluster.inspection import Inspect, inspect
+from tula_cli.cluster.inspection import Inspect, NotInspected, inspect
 from tula_cli.cluster.slurm import partitions as site
 from tula_cli.cluster.slurm.partitions import Site
 from tula_cli.cluster.slurm.sbatch import doubts
@@ -117,7 +117,7 @@ def check(spec: JobSpec, *, online: bool = True, inspector: Inspect | None = Non
         SpecError: the job cannot be built.
         JobFailed: the user's code fails.
     """
-    inspection = (inspector or inspect)(spec) if online else None
+    inspection, unknown = _inspected(spec, inspector or inspect) if online else (None, ())
     largest = largest_local_batch(spec, inspection) if inspection else None
     jobs, problems = _jobs(spec, inspection, largest=largest)
     node_hours = sum(job.nodes for job in jobs) * spec.search.max_minutes / 60
@@ -134,8 +134,21 @@ def check(spec: JobSpec, *, online: bool = True, inspector: Inspect | None = Non
         currency=spec.pricing.currency,
         price=price_words(spec.pricing),
         problems=(*problems, *_over_budget(spec, node_hours)),
-        warnings=_warnings(spec, inspection, jobs),
+        warnings=(*unknown, *_warnings(spec, inspection, jobs)),
     )
+
+
+def _inspected(spec: JobSpec, inspector: Inspect) -> tuple[Inspection | None, tuple[str, ...]]:
+    """Return what building the model and the dataset tells, or what is unknown where only a node can tell."""
+    try:
+        return inspector(spec), ()
+    except NotInspected as error:
+        if spec.cluster.kind != "slurm":
+            raise
+        return None, (
+            f"{error.message}; so the dataset's size, the memory and whether the model fits the data are not known yet:"
+            f" the first job of tula profile settles them on a node ({error.hint})",
+        )
 
 
 def _jobs(

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tula_cli.cluster.inspection import inspect
+from tula_cli.cluster.inspection import NotInspected, inspect, not_started, understood
 from tula_cli.errors import JobFailed, SpecError
 from tula_cli.run.records.inspections import Inspection
 from tula_cli.spec.job import JobSpec
@@ -254,7 +254,9 @@ def test_process_answers_one_object_whatever_the_users_code_prints(user_code):
         [sys.executable, "-m", "tula_cli.worker.measure.inspect"],
         input=job.model_dump_json(), capture_output=True, text=True, env=environment, check=True,
     )  # fmt: skip
-    assert Inspection.model_validate(json.loads(done.stdout)).parameters == 1930
+    begun, told = done.stdout.splitlines()
+    assert begun == "begun"
+    assert Inspection.model_validate(json.loads(told)).parameters == 1930
     assert "hello from build" in done.stderr
 
 
@@ -263,6 +265,17 @@ def test_launch_returns_the_inspection_or_raises_its_error():
     assert inspect(spec()).dataset_size == 20
     with pytest.raises(SpecError, match="unknown model 'resnet51'"):
         inspect(spec(model={"name": "resnet51"}))
+
+
+def test_an_interpreter_that_cannot_run_here_is_told_apart_from_a_model_that_ends_the_process():
+    elsewhere = {"kind": "slurm", "slurm": {"python": "/nosuch/python"}}
+    with pytest.raises(NotInspected, match=r"/nosuch/python cannot build .*No such file") as error:
+        inspect(spec(cluster=elsewhere))
+    assert "pip install 'tula-cli[torch]'" in error.value.hint
+    said = "ModuleNotFoundError: No module named 'torch'\nsrun: error: node1: task 0: Exited with exit code 1"
+    assert not_started("python", said).message.endswith("No module named 'torch'")
+    with pytest.raises(JobFailed, match="ended before its answer: Segmentation fault"):
+        understood("begun\n", "Segmentation fault")
 
 
 def test_every_unknown_name_is_told_at_once():

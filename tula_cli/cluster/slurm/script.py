@@ -10,6 +10,10 @@ class ScriptWriter(submitit.SlurmExecutor):
     take over a job that was accepted unheard. The two hooks used here are the ones that submitit's own executors override.
     """
 
-    def text(self) -> str:
-        """Return the script that sbatch is given, with the parameters set so far."""
-        return str(self._make_submission_file_text(self._submitit_command_str, ""))
+    def text(self, command: str | None = None) -> str:
+        """Return the script that sbatch is given, with the parameters set so far.
+
+        Args:
+            command: what srun starts; submitit, which calls what was left for it, where nothing is said.
+        """
+        return str(self._make_submission_file_text(command or self._submitit_command_str, ""))

@@ -188,10 +188,19 @@ def _submit_link(run: RunDir, task: Task, name: str, *, after: Sequence[str]) ->
     """
     run.lock.hold()
     text = _text(run, task, name=name, dependency=f"afterany:{':'.join(after)}" if after else None)
-    told = _sbatch(run.write_script(name, text))
-    id_ = told.id or _accepted_unheard(run, name, told.words)
+    id_ = submit_script(run, name, text)
     _leave_call(run, task, id_)
     return id_
+
+
+def submit_script(run: RunDir, name: str, text: str) -> str:
+    """Submit a script under a name that finds its job again; return the job's id.
+
+    Raises:
+        SchedulerError: sbatch refused it, or did not answer and nothing is in the queue.
+    """
+    told = _sbatch(run.write_script(name, text))
+    return told.id or _accepted_unheard(run, name, told.words)
 
 
 @dataclass(frozen=True)

@@ -4,8 +4,17 @@ import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+from tula_cli.cluster.inspection import NotInspected
 from tula_cli.cluster.launcher import Launcher, under_way
-from tula_cli.errors import BadMeasurements, Infeasible, Interruption, JobFailed, OutOfMemoryAtMinimum, TulaError
+from tula_cli.cluster.slurm.first_job import inspect_on_node, kept_inspection
+from tula_cli.errors import (
+    BadMeasurements,
+    Infeasible,
+    Interruption,
+    JobFailed,
+    OutOfMemoryAtMinimum,
+    TulaError,
+)
 from tula_cli.run.directory import Part, RunDir
 from tula_cli.run.jobfile import adopt
 from tula_cli.run.records.inspections import Inspection
@@ -51,7 +60,12 @@ class DryRun:
 
 
 def plans(
-    run: RunDir, spec: JobSpec, inspect: Callable[[JobSpec], Inspection], *, again: bool = True
+    run: RunDir,
+    spec: JobSpec,
+    inspect: Callable[[JobSpec], Inspection],
+    *,
+    again: bool = True,
+    first_job: Callable[[Part], Inspection] | None = None,
 ) -> Work[list[tuple[Part, ProfilePlan]]]:
     """Return what is to be measured on each type; one that nothing fits is a warning as long as there is another.
 
@@ -60,9 +74,11 @@ def plans(
         spec: the job.
         inspect: builds the model and the dataset.
         again: whether what has failed is measured again.
+        first_job: does the same on a node; None where nothing may be submitted.
 
     Raises:
         Infeasible: nothing fits anywhere.
+        NotInspected: the jobs' interpreter cannot run here, and there is no first job.
     """
     found: list[tuple[Part, ProfilePlan]] = []
     errors = []
@@ -71,7 +87,7 @@ def plans(
     spent = {part.type: profile.spent(part.run) if rounds else 0.0 for part in parts}
     for part in parts:
         elsewhere = sum(spent.values()) - spent[part.type] + sum(plan.node_hours_at_most for _, plan in found)
-        inspection = inspect(part.spec)
+        inspection = yield from _inspected(part, inspect, first_job)
         for text in inspection.warnings:
             yield Warned(text)
         try:
@@ -84,6 +100,21 @@ def plans(
     for text in (*left_out, *(text for _, plan in found for text in plan.code.warnings)):
         yield Warned(text)
     return found
+
+
+def _inspected(
+    part: Part, inspect: Callable[[JobSpec], Inspection], first_job: Callable[[Part], Inspection] | None
+) -> Work[Inspection]:
+    """Return what building the model and the dataset tells: here, or on a node where this machine cannot."""
+    if kept := kept_inspection(part.run):
+        return kept
+    try:
+        return inspect(part.spec)
+    except NotInspected as error:
+        if first_job is None or part.spec.cluster.kind != "slurm":
+            raise
+        yield Note(f"{error.message}; the first job does it on a node, and settles what is measured")
+    return first_job(part)
 
 
 def dry_run(run: RunDir, spec: JobSpec, means: Means) -> Work[dict[str | None, DryRun]]:
@@ -157,13 +188,18 @@ class _Profiling:
     file: JobFile | None
     confirmed: bool = False
 
+    def _first_job(self, part: Part) -> Inspection:
+        self.means.launcher_for(part.spec)  # says so where nothing can be submitted from here
+        adopt(self.run, self.spec, [part], self.file)
+        return inspect_on_node(part.run, part.spec)
+
     def work(self) -> Work[Profiled | Submitted]:
         timeout, clock = self.patience.timeout, self.patience.clock
         deadline = None if timeout is None else clock() + timeout
         stopped: set[str | None] = set()  # types whose last round ended without all its results
         again = True  # what failed before; what fails now is left to the next call
         while True:
-            planned = yield from plans(self.run, self.spec, self.means.inspect, again=again)
+            planned = yield from plans(self.run, self.spec, self.means.inspect, again=again, first_job=self._first_job)
             missing = [(part, plan) for part, plan in planned if plan.missing and part.type not in stopped]
             if not missing:
                 adopt(self.run, self.spec, [part for part, _ in planned], self.file)

@@ -1,6 +1,6 @@
-"""What building the model and the dataset tells: a JobSpec as JSON on stdin, one JSON object on stdout.
+"""What building the model and the dataset tells: a JobSpec as JSON on stdin, or in the file named, an answer on stdout.
 
-The answer is a `records.Inspection`, or `{"error": {"class", "message", "hint", "detail"}}` where class is the error of
+The first line says that the interpreter has all it needs, the last one is a JSON object. That is a `records.Inspection`, or `{"error": {"class", "message", "hint", "detail"}}` where class is the error of
 tula's that the command line raises. Whatever the user's code prints goes to stderr.
 """
 
@@ -36,6 +36,7 @@ from tula_cli.worker.methods.table import method_of
 from tula_cli.worker.train.loop import check_ghosts, micro_batches
 
 SAMPLES_COMPARED = 4
+BEGUN = "begun"
 
 
 def inspect_job(spec: JobSpec) -> Inspection:
@@ -307,8 +308,10 @@ def main() -> None:
     channel = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
     torch.set_num_threads(1)
-    json.dump(answer(sys.stdin.read()), channel)
-    channel.write("\n")
+    channel.write(f"{BEGUN}\n")  # whatever goes wrong from here on is the job's and not the interpreter's
+    channel.flush()
+    text = Path(sys.argv[1]).read_text(encoding="utf-8") if sys.argv[1:] else sys.stdin.read()
+    channel.write(f"{json.dumps(answer(text))}\n")
     channel.close()
 
 

@@ -1,0 +1,53 @@
+"""A login environment that cannot build the model: the first job does, and the search is settled from what it tells."""
+
+import sys
+from pathlib import Path
+
+import pytest
+from cluster import SlurmCluster
+from driver import Tula
+
+from tula_cli.run.records.probes import Measured
+
+pytestmark = [pytest.mark.slurm, pytest.mark.torch]
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture
+def without_torch(tula: Tula, tmp_path: Path) -> tuple[str, ...]:
+    """Take torch from the login environment; return the setting that names an interpreter that runs on nodes alone."""
+    hidden = tmp_path / "login"
+    hidden.mkdir()
+    (hidden / "torch.py").write_text("raise ModuleNotFoundError(\"No module named 'torch'\")\n")
+    tula.environment["PYTHONPATH"] = f"{hidden}:{ROOT}"
+    python = tmp_path / "python"
+    python.write_text(
+        '#!/bin/sh\n[ -n "$SLURM_JOB_ID" ] || { echo "no such module here" >&2; exit 127; }\n'
+        f'PYTHONPATH={ROOT} exec {sys.executable} "$@"\n'
+    )
+    python.chmod(0o755)
+    return ("--set", f"cluster.slurm.python={python}")
+
+
+def test_a_login_without_torch_takes_a_job_to_its_end(
+    tula: Tula, on_slurm: SlurmCluster, without_torch: tuple[str, ...]
+) -> None:
+    checked = tula("check", "job.yaml", *without_torch)["data"]["report"]
+    assert checked["inspection"] is None
+    assert "no such module here" in checked["warnings"][0]
+    assert "first job" in checked["warnings"][0]
+    tula("profile", "job.yaml", "--wait", *without_torch)
+    run = tula.run()
+    measured = {(r.nodes, r.local_batch) for r in run.results() if isinstance(r, Measured)}
+    assert measured == {(1, 64), (1, 128), (2, 32), (2, 64)}
+    assert tula("recommend", "--objective", "time")["data"]["choice"]["nodes"] in (1, 2)
+    summary = tula("train", "--nodes", "1", "--batch", "128", "--set", "train.epochs=1", "--wait")["data"]
+    assert summary["attempts"] == 1
+
+
+def test_without_an_interpreter_of_its_own_the_missing_package_and_the_line_to_type_are_told(
+    tula: Tula, on_slurm: SlurmCluster, without_torch: tuple[str, ...]
+) -> None:
+    answer = tula("profile", "job.yaml", "--wait", code=6)
+    assert "No module named 'torch'" in answer["error"]["message"]
+    assert "pip install 'tula-cli[torch]'" in answer["error"]["hint"]

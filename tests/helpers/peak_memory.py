@@ -19,6 +19,7 @@ from tula_cli.worker.build import zoo
 from tula_cli.worker.build.recompute import apply_activation_checkpointing
 from tula_cli.worker.device import process_memory
 from tula_cli.worker.measure import rehearsal
+from tula_cli.worker.methods.table import method_of
 
 
 def measured(spec: JobSpec, inputs: torch.Tensor, targets: torch.Tensor) -> int:
@@ -32,7 +33,7 @@ def measured(spec: JobSpec, inputs: torch.Tensor, targets: torch.Tensor) -> int:
     if spec.train.activation_checkpointing:
         apply_activation_checkpointing(model)
     ddp = DistributedDataParallel(model, gradient_as_bucket_view=True)
-    optimizer = zoo.build_optimizer(spec, model.parameters())
+    optimizer = method_of(spec).base(spec, list(model.parameters()))
     loss = zoo.build_loss(spec)
     if spec.train.method == "ags":
         factors, size = SmallBatch(refresh=1), len(inputs)

@@ -58,7 +58,7 @@ METHODS: dict[str, Facts] = {
     "static": Facts("static", reads_ags=True, scales=True, is_arm=True),
     "ortho": Facts("ortho", lr_scaling="linear", warmup_epochs=5.0, needs_sgd=True, is_arm=True),
     "schedule_free": Facts("schedule_free", warmup_epochs=5.0, replaces=("SGD", "AdamW"), constant_schedule=True),
-    "auto": Facts("", reads_ags=True, refreshes=True, tunes=True),
+    "auto": Facts(reads_ags=True, refreshes=True, tunes=True),
 }
 """Learning rates are scaled linearly and warmed up as in the paper, IV-D; LAMB's by the square root (You et al. 2020)."""
 

@@ -9,7 +9,7 @@ from tula_cli.worker.methods.plain import Plain
 
 
 def method_of(spec: JobSpec) -> Plain:
-    """Return the object of the job's method; method auto trains as its arms do, and has none."""
+    """Return the object of the job's method; where arms have not parted yet, auto is plain."""
     return found(METHODS[spec.train.method].file)
 
 

@@ -12,6 +12,7 @@ import typer
 from tula_cli.cli.app import app
 from tula_cli.spec.job import JobSpec
 from tula_cli.spec.load import load_spec
+from tula_cli.spec.methods import METHODS
 from tula_cli.spec.yaml_text import parse_yaml
 
 ROOT = Path(__file__).parents[1]
@@ -57,6 +58,11 @@ def test_the_job_file_s_page_has_every_key() -> None:
     for section in {JobSpec, *(section for _, section in reference.sections(JobSpec))}:
         assert all(f"| `{key}` |" in page for key in section.model_fields), section
     assert not re.findall(r"^\| `.*\|  \|$", page, re.MULTILINE), "say in a comment beside the key what it is"
+
+
+def test_every_training_method_has_its_words() -> None:
+    table = text("docs/accuracy.md").partition("## Methods")[2].partition("\n## ")[0]
+    assert set(METHODS) <= set(re.findall(r"`(\w+)`", table))
 
 
 @each_page

@@ -56,11 +56,12 @@ PARTS = (
 
 
 def chosen(parts: Sequence[Part], tree: str, budget: float | None) -> list[Part]:
-    """Return the parts that a tree's hash draws for so many minutes, at least one; all without a budget."""
+    """Return the parts that a tree's hash draws for so many minutes, the shortest where none fits; all without a budget."""
     if budget is None:
         return list(parts)
+    fit = [part for part in parts if part.minutes <= budget] or [min(parts, key=lambda part: part.minutes)]
     drawn, left = [], budget
-    for part in random.Random(tree).sample(parts, len(parts)):
+    for part in random.Random(tree).sample(fit, len(fit)):
         if part.minutes <= left or not drawn:
             drawn.append(part)
             left -= part.minutes

@@ -157,6 +157,8 @@ class Bench:
     ) -> None:
         import torch
 
+        from tula_cli.worker.methods.table import found
+
         self.batch, self.me, self.cpu_time = batch, me, cpu_time
         self.plain = build(model, image=image, classes=classes, batch=batch, me=me)
         generator = torch.Generator().manual_seed(me.rank)
@@ -166,7 +168,8 @@ class Bench:
         for name in names:
             own = name == "robust" and me.world > 1
             base = build(model, image=image, classes=classes, batch=batch, me=me) if own else self.plain
-            self.trainers[name] = replace(base, optimizer=wrapped(base, name, batch=batch))
+            method = found("ortho" if name == ORTHO else "scaling")
+            self.trainers[name] = replace(base, optimizer=wrapped(base, name, batch=batch), method=method)
         self.plain.ddp.train()
 
     @property

@@ -1,5 +1,6 @@
 """What `--help` shows, and what a shell completes."""
 
+import os
 import shlex
 import subprocess
 import sys
@@ -54,6 +55,9 @@ def test_a_shell_completes_commands_options_and_values() -> None:
 
 def test_completion_is_installed_for_a_shell(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "tula_cli", "--install-completion", "bash"]
-    subprocess.run(command, env={"HOME": str(tmp_path)}, capture_output=True, check=True)
+    done = subprocess.run(
+        command, env={**os.environ, "HOME": str(tmp_path)}, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
     (written,) = (tmp_path / ".bash_completions").iterdir()
     assert str(written) in (tmp_path / ".bashrc").read_text()

@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 PROCESSES ?= $(shell expr $$(nproc 2>/dev/null || echo 2) + 2)
 SEED ?= 0
 
-.PHONY: help quickstart test test-slurm proof slurm-packages check format lint types contracts docs install clean
+.PHONY: help quickstart test test-slurm proof gpu slurm-packages check format lint types contracts docs install clean
 .DEFAULT_GOAL := help
 
 help: ## show this list
@@ -38,6 +38,10 @@ test: install ## run all tests but those of `make proof`
 
 proof: install slurm-packages ## run what takes long, in parts that need not run again (SEED=0, BUDGET=3m, PARTS=; Debian, root)
 	$(BIN)/python tests/proof.py --seed $(SEED) $(if $(BUDGET),--budget $(BUDGET)) $(PARTS)
+
+gpu: install ## measure what only a GPU can show, in stages that need not run again (STAGES=env,oom BUDGET=540 OUT=build/gpu)
+	$(BIN)/python -u benchmarks/on_gpu.py --out $(or $(OUT),build/gpu) $(if $(STAGES),--stages $(STAGES)) \
+		$(if $(BUDGET),--budget $(BUDGET)) $(if $(DATA),--data $(DATA))
 
 slurm-packages: ## install what the tests on a real SLURM cluster need (Debian, root)
 	$(PYTHON) tests/slurm/cluster.py install

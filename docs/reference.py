@@ -237,9 +237,10 @@ def _exit_codes() -> str:
 
 
 def _classes() -> list[type[TulaError]]:
-    """Return the classes of failure; each stands in one of these two modules."""
+    """Return the classes of failure with an exit code of their own; each stands in one of these two modules."""
     named = [*vars(errors).values(), *vars(options).values()]
-    return [kind for kind in named if isinstance(kind, type) and issubclass(kind, TulaError)]
+    kinds = [kind for kind in named if isinstance(kind, type) and issubclass(kind, TulaError)]
+    return [kind for kind in kinds if "exit_code" in vars(kind)]
 
 
 PAGES = {"job-spec.md": job_spec, "commands.md": commands}

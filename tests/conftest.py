@@ -1,13 +1,16 @@
 """How the tests are shared out among processes (`pytest -n 4`): what waits begins first, what shares a fixture stays together."""
 
+import signal
 from typing import Any
 
 import pytest
 
 GROUPS = {
     "tests/slurm/test_recovery.py": "cluster 1",
+    "tests/slurm/test_check_on_cluster.py": "cluster 1",
     "tests/slurm/": "cluster 2",
     "tests/e2e/": "e2e",
+    "tests/shim/": "shim",
     "tests/worker/measure/test_footprint.py": "two ranks",
     "tests/worker/measure/test_gradients.py": "two ranks",
     "tests/worker/test_preemption.py": "two ranks",
@@ -15,7 +18,7 @@ GROUPS = {
     "tests/worker/test_two_ranks.py": "two ranks",
 }
 """The beginning of a path -> the group that one process runs from beginning to end; any other module is its own group.
-Those on a SLURM cluster and the whole jobs wait more than they compute; "two ranks" share a fixture of the session."""
+Those on a SLURM cluster and the whole jobs wait more than they compute; "two ranks" share a fixture of the session, and so do "shim"."""
 LAST = ("tests/slurm/test_links.py", "tests/slurm/test_check_on_cluster.py")
 """They hold measured times against known ones: within their group they run when most others have finished."""
 
@@ -24,6 +27,12 @@ def group_of(nodeid: str) -> str:
     """Return the group of a test by its name `tests/folder/test_module.py::test_case[parameter]`."""
     path = nodeid.partition("::")[0]
     return next((group for beginning, group in GROUPS.items() if path.startswith(beginning)), path)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Hear Ctrl-C, which a shell lets programs ignore that it starts with `&`: some tests send it to themselves."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

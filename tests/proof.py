@@ -50,7 +50,14 @@ def soak(number: int, *, nodes: int, kills: int, epochs: int, minutes: float) ->
 PARTS = (
     cases("paper-jobs", 1.0, "tests/worker/measure/test_paper_jobs.py"),
     cases("recompute", 0.5, "tests/worker/build/test_recompute.py"),
-    *(soak(number, nodes=4, kills=6, epochs=100, minutes=2.5) for number in range(1, 9)),
+    cases("four-ranks", 0.5, "tests/worker/methods/test_methods_ranks.py"),
+    cases("four-ranks-of-ddp", 0.5, "tests/optim/test_tula_ddp.py"),
+    cases("benchmark-auto", 0.5, "tests/benchmarks/test_benchmark_auto.py"),
+    cases("recovery", 3.0, "tests/slurm/test_recovery.py"),
+    cases("links", 3.0, "tests/slurm/test_links.py"),
+    Part("gpu-dry-run", 5.0, ("benchmarks/on_gpu.py", "--device", "cpu", "--tiny", "--again", "--out", ".proof/gpu")),
+    Part("gpu-dry-run-torch-2.11", 10.0, ("tests/other_torch.py", "2.11.0", "0.26.0")),
+    *(soak(number, nodes=4, kills=6, epochs=100, minutes=2.5) for number in range(1, 7)),
     *(soak(number, nodes=16, kills=6, epochs=100, minutes=8.0) for number in range(1, 3)),
 )
 

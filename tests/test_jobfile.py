@@ -10,7 +10,7 @@ from quiet import quiet
 
 from tula_cli.run import jobfile
 from tula_cli.run.directory import RunDir
-from tula_cli.run.jobfile import Edited
+from tula_cli.run.jobfile import ConfigDrift
 from tula_cli.spec.load import load_spec
 
 
@@ -33,14 +33,14 @@ def run_of(job: Path, *overrides: str) -> RunDir:
     return run
 
 
-def edited(run: RunDir, *overrides: str) -> Edited | None:
-    return jobfile.edited(run, load_spec(run.path / "spec.yaml", overrides=overrides), overrides)
+def config_drift(run: RunDir, *overrides: str) -> ConfigDrift | None:
+    return jobfile.config_drift(run, load_spec(run.path / "spec.yaml", overrides=overrides), overrides)
 
 
 def test_an_edited_file_is_told_by_its_keys_and_both_values(job: Path) -> None:
     run = run_of(job)
     write(job, optimizer={"lr": 0.002}, train={"epochs": 9})
-    found = edited(run)
+    found = config_drift(run)
     assert found is not None and found.changes == {"optimizer.lr": (0.1, 0.002), "train.epochs": (4, 9)}
     assert found.trains and not found.elsewhere
 
@@ -48,7 +48,7 @@ def test_an_edited_file_is_told_by_its_keys_and_both_values(job: Path) -> None:
 def test_prices_and_the_search_leave_the_training_as_it_is(job: Path) -> None:
     run = run_of(job)
     write(job, pricing={"price": 3.0}, search={"nodes": [1]})
-    found = edited(run)
+    found = config_drift(run)
     assert found is not None and {"pricing.price", "search.nodes"} <= found.changes.keys()
     assert not found.trains and not found.elsewhere
 
@@ -56,7 +56,7 @@ def test_prices_and_the_search_leave_the_training_as_it_is(job: Path) -> None:
 def test_a_file_of_another_model_belongs_to_another_run(job: Path) -> None:
     run = run_of(job)
     write(job, model={"name": "resnet34", "args": {"width": 3}})
-    found = edited(run)
+    found = config_drift(run)
     assert found is not None and found.trains and found.elsewhere
     assert found.changes == {"model.name": ("resnet18", "resnet34"), "model.args.width": (None, 3)}
 
@@ -64,31 +64,31 @@ def test_a_file_of_another_model_belongs_to_another_run(job: Path) -> None:
 def test_comments_formatting_and_defaults_written_out_are_no_change(job: Path) -> None:
     run = run_of(job)
     job.write_text("# mine\n" + yaml.safe_dump({**make_runs.SPEC, "schedule": {}}, default_flow_style=True))
-    assert edited(run) is None
+    assert config_drift(run) is None
 
 
 def test_a_file_that_is_gone_and_a_run_of_no_file_are_no_change(job: Path) -> None:
     run = run_of(job)
     job.unlink()
-    assert edited(run) is None
+    assert config_drift(run) is None
     bare = RunDir.create(job.parent / "others", make_runs.spec())
-    assert bare.job_file() is None and edited(bare) is None
+    assert bare.job_file() is None and config_drift(bare) is None
 
 
 def test_a_file_that_cannot_be_used_says_why(job: Path) -> None:
     run = run_of(job)
     write(job, train={"epochs": -1})
-    found = edited(run)
+    found = config_drift(run)
     assert found is not None and found.trains and "train.epochs" in found.problem
 
 
 def test_what_was_set_on_the_command_line_is_laid_over_the_file_as_it_is_now(job: Path) -> None:
     run = run_of(job, "train.epochs=2")
-    assert edited(run) is None
+    assert config_drift(run) is None
     write(job, train={"epochs": 9})
-    assert edited(run) is None, "--set decides"
+    assert config_drift(run) is None, "--set decides"
     write(job, optimizer={"lr": 0.5})
-    assert edited(run) is not None and edited(run, "optimizer.lr=0.3") is None
+    assert config_drift(run) is not None and config_drift(run, "optimizer.lr=0.3") is None
     run.adopt(load_spec(run.path / "spec.yaml", overrides=["optimizer.lr=0.3"]), jobfile.origin(run, None, ["optimizer.lr=0.3"]))  # fmt: skip
     known = run.job_file()
-    assert known is not None and known.overrides == ("train.epochs=2", "optimizer.lr=0.3") and edited(run) is None
+    assert known is not None and known.overrides == ("train.epochs=2", "optimizer.lr=0.3") and config_drift(run) is None

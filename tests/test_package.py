@@ -34,6 +34,7 @@ def test_wheels_hold_templates_and_configs_and_no_tests(wheels: list[Path]) -> N
     for wheel in wheels:
         names = set(zipfile.ZipFile(wheel).namelist())
         assert {"tula_cli/templates/job.yaml", "tula_cli/configs/quickstart.yaml", "tula_cli/py.typed"} <= names
+        assert {"tula_cli/templates/tula_hooks.py", "tula_cli/shim/sitecustomize.py"} <= names
         assert {"tula_cli/templates/slurm-setup.sh", "tula_cli/templates/slurm-wrapper.sh"} <= names
         assert not [name for name in names if name.startswith("tests/")]
 
@@ -75,6 +76,11 @@ def contracts(tree: Path) -> "subprocess.CompletedProcess[str]":
             "torch in the worker and the optimizers alone",
         ),
         ("optim/parts/indicators.py", "from tula_cli.spec.sections import JobSpec", "the optimizers stand alone"),
+        (
+            "shim/tula_shim/place.py",
+            "from tula_cli.errors import TulaError",
+            "the shim needs nothing of tula and nothing but torch",
+        ),
         ("services/train.py", "import rich", "rich in show alone, typer in cli"),
         ("models/time/noise.py", "import pathlib", "a model of time, memory or cost reads no file and starts no job"),
     ],

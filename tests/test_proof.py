@@ -32,6 +32,12 @@ def test_every_part_has_a_name_and_a_seed_of_its_own_and_its_file_exists() -> No
     assert all((proof.ROOT / name).is_file() for name in files)
 
 
+def test_what_is_marked_for_proof_has_a_part_that_runs_it() -> None:
+    modules = [path for path in proof.ROOT.glob("tests/**/test_*.py") if path != Path(__file__)]
+    marked = {str(path.relative_to(proof.ROOT)) for path in modules if "mark.proof" in path.read_text()}
+    assert marked == {word for part in PARTS for word in part.command if Path(word).name.startswith("test_")}
+
+
 def test_what_has_passed_is_not_run_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     part = Part("counts", 1.0, ("-c", f"open({str(tmp_path / 'runs')!r}, 'a').write('{{seed}} '); print('all well')"))
     assert passes(part, tmp_path, 7) and passes(part, tmp_path, 7)

@@ -6,6 +6,7 @@ if TYPE_CHECKING:
     from tula_cli.errors import TulaError
     from tula_cli.services.api.commands import (
         check,
+        check_nodes,
         compare,
         estimate,
         profile,
@@ -22,6 +23,7 @@ __all__ = [
     "TulaError",
     "__version__",
     "check",
+    "check_nodes",
     "compare",
     "estimate",
     "profile",

@@ -46,6 +46,20 @@ class SpecError(TulaError):
         self.problems = problems
 
 
+def require_positive(**given: int | None) -> None:
+    """Refuse what the command line does not let through, and Python code may give.
+
+    Args:
+        given: numbers by the names that they were given under; None for none.
+
+    Raises:
+        SpecError: one of them is below 1.
+    """
+    for name, value in given.items():
+        if value is not None and value < 1:
+            raise SpecError(f"{name} {value}: must be 1 or more")
+
+
 class Infeasible(TulaError):
     """No configuration satisfies memory and constraints."""
 
@@ -93,6 +107,17 @@ class Diverged(TulaError):
 
     exit_code = 9
     code = "diverged"
+
+
+class DeviceFault(TulaError):
+    """Node after node, or GPU after GPU, was faulty."""
+
+    exit_code = 10
+    code = "device"
+
+
+class NoGpu(DeviceFault):
+    """Jobs are to compute on GPUs, and a rank sees none: its node is faulty, or its job did not ask for any."""
 
 
 class Pending(TulaError):

@@ -32,13 +32,19 @@ def time_unit(longest: float) -> tuple[float, str]:
     return (60.0, "min") if longest < 7200 else (3600.0, "h")
 
 
-def plural(count: int, noun: str) -> str:
+def plural(count: int, noun: str = "node") -> str:
+    """Return how many, in words: 1 node, 2 nodes."""
     return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
 
 
 def configuration(nodes: int, batch: int, local_batch: int) -> str:
     """Return a configuration in words, with both of its batches."""
-    return f"{plural(nodes, 'node')}, batch {batch} (local {local_batch})"
+    return f"{plural(nodes)}, batch {batch} (local {local_batch})"
+
+
+def method_label(method: str, *, reference: bool) -> str:
+    """Return a method of a comparison, and whether it is what the others are held against."""
+    return f"{method} (reference)" if reference else method
 
 
 def near(path: Path) -> str:
@@ -74,11 +80,6 @@ def first_line(text: str) -> str:
     return text.strip().split("\n", 1)[0]
 
 
-def counted(number: int, noun: str = "node") -> str:
-    """Return how many, in words: 1 node, 2 nodes."""
-    return f"{number} {noun}{'s' * (number != 1)}"
-
-
 def place(nodes: int, local_batch: int) -> str:
     """Return where a probe is made, in words."""
-    return f"{counted(nodes)}, local batch {local_batch}"
+    return f"{plural(nodes)}, local batch {local_batch}"

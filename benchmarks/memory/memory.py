@@ -1,10 +1,12 @@
 """How well memory is predicted: the estimate without a GPU, the model after two small probes, and the truth.
 
-    python benchmarks/memory/memory.py [--models resnet50,vgg11] [--precisions fp32,bf16] [--image 224] [--memory SIZE] [--json]
+    python benchmarks/memory/memory.py [--models resnet50,vgg11] [--precisions fp32,bf16] [--image 224] [--memory SIZE]
+                                       [--json] [--keep FILE]
 
 For each model and precision: `tula estimate`'s figures; two probes at small batches through the product's own worker; the
-same worker at larger batches, for the true peaks; and bisection, each trial in a fresh process, for the largest batch
-that trains and evaluates. With a GPU the limit is its memory (or --memory, if less); without one it is a limit on the
+same worker at larger batches, for the true peaks (with a GPU steps on fixed tensors, for there the loader would take
+hours); and bisection for the largest batch that trains and evaluates, on the CPU each trial in a fresh process. `--keep`
+writes what there is after each model and precision. With a GPU the limit is its memory (or --memory, if less); without one it is a limit on the
 process (RLIMIT_DATA), by default the estimate at --cap-batch, so that models of all sizes end near there. The out of
 memory that is counted as suffered is one at the batch that tula would choose after the probes.
 
@@ -25,26 +27,29 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from tula_cli.cluster.inspection import inspect
-from tula_cli.errors import BadMeasurements
-from tula_cli.models.memory import memory
-from tula_cli.models.memory.memory import MemoryModel
-from tula_cli.models.time import steptime
-from tula_cli.run.directory import RunDir, probe_id
-from tula_cli.run.records.inspections import Inspection
-from tula_cli.run.records.probes import Measured
-from tula_cli.run.records.tasks import ProbeTask
-from tula_cli.spec.job import JobSpec
-from tula_cli.spec.kinds import parse_size
+BENCHMARKS = str(Path(__file__).resolve().parents[1])
+if BENCHMARKS not in sys.path:
+    sys.path.insert(1, BENCHMARKS)
+
+from gpu.trials import LEFT_FREE, TrialFailed, Trials, largest, out_of_memory  # noqa: E402
+
+from tula_cli.cluster.inspection import inspect  # noqa: E402
+from tula_cli.errors import BadMeasurements  # noqa: E402
+from tula_cli.models.memory import memory  # noqa: E402
+from tula_cli.models.memory.memory import MemoryModel  # noqa: E402
+from tula_cli.models.time import steptime  # noqa: E402
+from tula_cli.run.directory import RunDir  # noqa: E402
+from tula_cli.run.files import write_atomic  # noqa: E402
+from tula_cli.run.records.inspections import Inspection  # noqa: E402
+from tula_cli.run.records.probes import Measured  # noqa: E402
+from tula_cli.run.records.tasks import ProbeTask, probe_id  # noqa: E402
+from tula_cli.spec.job import JobSpec  # noqa: E402
+from tula_cli.spec.kinds import parse_size  # noqa: E402
 
 MODELS = ("resnet50", "vgg11", "alexnet", "mobilenet_v3_large")
-RESOLUTION = 0.02
-"""Bisection ends where the largest batch is known to this share."""
-SETTINGS = {
-    "RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0",
-    # On the CPU what is freed goes back to the system at once, or holes in the heap would count as the model's.
-    "MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536",
-}  # fmt: skip
+IMAGES = 2**18
+"""Of the dataset, which makes an image when it is asked for one: more than any batch has."""
+SETTINGS = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", **LEFT_FREE}
 
 
 @dataclass(frozen=True)
@@ -95,8 +100,20 @@ def judge(model: str, precision: str, options: argparse.Namespace, *, device: st
         raise SystemExit(f"{model} {precision}: batch {small[len(probes)]} does not fit {capacity / 2**20:.0f} MiB")
     corrected = memory.fit([*probes, *inspection.footprints])
     largest_corrected = corrected.largest_local_batch(capacity, margin=0.0)
-    larger = measure(job, ladder(small[-1], largest_corrected or 8 * small[-1]))
+    sizes = ladder(small[-1], largest_corrected or 8 * small[-1])
     chosen = corrected.largest_local_batch(capacity, margin=job.search.memory_margin) or small[0]
+    with Trials(job, capacity=capacity) as trial:
+
+        def fits(batch: int) -> bool:
+            found = trial(batch).fits
+            say(f"  batch {batch}: {'fits' if found else 'out of memory'}", options)
+            return found
+
+        if device == "cuda":
+            larger = [one.measured() for one in map(trial, sizes) if one.fits]
+        else:
+            larger = measure(job, sizes)
+        true, suffered = largest(fits, largest_corrected or small[-1]), not fits(chosen)
     found = [*probes, *larger]
     return Outcome(
         model=model,
@@ -108,11 +125,11 @@ def judge(model: str, precision: str, options: argparse.Namespace, *, device: st
         peaks=tuple(probe.memory.peak for probe in found),
         estimated=tuple(estimate.peak(probe.local_batch) for probe in found),
         corrected=tuple(corrected.peak(probe.local_batch) for probe in found),
-        libraries=(round(estimate.libraries), found[0].memory.libraries),
-        largest=bisect(job, options, start=largest_corrected or small[-1]),
+        libraries=(estimate.libraries, found[0].memory.libraries),
+        largest=true,
         largest_estimated=estimate.largest_local_batch(capacity, margin=0.0),
         largest_corrected=largest_corrected,
-        suffered=not fits(job, chosen, options),
+        suffered=suffered,
         compute_times=tuple(probe.compute_time for probe in found),
         compute_errors={"2": compute_error(found, [0, 1]), "3": compute_error(found, [0, 1, len(found) - 1])},
     )
@@ -125,7 +142,7 @@ def spec(model: str, precision: str, options: argparse.Namespace, *, device: str
         {
             "name": "memory",
             "model": {"name": model},
-            "dataset": {"name": "FakeData", "args": {"size": 16384, "image_size": shape, "num_classes": 100}},
+            "dataset": {"name": "FakeData", "args": {"size": IMAGES, "image_size": shape, "num_classes": 100}},
             "transforms": {"train": ["ToTensor"], "eval": ["ToTensor"]},
             "optimizer": {"lr": 1e-4, "momentum": 0.9, "weight_decay": 5e-4},
             "train": {"epochs": 1, "method": options.method, "precision": precision, "workers": options.workers},
@@ -164,84 +181,9 @@ def measure(job: JobSpec, batches: Sequence[int]) -> list[Measured]:
         done = subprocess.run(command, env={**os.environ, **SETTINGS}, capture_output=True, text=True, check=False)
         found = [run.result(probe_id(1, batch)) for batch in batches]
     results = [result for result in found if isinstance(result, Measured)]
-    if not results and not out_of_memory(done.stderr, job):
+    if not results and not out_of_memory(done.stderr, job.cluster.device):
         raise SystemExit(f"the worker failed:\n{done.stderr[-2000:]}")
     return results
-
-
-def out_of_memory(text: str, job: JobSpec) -> bool:
-    from tula_cli.host.outcome import classify
-
-    device = job.cluster.device
-    return classify(text, exit_code=1, device=device) in ("device_oom", "host_oom")
-
-
-def bisect(job: JobSpec, options: argparse.Namespace, *, start: int) -> int:
-    """Return the largest batch that fits; every trial is a fresh process."""
-    low, high, step = 0, 0, 0.05
-    batch = start
-    while not (low and high):
-        if fits(job, batch, options):
-            low, batch = batch, max(batch + 1, round(batch * (1 + step)))
-        elif batch == 1:
-            return 0
-        else:
-            high, batch = batch, max(1, round(batch * (1 - step)))
-        step *= 1.6
-    while high - low > max(1, RESOLUTION * low):
-        middle = (low + high) // 2
-        if fits(job, middle, options):
-            low = middle
-        else:
-            high = middle
-    return low
-
-
-def fits(job: JobSpec, batch: int, options: argparse.Namespace) -> bool:
-    """Train and evaluate some steps at a batch in a fresh process."""
-    command = [sys.executable, __file__, "--trial", str(batch)]
-    environment = {**os.environ, **SETTINGS}
-    done = subprocess.run(
-        command, input=job.model_dump_json(), env=environment, capture_output=True, text=True, check=False
-    )
-    if done.returncode and not out_of_memory(done.stderr, job):
-        raise SystemExit(f"a trial failed:\n{done.stderr[-2000:]}")
-    say(f"  batch {batch}: {'out of memory' if done.returncode else 'fits'}", options)
-    return done.returncode == 0
-
-
-def trial(job: JobSpec, batch: int) -> None:
-    """Take three steps, one with a refresh of the factors, and evaluate one batch, within the job's limit."""
-    import torch
-
-    from tula_cli.worker import device as worker_device
-    from tula_cli.worker import ranks as worker_ranks
-    from tula_cli.worker.build.datasets import build_datasets
-    from tula_cli.worker.measure.probe import NEVER, endless
-    from tula_cli.worker.train import evaluation
-    from tula_cli.worker.train import loop as worker_train_loop
-
-    with (
-        tempfile.TemporaryDirectory() as folder,
-        worker_ranks.joined(job.cluster, handover=Path(folder) / "handover") as me,
-    ):
-        datasets = build_datasets(job)
-        capacity = job.cluster.memory_per_gpu
-        if me.device.type == "cpu" and capacity is not None:
-            worker_device.limit_memory(capacity)
-        elif capacity is not None:
-            total = torch.cuda.get_device_properties(me.device).total_memory
-            torch.cuda.set_per_process_memory_fraction(min(1.0, capacity / total), me.device)
-        task = ProbeTask(id="t", job="t", spec=job, workdir=".", nodes=1, local_batches=(batch,))
-        trainer = worker_train_loop.build(task, me, datasets, batch=batch, workers=0, refresh=False)
-        stream = endless(trainer)
-        for number in range(3):
-            if trainer.ags:
-                trainer.ags.start_epoch(1 if number == 1 else NEVER)
-            next(stream)
-        evaluation.Evaluator(trainer).run(max_batches=1)
-        trainer.clock.wait()
-        del trainer, stream
 
 
 def compute_error(found: Sequence[Measured], seen: Sequence[int]) -> float | None:
@@ -323,15 +265,12 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=10, help="timed steps a probe")
     parser.add_argument("--workers", type=int, default=0, help="data-loader processes")
     parser.add_argument("--json", action="store_true")
-    parser.add_argument("--trial", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--keep", type=Path, metavar="FILE", help="write what there is after each model, as JSON")
     return parser.parse_args()
 
 
 def main() -> None:
     options = arguments()
-    if options.trial:
-        trial(JobSpec.model_validate_json(sys.stdin.read()), options.trial)
-        return
     device = device_here()
     options.image = options.image or (224 if device == "cuda" else 64)
     options.probe = options.probe or (16 if device == "cuda" else 4)
@@ -340,7 +279,12 @@ def main() -> None:
     outcomes = []
     for model in options.models.split(","):
         for precision in options.precisions.split(","):
-            outcomes.append(judge(model, precision, options, device=device))
+            try:
+                outcomes.append(judge(model, precision, options, device=device))
+            except TrialFailed as error:
+                raise SystemExit(f"{model} {precision}: a trial failed:\n{error}") from error
+            if options.keep:
+                write_atomic(options.keep, json.dumps([asdict(outcome) for outcome in outcomes]) + "\n")
             for line in lines(outcomes[-1]):
                 say(line, options)
     found = summary(outcomes)

@@ -1,7 +1,8 @@
 """What adaptive gradient scaling adds to a training step: time side by side with the same step without it, and memory.
 
     python benchmarks/overhead/ags_overhead.py [--models resnet50,vgg11] [--batch 32] [--rounds 15] [--image 224]
-                                      [--device auto] [--threads N] [--cpu-time] [--no-memory] [--json]
+                                      [--device auto] [--precision fp32] [--most 48GiB] [--threads N] [--cpu-time]
+                                      [--no-memory] [--json] [--keep FILE]
     torchrun --nproc-per-node 2 benchmarks/overhead/ags_overhead.py ...       (local norms need ranks; as many threads a rank)
 
 One process, one model, one batch and one base optimizer (the product's: SGD with momentum and weight decay, fused). A
@@ -15,9 +16,10 @@ the CPU, with one thread).
 Variants: plain; unscaled (AGS with element factors in a step that Algorithm 1 leaves unscaled: the norm alone); element,
 tensor, static (scaled steps); robust (new factors in each step: in one process that takes a small batch each time, with
 several ranks their own norms, which are taken in the backward pass, so that "by update" does not hold them); and, where
-asked for, ortho (steps that are turned). A refresh is timed apart, as what it adds to a scaled step.
+asked for, clip (element, with gradients clipped) and ortho (steps that are turned). A refresh is timed apart, as what it adds to a scaled step.
 
-With a GPU the largest local batch that fits, a power of two times `--batch`, is measured besides it. Memory is that of
+With a GPU the largest local batch that fits into `--most`, a power of two times `--batch`, is measured besides it. `--keep`
+writes what there is after each model. Memory is that of
 AGS beside the plain step, in a process of its own with 4 samples: lasting, and at the peak of a step that refreshes; in
 copies of the parameters.
 """
@@ -40,7 +42,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from tula_cli.presets import AGS_PRESETS
+BENCHMARKS = Path(__file__).resolve().parents[1]
+sys.path += [str(path) for path in (BENCHMARKS, BENCHMARKS / "operations") if str(path) not in sys.path]
+
+from tula_cli.presets import AGS_PRESETS  # noqa: E402
+from tula_cli.run.files import write_atomic  # noqa: E402
+from tula_cli.spec.kinds import parse_size  # noqa: E402
 
 if TYPE_CHECKING:
     import torch
@@ -50,6 +57,7 @@ if TYPE_CHECKING:
 
 MODELS = {"resnet50": (224, 1000), "vgg11": (32, 100), "alexnet": (224, 101), "mobilenet_v3_large": (224, 257)}
 """Side of the images and classes of the paper's four jobs (Table I)."""
+FURTHER = {"resnet18_cifar": (32, 10)}
 
 PLAIN, AGAIN = "plain", "plain again"
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -61,9 +69,12 @@ VARIANTS: dict[str, dict[str, Any]] = {
 }
 """What each changes of preset "paper"."""
 STATIC_FACTOR = 2.0
-ORTHO = "ortho"
-KNOWN = [*VARIANTS, ORTHO]
+CLIP, ORTHO = "clip", "ortho"
+KNOWN = [*VARIANTS, CLIP, ORTHO]
 REFRESHING = ("element", "tensor")
+WITH_FACTORS = (*REFRESHING, CLIP)
+LIMIT = 1.0
+"""To which norm gradients are clipped."""
 BETWEEN = 100
 """Steps between two refreshes, for the share of a refresh."""
 
@@ -142,6 +153,7 @@ class Bench:
         me: the group; with several ranks `robust` has a model of its own, for its hook cannot be taken off again.
         names: the variants.
         cpu_time: count the time this process computes, not the wall's.
+        precision: of train.precision.
     """
 
     def __init__(
@@ -154,20 +166,23 @@ class Bench:
         me: "Ranks",
         names: Sequence[str],
         cpu_time: bool = False,
+        precision: str = "fp32",
     ) -> None:
         import torch
 
         from tula_cli.worker.methods.table import found
 
         self.batch, self.me, self.cpu_time = batch, me, cpu_time
-        self.plain = build(model, image=image, classes=classes, batch=batch, me=me)
+        self.plain = build(model, image=image, classes=classes, batch=batch, me=me, precision=precision)
         generator = torch.Generator().manual_seed(me.rank)
         self.inputs = torch.randn(batch, 3, image, image, generator=generator).to(me.device)
         self.targets = torch.randint(classes, (batch,), generator=generator).to(me.device)
         self.trainers = {PLAIN: self.plain, AGAIN: self.plain}
         for name in names:
             own = name == "robust" and me.world > 1
-            base = build(model, image=image, classes=classes, batch=batch, me=me) if own else self.plain
+            base = self.plain
+            if own:
+                base = build(model, image=image, classes=classes, batch=batch, me=me, precision=precision)
             method = found("ortho" if name == ORTHO else "scaling")
             self.trainers[name] = replace(base, optimizer=wrapped(base, name, batch=batch), method=method)
         self.plain.ddp.train()
@@ -202,14 +217,27 @@ class Bench:
     def warm_up(self) -> None:
         """Take the steps that are unlike the others: the first, and those that make momentum, factors and buffers."""
         for name in self.trainers:
-            if name in REFRESHING:
+            if name in WITH_FACTORS:
                 self.step(name)
                 self.step_with_refresh(name)
             for _ in range(2):
                 self.step(name)()
 
-    def rounds(self, count: int) -> dict[str, list[Timed]]:
-        """Take rounds of one step of each variant, and of one refresh of each that has factors."""
+    def operations(self, name: str) -> int:
+        """Return the operations of a step at the dispatcher that start work: about its kernels."""
+        from operations import watched
+
+        with watched() as seen:
+            self.step(name)()
+        return seen.operations.total()
+
+    def rounds(self, count: int, *, seconds: float = float("inf")) -> dict[str, list[Timed]]:
+        """Take rounds of one step of each variant, and of one refresh of each that has factors.
+
+        Args:
+            count: rounds.
+            seconds: after so many none begins, but three are always taken.
+        """
         actions: dict[str, Callable[[], Callable[[], Timed]]] = {}
         for name in self.trainers:
             actions[name] = lambda name=name: self.step(name)  # type: ignore[misc]
@@ -217,7 +245,10 @@ class Bench:
                 actions[f"{name} refresh"] = lambda name=name: self.step_with_refresh(name)  # type: ignore[misc]
         found: dict[str, list[Timed]] = {name: [] for name in actions}
         order = list(actions)
+        ends = time.monotonic() + seconds
         for turn in range(count):
+            if turn >= 3 and time.monotonic() > ends:
+                break
             random.Random(turn).shuffle(order)
             taken = [(name, actions[name]()) for name in order]  # a GPU is kept busy over the whole round
             for name, timed in taken:
@@ -225,26 +256,14 @@ class Bench:
         return found
 
 
-def build(model: str, *, image: int, classes: int, batch: int, me: "Ranks") -> "Trainer":
+def build(model: str, *, image: int, classes: int, batch: int, me: "Ranks", precision: str = "fp32") -> "Trainer":
     """Return the product's trainer of a plain large batch, on random images."""
-    from tula_cli.run.records.tasks import ProbeTask
-    from tula_cli.spec.job import JobSpec
-    from tula_cli.worker.build.datasets import build_datasets
-    from tula_cli.worker.train import loop as worker_train_loop
+    from gpu import rig
 
-    images = {"size": max(64, batch * me.world), "image_size": [3, image, image], "num_classes": classes}
-    job = JobSpec.model_validate(
-        {
-            "model": {"name": model},
-            "dataset": {"name": "FakeData", "args": images},
-            "optimizer": {"lr": 1e-6, "momentum": 0.9, "weight_decay": 5e-4},
-            "train": {"epochs": 1, "method": "lbt", "workers": 0},
-            "search": {"nodes": [1], "min_batch": 1},
-            "cluster": {"device": me.device.type},
-        }
-    )
-    task = ProbeTask(id="t", job="t", spec=job, workdir=".", nodes=1, local_batches=(batch,))
-    return worker_train_loop.build(task, me, build_datasets(job), batch=batch * me.world, workers=0, refresh=False)
+    spec = rig.job(
+        model, image=image, classes=classes, batch=batch * me.world, device=me.device.type, precision=precision
+    )  # fmt: skip
+    return rig.build(spec, me, batch=batch * me.world)
 
 
 def wrapped(trainer: "Trainer", name: str, *, batch: int) -> "torch.optim.Optimizer":
@@ -254,12 +273,13 @@ def wrapped(trainer: "Trainer", name: str, *, batch: int) -> "torch.optim.Optimi
     if name == ORTHO:
         return Ortho(trainer.base, model=trainer.ddp)
     small = max(1, min(128, trainer.batch // 4))
-    settings = configured({**AGS_PRESETS["paper"], **VARIANTS[name]})
+    settings = configured({**AGS_PRESETS["paper"], **VARIANTS["element" if name == CLIP else name]})
     if name == "static":
         settings["factors"] = Static(STATIC_FACTOR)
     opt = TulaOptimizer(
-        trainer.base, model=trainer.ddp, b_large=trainer.batch, b_small=small, available=batch, **settings
-    )
+        trainer.base, model=trainer.ddp, b_large=trainer.batch, b_small=small, available=batch, **settings,
+        max_grad_norm=LIMIT if name == CLIP else None,
+    )  # fmt: skip
     opt.start_epoch(NEVER)
     return opt
 
@@ -339,12 +359,12 @@ def hold(model: str, name: str, me: "Ranks") -> tuple[float, float]:
 
     from tula_cli.worker import device
 
-    image, classes = MODELS[model]
+    image, classes = (MODELS | FURTHER)[model]
     names = [] if name == PLAIN else [name]
     bench = Bench(model, image=min(image, 64), classes=classes, batch=4, me=me, names=names)
     bench.warm_up()
     trainer = bench.trainers[name]
-    if trainer.ags and name in REFRESHING:
+    if trainer.ags and name in WITH_FACTORS:
         trainer.ags.start_epoch(1)
     trainer.clock.wait()
     memory = device.MemoryMeter(me.device)
@@ -370,19 +390,37 @@ def largest_batch(fits: Callable[[int], bool], start: int, most: int = 2**16) ->
     return batch
 
 
-def fits(model: str, image: int, classes: int, me: "Ranks") -> Callable[[int], bool]:
-    """Return what tries a local batch: every variant, refreshes included, on a GPU that nothing else is on."""
+def fits(
+    model: str, image: int, classes: int, me: "Ranks", *, names: Sequence[str], most: int, precision: str = "fp32"
+) -> Callable[[int], bool]:
+    """Return what tries a local batch: the variants, refreshes included, on a GPU that nothing else is on.
+
+    Args:
+        model: of torchvision, or of tula.
+        image: side of the images.
+        classes: outputs.
+        me: the group.
+        names: the variants.
+        most: bytes of the GPU that may be used.
+        precision: of train.precision.
+    """
     import torch
 
+    total = torch.cuda.get_device_properties(me.device).total_memory
+
     def trial(batch: int) -> bool:
+        torch.cuda.set_per_process_memory_fraction(min(1.0, most / total), me.device)
         try:
-            Bench(model, image=image, classes=classes, batch=batch, me=me, names=KNOWN).warm_up()
+            Bench(
+                model, image=image, classes=classes, batch=batch, me=me, names=names, precision=precision
+            ).warm_up()  # fmt: skip
             torch.cuda.synchronize()
         except torch.OutOfMemoryError:
             return False
         finally:
             gc.collect()
             torch.cuda.empty_cache()
+            torch.cuda.set_per_process_memory_fraction(1.0, me.device)
         return True
 
     return trial
@@ -395,7 +433,7 @@ def machine(me: "Ranks") -> dict[str, Any]:
     """Say what is measured on, and how busy it is."""
     import torch
 
-    from tula_cli.worker.environment import processor_name
+    from tula_cli.host.processor import processor_name
 
     cuda = me.device.type == "cuda"
     return {
@@ -433,11 +471,14 @@ def run(options: argparse.Namespace, me: "Ranks") -> list[Outcome]:
     """Measure every model that was asked for."""
     found = []
     for model in options.models:
-        image, classes = MODELS[model]
+        image, classes = (MODELS | FURTHER)[model]
         image = options.image or image
         batches = [options.batch]
         if me.device.type == "cuda" and me.world == 1:
-            largest = largest_batch(fits(model, image, classes, me), start=options.batch)
+            tried = fits(
+                model, image, classes, me, names=options.variants, most=options.most, precision=options.precision
+            )  # fmt: skip
+            largest = largest_batch(tried, start=options.batch)
             batches += [largest] if largest > options.batch else []
         for batch in batches:
             bench = Bench(
@@ -448,6 +489,7 @@ def run(options: argparse.Namespace, me: "Ranks") -> list[Outcome]:
                 me=me,
                 names=options.variants,
                 cpu_time=options.cpu_time,
+                precision=options.precision,
             )
             bench.warm_up()
             timed = bench.rounds(options.rounds)
@@ -457,6 +499,8 @@ def run(options: argparse.Namespace, me: "Ranks") -> list[Outcome]:
             del bench
             gc.collect()
             if me.first:
+                if options.keep:
+                    write_atomic(options.keep, json.dumps([asdict(item) for item in found]) + "\n")
                 for line in lines(found[-1]):
                     print(line, file=sys.stderr if options.json else sys.stdout, flush=True)
     return found
@@ -474,12 +518,17 @@ def listed(known: Sequence[str]) -> Callable[[str], list[str]]:
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", type=listed(list(MODELS)), default=list(MODELS))
+    parser.add_argument("--models", type=listed([*MODELS, *FURTHER]), default=list(MODELS))
     parser.add_argument("--variants", type=listed(KNOWN), help="by default all of AGS")
     parser.add_argument("--batch", type=int, default=32, help="of one rank")
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--image", type=int, help="side of the images; by default that of the paper's job")
     parser.add_argument("--device", default="auto", choices=["auto", "cpu", "cuda"])
+    parser.add_argument("--precision", default="fp32", choices=["fp32", "bf16", "fp16"])
+    parser.add_argument(
+        "--most", type=parse_size, default="48GiB", metavar="SIZE", help="of a GPU that may be used (48GiB)"
+    )
+    parser.add_argument("--keep", type=Path, metavar="FILE", help="write what there is after each model, as JSON")
     parser.add_argument(
         "--threads", type=int, help="of each rank on the CPU; by default all cores, shared by the ranks"
     )

@@ -5,28 +5,32 @@
 For each number of jobs a run directory of as many ended SLURM trainings (a task, a job, an attempt, a result and a summary
 each) is made in a temporary folder, and looked at once as `tula status` does, in this process; squeue is not asked but
 answers "ended" for all. `files` are those that the run holds, `reads` how many were opened for the look. For each number
-of runs `tula list` reads a folder with as many runs of eight results.
+of runs `tula list` lists a folder with as many runs of eight results; its CPU seconds are those of the whole process, the
+least of three.
 """
 
 import argparse
 import json
 import os
+import resource
+import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from unittest import mock
 
 from tula_cli.cluster.slurm import submit
 from tula_cli.cluster.slurm.queue import SchedulerState
 from tula_cli.run import files
-from tula_cli.run.directory import RunDir, probe_id
+from tula_cli.run.directory import RunDir
 from tula_cli.run.records.jobs import Attempt, Job
 from tula_cli.run.records.probes import OutOfMemory
 from tula_cli.run.records.results import Summary, TrainResult
-from tula_cli.run.records.tasks import Rung, TrainTask
+from tula_cli.run.records.tasks import Rung, TrainTask, probe_id
 from tula_cli.services import status
 from tula_cli.services.progress import listing
 from tula_cli.spec.job import JobSpec
@@ -94,7 +98,17 @@ def _list(root: Path, runs: int) -> Cost:
         run = RunDir.create(root, spec.model_copy(update={"name": f"run-{number:04d}"}))
         for size in range(8):
             run.write_result(_result(2**size))
-    return _measured("list", lambda: listing.list_runs(root))(runs, root)
+    cost = _measured("list", lambda: listing.list_runs(root))(runs, root)
+    return replace(cost, cpu=min(_process("list", "--run-dir", str(root)) for _ in range(3)))
+
+
+def _process(*arguments: str) -> float:
+    """Return the CPU seconds of a command of tula as a process of its own."""
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    environ = {**os.environ, "PYTHONPATH": str(Path(__file__).resolve().parents[2])}
+    subprocess.run([sys.executable, "-m", "tula_cli", *arguments], check=True, capture_output=True, env=environ)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
 
 
 def _measured(what: str, look: Callable[[], object]) -> Callable[[int, Path], Cost]:
@@ -150,7 +164,7 @@ def _add_training(run: RunDir, spec: JobSpec, signature: str, *, scheduler_id: s
         Summary(
             signature=signature, nodes=2, start_batch=128, batch=128, attempts=1, predicted_hours=0.1, actual_hours=0.1,
             predicted_cost=0.2, actual_cost=0.2, predicted_step=0.1, actual_step=0.1, metrics=numbers, best_top1=81.0,
-            currency="USD", causes=(),
+            best_epoch=3, currency="USD", causes=(),
         )
     )  # fmt: skip
 

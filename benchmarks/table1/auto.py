@@ -31,8 +31,8 @@ from tula_cli.spec.job import JobSpec
 from tula_cli.spec.load import validate
 from tula_cli.spec.signature import train_signature
 from tula_cli.worker.build.datasets import build_datasets
+from tula_cli.worker.entry import run_training
 from tula_cli.worker.ranks import Ranks
-from tula_cli.worker.train.training import run_training
 
 CONTROLS = (2, 4, 8, 16, 32)
 

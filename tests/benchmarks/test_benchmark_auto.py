@@ -10,7 +10,7 @@ import pytest
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "table1" / "auto.py"
 SHORT = ("--seeds", "1", "--epochs", "2", "--only", "lbt,auto")
 
-pytestmark = pytest.mark.torch
+pytestmark = [pytest.mark.torch, pytest.mark.proof]
 
 
 def bench(folder: Path, *options: str) -> "subprocess.CompletedProcess[str]":

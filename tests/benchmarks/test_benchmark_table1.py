@@ -12,6 +12,7 @@ import pytest
 import table1
 import table1_data
 import torch
+from make_results import inspected
 from PIL import Image
 
 from tula_cli.cluster import inspection
@@ -125,10 +126,7 @@ def here(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, data: Path) -> Trains:
 
 
 def inspect(spec) -> Inspection:
-    return Inspection(
-        dataset_size=10_000, eval_size=100, classes=10, sample_shape=(3, 16, 16), parameters=10, footprints=(),
-        estimate_error="", device="cpu", hardware="x", capacity=None, cpus=2,
-    )  # fmt: skip
+    return inspected(dataset_size=10_000, sample_shape=(3, 16, 16))
 
 
 def main(monkeypatch: pytest.MonkeyPatch, *words: object) -> int:

@@ -10,17 +10,23 @@ from pathlib import Path
 import make_runs
 import pytest
 
-from tula_cli.cluster import allocation, ending
+from tula_cli.cluster import allocation, exit_reason
 from tula_cli.cluster import attempt as cluster_attempt
 from tula_cli.cluster import supervise as cluster_supervise
+from tula_cli.cluster.allocation import Allocation
+from tula_cli.cluster.rank_start import RankStart
 from tula_cli.cluster.slurm import queue as scheduler
-from tula_cli.errors import TulaError
+from tula_cli.cluster.slurm.sbatch import parameters
+from tula_cli.cluster.supervise import Supervisor
+from tula_cli.errors import DeviceFault, JobFailed, TulaError
 from tula_cli.run.directory import RunDir
 from tula_cli.run.records.base import OutcomeClass
-from tula_cli.run.records.jobs import Attempt, Failure, Job, Order
+from tula_cli.run.records.jobs import Attempt, Failure, Job, LeaderCommand
 from tula_cli.run.records.results import Branch, TrainResult, Tuning
 from tula_cli.run.records.tasks import ProbeTask, Rung, TrainTask
+from tula_cli.services import train
 from tula_cli.spec.ags import Arm
+from tula_cli.spec.signature import cluster_signature
 
 LINKS = ("11", "12", "13", "14", "15")
 
@@ -31,9 +37,15 @@ class Cluster:
     def __init__(self) -> None:
         self.endings: dict[str, OutcomeClass] = {}
         self.cancelled: list[str] = []
+        self.excluded: list[tuple[list[str], str]] = []
+        self.complaint = ""
 
     def ended_how(self, job_id: str, *, restart: int | None = None) -> OutcomeClass | None:
         return self.endings.get(job_id)
+
+    def exclude(self, ids: Sequence[str], nodes: str) -> str:
+        self.excluded.append((list(ids), nodes))
+        return self.complaint
 
     def cancel(self, ids: Sequence[str]) -> None:
         self.cancelled += ids
@@ -44,9 +56,10 @@ def cluster(monkeypatch: pytest.MonkeyPatch) -> Cluster:
     found = Cluster()
     monkeypatch.setattr(scheduler, "ended_how", found.ended_how)
     monkeypatch.setattr(scheduler, "cancel", found.cancel)
+    monkeypatch.setattr(scheduler, "exclude", found.exclude)
     monkeypatch.setattr(scheduler, "ends_at", lambda *_: None)
     monkeypatch.setattr(cluster_attempt, "PEER_GRACE", 0.0)
-    monkeypatch.setattr(allocation, "VERDICT", 0.0)
+    monkeypatch.setattr(allocation, "ACCOUNTING_LAG", 0.0)
     return found
 
 
@@ -73,9 +86,7 @@ class Chain:
         self.run.write_task(self.task)
         self.script = ""
         self.submit(LINKS)
-        monkeypatch.setattr(
-            cluster_attempt, "_command", lambda *_: [sys.executable, "-c", textwrap.dedent(self.script)]
-        )
+        monkeypatch.setattr(RankStart, "argv", lambda _: [sys.executable, "-c", textwrap.dedent(self.script)])
 
     def submit(self, links: tuple[str, ...]) -> None:
         job = Job(id="train-s", scheduler="slurm", scheduler_id=links[0], nodes=1, submitted_at=1.0, links=links)
@@ -94,9 +105,21 @@ class Chain:
         task = self.newest()
         attempt = Attempt(
             task=task.id, number=len(self.run.attempts(task.id)) + 1, started_at=float(link), host="h",
-            allocation=f"{link}.0", hosts=f"node{link}", samples=samples,
+            allocation=f"{link}.0", hosts=f"node{link}", samples=samples, cluster=cluster_signature(task.spec.cluster),
         )  # fmt: skip
         self.run.write_attempt(attempt)
+
+    def has_gpu_on_rank_0(self, task: str) -> None:
+        path = self.run.handover_path(task, 1)
+        path.parent.mkdir(exist_ok=True)
+        path.write_text("node1 4711 cuda\n")
+
+    def asks_for(self, **slurm: object) -> None:
+        """Let the next links ask for other nodes."""
+        spec = make_runs.spec(
+            train={"epochs": 1, "max_attempts": 3, "workers": 0}, cluster={"kind": "slurm", "slurm": slurm}
+        )
+        self.run.write_task(self.newest().model_copy(update={"spec": spec}))
 
     def newest(self) -> TrainTask:
         task = self.run.training("s").newest_task()
@@ -344,14 +367,14 @@ def test_the_time_limit_is_told_to_the_ranks_with_room_to_save(
         import os, time
         open({str(told)!r}, "w").write(str(float(os.environ["TULA_LEAVE_AT"]) - time.time()))
     """
-    monkeypatch.setattr(cluster_supervise, "after", lambda *_: None)
+    monkeypatch.setattr(cluster_supervise, "next_task", lambda *_: None)
     chain.start("11")
     assert 560 < float(told.read_text()) < 575
 
 
 def test_packed_probes_run_one_after_the_other_in_one_allocation(chain: Chain, monkeypatch: pytest.MonkeyPatch) -> None:
     started = []
-    monkeypatch.setattr(cluster_supervise, "_lead_task", lambda _, task: started.append((task.id, task.nodes)))
+    monkeypatch.setattr(Supervisor, "_lead_task", lambda _, task: started.append((task.id, task.nodes)))
     spec = chain.run.spec()
     for nodes, then in ((4, ("probe-n002", "probe-n001")), (2, ()), (1, ())):
         task = ProbeTask(
@@ -428,7 +451,7 @@ def test_what_is_missing_on_the_node_is_told_once_and_ends_the_chain(
 ) -> None:
     chain.script = "pass"
     if missing == "wrapper":
-        monkeypatch.setattr(cluster_attempt, "_command", lambda *_: ["nosuch-wrapper", sys.executable])
+        monkeypatch.setattr(RankStart, "argv", lambda _: ["nosuch-wrapper", sys.executable])
     elif missing == "workdir":
         chain.run.write_task(chain.task.model_copy(update={"workdir": "/nosuch-workdir"}))
     else:
@@ -465,7 +488,7 @@ def test_a_job_told_to_end_starts_no_further_packed_task(chain: Chain, cluster: 
 
 
 def test_a_killed_child_of_ours_does_not_hide_what_its_peer_said(chain: Chain, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cluster_supervise, "after", lambda *_: None)
+    monkeypatch.setattr(cluster_supervise, "next_task", lambda *_: None)
     failure = Failure(
         task="train-s-1", attempt=1, rank=1, host="other", pid=1, outcome="peer", message="closed", detail="",
         failed_at=1.0,
@@ -489,22 +512,22 @@ def test_attempt_numbers_are_not_used_twice(chain: Chain) -> None:
     chain.was_killed("11")
     chain.was_killed("11")
     (chain.run.path / "attempts/train-s-1.001.json").unlink()
-    me = allocation.Supervisor(chain.run, allocation.Place(0, 1), {})
-    assert cluster_attempt.open_attempt(me, chain.task).number == 3
+    assert cluster_attempt.open_attempt(chain.run, Allocation(0, 1), chain.task).number == 3
 
 
-def test_a_follower_waits_for_what_an_order_is_about(chain: Chain, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cluster_supervise, "LAG", 0.5)
-    me = allocation.Supervisor(chain.run, allocation.Place(1, 2, 0, "11"), {})
-    chain.run.write_order("11.0", 0, Order(task="train-s-1", attempt=1, ranks=2))
+def test_a_follower_waits_for_what_a_command_is_about(chain: Chain, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cluster_supervise, "NFS_LAG", 0.5)
+    follower = Supervisor(chain.run, Allocation(1, 2, 0, "11"))
+    chain.run.write_leader_command("11.0", 0, LeaderCommand(task="train-s-1", attempt=1, ranks=2))
     with pytest.raises(TulaError, match="not what it is about"):
-        cluster_supervise._follow(me)
+        follower.follow()
 
 
 def test_a_rendezvous_of_the_shell_does_not_reach_the_ranks(chain: Chain) -> None:
     environ = {"MASTER_ADDR": "login1", "MASTER_PORT": "29500"}
-    me = allocation.Supervisor(chain.run, allocation.Place(0, 2, 0, "11"), environ)
-    assert not set(environ) & set(cluster_attempt._environments(me, chain.task)[0])
+    inherited = Allocation(0, 2, 0, "11", environ=environ)
+    start = RankStart(chain.run, inherited, chain.task, LeaderCommand(task=chain.task.id, attempt=1, ranks=2))
+    assert not set(environ) & set(start.environments()[0])
 
 
 def test_a_rank_does_not_repeat_in_its_own_name_what_another_has_told(chain: Chain, tmp_path: Path) -> None:
@@ -514,11 +537,11 @@ def test_a_rank_does_not_repeat_in_its_own_name_what_another_has_told(chain: Cha
     )  # fmt: skip
     chain.run.write_failure(root)
     (tmp_path / "log").touch()
-    seen = ending.Seen(exit_code=-9, oom_kill=False, log=tmp_path / "log", rank=0)
+    exited = exit_reason.RankExit(exit_code=-9, oom_kill=False, log=tmp_path / "log", rank=0)
     attempt = make_runs.attempt("train-s-1", start=1.0)
-    own = ending.own_ending(chain.run, chain.task, attempt, seen)
-    ending.report(chain.run, chain.task, attempt, seen, own)
-    assert ending.told_by_all(chain.run, chain.task, attempt, own).rank == 5, "by a clock that runs ahead"
+    own = exit_reason.own_reason(chain.run, chain.task, attempt, exited)
+    exit_reason.report(chain.run, chain.task, attempt, exited, own)
+    assert exit_reason.root_cause(chain.run, chain.task, attempt, own).rank == 5, "by a clock that runs ahead"
 
 
 def test_a_kill_for_memory_is_told_although_another_rank_failed_first(chain: Chain, tmp_path: Path) -> None:
@@ -527,6 +550,206 @@ def test_a_kill_for_memory_is_told_although_another_rank_failed_first(chain: Cha
                 failed_at=1.0)
     )  # fmt: skip
     (tmp_path / "log").touch()
-    seen = ending.Seen(exit_code=-9, oom_kill=True, log=tmp_path / "log", rank=0)
-    own = ending.own_ending(chain.run, chain.task, make_runs.attempt("train-s-1", start=1.0), seen)
+    exited = exit_reason.RankExit(exit_code=-9, oom_kill=True, log=tmp_path / "log", rank=0)
+    own = exit_reason.own_reason(chain.run, chain.task, make_runs.attempt("train-s-1", start=1.0), exited)
     assert own.outcome in ("host_oom", "device_oom")
+
+
+# --- faulty devices and nodes
+
+ECC = "CUDA error: uncorrectable ECC error encountered"
+
+
+NO_GPU = "No CUDA GPUs are available"
+
+
+def dies_of(words: str) -> str:
+    return f"raise RuntimeError({words!r})"
+
+
+def test_the_next_links_leave_out_the_node_of_a_faulty_device(
+    chain: Chain, cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SLURMD_NODENAME", "gpu11")
+    chain.save(32)
+    chain.script = dies_of(ECC)
+    chain.start("11")
+    assert chain.outcomes() == ["device_fault"], "not again on the same node"
+    assert cluster.excluded == [(["12", "13", "14", "15"], "gpu11")]
+    assert cluster.cancelled == []
+    monkeypatch.setenv("SLURMD_NODENAME", "gpu12")
+    chain.start("12")
+    assert cluster.excluded[-1] == (["13", "14", "15"], "gpu11,gpu12")
+    chain.will_finish()
+    chain.start("13")
+    assert chain.outcomes() == ["device_fault", "device_fault", "done"]
+    summary = chain.run.training("s").summary()
+    assert summary is not None
+    first, second = summary.causes
+    assert first == f"device_fault: RuntimeError: {ECC} on gpu11; excluded from now on: gpu11"
+    assert second.endswith("on gpu12; excluded from now on: gpu11,gpu12")
+
+
+def test_nodes_that_the_user_excludes_stay_excluded(
+    chain: Chain, cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spec = make_runs.spec(train={"epochs": 1}, cluster={"kind": "slurm", "slurm": {"exclude": "old[1-3]"}})
+    chain.task = chain.task.model_copy(update={"spec": spec})
+    chain.run.write_task(chain.task)
+    monkeypatch.setenv("SLURMD_NODENAME", "gpu11")
+    chain.script = dies_of(ECC)
+    chain.start("11")
+    assert cluster.excluded == [(["12", "13", "14", "15"], "old[1-3],gpu11")]
+    submitted = parameters(chain.run, chain.newest())
+    assert submitted["exclude"] == "old[1-3],gpu11", "in what is submitted later too"
+
+
+def test_where_nodes_cannot_be_excluded_it_is_said(chain: Chain, cluster: Cluster) -> None:
+    cluster.complaint = "Access/permission denied"
+    chain.script = dies_of(ECC)
+    chain.start("11")
+    assert chain.newest().cause.endswith("could not be excluded: Access/permission denied")
+
+
+def test_faults_without_progress_are_bounded_and_end_in_words_of_their_own(
+    chain: Chain, cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chain.script = dies_of(ECC)
+    for link in ("11", "12", "13"):
+        assert cluster.cancelled == []
+        monkeypatch.setenv("SLURMD_NODENAME", f"gpu{link}")
+        chain.start(link)
+    assert cluster.cancelled == ["11", "12", "14", "15"]
+    chain.start("14")
+    assert chain.outcomes() == ["device_fault"] * 3, "train.max_attempts"
+    with pytest.raises(DeviceFault) as told:
+        train.report(chain.run, "s")
+    assert told.value.exit_code == 10
+    assert told.value.message.endswith("faulty: gpu11, gpu12, gpu13")
+    assert "on gpu13" in told.value.message
+    assert "memory of a GPU" in told.value.hint
+
+
+@pytest.mark.parametrize("words", ["No CUDA GPUs are available", "CUDA error: no CUDA-capable device is detected"])
+def test_that_no_node_has_shown_a_gpu_is_the_users_to_mend_and_no_nodes_fault(
+    chain: Chain, cluster: Cluster, words: str
+) -> None:
+    chain.script = dies_of(words)
+    chain.start("11")
+    assert chain.outcomes() == ["user"]
+    (attempt,) = chain.run.training("s").attempts()
+    assert f"{words} on {attempt.host}" in attempt.message
+    assert "does the job ask for GPUs (cluster.slurm.gpus)" in attempt.message
+    assert cluster.excluded == []
+    assert cluster.cancelled == ["12", "13", "14", "15"]
+    assert "exclude" not in parameters(chain.run, chain.newest())
+    with pytest.raises(JobFailed, match=words):
+        train.report(chain.run, "s")
+
+
+@pytest.mark.parametrize("earlier", [False, True], ids=["in this attempt", "in an earlier one"])
+def test_a_node_without_gpu_is_faulty_where_others_have_some(
+    chain: Chain, cluster: Cluster, monkeypatch: pytest.MonkeyPatch, *, earlier: bool
+) -> None:
+    if earlier:
+        chain.was_killed("10")
+    chain.has_gpu_on_rank_0("train-s-1")
+    monkeypatch.setenv("SLURMD_NODENAME", "gpu11")
+    chain.script = dies_of(NO_GPU)
+    chain.start("11")
+    assert chain.outcomes()[-1] == "device_fault"
+    assert cluster.excluded == [(["12", "13", "14", "15"], "gpu11")]
+
+
+def test_gpus_under_another_cluster_section_say_nothing_of_this_one(chain: Chain, cluster: Cluster) -> None:
+    chain.script = dies_of(ECC)
+    chain.start("11")
+    chain.has_gpu_on_rank_0("train-s-1")
+    chain.asks_for(gpus="none")
+    chain.script = dies_of(NO_GPU)
+    chain.start("12")
+    assert chain.outcomes() == ["device_fault", "user"]
+
+
+def test_a_driver_that_fails_is_a_fault_also_where_no_node_has_shown_a_gpu(chain: Chain, cluster: Cluster) -> None:
+    chain.script = dies_of(f"NoGpu: torch sees no GPU: Error 802: system not yet initialized. {NO_GPU}")
+    chain.start("11")
+    assert chain.outcomes() == ["device_fault"]
+    assert cluster.excluded
+
+
+def test_nodes_that_were_faulty_under_another_cluster_section_are_not_left_out(chain: Chain) -> None:
+    chain.script = dies_of(ECC)
+    chain.start("11")
+    (attempt,) = chain.run.training("s").attempts()
+    chain.asks_for(minutes=10, exclude="old1")
+    assert parameters(chain.run, chain.newest())["exclude"] == f"old1,{attempt.host}"
+    chain.asks_for(gpu_type="h100")
+    assert "exclude" not in parameters(chain.run, chain.newest())
+
+
+@pytest.mark.parametrize("words", ["CUDA error: an illegal memory access was encountered", "CUDA error: unspecified launch failure"])  # fmt: skip
+def test_what_a_kernel_may_have_caused_is_tried_once_more_and_then_the_users(chain: Chain, words: str) -> None:
+    chain.script = dies_of(words)
+    chain.start("11")
+    assert chain.outcomes() == ["device_error", "user"]
+    last = chain.run.training("s").attempts()[-1]
+    assert words in last.message
+    assert "as in the attempt before" in last.message
+    chain.start("12")
+    assert chain.outcomes() == ["device_error", "user"]
+
+
+def test_what_a_device_did_once_is_nobodys_error(chain: Chain) -> None:
+    mark = chain.run.path / "tried"
+    chain.will_finish()
+    tries = f"""
+            import pathlib
+            if not pathlib.Path({str(mark)!r}).exists():
+                pathlib.Path({str(mark)!r}).touch()
+                raise RuntimeError("CUDA error: unspecified launch failure")
+    """
+    chain.script = tries + chain.script
+    chain.start("11")
+    assert chain.outcomes() == ["device_error", "done"]
+
+
+def test_a_rank_that_the_runtime_aborts_leaves_its_words_in_the_log(chain: Chain) -> None:
+    chain.script = """
+        import os, sys
+        sys.stderr.write("Memory access fault by GPU node-4 (Agent handle: 0x55) on address 0x7f00. Reason: Unknown.\\n")
+        sys.stderr.flush()
+        os.abort()
+    """
+    chain.start("11")
+    assert chain.outcomes() == ["device_error", "user"]
+    assert "Memory access fault by GPU node-4" in chain.run.training("s").attempts()[0].message
+
+
+def test_a_probe_on_a_faulty_node_fails_and_is_submitted_elsewhere(chain: Chain) -> None:
+    spec = chain.task.spec
+    probe = ProbeTask(id="probe-n001", job="probe-n001", spec=spec, workdir="/", nodes=1, local_batches=(8, 16))
+    chain.run.write_task(probe)
+    chain.task = chain.task.model_copy(update={"id": probe.id})
+    chain.script = dies_of(ECC)
+    chain.start("11")
+    (attempt,) = chain.run.attempts(probe.id)
+    (result,) = chain.run.results()
+    assert (attempt.outcome, result.outcome) == ("device_fault", "device_fault")
+    assert result.message.endswith(f"on {attempt.host}")
+    assert parameters(chain.run, probe)["exclude"] == attempt.host
+
+
+def test_a_probe_without_any_gpu_fails_once_and_no_node_is_left_out(chain: Chain) -> None:
+    probe = ProbeTask(
+        id="probe-n001", job="probe-n001", spec=chain.task.spec, workdir="/", nodes=1, local_batches=(8, 16)
+    )
+    chain.run.write_task(probe)
+    chain.task = chain.task.model_copy(update={"id": probe.id})
+    chain.script = dies_of(NO_GPU)
+    chain.start("11")
+    (attempt,) = chain.run.attempts(probe.id)
+    (result,) = chain.run.results()
+    assert (attempt.outcome, result.outcome) == ("user", "user")
+    assert "cluster.slurm.gpus" in result.message
+    assert "exclude" not in parameters(chain.run, probe)

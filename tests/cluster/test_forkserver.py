@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from tula_cli.cluster.forkserver import WORKER, Forked, Forkserver, Start, Unavailable
-from tula_cli.cluster.group import Starter
+from tula_cli.cluster.forkserver import WORKER, Forked, Forkserver, ForkUnavailable, Start
+from tula_cli.cluster.group import RankSpawner
 from tula_cli.host.processes import started
 
 SERVER = """
@@ -157,14 +157,14 @@ def test_why_nothing_can_be_forked_is_told(tmp_path: Path, program: str, words: 
     if "threads" in words:
         program = program.replace("input", "__import__('time').sleep, args=(300,)")
     server = Server(tmp_path, program)
-    with pytest.raises(Unavailable, match=words):
+    with pytest.raises(ForkUnavailable, match=words):
         server.run("pass")
     server.server.close()
 
 
 def test_the_import_is_not_waited_for_when_it_is_given_up(tmp_path: Path) -> None:
     server = Server(tmp_path, "import time; time.sleep(300)")
-    with pytest.raises(Unavailable, match="given up"):
+    with pytest.raises(ForkUnavailable, match="given up"):
         server.server.fork(server.start("pass"), give_up=lambda: True)
     server.server.close()
 
@@ -182,7 +182,7 @@ def test_a_rank_that_is_done_ends_its_threads_handlers_and_files(server: Server,
     assert (tmp_path / "user" / "open").read_text() == "not closed"
 
 
-# --- the starter, which falls back
+# --- the spawner, which falls back
 
 
 def test_where_nothing_can_be_forked_ranks_are_executed_with_their_true_error(
@@ -191,12 +191,12 @@ def test_where_nothing_can_be_forked_ranks_are_executed_with_their_true_error(
     (tmp_path / "torch.py").write_text("raise ImportError('this torch is broken')")
     command = (sys.executable, *WORKER, str(tmp_path / "norun"), "task", "1")
     environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
-    starter, log = Starter(), tmp_path / "log"
+    spawner, log = RankSpawner(), tmp_path / "log"
     start = Start(command, environment, str(tmp_path), str(log))
     with open(log, "ab") as output:
-        group = starter.start([start, start], output, give_up=lambda: False)
+        group = spawner.spawn([start, start], output, give_up=lambda: False)
         until(lambda: not group.running(), "the ranks do not end")
-    assert starter.executes
+    assert spawner.executes
     assert group.failed() == (0, 1)
     assert log.read_text().count("has no task task\n") == 2
     assert capfd.readouterr().err.count("ImportError: this torch is broken") == 1
@@ -218,7 +218,7 @@ def test_one_command_that_is_not_there_leaves_none_running(tmp_path: Path) -> No
     )
     missing = Start(("no-such-wrapper",), dict(os.environ), "/", str(log))
     with open(log, "ab") as output, pytest.raises(FileNotFoundError):
-        Starter().start([sleep, missing], output, give_up=lambda: False)
+        RankSpawner().spawn([sleep, missing], output, give_up=lambda: False)
     words = subprocess.run(["pgrep", "-f", str(tmp_path)], capture_output=True, text=True).stdout.split()
     assert [pid for pid in words if started(int(pid)) is not None] == []
 
@@ -228,14 +228,14 @@ def test_one_command_that_is_not_there_leaves_none_running(tmp_path: Path) -> No
 
 @pytest.mark.torch
 def test_the_worker_is_forked_and_imports_nothing_again(tmp_path: Path) -> None:
-    log, starter = tmp_path / "log", Starter()
+    log, spawner = tmp_path / "log", RankSpawner()
     command = (sys.executable, *WORKER, str(tmp_path / "norun"), "task", "1")
     start = Start(command, dict(os.environ), str(tmp_path), str(log))
     with open(log, "ab") as output:
-        group = starter.start([start, start], output, give_up=lambda: False)
+        group = spawner.spawn([start, start], output, give_up=lambda: False)
         until(lambda: not group.running(), "the ranks do not end")
-    starter.close()
-    assert not starter.executes
+    spawner.close()
+    assert not spawner.executes
     assert all(isinstance(child, Forked) for child in group.children)
     assert log.read_text().count("norun has no task task\n") == 2
 

@@ -1,9 +1,11 @@
 import os
+import sys
 import time
 from pathlib import Path
 
 import make_runs as make
 import pytest
+from make_results import inspected
 
 from tula_cli.cluster import kept_inspection
 from tula_cli.cluster.kept_inspection import (
@@ -13,17 +15,12 @@ from tula_cli.cluster.kept_inspection import (
     KeptInspection,
     facts_of,
     newest_change,
-    packages,
 )
 from tula_cli.errors import JobFailed
-from tula_cli.run.records.inspections import Inspection
 
 
 def inspection():
-    return Inspection(
-        dataset_size=300, eval_size=50, classes=10, sample_shape=(1, 8, 8), parameters=1000, footprints=(), estimate_error="",
-        device="cpu", hardware="cpu", capacity=None, cpus=2,
-    )  # fmt: skip
+    return inspected(dataset_size=300, eval_size=50, parameters=1000, hardware="cpu")
 
 
 class Built:
@@ -64,13 +61,90 @@ def test_whatever_part_of_the_key_changes_builds_anew(built, part):
     assert built.count == 2
 
 
-def test_another_model_is_built_and_another_price_is_not(built):
-    built.inspect()
-    spec = make.spec()
-    built.inspect(spec.model_copy(update={"pricing": spec.pricing.model_copy(update={"currency": "EUR"})}))
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"pricing": {"price": 3, "currency": "EUR", "source": "list", "date": "2025-01-01"}},
+        {"search": {"nodes": [2], "steps": 20, "strategy": "full", "max_minutes": 3, "max_batch": 4096}},
+        {"optimizer": {"lr": 0.2}, "schedule": {"kind": "cosine"}, "train": {"epochs": 9, "seed": 1}},
+        {"name": "another"},
+    ],
+)
+def test_a_setting_that_building_does_not_depend_on_builds_nothing(built, changes):
+    assert built.inspect() == built.inspect(make.spec(**changes)) == inspection()
     assert built.count == 1
-    built.inspect(make.spec(model={"name": "vgg11"}))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"model": {"name": "vgg11"}},
+        {"dataset": {"name": "digits", "eval_fraction": 0.3}},
+        {"transforms": {"train": ["RandomHorizontalFlip"]}},
+        {"train": {"epochs": 4, "precision": "bf16"}},
+        {"optimizer": {"lr": 0.1, "weight_decay": 1e-4}},
+        {"cluster": {"memory_per_gpu": "8GiB"}},
+        {"search": {"nodes": [1]}},  # on one rank a step holds less, and has all of the machine's memory
+        {"search": {"nodes": [1, 2], "min_batch": 2}},  # down to one sample, on which not every model can train
+    ],
+)
+def test_a_setting_that_building_depends_on_builds_anew(built, changes):
+    built.inspect()
+    built.inspect(make.spec(**changes))
     assert built.count == 2
+
+
+def test_another_folder_or_interpreter_with_the_same_packages_builds_nothing(built, tmp_path, monkeypatch):
+    built.inspect()
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    monkeypatch.setattr(sys, "executable", "/opt/python")
+    built.inspect()
+    assert built.count == 1
+
+
+def test_another_version_of_a_package_that_the_job_names_builds_anew(built, tmp_path, monkeypatch):
+    site = tmp_path.parent / f"{tmp_path.name}-site"
+    (site / "mine").mkdir(parents=True)
+    (site / "mine" / "__init__.py").write_text("Net = None\n")
+    (site / "mine-1.0.dist-info").mkdir()
+    monkeypatch.syspath_prepend(site)
+    spec = make.spec(model={"name": "mine:Net"})
+    for _ in range(2):
+        built.inspect(spec)
+    assert built.count == 1
+    (site / "mine-1.0.dist-info").rename(site / "mine-1.1.dist-info")
+    (site / "another-2.0.dist-info").mkdir()
+    built.inspect(spec)
+    assert built.count == 2
+    (site / "another-2.0.dist-info").rename(site / "another-3.0.dist-info")
+    built.inspect(spec)
+    assert built.count == 2, "a package that the job does not name is nothing to it"
+
+
+def slurm(python: str):
+    return make.spec(cluster={"kind": "slurm", "slurm": {"python": python}})
+
+
+def test_the_jobs_own_interpreter_tells_the_versions(built, tmp_path):
+    own = tmp_path / "python"
+    own.write_text('#!/bin/sh\necho a greeting\necho \'{"python": "3.12", "torch": "2.6"}\'\n')
+    own.chmod(0o755)
+    assert facts_of(slurm(str(own)))["packages"] == {"python": "3.12", "torch": "2.6"}
+    for _ in range(2):
+        built.inspect(slurm(str(own)))
+    assert built.count == 1
+    own.write_text(own.read_text().replace("2.6", "2.7"))
+    built.inspect(slurm(str(own)))
+    assert built.count == 2
+    real = facts_of(slurm(sys.executable))["packages"]
+    assert real["python"] == sys.version and set(real) == {"python", "torch", "torchvision"}
+
+
+def test_nothing_is_kept_where_the_jobs_interpreter_does_not_run(built):
+    for _ in range(2):
+        built.inspect(slurm("/nowhere/python"))
+    assert built.count == 2 and entries(built) == []
 
 
 def test_a_change_of_the_users_code_builds_anew(built, monkeypatch):
@@ -133,9 +207,11 @@ def test_what_failed_is_not_kept(built, monkeypatch):
     assert entries(built) == []
 
 
-def test_nothing_is_written_where_nothing_may_be(built):
-    built.inspect(keep=False)
+def test_nothing_is_written_where_nothing_may_be_and_its_key_is_found_once(built):
+    asked = []
+    built.inspect(keep=False, facts=lambda spec: asked.append(spec) or facts_of(spec))
     assert not built.root.exists()
+    assert len(asked) == 1
 
 
 def test_a_folder_that_cannot_be_written_costs_no_answer(built):
@@ -156,12 +232,6 @@ def test_old_entries_and_all_but_the_newest_are_removed(built, monkeypatch):
     built.inspect()
     names = {path.name for path in entries(built)}
     assert len(names) == 3 and {"0.json", "1.json"} < names and MOST_KEPT > 3
-
-
-def test_packages_are_told_by_name_and_version_without_an_import(tmp_path):
-    for name in ("torch-2.6.0.dist-info", "mine-0.1.dist-info", "torch"):
-        (tmp_path / name).mkdir()
-    assert packages([str(tmp_path), "/nowhere"]) == ["mine-0.1.dist-info", "torch-2.6.0.dist-info"]
 
 
 def test_the_newest_change_of_no_dataset_is_none(tmp_path):

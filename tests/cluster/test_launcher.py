@@ -4,6 +4,7 @@ import io
 import json
 import os
 import pickle
+import signal
 import subprocess
 import sys
 import time
@@ -13,18 +14,22 @@ from pathlib import Path
 import make_runs as make
 import pytest
 from fake_slurm import VERSIONS, FakeSlurm, local
+from make_results import inspected
 
 from tula_cli.cli import app
+from tula_cli.cluster import attempt as cluster_attempt
 from tula_cli.cluster import inspection
 from tula_cli.cluster import launcher as cluster_launcher
 from tula_cli.cluster import local as cluster_local
+from tula_cli.cluster.rank_start import RankStart
 from tula_cli.cluster.slurm import command as slurm_command
 from tula_cli.cluster.slurm import partitions, submit
 from tula_cli.cluster.slurm import queue as scheduler
 from tula_cli.cluster.slurm.submit import SlurmLauncher
+from tula_cli.cluster.supervise import supervise
 from tula_cli.errors import SchedulerError
 from tula_cli.run.directory import RunDir
-from tula_cli.run.records.inspections import Inspection
+from tula_cli.run.records.jobs import Attempt
 from tula_cli.run.records.tasks import ProbeTask, Rung, TrainTask
 from tula_cli.services import logs, train
 from tula_cli.services import status as services_status
@@ -38,10 +43,7 @@ LIMITS = (
 )
 
 
-INSPECTION = Inspection(
-    dataset_size=2000, eval_size=100, classes=10, sample_shape=(1, 8, 8), parameters=10, footprints=(), estimate_error="",
-    device="cpu", hardware="x", capacity=None, cpus=2,
-)  # fmt: skip
+INSPECTION = inspected()
 
 
 @pytest.fixture(params=VERSIONS)
@@ -292,7 +294,7 @@ def test_two_command_lines_at_once_submit_once(slurm, run, sacct):
 
 
 def test_a_lock_left_behind_by_a_dead_command_line_is_taken_over(slurm, run):
-    dead = subprocess.run([sys.executable, "-c", f"from tula_cli.run.directory import RunDir; from pathlib import Path; RunDir(Path({str(run.path)!r})).lock.take()"], env={**os.environ, "PYTHONPATH": str(ROOT)})  # fmt: skip
+    dead = subprocess.run([sys.executable, "-c", f"from tula_cli.run.directory import RunDir; from pathlib import Path; RunDir(Path({str(run.path)!r})).lock.acquire()"], env={**os.environ, "PYTHONPATH": str(ROOT)})  # fmt: skip
     assert dead.returncode == 0
     assert (run.path / "lock").is_dir()
     pauses = []
@@ -309,7 +311,7 @@ def test_a_lock_of_another_host_is_respected_until_it_is_old(run):
     long_ago = time.time() - 400
     os.utime(run.path / "lock", (long_ago, long_ago))
     with cluster_launcher.submitting(run, sleep=lambda _: None):
-        assert run.lock.take() != ""
+        assert run.lock.acquire() != ""
 
 
 # --- from inside a job
@@ -585,3 +587,59 @@ def test_a_silent_queue_is_no_reason_to_start_anew(slurm, run):
 def test_a_local_job_of_another_machine_is_not_started_again_here(run):
     job = make.job("train-x").model_copy(update={"host": "elsewhere"})
     assert cluster_local.LocalLauncher().states(run.read(), [job])[job.id].state == "running"
+
+
+# --- faulty nodes
+
+
+def test_the_next_jobs_of_a_chain_leave_out_a_faulty_node(versions, run, monkeypatch):
+    slurm = run.spec().cluster.slurm.model_copy(update={"exclude": "old[1-2]"})
+    cluster = run.spec().cluster.model_copy(update={"slurm": slurm})
+    task = training(run).model_copy(update={"spec": run.spec().model_copy(update={"cluster": cluster})})
+    job = submitted(run, task)
+    versions.set(job.links[0], "RUNNING")
+    environ = {
+        "SLURM_PROCID": "0", "SLURM_NTASKS": "1", "SLURM_LOCALID": "0", "SLURM_JOB_ID": job.links[0], "PATH": "/usr/bin:/bin",
+    }  # fmt: skip
+    monkeypatch.setenv("SLURMD_NODENAME", "gpu7")
+    monkeypatch.setattr(cluster_attempt, "PEER_GRACE", 0.0)
+    dying = [sys.executable, "-c", "raise RuntimeError('CUDA error: uncorrectable ECC error encountered')"]
+    monkeypatch.setattr(RankStart, "argv", lambda _: dying)
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGCONT)}  # fmt: skip
+    supervise(run.path, task.id, environ=environ)
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
+    assert [queued.get("exclude") for queued in versions.jobs()] == [None, *["old[1-2],gpu7"] * (len(job.links) - 1)]
+    versions.set(job.links[0], "COMPLETED")
+    shown = services_status.snapshot(run, SlurmLauncher(), now=time.time())
+    assert shown.jobs[0].state == "queued"
+    attempt = shown.attempts[-1].attempt
+    assert (attempt.outcome, attempt.host) == ("device_fault", "gpu7")
+    for link in job.links[1:]:
+        versions.set(link, "CANCELLED")
+    again = submitted(run, task)
+    assert "#SBATCH --exclude='old[1-2],gpu7'\n" in versions.script(again.scheduler_id)
+    shown = services_status.snapshot(run, SlurmLauncher(), now=time.time()).jobs[0]
+    assert shown.state == "queued"
+
+
+def test_a_job_that_has_started_cannot_be_kept_off_a_node(slurm, run):
+    job = submitted(run, training(run))
+    slurm.set(job.links[1], "RUNNING")
+    assert "no longer pending" in scheduler.exclude(job.links[1:], "gpu7")
+    assert scheduler.exclude([], "gpu7") == ""
+
+
+def test_a_chain_that_ended_on_faulty_nodes_says_which(slurm, run):
+    job = submitted(run, training(run))
+    now = time.time()
+    attempt = Attempt(
+        task=f"{job.id}-1", number=1, started_at=now, ended_at=now, outcome="device_fault", host="gpu7", rank=3, samples=0,
+        message="CUDA error: uncorrectable ECC error encountered", allocation=f"{job.links[0]}.0",
+    )  # fmt: skip
+    run.write_attempt(attempt)
+    for link in job.links:
+        slurm.set(link, "COMPLETED")
+    shown = services_status.snapshot(run, SlurmLauncher(), now=now).jobs[0]
+    assert shown.state == "failed"
+    assert shown.reason.startswith("CUDA error: uncorrectable ECC error encountered on gpu7; the memory of a GPU")

@@ -13,16 +13,21 @@ import make_runs
 import pytest
 from make_results import Truth, measured
 
-from tula_cli.cluster import allocation, ending, relaunch
 from tula_cli.cluster import attempt as cluster_attempt
+from tula_cli.cluster import exit_reason, relaunch
 from tula_cli.cluster import supervise as cluster_supervise
+from tula_cli.cluster.allocation import Allocation
+from tula_cli.cluster.attempt import RunningAttempt
+from tula_cli.cluster.rank_start import RankStart, first_rank
+from tula_cli.cluster.supervise import Supervisor
 from tula_cli.errors import TulaError
+from tula_cli.host import devices
 from tula_cli.host.processes import started
-from tula_cli.run.directory import RunDir, probe_id
-from tula_cli.run.records.jobs import Failure, Order
+from tula_cli.run.directory import RunDir
+from tula_cli.run.records.jobs import Failure, LeaderCommand
 from tula_cli.run.records.probes import OutOfMemory
 from tula_cli.run.records.results import TrainResult
-from tula_cli.run.records.tasks import ProbeTask, Rung, TrainTask
+from tula_cli.run.records.tasks import ProbeTask, Rung, Task, TrainTask, probe_id
 
 GLOO = "RuntimeError: [../gloo/transport/tcp/pair.cc:534] Connection closed by peer [127.0.0.1]:31415"
 CPU_OOM = "RuntimeError: DefaultCPUAllocator: can't allocate memory: you tried to allocate 4096 bytes."
@@ -36,12 +41,12 @@ class Ranks:
         self.run, self.folder = run, folder
         self.starts: list[str] = []
         self.scripts: list[str] = []
-        monkeypatch.setattr(cluster_attempt, "_command", self.command)
+        monkeypatch.setattr(RankStart, "argv", lambda start: self.argv(start.task))
 
     def will(self, *scripts: str) -> None:
         self.scripts = list(scripts)
 
-    def command(self, me: object, task: ProbeTask | TrainTask, order: object) -> list[str]:
+    def argv(self, task: Task) -> list[str]:
         script = self.scripts[min(len(self.starts), len(self.scripts) - 1)]
         self.starts.append(task.id)
         return [sys.executable, "-c", textwrap.dedent(script)]
@@ -79,7 +84,7 @@ class Ranks:
         return f"import pathlib; p = pathlib.Path({str(path)!r}); p.parent.mkdir(parents=True, exist_ok=True); p.write_text({text!r})"
 
     def measure(self, nodes: int, *local_batches: int) -> str:
-        """Return a script that leaves results of probes."""
+        """Return a script that leaves results of probes, measured when it runs."""
         files = {
             str(self.run.path / "results" / f"{probe_id(nodes, local)}.json"): measured(
                 Truth(), nodes, local
@@ -87,10 +92,10 @@ class Ranks:
             for local in local_batches
         }
         return f"""
-            import json, pathlib
+            import json, pathlib, time
             for path, text in json.loads({json.dumps(files)!r}).items():
                 pathlib.Path(path).parent.mkdir(parents=True, exist_ok=True)
-                pathlib.Path(path).write_text(text)
+                pathlib.Path(path).write_text(json.dumps({{**json.loads(text), "measured_at": time.time()}}))
         """
 
 
@@ -223,6 +228,35 @@ def test_an_out_of_memory_beats_the_peers_that_noticed_it_first(run: RunDir, ran
     assert (attempt.outcome, attempt.rank) == ("device_oom", 1)
 
 
+def test_a_device_error_at_another_batch_is_not_one_that_came_twice(
+    run: RunDir, ranks: Ranks, probe: ProbeTask
+) -> None:
+    failed = [
+        ranks.fail(probe.id, "CUDA error: unspecified launch failure", "device_error", attempt=n) for n in (1, 2, 3)
+    ]
+    ranks.will(
+        ranks.measure(1, 32) + failed[0],
+        ranks.measure(1, 64) + failed[1],  # another one
+        failed[2],
+    )
+    cluster_supervise.supervise(run.path, probe.id)
+    assert outcomes(run, probe.id)[:3] == ["device_error", "device_error", "user"]
+    result = run.result(probe_id(1, 128))
+    assert result is not None and result.kind == "failed"
+    assert result.message.endswith("as in the attempt before")
+
+
+def test_a_batch_after_one_that_a_device_refused_twice_is_tried_twice_too(
+    run: RunDir, ranks: Ranks, probe: ProbeTask
+) -> None:
+    failed = [
+        ranks.fail(probe.id, "CUDA error: unspecified launch failure", "device_error", attempt=n) for n in (1, 2, 3)
+    ]
+    ranks.will(*failed, ranks.measure(1, 64, 128))
+    cluster_supervise.supervise(run.path, probe.id)
+    assert outcomes(run, probe.id) == ["device_error", "user", "device_error", "done"]
+
+
 def test_a_killed_rank_is_told_from_the_peers_that_lost_it(run: RunDir, ranks: Ranks, probe: ProbeTask) -> None:
     peer = textwrap.dedent(ranks.fail(probe.id, GLOO, "peer", rank=0)).replace("sys.exit(1)", "")
     ranks.will(f"{peer}\nprint({KILLED!r}); raise SystemExit(1)", ranks.measure(1, 32, 64, 128))
@@ -285,6 +319,19 @@ def test_lost_processes_restart_training_a_bounded_number_of_times(
     ranks.will(f"print({KILLED!r}); raise SystemExit(1)")
     cluster_supervise.supervise(run.path, training.id)
     assert len(ranks.starts) == run.spec().train.max_attempts
+
+
+def test_a_machine_that_has_lost_its_gpu_is_not_tried_again(run: RunDir, ranks: Ranks, training: TrainTask) -> None:
+    run.write_attempt(make_runs.attempt("train-s-1", start=1.0, end=2.0))
+    handover = run.handover_path("train-s-1", 1)
+    handover.parent.mkdir()
+    handover.write_text("127.0.0.1 4711 cuda\n")
+    ranks.will(ranks.fail("train-s-1", "NoGpu: torch sees no GPU on h", "device_fault", attempt=2))
+    cluster_supervise.supervise(run.path, training.id)
+    assert ranks.starts == ["train-s-1"]
+    last = run.attempts("train-s-1")[-1]
+    assert last.outcome == "user"
+    assert "nvidia-smi" in last.message
 
 
 def test_a_second_call_goes_on_at_the_newest_attempt(run: RunDir, ranks: Ranks, training: TrainTask) -> None:
@@ -373,7 +420,7 @@ def test_two_jobs_of_one_machine_run_one_after_the_other(run: RunDir, tmp_path: 
         from tula_cli.cluster import supervise
         from tula_cli.run.directory import RunDir
         times = pathlib.Path(sys.argv[2])
-        with supervise._machine_to_ourselves(RunDir(times.parent), type("T", (), {"job": "j"})()):
+        with supervise._exclusive_machine(RunDir(times.parent), type("T", (), {"job": "j"})()):
             with open(times, "a") as file: print(time.monotonic(), file=file)
             time.sleep(0.5)
             with open(times, "a") as file: print(time.monotonic(), file=file)
@@ -392,9 +439,9 @@ def test_the_ranks_die_with_a_killed_supervisor(run: RunDir, tmp_path: Path, tra
         import sys, tempfile
         tempfile.tempdir = {str(tmp_path)!r}
         sys.path[:0] = sys.argv[1].split(":")
-        from tula_cli.cluster import attempt, supervise
+        from tula_cli.cluster import rank_start, supervise
         script = "import os, time; open({str(tmp_path / "pid")!r}, 'w').write(str(os.getpid())); time.sleep(60)"
-        attempt._command = lambda *_: [sys.executable, "-c", script]
+        rank_start.RankStart.argv = lambda _: [sys.executable, "-c", script]
         import pathlib
         supervise.supervise(pathlib.Path({str(run.path)!r}), "train-s-1")
     """
@@ -413,8 +460,9 @@ def test_the_ranks_die_with_a_killed_supervisor(run: RunDir, tmp_path: Path, tra
 
 
 def test_every_rank_of_a_job_here_is_started_by_its_supervisor(run: RunDir, probe: ProbeTask, tmp_path: Path) -> None:
-    two_nodes, order = probe.model_copy(update={"nodes": 2}), Order(task=probe.id, attempt=1)
-    starts = cluster_attempt._starts(place(run, 0, 1, MASTER_ADDR="elsewhere"), two_nodes, order, tmp_path / "log")
+    two_nodes, command = probe.model_copy(update={"nodes": 2}), LeaderCommand(task=probe.id, attempt=1)
+    here = Allocation(0, 1, environ={"MASTER_ADDR": "elsewhere"})
+    starts = RankStart(run, here, two_nodes, command).starts(tmp_path / "log")
     assert [start.environment["RANK"] for start in starts] == ["0", "1"]
     assert {(start.environment["WORLD_SIZE"], start.environment["OMP_NUM_THREADS"]) for start in starts} == {("2", "1")}
     assert all("MASTER_ADDR" not in start.environment for start in starts), "they meet through a file"
@@ -433,7 +481,7 @@ def test_of_several_ranks_the_killed_one_is_told_and_not_those_that_lost_it(
         raise SystemExit(1)
     """
     command = [sys.executable, "-c", textwrap.dedent(script)]
-    monkeypatch.setattr(cluster_attempt, "_command", lambda *_: command)
+    monkeypatch.setattr(RankStart, "argv", lambda _: command)
     monkeypatch.setattr(relaunch, "RESTARTS", 0)
     run.write_task(probe.model_copy(update={"nodes": 2}))
     cluster_supervise.supervise(run.path, probe.id)
@@ -445,7 +493,7 @@ def test_ranks_that_do_not_notice_the_loss_of_one_are_ended(
     run: RunDir, probe: ProbeTask, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     script = "import os, time; time.sleep(60 * (os.environ['RANK'] == '0')); os._exit(3)"
-    monkeypatch.setattr(cluster_attempt, "_command", lambda *_: [sys.executable, "-c", script])
+    monkeypatch.setattr(RankStart, "argv", lambda _: [sys.executable, "-c", script])
     monkeypatch.setattr(cluster_attempt, "PEER_GRACE", 0.1)
     monkeypatch.setattr(relaunch, "RESTARTS", 0)
     run.write_task(probe.model_copy(update={"nodes": 2}))
@@ -457,9 +505,8 @@ def test_ranks_that_do_not_notice_the_loss_of_one_are_ended(
 # --- on SLURM
 
 
-def place(run: RunDir, index: int, count: int, *, job_id: str = "", **changes: str) -> allocation.Supervisor:
-    environ = {"SLURM_CPUS_PER_TASK": "8", **changes}
-    return allocation.Supervisor(run, allocation.Place(index, count, index % 2, job_id), environ)
+def allocation(index: int, count: int) -> Allocation:
+    return Allocation(index, count, index % 2, "7", environ={"SLURM_CPUS_PER_TASK": "8"})
 
 
 def on_slurm(probe: ProbeTask, **slurm: object) -> ProbeTask:
@@ -468,63 +515,73 @@ def on_slurm(probe: ProbeTask, **slurm: object) -> ProbeTask:
 
 
 def test_srun_starts_a_rank_for_each_supervisor(run: RunDir, probe: ProbeTask) -> None:
-    task, me = on_slurm(probe), place(run, 3, 4, job_id="7")
-    command = cluster_attempt._command(me, task, Order(task=task.id, attempt=2, ranks=4))
-    assert command == [sys.executable, "-u", "-m", "tula_cli.worker", str(run.path), probe.id, "2"]
-    environment = cluster_attempt._environments(me, task)[0]
+    task = on_slurm(probe)
+    start = RankStart(run, allocation(3, 4), task, LeaderCommand(task=task.id, attempt=2, ranks=4))
+    assert start.argv() == [sys.executable, "-u", "-m", "tula_cli.worker", str(run.path), probe.id, "2"]
+    environment = start.environments()[0]
     ranks = {name: environment[name] for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "OMP_NUM_THREADS")}
     assert ranks == {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "OMP_NUM_THREADS": "8"}
 
 
 def test_torchrun_starts_the_ranks_of_a_node_where_all_agents_meet(run: RunDir, probe: ProbeTask) -> None:
-    task, me = on_slurm(probe, launcher="torchrun"), place(run, 1, 2, job_id="7")
-    command = cluster_attempt._command(me, task, Order(task=task.id, attempt=1, ranks=4, meeting="10.0.0.1:4711"))
+    task = on_slurm(probe, launcher="torchrun")
+    command = LeaderCommand(task=task.id, attempt=1, ranks=4, meeting="10.0.0.1:4711")
+    start = RankStart(run, allocation(1, 2), task, command)
     wanted = {"--nnodes=2", "--node-rank=1", "--master-addr=10.0.0.1", "--master-port=4711", "--nproc-per-node=2"}
-    assert wanted < set(command)
-    environment = cluster_attempt._environments(me, task)[0]
+    assert wanted < set(start.argv())
+    environment = start.environments()[0]
     assert "RANK" not in environment, "torchrun sets it"
     assert environment["OMP_NUM_THREADS"] == "4"
-    assert cluster_attempt.first_rank(me, task) == 2
+    assert first_rank(allocation(1, 2), task) == 2
 
 
 def test_a_wrapper_stands_before_every_rank(run: RunDir, probe: ProbeTask) -> None:
-    words, order = ["numactl", "--localalloc"], Order(task=probe.id, attempt=1, ranks=4, meeting="h:1")
-    me = place(run, 0, 4, job_id="7")
-    assert cluster_attempt._command(me, on_slurm(probe, wrapper=words), order)[:3] == [*words, sys.executable]
-    command = cluster_attempt._command(me, on_slurm(probe, wrapper=words, launcher="torchrun"), order)
-    at = command.index("--no-python")
-    assert command[at + 1 : at + 4] == [*words, sys.executable]
+    words, command = ["numactl", "--localalloc"], LeaderCommand(task=probe.id, attempt=1, ranks=4, meeting="h:1")
+    by_srun = on_slurm(probe, wrapper=words)
+    assert RankStart(run, allocation(0, 4), by_srun, command).argv()[:3] == [*words, sys.executable]
+    by_torchrun = on_slurm(probe, wrapper=words, launcher="torchrun")
+    argv = RankStart(run, allocation(0, 4), by_torchrun, command).argv()
+    at = argv.index("--no-python")
+    assert argv[at + 1 : at + 4] == [*words, sys.executable]
 
 
 def test_ranks_beyond_a_smaller_number_of_nodes_sit_it_out(
     run: RunDir, probe: ProbeTask, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     started: list[str] = []
-    monkeypatch.setattr(
-        cluster_supervise, "run_attempt", lambda _, task, *rest: started.append(f"{task.id}.{rest[0].number}")
-    )
+    monkeypatch.setattr(RunningAttempt, "until_exit", lambda own: started.append(f"{own.task.id}.{own.attempt.number}"))
     run.write_attempt(make_runs.attempt(probe.id, start=1.0))
-    orders = [Order(task=probe.id, attempt=1, ranks=4), Order(task=probe.id, attempt=1, ranks=2), Order(task=None)]
+    commands = [*(LeaderCommand(task=probe.id, attempt=1, ranks=ranks) for ranks in (4, 2)), LeaderCommand(task=None)]
     for index in (1, 3):
-        me = place(run, index, 4, job_id="7")
-        for number, order in enumerate(orders):
-            run.write_order(me.place.allocation, number, order)
-        cluster_supervise._follow(me)
-    assert len(started) == 3, "the second order is for ranks 0 and 1"
+        follower = Supervisor(run, allocation(index, 4))
+        for number, command in enumerate(commands):
+            run.write_leader_command("7.0", number, command)
+        follower.follow()
+    assert len(started) == 3, "the second command is for ranks 0 and 1"
 
 
 def test_an_out_of_memory_of_the_cgroup_is_the_hosts_on_a_gpu_and_the_batchs_on_a_cpu(
     run: RunDir, probe: ProbeTask, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    log = tmp_path / "log"
-    log.write_text("")
-    seen = ending.Seen(exit_code=-9, oom_kill=True, log=log, rank=1)
+    def outcome(device: str, *driver: str) -> str | None:
+        monkeypatch.setattr(devices, "PRESENCE", [str(tmp_path / name) for name in driver])
+        spec = make_runs.spec(cluster={"device": device})
+        found = exit_reason.own_reason(run, probe.model_copy(update={"spec": spec}), attempt, exited)
+        assert found.rank == 1
+        return found.outcome
+
+    (tmp_path / "log").write_text("")
+    (tmp_path / "kfd").touch()
+    exited = exit_reason.RankExit(exit_code=-9, oom_kill=True, log=tmp_path / "log", rank=1)
     attempt = make_runs.attempt(probe.id, start=1.0)
-    spec = make_runs.spec(cluster={"device": "cuda"})
-    for device, outcome in (("cuda", "host_oom"), ("cpu", "device_oom")):
-        monkeypatch.setattr(ending, "_device", lambda _, device=device: device)
-        found = ending.own_ending(run, probe.model_copy(update={"spec": spec}), attempt, seen)
-        assert (found.outcome, found.rank) == (outcome, 1)
+    assert outcome("cuda", "nvidiactl") == "host_oom", "as asked for, whatever is to be seen"
+    assert outcome("auto", "nvidiactl", "kfd") == "host_oom", "an AMD GPU"
+    assert outcome("auto", "nvidiactl") == "device_oom"
+    assert outcome("cpu", "kfd") == "device_oom"
+    result = measured(Truth(), 1, 32)
+    on_gpu = result.environment.model_copy(update={"device": "cuda"})
+    run.write_result(result.model_copy(update={"environment": on_gpu}))
+    assert outcome("auto", "nvidiactl") == "host_oom", "as the ranks of a probe saw it"
 
 
 @pytest.mark.parametrize(
@@ -541,11 +598,35 @@ def test_an_out_of_memory_of_the_cgroup_is_the_hosts_on_a_gpu_and_the_batchs_on_
 def test_kills_for_memory_are_counted_in_the_own_cgroup(
     cgroups: str, counter: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ending, "CGROUPS", tmp_path)
-    found = ending._counters(cgroups)
+    monkeypatch.setattr(exit_reason, "CGROUPS", tmp_path)
+    found = exit_reason._counters(cgroups)
     assert found == ([] if counter is None else [tmp_path / counter])
     for path in found:
         path.parent.mkdir(parents=True)
         path.write_text("oom_kill_disable 0\nunder_oom 0\noom_kill 3\n")
-        assert ending._oom_kills_in(path) == 3
-        assert ending._oom_kills_in(path.with_name("gone")) is None
+        assert exit_reason._oom_kills_in(path) == 3
+        assert exit_reason._oom_kills_in(path.with_name("gone")) is None
+
+
+def test_nothing_of_a_failed_attempt_holds_the_device_when_the_next_one_starts(
+    run: RunDir, ranks: Ranks, training: TrainTask, tmp_path: Path
+) -> None:
+    device, told = tmp_path / "device", tmp_path / "held"
+    device.touch()
+    leaves = f"""
+        import subprocess, sys
+        with open({str(device)!r}) as held:
+            subprocess.Popen(["sleep", "60"], stdin=held, stdout=subprocess.DEVNULL, start_new_session=True)
+        sys.exit({CPU_OOM!r})
+    """
+    looks = f"""
+        import pathlib
+        links = [str(link.readlink()) for link in pathlib.Path("/proc").glob("[0-9]*/fd/0") if link.is_symlink()]
+        pathlib.Path({str(told)!r}).write_text(str(links.count({str(device)!r})))
+    """
+    ranks.will(leaves, textwrap.dedent(looks) + ranks.finish("s"))
+    cluster_supervise.supervise(run.path, training.id)
+    assert told.read_text() == "0"
+    assert outcomes(run, "train-s-1") == ["device_oom"]
+    assert outcomes(run, "train-s-2") == ["done"], "one rung, not two"
+    assert "killed what an earlier attempt has left" in run.log_path("train-s-2", 1).read_text()

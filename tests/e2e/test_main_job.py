@@ -43,7 +43,11 @@ def test_the_main_job_from_profile_to_trained_model(tula) -> None:
 
     answer = tula("recommend", "--objective", "time")
     choice = answer["data"]["choice"]
-    assert choice["hours"] == min(row["hours"] for row in answer["data"]["rows"])
+    fastest = min(answer["data"]["rows"], key=lambda row: row["hours"])
+    passed_over = (
+        f"apart from batch {fastest['batch']} on {fastest['nodes']} node"  # where noise made its fit uncertain
+    )
+    assert choice["hours"] == fastest["hours"] or passed_over in answer["data"]["reason"]
     assert choice["cost"] == pytest.approx(choice["hours"] * choice["nodes"] * 7.5)
     for name in ("recommendation.json", "recommended.yaml", "results.csv", "cmd.txt"):
         assert (run.path / name).is_file()

@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from ags_models import made_of
+from ags_models import ags, made_of
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -93,11 +93,6 @@ def train_alone(model: nn.Module, opt: TulaOptimizer, step: int, counts: list[in
         xs, ys = (torch.cat([local(t, r, world)[:n] for r, n in enumerate(counts)]) for t in (x, y))
         opt.small_batch(lambda n: loss_of(model, xs, ys))
     opt.step()
-
-
-def ags(opt: TulaOptimizer) -> dict[str, Any]:
-    state = opt.state_dict()["ags"]
-    return {"n_refresh": 0, "scale": {}} | state | state["gate"] | state["factors"]
 
 
 def flat(model: nn.Module, opt: TulaOptimizer) -> Tensor:

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from tula_cli.cluster import kept_inspection
 from tula_cli.run.directory import RunDir
 from tula_cli.run.records.tasks import TrainTask
 
@@ -22,12 +23,20 @@ def hears_ctrl_c() -> None:
 
 
 class Tula:
-    """The command line in a folder that holds job.yaml."""
+    """The command line in a folder that holds job.yaml.
+
+    What building the model and the dataset has told is shared with the folders beside it: many tests use the same job,
+    and that it is kept, and when it is not, has tests of its own.
+    """
 
     def __init__(self, folder: Path, job: str, **environment: str) -> None:
         self.folder = folder
         self.environment = {**os.environ, "COLUMNS": "120", **environment}
         (folder / "job.yaml").write_text(job)
+        shared = folder.parent / kept_inspection.FOLDER
+        shared.mkdir(exist_ok=True)
+        (folder / "tula-runs").mkdir()
+        (folder / "tula-runs" / kept_inspection.FOLDER).symlink_to(shared)
 
     def start(self, *arguments: str) -> "subprocess.Popen[str]":
         command = [sys.executable, "-m", "tula_cli", *arguments]

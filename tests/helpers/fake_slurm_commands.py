@@ -216,6 +216,10 @@ def sacct(settings: dict, arguments: list) -> None:
 
 def scontrol(settings: dict, arguments: list) -> None:
     words = [word for word in arguments if not word.startswith("-")]
+    if words[:1] == ["update"]:
+        answers(settings, "scontrol")
+        update(dict(word.split("=", 1) for word in words[1:]))
+        return
     if words[:2] != ["show", "job"]:
         fail(f"invalid keyword: {' '.join(words)}")
     answers(settings, "scontrol")
@@ -224,6 +228,15 @@ def scontrol(settings: dict, arguments: list) -> None:
             print(shown(settings, job))
             return
     fail("slurm_load_jobs error: Invalid job id specified")
+
+
+def update(changes: dict) -> None:
+    """Change waiting jobs as `scontrol update` does."""
+    for id_ in changes["JobId"].split(","):
+        job = read(f"jobs/{id_}.json")
+        if job["state"] != "PENDING":
+            fail(f"Job is no longer pending execution for job {id_}")
+        write(f"jobs/{id_}.json", {**job, "exclude": changes["ExcNodeList"]})
 
 
 def shown(settings: dict, job: dict) -> str:

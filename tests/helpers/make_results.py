@@ -4,9 +4,10 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from tula_cli.run.directory import probe_id
-from tula_cli.run.records.inspections import Footprint
-from tula_cli.run.records.probes import Environment, GradientStats, Measured, Memory, OutOfMemory, Overheads
+from tula_cli.run.records.components import Components, Footprint
+from tula_cli.run.records.inspections import Inspection
+from tula_cli.run.records.probes import Environment, GradientStats, Measured, OutOfMemory, Overheads
+from tula_cli.run.records.tasks import probe_id
 from tula_cli.spec.job import JobSpec
 
 MIB = 1024**2
@@ -27,6 +28,7 @@ class Truth:
     sample_bytes: int = 2 * MIB
     reserved_over_peak: float = 1.0
     capacity: int | None = 16 * 1024 * MIB
+    watts: float | None = None  # of a GPU; None where it has no counter
     dataset_size: int = 50_000
     eval_size: int = 10_000
     hardware: str = "Test GPU"
@@ -63,6 +65,7 @@ def measured(
         compute_time=truth.fixed + truth.slope * local_batch,
         data_wait=0.0,
         memory=_memory(truth, local_batch),
+        capacity=truth.capacity,
         gradients=GradientStats(
             norm_sqr=1.0,
             local_norm_sqr=2.0,
@@ -84,15 +87,16 @@ def measured(
         ),
         dataset_size=truth.dataset_size,
         eval_size=truth.eval_size,
+        energy=None if truth.watts is None else truth.watts * nodes * truth.gpus_per_node * float(np.mean(times)),
         measured_at=0.0,
     )
     return record.model_copy(update=changes)
 
 
-def _memory(truth: Truth, local_batch: int) -> Memory:
+def _memory(truth: Truth, local_batch: int) -> Components:
     micro_batch, peak = local_batch // truth.accumulate, truth.peak(local_batch)
     batch = micro_batch * truth.sample_bytes // 20
-    return Memory(
+    return Components(
         parameters=truth.model_bytes,
         gradients=truth.model_bytes,
         optimizer=truth.model_bytes,
@@ -101,14 +105,22 @@ def _memory(truth: Truth, local_batch: int) -> Memory:
         activations=peak - 4 * truth.model_bytes - batch,
         peak=peak,
         reserved=round(peak * truth.reserved_over_peak),
-        capacity=truth.capacity,
     )
 
 
 def footprint(truth: Truth, local_batch: int) -> Footprint:
     """Return the estimate that knows the truth."""
     memory = _memory(truth, local_batch)
-    return Footprint(local_batch=local_batch, **memory.model_dump(exclude={"reserved", "capacity", "libraries"}))
+    return Footprint(local_batch=local_batch, memory=memory.model_copy(update={"reserved": memory.peak}))
+
+
+def inspected(**changes: object) -> Inspection:
+    """Return an inspection on a CPU that tells no memory."""
+    fields: dict[str, object] = {
+        "dataset_size": 2000, "eval_size": 100, "classes": 10, "sample_shape": (1, 8, 8), "parameters": 10,
+        "footprints": (), "estimate_error": "", "device": "cpu", "hardware": "x", "capacity": None, "cpus": 2,
+    }  # fmt: skip
+    return Inspection.model_validate({**fields, **changes})
 
 
 def out_of_memory(nodes: int, local_batch: int, *, gpus_per_node: int = 1, assumed: bool = False) -> OutOfMemory:

@@ -8,13 +8,13 @@ from typing import Any
 from make_results import Truth, measured
 
 from tula_cli.cluster.slurm.queue import SchedulerState
-from tula_cli.run.directory import RunDir, probe_id
+from tula_cli.run.directory import RunDir
 from tula_cli.run.records.cluster_reports import ClusterReport, NodeReport, Transfer
 from tula_cli.run.records.jobs import Attempt, Job
 from tula_cli.run.records.probes import Failed, OutOfMemory
 from tula_cli.run.records.recommendations import Prediction, Recommendation
 from tula_cli.run.records.results import Branch, Summary, TrainResult, Tuning
-from tula_cli.run.records.tasks import CheckTask, ProbeTask, Rung, TrainTask
+from tula_cli.run.records.tasks import CheckTask, ProbeTask, Rung, TrainTask, probe_id
 from tula_cli.run.snapshot import Snapshot
 from tula_cli.spec.ags import Arm
 from tula_cli.spec.job import JobSpec
@@ -207,7 +207,7 @@ def summary(**changes: Any) -> Summary:
     fields: dict[str, Any] = {
         "signature": "ab12cd34", "nodes": 2, "start_batch": 128, "batch": 64, "attempts": 2, "predicted_hours": 0.08,
         "actual_hours": 0.1, "predicted_cost": 0.16, "actual_cost": 0.2, "predicted_step": 0.1, "actual_step": 0.105,
-        "metrics": {"loss": 0.9, "top1": 81.0}, "best_top1": 83.0, "currency": "USD",
+        "metrics": {"loss": 0.9, "top1": 81.0}, "best_top1": 83.0, "best_epoch": 3, "currency": "USD",
         "causes": ("out of memory at batch 128",), **changes,
     }  # fmt: skip
     return Summary(**fields)

@@ -18,29 +18,32 @@ from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostL
 from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
 from torch.distributed.optim import PostLocalSGDOptimizer
 from torch.nn.parallel import DistributedDataParallel
-from worker_jobs import Interrupted, gradient, rows, same, spec, train_task, trained, trainer, weights
+from worker_jobs import Interrupted, final_weights, gradient, rows, same, spec, train_task, trained, trainer, weights
 
 from tula_cli.optim import orthogonal
 from tula_cli.optim.adascale_sgd import AdaScale, estimates, gain
 from tula_cli.run.directory import RunDir
 from tula_cli.run.records.tasks import TrainTask
+from tula_cli.spec.job import JobSpec
 from tula_cli.worker.build import zoo
 from tula_cli.worker.build.datasets import build_datasets
 from tula_cli.worker.build.sampling import permutation
+from tula_cli.worker.entry import run_training
 from tula_cli.worker.ranks import Ranks, joined
 from tula_cli.worker.seeding import stable_seed
+from tula_cli.worker.train import checkpoint, evaluation
 from tula_cli.worker.train import loop as worker_train_loop
 from tula_cli.worker.train.learning_rate import learning_rate
 from tula_cli.worker.train.loop import Trainer
-from tula_cli.worker.train.training import run_training
 
 POLO: dict[str, Any] = {"train": {"method": "polo", "epochs": 7, "checkpoint_every": 1e-9}}
+FREE: dict[str, Any] = {"train": {"method": "schedule_free", "epochs": 2, "checkpoint_every": 1e-9}}
 NORM: dict[str, Any] = {"model": {"args": {"norm": True, "dropout": 0.3}}}
 
 
 def main() -> None:
     folder = Path(sys.argv[1])
-    cases = (drift, synchronous, against_torch, resumed, relaunched, left, scales, gains, aligned)
+    cases = (drift, synchronous, against_torch, resumed, relaunched, left, scales, gains, aligned, free, free_again)
     with joined(spec().cluster, handover=folder / "handover") as ranks:
         found = {case.__name__: case(folder, ranks) for case in cases}
     (folder / f"{ranks.rank}.json").write_text(json.dumps(found))
@@ -70,6 +73,43 @@ def aligned(folder: Path, ranks: Ranks) -> list[bool]:
                 subject.optimizer.matrices()[0].mul_(1 + 1e-6)
     orthogonal.ALIGN_EVERY = before
     return found
+
+
+def free(folder: Path, ranks: Ranks) -> dict[str, Any]:
+    """Return what method schedule_free comes to without BatchNorm, and with it whether its statistics are right.
+
+    "by_hand" is the largest difference from the means over all ranks at the averaged weights; "agree" tells whether all
+    ranks hold the same model after the evaluation.
+    """
+    plain = trainer(spec(**FREE), ranks)
+    list(worker_train_loop.steps(plain))
+    subject = trainer(spec(**FREE, **NORM, dataset={"args": {"size": 640}}), ranks)
+    list(islice(worker_train_loop.steps(subject), 6))
+    conv, norm = subject.ddp.module[0], subject.ddp.module[1]
+    with subject.method.evaluating(subject), torch.no_grad():
+        seen = [conv(inputs) for inputs in islice(worker_train_loop.inputs(subject), 4)]
+    own = [torch.stack([output.mean((0, 2, 3)) for output in seen]).mean(0)]
+    own.append(torch.stack([output.transpose(0, 1).flatten(1).var(1) for output in seen]).mean(0))
+    expected = torch.tensor(ranks.sum(torch.cat(own).tolist())) / ranks.world
+    evaluation.Evaluator(subject).run()
+    found = torch.cat([norm.running_mean, norm.running_var])
+    return {
+        "weights": torch.cat([p.flatten() for p in checkpoint.state(plain, best={})["model"].values()]).tolist(),
+        "by_hand": float((found - expected).abs().max()),
+        "agree": _agree(ranks, subject.ddp.module.state_dict().values()),
+    }
+
+
+def free_again(folder: Path, ranks: Ranks) -> dict[str, Any]:
+    """Break method schedule_free off in its second epoch, go on, and return how far it is from a run without a break."""
+    job, run, other = spec(**FREE, **NORM), RunDir(folder / "free"), RunDir(folder / "free-unbroken")
+    task = train_task(job)
+    _broken_off(job, run, ranks, after=96 + 64)
+    _train(task, run, ranks)
+    _train(task, other, ranks)
+    starts = [row["samples"] for row in rows(run, task, "start")]
+    one, whole = final_weights(run, task), final_weights(other, task)
+    return {"starts": starts, "off": max(float((one[name] - whole[name]).abs().max()) for name in whole)}
 
 
 def drift(folder: Path, ranks: Ranks) -> dict[str, list[bool]]:
@@ -139,11 +179,11 @@ def _train(task: TrainTask, run: RunDir, ranks: Ranks) -> None:
     ranks.from_first(0)
 
 
-def _broken_off(run: RunDir, ranks: Ranks, *, after: int) -> TrainTask:
+def _broken_off(job: JobSpec, run: RunDir, ranks: Ranks, *, after: int) -> TrainTask:
     """Train until a rank has loaded so many samples; return the task that goes on."""
-    job = spec(**POLO, **NORM)
     task = train_task(job)
-    ending = spec(**POLO, **NORM, dataset={"args": {"ends_after": after // ranks.world}})
+    dataset = job.dataset.model_copy(update={"args": {"ends_after": after // ranks.world}})
+    ending = job.model_copy(update={"dataset": dataset})
     try:
         _train(train_task(ending, signature=task.signature), run, ranks)
     except Interrupted:
@@ -151,25 +191,20 @@ def _broken_off(run: RunDir, ranks: Ranks, *, after: int) -> TrainTask:
     return task
 
 
-def _final(run: RunDir, task: TrainTask) -> dict[str, torch.Tensor]:
-    state: dict[str, torch.Tensor] = torch.load(run.training(task.signature).path / "last", weights_only=True)["model"]
-    return state
-
-
 def resumed(folder: Path, ranks: Ranks) -> dict[str, Any]:
     """Break off between two averages, go on, and compare with a run that was never broken off."""
     run, other = RunDir(folder / "resumed"), RunDir(folder / "unbroken")
-    task = _broken_off(run, ranks, after=5 * 96 + 64)
+    task = _broken_off(spec(**POLO, **NORM), run, ranks, after=5 * 96 + 64)
     _train(task, run, ranks)
     _train(task, other, ranks)
     starts = [row["samples"] for row in rows(run, task, "start")]
-    return {"starts": starts, "same": same(_final(run, task), _final(other, task))}
+    return {"starts": starts, "same": same(final_weights(run, task), final_weights(other, task))}
 
 
 def relaunched(folder: Path, ranks: Ranks) -> dict[str, Any]:
     """Go on at half the batch, as after an out-of-memory, behind the switch."""
     run = RunDir(folder / "relaunched")
-    task = _broken_off(run, ranks, after=5 * 96 + 64)
+    task = _broken_off(spec(**POLO, **NORM), run, ranks, after=5 * 96 + 64)
     smaller = train_task(task.spec, batch=8, signature=task.signature)
     _train(smaller, run, ranks)
     result = run.training(task.signature).result()

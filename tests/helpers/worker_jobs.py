@@ -14,6 +14,7 @@ from tula_cli.spec.load import validate
 from tula_cli.spec.signature import train_signature
 from tula_cli.worker.build.datasets import build_datasets
 from tula_cli.worker.build.samples import Datasets
+from tula_cli.worker.preemption import Preempted, PreemptionHandler
 from tula_cli.worker.ranks import Ranks
 from tula_cli.worker.train import loop as worker_train_loop
 
@@ -31,6 +32,19 @@ SPEC: dict[str, Any] = {
 def spec(**changes: dict[str, Any]) -> JobSpec:
     """Return a small spec; `changes` are merged into its sections."""
     return validate({**SPEC, **{k: {**SPEC.get(k, {}), **v} for k, v in changes.items()}}, source="test")
+
+
+class LeavesAt(PreemptionHandler):
+    """Leaves at the n-th question."""
+
+    def __init__(self, ranks: Ranks, calls: int) -> None:
+        super().__init__(ranks, environ={})
+        self.calls = calls
+
+    def check(self, *, reserve: float) -> None:
+        self.calls -= 1
+        if not self.calls:
+            raise Preempted("time_limit")
 
 
 class Interrupted(Exception):
@@ -138,6 +152,12 @@ def trained(job: JobSpec, ranks: Ranks, **how: Any) -> tuple[dict[str, torch.Ten
 def weights(subject: worker_train_loop.Trainer) -> dict[str, torch.Tensor]:
     """Return a copy of parameters and buffers."""
     return {name: value.clone() for name, value in subject.ddp.module.state_dict().items()}
+
+
+def final_weights(run: RunDir, task: TrainTask) -> dict[str, torch.Tensor]:
+    """Return parameters and buffers of a training's last checkpoint."""
+    state: dict[str, torch.Tensor] = torch.load(run.training(task.signature).path / "last", weights_only=True)["model"]
+    return state
 
 
 def gradient(subject: worker_train_loop.Trainer) -> torch.Tensor:

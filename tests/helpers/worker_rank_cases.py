@@ -23,13 +23,13 @@ from tula_cli.spec.job import JobSpec
 from tula_cli.worker import device
 from tula_cli.worker.build.datasets import build_datasets
 from tula_cli.worker.device import lift_memory_limit, limit_memory
-from tula_cli.worker.measure.gradients import NormSpy
+from tula_cli.worker.entry import run_training
+from tula_cli.worker.measure.gradients import GradientNormRecorder
 from tula_cli.worker.measure.probe import run_probes
-from tula_cli.worker.preemption import Leaving, Left
+from tula_cli.worker.preemption import Preempted, PreemptionHandler
 from tula_cli.worker.ranks import Ranks, joined
 from tula_cli.worker.train import checkpoint, evaluation, hessian, tuning
 from tula_cli.worker.train import loop as worker_train_loop
-from tula_cli.worker.train.training import run_training
 
 TRAIN = train_task(spec(train={"checkpoint_every": 1e-9, "epochs": 3, "method": "ags"}, ags={"delta": "inf"}))
 ARMS = [{"name": "x2", "lr_factor": 2.0}, {"name": "robust", "method": "ags", "ags": {"preset": "robust"}}]
@@ -59,7 +59,7 @@ def facts(folder: Path, name: str) -> list[Any]:
 
 def left(folder: Path, ranks: Ranks) -> dict[str, Any]:
     """Only rank 1 is told to leave; return after how many questions this rank left."""
-    subject, asked = Leaving(ranks, environ={}), 0
+    subject, asked = PreemptionHandler(ranks, environ={}), 0
     try:
         while asked < 10_000:
             asked += 1
@@ -67,7 +67,7 @@ def left(folder: Path, ranks: Ranks) -> dict[str, Any]:
                 subject._take()
             time.sleep(0.001)
             subject.check(reserve=0.0)
-    except Left as reason:
+    except Preempted as reason:
         return {"asked": asked, "reason": reason.reason}
     return {}
 
@@ -205,7 +205,7 @@ def norms(folder: Path, ranks: Ranks) -> list[list[Any]]:
     """Return what the spy sees of some gradients at the first weights, and what they are by hand."""
     job = spec(train={"accumulate": 2}, model={"args": {"norm": True}})
     subject = trainer(job, ranks)
-    spy = NormSpy.attach(subject)
+    spy = GradientNormRecorder.attach(subject)
     subject.after_backward = lambda: None
     list(spy.watch(islice(worker_train_loop.steps(subject), 3), subject.scaler))
     list(islice(worker_train_loop.steps(subject), 1))  # not watched
@@ -227,7 +227,7 @@ def hooked(folder: Path, ranks: Ranks) -> bool:
     ends = []
     for watched in (True, False):
         subject = trainer(spec(**NETWORK), ranks)
-        spy = NormSpy.attach(subject) if watched else None
+        spy = GradientNormRecorder.attach(subject) if watched else None
         steps = islice(worker_train_loop.steps(subject), 5)
         list(spy.watch(steps, subject.scaler) if spy else steps)
         ends.append(weights(subject))

@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from make_results import MIB, Truth, footprint, measured, out_of_memory, probe_all, spec
+from make_results import MIB, Truth, footprint, inspected, measured, out_of_memory, probe_all, spec
 
 from tula_cli.errors import BadMeasurements, Infeasible
 from tula_cli.models.choice.grid import Config
@@ -16,18 +16,9 @@ SWEEP = {2: (16, 32, 64, 128, 256), 4: (8,), 8: (4,), 16: (2, 256)}
 
 
 def inspection(truth: Truth, *, capacity: int | None) -> Inspection:
-    return Inspection(
-        dataset_size=truth.dataset_size,
-        eval_size=truth.eval_size,
-        classes=10,
-        sample_shape=(3, 32, 32),
-        parameters=1,
-        footprints=(footprint(truth, 16), footprint(truth, 64)),
-        estimate_error="",
-        device="cpu",
-        hardware="Test GPU",
-        capacity=capacity,
-        cpus=4,
+    footprints = (footprint(truth, 16), footprint(truth, 64))
+    return inspected(
+        dataset_size=truth.dataset_size, eval_size=truth.eval_size, footprints=footprints, capacity=capacity
     )
 
 
@@ -206,6 +197,19 @@ def test_doubtful_measurements_are_named() -> None:
     assert "flushed the allocator's cache 3 times" in text
     assert "torch 2.6" in text and "torch 2.7" in text
     assert not Forecast.from_results(spec(), probe_all(Truth(), SWEEP)).warnings
+
+
+@pytest.mark.parametrize(
+    ("chosen", "modelled", "told"),
+    [("tree", "ring", True), ("ring", "tree", True), ("ring", "ring", False), ("nvls", "ring", False)],
+)
+def test_a_shape_that_nccl_did_not_choose_is_told(chosen: str, modelled: str, told: bool) -> None:
+    results = probe_all(Truth(), SWEEP)
+    most = max(results, key=lambda probe: probe.nodes)
+    asked = most.environment.model_copy(update={"allreduce": {8: "pat, ll", 2**25: f"{chosen}, simple"}})
+    results[results.index(most)] = most.model_copy(update={"environment": asked})
+    found = Forecast.from_results(spec(cluster={"collective": modelled}), results).warnings
+    assert any(f"set cluster.collective: {chosen}" in text for text in found) == told
 
 
 def test_forecasts_of_post_local_sgd_are_named_as_upper_bounds() -> None:

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from tula_cli.optim.adascale_sgd import AdaScale, estimates, gain
+from tula_cli.optim.parts import placement
 
 BATCH, REFERENCE = 64, 8
 S = BATCH / REFERENCE
@@ -15,11 +16,20 @@ S = BATCH / REFERENCE
 class Noisy:
     """A linear loss whose gradient is `mean` plus noise of a known covariance: sigma^2 a sample in each of its elements."""
 
-    def __init__(self, *, sigma: float = 3.0, dim: int = 20, lr: float = 0.1, seed: int = 0, **settings: float) -> None:
+    def __init__(
+        self,
+        *,
+        sigma: float = 3.0,
+        dim: int = 20,
+        lr: float = 0.1,
+        seed: int = 0,
+        fused: bool = False,
+        **settings: float,
+    ) -> None:
         self.weight = torch.zeros(dim, requires_grad=True)
         self.mean, self.sigma = torch.ones(dim) / 2, sigma
         self.generator = torch.Generator().manual_seed(seed)
-        base = torch.optim.SGD([self.weight], lr=lr)
+        base = torch.optim.SGD([self.weight], lr=lr, momentum=0.9 * fused, fused=fused)
         self.optimizer = AdaScale(base, model=torch.nn.Module(), batch=BATCH, reference_batch=REFERENCE, **settings)
 
     def samples(self) -> torch.Tensor:
@@ -119,26 +129,49 @@ def test_clipping_comes_after_the_norm() -> None:
     assert float(clipped.weight.grad.norm()) == pytest.approx(1e-3, rel=1e-2)
 
 
-def test_a_saved_state_goes_on_bit_by_bit_also_at_another_batch(tmp_path: Path) -> None:
-    whole = Noisy()
+def assert_resumed_bit_by_bit(whole: Noisy, resumed: Noisy, state: Path) -> None:
+    """Take three steps, save, and hold three more against those of another that begins with what was saved."""
     for _ in range(3):
         whole.step()
-    torch.save(whole.optimizer.state_dict(), tmp_path / "state.pt")
-    resumed = Noisy()
+    torch.save(whole.optimizer.state_dict(), state)
     with torch.no_grad():
         resumed.weight.copy_(whole.weight)
     resumed.generator.set_state(whole.generator.get_state())
-    resumed.optimizer.load_state_dict(torch.load(tmp_path / "state.pt", weights_only=True))
+    resumed.optimizer.load_state_dict(torch.load(state, weights_only=True))
     for _ in range(3):
         whole.step()
         resumed.step()
     assert torch.equal(whole.weight, resumed.weight)
     assert whole.optimizer.report() == resumed.optimizer.report()
+
+
+def test_a_saved_state_goes_on_bit_by_bit_also_at_another_batch(tmp_path: Path) -> None:
+    whole, resumed = Noisy(), Noisy()
+    assert_resumed_bit_by_bit(whole, resumed, tmp_path / "state.pt")
     base = torch.optim.SGD([resumed.weight], lr=0.1)
     smaller = AdaScale(base, model=torch.nn.Module(), batch=16, reference_batch=REFERENCE)
     smaller.load_state_dict(whole.optimizer.state_dict())
     assert 1 < smaller.gain < 2
     assert smaller.iterations == whole.optimizer.iterations
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_on_a_gpu_the_gain_is_the_same(fused: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    host, device = Noisy(fused=fused), Noisy(fused=fused)
+    for _ in range(5):
+        host.step()
+    monkeypatch.setattr(placement, "on_device", lambda tensor: True)
+    for _ in range(5):
+        device.step()
+    torch.testing.assert_close(device.weight, host.weight)
+    assert device.optimizer.report() == pytest.approx(host.optimizer.report(), rel=1e-4)
+    assert isinstance(device.optimizer._iterations, torch.Tensor) == fused
+    assert device.optimizer.param_groups[0]["lr"] == 0.1
+
+
+def test_on_a_gpu_a_saved_state_goes_on_bit_by_bit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(placement, "on_device", lambda tensor: True)
+    assert_resumed_bit_by_bit(Noisy(fused=True), Noisy(fused=True), tmp_path / "state.pt")
 
 
 def test_a_skipped_step_leaves_nothing_behind() -> None:

@@ -31,10 +31,10 @@ MUTANTS = {
     "norms instead of squared norms": ("parts.indicators", ".square().sum()", ".square().sum().sqrt()"),
     "the change is relative to now": (
         "parts.indicators",
-        "((now - before) / before).abs()",
-        "((now - before) / now).abs()",
+        "return (now - before) / before",
+        "return (now - before) / now",
     ),
-    "the change has a sign": ("parts.indicators", "((now - before) / before).abs()", "((now - before) / before)"),
+    "the change has a sign": ("gate", "change = rise.abs()", "change = rise"),
     "the first step is scaled": ("parts.indicators", "torch.full_like(now, math.inf)", "torch.zeros_like(now)"),
     "the threshold is not strict": ("gate", "calm = change < self.delta", "calm = change <= self.delta"),
     "the branch is inverted": ("gate", "calm = change < self.delta", "calm = ~(change < self.delta)"),
@@ -115,7 +115,16 @@ MUTANTS = {
     ),
     "the host forgets the branch": ("parts.gradient_scaling", "if tensors and bool(calm):", "if tensors:"),
     "the update is scaled in every step": ("parts.gradient_scaling", "(not device and not bool(calm))", "False"),
-    "the device scales every update": ("parts.gradient_scaling", "torch.where(calm.to(p.device), to, p)", "to"),
+    "the device scales every update": (
+        "parts.gradient_scaling",
+        "torch.where(calm, moved, kept, out=moved)",
+        "moved",
+    ),
+    "the device scales no update": (
+        "parts.gradient_scaling",
+        "torch.where(calm, moved, kept, out=moved)",
+        "moved.copy_(kept)",
+    ),
     "the update is scaled about zero": ("parts.gradient_scaling", "torch._foreach_sub_(after, before)", "pass"),
     "update and gradient are scaled": (
         "tula",
@@ -145,12 +154,12 @@ MUTANTS = {
     "random numbers are drawn": ("parts.small_batch", "with torch.random.fork_rng(devices=devices):", "if True:"),
     "the small gradient keeps the loss scale": (
         "parts.small_batch",
-        "factor = 1.0 / scaler.get_scale()",
-        "factor = 1.0",
+        "factor = 1.0 / scaler.scale(torch.ones((), device=value.device))",
+        "factor = torch.ones((), device=value.device)",
     ),
     "a gradient that is not finite is taken": (
         "factors",
-        "        if is_finite(list(staged.values())):",
+        "        if self._each_step or self._finite is None or bool(self._finite):",
         "        if True:",
     ),
     "a staged gradient outlives zero_grad": (

@@ -7,7 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from tula_cli.optim import orthogonal
-from tula_cli.optim.orthogonal import Ortho, orthogonalised, turned
+from tula_cli.optim.orthogonal import Ortho, batches, orthogonalised, turn_
+from tula_cli.optim.parts import placement
 
 SGD: dict[str, Any] = {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.01}
 
@@ -25,11 +26,17 @@ def cosine(one: Tensor, other: Tensor) -> float:
     return float((one * other).sum() / (one.norm() * other.norm()))
 
 
-@pytest.mark.parametrize("shape", [(20, 20), (10, 40), (40, 10), (2, 300)])
+def turned(update: Tensor) -> Tensor:
+    result = update.clone()
+    turn_([result])
+    return result
+
+
+@pytest.mark.parametrize("shape", [(20, 20), (10, 40), (2, 300)])
 def test_singular_values_come_near_one_and_vectors_stay(shape: tuple[int, int]) -> None:
     update = matrix(*shape)
     u, before, v = torch.linalg.svd(update, full_matrices=False)
-    inside = u.T @ orthogonalised(update) @ v.T
+    inside = u.T @ orthogonalised(update[None])[0] @ v.T
     large = before > 0.01 * before.norm()
     assert float((inside - inside.diag().diag()).abs().max()) < 1e-9, "the same singular vectors"
     assert bool((inside.diag()[large] - 0.95).abs().max() < 0.3), "0.68 to 1.13 is where Muon's polynomial leaves them"
@@ -40,7 +47,7 @@ def test_iterations_are_those_of_muons_polynomial() -> None:
     known = value.diag() / value.norm()
     for _ in range(5):
         known = 3.4445 * known - 4.7750 * known**3 + 2.0315 * known**5
-    torch.testing.assert_close(orthogonalised(value), known.diag())
+    torch.testing.assert_close(orthogonalised(value[None])[0], known.diag())
 
 
 @pytest.mark.parametrize("shape", [(8, 30), (30, 8), (16, 3, 3, 3), (5, 4, 7)])
@@ -65,6 +72,36 @@ def test_a_strided_update_turns_as_its_values_do() -> None:
     update = matrix(4, 3, 5, 5)
     strided = update.contiguous(memory_format=torch.channels_last)
     torch.testing.assert_close(turned(strided), turned(update))
+
+
+SHAPES = [(8, 30), (8, 5, 3), (30, 8), (8, 64), (6, 9), (8, 2, 2, 2), (9, 6), (4, 4)]
+
+
+def test_matrices_that_are_multiplied_together_turn_as_each_alone() -> None:
+    updates = [matrix(*shape, seed=seed) * 10.0**-seed for seed, shape in enumerate(SHAPES)]
+    together = [u.clone() for u in updates]
+    turn_(together)
+    for update, found in zip(updates, together, strict=True):
+        torch.testing.assert_close(found, turned(update), rtol=1e-9, atol=0)
+
+
+def test_a_gpu_fills_up_with_zeros_and_turns_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    updates = [matrix(*shape, seed=seed).float() * 10.0**-seed for seed, shape in enumerate(SHAPES)]
+    monkeypatch.setattr(placement, "on_device", lambda tensor: True)
+    found = [u.clone() for u in updates]
+    turn_(found)
+    for update, one in zip(updates, found, strict=True):
+        assert float(one.norm()) == pytest.approx(float(update.norm()), rel=1e-2)
+        assert cosine(one.double(), polar(update.double())) > 0.95  # bfloat16
+
+
+def test_batches_have_one_shorter_side_and_a_bound_on_zeros_and_size() -> None:
+    sides = [(8, 30), (8, 16), (8, 30), (6, 9), (8, 8), (8, 30)]
+    assert batches(sides, padding=1.0, most=10**9) == [[0, 2, 5], [1], [4], [3]]
+    assert batches(sides, padding=1.3, most=10**9) == [[0, 2, 5, 1], [4], [3]]
+    assert batches(sides, padding=9.0, most=10**9) == [[0, 2, 5, 1, 4], [3]]
+    assert batches(sides, padding=9.0, most=480) == [[0, 2], [5, 1], [4], [3]]
+    assert batches(sides, padding=9.0, most=1) == [[0], [2], [5], [1], [4], [3]]
 
 
 class Net(nn.Module):

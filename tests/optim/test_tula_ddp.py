@@ -23,7 +23,7 @@ class Ranks:
         return list(json.loads(path.read_text())) if path.exists() else []
 
 
-@pytest.fixture(scope="module", params=[2, 4])
+@pytest.fixture(scope="module", params=[2, pytest.param(4, marks=pytest.mark.proof)])
 def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Ranks:
     world: int = request.param
     folder = tmp_path_factory.mktemp(f"ddp-{world}-")

@@ -151,7 +151,7 @@ class Twin:
     def _is_calm(self) -> bool:
         now, keep = indicators.squared_norm(self.raw), self.way.get("norm_ewma", 0.0)
         level = now if self.level is None else torch.lerp(self.level, now, 1 - keep)
-        change = indicators.gradient_change(level, self.level)
+        change = indicators.gradient_change(level, self.level).abs()
         self.level = level
         return bool(change < self.delta)
 

@@ -7,13 +7,13 @@ from pathlib import Path
 
 import make_runs
 import pytest
+from make_results import inspected
 from make_runs import FakeLauncher
 
 from tula_cli.errors import SpecError, TulaError
 from tula_cli.run import code as run_code
 from tula_cli.run import imports
 from tula_cli.run.directory import RunDir
-from tula_cli.run.records.inspections import Inspection
 from tula_cli.run.records.tasks import ProbeTask, TrainTask
 from tula_cli.services import profile, train
 from tula_cli.spec.job import JobSpec
@@ -378,21 +378,14 @@ def test_without_git_or_a_repository_there_is_no_commit(
 # --- what a submission runs
 
 
-def inspection() -> Inspection:
-    return Inspection(
-        dataset_size=2000, eval_size=100, classes=10, sample_shape=(1, 8, 8), parameters=10, footprints=(),
-        estimate_error="", device="cpu", hardware="x", capacity=None, cpus=2,
-    )  # fmt: skip
-
-
 def submit(run: RunDir, spec: JobSpec, launcher: FakeLauncher) -> dict[str, ProbeTask]:
     """Profile; return the tasks."""
-    profile.start(run, profile.plan(spec, inspection(), run), launcher)
+    profile.start(run, profile.plan(spec, inspected(), run), launcher)
     return {task.id: task for task in run.tasks() if isinstance(task, ProbeTask)}
 
 
 def plan_training(run: RunDir, spec: JobSpec) -> train.TrainPlan:
-    return train.plan(run, spec, nodes=1, batch=32, inspect=lambda _: inspection())
+    return train.plan(run, spec, nodes=1, batch=32, inspect=lambda _: inspected())
 
 
 def test_tasks_name_the_snapshot(here: Path, run: RunDir) -> None:
@@ -430,7 +423,7 @@ def test_a_run_is_measured_to_its_end_with_the_code_it_began_with(here: Path, ru
     before = submit(run, job(), launcher)
     launcher.says = dict.fromkeys(launcher.says, "ended")
     write(here, mine="x = 2")
-    (warning,) = profile.plan(job(), inspection(), run).code.warnings
+    (warning,) = profile.plan(job(), inspected(), run).code.warnings
     assert warning == f"the code behind mine:Net has changed: {run.id} goes on with the code that it was measured with"
     assert submit(run, job(), launcher) == before
 
@@ -498,6 +491,20 @@ def test_other_runs_of_the_same_job_are_those_with_other_code(here: Path, tmp_pa
     (damaged.path / "spec.yaml").write_text("{")
     new = RunDir.create(root, job(), code="22222222")
     assert [other.id for other in run_code.others(new, job())] == [old.id]
+    plain = RunDir.create(root, make_runs.spec())
+    RunDir.create(root, make_runs.spec(), code="11111111")
+    assert run_code.others(plain, make_runs.spec()) == [], "a job that names no code has none that changes"
+
+
+def test_the_run_of_a_job_is_that_of_its_code_as_it_is_now(here: Path) -> None:
+    root = Path("tula-runs")  # as a command is given it
+    write(here, mine="x = 1")
+    first = run_code.run_of(root, job())
+    assert first.path.is_absolute() and first.path == run_code.run_of(root, job()).path
+    write(here, mine="x = 2")
+    assert run_code.run_of(root, job()).id != first.id
+    assert run_code.run_of(root, make_runs.spec()).path == RunDir.of(root.absolute(), make_runs.spec()).path
+    assert not root.exists()
 
 
 # --- what runs

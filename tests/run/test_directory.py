@@ -9,8 +9,9 @@ import make_runs as make
 import pytest
 
 from tula_cli.errors import BadMeasurements, SpecError, TulaError
-from tula_cli.run.directory import RunDir, probe_id
+from tula_cli.run.directory import RunDir
 from tula_cli.run.files import write_atomic
+from tula_cli.run.records.tasks import probe_id
 
 
 @pytest.fixture
@@ -74,10 +75,10 @@ def test_a_root_that_is_a_file(tmp_path):
 
 
 def test_only_one_process_submits(run):
-    assert run.lock.take() == ""
-    assert run.lock.take() == f"{socket.gethostname()}:{os.getpid()}"
+    assert run.lock.acquire() == ""
+    assert run.lock.acquire() == f"{socket.gethostname()}:{os.getpid()}"
     run.lock.release()
-    assert run.lock.take() == ""
+    assert run.lock.acquire() == ""
 
 
 def test_the_lock_of_a_process_that_has_ended_is_taken_over(run):
@@ -85,29 +86,29 @@ def test_the_lock_of_a_process_that_has_ended_is_taken_over(run):
     ended.wait()
     (run.path / "lock").mkdir()
     (run.path / "lock/owner").write_text(f"{socket.gethostname()}:{ended.pid}\n")
-    assert run.lock.take() != "", "the next look takes it"
-    assert run.lock.take() == ""
+    assert run.lock.acquire() != "", "the next look takes it"
+    assert run.lock.acquire() == ""
 
 
 def test_a_lock_whose_owner_had_no_time_to_write_its_name_is_respected_until_it_is_old(run):
     (run.path / "lock").mkdir()
-    assert [run.lock.take(), run.lock.take()] == ["another process"] * 2
+    assert [run.lock.acquire(), run.lock.acquire()] == ["another process"] * 2
     os.utime(run.path / "lock", (0, 0))
-    run.lock.take()
-    assert run.lock.take() == ""
+    run.lock.acquire()
+    assert run.lock.acquire() == ""
 
 
 def test_a_lock_that_was_taken_over_is_not_given_back_by_its_first_owner(run):
-    assert run.lock.take() == ""
+    assert run.lock.acquire() == ""
     (run.path / "lock/owner").write_text("elsewhere:1\n")
     run.lock.release()
-    assert run.lock.take() == "elsewhere:1"
+    assert run.lock.acquire() == "elsewhere:1"
 
 
 def test_a_lock_in_a_folder_that_is_a_file_is_an_error_of_its_own(tmp_path):
     (tmp_path / "taken").write_text("")
     with pytest.raises(TulaError, match="cannot write"):
-        RunDir(tmp_path / "taken").lock.take()
+        RunDir(tmp_path / "taken").lock.acquire()
 
 
 # --- which run

@@ -4,21 +4,26 @@ import time
 
 import make_runs as make
 import pytest
-from make_results import Truth, measured, out_of_memory
+import yaml
+from make_results import Truth, inspected, measured, out_of_memory
 
 from tula_cli.cluster.slurm import partitions as site
 from tula_cli.cluster.slurm import queue as scheduler
 from tula_cli.cluster.slurm.partitions import NodeKind, Partition
 from tula_cli.errors import JobFailed, Pending, SchedulerError, SpecError
 from tula_cli.run.directory import RunDir
-from tula_cli.run.records.inspections import Footprint, Inspection
-from tula_cli.run.records.probes import Measured, Memory
+from tula_cli.run.records.cluster_reports import Transfer
+from tula_cli.run.records.components import Components, Footprint
+from tula_cli.run.records.inspections import Inspection
+from tula_cli.run.records.probes import Measured
 from tula_cli.services import check as services_check
 from tula_cli.services import estimate as services_estimate
 from tula_cli.services import logs as services_logs
+from tula_cli.services import nodes as services_nodes
 from tula_cli.services.check import check, init
 from tula_cli.services.estimate import estimate
 from tula_cli.services.nodes import cluster_nodes, conclude_cluster, start_on_cluster, watch_cluster
+from tula_cli.services.profile import plan
 from tula_cli.spec.job import JobSpec
 
 MB = 10**6
@@ -26,33 +31,20 @@ MB = 10**6
 
 def footprint(local_batch: int) -> Footprint:
     """Return 40 MB that stay, and 2 MB a sample."""
-    return Footprint(
-        local_batch=local_batch,
-        parameters=10 * MB,
-        gradients=10 * MB,
-        optimizer=10 * MB,
-        factors=10 * MB,
-        batch=MB // 2 * local_batch,
-        activations=3 * MB // 2 * local_batch,
-        peak=40 * MB + 2 * MB * local_batch,
-    )
+    return Footprint(local_batch=local_batch, memory=components(local_batch, peak=40 * MB + 2 * MB * local_batch))
+
+
+def components(local_batch: int, *, peak: int, libraries: int = 0) -> Components:
+    batch = MB // 2 * local_batch
+    return Components(
+        parameters=10 * MB, gradients=10 * MB, optimizer=10 * MB, factors=10 * MB, batch=batch,
+        activations=peak - 40 * MB - batch, peak=peak, reserved=peak, libraries=libraries,
+    )  # fmt: skip
 
 
 def inspection(**changes) -> Inspection:
-    values = {
-        "dataset_size": 1000,
-        "eval_size": 200,
-        "classes": 10,
-        "sample_shape": (1, 8, 8),
-        "parameters": 2_500_000,
-        "footprints": (footprint(8), footprint(16)),
-        "estimate_error": "",
-        "device": "cpu",
-        "hardware": "a processor",
-        "capacity": None,
-        "cpus": 2,
-    }
-    return Inspection.model_validate({**values, **changes})
+    values = {"dataset_size": 1000, "parameters": 2_500_000, "footprints": (footprint(8), footprint(16))}
+    return inspected(**{**values, "hardware": "a processor", **changes})
 
 
 @pytest.fixture
@@ -98,6 +90,16 @@ def test_bounds_are_jobs_times_nodes_times_their_longest(found):
     assert report.node_hours_at_most == pytest.approx((1 + 2) * 6 / 60)
     assert report.machine_hours_at_most == pytest.approx(2 * 6 / 60)
     assert report.price_at_most == pytest.approx(3.0)
+
+
+def test_one_job_for_all_numbers_of_nodes_holds_the_most_of_them_all_the_time(found):
+    of = {"search": {"nodes": [1, 2, 4], "packing": "single"}}
+    packed = spec(cluster={"kind": "slurm"}, **of)
+    report = check(packed)
+    assert report.node_hours_at_most == pytest.approx(3 * 4 * 6 / 60)
+    assert report.node_hours_at_most == pytest.approx(plan(packed, inspection(), None).node_hours_at_most)
+    assert "1.20 node-hours" in report.problems[0]  # of at most 1; a job each would take 0.7
+    assert check(spec(**of)).node_hours_at_most == pytest.approx(7 * 6 / 60)  # on this machine no node is idle
 
 
 def test_slurm_has_no_machine_hours(found):
@@ -150,9 +152,35 @@ def test_more_ranks_than_cores_are_a_warning(found):
     assert any("4 ranks share 2 cores" in warning for warning in report.warnings)
 
 
+@pytest.mark.parametrize(
+    ("gpus", "cluster", "words"),
+    [
+        (2, {}, ""),
+        (1, {}, "search.nodes: [1, 2] asks for 2 GPUs, this machine has 1 (set search.nodes: [1])"),
+        (3, {"gpus_per_node": 2}, "asks for 4 GPUs, this machine has 3 (set search.nodes: [1])"),
+        (1, {"gpus_per_node": 2}, "asks for 4 GPUs, this machine has 1 (set cluster.gpus_per_node: 1)"),
+    ],
+)
+def test_more_ranks_than_gpus_on_this_machine_are_a_problem(found, gpus, cluster, words):
+    found(device="cuda", gpus=gpus)
+    problems = check(spec(cluster=cluster)).problems
+    assert words in problems[0] if words else problems == ()
+
+
+def test_gpus_of_a_cluster_are_not_those_of_this_machine(found):
+    found(device="cuda", gpus=1)
+    assert check(spec(cluster={"kind": "slurm"})).problems == ()
+
+
 def test_more_than_the_cap_is_a_problem(found):
     report = check(spec(search={"max_node_hours": 0.2}))
-    assert "0.3 node-hours" in report.problems[0]
+    assert "profiling may take 0.300 node-hours, search.max_node_hours is 0.2 (" in report.problems[0]
+
+
+def test_a_collective_that_training_does_not_use_is_a_warning(found):
+    told = check(spec(cluster={"collective": "parameter_server"})).warnings
+    assert len([text for text in told if "by all-reduce" in text]) == 1
+    assert not any("all-reduce" in text for text in check(spec(cluster={"collective": "tree"})).warnings)
 
 
 def test_missing_cap_is_a_warning(found):
@@ -188,7 +216,7 @@ def test_rows_are_the_local_batches_of_the_search_up_to_the_first_that_does_not_
     assert [row.local_batch for row in report.rows] == [16, 32, 64, 128]
     assert [report.fits(row) for row in report.rows] == [True, True, True, False]
     assert report.largest_local_batch == 70
-    assert report.rows[0].model_copy(update={"reserved": 0, "room": 0}) == footprint(16)
+    assert report.rows[0].memory == footprint(16).memory
 
 
 def test_capacity_of_the_inspection_is_the_default(found):
@@ -205,8 +233,8 @@ def test_without_a_capacity_nothing_is_said_to_fit(found):
 
 def test_components_add_up_to_the_peak(found):
     for row in estimate(spec()).rows:
-        parts = row.parameters + row.gradients + row.optimizer + row.factors + row.batch + row.activations
-        assert parts == pytest.approx(row.peak, abs=2)
+        parts = row.memory.static + row.memory.batch + row.memory.activations
+        assert parts == pytest.approx(row.memory.peak, abs=2)
 
 
 def test_accumulation_counts_micro_batches(found):
@@ -227,18 +255,14 @@ def test_estimate_that_failed_says_why(found):
 
 def probe(local_batch: int, **changes) -> Measured:
     """Return a probe of a job that takes 100 MB more than the estimate tells, and 3 MB a sample, on a GPU of 500 MB."""
-    peak = 140 * MB + 3 * MB * local_batch
-    memory = Memory(
-        parameters=10 * MB, gradients=10 * MB, optimizer=10 * MB, factors=10 * MB, batch=MB // 2 * local_batch,
-        activations=peak - 40 * MB - MB // 2 * local_batch, peak=peak, reserved=peak, capacity=500 * MB, libraries=50 * MB,
-    )  # fmt: skip
-    return measured(Truth(), 1, local_batch, memory=memory, **changes)
+    memory = components(local_batch, peak=140 * MB + 3 * MB * local_batch, libraries=50 * MB)
+    return measured(Truth(), 1, local_batch, memory=memory, capacity=500 * MB, **changes)
 
 
 def test_probes_of_the_job_correct_the_estimate(found):
     report = estimate(spec(), results=[probe(16), probe(64)])
     row = next(row for row in report.rows if row.local_batch == 32)
-    assert (row.peak, row.libraries) == (236 * MB, 50 * MB)
+    assert (row.memory.peak, row.memory.libraries) == (236 * MB, 50 * MB)
     assert report.capacity == 500 * MB
     assert report.largest_local_batch == (450 - 50 - 140) // 3
     assert report.correction == "corrected by 2 probes of this job (local batches 16 to 64)"
@@ -279,7 +303,7 @@ def test_probes_on_different_hardware_do_not_correct(found):
     other = probe(64)
     other = other.model_copy(update={"environment": other.environment.model_copy(update={"hardware": "another"})})
     report = estimate(spec(), results=[probe(16), other])
-    assert report.rows[0].peak == footprint(16).peak
+    assert report.rows[0].memory.peak == footprint(16).memory.peak
     assert "different hardware" in report.correction
 
 
@@ -317,9 +341,9 @@ class Nodes:
         for number in tasks:
             (self.run.submitit_dir / f"{job.scheduler_id}_{number}_log.out").touch()
 
-    def report(self, first=None, second=None, *, silent: tuple[int, ...] = ()) -> None:
-        """Write the report of two nodes, with changes to each; the silent ones' own files do not appear."""
-        report = make.cluster_report(self.run, self.task, first or {}, second or {})
+    def report(self, first=None, second=None, *, silent: tuple[int, ...] = (), **changes) -> None:
+        """Write the report of two nodes, with changes to each and to all; the silent ones' own files do not appear."""
+        report = make.cluster_report(self.run, self.task, first or {}, second or {}).model_copy(update=changes)
         for node in report.nodes:
             if node.node not in silent:
                 self.run.checks.sign_in(self.task.id, node.node, node.host)
@@ -396,6 +420,43 @@ def test_ranks_that_share_a_gpu_are_a_problem(tmp_path, nodes):
     wanted = Nodes(tmp_path / "auto", spec(cluster={**SLURM, "device": "auto"}))
     wanted.report(second={"ranks": 2})
     assert wanted.conclude().problems == ("2 ranks on n2 see 1 GPU: each rank needs one of its own",)
+
+
+def test_ranks_that_are_bound_to_one_gpu_of_several_are_a_problem(tmp_path, nodes):
+    wanted = Nodes(tmp_path / "cuda", spec(cluster={**SLURM, "device": "cuda"}))
+    wanted.report(second={"ranks": 4, "gpus": ("A100",) * 4, "shared_gpus": ((0, 2), (1, 3))})
+    first, second = wanted.conclude().problems
+    assert first.startswith("ranks 0, 2 of n2 would train on one GPU, of the 4 that its ranks see")
+    assert second.startswith("ranks 1, 3 of n2")
+
+
+def test_gpus_of_one_node_without_a_fast_link_are_a_warning(nodes):
+    nodes.report(inside=(Transfer(size=10**9, seconds=0.1),))
+    (warning,) = nodes.conclude().warnings
+    assert warning.startswith("two GPUs of n1 exchange 10.0 GB/s each way")
+
+
+def test_fast_links_inside_a_node_are_none(nodes):
+    nodes.report(inside=(Transfer(size=10**9, seconds=0.01),))
+    assert nodes.conclude().warnings == ()
+
+
+def test_what_the_backend_says_of_a_broken_network_is_a_problem(nodes):
+    nodes.report(network_error="NCCL error: unhandled system error; ibv_create_cq failed", latency=None, transfers=())
+    (problem,) = nodes.conclude().problems
+    assert problem == (
+        "the ranks cannot exchange tensors through nccl: NCCL error: unhandled system error; ibv_create_cq failed"
+    )
+
+
+def test_what_the_nodes_told_before_the_network_ended_the_ranks_is_not_lost(nodes):
+    nodes.run.checks.write_draft(make.cluster_report(nodes.run, nodes.task, {}, {"dataset": False}))
+    nodes.ends(outcome="signal", message="killed by SIGABRT")
+    nodes.log(0, 1)
+    found = nodes.conclude()
+    assert [node.host for node in found.report.nodes] == ["n1", "n2"]
+    assert any("n2 cannot read dataset.root" in problem for problem in found.problems)
+    assert any("cannot exchange tensors" in problem and "SIGABRT" in problem for problem in found.problems)
 
 
 @pytest.mark.parametrize(
@@ -486,6 +547,15 @@ def test_states_are_told_until_the_report_is_there(nodes):
     assert next(states).state == "pending"
     nodes.report()
     assert list(states) == []
+
+
+def test_an_expected_start_is_told_again_where_another_minute_is_shown(nodes, monkeypatch):
+    starts = (None, 600.0, 601.0, 659.9, 660.0, 660.0)
+    states = [scheduler.SchedulerState("pending", "Priority", at) for at in starts]
+    monkeypatch.setattr(services_nodes, "watch_cluster", lambda *_, **__: iter(states))
+    monkeypatch.setattr(services_nodes, "conclude_cluster", lambda *_: None)
+    events = services_nodes.work(nodes.run, nodes.spec, lambda _: nodes.launcher, nodes=2)
+    assert [event.state.starts_at for event in events] == [None, 600.0, 660.0]
 
 
 def test_waiting_ends_with_the_time_and_says_why_it_waits(nodes):
@@ -621,6 +691,14 @@ def test_nodes_are_taken_as_wanted_where_nobody_knows_the_partition(monkeypatch)
 @pytest.mark.parametrize(("kind", "line"), [("local", "  kind: local"), ("slurm", "  kind: slurm")])
 def test_templates_name_their_cluster(kind, line):
     assert any(text.startswith(line) for text in init(kind).splitlines())
+
+
+@pytest.mark.parametrize(("gpus", "nodes"), [(1, [1]), (2, [1, 2]), (4, [1, 2, 4]), (6, [1, 2, 4])])
+def test_a_local_job_searches_the_gpus_that_are_here(gpus, nodes):
+    filled, plain = init("local", gpus=gpus).splitlines(), init("local").splitlines()
+    changed = [(new, old) for new, old in zip(filled, plain, strict=True) if new != old]
+    assert len(changed) == 1
+    assert yaml.safe_load("\n".join(filled))["search"]["nodes"] == nodes
 
 
 def test_local_template_mentions_every_setting():

@@ -11,7 +11,9 @@ from pathlib import Path
 
 import make_runs as make
 import pytest
+import status as benchmark
 import yaml
+from make_results import inspected
 from quiet import quiet
 
 from tula_cli.cli import app
@@ -45,10 +47,7 @@ TOP1 = {"lbt": 80.0, "lrs": 85.0, "ags": 90.0, "lbt-x2": 70.0, "lbt-x4": 10.0}
 
 
 def inspect(spec: JobSpec) -> Inspection:
-    return Inspection(
-        dataset_size=2000, eval_size=100, classes=10, sample_shape=(1, 8, 8), parameters=10, footprints=(),
-        estimate_error="", device="cpu", hardware="x", capacity=None, cpus=2,
-    )  # fmt: skip
+    return inspected()
 
 
 class Trains(make.FakeLauncher):
@@ -251,10 +250,10 @@ def test_a_diverged_seed_has_no_loss_to_compare(run: RunDir) -> None:
     ("changes", "words"),
     [
         ({"methods": ("lbz",)}, "did you mean lb"),
-        ({"batches": ()}, "--batch"),
-        ({"batches": (0,)}, "--batch"),
-        ({"seeds": 0}, "--seeds"),
-        ({"nodes": 0}, "--nodes"),
+        ({"batches": ()}, "batch: none given"),
+        ({"batches": (128, 0)}, "batch 0: must be 1 or more"),
+        ({"seeds": 0}, "seeds 0: must be 1 or more"),
+        ({"nodes": 0}, "nodes 0: must be 1 or more"),
     ],
 )
 def test_a_grid_of_nonsense_is_refused(changes: dict, words: str) -> None:
@@ -494,6 +493,14 @@ def here(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Trains:
 
 
 ASKED = ("compare", "job.yaml", "--methods", "lbt,ags", "--batch", "128,256", "--seeds", 2)
+
+
+def test_a_table_reads_each_file_at_most_once(run: RunDir) -> None:
+    trained(run, Trains(fails=("lrs",)))
+    comparison = plan(run).comparison
+    with benchmark.counted() as reads:
+        report = accuracy.report(run, comparison, run.spec())
+    assert report.finished and len(reads) == len(set(reads))
 
 
 def test_the_command_trains_and_shows_the_table(here: Trains) -> None:

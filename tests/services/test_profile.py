@@ -4,11 +4,13 @@ from pathlib import Path
 
 import make_runs
 import pytest
+from make_results import inspected
 from make_runs import FakeLauncher
 
 from tula_cli.errors import BadMeasurements, Infeasible, JobFailed, OutOfMemoryAtMinimum
 from tula_cli.run.directory import RunDir
-from tula_cli.run.records.inspections import Footprint, Inspection
+from tula_cli.run.records.components import Components, Footprint
+from tula_cli.run.records.inspections import Inspection
 from tula_cli.run.records.tasks import ProbeTask
 from tula_cli.services import profile
 
@@ -19,17 +21,15 @@ def inspection(**changes: object) -> Inspection:
     """Return an inspection of a model that takes 100 MiB and 1 MiB a sample, where a GPU has 1000 MiB."""
     footprints = tuple(
         Footprint(
-            local_batch=local, parameters=40 * MIB, gradients=40 * MIB, optimizer=20 * MIB, factors=0,
-            batch=0, activations=local * MIB, peak=(100 + local) * MIB,
+            local_batch=local,
+            memory=Components(
+                parameters=40 * MIB, gradients=40 * MIB, optimizer=20 * MIB, factors=0, batch=0,
+                activations=local * MIB, peak=(100 + local) * MIB, reserved=(100 + local) * MIB,
+            ),
         )
         for local in (8, 16)
     )  # fmt: skip
-    fields: dict[str, object] = {
-        "dataset_size": 2000, "eval_size": 100, "classes": 10, "sample_shape": (1, 8, 8), "parameters": 10,
-        "footprints": footprints, "estimate_error": "", "device": "cpu", "hardware": "x", "capacity": 1000 * MIB, "cpus": 2,
-        **changes,
-    }  # fmt: skip
-    return Inspection.model_validate(fields)
+    return inspected(**{"footprints": footprints, "capacity": 1000 * MIB, **changes})
 
 
 @pytest.fixture

@@ -79,7 +79,7 @@ def test_only_the_first_answer_and_those_to_the_same_question_are_kept_unasked(r
     assert renews(answer(), None) and renews(limited, None) and not renews(assumed, None)
     assert renews(answer(), answer()) and renews(limited, limited) and renews(assumed, assumed)
     assert not any(renews(found, answer()) for found in (answer("cost"), limited, assumed))
-    assert limited.question == "time, --max-nodes 2" and assumed.question == "time, --set pricing.price=9"
+    assert limited.criteria == "time, --max-nodes 2" and assumed.criteria == "time, --set pricing.price=9"
 
 
 def test_what_an_answer_assumes_is_not_written_as_the_jobs_own(run: RunDir) -> None:
@@ -131,8 +131,8 @@ def test_the_table_has_every_candidate_and_every_result(run: RunDir) -> None:
     chosen = table[table.chosen]
     assert len(chosen) == 1 and chosen.iloc[0].batch == answer.choice.batch
     text = pd.read_csv(run.path / "results.csv", dtype=str)
-    peaks = text.peak_memory_bytes.dropna()
-    assert 0 < len(peaks) < len(text) and peaks.str.fullmatch("[0-9]+").all()
+    whole = [text[name].dropna() for name in ("nodes", "gpus_per_node", "batch", "local_batch", "peak_memory_bytes")]
+    assert 0 < len(whole[-1]) < len(text) and all(column.str.fullmatch("[0-9]+").all() for column in whole)
 
 
 @pytest.mark.parametrize(

@@ -5,9 +5,9 @@ from make_results import Truth, probe_all, spec
 
 from tula_cli.errors import Infeasible
 from tula_cli.models.forecast import Forecast
-from tula_cli.run.directory import probe_id
 from tula_cli.run.records.inspections import Inspection
 from tula_cli.run.records.probes import Measured, OutOfMemory
+from tula_cli.run.records.tasks import probe_id
 from tula_cli.services.search import STRATEGIES, feasible, next_round, probes
 from tula_cli.spec.job import JobSpec
 

@@ -1,6 +1,10 @@
+import contextlib
 import itertools
 import json
+import os
+import tempfile
 from functools import partial
+from pathlib import Path
 
 import make_runs as make
 import pytest
@@ -12,6 +16,7 @@ from tula_cli.services import status as services_status
 from tula_cli.services.progress import job_status, listing
 
 START = make.START
+NOBODY = 65534  # the user without rights
 
 
 @pytest.fixture
@@ -137,6 +142,14 @@ def test_a_job_that_ended_without_a_word_is_lost(run):
     job = only_job(run, now=START + 9999)
     assert job.state == "lost"
     assert job.elapsed == 25, "nobody knows how long it lived after its last result"
+
+
+@pytest.mark.parametrize(("kind", "state"), [("local", "failed"), ("slurm", "queued")])
+def test_after_a_faulty_device_only_a_chain_goes_on(tmp_path, kind, state):
+    run = RunDir.create(tmp_path / kind, make.spec(cluster={"kind": kind}))
+    name = make.add_training(run)
+    run.write_attempt(make.attempt(f"{name}-1", end=START + 10, outcome="device_fault", message="ECC"))
+    assert only_job(run, make.FakeLauncher({name: "unknown"})).state == state
 
 
 def test_an_attempt_of_an_earlier_submission_explains_nothing(run):
@@ -394,6 +407,45 @@ def test_lists_runs_also_damaged_ones(tmp_path):
 
 def test_no_runs(tmp_path):
     assert listing.list_runs(tmp_path / "nothing") == ()
+
+
+@pytest.fixture
+def shared():
+    """A folder for runs into which other users see; root is one of them for the test."""
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder).chmod(0o755)
+        yield Path(folder)
+
+
+@contextlib.contextmanager
+def as_another_user():
+    me = os.geteuid()
+    if me == 0:
+        os.seteuid(NOBODY)
+    try:
+        yield
+    finally:
+        os.seteuid(me)
+
+
+def test_runs_of_another_user_are_left_out_of_a_list(shared):
+    own, other = (RunDir.create(shared, make.spec(name=name)) for name in ("own", "other"))
+    own.path.chmod(0o755)
+    other.path.chmod(0)
+    with as_another_user():
+        assert [row.id for row in listing.list_runs(shared)] == [run.id for run in RunDir.all(shared)] == [own.id]
+        assert RunDir.newest(shared).id == own.id  # the other was used last
+        assert not other.exists
+
+
+def test_a_line_says_what_of_its_run_cannot_be_read(shared):
+    run = RunDir.create(shared, make.spec())
+    make.add_measured(run, 1, 32)
+    run.path.chmod(0o755)
+    (run.path / "results").chmod(0)
+    with as_another_user():
+        (row,) = listing.list_runs(shared)
+    assert row.problem == f"cannot read {run.path / 'results'}: Permission denied"
 
 
 # --- logs

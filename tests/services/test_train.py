@@ -5,6 +5,7 @@ from pathlib import Path
 
 import make_runs
 import pytest
+from make_results import inspected
 from make_runs import FakeLauncher
 
 from tula_cli.cluster import relaunch
@@ -14,16 +15,13 @@ from tula_cli.run.files import write_atomic
 from tula_cli.run.records.inspections import Inspection
 from tula_cli.run.records.tasks import Rung, TrainTask
 from tula_cli.services import train
+from tula_cli.services.events import WarningEvent, follow
 from tula_cli.spec.signature import train_signature
 
 
 def plan(*arguments: object, **named: object) -> train.TrainPlan:
     """Plan with a dataset of 2000 samples, without building it."""
-    inspection = Inspection(
-        dataset_size=2000, eval_size=100, classes=10, sample_shape=(1, 8, 8), parameters=10, footprints=(),
-        estimate_error="", device="cpu", hardware="x", capacity=None, cpus=2,
-    )  # fmt: skip
-    return train.plan(*arguments, **{"inspect": lambda _: inspection, **named})  # type: ignore[arg-type]
+    return train.plan(*arguments, **{"inspect": lambda _: inspected(), **named})  # type: ignore[arg-type]
 
 
 @pytest.fixture
@@ -97,10 +95,18 @@ def test_the_probes_tell_the_size_of_the_dataset(run: RunDir) -> None:
     assert plan(run, run.spec(), nodes=1, batch=4096, inspect=never).task.batch == 4096
 
 
-def test_a_parameter_server_is_a_model_only(run: RunDir) -> None:
-    spec = make_runs.spec(cluster={"collective": "parameter_server"})
-    with pytest.raises(SpecError, match="parameter_server"):
-        plan(run, spec, nodes=1, batch=32)
+@pytest.mark.parametrize(("collective", "warnings"), [("parameter_server", 1), ("ring", 0), ("tree", 0)])
+def test_a_parameter_server_is_a_model_of_time_and_training_says_so_once(
+    run: RunDir, collective: str, warnings: int
+) -> None:
+    make_runs.add_measured(run, 1, 32)
+    spec = make_runs.spec(cluster={"collective": collective})
+    told: list[object] = []
+    ready = follow(train.prepare(run, spec, lambda _: pytest.fail("built"), nodes=1, batch=32), told.append)
+    assert ready.plan.task.spec.cluster.collective == collective, "it is trained, not refused"
+    texts = [event.text for event in told if isinstance(event, WarningEvent)]
+    assert [text for text in texts if "by all-reduce" in text] == texts
+    assert len(texts) == warnings
 
 
 def test_another_learning_rate_is_another_training_run(run: RunDir) -> None:

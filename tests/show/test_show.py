@@ -460,7 +460,7 @@ def test_the_list_of_runs(run):
     make.add_measured(run, 1, 32)
     damaged = RunDir.create(run.path.parent, make.spec(name="other"))
     (damaged.path / "spec.yaml").write_text("[")
-    text = printed(show_status.runs(listing.list_runs(run.path.parent)))
+    text = printed(show_status.runs(listing.list_runs(run.path.parent), width=80))
     assert re.search(rf"{run.id} +2023-11-14 [\d:]+ +resnet18 +digits +1", text)
     assert f"{damaged.id} cannot be read" in text
 
@@ -530,11 +530,16 @@ def test_quiet_waiting_says_nothing(run):
 
 def test_the_summary_compares_predicted_with_actual():
     text = printed(show_train.summary(make.summary()))
-    assert "trained on 2 nodes at batch 64 (started with 128), best top-1 83.00 %" in text
+    assert "trained on 2 nodes at batch 64 (started with 128), best top-1 83.00 % at epoch 3" in text
     assert re.search(r"step time \(ms\) +100 +105 +-4.8", text)
     assert re.search(r"time \(min\) +4.80 +6.00 +-20.0", text)
     assert re.search(r"cost \(USD\) +0.160 +0.200 +-20.0", text)
     assert "2 attempts; relaunched because of: out of memory at batch 128" in text
+
+
+def test_a_training_without_classes_is_best_where_its_loss_is_least():
+    text = printed(show_train.summary(make.summary(metrics={"loss": 0.9}, best_top1=0.0)))
+    assert "(started with 128), least loss at epoch 3" in text
 
 
 def test_a_summary_without_a_prediction():
@@ -566,10 +571,10 @@ def test_a_plan_tells_what_it_may_cost_at_most(run):
         tasks=tuple(run.tasks()), total=6, done=4, minutes_at_most=20, node_hours_at_most=0.667, price_at_most=1.5,
         currency="EUR", code=Source(Path("/"), ""),
     )  # fmt: skip
-    text = printed(show_profile.profile_plan(plan, scripts=["torchrun it"]))
+    text = printed(show_profile.plan(plan, scripts=["torchrun it"]))
     assert re.search(r"probe-n002 +2 +2 +32 64 +16 32", text)
     assert "2 probes in 1 job, 4 of 6 done already" in text
     assert "at most 20.0 min one job after the other, 0.667 node-h, 1.50 EUR" in text
     assert text.rstrip().endswith("torchrun it")
     nothing = dataclasses.replace(plan, tasks=())
-    assert "all 6 probes have a result already" in printed(show_profile.profile_plan(nothing))
+    assert "all 6 probes have a result already" in printed(show_profile.plan(nothing))

@@ -44,7 +44,6 @@ def test_a_folder_that_no_node_sees_is_told(tula: Tula, on_slurm: SlurmCluster) 
 def test_the_node_that_does_not_see_the_folder_is_named(tula: Tula, on_slurm: SlurmCluster) -> None:
     first, second = on_slurm.names[:2]
     folder = tula.folder / "tula-runs"
-    folder.mkdir()
     with hidden(on_slurm, second, folder):
         error = tula_error(tula, *CHECK, code=6)
     assert f"{first} wrote into it, {second} did not" in error["message"]

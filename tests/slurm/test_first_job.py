@@ -7,6 +7,7 @@ import pytest
 from cluster import SlurmCluster
 from driver import Tula
 
+from tula_cli.cluster.slurm import first_job
 from tula_cli.run.records.probes import Measured
 
 pytestmark = [pytest.mark.slurm, pytest.mark.torch]
@@ -36,10 +37,17 @@ def test_a_login_without_torch_takes_a_job_to_its_end(
     assert checked["inspection"] is None
     assert "no such module here" in checked["warnings"][0]
     assert "first job" in checked["warnings"][0]
+    assert checked["unsettled"]["first_job_minutes"] == first_job.MINUTES
+    refused = tula("train", "job.yaml", "--nodes", "1", "--batch", "128", *without_torch, code=6)
+    assert "run tula profile job.yaml" in refused["error"]["hint"]
     tula("profile", "job.yaml", "--wait", *without_torch)
     run = tula.run()
     measured = {(r.nodes, r.local_batch) for r in run.results() if isinstance(r, Measured)}
     assert measured == {(1, 64), (1, 128), (2, 32), (2, 64)}
+    assert 0 < first_job.node_hours(run) < 0.1
+    checked = tula("check", "job.yaml", *without_torch)["data"]["report"]
+    sizes = {result.dataset_size for result in run.results() if isinstance(result, Measured)}
+    assert {checked["inspection"]["dataset_size"]} == sizes, "what the first job told is known here from now on"
     assert tula("recommend", "--objective", "time")["data"]["choice"]["nodes"] in (1, 2)
     summary = tula("train", "--nodes", "1", "--batch", "128", "--set", "train.epochs=1", "--wait")["data"]
     assert summary["attempts"] == 1

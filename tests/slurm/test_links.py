@@ -2,7 +2,7 @@
 
 The compute of `emulated.py` is sleep and the links are shaped, so the step time of every configuration is known. At
 both speeds the best configuration leads those on other numbers of nodes by 35 %. Allowed are 30 % between known, measured,
-predicted and trained step times; they are 10 % where nothing else loads the machine.
+predicted and trained step times: a step takes .33 s and more, to which a loaded machine adds some .05 s.
 """
 
 import shutil
@@ -64,7 +64,7 @@ def recommended(tula: Tula) -> Recommendation:
 
 def trained(tula: Tula) -> Summary:
     """Train some epochs as recommended."""
-    tula("train", "--set", "train.epochs=4")
+    tula("train", "--set", "train.epochs=3")
     run = tula.run()
     found: list[Summary] = tula.until(
         lambda: [s for name in run.train_signatures() if (s := run.training(name).summary())]
@@ -72,7 +72,7 @@ def trained(tula: Tula) -> Summary:
     return found[0]
 
 
-@pytest.mark.parametrize(("rate", "nodes"), [(200, 4), (20, 1)])
+@pytest.mark.parametrize(("rate", "nodes"), [(66, 4), pytest.param(7, 1, marks=pytest.mark.proof)])
 def test_the_choice_follows_the_speed_of_the_links(over_links: Callable[[int], Tula], rate: int, nodes: int) -> None:
     tula = over_links(rate)
     answer = recommended(tula)

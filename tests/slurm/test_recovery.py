@@ -2,9 +2,11 @@
 
 import itertools
 import json
+import shutil
 import subprocess
 from pathlib import Path
 
+import emulated
 import pytest
 from cluster import SlurmCluster
 from driver import PATIENCE, Tula
@@ -14,7 +16,8 @@ from tula_cli.run.records.results import Summary
 
 pytestmark = [pytest.mark.slurm, pytest.mark.torch]
 SAMPLES = 1437 // 128 * 128  # of an epoch at batch 128
-TWO = ("--nodes", "2", "--batch", "128")
+ONE, TWO = (("--nodes", nodes, "--batch", "128") for nodes in ("1", "2"))
+PASSES = 14  # of an epoch: 11 steps and the batches of the evaluation
 
 
 def story(tula: Tula) -> list[tuple[str | None, str]]:
@@ -71,30 +74,26 @@ def nodes_of(tula: Tula) -> list[str]:
     return subprocess.run(words, capture_output=True, text=True, check=True).stdout.split()
 
 
-def submit(tula: Tula, epochs: int, *options: str) -> None:
-    answer = tula("train", "job.yaml", *TWO, "--set", f"train.epochs={epochs}", *options)
+def waiting(tula: Tula, epochs: int, *, pause: float = 0.05) -> tuple[str, ...]:
+    """Return options for so many epochs of PASSES pauses (seconds) in which the machine is free for others."""
+    shutil.copy(emulated.__file__, tula.folder)
+    model = f"model={{name: 'emulated:Waiting', args: {{pause: {pause}}}}}"
+    return "--set", model, "--set", f"train.epochs={epochs}"
+
+
+def submit(tula: Tula, *options: str) -> None:
+    answer = tula("train", "job.yaml", *options)
     assert answer["status"] == "pending"
 
 
 def test_the_chain_goes_on_after_a_time_limit_and_nothing_is_trained_twice(tula: Tula) -> None:
-    (tula.folder / "slow.py").write_text(
-        "import time, torch\n"
-        "class Net(torch.nn.Module):\n"
-        "    def __init__(self, num_classes=10):\n"
-        "        super().__init__()\n"
-        "        self.layer = torch.nn.Linear(64, num_classes)\n"
-        "    def forward(self, x):\n"
-        "        time.sleep(0.05)\n"
-        "        return self.layer(x.flatten(1))\n"
-    )
-    # 14 forward passes of 50 ms an epoch: 56 s at least, of which a minute's allocation has room for less than 50.
-    slow = ("--set", "model={name: 'slow:Net'}", "--set", "cluster.slurm.minutes=1")
-    submit(tula, 80, *slow)
+    # 56 s of pauses at least, of which a minute's allocation has room for less than 50.
+    submit(tula, *TWO, *waiting(tula, 20, pause=56 / 20 / PASSES), "--set", "cluster.slurm.minutes=1")
     tula.until(lambda: finished(tula), seconds=600)
     outcomes = [outcome for outcome, _ in story(tula)]
     assert outcomes[-1] == "done"
     assert set(outcomes[:-1]) == {"time_limit"}
-    trained(tula, 80)
+    trained(tula, 20)
     saved = [attempt.samples or 0 for attempt in attempts(tula)]
     assert all(later > earlier for earlier, later in itertools.pairwise(saved))
     summary = finished(tula)
@@ -103,19 +102,19 @@ def test_the_chain_goes_on_after_a_time_limit_and_nothing_is_trained_twice(tula:
 
 
 def test_a_preempted_training_goes_on_when_the_nodes_are_free_again(tula: Tula) -> None:
-    submit(tula, 30, "--set", "cluster.slurm.partition=spare")
+    submit(tula, *ONE, *waiting(tula, 12), "--set", "cluster.slurm.partition=spare")
     tula.until(tula.epochs_done)
     command = ["sbatch", "--nodes=4", "--exclusive", "--time=1", "--output=/dev/null", "--wrap=sleep 3"]
     subprocess.run(command, check=True, capture_output=True)
     tula.until(lambda: finished(tula))
     assert [outcome for outcome, _ in story(tula)] == ["preempted", "done"]
     assert attempts(tula)[1].samples, "it saved on the way out"
-    trained(tula, 30)
+    trained(tula, 12)
 
 
-@pytest.mark.parametrize("victim", ["rank 0", "the other"])
+@pytest.mark.parametrize("victim", ["rank 0", pytest.param("the other", marks=pytest.mark.proof)])
 def test_a_node_that_falls_silent_is_replaced(tula: Tula, on_slurm: SlurmCluster, victim: str) -> None:
-    submit(tula, 30)
+    submit(tula, *TWO, *waiting(tula, 12))
     tula.until(tula.epochs_done)
     node = nodes_of(tula)[0 if victim == "rank 0" else 1]
     on_slurm.power_off(node)
@@ -125,11 +124,11 @@ def test_a_node_that_falls_silent_is_replaced(tula: Tula, on_slurm: SlurmCluster
     assert "node_failure" in outcomes
     assert outcomes[-1] == "done"
     assert node not in nodes_of(tula)
-    trained(tula, 30)
+    trained(tula, 12)
 
 
 def test_a_node_whose_daemon_died_is_replaced(tula: Tula, on_slurm: SlurmCluster) -> None:
-    submit(tula, 400)
+    submit(tula, *TWO, *waiting(tula, 40))
     tula.until(tula.epochs_done)
     on_slurm.kill_slurmd(nodes_of(tula)[1])
     tula.until(lambda: len(story(tula)) > 1)
@@ -138,8 +137,35 @@ def test_a_node_whose_daemon_died_is_replaced(tula: Tula, on_slurm: SlurmCluster
     tula("cancel")
 
 
+def test_a_node_with_a_faulty_device_is_left_out_by_the_next_job(tula: Tula) -> None:
+    (tula.folder / "ecc.py").write_text(
+        "import os, pathlib, torch\n"
+        "class Net(torch.nn.Module):\n"
+        "    def __init__(self, num_classes=10):\n"
+        "        super().__init__()\n"
+        "        self.layer = torch.nn.Linear(64, num_classes)\n"
+        "    def forward(self, x):\n"
+        "        faulty, node = pathlib.Path('faulty'), os.environ.get('SLURMD_NODENAME', '')\n"
+        "        if os.environ.get('RANK') == '1' and not faulty.exists():\n"
+        "            faulty.write_text(node)\n"
+        "        if faulty.exists() and faulty.read_text() == node:\n"
+        "            raise RuntimeError('CUDA error: uncorrectable ECC error encountered')\n"
+        "        return self.layer(x.flatten(1))\n"
+    )
+    submit(tula, *TWO, "--set", "model={name: 'ecc:Net'}", "--set", "train.epochs=2")
+    tula.until(lambda: finished(tula))
+    faulty = (tula.folder / "faulty").read_text()
+    assert [outcome for outcome, _ in story(tula)] == ["device_fault", "done"]
+    assert attempts(tula)[0].host == faulty
+    assert faulty not in nodes_of(tula)
+    summary = finished(tula)
+    assert summary is not None
+    assert summary.causes[0].endswith(f"on {faulty}; excluded from now on: {faulty}")
+
+
 def test_scancel_by_the_user_stays_and_the_same_command_goes_on(tula: Tula) -> None:
-    submit(tula, 60)
+    training = (*ONE, *waiting(tula, 12))
+    submit(tula, *training)
     tula.until(tula.epochs_done)
     links = job(tula).links
     assert len(links) > 1
@@ -147,12 +173,12 @@ def test_scancel_by_the_user_stays_and_the_same_command_goes_on(tula: Tula) -> N
     tula.until(lambda: not queue())
     assert [outcome for outcome, _ in story(tula)] == ["cancelled"]
     assert tula("status")["status"] == "done"
-    process = tula.start("train", "job.yaml", *TWO, "--set", "train.epochs=60", "--wait", "--json")
+    process = tula.start("train", "job.yaml", *training, "--wait", "--json")
     answer, told = process.communicate(timeout=PATIENCE)
     assert process.returncode == 0, f"{answer}\n{told}\n{tula.logs()}"
     assert json.loads(answer)["data"]["attempts"] == 2
     assert attempts(tula)[1].samples
-    trained(tula, 60)
+    trained(tula, 12)
 
 
 def test_the_cgroup_out_of_memory_is_told_and_a_smaller_batch_fits(tula: Tula) -> None:
@@ -177,7 +203,7 @@ def test_the_cgroup_out_of_memory_is_told_and_a_smaller_batch_fits(tula: Tula) -
 
 
 def test_one_link_at_a_time_waits_and_a_finished_training_leaves_no_link(tula: Tula) -> None:
-    submit(tula, 2)
+    submit(tula, *ONE, *waiting(tula, 2))
     tula.until(lambda: finished(tula))
     tula.until(lambda: not queue(), seconds=60)
     first, *others = job(tula).links
@@ -187,9 +213,10 @@ def test_one_link_at_a_time_waits_and_a_finished_training_leaves_no_link(tula: T
     assert all(state.startswith("CANCELLED") for state in states), "given back, not started"
 
 
+@pytest.mark.proof  # torchrun and its ranks import torch each for itself: 70 s of a core
 def test_torchrun_starts_the_ranks_of_a_node_and_a_killed_one_is_relaunched(tula: Tula, on_slurm: SlurmCluster) -> None:
     options = ("--set", "cluster.slurm.launcher=torchrun", "--set", "cluster.gpus_per_node=2")
-    submit(tula, 25, *options)
+    submit(tula, *TWO, *waiting(tula, 12), *options)
     tula.until(tula.epochs_done)
     ranks = on_slurm.processes(nodes_of(tula)[1], f"tula_cli.worker {tula.run().path} {tula.task().id}")
     workers = [pid for pid in ranks if "torch.distributed.run" not in Path(f"/proc/{pid}/cmdline").read_text()]
@@ -199,7 +226,7 @@ def test_torchrun_starts_the_ranks_of_a_node_and_a_killed_one_is_relaunched(tula
     assert [outcome for outcome, _ in story(tula)] == ["signal", "done"]
     assert attempts(tula)[0].host == nodes_of(tula)[1]
     assert job(tula).submissions == 1
-    trained(tula, 25)
+    trained(tula, 12)
 
 
 def test_packed_probes_share_one_allocation(tula: Tula) -> None:

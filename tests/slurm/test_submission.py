@@ -105,6 +105,26 @@ def test_how_allocations_stand_and_end(on_slurm: SlurmCluster) -> None:
     until(lambda: scheduler.ask(["999999", long])[long].reason.startswith("CANCELLED"))
 
 
+def test_waiting_jobs_are_kept_off_faulty_nodes(on_slurm: SlurmCluster) -> None:
+    long = sbatch("--nodes=4", "--exclusive", "--wrap=sleep 60")
+    waiting = [sbatch(f"--dependency=afterany:{long}", "--wrap=true") for _ in range(2)]
+    told = subprocess.run(["sinfo", "--noheader", "--Node", "--format=%N"], capture_output=True, text=True, check=True)
+    first, second = sorted(set(told.stdout.split()))[:2]
+    until(lambda: scheduler.ask([long])[long].state == "running")
+    for nodes in (first, f"{first},{second}"):
+        assert scheduler.exclude(waiting, nodes) == ""
+        for job in waiting:
+            command = ["scontrol", "--oneliner", "show", "job", job]
+            shown = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+            excluded = shown.partition(" ExcNodeList=")[2].split()[0]
+            expanded = subprocess.run(
+                ["scontrol", "show", "hostnames", excluded], capture_output=True, text=True, check=True
+            )
+            assert expanded.stdout.split() == nodes.split(",")
+    assert scheduler.exclude(["999999"], first) != ""
+    scheduler.cancel([*waiting, long])
+
+
 def test_a_requeued_job_lives_and_its_earlier_run_was_taken_away(on_slurm: SlurmCluster) -> None:
     job = sbatch("--requeue", "--wrap=srun sleep 60")
     until(lambda: scheduler.ask([job])[job].state == "running")

@@ -2,8 +2,11 @@
 
 import gc
 import os
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
@@ -13,7 +16,12 @@ from start_ranks import errors, start_ranks
 from worker_jobs import spec
 
 from tula_cli.run.directory import RunDir
+from tula_cli.spec.methods import METHODS, Facts
+from tula_cli.worker.methods import table
+from tula_cli.worker.methods.plain import Plain
 from tula_cli.worker.ranks import Ranks
+
+Plant = Callable[..., None]
 
 
 @pytest.fixture(scope="module")
@@ -43,3 +51,18 @@ def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> Path:
     mapped = {"MALLOC_MMAP_THRESHOLD_": "32768"}
     assert start_ranks(worker_rank_cases.__file__, folder, world=2, **mapped), errors(folder, 2)
     return folder
+
+
+@pytest.fixture
+def plant(monkeypatch: pytest.MonkeyPatch) -> Iterator[Plant]:
+    """Puts a method of the test's own in the place of one of the table: `plant(name, method, **facts)`."""
+
+    def planted(name: str, method: Plain, **facts: Any) -> None:
+        module: Any = ModuleType("planted")
+        module.METHOD = method
+        monkeypatch.setitem(sys.modules, f"{table.__package__}.planted", module)
+        monkeypatch.setitem(METHODS, name, Facts("planted", **facts))
+        table.found.cache_clear()  # each test plants its own under the same name
+
+    yield planted
+    table.found.cache_clear()

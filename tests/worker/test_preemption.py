@@ -8,36 +8,17 @@ from pathlib import Path
 
 import pytest
 import torch
-from worker_jobs import rows, same, spec, train_task
+from worker_jobs import LeavesAt, final_weights, rows, same, spec, train_task
 
 from tula_cli.run.directory import RunDir
-from tula_cli.run.records.tasks import TrainTask
-from tula_cli.worker import preemption as leaving
+from tula_cli.worker import preemption
 from tula_cli.worker.build.datasets import build_datasets
-from tula_cli.worker.preemption import Leaving, Left
+from tula_cli.worker.entry import run_training
+from tula_cli.worker.preemption import Preempted, PreemptionHandler
 from tula_cli.worker.ranks import Ranks
-from tula_cli.worker.train.training import run_training
 
 pytestmark = pytest.mark.torch
 CALLS = 2 * (100 // 16 + 1)  # of check: after each step and each batch of an evaluation, over two epochs
-
-
-class LeavesAt(Leaving):
-    """Leaves at the n-th question."""
-
-    def __init__(self, ranks: Ranks, calls: int) -> None:
-        super().__init__(ranks, environ={})
-        self.calls = calls
-
-    def check(self, *, reserve: float) -> None:
-        self.calls -= 1
-        if not self.calls:
-            raise Left("time_limit")
-
-
-def final(run: RunDir, task: TrainTask) -> dict[str, torch.Tensor]:
-    state: dict[str, torch.Tensor] = torch.load(run.training(task.signature).path / "last", weights_only=True)["model"]
-    return state
 
 
 @pytest.fixture
@@ -46,7 +27,7 @@ def straight(alone: Ranks, tmp_path: Path) -> tuple[dict[str, torch.Tensor], lis
     task = train_task(spec(train={"method": "ags"}, ags={"delta": "inf"}))
     run = RunDir.create(tmp_path / "straight", task.spec)
     run_training(task, run, alone, build_datasets(task.spec))
-    return final(run, task), [row["eval_loss"] for row in rows(run, task, "epoch")]
+    return final_weights(run, task), [row["eval_loss"] for row in rows(run, task, "epoch")]
 
 
 @pytest.mark.parametrize("calls", range(1, CALLS + 1))
@@ -55,11 +36,11 @@ def test_a_run_that_had_to_leave_anywhere_goes_on_as_if_it_had_not(
 ) -> None:
     task = train_task(spec(train={"method": "ags"}, ags={"delta": "inf"}))
     data = build_datasets(task.spec)
-    run_training(task, run, alone, data, attempt=4, leaving=LeavesAt(alone, calls))
+    run_training(task, run, alone, data, attempt=4, preemption=LeavesAt(alone, calls))
     assert run.stopped(task.id, 4) == "time_limit"
     run_training(task, run, alone, data)
     weights, losses = straight
-    assert same(final(run, task), weights)
+    assert same(final_weights(run, task), weights)
     assert [row["eval_loss"] for row in rows(run, task, "epoch")] == losses
     result = run.training(task.signature).result()
     assert result is not None
@@ -69,22 +50,22 @@ def test_a_run_that_had_to_leave_anywhere_goes_on_as_if_it_had_not(
 def test_an_evaluation_left_before_its_end_is_made_up_for(alone: Ranks, run: RunDir) -> None:
     task = train_task(spec())
     data = build_datasets(task.spec)
-    run_training(task, run, alone, data, leaving=LeavesAt(alone, 6))
+    run_training(task, run, alone, data, preemption=LeavesAt(alone, 6))
     assert run.training(task.signature).newest_samples() == 96
     assert not list(rows(run, task, "epoch"))
-    run_training(task, run, alone, data, leaving=LeavesAt(alone, 2))
+    run_training(task, run, alone, data, preemption=LeavesAt(alone, 2))
     assert [row["samples"] for row in rows(run, task, "epoch")] == [96]
 
 
 def test_sigterm_is_heard_between_steps(alone: Ranks) -> None:
     before = signal.getsignal(signal.SIGTERM)
-    subject = Leaving(alone, environ={})
+    subject = PreemptionHandler(alone, environ={})
     try:
         subject.listen()
         subject.check(reserve=0.0)
         os.kill(os.getpid(), signal.SIGTERM)
-        with pytest.raises(Left) as left:
-            for _ in range(leaving.MOST + 1):
+        with pytest.raises(Preempted) as left:
+            for _ in range(preemption.MOST + 1):
                 subject.check(reserve=0.0)
         assert left.value.reason == "signal"
     finally:
@@ -95,9 +76,9 @@ def test_sigterm_is_heard_between_steps(alone: Ranks) -> None:
 def test_the_clock_says_when_saving_would_come_too_late(
     alone: Ranks, seconds: float, reserve: float, leaves: bool
 ) -> None:
-    subject = Leaving(alone, environ={"TULA_LEAVE_AT": str(time.time() + seconds)})
+    subject = PreemptionHandler(alone, environ={"TULA_LEAVE_AT": str(time.time() + seconds)})
     if leaves:
-        with pytest.raises(Left, match="time_limit"):
+        with pytest.raises(Preempted, match="time_limit"):
             subject.check(reserve=reserve)
     else:
         subject.check(reserve=reserve)
@@ -106,7 +87,7 @@ def test_the_clock_says_when_saving_would_come_too_late(
 def test_quick_steps_are_not_slowed_by_a_question_each(alone: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
     monkeypatch.setattr(Ranks, "maxima", lambda _, values: asked.append(values) or values)
-    subject = Leaving(alone, environ={})
+    subject = PreemptionHandler(alone, environ={})
     for _ in range(200):
         time.sleep(0.001)
         subject.check(reserve=0.0)

@@ -5,9 +5,14 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from worker_jobs import spec
 
+from tula_cli.host.network import free_port
+from tula_cli.run.directory import RunDir
+from tula_cli.run.records.jobs import Attempt
 from tula_cli.spec.resources import Cluster
+from tula_cli.worker import nccl, ranks
 from tula_cli.worker.ranks import joined
 
 pytestmark = pytest.mark.torch
@@ -37,6 +42,51 @@ def test_nccl_chooses_its_algorithm(one_rank: pytest.MonkeyPatch, tmp_path: Path
     assert algorithm(collective, tmp_path / "handover") is None
 
 
+@pytest.mark.parametrize("by_torchrun", [False, True])
+def test_rank_0_tells_the_supervisor_its_device(
+    one_rank: pytest.MonkeyPatch, tmp_path: Path, *, by_torchrun: bool
+) -> None:
+    run = RunDir(tmp_path)
+    if by_torchrun:
+        one_rank.setenv("MASTER_ADDR", "127.0.0.1")
+        one_rank.setenv("MASTER_PORT", str(free_port()))
+    handover = run.handover_path("train-s-1", 1)
+    with joined(spec().cluster, handover=handover):
+        assert handover.read_text().split()[2:] == ["cpu"]
+    attempt = Attempt(task="train-s-1", number=1, started_at=1.0)
+    assert not run.saw_gpus(attempt)
+    ranks._tell(handover, "node1", 4711, torch.device("cuda", 0))
+    assert run.saw_gpus(attempt)
+
+
 def test_an_algorithm_that_the_user_has_set_is_left_alone(one_rank: pytest.MonkeyPatch, tmp_path: Path) -> None:
     one_rank.setenv("NCCL_ALGO", "allreduce:tree")
     assert algorithm("ring", tmp_path / "handover") == "allreduce:tree"
+
+
+class Started(Exception):
+    """Raised in place of a group of GPUs, with what it was asked for."""
+
+
+@pytest.mark.parametrize("rank", ["0", "1"])
+def test_a_group_of_gpus_is_bound_to_its_device_and_waits_longer_in_a_collective_than_at_the_start(
+    one_rank: pytest.MonkeyPatch, tmp_path: Path, rank: str
+) -> None:
+    def start(backend: str, **given: object) -> None:
+        raise Started({"backend": backend, "asks": os.environ.get("NCCL_DEBUG_SUBSYS"), **given})
+
+    one_rank.setenv("RANK", rank)
+    one_rank.setenv("WORLD_SIZE", "2")
+    for name in nccl.SETTINGS:
+        one_rank.delenv(name, raising=False)
+    one_rank.setattr(ranks, "pick_device", lambda *place, **world: torch.device("cuda", 0))
+    one_rank.setattr(ranks, "_meet", lambda *place, **ranks: dist.HashStore())
+    one_rank.setattr(torch.cuda, "set_device", lambda device: None)
+    one_rank.setattr(dist, "init_process_group", start)
+    with pytest.raises(Started) as started, joined(spec().cluster, handover=tmp_path / "handover", listen=True):
+        pass
+    (asked,) = started.value.args
+    assert (asked["backend"], asked["device_id"]) == ("nccl", torch.device("cuda", 0))
+    assert asked["timeout"] > ranks.RENDEZVOUS
+    assert asked["asks"] == ("TUNING" if rank == "0" else None), "rank 0 is told what NCCL chooses"
+    assert "NCCL_DEBUG_SUBSYS" not in os.environ

@@ -88,7 +88,8 @@ def run(arguments: Sequence[str], *, screen: Screen | None = None) -> int:
 def _usage(error: Any) -> SpecError:
     """Return click's complaint about the arguments as an error of ours."""
     path = error.ctx.command_path if getattr(error, "ctx", None) is not None else "tula"
-    return SpecError(error.format_message(), f"{path} --help shows what it takes")
+    message = error.format_message().replace("Value error, ", "")  # pydantic's, which checks typer's literals
+    return SpecError(message, f"{path} --help shows what it takes")
 
 
 def _reader_is_gone() -> int:

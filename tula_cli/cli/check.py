@@ -6,11 +6,10 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from tula_cli import words
-from tula_cli.cli.options import RUNS, Fresh, Interrupted, NodeType, Overrides, Root, Spec, Timeout
+from tula_cli.cli.options import RUNS, Fresh, NodeType, Overrides, Root, Spec, Timeout
 from tula_cli.cli.runs import load, open_run
-from tula_cli.cli.waiting import inspector, refuse, warn_all
-from tula_cli.errors import JobFailed, SpecError
+from tula_cli.cli.waiting import done, inspector, refuse, warn_all
+from tula_cli.errors import SpecError
 from tula_cli.show import check as show_check
 from tula_cli.show import estimate as show_estimate
 from tula_cli.show import screen as show_screen
@@ -31,13 +30,14 @@ def init(
 ) -> None:
     """Write a commented job.yaml that runs as it is."""
     from tula_cli.cluster.slurm import partitions as site
+    from tula_cli.host import devices
     from tula_cli.run.files import write_atomic
     from tula_cli.services import check as services_check
 
     if output.exists() and not force:
         raise SpecError(f"{output} is there already", "choose another name with -o, or --force to replace it")
     offered = site.ask() if kind == "slurm" else None
-    write_atomic(output, services_check.init(kind, offered))
+    write_atomic(output, services_check.init(kind, offered, gpus=devices.count()))
     if kind == "slurm":
         screen.note(show_check.offered(offered))
     screen.answer({"path": output, "kind": kind, "site": offered}, [f"wrote {output}; next: tula check {output}"])
@@ -62,6 +62,7 @@ def check(
 
     With --on-cluster the same command again attaches to a job that is under way.
     """
+    from tula_cli.run.code import run_of
     from tula_cli.services import check as services_check
 
     if on_cluster:
@@ -75,7 +76,8 @@ def check(
     origins = _origins(job, spec, overrides) if show_origin else {}
     refuse(fresh and offline, "--fresh", "means nothing to --offline")
     inspect = inspector(screen, root, fresh=fresh)
-    checked = services_check.check_all(spec, node_type=node_type, online=not offline, inspector=inspect)
+    run = None if offline else run_of(root, spec)
+    checked = services_check.check_all(spec, node_type=node_type, online=not offline, inspector=inspect, run=run)
     for report in checked.reports.values():
         warn_all(screen, report.warnings)
     screen.answer(*show_check.check_all(checked.reports, origins))
@@ -94,37 +96,17 @@ def _check_on_cluster(
     node_type: str | None,
     timeout: float | None,
 ) -> None:
-    from tula_cli.cluster import launcher as cluster_launcher
-    from tula_cli.run.jobfile import adopt, origin
-    from tula_cli.services import nodes as services_nodes
+    from tula_cli.cluster import launcher
+    from tula_cli.run.jobfile import origin
+    from tula_cli.services import nodes as service
 
-    whole, all_types = open_run(screen, job, None, root, overrides)
-    parts = whole.parts(all_types, node_type)
-    refuse(
-        len(parts) > 1,
-        "--on-cluster",
-        f"looks at one type of node: add --type {' or --type '.join(all_types.node_types)}",
-    )
-    run, spec = parts[0].run, parts[0].spec
-    adopt(whole, all_types, parts, origin(whole, job, overrides or ()))
-    launcher = cluster_launcher.launcher_for(spec)
-    count = services_nodes.cluster_nodes(spec, nodes)
-    task = services_nodes.start_on_cluster(run, spec, launcher, nodes=count)
-    told = ""
-    try:
-        for state in services_nodes.watch_cluster(run, launcher, task, timeout=timeout):
-            line = show_check.check_state(task, state)
-            if line != told:
-                screen.note(line)
-            told = line
-        found = services_nodes.conclude_cluster(run, task)
-    except KeyboardInterrupt:
-        hint = f"the same command attaches to it again; tula cancel {words.near(run.path)} ends it"
-        raise Interrupted(f"interrupted; {task.job} goes on", hint) from None
+    run, spec = open_run(screen, job, None, root, overrides)
+    file = origin(run, job, overrides or ())
+    work = service.work(run, spec, launcher.launcher_for, nodes=nodes, node_type=node_type, timeout=timeout, file=file)
+    found = done(screen, work)
     warn_all(screen, found.warnings)
     screen.answer(found, show_check.cluster_check(found))
-    if found.problems:
-        raise JobFailed(f"these nodes are not as {job} needs them: {'; '.join(found.problems)}")
+    found.require_sound(str(job))
 
 
 def _origins(job: Path, spec: "JobSpec", overrides: Sequence[str] | None) -> dict[str, show_screen.Origin]:
@@ -158,18 +140,14 @@ def estimate(
     node_type: NodeType = None,
 ) -> None:
     """Estimate the memory of one GPU by batch size; needs no GPU. Where the job has been probed, that corrects it."""
-    from tula_cli.run.code import fingerprint
-    from tula_cli.run.directory import RunDir
+    from tula_cli.run.code import run_of
     from tula_cli.services import estimate as service
 
     spec = load(job, overrides)
     size = _size(capacity)
     inspect = inspector(screen, root, fresh=fresh)
-    run = RunDir.of(root.absolute(), spec, code=fingerprint(spec, Path.cwd()))
-    reports = {
-        part.type: service.estimate(part.spec, capacity=size, results=part.run.results(), inspector=inspect)
-        for part in run.parts(spec, node_type)
-    }
+    run = run_of(root, spec)
+    reports = service.estimate_all(run, spec, capacity=size, node_type=node_type, inspector=inspect)
     screen.answer(tables.data_by_type(reports), tables.by_type(reports, show_estimate.estimate))
 
 

@@ -24,7 +24,7 @@ from tula_cli.cli.options import (
     Yes,
 )
 from tula_cli.cli.runs import open_run, say_type, unedited
-from tula_cli.cli.waiting import asks, done, inspector, means, warn_all
+from tula_cli.cli.waiting import asks, dependencies, done, inspector, warn_all
 from tula_cli.errors import SpecError
 from tula_cli.show import compare as show_compare
 from tula_cli.show.screen import Screen
@@ -32,8 +32,8 @@ from tula_cli.show.screen import Screen
 if TYPE_CHECKING:
     from tula_cli.run.directory import Part, RunDir
     from tula_cli.run.records.results import Comparison
-    from tula_cli.services.comparison.session import Asked, Outcome, Prepared
-    from tula_cli.services.waiting import Means
+    from tula_cli.services.comparison.session import ComparisonResult, GridRequest, PreparedComparison
+    from tula_cli.services.waiting import Dependencies
     from tula_cli.spec.job import JobSpec
 
 
@@ -63,34 +63,34 @@ def compare(
     """
     from tula_cli.run.jobfile import origin
     from tula_cli.services.comparison import session
-    from tula_cli.services.waiting import Patience
+    from tula_cli.services.waiting import WaitPolicy
 
     _check_page(html)
     run, spec = open_run(screen, job, named, root, overrides)
-    asked = session.Asked(_words(methods) or None, _numbers("--batch", batch) or None, seeds, nodes, controls)
+    request = session.GridRequest(_words(methods) or None, _numbers("--batch", batch) or None, seeds, nodes, controls)
     if only_show:
-        return _show(screen, run, spec, asked, node_type=node_type, html=html)
-    own = means(
+        return _show(screen, run, spec, request, node_type=node_type, html=html)
+    own = dependencies(
         inspector(screen, run.path.parent, keep=not dry_run),
         unedited(screen, run, spec, job or named, overrides, then=asks(screen, spec, yes=yes)),
     )
-    prepared = done(screen, session.prepare(run, spec, asked, own, node_type=node_type))
+    prepared = done(screen, session.prepare(run, spec, request, own, node_type=node_type))
     if dry_run:
         return _dry_run(screen, prepared, own)
-    patience = Patience(wait, cancel_on_interrupt=cancel_on_interrupt)
-    found = done(screen, session.work(prepared, own, patience, file=origin(run, job, overrides or ())))
+    wait_policy = WaitPolicy(wait, cancel_on_interrupt=cancel_on_interrupt)
+    found = done(screen, session.work(prepared, own, wait_policy, file=origin(run, job, overrides or ())))
     _answer(screen, prepared.part, prepared.plan.comparison, found, html=html)
     return found.require_none_failed()
 
 
 def _show(
-    screen: Screen, run: "RunDir", spec: "JobSpec", asked: "Asked", *, node_type: str | None, html: Path | None
+    screen: Screen, run: "RunDir", spec: "JobSpec", request: "GridRequest", *, node_type: str | None, html: Path | None
 ) -> None:
     """Show what there is; start nothing."""
     from tula_cli.cluster import launcher
     from tula_cli.services.comparison import session
 
-    if asked != session.Asked():
+    if request != session.GridRequest():
         raise SpecError("--show shows the whole comparison", "leave --methods, --batch and the like out, or --show")
     part, comparison = session.known(run, spec, node_type=node_type)
     say_type(screen, part)
@@ -98,7 +98,7 @@ def _show(
     _answer(screen, part, comparison, session.outcome(part, comparison, looks), html=html)
 
 
-def _dry_run(screen: Screen, prepared: "Prepared", own: "Means") -> None:
+def _dry_run(screen: Screen, prepared: "PreparedComparison", own: "Dependencies") -> None:
     plan, part = prepared.plan, prepared.part
     launcher = own.launcher_for(part.spec)
     scripts = [launcher.script(part.run, plan.first.task)] if plan.first is not None else []
@@ -130,7 +130,9 @@ def _check_page(html: Path | None) -> None:
         raise SpecError(f"--html {html}: there is no folder {html.absolute().parent}", "make it, or name another")
 
 
-def _answer(screen: Screen, part: "Part", comparison: "Comparison", found: "Outcome", *, html: Path | None) -> None:
+def _answer(
+    screen: Screen, part: "Part", comparison: "Comparison", found: "ComparisonResult", *, html: Path | None
+) -> None:
     """Answer with the table, and write the page."""
     from tula_cli.run.files import write_atomic
     from tula_cli.services.comparison import accuracy

@@ -14,7 +14,7 @@ from tula_cli.cli.options import (
     Yes,
 )
 from tula_cli.cli.runs import open_run
-from tula_cli.cli.waiting import asks, detached, done, inspector, means
+from tula_cli.cli.waiting import asks, dependencies, detached, done, inspector
 from tula_cli.show import profile as show_profile
 from tula_cli.show import tables
 from tula_cli.show.screen import Screen
@@ -39,16 +39,16 @@ def profile(
     """
     from tula_cli.run.jobfile import origin
     from tula_cli.services.profiling import rounds
-    from tula_cli.services.waiting import Patience
+    from tula_cli.services.waiting import WaitPolicy
 
     run, spec = open_run(screen, job, named, root, overrides)
-    own = means(inspector(screen, run.path.parent, fresh=fresh, keep=not dry_run), asks(screen, spec, yes=yes))
+    own = dependencies(inspector(screen, run.path.parent, fresh=fresh, keep=not dry_run), asks(screen, spec, yes=yes))
     if dry_run:
         would = done(screen, rounds.dry_run(run, spec, own))
         return screen.answer(tables.data_by_type(would), show_profile.dry_run(would))
-    patience = Patience(wait, timeout, cancel_on_interrupt)
-    found = done(screen, rounds.work(run, spec, own, patience, file=origin(run, job, overrides or ())))
-    if isinstance(found, rounds.Submitted):
+    wait_policy = WaitPolicy(wait, timeout, cancel_on_interrupt)
+    found = done(screen, rounds.work(run, spec, own, wait_policy, file=origin(run, job, overrides or ())))
+    if isinstance(found, rounds.SubmittedProbes):
         return detached(screen, run, found, {"plan": tables.data_by_type(found.plans)})
     screen.status = "partial" if found.partial else screen.status
     data = tables.data_by_type(found.reports)

@@ -59,12 +59,12 @@ def recommend(
     """
     from tula_cli.cluster import launcher
     from tula_cli.services import recommend as service
-    from tula_cli.services.recommendation.limits import Limits, Question
+    from tula_cli.services.recommendation.limits import Criteria, Limits
 
     run, spec = _measured(screen, job, named, root, overrides)
-    question = Question(objective, Limits(nodes, max_nodes, max_batch, deadline, budget), curve, node_type)
+    criteria = Criteria(objective, Limits(nodes, max_nodes, max_batch, deadline, budget), curve, node_type)
     looks = functools.partial(launcher.launcher_for, submits=False)
-    answer = service.ask(run, spec, question, launcher_for=looks, overrides=overrides or ())
+    answer = service.ask(run, spec, criteria, launcher_for=looks, overrides=overrides or ())
     found = answer.recommendation
     warn_all(screen, found.warnings)
     saved = save or _renews(screen, run, found)

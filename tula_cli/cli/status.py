@@ -41,7 +41,7 @@ def list_(screen: Screen, root: Root = RUNS) -> None:
     from tula_cli.services.progress import listing
 
     found = listing.list_runs(root.absolute())
-    screen.answer(found, show_status.runs(found) if found else [f"no run under {root}"])
+    screen.answer(found, show_status.runs(found, width=screen.width) if found else [f"no run under {root}"])
 
 
 def logs(
@@ -79,7 +79,7 @@ def logs(
             screen.note(f"==> {words.near(file)}")
         screen.line(line.text, line)
     if file is None:
-        screen.note("no log yet")
+        screen.note("no job has written anything yet")
 
 
 def cancel(

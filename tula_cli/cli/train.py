@@ -18,14 +18,13 @@ from tula_cli.cli.options import (
     Yes,
 )
 from tula_cli.cli.runs import open_run, unedited
-from tula_cli.cli.waiting import asks, detached, done, inspector, means
+from tula_cli.cli.waiting import asks, dependencies, detached, done, inspector
 from tula_cli.show import train as show_train
 from tula_cli.show.screen import Screen
 
 if TYPE_CHECKING:
-    from tula_cli.services.train import Training as Prepared
-    from tula_cli.services.train import TrainPlan
-    from tula_cli.services.waiting import Means
+    from tula_cli.services.train import PreparedTraining, TrainPlan
+    from tula_cli.services.waiting import Dependencies
 
 
 def train(
@@ -49,24 +48,24 @@ def train(
     """
     from tula_cli.run.jobfile import origin
     from tula_cli.services import train as service
-    from tula_cli.services.waiting import Detached, Patience
+    from tula_cli.services.waiting import DetachedJobs, WaitPolicy
 
     run, spec = open_run(screen, job, named, root, overrides)
-    own = means(
+    own = dependencies(
         inspector(screen, run.path.parent, keep=not dry_run),
         unedited(screen, run, spec, job or named, overrides, then=asks(screen, spec, yes=yes)),
     )
     training = done(screen, service.prepare(run, spec, own.inspect, nodes=nodes, batch=batch, node_type=node_type))
     if dry_run:
         return _dry_run(screen, training, own)
-    patience = Patience(wait, timeout, cancel_on_interrupt)
-    found = done(screen, service.work(training, own, patience, file=origin(run, job, overrides or ())))
-    if isinstance(found, Detached):
+    wait_policy = WaitPolicy(wait, timeout, cancel_on_interrupt)
+    found = done(screen, service.work(training, own, wait_policy, file=origin(run, job, overrides or ())))
+    if isinstance(found, DetachedJobs):
         return detached(screen, training.part.run, found, {"plan": training.plan})
     return screen.answer(found, show_train.summary(found))
 
 
-def _dry_run(screen: Screen, training: "Prepared", own: "Means") -> None:
+def _dry_run(screen: Screen, training: "PreparedTraining", own: "Dependencies") -> None:
     from tula_cli.cluster.slurm import submit
 
     plan: TrainPlan = training.plan

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from tula_cli import words
 from tula_cli.errors import OverBudget, SpecError
+from tula_cli.show import check as show_check
 from tula_cli.show import compare as show_compare
 from tula_cli.show import live as show_live
 from tula_cli.show import profile as show_profile
@@ -15,10 +16,10 @@ from tula_cli.show import train as show_train
 from tula_cli.show.screen import Screen
 
 if TYPE_CHECKING:
-    from tula_cli.cluster.inspection import Inspect
+    from tula_cli.cluster.kept_inspection import KeptInspection
     from tula_cli.run.directory import RunDir
-    from tula_cli.services.events import Event, Note, Planned, Warned, Work
-    from tula_cli.services.waiting import Detached, Means
+    from tula_cli.services.events import Event, NodeCheckProgress, Note, Planned, WarningEvent, Work
+    from tula_cli.services.waiting import Dependencies, DetachedJobs
     from tula_cli.spec.job import JobSpec
 
 T = TypeVar("T")
@@ -44,9 +45,9 @@ class _Shown:
         from tula_cli.services import events
 
         match event:
-            case events.Watched(status):
+            case events.JobsProgress(status):
                 self._live().update(status)
-            case events.Compared(progress):
+            case events.ComparisonProgress(progress):
                 self._live().compared(progress)
             case _:
                 self.drawn.close()
@@ -59,31 +60,33 @@ class _Shown:
         return self.live
 
 
-def _say(screen: Screen, event: "Note | Warned | Planned") -> None:
+def _say(screen: Screen, event: "Note | WarningEvent | Planned | NodeCheckProgress") -> None:
     from tula_cli.services import events
 
     match event:
         case events.Note(text):
             screen.note(text)
-        case events.Warned(text):
+        case events.WarningEvent(text):
             screen.warn(text)
-        case events.ProfilePlanned(plans):
-            screen.aside(show_profile.profile_plans(plans))
+        case events.NodeCheckProgress(task, state):
+            screen.note(show_check.check_state(task, state))
+        case events.ProfilePlanned(plans) | events.FirstJobPlanned(plans):
+            screen.aside(show_profile.plans(plans))
         case events.TrainPlanned(plan, links):
             screen.aside(show_train.train_plan(plan, links=links))
         case events.ComparePlanned(compared):
             screen.aside(show_compare.compare_plan(compared))
 
 
-def means(inspect: "Inspect", confirm: "Callable[[Planned], bool]") -> "Means":
+def dependencies(inspect: "KeptInspection", confirm: "Callable[[Planned], bool]") -> "Dependencies":
     """Return what a command that submits works with."""
     from tula_cli.cluster import launcher
-    from tula_cli.services.waiting import Means
+    from tula_cli.services.waiting import Dependencies
 
-    return Means(launcher.launcher_for, inspect, confirm)
+    return Dependencies(launcher.launcher_for, inspect, confirm)
 
 
-def inspector(screen: Screen, root: Path, *, fresh: bool = False, keep: bool = True) -> "Inspect":
+def inspector(screen: Screen, root: Path, *, fresh: bool = False, keep: bool = True) -> "KeptInspection":
     """Return what inspects jobs, and remembers under `root` what it found."""
     from tula_cli.cluster import inspection
     from tula_cli.cluster.kept_inspection import KeptInspection
@@ -114,7 +117,7 @@ def warn_all(screen: Screen, warnings: Sequence[str]) -> None:
         screen.warn(text)
 
 
-def detached(screen: Screen, run: "RunDir", found: "Detached", data: dict[str, Any]) -> None:
+def detached(screen: Screen, run: "RunDir", found: "DetachedJobs", data: dict[str, Any]) -> None:
     """Answer for jobs that nobody waits for."""
     screen.status = "pending"
     started = [job for job in found.jobs if job not in found.under_way]

@@ -47,7 +47,7 @@ class Start:
         return {name: value for name, value in self.environment.items() if name not in OF_A_RANK}
 
 
-class Unavailable(Exception):
+class ForkUnavailable(Exception):
     """No rank can be forked; the words say why."""
 
 
@@ -114,18 +114,18 @@ class Forkserver:
             give_up: asked while waiting.
 
         Raises:
-            Unavailable: the import has failed, the server has died, or it was given up.
+            ForkUnavailable: the import has failed, the server has died, or it was given up.
         """
         try:
             with adopting():
                 self._send({**asdict(start), "parent": os.getpid()})
                 answer = self._answer(give_up)
         except ConnectionError:
-            raise Unavailable(self._end()) from None
+            raise ForkUnavailable(self._end()) from None
         except OSError as error:
-            raise Unavailable(str(error)) from error
+            raise ForkUnavailable(str(error)) from error
         if "error" in answer:
-            raise Unavailable(str(answer["error"]))
+            raise ForkUnavailable(str(answer["error"]))
         return Forked(int(answer["pid"]))
 
     def _send(self, request: Mapping[str, Any]) -> None:
@@ -139,10 +139,10 @@ class Forkserver:
                 received = self._socket.recv(4096)
             except TimeoutError:
                 if give_up():
-                    raise Unavailable("given up") from None
+                    raise ForkUnavailable("given up") from None
                 continue
             if not received:
-                raise Unavailable(self._end())
+                raise ForkUnavailable(self._end())
             self._received += received
         line, _, self._received = self._received.partition(b"\n")
         answer: dict[str, Any] = json.loads(line)

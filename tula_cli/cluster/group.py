@@ -7,10 +7,10 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import IO, Union
 
-from tula_cli.cluster.forkserver import Forked, Forkserver, Start, Unavailable
+from tula_cli.cluster.forkserver import Forked, Forkserver, ForkUnavailable, Start
 from tula_cli.host.processes import become_child
 
 POLL = 0.05  # seconds
@@ -18,7 +18,7 @@ Child = Union["subprocess.Popen[bytes]", Forked]
 
 
 @dataclass
-class Group:
+class RankGroup:
     """Processes that end together; each leads a process group, with its data-loader processes in it."""
 
     children: list[Child]
@@ -62,7 +62,7 @@ class Group:
 
 
 @dataclass
-class Starter:
+class RankSpawner:
     """Starts ranks, and keeps the process that they are forked from for the next attempt.
 
     Each supervisor has its own. The one that starts all ranks of a machine imports torch once for all of them. Under
@@ -71,9 +71,9 @@ class Starter:
     """
 
     server: Forkserver | None = None
-    executes: bool = field(default=False)  # for good: forking has failed once
+    executes: bool = False  # for good: forking has failed once
 
-    def start(self, starts: Sequence[Start], output: IO[bytes], *, give_up: Callable[[], bool]) -> Group:
+    def spawn(self, starts: Sequence[Start], output: IO[bytes], *, give_up: Callable[[], bool]) -> RankGroup:
         """Start ranks.
 
         Args:
@@ -84,7 +84,7 @@ class Starter:
         Raises:
             OSError: a command or its folder is not there. None of the others runs.
         """
-        group = Group([])
+        group = RankGroup([])
         try:
             for start in starts:
                 group.children.append(self._forked(start, output, give_up) or _executed(start, output))
@@ -101,11 +101,15 @@ class Starter:
         try:
             self.server = self.server or Forkserver(start, output)
             return self.server.fork(start, give_up=give_up)
-        except Unavailable as error:  # whatever is wrong, a rank that imports everything itself meets and tells it
+        except ForkUnavailable as error:  # whatever is wrong, a rank that imports everything itself meets and tells it
             sys.stderr.write(f"tula: ranks are not forked but executed, each with its own import of torch: {error}\n")
             self.executes = True
             self.close()
             return None
+
+    def spared(self) -> list[int]:
+        """Return the processes that outlive an attempt on purpose: what ranks are forked from."""
+        return [self.server.process.pid] if self.server is not None else []
 
     def close(self) -> None:
         """End the process that ranks are forked from."""

@@ -14,6 +14,7 @@ from tula_cli.spec.job import JobSpec
 
 PROGRAM = "tula_cli.worker.measure.inspect"
 TORCH_MISSING = "pip install 'tula-cli[torch]', or, on SLURM, set cluster.slurm.python to an interpreter that has torch"
+ON_A_NODE = "run tula profile job.yaml: its first job builds them on a node"
 _STEP_WORDS = ("srun:", "slurmstepd:")  # what SLURM says beside a program that fails
 INSPECTION_TIMEOUT = 600.0  # seconds; a first download of a dataset is part of it
 
@@ -47,21 +48,32 @@ def inspect(spec: JobSpec, *, timeout: float = INSPECTION_TIMEOUT) -> Inspection
     except subprocess.TimeoutExpired:
         raise JobFailed(f"building the model and the dataset took more than {timeout:g} s") from None
     if not done.stdout.strip():
-        raise not_started(python, done.stderr)
+        raise not_started(python, done.stderr, here=spec.cluster.kind == "slurm")
     return understood(done.stdout, done.stderr)
 
 
 def interpreter(spec: JobSpec) -> str:
     """Return the shell's words that start the python of the jobs."""
-    own = spec.cluster.slurm.python if spec.cluster.kind == "slurm" and spec.cluster.slurm else None
-    return own or shlex.quote(sys.executable)
+    return own_interpreter(spec) or shlex.quote(sys.executable)
 
 
-def not_started(python: str, stderr: str) -> NotInspected:
-    """Return the error of an interpreter that ended before it began: it is not there, or lacks something."""
+def own_interpreter(spec: JobSpec) -> str | None:
+    """Return the shell's words that start the python of the jobs, where it is not the one that runs this."""
+    return spec.cluster.slurm.python if spec.cluster.kind == "slurm" and spec.cluster.slurm else None
+
+
+def not_started(python: str, stderr: str, *, here: bool = False) -> NotInspected:
+    """Return the error of an interpreter that ended before it began: it is not there, or lacks something.
+
+    Args:
+        python: the shell's words that start it.
+        stderr: what was said.
+        here: whether it may be otherwise on a node than here.
+    """
     own = [line for line in stderr.splitlines() if line.strip() and not line.startswith(_STEP_WORDS)]
     said = own[-1].strip() if own else "it said nothing"
-    return NotInspected(f"{python} cannot build the model and the dataset: {said}", TORCH_MISSING)
+    hint = f"{ON_A_NODE}; or {TORCH_MISSING}" if here else TORCH_MISSING
+    return NotInspected(f"{python} cannot build the model and the dataset: {said}", hint)
 
 
 def understood(stdout: str, stderr: str) -> Inspection:

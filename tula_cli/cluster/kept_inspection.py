@@ -1,14 +1,15 @@
 """What building model and dataset told is kept beside the runs, under a key of everything that it depends on.
 
-Nothing is imported to find the key: packages and their versions are the names of the `.dist-info` folders that the
-interpreter looks through.
+Nothing is imported to find the key, so that it takes milliseconds where building takes seconds.
 """
 
 import contextlib
 import hashlib
 import json
 import os
-import sys
+import secrets
+import shlex
+import subprocess
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -18,12 +19,17 @@ from typing import Any
 from pydantic import TypeAdapter
 
 from tula_cli import words
-from tula_cli.cluster.inspection import Inspect
+from tula_cli.cluster.inspection import Inspect, own_interpreter
+from tula_cli.cluster.local import with_package
 from tula_cli.errors import TulaError
+from tula_cli.host import installed
+from tula_cli.host.processor import processor_name
 from tula_cli.run.code import fingerprint
-from tula_cli.run.files import listing, read_record, write_record
+from tula_cli.run.files import listing, names, read_record, write_record
+from tula_cli.run.imports import packages
 from tula_cli.run.records.inspections import Inspection
 from tula_cli.spec.job import JobSpec
+from tula_cli.spec.signature import signature
 
 BUILDING = "building the model and the dataset"
 FOLDER = ".inspections"
@@ -33,7 +39,9 @@ MOST_ENTRIES = 5_000
 """Files and folders of a dataset whose times are looked at."""
 DEPTH = 1
 """Folders below a dataset's root that are looked through: root/split; root/split/class tells by its own time."""
-ENVIRONMENT = ("PYTHONPATH", "CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "TORCH_HOME")
+DEVICES = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
+"""Environment variables that say which of the machine's GPUs there are."""
+VERSIONS_TIMEOUT = 60.0  # seconds that another interpreter has to tell its versions
 
 Facts = dict[str, Any]
 
@@ -69,14 +77,15 @@ class KeptInspection:
         path = self._path(before)
         kept = None if self.fresh else _read(path)
         if kept is not None:
-            age = words.duration(max(0.0, time.time() - path.stat().st_mtime))
+            age = words.duration(max(0.0, time.time() - (_changed(path) / 1e9 or time.time())))
             self.note(f"the model and the dataset are as they were built {age} ago (--fresh builds them anew)")
             return kept
         self.note(BUILDING)
         found = self.build(spec)
-        after = self.facts(spec)  # building may have downloaded the dataset
-        if self.keep and {**before, "dataset": None} == {**after, "dataset": None}:
-            self._keep(self._path(after), found)
+        if self.keep:
+            after = self.facts(spec)  # building may have downloaded the dataset
+            if {**before, "dataset": None} == {**after, "dataset": None}:
+                self._keep(self._path(after), found)
         return found
 
     def _path(self, facts: Facts) -> Path:
@@ -87,7 +96,8 @@ class KeptInspection:
         # A folder that cannot be written costs the next command some seconds, not this one its answer.
         with contextlib.suppress(TulaError):
             write_record(path, found)
-        _sweep(path.parent)
+        with contextlib.suppress(TulaError):
+            _sweep(path.parent)
 
 
 def _read(path: Path) -> Inspection | None:
@@ -99,7 +109,8 @@ def _read(path: Path) -> Inspection | None:
 
 def _sweep(folder: Path) -> None:
     """Remove what is old, and of the rest all but the newest."""
-    found = [(entry.stat().st_mtime, entry) for entry in listing(folder) if entry.exists()]
+    # Another command may sweep at the same time: what is gone has changed at 0.
+    found = [(changed, entry) for entry in listing(folder) if (changed := _changed(entry) / 1e9)]
     for number, (changed, path) in enumerate(sorted(found, reverse=True)):
         if number >= MOST_KEPT or time.time() - changed > MOST_DAYS * 86400:
             with contextlib.suppress(OSError):
@@ -116,24 +127,43 @@ def facts_of(spec: JobSpec) -> Facts:
         SpecError: a file of the user's code cannot be read.
     """
     return {
-        "spec": spec.model_dump(mode="json", exclude={"name", "pricing"}),
+        "signature": signature(spec),
+        "others": other_settings(spec),
         "code": fingerprint(spec, Path.cwd()),
-        "folder": str(Path.cwd()),
         "hardware": _hardware(),
-        "python": [sys.version, sys.executable, _changed(Path(sys.executable))],
-        "packages": packages(sys.path),
+        "packages": _packages(spec),
         "tula": max(_changed(path) for path in Path(__file__).parents[1].rglob("*.py")),
-        "environment": {name: os.environ.get(name) for name in ENVIRONMENT},
         "dataset": [newest_change(Path(place)) for place in (spec.dataset.root, *_words(spec.dataset.args.values()))],
     }
 
 
-def packages(paths: Iterable[str]) -> list[str]:
-    """Return the names and versions of the packages on a path that python imports from."""
-    folders = [Path(path) for path in paths if path]
-    return sorted(
-        {entry for folder in folders for entry in _names(folder) if entry.endswith((".dist-info", ".egg-info"))}
-    )
+def other_settings(spec: JobSpec) -> Facts:
+    """Return what an inspection reads of the settings that a measurement does not depend on."""
+    search, train = spec.search, spec.train
+    ranks = max(search.nodes) * spec.cluster.gpus_per_node
+    return {
+        "several_ranks": ranks > 1,
+        # The memory of this machine is shared by the ranks; the check for a lone sample looks at the smallest batch.
+        "share": ranks if spec.cluster.kind == "local" and spec.cluster.memory_per_gpu is None else None,
+        "one_sample": search.min_batch // (ranks * train.accumulate) <= 1,
+        "ghosts": [search.nodes, search.min_batch, search.max_batch] if train.ghost_batch else None,
+        "weight_decay": spec.optimizer.weight_decay > 0,  # some optimizers take none
+        "arms": spec.auto.model_dump(mode="json") if train.facts.tunes else None,
+    }
+
+
+def _packages(spec: JobSpec) -> Facts:
+    """Return the versions of Python, torch and the packages that the job names, as the jobs' interpreter has them."""
+    modules = ("torch", "torchvision", *packages(spec, Path.cwd()))
+    own = own_interpreter(spec)
+    if own is None:
+        return installed.versions(modules)
+    command = ["bash", "-c", f"{own} -m {installed.PROGRAM} {shlex.join(modules)}"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=VERSIONS_TIMEOUT, env=with_package())
+        return dict(json.loads(done.stdout.strip().splitlines()[-1]))
+    except (subprocess.TimeoutExpired, ValueError, TypeError, IndexError):
+        return {"unknown": secrets.token_hex()}  # it cannot run here, or says nothing: nothing kept is known to hold
 
 
 def newest_change(root: Path) -> list[int]:
@@ -166,26 +196,20 @@ def _hardware() -> Mapping[str, object]:
     """Return the machine as the kernel and the drivers tell it."""
     gpus = [path.read_text(errors="replace") for path in sorted(Path("/proc/driver/nvidia/gpus").glob("*/information"))]
     return {
-        "host": os.uname().nodename,
+        "cpu": processor_name(),
         "cpus": len(os.sched_getaffinity(0)),
         "memory": os.sysconf("SC_PHYS_PAGES"),
         "limit": _text(Path("/sys/fs/cgroup/memory.max")),
         "driver": _text(Path("/proc/driver/nvidia/version")),
         "gpus": gpus,
-        "devices": [name for name in _names(Path("/dev")) if name.startswith(("nvidia", "kfd"))],
+        "devices": [name for name in names(Path("/dev")) if name.startswith(("nvidia", "kfd"))],
+        "visible": {name: os.environ.get(name) for name in DEVICES},
     }
 
 
 def _words(values: Iterable[object]) -> list[str]:
     """Return what may be paths among a dataset's own arguments."""
     return [value for value in values if isinstance(value, str) and 0 < len(value) < 4096]
-
-
-def _names(folder: Path) -> list[str]:
-    try:
-        return sorted(entry.name for entry in folder.iterdir())
-    except OSError:
-        return []
 
 
 def _text(path: Path) -> str:

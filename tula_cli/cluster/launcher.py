@@ -10,6 +10,7 @@ from tula_cli.cluster.local import LocalLauncher
 from tula_cli.cluster.slurm.queue import SILENT, SchedulerState
 from tula_cli.cluster.slurm.submit import SlurmLauncher
 from tula_cli.errors import SchedulerError
+from tula_cli.host import interrupts
 from tula_cli.run.directory import RunDir
 from tula_cli.run.records.jobs import Job
 from tula_cli.run.records.tasks import Task
@@ -67,11 +68,14 @@ def launcher_for(spec: JobSpec, *, submits: bool = True) -> Launcher:
 def submitting(run: RunDir, *, sleep: Callable[[float], None] = time.sleep) -> Iterator[None]:
     """Keep other command lines from submitting jobs of a run while this one looks what is there and submits.
 
+    Ctrl-C is held back meanwhile: of a job that was started and not written down nobody would know.
+
     Raises:
         SchedulerError: another one does not come to an end.
+        KeyboardInterrupt: at the end, where Ctrl-C was pressed.
     """
     waited = 0.0
-    while owner := run.lock.take():
+    while owner := run.lock.acquire():
         if waited >= LOCK_PATIENCE:
             raise SchedulerError(
                 f"another tula command ({owner}) is submitting jobs of {run.id}",
@@ -80,7 +84,8 @@ def submitting(run: RunDir, *, sleep: Callable[[float], None] = time.sleep) -> I
         sleep(LOCK_POLL)
         waited += LOCK_POLL
     try:
-        yield
+        with interrupts.held():
+            yield
     finally:
         run.lock.release()
 

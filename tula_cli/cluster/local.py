@@ -18,6 +18,7 @@ from tula_cli.run.directory import RunDir
 from tula_cli.run.records.jobs import Attempt, Job
 from tula_cli.run.records.tasks import Task
 from tula_cli.run.snapshot import Snapshot
+from tula_cli.words import plural
 
 SUPERVISOR = "tula_cli.cluster.supervise"
 """Started by its name: the command line never runs it in its own process."""
@@ -30,7 +31,7 @@ class LocalLauncher:
     def script(self, run: RunDir, task: Task) -> str:
         """Return in words what a job on this machine starts."""
         world = task.nodes * task.spec.cluster.gpus_per_node
-        return f"{task.job} in {run.path.name}: {world} rank{'s' * (world > 1)} on this machine"
+        return f"{task.job} in {run.path.name}: {plural(world, 'rank')} on this machine"
 
     def submit(self, run: RunDir, task: Task) -> Job:
         """Start a job that outlives this process, its terminal and Ctrl-C.

@@ -1,57 +1,92 @@
-"""What comes after an attempt: a result that follows from its end, the next attempt, or nothing more."""
+"""What is left of a task, and what follows from an attempt: a result, a relaunch, or nothing more."""
 
+import dataclasses
 import time
 from collections.abc import Sequence
-from typing import Any
+from typing import Literal
 
-from tula_cli.cluster.ending import Ending
+from tula_cli.cluster.exit_reason import ExitReason
+from tula_cli.host.outcome import advice, no_gpu
 from tula_cli.models.cost import cost
-from tula_cli.run.directory import RunDir, probe_id
+from tula_cli.run.directory import RunDir
 from tula_cli.run.records.base import OutcomeClass
 from tula_cli.run.records.jobs import Attempt
-from tula_cli.run.records.probes import Failed, OutOfMemory
+from tula_cli.run.records.probes import Failed, Measured, OutOfMemory
 from tula_cli.run.records.recommendations import Prediction
 from tula_cli.run.records.results import Summary
-from tula_cli.run.records.tasks import CheckTask, ProbeTask, Task, TrainTask
+from tula_cli.run.records.tasks import CheckTask, ProbeTask, Task, TrainTask, probe_id, probe_identity
+from tula_cli.spec.resources import Cluster
 
 RESTARTS = 2
 """How often a probe job starts again after a lost process (not after an out-of-memory or the user's own error)."""
-LOST: tuple[OutcomeClass, ...] = ("signal", "peer", "port", "unknown")
+PROCESS_LOST: tuple[OutcomeClass, ...] = ("signal", "peer", "port", "unknown")
 """Endings of a process that say nothing against starting it again, a bounded number of times."""
-TAKEN: tuple[OutcomeClass, ...] = ("time_limit", "preempted", "node_failure")
+COUNTED: tuple[OutcomeClass, ...] = (*PROCESS_LOST, "device_fault", "device_error")
+"""Endings of which there may be `RESTARTS` in a probe job, or `train.max_attempts` without a newer checkpoint."""
+ALLOCATION_LOST: tuple[OutcomeClass, ...] = ("time_limit", "preempted", "node_failure")
 """Endings of an allocation: training goes on in the next one for as long as checkpoints advance."""
 
 
-def after(run: RunDir, task: Task, ending: Ending, lost: int) -> Task | None:
-    """Write the results that follow from an ending; return the task to start now, None where the job is over.
+def leaves_allocation(outcome: OutcomeClass | Literal["done"] | None, cluster: Cluster) -> bool:
+    """Return whether what follows an ending needs another allocation: this one is lost, or its nodes stay faulty."""
+    return outcome in ALLOCATION_LOST or (outcome == "device_fault" and cluster.kind == "slurm")
+
+
+def newest(run: RunDir, task_id: str) -> Task:
+    """Return the task to start: a training's newest relaunch takes the place of an earlier one."""
+    task = run.task(task_id)
+    assert task is not None, f"{run.path} has no task {task_id}"
+    if isinstance(task, TrainTask):
+        return run.training(task.signature).newest_task() or task
+    return task
+
+
+def over(run: RunDir, task: Task) -> bool:
+    """Return whether nothing is left to do: start is resume."""
+    return run.cancelled(task.job) or finished(run, task)
+
+
+def finished(run: RunDir, task: Task) -> bool:
+    """Return whether every result of a task is there: success is a valid result file."""
+    match task:
+        case TrainTask():
+            return run.training(task.signature).result() is not None
+        case ProbeTask():
+            return run.current_probe(task) is None
+        case CheckTask():
+            return run.checks.report(task.id) is not None
+
+
+def next_task(run: RunDir, task: Task, reason: ExitReason, lost: int) -> Task | None:
+    """Write the results that follow from how an attempt ended; return the task to start now, None where the job is over.
 
     Args:
         run: the run.
-        task: what ended.
-        ending: how.
-        lost: attempts of this job that ended as `LOST` so far, this one counted.
+        task: what was attempted.
+        reason: why it ended.
+        lost: attempts of this job that ended as `COUNTED` so far, this one counted.
     """
     match task:
         case ProbeTask():
-            return _after_probe(run, task, ending, lost)
+            return _after_probe(run, task, reason, lost)
         case TrainTask():
-            return _after_training(run, task, ending, lost)
+            return _after_training(run, task, reason, lost)
         case CheckTask():
-            return task if ending.outcome == "port" and lost <= RESTARTS else None
+            return task if reason.outcome == "port" and lost <= RESTARTS else None
 
 
-def _after_probe(run: RunDir, task: ProbeTask, ending: Ending, lost: int) -> ProbeTask | None:
+def _after_probe(run: RunDir, task: ProbeTask, reason: ExitReason, lost: int) -> ProbeTask | None:
     current = run.current_probe(task)
     if current is None:
         return None
-    if ending.outcome == "device_oom":
-        _write_out_of_memory(run, task, current, ending.message)
-    elif ending.outcome in LOST and lost <= RESTARTS:
+    if reason.outcome == "device_oom":
+        _write_out_of_memory(run, task, current, reason.message)
+    elif reason.outcome in COUNTED and lost <= RESTARTS and not leaves_allocation(reason.outcome, task.spec.cluster):
         return task
-    elif ending.outcome != "cancelled" or not run.cancelled(task.job):
-        outcome = ending.outcome or "unknown"
-        run.write_result(Failed(**_where(task, current), outcome=outcome, message=ending.message))
-        return _without(run, task, current) if outcome == "user" else None
+    elif reason.outcome != "cancelled" or not run.cancelled(task.job):
+        outcome = reason.outcome or "unknown"
+        run.write_result(Failed(**probe_identity(task, current), outcome=outcome, message=reason.words))
+        return _without(run, task, current) if outcome == "user" and not no_gpu(reason.message) else None
     return None
 
 
@@ -67,15 +102,6 @@ def _without(run: RunDir, task: ProbeTask, failed: int) -> ProbeTask | None:
     return rest
 
 
-def _where(task: ProbeTask, local_batch: int) -> dict[str, Any]:
-    return {
-        "id": probe_id(task.nodes, local_batch),
-        "nodes": task.nodes,
-        "gpus_per_node": task.spec.cluster.gpus_per_node,
-        "local_batch": local_batch,
-    }
-
-
 def _write_out_of_memory(run: RunDir, task: ProbeTask, current: int, message: str) -> None:
     """A batch that does not fit is a result; larger ones are taken not to fit either."""
     for local_batch in task.local_batches:
@@ -83,40 +109,79 @@ def _write_out_of_memory(run: RunDir, task: ProbeTask, current: int, message: st
             continue
         assumed = local_batch > current
         text = f"a local batch of {current} did not fit" if assumed else message
-        run.write_result(OutOfMemory(**_where(task, local_batch), assumed=assumed, message=text))
+        run.write_result(OutOfMemory(**probe_identity(task, local_batch), assumed=assumed, message=text))
 
 
-def _after_training(run: RunDir, task: TrainTask, ending: Ending, lost: int) -> TrainTask | None:
-    if ending.outcome is None:
+def _after_training(run: RunDir, task: TrainTask, reason: ExitReason, lost: int) -> TrainTask | None:
+    if reason.outcome is None:
         write_summary(run, task)
         return None
-    relaunch = _relaunch(task, ending, lost)
+    relaunch = _relaunch(task, reason, lost)
     if relaunch is not None:
         run.write_task(relaunch)
     return relaunch
 
 
-def _relaunch(task: TrainTask, ending: Ending, lost: int) -> TrainTask | None:
+def _relaunch(task: TrainTask, reason: ExitReason, lost: int) -> TrainTask | None:
     """Return the next attempt: a smaller batch after an OOM, fewer loader processes after the host's, else the same."""
     update: dict[str, object] = {}
-    if ending.outcome == "device_oom":
+    if reason.outcome == "device_oom":
         if len(task.ladder) < 2:
             return None
         cause = f"out of memory at batch {task.batch}"
         update = {"ladder": task.ladder[1:]}
-    elif ending.outcome == "host_oom":
+    elif reason.outcome == "host_oom":
         if not task.workers or task.workers < task.spec.train.workers:
             return None
         cause = f"host out of memory with {task.workers} loader processes a rank"
         update = {"workers": task.workers // 2}
-    elif ending.outcome in LOST and lost < task.spec.train.max_attempts:
-        cause = f"{ending.outcome}: {ending.message}"
-    elif ending.outcome in TAKEN:
-        cause = ending.message
+    elif reason.outcome in COUNTED and lost < task.spec.train.max_attempts:
+        cause = f"{reason.outcome}: {reason.words}"
+    elif reason.outcome in ALLOCATION_LOST:
+        cause = reason.message
     else:
         return None
     attempt = task.attempt + 1
     return task.model_copy(update={**update, "id": f"{task.job}-{attempt}", "attempt": attempt, "cause": cause})
+
+
+def blamed(run: RunDir, task: Task, attempt: Attempt, reason: ExitReason, before: Sequence[Attempt]) -> ExitReason:
+    """Return why an attempt ended, once more considered: what looks like a faulty device may be the user's to mend.
+
+    What a device did twice is the program's doing. A node without a GPU is faulty where others have some.
+
+    Args:
+        run: the run.
+        task: what was attempted.
+        attempt: what ended.
+        reason: why it ended.
+        before: the attempts of this job before it; of a training those since which nothing more has been saved.
+    """
+    if reason.outcome == "device_fault" and no_gpu(reason.message) and not _gpus_elsewhere(run, attempt):
+        told = f"{reason.words}; {advice(reason.outcome, reason.message)}"
+        return dataclasses.replace(reason, outcome="user", message=told)
+    if reason.outcome == "device_error" and any(a.outcome == "device_error" for a in _alike(run, task, before)):
+        return dataclasses.replace(reason, outcome="user", message=f"{reason.words}, as in the attempt before")
+    return reason
+
+
+def _alike(run: RunDir, task: Task, before: Sequence[Attempt]) -> Sequence[Attempt]:
+    """Return the attempts that failed at what the newest one failed at: of a probe job, at the same batch."""
+    if not isinstance(task, ProbeTask):
+        return before
+    results = [run.result(probe_id(task.nodes, local_batch)) for local_batch in task.local_batches]
+    over = [result.measured_at for result in results if isinstance(result, Measured)]
+    over += [attempt.ended_at or 0.0 for attempt in before if attempt.outcome == "user"]  # that batch is left out now
+    return [attempt for attempt in before if (attempt.ended_at or 0.0) > max(over, default=0.0)]
+
+
+def _gpus_elsewhere(run: RunDir, attempt: Attempt) -> bool:
+    """Return whether jobs that ask for the same nodes do get GPUs: another node of this attempt, or one of an earlier one.
+
+    On this machine there is no other node.
+    """
+    alike = [other for other in run.attempts() if other.cluster == attempt.cluster]
+    return bool(attempt.allocation) and any(run.saw_gpus(other) for other in alike)
 
 
 def no_progress(attempts: Sequence[Attempt], progress: int, limit: int) -> str:
@@ -127,7 +192,7 @@ def no_progress(attempts: Sequence[Attempt], progress: int, limit: int) -> str:
         progress: samples that have been trained for good by now.
         limit: `train.max_attempts`.
     """
-    if not attempts or attempts[-1].outcome not in TAKEN:
+    if not attempts or attempts[-1].outcome not in ALLOCATION_LOST:
         return ""
     # The allocation counts, not its last attempt: an earlier one in it may have saved something.
     began = next(attempt for attempt in attempts if attempt.allocation == attempts[-1].allocation)
@@ -135,7 +200,7 @@ def no_progress(attempts: Sequence[Attempt], progress: int, limit: int) -> str:
         return ""
     if attempts[-1].outcome == "time_limit":
         return "the time limit was reached before anything could be saved: raise cluster.slurm.minutes"
-    stalled = [attempt for attempt in attempts if attempt.outcome in TAKEN and attempt.progress == progress]
+    stalled = [attempt for attempt in attempts if attempt.outcome in ALLOCATION_LOST and attempt.progress == progress]
     return f"{len(stalled)} allocations were lost without a newer checkpoint" if len(stalled) >= limit else ""
 
 
@@ -162,6 +227,7 @@ def write_summary(run: RunDir, task: TrainTask) -> None:
             actual_step=result.step_time,
             metrics=result.metrics,
             best_top1=result.best_top1,
+            best_epoch=result.best_epoch,
             currency=task.spec.pricing.currency,
             causes=tuple(t.cause for t in tasks[1:]),
             tuning=result.tuning,

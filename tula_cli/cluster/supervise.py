@@ -2,40 +2,49 @@
 
 A supervisor imports no torch. When its ranks have failed it reads what they wrote and starts fresh processes: an
 out-of-memory leaves the peers in a reduction, so only a new process group is clean. No command line has to be running.
+Of the supervisors of a job that of index 0 is the leader; the followers do what it writes down.
 """
 
 import contextlib
+import dataclasses
 import fcntl
 import itertools
 import os
-import socket
 import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
-from tula_cli.cluster.allocation import POLL, Place, Supervisor, deadline_of, newest, over, taken
-from tula_cli.cluster.attempt import (
-    close_attempt,
-    closing,
-    first_rank,
-    meeting,
-    open_attempt,
-    pause,
-    run_attempt,
-    world_size,
+from tula_cli.cluster.allocation import POLL, Allocation, termination_reason
+from tula_cli.cluster.attempt import RunningAttempt, close_attempt, deadline, open_attempt
+from tula_cli.cluster.exit_reason import ExitReason
+from tula_cli.cluster.group import RankSpawner
+from tula_cli.cluster.rank_start import first_rank, rendezvous, world_size
+from tula_cli.cluster.relaunch import (
+    ALLOCATION_LOST,
+    COUNTED,
+    PROCESS_LOST,
+    blamed,
+    leaves_allocation,
+    newest,
+    next_task,
+    no_progress,
+    over,
+    write_summary,
 )
-from tula_cli.cluster.ending import Ending
-from tula_cli.cluster.relaunch import LOST, TAKEN, after, no_progress, write_summary
 from tula_cli.cluster.slurm import queue as scheduler
+from tula_cli.cluster.slurm import sbatch
 from tula_cli.errors import JobFailed, TulaError
+from tula_cli.host.leftovers import MARK, GpuMemory, mark
+from tula_cli.host.network import node_name
 from tula_cli.run.directory import RunDir
-from tula_cli.run.records.jobs import Attempt, Job, Order
+from tula_cli.run.records.jobs import Attempt, Job, LeaderCommand
 from tula_cli.run.records.tasks import ProbeTask, Task, TrainTask
 
-LAG = 60.0
-"""Seconds by which a file may appear later than another one that was written after it (NFS)."""
+NFS_LAG = 60.0
+"""Seconds by which a file may appear later than another one that was written after it."""
 
 
 def supervise(path: Path, task_id: str, *, environ: Mapping[str, str] = os.environ) -> None:
@@ -46,126 +55,253 @@ def supervise(path: Path, task_id: str, *, environ: Mapping[str, str] = os.envir
         task_id: the task to start with; a newer attempt of the same training run takes its place.
         environ: the environment of the ranks.
     """
-    me = Supervisor(RunDir(path), Place.from_environment(environ), environ)
+    allocation = Allocation.from_environment(environ)
+    allocation.environ = {**environ, MARK: mark(path, task_id, allocation.id, allocation.index)}
+    supervisor = Supervisor(RunDir(path), allocation)
     try:
-        _supervise(me, task_id)
+        supervisor.supervise(task_id)
     except TulaError as error:  # a full disk above all: nothing can be written, so the scheduler's log has to tell
         sys.stderr.write(f"tula: {error.message}. {error.hint}\n")
         raise SystemExit(error.exit_code) from error
     finally:
-        me.starter.close()
+        supervisor.spawner.close()
 
 
-def _supervise(me: Supervisor, task_id: str) -> None:
-    if me.place.alone:
-        with _machine_to_ourselves(me.run, newest(me.run, task_id)):
-            _lead(me, task_id)
-        return
-    me.notice.listen()
-    if me.place.index:
-        _follow(me)
-    else:
-        me.ends_at = scheduler.ends_at(me.place.job_id, me.environ)
-        _lead(me, task_id)
+@dataclass
+class Supervisor:
+    """This process: the leader of a job's supervisors, or a follower.
 
-
-# --- the supervisor of task 0, and the others
-
-
-def _lead(me: Supervisor, task_id: str) -> None:
-    """Start attempt after attempt until the job is over, telling the other supervisors each time."""
-    for first in _packed(me.run, task_id):
-        if me.notice.given:
-            break
-        _lead_task(me, first)
-    _tell(me, Order(task=None))
-
-
-def _packed(run: RunDir, task_id: str) -> list[Task]:
-    """Return the task and those that share its allocation (search.packing: single)."""
-    first = newest(run, task_id)
-    others = [newest(run, other) for other in first.then] if isinstance(first, ProbeTask) else []
-    return [first, *others]
-
-
-def _lead_task(me: Supervisor, first: Task) -> None:
-    deadline = deadline_of(first)
-    task = _take_up(me, first)
-    while task is not None and not over(me.run, task):
-        attempt = open_attempt(me, task)
-        try:
-            order = Order(task=task.id, attempt=attempt.number, ranks=world_size(task), meeting=meeting(task))
-        except JobFailed as error:
-            ending = Ending("user", f"{error.message}; {error.hint}", host=socket.gethostname())
-            after(me.run, task, ending, 0)
-            close_attempt(me.run, attempt, ending)
-            break
-        _tell(me, order)
-        ending = closing(me, task, attempt, run_attempt(me, task, attempt, order, deadline))
-        taken = ending.outcome in TAKEN or (ending.outcome is not None and me.notice.given)
-        following = None if taken else after(me.run, task, ending, _lost(me, task) + (ending.outcome in LOST))
-        # Last: who sees the attempt ended may rely on everything that follows from it.
-        close_attempt(me.run, attempt, ending)
-        if taken and not me.run.cancelled(task.job):
-            return  # the next link of the chain goes on
-        task = following
-    _conclude(me, task or first)
-
-
-def _conclude(me: Supervisor, task: Task) -> None:
-    """Write what an earlier supervisor still owed, and give the queue back the links that are not needed."""
-    if not isinstance(task, TrainTask):
-        return
-    if me.run.training(task.signature).result() and not me.run.training(task.signature).summary():
-        write_summary(me.run, task)
-    job = _own_job(me, task)
-    if job is not None:
-        scheduler.cancel([link for link in job.links if link != me.place.job_id])
-
-
-def _tell(me: Supervisor, order: Order) -> None:
-    number = next(me.numbers)
-    if me.place.count > 1:
-        me.run.write_order(me.place.allocation, number, order)
-
-
-def _follow(me: Supervisor) -> None:
-    """Do what the supervisor of task 0 says, until it says that the job is over.
-
-    Where it is killed, srun's --kill-on-bad-exit ends this process too.
+    Args:
+        run: the run directory, through which supervisors talk to each other and to the command line.
+        allocation: what the scheduler gave the job, and this supervisor's index in it.
     """
-    deadlines: dict[str, float] = {}
-    for number in itertools.count():
-        while (order := me.run.order(me.place.allocation, number)) is None:
-            if me.notice.given:
-                return
-            pause(me)
-        if order.task is None:
+
+    run: RunDir
+    allocation: Allocation
+    since: float = field(default_factory=time.time)
+    spawner: RankSpawner = field(default_factory=RankSpawner)
+    memory: GpuMemory = field(default_factory=GpuMemory)
+    _numbers: Iterator[int] = field(default_factory=itertools.count)  # of the leader's commands
+
+    def supervise(self, task_id: str) -> None:
+        """Run a task, and what follows from it, to the end.
+
+        Raises:
+            TulaError: the run directory cannot be written, or shows only a part of what others have written.
+        """
+        if self.allocation.local:
+            with _exclusive_machine(self.run, newest(self.run, task_id)):
+                self._lead(task_id)
             return
-        task, attempt = _subject(me, order.task, order.attempt)
-        if first_rank(me, task) >= order.ranks:
-            continue  # a smaller number of nodes is being measured
-        run_attempt(me, task, attempt, order, deadlines.setdefault(task.id, deadline_of(task)))
+        self.allocation.termination.listen()
+        if self.allocation.leader:
+            self.allocation.ends_at = scheduler.ends_at(self.allocation.job_id, self.allocation.environ)
+            self._lead(task_id)
+        else:
+            self.follow()
+
+    def _attempt(self, task: Task, attempt: Attempt, command: LeaderCommand, ends: float) -> RunningAttempt:
+        return RunningAttempt(self.run, self.allocation, self.spawner, self.memory, task, attempt, command, ends)
+
+    # --- the leader
+
+    def _lead(self, task_id: str) -> None:
+        """Start attempt after attempt until the job is over, telling the followers each time."""
+        for first in self._packed(task_id):
+            if self.allocation.termination.received:
+                break
+            self._lead_task(first)
+        self._tell(LeaderCommand(task=None))
+
+    def _packed(self, task_id: str) -> list[Task]:
+        """Return the task and those that share its allocation (search.packing: single)."""
+        first = newest(self.run, task_id)
+        others = [newest(self.run, other) for other in first.then] if isinstance(first, ProbeTask) else []
+        return [first, *others]
+
+    def _lead_task(self, first: Task) -> None:
+        ends = deadline(first)
+        task = self._take_up(first)
+        while task is not None and not over(self.run, task):
+            attempt = open_attempt(self.run, self.allocation, task)
+            try:
+                ranks, meeting = world_size(task), rendezvous(task)
+            except JobFailed as error:
+                reason = ExitReason("user", f"{error.message}; {error.hint}", host=node_name())
+                next_task(self.run, task, reason, 0)
+                close_attempt(self.run, attempt, reason)
+                break
+            command = LeaderCommand(task=task.id, attempt=attempt.number, ranks=ranks, meeting=meeting)
+            self._tell(command)
+            running = self._attempt(task, attempt, command, ends)
+            before = self._without_progress(task)
+            reason = blamed(self.run, task, attempt, running.reason_by_scheduler(running.until_exit()), before)
+            ended = self._allocation_ended(reason)
+            lost = _lost(before) + (reason.outcome in COUNTED)
+            following = None if ended else next_task(self.run, task, self._avoided(task, reason), lost)
+            # Last: who sees the attempt ended may rely on everything that follows from it.
+            close_attempt(self.run, attempt, reason)
+            elsewhere = following is not None and leaves_allocation(reason.outcome, task.spec.cluster)
+            if (ended or elsewhere) and not self.run.cancelled(task.job):
+                return  # the next link of the chain goes on
+            task = following
+        self._conclude(task or first)
+
+    def _allocation_ended(self, reason: ExitReason) -> bool:
+        """Return whether an attempt ended with the allocation, or because that is about to end."""
+        terminated = reason.outcome is not None and self.allocation.termination.received
+        return terminated or reason.outcome in ALLOCATION_LOST
+
+    def _avoided(self, task: Task, reason: ExitReason) -> ExitReason:
+        """Let the next links of a chain run on other nodes than a faulty one; return the reason with what was done."""
+        faulty = reason.outcome == "device_fault" and leaves_allocation(reason.outcome, task.spec.cluster)
+        if not (faulty and isinstance(task, TrainTask)):
+            return reason
+        job = self._own_job(task)
+        waiting = job.links[job.links.index(self.allocation.job_id) + 1 :] if job is not None else ()
+        nodes = sbatch.excluded(self.run, task, also=reason.host)
+        complaint = scheduler.exclude(waiting, nodes)
+        told = f"excluded from now on: {nodes}" if not complaint else f"{nodes} could not be excluded: {complaint}"
+        return dataclasses.replace(reason, message=f"{reason.words}; {told}", host="")
+
+    def _conclude(self, task: Task) -> None:
+        """Write what an earlier supervisor still owed, and give the queue back the links that are not needed."""
+        if not isinstance(task, TrainTask):
+            return
+        training = self.run.training(task.signature)
+        if training.result() and not training.summary():
+            write_summary(self.run, task)
+        job = self._own_job(task)
+        if job is not None:
+            scheduler.cancel([link for link in job.links if link != self.allocation.job_id])
+
+    def _tell(self, command: LeaderCommand) -> None:
+        number = next(self._numbers)
+        if self.allocation.count > 1:
+            self.run.write_leader_command(self.allocation.id, number, command)
+
+    # --- a follower
+
+    def follow(self) -> None:
+        """Do what the leader says, until it says that the job is over.
+
+        Where it is killed, srun's --kill-on-bad-exit ends this process too.
+
+        Raises:
+            TulaError: what the leader talks about does not appear.
+        """
+        deadlines: dict[str, float] = {}
+        for number in itertools.count():
+            while (command := self.run.leader_command(self.allocation.id, number)) is None:
+                if self.allocation.termination.received:
+                    return
+                self.allocation.pause()
+            if command.task is None:
+                return
+            task, attempt = self._subject(command.task, command.attempt)
+            if first_rank(self.allocation, task) >= command.ranks:
+                continue  # a smaller number of nodes is being measured
+            ends = deadlines.setdefault(task.id, deadline(task))
+            self._attempt(task, attempt, command, ends).until_exit()
+
+    def _subject(self, task_id: str, number: int) -> tuple[Task, Attempt]:
+        """Return task and attempt of a command: written before it, but NFS may show the command first.
+
+        Raises:
+            TulaError: they do not appear.
+        """
+        patience_ends = time.monotonic() + NFS_LAG
+        while True:
+            task, attempt = self.run.task(task_id), self.run.attempt(task_id, number)
+            if task is not None and attempt is not None:
+                return task, attempt
+            if time.monotonic() > patience_ends:
+                raise TulaError(f"the command of the leader came, but not what it is about, in {NFS_LAG:g} s")
+            time.sleep(POLL)
+
+    # --- after earlier allocations
+
+    def _take_up(self, task: Task) -> Task | None:
+        """Continue where earlier links of the chain have left a training; None where they say that it is over."""
+        self._close_lost(task)
+        if not isinstance(task, TrainTask):
+            return task
+        job = self._own_job(task)
+        if job is not None and self._predecessor_cancelled(job):
+            self.run.cancel(task.job, by="scancel")
+        earlier = self._of_submission(task)
+        if not earlier or earlier[-1].task != task.id:
+            return task  # the first of this submission, or its relaunch is written already
+        last = self._corrected(earlier[-1])
+        if last.outcome == "cancelled" and not self.allocation.local:
+            self.run.cancel(task.job, by="scancel")
+        if why := no_progress(earlier, self.run.training(task.signature).progress(), task.spec.train.max_attempts):
+            self.run.write_attempt(last.model_copy(update={"message": f"{last.message}; {why}"}))
+            return None
+        unwritten = (*PROCESS_LOST, *ALLOCATION_LOST, "host_oom", "device_oom")  # whose relaunch is not there yet
+        if last.outcome not in unwritten:
+            return None
+        lost = _lost(self._without_progress(task))
+        return next_task(self.run, task, ExitReason(last.outcome, last.message, host=last.host), lost)
+
+    def _corrected(self, last: Attempt) -> Attempt:
+        """Return an attempt with why its allocation was ended, where its own supervisor could not tell yet."""
+        if last.outcome != "signal" or last.allocation in ("", self.allocation.id):
+            return last
+        reason = termination_reason(last.allocation)
+        if reason.outcome == "signal":
+            return last
+        corrected = last.model_copy(update={"outcome": reason.outcome, "message": reason.message})
+        self.run.write_attempt(corrected)
+        return corrected
+
+    def _own_job(self, task: Task) -> Job | None:
+        """Return the submission that this allocation is of; None while the command line has not written it."""
+        job = self.run.job(task.job)
+        return job if job is not None and self.allocation.job_id in job.links else None
+
+    def _predecessor_cancelled(self, job: Job) -> bool:
+        """Return whether the user has ended the link before this one (scancel): it stays ended."""
+        before = job.links[: job.links.index(self.allocation.job_id)]
+        return bool(before) and scheduler.ended_how(before[-1]) == "cancelled"
+
+    def _of_submission(self, task: TrainTask) -> list[Attempt]:
+        """Return the attempts of earlier links of this submission; the user's new submission begins anew."""
+        attempts = self.run.training(task.signature).attempts()
+        if self.allocation.local:
+            return [attempt for attempt in attempts if attempt.started_at >= self.since]
+        job = self._own_job(task)
+        links = job.links if job is not None else (self.allocation.job_id,)
+        return [attempt for attempt in attempts if attempt.allocation.partition(".")[0] in links]
+
+    def _without_progress(self, task: Task) -> list[Attempt]:
+        """Return the attempts of this job so far, of a training those since which nothing more has been saved."""
+        if not isinstance(task, TrainTask):
+            return [attempt for attempt in self.run.attempts(task.id) if attempt.started_at >= self.since]
+        progress = self.run.training(task.signature).progress()
+        return [attempt for attempt in self._of_submission(task) if attempt.progress == progress]
+
+    def _close_lost(self, task: Task) -> None:
+        """Close attempts whose supervisor was killed: at their log's last sign of life, as the scheduler tells it."""
+        run = self.run
+        attempts = run.training(task.signature).attempts() if isinstance(task, TrainTask) else run.attempts(task.id)
+        for lost in attempts:
+            if lost.ended_at is not None:
+                continue
+            log = run.log_path(lost.task, lost.number)
+            ended = log.stat().st_mtime if log.exists() else lost.started_at
+            killed = ExitReason("signal", "its supervisor was killed")
+            reason = termination_reason(lost.allocation) if lost.allocation else killed
+            update = {"ended_at": ended, "outcome": reason.outcome, "message": reason.message}
+            run.write_attempt(lost.model_copy(update=update))
 
 
-def _subject(me: Supervisor, task_id: str, number: int) -> tuple[Task, Attempt]:
-    """Return the task and the attempt that an order is about: written before it, but NFS may show the order first.
-
-    Raises:
-        TulaError: they do not appear.
-    """
-    deadline = time.monotonic() + LAG
-    while True:
-        task, attempt = me.run.task(task_id), me.run.attempt(task_id, number)
-        if task is not None and attempt is not None:
-            return task, attempt
-        if time.monotonic() > deadline:
-            raise TulaError(f"the order of task 0 came, but not what it is about, in {LAG:g} s")
-        time.sleep(POLL)
+def _lost(attempts: list[Attempt]) -> int:
+    return sum(attempt.outcome in COUNTED for attempt in attempts)
 
 
 @contextlib.contextmanager
-def _machine_to_ourselves(run: RunDir, task: Task) -> Iterator[None]:
+def _exclusive_machine(run: RunDir, task: Task) -> Iterator[None]:
     """Wait until no other job of this user runs here: jobs side by side would spoil each other's times.
 
     The lock lives on the machine, not in the run directory, and the kernel drops it with this process. A job that is
@@ -187,89 +323,3 @@ def _locked(lock: int) -> bool:
     except BlockingIOError:
         return False
     return True
-
-
-# --- after earlier allocations
-
-
-def _take_up(me: Supervisor, task: Task) -> Task | None:
-    """Continue where the earlier links of the chain have left a training; None where they say that it is over."""
-    _close_lost(me, task)
-    if not isinstance(task, TrainTask):
-        return task
-    job = _own_job(me, task)
-    if job is not None and _predecessor_cancelled(me, job):
-        me.run.cancel(task.job, by="scancel")
-    earlier = _of_submission(me, task)
-    if not earlier or earlier[-1].task != task.id:
-        return task  # the first of this submission, or its relaunch is written already
-    last = _corrected(me, earlier[-1])
-    if last.outcome == "cancelled" and not me.place.alone:
-        me.run.cancel(task.job, by="scancel")
-    if why := no_progress(earlier, me.run.training(task.signature).progress(), task.spec.train.max_attempts):
-        me.run.write_attempt(last.model_copy(update={"message": f"{last.message}; {why}"}))
-        return None
-    if last.outcome not in (*LOST, *TAKEN, "host_oom", "device_oom"):  # an OOM whose relaunch nobody has written yet
-        return None
-    return after(me.run, task, Ending(last.outcome, last.message), _lost(me, task))
-
-
-def _corrected(me: Supervisor, last: Attempt) -> Attempt:
-    """Return an attempt with why its allocation was ended, where its own supervisor could not tell yet."""
-    if last.outcome != "signal" or last.allocation in ("", me.place.allocation):
-        return last
-    how = taken(last.allocation)
-    if how.outcome == "signal":
-        return last
-    found = last.model_copy(update={"outcome": how.outcome, "message": how.message})
-    me.run.write_attempt(found)
-    return found
-
-
-def _own_job(me: Supervisor, task: Task) -> Job | None:
-    """Return the submission that this allocation belongs to; None while the command line has not written it."""
-    job = me.run.job(task.job)
-    return job if job is not None and me.place.job_id in job.links else None
-
-
-def _predecessor_cancelled(me: Supervisor, job: Job) -> bool:
-    """Return whether the user has ended the link before this one (scancel): it stays ended."""
-    before = job.links[: job.links.index(me.place.job_id)]
-    return bool(before) and scheduler.ended_how(before[-1]) == "cancelled"
-
-
-def _of_submission(me: Supervisor, task: TrainTask) -> list[Attempt]:
-    """Return the attempts that earlier links of this submission have made; the user's new submission begins anew."""
-    attempts = me.run.training(task.signature).attempts()
-    if me.place.alone:
-        return [attempt for attempt in attempts if attempt.started_at >= me.since]
-    job = _own_job(me, task)
-    links = job.links if job is not None else (me.place.job_id,)
-    return [attempt for attempt in attempts if attempt.allocation.partition(".")[0] in links]
-
-
-def _lost(me: Supervisor, task: Task) -> int:
-    """Return how many attempts of this job have lost their processes so far."""
-    if isinstance(task, TrainTask):
-        progress = me.run.training(task.signature).progress()  # those that have advanced it do not count
-        attempts = [attempt for attempt in _of_submission(me, task) if attempt.progress == progress]
-    else:
-        attempts = [attempt for attempt in me.run.attempts(task.id) if attempt.started_at >= me.since]
-    return sum(attempt.outcome in LOST for attempt in attempts)
-
-
-# --- one attempt
-
-
-def _close_lost(me: Supervisor, task: Task) -> None:
-    """Close attempts whose supervisor was killed, at their log's last sign of life, with what the scheduler says."""
-    run = me.run
-    attempts = run.training(task.signature).attempts() if isinstance(task, TrainTask) else run.attempts(task.id)
-    for lost in attempts:
-        if lost.ended_at is None:
-            log = run.log_path(lost.task, lost.number)
-            ended = log.stat().st_mtime if log.exists() else lost.started_at
-            how = taken(lost.allocation) if lost.allocation else Ending("signal", "its supervisor was killed")
-            run.write_attempt(
-                lost.model_copy(update={"ended_at": ended, "outcome": how.outcome, "message": how.message})
-            )

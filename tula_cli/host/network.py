@@ -2,6 +2,7 @@
 
 import fcntl
 import ipaddress
+import os
 import socket
 import struct
 from collections.abc import Iterator
@@ -15,6 +16,11 @@ _SIOCGIFFLAGS, _SIOCGIFADDR = 0x8913, 0x8915
 _UP, _LOOPBACK, _RUNNING = 0x1, 0x8, 0x40
 _VIRTUAL = ("docker", "br-", "veth", "virbr", "cni", "flannel", "podman", "lxc", "tun", "tap", "ifb")
 """What the names of interfaces begin with that lead to containers of this node, not to other nodes."""
+
+
+def node_name() -> str:
+    """Return what the scheduler calls this node, which need not be the name that the node gives itself."""
+    return os.environ.get("SLURMD_NODENAME") or socket.gethostname()
 
 
 def own_address(interface: str | None = None) -> str:

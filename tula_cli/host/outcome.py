@@ -14,25 +14,103 @@ from tula_cli.run.records.jobs import Failure
 
 
 @dataclass(frozen=True)
-class Rule:
+class FailurePattern:
     """Words that tell an outcome. Lines are matched with their rank prefixes cut off."""
 
     outcome: OutcomeClass
     pattern: re.Pattern[str]
 
 
-def _rule(outcome: OutcomeClass, *patterns: str) -> Rule:
-    return Rule(outcome, re.compile("|".join(f"(?:{pattern})" for pattern in patterns), re.MULTILINE))
+def _pattern(outcome: OutcomeClass, *patterns: str) -> FailurePattern:
+    return FailurePattern(outcome, re.compile("|".join(f"(?:{pattern})" for pattern in patterns), re.MULTILINE))
 
 
 # A size that overflowed is a broken message or a bug, not a lack of memory.
 _NOT_OVERFLOWN = r"(?![^\n]*more than 1EB)"
 
+_API = r"\b(?:CUDA|Cuda|HIP|XPU)(?: runtime)? (?:error|failure)\b[^\n]{0,40}?"
+"""How torch, NCCL and RCCL begin what the runtime of a device has told them, with its number or none."""
+
+_NO_GPU = (
+    "no GPU is to be seen: does the job ask for GPUs (cluster.slurm.gpus), and does nvidia-smi or rocm-smi show them?",
+    (r"\bNo (?:CUDA|HIP) GPUs are available\b", r"\bno (?:CUDA|ROCm)-capable device is detected\b",
+     r"\b(?:cudaErrorNoDevice|hipErrorNoDevice|CUDA_ERROR_NO_DEVICE)\b", r"^(?:tula_cli\.errors\.)?NoGpu\b"),
+)  # fmt: skip
+
+DEVICE_FAULTS: tuple[tuple[str, tuple[str, ...]], ...] = (
+    (
+        "the memory of a GPU has failed: tell the administrators, who can drain the node",
+        (r"\buncorrectable ECC error\b", r"(?i:\bECC_?UNCORRECTABLE\b)", r"\bcudaErrorECCUncorrectable\b",
+         r"\bhipErrorECCNotCorrectable\b", r"\bCUDA_ERROR_ECC_UNCORRECTABLE\b"),
+    ),
+    (
+        "a link between GPUs has failed: tell the administrators, who can drain the node",
+        (r"\buncorrectable NVLink error\b", r"(?i:\b(?:cudaError|CUDA_ERROR_)Nvlink_?Uncorrectable\b)"),
+    ),
+    (
+        "a GPU is gone: tell the administrators; nvidia-smi -q and dmesg tell more",
+        # Xids of the hardware and of the link to it; those that a program causes are DEVICE_ERRORS.
+        (r"\bXid\b[^\n]{0,40}: ?(?:46|48|54|6[1-4]|74|79|9[245]|1(?:09|10|19|2[0-4]|3[67]|4[0-9]|5[0-9]))\b",
+         r"\bfallen off the bus\b", r"\bGPU is lost\b", r"\bGPU_IS_LOST\b", _API + r"\bunknown error\b",
+         r"\bCUDA unknown error\b",
+         r"\b(?:cudaErrorUnknown|hipErrorUnknown|CUDA_ERROR_UNKNOWN)\b"),
+    ),
+    (
+        "another process holds the GPU, or it is in exclusive mode: nvidia-smi shows who",
+        (r"\bdevice(?:\(s\)|s)? (?:is/are|is|are) busy or unavailable\b", r"\bcudaErrorDevices?Unavailable\b",
+         r"\bCUDA_ERROR_DEVICE_UNAVAILABLE\b"),
+    ),
+    (
+        "the node's GPUs are not set up yet: its fabric manager has to run (nvidia-fabricmanager)",
+        (r"\bError 802:", r"\bsystem not yet initialized\b",
+         r"\b(?:cudaErrorSystemNotReady|CUDA_ERROR_SYSTEM_NOT_READY)\b"),
+    ),
+    (
+        "the driver in the kernel and its libraries differ: the node has to be restarted after a driver update",
+        (r"\bError 803:", r"\bunsupported display driver / cuda driver combination\b",
+         r"\b(?:cudaErrorSystemDriverMismatch|CUDA_ERROR_SYSTEM_DRIVER_MISMATCH)\b",
+         r"\bDriver/library version mismatch\b"),
+    ),
+    (
+        "the MPS server of the node does not answer: it has to be restarted (nvidia-cuda-mps-control)",
+        (r"\bMPS (?:server|client|control daemon)\b[^\n]*(?:fail|not ready|terminat|exceed|reached|error)",
+         r"\bMPS RPC\b[^\n]*fail", r"\bcudaErrorMps\w+", r"\bCUDA_ERROR_MPS_\w+"),
+    ),
+    (
+        "InfiniBand may not lock enough memory: let the node's limit be unlimited (ulimit -l, memlock; for SLURM"
+        " LimitMEMLOCK of slurmd, PropagateResourceLimitsExcept=MEMLOCK)",
+        (r"\bibv_\w+[^\n]*(?:Cannot allocate memory|ENOMEM|\b(?:errno|error):? 12\b)",
+         r"\b(?:max locked memory|RLIMIT_MEMLOCK)\b"),
+    ),
+    _NO_GPU,  # the last: where the driver says why there is none, that is told
+)  # fmt: skip
+"""What is wrong with a node or a device, not with the program: what to do, and the vendors' words for it."""
+
+DEVICE_ERRORS = (
+    r"\b(?:an )?illegal memory access was encountered\b",
+    r"\b(?:cudaErrorIllegalAddress|hipErrorIllegalAddress|CUDA_ERROR_ILLEGAL_ADDRESS)\b",
+    r"\bunspecified launch failure\b",
+    r"\b(?:cudaErrorLaunchFailure|hipErrorLaunchFailure|CUDA_ERROR_LAUNCH_FAILED)\b",
+    _API + r"(?:\bmisaligned address|\ban illegal instruction was encountered|\binvalid program counter)",
+    _API + r"\binvalid device ordinal\b",
+    r"\bhardware stack error\b",
+    r"\bMemory access fault by GPU\b",
+    r"\bHW Exception by GPU\b",
+    r"\bHSA_STATUS_ERROR_(?:MEMORY_APERTURE_VIOLATION|MEMORY_FAULT|ILLEGAL_INSTRUCTION|EXCEPTION)\b",
+    r"\bXid\b[^\n]{0,40}: ?(?:13|31|43|45)\b",
+    r"\bCUDNN_STATUS_INTERNAL_ERROR\b",
+    r"\b(?:CUDNN|CUBLAS|HIPBLAS|CUSOLVER|CUSPARSE)_STATUS_EXECUTION_FAILED\b",
+    r"\bUR_RESULT_ERROR_DEVICE_LOST\b",
+)
+"""What a wrong kernel gives, and a failing device too: only another try tells them apart."""
+
 DECISIVE = (
-    _rule("diverged", r"^tula_cli\.errors\.Diverged\b"),
+    _pattern("diverged", r"^tula_cli\.errors\.Diverged\b"),
     # A failed assertion on the device leaves every later library call failing with words that look like memory.
-    _rule("user", r"device-side assert triggered", r"\bAssertion `[^\n]*` failed\.", r"\bhipErrorAssert\b"),
-    _rule(
+    _pattern("user", r"device-side assert triggered", r"\bAssertion `[^\n]*` failed\.", r"\bhipErrorAssert\b"),
+    # Before memory: ibverbs cannot lock enough of it, which is nothing that a batch or a loader could spare.
+    _pattern("device_fault", *(words for _, forms in DEVICE_FAULTS for words in forms)),
+    _pattern(
         "device_oom",
         rf"\btorch\.(?:cuda\.)?OutOfMemoryError\b{_NOT_OVERFLOWN}",
         rf"\b(?:CUDA|HIP|XPU|MPS)\b[^\n]{{0,40}}\bout of memory\b{_NOT_OVERFLOWN}",
@@ -45,18 +123,23 @@ DECISIVE = (
         r"\bmiopenStatusAllocFailed\b",
         r"\bCUFFT_ALLOC_FAILED\b",
         r"\bMIOpen\b[^\n]*(?:[Mm]emory not available|[Ff]ailed to allocate|out of memory)",
+        r"\bFailed to CUDA (?:calloc|malloc)\b",
+        r"\bCUDNN_STATUS_(?:INTERNAL_ERROR_)?(?:DEVICE|HOST)_ALLOCATION_FAILED\b",
+        r"\bHSA_STATUS_ERROR_OUT_OF_RESOURCES\b",
+        r"\b(?:UR_RESULT|ZE_RESULT|PI)_ERROR_OUT_OF_(?:DEVICE_MEMORY|RESOURCES)\b",
     ),
     # Not about memory by their words, and yet what a nearly full device (or a tensor beyond 2^31 elements) gives: torch
     # tries every algorithm, each is refused its workspace, and the last refusal is what is told. A smaller batch either
     # cures it or shows the same words again, so they are taken for memory.
-    _rule(
+    _pattern(
         "device_oom",
         r"Unable to find a valid cuDNN algorithm to run convolution",
         r"\bunable to find an engine to execute this computation\b",
         r"\bCUDNN_STATUS_NOT_SUPPORTED\b",
         r"\bCUBLAS_STATUS_NOT_INITIALIZED\b[^\n]*\bcublasCreate\b",
+        r"\bmiopenStatusUnknownError\b",
     ),
-    _rule(
+    _pattern(
         "host_oom",
         # oneDNN's words when memory for a kernel or its scratch space is refused.
         r"\bcould not (?:create|execute) a (?:primitive|memory)",
@@ -65,7 +148,7 @@ DECISIVE = (
         r"\bfailed to register TLS destructor: out of memory\b",
         r"\bcannot allocate memory for thread-local data\b",
     ),
-    _rule(
+    _pattern(
         "host_oom",
         r"\bDefaultCPUAllocator: (?:can't allocate memory|not enough memory)",
         r"^(?:numpy\.[\w.]*)?(?:_Array)?MemoryError\b",
@@ -79,24 +162,28 @@ DECISIVE = (
         r"\btasks? [\d,-]+: Out Of Memory\b",
         r"\bexceeded memory limit \(\d+ > \d+\), being killed",
         r"\bOUT_OF_MEMORY\b",
+        r"\bFailed to CUDA host alloc\b",
+        r"\b(?:UR_RESULT|ZE_RESULT|PI)_ERROR_OUT_OF_HOST_MEMORY\b",
         r"\[Errno 12\]",
         r"\bCannot allocate memory\b",
     ),
-    _rule("port", r"\bEADDRINUSE\b", r"\bAddress already in use\b", r"\[Errno 98\]"),
-    _rule(
+    # After memory: a full device is told in many words, some of which are a library's own internal error.
+    _pattern("device_error", *DEVICE_ERRORS),
+    _pattern("port", r"\bEADDRINUSE\b", r"\bAddress already in use\b", r"\[Errno 98\]"),
+    _pattern(
         "disk",
         r"\bNo space left on device\b",
         r"\bDisk quota exceeded\b",
         r"\[Errno (?:28|122)\]",
         r"\bPytorchStreamWriter failed writing\b",
     ),
-    _rule("signal", r"\bCANCELLED AT \S+ DUE TO\b"),
+    _pattern("signal", r"\bCANCELLED AT \S+ DUE TO\b"),
     # Only the job's line: a step is also cancelled where one of its tasks failed.
-    _rule("cancelled", r"\*\*\* JOB \d+ ON \S+ CANCELLED AT \S+ \*\*\*"),
+    _pattern("cancelled", r"\*\*\* JOB \d+ ON \S+ CANCELLED AT \S+ \*\*\*"),
 )
 """Looked for in this order, before anything is read into a traceback."""
 
-PEER = _rule(
+PEER = _pattern(
     "peer",
     r"\bgloo/transport/",
     r"\bGloo connect\w+ failed",
@@ -106,6 +193,8 @@ PEER = _rule(
     r"\bWatchdog caught collective operation timeout\b",
     r"\bncclRemoteError\b",
     r"\bncclSystemError\b",
+    r"\bProxy [Cc]all to rank \d+ failed\b",
+    r"\bProcessGroupNCCL(?:'s)? watchdog (?:hang|got stuck)\b",
     r"\bNCCL communicator (?:was aborted|encountered error)",
     r"\bNCCL operations have failed or timed out\b",
     r"\bDistNetworkError\b",
@@ -118,7 +207,7 @@ PEER = _rule(
     r"\bSocket Timeout\b",
 )
 
-SIGNAL = _rule(
+SIGNAL = _pattern(
     "signal",
     r"\bexit ?code *: *-\d+",
     r"\bSignal \d+ \(SIG[A-Z]+\) received by PID\b",
@@ -151,19 +240,32 @@ def classify(text: str, *, exit_code: int | None = None, device: str = "cuda") -
 
 
 def _classify(text: str, exit_code: int | None) -> OutcomeClass:
-    for rule in DECISIVE:
-        if rule.pattern.search(text):
-            return rule.outcome
+    if decisive := _decisive(text):
+        return decisive[0]
     if exit_code in (-9, 137) and _KILLED_BY_SHELL.search(text):
         return "host_oom"
     if any(_is_users(chain) for chain in _chains(text)):
         return "user"
-    for rule in (PEER, SIGNAL):
-        if rule.pattern.search(text):
-            return rule.outcome
+    for failure in (PEER, SIGNAL):
+        if failure.pattern.search(text):
+            return failure.outcome
     if exit_code is not None and (exit_code < 0 or 128 < exit_code <= 192):
         return "signal"
     return "unknown"
+
+
+def _decisive(text: str) -> tuple[OutcomeClass, re.Match[str]] | None:
+    found = ((failure.outcome, failure.pattern.search(text)) for failure in DECISIVE)
+    return next(((outcome, match) for outcome, match in found if match), None)
+
+
+def telling_line(text: str) -> str:
+    """Return the line of a text that tells of the device or the node; empty where none does."""
+    found = _decisive(_RANK_PREFIX.sub("", text))
+    if found is None or found[0] not in ("device_fault", "device_error"):
+        return ""
+    words, at = found[1].string, found[1].start()
+    return words[words.rfind("\n", 0, at) + 1 :].split("\n", 1)[0].strip()
 
 
 def _is_users(chain: list[str]) -> bool:
@@ -204,7 +306,9 @@ def _exception(block: str) -> list[str]:
 _SEVERITY: dict[OutcomeClass, int] = {
     "device_oom": 0,
     "host_oom": 0,
+    "device_fault": 0,
     "user": 1,
+    "device_error": 1,
     "diverged": 1,
     "disk": 1,
     "port": 1,
@@ -222,7 +326,7 @@ _TOLD_TO_END = re.compile(r"\bSIGTERM\b|\bsignal:? 15\b|-15\b", re.IGNORECASE)
 def root(failures: Iterable[Failure]) -> Failure | None:
     """Return the failure that the others follow from, or None where there is none.
 
-    Memory beats everything and peers that report a lost rank come last; among equals the earliest wins.
+    Memory and faulty devices beat everything, and peers that report a lost rank come last; among equals the earliest wins.
     A rank that was told to end (SIGTERM) says no more than one that lost its peer.
     """
     return min(failures, key=lambda failure: (_severity(failure), failure.failed_at, failure.rank), default=None)
@@ -239,6 +343,9 @@ _ADVICE: dict[OutcomeClass, str] = {
     "user": "tula logs shows the whole traceback; correct the model, the data or the spec and run the same command again",
     "diverged": "the same command diverges again: lower optimizer.lr, lengthen schedule.warmup_epochs, set train.max_grad_norm,"
     " or compute with train.precision fp32 or bf16",
+    "device_fault": "a node or one of its GPUs is faulty: tell the administrators; the same command goes on from the newest"
+    " checkpoint",
+    "device_error": "a GPU refused what a kernel did: if it does so again and on another node, the model or a library is wrong",
     "peer": "a rank was lost and its log does not say why: check the network (cluster.interface) and tula logs",
     "signal": "the job was killed from outside; the same command continues it",
     "port": "a port was taken; run the same command again",
@@ -251,6 +358,18 @@ _ADVICE: dict[OutcomeClass, str] = {
 }
 
 
-def advice(outcome: OutcomeClass) -> str:
-    """Return one line: what the user can do about it."""
+def advice(outcome: OutcomeClass, words: str = "") -> str:
+    """Return one line: what the user can do about it, by what was told of it where that says more than its class."""
+    if outcome == "device_fault":
+        return next((what_to_do for what_to_do, _ in _faults(words)), _ADVICE[outcome])
     return _ADVICE[outcome]
+
+
+def no_gpu(words: str) -> bool:
+    """Return whether what was told of a fault is that no GPU is to be seen, and no word of why."""
+    return next(_faults(words), None) is _NO_GPU
+
+
+def _faults(words: str) -> Iterator[tuple[str, tuple[str, ...]]]:
+    """Yield those of `DEVICE_FAULTS` that the words tell of."""
+    yield from (fault for fault in DEVICE_FAULTS if any(re.search(form, words, re.MULTILINE) for form in fault[1]))

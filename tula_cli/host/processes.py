@@ -8,17 +8,21 @@ import signal
 from collections.abc import Iterator
 from pathlib import Path
 
+PROC = Path("/proc")
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 
 
-def die_with_parent() -> None:
+def die_with_parent(parent: int | None = None) -> None:
     """Ask the kernel to kill this process when its parent ends.
 
     A worker that outlives its supervisor would be a second writer of one run.
+
+    Args:
+        parent: its process id, where it is known: it may have ended before this is called.
     """
     if platform.system() != "Linux":
         return
-    parent = os.getppid()
+    parent = os.getppid() if parent is None else parent
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:  # it ended before the kernel knew
         os._exit(1)
@@ -53,7 +57,23 @@ def _adopt(orphans: bool) -> None:
 def started(pid: int) -> float | None:
     """Return when a process started, in clock ticks since boot; None where it has ended (a zombie has ended too)."""
     try:
-        fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
+        fields = (PROC / str(pid) / "stat").read_text(encoding="utf-8").rpartition(")")[2].split()
     except (FileNotFoundError, ProcessLookupError):
         return None
     return None if fields[0] in "ZX" else float(fields[19])
+
+
+def carrying(variable: str) -> dict[int, str]:
+    """Return this user's living processes that were started with an environment variable, and its value in each."""
+    found = {}
+    for process in (entry for entry in PROC.iterdir() if entry.name.isdigit()):
+        try:
+            if process.stat().st_uid != os.getuid():
+                continue
+            given = os.fsdecode((process / "environ").read_bytes()).split("\0")
+        except OSError:  # it has ended, or is not to be looked into
+            continue
+        value = next((text.partition("=")[2] for text in given if text.startswith(f"{variable}=")), None)
+        if value is not None and started(int(process.name)) is not None:
+            found[int(process.name)] = value
+    return found

@@ -19,6 +19,7 @@ from tula_cli.models.observations import (
     capacity_of,
     doubts,
     observation,
+    other_shape,
     require_one_hardware,
     require_some,
 )
@@ -33,7 +34,7 @@ from tula_cli.run.records.recommendations import Prediction
 from tula_cli.run.records.tasks import Rung
 from tula_cli.spec.job import JobSpec
 from tula_cli.spec.resources import Spot
-from tula_cli.words import counted
+from tula_cli.words import plural
 
 
 @dataclass(frozen=True)
@@ -90,7 +91,7 @@ class Forecast:
             dataset_size=measured[0].dataset_size,
             eval_size=measured[0].eval_size,
             shutdown=_shutdown(attempts, measured),
-            warnings=(*doubts(measured), *steps.warnings, *bounds(spec, measured)),
+            warnings=(*doubts(measured), *steps.warnings, *bounds(spec, measured), *other_shape(spec, measured)),
         )
 
     @cached_property
@@ -150,11 +151,9 @@ class Forecast:
             BadMeasurements: the probes do not tell its step time.
         """
         if why := self.why_not(config):
-            raise Infeasible(
-                f"batch {config.batch} on {counted(config.nodes)}: {why}", "tula recommend shows what fits"
-            )
+            raise Infeasible(f"batch {config.batch} on {plural(config.nodes)}: {why}", "tula recommend shows what fits")
         if why := self.why_unknown(config):
-            raise steptime.cannot_predict(f"batch {config.batch} on {counted(config.nodes)}", why)
+            raise steptime.cannot_predict(f"batch {config.batch} on {plural(config.nodes)}", why)
         probe = self._probe(config)
         return self._prediction(config, self._steps([config], [probe])[0], probe)
 

@@ -9,7 +9,7 @@ from tula_cli.models.time.steptime import Observation
 from tula_cli.run.records.inspections import Inspection
 from tula_cli.run.records.probes import Failed, Measured, OutOfMemory
 from tula_cli.spec.job import JobSpec
-from tula_cli.words import counted, place
+from tula_cli.words import place, plural
 
 T = TypeVar("T", Measured, OutOfMemory, Failed)
 
@@ -40,6 +40,22 @@ def bounds(spec: JobSpec, measured: Iterable[Measured]) -> list[str]:
     if not spec.train.facts.measured_as or not any(probe.nodes * probe.gpus_per_node > 1 for probe in measured):
         return []
     return [spec.train.facts.measured_as]
+
+
+def other_shape(spec: JobSpec, measured: Iterable[Measured]) -> list[str]:
+    """Say where NCCL took a tree for its largest all-reduce on the most nodes and the time model has a ring, or vice versa."""
+    told = [probe for probe in measured if probe.environment.allreduce]
+    if not told:
+        return []
+    probe = max(told, key=lambda probe: probe.nodes)
+    chosen = probe.environment.allreduce[max(probe.environment.allreduce)].partition(",")[0]
+    modelled = spec.cluster.collective
+    if {chosen, modelled} != {"ring", "tree"}:
+        return []
+    return [
+        f"NCCL chose a {chosen} for its largest all-reduces on {plural(probe.nodes)}, and times are modelled as a"
+        f" {modelled}'s: set cluster.collective: {chosen}"
+    ]
 
 
 def require_some(measured: Sequence[Measured], ooms: Sequence[OutOfMemory], failed: Sequence[Failed]) -> None:
@@ -88,7 +104,7 @@ def _by_node(probe: Measured) -> str:
 
 def capacity_of(spec: JobSpec, measured: Sequence[Measured], inspection: Inspection | None) -> int | None:
     """Return the bytes of one GPU: the least that probes found, else what is known without them; None for no bound."""
-    known = [probe.memory.capacity for probe in measured if probe.memory.capacity is not None]
+    known = [probe.capacity for probe in measured if probe.capacity is not None]
     if known:
         return min(known)
     return (inspection.capacity if inspection else None) or spec.cluster.memory_per_gpu
@@ -109,7 +125,8 @@ def _oversubscribed(measured: Sequence[Measured]) -> list[str]:
     if not nodes:
         return []
     listed = ", ".join(str(count) for count in nodes)
-    return [f"oversubscribed: more ranks than cores on {listed} nodes; these step times hold on this machine only"]
+    shared = "GPUs" if any(probe.environment.device == "cuda" for probe in measured) else "cores"
+    return [f"oversubscribed: more ranks than {shared} on {listed} nodes; these step times hold on this machine only"]
 
 
 def _software(measured: Sequence[Measured]) -> list[str]:
@@ -136,7 +153,7 @@ def _waiting(measured: Sequence[Measured]) -> list[str]:
             waits.setdefault(probe.nodes, []).append(str(probe.local_batch))
     if not waits:
         return []
-    where = "; ".join(f"{counted(n)} at local batch {', '.join(sizes)}" for n, sizes in waits.items())
+    where = "; ".join(f"{plural(n)} at local batch {', '.join(sizes)}" for n, sizes in waits.items())
     return [
         f"input-bound: steps wait for the data loader for more than {_WAITING:.0%} of their time ({where}); it sets the pace,"
         " and faster GPUs or links do not help there; more loader workers (train.workers) may"

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
+from .parts import placement
 from .parts.indicators import clip_, squared_norm
 from .parts.local_norms import NormListener
 from .parts.reduction import listen
@@ -14,6 +15,7 @@ from .parts.refusals import distributed, place
 from .parts.wrapper import Wrapper
 
 VERSION = 1
+Number = TypeVar("Number", float, Tensor)
 LEAST_NOISE = 1e-6
 """Lower bound of an estimate of the variance (appendix B.3): nothing is divided by zero."""
 
@@ -27,8 +29,10 @@ class AdaScale(Wrapper):
 
     Both come from the squared norms of gradients at two batches (Eq. 4 of the paper in the form of McCandlish et al. 2018,
     appendix A.1, where the smaller need not be the reference batch), averaged over steps as in appendix B.3. A step takes
-    the averages of the steps before it (the first one has gain 1): it does not depend on its own batch's noise, and the
-    host waits for nothing that is not done.
+    the averages of the steps before it (the first one has gain 1): it does not depend on its own batch's noise.
+
+    On a GPU the gain stays there, as a learning rate that fused SGD reads from a tensor, and the host waits for nothing.
+    A base that is not fused takes numbers alone, so that the host waits for the backward pass at each step.
 
     With several ranks the small batch is a rank's own, seen before the reduction; accumulate with no_sync(). One process
     has to tell by `observe` what the gradient of a part of the batch was.
@@ -44,9 +48,6 @@ class AdaScale(Wrapper):
         batch: samples in one optimizer step, over all ranks and accumulation steps.
         reference_batch: the batch that the learning rate was tuned for.
         max_grad_norm: clips the joint norm of the gradients after it was taken.
-
-    Attributes:
-        iterations: steps of the reference batch that the steps so far are worth, the sum of the gains.
 
     Raises:
         ValueError: an argument out of range, or a base that is not SGD.
@@ -76,7 +77,12 @@ class AdaScale(Wrapper):
         self._noise: Tensor | None = None  # moving average of sigma^2, 0-dim
         self._signal: Tensor | None = None  # of mu^2
         self._count = 0  # steps that were averaged
-        self.iterations = 0.0
+        self._iterations: float | Tensor = 0.0
+
+    @property
+    def iterations(self) -> float:
+        """Steps of the reference batch that the steps so far are worth, the sum of the gains. Waits for the newest step."""
+        return float(self._iterations)
 
     @property
     def scale(self) -> float:
@@ -89,7 +95,8 @@ class AdaScale(Wrapper):
         if self._noise is None or self._signal is None:
             return 1.0
         noise, signal = torch.stack([self._noise, self._signal]).tolist()
-        return gain(noise, signal, self.scale)
+        value: float = gain(noise, signal, self.scale)
+        return value
 
     def observe(self, square: Tensor, samples: int) -> None:
         """Tell, before a step, the squared norm of the mean gradient over a part of its batch; for one process.
@@ -118,19 +125,28 @@ class AdaScale(Wrapper):
         """
         grads = [p.grad for group in self.param_groups for p in group["params"] if p.grad is not None]
         seen = self._seen(squared_norm(grads)) if grads else None
-        factor = self.gain
+        factor = self._factor()
         if self.max_grad_norm is not None and grads:
             clip_(grads, self.max_grad_norm)
         self._scaled_step(factor)
-        self.iterations += factor
+        self._iterations = self._iterations + factor
         if seen is not None:
             self._learn(*seen)
         self._drop()
 
-    def _scaled_step(self, factor: float) -> None:
+    def _factor(self) -> float | Tensor:
+        """The gain; where the host would have to wait for it and the base can do without, 0-dim, float64."""
+        if self._noise is None or self._signal is None or not placement.on_device(self._noise):
+            return self.gain
+        if not all(group.get("fused") for group in self.param_groups):
+            return self.gain
+        return gain(self._noise.double(), self._signal.double(), self.scale)
+
+    def _scaled_step(self, factor: float | Tensor) -> None:
         rates = [group["lr"] for group in self.param_groups]
         for group, rate in zip(self.param_groups, rates, strict=True):
-            group["lr"] = rate * factor
+            scaled = rate * factor
+            group["lr"] = scaled.float() if isinstance(scaled, Tensor) else scaled  # fused kernels read float32
         self.base.step()
         for group, rate in zip(self.param_groups, rates, strict=True):
             group["lr"] = rate
@@ -182,7 +198,7 @@ class AdaScale(Wrapper):
         self.base.load_state_dict(state_dict["base"])
         device = self.param_groups[0]["params"][0].device
         self._noise, self._signal = (None if v is None else v.to(device) for v in (own["noise"], own["signal"]))
-        self._count, self.iterations = own["count"], own["iterations"]
+        self._count, self._iterations = own["count"], own["iterations"]
         self._drop()
 
     def report(self) -> dict[str, float]:
@@ -190,7 +206,7 @@ class AdaScale(Wrapper):
         return {"gain": self.gain, "iterations": self.iterations}
 
 
-def gain(noise: float, signal: float, scale: float) -> float:
+def gain(noise: Number, signal: Number, scale: float) -> Number:
     """Return r = (sigma^2 + mu^2) / (sigma^2 / S + mu^2) (Eq. 3 of the paper).
 
     Args:

@@ -11,13 +11,13 @@ import torch
 from torch import Tensor, nn
 
 from .parts.factor_source import Factors
-from .parts.indicators import Bounds, element_factor, local_factors, norms, smoothed, tensor_factors, wide
+from .parts.indicators import Bounds, element_factor, local_factors, norms, smoothed, tensor_factors, where_, wide
 from .parts.local_norms import NormListener
 from .parts.reduction import listen
 from .parts.refresh_schedule import Refresh, Schedule
 from .parts.refusals import distributed, one_of, real_numbers
 from .parts.setup import Setup
-from .parts.small_batch import SmallLoss, is_finite
+from .parts.small_batch import SmallLoss, are_finite
 
 Per = Literal["element", "tensor"]
 
@@ -117,6 +117,7 @@ class SmallBatch(Factors):
         self._factor: dict[Tensor, Tensor] = {}
         self._found: dict[Tensor, Tensor] | None = None
         self._staged: dict[Tensor, Tensor] | None = None
+        self._finite: Tensor | None = None  # whether what is staged is; 0-dim, bool
         self._answered = self._warned = False
 
     def bind(self, setup: Setup) -> None:
@@ -175,7 +176,9 @@ class SmallBatch(Factors):
         staged = {p: g for p, g in zip(params, grads, strict=True) if g is not None}
         if self.per == "tensor":  # nothing but the norms is needed, so the gradient is let go at once
             staged = dict(zip(staged, norms(list(staged.values())), strict=True))
-        if is_finite(list(staged.values())):
+        self._finite = are_finite(list(staged.values())) if staged else None
+        # what each step refreshes waits for nothing, and what is not finite stays as it is (`_kept`)
+        if self._each_step or self._finite is None or bool(self._finite):
             self._staged = staged
 
     def find(self, grads: Mapping[Tensor, Tensor]) -> None:
@@ -197,10 +200,27 @@ class SmallBatch(Factors):
         if self.per == "tensor":
             # staged are the norms, whose norms are themselves
             factors = tensor_factors([staged[p] for p in params], [grads[p] for p in params], self.eps, self.bounds)
-            return dict(zip(params, factors, strict=True))
+            return dict(zip(params, self._kept(params, factors), strict=True))
         # one by one, so that small gradients and factors never are two copies; what came through a collective is ours
         ours = self.setup.world > 1
-        return {p: element_factor(staged.pop(p), grads[p], self.eps, self.bounds, overwrite=ours) for p in params}
+        found: dict[Tensor, Tensor] = {}
+        for p in params:
+            factor = element_factor(staged.pop(p), grads[p], self.eps, self.bounds, overwrite=ours)
+            (found[p],) = self._kept([p], [factor])
+        return found
+
+    @property
+    def _each_step(self) -> bool:
+        return self.refresh == 1
+
+    def _kept(self, params: Sequence[Tensor], factors: Sequence[Tensor]) -> list[Tensor]:
+        """The factors so far, 1 where there are none, in place of those of a gradient that was not finite."""
+        if not self._each_step or self._finite is None:
+            return list(factors)
+        before = [
+            self._factor[p] if p in self._factor else s.new_ones(()) for p, s in zip(params, factors, strict=True)
+        ]
+        return where_(factors, before, self._finite)
 
     def advance(self) -> None:
         if self.due and not self._answered and not self._warned:
@@ -219,7 +239,7 @@ class SmallBatch(Factors):
         return "small_batch() was not called"
 
     def drop(self) -> None:
-        self._staged = self._found = None
+        self._staged = self._found = self._finite = None
         self._answered = False
 
     def memory(self) -> int:

@@ -75,9 +75,10 @@ class Gate:
         """
         square = self._agreed(squared_norm(grads), refreshes)
         level = moving_average(square, self.level, self.ewma)
-        change = gradient_change(level, self.level)
+        rise = gradient_change(level, self.level)
+        change = rise.abs()
         calm = change < self.delta
-        self._count(level, change, calm if has_factors else torch.zeros_like(calm))
+        self._count(rise, calm if has_factors else torch.zeros_like(calm))
         self.square, self.level, self.change = square, level, change
         return calm
 
@@ -89,11 +90,13 @@ class Gate:
             _assert_equal(torch.stack([square.double(), self._counts[0].to(square.device).double()]))
         return square
 
-    def _count(self, level: Tensor, change: Tensor, scaled: Tensor) -> None:
-        before = level if self.level is None else self.level
-        jump = change >= self.delta
-        counts = torch.stack([scaled, jump & (level > before), jump & (level < before)])
-        self._counts = self._counts.to(level.device) + counts
+    def _count(self, rise: Tensor, scaled: Tensor) -> None:
+        if self.level is None:  # nothing to rise from
+            up = down = torch.zeros_like(scaled)
+        else:
+            least = max(self.delta, torch.finfo(rise.dtype).tiny)  # 0 is no jump
+            up, down = rise >= least, rise <= -least
+        self._counts = self._counts.to(rise.device) + torch.stack([scaled, up, down])
 
     def report(self, steps: int) -> dict[str, float]:
         """What `TulaOptimizer.report` says of the gate, after so many steps; waits for the device."""

@@ -12,21 +12,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .parts.indicators import alike
 from .parts.wrapper import Optimizer
 
 Parameters = Iterable[Tensor] | Iterable[dict[str, Any]]
 
 
 class _Layerwise(Optimizer):
-    """What both share: groups of a kind, and a loop over groups."""
+    """What both share: groups of a kind, and a loop over what one operation can take together."""
 
     def _update(self) -> None:
         for group in self.param_groups:
             params = [p for p in group["params"] if p.grad is not None]
             for adapted in (True, False):
                 part = [p for p in params if (p.ndim > 1) == adapted]
-                if part:
-                    self._update_tensors(group, part, adapted=adapted)
+                for indices in alike(part).values():
+                    self._update_tensors(group, [part[i] for i in indices], adapted=adapted)
 
     def _update_tensors(self, group: dict[str, Any], params: list[Tensor], *, adapted: bool) -> None:
         raise NotImplementedError
@@ -115,11 +116,8 @@ def _lars_rates(
     params: Sequence[Tensor], grads: Sequence[Tensor], *, decay: float, trust: float, eps: float
 ) -> list[Tensor]:
     """Return each tensor's local learning rate (Eq. 6 of the paper), 0-dim; nothing waits for the device."""
-    weight_norms, grad_norms = torch._foreach_norm(list(params)), torch._foreach_norm(list(grads))
-    return [
-        torch.where((w > 0) & (g > 0), trust * w / (g + decay * w + eps), 1.0)
-        for w, g in zip(weight_norms, grad_norms, strict=True)
-    ]
+    w, g = _norms(params), _norms(grads)
+    return list(torch.where((w > 0) & (g > 0), trust * w / (g + decay * w + eps), 1.0).unbind())
 
 
 class Lamb(_Layerwise):
@@ -186,10 +184,13 @@ class Lamb(_Layerwise):
 
 
 def _lamb_ratios(params: Sequence[Tensor], updates: Sequence[Tensor]) -> list[Tensor]:
-    weight_norms, update_norms = torch._foreach_norm(list(params)), torch._foreach_norm(list(updates))
-    return [
-        torch.where((w > 0) & (u > 0), w / u, 1.0) for w, u in zip(weight_norms, update_norms, strict=True)
-    ]  # fmt: skip
+    w, u = _norms(params), _norms(updates)
+    return list(torch.where((w > 0) & (u > 0), w / u, 1.0).unbind())
+
+
+def _norms(tensors: Sequence[Tensor]) -> Tensor:
+    """Return the norm of each tensor, (n,): what follows takes all of them in one operation."""
+    return torch.stack(torch._foreach_norm(list(tensors)))
 
 
 def _gradients(params: Sequence[Tensor]) -> list[Tensor]:

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from .parts.indicators import clip_, wide
+from .parts import placement
+from .parts.gradient_scaling import copies
+from .parts.indicators import alike, clip_, wide
 from .parts.refusals import place, refuse_sharded
 from .parts.wrapper import Wrapper
 
@@ -20,6 +22,13 @@ ITERATIONS = 5
 
 WIDEST = 2048
 """A matrix whose shorter side is longer keeps the base's step: its multiplications would outweigh the training's."""
+
+ON_GPU = torch.bfloat16
+"""What a GPU multiplies in, as in Muon."""
+PADDING = 1.4
+"""Elements that a GPU multiplies over those that there are, at most: zeros for few kernels."""
+TOGETHER = 2**24, 2**18
+"""Elements that are multiplied at a time, of several matrices, on a GPU and on the CPU, where a kernel costs nothing."""
 
 ALIGN_EVERY = 100
 """Steps after which rank 0's matrices are handed out, should other hardware round products otherwise."""
@@ -72,14 +81,17 @@ class Ortho(Wrapper):
         """There is nothing to forget: a step needs nothing beside the gradients."""
 
     def _update(self) -> None:
-        """One step of the base, turned. One copy of the matrices more."""
+        """One step of the base, turned. For a moment one copy of the matrices more, and some of those taken together."""
         grads = [p.grad for group in self.param_groups for p in group["params"] if p.grad is not None]
         if self.max_grad_norm is not None and grads:
             clip_(grads, self.max_grad_norm)
-        before = [(p, p.clone()) for p in self.matrices() if p.grad is not None]
+        matrices = [p for p in self.matrices() if p.grad is not None]
+        before = copies(matrices) if matrices else []
         self.base.step()
-        for param, start in before:
-            param.copy_(start.add_(turned(param - start)))
+        if matrices:
+            torch._foreach_sub_(matrices, before)
+            turn_(matrices)
+            torch._foreach_add_(matrices, before)
         self._steps += 1
         if self._steps % ALIGN_EVERY == 0:
             self._align()
@@ -99,40 +111,96 @@ class Ortho(Wrapper):
                 handle.wait()
 
 
-def turned(update: Tensor) -> Tensor:
-    """Return an update's orthogonal direction at its own length (Frobenius norm); zeros stay zeros.
+def turn_(updates: Sequence[Tensor]) -> None:
+    """Give each update its orthogonal direction at its own length (Frobenius norm), in place; zeros stay zeros.
+
+    Matrices with the same shorter side are multiplied together (`batches`), on a GPU in bfloat16 as Muon does it, else in
+    float32, or float64 for float64.
 
     Args:
-        update: two dimensions or more, of which the first are the rows of the matrix.
+        updates: of two dimensions or more, of which the first are the rows of the matrix.
     """
-    direction = orthogonalised(update.flatten(1)).to(wide(update.dtype))
-    length = update.norm(dtype=wide(update.dtype)) / direction.norm().clamp(min=torch.finfo(direction.dtype).tiny)
-    result: Tensor = (direction * length).to(update.dtype).view_as(update)
-    return result
+    for (_, dtype), indices in alike(updates).items():
+        own = [updates[i] for i in indices]
+        device = placement.on_device(own[0])
+        lengths = torch._foreach_norm(own, 2, dtype=wide(dtype))
+        padding, most = (PADDING, TOGETHER[0]) if device else (1.0, TOGETHER[1])
+        for batch in batches([_sides(u) for u in own], padding=padding, most=most):
+            stacked = torch.stack([lengths[i] for i in batch])
+            _turn_together_([own[i] for i in batch], stacked, ON_GPU if device else wide(dtype))
 
 
-def orthogonalised(matrix: Tensor) -> Tensor:
-    """Return about U V^T of a matrix U S V^T: Newton-Schulz iteration with Muon's coefficients, (m, n) as the matrix.
+def batches(sides: Sequence[tuple[int, int]], *, padding: float, most: int) -> list[list[int]]:
+    """Return the positions of the matrices that are multiplied together, filled up with zeros to the longest of them.
 
-    On a GPU in bfloat16, as Muon does it; else in float32, or float64 for float64.
+    Args:
+        sides: (shorter, longer) side of each matrix; the shorter ones of a batch are the same.
+        padding: elements of a batch over those of its matrices, at most; 1: the longer ones are the same too.
+        most: elements of a batch; a single matrix may have more.
     """
-    work = matrix.to(torch.bfloat16 if matrix.is_cuda else wide(matrix.dtype))
-    tall = work.shape[0] > work.shape[1]
-    if tall:
-        work = work.T
-    work = work / work.norm().clamp(min=1e-30)  # all singular values are at most 1 then
+    found: list[list[int]] = []
+    for index in sorted(range(len(sides)), key=lambda i: sides[i], reverse=True):
+        batch = [*found[-1], index] if found else [index]
+        short, longest = sides[batch[0]]
+        filled, there = longest * len(batch), sum(sides[i][1] for i in batch)
+        if found and sides[index][0] == short and filled <= padding * there and short * filled <= most:
+            found[-1] = batch
+        else:
+            found.append([index])
+    return found
+
+
+def _turn_together_(updates: Sequence[Tensor], lengths: Tensor, dtype: torch.dtype) -> None:
+    """Turn updates whose shorter sides are the same, (k,) long, in one batch of `dtype`."""
+    sides = [_sides(u) for u in updates]
+    short, longest = sides[0][0], max(long for _, long in sides)
+    new = updates[0].new_empty if all(long == longest for _, long in sides) else updates[0].new_zeros
+    if updates[0].shape[0] > short:  # as it lies in memory
+        work = new((len(updates), longest, short), dtype=dtype).mT
+    else:
+        work = new((len(updates), short, longest), dtype=dtype)
+    torch._foreach_copy_(_views(work, updates), list(updates))
+    direction = orthogonalised(work)
+    norms = torch.linalg.vector_norm(direction, dim=(1, 2), keepdim=True, dtype=lengths.dtype)
+    scales = lengths.view(-1, 1, 1) / norms.clamp_(min=torch.finfo(norms.dtype).tiny)
+    torch._foreach_copy_(list(updates), _views(direction * scales, updates))
+
+
+def _sides(update: Tensor) -> tuple[int, int]:
+    rows, columns = update.shape[0], math.prod(update.shape[1:])
+    return min(rows, columns), max(rows, columns)
+
+
+def _views(batch: Tensor, updates: Sequence[Tensor]) -> list[Tensor]:
+    """Return the matrices of a batch, (k, shorter, longest), in the shapes of the updates."""
+    views = []
+    for matrix, update in zip(batch.unbind(), updates, strict=True):
+        short, long = _sides(update)
+        tall = update.shape[0] > short
+        own = matrix[:, :long].T if tall else matrix[:, :long]
+        views.append(own.unflatten(1, update.shape[1:]))
+    return views
+
+
+def orthogonalised(matrices: Tensor) -> Tensor:
+    """Return about U V^T of each matrix U S V^T: Newton-Schulz iteration with Muon's coefficients.
+
+    Args:
+        matrices: (k, m, n), m at most n; columns of zeros stay zeros and change nothing else.
+    """
+    # all singular values are at most 1 then
+    work: Tensor = matrices / torch.linalg.vector_norm(matrices, dim=(1, 2), keepdim=True).clamp_(min=1e-30)
     a, b, c = COEFFICIENTS
     for _ in range(ITERATIONS):
-        gram = work @ work.T
-        work = torch.addmm(work, torch.addmm(gram, gram, gram, beta=b, alpha=c), work, beta=a)
-    return work.T if tall else work
+        gram = torch.bmm(work, work.mT)
+        work = torch.baddbmm(work, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), work, beta=a)
+    return work
 
 
 def _is_turned(param: Tensor) -> bool:
     if param.ndim < 2 or not param.requires_grad:
         return False
-    rows, columns = param.shape[0], math.prod(param.shape[1:])
-    return 1 < min(rows, columns) <= WIDEST
+    return 1 < _sides(param)[0] <= WIDEST
 
 
 def _spared(model: nn.Module) -> Iterator[Tensor]:

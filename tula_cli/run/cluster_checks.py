@@ -41,6 +41,13 @@ class ClusterChecks:
     def write_report(self, report: ClusterReport) -> None:
         write_record(self.path / f"{report.id}.json", report)
 
+    def write_draft(self, report: ClusterReport) -> None:
+        """Keep what is known before the network is tried, which may end the ranks."""
+        write_record(self.path / f"{report.id}.draft", report)
+
+    def draft(self, task_id: str) -> ClusterReport | None:
+        return read_record(self.path / f"{task_id}.draft", TypeAdapter(ClusterReport))
+
     def report(self, task_id: str) -> ClusterReport | None:
         return read_record(self.path / f"{task_id}.json", TypeAdapter(ClusterReport))
 

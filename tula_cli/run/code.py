@@ -54,6 +54,19 @@ def fingerprint(spec: JobSpec, workdir: Path) -> str:
     return digest(files(spec, workdir), workdir)
 
 
+def run_of(root: Path, spec: JobSpec) -> RunDir:
+    """Return the run of a job with the user's own code as it is here and now; it may not be there yet.
+
+    Args:
+        root: where runs are kept.
+        spec: the job.
+
+    Raises:
+        SpecError: a file of the code cannot be read.
+    """
+    return RunDir.of(root.absolute(), spec, code=fingerprint(spec, Path.cwd()))
+
+
 # --- what is copied
 
 
@@ -162,7 +175,9 @@ def measured_with(run: RunDir) -> CodeSnapshot | None:
 
 
 def others(run: RunDir, spec: JobSpec) -> list[RunDir]:
-    """Return the runs beside `run` of the same job with other code, last changed first."""
+    """Return the runs beside `run` of the same job with other code, last changed first; none where it names no code."""
+    if not import_strings(spec):
+        return []
     beside = [other for other in RunDir.all(run.path.parent) if other.id.startswith(f"{spec.name}-")]
     return [other for other in beside if other.path != run.path and _signature_of(other) == signature(spec)]
 

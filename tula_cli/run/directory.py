@@ -12,14 +12,15 @@ from typing import BinaryIO
 from pydantic import TypeAdapter
 
 from tula_cli.errors import SpecError
+from tula_cli.run import parsed_spec
 from tula_cli.run.cluster_checks import ClusterChecks
 from tula_cli.run.files import cannot_write, listing, read_record, read_text, write_atomic, write_record
-from tula_cli.run.lock import Lock
-from tula_cli.run.records.jobs import Attempt, Failure, Job, Order
+from tula_cli.run.lock import SubmissionLock
+from tula_cli.run.records.jobs import Attempt, Failure, Job, LeaderCommand
 from tula_cli.run.records.probes import RESULT
 from tula_cli.run.records.recommendations import Recommendation
 from tula_cli.run.records.results import Comparison, JobFile, Summary, TrainResult, Tuning
-from tula_cli.run.records.tasks import TASK, CheckTask, CodeSnapshot, ProbeTask, Task, TrainTask
+from tula_cli.run.records.tasks import TASK, CheckTask, CodeSnapshot, ProbeTask, Task, TrainTask, probe_id
 from tula_cli.run.snapshot import Result, Snapshot
 from tula_cli.run.training_run import TrainingRun
 from tula_cli.spec.job import JobSpec
@@ -28,10 +29,6 @@ from tula_cli.spec.signature import signature
 from tula_cli.spec.yaml_text import read_yaml
 
 LATEST = "latest"
-
-
-def probe_id(nodes: int, local_batch: int) -> str:
-    return f"probe-n{nodes:03d}-l{local_batch:06d}"
 
 
 @dataclass(frozen=True)
@@ -89,7 +86,8 @@ class RunDir:
             raise cannot_write(self.path, error) from error
         if file is not None:
             write_record(self.path / "job_file.json", file)
-        write_atomic(self.path / "spec.yaml", dump_yaml(spec))
+        parts = {part.type or "": str(part.run.path.relative_to(self.path)) for part in self.parts(spec)}
+        parsed_spec.write(self.path, dump_yaml(spec), spec.model_dump(mode="json"), parts)
         write_atomic(self.path.parent / LATEST, f"{self.path.name}\n")
 
     @classmethod
@@ -113,16 +111,15 @@ class RunDir:
 
     @classmethod
     def newest(cls, root: Path) -> "RunDir":
-        """Return the run that was used last under `root`.
+        """Return the run that was used last under `root`, of those that may be read.
 
         Raises:
             SpecError: there is none.
+            TulaError: `root` cannot be read.
         """
-        pointer = root / LATEST
-        if pointer.is_file():
-            named = root / pointer.read_text(encoding="utf-8").strip()
-            if (named / "spec.yaml").is_file():
-                return cls(named)
+        named = root / read_text(root / LATEST)
+        if parsed_spec.changed(named) is not None:
+            return cls(named)
         found = cls.all(root)
         if not found:
             raise SpecError(f"no run under {root}", "start one with tula profile job.yaml, or name one with --run DIR")
@@ -130,9 +127,12 @@ class RunDir:
 
     @classmethod
     def all(cls, root: Path) -> list["RunDir"]:
-        """Return the runs under `root`, last changed first."""
-        specs = sorted(root.glob("*/spec.yaml"), key=lambda spec: spec.stat().st_mtime, reverse=True)
-        return [cls(spec.parent) for spec in specs]
+        """Return the runs under `root`, last changed first; those of other users that may not be read are left out.
+
+        Raises:
+            TulaError: `root` cannot be read.
+        """
+        return [cls(path) for path in parsed_spec.runs(root)]
 
     @property
     def id(self) -> str:
@@ -140,10 +140,11 @@ class RunDir:
 
     @property
     def exists(self) -> bool:
-        return (self.path / "spec.yaml").is_file()
+        return parsed_spec.changed(self.path) is not None
 
     def spec(self) -> JobSpec:
-        return validate(read_yaml(self.path / "spec.yaml"), source=str(self.path / "spec.yaml"))
+        path, known = self.path / "spec.yaml", parsed_spec.read(self.path)
+        return validate(read_yaml(path) if known is None else known.spec, source=str(path))
 
     def job_file(self) -> JobFile | None:
         return read_record(self.path / "job_file.json", TypeAdapter(JobFile))
@@ -249,9 +250,9 @@ class RunDir:
         return path
 
     @property
-    def lock(self) -> Lock:
+    def lock(self) -> SubmissionLock:
         """Return the right to submit jobs of this run."""
-        return Lock(self.path / "lock")
+        return SubmissionLock(self.path / "lock")
 
     # --- results
 
@@ -348,8 +349,12 @@ class RunDir:
             raise cannot_write(path, error) from error
 
     def handover_path(self, task_id: str, attempt: int) -> Path:
-        """Return the file through which the ranks of one attempt find each other (address and port)."""
+        """Return the file through which the ranks of one attempt find each other: address, port and device of rank 0."""
         return self.path / "handover" / f"{task_id}.{attempt:03d}"
+
+    def saw_gpus(self, attempt: Attempt) -> bool:
+        """Return whether rank 0 of an attempt had a GPU."""
+        return read_text(self.handover_path(attempt.task, attempt.number)).endswith(" cuda")
 
     def write_stop(self, task_id: str, attempt: int, reason: str) -> None:
         """Say that the ranks have saved and left on their own: "time_limit", or "signal" when they were told to end."""
@@ -359,11 +364,11 @@ class RunDir:
         """Return why the ranks of an attempt left before the end; empty where they did not."""
         return read_text(self.path / "stopped" / f"{task_id}.{attempt:03d}")
 
-    def write_order(self, allocation: str, number: int, order: Order) -> None:
-        write_record(self.path / f"orders/{allocation}.{number:03d}.json", order)
+    def write_leader_command(self, allocation: str, number: int, command: LeaderCommand) -> None:
+        write_record(self.path / f"orders/{allocation}.{number:03d}.json", command)
 
-    def order(self, allocation: str, number: int) -> Order | None:
-        return read_record(self.path / f"orders/{allocation}.{number:03d}.json", TypeAdapter(Order))
+    def leader_command(self, allocation: str, number: int) -> LeaderCommand | None:
+        return read_record(self.path / f"orders/{allocation}.{number:03d}.json", TypeAdapter(LeaderCommand))
 
     # --- the user's code
 

@@ -2,14 +2,16 @@
 
 import contextlib
 import errno
+import fnmatch
 import os
 import socket
 from pathlib import Path
-from typing import Protocol, TypeVar
-
-from pydantic import BaseModel, TypeAdapter, ValidationError
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from tula_cli.errors import BadMeasurements, TulaError
+
+if TYPE_CHECKING:
+    from pydantic import BaseModel, TypeAdapter
 
 T = TypeVar("T")
 
@@ -40,7 +42,7 @@ def cannot_write(path: Path, error: OSError) -> TulaError:
         return TulaError(
             f"cannot write {path}: {error.strerror}", "free some space and run the same command again; nothing is lost"
         )
-    return TulaError(f"cannot write {path}: {error.strerror}", "choose another folder with --run-dir")
+    return TulaError(f"cannot write {path}: {error.strerror}", "choose another folder (for runs: --run-dir)")
 
 
 def content(path: Path) -> bytes:
@@ -57,11 +59,15 @@ def content(path: Path) -> bytes:
             raise
         except OSError as error:
             if not (again and error.errno == errno.ESTALE):
-                raise TulaError(f"cannot read {path}: {error.strerror}") from error
+                raise cannot_read(path, error) from error
     raise AssertionError
 
 
-def write_record(path: Path, record: BaseModel) -> None:
+def cannot_read(path: Path, error: OSError) -> TulaError:
+    return TulaError(f"cannot read {path}: {error.strerror}")
+
+
+def write_record(path: Path, record: "BaseModel") -> None:
     """Replace the record that `path` holds.
 
     Raises:
@@ -70,29 +76,33 @@ def write_record(path: Path, record: BaseModel) -> None:
     write_atomic(path, record.model_dump_json(indent=1) + "\n")
 
 
-def read_record(path: Path, adapter: TypeAdapter[T]) -> T | None:
+def read_record(path: Path, adapter: "TypeAdapter[T]") -> T | None:
     """Return the record that `path` holds; None where there is no such file.
 
     Raises:
         BadMeasurements: it is damaged.
         TulaError: it cannot be read.
     """
+    from pydantic import ValidationError  # what reads no record imports no pydantic
+
     try:
         return adapter.validate_json(content(path))
     except FileNotFoundError:
         return None
     except ValidationError as error:
         first = error.errors()[0]
-        raise BadMeasurements(
-            f"{path} is damaged: {first['msg']} at {'.'.join(str(part) for part in first['loc']) or 'the top'}",
-            "delete that file and run the same command again",
-        ) from None
+        where = ".".join(str(part) for part in first["loc"]) or "the top"
+        raise damaged(path, f"{first['msg']} at {where}") from None
+
+
+def damaged(path: Path, why: str) -> BadMeasurements:
+    return BadMeasurements(f"{path} is damaged: {why}", "delete that file and run the same command again")
 
 
 class Reader(Protocol):
     """Reads records: `read_record`, or a look that remembers what it has read."""
 
-    def __call__(self, path: Path, adapter: TypeAdapter[T], /) -> T | None: ...
+    def __call__(self, path: Path, adapter: "TypeAdapter[T]", /) -> T | None: ...
 
 
 def read_text(path: Path) -> str:
@@ -108,5 +118,23 @@ def read_text(path: Path) -> str:
 
 
 def listing(folder: Path, pattern: str = "*.json") -> list[Path]:
-    """Return the files of a folder by name, without drafts; none where there is no such folder."""
-    return sorted(path for path in folder.glob(pattern) if not path.name.startswith("."))
+    """Return the files of a folder whose names match, by name, without drafts; none where there is no such folder.
+
+    Raises:
+        TulaError: the folder cannot be read.
+    """
+    return [folder / name for name in names(folder) if fnmatch.fnmatchcase(name, pattern)]
+
+
+def names(folder: Path) -> list[str]:
+    """Return what a folder holds, sorted, without drafts; nothing where there is no such folder.
+
+    Raises:
+        TulaError: the folder cannot be read.
+    """
+    try:
+        return sorted(path.name for path in folder.iterdir() if not path.name.startswith("."))
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    except OSError as error:
+        raise cannot_read(folder, error) from error

@@ -47,6 +47,19 @@ def import_strings(spec: JobSpec) -> tuple[str, ...]:
     return tuple(dict.fromkeys(name for name in names if is_import_string(name)))
 
 
+def packages(spec: JobSpec, workdir: Path, *, path: Sequence[str] | None = None) -> tuple[str, ...]:
+    """Return the modules of the spec's import strings that are installed: none of the user's own code under `workdir`.
+
+    Args:
+        spec: the job.
+        workdir: the folder where tula was called.
+        path: where python looks for modules; sys.path by default.
+    """
+    roots = roots_of(workdir, sys.path if path is None else path)
+    modules = dict.fromkeys(name.partition(":")[0] for name in import_strings(spec))
+    return tuple(module for module in modules if not _resolve(module, roots))
+
+
 def files(spec: JobSpec, workdir: Path, *, path: Sequence[str] | None = None) -> tuple[Path, ...]:
     """Return the user's own files that the spec's import strings lead to, by way of their import statements.
 

@@ -15,7 +15,7 @@ from tula_cli.spec.signature import signature
 
 
 @dataclass(frozen=True)
-class Edited:
+class ConfigDrift:
     """A job file that does not say any more what its run has."""
 
     file: JobFile
@@ -31,6 +31,29 @@ def origin(run: RunDir, job: Path | None, overrides: Sequence[str]) -> JobFile |
         return JobFile(path=str(job.absolute()), overrides=tuple(overrides))
     known = run.job_file()
     return known and JobFile(path=known.path, overrides=(*known.overrides, *overrides))
+
+
+def overridden(run: RunDir, overrides: Sequence[str]) -> JobSpec:
+    """Return a run's settings with overrides that leave its measurements valid.
+
+    Args:
+        run: the run.
+        overrides: `a.b=c`; later wins.
+
+    Raises:
+        SpecError: an override changes what was measured, or cannot be used.
+    """
+    known = run.spec()
+    if not overrides:
+        return known
+    changed = load_spec(run.path / "spec.yaml", overrides=overrides, environ={}, site_files=())
+    before, after = ({part.run.path for part in run.parts(spec)} for spec in (known, changed))
+    if signature(changed) != signature(known) or (known.node_types and not before <= after):
+        raise SpecError(
+            f"--set {' --set '.join(overrides)}: {run.id} was measured otherwise",
+            "make it a run of its own: tula profile job.yaml with the same --set",
+        )
+    return changed
 
 
 def adopt(run: RunDir, spec: JobSpec, parts: Iterable[Part], file: JobFile | None) -> None:
@@ -50,7 +73,7 @@ def begun(run: RunDir, spec: JobSpec, node_type: str | None = None) -> list[Part
     return [part for part in run.parts(spec, node_type) if part.type is None or part.run.exists]
 
 
-def edited(run: RunDir, spec: JobSpec, overrides: Sequence[str] = ()) -> Edited | None:
+def config_drift(run: RunDir, spec: JobSpec, overrides: Sequence[str] = ()) -> ConfigDrift | None:
     """Return how the file that a run's settings came from differs by now; None where it does not, or is gone.
 
     What counts is what it resolves to, with today's site files and environment: no comment, no formatting.
@@ -67,10 +90,10 @@ def edited(run: RunDir, spec: JobSpec, overrides: Sequence[str] = ()) -> Edited 
         now = load_spec(Path(file.path), overrides=file.overrides)
     except SpecError as error:
         problems = [f"{found.path}: {found.message}" for found in error.problems]
-        return Edited(file, {}, problem="; ".join([error.message, *problems]))
+        return ConfigDrift(file, {}, problem="; ".join([error.message, *problems]))
     if now == spec:
         return None
-    return Edited(
+    return ConfigDrift(
         file,
         _changes(spec, now),
         trains=_training(now) != _training(spec),

@@ -10,11 +10,11 @@ from pathlib import Path
 from tula_cli.errors import TulaError
 from tula_cli.run.files import cannot_write, write_atomic
 
-LOCK_AGE = 300.0
+STALE_AFTER = 300.0
 """Seconds after which a lock is taken for one that its owner left behind."""
 
 
-class Lock:
+class SubmissionLock:
     """A folder, because making one is atomic on NFS and Lustre, where file locks are not to be trusted.
 
     Args:
@@ -24,8 +24,8 @@ class Lock:
     def __init__(self, path: Path) -> None:
         self.path = path
 
-    def take(self) -> str:
-        """Take the right; return "" or, where another command line has it, whose it is.
+    def acquire(self) -> str:
+        """Acquire the lock; return "" or, where another command line has it, whose it is.
 
         The lock of a process that has ended, or one that is older than any submission takes, is taken over.
 
@@ -37,7 +37,7 @@ class Lock:
         except FileExistsError:
             owner = _owner(self.path)
             if self._is_stale(owner):
-                self._take_away(owner)
+                self._break(owner)
             return owner or "another process"
         except OSError as error:
             raise cannot_write(self.path, error) from error
@@ -48,18 +48,18 @@ class Lock:
             raise
         return ""
 
-    def hold(self) -> None:
-        """Show that the lock is not left behind: sbatch of a busy controller takes a minute a job."""
+    def heartbeat(self) -> None:
+        """Show that the lock is not stale: sbatch of a busy controller takes a minute a job."""
         if _owner(self.path) == _me():
             with contextlib.suppress(OSError):
                 os.utime(self.path)
 
     def release(self) -> None:
-        """Give the right back, if it has not been taken over."""
+        """Give the lock back, if it has not been taken over."""
         if _owner(self.path) == _me():
             shutil.rmtree(self.path, ignore_errors=True)
 
-    def _take_away(self, owner: str) -> None:
+    def _break(self, owner: str) -> None:
         aside = self.path.with_name(f".lock.{socket.gethostname()}.{os.getpid()}")
         with contextlib.suppress(OSError):  # another process may have taken it over meanwhile
             self.path.rename(aside)
@@ -73,7 +73,7 @@ class Lock:
         if host == socket.gethostname() and pid.isdigit():
             return not Path(f"/proc/{pid}").exists()
         try:
-            return time.time() - self.path.stat().st_mtime > LOCK_AGE
+            return time.time() - self.path.stat().st_mtime > STALE_AFTER
         except OSError:
             return False  # given back just now
 

@@ -1,21 +1,28 @@
 """`tula check` and `tula init`: is the job sound, what would it search and cost."""
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
 from tula_cli.assets import find_asset
-from tula_cli.cluster.inspection import Inspect, NotInspected, inspect
+from tula_cli.cluster.inspection import TORCH_MISSING, Inspect, NotInspected, inspect
 from tula_cli.cluster.slurm import partitions as site
+from tula_cli.cluster.slurm.first_job import or_told
 from tula_cli.cluster.slurm.partitions import Site
 from tula_cli.cluster.slurm.sbatch import doubts
 from tula_cli.errors import Infeasible, OverBudget
 from tula_cli.models.cost import price_at_most, price_words
+from tula_cli.run.directory import RunDir
 from tula_cli.run.records.inspections import Inspection
+from tula_cli.services.profile import nodes_taken
+from tula_cli.services.profiling.unsettled import UnsettledPlan, unsettled
 from tula_cli.services.search import largest_local_batch, probes
-from tula_cli.services.waiting import require_within_cap
+from tula_cli.services.waiting import FIRST_JOB, beyond_cap, require_within_cap
 from tula_cli.spec.job import JobSpec
+from tula_cli.words import plural
 
+_NODES_HERE = re.compile(r"^  nodes: .*$", re.MULTILINE)
 _TEMPLATES = {"local": "templates/job.yaml", "slurm": "templates/slurm.yaml"}
 
 
@@ -42,6 +49,12 @@ class CheckReport:
     price: str  # in words, with unit, source and date
     problems: tuple[str, ...]  # nothing can run before these are solved
     warnings: tuple[str, ...]
+    unsettled: UnsettledPlan | None = None  # where only a node can build the model and the dataset
+
+    @property
+    def node_hours_to_allow(self) -> float:
+        """Node-hours that have to be within the cap before anything starts: what follows a first job is held to it then."""
+        return self.node_hours_at_most if self.unsettled is None else self.unsettled.first_job_node_hours
 
     @property
     def probes(self) -> int:
@@ -50,7 +63,7 @@ class CheckReport:
 
 
 @dataclass(frozen=True)
-class Checked:
+class CheckResult:
     """What a job would search on each type of node; None is the type of a job that names none."""
 
     reports: Mapping[str | None, CheckReport]
@@ -79,15 +92,22 @@ class Checked:
             OverBudget: the search may take more node-hours than search.max_node_hours.
         """
         if len(self.problems) == len(self.reports):
-            kind = OverBudget if any(report.jobs for report in self.reports.values()) else Infeasible
+            kind = (
+                OverBudget if any(report.jobs or report.unsettled for report in self.reports.values()) else Infeasible
+            )
             told = dict.fromkeys(problem for found in self.problems.values() for problem in found)
             raise kind(f"{name} cannot run as it is: {'; '.join(told)}")
-        require_within_cap([report.node_hours_at_most for report in self.reports.values()], self.cap)
+        require_within_cap([report.node_hours_to_allow for report in self.reports.values()], self.cap)
 
 
 def check_all(
-    spec: JobSpec, *, node_type: str | None = None, online: bool = True, inspector: Inspect | None = None
-) -> Checked:
+    spec: JobSpec,
+    *,
+    node_type: str | None = None,
+    online: bool = True,
+    inspector: Inspect | None = None,
+    run: RunDir | None = None,
+) -> CheckResult:
     """Check a job on each of its types of node.
 
     Args:
@@ -95,13 +115,19 @@ def check_all(
         node_type: this type alone.
         online: as of `check`.
         inspector: builds the model and the dataset, or remembers; None builds them.
+        run: of the job, which may not be there yet; what a first job told counts, unless the inspector asks anew. None:
+            it does not.
 
     Raises:
         SpecError: the job cannot be built, or has no such type.
         JobFailed: the user's code fails.
     """
-    reports = {name: check(own, online=online, inspector=inspector) for name, own in spec.by_type(node_type).items()}
-    return Checked(reports, spec.search.max_node_hours)
+    jobs = spec.by_type(node_type)
+    inspectors = dict.fromkeys(jobs, inspector or inspect)
+    if online and run is not None:
+        inspectors = {part.type: or_told(inspector or inspect, part.run) for part in run.parts(spec, node_type)}
+    reports = {name: check(own, online=online, inspector=inspectors[name]) for name, own in jobs.items()}
+    return CheckResult(reports, spec.search.max_node_hours)
 
 
 def check(spec: JobSpec, *, online: bool = True, inspector: Inspect | None = None) -> CheckReport:
@@ -117,10 +143,12 @@ def check(spec: JobSpec, *, online: bool = True, inspector: Inspect | None = Non
         SpecError: the job cannot be built.
         JobFailed: the user's code fails.
     """
-    inspection, unknown = _inspected(spec, inspector or inspect) if online else (None, ())
+    inspection, later = _inspected(spec, inspector or inspect) if online else (None, None)
     largest = largest_local_batch(spec, inspection) if inspection else None
     jobs, problems = _jobs(spec, inspection, largest=largest)
-    node_hours = sum(job.nodes for job in jobs) * spec.search.max_minutes / 60
+    node_hours = nodes_taken(spec, [job.nodes for job in jobs]) * spec.search.max_minutes / 60
+    if later is not None:
+        node_hours = later.node_hours_at_most
     local = spec.cluster.kind == "local"
     return CheckReport(
         inspection=inspection,
@@ -133,22 +161,37 @@ def check(spec: JobSpec, *, online: bool = True, inspector: Inspect | None = Non
         ),
         currency=spec.pricing.currency,
         price=price_words(spec.pricing),
-        problems=(*problems, *_over_budget(spec, node_hours)),
-        warnings=(*unknown, *_warnings(spec, inspection, jobs)),
+        problems=(*problems, *_too_few_gpus(spec, inspection), *_over_budget(spec, node_hours, later)),
+        warnings=(*_unknown(later), *_warnings(spec, inspection, jobs)),
+        unsettled=later,
     )
 
 
-def _inspected(spec: JobSpec, inspector: Inspect) -> tuple[Inspection | None, tuple[str, ...]]:
-    """Return what building the model and the dataset tells, or what is unknown where only a node can tell."""
+def _inspected(spec: JobSpec, inspector: Inspect) -> tuple[Inspection | None, UnsettledPlan | None]:
+    """Return what building the model and the dataset tells, or what a job costs that asks a node."""
     try:
-        return inspector(spec), ()
+        return inspector(spec), None
     except NotInspected as error:
         if spec.cluster.kind != "slurm":
             raise
-        return None, (
-            f"{error.message}; so the dataset's size, the memory and whether the model fits the data are not known yet:"
-            f" the first job of tula profile settles them on a node ({error.hint})",
-        )
+        return None, unsettled(spec, why=error.message)
+
+
+def _unknown(later: UnsettledPlan | None) -> tuple[str, ...]:
+    if later is None:
+        return ()
+    told = (
+        f"{later.why}; so the dataset's size, the memory and whether the model fits the data are not known yet: the first"
+        f" job of tula profile settles them on a node, in at most {later.first_job_minutes:g} min ({TORCH_MISSING})"
+    )
+    total = later.first_job_node_hours + later.probe_node_hours
+    if later.cap is None or total <= later.cap:
+        return (told,)
+    over = (
+        f"it and the probes may come to {total:g} node-hours: what then goes beyond search.max_node_hours ({later.cap:g}) is"
+        " not started"
+    )
+    return (f"{told}; {over}",)
 
 
 def _jobs(
@@ -170,18 +213,38 @@ def _jobs(
     return tuple(jobs), ()
 
 
-def _over_budget(spec: JobSpec, node_hours: float) -> tuple[str, ...]:
+def _over_budget(spec: JobSpec, node_hours: float, later: UnsettledPlan | None) -> tuple[str, ...]:
+    """Return what goes beyond the cap, with what to do about it: of a plan that a first job settles, that job."""
     cap = spec.search.max_node_hours
-    if cap is None or node_hours <= cap:
+    if later is None:
+        found = beyond_cap("profiling", node_hours, cap)
+        advice = "raise it, lower search.max_minutes, search fewer nodes, or use strategy: partial"
+    else:
+        found = beyond_cap(FIRST_JOB, later.first_job_node_hours, cap)
+        advice = f"raise it, or build them here: {TORCH_MISSING}"
+    return (f"{found} ({advice})",) if found else ()
+
+
+def _too_few_gpus(spec: JobSpec, inspection: Inspection | None) -> tuple[str, ...]:
+    """Return that a search on this machine asks for more GPUs than it has: every rank needs one of its own."""
+    if inspection is None or spec.cluster.kind != "local" or inspection.device != "cuda":
         return ()
-    return (
-        f"profiling may take {node_hours:g} node-hours, search.max_node_hours is {cap:g}"
-        " (raise it, lower search.max_minutes, search fewer nodes, or use strategy: partial)",
+    wanted, here = max(spec.search.nodes) * spec.cluster.gpus_per_node, inspection.gpus
+    if wanted <= here:
+        return ()
+    fit = [nodes for nodes in spec.search.nodes if nodes * spec.cluster.gpus_per_node <= here]
+    advice = (
+        f"set search.nodes: {fit or [1]}"
+        if spec.cluster.gpus_per_node <= here
+        else f"set cluster.gpus_per_node: {here}"
     )
+    return (f"search.nodes: {spec.search.nodes} asks for {plural(wanted, 'GPU')}, this machine has {here} ({advice})",)
 
 
 def _warnings(spec: JobSpec, inspection: Inspection | None, jobs: tuple[PlannedJob, ...]) -> tuple[str, ...]:
     found = [*(inspection.warnings if inspection else ()), *doubts(spec)]
+    if spec.cluster.collective_warning:
+        found.append(spec.cluster.collective_warning)
     if inspection and inspection.estimate_error:
         found.append(
             f"memory cannot be estimated ({inspection.estimate_error}); measuring stops at the first batch that does not fit"
@@ -208,15 +271,24 @@ def _warnings(spec: JobSpec, inspection: Inspection | None, jobs: tuple[PlannedJ
 # --- init
 
 
-def init(kind: Literal["local", "slurm"], offered: Site | None = None) -> str:
+def init(kind: Literal["local", "slurm"], offered: Site | None = None, *, gpus: int = 0) -> str:
     """Return the text of a commented job spec.
 
     Args:
         kind: where the job will run.
         offered: what the scheduler tells; for slurm it is filled in.
+        gpus: that this machine has; a local job searches as many nodes, of one GPU each, as there are.
 
     Raises:
         TulaError: the installation lacks its templates.
     """
     text = find_asset(_TEMPLATES[kind]).read_text(encoding="utf-8")
-    return text if offered is None or kind != "slurm" else site.fill_in(text, offered)
+    if kind == "slurm":
+        return text if offered is None else site.fill_in(text, offered)
+    if gpus < 1:
+        return text
+    return _NODES_HERE.sub(f"  nodes: {_doublings(gpus)} # here a node is a GPU: {plural(gpus, 'GPU')}", text, count=1)
+
+
+def _doublings(most: int) -> list[int]:
+    return [2**power for power in range(most.bit_length())]

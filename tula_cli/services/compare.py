@@ -12,13 +12,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from tula_cli.errors import BadMeasurements, Problem, SpecError
+from tula_cli.errors import BadMeasurements, Problem, SpecError, require_positive
 from tula_cli.models.cost import price_words
 from tula_cli.plugins import nearest
 from tula_cli.run.code import choose
 from tula_cli.run.directory import RunDir
 from tula_cli.run.records.inspections import Inspection
 from tula_cli.run.records.results import Cell, Comparison
+from tula_cli.run.snapshot import Snapshot
 from tula_cli.services import train
 from tula_cli.services.train import TrainPlan
 from tula_cli.spec.job import JobSpec, misfit, warmup_epochs
@@ -77,12 +78,12 @@ class Grid:
         for method in self.methods:
             if method not in known_methods():
                 raise SpecError(
-                    f"--methods: {method!r} is no method",
+                    f"methods: {method!r} is no method",
                     nearest(method, known_methods()) or f"there are: {', '.join(known_methods())}",
                 )
-        for option, numbers in (("--batch", self.batches), ("--seeds", (self.seeds,)), ("--nodes", (self.nodes,))):
-            if not numbers or min(numbers) < 1:
-                raise SpecError(f"{option}: {', '.join(map(str, numbers)) or 'nothing'} given, must be 1 or more")
+        if not self.batches:
+            raise SpecError("batch: none given")
+        require_positive(batch=min(self.batches), seeds=self.seeds, nodes=self.nodes)
 
     def rows(self, reference: int) -> list[tuple[str, int]]:
         """Return (method, batch) of every row, the reference first; controls only where a batch is large."""
@@ -195,7 +196,7 @@ def _refuse_misfits(spec: JobSpec, grid: Grid) -> None:
     found = {method: misfit(cell_spec(spec, method, spec.train.seed)) for method in grid.methods}
     problems = tuple(Problem(method, why) for method, why in found.items() if why)
     if problems:
-        raise SpecError("--methods: some do not go with the job", "leave them out", problems=problems)
+        raise SpecError("methods: some do not go with the job", "leave them out", problems=problems)
 
 
 def _doing_little(spec: JobSpec, grid: Grid) -> Iterator[str]:
@@ -243,7 +244,7 @@ def cell_plan(run: RunDir, spec: JobSpec, cell: Cell, inspect: Inspect) -> Train
         raise SpecError(f"{what}: {error.message}", error.hint, problems=error.problems) from None
 
 
-def durations(run: RunDir, comparison: Comparison) -> dict[tuple[str, int], float]:
+def durations(run: RunDir | Snapshot, comparison: Comparison) -> dict[tuple[str, int], float]:
     """Return the mean hours that the finished trainings of each row took."""
     found: dict[tuple[str, int], list[float]] = {}
     for cell in comparison.cells:

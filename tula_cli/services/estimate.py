@@ -4,15 +4,19 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from tula_cli.cluster.inspection import Inspect, inspect
+from tula_cli.cluster.slurm.first_job import or_told
 from tula_cli.errors import Infeasible, JobFailed
 from tula_cli.models.choice.grid import batches
 from tula_cli.models.memory import memory
 from tula_cli.models.memory.memory import MemoryModel
 from tula_cli.models.observations import capacity_of, mixed_hardware
-from tula_cli.run.records.inspections import Footprint, Inspection
+from tula_cli.run.directory import RunDir
+from tula_cli.run.records.components import Footprint
+from tula_cli.run.records.inspections import Inspection
 from tula_cli.run.records.probes import Failed, Measured, OutOfMemory
 from tula_cli.services.search import feasible
 from tula_cli.spec.job import JobSpec
+from tula_cli.words import plural
 
 
 @dataclass(frozen=True)
@@ -52,6 +56,33 @@ class EstimateReport:
 Results = Iterable[Measured | OutOfMemory | Failed]
 
 
+def estimate_all(
+    run: RunDir,
+    spec: JobSpec,
+    *,
+    capacity: int | None = None,
+    node_type: str | None = None,
+    inspector: Inspect | None = None,
+) -> dict[str | None, EstimateReport]:
+    """Estimate the peak memory of one GPU on each type of node; None is the type of a job that names none.
+
+    Args:
+        run: where probes may be; it need not be there yet.
+        spec: the job.
+        capacity, inspector: as of `estimate`.
+        node_type: this type alone.
+
+    Raises:
+        SpecError, JobFailed: as `estimate`; or the job has no such type.
+    """
+    return {
+        part.type: estimate(
+            part.spec, capacity=capacity, results=part.run.results(), inspector=or_told(inspector or inspect, part.run)
+        )
+        for part in run.parts(spec, node_type)
+    }
+
+
 def estimate(
     spec: JobSpec, *, capacity: int | None = None, results: Results = (), inspector: Inspect | None = None
 ) -> EstimateReport:
@@ -69,7 +100,7 @@ def estimate(
             rehearsed without them.
     """
     inspection = (inspector or inspect)(spec)
-    seen = _Seen.of(results, capacity=capacity)
+    seen = _ProbedMemory.of(results, capacity=capacity)
     if not inspection.footprints and not seen.probes:
         raise JobFailed(
             f"memory cannot be estimated: {inspection.estimate_error}",
@@ -81,14 +112,14 @@ def estimate(
     sizes = local_batches(spec, inspection, largest=largest)
     return EstimateReport(
         inspection=inspection,
-        rows=tuple(predicted(model, size) for size in sizes),
+        rows=tuple(model.footprint(size) for size in sizes),
         needed=tuple(model.needed(size) for size in sizes),
         fixed=round(model.fixed),
         per_sample=round(model.slope),
         capacity=capacity,
         margin=spec.search.memory_margin,
         largest_local_batch=largest,
-        gpu=seen.on_gpu or any(row.libraries for row in inspection.footprints),
+        gpu=seen.on_gpu or any(row.memory.libraries for row in inspection.footprints),
         probes=len(seen.probes),
         correction=seen.words(model, inspection),
         ran=tuple(seen.ran),
@@ -97,7 +128,7 @@ def estimate(
 
 
 @dataclass(frozen=True)
-class _Seen:
+class _ProbedMemory:
     """What the probes of a job tell of its memory."""
 
     probes: Sequence[Measured]
@@ -106,14 +137,14 @@ class _Seen:
     unusable: str  # why probes that there are tell nothing; else empty
 
     @classmethod
-    def of(cls, results: Results, *, capacity: int | None) -> "_Seen":
+    def of(cls, results: Results, *, capacity: int | None) -> "_ProbedMemory":
         """Sort results; `capacity`: bytes of the GPU that is asked for, where it is not that of the probes."""
         found = list(results)
         probes = [result for result in found if isinstance(result, Measured)]
         ooms = [result.local_batch for result in found if isinstance(result, OutOfMemory)]
         if unusable := mixed_hardware(probes):
             return cls([], [], None, unusable)
-        if capacity is not None and all(probe.memory.capacity != capacity for probe in probes):
+        if capacity is not None and all(probe.capacity != capacity for probe in probes):
             return cls(probes, [], None, "")  # what did not fit the probes' GPU may fit this one, and the reverse
         return cls(probes, sorted({probe.local_batch for probe in probes}), min(ooms, default=None), "")
 
@@ -137,31 +168,13 @@ class _Seen:
         if self.probes:
             sizes = sorted({probe.local_batch for probe in self.probes})
             span = f"local batches {sizes[0]} to {sizes[-1]}" if len(sizes) > 1 else f"local batch {sizes[0]}"
-            count = f"{len(self.probes)} probe{'s' * (len(self.probes) != 1)}"
+            count = plural(len(self.probes), "probe")
             source = f"corrected by {count}" if inspection.footprints else f"from {count} alone"
             off = "" if model.error is None else f"; the peaks are off by {model.error:.1%} in the median"
             said.append(f"{source} of this job ({span}{off})")
         if self.smallest_oom is not None:
             said.append(f"a local batch of {self.smallest_oom} was out of memory")
         return "; ".join(said)
-
-
-def predicted(model: MemoryModel, local_batch: int) -> Footprint:
-    """Return Eq. 3 at one local batch, component by component."""
-    micro_batch = local_batch / model.accumulate
-    return Footprint(
-        local_batch=local_batch,
-        parameters=round(model.parameters),
-        gradients=round(model.gradients),
-        optimizer=round(model.optimizer),
-        factors=round(model.factors),
-        batch=round(model.batch_slope * micro_batch),
-        activations=round(model.activations_at(micro_batch)),
-        peak=model.peak(local_batch),
-        libraries=round(model.libraries),
-        reserved=model.reserved(local_batch),
-        room=round(model.room * model.peak(local_batch)),
-    )
 
 
 def local_batches(spec: JobSpec, inspection: Inspection, *, largest: int | None) -> list[int]:

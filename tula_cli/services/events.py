@@ -5,9 +5,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar
 
 if TYPE_CHECKING:
+    from tula_cli.cluster.slurm.queue import SchedulerState
+    from tula_cli.run.records.tasks import CheckTask
     from tula_cli.services.compare import ComparePlan
     from tula_cli.services.comparison.trainings import Progress
     from tula_cli.services.profile import ProfilePlan
+    from tula_cli.services.profiling.unsettled import UnsettledPlan
     from tula_cli.services.status import RunStatus
     from tula_cli.services.train import TrainPlan
 
@@ -22,7 +25,7 @@ class Note:
 
 
 @dataclass(frozen=True)
-class Warned:
+class WarningEvent:
     """What the user should know; the same text may come again."""
 
     text: str
@@ -38,6 +41,23 @@ class ProfilePlanned:
     def node_hours(self) -> float:
         """Node-hours that it takes at most."""
         return sum(plan.node_hours_at_most for plan in self.plans.values())
+
+
+@dataclass(frozen=True)
+class FirstJobPlanned:
+    """The jobs that are about to build the model and the dataset on a node, and what may follow from them.
+
+    The probes that they settle are within what is allowed here: nobody is asked again.
+    """
+
+    plans: "Mapping[str | None, UnsettledPlan]"
+    cap: float | None  # search.max_node_hours
+
+    @property
+    def node_hours(self) -> float:
+        """Node-hours that all of it takes at most; with search.strategy: adaptive and no cap, its first round."""
+        total = sum(plan.node_hours_at_most for plan in self.plans.values())
+        return total if self.cap is None else min(total, self.cap)
 
 
 @dataclass(frozen=True)
@@ -67,24 +87,32 @@ class ComparePlanned:
         return None if hours is None else hours * self.plan.comparison.nodes
 
 
-Planned = ProfilePlanned | TrainPlanned | ComparePlanned
+Planned = ProfilePlanned | FirstJobPlanned | TrainPlanned | ComparePlanned
 
 
 @dataclass(frozen=True)
-class Watched:
+class JobsProgress:
     """How far the jobs are that one waits for."""
 
     status: "RunStatus"
 
 
 @dataclass(frozen=True)
-class Compared:
+class NodeCheckProgress:
+    """What has become of the job that looks at the nodes, told where it changes."""
+
+    task: "CheckTask"
+    state: "SchedulerState"
+
+
+@dataclass(frozen=True)
+class ComparisonProgress:
     """How far a comparison is."""
 
     progress: "Progress"
 
 
-Event = Note | Warned | Planned | Watched | Compared
+Event = Note | WarningEvent | Planned | JobsProgress | NodeCheckProgress | ComparisonProgress
 Work = Generator[Event, None, T]
 """Events, and in the end (as the value of StopIteration) the result."""
 

@@ -1,32 +1,30 @@
 """`tula check --on-cluster`: what the nodes are like, seen by a short job on them."""
 
-import itertools
-import os
 import secrets
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
 
+from tula_cli import words
 from tula_cli.cluster.launcher import Launcher, submitting
 from tula_cli.cluster.slurm import partitions as site
 from tula_cli.cluster.slurm import queue as scheduler
 from tula_cli.cluster.slurm.partitions import Site
 from tula_cli.cluster.slurm.queue import SchedulerState
-from tula_cli.errors import JobFailed, Pending, SchedulerError, SpecError, TulaError
+from tula_cli.errors import Interruption, JobFailed, Pending, SchedulerError, SpecError, TulaError, require_positive
 from tula_cli.host.outcome import advice
 from tula_cli.run.directory import RunDir
-from tula_cli.run.records.cluster_reports import ClusterReport, NodeReport
+from tula_cli.run.jobfile import adopt
+from tula_cli.run.records.cluster_reports import ClusterReport
 from tula_cli.run.records.jobs import Job
+from tula_cli.run.records.results import JobFile
 from tula_cli.run.records.tasks import CheckTask
+from tula_cli.services.events import NodeCheckProgress, Work
+from tula_cli.services.node_check import findings
+from tula_cli.services.node_check.findings import LAG, listed
 from tula_cli.spec.job import JobSpec
 
-# --- the nodes of the cluster
-
-LAG = {"local": 2.0, "slurm": 30.0}
-"""Seconds that a file of another node may take to be seen here (NFS keeps what it knows of a folder for that long)."""
-CLOCKS_APART = 1.0
-"""Seconds by which the clocks of two nodes may differ."""
 LOOKS = (0.5, 10.0)
 """Seconds between two looks at a waiting job: the first, and what it grows to."""
 
@@ -39,13 +37,89 @@ class ClusterCheck:
     problems: tuple[str, ...]  # no job can run before these are solved
     warnings: tuple[str, ...]
 
+    def require_sound(self, name: str) -> None:
+        """Refuse nodes on which the job cannot run.
+
+        Args:
+            name: of the job, for the message.
+
+        Raises:
+            JobFailed: there are problems.
+        """
+        if self.problems:
+            raise JobFailed(f"these nodes are not as {name} needs them: {'; '.join(self.problems)}")
+
+
+def work(
+    run: RunDir,
+    spec: JobSpec,
+    launcher_for: Callable[[JobSpec], Launcher],
+    *,
+    nodes: int | None = None,
+    node_type: str | None = None,
+    timeout: float | None = None,
+    file: JobFile | None = None,
+) -> Work[ClusterCheck]:
+    """Look at the nodes of the cluster in a job of a minute or so, or attach to the one that is under way.
+
+    Args:
+        run: the run, which may not be there yet.
+        spec: the job.
+        launcher_for: starts the job.
+        nodes: how many; None for the fewest of the search, two or more where possible.
+        node_type: the type of node, where the job names several.
+        timeout: seconds to wait at most.
+        file: where the spec comes from.
+
+    Raises:
+        SpecError: the job names several types of node and none is given, or the partition has fewer nodes, or none is
+            wanted.
+        Pending: the time to wait is over.
+        Interruption: Ctrl-C; the job goes on.
+        SchedulerError: it was refused, or will never start.
+        JobFailed: it has failed; with what is known of the nodes.
+    """
+    parts = run.parts(spec, node_type)
+    if len(parts) > 1:
+        raise SpecError(f"--on-cluster looks at one type of node: add --type {' or --type '.join(spec.node_types)}")
+    part = parts[0]
+    launcher, count = launcher_for(part.spec), cluster_nodes(part.spec, nodes)
+    adopt(run, spec, parts, file)
+    task = start_on_cluster(part.run, part.spec, launcher, nodes=count)
+    before = None
+    try:
+        for state in watch_cluster(part.run, launcher, task, timeout=timeout):
+            if (told := _to_the_minute(state)) != before:
+                yield NodeCheckProgress(task, state)
+            before = told
+        return conclude_cluster(part.run, task)
+    except KeyboardInterrupt:
+        raise _interruption(part.run, task) from None
+
+
+def _interruption(run: RunDir, task: CheckTask | None) -> Interruption:
+    """Return what to raise on Ctrl-C: the job, if it is known to be submitted, goes on."""
+    if task is None:
+        return Interruption("interrupted", "the same command submits the job, or attaches to it if it is there")
+    hint = f"the same command attaches to it again; tula cancel {words.near(run.path)} ends it"
+    return Interruption(f"interrupted; {task.job} goes on", hint)
+
+
+def _to_the_minute(state: SchedulerState) -> SchedulerState:
+    """Return a state as it is shown: what squeue expects of a job's start moves by seconds from look to look."""
+    return state if state.starts_at is None else replace(state, starts_at=state.starts_at // 60)
+
+
+# --- on which nodes
+
 
 def cluster_nodes(spec: JobSpec, wanted: int | None) -> int:
     """Return on how many nodes to look: as many as wanted, else the fewest of the search, two or more where possible.
 
     Raises:
-        SpecError: the partition has fewer nodes than wanted.
+        SpecError: fewer than one is wanted, or more than the partition has.
     """
+    require_positive(nodes=wanted)
     here = _partition(spec)
     most = here.usable if here is not None else None
     if wanted is not None and most is not None and here is not None and wanted > most:
@@ -67,6 +141,9 @@ def _partition(spec: JobSpec) -> site.Partition | None:
     return next((partition for partition in offered.partitions if partition.name == name), None)
 
 
+# --- the job
+
+
 def start_on_cluster(run: RunDir, spec: JobSpec, launcher: Launcher, *, nodes: int) -> CheckTask:
     """Submit a job that looks at the nodes; one that the user has not yet been told the end of is taken up again.
 
@@ -74,9 +151,15 @@ def start_on_cluster(run: RunDir, spec: JobSpec, launcher: Launcher, *, nodes: i
 
     Raises:
         SchedulerError: it was refused.
+        Interruption: Ctrl-C; the job goes on, if it was submitted.
     """
-    with submitting(run):
-        return _start_on_cluster(run, spec, launcher, nodes=nodes)
+    task = None
+    try:
+        with submitting(run):
+            task = _start_on_cluster(run, spec, launcher, nodes=nodes)
+    except KeyboardInterrupt:
+        raise _interruption(run, task) from None
+    return task
 
 
 def _start_on_cluster(run: RunDir, spec: JobSpec, launcher: Launcher, *, nodes: int) -> CheckTask:
@@ -140,9 +223,9 @@ def watch_cluster(
         if some_since is not None and now - some_since > LAG[job.scheduler]:
             raise _ended_half_seen(run, launcher, task, job)
         if timeout is not None and now - started >= timeout:
-            words = f" ({state.reason})" if state.reason else ""
+            reason = f" ({state.reason})" if state.reason else ""
             raise Pending(
-                f"{job.id} is not over after {timeout:g} s: {state.state}{words}",
+                f"{job.id} is not over after {timeout:g} s: {state.state}{reason}",
                 "the same command attaches to it again",
             )
         sleep(pause if timeout is None else min(pause, max(0.0, started + timeout - now)))
@@ -196,114 +279,19 @@ def conclude_cluster(
     run.checks.mark_told(task.id)
     report = run.checks.report(task.id)
     if report is None:
-        raise _failure(run, task, job)
-    return ClusterCheck(report, tuple(_problems(run, task, report)), tuple(_cluster_warnings(task, report)))
+        failure, draft = _failure(run, task, job), run.checks.draft(task.id)
+        if draft is None or run.cancelled(task.job):
+            raise failure
+        report = draft.model_copy(update={"network_error": failure.message})
+    return ClusterCheck(report, tuple(findings.problems(run, task, report)), tuple(findings.warnings(task, report)))
 
 
 def _all_told(run: RunDir, task: CheckTask, job: Job) -> bool:
     """Return whether nothing more is to be expected from the nodes."""
     report = run.checks.report(task.id)
     if report is not None:
-        return not _silent(run, report)
+        return not findings.silent(run, report)
     return _is_over(run, task) and len(_nodes_seen(run, task, job)) == task.nodes
-
-
-def _silent(run: RunDir, report: ClusterReport) -> list[NodeReport]:
-    """Return the nodes of which nothing that they wrote is seen here, although they say that they did."""
-    ranks, here = report.ranks // len(report.nodes), run.checks.signed_in(report.id)
-    return [node for node in report.nodes if not node.write_error and node.node * ranks not in here]
-
-
-# --- what is not as it should be
-
-
-def _problems(run: RunDir, task: CheckTask, report: ClusterReport) -> Iterator[str]:
-    """Yield what keeps jobs from running on these nodes."""
-    written, folder = run.checks.token(task.id), run.path.resolve()
-    for node in report.nodes:
-        if node.token != written:
-            found = "another file" if node.token else "nothing"
-            yield f"{node.host} reads {found} where {folder} has what was written here: it does not share that folder"
-        if node.write_error:
-            yield f"{node.host} cannot write into the run directory: {node.write_error}"
-    for node in _silent(run, report):
-        yield f"what {node.host} wrote into {folder} is not seen here after {LAG[task.spec.cluster.kind]:g} s"
-    yield from _dataset_problems(task, report)
-    yield from _gpu_problems(task.spec, report)
-
-
-def _dataset_problems(task: CheckTask, report: ClusterReport) -> Iterator[str]:
-    without = [node.host for node in report.nodes if node.dataset is False]
-    if without and not _is_yet_to_come(task):
-        yield f"{_list(without)} cannot read dataset.root, {_dataset_folder(task)}"
-
-
-def _dataset_folder(task: CheckTask) -> Path:
-    return Path(task.workdir, Path(task.spec.dataset.root).expanduser())
-
-
-def _is_yet_to_come(task: CheckTask) -> bool:
-    """Return whether the dataset is to be downloaded before the first job."""
-    return task.spec.dataset.download and not os.access(_dataset_folder(task), os.R_OK)
-
-
-def _gpu_problems(spec: JobSpec, report: ClusterReport) -> Iterator[str]:
-    without = [node.host for node in report.nodes if not node.gpus]
-    needed = spec.cluster.device == "cuda" or (spec.cluster.device == "auto" and len(without) < len(report.nodes))
-    if not needed:
-        return
-    if without:
-        yield f"torch sees no GPU on {_list(without)}: check the driver, torch's CUDA version and how GPUs are asked for"
-    for host, nodes in _by_host(report.nodes):
-        ranks, gpus = sum(node.ranks for node in nodes), max(len(node.gpus) for node in nodes)
-        if 0 < gpus < ranks:
-            yield f"{ranks} ranks on {host} see {gpus} GPU{'s' * (gpus > 1)}: each rank needs one of its own"
-
-
-def _by_host(nodes: Iterable[NodeReport]) -> Iterator[tuple[str, list[NodeReport]]]:
-    """Yield the nodes of each host; on this machine all sets of ranks are on one."""
-    for host, found in itertools.groupby(nodes, key=lambda node: node.host):
-        yield host, list(found)
-
-
-def _cluster_warnings(task: CheckTask, report: ClusterReport) -> Iterator[str]:
-    """Yield what spoils measurements, or what one would want to know."""
-    aspects: dict[str, Callable[[NodeReport], str]] = {
-        "GPU": lambda node: " + ".join(sorted(set(node.gpus))) or "none",
-        "GPU driver": lambda node: node.driver or "none",
-        "torch": lambda node: node.torch,
-        "CUDA": lambda node: node.cuda or "none",
-        "NCCL": lambda node: node.nccl or "none",
-        "Python": lambda node: node.python,
-    }
-    for name, aspect in aspects.items():
-        if words := _differences(report.nodes, aspect):
-            yield f"the nodes differ in {name}: {words}"
-    for node in report.nodes:
-        if abs(node.clock_offset) > CLOCKS_APART:
-            side = "ahead of" if node.clock_offset > 0 else "behind"
-            first = report.nodes[0].host
-            yield f"the clock of {node.host} is {abs(node.clock_offset):.1f} s {side} that of {first}; times in logs and results will be apart"  # fmt: skip
-    if (
-        task.spec.cluster.device == "auto"
-        and task.spec.cluster.kind == "slurm"
-        and not any(n.gpus for n in report.nodes)
-    ):
-        yield "torch sees no GPU on any node: jobs will run on the CPU (cluster.device: auto)"
-    if _is_yet_to_come(task) and any(node.dataset is False for node in report.nodes):
-        yield f"dataset.root, {_dataset_folder(task)}, is not there yet: it is downloaded before the first job"
-
-
-def _differences(nodes: Sequence[NodeReport], aspect: Callable[[NodeReport], str]) -> str:
-    """Return what is where in words, where it is not the same everywhere."""
-    found: dict[str, list[str]] = {}
-    for node in nodes:
-        found.setdefault(aspect(node), []).append(node.host)
-    return "" if len(found) < 2 else "; ".join(f"{value} on {_list(hosts)}" for value, hosts in found.items())
-
-
-def _list(hosts: Iterable[str]) -> str:
-    return ", ".join(dict.fromkeys(hosts))
 
 
 # --- a check that has failed
@@ -349,8 +337,8 @@ def _unshared(run: RunDir, task: CheckTask, job: Job, blind: set[int]) -> JobFai
         hosts if len(hosts) == task.nodes else tuple(f"node {number + 1} of the job" for number in range(task.nodes))
     )
     seeing = [name for number, name in enumerate(names) if number not in blind]
-    without = _list(name for number, name in enumerate(names) if number in blind)
-    those = f"{_list(seeing)} wrote into it, {without} did not" if seeing else f"nothing came from {without}"
+    without = listed(name for number, name in enumerate(names) if number in blind)
+    those = f"{listed(seeing)} wrote into it, {without} did not" if seeing else f"nothing came from {without}"
     return JobFailed(
         f"{job.id} failed, probably because its nodes do not all see {run.path.resolve()}: {those}",
         "choose a folder on a file system that this machine and all nodes share: --run-dir FOLDER"

@@ -5,15 +5,16 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tula_cli.cluster.launcher import Launcher, submitting, under_way
+from tula_cli.cluster.slurm import first_job
 from tula_cli.errors import BadMeasurements, JobFailed, OutOfMemoryAtMinimum, SchedulerError
 from tula_cli.host.outcome import advice
 from tula_cli.models.cost import price_at_most, price_words
 from tula_cli.run.code import choose, snapshot
-from tula_cli.run.directory import RunDir, probe_id
+from tula_cli.run.directory import RunDir
 from tula_cli.run.imports import Source
 from tula_cli.run.records.inspections import Inspection
 from tula_cli.run.records.probes import Failed, Measured, OutOfMemory
-from tula_cli.run.records.tasks import ProbeTask
+from tula_cli.run.records.tasks import ProbeTask, probe_id
 from tula_cli.services.search import Round, feasible, grouped, largest_local_batch, next_round, probes
 from tula_cli.spec.job import JobSpec
 
@@ -87,7 +88,7 @@ def plan(
         tasks = _packed(tasks)
     total = sum(len(local_batches) for local_batches in wanted.values())
     minutes = spec.search.max_minutes * len(tasks)
-    node_hours = _nodes_taken(spec, [task.nodes for task in tasks]) * spec.search.max_minutes / 60
+    node_hours = nodes_taken(spec, [task.nodes for task in tasks]) * spec.search.max_minutes / 60
     return ProfilePlan(
         tasks=tuple(tasks),
         total=total,
@@ -137,11 +138,11 @@ def _begun(run: RunDir) -> set[tuple[int, int]]:
 
 
 def spent(run: RunDir) -> float:
-    """Return the node-hours that measuring has taken so far."""
+    """Return the node-hours that measuring has taken so far, the first job that built the model counted."""
     tasks = [task for task in run.tasks() if isinstance(task, ProbeTask)]
     # The one job of search.packing: single holds the most nodes of its tasks all the time.
     nodes = {task.id: max(t.nodes for t in tasks if t.job == task.job) for task in tasks}
-    return sum(
+    return first_job.node_hours(run) + sum(
         nodes[attempt.task] * (attempt.ended_at - attempt.started_at) / 3600
         for attempt in run.attempts()
         if attempt.task in nodes and attempt.ended_at is not None
@@ -151,7 +152,7 @@ def spent(run: RunDir) -> float:
 def _within_cap(spec: JobSpec, found: Round, *, spent: float) -> Round:
     """Leave a further round out that might go beyond the cap on node-hours; the start is refused by the command line."""
     cap = spec.search.max_node_hours
-    at_most = _nodes_taken(spec, list(found.probes)) * spec.search.max_minutes / 60
+    at_most = nodes_taken(spec, list(found.probes)) * spec.search.max_minutes / 60
     if cap is None or not found.probes or not found.words or spent + at_most <= cap:
         return found
     why = (
@@ -184,7 +185,7 @@ def _packed(tasks: list[ProbeTask]) -> list[ProbeTask]:
     return [first.model_copy(update={"then": tuple(task.id for task in others)}), *others]
 
 
-def _nodes_taken(spec: JobSpec, nodes: Sequence[int]) -> int:
+def nodes_taken(spec: JobSpec, nodes: Sequence[int]) -> int:
     """Return the nodes that are taken, summed over the times of `search.max_minutes` they are taken for."""
     if spec.search.packing == "single" and spec.cluster.kind == "slurm":
         return max(nodes, default=0) * len(nodes)

@@ -17,18 +17,18 @@ from tula_cli.run.records.recommendations import Prediction, Recommendation
 from tula_cli.services import status
 from tula_cli.services.progress.job_status import ACTIVE
 from tula_cli.services.recommendation.answer import Answer, write
-from tula_cli.services.recommendation.limits import Limits, Question, described_limits
+from tula_cli.services.recommendation.limits import Criteria, Limits, described_limits
 from tula_cli.services.recommendation.measured import (
-    Survey,
+    TypeMeasurements,
     doubts,
     epochs_of,
+    measurements_of,
     noise_of,
     rests_on,
     state_of_the_probes,
-    surveys_of,
 )
 from tula_cli.spec.job import JobSpec
-from tula_cli.words import counted
+from tula_cli.words import plural
 
 
 def recommend(
@@ -77,20 +77,22 @@ def recommend(
     limits = Limits(nodes, max_nodes, max_batch, deadline_hours, budget, same_progress=objective == "accuracy-time")
     parts = run.parts(spec, node_type)
     waiting = pending if isinstance(pending, Mapping) else {part.type: pending for part in parts}
-    surveys, left_out = surveys_of(parts, limits, waiting)
-    noise = noise_of(surveys, needed=objective == "accuracy-time")
-    allowed = _within(surveys, limits, noise)
+    all_measurements, left_out = measurements_of(parts, limits, waiting)
+    noise = noise_of(all_measurements, needed=objective == "accuracy-time")
+    allowed = _within(all_measurements, limits, noise)
 
-    def answer(surveys: Sequence[Survey], rows: Sequence[Prediction], warnings: Sequence[str]) -> Recommendation:
-        found = _answer(surveys, rows, limits, warnings, noise, objective=objective, curve=curve, now=now)
+    def answer(
+        all_measurements: Sequence[TypeMeasurements], rows: Sequence[Prediction], warnings: Sequence[str]
+    ) -> Recommendation:
+        found = _answer(all_measurements, rows, limits, warnings, noise, objective=objective, curve=curve, now=now)
         return found.model_copy(update={"options": tuple(options), "overrides": tuple(overrides)})
 
     by_type = {
-        survey.part.type: answer([survey], own, [])
-        for survey in surveys
-        if survey.part.type is not None and (own := [row for row in allowed if row.type == survey.type])
+        measurements.part.type: answer([measurements], own, [])
+        for measurements in all_measurements
+        if measurements.part.type is not None and (own := [row for row in allowed if row.type == measurements.type])
     }
-    return Answer(answer(surveys, allowed, left_out), by_type, surveys)
+    return Answer(answer(all_measurements, allowed, left_out), by_type, all_measurements)
 
 
 def pending_probes(run: RunDir, spec: JobSpec, launcher_for: Callable[[JobSpec], Launcher]) -> dict[str | None, int]:
@@ -108,7 +110,7 @@ def _pending(part: Part, launcher_for: Callable[[JobSpec], Launcher]) -> int:
 def ask(
     run: RunDir,
     spec: JobSpec,
-    question: Question,
+    criteria: Criteria,
     *,
     launcher_for: Callable[[JobSpec], Launcher],
     overrides: Sequence[str] = (),
@@ -118,26 +120,26 @@ def ask(
     Args:
         run: where the results are.
         spec: the job.
-        question: objective, limits, curve and type of node.
+        criteria: objective, limits, curve and type of node.
         launcher_for: knows whether probes are under way.
         overrides: what was laid over the job's own settings, which an answer with other ones only assumes.
 
     Raises:
         Pending, BadMeasurements, Infeasible, SpecError: as `recommend`.
     """
-    limits = question.limits
+    limits = criteria.limits
     return recommend(
         run,
         spec,
-        objective=question.objective,
-        curve=question.curve,
+        objective=criteria.objective,
+        curve=criteria.curve,
         nodes=limits.nodes,
         max_batch=limits.max_batch,
         max_nodes=limits.max_nodes,
         deadline_hours=limits.deadline_hours,
         budget=limits.budget,
-        node_type=question.node_type,
-        options=question.options,
+        node_type=criteria.node_type,
+        options=criteria.options,
         overrides=tuple(overrides) if overrides and spec != run.spec() else (),
         pending=pending_probes(run, spec, launcher_for),
         now=time.time(),
@@ -145,13 +147,13 @@ def ask(
 
 
 def renews(found: Recommendation, known: Recommendation | None) -> bool:
-    """Return whether an answer is kept unasked: the first one under the job's own settings, and one to the same question.
+    """Return whether an answer is kept unasked: the first one under the job's own settings, and one to the same criteria.
 
     Args:
         found: the answer.
         known: the one that the run keeps.
     """
-    return not found.overrides if known is None else found.question == known.question
+    return not found.overrides if known is None else found.criteria == known.criteria
 
 
 def keep(run: RunDir, own: JobSpec, answer: Answer) -> None:
@@ -165,11 +167,11 @@ def keep(run: RunDir, own: JobSpec, answer: Answer) -> None:
     Raises:
         TulaError: they cannot be written.
     """
-    surveys = {survey.part.type: survey for survey in answer.surveys}
+    all_measurements = {measurements.part.type: measurements for measurements in answer.all_measurements}
     for part in run.parts(own):
         if part.type is not None and part.type in answer.by_type:
-            write(part.run, part.spec, [surveys[part.type]], answer.by_type[part.type])
-    write(run, own, answer.surveys, answer.recommendation)
+            write(part.run, part.spec, [all_measurements[part.type]], answer.by_type[part.type])
+    write(run, own, answer.all_measurements, answer.recommendation)
 
 
 def save(run: RunDir, spec: JobSpec, answer: Answer, *, overrides: Sequence[str] = (), job: Path | None = None) -> None:
@@ -193,7 +195,7 @@ def save(run: RunDir, spec: JobSpec, answer: Answer, *, overrides: Sequence[str]
 
 
 def _answer(
-    surveys: Sequence[Survey],
+    all_measurements: Sequence[TypeMeasurements],
     allowed: Sequence[Prediction],
     limits: Limits,
     warnings: Sequence[str],
@@ -205,9 +207,9 @@ def _answer(
 ) -> Recommendation:
     rows = _with_front(allowed)
     choice = choose(rows, objective=objective, curve=curve)
-    own = next(survey for survey in surveys if survey.type == choice.prediction.type)
+    own = next(measurements for measurements in all_measurements if measurements.type == choice.prediction.type)
     spec = own.part.spec
-    told = [f"{survey.prefix}{text}" for survey in surveys for text in _told(survey)]
+    told = [f"{measurements.prefix}{text}" for measurements in all_measurements for text in _told(measurements)]
     return Recommendation(
         objective=objective,
         curve=curve,
@@ -217,9 +219,12 @@ def _answer(
         runners_up=choice.runners_up,
         warnings=(*warnings, *told, *doubts(own.forecast, choice, limits)),
         currency=spec.pricing.currency,
-        price="\n".join(f"{survey.prefix}{cost.price_words(survey.part.spec.pricing)}" for survey in surveys),
+        price="\n".join(
+            f"{measurements.prefix}{cost.price_words(measurements.part.spec.pricing)}"
+            for measurements in all_measurements
+        ),
         fit_error=own.forecast.steps.error,
-        fit="\n".join(f"{survey.prefix}{survey.forecast.steps.words}" for survey in surveys),
+        fit="\n".join(f"{measurements.prefix}{measurements.forecast.steps.words}" for measurements in all_measurements),
         efficiency="" if noise is None else rests_on(noise, spec),
         other_market=own.other_market(choice.prediction),
         created_at=now,
@@ -235,9 +240,9 @@ def _with_front(rows: Sequence[Prediction]) -> tuple[Prediction, ...]:
     )
 
 
-def _told(survey: Survey) -> list[str]:
-    missing = state_of_the_probes(survey.results, survey.unknown, pending=survey.pending)
-    return [*missing, *survey.forecast.warnings]
+def _told(measurements: TypeMeasurements) -> list[str]:
+    missing = state_of_the_probes(measurements.results, measurements.unknown, pending=measurements.pending)
+    return [*missing, *measurements.forecast.warnings]
 
 
 def _with_progress(row: Prediction, spec: JobSpec, noise: Noise | None) -> Prediction:
@@ -249,22 +254,30 @@ def _with_progress(row: Prediction, spec: JobSpec, noise: Noise | None) -> Predi
     return row.model_copy(update={"same_progress": found})
 
 
-def _within(surveys: Sequence[Survey], limits: Limits, noise: Noise | None = None) -> tuple[Prediction, ...]:
+def _within(
+    all_measurements: Sequence[TypeMeasurements], limits: Limits, noise: Noise | None = None
+) -> tuple[Prediction, ...]:
     """Return the forecasts within the limits, fastest first.
 
     Raises:
         Infeasible: there is none; names the first limit that leaves nothing and the configuration closest to it.
     """
-    found = [_with_progress(row, survey.part.spec, noise) for survey in surveys for row in survey.rows(limits)]
+    found = [
+        _with_progress(row, measurements.part.spec, noise)
+        for measurements in all_measurements
+        for row in measurements.rows(limits)
+    ]
     left = tuple(sorted(found, key=lambda row: (row.hours, row.nodes, row.batch)))
     if not left:
-        raise _nothing_fits(surveys[0].forecast, limits)
+        raise _nothing_fits(all_measurements[0].forecast, limits)
     for bound in limits:
         allowed = tuple(row for row in left if bound.value(row) <= bound.most)
         if not allowed:
             closest = min(left, key=lambda row: (bound.value(row), row.hours))
             update = {"hours": limits.hours(closest), "cost": limits.cost(closest)}
-            described = described_limits(closest.model_copy(update=update), surveys[0].part.spec.pricing.currency)
+            described = described_limits(
+                closest.model_copy(update=update), all_measurements[0].part.spec.pricing.currency
+            )
             raise Infeasible(
                 f"no configuration is within {bound.words}; the closest is {described}",
                 "relax that limit, or search other numbers of nodes and batches",
@@ -275,7 +288,7 @@ def _within(surveys: Sequence[Survey], limits: Limits, noise: Noise | None = Non
 
 def _nothing_fits(forecast: Forecast, limits: Limits) -> Infeasible:
     """Say of the smallest batch on the wanted nodes why it cannot run."""
-    on = f" on {counted(limits.nodes)}" if limits.nodes is not None else ""
+    on = f" on {plural(limits.nodes)}" if limits.nodes is not None else ""
     tried = forecast.candidates(limits.wanted)
     why = next((why for config in tried if (why := forecast.why_not(config))), "no batch divides among its GPUs")
     return Infeasible(f"no configuration is feasible{on}: {why}", "tula recommend without --nodes shows those that are")

@@ -8,19 +8,18 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tula_cli.cluster.launcher import Launcher, submitting, under_way
+from tula_cli.cluster.slurm import first_job
 from tula_cli.cluster.slurm.submit import links
 from tula_cli.errors import (
     BadMeasurements,
-    Diverged,
     Infeasible,
     JobFailed,
-    OutOfMemoryAtMinimum,
     Pending,
     SchedulerError,
     SpecError,
     TulaError,
+    require_positive,
 )
-from tula_cli.host.outcome import advice
 from tula_cli.models import halving
 from tula_cli.models.choice.grid import batches
 from tula_cli.models.cost import price_words
@@ -31,19 +30,26 @@ from tula_cli.run.imports import Source
 from tula_cli.run.jobfile import adopt
 from tula_cli.run.records.base import Market
 from tula_cli.run.records.inspections import Inspection
-from tula_cli.run.records.jobs import Attempt
 from tula_cli.run.records.probes import Measured
 from tula_cli.run.records.recommendations import Prediction, Recommendation
 from tula_cli.run.records.results import JobFile, Summary
 from tula_cli.run.records.tasks import Rung, TrainTask
-from tula_cli.services.events import Note, TrainPlanned, Warned, Work
+from tula_cli.services.events import Note, TrainPlanned, WarningEvent, Work
+from tula_cli.services.progress.ending import CANCELLED, failure_of
 from tula_cli.services.status import RunStatus
-from tula_cli.services.waiting import Detached, Means, Patience, allow, doubts_of_new, wait_for
+from tula_cli.services.waiting import (
+    Dependencies,
+    DetachedJobs,
+    WaitPolicy,
+    allow,
+    doubts_of_new,
+    interruption_of_jobs,
+    wait_for,
+)
 from tula_cli.spec.job import JobSpec
 from tula_cli.spec.signature import train_signature
 
 DISK_IS_FULL = 2**16  # bytes free; below, the small files of a run cannot be written
-CANCELLED = "the same command goes on where the newest checkpoint stands"
 
 
 @dataclass(frozen=True)
@@ -108,6 +114,7 @@ def plan(
         BadMeasurements: neither given nor recommended.
         SpecError: a batch that cannot be trained on that many nodes, or that is larger than the dataset.
     """
+    require_positive(nodes=nodes, batch=batch)
     recommendation = recommendation or run.recommendation()
     choice = recommendation.choice if recommendation is not None else None
     if choice is None and (nodes is None or batch is None):
@@ -145,7 +152,7 @@ def _source(recommendation: Recommendation | None, given: Sequence[str]) -> str:
     if recommendation is None or len(given) == 2:
         return "as given"
     when = time.strftime("%Y-%m-%d %H:%M", time.localtime(recommendation.created_at))
-    recommended = f"as recommended ({recommendation.question}; {when})"
+    recommended = f"as recommended ({recommendation.criteria}; {when})"
     return f"{given[0]} as given, the rest {recommended}" if given else recommended
 
 
@@ -180,16 +187,11 @@ def _check(spec: JobSpec, nodes: int, batch: int) -> None:
             f"batch {batch} does not divide by {parts} (nodes x GPUs a node x train.accumulate)",
             f"the nearest are {batch // parts * parts or parts} and {(batch // parts + 1) * parts}",
         )
-    if spec.cluster.collective == "parameter_server":
-        raise SpecError(
-            "cluster.collective parameter_server is a model of time only; training uses all-reduce",
-            "set cluster.collective: ring or tree",
-        )
 
 
 def _dataset_size(run: RunDir, spec: JobSpec, inspect: Callable[[JobSpec], Inspection]) -> int:
     measured = (result.dataset_size for result in run.results() if isinstance(result, Measured))
-    return next(measured, None) or inspect(spec).dataset_size
+    return next(measured, None) or first_job.or_told(inspect, run)(spec).dataset_size
 
 
 def _check_size(batch: int, dataset_size: int) -> None:
@@ -249,6 +251,7 @@ def report(run: RunDir, signature: str) -> Summary:
     Raises:
         OutOfMemoryAtMinimum: the smallest batch did not fit.
         Diverged: its loss or its weights were not finite.
+        DeviceFault: nodes or their devices were faulty, each time that it was tried.
         JobFailed: it ended for another reason.
         Pending: it has not ended.
     """
@@ -261,35 +264,14 @@ def report(run: RunDir, signature: str) -> Summary:
     attempts = run.training(signature).attempts()
     if task is None or not attempts:
         raise Pending(f"training {signature} has not started", "tula status tells what it waits for")
-    raise _failure(task, attempts[-1], kept=run.training(signature).newest_samples())
-
-
-def _failure(task: TrainTask, attempt: Attempt, *, kept: int) -> TulaError:
-    """Return what an ending is to the user; `kept` are the samples of the newest checkpoint."""
-    if attempt.outcome is None or attempt.outcome == "done":
-        return Pending(f"training {task.signature} has not ended", "tula status shows where it stands")
-    where = f" (rank {attempt.rank} on {attempt.host})" if attempt.rank is not None else ""
-    message = f"training ended at attempt {task.attempt}{where}: {attempt.message}"
-    if attempt.outcome == "cancelled":
-        return JobFailed(message, CANCELLED)
-    if attempt.outcome == "device_oom":
-        return OutOfMemoryAtMinimum(
-            f"out of memory at the smallest batch, {task.batch}: {attempt.message}",
-            "lower search.min_batch, or try activation checkpointing, bf16 or more accumulation",
-        )
-    if attempt.outcome == "diverged":
-        stays = f"; the checkpoint at {kept} samples is finite and stays" if kept else ""
-        return Diverged(f"{message}{stays}", advice(attempt.outcome))
-    if attempt.outcome == "disk":
-        return TulaError(message, advice(attempt.outcome))
-    return JobFailed(message, advice(attempt.outcome))
+    raise failure_of(task, attempts, kept=run.training(signature).newest_samples())
 
 
 # --- from the plan to the end
 
 
 @dataclass(frozen=True)
-class Training:
+class PreparedTraining:
     """A training before anything is submitted: the whole run, the part of it to train on, and the plan."""
 
     run: RunDir
@@ -306,7 +288,7 @@ def prepare(
     nodes: int | None = None,
     batch: int | None = None,
     node_type: str | None = None,
-) -> Work[Training]:
+) -> Work[PreparedTraining]:
     """Decide where to train; nothing is written.
 
     Args:
@@ -324,45 +306,49 @@ def prepare(
     if own.type is not None:
         yield Note(f"node type {own.type}")
     found = plan(own.run, own.spec, nodes=nodes, batch=batch, recommendation=recommendation, inspect=inspect)
-    for text in found.code.warnings:
-        yield Warned(text)
-    return Training(run, spec, own, found)
+    for text in (*found.code.warnings, own.spec.cluster.collective_warning):
+        if text:
+            yield WarningEvent(text)
+    return PreparedTraining(run, spec, own, found)
 
 
 def work(
-    training: Training, means: Means, patience: Patience, *, file: JobFile | None = None
-) -> Work[Summary | Detached]:
+    training: PreparedTraining, dependencies: Dependencies, wait_policy: WaitPolicy, *, file: JobFile | None = None
+) -> Work[Summary | DetachedJobs]:
     """Train, or attach to the training where it is under way.
 
     Args:
         training: what `prepare` has decided.
-        means: launcher, and who is asked before something is submitted.
-        patience: whether and how long to wait.
+        dependencies: launcher, and who is asked before something is submitted.
+        wait_policy: whether and how long to wait.
         file: where the settings come from.
 
     Raises:
         OverBudget: not confirmed.
         Pending: the time to wait is over.
         Interruption: Ctrl-C; the training goes on, unless it is to be cancelled.
-        OutOfMemoryAtMinimum, Diverged, JobFailed: it has ended so.
+        OutOfMemoryAtMinimum, Diverged, DeviceFault, JobFailed: it has ended so.
         SchedulerError: it was refused.
     """
     found, own = training.plan, training.part
     if found.finished:
         yield Note("this training run is finished already")
         return report(own.run, found.task.signature)
-    launcher = means.launcher_for(own.spec)
+    launcher = dependencies.launcher_for(own.spec)
     going_on = under_way(own.run, launcher, [found.task.job])
     if not going_on:
         planned = TrainPlanned(found, links(found.task))
         yield planned
-        allow(means.confirm, planned)
+        allow(dependencies.confirm, planned)
     adopt(training.run, training.spec, [own], file)
-    jobs = (start(own.run, found, launcher),)
-    if not patience.waits(own.spec):
-        yield from doubts_of_new(own.run, launcher, jobs, going_on, own.spec)
-        return Detached(jobs, tuple(going_on))
-    now = yield from wait_for(own.run, launcher, jobs, patience)
+    try:
+        jobs = (start(own.run, found, launcher),)
+        if not wait_policy.waits(own.spec):
+            yield from doubts_of_new(own.run, launcher, jobs, going_on, own.spec)
+            return DetachedJobs(jobs, tuple(going_on))
+        now = yield from wait_for(own.run, launcher, jobs, wait_policy)
+    except KeyboardInterrupt:
+        raise interruption_of_jobs(own.run, [(own, launcher)], wait_policy) from None
     _require_found(now, found)
     return report(own.run, found.task.signature)
 

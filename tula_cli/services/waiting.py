@@ -1,25 +1,26 @@
 """What the commands that submit jobs have in common: what they work with, asking first, and waiting."""
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from tula_cli import words
 from tula_cli.cluster.launcher import Launcher
 from tula_cli.errors import Interruption, OverBudget, Pending
-from tula_cli.run.directory import RunDir
+from tula_cli.run.directory import Part, RunDir
 from tula_cli.run.records.inspections import Inspection
 from tula_cli.services import status
-from tula_cli.services.events import Event, Planned, Warned, Watched, Work
+from tula_cli.services.events import Event, JobsProgress, Planned, WarningEvent, Work
 from tula_cli.services.progress import job_status
 from tula_cli.services.status import RunStatus
 from tula_cli.spec.job import JobSpec
 
 ENDED_BADLY = ("lost", "failed", "diverged", "cancelled")
+FIRST_JOB = "the job that builds the model and the dataset"
 
 
 @dataclass(frozen=True)
-class Means:
+class Dependencies:
     """What a command works with; tests give others."""
 
     launcher_for: Callable[[JobSpec], Launcher]
@@ -28,7 +29,7 @@ class Means:
 
 
 @dataclass(frozen=True)
-class Patience:
+class WaitPolicy:
     """How long to wait for jobs, and what becomes of them on Ctrl-C."""
 
     wait: bool | None = None  # None: on this machine, not on a cluster
@@ -40,16 +41,16 @@ class Patience:
         """Return whether to wait for jobs of this cluster."""
         return spec.cluster.kind == "local" if self.wait is None else self.wait
 
-    def interruption(self, run: RunDir, launcher: Launcher, *, hint: str, message: str) -> Interruption:
-        """Return what to raise on Ctrl-C: jobs go on unless they are to be cancelled, which is done here."""
+    def interruption(self, parts: Iterable[tuple[Part, Launcher]], *, hint: str, message: str) -> Interruption:
+        """Return what to raise on Ctrl-C: jobs of all parts go on unless they are to be cancelled, which is done here."""
         if self.cancel_on_interrupt:
-            ended = status.cancel(run, launcher)
+            ended = [job for part, launcher in parts for job in part.named(status.cancel(part.run, launcher))]
             return Interruption(f"interrupted; cancelled {', '.join(ended) or 'nothing'}")
         return Interruption(message, hint)
 
 
 @dataclass(frozen=True)
-class Detached:
+class DetachedJobs:
     """Jobs that nobody waits for."""
 
     jobs: tuple[str, ...]
@@ -66,44 +67,54 @@ def allow(confirm: Callable[[Planned], bool], planned: Planned) -> None:
         raise OverBudget("not confirmed; nothing was submitted")
 
 
-def require_within_cap(node_hours: Sequence[float], cap: float | None) -> None:
+def beyond_cap(what: str, node_hours: float, cap: float | None) -> str:
+    """Return in words that something may take more node-hours than the cap; empty where it may not, or there is none."""
+    if cap is None or node_hours <= cap:
+        return ""
+    return f"{what} may take {words.number(node_hours)} node-hours, search.max_node_hours is {cap:g}"
+
+
+def require_within_cap(node_hours: Sequence[float], cap: float | None, *, first_jobs: float = 0.0) -> None:
     """Keep the cap on node-hours over all types of node.
 
+    Args:
+        node_hours: of the probes on each type.
+        cap: search.max_node_hours.
+        first_jobs: node-hours of the jobs that build the model and the dataset on a node.
+
     Raises:
-        OverBudget: the probes may take more.
+        OverBudget: it may take more.
     """
-    if cap is not None and sum(node_hours) > cap:
-        types = f" on all {len(node_hours)} node types" if len(node_hours) > 1 else ""
-        raise OverBudget(
-            f"the probes{types} may take {words.number(sum(node_hours))} node-hours, search.max_node_hours is {cap:g}",
-            "raise it with --set search.max_node_hours=..., or lower search.max_minutes, or search fewer nodes",
-        )
+    types = f" on all {len(node_hours)} node types" if len(node_hours) > 1 else ""
+    taken = [*([f"the probes{types}"] if node_hours else []), *([FIRST_JOB] if first_jobs else [])]
+    if found := beyond_cap(" and ".join(taken), sum(node_hours) + first_jobs, cap):
+        hint = "raise it with --set search.max_node_hours=..., or lower search.max_minutes, or search fewer nodes"
+        raise OverBudget(found, hint)
 
 
-def wait_for(run: RunDir, launcher: Launcher, jobs: Sequence[str], patience: Patience) -> Work[RunStatus]:
+def wait_for(run: RunDir, launcher: Launcher, jobs: Sequence[str], wait_policy: WaitPolicy) -> Work[RunStatus]:
     """Wait until jobs have ended; return how.
 
     Raises:
         Pending: the time to wait is over, they are not.
-        Interruption: Ctrl-C.
     """
     now = None
-    try:
-        for now in status.watch(run, launcher, jobs, timeout=patience.timeout):
-            yield Watched(now)
-    except KeyboardInterrupt:
-        hint = f"the same command attaches to them again; tula cancel {words.near(run.path)} ends them"
-        raise patience.interruption(run, launcher, hint=hint, message="interrupted; the jobs go on") from None
+    for now in status.watch(run, launcher, jobs, timeout=wait_policy.timeout):
+        yield JobsProgress(now)
     assert now is not None
     own = [job for job in now.jobs if job.id in jobs]
     if left := [f"{job.id} ({job.state})" for job in own if job.state in job_status.ACTIVE]:
-        raise Pending(
-            f"not over after {patience.timeout:g} s: {', '.join(left)}", "the same command attaches to them again"
-        )
+        raise Pending(f"not over within the time to wait: {', '.join(left)}", "the same command attaches to them again")
     for job in own:
         if job.state in ENDED_BADLY:
-            yield Warned(f"{job.id} {job.state}: {words.first_line(job.reason)}")
+            yield WarningEvent(f"{job.id} {job.state}: {words.first_line(job.reason)}")
     return now
+
+
+def interruption_of_jobs(run: RunDir, parts: Iterable[tuple[Part, Launcher]], wait_policy: WaitPolicy) -> Interruption:
+    """Return what to raise on Ctrl-C where jobs of some parts of a run are submitted, or on the way."""
+    hint = f"the same command attaches to them again; tula cancel {words.near(run.path)} ends them"
+    return wait_policy.interruption(parts, hint=hint, message="interrupted; the jobs go on")
 
 
 def doubts_of_new(
@@ -113,8 +124,8 @@ def doubts_of_new(
     known = [found for found in run.jobs() if found.id in jobs]
     for id_, state in launcher.states(run.read(), known).items():
         if state.hopeless:
-            yield Warned(f"{id_}: {state.reason}; tula cancel, correct the cluster section, and start again")
+            yield WarningEvent(f"{id_}: {state.reason}; tula cancel, correct the cluster section, and start again")
     tasks = {task.job: task for task in run.tasks()}
     for id_ in under_way:
         if id_ in tasks and tasks[id_].spec.cluster != spec.cluster:
-            yield Warned(f"{id_} was submitted with another cluster section; tula cancel first, to have this one")
+            yield WarningEvent(f"{id_} was submitted with another cluster section; tula cancel first, to have this one")

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from tula_cli.show.profile import unsettled_plan
 from tula_cli.show.screen import Origin
 from tula_cli.show.tables import at_most, by_type, listed, table
 from tula_cli.words import amount, moment, near, number, plural, size
@@ -15,7 +16,7 @@ if TYPE_CHECKING:
 
     from tula_cli.cluster.slurm.partitions import Site
     from tula_cli.cluster.slurm.queue import SchedulerState
-    from tula_cli.run.jobfile import Edited
+    from tula_cli.run.jobfile import ConfigDrift
     from tula_cli.run.records.cluster_reports import ClusterReport, NodeReport
     from tula_cli.run.records.inspections import Inspection
     from tula_cli.run.records.tasks import CheckTask
@@ -48,16 +49,22 @@ def check(report: "CheckReport", origins: Mapping[str, Origin]) -> Iterator["Ren
     if report.inspection is not None:
         yield from inspection(report.inspection)
         yield ""
-    if not report.jobs:
-        return
+    if report.jobs:
+        yield from _jobs(report)
+    if report.unsettled is not None:
+        yield from unsettled_plan(report.unsettled)
+    elif report.jobs:
+        yield at_most(report.machine_hours_at_most, report.node_hours_at_most, report.price_at_most, report.currency)
+        yield f"price: {report.price}"
+
+
+def _jobs(report: "CheckReport") -> Iterator["RenderableType"]:
     made = table(("nodes", "probes", "global batches", "local batches"), left=(2, 3))
     for job in report.jobs:
         made.add_row(str(job.nodes), str(len(job.local_batches)), listed(job.batches), listed(job.local_batches))
     yield made
     yield ""
     yield f"{plural(report.probes, 'probe')} in {plural(len(report.jobs), 'job')}"
-    yield at_most(report.machine_hours_at_most, report.node_hours_at_most, report.price_at_most, report.currency)
-    yield f"price: {report.price}"
 
 
 def inspection(found: "Inspection") -> Iterator["RenderableType"]:
@@ -90,7 +97,7 @@ def check_state(task: "CheckTask", state: "SchedulerState") -> str:
     """Return what a check of the cluster waits for."""
     starts = "" if state.starts_at is None else f", expected to start at {moment(state.starts_at)}"
     reason = f" ({state.reason})" if state.reason else ""
-    return f"{task.job} on {plural(task.nodes, 'node')}: {state.state}{reason}{starts}"
+    return f"{task.job} on {plural(task.nodes)}: {state.state}{reason}{starts}"
 
 
 def cluster_check(found: "ClusterCheck") -> Iterator["RenderableType"]:
@@ -144,10 +151,14 @@ def _network(report: "ClusterReport", names: Sequence[str]) -> Iterator["Rendera
         yield made
         yield ""
         yield f"network between {names[0]} and {names[1]}: {number(largest.speed / 1e9)} Gbit/s each way, as measured with {report.backend}"
-    yield f"an all-reduce of one number over {plural(report.ranks, 'rank')} takes {number(1e6 * report.latency)} µs"
+    if report.inside:
+        largest = report.inside[-1]
+        yield f"between two GPUs of {names[0]}: {number(largest.speed / 1e9)} Gbit/s each way, as measured with {report.backend}"
+    if report.latency is not None:
+        yield f"an all-reduce of one number over {plural(report.ranks, 'rank')} takes {number(1e6 * report.latency)} µs"
 
 
-def edited(found: "Edited", command: str) -> str:
+def config_drift(found: "ConfigDrift", command: str) -> str:
     """Say how a job file differs from the run that came from it, with both values, and what takes the file's."""
     name, more = near(Path(found.file.path)), len(found.changes) - _CHANGES
     if found.problem:
@@ -162,7 +173,7 @@ def _short(value: Any) -> str:
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 
-def with_file(found: "Edited", command: str) -> str:
+def with_file(found: "ConfigDrift", command: str) -> str:
     """Return the command line that takes the values of a job file; where it is another job by now, it is measured."""
     words = ["tula", "profile" if found.elsewhere else command, near(Path(found.file.path))]
     return shlex.join([*words, *(word for override in found.file.overrides for word in ("--set", override))])

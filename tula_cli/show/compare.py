@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 
 from tula_cli.show.plots import comparison_plot
 from tula_cli.show.tables import table
-from tula_cli.words import duration, number, plural, time_unit
+from tula_cli.words import duration, method_label, number, plural, time_unit
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -28,7 +28,7 @@ def compare_plan(plan: "ComparePlan", *, scripts: Sequence[str] = ()) -> Iterato
         local = cell.batch // (cell.nodes * plan.spec.cluster.gpus_per_node)
         made.add_row(
             str(place_),
-            f"{cell.method} (reference)" if cell.reference else cell.method,
+            method_label(cell.method, reference=cell.reference),
             str(cell.batch),
             str(local),
             str(cell.nodes),
@@ -101,7 +101,7 @@ def comparison_table(found: "CompareReport") -> "Table":
         stats = (row.top1, row.top5) if accuracy else (row.loss,)
         made.add_row(
             str(row.batch) if row.batch != batch else "",
-            f"{row.method} (reference)" if row.reference else row.method,
+            method_label(row.method, reference=row.reference),
             str(row.seeds),
             *(spread(value, 2 if accuracy else 4) for value in stats),
             "-" if row.gap is None else f"{row.gap:.{2 if accuracy else 4}f}",

@@ -13,6 +13,9 @@ if TYPE_CHECKING:
 
     from tula_cli.services.estimate import EstimateReport
 
+ON_GPU = ("reserved", "libraries")
+"""Components that are told of a GPU alone."""
+
 
 def estimate(report: "EstimateReport") -> Iterator["RenderableType"]:
     """Memory of one GPU by local batch, component by component."""
@@ -35,13 +38,14 @@ def estimate(report: "EstimateReport") -> Iterator["RenderableType"]:
 
 def _components(report: "EstimateReport") -> "Table":
     """Eq. 3 at each local batch; for a GPU also what the libraries hold, what the allocator keeps, and what is needed."""
-    byte, unit = size_unit(max(*report.needed, *(row.reserved for row in report.rows)))
-    parts = ["parameters", "gradients", "optimizer", "factors", "batch", "activations", "peak"]
-    extra = ["reserved", "libraries"] if report.gpu else []
-    headings = [f"{part}\n({unit})" for part in (*parts, *extra, *(["needed"] if report.gpu else []))]
+    from tula_cli.run.records.components import Components  # with pydantic, which --help does without
+
+    byte, unit = size_unit(max(*report.needed, *(row.memory.reserved for row in report.rows)))
+    parts = [part for part in Components.model_fields if report.gpu or part not in ON_GPU]
+    headings = [f"{part}\n({unit})" for part in (*parts, *(["needed"] if report.gpu else []))]
     made = table(("local\nbatch", *headings, "fits"), left=(1 + len(headings),))
     for row, needed in zip(report.rows, report.needed, strict=True):
-        sizes = [getattr(row, part) for part in (*parts, *extra)] + ([needed] if report.gpu else [])
+        sizes = [getattr(row.memory, part) for part in parts] + ([needed] if report.gpu else [])
         fits = {True: "yes", False: "no", None: "-"}[report.fits(row)]
         made.add_row(str(row.local_batch), *(size(value, byte) for value in sizes), fits)
     return made

@@ -4,7 +4,8 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from tula_cli.words import plural, time_unit
+from tula_cli.show.canvas import Curve, draw
+from tula_cli.words import method_label, plural, time_unit
 
 if TYPE_CHECKING:
     from tula_cli.run.records.recommendations import Prediction, Recommendation
@@ -30,7 +31,7 @@ def plots(found: "Recommendation", *, width: int, color: bool) -> Iterator[str]:
     if len({row.batch for row in rows}) < 2:
         return
     divisor, unit = time_unit(3600 * max(row.hours for row in rows))
-    names = [f"{plural(count, 'node')}{f' of type {kind}' if kind else ''}" for kind, count in curves]
+    names = [f"{plural(count)}{f' of type {kind}' if kind else ''}" for kind, count in curves]
     times = {key(row): 3600 * row.hours / divisor for row in rows}
     costs = {key(row): row.cost for row in rows}
     for title, values in ((f"time ({unit})", times), (f"cost ({found.currency})", costs)):
@@ -52,55 +53,39 @@ def _plot(
     color: bool,
 ) -> str:
     """Draw values by (type, nodes, batch) over a binary logarithm of the batch, as text of at most `width` columns."""
-    import plotext
+    kinds, batches = sorted({key[:2] for key in values}), sorted({key[2] for key in values})
+    curves = [
+        Curve(sorted((math.log2(key[2]), value) for key, value in values.items() if key[:2] == kind), marker, shade)
+        for kind, marker, shade in zip(kinds, _cycle(MARKERS, kinds), _cycle(COLORS, kinds), strict=True)
+    ]
+    curves.append(Curve([(math.log2(choice[2]), values[choice])], "O"))
+    return _over_batches(title, curves, batches, width=width, height=15, color=color)
 
-    figure = plotext.figure
-    figure.clear()
-    figure.theme("colorless")
-    figure.plot_size(min(width, 100), 15)
-    figure.legend(active=False)
-    curves, batches = sorted({key[:2] for key in values}), sorted({key[2] for key in values})
-    for curve, marker, shade in zip(curves, _cycle(MARKERS, curves), _cycle(COLORS, curves), strict=True):
-        points = sorted((math.log2(key[2]), value) for key, value in values.items() if key[:2] == curve)
-        xs, ys = [point[0] for point in points], [point[1] for point in points]
-        for symbol, joined in (("·", True), (marker, False)):
-            dots = plotext.marker(symbol, plotext.pixel(shade)) if color else symbol
-            figure.draw(figure.signal(xs, ys, marker=dots).lines(joined))
-    figure.draw(figure.signal([math.log2(choice[2])], [values[choice]], marker="O"))
-    figure.ruler("x", "lower").ticks([math.log2(batch) for batch in batches], [str(batch) for batch in batches])
-    figure.label("global batch", "x")
-    figure.title(title)
-    drawn: str = figure.build().string(colorless=not color)
-    return "\n".join(line.rstrip() for line in drawn.splitlines())
+
+def _over_batches(
+    title: str, curves: Sequence[Curve], batches: Sequence[int], *, width: int, height: int, color: bool
+) -> str:
+    ticks = {math.log2(batch): str(batch) for batch in batches}
+    return draw(title, curves, ticks=ticks, label="global batch", width=min(width, 100), height=height, color=color)
 
 
 def comparison_plot(found: "CompareReport", *, width: int, color: bool) -> str:
     """Draw the metric against the batch, a curve a method; the reference is a point of its own."""
-    import plotext
-
-    curves: dict[str, list[tuple[float, float]]] = {}
-    for row in found.rows:
+    values: dict[str, list[tuple[float, float]]] = {}
+    for row in sorted(found.rows, key=lambda row: row.batch):
         value = row.stat(found.metric)
         if value is not None:
-            label = f"{row.method} (reference)" if row.reference else row.method
-            curves.setdefault(label, []).append((math.log2(row.batch), value.mean))
+            label = method_label(row.method, reference=row.reference)
+            values.setdefault(label, []).append((math.log2(row.batch), value.mean))
     batches = sorted({row.batch for row in found.rows})
-    if len(batches) < 2 or len(curves) < 2:
+    if len(batches) < 2 or len(values) < 2:
         return ""
-    figure = plotext.figure
-    figure.clear()
-    figure.theme("colorless")
-    figure.plot_size(min(width, 100), 18)
-    figure.legend(active=False)
-    names = list(curves)
-    for name, marker, shade in zip(names, _cycle(MARKERS, names), _cycle(COLORS, names), strict=True):
-        xs, ys = [point[0] for point in curves[name]], [point[1] for point in curves[name]]
-        for symbol, joined in (("·", True), (marker, False)) if len(xs) > 1 else ((marker, False),):
-            dots = plotext.marker(symbol, plotext.pixel(shade)) if color else symbol
-            figure.draw(figure.signal(xs, ys, marker=dots).lines(joined))
-    figure.ruler("x", "lower").ticks([math.log2(batch) for batch in batches], [str(batch) for batch in batches])
-    figure.label("global batch", "x")
-    figure.title("top-1 (%)" if found.metric == "top1" else "loss")
-    drawn: str = figure.build().string(colorless=not color)
+    names = list(values)
+    curves = [
+        Curve(values[name], marker, shade)
+        for name, marker, shade in zip(names, _cycle(MARKERS, names), _cycle(COLORS, names), strict=True)
+    ]
+    title = "top-1 (%)" if found.metric == "top1" else "loss"
+    drawn = _over_batches(title, curves, batches, width=width, height=18, color=color)
     legend = "   ".join(f"{marker} {name}" for marker, name in zip(_cycle(MARKERS, names), names, strict=True))
-    return "\n".join([*(line.rstrip() for line in drawn.splitlines()), legend])
+    return f"{drawn}\n{legend}"

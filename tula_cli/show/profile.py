@@ -12,9 +12,10 @@ if TYPE_CHECKING:
     from tula_cli.run.records.probes import Failed, Measured, OutOfMemory
     from tula_cli.services.profile import ProfilePlan, ProfileReport
     from tula_cli.services.profiling.rounds import DryRun
+    from tula_cli.services.profiling.unsettled import UnsettledPlan
 
 
-def all_types(plans: Sequence["ProfilePlan"]) -> Iterator["RenderableType"]:
+def all_types(plans: "Sequence[ProfilePlan | UnsettledPlan]") -> Iterator["RenderableType"]:
     """What measuring all node types may cost at most, where there are several."""
     if len(plans) > 1:
         prices = [plan.price_at_most for plan in plans]
@@ -25,20 +26,41 @@ def all_types(plans: Sequence["ProfilePlan"]) -> Iterator["RenderableType"]:
         yield f"all node types together: {at_most(None, hours, price, plans[0].currency)}"
 
 
-def profile_plans(plans: "Mapping[str | None, ProfilePlan]") -> Iterator["RenderableType"]:
+def plans(found: "Mapping[str | None, ProfilePlan | UnsettledPlan]") -> Iterator["RenderableType"]:
     """What would be measured on each type of node and what it may cost at most."""
-    yield from by_type(plans, profile_plan)
-    yield from all_types(list(plans.values()))
+    yield from by_type(found, plan)
+    yield from all_types(list(found.values()))
 
 
 def dry_run(found: "Mapping[str | None, DryRun]") -> Iterator["RenderableType"]:
     """The same, with the scripts that would be submitted."""
-    yield from by_type(found, lambda one: profile_plan(one.plan, scripts=one.scripts))
+    yield from by_type(found, lambda one: plan(one.plan, scripts=one.scripts))
     yield from all_types([one.plan for one in found.values()])
 
 
-def profile_plan(plan: "ProfilePlan", *, scripts: Sequence[str] = ()) -> Iterator["RenderableType"]:
-    """What would be measured and what it may cost at most."""
+def plan(found: "ProfilePlan | UnsettledPlan", *, scripts: Sequence[str] = ()) -> Iterator["RenderableType"]:
+    """What would be measured on one type of node and what it may cost at most, then the scripts."""
+    from tula_cli.services.profile import ProfilePlan
+
+    yield from _settled_plan(found) if isinstance(found, ProfilePlan) else unsettled_plan(found)
+    for script in scripts:
+        yield ""
+        yield script
+
+
+def unsettled_plan(plan: "UnsettledPlan") -> Iterator["RenderableType"]:
+    """What is known before a node has built the model and the dataset: what it may cost at most."""
+    if plan.why:
+        yield plan.why
+        yield f"the first job builds them on 1 node, in at most {plan.first_job_minutes:g} min, and settles the probes"
+    more = " in the first round" if plan.adaptive else ""
+    yield f"then probes on {listed(plan.nodes)} nodes, at most {number(plan.probe_node_hours)} node-h{more}"
+    cap = "" if plan.cap is None else "; what would go beyond search.max_node_hours is not started"
+    yield f"{at_most(None, plan.node_hours_at_most, plan.price_at_most, plan.currency)}{cap}"
+    yield f"price: {plan.price}"
+
+
+def _settled_plan(plan: "ProfilePlan") -> Iterator["RenderableType"]:
     if not plan.missing:
         yield f"all {plural(plan.total, 'probe')} have a result already"
         yield from _certainty(plan.certainty)
@@ -58,9 +80,6 @@ def profile_plan(plan: "ProfilePlan", *, scripts: Sequence[str] = ()) -> Iterato
         yield "one round of several: what follows depends on its results and stays within search.max_node_hours"
     yield at_most(plan.minutes_at_most / 60, plan.node_hours_at_most, plan.price_at_most, plan.currency)
     yield f"price: {plan.price}"
-    for script in scripts:
-        yield ""
-        yield script
 
 
 def _certainty(words: str) -> Iterator[str]:

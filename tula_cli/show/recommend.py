@@ -55,7 +55,7 @@ def only_shown(known: "Recommendation | None") -> str:
     """Say of an answer that is not kept what `tula train` takes instead: `known`, or nothing."""
     if known is None:
         return "only shown, as --set assumes something; --save makes it what tula train takes"
-    kept = f"{place_of(known.choice)} ({known.question}; {moment(known.created_at)})"
+    kept = f"{place_of(known.choice)} ({known.criteria}; {moment(known.created_at)})"
     return f"only shown: tula train takes {kept}; --save makes it this one"
 
 

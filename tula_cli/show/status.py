@@ -4,7 +4,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tula_cli.show.tables import by_type, or_dash, place_of, table
+from tula_cli.show.tables import by_type, long_table, or_dash, place_of, table
 from tula_cli.words import configuration, duration, first_line, moment, near, number, plural, time_unit
 
 if TYPE_CHECKING:
@@ -154,7 +154,7 @@ def jobs(rows: Iterable["JobStatus"]) -> "Table":
 def training(now: "TrainingStatus") -> str:
     """One line: where a training run stands."""
     parts = [
-        f"training {now.signature} on {plural(now.nodes, 'node')}, batch {now.batch}",
+        f"training {now.signature} on {plural(now.nodes)}, batch {now.batch}",
         f"epoch {now.epoch:.2f} of {now.epochs}",
         f"{now.samples} samples",
     ]
@@ -193,24 +193,14 @@ def branches(found: "Sequence[Branch]", chosen: str | None) -> "Table":
     return made
 
 
-def runs(found: Iterable["RunSummary"]) -> Iterator["RenderableType"]:
-    """One row a run."""
-    made = table(
-        ("run", "changed", "model", "data", "probes", "nodes", "batch", "trained", "top-1\n(%)"), left=range(4)
-    )
-    rows = list(found)
-    for run in rows:
-        choice = None if run.recommendation is None else run.recommendation.choice
-        made.add_row(
-            run.id,
-            moment(run.changed),
-            run.model,
-            run.dataset,
-            str(run.measured),
-            "-" if choice is None else str(choice.nodes),
-            "-" if choice is None else str(choice.batch),
-            str(run.trained),
-            number(run.best_top1, 4),
-        )
-    yield made
-    yield from (f"{run.id} cannot be read: {run.problem}" for run in rows if run.problem)
+def runs(found: "Sequence[RunSummary]", *, width: int) -> Iterator["RenderableType"]:
+    """One row a run, on a screen of `width` columns."""
+    columns = ("run", "changed", "model", "data", "probes", "nodes", "batch", "trained", "top-1\n(%)")
+    yield from long_table(columns, [_run(run) for run in found], left=range(4), width=width)
+    yield from (f"{run.id} cannot be read: {run.problem}" for run in found if run.problem)
+
+
+def _run(run: "RunSummary") -> list[str]:
+    choice = {"nodes": "-", "batch": "-"} if run.recommendation is None else run.recommendation["choice"]
+    counts = [str(run.measured), str(choice["nodes"]), str(choice["batch"]), str(run.trained)]
+    return [run.id, moment(run.changed), run.model, run.dataset, *counts, number(run.best_top1, 4)]

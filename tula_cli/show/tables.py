@@ -28,6 +28,35 @@ def table(columns: Sequence[str], *, left: Iterable[int] = (0,)) -> "Table":
     return made
 
 
+def long_table(
+    columns: Sequence[str], rows: Sequence[Sequence[str]], *, left: Iterable[int] = (0,), width: int
+) -> Iterator["RenderableType"]:
+    """Yield a table that looks like one of `table`, without its cost: rich takes a millisecond a row.
+
+    Args:
+        columns: headings, which may have lines.
+        rows: a word or number a column.
+        left: columns of words, the others hold numbers.
+        width: of the screen; the columns move together where the table is wider.
+    """
+    from rich.cells import cell_len
+
+    depth = max(heading.count("\n") for heading in columns) + 1
+    heads = [[""] * (depth - len(lines)) + lines for lines in (heading.split("\n") for heading in columns)]
+    above = list(zip(*heads, strict=True))
+    widths = [max(map(cell_len, cells)) for cells in zip(*above, *rows, strict=True)]
+    gap = "  " if sum(widths) + 2 * (len(widths) - 1) <= width else " "
+    words = set(left)
+
+    def line(cells: Sequence[str]) -> str:
+        blanks = [" " * (wide - cell_len(cell)) for wide, cell in zip(widths, cells, strict=True)]
+        both = enumerate(zip(cells, blanks, strict=True))
+        return gap.join(cell + blank if index in words else blank + cell for index, (cell, blank) in both).rstrip()
+
+    yield styled("\n".join(map(line, above)), "bold")
+    yield "\n".join(["─" * (sum(widths) + len(gap) * (len(widths) - 1)), *map(line, rows)])
+
+
 def printed(console: "Console", part: "RenderableType") -> None:
     """Print a part; a table keeps the width it needs, words wrap on a terminal and are left alone in a file."""
     from rich.table import Table

@@ -67,8 +67,9 @@ def _training_plan(plan: "TrainPlan") -> Iterator["RenderableType"]:
 def summary(found: "Summary") -> Iterator["RenderableType"]:
     """Predicted against actual, and how good it is."""
     changed = "" if found.batch == found.start_batch else f" (started with {found.start_batch})"
-    accuracy = f", best top-1 {number(found.best_top1, 4)} %"
-    yield f"trained on {plural(found.nodes, 'node')} at batch {found.batch}{changed}{accuracy}"
+    best = f"best top-1 {number(found.best_top1, 4)} %" if "top1" in found.metrics else "least loss"
+    at = f"{best} at epoch {found.best_epoch}"
+    yield f"trained on {plural(found.nodes)} at batch {found.batch}{changed}, {at}"
     yield ", ".join(f"{name} {number(value, 4)}" for name, value in found.metrics.items())
     yield ""
     divisor, unit = time_unit(3600 * found.actual_hours)

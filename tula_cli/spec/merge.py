@@ -33,12 +33,23 @@ def merge_sources(
         if variable.startswith(ENV_PREFIX):
             key = variable.removeprefix(ENV_PREFIX).lower().replace("__", ".")
             _assign(merged, key, environ[variable], origins, source=variable)
-    for override in overrides:
-        key, equals, value = override.partition("=")
-        if not equals or not key.strip():
-            raise SpecError(f"--set {override}: not of the form a.b=c", "for example --set search.nodes=[2,4]")
-        _assign(merged, key.strip(), value, origins, source="--set")
+    override(merged, overrides, origins)
     return merged, origins
+
+
+def override(into: dict[str, Any], overrides: Iterable[str], origins: dict[str, str]) -> None:
+    """Lay `a.b=c` over nested mappings, c in YAML; later wins.
+
+    Raises:
+        SpecError: one is not of that form, or its value is no YAML.
+    """
+    if isinstance(overrides, str):  # Python code that forgets the brackets; each letter would be taken for one
+        raise SpecError(f"overrides {overrides!r}: give a list", f"for example [{overrides!r}]")
+    for text in overrides:
+        key, equals, value = text.partition("=")
+        if not equals or not key.strip():
+            raise SpecError(f"--set {text}: not of the form a.b=c", "for example --set search.nodes=[2,4]")
+        _assign(into, key.strip(), value, origins, source="--set")
 
 
 def _assign(into: dict[str, Any], key: str, text: str, origins: dict[str, str], *, source: str) -> None:

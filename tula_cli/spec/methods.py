@@ -20,7 +20,7 @@ class Facts:
     scales: bool = False  # multiplies gradients, or updates, by factors
     refreshes: bool = False  # compares the gradients of two batches now and then
     is_arm: bool = False  # of a self-tuning training
-    tunes: bool = False  # trains as its arms do
+    tunes: bool = False  # trains as its arms do (worker/train/self_tuning.py)
     on_one_gpu: str = ""  # why it cannot be judged there
     measured_as: str = ""  # what its probes take for more than it is, on several GPUs
 

@@ -14,8 +14,8 @@ class Cluster(Section):
     kind: Literal["local", "slurm"] = "local"  # this machine, or SLURM
     gpus_per_node: Positive = 1  # ranks of one node (also where the ranks run on the CPU)
     device: Literal["auto", "cuda", "cpu"] = "auto"  # auto: a GPU where there is one
-    memory_per_gpu: Size | None = None  # bytes; enforced on the CPU
-    collective: Literal["ring", "tree", "reduce_scatter_allgather", "parameter_server"] = "ring"  # the time model
+    memory_per_gpu: Size | None = None  # bytes that a rank may use; enforced
+    collective: Literal["ring", "tree", "reduce_scatter_allgather", "parameter_server"] = "ring"  # of the time model
     interface: str | None = None  # network interface of gloo and NCCL
     slurm: Slurm | None = None  # with kind slurm
 
@@ -24,6 +24,19 @@ class Cluster(Section):
         if self.kind == "local" and self.slurm is not None:
             raise ValueError("slurm settings mean nothing to kind 'local'; set kind: slurm")
         return self
+
+    @property
+    def collective_warning(self) -> str:
+        """What to say where the time model is of another communication than training's; empty where it is not.
+
+        Ring, tree and reduce-scatter with all-gather are ways to all-reduce, among which NCCL and gloo choose.
+        """
+        if self.collective != "parameter_server":
+            return ""
+        return (
+            "cluster.collective: parameter_server is a model of time only (Eq. 2c): probes and training synchronise by"
+            " all-reduce, and predictions on other numbers of nodes than those measured are for a parameter server"
+        )
 
 
 class Spot(Section):

@@ -7,6 +7,8 @@ from typing import Any
 
 from tula_cli.spec.ags import Ags
 from tula_cli.spec.job import JobSpec, warmup_epochs
+from tula_cli.spec.resources import Cluster
+from tula_cli.spec.slurm_options import Slurm
 
 
 def signature(spec: JobSpec, code: str = "") -> str:
@@ -34,7 +36,7 @@ def signature(spec: JobSpec, code: str = "") -> str:
     }  # fmt: skip
     if spec.node_types:  # where it runs is told by each type's own signature; a type more keeps the run
         parts = {**parts, "cluster": None, "node_types": True}
-    return _digest({**parts, "code": code} if code else parts)
+    return digest({**parts, "code": code} if code else parts)
 
 
 def train_signature(spec: JobSpec, *, nodes: int, batch: int, code: str = "") -> str:
@@ -61,7 +63,16 @@ def train_signature(spec: JobSpec, *, nodes: int, batch: int, code: str = "") ->
         parts["auto"] = spec.auto.model_dump()
     if code:
         parts["code"] = code
-    return _digest({**parts, "nodes": nodes, "batch": batch})
+    return digest({**parts, "nodes": nodes, "batch": batch})
+
+
+def cluster_signature(cluster: Cluster) -> str:
+    """Return 8 hex digits over what decides on which nodes a job runs, and what it is given of them.
+
+    For how long it asks for them, and which it avoids, tells nothing of those that it gets.
+    """
+    asked = (cluster.slurm or Slurm()).model_dump(mode="json", exclude={"minutes", "exclude"})
+    return digest({**cluster.model_dump(mode="json"), "slurm": asked})
 
 
 def _steps_refresh(spec: JobSpec) -> set[str]:
@@ -73,5 +84,6 @@ def _ags(ags: Ags, names: set[str]) -> dict[str, Any]:
     return ags.resolved().model_dump(include=names)
 
 
-def _digest(parts: Mapping[str, Any]) -> str:
+def digest(parts: Mapping[str, Any]) -> str:
+    """Return 8 hex digits over named values."""
     return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()[:8]

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from tula_cli.errors import JobFailed
+from tula_cli.host.network import node_name
 from tula_cli.host.outcome import classify
 from tula_cli.host.processes import die_with_parent
 from tula_cli.run.directory import RunDir
@@ -71,24 +72,25 @@ def _work(task: Task, run: RunDir, attempt: int) -> None:
     from tula_cli.worker import device
     from tula_cli.worker import ranks as worker_ranks
     from tula_cli.worker.build.datasets import build_datasets
+    from tula_cli.worker.entry import run_training
     from tula_cli.worker.measure.node_report import look
     from tula_cli.worker.measure.probe import run_probes
-    from tula_cli.worker.train.training import run_training
 
     if isinstance(task, CheckTask):
         look(task, run, attempt=attempt)
         return
-    with worker_ranks.joined(task.spec.cluster, handover=run.handover_path(task.id, attempt)) as me:
+    handover = run.handover_path(task.id, attempt)
+    with worker_ranks.joined(task.spec.cluster, handover=handover, listen=isinstance(task, ProbeTask)) as ranks:
         datasets = build_datasets(task.spec)
         limit = task.spec.cluster.memory_per_gpu
-        if limit is not None and me.device.type == "cpu":
-            device.limit_memory(limit)
+        if limit is not None:
+            device.limit_gpu_memory(limit, ranks.device) if ranks.device.type == "cuda" else device.limit_memory(limit)
         match task:
             case ProbeTask():
                 record = run.attempt(task.id, attempt)
-                run_probes(task, run, me, datasets, started_at=record.started_at if record else time.time())
+                run_probes(task, run, ranks, datasets, started_at=record.started_at if record else time.time())
             case TrainTask():
-                run_training(task, run, me, datasets, attempt=attempt)
+                run_training(task, run, ranks, datasets, attempt=attempt)
 
 
 def _fail(error: Exception, task: Task, run: RunDir, attempt: int) -> None:
@@ -104,7 +106,7 @@ def _fail(error: Exception, task: Task, run: RunDir, attempt: int) -> None:
             task=task.id,
             attempt=attempt,
             rank=rank,
-            host=os.uname().nodename,
+            host=node_name(),
             pid=os.getpid(),
             outcome=classify(text, exit_code=1, device=_device(task)),
             message=_last_line(error),
@@ -119,9 +121,11 @@ def _fail(error: Exception, task: Task, run: RunDir, attempt: int) -> None:
 
 
 def _last_line(error: Exception) -> str:
-    text = str(error).strip()
-    first = text.splitlines()[0] if text else ""
-    return f"{type(error).__name__}: {first}" if first else type(error).__name__
+    lines = str(error).strip().splitlines()
+    told = ": ".join(filter(None, [type(error).__name__, *lines[:1]]))
+    # NCCL begins with the kind of its error and tells what happened after this line.
+    last = lines.index("Last error:") + 1 if "Last error:" in lines else 0
+    return f"{told}: {lines[last]}" if 0 < last < len(lines) else told
 
 
 def _device(task: Task) -> str:

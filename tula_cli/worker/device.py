@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from tula_cli.errors import JobFailed
+from tula_cli.errors import JobFailed, NoGpu
 from tula_cli.spec.resources import Cluster
 
 
@@ -21,14 +21,14 @@ def pick_device(cluster: Cluster, local_rank: int, *, world: int) -> torch.devic
     """Return this rank's device.
 
     Raises:
-        JobFailed: cuda was asked for and there is none, or a local job has more ranks than GPUs (NCCL refuses two
-            ranks on one).
+        NoGpu: cuda was asked for and there is none.
+        JobFailed: a local job has more ranks than GPUs (NCCL refuses two ranks on one).
     """
     if cluster.device == "cpu" or (cluster.device == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")
     if not torch.cuda.is_available():
-        raise JobFailed(
-            f"cluster.device is cuda, but torch sees no GPU on {socket.gethostname()}",
+        raise NoGpu(
+            f"cluster.device is cuda, but torch sees no GPU on {socket.gethostname()}: {_why_no_gpu()}",
             "check the driver, or set cluster.device: cpu",
         )
     count = torch.cuda.device_count()
@@ -38,6 +38,20 @@ def pick_device(cluster: Cluster, local_rank: int, *, world: int) -> torch.devic
     return torch.device("cuda", local_rank % count)
 
 
+def _why_no_gpu() -> str:
+    """Return the words in which the driver, or torch, says why no GPU is to be seen: they tell a fault of the node."""
+    try:
+        torch.cuda.init()
+    except (RuntimeError, AssertionError) as error:  # the latter of a torch that was built without CUDA
+        return str(error).partition("\n")[0]
+    return "none is available"
+
+
+def gpu_id(index: int) -> str:
+    """Return what names a GPU alike in every process that sees it, whatever number it has there."""
+    return str(getattr(torch.cuda.get_device_properties(index), "uuid", index))
+
+
 def limit_memory(capacity: int) -> None:
     """Let this process allocate at most `capacity` bytes more than it holds now; beyond, torch's CPU allocator fails."""
     _, hard = resource.getrlimit(resource.RLIMIT_DATA)
@@ -45,6 +59,16 @@ def limit_memory(capacity: int) -> None:
     if hard != resource.RLIM_INFINITY:
         limit = min(limit, hard)
     resource.setrlimit(resource.RLIMIT_DATA, (limit, hard))
+
+
+def limit_gpu_memory(capacity: int, device: torch.device) -> None:
+    """Let this process use at most `capacity` bytes of its GPU; beyond, torch's allocator is out of memory.
+
+    torch bounds its allocator alone, so what else is in use (the context, libraries, other processes) is taken off first.
+    """
+    free, total = torch.cuda.mem_get_info(device)
+    beside = total - free - torch.cuda.memory_reserved(device)
+    torch.cuda.set_per_process_memory_fraction(min(1.0, max(0.0, (capacity - beside) / total)), device)
 
 
 def lift_memory_limit() -> None:
@@ -132,7 +156,7 @@ class MemoryMeter:
         is limited, only what has come since then, for the limit counts no more.
 
         Args:
-            capacity: bytes that `ranks.limit_memory` was given; None where nothing limits the process.
+            capacity: bytes that `limit_memory` was given; None where nothing limits the process.
         """
         if self.device.type != "cuda":
             limit, _ = resource.getrlimit(resource.RLIMIT_DATA)

@@ -4,17 +4,23 @@ import json
 import os
 import platform
 from collections.abc import Iterable, Mapping
-from pathlib import Path
 
 import torch
 import torchvision
 
+from tula_cli.host.processor import processor_name
 from tula_cli.run.records.probes import Environment, Host
 from tula_cli.version import __version__
-from tula_cli.worker.device import driver_version, nccl_version
+from tula_cli.worker import nccl
+from tula_cli.worker.device import driver_version, gpu_id, nccl_version
 from tula_cli.worker.ranks import Ranks
 
-RECORDED = ("NCCL_", "GLOO_", "OMP_", "CUDA_VISIBLE_DEVICES", "SLURM_")
+RECORDED = (
+    "CUBLAS_WORKSPACE_CONFIG", "CUDA_DEVICE_MAX_CONNECTIONS", "CUDA_LAUNCH_BLOCKING", "CUDA_VISIBLE_DEVICES", "GLOO_",
+    "GPU_MAX_HW_QUEUES", "HIP_", "HSA_", "NCCL_", "NVIDIA_TF32_OVERRIDE", "OMP_", "PYTORCH_ALLOC_CONF",
+    "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF", "RCCL_", "ROCR_VISIBLE_DEVICES", "SLURM_",
+    "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE", "TORCH_NCCL_",
+)  # fmt: skip
 """How the names of environment variables begin that are kept; all others may hold secrets."""
 
 
@@ -38,6 +44,7 @@ def environment(ranks: Ranks) -> Environment:
         cuda=torch.version.cuda or torch.version.hip or "",
         nccl=nccl_version(),
         system=f"{_distribution()}, {platform.system()} {platform.release()}".lstrip(", "),
+        allreduce=nccl.chosen(),
         variables=recorded(os.environ),
     )
 
@@ -67,24 +74,23 @@ def _distribution() -> str:
 def recorded(environ: Mapping[str, str]) -> dict[str, str]:
     """Return the environment variables that are kept: those of the allow-list, without the secrets among SLURM's.
 
-    A token may be in SLURM_JWT, and the words of sbatch --export, with values, in SLURM_EXPORT_ENV.
+    A token may be in SLURM_JWT, and the words of sbatch --export, with values, in SLURM_EXPORT_ENV. What tula itself has
+    asked NCCL for is no setting of the user's.
     """
+    left_out = ("SLURM_JWT", "SLURM_EXPORT", "SLURM_SPANK", *(nccl.SETTINGS if nccl.log(environ) else ()))
     return {
         name: value
         for name, value in sorted(environ.items())
-        if name.startswith(RECORDED) and not name.startswith(("SLURM_JWT", "SLURM_EXPORT", "SLURM_SPANK"))
+        if name.startswith(RECORDED) and not name.startswith(left_out)
     }
 
 
-def processor_name() -> str:
-    """Return the processor's name as the kernel tells it."""
-    for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
-        if line.startswith("model name"):
-            return line.partition(":")[2].strip()
-    return platform.machine()
-
-
 def oversubscribed(ranks: Ranks, *, ranks_here: int) -> bool:
-    """Return whether ranks share cores (one thread a rank) or GPUs: their times then say nothing of a real cluster."""
-    places = torch.cuda.device_count() if ranks.device.type == "cuda" else len(os.sched_getaffinity(0))
-    return ranks_here > places
+    """Return whether ranks share cores (one thread a rank) or GPUs: their times then say nothing of a real cluster.
+
+    Every rank takes part: one that sees a GPU of its own alone does not know how many there are.
+    """
+    if ranks.device.type != "cuda":
+        return ranks_here > len(os.sched_getaffinity(0))
+    taken = ranks.gather(json.dumps([platform.node(), gpu_id(torch.cuda.current_device())]))
+    return len(set(taken)) < len(taken)

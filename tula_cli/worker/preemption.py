@@ -19,7 +19,7 @@ SECONDS = 1.0
 MOST = 1000  # steps from one question to the next
 
 
-class Left(Exception):
+class Preempted(Exception):
     """All ranks leave now; raised on all of them at the same place."""
 
     def __init__(self, reason: Reason) -> None:
@@ -30,8 +30,8 @@ class Left(Exception):
 _LEVELS: dict[int, Reason] = {1: "time_limit", 2: "signal"}
 
 
-class Leaving:
-    """The wish to leave, agreed on by all ranks.
+class PreemptionHandler:
+    """Takes the signal and watches the time limit; all ranks agree on when to leave.
 
     Args:
         ranks: the process group.
@@ -62,7 +62,7 @@ class Leaving:
             Whether the ranks have asked each other now.
 
         Raises:
-            Left: the ranks leave.
+            Preempted: the ranks leave.
         """
         self._counted += 1
         if self._counted < self._next:
@@ -73,7 +73,7 @@ class Leaving:
         level, steps = self.ranks.maxima([self._level(reserve), float(wished if self.ranks.first else 0)])
         self._counted, self._asked_at, self._next = 0, now, int(steps)
         if reason := _LEVELS.get(int(level)):
-            raise Left(reason)
+            raise Preempted(reason)
         return True
 
     def _level(self, reserve: float) -> float:

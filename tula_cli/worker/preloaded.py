@@ -35,8 +35,11 @@ MODULES = (
     "tula_cli.worker.__main__",
     "tula_cli.worker.measure.probe",
     "tula_cli.worker.measure.node_report",
-    "tula_cli.worker.train.training",
+    "tula_cli.worker.entry",
+    "tula_cli.worker.train.self_tuning",
 )
+DRIVERS = ("/dev/nvidia-uvm", "/dev/kfd")
+"""What CUDA and ROCm open when they start, and neither survives a fork then."""
 Request = Mapping[str, Any]
 
 
@@ -124,13 +127,13 @@ def _unfit() -> str:
     if threading.active_count() > 1:
         return f"a library has started threads at its import: {[thread.name for thread in threading.enumerate()]}"
     torch = sys.modules.get("torch")
-    if torch is not None and (torch.cuda.is_initialized() or _has_open("/dev/nvidia-uvm")):
-        return "a library has touched CUDA at its import"
+    if torch is not None and (torch.cuda.is_initialized() or any(map(_has_open, DRIVERS))):
+        return "a library has touched the GPUs' driver at its import"
     return ""
 
 
 def _has_open(device: str) -> bool:
-    """Return whether this process has opened a file: with CUDA's, its driver is set up, whatever torch knows of it."""
+    """Return whether this process has opened a file: with a driver's, it is set up, whatever torch knows of it."""
     return any(path.is_symlink() and str(path.readlink()) == device for path in Path("/proc/self/fd").iterdir())
 
 

@@ -13,15 +13,20 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
+from torch.distributed.rendezvous import rendezvous
 
 from tula_cli.errors import JobFailed
 from tula_cli.host import network
 from tula_cli.run.files import write_atomic
 from tula_cli.spec.resources import Cluster
+from tula_cli.worker import nccl
 from tula_cli.worker.device import pick_device
 
 RENDEZVOUS = timedelta(minutes=10)
 """Ranks of one job may start minutes apart on a busy file system; a lost one must not hold the others for longer."""
+COLLECTIVE = timedelta(minutes=30)
+"""A rank may wait in a collective for one that reads its first batch, writes a checkpoint or compiles: longer than ranks
+wait for each other at the start. Ranks that died are the supervisor's to notice, within seconds."""
 
 
 @dataclass(frozen=True)
@@ -67,40 +72,51 @@ class Ranks:
 
 
 @contextmanager
-def joined(cluster: Cluster, *, handover: Path) -> Iterator[Ranks]:
+def joined(cluster: Cluster, *, handover: Path, listen: bool = False) -> Iterator[Ranks]:
     """Join the process group, and leave it without hanging.
 
     Args:
         cluster: device and network interface.
-        handover: the file in which rank 0 tells its address where torchrun has not told it to every rank.
+        handover: the file in which rank 0 tells the ranks its address, where torchrun has not, and the supervisor its device.
+        listen: let NCCL write down what it chooses, for `nccl.chosen`.
     """
     _set_network(cluster)
     rank, world, local_rank = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
     device = pick_device(cluster, local_rank, world=world)
-    if device.type == "cuda":
+    on_gpu = device.type == "cuda"
+    if on_gpu:
         torch.cuda.set_device(device)
     else:
         torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
-    backend = "nccl" if device.type == "cuda" else "gloo"
     if "MASTER_ADDR" in os.environ:
-        dist.init_process_group(backend, timeout=RENDEZVOUS)
+        store, _, _ = next(rendezvous("env://", timeout=RENDEZVOUS))
+        if rank == 0:
+            _tell(handover, os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"], device)
     else:
-        store = _meet(handover, cluster.interface, rank=rank, world=world)
-        dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=RENDEZVOUS)
-    yield Ranks(rank, world, local_rank, device)
-    # gloo and a living DDP object deadlock in destroy_process_group (the reducer's destructor waits for gloo's thread,
-    # which waits for the interpreter): the caller has dropped its objects by now; collect them before parting.
-    gc.collect()
-    dist.barrier()
-    dist.destroy_process_group()
+        store = _meet(handover, cluster.interface, device, rank=rank, world=world)
+    with nccl.listening(wanted=listen and on_gpu and rank == 0 and world > 1):
+        dist.init_process_group(
+            "nccl" if on_gpu else "gloo",
+            store=store,
+            rank=rank,
+            world_size=world,
+            timeout=COLLECTIVE,
+            device_id=device if on_gpu else None,  # NCCL connects here, and fails here, not in the first step
+        )
+        yield Ranks(rank, world, local_rank, device)
+        # gloo and a living DDP object deadlock in destroy_process_group (the reducer's destructor waits for gloo's
+        # thread, which waits for the interpreter): the caller has dropped its objects by now; collect them before parting.
+        gc.collect()
+        dist.barrier()
+        dist.destroy_process_group()
 
 
-def _meet(handover: Path, interface: str | None, *, rank: int, world: int) -> TCPStore:
+def _meet(handover: Path, interface: str | None, device: torch.device, *, rank: int, world: int) -> TCPStore:
     """Rank 0 binds a port that the system chooses and publishes it; a port made from a job id collides in the end."""
     if rank == 0:
         host = network.own_address(interface)
         store = TCPStore(host, 0, world, is_master=True, timeout=RENDEZVOUS, wait_for_workers=False)
-        write_atomic(handover, f"{host} {store.port}\n")
+        _tell(handover, host, store.port, device)
         return store
     deadline = time.monotonic() + RENDEZVOUS.total_seconds()
     while not handover.exists():
@@ -110,8 +126,12 @@ def _meet(handover: Path, interface: str | None, *, rank: int, world: int) -> TC
                 "is the run directory on a file system that all nodes share?",
             )
         time.sleep(0.1)
-    host, port = handover.read_text(encoding="utf-8").split()
+    host, port, _ = handover.read_text(encoding="utf-8").split()
     return TCPStore(host, int(port), world, is_master=False, timeout=RENDEZVOUS, wait_for_workers=False)
+
+
+def _tell(handover: Path, host: str, port: int | str, device: torch.device) -> None:
+    write_atomic(handover, f"{host} {port} {device.type}\n")
 
 
 def _set_network(cluster: Cluster) -> None:

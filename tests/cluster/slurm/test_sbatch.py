@@ -213,7 +213,14 @@ def test_few_cpus_are_doubted() -> None:
     assert "cpus_per_task is 3" in doubt[0]
     assert "4 processes (16 a node)" in doubt[0]
     assert sbatch.doubts(spec({"cpus_per_task": 4})) == ()
-    assert sbatch.doubts(spec()) == ()
+
+
+def test_cpus_that_nobody_asks_for_are_doubted_where_workers_need_them() -> None:
+    (doubt,) = sbatch.doubts(spec())
+    assert "one core to a rank and its 3 train.workers" in doubt and doubt.endswith("set it to 4")
+    assert sbatch.doubts(spec({"extra": {"cpus-per-gpu": 8}})) == ()
+    alone = spec().model_copy(update={"train": spec().train.model_copy(update={"workers": 0})})
+    assert sbatch.doubts(alone) == ()
 
 
 # --- time

@@ -1,3 +1,5 @@
+from collections.abc import Callable, Iterable
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -5,7 +7,7 @@ from make_results import MIB, Truth, footprint, measured
 
 from tula_cli.errors import BadMeasurements
 from tula_cli.models.memory.memory import fit
-from tula_cli.run.records.inspections import Footprint
+from tula_cli.run.records.components import Components, Footprint
 from tula_cli.run.records.probes import Measured
 
 TRUTHS = st.builds(
@@ -31,7 +33,7 @@ def test_the_largest_batch_fits_and_the_next_does_not(truth: Truth, capacity: in
 def test_components_add_up_to_the_peak() -> None:
     truth = Truth()
     model = fit([measured(truth, 2, 32), measured(truth, 2, 128)])
-    assert model.parameters == model.gradients == model.optimizer == model.factors == truth.model_bytes
+    assert set(model.states.model_dump().values()) == {truth.model_bytes}
     assert model.fixed == pytest.approx(4 * truth.model_bytes, rel=1e-6)
     assert model.slope == pytest.approx(truth.sample_bytes, rel=1e-6)
 
@@ -121,27 +123,24 @@ def test_the_error_is_that_of_the_peak() -> None:
 def bent(local_batch: int) -> Footprint:
     """Return an estimate whose activations are 500 MiB up to a batch of 100, then 5 MiB a sample."""
     state, activations = 100 * MIB, max(500, 5 * local_batch) * MIB
-    return Footprint(
-        local_batch=local_batch,
-        parameters=state,
-        gradients=state,
-        optimizer=state,
-        factors=0,
-        batch=0,
-        activations=activations,
-        peak=3 * state + activations,
-    )
+    memory = Components(
+        parameters=state, gradients=state, optimizer=state, factors=0, batch=0, activations=activations,
+        peak=3 * state + activations, reserved=3 * state + activations,
+    )  # fmt: skip
+    return Footprint(local_batch=local_batch, memory=memory)
+
+
+def with_memory(rows: Iterable[Footprint], change: Callable[[Components], dict[str, int]]) -> list[Footprint]:
+    return [row.model_copy(update={"memory": row.memory.model_copy(update=change(row.memory))}) for row in rows]
 
 
 def seen_at(local_batch: int, *, level: int = 0, scale: float = 1.0, **memory: int) -> Measured:
     """Return a probe whose activations are those of the bent estimate, stretched and lifted."""
-    activations = round(level + scale * bent(local_batch).activations)
-    update = {
-        "parameters": 100 * MIB, "gradients": 100 * MIB, "optimizer": 100 * MIB, "factors": 0, "batch": 0,
-        "activations": activations, "peak": 300 * MIB + activations, "reserved": 300 * MIB + activations, **memory,
-    }  # fmt: skip
-    probe = measured(Truth(), 1, local_batch)
-    return probe.model_copy(update={"memory": probe.memory.model_copy(update=update)})
+    base = bent(local_batch).memory
+    activations = round(level + scale * base.activations)
+    peak = 300 * MIB + activations
+    update = {"activations": activations, "peak": peak, "reserved": peak, **memory}
+    return measured(Truth(), 1, local_batch, memory=base.model_copy(update=update))
 
 
 BENT = [bent(2**power) for power in range(12)] + [bent(100)]
@@ -166,7 +165,7 @@ def test_the_model_is_never_below_a_measurement() -> None:
     model = fit([*BENT, *probes, odd])
     assert model.peak(512) >= odd.memory.peak
     assert all(model.peak(batch) <= model.peak(batch + 1) for batch in range(400, 700))
-    assert model.peak(2048) < 1.15 * bent(2048).peak, "one outlier does not lift what is far from it"
+    assert model.peak(2048) < 1.15 * bent(2048).memory.peak, "one outlier does not lift what is far from it"
 
 
 @given(st.lists(st.tuples(st.integers(1, 2000), st.floats(0.5, 2)), min_size=1, max_size=6), st.booleans())
@@ -181,24 +180,25 @@ def test_measurements_bound_the_model_and_it_never_falls(seen: list[tuple[int, f
 
 @given(st.integers(1100 * MIB, 40_000 * MIB), st.integers(0, 800 * MIB), st.floats(1, 1.2))
 def test_the_largest_batch_leaves_room_for_libraries_and_allocator(capacity: int, libraries: int, room: float) -> None:
-    rows = [row.model_copy(update={"libraries": libraries, "room": round(room * row.peak)}) for row in BENT]
-    model = fit(rows)
+    rows = with_memory(BENT, lambda _: {"libraries": libraries})
+    model = fit(row.model_copy(update={"room": round(room * row.memory.peak)}) for row in rows)
     largest = model.largest_local_batch(capacity, margin=0.1)
     assert largest is not None
     assert model.needed(largest + 1) > capacity * 0.9 - 2
     assert largest == 0 or model.needed(largest) <= capacity * 0.9 + 2
-    assert model.needed(512) == pytest.approx(room * bent(512).peak + libraries, rel=1e-6)
+    assert model.needed(512) == pytest.approx(room * bent(512).memory.peak + libraries, rel=1e-6)
 
 
 def test_measured_libraries_win() -> None:
-    estimate = [row.model_copy(update={"libraries": 700 * MIB}) for row in BENT]
+    estimate = with_memory(BENT, lambda _: {"libraries": 700 * MIB})
     probe = seen_at(32, libraries=450 * MIB)
     assert fit(estimate).libraries == 700 * MIB
     assert fit([*estimate, probe]).libraries == 450 * MIB
 
 
 def test_what_small_probes_hold_in_reserve_does_not_bound_large_batches() -> None:
-    rows = [row.model_copy(update={"room": round(1.02 * row.peak), "reserved": round(1.1 * row.peak)}) for row in BENT]
+    held = with_memory(BENT, lambda memory: {"reserved": round(1.1 * memory.peak)})
+    rows = [row.model_copy(update={"room": round(1.02 * row.memory.peak)}) for row in held]
     loose = seen_at(32).memory.peak * 3 // 2
     model = fit([*rows, seen_at(32, reserved=loose), seen_at(200, reserved=seen_at(200).memory.peak * 3 // 2)])
     assert model.reserved(1000) == pytest.approx(1.5 * model.peak(1000), rel=1e-3), "what is paid for"
@@ -206,14 +206,14 @@ def test_what_small_probes_hold_in_reserve_does_not_bound_large_batches() -> Non
 
 
 def test_probes_below_the_reference_batch_do_not_hide_the_factors() -> None:
-    rows = [row.model_copy(update={"factors": 100 * MIB, "peak": row.peak + 100 * MIB}) for row in BENT]
-    assert fit([*rows, seen_at(16), seen_at(32)]).factors == 100 * MIB
-    assert fit([*rows, seen_at(16, factors=90 * MIB)]).factors == 90 * MIB
+    rows = with_memory(BENT, lambda memory: {"factors": 100 * MIB, "peak": memory.peak + 100 * MIB})
+    assert fit([*rows, seen_at(16), seen_at(32)]).states.factors == 100 * MIB
+    assert fit([*rows, seen_at(16, factors=90 * MIB)]).states.factors == 90 * MIB
 
 
 def test_flat_probes_below_the_estimate_do_not_shrink_what_comes_after() -> None:
     model = fit([*BENT, seen_at(8, scale=0.7), seen_at(16, scale=0.7)])
-    assert model.peak(1000) == pytest.approx(bent(1000).peak, rel=1e-6)
+    assert model.peak(1000) == pytest.approx(bent(1000).memory.peak, rel=1e-6)
 
 
 def test_no_point_is_refused() -> None:

@@ -1,47 +1,63 @@
 """The Python API: `import tula_cli as tula`."""
 
+import signal
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import make_runs as make
+import pandas as pd
 import pytest
-from make_results import Truth, measured
+from make_results import Truth, footprint, measured
 
 import tula_cli as tula
 from tula_cli.cluster import inspection, launcher
-from tula_cli.errors import Interruption
+from tula_cli.errors import Interruption, SchedulerError
+from tula_cli.host import interrupts
 from tula_cli.run.directory import RunDir
-from tula_cli.run.jobfile import edited
+from tula_cli.run.jobfile import config_drift
 from tula_cli.run.records.inspections import Inspection
-from tula_cli.run.records.tasks import ProbeTask, TrainTask
-from tula_cli.services.events import Note, ProfilePlanned, Warned, Watched, Work, follow
+from tula_cli.run.records.tasks import CheckTask, ProbeTask
+from tula_cli.services.events import JobsProgress, Note, ProfilePlanned, WarningEvent, Work, follow
+from tula_cli.services.profiling import rounds
+from tula_cli.services.waiting import Dependencies, WaitPolicy
 from tula_cli.spec.load import dump_yaml
 
 
 class AtOnce(make.FakeLauncher):
     """Runs each job while it is submitted."""
 
-    def submit(self, run: RunDir, task: ProbeTask | TrainTask) -> Any:
+    def submit(self, run: RunDir, task: Any) -> Any:
         self.says[task.job] = "ended"
         if isinstance(task, ProbeTask):
             for local in task.local_batches:
                 run.write_result(measured(Truth(gpus_per_node=1), task.nodes, local))
+        elif isinstance(task, CheckTask):
+            for rank in range(task.nodes):
+                run.checks.sign_in(task.id, rank, f"n{rank + 1}")
+            run.checks.write_report(make.cluster_report(run, task, {}, {"torch": "2.7"}))
+        else:
+            run.write_train_result(make.train_result(task.signature))
+            metrics = {"top1": 90.0 - task.batch / 64 + task.spec.train.seed, "eval_loss": 1.0}
+            run.write_summary(make.summary(signature=task.signature, batch=task.batch, metrics=metrics))
         return super().submit(run, task)
+
+
+TOLD = Inspection(
+    dataset_size=300, eval_size=50, classes=10, sample_shape=(1, 8, 8), parameters=1000, footprints=(),
+    estimate_error="", device="cpu", hardware="cpu", capacity=None, cpus=2,
+)  # fmt: skip
 
 
 @pytest.fixture
 def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AtOnce:
     """Work in a folder of its own, where no job takes time."""
     held = AtOnce()
-    told = Inspection(
-        dataset_size=300, eval_size=50, classes=10, sample_shape=(1, 8, 8), parameters=1000, footprints=(),
-        estimate_error="", device="cpu", hardware="cpu", capacity=None, cpus=2,
-    )  # fmt: skip
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(launcher, "launcher_for", lambda spec, **_: held)
-    monkeypatch.setattr(inspection, "inspect", lambda spec: told)
+    monkeypatch.setattr(inspection, "inspect", lambda spec: TOLD)
     return held
 
 
@@ -91,7 +107,11 @@ def test_a_job_is_a_path_its_content_or_a_spec_and_a_run_its_folder(cluster: AtO
 def test_a_cap_of_the_call_is_no_edit_of_the_job_file(cluster: AtOnce, tmp_path: Path) -> None:
     (tmp_path / "job.yaml").write_text(dump_yaml(make.spec()))
     run = tula.profile("job.yaml", max_node_hours=5)
-    assert run.spec().search.max_node_hours == 5 and edited(run.directory, run.spec()) is None
+    assert run.spec().search.max_node_hours == 5 and config_drift(run.directory, run.spec()) is None
+
+
+def whole(table: pd.DataFrame) -> set[str]:
+    return {str(name) for name, dtype in table.dtypes.items() if str(dtype) == "Int64"}
 
 
 def test_columns_of_whole_numbers_stay_whole(cluster: AtOnce) -> None:
@@ -99,7 +119,9 @@ def test_columns_of_whole_numbers_stay_whole(cluster: AtOnce) -> None:
     make.add_out_of_memory(run.directory, 1, 512)
     table = run.results()
     assert table.peak_memory_bytes.isna().sum() == 1
-    assert str(table.peak_memory_bytes.dtype) == "Int64" and str(table.batch.dtype) == "Int64"
+    assert whole(table) == {"nodes", "gpus_per_node", "batch", "local_batch", "peak_memory_bytes"}
+    assert whole(tula.recommend(run).frame()) == {"nodes", "batch", "local_batch", "peak_memory"}
+    assert whole(tula.status(run).frame()) == {"nodes", "done", "total"}
 
 
 def test_spending_is_capped_or_confirmed(cluster: AtOnce) -> None:
@@ -119,7 +141,7 @@ def test_events_come_by_iterating_or_to_a_function(cluster: AtOnce) -> None:
     told: list[Any] = []
     *events, finished = tula.profile_events(make.SPEC)
     assert finished.run == tula.profile(make.SPEC, on_event=told.append)  # type: ignore[union-attr]
-    assert {ProfilePlanned, Watched} <= set(map(type, events)) and Note in map(type, told)
+    assert {ProfilePlanned, JobsProgress} <= set(map(type, events)) and Note in map(type, told)
 
 
 def test_what_is_not_there_is_one_error(cluster: AtOnce, tmp_path: Path) -> None:
@@ -131,7 +153,7 @@ def test_what_is_not_there_is_one_error(cluster: AtOnce, tmp_path: Path) -> None
 
 def test_ctrl_c_leaves_the_jobs_and_is_no_error_of_tula(cluster: AtOnce) -> None:
     def press(event: object) -> None:
-        if isinstance(event, Watched):
+        if isinstance(event, JobsProgress):
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt, match="the jobs go on") as pressed:
@@ -140,12 +162,134 @@ def test_ctrl_c_leaves_the_jobs_and_is_no_error_of_tula(cluster: AtOnce) -> None
     assert cluster.submitted and not cluster.cancelled
 
 
+@pytest.mark.parametrize("cancels", [False, True])
+def test_ctrl_c_while_jobs_are_submitted_leaves_none_that_is_not_written_down(
+    cluster: AtOnce, monkeypatch: pytest.MonkeyPatch, cancels: bool
+) -> None:
+    submit = make.FakeLauncher.submit
+
+    def pressed(self: AtOnce, run: RunDir, task: Any) -> Any:
+        if not self.submitted:
+            signal.raise_signal(signal.SIGINT)
+        return submit(self, run, task)
+
+    monkeypatch.setattr(AtOnce, "submit", pressed)
+    run = RunDir.of(Path("tula-runs").absolute(), make.spec())
+    work = rounds.work(
+        run,
+        make.spec(),
+        Dependencies(launcher.launcher_for, inspection.inspect, lambda _: True),
+        WaitPolicy(cancel_on_interrupt=cancels),
+    )
+    with pytest.raises(Interruption, match="cancelled probe-n001, probe-n002" if cancels else "the jobs go on"):
+        follow(work, lambda _: None)
+    assert [job.id for job in run.jobs()] == cluster.submitted == ["probe-n001", "probe-n002"]
+    assert cluster.cancelled == (cluster.submitted if cancels else [])
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler and not (run.path / "lock").exists()
+
+
+def test_ctrl_c_while_a_training_is_submitted_tells_that_it_goes_on(
+    cluster: AtOnce, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    submit = AtOnce.submit
+
+    def pressed(self: AtOnce, run: RunDir, task: Any) -> Any:
+        signal.raise_signal(signal.SIGINT)
+        return submit(self, run, task)
+
+    run = tula.profile(make.SPEC)
+    monkeypatch.setattr(AtOnce, "submit", pressed)
+    with pytest.raises(Interruption, match="the jobs go on"):
+        tula.train(run, nodes=1, batch=64)
+    assert any(job.id.startswith("train-") for job in run.directory.jobs())
+
+
+def test_ctrl_c_while_a_node_check_is_submitted_tells_that_it_goes_on(
+    cluster: AtOnce, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    submit = AtOnce.submit
+
+    def pressed(self: AtOnce, run: RunDir, task: Any) -> Any:
+        signal.raise_signal(signal.SIGINT)
+        return submit(self, run, task)
+
+    monkeypatch.setattr(AtOnce, "submit", pressed)
+    with pytest.raises(Interruption, match="check-n002-1 goes on"):
+        tula.check_nodes(make.SPEC)
+    assert cluster.submitted == ["check-n002-1"] and not cluster.cancelled
+    tula.check_nodes(make.SPEC)
+    assert cluster.submitted == ["check-n002-1"], "the same call attaches to it"
+
+
+def test_ctrl_c_before_a_node_check_is_submitted_starts_nothing(
+    cluster: AtOnce, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def pressed(_: RunDir) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(RunDir, "check_tasks", pressed)
+    with pytest.raises(Interruption, match="the same command submits the job, or attaches"):
+        tula.check_nodes(make.SPEC)
+    assert not cluster.submitted
+
+
+def test_a_node_check_that_is_refused_makes_no_run(cluster: AtOnce, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(tula.TulaError, match="nodes 0"):
+        tula.check_nodes(make.SPEC, nodes=0)
+
+    def refused(*_: object, **__: object) -> None:
+        raise SchedulerError("there is no sbatch here")
+
+    monkeypatch.setattr(launcher, "launcher_for", refused)
+    with pytest.raises(tula.TulaError, match="no sbatch"):
+        tula.check_nodes(make.SPEC)
+    assert not Path("tula-runs").exists()
+
+
+def test_a_second_ctrl_c_is_not_held_back() -> None:
+    with pytest.raises(KeyboardInterrupt), interrupts.held():
+        signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(signal.SIGINT)
+        pytest.fail("it was")
+
+
+def test_values_that_the_command_line_would_refuse_are_one_error(cluster: AtOnce) -> None:
+    run = tula.profile(make.SPEC)
+    calls: list[tuple[str, Any]] = [
+        ("objective 'tme' is none of time, cost", lambda: tula.recommend(run, objective="tme")),  # type: ignore[arg-type]
+        ("curve 'both' is none of time, cost", lambda: tula.recommend(run, curve="both")),  # type: ignore[arg-type]
+        ("nodes 0: must be 1 or more", lambda: tula.recommend(run, nodes=0)),
+        ("max_batch -1: must be 1 or more", lambda: tula.recommend(run, max_batch=-1)),
+        ("overrides 'pricing.price=3': give a list", lambda: tula.recommend(run, overrides="pricing.price=3")),
+        ("nodes 0: must be 1 or more", lambda: tula.train(run, nodes=0, batch=64)),
+        ("batch -64: must be 1 or more", lambda: tula.train(run, nodes=1, batch=-64)),
+        ("seeds 0: must be 1 or more", lambda: tula.compare(run, batches=[64], seeds=0)),
+        ("nodes 0: must be 1 or more", lambda: tula.compare(run, batches=[64], nodes=0)),
+        ("batch -64: must be 1 or more", lambda: tula.compare(run, batches=[64, -64])),
+        ("^methods: 'agz' is no method", lambda: tula.compare(run, batches=[64], methods=["agz"])),
+        ("nodes 0: must be 1 or more", lambda: tula.check_nodes(run, nodes=0)),
+        ("nodes -2: must be 1 or more", lambda: tula.check_nodes(run, nodes=-2)),
+    ]
+    submitted = list(cluster.submitted)
+    for words, call in calls:
+        with pytest.raises(tula.TulaError, match=words):
+            call()
+    assert cluster.submitted == submitted
+
+
+def test_a_comparison_that_is_refused_is_not_kept(cluster: AtOnce) -> None:
+    run = tula.profile(make.SPEC)
+    with pytest.raises(tula.TulaError, match="--no-wait"):
+        tula.compare(run, batches=[64], wait=False, confirm=lambda _: pytest.fail("asked"))
+    assert run.directory.comparison() is None
+
+
 def test_work_returns_its_result_and_ends_where_it_is_told() -> None:
     def work() -> Work[str]:
         try:
             yield Note("one")
         except KeyboardInterrupt:
-            yield Warned("pressed")
+            yield WarningEvent("pressed")
         return "done"
 
     def press(event: object) -> None:
@@ -154,4 +298,97 @@ def test_work_returns_its_result_and_ends_where_it_is_told() -> None:
             raise KeyboardInterrupt
 
     told: list[Any] = []
-    assert follow(work(), press) == "done" and told == [Note("one"), Warned("pressed")]
+    assert follow(work(), press) == "done" and told == [Note("one"), WarningEvent("pressed")]
+
+
+def test_overrides_are_what_set_is_on_the_command_line(cluster: AtOnce, tmp_path: Path) -> None:
+    (tmp_path / "job.yaml").write_text(dump_yaml(make.spec()))
+    one_node = ["search.nodes=[1]"]
+    assert [job.nodes for job in tula.check(make.SPEC, overrides=one_node).reports[None].jobs] == [1]
+    runs = [tula.profile(job, overrides=one_node) for job in (make.SPEC, make.spec(), "job.yaml")]
+    assert cluster.submitted == ["probe-n001"] and len({run.path for run in runs}) == 1
+    assert runs[0].spec().search.nodes == [1] and make.SPEC["search"]["nodes"] == [1, 2]
+    assert config_drift(runs[-1].directory, runs[-1].spec()) is None, "the run knows what was laid over its file"
+    dear = tula.recommend(runs[0], overrides=["pricing.price=100"], objective="time")
+    assert dear.choice.cost > 50 * tula.recommend(runs[0], objective="time").choice.cost
+    assert runs[0].spec().pricing.price == 1, "no later call takes them"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "why"),
+    [
+        (["model.name=vgg11"], "was measured otherwise"),
+        (["search.nods=[1]"], "has a problem"),
+        (["search"], "not of the form a.b=c"),
+    ],
+)
+def test_an_override_that_cannot_be_used_is_refused(cluster: AtOnce, overrides: list[str], why: str) -> None:
+    run = tula.profile(make.SPEC)
+    with pytest.raises(tula.TulaError, match=why):
+        tula.recommend(run, overrides=overrides)
+
+
+def test_a_keyword_that_is_none_is_refused(cluster: AtOnce) -> None:
+    refused: list[tuple[Any, dict[str, Any]]] = [
+        (tula.profile, {"wiat": True}),
+        (tula.check_nodes, {"confirm": bool}),
+        (lambda job, **given: list(tula.profile_events(job, **given)), {"on_event": print}),
+    ]
+    for function, given in refused:
+        with pytest.raises(TypeError, match=next(iter(given))):
+            function(make.SPEC, **given)
+    assert not cluster.submitted
+
+
+def test_model_and_dataset_are_built_once(cluster: AtOnce, monkeypatch: pytest.MonkeyPatch) -> None:
+    built: list[str] = []
+    monkeypatch.setattr(inspection, "inspect", lambda spec: built.append(spec.name) or TOLD)
+    tula.check(make.SPEC)
+    tula.profile(make.SPEC)
+    assert len(built) == 1
+    tula.check(make.SPEC, fresh=True)
+    assert len(built) == 2
+
+
+def test_the_nodes_are_looked_at_and_tell_what_is_wrong(cluster: AtOnce) -> None:
+    told: list[Any] = []
+    found = tula.check_nodes(make.SPEC, on_event=told.append)
+    assert [node.host for node in found.report.nodes] == ["n1", "n2"] and "differ in torch" in found.warnings[0]
+    found.require_sound("toy")
+    assert found.report.id in cluster.submitted
+    with pytest.raises(tula.TulaError, match="not as toy needs them: no folder"):
+        replace(found, problems=("no folder",)).require_sound("toy")
+
+
+def test_memory_is_estimated_from_what_was_built_and_then_from_probes(
+    cluster: AtOnce, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    footprints = tuple(footprint(Truth(), local) for local in (1, 8))
+    monkeypatch.setattr(inspection, "inspect", lambda spec: TOLD.model_copy(update={"footprints": footprints}))
+    report = tula.estimate(make.SPEC, memory="1GiB")[None]
+    assert not report.probed and report.capacity == 2**30
+    assert report.largest_local_batch == tula.estimate(make.SPEC, memory=2**30)[None].largest_local_batch
+    assert [row.memory.peak for row in report.rows] == sorted(row.memory.peak for row in report.rows)
+    tula.profile(make.SPEC)
+    assert tula.estimate(make.SPEC)[None].probed
+    with pytest.raises(ValueError, match="'much' is not a size"):
+        tula.estimate(make.SPEC, memory="much")
+
+
+def test_a_comparison_trains_what_is_missing_and_its_frame_has_a_row_a_method_at_a_batch(cluster: AtOnce) -> None:
+    job = {**make.SPEC, "train": {"epochs": 4, "reference_batch": 32}, "search": {"nodes": [1], "max_node_hours": 9}}
+    report = tula.compare(job, methods=["ags"], batches=[128], seeds=2, nodes=1, controls=False)
+    table = report.frame()
+    assert report.complete and list(zip(table.method, table.batch, strict=True)) == [("lbt", 32), ("ags", 128)]
+    assert table.top1_mean.tolist() == [90.0, 88.5] and table.gap.tolist()[1] == 1.5
+    assert whole(table) == {"batch", "seeds"} and table.reference.tolist() == [True, False]
+    submitted = len(cluster.submitted)
+    again = tula.compare(job)
+    assert again.frame().equals(table) and len(cluster.submitted) == submitted == 4
+
+
+def test_a_comparison_is_confirmed_or_capped(cluster: AtOnce) -> None:
+    job = {**make.SPEC, "train": {"epochs": 9}, "search": {"nodes": [1]}}
+    with pytest.raises(tula.TulaError, match="nobody to ask"):
+        tula.compare(job, methods=["lrs"], batches=[256], seeds=1, nodes=1)
+    assert not cluster.submitted

@@ -13,6 +13,7 @@ from torchvision.transforms import v2
 
 from tula_cli.errors import SpecError
 from tula_cli.spec.job import JobSpec
+from tula_cli.worker.build import datasets
 from tula_cli.worker.build.datasets import build_datasets, check_sample, prepare, stratified
 from tula_cli.worker.build.transforms import build_transforms, to_tensor
 
@@ -48,6 +49,24 @@ def test_digits_are_split_by_class_without_overlap():
     labels = [found.eval[index][1] for index in range(len(found.eval))]
     assert min(labels.count(label) for label in range(10)) >= 34
     assert not set(found.train.samples.indices) & set(found.eval.samples.indices)
+
+
+def test_digits_are_those_that_scikit_learn_tells_with_and_without_its_file(monkeypatch):
+    from sklearn.datasets import load_digits
+
+    known = load_digits()
+    for hidden in (False, True):
+        if hidden:
+            monkeypatch.setattr(datasets.Path, "is_file", lambda path: False)
+        table = datasets._digits_table()
+        assert (table[:, :64].reshape(-1, 8, 8) == known.images).all()
+        assert (table[:, 64] == known.target).all()
+
+
+def test_digits_without_scikit_learn_say_what_to_install(monkeypatch):
+    monkeypatch.setattr(datasets.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(SpecError, match="scikit-learn, which is not installed"):
+        build_datasets(spec({"name": "digits"}))
 
 
 def test_digits_are_gray_images_in_zero_to_one():

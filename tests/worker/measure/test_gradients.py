@@ -11,7 +11,7 @@ from worker_jobs import gradient, probe_task, spec, trainer
 from tula_cli.run.directory import RunDir
 from tula_cli.run.records.probes import GradientStats, Measured
 from tula_cli.worker.build.datasets import build_datasets
-from tula_cli.worker.measure.gradients import NormSpy, halves
+from tula_cli.worker.measure.gradients import GradientNormRecorder, halves
 from tula_cli.worker.measure.probe import run_probes
 from tula_cli.worker.ranks import Ranks
 from tula_cli.worker.train import loop as worker_train_loop
@@ -27,7 +27,7 @@ def probed(run: RunDir, alone: Ranks, local_batch: int, **changes: dict[str, Any
 
 def test_alone_both_norms_are_of_the_one_gradient(alone: Ranks) -> None:
     subject = trainer(spec(), alone)
-    spy, expected = NormSpy.attach(subject), []
+    spy, expected = GradientNormRecorder.attach(subject), []
     subject.after_backward = lambda: expected.append(float(gradient(subject).square().sum()))
     list(spy.watch(islice(worker_train_loop.steps(subject), 2), subject.scaler))
     assert spy.pairs() == [pytest.approx((norm, norm), rel=1e-5) for norm in expected]
@@ -35,7 +35,7 @@ def test_alone_both_norms_are_of_the_one_gradient(alone: Ranks) -> None:
 
 def test_only_the_steps_of_the_window_are_seen(alone: Ranks) -> None:
     subject = trainer(spec(), alone)
-    spy, steps = NormSpy.attach(subject), worker_train_loop.steps(subject)
+    spy, steps = GradientNormRecorder.attach(subject), worker_train_loop.steps(subject)
     for _ in islice(steps, 2):
         pass
     assert len(list(spy.watch(islice(steps, 3), subject.scaler))) == 3
@@ -80,7 +80,7 @@ def test_the_hook_keeps_nothing_of_the_trainer_alive(alone: Ranks, tmp_path: Pat
     import weakref
 
     subject = trainer(spec(), alone)
-    spy = NormSpy.attach(subject)
+    spy = GradientNormRecorder.attach(subject)
     list(spy.watch(islice(worker_train_loop.steps(subject), 2), subject.scaler))
     model = weakref.ref(subject.ddp.module)
     assert isinstance(model(), torch.nn.Module)

@@ -57,7 +57,7 @@ def test_dataset_model_and_memory_are_told():
     assert found.parameters == 3 * 2 * 9 + 2 * 2 * 9 + 2 * 4 * 9 + 4 * 4 * 9 + 2 * (2 + 2 + 4 + 4) + 4 * 10 + 10
     assert found.estimate_error == ""
     assert [row.local_batch for row in found.footprints] == [1, 2, 4, 8, 16, 32]
-    assert found.footprints[-1].peak > found.footprints[0].peak
+    assert found.footprints[-1].memory.peak > found.footprints[0].memory.peak
     assert found.process > 10**7
     assert found.device in ("cpu", "cuda")
     assert found.hardware
@@ -81,7 +81,7 @@ def test_jobs_of_the_paper_are_sound_on_fake_data_of_their_size(name):
     assert found.sample_shape == (3, min(pixels, 224), min(pixels, 224))
     assert found.estimate_error == ""
     assert found.warnings == ()
-    assert found.footprints[0].gradients == 4 * parameters
+    assert found.footprints[0].memory.gradients == 4 * parameters
     assert found.capacity == 32 * 10**9
 
 
@@ -185,7 +185,7 @@ def test_images_of_different_sizes_are_refused(tmp_path):
 
 def test_adam_is_fine_without_gradient_scaling():
     found = inspect_job(spec(optimizer={"name": "AdamW", "lr": 0.1}, train={"epochs": 1, "method": "lbt"}))
-    assert found.footprints[0].optimizer > found.footprints[0].gradients
+    assert found.footprints[0].memory.optimizer > found.footprints[0].memory.gradients
 
 
 @pytest.mark.parametrize(
@@ -272,6 +272,8 @@ def test_an_interpreter_that_cannot_run_here_is_told_apart_from_a_model_that_end
     with pytest.raises(NotInspected, match=r"/nosuch/python cannot build .*No such file") as error:
         inspect(spec(cluster=elsewhere))
     assert "pip install 'tula-cli[torch]'" in error.value.hint
+    assert error.value.hint.startswith("run tula profile job.yaml: its first job builds them on a node")
+    assert "tula profile" not in not_started("python", "").hint, "as it was on the node already"
     said = "ModuleNotFoundError: No module named 'torch'\nsrun: error: node1: task 0: Exited with exit code 1"
     assert not_started("python", said).message.endswith("No module named 'torch'")
     with pytest.raises(JobFailed, match="ended before its answer: Segmentation fault"):

@@ -14,6 +14,7 @@ from worker_jobs import gradient, spec, trainer
 from worker_rank_cases import facts
 
 from tula_cli.host.outcome import classify
+from tula_cli.host.processor import processor_name
 from tula_cli.worker import device, environment
 from tula_cli.worker.device import process_memory
 from tula_cli.worker.measure import meter as worker_measure_meter
@@ -66,13 +67,12 @@ def test_a_peak_is_split_into_tensors_and_the_rest() -> None:
     model(batch[0]).sum().backward()
     optimizer.step()
     split = worker_measure_meter.split_memory(
-        model, optimizer, batch=batch, factors=40, peak=10_000, reserved=12_000, capacity=None
+        model, optimizer, batch=device.tensor_bytes(batch), factors=40, peak=10_000, reserved=12_000
     )
     assert split.parameters == 4 * (100 + 10 + 20) + 4 * 20 + 8  # running statistics and their counter
     assert split.gradients == split.optimizer == 4 * (100 + 20)
     assert split.batch == 4 * 40 + 8 * 4
-    parts = split.parameters + split.gradients + split.optimizer + split.factors + split.batch + split.activations
-    assert parts == split.peak == 10_000
+    assert split.static + split.batch + split.activations == split.peak == 10_000
 
 
 def test_capacity_is_what_is_stated_and_unbounded_else(alone: Ranks) -> None:
@@ -130,7 +130,7 @@ def test_the_environment_names_host_and_processor(alone: Ranks) -> None:
     found = environment.environment(alone)
     assert found.hosts == (os.uname().nodename,)
     assert (found.device, found.backend) == ("cpu", "gloo")
-    assert found.hardware == environment.processor_name() != ""
+    assert found.hardware == processor_name() != ""
     assert found.torch == torch.__version__
     (node,) = found.nodes
     assert (node.name, node.ranks, node.hardware, node.driver) == (found.hosts[0], 1, (found.hardware,), "")
@@ -180,3 +180,32 @@ def test_more_ranks_than_cores_are_told(alone: Ranks) -> None:
     cores = len(os.sched_getaffinity(0))
     assert not environment.oversubscribed(alone, ranks_here=cores)
     assert environment.oversubscribed(alone, ranks_here=cores + 1)
+
+
+@pytest.mark.parametrize(("capacity", "share"), [(16, 14 / 80), (2, 0.0), (1000, 1.0)])
+def test_a_gpu_is_bounded_less_what_is_in_use_beside_the_allocator(
+    monkeypatch: pytest.MonkeyPatch, capacity: int, share: float
+) -> None:
+    gpu, set_to = torch.device("cuda", 1), []
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (75, 80))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 3)
+    monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", lambda *given: set_to.append(given))
+    device.limit_gpu_memory(capacity, gpu)
+    assert set_to == [(pytest.approx(share), gpu)]
+
+
+@pytest.mark.parametrize(("others", "shared"), [(["b", "c", "d"], False), (["b", "a", "d"], True)])
+def test_ranks_that_see_one_gpu_each_share_none(
+    monkeypatch: pytest.MonkeyPatch, others: list[str], shared: bool
+) -> None:
+    """Where SLURM binds GPUs to tasks, each rank counts one, and it is another one."""
+    node = platform.node()
+
+    class Four(Ranks):
+        def gather(self, text: str) -> list[str]:
+            return [text, *(json.dumps([node, gpu]) for gpu in others)]
+
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(environment, "gpu_id", lambda index: "a")
+    ranks = Four(rank=0, world=4, local_rank=0, device=torch.device("cuda", 0))
+    assert environment.oversubscribed(ranks, ranks_here=4) == shared

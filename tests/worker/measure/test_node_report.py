@@ -15,15 +15,16 @@ from worker_jobs import spec
 from tula_cli.run.directory import RunDir
 from tula_cli.run.records.cluster_reports import ClusterReport, Transfer
 from tula_cli.run.records.tasks import CheckTask
-from tula_cli.worker import device
+from tula_cli.worker import device, nccl
 from tula_cli.worker.measure import node_report
-from tula_cli.worker.measure.node_report import Gpu, View
+from tula_cli.worker.measure.node_report import Gpu, RankReport
+from tula_cli.worker.ranks import Ranks
 
 pytestmark = pytest.mark.torch
 ROOT = Path(__file__).parents[3]
 AHEAD = 5.0  # seconds
 
-VIEW = View(
+VIEW = RankReport(
     host="node1", gpus=(), own="", driver="", torch="2.6", cuda="", nccl="", python="3.11", cpus=4, memory=10**9,
     interface="eth0", address="10.0.0.1", token="t", write_error="", dataset=None, free_disk=10**9,
 )  # fmt: skip
@@ -105,7 +106,14 @@ def test_transfers_grow_until_one_takes_long(report: ClusterReport) -> None:
     assert all(transfer.seconds > 0 for transfer in report.transfers)
     assert all(transfer.seconds <= node_report.ENOUGH for transfer in report.transfers[:-1])
     assert report.transfers[-1].speed < 1e12, "two take part; one alone would not have to send anything"
-    assert 0 < report.latency < 1
+    assert report.latency is not None and 0 < report.latency < 1
+    assert (report.inside, report.network_error) == ((), "")
+
+
+def test_what_the_nodes_are_is_kept_before_the_network_is_tried(run: RunDir, report: ClusterReport) -> None:
+    draft = run.checks.draft(report.id)
+    assert draft is not None
+    assert draft == report.model_copy(update={"transfers": (), "latency": None})
 
 
 def test_each_rank_has_signed_in(run: RunDir) -> None:
@@ -141,6 +149,47 @@ def test_ranks_of_a_node_are_one_report() -> None:
     assert node_report._node_report(0, [replace(VIEW, gpus=(A, B))] * 2, (0, 0)).gpus == ("A100", "A100")
 
 
+def test_ranks_of_a_node_that_share_a_gpu_are_named() -> None:
+    views = [replace(VIEW, gpus=(A, B), own=own) for own in ("a", "b", "a", "b")]
+    assert node_report._node_report(0, views, (0, 0)).shared_gpus == ((0, 2), (1, 3))
+    assert node_report._node_report(0, views[:2], (0, 0)).shared_gpus == ()
+    assert node_report._node_report(0, [VIEW, VIEW], (0, 0)).shared_gpus == (), "without GPUs nothing is shared"
+
+
+def test_what_breaks_a_network_is_told_and_no_rank_waits_for_another(
+    alone: Ranks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(members: object, *, backend: str) -> None:
+        Path(os.environ["NCCL_DEBUG_FILE"]).write_text(
+            "n1:7:7 [0] misc/ibvwrap.cc:262 NCCL WARN Call to ibv_create_cq failed with error Cannot allocate memory\n"
+        )
+        raise RuntimeError("NCCL error: unhandled system error\nlong story")
+
+    for name in nccl.SETTINGS:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(node_report, "_group", broken)
+    found = node_report._network(alone, [0], backend="nccl", device=torch.device("cpu"))
+    assert found == {
+        "network_error": "NCCL error: unhandled system error; Call to ibv_create_cq failed with error Cannot allocate memory"
+    }
+    assert "NCCL_DEBUG" not in os.environ
+
+
+def test_two_gpus_of_a_node_are_looked_at_as_well(alone: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
+    pairs = []
+    four = replace(alone, world=4)
+    monkeypatch.setattr(Ranks, "gather", lambda ranks, text: [text] * ranks.world)
+    monkeypatch.setattr(node_report, "_group", lambda members, *, backend: "group")
+    monkeypatch.setattr(node_report, "_latency", lambda group, device: 1e-5)
+    monkeypatch.setattr(node_report, "_between", lambda pair, **_: pairs.append(tuple(pair)) or [pair])
+    found = node_report._network(four, [0, 2], backend="nccl", device=torch.device("cpu"))
+    assert pairs == [(0, 2), (0, 1)] and set(found) == {"latency", "transfers", "inside"}
+    assert set(node_report._network(four, [0, 2], backend="gloo", device=torch.device("cpu"))) == {
+        "latency",
+        "transfers",
+    }
+
+
 def test_a_gpu_for_each_rank() -> None:
     first, second = replace(VIEW, own="a"), replace(VIEW, own="b")
     assert node_report.own_gpus([first, second])
@@ -151,7 +200,7 @@ def test_a_gpu_for_each_rank() -> None:
 
 def test_a_view_goes_through_text() -> None:
     view = replace(VIEW, gpus=(A, B), dataset=False)
-    assert View.loads(view.dumps()) == view
+    assert RankReport.loads(view.dumps()) == view
 
 
 def test_the_gpu_driver_is_the_kernels(tmp_path: Path) -> None:

@@ -11,8 +11,10 @@ from tula_cli.errors import SpecError
 from tula_cli.run.directory import RunDir
 from tula_cli.run.records.probes import Failed, Measured
 from tula_cli.worker.build.datasets import build_datasets
+from tula_cli.worker.measure import probe as worker_measure_probe
 from tula_cli.worker.measure.probe import run_probes, split_steps
 from tula_cli.worker.ranks import Ranks
+from tula_cli.worker.train import loop as worker_train_loop
 
 DEEP = {"model": {"name": "worker_jobs:deep"}, "dataset": {"args": {"size": 128, "eval_size": 32}}}
 
@@ -26,11 +28,6 @@ def probe(run: RunDir, ranks: Ranks, *local_batches: int, **changes: dict[str, A
     return [result for result in found if isinstance(result, Measured)]
 
 
-def parts(result: Measured) -> int:
-    memory = result.memory
-    return memory.parameters + memory.gradients + memory.optimizer + memory.factors + memory.batch + memory.activations
-
-
 def test_a_probe_measures_what_there_is(alone: Ranks, run: RunDir) -> None:
     (found,) = probe(run, alone, 32, **DEEP, search={"warmup_steps": 3, "steps": 6})
     assert (found.batch, found.local_batch, found.nodes, found.accumulate) == (32, 32, 1, 1)
@@ -40,7 +37,7 @@ def test_a_probe_measures_what_there_is(alone: Ranks, run: RunDir) -> None:
     assert 0 < found.data_wait < max(found.step_times)
     assert (found.dataset_size, found.eval_size, found.oversubscribed) == (128, 32, False)
     assert found.memory.activations > 5 * 32 * 4096 * 4  # half of its layers' outputs
-    assert parts(found) == found.memory.peak
+    assert found.memory.static + found.memory.batch + found.memory.activations == found.memory.peak
     assert found.memory.batch == 32 * (16 * 4 + 8)
     assert found.memory.factors == 0
     overheads = found.overheads
@@ -49,6 +46,29 @@ def test_a_probe_measures_what_there_is(alone: Ranks, run: RunDir) -> None:
     assert overheads.eval_batch_size == 32
     assert 0 < overheads.startup < 60
     assert found.gradients.steps == split_steps(spec()) == 5
+
+
+def test_the_energy_is_that_of_the_timed_steps(alone: Ranks, run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Meter:
+        """Counts a step's number as its joules."""
+
+        def __init__(self, ranks: Ranks) -> None:
+            self.begin = len(made)
+
+        def joules(self) -> float:
+            return float(sum(range(self.begin, len(made))))
+
+    def step(*args: Any, **given: Any) -> Any:
+        made.append(given)
+        return take(*args, **given)
+
+    take, made = worker_train_loop._step, []
+    monkeypatch.setattr(worker_train_loop, "_step", step)
+    assert probe(run, alone, 16)[0].energy is None
+    job, before = 2, len(made)  # steps that the job takes before its first probe
+    monkeypatch.setattr(worker_measure_probe, "EnergyMeter", Meter)
+    (found,) = probe(run, alone, 32, search={"warmup_steps": 3, "steps": 7})
+    assert found.energy == before + job + 3 + 3  # the middle one of the seven
 
 
 def test_one_rank_has_nothing_to_synchronise(alone: Ranks, run: RunDir) -> None:

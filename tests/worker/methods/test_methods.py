@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from worker_jobs import Interrupted, probe_task, rows, same, spec, train_task, trained, trainer, weights
+from worker_jobs import Interrupted, final_weights, probe_task, rows, same, spec, train_task, trained, trainer, weights
 
 from tula_cli.errors import SpecError
 from tula_cli.optim.adascale_sgd import AdaScale
@@ -18,10 +18,10 @@ from tula_cli.run.records.probes import Measured
 from tula_cli.run.records.tasks import TrainTask
 from tula_cli.worker.build.datasets import build_datasets
 from tula_cli.worker.build.ghost import GhostBatchNorm
+from tula_cli.worker.entry import run_training
 from tula_cli.worker.measure.probe import run_probes
 from tula_cli.worker.ranks import Ranks
 from tula_cli.worker.train import loop as worker_train_loop
-from tula_cli.worker.train.training import run_training
 
 ADAM = {"name": "AdamW", "lr": 0.01, "momentum": None, "weight_decay": 0.01}
 METHODS: dict[str, dict[str, Any]] = {
@@ -61,11 +61,6 @@ def broken_off(run: RunDir, ranks: Ranks, sections: dict[str, Any], *, after: in
     return task
 
 
-def final(run: RunDir, task: TrainTask) -> dict[str, torch.Tensor]:
-    state: dict[str, torch.Tensor] = torch.load(run.training(task.signature).path / "last", weights_only=True)["model"]
-    return state
-
-
 @varied
 def test_a_broken_run_ends_at_the_same_weights(alone: Ranks, run: RunDir, tmp_path: Path, name: str) -> None:
     task = broken_off(run, alone, job(name), after=5 * 96 + 70)
@@ -73,7 +68,7 @@ def test_a_broken_run_ends_at_the_same_weights(alone: Ranks, run: RunDir, tmp_pa
     assert [row["samples"] for row in rows(run, task, "start")] == [0, 5 * 96 + 64]
     whole = RunDir.create(tmp_path / "whole", task.spec)
     run_one(whole, alone, task)
-    assert same(final(run, task), final(whole, task))
+    assert same(final_weights(run, task), final_weights(whole, task))
 
 
 @varied

@@ -6,7 +6,14 @@ from typing import Any
 
 import method_rank_cases
 import pytest
+import torch
+from method_rank_cases import FREE
 from start_ranks import errors, start_ranks
+from worker_jobs import spec, trainer
+
+from tula_cli.worker.ranks import Ranks
+from tula_cli.worker.train import checkpoint
+from tula_cli.worker.train import loop as worker_train_loop
 
 pytestmark = pytest.mark.torch
 
@@ -22,7 +29,7 @@ class Found:
         return [rank[case] for rank in self.ranks]
 
 
-@pytest.fixture(scope="module", params=[2, 4])
+@pytest.fixture(scope="module", params=[2, pytest.param(4, marks=pytest.mark.proof)])
 def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Found:
     world: int = request.param
     folder = tmp_path_factory.mktemp(f"methods-{world}-")
@@ -81,6 +88,26 @@ def test_adascales_gain_is_that_of_the_ranks_own_gradients(found: Found, how: st
         assert steps == 4
         assert 1 < gain < 2
         assert gain == pytest.approx(expected, rel=5e-3 if "fp16" in how else 1e-4)
+
+
+def test_schedule_frees_averages_are_those_of_one_rank(found: Found, alone: Ranks) -> None:
+    one = trainer(spec(**FREE), alone)
+    list(worker_train_loop.steps(one))
+    expected = torch.cat([p.flatten() for p in checkpoint.state(one, best={})["model"].values()]).tolist()
+    for rank in found.of("free"):
+        assert rank["weights"] == pytest.approx(expected, rel=1e-3, abs=1e-4)
+
+
+def test_schedule_frees_statistics_are_those_of_all_ranks(found: Found) -> None:
+    for rank in found.of("free"):
+        assert rank["agree"] and rank["by_hand"] < 1e-5
+
+
+def test_schedule_free_goes_on_from_where_it_was_broken_off_to_the_same_weights(found: Found) -> None:
+    """Bit for bit on two ranks. More add up in an order that depends on DDP's buckets, which the first step rearranges."""
+    for rank in found.of("free_again"):
+        assert rank["off"] <= (0.0 if found.world == 2 else 1e-6)
+        assert rank["starts"][0] == 0 and 96 <= rank["starts"][1] < 192
 
 
 def test_turned_steps_keep_the_replicas_together(found: Found) -> None:

@@ -1,20 +1,27 @@
 """Method schedule_free: what is evaluated and saved, and what it refuses."""
 
+import itertools
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from schedulefree import AdamWScheduleFree, SGDScheduleFree
-from worker_jobs import same, spec, trained, trainer
+from worker_jobs import LeavesAt, rows, same, spec, train_task, trained, trainer, weights
 
 from tula_cli.errors import SpecError
+from tula_cli.run.directory import RunDir
+from tula_cli.worker.build.datasets import build_datasets
+from tula_cli.worker.entry import run_training
 from tula_cli.worker.ranks import Ranks
-from tula_cli.worker.train import checkpoint
+from tula_cli.worker.train import checkpoint, evaluation
 from tula_cli.worker.train import loop as worker_train_loop
 
 ADAM = {"name": "AdamW", "lr": 0.01, "momentum": None}
 FREE: dict[str, Any] = {"method": "schedule_free"}
+NORM: dict[str, Any] = {"model": {"args": {"norm": True, "dropout": 0.3}}}
+LARGE: dict[str, Any] = {"dataset": {"args": {"size": 640}}}  # of which a tenth is four batches of 16
 
 
 @pytest.mark.parametrize(("optimizer", "kind"), [({}, SGDScheduleFree), (ADAM, AdamWScheduleFree)])
@@ -32,17 +39,98 @@ def test_the_averaged_weights_are_evaluated_and_saved_and_no_step_changes(alone:
     stream = worker_train_loop.steps(subject)
     for _ in range(5):
         next(stream)
-    before = _weights(subject)
+    before = weights(subject)
     with subject.method.evaluating(subject):
-        averaged = _weights(subject)
+        averaged = weights(subject)
     assert not same(averaged, before)
     state = checkpoint.state(subject, best={})
     assert same(state["model"], averaged)
-    assert same(_weights(subject), before)
+    assert same(weights(subject), before)
     fresh = trainer(spec(train=FREE), alone)
     checkpoint.restore(fresh, state)
-    assert same(_weights(fresh), before)
+    assert same(weights(fresh), before)
     stream.close()
+
+
+def after_steps(ranks: Ranks, count: int, **changes: dict[str, Any]) -> worker_train_loop.Trainer:
+    subject = trainer(spec(train=FREE, **changes), ranks)
+    for _ in itertools.islice(worker_train_loop.steps(subject), count):
+        pass
+    return subject
+
+
+def test_batchnorms_statistics_are_taken_anew_at_the_averaged_weights(alone: Ranks) -> None:
+    subject = after_steps(alone, 6, **NORM, **LARGE)
+    conv, norm = subject.ddp.module[0], subject.ddp.module[1]
+    before = weights(subject)
+    with subject.method.evaluating(subject), torch.no_grad():
+        seen = [conv(images) for images in itertools.islice(worker_train_loop.inputs(subject), 4)]
+    random = torch.get_rng_state()
+    result = evaluation.Evaluator(subject).run()
+    mean = torch.stack([output.mean((0, 2, 3)) for output in seen]).mean(0)
+    variance = torch.stack([output.transpose(0, 1).flatten(1).var(1) for output in seen]).mean(0)
+    torch.testing.assert_close(norm.running_mean, mean)
+    torch.testing.assert_close(norm.running_var, variance)
+    assert torch.equal(torch.get_rng_state(), random)
+    assert norm.momentum == 0.1 and all(module.training for module in subject.ddp.modules())
+    after = weights(subject)
+    assert all(torch.equal(after[name], value) for name, value in before.items() if not name.startswith("1."))
+    again = evaluation.Evaluator(subject).run()
+    assert again == result and same(weights(subject), after), "of the position alone"
+    saved = checkpoint.state(subject, best={})["model"]
+    assert all(torch.equal(saved[name], value) for name, value in after.items() if "running" in name)
+
+
+def test_statistics_of_the_steps_would_be_others(alone: Ranks) -> None:
+    """They trail the points that are trained, while the average is far behind those."""
+    subject = after_steps(alone, 40, **NORM, **LARGE, optimizer={"lr": 1.0})
+    norm = subject.ddp.module[1]
+    stale = norm.running_var.clone()
+    evaluation.Evaluator(subject).run()
+    assert float((stale / norm.running_var).log().abs().max()) > 0.05
+
+
+class Counting(torch.nn.Module):
+    """Counts its passes in training mode, as spectral norm and vector quantisation keep what they have seen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("passes", torch.zeros(()))
+
+    def forward(self, value: torch.Tensor) -> torch.Tensor:
+        if self.training:
+            self.passes += 1
+        return value
+
+
+def test_nothing_but_batchnorm_sees_those_batches(alone: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
+    subject = after_steps(alone, 2, **NORM, **LARGE)
+    subject.ddp.module.append(counter := Counting())
+    evaluation.average_statistics(subject)
+    assert float(counter.passes) == 0
+    monkeypatch.setattr(worker_train_loop, "inputs", lambda _: pytest.fail("there is no BatchNorm"))
+    evaluation.Evaluator(after_steps(alone, 2)).run()
+    evaluation.Evaluator(subject).run(max_batches=1)  # of which only the time is wanted
+
+
+def test_a_run_that_left_while_statistics_were_taken_goes_on_as_if_it_had_not(alone: Ranks, tmp_path: Path) -> None:
+    """The 20th question is after the first of two training batches, the 22nd after one of the evaluation's."""
+    job = spec(train=FREE, **NORM, dataset={"args": {"size": 320, "eval_size": 40}})
+    task, data = train_task(job), build_datasets(job)
+
+    def end(name: str, *calls: int) -> tuple[dict[str, torch.Tensor], list[float]]:
+        run = RunDir.create(tmp_path / name, job)
+        for call in calls:
+            run_training(task, run, alone, data, preemption=LeavesAt(alone, call))
+            assert run.training(task.signature).newest_samples() == 320, "in the first epoch's evaluation"
+        run_training(task, run, alone, data)
+        state = torch.load(run.training(task.signature).path / "last", weights_only=True)["model"]
+        return state, [row["eval_loss"] for row in rows(run, task, "epoch")]
+
+    whole, losses = end("whole")
+    for call in range(20, 23):
+        state, found = end(str(call), call)
+        assert same(state, whole) and found == losses
 
 
 @pytest.mark.parametrize("schedule", [{"kind": "cosine"}, {"kind": "multistep", "milestones": [1]}])
@@ -57,7 +145,3 @@ def test_a_missing_package_is_told_with_the_line_to_type(alone: Ranks, monkeypat
     with pytest.raises(SpecError, match="needs the package schedulefree") as told:
         trainer(spec(train=FREE), alone)
     assert told.value.hint == "pip install 'tula-cli[schedulefree]'"
-
-
-def _weights(subject: worker_train_loop.Trainer) -> dict[str, torch.Tensor]:
-    return {name: value.clone() for name, value in subject.ddp.module.state_dict().items()}

@@ -1,25 +1,23 @@
 """Every row of the table of methods is trained, probed, resumed, relaunched at another batch, and estimated."""
 
-import sys
+from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
-import torch
-from worker_jobs import Interrupted, probe_task, rows, same, spec, train_task
+from worker_jobs import Interrupted, final_weights, probe_task, rows, same, spec, train_task
 
 from tula_cli.run.directory import RunDir
 from tula_cli.run.records.probes import Measured
 from tula_cli.run.records.tasks import TrainTask
 from tula_cli.spec.methods import METHODS, Facts
 from tula_cli.worker.build.datasets import build_datasets
+from tula_cli.worker.entry import run_training
 from tula_cli.worker.measure.inspect import inspect_job
 from tula_cli.worker.measure.probe import run_probes
 from tula_cli.worker.methods import schedule_free
 from tula_cli.worker.methods.plain import Loop
 from tula_cli.worker.ranks import Ranks
-from tula_cli.worker.train.training import run_training
 
 each = pytest.mark.parametrize("name", METHODS)
 STEPS, BATCH = 6, 16
@@ -50,18 +48,13 @@ def broken_off(run: RunDir, ranks: Ranks, name: str) -> TrainTask:
     return task
 
 
-def final(run: RunDir, task: TrainTask) -> dict[str, Any]:
-    state: dict[str, Any] = torch.load(run.training(task.signature).path / "last", weights_only=True)["model"]
-    return state
-
-
 def check_that_it_resumes(name: str, ranks: Ranks, run: RunDir, whole: Path) -> None:
     task = broken_off(run, ranks, name)
     train(run, ranks, task)
     assert len(list(rows(run, task, "start"))) > 1
     unbroken = RunDir.create(whole, task.spec)
     train(unbroken, ranks, task)
-    assert same(final(run, task), final(unbroken, task))
+    assert same(final_weights(run, task), final_weights(unbroken, task))
 
 
 @each
@@ -83,13 +76,13 @@ def test_it_is_probed_and_estimated(name: str, alone: Ranks, run: RunDir) -> Non
     job = spec(**sections(name))
     inspection = inspect_job(job)
     assert not inspection.estimate_error
-    assert inspection.footprints[0].peak > inspection.footprints[0].parameters > 0
+    assert inspection.footprints[0].memory.peak > inspection.footprints[0].memory.parameters > 0
     task = probe_task(job, BATCH)
     run_probes(task, run, alone, build_datasets(job), started_at=0.0)
     found = run.result(f"probe-n001-l{BATCH:06d}")
     assert isinstance(found, Measured)
-    assert found.memory.optimizer == pytest.approx(inspection.footprints[0].optimizer, rel=0.01)
-    assert found.memory.factors == inspection.footprints[0].factors
+    assert found.memory.optimizer == pytest.approx(inspection.footprints[0].memory.optimizer, rel=0.01)
+    assert found.memory.factors == inspection.footprints[0].memory.factors
 
 
 def test_a_row_without_its_file_fails(alone: Ranks, run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -101,16 +94,12 @@ def test_a_row_without_its_file_fails(alone: Ranks, run: RunDir, monkeypatch: py
 
 
 def test_a_method_that_forgets_a_part_of_its_state_fails(
-    alone: Ranks, run: RunDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    alone: Ranks, run: RunDir, tmp_path: Path, plant: Callable[..., None]
 ) -> None:
     class Forgetful(schedule_free.ScheduleFree):
         def own_state(self, loop: Loop) -> dict[str, Any]:
             return {}
 
-    module: Any = ModuleType("planted")
-    module.METHOD = Forgetful()
-    monkeypatch.setitem(sys.modules, "tula_cli.worker.methods.planted", module)
-    row = Facts("planted", replaces=("SGD",))
-    monkeypatch.setitem(METHODS, "schedule_free", row)
+    plant("schedule_free", Forgetful(), replaces=("SGD",))
     with pytest.raises(AssertionError):
         check_that_it_resumes("schedule_free", alone, run, tmp_path / "whole")

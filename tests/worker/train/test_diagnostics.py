@@ -12,10 +12,10 @@ from worker_jobs import gradient, rows, same, spec, train_task, trainer
 from tula_cli.run.directory import RunDir
 from tula_cli.run.records.tasks import TrainTask
 from tula_cli.worker.build.datasets import build_datasets
+from tula_cli.worker.entry import run_training
 from tula_cli.worker.ranks import Ranks
 from tula_cli.worker.train import loop as worker_train_loop
 from tula_cli.worker.train.diagnostics import EDGES, Diagnostics, histogram
-from tula_cli.worker.train.training import run_training
 
 AGS = {"train": {"method": "ags"}, "ags": {"delta": 0.4}}
 LEVELS = [0.05, 0.25, 0.5, 0.75, 0.95]

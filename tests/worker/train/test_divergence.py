@@ -12,7 +12,7 @@ from worker_jobs import spec, trainer
 from tula_cli.worker.ranks import Ranks
 from tula_cli.worker.train import divergence
 from tula_cli.worker.train import loop as worker_train_loop
-from tula_cli.worker.train.divergence import Watch
+from tula_cli.worker.train.divergence import DivergenceDetector
 from tula_cli.worker.train.loop import Step, Trainer
 
 FP16 = {"train": {"precision": "fp16"}}
@@ -28,9 +28,9 @@ class WithPeer(Ranks):
         return [max(pair) for pair in zip(values, self.says, strict=True)]
 
 
-def followed(subject: Trainer, *, bad: tuple[int, ...] = (), steps: int = 5) -> Watch:
+def followed(subject: Trainer, *, bad: tuple[int, ...] = (), steps: int = 5) -> DivergenceDetector:
     """Train some steps; the loss of the `bad` ones (from 1) is told as no number."""
-    watch = Watch(subject)
+    watch = DivergenceDetector(subject)
     for number, step in enumerate(islice(worker_train_loop.steps(subject), steps), 1):
         loss = step.loss * math.nan if number in bad else step.loss
         watch.follow(Step(loss, *(getattr(step, field.name) for field in dataclasses.fields(Step)[1:])))

@@ -2,6 +2,7 @@
 
 import json
 import math
+import statistics
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -9,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from worker_jobs import Interrupted, prediction, rows, same, spec, train_task
+from worker_jobs import Interrupted, final_weights, prediction, rows, same, spec, train_task
 
 from tula_cli.errors import Diverged
 from tula_cli.run.directory import RunDir
@@ -17,10 +18,10 @@ from tula_cli.run.records.tasks import TrainTask
 from tula_cli.spec.job import JobSpec
 from tula_cli.worker.build.datasets import build_datasets
 from tula_cli.worker.build.sampling import permutation
+from tula_cli.worker.entry import run_training
 from tula_cli.worker.ranks import Ranks
-from tula_cli.worker.train import training as worker_train_training
 from tula_cli.worker.train.learning_rate import learning_rate
-from tula_cli.worker.train.training import run_training
+from tula_cli.worker.train.training import Training
 
 AGS = {"train": {"method": "ags"}, "ags": {"delta": "inf"}}
 EVERY_STEP = {"checkpoint_every": 1e-9}
@@ -39,11 +40,6 @@ def interrupt(run: RunDir, ranks: Ranks, *, after: int, batch: int = 16, **chang
     with pytest.raises(Interrupted):
         train(run, ranks, train_task(ending, batch=batch, signature=task.signature))
     return task
-
-
-def final_weights(run: RunDir, task: TrainTask) -> dict[str, torch.Tensor]:
-    state: dict[str, torch.Tensor] = torch.load(run.training(task.signature).path / "last", weights_only=True)["model"]
-    return state
 
 
 def whole(tmp_path: Path, ranks: Ranks, job: JobSpec) -> dict[str, torch.Tensor]:
@@ -66,7 +62,6 @@ def test_a_run_leaves_rows_checkpoints_and_a_result(alone: Ranks, run: RunDir) -
     result = run.training(task.signature).result()
     assert result is not None
     assert (result.samples, result.steps, result.epochs, result.batch) == (384, 24, 4, 16)
-    assert result.step_time > 0
     assert 0 <= result.metrics["top1"] <= result.best_top1 <= 100
     (start,) = rows(run, task, "start")
     assert (start["samples"], start["batch"], start["attempt"], start["lr"]) == (0, 16, 1, 0.1)
@@ -74,6 +69,7 @@ def test_a_run_leaves_rows_checkpoints_and_a_result(alone: Ranks, run: RunDir) -
     assert [(row["epoch"], row["samples"]) for row in epochs] == [(1, 96), (2, 192), (3, 288), (4, 384)]
     assert epochs[result.best_epoch - 1]["top1"] == max(row["top1"] for row in epochs) == result.best_top1
     assert epochs[-1]["eval_loss"] == result.metrics["eval_loss"]
+    assert 0 < result.step_time == pytest.approx(statistics.fmean(row["step_time"] for row in epochs))
     best = 96 * result.best_epoch
     assert {int(path.stem) for path in run.training(task.signature).checkpoints()} == {384, 288, best}
     assert (run.training(task.signature).path / "best").readlink() == Path(f"checkpoints/{best:012d}.pt")
@@ -285,17 +281,29 @@ def test_a_relaunch_at_half_the_batch_trains_each_sample_of_the_epoch_once(alone
     result = run.training(task.signature).result()
     assert result is not None
     assert (result.batch, result.steps) == (32, 2 + 3 + 7)
+    assert result.step_time == pytest.approx(statistics.fmean(row["step_time"] for row in epochs))
+
+
+def test_the_step_time_is_that_of_the_last_batch_alone(alone: Ranks, run: RunDir) -> None:
+    first = interrupt(run, alone, after=150, batch=16, train={"epochs": 3})
+    task = train_task(first.spec, batch=32, signature=first.signature)
+    train(run, alone, task)
+    result, epochs = run.training(task.signature).result(), list(rows(run, task, "epoch"))
+    assert result is not None and len(epochs) == 3
+    assert result.step_time == pytest.approx(statistics.fmean(row["step_time"] for row in epochs[1:]))
 
 
 @pytest.mark.parametrize(("per_day", "saves"), [(0.0, 0), (10.0, 1)])
-def test_checkpoints_are_closer_on_nodes_that_are_taken_away(
-    monkeypatch: pytest.MonkeyPatch, per_day: float, saves: int
-) -> None:
+def test_checkpoints_are_closer_on_nodes_that_are_taken_away(per_day: float, saves: int) -> None:
     saved: list[bool] = []
-    monkeypatch.setattr(worker_train_training, "_save", lambda work, *, is_best: saved.append(is_best))
     job = spec(pricing={"price": 1.0, "spot": {"discount": 0.5, "interruptions_per_day": per_day}})
     task = SimpleNamespace(spec=job, nodes=4)
-    watch = SimpleNamespace(may_save=lambda: True)
-    work = SimpleNamespace(task=task, save_time=10.0, last_save=time.monotonic() - 600, watch=watch)
-    worker_train_training._save_when_due(work)  # type: ignore[arg-type]
+    training = SimpleNamespace(
+        task=task,
+        save_time=10.0,
+        last_save=time.monotonic() - 600,
+        divergence=SimpleNamespace(may_save=lambda: True),
+        _save=lambda *, is_best: saved.append(is_best),
+    )
+    Training._save_when_due(training)  # type: ignore[arg-type]
     assert len(saved) == saves, "every 22 minutes, or every 3.4 minutes"

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from worker_jobs import Blobs, Interrupted, rows, same, spec, train_task, weights
+from worker_jobs import Blobs, Interrupted, LeavesAt, final_weights, rows, same, spec, train_task, weights
 
 from tula_cli.errors import SpecError
 from tula_cli.models import halving
@@ -18,11 +18,11 @@ from tula_cli.spec.ags import Arm
 from tula_cli.spec.job import JobSpec
 from tula_cli.spec.signature import train_signature
 from tula_cli.worker.build.datasets import build_datasets
-from tula_cli.worker.preemption import Leaving, Left
+from tula_cli.worker.entry import run_training
+from tula_cli.worker.preemption import PreemptionHandler
 from tula_cli.worker.ranks import Ranks
 from tula_cli.worker.train import checkpoint, evaluation, tuning
 from tula_cli.worker.train import loop as worker_train_loop
-from tula_cli.worker.train import training as worker_train_training
 
 WILD = {"name": "wild", "lr_factor": 1e30}
 FAST = {"name": "fast", "lr_factor": 1.5, "warmup_epochs": 0.5}
@@ -34,8 +34,8 @@ def job(*arms: dict[str, Any], dataset: dict[str, Any] | None = None, **auto: An
     return spec(**changes, dataset={"args": dataset or {}})
 
 
-def train(run: RunDir, ranks: Ranks, task: TrainTask, leaving: Leaving | None = None) -> None:
-    worker_train_training.run_training(task, run, ranks, build_datasets(task.spec), leaving=leaving)
+def train(run: RunDir, ranks: Ranks, task: TrainTask, preemption: PreemptionHandler | None = None) -> None:
+    run_training(task, run, ranks, build_datasets(task.spec), preemption=preemption)
 
 
 def tuned(run: RunDir, ranks: Ranks, *arms: dict[str, Any], **auto: Any) -> tuple[TrainTask, Tuning]:
@@ -56,11 +56,6 @@ def record(run: RunDir, task: TrainTask) -> Tuning:
     found = run.training(task.signature).tuning()
     assert found is not None
     return found
-
-
-def final_weights(run: RunDir, task: TrainTask) -> dict[str, torch.Tensor]:
-    state: dict[str, torch.Tensor] = torch.load(run.training(task.signature).path / "last", weights_only=True)["model"]
-    return state
 
 
 def interrupt(run: RunDir, ranks: Ranks, *arms: dict[str, Any], after: int, batch: int = 16) -> TrainTask:
@@ -161,8 +156,8 @@ def test_a_branch_trains_as_its_arm_cools_down_and_settles(
     alone: Ranks, run: RunDir, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: list[list[float]] = []
-    settled: list[float] = []
-    steps, settle = worker_train_loop.steps, tuning._settle
+    settled: list[int] = []
+    steps, settle = worker_train_loop.steps, evaluation.renew_statistics
 
     def spied(trainer: worker_train_loop.Trainer) -> Iterator[worker_train_loop.Step]:
         seen.append([])
@@ -171,9 +166,14 @@ def test_a_branch_trains_as_its_arm_cools_down_and_settles(
             yield step
 
     monkeypatch.setattr(worker_train_loop, "steps", spied)
-    monkeypatch.setattr(tuning, "_settle", lambda bench, trainer: settled.append(settle(bench, trainer) or 1.0))
+
+    def settling(trainer: worker_train_loop.Trainer, *, batches: int, between: Any) -> Any:
+        settled.append(batches)
+        return settle(trainer, batches=batches, between=between)
+
+    monkeypatch.setattr(evaluation, "renew_statistics", settling)
     tuned(run, alone, FAST, epochs=1)
-    assert len(settled) == 2
+    assert settled == [tuning.SETTLE] * 2
     parts = [step * 16 / 90 for step in range(5)]
     cooled = [min(1, 2 - 2 * part) for part in parts]
     assert seen[1] == pytest.approx([0.1] * 5), "where the branches begin"
@@ -243,10 +243,9 @@ def test_the_statistics_of_batchnorm_are_those_of_the_weights_at_the_end(alone: 
     subject = spec(model={"args": {"norm": True}})
     data = build_datasets(subject)
     trainer = worker_train_loop.build(train_task(subject), alone, data, batch=16, workers=0, refresh=True)
-    bench = tuning.Bench(train_task(subject), alone, data, 0.0, Leaving(alone, environ={}))
     conv, norm = trainer.ddp.module[0], trainer.ddp.module[1]
     norm.running_mean.fill_(99.0)
-    tuning._settle(bench, trainer)
+    evaluation.renew_statistics(trainer, batches=tuning.SETTLE, between=lambda: None)
     with torch.no_grad():
         seen = [conv(images) for images in itertools.islice(worker_train_loop.inputs(trainer), tuning.SETTLE)]
     expected = torch.stack([output.mean((0, 2, 3)) for output in seen]).mean(0)
@@ -376,22 +375,9 @@ def test_the_checkpoint_where_arms_part_stays_while_the_choice_may_break_down(
     assert found.start == 96 and 96 in kept and len(kept) <= checkpoint.KEEP + 2
 
 
-class LeavesInBranch(Leaving):
-    """Leaves at the n-th question."""
-
-    def __init__(self, ranks: Ranks, after: int) -> None:
-        super().__init__(ranks, environ={})
-        self.left = after
-
-    def check(self, *, reserve: float) -> None:
-        self.left -= 1
-        if self.left < 0:
-            raise Left("time_limit")
-
-
 def test_ranks_told_to_leave_in_a_branch_say_so_and_go_on_there(alone: Ranks, run: RunDir) -> None:
     task = train_task(job(FAST))
-    train(run, alone, task, LeavesInBranch(alone, after=22))
+    train(run, alone, task, LeavesAt(alone, 23))
     assert run.stopped(task.id, 1) == "time_limit"
     assert len(record(run, task).branches) == 1
     assert [int(path.stem) for path in run.training(task.signature).checkpoints()] == [96]

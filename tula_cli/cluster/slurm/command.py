@@ -50,6 +50,7 @@ def call(*command: str, patience: float | None = None, environ: Mapping[str, str
         done = subprocess.run(
             command, capture_output=True, text=True, errors="replace", check=False, timeout=limit,
             stdin=subprocess.DEVNULL, env=environment(os.environ) if environ is None else environ,
+            start_new_session=True,  # Ctrl-C at the terminal is for tula: sbatch would end without telling the job's id
         )  # fmt: skip
     except OSError as error:
         return Answer("missing", complaint=f"{command[0]}: {error.strerror}")

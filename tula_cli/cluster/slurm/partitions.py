@@ -13,6 +13,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from tula_cli.cluster.slurm.command import call
+from tula_cli.words import plural
 
 PATIENCE = 10.0
 """Seconds that a command of SLURM gets: what it tells is a help, not a need."""
@@ -264,7 +265,7 @@ def _size_settings(partition: Partition) -> Iterator[Setting]:
     yield Setting("search.max_minutes", str(minutes), "time limit of one measuring job")
     hours = sum(nodes) * minutes / 60
     cap = math.ceil(12 * hours) / 10 if hours < 5 else math.ceil(1.2 * hours)
-    sum_ = f"({' + '.join(map(str, nodes))}) nodes" if len(nodes) > 1 else f"{nodes[0]} node{'s' * (nodes[0] > 1)}"
+    sum_ = f"({' + '.join(map(str, nodes))}) nodes" if len(nodes) > 1 else plural(nodes[0])
     words = f"of all measuring jobs together: {sum_} x {minutes} minutes = {hours:.3g}"
     yield Setting("search.max_node_hours", f"{cap:g}", words)
     limit = partition.minutes
@@ -326,7 +327,7 @@ def _what(partition: Partition) -> str:
 
 def _kind_words(kind: NodeKind) -> str:
     gpus = " + ".join(" ".join([str(gpus.count), *filter(None, [gpus.type]), "GPUs"]) for gpus in kind.gpus)
-    return f"{kind.nodes} node{'s' * (kind.nodes > 1)} ({gpus or 'no GPUs'}, {kind.cpus} CPUs)"
+    return f"{plural(kind.nodes)} ({gpus or 'no GPUs'}, {kind.cpus} CPUs)"
 
 
 def _time_words(minutes: int) -> str:

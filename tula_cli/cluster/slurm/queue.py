@@ -314,6 +314,15 @@ def cancel(ids: Sequence[str]) -> str:
     return "" if answer.ok or OVER.search(answer.complaint) else answer.complaint
 
 
+def exclude(ids: Sequence[str], nodes: str) -> str:
+    """Keep waiting jobs off these nodes and no others; return scontrol's complaint, empty where it did what it was told."""
+    own = [id_ for id_ in ids if id_.isdigit()]
+    if not own:
+        return ""
+    answer = call("scontrol", "update", f"JobId={','.join(own)}", f"ExcNodeList={nodes}")
+    return "" if answer.ok else answer.complaint or "scontrol failed"
+
+
 # --- what sbatch refuses
 
 

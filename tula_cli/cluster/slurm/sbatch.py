@@ -2,6 +2,7 @@
 
 import math
 import shlex
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from tula_cli.errors import SpecError
 from tula_cli.run.directory import RunDir
 from tula_cli.run.records.tasks import CheckTask, ProbeTask, Task, TrainTask
 from tula_cli.spec.job import JobSpec
+from tula_cli.spec.signature import cluster_signature
 from tula_cli.spec.slurm_options import Slurm, option
 
 SETUP, WRAPPER = "slurm-setup.sh", "slurm-wrapper.sh"
@@ -25,6 +27,8 @@ _INHERITED = (
     "export SLURM_EXPORT_ENV=ALL",
 )
 """What every job's script begins with."""
+FAULT_LASTS = 86400.0
+"""Seconds for which a node with a fault is left alone; by then it is repaired, or drained."""
 ROOM = 2  # minutes beyond what a job may take, for its supervisor to end it first and write why
 _SIGNAL = 90  # seconds before its end at which a job is told so; less where it is short
 _WRAPPER = "TULA_WRAPPER"
@@ -45,8 +49,10 @@ def parameters(run: RunDir, task: Task, *, name: str | None = None, dependency: 
     """
     slurm = _slurm(task.spec)
     minutes = _minutes(task, slurm)
-    names = ("partition", "account", "qos", "constraint", "exclude")
+    names = ("partition", "account", "qos", "constraint")
     own = {key: value for key in names if (value := getattr(slurm, key))}
+    if nodes := excluded(run, task):
+        own["exclude"] = nodes
     if dependency:
         own["dependency"] = dependency
     return {
@@ -61,6 +67,23 @@ def parameters(run: RunDir, task: Task, *, name: str | None = None, dependency: 
         "srun_args": _srun(task, slurm),
         "additional_parameters": _options(task, slurm),
     }
+
+
+def excluded(run: RunDir, task: Task, *, also: str = "") -> str:
+    """Return the nodes that a job must not run on: the spec's, and those that were faulty under it in the last day.
+
+    What jobs with another cluster section met is left out: the GPUs that a node gives are those that a job asks for.
+
+    Args:
+        run: the run that the job belongs to.
+        task: what the job starts with.
+        also: a node whose fault is not written down yet.
+    """
+    attempts = run.training(task.signature).attempts() if isinstance(task, TrainTask) else run.attempts(task.id)
+    recent = [attempt for attempt in attempts if attempt.started_at > time.time() - FAULT_LASTS]
+    section = cluster_signature(task.spec.cluster)
+    faulty = [attempt.host for attempt in recent if attempt.outcome == "device_fault" and attempt.cluster == section]
+    return ",".join(dict.fromkeys(filter(None, [_slurm(task.spec).exclude, *faulty, also])))
 
 
 def python(task: Task) -> str | None:
@@ -85,8 +108,15 @@ def doubts(spec: JobSpec) -> tuple[str, ...]:
     """Return what is allowed and yet probably not meant."""
     slurm, ranks = _slurm(spec), spec.cluster.gpus_per_node
     needed = spec.train.workers + 1
-    if spec.cluster.kind != "slurm" or slurm.cpus_per_task is None or slurm.cpus_per_task >= needed:
+    if spec.cluster.kind != "slurm" or (slurm.cpus_per_task or 0) >= needed or needed == 1:
         return ()
+    if slurm.cpus_per_task is None:
+        if "cpus-per-gpu" in slurm.extra:
+            return ()
+        return (
+            f"cluster.slurm.cpus_per_task is not set: SLURM may give one core to a rank and its {needed - 1} train.workers,"
+            f" and loading data then holds up the GPUs; set it to {needed}",
+        )
     return (
         f"cluster.slurm.cpus_per_task is {slurm.cpus_per_task}, but a rank and its train.workers are {needed} processes"
         f" ({ranks * needed} a node): loading data may hold up the GPUs",

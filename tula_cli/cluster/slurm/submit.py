@@ -56,7 +56,7 @@ class SlurmLauncher:
             SchedulerError: sbatch refused it, in the scheduler's own words, or SLURM does not answer.
         """
         earlier, names = run.job(task.job), _link_names(run, task)
-        there = _in_queue(run, names)
+        there = in_queue(run, names)
         if earlier and any(job.id in earlier.ids for job in there.values()):
             return earlier
         ids = [there[name].id for name in names if name in there]
@@ -136,7 +136,7 @@ def _link_names(run: RunDir, task: Task) -> list[str]:
     return [first, *(f"{first}.{number}" for number in range(2, links(task) + 1))]
 
 
-def _in_queue(run: RunDir, names: Sequence[str]) -> dict[str, Queued]:
+def in_queue(run: RunDir, names: Sequence[str]) -> dict[str, Queued]:
     """Return this run's jobs in the queue by their names.
 
     A run of the same job in another folder has the same names; its scripts are elsewhere.
@@ -186,7 +186,7 @@ def _submit_link(run: RunDir, task: Task, name: str, *, after: Sequence[str]) ->
     Raises:
         SchedulerError: sbatch refused it, or did not answer and nothing is in the queue.
     """
-    run.lock.hold()
+    run.lock.heartbeat()
     text = _text(run, task, name=name, dependency=f"afterany:{':'.join(after)}" if after else None)
     id_ = submit_script(run, name, text)
     _leave_call(run, task, id_)
@@ -199,19 +199,19 @@ def submit_script(run: RunDir, name: str, text: str) -> str:
     Raises:
         SchedulerError: sbatch refused it, or did not answer and nothing is in the queue.
     """
-    told = _sbatch(run.write_script(name, text))
-    return told.id or _accepted_unheard(run, name, told.words)
+    submission = _sbatch(run.write_script(name, text))
+    return submission.id or _accepted_unheard(run, name, submission.words)
 
 
 @dataclass(frozen=True)
-class _Told:
-    """What sbatch told of a job: its id, or the words that leave open whether it was accepted."""
+class _Submission:
+    """What sbatch answered: the id of the job, or the words that leave open whether it was accepted."""
 
     id: str = ""
     words: str = ""
 
 
-def _sbatch(script: Path) -> _Told:
+def _sbatch(script: Path) -> _Submission:
     """Call sbatch.
 
     submitit's own call has no time limit, passes an allocation's variables on and prints what sbatch says.
@@ -221,15 +221,15 @@ def _sbatch(script: Path) -> _Told:
     """
     answer = call("sbatch", str(script), environ=_environment(script))
     if answer.end == "hung":
-        return _Told(words=f"no answer within {command.PATIENCE:g} s")
+        return _Submission(words=f"no answer within {command.PATIENCE:g} s")
     if answer.end == "missing":
         raise SchedulerError(f"sbatch cannot be started: {answer.complaint}", "run tula on a login node")
     told = re.search(r"Submitted batch job (\d+)", answer.text)
     if told:
-        return _Told(id=told.group(1))
+        return _Submission(id=told.group(1))
     words = answer.complaint or answer.text
     if answer.ok or any(undecided in words for undecided in UNDECIDED):
-        return _Told(words=words.rpartition("\n")[2].removeprefix("sbatch: error: "))
+        return _Submission(words=words.rpartition("\n")[2].removeprefix("sbatch: error: "))
     raise refused(words)
 
 
@@ -250,7 +250,7 @@ def _accepted_unheard(run: RunDir, name: str, words: str) -> str:
     deadline = time.monotonic() + LAG
     while True:
         with contextlib.suppress(SchedulerError):  # a controller too busy for sbatch may be too busy for squeue
-            if found := _in_queue(run, [name]).get(name):
+            if found := in_queue(run, [name]).get(name):
                 return found.id
         if time.monotonic() >= deadline:
             raise SchedulerError(

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from tula_cli.models.time.noise import Z90
 from tula_cli.run.records.recommendations import Prediction
-from tula_cli.words import counted
+from tula_cli.words import plural
 
 Floats = NDArray[np.float64]
 
@@ -112,7 +112,7 @@ def _passed_over(chosen: Prediction, rows: Sequence[Prediction], curve: Quantity
     if saved < ALIKE / 2:
         return ""
     return (
-        f", apart from batch {least.batch} on {counted(least.nodes)}, which is forecast to be"
+        f", apart from batch {least.batch} on {plural(least.nodes)}, which is forecast to be"
         f" {saved:.0%} below but too uncertain to rely on (measuring it would tell)"
     )
 
@@ -236,7 +236,7 @@ def _as_good(chosen: Prediction, rows: Sequence[Prediction], curve: Quantity) ->
     alike = [row for row in smaller + larger if _alike(chosen, row, curve)]
     if not alike:
         return ""
-    named = " and ".join(f"batch {row.batch} on {counted(row.nodes)}" for row in alike)
+    named = " and ".join(f"batch {row.batch} on {plural(row.nodes)}" for row in alike)
     return f"; {named} {'is' if len(alike) == 1 else 'are'} as good within the accuracy of the forecast"
 
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from tula_cli.errors import BadMeasurements
-from tula_cli.run.records.inspections import Footprint
+from tula_cli.run.records.components import Components, Footprint, ModelStates
 from tula_cli.run.records.probes import Measured
 
 TELLING = 0.05
@@ -24,19 +24,16 @@ TELLING = 0.05
 
 @dataclass(frozen=True)
 class _Point:
-    """Eq. 3 at one micro-batch; `held` and `room` are multiples of the peak."""
+    """Eq. 3 at one micro-batch."""
 
     micro_batch: float
-    parameters: int
-    gradients: int
-    optimizer: int
-    factors: int
-    batch: int
-    activations: int
-    peak: int
-    libraries: int
-    held: float
-    room: float | None
+    memory: Components
+    room: float | None  # a multiple of the peak
+
+    @property
+    def held(self) -> float:
+        """What the allocator holds, as a multiple of the peak."""
+        return max(1.0, self.memory.reserved / self.memory.peak) if self.memory.peak > 0 else 1.0
 
 
 @dataclass(frozen=True)
@@ -65,22 +62,14 @@ class Curve:
 class MemoryModel:
     """Eq. 3 with its coefficients. Bytes; slopes are bytes a sample of the micro-batch."""
 
-    parameters: float
-    gradients: float
-    optimizer: float
-    factors: float
+    states: ModelStates
     batch_slope: float
     activations: Curve  # over the micro-batch; never falls
-    libraries: float  # what shares the capacity with all that
+    libraries: int  # what shares the capacity with all that
     held: Curve  # over the micro-batch: what the allocator holds where there is room, over memory in use
     room: float  # what it gets by with where there is little, over memory in use: it then gives back what it has cached
     accumulate: int
     error: float | None  # median relative residual of the peak; None where nothing is left over to tell
-
-    @property
-    def state(self) -> float:
-        """Parameters, gradients, optimizer state and factors."""
-        return self.parameters + self.gradients + self.optimizer + self.factors
 
     @property
     def slope(self) -> float:
@@ -91,10 +80,23 @@ class MemoryModel:
     def fixed(self) -> float:
         """What is left of the peak at no sample, seen from large batches."""
         last = self.activations.xs[-1]
-        return max(0.0, self.state + self.activations(last) - self.activations.last_slope() * last)
+        return max(0.0, self.states.static + self.activations(last) - self.activations.last_slope() * last)
 
     def activations_at(self, micro_batch: float) -> float:
         return max(0.0, self.activations(micro_batch))
+
+    def footprint(self, local_batch: int) -> Footprint:
+        """Return Eq. 3 at a local batch, component by component."""
+        micro_batch = local_batch / self.accumulate
+        memory = Components(
+            **self.states.model_dump(),
+            batch=round(self.batch_slope * micro_batch),
+            activations=round(self.activations_at(micro_batch)),
+            peak=self.peak(local_batch),
+            reserved=self.reserved(local_batch),
+            libraries=self.libraries,
+        )
+        return Footprint(local_batch=local_batch, memory=memory, room=round(self.room * memory.peak))
 
     def peak(self, local_batch: int) -> int:
         """Return the memory in use at the peak (Eq. 3)."""
@@ -138,7 +140,7 @@ class MemoryModel:
         return (self._needed(end) - self._needed(at)) / (end - at)
 
     def _peak(self, micro_batch: float) -> float:
-        return self.state + self.batch_slope * micro_batch + self.activations_at(micro_batch)
+        return self.states.static + self.batch_slope * micro_batch + self.activations_at(micro_batch)
 
     def _needed(self, micro_batch: float) -> float:
         return self.room * self._peak(micro_batch) + self.libraries
@@ -163,68 +165,52 @@ def fit(points: Iterable[Measured | Footprint], *, accumulate: int = 1) -> Memor
     estimated = [_of_footprint(point, accumulate) for point in seen if isinstance(point, Footprint)]
     if not measured and not estimated:
         raise BadMeasurements("nothing tells how much memory a batch takes", "run tula profile or tula estimate first")
-    points_ = measured or estimated
+    believed = measured or estimated
     model = MemoryModel(
-        parameters=max(point.parameters for point in points_),
-        gradients=max(point.gradients for point in points_),
-        optimizer=max(point.optimizer for point in points_),
-        # AGS has none at batches where it is the identity: probes may be such, and the batch that is asked for not.
-        factors=max(point.factors for point in points_) or max((point.factors for point in estimated), default=0),
-        batch_slope=float(np.median([point.batch / point.micro_batch for point in points_])),
+        states=_states(believed, estimated),
+        batch_slope=float(np.median([point.memory.batch / point.micro_batch for point in believed])),
         activations=_activations(measured, estimated),
-        libraries=max(point.libraries for point in points_),
+        libraries=max(point.memory.libraries for point in believed),
         held=_held(measured, estimated),
         room=_room(measured, estimated),
         accumulate=accumulate,
         error=None,
     )
-    return replace(model, error=_median_error(model, points_))
+    return replace(model, error=_median_error(model, believed))
 
 
 def _of_measured(probe: Measured) -> _Point:
-    memory = probe.memory
-    return _Point(
-        micro_batch=probe.local_batch / probe.accumulate,
-        parameters=memory.parameters,
-        gradients=memory.gradients,
-        optimizer=memory.optimizer,
-        factors=memory.factors,
-        batch=memory.batch,
-        activations=memory.activations,
-        peak=memory.peak,
-        libraries=memory.libraries,
-        held=max(1.0, memory.reserved / memory.peak) if memory.peak > 0 else 1.0,
-        room=None,
-    )
+    return _Point(probe.local_batch / probe.accumulate, probe.memory, room=None)
 
 
 def _of_footprint(footprint: Footprint, accumulate: int) -> _Point:
-    peak = max(footprint.peak, 1)
-    return _Point(
-        micro_batch=footprint.local_batch / accumulate,
-        parameters=footprint.parameters,
-        gradients=footprint.gradients,
-        optimizer=footprint.optimizer,
-        factors=footprint.factors,
-        batch=footprint.batch,
-        activations=footprint.activations,
-        peak=footprint.peak,
-        libraries=footprint.libraries,
-        held=max(1.0, footprint.reserved / peak),
-        room=max(1.0, footprint.room / peak) if footprint.room else None,
+    room = max(1.0, footprint.room / max(footprint.memory.peak, 1)) if footprint.room else None
+    return _Point(footprint.local_batch / accumulate, footprint.memory, room)
+
+
+def _states(believed: Sequence[_Point], estimated: Sequence[_Point]) -> ModelStates:
+    """Return the largest that was seen of each."""
+    seen = [point.memory for point in believed]
+    # AGS has none at batches where it is the identity: probes may be such, and the batch that is asked for not.
+    factors = max(memory.factors for memory in seen) or max((point.memory.factors for point in estimated), default=0)
+    return ModelStates(
+        parameters=max(memory.parameters for memory in seen),
+        gradients=max(memory.gradients for memory in seen),
+        optimizer=max(memory.optimizer for memory in seen),
+        factors=factors,
     )
 
 
 def _activations(measured: Sequence[_Point], estimated: Sequence[_Point]) -> Curve:
     """Return the curve of the activations; it never falls, and is nowhere below what was measured."""
     if not measured:
-        return _rising({point.micro_batch: float(point.activations) for point in estimated})
-    shape = _rising({point.micro_batch: float(point.activations) for point in estimated}) if estimated else _LINE
+        return _rising({point.micro_batch: float(point.memory.activations) for point in estimated})
+    shape = _rising({point.micro_batch: float(point.memory.activations) for point in estimated}) if estimated else _LINE
     level, scale = _correction(measured, shape, proportional=not estimated)
     points = {x: max(0.0, level + scale * shape(x)) for x in shape.xs}
     for point in measured:
         here = points.get(point.micro_batch, max(0.0, level + scale * shape(point.micro_batch)))
-        points[point.micro_batch] = max(here, float(point.activations))
+        points[point.micro_batch] = max(here, float(point.memory.activations))
     if len(points) < 2 or max(points) <= max(point.micro_batch for point in measured):
         further = 2 * max(points)  # beyond an outlier the curve goes on as the fit does
         points[further] = max(0.0, level + scale * shape(further))
@@ -246,8 +232,8 @@ def _correction(measured: Sequence[_Point], shape: Curve, *, proportional: bool)
     What a single one shows below it is taken as proportional (tensors that are freed or fused).
     """
     expected = np.array([shape(point.micro_batch) for point in measured])
-    seen = np.array([point.activations for point in measured], dtype=float)
-    peaks = np.array([max(point.peak, 1) for point in measured], dtype=float)
+    seen = np.array([point.memory.activations for point in measured], dtype=float)
+    peaks = np.array([max(point.memory.peak, 1) for point in measured], dtype=float)
     if len({point.micro_batch for point in measured}) < 2:
         if proportional:
             return 0.0, float(seen.max() / expected.max())
@@ -293,5 +279,5 @@ def _median_error(model: MemoryModel, points: Sequence[_Point]) -> float | None:
     """Return the median relative residual of the peak; None where two coefficients go through everything there is."""
     if len({point.micro_batch for point in points}) < 3:
         return None
-    off = [abs(model._peak(point.micro_batch) / max(point.peak, 1) - 1) for point in points]
+    off = [abs(model._peak(point.micro_batch) / max(point.memory.peak, 1) - 1) for point in points]
     return float(np.median(off))

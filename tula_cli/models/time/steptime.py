@@ -13,7 +13,7 @@ from tula_cli.models.time import overlap as models_time_overlap
 from tula_cli.models.time.noise import BLOCKS, Z90, centre, drift
 from tula_cli.models.time.overlap import Overlap, Points
 from tula_cli.models.time.priors import PRIORS, Priors
-from tula_cli.words import counted, place
+from tula_cli.words import place, plural
 
 Floats = NDArray[np.float64]
 
@@ -315,10 +315,10 @@ def _words(model: Overlap, points: Points, scope: _Scope, error: float | None) -
         counts = together[[0, -1]]
         inside = np.array([bool(points.inside[points.replicas == count].all()) for count in counts])
         sync = model.parts(Points(counts, np.full(2, batches[0]), np.full(2, False), inside))[2]
-        parts.append(_range(sync, [counted(round(count), scope.noun) for count in counts]))
+        parts.append(_range(sync, [plural(round(count), scope.noun) for count in counts]))
     quality = "exactly determined, no residual" if error is None else f"median residual {error:.1%}"
     said = ", overlapped with synchronisation ".join(parts)
-    return f"step = compute {said} ({counted(len(points), 'probe')}, {quality})"
+    return f"step = compute {said} ({plural(len(points), 'probe')}, {quality})"
 
 
 def _range(seconds: Floats, places: Sequence[str]) -> str:

@@ -13,20 +13,16 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
+from . import placement
 from .indicators import alike
 
 CHUNK = 64 * 2**20
 """Bytes of multipliers made at a time: the peak stays near two copies, with hardly more kernels."""
 
 
-def on_device(calm: Tensor) -> bool:
-    """Whether the host would have to wait for the branch."""
-    return calm.device.type != "cpu"
-
-
 def scale_(tensors: Sequence[Tensor], factors: Sequence[Tensor], calm: Tensor) -> None:
     """Multiply each tensor by its factor where `calm` (0-dim, bool) is true."""
-    (scale_on_device_ if on_device(calm) else scale_on_host_)(tensors, factors, calm)
+    (scale_on_device_ if placement.on_device(calm) else scale_on_host_)(tensors, factors, calm)
 
 
 def scale_on_host_(tensors: Sequence[Tensor], factors: Sequence[Tensor], calm: Tensor) -> None:
@@ -72,21 +68,55 @@ def chunks(factors: Sequence[Tensor], indices: Sequence[int]) -> Iterator[list[i
 def scaled_update(params: Sequence[Tensor], factors: Sequence[Tensor], calm: Tensor) -> Iterator[None]:
     """Scale what happens to the parameters inside: w0 + s (w - w0) instead of w, where `calm` is true.
 
-    For a moment one copy of the parameters more, on the device two.
+    For a moment one copy of the parameters more, on the device two of CHUNK or of the largest tensor besides.
     """
-    device = on_device(calm)
+    device = placement.on_device(calm)
     if not params or (not device and not bool(calm)):
         yield
         return
-    before = [p.clone() for p in params]
+    before = copies(params)
     yield
     if device:
-        moved = [p.clone() for p in params]
-        _stretch_(moved, before, list(factors))
-        for p, to in zip(params, moved, strict=True):
-            p.copy_(torch.where(calm.to(p.device), to, p))
+        _stretch_on_device_(params, before, factors, calm)
     else:
         _stretch_(list(params), before, list(factors))
+
+
+def copies(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Return a copy of each tensor, of which there is at least one."""
+    result = [torch.empty_like(t) for t in tensors]
+    torch._foreach_copy_(result, list(tensors))
+    return result
+
+
+def _stretch_on_device_(
+    params: Sequence[Tensor], before: Sequence[Tensor], factors: Sequence[Tensor], calm: Tensor
+) -> None:
+    """What `_stretch_` does where `calm` is true, without reading it; a chunk at a time."""
+    for (device, _), indices in alike(params).items():
+        for chunk in chunks(params, indices):
+            after, start, by = ([tensors[i] for i in chunk] for tensors in (params, before, factors))
+            _stretch_chunk_(after, start, by, calm.to(device))
+
+
+def _stretch_chunk_(after: list[Tensor], before: list[Tensor], factors: list[Tensor], calm: Tensor) -> None:
+    kept, _ = _packed(after)
+    moved, views = _packed(after)
+    _stretch_(views, before, factors)
+    torch.where(calm, moved, kept, out=moved)
+    torch._foreach_copy_(after, views)
+
+
+def _packed(tensors: list[Tensor]) -> tuple[Tensor, list[Tensor]]:
+    """Return one tensor with all values, in any order, and a view of each with its shape."""
+    # a foreach kernel takes lists whose strides are the same: those of a dense copy, be it channels_last
+    strides = [torch.empty_like(t, device="meta").stride() for t in tensors]
+    sizes = [t.numel() for t in tensors]
+    flat = tensors[0].new_empty(sum(sizes))
+    triples = zip(flat.split(sizes), tensors, strides, strict=True)
+    views = [part.as_strided(t.shape, stride) for part, t, stride in triples]
+    torch._foreach_copy_(views, tensors)
+    return flat, views
 
 
 def _stretch_(after: list[Tensor], before: list[Tensor], factors: list[Tensor]) -> None:

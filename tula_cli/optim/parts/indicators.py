@@ -82,18 +82,18 @@ def squared_norm(grads: Sequence[Tensor]) -> Tensor:
 
 
 def gradient_change(now: Tensor, before: Tensor | None) -> Tensor:
-    """Delta(G), the relative change of the squared gradient norm since the step before (Eq. 5).
+    """Delta(G), the relative change of the squared gradient norm since the step before (Eq. 5), with its sign.
 
     Args:
         now: |G|^2 of this step, 0-dim.
         before: |G|^2 of the step before; None in the first step, where the change counts as infinite.
 
     Returns:
-        A 0-dim tensor; NaN or inf where `before` is zero or not finite, so that `change < delta` is false there.
+        A 0-dim tensor; NaN or inf where `before` is zero or not finite, so that `change.abs() < delta` is false there.
     """
     if before is None:
         return torch.full_like(now, math.inf)
-    return ((now - before) / before).abs()
+    return (now - before) / before
 
 
 def factor_limit(b_large: int, b_small: int) -> float:
@@ -175,6 +175,23 @@ def smoothed(new: Sequence[Tensor], old: Sequence[Tensor], keep: float) -> list[
     return list(torch._foreach_lerp(list(old), list(new), 1 - keep))
 
 
+def where_(new: Sequence[Tensor], old: Sequence[Tensor], flag: Tensor) -> list[Tensor]:
+    """The new tensors where `flag` (0-dim, bool) is true, else the old ones, in the memory of the new; nobody reads it.
+
+    An old one has its new one's shape, or is 0-dim.
+    """
+    result = list(new)
+    for (device, _), indices in alike(new).items():
+        for index in indices:
+            if new[index].ndim:
+                torch.where(flag.to(device), new[index], old[index], out=new[index])
+        if numbers := [i for i in indices if not new[i].ndim]:  # all of them in one operation
+            one, other = (torch.stack([tensors[i] for i in numbers]) for tensors in (new, old))
+            for index, number in zip(numbers, torch.where(flag.to(device), one, other).unbind(), strict=True):
+                result[index] = number
+    return result
+
+
 def moving_average(now: Tensor, before: Tensor | None, keep: float) -> Tensor:
     """keep * before + (1 - keep) * now, 0-dim; `now` where there is nothing before, or nothing finite."""
     if before is None or not keep:
@@ -186,8 +203,9 @@ def clip_(grads: Sequence[Tensor], max_norm: float) -> None:
     """Scale the gradients, dense or sparse, in place so that their joint l2 norm is at most `max_norm`."""
     # 1e-6 as torch.nn.utils.clip_grad_norm_ has it, so that moving a clip into the optimizer changes nothing
     shrink = (max_norm / (squared_norm(grads).sqrt() + 1e-6)).clamp(max=1.0)
-    for grad in grads:
-        grad.mul_(shrink.to(grad.device))
+    stored = [g._values() if g.is_sparse else g for g in grads]
+    for (device, dtype), indices in alike(stored).items():
+        torch._foreach_mul_([stored[i] for i in indices], shrink.to(device, dtype))
 
 
 def _bounded_(ratio: Tensor, bounds: Bounds) -> Tensor:

@@ -57,9 +57,9 @@ def small_gradients(
     return grads if len(counts) == 1 else _combined(grads, params, counts, rank)
 
 
-def is_finite(grads: Sequence[Tensor]) -> bool:
-    """Whether all of the gradients are; waits for the device."""
-    return not grads or math.isfinite(squared_norm(grads))
+def are_finite(grads: Sequence[Tensor]) -> Tensor:
+    """Whether all of the gradients, at least one, are: 0-dim, bool, on the device."""
+    return squared_norm(grads).isfinite()
 
 
 @contextmanager
@@ -102,9 +102,9 @@ def _gradients(
         grads: list[Tensor | None] = list(torch.autograd.grad(scaled, params, allow_unused=True))
     if scaler is None or not scaler.is_enabled():
         return grads
-    factor = 1.0 / scaler.get_scale()
+    factor = 1.0 / scaler.scale(torch.ones((), device=value.device))  # on the device: get_scale() would wait for it
     for index, grad in enumerate(grads):  # one by one, so that there are never two copies; not in place: they may alias
-        grads[index] = None if grad is None else grad * factor
+        grads[index] = None if grad is None else grad * factor.to(grad.device)
     return grads
 
 

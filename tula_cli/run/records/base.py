@@ -9,6 +9,8 @@ OutcomeClass = Literal[
     "host_oom",
     "user",
     "diverged",
+    "device_fault",
+    "device_error",
     "peer",
     "signal",
     "port",

@@ -13,6 +13,9 @@ class NodeReport(Record):
     ranks: int
     gpus: tuple[str, ...]  # names of the GPUs that its ranks see, together; empty where there are none
     gpu_memory: int | None  # bytes, of the smallest of them
+    shared_gpus: tuple[
+        tuple[int, ...], ...
+    ] = ()  # ranks of this node, from 0, that would train on one and the same GPU
     driver: str  # of the GPUs; empty where there is none
     torch: str
     cuda: str  # torch's CUDA (or HIP) version; empty in a build for CPUs
@@ -31,7 +34,7 @@ class NodeReport(Record):
 
 
 class Transfer(Record):
-    """An all-reduce between the first ranks of two nodes, the best of some."""
+    """An all-reduce between two ranks, the best of some."""
 
     size: int  # bytes that each of the two sends and receives
     seconds: float
@@ -51,5 +54,11 @@ class ClusterReport(Record):
     backend: str  # what the transfers went through: "nccl" or "gloo"
     ranks: int
     nodes: tuple[NodeReport, ...]
-    transfers: tuple[Transfer, ...]  # between the first node and the second, ascending; empty where there is one node
-    latency: float  # seconds of an all-reduce of one number over all ranks; median
+    transfers: tuple[
+        Transfer, ...
+    ] = ()  # between the first node and the second, ascending; empty where there is one node
+    inside: tuple[Transfer, ...] = ()  # between the first two ranks of the first node, where each has a GPU of its own
+    latency: float | None = None  # seconds of an all-reduce of one number over all ranks, median; None where it failed
+    network_error: str = (
+        ""  # why the ranks could not exchange tensors, in the words of what they went through; else empty
+    )

@@ -1,22 +1,7 @@
 """What building model and dataset tells."""
 
 from tula_cli.run.records.base import Record
-
-
-class Footprint(Record):
-    """Estimated peak memory of one rank at one local batch, split as in Eq. 3, without a GPU. Bytes."""
-
-    local_batch: int
-    parameters: int
-    gradients: int
-    optimizer: int
-    factors: int
-    batch: int
-    activations: int
-    peak: int
-    libraries: int = 0  # of a GPU, beside the peak; on the CPU a limit does not count them
-    reserved: int = 0  # what a GPU's allocator holds for the peak where it has room; 0 where that was not simulated
-    room: int = 0  # the least that it gets by with; 0 where that was not simulated
+from tula_cli.run.records.components import Footprint
 
 
 class Inspection(Record):
@@ -33,5 +18,15 @@ class Inspection(Record):
     hardware: str
     capacity: int | None  # bytes for one rank: memory_per_gpu, else this machine's where the cluster is local
     cpus: int
+    gpus: int = 0  # that torch sees here, where a local run would use them
     process: int = 0  # bytes that a process holds that has loaded the libraries and the dataset
     warnings: tuple[str, ...] = ()
+
+
+class FirstJob(Record):
+    """The jobs that have built the model and the dataset of a run on a node."""
+
+    scheduler_id: str  # of the last one
+    node_hours: float  # that all of them have taken, at most; the last one all its time, as long as it is awaited
+    earlier: float = 0.0  # of these, by all but the last one
+    awaited: str = ""  # name of the file that its answer is to be kept in; empty once that is there, or nobody waits

@@ -55,6 +55,7 @@ class Attempt(Record):
     allocation: str = ""  # SLURM's job id and how often it was requeued, "123.0"; empty on this machine
     hosts: str = ""  # the allocation's nodes as SLURM writes them, "node[1-4]"
     samples: int | None = None  # of the newest checkpoint when it started; None for probes
+    cluster: str = ""  # digest of the cluster section that it ran under (`cluster_signature`)
     tuned: int = 0  # samples of finished branches when it started (train.method: auto)
 
     @property
@@ -63,10 +64,10 @@ class Attempt(Record):
         return None if self.samples is None else self.samples + self.tuned
 
 
-class Order(Record):
-    """What all supervisors of a job do next; written by that of task 0. `task` None ends the job."""
+class LeaderCommand(Record):
+    """What all supervisors of a job do next, as their leader writes it down. `task` None ends the job."""
 
     task: str | None
     attempt: int = 0
-    ranks: int = 0  # how many ranks take part; the other supervisors sit it out
+    ranks: int = 0  # how many ranks take part; the followers beyond sit it out
     meeting: str = ""  # "address:port" of torchrun's rendezvous; ranks under srun meet through a file

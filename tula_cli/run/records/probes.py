@@ -5,23 +5,7 @@ from typing import Annotated, Literal
 from pydantic import Field, TypeAdapter
 
 from tula_cli.run.records.base import OutcomeClass, Record
-
-
-class Memory(Record):
-    """Peak memory of one rank, split as in Eq. 3. Bytes."""
-
-    parameters: int
-    gradients: int
-    optimizer: int
-    factors: int  # AGS scaling factors
-    batch: int  # inputs and targets of one micro-batch
-    activations: int  # the peak less all of the above
-    peak: int
-    reserved: int  # what the allocator holds (CUDA); the peak on the CPU
-    capacity: int | None  # what there is for one rank; None where nothing bounds it
-    # What takes from the capacity beside that: on a GPU the context, cuBLAS and NCCL; on the CPU what the process held
-    # before, and under a limit only the part that the limit counts.
-    libraries: int = 0
+from tula_cli.run.records.components import Components
 
 
 class GradientStats(Record):
@@ -60,6 +44,9 @@ class Environment(Record):
     nodes: tuple[Host, ...] = ()
     cuda: str = ""  # the CUDA (or HIP) that torch was built with; empty in a build for CPUs
     nccl: str = ""
+    allreduce: dict[
+        int, str
+    ] = {}  # bytes of an all-reduce -> what NCCL chose for it ("ring, simple"); the largest ones
     system: str = ""  # operating system and kernel of rank 0
     variables: dict[str, str] = {}  # those of rank 0 that change how ranks run and talk
 
@@ -94,14 +81,16 @@ class Measured(Record):
     sync_time: float  # exposed synchronisation: from the last local gradient to the end of the reduction; median
     compute_time: float  # a whole step without synchronisation; median
     data_wait: float  # waiting for the data loader, within step_times; median
-    memory: Memory
+    memory: Components
+    capacity: int | None  # bytes that there are for one rank; None where nothing bounds it
     gradients: GradientStats
     overheads: Overheads
     environment: Environment
     dataset_size: int
     eval_size: int
+    energy: float | None = None  # joules a step of all GPUs together; None where any has no counter of them
     allocator_retries: int = 0
-    oversubscribed: bool = False  # more ranks than cores: not comparable with anything
+    oversubscribed: bool = False  # more ranks than cores, or GPUs: not comparable with anything
     measured_at: float  # Unix time
 
 

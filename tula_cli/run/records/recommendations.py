@@ -78,6 +78,6 @@ class Recommendation(Record):
         )
 
     @property
-    def question(self) -> str:
+    def criteria(self) -> str:
         """What this answers, in the words of the command line; the same words are the same question."""
         return ", ".join([self.objective, *self.options, *(f"--set {override}" for override in self.overrides)])

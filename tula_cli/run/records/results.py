@@ -55,8 +55,8 @@ class TrainResult(Record):
     epochs: int
     metrics: dict[str, float]  # of the last epoch: loss, top1, top5; those that are finite
     best_top1: float
-    best_epoch: int
-    step_time: float  # median at the last batch
+    best_epoch: int  # of the highest top-1, or of the least loss where there are no classes
+    step_time: float  # seconds, over all epochs at the last batch; 0 where none was timed
     finished_at: float
     tuning: Tuning | None = None  # of method auto
 
@@ -77,6 +77,7 @@ class Summary(Record):
     actual_step: float
     metrics: dict[str, float]
     best_top1: float
+    best_epoch: int
     currency: str
     causes: tuple[str, ...]  # why each relaunch happened
     tuning: Tuning | None = None  # of method auto

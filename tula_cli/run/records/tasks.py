@@ -1,6 +1,6 @@
 """What a job has to do."""
 
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, TypeAdapter
 
@@ -29,6 +29,20 @@ class ProbeTask(Record):
     skip: tuple[int, ...] = ()  # those that failed in this job already; the supervisor goes on with the others
     then: tuple[str, ...] = ()  # tasks that run after this one in the same allocation (search.packing: single)
     code: str = ""  # the snapshot of the user's code that runs; empty where the spec names none
+
+
+def probe_id(nodes: int, local_batch: int) -> str:
+    return f"probe-n{nodes:03d}-l{local_batch:06d}"
+
+
+def probe_identity(task: ProbeTask, local_batch: int) -> dict[str, Any]:
+    """Return what every result of a probe begins with."""
+    return {
+        "id": probe_id(task.nodes, local_batch),
+        "nodes": task.nodes,
+        "gpus_per_node": task.spec.cluster.gpus_per_node,
+        "local_batch": local_batch,
+    }
 
 
 class TrainTask(Record):

@@ -1,4 +1,4 @@
-"""A run as Python code holds it, and how jobs and runs are named."""
+"""A run as Python code holds it."""
 
 import time
 from collections.abc import Mapping
@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 
 from tula_cli.cluster import launcher
 from tula_cli.models.time.noise import centre
-from tula_cli.run.code import fingerprint
 from tula_cli.run.directory import RunDir
 from tula_cli.run.frames import frame
 from tula_cli.run.jobfile import begun
@@ -17,7 +16,6 @@ from tula_cli.run.records.recommendations import Recommendation
 from tula_cli.services import status
 from tula_cli.services.status import RunStatus
 from tula_cli.spec.job import JobSpec
-from tula_cli.spec.load import load_spec, validate
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -132,45 +130,3 @@ def _row(node_type: str | None, result: Result) -> dict[str, Any]:
         "peak_memory_bytes": probe and probe.memory.peak,
         "message": "" if isinstance(result, Measured) else result.message,
     }
-
-
-Job = str | Path | Mapping[str, Any] | JobSpec
-"""A job: the path of a job.yaml, its content as a mapping, or a spec."""
-Target = Job | Run
-"""A run, or the path of its folder, or the job that it is of."""
-
-
-@dataclass(frozen=True)
-class Named:
-    """What a call is about: the run (which may not be there yet), its settings, and the file that they come from."""
-
-    run: RunDir
-    spec: JobSpec
-    file: Path | None
-
-
-def spec_of(job: Job) -> tuple[JobSpec, Path | None]:
-    """Return the settings of a job, and the file they come from.
-
-    Raises:
-        SpecError: the job cannot be used.
-    """
-    if isinstance(job, JobSpec):
-        return job, None
-    if isinstance(job, Mapping):
-        return validate(job, source="the job"), None
-    return load_spec(Path(job)), Path(job)
-
-
-def named(target: Target, root: str | Path) -> Named:
-    """Return the run that is meant; of a job the one under `root`.
-
-    Raises:
-        SpecError: the job cannot be used, or a folder is no run.
-    """
-    if isinstance(target, str | Path) and Path(target).is_dir():
-        target = Run.open(target)
-    if isinstance(target, Run):
-        return Named(target.directory, target.spec(), None)
-    spec, file = spec_of(target)
-    return Named(RunDir.of(Path(root).absolute(), spec, code=fingerprint(spec, Path.cwd())), spec, file)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from tula_cli.run.directory import RunDir
 from tula_cli.run.frames import frame
 from tula_cli.run.records.results import Cell, Comparison
+from tula_cli.run.training_run import TrainingRun
 from tula_cli.services.compare import ENDED, FINISHED, REFERENCE, State, durations, expected_hours, total_hours
 from tula_cli.services.progress.job_status import JobStatus
 from tula_cli.spec.job import JobSpec
@@ -121,13 +122,16 @@ def report(run: RunDir, comparison: Comparison, spec: JobSpec, *, jobs: Iterable
         spec: the job.
         jobs: what is known of the run's jobs, for the cells that are not finished.
     """
-    states = {job.id: job for job in jobs}
-    cells = [_cell_report(run, cell, states.get(f"train-{cell.signature}")) for cell in comparison.cells]
+    states, look = {job.id: job for job in jobs}, run.read()
+    cells = [
+        _cell_report(look.training(cell.signature), cell, states.get(f"train-{cell.signature}"))
+        for cell in comparison.cells
+    ]
     metric: Literal["top1", "loss"] = "top1" if any(cell.top1 is not None for cell in cells) else "loss"
     if not any(cell.finished for cell in cells):
         metric = "top1"
     rows = _compared(_rows(cells), metric)
-    took = durations(run, comparison)
+    took = durations(look, comparison)
     hours = {(row.method, row.batch): expected_hours((row.method, row.batch), took, {}) for row in rows}
     return CompareReport(
         rows=tuple(rows),
@@ -141,15 +145,15 @@ def report(run: RunDir, comparison: Comparison, spec: JobSpec, *, jobs: Iterable
     )
 
 
-def _cell_report(run: RunDir, cell: Cell, job: JobStatus | None) -> CellReport:
-    summary = run.training(cell.signature).summary()
+def _cell_report(training: TrainingRun, cell: Cell, job: JobStatus | None) -> CellReport:
+    summary = training.summary()
     if summary is None:
-        if attempt := run.training(cell.signature).diverged():
+        if attempt := training.diverged():
             return CellReport(cell, "diverged", attempt.message)
         if job is None or job.state == "done":  # a summary that is gone is trained again
             return CellReport(cell, "missing")
         return CellReport(cell, job.state, job.reason)
-    result, tuning = run.training(cell.signature).result(), run.training(cell.signature).tuning()
+    result, tuning = training.result(), training.tuning()
     loss = summary.metrics.get("eval_loss")
     return CellReport(
         cell=cell,

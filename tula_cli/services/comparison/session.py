@@ -14,14 +14,14 @@ from tula_cli.services import compare, status
 from tula_cli.services.compare import ComparePlan, Grid
 from tula_cli.services.comparison import accuracy, trainings
 from tula_cli.services.comparison.accuracy import CompareReport
-from tula_cli.services.events import Compared, ComparePlanned, Note, Warned, Work
+from tula_cli.services.events import ComparePlanned, ComparisonProgress, Note, WarningEvent, Work
 from tula_cli.services.train import part as part_to_train
-from tula_cli.services.waiting import Means, Patience, allow, doubts_of_new
+from tula_cli.services.waiting import Dependencies, WaitPolicy, allow, doubts_of_new
 from tula_cli.spec.job import JobSpec
 
 
 @dataclass(frozen=True)
-class Asked:
+class GridRequest:
     """What is to be compared; what is None is as the last time, else as recommended or by default."""
 
     methods: tuple[str, ...] | None = None
@@ -41,14 +41,14 @@ class Asked:
         return Grid(
             methods=self.methods or (known.methods if known else compare.DEFAULT_METHODS),
             batches=self.batches or (known.batches if known else compare.default_batches(run)),
-            seeds=self.seeds or (known.seeds if known else 3),
-            nodes=self.nodes or (known.nodes if known else compare.default_nodes(run, spec)),
+            seeds=self.seeds if self.seeds is not None else known.seeds if known else 3,
+            nodes=self.nodes if self.nodes is not None else known.nodes if known else compare.default_nodes(run, spec),
             controls=controls,
         )
 
 
 @dataclass(frozen=True)
-class Prepared:
+class PreparedComparison:
     """A comparison before anything is submitted: the whole run, the part of it to train on, and the plan."""
 
     run: RunDir
@@ -58,7 +58,7 @@ class Prepared:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class ComparisonResult:
     """The table, and whether something of it is still under way."""
 
     report: CompareReport
@@ -79,14 +79,16 @@ class Outcome:
             )
 
 
-def prepare(run: RunDir, spec: JobSpec, asked: Asked, means: Means, *, node_type: str | None = None) -> Work[Prepared]:
+def prepare(
+    run: RunDir, spec: JobSpec, request: GridRequest, dependencies: Dependencies, *, node_type: str | None = None
+) -> Work[PreparedComparison]:
     """Decide what is trained; nothing is written.
 
     Args:
         run: the run.
         spec: the job.
-        asked: what is compared.
-        means: tells the dataset's size where no probe has.
+        request: what is compared.
+        dependencies: tells the dataset's size where no probe has.
         node_type: the type of node; None for the recommended one.
 
     Raises:
@@ -96,11 +98,11 @@ def prepare(run: RunDir, spec: JobSpec, asked: Asked, means: Means, *, node_type
     part, _ = part_to_train(run, spec, node_type)
     if part.type is not None:
         yield Note(f"node type {part.type}")
-    grid = asked.grid(part.run, part.spec, part.run.comparison())
-    plan = compare.plan(part.run, part.spec, grid, inspect=means.inspect, now=time.time())
+    grid = request.grid(part.run, part.spec, part.run.comparison())
+    plan = compare.plan(part.run, part.spec, grid, inspect=dependencies.inspect, now=time.time())
     for text in plan.warnings:
-        yield Warned(text)
-    return Prepared(run, spec, part, plan)
+        yield WarningEvent(text)
+    return PreparedComparison(run, spec, part, plan)
 
 
 def known(run: RunDir, spec: JobSpec, *, node_type: str | None = None) -> tuple[Part, Comparison]:
@@ -116,19 +118,21 @@ def known(run: RunDir, spec: JobSpec, *, node_type: str | None = None) -> tuple[
     return part, found
 
 
-def outcome(part: Part, comparison: Comparison, launcher: Launcher) -> Outcome:
+def outcome(part: Part, comparison: Comparison, launcher: Launcher) -> ComparisonResult:
     """Return the table as it is now."""
     now = status.snapshot(part.run, launcher, now=time.time())
-    return Outcome(accuracy.report(part.run, comparison, part.spec, jobs=now.jobs), now.active())
+    return ComparisonResult(accuracy.report(part.run, comparison, part.spec, jobs=now.jobs), now.active())
 
 
-def work(prepared: Prepared, means: Means, patience: Patience, *, file: JobFile | None = None) -> Work[Outcome]:
+def work(
+    prepared: PreparedComparison, dependencies: Dependencies, wait_policy: WaitPolicy, *, file: JobFile | None = None
+) -> Work[ComparisonResult]:
     """Train what is missing, or attach to it where it is under way, and return the table.
 
     Args:
         prepared: what is compared.
-        means: launcher, inspection, and who is asked before something is submitted.
-        patience: whether to wait.
+        dependencies: launcher, inspection, and who is asked before something is submitted.
+        wait_policy: whether to wait.
         file: where the settings come from.
 
     Raises:
@@ -139,47 +143,57 @@ def work(prepared: Prepared, means: Means, patience: Patience, *, file: JobFile 
         JobFailed: the first trainings have all failed.
     """
     plan, part = prepared.plan, prepared.part
-    launcher = means.launcher_for(part.spec)
+    launcher = dependencies.launcher_for(part.spec)
     if plan.missing:
+        _require_waiting(part.spec, wait_policy)
         planned = ComparePlanned(plan)
         yield planned
-        allow(means.confirm, planned)
+        allow(dependencies.confirm, planned)
     else:
         yield Note("every training of this comparison is finished already")
     adopt(prepared.run, prepared.spec, [part], file)
     part.run.write_comparison(plan.comparison)
     if plan.missing:
-        yield from _train(part, plan, launcher, means, patience)
+        yield from _train(part, plan, launcher, dependencies, wait_policy)
     return outcome(part, plan.comparison, launcher)
 
 
-def _train(part: Part, plan: ComparePlan, launcher: Launcher, means: Means, patience: Patience) -> Work[None]:
-    """Train what is missing: here one after the other, on a cluster side by side."""
-    run = part.run
-    local = part.spec.cluster.kind == "local"
-    if local and patience.wait is False:
+def _require_waiting(spec: JobSpec, wait_policy: WaitPolicy) -> None:
+    """Refuse not to wait on this machine, before anybody is asked and anything is written.
+
+    Raises:
+        SpecError: it is asked for.
+    """
+    if spec.cluster.kind == "local" and wait_policy.wait is False:
         raise SpecError(
             "--no-wait: on this machine one training follows the other, and this command starts the next",
             "leave it out; what is done is kept whenever it ends",
         )
+
+
+def _train(
+    part: Part, plan: ComparePlan, launcher: Launcher, dependencies: Dependencies, wait_policy: WaitPolicy
+) -> Work[None]:
+    """Train what is missing: here one after the other, on a cluster side by side."""
+    run = part.run
     try:
-        if local:
-            for progress in trainings.one_by_one(run, plan, launcher, inspect=means.inspect):
-                yield Compared(progress)
+        if part.spec.cluster.kind == "local":
+            for progress in trainings.one_by_one(run, plan, launcher, inspect=dependencies.inspect):
+                yield ComparisonProgress(progress)
             return
-        jobs = yield from _submit(run, plan, launcher, means)
-        if patience.waits(part.spec):
+        jobs = yield from _submit(run, plan, launcher, dependencies)
+        if wait_policy.waits(part.spec):
             for progress in trainings.wait_for_all(run, plan, launcher, jobs):
-                yield Compared(progress)
+                yield ComparisonProgress(progress)
     except KeyboardInterrupt:
         hint = f"the same command attaches to it and goes on; tula cancel {words.near(run.path)} ends it"
         message = "interrupted; what is trained stays, and what runs goes on"
-        raise patience.interruption(run, launcher, hint=hint, message=message) from None
+        raise wait_policy.interruption([(part, launcher)], hint=hint, message=message) from None
 
 
-def _submit(run: RunDir, plan: ComparePlan, launcher: Launcher, means: Means) -> Work[Sequence[str]]:
+def _submit(run: RunDir, plan: ComparePlan, launcher: Launcher, dependencies: Dependencies) -> Work[Sequence[str]]:
     yield Note(f"submitting {words.plural(len(plan.missing), 'training')}")
-    jobs = trainings.submit_all(run, plan, launcher, inspect=means.inspect)
+    jobs = trainings.submit_all(run, plan, launcher, inspect=dependencies.inspect)
     yield from doubts_of_new(run, launcher, jobs, [], plan.spec)
     yield Note(f"{words.plural(len(jobs), 'training')} under way")
     return jobs

@@ -1,12 +1,12 @@
 """`tula profile` from its plans to its report: rounds over all types of node, asking before each, and waiting."""
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from tula_cli.cluster.inspection import NotInspected
 from tula_cli.cluster.launcher import Launcher, under_way
-from tula_cli.cluster.slurm.first_job import inspect_on_node, kept_inspection
+from tula_cli.cluster.slurm import first_job
 from tula_cli.errors import (
     BadMeasurements,
     Infeasible,
@@ -19,15 +19,17 @@ from tula_cli.run.directory import Part, RunDir
 from tula_cli.run.jobfile import adopt
 from tula_cli.run.records.inspections import Inspection
 from tula_cli.run.records.results import JobFile
-from tula_cli.services import profile, status
-from tula_cli.services.events import Note, ProfilePlanned, Warned, Work
+from tula_cli.services import profile
+from tula_cli.services.events import FirstJobPlanned, Note, ProfilePlanned, WarningEvent, Work
 from tula_cli.services.profile import ProfilePlan, ProfileReport
+from tula_cli.services.profiling.unsettled import UnsettledPlan, unsettled
 from tula_cli.services.waiting import (
-    Detached,
-    Means,
-    Patience,
+    Dependencies,
+    DetachedJobs,
+    WaitPolicy,
     allow,
     doubts_of_new,
+    interruption_of_jobs,
     require_within_cap,
     wait_for,
 )
@@ -37,7 +39,7 @@ Plans = Sequence[tuple[Part, ProfilePlan]]
 
 
 @dataclass(frozen=True)
-class Profiled:
+class ProfileResult:
     """What was measured on each type of node; None is the type of a job that names none."""
 
     reports: Mapping[str | None, ProfileReport]
@@ -45,7 +47,7 @@ class Profiled:
 
 
 @dataclass(frozen=True)
-class Submitted(Detached):
+class SubmittedProbes(DetachedJobs):
     """The probes that nobody waits for, and the plans they are of."""
 
     plans: Mapping[str | None, ProfilePlan]
@@ -55,41 +57,36 @@ class Submitted(Detached):
 class DryRun:
     """What would be submitted, as text, on one type of node."""
 
-    plan: ProfilePlan
+    plan: ProfilePlan | UnsettledPlan
     scripts: tuple[str, ...]
 
 
+Inspections = Mapping[str | None, Inspection]
+"""What building the model and the dataset tells, by type of node."""
+
+
 def plans(
-    run: RunDir,
-    spec: JobSpec,
-    inspect: Callable[[JobSpec], Inspection],
-    *,
-    again: bool = True,
-    first_job: Callable[[Part], Inspection] | None = None,
+    parts: Sequence[Part], inspections: Inspections, *, again: bool = True
 ) -> Work[list[tuple[Part, ProfilePlan]]]:
     """Return what is to be measured on each type; one that nothing fits is a warning as long as there is another.
 
     Args:
-        run: the run, which may not be there yet.
-        spec: the job.
-        inspect: builds the model and the dataset.
+        parts: of the run, which may not be there yet.
+        inspections: of each of them.
         again: whether what has failed is measured again.
-        first_job: does the same on a node; None where nothing may be submitted.
 
     Raises:
         Infeasible: nothing fits anywhere.
-        NotInspected: the jobs' interpreter cannot run here, and there is no first job.
     """
     found: list[tuple[Part, ProfilePlan]] = []
     errors = []
-    parts = run.parts(spec)
     rounds = any(part.spec.search.strategy == "adaptive" for part in parts)
     spent = {part.type: profile.spent(part.run) if rounds else 0.0 for part in parts}
     for part in parts:
         elsewhere = sum(spent.values()) - spent[part.type] + sum(plan.node_hours_at_most for _, plan in found)
-        inspection = yield from _inspected(part, inspect, first_job)
+        inspection = inspections[part.type]
         for text in inspection.warnings:
-            yield Warned(text)
+            yield WarningEvent(text)
         try:
             found.append((part, profile.plan(part.spec, inspection, part.run, elsewhere=elsewhere, again=again)))
         except Infeasible as error:
@@ -98,49 +95,64 @@ def plans(
         raise errors[0][1]
     left_out = [f"node type {name} is left out: {error.message}" for name, error in errors]
     for text in (*left_out, *(text for _, plan in found for text in plan.code.warnings)):
-        yield Warned(text)
+        yield WarningEvent(text)
     return found
 
 
-def _inspected(
-    part: Part, inspect: Callable[[JobSpec], Inspection], first_job: Callable[[Part], Inspection] | None
-) -> Work[Inspection]:
-    """Return what building the model and the dataset tells: here, or on a node where this machine cannot."""
-    if kept := kept_inspection(part.run):
-        return kept
+def inspected(part: Part, dependencies: Dependencies) -> Inspection | NotInspected:
+    """Return what is known of the model and the dataset of a part; the error where only a node can tell.
+
+    Raises:
+        SpecError: they cannot be built.
+        JobFailed: the user's code fails; NotInspected where there are no nodes to ask.
+    """
     try:
-        return inspect(part.spec)
+        return first_job.or_told(dependencies.inspect, part.run)(part.spec)
     except NotInspected as error:
-        if first_job is None or part.spec.cluster.kind != "slurm":
+        if part.spec.cluster.kind != "slurm":
             raise
-        yield Note(f"{error.message}; the first job does it on a node, and settles what is measured")
-    return first_job(part)
+        return error
 
 
-def dry_run(run: RunDir, spec: JobSpec, means: Means) -> Work[dict[str | None, DryRun]]:
+def _unsettled(parts: Sequence[Part], found: Mapping[str | None, Inspection | NotInspected]) -> FirstJobPlanned:
+    """Return what is planned where a node has to tell what the model and the dataset of some type are."""
+    why = {name: one.message if isinstance(one, NotInspected) else "" for name, one in found.items()}
+    settled_later = {part.type: unsettled(part.spec, why=why[part.type]) for part in parts}
+    return FirstJobPlanned(settled_later, parts[0].spec.search.max_node_hours)
+
+
+def dry_run(run: RunDir, spec: JobSpec, dependencies: Dependencies) -> Work[dict[str | None, DryRun]]:
     """Return what would be submitted on each type of node; nothing is written.
 
     Raises:
         Infeasible: nothing fits anywhere.
     """
+    parts = run.parts(spec)
+    known = {part.type: inspected(part, dependencies) for part in parts}
+    settled = {name: one for name, one in known.items() if not isinstance(one, NotInspected)}
+    if len(settled) < len(known):
+        planned = _unsettled(parts, known).plans
+        scripts = {
+            part.type: () if part.type in settled else (first_job.script(part.run, part.spec),) for part in parts
+        }
+        return {name: DryRun(plan, scripts[name]) for name, plan in planned.items()}
     found = {}
-    for part, plan in (yield from plans(run, spec, means.inspect)):
-        launcher = means.launcher_for(part.spec)
-        scripts = [launcher.script(part.run, tasks[0]) for tasks in plan.jobs.values()]
-        found[part.type] = DryRun(plan, tuple(scripts))
+    for part, plan in (yield from plans(parts, settled)):
+        launcher = dependencies.launcher_for(part.spec)
+        found[part.type] = DryRun(plan, tuple(launcher.script(part.run, tasks[0]) for tasks in plan.jobs.values()))
     return found
 
 
 def work(
-    run: RunDir, spec: JobSpec, means: Means, patience: Patience, *, file: JobFile | None = None
-) -> Work[Profiled | Submitted]:
+    run: RunDir, spec: JobSpec, dependencies: Dependencies, wait_policy: WaitPolicy, *, file: JobFile | None = None
+) -> Work[ProfileResult | SubmittedProbes]:
     """Measure what is missing, round after round; jobs that are under way are attached to.
 
     Args:
         run: the run, which may not be there yet.
         spec: the job.
-        means: launcher, inspection, and who is asked before something is submitted.
-        patience: whether and how long to wait.
+        dependencies: launcher, inspection, and who is asked before something is submitted.
+        wait_policy: whether and how long to wait.
         file: where the spec comes from.
 
     Raises:
@@ -151,11 +163,11 @@ def work(
         JobFailed, OutOfMemoryAtMinimum, BadMeasurements: nothing was measured.
         SchedulerError: a job was refused.
     """
-    return (yield from _Profiling(run, spec, means, patience, file).work())
+    return (yield from _Profiling(run, spec, dependencies, wait_policy, file).work())
 
 
 @dataclass
-class _AtWork:
+class _SubmittedPart:
     """The jobs that measure one part of a run."""
 
     part: Part
@@ -183,30 +195,53 @@ class _Profiling:
 
     run: RunDir
     spec: JobSpec
-    means: Means
-    patience: Patience
+    dependencies: Dependencies
+    wait_policy: WaitPolicy
     file: JobFile | None
     confirmed: bool = False
+    first_jobs: float = 0.0  # node-hours that building the model and the dataset on nodes has taken
 
-    def _first_job(self, part: Part) -> Inspection:
-        self.means.launcher_for(part.spec)  # says so where nothing can be submitted from here
-        adopt(self.run, self.spec, [part], self.file)
-        return inspect_on_node(part.run, part.spec)
+    def _inspections(self, parts: Sequence[Part], deadline: float | None) -> Work[Inspections]:
+        """Build the model and the dataset: here or, where that cannot be, on a node, after asking."""
+        known = {part.type: inspected(part, self.dependencies) for part in parts}
+        found = {name: one for name, one in known.items() if not isinstance(one, NotInspected)}
+        elsewhere = [part for part in parts if part.type not in found]
+        if not elsewhere:
+            return found
+        for part in elsewhere:
+            self.dependencies.launcher_for(part.spec)  # says so where nothing can be submitted from here
+        asked = _unsettled(parts, known)
+        yield asked
+        first_jobs = sum(plan.first_job_node_hours for plan in asked.plans.values())
+        require_within_cap([], self.spec.search.max_node_hours, first_jobs=first_jobs)
+        allow(self.dependencies.confirm, asked)
+        self.confirmed = True
+        adopt(self.run, self.spec, elsewhere, self.file)
+        for part in elsewhere:
+            found[part.type] = first_job.inspect_on_node(part.run, part.spec, timeout=self._left(deadline))
+            self.first_jobs += first_job.newest_node_hours(part.run)
+        return found
 
-    def work(self) -> Work[Profiled | Submitted]:
-        timeout, clock = self.patience.timeout, self.patience.clock
+    def _left(self, deadline: float | None) -> float | None:
+        """Return the seconds that are left to wait."""
+        return None if deadline is None else max(0.0, deadline - self.wait_policy.clock())
+
+    def work(self) -> Work[ProfileResult | SubmittedProbes]:
+        timeout, clock = self.wait_policy.timeout, self.wait_policy.clock
         deadline = None if timeout is None else clock() + timeout
+        parts = self.run.parts(self.spec)
+        inspections = yield from self._inspections(parts, deadline)
         stopped: set[str | None] = set()  # types whose last round ended without all its results
         again = True  # what failed before; what fails now is left to the next call
         while True:
-            planned = yield from plans(self.run, self.spec, self.means.inspect, again=again, first_job=self._first_job)
+            planned = yield from plans(parts, inspections, again=again)
             missing = [(part, plan) for part, plan in planned if plan.missing and part.type not in stopped]
             if not missing:
                 adopt(self.run, self.spec, [part for part, _ in planned], self.file)
                 yield Note(_nothing_missing(planned))
                 break
             jobs = yield from self._start(planned, missing)
-            if not all(self.patience.waits(own.part.spec) for own in jobs):
+            if not all(self.wait_policy.waits(own.part.spec) for own in jobs):
                 return (yield from _submitted(planned, jobs))
             yield from self._wait(jobs, deadline)
             again = False
@@ -216,50 +251,62 @@ class _Profiling:
                 break
         return (yield from _reports(planned))
 
-    def _start(self, planned: Plans, missing: Plans) -> Work[list[_AtWork]]:
+    def _start(self, planned: Plans, missing: Plans) -> Work[list[_SubmittedPart]]:
         """Submit a round, after asking where there is something to submit."""
-        jobs = [_AtWork(part, plan, self.means.launcher_for(part.spec)) for part, plan in missing]
+        jobs = [_SubmittedPart(part, plan, self.dependencies.launcher_for(part.spec)) for part, plan in missing]
         if any(own.fresh for own in jobs):
             asked = ProfilePlanned({part.type: plan for part, plan in planned})
             yield asked
-            cap = self.spec.search.max_node_hours
-            require_within_cap([plan.node_hours_at_most for plan in asked.plans.values()], cap)
+            hours = [plan.node_hours_at_most for plan in asked.plans.values()]
+            require_within_cap(hours, self.spec.search.max_node_hours, first_jobs=self.first_jobs)
             if not self.confirmed:  # the rounds to come are within what was allowed
-                allow(self.means.confirm, asked)
+                allow(self.dependencies.confirm, asked)
             self.confirmed = True
         adopt(self.run, self.spec, [part for part, _ in planned], self.file)
-        for own in jobs:
-            own.started = profile.start(own.part.run, own.plan, own.launcher)
+        self._submit(jobs)
         return jobs
 
-    def _wait(self, jobs: Sequence[_AtWork], deadline: float | None) -> Work[None]:
+    def _submit(self, jobs: Sequence[_SubmittedPart]) -> None:
+        """Submit the jobs of each type of node.
+
+        Raises:
+            Interruption: Ctrl-C; what is submitted goes on, unless it is to be cancelled.
+        """
+        try:
+            for own in jobs:
+                own.started = profile.start(own.part.run, own.plan, own.launcher)
+        except KeyboardInterrupt:
+            raise self._interruption(jobs) from None
+
+    def _interruption(self, jobs: Sequence[_SubmittedPart]) -> Interruption:
+        """Return what to raise on Ctrl-C; where the jobs are to be cancelled, those of every type are."""
+        return interruption_of_jobs(self.run, [(own.part, own.launcher) for own in jobs], self.wait_policy)
+
+    def _wait(self, jobs: Sequence[_SubmittedPart], deadline: float | None) -> Work[None]:
         """Wait for the jobs of one type after the other, until `deadline`: all of them are submitted."""
-        for own in jobs:
-            if own.part.type is not None:
-                yield Note(f"node type {own.part.type}:")
-            left = None if deadline is None else max(0.0, deadline - self.patience.clock())
-            patience = dataclasses.replace(self.patience, timeout=left)
-            try:
-                yield from wait_for(own.part.run, own.launcher, own.started, patience)
-            except Interruption:
-                for other in jobs if patience.cancel_on_interrupt else ():
-                    status.cancel(other.part.run, other.launcher)
-                raise
+        try:
+            for own in jobs:
+                if own.part.type is not None:
+                    yield Note(f"node type {own.part.type}:")
+                wait_policy = dataclasses.replace(self.wait_policy, timeout=self._left(deadline))
+                yield from wait_for(own.part.run, own.launcher, own.started, wait_policy)
+        except KeyboardInterrupt:
+            raise self._interruption(jobs) from None
 
 
 def _nothing_missing(planned: Plans) -> str:
     return next((plan.certainty for _, plan in planned if plan.certainty), "every probe has a result already")
 
 
-def _submitted(planned: Plans, jobs: Sequence[_AtWork]) -> Work[Submitted]:
+def _submitted(planned: Plans, jobs: Sequence[_SubmittedPart]) -> Work[SubmittedProbes]:
     for own in jobs:
         yield from doubts_of_new(own.part.run, own.launcher, own.started, own.under_way, own.part.spec)
     started = [job for own in jobs for job in own.part.named(own.started)]
     going_on = [job for own in jobs for job in own.part.named(own.under_way)]
-    return Submitted(tuple(started), tuple(going_on), {part.type: plan for part, plan in planned})
+    return SubmittedProbes(tuple(started), tuple(going_on), {part.type: plan for part, plan in planned})
 
 
-def _reports(planned: Plans) -> Work[Profiled]:
+def _reports(planned: Plans) -> Work[ProfileResult]:
     """Return what was measured; a type of which nothing was is a warning as long as there is another.
 
     Raises:
@@ -273,7 +320,7 @@ def _reports(planned: Plans) -> Work[Profiled]:
         except (BadMeasurements, JobFailed, OutOfMemoryAtMinimum) as error:
             errors.append(error)
             if part.type is not None:
-                yield Warned(f"node type {part.type}: {error.message}")
+                yield WarningEvent(f"node type {part.type}: {error.message}")
     if not found:
         raise errors[0]
-    return Profiled(found, bool(errors) or any(report.failed or report.missing for report in found.values()))
+    return ProfileResult(found, bool(errors) or any(report.failed or report.missing for report in found.values()))

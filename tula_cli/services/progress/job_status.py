@@ -5,15 +5,15 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
-from tula_cli.cluster.relaunch import TAKEN
+from tula_cli.cluster.relaunch import leaves_allocation
 from tula_cli.cluster.slurm.queue import SchedulerState
 from tula_cli.host.outcome import advice
-from tula_cli.run.directory import probe_id
 from tula_cli.run.records.jobs import Attempt, Job
 from tula_cli.run.records.probes import Failed, Measured, OutOfMemory
 from tula_cli.run.records.results import Branch
-from tula_cli.run.records.tasks import ProbeTask, TrainTask
+from tula_cli.run.records.tasks import ProbeTask, TrainTask, probe_id
 from tula_cli.run.snapshot import Snapshot
+from tula_cli.spec.resources import Cluster
 
 JobState = Literal["queued", "running", "done", "failed", "diverged", "cancelled", "lost"]
 ACTIVE: tuple[JobState, ...] = ("queued", "running")
@@ -121,7 +121,8 @@ def job_status(
     tasks, attempts = look.tasks_of(job.id), look.attempts_of(job.id)
     progress = progress_of(look, tasks, results)
     recent = [attempt for attempt in attempts if attempt.started_at >= job.submitted_at - CLOCKS_APART]
-    state, reason = _state(progress, recent, scheduler, cancelled=look.cancelled_by(job.id))
+    cluster = tasks[-1].spec.cluster
+    state, reason = _state(progress, recent, scheduler, cluster, cancelled=look.cancelled_by(job.id))
     elapsed = _elapsed(attempts, until=now if state == "running" else progress.measured_at)
     left = _left(progress, training, pace=pace) if state in ACTIVE else None
     return JobStatus(
@@ -179,7 +180,7 @@ def progress_of(look: Snapshot, tasks: list[ProbeTask | TrainTask], results: Res
 
 
 def _state(
-    progress: _Progress, attempts: list[Attempt], scheduler: SchedulerState, *, cancelled: str
+    progress: _Progress, attempts: list[Attempt], scheduler: SchedulerState, cluster: Cluster, *, cancelled: str
 ) -> tuple[JobState, str]:
     """Return a job's state: results first, then the user's cancel, then the scheduler, then the attempts."""
     live = scheduler.state in ("pending", "running")
@@ -191,21 +192,23 @@ def _state(
         return "queued", scheduler.reason
     if scheduler.state == "running":
         return "running", scheduler.reason
-    return _state_from_attempts(progress, attempts, scheduler)
+    return _state_from_attempts(progress, attempts, scheduler, cluster)
 
 
 def _state_from_attempts(
-    progress: _Progress, attempts: list[Attempt], scheduler: SchedulerState
+    progress: _Progress, attempts: list[Attempt], scheduler: SchedulerState, cluster: Cluster
 ) -> tuple[JobState, str]:
     last = attempts[-1] if attempts else None
     if last is not None and last.ended_at is not None:
-        if scheduler.state == "unknown" and last.outcome in TAKEN:
+        if scheduler.state == "unknown" and leaves_allocation(last.outcome, cluster):
             return "queued", scheduler.reason  # the next link of its chain goes on
         measured = last.outcome == "done" or (last.outcome == "device_oom" and progress.now is not None)
         if measured:  # its supervisor saw all results: they are on their way here (NFS, Lustre)
             return "lost", f"ended well, but {progress.done} of {progress.total} results are to be seen here"
         if last.outcome == "diverged":
             return "diverged", f"{last.message}; {advice(last.outcome)}"
+        if last.outcome == "device_fault":
+            return "failed", f"{last.message} on {last.host}; {advice(last.outcome, last.message)}"
         words = last.message or f"ended with {progress.done} of {progress.total} probes"
         verdict = (
             "" if scheduler.reason.startswith("FAILED") or not scheduler.reason else f" (SLURM: {scheduler.reason})"

@@ -1,12 +1,13 @@
-"""`tula list`: the runs under a root."""
+"""`tula list`: the runs under a root. Only what a line shows is read, as plain JSON: no record is checked whole."""
 
+import json
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from tula_cli.errors import TulaError
-from tula_cli.run.directory import RunDir
-from tula_cli.run.records.probes import Failed, Measured, OutOfMemory
-from tula_cli.run.records.recommendations import Recommendation
+from tula_cli.run import files, parsed_spec
 
 # --- all runs
 
@@ -23,41 +24,86 @@ class RunSummary:
     measured: int = 0
     out_of_memory: int = 0
     failed: int = 0
-    recommendation: Recommendation | None = None
+    recommendation: Mapping[str, Any] | None = None  # as recommendation.json has it
     trained: int = 0  # finished training runs
     best_top1: float | None = None
     problem: str = ""
 
 
 def list_runs(root: Path) -> tuple[RunSummary, ...]:
-    """Return the runs under `root`, last changed first. The scheduler is not asked."""
-    return tuple(_summary(run) for run in RunDir.all(root))
+    """Return the runs under `root`, last changed first; the scheduler is not asked.
+
+    Raises:
+        TulaError: `root` cannot be read.
+    """
+    return tuple(_summary(run) for run in parsed_spec.runs(root))
 
 
-def _summary(run: RunDir) -> RunSummary:
+def _summary(run: Path) -> RunSummary:
     try:
-        spec, recommendation = run.spec(), run.recommendation()
-        runs = [part.run for part in run.parts(spec)]  # of each node type
-        results = [result for own in runs for result in own.results()]
-        finished = [
-            result for own in runs for name in own.train_signatures() if (result := own.training(name).result())
-        ]
-        moments = [result.measured_at for result in results if isinstance(result, Measured)]
-        moments += [job.submitted_at for own in runs for job in own.jobs()]
-        moments += [result.finished_at for result in finished]
-        moments += [] if recommendation is None else [recommendation.created_at]
+        model, dataset, parts = _job(run)
+        recommendation = _record(run / "recommendation.json", "choice", "created_at")
+        results = [found for part in parts for found in _records(part / "results", "kind")]
+        jobs = [found for part in parts for found in _records(part / "jobs", "submitted_at")]
+        trainings = [part / "train" / name / "result.json" for part in parts for name in files.names(part / "train")]
+        finished = [found for path in trainings if (found := _record(path, "finished_at", "best_top1"))]
     except TulaError as error:
-        return RunSummary(id=run.id, path=run.path, changed=None, problem=error.message)
+        return RunSummary(id=run.name, path=run, changed=None, problem=error.message)
+    kinds = [result["kind"] for result in results]
+    moments = [result["measured_at"] for result in results if "measured_at" in result]
+    moments += [job["submitted_at"] for job in jobs] + [result["finished_at"] for result in finished]
+    moments += [recommendation["created_at"]] if recommendation else []
     return RunSummary(
-        id=run.id,
-        path=run.path,
+        id=run.name,
+        path=run,
         changed=max(moments, default=None),
-        model=spec.model.name,
-        dataset=spec.dataset.name,
-        measured=sum(isinstance(result, Measured) for result in results),
-        out_of_memory=sum(isinstance(result, OutOfMemory) for result in results),
-        failed=sum(isinstance(result, Failed) for result in results),
+        model=model,
+        dataset=dataset,
+        measured=kinds.count("measured"),
+        out_of_memory=kinds.count("out_of_memory"),
+        failed=kinds.count("failed"),
         recommendation=recommendation,
         trained=len(finished),
-        best_top1=max((result.best_top1 for result in finished), default=None),
+        best_top1=max((result["best_top1"] for result in finished), default=None),
     )
+
+
+def _job(run: Path) -> tuple[str, str, list[Path]]:
+    """Return the names of a run's model and dataset, and the folders of what is measured, one a node type."""
+    known = parsed_spec.read(run)
+    if known is not None:
+        return known.spec["model"]["name"], known.spec["dataset"]["name"], [run / part for part in known.parts.values()]
+    from tula_cli.run.directory import RunDir  # the job has been edited by hand: it is read as every command reads it
+
+    spec = RunDir(run).spec()
+    return spec.model.name, spec.dataset.name, [part.run.path for part in RunDir(run).parts(spec)]
+
+
+# --- plain records
+
+
+def _records(folder: Path, *needed: str) -> list[dict[str, Any]]:
+    """Return the records of a folder by name; none where there is no such folder."""
+    return [found for path in files.listing(folder) if (found := _record(path, *needed)) is not None]
+
+
+def _record(path: Path, *needed: str) -> dict[str, Any] | None:
+    """Return a record that has at least the keys that are needed; None where there is no such file.
+
+    Raises:
+        BadMeasurements: it is damaged.
+        TulaError: it cannot be read.
+    """
+    try:
+        found = json.loads(files.content(path))
+    except FileNotFoundError:
+        return None
+    except ValueError as error:
+        raise files.damaged(path, str(error)) from None
+    if missing := _missing(found, needed):
+        raise files.damaged(path, f"it has no {missing[0]}")
+    return dict(found)
+
+
+def _missing(record: Any, needed: Iterable[str]) -> list[str]:
+    return [key for key in needed if not isinstance(record, dict) or key not in record]

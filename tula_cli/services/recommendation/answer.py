@@ -12,7 +12,7 @@ from tula_cli.run.records.probes import Failed, Measured, OutOfMemory
 from tula_cli.run.records.recommendations import Prediction, Recommendation
 from tula_cli.run.records.tasks import ProbeTask
 from tula_cli.services.recommendation.limits import described_limits
-from tula_cli.services.recommendation.measured import Survey
+from tula_cli.services.recommendation.measured import TypeMeasurements
 from tula_cli.spec.job import JobSpec
 from tula_cli.spec.load import dump_yaml
 
@@ -23,7 +23,7 @@ class Answer:
 
     recommendation: Recommendation
     by_type: Mapping[str, Recommendation]  # of each node type alone, where the job names any
-    surveys: Sequence[Survey]
+    all_measurements: Sequence[TypeMeasurements]
 
 
 def command(run: RunDir, spec: JobSpec, choice: Prediction) -> str:
@@ -39,9 +39,11 @@ def command(run: RunDir, spec: JobSpec, choice: Prediction) -> str:
     return train if folder is None else f"cd {shlex.quote(folder)} && {train}"
 
 
-def write(run: RunDir, spec: JobSpec, surveys: Sequence[Survey], recommendation: Recommendation) -> None:
+def write(
+    run: RunDir, spec: JobSpec, all_measurements: Sequence[TypeMeasurements], recommendation: Recommendation
+) -> None:
     """Write the files; recommendation.json last, so that where it stands the others do too."""
-    run.write_text("results.csv", _table(surveys, recommendation))
+    run.write_text("results.csv", _table(all_measurements, recommendation))
     train = command(run, spec, recommendation.choice)
     run.write_text("recommended.yaml", _recommended_yaml(spec, recommendation, train=train))
     run.write_text("cmd.txt", f"{train}\n")
@@ -56,39 +58,43 @@ def _recommended_yaml(spec: JobSpec, recommendation: Recommendation, *, train: s
     choice = recommendation.choice
     return (
         f"# tula recommends {described_limits(choice, recommendation.currency)}.\n"
-        f"# Asked by: {recommendation.question}.\n"
+        f"# Asked by: {recommendation.criteria}.\n"
         f"# Why: {recommendation.reason}.\n"
         f"# Train it: {train}\n"
         f"{dump_yaml(spec)}"
     )
 
 
-def _table(surveys: Sequence[Survey], recommendation: Recommendation) -> str:
+def _table(all_measurements: Sequence[TypeMeasurements], recommendation: Recommendation) -> str:
     """Return every candidate and every result as CSV, ordered by node type, nodes and local batch."""
     by_config: dict[tuple[str, Config], list[Prediction]] = {}
     for row in recommendation.rows:
         by_config.setdefault((row.type, Config(row.nodes, row.batch)), []).append(row)
     rows = []
-    for survey in surveys:
-        known = {Config(row.nodes, row.batch): row for row in survey.forecast.predictions()}
-        for config, result in _configs(survey, by_config).items():
-            within = by_config.get((survey.type, config), [])
-            rows.append(_row(survey, config, known.get(config), result, recommendation, within))
+    for measurements in all_measurements:
+        known = {Config(row.nodes, row.batch): row for row in measurements.forecast.predictions()}
+        for config, result in _configs(measurements, by_config).items():
+            within = by_config.get((measurements.type, config), [])
+            rows.append(_row(measurements, config, known.get(config), result, recommendation, within))
     return frame(rows).to_csv(index=False)
 
 
 def _configs(
-    survey: Survey, within: Iterable[tuple[str, Config]]
+    measurements: TypeMeasurements, within: Iterable[tuple[str, Config]]
 ) -> dict[Config, Measured | OutOfMemory | Failed | None]:
     """Return all candidates of a node type and what was asked for besides, each with its probe."""
-    gpus = survey.part.spec.cluster.gpus_per_node
-    probes = {Config(result.nodes, result.local_batch * result.nodes * gpus): result for result in survey.results}
-    found = {*probes, *survey.forecast.candidates(), *(config for name, config in within if name == survey.type)}
+    gpus = measurements.part.spec.cluster.gpus_per_node
+    probes = {Config(result.nodes, result.local_batch * result.nodes * gpus): result for result in measurements.results}
+    found = {
+        *probes,
+        *measurements.forecast.candidates(),
+        *(config for name, config in within if name == measurements.type),
+    }
     return {config: probes.get(config) for config in sorted(found)}
 
 
 def _row(
-    survey: Survey,
+    measurements: TypeMeasurements,
     config: Config,
     known: Prediction | None,
     result: Measured | OutOfMemory | Failed | None,
@@ -96,14 +102,14 @@ def _row(
     within: Sequence[Prediction],
 ) -> dict[str, Any]:
     """Return one line of results.csv; every line has the same columns. `within`: its forecasts within the limits."""
-    forecast = survey.forecast
+    forecast = measurements.forecast
     why = "" if known else forecast.why_not(config) or forecast.why_unknown(config)
     row = known or (None if why else forecast.predict(config))
     spot = forecast.on_spot(row) if row else None
     probe = result if isinstance(result, Measured) else None
     gpus = forecast.spec.cluster.gpus_per_node
     return {
-        "node_type": survey.type,
+        "node_type": measurements.type,
         "nodes": config.nodes,
         "gpus_per_node": gpus,
         "batch": config.batch,

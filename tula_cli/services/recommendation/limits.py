@@ -2,16 +2,23 @@
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import get_args
 
+from tula_cli.errors import SpecError, require_positive
 from tula_cli.models.choice.grid import Config
 from tula_cli.models.choice.objective import Curve, Objective
+from tula_cli.plugins import nearest
 from tula_cli.run.records.recommendations import Prediction
-from tula_cli.words import counted
+from tula_cli.words import plural
 
 
 @dataclass(frozen=True)
 class Limits:
-    """What the user allows. None means no bound."""
+    """What the user allows. None means no bound.
+
+    Raises:
+        SpecError: a number of nodes or a batch below 1.
+    """
 
     nodes: int | None = None  # this number of nodes and no other
     max_nodes: int | None = None
@@ -19,6 +26,9 @@ class Limits:
     deadline_hours: float | None = None
     budget: float | None = None  # in the currency of the pricing
     same_progress: bool = False  # the deadline and the budget are for the same progress, not for the spec's epochs
+
+    def __post_init__(self) -> None:
+        require_positive(nodes=self.nodes, max_nodes=self.max_nodes, max_batch=self.max_batch)
 
     def hours(self, row: Prediction) -> float:
         return row.same_progress.hours if self.same_progress and row.same_progress else row.hours
@@ -58,13 +68,24 @@ class Limits:
 
 
 @dataclass(frozen=True)
-class Question:
-    """What is chosen by, and among what."""
+class Criteria:
+    """What is chosen by, and among what.
+
+    Raises:
+        SpecError: an objective or a curve that there is not.
+    """
 
     objective: Objective = "knee"
     limits: Limits = Limits()
     curve: Curve = "time"  # whose knee is looked for
     node_type: str | None = None  # this type of node only
+
+    def __post_init__(self) -> None:
+        for name, value, known in (("objective", self.objective, Objective), ("curve", self.curve, Curve)):
+            if value not in get_args(known):
+                raise SpecError(
+                    f"{name} {value!r} is none of {', '.join(get_args(known))}", nearest(str(value), get_args(known))
+                )
 
     @property
     def options(self) -> list[str]:
@@ -94,6 +115,6 @@ class _Bound:
 def described_limits(row: Prediction, currency: str) -> str:
     kind = f" of type {row.type}" * bool(row.type) + " on spot" * (row.market == "spot")
     return (
-        f"{counted(row.nodes)}{kind}, batch {row.batch} (local batch {row.local_batch}): {row.hours:.3g} hours,"
+        f"{plural(row.nodes)}{kind}, batch {row.batch} (local batch {row.local_batch}): {row.hours:.3g} hours,"
         f" {row.cost:.4g} {currency}"
     )

@@ -17,7 +17,7 @@ from tula_cli.run.records.probes import Failed, Measured, OutOfMemory
 from tula_cli.run.records.recommendations import Prediction
 from tula_cli.services.recommendation.limits import Limits
 from tula_cli.spec.job import JobSpec
-from tula_cli.words import counted
+from tula_cli.words import plural
 
 _DISAGREE = 0.15  # a second opinion that is further off than this share, and outside the interval, is told
 
@@ -25,7 +25,7 @@ Results = Sequence[Measured | OutOfMemory | Failed]
 
 
 @dataclass(frozen=True)
-class Survey:
+class TypeMeasurements:
     """What the probes of one type of node tell."""
 
     part: Part
@@ -55,9 +55,9 @@ class Survey:
         return found and found.model_copy(update={"type": row.type})
 
 
-def surveys_of(
+def measurements_of(
     parts: Sequence[Part], limits: Limits, pending: Mapping[str | None, int]
-) -> tuple[list[Survey], list[str]]:
+) -> tuple[list[TypeMeasurements], list[str]]:
     """Return what is known of each type, and what is to be said of those that are left out.
 
     Raises:
@@ -66,7 +66,7 @@ def surveys_of(
     found, errors = [], []
     for part in parts:
         try:
-            found.append(_survey(part, limits, pending=pending.get(part.type, 0)))
+            found.append(_type_measurements(part, limits, pending=pending.get(part.type, 0)))
         except (Pending, BadMeasurements, Infeasible) as error:
             errors.append((part, error))
     if not found:
@@ -74,26 +74,28 @@ def surveys_of(
     return found, [f"node type {part.type} is left out: {error.message}" for part, error in errors]
 
 
-def _survey(part: Part, limits: Limits, *, pending: int) -> Survey:
+def _type_measurements(part: Part, limits: Limits, *, pending: int) -> TypeMeasurements:
     results = part.run.results()
     forecast = _forecast(part.spec, results, part.run.attempts(), pending=pending)
     unknown = _unknown(forecast, limits)
     _require_enough(forecast, unknown, pending=pending)
-    return Survey(part, results, forecast, unknown, pending)
+    return TypeMeasurements(part, results, forecast, unknown, pending)
 
 
-def noise_of(surveys: Sequence[Survey], *, needed: bool) -> Noise | None:
+def noise_of(all_measurements: Sequence[TypeMeasurements], *, needed: bool) -> Noise | None:
     """Return the gradient noise scale that the probes of all node types tell: it is the job's, not the hardware's.
 
     Raises:
         Pending, BadMeasurements: it is needed, and no probe tells it yet, or none does.
     """
-    probes = [result for survey in surveys for result in survey.results if isinstance(result, Measured)]
+    probes = [
+        result for measurements in all_measurements for result in measurements.results if isinstance(result, Measured)
+    ]
     noise = efficiency.noise_scale(probe.gradients for probe in probes)
     if noise is not None or not needed:
         return noise
     why = f"no probe ({len(probes)} measured) tells the gradient noise that time to accuracy follows from"
-    if pending := sum(survey.pending for survey in surveys):
+    if pending := sum(measurements.pending for measurements in all_measurements):
         raise _pending(pending, why)
     raise BadMeasurements(
         why,
@@ -107,11 +109,12 @@ def epochs_of(chosen: Prediction, spec: JobSpec, objective: Objective) -> str:
     epochs, found = spec.train.epochs, chosen.same_progress
     if objective != "accuracy-time" or found is None:
         return f"every time is for {epochs} epochs, whatever the batch"
-    return (
+    needed = math.ceil(found.epochs)
+    told = (
         f"batch {chosen.batch} needs about {found.epochs:.3g} epochs ({found.epochs_low:.3g} to {found.epochs_high:.3g}) for"
-        f" the progress of {epochs} epochs at batch {spec.train.reference_batch}; tula train runs train.epochs, {epochs} as"
-        f" it is: --set train.epochs={math.ceil(found.epochs)} trains to the same progress"
+        f" the progress of {epochs} epochs at batch {spec.train.reference_batch}; tula train runs train.epochs, {epochs}"
     )
+    return told if needed == epochs else f"{told} as it is: --set train.epochs={needed} trains to the same progress"
 
 
 def rests_on(noise: Noise, spec: JobSpec) -> str:
@@ -166,7 +169,7 @@ def state_of_the_probes(results: Results, unknown: Mapping[Config, str], *, pend
     if pending:
         warnings.append(f"{_under_way(pending)}: the answer may change when they are done")
     warnings += [
-        f"the probe with {counted(result.nodes)} and local batch {result.local_batch} failed ({result.message});"
+        f"the probe with {plural(result.nodes)} and local batch {result.local_batch} failed ({result.message});"
         " tula profile runs it again"
         for result in results
         if isinstance(result, Failed)
@@ -196,7 +199,7 @@ def doubts(forecast: Forecast, choice: Choice, limits: Limits) -> list[str]:
     if late:
         warnings.append(f"the choice may miss the deadline: up to {limits.latest(chosen):.3g} hours (90 % interval)")
     if chosen.market == "on_demand" and forecast.spec.pricing.spot is not None and forecast.on_spot(chosen) is None:
-        warnings.append(f"no spot nodes for {counted(chosen.nodes)}: interruptions would leave no time to get anywhere")
+        warnings.append(f"no spot nodes for {plural(chosen.nodes)}: interruptions would leave no time to get anywhere")
     if chosen.market == "spot" and limits.deadline_hours is not None:
         warnings.append("the time on spot nodes is an expected one: a run with more interruptions takes longer")
     return warnings

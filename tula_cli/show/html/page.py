@@ -9,8 +9,10 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from tula_cli.services.comparison.accuracy import CompareReport, Curve, Row, Stat
+from tula_cli.services.comparison.accuracy import CompareReport, Curve, Row
+from tula_cli.show.compare import comparison_note, spread
 from tula_cli.show.html.svg import COLORS, Frame, Point, Series, axes, chart, drawing, look, round_numbers, short
+from tula_cli.words import method_label, plural
 
 REFERENCE_COLOR = "#000000"
 STYLE = """
@@ -51,16 +53,12 @@ def _metric_words(report: CompareReport) -> str:
     return "Top-1 accuracy (%)" if report.metric == "top1" else "Loss"
 
 
-def _label(method: str, *, reference: bool) -> str:
-    return f"{method} (reference)" if reference else method
-
-
 def _colors(rows: Iterable[Row]) -> dict[str, str]:
     """Return a colour for each method; the reference is black."""
     names = dict.fromkeys(row.method for row in rows if not row.reference)
     found = {name: COLORS[index % len(COLORS)] for index, name in enumerate(names)}
     reference = [row.method for row in rows if row.reference]
-    return {_label(method, reference=True): REFERENCE_COLOR for method in reference} | found
+    return {method_label(method, reference=True): REFERENCE_COLOR for method in reference} | found
 
 
 def _section(title: str, charts: Sequence[str]) -> Iterator[str]:
@@ -82,14 +80,14 @@ def _table(report: CompareReport) -> str:
         digits = 2 if accuracy else 4
         cells = (
             str(row.batch),
-            html.escape(_label(row.method, reference=row.reference)),
+            html.escape(method_label(row.method, reference=row.reference)),
             str(row.seeds),
-            *(_spread(value, digits) for value in ((row.top1, row.top5) if accuracy else (row.loss,))),
+            *(spread(value, digits) for value in ((row.top1, row.top5) if accuracy else (row.loss,))),
             "-" if row.gap is None else f"{row.gap:.{digits}f}",
             "-" if row.recovered is None else f"{100 * row.recovered:.0f}",
             "-" if row.samples is None else f"{row.samples:.0f}",
             "-" if row.hours is None else f"{60 * row.hours:.3g}",
-            _note(row),
+            comparison_note(row),
         )
         first = ' class="first"' if row.batch != batch else ""
         lines.append(f"<tr{first}>" + "".join(f"<td>{cell}</td>" for cell in cells) + "</tr>")
@@ -97,25 +95,12 @@ def _table(report: CompareReport) -> str:
     return f"<table>{''.join(lines)}</table>"
 
 
-def _spread(value: Stat | None, digits: int) -> str:
-    if value is None:
-        return "-"
-    return f"{value.mean:.{digits}f}" + ("" if value.sd is None else f" ± {value.sd:.{digits}f}")
-
-
-def _note(row: Row) -> str:
-    states: dict[str, int] = {}
-    for cell in row.cells:
-        states[cell.state] = states.get(cell.state, 0) + 1
-    return ", ".join(f"{count} {state}" for state, count in states.items() if state != "done")
-
-
 def _explained(report: CompareReport) -> str:
     lost = "top-1 lost" if report.metric == "top1" else "loss added"
     controls = any(row.method.startswith("lbt-x") for row in report.rows)
     return (
         f"{report.finished} of {report.total} trainings. Mean ± sample standard deviation over n seeds, after the last"
-        f" epoch, on {report.nodes} node{'s' * (report.nodes > 1)}. Gap: {lost} against lbt at batch"
+        f" epoch, on {plural(report.nodes)}. Gap: {lost} against lbt at batch"
         f" {report.reference_batch}. Recovered: the share of lbt's gap at the same batch that a method wins back; - where"
         " that gap is within the noise of the seeds, or not known (one seed, no lbt)."
         + " lbt-x2 and lbt-x4 are controls: the plain large batch with a learning rate raised by hand."
@@ -138,7 +123,7 @@ def _by_batch(report: CompareReport, colors: Mapping[str, str]) -> str:
     for row in report.rows:
         value = row.stat(report.metric)
         if value is not None:
-            label = _label(row.method, reference=row.reference)
+            label = method_label(row.method, reference=row.reference)
             found.setdefault(label, []).append(Point(batches.index(row.batch), value.mean, value.sd))
     series = [Series(name, colors[name], tuple(sorted(points, key=lambda p: p.x))) for name, points in found.items()]
     ticks = [(float(place), str(batch)) for place, batch in enumerate(batches)]
@@ -176,7 +161,7 @@ def _means(
     """Return the mean over seeds of what a row holds, against samples; at each place the seeds that have come so far."""
     found: dict[str, dict[float, list[float]]] = {}
     for curve in curves:
-        places = found.setdefault(_label(curve.cell.method, reference=curve.cell.reference), {})
+        places = found.setdefault(method_label(curve.cell.method, reference=curve.cell.reference), {})
         for row in curve.epochs:
             number = value(row)
             if isinstance(number, int | float) and math.isfinite(number):

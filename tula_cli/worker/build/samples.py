@@ -19,12 +19,12 @@ Samples = torch.utils.data.Dataset[Any]  # (input, target) by integer index, wit
 class Datasets:
     """Training and evaluation samples of one job."""
 
-    train: "Seeded"  # keys are (epoch, index)
-    eval: "Evaluated"  # keys are index
+    train: "SeededDataset"  # keys are (epoch, index)
+    eval: "EvaluationDataset"  # keys are index
     classes: int | None  # None where an imported dataset does not tell
 
 
-class Seeded(torch.utils.data.Dataset[Any]):
+class SeededDataset(torch.utils.data.Dataset[Any]):
     """Samples whose augmentation depends on (seed, epoch, index) alone, whatever process or rank loads them.
 
     Args:
@@ -46,7 +46,7 @@ class Seeded(torch.utils.data.Dataset[Any]):
         return as_plain(sample), as_label(target)
 
 
-class Evaluated(torch.utils.data.Dataset[Any]):
+class EvaluationDataset(torch.utils.data.Dataset[Any]):
     """Samples without augmentation, keyed by plain integers."""
 
     def __init__(self, samples: Samples) -> None:

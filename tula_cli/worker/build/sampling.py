@@ -1,13 +1,18 @@
 """Which sample is trained when: a pure function of (seed, epoch, samples done), whatever the batch and the world size."""
 
+import multiprocessing
+import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch.utils.data import DataLoader, Dataset, Sampler
 
+from tula_cli.host import devices
+from tula_cli.host.processes import die_with_parent
 from tula_cli.worker.seeding import stable_seed
 
 Key = tuple[int, int]
@@ -74,7 +79,7 @@ def train_loader(dataset: Dataset[Any], batches: Batches, *, workers: int, pin: 
         batch_sampler=batches,
         num_workers=workers,
         pin_memory=pin,
-        worker_init_fn=_start_loader if workers else None,
+        worker_init_fn=_starting() if workers else None,
     )
 
 
@@ -90,7 +95,7 @@ def eval_loader(
         num_workers=workers,
         pin_memory=pin,
         persistent_workers=workers > 0,
-        worker_init_fn=_start_loader if workers else None,
+        worker_init_fn=_starting() if workers else None,
     )
 
 
@@ -101,11 +106,21 @@ def fixed_loader(dataset: Dataset[Any], keys: list[Key], *, batch: int, workers:
         batch_sampler=[keys[start : start + batch] for start in range(0, len(keys), batch)],
         generator=torch.Generator(),
         num_workers=workers,
-        worker_init_fn=_start_loader if workers else None,
+        worker_init_fn=_starting() if workers else None,
     )
 
 
-def _start_loader(_: int) -> None:
+def _starting() -> Callable[[int], None]:
+    # Under a fork server that one is the parent, and ends with this process.
+    forked = multiprocessing.get_start_method() != "forkserver"
+    return partial(_start_loader, os.getpid() if forked else None)
+
+
+def _start_loader(parent: int | None, _: int) -> None:
+    # A worker sees between two batches only that its rank is gone, and the driver frees the rank's memory when the last
+    # copy of its device files is closed: the next attempt would meet both.
+    die_with_parent(parent)
+    devices.close_inherited()
     # SLURM tells every process of a job to end, but the rank still needs its data to reach the end of a step.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     torch.set_num_threads(1)

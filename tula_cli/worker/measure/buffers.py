@@ -1,12 +1,12 @@
 """What takes a GPU's memory beside tensors: libraries' workspaces, connections, DDP's buckets."""
 
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
 
 import torch
 from torch import nn
 
 from tula_cli.spec.job import JobSpec
+from tula_cli.worker.device import tensor_bytes
 
 MIB = 2**20
 FIRST_BUCKET, BUCKET = MIB, 25 * MIB
@@ -70,8 +70,3 @@ def libraries(spec: JobSpec) -> int:
     nodes, gpus = max(spec.search.nodes), spec.cluster.gpus_per_node
     channels = 0 if nodes * gpus == 1 else NCCL_CHANNELS["several" if gpus > 1 else "one GPU a node"]
     return CUDA_CONTEXT + CUBLAS_WORKSPACES + CUDNN_WORKSPACE + channels * NCCL_PEERS * NCCL_CONNECTION
-
-
-def tensor_bytes(values: Iterable[Any]) -> int:
-    """Return the bytes of the tensors among the values."""
-    return sum(v.numel() * v.element_size() for v in values if isinstance(v, torch.Tensor))

@@ -9,7 +9,7 @@ What no operation shows is in no recording: the workspaces that cuDNN or oneDNN 
 hold beside the tensors there is a heuristic, `libraries`; probes correct both.
 """
 
-from tula_cli.run.records.inspections import Footprint
+from tula_cli.run.records.components import Footprint
 from tula_cli.worker.measure.rehearsal import Rehearsal
 
 MICRO_BATCHES = tuple(2**power for power in range(17))
@@ -24,5 +24,6 @@ def footprints(rehearsal: Rehearsal, *, largest: int = MICRO_BATCHES[-1]) -> tup
     """
     below = [size for size in MICRO_BATCHES if size < largest]
     sizes = (*below, MICRO_BATCHES[min(len(below), len(MICRO_BATCHES) - 1)])
-    found, room = [rehearsal.measure(size) for size in dict.fromkeys(sizes)], rehearsal.room()
-    return tuple(row.model_copy(update={"room": round(room * row.peak)}) for row in found)
+    accumulate, room = rehearsal.spec.train.accumulate, rehearsal.room()
+    found = {size * accumulate: rehearsal.measure(size) for size in sizes}
+    return tuple(Footprint(local_batch=b, memory=memory, room=round(room * memory.peak)) for b, memory in found.items())

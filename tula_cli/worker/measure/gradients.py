@@ -18,7 +18,7 @@ from tula_cli.worker.train.loop import Step, Trainer
 
 
 @dataclass
-class NormSpy:
+class GradientNormRecorder:
     """Listens to DDP's reductions and, while it watches, sums the squares of each bucket before and after.
 
     Nothing is read by the host before the window is over: a step never waits. It knows nothing of the trainer: DDP
@@ -32,7 +32,7 @@ class NormSpy:
     steps: list[torch.Tensor] = field(default_factory=list)  # squared norms (local, reduced), one pair a step
 
     @classmethod
-    def attach(cls, trainer: Trainer) -> "NormSpy":
+    def attach(cls, trainer: Trainer) -> "GradientNormRecorder":
         """Attach to a trainer that has not stepped yet; DDP keeps it."""
         spy = cls(trainer.ranks)
         listen(trainer.ddp, spy)

@@ -19,11 +19,12 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from tula_cli.errors import JobFailed, Problem, SpecError, TulaError
+from tula_cli.host.processor import processor_name
 from tula_cli.models.halving import dearest
 from tula_cli.plugins import is_import_string
-from tula_cli.run.records.inspections import Footprint, Inspection
+from tula_cli.run.records.components import Footprint
+from tula_cli.run.records.inspections import Inspection
 from tula_cli.spec.job import JobSpec
-from tula_cli.worker import environment
 from tula_cli.worker.build import zoo
 from tula_cli.worker.build.datasets import build_datasets, check_sample, dataset_source, prepare
 from tula_cli.worker.build.ghost import refuse_without_batch_norm
@@ -78,9 +79,10 @@ def inspect_job(spec: JobSpec) -> Inspection:
         footprints=footprints,
         estimate_error=estimate_error,
         device=device,
-        hardware=torch.cuda.get_device_name() if device == "cuda" else environment.processor_name(),
+        hardware=torch.cuda.get_device_name() if device == "cuda" else processor_name(),
         capacity=_capacity(spec, device),
         cpus=len(os.sched_getaffinity(0)),
+        gpus=torch.cuda.device_count() if device == "cuda" else 0,
         process=process_memory("VmRSS"),
         warnings=tuple(warnings),
     )

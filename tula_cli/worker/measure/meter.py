@@ -1,13 +1,13 @@
 """Measuring steps: time, memory, gradients, and what it was measured on."""
 
 import statistics
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
-from tula_cli.run.records.probes import Memory
+from tula_cli.run.records.components import Components
 from tula_cli.worker.device import Clock, Mark, tensor_bytes
 from tula_cli.worker.ranks import Ranks
 
@@ -50,34 +50,31 @@ def split_memory(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
     *,
-    batch: Iterable[torch.Tensor],
+    batch: int,
     factors: int,
     peak: int,
     reserved: int,
-    capacity: int | None,
     libraries: int = 0,
     accumulate: int = 1,
-) -> Memory:
+) -> Components:
     """Split a peak as in Eq. 3: tensors are counted, activations are the rest. Bytes.
 
     The gradients are DDP's buckets (`gradient_as_bucket_view`). With several micro-batches a step the sum so far is
     beside them until the last one is reduced: a second copy.
     """
-    parameters = tensor_bytes(model.parameters()) + tensor_bytes(model.buffers())
+    parameters = tensor_bytes([*model.parameters(), *model.buffers()])
     gradients = tensor_bytes(p.grad if p.grad is not None else p for p in model.parameters() if p.requires_grad)
     gradients *= min(2, accumulate)
-    state = tensor_bytes(value for entry in optimizer.state.values() for value in entry.values())
-    inputs = tensor_bytes(batch)
-    return Memory(
+    state = tensor_bytes(tree_leaves(list(optimizer.state.values())))
+    return Components(
         parameters=parameters,
         gradients=gradients,
         optimizer=state,
         factors=factors,
-        batch=inputs,
-        activations=max(0, peak - parameters - gradients - state - factors - inputs),
+        batch=batch,
+        activations=max(0, peak - parameters - gradients - state - factors - batch),
         peak=peak,
         reserved=reserved,
-        capacity=capacity,
         libraries=libraries,
     )
 

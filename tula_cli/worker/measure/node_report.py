@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -26,7 +27,8 @@ from tula_cli.run.directory import RunDir
 from tula_cli.run.records.cluster_reports import ClusterReport, NodeReport, Transfer
 from tula_cli.run.records.tasks import CheckTask
 from tula_cli.spec.job import JobSpec
-from tula_cli.worker.device import driver_version, nccl_version
+from tula_cli.worker import nccl
+from tula_cli.worker.device import driver_version, gpu_id, nccl_version
 from tula_cli.worker.ranks import Ranks, joined
 
 ROUNDS = 20  # of a question about the time
@@ -47,7 +49,7 @@ class Gpu:
 
 
 @dataclass(frozen=True)
-class View:
+class RankReport:
     """What one rank sees of its node."""
 
     host: str
@@ -71,7 +73,7 @@ class View:
         return json.dumps(asdict(self))
 
     @classmethod
-    def loads(cls, text: str) -> "View":
+    def loads(cls, text: str) -> "RankReport":
         content = json.loads(text)
         return cls(**{**content, "gpus": tuple(Gpu(**gpu) for gpu in content["gpus"])})
 
@@ -89,32 +91,24 @@ def look(task: CheckTask, run: RunDir, *, attempt: int) -> None:
     """
     write_error = _sign_in(task, run)  # before the ranks meet: who signed is told from who never came
     over_gloo = task.spec.cluster.model_copy(update={"device": "cpu"})
-    with joined(over_gloo, handover=run.handover_path(task.id, attempt)) as me:
-        views = [View.loads(text) for text in me.gather(_view(task, run, me, write_error).dumps())]
-        first_ranks = range(0, me.world, task.spec.cluster.gpus_per_node)
-        clocks = [_clock(me, rank) for rank in first_ranks]
-        device = _device(task.spec, me, views)
+    with joined(over_gloo, handover=run.handover_path(task.id, attempt)) as ranks:
+        views = [RankReport.loads(text) for text in ranks.gather(_view(task, run, ranks, write_error).dumps())]
+        first_ranks = range(0, ranks.world, task.spec.cluster.gpus_per_node)
+        clocks = [_clock(ranks, rank) for rank in first_ranks]
+        nodes = [
+            _node_report(number, views[rank : rank + task.spec.cluster.gpus_per_node], clock)
+            for number, (rank, clock) in enumerate(zip(first_ranks, clocks, strict=True))
+        ]
+        device = _device(task.spec, ranks, views)
         backend = "nccl" if device.type == "cuda" else "gloo"
-        everyone = _group(range(me.world), backend=backend)
-        assert everyone is not None
-        latency = _latency(everyone, device)
-        transfers = _between_nodes(first_ranks, backend=backend, device=device)
-        if me.first:
-            nodes = [
-                _node_report(number, views[rank : rank + task.spec.cluster.gpus_per_node], clock)
-                for number, (rank, clock) in enumerate(zip(first_ranks, clocks, strict=True))
-            ]
-            run.checks.write_report(
-                ClusterReport(
-                    id=task.id,
-                    job=task.job,
-                    backend=backend,
-                    ranks=me.world,
-                    nodes=tuple(nodes),
-                    transfers=tuple(transfers),
-                    latency=latency,
-                )
-            )
+        report = ClusterReport(id=task.id, job=task.job, backend=backend, ranks=ranks.world, nodes=tuple(nodes))
+        if ranks.first:
+            run.checks.write_draft(
+                report
+            )  # a broken NCCL may end this process, and what is known so far is wanted then
+        report = report.model_copy(update=_network(ranks, first_ranks, backend=backend, device=device))
+        if ranks.first:
+            run.checks.write_report(report)
 
 
 def _sign_in(task: CheckTask, run: RunDir) -> str:
@@ -128,14 +122,14 @@ def _sign_in(task: CheckTask, run: RunDir) -> str:
 # --- one node
 
 
-def _view(task: CheckTask, run: RunDir, me: Ranks, write_error: str) -> View:
+def _view(task: CheckTask, run: RunDir, ranks: Ranks, write_error: str) -> RankReport:
     gpus = _gpus()
     # What gloo was told to use, by the spec or by the site's own environment.
     address = network.own_address(os.environ.get("GLOO_SOCKET_IFNAME") or task.spec.cluster.interface)
-    return View(
+    return RankReport(
         host=platform.node(),
         gpus=gpus,
-        own=gpus[me.local_rank % len(gpus)].id if gpus else "",
+        own=gpus[ranks.local_rank % len(gpus)].id if gpus else "",
         driver=driver_version() if gpus else "",
         torch=torch.__version__,
         cuda=torch.version.cuda or torch.version.hip or "",
@@ -154,7 +148,7 @@ def _view(task: CheckTask, run: RunDir, me: Ranks, write_error: str) -> View:
 
 def _gpus() -> tuple[Gpu, ...]:
     found = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
-    return tuple(Gpu(str(getattr(p, "uuid", index)), p.name, p.total_memory) for index, p in enumerate(found))
+    return tuple(Gpu(gpu_id(index), p.name, p.total_memory) for index, p in enumerate(found))
 
 
 def node_memory(meminfo: Path = Path("/proc/meminfo")) -> int:
@@ -171,16 +165,22 @@ def dataset_there(spec: JobSpec) -> bool | None:
     return os.access(Path(spec.dataset.root).expanduser(), os.R_OK | os.X_OK)
 
 
-def _node_report(number: int, views: Sequence[View], clock: tuple[float, float]) -> NodeReport:
+def _node_report(number: int, views: Sequence[RankReport], clock: tuple[float, float]) -> NodeReport:
     """Join what the ranks of one node see: each may see all GPUs or one."""
     first = views[0]
     gpus = {gpu.id: gpu for view in views for gpu in view.gpus}
+    own = [view.own for view in views]
     return NodeReport(
         node=number,
         host=first.host,
         ranks=len(views),
         gpus=tuple(gpu.name for gpu in gpus.values()),
         gpu_memory=min((gpu.memory for gpu in gpus.values()), default=None),
+        shared_gpus=tuple(
+            tuple(rank for rank, name in enumerate(own) if name == gpu)
+            for gpu in dict.fromkeys(filter(None, own))
+            if own.count(gpu) > 1
+        ),
         clock_offset=clock[0],
         clock_error=clock[1],
         write_error=next((view.write_error for view in views if view.write_error), ""),
@@ -197,20 +197,20 @@ _SAME_IN_BOTH = (
 # --- between nodes
 
 
-def _clock(me: Ranks, rank: int) -> tuple[float, float]:
+def _clock(ranks: Ranks, rank: int) -> tuple[float, float]:
     """Return, on rank 0, how far the clock of `rank` is ahead of its own, and how wrong that may be. Seconds.
 
     Of some round trips the shortest counts: the answer was given in the middle of it, give or take half of it.
     """
     best = (math.inf, 0.0)
     for _ in range(ROUNDS if rank else 0):
-        if me.first:
+        if ranks.first:
             best = min(best, _round_trip(rank))
-        elif me.rank == rank:
+        elif ranks.rank == rank:
             dist.recv(torch.zeros(1, dtype=torch.float64), src=0)
             dist.send(torch.tensor([time.time()], dtype=torch.float64), dst=0)
     length, offset = best
-    return (offset, length / 2) if rank and me.first else (0.0, 0.0)
+    return (offset, length / 2) if rank and ranks.first else (0.0, 0.0)
 
 
 def _round_trip(rank: int) -> tuple[float, float]:
@@ -223,18 +223,37 @@ def _round_trip(rank: int) -> tuple[float, float]:
     return end - start, float(answer.item()) - (start + end) / 2
 
 
-def _device(spec: JobSpec, me: Ranks, views: Sequence[View]) -> torch.device:
+def _device(spec: JobSpec, ranks: Ranks, views: Sequence[RankReport]) -> torch.device:
     """Return where the transfers start and end: on GPUs if every rank of every node has one of its own."""
     if spec.cluster.device == "cpu" or not own_gpus(views):
         return torch.device("cpu")
-    device = torch.device("cuda", me.local_rank % torch.cuda.device_count())
+    device = torch.device("cuda", ranks.local_rank % torch.cuda.device_count())
     torch.cuda.set_device(device)
     return device
 
 
-def own_gpus(views: Sequence[View]) -> bool:
+def own_gpus(views: Sequence[RankReport]) -> bool:
     """Return whether every rank has a GPU that no other has: NCCL refuses two ranks on one."""
     return len({(view.host, view.own) for view in views if view.own}) == len(views)
+
+
+def _network(ranks: Ranks, first_ranks: Sequence[int], *, backend: str, device: torch.device) -> dict[str, Any]:
+    """Return fields of the report: how fast the ranks exchange tensors, or why they cannot; every rank takes part."""
+    found: dict[str, Any] = {}
+    error = ""
+    with nccl.listening(wanted=backend == "nccl", to="complaints"):
+        try:
+            everyone = _group(range(ranks.world), backend=backend)
+            assert everyone is not None
+            found["latency"] = _latency(everyone, device)
+            if len(first_ranks) > 1:
+                found["transfers"] = tuple(_between(first_ranks[:2], backend=backend, device=device))
+            if backend == "nccl" and len(first_ranks) < ranks.world:
+                found["inside"] = tuple(_between((0, 1), backend=backend, device=device))
+        except RuntimeError as failure:  # torch's errors of a backend are RuntimeErrors
+            error = "; ".join([str(failure).strip().splitlines()[0], *nccl.complaints()])
+    errors = [text for text in ranks.gather(error) if text]  # over gloo, as the ranks have met
+    return {"network_error": errors[0]} if errors else found
 
 
 def _latency(group: dist.ProcessGroup, device: torch.device) -> float:
@@ -245,12 +264,10 @@ def _latency(group: dist.ProcessGroup, device: torch.device) -> float:
     return statistics.median(_times(lambda: dist.all_reduce(number, group=group), timed, device))
 
 
-def _between_nodes(first_ranks: Sequence[int], *, backend: str, device: torch.device) -> list[Transfer]:
-    """Return transfers between the first ranks of the first two nodes; the other ranks only help to make the group."""
-    if len(first_ranks) < 2:
-        return []
-    pair = _group(first_ranks[:2], backend=backend)
-    return [] if pair is None else list(_transfers(pair, device))
+def _between(pair: Sequence[int], *, backend: str, device: torch.device) -> list[Transfer]:
+    """Return transfers between two ranks; the other ranks only help to make the group."""
+    group = _group(pair, backend=backend)
+    return [] if group is None else list(_transfers(group, device))
 
 
 def _group(members: Sequence[int], *, backend: str) -> dist.ProcessGroup | None:

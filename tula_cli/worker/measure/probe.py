@@ -8,15 +8,17 @@ from dataclasses import dataclass
 
 from tula_cli.models.efficiency import Pair, summarise
 from tula_cli.models.halving import dearest
-from tula_cli.run.directory import RunDir, probe_id
+from tula_cli.run.directory import RunDir
+from tula_cli.run.records.components import Components
 from tula_cli.run.records.probes import GradientStats, Measured, OutOfMemory, Overheads
-from tula_cli.run.records.tasks import ProbeTask
+from tula_cli.run.records.tasks import ProbeTask, probe_identity
 from tula_cli.spec.job import JobSpec
 from tula_cli.worker import device, environment
 from tula_cli.worker.build.samples import Datasets
 from tula_cli.worker.build.sampling import Position
+from tula_cli.worker.energy import EnergyMeter
 from tula_cli.worker.measure import meter as worker_measure_meter
-from tula_cli.worker.measure.gradients import NormSpy, halves
+from tula_cli.worker.measure.gradients import GradientNormRecorder, halves
 from tula_cli.worker.ranks import Ranks
 from tula_cli.worker.train import checkpoint, evaluation
 from tula_cli.worker.train import loop as worker_train_loop
@@ -35,28 +37,40 @@ def run_probes(task: ProbeTask, run: RunDir, ranks: Ranks, datasets: Datasets, *
         started_at: Unix time at which the supervisor started this attempt.
     """
     task = task.model_copy(update={"spec": dearest(task.spec)})
-    once: Once | None = None
+    overheads: JobOverheads | None = None
     for local_batch in task.local_batches:
         wanted = ranks.first and run.current_probe(task) == local_batch
         if not ranks.from_first(int(wanted)):
             continue
-        once = once or _once(task, run, ranks, datasets, local_batch=local_batch, started_at=started_at)
-        result = measure(task, ranks, datasets, local_batch=local_batch, once=once)
+        overheads = overheads or _job_overheads(
+            task, run, ranks, datasets, local_batch=local_batch, started_at=started_at
+        )
+        result = measure(task, ranks, datasets, local_batch=local_batch, overheads=overheads)
         if ranks.first:
             run.write_result(result)
 
 
 @dataclass(frozen=True)
-class Once:
+class JobOverheads:
     """What is measured once a job. Seconds."""
 
     startup: float
     save: float
 
+    def beside(self, trainer: Trainer, *, eval_time: float, refresh_time: float) -> Overheads:
+        """Return them with those of one probe."""
+        return Overheads(
+            startup=self.startup,
+            eval_batch=eval_time,
+            eval_batch_size=trainer.micro_batch,
+            checkpoint=self.save,
+            refresh=refresh_time,
+        )
 
-def _once(
+
+def _job_overheads(
     task: ProbeTask, run: RunDir, ranks: Ranks, datasets: Datasets, *, local_batch: int, started_at: float
-) -> Once:
+) -> JobOverheads:
     """Take the first steps of this process, which load libraries and their buffers: no probe shall count those."""
     trainer = _trainer(task, ranks, datasets, local_batch=local_batch)
     stream = endless(trainer)
@@ -64,7 +78,7 @@ def _once(
     trainer.clock.seconds(first.start, first.end)
     startup = time.time() - started_at
     next(stream)
-    return Once(startup=ranks.largest(startup), save=ranks.largest(_save_time(trainer, run)))
+    return JobOverheads(startup=ranks.largest(startup), save=ranks.largest(_save_time(trainer, run)))
 
 
 def _trainer(task: ProbeTask, ranks: Ranks, datasets: Datasets, *, local_batch: int) -> Trainer:
@@ -78,56 +92,32 @@ def _trainer(task: ProbeTask, ranks: Ranks, datasets: Datasets, *, local_batch: 
 
 
 def measure(
-    task: ProbeTask, ranks: Ranks, datasets: Datasets, *, local_batch: int, once: Once
+    task: ProbeTask, ranks: Ranks, datasets: Datasets, *, local_batch: int, overheads: JobOverheads
 ) -> Measured | OutOfMemory:
     """Run one probe."""
-    memory_meter = device.MemoryMeter(ranks.device)
-    memory_meter.reset()
+    meter = device.MemoryMeter(ranks.device)
+    meter.reset()
     trainer = _trainer(task, ranks, datasets, local_batch=local_batch)
-    spy = NormSpy.attach(trainer)
+    norms = GradientNormRecorder.attach(trainer)
     stream = endless(trainer)
     search = task.spec.search
     warmup = [next(stream)]
     # With factors in place the timed steps scale as training does.
     warmup.append(_step_with_refresh(trainer, stream))
     warmup += itertools.islice(stream, search.warmup_steps - 2)
-    memory_meter.settled()
-    timed = list(spy.watch(itertools.islice(stream, search.steps), trainer.scaler))
+    meter.settled()
+    timed, energy = _timed(trainer, norms, itertools.islice(stream, search.steps))
     refresh_time = _refresh_time(trainer, stream, timed)
-    evaluator = evaluation.Evaluator(trainer)
-    eval_time = _eval_time(trainer, evaluator)
-    peak, reserved = memory_meter.peak()  # before the gradients are looked at, which takes memory too
-    retries = int(ranks.largest(memory_meter.allocator_retries()))
-    assert trainer.last_batch is not None
-    memory = worker_measure_meter.split_memory(
-        trainer.ddp.module,
-        trainer.base,
-        batch=trainer.last_batch,
-        factors=trainer.ags.memory() if trainer.ags else 0,
-        peak=int(ranks.largest(peak)),
-        reserved=int(ranks.largest(reserved)),
-        capacity=worker_measure_meter.capacity(ranks, task.spec.cluster.memory_per_gpu),
-        libraries=int(ranks.largest(memory_meter.libraries(task.spec.cluster.memory_per_gpu))),
-        accumulate=trainer.parts,
-    )
-    gradients = _gradients(trainer, spy, stream)
+    eval_time = _eval_time(trainer)
+    memory = _memory(trainer, meter)  # before the gradients are looked at, which takes memory too
+    retries = int(ranks.largest(meter.allocator_retries()))
+    gradients = _gradients(trainer, norms, stream)
     sync_time = _synchronisation(trainer, stream)
     compute_time = _local_work(trainer, stream)
-    identity = probe_id(task.nodes, local_batch)
     if retries:
-        return OutOfMemory(
-            id=identity,
-            nodes=task.nodes,
-            gpus_per_node=task.spec.cluster.gpus_per_node,
-            local_batch=local_batch,
-            assumed=False,
-            message=f"it ran only because the allocator flushed its cache {retries} times",
-        )
+        return _overfull(task, local_batch, retries)
     return Measured(
-        id=identity,
-        nodes=task.nodes,
-        gpus_per_node=task.spec.cluster.gpus_per_node,
-        local_batch=local_batch,
+        **probe_identity(task, local_batch),
         batch=trainer.batch,
         accumulate=trainer.parts,
         step_times=tuple(_seconds(trainer, timed)),
@@ -136,20 +126,46 @@ def measure(
         compute_time=compute_time,
         data_wait=statistics.median(trainer.clock.seconds(step.start, step.loaded) for step in timed),
         memory=memory,
+        capacity=worker_measure_meter.capacity(ranks, task.spec.cluster.memory_per_gpu),
         gradients=gradients,
-        overheads=Overheads(
-            startup=once.startup,
-            eval_batch=eval_time,
-            eval_batch_size=trainer.micro_batch,
-            checkpoint=once.save,
-            refresh=refresh_time,
-        ),
+        overheads=overheads.beside(trainer, eval_time=eval_time, refresh_time=refresh_time),
         environment=environment.environment(ranks),
         dataset_size=len(datasets.train),
         eval_size=len(datasets.eval),
+        energy=energy,
         allocator_retries=retries,
         oversubscribed=environment.oversubscribed(ranks, ranks_here=_ranks_here(task, ranks)),
         measured_at=time.time(),
+    )
+
+
+def _timed(trainer: Trainer, norms: GradientNormRecorder, stream: Iterator[Step]) -> tuple[list[Step], float | None]:
+    """Take the timed steps; return them, and the joules of one on all GPUs (None where they have no counter)."""
+    meter = EnergyMeter(trainer.ranks)
+    steps = list(norms.watch(stream, trainer.scaler))
+    joules = meter.joules()
+    return steps, None if joules is None else joules / len(steps)
+
+
+def _overfull(task: ProbeTask, local_batch: int, retries: int) -> OutOfMemory:
+    message = f"it ran only because the allocator flushed its cache {retries} times"
+    return OutOfMemory(**probe_identity(task, local_batch), assumed=False, message=message)
+
+
+def _memory(trainer: Trainer, meter: device.MemoryMeter) -> Components:
+    """Return the memory of the steps so far, the most of all ranks."""
+    ranks, limit = trainer.ranks, trainer.spec.cluster.memory_per_gpu
+    peak, reserved = meter.peak()
+    assert trainer.last_batch is not None
+    return worker_measure_meter.split_memory(
+        trainer.ddp.module,
+        trainer.base,
+        batch=device.tensor_bytes(trainer.last_batch),
+        factors=trainer.ags.memory() if trainer.ags else 0,
+        peak=int(ranks.largest(peak)),
+        reserved=int(ranks.largest(reserved)),
+        libraries=int(ranks.largest(meter.libraries(limit))),
+        accumulate=trainer.parts,
     )
 
 
@@ -187,8 +203,9 @@ def _step_with_refresh(trainer: Trainer, stream: Iterator[Step]) -> Step:
     return step
 
 
-def _eval_time(trainer: Trainer, evaluator: evaluation.Evaluator) -> float:
+def _eval_time(trainer: Trainer) -> float:
     """Return the seconds of one evaluation batch; the first pass starts the loader's processes and is not counted."""
+    evaluator = evaluation.Evaluator(trainer)
     evaluator.run(max_batches=1)
     batches = min(EVAL_BATCHES, len(evaluator.loader))
     began = time.perf_counter()
@@ -197,10 +214,10 @@ def _eval_time(trainer: Trainer, evaluator: evaluation.Evaluator) -> float:
     return (time.perf_counter() - began) / max(1, batches)
 
 
-def _gradients(trainer: Trainer, spy: NormSpy, stream: Iterator[Step]) -> GradientStats:
+def _gradients(trainer: Trainer, norms: GradientNormRecorder, stream: Iterator[Step]) -> GradientStats:
     """Return the gradient norms of the timed steps; where no probe of the search has two ranks, those of half batches."""
     if _ranks_at_most(trainer) > 1 or trainer.micro_batch < 4:  # batch norm cannot do with one sample
-        return summarise(spy.pairs(), local_batch=trainer.local_batch, batch=trainer.batch)
+        return summarise(norms.pairs(), local_batch=trainer.local_batch, batch=trainer.batch)
     pairs: list[Pair] = []
     _take(trainer, stream, lambda: pairs.append(halves(trainer)))
     half = trainer.micro_batch // 2

@@ -14,11 +14,13 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from tula_cli.models.memory.allocator import Usage, plain, replay
 from tula_cli.optim.parts.gradient_scaling import chunks
 from tula_cli.plugins import is_import_string
-from tula_cli.run.records.inspections import Footprint
+from tula_cli.run.records.components import Components
 from tula_cli.spec.job import JobSpec
 from tula_cli.worker.build import zoo
 from tula_cli.worker.build.recompute import apply_activation_checkpointing
-from tula_cli.worker.measure.buffers import buckets, libraries, pieces, tensor_bytes
+from tula_cli.worker.device import tensor_bytes
+from tula_cli.worker.measure.buffers import buckets, libraries, pieces
+from tula_cli.worker.measure.meter import split_memory
 from tula_cli.worker.measure.storages import AsOnGpu, LiveStorages
 from tula_cli.worker.methods.plain import Memory
 from tula_cli.worker.methods.table import method_of
@@ -114,10 +116,19 @@ class Rehearsal:
         inputs, targets = self.sample
         return tree_map_only(torch.Tensor, fake, inputs), tree_map_only(torch.Tensor, fake, targets)
 
-    def measure(self, micro_batch: int) -> Footprint:
+    def measure(self, micro_batch: int) -> Components:
         """Return the memory of one optimizer step at a micro-batch; the step itself is rehearsed once."""
         usage = self._replayed(micro_batch)
-        return self._split(micro_batch, peak=usage.allocated, reserved=usage.reserved)
+        return split_memory(
+            self.model,
+            self.optimizer,
+            batch=micro_batch * tensor_bytes(tree_leaves(self.sample)),
+            factors=tensor_bytes(self.factors),
+            peak=usage.allocated,
+            reserved=usage.reserved,
+            libraries=libraries(self.spec) if self.gpu else 0,
+            accumulate=self.spec.train.accumulate,
+        )
 
     def room(self) -> float:
         """Return the least room that the allocator gets by with, as a multiple of the memory in use.
@@ -217,7 +228,8 @@ class Rehearsal:
         before = self._copies()
         self.optimizer.step()
         if before and self.gpu and self.memory.after:
-            before += self._copies()
+            for chunk in chunks(before, range(len(before))):
+                torch.empty(2 * sum(before[i].numel() for i in chunk), dtype=before[0].dtype)  # both outcomes
         before.clear()
         self.factors = new or self.factors
         self.optimizer.zero_grad()
@@ -234,25 +246,6 @@ class Rehearsal:
     def _copies(self) -> list[torch.Tensor]:
         """Return what the parameters were, where what a step does to them is changed: scaled by AGS, or turned."""
         return [p.detach().clone() for p in self.memory.before]
-
-    def _split(self, micro_batch: int, *, peak: int, reserved: int) -> Footprint:
-        parameters = tensor_bytes([*self.model.parameters(), *self.model.buffers()])
-        # Between micro-batches the gradients so far are beside the buckets that the last one fills.
-        gradients = tensor_bytes(self.buckets.values()) * min(2, self.spec.train.accumulate)
-        state = tensor_bytes(tree_leaves(list(self.optimizer.state.values())))
-        factors, inputs = tensor_bytes(self.factors), micro_batch * tensor_bytes(tree_leaves(self.sample))
-        return Footprint(
-            local_batch=micro_batch * self.spec.train.accumulate,
-            parameters=parameters,
-            gradients=gradients,
-            optimizer=state,
-            factors=factors,
-            batch=inputs,
-            activations=max(0, peak - parameters - gradients - state - factors - inputs),
-            libraries=libraries(self.spec) if self.gpu else 0,
-            peak=peak,
-            reserved=reserved,
-        )
 
 
 def rehearse(spec: JobSpec, sample: tuple[Any, Any], *, classes: int | None, gpu: bool = False) -> Rehearsal:

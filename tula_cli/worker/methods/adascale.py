@@ -13,7 +13,7 @@ from tula_cli.spec.job import JobSpec
 from tula_cli.worker.methods.plain import Configuration, Loop, Plain
 
 
-class Gaining(Plain):
+class WithAdaScale(Plain):
     """Compares the gradients of two sizes of batch, so that one rank alone needs two micro-batches."""
 
     least_parts_why = "AdaScale's half batches"
@@ -39,9 +39,10 @@ class Gaining(Plain):
         """Show AdaScale the gradient of the first micro-batch, where no other rank has one to compare with."""
         if loop.ranks.world > 1:
             return
-        gradients = [p.grad for p in loop.ddp.parameters() if p.grad is not None]
-        unscaled = loop.parts / loop.scaler.get_scale()  # the loss was divided by the one and multiplied by the other
-        _adascale(loop).observe(squared_norm(gradients) * unscaled**2, loop.micro_batch)
+        square = squared_norm([p.grad for p in loop.ddp.parameters() if p.grad is not None])
+        # the loss was divided by the one and multiplied by the other, which stays on the device
+        unscaled = loop.parts / loop.scaler.scale(torch.ones_like(square))
+        _adascale(loop).observe(square * unscaled**2, loop.micro_batch)
 
     def remarks(self, loop: Loop) -> list[str]:
         if loop.batch > loop.spec.train.reference_batch:
@@ -60,4 +61,4 @@ def _adascale(loop: Loop) -> AdaScale:
     return loop.optimizer
 
 
-METHOD = Gaining()
+METHOD = WithAdaScale()

@@ -12,7 +12,7 @@ from tula_cli.spec.job import JobSpec
 from tula_cli.worker.methods.plain import Configuration, Loop, Memory, Plain
 
 
-class Turned(Plain):
+class WithOrtho(Plain):
     """Turns the step of each matrix."""
 
     def wrap(
@@ -34,4 +34,4 @@ class Turned(Plain):
         return loop.optimizer  # turning a step is local work
 
 
-METHOD = Turned()
+METHOD = WithOrtho()

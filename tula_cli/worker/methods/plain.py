@@ -57,13 +57,15 @@ class Memory:
     factors: bool = False  # an element's, or a tensor's
     small_batch: bool = False  # the gradient of a small batch beside the large one's
     before: Sequence[nn.Parameter] = ()  # those whose value before the step is kept until it is changed
-    after: bool = False  # and their value after the step too
+    after: bool = False  # and for a moment, a part at a time, two copies of their value after the step
 
 
 class Plain:
     """A method; each of its own says what it does otherwise."""
 
     least_parts_why = "ranks x train.accumulate"
+    evaluates_averages = False
+    """Whether `evaluating` puts other weights into the model, at which BatchNorm's statistics are taken anew."""
 
     def base(self, spec: JobSpec, parameters: Sequence[nn.Parameter]) -> torch.optim.Optimizer:
         """Return the base optimizer, the spec's or what takes its place.

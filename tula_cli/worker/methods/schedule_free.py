@@ -2,6 +2,8 @@
 
 The package's optimizers train one point (y) and evaluate another (x), the average of the steps. Going from y to x and
 back rounds: the y that were left are put back as they were, so that an evaluation, or a checkpoint, changes no step.
+BatchNorm's running statistics come of the steps, at y; before an evaluation they are taken anew at x, and stay: no step
+reads them, and a checkpoint that is saved there holds what belongs to its weights.
 """
 
 from collections.abc import Iterator
@@ -20,6 +22,8 @@ OF = {"SGD": "SGDScheduleFree", "AdamW": "AdamWScheduleFree"}
 
 class ScheduleFree(Plain):
     """SGD or AdamW of the package schedulefree; a checkpoint's model has the averaged weights."""
+
+    evaluates_averages = True
 
     def instead(self, spec: JobSpec) -> type[torch.optim.Optimizer] | None:
         try:

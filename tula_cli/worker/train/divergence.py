@@ -19,7 +19,7 @@ LEAST_SCALE = 1e-4
 
 
 @dataclass
-class Watch:
+class DivergenceDetector:
     """Looks at the losses, and where something is to be saved at the weights, of one training on this rank."""
 
     trainer: Trainer

@@ -1,5 +1,7 @@
-"""Evaluation on the held-out samples."""
+"""Evaluation on the held-out samples, and the statistics of BatchNorm that it takes."""
 
+import contextlib
+import itertools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -7,9 +9,17 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from tula_cli.worker.build.sampling import eval_loader
+from tula_cli.worker.seeding import seed_torch, stable_seed
+from tula_cli.worker.train import loop as worker_train_loop
 from tula_cli.worker.train.loop import Trainer, autocast, to_device
+
+STATISTICS_SAMPLES = 4096
+"""Training samples of all ranks, a tenth of the training set at most, that statistics of BatchNorm are taken over."""
+
+_STREAM = 0x4E4F  # parts this module's random numbers from the job's others
 
 
 @dataclass(frozen=True)
@@ -47,6 +57,8 @@ class Evaluator:
             between: called after each batch that every rank has, so it may communicate; it may raise.
         """
         with self.trainer.method.evaluating(self.trainer):
+            if self.trainer.method.evaluates_averages and max_batches is None:
+                average_statistics(self.trainer, between=between)
             return self._run(max_batches, between)
 
     def _run(self, max_batches: int | None, between: Callable[[], None]) -> Evaluation:
@@ -91,6 +103,65 @@ class Evaluator:
         return torch.stack(
             [value.double().to(inputs.device) for value in (loss * count, hits1, hits5, torch.tensor(count))]
         )
+
+
+def average_statistics(trainer: Trainer, *, between: Callable[[], None] = lambda: None) -> None:
+    """Take BatchNorm's statistics anew at the weights that are in the model, the same on all ranks, which all take part.
+
+    They are those of the training batches that come next: a run that has to leave in between, or is resumed, finds the
+    same ones. Random numbers of the training stay as they are.
+    """
+    ranks = trainer.ranks
+    samples = min(STATISTICS_SAMPLES, len(trainer.datasets.train) // 10)
+    batches = max(1, samples // (ranks.world * trainer.micro_batch))
+    with torch.random.fork_rng(devices=[ranks.device] if ranks.device.type == "cuda" else []):
+        seed_torch(stable_seed(trainer.spec.train.seed, _STREAM, trainer.position.samples, ranks.rank), ranks.device)
+        norms = renew_statistics(trainer, batches=batches, between=between)
+    for norm in norms:
+        for mean in (norm.running_mean, norm.running_var):
+            assert mean is not None
+            dist.all_reduce(mean)
+            mean.div_(ranks.world)
+
+
+@torch.no_grad()
+def renew_statistics(trainer: Trainer, *, batches: int, between: Callable[[], None]) -> list[_BatchNorm]:
+    """Average this rank's statistics of BatchNorm anew over so many of its next training micro-batches.
+
+    Means over batches of their means and (unbiased) variances, as torch.optim.swa_utils.update_bn takes them. Nothing
+    else of the model changes.
+
+    Args:
+        trainer: its model is left in training mode.
+        batches: at most; there may be fewer in two epochs.
+        between: called after each batch, on every rank; it may raise.
+
+    Returns:
+        The modules; none where the model has none, and then no batch is loaded.
+    """
+    modules = list(trainer.ddp.modules())
+    norms = [module for module in modules if isinstance(module, _BatchNorm) and module.track_running_stats]
+    if not norms:
+        return []
+    found = set(norms)
+    others = [buffer for module in modules if module not in found for buffer in module.buffers(recurse=False)]
+    kept, momenta = [buffer.clone() for buffer in others], [norm.momentum for norm in norms]
+    trainer.ddp.train()
+    for norm in norms:
+        norm.reset_running_stats()
+        norm.momentum = None  # the mean of all that come, also where a ghost batch takes its part of a batch
+    try:
+        with contextlib.closing(worker_train_loop.inputs(trainer)) as stream:
+            for inputs in itertools.islice(stream, batches):
+                with autocast(trainer):
+                    trainer.ddp.module(inputs)
+                between()
+    finally:
+        for norm, momentum in zip(norms, momenta, strict=True):
+            norm.momentum = momentum
+        for buffer, value in zip(others, kept, strict=True):
+            buffer.copy_(value)
+    return norms
 
 
 def _is_classification(outputs: Any, targets: torch.Tensor) -> bool:

@@ -1,9 +1,9 @@
-"""The largest eigenvalue of the loss's Hessian, beside the norm of its gradient (Figure 5b), on demand.
+"""The extreme eigenvalues of the loss's Hessian, beside the norm of its gradient (Figure 5b), on demand.
 
-Power iteration with Hessian-vector products by double backward (Pearlmutter 1994; PyHessian of Yao et al. 2020 does the
-same), on a fixed, seeded part of the training set. The model is in evaluation mode, so that the loss is a plain mean
-over samples: it depends neither on how many ranks share them nor on which samples sit in one batch, and dropout is off.
-Nothing of the training changes: modes, buffers, gradients and random number generators are afterwards as they were.
+Lanczos' iteration with Hessian-vector products by double backward (Pearlmutter 1994), on a fixed, seeded part of the
+training set. The model is in evaluation mode, so that the loss is a plain mean over samples: it depends neither on how
+many ranks share them nor on which samples sit in one batch, and dropout is off. Nothing of the training changes: modes,
+buffers, gradients and random number generators are afterwards as they were.
 """
 
 import itertools
@@ -27,8 +27,10 @@ from tula_cli.worker.seeding import seed_torch, stable_seed
 from tula_cli.worker.train.loop import Trainer
 
 TOLERANCE = 0.05
-"""Residual |Hv - rv| as a share of |r| that ends the iteration; the error of r is of the order of its square."""
+"""Bound on the error of an eigenvalue, as a share of the largest magnitude of one, that ends the iteration."""
 MAX_ITERATIONS = 100
+FAILURE = 0.01
+"""Probability, over the random start, that an error is above its bound."""
 
 _SHARE = 4  # a double backward holds about so many times the memory of a training step with as many samples
 _STREAM = 0x4E55  # parts this module's random numbers from the job's others
@@ -42,13 +44,18 @@ Product = Callable[[Tensor], Tensor]  # v -> H v, both flat
 
 
 @dataclass(frozen=True)
-class Eigenvalue:
-    """What a power iteration found."""
+class Extremes:
+    """Both ends of a spectrum: what Lanczos' iteration finds lies within them."""
 
-    value: float  # v'Hv at the end
-    size: float  # |Hv| at the end: at most the largest magnitude of an eigenvalue, and its best estimate
+    largest: float  # the most positive one, or less
+    smallest: float  # the most negative one, or more
+    error: float  # neither is off by more, with probability 1 - FAILURE; infinity where nothing can be said
     iterations: int
     converged: bool
+
+    @property
+    def magnitude(self) -> float:
+        return max(abs(self.largest), abs(self.smallest))
 
 
 @dataclass(frozen=True)
@@ -57,6 +64,7 @@ class Curvature:
 
     eigenvalue: float  # the largest (the most positive one)
     smoothness: float  # the largest magnitude of an eigenvalue: the local L of Lemma 1
+    error: float  # that both may have, by `lanczos`
     gradient_norm: float  # on the same samples
     loss: float
     iterations: int  # Hessian-vector products
@@ -74,6 +82,16 @@ def step_size_bound(smoothness: float, s_min: float, s_max: float) -> float | No
     return 2 * s_min / (smoothness * s_max**2) if smoothness > 0 else None
 
 
+def lemma_1(trainer: Trainer, smoothness: float) -> dict[str, float | None]:
+    """Return what Lemma 1 needs and says, as a row of metrics.jsonl holds it.
+
+    `s_min` and `s_max` are the interval of what gradients are multiplied by, unscaled steps included.
+    """
+    ags = trainer.ags
+    low, high = (1.0, 1.0) if ags is None or ags.identity else (ags.bounds.low, ags.bounds.high)
+    return {"s_min": low, "s_max": high, "lr": trainer.lr, "lr_bound": step_size_bound(smoothness, low, high)}
+
+
 def measure(trainer: Trainer, *, samples: int, between: Callable[[], None] = lambda: None) -> Curvature:
     """Measure the curvature at the trainer's weights; every rank takes its share of the samples, all return the same.
 
@@ -88,7 +106,7 @@ def measure(trainer: Trainer, *, samples: int, between: Callable[[], None] = lam
     began = time.monotonic()
     with _unchanged(trainer.ddp.module), _graphs_allowed():
         batches = _batches(trainer, samples)
-        surface = Surface(trainer.ddp.module, trainer.loss, batches, trainer.ranks, seed=trainer.spec.train.seed)
+        surface = LossSurface(trainer.ddp.module, trainer.loss, batches, trainer.ranks, seed=trainer.spec.train.seed)
         loss, gradient = surface.gradient()
 
         def product(vector: Tensor) -> Tensor:
@@ -96,14 +114,15 @@ def measure(trainer: Trainer, *, samples: int, between: Callable[[], None] = lam
             between()
             return result
 
-        largest, strongest = extremes(product, surface.direction())
+        found = lanczos(product, surface.direction())
     return Curvature(
-        eigenvalue=largest.value,
-        smoothness=max(strongest.size, abs(largest.value)),
+        eigenvalue=found.largest,
+        smoothness=found.magnitude,
+        error=found.error,
         gradient_norm=_norm(gradient),
         loss=loss,
-        iterations=largest.iterations,
-        converged=largest.converged,
+        iterations=found.iterations,
+        converged=found.converged,
         batch=surface.samples,
         seconds=time.monotonic() - began,
     )
@@ -112,44 +131,65 @@ def measure(trainer: Trainer, *, samples: int, between: Callable[[], None] = lam
 # --- the iteration
 
 
-def power_iteration(
-    product: Product, start: Tensor, *, shift: float = 0.0, tolerance: float = TOLERANCE, most: int = MAX_ITERATIONS
-) -> Eigenvalue:
-    """Return the eigenvalue of largest magnitude of a symmetric operator plus `shift` times the identity.
+def lanczos(product: Product, start: Tensor, *, tolerance: float = TOLERANCE, most: int = MAX_ITERATIONS) -> Extremes:
+    """Return both ends of the spectrum of a symmetric operator, with at most `most` products.
 
-    Ends where |Hv - rv| <= tolerance |r|, r = v'Hv: then an eigenvalue is that close to r. Does not get there where
-    eigenvalues of about the same magnitude differ in sign.
+    A residual |Hv - rv| does not tell when to end: it is small beside any eigenvalue, an inner one too. So the bound is
+    that for a random start: after k products neither end is missed by more than `missed_share` of the spectrum's width,
+    whatever the spectrum. Fewer products do where they span all that the start is made of. Three vectors are held;
+    nothing is made orthogonal again, which finds eigenvalues more than once and the extreme ones no later (Paige 1980).
+
+    Args:
+        product: v -> H v, flat; its result is changed.
+        start: drawn from a normal distribution.
+        tolerance: bound on the error, as a share of the largest magnitude, that ends the iteration.
+        most: products.
     """
-    vector = start / torch.linalg.vector_norm(start)
-    value = size = 0.0
-    for iteration in itertools.count(1):
-        image = product(vector)
-        if shift:
-            image.add_(vector, alpha=shift)
-        value, size = float(torch.dot(vector, image)), _norm(image)
-        residual = math.sqrt(max(0.0, size**2 - value**2))  # |v| = 1
-        if residual <= tolerance * abs(value) or iteration == most or not math.isfinite(size):
-            break
-        vector = image.div_(size)
-    return Eigenvalue(value, size, iteration, math.isfinite(size) and residual <= tolerance * abs(value))
+    rounding = 10 * torch.finfo(start.dtype).eps
+    size, vector, before, beta = len(start), start / torch.linalg.vector_norm(start), torch.zeros_like(start), 0.0
+    del start  # it is as large as all that is trained
+    diagonal: list[float] = []
+    beside: list[float] = []
+    for count in itertools.count(1):
+        image = product(vector).sub_(before, alpha=beta)
+        diagonal.append(float(torch.dot(vector, image)))
+        beta = _norm(image.sub_(vector, alpha=diagonal[-1]))
+        if not math.isfinite(beta):
+            return Extremes(math.nan, math.nan, math.inf, count, converged=False)
+        smallest, largest = _ends(diagonal, beside)
+        magnitude = max(abs(smallest), abs(largest))
+        exhausted = beta <= rounding * magnitude
+        error = rounding * magnitude if exhausted else _error(count, size, largest - smallest)
+        if (converged := error <= tolerance * magnitude) or count == most:
+            return Extremes(largest, smallest, error, count, converged)
+        before, vector = vector, image.div_(beta)
+        beside.append(beta)
+    raise AssertionError("the iteration has an end")
 
 
-def extremes(
-    product: Product, start: Tensor, *, tolerance: float = TOLERANCE, most: int = MAX_ITERATIONS
-) -> tuple[Eigenvalue, Eigenvalue]:
-    """Return (the most positive eigenvalue, that of largest magnitude), with at most 2 x `most` products.
+def missed_share(products: int, size: int) -> float:
+    """Return the share of a spectrum's width that so many products miss at each end at most, with probability 1 - FAILURE.
 
-    Where the one of largest magnitude is negative, or two of opposite signs contend, a second iteration with the
-    spectrum shifted above zero finds the most positive one. The first counts all iterations.
+    Kuczynski and Wozniakowski 1992, Theorem 4.2: for a start uniform on the sphere in R^n, the largest eigenvalue of a
+    positive operator is missed by more than the share s with probability 1.648 sqrt(n) exp(-sqrt(s) (2k - 1)) at most.
+    A shift makes every operator positive, with the width as its largest eigenvalue; each end has half of FAILURE.
     """
-    strongest = power_iteration(product, start, tolerance=tolerance, most=most)
-    if (strongest.converged and strongest.value >= 0) or not math.isfinite(strongest.size):
-        return strongest, strongest
-    shift = strongest.size
-    # shifted, the largest may be twice as large: half the tolerance is as much of the smoothness as before
-    found = power_iteration(product, start, shift=shift, tolerance=tolerance / 2, most=most)
-    value, iterations = found.value - shift, strongest.iterations + found.iterations
-    return Eigenvalue(value, abs(value), iterations, found.converged), strongest
+    return (math.log(2 * 1.648 * math.sqrt(size) / FAILURE) / (2 * products - 1)) ** 2
+
+
+def _error(products: int, size: int, width: float) -> float:
+    """Return the bound on the error of both ends, where they are `width` apart as they were found."""
+    share = missed_share(products, size)
+    return share * width / (1 - 2 * share) if share < 0.5 else math.inf
+
+
+def _ends(diagonal: Sequence[float], beside: Sequence[float]) -> tuple[float, float]:
+    """Return the smallest and the largest eigenvalue of a symmetric tridiagonal matrix."""
+    matrix = torch.tensor(diagonal, dtype=torch.float64).diag()
+    if beside:
+        matrix += torch.tensor(beside, dtype=torch.float64).diag(-1)  # eigvalsh reads the lower triangle
+    values = torch.linalg.eigvalsh(matrix)
+    return float(values[0]), float(values[-1])
 
 
 def _norm(vector: Tensor) -> float:
@@ -159,7 +199,7 @@ def _norm(vector: Tensor) -> float:
 # --- the loss as a function of the weights
 
 
-class Surface:
+class LossSurface:
     """The mean loss over fixed samples, and its derivatives by the trainable parameters as one flat vector.
 
     Args:

@@ -19,8 +19,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
 
-import torch
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.data import Subset
 
 from tula_cli.models import halving
@@ -31,9 +29,9 @@ from tula_cli.run.records.tasks import TrainTask
 from tula_cli.spec.ags import Arm
 from tula_cli.spec.job import JobSpec
 from tula_cli.worker.build.datasets import build_datasets
-from tula_cli.worker.build.samples import Datasets, Evaluated, Seeded
+from tula_cli.worker.build.samples import Datasets, EvaluationDataset, SeededDataset
 from tula_cli.worker.build.sampling import Position, permutation
-from tula_cli.worker.preemption import Leaving
+from tula_cli.worker.preemption import PreemptionHandler
 from tula_cli.worker.ranks import Ranks
 from tula_cli.worker.train import checkpoint, evaluation
 from tula_cli.worker.train import loop as worker_train_loop
@@ -88,14 +86,14 @@ class Choice:
 
 
 @dataclass(frozen=True)
-class Bench:
+class BranchContext:
     """What every branch begins with."""
 
     task: TrainTask
     ranks: Ranks
     datasets: Datasets  # without the held-out part, which is the evaluation set
     epoch: float
-    leaving: Leaving
+    preemption: PreemptionHandler
 
     @functools.cached_property
     def start(self) -> dict[str, Any]:
@@ -108,7 +106,7 @@ class Bench:
         return copy.deepcopy(checkpoint.state(trainer, best={}))
 
     def check(self) -> None:
-        self.leaving.check(reserve=0.0)  # there is nothing to save
+        self.preemption.check(reserve=0.0)  # there is nothing to save
 
 
 def chosen(task: TrainTask, run: RunDir, ranks: Ranks) -> Choice | None:
@@ -161,7 +159,9 @@ def give_up(task: TrainTask, run: RunDir, ranks: Ranks, *, samples: int) -> None
     ranks.from_first(0)  # no rank looks for a checkpoint before
 
 
-def tune(task: TrainTask, run: RunDir, ranks: Ranks, datasets: Datasets, *, leaving: Leaving, log: Log) -> Choice:
+def tune(
+    task: TrainTask, run: RunDir, ranks: Ranks, datasets: Datasets, *, preemption: PreemptionHandler, log: Log
+) -> Choice:
     """Train branches until one arm is left, for a training that stands where they part; what is recorded is kept.
 
     Args:
@@ -169,33 +169,33 @@ def tune(task: TrainTask, run: RunDir, ranks: Ranks, datasets: Datasets, *, leav
         run: where; rank 0 writes its tuning.json after each branch.
         ranks: the process group; all of them take rank 0's decisions.
         datasets: `held_out` of the task's.
-        leaving: who tells when to leave.
+        preemption: who tells when to leave.
         log: takes a row of kind "branch" for each.
 
     Raises:
-        Left: the ranks leave; the branch under way is lost.
+        Preempted: the ranks leave; the branch under way is lost.
     """
     newest = checkpoint.load_for_all(run, task.signature, ranks)
     assert newest is not None
     position = Position(**newest["position"])
-    bench = Bench(
+    context = BranchContext(
         task=task,
         ranks=ranks,
         datasets=datasets,
         epoch=position.epoch + position.done / (len(datasets.train) + len(datasets.eval)),
-        leaving=leaving,
+        preemption=preemption,
     )
     arms = halving.arms(task.spec, task.batch)
-    tuning = _record(bench, run, position, arms)
+    tuning = _record(context, run, position, arms)
     if ranks.first:
         run.write_tuning(tuning)
     while (turn := _turn(tuning, ranks)) is not None:
-        branch = _branch(bench, arms[turn.arm], turn, control=_control(tuning, turn))
+        branch = _branch(context, arms[turn.arm], turn, control=_control(tuning, turn))
         tuning = tuning.model_copy(update={"branches": (*tuning.branches, branch)})
         if ranks.first:
             run.write_tuning(tuning)
             told = branch.model_dump(exclude={"samples"})  # of a row they are the training's
-            log("branch", position, bench.epoch, **told, trained=branch.samples, eta=_seconds_left(bench, tuning))
+            log("branch", position, context.epoch, **told, trained=branch.samples, eta=_seconds_left(context, tuning))
     if ranks.first:
         _, winner = halving.standing([arm.name for arm in arms], tuning.branches)
         run.write_tuning(tuning.model_copy(update={"chosen": next(arm for arm in arms if arm.name == winner)}))
@@ -219,25 +219,25 @@ def held_out(spec: JobSpec, datasets: Datasets, *, batch: int) -> Datasets:
     if plain != spec.transforms:
         view = build_datasets(spec.model_copy(update={"transforms": plain})).train.samples
     return Datasets(
-        train=Seeded(Subset(datasets.train.samples, sorted(order[count:])), seed=spec.train.seed),
-        eval=Evaluated(Subset(view, sorted(order[:count]))),
+        train=SeededDataset(Subset(datasets.train.samples, sorted(order[count:])), seed=spec.train.seed),
+        eval=EvaluationDataset(Subset(view, sorted(order[:count]))),
         classes=datasets.classes,
     )
 
 
-def _record(bench: Bench, run: RunDir, position: Position, arms: tuple[Arm, ...]) -> Tuning:
+def _record(context: BranchContext, run: RunDir, position: Position, arms: tuple[Arm, ...]) -> Tuning:
     """Return what is recorded of this tuning; one of another batch, checkpoint or other arms counts for nothing."""
-    task, batch = bench.task, bench.task.batch
-    whole = len(bench.datasets.train) // batch * batch
+    task, batch = context.task, context.task.batch
+    whole = len(context.datasets.train) // batch * batch
     fresh = Tuning(
         signature=task.signature,
         batch=batch,
         start=position.samples,
-        epoch=bench.epoch,
+        epoch=context.epoch,
         arms=arms,
         beginning=task.spec.auto.after * whole if len(arms) > 1 else 0,
     )
-    found = run.training(bench.task.signature).tuning() if bench.ranks.first else None
+    found = run.training(context.task.signature).tuning() if context.ranks.first else None
     alike = found is not None and fresh == found.model_copy(update={"branches": (), "chosen": None})
     return found if found is not None and alike else fresh
 
@@ -256,77 +256,61 @@ def _control(tuning: Tuning, turn: Turn) -> Branch | None:
     return next((branch for branch in same if branch.arm == halving.CONTROL), None)
 
 
-def _branch(bench: Bench, arm: Arm, turn: Turn, *, control: Branch | None) -> Branch:
+def _branch(context: BranchContext, arm: Arm, turn: Turn, *, control: Branch | None) -> Branch:
     """Train one branch and judge it."""
     began = time.monotonic()
-    length = halving.epochs(bench.task.spec, turn.rung)
-    trainer = _trainer(bench, arm, length)
+    length = halving.epochs(context.task.spec, turn.rung)
+    trainer = _trainer(context, arm, length)
     start = trainer.position.samples
-    per_epoch = len(bench.datasets.train) // trainer.batch
-    finite = _train(bench, trainer, halving.branch_steps(bench.task.spec, turn.rung, per_epoch))
+    per_epoch = len(context.datasets.train) // trainer.batch
+    finite = _train(context, trainer, halving.branch_steps(context.task.spec, turn.rung, per_epoch))
     if finite:
-        _settle(bench, trainer)
-    result = evaluation.Evaluator(trainer).run(between=bench.check) if finite else None
+        # The running ones trail the weights by some ten steps, which is most of a short branch: they would judge it by them.
+        evaluation.renew_statistics(trainer, batches=SETTLE, between=context.check)
+    result = evaluation.Evaluator(trainer).run(between=context.check) if finite else None
     samples = trainer.position.samples - start
     return Branch(
         arm=arm.name,
         rung=turn.rung,
-        epochs=samples / len(bench.datasets.train),
+        epochs=samples / len(context.datasets.train),
         samples=samples,
         loss=_known(result.loss) if result else None,
         top1=_known(result.top1) if result else None,
-        diverged=result is None or _has_diverged(result, bench.datasets.classes, control),
+        diverged=result is None or _has_diverged(result, context.datasets.classes, control),
         seconds=time.monotonic() - began,
     )
 
 
-def _trainer(bench: Bench, arm: Arm, length: float) -> Trainer:
+def _trainer(context: BranchContext, arm: Arm, length: float) -> Trainer:
     """Return a fresh trainer where the arms part, for a branch of so many epochs."""
-    start, choice = bench.start, Choice(arm, bench.epoch)
-    trainer = _build(bench, arm)
+    start, choice = context.start, Choice(arm, context.epoch)
+    trainer = _build(context, arm)
     checkpoint.restore(trainer, copy.deepcopy(start))  # an optimizer takes the tensors over as they are
-    trainer.lr_factor = lambda epoch: choice.lr_factor(epoch) * halving.cooling(epoch, start=bench.epoch, length=length)
+    trainer.lr_factor = lambda epoch: (
+        choice.lr_factor(epoch) * halving.cooling(epoch, start=context.epoch, length=length)
+    )
     return trainer
 
 
-def _build(bench: Bench, arm: Arm) -> Trainer:
+def _build(context: BranchContext, arm: Arm) -> Trainer:
     """Return a trainer of an arm, without the held-out part, at the very beginning."""
     gc.collect()  # a DDP object and its model hold each other: the branch before is let go before this one is built
-    task = Choice(arm, bench.epoch).task(bench.task)
+    task = Choice(arm, context.epoch).task(context.task)
     return worker_train_loop.build(
-        task, bench.ranks, bench.datasets, batch=task.batch, workers=task.workers, refresh=True
+        task, context.ranks, context.datasets, batch=task.batch, workers=task.workers, refresh=True
     )
 
 
-def _train(bench: Bench, trainer: Trainer, steps: int) -> bool:
+def _train(context: BranchContext, trainer: Trainer, steps: int) -> bool:
     """Train so many steps; return whether the loss stayed finite, else at once."""
     with contextlib.closing(worker_train_loop.steps(trainer)) as stream:
         for count, step in enumerate(itertools.islice(stream, steps), 1):
-            bench.check()
+            context.check()
             if count % LOOK == 0 or count == steps:
                 finite = math.isfinite(float(step.loss))
-                if bench.ranks.largest(float(not finite)):
+                if context.ranks.largest(float(not finite)):
                     return False
     return True
-
-
-@torch.no_grad()
-def _settle(bench: Bench, trainer: Trainer) -> None:
-    """Average the statistics of BatchNorm anew over some training batches.
-
-    The running ones trail the weights by some ten steps, which is most of a short branch: they would judge it by them.
-    """
-    norms = [m for m in trainer.ddp.modules() if isinstance(m, _BatchNorm) and m.track_running_stats]
-    if not norms:
-        return
-    for norm in norms:
-        norm.reset_running_stats()
-        norm.momentum = None  # the mean of all that come, also where a ghost batch takes its part of a batch
-    with contextlib.closing(worker_train_loop.inputs(trainer)) as stream:
-        for inputs in itertools.islice(stream, SETTLE):
-            with worker_train_loop.autocast(trainer):
-                trainer.ddp.module(inputs)
-            bench.check()
 
 
 def _has_diverged(result: Evaluation, classes: int | None, control: Branch | None) -> bool:
@@ -343,11 +327,11 @@ def _known(value: float) -> float | None:
     return value if math.isfinite(value) else None
 
 
-def _seconds_left(bench: Bench, tuning: Tuning) -> float:
+def _seconds_left(context: BranchContext, tuning: Tuning) -> float:
     """Return the time until the training's end, by the pace of the branches so far."""
-    size, epochs = len(bench.datasets.train) + len(bench.datasets.eval), bench.task.spec.train.epochs
-    planned = halving.plan(bench.task.spec, batch=bench.task.batch, dataset_size=size)
+    size, epochs = len(context.datasets.train) + len(context.datasets.eval), context.task.spec.train.epochs
+    planned = halving.plan(context.task.spec, batch=context.task.batch, dataset_size=size)
     trained = sum(branch.samples for branch in tuning.branches)
     pace = sum(branch.seconds for branch in tuning.branches) / max(1, trained)  # seconds a sample
-    branches = max(0, planned.steps * bench.task.batch - tuning.samples)
-    return pace * (branches + (epochs - bench.epoch) * size)
+    branches = max(0, planned.steps * context.task.batch - tuning.samples)
+    return pace * (branches + (epochs - context.epoch) * size)

@@ -1,42 +1,50 @@
-"""How an attempt ended: by what its ranks wrote, else by the last words of their log."""
+"""Why an attempt ended: by what its ranks wrote, else by the end of their log."""
 
 import re
 import signal
-import socket
 import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from tula_cli.host.outcome import classify, root
+from tula_cli.host.devices import has_gpu
+from tula_cli.host.network import node_name
+from tula_cli.host.outcome import classify, root, telling_line
 from tula_cli.run.directory import RunDir
 from tula_cli.run.records.base import OutcomeClass
 from tula_cli.run.records.jobs import Attempt, Failure
+from tula_cli.run.records.probes import Measured
 from tula_cli.run.records.tasks import Task
 
-TAIL = 20_000  # bytes of a log that are read for its last words
+TAIL = 20_000  # bytes of a log that are read
 CGROUPS = Path("/sys/fs/cgroup")
 
 _CRASH = re.compile(r"exitcode *: *-(?:11|6)\b")  # SIGSEGV, SIGABRT
 
 
 @dataclass(frozen=True)
-class Ending:
-    """How the ranks of one attempt ended; `outcome` None is well."""
+class ExitReason:
+    """Why the ranks of one attempt ended; `outcome` None is well."""
 
     outcome: OutcomeClass | None
     message: str = ""
     rank: int | None = None
     host: str = ""
 
+    @property
+    def words(self) -> str:
+        """What happened, and where if it is about that node or its devices."""
+        on_node = self.outcome in ("device_fault", "device_error") and self.host
+        return f"{self.message} on {self.host}" if on_node else self.message
+
     @classmethod
-    def of(cls, failure: Failure) -> "Ending":
-        """Return the ending that a rank's failure tells."""
+    def of(cls, failure: Failure) -> "ExitReason":
+        """Return the reason that a rank's failure tells."""
         return cls(failure.outcome, failure.message, failure.rank, failure.host)
 
 
 @dataclass(frozen=True)
-class Seen:
-    """What a supervisor saw of what it started: of several processes, of the one that failed first."""
+class RankExit:
+    """How what a supervisor started has exited: of several processes, the one that failed first."""
 
     exit_code: int
     oom_kill: bool  # the kernel killed a process for memory meanwhile
@@ -44,72 +52,81 @@ class Seen:
     rank: int  # that this is about; under torchrun the first of those it has started
 
 
-def own_ending(run: RunDir, task: Task, attempt: Attempt, seen: Seen) -> Ending:
+def own_reason(run: RunDir, task: Task, attempt: Attempt, exited: RankExit) -> ExitReason:
     """Tell how the ranks of this supervisor ended when they did not end well."""
-    device = _device(task)
+    device = _device(run, task)
     failure = root(run.failures(task.id, attempt.number))
-    shot = seen.oom_kill and seen.exit_code < 0  # own evidence outweighs what others saw
+    shot = exited.oom_kill and exited.exit_code < 0  # own evidence outweighs what others saw
     if failure is not None and failure.outcome != "peer" and not shot:
-        return Ending.of(failure)
-    words = last_words(seen.log)
-    root_cause = words.rpartition("Root Cause")[2]  # torchrun's summary of the rank that failed first
-    outcome = classify(words, exit_code=seen.exit_code, device=device)
+        return ExitReason.of(failure)
+    words = _log_tail(exited.log)
+    summary = words.rpartition("Root Cause")[2]  # torchrun's summary of the rank that failed first
+    outcome = classify(words, exit_code=exited.exit_code, device=device)
     if outcome in ("peer", "unknown"):  # that a rank was killed says more than that its peers noticed
         # SIGABRT is no kill: torch ends its own process by it over a lost peer.
-        told = "" if seen.exit_code < 0 and seen.exit_code != -signal.SIGABRT else root_cause
-        outcome = classify(told, exit_code=seen.exit_code, device=device)
-    host = socket.gethostname()
-    if outcome == "signal" and task.spec.cluster.memory_per_gpu and device == "cpu" and _crashed(seen, root_cause):
+        told = "" if exited.exit_code < 0 and exited.exit_code != -signal.SIGABRT else summary
+        outcome = classify(told, exit_code=exited.exit_code, device=device)
+    host = node_name()
+    if told := telling_line(words) if outcome in ("device_fault", "device_error") else "":
+        return ExitReason(outcome, told, exited.rank, host)
+    if outcome == "signal" and task.spec.cluster.memory_per_gpu and device == "cpu" and _crashed(exited, summary):
         # Native code that does not check an allocation crashes under the limit instead of raising.
-        return Ending("device_oom", f"crashed under cluster.memory_per_gpu: {_last_line(root_cause)}", host=host)
-    if seen.oom_kill and outcome in ("signal", "unknown", "peer"):
+        return ExitReason("device_oom", f"crashed under cluster.memory_per_gpu: {_last_line(summary)}", host=host)
+    if exited.oom_kill and outcome in ("signal", "unknown", "peer"):
         message = "the kernel killed a process for memory"
-        return Ending("device_oom" if device == "cpu" else "host_oom", message, seen.rank, host)
+        return ExitReason("device_oom" if device == "cpu" else "host_oom", message, exited.rank, host)
     if failure is not None and outcome in ("unknown", "peer"):
-        return Ending("peer", failure.message, failure.rank, failure.host)
-    killed = _killed(seen.exit_code)
-    return Ending(outcome, killed or _last_line(root_cause), seen.rank if killed else None, host)
+        return ExitReason("peer", failure.message, failure.rank, failure.host)
+    killed = _killed(exited.exit_code)
+    return ExitReason(outcome, killed or _last_line(summary), exited.rank if killed else None, host)
 
 
-def _device(task: Task) -> str:
-    return "cpu" if task.spec.cluster.device == "cpu" or not Path("/dev/nvidiactl").exists() else "cuda"
+def _device(run: RunDir, task: Task) -> str:
+    """Return what the ranks computed on: as asked for, else as probes saw it, else by what this node has."""
+    asked = task.spec.cluster.device
+    if asked != "auto":
+        return asked
+    seen = {result.environment.device for result in run.results() if isinstance(result, Measured)}
+    if seen:
+        return "cpu" if seen == {"cpu"} else "cuda"
+    return "cuda" if has_gpu() else "cpu"
 
 
-def _crashed(seen: Seen, root_cause: str) -> bool:
-    return bool(_CRASH.search(root_cause)) or seen.exit_code in (-signal.SIGSEGV, -signal.SIGABRT)
+def _crashed(exited: RankExit, summary: str) -> bool:
+    return bool(_CRASH.search(summary)) or exited.exit_code in (-signal.SIGSEGV, -signal.SIGABRT)
 
 
 def _killed(exit_code: int) -> str:
     return f"its process was killed by {signal.Signals(-exit_code).name}" if exit_code < 0 else ""
 
 
-def report(run: RunDir, task: Task, attempt: Attempt, seen: Seen, own: Ending) -> None:
-    """Write down how this supervisor's ranks ended, if none of them has: the supervisor of task 0 reads it."""
-    if any(failure.rank == seen.rank for failure in run.failures(task.id, attempt.number)):
+def report(run: RunDir, task: Task, attempt: Attempt, exited: RankExit, own: ExitReason) -> None:
+    """Write down how this supervisor's ranks ended, if none of them has: the leader reads it."""
+    if any(failure.rank == exited.rank for failure in run.failures(task.id, attempt.number)):
         return
     run.write_failure(
         Failure(
             task=task.id,
             attempt=attempt.number,
-            rank=seen.rank,
-            host=socket.gethostname(),
+            rank=exited.rank,
+            host=node_name(),
             pid=attempt.pid,
             # What another rank has told is not told once more in this one's name, by another clock.
-            outcome=own.outcome or "unknown" if own.rank in (None, seen.rank) else "peer",
+            outcome=own.outcome or "unknown" if own.rank in (None, exited.rank) else "peer",
             message=own.message,
-            detail=last_words(seen.log),
+            detail=_log_tail(exited.log),
             failed_at=time.time(),
         )
     )
 
 
-def told_by_all(run: RunDir, task: Task, attempt: Attempt, own: Ending) -> Ending:
+def root_cause(run: RunDir, task: Task, attempt: Attempt, own: ExitReason) -> ExitReason:
     """Tell the attempt's end from what the ranks of all supervisors wrote."""
     failure = root(run.failures(task.id, attempt.number))
-    return Ending.of(failure) if failure else own
+    return ExitReason.of(failure) if failure else own
 
 
-def last_words(log: Path) -> str:
+def _log_tail(log: Path) -> str:
     if not log.exists():
         return ""
     with open(log, "rb") as file:

@@ -1,0 +1,75 @@
+"""Makes one error, for its real words: `python -m gpu.provoke KIND`. Nothing here reads or writes memory it has not."""
+
+import sys
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from gpu.rig import alone
+from gpu.watch import fill
+
+
+def allocator() -> None:
+    torch.empty(2**50, dtype=torch.uint8, device="cuda")
+
+
+def cublas() -> None:
+    """Make the first matrix product when nothing is left for cuBLAS's handle and workspace."""
+    a, b = torch.randn(64, 64, device="cuda"), torch.randn(64, 64, device="cuda")
+    out = torch.empty(64, 64, device="cuda")
+    held = fill()
+    torch.mm(a, b, out=out)
+    torch.cuda.synchronize()
+    raise SystemExit(f"it ran, with {len(held)} blocks held")
+
+
+def cudnn() -> None:
+    """Make the first convolution, forward and backward, when nothing is left for cuDNN."""
+    layer = nn.Conv2d(64, 64, 3, padding=1, device="cuda")
+    images = torch.randn(8, 64, 56, 56, device="cuda", requires_grad=True)
+    held = fill(2**23)
+    layer(images).sum().backward()
+    torch.cuda.synchronize()
+    raise SystemExit(f"it ran, with {len(held)} blocks held")
+
+
+def nccl() -> None:
+    """Make the first reduction when nothing is left for NCCL's buffers."""
+    with alone("cuda"):
+        numbers = torch.ones(1024, device="cuda")
+        held = fill()
+        dist.all_reduce(numbers)
+        torch.cuda.synchronize()
+        raise SystemExit(f"it ran, with {len(held)} blocks held")
+
+
+def device_assert() -> None:
+    """Look up an index that an embedding has not: the kernel's own check fails."""
+    nn.Embedding(4, 4, device="cuda")(torch.tensor([5], device="cuda"))
+    torch.cuda.synchronize()
+
+
+def duplicate() -> None:
+    """Join a group of NCCL as one of two ranks on one GPU."""
+    torch.cuda.set_device(0)
+    dist.init_process_group("nccl")
+    dist.all_reduce(torch.ones(1, device="cuda"))
+    torch.cuda.synchronize()
+
+
+def host_memory() -> None:
+    torch.empty(2**50, dtype=torch.uint8)
+
+
+def host_index() -> None:
+    nn.Embedding(4, 4)(torch.tensor([5]))
+
+
+KINDS = {
+    function.__name__: function
+    for function in (allocator, cublas, cudnn, nccl, device_assert, duplicate, host_memory, host_index)
+}
+
+if __name__ == "__main__":
+    KINDS[sys.argv[1]]()

@@ -1,0 +1,1 @@
+"""What is measured: one function a stage, named in `gpu.plan`."""

@@ -1,0 +1,155 @@
+"""Whole jobs by the product's commands: the quickstart, and a training that is killed and goes on."""
+
+import contextlib
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+from gpu.product import finish, newest, settings, start, tula
+from gpu.stage import Stage, share
+from tula_cli.run.records.probes import Measured
+from tula_cli.run.training_run import TrainingRun
+from tula_cli.spec.sections import Train
+
+QUICKSTART = Path(__file__).resolve().parents[3] / "configs" / "quickstart.yaml"
+TRAINED = 1438
+"""Samples of the quickstart's training set."""
+
+
+def quickstart(stage: Stage) -> None:
+    """Check, profile, recommend and train the quickstart on one GPU; then ask for two where there is one."""
+    changed = [f"cluster.device={stage.device}", "search.nodes=[1]", "train.epochs=20"]
+    changed += ["train.epochs=2", "search.max_batch=64", "schedule.milestones=[1]"] if stage.tiny else []
+    job, folder = [str(QUICKSTART), *settings(changed)], stage.folder
+    codes = {
+        "check": tula("check", *job, folder=folder).code,
+        "profile": tula("profile", *job, "--yes", folder=folder).code,
+    }
+    stage.tell(rc=codes)
+    codes["recommend"] = tula("recommend", "--objective", "knee", folder=folder).code
+    trained = tula("train", "--yes", folder=folder)
+    codes["train"] = trained.code
+    stage.tell(rc=codes)
+    stage.require(not any(codes.values()), f"commands ended with {codes}: {trained.error}")
+    if any(codes.values()):
+        return
+    told_by_run(stage)
+    two = tula("check", str(QUICKSTART), *settings([changed[0], "search.nodes=[1,2]"]), folder=folder)
+    stage.tell(check_refuses_two=two.code != 0, check_says=two.error)
+    stage.require_on_card(
+        "check_refuses_two", two.code != 0 or gpus() > 1, "check allows two ranks on a machine of one GPU"
+    )
+
+
+def told_by_run(stage: Stage) -> None:
+    """Judge what the run has measured, and the training against what was predicted."""
+    run = newest(stage.folder)
+    probes = [result for result in run.results() if isinstance(result, Measured)]
+    (signature,) = run.train_signatures()
+    summary = run.training(signature).summary()
+    assert summary is not None
+    error = summary.predicted_step / summary.actual_step - 1 if summary.predicted_step else None
+    seen = probes[0].environment
+    stage.tell(
+        device=seen.device,
+        backend=seen.backend,
+        hardware=seen.hardware,
+        top1=share(summary.best_top1, 2),
+        step_error=share(error),
+        libraries_mib=max(probe.memory.libraries for probe in probes) // 2**20,
+        batches=[probe.batch for probe in probes],
+        step_ms=[share(1000 * sorted(probe.step_times)[len(probe.step_times) // 2], 3) for probe in probes],
+    )
+    wanted = ("cuda", "nccl") if stage.on_card else ("cpu", "gloo")
+    stage.require((seen.device, seen.backend) == wanted, f"measured on {seen.device} by {seen.backend}")
+    stage.require_on_card("top1", summary.best_top1 >= 97, f"top-1 {summary.best_top1:.2f} %")
+    stage.require_on_card(
+        "step_error", error is not None and abs(error) <= 0.1, f"the step time was predicted {error or 0:+.0%} off"
+    )
+
+
+def gpus() -> int:
+    import torch
+
+    return torch.cuda.device_count()
+
+
+# --- killed, and resumed
+
+
+def resume(stage: Stage) -> None:
+    """Kill a training in its second epoch and let the same command go on; hold it against an undisturbed one."""
+    kinds: dict[str, dict[str, Any]] = {"as it comes": {}}
+    if "deterministic" in Train.model_fields:
+        kinds["deterministic"] = {"deterministic": True}
+    else:
+        stage.leave_open("with deterministic algorithms (tula has no train.deterministic yet)")
+    for kind, extra in kinds.items():
+        place = stage.inside(kind.replace(" ", "-"))
+        whole = train(stage, place / "whole", extra, killed=False)
+        broken = train(stage, place / "killed", extra, killed=True)
+        if whole is None or broken is None:
+            continue
+        samples = [found.result().samples for found in (whole, broken)]  # type: ignore[union-attr]
+        resumed = [attempt.samples for attempt in broken.attempts()]
+        tops = [found.result().metrics["top1"] for found in (whole, broken)]  # type: ignore[union-attr]
+        told = {"samples": samples, "resumed_at": resumed, "equal_bits": same_weights(whole, broken)}
+        stage.tell(resume={kind: {**told, "top1_diff": share(tops[1] - tops[0], 2)}})
+        stage.require(samples[0] == samples[1], f"{kind}: {samples[1]} samples trained, {samples[0]} undisturbed")
+        stage.require(max(at or 0 for at in resumed) > 0, f"{kind}: it began anew after the kill")
+
+
+def train(stage: Stage, folder: Path, extra: dict[str, Any], *, killed: bool) -> TrainingRun | None:
+    """Train four epochs of the quickstart's job; return what it has left."""
+    folder.mkdir(parents=True, exist_ok=True)
+    values = [f"cluster.device={stage.device}", "search.nodes=[1]", "train.epochs=4", "schedule.milestones=[3]"]
+    values += [f"train.{name}={str(value).lower()}" for name, value in extra.items()]
+    values += ["train.checkpoint_every=0.01"]
+    batch = "8" if stage.on_card else "32"  # on a card epochs are over before they are seen
+    words = ["train", str(QUICKSTART), "--nodes", "1", "--batch", batch, "--yes", *settings(values)]
+    if killed:
+        started = start(*words, folder=folder)
+        if not kill_in_second_epoch(folder, ends=time.monotonic() + 300):
+            stage.require(False, "it could not be killed in its second epoch: it was over before")
+        finish(started)
+    ended = tula(*words, folder=folder)
+    stage.require(ended.code == 0, f"train ended with {ended.code}: {ended.error}")
+    if ended.code:
+        return None
+    run = newest(folder)
+    return run.training(run.train_signatures()[0])
+
+
+def kill_in_second_epoch(folder: Path, *, ends: float) -> bool:
+    """Kill supervisor and ranks, as a lost node does, when a checkpoint of the second epoch is there."""
+    while time.monotonic() < ends:
+        with contextlib.suppress(Exception):  # it is not there yet
+            run = newest(folder)
+            for signature in run.train_signatures():
+                training = run.training(signature)
+                if training.result() is not None:
+                    return False
+                if training.newest_samples() > TRAINED:
+                    return killed(training)
+        time.sleep(0.02)
+    return False
+
+
+def killed(training: TrainingRun) -> bool:
+    """Kill the process that started the ranks; the kernel ends those with it."""
+    for attempt in training.attempts():
+        if attempt.ended_at is None and attempt.pid:
+            os.kill(attempt.pid, signal.SIGKILL)
+            return True
+    return False
+
+
+def same_weights(first: TrainingRun, second: TrainingRun) -> bool:
+    """Return whether two trainings have ended with the same weights, bit for bit."""
+    import torch
+
+    states = [torch.load(found.checkpoints()[0], map_location="cpu", weights_only=True) for found in (first, second)]
+    a, b = (state["model"] for state in states)
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)

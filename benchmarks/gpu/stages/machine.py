@@ -1,0 +1,162 @@
+"""What the machine is: versions, the card as it is found, how fast it copies and multiplies; and its loader."""
+
+import itertools
+import os
+import statistics
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from gpu.rig import Fixed, alone, job
+from gpu.stage import Stage, share
+from tula_cli.worker.device import Clock, driver_version, nccl_version
+
+FLOORS = {"H200": (3.5, 600.0), "H100": (2.5, 600.0)}
+"""TB/s of a copy and bf16 TFLOP/s that a sound card of a name reaches; below, its times do not count."""
+ASKED = (
+    "name,driver_version,clocks.sm,clocks.mem,power.draw,power.limit,temperature.gpu,ecc.mode.current,mig.mode.current"
+)
+
+
+def env(stage: Stage) -> None:
+    """Tell what is measured on, and whether its times count."""
+    device = torch.device(stage.device)
+    status = os.statvfs("/dev/shm") if Path("/dev/shm").is_dir() else None
+    stage.tell(
+        torch=torch.__version__,
+        cuda=torch.version.cuda or torch.version.hip or "",
+        nccl=nccl_version(),
+        driver=driver_version(),
+        gpu=torch.cuda.get_device_name() if stage.on_card else "",
+        memory_mib=torch.cuda.get_device_properties(0).total_memory // 2**20 if stage.on_card else 0,
+        cores=len(os.sched_getaffinity(0)),
+        shm_gib=share(status.f_bavail * status.f_frsize / 2**30, 1) if status else 0.0,
+        card=card(),
+    )
+    size = 2**21 if stage.tiny else 2**29  # numbers of 4 bytes
+    side = 256 if stage.tiny else 8192
+    stage.tell(copy_tbs=share(copy_rate(device, size)), h2d_gbs=share(upload_rate(device, size // 4), 2))
+    stage.tell(bf16_tflops=share(multiply_rate(device, side), 2), card_after=card())
+    name = stage.figures["gpu"]
+    floor = next((rates for part, rates in FLOORS.items() if part in name), None)
+    stage.require(not stage.on_card or floor is not None, f"no figures are known of {name!r} to hold its speed against")
+    copies, multiplies = floor or (0.0, 0.0)
+    found = stage.figures
+    stage.require_on_card(
+        "copy_tbs", found["copy_tbs"] >= copies, f"copies {found['copy_tbs']:.2f} TB/s, a sound card {copies:g}"
+    )
+    stage.require_on_card(
+        "bf16_tflops",
+        found["bf16_tflops"] >= multiplies,
+        f"multiplies at {found['bf16_tflops']:.0f} TFLOP/s, a sound card at {multiplies:g}",
+    )
+
+
+def card() -> dict[str, str]:
+    """Return what the driver's tool tells of the card as it is now; empty where there is none."""
+    try:
+        command = ["nvidia-smi", f"--query-gpu={ASKED}", "--format=csv,noheader,nounits"]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return {}
+    first = done.stdout.strip().splitlines()[:1]
+    return dict(zip(ASKED.split(","), (word.strip() for word in first[0].split(",")), strict=False)) if first else {}
+
+
+def seconds(device: torch.device, work: Callable[[], Any], repeats: int = 10) -> float:
+    """Return the median time of some work, after a warm-up."""
+    clock = Clock(device)
+    for _ in range(3):
+        work()
+    marks = [clock.mark()]
+    for _ in range(repeats):
+        work()
+        marks.append(clock.mark())
+    return statistics.median(clock.seconds(a, b) for a, b in itertools.pairwise(marks))
+
+
+def copy_rate(device: torch.device, size: int) -> float:
+    """Return TB/s, bytes read and bytes written counted."""
+    source = torch.randn(size, device=device)
+    target = torch.empty_like(source)
+    return 8 * size / seconds(device, lambda: target.copy_(source)) / 1e12
+
+
+def upload_rate(device: torch.device, size: int) -> float:
+    """Return GB/s from pinned memory of the host."""
+    source = torch.randn(size, pin_memory=device.type == "cuda")
+    target = torch.empty(size, device=device)
+    return 4 * size / seconds(device, lambda: target.copy_(source, non_blocking=True)) / 1e9
+
+
+def multiply_rate(device: torch.device, side: int) -> float:
+    """Return TFLOP/s of a product of bf16 matrices of random numbers."""
+    a, b = (torch.randn(side, side, device=device, dtype=torch.bfloat16) for _ in range(2))
+    return 2 * side**3 / seconds(device, lambda: a @ b) / 1e12
+
+
+def loader(stage: Stage) -> None:
+    """Tell the images a second of the loader by its processes, and what the device takes. Nothing is judged."""
+    folder = stage.inside("images")
+    count, side = (32, 64) if stage.tiny else (256, 500)
+    write_images(folder, count=count, side=side)
+    crop = 32 if stage.tiny else 224
+    with alone(stage.device) as me:
+        for workers in (0, 1) if stage.tiny else (0, 2, 8, 14):
+            rate = loaded_a_second(folder, workers, crop=crop, least=1.0 if stage.tiny else 3.0)
+            stage.tell(by_workers={str(workers): share(rate, 1)})
+        model, batch = ("small_cnn", 16) if stage.tiny else ("resnet50", 256)
+        spec = job(model, image=crop, batch=batch, device=stage.device, classes=10, precision="bf16")
+        fixed = Fixed.of(spec, me, batch=batch)
+        fixed.warm_up()
+        clock, steps = fixed.trainer.clock, 3 if stage.tiny else 20
+        start = clock.mark()
+        for _ in range(steps):
+            fixed.step()
+        stage.tell(gpu=share(steps * batch / clock.seconds(start, clock.mark()), 1), cores=len(os.sched_getaffinity(0)))
+        del fixed
+
+
+def write_images(folder: Path, *, count: int, side: int) -> None:
+    """Write JPEG files of noise that is smooth enough to be of a photograph's size, in two classes."""
+    import numpy as np
+    from PIL import Image
+
+    drawn = np.random.default_rng(0)
+    for split, share_ in (("train", count), ("val", 4)):
+        for number in range(share_):
+            place = folder / split / f"class{number % 2}"
+            place.mkdir(parents=True, exist_ok=True)
+            coarse = Image.fromarray(drawn.integers(0, 256, (side // 8, side // 8, 3), dtype=np.uint8))
+            coarse.resize((side, 3 * side // 4)).save(place / f"{number:05d}.jpg", quality=90)
+
+
+def loaded_a_second(folder: Path, workers: int, *, crop: int, least: float) -> float:
+    """Return the images a second of the product's loader, for at least so many seconds after its first batches."""
+    from tula_cli.spec.job import JobSpec
+    from tula_cli.worker.build.datasets import build_datasets
+    from tula_cli.worker.build.sampling import Batches, Position, train_loader
+
+    spec = JobSpec.model_validate({
+        "model": {"name": "resnet18"},
+        "dataset": {"name": "ImageFolder", "root": str(folder)},
+        "transforms": {"train": [{"RandomResizedCrop": {"size": crop}}, "RandomHorizontalFlip", "ToTensor"]},
+        "optimizer": {"lr": 0.1},
+        "train": {"epochs": 1},
+    })  # fmt: skip
+    images, batch = build_datasets(spec).train, 16
+    everything = Batches(
+        len(images), batch=batch, accumulate=1, rank=0, world=1, seed=0, epochs=10**6, start=Position()
+    )
+    stream = iter(train_loader(images, everything, workers=workers, pin=torch.cuda.is_available()))
+    for _ in range(max(1, 2 * workers)):  # what was read ahead while the processes started
+        next(stream)
+    began, batches = time.perf_counter(), 0
+    while time.perf_counter() - began < least:
+        next(stream)
+        batches += 1
+    return batches * batch / (time.perf_counter() - began)

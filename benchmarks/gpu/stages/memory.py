@@ -1,0 +1,168 @@
+"""Memory: the estimate without a GPU, the model after two small probes, and the truth; and the largest batch that fits."""
+
+import itertools
+import json
+import os
+import statistics
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from gpu.rig import CARD_MODELS, job
+from gpu.stage import Stage, share
+from gpu.trials import RESOLUTION, Trials, largest
+from tula_cli.cluster.inspection import inspect
+from tula_cli.models.memory import memory as memory_model
+from tula_cli.models.memory.memory import MemoryModel
+from tula_cli.run.files import write_atomic
+from tula_cli.run.records.components import Footprint
+from tula_cli.spec.job import JobSpec
+
+GIB = 2**30
+CAPACITY = 24 * GIB
+MARGIN = 0.1
+"""Of search.memory_margin."""
+Key = tuple[str, str]  # model, precision
+
+
+def spec_of(key: Key, stage: Stage) -> JobSpec:
+    model, precision = key
+    image = 32 if stage.tiny else CARD_MODELS[model]
+    return job(model, image=image, batch=64, device=stage.device, precision=precision)
+
+
+def room(stage: Stage) -> int:
+    """Return the bytes up to which batches are tried: 24 GiB, or what a smaller card has."""
+    if not stage.on_card:
+        return CAPACITY
+    import torch
+
+    return min(CAPACITY, torch.cuda.get_device_properties(0).total_memory)
+
+
+def keys(stage: Stage) -> list[Key]:
+    """Return the models at their precisions."""
+    if stage.tiny:
+        return [("small_cnn", "fp32")]
+    return list(itertools.product(CARD_MODELS, ("fp32", "bf16")))
+
+
+def prepare(folder: Path) -> None:
+    """Write the estimates of all models, for a machine whose time is dear; it needs no GPU."""
+    stage = Stage("cuda", tiny=False, folder=folder, data=None)
+    told = estimates(stage, keys(stage), places=[folder / "footprints"])
+    print(f"{len(told)} estimates in {folder / 'footprints'}")
+
+
+def estimates(stage: Stage, wanted: Sequence[Key], *, places: Sequence[Path]) -> dict[Key, list[Footprint]]:
+    """Return the estimates: those kept in one of the places, the others made now and kept in the first.
+
+    Raises:
+        SystemExit: one cannot be made.
+    """
+
+    def made(key: Key) -> list[Footprint]:
+        name = f"{'-'.join(key)}{'-tiny' if stage.tiny else ''}.json"
+        for place in places:
+            if (place / name).exists():
+                return [Footprint.model_validate(row) for row in json.loads((place / name).read_text())]
+        spec = spec_of(key, stage)
+        if stage.device == "cuda":  # as for a cluster of GPUs: the estimate needs none here
+            spec = spec.model_copy(update={"cluster": spec.cluster.model_copy(update={"kind": "slurm"})})
+        found = inspect(spec)
+        if not found.footprints:
+            raise SystemExit(f"{key[0]} {key[1]} cannot be estimated: {found.estimate_error}")
+        rows = [row.model_dump(mode="json") for row in found.footprints]
+        write_atomic(places[0] / name, json.dumps(rows))
+        return list(found.footprints)
+
+    with ThreadPoolExecutor(max(1, len(os.sched_getaffinity(0)) // 2)) as pool:
+        return dict(zip(wanted, pool.map(made, wanted), strict=True))
+
+
+def kept(stage: Stage) -> list[Path]:
+    """Return where estimates are looked for: the other stages of this call keep theirs beside."""
+    prepared = [stage.data / "footprints"] if stage.data else []
+    return [stage.folder.parent / "footprints", *prepared]
+
+
+def memory(stage: Stage) -> None:
+    """Hold estimate and corrected model against measured peaks, from 16 samples up to 24 GiB."""
+    wanted = keys(stage)
+    known = estimates(stage, wanted, places=kept(stage))
+    off: dict[str, list[float]] = {"estimate": [], "corrected": []}
+    with Trials(spec_of(wanted[0], stage)) as trial:
+        for key in wanted:
+            judged(stage, key, known[key], trial.of(spec_of(key, stage)), off)
+    for name, limit in (("corrected", 0.03), ("estimate", 0.08)):
+        median = statistics.median(off[name]) if off[name] else None
+        stage.tell(**{f"error_{name}": share(median)})
+        stage.require(median is not None, f"{name}: no batch beyond the probes was measured")
+        stage.require_on_card(f"error_{name}", (median or 0.0) <= limit, f"{name}: median error {median or 0:.1%}")
+
+
+def judged(stage: Stage, key: Key, known: list[Footprint], trial: Trials, off: dict[str, list[float]]) -> None:
+    """Measure one model at its batches; add the errors at those that were not probed to `off`."""
+    first = 16
+    probes = [trial(first), trial(2 * first)]
+    measured = [probe.measured() for probe in probes if probe.fits]
+    models = {"estimate": memory_model.fit(known), "corrected": memory_model.fit([*measured, *known])}
+    batches = doubled(2 * first, models["corrected"], round(0.9 * room(stage)), at_most=1 if stage.tiny else 16)
+    rows = []
+    for one in (*probes, *map(trial, batches)):
+        if one.memory is None:
+            stage.require(False, f"{key}: batch {one.batch} ran out of memory below {room(stage) / GIB:.0f} GiB")
+            continue
+        row = {name: one.memory[name] for name in ("peak", "reserved", "libraries")} | {"batch": one.batch}
+        for name, model in models.items():
+            error = model.peak(one.batch) / one.peak - 1
+            row |= {name: model.peak(one.batch), f"error_{name}": share(error)}
+            off[name] += [] if one in probes else [abs(error)]
+        rows.append(row)
+    libraries = models["estimate"].libraries / max(1, rows[0]["libraries"]) if rows else 0.0
+    stage.tell(memory={",".join(key): {"rows": rows, "libraries_ratio": share(libraries)}})
+    stage.require_on_card(
+        "libraries", abs(libraries - 1) <= 0.25, f"{key}: libraries estimated at x{libraries:.2f} of the truth"
+    )
+
+
+def doubled(above: int, model: MemoryModel, most: int, *, at_most: int) -> Iterator[int]:
+    """Yield doubled batches that are expected to stay below so many bytes."""
+    for power in range(1, at_most + 1):
+        if model.peak(above * 2**power) > most:
+            return
+        yield above * 2**power
+
+
+def largest_of_all(stage: Stage) -> None:
+    """Find the largest batch of every model that trains in 24 GiB, and once in the whole card."""
+    wanted = keys(stage)
+    known = estimates(stage, wanted, places=kept(stage))
+    with Trials(spec_of(wanted[0], stage)) as trial:
+        for key in wanted:
+            capacity = memory_model.fit(known[key]).needed(256) + 64 * 2**20 if stage.tiny else room(stage)
+            one_largest(stage, key, known[key], trial.of(spec_of(key, stage), capacity=capacity), capacity)
+        if stage.on_card:
+            import torch
+
+            total = torch.cuda.get_device_properties(0).total_memory
+            key = ("resnet50", "bf16")
+            one_largest(stage, key, known[key], trial.of(spec_of(key, stage)), total)
+
+
+def one_largest(stage: Stage, key: Key, known: list[Footprint], trial: Trials, capacity: int) -> None:
+    """Find the largest batch of one model under a capacity, and hold the predicted ones against it."""
+    first = 16
+    probes = [one.measured() for one in (trial(first), trial(2 * first)) if one.fits]
+    corrected = memory_model.fit([*probes, *known])
+    predicted = corrected.largest_local_batch(capacity, margin=0.0) or first
+    chosen = corrected.largest_local_batch(capacity, margin=MARGIN) or first
+    suffered = not trial(chosen).fits
+    true = largest(lambda batch: trial(batch).fits, predicted, resolution=1.0 if stage.tiny else RESOLUTION)
+    estimated = memory_model.fit(known).largest_local_batch(capacity, margin=0.0) or 0
+    figures = {"true": true, "estimated": estimated, "corrected": predicted, "margin_oom": int(suffered)}
+    name = ",".join((*key, f"{capacity / GIB:.0f} GiB"))
+    stage.tell(largest={name: figures})
+    off = predicted / true - 1 if true else float("inf")
+    stage.require_on_card("largest", abs(off) <= 0.05, f"{name}: largest batch {true}, predicted {predicted}")
+    stage.require_on_card("margin_oom", not suffered, f"{name}: batch {chosen}, chosen with a margin, does not fit")

@@ -1,0 +1,122 @@
+"""Two ranks on one device: by gloo, by NCCL as far as it lets them, and one that runs out of memory beside the other."""
+
+import contextlib
+import json
+import os
+import stat
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from gpu.product import newest, tula, write_job
+from gpu.shared import DEVICE
+from gpu.stage import Stage, share
+from gpu.two_ranks import SETTINGS
+from gpu.watch import ranks as ranks_alive
+
+PATIENCE = 60.0  # seconds, of two ranks
+MOST_GROWTH = 4.0  # MiB of reserved memory
+MOST_ALIVE = 7.0  # seconds that a rank outlives its peer
+
+
+def ranks(stage: Stage) -> None:
+    """Train with two ranks on one device, by each backend; lose one; ask NCCL for an algorithm that it has not."""
+    methods = list(SETTINGS)
+    told, text = pair(stage, "gloo", methods)
+    stage.tell(gloo=told)
+    stage.require(set(told) == set(methods), f"gloo: of {methods} only {list(told)} came to an end: {text[-300:]}")
+    for name, row in told.items():
+        stage.require(row["equal_weights"], f"gloo, {name}: the ranks end with different weights")
+        growth = row["reserved_growth_mib"]
+        stage.require_on_card(
+            "reserved_growth", growth <= MOST_GROWTH, f"gloo, {name}: the allocator took {growth} MiB more in {row['steps']} steps"
+        )  # fmt: skip
+    lost_peer(stage)
+    if not stage.on_card:
+        return stage.leave_open("NCCL (needs a GPU)")
+    told, text = pair(stage, "nccl", methods)  # NCCL calls two ranks on one GPU unsafe: it may refuse
+    stage.tell(nccl=told or {"refused": text[-2000:]})
+    for name, row in told.items():
+        stage.require(row["equal_weights"], f"nccl, {name}: the ranks end with different weights")
+    _, text = pair(stage, "nccl", ["ags"], NCCL_ALGO="tree")
+    stage.tell(tree_text=text[-2000:])
+    return None
+
+
+def pair(stage: Stage, backend: str, methods: list[str], **environment: str) -> tuple[dict[str, Any], str]:
+    """Run two ranks; return what rank 0 has told, and what both wrote."""
+    folder = stage.inside(f"{backend}{len(list(stage.folder.iterdir()))}")
+    command = [sys.executable, "-m", "gpu.two_ranks", str(folder), backend, stage.device]
+    command += ["tiny" if stage.tiny else "whole", *methods]
+    processes = []
+    with open(folder / "log.txt", "wb") as log:
+        for rank in range(2):
+            own = {"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": "0", "NCCL_HOSTID": f"host{rank}"}
+            own |= {"NCCL_SOCKET_IFNAME": "lo", "GLOO_SOCKET_IFNAME": "lo", "NCCL_DEBUG": "WARN", **environment}
+            processes.append(subprocess.Popen(command, env={**os.environ, **own}, stdout=log, stderr=log))
+        ends = time.monotonic() + stage.patience(PATIENCE)
+        while time.monotonic() < ends and all(process.poll() is None for process in processes):
+            time.sleep(0.1)
+        if all(process.poll() in (0, None) for process in processes):  # one is done: the other parts from it
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                for process in processes:
+                    process.wait(max(0.1, min(10.0, ends - time.monotonic())))
+        for process in processes:
+            process.kill()
+            process.wait()
+    told = folder / "told.json"
+    return json.loads(told.read_text()) if told.exists() else {}, (folder / "log.txt").read_text(errors="replace")
+
+
+def lost_peer(stage: Stage) -> None:
+    """Let one rank of a training run out of memory, and see how long the other holds the device."""
+    folder = stage.inside("lost")
+    content = {
+        "name": "lost",
+        "model": {"name": "gpu.lost:Net"},
+        "dataset": {"name": "gpu.images:dataset", "args": {"side": 8, "count": 256}},
+        "optimizer": {"lr": 0.01},
+        "train": {"epochs": 1, "method": "lbt", "workers": 0},
+        "search": {"nodes": [2], "min_batch": 32},
+        "cluster": {"kind": "local", "device": stage.device},
+    }
+    words = ["train", str(write_job(folder, content)), "--nodes", "2", "--batch", "32", "--yes"]
+    device = "cuda:0" if stage.on_card else "cpu"
+    python = interpreter(folder)
+    shared = {DEVICE: device, f"{DEVICE}_PYTHON": python}
+    ended = tula(*words, folder=folder, python=python, **shared)
+    if not (folder / "tula-runs").is_dir():
+        return stage.require(False, f"two ranks on one device could not be started: {ended.error}")
+    run = newest(folder)
+    (signature,) = run.train_signatures()
+    attempts = run.training(signature).attempts()
+    failures = [failure for attempt in attempts for failure in run.failures(attempt.task, attempt.number)]
+    first = min((failure.failed_at for failure in failures), default=0.0)
+    outlived = (attempts[0].ended_at or 0.0) - first if attempts else None
+    left = ranks_alive()
+    stage.tell(
+        lost={
+            "rc": ended.code,
+            "texts": [f"rank {failure.rank}: {failure.outcome}: {failure.message}" for failure in failures],
+            "outcome": attempts[0].outcome if attempts else None,
+            "peer_dead_after_s": share(outlived, 2),
+            "left": len(left),
+        }
+    )
+    told = {failure.rank: failure.outcome for failure in failures[:1]}
+    stage.require(told == {1: "device_oom"}, f"the lost rank is told as {told}: {ended.error}")
+    stage.require(
+        outlived is not None and 0 <= outlived <= MOST_ALIVE, f"the other rank was there for {outlived} s more"
+    )  # fmt: skip
+    stage.require(not left, f"{len(left)} ranks are left")
+    return None
+
+
+def interpreter(folder: Path) -> str:
+    """Write a python that lets ranks share a device; return its path."""
+    path = folder / "python"
+    path.write_text(f'#!/bin/sh\nexec "{sys.executable}" -u -m gpu.shared "$@"\n')
+    path.chmod(path.stat().st_mode | stat.S_IXUSR)
+    return str(path)

@@ -1,0 +1,259 @@
+"""Whether a batch trains, and what it takes: a few steps of the product's trainer at each batch that is asked for.
+
+On a GPU one process answers for all batches: an out-of-memory that is caught leaves nothing behind there. On the CPU each
+batch gets a process of its own, for what is freed leaves holes that the next one counts.
+"""
+
+import contextlib
+import gc
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import traceback
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import IO, Any
+
+from tula_cli.host.outcome import classify
+from tula_cli.run.records.components import Components
+from tula_cli.run.records.probes import Measured
+from tula_cli.spec.job import JobSpec
+
+RESOLUTION = 0.02
+"""Bisection ends where the largest batch is known to this share."""
+LEFT_FREE = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
+"""On the CPU what is freed goes back to the system at once, or holes in the heap would count as the model's."""
+
+
+class TrialFailed(Exception):
+    """A trial has ended for another reason than memory; the words are its own."""
+
+
+@dataclass(frozen=True)
+class Trial:
+    """What became of a batch. Bytes."""
+
+    batch: int
+    fits: bool
+    memory: dict[str, Any] | None  # of `Components`; None where it does not fit
+    text: str = ""  # what was said where it does not
+    seconds: float = 0.0  # of the last step
+
+    @property
+    def peak(self) -> int:
+        assert self.memory is not None
+        return int(self.memory["peak"])
+
+    def measured(self) -> Measured:
+        """Return what the memory model wants to know of a probe, and nothing else of one."""
+        memory = Components.model_validate(self.memory)
+        times: dict[str, Any] = {"step_times": (self.seconds,), "compute_time": self.seconds}
+        return Measured.model_construct(
+            local_batch=self.batch, accumulate=1, nodes=1, gpus_per_node=1, memory=memory, **times
+        )  # fmt: skip
+
+
+class Trials:
+    """Answers for batches of one job after the other, on one rank.
+
+    Args:
+        spec: the job; its dataset is one of random images, made as large as each batch.
+        capacity: bytes that may be used, libraries included; None for all there is.
+    """
+
+    def __init__(self, spec: JobSpec, *, capacity: int | None = None) -> None:
+        self.spec, self.capacity = spec, capacity
+        self.fresh = spec.cluster.device == "cpu"
+        self.process: subprocess.Popen[str] | None = None
+        self.known = False  # whether the process knows of the job
+        self.errors: IO[str] = tempfile.TemporaryFile("w+")  # noqa: SIM115 - closed by `__exit__`
+
+    def __enter__(self) -> "Trials":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._end()
+        self.errors.close()
+
+    def of(self, spec: JobSpec, *, capacity: int | None = None) -> "Trials":
+        """Answer for another job from now on; the process stays the same."""
+        self.spec, self.capacity, self.known = spec, capacity, False
+        return self
+
+    def __call__(self, batch: int) -> Trial:
+        """Try a batch.
+
+        Raises:
+            TrialFailed: it failed, and not for want of memory.
+        """
+        process = self.process = self.process or self._start()
+        assert process.stdin is not None
+        assert process.stdout is not None
+        with contextlib.suppress(BrokenPipeError):
+            if not self.known:
+                job = {"spec": self.spec.model_dump(mode="json"), "capacity": self.capacity}
+                process.stdin.write(json.dumps(job) + "\n")
+            process.stdin.write(f"{batch}\n")
+            process.stdin.flush()
+        self.known = True
+        line = process.stdout.readline()
+        if not line or self.fresh:
+            self._end()
+        if line:
+            return Trial(**json.loads(line))
+        self.errors.seek(0)
+        text = self.errors.read()
+        if not out_of_memory(text, self.spec.cluster.device, process.returncode):
+            raise TrialFailed(text.strip()[-2000:] or f"exit code {process.returncode}")
+        return Trial(batch, False, None, text.strip()[-2000:])
+
+    def _start(self) -> "subprocess.Popen[str]":
+        self.errors.seek(0)
+        self.errors.truncate()
+        environment = {**os.environ, **(LEFT_FREE if self.fresh else {})}
+        return subprocess.Popen(
+            [sys.executable, __file__],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self.errors,
+            text=True,
+            env={**environment, "PYTHONPATH": os.pathsep.join(sys.path)},
+        )
+
+    def _end(self) -> None:
+        if self.process is not None:
+            with contextlib.suppress(BrokenPipeError):
+                self.process.communicate()
+            self.process, self.known = None, False
+
+
+def out_of_memory(text: str, device: str, code: int | None = 1) -> bool:
+    """Return whether a process that wrote this ended for want of memory; under a limit native code may just crash."""
+    crashed = device == "cpu" and code is not None and code < 0
+    return crashed or classify(text, exit_code=code, device=device) in ("device_oom", "host_oom")
+
+
+def largest(fits: Callable[[int], bool], start: int, *, resolution: float = RESOLUTION) -> int:
+    """Return the largest batch that fits, looked for outwards from `start` and then between; 0 where not even one does.
+
+    Args:
+        fits: tries a batch.
+        start: the first batch to try, close to the answer at best.
+        resolution: share of the batch to which it is to be known.
+    """
+    low, high, step, batch = 0, 0, max(0.05, resolution), max(1, start)
+    while not (low and high):
+        if fits(batch):
+            low, batch = batch, max(batch + 1, round(batch * (1 + step)))
+        elif batch == 1:
+            return 0
+        else:
+            high, batch = batch, max(1, round(batch * (1 - step)))
+        step *= 1.6
+    while high - low > max(1, resolution * low):
+        middle = (low + high) // 2
+        if fits(middle):
+            low = middle
+        else:
+            high = middle
+    return low
+
+
+# --- the process that answers
+
+
+def serve() -> None:
+    """Read jobs and their batches, a line each; answer each batch with a line."""
+    from gpu.rig import alone
+    from tula_cli.worker import device as worker_device
+
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # whatever else is printed is no answer
+    line = sys.stdin.readline()
+    with alone(json.loads(line)["spec"]["cluster"]["device"]) as me:
+        while line:
+            given = json.loads(line)
+            if isinstance(given, dict):
+                spec, capacity = JobSpec.model_validate(given["spec"]), given["capacity"]
+                limit(spec, me, capacity)
+            else:
+                answers.write(json.dumps(asdict(tried(spec, me, given, capacity))) + "\n")
+                answers.flush()
+            line = sys.stdin.readline()
+        worker_device.lift_memory_limit()
+
+
+def limit(spec: JobSpec, me: Any, capacity: int | None) -> None:
+    """Let the steps to come have so many bytes, libraries included."""
+    import torch
+
+    from tula_cli.worker import device as worker_device
+
+    if me.device.type != "cuda":
+        if capacity is not None:
+            worker_device.limit_memory(capacity)
+        return
+    torch.cuda.set_per_process_memory_fraction(1.0, me.device)
+    attempt(spec, me, 2, None)  # makes what libraries hold
+    if capacity is not None:
+        meter = worker_device.MemoryMeter(me.device)
+        meter.reset()
+        total = torch.cuda.get_device_properties(me.device).total_memory
+        torch.cuda.set_per_process_memory_fraction(min(1.0, (capacity - meter.libraries(capacity)) / total), me.device)
+
+
+def tried(spec: JobSpec, me: Any, batch: int, capacity: int | None) -> Trial:
+    """Return what became of a batch; other errors than of memory are raised."""
+    import torch
+
+    from tula_cli.worker import device as worker_device
+
+    try:
+        return attempt(spec, me, batch, capacity)
+    except Exception as error:  # the process boundary of what is tried
+        text = "".join(traceback.format_exception(error))
+        if not out_of_memory(text, me.device.type):
+            worker_device.lift_memory_limit()
+            raise
+    gc.collect()
+    if me.device.type == "cuda":
+        torch.cuda.empty_cache()
+    return Trial(batch, False, None, text[-2000:])
+
+
+def attempt(spec: JobSpec, me: Any, batch: int, capacity: int | None) -> Trial:
+    """Take four steps, one of them with a refresh, and evaluate; return what it took."""
+    from gpu.rig import Fixed
+    from tula_cli.worker import device as worker_device
+    from tula_cli.worker.measure.meter import split_memory
+
+    arguments = {**spec.dataset.args, "size": max(64, batch)}
+    spec = spec.model_copy(update={"dataset": spec.dataset.model_copy(update={"args": arguments})})
+    meter = worker_device.MemoryMeter(me.device)
+    meter.reset()
+    fixed = Fixed.of(spec, me, batch=batch)
+    fixed.warm_up()
+    step = fixed.step()
+    seconds = fixed.trainer.clock.seconds(step.start, step.end)
+    fixed.evaluate()
+    fixed.trainer.clock.wait()
+    peak, reserved = meter.peak()
+    ags = fixed.trainer.ags
+    memory = split_memory(
+        fixed.trainer.ddp.module,
+        fixed.trainer.base,
+        batch=worker_device.tensor_bytes(fixed.pair),
+        factors=ags.memory() if ags else 0,
+        peak=peak,
+        reserved=reserved,
+        libraries=meter.libraries(capacity),
+    )
+    return Trial(batch, True, memory.model_dump(mode="json"), seconds=seconds)
+
+
+if __name__ == "__main__":
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
+    serve()

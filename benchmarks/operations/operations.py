@@ -1,0 +1,342 @@
+"""Operations of a training step, and waits of the host for the device, by training method; no GPU is needed.
+
+    python benchmarks/operations/operations.py [--models resnet18,resnet50] [--precisions fp32,bf16,fp16]
+                                              [--cases ags --cases "lars, clip"] [--batch 8] [--image 64] [--json]
+
+One process on the CPU takes steps of the product's own loop, for every method of the table (`spec/methods.py`) and its
+variants. Optimizers go the way that they go on a GPU, where no branch is read on the host. Counted is one step that
+neither begins the training nor refreshes factors (but where every step does).
+
+`operations` are what reaches torch's dispatcher, without views and allocations: about the kernels that a GPU is given.
+`kernels` counts a foreach operation as often as it has tensors where CUDA cannot take them all at once, because their
+lists differ in dtype, shape or strides. Both are shown over those of the plain large batch (lbt) in the same precision.
+`waits` are values that the host reads off the device: item(), tolist(), a branch, a copy to the host, an index that depends
+on values. With fp16 there is one, GradScaler's, but for optimizers that take the loss scale into their own kernel. What
+needs a device to be seen (torch.cuda.synchronize, memory that is not pinned) is not counted.
+"""
+
+import argparse
+import itertools
+import json
+import os
+import sys
+import tempfile
+import traceback
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.data import default_collate
+
+from tula_cli.errors import TulaError
+from tula_cli.optim import orthogonal
+from tula_cli.optim.parts import placement
+from tula_cli.run.records.tasks import ProbeTask
+from tula_cli.spec.job import JobSpec
+from tula_cli.spec.methods import METHODS
+from tula_cli.spec.resources import Cluster
+from tula_cli.worker import ranks as worker_ranks
+from tula_cli.worker.build.datasets import build_datasets
+from tula_cli.worker.ranks import Ranks
+from tula_cli.worker.train import loop as worker_train_loop
+
+PLAIN = "lbt"
+PRECISIONS = ("fp32", "bf16", "fp16")
+CLIP, UPDATE, TENSOR, ROBUST = "clip", "update", "tensor", "robust"
+VARIANTS: dict[str, dict[str, Any]] = {
+    CLIP: {"train": {"max_grad_norm": 1.0}},
+    UPDATE: {"ags": {"apply_to": "update"}},
+    TENSOR: {"ags": {"granularity": "tensor"}},
+    ROBUST: {"ags": {"preset": "robust"}},
+}
+NEVER = 10**9
+CLASSES = 10
+
+WAITING = {"_local_scalar_dense", "nonzero", "equal", "is_nonzero", "masked_select", "bincount", "unique_dim"} | {
+    "_unique", "_unique2", "unique_consecutive", "linalg_eigh", "_linalg_eigh", "_linalg_check_errors"
+}  # fmt: skip
+"""Operations that a GPU cannot take without the host reading a number or a size from it."""
+INDEXING = {"index", "index_put", "index_put_"}
+MASKS = (torch.bool, torch.uint8)
+READING = {"item", "tolist", "cpu", "numpy", "__array__", "__bool__", "__float__", "__int__", "__index__", "nonzero"}
+"""Methods of a tensor that do: some of them read the CPU's memory without an operation."""
+MADE_FROM_THE_HOST = {"tensor", "as_tensor"}
+FREE = {
+    "empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "_unsafe_view", "_reshape_alias", "resize_",
+    "set_", "lift_fresh", "is_same_size",
+    "_record_function_enter_new", "_record_function_exit",
+}  # fmt: skip
+"""What gives a GPU nothing to do; views are known by their schema."""
+
+
+@dataclass
+class Seen:
+    """What a stretch of code did."""
+
+    operations: Counter[str] = field(default_factory=Counter)
+    kernels: int = 0
+    waits: Counter[str] = field(default_factory=Counter)  # by what and where
+
+
+class _Operations(TorchDispatchMode):
+    def __init__(self, seen: Seen) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.seen = seen
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.overloadpacket.__name__
+        if not func.is_view and name not in FREE:
+            self.seen.operations[name] += 1
+            self.seen.kernels += kernels_of(name, args)
+        if name in WAITING or _counts_a_mask(name, args):
+            self.seen.waits[f"{name} {_place()}"] += 1
+        return func(*args, **(kwargs or {}))
+
+
+class _Calls(TorchFunctionMode):
+    """Sees what reads memory on the CPU without an operation."""
+
+    def __init__(self, seen: Seen) -> None:
+        super().__init__()
+        self.seen = seen
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs, before = kwargs or {}, self.seen.waits.total()
+        result = func(*args, **kwargs)
+        name = getattr(func, "__name__", "")
+        if _reads(name, args, kwargs) and self.seen.waits.total() == before:
+            self.seen.waits[f"{name} {_place()}"] += 1
+        return result
+
+
+def _counts_a_mask(name: str, args: Sequence[Any]) -> bool:
+    """Tell whether an operation's size depends on how much of a mask is true; filling where it is true does without."""
+    if name not in INDEXING or not any(isinstance(i, Tensor) and i.dtype in MASKS for i in args[1]):
+        return False
+    return len(args) < 3 or args[2].numel() != 1
+
+
+def _reads(name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+    if name in READING:
+        return True
+    if name == "to":  # "cpu" in so many words: the device of the training is a torch.device
+        return "cpu" in [value for value in (*args, *kwargs.values()) if isinstance(value, str)]
+    return name in MADE_FROM_THE_HOST and kwargs.get("device") is not None
+
+
+def kernels_of(name: str, args: Sequence[Any]) -> int:
+    """Return the kernels that CUDA starts for an operation: one, or one a tensor where a foreach has no common one."""
+    lists = [arg for arg in args if isinstance(arg, list | tuple) and arg and all(isinstance(t, Tensor) for t in arg)]
+    if not name.startswith("_foreach_") or not lists:
+        return 1
+    kinds = {(t.dtype, t.device) for tensors in lists for t in tensors}
+    in_pairs = all(len({(t.shape, t.stride()) for t in pair}) == 1 for pair in zip(*lists, strict=True))
+    single = [arg for arg in args if isinstance(arg, Tensor)]
+    fits = all(t.dtype is lists[0][0].dtype for t in single)
+    return 1 if len(kinds) == 1 and in_pairs and fits else len(lists[0])
+
+
+def _place() -> str:
+    """Return the line that makes the host wait."""
+    between = ("operations/operations.py", "/torch/_", "/torch/overrides.py")
+    frame = [f for f in traceback.extract_stack() if not any(part in f.filename for part in between)][-1]
+    return f"{Path(frame.filename).name}:{frame.lineno}"
+
+
+@contextmanager
+def watched() -> Iterator[Seen]:
+    """Count what is done meanwhile."""
+    seen = Seen()
+    with _Operations(seen), _Calls(seen):
+        yield seen
+
+
+@contextmanager
+def as_on_gpu() -> Iterator[None]:
+    """Let optimizers go the way that they go where the host would have to wait."""
+    # a CPU multiplies bfloat16 slowly, and as often
+    with (
+        mock.patch.object(placement, "on_device", lambda _: True),
+        mock.patch.object(orthogonal, "ON_GPU", torch.float32),
+    ):
+        yield
+
+
+# --- the steps
+
+
+def cases() -> list[str]:
+    """Return every method of the table, by itself and clipped, and with what section ags can change of it."""
+    found = []
+    for name, facts in METHODS.items():
+        more = [CLIP] + [UPDATE] * facts.scales + [TENSOR, ROBUST] * (facts.scales and facts.refreshes)
+        found += [name, *(f"{name}, {variant}" for variant in more)]
+    return found
+
+
+def sections(case: str, *, precision: str, reference_batch: int) -> dict[str, Any]:
+    """Return what a case asks of a job: the method, with an optimizer that it takes."""
+    method, _, variant = case.partition(", ")
+    sgd = "SGD" in (METHODS[method].replaces or ("SGD",))
+    adam = {"name": "AdamW", "lr": 1e-3, "momentum": None, "weight_decay": 5e-4}
+    train = {"method": method, "precision": precision, "reference_batch": reference_batch}
+    return {
+        "optimizer": {"lr": 1e-3, "momentum": 0.9, "weight_decay": 5e-4} if sgd else adam,
+        "train": train | VARIANTS.get(variant, {}).get("train", {}),
+        "ags": VARIANTS.get(variant, {}).get("ags", {}),
+    }
+
+
+def job(case: str, model: str, *, precision: str, batch: int, image: int) -> JobSpec:
+    """Return the job of a case on random images.
+
+    Raises:
+        SpecError: the case does not fit together.
+    """
+    own = sections(case, precision=precision, reference_batch=batch // 2)
+    images = {"size": 4 * batch, "image_size": [3, image, image], "num_classes": CLASSES}
+    return JobSpec.model_validate(
+        {
+            **own,
+            "model": {"name": model},
+            "dataset": {"name": "FakeData", "args": images},
+            "train": {"epochs": 50, "workers": 0, **own["train"]},
+            "search": {"nodes": [1], "min_batch": 1},
+            "cluster": {"device": "cpu"},
+        }
+    )
+
+
+def step_of(spec: JobSpec, me: Ranks, *, batch: int) -> Callable[[], object]:
+    """Return what takes one step of a job that has taken its first ones, on the same samples each time.
+
+    Raises:
+        TulaError: the job cannot be built.
+    """
+    task = ProbeTask(id="t", job="t", spec=spec, workdir=".", nodes=1, local_batches=(batch,))
+    data = build_datasets(spec)
+    trainer = worker_train_loop.build(task, me, data, batch=batch, workers=0, refresh=False)
+    pair = default_collate([data.train[0, index] for index in range(trainer.micro_batch)])
+    trainer.ddp.train()
+
+    def step() -> object:
+        return worker_train_loop._step(trainer, itertools.repeat(pair), epoch_ends=False)
+
+    if trainer.ags:
+        trainer.ags.start_epoch(1)  # it finds the factors
+    step()
+    if trainer.ags:
+        trainer.ags.start_epoch(NEVER)
+    step()
+    return step
+
+
+def count(spec: JobSpec, me: Ranks, *, batch: int) -> Seen:
+    """Count one step of a job, as on a GPU.
+
+    Raises:
+        TulaError: the job cannot be built.
+    """
+    with as_on_gpu():
+        step = step_of(spec, me, batch=batch)
+        with watched() as seen:
+            step()
+    return seen
+
+
+@dataclass(frozen=True)
+class Row:
+    """One step of one case."""
+
+    model: str
+    precision: str
+    case: str
+    operations: int
+    ratio: float  # of the operations to those of the plain large batch
+    kernels: int
+    kernel_ratio: float
+    waits: dict[str, int]  # what and where -> how often
+
+
+def rows(options: argparse.Namespace, me: Ranks) -> Iterator[Row]:
+    """Yield the cases that were asked for, of one model and precision after the other."""
+    for model, precision in itertools.product(options.models, options.precisions):
+        how = {"precision": precision, "batch": options.batch, "image": options.image}
+        plain = count(job(PLAIN, model, **how), me, batch=options.batch)
+        for case in options.cases:
+            seen = plain if case == PLAIN else count(job(case, model, **how), me, batch=options.batch)
+            operations, kernels = seen.operations.total(), seen.kernels
+            yield Row(
+                model=model,
+                precision=precision,
+                case=case,
+                operations=operations,
+                ratio=operations / plain.operations.total(),
+                kernels=kernels,
+                kernel_ratio=kernels / plain.kernels,
+                waits=dict(seen.waits),
+            )
+
+
+# --- the command
+
+
+def line(row: Row) -> str:
+    """Return a row in words."""
+    waits = "; ".join(f"{n} x {what}" for what, n in row.waits.items())
+    return (
+        f"{row.model:12}{row.precision:6}{row.case:24}{row.operations:11}{row.ratio:7.2f}"
+        f"{row.kernels:9}{row.kernel_ratio:7.2f}{sum(row.waits.values()):7}  {waits}".rstrip()
+    )
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", default="resnet18,resnet50", type=lambda text: text.split(","))
+    parser.add_argument("--precisions", default=["fp32"], type=lambda text: text.split(","))
+    parser.add_argument("--cases", action="append", help="one of them; may be given again. By default all")
+    parser.add_argument("--batch", type=int, default=8)
+    parser.add_argument("--image", type=int, default=64, help="side of the images")
+    parser.add_argument("--json", action="store_true")
+    options = parser.parse_args()
+    options.cases = options.cases or cases()
+    for name, given, known in (("cases", options.cases, cases()), ("precisions", options.precisions, PRECISIONS)):
+        if unknown := [value for value in given if value not in known]:
+            parser.error(f"--{name}: {', '.join(unknown)}; known are {'; '.join(known)}")
+    if options.batch < 4 or options.batch % 2:
+        parser.error(f"--batch must be even and at least 4 (half of it is the reference batch), not {options.batch}")
+    return options
+
+
+def main() -> None:
+    options = arguments()
+    for name, value in {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}.items():
+        os.environ.setdefault(name, value)
+    found = []
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        worker_ranks.joined(Cluster(device="cpu"), handover=Path(folder) / "handover") as me,
+    ):
+        if not options.json:
+            print(f"{'':42}{'operations':>11}{'':7}{'kernels':>9}{'':7}{'waits':>7}")
+        for row in rows(options, me):
+            found.append(row)
+            if not options.json:
+                print(line(row), flush=True)
+    if options.json:
+        print(json.dumps([asdict(row) for row in found]))
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except TulaError as error:
+        sys.exit(f"{error}")

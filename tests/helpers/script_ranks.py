@@ -1,0 +1,160 @@
+"""A process that has imported torch once and forks the ranks of scripts: most of what a short script costs is that import.
+
+A rank begins where the shim's sitecustomize would be: torch is imported, its hooks are installed, the script follows.
+`tests/shim/test_launched.py` goes the whole way.
+"""
+
+import importlib
+import json
+import os
+import runpy
+import signal
+import socket
+import subprocess
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from pydantic import TypeAdapter
+
+from tula_cli.host.processes import adopting, die_with_parent
+from tula_cli.run.records.shim import RankResult, ShimPlan
+
+ROOT = Path(__file__).parents[2]
+SHIM = ROOT / "tula_cli" / "shim"
+SCRIPTS = ROOT / "tests" / "scripts"
+MODULES = ("torch", "torch._dynamo", "torch.nn.parallel", "torch.utils.data.distributed")
+PATIENCE = 120.0  # seconds; a loaded machine imports slowly
+RESULT = TypeAdapter(RankResult)
+
+
+@dataclass(frozen=True)
+class Ended:
+    """What became of the ranks of a script."""
+
+    folder: Path
+    codes: list[int]
+    left: int  # processes that outlived their ranks
+    said: list[str] = field(repr=False)
+
+    def json(self, name: str) -> dict[str, Any]:
+        found: dict[str, Any] = json.loads((self.folder / name).read_text())
+        return found
+
+    def results(self) -> list[RankResult]:
+        """Return the result of each rank.
+
+        Raises:
+            AssertionError: a rank has written none; with what it said.
+        """
+        paths = [self.folder / f"result-{rank}.json" for rank in range(len(self.codes))]
+        assert all(path.exists() for path in paths), (self.codes, *self.said)
+        return [RESULT.validate_json(path.read_bytes()) for path in paths]
+
+
+class ScriptRanks:
+    """Starts scripts; a context, for the process it holds."""
+
+    def __enter__(self) -> "ScriptRanks":
+        path = os.pathsep.join([str(ROOT), str(ROOT / "tests" / "helpers")])
+        environment = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+        command = [sys.executable, __file__]
+        self._server = subprocess.Popen(
+            command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        assert self._server.stdin is not None
+        self._server.stdin.close()
+        self._server.wait(PATIENCE)
+
+    def __call__(self, script: str | Path, *arguments: object, plan: ShimPlan, world: int = 1) -> Ended:
+        """Run a script as so many ranks under a plan, whose folder is made.
+
+        Args:
+            script: its path, or its name in tests/scripts.
+            arguments: of its command line.
+            plan: what the shim is asked for.
+            world: ranks; with one, there are no variables of a process group.
+        """
+        assert self._server.stdin is not None and self._server.stdout is not None
+        folder = Path(plan.folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "plan.json").write_text(plan.model_dump_json())
+        request = {"script": str(SCRIPTS / script), "arguments": [str(a) for a in arguments], "world": world}
+        self._server.stdin.write(json.dumps({**request, "folder": str(folder)}) + "\n")
+        self._server.stdin.flush()
+        answer = self._server.stdout.readline()
+        assert answer, "the process that starts the ranks has died"
+        said = [(folder / f"{rank}.log").read_text() for rank in range(world)]
+        return Ended(folder, **json.loads(answer), said=said)
+
+
+def _become(rank: int, request: dict[str, Any], port: int) -> None:
+    """Be one rank of a script, to the end of this process."""
+    die_with_parent()
+    folder, world = Path(request["folder"]), request["world"]
+    with open(folder / f"{rank}.log", "wb", buffering=0) as said:
+        for descriptor in (1, 2):
+            os.dup2(said.fileno(), descriptor)
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    os.environ["TULA_PLAN"] = str(folder / "plan.json")
+    if world > 1:
+        place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        os.environ.update({name: str(value) for name, value in place.items()})
+    sys.argv = [request["script"], *request["arguments"]]
+    sys.path[0:0] = [str(Path(request["script"]).parent), str(SHIM), str(ROOT / "templates")]
+    importlib.import_module("tula_shim.install").install()
+    runpy.run_path(request["script"], run_name="__main__")
+
+
+def _serve() -> tuple[int, dict[str, Any], int] | None:
+    """Start ranks as asked; return in a rank what it is, and None where nothing more is asked."""
+    for line in sys.stdin:
+        request = json.loads(line)
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        ranks = []
+        for rank in range(request["world"]):
+            if (pid := os.fork()) == 0:
+                return rank, request, port
+            ranks.append(pid)
+        codes = [_ended(pid) for pid in ranks]
+        print(json.dumps({"codes": codes, "left": _left()}), flush=True)
+    return None
+
+
+def _ended(pid: int) -> int:
+    deadline = time.monotonic() + PATIENCE
+    while time.monotonic() < deadline:
+        done, status = os.waitpid(pid, os.WNOHANG)
+        if done:
+            return os.waitstatus_to_exitcode(status)
+        time.sleep(0.01)
+    os.kill(pid, signal.SIGKILL)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+def _left() -> int:
+    """Count what the ranks have left running, and end it."""
+    here = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
+    alive = [pid for pid in here if Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"]
+    for pid in alive:
+        os.kill(int(pid), signal.SIGKILL)
+    for pid in here:
+        os.waitpid(int(pid), 0)
+    return len(alive)
+
+
+if __name__ == "__main__":
+    for module in MODULES:
+        importlib.import_module(module)
+    with adopting():  # what outlives its rank becomes a child of this process
+        mine = _serve()
+    if mine is None:
+        os._exit(0)  # to take torch down in order costs seconds
+    _become(*mine)

@@ -1,0 +1,188 @@
+"""Device files and GPU memory, with a file in place of a device and a script in place of nvidia-smi."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tula_cli.host import devices, leftovers
+from tula_cli.host.leftovers import MARK, GpuMemory, mark, reap
+from tula_cli.host.processes import started
+
+
+@pytest.fixture
+def stand_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    path = tmp_path / "gpu0"
+    path.touch()
+    monkeypatch.setattr(devices, "DEVICE_FILES", [re.escape(str(path))])
+    return path
+
+
+@pytest.fixture
+def nvidia_smi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Put an nvidia-smi on PATH that tells the MiB in use by the lines of a file, each for one call; the last one stays."""
+    told = tmp_path / "used"
+    program = tmp_path / "bin" / "nvidia-smi"
+    program.parent.mkdir()
+    program.write_text(
+        "#!/bin/sh\n"
+        'case "$1" in *compute-apps*) echo "4711, 812, python"; exit;; esac\n'
+        f'echo "$@" >> {tmp_path}/asked\n'
+        f'echo "GPU-1, $(head -n 1 {told})"\n'
+        f'if [ $(wc -l < {told}) -gt 1 ]; then sed -i 1d {told}; fi\n'
+    )  # fmt: skip
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{program.parent}:/usr/bin:/bin")
+    return told
+
+
+@pytest.mark.parametrize(
+    ("target", "device"),
+    [
+        ("/dev/nvidia0", True), ("/dev/nvidiactl", True), ("/dev/nvidia-uvm", True), ("/dev/kfd", True),
+        ("/dev/dri/renderD128", True), ("/dev/null", False), ("/dev/shm/nvidia", False), ("/home/me/dev/kfd", False),
+    ],
+)  # fmt: skip
+def test_what_is_a_device_file(tmp_path: Path, target: str, device: bool) -> None:
+    link = tmp_path / "3"
+    link.symlink_to(target)
+    assert devices._is_device(link) is device
+
+
+def test_inherited_device_files_are_closed_and_nothing_else(stand_in: Path) -> None:
+    program = """if True:
+        import os, re, sys
+        from tula_cli.host import devices
+        devices.DEVICE_FILES[:] = [re.escape(sys.argv[1])]
+        device, other = os.open(sys.argv[1], os.O_RDONLY), os.open(sys.argv[2], os.O_RDONLY)
+        again = os.dup(device)
+        devices.close_inherited()
+        print([os.path.exists(f"/proc/self/fd/{fd}") for fd in (0, 1, 2, other, device, again)])
+    """
+    with stand_in.open() as as_stdin:
+        command = [sys.executable, "-c", program, str(stand_in), __file__]
+        ended = subprocess.run(command, stdin=as_stdin, capture_output=True, text=True, timeout=60)
+    assert ended.stdout == "[True, True, True, True, False, False]\n", ended.stderr
+
+
+def test_who_holds_a_device_is_seen_by_its_files(stand_in: Path) -> None:
+    assert os.getpid() not in devices.holders()
+    with stand_in.open():
+        assert os.getpid() in devices.holders()
+        assert any(told.startswith(f"pid {os.getpid()} (") for told in devices.told_holders())
+
+
+def test_the_memory_of_a_gpu_is_waited_for(nvidia_smi: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(leftovers, "POLL", 0.01)
+    nvidia_smi.write_text("500\n9000\n9000\n540\n")
+    memory = GpuMemory()
+    assert memory.wait_until_back(["3"], "r|t||0", give_up=lambda: False) == ""
+    assert memory.wait_until_back(["3"], "r|t||0", give_up=lambda: False) == ""
+    asked = (tmp_path / "asked").read_text().splitlines()
+    assert len(asked) == 4
+    assert all("--id=3" in words for words in asked)
+
+
+def test_where_it_does_not_come_back_it_is_said_who_holds_it(nvidia_smi: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(leftovers, "MEMORY_PATIENCE", 0.0)
+    nvidia_smi.write_text("500\n9000\n")
+    memory = GpuMemory()
+    memory.wait_until_back([], "r|t||0", give_up=lambda: False)
+    told = memory.wait_until_back([], "r|t||0", give_up=lambda: False)
+    assert told == "8500 MiB of GPU-1 are in use still; held by pid 4711 (python, 812 MiB)"
+
+
+def test_without_nvidia_smi_its_holders_tell(stand_in: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "/nowhere")
+    monkeypatch.setattr(leftovers, "MEMORY_PATIENCE", 0.0)
+    memory = GpuMemory()
+    memory.wait_until_back([], "r|t||0", give_up=lambda: False)
+    assert memory.wait_until_back([], "r|t||0", give_up=lambda: False) == ""
+    with stand_in.open():
+        told = memory.wait_until_back([], "r|t||0", give_up=lambda: False)
+    assert f"pid {os.getpid()} (" in told
+
+
+def test_what_an_earlier_attempt_left_is_killed_and_no_other_process(tmp_path: Path) -> None:
+    own = mark(tmp_path, "train-s-1", "12.0", 1)
+    marks = {
+        "earlier attempt": own,
+        "earlier job of the chain": mark(tmp_path, "train-s-1", "11.0", 7),
+        "another supervisor": mark(tmp_path, "train-s-1", "12.0", 0),
+        "another training": mark(tmp_path, "train-z-1", "11.0", 1),
+        "another run": mark(tmp_path / "other", "train-s-1", "11.0", 1),
+        "no mark of ours": "train-s-1",
+        "spared": own,
+    }
+    running = {
+        name: subprocess.Popen(["sleep", "60"], env={MARK: value, "PATH": "/usr/bin:/bin"}, start_new_session=True)
+        for name, value in marks.items()
+    }
+    foreign = subprocess.Popen(["sleep", "60"], env={"PATH": "/usr/bin:/bin"})
+    try:
+        expected = {running["earlier attempt"].pid, running["earlier job of the chain"].pid}
+        assert set(reap(own, spare=[running["spared"].pid])) == expected
+        alive = {name for name, process in running.items() if started(process.pid) is not None}
+        assert alive == {"another supervisor", "another training", "another run", "no mark of ours", "spared"}
+        assert started(foreign.pid) is not None
+        assert reap(own, spare=[running["spared"].pid]) == []
+    finally:
+        for process in (*running.values(), foreign):
+            process.kill()
+            process.wait()
+
+
+def test_a_supervisor_that_was_started_under_a_mark_does_not_kill_itself(tmp_path: Path) -> None:
+    own = mark(tmp_path, "train-s-1", "", 0)
+    program = "import sys; from tula_cli.host.leftovers import reap; print(reap(sys.argv[1]))"
+    command = ["sh", "-c", '"$@"; exit $?', "sh", sys.executable, "-c", program, own]
+    ended = subprocess.run(command, env={**os.environ, MARK: own}, capture_output=True, text=True, timeout=60)
+    assert (ended.returncode, ended.stdout) == (0, "[]\n"), ended.stderr
+
+
+# --- how many there are
+
+
+@pytest.fixture
+def driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder in the place of /dev and of the kernel's list of AMD's nodes, with a driver at work."""
+    (tmp_path / "nvidiactl").touch()
+    monkeypatch.setattr(devices, "PRESENCE", (str(tmp_path / "nvidiactl"),))
+    monkeypatch.setattr(devices, "DEV", tmp_path)
+    monkeypatch.setattr(devices, "KFD", tmp_path / "nodes")
+    for name in devices.VISIBLE:
+        monkeypatch.delenv(name, raising=False)
+    return tmp_path
+
+
+def test_gpus_are_counted_by_their_drivers_files(driver: Path) -> None:
+    assert devices.count() == 1, "a driver that lists none, as under WSL"
+    for name in ("nvidia0", "nvidia1", "nvidia-uvm", "nvidia-caps"):
+        (driver / name).touch()
+    assert devices.count() == 2
+
+
+def test_amds_processors_are_no_gpus(driver: Path) -> None:
+    for number, name in enumerate(("0", "4098", "51230", "1")):
+        (driver / "nodes" / str(number)).mkdir(parents=True)
+        (driver / "nodes" / str(number) / "gpu_id").write_text(f"{name}\n")
+    assert devices.count() == 3
+
+
+@pytest.mark.parametrize(("visible", "seen"), [("0,2", 2), ("GPU-4ad7,", 1), ("", 0), ("-1", 0)])
+def test_those_that_are_hidden_do_not_count(
+    driver: Path, monkeypatch: pytest.MonkeyPatch, visible: str, seen: int
+) -> None:
+    for number in range(4):
+        (driver / f"nvidia{number}").touch()
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    assert devices.count() == seen
+
+
+def test_without_a_driver_there_is_none(driver: Path) -> None:
+    (driver / "nvidia0").touch()
+    (driver / "nvidiactl").unlink()
+    assert devices.count() == 0

@@ -1,0 +1,155 @@
+"""What a script did is held against what was claimed of it."""
+
+import pytest
+
+from tula_cli.errors import BadMeasurements
+from tula_cli.models.claims import (
+    Mismatch,
+    RateSeen,
+    clean_steps,
+    differences,
+    joint_steps,
+    mismatches,
+    own_exponent,
+    scales_itself,
+)
+from tula_cli.run.records.shim import Expected, LearningRates, LoaderSeen, RankResult, ScriptStep
+
+
+def step(seconds: float = 0.1, **more: object) -> ScriptStep:
+    seen = {"wait": 0.01, "samples": 16.0, "batches": 2, "backwards": 2, "gap": ()} | more
+    return ScriptStep.model_validate({"seconds": seconds} | seen)
+
+
+def result(rank: int = 0, **more: object) -> RankResult:
+    loader = LoaderSeen(dataset=330, batches=20, batch_size=8, workers=0, sampler="", drop_last=True)
+    seen = RankResult(
+        version=1, task="t", attempt=1, why="stopped", rank=rank, world=2, host="h", pid=1, python="3.8.1", torch="2.0.1",
+        expected=Expected(world=2, batch=32, accumulate=2), device="cpu", hardware="", startup=1.0, steps=5, samples=80.0,
+        optimizer="torch.optim.sgd.SGD", parameters=10, bytes=None, peak={}, warmup=(), timed=(step(),) * 5, split=None,
+        lr=LearningRates(base=None, first=0.1, timed=0.1, last=0.1), loader=loader, loaders=(loader,), notes=(),
+    )  # fmt: skip
+    return seen.model_copy(update=more)
+
+
+def ranks(**more: object) -> list[RankResult]:
+    return [result(0, **more), result(1, **more)]
+
+
+def figures(found: list[Mismatch]) -> list[tuple[str, str, str]]:
+    assert all(m.expected in m.words and m.seen in m.words for m in found)
+    return [(m.what, m.expected, m.seen) for m in found]
+
+
+def loader(**more: object) -> LoaderSeen:
+    seen = result().loader
+    assert seen is not None
+    return seen.model_copy(update=more)
+
+
+def test_claims_that_hold_are_not_told() -> None:
+    assert mismatches(ranks()) == []
+
+
+@pytest.mark.parametrize(
+    ("more", "found"),
+    [
+        ({"world": 1}, ("world", "2", "1")),
+        ({"timed": (step(samples=8.0),) * 5}, ("batch", "32", "16")),
+        ({"timed": (step(batches=1, backwards=1),) * 5, "loader": loader(batches=10)}, ("accumulate", "2", "1")),
+        ({"timed": (step(batches=None, backwards=4),) * 5}, ("accumulate", "2", "4")),
+        ({"loader": loader(batches=41)}, ("epoch", "11", "21")),  # each rank goes through the whole dataset
+    ],
+)
+def test_a_claim_that_does_not_hold_is_told_with_both_figures(
+    more: dict[str, object], found: tuple[str, str, str]
+) -> None:
+    assert figures(mismatches(ranks(**more))) == [found]
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"expected": Expected()},
+        {"timed": (step(samples=None, batches=None),) * 5, "loader": None},
+        {"loader": loader(dataset=None)},
+        {"loader": loader(batches=None)},
+        {"loader": loader(batches=22, drop_last=False)},
+        {"timed": ()},
+        {"timed": (step(batches=1),) * 5, "loader": loader(batches=10)},  # the script cuts each batch into two
+        {"timed": (step(backwards=6),) * 5},  # three losses
+    ],
+)
+def test_what_was_not_seen_or_is_done_otherwise_is_no_mismatch(more: dict[str, object]) -> None:
+    assert mismatches(ranks(**more)) == []
+
+
+def test_a_step_is_disturbed_where_any_rank_did_something_else() -> None:
+    first = (step(0.1), step(0.9, gap=("eval",)), step(0.1), step(0.2), step(0.2))
+    second = (step(0.2), step(0.1), step(0.3, gap=("save",), samples=None), step(0.1), step(0.1))
+    joint = joint_steps([result(0, timed=first), result(1, timed=second)])
+    assert [(s.seconds, s.causes) for s in joint] == [
+        (0.2, ()),
+        (0.9, ("eval",)),
+        (0.3, ("save",)),
+        (0.2, ()),
+        (0.2, ()),
+    ]
+    assert [s.samples for s in joint] == [32, 32, None, 32, 32]
+    assert [s.seconds for s in clean_steps([result(0, timed=first), result(1, timed=second)])] == [0.2, 0.2, 0.2]
+
+
+def test_a_cause_of_most_steps_is_how_the_script_steps() -> None:
+    steps = (*(step(gap=("eval",)),) * 4, step(gap=("eval", "save")))
+    assert [s.causes for s in joint_steps([result(timed=steps)])] == [(), (), (), (), ("save",)]
+
+
+def test_no_clean_step_is_an_error() -> None:
+    steps = (step(gap=("eval",)), step(gap=("save",)))
+    with pytest.raises(BadMeasurements, match="none of the 2 timed steps"):
+        clean_steps([result(timed=steps)])
+
+
+def test_probes_of_two_trainings_are_told_apart() -> None:
+    assert differences([result(), result(), result()]) == []
+    found = differences([result(), result(), result(parameters=12, optimizer="torch.optim.adamw.AdamW")])
+    assert figures(found) == [
+        ("parameters", "10", "12"),
+        ("optimizer", "torch.optim.sgd.SGD", "torch.optim.adamw.AdamW"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("given", "seen", "exponent"),
+    [
+        ((None, None, None), (0.1, 0.1, 0.1), 0.0),
+        ((None, None, None), (0.1, 0.2, 0.4), 1.0),
+        ((0.1, 0.2, 0.4), (0.1, 0.2, 0.4), 0.0),  # tula scales it
+        ((0.1, 0.2, 0.4), (0.1, 0.4, 1.6), 1.0),  # both do
+        ((0.3, 0.3, 0.3), (0.1, 0.1 * 2**0.5, 0.2), 0.5),
+        ((0.3, 0.3, 0.3), (0.6, 0.6, 0.6), 0.0),  # a warm-up, at the same place in all probes
+    ],
+)
+def test_the_power_of_the_batch_by_which_a_script_scales(
+    given: tuple[float | None, ...], seen: tuple[float, ...], exponent: float
+) -> None:
+    rates = [RateSeen(batch, *rate) for batch, rate in zip((64, 128, 256), zip(given, seen, strict=True), strict=True)]
+    assert own_exponent(rates) == pytest.approx(exponent, abs=1e-9)
+    told = scales_itself(rates)
+    assert (told is not None) is (exponent != 0)
+    if told is not None:
+        assert f"batch^{exponent:.1f}" in told.words and "train.lr_scaling none" in told.words
+
+
+@pytest.mark.parametrize(
+    "rates", [[], [RateSeen(64, None, 0.1)] * 2, [RateSeen(64, None, 0.1), RateSeen(128, None, 0.0)]]
+)
+def test_too_little_tells_no_power(rates: list[RateSeen]) -> None:
+    assert own_exponent(rates) is None and scales_itself(rates) is None
+
+
+def test_the_base_of_a_schedule_is_what_counts() -> None:
+    warming_up = LearningRates(base=0.4, first=0.001, timed=0.002, last=0.003)
+    assert RateSeen.of(64, result(lr=warming_up)) == RateSeen(64, None, 0.4)
+    assert RateSeen.of(64, result()) == RateSeen(64, None, 0.1)
+    assert RateSeen.of(64, result(lr=None)) is None

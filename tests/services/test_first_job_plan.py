@@ -1,0 +1,392 @@
+"""A model and a dataset that only a node can build: the first job is planned, asked for and counted with the probes."""
+
+import dataclasses
+import itertools
+import json
+import os
+import re
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import make_runs as make
+import pytest
+from make_results import Truth, footprint, measured
+from pydantic import TypeAdapter
+
+from tula_cli.cluster.inspection import NotInspected
+from tula_cli.cluster.kept_inspection import KeptInspection
+from tula_cli.cluster.slurm import first_job
+from tula_cli.cluster.slurm.queue import Queued, SchedulerState
+from tula_cli.errors import Interruption, JobFailed, OverBudget, Pending, SchedulerError
+from tula_cli.run.directory import RunDir
+from tula_cli.run.files import read_record, write_record
+from tula_cli.run.records.inspections import FirstJob, Inspection
+from tula_cli.services import check as services_check
+from tula_cli.services import profile, train
+from tula_cli.services.estimate import estimate_all
+from tula_cli.services.events import Event, FirstJobPlanned, ProfilePlanned, follow
+from tula_cli.services.profiling import rounds
+from tula_cli.services.waiting import Dependencies, WaitPolicy
+from tula_cli.show import check as show_check
+from tula_cli.show import profile as show_profile
+from tula_cli.spec.job import JobSpec
+
+TOLD = Inspection(
+    dataset_size=300, eval_size=50, classes=10, sample_shape=(1, 8, 8), parameters=1000, footprints=(),
+    estimate_error="", device="cpu", hardware="cpu", capacity=None, cpus=2,
+)  # fmt: skip
+
+
+def spec(**search: Any) -> JobSpec:
+    search = {"nodes": [1, 2], "min_batch": 32, "max_minutes": 20, "max_node_hours": 2, **search}
+    return make.spec(search=search, cluster={"kind": "slurm"})
+
+
+class World(make.FakeLauncher):
+    """Jobs that take no time, a login node that cannot build the model, and a user who is asked."""
+
+    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        super().__init__()
+        self.run = RunDir.of(folder, spec())
+        self.confirmed: list[Any] = []
+        self.events: list[Event] = []
+        self.first_jobs = self.tried = 0
+        self.said: list[str] = []
+        self.answer, self.here = True, False
+        self.queue: dict[str, Queued] = {}
+        monkeypatch.setattr(first_job, "submit_script", self._submit_first_job)
+        monkeypatch.setattr(first_job, "in_queue", lambda run, names: self.queue)
+        monkeypatch.setattr(first_job.scheduler, "ask", lambda ids: {ids[0]: SchedulerState("ended")})
+
+    def _submit_first_job(self, run: RunDir, name: str, text: str) -> str:
+        self.first_jobs += 1
+        log = run.submitit_dir / "7_0_log.out"
+        log.write_text(f"begun\n{TOLD.model_dump_json()}\n")
+        return "7"
+
+    def submit(self, run: RunDir, task: Any) -> Any:
+        self.says[task.job] = "ended"
+        for local in task.local_batches:
+            run.write_result(measured(Truth(gpus_per_node=1), task.nodes, local))
+        return super().submit(run, task)
+
+    def _inspect(self, _: JobSpec) -> Inspection:
+        self.tried += 1
+        if self.here:
+            return TOLD
+        raise NotInspected("python cannot build the model: no torch", "hint")
+
+    def inspector(self, *, fresh: bool = False) -> KeptInspection:
+        """Return what inspects as the commands do, but keeps nothing that was built here."""
+        root = self.run.path.parent
+        return KeptInspection(root, self._inspect, fresh=fresh, keep=False, note=self.said.append, facts=lambda _: {})
+
+    def means(self, *, fresh: bool = False) -> Dependencies:
+        def confirm(planned: Any) -> bool:
+            self.confirmed.append(planned)
+            return self.answer
+
+        return Dependencies(lambda _: self, self.inspector(fresh=fresh), confirm)
+
+    def profile(self, job: JobSpec | None = None, *, fresh: bool = False) -> Any:
+        work = rounds.work(self.run, job or spec(), self.means(fresh=fresh), WaitPolicy(wait=True))
+        return follow(work, self.events.append)
+
+    def planned(self) -> list[type]:
+        return [type(event) for event in self.events if isinstance(event, FirstJobPlanned | ProfilePlanned)]
+
+
+@pytest.fixture
+def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> World:
+    return World(tmp_path / "runs", monkeypatch)
+
+
+def test_the_first_job_and_the_probes_are_shown_and_asked_for_once(world: World) -> None:
+    found = world.profile()
+    assert len(found.reports[None].measured) == 6
+    assert world.planned() == [FirstJobPlanned, ProfilePlanned], "what it has settled is shown, not asked again"
+    (asked,) = world.confirmed
+    assert asked.node_hours == pytest.approx(first_job.MINUTES / 60 + (1 + 2) * 20 / 60)
+    (settled,) = [event for event in world.events if isinstance(event, ProfilePlanned)]
+    assert settled.node_hours <= asked.plans[None].probe_node_hours, "it is within what was allowed"
+    shown = [line for line in show_profile.plans(asked.plans) if isinstance(line, str)]
+    assert shown[0] == "python cannot build the model: no torch"
+    assert f"on 1 node, in at most {first_job.MINUTES} min" in shown[1]
+    assert "on 1 2 nodes, at most 1.00 node-h" in shown[2]
+    tried = world.tried
+    world.profile()
+    assert world.first_jobs == 1, "start is resume"
+    assert world.tried == tried, "what could not be built here is not tried again"
+    assert "built them on a node" in world.said[-1] and "--fresh" in world.said[-1]
+
+
+def test_nothing_is_submitted_where_the_answer_is_no(world: World) -> None:
+    world.answer = False
+    with pytest.raises(OverBudget, match="not confirmed"):
+        world.profile()
+    assert (world.first_jobs, world.submitted, world.run.exists) == (0, [], False)
+
+
+def test_a_cap_below_the_first_job_refuses_it_before_anybody_is_asked(world: World) -> None:
+    with pytest.raises(OverBudget, match=r"the job that builds the model and the dataset may take 0\.200 node-hours"):
+        world.profile(spec(max_node_hours=0.1))
+    assert (world.first_jobs, world.confirmed) == (0, [])
+
+
+def test_probes_that_go_beyond_the_cap_with_the_first_job_are_refused_once_they_are_settled(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(first_job, "newest_node_hours", lambda _: 0.1)
+    with pytest.raises(OverBudget, match="the probes and the job that builds the model"):
+        world.profile(spec(max_node_hours=1))
+    assert world.confirmed[0].node_hours == 1, "no more than the cap was ever asked for"
+    assert (world.first_jobs, world.submitted) == (1, [])
+    assert first_job.kept_inspection(world.run, spec()) == TOLD, "what it told is kept for a higher cap"
+
+
+def test_what_first_jobs_took_counts_towards_the_cap_of_later_rounds(world: World) -> None:
+    world.run.path.mkdir(parents=True)
+    assert profile.spent(world.run) == 0
+    write_record(world.run.path / "first_job.json", FirstJob(scheduler_id="7", node_hours=0.15))
+    assert profile.spent(world.run) == pytest.approx(0.15)
+
+
+def test_fresh_renews_what_the_first_job_told(world: World) -> None:
+    world.profile()
+    old = TOLD.model_copy(update={"dataset_size": 1})
+    write_record(first_job.kept_at(world.run, spec()), old)
+    world.profile(fresh=True)
+    assert world.first_jobs == 2
+    assert first_job.kept_inspection(world.run, spec()) == TOLD
+    write_record(first_job.kept_at(world.run, spec()), old)
+    world.here = True
+    anew = dataclasses.replace(world.inspector(fresh=True), keep=True)
+    assert first_job.or_told(anew, world.run)(spec()) == TOLD
+    assert first_job.or_told(world.inspector(), world.run)(spec()) == TOLD, "what is built here is not overruled by it"
+
+
+@pytest.mark.parametrize(("ghosts", "again"), [(None, False), (16, True)])
+def test_what_a_first_job_told_holds_for_the_settings_that_it_has_read(
+    world: World, ghosts: int | None, again: bool
+) -> None:
+    def job(*nodes: int) -> JobSpec:
+        return make.spec(
+            search={"nodes": list(nodes), "min_batch": 32, "max_minutes": 20, "max_node_hours": 2},
+            cluster={"kind": "slurm"},
+            train={"epochs": 4, "ghost_batch": ghosts},
+        )
+
+    world.profile(job(1, 2))
+    world.profile(job(1, 2, 4))  # batches per rank that ghost batches have to divide were never looked at
+    assert world.first_jobs == 1 + again
+    world.profile(job(1, 2))
+    assert world.first_jobs == 1 + again
+
+
+def test_a_dry_run_shows_the_first_job_and_touches_nothing(world: World) -> None:
+    would = follow(rounds.dry_run(world.run, spec(), world.means()), world.events.append)
+    (text,) = would[None].scripts
+    assert "-m tula_cli.worker.measure.inspect" in text
+    assert f"#SBATCH --time={first_job.MINUTES}" in text
+    assert text in list(show_profile.dry_run(would))
+    assert (world.first_jobs, world.confirmed, world.run.exists) == (0, [], False)
+
+
+# --- check
+
+
+def test_check_tells_what_the_first_job_may_cost(world: World) -> None:
+    report = services_check.check(spec(), inspector=world._inspect)
+    assert report.unsettled is not None
+    assert report.node_hours_at_most == pytest.approx(first_job.MINUTES / 60 + 1)
+    assert not report.problems
+    assert any("first job" in line for line in show_check.check(report, {}) if isinstance(line, str))
+    tight = services_check.check_all(spec(max_node_hours=0.1), inspector=world._inspect)
+    over = "the job that builds the model and the dataset may take 0.200 node-hours, search.max_node_hours is 0.1"
+    with pytest.raises(OverBudget, match=re.escape(over)):  # as profile says it
+        tight.require_sound("job.yaml")
+    some = services_check.check_all(spec(max_node_hours=1), inspector=world._inspect)
+    some.require_sound("job.yaml")
+    assert (
+        "may come to 1.2 node-hours: what then goes beyond search.max_node_hours (1) is not started"
+        in some.reports[None].warnings[0]
+    )
+
+
+def test_what_the_first_job_told_is_known_to_check_estimate_and_train(world: World) -> None:
+    with pytest.raises(NotInspected):
+        train.plan(world.run, spec(), nodes=1, batch=64, inspect=world._inspect)
+    write_record(first_job.kept_at(world.run, spec()), TOLD)
+    report = services_check.check_all(spec(), inspector=world._inspect, run=world.run).reports[None]
+    assert (report.inspection, report.unsettled) == (TOLD, None)
+    assert services_check.check_all(spec(), inspector=world._inspect).reports[None].unsettled is not None
+    assert train.plan(world.run, spec(), nodes=1, batch=64, inspect=world._inspect).task.batch == 64
+    told = TOLD.model_copy(update={"footprints": tuple(footprint(Truth(), size) for size in (8, 16))})
+    write_record(first_job.kept_at(world.run, spec()), told)
+    assert estimate_all(world.run, spec(), inspector=world._inspect)[None].inspection == told
+    fresh = world.inspector(fresh=True)
+    assert services_check.check_all(spec(), inspector=fresh, run=world.run).reports[None].unsettled is not None
+    for anew in (
+        lambda: train.plan(world.run, spec(), nodes=1, batch=64, inspect=fresh),
+        lambda: estimate_all(world.run, spec(), inspector=fresh),
+    ):
+        with pytest.raises(NotInspected):
+            anew()
+
+
+# --- waiting for it
+
+
+class Clock:
+    """Time that passes while one sleeps."""
+
+    def __init__(self, states: Iterator[SchedulerState | None]) -> None:
+        self.now, self.states = 1000.0, states
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+
+    def ask(self, ids: list[str]) -> dict[str, SchedulerState]:
+        state = next(self.states)
+        if state is None:
+            raise KeyboardInterrupt
+        return {ids[0]: state}
+
+
+def wait(world: World, monkeypatch: pytest.MonkeyPatch, *states: SchedulerState | None, **options: Any) -> list[str]:
+    """Wait for a first job that goes through these states, one a look; return what was cancelled."""
+    clock = Clock(itertools.chain(states, itertools.repeat(SchedulerState("ended"))))
+    monkeypatch.setattr(first_job.time, "monotonic", clock.monotonic)
+    monkeypatch.setattr(first_job.scheduler, "ask", clock.ask)
+    cancelled: list[str] = []
+    monkeypatch.setattr(first_job.scheduler, "cancel", cancelled.extend)
+    try:
+        first_job.inspect_on_node(world.run, spec(), sleep=clock.sleep, **options)
+    except (Pending, Interruption) as error:
+        cancelled.append(type(error).__name__)
+    return cancelled
+
+
+PENDING, RUNNING = SchedulerState("pending"), SchedulerState("running")
+
+
+def test_the_time_on_the_node_is_counted_and_not_that_in_the_queue(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert wait(world, monkeypatch, *[PENDING] * 100, *[RUNNING] * 29) == []
+    assert first_job.node_hours(world.run) == pytest.approx((10 + 29 * 2) / 3600), "from the last look at the queue on"
+    wait(world, monkeypatch, *[PENDING] * 2, *[RUNNING] * 29)
+    assert first_job.node_hours(world.run) == pytest.approx((10 + 4.5 + 58 * 2) / 3600), "all first jobs together"
+
+
+def test_looks_at_the_queue_are_fewer_the_longer_a_first_job_waits(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looks: list[SchedulerState | None] = [PENDING] * 20
+    assert wait(world, monkeypatch, *looks, None, timeout=140.0) == ["7", "Pending"], "140 s are over before 20 looks"
+
+
+def test_a_first_job_that_will_never_start_is_cancelled_at_the_second_look_that_says_so(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hopeless = SchedulerState("pending", "PartitionDown")
+    assert hopeless.hopeless
+    assert wait(world, monkeypatch, hopeless, PENDING, hopeless, RUNNING) == [], "it may be so for a moment"
+    with pytest.raises(SchedulerError, match="PartitionDown"):
+        wait(world, monkeypatch, PENDING, hopeless, hopeless)
+
+
+@pytest.mark.parametrize(
+    ("states", "options", "error"),
+    [([RUNNING] * 9, {"timeout": 10.0}, "Pending"), ([RUNNING] * 6 + [None], {}, "Interruption")],
+)
+def test_a_first_job_that_nobody_waits_for_is_cancelled_and_counted(
+    world: World, monkeypatch: pytest.MonkeyPatch, states: list[Any], options: dict[str, float], error: str
+) -> None:
+    assert wait(world, monkeypatch, *states, **options) == ["7", error]
+    assert first_job.node_hours(world.run) == pytest.approx(10 / 3600)
+    assert first_job.kept_inspection(world.run, spec()) is None
+
+
+def test_ctrl_c_while_a_first_job_is_submitted_leaves_none_that_is_not_written_down(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def pressed(run: RunDir, name: str, text: str) -> str:
+        signal.raise_signal(signal.SIGINT)
+        return world._submit_first_job(run, name, text)
+
+    monkeypatch.setattr(first_job, "submit_script", pressed)
+    assert wait(world, monkeypatch, RUNNING) == ["7", "Interruption"]
+    assert first_job.node_hours(world.run) == 0 and not (world.run.path / "lock").exists()
+    assert read_record(world.run.path / "first_job.json", TypeAdapter(FirstJob)) == FirstJob(
+        scheduler_id="7", node_hours=0
+    )
+
+
+def test_ctrl_c_before_a_first_job_is_submitted_starts_nothing(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    def pressed(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(first_job, "in_queue", pressed)
+    with pytest.raises(Interruption, match="the same command submits the first job"):
+        first_job.inspect_on_node(world.run, spec())
+    assert world.first_jobs == 0 and not (world.run.path / "first_job.json").exists()
+
+
+def left_behind(world: World) -> Path:
+    """Submit a first job as a command does that is killed after that; return the file of what it is asked."""
+    first_job._Watched(world.run, spec(), lambda _: None).start()
+    name = f"tula-{world.run.id}-inspection"
+    world.queue[name] = Queued("7", name, "")
+    return world.run.submitit_dir / "inspection-spec.json"
+
+
+@pytest.mark.parametrize(("age", "seconds"), [(0, 20), (100, 120), (86400, 60 * first_job.MINUTES)])
+def test_a_first_job_whose_command_was_killed_is_taken_up(
+    world: World, monkeypatch: pytest.MonkeyPatch, age: float, seconds: float
+) -> None:
+    asked = left_behind(world)
+    assert first_job.node_hours(world.run) == first_job.MINUTES / 60, "it may take as much, and nobody looks"
+    os.utime(asked, (time.time() - age,) * 2)
+    assert wait(world, monkeypatch, *[RUNNING] * 9) == []
+    assert world.first_jobs == 1
+    assert first_job.node_hours(world.run) == pytest.approx(seconds / 3600, abs=2 / 3600), (
+        "from its submission on, at most"
+    )
+
+
+def test_a_first_job_that_waits_for_another_spec_is_cancelled(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    left_behind(world).write_text(spec(max_minutes=5).model_dump_json())
+    assert wait(world, monkeypatch) == ["7"]
+    assert world.first_jobs == 2
+
+
+def test_what_a_first_job_told_nobody_is_found_later(world: World) -> None:
+    left_behind(world)
+    log = world.run.submitit_dir / "7_0_log.out"
+    assert first_job.kept_inspection(world.run, spec()) == TOLD
+    ghosts = make.spec(cluster={"kind": "slurm"}, train={"epochs": 4, "ghost_batch": 16})
+    assert first_job.kept_inspection(world.run, ghosts) is None, "it was asked with other settings"
+    whole = log.read_text()
+    refused = {"error": {"class": "SpecError", "message": "no such model", "hint": "", "problems": []}}
+    for other in ("", "begun\n", whole[:-20], f"begun\n{json.dumps(refused)}\n", "begun\n{}\n"):
+        log.write_text(other)
+        assert first_job.kept_inspection(world.run, spec()) is None
+
+
+def test_a_job_that_tells_nothing_is_an_error_with_its_words(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    def silent(run: RunDir, name: str, text: str) -> str:
+        (run.submitit_dir / "8_0_log.out").write_text("")
+        (run.submitit_dir / "8_0_log.err").write_text("ModuleNotFoundError: No module named 'torch'\n")
+        return "8"
+
+    monkeypatch.setattr(first_job, "submit_script", silent)
+    monkeypatch.setattr(first_job, "LAG", 0.0)
+    with pytest.raises(JobFailed, match="No module named 'torch'"):
+        first_job.inspect_on_node(world.run, spec(), sleep=lambda _: None)

@@ -1,0 +1,70 @@
+"""Scripts that step in their own ways, and loops that tell their steps by hand."""
+
+import json
+from pathlib import Path
+
+import pytest
+from script_ranks import ScriptRanks
+
+from tula_cli.models.claims import clean_steps, mismatches
+from tula_cli.run.records.shim import Expected, RankResult, ShimPlan
+
+pytestmark = pytest.mark.torch
+
+
+def probe(folder: Path, **more: object) -> ShimPlan:
+    settings = {"task": "probe", "folder": str(folder), "warmup": 2, "min_steps": 5, "max_steps": 5}
+    return ShimPlan.model_validate(settings | more)
+
+
+def test_the_optimizer_with_most_elements_is_the_clock(run: ScriptRanks, tmp_path: Path) -> None:
+    ended = run("odd_steps.py", "gan", plan=probe(tmp_path))
+    assert set(ended.json("result-0.json")) == set(RankResult.model_fields), "tula reads all that is written"
+    (seen,) = ended.results()
+    assert (seen.optimizer, seen.parameters, seen.steps) == ("torch.optim.adam.Adam", 4 * 64 + 64, 7)
+    assert seen.lr is not None and seen.lr.timed == 0.2
+    assert {step.backwards for step in seen.timed} == {3}
+
+
+@pytest.mark.parametrize("loop", ["closure", "frozen"])
+def test_what_goes_on_in_every_step_disturbs_none(run: ScriptRanks, tmp_path: Path, loop: str) -> None:
+    ranks = run("odd_steps.py", loop, plan=probe(tmp_path)).results()
+    assert {(step.gap, step.backwards) for step in ranks[0].timed} == {(("eval",), 1)}
+    assert len(clean_steps(ranks)) == 5
+
+
+@pytest.mark.parametrize("more", [(), ("--bare",)])
+def test_a_loop_that_tells_its_steps_is_measured(run: ScriptRanks, tmp_path: Path, more: tuple[str, ...]) -> None:
+    ended = run("by_hand.py", 60, *more, plan=probe(tmp_path, expected=Expected(world=1, batch=4)))
+    (seen,) = ended.results()
+    assert (seen.optimizer, seen.parameters, seen.why, seen.steps) == ("__main__.Engine", 0, "stopped", 7)
+    assert [step.samples for step in seen.timed] == [4] * 5
+    assert seen.lr is not None and seen.lr.last == 0.5
+    assert all(step.seconds >= 0.002 for step in seen.timed)
+
+
+def test_ranks_that_the_script_forks_itself_are_seen(run: ScriptRanks, tmp_path: Path) -> None:
+    ended = run("forking.py", plan=probe(tmp_path))
+    assert (ended.codes, ended.left, ended.results()[0].why) == ([0], 0, "stopped"), ended.said
+
+
+def test_the_error_of_a_forked_rank_is_told_once(run: ScriptRanks, tmp_path: Path) -> None:
+    ended = run("forking.py", "break", plan=probe(tmp_path))
+    (failure,) = tmp_path.glob("failure-*.json")
+    assert ended.codes == [1] and "MemoryError: no room" in json.loads(failure.read_text())["text"]
+
+
+def test_a_script_that_goes_on_after_it_was_asked_to_exit_is_ended(run: ScriptRanks, tmp_path: Path) -> None:
+    ended = run("odd_steps.py", "catching", plan=probe(tmp_path, stop="raise"))
+    assert (ended.codes, ended.results()[0].steps) == ([0], 7)
+    assert "asked to exit" in ended.said[0] and "FINISHED" not in ended.said[0]
+
+
+def test_parameters_that_are_sharded_give_totals(run: ScriptRanks, tmp_path: Path) -> None:
+    ranks = run("sharded.py", plan=probe(tmp_path, expected=Expected(world=2, batch=8)), world=2).results()
+    assert mismatches(ranks) == []
+    elements = 64 * 64 + 64
+    for rank in ranks:
+        assert (rank.parameters, rank.split, len(rank.timed)) == (elements, None, 5)
+        assert rank.bytes == {"parameters": 2 * elements, "gradients": 2 * elements, "optimizer": 4 * elements + 2 * 4}
+        assert "there is no DistributedDataParallel" in rank.notes[0]

@@ -1,0 +1,130 @@
+"""The energy of GPUs, with a fake NVML; and the real package, which needs no GPU to be asked."""
+
+import json
+import sys
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+from tula_cli.worker import energy
+from tula_cli.worker.device import Clock
+from tula_cli.worker.energy import EnergyMeter
+from tula_cli.worker.ranks import Ranks
+
+pytestmark = pytest.mark.torch
+
+UUID = "8c2e1a5f-0000-1111-2222-333344445555"
+
+
+class FakeNvml(ModuleType):
+    """One GPU whose counter says one number after another, in mJ; an exception is raised."""
+
+    class NVMLError(Exception):
+        pass
+
+    def __init__(self, *readings: int | Exception) -> None:
+        super().__init__("pynvml")
+        self.readings = [0, *readings]  # one is asked for to see whether there is a counter
+
+    def nvmlInit(self) -> None:
+        if not self.readings[1:]:
+            raise self.NVMLError("NVML Shared Library Not Found")
+
+    def nvmlDeviceGetHandleByUUID(self, uuid: str) -> str:
+        if uuid != f"GPU-{UUID}":
+            raise self.NVMLError("Not Found")
+        return "handle"
+
+    def nvmlDeviceGetTotalEnergyConsumption(self, handle: str) -> int:
+        assert handle == "handle"
+        reading = self.readings.pop(0)
+        if isinstance(reading, Exception):
+            raise reading
+        return reading
+
+
+class OldNvml(FakeNvml):
+    """From before there was the counter."""
+
+    @property
+    def nvmlDeviceGetTotalEnergyConsumption(self) -> None:  # type: ignore[override]
+        raise AttributeError
+
+
+class Group(Ranks):
+    """This rank on a GPU, and others that have said what they have said."""
+
+    others: tuple[tuple[str, float | None], ...] = ()
+
+    def gather(self, text: str) -> list[str]:
+        return [text, *map(json.dumps, self.others)]
+
+
+@pytest.fixture
+def meter(monkeypatch: pytest.MonkeyPatch) -> Callable[..., EnergyMeter]:
+    """Makes a meter of a rank on a GPU: `meter(nvml, *others, uuid=...)`."""
+
+    def made(nvml: ModuleType | None, *others: tuple[str, float | None], uuid: str = UUID) -> EnergyMeter:
+        monkeypatch.setitem(sys.modules, "pynvml", nvml)  # None: an import fails
+        monkeypatch.setattr(energy, "gpu_id", lambda index: uuid)
+        monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+        monkeypatch.setattr(Clock, "wait", lambda clock: None)
+        monkeypatch.setattr(Group, "others", others)
+        return EnergyMeter(Group(rank=0, world=1 + len(others), local_rank=0, device=torch.device("cuda", 0)))
+
+    return made
+
+
+def test_joules_are_what_the_counters_of_all_gpus_rose_by(meter: Callable[..., EnergyMeter]) -> None:
+    assert meter(FakeNvml(5_000, 17_500)).joules() == 12.5
+    assert meter(FakeNvml(5_000, 17_500), ("b", 7.5), ("c", 10.0)).joules() == 30
+    assert meter(FakeNvml(5_000, 7_000, 9_000)).joules() == 2
+
+
+def test_the_counter_is_found_by_the_name_of_the_gpu_however_it_begins(meter: Callable[..., EnergyMeter]) -> None:
+    assert meter(FakeNvml(5_000, 17_500), uuid=f"GPU-{UUID}").joules() == 12.5
+
+
+def test_a_gpu_that_ranks_share_counts_once(meter: Callable[..., EnergyMeter]) -> None:
+    assert meter(FakeNvml(5_000, 17_500), (UUID, 12.5), ("b", 1.0)).joules() == 13.5
+
+
+FAILS = FakeNvml.NVMLError("GPU is lost")
+
+
+@pytest.mark.parametrize(
+    "nvml",
+    [None, OldNvml(1_000, 2_000), FakeNvml(), FakeNvml(FAILS), FakeNvml(1_000, FAILS), FakeNvml(1_000, 1_000),
+     FakeNvml(2_000, 1_000)],
+    ids=["no package", "old package", "no library", "fails at once", "fails midway", "does not rise", "falls"],
+)  # fmt: skip
+def test_what_cannot_be_counted_is_none_and_never_0(meter: Callable[..., EnergyMeter], nvml: ModuleType | None) -> None:
+    assert meter(nvml).joules() is None
+
+
+def test_a_device_without_a_counter_has_none(meter: Callable[..., EnergyMeter]) -> None:
+    no_counter = FakeNvml(1, 2)
+    no_counter.readings[0] = FakeNvml.NVMLError("Not Supported")
+    assert meter(no_counter).joules() is None
+    assert meter(FakeNvml(1_000, 2_000), uuid="a part of a GPU (MIG)").joules() is None
+
+
+def test_one_rank_without_a_counter_leaves_no_sum(meter: Callable[..., EnergyMeter]) -> None:
+    assert meter(FakeNvml(5_000, 17_500), ("b", None)).joules() is None
+
+
+def test_ranks_on_a_cpu_count_nothing(alone: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "pynvml", FakeNvml(1_000, 2_000))
+    assert EnergyMeter(alone).joules() is None
+
+
+def test_the_package_has_what_is_asked_of_it() -> None:
+    nvml: Any = pytest.importorskip("pynvml", reason="needs nvidia-ml-py (the extra nvml)")
+    for name in ("nvmlInit", "nvmlDeviceGetHandleByUUID", "nvmlDeviceGetTotalEnergyConsumption"):
+        assert callable(getattr(nvml, name))
+    assert issubclass(nvml.NVMLError, Exception)
+    if not torch.cuda.is_available():
+        assert energy._counter(UUID) is None

@@ -1,0 +1,112 @@
+"""What a supervisor starts its ranks with: the command, the environment and the folder of each."""
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from tula_cli.cluster.allocation import Allocation
+from tula_cli.cluster.forkserver import Start
+from tula_cli.cluster.slurm import sbatch
+from tula_cli.host import network
+from tula_cli.run.directory import RunDir
+from tula_cli.run.records.jobs import LeaderCommand
+from tula_cli.run.records.tasks import Task
+
+
+def world_size(task: Task) -> int:
+    return task.nodes * task.spec.cluster.gpus_per_node
+
+
+def first_rank(allocation: Allocation, task: Task) -> int:
+    """Return the lowest rank that a supervisor starts."""
+    return allocation.index * (task.spec.cluster.gpus_per_node if _by_torchrun(task) else 1)
+
+
+def rendezvous(task: Task) -> str:
+    """Return where torchrun's agents meet; a port taken meanwhile is an exit reason of its own, and another is tried.
+
+    Raises:
+        JobFailed: there is no such network interface.
+    """
+    if not _by_torchrun(task):
+        return ""
+    return f"{network.own_address(task.spec.cluster.interface)}:{network.free_port()}"
+
+
+def _by_torchrun(task: Task) -> bool:
+    """Return whether torchrun starts the ranks of a node; else supervisors start them themselves."""
+    cluster = task.spec.cluster
+    return cluster.kind == "slurm" and cluster.slurm is not None and cluster.slurm.launcher == "torchrun"
+
+
+def own_gpus(starts: Sequence[Start]) -> list[str]:
+    """Return the GPUs of these ranks as CUDA_VISIBLE_DEVICES names them; empty for all that are to be seen."""
+    environment = starts[0].environment
+    names = environment.get("CUDA_VISIBLE_DEVICES", "")
+    visible = [name.strip() for name in names.split(",") if name.strip()]
+    ranks = [int(start.environment["LOCAL_RANK"]) for start in starts if "LOCAL_RANK" in start.environment]
+    if not ranks:
+        return visible
+    return [visible[rank % len(visible)] for rank in ranks] if visible else [str(rank) for rank in ranks]
+
+
+@dataclass(frozen=True)
+class RankStart:
+    """How one supervisor starts its ranks of one attempt."""
+
+    run: RunDir
+    allocation: Allocation
+    task: Task
+    command: LeaderCommand
+
+    def starts(self, log: Path) -> list[Start]:
+        """Return what this supervisor starts: torchrun, its own rank, or all ranks of this machine."""
+        argv, folder = tuple(self.argv()), self._folder()
+        return [Start(argv, environment, folder, str(log)) for environment in self.environments()]
+
+    def argv(self) -> list[str]:
+        """Return the command line of a rank, or of torchrun, which starts those of a node."""
+        task, spec = self.task, self.task.spec
+        worker = ["-m", "tula_cli.worker", str(self.run.path.resolve()), task.id, str(self.command.attempt)]
+        wrapper = [] if self.allocation.local else sbatch.wrapper(spec, environ=self.allocation.environ)
+        if not _by_torchrun(task):
+            return [*wrapper, sys.executable, "-u", *worker]
+        address, _, port = self.command.meeting.rpartition(":")
+        torchrun = [
+            *(sys.executable, "-m", "torch.distributed.run", "--max-restarts=0"),
+            *(f"--nnodes={task.nodes}", f"--node-rank={self.allocation.index}"),
+            *(f"--master-addr={address}", f"--master-port={port}"),
+            f"--nproc-per-node={spec.cluster.gpus_per_node}",
+        ]
+        if not wrapper:
+            return [*torchrun, *worker]
+        return [*torchrun, "--no-python", *wrapper, sys.executable, "-u", *worker]
+
+    def environments(self) -> list[dict[str, str]]:
+        """Return the environment of each process that this supervisor starts."""
+        allocation = self.allocation
+        threads = {"PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": str(self._threads())}
+        own = {**allocation.environ, **threads, **allocation.time_limit()}
+        if _by_torchrun(self.task):
+            return [own]
+        # A rendezvous of the site's set-up lines, or of a shell, is not ours.
+        own = {name: value for name, value in own.items() if name not in ("MASTER_ADDR", "MASTER_PORT")}
+        world = world_size(self.task)
+        ranks = [(rank, rank) for rank in range(world)]
+        if not allocation.local:
+            ranks = [(allocation.index, allocation.local_index)]
+        return [{**own, "RANK": str(rank), "LOCAL_RANK": str(local), "WORLD_SIZE": str(world)} for rank, local in ranks]
+
+    def _folder(self) -> str:
+        """Return where python finds the user's code first: what was submitted runs. The ranks then go to workdir."""
+        task = self.task
+        code = self.run.code_dir(task.code) if task.code else Path(task.workdir)
+        return str(code) if code.is_dir() else task.workdir  # the ranks say what is missing
+
+    def _threads(self) -> int:
+        """Return the threads of a rank. On this machine the ranks share its cores, one thread each."""
+        if self.allocation.local:
+            return 1
+        threads = int(self.allocation.environ.get("SLURM_CPUS_PER_TASK", "1"))
+        return max(1, threads // self.task.spec.cluster.gpus_per_node) if _by_torchrun(self.task) else threads

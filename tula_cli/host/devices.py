@@ -1,0 +1,96 @@
+"""The device files of this node's GPUs, who holds them, and how much of the GPUs' memory is in use. No library is loaded."""
+
+import contextlib
+import os
+import re
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+
+from tula_cli.host.processes import PROC
+
+PRESENCE = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")
+"""What shows that a node has GPUs to compute on: NVIDIA's driver, AMD's, and Windows' under WSL."""
+DEVICE_FILES = [r"/dev/nvidia[^/]*", r"/dev/kfd", r"/dev/dri/.*"]
+"""What a process has open that computes on a GPU: the driver keeps its memory until the last copy is closed."""
+VISIBLE = ("CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES")
+"""Variables that list the GPUs which a process is to see."""
+DEV, KFD = Path("/dev"), Path("/sys/class/kfd/kfd/topology/nodes")
+"""Where NVIDIA's driver has a file a GPU, and AMD's a folder a processor or GPU."""
+PATIENCE = 20.0
+"""Seconds that nvidia-smi may take; on a node with many GPUs and without its persistence daemon that is long."""
+
+
+def has_gpu() -> bool:
+    """Return whether the driver of a GPU is at work here."""
+    return any(Path(name).exists() for name in PRESENCE)
+
+
+def count() -> int:
+    """Return how many GPUs there are to compute on here, as far as their drivers tell; no library is asked.
+
+    CUDA_VISIBLE_DEVICES and AMD's like it hold; without a driver's files there is none.
+    """
+    if not has_gpu():
+        return 0
+    for name in VISIBLE:
+        if name in os.environ:
+            return len([entry for entry in os.environ[name].split(",") if entry.strip() not in ("", "-1")])
+    nvidia = [path for path in DEV.glob("nvidia*") if re.fullmatch(r"nvidia\d+", path.name)]
+    amd = [path for path in KFD.glob("*/gpu_id") if path.read_text(encoding="ascii").strip() not in ("", "0")]
+    return len(nvidia) or len(amd) or 1
+
+
+def close_inherited() -> None:
+    """Close the device files that this process has from its parent, and nothing else: for one that computes on no GPU."""
+    for link in list(Path("/proc/self/fd").iterdir()):
+        if int(link.name) > 2 and _is_device(link):
+            with contextlib.suppress(OSError):
+                os.close(int(link.name))
+
+
+def holders() -> dict[int, str]:
+    """Return the processes that have a device file open, with their names; only those that this user may look into."""
+    found = {}
+    for process in (entry for entry in PROC.iterdir() if entry.name.isdigit()):
+        with contextlib.suppress(OSError):  # another user's, or it has ended
+            if any(_is_device(link) for link in (process / "fd").iterdir()):
+                found[int(process.name)] = (process / "comm").read_text(encoding="utf-8", errors="replace").strip()
+    return found
+
+
+def used_memory(gpus: Sequence[str] = ()) -> dict[str, int]:
+    """Return the bytes in use of each GPU, as nvidia-smi tells; empty where there is none.
+
+    Args:
+        gpus: those that matter, as CUDA_VISIBLE_DEVICES names them; none for all that are to be seen.
+    """
+    query = ["--query-gpu=uuid,memory.used", *([f"--id={','.join(gpus)}"] if gpus else [])]
+    rows = [row for row in _nvidia_smi(*query) if len(row) == 2 and row[1].isdigit()]
+    return {uuid: int(mebibytes) * 2**20 for uuid, mebibytes in rows}
+
+
+def told_holders() -> list[str]:
+    """Say which processes hold GPUs: nvidia-smi's list, else those with a device file open."""
+    if rows := _nvidia_smi("--query-compute-apps=pid,used_memory,process_name"):
+        return [f"pid {row[0]} ({row[2]}, {row[1]} MiB)" for row in rows if len(row) == 3]
+    return [f"pid {pid} ({name})" for pid, name in sorted(holders().items())]
+
+
+def _is_device(link: Path) -> bool:
+    try:
+        target = str(link.readlink())
+    except OSError:
+        return False
+    return any(re.fullmatch(form, target) for form in DEVICE_FILES)
+
+
+def _nvidia_smi(*arguments: str) -> list[list[str]]:
+    """Return the rows that nvidia-smi prints; none where there is none, or where it fails or hangs."""
+    command = ["nvidia-smi", *arguments, "--format=csv,noheader,nounits"]
+    try:
+        ended = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE)
+    except (OSError, subprocess.TimeoutExpired):
+        return []
+    lines = ended.stdout.splitlines() if ended.returncode == 0 else []
+    return [[cell.strip() for cell in line.split(",")] for line in lines if line.strip()]

@@ -1,0 +1,93 @@
+"""Which python an interpreter is, and which versions of some packages it would import; none of them is imported.
+
+    python -m tula_cli.host.installed torch mypackage.nets
+
+answers for the interpreter that runs it, as JSON. It needs nothing but the standard library.
+"""
+
+import json
+import os
+import re
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from importlib.machinery import ModuleSpec, PathFinder
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+PROGRAM = "tula_cli.host.installed"
+
+
+def versions(modules: Iterable[str]) -> dict[str, Any]:
+    """Return what tells one state of an environment from another.
+
+    Args:
+        modules: names as one imports them, like "torch" or "mypackage.nets".
+
+    Returns:
+        `python`, the version; and of each module the folders of its metadata, which are called after its version, and
+        time (ns) and size of the files that importing it runs first: a package that is installed editable changes without
+        another version. A module that is not there has neither.
+    """
+    known = _metadata(sys.path)
+    return {
+        "python": sys.version,
+        **{name: [known.get(_normal(name.partition(".")[0]), []), _files(name)] for name in sorted(set(modules))},
+    }
+
+
+def _metadata(path: Sequence[str]) -> dict[str, list[str]]:
+    """Return by the names of projects the `.dist-info` and `.egg-info` that python would find."""
+    found: dict[str, list[str]] = {}
+    for folder in dict.fromkeys(path):
+        for entry in _names(folder):
+            if entry.endswith((".dist-info", ".egg-info")):
+                found.setdefault(_normal(entry.partition("-")[0]), []).append(entry)
+    return found
+
+
+def _normal(name: str) -> str:
+    return re.sub(r"[-_.]+", "_", name).lower()
+
+
+def _names(folder: str) -> list[str]:
+    try:
+        with os.scandir(folder or ".") as entries:
+            return sorted(entry.name for entry in entries)
+    except OSError:
+        return []
+
+
+def _files(module: str) -> list[list[int]]:
+    return [[changed.st_mtime_ns, changed.st_size] for file in _origins(module) if (changed := _stat(file))]
+
+
+def _origins(module: str) -> Iterator[str]:
+    """Yield the files of a module's packages and its own, outermost first."""
+    top, *rest = module.split(".")
+    spec, name = _spec(top), top
+    for part in [*rest, ""]:
+        if spec is None:
+            return
+        if spec.origin is not None:
+            yield spec.origin
+        name = f"{name}.{part}"
+        spec = PathFinder.find_spec(name, spec.submodule_search_locations) if spec.submodule_search_locations else None
+
+
+def _spec(top: str) -> ModuleSpec | None:
+    try:
+        return find_spec(top)
+    except (ImportError, ValueError):  # one that was imported in a way that left no trace
+        return None
+
+
+def _stat(file: str) -> os.stat_result | None:
+    try:
+        return Path(file).stat()
+    except OSError:
+        return None
+
+
+if __name__ == "__main__":
+    sys.stdout.write(f"{json.dumps(versions(sys.argv[1:]))}\n")

@@ -1,0 +1,134 @@
+"""What an earlier attempt has left behind on this node: processes of its own, and the memory of GPUs that they held.
+
+A process that lost its rank (a data loader amid a batch, a child of the user's code in a session of its own) may hold the
+GPU's memory for as long as it lives, and the next attempt would be out of memory for no reason of its own.
+"""
+
+import contextlib
+import os
+import signal
+import time
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from tula_cli.host import devices
+from tula_cli.host.processes import PROC, carrying
+
+MARK = "TULA_STARTED_BY"
+"""The variable by which everything that a supervisor starts is known again."""
+REAP_PATIENCE = 10.0
+"""Seconds that killed processes may take to be gone: the driver frees the memory of each first."""
+MEMORY_PATIENCE = 30.0
+"""Seconds to wait for the memory of GPUs to be back."""
+SLACK = 64 * 2**20
+"""Bytes that a GPU may have in use more than before the first attempt."""
+POLL = 0.2
+
+
+def mark(run: Path, task: str, allocation: str, index: int) -> str:
+    """Return the value of `MARK`.
+
+    Args:
+        run: the run's directory.
+        task: what the supervisor was started with; the same in all jobs of a chain.
+        allocation: the scheduler's name of the allocation.
+        index: of the supervisor among those of the allocation.
+    """
+    return "|".join((str(run.resolve()), task, allocation, str(index)))
+
+
+def reap(own: str, *, spare: Collection[int] = ()) -> list[int]:
+    """Kill what attempts before this one have left on this node; return the process ids.
+
+    Only this user's processes that carry the mark of the same run and task: this supervisor's own, and those of earlier
+    allocations. Other supervisors of this allocation look after theirs.
+
+    Args:
+        own: the mark of this supervisor.
+        spare: processes that are to live.
+    """
+    kept = {os.getpid(), *spare, *_ancestors()}
+    found: set[int] = set()
+    deadline = time.monotonic() + REAP_PATIENCE
+    while alive := [pid for pid in _left(own) if pid not in kept]:
+        for pid in alive:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        found.update(alive)
+        if time.monotonic() > deadline:
+            break
+        time.sleep(POLL / 10)
+    return sorted(found)
+
+
+def _left(own: str) -> Iterator[int]:
+    """Yield the processes of this run and task that this supervisor or those of earlier allocations have started."""
+    _, _, allocation, index = own.rsplit("|", 3)
+    for pid, (their_allocation, their_index) in _marked(own).items():
+        if their_allocation != allocation or their_index == index:
+            yield pid
+
+
+def _marked(own: str) -> dict[int, tuple[str, str]]:
+    """Return this user's living processes that carry the mark of a run and a task: allocation and index of each."""
+    found: dict[int, tuple[str, str]] = {}
+    for pid, value in carrying(MARK).items():
+        if value.count("|") < 3:
+            continue
+        *theirs, allocation, index = value.rsplit("|", 3)
+        if theirs == own.rsplit("|", 3)[:2]:
+            found[pid] = (allocation, index)
+    return found
+
+
+def _ancestors() -> Iterator[int]:
+    pid = os.getppid()
+    while pid > 1:
+        yield pid
+        try:
+            stat = (PROC / str(pid) / "stat").read_text(encoding="utf-8", errors="replace")
+        except OSError:
+            return
+        pid = int(stat.rpartition(")")[2].split()[1])
+
+
+@dataclass
+class GpuMemory:
+    """The GPUs of one supervisor: how much of them was in use before its first attempt, and by whom."""
+
+    _used: dict[str, int] | None = None
+    _holders: Collection[int] = ()
+
+    def wait_until_back(self, gpus: Sequence[str], own: str, *, give_up: Callable[[], bool]) -> str:
+        """Wait until the memory that attempts took is free again; the first call remembers what is in use now.
+
+        Args:
+            gpus: this supervisor's, as CUDA_VISIBLE_DEVICES names them; none for all that are to be seen.
+            own: the mark of this supervisor.
+            give_up: asked while waiting.
+
+        Returns:
+            Who holds it where it is not back in time; empty where it is.
+        """
+        if self._used is None:
+            self._used, self._holders = devices.used_memory(gpus), frozenset(devices.holders())
+            return ""
+        deadline = time.monotonic() + MEMORY_PATIENCE
+        while missing := self._missing(gpus, own):
+            if give_up():
+                return ""
+            if time.monotonic() > deadline:
+                return f"{missing}; held by {', '.join(devices.told_holders()) or 'nobody who is to be seen from here'}"
+            time.sleep(POLL)
+        return ""
+
+    def _missing(self, gpus: Sequence[str], own: str) -> str:
+        """Say what is not as it was before the first attempt; empty where everything is."""
+        before = self._used or {}
+        if now := devices.used_memory(gpus):
+            more = {gpu: used - before.get(gpu, 0) for gpu, used in now.items() if used > before.get(gpu, 0) + SLACK}
+            return ", ".join(f"{extra >> 20} MiB of {gpu} are in use still" for gpu, extra in more.items())
+        # Where nothing tells of memory, its holders do; those of this run are by now other supervisors' next ranks.
+        later = sorted(set(devices.holders()) - set(self._holders) - set(_marked(own)))
+        return f"processes {later} hold GPUs still" if later else ""

@@ -1,0 +1,201 @@
+"""What a script did, held against what its command was given and the user claims of it."""
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from statistics import fmean, median
+
+from tula_cli.errors import BadMeasurements
+from tula_cli.run.records.shim import RankResult, ScriptStep
+
+_USUAL = 0.5  # what goes on in more than this share of the steps is how the script steps, not a disturbance
+_SAME_POWER = 0.1  # between two exponents of the batch
+
+
+@dataclass(frozen=True)
+class Mismatch:
+    """A claim that does not hold. `words` hold both figures and what to do."""
+
+    what: str
+    expected: str
+    seen: str
+    words: str
+
+
+@dataclass(frozen=True)
+class JointStep:
+    """One step of all ranks. Seconds of the slowest, samples of all; None where a rank did not count."""
+
+    seconds: float
+    wait: float | None
+    samples: float | None
+    causes: tuple[str, ...]  # why it is not like the others, on any rank
+
+
+def joint_steps(ranks: Sequence[RankResult]) -> tuple[JointStep, ...]:
+    """Put the timed steps of all ranks together.
+
+    A step is disturbed where any rank evaluated, saved or began an epoch in it: the others waited. A cause that is there in
+    most steps (a frozen part that is set to evaluate each time) disturbs none.
+    """
+    rows = [_joint(row) for row in zip(*(rank.timed for rank in ranks), strict=False)]
+    often = Counter(cause for row in rows for cause in row.causes)
+    usual = {cause for cause, count in often.items() if count > _USUAL * len(rows)}
+    return tuple(
+        JointStep(row.seconds, row.wait, row.samples, tuple(cause for cause in row.causes if cause not in usual))
+        for row in rows
+    )
+
+
+def _joint(row: Sequence[ScriptStep]) -> JointStep:
+    return JointStep(
+        seconds=max(step.seconds for step in row),
+        wait=max(waits) if (waits := _known(step.wait for step in row)) else None,
+        samples=sum(samples) if (samples := _known(step.samples for step in row)) else None,
+        causes=tuple(dict.fromkeys(cause for step in row for cause in step.gap)),
+    )
+
+
+def _known(values: Iterable[float | None]) -> list[float]:
+    """Return the values; none where one is missing."""
+    found = list(values)
+    return [] if None in found else [value for value in found if value is not None]
+
+
+def clean_steps(ranks: Sequence[RankResult]) -> tuple[JointStep, ...]:
+    """Return the timed steps in which no rank did anything else.
+
+    Raises:
+        BadMeasurements: there is none.
+    """
+    clean = tuple(step for step in joint_steps(ranks) if not step.causes)
+    if not clean:
+        raise BadMeasurements(
+            f"none of the {len(joint_steps(ranks))} timed steps was free of evaluations, saves and new epochs",
+            "raise search.steps, or have the script evaluate less often while it is measured (probe.args)",
+        )
+    return clean
+
+
+def mismatches(ranks: Sequence[RankResult]) -> list[Mismatch]:
+    """Return the claims of one probe that do not hold; what was not seen is not held against anything.
+
+    Args:
+        ranks: the results of its ranks, one at least.
+    """
+    found = [_world(ranks), _batch(ranks), _accumulate(ranks), _epoch(ranks)]
+    return [mismatch for mismatch in found if mismatch is not None]
+
+
+def _world(ranks: Sequence[RankResult]) -> Mismatch | None:
+    expected, seen = ranks[0].expected.world, ranks[0].world
+    if expected is None or expected == seen:
+        return None
+    words = f"{expected} ranks were asked for and {seen} came"
+    hint = "is the command's launcher told {gpus_per_node} and {nodes}, and does the script join a process group?"
+    return Mismatch("world", str(expected), str(seen), f"{words}: {hint}")
+
+
+def _batch(ranks: Sequence[RankResult]) -> Mismatch | None:
+    expected = ranks[0].expected.batch
+    samples = [step.samples for step in joint_steps(ranks) if not step.causes]
+    if expected is None or not samples or None in samples:
+        return None
+    seen = median(sample for sample in samples if sample is not None)
+    if seen == expected:
+        return None
+    words = f"the command was given a batch of {expected} and a step trains on {seen:g} samples"
+    hint = "are {local_batch}, {micro_batch} and {accumulate} what its options mean?"
+    return Mismatch("batch", str(expected), f"{seen:g}", f"{words}: {hint}")
+
+
+def _accumulate(ranks: Sequence[RankResult]) -> Mismatch | None:
+    """A micro-batch is a batch of the loader or a backward pass: a script may cut its batch up itself, or do two passes."""
+    expected = ranks[0].expected.accumulate
+    steps = [step for rank in ranks for step in rank.timed]
+    if expected is None or not steps:
+        return None
+    batches = [step.batches for step in steps if step.batches is not None]
+    seen = median(batches or [step.backwards for step in steps])
+    if expected in (seen, median(step.backwards for step in steps)):
+        return None
+    words = f"the command was given {expected} micro-batches a step and {seen:g} were seen"
+    return Mismatch("accumulate", str(expected), f"{seen:g}", f"{words}: does the script divide them by its ranks?")
+
+
+def _epoch(ranks: Sequence[RankResult]) -> Mismatch | None:
+    """Hold the steps of an epoch against the dataset: floor or ceiling, as the last batch is dropped or not."""
+    loader, batch = ranks[0].loader, ranks[0].expected.batch
+    micro = median([step.batches or 0 for step in ranks[0].timed] or [0])
+    if batch is None or loader is None or loader.dataset is None or loader.batches is None or not micro:
+        return None
+    low, high = loader.dataset // batch, math.ceil(loader.dataset / batch)
+    if low <= loader.batches / micro <= high or math.ceil(loader.batches / micro) == high:
+        return None
+    seen = math.ceil(loader.batches / micro)
+    words = f"{loader.dataset} samples are {high} steps of {batch}, and the script's epoch has {seen}"
+    return Mismatch("epoch", str(high), str(seen), f"{words}: does each rank take its own part (DistributedSampler)?")
+
+
+def differences(probes: Sequence[RankResult]) -> list[Mismatch]:
+    """Return what is not the same in all probes of a script though it has to be; `probes` holds rank 0 of each."""
+    found = []
+    for what, values in (
+        ("parameters", [probe.parameters for probe in probes]),
+        ("optimizer", [probe.optimizer for probe in probes]),
+    ):
+        first = values[0]
+        other = next((value for value in values if value != first), first)
+        if other != first:
+            words = f"probes differ in their {what}, {first} and {other}: they are not of one training"
+            found.append(Mismatch(what, str(first), str(other), words))
+    return found
+
+
+@dataclass(frozen=True)
+class RateSeen:
+    """The learning rate of one probe."""
+
+    batch: int
+    given: float | None  # on the command line; None where it is left to the script
+    seen: float
+
+    @classmethod
+    def of(cls, batch: int, result: RankResult) -> "RateSeen | None":
+        """Return that of a probe; None where its optimizer has none.
+
+        The base of a scheduler where there is one: a warm-up counted in epochs is further on after the same steps of a
+        larger batch, which would look as if the learning rate followed the batch.
+        """
+        rates = result.lr
+        if rates is None:
+            return None
+        return cls(batch, result.expected.lr, rates.first if rates.base is None else rates.base)
+
+
+def own_exponent(rates: Iterable[RateSeen]) -> float | None:
+    """Return the power of the batch by which a script scales its learning rate itself, beyond what it was given.
+
+    The least-squares slope of log(seen / given) over log(batch); None with fewer than two batches, or where a rate is 0.
+    """
+    points = [
+        (math.log(rate.batch), math.log(rate.seen / (rate.given or 1.0)))
+        for rate in rates
+        if rate.seen > 0 and (rate.given is None or rate.given > 0)
+    ]
+    if len({x for x, _ in points}) < 2:
+        return None
+    x0, y0 = fmean(x for x, _ in points), fmean(y for _, y in points)
+    return sum((x - x0) * (y - y0) for x, y in points) / sum((x - x0) ** 2 for x, _ in points)
+
+
+def scales_itself(rates: Sequence[RateSeen]) -> Mismatch | None:
+    """Return what to say of a script that scales its learning rate by itself; None where it does not, or nothing tells."""
+    exponent = own_exponent(rates)
+    if exponent is None or abs(exponent) < _SAME_POWER:
+        return None
+    figures = ", ".join(f"{rate.seen:g} at batch {rate.batch}" for rate in rates)
+    words = f"your script scales its learning rate itself, with batch^{exponent:.1f} ({figures})"
+    hint = "use train.lr_scaling none and leave {lr} out of the command"
+    return Mismatch("lr", "batch^0.0", f"batch^{exponent:.1f}", f"{words}: {hint}")

@@ -1,0 +1,149 @@
+"""What passes between tula and a script of the user's own: the shim's plan and what its ranks write (tula_cli/shim)."""
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from tula_cli.run.records.base import Record
+
+Positive = Annotated[int, Field(ge=1)]
+Cause = Literal["eval", "epoch", "save"]
+
+
+class Expected(Record):
+    """What the command line was given and the user claims of it; None where nothing is claimed."""
+
+    world: int | None = None
+    batch: int | None = None
+    accumulate: int | None = None  # micro-batches an optimizer step
+    lr: float | None = None
+
+
+class ShimPlan(Record):
+    """plan.json: see the contract in `tula_cli/shim/__init__.py`. Times in seconds."""
+
+    version: Literal[1] = 1
+    task: str
+    attempt: Positive = 1
+    folder: str
+    mode: Literal["probe", "train"] = "probe"
+    expected: Expected = Expected()
+    warmup: Positive = 5
+    min_steps: Positive = 15
+    max_steps: Positive = 15
+    seconds: float = 0.0  # that the timed steps may take between the two
+    split_steps: Annotated[int, Field(ge=0)] = 6
+    stop: Literal["exit", "raise"] = "exit"
+    heartbeat: float = 1.0
+    row: float = 10.0
+    save: bool = False
+    checkpoint: str = ""
+
+
+class ScriptStep(Record):
+    """One optimizer step of one rank."""
+
+    seconds: float
+    wait: float | None  # for the data loader, within seconds; None without one
+    samples: float | None  # of this rank; None where nothing counts them
+    batches: int | None  # that the data loader gave
+    backwards: int
+    gap: tuple[Cause, ...]  # what else went on in it
+
+
+class DdpSplit(Record):
+    """Steps after the timed ones, under DistributedDataParallel."""
+
+    modules: int
+    hook: str  # "default", or the name of the script's own communication hook
+    sync: tuple[float, ...]  # a step: exposed synchronisation
+    norms: tuple[tuple[float | None, float | None], ...]  # squared, of the rank's own and of the reduced gradient
+    local: tuple[ScriptStep, ...]  # without synchronisation
+
+
+class Peak(Record):
+    """Bytes. On the CPU both are what was resident."""
+
+    allocated: int
+    reserved: int
+
+
+class LearningRates(Record):
+    """Of the first parameter group."""
+
+    base: float | None  # before a scheduler of torch acts on it; None where the script has none
+    first: float
+    timed: float  # of the first timed step
+    last: float
+
+
+class LoaderSeen(Record):
+    """What a data loader says of itself."""
+
+    dataset: int | None  # samples
+    batches: int | None  # an epoch, on this rank
+    batch_size: int | None
+    workers: int
+    sampler: str
+    drop_last: bool
+
+
+class RankResult(Record):
+    """result-<rank>.json."""
+
+    version: Literal[1]
+    task: str
+    attempt: int
+    why: Literal["stopped", "ended", "saved"]
+    rank: int
+    world: int  # of the process group; 1 without one
+    host: str
+    pid: int
+    expected: Expected
+    python: str
+    torch: str
+    device: Literal["cpu", "cuda"]
+    hardware: str
+    startup: float | None  # from the start of the process to its first step
+    steps: int
+    samples: float | None
+    optimizer: str | None
+    parameters: int | None  # numbers that the optimizer trains
+    bytes: dict[Literal["parameters", "gradients", "optimizer"], int] | None
+    peak: dict[Literal["warmup", "timed"], Peak]
+    lr: LearningRates | None
+    warmup: tuple[float, ...]
+    timed: tuple[ScriptStep, ...]
+    split: DdpSplit | None
+    loader: LoaderSeen | None  # the one that is trained on
+    loaders: tuple[LoaderSeen, ...]
+    notes: tuple[str, ...]  # what is absent, and why
+
+
+class ScriptFailure(Record):
+    """failure-<rank>.json: an exception that nobody caught."""
+
+    version: Literal[1]
+    task: str
+    attempt: int
+    rank: int | None
+    host: str
+    pid: int
+    where: Literal["script", "shim"]
+    error: str  # full name of the exception's class
+    text: str  # traceback
+    step: int
+    failed_at: float
+
+
+class Heartbeat(Record):
+    """heartbeat-<rank>.json. Unix times."""
+
+    step: int
+    samples: float | None
+    stepped_at: float
+    seconds: float  # median of the last 100 steps
+    alive_at: float
+    lost: str | None
+    host: str
+    pid: int

@@ -1,0 +1,41 @@
+"""What the ending of a training is to the user: an error with its exit code and what to do."""
+
+from collections.abc import Sequence
+
+from tula_cli.errors import DeviceFault, Diverged, JobFailed, OutOfMemoryAtMinimum, Pending, TulaError
+from tula_cli.host.outcome import advice
+from tula_cli.run.records.jobs import Attempt
+from tula_cli.run.records.tasks import TrainTask
+
+CANCELLED = "the same command goes on where the newest checkpoint stands"
+
+
+def failure_of(task: TrainTask, attempts: Sequence[Attempt], *, kept: int) -> TulaError:
+    """Return what the ending of a training is to the user.
+
+    Args:
+        task: its newest task.
+        attempts: all of them, oldest first; the last one counts.
+        kept: samples of the newest checkpoint.
+    """
+    attempt = attempts[-1]
+    if attempt.outcome is None or attempt.outcome == "done":
+        return Pending(f"training {task.signature} has not ended", "tula status shows where it stands")
+    where = f" (rank {attempt.rank} on {attempt.host})" if attempt.rank is not None else ""
+    message = f"training ended at attempt {task.attempt}{where}: {attempt.message}"
+    if attempt.outcome == "cancelled":
+        return JobFailed(message, CANCELLED)
+    if attempt.outcome == "device_oom":
+        return OutOfMemoryAtMinimum(
+            f"out of memory at the smallest batch, {task.batch}: {attempt.message}",
+            "lower search.min_batch, or try activation checkpointing, bf16 or more accumulation",
+        )
+    if attempt.outcome == "diverged":
+        stays = f"; the checkpoint at {kept} samples is finite and stays" if kept else ""
+        return Diverged(f"{message}{stays}", advice(attempt.outcome))
+    if attempt.outcome == "device_fault":
+        faulty = dict.fromkeys(earlier.host for earlier in attempts if earlier.outcome == "device_fault")
+        return DeviceFault(f"{message}; faulty: {', '.join(faulty)}", advice(attempt.outcome, attempt.message))
+    if attempt.outcome == "disk":
+        return TulaError(message, advice(attempt.outcome))
+    return JobFailed(message, advice(attempt.outcome))

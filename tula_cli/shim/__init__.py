@@ -1,0 +1,47 @@
+"""The folder that goes with a script of the user's own: copied into the run, found through PYTHONPATH, installed nowhere.
+
+It imports nothing of tula, only the standard library and the torch of the script (>= 2.0; Python >= 3.8). It does nothing
+where TULA_PLAN is not set, and nothing before `import torch`. This text is the contract between a launcher and the shim,
+version 1; `run/records/shim.py` reads what the shim writes.
+
+A launcher sets two variables, which torchrun, accelerate, srun and containers pass on:
+
+    PYTHONPATH   this folder, before what was there
+    TULA_PLAN    the path of a JSON file, the plan; where ranks share a folder, all of them read the same file
+
+The plan (optional keys with what they stand for when left out):
+
+    version      1
+    task         name of the task;  attempt: its start, from 1. Both are only repeated in what is written
+    folder       where results go: of this attempt alone, made by the launcher or the shim
+    mode         "probe": measure and stop; "train": count steps and samples, never stop by itself
+    expected     {"world", "batch", "accumulate", "lr"}, null or left out where nothing is claimed: repeated in the result
+                 and compared on tula's side (`models/claims.py`)
+    warmup       steps that are not timed (5)
+    steps        timed steps; or min_steps, max_steps and seconds: as many as fit in that time (15)
+    split_steps  steps each for synchronisation, gradient norms and local work (6; 0: none)
+    stop         "exit": os._exit(0) once all ranks have written (default); "raise": SystemExit(0), which runs the
+                 script's own `finally` and atexit
+    heartbeat    least seconds between two heartbeats (1.0);  row: between two rows of a training (10.0)
+    save         true: look for requests to save (mode train);  checkpoint: the path that the callback is given
+
+Each rank writes, every JSON file whole or not at all:
+
+    result-<rank>.json     when the probe is over ("why": "stopped"), the script ended by itself ("ended") or after an asked
+                           save ("saved"): what was seen, a list per step. Seconds and bytes.
+    failure-<rank>.json    an exception that nobody caught: class ("error"), traceback ("text"), rank (null where it is not
+                           known; the file is named by host and process then), "where": script or shim
+    heartbeat-<rank>.json  from the first step on: "step", "samples", "stepped_at" (Unix time of the last step), "seconds"
+                           (median of the last 100 steps), "alive_at" (of the last step or batch), "lost" (why the shim gave
+                           up, else null: a training goes on without it)
+    steps-<rank>.jsonl     mode train: rows {"kind": "row"}: step, samples (of this rank), lr, loss, time; and {"kind": "gap"}:
+                           a step that held an evaluation, a save or a new epoch, with its seconds and causes
+
+A supervisor that wants a checkpoint writes `save.json`, {"then": "go on" | "stop"}, into the folder. All ranks see the
+request after the same step and call what `tula_hooks.save` was given; rank 0 then writes saved.json (step, samples, path)
+and removes the request.
+
+Outside a process group a rank is RANK, else SLURM_PROCID, else 0; its world is 1, whatever WORLD_SIZE says: what does not
+reduce gradients is not a group. A process without RANK reports no error of a launcher, and none beside a rank that
+reported one.
+"""

@@ -1,0 +1,55 @@
+"""Found on PYTHONPATH by every Python of the job: hooks torch when it is imported, and only where TULA_PLAN is set."""
+
+from __future__ import annotations
+
+import os
+import sys
+from importlib.machinery import ModuleSpec, PathFinder
+
+HERE = os.path.dirname(os.path.realpath(__file__))  # noqa: PTH120 - pathlib would double what each start costs
+
+
+class AfterTorch:
+    """A finder that lets others find torch, and installs the hooks once it has run."""
+
+    def __init__(self) -> None:
+        self.asking = False
+
+    def find_spec(self, name: str, path: object = None, target: object = None) -> ModuleSpec | None:  # noqa: ARG002
+        """Return the spec of torch with an `exec_module` of its own; None for all other modules."""
+        if name != "torch" or self.asking:
+            return None
+        from importlib.util import find_spec
+
+        self.asking = True
+        try:
+            spec = find_spec(name)
+        finally:
+            self.asking = False
+        if spec is not None and spec.loader is not None:
+            run = spec.loader.exec_module
+
+            def exec_module(module: object) -> None:
+                run(module)  # type: ignore[arg-type]
+                from importlib import import_module
+
+                import_module("tula_shim.install").install()
+
+            spec.loader.exec_module = exec_module  # type: ignore[method-assign]
+        return spec
+
+
+def run_hidden() -> None:
+    """Run the sitecustomize that this one hides: those of EasyBuild, conda and distributions do real work."""
+    others = [folder for folder in sys.path if os.path.realpath(folder or ".") != HERE]
+    spec = PathFinder.find_spec("sitecustomize", others)
+    if spec is None or spec.loader is None:
+        return
+    from importlib.util import module_from_spec
+
+    spec.loader.exec_module(module_from_spec(spec))
+
+
+if os.environ.get("TULA_PLAN"):
+    sys.meta_path.insert(0, AfterTorch())
+run_hidden()

@@ -1,0 +1,60 @@
+"""What `tula_hooks.py` calls: a loop that tells its steps itself."""
+
+from __future__ import annotations
+
+from typing import Any, Callable
+
+from .hooks.optimizers import full_name, learning_rate
+from .install import recorder, tick
+from .stopping import insist, stop
+
+
+def wrap(optimizer: Any, model: Any = None) -> Any:
+    """Take note of an optimizer, torch's or not, and of the parameters of the model; return it."""
+    counted = [parameter.numel() for parameter in model.parameters()] if hasattr(model, "parameters") else None
+    found = {"name": full_name(optimizer), "elements": sum(counted) if counted is not None else None}
+    recorder().optimizers.declared = found
+    return optimizer
+
+
+def step(samples: float | None, loss: Any, lr: Any) -> None:
+    """Take note of a step. The first call makes the loop the clock: torch's optimizers no longer are."""
+    mine = recorder()
+    if mine.over:
+        insist(mine)
+        return
+    if not mine.by_hand:
+        mine.restart(by_hand=True)
+    if lr is None:
+        lr = learning_rate(mine.optimizers.clock)
+    tick(mine, lr=lr, samples=samples, loss=loss.detach() if hasattr(loss, "detach") else loss)
+    obey(mine)
+
+
+def obey(mine: Any) -> None:
+    """Save where that is asked for, and stop after it where that is."""
+    if mine.asked_to and mine.requests.save(mine.step, mine.samples(), mine.rank):
+        _after_save(mine)
+
+
+def on_save(callback: Callable[[str], object]) -> None:
+    """Keep what saves the training; it is called with a path, on all ranks, after a step."""
+    recorder().requests.callback = callback
+
+
+def asked() -> str:
+    """Return "save" or "stop" where that was asked for after the step that is over, else ""."""
+    return recorder().asked_to
+
+
+def saved(path: str) -> None:
+    """Tell that what `asked` asked for is done, and where the checkpoint is."""
+    mine = recorder()
+    mine.requests.saved(mine.step, mine.samples(), mine.rank, path=path)
+    _after_save(mine)
+
+
+def _after_save(mine: Any) -> None:
+    wanted, mine.asked_to = mine.asked_to, ""
+    if wanted == "stop":
+        stop(mine, "saved")

@@ -1,0 +1,105 @@
+"""Time and memory of the script's device, without importing torch: CUDA events where it computes on a GPU, else the host's clock."""
+
+from __future__ import annotations
+
+import os
+import resource
+import sys
+import time
+from pathlib import Path
+from typing import Any, Iterable
+
+Mark = Any
+"""A moment: seconds on the host, or an event in the stream of a GPU."""
+
+
+def cuda() -> Any | None:
+    """Return torch.cuda where this process has used it, else None."""
+    torch = sys.modules.get("torch")
+    found = getattr(torch, "cuda", None)
+    return found if found is not None and found.is_available() and found.is_initialized() else None
+
+
+class HostClock:
+    device = "cpu"
+
+    def mark(self) -> Mark:
+        return time.perf_counter()
+
+    def seconds(self, begin: Mark, end: Mark) -> float:
+        return float(end - begin)
+
+
+class CudaClock(HostClock):
+    """Marks are events in the current stream: nothing waits until `seconds` is asked."""
+
+    device = "cuda"
+
+    def __init__(self, torch_cuda: Any) -> None:
+        self._event = torch_cuda.Event
+
+    def mark(self) -> Mark:
+        event = self._event(enable_timing=True)
+        event.record()
+        return event
+
+    def seconds(self, begin: Mark, end: Mark) -> float:
+        end.synchronize()
+        return float(begin.elapsed_time(end)) / 1000
+
+
+def clock() -> HostClock:
+    """Return the clock of the device that this process computes on; asked after its first step."""
+    found = cuda()
+    return CudaClock(found) if found is not None else HostClock()
+
+
+def reset_peak() -> None:
+    """Begin the peak anew. On the CPU it is the kernel's high-water mark, which some containers do not let one reset."""
+    found = cuda()
+    if found is not None:
+        found.reset_peak_memory_stats()
+        return
+    try:
+        Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
+    except OSError:
+        return
+
+
+def peak() -> dict[str, int]:
+    """Return the most memory since `reset_peak`, in bytes: allocated and reserved on a GPU, resident on the CPU."""
+    found = cuda()
+    if found is not None:
+        return {"allocated": int(found.max_memory_allocated()), "reserved": int(found.max_memory_reserved())}
+    resident = _status("VmHWM") or resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    return {"allocated": resident, "reserved": resident}
+
+
+def _status(name: str) -> int | None:
+    try:
+        lines: Iterable[str] = Path("/proc/self/status").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return None
+    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{name}:")), None)
+
+
+def hardware() -> str:
+    """Return the GPU's name, or the CPU's; empty where neither is told."""
+    found = cuda()
+    if found is not None:
+        return str(found.get_device_name())
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return ""
+    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), "")
+
+
+def process_age() -> float | None:
+    """Return the seconds since this process began; None where the kernel does not tell."""
+    try:
+        fields = Path("/proc/self/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
+    except OSError:
+        return None
+    # Containers may have an uptime of their own in /proc/uptime; starts are counted from that of the kernel.
+    return time.clock_gettime(time.CLOCK_BOOTTIME) - int(fields[19]) / os.sysconf("SC_CLK_TCK")

@@ -1,0 +1,186 @@
+"""What DistributedDataParallel costs, in steps of their own after the timed ones: synchronisation, norms, local work.
+
+Nothing hangs on the script's modules before: the timed steps run as they would without tula.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from typing import Any, Callable
+
+from ..clocks import Mark
+
+Inner = Callable[[Any, Any], Any]
+
+
+class DdpSplit:
+    """The DDP modules of this process and what was seen of them.
+
+    exposed: seconds a step from the last local gradient to the end of the reduction, summed over backward passes.
+    norms: squared gradient norms a step, of this rank's gradient and of the reduced one.
+    """
+
+    def __init__(self) -> None:
+        self.modules: list[weakref.ref[Any]] = []
+        self.scalers: list[weakref.ref[Any]] = []
+        self.hook = "default"  # name of the script's own communication hook
+        self.note = ""  # why something is absent
+        self.local = True  # the last steps did reduce nothing
+        self.exposed: list[list[tuple[Mark, Mark]]] = []
+        self.norms: list[tuple[Any, Any]] = []
+        self._hooked: set[int] = set()
+        self._handles: list[Any] = []
+        self._watching = ""  # "sync", "norms" or "local"
+        self._synchronises = False
+        self._last: Mark | None = None
+        self._now: list[tuple[Mark, Mark]] = []
+        self._own: list[Any] = []
+        self._reduced: list[Any] = []
+        self._rounds = 0
+
+    def alive(self) -> list[Any]:
+        return [module for reference in self.modules if (module := reference()) is not None]
+
+    # the phases
+
+    def watch_sync(self, mark: Callable[[], Mark]) -> None:
+        """From here on take the time of each backward pass that reduces gradients."""
+        self._watching = "sync"
+
+        def ready(_: object) -> None:
+            self._last = mark()
+
+        for module in self.alive():
+            self._handles.append(module.register_forward_pre_hook(self._before_forward))
+            self._handles += [p.register_hook(ready) for p in module.parameters() if p.requires_grad]
+
+    def watch_norms(self) -> None:
+        """From here on keep the norms of each bucket before and after its reduction."""
+        from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+
+        self._unhook()
+        self._watching = "norms"
+        for module in self.alive():
+            if id(module) not in self._hooked:
+                try:
+                    module.register_comm_hook(module.process_group, allreduce_hook)
+                except RuntimeError as error:  # one is registered past this class, from C++
+                    self.note = f"no gradient norms: {error}"
+                self.hook = "default"
+
+    def skip_sync(self) -> None:
+        """From here on no backward pass reduces gradients: what remains is the local work."""
+        self._watching = "local"
+        self._handles = [module.register_forward_pre_hook(self._before_forward) for module in self.alive()]
+
+    def _unhook(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+
+    # what happens within them
+
+    def _before_forward(self, module: Any, _: object) -> None:
+        import torch
+
+        if not torch.is_grad_enabled():  # Lightning trains modules whose `training` is False
+            return
+        if self._watching == "local":
+            module.require_backward_grad_sync = False
+        self._synchronises = bool(module.require_backward_grad_sync)
+
+    def after_backward(self, mark: Callable[[], Mark]) -> None:
+        """Note the end of a backward pass: on a GPU the stream waits for the reduction by then."""
+        if self._watching == "sync" and self._synchronises and self._last is not None:
+            self._now.append((self._last, mark()))
+        self._last = None
+
+    def after_step(self) -> None:
+        """Close a step."""
+        if self._watching == "sync":
+            self.exposed.append(self._now)
+        elif self._watching == "norms" and self._own:
+            self._close_norms()
+        self._now, self._own, self._reduced, self._rounds = [], [], [], 0
+
+    def _close_norms(self) -> None:
+        import torch
+
+        if self._rounds > len(self.alive()):
+            self.note = "no gradient norms: gradients are reduced more than once a step"
+            return
+        scale = 1.0
+        for reference in self.scalers:
+            scaler = reference()
+            if scaler is not None and scaler.is_enabled():
+                scale *= float(scaler.get_scale())
+        own, reduced = (torch.stack(parts).sum() / scale**2 for parts in (self._own, self._reduced))
+        self.norms.append((own, reduced))
+
+    def around(self, inner: Inner) -> Inner:
+        """Return a communication hook that does what `inner` does, and sees the gradients while norms are watched."""
+        import torch
+
+        def square(tensor: Any) -> Any:
+            return torch.linalg.vector_norm(tensor.detach(), dtype=torch.float32).square()
+
+        @functools.wraps(inner)
+        def hook(state: Any, bucket: Any) -> Any:
+            if self._watching == "local":
+                self.note = "no local work: gradients were reduced all the same"
+                self.local = False
+            if self._watching != "norms":
+                return inner(state, bucket)
+            self._own.append(square(bucket.buffer()))
+            self._rounds += bool(bucket.is_last())
+
+            def reduced(future: Any) -> Any:
+                value = future.value()
+                tensor = value[0] if isinstance(value, (list, tuple)) else value
+                self._reduced.append(square(tensor))
+                return tensor
+
+            return inner(state, bucket).then(reduced)
+
+        return hook
+
+
+def listen(split: Callable[[], DdpSplit]) -> None:
+    """Have DDP modules, their communication hooks and gradient scalers make themselves known."""
+    from torch.nn.parallel import DistributedDataParallel
+
+    init, register = DistributedDataParallel.__init__, DistributedDataParallel.register_comm_hook
+
+    @functools.wraps(init)
+    def __init__(self: Any, *arguments: Any, **named: Any) -> None:
+        init(self, *arguments, **named)
+        split().modules.append(weakref.ref(self))
+
+    @functools.wraps(register)
+    def register_comm_hook(self: Any, state: object, hook: Inner) -> Any:
+        done = register(self, state, split().around(hook))
+        split()._hooked.add(id(self))
+        split().hook = getattr(hook, "__qualname__", type(hook).__qualname__)
+        return done
+
+    DistributedDataParallel.__init__ = __init__  # type: ignore[method-assign]
+    DistributedDataParallel.register_comm_hook = register_comm_hook  # type: ignore[method-assign]
+    _listen_to_scalers(split)
+
+
+def _listen_to_scalers(split: Callable[[], DdpSplit]) -> None:
+    from torch.cuda.amp import grad_scaler
+
+    scaler: Any = grad_scaler.GradScaler
+    for base in scaler.__mro__:  # since torch 2.3 one of torch.amp, which that of torch.cuda.amp inherits
+        if base.__name__ == "GradScaler" and "scale" in vars(base):
+            scaler = base
+    init = scaler.__init__
+
+    @functools.wraps(init)
+    def __init__(self: Any, *arguments: Any, **named: Any) -> None:
+        init(self, *arguments, **named)
+        split().scalers.append(weakref.ref(self))
+
+    scaler.__init__ = __init__

@@ -1,0 +1,88 @@
+"""The torch optimizers of the script. The one with most elements is the clock: its steps are the steps of the training."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any, Iterable
+
+
+class Optimizers:
+    def __init__(self) -> None:
+        self.seen: list[dict[str, Any]] = []  # name and elements, in the order of their first steps
+        self.declared: dict[str, Any] | None = None  # the same of one that is not torch's, as told by hand
+        self.bytes: dict[str, int] = {}
+        self._places: dict[int, int] = {}  # id -> index in `seen`
+        self._clock: weakref.ref[Any] | None = None
+        self._largest = -1
+
+    def stepped(self, optimizer: Any) -> bool | None:
+        """Take note of a step; return whether it is one of the clock, None where the clock has just changed."""
+        place = self._places.get(id(optimizer))
+        if place is None:
+            place = self._places[id(optimizer)] = len(self.seen)
+            self.seen.append({"name": full_name(optimizer), "elements": elements(optimizer)})
+        entry = self.seen[place]
+        if entry["elements"] <= self._largest:
+            return self.clock is optimizer
+        changed = self._largest >= 0
+        self._largest = entry["elements"]
+        self._clock = weakref.ref(optimizer)
+        return None if changed else True
+
+    @property
+    def clock(self) -> Any | None:
+        return self._clock() if self._clock is not None else None
+
+    def main(self) -> dict[str, Any] | None:
+        """Return what was seen of the clock."""
+        return max(self.seen, key=lambda entry: int(entry["elements"]), default=self.declared)
+
+    def count_bytes(self) -> None:
+        """Count what parameters, gradients and optimizer state take on this rank, now."""
+        optimizer = self.clock
+        if optimizer is None:
+            return
+        held = list(parameters(optimizer))
+        states = [value for entry in optimizer.state.values() if isinstance(entry, dict) for value in entry.values()]
+        self.bytes = {
+            "parameters": tensor_bytes(held),
+            "gradients": tensor_bytes(p.grad for p in held if p.grad is not None),
+            "optimizer": tensor_bytes(value for value in states if hasattr(value, "element_size")),
+        }
+
+
+def full_name(thing: Any) -> str:
+    return f"{type(thing).__module__}.{type(thing).__qualname__}"
+
+
+def parameters(optimizer: Any) -> Iterable[Any]:
+    for group in optimizer.param_groups:
+        yield from group["params"]
+
+
+def elements(optimizer: Any) -> int:
+    """Return how many numbers an optimizer trains, over all ranks where parameters are sharded as DTensors."""
+    return sum(int(parameter.numel()) for parameter in parameters(optimizer))
+
+
+def learning_rate(optimizer: Any) -> Any:
+    """Return that of the first group, which its step has used; None for an optimizer without one.
+
+    One that is a tensor is copied, not read: it may be on a GPU, and its schedule changes it in place.
+    """
+    groups = getattr(optimizer, "param_groups", None)
+    found: Any = groups[0].get("lr") if groups else None
+    return found.detach().clone() if hasattr(found, "detach") else found
+
+
+def base_learning_rate(optimizer: Any) -> float | None:
+    """Return what torch's schedulers multiply; None without one."""
+    groups = getattr(optimizer, "param_groups", None)
+    found = groups[0].get("initial_lr") if groups else None
+    return None if found is None else float(found)
+
+
+def tensor_bytes(tensors: Iterable[Any]) -> int:
+    """Sum the bytes of tensors, of DTensors the shard of this rank."""
+    found = (getattr(tensor, "_local_tensor", tensor) for tensor in tensors)
+    return sum(int(tensor.numel() * tensor.element_size()) for tensor in found)

@@ -1,0 +1,162 @@
+"""Hangs the recorder into torch, which has just been imported."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import functools
+import multiprocessing.util
+import os
+import sys
+from typing import Any, Callable
+
+from .hooks import batches, ddp_split, failing
+from .hooks.batches import Delivered
+from .hooks.optimizers import learning_rate
+from .plan import PlanError, read_plan
+from .recorder import EPOCH, EVAL, SAVE, Recorder
+from .stopping import insist, stop, write_result
+
+_recorders: list[Recorder] = []
+"""The one of this process, once it is wanted."""
+
+
+def recorder() -> Recorder:
+    """Return the recorder of this process, made at the first call.
+
+    Raises:
+        PlanError: the plan cannot be followed.
+    """
+    if not _recorders:
+        made = Recorder(read_plan())
+        _recorders.append(made)
+        failing.listen(made.plan, lambda: made.step)
+        atexit.register(ended, made)
+        os.register_at_fork(after_in_child=made.forget)
+        # A forked child of multiprocessing leaves by os._exit: what atexit knows is not called.
+        multiprocessing.util.register_after_fork(
+            made, lambda its: multiprocessing.util.Finalize(None, ended, (its,), exitpriority=0)
+        )
+    return _recorders[0]
+
+
+def install() -> None:
+    """Hook torch. Called once it is imported; a second call does nothing.
+
+    Raises:
+        SystemExit: the plan cannot be followed; what is wrong stands on stderr.
+    """
+    if _recorders and _recorders[0].hooked:
+        return
+    try:
+        mine = recorder()
+    except PlanError as error:
+        sys.exit(str(error))
+    mine.hooked = True
+    _hook_optimizers(mine)
+    _hook_backward(mine)
+    _hook_gaps(mine)
+    batches.listen(_counting(mine), lambda: mine.disturbed(EPOCH))
+    ddp_split.listen(lambda: mine.split)
+
+
+def _counting(mine: Recorder) -> Callable[[], Delivered | None]:
+    """Return what tells where a batch that comes now is counted: nowhere in an evaluation, for nobody trains on it."""
+    from torch import is_grad_enabled
+
+    def counts() -> Delivered | None:
+        if mine.over:
+            return None
+        if not is_grad_enabled():
+            mine.disturbed(EVAL)
+            return None
+        mine.alive()
+        return mine.delivered
+
+    return counts
+
+
+def _hook_optimizers(mine: Recorder) -> None:
+    from torch.optim.optimizer import register_optimizer_step_post_hook
+
+    def stepped(optimizer: Any, *_: object) -> None:
+        if mine.over:
+            insist(mine)
+            return
+        clock = mine.optimizers.stepped(optimizer)
+        if mine.by_hand or clock is False:
+            return
+        if clock is None and mine.step <= mine.plan.warmup:
+            mine.restart()
+        tick(mine, lr=learning_rate(optimizer))
+
+    register_optimizer_step_post_hook(stepped)
+
+
+def tick(mine: Recorder, *, lr: Any, samples: float | None = None, loss: Any = None) -> None:
+    """Take note of a step, and stop where the plan is done.
+
+    An error of the shim's own ends a probe, which would be worth nothing; a training goes on without the shim.
+    """
+    try:
+        done = mine.after_step(lr=lr, samples=samples, loss=loss)
+    except Exception as error:
+        if mine.plan.training:
+            give_up(mine, error)
+            return
+        failing.write_failure(mine.plan, error, step=mine.step, where="shim")
+        raise
+    if done:
+        stop(mine, "stopped")
+
+
+def give_up(mine: Recorder, error: Exception) -> None:
+    """Record nothing more, and say so where the supervisor looks."""
+    sys.stderr.write(f"tula: this training is no longer watched: {error!r}\n")
+    mine.over = True
+    mine.pulse.lost = repr(error)
+    with contextlib.suppress(OSError):  # the disk may be what failed
+        mine.pulse.write()
+        failing.write_failure(mine.plan, error, step=mine.step, where="shim")
+
+
+def _hook_backward(mine: Recorder) -> None:
+    import torch
+
+    run = torch.autograd.backward
+
+    @functools.wraps(run)
+    def backward(*arguments: Any, **named: Any) -> Any:
+        done = run(*arguments, **named)
+        mine.backwards += 1
+        mine.split.after_backward(mine.mark)
+        return done
+
+    torch.autograd.backward = backward
+
+
+def _hook_gaps(mine: Recorder) -> None:
+    """Notice what makes a step longer than its neighbours."""
+    import torch
+
+    train, save = torch.nn.Module.train, torch.save
+
+    @functools.wraps(train)
+    def switched(self: Any, mode: bool = True) -> Any:
+        if not mode:
+            mine.disturbed(EVAL)
+        return train(self, mode)
+
+    @functools.wraps(save)
+    def saving(*arguments: Any, **named: Any) -> Any:
+        mine.disturbed(SAVE)
+        return save(*arguments, **named)
+
+    torch.nn.Module.train = switched  # type: ignore[method-assign]
+    torch.save = saving
+
+
+def ended(mine: Recorder) -> None:
+    """Write what was seen, where the script ended before the plan did."""
+    if mine.step and not mine.over:
+        write_result(mine, "ended")

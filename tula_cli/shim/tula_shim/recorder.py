@@ -1,0 +1,199 @@
+"""The steps of one process, and what each phase of the plan does with them."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from .agreement import NoStoreError, agree
+from .clocks import HostClock, Mark, clock, peak, process_age, reset_peak
+from .hooks.batches import Delivered
+from .hooks.ddp_split import DdpSplit
+from .hooks.optimizers import Optimizers
+from .place import own_rank, world
+from .plan import Plan
+from .pulse import Pulse
+from .requests import Requests
+
+WARMUP, TIMED, SYNC, NORMS, LOCAL = "warmup", "timed", "sync", "norms", "local"
+
+EVAL, EPOCH, SAVE = 1, 2, 4
+CAUSES = {EVAL: "eval", EPOCH: "epoch", SAVE: "save"}
+"""What else went on within a step: a module was set to evaluate or a loader read without gradients, a data loader began or
+ended, torch.save was called."""
+
+
+class Interval(NamedTuple):
+    """One step. `counts` as in `Delivered`; `gap` holds the causes, or-ed."""
+
+    begin: Mark
+    end: Mark
+    counts: dict[int, list[float]]
+    samples: float | None  # as told by hand
+    backwards: int
+    gap: int
+
+
+class Recorder:
+    """Takes note of steps until the plan is done. One a process; hooks call it."""
+
+    def __init__(self, plan: Plan) -> None:
+        self.plan = plan
+        self.hooked = False  # into torch
+        self.over = False  # nothing more is recorded
+        self.stopping = False  # the process was asked to end
+        self.forget()
+
+    def forget(self) -> None:
+        """Begin anew: this is another process than the one that was watched."""
+        self.optimizers = Optimizers()
+        self.delivered = Delivered()
+        self.split = DdpSplit()
+        self.requests = Requests(self.plan)
+        self.restart()
+
+    def restart(self, *, by_hand: bool = False) -> None:
+        """Count steps from here on: another optimizer, or the loop itself, turned out to be the clock."""
+        self.by_hand = by_hand
+        self.step = 0
+        self.phase = WARMUP
+        self.asked_to = ""  # "save" or "stop", at the step that is over
+        self.gap = 0
+        self.backwards = 0
+        self.startup: float | None = None
+        self.rank, self.world = 0, 1
+        self.notes: list[str] = []
+        self.lrs: list[Any] = []
+        self.peaks: dict[str, dict[str, int]] = {}
+        self.intervals: dict[str, list[Interval]] = {}
+        self.pulse = Pulse(self.plan)
+        self._told: float | None = None
+        self._trouble: OSError | None = None
+        self._clock: HostClock = HostClock()
+        self._begin: Mark | None = None
+        self._timed: int | None = None
+
+    # between steps
+
+    def disturbed(self, cause: int) -> None:
+        """Note that the step that runs is not like the others."""
+        self.gap |= cause
+        self.alive()
+
+    def alive(self) -> None:
+        """Note that the process is not stuck. It may be said from within the script's own calls, so nothing is raised here."""
+        if self.step and not self.over:
+            try:
+                self.pulse.alive()
+            except OSError as error:
+                self._trouble = error
+
+    def mark(self) -> Mark:
+        return self._clock.mark()
+
+    def seconds(self, begin: Mark, end: Mark) -> float:
+        return self._clock.seconds(begin, end)
+
+    @property
+    def device(self) -> str:
+        return self._clock.device
+
+    def samples(self) -> float | None:
+        """Return the samples of this rank so far; None where neither the loop nor a data loader tells."""
+        return self._told if self.by_hand else self.delivered.samples()
+
+    # at the end of a step
+
+    def after_step(self, *, lr: Any, samples: float | None = None, loss: Any = None) -> bool:
+        """Take note that a step is over; return whether the plan is done and the process is to be ended.
+
+        Args:
+            lr: that the step used: a number, or a tensor that nobody changes any more.
+            samples: of this step on this rank, as told by hand.
+            loss: of this step; a tensor is read only when a row is written.
+
+        Raises:
+            OSError: a file could not be written, now or since the last step.
+        """
+        if self._trouble is not None:
+            raise self._trouble
+        if self.step == 0:
+            self._first_step()
+        self.step += 1
+        counts = self.delivered.take()
+        if samples is not None:
+            self._told = (self._told or 0) + samples
+        self.pulse.beat(self.step, self.samples())
+        if self.plan.training:
+            causes = [name for cause, name in CAUSES.items() if self.gap & cause] if self.gap else []
+            self.pulse.row(causes, lr=lr, loss=loss)
+            self.asked_to = self.requests.look(self.step, self.pulse, self.world)
+        else:
+            self.lrs.append(lr)
+            self._keep(counts, samples)
+        self.split.after_step()
+        self.gap, self.backwards = 0, 0
+        return not self.plan.training and self._next_phase()
+
+    def _first_step(self) -> None:
+        self.rank, self.world = own_rank() or 0, world(by_hand=self.by_hand)
+        self.startup = process_age()
+        self._clock = clock()
+        self.pulse.rank = self.rank
+
+    def _keep(self, counts: dict[int, list[float]], samples: float | None) -> None:
+        end = self.mark()
+        if self._begin is not None:
+            found = Interval(self._begin, end, counts, samples, self.backwards, self.gap)
+            self.intervals.setdefault(self.phase, []).append(found)
+        self._begin = end
+
+    def _next_phase(self) -> bool:
+        """Enter the phase that begins with the next step, if one does; return True where none is left."""
+        done = self.step - self.plan.warmup
+        if self.phase == WARMUP and done == 0:
+            self.phase, self.peaks[WARMUP] = TIMED, peak()
+            reset_peak()
+        elif self.phase == TIMED and done == self._timed_steps(done):
+            self.peaks[TIMED] = peak()
+            self.optimizers.count_bytes()
+            if not self._splits():
+                return True
+            self.phase = SYNC
+            self.split.watch_sync(self.mark)
+        elif self.phase == SYNC and self._enough():
+            self.phase = NORMS
+            self.split.watch_norms()
+        elif self.phase == NORMS and self._enough():
+            self.phase = LOCAL
+            self.split.skip_sync()
+        else:
+            return self.phase == LOCAL and self._enough()
+        self._begin = self.mark()  # what was done here is not part of the next step
+        return False
+
+    def _enough(self) -> bool:
+        return len(self.intervals.get(self.phase, ())) >= self.plan.split_steps
+
+    def _splits(self) -> bool:
+        if self.world == 1 or self.plan.split_steps == 0:
+            return False
+        if not self.split.alive():
+            self.notes.append("no synchronisation, gradient norms and local work: there is no DistributedDataParallel")
+        return bool(self.split.alive())
+
+    def _timed_steps(self, done: int) -> int:
+        """Return how many steps are timed: decided by rank 0 after the least number, because clocks differ."""
+        plan = self.plan
+        if plan.min_steps == plan.max_steps:
+            return plan.max_steps
+        if self._timed is None and done >= plan.min_steps:
+            try:
+                self._timed = int(agree("steps", self._fitting_steps, world=self.world))
+            except NoStoreError as error:
+                self.notes.append(f"{plan.min_steps} steps were timed, the least: {error}")
+                self._timed = plan.min_steps
+        return plan.min_steps if self._timed is None else self._timed
+
+    def _fitting_steps(self) -> str:
+        fitting = int(self.plan.seconds / max(self.pulse.median, 1e-9))
+        return str(max(self.plan.min_steps, min(self.plan.max_steps, fitting)))

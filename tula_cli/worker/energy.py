@@ -1,0 +1,72 @@
+"""The energy that GPUs take, as NVML counts it (package nvidia-ml-py, the extra `nvml`)."""
+
+import json
+from collections.abc import Callable
+
+import torch
+
+from tula_cli.worker.device import Clock, gpu_id
+from tula_cli.worker.ranks import Ranks
+
+Counter = Callable[[], float | None]
+"""Returns the joules since the driver was loaded; None where it cannot be read any more."""
+
+
+class EnergyMeter:
+    """The energy of the GPUs of all ranks since it was made.
+
+    A GPU's counter is all of it: other processes on it are counted too. It is renewed some ten times a second, so a
+    window of a second is right to some 10 %. Host, network and cooling are not in it.
+    """
+
+    def __init__(self, ranks: Ranks) -> None:
+        self._ranks, self._clock = ranks, Clock(ranks.device)
+        self._gpu = gpu_id(torch.cuda.current_device()) if ranks.device.type == "cuda" else ""
+        self._counter = _counter(self._gpu) if self._gpu else None
+        self._start = self._read()
+
+    def joules(self) -> float | None:
+        """Return the energy of all GPUs since the start; every rank takes part.
+
+        None where any of them has no counter, or one that does not rise: what is not measured is never 0.
+        """
+        own = None
+        if self._start is not None and (now := self._read()) is not None and now > self._start:
+            own = now - self._start
+        # By GPU: one that several ranks share counts once.
+        by_gpu: dict[str, float | None] = dict(map(json.loads, self._ranks.gather(json.dumps([self._gpu, own]))))
+        known = [joules for joules in by_gpu.values() if joules is not None]
+        return sum(known) if len(known) == len(by_gpu) else None
+
+    def _read(self) -> float | None:
+        """Return the counter when the device has done what it was given."""
+        if self._counter is None:
+            return None
+        self._clock.wait()
+        return self._counter()
+
+
+def _counter(gpu: str) -> Counter | None:
+    """Return what reads the counter of a GPU; None without the package, its library, the device, or a counter there.
+
+    Args:
+        gpu: its UUID as torch tells it. NVML's numbers are of no use: CUDA_VISIBLE_DEVICES does not change them.
+    """
+    try:
+        import pynvml
+    except ImportError:
+        return None
+    try:
+        pynvml.nvmlInit()
+        handle = pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{gpu.removeprefix('GPU-')}")
+        pynvml.nvmlDeviceGetTotalEnergyConsumption(handle)
+    except (pynvml.NVMLError, AttributeError):  # the latter of a package that is too old to know the counter
+        return None
+
+    def read() -> float | None:
+        try:
+            return float(pynvml.nvmlDeviceGetTotalEnergyConsumption(handle)) / 1000  # mJ
+        except pynvml.NVMLError:
+            return None
+
+    return read

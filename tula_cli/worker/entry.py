@@ -1,0 +1,48 @@
+"""Where a rank begins to train: as its method does, or, where that tunes itself, as its arms do."""
+
+import contextlib
+
+from tula_cli.run.directory import RunDir
+from tula_cli.run.records.tasks import TrainTask
+from tula_cli.worker.build.samples import Datasets
+from tula_cli.worker.preemption import Preempted, PreemptionHandler
+from tula_cli.worker.ranks import Ranks
+from tula_cli.worker.train import training
+from tula_cli.worker.train.training import TrainContext
+
+
+def run_training(
+    task: TrainTask,
+    run: RunDir,
+    ranks: Ranks,
+    datasets: Datasets,
+    *,
+    attempt: int = 1,
+    preemption: PreemptionHandler | None = None,
+) -> None:
+    """Train from the newest checkpoint (or the start) to the last epoch, or until the ranks have to leave.
+
+    Args:
+        task: what to train.
+        run: where.
+        ranks: the process group.
+        datasets: of the task.
+        attempt: of the task, for the mark that says why the ranks left.
+        preemption: who tells when to leave.
+
+    Raises:
+        Diverged: loss or weights are not finite; the newest checkpoint is from before.
+    """
+    preemption = preemption or PreemptionHandler(ranks)
+    if ranks.from_first(int(run.training(task.signature).result() is not None)):
+        return
+    with contextlib.suppress(Preempted):
+        _train(task, TrainContext(run, ranks, datasets, preemption, attempt))
+
+
+def _train(task: TrainTask, context: TrainContext) -> None:
+    if not task.spec.train.facts.tunes:
+        return training.train(task, context)
+    from tula_cli.worker.train import self_tuning  # here: a training that does not tune itself imports nothing of it
+
+    return self_tuning.train(task, context)

@@ -1,0 +1,93 @@
+"""What NCCL chooses for its all-reduces, in its own words: no call tells.
+
+NCCL picks an algorithm (ring, tree, NVLS ...) and a protocol by the size of each collective and by what it finds of the
+hardware. With NCCL_DEBUG=INFO and the subsystem TUNING, rank 0 writes a line for each collective, to a file of its own
+where NCCL_DEBUG_FILE names one.
+"""
+
+import os
+import re
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Literal
+
+SETTINGS = ("NCCL_DEBUG", "NCCL_DEBUG_SUBSYS", "NCCL_DEBUG_FILE")
+PREFIX = "tula-nccl-"
+MOST = 8  # sizes that are kept, the largest: those of DDP's buckets, not of the counters between ranks
+ALGORITHMS = ("tree", "ring", "collnet_direct", "collnet_chain", "nvls", "nvls_tree", "pat")
+PROTOCOLS = ("ll", "ll128", "simple")
+"""By NCCL's numbers (src/include/nccl_common.h), which its releases before 2.24 write in place of names."""
+_LINE = re.compile(r"NCCL INFO (?:AllReduce: *)?(\d+) Bytes -> Algo (\w+) proto (\w+)")
+
+_WARNING = re.compile(r"NCCL WARN (.*\S)")
+
+
+@contextmanager
+def listening(*, wanted: bool, to: Literal["choices", "complaints"] = "choices") -> Iterator[None]:
+    """Let NCCL write to a file, while this process is in a group; to be entered before NCCL starts.
+
+    A user who has asked NCCL for anything of the kind gets that, and nothing is read then.
+
+    Args:
+        wanted: whether to.
+        to: what it chooses, for `chosen`, or what it warns of, for `complaints`.
+    """
+    if not wanted or any(name in os.environ for name in SETTINGS):
+        yield
+        return
+    handle, path = tempfile.mkstemp(prefix=PREFIX, suffix=".log")
+    os.close(handle)
+    words = ("INFO", "TUNING", path) if to == "choices" else ("WARN", "ALL", path)
+    os.environ.update(zip(SETTINGS, words, strict=True))
+    try:
+        yield
+    finally:
+        for name in SETTINGS:
+            os.environ.pop(name, None)
+        Path(path).unlink(missing_ok=True)
+
+
+def chosen() -> dict[int, str]:
+    """Return the algorithm and protocol ("ring, simple") of this process's largest all-reduces, by their bytes.
+
+    Empty where NCCL was not listened to, or has told nothing: it did so from 2.21 on.
+    """
+    return read(_written())
+
+
+def complaints() -> list[str]:
+    """Return what NCCL has warned of, each once."""
+    return list(dict.fromkeys(_WARNING.findall(_written())))
+
+
+def _written() -> str:
+    path = log(os.environ)
+    return path.read_text(encoding="utf-8", errors="replace") if path else ""
+
+
+def log(environ: Mapping[str, str]) -> Path | None:
+    """Return the file that NCCL writes to for `listening`; None where it does not."""
+    path = Path(environ.get("NCCL_DEBUG_FILE", ""))
+    return path if path.name.startswith(PREFIX) and path.is_file() else None
+
+
+def read(log: str) -> dict[int, str]:
+    """Return what `chosen` does, of what NCCL wrote.
+
+    Args:
+        log: lines of NCCL_DEBUG=INFO, of any release; of all-reduces where it names the collective, else of any.
+    """
+    found = {
+        int(size): f"{_name(algorithm, ALGORITHMS)}, {_name(protocol, PROTOCOLS)}"
+        for size, algorithm, protocol in _LINE.findall(log)
+    }
+    return dict(sorted(found.items())[-MOST:])
+
+
+def _name(word: str, names: tuple[str, ...]) -> str:
+    """Return the name in lower case that a word or a number stands for."""
+    if not word.isdigit():
+        return word.lower()
+    return names[int(word)] if int(word) < len(names) else word

@@ -1,0 +1,216 @@
+"""What a training tells of itself in metrics.jsonl: its start, its steps, its epochs, and its warnings."""
+
+import math
+import statistics
+import time
+from collections import deque
+from collections.abc import Mapping
+from typing import Any
+
+from tula_cli.models.time.noise import centre
+from tula_cli.optim import advice
+from tula_cli.run.records.tasks import TrainTask
+from tula_cli.spec.job import warmup_epochs
+from tula_cli.worker import environment
+from tula_cli.worker.build.sampling import steps_left
+from tula_cli.worker.train.diagnostics import Diagnostics
+from tula_cli.worker.train.evaluation import Evaluation
+from tula_cli.worker.train.loop import Step, Trainer
+from tula_cli.worker.train.metrics import LOG_SECONDS, Metrics
+
+
+class TrainingLog:
+    """The rows of one training. Steps and epochs are told to rank 0's alone; what other ranks add goes nowhere.
+
+    Args:
+        metrics: takes the rows.
+        task: what is trained.
+        trainer: how far it is.
+        ahead: steps of branches that are to come before the training goes on.
+    """
+
+    def __init__(self, metrics: Metrics, task: TrainTask, trainer: Trainer, *, ahead: int = 0) -> None:
+        self.metrics, self.task, self.trainer, self.ahead = metrics, task, trainer, ahead
+        self.diagnostics = Diagnostics.attach(trainer)  # of the epoch under way
+        self.recent: list[Step] = []  # since the last row
+        self.step_times: list[float] = []  # of the epoch under way
+        self.window: deque[float] = deque()  # the newest step times, for the comparison with the prediction
+        self.within: bool | None = None  # they are in the predicted interval, as of the last epoch
+        self.last_row = 0.0
+        self.said: set[str] = set()  # what is said once
+
+    def add(self, kind: str, **values: Any) -> None:
+        """Write a row at the trainer's position."""
+        self.metrics.add(kind, self.trainer.position, self.trainer.epoch, **values)
+
+    def warn(self, message: str) -> None:
+        self.add("warning", message=message)
+
+    def start(self) -> None:
+        """Write the rows of a start, or of going on; every rank takes part."""
+        task, trainer = self.task, self.trainer
+        lr, cause = trainer.lr, task.cause
+        self.add("start", attempt=task.attempt, batch=task.batch, nodes=task.nodes, lr=lr, cause=cause)
+        self.add("environment", **environment.environment(trainer.ranks).model_dump(mode="json"))
+        for message in remarks(trainer):
+            self.warn(message)
+
+    def follow(self, step: Step) -> None:
+        """Take the step that has just been made."""
+        if self.trainer.ranks.first:
+            self.recent.append(step)
+        if self.diagnostics:
+            self.diagnostics.follow(self.trainer)
+
+    # --- steps
+
+    def write_steps_when_due(self, *, overhead: float) -> None:
+        """Write a row when the last one is a second old; it reads the loss, so it waits for the device once a second."""
+        if time.monotonic() - self.last_row < LOG_SECONDS:
+            return
+        self.write_steps(overhead=overhead)
+        self.last_row = time.monotonic()
+
+    def write_steps(self, *, overhead: float) -> None:
+        """Turn the steps since the last row into seconds, and write the row.
+
+        Args:
+            overhead: seconds of an epoch's evaluation and checkpoint.
+        """
+        if not self.recent:
+            return
+        trainer, steps = self.trainer, self.recent
+        seconds = [trainer.clock.seconds(step.start, step.end) for step in steps]
+        waits = [trainer.clock.seconds(step.start, step.loaded) for step in steps]
+        plain = [value for value, step in zip(seconds, steps, strict=True) if not step.refreshed]
+        self.step_times += plain
+        self.window.extend(plain)
+        self.add(
+            "step",
+            step=trainer.position.steps,
+            loss=float(steps[-1].loss),
+            lr=steps[-1].lr,
+            step_time=statistics.fmean(seconds),
+            data_wait=statistics.fmean(waits),
+            eta=self._seconds_left(statistics.fmean(seconds), overhead),
+        )
+        self.recent = []
+
+    def _seconds_left(self, step_time: float, overhead: float) -> float:
+        trainer = self.trainer
+        size, position, epochs = len(trainer.datasets.train), trainer.position, self.task.spec.train.epochs
+        whole_epochs = max(0, epochs - position.epoch - 1)
+        left = steps_left(size, position.done, trainer.batch) if position.epoch < epochs else 0
+        per_epoch = step_time * (size // trainer.batch) + overhead
+        return step_time * (left + self.ahead) + per_epoch * whole_epochs
+
+    # --- epochs
+
+    def write_epoch(self, result: Evaluation, *, loss: float, lr: float, eval_seconds: float) -> None:
+        """Write the row of the epoch that has ended, and the warnings that follow from it.
+
+        Args:
+            result: of its evaluation.
+            loss: of its last step, the mean over all ranks.
+            lr: of its last step.
+            eval_seconds: that the evaluation took.
+        """
+        trainer, prediction = self.trainer, self.task.ladder[0].prediction
+        step_time = centre(self.step_times) if self.step_times else None
+        # The prediction is of synchronous steps, which post-local SGD leaves behind.
+        recent = None if trainer.local_sgd else self._recent_step_time()
+        within = self._is_within(recent)
+        ags = trainer.ags.report() if trainer.ags and not trainer.ags.identity else None
+        self.metrics.add(
+            "epoch",
+            trainer.position,
+            trainer.position.epoch,
+            loss=loss,
+            lr=lr,
+            eval_loss=result.loss,
+            top1=result.top1,
+            top5=result.top5,
+            step_time=step_time,
+            predicted_step=prediction.step_time if prediction else None,
+            step_low=prediction.step_low if prediction else None,
+            step_high=prediction.step_high if prediction else None,
+            within=within,
+            eval_seconds=eval_seconds,
+            ags=ags,
+            **trainer.method.report(trainer),
+            diagnostics=self._diagnostics(ags),
+        )
+        self.warn_of_evaluation(result)
+        self._advise(ags)
+        self._warn_of_drift(within=within, step_time=recent)
+        self.step_times = []
+
+    def _diagnostics(self, ags: Mapping[str, float] | None) -> dict[str, Any] | None:
+        if self.diagnostics is None:
+            return None
+        return self.diagnostics.report(self.trainer, scaled=ags["scaled"] if ags else None)
+
+    def warn_of_evaluation(self, result: Evaluation) -> None:
+        """Say once that the evaluation is not finite where the training is."""
+        if result.samples and not math.isfinite(result.loss) and "evaluation" not in self.said:
+            self.said.add("evaluation")
+            self.warn(
+                f"the loss on the evaluation set is not finite at epoch {self.trainer.position.epoch}, while that of"
+                " training is: look at the evaluation data, and at the running statistics of BatchNorm"
+            )
+
+    def _advise(self, ags: Mapping[str, float] | None) -> None:
+        """Say once of each way in which AGS hardly acts that it does."""
+        for kind, message in advice(ags).items() if ags else ():
+            if kind not in self.said:
+                self.said.add(kind)
+                self.warn(message)
+
+    # --- the prediction
+
+    def _recent_step_time(self) -> float | None:
+        """Return the step time over the newest steps: an epoch's, and no fewer than a probe's; None until then.
+
+        The interval is that of a probe's mean; an epoch of five steps would leave it by chance alone.
+        """
+        wanted = max(len(self.step_times), self.task.spec.search.steps)
+        while len(self.window) > wanted:
+            self.window.popleft()
+        return centre(list(self.window)) if len(self.window) == wanted else None
+
+    def _is_within(self, step_time: float | None) -> bool | None:
+        prediction = self.task.ladder[0].prediction
+        if prediction is None or step_time is None or prediction.step_low is None or prediction.step_high is None:
+            return None
+        return prediction.step_low <= step_time <= prediction.step_high
+
+    def _warn_of_drift(self, *, within: bool | None, step_time: float | None) -> None:
+        """Warn when the step time leaves the predicted interval, and say when it is back; not in every epoch between."""
+        prediction = self.task.ladder[0].prediction
+        if within is None or step_time is None or prediction is None or within is self.within:
+            return
+        epoch = self.trainer.position.epoch
+        took = f"epoch {epoch}: a step takes {1000 * step_time:.1f} ms, predicted {1000 * prediction.step_time:.1f}"
+        if not within:
+            low, high = (1000 * (bound or 0.0) for bound in (prediction.step_low, prediction.step_high))
+            why = "has the network or the load changed?" if 1000 * step_time > high else "faster than the probes were"
+            self.warn(f"{took} (90 % between {low:.1f} and {high:.1f}): {why}")
+        elif self.within is False:
+            self.warn(f"{took}: within the interval again")
+        self.within = within
+
+
+def remarks(trainer: Trainer) -> list[str]:
+    """Return what the user has asked for and what does nothing in this training."""
+    train, found = trainer.spec.train, []
+    if (warmup := warmup_epochs(trainer.spec)) >= train.epochs:
+        found.append(
+            f"the learning rate never reaches its full value: its warm-up of {warmup:g} epochs is not shorter than"
+            f" train.epochs {train.epochs}; set schedule.warmup_epochs"
+        )
+    found += trainer.method.remarks(trainer)
+    if train.ghost_batch is not None and trainer.micro_batch <= train.ghost_batch:
+        found.append(
+            f"train.ghost_batch {train.ghost_batch} changes nothing: a GPU takes {trainer.micro_batch} samples at a time"
+        )
+    return found

@@ -155,6 +155,37 @@ def _last(node: ast.Name | ast.Attribute) -> str:
     return node.id if isinstance(node, ast.Name) else node.attr
 
 
+LIBRARIES = ("tula_cli/optim/", "tula_cli/shim/")
+"""They stand alone: what they do with a GPU cannot be in the worker."""
+DEVICE_CODE = "tula_cli/worker/device.py"
+OF_DEVICES = {"cuda", "accelerator", "xpu", "mps"}
+
+
+def device_code(root: Path) -> list[str]:
+    """Return where something of torch's that is a device's is used outside the module of device code."""
+    found = []
+    for path in modules(root).values():
+        name = path.relative_to(root).as_posix()
+        if name != DEVICE_CODE and not name.startswith(LIBRARIES):
+            found += [f"{name}: {ast.unparse(n)}" for n in ast.walk(ast.parse(path.read_text())) if _of_a_device(n)]
+    return found
+
+
+def _of_a_device(node: ast.AST) -> bool:
+    if isinstance(node, ast.Attribute):
+        return node.attr in OF_DEVICES and isinstance(node.value, ast.Name) and node.value.id == "torch"
+    names = [alias.name for alias in node.names] if isinstance(node, ast.Import | ast.ImportFrom) else []
+    if isinstance(node, ast.ImportFrom):
+        names = [f"{node.module}.{name}" for name in names]
+    return any(
+        name.split(".")[0] == "torch" and name.split(".")[1:2] in [[kind] for kind in OF_DEVICES] for name in names
+    )
+
+
+def test_device_code_is_in_one_module() -> None:
+    assert device_code(ROOT) == []
+
+
 def test_nobody_asks_which_method_it_is() -> None:
     assert branches(ROOT) == []
 
@@ -228,10 +259,24 @@ def test_a_branch_on_a_method_is_seen(tree: Path, line: str) -> None:
     assert branches(tree) == [f"tula_cli/cli/check.py: {line}"]
 
 
+@pytest.mark.parametrize(
+    "line",
+    ["torch.cuda.synchronize()", "n = torch.accelerator.device_count()", "import torch.cuda", "from torch import cuda",
+     "from torch.cuda import Event"],
+)  # fmt: skip
+def test_device_code_elsewhere_is_seen(tree: Path, line: str) -> None:
+    (tree / "tula_cli/cli/check.py").write_text(f"def f():\n    {line}\n")
+    (tree / "tula_cli/worker").mkdir()
+    (tree / DEVICE_CODE).write_text("import torch.cuda\n")
+    (tree / "tula_cli/spec/job.py").write_text("from torch.version import cuda\nX = torch.version.cuda\n")
+    (found,) = device_code(tree)
+    assert found.startswith("tula_cli/cli/check.py: ")
+
+
 def test_a_tree_that_keeps_the_rules_passes(tree: Path) -> None:
     (tree / "tula_cli/show").mkdir()
     (tree / "tula_cli/show/check.py").write_text(
         "from typing import TYPE_CHECKING\n\nif TYPE_CHECKING:\n    import tula_cli.cli.check\n"
     )
     (tree / "tula_cli/cli/check.py").write_text("import tula_cli.show.check\n")
-    assert not any([cycles(tree), too_long(tree), too_full(tree), twice(tree)])
+    assert not any([cycles(tree), too_long(tree), too_full(tree), twice(tree), device_code(tree)])

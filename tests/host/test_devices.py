@@ -182,6 +182,55 @@ def test_those_that_are_hidden_do_not_count(
     assert devices.count() == seen
 
 
+@pytest.mark.parametrize(("visible", "seen"), [("0,1,2,3,4,5,6,7", 4), ("7", 0), ("2,-1,3", 1), ("0,9,1", 1)])
+def test_what_is_not_there_cannot_be_made_visible(
+    driver: Path, monkeypatch: pytest.MonkeyPatch, visible: str, seen: int
+) -> None:
+    for number in range(4):
+        (driver / f"nvidia{number}").touch()
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    assert devices.count() == seen
+
+
+@pytest.mark.parametrize(
+    ("variables", "seen"),
+    [
+        ({"ROCR_VISIBLE_DEVICES": "0,1"}, 2),
+        ({"HIP_VISIBLE_DEVICES": "3"}, 1),
+        ({"CUDA_VISIBLE_DEVICES": "1,2,3"}, 3),
+        ({"ROCR_VISIBLE_DEVICES": "2,3", "HIP_VISIBLE_DEVICES": "0"}, 1),
+        ({"ROCR_VISIBLE_DEVICES": "2,3", "HIP_VISIBLE_DEVICES": "2,3"}, 0),
+        ({"ROCR_VISIBLE_DEVICES": "3", "CUDA_VISIBLE_DEVICES": "0,1,2,3"}, 1),
+        ({"HIP_VISIBLE_DEVICES": "0,1", "CUDA_VISIBLE_DEVICES": "0"}, 2),
+        ({"ROCR_VISIBLE_DEVICES": "GPU-5ab1,GPU-77f0", "HIP_VISIBLE_DEVICES": "1"}, 1),
+        ({"ROCR_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": "0"}, 0),
+    ],
+    ids=lambda value: ", ".join(f"{name[:4]}={ids}" for name, ids in value.items()) if isinstance(value, dict) else "",
+)
+def test_of_amds_gpus_hip_takes_from_what_its_driver_leaves(
+    driver: Path, monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], seen: int
+) -> None:
+    for number in range(5):  # the first is a processor
+        (driver / "nodes" / str(number)).mkdir(parents=True)
+        (driver / "nodes" / str(number) / "gpu_id").write_text(f"{number}\n")
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    assert devices.count() == seen
+
+
+def test_amds_variables_hide_none_of_nvidias(driver: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for number in range(2):
+        (driver / f"nvidia{number}").touch()
+    monkeypatch.setenv("ROCR_VISIBLE_DEVICES", "")
+    monkeypatch.setenv("HIP_VISIBLE_DEVICES", "0")
+    assert devices.count() == 2
+
+
+def test_where_the_driver_lists_none_the_variable_tells(driver: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+    assert devices.count() == 2
+
+
 def test_without_a_driver_there_is_none(driver: Path) -> None:
     (driver / "nvidia0").touch()
     (driver / "nvidiactl").unlink()

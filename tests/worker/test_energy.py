@@ -69,8 +69,7 @@ def meter(monkeypatch: pytest.MonkeyPatch) -> Callable[..., EnergyMeter]:
 
     def made(nvml: ModuleType | None, *others: tuple[str, float | None], uuid: str = UUID) -> EnergyMeter:
         monkeypatch.setitem(sys.modules, "pynvml", nvml)  # None: an import fails
-        monkeypatch.setattr(energy, "gpu_id", lambda index: uuid)
-        monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+        monkeypatch.setattr(energy, "gpu_id", lambda: uuid)
         monkeypatch.setattr(Clock, "wait", lambda clock: None)
         monkeypatch.setattr(Group, "others", others)
         return EnergyMeter(Group(rank=0, world=1 + len(others), local_rank=0, device=torch.device("cuda", 0)))

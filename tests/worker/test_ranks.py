@@ -81,7 +81,7 @@ def test_a_group_of_gpus_is_bound_to_its_device_and_waits_longer_in_a_collective
         one_rank.delenv(name, raising=False)
     one_rank.setattr(ranks, "pick_device", lambda *place, **world: torch.device("cuda", 0))
     one_rank.setattr(ranks, "_meet", lambda *place, **ranks: dist.HashStore())
-    one_rank.setattr(torch.cuda, "set_device", lambda device: None)
+    one_rank.setattr(torch.accelerator, "set_device_index", lambda device: None)
     one_rank.setattr(dist, "init_process_group", start)
     with pytest.raises(Started) as started, joined(spec().cluster, handover=tmp_path / "handover", listen=True):
         pass

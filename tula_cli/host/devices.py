@@ -14,7 +14,7 @@ PRESENCE = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")
 DEVICE_FILES = [r"/dev/nvidia[^/]*", r"/dev/kfd", r"/dev/dri/.*"]
 """What a process has open that computes on a GPU: the driver keeps its memory until the last copy is closed."""
 VISIBLE = ("CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES")
-"""Variables that list the GPUs which a process is to see."""
+"""Variables that list the GPUs which a process is to see: NVIDIA's the first, AMD's all three."""
 DEV, KFD = Path("/dev"), Path("/sys/class/kfd/kfd/topology/nodes")
 """Where NVIDIA's driver has a file a GPU, and AMD's a folder a processor or GPU."""
 PATIENCE = 20.0
@@ -29,16 +29,37 @@ def has_gpu() -> bool:
 def count() -> int:
     """Return how many GPUs there are to compute on here, as far as their drivers tell; no library is asked.
 
-    CUDA_VISIBLE_DEVICES and AMD's like it hold; without a driver's files there is none.
+    The variables in `VISIBLE` hold; without a driver's files there is none.
     """
     if not has_gpu():
         return 0
-    for name in VISIBLE:
-        if name in os.environ:
-            return len([entry for entry in os.environ[name].split(",") if entry.strip() not in ("", "-1")])
     nvidia = [path for path in DEV.glob("nvidia*") if re.fullmatch(r"nvidia\d+", path.name)]
     amd = [path for path in KFD.glob("*/gpu_id") if path.read_text(encoding="ascii").strip() not in ("", "0")]
-    return len(nvidia) or len(amd) or 1
+    left = len(nvidia) or len(amd) or None  # None: a driver that lists none, as under WSL
+    for name in _lists(nvidia=bool(nvidia)):
+        left = _visible(os.environ[name], left)
+    return 1 if left is None else left
+
+
+def _lists(*, nvidia: bool) -> list[str]:
+    """Return the variables that hide GPUs here, in the order in which they do.
+
+    AMD's driver goes by ROCR_VISIBLE_DEVICES; HIP numbers what that leaves anew, and goes by HIP_VISIBLE_DEVICES, or else
+    by CUDA_VISIBLE_DEVICES. NVIDIA's knows the last one alone.
+    """
+    hip = "HIP_VISIBLE_DEVICES" if "HIP_VISIBLE_DEVICES" in os.environ else "CUDA_VISIBLE_DEVICES"
+    names = ["CUDA_VISIBLE_DEVICES"] if nvidia else ["ROCR_VISIBLE_DEVICES", hip]
+    return [name for name in names if name in os.environ]
+
+
+def _visible(listed: str, there: int | None) -> int:
+    """Return how many of the GPUs `there` a list leaves; the first that is none of them (-1 is none) ends it."""
+    found = 0
+    for entry in map(str.strip, listed.split(",")):
+        if entry in ("", "-1") or (there is not None and entry.isdecimal() and int(entry) >= there):
+            break
+        found += 1
+    return found if there is None else min(found, there)
 
 
 def close_inherited() -> None:

@@ -129,11 +129,11 @@ def _last_line(error: Exception) -> str:
 
 
 def _device(task: Task) -> str:
-    import torch
+    from tula_cli.worker.device import gpu_count
 
     if task.spec.cluster.device != "auto":
         return task.spec.cluster.device
-    return "cuda" if torch.cuda.is_available() else "cpu"
+    return "cuda" if gpu_count() else "cpu"
 
 
 def _local_batch(task: Task, run: RunDir) -> int | None:

@@ -24,14 +24,14 @@ def pick_device(cluster: Cluster, local_rank: int, *, world: int) -> torch.devic
         NoGpu: cuda was asked for and there is none.
         JobFailed: a local job has more ranks than GPUs (NCCL refuses two ranks on one).
     """
-    if cluster.device == "cpu" or (cluster.device == "auto" and not torch.cuda.is_available()):
+    count = 0 if cluster.device == "cpu" else gpu_count()
+    if cluster.device == "cpu" or (cluster.device == "auto" and not count):
         return torch.device("cpu")
-    if not torch.cuda.is_available():
+    if not count:
         raise NoGpu(
             f"cluster.device is cuda, but torch sees no GPU on {socket.gethostname()}: {_why_no_gpu()}",
             "check the driver, or set cluster.device: cpu",
         )
-    count = torch.cuda.device_count()
     if cluster.kind == "local" and world > count:
         raise JobFailed(f"{world} ranks need {world} GPUs, this machine has {count}", "search fewer nodes")
     # A site may give each task one visible GPU or all of the node's: the modulus is right for both.
@@ -47,9 +47,44 @@ def _why_no_gpu() -> str:
     return "none is available"
 
 
-def gpu_id(index: int) -> str:
-    """Return what names a GPU alike in every process that sees it, whatever number it has there."""
+def gpu_count() -> int:
+    """Return how many GPUs torch sees, NVIDIA's or AMD's: both are `cuda` to it. Devices of another kind do not count."""
+    if not torch.accelerator.is_available():  # before anything else: torch 2.6 knows no accelerator then, and raises
+        return 0
+    kind = torch.accelerator.current_accelerator()
+    return torch.accelerator.device_count() if kind is not None and kind.type == "cuda" else 0
+
+
+def take_gpu(device: torch.device) -> None:
+    """Make a GPU the one that this process works on."""
+    torch.accelerator.set_device_index(device)
+
+
+def gpu_id(index: int | None = None) -> str:
+    """Return what names a GPU alike in every process that sees it, whatever number it has there; None is this process's."""
+    index = torch.accelerator.current_device_index() if index is None else index
     return str(getattr(torch.cuda.get_device_properties(index), "uuid", index))
+
+
+def gpu_name(device: torch.device | int = 0) -> str:
+    """Return the name of a GPU's kind."""
+    return torch.cuda.get_device_name(device)
+
+
+def gpu_memory(device: torch.device | int = 0) -> int:
+    """Return the bytes of a GPU."""
+    return int(torch.cuda.get_device_properties(device).total_memory)
+
+
+def touched() -> bool:
+    """Return whether this process has begun to use a GPU: no fork of it could."""
+    return bool(torch.cuda.is_initialized())
+
+
+def seed_gpu(device: torch.device, seed: int) -> None:
+    """Seed the generator of one GPU, and of no other."""
+    torch.cuda.init()  # makes the list of generators
+    torch.cuda.default_generators[device.index].manual_seed(seed)
 
 
 def limit_memory(capacity: int) -> None:
@@ -113,7 +148,7 @@ class Clock:
     def wait(self) -> None:
         """Wait until the device has done all it was given."""
         if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
+            torch.accelerator.synchronize(self.device)
 
 
 @dataclass

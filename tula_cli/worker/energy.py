@@ -3,8 +3,6 @@
 import json
 from collections.abc import Callable
 
-import torch
-
 from tula_cli.worker.device import Clock, gpu_id
 from tula_cli.worker.ranks import Ranks
 
@@ -21,7 +19,7 @@ class EnergyMeter:
 
     def __init__(self, ranks: Ranks) -> None:
         self._ranks, self._clock = ranks, Clock(ranks.device)
-        self._gpu = gpu_id(torch.cuda.current_device()) if ranks.device.type == "cuda" else ""
+        self._gpu = gpu_id() if ranks.device.type == "cuda" else ""
         self._counter = _counter(self._gpu) if self._gpu else None
         self._start = self._read()
 

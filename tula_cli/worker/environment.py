@@ -12,7 +12,7 @@ from tula_cli.host.processor import processor_name
 from tula_cli.run.records.probes import Environment, Host
 from tula_cli.version import __version__
 from tula_cli.worker import nccl
-from tula_cli.worker.device import driver_version, gpu_id, nccl_version
+from tula_cli.worker.device import driver_version, gpu_id, gpu_name, nccl_version
 from tula_cli.worker.ranks import Ranks
 
 RECORDED = (
@@ -27,7 +27,7 @@ RECORDED = (
 def environment(ranks: Ranks) -> Environment:
     """Describe what is measured on; every rank takes part."""
     cuda = ranks.device.type == "cuda"
-    hardware = torch.cuda.get_device_name(ranks.device) if cuda else processor_name()
+    hardware = gpu_name(ranks.device) if cuda else processor_name()
     seen = [json.loads(text) for text in ranks.gather(json.dumps([platform.node(), hardware, _driver(ranks)]))]
     nodes = _nodes(seen)
     return Environment(
@@ -92,5 +92,5 @@ def oversubscribed(ranks: Ranks, *, ranks_here: int) -> bool:
     """
     if ranks.device.type != "cuda":
         return ranks_here > len(os.sched_getaffinity(0))
-    taken = ranks.gather(json.dumps([platform.node(), gpu_id(torch.cuda.current_device())]))
+    taken = ranks.gather(json.dumps([platform.node(), gpu_id()]))
     return len(set(taken)) < len(taken)

@@ -126,10 +126,15 @@ def _unfit() -> str:
     """Return why a fork of this process would not work as a rank; empty where it would."""
     if threading.active_count() > 1:
         return f"a library has started threads at its import: {[thread.name for thread in threading.enumerate()]}"
-    torch = sys.modules.get("torch")
-    if torch is not None and (torch.cuda.is_initialized() or any(map(_has_open, DRIVERS))):
+    if "torch" in sys.modules and (_touched_gpu() or any(map(_has_open, DRIVERS))):
         return "a library has touched the GPUs' driver at its import"
     return ""
+
+
+def _touched_gpu() -> bool:
+    from tula_cli.worker.device import touched  # with torch, which is imported by now
+
+    return touched()
 
 
 def _has_open(device: str) -> bool:

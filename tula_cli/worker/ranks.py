@@ -20,7 +20,7 @@ from tula_cli.host import network
 from tula_cli.run.files import write_atomic
 from tula_cli.spec.resources import Cluster
 from tula_cli.worker import nccl
-from tula_cli.worker.device import pick_device
+from tula_cli.worker.device import pick_device, take_gpu
 
 RENDEZVOUS = timedelta(minutes=10)
 """Ranks of one job may start minutes apart on a busy file system; a lost one must not hold the others for longer."""
@@ -85,7 +85,7 @@ def joined(cluster: Cluster, *, handover: Path, listen: bool = False) -> Iterato
     device = pick_device(cluster, local_rank, world=world)
     on_gpu = device.type == "cuda"
     if on_gpu:
-        torch.cuda.set_device(device)
+        take_gpu(device)
     else:
         torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     if "MASTER_ADDR" in os.environ:

@@ -10,6 +10,8 @@ import numpy as np
 import torch
 import torch.utils.data
 
+from tula_cli.worker.device import seed_gpu
+
 
 def stable_seed(*parts: int) -> int:
     """Return a 63-bit seed, the same on every machine and in every process."""
@@ -25,8 +27,7 @@ def seed_torch(seed: int, device: torch.device) -> None:
     """
     torch.default_generator.manual_seed(seed)
     if device.type == "cuda":
-        torch.cuda.init()  # makes the list of generators
-        torch.cuda.default_generators[device.index].manual_seed(seed)
+        seed_gpu(device, seed)
 
 
 @contextmanager

@@ -205,7 +205,6 @@ def test_ranks_that_see_one_gpu_each_share_none(
         def gather(self, text: str) -> list[str]:
             return [text, *(json.dumps([node, gpu]) for gpu in others)]
 
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr(environment, "gpu_id", lambda index: "a")
+    monkeypatch.setattr(environment, "gpu_id", lambda: "a")
     ranks = Four(rank=0, world=4, local_rank=0, device=torch.device("cuda", 0))
     assert environment.oversubscribed(ranks, ranks_here=4) == shared

@@ -30,7 +30,7 @@ from tula_cli.worker.build.datasets import build_datasets, check_sample, dataset
 from tula_cli.worker.build.ghost import refuse_without_batch_norm
 from tula_cli.worker.build.samples import Datasets
 from tula_cli.worker.build.transforms import build_transforms
-from tula_cli.worker.device import process_memory
+from tula_cli.worker.device import gpu_count, gpu_memory, gpu_name, process_memory
 from tula_cli.worker.measure import footprint as worker_measure_footprint
 from tula_cli.worker.measure import rehearsal as worker_measure_rehearsal
 from tula_cli.worker.methods.table import method_of
@@ -79,10 +79,10 @@ def inspect_job(spec: JobSpec) -> Inspection:
         footprints=footprints,
         estimate_error=estimate_error,
         device=device,
-        hardware=torch.cuda.get_device_name() if device == "cuda" else processor_name(),
+        hardware=gpu_name() if device == "cuda" else processor_name(),
         capacity=_capacity(spec, device),
         cpus=len(os.sched_getaffinity(0)),
-        gpus=torch.cuda.device_count() if device == "cuda" else 0,
+        gpus=gpu_count() if device == "cuda" else 0,
         process=process_memory("VmRSS"),
         warnings=tuple(warnings),
     )
@@ -117,7 +117,7 @@ def _check_parts(spec: JobSpec) -> None:
 
 def _device(spec: JobSpec) -> str:
     """Return what the ranks of a local run use here."""
-    found = torch.cuda.is_available()
+    found = gpu_count() > 0
     if spec.cluster.device == "cuda" and spec.cluster.kind == "local" and not found:
         raise SpecError(
             "cluster.device: cuda, but torch sees no GPU on this machine", "set cluster.device: cpu or auto"
@@ -137,7 +137,7 @@ def _capacity(spec: JobSpec, device: str) -> int | None:
     if spec.cluster.kind == "slurm":
         return None
     if device == "cuda":
-        return int(torch.cuda.get_device_properties(0).total_memory)
+        return gpu_memory()
     return _machine_memory() // (max(spec.search.nodes) * spec.cluster.gpus_per_node)
 
 

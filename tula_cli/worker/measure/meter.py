@@ -8,7 +8,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from tula_cli.run.records.components import Components
-from tula_cli.worker.device import Clock, Mark, tensor_bytes
+from tula_cli.worker.device import Clock, Mark, gpu_memory, tensor_bytes
 from tula_cli.worker.ranks import Ranks
 
 
@@ -84,5 +84,5 @@ def capacity(ranks: Ranks, memory_per_gpu: int | None) -> int | None:
     if memory_per_gpu is not None:
         return memory_per_gpu
     if ranks.device.type == "cuda":
-        return int(torch.cuda.get_device_properties(ranks.device).total_memory)
+        return gpu_memory(ranks.device)
     return None

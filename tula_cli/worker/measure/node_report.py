@@ -28,7 +28,16 @@ from tula_cli.run.records.cluster_reports import ClusterReport, NodeReport, Tran
 from tula_cli.run.records.tasks import CheckTask
 from tula_cli.spec.job import JobSpec
 from tula_cli.worker import nccl
-from tula_cli.worker.device import driver_version, gpu_id, nccl_version
+from tula_cli.worker.device import (
+    Clock,
+    driver_version,
+    gpu_count,
+    gpu_id,
+    gpu_memory,
+    gpu_name,
+    nccl_version,
+    take_gpu,
+)
 from tula_cli.worker.ranks import Ranks, joined
 
 ROUNDS = 20  # of a question about the time
@@ -147,8 +156,7 @@ def _view(task: CheckTask, run: RunDir, ranks: Ranks, write_error: str) -> RankR
 
 
 def _gpus() -> tuple[Gpu, ...]:
-    found = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
-    return tuple(Gpu(gpu_id(index), p.name, p.total_memory) for index, p in enumerate(found))
+    return tuple(Gpu(gpu_id(index), gpu_name(index), gpu_memory(index)) for index in range(gpu_count()))
 
 
 def node_memory(meminfo: Path = Path("/proc/meminfo")) -> int:
@@ -227,8 +235,8 @@ def _device(spec: JobSpec, ranks: Ranks, views: Sequence[RankReport]) -> torch.d
     """Return where the transfers start and end: on GPUs if every rank of every node has one of its own."""
     if spec.cluster.device == "cpu" or not own_gpus(views):
         return torch.device("cpu")
-    device = torch.device("cuda", ranks.local_rank % torch.cuda.device_count())
-    torch.cuda.set_device(device)
+    device = torch.device("cuda", ranks.local_rank % gpu_count())
+    take_gpu(device)
     return device
 
 
@@ -297,11 +305,10 @@ def _transfer(size: int, pair: dist.ProcessGroup, device: torch.device) -> Trans
 
 def _times(act: Callable[[], object], count: int, device: torch.device) -> list[float]:
     """Return the seconds that each of `count` calls took, to the end of what they start on the device."""
-    found = []
+    found, clock = [], Clock(device)
     for _ in range(count):
         start = time.perf_counter()
         act()
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
+        clock.wait()
         found.append(time.perf_counter() - start)
     return found

@@ -720,3 +720,29 @@ def test_the_figures_of_an_adaptive_search_are_told_to_be_those_of_its_first_rou
     assert not any("first round" in warning for warning in check(spec()).warnings)
     report = check(spec(search={"strategy": "adaptive"}))
     assert report.probes <= 3 and any("first round" in warning for warning in report.warnings)
+
+
+# --- how it computes
+
+
+@pytest.mark.parametrize(
+    ("train", "told"),
+    [
+        ({}, ["tf32 (float32", "cudnn_benchmark (NVIDIA"]),
+        ({"tf32": False}, ["cudnn_benchmark (NVIDIA"]),
+        ({"cudnn_benchmark": True}, ["tf32", "cudnn_benchmark"]),
+        ({"deterministic": True}, ["tf32", "deterministic"]),
+        ({"tf32": False, "cudnn_benchmark": False}, ["no tf32", "no cudnn_benchmark"]),
+    ],
+)
+def test_a_check_tells_how_a_gpu_computes(found, train, told):
+    found(device="cuda", gpus=2)
+    (line,) = check(spec(train={"epochs": 1, **train})).settings
+    words = line.removeprefix("on a GPU: ").removesuffix(" (section train)").split(", ")
+    assert [word.startswith(start) for word, start in zip(words, told, strict=True)] == [True] * len(told)
+
+
+def test_a_check_tells_of_gpus_only_where_there_may_be_some(found):
+    assert check(spec()).settings == ()
+    assert check(spec(cluster={"kind": "slurm"}), online=False).settings
+    assert check(spec(cluster={"kind": "slurm", "device": "cpu"}), online=False).settings == ()

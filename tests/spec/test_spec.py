@@ -516,6 +516,9 @@ def test_what_no_measurement_depends_on_keeps_the_probes(change):
         {"optimizer__momentum": 0.9},
         {"train__precision": "bf16"},
         {"train__workers": 7},
+        {"train__tf32": False},
+        {"train__cudnn_benchmark": False},
+        {"train__deterministic": True},
         {"train__accumulate": 2},
         {"train__method": "lbt"},
         {"train__ghost_batch": 32},
@@ -542,6 +545,7 @@ def test_what_a_measurement_depends_on_changes_the_signature(change):
         {"cluster__gpus_per_node": 2},
         {"train__lr_scaling": "sqrt"},
         {"train__ghost_batch": 32},
+        {"train__tf32": False},
     ],
 )
 def test_what_changes_the_weights_changes_the_training_signature(change):
@@ -553,6 +557,8 @@ def test_what_changes_the_weights_changes_the_training_signature(change):
     [
         {"pricing__price": 9.0},
         {"train__workers": 7},
+        {"train__cudnn_benchmark": False},
+        {"train__deterministic": True},
         {"train__tensorboard": True},
         {"train__diagnostics": True},
         {"train__hessian": {"every": 5, "samples": 64}},
@@ -569,6 +575,12 @@ def test_every_method_and_a_warm_up_of_zero_have_a_training_signature_of_their_o
     told = [{"train__method": "lars", "schedule__warmup_epochs": epochs} for epochs in (0, 1)]
     found = {train_signature(spec(**change), nodes=1, batch=64) for change in [*methods, *told]}
     assert len(found) == len(methods) + 2
+
+
+def test_the_algorithm_cannot_be_both_the_fastest_and_the_same(write):
+    found = problems(write(MINIMAL), "train.deterministic=true", "train.cudnn_benchmark=true")
+    assert "leave one of them out" in found["train"]
+    assert spec(train__deterministic=True, train__cudnn_benchmark=False).train.deterministic
 
 
 def test_training_signature_knows_nodes_and_batch():

@@ -1,14 +1,26 @@
 """A rank's device, and what is told where it has none."""
 
+import os
 import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
 
 import pytest
 import torch
+from worker_jobs import probe_task, spec, train_task
 
 from tula_cli.errors import JobFailed, NoGpu
 from tula_cli.host.outcome import advice, classify
+from tula_cli.run.directory import RunDir
+from tula_cli.spec.job import JobSpec
 from tula_cli.spec.resources import Cluster
+from tula_cli.spec.sections import Train
+from tula_cli.worker import device, ranks
+from tula_cli.worker.__main__ import _work
+from tula_cli.worker.build import datasets
 from tula_cli.worker.device import Clock, gpu_count, pick_device
+from tula_cli.worker.ranks import Ranks
 
 pytestmark = pytest.mark.torch
 
@@ -85,3 +97,129 @@ def test_waiting_is_for_the_device_of_the_clock(monkeypatch: pytest.MonkeyPatch)
     Clock(torch.device("cpu")).wait()
     Clock(torch.device("cuda", 1)).wait()
     assert waited == [torch.device("cuda", 1)]
+
+
+# --- how it computes
+
+
+@pytest.fixture
+def settings(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Whatever is set is as it was afterwards."""
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
+    tf32, cudnn = torch.get_float32_matmul_precision(), torch.backends.cudnn
+    before = cudnn.benchmark, cudnn.deterministic, cudnn.allow_tf32
+    yield
+    torch.use_deterministic_algorithms(False)
+    torch.set_float32_matmul_precision(tf32)
+    cudnn.benchmark, cudnn.deterministic, cudnn.allow_tf32 = before
+
+
+GPU, CPU = torch.device("cuda", 0), torch.device("cpu")
+
+
+def in_force() -> tuple[bool, ...]:
+    """Return (TF32 in products, in convolutions, cuDNN's benchmarks, its deterministic algorithms, torch's)."""
+    products, cudnn = torch.backends.cuda.matmul, torch.backends.cudnn
+    return (
+        products.allow_tf32, cudnn.allow_tf32, cudnn.benchmark, cudnn.deterministic,
+        torch.are_deterministic_algorithms_enabled(),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("asked", "expected"),
+    [
+        ({}, (True, True, True, False, False)),
+        ({"tf32": False}, (False, False, True, False, False)),
+        ({"cudnn_benchmark": False}, (True, True, False, False, False)),
+        ({"deterministic": True}, (True, True, False, True, True)),
+        ({"deterministic": True, "cudnn_benchmark": False}, (True, True, False, True, True)),
+    ],
+)
+def test_a_gpu_computes_as_the_job_says(
+    settings: None, monkeypatch: pytest.MonkeyPatch, asked: dict[str, Any], expected: tuple[bool, ...]
+) -> None:
+    monkeypatch.setattr(torch.version, "hip", None)
+    device.configure(Train(epochs=1, **asked), GPU)
+    assert in_force() == expected
+    assert os.environ.get("CUBLAS_WORKSPACE_CONFIG") == (":4096:8" if asked.get("deterministic") else None)
+
+
+def test_the_users_own_cublas_workspace_holds(settings: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":16:8")
+    device.configure(Train(epochs=1, deterministic=True), GPU)
+    assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":16:8"
+
+
+def test_on_amd_algorithms_are_timed_only_where_that_is_asked_for(
+    settings: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.version, "hip", "6.4")
+    device.configure(Train(epochs=1), GPU)
+    assert not torch.backends.cudnn.benchmark
+    device.configure(Train(epochs=1, cudnn_benchmark=True), GPU)
+    assert torch.backends.cudnn.benchmark
+
+
+def test_on_the_processor_only_determinism_changes_anything(settings: None) -> None:
+    before = in_force()
+    device.configure(Train(epochs=1, tf32=False, cudnn_benchmark=True), CPU)
+    assert in_force() == before
+    device.configure(Train(epochs=1, deterministic=True), CPU)
+    assert in_force() == (*before[:-1], True)
+
+
+@pytest.mark.parametrize("tf32", [True, False])
+def test_tf32_is_set_without_a_warning_and_both_of_torchs_names_tell_the_same(
+    settings: None, tf32: bool, recwarn: pytest.WarningsRecorder
+) -> None:
+    device.configure(Train(epochs=1, tf32=tf32), GPU)
+    assert not recwarn.list
+    assert torch.backends.cuda.matmul.allow_tf32 is tf32, (
+        "torch.compile reads it; it raises where only the newer is set"
+    )
+    if hasattr(torch.backends.cuda.matmul, "fp32_precision"):
+        assert (torch.backends.cuda.matmul.fp32_precision == "tf32") is tf32
+        assert (torch.backends.cudnn.conv.fp32_precision == "tf32") is tf32
+
+
+def test_a_rank_is_configured_before_anything_of_the_users_is_built(
+    settings: None, monkeypatch: pytest.MonkeyPatch, run: RunDir
+) -> None:
+    @contextmanager
+    def joined(*_: object, **__: object) -> Iterator[Ranks]:
+        yield Ranks(rank=0, world=1, local_rank=0, device=CPU)
+
+    def built(_: JobSpec) -> None:
+        raise Built(torch.are_deterministic_algorithms_enabled())
+
+    monkeypatch.setattr(ranks, "joined", joined)
+    monkeypatch.setattr(datasets, "build_datasets", built)
+    job = spec(train={"deterministic": True})
+    for task in (train_task(job), probe_task(job, 8)):
+        torch.use_deterministic_algorithms(False)
+        with pytest.raises(Built) as raised:
+            _work(task, run, 1)
+        assert raised.value.args == (True,)
+
+
+class Built(Exception):
+    """Tells what was in force when datasets were built."""
+
+
+def test_the_peak_on_a_gpu_is_that_of_the_steps_after_the_warm_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    peak = 900  # of the warm-up, in which cuDNN tries algorithms
+
+    def reset(_: torch.device) -> None:
+        nonlocal peak
+        peak = 300
+
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", reset)
+    monkeypatch.setattr(torch.cuda, "memory_stats", lambda _: {"num_alloc_retries": 2})
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda _: peak)
+    monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda _: 2 * peak)
+    meter = device.MemoryMeter(GPU, base=100, base_reserved=200)
+    assert meter.peak() == (800, 1600)
+    meter.settled()
+    assert meter.peak() == (200, 400)
+    assert meter.allocator_retries() == 0

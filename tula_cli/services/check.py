@@ -16,6 +16,7 @@ from tula_cli.models.cost import price_at_most, price_words
 from tula_cli.run.directory import RunDir
 from tula_cli.run.records.inspections import Inspection
 from tula_cli.services.profile import nodes_taken
+from tula_cli.services.profiling.computing import settings
 from tula_cli.services.profiling.unsettled import UnsettledPlan, unsettled
 from tula_cli.services.search import largest_local_batch, probes
 from tula_cli.services.waiting import FIRST_JOB, beyond_cap, require_within_cap
@@ -50,6 +51,7 @@ class CheckReport:
     problems: tuple[str, ...]  # nothing can run before these are solved
     warnings: tuple[str, ...]
     unsettled: UnsettledPlan | None = None  # where only a node can build the model and the dataset
+    settings: tuple[str, ...] = ()  # how it computes, in words
 
     @property
     def node_hours_to_allow(self) -> float:
@@ -164,6 +166,7 @@ def check(spec: JobSpec, *, online: bool = True, inspector: Inspect | None = Non
         problems=(*problems, *_too_few_gpus(spec, inspection), *_over_budget(spec, node_hours, later)),
         warnings=(*_unknown(later), *_warnings(spec, inspection, jobs)),
         unsettled=later,
+        settings=settings(spec, inspection),
     )
 
 

@@ -48,6 +48,8 @@ def check(report: "CheckReport", origins: Mapping[str, Origin]) -> Iterator["Ren
         yield ""
     if report.inspection is not None:
         yield from inspection(report.inspection)
+    yield from report.settings
+    if report.inspection is not None or report.settings:
         yield ""
     if report.jobs:
         yield from _jobs(report)

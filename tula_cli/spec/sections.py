@@ -89,6 +89,11 @@ class Train(Section):
     seed: Annotated[int, Field(ge=0, lt=2**31)] = 0  # of weights, data order and augmentation
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"  # of forward and backward pass; parameters stay fp32
     workers: Annotated[int, Field(ge=0)] = 2  # data-loader processes a GPU
+    tf32: bool = True  # NVIDIA GPUs round what float32 products and convolutions multiply to 10 bits of mantissa
+    cudnn_benchmark: Literal["auto"] | bool = (
+        "auto"  # cuDNN times its algorithms; auto: on NVIDIA, unless deterministic
+    )
+    deterministic: bool = False  # operations that repeat bit for bit, or an error where there is none
     accumulate: Positive = 1  # micro-batches an optimizer step
     max_grad_norm: PositiveFloat | None = None  # gradients are clipped to this norm
     activation_checkpointing: bool = False  # less memory, more computing
@@ -108,6 +113,15 @@ class Train(Section):
     def _scaling_fits_the_method(self) -> "Train":
         if why := self.facts.refuses_lr_scaling.get(self.lr_scaling):
             raise ValueError(why)
+        return self
+
+    @model_validator(mode="after")
+    def _algorithms_are_repeated_or_chosen_anew(self) -> "Train":
+        if self.deterministic and self.cudnn_benchmark is True:
+            raise ValueError(
+                "cudnn_benchmark: true takes the algorithm that happens to be fastest, deterministic: true the same one each"
+                " time; leave one of them out"
+            )
         return self
 
     @property

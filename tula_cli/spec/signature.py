@@ -2,13 +2,17 @@
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from typing import Any
 
 from tula_cli.spec.ags import Ags
 from tula_cli.spec.job import JobSpec, warmup_epochs
 from tula_cli.spec.resources import Cluster
+from tula_cli.spec.sections import Train
 from tula_cli.spec.slurm_options import Slurm
+
+COMPUTING = {"tf32", "cudnn_benchmark", "deterministic"}
+"""Settings of section train that change what a step takes, or how it is rounded, and nothing else."""
 
 
 def signature(spec: JobSpec, code: str = "") -> str:
@@ -30,7 +34,7 @@ def signature(spec: JobSpec, code: str = "") -> str:
                 "precision", "workers", "accumulate", "max_grad_norm", "activation_checkpointing", "reference_batch", "method",
                 "ghost_batch",
             }
-        ),
+        ) | _computing(train),
         "ags": _ags(spec.ags, {"granularity", "b_small", "consensus", "source", "apply_to", *_steps_refresh(spec)}),
         "cluster": cluster.model_dump(include={"kind", "gpus_per_node", "device", "memory_per_gpu", "interface"}),
     }  # fmt: skip
@@ -55,8 +59,11 @@ def train_signature(spec: JobSpec, *, nodes: int, batch: int, code: str = "") ->
     acts = spec.ags if spec.train.facts.reads_ags else Ags()  # to others the section means nothing
     parts["ags"] = _ags(acts, set(Ags.model_fields) - {"preset"})
     parts["train"] = spec.train.model_dump(
-        exclude={"workers", "checkpoint_every", "max_attempts", "tensorboard", "diagnostics", "hessian"}
-    )
+        exclude={
+            *("workers", "checkpoint_every", "max_attempts", "tensorboard", "diagnostics", "hessian"),
+            *COMPUTING,  # but for tf32 they change what is learned no more than another GPU does
+        }
+    ) | _computing(spec.train, {"tf32"})
     parts["schedule"]["warmup_epochs"] = warmup_epochs(spec)
     parts["gpus_per_node"] = spec.cluster.gpus_per_node
     if spec.train.facts.tunes:
@@ -73,6 +80,11 @@ def cluster_signature(cluster: Cluster) -> str:
     """
     asked = (cluster.slurm or Slurm()).model_dump(mode="json", exclude={"minutes", "exclude"})
     return digest({**cluster.model_dump(mode="json"), "slurm": asked})
+
+
+def _computing(train: Train, names: Set[str] = COMPUTING) -> dict[str, Any]:
+    """Return those of the settings that are not the default."""
+    return train.model_dump(include=set(names), exclude_defaults=True)
 
 
 def _steps_refresh(spec: JobSpec) -> set[str]:

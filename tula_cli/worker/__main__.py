@@ -81,6 +81,7 @@ def _work(task: Task, run: RunDir, attempt: int) -> None:
         return
     handover = run.handover_path(task.id, attempt)
     with worker_ranks.joined(task.spec.cluster, handover=handover, listen=isinstance(task, ProbeTask)) as ranks:
+        device.configure(task.spec.train, ranks.device)
         datasets = build_datasets(task.spec)
         limit = task.spec.cluster.memory_per_gpu
         if limit is not None:

@@ -2,10 +2,12 @@
 
 import ctypes
 import gc
+import os
 import re
 import resource
 import socket
 import time
+import warnings
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +17,7 @@ import torch.distributed as dist
 
 from tula_cli.errors import JobFailed, NoGpu
 from tula_cli.spec.resources import Cluster
+from tula_cli.spec.sections import Train
 
 
 def pick_device(cluster: Cluster, local_rank: int, *, world: int) -> torch.device:
@@ -85,6 +88,43 @@ def seed_gpu(device: torch.device, seed: int) -> None:
     """Seed the generator of one GPU, and of no other."""
     torch.cuda.init()  # makes the list of generators
     torch.cuda.default_generators[device.index].manual_seed(seed)
+
+
+# --- how it computes
+
+
+def configure(train: Train, device: torch.device) -> None:
+    """Have this process compute as the job says; to be called before it computes anything on the device."""
+    if train.deterministic:
+        # cuBLAS reads it when its first handle is made, and torch asks for it at the first product.
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(train.deterministic)
+    if device.type != "cuda":
+        return
+    torch.backends.cudnn.deterministic = train.deterministic
+    torch.backends.cudnn.benchmark = _benchmarks(train)
+    _set_tf32(wanted=train.tf32)
+
+
+def _benchmarks(train: Train) -> bool:
+    if train.cudnn_benchmark == "auto":  # MIOpen searches for minutes
+        return not train.deterministic and torch.version.hip is None
+    return train.cudnn_benchmark
+
+
+def _set_tf32(*, wanted: bool) -> None:
+    """Allow or forbid TF32 in products and convolutions.
+
+    By the older names: where the newer `fp32_precision` is set, reading an older one raises RuntimeError, and
+    torch.compile reads one (pytorch#166387). Both tell the same after these; that torch 2.9 warns of them is no news.
+    """
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="(?s).*TF32")
+        torch.set_float32_matmul_precision("high" if wanted else "highest")
+        torch.backends.cudnn.allow_tf32 = wanted
+
+
+# --- how much it may hold
 
 
 def limit_memory(capacity: int) -> None:
@@ -200,7 +240,13 @@ class MemoryMeter:
         return total - free - (torch.cuda.memory_reserved(self.device) - self.base_reserved)
 
     def settled(self) -> None:
-        """Begin to count retries: in the first steps the allocator may flush its cache once or twice near the limit."""
+        """Begin to count retries, and on a GPU the peak anew: the first steps are not like those that follow.
+
+        In them the allocator may flush its cache once or twice near the limit, and cuDNN tries algorithms with all the
+        memory that is left, of which it takes none where there is none.
+        """
+        if self.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self.device)
         self.retries = self._retries() if self.device.type == "cuda" else 0
 
     def allocator_retries(self) -> int:

@@ -1,0 +1,38 @@
+"""How a job computes on a GPU, in words: which settings are in force there, and why where nobody has said so."""
+
+from collections.abc import Iterator
+
+from tula_cli.run.records.inspections import Inspection
+from tula_cli.spec.job import JobSpec
+
+
+def settings(spec: JobSpec, inspection: Inspection | None) -> tuple[str, ...]:
+    """Return what is to be told, a line each; of a GPU only where the job may run on one.
+
+    Args:
+        spec: the job.
+        inspection: of its model and dataset; None where that is not known yet.
+    """
+    if not _on_gpu(spec, inspection):
+        return ()
+    found = ", ".join(_on(spec))
+    return (f"on a GPU: {found or 'no tf32, no cudnn_benchmark'} (section train)",)
+
+
+def _on_gpu(spec: JobSpec, inspection: Inspection | None) -> bool:
+    """Return whether the jobs may run on GPUs: as the memory is estimated."""
+    if spec.cluster.device == "cpu":
+        return False
+    return spec.cluster.kind == "slurm" or (inspection is not None and inspection.device == "cuda")
+
+
+def _on(spec: JobSpec) -> Iterator[str]:
+    train = spec.train
+    if train.tf32:
+        yield "tf32 (float32 products and convolutions of 10 bits of mantissa)"
+    if train.deterministic:
+        yield "deterministic"
+    elif train.cudnn_benchmark == "auto":
+        yield "cudnn_benchmark (NVIDIA; all inputs have one shape)"
+    elif train.cudnn_benchmark:
+        yield "cudnn_benchmark"

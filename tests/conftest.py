@@ -1,5 +1,6 @@
 """How the tests are shared out among processes (`pytest -n 4`): what waits begins first, what shares a fixture stays together."""
 
+import gc
 import signal
 from typing import Any
 
@@ -7,7 +8,6 @@ import pytest
 
 GROUPS = {
     "tests/slurm/test_recovery.py": "cluster 1",
-    "tests/slurm/test_check_on_cluster.py": "cluster 1",
     "tests/slurm/": "cluster 2",
     "tests/e2e/": "e2e",
     "tests/shim/": "shim",
@@ -46,6 +46,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         return len(groups) + (not item.nodeid.startswith("tests/worker/")), False
 
     items.sort(key=place)
+    gc.collect()
+    gc.freeze()  # torch's million objects, which collections during the tests would go through each time
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    """Let native code find its objects collected at the end; it would tell of leaks."""
+    gc.unfreeze()
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -1,9 +1,8 @@
-"""Hugging Face's and Lightning's trainers, as they come and with tula's callbacks. Needs the extra `trainers`."""
+"""Hugging Face's and Lightning's trainers, as they come and with tula's callbacks."""
 
 import json
 import threading
 import time
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -12,10 +11,7 @@ from script_ranks import ScriptRanks
 from tula_cli.models.claims import clean_steps, mismatches
 from tula_cli.run.records.shim import Expected, ShimPlan
 
-pytestmark = [
-    pytest.mark.torch,
-    pytest.mark.skipif(not (find_spec("transformers") and find_spec("lightning")), reason="pip install '.[trainers]'"),
-]
+pytestmark = [pytest.mark.torch, pytest.mark.proof]
 
 
 def plan(folder: Path, **more: object) -> ShimPlan:

@@ -1206,6 +1206,13 @@ def test_pareto_shows_the_front_alone(cluster):
     assert " P " in tula("recommend").out
 
 
+def test_a_choice_by_energy_is_refused_where_no_probe_tells_it(cluster):
+    tula("profile", "job.yaml")
+    refused = tula("recommend", "--objective", "energy")
+    assert refused.code == 4 and "tells the energy of its steps" in refused.err and "Traceback" not in refused.err
+    assert {row["kwh"] for row in tula("recommend", "--json").json["data"]["rows"]} == {None}
+
+
 # --- rounds
 
 

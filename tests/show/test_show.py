@@ -104,6 +104,26 @@ def test_spot_stands_beside_on_demand_and_says_which_is_cheaper():
     assert "the same on demand: 60.0 min, 4.00 USD (300 % dearer, 20 % shorter)" in text
 
 
+def test_energy_has_a_column_where_any_row_has_it_and_a_dash_where_it_is_unknown():
+    here, there = make.prediction(2, 128, kwh=1.25, type="a"), make.prediction(1, 64, hours=3.0, type="b")
+    found = make.recommendation(choice=here, rows=(here, there), runners_up=(), power="300 W a GPU")
+    text = printed(recommend.recommendation(found, width=80, color=False))
+    assert text.startswith("CHOSEN  2 nodes of type a, batch 128 (local 64): 15.0 min, 0.700 USD, 1.25 kWh\n")
+    assert "energy: 300 W a GPU" in text and "P: nothing is both faster and cheaper" in text
+    rows = [line.split() for line in text.splitlines() if line.rstrip().endswith("measured")]
+    assert [row[-4] for row in rows] == ["1.25", "-"]
+    both = make.recommendation(choice=here, rows=(here.model_copy(update={"pareto": True}),), runners_up=())
+    text = printed(recommend.recommendation(both, width=80, color=False, pareto=True))
+    assert "energy" in text and "1.25" in text
+    text = printed(recommend.recommendation(both, width=80, color=False))
+    assert "P: nothing is as fast, as cheap and as low in energy, and better in one of them" in text
+
+
+def test_without_energy_no_word_is_lost_on_it():
+    text = printed(recommend.recommendation(make.recommendation(), width=80, color=False))
+    assert "kWh" not in text and "energy" not in text
+
+
 def test_the_front_has_a_row_an_offer():
     here, _, alone = spot_rows()
     here = here.model_copy(update={"pareto": True, "type": "a100"})

@@ -51,8 +51,8 @@ NodeType = Annotated[
     str | None, typer.Option("--type", metavar="NAME", help="Only this type of node, of those in node_types.")
 ]
 Objective = Annotated[
-    Literal["time", "cost", "knee", "accuracy-time"],
-    typer.Option(help="What to choose by; accuracy-time: the least time to the same progress."),
+    Literal["time", "cost", "knee", "accuracy-time", "energy"],
+    typer.Option(help="What to choose by; accuracy-time: the least time to the same progress; energy: the least kWh."),
 ]
 Curve = Annotated[Literal["time", "cost"], typer.Option(help="The curve whose knee is looked for.")]
 OnlyNodes = Annotated[int | None, typer.Option(min=1, help="Consider this number of nodes only.")]
@@ -60,7 +60,10 @@ MaxNodes = Annotated[int | None, typer.Option(min=1, help="At most so many nodes
 MaxBatch = Annotated[int | None, typer.Option(min=1, help="A global batch of at most this.")]
 Deadline = Annotated[float | None, typer.Option(min=0, metavar="HOURS", help="Train within.")]
 Budget = Annotated[float | None, typer.Option(min=0, metavar="PRICE", help="Spend at most.")]
-Pareto = Annotated[bool, typer.Option("--pareto", help="Show only what nothing else beats in both time and cost.")]
+Pareto = Annotated[
+    bool,
+    typer.Option("--pareto", help="Show only what nothing else beats in time, cost and energy, where that is known."),
+]
 Save = Annotated[bool, typer.Option("--save", help="Make this answer the one that tula train takes.")]
 TrainNodes = Annotated[int | None, typer.Option(min=1, help="Nodes; else the recommended ones.")]
 TrainBatch = Annotated[int | None, typer.Option(min=1, help="Global batch; else the recommended one.")]

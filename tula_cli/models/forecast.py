@@ -8,7 +8,7 @@ from functools import cached_property
 from math import hypot, isfinite, log2
 
 from tula_cli.errors import Infeasible
-from tula_cli.models import cost, refresh
+from tula_cli.models import cost, power, refresh
 from tula_cli.models.choice.grid import Config, candidates
 from tula_cli.models.memory import memory
 from tula_cli.models.memory.memory import MemoryModel
@@ -23,6 +23,7 @@ from tula_cli.models.observations import (
     require_one_hardware,
     require_some,
 )
+from tula_cli.models.power import Power, PowerModel
 from tula_cli.models.time import steptime
 from tula_cli.models.time.noise import Z90
 from tula_cli.models.time.steptime import Estimate, StepTimeFit
@@ -44,6 +45,7 @@ class Forecast:
     spec: JobSpec
     steps: StepTimeFit
     memory: MemoryModel
+    power: PowerModel | None  # None where no probe tells its energy
     capacity: int | None  # bytes of one GPU
     probes: Mapping[Probe, Measured]
     smallest_oom: int | None  # the smallest local batch that was out of memory
@@ -85,6 +87,7 @@ class Forecast:
             spec=spec,
             steps=steps,
             memory=memory.fit([*measured, *footprints], accumulate=spec.train.accumulate),
+            power=power.fit(measured),
             capacity=capacity_of(spec, measured, inspection),
             probes={(probe.nodes, probe.local_batch): probe for probe in measured},
             smallest_oom=min((oom.local_batch for oom in ooms), default=None),
@@ -188,15 +191,17 @@ class Forecast:
             None if step is None or not isfinite(bound := training(step)) else bound
             for step in (row.step_low, row.step_high)
         )
+        running = self._training(config, spot=spot.model_copy(update={"wait_minutes": 0.0}))(row.step_time)
         price = cost.cost(
             pricing,
-            hours=self._training(config, spot=spot.model_copy(update={"wait_minutes": 0.0}))(row.step_time),
+            hours=running,
             nodes=row.nodes,
             gpus_per_node=self.spec.cluster.gpus_per_node,
             reserved=row.peak_memory or 0,
             market="spot",
         )
-        update = {"hours": hours, "hours_low": low, "hours_high": high, "cost": price, "market": "spot"}
+        energy = {name: kwh and kwh * running / row.hours for name, kwh in _kwh(row).items()}
+        update = {"hours": hours, "hours_low": low, "hours_high": high, "cost": price, "market": "spot", **energy}
         return row.model_copy(update=update)
 
     def ladder(self, nodes: int, batch: int, *, market: Market = "on_demand") -> tuple[Rung, ...]:
@@ -236,7 +241,7 @@ class Forecast:
         training, overheads = self._training(config), self._overheads(config)
         hours, startup = training(step.seconds), self._startup_spread / 3600
         reserved = probe.memory.reserved if probe else self.memory.reserved(local_batch)
-        return Prediction(
+        found = Prediction(
             nodes=config.nodes,
             batch=config.batch,
             local_batch=local_batch,
@@ -251,6 +256,22 @@ class Forecast:
             headroom=None if self.capacity is None else 1 - self.memory.needed(local_batch) / self.capacity,
             measured=probe is not None,
             refresh_share=self._work(config).refreshes * overheads.refresh / (3600 * hours),
+        )
+        return found if self.power is None else self._with_energy(found, probe, self.power)
+
+    def _with_energy(self, row: Prediction, probe: Measured | None, model: PowerModel) -> Prediction:
+        """Return a forecast with the energy of its steps; the rest of the training is taken to draw what they do."""
+        told = probe is not None and probe.energy is not None
+        found = model.measured(probe) if probe and told else model.predict(row.step_time, row.local_batch)
+        kilowatts = found.watts * row.nodes * self.spec.cluster.gpus_per_node / 1000
+        kwh = kilowatts * row.hours
+        return row.model_copy(
+            update={
+                "energy": 1000 * kilowatts * row.step_time,
+                "kwh": kwh,
+                "kwh_low": _end(kwh, found, row.hours_low, row.hours, side=-1),
+                "kwh_high": _end(kwh, found, row.hours_high, row.hours, side=1),
+            }
         )
 
     def _training(self, config: Config, *, spot: Spot | None = None) -> Callable[[float], float]:
@@ -336,6 +357,17 @@ class Forecast:
                 ),
             }
         )
+
+
+def _end(kwh: float, found: Power, bound: float | None, hours: float, *, side: int) -> float | None:
+    """Return an end of the 90 % interval: the errors of power and of time come together by chance alone."""
+    if found.error is None or bound is None:
+        return None
+    return max(0.0, kwh * (1 + side * hypot(found.error, bound / hours - 1)))
+
+
+def _kwh(row: Prediction) -> dict[str, float | None]:
+    return {"kwh": row.kwh, "kwh_low": row.kwh_low, "kwh_high": row.kwh_high}
 
 
 def _shutdown(attempts: Iterable[Attempt], measured: Sequence[Measured]) -> float:

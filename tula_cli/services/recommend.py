@@ -26,6 +26,7 @@ from tula_cli.services.recommendation.measured import (
     noise_of,
     rests_on,
     state_of_the_probes,
+    with_energy,
 )
 from tula_cli.spec.job import JobSpec
 from tula_cli.words import plural
@@ -55,7 +56,7 @@ def recommend(
     Args:
         run: where the results are.
         spec: the job.
-        objective: time, cost, knee or accuracy-time.
+        objective: time, cost, knee, accuracy-time or energy.
         curve: what the knee is looked for in.
         nodes: consider this number of nodes only.
         max_batch: largest global batch.
@@ -78,6 +79,9 @@ def recommend(
     parts = run.parts(spec, node_type)
     waiting = pending if isinstance(pending, Mapping) else {part.type: pending for part in parts}
     all_measurements, left_out = measurements_of(parts, limits, waiting)
+    if objective == "energy":
+        all_measurements, unknown = with_energy(all_measurements)
+        left_out += unknown
     noise = noise_of(all_measurements, needed=objective == "accuracy-time")
     allowed = _within(all_measurements, limits, noise)
 
@@ -225,6 +229,11 @@ def _answer(
         ),
         fit_error=own.forecast.steps.error,
         fit="\n".join(f"{measurements.prefix}{measurements.forecast.steps.words}" for measurements in all_measurements),
+        power="\n".join(
+            f"{measurements.prefix}{model.words}"
+            for measurements in all_measurements
+            if (model := measurements.forecast.power) is not None
+        ),
         efficiency="" if noise is None else rests_on(noise, spec),
         other_market=own.other_market(choice.prediction),
         created_at=now,
@@ -232,8 +241,10 @@ def _answer(
 
 
 def _with_front(rows: Sequence[Prediction]) -> tuple[Prediction, ...]:
-    """Return the rows with those marked that are in the Pareto front of time and cost."""
-    front = pareto.front([(row.hours, row.cost) for row in rows])
+    """Return the rows with those marked that are in the Pareto front of time, cost and, where all tell it, energy."""
+    third = [row.kwh for row in rows if row.kwh is not None]
+    energy = third if len(third) == len(rows) else [0.0] * len(rows)
+    front = pareto.front([(row.hours, row.cost, kwh) for row, kwh in zip(rows, energy, strict=True)])
     return tuple(
         row if row.pareto == inside else row.model_copy(update={"pareto": inside})
         for row, inside in zip(rows, front, strict=True)

@@ -21,12 +21,13 @@ def recommendation(
 ) -> Iterator["RenderableType"]:
     """The choice and its reason, the table of what was possible, and the plot of time and cost.
 
-    With `pareto` the table holds only what nothing else beats in both time and cost.
+    With `pareto` the table holds only what nothing else beats in time, cost and, where it is known, energy.
     """
     from rich.text import Text
 
     choice = found.choice
-    costs = f"{duration(3600 * choice.hours)}, {number(choice.cost)} {found.currency}"
+    energy = "" if choice.kwh is None else f", {number(choice.kwh)} kWh"
+    costs = f"{duration(3600 * choice.hours)}, {number(choice.cost)} {found.currency}{energy}"
     yield Text.assemble((f"CHOSEN  {place_of(choice)}: {costs}", "bold green"))
     yield from _other_market(found)
     yield from _progress(found)
@@ -39,16 +40,25 @@ def recommendation(
         yield same_progress(found)
         yield ""
     marks = ["* chosen", *(["2, 3 ... runners-up"] if found.runners_up else [])]
+    better = _better(found.rows)
     if pareto and not found.choice.pareto:
-        marks = [f"the choice ({found.objective}) is not among them: something is both faster and cheaper", *marks[1:]]
-    yield "; ".join(marks if pareto else [*marks, "P: nothing is both faster and cheaper"])
+        marks = [f"the choice ({found.objective}) is not among them: something is {better}", *marks[1:]]
+    yield "; ".join(marks if pareto else [*marks, f"P: nothing is {better}"])
     yield from (f"price: {line}" for line in found.price.splitlines())
     yield from (f"fit: {line}" for line in found.fit.splitlines())
+    yield from (f"energy: {line}" for line in found.power.splitlines())
     if found.efficiency:
         yield f"same progress: {found.efficiency}"
     for drawn in () if pareto else plots(found, width=width, color=color):
         yield ""
         yield Text.from_ansi(drawn)
+
+
+def _better(rows: Iterable["Prediction"]) -> str:
+    """Say what beats a configuration, as the front of these rows has it."""
+    if all(row.kwh is not None for row in rows):
+        return "as fast, as cheap and as low in energy, and better in one of them"
+    return "both faster and cheaper"
 
 
 def only_shown(known: "Recommendation | None") -> str:
@@ -130,10 +140,10 @@ def predictions(found: "Recommendation") -> "Table":
     byte, memory = size_unit(max((row.peak_memory or 0 for row in found.rows), default=None))
     marks = _marks(found)
     typed, on_spot = any(row.type for row in found.rows), any(row.market == "spot" for row in found.rows)
-    kinds = ["type"] if typed else []
+    kinds, energy = ["type"] if typed else [], _energy_heading(found.rows)
     spot = [f"spot\ntime\n({unit})", f"spot\ncost\n({found.currency})", "cheaper"] if on_spot else []
     columns = ["", *kinds, "nodes", "batch", "local\nbatch", f"time\n({unit})", f"90 % interval\n({unit})",
-               f"cost\n({found.currency})", *spot, f"memory\n({memory}/GPU)", "free\n(%)", "basis"]  # fmt: skip
+               f"cost\n({found.currency})", *energy, *spot, f"memory\n({memory}/GPU)", "free\n(%)", "basis"]  # fmt: skip
     words = {index for index, name in enumerate(columns) if name in ("", "type", "cheaper", "basis")}
     made = table(columns, left=words)
     for offers in _by_config(found.rows):
@@ -146,6 +156,7 @@ def predictions(found: "Recommendation") -> "Table":
             str(row.batch),
             str(row.local_batch),
             *_time_and_cost(offers.get("on_demand"), divisor),
+            *([_kwh(offers.get("on_demand"))] if energy else []),
             *(_spot_cells(offers, divisor) if on_spot else []),
             size(row.peak_memory, byte),
             percent(row.headroom),
@@ -156,13 +167,13 @@ def predictions(found: "Recommendation") -> "Table":
 
 
 def front(found: "Recommendation") -> "Table":
-    """One row a configuration that nothing else beats in both time and cost, fastest first."""
+    """One row a configuration that nothing else beats in time, cost and, where it is known, energy; fastest first."""
     rows = [row for row in found.rows if row.pareto]
     divisor, unit = time_unit(3600 * max(row.hours for row in rows))
     typed, on_spot = any(row.type for row in found.rows), any(row.market == "spot" for row in found.rows)
-    kinds = [*(["type"] if typed else []), *(["market"] if on_spot else [])]
+    kinds, energy = [*(["type"] if typed else []), *(["market"] if on_spot else [])], _energy_heading(found.rows)
     columns = ["", *kinds, "nodes", "batch", "local\nbatch", f"time\n({unit})", f"90 % interval\n({unit})",
-               f"cost\n({found.currency})", "basis"]  # fmt: skip
+               f"cost\n({found.currency})", *energy, "basis"]  # fmt: skip
     made = table(columns, left=[*range(1 + len(kinds)), len(columns) - 1])
     runners_up = {offer(row): str(rank) for rank, row in enumerate(found.runners_up, 2)}
     marks = {offer(found.choice): "*", **runners_up}
@@ -176,6 +187,7 @@ def front(found: "Recommendation") -> "Table":
             str(row.batch),
             str(row.local_batch),
             *_time_and_cost(row, divisor),
+            *([_kwh(row)] if energy else []),
             "measured" if row.measured else "predicted",
             style="bold green" if mark == "*" else None,
         )
@@ -193,6 +205,15 @@ def _by_config(rows: Iterable["Prediction"]) -> list[dict[str, "Prediction"]]:
     for row in rows:
         found.setdefault(key(row), {})[row.market] = row
     return list(found.values())
+
+
+def _energy_heading(rows: Iterable["Prediction"]) -> list[str]:
+    """Return the heading of the column of energy; none where no row has it."""
+    return ["energy\n(kWh)"] if any(row.kwh is not None for row in rows) else []
+
+
+def _kwh(row: "Prediction | None") -> str:
+    return "-" if row is None else number(row.kwh)
 
 
 def _time_and_cost(row: "Prediction | None", divisor: float) -> tuple[str, str, str]:

@@ -57,7 +57,8 @@ def _training_plan(plan: "TrainPlan") -> Iterator["RenderableType"]:
     at_most = predicted.hours_high
     high = "" if at_most is None else f" (90 % interval up to {duration(3600 * at_most)})"
     on_spot = ", on spot nodes" * (predicted.market == "spot")
-    yield f"{duration(3600 * predicted.hours)}{high}, {number(predicted.hours * task.nodes)} node-h, {number(predicted.cost)} {currency}{on_spot}"
+    energy = "" if predicted.kwh is None else f", {number(predicted.kwh)} kWh"
+    yield f"{duration(3600 * predicted.hours)}{high}, {number(predicted.hours * task.nodes)} node-h, {number(predicted.cost)} {currency}{energy}{on_spot}"
     yield f"price: {plan.price}"
 
 

@@ -4,16 +4,20 @@ from hypothesis import strategies as st
 from tula_cli.models.choice.pareto import front
 
 VALUES = st.integers(0, 6).map(float)  # few, so that ties are common
-POINTS = st.lists(st.tuples(VALUES, VALUES), max_size=30)
+POINTS = st.integers(2, 3).flatmap(lambda count: st.lists(st.tuples(*[VALUES] * count), max_size=30))
 
 
-def beats(one: tuple[float, float], other: tuple[float, float]) -> bool:
-    return one[0] <= other[0] and one[1] <= other[1] and one != other
+def beats(one: tuple[float, ...], other: tuple[float, ...]) -> bool:
+    return all(a <= b for a, b in zip(one, other, strict=True)) and one != other
 
 
 @given(POINTS)
-def test_the_front_is_exactly_what_nothing_beats(points: list[tuple[float, float]]) -> None:
+def test_the_front_is_exactly_what_nothing_beats(points: list[tuple[float, ...]]) -> None:
     assert front(points) == [not any(beats(other, point) for other in points) for point in points]
+
+
+def test_what_is_better_in_one_of_three_values_is_in_the_front() -> None:
+    assert front([(1, 1, 9), (2, 2, 1), (3, 3, 1), (1, 1, 9)]) == [True, True, False, True]
 
 
 def test_equal_points_stand_or_fall_together() -> None:
@@ -21,7 +25,7 @@ def test_equal_points_stand_or_fall_together() -> None:
 
 
 @given(POINTS, st.randoms())
-def test_the_order_does_not_matter(points: list[tuple[float, float]], random: object) -> None:
+def test_the_order_does_not_matter(points: list[tuple[float, ...]], random: object) -> None:
     shuffled = list(points)
     random.shuffle(shuffled)  # type: ignore[attr-defined]
     inside = dict(zip(points, front(points), strict=True))

@@ -1,5 +1,5 @@
-"""Which configuration to take: the fastest, the cheapest, the knee of the curve over the batch (III-A-3), or the one that
-makes the same progress soonest."""
+"""Which configuration to take: the fastest, the cheapest, the knee of the curve over the batch (III-A-3), the one that makes
+the same progress soonest, or that of least energy."""
 
 import math
 import warnings
@@ -17,8 +17,8 @@ from tula_cli.words import plural
 Floats = NDArray[np.float64]
 
 Curve = Literal["time", "cost"]
-Objective = Literal["time", "cost", "knee", "accuracy-time"]
-Quantity = Literal["time", "cost", "accuracy-time"]
+Objective = Literal["time", "cost", "knee", "accuracy-time", "energy"]
+Quantity = Literal["time", "cost", "accuracy-time", "energy"]
 """What the least is taken of."""
 
 ALIKE = 0.02  # configurations whose values differ by less are told to be as good as each other
@@ -49,7 +49,8 @@ def choose(predictions: Iterable[Prediction], *, objective: Objective, curve: Cu
     Args:
         predictions: at least one.
         objective: time and cost take the least of it; knee takes the batch beyond which `curve` hardly falls;
-            accuracy-time takes the least time to the same progress, which every prediction then has to have.
+            accuracy-time takes the least time to the same progress, and energy the least kWh, which every prediction then
+            has to have.
         curve: what the knee is looked for in; the other objectives ignore it.
     """
     rows = list(predictions)
@@ -58,7 +59,7 @@ def choose(predictions: Iterable[Prediction], *, objective: Objective, curve: Cu
 
 
 def envelope(predictions: Iterable[Prediction], *, curve: Quantity = "time") -> tuple[Prediction, ...]:
-    """Return the best configuration (fastest, or cheapest) of each batch, ascending by batch."""
+    """Return the best configuration (fastest, cheapest ...) of each batch, ascending by batch."""
     best: dict[int, Prediction] = {}
     for row in sorted(predictions, key=lambda row: _order(row, curve)):
         best.setdefault(row.batch, row)
@@ -76,13 +77,22 @@ def _cautious(row: Prediction, curve: Quantity) -> float:
     Among many uncertain forecasts the least is more often one that errs low than the best. A factor exp(variance of ln
     time) makes up for that: nothing within 5 %, 6 % where the interval is +-50 %.
     """
-    if not row.hours_low or not row.hours_high:
+    low, _, high = _interval(row, curve)
+    if not low or not high:
         return _value(row, curve)
-    sd = math.log(row.hours_high / row.hours_low) / INTERVAL
+    sd = math.log(high / low) / INTERVAL
     return _value(row, curve) * math.exp(min(sd**2, _MOST_CAUTIOUS))
 
 
+def _interval(row: Prediction, curve: Quantity) -> tuple[float | None, float | None, float | None]:
+    """Return the value with the ends of its interval; all values but kWh are as uncertain as the hours are."""
+    return (row.kwh_low, row.kwh, row.kwh_high) if curve == "energy" else (row.hours_low, row.hours, row.hours_high)
+
+
 def _value(row: Prediction, curve: Quantity) -> float:
+    if curve == "energy":
+        assert row.kwh is not None, "choose by energy where it is known"
+        return row.kwh
     if curve == "accuracy-time":
         assert row.same_progress is not None, "choose by time to the same progress where it is known"
         return row.same_progress.hours
@@ -93,6 +103,7 @@ _LEAST = {
     "time": "shortest time",
     "cost": "lowest cost",
     "accuracy-time": "shortest time to the same progress",
+    "energy": "lowest energy",
 }
 
 
@@ -243,6 +254,7 @@ def _as_good(chosen: Prediction, rows: Sequence[Prediction], curve: Quantity) ->
 def _alike(chosen: Prediction, other: Prediction, curve: Quantity) -> bool:
     here, there = _value(chosen, curve), _value(other, curve)
     low = high = here
-    if chosen.hours_low is not None and chosen.hours_high is not None and chosen.hours > 0:
-        low, high = here * chosen.hours_low / chosen.hours, here * chosen.hours_high / chosen.hours
+    least, middle, most = _interval(chosen, curve)
+    if least is not None and most is not None and middle:
+        low, high = here * least / middle, here * most / middle
     return min(low, here * (1 - ALIKE)) <= there <= max(high, here * (1 + ALIKE))

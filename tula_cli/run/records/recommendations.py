@@ -45,13 +45,19 @@ class Prediction(Record):
     market: Market = "on_demand"  # on spot nodes hours and cost are expected values
     same_progress: SameProgress | None = None  # None where no probe has told the gradient noise
     refresh_share: float = 0.0  # of the hours, for refreshing the scaling factors
-    pareto: bool = False  # no other configuration within the limits is faster and no dearer, or cheaper and no slower
+    energy: float | None = None  # joules a step of all GPUs; None, as of the kWh, where no probe has a counter of them
+    kwh: float | None = None  # of the training, all GPUs
+    kwh_low: float | None = None
+    kwh_high: float | None = None
+    pareto: bool = (
+        False  # nothing within the limits is better in time, cost or (where all have it) kWh and as good in all
+    )
 
 
 class Recommendation(Record):
     """The answer of `tula recommend`."""
 
-    objective: Literal["time", "cost", "knee", "accuracy-time"]
+    objective: Literal["time", "cost", "knee", "accuracy-time", "energy"]
     curve: Literal["time", "cost"]
     choice: Prediction
     reason: str
@@ -62,6 +68,7 @@ class Recommendation(Record):
     price: str  # in words, with unit, source and date; a line a node type
     fit_error: float | None  # median relative error of the fit; None where exactly determined
     fit: str  # the fit in words; a line a node type
+    power: str = ""  # what kWh rest on, in words, a line a node type; empty where no probe tells its energy
     efficiency: str = ""  # what `same_progress` rests on, in words; empty where there is none
     other_market: Prediction | None = None  # the choice on demand where it is on spot nodes, and the other way round
     options: tuple[str, ...] = ()  # what else was asked for, as typed: "--max-nodes 2"
@@ -69,7 +76,7 @@ class Recommendation(Record):
     created_at: float
 
     def frame(self) -> "pd.DataFrame":
-        """Return every feasible configuration, fastest first: hours, cost, step times (seconds), peak memory (bytes)."""
+        """Return every feasible configuration, fastest first: hours, cost, kWh, step times (seconds), peak memory (bytes)."""
         from tula_cli.run.frames import frame
 
         columns = [name for name in Prediction.model_fields if name != "same_progress"]

@@ -104,6 +104,27 @@ def noise_of(all_measurements: Sequence[TypeMeasurements], *, needed: bool) -> N
     )
 
 
+def with_energy(all_measurements: Sequence[TypeMeasurements]) -> tuple[list[TypeMeasurements], list[str]]:
+    """Return the node types whose probes tell their energy, and what is to be said of the others.
+
+    Raises:
+        Pending, BadMeasurements: no probe tells it yet, or none does.
+    """
+    known = [measurements for measurements in all_measurements if measurements.forecast.power is not None]
+    if known:
+        unknown = [measurements.type for measurements in all_measurements if measurements.forecast.power is None]
+        return known, [f"node type {name} is left out: no probe tells its energy" for name in unknown]
+    count = sum(len(measurements.forecast.probes) for measurements in all_measurements)
+    why = f"no probe ({count} measured) tells the energy of its steps"
+    if pending := sum(measurements.pending for measurements in all_measurements):
+        raise _pending(pending, why)
+    raise BadMeasurements(
+        why,
+        "it takes NVIDIA GPUs that have an energy counter, and pip install 'tula-cli[nvml]' in the jobs' environment; probes"
+        " that were measured without it tell it once their files in results/ are deleted and tula profile has run again",
+    )
+
+
 def epochs_of(chosen: Prediction, spec: JobSpec, objective: Objective) -> str:
     """Say how many epochs the times are for."""
     epochs, found = spec.train.epochs, chosen.same_progress

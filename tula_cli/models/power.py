@@ -1,0 +1,120 @@
+"""The energy of a step, from the probes whose GPUs have a counter of it.
+
+    E = P t_step + e b
+
+of one GPU at local batch b: P (watts) is drawn all the time, also while a GPU waits for the others; e (joules) is what the
+work for a sample takes beside that. Residuals are relative.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tula_cli.run.records.probes import Measured
+from tula_cli.words import number, plural
+
+Floats = NDArray[np.float64]
+
+_FEWEST = 3  # probes that P and e are told apart by; fewer tell one power for all
+_ALIKE = 1e4  # condition of the columns beyond which step time and batch are proportional in all probes
+_NOTHING = 1e-3  # a part that is less than this share of the energy in every probe
+
+
+@dataclass(frozen=True)
+class Power:
+    """What one GPU draws over a step."""
+
+    watts: float
+    error: float | None  # half the 90 % interval, as a share of the watts; None where there is no residual
+
+
+@dataclass(frozen=True)
+class PowerModel:
+    """The energy model of one kind of node, fitted to its probes."""
+
+    idle: float  # P, watts of a GPU
+    per_sample: float  # e, joules; 0 where the probes do not tell it from P
+    words: str
+    error: (
+        float | None
+    )  # half the 90 % interval of one more measurement, a share of it; None where there is no residual
+    _spread: Floats = field(repr=False)  # inverse of the normal equations, of as many rows as there are coefficients
+
+    def measured(self, probe: Measured) -> Power:
+        """Return the power that a probe tells, which has to."""
+        return Power(_watts(probe), self.error)
+
+    def predict(self, seconds: float, local_batch: int) -> Power:
+        """Return the power at a configuration that no probe tells.
+
+        Args:
+            seconds: its step time.
+            local_batch: samples of one GPU and step.
+        """
+        row = np.array([seconds, local_batch], dtype=float)[: len(self._spread)]
+        joules = self.idle * seconds + self.per_sample * local_batch
+        leverage = float(row @ self._spread @ row) / joules**2
+        error = None if self.error is None else self.error * (1 + leverage) ** 0.5
+        return Power(joules / seconds, error)
+
+
+def fit(probes: Iterable[Measured]) -> PowerModel | None:
+    """Fit the probes that tell their energy; None where none does."""
+    seen = list(probes)
+    told = [probe for probe in seen if probe.energy is not None]
+    if not told:
+        return None
+    rows = np.array([[_seconds(probe), probe.local_batch] for probe in told], dtype=float)
+    rows /= np.array([[_watts(probe) * _seconds(probe)] for probe in told])
+    found = _two(rows) if len(told) >= _FEWEST else None
+    columns = rows[:, :1] if found is None else rows
+    coefficients = _solved(columns) if found is None else found
+    residuals = columns @ coefficients - 1
+    idle, per_sample = (*map(float, coefficients), 0.0)[:2]
+    return PowerModel(
+        idle=idle,
+        per_sample=per_sample,
+        words=_words(idle, per_sample, residuals, told=len(told), of=len(seen)),
+        error=_half(residuals, parameters=len(coefficients)),
+        _spread=np.linalg.inv(columns.T @ columns),
+    )
+
+
+def _seconds(probe: Measured) -> float:
+    """Return the step time over which the energy was counted: every timed step's, none left out."""
+    return float(np.mean(probe.step_times))
+
+
+def _watts(probe: Measured) -> float:
+    assert probe.energy is not None
+    return probe.energy / (probe.nodes * probe.gpus_per_node * _seconds(probe))
+
+
+def _two(rows: Floats) -> Floats | None:
+    """Return P and e; None where the probes do not tell them apart, or one would be nothing, or negative."""
+    scale = np.linalg.norm(rows, axis=0)
+    if np.linalg.cond(rows / scale) > _ALIKE:
+        return None
+    found = _solved(rows)
+    return found if np.all(found * rows.max(axis=0) > _NOTHING) else None
+
+
+def _solved(rows: Floats) -> Floats:
+    return np.asarray(np.linalg.lstsq(rows, np.ones(len(rows)), rcond=None)[0], dtype=np.float64)
+
+
+def _half(residuals: Floats, *, parameters: int) -> float | None:
+    freedom = len(residuals) - parameters
+    if freedom < 1:
+        return None
+    from scipy.special import stdtrit
+
+    return float(stdtrit(freedom, 0.95)) * float(np.sqrt(residuals @ residuals / freedom))
+
+
+def _words(idle: float, per_sample: float, residuals: Sequence[float] | Floats, *, told: int, of: int) -> str:
+    rest = f" and {number(per_sample)} J a sample" if per_sample else ", whatever the batch"
+    error = "" if told < 2 else f"; off by {float(np.median(np.abs(residuals))):.1%} in the median"
+    return f"{number(idle)} W a GPU{rest}, from {told} of {plural(of, 'probe')}{error}"

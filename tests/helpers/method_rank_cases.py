@@ -18,7 +18,19 @@ from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostL
 from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
 from torch.distributed.optim import PostLocalSGDOptimizer
 from torch.nn.parallel import DistributedDataParallel
-from worker_jobs import Interrupted, final_weights, gradient, rows, same, spec, train_task, trained, trainer, weights
+from worker_jobs import (
+    Interrupted,
+    final_weights,
+    gradient,
+    otherwise_laid,
+    rows,
+    same,
+    spec,
+    train_task,
+    trained,
+    trainer,
+    weights,
+)
 
 from tula_cli.optim import orthogonal
 from tula_cli.optim.adascale_sgd import AdaScale, estimates, gain
@@ -43,7 +55,20 @@ NORM: dict[str, Any] = {"model": {"args": {"norm": True, "dropout": 0.3}}}
 
 def main() -> None:
     folder = Path(sys.argv[1])
-    cases = (drift, synchronous, against_torch, resumed, relaunched, left, scales, gains, aligned, free, free_again)
+    cases = (
+        drift,
+        synchronous,
+        against_torch,
+        resumed,
+        relaunched,
+        left,
+        scales,
+        gains,
+        aligned,
+        layouts,
+        free,
+        free_again,
+    )
     with joined(spec().cluster, handover=folder / "handover") as ranks:
         found = {case.__name__: case(folder, ranks) for case in cases}
     (folder / f"{ranks.rank}.json").write_text(json.dumps(found))
@@ -73,6 +98,37 @@ def aligned(folder: Path, ranks: Ranks) -> list[bool]:
                 subject.optimizer.matrices()[0].mul_(1 + 1e-6)
     orthogonal.ALIGN_EVERY = before
     return found
+
+
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "ags": {"train": {"method": "ags"}, "ags": {"delta": "inf", "b_small": 6, "refresh": {"every": 2}}},
+    "ortho": {"train": {"method": "ortho", "epochs": 6}},
+    "polo": {"train": {"method": "polo", "epochs": 6}},
+}
+
+
+def layouts(folder: Path, ranks: Ranks) -> dict[str, Any]:
+    """Return how far channels_last is from the usual layout, and what of it has another layout than its parameter."""
+    found, before, orthogonal.ALIGN_EVERY = {}, orthogonal.ALIGN_EVERY, 5
+    for name, sections in LAYOUTS.items():
+        usual, subject = (_with_layout(sections, ranks, channels_last=wanted) for wanted in (False, True))
+        pairs = zip(subject.ddp.parameters(), usual.ddp.parameters(), strict=True)
+        found[name] = {
+            "off": max(float((one - other).abs().max()) for one, other in pairs),
+            "turned": sum(not p.is_contiguous() for p in subject.ddp.parameters()),
+            "otherwise": otherwise_laid(subject),
+            "agree": _agree(ranks, subject.ddp.parameters()),
+        }
+    orthogonal.ALIGN_EVERY = before
+    return found
+
+
+def _with_layout(sections: dict[str, Any], ranks: Ranks, *, channels_last: bool) -> worker_train_loop.Trainer:
+    train = {"epochs": 2, **sections["train"], "channels_last": channels_last}
+    job = spec(**{**sections, "model": {"name": "worker_jobs:convolutions"}, "train": train})
+    subject = trainer(job, ranks)
+    list(worker_train_loop.steps(subject))
+    return subject
 
 
 def free(folder: Path, ranks: Ranks) -> dict[str, Any]:

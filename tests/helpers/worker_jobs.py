@@ -98,6 +98,20 @@ def net(num_classes: int = 3, dropout: float = 0.0, norm: bool = False, width: i
     )
 
 
+def convolutions(num_classes: int = 3) -> nn.Module:
+    """Return a network with a convolution of each kind that an optimizer may treat by itself: 3x3, depthwise, 1x1."""
+    return nn.Sequential(
+        nn.Conv2d(1, 6, 3, padding=1),
+        nn.Conv2d(6, 6, 3, padding=1, groups=6),
+        nn.BatchNorm2d(6),
+        nn.ReLU(),
+        nn.Conv2d(6, 8, 1),
+        nn.Conv2d(8, 4, 3),
+        nn.Flatten(),
+        nn.Linear(16, num_classes),
+    )
+
+
 def blocks(num_classes: int = 3) -> nn.Module:
     """Return a network whose blocks can be recomputed."""
     middle = [nn.Sequential(nn.Linear(16, 16), nn.Tanh(), nn.Dropout(0.2)) for _ in range(2)]
@@ -163,6 +177,18 @@ def final_weights(run: RunDir, task: TrainTask) -> dict[str, torch.Tensor]:
 def gradient(subject: worker_train_loop.Trainer) -> torch.Tensor:
     """Return a copy of the gradient as it is, in one vector."""
     return torch.cat([p.grad.detach().double().flatten() for p in subject.ddp.parameters() if p.grad is not None])
+
+
+def otherwise_laid(subject: worker_train_loop.Trainer) -> list[str]:
+    """Return what belongs to a parameter, has its shape and yet not its strides."""
+    kept = [(p, name, value) for p, state in subject.base.state.items() for name, value in state.items()]
+    if subject.ags is not None:
+        kept += [(p, "factor", value) for p, value in getattr(subject.ags.factors, "_factor", {}).items()]
+    return [
+        f"{name} {tuple(p.shape)}: {value.stride()}, not {p.stride()}"
+        for p, name, value in kept
+        if isinstance(value, torch.Tensor) and value.shape == p.shape and value.stride() != p.stride()
+    ]
 
 
 def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:

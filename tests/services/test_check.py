@@ -728,18 +728,26 @@ def test_the_figures_of_an_adaptive_search_are_told_to_be_those_of_its_first_rou
 @pytest.mark.parametrize(
     ("train", "told"),
     [
-        ({}, ["tf32 (float32", "cudnn_benchmark (NVIDIA"]),
+        ({}, ["tf32 (float32", "channels_last (NVIDIA", "cudnn_benchmark (NVIDIA"]),
         ({"tf32": False}, ["cudnn_benchmark (NVIDIA"]),
-        ({"cudnn_benchmark": True}, ["tf32", "cudnn_benchmark"]),
-        ({"deterministic": True}, ["tf32", "deterministic"]),
+        ({"tf32": False, "precision": "bf16"}, ["channels_last (NVIDIA", "cudnn_benchmark (NVIDIA"]),
+        ({"tf32": False, "channels_last": True}, ["channels_last", "cudnn_benchmark (NVIDIA"]),
+        ({"channels_last": False}, ["tf32", "cudnn_benchmark"]),
+        ({"cudnn_benchmark": True}, ["tf32", "channels_last", "cudnn_benchmark"]),
+        ({"deterministic": True}, ["tf32", "channels_last", "deterministic"]),
         ({"tf32": False, "cudnn_benchmark": False}, ["no tf32", "no cudnn_benchmark"]),
     ],
 )
 def test_a_check_tells_how_a_gpu_computes(found, train, told):
-    found(device="cuda", gpus=2)
+    found(device="cuda", gpus=2, convolutional=True)
     (line,) = check(spec(train={"epochs": 1, **train})).settings
     words = line.removeprefix("on a GPU: ").removesuffix(" (section train)").split(", ")
     assert [word.startswith(start) for word, start in zip(words, told, strict=True)] == [True] * len(told)
+
+
+def test_a_check_promises_no_channels_last_to_a_network_without_convolutions(found):
+    found(device="cuda", gpus=2)
+    assert "channels_last" not in check(spec()).settings[0]
 
 
 def test_a_check_tells_of_gpus_only_where_there_may_be_some(found):

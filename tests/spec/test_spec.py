@@ -517,6 +517,7 @@ def test_what_no_measurement_depends_on_keeps_the_probes(change):
         {"train__precision": "bf16"},
         {"train__workers": 7},
         {"train__tf32": False},
+        {"train__channels_last": True},
         {"train__cudnn_benchmark": False},
         {"train__deterministic": True},
         {"train__accumulate": 2},
@@ -557,6 +558,7 @@ def test_what_changes_the_weights_changes_the_training_signature(change):
     [
         {"pricing__price": 9.0},
         {"train__workers": 7},
+        {"train__channels_last": True},
         {"train__cudnn_benchmark": False},
         {"train__deterministic": True},
         {"train__tensorboard": True},

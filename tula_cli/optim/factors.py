@@ -276,7 +276,7 @@ class SmallBatch(Factors):
             return
         self.schedule.resume(state["schedule"])
         params = self.setup.params
-        self._factor = {params[i]: s.to(params[i].device) for i, s in state["scale"].items()}
+        self._factor = {params[i]: _laid(s, params[i]) for i, s in state["scale"].items()}
 
 
 class LocalNorms(SmallBatch):
@@ -343,6 +343,14 @@ class LocalNorms(SmallBatch):
         super().drop()
         if self._listener is not None:
             self._listener.drop()
+
+
+def _laid(factor: Tensor, param: Tensor) -> Tensor:
+    """On the parameter's device, and with its strides, of which foreach kernels take only equal ones together."""
+    factor = factor.to(param.device)
+    if factor.shape != param.shape or factor.stride() == param.stride():
+        return factor
+    return torch.empty_like(param, dtype=factor.dtype).copy_(factor)
 
 
 def _synchronises_statistics(model: nn.Module) -> bool:

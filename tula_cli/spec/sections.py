@@ -90,6 +90,8 @@ class Train(Section):
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"  # of forward and backward pass; parameters stay fp32
     workers: Annotated[int, Field(ge=0)] = 2  # data-loader processes a GPU
     tf32: bool = True  # NVIDIA GPUs round what float32 products and convolutions multiply to 10 bits of mantissa
+    # images' memory ordered by pixels; auto: networks with 2-d convolutions, where NVIDIA GPUs use their tensor cores
+    channels_last: Literal["auto"] | bool = "auto"
     cudnn_benchmark: Literal["auto"] | bool = (
         "auto"  # cuDNN times its algorithms; auto: on NVIDIA, unless deterministic
     )

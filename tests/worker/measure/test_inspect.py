@@ -119,6 +119,17 @@ def test_more_outputs_than_classes_are_a_warning():
     assert any("12 outputs for 10 classes" in warning for warning in found.warnings)
 
 
+def test_channels_last_without_a_convolution_is_a_warning(user_code):
+    user_code("flat", "def net(num_classes):\n    return nn.Sequential(nn.Flatten(), nn.Linear(192, num_classes))\n")
+    asked = {"train": {"epochs": 1, "method": "lbt", "channels_last": True}}
+    found = inspect_job(spec(**asked, model={"name": "flat:net"}))
+    assert not found.convolutional
+    assert any("does nothing" in warning for warning in found.warnings)
+    found = inspect_job(spec(**asked))
+    assert found.convolutional
+    assert found.warnings == ()
+
+
 def test_micro_batches_of_one_sample_are_a_warning_where_batch_norm_cannot():
     """ResNet's last stage of an 8 x 8 image is 1 x 1: one sample gives BatchNorm one number a channel."""
     found = inspect_job(spec(model={"name": "resnet18"}, search={"nodes": [1, 32]}))

@@ -7,7 +7,7 @@ from typing import Any
 import method_rank_cases
 import pytest
 import torch
-from method_rank_cases import FREE
+from method_rank_cases import FREE, LAYOUTS
 from start_ranks import errors, start_ranks
 from worker_jobs import spec, trainer
 
@@ -108,6 +108,14 @@ def test_schedule_free_goes_on_from_where_it_was_broken_off_to_the_same_weights(
     for rank in found.of("free_again"):
         assert rank["off"] <= (0.0 if found.world == 2 else 1e-6)
         assert rank["starts"][0] == 0 and 96 <= rank["starts"][1] < 192
+
+
+@pytest.mark.parametrize("method", LAYOUTS)
+def test_channels_last_changes_the_layout_and_not_what_is_learned(found: Found, method: str) -> None:
+    for rank in found.of("layouts"):
+        told = rank[method]
+        assert told["off"] < 1e-3
+        assert (told["turned"], told["otherwise"], told["agree"]) == (1, [], True)
 
 
 def test_turned_steps_keep_the_replicas_together(found: Found) -> None:

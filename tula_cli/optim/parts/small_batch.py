@@ -120,7 +120,7 @@ def _combined(
         used = flat[: len(group)].tolist()
         pieces = flat[len(group) :].split_with_sizes([p.numel() for p in group])
         for index, param, piece, weight in zip(indices, group, pieces, used, strict=True):
-            result[index] = piece.view(param.shape) if weight > 0 else None
+            result[index] = _as(piece, param) if weight > 0 else None
     return result
 
 
@@ -128,8 +128,21 @@ def _packed(grads: Sequence[Tensor | None], params: Sequence[Tensor], weight: fl
     """One flat tensor: the weight for each parameter that has a gradient (else 0), then the weighted gradients."""
     used = torch.tensor([0.0 if g is None else weight for g in grads]).to(params[0])
     pairs = zip(grads, params, strict=True)
-    pieces = [p.new_zeros(p.numel()) if g is None else g.reshape(-1) * weight for g, p in pairs]
+    pieces = [p.new_zeros(p.numel()) if g is None else _flat(g, p) * weight for g, p in pairs]
     return torch.cat([used, *pieces])
+
+
+def _flat(grad: Tensor, param: Tensor) -> Tensor:
+    """A gradient's values in the order in which a dense copy of its parameter has them in memory (channels_last)."""
+    if param.is_contiguous():
+        return grad.reshape(-1)
+    laid = torch.empty_like(param, dtype=grad.dtype).copy_(grad)
+    return laid.as_strided((laid.numel(),), (1,))
+
+
+def _as(piece: Tensor, param: Tensor) -> Tensor:
+    """Values in that order as a gradient: with the strides that the large batch's has, a view of DDP's buckets."""
+    return piece.as_strided(param.shape, torch.empty_like(param, device="meta").stride())
 
 
 def _reduce_(flat: Tensor, counts: Sequence[int]) -> None:

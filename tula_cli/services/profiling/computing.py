@@ -15,7 +15,7 @@ def settings(spec: JobSpec, inspection: Inspection | None) -> tuple[str, ...]:
     """
     if not _on_gpu(spec, inspection):
         return ()
-    found = ", ".join(_on(spec))
+    found = ", ".join(_on(spec, inspection))
     return (f"on a GPU: {found or 'no tf32, no cudnn_benchmark'} (section train)",)
 
 
@@ -26,10 +26,16 @@ def _on_gpu(spec: JobSpec, inspection: Inspection | None) -> bool:
     return spec.cluster.kind == "slurm" or (inspection is not None and inspection.device == "cuda")
 
 
-def _on(spec: JobSpec) -> Iterator[str]:
+def _on(spec: JobSpec, inspection: Inspection | None) -> Iterator[str]:
     train = spec.train
+    convolutional = inspection is None or inspection.convolutional
+    tensor_cores = train.tf32 or train.precision != "fp32"
     if train.tf32:
         yield "tf32 (float32 products and convolutions of 10 bits of mantissa)"
+    if train.channels_last is True:
+        yield "channels_last"
+    elif train.channels_last == "auto" and tensor_cores and convolutional:
+        yield "channels_last (NVIDIA's tensor cores; a network with 2-d convolutions)"
     if train.deterministic:
         yield "deterministic"
     elif train.cudnn_benchmark == "auto":

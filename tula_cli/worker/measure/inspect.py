@@ -30,7 +30,7 @@ from tula_cli.worker.build.datasets import build_datasets, check_sample, dataset
 from tula_cli.worker.build.ghost import refuse_without_batch_norm
 from tula_cli.worker.build.samples import Datasets
 from tula_cli.worker.build.transforms import build_transforms
-from tula_cli.worker.device import gpu_count, gpu_memory, gpu_name, process_memory
+from tula_cli.worker.device import gpu_count, gpu_memory, gpu_name, has_convolutions, process_memory
 from tula_cli.worker.measure import footprint as worker_measure_footprint
 from tula_cli.worker.measure import rehearsal as worker_measure_rehearsal
 from tula_cli.worker.methods.table import method_of
@@ -70,6 +70,8 @@ def inspect_job(spec: JobSpec) -> Inspection:
     warnings += _check_output(spec, output, sample[1], datasets.classes)
     method_of(spec).check(spec, model, optimizer)
     _check_ghosts(spec, model, largest=len(datasets.train))
+    if spec.train.channels_last is True and not has_convolutions(model):
+        warnings.append("train.channels_last: true does nothing: the model has no 2-d convolution")
     return Inspection(
         dataset_size=len(datasets.train),
         eval_size=len(datasets.eval),
@@ -82,6 +84,7 @@ def inspect_job(spec: JobSpec) -> Inspection:
         hardware=gpu_name() if device == "cuda" else processor_name(),
         capacity=_capacity(spec, device),
         cpus=len(os.sched_getaffinity(0)),
+        convolutional=has_convolutions(model),
         gpus=gpu_count() if device == "cuda" else 0,
         process=process_memory("VmRSS"),
         warnings=tuple(warnings),

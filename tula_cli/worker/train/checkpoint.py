@@ -138,6 +138,7 @@ def restore(trainer: Trainer, content: dict[str, Any]) -> dict[str, float]:
     except RuntimeError as error:
         raise TulaError(f"the checkpoint does not fit the model: {error}", "was the model's code changed?") from None
     _load_optimizer(trainer, content["optimizer"])
+    _lay_like_parameters(trainer.base)
     if "method" in content:
         trainer.method.load_own_state(trainer, content["method"])
     trainer.scaler.load_state_dict(content["scaler"])
@@ -153,6 +154,18 @@ def _load_optimizer(trainer: Trainer, state: dict[str, Any]) -> None:
         return
     trainer.base.load_state_dict(state)
     trainer.ags.refresh_soon()
+
+
+def _lay_like_parameters(optimizer: torch.optim.Optimizer) -> None:
+    """Give the state the strides of its parameters, should it have been saved with others (channels_last).
+
+    Fused kernels refuse any other, and foreach ones take them one by one.
+    """
+    for parameter, state in optimizer.state.items():
+        for name, value in state.items():
+            own = isinstance(value, torch.Tensor) and value.shape == parameter.shape
+            if own and value.stride() != parameter.stride():
+                state[name] = torch.empty_like(parameter, dtype=value.dtype).copy_(value)
 
 
 def _point(link: Path, target: Path) -> None:

@@ -22,7 +22,7 @@ from tula_cli.worker.build.ghost import apply_ghost_batch_norm, check_ghost_batc
 from tula_cli.worker.build.recompute import apply_activation_checkpointing
 from tula_cli.worker.build.samples import Datasets
 from tula_cli.worker.build.sampling import Batches, Position, steps_left, train_loader
-from tula_cli.worker.device import Clock, Mark
+from tula_cli.worker.device import Clock, Mark, lay_channels_last, wants_channels_last
 from tula_cli.worker.methods.plain import Configuration, Plain
 from tula_cli.worker.methods.table import method_of
 from tula_cli.worker.ranks import Ranks
@@ -63,6 +63,7 @@ class Trainer:
     workers: int
     clock: Clock
     lr_ratios: Sequence[float]  # of each parameter group's learning rate to the spec's
+    channels_last: bool = False  # images, and the weights of convolutions
     position: Position = field(default_factory=Position)
     refresh_each_epoch: bool = True
     until: int | None = None  # the epoch at whose end `steps` ends; None: the spec's last
@@ -125,6 +126,9 @@ def build(
         apply_ghost_batch_norm(model, spec.train.ghost_batch)
     if spec.train.activation_checkpointing:
         apply_activation_checkpointing(model)
+    channels_last = wants_channels_last(spec.train, model, ranks.device)
+    if channels_last:
+        lay_channels_last(model)
     ids = [ranks.device] if ranks.device.type == "cuda" else None
     ddp = DistributedDataParallel(model, device_ids=ids, gradient_as_bucket_view=True)
     method = method_of(spec)
@@ -143,6 +147,7 @@ def build(
         workers=workers,
         clock=Clock(ranks.device),
         lr_ratios=zoo.lr_ratios(base, spec.optimizer.lr),
+        channels_last=channels_last,
         refresh_each_epoch=refresh,
     )
 
@@ -308,4 +313,7 @@ def autocast(trainer: Trainer) -> AbstractContextManager[Any]:
 def to_device(trainer: Trainer, pair: Any) -> tuple[torch.Tensor, torch.Tensor]:
     inputs, targets = pair
     device = trainer.ranks.device
-    return inputs.to(device, non_blocking=True), targets.to(device, non_blocking=True)
+    moved = inputs.to(device, non_blocking=True)
+    if trainer.channels_last and moved.ndim == 4:
+        moved = moved.contiguous(memory_format=torch.channels_last)
+    return moved, targets.to(device, non_blocking=True)

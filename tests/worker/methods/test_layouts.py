@@ -1,0 +1,148 @@
+"""channels_last: the same training in another order of memory, for every method, and across a checkpoint."""
+
+from itertools import islice
+from typing import Any
+
+import pytest
+import torch
+from operations import cases, sections
+from torch import nn
+from worker_jobs import otherwise_laid, spec, trainer
+
+from tula_cli.optim.parts.indicators import Bounds, element_factor
+from tula_cli.optim.parts.small_batch import _as, _packed
+from tula_cli.run.directory import RunDir
+from tula_cli.spec.job import JobSpec
+from tula_cli.spec.sections import Train
+from tula_cli.worker import device
+from tula_cli.worker.ranks import Ranks
+from tula_cli.worker.train import checkpoint
+from tula_cli.worker.train import loop as worker_train_loop
+from tula_cli.worker.train.loop import Trainer
+
+pytestmark = pytest.mark.torch
+STEPS = 8
+
+
+def job(case: str, *, channels_last: bool) -> JobSpec:
+    """Return a job of one of the cases whose operations are counted."""
+    asked: dict[str, Any] = sections(case, precision="fp32", reference_batch=8)
+    model = {"name": "worker_jobs:convolutions"}
+    return spec(**{**asked, "model": model, "train": {**asked["train"], "channels_last": channels_last}})
+
+
+def trained(case: str, ranks: Ranks, *, channels_last: bool) -> Trainer:
+    subject = trainer(job(case, channels_last=channels_last), ranks)
+    if subject.ags:
+        subject.ags.start_epoch(2)  # factors are there after two steps
+    list(islice(worker_train_loop.steps(subject), STEPS))
+    return subject
+
+
+def turned(subject: Trainer) -> list[bool]:
+    return [p.ndim == 4 and p.is_contiguous(memory_format=torch.channels_last) for p in subject.ddp.parameters()]
+
+
+@pytest.mark.parametrize("case", cases())
+def test_every_method_learns_the_same_in_either_layout(case: str, alone: Ranks) -> None:
+    usual, subject = (trained(case, alone, channels_last=wanted) for wanted in (False, True))
+    assert sum(turned(subject)) == 4
+    assert not otherwise_laid(subject)
+    for one, other in zip(subject.ddp.parameters(), usual.ddp.parameters(), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("before", [True, False])
+@pytest.mark.parametrize("case", ["ags", "lbt", "schedule_free"])
+def test_a_training_goes_on_in_the_other_layout(case: str, before: bool, alone: Ranks, run: RunDir) -> None:
+    first = trained(case, alone, channels_last=before)
+    path = checkpoint.save(run, "5" * 8, first, best={}, is_best=False)
+    subject = trainer(job(case, channels_last=not before), alone)
+    checkpoint.restore(subject, torch.load(path, weights_only=True))
+    assert not otherwise_laid(subject)
+    for one, other in zip(subject.ddp.parameters(), first.ddp.parameters(), strict=True):
+        assert torch.equal(one, other)
+    for going in (first, subject):
+        next(worker_train_loop.steps(going))
+    assert turned(subject) != turned(first)
+    for one, other in zip(subject.ddp.parameters(), first.ddp.parameters(), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-4)
+
+
+def test_images_are_laid_like_the_weights_and_other_inputs_are_not(alone: Ranks) -> None:
+    subject = trainer(job("lbt", channels_last=True), alone)
+    images, labels = torch.rand(8, 3, 4, 4), torch.zeros(8, dtype=torch.int64)
+    moved, _ = worker_train_loop.to_device(subject, (images, labels))
+    assert moved.is_contiguous(memory_format=torch.channels_last) and torch.equal(moved, images)
+    assert worker_train_loop.to_device(subject, (images.flatten(1), labels))[0].is_contiguous()
+    usual = trainer(job("lbt", channels_last=False), alone)
+    assert worker_train_loop.to_device(usual, (images, labels))[0] is images
+
+
+def test_other_dimensions_than_four_stay_as_they_are() -> None:
+    model = nn.Sequential(nn.Conv3d(2, 3, 3), nn.Conv2d(2, 3, 3), nn.Linear(3, 3))
+    device.lay_channels_last(model)
+    assert [p.is_contiguous() for p in model.parameters()] == [True, True, False, True, True, True]
+
+
+# --- where it is taken by itself
+
+
+NET, PERCEPTRON = nn.Sequential(nn.Conv2d(1, 2, 3)), nn.Sequential(nn.Linear(1, 2))
+
+
+@pytest.mark.parametrize(
+    ("asked", "model", "where", "capability", "hip", "expected"),
+    [
+        ({}, NET, "cuda", (8, 0), None, True),
+        ({}, NET, "cpu", (8, 0), None, False),
+        ({}, NET, "cuda", (7, 0), None, False),
+        ({}, NET, "cuda", (9, 0), "6.4", False),
+        ({}, PERCEPTRON, "cuda", (8, 0), None, False),
+        ({"tf32": False}, NET, "cuda", (9, 0), None, False),
+        ({"tf32": False, "precision": "bf16"}, NET, "cuda", (9, 0), None, True),
+        ({"precision": "fp16"}, NET, "cuda", (7, 0), None, True),
+        ({"channels_last": False}, NET, "cuda", (9, 0), None, False),
+        ({"channels_last": True}, NET, "cpu", (9, 0), None, True),
+    ],
+)
+def test_auto_takes_channels_last_where_tensor_cores_multiply_convolutions(
+    monkeypatch: pytest.MonkeyPatch,
+    asked: dict[str, Any],
+    model: nn.Module,
+    where: str,
+    capability: tuple[int, int],
+    hip: str | None,
+    expected: bool,
+) -> None:
+    monkeypatch.setattr(torch.version, "hip", hip)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
+    assert device.wants_channels_last(Train(epochs=1, **asked), model, torch.device(where)) is expected
+
+
+# --- what factors are made of
+
+
+def test_factors_do_not_depend_on_the_layout() -> None:
+    small, large = torch.randn(2, 5, 4, 3, 3).unbind()
+    bounds = Bounds(1e-3, 3.0)
+    expected = element_factor(small, large, 1e-8, bounds)
+    for one in (small, small.contiguous(memory_format=torch.channels_last)):
+        for other in (large, large.contiguous(memory_format=torch.channels_last)):
+            found = element_factor(one, other, 1e-8, bounds)
+            assert torch.equal(found, expected)
+            assert found.stride() == other.stride(), "as the gradient that it multiplies"
+
+
+@pytest.mark.parametrize("shape", [(5, 4, 3, 3), (5, 4, 1, 1), (1, 4, 3, 3), (4, 1, 3, 3), (6,)])
+def test_small_gradients_travel_in_their_parameters_order(shape: tuple[int, ...]) -> None:
+    param = nn.Parameter(torch.zeros(shape))
+    if len(shape) == 4:
+        param.data = param.data.contiguous(memory_format=torch.channels_last)
+    gradient = torch.randn(shape)
+    flat = _packed([gradient, None], [param, param], 0.5)
+    assert flat[:2].tolist() == [0.5, 0.0]
+    found, nothing = (_as(piece, param) for piece in flat[2:].split(param.numel()))
+    assert torch.equal(found, gradient / 2)
+    assert found.stride() == param.stride()
+    assert not nothing.any()

@@ -1,0 +1,179 @@
+"""A script's command line: placeholders, the section, and what is recognised in what somebody types today."""
+
+import pytest
+from pydantic import ValidationError
+
+from tula_cli.errors import SpecError
+from tula_cli.spec.scripts.own_script import Script
+from tula_cli.spec.scripts.placeholders import PLACEHOLDERS, fill, names, render
+from tula_cli.spec.scripts.recognition import recognise
+
+COMMAND = "train.py -b {local_batch} --lr {lr}"
+SECTION = {"command": COMMAND, "length": {"epochs": 3}, "reference": {"batch": 256, "lr": 0.1}}
+
+
+def section(**changes: object) -> Script:
+    return Script.model_validate({key: value for key, value in {**SECTION, **changes}.items() if value is not None})
+
+
+# --- placeholders
+
+
+def test_values_stand_in_their_places_and_doubled_braces_are_braces() -> None:
+    values = {"local_batch": 32, "lr": 0.1 + 0.2, "out": "/a folder/x"}
+    found = render("train.py -b {local_batch} --lr={lr} '{{x}}' --out {out}", values)
+    assert found == ["train.py", "-b", "32", "--lr=0.3", "{x}", "--out", "/a folder/x"]
+
+
+def test_a_value_is_one_word_whatever_is_in_it() -> None:
+    assert render("a {out}", {"out": "x; rm -rf $HOME 'y"}) == ["a", "x; rm -rf $HOME 'y"]
+
+
+@pytest.mark.parametrize(
+    ("value", "written"), [(10**15, "1000000000000000"), (2.0, "2"), (1e-7, "1e-07"), (0.05, "0.05")]
+)
+def test_numbers_are_written_as_people_do(value: float, written: str) -> None:
+    assert fill("{lr}", {"lr": value}) == written
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("{locl_batch}", "did you mean {local_batch}"),
+        ("a { b", "a single {"),
+        ("{batch}}", "a single }"),
+        ("{}", "no placeholder {}"),
+    ],
+)
+def test_what_is_no_placeholder_is_told(text: str, words: str) -> None:
+    with pytest.raises(ValueError, match=r"placeholder|single") as told:
+        names(text)
+    assert words in str(told.value)
+
+
+def test_each_placeholder_can_be_filled() -> None:
+    text = " ".join(f"{{{name}}}" for name in PLACEHOLDERS)
+    assert names(text) == tuple(PLACEHOLDERS)
+    assert fill(text, dict.fromkeys(PLACEHOLDERS, 1)) == " ".join("1" * len(PLACEHOLDERS))
+
+
+# --- the section
+
+
+def test_the_placeholders_of_all_its_parts_are_known() -> None:
+    found = section(
+        resume={"args": "--resume {checkpoint}", "checkpoint": "{out}/*.pth"}, probe={"args": "-j {workers}"}
+    )
+    assert found.placeholders == {"local_batch", "lr", "checkpoint", "workers"}
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"command": "train.py --lr {lr}"}, "no batch that tula could choose"),
+        ({"command": "train.py -b {micro_batch} --lr {lr}"}, "neither {accumulate} nor {accumulate_total}"),
+        ({"command": COMMAND + " {bach}"}, "did you mean {batch}"),
+        ({"command": COMMAND + " 'x"}, "no closing quotation"),
+        ({"command": COMMAND + " --resume {checkpoint}"}, "belongs into resume.args"),
+        ({"command": COMMAND + " --gpu {local_rank}", "launch": "node"}, "differs among the processes of a node"),
+        ({"command": "train.py -b {local_batch}"}, "reference.lr reaches nothing"),
+        ({"reference": {"batch": 256}}, "asks for {lr}, which reference.lr gives"),
+        ({"command": COMMAND + " --epochs {epochs}", "length": {"steps": 9}}, "which length.epochs gives"),
+        ({"length": {}}, "not none of them"),
+        ({"length": {"epochs": 1, "steps": 2}}, "not epochs and steps"),
+        ({"metric": {"top1": "Acc"}}, "must have one group"),
+        ({"metric": {"top1": "Acc ("}}, "no regular expression"),
+        ({"save": "SIGKILL"}, "no way to ask for a checkpoint"),
+        ({"save": "file:{oot}/stop"}, "did you mean {out}"),
+    ],
+)
+def test_what_cannot_work_is_told(changes: dict[str, object], words: str) -> None:
+    with pytest.raises(ValidationError) as told:
+        section(**changes)
+    assert words in str(told.value)
+
+
+def test_a_metric_is_a_pattern_or_a_key_of_rows() -> None:
+    found = section(metric={"top1": "Acc@1 ([0-9.]+)", "loss": {"jsonl": "{out}/log.jsonl", "key": "loss"}})
+    assert len(found.metric) == 2
+
+
+# --- recognised
+
+
+def complete(line: str) -> Script:
+    """The section that is recognised, which has to be sound."""
+    return Script.model_validate({"length": {"epochs": 1}, **recognise(line).script})
+
+
+def test_torchruns_part_is_tulas_and_the_numbers_give_way() -> None:
+    found = recognise("torchrun --standalone --nproc-per-node=4 train.py -b 64 --lr 0.1 --epochs 90 --name 'a b' -j 8")
+    assert found.script == {
+        "command": "python train.py -b {local_batch} --lr {lr} --epochs {epochs} --name 'a b' -j {workers}",
+        "launch": "rank",
+        "reference": {"batch": 256, "lr": 0.1},
+        "length": {"epochs": 90},
+    }
+    assert (found.gpus_per_node, found.values["workers"]) == (4, "8")
+    assert found.flags == {"-b": "local_batch", "--lr": "lr", "--epochs": "epochs", "-j": "workers"}
+
+
+@pytest.mark.parametrize(
+    ("line", "command", "batch"),
+    [
+        ("python t.py --bs=8", "python t.py --bs={local_batch}", 8),
+        (
+            "python -m torch.distributed.run --nproc_per_node 2 -m a.b -b 32 --wd -1",
+            "python -m a.b -b {local_batch} --wd -1",
+            64,
+        ),
+        (
+            "python t.py data.batch_size=16 optimizer.lr=1e-3",
+            "python t.py data.batch_size={local_batch} optimizer.lr={lr}",
+            16,
+        ),
+        ("t.py --global-batch-size 512 --fmt {x}", "t.py --global-batch-size {batch} --fmt {{x}}", 512),
+        (
+            "t.py --batch_size=12 --gradient_accumulation_steps=40",
+            "t.py --batch_size={micro_batch} --gradient_accumulation_steps={accumulate}",
+            480,
+        ),
+        ("t.py -b 8 --batch-size-eval 64 --lr-warmup 3", "t.py -b {local_batch} --batch-size-eval 64 --lr-warmup 3", 8),
+    ],
+)
+def test_forms_of_options(line: str, command: str, batch: int) -> None:
+    found = complete(line)
+    assert (found.command, found.reference.batch) == (command, batch)
+
+
+def test_accelerate_stays_and_is_told_of_the_nodes() -> None:
+    found = recognise("accelerate launch --num_processes 8 --num_machines 2 --mixed_precision bf16 run.py -b 4")
+    assert found.gpus_per_node == 4
+    assert found.script["launch"] == "node"
+    assert found.script["command"] == (
+        "accelerate launch --num_processes {world} --num_machines {nodes} --machine_rank {node_rank}"
+        " --main_process_ip {master_addr} --main_process_port {master_port} --mixed_precision bf16 run.py -b {local_batch}"
+    )
+
+
+def test_a_checkpoint_to_go_on_from_is_for_later() -> None:
+    found = complete("t.py -b 4 --resume old.pth --output-dir runs/1")
+    assert found.command == "t.py -b {local_batch} --output-dir {out}"
+    assert found.resume is not None and found.resume.args == "--resume {checkpoint}"
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("python train.py --lr 0.1", "no batch in"),
+        ("python train.py -b large", "no batch in"),
+        ("python 'train.py", "no closing quotation"),
+        ("torchrun --nproc-per-node 4", "a launcher but no script"),
+        ("torchrun --no-python train.sh -b 4", "--no-python has no counterpart"),
+        ("", "no batch in"),
+    ],
+)
+def test_what_is_not_recognised_is_told(line: str, words: str) -> None:
+    with pytest.raises(SpecError) as told:
+        recognise(line)
+    assert words in str(told.value)

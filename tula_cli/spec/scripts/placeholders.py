@@ -1,0 +1,89 @@
+"""The command line of a script with placeholders for what tula chooses: `train.py -b {local_batch} --lr {lr}`."""
+
+import difflib
+import re
+import shlex
+from collections.abc import Mapping
+
+PLACEHOLDERS = {
+    "batch": "samples of an optimizer step, over all GPUs",
+    "local_batch": "samples of an optimizer step on one GPU",
+    "micro_batch": "samples that one GPU computes at a time: local_batch / accumulate",
+    "accumulate": "micro-batches of an optimizer step on one GPU",
+    "accumulate_total": "micro-batches of an optimizer step, over all GPUs: batch / micro_batch",
+    "lr": "reference.lr, scaled as train.lr_scaling says",
+    "lr_factor": "by what it is scaled",
+    "epochs": "length.epochs",
+    "steps": "optimizer steps of the whole training at this batch",
+    "samples": "samples of the whole training",
+    "seed": "train.seed",
+    "workers": "data-loader processes a GPU",
+    "nodes": "number of nodes",
+    "gpus_per_node": "GPUs of a node",
+    "world": "GPUs of all nodes",
+    "node_rank": "number of this node, from 0",
+    "master_addr": "host of the rendezvous",
+    "master_port": "its port",
+    "rank": "number of this process, from 0",
+    "local_rank": "number of this process on its node, from 0",
+    "out": "folder of the script's own files, kept over relaunches; a probe has one of its own",
+    "checkpoint": "the newest checkpoint, by script.resume.checkpoint",
+    "tula_run": "the run directory",
+}
+"""Name -> what stands in its place."""
+BATCHES = {"batch", "local_batch", "micro_batch"}
+OF_A_RANK = {"rank", "local_rank"}
+"""What differs among the processes of a node: one command a node cannot tell it."""
+_TOKEN = re.compile(r"\{\{|\}\}|\{([^{}]*)\}|[{}]")
+
+
+def names(text: str) -> tuple[str, ...]:
+    """Return the placeholders of a text, in their order.
+
+    Raises:
+        ValueError: one that there is none of, or a brace that is neither doubled nor of a placeholder.
+    """
+    found = []
+    for token in _TOKEN.finditer(text):
+        if token[0] in ("{{", "}}"):
+            continue
+        if token[1] is None:
+            raise ValueError(f"a single {token[0]} in {text!r}: write {token[0] * 2} for a brace that is meant")
+        if token[1] not in PLACEHOLDERS:
+            raise ValueError(_unknown(token[1]))
+        found.append(token[1])
+    return tuple(found)
+
+
+def render(command: str, values: Mapping[str, str | float]) -> list[str]:
+    """Return the words of a command with values in place of its placeholders.
+
+    The command is taken apart first, as a shell would, so that no value is: a folder with a blank stays one word.
+
+    Raises:
+        KeyError: a placeholder has no value.
+        ValueError: see `names`; or the words are not a shell's.
+    """
+    return [fill(word, values) for word in shlex.split(command)]
+
+
+def fill(text: str, values: Mapping[str, str | float]) -> str:
+    """Return a text with values in place of its placeholders, and single braces in place of doubled ones.
+
+    Raises:
+        KeyError: a placeholder has no value.
+        ValueError: see `names`.
+    """
+    names(text)
+    return _TOKEN.sub(lambda token: token[0][0] if token[1] is None else _written(values[token[1]]), text)
+
+
+def _written(value: str | float) -> str:
+    """Return a value as a command line has it: 0.1 + 0.2 is 0.3, and 32.0 is 32."""
+    return f"{value:.12g}" if isinstance(value, float) else str(value)
+
+
+def _unknown(name: str) -> str:
+    near = difflib.get_close_matches(name, PLACEHOLDERS, 1)
+    hint = f"did you mean {{{near[0]}}}" if near else f"there are {', '.join(PLACEHOLDERS)}"
+    return f"no placeholder {{{name}}}; {hint}; braces that are meant are doubled"

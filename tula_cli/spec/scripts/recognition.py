@@ -1,0 +1,238 @@
+"""From the command line that somebody types today to section `script`: what stands for batch, learning rate, length ..."""
+
+import shlex
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import PurePath
+from typing import Any
+
+from tula_cli.errors import SpecError
+
+# A flag's name without dashes, in lower case with underscores; of `trainer.max_epochs=9` the last part -> placeholder.
+FLAGS = {
+    **dict.fromkeys(("b", "bs", "batch_size", "train_batch_size", "batch", "batchsize"), "local_batch"),
+    **dict.fromkeys(("per_device_train_batch_size", "per_device_batch_size", "local_batch_size"), "local_batch"),
+    **dict.fromkeys(("micro_batch_size", "micro_batch", "train_micro_batch_size_per_gpu"), "micro_batch"),
+    **dict.fromkeys(("global_batch_size", "total_batch_size"), "batch"),
+    **dict.fromkeys(("gradient_accumulation_steps", "accumulate_grad_batches", "grad_accum_steps"), "accumulate"),
+    **dict.fromkeys(("accumulation_steps", "gradient_accumulation", "accum_iter", "grad_accum"), "accumulate"),
+    **dict.fromkeys(("lr", "learning_rate", "base_lr"), "lr"),
+    **dict.fromkeys(("epochs", "num_train_epochs", "max_epochs", "num_epochs", "n_epochs"), "epochs"),
+    **dict.fromkeys(("max_steps", "max_iters", "num_steps", "total_steps", "train_steps", "max_train_steps"), "steps"),
+    **dict.fromkeys(("j", "workers", "num_workers", "dataloader_num_workers", "data_workers"), "workers"),
+    **dict.fromkeys(("output_dir", "out_dir", "output", "save_dir", "checkpoint_dir", "default_root_dir"), "out"),
+    "seed": "seed",
+}
+RESUME = {"resume", "resume_from_checkpoint", "ckpt_path", "resume_from"}
+_LENGTHS = ("epochs", "steps")
+# What a launcher is told of the machines, with the number of words after it; the rest of its options are the user's.
+_TORCHRUN = {
+    **dict.fromkeys(("nproc_per_node", "nnodes", "node_rank", "master_addr", "master_port", "rdzv_id"), 1),
+    **dict.fromkeys(("rdzv_backend", "rdzv_endpoint", "rdzv_conf", "max_restarts", "local_addr"), 1),
+    "standalone": 0,
+}
+_MODULE = ("-m", "--module")
+_ACCELERATE = {
+    **dict.fromkeys(("num_processes", "num_machines", "machine_rank", "main_process_ip", "main_process_port"), 1),
+    "multi_gpu": 0,
+}
+_ACCELERATE_ON_NODES = (
+    "--num_processes {world} --num_machines {nodes} --machine_rank {node_rank} --main_process_ip {master_addr}"
+    " --main_process_port {master_port}"
+)
+
+
+@dataclass(frozen=True)
+class Recognised:
+    """What a command line tells."""
+
+    script: dict[str, Any]  # section `script`, as it is written
+    gpus_per_node: int | None  # as the launcher was told
+    flags: dict[str, str]  # the word of the command -> what stands for its value now
+    values: dict[str, str]  # placeholder -> the value that it had
+
+
+def recognise(line: str) -> Recognised:
+    """Return what section `script` would be for a command line.
+
+    A batch is taken for that of one GPU, as nearly all scripts mean it; the first probe tells where it is not so.
+
+    Raises:
+        SpecError: it has no batch that is known by its name, or is no command.
+    """
+    try:
+        words = shlex.split(line)
+    except ValueError as error:
+        raise SpecError(f"{line!r} is no command: {str(error).lower()}", "quote it as a whole") from None
+    launcher, words, gpus = _launched(words)
+    found = _Found()
+    command = [word for part in found.take(words) for word in part]
+    if not {"local_batch", "micro_batch", "batch"} & {*found.values}:
+        raise SpecError(
+            f"no batch in {line!r}",
+            "give the command with the option that sets it, for example --batch-size 64, or write section script by hand",
+        )
+    text = " ".join(_quoted(word) for word in (*launcher, *command))
+    return Recognised(
+        _section(text, found, launch="node" if launcher else "rank", gpus=gpus or 1), gpus, found.flags, found.values
+    )
+
+
+@dataclass
+class _Found:
+    """The values that the command had, by placeholder, and the words for them."""
+
+    values: dict[str, str] = field(default_factory=dict)
+    flags: dict[str, str] = field(default_factory=dict)
+    resume: str = ""
+
+    def take(self, words: Sequence[str]) -> list[list[str]]:
+        """Return the words with placeholders, and without a checkpoint to go on from."""
+        accumulates = any(FLAGS.get(_name(word.partition("=")[0])) == "accumulate" for word in words)
+        result, position = [], 0
+        while position < len(words):
+            word, after = words[position], words[position + 1 : position + 2]
+            flag, equals, value = word.partition("=")
+            name = _name(flag)
+            apart = not equals and word.startswith("-") and bool(after) and not _is_option(after[0])
+            if not (equals or apart):
+                result.append([_literal(word)])
+            elif name in RESUME:
+                self.resume = f"{flag}={{checkpoint}}" if equals else f"{flag} {{checkpoint}}"
+            elif (stands := self._stands_for(name, value if equals else after[0], accumulates)) is None:
+                result.append([_literal(word)] if equals else [_literal(word), _literal(after[0])])
+            else:
+                self.flags[flag] = stands
+                result.append([f"{flag}={{{stands}}}"] if equals else [flag, f"{{{stands}}}"])
+            position += 2 if apart else 1
+        return result
+
+    def _stands_for(self, name: str, value: str, accumulates: bool) -> str | None:
+        """Return the placeholder for an option's value; None where it is not known, or no number where one belongs."""
+        stands = FLAGS.get(name)
+        if stands is None or stands in self.values or (stands != "out" and _number(value) is None):
+            return None
+        if stands == "local_batch" and accumulates:
+            stands = "micro_batch"
+        self.values[stands] = value
+        return stands
+
+    def number(self, name: str) -> float | None:
+        return _number(self.values[name]) if name in self.values else None
+
+
+def _section(command: str, found: _Found, *, launch: str, gpus: int) -> dict[str, Any]:
+    batch = found.number("batch")
+    if batch is None:
+        own = found.number("local_batch") or (found.number("micro_batch") or 1) * (found.number("accumulate") or 1)
+        batch = own * gpus
+    reference: dict[str, Any] = {"batch": int(batch)}
+    if (lr := found.number("lr")) is not None:
+        reference["lr"] = lr
+    lengths = {name: int(value) for name in _LENGTHS if (value := found.number(name)) is not None}
+    section: dict[str, Any] = {"command": command, "launch": launch, "reference": reference}
+    if lengths:
+        section["length"] = dict([next(iter(lengths.items()))])
+    if found.resume:
+        section["resume"] = {"args": found.resume, "checkpoint": "{out}/*"}
+    return section
+
+
+# --- launchers
+
+
+def _launched(words: list[str]) -> tuple[list[str], list[str], int | None]:
+    """Return the launcher's words that stay, the script's words, and the processes a node that it was told.
+
+    torchrun does nothing that tula does not; accelerate sets up what the script asks for, and stays.
+
+    Raises:
+        SpecError: there is no script.
+    """
+    for start, take in _LAUNCHERS.items():
+        if tuple(words[: len(start)]) == start or (len(start) == 1 and words and PurePath(words[0]).name == start[0]):
+            return take(words[: len(start)], words[len(start) :])
+    return [], words, None
+
+
+def _torchrun(_: Sequence[str], words: Sequence[str]) -> tuple[list[str], list[str], int | None]:
+    told, rest = _options(words, _TORCHRUN)
+    if rest[0].startswith("-") and rest[0] not in _MODULE:
+        raise SpecError(
+            f"torchrun's {rest[0]} has no counterpart: tula starts the ranks itself",
+            "leave it out, or set script.launch: node and write the command for each node",
+        )
+    if rest[0] in _MODULE:
+        return [], ["python", "-m", *rest[1:]], _processes(told.get("nproc_per_node"))
+    return [], ["python", *rest], _processes(told.get("nproc_per_node"))
+
+
+def _accelerate(start: Sequence[str], words: Sequence[str]) -> tuple[list[str], list[str], int | None]:
+    told, rest = _options(words, _ACCELERATE)
+    machines = _processes(told.get("num_machines")) or 1
+    processes = _processes(told.get("num_processes"))
+    return [*start, *_ACCELERATE_ON_NODES.split()], rest, processes // machines if processes else None
+
+
+_LAUNCHERS: dict[tuple[str, ...], Callable[[Sequence[str], Sequence[str]], tuple[list[str], list[str], int | None]]] = {
+    ("torchrun",): _torchrun,
+    ("python", "-m", "torch.distributed.run"): _torchrun,
+    ("python3", "-m", "torch.distributed.run"): _torchrun,
+    ("python", "-m", "torch.distributed.launch"): _torchrun,
+    ("accelerate", "launch"): _accelerate,
+}
+
+
+def _options(words: Sequence[str], known: dict[str, int]) -> tuple[dict[str, str], list[str]]:
+    """Return the options of a launcher that are known, and all words without them.
+
+    Raises:
+        SpecError: nothing is left.
+    """
+    told, position = {}, 0
+    kept: list[str] = []
+    while position < len(words) and words[position].startswith("-") and words[position] not in _MODULE:
+        flag, equals, value = words[position].partition("=")
+        name = _name(flag)
+        if name not in known:
+            kept.append(words[position])
+            position += 1
+            continue
+        values = known[name] and not equals
+        told[name] = value or (words[position + 1] if values and position + 1 < len(words) else "")
+        position += 2 if values else 1
+    if position >= len(words):
+        raise SpecError("the command has a launcher but no script", "give the whole command that you type today")
+    return told, [*kept, *words[position:]]
+
+
+def _processes(text: str | None) -> int | None:
+    return int(text) if text and text.isdigit() else None  # torchrun takes gpu and auto too
+
+
+# --- words
+
+
+def _name(flag: str) -> str:
+    return flag.lstrip("-").rpartition(".")[2].replace("-", "_").lower()
+
+
+def _is_option(word: str) -> bool:
+    return word.startswith("-") and _number(word) is None
+
+
+def _number(text: str) -> float | None:
+    try:
+        return float(text)
+    except ValueError:
+        return None
+
+
+def _literal(word: str) -> str:
+    return word.replace("{", "{{").replace("}", "}}")
+
+
+def _quoted(word: str) -> str:
+    """Return a word as a shell wants it; braces alone, as of placeholders, need no quotes."""
+    bare = word.replace("{", "").replace("}", "")
+    return word if bare == shlex.quote(bare) or not bare else shlex.quote(word)

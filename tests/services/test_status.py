@@ -11,6 +11,7 @@ import pytest
 
 from tula_cli.errors import SpecError
 from tula_cli.run.directory import RunDir
+from tula_cli.run.records.results import CountedEnergy
 from tula_cli.services import logs
 from tula_cli.services import status as services_status
 from tula_cli.services.progress import job_status, listing
@@ -241,8 +242,15 @@ def test_a_finished_training_run_says_at_which_batch_it_ended(run):
     run.write_train_result(make.train_result())
     run.write_summary(make.summary())
     now = services_status.snapshot(run, make.FakeLauncher(), now=START + 999)
-    assert (now.training.finished, now.training.batch, now.training.eta) == (True, 64, 0)
+    assert (now.training.finished, now.training.batch, now.training.eta, now.training.kwh) == (True, 64, 0, None)
     assert now.jobs[0].state == "done"
+
+
+def test_the_energy_that_was_counted_so_far_is_told(run):
+    make.add_training(run, rows=make.metrics())
+    run.write_energy("ab12cd34", CountedEnergy(joules=9e6, seconds=100.0))
+    now = services_status.snapshot(run, make.FakeLauncher(), now=START + 999)
+    assert now.training.kwh == 2.5
 
 
 def test_a_lost_training_run_has_no_time_left(run):

@@ -13,6 +13,7 @@ from tula_cli.errors import BadMeasurements, Diverged, JobFailed, OutOfMemoryAtM
 from tula_cli.run.directory import RunDir
 from tula_cli.run.files import write_atomic
 from tula_cli.run.records.inspections import Inspection
+from tula_cli.run.records.results import CountedEnergy
 from tula_cli.run.records.tasks import Rung, TrainTask
 from tula_cli.services import train
 from tula_cli.services.events import WarningEvent, follow
@@ -196,6 +197,26 @@ def test_what_was_paid_goes_by_the_nodes_it_was_recommended_for(tmp_path: Path, 
     relaunch.write_summary(run, task)
     found = run.training(task.signature).summary()
     assert found is not None and found.actual_cost == pytest.approx(2 * 2 * 3.0 * share)
+
+
+@pytest.mark.parametrize(("seconds", "share"), [(6000.0, 1 / 1.2), (9000.0, 1.0), (None, None)])
+def test_the_energy_of_all_attempts_stands_beside_the_prediction(
+    tmp_path: Path, seconds: float | None, share: float | None
+) -> None:
+    run = RunDir.create(tmp_path, make_runs.spec())
+    choice = make_runs.prediction(2, 128, kwh=3.0)
+    run.write_recommendation(make_runs.recommendation(choice=choice))
+    task = plan(run, run.spec()).task
+    task = task.model_copy(update={"ladder": (Rung(batch=128, prediction=choice),)})
+    run.write_task(task)
+    run.write_attempt(make_runs.attempt(task.id, start=0.0, end=7200.0))
+    run.write_train_result(make_runs.train_result(task.signature))
+    if seconds is not None:
+        run.write_energy(task.signature, CountedEnergy(joules=7.2e6, seconds=seconds))
+    relaunch.write_summary(run, task)
+    found = run.training(task.signature).summary()
+    assert found is not None and found.predicted_kwh == 3.0
+    assert (found.actual_kwh, found.counted) == (2.0 if share else None, share and pytest.approx(share))
 
 
 def test_the_ladder_is_that_of_the_recommended_market(tmp_path: Path) -> None:

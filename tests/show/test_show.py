@@ -557,6 +557,16 @@ def test_the_summary_compares_predicted_with_actual():
     assert "2 attempts; relaunched because of: out of memory at batch 128" in text
 
 
+def test_the_summary_tells_the_energy_that_was_counted_and_of_how_much_of_the_time():
+    text = printed(show_train.summary(make.summary(predicted_kwh=1.1, actual_kwh=1.0, counted=0.98)))
+    assert re.search(r"energy \(kWh\) +1.10 +1.00 +\+10.0", text) and "counted over" not in text
+    text = printed(show_train.summary(make.summary(predicted_kwh=1.1, actual_kwh=0.4, counted=0.5)))
+    assert re.search(r"energy \(kWh\) +1.10 +0.400 +-\n", text) and "was counted over 50.0 % of the time" in text
+    text = printed(show_train.summary(make.summary(predicted_kwh=1.1)))
+    assert re.search(r"energy \(kWh\) +1.10 +- +-\n", text) and "counted over" not in text
+    assert "energy" not in printed(show_train.summary(make.summary()))
+
+
 def test_a_training_without_classes_is_best_where_its_loss_is_least():
     text = printed(show_train.summary(make.summary(metrics={"loss": 0.9}, best_top1=0.0)))
     assert "(started with 128), least loss at epoch 3" in text

@@ -8,10 +8,14 @@ from typing import Any
 
 import pytest
 import torch
+from worker_jobs import spec, train_task
 
+from tula_cli.run.directory import RunDir
 from tula_cli.worker import energy
+from tula_cli.worker.build.datasets import build_datasets
 from tula_cli.worker.device import Clock
-from tula_cli.worker.energy import EnergyMeter
+from tula_cli.worker.energy import EnergyMeter, TrainingEnergy
+from tula_cli.worker.entry import run_training
 from tula_cli.worker.ranks import Ranks
 
 pytestmark = pytest.mark.torch
@@ -118,6 +122,64 @@ def test_one_rank_without_a_counter_leaves_no_sum(meter: Callable[..., EnergyMet
 def test_ranks_on_a_cpu_count_nothing(alone: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "pynvml", FakeNvml(1_000, 2_000))
     assert EnergyMeter(alone).joules() is None
+
+
+# --- of a training
+
+
+class Meters:
+    """In the place of EnergyMeter: one for each attempt, whose counters tell one reading after another."""
+
+    def __init__(self, *attempts: list[float | None]) -> None:
+        self.attempts = list(attempts)
+
+    def __call__(self, ranks: Ranks) -> "Meters":
+        self.readings = self.attempts.pop(0)
+        return self
+
+    @property
+    def counts(self) -> bool:
+        return bool(self.readings)
+
+    def joules(self) -> float | None:
+        return self.readings.pop(0)
+
+
+def test_the_energy_of_a_training_is_that_of_all_its_attempts(
+    alone: Ranks, run: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(energy, "EnergyMeter", Meters([2.0, 5.0], [3.0, None]))
+    first = TrainingEnergy(run, "ab12cd34", alone)
+    assert run.training("ab12cd34").energy() is None
+    first.keep()
+    first.keep()
+    before = run.training("ab12cd34").energy()
+    assert before is not None and before.joules == 5 and before.seconds > 0
+    second = TrainingEnergy(run, "ab12cd34", alone)
+    second.keep()
+    second.keep()  # the counter can be read no more: what was told before stays
+    found = run.training("ab12cd34").energy()
+    assert found is not None and found.joules == 8 and found.seconds > before.seconds
+
+
+def test_without_a_counter_a_training_writes_nothing_and_asks_nobody(
+    alone: Ranks, run: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(energy, "EnergyMeter", Meters([]))
+    counted = TrainingEnergy(run, "ab12cd34", alone)
+    counted.keep()
+    assert run.training("ab12cd34").energy() is None
+
+
+def test_a_training_counts_to_the_end_of_each_epoch_and_to_its_own(
+    alone: Ranks, run: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(energy, "EnergyMeter", Meters([1.0, 2.0, 4.0]))
+    job = spec(train={"epochs": 2})
+    task = train_task(job)
+    run_training(task, run, alone, build_datasets(job))
+    found = run.training(task.signature).energy()
+    assert found is not None and found.joules == 4
 
 
 def test_the_package_has_what_is_asked_of_it() -> None:

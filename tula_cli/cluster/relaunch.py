@@ -211,7 +211,7 @@ def write_summary(run: RunDir, task: TrainTask) -> None:
     assert result is not None
     assert tasks
     hours = sum((a.ended_at or time.time()) - a.started_at for a in attempts) / 3600
-    prediction = tasks[0].ladder[0].prediction
+    prediction, energy = tasks[0].ladder[0].prediction, training.energy()
     run.write_summary(
         Summary(
             signature=task.signature,
@@ -225,6 +225,9 @@ def write_summary(run: RunDir, task: TrainTask) -> None:
             actual_cost=_cost(task, hours, prediction),
             predicted_step=prediction.step_time if prediction else None,
             actual_step=result.step_time,
+            predicted_kwh=prediction.kwh if prediction else None,
+            actual_kwh=None if energy is None else energy.kwh,
+            counted=None if energy is None else min(1.0, energy.seconds / (3600 * hours)),
             metrics=result.metrics,
             best_top1=result.best_top1,
             best_epoch=result.best_epoch,

@@ -19,7 +19,7 @@ from tula_cli.run.lock import SubmissionLock
 from tula_cli.run.records.jobs import Attempt, Failure, Job, LeaderCommand
 from tula_cli.run.records.probes import RESULT
 from tula_cli.run.records.recommendations import Recommendation
-from tula_cli.run.records.results import Comparison, JobFile, Summary, TrainResult, Tuning
+from tula_cli.run.records.results import Comparison, CountedEnergy, JobFile, Summary, TrainResult, Tuning
 from tula_cli.run.records.tasks import TASK, CheckTask, CodeSnapshot, ProbeTask, Task, TrainTask, probe_id
 from tula_cli.run.snapshot import Result, Snapshot
 from tula_cli.run.training_run import TrainingRun
@@ -315,6 +315,9 @@ class RunDir:
 
     def write_summary(self, summary: Summary) -> None:
         write_record(self.path / f"train/{summary.signature}/summary.json", summary)
+
+    def write_energy(self, train_signature: str, energy: CountedEnergy) -> None:
+        write_record(self.path / f"train/{train_signature}/energy.json", energy)
 
     def write_comparison(self, comparison: Comparison) -> None:
         write_record(self.path / "comparison.json", comparison)

@@ -11,7 +11,7 @@ from pydantic import TypeAdapter
 
 from tula_cli.run.files import Reader, listing, read_record
 from tula_cli.run.records.jobs import Attempt
-from tula_cli.run.records.results import Summary, TrainResult, Tuning
+from tula_cli.run.records.results import CountedEnergy, Summary, TrainResult, Tuning
 from tula_cli.run.records.tasks import TASK, TrainTask
 
 _CHECKPOINT = re.compile(r"[0-9]{12,}\.pt")
@@ -20,7 +20,7 @@ _DRAFT = re.compile(r"\.[0-9]{12,}\.pt\..+\.[0-9]+")
 """A file name of `write_atomic` while it writes one."""
 
 _ATTEMPT, _RESULT = TypeAdapter(Attempt), TypeAdapter(TrainResult)
-_SUMMARY, _TUNING = TypeAdapter(Summary), TypeAdapter(Tuning)
+_SUMMARY, _TUNING, _ENERGY = TypeAdapter(Summary), TypeAdapter(Tuning), TypeAdapter(CountedEnergy)
 
 
 class TrainingRun:
@@ -75,6 +75,10 @@ class TrainingRun:
     def tuning(self) -> Tuning | None:
         """Return how far a training that tunes itself has come with it; None before it begins."""
         return self._read(self.path / "tuning.json", _TUNING)
+
+    def energy(self) -> CountedEnergy | None:
+        """Return the energy that was counted so far; None where the GPUs have no counter."""
+        return self._read(self.path / "energy.json", _ENERGY)
 
     def newest_samples(self) -> int:
         """Return the samples of the newest checkpoint, 0 where there is none."""

@@ -155,6 +155,7 @@ def _training(look: Snapshot, *, now: float) -> TrainingStatus | None:
         predicted_step=None if prediction is None else prediction.step_time,
         eta=_eta(_newest_with_eta(rows), finished=result is not None, now=now),
         tuning=_tuning(files.tuning()),
+        kwh=energy.kwh if (energy := files.energy()) is not None else None,
         warnings=tuple(dict.fromkeys(row["message"] for row in rows if row["kind"] == "warning")),
     )
 

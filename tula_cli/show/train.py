@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 
 from tula_cli.show.status import branches
 from tula_cli.show.tables import table
-from tula_cli.words import configuration, duration, number, plural, time_unit
+from tula_cli.words import configuration, duration, number, percent, plural, time_unit
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -64,6 +64,9 @@ def _training_plan(plan: "TrainPlan") -> Iterator["RenderableType"]:
 
 # --- the end of a training run
 
+WHOLE = 0.95
+"""Share of the time over which energy has to be counted to be held against its prediction."""
+
 
 def summary(found: "Summary") -> Iterator["RenderableType"]:
     """Predicted against actual, and how good it is."""
@@ -79,7 +82,13 @@ def summary(found: "Summary") -> Iterator["RenderableType"]:
     made.add_row("step time (ms)", *_compared(found.predicted_step, found.actual_step, 1000))
     made.add_row(f"time ({unit})", *_compared(found.predicted_hours, found.actual_hours, to_unit))
     made.add_row(f"cost ({found.currency})", *_compared(found.predicted_cost, found.actual_cost, 1))
+    if found.actual_kwh is not None:
+        made.add_row("energy (kWh)", *_energy(found.predicted_kwh, found.actual_kwh, found.counted or 0.0))
+    elif found.predicted_kwh is not None:
+        made.add_row("energy (kWh)", number(found.predicted_kwh), "-", "-")
     yield made
+    if found.actual_kwh is not None and (found.counted or 0.0) < WHOLE:
+        yield f"energy was counted over {percent(found.counted)} % of the time: not while ranks start, nor up to a failure"
     if found.tuning is not None and found.tuning.chosen is not None:
         yield ""
         beside = f"{found.tuning.samples} samples in {len(found.tuning.branches)} branches beside the training"
@@ -88,6 +97,12 @@ def summary(found: "Summary") -> Iterator["RenderableType"]:
     if found.attempts > 1:
         yield ""
         yield f"{plural(found.attempts, 'attempt')}; relaunched because of: {'; '.join(found.causes) or 'an earlier end'}"
+
+
+def _energy(predicted: float | None, actual: float, counted: float) -> tuple[str, str, str]:
+    """Return predicted, counted, and the error of the prediction; none where much was not counted."""
+    told, here, error = _compared(predicted, actual, 1)
+    return told, here, error if counted >= WHOLE else "-"
 
 
 def _compared(predicted: float | None, actual: float, factor: float) -> tuple[str, str, str]:

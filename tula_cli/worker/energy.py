@@ -1,8 +1,11 @@
 """The energy that GPUs take, as NVML counts it (package nvidia-ml-py, the extra `nvml`)."""
 
 import json
+import time
 from collections.abc import Callable
 
+from tula_cli.run.directory import RunDir
+from tula_cli.run.records.results import CountedEnergy
 from tula_cli.worker.device import Clock, gpu_id
 from tula_cli.worker.ranks import Ranks
 
@@ -36,12 +39,42 @@ class EnergyMeter:
         known = [joules for joules in by_gpu.values() if joules is not None]
         return sum(known) if len(known) == len(by_gpu) else None
 
+    @property
+    def counts(self) -> bool:
+        """Whether this rank's GPU has a counter."""
+        return self._start is not None
+
     def _read(self) -> float | None:
         """Return the counter when the device has done what it was given."""
         if self._counter is None:
             return None
         self._clock.wait()
         return self._counter()
+
+
+class TrainingEnergy:
+    """The energy of a training, over this attempt and those before it; every rank takes part in all of it.
+
+    Args:
+        run: where it is kept.
+        signature: of the training.
+        ranks: they start to be counted now.
+    """
+
+    def __init__(self, run: RunDir, signature: str, ranks: Ranks) -> None:
+        self._run, self._signature, self._ranks = run, signature, ranks
+        self._meter, self._began = EnergyMeter(ranks), time.monotonic()
+        self._counts = not ranks.largest(float(not self._meter.counts))  # else nobody needs to be asked again
+        self._before = run.training(signature).energy() if ranks.first else None
+
+    def keep(self) -> None:
+        """Write down what was counted so far: what a failure leaves."""
+        joules, seconds = self._meter.joules() if self._counts else None, time.monotonic() - self._began
+        if joules is None or not self._ranks.first:
+            return
+        if self._before is not None:
+            joules, seconds = joules + self._before.joules, seconds + self._before.seconds
+        self._run.write_energy(self._signature, CountedEnergy(joules=joules, seconds=seconds))
 
 
 def _counter(gpu: str) -> Counter | None:

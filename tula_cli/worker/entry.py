@@ -5,6 +5,7 @@ import contextlib
 from tula_cli.run.directory import RunDir
 from tula_cli.run.records.tasks import TrainTask
 from tula_cli.worker.build.samples import Datasets
+from tula_cli.worker.energy import TrainingEnergy
 from tula_cli.worker.preemption import Preempted, PreemptionHandler
 from tula_cli.worker.ranks import Ranks
 from tula_cli.worker.train import training
@@ -36,8 +37,10 @@ def run_training(
     preemption = preemption or PreemptionHandler(ranks)
     if ranks.from_first(int(run.training(task.signature).result() is not None)):
         return
+    energy = TrainingEnergy(run, task.signature, ranks)
     with contextlib.suppress(Preempted):
-        _train(task, TrainContext(run, ranks, datasets, preemption, attempt))
+        _train(task, TrainContext(run, ranks, datasets, preemption, attempt, energy))
+    energy.keep()
 
 
 def _train(task: TrainTask, context: TrainContext) -> None:

@@ -61,6 +61,17 @@ class TrainResult(Record):
     tuning: Tuning | None = None  # of method auto
 
 
+class CountedEnergy(Record):
+    """What the counters of all GPUs have told of a training, over all its attempts; written by rank 0."""
+
+    joules: float
+    seconds: float  # over which they were read: not while ranks start, nor from an epoch's end to a failure
+
+    @property
+    def kwh(self) -> float:
+        return self.joules / 3.6e6
+
+
 class Summary(Record):
     """Predicted against actual, written when a training run has ended."""
 
@@ -75,6 +86,9 @@ class Summary(Record):
     actual_cost: float
     predicted_step: float | None
     actual_step: float
+    predicted_kwh: float | None = None
+    actual_kwh: float | None = None  # None where the GPUs have no counter
+    counted: float | None = None  # share of the actual hours over which it was counted
     metrics: dict[str, float]
     best_top1: float
     best_epoch: int

@@ -88,6 +88,7 @@ class TrainingStatus:
     eta: float | None
     warnings: tuple[str, ...]
     tuning: TuningStatus | None = None  # of method auto
+    kwh: float | None = None  # counted so far; None where the GPUs have no counter
 
 
 Results = dict[str, Measured | OutOfMemory | Failed]

@@ -15,6 +15,7 @@ from tula_cli.run.records.results import TrainResult
 from tula_cli.run.records.tasks import TrainTask
 from tula_cli.spec.sections import Hessian
 from tula_cli.worker.build.samples import Datasets
+from tula_cli.worker.energy import TrainingEnergy
 from tula_cli.worker.preemption import Preempted, PreemptionHandler
 from tula_cli.worker.ranks import Ranks
 from tula_cli.worker.train import checkpoint, evaluation, hessian
@@ -35,6 +36,7 @@ class TrainContext:
     datasets: Datasets
     preemption: PreemptionHandler
     attempt: int  # of the task, for the mark that says why the ranks left
+    energy: TrainingEnergy
 
 
 def train(task: TrainTask, context: TrainContext) -> None:
@@ -212,6 +214,7 @@ class Training:
         loss = loss_sum / self.trainer.ranks.world
         if step:
             self._judge(loss)
+        self.context.energy.keep()
         if not self.first:
             return
         epoch = self.trainer.position.epoch

@@ -35,6 +35,10 @@ class Problem:
         return f"{self.path}: {self.message}" + (f" ({self.hint})" if self.hint else "")
 
 
+class CannotWrite(TulaError):
+    """A file that cannot be written: no space, no right."""
+
+
 class SpecError(TulaError):
     """A job spec or a command line that cannot be used. Carries all problems found, not the first."""
 

@@ -425,6 +425,16 @@ def test_just_looking_changes_nothing_that_later_commands_take(cluster, question
     assert "as recommended (knee; 20" in tula("train", "--dry-run").out
 
 
+def test_where_a_run_cannot_be_written_the_answer_is_shown_all_the_same(cluster):
+    tula("profile", "job.yaml")
+    (newest().path / "results.csv").mkdir()
+    shown = tula("recommend", "--json")
+    assert shown.code == 0 and shown.json["data"]["saved"] is False
+    assert "the answer is not kept" in shown.err and "results.csv" in shown.err
+    asked = tula("recommend", "--save")
+    assert asked.code == 1 and "cannot write" in asked.err
+
+
 def test_the_same_question_renews_the_answer_and_save_keeps_another(cluster):
     tula("profile", "job.yaml")
     asked = ("recommend", "--objective", "cost", "--max-nodes", 1)

@@ -589,6 +589,13 @@ def test_a_local_job_of_another_machine_is_not_started_again_here(run):
     assert cluster_local.LocalLauncher().states(run.read(), [job])[job.id].state == "running"
 
 
+def test_a_local_job_that_cannot_be_started_says_why_in_a_line(run):
+    run.submitit_dir.parent.mkdir(parents=True, exist_ok=True)
+    run.submitit_dir.write_text("a file where its folder belongs")
+    with pytest.raises(SchedulerError, match=r"^the job could not be started: FileExistsError: .*submitit'$"):
+        cluster_local.LocalLauncher().submit(run, probes(run))
+
+
 # --- faulty nodes
 
 

@@ -390,8 +390,17 @@ def test_other_jobs_are_not_waited_for(run):
     make.add_measured(run, 1, 32)
     seen = watched(run, make.FakeLauncher({first: "ended", second: "running"}), [first], Clock())
     assert len(seen) == 1
-    assert seen[0].active()
-    assert not seen[0].active([first])
+    assert [job.id for job in seen[0].jobs] == [first], "nor told of"
+    assert not seen[0].active()
+
+
+def test_who_waits_for_one_of_two_trainings_is_told_of_that_one(run):
+    own, other = (make.add_training(run, signature=signature) for signature in ("00000001", "00000002"))
+    launcher = make.FakeLauncher({own: "running", other: "running"})
+    for job in (own, other):
+        (seen,) = watched(run, launcher, [job], Clock(), timeout=0)
+        assert seen.training is not None
+        assert (seen.training.job, [found.id for found in seen.jobs]) == (job, [job])
 
 
 # --- all runs

@@ -456,11 +456,21 @@ def test_a_queued_job_shows_its_reason_and_expected_start(run):
 
 def test_a_training_plan_tells_of_its_chain(run):
     make.add_training(run)
-    plan = types.SimpleNamespace(task=run.tasks()[0], prediction=None, source="as given", resumes=None)
+    plan = types.SimpleNamespace(task=run.tasks()[0], prediction=None, source="as given", resumes=None, finished=False)
     text = printed(show_train.train_plan(plan, links=3, scripts=["#!/bin/bash"]))
     assert "a chain of 3 jobs" in text
     assert text.rstrip().endswith("#!/bin/bash")
     assert "chain" not in printed(show_train.train_plan(plan))
+
+
+def test_the_plan_of_a_finished_training_says_so_and_promises_nothing(run):
+    make.add_training(run)
+    plan = types.SimpleNamespace(
+        task=run.tasks()[0], prediction=make.prediction(2, 128), source="as given", resumes=128, finished=True
+    )
+    text = printed(show_train.train_plan(plan, links=3, scripts=["#!/bin/bash"]))
+    assert "finished already" in text
+    assert not [word for word in ("goes on from", "node-h", "chain", "#!/bin/bash") if word in text]
 
 
 def test_a_running_probe_names_both_batches(run):

@@ -24,7 +24,7 @@ from tula_cli.cli.options import (
 )
 from tula_cli.cli.runs import open_run
 from tula_cli.cli.waiting import warn_all
-from tula_cli.errors import BadMeasurements
+from tula_cli.errors import BadMeasurements, CannotWrite
 from tula_cli.show import recommend as show_recommend
 from tula_cli.show.screen import Screen
 
@@ -69,7 +69,13 @@ def recommend(
     warn_all(screen, found.warnings)
     saved = save or _renews(screen, run, found)
     if saved:
-        service.save(run, spec, answer, overrides=overrides or (), job=job)
+        try:
+            service.save(run, spec, answer, overrides=overrides or (), job=job)
+        except CannotWrite as error:
+            if save:
+                raise
+            screen.warn(f"the answer is not kept, and tula train will not find it: {error.message}")
+            saved = False
     data = {**dict(found), "saved": saved}
     screen.answer(data, show_recommend.recommendation(found, width=screen.width, color=screen.colored, pareto=pareto))
 

@@ -54,7 +54,8 @@ class LocalLauncher:
             told.seek(0)
             complaint.seek(0)
             if code:
-                raise SchedulerError(f"the job could not be started: {complaint.read().strip() or f'exit code {code}'}")
+                said = complaint.read().strip().splitlines()  # the last line of a traceback says what it was
+                raise SchedulerError(f"the job could not be started: {said[-1] if said else f'exit code {code}'}")
             pid = int(told.read().split()[-1])
         return Job(
             id=task.job,

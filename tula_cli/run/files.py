@@ -8,7 +8,7 @@ import socket
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
-from tula_cli.errors import BadMeasurements, TulaError
+from tula_cli.errors import BadMeasurements, CannotWrite, TulaError
 
 if TYPE_CHECKING:
     from pydantic import BaseModel, TypeAdapter
@@ -37,12 +37,12 @@ def write_atomic(path: Path, data: bytes | str) -> None:
         raise cannot_write(path, error) from error
 
 
-def cannot_write(path: Path, error: OSError) -> TulaError:
+def cannot_write(path: Path, error: OSError) -> CannotWrite:
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        return TulaError(
+        return CannotWrite(
             f"cannot write {path}: {error.strerror}", "free some space and run the same command again; nothing is lost"
         )
-    return TulaError(f"cannot write {path}: {error.strerror}", "choose another folder (for runs: --run-dir)")
+    return CannotWrite(f"cannot write {path}: {error.strerror}", "choose another folder (for runs: --run-dir)")
 
 
 def content(path: Path) -> bytes:

@@ -5,7 +5,7 @@ Reads the run directory; the scheduler is asked, not believed: it forgets jobs a
 
 import dataclasses
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -73,13 +73,21 @@ class RunStatus:
 # --- one moment
 
 
-def snapshot(run: RunDir, launcher: Launcher, *, now: float) -> RunStatus:
-    """Return what is known of a run at `now` (Unix time). A damaged result is a warning: the others are shown."""
+def snapshot(run: RunDir, launcher: Launcher, *, now: float, only: Set[str] | None = None) -> RunStatus:
+    """Return what is known of a run at `now` (Unix time). A damaged result is a warning: the others are shown.
+
+    Args:
+        run: the run.
+        launcher: who knows the scheduler.
+        now: Unix time.
+        only: tell of these jobs and their training alone; None for all.
+    """
     look = run.read()
     results = {result.id: result for result in look.results}
     pace = pace_of(look.results, look.attempts)
-    training = _training(look, now=now)
-    tasked = [job for job in look.jobs if look.tasks_of(job.id)]
+    tasks = [task for task in look.tasks if only is None or task.job in only]
+    training = _training(look, tasks, now=now)
+    tasked = [job for job in look.jobs if (only is None or job.id in only) and look.tasks_of(job.id)]
     states = launcher.states(look, tasked)
     jobs = [job_status(look, job, results, states[job.id], pace=pace, training=training, now=now) for job in tasked]
     moving = {status.id for status in jobs if status.state in ACTIVE}
@@ -94,7 +102,7 @@ def snapshot(run: RunDir, launcher: Launcher, *, now: float) -> RunStatus:
         failed=sum(isinstance(result, Failed) for result in look.results),
         jobs=tuple(jobs),
         training=training,
-        attempts=_story(look.tasks, look.attempts),
+        attempts=_story(tasks, look.attempts),
         recommendation=look.recommendation,
         warnings=tuple(f"{damaged.message}; {damaged.hint}" for damaged in look.damaged),
         between_rounds=not moving and _between_rounds(look),
@@ -108,7 +116,7 @@ def _between_rounds(look: Snapshot) -> bool:
     return bool(asked and look.results) and not begun
 
 
-def _story(tasks: list[ProbeTask | TrainTask], attempts: list[Attempt]) -> tuple[AttemptStatus, ...]:
+def _story(tasks: Sequence[ProbeTask | TrainTask], attempts: Sequence[Attempt]) -> tuple[AttemptStatus, ...]:
     by_id = {task.id: task for task in tasks}
     return tuple(
         AttemptStatus(
@@ -125,9 +133,9 @@ def _story(tasks: list[ProbeTask | TrainTask], attempts: list[Attempt]) -> tuple
 # --- training
 
 
-def _training(look: Snapshot, *, now: float) -> TrainingStatus | None:
-    """Return the state of the training run that was worked on last."""
-    newest = _newest_train_task(look)
+def _training(look: Snapshot, tasks: Iterable[ProbeTask | TrainTask], *, now: float) -> TrainingStatus | None:
+    """Return the state of that training of these tasks which was worked on last."""
+    newest = _newest_train_task(look, tasks)
     if newest is None:
         return None
     files = look.training(newest.signature)
@@ -160,8 +168,8 @@ def _training(look: Snapshot, *, now: float) -> TrainingStatus | None:
     )
 
 
-def _newest_train_task(look: Snapshot) -> TrainTask | None:
-    trainings = [task for task in look.tasks if isinstance(task, TrainTask)]
+def _newest_train_task(look: Snapshot, tasks: Iterable[ProbeTask | TrainTask]) -> TrainTask | None:
+    trainings = [task for task in tasks if isinstance(task, TrainTask)]
     submitted = {job.id: job.submitted_at for job in look.jobs}
     return max(trainings, key=lambda task: (submitted.get(task.job, 0.0), task.attempt), default=None)
 
@@ -206,7 +214,7 @@ def watch(
     sleep: Callable[[float], None] = time.sleep,
     timeout: float | None = None,
 ) -> Iterator[RunStatus]:
-    """Yield the run's status until all these jobs have ended.
+    """Yield the status of these jobs until all have ended; what else the run has is left out.
 
     A job whose results are complete, or whose last attempt has ended, is over at once; one that the scheduler calls
     ended without either is given the grace period of its file system first.
@@ -224,9 +232,9 @@ def watch(
     pause, longest = POLL["slurm" if "slurm" in kinds else "local"]
     while True:
         now = clock()
-        status = snapshot(run, launcher, now=now)
+        status = snapshot(run, launcher, now=now, only=wanted)
         yield status
-        if not any(_waits(job, lost_since, now=now) for job in status.jobs if job.id in wanted):
+        if not any(_waits(job, lost_since, now=now) for job in status.jobs):
             return
         if timeout is not None and now - started >= timeout:
             return

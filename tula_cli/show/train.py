@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 def train_plan(plan: "TrainPlan", *, links: int = 1, scripts: Sequence[str] = ()) -> Iterator["RenderableType"]:
     """Where training would run, in how many jobs, and what it may take and cost."""
     yield from _training_plan(plan)
+    if plan.finished:
+        return
     if links > 1:
         yield f"a chain of {links} jobs, each waiting for the end of the one before (afterany); what is not needed ends at once"
     for script in scripts:
@@ -46,6 +48,9 @@ def _training_plan(plan: "TrainPlan") -> Iterator["RenderableType"]:
     yield f"train on {configuration(task.nodes, task.batch, local)}, {plan.source}"
     yield f"{plural(task.spec.train.epochs, 'epoch')}, method {task.spec.train.method}, run train-{task.signature}"
     yield from _branches_planned(task)
+    if plan.finished:
+        yield "finished already: nothing would start, and tula train shows what came of it"
+        return
     if plan.resumes is not None:
         yield f"goes on from the checkpoint at {plan.resumes} samples"
     if len(task.ladder) > 1:

@@ -223,3 +223,97 @@ def test_the_peak_on_a_gpu_is_that_of_the_steps_after_the_warm_up(monkeypatch: p
     meter.settled()
     assert meter.peak() == (200, 400)
     assert meter.allocator_retries() == 0
+
+
+# --- what is brought to it: streams that know what must have happened before what
+
+
+class Stream:
+    """Does nothing, and knows how much of each stream has to be done before its own next work."""
+
+    def __init__(self, _: torch.device | None = None) -> None:
+        self.seen: dict[Stream, int] = {}
+
+    def work(self) -> int:
+        """Give it something to do; return how much it has been given by then."""
+        self.seen[self] = self.seen.get(self, 0) + 1
+        return self.seen[self]
+
+    def record_event(self) -> dict["Stream", int]:
+        return dict(self.seen)
+
+    def wait_event(self, event: dict["Stream", int]) -> None:
+        self.seen = {stream: max(self.seen.get(stream, 0), event.get(stream, 0)) for stream in {*self.seen, *event}}
+
+    def wait_stream(self, other: "Stream") -> None:
+        self.wait_event(other.seen)
+
+    def waits_for(self, other: "Stream") -> int:
+        """Return how much of the other's work is done before this one's next."""
+        return self.seen.get(other, 0)
+
+
+@pytest.fixture
+def computing(monkeypatch: pytest.MonkeyPatch) -> Iterator[Stream]:
+    main, entered = Stream(), []
+
+    @contextmanager
+    def stream(inner: Stream) -> Iterator[None]:
+        entered.append(inner)
+        yield
+        entered.pop()
+
+    monkeypatch.setattr(torch.cuda, "Stream", Stream)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda _: entered[-1] if entered else main)
+    monkeypatch.setattr(torch.cuda, "stream", stream)
+    yield main
+
+
+def test_a_batch_is_copied_while_the_one_before_it_is_trained(computing: Stream) -> None:
+    uploads, trained = device.Uploads(GPU), [0]
+
+    def move(pair: Any) -> Any:
+        copying = torch.cuda.current_stream(GPU)
+        assert copying is uploads.stream and copying is not computing
+        copying.work()
+        return pair
+
+    for count in range(1, 6):
+        computing.work()  # more of the step before: an optimizer's update
+        uploads.bring((count, count), move)
+        copied, waited = uploads.stream.seen[uploads.stream], uploads.stream.waits_for(computing)
+        assert computing.waits_for(uploads.stream) == copied == count, "nothing is computed on half a batch"
+        if count > 2:
+            assert waited >= trained[count - 2], "it takes the memory of that batch"
+            assert waited < trained[count - 1], "it would wait for the step that it is to run beside"
+        assert uploads.held == (count, count), "its memory is nobody's before the next batch has its own"
+        trained.append(computing.work())  # the last that is done with this batch
+
+
+def test_after_a_batch_is_let_go_the_next_copy_waits_for_all(computing: Stream) -> None:
+    uploads = device.Uploads(GPU)
+    for _ in range(3):
+        uploads.bring((1, 1), lambda pair: pair)
+        computing.work()
+    uploads.forget()
+    assert uploads.held is None
+    given = computing.work()
+    uploads.bring((2, 2), lambda pair: pair)
+    assert uploads.stream.waits_for(computing) == given
+
+
+def test_on_the_processor_a_batch_is_where_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(device, "Uploads")
+    pair = torch.rand(2, 3, 4, 4), torch.zeros(2)
+    brought = device.bring(pair, CPU, channels_last=False)
+    assert all(one is other for one, other in zip(brought, pair, strict=True))
+
+
+def test_a_gpu_has_one_stream_for_all_its_loaders(computing: Stream, monkeypatch: pytest.MonkeyPatch) -> None:
+    device._uploads.cache_clear()
+    monkeypatch.setattr(device, "_moved", lambda pair, **_: pair)
+    device.bring((1, 1), GPU, channels_last=False)
+    first = device._uploads(GPU)
+    device.bring((2, 2), GPU, channels_last=True)
+    assert device._uploads(GPU) is first and first.held == (2, 2)
+    device._uploads.cache_clear()

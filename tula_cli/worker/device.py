@@ -1,6 +1,7 @@
 """The device: its memory, clock and versions. The one module of device code."""
 
 import ctypes
+import functools
 import gc
 import itertools
 import os
@@ -9,8 +10,9 @@ import resource
 import socket
 import time
 import warnings
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -154,6 +156,65 @@ def has_convolutions(model: nn.Module) -> bool:
     return any(isinstance(module, nn.Conv2d | nn.ConvTranspose2d) for module in model.modules())
 
 
+# --- what is brought to it
+
+
+Pair = tuple[torch.Tensor, torch.Tensor]
+"""(input, target) of a micro-batch."""
+
+
+def bring(pair: Pair, device: torch.device, *, channels_last: bool) -> Pair:
+    """Return a micro-batch on the device, with images pixel by pixel where that is wanted; on a GPU nothing waits.
+
+    A GPU may still be at all that was given to it before: there the copy runs beside it. The batch before this one may be
+    let go from now on.
+    """
+    move = partial(_moved, device=device, channels_last=channels_last)
+    return _uploads(device).bring(pair, move) if device.type == "cuda" else move(pair)
+
+
+def _moved(pair: Pair, *, device: torch.device, channels_last: bool) -> Pair:
+    inputs, targets = (tensor.to(device, non_blocking=True) for tensor in pair)
+    if channels_last and inputs.ndim == 4:
+        inputs = inputs.contiguous(memory_format=torch.channels_last)
+    return inputs, targets
+
+
+class Uploads:
+    """The stream in which batches come to a GPU, beside the one that computes: at most two are there at a time.
+
+    A batch takes the memory of the last but one, in which the computing must be done: its copy waits for what was given
+    to the GPU before the last batch was asked for, and for no more. So the newest batch is held until the next is there,
+    and the allocator need not be told who else uses it (`record_stream`), which would hand memory back late and by chance.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device, self.stream = device, torch.cuda.Stream(device)
+        self.forget()
+
+    def forget(self) -> None:
+        """Let go of the newest batch; the next one waits for all that the GPU has been given by then."""
+        self.held: Pair | None = None
+        self.before: torch.cuda.Event | None = None
+
+    def bring(self, pair: Pair, move: Callable[[Pair], Pair]) -> Pair:
+        """Return the batch; what the GPU is given from now on waits for it."""
+        computing = torch.cuda.current_stream(self.device)
+        now = computing.record_event()
+        self.stream.wait_event(self.before or now)
+        with torch.cuda.stream(self.stream):
+            moved = move(pair)
+        computing.wait_stream(self.stream)
+        self.held, self.before = moved, now
+        return moved
+
+
+@functools.cache
+def _uploads(device: torch.device) -> Uploads:
+    """One for all loaders: what one has let go another may take."""
+    return Uploads(device)
+
+
 # --- how much it may hold
 
 
@@ -234,6 +295,7 @@ class MemoryMeter:
         """Drop what earlier work left behind and start a new peak."""
         gc.collect()
         if self.device.type == "cuda":
+            _uploads(self.device).forget()
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats(self.device)
             self.base = torch.cuda.memory_allocated(self.device)

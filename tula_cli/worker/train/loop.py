@@ -22,7 +22,7 @@ from tula_cli.worker.build.ghost import apply_ghost_batch_norm, check_ghost_batc
 from tula_cli.worker.build.recompute import apply_activation_checkpointing
 from tula_cli.worker.build.samples import Datasets
 from tula_cli.worker.build.sampling import Batches, Position, steps_left, train_loader
-from tula_cli.worker.device import Clock, Mark, lay_channels_last, wants_channels_last
+from tula_cli.worker.device import Clock, Mark, bring, lay_channels_last, wants_channels_last
 from tula_cli.worker.methods.plain import Configuration, Plain
 from tula_cli.worker.methods.table import method_of
 from tula_cli.worker.ranks import Ranks
@@ -311,9 +311,5 @@ def autocast(trainer: Trainer) -> AbstractContextManager[Any]:
 
 
 def to_device(trainer: Trainer, pair: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    inputs, targets = pair
-    device = trainer.ranks.device
-    moved = inputs.to(device, non_blocking=True)
-    if trainer.channels_last and moved.ndim == 4:
-        moved = moved.contiguous(memory_format=torch.channels_last)
-    return moved, targets.to(device, non_blocking=True)
+    """Return a loader's (input, target) where the model is; a GPU takes it while it still computes what came before."""
+    return bring(pair, trainer.ranks.device, channels_last=trainer.channels_last)

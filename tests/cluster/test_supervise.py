@@ -313,6 +313,18 @@ def test_host_memory_goes_on_once_with_fewer_loader_processes(run: RunDir, ranks
     assert (relaunch.workers, relaunch.batch) == (2, 128)
 
 
+def test_loader_processes_from_the_cores_become_the_fewest_and_then_one(
+    run: RunDir, ranks: Ranks, training: TrainTask
+) -> None:
+    job = make_runs.spec(train={"epochs": 1, "workers": "auto"})
+    first = training.model_copy(update={"spec": job, "workers": "auto"})
+    run.write_task(first)
+    ranks.will(*(ranks.fail(f"train-s-{k}", "DataLoader worker is killed", "host_oom") for k in (1, 2, 3)))
+    cluster_supervise.supervise(run.path, first.id)
+    tasks = [run.task(name) for name in ranks.starts]
+    assert [task.workers for task in tasks if isinstance(task, TrainTask)] == ["auto", 2, 1]
+
+
 def test_lost_processes_restart_training_a_bounded_number_of_times(
     run: RunDir, ranks: Ranks, training: TrainTask
 ) -> None:

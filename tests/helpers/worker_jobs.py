@@ -11,6 +11,7 @@ from tula_cli.run.records.recommendations import Prediction
 from tula_cli.run.records.tasks import ProbeTask, Rung, TrainTask
 from tula_cli.spec.job import JobSpec
 from tula_cli.spec.load import validate
+from tula_cli.spec.sections import Workers
 from tula_cli.spec.signature import train_signature
 from tula_cli.worker.build.datasets import build_datasets
 from tula_cli.worker.build.samples import Datasets
@@ -147,7 +148,7 @@ def two_rates(
 
 
 def trainer(
-    job: JobSpec, ranks: Ranks, *, batch: int = 16, workers: int = 0, datasets: Datasets | None = None
+    job: JobSpec, ranks: Ranks, *, batch: int = 16, workers: Workers = 0, datasets: Datasets | None = None
 ) -> worker_train_loop.Trainer:
     """Return a fresh trainer of a job."""
     task = train_task(job, batch=batch)

@@ -740,7 +740,7 @@ def test_the_figures_of_an_adaptive_search_are_told_to_be_those_of_its_first_rou
 )
 def test_a_check_tells_how_a_gpu_computes(found, train, told):
     found(device="cuda", gpus=2, convolutional=True)
-    (line,) = check(spec(train={"epochs": 1, **train})).settings
+    (line,) = check(spec(train={"epochs": 1, "workers": 0, **train})).settings
     words = line.removeprefix("on a GPU: ").removesuffix(" (section train)").split(", ")
     assert [word.startswith(start) for word, start in zip(words, told, strict=True)] == [True] * len(told)
 
@@ -751,6 +751,33 @@ def test_a_check_promises_no_channels_last_to_a_network_without_convolutions(fou
 
 
 def test_a_check_tells_of_gpus_only_where_there_may_be_some(found):
-    assert check(spec()).settings == ()
-    assert check(spec(cluster={"kind": "slurm"}), online=False).settings
-    assert check(spec(cluster={"kind": "slurm", "device": "cpu"}), online=False).settings == ()
+    def of_gpus(**sections):
+        lines = check(spec(**sections), online=False).settings
+        return any(line.startswith("on a GPU") for line in lines)
+
+    assert not of_gpus()
+    assert of_gpus(cluster={"kind": "slurm"})
+    assert not of_gpus(cluster={"kind": "slurm", "device": "cpu"})
+
+
+@pytest.mark.parametrize(
+    ("sections", "told"),
+    [
+        ({}, "data loader: 7 to 8 processes a rank, by its share of 16 cores"),
+        ({"search": {"nodes": [2]}}, "data loader: 7 processes a rank, by its share of 16 cores"),
+        ({"search": {"nodes": [1, 16]}}, "data loader: 2 to 8 processes a rank"),
+        (
+            {"cluster": {"kind": "slurm", "slurm": {"cpus_per_task": 5}}},
+            "data loader: 4 processes a rank, cluster.slurm",
+        ),
+        ({"cluster": {"kind": "slurm"}}, "data loader: 2 to 8 processes a rank, by the cores that SLURM gives it"),
+    ],
+)
+def test_a_check_tells_the_loader_processes_that_follow_from_the_cores(found, sections, told):
+    found(cpus=16)
+    (line,) = (line for line in check(spec(**sections)).settings if not line.startswith("on a GPU"))
+    assert line.startswith(told) and line.endswith("(train.workers: auto)")
+
+
+def test_a_check_does_not_repeat_a_number_of_loader_processes(found):
+    assert check(spec(train={"epochs": 1, "workers": 3})).settings == ()

@@ -2,6 +2,7 @@
 
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -9,11 +10,13 @@ import torch.distributed as dist
 from worker_jobs import spec
 
 from tula_cli.host.network import free_port
+from tula_cli.host.processor import cpu_quota
 from tula_cli.run.directory import RunDir
 from tula_cli.run.records.jobs import Attempt
 from tula_cli.spec.resources import Cluster
+from tula_cli.spec.sections import Train
 from tula_cli.worker import nccl, ranks
-from tula_cli.worker.ranks import joined
+from tula_cli.worker.ranks import fewest_cores, joined
 
 pytestmark = pytest.mark.torch
 
@@ -90,3 +93,41 @@ def test_a_group_of_gpus_is_bound_to_its_device_and_waits_longer_in_a_collective
     assert asked["timeout"] > ranks.RENDEZVOUS
     assert asked["asks"] == ("TUNING" if rank == "0" else None), "rank 0 is told what NCCL chooses"
     assert "NCCL_DEBUG_SUBSYS" not in os.environ
+
+
+# --- the cores of a rank
+
+
+ALL, HALF = list(range(8)), list(range(4))
+
+
+@pytest.mark.parametrize(
+    ("told", "expected"),
+    [
+        ([("a", ALL, None)], 8),
+        ([("a", ALL, None)] * 4, 2),  # all of a node's ranks may run on all of its cores
+        ([("a", HALF, None), ("a", [4, 5, 6, 7], None)], 4),  # SLURM has bound each to its own
+        ([("a", ALL, None), ("b", ALL, None)], 8),
+        ([("a", ALL, None), ("b", HALF, None)], 4),  # all take as many as the one that has fewest
+        ([("a", HALF, None), ("a", ALL, None)], 2),
+        ([("a", ALL, 3.0)], 3),
+        ([("a", ALL, 3.0)] * 2, 1.5),
+        ([("a", ALL, 30.0)], 8),
+    ],
+)
+def test_shared_cores_are_divided_and_the_poorest_rank_counts(told: list[Any], expected: float) -> None:
+    assert fewest_cores(told) == expected
+
+
+@pytest.mark.parametrize(("cores", "expected"), [(1, 2), (2, 2), (3.5, 2), (4, 3), (9, 8), (64, 8)])
+def test_a_data_loader_takes_all_cores_but_one_within_bounds(cores: float, expected: int) -> None:
+    assert Train(epochs=1).loaders(cores) == expected
+    assert Train(epochs=1, workers=5).loaders(cores) == 5
+
+
+@pytest.mark.parametrize(("text", "expected"), [("150000 100000", 1.5), ("max 100000", None), (None, None)])
+def test_a_containers_share_of_the_processor(tmp_path: Path, text: str | None, expected: float | None) -> None:
+    path = tmp_path / "cpu.max"
+    if text:
+        path.write_text(text)
+    assert cpu_quota(path) == expected

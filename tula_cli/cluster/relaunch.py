@@ -16,6 +16,7 @@ from tula_cli.run.records.recommendations import Prediction
 from tula_cli.run.records.results import Summary
 from tula_cli.run.records.tasks import CheckTask, ProbeTask, Task, TrainTask, probe_id, probe_identity
 from tula_cli.spec.resources import Cluster
+from tula_cli.spec.sections import FEWEST_WORKERS
 
 RESTARTS = 2
 """How often a probe job starts again after a lost process (not after an out-of-memory or the user's own error)."""
@@ -131,10 +132,11 @@ def _relaunch(task: TrainTask, reason: ExitReason, lost: int) -> TrainTask | Non
         cause = f"out of memory at batch {task.batch}"
         update = {"ladder": task.ladder[1:]}
     elif reason.outcome == "host_oom":
-        if not task.workers or task.workers < task.spec.train.workers:
+        fewer = _fewer_workers(task)
+        if fewer is None:
             return None
         cause = f"host out of memory with {task.workers} loader processes a rank"
-        update = {"workers": task.workers // 2}
+        update = {"workers": fewer}
     elif reason.outcome in COUNTED and lost < task.spec.train.max_attempts:
         cause = f"{reason.outcome}: {reason.words}"
     elif reason.outcome in ALLOCATION_LOST:
@@ -143,6 +145,16 @@ def _relaunch(task: TrainTask, reason: ExitReason, lost: int) -> TrainTask | Non
         return None
     attempt = task.attempt + 1
     return task.model_copy(update={**update, "id": f"{task.job}-{attempt}", "attempt": attempt, "cause": cause})
+
+
+def _fewer_workers(task: TrainTask) -> int | None:
+    """Return half the loader processes, once; of `auto`, whose number only the ranks know, the fewest, and then one."""
+    if task.workers == "auto":
+        return FEWEST_WORKERS
+    asked = task.spec.train.workers
+    if asked == "auto":
+        return task.workers // 2 or None
+    return task.workers // 2 if task.workers and task.workers >= asked else None
 
 
 def blamed(run: RunDir, task: Task, attempt: Attempt, reason: ExitReason, before: Sequence[Attempt]) -> ExitReason:

@@ -4,6 +4,7 @@ import platform
 from pathlib import Path
 
 CPUINFO = Path("/proc/cpuinfo")
+CPU_MAX = Path("/sys/fs/cgroup/cpu.max")
 
 
 def processor_name() -> str:
@@ -13,3 +14,12 @@ def processor_name() -> str:
     except OSError:
         lines = []
     return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine())
+
+
+def cpu_quota(path: Path = CPU_MAX) -> float | None:
+    """Return how many cores' time this process's container may take; None where that is not bounded."""
+    try:
+        quota, period = path.read_text(encoding="ascii").split()
+        return int(quota) / int(period)
+    except (OSError, ValueError):  # there is no such file, or it says "max"
+        return None

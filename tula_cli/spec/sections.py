@@ -82,13 +82,18 @@ class Hessian(Section):
     samples: Positive = 128  # of the training set, over all GPUs, always the same ones
 
 
+Workers = Literal["auto"] | Annotated[int, Field(ge=0)]
+FEWEST_WORKERS, MOST_WORKERS = 2, 8
+"""Of auto. Two that share a core still load while the GPU computes; more than eight outrun it, and take memory."""
+
+
 class Train(Section):
     """The training run itself."""
 
     epochs: Positive  # the job's, whatever the batch and the method
     seed: Annotated[int, Field(ge=0, lt=2**31)] = 0  # of weights, data order and augmentation
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"  # of forward and backward pass; parameters stay fp32
-    workers: Annotated[int, Field(ge=0)] = 2  # data-loader processes a GPU
+    workers: Workers = "auto"  # data-loader processes a GPU; auto: the cores that its rank has, less one, from 2 to 8
     tf32: bool = True  # NVIDIA GPUs round what float32 products and convolutions multiply to 10 bits of mantissa
     # images' memory ordered by pixels; auto: networks with 2-d convolutions, where NVIDIA GPUs use their tensor cores
     channels_last: Literal["auto"] | bool = "auto"
@@ -125,6 +130,12 @@ class Train(Section):
                 " time; leave one of them out"
             )
         return self
+
+    def loaders(self, cores: float) -> int:
+        """Return the data-loader processes of a rank that has so many cores."""
+        if self.workers != "auto":
+            return self.workers
+        return max(FEWEST_WORKERS, min(MOST_WORKERS, int(cores) - 1))
 
     @property
     def facts(self) -> Facts:

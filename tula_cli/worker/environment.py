@@ -24,8 +24,13 @@ RECORDED = (
 """How the names of environment variables begin that are kept; all others may hold secrets."""
 
 
-def environment(ranks: Ranks) -> Environment:
-    """Describe what is measured on; every rank takes part."""
+def environment(ranks: Ranks, *, workers: int | None = None) -> Environment:
+    """Describe what is measured on; every rank takes part.
+
+    Args:
+        ranks: the process group.
+        workers: data-loader processes of each.
+    """
     cuda = ranks.device.type == "cuda"
     hardware = gpu_name(ranks.device) if cuda else processor_name()
     seen = [json.loads(text) for text in ranks.gather(json.dumps([platform.node(), hardware, _driver(ranks)]))]
@@ -46,6 +51,7 @@ def environment(ranks: Ranks) -> Environment:
         system=f"{_distribution()}, {platform.system()} {platform.release()}".lstrip(", "),
         allreduce=nccl.chosen(),
         variables=recorded(os.environ),
+        workers=workers,
     )
 
 

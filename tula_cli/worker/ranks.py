@@ -1,10 +1,14 @@
 """The group of processes that trains together: who am I, on which device, and how we meet and part."""
 
 import gc
+import json
+import math
 import os
+import platform
 import socket
 import time
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -17,6 +21,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from tula_cli.errors import JobFailed
 from tula_cli.host import network
+from tula_cli.host.processor import cpu_quota
 from tula_cli.run.files import write_atomic
 from tula_cli.spec.resources import Cluster
 from tula_cli.worker import nccl
@@ -64,11 +69,26 @@ class Ranks:
         dist.broadcast(tensor, src=0)
         return int(tensor.item())
 
+    def cores(self) -> float:
+        """Return the cores that a rank has: shared ones are divided among the node's ranks; the fewest of all ranks."""
+        own = [platform.node(), sorted(os.sched_getaffinity(0)), cpu_quota()]
+        return fewest_cores([json.loads(text) for text in self.gather(json.dumps(own))])
+
     def gather(self, text: str) -> list[str]:
         """Return every rank's text, in the order of ranks."""
         found: list[str | None] = [None] * self.world
         dist.all_gather_object(found, text)
         return [entry or "" for entry in found]
+
+
+def fewest_cores(ranks: Sequence[tuple[str, Sequence[int], float | None]]) -> float:
+    """Return the cores of the rank that has fewest, from (node, cores it may run on, cores of its node by quota) of each."""
+    takers = Counter((node, core) for node, cores, _ in ranks for core in cores)
+    crowd = Counter(node for node, _, _ in ranks)
+    return min(
+        min(sum(1 / takers[node, core] for core in cores), math.inf if quota is None else quota / crowd[node])
+        for node, cores, quota in ranks
+    )
 
 
 @contextmanager

@@ -1,6 +1,7 @@
 """The training loop: what it computes, what it repeats, and what leaves no trace in it."""
 
 import math
+import os
 import random
 from itertools import islice
 from pathlib import Path
@@ -355,3 +356,17 @@ def test_a_regression_has_a_loss_and_no_accuracy(alone: Ranks) -> None:
 def test_a_loss_with_class_weights_trains(alone: Ranks) -> None:
     weighted, _ = trained(spec(loss={"args": {"weight": [1.0, 2.0, 3.0]}}), alone)
     assert not same(weighted, trained(spec(), alone)[0])
+
+
+# --- its data loader
+
+
+def test_a_rank_alone_has_the_cores_that_it_may_run_on(alone: Ranks) -> None:
+    assert 0 < alone.cores() <= len(os.sched_getaffinity(0))
+
+
+def test_workers_that_are_a_number_are_not_asked_of_the_cores(alone: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Ranks, "cores", lambda _: 6.0)
+    assert trainer(spec(), alone, workers="auto").workers == 0  # what the job says
+    assert trainer(spec(train={"workers": "auto"}), alone, workers="auto").workers == 5
+    assert trainer(spec(train={"workers": "auto"}), alone, workers=1).workers == 1  # reduced after an out-of-memory

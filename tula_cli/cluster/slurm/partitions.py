@@ -13,6 +13,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from tula_cli.cluster.slurm.command import call
+from tula_cli.spec.sections import FEWEST_WORKERS
 from tula_cli.words import plural
 
 PATIENCE = 10.0
@@ -278,7 +279,6 @@ _MINUTES = 120  # of a training job, where the partition allows as much
 _JOB_MINUTES = 20  # of a measuring job, likewise
 _JOB_ROOM = 2  # minutes that tula asks for beyond them, to end a measuring job first and write why
 _NODES = (2, 4, 8, 16)
-_WORKERS = 4
 
 
 def suggested_nodes(partition: Partition) -> tuple[int, ...]:
@@ -306,7 +306,7 @@ def _node_settings(kind: NodeKind) -> Iterator[Setting]:
     if gpus.type:
         yield Setting("cluster.slurm.gpu_type", word(gpus.type))
     yield Setting("cluster.slurm.cpus_per_task", str(cpus), f"a rank; a node has {kind.cpus}")
-    if cpus < _WORKERS + 1:
+    if cpus <= FEWEST_WORKERS:
         yield Setting("train.workers", str(cpus - 1), "data-loader processes a GPU; the ranks share the node's CPUs")
     if kind.memory:
         yield Setting("cluster.slurm.memory", '"0"', f"a node; 0 is all it has, {kind.memory} MB")

@@ -12,6 +12,7 @@ from tula_cli.errors import SpecError
 from tula_cli.run.directory import RunDir
 from tula_cli.run.records.tasks import CheckTask, ProbeTask, Task, TrainTask
 from tula_cli.spec.job import JobSpec
+from tula_cli.spec.sections import FEWEST_WORKERS
 from tula_cli.spec.signature import cluster_signature
 from tula_cli.spec.slurm_options import Slurm, option
 
@@ -107,12 +108,18 @@ def wrapper(spec: JobSpec, *, environ: Mapping[str, str]) -> list[str]:
 def doubts(spec: JobSpec) -> tuple[str, ...]:
     """Return what is allowed and yet probably not meant."""
     slurm, ranks = _slurm(spec), spec.cluster.gpus_per_node
-    needed = spec.train.workers + 1
+    workers = FEWEST_WORKERS if spec.train.workers == "auto" else spec.train.workers
+    needed = workers + 1
     if spec.cluster.kind != "slurm" or (slurm.cpus_per_task or 0) >= needed or needed == 1:
         return ()
     if slurm.cpus_per_task is None:
         if "cpus-per-gpu" in slurm.extra:
             return ()
+        if spec.train.workers == "auto":
+            return (
+                "cluster.slurm.cpus_per_task is not set: SLURM may give one core to a rank and its data loader, which then"
+                " holds up the GPUs; set it to a node's cores over its GPUs",
+            )
         return (
             f"cluster.slurm.cpus_per_task is not set: SLURM may give one core to a rank and its {needed - 1} train.workers,"
             f" and loading data then holds up the GPUs; set it to {needed}",

@@ -48,6 +48,7 @@ class Environment(Record):
         int, str
     ] = {}  # bytes of an all-reduce -> what NCCL chose for it ("ring, simple"); the largest ones
     system: str = ""  # operating system and kernel of rank 0
+    workers: int | None = None  # data-loader processes of a rank
     variables: dict[str, str] = {}  # those of rank 0 that change how ranks run and talk
 
     @property

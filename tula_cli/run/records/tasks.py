@@ -7,6 +7,7 @@ from pydantic import Field, TypeAdapter
 from tula_cli.run.records.base import Record
 from tula_cli.run.records.recommendations import Prediction
 from tula_cli.spec.job import JobSpec
+from tula_cli.spec.sections import Workers
 
 
 class Rung(Record):
@@ -57,7 +58,7 @@ class TrainTask(Record):
     signature: str
     attempt: int  # from 1
     ladder: tuple[Rung, ...]  # descending batches
-    workers: int  # data-loader processes a rank (fewer after a host OOM)
+    workers: Workers  # data-loader processes a rank (fewer after a host OOM)
     cause: str = ""  # why this is a relaunch
     code: str = ""  # the snapshot of the user's code that runs; empty where the spec names none
 

@@ -4,6 +4,8 @@ from collections.abc import Iterator
 
 from tula_cli.run.records.inspections import Inspection
 from tula_cli.spec.job import JobSpec
+from tula_cli.spec.sections import FEWEST_WORKERS, MOST_WORKERS
+from tula_cli.words import plural
 
 
 def settings(spec: JobSpec, inspection: Inspection | None) -> tuple[str, ...]:
@@ -13,10 +15,30 @@ def settings(spec: JobSpec, inspection: Inspection | None) -> tuple[str, ...]:
         spec: the job.
         inspection: of its model and dataset; None where that is not known yet.
     """
+    loader = tuple(_loader(spec, inspection))
     if not _on_gpu(spec, inspection):
-        return ()
+        return loader
     found = ", ".join(_on(spec, inspection))
-    return (f"on a GPU: {found or 'no tf32, no cudnn_benchmark'} (section train)",)
+    return (f"on a GPU: {found or 'no tf32, no cudnn_benchmark'} (section train)", *loader)
+
+
+def _loader(spec: JobSpec, inspection: Inspection | None) -> Iterator[str]:
+    """Yield what `train.workers: auto` comes to."""
+    train, cluster = spec.train, spec.cluster
+    if train.workers != "auto":
+        return
+    cpus = cluster.slurm.cpus_per_task if cluster.slurm is not None else None
+    if cluster.kind == "slurm":
+        why = f"cluster.slurm.cpus_per_task: {cpus}" if cpus else "by the cores that SLURM gives it"
+        fewest, most = (train.loaders(cpus),) * 2 if cpus else (FEWEST_WORKERS, MOST_WORKERS)
+    elif inspection is not None:
+        ranks = [nodes * cluster.gpus_per_node for nodes in spec.search.nodes]
+        fewest, most = (train.loaders(inspection.cpus / count) for count in (max(ranks), min(ranks)))
+        why = f"by its share of {plural(inspection.cpus, 'core')}"
+    else:
+        return
+    number = str(most) if fewest == most else f"{fewest} to {most}"
+    yield f"data loader: {number} processes a rank, {why} (train.workers: auto)"
 
 
 def _on_gpu(spec: JobSpec, inspection: Inspection | None) -> bool:

@@ -129,7 +129,7 @@ def measure(
         capacity=worker_measure_meter.capacity(ranks, task.spec.cluster.memory_per_gpu),
         gradients=gradients,
         overheads=overheads.beside(trainer, eval_time=eval_time, refresh_time=refresh_time),
-        environment=environment.environment(ranks),
+        environment=environment.environment(ranks, workers=trainer.workers),
         dataset_size=len(datasets.train),
         eval_size=len(datasets.eval),
         energy=energy,

@@ -17,6 +17,7 @@ from tula_cli.errors import SpecError
 from tula_cli.optim import TulaOptimizer
 from tula_cli.run.records.tasks import ProbeTask, TrainTask
 from tula_cli.spec.job import JobSpec
+from tula_cli.spec.sections import Workers
 from tula_cli.worker.build import zoo
 from tula_cli.worker.build.ghost import apply_ghost_batch_norm, check_ghost_batch, check_small_batch
 from tula_cli.worker.build.recompute import apply_activation_checkpointing
@@ -108,7 +109,7 @@ class Trainer:
 
 
 def build(
-    task: ProbeTask | TrainTask, ranks: Ranks, datasets: Datasets, *, batch: int, workers: int, refresh: bool
+    task: ProbeTask | TrainTask, ranks: Ranks, datasets: Datasets, *, batch: int, workers: Workers, refresh: bool
 ) -> Trainer:
     """Build the trainer of a task at a global batch.
 
@@ -144,7 +145,7 @@ def build(
         scaler=torch.amp.GradScaler(ranks.device.type, enabled=spec.train.precision == "fp16"),
         loss=_loss(spec, ranks.device),
         batch=batch,
-        workers=workers,
+        workers=spec.train.loaders(ranks.cores()) if workers == "auto" else workers,
         clock=Clock(ranks.device),
         lr_ratios=zoo.lr_ratios(base, spec.optimizer.lr),
         channels_last=channels_last,

@@ -51,7 +51,9 @@ class TrainingLog:
         task, trainer = self.task, self.trainer
         lr, cause = trainer.lr, task.cause
         self.add("start", attempt=task.attempt, batch=task.batch, nodes=task.nodes, lr=lr, cause=cause)
-        self.add("environment", **environment.environment(trainer.ranks).model_dump(mode="json"))
+        self.add(
+            "environment", **environment.environment(trainer.ranks, workers=trainer.workers).model_dump(mode="json")
+        )
         for message in remarks(trainer):
             self.warn(message)
 

@@ -119,6 +119,12 @@ def blocks(num_classes: int = 3) -> nn.Module:
     return nn.Sequential(nn.Flatten(), nn.Sequential(*middle), nn.Linear(16, num_classes))
 
 
+def normed_blocks(num_classes: int = 3) -> nn.Module:
+    """Return a network of two blocks with BatchNorm, which can be recomputed."""
+    middle = [nn.Sequential(nn.Conv2d(width, 4, 3, padding=1), nn.BatchNorm2d(4)) for width in (1, 4)]
+    return nn.Sequential(nn.Sequential(*middle), nn.Flatten(), nn.Linear(64, num_classes))
+
+
 def wide(num_classes: int = 3, width: int = 50_000) -> nn.Module:
     """Return a network whose gradient takes a while to reduce."""
     return nn.Sequential(nn.Flatten(), nn.Linear(16, width), nn.ReLU(), nn.Linear(width, num_classes))

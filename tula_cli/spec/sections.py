@@ -97,6 +97,7 @@ class Train(Section):
     tf32: bool = True  # NVIDIA GPUs round what float32 products and convolutions multiply to 10 bits of mantissa
     # images' memory ordered by pixels; auto: networks with 2-d convolutions, where NVIDIA GPUs use their tensor cores
     channels_last: Literal["auto"] | bool = "auto"
+    compile: bool | Literal["default", "max-autotune-no-cudagraphs"] = False  # torch.compile; true or a mode of it
     cudnn_benchmark: Literal["auto"] | bool = (
         "auto"  # cuDNN times its algorithms; auto: on NVIDIA, unless deterministic
     )

@@ -11,7 +11,7 @@ from tula_cli.spec.resources import Cluster
 from tula_cli.spec.sections import Train
 from tula_cli.spec.slurm_options import Slurm
 
-COMPUTING = {"tf32", "channels_last", "cudnn_benchmark", "deterministic"}
+COMPUTING = {"tf32", "channels_last", "compile", "cudnn_benchmark", "deterministic"}
 """Settings of section train that change what a step takes, or how it is rounded, and nothing else."""
 
 

@@ -58,6 +58,8 @@ def _on(spec: JobSpec, inspection: Inspection | None) -> Iterator[str]:
         yield "channels_last"
     elif train.channels_last == "auto" and tensor_cores and convolutional:
         yield "channels_last (NVIDIA's tensor cores; a network with 2-d convolutions)"
+    if train.compile:
+        yield "compile" if train.compile is True else f"compile ({train.compile})"
     if train.deterministic:
         yield "deterministic"
     elif train.cudnn_benchmark == "auto":

@@ -12,6 +12,7 @@ from torch.distributed import GradBucket  # type: ignore[attr-defined]
 
 from tula_cli.models.efficiency import Pair
 from tula_cli.optim.parts.reduction import listen
+from tula_cli.worker.build.compiled import as_written
 from tula_cli.worker.ranks import Ranks
 from tula_cli.worker.train import loop as worker_train_loop
 from tula_cli.worker.train.loop import Step, Trainer
@@ -86,7 +87,7 @@ def halves(trainer: Trainer) -> Pair:
 
 
 def _gradient(trainer: Trainer, inputs: torch.Tensor, targets: torch.Tensor) -> list[torch.Tensor]:
-    with worker_train_loop.autocast(trainer):
+    with as_written(trainer.spec.train), worker_train_loop.autocast(trainer):
         loss = trainer.loss(trainer.ddp.module(inputs), targets)
     parameters = [p for p in trainer.ddp.parameters() if p.requires_grad]
     found = torch.autograd.grad(trainer.scaler.scale(loss), parameters, allow_unused=True)

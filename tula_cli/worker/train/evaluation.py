@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from tula_cli.worker.build.compiled import as_written
 from tula_cli.worker.build.sampling import eval_loader
 from tula_cli.worker.seeding import seed_torch, stable_seed
 from tula_cli.worker.train import loop as worker_train_loop
@@ -90,7 +91,8 @@ class Evaluator:
 
     def _score(self, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         """Return (loss, top-1 hits, top-5 hits, samples) summed over a batch."""
-        with autocast(self.trainer):
+        odd = len(inputs) != self.trainer.micro_batch  # the last batch, which is not worth a compilation
+        with as_written(self.trainer.spec.train) if odd else contextlib.nullcontext(), autocast(self.trainer):
             outputs = self.trainer.ddp.module(inputs)
             loss = self.trainer.loss(outputs, targets)
         count = len(inputs)
@@ -153,7 +155,7 @@ def renew_statistics(trainer: Trainer, *, batches: int, between: Callable[[], No
     try:
         with contextlib.closing(worker_train_loop.inputs(trainer)) as stream:
             for inputs in itertools.islice(stream, batches):
-                with autocast(trainer):
+                with as_written(trainer.spec.train), autocast(trainer):
                     trainer.ddp.module(inputs)
                 between()
     finally:

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from tula_cli.errors import SpecError
+from tula_cli.worker.build.compiled import as_written
 from tula_cli.worker.build.sampling import fixed_loader, permutation
 from tula_cli.worker.ranks import Ranks
 from tula_cli.worker.seeding import seed_torch, stable_seed
@@ -104,7 +105,7 @@ def measure(trainer: Trainer, *, samples: int, between: Callable[[], None] = lam
         SpecError: a layer has no second derivative.
     """
     began = time.monotonic()
-    with _unchanged(trainer.ddp.module), _graphs_allowed():
+    with _unchanged(trainer.ddp.module), _graphs_allowed(), as_written(trainer.spec.train):
         batches = _batches(trainer, samples)
         surface = LossSurface(trainer.ddp.module, trainer.loss, batches, trainer.ranks, seed=trainer.spec.train.seed)
         loss, gradient = surface.gradient()

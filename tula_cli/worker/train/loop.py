@@ -19,6 +19,7 @@ from tula_cli.run.records.tasks import ProbeTask, TrainTask
 from tula_cli.spec.job import JobSpec
 from tula_cli.spec.sections import Workers
 from tula_cli.worker.build import zoo
+from tula_cli.worker.build.compiled import as_written, compile_
 from tula_cli.worker.build.ghost import apply_ghost_batch_norm, check_ghost_batch, check_small_batch
 from tula_cli.worker.build.recompute import apply_activation_checkpointing
 from tula_cli.worker.build.samples import Datasets
@@ -130,6 +131,7 @@ def build(
     channels_last = wants_channels_last(spec.train, model, ranks.device)
     if channels_last:
         lay_channels_last(model)
+    compile_(model, spec.train)
     ids = [ranks.device] if ranks.device.type == "cuda" else None
     ddp = DistributedDataParallel(model, device_ids=ids, gradient_as_bucket_view=True)
     method = method_of(spec)
@@ -276,9 +278,12 @@ def _refresh(trainer: Trainer) -> bool:
     """Let the method do what only some steps do, with the finished gradient; return whether it did."""
     assert trainer.last_batch is not None
     inputs, targets = trainer.last_batch
+    each_step = (
+        trainer.spec.ags.resolved().each_step
+    )  # else ranks would compile it one after the other, for once an epoch
 
     def small_loss(count: int) -> torch.Tensor:
-        with autocast(trainer):
+        with nullcontext() if each_step else as_written(trainer.spec.train), autocast(trainer):
             return trainer.loss(trainer.ddp.module(inputs[:count]), targets[:count])
 
     return trainer.method.refresh(trainer, small_loss)

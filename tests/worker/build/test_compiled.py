@@ -1,0 +1,149 @@
+"""torch.compile: the same training and the same checkpoints, and nothing compiled in what is timed."""
+
+from collections.abc import Callable, Iterator
+from itertools import islice
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from worker_jobs import probe_task, rows, same, spec, train_task, trainer, weights
+
+from tula_cli.run.directory import RunDir
+from tula_cli.spec.job import JobSpec
+from tula_cli.worker.build import compiled
+from tula_cli.worker.build.datasets import build_datasets
+from tula_cli.worker.device import MemoryMeter
+from tula_cli.worker.entry import run_training
+from tula_cli.worker.measure.probe import run_probes
+from tula_cli.worker.ranks import Ranks
+from tula_cli.worker.train import checkpoint, evaluation, hessian
+from tula_cli.worker.train import loop as worker_train_loop
+
+pytestmark = [pytest.mark.torch, pytest.mark.filterwarnings("ignore:This DataLoader will create")]
+AGS: dict[str, Any] = {"train": {"method": "ags"}, "ags": {"delta": "inf", "b_small": 6, "refresh": {"every": 2}}}
+NORM: dict[str, Any] = {"model": {"args": {"norm": True}}}
+
+
+class Compiler:
+    """Compiles nothing: it passes graphs on as they are, and keeps whether each was to be differentiated."""
+
+    def __init__(self) -> None:
+        self.seen: list[bool] = []
+
+    def __call__(self, graph: torch.fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
+        self.seen.append(torch.is_grad_enabled())
+        return graph.forward
+
+
+@pytest.fixture
+def compiler(monkeypatch: pytest.MonkeyPatch) -> Iterator[Compiler]:
+    found = Compiler()
+    monkeypatch.setattr(compiled, "BACKEND", found)
+    torch._dynamo.reset()
+    yield found
+    torch._dynamo.reset()
+
+
+def job(*, compile: bool, **sections: Any) -> JobSpec:
+    return spec(**{**sections, "train": {**sections.get("train", {}), "compile": compile}})
+
+
+def close(one: nn.Module, other: nn.Module) -> None:
+    for (name, value), (_, expected) in zip(one.state_dict().items(), other.state_dict().items(), strict=True):
+        torch.testing.assert_close(value, expected, rtol=1e-4, atol=1e-5, msg=lambda text, name=name: f"{name} {text}")
+
+
+def test_it_learns_what_it_learns_as_written_with_one_graph_for_all_steps(alone: Ranks, compiler: Compiler) -> None:
+    plain, subject = (trainer(job(compile=wanted, **AGS, **NORM), alone) for wanted in (False, True))
+    for each in (plain, subject):
+        list(worker_train_loop.steps(each))
+    close(subject.ddp.module, plain.ddp.module)
+    assert subject.ags is not None and subject.ags.factors.n_refresh > 2, "the small batches have other shapes"
+    assert compiler.seen == [True]
+
+
+def test_a_small_batch_in_each_step_is_compiled_too(alone: Ranks, compiler: Compiler) -> None:
+    each_step = {**AGS, "ags": {**AGS["ags"], "refresh": {"every": 1}}}
+    list(islice(worker_train_loop.steps(trainer(job(compile=True, **each_step), alone)), 4))
+    assert compiler.seen == [True, True]
+
+
+def test_nothing_is_compiled_unless_that_is_asked_for(alone: Ranks, compiler: Compiler) -> None:
+    next(worker_train_loop.steps(trainer(job(compile=False), alone)))
+    assert compiler.seen == []
+
+
+@pytest.mark.parametrize("before", [True, False])
+def test_checkpoints_are_the_same_with_and_without(alone: Ranks, compiler: Compiler, run: RunDir, before: bool) -> None:
+    first, subject = (trainer(job(compile=wanted, **AGS, **NORM), alone) for wanted in (before, not before))
+    list(islice(worker_train_loop.steps(first), 3))
+    path = checkpoint.save(run, "5" * 8, first, best={}, is_best=False)
+    checkpoint.restore(subject, torch.load(path, weights_only=True))
+    assert same(weights(subject), weights(first))
+    for each in (first, subject):
+        next(worker_train_loop.steps(each))
+    close(subject.ddp.module, first.ddp.module)
+
+
+def test_an_evaluation_compiles_one_graph_for_all_batches_but_the_odd_last(alone: Ranks, compiler: Compiler) -> None:
+    sizes = {"dataset": {"args": {"eval_size": 40}}}  # 16, 16 and 8
+    plain, subject = (trainer(job(compile=wanted, **sizes), alone) for wanted in (False, True))
+    found = [evaluation.Evaluator(each).run() for each in (plain, subject)]
+    assert found[0].loss == pytest.approx(found[1].loss, rel=1e-5) and found[0].samples == 40
+    assert compiler.seen == [False]
+
+
+def test_curvature_is_that_of_the_model_as_written(
+    alone: Ranks, compiler: Compiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compiled, "BACKEND", "aot_eager")  # which has no second derivative
+    plain, subject = (hessian.measure(trainer(job(compile=c), alone), samples=20) for c in (False, True))
+    assert plain.eigenvalue == subject.eigenvalue
+
+
+def test_recomputed_blocks_write_their_statistics_once(
+    alone: Ranks, compiler: Compiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compiled, "BACKEND", "aot_eager")
+    asked = {"model": {"name": "worker_jobs:normed_blocks"}, "train": {"activation_checkpointing": True}}
+    plain, subject = (trainer(job(compile=wanted, **asked), alone) for wanted in (False, True))
+    for each in (plain, subject):
+        list(islice(worker_train_loop.steps(each), 3))
+    close(subject.ddp.module, plain.ddp.module)
+
+
+def test_nothing_is_compiled_in_what_a_probe_times(
+    alone: Ranks, compiler: Compiler, run: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    warm, settled = [], MemoryMeter.settled
+
+    def after_the_warm_up(meter: MemoryMeter) -> None:
+        warm.append(len(compiler.seen))
+        settled(meter)
+
+    monkeypatch.setattr(MemoryMeter, "settled", after_the_warm_up)
+    asked = {
+        "ags": {"delta": "inf", "b_small": 4},
+        "search": {"warmup_steps": 3},
+        "dataset": {"args": {"eval_size": 40}},
+    }
+    subject = job(compile=True, **{**AGS, **asked})
+    run_probes(probe_task(subject, 16), run, alone, build_datasets(subject), started_at=0.0)
+    (count,) = warm
+    assert count > 0
+    assert compiler.seen[count:] == [False], "evaluation, whose first pass is not timed either"
+
+
+@pytest.mark.proof
+@pytest.mark.parametrize("mode", [True, "max-autotune-no-cudagraphs"])
+def test_a_whole_training_is_compiled(alone: Ranks, run: RunDir, mode: Any) -> None:
+    """With torch's own compiler, which needs one of C++ here."""
+    subject = spec(**{**AGS, **NORM, "train": {**AGS["train"], "compile": mode, "hessian": True}})
+    task = train_task(subject)
+    run_training(task, run, alone, build_datasets(subject))
+    losses = [row["loss"] for row in rows(run, task, "epoch")]
+    plain = RunDir(run.path.with_name("plain"))
+    as_written = train_task(spec(**{**AGS, **NORM, "train": {**AGS["train"], "hessian": True}}))
+    run_training(as_written, plain, alone, build_datasets(subject))
+    assert losses == pytest.approx([row["loss"] for row in rows(plain, as_written, "epoch")], rel=1e-3)

@@ -1,0 +1,26 @@
+"""torch.compile, in place: the module stays the one it is, and so do its names, its state and whoever holds it."""
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import nn
+
+from tula_cli.spec.sections import Train
+
+BACKEND = "inductor"
+
+
+def compile_(model: nn.Module, train: Train) -> None:
+    """Have the model's forward and backward pass compiled when they are first run, where the job says so.
+
+    For each shape by itself: a step's inputs have one shape, and kernels for any shape would be slower.
+    """
+    if train.compile:
+        mode = None if train.compile is True else train.compile
+        model.compile(backend=BACKEND, mode=mode, dynamic=False)
+
+
+def as_written(train: Train) -> AbstractContextManager[Any]:
+    """Run models as they are written inside, not compiled: passes that are rare, or differentiated twice."""
+    return torch.compiler.set_stance("force_eager") if train.compile else nullcontext()

@@ -13,7 +13,14 @@ job = {
     "dataset": {"name": "digits"},  # 8 x 8 pixels, 1438 to train on
     "optimizer": {"name": "SGD", "lr": 0.05, "momentum": 0.9},
     "train": {"epochs": 2, "reference_batch": 128, "workers": 0},
-    "search": {"nodes": [1, 2], "min_batch": 128, "max_batch": 256, "steps": 5, "warmup_steps": 2, "max_node_hours": 1},
+    "search": {
+        "nodes": [1, 2],
+        "min_batch": 128,
+        "max_batch": 256,
+        "min_seconds": 0,
+        "max_seconds": 0.2,
+        "max_node_hours": 1,
+    },
 }
 
 # %% Is the job sound, and what would it search?

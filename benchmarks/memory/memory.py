@@ -49,6 +49,8 @@ from tula_cli.spec.kinds import parse_size  # noqa: E402
 MODELS = ("resnet50", "vgg11", "alexnet", "mobilenet_v3_large")
 IMAGES = 2**18
 """Of the dataset, which makes an image when it is asked for one: more than any batch has."""
+BRIEF = {"min_seconds": 0, "max_seconds": 10, "warmup_steps": 3}
+"""Settings of section search: step times are no more than a by-product."""
 SETTINGS = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", **LEFT_FREE}
 
 
@@ -146,7 +148,7 @@ def spec(model: str, precision: str, options: argparse.Namespace, *, device: str
             "transforms": {"train": ["ToTensor"], "eval": ["ToTensor"]},
             "optimizer": {"lr": 1e-4, "momentum": 0.9, "weight_decay": 5e-4},
             "train": {"epochs": 1, "method": options.method, "precision": precision, "workers": options.workers},
-            "search": {"nodes": [1], "min_batch": 1, "steps": options.steps, "warmup_steps": 3},
+            "search": {"nodes": [1], "min_batch": 1, "min_steps": options.steps, **BRIEF},
             "cluster": {"kind": "local", "device": device},
         }
     )
@@ -262,7 +264,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--cap-batch", type=int, default=48, help="on the CPU: the batch whose estimate is the limit")
     parser.add_argument("--memory", help="the limit, for example 16GiB")
     parser.add_argument("--method", default="lbt", choices=["ags", "lbt"])
-    parser.add_argument("--steps", type=int, default=10, help="timed steps a probe")
+    parser.add_argument("--steps", type=int, default=5, help="the fewest timed steps a probe")
     parser.add_argument("--workers", type=int, default=0, help="data-loader processes")
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--keep", type=Path, metavar="FILE", help="write what there is after each model, as JSON")

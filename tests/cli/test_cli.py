@@ -709,7 +709,7 @@ def test_list(cluster):
 
 def test_logs(cluster):
     tula("profile", "job.yaml")
-    assert tula("logs").err.endswith("no job has written anything; tula status shows how they ended\n")
+    assert tula("logs").err.endswith("no job has written anything yet\n")
     path = newest().log_path("probe-n002", 1)
     path.parent.mkdir()
     path.write_text("one\ntwo [bold]\n")

@@ -55,9 +55,9 @@ def test_a_shell_completes_commands_options_and_values() -> None:
 
 def test_completion_is_installed_for_a_shell(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "tula_cli", "--install-completion", "bash"]
-    # The shell that is named, not the one that the tests were started from: there may be none.
-    environment = {**os.environ, "HOME": str(tmp_path), "_TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION": "1"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        command, env={**os.environ, "HOME": str(tmp_path)}, capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     (written,) = (tmp_path / ".bash_completions").iterdir()
     assert str(written) in (tmp_path / ".bashrc").read_text()

@@ -19,13 +19,16 @@ from tula_cli.worker.preemption import Preempted, PreemptionHandler
 from tula_cli.worker.ranks import Ranks
 from tula_cli.worker.train import loop as worker_train_loop
 
+SHORTEST = {"min_steps": 5, "min_seconds": 0, "max_seconds": 1e-6, "warmup_steps": 2}
+"""A search whose probes take 7 steps before 5 timed ones, whatever the clock says."""
+
 SPEC: dict[str, Any] = {
     "name": "tiny",
     "model": {"name": "worker_jobs:net"},
     "dataset": {"name": "worker_jobs:Blobs"},
     "optimizer": {"lr": 0.1, "momentum": 0.9},
     "train": {"epochs": 2, "workers": 0, "method": "lbt", "reference_batch": 8, "seed": 3},
-    "search": {"nodes": [1], "min_batch": 8, "steps": 5, "warmup_steps": 2},
+    "search": {"nodes": [1], "min_batch": 8, **SHORTEST},
     "cluster": {"device": "cpu"},
 }
 

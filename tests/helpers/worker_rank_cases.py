@@ -25,7 +25,7 @@ from tula_cli.worker.build.datasets import build_datasets
 from tula_cli.worker.device import lift_memory_limit, limit_memory
 from tula_cli.worker.entry import run_training
 from tula_cli.worker.measure.gradients import GradientNormRecorder
-from tula_cli.worker.measure.probe import run_probes
+from tula_cli.worker.measure.probe import Blocks, run_probes
 from tula_cli.worker.preemption import Preempted, PreemptionHandler
 from tula_cli.worker.ranks import Ranks, joined
 from tula_cli.worker.train import checkpoint, evaluation, hessian, tuning
@@ -45,7 +45,20 @@ def main() -> None:
     with joined(job.cluster, handover=Path(sys.argv[1]) / "handover") as ranks:
         found = {
             case.__name__: case(folder, ranks)
-            for case in (plain, resumed, evaluated, norms, hooked, probed, trained_twice, tuned, left, buckets, curved)
+            for case in (
+                plain,
+                resumed,
+                evaluated,
+                norms,
+                hooked,
+                timed,
+                probed,
+                trained_twice,
+                tuned,
+                left,
+                buckets,
+                curved,
+            )
         }
     # Last: they leave holes in the heap, which the probes' peaks would not show.
     found |= {case.__name__: case() for case in (peaks, limits)}
@@ -205,8 +218,9 @@ def norms(folder: Path, ranks: Ranks) -> list[list[Any]]:
     """Return what the spy sees of some gradients at the first weights, and what they are by hand."""
     job = spec(train={"accumulate": 2}, model={"args": {"norm": True}})
     subject = trainer(job, ranks)
-    spy = GradientNormRecorder.attach(subject)
     subject.after_backward = lambda: None
+    list(islice(worker_train_loop.steps(subject), 1))  # DDP has reduced by itself
+    spy = GradientNormRecorder.attach(subject)
     list(spy.watch(islice(worker_train_loop.steps(subject), 3), subject.scaler))
     list(islice(worker_train_loop.steps(subject), 1))  # not watched
     plain, expected = trainer(job, ranks), []
@@ -218,8 +232,8 @@ def norms(folder: Path, ranks: Ranks) -> list[list[Any]]:
         expected.append((total / ranks.world, float(mean.square().sum())))
 
     plain.synchronise, plain.after_backward = False, look
-    list(islice(worker_train_loop.steps(plain), 3))
-    return [spy.pairs(), expected]
+    list(islice(worker_train_loop.steps(plain), 4))
+    return [spy.pairs(), expected[1:]]
 
 
 def hooked(folder: Path, ranks: Ranks) -> bool:
@@ -232,6 +246,16 @@ def hooked(folder: Path, ranks: Ranks) -> bool:
         list(spy.watch(steps, subject.scaler) if spy else steps)
         ends.append(weights(subject))
     return same(*ends)
+
+
+def timed(folder: Path, ranks: Ranks) -> list[int]:
+    """Return the steps of two windows that the ranks, each by its own clock, would end elsewhere."""
+    subject, found = trainer(spec(), ranks), []
+    for own in ((3, 9), (8, 2)):
+        blocks = Blocks(subject, lambda times, most=own[ranks.rank]: min(2, most - len(times)))  # type: ignore[misc]
+        blocks.take(worker_train_loop.steps(subject))
+        found.append(len(blocks.steps))
+    return found
 
 
 def probed(folder: Path, ranks: Ranks) -> None:

@@ -9,7 +9,7 @@ from tula_cli.models.choice.grid import Config
 from tula_cli.models.forecast import Forecast
 from tula_cli.models.observations import TooFew
 from tula_cli.run.records.inspections import Inspection
-from tula_cli.run.records.probes import Failed, Host, Measured, OutOfMemory
+from tula_cli.run.records.probes import Failed, GpuState, Host, Measured, OutOfMemory
 from tula_cli.services.search import probes
 
 SWEEP = {2: (16, 32, 64, 128, 256), 4: (8,), 8: (4,), 16: (2, 256)}
@@ -197,6 +197,27 @@ def test_doubtful_measurements_are_named() -> None:
     assert "flushed the allocator's cache 3 times" in text
     assert "torch 2.6" in text and "torch 2.7" in text
     assert not Forecast.from_results(spec(), probe_all(Truth(), SWEEP)).warnings
+
+
+def test_a_loader_slower_than_the_steps_is_named_with_its_figures() -> None:
+    results = probe_all(Truth(), SWEEP)
+    results[0] = results[0].model_copy(update={"cached_time": 0.02, "loader_time": 0.2})
+    results[1] = results[1].model_copy(update={"cached_time": 0.02, "loader_time": 0.025})
+    (found,) = Forecast.from_results(spec(), results).warnings
+    assert found.startswith("input-bound: ") and "(2 nodes at local batch 16)" in found
+    assert "data of a step in 200 ms, and a step on data that is there takes 20)" in found
+
+
+def test_clocks_that_were_held_down_are_named() -> None:
+    results = probe_all(Truth(), SWEEP)
+    free = GpuState(sm_mhz=1980, watts=400, held_down=())
+    capped = GpuState(sm_mhz=1305, watts=698, held_down=("heat", "power cap"))
+    results[0] = results[0].model_copy(update={"gpus": (free, capped)})
+    results[1] = results[1].model_copy(update={"gpus": (free, free)})
+    (found,) = Forecast.from_results(spec(), results).warnings
+    assert (
+        "held down by heat and power cap" in found and "(2 nodes at local batch 16; down to 1305 MHz at 698 W)" in found
+    )
 
 
 @pytest.mark.parametrize(

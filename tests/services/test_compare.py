@@ -29,7 +29,6 @@ from tula_cli.services import status as services_status
 from tula_cli.services.compare import Grid
 from tula_cli.services.comparison import accuracy, trainings
 from tula_cli.services.progress import job_status
-from tula_cli.show import compare as show_compare
 from tula_cli.show import live
 from tula_cli.show import screen as show_screen
 from tula_cli.show.html import page as show_html_page
@@ -454,15 +453,6 @@ def test_without_classes_the_loss_is_compared(run: RunDir) -> None:
     assert (found.gap, found.recovered) == (pytest.approx(0.5), pytest.approx(0.5))
 
 
-def test_there_is_a_column_for_notes_where_there_are_notes(run: RunDir) -> None:
-    def last_column(report: accuracy.CompareReport) -> object:
-        return show_compare.comparison_table(report).columns[-1].header
-
-    missing = table(run, plan(run).comparison)
-    assert str(last_column(trained(run, Trains()))).startswith("time")
-    assert last_column(missing) == "note"
-
-
 def test_a_partial_table_tells_what_is_missing(run: RunDir) -> None:
     planned, launcher = plan(run), Trains()
     for cell in planned.comparison.cells[:4]:
@@ -618,7 +608,6 @@ def test_the_page_stands_alone_and_draws_every_method(here: Trains, tmp_path: Pa
     content = (tmp_path / "page.html").read_text()
     assert code == 0
     assert "http" not in content and "<script" not in content
-    assert 'name="viewport"' in content and '<div class="wide"><table>' in content
     assert "lbt (reference)" in content and "91.00 ± 1.41" in content and "2 diverged" in content
     # Of the four that have numbers: by batch, on the way at two batches; the mean factor of all; of ags alone its norm,
     # eigenvalue and factors.

@@ -616,7 +616,5 @@ def test_a_plan_tells_what_it_may_cost_at_most(run):
     assert "2 probes in 1 job, 4 of 6 done already" in text
     assert "at most 20.0 min one job after the other, 0.667 node-h, 1.50 EUR" in text
     assert text.rstrip().endswith("torchrun it")
-    unpriced = printed(show_profile.plan(dataclasses.replace(plan, price_at_most=0.667, currency="node-h")))
-    assert unpriced.count("0.667 node-h") == 1
     nothing = dataclasses.replace(plan, tasks=())
     assert "all 6 probes have a result already" in printed(show_profile.plan(nothing))

@@ -26,7 +26,7 @@ model: {name: "emulated:Sleeping"}
 dataset: {name: "emulated:samples"}
 optimizer: {name: SGD, lr: 0.01}
 train: {epochs: 200, workers: 0, method: lbt}   # so many that starting, which depends on the load, decides nothing
-search: {nodes: [1, 2, 4], min_batch: 64, max_batch: 256, strategy: sweep, steps: 5, warmup_steps: 2, max_minutes: 4,
+search: {nodes: [1, 2, 4], min_batch: 64, max_batch: 256, strategy: sweep, min_steps: 5, min_seconds: 0, max_seconds: 0.001, warmup_steps: 2, max_minutes: 4,
          max_node_hours: 5}
 cluster: {kind: slurm, device: cpu, slurm: {minutes: 10, memory: 1500M}}
 """

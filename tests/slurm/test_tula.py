@@ -58,7 +58,7 @@ def test_methods_are_compared_side_by_side(tula: Tula, on_slurm: SlurmCluster) -
 
 
 def test_out_of_memory_of_the_ranks_goes_on_in_the_same_allocation(tula: Tula) -> None:
-    limit = ("--set", "cluster.memory_per_gpu=24MB")
+    limit = ("--set", "cluster.memory_per_gpu=20MB")
     summary = tula("train", "job.yaml", "--nodes", "2", "--batch", "1024", *limit, "--wait")["data"]
     assert summary["start_batch"] == 1024
     assert summary["batch"] < 1024

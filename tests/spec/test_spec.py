@@ -208,7 +208,10 @@ def test_all_problems_are_reported_at_once_with_their_paths(write):
     ("override", "path", "words"),
     [
         ("optimizer.momentom=0.9", "optimizer.momentom", "did you mean momentum"),
-        ("searhc.steps=3", "searhc", "did you mean search"),
+        ("searhc.min_steps=6", "searhc", "did you mean search"),
+        ("search.steps=50", "search.steps", "min_steps (10), min_seconds (2) and max_seconds (60)"),
+        ("search.min_seconds=61", "search", "max_seconds 60 is below min_seconds 61"),
+        ("search.min_steps=4", "search.min_steps", "greater than or equal to 5"),
         ("train.method=agz", "train.method", "did you mean ags"),
         ("train.precision=fp23", "train.precision", "none of"),
         ("cluster.xyz=1", "cluster.xyz", "known here: "),
@@ -383,15 +386,20 @@ def test_packing_is_one_of_two(write):
     assert "none of" in problems(write(MINIMAL), "search.packing=one")["search.packing"]
 
 
+def test_a_probe_is_expected_to_take_its_warm_up_its_window_and_its_other_looks():
+    assert spec().search.probe_seconds(0.1) == pytest.approx((10 + 20 + 4 * 10) * 0.1)
+    assert spec().search.probe_seconds(30) == pytest.approx((10 + 5 + 4 * 10) * 30)
+
+
 # --- sources
 
 
 def test_override_beats_environment_beats_file_beats_site(write, tmp_path):
-    site = write("search: {steps: 11, warmup_steps: 3}\ncluster: {interface: ib0}\n", "site.yaml")
-    path = write(MINIMAL + "search: {steps: 12, min_batch: 16}\n")
-    environ = {f"{ENV_PREFIX}SEARCH__STEPS": "13", f"{ENV_PREFIX}SEARCH__MIN_BATCH": "64", "OTHER": "1"}
-    found = load(path, "search.steps=14", environ=environ, site_files=[site, tmp_path / "absent.yaml"])
-    assert (found.search.steps, found.search.min_batch, found.search.warmup_steps) == (14, 64, 3)
+    site = write("search: {min_steps: 11, warmup_steps: 3}\ncluster: {interface: ib0}\n", "site.yaml")
+    path = write(MINIMAL + "search: {min_steps: 12, min_batch: 16}\n")
+    environ = {f"{ENV_PREFIX}SEARCH__MIN_STEPS": "13", f"{ENV_PREFIX}SEARCH__MIN_BATCH": "64", "OTHER": "1"}
+    found = load(path, "search.min_steps=14", environ=environ, site_files=[site, tmp_path / "absent.yaml"])
+    assert (found.search.min_steps, found.search.min_batch, found.search.warmup_steps) == (14, 64, 3)
     assert found.cluster.interface == "ib0"
 
 
@@ -436,7 +444,7 @@ def test_override_below_a_value_is_a_problem_of_that_path(write):
 def test_null_section_is_a_problem_and_an_override_fills_it(write):
     path = write(MINIMAL + "search:\n")
     assert "search" in problems(path)
-    assert load(path, "search.steps=7").search.steps == 7
+    assert load(path, "search.min_steps=7").search.min_steps == 7
 
 
 # --- adaptive gradient scaling
@@ -493,7 +501,7 @@ def test_the_template_names_every_setting_of_ags():
         {"train__epochs": 99},
         {"train__seed": 5},
         {"search__nodes": [1]},
-        {"search__steps": 99},
+        {"search__min_steps": 99},
         {"dataset__download": True},
         {"schedule__warmup_epochs": 2.0},
         {"ags__delta": 0.1},
@@ -566,7 +574,7 @@ def test_what_changes_the_weights_changes_the_training_signature(change):
         {"train__tensorboard": True},
         {"train__diagnostics": True},
         {"train__hessian": {"every": 5, "samples": 64}},
-        {"search__steps": 9},
+        {"search__min_steps": 9},
         {"name": "b"},
     ],
 )

@@ -77,6 +77,10 @@ def test_watching_the_gradients_changes_no_weight(two_ranks: Path) -> None:
     assert facts(two_ranks, "hooked") == [True, True]
 
 
+def test_ranks_end_a_window_at_the_same_step(two_ranks: Path) -> None:
+    assert facts(two_ranks, "timed") == [[3, 8]] * 2
+
+
 def test_an_earlier_probe_leaves_no_memory_behind(two_ranks: Path) -> None:
     first, larger, second = (
         measured(two_ranks, name, local).memory for name, local in (("deep", 16), ("deep", 32), ("again", 16))

@@ -79,7 +79,7 @@ def logs(
             screen.note(f"==> {words.near(file)}")
         screen.line(line.text, line)
     if file is None:
-        screen.note(f"no job has written anything{' yet' if active() else '; tula status shows how they ended'}")
+        screen.note("no job has written anything yet")
 
 
 def cancel(

@@ -73,7 +73,7 @@ def clean_steps(ranks: Sequence[RankResult]) -> tuple[JointStep, ...]:
     if not clean:
         raise BadMeasurements(
             f"none of the {len(joint_steps(ranks))} timed steps was free of evaluations, saves and new epochs",
-            "raise search.steps, or have the script evaluate less often while it is measured (probe.args)",
+            "raise search.min_steps, or have the script evaluate less often while it is measured (probe.args)",
         )
     return clean
 

@@ -117,6 +117,7 @@ def doubts(measured: Sequence[Measured]) -> list[str]:
         *_software(measured),
         *_thrashing(measured),
         *_waiting(measured),
+        *_held_down(measured),
     ]
 
 
@@ -147,17 +148,55 @@ def _thrashing(measured: Sequence[Measured]) -> list[str]:
 
 def _waiting(measured: Sequence[Measured]) -> list[str]:
     """Say where the data loader sets the pace. Each rank has its own: more nodes bring more of them."""
-    waits: dict[int, list[str]] = {}
-    for probe in measured:
-        if probe.data_wait > _WAITING * centre(probe.step_times):
-            waits.setdefault(probe.nodes, []).append(str(probe.local_batch))
+    waits = [probe for probe in measured if _waits(probe)]
     if not waits:
         return []
-    where = "; ".join(f"{plural(n)} at local batch {', '.join(sizes)}" for n, sizes in waits.items())
     return [
-        f"input-bound: steps wait for the data loader for more than {_WAITING:.0%} of their time ({where}); it sets the pace,"
-        " and faster GPUs or links do not help there; more loader workers (train.workers) may"
+        f"input-bound: steps wait for the data loader for more than {_WAITING:.0%} of their time ({_places(waits)}); it sets"
+        f" the pace, and faster GPUs or links do not help there; more loader workers (train.workers) may{_rates(waits)}"
     ]
+
+
+def _waits(probe: Measured) -> bool:
+    """Return whether the loader sets the pace: where its workers deliver all at once, most steps wait for nothing."""
+    if probe.data_wait > _WAITING * centre(probe.step_times):
+        return True
+    alone, cached = probe.loader_time, probe.cached_time
+    return alone is not None and cached is not None and cached < (1 - _WAITING) * alone
+
+
+def _rates(waits: Iterable[Measured]) -> str:
+    """Say what the loader takes, and a step without it, where it is furthest behind; empty for older results."""
+    known = [(p.loader_time, p.cached_time, p) for p in waits if p.loader_time is not None and p.cached_time]
+    if not known:
+        return ""
+    alone, cached, probe = max(known, key=lambda row: row[0] / row[1])
+    return (
+        f" (with {place(probe.nodes, probe.local_batch)} it makes the data of a step in {1000 * alone:.3g} ms, and a step on"
+        f" data that is there takes {1000 * cached:.3g})"
+    )
+
+
+def _held_down(measured: Sequence[Measured]) -> list[str]:
+    """Say where GPUs ran below their clocks while they were timed."""
+    held = [(probe, state) for probe in measured for state in probe.gpus or () if state.held_down]
+    if not held:
+        return []
+    slowest = min((state for _, state in held), key=lambda state: state.sm_mhz)
+    reasons = sorted({reason for _, state in held for reason in state.held_down})
+    where = _places(list({probe.id: probe for probe, _ in held}.values()))
+    return [
+        f"throttled: the clocks of GPUs were held down by {' and '.join(reasons)} while steps were timed ({where}; down to"
+        f" {slowest.sm_mhz} MHz at {slowest.watts:.0f} W): a cooler GPU, or one with another power limit, takes another time"
+    ]
+
+
+def _places(probes: Iterable[Measured]) -> str:
+    """Name probes by their nodes."""
+    sizes: dict[int, list[str]] = {}
+    for probe in probes:
+        sizes.setdefault(probe.nodes, []).append(str(probe.local_batch))
+    return "; ".join(f"{plural(n)} at local batch {', '.join(batches)}" for n, batches in sizes.items())
 
 
 def _named(probe: Measured) -> str:

@@ -115,7 +115,7 @@ def _candidate(forecast: "Forecast", row: Prediction) -> "Candidate":
         batch=row.batch,
         steps=row.hours * 3600 / row.step_time,
         price=row.cost / row.hours if row.hours else 0.0,
-        probe_seconds=row.nodes * (search.steps + search.warmup_steps) * row.step_time,
+        probe_seconds=row.nodes * search.probe_seconds(row.step_time),
         job_seconds=row.nodes * (start + forecast.shutdown),
         measured=row.step_time if row.measured else None,
         doubt=math.log(row.step_high / row.step_low) / INTERVAL if row.step_low and row.step_high else 0.0,

@@ -92,9 +92,10 @@ def comparison_table(found: "CompareReport") -> "Table":
     accuracy = found.metric == "top1"
     metrics = ("top-1 (%)", "top-5 (%)") if accuracy else ("loss",)
     shown = [row for row in found.rows if row.cells]
-    headings = ["batch", "method", "n", *metrics, "gap", "recovered\n(%)", "samples", f"time\n({unit})"]
-    noted = any(map(comparison_note, shown))
-    made = table([*headings, *(["note"] * noted)], left=(1, len(headings)))
+    made = table(
+        ("batch", "method", "n", *metrics, "gap", "recovered\n(%)", "samples", f"time\n({unit})", "note"),
+        left=(1, 6 + len(metrics) + 1),
+    )
     batch = None
     for row in shown:
         stats = (row.top1, row.top5) if accuracy else (row.loss,)
@@ -107,7 +108,7 @@ def comparison_table(found: "CompareReport") -> "Table":
             "-" if row.recovered is None else f"{100 * row.recovered:.0f}",
             "-" if row.samples is None else f"{row.samples:.0f}",
             "-" if row.hours is None else number(3600 * row.hours / divisor),
-            *([comparison_note(row)] * noted),
+            comparison_note(row),
         )
         batch = row.batch
     return made

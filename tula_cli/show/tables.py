@@ -95,13 +95,8 @@ def listed(numbers: Iterable[int]) -> str:
 def at_most(hours: float | None, node_hours: float, price: float | None, currency: str) -> str:
     """Return an upper bound in words: time on this machine, node-hours, price."""
     time_ = "" if hours is None else f"{duration(3600 * hours)} one job after the other, "
-    return f"at most {time_}{node_hours_and_price(node_hours, price, currency)}"
-
-
-def node_hours_and_price(node_hours: float, price: float | None, currency: str) -> str:
-    """Return both in words; the price is left out where it is not known, or is the node-hours themselves."""
-    words = [f"{number(node_hours)} node-h", *([] if price is None else [f"{number(price)} {currency}"])]
-    return ", ".join(dict.fromkeys(words))
+    cost = "" if price is None else f", {number(price)} {currency}"
+    return f"at most {time_}{number(node_hours)} node-h{cost}"
 
 
 def by_type(

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from tula_cli.show.status import branches
-from tula_cli.show.tables import node_hours_and_price, table
+from tula_cli.show.tables import table
 from tula_cli.words import configuration, duration, number, percent, plural, time_unit
 
 if TYPE_CHECKING:
@@ -63,8 +63,7 @@ def _training_plan(plan: "TrainPlan") -> Iterator["RenderableType"]:
     high = "" if at_most is None else f" (90 % interval up to {duration(3600 * at_most)})"
     on_spot = ", on spot nodes" * (predicted.market == "spot")
     energy = "" if predicted.kwh is None else f", {number(predicted.kwh)} kWh"
-    spent = node_hours_and_price(predicted.hours * task.nodes, predicted.cost, currency)
-    yield f"{duration(3600 * predicted.hours)}{high}, {spent}{energy}{on_spot}"
+    yield f"{duration(3600 * predicted.hours)}{high}, {number(predicted.hours * task.nodes)} node-h, {number(predicted.cost)} {currency}{energy}{on_spot}"
     yield f"price: {plan.price}"
 
 

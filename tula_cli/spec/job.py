@@ -1,5 +1,6 @@
 """The whole job spec."""
 
+import math
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, ValidationError, model_validator
@@ -8,10 +9,15 @@ from pydantic_core import InitErrorDetails, PydanticCustomError
 from tula_cli.errors import SpecError
 from tula_cli.presets import DIVIDING
 from tula_cli.spec.ags import Ags, Auto
-from tula_cli.spec.kinds import Positive, PositiveFloat, Section
+from tula_cli.spec.kinds import NonNegativeFloat, Positive, PositiveFloat, Section
 from tula_cli.spec.merge import merge
 from tula_cli.spec.resources import UNPRICED, Cluster, NodeType, Pricing, TypeName
 from tula_cli.spec.sections import Dataset, Loss, Model, Optimizer, Schedule, Train, Transforms
+
+LEAST_STEPS = 5
+"""The fewest steps that a probe times, however long they take: fewer tell nothing of their spread."""
+LOOKS = 4
+"""Looks of a probe at steps of their own: on data that is there, at synchronisation, at gradients, at local work."""
 
 
 class Search(Section):
@@ -23,8 +29,13 @@ class Search(Section):
     # sweep: all batches on the fewest nodes, ends elsewhere; partial: the four corners; full: all; adaptive: in rounds
     strategy: Literal["sweep", "partial", "full", "adaptive"] = "sweep"
     tolerance: Annotated[float, Field(gt=0, lt=1)] = 0.01  # expected regret at which `adaptive` stops, a share
-    steps: Annotated[int, Field(ge=5)] = 50  # timed optimizer steps a probe
-    warmup_steps: Annotated[int, Field(ge=2)] = 10  # before those that are timed
+    # a probe times steps until it has as many, they have taken min_seconds, and the standard error of their mean is below 1 %
+    min_steps: Annotated[int, Field(ge=5)] = 10
+    min_seconds: NonNegativeFloat = 2.0  # clocks and power have settled by then
+    max_seconds: PositiveFloat = 60.0  # it ends then in any case, if it has 5; so does the warm-up
+    warmup_steps: Annotated[int, Field(ge=2)] = (
+        10  # at least, before those that are timed; it lasts until they are alike
+    )
     memory_margin: Annotated[float, Field(ge=0, lt=1)] = 0.1  # of the capacity, kept free
     max_node_hours: PositiveFloat | None = None  # the most profiling may cost
     max_minutes: PositiveFloat = 20.0  # the most one profiling job may last
@@ -34,9 +45,33 @@ class Search(Section):
     def _bounds_are_ordered(self) -> "Search":
         if self.max_batch is not None and self.max_batch < self.min_batch:
             raise ValueError(f"max_batch {self.max_batch} is below min_batch {self.min_batch}")
+        if self.max_seconds < self.min_seconds:
+            raise ValueError(f"max_seconds {self.max_seconds:g} is below min_seconds {self.min_seconds:g}")
         if len(set(self.nodes)) != len(self.nodes):
             raise ValueError(f"nodes names a size twice: {self.nodes}")
         return self
+
+    @property
+    def split_steps(self) -> int:
+        """How many steps a probe takes for each look of its own: synchronisation, gradients, work without either."""
+        return self.min_steps
+
+    def timed_steps(self, step_time: float) -> int:
+        """Return how many steps a probe is expected to time, where they are steady.
+
+        Args:
+            step_time: seconds of one.
+        """
+        wanted = max(self.min_steps, math.ceil(self.min_seconds / step_time))
+        return max(LEAST_STEPS, min(wanted, math.ceil(self.max_seconds / step_time)))
+
+    def probe_seconds(self, step_time: float) -> float:
+        """Return what the steps of a probe are expected to take: warm-up, timed ones, and its other looks. Seconds.
+
+        Args:
+            step_time: seconds of one.
+        """
+        return (self.warmup_steps + self.timed_steps(step_time) + LOOKS * self.split_steps) * step_time
 
 
 class JobSpec(Section):

@@ -12,7 +12,7 @@ from tula_cli.spec.yaml_text import parse_yaml, read_yaml
 SITE_FILE = "site.yaml"
 """The name of a site's and a user's own settings for all jobs."""
 ENV_PREFIX = "TULA_SPEC_"
-"""TULA_SPEC_SEARCH__STEPS=20 overrides search.steps: two underscores part the levels."""
+"""TULA_SPEC_SEARCH__MIN_STEPS=20 overrides search.min_steps: two underscores part the levels."""
 
 
 def merge_sources(

@@ -2,6 +2,7 @@
 
 import difflib
 import re
+from collections.abc import Mapping
 from typing import Any
 
 from tula_cli.errors import Problem
@@ -9,10 +10,17 @@ from tula_cli.spec.job import JobSpec
 from tula_cli.spec.kinds import Section
 from tula_cli.spec.resources import NodeType
 
+REPLACED: Mapping[tuple[str, ...], str] = {
+    ("search", "steps"): "in its place are min_steps (10), min_seconds (2) and max_seconds (60): a probe ends by itself"
+}
+"""Keys that there once were, and what is in their place."""
+
 
 def problem(item: Any) -> Problem:
     path = _readable_path(item["loc"])
     if item["type"] == "extra_forbidden":
+        if hint := REPLACED.get(item["loc"][-2:]):
+            return Problem(path, "no such key", hint)
         names = _names_at(item["loc"][:-1])
         close = difflib.get_close_matches(str(item["loc"][-1]), names, n=1, cutoff=0.5)
         hint = f"did you mean {close[0]}?" if close else f"known here: {', '.join(sorted(names))}"

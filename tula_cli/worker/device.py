@@ -1,4 +1,4 @@
-"""The device: how it computes, what is brought to it, its memory, clock and versions. The one module of device code."""
+"""The device: its memory, clock and versions. The one module of device code."""
 
 import ctypes
 import functools

@@ -3,6 +3,7 @@
 import json
 import time
 from collections.abc import Callable
+from typing import Any
 
 from tula_cli.run.directory import RunDir
 from tula_cli.run.records.results import CountedEnergy
@@ -77,8 +78,8 @@ class TrainingEnergy:
         self._run.write_energy(self._signature, CountedEnergy(joules=joules, seconds=seconds))
 
 
-def _counter(gpu: str) -> Counter | None:
-    """Return what reads the counter of a GPU; None without the package, its library, the device, or a counter there.
+def nvml_device(gpu: str) -> tuple[Any, Any] | None:
+    """Return NVML and its handle of a GPU; None without the package, its library, or the device.
 
     Args:
         gpu: its UUID as torch tells it. NVML's numbers are of no use: CUDA_VISIBLE_DEVICES does not change them.
@@ -89,15 +90,24 @@ def _counter(gpu: str) -> Counter | None:
         return None
     try:
         pynvml.nvmlInit()
-        handle = pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{gpu.removeprefix('GPU-')}")
-        pynvml.nvmlDeviceGetTotalEnergyConsumption(handle)
-    except (pynvml.NVMLError, AttributeError):  # the latter of a package that is too old to know the counter
+        return pynvml, pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{gpu.removeprefix('GPU-')}")
+    except pynvml.NVMLError:
         return None
+
+
+def _counter(gpu: str) -> Counter | None:
+    """Return what reads the counter of a GPU; None where NVML does not know it, or it has none."""
+    if (found := nvml_device(gpu)) is None:
+        return None
+    nvml, handle = found
 
     def read() -> float | None:
         try:
-            return float(pynvml.nvmlDeviceGetTotalEnergyConsumption(handle)) / 1000  # mJ
-        except pynvml.NVMLError:
+            return float(nvml.nvmlDeviceGetTotalEnergyConsumption(handle)) / 1000  # mJ
+        except (nvml.NVMLError, AttributeError):  # the latter of a package that is too old to know the counter
             return None
+
+    if read() is None:
+        return None
 
     return read

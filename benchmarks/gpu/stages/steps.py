@@ -66,11 +66,10 @@ def timing(stage: Stage) -> None:
             spec = job(model, image=image, batch=batch, device=stage.device, precision=precision)
             told = timed(spec, me, batch=batch, least=0.1 if stage.tiny else 2.0)
             stage.tell(timing={key: told})
-            off, spy = told["probe_ms"] / told["events_ms"] - 1, told["spy_ratio"]
+            off = told["probe_ms"] / told["events_ms"] - 1
             stage.require_on_card(
                 "probe_ms", abs(off) <= 0.02, f"{key}: a probe's step is {100 * off:+.1f} % off"
             )  # fmt: skip
-            stage.require_on_card("spy_ratio", spy <= 1.02, f"{key}: with the norms looked at a step takes x{spy:.3f}")
         sustained(stage, spec, me, batch=batch, least=0.2 if stage.tiny else 20.0)
 
 
@@ -112,7 +111,7 @@ def between(fixed: Fixed, count: int) -> tuple[float, float]:
 
 
 def spied(spec: JobSpec, me: Ranks, *, batch: int, count: int) -> float:
-    """Return the seconds of a step in which a probe looks at the norms of gradients."""
+    """Return the seconds of a step in which a probe looks at the norms of gradients, which is not one that it times."""
     fixed = Fixed.of(spec, me, batch=batch)
     spy = GradientNormRecorder.attach(fixed.trainer)
     fixed.warm_up(5)

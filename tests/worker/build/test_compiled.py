@@ -1,15 +1,11 @@
 """torch.compile: the same training and the same checkpoints, and nothing compiled in what is timed."""
 
-import json
 from collections.abc import Callable, Iterator
 from itertools import islice
-from pathlib import Path
 from typing import Any
 
-import compiled_rank_cases
 import pytest
 import torch
-from start_ranks import errors, start_ranks
 from torch import nn
 from worker_jobs import probe_task, rows, same, spec, train_task, trainer, weights
 
@@ -137,14 +133,6 @@ def test_nothing_is_compiled_in_what_a_probe_times(
     (count,) = warm
     assert count > 0
     assert compiler.seen[count:] == [False], "evaluation, whose first pass is not timed either"
-
-
-@pytest.mark.proof
-def test_ranks_learn_what_they_learn_as_written(tmp_path: Path) -> None:
-    assert start_ranks(compiled_rank_cases.__file__, tmp_path, world=2), errors(tmp_path, 2)
-    first, other = (json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2))
-    assert max(*first["off"].values(), *other["off"].values()) < 1e-4
-    assert (first["probe"], other["probe"]) == (["Measured"], []), "rank 0 writes"
 
 
 @pytest.mark.proof

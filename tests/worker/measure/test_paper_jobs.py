@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from worker_jobs import probe_task
+from worker_jobs import SHORTEST, probe_task
 
 from tula_cli.run.directory import RunDir
 from tula_cli.run.records.probes import Measured
@@ -41,7 +41,7 @@ def probed(ranks: Ranks, run: RunDir, name: str, **changes: Any) -> Measured:
             "dataset": Dataset(name="FakeData", args=images),
             "cluster": Cluster(device="cpu"),
             "train": job.train.model_copy(update={"workers": 0}),
-            "search": job.search.model_copy(update={"nodes": [1], "steps": 5, "warmup_steps": 2}),
+            "search": job.search.model_copy(update={"nodes": [1], **SHORTEST}),
             **changes,
         }
     )

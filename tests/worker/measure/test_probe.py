@@ -12,7 +12,7 @@ from tula_cli.run.directory import RunDir
 from tula_cli.run.records.probes import Failed, Measured
 from tula_cli.worker.build.datasets import build_datasets
 from tula_cli.worker.measure import probe as worker_measure_probe
-from tula_cli.worker.measure.probe import run_probes, split_steps
+from tula_cli.worker.measure.probe import run_probes
 from tula_cli.worker.ranks import Ranks
 from tula_cli.worker.train import loop as worker_train_loop
 
@@ -29,12 +29,15 @@ def probe(run: RunDir, ranks: Ranks, *local_batches: int, **changes: dict[str, A
 
 
 def test_a_probe_measures_what_there_is(alone: Ranks, run: RunDir) -> None:
-    (found,) = probe(run, alone, 32, **DEEP, search={"warmup_steps": 3, "steps": 6})
+    (found,) = probe(run, alone, 32, **DEEP, search={"warmup_steps": 3})
     assert (found.batch, found.local_batch, found.nodes, found.accumulate) == (32, 32, 1, 1)
-    assert (len(found.step_times), len(found.warmup_times)) == (6, 3)
+    assert (len(found.step_times), len(found.warmup_times)) == (5, 3)
     assert all(0 < seconds < 60 for seconds in found.step_times)
     assert 0 < found.compute_time < 60
     assert 0 < found.data_wait < max(found.step_times)
+    assert found.cached_time is not None and 0 < found.cached_time < 60
+    assert found.loader_time is not None and 0 < found.loader_time < 60
+    assert found.gpus is None
     assert (found.dataset_size, found.eval_size, found.oversubscribed) == (128, 32, False)
     assert found.memory.activations > 5 * 32 * 4096 * 4  # half of its layers' outputs
     assert found.memory.static + found.memory.batch + found.memory.activations == found.memory.peak
@@ -45,7 +48,7 @@ def test_a_probe_measures_what_there_is(alone: Ranks, run: RunDir) -> None:
     assert 0 < overheads.eval_batch < 10
     assert overheads.eval_batch_size == 32
     assert 0 < overheads.startup < 60
-    assert found.gradients.steps == split_steps(spec()) == 5
+    assert found.gradients.steps == spec().search.split_steps == 5
 
 
 def test_the_energy_is_that_of_the_timed_steps(alone: Ranks, run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -67,8 +70,8 @@ def test_the_energy_is_that_of_the_timed_steps(alone: Ranks, run: RunDir, monkey
     assert probe(run, alone, 16)[0].energy is None
     job, before = 2, len(made)  # steps that the job takes before its first probe
     monkeypatch.setattr(worker_measure_probe, "EnergyMeter", Meter)
-    (found,) = probe(run, alone, 32, search={"warmup_steps": 3, "steps": 7})
-    assert found.energy == before + job + 3 + 3  # the middle one of the seven
+    (found,) = probe(run, alone, 32, search={"warmup_steps": 3})
+    assert found.energy == before + job + 3 + 2  # the middle one of the five
 
 
 def test_one_rank_has_nothing_to_synchronise(alone: Ranks, run: RunDir) -> None:
@@ -124,8 +127,8 @@ def test_what_is_known_is_not_measured_again_and_what_failed_is(alone: Ranks, ru
 
 
 def test_a_small_dataset_is_gone_through_again(alone: Ranks, run: RunDir) -> None:
-    (found,) = probe(run, alone, 32, train={"epochs": 1}, search={"steps": 20}, dataset={"args": {"size": 40}})
-    assert len(found.step_times) == 20
+    (found,) = probe(run, alone, 32, train={"epochs": 1}, dataset={"args": {"size": 40}})
+    assert len(found.step_times) == 5
 
 
 def test_a_batch_beyond_the_dataset_is_refused(alone: Ranks, run: RunDir) -> None:

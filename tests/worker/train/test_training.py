@@ -171,7 +171,8 @@ def test_tensorboard_files_are_written_when_asked(alone: Ranks, run: RunDir) -> 
 
 def test_fewer_steps_than_a_probe_took_are_not_compared(alone: Ranks, run: RunDir) -> None:
     task = train_task(
-        spec(search={"nodes": [1], "steps": 1000}), prediction=prediction(step_time=0.5, low=1e-9, high=2e-9)
+        spec(search={"nodes": [1], "min_steps": 1000, "max_seconds": 1000}),
+        prediction=prediction(step_time=0.5, low=1e-9, high=2e-9),
     )
     train(run, alone, task)
     assert [row["within"] for row in rows(run, task, "epoch")] == [None] * 2

@@ -109,22 +109,11 @@ _LEAST = {
 
 def _least(rows: Sequence[Prediction], curve: Quantity) -> Choice:
     ordered = sorted(rows, key=lambda row: _order(row, curve))
-    what = _nearly(ordered[0], rows, curve) + _LEAST[curve]
+    what = _LEAST[curve]
     count = "the only feasible configuration" if len(rows) == 1 else f"of {len(rows)} feasible configurations"
-    reason = f"{what} {count}{_range(rows, curve)}" if len(rows) > 1 else count
+    reason = f"the {what} {count}{_range(rows, curve)}" if len(rows) > 1 else count
     reason += _passed_over(ordered[0], rows, curve) + _as_good(ordered[0], rows, curve)
     return Choice(ordered[0], reason, tuple(ordered[1 : 1 + _RUNNERS_UP]))
-
-
-def _saved(chosen: Prediction, rows: Sequence[Prediction], curve: Quantity) -> float:
-    """Return the share of the chosen one's value that the least one saves."""
-    value = _value(chosen, curve)
-    return 1 - min(_value(row, curve) for row in rows) / value if value else 0.0
-
-
-def _nearly(chosen: Prediction, rows: Sequence[Prediction], curve: Quantity) -> str:
-    """Say so where another one is a hair below the chosen one, and less certain."""
-    return "nearly the " if 0 < _saved(chosen, rows, curve) < ALIKE / 2 else "the "
 
 
 def _passed_over(chosen: Prediction, rows: Sequence[Prediction], curve: Quantity) -> str:

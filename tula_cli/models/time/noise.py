@@ -1,5 +1,6 @@
 """The centre and the noise of repeated steps; without statsmodels, so that a training process can afford it."""
 
+import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -33,6 +34,21 @@ def drift(step_times: Sequence[float]) -> float | None:
     kept = _trimmed(step_times)
     blocks = np.array_split(np.clip(step_times, kept[0], kept[-1]), BLOCKS)
     return float(np.std([block.mean() for block in blocks], ddof=1))
+
+
+def standard_error(step_times: Sequence[float]) -> float:
+    """Return the standard error of `centre`; inf below five steps. Seconds.
+
+    Two are known, and the larger counts. One is that of a trimmed mean of independent values (Tukey and McLaughlin 1963: by
+    the variance where outliers are pulled in). The other is that of the means of five successive blocks (batch means),
+    which also holds where neighbouring steps are alike; by itself it is too often small by chance.
+    """
+    spread = drift(step_times)
+    if spread is None:
+        return math.inf
+    kept, count = _trimmed(step_times), len(step_times)
+    pulled_in = float(np.std(np.clip(step_times, kept[0], kept[-1]), ddof=1))
+    return max(pulled_in * math.sqrt(count) / len(kept), spread / math.sqrt(BLOCKS))
 
 
 def _trimmed(step_times: Sequence[float]) -> Floats:

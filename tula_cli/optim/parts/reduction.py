@@ -34,7 +34,7 @@ _registered: weakref.WeakKeyDictionary[DistributedDataParallel, Reduction] = wea
 
 
 def reduction(ddp: DistributedDataParallel) -> Reduction:
-    """Return the module's reduction; the first call has to come before the first backward pass.
+    """Return the module's reduction; the first call comes between two backward passes, at best before the first.
 
     Raises:
         RuntimeError: the module has a hook of someone else's.

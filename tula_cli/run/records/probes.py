@@ -67,6 +67,14 @@ class Overheads(Record):
     refresh: float  # one refresh of the AGS factors (0 where the method has none)
 
 
+class GpuState(Record):
+    """All GPUs of a probe at one moment of it, as NVML tells."""
+
+    sm_mhz: int  # of the slowest one
+    watts: float  # of the one that draws most
+    held_down: tuple[str, ...]  # why the clock of any is held down ("power cap", "heat" ...)
+
+
 class Measured(Record):
     """A probe that ran: (nodes, local batch) and what was seen."""
 
@@ -82,6 +90,8 @@ class Measured(Record):
     sync_time: float  # exposed synchronisation: from the last local gradient to the end of the reduction; median
     compute_time: float  # a whole step without synchronisation; median
     data_wait: float  # waiting for the data loader, within step_times; median
+    cached_time: float | None = None  # a whole step on data that is on the device already; median
+    loader_time: float | None = None  # that the data loader takes for the data of a step while nothing else is done
     memory: Components
     capacity: int | None  # bytes that there are for one rank; None where nothing bounds it
     gradients: GradientStats
@@ -90,6 +100,7 @@ class Measured(Record):
     dataset_size: int
     eval_size: int
     energy: float | None = None  # joules a step of all GPUs together; None where any has no counter of them
+    gpus: tuple[GpuState, GpuState] | None = None  # early in the timed steps, and at their end; None without NVML
     allocator_retries: int = 0
     oversubscribed: bool = False  # more ranks than cores, or GPUs: not comparable with anything
     measured_at: float  # Unix time

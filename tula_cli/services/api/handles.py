@@ -126,6 +126,8 @@ def _row(node_type: str | None, result: Result) -> dict[str, Any]:
         "sync_time_s": probe and probe.sync_time,
         "compute_time_s": probe and probe.compute_time,
         "data_wait_s": probe and probe.data_wait,
+        "cached_time_s": probe and probe.cached_time,
+        "loader_time_s": probe and probe.loader_time,
         "samples_per_s": step and batch / step,
         "peak_memory_bytes": probe and probe.memory.peak,
         "message": "" if isinstance(result, Measured) else result.message,

@@ -121,9 +121,7 @@ def _row(
         "step_time_s": row and row.step_time,
         "step_time_low_s": row and row.step_low,
         "step_time_high_s": row and row.step_high,
-        "sync_time_s": probe and probe.sync_time,
-        "compute_time_s": probe and probe.compute_time,
-        "data_wait_s": probe and probe.data_wait,
+        **_measured_cells(probe),
         "training_hours": row and row.hours,
         "training_hours_low": row and row.hours_low,
         "training_hours_high": row and row.hours_high,
@@ -138,6 +136,16 @@ def _row(
         "peak_memory_bytes": row and row.peak_memory,
         "memory_headroom_share": row and row.headroom,
         "note": result.message if isinstance(result, OutOfMemory | Failed) else why,
+    }
+
+
+def _measured_cells(probe: Measured | None) -> dict[str, Any]:
+    return {
+        "sync_time_s": probe and probe.sync_time,
+        "compute_time_s": probe and probe.compute_time,
+        "data_wait_s": probe and probe.data_wait,
+        "cached_time_s": probe and probe.cached_time,
+        "loader_time_s": probe and probe.loader_time,
     }
 
 

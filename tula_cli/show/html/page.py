@@ -22,8 +22,7 @@ table { border-collapse: collapse; font-variant-numeric: tabular-nums; }
 th, td { padding: .2rem .7rem; text-align: right; } th { border-bottom: 1px solid #444; vertical-align: bottom; }
 th:nth-child(2), td:nth-child(2), th:last-child, td:last-child { text-align: left; }
 tr.first td { border-top: 1px solid #ccc; } .charts { display: flex; flex-wrap: wrap; gap: 1rem; }
-.wide { overflow-x: auto; } svg { max-width: 100%; height: auto; } td { white-space: nowrap; }
-.legend span { display: inline-block; margin-right: 1.2rem; } .note { color: #555; max-width: 75ch; }
+.legend span { margin-right: 1.2rem; white-space: nowrap; } .note { color: #555; max-width: 75ch; }
 svg text { font: 12px system-ui, sans-serif; fill: #333; }
 """
 
@@ -46,8 +45,7 @@ def comparison(report: CompareReport, curves: Sequence[Curve], *, title: str) ->
         *_section(f"{_metric_words(report)} on the way", _on_the_way(report, curves, colors)),
         *_section("Diagnostics", _diagnostics(curves, colors)),
     ]
-    screen = '<meta name="viewport" content="width=device-width, initial-scale=1">'
-    head = f'<meta charset="utf-8">{screen}<title>{html.escape(title)}</title><style>{STYLE}</style>'
+    head = f'<meta charset="utf-8"><title>{html.escape(title)}</title><style>{STYLE}</style>'
     return f'<!doctype html><html lang="en"><head>{head}</head><body>\n' + "\n".join(parts) + "\n</body></html>\n"
 
 
@@ -94,7 +92,7 @@ def _table(report: CompareReport) -> str:
         first = ' class="first"' if row.batch != batch else ""
         lines.append(f"<tr{first}>" + "".join(f"<td>{cell}</td>" for cell in cells) + "</tr>")
         batch = row.batch
-    return f'<div class="wide"><table>{"".join(lines)}</table></div>'
+    return f"<table>{''.join(lines)}</table>"
 
 
 def _explained(report: CompareReport) -> str:

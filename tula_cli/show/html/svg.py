@@ -8,7 +8,7 @@ from typing import Any
 
 COLORS = ("#1f77b4", "#d62728", "#2ca02c", "#9467bd", "#ff7f0e", "#17becf", "#8c564b", "#e377c2", "#7f7f7f", "#bcbd22")
 WIDTH, HEIGHT = 560, 340
-LEFT, RIGHT, TOP, BOTTOM = 72, 14, 30, 44  # of the drawing's frame, in pixels
+LEFT, RIGHT, TOP, BOTTOM = 62, 14, 30, 44  # of the drawing's frame, in pixels
 
 
 @dataclass(frozen=True)

@@ -34,7 +34,7 @@ class GradientNormRecorder:
 
     @classmethod
     def attach(cls, trainer: Trainer) -> "GradientNormRecorder":
-        """Attach to a trainer that has not stepped yet; DDP keeps it."""
+        """Attach to a trainer between two of its steps; DDP keeps it."""
         spy = cls(trainer.ranks)
         listen(trainer.ddp, spy)
         return spy

@@ -3,22 +3,26 @@
 import itertools
 import statistics
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Generator, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
 
 from tula_cli.models.efficiency import Pair, summarise
 from tula_cli.models.halving import dearest
 from tula_cli.run.directory import RunDir
 from tula_cli.run.records.components import Components
-from tula_cli.run.records.probes import GradientStats, Measured, OutOfMemory, Overheads
+from tula_cli.run.records.probes import GpuState, GradientStats, Measured, OutOfMemory, Overheads
 from tula_cli.run.records.tasks import ProbeTask, probe_identity
-from tula_cli.spec.job import JobSpec
 from tula_cli.worker import device, environment
 from tula_cli.worker.build.samples import Datasets
 from tula_cli.worker.build.sampling import Position
 from tula_cli.worker.energy import EnergyMeter
 from tula_cli.worker.measure import meter as worker_measure_meter
+from tula_cli.worker.measure.gpu_states import GpuStates
 from tula_cli.worker.measure.gradients import GradientNormRecorder, halves
+from tula_cli.worker.measure.window import steps_to_time, steps_to_warm_up
 from tula_cli.worker.ranks import Ranks
 from tula_cli.worker.train import checkpoint, evaluation
 from tula_cli.worker.train import loop as worker_train_loop
@@ -26,6 +30,12 @@ from tula_cli.worker.train.loop import Step, Trainer
 
 EVAL_BATCHES = 8
 REFRESHES = 3
+NORMS = 50
+"""The most steps whose gradient norms are taken: they tell the start of training, and change the weights."""
+LOADED = 4
+"""The fewest batches by which a data loader is timed."""
+AHEAD = 2
+"""Batches that a worker of a data loader makes ahead: torch's default."""
 NEVER = 10**9
 """Steps until AGS refreshes by itself: a probe times refreshes apart from steps."""
 
@@ -98,53 +108,103 @@ def measure(
     meter = device.MemoryMeter(ranks.device)
     meter.reset()
     trainer = _trainer(task, ranks, datasets, local_batch=local_batch)
-    norms = GradientNormRecorder.attach(trainer)
     stream = endless(trainer)
-    search = task.spec.search
-    warmup = [next(stream)]
-    # With factors in place the timed steps scale as training does.
-    warmup.append(_step_with_refresh(trainer, stream))
-    warmup += itertools.islice(stream, search.warmup_steps - 2)
+    warmup_times = _warm_up(trainer, stream)
     meter.settled()
-    timed, energy = _timed(trainer, norms, itertools.islice(stream, search.steps))
-    refresh_time = _refresh_time(trainer, stream, timed)
-    eval_time = _eval_time(trainer)
-    memory = _memory(trainer, meter)  # before the gradients are looked at, which takes memory too
-    retries = int(ranks.largest(meter.allocator_retries()))
-    gradients = _gradients(trainer, norms, stream)
-    sync_time = _synchronisation(trainer, stream)
-    compute_time = _local_work(trainer, stream)
+    with _standing_still(trainer):
+        window = _timed(trainer, stream)
+        refresh_time = _refresh_time(trainer, stream, window.steps)
+        eval_time = _eval_time(trainer)
+        memory = _memory(trainer, meter)  # before all that trainings do not do
+        retries = int(ranks.largest(meter.allocator_retries()))
+    looks = _looks(trainer, stream, norms=min(NORMS, len(window.steps)))
     if retries:
         return _overfull(task, local_batch, retries)
     return Measured(
         **probe_identity(task, local_batch),
         batch=trainer.batch,
         accumulate=trainer.parts,
-        step_times=tuple(_seconds(trainer, timed)),
-        warmup_times=tuple(_seconds(trainer, warmup)),
-        sync_time=sync_time,
-        compute_time=compute_time,
-        data_wait=statistics.median(trainer.clock.seconds(step.start, step.loaded) for step in timed),
+        step_times=tuple(window.steps),
+        warmup_times=tuple(warmup_times),
+        data_wait=statistics.median(window.waits),
+        **looks,
         memory=memory,
         capacity=worker_measure_meter.capacity(ranks, task.spec.cluster.memory_per_gpu),
-        gradients=gradients,
         overheads=overheads.beside(trainer, eval_time=eval_time, refresh_time=refresh_time),
         environment=environment.environment(ranks, workers=trainer.workers),
         dataset_size=len(datasets.train),
         eval_size=len(datasets.eval),
-        energy=energy,
+        energy=window.joules,
+        gpus=window.gpus,
         allocator_retries=retries,
         oversubscribed=environment.oversubscribed(ranks, ranks_here=_ranks_here(task, ranks)),
         measured_at=time.time(),
     )
 
 
-def _timed(trainer: Trainer, norms: GradientNormRecorder, stream: Iterator[Step]) -> tuple[list[Step], float | None]:
-    """Take the timed steps; return them, and the joules of one on all GPUs (None where they have no counter)."""
-    meter = EnergyMeter(trainer.ranks)
-    steps = list(norms.watch(stream, trainer.scaler))
+def _warm_up(trainer: Trainer, stream: Iterator[Step]) -> list[float]:
+    """Take steps until they are alike; return their seconds."""
+    first = [next(stream)]
+    # With factors in place the timed steps scale as training does.
+    first.append(_step_with_refresh(trainer, stream))
+    queue = -(-AHEAD * trainer.workers // trainer.parts)
+    blocks = Blocks(trainer, partial(steps_to_warm_up, search=trainer.spec.search, ahead=queue))
+    blocks.take(stream)
+    return _seconds(trainer, first) + blocks.steps
+
+
+@contextmanager
+def _standing_still(trainer: Trainer) -> Iterator[None]:
+    """Take steps at a learning rate of 0, which take what others do.
+
+    Gradient norms belong to the start of training. A window of seconds may hold epochs of a small dataset.
+    """
+    factor, trainer.lr_factor = trainer.lr_factor, lambda _: 0.0
+    yield
+    trainer.lr_factor = factor
+
+
+@dataclass(frozen=True)
+class TimedWindow:
+    """The timed steps, and what the GPUs did meanwhile."""
+
+    steps: list[float]  # seconds
+    waits: list[float]  # for data, seconds
+    joules: float | None  # of one step on all GPUs
+    gpus: tuple[GpuState, GpuState] | None
+
+
+def _timed(trainer: Trainer, stream: Iterator[Step]) -> TimedWindow:
+    """Take the timed steps."""
+    meter, states = EnergyMeter(trainer.ranks), GpuStates(trainer.ranks)
+    blocks = Blocks(trainer, partial(steps_to_time, search=trainer.spec.search), at_work=states.look)
+    blocks.take(stream)
     joules = meter.joules()
-    return steps, None if joules is None else joules / len(steps)
+    return TimedWindow(
+        steps=blocks.steps,
+        waits=blocks.waits,
+        joules=None if joules is None else joules / len(blocks.steps),
+        gpus=states.ends(),
+    )
+
+
+@dataclass
+class Blocks:
+    """Steps in blocks, as many as rank 0's clock tells; ranks agree between two of them, outside of any step."""
+
+    trainer: Trainer
+    more: Callable[[list[float]], int]  # the length of the next block by the seconds so far; 0: none
+    at_work: Callable[[], None] = lambda: None  # called at the end of a block, which a GPU is still busy with
+    steps: list[float] = field(default_factory=list)  # seconds
+    waits: list[float] = field(default_factory=list)  # for data
+
+    def take(self, stream: Iterator[Step]) -> None:
+        trainer = self.trainer
+        while count := trainer.ranks.from_first(self.more(self.steps) if trainer.ranks.first else 0):
+            block = list(itertools.islice(stream, count))
+            self.at_work()
+            self.steps += _seconds(trainer, block)
+            self.waits += [trainer.clock.seconds(step.start, step.loaded) for step in block]
 
 
 def _overfull(task: ProbeTask, local_batch: int, retries: int) -> OutOfMemory:
@@ -169,28 +229,23 @@ def _memory(trainer: Trainer, meter: device.MemoryMeter) -> Components:
     )
 
 
-def endless(trainer: Trainer) -> Iterator[Step]:
+def endless(trainer: Trainer) -> Generator[Step, None, None]:
     """Yield the loop's steps, starting over where a small dataset is used up before the probe is done."""
     while True:
         yield from worker_train_loop.steps(trainer)
         trainer.position = Position()
 
 
-def split_steps(spec: JobSpec) -> int:
-    """Return how many steps time the synchronisation, and how many the work without it."""
-    return max(5, spec.search.steps // 5)
-
-
 def _seconds(trainer: Trainer, steps: list[Step]) -> list[float]:
     return [trainer.clock.seconds(step.start, step.end) for step in steps]
 
 
-def _refresh_time(trainer: Trainer, stream: Iterator[Step], timed: list[Step]) -> float:
+def _refresh_time(trainer: Trainer, stream: Iterator[Step], timed: list[float]) -> float:
     """Return what a refresh of the AGS factors adds to a step, in seconds."""
     if trainer.ags is None or trainer.ags.identity or trainer.spec.ags.resolved().each_step:
         return 0.0
     with_refresh = [_step_with_refresh(trainer, stream) for _ in range(REFRESHES)]
-    extra = statistics.median(_seconds(trainer, with_refresh)) - statistics.median(_seconds(trainer, timed))
+    extra = statistics.median(_seconds(trainer, with_refresh)) - statistics.median(timed)
     return max(0.0, extra)
 
 
@@ -214,10 +269,62 @@ def _eval_time(trainer: Trainer) -> float:
     return (time.perf_counter() - began) / max(1, batches)
 
 
-def _gradients(trainer: Trainer, norms: GradientNormRecorder, stream: Iterator[Step]) -> GradientStats:
-    """Return the gradient norms of the timed steps; where no probe of the search has two ranks, those of half batches."""
+def _looks(trainer: Trainer, stream: Generator[Step, None, None], *, norms: int) -> dict[str, Any]:
+    """Return what is found in steps of their own, by the names that it has in a result; the trainer has done its work.
+
+    Args:
+        trainer: of the probe.
+        stream: its steps.
+        norms: the most steps whose gradient norms are taken.
+    """
+    with _standing_still(trainer):
+        found: dict[str, Any] = {
+            "cached_time": _cached_time(trainer),
+            "sync_time": _synchronisation(trainer, stream),
+        }
+    found["gradients"] = _gradients(trainer, stream, norms=norms)
+    found["compute_time"] = _local_work(trainer, stream)
+    stream.close()  # with its workers
+    found["loader_time"] = _loader_time(trainer)
+    return found
+
+
+def _cached_time(trainer: Trainer) -> float:
+    """Return the median seconds of a step on data that is on the device already.
+
+    One batch again and again, and none beside those that training holds: a probe near the limit of memory is not ended.
+    """
+    steps = itertools.islice(worker_train_loop.cached(trainer), trainer.spec.search.split_steps)
+    return trainer.ranks.largest(statistics.median(_seconds(trainer, list(steps))))
+
+
+def _loader_time(trainer: Trainer) -> float:
+    """Return the seconds in which the data loader makes the data of a step, all ranks at once, while nothing else is done.
+
+    From the first batch on two rounds of all workers: their start is not counted, nor is a batch that was ready before.
+    """
+    batches = max(LOADED, AHEAD * trainer.workers)
+    loader = worker_train_loop.loaded(trainer, trainer.position.epoch + 2 + batches)  # of a batch an epoch at least
+    next(loader)
+    trainer.ranks.from_first(0)
+    began, taken = time.perf_counter(), 0
+    for _ in itertools.islice(loader, batches):
+        taken += 1
+        if time.perf_counter() - began > trainer.spec.search.max_seconds:
+            break
+    return trainer.ranks.largest((time.perf_counter() - began) / taken * trainer.parts)
+
+
+def _gradients(trainer: Trainer, stream: Iterator[Step], *, norms: int) -> GradientStats:
+    """Return the gradient norms of some more steps; where no probe of the search has two ranks, those of half batches.
+
+    From here on DDP has a communication hook, with which a step is not a training's any more.
+    """
     if _ranks_at_most(trainer) > 1 or trainer.micro_batch < 4:  # batch norm cannot do with one sample
-        return summarise(norms.pairs(), local_batch=trainer.local_batch, batch=trainer.batch)
+        recorder = GradientNormRecorder.attach(trainer)
+        for _ in recorder.watch(itertools.islice(stream, norms), trainer.scaler):
+            pass
+        return summarise(recorder.pairs(), local_batch=trainer.local_batch, batch=trainer.batch)
     pairs: list[Pair] = []
     _take(trainer, stream, lambda: pairs.append(halves(trainer)))
     half = trainer.micro_batch // 2
@@ -246,7 +353,7 @@ def _local_work(trainer: Trainer, stream: Iterator[Step]) -> float:
 def _take(trainer: Trainer, stream: Iterator[Step], look: Callable[[], None] | None) -> list[Step]:
     """Run some steps, looking at each finished gradient."""
     trainer.after_backward = look
-    steps = list(itertools.islice(stream, split_steps(trainer.spec)))
+    steps = list(itertools.islice(stream, trainer.spec.search.split_steps))
     trainer.after_backward = None
     return steps
 

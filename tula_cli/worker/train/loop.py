@@ -4,6 +4,7 @@
 evaluates and saves when an epoch ends. Nothing else trains.
 """
 
+import itertools
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -199,7 +200,7 @@ def steps(trainer: Trainer) -> Generator[Step, None, None]:
     """
     size = len(trainer.datasets.train)
     epochs = trainer.spec.train.epochs if trainer.until is None else trainer.until
-    stream = _loaded(trainer, epochs)
+    stream = loaded(trainer, epochs)
     trainer.ddp.train()
     while trainer.position.epoch < epochs:
         left = steps_left(size, trainer.position.done, trainer.batch)
@@ -215,7 +216,7 @@ def steps(trainer: Trainer) -> Generator[Step, None, None]:
             trainer.position = trainer.position.next_epoch()
 
 
-def _loaded(trainer: Trainer, epochs: int) -> Iterator[Any]:
+def loaded(trainer: Trainer, epochs: int) -> Iterator[Any]:
     """Return this rank's micro-batches from the trainer's position to the end of `epochs`."""
     batches = Batches(
         len(trainer.datasets.train),
@@ -231,9 +232,16 @@ def _loaded(trainer: Trainer, epochs: int) -> Iterator[Any]:
     return iter(train_loader(trainer.datasets.train, batches, workers=trainer.workers, pin=pin))
 
 
+def cached(trainer: Trainer) -> Iterator[Step]:
+    """Yield steps on the newest micro-batch, which is on the device, again and again: none of them waits for data."""
+    assert trainer.last_batch is not None
+    while True:
+        yield _step(trainer, itertools.repeat(trainer.last_batch), epoch_ends=False)
+
+
 def inputs(trainer: Trainer) -> Generator[torch.Tensor, None, None]:
     """Yield the inputs that would be trained next, micro-batch by micro-batch, over two epochs at most."""
-    for pair in _loaded(trainer, trainer.position.epoch + 2):
+    for pair in loaded(trainer, trainer.position.epoch + 2):
         yield to_device(trainer, pair)[0]
 
 

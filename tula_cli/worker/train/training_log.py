@@ -175,7 +175,10 @@ class TrainingLog:
 
         The interval is that of a probe's mean; an epoch of five steps would leave it by chance alone.
         """
-        wanted = max(len(self.step_times), self.task.spec.search.steps)
+        prediction = self.task.ladder[0].prediction
+        if prediction is None:
+            return None
+        wanted = max(len(self.step_times), self.task.spec.search.timed_steps(prediction.step_time))
         while len(self.window) > wanted:
             self.window.popleft()
         return centre(list(self.window)) if len(self.window) == wanted else None

@@ -112,8 +112,9 @@ def _tell(connection: socket.socket, answer: Mapping[str, object]) -> None:
 
 def _serve(connection: socket.socket) -> Request | None:
     """Fork for each request; returns it in the rank, and None here when there are no more."""
-    gc.collect()
-    gc.freeze()  # a collection in a rank would touch, and so copy, every page that holds one of these objects
+    # A collection in a rank would touch, and so copy, every page that holds one of these objects. None goes before: what
+    # it let go would be holes in the heap, which a rank could fill without counting against its cluster.memory_per_gpu.
+    gc.freeze()
     with connection.makefile("rb") as requests:
         for line in requests:
             request: Request = json.loads(line)

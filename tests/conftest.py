@@ -8,6 +8,7 @@ import pytest
 
 GROUPS = {
     "tests/slurm/test_recovery.py": "cluster 1",
+    "tests/slurm/test_first_job.py": "cluster 1",
     "tests/slurm/": "cluster 2",
     "tests/e2e/": "e2e",
     "tests/shim/": "shim",

@@ -22,6 +22,7 @@ from tula_cli.errors import DeviceFault, JobFailed, TulaError
 from tula_cli.run.directory import RunDir
 from tula_cli.run.records.base import OutcomeClass
 from tula_cli.run.records.jobs import Attempt, Failure, Job, LeaderCommand
+from tula_cli.run.records.probes import Failed
 from tula_cli.run.records.results import Branch, TrainResult, Tuning
 from tula_cli.run.records.tasks import ProbeTask, Rung, TrainTask
 from tula_cli.services import train
@@ -726,30 +727,29 @@ def test_a_rank_that_the_runtime_aborts_leaves_its_words_in_the_log(chain: Chain
     assert "Memory access fault by GPU node-4" in chain.run.training("s").attempts()[0].message
 
 
-def test_a_probe_on_a_faulty_node_fails_and_is_submitted_elsewhere(chain: Chain) -> None:
+def probed(chain: Chain, error: str) -> tuple[ProbeTask, Attempt, Failed]:
+    """Start a probe whose ranks die of an error; return it, its only attempt and its only result."""
     spec = chain.task.spec
     probe = ProbeTask(id="probe-n001", job="probe-n001", spec=spec, workdir="/", nodes=1, local_batches=(8, 16))
     chain.run.write_task(probe)
     chain.task = chain.task.model_copy(update={"id": probe.id})
-    chain.script = dies_of(ECC)
+    chain.script = dies_of(error)
     chain.start("11")
     (attempt,) = chain.run.attempts(probe.id)
     (result,) = chain.run.results()
+    assert isinstance(result, Failed)
+    return probe, attempt, result
+
+
+def test_a_probe_on_a_faulty_node_fails_and_is_submitted_elsewhere(chain: Chain) -> None:
+    probe, attempt, result = probed(chain, ECC)
     assert (attempt.outcome, result.outcome) == ("device_fault", "device_fault")
     assert result.message.endswith(f"on {attempt.host}")
     assert parameters(chain.run, probe)["exclude"] == attempt.host
 
 
 def test_a_probe_without_any_gpu_fails_once_and_no_node_is_left_out(chain: Chain) -> None:
-    probe = ProbeTask(
-        id="probe-n001", job="probe-n001", spec=chain.task.spec, workdir="/", nodes=1, local_batches=(8, 16)
-    )
-    chain.run.write_task(probe)
-    chain.task = chain.task.model_copy(update={"id": probe.id})
-    chain.script = dies_of(NO_GPU)
-    chain.start("11")
-    (attempt,) = chain.run.attempts(probe.id)
-    (result,) = chain.run.results()
+    probe, attempt, result = probed(chain, NO_GPU)
     assert (attempt.outcome, result.outcome) == ("user", "user")
     assert "cluster.slurm.gpus" in result.message
     assert "exclude" not in parameters(chain.run, probe)

@@ -13,6 +13,7 @@ from tula_cli.errors import BadMeasurements, Diverged, JobFailed, OutOfMemoryAtM
 from tula_cli.run.directory import RunDir
 from tula_cli.run.files import write_atomic
 from tula_cli.run.records.inspections import Inspection
+from tula_cli.run.records.recommendations import Prediction
 from tula_cli.run.records.results import CountedEnergy
 from tula_cli.run.records.tasks import Rung, TrainTask
 from tula_cli.services import train
@@ -183,17 +184,23 @@ def test_a_finished_run_answers_its_summary(run: RunDir) -> None:
     assert train.report(run, summary.signature) == summary
 
 
-@pytest.mark.parametrize(("market", "share"), [("on_demand", 1.0), ("spot", 0.25)])
-def test_what_was_paid_goes_by_the_nodes_it_was_recommended_for(tmp_path: Path, market: str, share: float) -> None:
-    spot = {"discount": 0.75, "interruptions_per_day": 1.0}
-    run = RunDir.create(tmp_path, make_runs.spec(pricing={"price": 3.0, "spot": spot}))
-    choice = make_runs.prediction(2, 128, market=market)
+def trained_for_two_hours(run: RunDir, choice: Prediction) -> TrainTask:
+    """Write what a finished training of a recommended configuration leaves, but for its summary; return its task."""
     run.write_recommendation(make_runs.recommendation(choice=choice))
     task = plan(run, run.spec()).task
     task = task.model_copy(update={"ladder": (Rung(batch=128, prediction=choice),)})
     run.write_task(task)
     run.write_attempt(make_runs.attempt(task.id, start=0.0, end=7200.0))
     run.write_train_result(make_runs.train_result(task.signature))
+    return task
+
+
+@pytest.mark.parametrize(("market", "share"), [("on_demand", 1.0), ("spot", 0.25)])
+def test_what_was_paid_goes_by_the_nodes_it_was_recommended_for(tmp_path: Path, market: str, share: float) -> None:
+    spot = {"discount": 0.75, "interruptions_per_day": 1.0}
+    run = RunDir.create(tmp_path, make_runs.spec(pricing={"price": 3.0, "spot": spot}))
+    choice = make_runs.prediction(2, 128, market=market)
+    task = trained_for_two_hours(run, choice)
     relaunch.write_summary(run, task)
     found = run.training(task.signature).summary()
     assert found is not None and found.actual_cost == pytest.approx(2 * 2 * 3.0 * share)
@@ -205,12 +212,7 @@ def test_the_energy_of_all_attempts_stands_beside_the_prediction(
 ) -> None:
     run = RunDir.create(tmp_path, make_runs.spec())
     choice = make_runs.prediction(2, 128, kwh=3.0)
-    run.write_recommendation(make_runs.recommendation(choice=choice))
-    task = plan(run, run.spec()).task
-    task = task.model_copy(update={"ladder": (Rung(batch=128, prediction=choice),)})
-    run.write_task(task)
-    run.write_attempt(make_runs.attempt(task.id, start=0.0, end=7200.0))
-    run.write_train_result(make_runs.train_result(task.signature))
+    task = trained_for_two_hours(run, choice)
     if seconds is not None:
         run.write_energy(task.signature, CountedEnergy(joules=7.2e6, seconds=seconds))
     relaunch.write_summary(run, task)

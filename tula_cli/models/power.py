@@ -37,9 +37,7 @@ class PowerModel:
     idle: float  # P, watts of a GPU
     per_sample: float  # e, joules; 0 where the probes do not tell it from P
     words: str
-    error: (
-        float | None
-    )  # half the 90 % interval of one more measurement, a share of it; None where there is no residual
+    error: float | None  # half the 90 % interval of one more measurement, a share of it; None without a residual
     _spread: Floats = field(repr=False)  # inverse of the normal equations, of as many rows as there are coefficients
 
     def measured(self, probe: Measured) -> Power:

@@ -188,17 +188,21 @@ def test_ctrl_c_while_jobs_are_submitted_leaves_none_that_is_not_written_down(
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler and not (run.path / "lock").exists()
 
 
-def test_ctrl_c_while_a_training_is_submitted_tells_that_it_goes_on(
-    cluster: AtOnce, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def press_ctrl_c_at_submission(monkeypatch: pytest.MonkeyPatch) -> None:
     submit = AtOnce.submit
 
     def pressed(self: AtOnce, run: RunDir, task: Any) -> Any:
         signal.raise_signal(signal.SIGINT)
         return submit(self, run, task)
 
-    run = tula.profile(make.SPEC)
     monkeypatch.setattr(AtOnce, "submit", pressed)
+
+
+def test_ctrl_c_while_a_training_is_submitted_tells_that_it_goes_on(
+    cluster: AtOnce, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = tula.profile(make.SPEC)
+    press_ctrl_c_at_submission(monkeypatch)
     with pytest.raises(Interruption, match="the jobs go on"):
         tula.train(run, nodes=1, batch=64)
     assert any(job.id.startswith("train-") for job in run.directory.jobs())
@@ -207,13 +211,7 @@ def test_ctrl_c_while_a_training_is_submitted_tells_that_it_goes_on(
 def test_ctrl_c_while_a_node_check_is_submitted_tells_that_it_goes_on(
     cluster: AtOnce, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    submit = AtOnce.submit
-
-    def pressed(self: AtOnce, run: RunDir, task: Any) -> Any:
-        signal.raise_signal(signal.SIGINT)
-        return submit(self, run, task)
-
-    monkeypatch.setattr(AtOnce, "submit", pressed)
+    press_ctrl_c_at_submission(monkeypatch)
     with pytest.raises(Interruption, match="check-n002-1 goes on"):
         tula.check_nodes(make.SPEC)
     assert cluster.submitted == ["check-n002-1"] and not cluster.cancelled

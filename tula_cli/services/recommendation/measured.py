@@ -94,11 +94,9 @@ def noise_of(all_measurements: Sequence[TypeMeasurements], *, needed: bool) -> N
     noise = efficiency.noise_scale(probe.gradients for probe in probes)
     if noise is not None or not needed:
         return noise
-    why = f"no probe ({len(probes)} measured) tells the gradient noise that time to accuracy follows from"
-    if pending := sum(measurements.pending for measurements in all_measurements):
-        raise _pending(pending, why)
-    raise BadMeasurements(
-        why,
+    raise _untold(
+        all_measurements,
+        f"no probe ({len(probes)} measured) tells the gradient noise that time to accuracy follows from",
         "it takes a probe on two or more GPUs (or, on one, a local batch of 2 or more) whose gradients are finite; where the"
         " results are older than this objective, delete some in results/ and run tula profile again",
     )
@@ -115,11 +113,9 @@ def with_energy(all_measurements: Sequence[TypeMeasurements]) -> tuple[list[Type
         unknown = [measurements.type for measurements in all_measurements if measurements.forecast.power is None]
         return known, [f"node type {name} is left out: no probe tells its energy" for name in unknown]
     count = sum(len(measurements.forecast.probes) for measurements in all_measurements)
-    why = f"no probe ({count} measured) tells the energy of its steps"
-    if pending := sum(measurements.pending for measurements in all_measurements):
-        raise _pending(pending, why)
-    raise BadMeasurements(
-        why,
+    raise _untold(
+        all_measurements,
+        f"no probe ({count} measured) tells the energy of its steps",
         "it takes NVIDIA GPUs that have an energy counter, and pip install 'tula-cli[nvml]' in the jobs' environment; probes"
         " that were measured without it tell it once their files in results/ are deleted and tula profile has run again",
     )
@@ -149,6 +145,12 @@ def _forecast(spec: JobSpec, results: Results, attempts: Sequence[Attempt], *, p
         if pending:
             raise _pending(pending, error.message) from error
         raise
+
+
+def _untold(all_measurements: Sequence[TypeMeasurements], why: str, hint: str) -> Pending | BadMeasurements:
+    """Return what is wrong where no probe tells something: those under way may yet."""
+    pending = sum(measurements.pending for measurements in all_measurements)
+    return _pending(pending, why) if pending else BadMeasurements(why, hint)
 
 
 def _pending(pending: int, why: str) -> Pending:

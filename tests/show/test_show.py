@@ -567,6 +567,10 @@ def test_the_summary_compares_predicted_with_actual():
     assert "2 attempts; relaunched because of: out of memory at batch 128" in text
 
 
+def test_the_summary_names_no_step_time_where_none_was_timed():
+    assert re.search(r"step time \(ms\) +100 +- +- *\n", printed(show_train.summary(make.summary(actual_step=None))))
+
+
 def test_the_summary_tells_the_energy_that_was_counted_and_of_how_much_of_the_time():
     text = printed(show_train.summary(make.summary(predicted_kwh=1.1, actual_kwh=1.0, counted=0.98)))
     assert re.search(r"energy \(kWh\) +1.10 +1.00 +\+10.0", text) and "counted over" not in text

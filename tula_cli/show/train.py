@@ -110,9 +110,8 @@ def _energy(predicted: float | None, actual: float, counted: float) -> tuple[str
     return told, here, error if counted >= WHOLE else "-"
 
 
-def _compared(predicted: float | None, actual: float, factor: float) -> tuple[str, str, str]:
+def _compared(predicted: float | None, actual: float | None, factor: float) -> tuple[str, str, str]:
     """Return predicted, actual, and the error of the prediction relative to actual."""
-    if predicted is None:
-        return "-", number(actual * factor), "-"
-    error = f"{100 * (predicted - actual) / actual:+.1f}" if actual else "-"
-    return number(predicted * factor), number(actual * factor), error
+    told, here = ("-" if value is None else number(value * factor) for value in (predicted, actual))
+    error = f"{100 * (predicted - actual) / actual:+.1f}" if predicted is not None and actual else "-"
+    return told, here, error

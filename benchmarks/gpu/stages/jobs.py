@@ -50,7 +50,8 @@ def told_by_run(stage: Stage) -> None:
     (signature,) = run.train_signatures()
     summary = run.training(signature).summary()
     assert summary is not None
-    error = summary.predicted_step / summary.actual_step - 1 if summary.predicted_step else None
+    predicted, actual = summary.predicted_step, summary.actual_step
+    error = predicted / actual - 1 if predicted and actual else None
     seen = probes[0].environment
     stage.tell(
         device=seen.device,

@@ -294,6 +294,14 @@ def test_the_step_time_is_that_of_the_last_batch_alone(alone: Ranks, run: RunDir
     assert result.step_time == pytest.approx(statistics.fmean(row["step_time"] for row in epochs[1:]))
 
 
+def test_where_every_step_refreshes_the_factors_none_is_timed(alone: Ranks, run: RunDir) -> None:
+    task = train_task(spec(train={"method": "ags"}, ags={"b_small": 8}), batch=96)
+    train(run, alone, task)
+    result = run.training(task.signature).result()
+    assert result is not None and result.steps == 2
+    assert result.step_time is None
+
+
 @pytest.mark.parametrize(("per_day", "saves"), [(0.0, 0), (10.0, 1)])
 def test_checkpoints_are_closer_on_nodes_that_are_taken_away(per_day: float, saves: int) -> None:
     saved: list[bool] = []

@@ -56,7 +56,7 @@ class TrainResult(Record):
     metrics: dict[str, float]  # of the last epoch: loss, top1, top5; those that are finite
     best_top1: float
     best_epoch: int  # of the highest top-1, or of the least loss where there are no classes
-    step_time: float  # seconds, over all epochs at the last batch; 0 where none was timed
+    step_time: float | None  # seconds, over all epochs at the last batch; None where all refreshed AGS
     finished_at: float
     tuning: Tuning | None = None  # of method auto
 
@@ -85,7 +85,7 @@ class Summary(Record):
     predicted_cost: float | None
     actual_cost: float
     predicted_step: float | None
-    actual_step: float
+    actual_step: float | None
     predicted_kwh: float | None = None
     actual_kwh: float | None = None  # None where the GPUs have no counter
     counted: float | None = None  # share of the actual hours over which it was counted

@@ -286,9 +286,8 @@ def _refresh(trainer: Trainer) -> bool:
     """Let the method do what only some steps do, with the finished gradient; return whether it did."""
     assert trainer.last_batch is not None
     inputs, targets = trainer.last_batch
-    each_step = (
-        trainer.spec.ags.resolved().each_step
-    )  # else ranks would compile it one after the other, for once an epoch
+    # Once an epoch is not worth compiling, which ranks would do one after the other.
+    each_step = trainer.spec.ags.resolved().each_step
 
     def small_loss(count: int) -> torch.Tensor:
         with nullcontext() if each_step else as_written(trainer.spec.train), autocast(trainer):

@@ -257,7 +257,7 @@ class Training:
                 metrics={name: value for name, value in metrics.items() if math.isfinite(value)},
                 best_top1=self.best["top1"] if math.isfinite(self.best["top1"]) else 0.0,
                 best_epoch=int(self.best["epoch"]),
-                step_time=self._step_time() or 0.0,
+                step_time=self._step_time(),
                 finished_at=time.time(),
                 tuning=self.run.training(signature).tuning(),
             )

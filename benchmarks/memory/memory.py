@@ -127,12 +127,12 @@ def judge(model: str, precision: str, options: argparse.Namespace, *, device: st
         peaks=tuple(probe.memory.peak for probe in found),
         estimated=tuple(estimate.peak(probe.local_batch) for probe in found),
         corrected=tuple(corrected.peak(probe.local_batch) for probe in found),
-        libraries=(estimate.libraries, found[0].memory.libraries),
+        libraries=(estimate.libraries, found[0].memory.libraries or 0),
         largest=true,
         largest_estimated=estimate.largest_local_batch(capacity, margin=0.0),
         largest_corrected=largest_corrected,
         suffered=suffered,
-        compute_times=tuple(probe.compute_time for probe in found),
+        compute_times=tuple(_alone(probe) for probe in found),
         compute_errors={"2": compute_error(found, [0, 1]), "3": compute_error(found, [0, 1, len(found) - 1])},
     )
 
@@ -193,15 +193,18 @@ def compute_error(found: Sequence[Measured], seen: Sequence[int]) -> float | Non
     unseen = [probe for index, probe in enumerate(found) if index not in seen]
     if not unseen or len(set(seen)) < len(seen):
         return None
-    probes = [
-        steptime.Observation(1, 1, found[i].local_batch, found[i].step_times, found[i].compute_time) for i in seen
-    ]
+    probes = [steptime.Observation(1, 1, found[i].local_batch, found[i].step_times, _alone(found[i])) for i in seen]
     try:
         fitted = steptime.fit(probes, collective="ring")
         off = [abs(fitted.predict(1, 1, p.local_batch).seconds / _median(p) - 1) for p in unseen]
     except BadMeasurements:
         return None
     return statistics.median(off)
+
+
+def _alone(probe: Measured) -> float:
+    assert probe.compute_time is not None  # tula's own loop measures it
+    return probe.compute_time
 
 
 def _median(probe: Measured) -> float:

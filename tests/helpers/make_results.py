@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from tula_cli.run.records.components import Components, Footprint
+from tula_cli.run.records.components import Components, Footprint, ModelStates, PeakMemory
 from tula_cli.run.records.inspections import Inspection
 from tula_cli.run.records.probes import Environment, GradientStats, Measured, OutOfMemory, Overheads
 from tula_cli.run.records.tasks import probe_id
@@ -91,6 +91,26 @@ def measured(
         measured_at=0.0,
     )
     return record.model_copy(update=changes)
+
+
+def of_a_script(probe: Measured, **changes: object) -> Measured:
+    """Return what an untouched script tells of a probe, without DDP: steps, and the peak of its memory."""
+    memory = PeakMemory(
+        states=ModelStates.model_validate(probe.memory.model_dump()),
+        peak=probe.memory.peak,
+        reserved=probe.memory.reserved,
+    )
+    nothing = dict.fromkeys(("eval_batch", "eval_batch_size", "checkpoint", "refresh"))
+    update = {
+        "sync_time": None,
+        "compute_time": None,
+        "data_wait": None,
+        "gradients": None,
+        "eval_size": None,
+        "memory": memory,
+        "overheads": probe.overheads.model_copy(update=nothing),
+    }
+    return probe.model_copy(update={**update, **changes})
 
 
 def _memory(truth: Truth, local_batch: int) -> Components:

@@ -189,3 +189,27 @@ def test_a_start_that_is_interrupted_begins_again() -> None:
     nothing = Work(epochs=1, steps=0, eval_batches=0, refreshes=0)
     expected = training_seconds(nothing, step_time=1.0, overheads=starting, rate=1 / 1000, wait=500)
     assert expected == pytest.approx(1500 * (math.e - 1))
+
+
+def test_what_was_not_measured_is_left_out() -> None:
+    unknown = Overheads(startup=30, eval_batch=None, eval_batch_size=None, checkpoint=None, refresh=None)
+    todo = Work(epochs=10, steps=100, eval_batches=4, refreshes=10)
+    assert training_seconds(todo, step_time=4.0, overheads=unknown) == pytest.approx(30 + 10 * 100 * 4.0)
+    assert training_seconds(todo, step_time=4.0, overheads=unknown, checkpoint_every=60) == pytest.approx(4030)
+
+
+def test_where_saving_was_not_measured_an_interruption_loses_the_epoch() -> None:
+    unknown = NOTHING.model_copy(update={"checkpoint": None})
+    todo, rate = Work(epochs=10, steps=1000, eval_batches=0, refreshes=0), 1 / 3600
+    each = math.expm1(rate * 1000) / rate
+    assert training_seconds(todo, step_time=1.0, overheads=unknown, rate=rate) == pytest.approx(10 * each)
+    saves_often = training_seconds(todo, step_time=1.0, overheads=NOTHING, rate=rate)
+    assert 10_000 < saves_often < 0.9 * 10 * each
+    assert checkpoint_interval(None) == math.inf
+
+
+def test_without_a_held_out_size_no_evaluation_is_counted() -> None:
+    sizes = {"batch": 64, "world": 2, "dataset_size": 6400}
+    assert work(spec(), **sizes, eval_size=None, eval_batch_size=10).eval_batches == 0
+    assert work(spec(), **sizes, eval_size=100, eval_batch_size=None).eval_batches == 0
+    assert work(spec(), **sizes, eval_size=100, eval_batch_size=10).eval_batches == 5

@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from make_results import MIB, Truth, footprint, inspected, measured, out_of_memory, probe_all, spec
+from make_results import MIB, Truth, footprint, inspected, measured, of_a_script, out_of_memory, probe_all, spec
 
 from tula_cli.errors import BadMeasurements, Infeasible
 from tula_cli.models.choice.grid import Config
@@ -292,3 +292,64 @@ def test_ranks_that_may_be_taken_away_save_more_often() -> None:
         return Forecast.from_results(job, probe_all(truth, SWEEP)).predict(Config(2, 64)).hours
 
     assert hours(None) == hours(0.0) < hours(50.0)
+
+
+# --- probes of a script, which do not tell everything
+
+LBT = spec(train={"method": "lbt"})  # nothing to refresh
+
+
+def test_a_script_is_forecast_by_its_steps_start_up_and_peaks() -> None:
+    truth = Truth()
+    grid = {1: (16, 32, 64, 128, 256), 2: (16, 256), 4: (8,), 8: (4, 256)}
+    forecast = Forecast.from_results(
+        spec(search={"nodes": [1, 2, 4, 8]}, train={"method": "lbt"}), [of_a_script(p) for p in probe_all(truth, grid)]
+    )
+    for nodes, batch in ((2, 128), (4, 512), (8, 1024)):
+        row = forecast.predict(Config(nodes, batch))
+        assert not row.measured
+        assert row.step_time == pytest.approx(truth.step_time(nodes, batch // nodes), rel=0.15)
+        steps = 10 * (truth.dataset_size // batch)
+        assert 3600 * row.hours == pytest.approx(truth.overheads.startup + steps * row.step_time)
+        assert row.peak_memory == pytest.approx(truth.peak(batch // nodes), rel=1e-6)
+        assert row.refresh_share == 0.0
+    assert forecast.eval_size is None
+    assert forecast.largest_local_batch == (int(16 * 1024 * 0.9) - 400) // 2
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({}, "neither evaluation nor checkpoints (not measured of the script)"),
+        ({"overheads": Truth().overheads}, "no evaluation (not"),
+        (
+            {"overheads": Truth().overheads.model_copy(update={"checkpoint": None}), "eval_size": 10},
+            "no checkpoints (not",
+        ),
+        ({"overheads": Truth().overheads, "eval_size": 10}, ""),
+    ],
+)
+def test_what_is_left_out_of_time_and_cost_is_said(changes: dict[str, object], said: str) -> None:
+    probes = [of_a_script(probe, **changes) for probe in probe_all(Truth(), SWEEP)]
+    found = [text for text in Forecast.from_results(LBT, probes).warnings if text.startswith("time and cost hold")]
+    assert len(found) == bool(said) and all(said in text for text in found)
+    one_tells = [*probes[1:], measured(Truth(), 2, 16)]
+    assert not any("time and cost" in text for text in Forecast.from_results(LBT, one_tells).warnings)
+
+
+def test_on_spot_nodes_it_is_said_what_an_interruption_is_taken_to_lose() -> None:
+    spot = {"price": 2.0, "spot": {"discount": 0.6, "interruptions_per_day": 2.0}}
+    probes = [of_a_script(probe) for probe in probe_all(Truth(), SWEEP)]
+    said = " ".join(Forecast.from_results(spec(pricing=spot, train={"method": "lbt"}), probes).warnings)
+    assert "lose what came since the epoch began" in said
+    assert "epoch began" not in " ".join(Forecast.from_results(LBT, probes).warnings)
+
+
+def test_what_peaks_do_not_tell_of_a_gpu_is_said() -> None:
+    probes = [of_a_script(probe) for probe in probe_all(Truth(), SWEEP)]
+    bounded = " ".join(Forecast.from_results(LBT, probes).warnings)
+    assert "CUDA, cuBLAS and NCCL hold" in bounded and "search.memory_margin (10%)" in bounded
+    unbounded = " ".join(Forecast.from_results(LBT, [p.model_copy(update={"capacity": None}) for p in probes]).warnings)
+    assert "local batches above 256" in unbounded and "cluster.memory_per_gpu" in unbounded
+    full = " ".join(Forecast.from_results(LBT, probe_all(Truth(), SWEEP)).warnings)
+    assert "cuBLAS" not in full and "not known" not in full

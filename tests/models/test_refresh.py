@@ -3,7 +3,7 @@
 from typing import Any
 
 import pytest
-from make_results import Truth, measured, probe_all, spec
+from make_results import Truth, measured, of_a_script, probe_all, spec
 
 from tula_cli.models import refresh
 from tula_cli.models.choice.grid import Config
@@ -89,3 +89,16 @@ def test_few_steps_between_refreshes_make_them_a_large_share() -> None:
         job = spec(train={"method": "ags", "epochs": 10, "reference_batch": 32}, ags={"refresh": {"every": every}})
         shares.append(Forecast.from_results(job, results).predict(Config(2, 256)).refresh_share)
     assert shares[0] < 0.05 < shares[1] < shares[2]
+
+
+def test_a_refresh_that_no_probe_tells_is_unknown() -> None:
+    job = spec(**AGS)
+    silent = [of_a_script(measured(Truth(), nodes, 64)) for nodes in (2, 4)]
+    ask = {"nodes": 2, "local_batch": 128, "batch": 256}
+    assert refresh.seconds(job, silent, **ask) is None and refresh.unknown(job, silent)
+    row = Forecast.from_results(job, silent).predict(Config(2, 128))
+    assert row.refresh_share is None
+    one = of_a_script(measured(Truth(), 1, 64))  # has no synchronisation: its step is a forward and a backward pass
+    assert refresh.seconds(job, [*silent, one], **ask) == pytest.approx(Truth().step_time(1, 64))
+    assert refresh.seconds(job, [*silent, probe(4, 64, took=0.3)], **ask) == 0.3
+    assert not refresh.unknown(job, [*silent, one]) and not refresh.unknown(spec(train={"method": "lbt"}), silent)

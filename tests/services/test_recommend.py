@@ -1,4 +1,5 @@
 import dataclasses
+import json
 import math
 import subprocess
 import sys
@@ -9,14 +10,16 @@ import pandas as pd
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from make_results import MIB, Truth, measured, out_of_memory, probe_all, spec, with_noise
+from make_results import MIB, Truth, measured, of_a_script, out_of_memory, probe_all, spec, with_noise
 
 from tula_cli.errors import BadMeasurements, Infeasible, Pending, SpecError
 from tula_cli.models.forecast import Forecast
 from tula_cli.run.directory import RunDir
+from tula_cli.run.records.components import PeakMemory
 from tula_cli.run.records.probes import Failed, Measured, OutOfMemory
 from tula_cli.run.records.recommendations import Prediction, Recommendation
 from tula_cli.run.records.tasks import ProbeTask
+from tula_cli.services.api.handles import Run
 from tula_cli.services.recommend import keep, recommend, renews
 from tula_cli.services.recommendation import measured as services_recommendation_measured
 from tula_cli.spec.job import JobSpec
@@ -611,3 +614,50 @@ def test_a_second_opinion_that_sees_the_choice_quite_differently_is_told(tmp_pat
     near = far.model_copy(update={"step_time": 1.1 * other, "step_low": 1.05 * other, "step_high": 1.15 * other})
     measured = far.model_copy(update={"measured": True})
     assert not any(services_recommendation_measured._second_opinion(forecast, row) for row in (wide, near, measured))
+
+
+# --- a script of the user's own, which does not tell everything
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> RunDir:
+    job = spec(search={"max_batch": 4096}, train={"method": "lbt"})
+    return run_with(tmp_path, [of_a_script(probe) for probe in probe_all(Truth(noise=0.01), SWEEP)], job=job)
+
+
+def test_a_script_is_recommended_by_its_steps_and_told_what_is_missing(script: RunDir) -> None:
+    found = ask(script, "knee")
+    assert "by their whole steps alone" in found.fit
+    assert [text for text in found.warnings if "time and cost" in text or "same progress" in text] == [
+        "nothing is told of the same progress: gradients were not measured, which of a script takes"
+        " DistributedDataParallel on two or more GPUs",
+        "time and cost hold neither evaluation nor checkpoints (not measured of the script)",
+    ]
+    assert found.efficiency == "" and found.choice.same_progress is None
+    assert RunDir.open(script.path).recommendation() == found
+
+
+def test_gradients_of_some_probes_are_enough_for_the_same_progress(tmp_path: Path) -> None:
+    own = with_noise(probe_all(Truth(), SWEEP), 500)
+    mixed = [of_a_script(probe, gradients=None if probe.nodes == 2 else probe.gradients) for probe in own]
+    found = ask(run_with(tmp_path, mixed), "accuracy-time")
+    assert "4 probes" in found.efficiency and not any("same progress" in text for text in found.warnings)
+
+
+def test_without_gradients_there_is_no_choice_by_accuracy_time(script: RunDir) -> None:
+    with pytest.raises(BadMeasurements, match="gradient noise") as caught:
+        ask(script, "accuracy-time")
+    assert "DistributedDataParallel" in caught.value.hint and "another objective" in caught.value.hint
+
+
+def test_cells_of_what_was_not_measured_are_empty(script: RunDir) -> None:
+    ask(script)
+    table = pd.read_csv(script.path / "results.csv")
+    seen = table[table.outcome == "measured"]
+    assert len(seen) == 9 and seen.step_time_s.notna().all() and seen.peak_memory_bytes.notna().all()
+    assert seen[["sync_time_s", "compute_time_s", "data_wait_s"]].isna().all().all()
+    frame = Run.of(script).results()
+    assert frame.step_time_s.notna().all() and frame[["sync_time_s", "data_wait_s"]].isna().all().all()
+    stored = json.loads((script.path / "results" / "probe-n002-l000016.json").read_text())
+    assert (stored["sync_time"], stored["gradients"], stored["memory"]["libraries"]) == (None, None, None)
+    assert isinstance(script.results()[0].memory, PeakMemory)  # type: ignore[union-attr]

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import make_runs as make
 import pytest
-from make_results import Truth, measured, out_of_memory
+from make_results import Truth, measured, of_a_script, out_of_memory
 
 from tula_cli import words
 from tula_cli.errors import JobFailed, Pending, Problem, SpecError
@@ -607,6 +607,15 @@ def test_the_measurements_name_what_did_not_fit_and_what_failed(run):
     assert rows[0][3] == "36.0", "20 ms and 32 times 0.5 ms"
     assert "probe-n002-l000032 failed (user): KeyError: 'x'\n" in text
     assert "missing: probe-n002-l000064" in text
+
+
+def test_a_probe_of_a_script_has_dashes_for_what_it_does_not_tell():
+    probe = of_a_script(measured(Truth(), 2, 16))
+    report = profile.ProfileReport(measured=(probe,), out_of_memory=(), failed=(), missing=())
+    (row,) = [
+        line.split() for line in printed(show_profile.profile_report(report)).splitlines() if re.match(" *2 ", line)
+    ]
+    assert row == ["2", "32", "16", "43.0", "-", "-", "744", "432", "measured"]
 
 
 def test_a_plan_tells_what_it_may_cost_at_most(run):

@@ -37,16 +37,19 @@ def interruption_rate(pricing: Pricing, nodes: int) -> float:
     return 0.0 if pricing.spot is None else pricing.spot.interruptions_per_day * nodes / DAY
 
 
-def checkpoint_interval(save_seconds: float, *, rate: float = 0.0) -> float:
+def checkpoint_interval(save_seconds: float | None, *, rate: float = 0.0) -> float:
     """Return the seconds between checkpoints that lose the least time, sqrt(2 x save x MTBF) (Young 1974, Daly 2006).
 
     Args:
-        save_seconds: what writing one checkpoint takes.
+        save_seconds: what writing one checkpoint takes; None where it was not measured.
         rate: interruptions a second that come beside those that any node has.
 
     Returns:
-        At least MIN_CHECKPOINT_SECONDS, however fast saving is.
+        At least MIN_CHECKPOINT_SECONDS, however fast saving is; infinite where that is not known, so that only the end of an
+        epoch is counted on.
     """
+    if save_seconds is None:
+        return math.inf
     between = 1 / (1 / INTERRUPTION_SECONDS + rate)
     return max(MIN_CHECKPOINT_SECONDS, math.sqrt(2 * max(0.0, save_seconds) * between))
 
@@ -64,7 +67,9 @@ class Work:
     branch_evals: int = 0  # evaluation batches of one branch, on each rank
 
 
-def work(spec: JobSpec, *, batch: int, world: int, dataset_size: int, eval_size: int, eval_batch_size: int) -> Work:
+def work(
+    spec: JobSpec, *, batch: int, world: int, dataset_size: int, eval_size: int | None, eval_batch_size: int | None
+) -> Work:
     """Count steps (Eq. 4a with whole steps: the last, partial batch is dropped), evaluations and refreshes.
 
     Args:
@@ -72,19 +77,23 @@ def work(spec: JobSpec, *, batch: int, world: int, dataset_size: int, eval_size:
         batch: samples an optimizer step over all GPUs.
         world: GPUs over all nodes.
         dataset_size: training samples.
-        eval_size: held-out samples.
-        eval_batch_size: evaluation samples of one rank at a time.
+        eval_size: held-out samples; None where they are not known: no evaluation is counted then.
+        eval_batch_size: evaluation samples of one rank at a time; None likewise.
     """
+
+    def evals(samples: int | None) -> int:
+        return 0 if samples is None or eval_batch_size is None else math.ceil(samples / (world * eval_batch_size))
+
     epochs, steps = spec.train.epochs, dataset_size // batch
     tuning = halving.plan(spec, batch=batch, dataset_size=dataset_size)
     return Work(
         epochs=epochs,
         steps=steps,
-        eval_batches=math.ceil(eval_size / (world * eval_batch_size)),
+        eval_batches=evals(eval_size),
         refreshes=refresh.count(spec, batch=batch, steps=steps),
         branches=tuning.branches,
         branch_steps=tuning.steps,
-        branch_evals=math.ceil(tuning.holdout / (world * eval_batch_size)),
+        branch_evals=evals(tuning.holdout),
     )
 
 
@@ -102,7 +111,7 @@ def training_seconds(
     Args:
         work: what there is to do.
         step_time: seconds an optimizer step.
-        overheads: seconds of the rest, from a probe.
+        overheads: seconds of the rest, from a probe; what was not measured is left out.
         checkpoint_every: seconds from one checkpoint to the next within an epoch, which ends with one in any case; None for
             `checkpoint_interval`.
         rate: interruptions a second; with them this is the expected time.
@@ -111,17 +120,19 @@ def training_seconds(
     Returns:
         Seconds; infinite where interruptions leave no time to get anywhere.
     """
-    save, restart = overheads.checkpoint, overheads.startup
-    interval = checkpoint_interval(save, rate=rate) if checkpoint_every is None else checkpoint_every
-    stepping = work.steps * step_time + work.refreshes / work.epochs * overheads.refresh
+    save, restart, eval_batch = overheads.checkpoint or 0.0, overheads.startup, overheads.eval_batch or 0.0
+    interval = checkpoint_interval(overheads.checkpoint, rate=rate) if checkpoint_every is None else checkpoint_every
+    stepping = work.steps * step_time + work.refreshes / work.epochs * (overheads.refresh or 0.0)
     # The checkpoint at the end of an epoch starts the clock anew.
     within = math.floor(stepping / interval)
-    rest = stepping - within * interval + work.eval_batches * overheads.eval_batch
-    epoch = within * _expected(interval + save, restart=restart, rate=rate, wait=wait)
-    epoch += _expected(rest + save, restart=restart, rate=rate, wait=wait)
+    done = within * interval if within else 0.0
+    rest = stepping - done + work.eval_batches * eval_batch
+    epoch = _expected(rest + save, restart=restart, rate=rate, wait=wait)
+    if within:
+        epoch += within * _expected(interval + save, restart=restart, rate=rate, wait=wait)
     tuning = 0.0
     if work.branches:  # each begins anew after an interruption
-        branch = work.branch_steps / work.branches * step_time + work.branch_evals * overheads.eval_batch
+        branch = work.branch_steps / work.branches * step_time + work.branch_evals * eval_batch
         tuning = work.branches * _expected(branch, restart=restart, rate=rate, wait=wait)
     return _expected(restart, restart=0.0, rate=rate, wait=wait) + work.epochs * epoch + tuning
 

@@ -5,10 +5,10 @@ import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from math import hypot, isfinite, log2
+from math import hypot, isfinite
 
 from tula_cli.errors import Infeasible
-from tula_cli.models import cost, power, refresh
+from tula_cli.models import cost, power
 from tula_cli.models.choice.grid import Config, candidates
 from tula_cli.models.memory import memory
 from tula_cli.models.memory.memory import MemoryModel
@@ -18,19 +18,20 @@ from tula_cli.models.observations import (
     bounds,
     capacity_of,
     doubts,
+    not_measured,
     observation,
     other_shape,
     require_one_hardware,
     require_some,
 )
+from tula_cli.models.overheads import OverheadModel
 from tula_cli.models.power import Power, PowerModel
 from tula_cli.models.time import steptime
-from tula_cli.models.time.noise import Z90
 from tula_cli.models.time.steptime import Estimate, StepTimeFit
 from tula_cli.run.records.base import Market
 from tula_cli.run.records.inspections import Inspection
 from tula_cli.run.records.jobs import Attempt
-from tula_cli.run.records.probes import Failed, Measured, OutOfMemory, Overheads
+from tula_cli.run.records.probes import Failed, Measured, OutOfMemory
 from tula_cli.run.records.recommendations import Prediction
 from tula_cli.run.records.tasks import Rung
 from tula_cli.spec.job import JobSpec
@@ -50,7 +51,7 @@ class Forecast:
     probes: Mapping[Probe, Measured]
     smallest_oom: int | None  # the smallest local batch that was out of memory
     dataset_size: int
-    eval_size: int
+    eval_size: int | None  # held-out samples; None where no probe tells
     shutdown: float  # seconds from the last measurement of a job to its end
     warnings: tuple[str, ...]
 
@@ -92,9 +93,15 @@ class Forecast:
             probes={(probe.nodes, probe.local_batch): probe for probe in measured},
             smallest_oom=min((oom.local_batch for oom in ooms), default=None),
             dataset_size=measured[0].dataset_size,
-            eval_size=measured[0].eval_size,
+            eval_size=next((probe.eval_size for probe in measured if probe.eval_size is not None), None),
             shutdown=_shutdown(attempts, measured),
-            warnings=(*doubts(measured), *steps.warnings, *bounds(spec, measured), *other_shape(spec, measured)),
+            warnings=(
+                *doubts(measured),
+                *steps.warnings,
+                *bounds(spec, measured),
+                *other_shape(spec, measured),
+                *not_measured(spec, measured),
+            ),
         )
 
     @cached_property
@@ -238,8 +245,8 @@ class Forecast:
     def _prediction(self, config: Config, step: Estimate, probe: Measured | None) -> Prediction:
         gpus = self.spec.cluster.gpus_per_node
         local_batch = config.local_batch(gpus)
-        training, overheads = self._training(config), self._overheads(config)
-        hours, startup = training(step.seconds), self._startup_spread / 3600
+        training, overheads = self._training(config), self._beside.at(config)
+        hours, startup = training(step.seconds), self._beside.startup_spread / 3600
         reserved = probe.memory.reserved if probe else self.memory.reserved(local_batch)
         found = Prediction(
             nodes=config.nodes,
@@ -255,7 +262,9 @@ class Forecast:
             peak_memory=reserved,
             headroom=None if self.capacity is None else 1 - self.memory.needed(local_batch) / self.capacity,
             measured=probe is not None,
-            refresh_share=self._work(config).refreshes * overheads.refresh / (3600 * hours),
+            refresh_share=None
+            if overheads.refresh is None
+            else self._work(config).refreshes * overheads.refresh / (3600 * hours),
         )
         return found if self.power is None else self._with_energy(found, probe, self.power)
 
@@ -276,7 +285,7 @@ class Forecast:
 
     def _training(self, config: Config, *, spot: Spot | None = None) -> Callable[[float], float]:
         """Return what gives the hours of the whole training from the step time; on spot nodes the expected ones."""
-        overheads, every = self._overheads(config), self.spec.train.checkpoint_every
+        overheads, every = self._beside.at(config), self.spec.train.checkpoint_every
         rate = cost.interruption_rate(self.spec.pricing, config.nodes)
         if every == "auto":  # as the ranks do it, who do not know which nodes they are on
             every = cost.checkpoint_interval(overheads.checkpoint, rate=rate)
@@ -307,56 +316,13 @@ class Forecast:
             world=config.nodes * self.spec.cluster.gpus_per_node,
             dataset_size=self.dataset_size,
             eval_size=self.eval_size,
-            eval_batch_size=self._overheads(config).eval_batch_size,
+            eval_batch_size=self._beside.at(config).eval_batch_size,
         )
 
     @cached_property
-    def _startup_spread(self) -> float:
-        """Half the 90 % interval of what a start takes from one job to the next: seconds, 0 where one job tells nothing."""
-        apart: list[float] = []
-        for nodes in {probe.nodes for probe in self.probes.values()}:
-            # The probes of one job started together: they tell the same.
-            seen = sorted({probe.overheads.startup for probe in self.probes.values() if probe.nodes == nodes})
-            apart.append(statistics.median(seen))
-        return Z90 * statistics.stdev(apart) if len(apart) > 1 else 0.0
-
-    @cached_property
-    def _overheads(self) -> Callable[[Config], Overheads]:
-        """What gives the overheads of a configuration; each is worked out once."""
-        return functools.cache(self._overheads_of)
-
-    @cached_property
-    def _of_the_job(self) -> Callable[[int], tuple[float, float]]:
-        return functools.cache(self._startup_and_checkpoint)
-
-    def _startup_and_checkpoint(self, nodes: int) -> tuple[float, float]:
-        """Return what no batch changes: the medians over the nearest number of nodes, in seconds."""
-        nearest = min(self.probes.values(), key=lambda probe: abs(log2(probe.nodes / nodes))).nodes
-        alike = [probe.overheads for probe in self.probes.values() if probe.nodes == nearest]
-        startup = statistics.median(overheads.startup for overheads in alike) + self.shutdown
-        return startup, statistics.median(overheads.checkpoint for overheads in alike)
-
-    def _overheads_of(self, config: Config) -> Overheads:
-        """Take those of the nearest local batch, and of the nearest number of nodes what no batch changes."""
-        local_batch = config.local_batch(self.spec.cluster.gpus_per_node)
-        nearest = min(
-            self.probes.values(),
-            key=lambda probe: (abs(log2(probe.local_batch / local_batch)), abs(log2(probe.nodes / config.nodes))),
-        )
-        startup, checkpoint = self._of_the_job(config.nodes)
-        return nearest.overheads.model_copy(
-            update={
-                "startup": startup,
-                "checkpoint": checkpoint,
-                "refresh": refresh.seconds(
-                    self.spec,
-                    self.probes.values(),
-                    nodes=config.nodes,
-                    local_batch=local_batch,
-                    batch=config.batch,
-                ),
-            }
-        )
+    def _beside(self) -> OverheadModel:
+        """What there is beside the steps."""
+        return OverheadModel(self.spec, tuple(self.probes.values()), self.shutdown)
 
 
 def _end(kwh: float, found: Power, bound: float | None, hours: float, *, side: int) -> float | None:

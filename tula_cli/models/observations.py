@@ -1,9 +1,11 @@
 """From results of probes to what the models are fitted to, and what makes them doubtful."""
 
+import math
 from collections.abc import Iterable, Sequence
 from typing import TypeVar
 
 from tula_cli.errors import BadMeasurements, Infeasible
+from tula_cli.models import refresh
 from tula_cli.models.time.noise import centre
 from tula_cli.models.time.steptime import Observation
 from tula_cli.run.records.inspections import Inspection
@@ -31,7 +33,7 @@ def observation(probe: Measured) -> Observation:
         gpus_per_node=probe.gpus_per_node,
         local_batch=probe.local_batch,
         step_times=probe.step_times,
-        compute_time=probe.compute_time,
+        compute_time=math.nan if probe.compute_time is None else probe.compute_time,
     )
 
 
@@ -55,6 +57,46 @@ def other_shape(spec: JobSpec, measured: Iterable[Measured]) -> list[str]:
     return [
         f"NCCL chose a {chosen} for its largest all-reduces on {plural(probe.nodes)}, and times are modelled as a"
         f" {modelled}'s: set cluster.collective: {chosen}"
+    ]
+
+
+def not_measured(spec: JobSpec, measured: Sequence[Measured]) -> list[str]:
+    """Say what the forecast leaves out, because a script of the user's own does not tell it."""
+    return [*_left_out(spec, measured), *_memory_unknown(spec, measured)]
+
+
+def _left_out(spec: JobSpec, measured: Sequence[Measured]) -> list[str]:
+    overheads = [probe.overheads for probe in measured]
+    no_eval = all(beside.eval_batch is None or beside.eval_batch_size is None for beside in overheads)
+    no_saves = all(beside.checkpoint is None for beside in overheads)
+    missing = [
+        *(["evaluation"] if no_eval or all(probe.eval_size is None for probe in measured) else []),
+        *(["checkpoints"] if no_saves else []),
+        *(["refreshes of the scaling factors"] if refresh.unknown(spec, measured) else []),
+    ]
+    if not missing:
+        return []
+    held = f"no {missing[0]}" if len(missing) == 1 else f"neither {' nor '.join(missing)}"
+    lost = no_saves and spec.pricing.spot is not None and spec.train.checkpoint_every == "auto"
+    spot = "; on spot nodes an interruption is taken to lose what came since the epoch began" if lost else ""
+    return [f"time and cost hold {held} (not measured of the script){spot}"]
+
+
+def _memory_unknown(spec: JobSpec, measured: Sequence[Measured]) -> list[str]:
+    on_gpu = [probe for probe in measured if probe.environment.device == "cuda"]
+    if not on_gpu:
+        return []
+    if capacity_of(spec, measured, None) is None:
+        largest = max(probe.local_batch for probe in on_gpu)
+        return [
+            f"how much memory a GPU has is not known: local batches above {largest}, the largest that ran, may not fit; set"
+            " cluster.memory_per_gpu"
+        ]
+    if all(probe.memory.libraries is not None for probe in on_gpu):
+        return []
+    return [
+        "what CUDA, cuBLAS and NCCL hold of a GPU's memory was not measured: it has to find room in search.memory_margin"
+        f" ({spec.search.memory_margin:.0%})"
     ]
 
 
@@ -159,7 +201,7 @@ def _waiting(measured: Sequence[Measured]) -> list[str]:
 
 def _waits(probe: Measured) -> bool:
     """Return whether the loader sets the pace: where its workers deliver all at once, most steps wait for nothing."""
-    if probe.data_wait > _WAITING * centre(probe.step_times):
+    if probe.data_wait is not None and probe.data_wait > _WAITING * centre(probe.step_times):
         return True
     alone, cached = probe.loader_time, probe.cached_time
     return alone is not None and cached is not None and cached < (1 - _WAITING) * alone

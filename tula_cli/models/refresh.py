@@ -3,6 +3,7 @@
 from collections.abc import Iterable
 from math import log2
 
+from tula_cli.models.time.noise import centre
 from tula_cli.run.records.probes import Measured
 from tula_cli.spec.ags import Every
 from tula_cli.spec.job import JobSpec
@@ -39,8 +40,8 @@ def count(spec: JobSpec, *, batch: int, steps: int) -> int:
     return spec.train.epochs * steps // refresh.every if isinstance(refresh, Every) else spec.train.epochs
 
 
-def seconds(spec: JobSpec, probes: Iterable[Measured], *, nodes: int, local_batch: int, batch: int) -> float:
-    """Return what one refresh adds to a step at a configuration.
+def seconds(spec: JobSpec, probes: Iterable[Measured], *, nodes: int, local_batch: int, batch: int) -> float | None:
+    """Return what one refresh adds to a step at a configuration; None where no probe tells.
 
     That of the probe whose rank took about as many samples for it, on about as many nodes. Where the probes' batches
     were all too small to scale, the step without synchronisation of the probe with about as many samples: a refresh is
@@ -49,9 +50,11 @@ def seconds(spec: JobSpec, probes: Iterable[Measured], *, nodes: int, local_batc
     if not apart(spec, batch):
         return 0.0
     known, share = list(probes), _share(spec, batch, local_batch)
-    refreshed = [probe for probe in known if apart(spec, probe.batch)]
-    if not refreshed:
-        return min(known, key=lambda probe: abs(log2(probe.local_batch / share))).compute_time
+    timed = [probe for probe in known if apart(spec, probe.batch) and probe.overheads.refresh is not None]
+    if not timed:
+        local = [probe for probe in known if _without_sync(probe) is not None]
+        nearest = min(local, key=lambda probe: abs(log2(probe.local_batch / share)), default=None)
+        return None if nearest is None else _without_sync(nearest)
 
     def unlike(probe: Measured) -> tuple[float, float, float]:
         return (
@@ -60,7 +63,20 @@ def seconds(spec: JobSpec, probes: Iterable[Measured], *, nodes: int, local_batc
             abs(log2(probe.local_batch / local_batch)),
         )
 
-    return min(refreshed, key=unlike).overheads.refresh
+    return min(timed, key=unlike).overheads.refresh
+
+
+def _without_sync(probe: Measured) -> float | None:
+    """Return a step without synchronisation, which one GPU's is in any case; None where it was not measured."""
+    if probe.compute_time is None and probe.nodes * probe.gpus_per_node == 1:
+        return centre(probe.step_times)
+    return probe.compute_time
+
+
+def unknown(spec: JobSpec, probes: Iterable[Measured]) -> bool:
+    """Return whether some steps take a refresh, and no probe tells what that is."""
+    apart_from_steps = spec.train.facts.refreshes and not spec.ags.resolved().each_step
+    return apart_from_steps and all(p.overheads.refresh is None and _without_sync(p) is None for p in probes)
 
 
 def _share(spec: JobSpec, batch: int, local_batch: int) -> int:

@@ -27,6 +27,7 @@ from tula_cli.services.recommendation.measured import (
     rests_on,
     state_of_the_probes,
     with_energy,
+    without_gradients,
 )
 from tula_cli.spec.job import JobSpec
 from tula_cli.words import plural
@@ -83,6 +84,7 @@ def recommend(
         all_measurements, unknown = with_energy(all_measurements)
         left_out += unknown
     noise = noise_of(all_measurements, needed=objective == "accuracy-time")
+    untold = without_gradients(all_measurements)
     allowed = _within(all_measurements, limits, noise)
 
     def answer(
@@ -92,11 +94,11 @@ def recommend(
         return found.model_copy(update={"options": tuple(options), "overrides": tuple(overrides)})
 
     by_type = {
-        measurements.part.type: answer([measurements], own, [])
+        measurements.part.type: answer([measurements], own, untold)
         for measurements in all_measurements
         if measurements.part.type is not None and (own := [row for row in allowed if row.type == measurements.type])
     }
-    return Answer(answer(all_measurements, allowed, left_out), by_type, all_measurements)
+    return Answer(answer(all_measurements, allowed, [*left_out, *untold]), by_type, all_measurements)
 
 
 def pending_probes(run: RunDir, spec: JobSpec, launcher_for: Callable[[JobSpec], Launcher]) -> dict[str | None, int]:

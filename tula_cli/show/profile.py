@@ -113,7 +113,7 @@ def _probe_row(row: "Measured | OutOfMemory | Failed", byte: float) -> tuple[str
             from tula_cli.models.time.noise import centre
 
             step = centre(row.step_times)  # what the fit takes
-            times = (number(1000 * step), number(1000 * row.sync_time), number(1000 * row.data_wait))
+            times = (_ms(step), _ms(row.sync_time), _ms(row.data_wait))
             outcome = "oversubscribed" if row.oversubscribed else "measured"
             return (*where, *times, number(row.batch / step), size(row.memory.peak, byte), outcome)
         case "out_of_memory":
@@ -121,3 +121,7 @@ def _probe_row(row: "Measured | OutOfMemory | Failed", byte: float) -> tuple[str
             return (*where, "-", "-", "-", "-", "-", outcome)
         case _:
             return (*where, "-", "-", "-", "-", "-", "failed")
+
+
+def _ms(seconds: float | None) -> str:
+    return number(None if seconds is None else 1000 * seconds)

@@ -82,7 +82,7 @@ def _progress(found: "Recommendation") -> Iterator[str]:
 def _refreshes(found: "Recommendation") -> Iterator[str]:
     """Say what refreshing the scaling factors takes of the choice's time, where it is worth a word."""
     share = found.choice.refresh_share
-    if share > 0.01:
+    if share is not None and share > 0.01:
         yield f"of that {100 * share:.2g} % for refreshing the scaling factors (ags.refresh says how often)"
 
 

@@ -59,7 +59,7 @@ def told_by_run(stage: Stage) -> None:
         hardware=seen.hardware,
         top1=share(summary.best_top1, 2),
         step_error=share(error),
-        libraries_mib=max(probe.memory.libraries for probe in probes) // 2**20,
+        libraries_mib=max(probe.memory.libraries or 0 for probe in probes) // 2**20,
         batches=[probe.batch for probe in probes],
         step_ms=[share(1000 * sorted(probe.step_times)[len(probe.step_times) // 2], 3) for probe in probes],
     )

@@ -3,11 +3,11 @@ from collections.abc import Callable, Iterable
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from make_results import MIB, Truth, footprint, measured
+from make_results import MIB, Truth, footprint, measured, of_a_script
 
 from tula_cli.errors import BadMeasurements
 from tula_cli.models.memory.memory import fit
-from tula_cli.run.records.components import Components, Footprint
+from tula_cli.run.records.components import Components, Footprint, ModelStates, PeakMemory
 from tula_cli.run.records.probes import Measured
 
 TRUTHS = st.builds(
@@ -219,3 +219,58 @@ def test_flat_probes_below_the_estimate_do_not_shrink_what_comes_after() -> None
 def test_no_point_is_refused() -> None:
     with pytest.raises(BadMeasurements):
         fit([])
+
+
+# --- peaks alone, as of a script of the user's own
+
+
+def peak(local_batch: int, bytes_: int, *, counted: int | None = 0, reserved: int | None = None) -> Measured:
+    """A probe that tells its peak; `counted` bytes are model states."""
+    states = None if counted is None else ModelStates(parameters=counted, gradients=0, optimizer=0, factors=0)
+    memory = PeakMemory(states=states, peak=bytes_, reserved=reserved or bytes_)
+    return of_a_script(measured(Truth(), 2, local_batch), memory=memory)
+
+
+@given(TRUTHS, st.integers(1, 4096), st.booleans())
+def test_two_peaks_are_a_line(truth: Truth, local_batch: int, counted: bool) -> None:
+    probes = [of_a_script(measured(truth, nodes, batch)) for nodes, batch in ((2, 8), (4, 64))]
+    if not counted:
+        probes = [p.model_copy(update={"memory": p.memory.model_copy(update={"states": None})}) for p in probes]
+    model = fit(probes)
+    assert model.peak(local_batch) == pytest.approx(truth.peak(local_batch), rel=0.01, abs=MIB)
+    largest = model.largest_local_batch(truth.peak(1000), margin=0.0)
+    assert largest == pytest.approx(1000, abs=1 + MIB / truth.sample_bytes)
+
+
+def test_peaks_bound_the_micro_batch() -> None:
+    split = Truth(accumulate=4)
+    model = fit([of_a_script(measured(split, 2, 32)), of_a_script(measured(split, 2, 128))], accumulate=4)
+    assert model.peak(512) == pytest.approx(Truth().peak(128), rel=1e-6)
+    assert model.largest_local_batch(Truth().peak(100), margin=0.0) == 400
+
+
+def test_one_peak_grows_by_what_is_beside_the_counted_states() -> None:
+    model = fit([of_a_script(measured(Truth(), 2, 32))])
+    assert model.peak(128) == pytest.approx(Truth().peak(128), rel=1e-6)
+    assert fit([peak(32, 600 * MIB, counted=None)]).peak(64) == 1200 * MIB, "nothing tells what stays"
+
+
+def test_more_may_be_counted_than_is_there_at_the_peak() -> None:
+    """Gradients are made after the peak: the line stays what the peaks are, and no batch is promised more room."""
+    model = fit([peak(32, 364 * MIB, counted=350 * MIB), peak(128, 556 * MIB, counted=350 * MIB)])
+    assert model.peak(512) == pytest.approx(1324 * MIB, rel=1e-6)
+    assert model.largest_local_batch(1324 * MIB, margin=0.0) == pytest.approx(512, abs=1)
+    alone = fit([peak(32, 300 * MIB, counted=350 * MIB)])  # more than there was: not believed
+    assert alone.largest_local_batch(600 * MIB, margin=0.0) == 64
+
+
+def test_what_the_allocator_holds_beyond_a_peak_counts() -> None:
+    model = fit([peak(b, (300 + b) * MIB, reserved=2 * (300 + b) * MIB) for b in (32, 64)])
+    assert model.reserved(128) == pytest.approx(2 * 428 * MIB, rel=1e-6)
+    assert model.largest_local_batch(2 * 400 * MIB, margin=0.0) == 100
+
+
+def test_peaks_tell_no_components() -> None:
+    with pytest.raises(BadMeasurements, match="not what it consists of"):
+        fit([of_a_script(measured(Truth(), 2, 32))]).footprint(64)
+    assert fit([of_a_script(measured(Truth(), 2, 32)), footprint(Truth(), 16)]).footprint(64).memory.batch > 0

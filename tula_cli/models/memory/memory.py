@@ -5,6 +5,9 @@
 m is the micro-batch (the local batch over the accumulation steps): what is in memory at one time. A(m), activations and
 workspaces, is a curve of straight pieces: the peak is the largest of several moments of a step, each a line. The estimate
 gives the curve its shape, the probes its level and its scale. All memory is bytes.
+
+Where a probe tells its peak alone (a script of the user's own), A(m) is all that the counted model states leave of it, the
+batch included, and nothing is told by component.
 """
 
 import math
@@ -15,7 +18,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from tula_cli.errors import BadMeasurements
-from tula_cli.run.records.components import Components, Footprint, ModelStates
+from tula_cli.run.records.components import Components, Footprint, ModelStates, PeakMemory
 from tula_cli.run.records.probes import Measured
 
 TELLING = 0.05
@@ -27,13 +30,26 @@ class _Point:
     """Eq. 3 at one micro-batch."""
 
     micro_batch: float
-    memory: Components
+    memory: Components | PeakMemory
     room: float | None  # a multiple of the peak
+    activations: float = (
+        math.nan
+    )  # of a peak alone what the other terms leave of it: negative where it has no room for them
 
     @property
     def held(self) -> float:
         """What the allocator holds, as a multiple of the peak."""
         return max(1.0, self.memory.reserved / self.memory.peak) if self.memory.peak > 0 else 1.0
+
+    @property
+    def states(self) -> ModelStates | None:
+        return self.memory if isinstance(self.memory, Components) else self.memory.states
+
+    def split(self, states: ModelStates, batch_slope: float) -> "_Point":
+        """Return it with its activations, given the terms that probes share."""
+        if isinstance(self.memory, Components):
+            return replace(self, activations=float(self.memory.activations))
+        return replace(self, activations=self.memory.peak - states.static - batch_slope * self.micro_batch)
 
 
 @dataclass(frozen=True)
@@ -62,7 +78,7 @@ class Curve:
 class MemoryModel:
     """Eq. 3 with its coefficients. Bytes; slopes are bytes a sample of the micro-batch."""
 
-    states: ModelStates
+    states: ModelStates  # 0 each where nothing tells them
     batch_slope: float
     activations: Curve  # over the micro-batch; never falls
     libraries: int  # what shares the capacity with all that
@@ -70,6 +86,7 @@ class MemoryModel:
     room: float  # what it gets by with where there is little, over memory in use: it then gives back what it has cached
     accumulate: int
     error: float | None  # median relative residual of the peak; None where nothing is left over to tell
+    by_component: bool = True  # False where peaks alone are known: batch and activations are one
 
     @property
     def slope(self) -> float:
@@ -86,7 +103,16 @@ class MemoryModel:
         return max(0.0, self.activations(micro_batch))
 
     def footprint(self, local_batch: int) -> Footprint:
-        """Return Eq. 3 at a local batch, component by component."""
+        """Return Eq. 3 at a local batch, component by component.
+
+        Raises:
+            BadMeasurements: the probes tell peaks alone.
+        """
+        if not self.by_component:
+            raise BadMeasurements(
+                "the probes tell their peak memory, and not what it consists of",
+                "tula recommend needs no more than that",
+            )
         micro_batch = local_batch / self.accumulate
         memory = Components(
             **self.states.model_dump(),
@@ -166,15 +192,20 @@ def fit(points: Iterable[Measured | Footprint], *, accumulate: int = 1) -> Memor
     if not measured and not estimated:
         raise BadMeasurements("nothing tells how much memory a batch takes", "run tula profile or tula estimate first")
     believed = measured or estimated
+    states = _states(believed, estimated)
+    slopes = _batch_slopes(believed) or _batch_slopes(estimated)
+    batch_slope = float(np.median(slopes)) if slopes else 0.0
+    apart = [[point.split(states, batch_slope) for point in points] for points in (measured, estimated)]
     model = MemoryModel(
-        states=_states(believed, estimated),
-        batch_slope=float(np.median([point.memory.batch / point.micro_batch for point in believed])),
-        activations=_activations(measured, estimated),
-        libraries=max(point.memory.libraries for point in believed),
+        states=states,
+        batch_slope=batch_slope,
+        activations=_activations(*apart),
+        libraries=max(point.memory.libraries or 0 for point in believed),
         held=_held(measured, estimated),
         room=_room(measured, estimated),
         accumulate=accumulate,
         error=None,
+        by_component=bool(slopes),
     )
     return replace(model, error=_median_error(model, believed))
 
@@ -189,28 +220,39 @@ def _of_footprint(footprint: Footprint, accumulate: int) -> _Point:
 
 
 def _states(believed: Sequence[_Point], estimated: Sequence[_Point]) -> ModelStates:
-    """Return the largest that was seen of each."""
-    seen = [point.memory for point in believed]
+    """Return the largest that was seen of each; 0 where nothing tells, or more was counted than a peak had room for."""
+    seen = [states for point in believed if (states := point.states) is not None]
+    if not seen:
+        return _NONE
     # AGS has none at batches where it is the identity: probes may be such, and the batch that is asked for not.
-    factors = max(memory.factors for memory in seen) or max((point.memory.factors for point in estimated), default=0)
-    return ModelStates(
-        parameters=max(memory.parameters for memory in seen),
-        gradients=max(memory.gradients for memory in seen),
-        optimizer=max(memory.optimizer for memory in seen),
-        factors=factors,
+    told = [states.factors for point in estimated if (states := point.states) is not None]
+    found = ModelStates(
+        parameters=max(states.parameters for states in seen),
+        gradients=max(states.gradients for states in seen),
+        optimizer=max(states.optimizer for states in seen),
+        factors=max(states.factors for states in seen) or max(told, default=0),
     )
+    peaks = [point.memory.peak for point in believed if isinstance(point.memory, PeakMemory)]
+    return _NONE if peaks and found.static >= min(peaks) else found
+
+
+_NONE = ModelStates(parameters=0, gradients=0, optimizer=0, factors=0)
+
+
+def _batch_slopes(points: Sequence[_Point]) -> list[float]:
+    return [point.memory.batch / point.micro_batch for point in points if isinstance(point.memory, Components)]
 
 
 def _activations(measured: Sequence[_Point], estimated: Sequence[_Point]) -> Curve:
     """Return the curve of the activations; it never falls, and is nowhere below what was measured."""
     if not measured:
-        return _rising({point.micro_batch: float(point.memory.activations) for point in estimated})
-    shape = _rising({point.micro_batch: float(point.memory.activations) for point in estimated}) if estimated else _LINE
+        return _rising({point.micro_batch: point.activations for point in estimated})
+    shape = _rising({point.micro_batch: point.activations for point in estimated}) if estimated else _LINE
     level, scale = _correction(measured, shape, proportional=not estimated)
     points = {x: max(0.0, level + scale * shape(x)) for x in shape.xs}
     for point in measured:
         here = points.get(point.micro_batch, max(0.0, level + scale * shape(point.micro_batch)))
-        points[point.micro_batch] = max(here, float(point.memory.activations))
+        points[point.micro_batch] = max(here, point.activations)
     if len(points) < 2 or max(points) <= max(point.micro_batch for point in measured):
         further = 2 * max(points)  # beyond an outlier the curve goes on as the fit does
         points[further] = max(0.0, level + scale * shape(further))
@@ -232,7 +274,7 @@ def _correction(measured: Sequence[_Point], shape: Curve, *, proportional: bool)
     What a single one shows below it is taken as proportional (tensors that are freed or fused).
     """
     expected = np.array([shape(point.micro_batch) for point in measured])
-    seen = np.array([point.memory.activations for point in measured], dtype=float)
+    seen = np.array([point.activations for point in measured])
     peaks = np.array([max(point.memory.peak, 1) for point in measured], dtype=float)
     if len({point.micro_batch for point in measured}) < 2:
         if proportional:
@@ -244,7 +286,8 @@ def _correction(measured: Sequence[_Point], shape: Curve, *, proportional: bool)
     level, scale = _weighted_line(expected, seen, 1 / peaks)
     if scale < 0:
         return float(seen.max()), 0.0
-    if level < 0 and proportional:
+    # More may be counted than is there at the peak (gradients that the backward pass has yet to make): no reason to bend it.
+    if level < 0 and proportional and all(isinstance(point.memory, Components) for point in measured):
         return 0.0, _weighted_ratio(expected, seen, 1 / peaks)
     return level, scale
 

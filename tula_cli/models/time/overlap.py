@@ -40,6 +40,7 @@ _NOISE_WEIGHT = 6.0  # the noises of the priors count as much as so many residua
 _ROUNDS = 3  # of estimating the noise
 _ITERATIONS = 25
 _TOLERANCE = 1e-4
+_LEVELS = (0.0, 1.0, 2.0, 3.0)  # of synchronisation that a fit to whole steps alone begins at, in standard deviations
 
 
 @dataclass(frozen=True)
@@ -148,7 +149,8 @@ def fit(
     z, noise = np.zeros(frame.size), 1.0
     for attempt in range(_ROUNDS):
         sd = data.noise(_evaluate(z, at), noise)
-        z, residuals, jacobian = _maximise(z, at, data, sd)
+        starts = _starts(z, at, data) if attempt == 0 else [z]
+        z, residuals, jacobian = min((_maximise(start, at, data, sd) for start in starts), key=_improbability)
         if attempt < _ROUNDS - 1:
             noise = _estimated_noise(noise, residuals, jacobian)
     # Linearised at the solution the fit is ordinary least squares on the probes with the priors as further rows. Its
@@ -346,6 +348,24 @@ class _Data:
         )
         jacobian = np.vstack([found.of_step / sd[0][:, None], (found.of_compute / sd[1][:, None])[has]])
         return residuals, jacobian
+
+
+def _starts(z: Floats, at: _At, data: _Data) -> list[Floats]:
+    """Return where to begin.
+
+    Whole steps alone can be explained by a floor of the compute or by synchronisation. Both may be maxima, and a climb
+    from little synchronisation ends at the floor.
+    """
+    together = ~at.points.alone
+    if not together.any() or data.has_compute[together].any():
+        return [z]
+    return [z + level * np.eye(len(z))[LEVEL] for level in _LEVELS]
+
+
+def _improbability(reached: tuple[Floats, Floats, Floats]) -> float:
+    """Return what `_maximise` makes small; its sums of squares are -2 ln of the posterior density, up to a constant."""
+    z, residuals, _ = reached
+    return float(residuals @ residuals + z @ z)
 
 
 def _maximise(start: Floats, at: _At, data: _Data, sd: tuple[Floats, Floats]) -> tuple[Floats, Floats, Floats]:

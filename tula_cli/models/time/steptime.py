@@ -2,7 +2,7 @@
 
 import itertools
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -211,7 +211,7 @@ def fit(observations: Iterable[Observation], *, collective: str, priors: Priors 
     residuals = fitted / seconds - 1
     error = float(np.median(np.abs(residuals))) if _measurements(seen) > _parameters(seen, scope) else None
     return StepTimeFit(
-        words=_words(model, points, scope, error),
+        words=_words(model, points, scope, error, apart=_apart(seen)),
         warnings=tuple(_suspicions(seen, seconds, residuals)),
         error=error,
         model=model,
@@ -237,12 +237,13 @@ def _checked_seconds(observations: Sequence[Observation]) -> Floats:
 def _measurements(observations: Sequence[Observation]) -> int:
     """Count what was measured: configurations, and the compute apart from synchronisation where there is any."""
     configurations = {(o.nodes, o.gpus_per_node, o.local_batch) for o in observations}
-    apart = {
-        (o.nodes, o.gpus_per_node, o.local_batch)
-        for o in observations
-        if o.nodes * o.gpus_per_node > 1 and o.compute_time > 0
-    }
-    return len(configurations) + len(apart)
+    return len(configurations) + len(_apart(observations))
+
+
+def _apart(observations: Iterable[Observation]) -> set[tuple[int, int, int]]:
+    """Return the configurations whose compute was measured apart from their synchronisation."""
+    together = (o for o in observations if o.nodes * o.gpus_per_node > 1)
+    return {(o.nodes, o.gpus_per_node, o.local_batch) for o in together if o.compute_time > 0}
 
 
 def _parameters(observations: Sequence[Observation], scope: _Scope) -> int:
@@ -304,8 +305,11 @@ def _missed(observations: Sequence[Observation], seconds: Floats, residuals: Flo
     ]
 
 
-def _words(model: Overlap, points: Points, scope: _Scope, error: float | None) -> str:
-    """Say the fit in one line: compute over the batch, synchronisation over the replicas, and how good it is."""
+def _words(model: Overlap, points: Points, scope: _Scope, error: float | None, *, apart: Collection[object]) -> str:
+    """Say the fit in one line: compute over the batch, synchronisation over the replicas, and how good it is.
+
+    `apart`: what tells the two from each other by measurement; where nothing does, the step times alone had to.
+    """
     batches = np.unique(points.local_batch)[[0, -1]]
     ends = Points(np.full(2, points.replicas.min()), batches, np.full(2, True), np.full(2, False))
     compute = model.parts(ends)[1]
@@ -318,7 +322,8 @@ def _words(model: Overlap, points: Points, scope: _Scope, error: float | None) -
         parts.append(_range(sync, [plural(round(count), scope.noun) for count in counts]))
     quality = "exactly determined, no residual" if error is None else f"median residual {error:.1%}"
     said = ", overlapped with synchronisation ".join(parts)
-    return f"step = compute {said} ({plural(len(points), 'probe')}, {quality})"
+    alone = " by their whole steps alone" if len(together) and not apart else ""
+    return f"step = compute {said} ({plural(len(points), 'probe')}{alone}, {quality})"
 
 
 def _range(seconds: Floats, places: Sequence[str]) -> str:

@@ -29,6 +29,17 @@ class Components(ModelStates):
     libraries: int = 0
 
 
+class PeakMemory(Record):
+    """The peak of one rank where nothing tells what it consists of, as of a script of the user's own. Bytes."""
+
+    # Counted from the tensors that its optimizer holds; None where it has none. What the rest of the peak is (activations,
+    # batch, workspaces; on the CPU the process itself) is not known apart.
+    states: ModelStates | None
+    peak: int  # in use at a time; on the CPU what was resident
+    reserved: int  # as of Components
+    libraries: int | None = None  # as of Components, beside the peak; None where it was not measured
+
+
 class Footprint(Record):
     """Eq. 3 at one local batch, estimated without a GPU."""
 

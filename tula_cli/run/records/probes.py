@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 from pydantic import Field, TypeAdapter
 
 from tula_cli.run.records.base import OutcomeClass, Record
-from tula_cli.run.records.components import Components
+from tula_cli.run.records.components import Components, PeakMemory
 
 
 class GradientStats(Record):
@@ -58,13 +58,13 @@ class Environment(Record):
 
 
 class Overheads(Record):
-    """What training costs in time beside its steps. Seconds."""
+    """What training costs in time beside its steps. Seconds; None is what was not measured, and no 0."""
 
     startup: float  # from the start of the worker process to its first step
-    eval_batch: float  # one evaluation batch of eval_batch_size samples on one rank
-    eval_batch_size: int
-    checkpoint: float  # writing one
-    refresh: float  # one refresh of the AGS factors (0 where the method has none)
+    eval_batch: float | None  # one evaluation batch of eval_batch_size samples on one rank
+    eval_batch_size: int | None
+    checkpoint: float | None  # writing one
+    refresh: float | None  # one refresh of the AGS factors (0 where the method has none)
 
 
 class GpuState(Record):
@@ -76,7 +76,11 @@ class GpuState(Record):
 
 
 class Measured(Record):
-    """A probe that ran: (nodes, local batch) and what was seen."""
+    """A probe that ran: (nodes, local batch) and what was seen.
+
+    A script of the user's own does not tell everything: what was not measured is None, never 0 and never an estimate.
+    Probes of one run may differ in what they tell.
+    """
 
     kind: Literal["measured"] = "measured"
     id: str
@@ -87,18 +91,18 @@ class Measured(Record):
     accumulate: int
     step_times: tuple[float, ...]  # wall time between optimizer steps, slowest rank's view on rank 0, after warm-up
     warmup_times: tuple[float, ...]
-    sync_time: float  # exposed synchronisation: from the last local gradient to the end of the reduction; median
-    compute_time: float  # a whole step without synchronisation; median
-    data_wait: float  # waiting for the data loader, within step_times; median
+    sync_time: float | None  # exposed synchronisation: from the last local gradient to the end of the reduction; median
+    compute_time: float | None  # a whole step without synchronisation; median
+    data_wait: float | None  # waiting for the data loader, within step_times; median
     cached_time: float | None = None  # a whole step on data that is on the device already; median
     loader_time: float | None = None  # that the data loader takes for the data of a step while nothing else is done
-    memory: Components
-    capacity: int | None  # bytes that there are for one rank; None where nothing bounds it
-    gradients: GradientStats
+    memory: Components | PeakMemory
+    capacity: int | None  # bytes that there are for one rank; None where nothing bounds it, or nothing tells
+    gradients: GradientStats | None
     overheads: Overheads
     environment: Environment
     dataset_size: int
-    eval_size: int
+    eval_size: int | None  # held-out samples
     energy: float | None = None  # joules a step of all GPUs together; None where any has no counter of them
     gpus: tuple[GpuState, GpuState] | None = None  # early in the timed steps, and at their end; None without NVML
     allocator_retries: int = 0

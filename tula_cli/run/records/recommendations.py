@@ -44,7 +44,7 @@ class Prediction(Record):
     type: str = ""  # of the nodes; empty where the job names none
     market: Market = "on_demand"  # on spot nodes hours and cost are expected values
     same_progress: SameProgress | None = None  # None where no probe has told the gradient noise
-    refresh_share: float = 0.0  # of the hours, for refreshing the scaling factors
+    refresh_share: float | None = 0.0  # of the hours, for refreshing the scaling factors; None where no probe tells
     energy: float | None = None  # joules a step of all GPUs; None, as of the kWh, where no probe has a counter of them
     kwh: float | None = None  # of the training, all GPUs
     kwh_low: float | None = None

@@ -91,15 +91,28 @@ def noise_of(all_measurements: Sequence[TypeMeasurements], *, needed: bool) -> N
     probes = [
         result for measurements in all_measurements for result in measurements.results if isinstance(result, Measured)
     ]
-    noise = efficiency.noise_scale(probe.gradients for probe in probes)
+    known = [probe.gradients for probe in probes if probe.gradients is not None]
+    noise = efficiency.noise_scale(known)
     if noise is not None or not needed:
         return noise
     raise _untold(
         all_measurements,
         f"no probe ({len(probes)} measured) tells the gradient noise that time to accuracy follows from",
         "it takes a probe on two or more GPUs (or, on one, a local batch of 2 or more) whose gradients are finite; where the"
-        " results are older than this objective, delete some in results/ and run tula profile again",
+        " results are older than this objective, delete some in results/ and run tula profile again"
+        if known
+        else f"of a script that takes {_DDP}; choose by another objective",
     )
+
+
+_DDP = "DistributedDataParallel on two or more GPUs"
+
+
+def without_gradients(all_measurements: Sequence[TypeMeasurements]) -> list[str]:
+    """Say why nothing is told of the same progress where no probe has measured gradients."""
+    if any(probe.gradients for measurements in all_measurements for probe in measurements.forecast.probes.values()):
+        return []
+    return [f"nothing is told of the same progress: gradients were not measured, which of a script takes {_DDP}"]
 
 
 def with_energy(all_measurements: Sequence[TypeMeasurements]) -> tuple[list[TypeMeasurements], list[str]]:

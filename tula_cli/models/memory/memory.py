@@ -32,9 +32,7 @@ class _Point:
     micro_batch: float
     memory: Components | PeakMemory
     room: float | None  # a multiple of the peak
-    activations: float = (
-        math.nan
-    )  # of a peak alone what the other terms leave of it: negative where it has no room for them
+    activations: float = math.nan  # of a peak alone: what the other terms leave of it, which may be less than nothing
 
     @property
     def held(self) -> float:

@@ -95,13 +95,14 @@ def noise_of(all_measurements: Sequence[TypeMeasurements], *, needed: bool) -> N
     noise = efficiency.noise_scale(known)
     if noise is not None or not needed:
         return noise
+    hint = (
+        "it takes a probe on two or more GPUs (or, on one, a local batch of 2 or more) whose gradients are finite; where the"
+        " results are older than this objective, delete some in results/ and run tula profile again"
+    )
     raise _untold(
         all_measurements,
         f"no probe ({len(probes)} measured) tells the gradient noise that time to accuracy follows from",
-        "it takes a probe on two or more GPUs (or, on one, a local batch of 2 or more) whose gradients are finite; where the"
-        " results are older than this objective, delete some in results/ and run tula profile again"
-        if known
-        else f"of a script that takes {_DDP}; choose by another objective",
+        hint if known else f"of a script that takes {_DDP}; choose by another objective",
     )
 
 

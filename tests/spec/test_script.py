@@ -1,12 +1,18 @@
 """A script's command line: placeholders, the section, and what is recognised in what somebody types today."""
 
 import pytest
+import yaml
 from pydantic import ValidationError
 
 from tula_cli.errors import SpecError
+from tula_cli.spec.job import JobSpec
+from tula_cli.spec.load import dump_yaml, validate
 from tula_cli.spec.scripts.own_script import Script
 from tula_cli.spec.scripts.placeholders import PLACEHOLDERS, fill, names, render
 from tula_cli.spec.scripts.recognition import recognise
+from tula_cli.spec.scripts.section import samples
+from tula_cli.spec.scripts.section import steps as steps_of
+from tula_cli.spec.signature import signature, train_signature
 
 COMMAND = "train.py -b {local_batch} --lr {lr}"
 SECTION = {"command": COMMAND, "length": {"epochs": 3}, "reference": {"batch": 256, "lr": 0.1}}
@@ -177,3 +183,83 @@ def test_what_is_not_recognised_is_told(line: str, words: str) -> None:
     with pytest.raises(SpecError) as told:
         recognise(line)
     assert words in str(told.value)
+
+
+# --- a job with a script
+
+
+UNSCALED = {**SECTION, "command": "train.py -b {batch}", "reference": {"batch": 256}}
+JOB = {"script": SECTION, "search": {"nodes": [1]}}
+
+
+def job(**changes: object) -> JobSpec:
+    return validate({**JOB, **changes}, source="test")
+
+
+def test_a_job_has_a_script_in_place_of_the_loops_sections() -> None:
+    spec = job(train={"accumulate": 2, "seed": 5})
+    assert spec.script is not None and spec.script.command == COMMAND
+    assert (spec.train.method, spec.train.epochs, spec.train.reference_batch) == ("lbt", 3, 256)
+    for written in (spec.model_dump(mode="json"), spec.model_dump(exclude_unset=True), yaml.safe_load(dump_yaml(spec))):
+        assert not written.keys() & {"model", "dataset", "optimizer", "schedule", "ags"}
+        assert written["train"].keys() <= {"method", "lr_scaling", "accumulate", "seed", "workers", "max_attempts"}
+        again = validate(written, source="again")
+        assert again.model_dump() == spec.model_dump() and again.train == spec.train
+
+
+def test_a_job_without_a_script_is_written_as_ever() -> None:
+    own = {"model": {"name": "a:b"}, "dataset": {"name": "c:d"}, "optimizer": {"lr": 0.1}, "train": {"epochs": 1}}
+    assert "script" not in validate(own, source="test").model_dump()
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"model": {"name": "resnet18"}}, "model mean nothing beside script"),
+        ({"train": {"epochs": 3}}, "train.epochs means nothing to a script"),
+        ({"train": {"method": "ags"}}, "train.method ags acts inside"),
+        ({"script": {**SECTION, "length": {}}}, "script.length"),
+        ({"script": {"command": COMMAND}}, "script.reference"),
+        ({"script": {**SECTION, "comand": "x"}}, "script.comand"),
+        ({"script": "train.py"}, "script"),
+        ({"script": UNSCALED, "train": {"method": "lrs"}}, "neither {lr} nor {lr_factor}"),
+        ({"script": UNSCALED, "train": {"lr_scaling": "sqrt"}}, "neither {lr} nor {lr_factor}"),
+    ],
+)
+def test_what_reaches_no_script_is_refused(changes: dict[str, object], words: str) -> None:
+    with pytest.raises(SpecError) as told:
+        job(**changes)
+    assert words in "\n".join([str(told.value), *(f"{p.path} {p.message} {p.hint}" for p in told.value.problems)])
+
+
+def test_each_type_of_node_has_the_script() -> None:
+    spec = job(node_types={"small": {"pricing": {"price": 1.0}}, "large": {"pricing": {"price": 2.0}}})
+    assert spec.of_type("large").script == spec.script
+
+
+@pytest.mark.parametrize(
+    ("length", "total", "steps"), [({"epochs": 3}, 3000, 47), ({"samples": 500}, 500, 8), ({"steps": 10}, 2560, 40)]
+)
+def test_a_length_is_so_many_samples_at_every_batch(length: dict[str, int], total: int, steps: int) -> None:
+    script = section(length=length)
+    assert samples(script, 1000) == total
+    assert steps_of(script, 64, 1000) == steps
+
+
+@pytest.mark.parametrize(
+    ("changes", "probes", "training"),
+    [
+        ({"script": {**SECTION, "command": f"{COMMAND} --wd 0"}}, False, False),
+        ({"script": {**SECTION, "reference": {"batch": 128, "lr": 0.1}}}, True, False),
+        ({"script": {**SECTION, "length": {"epochs": 4}}}, True, False),
+        ({"train": {"seed": 9}}, True, False),
+        ({"script": {**SECTION, "metric": {"top1": "top1 ([0-9.]+)"}}}, True, True),
+        ({"train": {"max_attempts": 3}}, True, True),
+    ],
+)
+def test_signatures_tell_what_a_measurement_and_a_training_depend_on(
+    changes: dict[str, object], probes: bool, training: bool
+) -> None:
+    one, other = job(), job(**changes)
+    assert (signature(one) == signature(other)) is probes
+    assert (train_signature(one, nodes=1, batch=64) == train_signature(other, nodes=1, batch=64)) is training

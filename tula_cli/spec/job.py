@@ -1,9 +1,10 @@
 """The whole job spec."""
 
 import math
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, ValidationError, model_validator
+from pydantic import Field, SerializerFunctionWrapHandler, ValidationError, model_serializer, model_validator
 from pydantic_core import InitErrorDetails, PydanticCustomError
 
 from tula_cli.errors import SpecError
@@ -12,6 +13,8 @@ from tula_cli.spec.ags import Ags, Auto
 from tula_cli.spec.kinds import NonNegativeFloat, Positive, PositiveFloat, Section
 from tula_cli.spec.merge import merge
 from tula_cli.spec.resources import UNPRICED, Cluster, NodeType, Pricing, TypeName
+from tula_cli.spec.scripts import section
+from tula_cli.spec.scripts.own_script import Script
 from tula_cli.spec.sections import Dataset, Loss, Model, Optimizer, Schedule, Train, Transforms
 
 LEAST_STEPS = 5
@@ -75,10 +78,11 @@ class Search(Section):
 
 
 class JobSpec(Section):
-    """A whole job. Everything has a default but the model, the dataset, the learning rate and the epochs."""
+    """A whole job. Everything has a default but the model, the dataset, the learning rate and the epochs; or the script."""
 
     # the run's directory is tula-runs/<name>-<signature>
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")] = "job"
+    script: Script | None = None  # a training script as it is, in place of the sections up to schedule
     model: Model
     dataset: Dataset
     transforms: Transforms = Transforms()
@@ -92,6 +96,31 @@ class JobSpec(Section):
     cluster: Cluster = Cluster()
     pricing: Pricing = UNPRICED  # without it cost is a number of node-hours
     node_types: dict[TypeName, NodeType] = {}  # each is measured for itself; the choice is made over all
+
+    @model_validator(mode="before")
+    @classmethod
+    def _script_takes_the_place_of_the_loop(cls, content: Any) -> Any:
+        if not isinstance(content, Mapping) or content.get("script") is None:
+            return content
+        return section.filled(content)
+
+    @model_serializer(mode="wrap")
+    def _written(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        content: dict[str, Any] = handler(self)
+        if self.script is not None:
+            return section.told(content)
+        content.pop("script", None)
+        return content
+
+    @model_validator(mode="after")
+    def _learning_rate_reaches_the_script(self) -> "JobSpec":
+        rule = self.train.lr_rule
+        if self.script is not None and rule != "none" and not self.script.placeholders & {"lr", "lr_factor"}:
+            raise ValueError(
+                f"the learning rate is to be scaled ({rule}), and script.command has neither {{lr}} nor {{lr_factor}}; add one,"
+                " or use train.method lbt where the script scales it itself"
+            )
+        return self
 
     @model_validator(mode="after")
     def _tuning_fits(self) -> "JobSpec":
@@ -175,6 +204,15 @@ def warmup_epochs(spec: JobSpec) -> float:
     """Return how many epochs the learning rate grows: as given, else as the method needs."""
     given = spec.schedule.warmup_epochs
     return spec.train.facts.warmup_epochs if given is None else given
+
+
+def lr_scale(spec: JobSpec, batch: int) -> float:
+    """Return what the learning rate is multiplied by at a global batch: its ratio to the reference, or the root of it.
+
+    AdaScale's gain and the factors of AGS come on top; they are not known beforehand.
+    """
+    ratio = batch / spec.train.reference_batch
+    return {"none": 1.0, "linear": ratio, "sqrt": math.sqrt(ratio)}[spec.train.lr_rule]
 
 
 def misfit(spec: JobSpec) -> str:

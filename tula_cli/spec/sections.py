@@ -139,6 +139,11 @@ class Train(Section):
         return max(FEWEST_WORKERS, min(MOST_WORKERS, int(cores) - 1))
 
     @property
+    def lr_rule(self) -> Literal["none", "linear", "sqrt"]:
+        """How the learning rate is scaled: as asked for, else as the method does."""
+        return self.facts.lr_scaling if self.lr_scaling == "auto" else self.lr_scaling
+
+    @property
     def facts(self) -> Facts:
         """The method's row."""
         return METHODS[self.method]

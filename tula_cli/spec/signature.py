@@ -8,6 +8,7 @@ from typing import Any
 from tula_cli.spec.ags import Ags
 from tula_cli.spec.job import JobSpec, warmup_epochs
 from tula_cli.spec.resources import Cluster
+from tula_cli.spec.scripts.own_script import Script
 from tula_cli.spec.sections import Train
 from tula_cli.spec.slurm_options import Slurm
 
@@ -23,7 +24,16 @@ def signature(spec: JobSpec, code: str = "") -> str:
         code: digest of the user's own code that the spec names; empty for none.
     """
     train, cluster = spec.train, spec.cluster
-    parts: dict[str, Any] = {
+    parts: dict[str, Any] = _own_loop(spec) if spec.script is None else _script(spec.script, train)
+    parts["cluster"] = cluster.model_dump(include={"kind", "gpus_per_node", "device", "memory_per_gpu", "interface"})
+    if spec.node_types:  # where it runs is told by each type's own signature; a type more keeps the run
+        parts = {**parts, "cluster": None, "node_types": True}
+    return digest({**parts, "code": code} if code else parts)
+
+
+def _own_loop(spec: JobSpec) -> dict[str, Any]:
+    train = spec.train
+    return {
         "model": spec.model.model_dump(),
         "dataset": spec.dataset.model_dump(exclude={"download"}),
         "transforms": spec.transforms.model_dump(),
@@ -36,11 +46,13 @@ def signature(spec: JobSpec, code: str = "") -> str:
             }
         ) | _computing(train),
         "ags": _ags(spec.ags, {"granularity", "b_small", "consensus", "source", "apply_to", *_steps_refresh(spec)}),
-        "cluster": cluster.model_dump(include={"kind", "gpus_per_node", "device", "memory_per_gpu", "interface"}),
     }  # fmt: skip
-    if spec.node_types:  # where it runs is told by each type's own signature; a type more keeps the run
-        parts = {**parts, "cluster": None, "node_types": True}
-    return digest({**parts, "code": code} if code else parts)
+
+
+def _script(script: Script, train: Train) -> dict[str, Any]:
+    """Return what a step of a script depends on. What it is told of its learning rate and its length changes none."""
+    own = script.model_dump(include={"command", "launch", "samples", "probe"})
+    return {"script": own, "train": train.model_dump(include={"accumulate", "workers"})}
 
 
 def train_signature(spec: JobSpec, *, nodes: int, batch: int, code: str = "") -> str:
@@ -52,6 +64,8 @@ def train_signature(spec: JobSpec, *, nodes: int, batch: int, code: str = "") ->
         batch: global batch.
         code: digest of the user's own code that the spec names; empty for none.
     """
+    if spec.script is not None:
+        return _script_training(spec, spec.script, {"nodes": nodes, "batch": batch, "code": code})
     parts = spec.model_dump(
         include={"model", "dataset", "transforms", "loss", "optimizer", "schedule"},
         exclude={"dataset": {"download"}},
@@ -71,6 +85,13 @@ def train_signature(spec: JobSpec, *, nodes: int, batch: int, code: str = "") ->
     if code:
         parts["code"] = code
     return digest({**parts, "nodes": nodes, "batch": batch})
+
+
+def _script_training(spec: JobSpec, script: Script, where: Mapping[str, Any]) -> str:
+    """Return what changes the weights of a script: all that it is told."""
+    own = script.model_dump(exclude={"probe", "metric", "save", "samples", "resume"})
+    told = spec.train.model_dump(include={"method", "lr_scaling", "accumulate", "seed"})
+    return digest({"script": own, "train": told, "gpus_per_node": spec.cluster.gpus_per_node, **where})
 
 
 def cluster_signature(cluster: Cluster) -> str:

@@ -2,7 +2,7 @@
 
 import math
 
-from tula_cli.spec.job import JobSpec, warmup_epochs
+from tula_cli.spec.job import JobSpec, lr_scale, warmup_epochs
 from tula_cli.spec.sections import Schedule
 
 WARMUP_START = 0.01
@@ -22,17 +22,6 @@ def learning_rate(spec: JobSpec, epoch: float, batch: int) -> float:
     if epoch < warmup:
         base *= warmup_factor(epoch, warmup, scale)
     return scheduled(spec.schedule, base, epoch=epoch, warmup=warmup, epochs=spec.train.epochs)
-
-
-def lr_scale(spec: JobSpec, batch: int) -> float:
-    """Return what the learning rate is multiplied by at a global batch: its ratio to the reference, or the root of it.
-
-    AdaScale's gain and the factors of AGS come on top; they are not known beforehand.
-    """
-    ratio, rule = batch / spec.train.reference_batch, spec.train.lr_scaling
-    if rule == "auto":
-        rule = spec.train.facts.lr_scaling
-    return {"none": 1.0, "linear": ratio, "sqrt": math.sqrt(ratio)}[rule]
 
 
 def warmup_factor(epoch: float, warmup: float, scale: float = 1.0) -> float:

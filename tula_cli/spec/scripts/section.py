@@ -1,0 +1,80 @@
+"""What a job with a section `script` has in place of tula's own loop, and what of section train means something to it."""
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from tula_cli.spec.scripts.own_script import Script
+from tula_cli.spec.sections import Dataset, Model, Optimizer
+
+OWN_LOOP = ("model", "dataset", "transforms", "loss", "optimizer", "schedule", "ags", "auto")
+"""Sections of tula's own loop: a script builds all of it by itself."""
+TRAIN = {"method", "lr_scaling", "accumulate", "seed", "workers", "max_attempts"}
+"""Settings of section train that reach a script: by placeholders, or because they are about starting it."""
+METHODS = ("lbt", "lrs")
+"""What is done to the learning rate on the command line. The other methods reach into the loop."""
+
+
+def filled(content: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the content of a job with a script, with what the types ask for in place of what it does not have.
+
+    Nobody sees that: the worker of tula's own loop is not started, and `told` leaves it out of what is written.
+
+    Args:
+        content: of the job, as it is read.
+
+    Raises:
+        ValueError: there is something in it that no script would get.
+    """
+    if foreign := [name for name in OWN_LOOP if content.get(name) is not None]:
+        raise ValueError(f"{' and '.join(foreign)} mean nothing beside script, which builds its own; leave them out")
+    train = {key: value for key, value in (content.get("train") or {}).items() if value is not None}
+    if unknown := sorted(train.keys() - TRAIN):
+        raise ValueError(
+            f"train.{unknown[0]} means nothing to a script, whose command says what it does; of section train it has"
+            f" {', '.join(sorted(TRAIN))}"
+        )
+    if (method := train.setdefault("method", "lbt")) not in METHODS:
+        raise ValueError(
+            f"train.method {method} acts inside of tula's own loop; for a script there are {', '.join(METHODS)}"
+        )
+    length, reference = (_part(content["script"], name) for name in ("length", "reference"))
+    return {
+        **content,
+        "model": Model(name=""),
+        "dataset": Dataset(name=""),
+        "optimizer": Optimizer.model_construct(name="", lr=math.nan),
+        # What is wrong in them is told of section script itself.
+        "train": {**train, "epochs": length.get("epochs") or 1, "reference_batch": reference.get("batch") or 1},
+    }
+
+
+def _part(script: Any, name: str) -> Mapping[str, Any]:
+    part = script.get(name) if isinstance(script, Mapping) else None
+    return part if isinstance(part, Mapping) else {}
+
+
+def told(content: dict[str, Any]) -> dict[str, Any]:
+    """Return the written content of a job with a script, without what `filled` has put there."""
+    kept = {key: value for key, value in content.items() if key not in OWN_LOOP}
+    if "train" in kept:
+        kept["train"] = {key: value for key, value in kept["train"].items() if key in TRAIN}
+    return kept
+
+
+def samples(script: Script, dataset_size: int) -> int:
+    """Return the samples of the whole training.
+
+    Args:
+        script: of which the length is read.
+        dataset_size: samples of an epoch.
+    """
+    length = script.length
+    if length.epochs is not None:
+        return length.epochs * dataset_size
+    return length.samples or (length.steps or 0) * script.reference.batch
+
+
+def steps(script: Script, batch: int, dataset_size: int) -> int:
+    """Return the optimizer steps of the whole training at a global batch, rounded up: no sample is left out."""
+    return math.ceil(samples(script, dataset_size) / batch)

@@ -4,14 +4,19 @@ import os
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
 
 from tula_cli.cluster import exit_reason
 from tula_cli.cluster.allocation import TERMINATED_MESSAGES, Allocation, termination_reason
 from tula_cli.cluster.exit_reason import ExitReason, RankExit
 from tula_cli.cluster.forkserver import Start
 from tula_cli.cluster.group import RankGroup, RankSpawner
-from tula_cli.cluster.rank_start import RankStart, first_rank, own_gpus
+from tula_cli.cluster.rank_start import RankStart, first_rank, own_gpus, ranks_of, runs_script
 from tula_cli.cluster.relaunch import finished
+from tula_cli.cluster.scripts.start import ScriptStart
+from tula_cli.cluster.scripts.watch import ScriptWatch
+from tula_cli.errors import JobFailed
 from tula_cli.host.devices import has_gpu
 from tula_cli.host.leftovers import MARK, GpuMemory, reap
 from tula_cli.host.network import node_name
@@ -93,7 +98,10 @@ class RunningAttempt:
         """Start the ranks of this supervisor, wait for their end and tell it."""
         log = self.run.log_path(self.task.id, self.attempt.number, self.allocation.index).resolve()
         kills = exit_reason.oom_kills()
-        starts = RankStart(self.run, self.allocation, self.task, self.command).starts(log)
+        try:
+            starts = self._start.starts(log)
+        except JobFailed as error:  # of a script: no such network interface here
+            return self._not_started(f"{error.message}; {error.hint}", log)
         with self.run.open_log(log) as output:
             output.write("".join(f"tula: {line}\n" for line in self._clear(starts)).encode())
             output.flush()
@@ -101,14 +109,31 @@ class RunningAttempt:
                 group = self.spawner.spawn(starts, output, give_up=self._not_to_start)
             except OSError as error:  # the wrapper, or the folder where the job was submitted, is not on this node
                 words = f"cannot start {starts[0].command[0]} in {starts[0].folder}: {error.strerror}"
-                own = ExitReason("user", words, host=node_name())
-                self._report(RankExit(127, False, log, self._first_rank), own)
-                return own
+                return self._not_started(words, log)
             stopped = self._watch(group)
         if stopped:
             return stopped
         child, code = group.failed() or (0, 0)
         return self._judge(RankExit(code, exit_reason.oom_kills() > kills, log, self._first_rank + child))
+
+    @property
+    def _start(self) -> RankStart | ScriptStart:
+        kind = ScriptStart if runs_script(self.task) else RankStart
+        return kind(self.run, self.allocation, self.task, self.command)
+
+    def _not_started(self, words: str, log: Path) -> ExitReason:
+        own = ExitReason("user", words, host=node_name())
+        self._report(RankExit(127, False, log, self._first_rank), own)
+        return own
+
+    @cached_property
+    def _script(self) -> ScriptWatch | None:
+        """What watches a script; None where the worker runs, which writes down by itself what happens."""
+        if not runs_script(self.task):
+            return None
+        first = self._first_rank
+        ranks = range(first, self.command.ranks if self.allocation.local else first + ranks_of(self.task))
+        return ScriptWatch(self.run, self.task, self.command, ranks)
 
     def _clear(self, starts: Sequence[Start]) -> Iterator[str]:
         """End what earlier attempts have left on this node, and let their GPU memory come back; yields what to tell."""
@@ -152,6 +177,11 @@ class RunningAttempt:
                 group.end(TERMINATION_GRACE)
                 return None
             failed = group.failed() is not None
+            if self._script is not None:
+                self._script.adopt_failures()
+                if stuck := self._script.stuck():
+                    group.kill()
+                    return stuck
             if failed_at is None and (failed or self.run.failures(self.task.id, self.attempt.number)):
                 failed_at = time.monotonic()
             if failed_at is not None and time.monotonic() > failed_at + PEER_GRACE:
@@ -183,6 +213,10 @@ class RunningAttempt:
         return ExitReason("cancelled", _overdue(self.task)) if time.monotonic() > self.deadline else None
 
     def _judge(self, exited: RankExit) -> ExitReason:
+        if self._script is not None:
+            self._script.adopt_failures()
+            if exited.exit_code == 0:
+                return ExitReason(None)  # the leader looks at what its ranks have written
         if exited.exit_code == 0:
             done = finished(self.run, self.task)
             return ExitReason(None) if done else ExitReason("unknown", "the ranks ended without a result")

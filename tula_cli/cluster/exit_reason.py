@@ -54,7 +54,7 @@ class RankExit:
 
 def own_reason(run: RunDir, task: Task, attempt: Attempt, exited: RankExit) -> ExitReason:
     """Tell how the ranks of this supervisor ended when they did not end well."""
-    device = _device(run, task)
+    device = computed_on(run, task)
     failure = root(run.failures(task.id, attempt.number))
     shot = exited.oom_kill and exited.exit_code < 0  # own evidence outweighs what others saw
     if failure is not None and failure.outcome != "peer" and not shot:
@@ -81,7 +81,7 @@ def own_reason(run: RunDir, task: Task, attempt: Attempt, exited: RankExit) -> E
     return ExitReason(outcome, killed or _last_line(summary), exited.rank if killed else None, host)
 
 
-def _device(run: RunDir, task: Task) -> str:
+def computed_on(run: RunDir, task: Task) -> str:
     """Return what the ranks computed on: as asked for, else as probes saw it, else by what this node has."""
     asked = task.spec.cluster.device
     if asked != "auto":

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from tula_cli.cluster.local import with_package
+from tula_cli.cluster.scripts.described import described
 from tula_cli.errors import JobFailed, Problem, SpecError
 from tula_cli.run.records.inspections import Inspection
 from tula_cli.spec.job import JobSpec
@@ -28,7 +29,7 @@ class NotInspected(JobFailed):
 
 
 def inspect(spec: JobSpec, *, timeout: float = INSPECTION_TIMEOUT) -> Inspection:
-    """Build the model and the dataset in a process of its own, and tell what was found.
+    """Build the model and the dataset in a process of its own, and tell what was found; of a script, what its spec says.
 
     Args:
         spec: the job.
@@ -39,6 +40,8 @@ def inspect(spec: JobSpec, *, timeout: float = INSPECTION_TIMEOUT) -> Inspection
         JobFailed: the user's code failed, or took too long.
         NotInspected: the interpreter that the jobs will use cannot run here, or has no torch.
     """
+    if spec.script is not None:
+        return described(spec, spec.script)
     python = interpreter(spec)
     command = ["bash", "-c", f"{python} -m {PROGRAM}"]
     try:

@@ -73,6 +73,8 @@ class KeptInspection:
             SpecError: the model, dataset, optimizer ... of the spec cannot be built.
             JobFailed: the user's code failed, or took too long.
         """
+        if spec.script is not None:
+            return self.build(spec)  # nothing is built
         before = self.facts(spec)
         path = self._path(before)
         kept = None if self.fresh else _read(path)

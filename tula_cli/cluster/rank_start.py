@@ -11,7 +11,7 @@ from tula_cli.cluster.slurm import sbatch
 from tula_cli.host import network
 from tula_cli.run.directory import RunDir
 from tula_cli.run.records.jobs import LeaderCommand
-from tula_cli.run.records.tasks import Task
+from tula_cli.run.records.tasks import CheckTask, Task
 
 
 def world_size(task: Task) -> int:
@@ -20,18 +20,30 @@ def world_size(task: Task) -> int:
 
 def first_rank(allocation: Allocation, task: Task) -> int:
     """Return the lowest rank that a supervisor starts."""
-    return allocation.index * (task.spec.cluster.gpus_per_node if _by_torchrun(task) else 1)
+    return allocation.index * ranks_of(task)
+
+
+def ranks_of(task: Task) -> int:
+    """Return how many ranks a supervisor has on SLURM: one, or those of its node."""
+    return task.spec.cluster.gpus_per_node if task.spec.task_per_node else 1
 
 
 def rendezvous(task: Task) -> str:
-    """Return where torchrun's agents meet; a port taken meanwhile is an exit reason of its own, and another is tried.
+    """Return where torchrun's agents meet, or the ranks of a script; a port taken meanwhile is an exit reason of its own.
 
     Raises:
         JobFailed: there is no such network interface.
     """
-    if not _by_torchrun(task):
+    cluster = task.spec.cluster
+    if not (_by_torchrun(task) or runs_script(task)):
         return ""
-    return f"{network.own_address(task.spec.cluster.interface)}:{network.free_port()}"
+    interface = cluster.interface or ("lo" if cluster.kind == "local" else None)
+    return f"{network.own_address(interface)}:{network.free_port()}"
+
+
+def runs_script(task: Task) -> bool:
+    """Return whether a task starts a script of the user's own. A check looks at nodes, whatever is to run there."""
+    return task.spec.script is not None and not isinstance(task, CheckTask)
 
 
 def _by_torchrun(task: Task) -> bool:

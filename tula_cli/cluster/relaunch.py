@@ -80,6 +80,8 @@ def _after_probe(run: RunDir, task: ProbeTask, reason: ExitReason, lost: int) ->
     current = run.current_probe(task)
     if current is None:
         return None
+    if reason.outcome is None:
+        return task  # a script is started once for each batch
     if reason.outcome == "device_oom":
         _write_out_of_memory(run, task, current, reason.message)
     elif reason.outcome in COUNTED and lost <= RESTARTS and not leaves_allocation(reason.outcome, task.spec.cluster):

@@ -34,6 +34,7 @@ from tula_cli.cluster.relaunch import (
     over,
     write_summary,
 )
+from tula_cli.cluster.scripts.settle import batch_of, settled
 from tula_cli.cluster.slurm import queue as scheduler
 from tula_cli.cluster.slurm import sbatch
 from tula_cli.errors import JobFailed, TulaError
@@ -131,11 +132,13 @@ class Supervisor:
                 next_task(self.run, task, reason, 0)
                 close_attempt(self.run, attempt, reason)
                 break
-            command = LeaderCommand(task=task.id, attempt=attempt.number, ranks=ranks, meeting=meeting)
+            batch = batch_of(self.run, task)
+            command = LeaderCommand(task=task.id, attempt=attempt.number, ranks=ranks, meeting=meeting, batch=batch)
             self._tell(command)
             running = self._attempt(task, attempt, command, ends)
             before = self._without_progress(task)
-            reason = blamed(self.run, task, attempt, running.reason_by_scheduler(running.until_exit()), before)
+            reason = settled(self.run, task, command, running.reason_by_scheduler(running.until_exit()))
+            reason = blamed(self.run, task, attempt, reason, before)
             ended = self._allocation_ended(reason)
             lost = _lost(before) + (reason.outcome in COUNTED)
             following = None if ended else next_task(self.run, task, self._avoided(task, reason), lost)

@@ -42,6 +42,25 @@ def own_address(interface: str | None = None) -> str:
     return named_address() or next(_outside_addresses(), socket.gethostname())
 
 
+def variables(interface: str | None, *, local: bool) -> dict[str, str]:
+    """Return the environment variables that tell gloo and NCCL the interface.
+
+    Args:
+        interface: as asked for.
+        local: whether all ranks are on this machine.
+
+    Raises:
+        JobFailed: there is no such interface, or it has no address.
+    """
+    interface = interface or ("lo" if local else None)
+    if interface:
+        own_address(interface)
+        return {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": interface}
+    # gloo takes the address of the node's name, and would offer the other nodes its loopback; NCCL looks itself.
+    found = interface_of(own_address()) if named_address() is None else None
+    return {"GLOO_SOCKET_IFNAME": found} if found else {}
+
+
 def named_address() -> str | None:
     """Return the address that this node's name stands for; None where that is loopback's, or not this node's."""
     with suppress(OSError):

@@ -323,8 +323,7 @@ def _nodes_seen(run: RunDir, task: CheckTask, job: Job) -> set[int]:
     if job.scheduler == "local":
         return set(range(task.nodes))
     ranks = task.spec.cluster.gpus_per_node
-    slurm = task.spec.cluster.slurm
-    tasks = 1 if slurm is not None and slurm.launcher == "torchrun" else ranks  # of SLURM, on one node
+    tasks = 1 if task.spec.task_per_node else ranks  # of SLURM, on one node
     logs = [path.name.split("_")[1] for path in run.submitit_dir.glob(f"{job.scheduler_id}_*_log.out")]
     return {int(log) // tasks for log in logs if log.isdigit()} | {
         rank // ranks for rank in run.checks.signed_in(task.id)

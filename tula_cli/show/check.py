@@ -74,9 +74,13 @@ def inspection(found: "Inspection") -> Iterator["RenderableType"]:
     shape = "x".join(map(str, found.sample_shape))
     classes = "" if found.classes is None else f", {found.classes} classes"
     capacity = "memory not known" if found.capacity is None else f"{amount(found.capacity)} for each rank"
-    yield f"model: {found.parameters} parameters"
-    yield f"data: {found.dataset_size} samples to train on, {found.eval_size} to evaluate, of shape {shape}{classes}"
-    yield f"hardware: {found.hardware} ({found.device}), {capacity}"
+    if found.script:
+        yield f"script: {found.script}"
+        yield f"data: at most {found.dataset_size} samples in a batch"
+    else:
+        yield f"model: {found.parameters} parameters"
+        yield f"data: {found.dataset_size} samples to train on, {found.eval_size} to evaluate, of shape {shape}{classes}"
+    yield f"hardware: {found.hardware or plural(found.gpus, 'GPU')} ({found.device}), {capacity}"
 
 
 def offered(site: "Site | None") -> str:

@@ -162,6 +162,13 @@ class JobSpec(Section):
             raise ValueError(f"node_types must be priced in one currency to be compared, got {found}")
         return self
 
+    @property
+    def task_per_node(self) -> bool:
+        """Whether SLURM starts one process a node, which starts those of the GPUs; else it starts one a GPU."""
+        slurm = self.cluster.slurm
+        by_command = self.script is not None and self.script.launch == "node"
+        return self.cluster.kind == "slurm" and (by_command or (slurm is not None and slurm.launcher == "torchrun"))
+
     def by_type(self, only: str | None = None) -> dict[str | None, "JobSpec"]:
         """Return the whole job on each type of node (on the named one); where it names none, itself under None.
 

@@ -160,11 +160,5 @@ def _set_network(cluster: Cluster) -> None:
     Raises:
         JobFailed: this node has no such interface.
     """
-    interface = cluster.interface or ("lo" if cluster.kind == "local" else None)
-    if interface:
-        network.own_address(interface)
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
-        os.environ.setdefault("NCCL_SOCKET_IFNAME", interface)
-    elif network.named_address() is None and (found := network.interface_of(network.own_address())):
-        # gloo takes the address of the node's name, and would offer the other nodes its loopback; NCCL looks itself.
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", found)
+    for name, interface in network.variables(cluster.interface, local=cluster.kind == "local").items():
+        os.environ.setdefault(name, interface)

@@ -148,7 +148,7 @@ def _minutes(task: Task, slurm: Slurm) -> int:
 def _size(task: Task, slurm: Slurm) -> dict[str, Any]:
     """Return nodes, tasks, CPUs and GPUs; GPUs in one form only: SLURM 24.11 refuses two."""
     ranks = task.spec.cluster.gpus_per_node
-    size: dict[str, Any] = {"nodes": task.nodes, "ntasks_per_node": 1 if slurm.launcher == "torchrun" else ranks}
+    size: dict[str, Any] = {"nodes": task.nodes, "ntasks_per_node": 1 if task.spec.task_per_node else ranks}
     if cpus := _cpus(task, slurm):
         size["cpus_per_task"] = cpus
     kind = f"{slurm.gpu_type}:" if slurm.gpu_type else ""
@@ -165,10 +165,10 @@ def _size(task: Task, slurm: Slurm) -> dict[str, Any]:
 
 
 def _cpus(task: Task, slurm: Slurm) -> int | None:
-    """Return the CPUs of one of SLURM's tasks, which under torchrun holds all ranks of a node."""
+    """Return the CPUs of one of SLURM's tasks, which may hold all ranks of a node."""
     if slurm.cpus_per_task is None:
         return None
-    return slurm.cpus_per_task * (task.spec.cluster.gpus_per_node if slurm.launcher == "torchrun" else 1)
+    return slurm.cpus_per_task * (task.spec.cluster.gpus_per_node if task.spec.task_per_node else 1)
 
 
 def _options(task: Task, slurm: Slurm) -> dict[str, Any]:

@@ -22,6 +22,9 @@ class Inspection(Record):
     gpus: int = 0  # that torch sees here, where a local run would use them
     process: int = 0  # bytes that a process holds that has loaded the libraries and the dataset
     warnings: tuple[str, ...] = ()
+    script: str = (
+        ""  # the command of a script of the user's own: then nothing was built, and what is 0 or empty is not known
+    )
 
 
 class FirstJob(Record):

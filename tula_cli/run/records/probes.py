@@ -6,6 +6,7 @@ from pydantic import Field, TypeAdapter
 
 from tula_cli.run.records.base import OutcomeClass, Record
 from tula_cli.run.records.components import Components, PeakMemory
+from tula_cli.run.records.shim import LearningRates
 
 
 class GradientStats(Record):
@@ -75,6 +76,16 @@ class GpuState(Record):
     held_down: tuple[str, ...]  # why the clock of any is held down ("power cap", "heat" ...)
 
 
+class ScriptSeen(Record):
+    """What a script of the user's own was seen to train with: the same in all probes of one training."""
+
+    optimizer: str | None  # class name; None where its loop tells its steps by hand
+    parameters: int | None  # numbers that the optimizer trains
+    lr: LearningRates | None
+    lr_given: float | None  # on its command line; None where that has none
+    notes: tuple[str, ...] = ()  # what is absent in the result, and why
+
+
 class Measured(Record):
     """A probe that ran: (nodes, local batch) and what was seen.
 
@@ -108,6 +119,7 @@ class Measured(Record):
     allocator_retries: int = 0
     oversubscribed: bool = False  # more ranks than cores, or GPUs: not comparable with anything
     measured_at: float  # Unix time
+    script: ScriptSeen | None = None  # None where tula's own loop was measured
 
 
 class OutOfMemory(Record):

@@ -104,6 +104,8 @@ class RankResult(Record):
     torch: str
     device: Literal["cpu", "cuda"]
     hardware: str
+    backend: str = ""  # of the process group; empty without one
+    capacity: int | None = None  # bytes of the GPU; None on the CPU
     startup: float | None  # from the start of the process to its first step
     steps: int
     samples: float | None

@@ -15,6 +15,8 @@ def settings(spec: JobSpec, inspection: Inspection | None) -> tuple[str, ...]:
         spec: the job.
         inspection: of its model and dataset; None where that is not known yet.
     """
+    if spec.script is not None:
+        return ()  # its command says how it computes
     loader = tuple(_loader(spec, inspection))
     if not _on_gpu(spec, inspection):
         return loader

@@ -95,6 +95,12 @@ def hardware() -> str:
     return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), "")
 
 
+def capacity() -> int | None:
+    """Return the bytes of this process' GPU; None on the CPU."""
+    found = cuda()
+    return None if found is None else int(found.get_device_properties(found.current_device()).total_memory)
+
+
 def process_age() -> float | None:
     """Return the seconds since this process began; None where the kernel does not tell."""
     try:

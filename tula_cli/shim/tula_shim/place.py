@@ -16,6 +16,12 @@ def process_group() -> Any | None:
     return distributed
 
 
+def backend() -> str:
+    """Return what the process group talks through; empty without one."""
+    group = process_group()
+    return "" if group is None else str(group.get_backend())
+
+
 def own_rank(environment: Mapping[str, str] = os.environ) -> int | None:
     """Return this process' rank: of its group, else of RANK or SLURM_PROCID; None where nothing tells it."""
     group = process_group()

@@ -10,6 +10,7 @@ from typing import Any
 
 from . import clocks
 from .hooks.optimizers import base_learning_rate
+from .place import backend
 from .recorder import CAUSES, LOCAL, TIMED, WARMUP, Interval, Recorder
 
 
@@ -38,6 +39,8 @@ def report(recorder: Recorder, why: str) -> dict[str, Any]:
         "torch": str(getattr(torch, "__version__", "")),
         "device": recorder.device,
         "hardware": clocks.hardware(),
+        "backend": backend(),
+        "capacity": clocks.capacity(),
         "startup": recorder.startup,
         "steps": recorder.step,
         "samples": recorder.samples(),

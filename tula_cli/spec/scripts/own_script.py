@@ -105,6 +105,15 @@ class Script(Section):
     probe: ProbeScript = ProbeScript()
 
     @property
+    def known_dataset_size(self) -> int | None:
+        """Samples of an epoch as given; where the length needs none, those of the whole training. None: not known yet."""
+        if self.dataset_size != "auto":
+            return self.dataset_size
+        if self.length.epochs is not None:
+            return None
+        return self.length.samples or (self.length.steps or 0) * self.reference.batch
+
+    @property
     def placeholders(self) -> frozenset[str]:
         """The placeholders of all that may be on its command line."""
         parts = (self.command, self.resume.args if self.resume else "", self.probe.args)
@@ -141,6 +150,9 @@ class Script(Section):
                 "reference.lr reaches nothing: command has neither {lr} nor {lr_factor}; leave it out where the script scales"
                 " its learning rate itself"
             )
+        for name in ("steps", "samples"):
+            if name in found and self.known_dataset_size is None:
+                raise ValueError(f"command asks for {{{name}}}: with length.epochs, give dataset_size")
         if "checkpoint" in names(self.command):
             raise ValueError("{checkpoint} belongs into resume.args: at the start there is none")
         return self

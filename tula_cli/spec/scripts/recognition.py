@@ -1,5 +1,7 @@
 """From the command line that somebody types today to section `script`: what stands for batch, learning rate, length ..."""
 
+import math
+import re
 import shlex
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -7,6 +9,7 @@ from pathlib import PurePath
 from typing import Any
 
 from tula_cli.errors import SpecError
+from tula_cli.spec.scripts.placeholders import BATCHES, PLACEHOLDERS
 
 # A flag's name without dashes, in lower case with underscores; of `trainer.max_epochs=9` the last part -> placeholder.
 FLAGS = {
@@ -25,6 +28,16 @@ FLAGS = {
 }
 RESUME = {"resume", "resume_from_checkpoint", "ckpt_path", "resume_from"}
 _LENGTHS = ("epochs", "steps")
+_COUNTS = {
+    *BATCHES,
+    *_LENGTHS,
+    "accumulate",
+}  # whole numbers from 1 on; --max_steps -1 and --epochs 0.5 stay as they are
+_COUNTS = {
+    *BATCHES,
+    *_LENGTHS,
+    "accumulate",
+}  # whole numbers from 1 on; --max_steps -1 and --epochs 0.5 stay as they are
 # What a launcher is told of the machines, with the number of words after it; the rest of its options are the user's.
 _TORCHRUN = {
     **dict.fromkeys(("nproc_per_node", "nnodes", "node_rank", "master_addr", "master_port", "rdzv_id"), 1),
@@ -46,35 +59,50 @@ _ACCELERATE_ON_NODES = (
 class Recognised:
     """What a command line tells."""
 
-    script: dict[str, Any]  # section `script`, as it is written
+    script: dict[str, Any]  # section `script`, as it is written; without what the command does not tell
     gpus_per_node: int | None  # as the launcher was told
     flags: dict[str, str]  # the word of the command -> what stands for its value now
     values: dict[str, str]  # placeholder -> the value that it had
+    ranks: int = 1  # processes of all machines, as the launcher was told
 
 
 def recognise(line: str) -> Recognised:
     """Return what section `script` would be for a command line.
 
     A batch is taken for that of one GPU, as nearly all scripts mean it; the first probe tells where it is not so.
+    Placeholders that are there already stay; what they had in their places is then not known.
 
     Raises:
-        SpecError: it has no batch that is known by its name, or is no command.
+        SpecError: it has no batch that is known by its name, needs a shell, or is no command.
     """
     try:
         words = shlex.split(line)
     except ValueError as error:
         raise SpecError(f"{line!r} is no command: {str(error).lower()}", "quote it as a whole") from None
-    launcher, words, gpus = _launched(words)
+    _refuse_shell(words)
+    variables = [word for word in words[: _variables(words)] if word]
+    launched = _launched(words[len(variables) :])
     found = _Found()
-    command = [word for part in found.take(words) for word in part]
-    if not {"local_batch", "micro_batch", "batch"} & {*found.values}:
-        raise SpecError(
-            f"no batch in {line!r}",
-            "give the command with the option that sets it, for example --batch-size 64, or write section script by hand",
-        )
-    text = " ".join(_quoted(word) for word in (*launcher, *command))
-    return Recognised(
-        _section(text, found, launch="node" if launcher else "rank", gpus=gpus or 1), gpus, found.flags, found.values
+    command = [word for part in found.take([*variables, *launched.rest]) for word in part]
+    if variables:  # a shell's way to set them; the program does the same
+        command = ["env", *command[: len(variables)], *launched.own, *command[len(variables) :]]
+    else:
+        command = [*launched.own, *command]
+    if not BATCHES & {*found.values, *found.by_hand}:
+        raise _no_batch(line, launched.rest)
+    launch = "node" if launched.own else "rank"
+    section = _section(" ".join(_quoted(word) for word in command), found, launch=launch, ranks=launched.ranks)
+    return Recognised(section, launched.gpus_per_node, found.flags, found.values, launched.ranks)
+
+
+def _no_batch(line: str, words: Sequence[str]) -> SpecError:
+    seen = list(dict.fromkeys(word.partition("=")[0] for word in words if _is_option(word) or "=" in word))
+    options = f"the options are {', '.join(seen)}" if seen else "it has no options"
+    example = f"{seen[0]} {{local_batch}}" if seen else "--batch-size {local_batch}"
+    return SpecError(
+        f"no batch in {line!r}: {options}, and none is known for one",
+        "write the placeholder in place of the batch's number, {local_batch} where it is one GPU's and {batch} where it is"
+        f" that of all, as in {example!r}; where the script reads its batch from a file, give it an option first",
     )
 
 
@@ -84,11 +112,14 @@ class _Found:
 
     values: dict[str, str] = field(default_factory=dict)
     flags: dict[str, str] = field(default_factory=dict)
+    by_hand: set[str] = field(default_factory=set)  # placeholders that were there
     resume: str = ""
 
     def take(self, words: Sequence[str]) -> list[list[str]]:
         """Return the words with placeholders, and without a checkpoint to go on from."""
         accumulates = any(FLAGS.get(_name(word.partition("=")[0])) == "accumulate" for word in words)
+        self.by_hand = {name for word in words for name in _BY_HAND.findall(word) if name in PLACEHOLDERS}
+        self.by_hand = {name for word in words for name in _BY_HAND.findall(word) if name in PLACEHOLDERS}
         result, position = [], 0
         while position < len(words):
             word, after = words[position], words[position + 1 : position + 2]
@@ -110,10 +141,10 @@ class _Found:
     def _stands_for(self, name: str, value: str, accumulates: bool) -> str | None:
         """Return the placeholder for an option's value; None where it is not known, or no number where one belongs."""
         stands = FLAGS.get(name)
-        if stands is None or stands in self.values or (stands != "out" and _number(value) is None):
-            return None
         if stands == "local_batch" and accumulates:
             stands = "micro_batch"
+        if stands is None or stands in self.values or stands in self.by_hand or not _fits(stands, value):
+            return None
         self.values[stands] = value
         return stands
 
@@ -121,12 +152,12 @@ class _Found:
         return _number(self.values[name]) if name in self.values else None
 
 
-def _section(command: str, found: _Found, *, launch: str, gpus: int) -> dict[str, Any]:
+def _section(command: str, found: _Found, *, launch: str, ranks: int) -> dict[str, Any]:
     batch = found.number("batch")
     if batch is None:
-        own = found.number("local_batch") or (found.number("micro_batch") or 1) * (found.number("accumulate") or 1)
-        batch = own * gpus
-    reference: dict[str, Any] = {"batch": int(batch)}
+        own = found.number("local_batch") or (found.number("micro_batch") or 0) * (found.number("accumulate") or 1)
+        batch = own * ranks
+    reference: dict[str, Any] = {"batch": int(batch)} if batch else {}
     if (lr := found.number("lr")) is not None:
         reference["lr"] = lr
     lengths = {name: int(value) for name in _LENGTHS if (value := found.number(name)) is not None}
@@ -141,46 +172,68 @@ def _section(command: str, found: _Found, *, launch: str, gpus: int) -> dict[str
 # --- launchers
 
 
-def _launched(words: list[str]) -> tuple[list[str], list[str], int | None]:
-    """Return the launcher's words that stay, the script's words, and the processes a node that it was told.
+@dataclass(frozen=True)
+class _Launched:
+    """A command line without what its launcher was told of the machines."""
+
+    own: list[str]  # words of a launcher that stays
+    rest: list[str]  # the script's
+    gpus_per_node: int | None = None
+    machines: int = 1
+
+    @property
+    def ranks(self) -> int:
+        return (self.gpus_per_node or 1) * self.machines
+
+
+def _launched(words: list[str]) -> _Launched:
+    """Take the launcher off a command.
 
     torchrun does nothing that tula does not; accelerate sets up what the script asks for, and stays.
 
     Raises:
-        SpecError: there is no script.
+        SpecError: there is no script, or the launcher is none of these.
     """
     for start, take in _LAUNCHERS.items():
         if tuple(words[: len(start)]) == start or (len(start) == 1 and words and PurePath(words[0]).name == start[0]):
             return take(words[: len(start)], words[len(start) :])
-    return [], words, None
+    if words and PurePath(words[0]).name in _FOREIGN:
+        raise SpecError(
+            f"{words[0]} is a launcher that is not read here: tula starts the processes itself",
+            "give the command that it starts on one GPU (script.launch: rank), or write section script by hand with launch:"
+            " node",
+        )
+    return _Launched([], words)
 
 
-def _torchrun(_: Sequence[str], words: Sequence[str]) -> tuple[list[str], list[str], int | None]:
+def _torchrun(_: Sequence[str], words: Sequence[str]) -> _Launched:
     told, rest = _options(words, _TORCHRUN)
     if rest[0].startswith("-") and rest[0] not in _MODULE:
         raise SpecError(
             f"torchrun's {rest[0]} has no counterpart: tula starts the ranks itself",
             "leave it out, or set script.launch: node and write the command for each node",
         )
-    if rest[0] in _MODULE:
-        return [], ["python", "-m", *rest[1:]], _processes(told.get("nproc_per_node"))
-    return [], ["python", *rest], _processes(told.get("nproc_per_node"))
+    script = ["python", "-m", *rest[1:]] if rest[0] in _MODULE else ["python", *rest]
+    machines = told.get("nnodes", "").rpartition(":")[2]  # 1:4 is from 1 to 4
+    return _Launched([], script, _processes(told.get("nproc_per_node")), _processes(machines) or 1)
 
 
-def _accelerate(start: Sequence[str], words: Sequence[str]) -> tuple[list[str], list[str], int | None]:
+def _accelerate(start: Sequence[str], words: Sequence[str]) -> _Launched:
     told, rest = _options(words, _ACCELERATE)
     machines = _processes(told.get("num_machines")) or 1
     processes = _processes(told.get("num_processes"))
-    return [*start, *_ACCELERATE_ON_NODES.split()], rest, processes // machines if processes else None
+    own = [*start, *_ACCELERATE_ON_NODES.split()]
+    return _Launched(own, rest, processes // machines if processes else None, machines)
 
 
-_LAUNCHERS: dict[tuple[str, ...], Callable[[Sequence[str], Sequence[str]], tuple[list[str], list[str], int | None]]] = {
+_LAUNCHERS: dict[tuple[str, ...], Callable[[Sequence[str], Sequence[str]], _Launched]] = {
     ("torchrun",): _torchrun,
     ("python", "-m", "torch.distributed.run"): _torchrun,
     ("python3", "-m", "torch.distributed.run"): _torchrun,
     ("python", "-m", "torch.distributed.launch"): _torchrun,
     ("accelerate", "launch"): _accelerate,
 }
+_FOREIGN = {"srun", "sbatch", "mpirun", "mpiexec", "horovodrun", "deepspeed", "colossalai"}
 
 
 def _options(words: Sequence[str], known: dict[str, int]) -> tuple[dict[str, str], list[str]]:
@@ -212,6 +265,31 @@ def _processes(text: str | None) -> int | None:
 
 # --- words
 
+_BY_HAND = re.compile(r"(?<!\{)\{(\w+)\}(?!\})")
+_VARIABLE = re.compile(r"[A-Za-z_]\w*=")
+_OF_A_SHELL = re.compile(r"&&|\|\|?|;|&|\d?[<>]{1,2}(&\d|.*)?|.*\$[A-Za-z_{(].*")
+
+
+def _variables(words: Sequence[str]) -> int:
+    """Return how many words at the start set variables, as in `OMP_NUM_THREADS=4 torchrun ...`."""
+    return next((place for place, word in enumerate(words) if not _VARIABLE.match(word)), 0)
+
+
+def _refuse_shell(words: Sequence[str]) -> None:
+    """Refuse what only a shell understands; one that is called by its name gets its words as they are.
+
+    Raises:
+        SpecError: there is such a word.
+    """
+    if any(PurePath(word).name in ("bash", "sh", "zsh") for word in words):
+        return
+    for word in words:
+        if _OF_A_SHELL.fullmatch(word):
+            raise SpecError(
+                f"{word!r} is for a shell, and tula starts the command without one",
+                "give values in place of variables and leave out where the output goes; or put it into a file: bash train.sh",
+            )
+
 
 def _name(flag: str) -> str:
     return flag.lstrip("-").rpartition(".")[2].replace("-", "_").lower()
@@ -221,15 +299,31 @@ def _is_option(word: str) -> bool:
     return word.startswith("-") and _number(word) is None
 
 
+def _fits(stands: str, value: str) -> bool:
+    """Tell whether an option's value is of the kind that its placeholder is given."""
+    number = _number(value)
+    if stands in _COUNTS:
+        return number is not None and number >= 1 and number == int(number)
+    return stands == "out" or (number is not None and (number > 0 or stands != "lr"))
+
+
 def _number(text: str) -> float | None:
     try:
-        return float(text)
+        found = float(text)
     except ValueError:
         return None
+    return found if math.isfinite(found) else None
 
 
 def _literal(word: str) -> str:
-    return word.replace("{", "{{").replace("}", "}}")
+    """Return a word with its braces doubled, but for those of placeholders that somebody wrote."""
+    parts = _BY_HAND.split(word)  # text and names in turn
+    for place, part in enumerate(parts):
+        if place % 2:
+            parts[place] = f"{{{part}}}" if part in PLACEHOLDERS else f"{{{{{part}}}}}"
+        else:
+            parts[place] = part.replace("{", "{{").replace("}", "}}")
+    return "".join(parts)
 
 
 def _quoted(word: str) -> str:

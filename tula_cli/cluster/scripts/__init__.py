@@ -1,0 +1,1 @@
+"""Scripts of the user's own: how they are started, watched, and understood by what their shim has written."""

@@ -1,0 +1,44 @@
+"""What is known of a job with a script before anything is measured: what its spec says, and this machine."""
+
+import os
+
+from tula_cli.errors import SpecError
+from tula_cli.host import devices
+from tula_cli.host.processor import processor_name
+from tula_cli.run.records.inspections import Inspection
+from tula_cli.spec.job import JobSpec
+from tula_cli.spec.scripts.own_script import Script
+
+
+def described(spec: JobSpec, script: Script) -> Inspection:
+    """Return what takes the place of building a model and a dataset: nothing is started.
+
+    Args:
+        spec: the job.
+        script: its script.
+
+    Raises:
+        SpecError: nothing bounds the batches that are to be measured.
+    """
+    bounds = [bound for bound in (script.known_dataset_size, spec.search.max_batch) if bound is not None]
+    if not bounds:
+        raise SpecError(
+            "nothing tells which batches are too large: script.dataset_size is auto, and the script has not run yet",
+            "give script.dataset_size (samples of an epoch) or search.max_batch",
+        )
+    gpus = 0 if spec.cluster.device == "cpu" else devices.count()
+    return Inspection(
+        dataset_size=script.known_dataset_size or bounds[0],
+        eval_size=0,
+        classes=None,
+        sample_shape=(),
+        parameters=0,
+        footprints=(),
+        estimate_error="",
+        device="cuda" if gpus or spec.cluster.device == "cuda" else "cpu",
+        hardware="" if gpus else processor_name(),
+        capacity=spec.cluster.memory_per_gpu,
+        cpus=len(os.sched_getaffinity(0)),
+        gpus=gpus,
+        script=script.command,
+    )

@@ -1,0 +1,180 @@
+"""From what the ranks of a script have written to the result of a probe, or to why there is none."""
+
+import time
+from collections.abc import Iterable, Sequence
+from statistics import median
+
+from tula_cli.cluster.scripts.values import learning_rate, own
+from tula_cli.errors import BadMeasurements
+from tula_cli.models.claims import JointStep, clean_steps, mismatches
+from tula_cli.models.efficiency import Pair, summarise
+from tula_cli.run.records.components import ModelStates, PeakMemory
+from tula_cli.run.records.probes import Environment, GradientStats, Host, Measured, Overheads, ScriptSeen
+from tula_cli.run.records.shim import RankResult
+from tula_cli.run.records.tasks import ProbeTask, probe_identity
+from tula_cli.spec.job import LEAST_STEPS
+from tula_cli.version import __version__
+
+
+class NotMeasured(Exception):
+    """Why a start of a script is no measurement; its words are for the user."""
+
+
+def measured(task: ProbeTask, ranks: Sequence[RankResult], *, local_batch: int, cores: int) -> Measured:
+    """Return the result of a probe.
+
+    Args:
+        task: of the probe.
+        ranks: what each has written, by rank.
+        local_batch: of the probe.
+        cores: of this node, to tell whether ranks shared them.
+
+    Raises:
+        NotMeasured: what the ranks have written tells nothing, or contradicts what was claimed.
+    """
+    world = task.nodes * task.spec.cluster.gpus_per_node
+    steps = _steps(ranks)
+    first = ranks[0]
+    waits = [step.wait for step in steps if step.wait is not None]
+    sync = _slowest([] if rank.split is None else rank.split.sync for rank in ranks)
+    local = _slowest([] if rank.split is None else [step.seconds for step in rank.split.local] for rank in ranks)
+    times = tuple(step.seconds for step in steps)
+    alone = world == 1  # nothing to synchronise: a step is local work
+    return Measured(
+        **probe_identity(task, local_batch),
+        batch=local_batch * world,
+        accumulate=task.spec.train.accumulate,
+        step_times=times,
+        warmup_times=tuple(max(row) for row in zip(*(rank.warmup for rank in ranks), strict=False)),
+        sync_time=0.0 if alone else sync,
+        compute_time=median(times) if alone else local,
+        data_wait=median(waits) if len(waits) == len(steps) else None,
+        memory=_memory(ranks),
+        capacity=task.spec.cluster.memory_per_gpu or min((rank.capacity or 0 for rank in ranks), default=0) or None,
+        gradients=_gradients(ranks, local_batch=local_batch, batch=local_batch * world),
+        overheads=Overheads(
+            startup=max(rank.startup or 0.0 for rank in ranks),
+            eval_batch=None,
+            eval_batch_size=None,
+            checkpoint=None,
+            refresh=None,
+        ),
+        environment=_environment(ranks),
+        dataset_size=_dataset_size(task, ranks),
+        eval_size=None,
+        oversubscribed=_oversubscribed(task, ranks, cores),
+        measured_at=time.time(),
+        script=ScriptSeen(
+            optimizer=first.optimizer,
+            parameters=first.parameters,
+            lr=first.lr,
+            lr_given=learning_rate(task.spec, local_batch * world) if "lr" in own(task.spec).placeholders else None,
+            notes=first.notes,
+        ),
+    )
+
+
+def _steps(ranks: Sequence[RankResult]) -> Sequence[JointStep]:
+    """Return the steps that are to be counted.
+
+    Raises:
+        NotMeasured: there are too few, or a claim does not hold.
+    """
+    if not ranks:
+        raise NotMeasured(
+            "the command ended well, but no optimizer step of torch was seen: does it train with an optimizer of torch.optim,"
+            " and is its Python started without -I, -E and -S?"
+        )
+    if found := mismatches(ranks):
+        raise NotMeasured("; ".join(mismatch.words for mismatch in found))
+    if len(ranks) < ranks[0].world:
+        raise NotMeasured(f"only {len(ranks)} of {ranks[0].world} ranks have written what they saw")
+    try:
+        steps = clean_steps(ranks)
+    except BadMeasurements as error:
+        raise NotMeasured(f"{error.message}; {error.hint}") from None
+    if len(steps) < LEAST_STEPS:
+        raise NotMeasured(
+            f"the script ended by itself after {ranks[0].steps} steps, of which {len(steps)} could be timed, and"
+            f" {LEAST_STEPS} are needed: let it train longer while it is measured (script.probe.args)"
+        )
+    return steps
+
+
+def _slowest(ranks: Iterable[Sequence[float]]) -> float | None:
+    """Return the largest median of all ranks, as tula's own loop tells it; None where a rank has none."""
+    found = [median(seconds) if seconds else None for seconds in ranks]
+    return None if None in found else max(value for value in found if value is not None)
+
+
+def _memory(ranks: Sequence[RankResult]) -> PeakMemory:
+    """Return that of the rank with the highest peak, whatever it was doing."""
+    peaks = [peak for rank in ranks for peak in rank.peak.values()]
+    sizes = [rank.bytes for rank in ranks if rank.bytes is not None]
+    states = None
+    if sizes:
+        parts = {part: max(size[part] for size in sizes) for part in ("parameters", "gradients", "optimizer")}
+        states = ModelStates(**parts, factors=0)
+    return PeakMemory(
+        states=states,
+        peak=max(peak.allocated for peak in peaks),
+        reserved=max(peak.reserved for peak in peaks),
+    )
+
+
+def _gradients(ranks: Sequence[RankResult], *, local_batch: int, batch: int) -> GradientStats | None:
+    """Return the gradient norms, the local ones as means over all ranks; None where DDP has not told them."""
+    norms = [rank.split.norms for rank in ranks if rank.split is not None]
+    if len(ranks) < 2 or len(norms) < len(ranks):
+        return None
+    pairs: list[Pair] = []
+    for row in zip(*norms, strict=False):
+        small, big = [pair[0] for pair in row], row[0][1]
+        if big is not None and None not in small:
+            pairs.append((sum(value for value in small if value is not None) / len(small), big))
+    return summarise(pairs, local_batch=local_batch, batch=batch) if pairs else None
+
+
+def _environment(ranks: Sequence[RankResult]) -> Environment:
+    hosts: dict[str, list[RankResult]] = {}
+    for rank in ranks:
+        hosts.setdefault(rank.host, []).append(rank)
+    nodes = tuple(
+        Host(name=name, ranks=len(own), hardware=tuple(sorted({rank.hardware for rank in own})), driver="")
+        for name, own in hosts.items()
+    )
+    first = ranks[0]
+    return Environment(
+        hosts=tuple(hosts),
+        device=first.device,
+        hardware=" + ".join(sorted({rank.hardware for rank in ranks})),
+        driver="",
+        backend=first.backend,
+        python=first.python,
+        torch=first.torch,
+        torchvision="",
+        tula=__version__,
+        nodes=nodes,
+        workers=first.loader.workers if first.loader is not None else None,
+    )
+
+
+def _dataset_size(task: ProbeTask, ranks: Sequence[RankResult]) -> int:
+    """Return the samples of an epoch: as the spec says, else as the data loader does.
+
+    Raises:
+        NotMeasured: nobody says.
+    """
+    known = own(task.spec).known_dataset_size
+    told = ranks[0].loader.dataset if ranks[0].loader is not None else None
+    if known is None and told is None:
+        raise NotMeasured(
+            "nothing tells how many samples an epoch has: the script reads its data without a torch DataLoader that knows its"
+            " length; give script.dataset_size"
+        )
+    return known if known is not None else int(told or 0)
+
+
+def _oversubscribed(task: ProbeTask, ranks: Sequence[RankResult], cores: int) -> bool:
+    here = len(ranks) if task.spec.cluster.kind == "local" else task.spec.cluster.gpus_per_node
+    return ranks[0].device == "cpu" and here > cores

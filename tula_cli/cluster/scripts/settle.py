@@ -1,0 +1,60 @@
+"""After an attempt of a script: its result, from what its ranks have written, or why there is none."""
+
+import dataclasses
+import os
+import time
+
+from tula_cli.cluster.exit_reason import ExitReason
+from tula_cli.cluster.rank_start import runs_script, world_size
+from tula_cli.cluster.scripts.measured import NotMeasured, measured
+from tula_cli.run.directory import RunDir
+from tula_cli.run.records.jobs import LeaderCommand
+from tula_cli.run.records.shim import RankResult
+from tula_cli.run.records.tasks import ProbeTask, Task, TrainTask
+from tula_cli.run.script_attempt import ScriptAttempt
+
+LAG = 30.0
+"""Seconds in which a file that a rank on another node has written appears (NFS)."""
+LOOK = 0.5  # seconds
+
+
+def batch_of(run: RunDir, task: Task) -> int:
+    """Return the global batch that a script is started with now; 0 where the worker runs, which knows its own."""
+    if not runs_script(task):
+        return 0
+    if isinstance(task, ProbeTask):
+        return (run.current_probe(task) or 0) * world_size(task)
+    assert isinstance(task, TrainTask)
+    return task.batch
+
+
+def settled(run: RunDir, task: Task, command: LeaderCommand, reason: ExitReason) -> ExitReason:
+    """Write the result of a probe of a script; return why its attempt ended, once that is known.
+
+    Args:
+        run: the run.
+        task: what was attempted.
+        command: what it was started with.
+        reason: how its processes ended.
+    """
+    if not (runs_script(task) and isinstance(task, ProbeTask)):
+        return reason
+    attempt = ScriptAttempt(run.path, task.id, command.attempt)
+    ranks = _results(attempt, command.ranks, patient=reason.outcome is None and task.spec.cluster.kind == "slurm")
+    stopped = len(ranks) == command.ranks and all(rank.why == "stopped" for rank in ranks)
+    if reason.outcome is not None and not stopped:
+        return reason
+    cores = len(os.sched_getaffinity(0))
+    try:
+        run.write_result(measured(task, ranks, local_batch=command.batch // command.ranks, cores=cores))
+    except NotMeasured as error:
+        return dataclasses.replace(reason, outcome="user", message=str(error))
+    return ExitReason(None)
+
+
+def _results(attempt: ScriptAttempt, ranks: int, *, patient: bool) -> list[RankResult]:
+    """Return what the ranks have written; those of other nodes are waited for, once there is any."""
+    deadline = time.monotonic() + LAG
+    while len(found := attempt.results()) < ranks and found and patient and time.monotonic() < deadline:
+        time.sleep(LOOK)
+    return found

@@ -1,0 +1,205 @@
+"""What a supervisor starts a script with: the command line of each process, its environment, and the shim's plan."""
+
+import hashlib
+import os
+import shutil
+import socket
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from tula_cli.cluster.allocation import Allocation
+from tula_cli.cluster.forkserver import Start
+from tula_cli.cluster.scripts import values
+from tula_cli.cluster.scripts.values import Place, own
+from tula_cli.cluster.slurm import sbatch
+from tula_cli.host.devices import has_gpu
+from tula_cli.host.network import variables
+from tula_cli.run.directory import RunDir
+from tula_cli.run.files import cannot_write
+from tula_cli.run.records.jobs import LeaderCommand
+from tula_cli.run.records.shim import Expected, ShimPlan
+from tula_cli.run.records.tasks import Task, TrainTask
+from tula_cli.run.script_attempt import ScriptAttempt
+from tula_cli.spec.scripts.placeholders import render
+
+SHIM = Path(__file__).resolve().parents[2] / "shim"
+MOST_STEPS = 1000
+"""Timed steps of a probe whose steps take next to nothing."""
+_OF_A_GROUP = ("MASTER_ADDR", "MASTER_PORT", "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "TULA_PLAN")
+
+
+@dataclass(frozen=True)
+class ScriptStart:
+    """How one supervisor starts a script in one attempt.
+
+    Args:
+        command: the leader's; of a probe its `batch` is measured.
+    """
+
+    run: RunDir
+    allocation: Allocation
+    task: Task
+    command: LeaderCommand
+
+    @property
+    def attempt(self) -> ScriptAttempt:
+        return ScriptAttempt(self.run.path, self.task.id, self.command.attempt)
+
+    def starts(self, log: Path) -> list[Start]:
+        """Return what this supervisor starts; the plan is written, and what the processes need is made.
+
+        Raises:
+            TulaError: the run directory cannot be written.
+            JobFailed: this node has no such network interface.
+        """
+        folder = self._out()
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            shim = copy_shim(self.run.path)
+        except OSError as error:
+            raise cannot_write(self.run.path, error) from error
+        if self.allocation.leader:
+            self.attempt.write_plan(self.plan())
+        return [
+            Start(self._argv(place, folder), self._environment(place, shim), self.task.workdir, str(log))
+            for place in self.places()
+        ]
+
+    def places(self) -> list[Place]:
+        """Return the processes that this supervisor starts: a rank's, all ranks of a node or machine, or a node's command."""
+        task, allocation = self.task, self.allocation
+        address, _, port = self.command.meeting.rpartition(":")
+        gpus = task.spec.cluster.gpus_per_node
+
+        def place(node: int, rank: int | None = None, local_rank: int | None = None) -> Place:
+            return Place(task.nodes, node, address.strip("[]"), int(port), rank, local_rank)
+
+        if own(task.spec).launch == "node":
+            return [place(node) for node in (range(task.nodes) if allocation.local else [allocation.index])]
+        if allocation.local:  # the machine's GPUs are counted through, whatever node they are taken for
+            return [place(rank // gpus, rank, rank) for rank in range(task.nodes * gpus)]
+        if task.spec.task_per_node:
+            return [place(allocation.index, allocation.index * gpus + local, local) for local in range(gpus)]
+        return [place(allocation.index // gpus, allocation.index, allocation.local_index)]
+
+    def plan(self) -> ShimPlan:
+        """Return what the shim is asked for."""
+        spec, script, attempt = self.task.spec, own(self.task.spec), self.attempt
+        counted = script.placeholders & {"accumulate", "accumulate_total", "micro_batch"}
+        expected = Expected(
+            world=self.command.ranks,
+            batch=self.command.batch,
+            accumulate=spec.train.accumulate if counted else None,
+            lr=values.learning_rate(spec, self.command.batch) if "lr" in script.placeholders else None,
+        )
+        search = spec.search
+        return ShimPlan(
+            task=self.task.id,
+            attempt=self.command.attempt,
+            folder=str(attempt.path),
+            mode="train" if isinstance(self.task, TrainTask) else "probe",
+            expected=expected,
+            warmup=search.warmup_steps,
+            min_steps=search.min_steps,
+            max_steps=max(search.min_steps, MOST_STEPS),
+            seconds=search.min_seconds,
+            split_steps=search.split_steps,
+            stop=script.probe.stop,
+        )
+
+    def _out(self) -> Path:
+        return self.attempt.out
+
+    def _argv(self, place: Place, out: Path) -> tuple[str, ...]:
+        spec, script = self.task.spec, own(self.task.spec)
+        known = values.values(
+            spec,
+            place,
+            batch=self.command.batch,
+            out=out,
+            run=self.run.path.absolute(),
+            workers=values.workers(
+                spec, threads=self._threads(), ranks_here=self.command.ranks, task=_training(self.task)
+            ),
+        )
+        words = render(script.command, known)
+        if not isinstance(self.task, TrainTask):
+            words += render(script.probe.args, known)
+        if words[0].endswith(".py"):
+            words = [sys.executable, "-u", *words]
+        wrapper = [] if self.allocation.local else sbatch.wrapper(spec, environ=self.allocation.environ)
+        return (*wrapper, *words)
+
+    def _environment(self, place: Place, shim: Path) -> dict[str, str]:
+        """Return the environment of a process. A rendezvous of the site's set-up lines, or of a shell, is not ours."""
+        spec, allocation = self.task.spec, self.allocation
+        network = variables(spec.cluster.interface, local=spec.cluster.kind == "local")
+        given = network | {name: value for name, value in allocation.environ.items() if name not in _OF_A_GROUP}
+        path = os.pathsep.join(filter(None, [str(shim), *self._code(), given.get("PYTHONPATH", "")]))
+        made = {"PYTHONUNBUFFERED": "1", "PYTHONPATH": path, "TULA_PLAN": str(self.attempt.plan_path)}
+        if not isinstance(self.task, TrainTask):
+            made |= own(spec).probe.environment
+        if spec.cluster.device == "cpu":
+            made["CUDA_VISIBLE_DEVICES"] = ""
+        elif place.rank is None and allocation.local and place.nodes > 1 and has_gpu():
+            made["CUDA_VISIBLE_DEVICES"] = self._gpus_of(place.node_rank)
+        if place.rank is None:
+            return {**given, **made}
+        local_world = self.command.ranks if allocation.local else spec.cluster.gpus_per_node
+        group = {
+            "RANK": place.rank, "LOCAL_RANK": place.local_rank, "WORLD_SIZE": self.command.ranks,
+            "LOCAL_WORLD_SIZE": local_world, "MASTER_ADDR": place.master_addr, "MASTER_PORT": place.master_port,
+        }  # fmt: skip
+        threads = {"OMP_NUM_THREADS": str(self._threads() or 1)}
+        return {**threads, **given, **made, **{name: str(value) for name, value in group.items()}}
+
+    def _code(self) -> list[str]:
+        return []
+
+    def _gpus_of(self, node: int) -> str:
+        """Return the GPUs of this machine that are taken for those of a node."""
+        gpus = self.task.spec.cluster.gpus_per_node
+        names = [name for name in self.allocation.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name.strip()]
+        own_numbers = range(node * gpus, (node + 1) * gpus)
+        return ",".join(names[number] if number < len(names) else str(number) for number in own_numbers)
+
+    def _threads(self) -> int | None:
+        """Return the cores that the scheduler gives a rank; None where it tells of none."""
+        told = None if self.allocation.local else self.allocation.environ.get("SLURM_CPUS_PER_TASK")
+        if told is None:
+            return None
+        cluster = self.task.spec.cluster
+        return max(1, int(told) // (cluster.gpus_per_node if self.task.spec.task_per_node else 1))
+
+
+def _training(task: Task) -> TrainTask | None:
+    return task if isinstance(task, TrainTask) else None
+
+
+def copy_shim(run: Path) -> Path:
+    """Copy the shim into a run, where it is not there yet; return its folder. Containers see the run, not tula.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    files = sorted(path for path in SHIM.rglob("*.py"))
+    found = hashlib.sha256()
+    for path in files:
+        found.update(f"{path.relative_to(SHIM)}\0".encode() + path.read_bytes())
+    place = (run / "script" / f"shim-{found.hexdigest()[:8]}").absolute()
+    if place.is_dir():
+        return place
+    draft = place.with_name(f".{place.name}.{socket.gethostname()}.{os.getpid()}")
+    shutil.rmtree(draft, ignore_errors=True)
+    for path in files:
+        copy = draft / path.relative_to(SHIM)
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(path, copy)
+    try:
+        draft.rename(place)
+    except OSError:
+        shutil.rmtree(draft, ignore_errors=True)
+        if not place.is_dir():  # another supervisor was faster
+            raise
+    return place

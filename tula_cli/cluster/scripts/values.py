@@ -1,0 +1,95 @@
+"""What stands in place of the placeholders of a script's command line."""
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from tula_cli.run.records.tasks import TrainTask
+from tula_cli.spec.job import JobSpec, lr_scale
+from tula_cli.spec.scripts import section
+from tula_cli.spec.scripts.own_script import Script
+
+
+@dataclass(frozen=True)
+class Place:
+    """Which process of a job this is."""
+
+    nodes: int
+    node_rank: int
+    master_addr: str
+    master_port: int
+    rank: int | None = None  # None where the command starts the ranks of a node itself
+    local_rank: int | None = None
+
+
+def values(
+    spec: JobSpec, place: Place, *, batch: int, out: Path, run: Path, workers: int, checkpoint: str = ""
+) -> dict[str, str | float]:
+    """Return the value of each placeholder that has one.
+
+    Args:
+        spec: the job, with a script.
+        place: of the process.
+        batch: global batch.
+        out: folder of the script's own files.
+        run: the run directory.
+        workers: data-loader processes of a rank.
+        checkpoint: the newest one; empty where there is none.
+    """
+    script, gpus = own(spec), spec.cluster.gpus_per_node
+    local_batch = batch // (place.nodes * gpus)
+    micro_batch = local_batch // spec.train.accumulate
+    found: dict[str, str | float | None] = {
+        "batch": batch,
+        "local_batch": local_batch,
+        "micro_batch": micro_batch,
+        "accumulate": spec.train.accumulate,
+        "accumulate_total": batch // micro_batch,
+        "lr": learning_rate(spec, batch),
+        "lr_factor": lr_scale(spec, batch),
+        "epochs": script.length.epochs,
+        "seed": spec.train.seed,
+        "workers": workers,
+        "nodes": place.nodes,
+        "gpus_per_node": gpus,
+        "world": place.nodes * gpus,
+        "node_rank": place.node_rank,
+        "master_addr": place.master_addr,
+        "master_port": place.master_port,
+        "rank": place.rank,
+        "local_rank": place.local_rank,
+        "out": str(out),
+        "checkpoint": checkpoint or None,
+        "tula_run": str(run),
+    }
+    size = script.known_dataset_size
+    if size is not None:
+        found["steps"], found["samples"] = section.steps(script, batch, size), section.samples(script, size)
+    return {name: value for name, value in found.items() if value is not None}
+
+
+def own(spec: JobSpec) -> Script:
+    """Return the script of a job that has one."""
+    assert spec.script is not None, "a job of tula's own loop"
+    return spec.script
+
+
+def learning_rate(spec: JobSpec, batch: int) -> float | None:
+    """Return the learning rate of the command line at a global batch; None where the script has its own."""
+    lr = own(spec).reference.lr
+    return None if lr is None else lr * lr_scale(spec, batch)
+
+
+def workers(spec: JobSpec, *, threads: int | None, ranks_here: int, task: TrainTask | None = None) -> int:
+    """Return the data-loader processes of a rank: as asked for, else by the cores that it has.
+
+    Args:
+        spec: the job.
+        threads: cores that the scheduler gives a rank; None where the ranks share this machine.
+        ranks_here: that share it.
+        task: of a training, which may have fewer than its spec.
+    """
+    asked = spec.train.workers if task is None else task.workers
+    if asked != "auto":
+        return asked
+    return spec.train.loaders(threads or len(os.sched_getaffinity(0)) / ranks_here)

@@ -1,0 +1,74 @@
+"""What the shims of the ranks that a supervisor has started tell while they run, and at their end."""
+
+import time
+from dataclasses import dataclass
+
+from tula_cli.cluster.exit_reason import ExitReason, computed_on
+from tula_cli.host.network import node_name
+from tula_cli.host.outcome import classify
+from tula_cli.run.directory import RunDir
+from tula_cli.run.records.jobs import Failure, LeaderCommand
+from tula_cli.run.records.shim import ScriptFailure
+from tula_cli.run.records.tasks import Task
+from tula_cli.run.script_attempt import ScriptAttempt
+
+SILENCE = 60.0
+"""The least seconds without a sign of life after which a script that has stepped is ended."""
+SILENT_STEPS = 20
+"""The same in steps, of its median step time."""
+
+
+@dataclass
+class ScriptWatch:
+    """One attempt of a script, as one supervisor sees it.
+
+    Args:
+        ranks: that this supervisor has started, or whose command it has.
+    """
+
+    run: RunDir
+    task: Task
+    command: LeaderCommand
+    ranks: range
+
+    @property
+    def attempt(self) -> ScriptAttempt:
+        return ScriptAttempt(self.run.path, self.task.id, self.command.attempt)
+
+    def adopt_failures(self) -> None:
+        """Write down, as a worker does, what the shims of these ranks have seen."""
+        known = {failure.rank for failure in self.run.failures(self.task.id, self.command.attempt)}
+        for seen in self.attempt.failures():
+            rank = self.ranks.start if seen.rank is None else seen.rank
+            if rank in self.ranks and rank not in known:
+                known.add(rank)
+                self.run.write_failure(self._failure(seen, rank))
+
+    def _failure(self, seen: ScriptFailure, rank: int) -> Failure:
+        of_shim = seen.where == "shim"
+        last = (seen.text.strip().splitlines() or [seen.error])[-1].strip()
+        return Failure(
+            task=self.task.id,
+            attempt=self.command.attempt,
+            rank=rank,
+            host=node_name(),
+            pid=seen.pid,
+            outcome="user" if of_shim else classify(seen.text, exit_code=1, device=computed_on(self.run, self.task)),
+            message=f"measuring the script failed (this is tula's fault): {last}" if of_shim else last,
+            detail=seen.text,
+            local_batch=self.command.batch // self.command.ranks,
+            failed_at=seen.failed_at,
+        )
+
+    def stuck(self) -> ExitReason | None:
+        """Return why the ranks are to be ended: one that has stepped gives no sign of life any more."""
+        beats = [(rank, beat) for rank in self.ranks if (beat := self.attempt.heartbeat(rank)) is not None]
+        for rank, beat in beats:
+            silent = time.time() - beat.alive_at
+            if silent > max(SILENCE, SILENT_STEPS * beat.seconds) and not self._written(rank):
+                words = f"no step for {silent:.0f} s, after {beat.step} steps of {beat.seconds:.3g} s: ended as stuck"
+                return ExitReason("unknown", words, rank, node_name())
+        return None
+
+    def _written(self, rank: int) -> bool:
+        return (self.attempt.path / f"result-{rank}.json").exists()

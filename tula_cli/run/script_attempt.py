@@ -1,0 +1,48 @@
+"""The folder of one start of a script of the user's own: the plan, what its ranks' shim writes, and a probe's own files."""
+
+from pathlib import Path
+
+from pydantic import TypeAdapter
+
+from tula_cli.run.files import listing, read_record, write_record
+from tula_cli.run.records.shim import Heartbeat, RankResult, ScriptFailure, ShimPlan
+
+_RESULT, _FAILURE, _HEARTBEAT = TypeAdapter(RankResult), TypeAdapter(ScriptFailure), TypeAdapter(Heartbeat)
+
+
+class ScriptAttempt:
+    """One attempt of a task. Reading never fails on a file that is not there yet; it answers None or an empty list.
+
+    Args:
+        run: the run directory.
+        task_id: of the task.
+        number: of the attempt, from 1.
+    """
+
+    def __init__(self, run: Path, task_id: str, number: int) -> None:
+        self.path = (run / "script" / f"{task_id}.{number:03d}").absolute()
+
+    @property
+    def plan_path(self) -> Path:
+        return self.path / "plan.json"
+
+    @property
+    def out(self) -> Path:
+        """The folder of the script's own files, where they are not a training's."""
+        return self.path / "out"
+
+    def write_plan(self, plan: ShimPlan) -> None:
+        write_record(self.plan_path, plan)
+
+    def results(self) -> list[RankResult]:
+        """Return what the ranks have written at their end, by rank."""
+        found = [read_record(path, _RESULT) for path in listing(self.path, "result-*.json")]
+        return sorted((result for result in found if result is not None), key=lambda result: result.rank)
+
+    def failures(self) -> list[ScriptFailure]:
+        """Return the exceptions that nobody caught, earliest first."""
+        found = [read_record(path, _FAILURE) for path in listing(self.path, "failure-*.json")]
+        return sorted((failure for failure in found if failure is not None), key=lambda failure: failure.failed_at)
+
+    def heartbeat(self, rank: int) -> Heartbeat | None:
+        return read_record(self.path / f"heartbeat-{rank}.json", _HEARTBEAT)

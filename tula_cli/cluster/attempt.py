@@ -15,6 +15,7 @@ from tula_cli.cluster.group import RankGroup, RankSpawner
 from tula_cli.cluster.rank_start import RankStart, first_rank, own_gpus, ranks_of, runs_script
 from tula_cli.cluster.relaunch import finished
 from tula_cli.cluster.scripts.start import ScriptStart
+from tula_cli.cluster.scripts.training import ScriptTraining
 from tula_cli.cluster.scripts.watch import ScriptWatch
 from tula_cli.errors import JobFailed
 from tula_cli.host.devices import has_gpu
@@ -110,6 +111,8 @@ class RunningAttempt:
             except OSError as error:  # the wrapper, or the folder where the job was submitted, is not on this node
                 words = f"cannot start {starts[0].command[0]} in {starts[0].folder}: {error.strerror}"
                 return self._not_started(words, log)
+            if self._script is not None:
+                self._script.begin()
             stopped = self._watch(group)
         if stopped:
             return stopped
@@ -133,7 +136,9 @@ class RunningAttempt:
             return None
         first = self._first_rank
         ranks = range(first, self.command.ranks if self.allocation.local else first + ranks_of(self.task))
-        return ScriptWatch(self.run, self.task, self.command, ranks)
+        task, leads = self.task, self.allocation.leader
+        training = ScriptTraining(self.run, task) if leads and isinstance(task, TrainTask) else None
+        return ScriptWatch(self.run, task, self.command, ranks, training)
 
     def _clear(self, starts: Sequence[Start]) -> Iterator[str]:
         """End what earlier attempts have left on this node, and let their GPU memory come back; yields what to tell."""
@@ -178,7 +183,7 @@ class RunningAttempt:
                 return None
             failed = group.failed() is not None
             if self._script is not None:
-                self._script.adopt_failures()
+                self._script.follow()
                 if stuck := self._script.stuck():
                     group.kill()
                     return stuck
@@ -214,7 +219,7 @@ class RunningAttempt:
 
     def _judge(self, exited: RankExit) -> ExitReason:
         if self._script is not None:
-            self._script.adopt_failures()
+            self._script.last()
             if exited.exit_code == 0:
                 return ExitReason(None)  # the leader looks at what its ranks have written
         if exited.exit_code == 0:

@@ -34,7 +34,7 @@ from tula_cli.cluster.relaunch import (
     over,
     write_summary,
 )
-from tula_cli.cluster.scripts.settle import batch_of, settled
+from tula_cli.cluster.scripts.settle import batch_of, checkpoint_of, settled
 from tula_cli.cluster.slurm import queue as scheduler
 from tula_cli.cluster.slurm import sbatch
 from tula_cli.errors import JobFailed, TulaError
@@ -132,8 +132,14 @@ class Supervisor:
                 next_task(self.run, task, reason, 0)
                 close_attempt(self.run, attempt, reason)
                 break
-            batch = batch_of(self.run, task)
-            command = LeaderCommand(task=task.id, attempt=attempt.number, ranks=ranks, meeting=meeting, batch=batch)
+            command = LeaderCommand(
+                task=task.id,
+                attempt=attempt.number,
+                ranks=ranks,
+                meeting=meeting,
+                batch=batch_of(self.run, task),
+                checkpoint=checkpoint_of(self.run, task),
+            )
             self._tell(command)
             running = self._attempt(task, attempt, command, ends)
             before = self._without_progress(task)

@@ -3,10 +3,12 @@
 import contextlib
 import errno
 import fnmatch
+import json
 import os
 import socket
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from tula_cli.errors import BadMeasurements, CannotWrite, TulaError
 
@@ -138,3 +140,15 @@ def names(folder: Path) -> list[str]:
         return []
     except OSError as error:
         raise cannot_read(folder, error) from error
+
+
+def json_lines(path: Path) -> Iterator[dict[str, Any]]:
+    """Yield the objects of a file of one a line, if it is there; a line that is still being written is left out."""
+    if not path.exists():
+        return
+    with open(path, encoding="utf-8") as file:
+        for line in file:
+            # A lost node may leave a line of which some blocks were never written.
+            with contextlib.suppress(json.JSONDecodeError):
+                if line.endswith("\n"):
+                    yield json.loads(line)

@@ -1,10 +1,11 @@
 """The folder of one start of a script of the user's own: the plan, what its ranks' shim writes, and a probe's own files."""
 
 from pathlib import Path
+from typing import Any
 
 from pydantic import TypeAdapter
 
-from tula_cli.run.files import listing, read_record, write_record
+from tula_cli.run.files import json_lines, listing, read_record, write_record
 from tula_cli.run.records.shim import Heartbeat, RankResult, ScriptFailure, ShimPlan
 
 _RESULT, _FAILURE, _HEARTBEAT = TypeAdapter(RankResult), TypeAdapter(ScriptFailure), TypeAdapter(Heartbeat)
@@ -43,6 +44,13 @@ class ScriptAttempt:
         """Return the exceptions that nobody caught, earliest first."""
         found = [read_record(path, _FAILURE) for path in listing(self.path, "failure-*.json")]
         return sorted((failure for failure in found if failure is not None), key=lambda failure: failure.failed_at)
+
+    def rows(self, rank: int) -> list[dict[str, Any]]:
+        """Return what a rank of a training has written every few seconds, oldest first; half a line is left out."""
+        return list(json_lines(self.path / f"steps-{rank}.jsonl"))
+
+    def newest_row(self, rank: int) -> dict[str, Any]:
+        return next((row for row in reversed(self.rows(rank)) if row["kind"] == "row"), {})
 
     def heartbeat(self, rank: int) -> Heartbeat | None:
         return read_record(self.path / f"heartbeat-{rank}.json", _HEARTBEAT)

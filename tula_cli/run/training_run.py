@@ -1,17 +1,14 @@
 """One training in a run directory, over all its relaunches: its tasks and attempts, checkpoints, metrics and results."""
 
-import contextlib
-import json
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from pydantic import TypeAdapter
 
-from tula_cli.run.files import Reader, listing, read_record
+from tula_cli.run.files import Reader, json_lines, listing, read_record, write_record
 from tula_cli.run.records.jobs import Attempt
-from tula_cli.run.records.results import CountedEnergy, Summary, TrainResult, Tuning
+from tula_cli.run.records.results import CountedEnergy, ScriptProgress, Summary, TrainResult, Tuning
 from tula_cli.run.records.tasks import TASK, TrainTask
 
 _CHECKPOINT = re.compile(r"[0-9]{12,}\.pt")
@@ -21,6 +18,7 @@ _DRAFT = re.compile(r"\.[0-9]{12,}\.pt\..+\.[0-9]+")
 
 _ATTEMPT, _RESULT = TypeAdapter(Attempt), TypeAdapter(TrainResult)
 _SUMMARY, _TUNING, _ENERGY = TypeAdapter(Summary), TypeAdapter(Tuning), TypeAdapter(CountedEnergy)
+_SCRIPT = TypeAdapter(ScriptProgress)
 
 
 class TrainingRun:
@@ -80,9 +78,17 @@ class TrainingRun:
         """Return the energy that was counted so far; None where the GPUs have no counter."""
         return self._read(self.path / "energy.json", _ENERGY)
 
+    def script_progress(self) -> ScriptProgress | None:
+        """Return the newest checkpoint of a script; None where there is none, or tula's own loop trains."""
+        return self._read(self.path / "script.json", _SCRIPT)
+
+    def write_script_progress(self, progress: ScriptProgress) -> None:
+        write_record(self.path / "script.json", progress)
+
     def newest_samples(self) -> int:
         """Return the samples of the newest checkpoint, 0 where there is none."""
-        return next((int(path.stem) for path in self.checkpoints()), 0)
+        script = self.script_progress()
+        return script.samples if script is not None else next((int(path.stem) for path in self.checkpoints()), 0)
 
     def tuned_samples(self) -> int:
         """Return the samples of finished branches, which no restart trains again."""
@@ -115,15 +121,4 @@ class TrainingRun:
 
     def metrics(self) -> list[dict[str, Any]]:
         """Return the rows of metrics.jsonl; a last line that is still being written is left out."""
-        return list(_rows(self.metrics_path))
-
-
-def _rows(path: Path) -> Iterator[dict[str, Any]]:
-    if not path.exists():
-        return
-    with open(path, encoding="utf-8") as file:
-        for line in file:
-            # A lost node may leave a line of which some blocks were never written.
-            with contextlib.suppress(json.JSONDecodeError):
-                if line.endswith("\n"):
-                    yield json.loads(line)
+        return list(json_lines(self.metrics_path))

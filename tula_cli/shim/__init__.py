@@ -35,7 +35,7 @@ Each rank writes, every JSON file whole or not at all:
                            (median of the last 100 steps), "alive_at" (of the last step or batch), "lost" (why the shim gave
                            up, else null: a training goes on without it)
     steps-<rank>.jsonl     mode train: rows {"kind": "row"}: step, samples (of this rank), lr, loss, time; and {"kind": "gap"}:
-                           a step that held an evaluation, a save or a new epoch, with its seconds and causes
+                           a step that held an evaluation, a save or a new epoch: step, samples, time, seconds, causes
 
 A supervisor that wants a checkpoint writes `save.json`, {"then": "go on" | "stop"}, into the folder. All ranks see the
 request after the same step and call what `tula_hooks.save` was given; rank 0 then writes saved.json (step, samples, path)

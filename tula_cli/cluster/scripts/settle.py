@@ -7,6 +7,7 @@ import time
 from tula_cli.cluster.exit_reason import ExitReason
 from tula_cli.cluster.rank_start import runs_script, world_size
 from tula_cli.cluster.scripts.measured import NotMeasured, measured
+from tula_cli.cluster.scripts.training import ScriptTraining
 from tula_cli.run.directory import RunDir
 from tula_cli.run.records.jobs import LeaderCommand
 from tula_cli.run.records.shim import RankResult
@@ -28,8 +29,15 @@ def batch_of(run: RunDir, task: Task) -> int:
     return task.batch
 
 
+def checkpoint_of(run: RunDir, task: Task) -> str:
+    """Return the checkpoint that a training by a script goes on from; empty where it begins anew."""
+    if not (runs_script(task) and isinstance(task, TrainTask)):
+        return ""
+    return str(ScriptTraining(run, task).checkpoint() or "")
+
+
 def settled(run: RunDir, task: Task, command: LeaderCommand, reason: ExitReason) -> ExitReason:
-    """Write the result of a probe of a script; return why its attempt ended, once that is known.
+    """Write what follows from an attempt of a script; return why it ended, once that is known.
 
     Args:
         run: the run.
@@ -37,8 +45,11 @@ def settled(run: RunDir, task: Task, command: LeaderCommand, reason: ExitReason)
         command: what it was started with.
         reason: how its processes ended.
     """
-    if not (runs_script(task) and isinstance(task, ProbeTask)):
+    if not runs_script(task):
         return reason
+    if isinstance(task, TrainTask):
+        return ScriptTraining(run, task).settled(command, reason)
+    assert isinstance(task, ProbeTask)
     attempt = ScriptAttempt(run.path, task.id, command.attempt)
     ranks = _results(attempt, command.ranks, patient=reason.outcome is None and task.spec.cluster.kind == "slurm")
     stopped = len(ranks) == command.ranks and all(rank.why == "stopped" for rank in ranks)

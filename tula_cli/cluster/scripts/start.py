@@ -11,6 +11,7 @@ from pathlib import Path
 from tula_cli.cluster.allocation import Allocation
 from tula_cli.cluster.forkserver import Start
 from tula_cli.cluster.scripts import values
+from tula_cli.cluster.scripts.training import ScriptTraining
 from tula_cli.cluster.scripts.values import Place, own
 from tula_cli.cluster.slurm import sbatch
 from tula_cli.host.devices import has_gpu
@@ -21,11 +22,14 @@ from tula_cli.run.records.jobs import LeaderCommand
 from tula_cli.run.records.shim import Expected, ShimPlan
 from tula_cli.run.records.tasks import Task, TrainTask
 from tula_cli.run.script_attempt import ScriptAttempt
-from tula_cli.spec.scripts.placeholders import render
+from tula_cli.spec.scripts.own_script import Script
+from tula_cli.spec.scripts.placeholders import fill, render
 
 SHIM = Path(__file__).resolve().parents[2] / "shim"
 MOST_STEPS = 1000
 """Timed steps of a probe whose steps take next to nothing."""
+ROW_SECONDS = 2.0
+"""Between two rows of a training: what was trained since the last one is not counted to a checkpoint."""
 _OF_A_GROUP = ("MASTER_ADDR", "MASTER_PORT", "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "TULA_PLAN")
 
 
@@ -106,10 +110,20 @@ class ScriptStart:
             seconds=search.min_seconds,
             split_steps=search.split_steps,
             stop=script.probe.stop,
+            row=ROW_SECONDS,
+            save=script.save == "hooks",
+            checkpoint=self._saved_by_hooks(script),
         )
 
+    def _saved_by_hooks(self, script: Script) -> str:
+        """Return the path that the script's callback is given: as resume.checkpoint finds it, where that is one path."""
+        if not isinstance(self.task, TrainTask) or script.resume is None or "*" in script.resume.checkpoint:
+            return str(self._out() / "checkpoint.pt")
+        return fill(script.resume.checkpoint, ScriptTraining(self.run, self.task).known)
+
     def _out(self) -> Path:
-        return self.attempt.out
+        task = self.task
+        return ScriptTraining(self.run, task).out if isinstance(task, TrainTask) else self.attempt.out
 
     def _argv(self, place: Place, out: Path) -> tuple[str, ...]:
         spec, script = self.task.spec, own(self.task.spec)
@@ -122,10 +136,13 @@ class ScriptStart:
             workers=values.workers(
                 spec, threads=self._threads(), ranks_here=self.command.ranks, task=_training(self.task)
             ),
+            checkpoint=self.command.checkpoint,
         )
         words = render(script.command, known)
         if not isinstance(self.task, TrainTask):
             words += render(script.probe.args, known)
+        elif script.resume is not None and self.command.checkpoint:
+            words += render(script.resume.args, known)
         if words[0].endswith(".py"):
             words = [sys.executable, "-u", *words]
         wrapper = [] if self.allocation.local else sbatch.wrapper(spec, environ=self.allocation.environ)

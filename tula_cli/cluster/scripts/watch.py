@@ -4,6 +4,7 @@ import time
 from dataclasses import dataclass
 
 from tula_cli.cluster.exit_reason import ExitReason, computed_on
+from tula_cli.cluster.scripts.training import ScriptTraining
 from tula_cli.host.network import node_name
 from tula_cli.host.outcome import classify
 from tula_cli.run.directory import RunDir
@@ -14,6 +15,8 @@ from tula_cli.run.script_attempt import ScriptAttempt
 
 SILENCE = 60.0
 """The least seconds without a sign of life after which a script that has stepped is ended."""
+ROW_SECONDS = 1.0
+"""Between two rows of metrics.jsonl, as of tula's own loop."""
 SILENT_STEPS = 20
 """The same in steps, of its median step time."""
 
@@ -24,18 +27,39 @@ class ScriptWatch:
 
     Args:
         ranks: that this supervisor has started, or whose command it has.
+        training: whose rows the leader writes; None for others, and of a probe.
     """
 
     run: RunDir
     task: Task
     command: LeaderCommand
     ranks: range
+    training: ScriptTraining | None = None
+    _next_row: float = 0.0
+    _step: int = 0
 
     @property
     def attempt(self) -> ScriptAttempt:
         return ScriptAttempt(self.run.path, self.task.id, self.command.attempt)
 
-    def adopt_failures(self) -> None:
+    def begin(self) -> None:
+        """Write that a training starts."""
+        if self.training is not None:
+            self.training.begin(self.command)
+
+    def follow(self) -> None:
+        """Write down what these ranks' shims have told since the last look."""
+        self._adopt_failures()
+        if self.training is not None and time.monotonic() >= self._next_row:
+            self._next_row = time.monotonic() + ROW_SECONDS
+            self._step = self.training.follow(self.attempt, self.command, after=self._step)
+
+    def last(self) -> None:
+        """Write down what they have told at their end."""
+        self._next_row = 0.0
+        self.follow()
+
+    def _adopt_failures(self) -> None:
         """Write down, as a worker does, what the shims of these ranks have seen."""
         known = {failure.rank for failure in self.run.failures(self.task.id, self.command.attempt)}
         for seen in self.attempt.failures():

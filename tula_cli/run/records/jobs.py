@@ -71,4 +71,5 @@ class LeaderCommand(Record):
     attempt: int = 0
     ranks: int = 0  # how many ranks take part; the followers beyond sit it out
     meeting: str = ""  # "address:port" of torchrun's rendezvous, or a script's; ranks under srun meet through a file
+    checkpoint: str = ""  # that a script goes on from
     batch: int = 0  # global, that a script is started with: the worker knows its own

@@ -61,6 +61,16 @@ class TrainResult(Record):
     tuning: Tuning | None = None  # of method auto
 
 
+class ScriptProgress(Record):
+    """How far a training by a script is for good: its newest checkpoint. Written by the supervisors' leader."""
+
+    samples: int  # that it holds, to a few steps
+    steps: int  # optimizer steps up to it
+    batch: int  # with which it was written, global
+    checkpoint: str  # its path
+    saved_at: float  # Unix time
+
+
 class CountedEnergy(Record):
     """What the counters of all GPUs have told of a training, over all its attempts; written by rank 0."""
 

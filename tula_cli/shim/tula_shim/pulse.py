@@ -71,7 +71,8 @@ class Pulse:
         """Write a row of a training when one is due, and one of each step that held something else. After `beat`."""
         self._newest = {"lr": lr, "loss": loss}
         if causes and self._recent:
-            self._append(kind="gap", step=self.step, seconds=self._recent[-1], causes=causes)
+            where = {"step": self.step, "samples": self.samples, "time": time.time()}
+            self._append(kind="gap", **where, seconds=self._recent[-1], causes=causes)
         if self._began is not None and self._began - self._row_at >= self.plan.row:
             self._row_at = self._began
             self.close()

@@ -1,0 +1,59 @@
+"""The checkpoints of a script: where they are, and which of them is whole."""
+
+import glob
+import zipfile
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+from tula_cli.spec.scripts.own_script import Resume
+from tula_cli.spec.scripts.placeholders import fill
+
+_ZIPPED = (".pt", ".pth", ".bin", ".ckpt", ".tar")
+"""What torch.save writes is a ZIP file, with its table of contents at the end."""
+
+
+def newest(resume: Resume, values: Mapping[str, str | float], *, workdir: Path, since: float) -> Path | None:
+    """Return the newest checkpoint that is whole; None where there is none.
+
+    Args:
+        resume: where they are.
+        values: of the placeholders in its pattern.
+        workdir: what a relative path starts from.
+        since: Unix time; what is older is of another training.
+    """
+    pattern = workdir / fill(resume.checkpoint, {**values, "out": glob.escape(str(values["out"]))})
+    found = ((path, changed(path)) for path in Path(pattern.anchor).glob(str(pattern.relative_to(pattern.anchor))))
+    by_age = sorted(((when, path) for path, when in found if when >= since), reverse=True)
+    return next((path for _, path in by_age if whole(path)), None)
+
+
+def changed(path: Path) -> float:
+    """Return when a checkpoint was written last (Unix time): of a folder, the newest of its files; 0 where it is gone."""
+    return max((_changed(file) for file in _files(path)), default=0.0)
+
+
+def whole(path: Path) -> bool:
+    """Return whether a checkpoint was written to its end, as far as its files tell: the process may have been killed."""
+    return all(_is_whole(file) for file in _files(path))
+
+
+def _files(path: Path) -> Iterable[Path]:
+    return [file for file in path.rglob("*") if file.is_file()] if path.is_dir() else [path]
+
+
+def _changed(file: Path) -> float:
+    try:
+        return file.stat().st_mtime
+    except OSError:
+        return 0.0
+
+
+def _is_whole(file: Path) -> bool:
+    try:
+        if file.stat().st_size == 0:
+            return False
+        with open(file, "rb") as opened:
+            zipped = opened.read(4) == b"PK\x03\x04"
+        return not zipped or file.suffix not in _ZIPPED or zipfile.is_zipfile(file)
+    except OSError:
+        return False

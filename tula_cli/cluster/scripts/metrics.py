@@ -1,0 +1,59 @@
+"""What a script says of how good it is: by patterns on its output, or in a file of one JSON object a line."""
+
+import json
+import math
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+
+from tula_cli.spec.scripts.own_script import Rows, Script
+from tula_cli.spec.scripts.placeholders import fill
+
+_LESS_IS_BETTER = re.compile(r"loss|err|perplexity|ppl|nll|mse|mae|rmse|wer|cer|fid", re.IGNORECASE)
+
+
+def found(
+    script: Script, values: Mapping[str, str | float], logs: Iterable[Path], *, workdir: Path
+) -> dict[str, list[float]]:
+    """Return each metric's values, in their order; of one that is nowhere to be found an empty list.
+
+    Args:
+        script: its section `metric`.
+        values: of placeholders in the files' names.
+        logs: of all attempts, oldest first.
+        workdir: what a relative path starts from.
+    """
+    texts = [path.read_text(encoding="utf-8", errors="replace") for path in logs if path.exists()]
+    told: dict[str, list[float]] = {}
+    for name, source in script.metric.items():
+        if isinstance(source, Rows):
+            seen = _rows(workdir / fill(source.jsonl, values), source.key)
+        else:
+            seen = (match for text in texts for match in re.findall(source, text, re.MULTILINE))
+        told[name] = [number for value in seen if (number := _number(value)) is not None]
+    return told
+
+
+def best(name: str, values: Iterable[float]) -> float:
+    """Return the best of a metric's values: the least where its name says so (loss, error, perplexity ...), else the most."""
+    return (min if _LESS_IS_BETTER.search(name) else max)(values)
+
+
+def _rows(path: Path, key: str) -> Iterator[object]:
+    if not path.exists():
+        return
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+        try:
+            row = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(row, dict) and key in row:
+            yield row[key]
+
+
+def _number(value: object) -> float | None:
+    try:
+        number = float(value)  # type: ignore[arg-type]
+    except (TypeError, ValueError):
+        return None
+    return number if math.isfinite(number) else None

@@ -1,0 +1,230 @@
+"""A training by a script: where it goes on, how far it is, and what came of it."""
+
+import json
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tula_cli.cluster.exit_reason import ExitReason
+from tula_cli.cluster.scripts import checkpoints, metrics
+from tula_cli.cluster.scripts.values import Place, learning_rate, own, values
+from tula_cli.run.directory import RunDir
+from tula_cli.run.records.jobs import LeaderCommand
+from tula_cli.run.records.probes import Measured
+from tula_cli.run.records.results import ScriptProgress, TrainResult
+from tula_cli.run.records.tasks import TrainTask
+from tula_cli.run.script_attempt import ScriptAttempt
+from tula_cli.run.training_run import TrainingRun
+from tula_cli.spec.scripts import section
+
+SHORT_BY = 0.05
+"""Share of the samples that were asked for by which a training may fall short (last batches that are dropped), unsaid."""
+
+
+@dataclass(frozen=True)
+class ScriptTraining:
+    """One training, as the leader of its supervisors sees it."""
+
+    run: RunDir
+    task: TrainTask
+
+    @property
+    def training(self) -> TrainingRun:
+        return self.run.training(self.task.signature)
+
+    @property
+    def world(self) -> int:
+        return self.task.nodes * self.task.spec.cluster.gpus_per_node
+
+    # --- where it goes on
+
+    @property
+    def out(self) -> Path:
+        """The folder of the script's own files. After a smaller batch that may not go on from them, a new one."""
+        first = next((task.batch for task in self.training.tasks()), self.task.batch)
+        anew = self.task.batch != first and not self._any_batch
+        return (self.training.path / (f"out-{self.task.batch}" if anew else "out")).absolute()
+
+    @property
+    def _any_batch(self) -> bool:
+        resume = own(self.task.spec).resume
+        return resume is not None and resume.batch in ("epoch", "any")
+
+    @property
+    def known(self) -> dict[str, str | float]:
+        """What the placeholders of paths stand for."""
+        place = Place(self.task.nodes, 0, "", 0)
+        return values(
+            self.task.spec, place, batch=self.task.batch, out=self.out, run=self.run.path.absolute(), workers=0
+        )
+
+    def checkpoint(self) -> Path | None:
+        """Return the checkpoint to go on from; None where it begins anew."""
+        resume, progress = own(self.task.spec).resume, self.training.script_progress()
+        attempts = self.training.attempts()
+        if resume is None or not attempts:
+            return None
+        if progress is not None and progress.batch != self.task.batch and not self._any_batch:
+            return None
+        began = min(attempt.started_at for attempt in attempts)
+        return checkpoints.newest(resume, self.known, workdir=Path(self.task.workdir), since=began)
+
+    # --- how far it is
+
+    @property
+    def dataset_size(self) -> int | None:
+        """Samples of an epoch: as the spec says, else as probes have seen; None where neither tells."""
+        known = own(self.task.spec).known_dataset_size
+        measured = (result.dataset_size for result in self.run.results() if isinstance(result, Measured))
+        return known if known is not None else next(measured, None)
+
+    @property
+    def total(self) -> int | None:
+        """Samples of the whole training."""
+        size = self.dataset_size
+        return None if size is None else section.samples(own(self.task.spec), size)
+
+    def base(self, command: LeaderCommand) -> tuple[int, int]:
+        """Return the samples and the steps that an attempt begins with."""
+        progress = self.training.script_progress()
+        return (progress.samples, progress.steps) if command.checkpoint and progress is not None else (0, 0)
+
+    def begin(self, command: LeaderCommand) -> None:
+        """Write the row of a start."""
+        lr = learning_rate(self.task.spec, self.task.batch)
+        self._add("start", self.base(command)[0], batch=self.task.batch, attempt=self.task.attempt, lr=lr)
+
+    def follow(self, attempt: ScriptAttempt, command: LeaderCommand, *, after: int) -> int:
+        """Write a row of how far an attempt is, where it has stepped since; return the steps it stands at.
+
+        Args:
+            attempt: what its ranks' shims write.
+            command: what it was started with.
+            after: steps at the last row.
+        """
+        beat = attempt.heartbeat(0)
+        if beat is None or beat.step <= after:
+            return after
+        row = attempt.newest_row(0)
+        samples, steps = self._reached(command, beat.step, beat.samples)
+        left = None if self.total is None else max(0, self.total - samples) / self.task.batch * beat.seconds
+        self._add(
+            "step",
+            samples,
+            step=steps,
+            loss=row.get("loss"),
+            lr=row.get("lr"),
+            step_time=beat.seconds,
+            eta=left,
+        )
+        return beat.step
+
+    def _reached(self, command: LeaderCommand, step: int, samples: float | None) -> tuple[int, int]:
+        """Return samples (of all ranks, by the steps where rank 0 does not count) and steps of the whole training."""
+        before, steps = self.base(command)
+        seen = step * self.task.batch if samples is None else round(samples * self.world)
+        return before + seen, steps + step
+
+    def _add(self, kind: str, samples: int, **told: Any) -> None:
+        size = self.dataset_size
+        epoch = samples / size if size else 0.0
+        row = {"kind": kind, "time": time.time(), "samples": samples, "epoch": epoch, **told}
+        path = self.training.metrics_path
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with open(path, "a", encoding="utf-8") as file:
+            file.write(json.dumps(row) + "\n")
+
+    # --- after an attempt
+
+    def settled(self, command: LeaderCommand, reason: ExitReason) -> ExitReason:
+        """Keep what an attempt has saved, and the result of the last one; return why it ended, once that is known."""
+        attempt = ScriptAttempt(self.run.path, self.task.id, command.attempt)
+        beat = attempt.heartbeat(0)
+        step, counted = (beat.step, beat.samples) if beat is not None else (0, None)
+        samples, steps = self._reached(command, step, counted)
+        if reason.outcome is None and beat is None and not command.checkpoint:
+            return ExitReason(
+                "user",
+                "the command ended well, but no optimizer step of torch was seen: does it train with an optimizer of torch.optim?",
+            )
+        self._keep(attempt, command)
+        if reason.outcome is None:
+            self._tell_short(samples)
+            self._write_result(samples, steps, None if beat is None else beat.seconds)
+        return reason
+
+    def _keep(self, attempt: ScriptAttempt, command: LeaderCommand) -> None:
+        """Note the newest checkpoint, and how many samples it holds: those of the last row before it was written."""
+        found = self.checkpoint()
+        if found is None or (str(found) == command.checkpoint and checkpoints.changed(found) < _began(attempt)):
+            return
+        saved_at = checkpoints.changed(found)
+        samples, steps = self._reached(command, *_until(attempt, saved_at))
+        progress = ScriptProgress(
+            samples=samples, steps=steps, batch=self.task.batch, checkpoint=str(found), saved_at=saved_at
+        )
+        self.training.write_script_progress(progress)
+
+    def _tell_short(self, samples: int) -> None:
+        total = self.total
+        if total is not None and abs(samples - total) > max(SHORT_BY * total, self.task.batch):
+            words = f"the script ended after {samples} samples, and its length is {total}: {_doubt(samples < total)}"
+            self._add("warning", samples, message=words)
+
+    def _write_result(self, samples: int, steps: int, seconds: float | None) -> None:
+        script, task = own(self.task.spec), self.task
+        attempts = self.training.attempts()
+        logs = [self.run.log_path(attempt.task, attempt.number) for attempt in attempts]
+        told = metrics.found(script, self.known, logs, workdir=Path(task.workdir))
+        for name, seen in told.items():
+            if not seen:
+                self._add(
+                    "warning", samples, message=f"script.metric {name} was nowhere to be found in what the script told"
+                )
+        last = {name: seen[-1] for name, seen in told.items() if seen}
+        best = {f"best_{name}": metrics.best(name, seen) for name, seen in told.items() if seen}
+        self.run.write_train_result(
+            TrainResult(
+                signature=task.signature,
+                nodes=task.nodes,
+                batch=task.batch,
+                samples=samples,
+                steps=steps,
+                epochs=script.length.epochs or 0,
+                metrics=last | best,
+                best_top1=best.get("best_top1", 0.0),
+                best_epoch=0,
+                step_time=seconds or None,
+                finished_at=time.time(),
+            )
+        )
+
+
+def _doubt(fewer: bool) -> str:
+    return (
+        "does its command hold {epochs}, {steps} or {samples}, and is script.dataset_size right?"
+        if fewer
+        else "did it count anew when it went on from its checkpoint?"
+    )
+
+
+def _until(attempt: ScriptAttempt, when: float) -> tuple[int, float | None]:
+    """Return the steps, and rank 0's samples, that were over when a checkpoint was written (Unix time).
+
+    A row tells of the step in which it was written; where none came after it, nothing has stepped since.
+    """
+    after = [row for row in attempt.rows(0) if row["kind"] == "gap" and "save" in row["causes"] and row["time"] >= when]
+    if after:
+        step, samples = after[0]["step"], after[0]["samples"]
+        return step - 1, None if samples is None else samples * (step - 1) / step
+    beat = attempt.heartbeat(0)
+    return (beat.step, beat.samples) if beat is not None else (0, None)
+
+
+def _began(attempt: ScriptAttempt) -> float:
+    """Return when an attempt's plan was written."""
+    try:
+        return attempt.plan_path.stat().st_mtime
+    except OSError:
+        return 0.0

@@ -150,6 +150,6 @@ def test_too_little_tells_no_power(rates: list[RateSeen]) -> None:
 
 def test_the_base_of_a_schedule_is_what_counts() -> None:
     warming_up = LearningRates(base=0.4, first=0.001, timed=0.002, last=0.003)
-    assert RateSeen.of(64, result(lr=warming_up)) == RateSeen(64, None, 0.4)
-    assert RateSeen.of(64, result()) == RateSeen(64, None, 0.1)
-    assert RateSeen.of(64, result(lr=None)) is None
+    assert RateSeen.of(64, warming_up, 0.4) == RateSeen(64, 0.4, 0.4)
+    assert RateSeen.of(64, result().lr, None) == RateSeen(64, None, 0.1)
+    assert RateSeen.of(64, None, 0.1) is None

@@ -102,7 +102,7 @@ def test_a_script_that_scales_its_learning_rate_is_found_out(run: ScriptRanks, t
     rates = []
     for batch in (8, 16):
         seen = reference(run, tmp_path / str(batch), "-b", batch, "--scale-lr", expected=expecting(1, batch, lr=0.1))
-        rates.append(RateSeen.of(batch, seen))
+        rates.append(RateSeen.of(batch, seen.lr, seen.expected.lr))
         assert mismatches([seen]) == []
     told = scales_itself([rate for rate in rates if rate is not None])
     assert told is not None and "batch^1.0 (0.003125 at batch 8, 0.00625 at batch 16)" in told.words

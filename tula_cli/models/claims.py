@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from statistics import fmean, median
 
 from tula_cli.errors import BadMeasurements
-from tula_cli.run.records.shim import RankResult, ScriptStep
+from tula_cli.run.records.probes import Measured, ScriptSeen
+from tula_cli.run.records.shim import LearningRates, RankResult, ScriptStep
 
 _USUAL = 0.5  # what goes on in more than this share of the steps is how the script steps, not a disturbance
 _SAME_POWER = 0.1  # between two exponents of the batch
@@ -138,7 +139,7 @@ def _epoch(ranks: Sequence[RankResult]) -> Mismatch | None:
     return Mismatch("epoch", str(high), str(seen), f"{words}: does each rank take its own part (DistributedSampler)?")
 
 
-def differences(probes: Sequence[RankResult]) -> list[Mismatch]:
+def differences(probes: Sequence[RankResult | ScriptSeen]) -> list[Mismatch]:
     """Return what is not the same in all probes of a script though it has to be; `probes` holds rank 0 of each."""
     found = []
     for what, values in (
@@ -162,16 +163,15 @@ class RateSeen:
     seen: float
 
     @classmethod
-    def of(cls, batch: int, result: RankResult) -> "RateSeen | None":
+    def of(cls, batch: int, rates: LearningRates | None, given: float | None) -> "RateSeen | None":
         """Return that of a probe; None where its optimizer has none.
 
         The base of a scheduler where there is one: a warm-up counted in epochs is further on after the same steps of a
         larger batch, which would look as if the learning rate followed the batch.
         """
-        rates = result.lr
         if rates is None:
             return None
-        return cls(batch, result.expected.lr, rates.first if rates.base is None else rates.base)
+        return cls(batch, given, rates.first if rates.base is None else rates.base)
 
 
 def own_exponent(rates: Iterable[RateSeen]) -> float | None:
@@ -199,3 +199,12 @@ def scales_itself(rates: Sequence[RateSeen]) -> Mismatch | None:
     words = f"your script scales its learning rate itself, with batch^{exponent:.1f} ({figures})"
     hint = "use train.lr_scaling none and leave {lr} out of the command"
     return Mismatch("lr", "batch^0.0", f"batch^{exponent:.1f}", f"{words}: {hint}")
+
+
+def doubts(measured: Iterable[Measured]) -> list[str]:
+    """Return what all probes of a script together tell against its measurements, or against what it is to train with."""
+    seen = [(probe.batch, probe.script) for probe in measured if probe.script is not None]
+    rates = [rate for batch, script in seen if (rate := RateSeen.of(batch, script.lr, script.lr_given)) is not None]
+    told = any(rate.given is not None for rate in rates)  # else it is the script's own matter
+    found = [*differences([script for _, script in seen]), scales_itself(rates) if told else None] if seen else []
+    return [mismatch.words for mismatch in found if mismatch is not None]

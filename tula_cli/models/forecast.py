@@ -8,7 +8,7 @@ from functools import cached_property
 from math import hypot, isfinite
 
 from tula_cli.errors import Infeasible
-from tula_cli.models import cost, power
+from tula_cli.models import claims, cost, power
 from tula_cli.models.choice.grid import Config, candidates
 from tula_cli.models.memory import memory
 from tula_cli.models.memory.memory import MemoryModel
@@ -100,6 +100,7 @@ class Forecast:
                 *steps.warnings,
                 *bounds(spec, measured),
                 *other_shape(spec, measured),
+                *claims.doubts(measured),
                 *not_measured(spec, measured),
             ),
         )

@@ -12,7 +12,7 @@ from tula_cli.run.records.components import ModelStates, PeakMemory
 from tula_cli.run.records.probes import Environment, GradientStats, Host, Measured, Overheads, ScriptSeen
 from tula_cli.run.records.shim import RankResult
 from tula_cli.run.records.tasks import ProbeTask, probe_identity
-from tula_cli.spec.job import LEAST_STEPS
+from tula_cli.spec.job import LEAST_STEPS, lr_scale
 from tula_cli.version import __version__
 
 
@@ -68,9 +68,21 @@ def measured(task: ProbeTask, ranks: Sequence[RankResult], *, local_batch: int, 
             optimizer=first.optimizer,
             parameters=first.parameters,
             lr=first.lr,
-            lr_given=learning_rate(task.spec, local_batch * world) if "lr" in own(task.spec).placeholders else None,
+            lr_given=_lr_given(task, local_batch * world),
             notes=first.notes,
         ),
+    )
+
+
+def _lr_given(task: ProbeTask, batch: int) -> float | None:
+    """Return what the command line says of the learning rate: it, or the factor that the script multiplies its own by."""
+    asked = own(task.spec).placeholders
+    return (
+        learning_rate(task.spec, batch)
+        if "lr" in asked
+        else lr_scale(task.spec, batch)
+        if "lr_factor" in asked
+        else None
     )
 
 

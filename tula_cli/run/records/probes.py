@@ -82,7 +82,7 @@ class ScriptSeen(Record):
     optimizer: str | None  # class name; None where its loop tells its steps by hand
     parameters: int | None  # numbers that the optimizer trains
     lr: LearningRates | None
-    lr_given: float | None  # on its command line; None where that has none
+    lr_given: float | None  # on its command line, or the factor that it is to multiply its own by; None without either
     notes: tuple[str, ...] = ()  # what is absent in the result, and why
 
 

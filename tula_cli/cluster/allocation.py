@@ -91,11 +91,12 @@ class Allocation:
 
     def time_limit(self) -> dict[str, str]:
         """Return the variable that tells the ranks when to save and leave: some time before the allocation ends."""
-        if self.ends_at is None:
-            return {}
+        return {} if self.ends_at is None else {"TULA_LEAVE_AT": f"{self.leave_at(self.ends_at):.1f}"}
+
+    def leave_at(self, ends_at: float) -> float:
+        """Return when an allocation that began now would have to be left, before its end (Unix times)."""
         share, least, most = TIME_LIMIT_MARGIN
-        margin = min(most, max(least, share * (self.ends_at - time.time())))
-        return {"TULA_LEAVE_AT": f"{self.ends_at - margin:.1f}"}
+        return ends_at - min(most, max(least, share * (ends_at - time.time())))
 
 
 TERMINATED_MESSAGES: dict[OutcomeClass, str] = {

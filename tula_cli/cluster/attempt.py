@@ -8,7 +8,7 @@ from functools import cached_property
 from pathlib import Path
 
 from tula_cli.cluster import exit_reason
-from tula_cli.cluster.allocation import TERMINATED_MESSAGES, Allocation, termination_reason
+from tula_cli.cluster.allocation import POLL, TERMINATED_MESSAGES, Allocation, termination_reason
 from tula_cli.cluster.exit_reason import ExitReason, RankExit
 from tula_cli.cluster.forkserver import Start
 from tula_cli.cluster.group import RankGroup, RankSpawner
@@ -179,8 +179,11 @@ class RunningAttempt:
                 group.end(END_GRACE)
                 return unwanted
             if self.allocation.termination.received:
-                group.end(TERMINATION_GRACE)
+                self._end(group, until=time.monotonic() + TERMINATION_GRACE)
                 return None
+            if (left := self._leaves()) is not None:
+                self._end(group, until=time.monotonic() + left)
+                return ExitReason("time_limit", TERMINATED_MESSAGES["time_limit"].format(self.allocation.job_id))
             failed = group.failed() is not None
             if self._script is not None:
                 self._script.follow()
@@ -196,6 +199,31 @@ class RunningAttempt:
                 return ExitReason("node_failure", "another allocation has taken over")
             self.allocation.pause()
         return None
+
+    @cached_property
+    def _leave_at(self) -> float | None:
+        """When the time limit is near, as seen at the start (Unix time); None without one, and for followers."""
+        return None if self.allocation.ends_at is None else self.allocation.leave_at(self.allocation.ends_at)
+
+    def _leaves(self) -> float | None:
+        """Return the seconds that a script has to save before the time limit, once it is to; the worker sees to it itself."""
+        if self._script is None or not self._script.saves:
+            return None
+        if self._leave_at is not None and time.time() >= self._leave_at:
+            self._script.attempt.announce_end(self.allocation.ends_at or 0.0)
+        told = self._script.attempt.ends_at()
+        return None if told is None else max(0.0, told - END_GRACE - time.time())
+
+    def _end(self, group: RankGroup, *, until: float) -> None:
+        """Ask the ranks to save and leave, and kill what is left then (by the monotonic clock); a script is asked its way."""
+        if self._script is not None and self._script.saves:
+            asked = time.time()
+            self._script.ask_to_save()
+            while group.running() and time.monotonic() < until and not self._script.saved(since=asked):
+                time.sleep(POLL)
+                self._script.follow()
+            until = max(until, time.monotonic() + 1.0)
+        group.end(until - time.monotonic())
 
     def _superseded(self) -> bool:
         task = self.task

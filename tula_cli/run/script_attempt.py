@@ -5,7 +5,7 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
-from tula_cli.run.files import json_lines, listing, read_record, write_record
+from tula_cli.run.files import json_lines, listing, read_record, read_text, write_atomic, write_record
 from tula_cli.run.records.shim import Heartbeat, RankResult, ScriptFailure, ShimPlan
 
 _RESULT, _FAILURE, _HEARTBEAT = TypeAdapter(RankResult), TypeAdapter(ScriptFailure), TypeAdapter(Heartbeat)
@@ -34,6 +34,20 @@ class ScriptAttempt:
 
     def write_plan(self, plan: ShimPlan) -> None:
         write_record(self.plan_path, plan)
+
+    def announce_end(self, ends_at: float) -> None:
+        """Let all supervisors know that the time limit is near; the leader alone knows when it is (Unix time)."""
+        if not (self.path / "ends_at").exists():
+            write_atomic(self.path / "ends_at", f"{ends_at:.1f}\n")
+
+    def ends_at(self) -> float | None:
+        """Return the time limit, once it is near."""
+        told = read_text(self.path / "ends_at")
+        return float(told) if told else None
+
+    def write_save_request(self) -> None:
+        """Ask the hooks in the script's loop to save and stop."""
+        write_atomic(self.path / "save.json", '{"then": "stop"}\n')
 
     def results(self) -> list[RankResult]:
         """Return what the ranks have written at their end, by rank."""

@@ -1,22 +1,33 @@
 """What the shims of the ranks that a supervisor has started tell while they run, and at their end."""
 
+import contextlib
+import os
+import signal
+import socket
 import time
 from dataclasses import dataclass
+from pathlib import Path
 
 from tula_cli.cluster.exit_reason import ExitReason, computed_on
+from tula_cli.cluster.scripts import checkpoints
 from tula_cli.cluster.scripts.training import ScriptTraining
+from tula_cli.cluster.scripts.values import own
 from tula_cli.host.network import node_name
 from tula_cli.host.outcome import classify
 from tula_cli.run.directory import RunDir
 from tula_cli.run.records.jobs import Failure, LeaderCommand
 from tula_cli.run.records.shim import ScriptFailure
-from tula_cli.run.records.tasks import Task
+from tula_cli.run.records.tasks import Task, TrainTask
 from tula_cli.run.script_attempt import ScriptAttempt
+from tula_cli.spec.scripts.placeholders import fill
 
 SILENCE = 60.0
 """The least seconds without a sign of life after which a script that has stepped is ended."""
 ROW_SECONDS = 1.0
 """Between two rows of metrics.jsonl, as of tula's own loop."""
+SIGNALS = {name: signal.Signals[name] for name in ("SIGUSR1", "SIGUSR2", "SIGTERM")}
+SETTLED = 2.0
+"""Seconds without a change after which a checkpoint is taken to be written."""
 SILENT_STEPS = 20
 """The same in steps, of its median step time."""
 
@@ -83,6 +94,38 @@ class ScriptWatch:
             local_batch=self.command.batch // self.command.ranks,
             failed_at=seen.failed_at,
         )
+
+    # --- leaving
+
+    @property
+    def saves(self) -> bool:
+        """Whether this is a training that can be asked to save."""
+        return isinstance(self.task, TrainTask) and own(self.task.spec).save != "none"
+
+    def ask_to_save(self) -> None:
+        """Ask these ranks for a checkpoint, as the spec says; by a file, the leader alone does."""
+        how = own(self.task.spec).save
+        if how in SIGNALS:
+            for rank in self.ranks:
+                beat = self.attempt.heartbeat(rank)
+                if beat is not None and beat.host == socket.gethostname():
+                    with contextlib.suppress(ProcessLookupError):
+                        os.kill(beat.pid, SIGNALS[how])
+        elif self.training is not None and how == "hooks":
+            self.attempt.write_save_request()
+        elif self.training is not None:
+            path = Path(self.task.workdir) / fill(how.removeprefix("file:"), self.training.known)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.touch()
+
+    def saved(self, *, since: float) -> bool:
+        """Return whether there is a checkpoint that was begun and ended since (Unix time), and is not being written."""
+        if not isinstance(self.task, TrainTask):
+            return False
+        found = ScriptTraining(self.run, self.task).checkpoint()
+        return found is not None and since < checkpoints.changed(found) < time.time() - SETTLED
+
+    # --- faults
 
     def stuck(self) -> ExitReason | None:
         """Return why the ranks are to be ended: one that has stepped gives no sign of life any more."""

@@ -150,6 +150,7 @@ def _hook_gaps(mine: Recorder) -> None:
     @functools.wraps(save)
     def saving(*arguments: Any, **named: Any) -> Any:
         mine.disturbed(SAVE)
+        mine.alive(at_once=True)  # what a checkpoint holds is to be known, whatever comes next
         return save(*arguments, **named)
 
     torch.nn.Module.train = switched  # type: ignore[method-assign]

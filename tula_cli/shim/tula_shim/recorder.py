@@ -79,11 +79,11 @@ class Recorder:
         self.gap |= cause
         self.alive()
 
-    def alive(self) -> None:
+    def alive(self, *, at_once: bool = False) -> None:
         """Note that the process is not stuck. It may be said from within the script's own calls, so nothing is raised here."""
         if self.step and not self.over:
             try:
-                self.pulse.alive()
+                self.pulse.write() if at_once else self.pulse.alive()
             except OSError as error:
                 self._trouble = error
 

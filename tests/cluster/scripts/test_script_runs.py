@@ -1,0 +1,321 @@
+"""The supervisor with scripts of the user's own: small ones, which tell their steps through tula_hooks and import no torch."""
+
+import json
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tula_cli.cluster import attempt as cluster_attempt
+from tula_cli.cluster.allocation import Allocation
+from tula_cli.cluster.attempt import RunningAttempt
+from tula_cli.cluster.group import RankSpawner
+from tula_cli.cluster.scripts import watch
+from tula_cli.cluster.supervise import supervise
+from tula_cli.host.leftovers import GpuMemory
+from tula_cli.run.directory import RunDir
+from tula_cli.run.records.jobs import Attempt, LeaderCommand
+from tula_cli.run.records.probes import Failed, Measured, OutOfMemory
+from tula_cli.run.records.results import TrainResult
+from tula_cli.run.records.tasks import ProbeTask, Rung, TrainTask
+from tula_cli.run.script_attempt import ScriptAttempt
+from tula_cli.spec.job import JobSpec
+from tula_cli.spec.load import validate
+
+TEMPLATES = Path(__file__).parents[3] / "templates"
+SCRIPT = """
+import argparse, json, os, signal, sys, time
+from pathlib import Path
+import tula_hooks as tula
+
+parser = argparse.ArgumentParser()
+parser.add_argument("-b", type=int)
+parser.add_argument("--steps", type=int, default=10**6)
+parser.add_argument("--out", type=Path)
+parser.add_argument("--resume", type=Path)
+parser.add_argument("--first", default="")
+options, rank = parser.parse_args(), int(os.environ.get("RANK", "0"))
+
+
+class Engine:
+    def parameters(self):
+        return []
+
+
+def save():
+    if rank == 0:
+        draft = options.out / "draft"
+        draft.write_text(json.dumps({"samples": samples}))
+        draft.replace(options.out / "state.json")
+
+
+again = options.resume is not None
+samples = json.loads(options.resume.read_text())["samples"] if again else 0
+tula.wrap(Engine(), Engine())
+WHAT_ELSE
+world, number = int(os.environ.get("WORLD_SIZE", "1")), 0
+while samples < options.steps * 16:
+    number += 1
+    WITHIN
+    time.sleep(0.002)
+    samples += options.b * world
+    tula.step(samples=options.b, loss=1 / number, lr=0.5)
+    if number % 10 == 0:
+        save()
+print(f"top1 {50 + options.b / 10}")
+"""
+
+
+def job(folder: Path, *, what_else: str = "", within: str = "pass", **changes: Any) -> JobSpec:
+    """Return a job whose script is written into a folder."""
+    code = SCRIPT.replace("WHAT_ELSE", what_else).replace("WITHIN", within)
+    (folder / "train.py").write_text(code)
+    script = {
+        "command": "train.py -b {local_batch} --out {out}",
+        "length": {"samples": 1600},
+        "reference": {"batch": 16},
+        "resume": {"args": "--resume {checkpoint}", "checkpoint": "{out}/state.json", "batch": "any"},
+        "metric": {"top1": "top1 ([0-9.]+)"},
+    }
+    return validate(
+        {
+            "script": script | changes.pop("script", {}),
+            "search": {
+                "nodes": [1, 2],
+                "min_steps": 5,
+                "min_seconds": 0,
+                "warmup_steps": 2,
+                **changes.pop("search", {}),
+            },
+            "cluster": {"device": "cpu"},
+            **changes,
+        },
+        source="test",
+    )
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("PYTHONPATH", str(TEMPLATES))
+    monkeypatch.setattr(cluster_attempt, "PEER_GRACE", 0.5)
+    return tmp_path
+
+
+def probes(folder: Path, spec: JobSpec, *, nodes: int = 1, sizes: tuple[int, ...] = (4, 8)) -> RunDir:
+    """Measure local batches on so many nodes, to the end."""
+    run = RunDir.create(folder / "tula-runs", spec)
+    task = ProbeTask(id="probe", job="probe", spec=spec, workdir=str(folder), nodes=nodes, local_batches=sizes)
+    run.write_task(task)
+    supervise(run.path, "probe", environ=os.environ)
+    return run
+
+
+def training(folder: Path, spec: JobSpec, *, ladder: tuple[int, ...] = (16,), nodes: int = 1) -> RunDir:
+    """Train, to the end."""
+    run = RunDir.create(folder / "tula-runs", spec)
+    run.write_task(train_task(folder, spec, ladder=ladder, nodes=nodes))
+    supervise(run.path, "train-x-1", environ=os.environ)
+    return run
+
+
+def train_task(folder: Path, spec: JobSpec, *, ladder: tuple[int, ...] = (16,), nodes: int = 1) -> TrainTask:
+    return TrainTask(
+        id="train-x-1", job="train-x", spec=spec, workdir=str(folder), nodes=nodes, signature="x", attempt=1,
+        ladder=tuple(Rung(batch=batch) for batch in ladder), workers=0,
+    )  # fmt: skip
+
+
+def ended(run: RunDir) -> tuple[TrainResult | None, list[tuple[str, str | None]]]:
+    """Return the result of a training, and each attempt's task with how it ended."""
+    attempts = run.training("x").attempts()
+    return run.training("x").result(), [(attempt.task, attempt.outcome) for attempt in attempts]
+
+
+# --- probes
+
+
+@pytest.mark.parametrize("nodes", [1, 2])
+def test_each_batch_is_a_start_of_the_command(folder: Path, nodes: int) -> None:
+    run = probes(folder, job(folder, search={"min_steps": 6}), nodes=nodes)
+    results = run.results()
+    assert [type(result) for result in results] == [Measured, Measured], results
+    for result, size in zip(results, (4, 8), strict=True):
+        assert isinstance(result, Measured)
+        assert (result.nodes, result.local_batch, result.batch, result.accumulate) == (nodes, size, size * nodes, 1)
+        assert len(result.step_times) == 6 and min(result.step_times) >= 0.002
+        assert result.overheads.startup > 0 and result.overheads.eval_batch is None
+        assert (result.sync_time, result.compute_time is None) == ((0.0, False) if nodes == 1 else (None, True))
+        assert (result.dataset_size, result.eval_size, result.gradients) == (1600, None, None)
+        assert result.environment.device == "cpu" and result.environment.nodes[0].ranks == nodes
+        assert result.script is not None and result.script.lr is not None and result.script.lr.first == 0.5
+    assert [attempt.outcome for attempt in run.attempts("probe")] == ["done", "done"]
+    assert ScriptAttempt(run.path, "probe", 2).out.is_dir(), "a probe has a folder of its own"
+
+
+def test_a_script_that_ignores_its_batch_is_told_with_both_figures(folder: Path) -> None:
+    run = probes(folder, job(folder, what_else="options.b = 3"))
+    first, second = run.results()
+    assert isinstance(first, Failed) and isinstance(second, Failed) and first.outcome == "user"
+    assert "a batch of 4 and a step trains on 3 samples" in first.message
+    assert "a batch of 8 and a step trains on 3 samples" in second.message
+
+
+@pytest.mark.parametrize(
+    ("what_else", "words"),
+    [
+        ("sys.exit()", "no optimizer step of torch was seen"),
+        ("options.steps = 1", "ended by itself after 4 steps"),
+        ("raise KeyError('data/train')", "KeyError: 'data/train'"),
+    ],
+)
+def test_what_is_no_measurement_is_told(folder: Path, what_else: str, words: str) -> None:
+    (result,) = probes(folder, job(folder, what_else=what_else), sizes=(4,)).results()
+    assert isinstance(result, Failed) and result.outcome == "user"
+    assert words in result.message
+
+
+def test_a_batch_that_does_not_fit_bounds_the_others(folder: Path) -> None:
+    full = "if options.b > 4: raise RuntimeError('CUDA out of memory. Tried to allocate 2.00 GiB')"
+    run = probes(folder, job(folder, what_else=full), sizes=(4, 8, 16))
+    small, middle, large = run.results()
+    assert isinstance(small, Measured) and isinstance(middle, OutOfMemory) and isinstance(large, OutOfMemory)
+    assert (middle.assumed, large.assumed) == (False, True)
+    assert "Tried to allocate 2.00 GiB" in middle.message
+
+
+def test_a_rank_that_fails_takes_the_others_along(folder: Path) -> None:
+    within = "if rank == 1 and number == 4: raise ValueError('sample 7 is broken')\n    if number > 4: time.sleep(600)"
+    (result,) = probes(folder, job(folder, within=within), nodes=2, sizes=(4,)).results()
+    assert isinstance(result, Failed) and result.message == "ValueError: sample 7 is broken"
+
+
+def test_a_script_that_steps_no_more_is_ended(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watch, "SILENCE", 0.5)
+    stuck = job(folder, within="if number == 4: time.sleep(600)", search={"warmup_steps": 8})
+    (result,) = probes(folder, stuck, sizes=(4,)).results()
+    assert isinstance(result, Failed) and "ended as stuck" in result.message
+
+
+def test_a_command_that_is_not_there_is_told(folder: Path) -> None:
+    spec = job(folder, script={"command": "no-such-launcher {batch}"})
+    (result,) = probes(folder, spec, sizes=(4,)).results()
+    assert isinstance(result, Failed) and "cannot start no-such-launcher" in result.message
+
+
+def test_a_command_a_node_starts_its_ranks_itself(folder: Path) -> None:
+    (folder / "launch.sh").write_text(
+        "for r in 0 1; do RANK=$(($1 * 2 + r)) WORLD_SIZE=$2 python3 train.py -b $3 & done; wait\n"
+    )
+    command = "bash launch.sh {node_rank} {world} {local_batch}"
+    spec = job(folder, script={"command": command, "launch": "node"}, cluster={"device": "cpu", "gpus_per_node": 2})
+    (result,) = probes(folder, spec, nodes=2, sizes=(4,)).results()
+    assert isinstance(result, Measured), result
+    assert (result.batch, result.environment.nodes[0].ranks) == (16, 4)
+
+
+# --- trainings
+
+
+def test_a_training_ends_with_its_samples_and_what_it_printed(folder: Path) -> None:
+    result, attempts = ended(run := training(folder, job(folder, script={"command": COMMAND})))
+    assert result is not None and attempts == [("train-x-1", "done")]
+    assert (result.samples, result.steps, result.batch) == (1600, 100, 16)
+    assert result.metrics == {"top1": 51.6, "best_top1": 51.6} and result.best_top1 == 51.6
+    summary, rows = run.training("x").summary(), run.training("x").metrics()
+    assert summary is not None and summary.attempts == 1
+    assert rows[0]["kind"] == "start" and rows[-1]["samples"] == 1600
+    assert not [row for row in rows if row["kind"] == "warning"]
+
+
+COMMAND = "train.py -b {local_batch} --out {out} --steps {steps}"
+
+
+def test_a_killed_training_goes_on_from_its_checkpoint(folder: Path) -> None:
+    kill = "if not again and number == 25: os.kill(os.getpid(), signal.SIGKILL)"
+    result, attempts = ended(run := training(folder, job(folder, within=kill, script={"command": COMMAND}), nodes=1))
+    assert attempts == [("train-x-1", "signal"), ("train-x-2", "done")]
+    assert result is not None and result.metrics["top1"] == 51.6
+    (first, again) = [row["samples"] for row in run.training("x").metrics() if row["kind"] == "start"]
+    assert first == 0 < again <= 320, "of 25 steps the 20 up to the checkpoint are kept; a heart beats once a second"
+    assert result.samples == again + 80 * 16
+
+
+@pytest.mark.parametrize(("batch", "place", "began"), [("any", "out", True), ("same", "out-8", False)])
+def test_after_an_out_of_memory_the_next_smaller_batch_goes_on_as_far_as_it_may(
+    folder: Path, batch: str, place: str, began: bool
+) -> None:
+    full = "if options.b == 16 and number == 12: raise RuntimeError('CUDA out of memory. Tried to allocate 2 GiB')"
+    resume = {"args": "--resume {checkpoint}", "checkpoint": "{out}/state.json", "batch": batch}
+    spec = job(
+        folder, within=full, script={"command": "train.py -b {local_batch} --out {out} --steps 100", "resume": resume}
+    )
+    result, attempts = ended(run := training(folder, spec, ladder=(16, 8)))
+    assert attempts == [("train-x-1", "device_oom"), ("train-x-2", "done")]
+    assert result is not None and result.batch == 8
+    (_, again) = [row["samples"] for row in run.training("x").metrics() if row["kind"] == "start"]
+    assert (again > 0) is began
+    assert json.loads((run.training("x").path / place / "state.json").read_text())["samples"] > 1500
+
+
+def test_a_training_that_is_shorter_than_asked_for_is_told(folder: Path) -> None:
+    spec = job(folder, script={"command": "train.py -b {local_batch} --out {out} --steps 40"})
+    _, attempts = ended(run := training(folder, spec))
+    assert attempts == [("train-x-1", "done")]
+    (warning,) = [row["message"] for row in run.training("x").metrics() if row["kind"] == "warning"]
+    assert "ended after 640 samples, and its length is 1600" in warning
+
+
+def test_a_metric_that_is_nowhere_is_told(folder: Path) -> None:
+    spec = job(folder, script={"command": COMMAND, "metric": {"wer": "WER ([0-9.]+)"}})
+    result, _ = ended(run := training(folder, spec))
+    assert result is not None and result.metrics == {}
+    assert "wer was nowhere to be found" in run.training("x").metrics()[-1]["message"]
+
+
+# --- before a time limit
+
+
+@pytest.mark.parametrize(
+    ("save", "what_else", "within"),
+    [
+        ("SIGUSR1", "signal.signal(signal.SIGUSR1, lambda *_: save())", "pass"),
+        ("file:{out}/please", "", "if (options.out / 'please').exists(): (options.out / 'please').unlink(); save()"),
+        ("hooks", "tula.save(lambda path: Path(path).write_text(json.dumps({'samples': samples})))", "pass"),
+    ],
+)
+def test_a_script_is_asked_to_save_before_the_time_limit(
+    folder: Path, save: str, what_else: str, within: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(watch, "SETTLED", 0.2)
+    monkeypatch.setattr(cluster_attempt, "END_GRACE", 1.0)
+    never = "if number % 10 == 0: number += 1"  # no checkpoint by itself
+    spec = job(
+        folder,
+        what_else=what_else,
+        within=f"{within}\n    {never}",
+        script={"command": "train.py -b {local_batch} --out {out}", "save": save},
+    )
+    run = RunDir.create(folder / "tula-runs", spec)
+    task = train_task(folder, spec)
+    run.write_task(task)
+    allocation = Allocation(0, 1, job_id="7", environ=dict(os.environ), ends_at=time.time() + 30)
+    run.write_attempt(Attempt(task=task.id, number=1, started_at=time.time()))
+    command = LeaderCommand(task=task.id, attempt=1, ranks=1, meeting="127.0.0.1:9", batch=16)
+    running = RunningAttempt(
+        run,
+        allocation,
+        RankSpawner(),
+        GpuMemory(),
+        task,
+        Attempt(task=task.id, number=1, started_at=0.0),
+        command,
+        float("inf"),
+    )
+    monkeypatch.setattr(Allocation, "leave_at", lambda *_: time.time() + 2.0)
+    monkeypatch.setattr(RunningAttempt, "_leave_at", property(lambda _: began + 2.0))
+    began = time.time()
+    reason = running.until_exit()
+    assert (reason.outcome, reason.message) == ("time_limit", "time limit of job 7 reached")
+    assert (run.training("x").path / "out" / "state.json").exists()

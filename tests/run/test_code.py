@@ -15,6 +15,8 @@ from tula_cli.run import code as run_code
 from tula_cli.run import imports
 from tula_cli.run.directory import RunDir
 from tula_cli.run.records.tasks import ProbeTask, TrainTask
+from tula_cli.run.source import git as git_state
+from tula_cli.run.source import selection
 from tula_cli.services import profile, train
 from tula_cli.spec.job import JobSpec
 
@@ -274,9 +276,9 @@ def test_a_package_comes_with_its_other_files_which_do_not_count_in_the_digest(h
 
 
 def test_what_is_too_large_is_linked_and_told(here: Path, run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(run_code, "MAX_FILE", 1000)
-    monkeypatch.setattr(run_code, "MAX_FILES", 2500)
-    monkeypatch.setattr(run_code, "MAX_ENTRIES", 20)
+    monkeypatch.setattr(selection, "MAX_FILE", 1000)
+    monkeypatch.setattr(selection, "MAX_FILES", 2500)
+    monkeypatch.setattr(selection, "MAX_ENTRIES", 20)
     write(here, pack__init="", pack__big="#" * 3000, mine="import pack.big")
     for number in range(4):
         (here / "pack" / f"data{number}.bin").write_bytes(bytes(900))
@@ -307,7 +309,7 @@ def test_data_beside_a_module_is_found_by_its_own_path(here: Path, run: RunDir) 
 def test_files_beside_the_code_that_are_too_many_to_link_are_told(
     here: Path, run: RunDir, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(run_code, "MAX_ENTRIES", 3)
+    monkeypatch.setattr(selection, "MAX_ENTRIES", 3)
     write(here, mine="", one="", two="")
     assert run_code.choose(None, job(), here, keep=True).warnings == ()
     write(here, three="")
@@ -356,7 +358,7 @@ def test_git_tells_the_commit_and_what_differs_from_it(
     assert dirty.dirty
     assert "-x = 1\n+x = 2\n" in dirty.diff
     assert "password" not in dirty.diff
-    monkeypatch.setattr(run_code, "MAX_DIFF", 10)
+    monkeypatch.setattr(git_state, "MAX_DIFF", 10)
     write(here, mine="x = 3\n")
     cut = run.code(take(run, job(), here))
     assert cut is not None

@@ -1,4 +1,4 @@
-"""The user's own code: the files that a spec's import strings lead to, and the snapshot of them that its jobs run.
+"""The user's own code: what a spec's import strings or its script lead to, and the snapshot of it that its jobs run.
 
 Nothing is imported: the files are found by reading their `import` statements, so that a command neither waits for the
 user's libraries nor runs their code.
@@ -6,43 +6,23 @@ user's libraries nor runs their code.
 
 import hashlib
 import importlib.util
-import itertools
 import os
 import shutil
 import socket
-import subprocess
-import sys
 import time
-from collections import deque
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable
 from pathlib import Path
 
 from tula_cli.errors import SpecError, TulaError
 from tula_cli.run.directory import RunDir
-from tula_cli.run.imports import Source, digest, files, foreign, import_strings, roots_of, source
+from tula_cli.run.imports import Source, digest, files, import_strings
 from tula_cli.run.records.tasks import CodeSnapshot, ProbeTask
+from tula_cli.run.source import git
+from tula_cli.run.source.command_file import NoCommandFile, label, modules_of, words_of
+from tula_cli.run.source.script_files import of_script, remarks
+from tula_cli.run.source.selection import Selection, behind_imports, beyond, entries
 from tula_cli.spec.job import JobSpec
 from tula_cli.spec.signature import signature
-
-MAX_FILE = 1_000_000  # bytes of a file of a package that is no module the spec leads to
-MAX_FILES = 20_000_000  # bytes of all of them together
-MAX_COUNT = 2000
-MAX_ENTRIES = 1000
-"""A folder that holds more is data: it is not looked through."""
-MAX_DIFF = 1_000_000  # characters
-GIT_TIMEOUT = 10.0  # seconds
-
-
-@dataclass(frozen=True)
-class Selection:
-    """What a snapshot copies. Paths are absolute."""
-
-    workdir: Path
-    roots: tuple[Path, ...]  # folders that python imports from, those of `modules` only; workdir first
-    modules: tuple[Path, ...]  # what the import strings lead to
-    others: tuple[Path, ...]  # further files of the packages among them
-    left_out: tuple[Path, ...]  # files and folders of these packages beyond the bounds
 
 
 def fingerprint(spec: JobSpec, workdir: Path) -> str:
@@ -51,6 +31,9 @@ def fingerprint(spec: JobSpec, workdir: Path) -> str:
     Raises:
         SpecError: a file cannot be read.
     """
+    if spec.script is not None:
+        found = of_script(spec.script, workdir)
+        return digest(found.modules, found.base, start=found.start)
     return digest(files(spec, workdir), workdir)
 
 
@@ -67,66 +50,13 @@ def run_of(root: Path, spec: JobSpec) -> RunDir:
     return RunDir.of(root.absolute(), spec, code=fingerprint(spec, Path.cwd()))
 
 
-# --- what is copied
-
-
 def select(spec: JobSpec, workdir: Path) -> Selection:
-    """Return what a snapshot of the spec's code holds: the modules, and of packages their other small files.
+    """Return what a snapshot of the spec's code holds.
 
-    A package's other files are copied because it may read them, or import them in ways that no statement tells.
+    Raises:
+        SpecError: a script's command names a file that is not there.
     """
-    modules = files(spec, workdir)
-    roots = tuple(root for root in roots_of(workdir, sys.path) if any(file.is_relative_to(root) for file in modules))
-    others: list[Path] = []
-    left_out: list[Path] = []
-    for package in _packages(modules, workdir):
-        _survey(package, set(modules), others, left_out)
-    return Selection(workdir, roots, modules, tuple(others), tuple(left_out))
-
-
-def _packages(modules: Iterable[Path], workdir: Path) -> list[Path]:
-    """Return the outermost folders with an __init__.py among the modules' folders."""
-    found: dict[Path, None] = {}
-    for module in modules:
-        chain = [folder for folder in module.parents if folder != workdir and folder.is_relative_to(workdir)]
-        packages = list(itertools.takewhile(lambda folder: source(folder / "__init__") is not None, chain))
-        if packages:
-            found[packages[-1]] = None
-    return list(found)
-
-
-def _survey(package: Path, modules: set[Path], others: list[Path], left_out: list[Path]) -> None:
-    """Sort a package's other files into those that a snapshot copies and those beyond its bounds, folder by folder."""
-    total, waiting = sum(file.stat().st_size for file in others), deque([package])
-    while waiting:
-        folder = waiting.popleft()
-        entries = _entries(folder)
-        if entries is None or len(others) >= MAX_COUNT or total >= MAX_FILES:
-            left_out.append(folder)
-            continue
-        waiting.extend(entry for entry in entries if entry.is_dir() and not entry.is_symlink())
-        plain = [entry for entry in entries if entry.is_file() and entry not in modules]
-        for entry in sorted(plain, key=lambda entry: entry.suffix != ".py"):
-            size = entry.stat().st_size
-            beyond = size > MAX_FILE or total + size > MAX_FILES or len(others) >= MAX_COUNT
-            if beyond or not os.access(entry, os.R_OK):
-                left_out.append(entry)
-            else:
-                others.append(entry)
-                total += size
-
-
-def _entries(folder: Path) -> list[Path] | None:
-    """Return what a folder holds that may be the user's, by name; None where that is too much, or not to be read."""
-    try:
-        with os.scandir(folder) as scan:
-            names = [entry.name for entry in itertools.islice(scan, MAX_ENTRIES + 1)]
-    except PermissionError:
-        return None
-    if len(names) > MAX_ENTRIES:
-        return None
-    paths = (folder / name for name in sorted(names) if not name.startswith(".") and not name.endswith(".pyc"))
-    return [path for path in paths if not (path.is_dir() and foreign(path))]
+    return behind_imports(spec, workdir) if spec.script is None else of_script(spec.script, workdir)
 
 
 # --- the snapshot
@@ -144,12 +74,21 @@ def choose(run: RunDir | None, spec: JobSpec, workdir: Path, *, keep: bool) -> S
     Raises:
         SpecError: a file cannot be read.
     """
-    selection = select(spec, workdir)
-    present = digest(selection.modules, workdir)
     own = measured_with(run) if run is not None else None
+    if spec.script is not None and spec.script.code == "none":
+        return Source(workdir, "", warnings=remarks(spec.script, workdir))
+    try:
+        selection = select(spec, workdir)
+    except NoCommandFile:
+        if own is None:
+            raise
+        selection = Selection(workdir, (), (), (), ())
+        gone = True
+    else:
+        gone = not selection.modules and not _installed(spec)
+    present = digest(selection.modules, selection.base, start=selection.start)
     if own is not None and own.digest != present:
         assert run is not None
-        gone = not present and not _installed(spec)
         if keep or gone:
             why = f"is not in {workdir}" if gone else "has changed"
             told = f"{behind(spec)} {why}: {run.id} goes on with the code that it was measured with"
@@ -158,12 +97,18 @@ def choose(run: RunDir | None, spec: JobSpec, workdir: Path, *, keep: bool) -> S
             f"{behind(spec)} has changed since {run.id} was measured: what is there now is trained, but times and costs"
             " are predicted from the code before"
         )
-        return Source(workdir, present, warnings=(told, *_beyond(selection)))
-    return Source(workdir, present, warnings=_beyond(selection))
+        return Source(workdir, present, warnings=(told, *_warnings(spec, selection, workdir)))
+    return Source(workdir, present, warnings=_warnings(spec, selection, workdir))
+
+
+def _warnings(spec: JobSpec, selection: Selection, workdir: Path) -> tuple[str, ...]:
+    return (*(remarks(spec.script, workdir) if spec.script else ()), *beyond(selection))
 
 
 def behind(spec: JobSpec) -> str:
     """Return the user's own code in words."""
+    if spec.script is not None:
+        return f"the code of {label(spec.script.command)}"
     return f"the code behind {', '.join(import_strings(spec))}"
 
 
@@ -176,7 +121,7 @@ def measured_with(run: RunDir) -> CodeSnapshot | None:
 
 def others(run: RunDir, spec: JobSpec) -> list[RunDir]:
     """Return the runs beside `run` of the same job with other code, last changed first; none where it names no code."""
-    if not import_strings(spec):
+    if not import_strings(spec) and (spec.script is None or spec.script.code == "none"):
         return []
     beside = [other for other in RunDir.all(run.path.parent) if other.id.startswith(f"{spec.name}-")]
     return [other for other in beside if other.path != run.path and _signature_of(other) == signature(spec)]
@@ -192,7 +137,8 @@ def _signature_of(run: RunDir) -> str:
 
 def _installed(spec: JobSpec) -> bool:
     """Return whether one of the spec's modules can be found elsewhere; importing its top package is not needed."""
-    tops = {name.partition(":")[0].partition(".")[0] for name in import_strings(spec)}
+    modules = import_strings(spec) if spec.script is None else modules_of(words_of(spec.script.command))
+    tops = {name.partition(":")[0].partition(".")[0] for name in modules}
     for top in tops:
         try:
             if importlib.util.find_spec(top) is not None:
@@ -200,29 +146,6 @@ def _installed(spec: JobSpec) -> bool:
         except (ImportError, ValueError):
             continue
     return False
-
-
-def _beyond(selection: Selection) -> tuple[str, ...]:
-    """Say what the snapshot cannot hold, and what that means."""
-    told = []
-    if selection.left_out:
-        told.append(
-            f"{_listed(selection.left_out, selection.workdir)}: too large for the snapshot of the code"
-            f" ({MAX_FILE // 10**6} MB a file, {MAX_FILES // 10**6} MB and {MAX_COUNT} files in all), so it is linked, not"
-            " copied: a change to it reaches jobs submitted before"
-        )
-    crowded = [folder for folder in {module.parent for module in selection.modules} if _entries(folder) is None]
-    if crowded:
-        told.append(
-            f"{_listed(crowded, selection.workdir)}: more than {MAX_ENTRIES} files beside the code; in a job they are found"
-            f" by their path from {selection.workdir}, not by the code's own __file__"
-        )
-    return tuple(told)
-
-
-def _listed(paths: Sequence[Path], workdir: Path) -> str:
-    names = [str(path.relative_to(workdir)) for path in paths]
-    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
 def snapshot(run: RunDir, spec: JobSpec, source: Source) -> str:
@@ -237,7 +160,7 @@ def snapshot(run: RunDir, spec: JobSpec, source: Source) -> str:
     draft = run.code_dir(f".draft.{socket.gethostname()}.{os.getpid()}")
     shutil.rmtree(draft, ignore_errors=True)
     try:
-        return _take(run, selection, draft, expected=source.digest, told=behind(spec))
+        return _take(run, selection, draft, source, told=behind(spec))
     except OSError as error:
         raise TulaError(
             f"cannot copy the code to {draft.parent}: {error.strerror or error}",
@@ -247,45 +170,53 @@ def snapshot(run: RunDir, spec: JobSpec, source: Source) -> str:
         shutil.rmtree(draft, ignore_errors=True)
 
 
-def _take(run: RunDir, selection: Selection, draft: Path, *, expected: str, told: str) -> str:
-    workdir = selection.workdir
-    names = [file.relative_to(workdir) for file in (*selection.modules, *selection.others)]
+def _take(run: RunDir, selection: Selection, draft: Path, source: Source, *, told: str) -> str:
+    base = selection.base
+    names = [file.relative_to(base) for file in (*selection.modules, *selection.others)]
     for file in names:
         (draft / file).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy2(workdir / file, draft / file)
-    modules = [file.relative_to(workdir) for file in selection.modules]
+        shutil.copy2(base / file, draft / file)
+    modules = [file.relative_to(base) for file in selection.modules]
     # Of the copies, not of the originals: they may be edited at this very moment.
-    found = digest((draft / file for file in modules), draft)
-    if found != expected:
+    found = digest((draft / file for file in modules), draft, start=selection.start)
+    if found != source.digest:
         raise TulaError(f"{told} has just been changed", "run the same command again")
-    # The links lead to this workdir: the same code in another folder is another snapshot.
+    # The links lead to this folder: the same code in another one is another snapshot.
     contents = digest((draft / file for file in names), draft)
-    name = hashlib.sha256(f"{contents}\0{workdir}".encode()).hexdigest()[:8]
-    _link_the_rest(draft, workdir, {folder for file in names for folder in file.parents})
+    place = "\0".join(dict.fromkeys([str(source.workdir), str(base), selection.program or str(base)]))
+    name = hashlib.sha256(f"{contents}\0{place}".encode()).hexdigest()[:8]
+    _link_the_rest(draft, base, {folder for file in names for folder in file.parents})
     _publish(draft, run.code_dir(name))
     if run.code(name) is None:
-        commit, dirty, diff = _git_state(workdir, modules)
-        run.write_code(
-            CodeSnapshot(
-                name=name,
-                digest=found,
-                taken_at=time.time(),
-                workdir=str(workdir),
-                roots=tuple(root.relative_to(workdir).as_posix() for root in selection.roots),
-                modules=tuple(module.as_posix() for module in modules),
-                files=tuple(sorted(file.as_posix() for file in names)),
-                commit=commit,
-                dirty=dirty,
-                diff=diff,
-            )
-        )
+        run.write_code(_record(selection, name, source))
     return name
 
 
-def _link_the_rest(draft: Path, workdir: Path, folders: Iterable[Path]) -> None:
+def _record(selection: Selection, name: str, source: Source) -> CodeSnapshot:
+    base = selection.base
+    modules, others = ([file.relative_to(base) for file in part] for part in (selection.modules, selection.others))
+    asked = [*modules, *others] if selection.exact else [Path(module.parts[0]) for module in modules]
+    commit, dirty, diff = git.state(base, asked)
+    return CodeSnapshot(
+        name=name,
+        digest=source.digest,
+        taken_at=time.time(),
+        workdir=str(source.workdir),
+        roots=tuple(root.relative_to(base).as_posix() for root in selection.roots),
+        modules=tuple(module.as_posix() for module in modules),
+        files=tuple(sorted(file.as_posix() for file in (*modules, *others))),
+        commit=commit,
+        dirty=dirty,
+        diff=diff,
+        base=str(base) if selection.exact else "",
+        program=selection.program,
+    )
+
+
+def _link_the_rest(draft: Path, base: Path, folders: Iterable[Path]) -> None:
     """Link what was not copied, for code that finds files by its own `__file__`: data, weights, large files."""
     for folder in folders:
-        for entry in _entries(workdir / folder) or ():
+        for entry in entries(base / folder) or ():
             link = draft / folder / entry.name
             if not link.exists():
                 link.symlink_to(entry)
@@ -300,36 +231,3 @@ def _publish(draft: Path, place: Path) -> None:
     except OSError:
         if not place.is_dir():  # another command was faster
             raise
-
-
-# --- git
-
-
-def _git_state(workdir: Path, modules: Sequence[Path]) -> tuple[str, bool, str]:
-    """Return (commit, whether the modules differ from it, how); empty where there is no git or no repository."""
-    commit = _git(workdir, "rev-parse", "--verify", "HEAD").strip()
-    if not commit:
-        return "", False, ""
-    tops = sorted({module.parts[0] for module in modules})
-    dirty = bool(_git(workdir, "status", "--porcelain", "--", *tops).strip())
-    diff = _git(workdir, "diff", "--no-color", "--no-ext-diff", "--no-textconv", "--relative", "HEAD", "--", *tops)
-    if len(diff) > MAX_DIFF:
-        diff = f"{diff[:MAX_DIFF]}\n[cut: {len(diff) - MAX_DIFF} more characters]\n"
-    return commit, dirty, diff
-
-
-def _git(workdir: Path, *arguments: str) -> str:
-    """Return what git prints; empty where it fails."""
-    command = ["git", "-C", str(workdir), "-c", "core.fsmonitor=false", *arguments]
-    try:
-        done = subprocess.run(
-            command,
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            timeout=GIT_TIMEOUT,
-            check=True,
-            env={**os.environ, "GIT_OPTIONAL_LOCKS": "0"},
-        )
-    except (OSError, subprocess.SubprocessError):
-        return ""
-    return done.stdout.decode(errors="replace")

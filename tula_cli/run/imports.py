@@ -57,7 +57,7 @@ def packages(spec: JobSpec, workdir: Path, *, path: Sequence[str] | None = None)
     """
     roots = roots_of(workdir, sys.path if path is None else path)
     modules = dict.fromkeys(name.partition(":")[0] for name in import_strings(spec))
-    return tuple(module for module in modules if not _resolve(module, roots))
+    return tuple(module for module in modules if not resolve(module, roots))
 
 
 def files(spec: JobSpec, workdir: Path, *, path: Sequence[str] | None = None) -> tuple[Path, ...]:
@@ -69,8 +69,21 @@ def files(spec: JobSpec, workdir: Path, *, path: Sequence[str] | None = None) ->
         path: where python looks for modules; sys.path by default.
     """
     roots = roots_of(workdir, sys.path if path is None else path)
+    return followed(
+        (file for name in import_strings(spec) for file in resolve(name.partition(":")[0], roots)), workdir, roots
+    )
+
+
+def followed(starts: Iterable[Path], workdir: Path, roots: Sequence[Path]) -> tuple[Path, ...]:
+    """Return files and those under `workdir` that their import statements lead to, sorted.
+
+    Args:
+        starts: files to begin with.
+        workdir: only what lies under it is the user's own.
+        roots: folders that python imports from.
+    """
     found: dict[Path, None] = {}
-    waiting = deque(file for name in import_strings(spec) for file in _resolve(name.partition(":")[0], roots))
+    waiting = deque(starts)
     while waiting:
         file = waiting.popleft()
         if file not in found:
@@ -79,14 +92,19 @@ def files(spec: JobSpec, workdir: Path, *, path: Sequence[str] | None = None) ->
     return tuple(sorted(found))
 
 
-def digest(files: Iterable[Path], workdir: Path) -> str:
+def digest(files: Iterable[Path], workdir: Path, *, start: str = "") -> str:
     """Return 8 hex digits over the names relative to `workdir` and the contents; empty where there are no files.
+
+    Args:
+        files: whose contents count.
+        workdir: the folder that they lie in.
+        start: what of them is run, where the spec alone does not tell.
 
     Raises:
         SpecError: a file cannot be read.
     """
     ordered = sorted((file.relative_to(workdir).as_posix(), file) for file in files)
-    found = hashlib.sha256()
+    found = hashlib.sha256(start.encode())
     for name, file in ordered:
         content = _read(file)
         found.update(f"{name}\0{len(content)}\0".encode())
@@ -120,14 +138,17 @@ def roots_of(workdir: Path, path: Iterable[str]) -> list[Path]:
 
 def foreign(folder: Path) -> bool:
     """Return whether a folder is none of the user's code: hidden, installed, an environment, or where runs are kept."""
-    if folder.name.startswith(".") or folder.name in _OTHERS:
-        return True
-    if (folder / "pyvenv.cfg").exists() or (folder / "conda-meta").exists():
+    if folder.name.startswith(".") or installed(folder):
         return True
     return (folder / LATEST).is_file() and any(folder.glob("*/spec.yaml"))
 
 
-def _resolve(module: str, roots: Iterable[Path]) -> list[Path]:
+def installed(folder: Path) -> bool:
+    """Return whether a folder holds what package managers put there, or caches."""
+    return folder.name in _OTHERS or (folder / "pyvenv.cfg").exists() or (folder / "conda-meta").exists()
+
+
+def resolve(module: str, roots: Iterable[Path]) -> list[Path]:
     """Return the files that importing a module runs, as far as they are found: its packages' and its own."""
     found, places = [], list(roots)
     for part in module.split("."):
@@ -165,17 +186,17 @@ def _imported(file: Path, workdir: Path, roots: Sequence[Path]) -> Iterator[Path
         match node:
             case ast.Import(names=names):
                 for alias in names:
-                    yield from _resolve(alias.name, roots)
+                    yield from resolve(alias.name, roots)
             case ast.ImportFrom(module=module, names=names, level=level):
                 base = f"{module}." if module else ""
                 places = [file.parents[level - 1]] if 0 < level <= len(file.parents) else roots
                 if level and not places[0].is_relative_to(workdir):
                     continue
                 for alias in names:  # a submodule or a mere attribute: the files tell
-                    yield from _resolve(f"{base}{alias.name}", places)
+                    yield from resolve(f"{base}{alias.name}", places)
             case ast.Call(func=ast.Name(id="import_module" | "__import__") | ast.Attribute(attr="import_module")):
                 if node.args and isinstance(node.args[0], ast.Constant) and isinstance(node.args[0].value, str):
-                    yield from _resolve(node.args[0].value, roots)
+                    yield from resolve(node.args[0].value, roots)
 
 
 def _nodes(file: Path) -> list[ast.AST]:

@@ -85,15 +85,17 @@ class CodeSnapshot(Record):
     """The user's own code as it was when a job was submitted: what lies in `code/<name>/`."""
 
     name: str
-    digest: str  # over the Python files that the spec leads to; part of the signatures
+    digest: str  # over `modules`; part of the signatures
     taken_at: float  # Unix time
-    workdir: str  # where it was copied from
+    workdir: str  # where the ranks work
     roots: tuple[str, ...]  # folders that python imports from, relative; "." is the snapshot itself
-    modules: tuple[str, ...]  # the files of the digest, relative
+    modules: tuple[str, ...]  # what the spec leads to, or a script's code and settings; relative
     files: tuple[str, ...]  # all that was copied, relative
     commit: str = ""  # git's, of the workdir's repository; empty where there is none
     dirty: bool = False  # these files differ from the commit
     diff: str = ""  # how, as far as git knows them; cut where it is very long
+    base: str = ""  # of a script: the folder that was copied; else that is workdir
+    program: str = ""  # the file that a script's command names, relative; empty for a module
 
 
 Task = ProbeTask | TrainTask | CheckTask

@@ -1,0 +1,430 @@
+"""A script's code: which files are copied, which count in the digest, and what runs them from the snapshot."""
+
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tula_cli.errors import JobFailed, SpecError, TulaError
+from tula_cli.run import code
+from tula_cli.run.directory import RunDir
+from tula_cli.run.records.tasks import ProbeTask
+from tula_cli.run.source import git as git_files
+from tula_cli.run.source import script_files, selection
+from tula_cli.run.source.command_file import in_snapshot, snapshot_path
+from tula_cli.run.source.script_files import of_script
+from tula_cli.spec.job import JobSpec
+from tula_cli.spec.load import validate
+
+
+def job(command: str = "train.py -b {local_batch}", **changes: object) -> JobSpec:
+    script = {"command": command, "length": {"epochs": 1}, "reference": {"batch": 32}, **changes}
+    return validate({"name": "toy", "script": script, "search": {"nodes": [1]}}, source="test")
+
+
+def write(folder: Path, *files: str | dict[str, str]) -> None:
+    """Write files by their paths: empty ones, or with a text."""
+    for file in files:
+        for name, text in (file if isinstance(file, dict) else {file: ""}).items():
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            (folder / name).write_text(text)
+
+
+def git(folder: Path, *arguments: str) -> str:
+    identity = ["-c", "user.name=a", "-c", "user.email=a@b", "-c", "commit.gpgsign=false"]
+    done = subprocess.run(["git", *identity, *arguments], cwd=folder, check=True, capture_output=True, text=True)
+    return done.stdout
+
+
+def commit(folder: Path) -> None:
+    """Make a folder a repository, with all that is in it."""
+    git(folder, "init", "-q")
+    git(folder, "add", "-A")
+    git(folder, "commit", "-qm", "first")
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder where tula is called."""
+    folder = tmp_path / "work"
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    return folder
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDir:
+    return RunDir.create(tmp_path / "runs", job())
+
+
+def files(spec: JobSpec, workdir: Path, *path: str) -> tuple[list[str], list[str]]:
+    """Return what is in the digest, and what else is copied."""
+    assert spec.script is not None
+    found = of_script(spec.script, workdir, path=path)
+    modules, others = (
+        [file.relative_to(found.base).as_posix() for file in part] for part in (found.modules, found.others)
+    )
+    return modules, others
+
+
+def take(run: RunDir, spec: JobSpec, workdir: Path) -> Path:
+    """Take a snapshot; return its folder."""
+    return run.code_dir(code.snapshot(run, spec, code.choose(None, spec, workdir, keep=True)))
+
+
+# --- what is copied
+
+
+def test_a_repository_is_copied_with_what_is_new_in_it_but_not_with_what_it_ignores(here: Path) -> None:
+    write(here, "train.py", "pkg/model.py", "README.md", "conf/base.yaml", "data/labels.csv")
+    write(here, "gone.py")
+    commit(here)
+    (here / "gone.py").unlink()
+    (here / ".gitignore").write_text("big/\n*.log\n")
+    write(here, "new.py", "notes.txt", "big/x.py", "train.log")
+    (here / "weights.bin").write_bytes(b"\0\1")
+    assert files(job(), here) == (
+        ["conf/base.yaml", "new.py", "pkg/model.py", "train.py"],
+        ["README.md", "data/labels.csv", "notes.txt"],
+    )
+
+
+def test_without_git_code_and_settings_below_the_script_are_copied(here: Path) -> None:
+    write(here, "main/train.py", "main/deep/net.py", "main/a.yaml", "main/b.toml", "main/c.cfg")
+    write(here, "main/run.sh", "main/log.json", "main/data.csv", "main/notes.md", "beside.py", "other/x.py")
+    modules, others = files(job("main/train.py {batch}"), here)
+    assert modules == [f"main/{name}" for name in ("a.yaml", "b.toml", "c.cfg", "deep/net.py", "run.sh", "train.py")]
+    assert others == ["main/log.json"]
+
+
+def test_without_git_packages_that_the_script_imports_come_with_it(here: Path) -> None:
+    write(here, "lib/block.py", "lib/more.py", {"main/train.py": "import lib.net", "lib/net.py": "from . import block"})
+    assert files(job("main/train.py {batch}"), here)[0] == ["lib/block.py", "lib/net.py", "main/train.py"]
+
+
+@pytest.mark.parametrize("with_git", [True, False])
+def test_keys_caches_environments_and_runs_stay_where_they_are(here: Path, run: RunDir, with_git: bool) -> None:
+    write(here, "train.py", "id_map.py", "env/lib/x.py")
+    for name in ("env/pyvenv.cfg", "node_modules/x.json", "__pycache__/x.json", ".hidden/x.py", ".env", ".env.yaml"):
+        (here / name).parent.mkdir(exist_ok=True)
+        (here / name).touch()
+    keys = ["id_rsa", "id_ed25519.json", "tls.pem", "tls.key", "gcp-Credentials.json", "aws_credentials.py"]
+    for name in keys:
+        (here / name).write_text("secret")
+    RunDir.create(here / "tula-runs", job())
+    if with_git:
+        commit(here)
+    home = take(run, job(), here)
+    assert {path.name for path in home.iterdir() if path.is_file() and not path.is_symlink()} == {
+        "train.py",
+        "id_map.py",
+    }
+    assert all((home / name).is_symlink() for name in keys), "a script that reads them finds them"
+    assert not any((home / name).exists() for name in ("env", "tula-runs", ".env", ".git", "node_modules"))
+    (warning,) = code.choose(None, job(), here, keep=True).warnings
+    assert warning.startswith("aws_credentials.py: may hold keys by the name, so it is linked, not copied")
+
+
+def test_what_is_large_is_linked_and_told_and_what_is_near_the_script_comes_first(
+    here: Path, run: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(selection, "MAX_FILE", 1000)
+    monkeypatch.setattr(selection, "MAX_FILES", 2000)
+    write(
+        here,
+        {"a/far.py": "#" * 900, "main/train.py": "#" * 1500, "main/near.py": "#" * 400, "main/table.csv": "x" * 1001},
+    )
+    commit(here)
+    spec = job("main/train.py {batch}")
+    home = take(run, spec, here)
+    assert not (home / "main" / "near.py").is_symlink()
+    assert (home / "main" / "table.csv").is_symlink() and (home / "main" / "table.csv").read_text() == "x" * 1001
+    assert (home / "a").is_symlink()
+    (warning,) = code.choose(None, spec, here, keep=True).warnings
+    assert warning.startswith("main/table.csv, a/far.py: too large for the snapshot of the code")
+
+
+def test_a_repository_inside_comes_along(here: Path, run: RunDir) -> None:
+    write(here / "third", {"net.py": "x = 1"})
+    commit(here / "third")
+    write(here, "train.py")
+    commit(here)
+    write(here / "third", "new.py", {"net.py": "x = 2"})
+    home = take(run, job(), here)
+    found = run.code(home.name)
+    assert found is not None
+    assert found.modules == ("third/net.py", "third/new.py", "train.py")
+    assert found.dirty, "its changes count"
+
+
+def test_a_walk_without_git_ends_and_tells_what_it_left_out(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write(here, "train.py", "a/one.py", "b/two.py", *(f"data/{number}.jpg" for number in range(6)))
+    assert len(files(job(), here)[0]) == 3
+    monkeypatch.setattr(selection, "MAX_ENTRIES", 5)
+    assert code.choose(None, job(), here, keep=True).warnings == (), "a folder of data is none of code"
+    write(here, "data/net.py")
+    (warning,) = code.choose(None, job(), here, keep=True).warnings
+    assert warning.startswith("data: too large for the snapshot of the code")
+    monkeypatch.setattr(script_files, "MAX_LOOKED", 4)
+    assert files(job(), here)[0] == ["train.py"]
+    (warning,) = code.choose(None, job(), here, keep=True).warnings
+    assert warning.startswith("a, b, data: too large")
+
+
+def test_what_the_script_imports_is_copied_though_git_ignores_it(here: Path) -> None:
+    (here / ".gitignore").write_text("made.py\nunused.py\n")
+    write(here, {"train.py": "import made"})
+    commit(here)
+    write(here, "made.py", "unused.py")
+    assert files(job(), here)[0] == ["made.py", "train.py"]
+
+
+def test_a_script_that_git_ignores_comes_with_its_own_folder(here: Path) -> None:
+    write(here, "pkg.py")
+    (here / ".gitignore").write_text("scratch\n")
+    commit(here)
+    write(here, "scratch/train.py", "scratch/mine.py")
+    assert files(job("scratch/train.py {batch}"), here)[0] == ["scratch/mine.py", "scratch/train.py"]
+
+
+# --- the digest
+
+
+Change = Callable[[Path], None]
+
+
+@pytest.mark.parametrize("with_git", [True, False])
+@pytest.mark.parametrize(
+    ("change", "another"),
+    [
+        (lambda here: write(here, {"train.py": "x = 2"}), True),
+        (lambda here: write(here, {"pkg/helper.py": "x = 2"}), True),
+        (lambda here: write(here, {"conf.yaml": "lr: 2"}), True),
+        (lambda here: write(here, "fresh.py"), True),
+        (lambda here: write(here, {"ds.json": "2"}), True),  # the command names it
+        (lambda here: write(here, {"data.csv": "2", "README.md": "2"}), False),
+        (lambda here: write(here, {"history.json": "[1]"}), False),  # as a script writes it
+        (lambda here: write(here, {"job.yaml": "script:\n  command: train.py\npricing: {}"}), False),
+        (lambda here: write(here, "wandb/run/config.yaml", "outputs/made.py"), False),
+    ],
+)
+def test_an_edit_of_the_code_is_another_run_and_data_is_not(
+    here: Path, change: Change, another: bool, with_git: bool
+) -> None:
+    write(
+        here,
+        {
+            "train.py": "x = 1",
+            "pkg/helper.py": "x = 1",
+            "conf.yaml": "lr: 1",
+            "ds.json": "1",
+            "data.csv": "1",
+            "README.md": "1",
+        },
+    )
+    write(here, {"job.yaml": "script:\n  command: train.py\n"})
+    if with_git:
+        commit(here)
+    spec = job("train.py -b {local_batch} --deepspeed=ds.json")
+    before = code.run_of(here / "tula-runs", spec).id
+    change(here)
+    assert (code.run_of(here / "tula-runs", spec).id != before) == another
+
+
+def test_two_scripts_of_one_repository_are_two_runs_wherever_they_are_called(here: Path) -> None:
+    write(here, "a/train.py", "b/train.py", "main.py")
+    commit(here)
+    assert code.fingerprint(job(), here / "a") != code.fingerprint(job(), here / "b")
+    assert code.fingerprint(job("main.py {batch}"), here) == code.fingerprint(job("../main.py {batch}"), here / "a")
+
+
+# --- what runs
+
+
+def test_the_file_runs_from_the_snapshot_as_it_was_submitted(here: Path, run: RunDir) -> None:
+    write(here, "helper.py", {"sub/train.py": "x = 1"})
+    commit(here)
+    home = take(run, job("python -u sub/train.py -b {local_batch}"), here)
+    write(here, {"sub/train.py": "x = 2"})
+    for named in ("sub/train.py", str(here / "sub" / "train.py"), "./sub/../sub/train.py"):
+        words = ["torchrun", "--rdzv-conf", "conf.py", named, "-b", "8"]
+        assert in_snapshot(words, here, home) == [*words[:3], str(home / "sub/train.py"), "-b", "8"]
+    assert (home / "sub" / "train.py").read_text() == "x = 1"
+    assert snapshot_path(home) == [str(home / "sub")], "python does not look where only tula was called"
+    (here / "sub" / "train.py").unlink()
+    assert in_snapshot(["sub/train.py"], here, home) == [str(home / "sub/train.py")], "nor need it be there any more"
+
+
+def test_a_name_with_blanks_is_one_word(here: Path, run: RunDir) -> None:
+    write(here / "a folder", "train.py")
+    home = take(run, job("python 'a folder/train.py' -b {local_batch}"), here)
+    assert in_snapshot(["python", "a folder/train.py", "-b", "8"], here, home)[1] == str(home / "a folder" / "train.py")
+
+
+def test_a_module_is_found_in_the_snapshot(here: Path, run: RunDir) -> None:
+    write(here, "pkg/__init__.py", "helper.py", {"pkg/train.py": "import helper"})
+    home = take(run, job("python -m pkg.train -b {local_batch}"), here)
+    found = run.code(home.name)
+    assert found is not None
+    assert found.modules == ("helper.py", "pkg/__init__.py", "pkg/train.py")
+    words = ["python", "-m", "pkg.train", "-b", "8", "--config", "helper.py"]
+    assert in_snapshot(words, here, home) == words
+    assert snapshot_path(home) == [str(home)]
+
+
+def test_folders_of_pythonpath_are_taken_from_the_snapshot(
+    here: Path, run: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write(here, "scripts/train.py", "src/own/__init__.py")
+    commit(here)
+    with monkeypatch.context() as patch:
+        patch.setattr("sys.path", ["", str(here / "src")])
+        home = take(run, job("scripts/train.py {batch}"), here)
+    assert snapshot_path(home) == [str(home / "scripts"), str(home / "src")]
+
+
+def test_a_script_above_the_working_directory_comes_with_its_repository(here: Path, run: RunDir) -> None:
+    write(here, "train.py", "pkg/net.py", "exp/notes.txt")
+    commit(here)
+    home = take(run, job("../train.py {batch}"), here / "exp")
+    found = run.code(home.name)
+    assert found is not None
+    assert (found.base, found.workdir, found.program) == (str(here), str(here / "exp"), "train.py")
+    assert in_snapshot(["../train.py", "8"], here / "exp", home) == [str(home / "train.py"), "8"]
+
+
+def test_a_script_elsewhere_without_git_comes_with_its_own_folder(here: Path, run: RunDir, tmp_path: Path) -> None:
+    write(tmp_path / "shared" / "vision", "utils.py", "deep/net.py", {"train.py": "import utils"})
+    write(tmp_path / "shared", "outside.py")
+    name = str(tmp_path / "shared" / "vision" / "train.py")
+    home = take(run, job(f"{name} {{batch}}"), here)
+    found = run.code(home.name)
+    assert found is not None
+    assert found.modules == ("deep/net.py", "train.py", "utils.py")
+    assert in_snapshot([name, "8"], here, home) == [str(home / "train.py"), "8"]
+
+
+def test_without_a_snapshot_a_command_stays_as_it_is_and_one_that_is_gone_is_told(here: Path, run: RunDir) -> None:
+    assert in_snapshot(["train.py"], here, None) == ["train.py"]
+    assert snapshot_path(None) == []
+    write(here, "train.py")
+    home = take(run, job(), here)
+    with pytest.raises(JobFailed, match=r"is not in the command: other\.py"):
+        in_snapshot(["other.py"], here, home)
+    (home.parent / f"{home.name}.json").unlink()
+    with pytest.raises(JobFailed, match="the snapshot of the code that was submitted is gone"):
+        snapshot_path(home)
+
+
+def test_a_module_whose_package_is_a_repository_or_a_link_is_found_from_the_working_directory(
+    here: Path, run: RunDir, tmp_path: Path
+) -> None:
+    write(here, "pkg/train.py", "beside.py")
+    commit(here / "pkg")
+    write(tmp_path / "far", "net.py", {"fit.py": "import far.net"})
+    (here / "far").symlink_to(tmp_path / "far")
+    for module, modules in (("pkg.train", {"pkg/train.py", "beside.py"}), ("far.fit", {"far/fit.py", "far/net.py"})):
+        home = take(run, job(f"python -m {module} -b {{batch}}"), here)
+        assert snapshot_path(home) == [str(home)]
+        found = run.code(home.name)
+        assert found is not None and {*found.modules} >= modules
+
+
+def test_git_that_lists_nothing_in_time_is_told(here: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write(here, "train.py")
+    commit(here)
+    slow = tmp_path / "bin" / "git"
+    write(tmp_path, {"bin/git": f'#!/bin/sh\ncase "$*" in *ls-files*) exec sleep 60;; esac\necho {here}\n'})
+    slow.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{slow.parent}:/usr/bin:/bin")
+    monkeypatch.setattr(git_files, "LISTING_TIMEOUT", 0.1)
+    with pytest.raises(TulaError, match="git has not listed the files of"):
+        code.fingerprint(job(), here)
+
+
+# --- what is decided at submission
+
+
+@pytest.mark.parametrize(
+    ("spec", "told"),
+    [
+        (job(code="none"), "script.code is none: no code is copied, and what runs is what the files are by then"),
+        (job("lightning fit {batch}"), "script.command names no file of your own: no code is copied, and"),
+        (job("python -m timm.train {batch}"), None),
+    ],
+)
+def test_a_job_without_code_of_ones_own_has_no_snapshot_and_says_why(
+    here: Path, run: RunDir, spec: JobSpec, told: str | None
+) -> None:
+    source = code.choose(run, spec, here, keep=False)
+    assert [warning.startswith(told or "") for warning in source.warnings] == ([] if told is None else [True])
+    assert (source.digest, code.snapshot(run, spec, source), code.fingerprint(spec, here)) == ("", "", "")
+    assert not (run.path / "code").exists()
+
+
+def test_what_a_shell_script_names_is_told_to_be_outside_of_the_snapshot(here: Path) -> None:
+    write(here, "train.py", {"run.sh": "python train.py"})
+    (warning,) = code.choose(None, job("bash run.sh {batch}"), here, keep=True).warnings
+    assert warning.startswith(f"run.sh itself is copied, but files that it names are looked for in {here}")
+
+
+def test_a_script_that_is_missing_is_told_before_anything_is_submitted(here: Path) -> None:
+    for decide in (lambda: code.choose(None, job(), here, keep=False), lambda: code.run_of(here, job())):
+        with pytest.raises(SpecError, match=r"script\.command: train\.py is not in"):
+            decide()
+
+
+def probe(run: RunDir, spec: JobSpec, workdir: Path) -> str:
+    """Write a probe's task as a submission does; return its snapshot's name."""
+    name = take(run, spec, workdir).name
+    task = ProbeTask(id="p", job="p", spec=spec, workdir=str(workdir), nodes=1, local_batches=(8,), code=name)
+    run.write_task(task)
+    return name
+
+
+def test_a_run_goes_on_with_its_own_code_where_the_script_is_not(here: Path, run: RunDir, tmp_path: Path) -> None:
+    write(here, {"train.py": "x = 1"})
+    name = probe(run, job(), here)
+    write(here, {"train.py": "x = 2"})
+    kept = code.choose(run, job(), here, keep=True)
+    assert (kept.kept, kept.workdir) == (name, here)
+    assert kept.warnings == (
+        f"the code of train.py has changed: {run.id} goes on with the code that it was measured with",
+    )
+    now = code.choose(run, job(), here, keep=False)
+    assert now.kept == "" and "the code of train.py has changed since" in now.warnings[0]
+    elsewhere = code.choose(run, job(), tmp_path, keep=False)
+    assert (elsewhere.kept, elsewhere.workdir) == (name, here)
+    assert f"the code of train.py is not in {tmp_path}" in elsewhere.warnings[0]
+
+
+def test_runs_of_the_same_script_with_other_code_are_found(here: Path, tmp_path: Path) -> None:
+    root = tmp_path / "others"
+    old, new = (RunDir.create(root, job(), code=digest) for digest in ("1" * 8, "2" * 8))
+    assert [other.id for other in code.others(new, job())] == [old.id]
+    assert code.others(new, job(code="none")) == []
+
+
+def test_a_script_that_changes_between_plan_and_submission_is_refused(here: Path, run: RunDir) -> None:
+    write(here, "helper.py", {"train.py": "x = 1"})
+    planned = code.choose(None, job(), here, keep=True)
+    write(here, {"helper.py": "x = 2"})
+    with pytest.raises(TulaError, match=r"the code of train\.py has just been changed"):
+        code.snapshot(run, job(), planned)
+    assert list((run.path / "code").iterdir()) == []
+
+
+def test_git_tells_what_differs_in_the_copied_files_and_nothing_of_others(here: Path, run: RunDir) -> None:
+    write(here, {"conf/train.py": "x = 1\n", "conf/credentials.json": "1\n", "conf/a.yaml": "a: 1\n"})
+    commit(here)
+    spec = job("conf/train.py {batch}")
+    clean = run.code(take(run, spec, here).name)
+    write(here, {"conf/credentials.json": "password\n"})
+    again = run.code(take(run, spec, here).name)
+    write(here, {"conf/a.yaml": "a: 2\n"})
+    edited = run.code(take(run, spec, here).name)
+    assert clean is not None and again is not None and edited is not None
+    assert (clean.commit, clean.dirty, clean.diff) == (git(here, "rev-parse", "HEAD").strip(), False, "")
+    assert not again.dirty
+    assert edited.dirty and "-a: 1\n+a: 2\n" in edited.diff and "password" not in edited.diff

@@ -4,9 +4,10 @@ It imports nothing of tula, only the standard library and the torch of the scrip
 where TULA_PLAN is not set, and nothing before `import torch`. This text is the contract between a launcher and the shim,
 version 1; `run/records/shim.py` reads what the shim writes.
 
-A launcher sets two variables, which torchrun, accelerate, srun and containers pass on:
+A launcher sets these variables, which torchrun, accelerate, srun and containers pass on:
 
     PYTHONPATH   this folder, before what was there
+    TULA_CODE    folders of modules that come before those of the working directory; need not be set
     TULA_PLAN    the path of a JSON file, the plan; where ranks share a folder, all of them read the same file
 
 The plan (optional keys with what they stand for when left out):

@@ -39,6 +39,15 @@ class AfterTorch:
         return spec
 
 
+class Submitted:
+    """A finder that takes the code as it was submitted before that of the working directory, where `python -m` looks first."""
+
+    @staticmethod
+    def find_spec(name: str, path: object = None, target: object = None) -> ModuleSpec | None:  # noqa: ARG004
+        """Return the spec of a module that the code has; None for those within a package, which know their place."""
+        return PathFinder.find_spec(name, os.environ["TULA_CODE"].split(os.pathsep)) if path is None else None
+
+
 def run_hidden() -> None:
     """Run the sitecustomize that this one hides: those of EasyBuild, conda and distributions do real work."""
     others = [folder for folder in sys.path if os.path.realpath(folder or ".") != HERE]
@@ -51,5 +60,7 @@ def run_hidden() -> None:
 
 
 if os.environ.get("TULA_PLAN"):
+    if os.environ.get("TULA_CODE"):
+        sys.meta_path.insert(sys.meta_path.index(PathFinder), Submitted)
     sys.meta_path.insert(0, AfterTorch())
 run_hidden()

@@ -15,6 +15,7 @@ from tula_cli.cluster.group import RankSpawner
 from tula_cli.cluster.scripts import watch
 from tula_cli.cluster.supervise import supervise
 from tula_cli.host.leftovers import GpuMemory
+from tula_cli.run.code import choose, snapshot
 from tula_cli.run.directory import RunDir
 from tula_cli.run.records.jobs import Attempt, LeaderCommand
 from tula_cli.run.records.probes import Failed, Measured, OutOfMemory
@@ -213,6 +214,21 @@ def test_a_command_a_node_starts_its_ranks_itself(folder: Path) -> None:
     (result,) = probes(folder, spec, nodes=2, sizes=(4,)).results()
     assert isinstance(result, Measured), result
     assert (result.batch, result.environment.nodes[0].ranks) == (16, 4)
+
+
+@pytest.mark.parametrize("command", ["train.py -b {batch} --out {out}", "python3 -m train -b {batch} --out {out}"])
+def test_what_was_submitted_is_what_runs(folder: Path, command: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    (folder / "amount.py").write_text("sixteen = 16")
+    monkeypatch.chdir(folder)
+    spec = job(folder, what_else="from amount import sixteen; assert sixteen == 16", script={"command": command})
+    run = RunDir.create(folder / "tula-runs", spec)
+    code = snapshot(run, spec, choose(run, spec, folder, keep=False))
+    task = ProbeTask(id="p", job="p", spec=spec, workdir=str(folder), nodes=1, local_batches=(4,), code=code)
+    run.write_task(task)
+    (folder / "amount.py").write_text("sixteen = 17")
+    (folder / "train.py").write_text("raise SystemExit('edited')")
+    supervise(run.path, "p", environ=os.environ)
+    assert isinstance(run.results()[0], Measured), run.results()
 
 
 # --- trainings

@@ -22,6 +22,7 @@ from tula_cli.run.records.jobs import LeaderCommand
 from tula_cli.run.records.shim import Expected, ShimPlan
 from tula_cli.run.records.tasks import Task, TrainTask
 from tula_cli.run.script_attempt import ScriptAttempt
+from tula_cli.run.source.command_file import in_snapshot, snapshot_path
 from tula_cli.spec.scripts.own_script import Script
 from tula_cli.spec.scripts.placeholders import fill, render
 
@@ -55,7 +56,7 @@ class ScriptStart:
 
         Raises:
             TulaError: the run directory cannot be written.
-            JobFailed: this node has no such network interface.
+            JobFailed: this node has no such network interface, or the snapshot of the code is gone.
         """
         folder = self._out()
         try:
@@ -143,6 +144,7 @@ class ScriptStart:
             words += render(script.probe.args, known)
         elif script.resume is not None and self.command.checkpoint:
             words += render(script.resume.args, known)
+        words = in_snapshot(words, Path(self.task.workdir), self._code)
         if words[0].endswith(".py"):
             words = [sys.executable, "-u", *words]
         wrapper = [] if self.allocation.local else sbatch.wrapper(spec, environ=self.allocation.environ)
@@ -153,8 +155,10 @@ class ScriptStart:
         spec, allocation = self.task.spec, self.allocation
         network = variables(spec.cluster.interface, local=spec.cluster.kind == "local")
         given = network | {name: value for name, value in allocation.environ.items() if name not in _OF_A_GROUP}
-        path = os.pathsep.join(filter(None, [str(shim), *self._code(), given.get("PYTHONPATH", "")]))
-        made = {"PYTHONUNBUFFERED": "1", "PYTHONPATH": path, "TULA_PLAN": str(self.attempt.plan_path)}
+        code = os.pathsep.join(snapshot_path(self._code))
+        path = os.pathsep.join(filter(None, [str(shim), code, given.get("PYTHONPATH", "")]))
+        plan = str(self.attempt.plan_path)
+        made = {"PYTHONUNBUFFERED": "1", "PYTHONPATH": path, "TULA_PLAN": plan, "TULA_CODE": code}
         if not isinstance(self.task, TrainTask):
             made |= own(spec).probe.environment
         if spec.cluster.device == "cpu":
@@ -171,8 +175,10 @@ class ScriptStart:
         threads = {"OMP_NUM_THREADS": str(self._threads() or 1)}
         return {**threads, **given, **made, **{name: str(value) for name, value in group.items()}}
 
-    def _code(self) -> list[str]:
-        return []
+    @property
+    def _code(self) -> Path | None:
+        """The snapshot of the user's code; None where none was taken."""
+        return self.run.code_dir(self.task.code).absolute() if self.task.code else None
 
     def _gpus_of(self, node: int) -> str:
         """Return the GPUs of this machine that are taken for those of a node."""

@@ -1,0 +1,76 @@
+"""A training script that knows nothing of tula: measured, recommended, trained, killed and resumed, all by the command line."""
+
+import os
+import shutil
+import signal
+from pathlib import Path
+
+import pytest
+from driver import Tula
+
+from tula_cli.run.records.probes import Measured
+from tula_cli.run.script_attempt import ScriptAttempt
+
+pytestmark = pytest.mark.torch
+SCRIPTS = Path(__file__).parents[1] / "scripts"
+DDP = """
+name: own
+script:
+  command: plain_ddp.py --local-batch {local_batch} --lr {lr} --epochs {epochs}
+  length: {epochs: 30}
+  reference: {batch: 16, lr: 0.1}
+train: {method: lrs}
+search: {nodes: [1, 2], min_batch: 16, max_batch: 32, strategy: full, min_steps: 5, min_seconds: 0, warmup_steps: 3}
+cluster: {device: cpu}
+"""
+RESUMING = """
+name: resuming
+script:
+  command: reference.py -b {local_batch} --epochs {epochs} --output-dir {out}
+  length: {epochs: 400}
+  dataset_size: 160
+  reference: {batch: 16}
+  resume: {args: "--resume {checkpoint}", checkpoint: "{out}/*.pth", batch: any}
+search: {nodes: [1], min_batch: 16, max_batch: 16}
+cluster: {device: cpu}
+"""
+
+
+def with_script(folder: Path, name: str, job: str) -> Tula:
+    shutil.copy(SCRIPTS / name, folder)
+    return Tula(folder, job)
+
+
+def test_a_script_under_ddp_is_measured_and_a_choice_is_made(tmp_path: Path) -> None:
+    tula = with_script(tmp_path, "plain_ddp.py", DDP)
+    tula("profile", "job.yaml", "--yes")
+    results = tula.run().results()
+    assert [(type(r), r.nodes, r.local_batch) for r in results] == [
+        (Measured, nodes, batch // nodes) for nodes in (1, 2) for batch in (16, 32)
+    ]
+    for result in results:
+        assert isinstance(result, Measured) and result.dataset_size == 320 and result.data_wait is not None
+        assert result.script is not None and result.script.lr_given == result.script.lr.first  # type: ignore[union-attr]
+        if result.nodes == 2:
+            assert result.sync_time and result.compute_time and result.gradients is not None
+            assert result.gradients.norm_sqr <= result.gradients.local_norm_sqr
+    answer = tula("recommend", "--objective", "time")["data"]
+    assert len(answer["rows"]) == 4 and all(row["measured"] for row in answer["rows"])
+    assert not [text for text in answer["warnings"] if "scales its learning rate" in text]
+
+
+def test_a_killed_script_goes_on_from_its_own_checkpoint_to_the_last_sample(tmp_path: Path) -> None:
+    tula = with_script(tmp_path, "reference.py", RESUMING)
+    training = tula.start("train", "job.yaml", "--nodes", "1", "--batch", "16", "--yes")
+    out = tula.until(lambda: next(tmp_path.glob("tula-runs/resuming-*/train/*/out/*.pth"), None))
+    run = tula.run()
+    beat = tula.until(lambda: ScriptAttempt(run.path, tula.task().id, 1).heartbeat(0))
+    os.kill(beat.pid, signal.SIGKILL)
+    told, complaint = training.communicate(timeout=240)
+    assert training.returncode == 0, complaint
+    summary = run.training(run.train_signatures()[0]).summary()
+    result = run.training(run.train_signatures()[0]).result()
+    assert summary is not None and result is not None and out.exists()
+    assert summary.attempts == 2 and "SIGKILL" in summary.causes[0]
+    assert (result.samples, result.steps) == (400 * 160, 4000), "of the epoch that was broken off nothing counts twice"
+    assert "2 attempts" in told

@@ -8,9 +8,9 @@ from tula_cli.errors import SpecError
 from tula_cli.spec.job import JobSpec
 from tula_cli.spec.load import dump_yaml, validate
 from tula_cli.spec.scripts.own_script import Script
-from tula_cli.spec.scripts.placeholders import PLACEHOLDERS, fill, names, render
+from tula_cli.spec.scripts.placeholders import PLACEHOLDERS, fill, names, program, render
 from tula_cli.spec.scripts.recognition import recognise
-from tula_cli.spec.scripts.section import samples
+from tula_cli.spec.scripts.section import length_words, samples
 from tula_cli.spec.scripts.section import steps as steps_of
 from tula_cli.spec.signature import signature, train_signature
 
@@ -61,6 +61,20 @@ def test_each_placeholder_can_be_filled() -> None:
     text = " ".join(f"{{{name}}}" for name in PLACEHOLDERS)
     assert names(text) == tuple(PLACEHOLDERS)
     assert fill(text, dict.fromkeys(PLACEHOLDERS, 1)) == " ".join("1" * len(PLACEHOLDERS))
+
+
+@pytest.mark.parametrize(
+    ("command", "name"),
+    [
+        ("python /a/train.py -b {batch}", "train.py"),
+        ("accelerate launch --config a.yaml run.py -b {batch}", "run.py"),
+        ("python -m pack.train -b {batch}", "pack.train"),
+        ("bash run.sh {batch}", "run.sh"),
+        ("/opt/bin/trainer {batch}", "trainer"),
+    ],
+)
+def test_a_command_is_called_by_its_script(command: str, name: str) -> None:
+    assert program(command) == name
 
 
 # --- the section
@@ -177,12 +191,48 @@ def test_a_checkpoint_to_go_on_from_is_for_later() -> None:
         ("torchrun --nproc-per-node 4", "a launcher but no script"),
         ("torchrun --no-python train.sh -b 4", "--no-python has no counterpart"),
         ("", "no batch in"),
+        ("python train.py --lr 0.1 --bz 64", "the options are --lr, --bz, and none is known for one"),
+        ("python train.py -b 0", "no batch in"),
+        ("python train.py -b 0.5", "no batch in"),
+        ("srun python train.py -b 4", "srun is a launcher that is not read here"),
+        ("deepspeed train.py -b 4", "deepspeed is a launcher that is not read here"),
+        ("cd x && python train.py -b 4", "'&&' is for a shell"),
+        ("python train.py -b 4 > log.txt", "'>' is for a shell"),
+        ("python train.py -b 4 2>&1", "'2>&1' is for a shell"),
+        ("python train.py -b 4 --data $DATA", "'$DATA' is for a shell"),
     ],
 )
 def test_what_is_not_recognised_is_told(line: str, words: str) -> None:
     with pytest.raises(SpecError) as told:
         recognise(line)
     assert words in str(told.value)
+
+
+def test_the_hint_shows_a_placeholder_at_an_option_that_nothing_is_known_of() -> None:
+    with pytest.raises(SpecError) as told:
+        recognise("python train.py --lr 0.1 --bz 64")
+    assert "'--bz {local_batch}'" in told.value.hint
+    found = recognise("python train.py --lr 0.1 --bz {local_batch} --fmt {x}")
+    assert found.script["command"] == "python train.py --lr {lr} --bz {local_batch} --fmt {{x}}"
+    assert found.script["reference"] == {"lr": 0.1}
+
+
+def test_all_machines_of_the_launcher_make_the_batch_of_today() -> None:
+    found = recognise("torchrun --nnodes 1:3 --nproc-per-node 4 t.py -b 8")
+    assert (found.gpus_per_node, found.ranks, found.script["reference"]) == (4, 12, {"batch": 96})
+    found = recognise("accelerate launch --num_processes 8 --num_machines 2 t.py -b 8")
+    assert (found.gpus_per_node, found.ranks, found.script["reference"]) == (4, 8, {"batch": 64})
+
+
+def test_variables_before_the_command_are_set_by_a_program_as_there_is_no_shell() -> None:
+    found = complete("OMP_NUM_THREADS=2 BATCH_SIZE=8 torchrun --nproc-per-node 2 t.py")
+    assert found.command == "env OMP_NUM_THREADS=2 BATCH_SIZE={local_batch} python t.py"
+    assert complete("bash -c 'python t.py $DATA' -b 4").command == "bash -c 'python t.py $DATA' -b {local_batch}"
+
+
+@pytest.mark.parametrize("option", ["--max_steps -1", "--epochs 0.5", "--lr 0"])
+def test_a_number_that_is_none_of_its_kind_stays(option: str) -> None:
+    assert complete(f"t.py -b 4 {option}").command == f"t.py -b {{local_batch}} {option}"
 
 
 # --- a job with a script
@@ -238,10 +288,16 @@ def test_each_type_of_node_has_the_script() -> None:
 
 
 @pytest.mark.parametrize(
-    ("length", "total", "steps"), [({"epochs": 3}, 3000, 47), ({"samples": 500}, 500, 8), ({"steps": 10}, 2560, 40)]
+    ("length", "total", "steps", "words"),
+    [
+        ({"epochs": 3}, 3000, 47, "3 epochs"),
+        ({"samples": 500}, 500, 8, "500 samples"),
+        ({"steps": 10}, 2560, 40, "10 steps at batch 256"),
+    ],
 )
-def test_a_length_is_so_many_samples_at_every_batch(length: dict[str, int], total: int, steps: int) -> None:
+def test_a_length_is_so_many_samples_at_every_batch(length: dict[str, int], total: int, steps: int, words: str) -> None:
     script = section(length=length)
+    assert length_words(script) == words
     assert samples(script, 1000) == total
     assert steps_of(script, 64, 1000) == steps
 

@@ -4,6 +4,7 @@ import difflib
 import re
 import shlex
 from collections.abc import Mapping
+from pathlib import PurePath
 
 PLACEHOLDERS = {
     "batch": "samples of an optimizer step, over all GPUs",
@@ -76,6 +77,15 @@ def fill(text: str, values: Mapping[str, str | float]) -> str:
     """
     names(text)
     return _TOKEN.sub(lambda token: token[0][0] if token[1] is None else _written(values[token[1]]), text)
+
+
+def program(command: str) -> str:
+    """Return what a command is called by on the screen: the name of its script's file, else of its module or program."""
+    words = shlex.split(command)
+    files = [word for word in words if PurePath(word).suffix in (".py", ".sh")]
+    if not files and "-m" in words[:-1]:
+        return words[words.index("-m") + 1]
+    return PurePath((files or words)[0]).name
 
 
 def _written(value: str | float) -> str:

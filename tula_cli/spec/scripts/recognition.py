@@ -33,11 +33,6 @@ _COUNTS = {
     *_LENGTHS,
     "accumulate",
 }  # whole numbers from 1 on; --max_steps -1 and --epochs 0.5 stay as they are
-_COUNTS = {
-    *BATCHES,
-    *_LENGTHS,
-    "accumulate",
-}  # whole numbers from 1 on; --max_steps -1 and --epochs 0.5 stay as they are
 # What a launcher is told of the machines, with the number of words after it; the rest of its options are the user's.
 _TORCHRUN = {
     **dict.fromkeys(("nproc_per_node", "nnodes", "node_rank", "master_addr", "master_port", "rdzv_id"), 1),
@@ -98,7 +93,8 @@ def recognise(line: str) -> Recognised:
 def _no_batch(line: str, words: Sequence[str]) -> SpecError:
     seen = list(dict.fromkeys(word.partition("=")[0] for word in words if _is_option(word) or "=" in word))
     options = f"the options are {', '.join(seen)}" if seen else "it has no options"
-    example = f"{seen[0]} {{local_batch}}" if seen else "--batch-size {local_batch}"
+    unknown = [option for option in seen if _name(option) not in {*FLAGS, *RESUME}]
+    example = f"{unknown[0] if unknown else '--batch-size'} {{local_batch}}"
     return SpecError(
         f"no batch in {line!r}: {options}, and none is known for one",
         "write the placeholder in place of the batch's number, {local_batch} where it is one GPU's and {batch} where it is"
@@ -118,7 +114,6 @@ class _Found:
     def take(self, words: Sequence[str]) -> list[list[str]]:
         """Return the words with placeholders, and without a checkpoint to go on from."""
         accumulates = any(FLAGS.get(_name(word.partition("=")[0])) == "accumulate" for word in words)
-        self.by_hand = {name for word in words for name in _BY_HAND.findall(word) if name in PLACEHOLDERS}
         self.by_hand = {name for word in words for name in _BY_HAND.findall(word) if name in PLACEHOLDERS}
         result, position = [], 0
         while position < len(words):

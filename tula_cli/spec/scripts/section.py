@@ -6,6 +6,7 @@ from typing import Any
 
 from tula_cli.spec.scripts.own_script import Script
 from tula_cli.spec.sections import Dataset, Model, Optimizer
+from tula_cli.words import plural
 
 OWN_LOOP = ("model", "dataset", "transforms", "loss", "optimizer", "schedule", "ags", "auto")
 """Sections of tula's own loop: a script builds all of it by itself."""
@@ -69,12 +70,26 @@ def samples(script: Script, dataset_size: int) -> int:
         script: of which the length is read.
         dataset_size: samples of an epoch.
     """
+    asked = samples_asked(script)
+    return (script.length.epochs or 0) * dataset_size if asked is None else asked
+
+
+def samples_asked(script: Script) -> int | None:
+    """Return the samples of the whole training as far as the section tells; None where it is so many epochs."""
     length = script.length
-    if length.epochs is not None:
-        return length.epochs * dataset_size
-    return length.samples or (length.steps or 0) * script.reference.batch
+    return length.steps * script.reference.batch if length.steps is not None else length.samples
 
 
 def steps(script: Script, batch: int, dataset_size: int) -> int:
     """Return the optimizer steps of the whole training at a global batch, rounded up: no sample is left out."""
     return math.ceil(samples(script, dataset_size) / batch)
+
+
+def length_words(script: Script) -> str:
+    """Return how long a script trains, in words."""
+    length = script.length
+    if length.epochs is not None:
+        return plural(length.epochs, "epoch")
+    if length.samples is not None:
+        return plural(length.samples, "sample")
+    return f"{plural(length.steps or 0, 'step')} at batch {script.reference.batch}"

@@ -27,6 +27,7 @@ from tula_cli.errors import TulaError
 from tula_cli.presets import AGS_PRESETS
 from tula_cli.spec.job import JobSpec
 from tula_cli.spec.kinds import Section, parse_minutes, parse_size
+from tula_cli.spec.scripts.placeholders import PLACEHOLDERS
 
 HERE = Path(__file__).parent
 NOTE = "<!-- Written by docs/reference.py from the code; edit that instead. -->"
@@ -46,6 +47,8 @@ def job_spec() -> str:
         if section not in seen:
             seen.add(section)
             parts += [f"## {path}", *_section(section)]
+        if path == "script":
+            parts += ["What stands in its texts for what is not known when they are written:", _placeholders()]
         if path == "ags":
             parts += ["What the presets say where the section does not:", _presets()]
     return "\n\n".join(parts) + "\n"
@@ -54,6 +57,11 @@ def job_spec() -> str:
 SPEC_HEAD = """Every key, its type, its default and what it means. A key that is not listed is refused, with the nearest one that is.
 `batch` is global, samples an optimizer step over all GPUs; `local_batch` is one GPU's. `tula init` writes a file with
 comments; [getting started](getting-started.md#the-job-file) has the smallest useful one and where values come from."""
+
+
+def _placeholders() -> str:
+    rows = [f"| `{{{name}}}` | {_cell(words)} |" for name, words in PLACEHOLDERS.items()]
+    return "\n".join(["| placeholder | |", "|---|---|", *rows])
 
 
 def _section(section: type[Section]) -> list[str]:
@@ -100,7 +108,7 @@ def _type(hint: Any) -> str:
         return f"list of {_type(parts[0])}"
     if origin is dict:
         inner = next(_inner(parts[1]), None)
-        return f"mapping of names to {_type(inner)}" if inner else "mapping"
+        return f"mapping of names to {_type(parts[1])}" if inner else "mapping"
     if inner := next(_inner(hint), None):
         return f"[{inner.__name__}](#{_anchor(inner)})"
     return PLAIN[hint]

@@ -12,7 +12,7 @@ import typer
 from tula_cli.cli.app import app
 from tula_cli.services.profile import nodes_taken
 from tula_cli.spec.job import JobSpec
-from tula_cli.spec.load import load_spec
+from tula_cli.spec.load import load_spec, validate
 from tula_cli.spec.methods import METHODS
 from tula_cli.spec.yaml_text import parse_yaml
 
@@ -69,7 +69,10 @@ def test_every_training_method_has_its_words() -> None:
 @each_page
 def test_every_job_file_can_be_used(page: str, tmp_path: Path) -> None:
     for shown in blocks(page, "yaml"):
-        assert parse_yaml(shown, source=page)
+        content = parse_yaml(shown, source=page)
+        assert content
+        if "script" in content:
+            assert validate(content, source=page).script
         if "train:" in shown:  # whole; others show a section
             path = tmp_path / "job.yaml"
             path.write_text(shown)

@@ -762,6 +762,41 @@ def test_init_asks_the_scheduler_where_there_is_one(monkeypatch):
     assert "filled" not in tula("init", "local", "-o", "local.yaml").err
 
 
+COMMAND = "torchrun --nproc-per-node 2 train.py --batch-size 64 --lr 0.1 --epochs 90"
+
+
+def test_init_writes_a_job_around_a_command_and_tells_what_it_recognised():
+    answer = tula("init", "-o", "new.yaml", "--from-command", COMMAND)
+    assert answer.code == 0
+    assert "--batch-size 64  ->  {local_batch}\n--lr 0.1         ->  {lr}\n" in answer.out
+    assert "  script.resume: how it goes on from a checkpoint" in answer.out
+    assert "(required)" not in answer.out
+    assert "wrote new.yaml; next: tula check new.yaml" in answer.out
+    checked = tula("check", "new.yaml", "--offline", "--json").json["data"]["report"]
+    assert [job["batches"] for job in checked["jobs"]] == [[64, 128, 256, 512, 1024], [64, 1024]]
+    assert tula("init", "-o", "new.yaml", "--from-command", COMMAND).code == 2
+
+
+def test_init_from_a_command_tells_what_is_required_yet():
+    line = COMMAND.partition(" --lr")[0]
+    answer = tula("init", "slurm", "-o", "new.yaml", "--from-command", line, "--json")
+    data = answer.json["data"]
+    assert data["recognised"] == {"--batch-size": {"value": "64", "placeholder": "local_batch"}}
+    assert (data["complete"], data["kind"]) == (False, "slurm")
+    assert [key["key"] for key in data["missing"] if key["required"]] == ["script.length"]
+    shown = tula("init", "slurm", "-o", "new.yaml", "--from-command", line, "--force")
+    assert "next: write what is required, then tula check new.yaml" in shown.out
+    assert tula("check", "new.yaml", "--offline").code == 2
+
+
+def test_init_refuses_a_command_without_a_batch_and_writes_nothing():
+    refused = tula("init", "-o", "new.yaml", "--from-command", "python train.py --lr 0.1 --bz 8", "--json")
+    assert (refused.code, refused.json["error"]["code"]) == (2, "spec")
+    assert "the options are --lr, --bz" in refused.json["error"]["message"]
+    assert "--bz {local_batch}" in refused.json["error"]["hint"]
+    assert not Path("new.yaml").exists()
+
+
 # --- check, estimate
 
 

@@ -22,6 +22,7 @@ from tula_cli.services import logs as services_logs
 from tula_cli.services import nodes as services_nodes
 from tula_cli.services.check import check, init
 from tula_cli.services.estimate import estimate
+from tula_cli.services.new_job.from_command import from_command
 from tula_cli.services.nodes import cluster_nodes, conclude_cluster, start_on_cluster, watch_cluster
 from tula_cli.services.profile import plan
 from tula_cli.spec.job import JobSpec
@@ -702,7 +703,8 @@ def test_a_local_job_searches_the_gpus_that_are_here(gpus, nodes):
 
 
 def test_local_template_mentions_every_setting():
-    text = init("local")
+    script = from_command("train.py --batch-size 8 --epochs 3 --resume x --output-dir y", "local").text
+    text = init("local") + script.partition("\nsearch:")[0]
     schema = JobSpec.model_json_schema()
     for name, section in schema["$defs"].items():
         if name not in ("Slurm", "Every"):

@@ -26,21 +26,37 @@ def init(
     screen: Screen,
     kind: Annotated[Literal["local", "slurm"], typer.Argument(help="Where the job will run.")] = "local",
     output: Annotated[Path, typer.Option("--output", "-o", metavar="FILE", help="Where to write.")] = Path("job.yaml"),
+    command: Annotated[
+        str | None,
+        typer.Option(
+            "--from-command", metavar="COMMAND", help="Around a script of your own: the command that you type today."
+        ),
+    ] = None,
     force: Annotated[bool, typer.Option("--force", help="Replace a file that is there.")] = False,
 ) -> None:
-    """Write a commented job.yaml that runs as it is."""
+    """Write a commented job.yaml that runs as it is, or one around the command that starts a script of your own."""
     from tula_cli.cluster.slurm import partitions as site
     from tula_cli.host import devices
     from tula_cli.run.files import write_atomic
     from tula_cli.services import check as services_check
+    from tula_cli.services.new_job.from_command import from_command
 
     if output.exists() and not force:
         raise SpecError(f"{output} is there already", "choose another name with -o, or --force to replace it")
     offered = site.ask() if kind == "slurm" else None
-    write_atomic(output, services_check.init(kind, offered, gpus=devices.count()))
+    gpus = devices.count()
+    if command is None:
+        write_atomic(output, services_check.init(kind, offered, gpus=gpus))
+        told: list[str] = [f"wrote {output}; next: tula check {output}"]
+        found: dict[str, object] = {}
+    else:
+        made = from_command(command, kind, offered, gpus=gpus)
+        write_atomic(output, made.text)
+        found, told = show_check.from_command(made, output)
+        warn_all(screen, made.warnings)
     if kind == "slurm":
         screen.note(show_check.offered(offered))
-    screen.answer({"path": output, "kind": kind, "site": offered}, [f"wrote {output}; next: tula check {output}"])
+    screen.answer({"path": output, "kind": kind, "site": offered, **found}, told)
 
 
 def check(

@@ -15,6 +15,7 @@ from tula_cli.errors import Infeasible, OverBudget
 from tula_cli.models.cost import price_at_most, price_words
 from tula_cli.run.directory import RunDir
 from tula_cli.run.records.inspections import Inspection
+from tula_cli.services.new_job.from_command import TEMPLATES
 from tula_cli.services.profile import nodes_taken
 from tula_cli.services.profiling.computing import settings
 from tula_cli.services.profiling.unsettled import UnsettledPlan, unsettled
@@ -24,7 +25,6 @@ from tula_cli.spec.job import JobSpec
 from tula_cli.words import plural
 
 _NODES_HERE = re.compile(r"^  nodes: .*$", re.MULTILINE)
-_TEMPLATES = {"local": "templates/job.yaml", "slurm": "templates/slurm.yaml"}
 
 
 @dataclass(frozen=True)
@@ -285,7 +285,7 @@ def init(kind: Literal["local", "slurm"], offered: Site | None = None, *, gpus: 
     Raises:
         TulaError: the installation lacks its templates.
     """
-    text = find_asset(_TEMPLATES[kind]).read_text(encoding="utf-8")
+    text = find_asset(TEMPLATES[kind]).read_text(encoding="utf-8")
     if kind == "slurm":
         return text if offered is None else site.fill_in(text, offered)
     if gpus < 1:

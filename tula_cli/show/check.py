@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from tula_cli.run.records.inspections import Inspection
     from tula_cli.run.records.tasks import CheckTask
     from tula_cli.services.check import CheckReport
+    from tula_cli.services.new_job.from_command import FromCommand
     from tula_cli.services.nodes import ClusterCheck
 
 _CHANGES = 6  # of an edited job, that are spelled out
@@ -97,6 +98,23 @@ def offered(site: "Site | None") -> str:
     if others and own not in with_gpus(site.partitions):
         words += f"; {', '.join(others)} {'has' if len(others) == 1 else 'have'} GPUs"
     return words
+
+
+def from_command(made: "FromCommand", path: Path) -> tuple[dict[str, object], list[str]]:
+    """Return what was recognised of a command and what was not, for the envelope and a line each."""
+    spans = made.placeholders
+    rows = [(f"{flag} {was}", f"{{{name}}}") for flag, (was, name) in spans.items()]
+    width = max((len(was) for was, _ in rows), default=0)
+    lines = [f"{was:<{width}}  ->  {now}" for was, now in rows]
+    lines += [""] * bool(lines) + ["the command does not tell:"]
+    lines += [f"  {key.key}{' (required)' * key.required}: {key.words}" for key in made.missing]
+    after = f"tula check {path}" if made.complete else "write what is required, then tula check " + str(path)
+    data: dict[str, object] = {
+        "recognised": {flag: {"value": was, "placeholder": name} for flag, (was, name) in spans.items()},
+        "missing": made.missing,
+        "complete": made.complete,
+    }
+    return data, [*lines, "", f"wrote {path}; next: {after}"]
 
 
 def check_state(task: "CheckTask", state: "SchedulerState") -> str:

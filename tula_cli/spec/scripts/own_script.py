@@ -39,8 +39,8 @@ Pattern = Annotated[str, AfterValidator(_pattern)]
 class Length(Section):
     """How long the script trains. Exactly one of the three."""
 
-    epochs: Positive | None = None
-    samples: Positive | None = None
+    epochs: Positive | None = None  # over dataset_size samples each
+    samples: Positive | None = None  # in all
     steps: Positive | None = None  # at reference.batch: another batch takes as many samples
 
     @model_validator(mode="after")
@@ -71,7 +71,7 @@ class Rows(Section):
     """A metric in a file of one JSON object a line."""
 
     jsonl: Filled  # the file
-    key: str
+    key: str  # of the number in each line
 
 
 class ProbeScript(Section):

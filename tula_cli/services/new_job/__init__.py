@@ -1,0 +1,1 @@
+"""Job files that `tula init` writes."""

@@ -1,0 +1,190 @@
+"""`tula init --from-command`: a job file around the command that somebody types today."""
+
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from tula_cli.assets import find_asset
+from tula_cli.cluster.slurm import partitions as site
+from tula_cli.cluster.slurm.partitions import Site
+from tula_cli.spec.scripts.placeholders import names
+from tula_cli.spec.scripts.proposal import Missing, job_name, missing, sections
+from tula_cli.spec.scripts.recognition import Recognised, recognise
+from tula_cli.words import plural
+
+TEMPLATES: Mapping[str, str] = {"local": "templates/job.yaml", "slurm": "templates/slurm.yaml"}
+_MINUTES = 20  # of a measuring job, in which the script starts once a batch
+_SMALLER, _LARGER = 2, 8  # how far below and above the batch of today is measured, at least
+_HEAD = """\
+# A job for tula around a training script as it is. It stands for the command
+#
+#   {line}
+#
+# in which tula puts numbers of its own in place of {{placeholders}} and starts it as often as it takes:
+#
+#   tula check job.yaml        shows what would be measured and what it costs at most
+#   tula profile job.yaml      starts it for some steps at each number of nodes and batch, and measures it from inside
+#   tula recommend             chooses nodes and batch for time, cost or the knee between the two
+#   tula train                 starts it there, and again from its checkpoint after an interruption
+#
+# `batch` is global (samples an optimizer step over all GPUs), `local_batch` is one GPU's. A value can be given on the
+# command line instead: --set search.nodes=[2,4]. What is commented out is the default, or an example where there is none.
+
+name: {name} # the run's directory is tula-runs/<name>-<signature>
+
+"""
+
+
+@dataclass(frozen=True)
+class FromCommand:
+    """A job file, and what of the command it is made of."""
+
+    text: str
+    recognised: Recognised
+    missing: tuple[Missing, ...]  # what the command does not tell, in the order of the file
+    warnings: tuple[str, ...] = ()
+
+    @property
+    def complete(self) -> bool:
+        """Return whether the file can be used as it is."""
+        return not any(key.required for key in self.missing)
+
+    @property
+    def placeholders(self) -> dict[str, tuple[str, str]]:
+        """Return what each recognised option was, and what stands there now: "--lr": ("0.1", "lr")."""
+        return {flag: (self.recognised.values[name], name) for flag, name in self.recognised.flags.items()}
+
+
+def from_command(
+    line: str, kind: Literal["local", "slurm"], offered: Site | None = None, *, gpus: int = 0
+) -> FromCommand:
+    """Return a commented job file for a command.
+
+    Args:
+        line: the command as it is typed today, with its launcher.
+        kind: where the job will run.
+        offered: what the scheduler tells; for slurm it is filled in.
+        gpus: that this machine has; a local job searches as many nodes as they make.
+
+    Raises:
+        SpecError: no batch was recognised, or the command cannot be used.
+        TulaError: the installation lacks its templates.
+    """
+    found = recognise(line)
+    head = _HEAD.format(line=line.replace("\n", "\n#   "), name=job_name(found))
+    text = head + sections(found) + "\n" + _places(kind)
+    if kind == "local":
+        text = _on_this_machine(text, per_node=found.gpus_per_node or 1, gpus=gpus)
+    elif offered is not None:
+        text = _as_commanded(site.fill_in(text, offered), found, offered)
+    text = _with_batches(text, found)
+    return FromCommand(text, found, missing(found), tuple(_doubts(found, offered, gpus=gpus if kind == "local" else 0)))
+
+
+def _places(kind: str) -> str:
+    """Return what the templates say from section `search` on: what a script is measured by is nobody else's."""
+    text = find_asset(TEMPLATES[kind]).read_text(encoding="utf-8")
+    return text[text.index("\nsearch:") + 1 :]
+
+
+def _set(text: str, key: str, value: str, why: str) -> str:
+    """Return a job file with another value at a key of a section, commented out or not; it is there once."""
+    text, count = re.subn(
+        rf"^  (?:# )?{key}:.*$", lambda _: f"  {key}: {value} # {why}", text, count=1, flags=re.MULTILINE
+    )
+    assert count == 1, key
+    return text
+
+
+def _on_this_machine(text: str, *, per_node: int, gpus: int) -> str:
+    if gpus < 1:
+        nodes, each = [1, 2], f"here every node is {_processes(per_node)} of this machine"
+    else:
+        nodes = [2**power for power in range(max(1, gpus // per_node).bit_length())]
+        each = f"here a node is {plural(per_node, 'GPU')} of this machine's {gpus}"
+    text = _set(text, "nodes", str(nodes), each)
+    text = re.sub(r"^  max_seconds:.*$", "  # max_seconds: 60 # at the latest then", text, count=1, flags=re.MULTILINE)
+    text = _set(text, "max_minutes", str(_MINUTES), "of one measuring job, at most; the script starts once a batch")
+    hours = sum(nodes) * _MINUTES / 60
+    cap = math.ceil(12 * hours) / 10
+    sum_ = f"({' + '.join(map(str, nodes))}) nodes" if len(nodes) > 1 else plural(nodes[0])
+    words = f"of all of them, {sum_} x {_MINUTES} minutes = {hours:.3g}; beyond, nothing is started"
+    return _set(text, "max_node_hours", f"{cap:g}", words)
+
+
+def _as_commanded(text: str, found: Recognised, offered: Site) -> str:
+    """Put right what the site says of other ranks, and of workers where the command has no place for them."""
+    if "workers" not in names(found.script["command"]):
+        text = re.sub(
+            r"^  workers: .*$", "  # workers: auto # with {workers} in the command", text, count=1, flags=re.MULTILINE
+        )
+    own = offered.default
+    if found.gpus_per_node is None or own is None or not own.kinds:
+        return text
+    cpus = own.kinds[0].cpus
+    line = f"    cpus_per_task: {max(1, cpus // found.gpus_per_node)} # a rank; a node has {cpus}"
+    return re.sub(r"^    cpus_per_task: .*$", line, text, count=1, flags=re.MULTILINE)
+
+
+def _with_batches(text: str, found: Recognised) -> str:
+    """Set which batches are measured: around that of today, and what the launcher says of the GPUs."""
+    if found.gpus_per_node is not None:
+        text = _set(text, "gpus_per_node", str(found.gpus_per_node), "processes a node, as in the command")
+    text = re.sub(r"^  max_batch:.*\n", "", text, count=1, flags=re.MULTILINE)
+    batch = found.script["reference"].get("batch")
+    if batch is None:
+        lines = _set(text, "min_batch", "32", "smallest global batch; batches are min_batch x 2^k")
+        return re.sub(
+            r"^(  min_batch:.*)$", r"\1" + "\n  max_batch: 256 # the largest", lines, count=1, flags=re.MULTILINE
+        )
+    nodes = [int(number) for number in re.findall(r"\d+", re.findall(r"^  nodes: \[(.*)\]", text, re.MULTILINE)[0])]
+    least, most = span(found, batch, nodes)
+    below = "half of that of today" if least < batch else "that of today"
+    text = _set(
+        text, "min_batch", str(least), f"{below}, {batch}; batches are min_batch x 2^k, each a start of the script"
+    )
+    above = f"\n  max_batch: {most} # {most // batch} times that of today; memory may end it earlier"
+    return re.sub(r"^(  min_batch:.*)$", lambda line: line[0] + above, text, count=1, flags=re.MULTILINE)
+
+
+def span(found: Recognised, batch: int, nodes: list[int]) -> tuple[int, int]:
+    """Return the smallest and the largest global batch to measure.
+
+    Half of today's where that divides among the GPUs of the fewest nodes; and 8 times today's, or what gives each GPU of the
+    most nodes its batch of today.
+
+    Args:
+        found: the command.
+        batch: of today, global.
+        nodes: numbers of nodes that are searched.
+    """
+    micro_batches = int(float(found.values.get("accumulate", "1")))
+    half, odd = divmod(batch, _SMALLER)
+    divides = not odd and half % (min(nodes) * (found.gpus_per_node or 1) * micro_batches) == 0
+    return half if divides else batch, batch * max(_LARGER, max(nodes))
+
+
+def _doubts(found: Recognised, offered: Site | None, *, gpus: int) -> list[str]:
+    """Return where the command does not agree with the machines.
+
+    Args:
+        found: the command.
+        offered: what the scheduler tells of them.
+        gpus: of this machine, where it is to run here; else 0.
+    """
+    wanted, own = found.gpus_per_node, offered.default if offered is not None else None
+    if wanted is None:
+        return []
+    told = f"the command starts {_processes(wanted)} a node"
+    if 0 < gpus < wanted:
+        return [f"{told}, and this machine has {plural(gpus, 'GPU')}: set cluster.gpus_per_node"]
+    there = own.kinds[0].gpus[0].count if own is not None and own.kinds and own.kinds[0].gpus else wanted
+    if own is None or there == wanted:
+        return []
+    return [f"{told}, and those of partition {own.name} have {plural(there, 'GPU')}: set cluster.gpus_per_node"]
+
+
+def _processes(count: int) -> str:
+    return "1 process" if count == 1 else f"{count} processes"

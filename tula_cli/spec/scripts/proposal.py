@@ -1,0 +1,171 @@
+"""What `tula init --from-command` writes of a script: its sections with comments, and what is left to the user to write."""
+
+import json
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from tula_cli.spec.scripts.placeholders import BATCHES, names, program
+from tula_cli.spec.scripts.recognition import Recognised
+from tula_cli.words import plural
+
+
+@dataclass(frozen=True)
+class Missing:
+    """A key that the command does not tell."""
+
+    key: str  # in the job file
+    words: str  # what to write
+    required: bool = False  # without it the file cannot be used
+
+
+def job_name(recognised: Recognised) -> str:
+    """Return the name of the job: that of the script, in the letters that a name may have."""
+    stem = re.sub(r"\.(py|sh)$", "", program(recognised.script["command"]))
+    found = re.sub(r"[^A-Za-z0-9._-]+", "-", stem).strip("._-")
+    return found[:64] or "job"
+
+
+def missing(recognised: Recognised) -> tuple[Missing, ...]:
+    """Return what the command does not tell, in the order of the file: what is required, and what is worth a thought."""
+    return tuple(_missing(recognised.script, set(names(recognised.script["command"]))))
+
+
+def _missing(script: dict[str, Any], found: set[str]) -> Iterator[Missing]:
+    if "out" not in found:
+        yield Missing(
+            "script.command", "{out} in place of its output folder, or a probe writes where the training does"
+        )
+    if "length" not in script:
+        yield Missing("script.length", "how long it trains: {epochs: N}, {samples: N} or {steps: N}", required=True)
+    yield Missing("script.dataset_size", "samples of an epoch, where it has no torch DataLoader that could be asked")
+    if "batch" not in script["reference"]:
+        yield Missing("script.reference.batch", "the batch of today, over all GPUs", required=True)
+    if "lr" not in script["reference"]:
+        if "lr" in found:
+            yield Missing("script.reference.lr", "the learning rate of today", required=True)
+        else:
+            words = "the learning rate of today, with {lr} in the command; nothing where the script scales it itself"
+            yield Missing("script.reference.lr", words)
+    if "resume" not in script:
+        yield Missing("script.resume", "how it goes on from a checkpoint; without it a training begins anew")
+    elif "out" not in found:
+        yield Missing(
+            "script.resume.checkpoint", "where it saves; {out} is not in the command, so section resume is a comment"
+        )
+    yield Missing("script.metric", "how good it is, from what it prints or a file of JSON lines")
+    yield Missing(
+        "script.save", "how it is asked for a checkpoint before it has to leave; without, its own last one counts"
+    )
+
+
+def sections(recognised: Recognised) -> str:
+    """Return sections `script` and `train` as YAML with comments; what is missing and required is a comment."""
+    script = recognised.script
+    lines = [
+        "script:",
+        f"  command: {_word(script['command'])}",
+        f"  launch: {script['launch']} # rank: tula starts a process a GPU; node: one a node, which starts its ranks itself",
+        *_length(script),
+        "  # samples: auto # that one of {local_batch} stands for; auto: its DataLoader is counted",
+        "  # dataset_size: auto # samples of an epoch; auto: as its DataLoader says, in the probes",
+        *_reference(recognised),
+        *_resume(script),
+        "  # metric: {top1: 'Acc@1 ([0-9.]+)'} # a pattern on what it prints, or {jsonl: FILE, key: NAME}; the last one counts",
+        '  # save: none # how to ask for a checkpoint: SIGUSR1, SIGUSR2, SIGTERM, "file:{out}/save", or hooks (tula_hooks.py)',
+        "  # code: snapshot # of the files as they are when it is submitted; none: what they are when it starts",
+        "  # probe: # where it is measured and not trained",
+        '  #   args: "" # appended, for example --no-eval',
+        "  #   environment: {WANDB_MODE: disabled} # so that it publishes nothing",
+        "  #   stop: exit # how it ends after the last step; raise: SystemExit in its loop, so that it cleans up",
+        "",
+        "train:",
+        *_train(recognised),
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _length(script: dict[str, Any]) -> Iterator[str]:
+    if "length" in script:
+        ((kind, count),) = script["length"].items()
+        others = [f"{{{other}: N}}" for other in ("epochs", "samples", "steps") if other != kind]
+        told = (
+            " # at reference.batch; another batch takes as many samples"
+            if kind == "steps"
+            else f" # or {' or '.join(others)}"
+        )
+        yield f"  length: {{{kind}: {count}}}{told}"
+    else:
+        yield "  # length: {epochs: 90} # REQUIRED: or {samples: N}, or {steps: N} at reference.batch"
+
+
+def _reference(recognised: Recognised) -> Iterator[str]:
+    reference, found = recognised.script["reference"], set(names(recognised.script["command"]))
+    yield (
+        "  reference: # what the script was tuned for"
+        if reference
+        else "  # reference: # REQUIRED: what it was tuned for"
+    )
+    if "batch" in reference:
+        yield f"    batch: {reference['batch']} # {_batch_words(recognised)}"
+    else:
+        yield f"  {'  ' if reference else '#   '}{'# ' if reference else ''}batch: 256 # REQUIRED: over all GPUs"
+    if "lr" in reference:
+        yield f"    lr: {_number(reference['lr'])} # tuned for that batch"
+    elif "lr" in found:
+        yield f"  {'  # ' if reference else '#   '}lr: 0.1 # REQUIRED: tuned for that batch"
+    else:
+        yield f"  {'  # ' if reference else '#   '}lr: 0.1 # with {{lr}} in the command; left out where the script scales it itself"
+
+
+def _batch_words(recognised: Recognised) -> str:
+    """Say how the reference batch comes about, and what to do where the flag means something else."""
+    flag = next((word for word, name in recognised.flags.items() if name in BATCHES), "")
+    if "batch" in recognised.values:
+        return "over all GPUs"
+    values = recognised.values
+    own = values.get("local_batch") or f"{values['micro_batch']} x {values.get('accumulate', '1')} micro-batches"
+    told = f"{own} a GPU x {plural(recognised.ranks, 'GPU')}"
+    batch = values.get("local_batch")
+    if batch is None or recognised.ranks == 1:
+        return told
+    return f"{told}; if {flag} is the batch of all GPUs, write {batch} here and {{batch}} in the command"
+
+
+def _resume(script: dict[str, Any]) -> Iterator[str]:
+    args = script.get("resume", {}).get("args", "--resume {checkpoint}")
+    if "resume" in script and "out" in names(script["command"]):
+        yield "  resume: # without it a training that is interrupted begins anew"
+        yield f"    args: {_word(args)} # appended where there is a checkpoint"
+        yield '    checkpoint: "{out}/*" # of what matches, the newest: narrow it down to what the script saves'
+        yield "    # batch: rehearse # with which batch it may go on: same, epoch (another from an epoch's end on), any"
+    else:
+        yield f'  # resume: {{args: {_word(args, flow=True)}, checkpoint: "{{out}}/checkpoint*.pth"}} # or it begins anew'
+
+
+def _train(recognised: Recognised) -> Iterator[str]:
+    values, found = recognised.values, set(names(recognised.script["command"]))
+    scaled = "{lr} is reference.lr at every batch; lrs: times batch / reference.batch"
+    yield f"  method: lbt # {scaled if 'lr' in found else 'the learning rate is what the script makes of its batch'}"
+    if "accumulate" in values:
+        yield f"  accumulate: {int(float(values['accumulate']))} # micro-batches an optimizer step, {{accumulate}}"
+    elif found & {"accumulate", "accumulate_total"}:
+        yield "  # accumulate: 1 # micro-batches an optimizer step, {accumulate}"
+    for key, default, words in (("seed", "0", ""), ("workers", "auto", "data-loader processes a GPU, ")):
+        if key in values:
+            yield f"  {key}: {int(float(values[key]))} # {words}{{{key}}}"
+        else:
+            yield f"  # {key}: {default} # {words}{{{key}}}{' in the command' * (key not in found)}"
+    yield "  # max_attempts: 8 # starts, or allocations, in a row that save nothing new"
+
+
+def _word(text: str, *, flow: bool = False) -> str:
+    """Return a text as YAML takes it, plain where that reads the same; JSON's quotes are YAML's."""
+    unsafe = r"[{}\[\],#&*!|>'\"%@`:?-]" if flow else r"^[{}\[\],#&*!|>'\"%@`?-]|: |:$| #"
+    return json.dumps(text, ensure_ascii=False) if re.search(unsafe, text) else text
+
+
+def _number(value: float) -> str:
+    """Return a learning rate as YAML reads a number."""
+    return f"{value:.12g}"

@@ -36,6 +36,13 @@ def spec(**changes: Any) -> JobSpec:
     return validate({**SPEC, **changes}, source="test")
 
 
+def script_spec(**length: int) -> JobSpec:
+    """Return a small spec with a script of the user's own; `length` is that of section script."""
+    command = "python /home/me/finetune.py -b {local_batch}"
+    script = {"command": command, "length": length, "reference": {"batch": 256}}
+    return validate({"name": "own", "script": script, "search": SPEC["search"]}, source="test")
+
+
 @dataclass
 class FakeLauncher:
     """Says what it is told to say of each job, and remembers what was asked of it."""

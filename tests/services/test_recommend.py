@@ -4,8 +4,10 @@ import math
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import make_runs as make
 import pandas as pd
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -22,6 +24,7 @@ from tula_cli.run.records.tasks import ProbeTask
 from tula_cli.services.api.handles import Run
 from tula_cli.services.recommend import keep, recommend, renews
 from tula_cli.services.recommendation import measured as services_recommendation_measured
+from tula_cli.services.recommendation.measured import epochs_of, trained_epochs
 from tula_cli.spec.job import JobSpec
 from tula_cli.spec.load import load_spec
 
@@ -553,6 +556,28 @@ def test_the_reference_batch_takes_the_epochs_of_the_spec(noisy: RunDir) -> None
     rows = [row for row in ask(noisy, "time").rows if row.batch == JOB.train.reference_batch]
     assert rows
     assert all(row.same_progress and row.same_progress.hours == pytest.approx(row.hours) for row in rows)
+
+
+@pytest.mark.parametrize(
+    ("length", "epochs", "asked", "advice"),
+    [
+        ({"epochs": 10}, 10, "10 epochs", "--set script.length.epochs=13"),
+        ({"steps": 100}, 26, "100 steps at batch 256", "as it is: script.length says how long"),
+    ],
+)
+def test_the_length_of_a_script_is_told_as_its_section_has_it(
+    noisy: RunDir, length: dict[str, int], epochs: int, asked: str, advice: str
+) -> None:
+    measurements: Any = SimpleNamespace(
+        part=SimpleNamespace(spec=make.script_spec(**length)), forecast=SimpleNamespace(dataset_size=1000)
+    )
+    choice = ask(noisy, "accuracy-time").choice
+    assert choice.same_progress is not None
+    row = choice.model_copy(update={"same_progress": choice.same_progress.model_copy(update={"epochs": 12.4})})
+    assert trained_epochs(measurements.part.spec, 1000) == epochs
+    assert epochs_of(row, measurements, "time") == f"every time is for {asked}, whatever the batch"
+    told = epochs_of(row, measurements, "accuracy-time")
+    assert f"the progress of {asked} at batch 256; tula train runs {asked}" in told and advice in told
 
 
 def test_a_deadline_and_a_budget_hold_for_the_same_progress(noisy: RunDir) -> None:

@@ -199,6 +199,17 @@ def test_a_scheduler_that_forgot_the_job_is_not_believed(run):
 # --- training
 
 
+@pytest.mark.parametrize(
+    ("length", "epochs", "asked"),
+    [({"epochs": 9}, 9, None), ({"steps": 10}, None, 2560), ({"samples": 700}, None, 700)],
+)
+def test_a_training_of_a_script_is_as_long_as_its_section_says(tmp_path, length, epochs, asked):
+    own = RunDir.create(tmp_path, make.script_spec(**length))
+    make.add_training(own, rows=make.metrics(START + 60))
+    train = services_status.snapshot(own, make.FakeLauncher(), now=START + 60).training
+    assert (train.epochs, train.samples_asked) == (epochs, asked)
+
+
 def test_a_training_run_half_way(run):
     name = make.add_training(run, rows=make.metrics(START + 60))
     run.write_attempt(make.attempt(f"{name}-1"))
@@ -420,6 +431,15 @@ def test_lists_runs_also_damaged_ones(tmp_path):
     assert (row.model, row.dataset, row.measured, row.out_of_memory, row.failed) == ("resnet18", "digits", 1, 1, 0)
     assert (row.trained, row.best_top1, row.changed, row.problem) == (1, 83.0, START + 300, "")
     assert "not valid YAML" in by_id[second.id].problem
+
+
+@pytest.mark.parametrize("edited", [False, True])
+def test_a_run_of_a_script_is_listed_by_its_file(tmp_path, edited):
+    run = RunDir.create(tmp_path, make.script_spec(epochs=3))
+    if edited:
+        (run.path / "spec.yaml").write_text((run.path / "spec.yaml").read_text() + "# edited\n")
+    (row,) = listing.list_runs(tmp_path)
+    assert (row.script, row.model, row.dataset, row.problem) == ("finetune.py", "", "", "")
 
 
 def test_no_runs(tmp_path):

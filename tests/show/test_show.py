@@ -463,6 +463,22 @@ def test_a_training_plan_tells_of_its_chain(run):
     assert "chain" not in printed(show_train.train_plan(plan))
 
 
+@pytest.mark.parametrize(
+    ("length", "planned", "now"),
+    [
+        ({"epochs": 9}, "9 epochs of finetune.py, method lbt", "epoch 1.50 of 9, 1920 samples"),
+        ({"steps": 10}, "10 steps at batch 256 of finetune.py, method lbt", "batch 128, 1920 of 2560 samples"),
+    ],
+)
+def test_a_script_is_shown_by_its_name_and_as_long_as_it_is(tmp_path, length, planned, now):
+    own = RunDir.create(tmp_path, make.script_spec(**length))
+    make.add_training(own, rows=make.metrics())
+    plan = types.SimpleNamespace(task=own.tasks()[0], prediction=None, source="as given", resumes=None, finished=False)
+    assert planned in printed(show_train.train_plan(plan))
+    assert now in show_status.training(snapshot(own).training)
+    assert re.search(r"finetune\.py +- +0", printed(show_status.runs(listing.list_runs(tmp_path), width=120)))
+
+
 def test_the_plan_of_a_finished_training_says_so_and_promises_nothing(run):
     make.add_training(run)
     plan = types.SimpleNamespace(

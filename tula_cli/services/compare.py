@@ -206,7 +206,7 @@ def _doing_little(spec: JobSpec, grid: Grid) -> Iterator[str]:
         yield from (own.on_one_gpu for own in facts if own.on_one_gpu)
     for method in grid.methods:
         warmup = warmup_epochs(cell_spec(spec, method, spec.train.seed))
-        if warmup >= spec.train.epochs:
+        if spec.script is None and warmup >= spec.train.epochs:  # a script warms up by itself
             yield f"{method} never leaves its {warmup:g} epochs of warm-up: train.epochs is {spec.train.epochs}"
 
 

@@ -26,6 +26,7 @@ from tula_cli.services.recommendation.measured import (
     noise_of,
     rests_on,
     state_of_the_probes,
+    trained_epochs,
     with_energy,
     without_gradients,
 )
@@ -220,7 +221,7 @@ def _answer(
         objective=objective,
         curve=curve,
         choice=choice.prediction,
-        reason=f"{choice.reason}; {epochs_of(choice.prediction, spec, objective)}",
+        reason=f"{choice.reason}; {epochs_of(choice.prediction, own, objective)}",
         rows=rows,
         runners_up=choice.runners_up,
         warnings=(*warnings, *told, *doubts(own.forecast, choice, limits)),
@@ -236,7 +237,7 @@ def _answer(
             for measurements in all_measurements
             if (model := measurements.forecast.power) is not None
         ),
-        efficiency="" if noise is None else rests_on(noise, spec),
+        efficiency="" if noise is None else rests_on(noise, own),
         other_market=own.other_market(choice.prediction),
         created_at=now,
     )
@@ -258,12 +259,13 @@ def _told(measurements: TypeMeasurements) -> list[str]:
     return [*missing, *measurements.forecast.warnings]
 
 
-def _with_progress(row: Prediction, spec: JobSpec, noise: Noise | None) -> Prediction:
+def _with_progress(row: Prediction, measurements: TypeMeasurements, noise: Noise | None) -> Prediction:
     """Return a forecast with what the same progress takes beside it, where the noise is known."""
     if noise is None:
         return row
-    train = spec.train
-    found = efficiency.same_progress(row, epochs=train.epochs, reference=train.reference_batch, noise=noise)
+    spec = measurements.part.spec
+    epochs = trained_epochs(spec, measurements.forecast.dataset_size)
+    found = efficiency.same_progress(row, epochs=epochs, reference=spec.train.reference_batch, noise=noise)
     return row.model_copy(update={"same_progress": found})
 
 
@@ -276,7 +278,7 @@ def _within(
         Infeasible: there is none; names the first limit that leaves nothing and the configuration closest to it.
     """
     found = [
-        _with_progress(row, measurements.part.spec, noise)
+        _with_progress(row, measurements, noise)
         for measurements in all_measurements
         for row in measurements.rows(limits)
     ]

@@ -29,6 +29,7 @@ from tula_cli.services.progress.job_status import (
     pace_of,
     progress_of,
 )
+from tula_cli.spec.scripts.section import samples_asked
 
 POLL = {"local": (0.5, 2.0), "slurm": (10.0, 60.0)}
 """Seconds between two questions to the scheduler: the first, and what it grows to."""
@@ -145,7 +146,7 @@ def _training(look: Snapshot, tasks: Iterable[ProbeTask | TrainTask], *, now: fl
     moving = [row for row in rows if row["kind"] in ("start", "step", "epoch")]
     last_step, last_epoch = steps[-1] if steps else {}, epochs[-1] if epochs else {}
     latest = max((row for row in (last_step, last_epoch) if row), key=lambda row: row["samples"], default={})
-    prediction = newest.ladder[0].prediction
+    prediction, script = newest.ladder[0].prediction, newest.spec.script
     return TrainingStatus(
         signature=newest.signature,
         job=newest.job,
@@ -154,7 +155,7 @@ def _training(look: Snapshot, tasks: Iterable[ProbeTask | TrainTask], *, now: fl
         batch=newest.batch if result is None else result.batch,
         attempt=newest.attempt,
         epoch=float(moving[-1]["epoch"]) if moving else 0.0,
-        epochs=newest.spec.train.epochs,
+        epochs=newest.spec.train.epochs if script is None else script.length.epochs,
         samples=int(moving[-1]["samples"]) if moving else 0,
         loss=latest.get("loss"),
         top1=last_epoch.get("top1"),
@@ -164,6 +165,7 @@ def _training(look: Snapshot, tasks: Iterable[ProbeTask | TrainTask], *, now: fl
         eta=_eta(_newest_with_eta(rows), finished=result is not None, now=now),
         tuning=_tuning(files.tuning()),
         kwh=energy.kwh if (energy := files.energy()) is not None else None,
+        samples_asked=None if script is None else samples_asked(script),
         warnings=tuple(dict.fromkeys(row["message"] for row in rows if row["kind"] == "warning")),
     )
 

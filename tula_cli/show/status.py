@@ -155,8 +155,8 @@ def training(now: "TrainingStatus") -> str:
     """One line: where a training run stands."""
     parts = [
         f"training {now.signature} on {plural(now.nodes)}, batch {now.batch}",
-        f"epoch {now.epoch:.2f} of {now.epochs}",
-        f"{now.samples} samples",
+        *([f"epoch {now.epoch:.2f} of {now.epochs}"] if now.epochs is not None else []),
+        f"{now.samples} samples" if now.samples_asked is None else f"{now.samples} of {now.samples_asked} samples",
     ]
     parts += [f"loss {number(now.loss, 4)}"] if now.loss is not None else []
     parts += [f"top-1 {number(now.top1, 4)} %"] if now.top1 is not None else []
@@ -204,4 +204,4 @@ def runs(found: "Sequence[RunSummary]", *, width: int) -> Iterator["RenderableTy
 def _run(run: "RunSummary") -> list[str]:
     choice = {"nodes": "-", "batch": "-"} if run.recommendation is None else run.recommendation["choice"]
     counts = [str(run.measured), str(choice["nodes"]), str(choice["batch"]), str(run.trained)]
-    return [run.id, moment(run.changed), run.model, run.dataset, *counts, number(run.best_top1, 4)]
+    return [run.id, moment(run.changed), run.script or run.model, run.dataset or "-", *counts, number(run.best_top1, 4)]

@@ -43,10 +43,15 @@ def _branches_planned(task: "TrainTask") -> Iterator[str]:
 
 
 def _training_plan(plan: "TrainPlan") -> Iterator["RenderableType"]:
+    from tula_cli.spec.job import train_length
+    from tula_cli.spec.scripts.placeholders import program
+
     task, predicted = plan.task, plan.prediction
     local = task.batch // (task.nodes * task.spec.cluster.gpus_per_node)
     yield f"train on {configuration(task.nodes, task.batch, local)}, {plan.source}"
-    yield f"{plural(task.spec.train.epochs, 'epoch')}, method {task.spec.train.method}, run train-{task.signature}"
+    length = train_length(task.spec)
+    started = "" if task.spec.script is None else f" of {program(task.spec.script.command)}"
+    yield f"{length}{started}, method {task.spec.train.method}, run train-{task.signature}"
     yield from _branches_planned(task)
     if plan.finished:
         yield "finished already: nothing would start, and tula train shows what came of it"

@@ -16,6 +16,7 @@ from tula_cli.spec.resources import UNPRICED, Cluster, NodeType, Pricing, TypeNa
 from tula_cli.spec.scripts import section
 from tula_cli.spec.scripts.own_script import Script
 from tula_cli.spec.sections import Dataset, Loss, Model, Optimizer, Schedule, Train, Transforms
+from tula_cli.words import plural
 
 LEAST_STEPS = 5
 """The fewest steps that a probe times, however long they take: fewer tell nothing of their spread."""
@@ -211,6 +212,11 @@ def warmup_epochs(spec: JobSpec) -> float:
     """Return how many epochs the learning rate grows: as given, else as the method needs."""
     given = spec.schedule.warmup_epochs
     return spec.train.facts.warmup_epochs if given is None else given
+
+
+def train_length(spec: JobSpec) -> str:
+    """Return how long a job trains, in words."""
+    return plural(spec.train.epochs, "epoch") if spec.script is None else section.length_words(spec.script)
 
 
 def lr_scale(spec: JobSpec, batch: int) -> float:

@@ -78,7 +78,7 @@ class TrainingStatus:
     batch: int
     attempt: int
     epoch: float
-    epochs: int
+    epochs: int | None  # None for a script whose length is not in epochs
     samples: int
     loss: float | None
     top1: float | None
@@ -89,6 +89,7 @@ class TrainingStatus:
     warnings: tuple[str, ...]
     tuning: TuningStatus | None = None  # of method auto
     kwh: float | None = None  # counted so far; None where the GPUs have no counter
+    samples_asked: int | None = None  # of a script whose length is in samples or steps
 
 
 Results = dict[str, Measured | OutOfMemory | Failed]

@@ -8,6 +8,7 @@ from typing import Any
 
 from tula_cli.errors import TulaError
 from tula_cli.run import files, parsed_spec
+from tula_cli.spec.scripts.placeholders import program
 
 # --- all runs
 
@@ -21,6 +22,7 @@ class RunSummary:
     changed: float | None  # Unix time
     model: str = ""
     dataset: str = ""
+    script: str = ""  # its file's name, where the job has one in place of model and dataset
     measured: int = 0
     out_of_memory: int = 0
     failed: int = 0
@@ -41,7 +43,7 @@ def list_runs(root: Path) -> tuple[RunSummary, ...]:
 
 def _summary(run: Path) -> RunSummary:
     try:
-        model, dataset, parts = _job(run)
+        names, parts = _job(run)
         recommendation = _record(run / "recommendation.json", "choice", "created_at")
         results = [found for part in parts for found in _records(part / "results", "kind")]
         jobs = [found for part in parts for found in _records(part / "jobs", "submitted_at")]
@@ -57,8 +59,7 @@ def _summary(run: Path) -> RunSummary:
         id=run.name,
         path=run,
         changed=max(moments, default=None),
-        model=model,
-        dataset=dataset,
+        **names,
         measured=kinds.count("measured"),
         out_of_memory=kinds.count("out_of_memory"),
         failed=kinds.count("failed"),
@@ -68,15 +69,21 @@ def _summary(run: Path) -> RunSummary:
     )
 
 
-def _job(run: Path) -> tuple[str, str, list[Path]]:
-    """Return the names of a run's model and dataset, and the folders of what is measured, one a node type."""
+def _job(run: Path) -> tuple[dict[str, str], list[Path]]:
+    """Return the names of a run's model and dataset, or of its script; and the folders of what is measured, one a node type."""
     known = parsed_spec.read(run)
     if known is not None:
-        return known.spec["model"]["name"], known.spec["dataset"]["name"], [run / part for part in known.parts.values()]
+        return _names(known.spec), [run / part for part in known.parts.values()]
     from tula_cli.run.directory import RunDir  # the job has been edited by hand: it is read as every command reads it
 
     spec = RunDir(run).spec()
-    return spec.model.name, spec.dataset.name, [part.run.path for part in RunDir(run).parts(spec)]
+    return _names(spec.model_dump()), [part.run.path for part in RunDir(run).parts(spec)]
+
+
+def _names(spec: Mapping[str, Any]) -> dict[str, str]:
+    if script := spec.get("script"):
+        return {"script": program(script["command"])}
+    return {"model": spec["model"]["name"], "dataset": spec["dataset"]["name"]}
 
 
 # --- plain records

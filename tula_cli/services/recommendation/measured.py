@@ -16,7 +16,8 @@ from tula_cli.run.records.jobs import Attempt
 from tula_cli.run.records.probes import Failed, Measured, OutOfMemory
 from tula_cli.run.records.recommendations import Prediction
 from tula_cli.services.recommendation.limits import Limits
-from tula_cli.spec.job import JobSpec
+from tula_cli.spec.job import JobSpec, train_length
+from tula_cli.spec.scripts.section import samples
 from tula_cli.words import plural
 
 _DISAGREE = 0.15  # a second opinion that is further off than this share, and outside the interval, is told
@@ -135,21 +136,41 @@ def with_energy(all_measurements: Sequence[TypeMeasurements]) -> tuple[list[Type
     )
 
 
-def epochs_of(chosen: Prediction, spec: JobSpec, objective: Objective) -> str:
+def trained_epochs(spec: JobSpec, dataset_size: int) -> int:
+    """Return the epochs that a job trains; of a script whose length is in samples or steps, to a whole one.
+
+    Args:
+        spec: the job.
+        dataset_size: samples of an epoch.
+    """
+    if spec.script is None:
+        return spec.train.epochs
+    return max(1, round(samples(spec.script, dataset_size) / dataset_size))
+
+
+def epochs_of(chosen: Prediction, measurements: TypeMeasurements, objective: Objective) -> str:
     """Say how many epochs the times are for."""
-    epochs, found = spec.train.epochs, chosen.same_progress
+    spec, found = measurements.part.spec, chosen.same_progress
+    asked = train_length(spec)
     if objective != "accuracy-time" or found is None:
-        return f"every time is for {epochs} epochs, whatever the batch"
-    needed = math.ceil(found.epochs)
+        return f"every time is for {asked}, whatever the batch"
+    key = "train.epochs" if spec.script is None else "script.length.epochs"
     told = (
         f"batch {chosen.batch} needs about {found.epochs:.3g} epochs ({found.epochs_low:.3g} to {found.epochs_high:.3g}) for"
-        f" the progress of {epochs} epochs at batch {spec.train.reference_batch}; tula train runs train.epochs, {epochs}"
+        f" the progress of {asked} at batch {spec.train.reference_batch}; tula train runs {asked}"
     )
-    return told if needed == epochs else f"{told} as it is: --set train.epochs={needed} trains to the same progress"
+    needed = math.ceil(found.epochs)
+    if needed == trained_epochs(spec, measurements.forecast.dataset_size):
+        return told
+    if spec.script is not None and spec.script.length.epochs is None:
+        return f"{told} as it is: script.length says how long"
+    return f"{told} as it is: --set {key}={needed} trains to the same progress"
 
 
-def rests_on(noise: Noise, spec: JobSpec) -> str:
-    return efficiency.words(noise, epochs=spec.train.epochs, reference=spec.train.reference_batch)
+def rests_on(noise: Noise, measurements: TypeMeasurements) -> str:
+    spec = measurements.part.spec
+    epochs = trained_epochs(spec, measurements.forecast.dataset_size)
+    return efficiency.words(noise, epochs=epochs, reference=spec.train.reference_batch)
 
 
 def _forecast(spec: JobSpec, results: Results, attempts: Sequence[Attempt], *, pending: int) -> Forecast:

@@ -168,7 +168,7 @@ def node_memory(meminfo: Path = Path("/proc/meminfo")) -> int:
 
 def dataset_there(spec: JobSpec) -> bool | None:
     """Return whether the dataset's folder can be read here; None where the dataset has none that is known."""
-    if spec.dataset.name in ("digits", "FakeData") or ":" in spec.dataset.name:
+    if spec.script is not None or spec.dataset.name in ("digits", "FakeData") or ":" in spec.dataset.name:
         return None
     return os.access(Path(spec.dataset.root).expanduser(), os.R_OK | os.X_OK)
 

@@ -2,6 +2,7 @@ import dataclasses
 import io
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -775,6 +776,12 @@ def test_init_writes_a_job_around_a_command_and_tells_what_it_recognised():
     checked = tula("check", "new.yaml", "--offline", "--json").json["data"]["report"]
     assert [job["batches"] for job in checked["jobs"]] == [[64, 128, 256, 512, 1024], [64, 1024]]
     assert tula("init", "-o", "new.yaml", "--from-command", COMMAND).code == 2
+
+
+def test_the_page_of_scripts_shows_what_init_tells():
+    page = (ROOT / "docs/your-own-script.md").read_text()
+    first, _, shown = page.partition("```console\n$ tula ")[2].partition("```")[0].partition("\n")
+    assert tula(*shlex.split(first), "-o", "job.yaml", "--force").out == shown
 
 
 def test_init_from_a_command_tells_what_is_required_yet():

@@ -686,6 +686,15 @@ def test_nodes_are_taken_as_wanted_where_nobody_knows_the_partition(monkeypatch)
     assert cluster_nodes(spec(cluster={**SLURM, "slurm": {"partition": "other"}}), 64) == 64
 
 
+def test_of_a_script_nothing_is_told_that_it_decides_by_itself():
+    on_slurm = {"cluster": {"kind": "slurm", "slurm": {"minutes": 60, "cpus_per_task": 8}}}
+    own = JobSpec.model_validate({**make.script_spec(epochs=1).model_dump(), **on_slurm})
+    assert "tf32" in check(spec(**on_slurm), online=False).settings[0]
+    assert check(own, online=False).settings == ()
+    with pytest.raises(SpecError, match="this job has a script"):
+        estimate(own, inspector=lambda _: pytest.fail("built something"))
+
+
 # --- init
 
 

@@ -673,3 +673,10 @@ def test_axes_have_round_numbers() -> None:
     assert svg.round_logarithms(0.0, 5.0) == [0, 1, 2, 3, 4, 5]
     assert len(svg.round_logarithms(0.31, 0.35)) > 2  # between 2.04 and 2.24 no number is round
     assert [svg.short(value) for value in (1_200_000, 40_000, 0.05, 128)] == ["1.2M", "40k", "0.05", "128"]
+
+
+def test_a_job_with_a_script_is_not_compared(tmp_path: Path) -> None:
+    own = make.script_spec(epochs=1)
+    with pytest.raises(SpecError, match="this job has a script") as told:
+        services_compare.plan(RunDir.create(tmp_path, own), own, GRID, inspect=inspect, now=0.0)
+    assert "train.method=lrs" in told.value.hint

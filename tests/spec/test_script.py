@@ -176,6 +176,20 @@ def test_accelerate_stays_and_is_told_of_the_nodes() -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("options", "kept"),
+    [
+        ("--mixed_precision bf16 --num_processes 4", "--mixed_precision bf16 "),
+        ("--config_file a.yaml --use_fsdp --num_processes=4", "--config_file a.yaml --use_fsdp "),
+        ("--num_processes 4 --use_fsdp", "--use_fsdp "),
+    ],
+)
+def test_a_launchers_options_are_found_wherever_they_stand(options: str, kept: str) -> None:
+    found = recognise(f"accelerate launch {options} run.py -b 4")
+    assert found.gpus_per_node == 4
+    assert found.script["command"].endswith(f"--main_process_port {{master_port}} {kept}run.py -b {{local_batch}}")
+
+
 def test_a_checkpoint_to_go_on_from_is_for_later() -> None:
     found = complete("t.py -b 4 --resume old.pth --output-dir runs/1")
     assert found.command == "t.py -b {local_batch} --output-dir {out}"

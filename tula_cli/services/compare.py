@@ -160,9 +160,14 @@ def plan(run: RunDir, spec: JobSpec, grid: Grid, *, inspect: Inspect, now: float
         now: Unix time.
 
     Raises:
-        SpecError: a batch cannot be trained on that many nodes, is larger than the dataset, or methods do not go with
-            the job's settings.
+        SpecError: a batch cannot be trained on that many nodes, is larger than the dataset, methods do not go with the
+            job's settings, or it has a script.
     """
+    if spec.script is not None:
+        raise SpecError(
+            "methods are compared in tula's own loop, and this job has a script",
+            "train it with each method by itself: tula train --set train.method=lrs",
+        )
     inspect = functools.partial(once, inspect, {})
     _refuse_misfits(spec, grid)
     comparison = _comparison(run, spec, grid, now=now)
@@ -206,7 +211,7 @@ def _doing_little(spec: JobSpec, grid: Grid) -> Iterator[str]:
         yield from (own.on_one_gpu for own in facts if own.on_one_gpu)
     for method in grid.methods:
         warmup = warmup_epochs(cell_spec(spec, method, spec.train.seed))
-        if spec.script is None and warmup >= spec.train.epochs:  # a script warms up by itself
+        if warmup >= spec.train.epochs:
             yield f"{method} never leaves its {warmup:g} epochs of warm-up: train.epochs is {spec.train.epochs}"
 
 

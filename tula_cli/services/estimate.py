@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from tula_cli.cluster.inspection import Inspect, inspect
 from tula_cli.cluster.slurm.first_job import or_told
-from tula_cli.errors import Infeasible, JobFailed
+from tula_cli.errors import Infeasible, JobFailed, SpecError
 from tula_cli.models.choice.grid import batches
 from tula_cli.models.memory import memory
 from tula_cli.models.memory.memory import MemoryModel
@@ -95,10 +95,15 @@ def estimate(
         inspector: builds the model and the dataset, or remembers; None builds them.
 
     Raises:
-        SpecError: the job cannot be built.
+        SpecError: the job cannot be built, or has a script.
         JobFailed: nothing was measured, and the user's code fails, or reads numbers while it runs, so that it cannot be
             rehearsed without them.
     """
+    if spec.script is not None:
+        raise SpecError(
+            "memory is estimated by building the model, and this job has a script, which builds its own",
+            "tula profile measures it, and tula recommend tells it at each batch",
+        )
     inspection = (inspector or inspect)(spec)
     seen = _ProbedMemory.of(results, capacity=capacity)
     if not inspection.footprints and not seen.probes:

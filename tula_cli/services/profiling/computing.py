@@ -15,8 +15,8 @@ def settings(spec: JobSpec, inspection: Inspection | None) -> tuple[str, ...]:
         spec: the job.
         inspection: of its model and dataset; None where that is not known yet.
     """
-    if spec.script is not None:
-        return ()  # its command says how it computes
+    if spec.script is not None:  # how it computes is its own, and its loader's processes too without {workers}
+        return tuple(_loader(spec, inspection)) if "workers" in spec.script.placeholders else ()
     loader = tuple(_loader(spec, inspection))
     if not _on_gpu(spec, inspection):
         return loader

@@ -35,6 +35,8 @@ PLACEHOLDERS = {
 BATCHES = {"batch", "local_batch", "micro_batch"}
 OF_A_RANK = {"rank", "local_rank"}
 """What differs among the processes of a node: one command a node cannot tell it."""
+SCRIPTS = (".py", ".sh")
+"""How the name of a script's file ends."""
 _TOKEN = re.compile(r"\{\{|\}\}|\{([^{}]*)\}|[{}]")
 
 
@@ -82,7 +84,7 @@ def fill(text: str, values: Mapping[str, str | float]) -> str:
 def program(command: str) -> str:
     """Return what a command is called by on the screen: the name of its script's file, else of its module or program."""
     words = shlex.split(command)
-    files = [word for word in words if PurePath(word).suffix in (".py", ".sh")]
+    files = [word for word in words if PurePath(word).suffix in SCRIPTS]
     if not files and "-m" in words[:-1]:
         return words[words.index("-m") + 1]
     return PurePath((files or words)[0]).name

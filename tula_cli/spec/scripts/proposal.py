@@ -162,7 +162,7 @@ def _train(recognised: Recognised) -> Iterator[str]:
 
 def _word(text: str, *, flow: bool = False) -> str:
     """Return a text as YAML takes it, plain where that reads the same; JSON's quotes are YAML's."""
-    unsafe = r"[{}\[\],#&*!|>'\"%@`:?-]" if flow else r"^[{}\[\],#&*!|>'\"%@`?-]|: |:$| #"
+    unsafe = r"[{}\[\],#&*!|>'\"%@`:?-]" if flow else r"^[{}\[\],#&*!|>'\"%@`?-]|: |:$| #|[\n\t]"
     return json.dumps(text, ensure_ascii=False) if re.search(unsafe, text) else text
 
 

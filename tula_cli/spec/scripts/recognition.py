@@ -9,7 +9,7 @@ from pathlib import PurePath
 from typing import Any
 
 from tula_cli.errors import SpecError
-from tula_cli.spec.scripts.placeholders import BATCHES, PLACEHOLDERS
+from tula_cli.spec.scripts.placeholders import BATCHES, PLACEHOLDERS, SCRIPTS
 
 # A flag's name without dashes, in lower case with underscores; of `trainer.max_epochs=9` the last part -> placeholder.
 FLAGS = {
@@ -243,8 +243,9 @@ def _options(words: Sequence[str], known: dict[str, int]) -> tuple[dict[str, str
         flag, equals, value = words[position].partition("=")
         name = _name(flag)
         if name not in known:
-            kept.append(words[position])
-            position += 1
+            count = 2 if _has_a_value(words[position:]) else 1
+            kept += words[position : position + count]
+            position += count
             continue
         values = known[name] and not equals
         told[name] = value or (words[position + 1] if values and position + 1 < len(words) else "")
@@ -252,6 +253,18 @@ def _options(words: Sequence[str], known: dict[str, int]) -> tuple[dict[str, str
     if position >= len(words):
         raise SpecError("the command has a launcher but no script", "give the whole command that you type today")
     return told, [*kept, *words[position:]]
+
+
+def _has_a_value(words: Sequence[str]) -> bool:
+    """Tell whether the next word belongs to an option that is not known: it is no script, and one comes later."""
+    after, rest = words[1:2], words[2:]
+    if not after or "=" in words[0] or after[0].startswith("-") or _is_script(after[0]):
+        return False
+    return any(_is_script(word) or word in _MODULE for word in rest)
+
+
+def _is_script(word: str) -> bool:
+    return PurePath(word).suffix in SCRIPTS
 
 
 def _processes(text: str | None) -> int | None:

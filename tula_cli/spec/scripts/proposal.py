@@ -39,7 +39,12 @@ def _missing(script: dict[str, Any], found: set[str]) -> Iterator[Missing]:
         )
     if "length" not in script:
         yield Missing("script.length", "how long it trains: {epochs: N}, {samples: N} or {steps: N}", required=True)
-    yield Missing("script.dataset_size", "samples of an epoch, where it has no torch DataLoader that could be asked")
+    if _needs_a_size(script, found):
+        yield Missing("script.dataset_size", "samples of an epoch, which {steps} follow from", required=True)
+    else:
+        yield Missing(
+            "script.dataset_size", "samples of an epoch, where it has no torch DataLoader that could be asked"
+        )
     if "batch" not in script["reference"]:
         yield Missing("script.reference.batch", "the batch of today, over all GPUs", required=True)
     if "lr" not in script["reference"]:
@@ -69,10 +74,10 @@ def sections(recognised: Recognised) -> str:
         f"  launch: {script['launch']} # rank: tula starts a process a GPU; node: one a node, which starts its ranks itself",
         *_length(script),
         "  # samples: auto # that one of {local_batch} stands for; auto: its DataLoader is counted",
-        "  # dataset_size: auto # samples of an epoch; auto: as its DataLoader says, in the probes",
+        _dataset_size(script),
         *_reference(recognised),
         *_resume(script),
-        "  # metric: {top1: 'Acc@1 ([0-9.]+)'} # a pattern on what it prints, or {jsonl: FILE, key: NAME}; the last one counts",
+        "  # metric: {top1: 'Acc@1 ([0-9.]+)'} # a pattern on what it prints, or {jsonl: FILE, key: NAME}; the last and the best are kept",
         '  # save: none # how to ask for a checkpoint: SIGUSR1, SIGUSR2, SIGTERM, "file:{out}/save", or hooks (tula_hooks.py)',
         "  # code: snapshot # of the files as they are when it is submitted; none: what they are when it starts",
         "  # probe: # where it is measured and not trained",
@@ -98,6 +103,17 @@ def _length(script: dict[str, Any]) -> Iterator[str]:
         yield f"  length: {{{kind}: {count}}}{told}"
     else:
         yield "  # length: {epochs: 90} # REQUIRED: or {samples: N}, or {steps: N} at reference.batch"
+
+
+def _needs_a_size(script: dict[str, Any], found: set[str]) -> bool:
+    """Tell whether steps are to be counted of a length in epochs."""
+    return bool(found & {"steps", "samples"}) and "epochs" in script.get("length", {})
+
+
+def _dataset_size(script: dict[str, Any]) -> str:
+    if _needs_a_size(script, set(names(script["command"]))):
+        return "  # dataset_size: 50000 # REQUIRED: samples of an epoch, which {steps} follow from"
+    return "  # dataset_size: auto # samples of an epoch; auto: as its DataLoader says, in the probes"
 
 
 def _reference(recognised: Recognised) -> Iterator[str]:

@@ -751,6 +751,17 @@ def test_init_writes_a_spec_that_can_be_checked_but_not_over_another(cluster, ki
     assert Path("new.yaml").read_text() != "mine"
 
 
+def test_init_writes_the_hooks_of_a_script_once(here):
+    before = (here / "job.yaml").read_text()
+    assert "tula.step(samples=len(x), loss=loss)" in tula("init", "--hooks").out
+    compile((here / "tula_hooks.py").read_text(), "tula_hooks.py", "exec")
+    assert (here / "job.yaml").read_text() == before
+    refused = tula("init", "--hooks")
+    assert refused.code == 2 and "tula_hooks.py is there already" in refused.err
+    assert tula("init", "--hooks", "--force").code == 0
+    assert tula("init", "--hooks", "--from-command", "x").code == 2
+
+
 def test_init_asks_the_scheduler_where_there_is_one(monkeypatch):
     assert "no scheduler answers here" in tula("init", "slurm", "-o", "alone.yaml").err
     told = "main*|up|1:00:00|1-infinite|4|idle|16|64000|(null)\nfast|up|1:00:00|1-infinite|2|idle|16|64000|gpu:a100:4\n"

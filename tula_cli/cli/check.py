@@ -32,9 +32,18 @@ def init(
             "--from-command", metavar="COMMAND", help="Around a script of your own: the command that you type today."
         ),
     ] = None,
+    hooks: Annotated[
+        bool,
+        typer.Option("--hooks", help="Write tula_hooks.py alone: three lines for a loop without a torch optimizer."),
+    ] = False,
     force: Annotated[bool, typer.Option("--force", help="Replace a file that is there.")] = False,
 ) -> None:
     """Write a commented job.yaml that runs as it is, or one around the command that starts a script of your own."""
+    if hooks:
+        refuse(
+            command is not None, "--from-command", "writes a job, --hooks a file for the script; call them one by one"
+        )
+        return _write_hooks(screen, force=force)
     from tula_cli.cluster.slurm import partitions as site
     from tula_cli.host import devices
     from tula_cli.run.files import write_atomic
@@ -57,6 +66,18 @@ def init(
     if kind == "slurm":
         screen.note(show_check.offered(offered))
     screen.answer({"path": output, "kind": kind, "site": offered, **found}, told)
+    return None
+
+
+def _write_hooks(screen: Screen, *, force: bool) -> None:
+    from tula_cli.assets import find_asset
+    from tula_cli.run.files import write_atomic
+
+    path = Path("tula_hooks.py")
+    if path.exists() and not force:
+        raise SpecError(f"{path} is there already", "--force replaces it")
+    write_atomic(path, find_asset(f"templates/{path}").read_text(encoding="utf-8"))
+    screen.answer({"path": path}, show_check.hooks(path))
 
 
 def check(

@@ -14,8 +14,8 @@ from tula_cli.cluster.forkserver import Start
 from tula_cli.cluster.group import RankGroup, RankSpawner
 from tula_cli.cluster.rank_start import RankStart, first_rank, own_gpus, ranks_of, runs_script
 from tula_cli.cluster.relaunch import finished
+from tula_cli.cluster.scripts.script_training import ScriptTraining
 from tula_cli.cluster.scripts.start import ScriptStart
-from tula_cli.cluster.scripts.training import ScriptTraining
 from tula_cli.cluster.scripts.watch import ScriptWatch
 from tula_cli.errors import JobFailed
 from tula_cli.host.devices import has_gpu

@@ -3,7 +3,6 @@
 from collections.abc import Iterable
 from math import log2
 
-from tula_cli.models.time.noise import centre
 from tula_cli.run.records.probes import Measured
 from tula_cli.spec.ags import Every
 from tula_cli.spec.job import JobSpec
@@ -69,6 +68,8 @@ def seconds(spec: JobSpec, probes: Iterable[Measured], *, nodes: int, local_batc
 def _without_sync(probe: Measured) -> float | None:
     """Return a step without synchronisation, which one GPU's is in any case; None where it was not measured."""
     if probe.compute_time is None and probe.nodes * probe.gpus_per_node == 1:
+        from tula_cli.models.time.noise import centre  # numpy, which the commands that only look have no time for
+
         return centre(probe.step_times)
     return probe.compute_time
 

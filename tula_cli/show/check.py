@@ -84,6 +84,16 @@ def inspection(found: "Inspection") -> Iterator["RenderableType"]:
     yield f"hardware: {found.hardware or plural(found.gpus, 'GPU')} ({found.device}), {capacity}"
 
 
+def hooks(path: Path) -> Iterator["RenderableType"]:
+    """What to write into a script's loop."""
+    yield f"wrote {path}, to lie beside the script; without tula it does nothing"
+    yield ""
+    yield "import tula_hooks as tula"
+    yield "optimizer = tula.wrap(optimizer, model)    # before the loop"
+    yield "tula.save(lambda path: ...)                # how it writes a checkpoint, for script.save: hooks"
+    yield "tula.step(samples=len(x), loss=loss)       # at the end of each optimizer step"
+
+
 def offered(site: "Site | None") -> str:
     """Return what `tula init slurm` has filled in, in words."""
     from tula_cli.cluster.slurm.partitions import describe, with_gpus

@@ -6,8 +6,7 @@ import time
 
 from tula_cli.cluster.exit_reason import ExitReason
 from tula_cli.cluster.rank_start import runs_script, world_size
-from tula_cli.cluster.scripts.measured import NotMeasured, measured
-from tula_cli.cluster.scripts.training import ScriptTraining
+from tula_cli.cluster.scripts.script_training import ScriptTraining
 from tula_cli.run.directory import RunDir
 from tula_cli.run.records.jobs import LeaderCommand
 from tula_cli.run.records.shim import RankResult
@@ -49,6 +48,8 @@ def settled(run: RunDir, task: Task, command: LeaderCommand, reason: ExitReason)
         return reason
     if isinstance(task, TrainTask):
         return ScriptTraining(run, task).settled(command, reason)
+    from tula_cli.cluster.scripts.measurement import NotMeasured, measured  # numpy: not for each command, nor each rank
+
     assert isinstance(task, ProbeTask)
     attempt = ScriptAttempt(run.path, task.id, command.attempt)
     ranks = _results(attempt, command.ranks, patient=reason.outcome is None and task.spec.cluster.kind == "slurm")

@@ -11,7 +11,7 @@ from pathlib import Path
 from tula_cli.cluster.allocation import Allocation
 from tula_cli.cluster.forkserver import Start
 from tula_cli.cluster.scripts import values
-from tula_cli.cluster.scripts.training import ScriptTraining
+from tula_cli.cluster.scripts.script_training import ScriptTraining
 from tula_cli.cluster.scripts.values import Place, own
 from tula_cli.cluster.slurm import sbatch
 from tula_cli.host.devices import has_gpu

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from tula_cli.cluster.exit_reason import ExitReason, computed_on
 from tula_cli.cluster.scripts import checkpoints
-from tula_cli.cluster.scripts.training import ScriptTraining
+from tula_cli.cluster.scripts.script_training import ScriptTraining
 from tula_cli.cluster.scripts.values import own
 from tula_cli.host.network import node_name
 from tula_cli.host.outcome import classify

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from tula_cli.cluster.exit_reason import ExitReason
-from tula_cli.cluster.scripts import checkpoints, metrics
+from tula_cli.cluster.scripts import checkpoints, printed_metrics
 from tula_cli.cluster.scripts.values import Place, learning_rate, own, values
 from tula_cli.run.directory import RunDir
 from tula_cli.run.records.jobs import LeaderCommand
@@ -176,14 +176,14 @@ class ScriptTraining:
         script, task = own(self.task.spec), self.task
         attempts = self.training.attempts()
         logs = [self.run.log_path(attempt.task, attempt.number) for attempt in attempts]
-        told = metrics.found(script, self.known, logs, workdir=Path(task.workdir))
+        told = printed_metrics.found(script, self.known, logs, workdir=Path(task.workdir))
         for name, seen in told.items():
             if not seen:
                 self._add(
                     "warning", samples, message=f"script.metric {name} was nowhere to be found in what the script told"
                 )
         last = {name: seen[-1] for name, seen in told.items() if seen}
-        best = {f"best_{name}": metrics.best(name, seen) for name, seen in told.items() if seen}
+        best = {f"best_{name}": printed_metrics.best(name, seen) for name, seen in told.items() if seen}
         self.run.write_train_result(
             TrainResult(
                 signature=task.signature,

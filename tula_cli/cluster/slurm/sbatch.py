@@ -108,6 +108,8 @@ def wrapper(spec: JobSpec, *, environ: Mapping[str, str]) -> list[str]:
 def doubts(spec: JobSpec) -> tuple[str, ...]:
     """Return what is allowed and yet probably not meant."""
     slurm, ranks = _slurm(spec), spec.cluster.gpus_per_node
+    if spec.script is not None and "workers" not in spec.script.placeholders:
+        return ()  # how many there are is the script's own matter
     workers = FEWEST_WORKERS if spec.train.workers == "auto" else spec.train.workers
     needed = workers + 1
     if spec.cluster.kind != "slurm" or (slurm.cpus_per_task or 0) >= needed or needed == 1:

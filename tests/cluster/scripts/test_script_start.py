@@ -1,0 +1,143 @@
+"""What a script is started with: each process' command line, its environment, and the plan of the shim."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tula_cli.cluster.allocation import Allocation
+from tula_cli.cluster.rank_start import first_rank, rendezvous
+from tula_cli.cluster.scripts.start import ScriptStart, copy_shim
+from tula_cli.cluster.slurm import sbatch
+from tula_cli.run.directory import RunDir
+from tula_cli.run.records.jobs import LeaderCommand
+from tula_cli.run.records.tasks import ProbeTask, Rung, TrainTask
+from tula_cli.spec.load import validate
+
+SLURM: dict[str, Any] = {"kind": "slurm", "gpus_per_node": 2, "slurm": {"cpus_per_task": 6}}
+
+
+def start(
+    folder: Path,
+    command: str,
+    *,
+    index: int = -1,
+    batch: int = 32,
+    train: bool = False,
+    checkpoint: str = "",
+    **job: Any,
+) -> ScriptStart:
+    """Return how a supervisor starts a script: on this machine, or as the one of an index in an allocation."""
+    reference = {"batch": 16} | ({"lr": 0.1} if "{lr}" in command else {})
+    script = {"command": command, "length": {"epochs": 3}, "dataset_size": 100, "reference": reference}
+    spec = validate(
+        {"script": script | job.pop("script", {}), "search": {"nodes": [2], "warmup_steps": 4}, **job}, source="test"
+    )
+    common: dict[str, Any] = {"spec": spec, "workdir": str(folder), "nodes": 2}
+    task = (
+        TrainTask(id="t-1", job="t", signature="t", attempt=1, ladder=(Rung(batch=batch),), workers=1, **common)
+        if train
+        else ProbeTask(id="p", job="p", local_batches=(batch // 2,), **common)
+    )
+    run = RunDir(folder / "run")
+    world = 2 * spec.cluster.gpus_per_node
+    environ = {"PATH": "/bin", "PYTHONPATH": "/mine", "MASTER_PORT": "1", "RANK": "9", "SLURM_CPUS_PER_TASK": "6"}
+    allocation = Allocation(
+        max(index, 0), world, local_index=index % 2, job_id="7" if index >= 0 else "", environ=environ
+    )
+    meeting = "10.0.0.1:4711"
+    return ScriptStart(
+        run,
+        allocation,
+        task,
+        LeaderCommand(task=task.id, attempt=1, ranks=world, meeting=meeting, batch=batch, checkpoint=checkpoint),
+    )
+
+
+def commands(found: ScriptStart) -> list[str]:
+    return [" ".join(one.command[2:] if one.command[1] == "-u" else one.command) for one in found.starts(Path("log"))]
+
+
+def test_each_rank_on_this_machine_is_a_process(tmp_path: Path) -> None:
+    found = start(
+        tmp_path, "a.py -b {local_batch} --lr {lr} -n {world} -r {rank} -s {steps} -w {workers}", train=True, batch=32
+    )
+    assert commands(found) == [f"a.py -b 16 --lr 0.1 -n 2 -r {rank} -s 10 -w 1" for rank in (0, 1)]
+    first, second = found.starts(Path("log"))
+    expected = {
+        "RANK": "1",
+        "LOCAL_RANK": "1",
+        "WORLD_SIZE": "2",
+        "LOCAL_WORLD_SIZE": "2",
+        "MASTER_ADDR": "10.0.0.1",
+        "MASTER_PORT": "4711",
+        "OMP_NUM_THREADS": "1",
+    }
+    assert second.environment.items() >= expected.items()
+    shim, *others = first.environment["PYTHONPATH"].split(":")
+    assert others == ["/mine"] and (Path(shim) / "sitecustomize.py").exists()
+    assert first.folder == str(tmp_path)
+    assert json.loads(Path(first.environment["TULA_PLAN"]).read_text())["mode"] == "train"
+    assert (tmp_path / "run/train/t/out").is_dir()
+
+
+@pytest.mark.parametrize(("launcher", "index", "ranks"), [("srun", 3, [3]), ("torchrun", 1, [2, 3])])
+def test_on_slurm_each_supervisor_starts_its_own(tmp_path: Path, launcher: str, index: int, ranks: list[int]) -> None:
+    cluster = SLURM | {"slurm": {"launcher": launcher, "cpus_per_task": 6}}
+    found = start(tmp_path, "a.py {batch} {node_rank} {rank} {local_rank}", index=index, cluster=cluster)
+    assert commands(found) == [f"a.py 32 1 {rank} {rank % 2}" for rank in ranks]
+    assert first_rank(found.allocation, found.task) == ranks[0]
+    environment = found.starts(Path("log"))[0].environment
+    assert environment["LOCAL_WORLD_SIZE"] == "2" and environment["OMP_NUM_THREADS"] == (
+        "6" if launcher == "srun" else "3"
+    )
+
+
+def test_a_command_a_node_is_one_task_of_slurm_and_knows_no_rank(tmp_path: Path) -> None:
+    command = "torchrun --nnodes {nodes} --node-rank {node_rank} --nproc-per-node {gpus_per_node} --master-port {master_port} a.py {local_batch}"
+    found = start(tmp_path, command, index=1, script={"launch": "node"}, cluster=SLURM)
+    assert commands(found) == ["torchrun --nnodes 2 --node-rank 1 --nproc-per-node 2 --master-port 4711 a.py 8"]
+    (one,) = found.starts(Path("log"))
+    assert not one.environment.keys() & {"RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_PORT", "OMP_NUM_THREADS"}
+    assert first_rank(found.allocation, found.task) == 2
+    asked = sbatch.parameters(found.run, found.task)
+    assert (asked["nodes"], asked["ntasks_per_node"], asked["cpus_per_task"]) == (2, 1, 12)
+
+
+def test_commands_of_two_nodes_on_this_machine_have_gpus_of_their_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tula_cli.cluster.scripts.start.has_gpu", lambda: True)
+    found = start(tmp_path, "a {batch}", script={"launch": "node"}, cluster={"gpus_per_node": 2})
+    assert [one.environment["CUDA_VISIBLE_DEVICES"] for one in found.starts(Path("log"))] == ["0,1", "2,3"]
+    on_cpu = start(tmp_path, "a {batch}", script={"launch": "node"}, cluster={"device": "cpu"})
+    assert [one.environment["CUDA_VISIBLE_DEVICES"] for one in on_cpu.starts(Path("log"))] == ["", ""]
+
+
+def test_a_checkpoint_is_told_and_a_probe_has_words_of_its_own(tmp_path: Path) -> None:
+    script = {"resume": {"args": "--resume {checkpoint}", "checkpoint": "{out}/*"}, "probe": {"args": "--no-eval"}}
+    assert commands(start(tmp_path, "a.py {batch}", script=script))[0] == "a.py 32 --no-eval"
+    again = start(tmp_path, "a.py {batch}", train=True, script=script, checkpoint="/x y/1.pt")
+    assert again.starts(Path("log"))[0].command[-2:] == ("--resume", "/x y/1.pt")
+    assert commands(start(tmp_path, "a.py {batch}", train=True, script=script))[0] == "a.py 32"
+
+
+def test_the_plan_says_what_was_claimed(tmp_path: Path) -> None:
+    told = start(tmp_path, "a.py {micro_batch} {accumulate} {lr}").plan()
+    assert (told.mode, told.warmup, told.expected.world, told.expected.batch) == ("probe", 4, 2, 32)
+    assert (told.expected.accumulate, told.expected.lr) == (1, 0.1)
+    silent = start(tmp_path, "a.py {batch}").plan()
+    assert (silent.expected.accumulate, silent.expected.lr) == (None, None)
+
+
+def test_the_shim_is_copied_once(tmp_path: Path) -> None:
+    place = copy_shim(tmp_path)
+    (place / "mark").touch()
+    assert copy_shim(tmp_path) == place and (place / "mark").exists()
+    assert [path.name for path in place.parent.iterdir()] == [place.name]
+
+
+def test_ranks_of_a_script_meet_at_an_address(tmp_path: Path) -> None:
+    address, _, port = rendezvous(start(tmp_path, "a.py {batch}").task).rpartition(":")
+    assert address == "127.0.0.1" and int(port) > 0

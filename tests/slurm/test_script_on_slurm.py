@@ -1,0 +1,92 @@
+"""Training scripts of the user's own on a real cluster: a command a node that starts its ranks, and a process a rank."""
+
+import os
+import shutil
+import signal
+from pathlib import Path
+
+import pytest
+from cluster import SlurmCluster
+from driver import Tula
+
+from tula_cli.run.records.probes import Measured
+from tula_cli.run.script_attempt import ScriptAttempt
+
+pytestmark = [pytest.mark.slurm, pytest.mark.torch]
+ROOT = Path(__file__).resolve().parents[2]
+CLUSTER = "cluster: {kind: slurm, device: cpu, slurm: {minutes: 10, memory: 1500M}}"
+TORCHRUN = f"""
+name: torchrun
+script:
+  command: python3 -m torch.distributed.run --nnodes {{nodes}} --node-rank {{node_rank}} --nproc-per-node {{gpus_per_node}}
+    --master-addr {{master_addr}} --master-port {{master_port}} plain_ddp.py --local-batch {{local_batch}} --epochs 50
+  launch: node
+  length: {{epochs: 5}}
+  reference: {{batch: 32}}
+search: {{nodes: [2], min_batch: 32, max_batch: 32, min_steps: 5, min_seconds: 0, warmup_steps: 3, max_node_hours: 5}}
+{CLUSTER}
+"""
+BY_HAND = f"""
+name: by-hand
+script:
+  command: steps.py {{local_batch}} {{steps}} {{out}}
+  length: {{samples: 16000}}
+  reference: {{batch: 32}}
+  resume: {{args: "{{checkpoint}}", checkpoint: "{{out}}/state", batch: any}}
+search: {{nodes: [2], min_batch: 32}}
+{CLUSTER}
+"""
+STEPS = """
+import os, sys, time
+from pathlib import Path
+import tula_hooks as tula
+
+size, steps, out = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3])
+done = int(Path(sys.argv[4]).read_text()) if len(sys.argv) > 4 else 0
+while done < steps:
+    time.sleep(0.02)
+    done += 1
+    tula.step(samples=size, lr=0.1)
+    if done % 10 == 0 and os.environ["RANK"] == "0":
+        (out / "draft").write_text(str(done))
+        (out / "draft").replace(out / "state")
+"""
+
+
+def on_cluster(folder: Path, job: str, *files: Path) -> Tula:
+    for file in files:
+        shutil.copy(file, folder)
+    return Tula(folder, job)
+
+
+def test_a_command_a_node_starts_the_ranks_of_all(tmp_path: Path, on_slurm: SlurmCluster) -> None:
+    tula = on_cluster(tmp_path, TORCHRUN, ROOT / "tests" / "scripts" / "plain_ddp.py")
+    tula("profile", "job.yaml", "--wait")
+    (result,) = tula.run().results()
+    assert isinstance(result, Measured), result
+    assert (result.nodes, result.batch, result.dataset_size) == (2, 32, 320)
+    assert result.environment.hosts == tuple(on_slurm.names[:2]) and result.environment.backend == "gloo"
+    assert result.sync_time and result.gradients is not None
+
+
+def test_a_rank_that_is_killed_on_another_node_is_relaunched_from_the_scripts_checkpoint(
+    tmp_path: Path, on_slurm: SlurmCluster
+) -> None:
+    (tmp_path / "steps.py").write_text(STEPS)
+    tula = on_cluster(tmp_path, BY_HAND, ROOT / "templates" / "tula_hooks.py")
+    training = tula.start("train", "job.yaml", "--nodes", "2", "--batch", "32", "--yes", "--wait")
+    tula.until(lambda: next(tmp_path.glob("tula-runs/by-hand-*/train/*/out/state"), None))
+    attempt = ScriptAttempt(tula.run().path, tula.task().id, 1)
+    beat = tula.until(lambda: attempt.heartbeat(1))
+    assert beat.host == on_slurm.names[1]
+    os.kill(beat.pid, signal.SIGKILL)
+    _, complaint = training.communicate(timeout=240)
+    assert training.returncode == 0, complaint + tula.logs()
+    run = tula.run()
+    summary, result = (
+        look() for look in (run.training(tula.task().signature).summary, run.training(tula.task().signature).result)
+    )
+    assert summary is not None and result is not None
+    assert summary.attempts == 2 and "SIGKILL" in summary.causes[0]
+    assert result.samples == pytest.approx(16000, abs=60 * 32), "heartbeats come once a second"
+    assert (next(tmp_path.glob("tula-runs/by-hand-*/train/*/out/state"))).read_text() == "500"

@@ -8,7 +8,7 @@ import pytest
 
 from tula_cli.cluster.allocation import Allocation
 from tula_cli.cluster.rank_start import first_rank, rendezvous
-from tula_cli.cluster.scripts.start import ScriptStart, copy_shim
+from tula_cli.cluster.scripts.start import ScriptStart, copy_shim, preview
 from tula_cli.cluster.slurm import sbatch
 from tula_cli.run.directory import RunDir
 from tula_cli.run.records.jobs import LeaderCommand
@@ -129,6 +129,12 @@ def test_the_plan_says_what_was_claimed(tmp_path: Path) -> None:
     assert (told.expected.accumulate, told.expected.lr) == (1, 0.1)
     silent = start(tmp_path, "a.py {batch}").plan()
     assert (silent.expected.accumulate, silent.expected.lr) == (None, None)
+
+
+def test_the_first_command_can_be_seen_before_anything_is_written(tmp_path: Path) -> None:
+    found = start(tmp_path, "env 'A=a b' a.py -b {batch} --lr {lr}")
+    assert preview(found.run, found.task) == "env 'A=a b' a.py -b 32 --lr 0.1"  # type: ignore[arg-type]
+    assert not found.run.path.exists()
 
 
 def test_the_shim_is_copied_once(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 import hashlib
 import os
+import shlex
 import shutil
 import socket
 import sys
@@ -20,7 +21,7 @@ from tula_cli.run.directory import RunDir
 from tula_cli.run.files import cannot_write
 from tula_cli.run.records.jobs import LeaderCommand
 from tula_cli.run.records.shim import Expected, ShimPlan
-from tula_cli.run.records.tasks import Task, TrainTask
+from tula_cli.run.records.tasks import ProbeTask, Task, TrainTask
 from tula_cli.run.script_attempt import ScriptAttempt
 from tula_cli.run.source.command_file import in_snapshot, snapshot_path
 from tula_cli.spec.scripts.own_script import Script
@@ -67,7 +68,7 @@ class ScriptStart:
         if self.allocation.leader:
             self.attempt.write_plan(self.plan())
         return [
-            Start(self._argv(place, folder), self._environment(place, shim), self.task.workdir, str(log))
+            Start(self.argv(place), self._environment(place, shim), self.task.workdir, str(log))
             for place in self.places()
         ]
 
@@ -126,13 +127,14 @@ class ScriptStart:
         task = self.task
         return ScriptTraining(self.run, task).out if isinstance(task, TrainTask) else self.attempt.out
 
-    def _argv(self, place: Place, out: Path) -> tuple[str, ...]:
+    def argv(self, place: Place) -> tuple[str, ...]:
+        """Return the command line of a process."""
         spec, script = self.task.spec, own(self.task.spec)
         known = values.values(
             spec,
             place,
             batch=self.command.batch,
-            out=out,
+            out=self._out(),
             run=self.run.path.absolute(),
             workers=values.workers(
                 spec, threads=self._threads(), ranks_here=self.command.ranks, task=_training(self.task)
@@ -198,6 +200,15 @@ class ScriptStart:
 
 def _training(task: Task) -> TrainTask | None:
     return task if isinstance(task, TrainTask) else None
+
+
+def preview(run: RunDir, task: ProbeTask | TrainTask) -> str:
+    """Return the command line of a task's first process as a shell takes it, with its first batch; nothing is written."""
+    world = task.nodes * task.spec.cluster.gpus_per_node
+    batch = task.batch if isinstance(task, TrainTask) else task.local_batches[0] * world
+    command = LeaderCommand(task=task.id, attempt=1, ranks=world, meeting="127.0.0.1:0", batch=batch)
+    start = ScriptStart(run, Allocation(0, 1, environ={}), task, command)
+    return shlex.join(start.argv(start.places()[0]))
 
 
 def copy_shim(run: Path) -> Path:

@@ -23,7 +23,7 @@ def main() -> int:
             print(f"{folder} takes some {NEEDED} GB, {free:.0f} are free")
             return 1
         subprocess.run([interpreter(), "-m", "venv", "--clear", str(folder)], check=True)
-        wanted = [f"torch=={torch}", f"torchvision=={torchvision}", f"{ROOT}[torch]"]
+        wanted = [f"torch=={torch}", f"torchvision=={torchvision}", f"{ROOT}[torch,schedulefree]"]
         subprocess.run([str(python), "-m", "pip", "install", "--quiet", *wanted], check=True)
         (folder / "complete").touch()
     told = "import platform, torch; print(platform.python_version(), torch.__version__)"

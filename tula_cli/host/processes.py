@@ -63,6 +63,15 @@ def started(pid: int) -> float | None:
     return None if fields[0] in "ZX" else float(fields[19])
 
 
+def inner_id(pid: int) -> int | None:
+    """Return the id that a process has for itself, which in a container may be another one; None where it has ended."""
+    try:
+        lines = (PROC / str(pid) / "status").read_text(encoding="utf-8").splitlines()
+    except (FileNotFoundError, ProcessLookupError):
+        return None
+    return next((int(line.split()[-1]) for line in lines if line.startswith("NSpid:")), pid)
+
+
 def carrying(variable: str) -> dict[int, str]:
     """Return this user's living processes that were started with an environment variable, and its value in each."""
     found = {}

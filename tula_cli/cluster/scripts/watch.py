@@ -3,7 +3,6 @@
 import contextlib
 import os
 import signal
-import socket
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +13,7 @@ from tula_cli.cluster.scripts.script_training import ScriptTraining
 from tula_cli.cluster.scripts.values import own
 from tula_cli.host.network import node_name
 from tula_cli.host.outcome import classify
+from tula_cli.host.processes import carrying, inner_id
 from tula_cli.run.directory import RunDir
 from tula_cli.run.records.jobs import Failure, LeaderCommand
 from tula_cli.run.records.shim import ScriptFailure
@@ -106,17 +106,21 @@ class ScriptWatch:
         """Ask these ranks for a checkpoint, as the spec says; by a file, the leader alone does."""
         how = own(self.task.spec).save
         if how in SIGNALS:
-            for rank in self.ranks:
-                beat = self.attempt.heartbeat(rank)
-                if beat is not None and beat.host == socket.gethostname():
-                    with contextlib.suppress(ProcessLookupError):
-                        os.kill(beat.pid, SIGNALS[how])
+            for pid in self._processes():
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, SIGNALS[how])
         elif self.training is not None and how == "hooks":
             self.attempt.write_save_request()
         elif self.training is not None:
             path = Path(self.task.workdir) / fill(how.removeprefix("file:"), self.training.known)
             path.parent.mkdir(parents=True, exist_ok=True)
             path.touch()
+
+    def _processes(self) -> list[int]:
+        """Return the processes of these ranks: those of this attempt whose own id is that of a heart."""
+        hearts = {beat.pid for rank in self.ranks if (beat := self.attempt.heartbeat(rank)) is not None}
+        plan = str(self.attempt.plan_path)
+        return [pid for pid, value in carrying("TULA_PLAN").items() if value == plan and inner_id(pid) in hearts]
 
     def saved(self, *, since: float) -> bool:
         """Return whether there is a checkpoint that was begun and ended since (Unix time), and is not being written."""

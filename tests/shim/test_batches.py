@@ -67,6 +67,17 @@ def test_the_dataset_of_most_steps_is_what_is_trained_on() -> None:
     assert (delivered.training, delivered.samples()) == (1, 24)
 
 
+def test_a_dataset_that_is_made_anew_for_each_epoch_is_trained_on_too() -> None:
+    delivered = Delivered()
+    taken = []
+    for epoch in (1, 2, 3):
+        for _ in range(2):
+            delivered.add(epoch, IMAGES, waited=0.0, size=8)
+            taken.append(delivered.take())
+    assert [delivered.trained_on(counts) for counts in taken] == [1, 1, 2, 2, 3, 3]
+    assert delivered.trained_on({}) == 1 and delivered.samples() == 48
+
+
 def test_what_cannot_be_counted_is_unknown_and_not_zero() -> None:
     delivered = Delivered()
     delivered.add(1, "text", waited=0.0, size=None)

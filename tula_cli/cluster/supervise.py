@@ -34,7 +34,7 @@ from tula_cli.cluster.relaunch import (
     over,
     write_summary,
 )
-from tula_cli.cluster.scripts.settle import batch_of, checkpoint_of, settled
+from tula_cli.cluster.scripts.settle import batch_of, checkpoint_of, settled, take_up
 from tula_cli.cluster.slurm import queue as scheduler
 from tula_cli.cluster.slurm import sbatch
 from tula_cli.errors import JobFailed, TulaError
@@ -297,6 +297,7 @@ class Supervisor:
         for lost in attempts:
             if lost.ended_at is not None:
                 continue
+            take_up(run, lost)
             log = run.log_path(lost.task, lost.number)
             ended = log.stat().st_mtime if log.exists() else lost.started_at
             killed = ExitReason("signal", "its supervisor was killed")

@@ -82,9 +82,10 @@ def summary(found: "Summary") -> Iterator["RenderableType"]:
     """Predicted against actual, and how good it is."""
     changed = "" if found.batch == found.start_batch else f" (started with {found.start_batch})"
     best = f"best top-1 {number(found.best_top1, 4)} %" if "top1" in found.metrics else "least loss"
-    at = f"{best} at epoch {found.best_epoch}"
-    yield f"trained on {plural(found.nodes)} at batch {found.batch}{changed}, {at}"
-    yield ", ".join(f"{name} {number(value, 4)}" for name, value in found.metrics.items())
+    at = f", {best} at epoch {found.best_epoch}" * bool(found.best_epoch)  # of a script nobody knows the epoch
+    yield f"trained on {plural(found.nodes)} at batch {found.batch}{changed}{at}"
+    if found.metrics:
+        yield ", ".join(f"{name} {number(value, 4)}" for name, value in found.metrics.items())
     yield ""
     divisor, unit = time_unit(3600 * found.actual_hours)
     made = table(("", "predicted", "actual", "error (%)"))

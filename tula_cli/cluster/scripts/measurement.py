@@ -104,7 +104,9 @@ def _steps(ranks: Sequence[RankResult]) -> Sequence[JointStep]:
     try:
         steps = clean_steps(ranks)
     except BadMeasurements as error:
-        raise NotMeasured(f"{error.message}; {error.hint}") from None
+        if ranks[0].why == "stopped":
+            raise NotMeasured(f"{error.message}; {error.hint}") from None
+        steps = ()
     if len(steps) < LEAST_STEPS:
         raise NotMeasured(
             f"the script ended by itself after {ranks[0].steps} steps, of which {len(steps)} could be timed, and"

@@ -10,7 +10,7 @@ from tula_cli.cluster.exit_reason import ExitReason
 from tula_cli.cluster.scripts import checkpoints, printed_metrics
 from tula_cli.cluster.scripts.values import Place, learning_rate, own, values
 from tula_cli.run.directory import RunDir
-from tula_cli.run.records.jobs import LeaderCommand
+from tula_cli.run.records.jobs import Attempt, LeaderCommand
 from tula_cli.run.records.probes import Measured
 from tula_cli.run.records.results import ScriptProgress, TrainResult
 from tula_cli.run.records.tasks import TrainTask
@@ -61,11 +61,11 @@ class ScriptTraining:
 
     def checkpoint(self) -> Path | None:
         """Return the checkpoint to go on from; None where it begins anew."""
-        resume, progress = own(self.task.spec).resume, self.training.script_progress()
-        attempts = self.training.attempts()
+        resume, attempts = own(self.task.spec).resume, self.training.attempts()
+        if not self._any_batch:
+            alike = {task.id for task in self.training.tasks() if task.batch == self.task.batch}
+            attempts = [attempt for attempt in attempts if attempt.task in alike]
         if resume is None or not attempts:
-            return None
-        if progress is not None and progress.batch != self.task.batch and not self._any_batch:
             return None
         began = min(attempt.started_at for attempt in attempts)
         return checkpoints.newest(resume, self.known, workdir=Path(self.task.workdir), since=began)
@@ -87,8 +87,14 @@ class ScriptTraining:
 
     def base(self, command: LeaderCommand) -> tuple[int, int]:
         """Return the samples and the steps that an attempt begins with."""
-        progress = self.training.script_progress()
+        progress = self._progress
         return (progress.samples, progress.steps) if command.checkpoint and progress is not None else (0, 0)
+
+    @property
+    def _progress(self) -> ScriptProgress | None:
+        """The newest checkpoint that was settled, where this batch may go on from it."""
+        found = self.training.script_progress()
+        return found if found is not None and (found.batch == self.task.batch or self._any_batch) else None
 
     def begin(self, command: LeaderCommand) -> None:
         """Write the row of a start."""
@@ -154,6 +160,14 @@ class ScriptTraining:
             self._write_result(samples, steps, None if beat is None else beat.seconds)
         return reason
 
+    def take_up(self, lost: Attempt) -> None:
+        """Keep what an attempt of this task has saved whose supervisor was lost, and could not."""
+        progress = self._progress
+        command = LeaderCommand(
+            task=lost.task, attempt=lost.number, checkpoint=progress.checkpoint if progress is not None else ""
+        )
+        self._keep(ScriptAttempt(self.run.path, lost.task, lost.number), command)
+
     def _keep(self, attempt: ScriptAttempt, command: LeaderCommand) -> None:
         """Note the newest checkpoint, and how many samples it holds: those of the last row before it was written."""
         found = self.checkpoint()
@@ -212,14 +226,19 @@ def _doubt(fewer: bool) -> str:
 def _until(attempt: ScriptAttempt, when: float) -> tuple[int, float | None]:
     """Return the steps, and rank 0's samples, that were over when a checkpoint was written (Unix time).
 
-    A row tells of the step in which it was written; where none came after it, nothing has stepped since.
+    A row of a save tells of the step in which it was written. Else those of the last row, or heartbeat, before it count:
+    rather too few than too many.
     """
-    after = [row for row in attempt.rows(0) if row["kind"] == "gap" and "save" in row["causes"] and row["time"] >= when]
+    rows = attempt.rows(0)
+    after = [row for row in rows if row["kind"] == "gap" and "save" in row["causes"] and row["time"] >= when]
     if after:
         step, samples = after[0]["step"], after[0]["samples"]
         return step - 1, None if samples is None else samples * (step - 1) / step
+    stood = [(row["step"], row["samples"]) for row in rows if row["time"] <= when]
     beat = attempt.heartbeat(0)
-    return (beat.step, beat.samples) if beat is not None else (0, None)
+    if beat is not None and beat.stepped_at <= when:
+        stood.append((beat.step, beat.samples))
+    return max(stood, key=lambda stand: stand[0], default=(0, None))
 
 
 def _began(attempt: ScriptAttempt) -> float:

@@ -8,7 +8,7 @@ from tula_cli.cluster.exit_reason import ExitReason
 from tula_cli.cluster.rank_start import runs_script, world_size
 from tula_cli.cluster.scripts.script_training import ScriptTraining
 from tula_cli.run.directory import RunDir
-from tula_cli.run.records.jobs import LeaderCommand
+from tula_cli.run.records.jobs import Attempt, LeaderCommand
 from tula_cli.run.records.shim import RankResult
 from tula_cli.run.records.tasks import ProbeTask, Task, TrainTask
 from tula_cli.run.script_attempt import ScriptAttempt
@@ -33,6 +33,13 @@ def checkpoint_of(run: RunDir, task: Task) -> str:
     if not (runs_script(task) and isinstance(task, TrainTask)):
         return ""
     return str(ScriptTraining(run, task).checkpoint() or "")
+
+
+def take_up(run: RunDir, lost: Attempt) -> None:
+    """Keep what a training by a script has saved in an attempt whose supervisor was lost: it goes on from there."""
+    task = run.task(lost.task)
+    if isinstance(task, TrainTask) and runs_script(task):
+        ScriptTraining(run, task).take_up(lost)
 
 
 def settled(run: RunDir, task: Task, command: LeaderCommand, reason: ExitReason) -> ExitReason:

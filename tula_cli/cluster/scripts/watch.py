@@ -16,13 +16,15 @@ from tula_cli.host.outcome import classify
 from tula_cli.host.processes import carrying, inner_id
 from tula_cli.run.directory import RunDir
 from tula_cli.run.records.jobs import Failure, LeaderCommand
-from tula_cli.run.records.shim import ScriptFailure
+from tula_cli.run.records.shim import Heartbeat, ScriptFailure
 from tula_cli.run.records.tasks import Task, TrainTask
 from tula_cli.run.script_attempt import ScriptAttempt
 from tula_cli.spec.scripts.placeholders import fill
 
 SILENCE = 60.0
-"""The least seconds without a sign of life after which a script that has stepped is ended."""
+"""The least seconds without a sign of life after which a probe that has stepped is ended."""
+TRAINING_SILENCE = 600.0
+"""The same of a training: it evaluates and saves, not always with what the shim sees, and is started again for nothing."""
 ROW_SECONDS = 1.0
 """Between two rows of metrics.jsonl, as of tula's own loop."""
 SIGNALS = {name: signal.Signals[name] for name in ("SIGUSR1", "SIGUSR2", "SIGTERM")}
@@ -74,6 +76,8 @@ class ScriptWatch:
         """Write down, as a worker does, what the shims of these ranks have seen."""
         known = {failure.rank for failure in self.run.failures(self.task.id, self.command.attempt)}
         for seen in self.attempt.failures():
+            if seen.where == "shim" and isinstance(self.task, TrainTask):
+                continue  # the training goes on without being watched, and its log says so
             rank = self.ranks.start if seen.rank is None else seen.rank
             if rank in self.ranks and rank not in known:
                 known.add(rank)
@@ -132,14 +136,23 @@ class ScriptWatch:
     # --- faults
 
     def stuck(self) -> ExitReason | None:
-        """Return why the ranks are to be ended: one that has stepped gives no sign of life any more."""
-        beats = [(rank, beat) for rank in self.ranks if (beat := self.attempt.heartbeat(rank)) is not None]
-        for rank, beat in beats:
-            silent = time.time() - beat.alive_at
-            if silent > max(SILENCE, SILENT_STEPS * beat.seconds) and not self._written(rank):
-                words = f"no step for {silent:.0f} s, after {beat.step} steps of {beat.seconds:.3g} s: ended as stuck"
-                return ExitReason("unknown", words, rank, node_name())
+        """Return why the ranks are to be ended: one that has stepped gives no sign of life any more, and no other does."""
+        for rank in self.ranks:
+            beat = self.attempt.heartbeat(rank)
+            if beat is None or not self._silent(beat) or self._written(rank) or self._others_alive():
+                continue
+            words = f"no step for {time.time() - beat.alive_at:.0f} s, after {beat.step} steps of {beat.seconds:.3g} s"
+            return ExitReason("unknown", f"{words}: ended as stuck", rank, node_name())
         return None
+
+    def _others_alive(self) -> bool:
+        """Return whether a rank goes on, on any node: those that wait for it (it evaluates or saves alone) are not stuck."""
+        beats = [self.attempt.heartbeat(rank) for rank in range(self.command.ranks)]
+        return any(beat is not None and (beat.lost is not None or not self._silent(beat)) for beat in beats)
+
+    def _silent(self, beat: Heartbeat) -> bool:
+        least = TRAINING_SILENCE if isinstance(self.task, TrainTask) else SILENCE
+        return time.time() - beat.alive_at > max(least, SILENT_STEPS * beat.seconds)
 
     def _written(self, rank: int) -> bool:
         return (self.attempt.path / f"result-{rank}.json").exists()

@@ -69,8 +69,9 @@ def _lr(recorder: Recorder) -> dict[str, float | None] | None:
 
 def _row(recorder: Recorder, interval: Interval) -> dict[str, Any]:
     delivered = recorder.delivered
-    samples, batches, waited = interval.counts.get(delivered.training or 0, (0, 0, 0.0))
-    counted = delivered.counts_samples(delivered.training)
+    dataset = delivered.trained_on(interval.counts)
+    samples, batches, waited = interval.counts.get(dataset or 0, (0, 0, 0.0))
+    counted = delivered.counts_samples(dataset)
     return {
         "seconds": recorder.seconds(interval.begin, interval.end),
         "wait": waited if delivered.training is not None else None,

@@ -17,6 +17,7 @@ class Delivered:
         self.pending: dict[int, list[float]] = {}  # id of the dataset -> samples, batches, seconds waited
         self.steps: dict[int, int] = {}  # in how many steps it has delivered
         self.totals: dict[int, float] = {}  # samples of those steps
+        self.alone: dict[int, float] = {}  # of those among them in which no other has delivered
         self.training: int | None = None  # the dataset that delivered in most steps: others are for evaluation
         self.facts: dict[int, dict[str, Any]] = {}
         self._paths: dict[int, tuple[Hashable, ...] | None] = {}
@@ -52,12 +53,23 @@ class Delivered:
             if self.training is None or self.steps[key] > self.steps[self.training]:
                 self.training = key
             self.totals[key] = self.totals.get(key, 0) + counts[0]
+            if len(taken) == 1:
+                self.alone[key] = self.alone.get(key, 0) + counts[0]
         return taken
+
+    def trained_on(self, counts: Mapping[int, list[float]]) -> int | None:
+        """Return the dataset of a step, given what was delivered within it.
+
+        Where `training` has delivered nothing, the last that has: some scripts make a dataset for each epoch, or part of it.
+        """
+        return self.training if self.training in counts or not counts else next(reversed(list(counts)))
 
     def samples(self) -> float | None:
         """Return the samples of all steps; None where there is no loader, or its batches do not show them."""
         key = self.training
-        return self.totals[key] if key is not None and self.counts_samples(key) else None
+        if key is None or not self.counts_samples(key):
+            return None
+        return self.totals[key] + sum(samples for other, samples in self.alone.items() if other != key)
 
     def counts_samples(self, key: int | None) -> bool:
         """Return whether the batches of a dataset show how many samples they hold."""

@@ -1,0 +1,145 @@
+"""What a supervisor makes of what the ranks of a training by a script have told: without processes."""
+
+import json
+import os
+import time
+from pathlib import Path
+
+import pytest
+
+from tula_cli.cluster.scripts import watch
+from tula_cli.cluster.scripts.script_training import ScriptTraining
+from tula_cli.cluster.scripts.settle import take_up
+from tula_cli.cluster.scripts.watch import ScriptWatch
+from tula_cli.run.directory import RunDir
+from tula_cli.run.records.jobs import Attempt, LeaderCommand
+from tula_cli.run.records.results import ScriptProgress
+from tula_cli.run.records.tasks import Rung, TrainTask
+from tula_cli.run.script_attempt import ScriptAttempt
+from tula_cli.spec.load import validate
+
+STARTED = 1_000_000.0  # Unix time
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDir:
+    spec = validate(
+        {
+            "script": {
+                "command": "train.py -b {local_batch} --out {out}",
+                "length": {"samples": 1600},
+                "reference": {"batch": 16},
+                "resume": {"args": "--resume {checkpoint}", "checkpoint": "{out}/state.json", "batch": "same"},
+            },
+            "cluster": {"device": "cpu"},
+        },
+        source="test",
+    )
+    run = RunDir.create(tmp_path, spec)
+    run.write_task(task(run, "train-x-1", 16))
+    run.write_attempt(Attempt(task="train-x-1", number=1, started_at=STARTED))
+    return run
+
+
+def task(run: RunDir, name: str, batch: int) -> TrainTask:
+    return TrainTask(
+        id=name, job="train-x", spec=run.spec(), workdir=str(run.path), nodes=1, signature="x", attempt=int(name[-1]),
+        ladder=(Rung(batch=batch),), workers=0,
+    )  # fmt: skip
+
+
+def tells(run: RunDir, name: str, *rows: dict[str, object], **beat: object) -> None:
+    """Write what rank 0 of an attempt has written."""
+    folder = ScriptAttempt(run.path, name, 1).path
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "steps-0.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    if beat:
+        heartbeat(run, name, 0, **beat)
+
+
+def heartbeat(run: RunDir, name: str, rank: int, **told: object) -> None:
+    usual = {"samples": None, "seconds": 0.1, "alive_at": 0.0, "stepped_at": 0.0, "lost": None, "host": "h", "pid": 1}
+    folder = ScriptAttempt(run.path, name, 1).path
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / f"heartbeat-{rank}.json").write_text(json.dumps({**usual, "step": 9, **told}))
+
+
+def saves(place: Path, when: float) -> None:
+    place.mkdir(parents=True, exist_ok=True)
+    (place / "state.json").write_text("{}")
+    os.utime(place / "state.json", (when, when))
+
+
+def row(kind: str, step: int, when: float) -> dict[str, object]:
+    return {"kind": kind, "step": step, "samples": 16.0 * step, "time": when, "causes": ["save"]}
+
+
+def test_what_an_attempt_saved_whose_supervisor_was_lost_counts(run: RunDir) -> None:
+    training = ScriptTraining(run, task(run, "train-x-1", 16))
+    saves(training.out, STARTED + 20)
+    tells(run, "train-x-1", row("row", 5, STARTED + 10), row("gap", 31, STARTED + 21), step=60, samples=960)
+    take_up(run, run.attempts("train-x-1")[0])
+    found = run.training("x").script_progress()
+    assert found is not None and (found.steps, found.samples) == (30, 480)
+
+
+def test_steps_after_a_checkpoint_are_not_in_it_where_no_save_was_seen(run: RunDir) -> None:
+    training = ScriptTraining(run, task(run, "train-x-1", 16))
+    saves(training.out, STARTED + 20)
+    after = {"step": 60, "samples": 960.0, "stepped_at": STARTED + 40}
+    tells(
+        run,
+        "train-x-1",
+        row("row", 5, STARTED + 10),
+        row("row", 25, STARTED + 19),
+        row("row", 50, STARTED + 30),
+        **after,
+    )
+    take_up(run, run.attempts("train-x-1")[0])
+    found = run.training("x").script_progress()
+    assert found is not None and (found.steps, found.samples) == (25, 400)
+
+
+def test_a_smaller_batch_that_began_anew_goes_on_from_its_own_checkpoints(run: RunDir) -> None:
+    run.training("x").write_script_progress(
+        ScriptProgress(samples=800, steps=50, batch=16, checkpoint="old", saved_at=STARTED + 1)
+    )
+    smaller = task(run, "train-x-2", 8)
+    run.write_task(smaller)
+    run.write_attempt(Attempt(task="train-x-2", number=1, started_at=STARTED + 100))
+    training = ScriptTraining(run, smaller)
+    saves(training.out, STARTED + 50)
+    assert training.checkpoint() is None, "what was there before"
+    saves(training.out, STARTED + 120)
+    tells(run, "train-x-2", step=10, samples=80.0, stepped_at=STARTED + 119)
+    training.take_up(run.attempts("train-x-2")[0])
+    found = run.training("x").script_progress()
+    assert found is not None and (found.samples, found.batch) == (80, 8)
+    assert training.checkpoint() == training.out / "state.json"
+
+
+def watching(run: RunDir, ranks: int) -> ScriptWatch:
+    command = LeaderCommand(task="train-x-1", attempt=1, ranks=ranks, batch=16)
+    return ScriptWatch(run, task(run, "train-x-1", 16), command, range(1, ranks))
+
+
+def test_ranks_that_wait_for_one_that_goes_on_are_not_stuck(run: RunDir) -> None:
+    long_ago = time.time() - 2 * watch.TRAINING_SILENCE
+    heartbeat(run, "train-x-1", 0, alive_at=time.time())
+    heartbeat(run, "train-x-1", 1, alive_at=long_ago)
+    assert watching(run, 2).stuck() is None, "rank 0, on another node, evaluates alone"
+    heartbeat(run, "train-x-1", 0, alive_at=long_ago)
+    reason = watching(run, 2).stuck()
+    assert reason is not None and reason.rank == 1 and "ended as stuck" in reason.message
+
+
+def test_a_training_whose_shim_gave_up_goes_on(run: RunDir) -> None:
+    heartbeat(run, "train-x-1", 1, alive_at=0.0, lost="OSError(28, 'No space left on device')")
+    told = {
+        "version": 1, "task": "train-x-1", "attempt": 1, "rank": 1, "host": "h", "pid": 1, "where": "shim", "step": 9,
+        "error": "OSError", "text": "OSError: [Errno 28] No space left on device", "failed_at": 1.0,
+    }  # fmt: skip
+    (ScriptAttempt(run.path, "train-x-1", 1).path / "failure-1.json").write_text(json.dumps(told))
+    watched = watching(run, 2)
+    watched.follow()
+    assert run.failures("train-x-1", 1) == [] and watched.stuck() is None

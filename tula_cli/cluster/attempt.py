@@ -16,7 +16,7 @@ from tula_cli.cluster.rank_start import RankStart, first_rank, own_gpus, ranks_o
 from tula_cli.cluster.relaunch import finished
 from tula_cli.cluster.scripts.script_training import ScriptTraining
 from tula_cli.cluster.scripts.start import ScriptStart
-from tula_cli.cluster.scripts.watch import ScriptWatch
+from tula_cli.cluster.scripts.watch import NO_STEP, ScriptWatch
 from tula_cli.errors import JobFailed
 from tula_cli.host.devices import has_gpu
 from tula_cli.host.leftovers import MARK, GpuMemory, reap
@@ -243,7 +243,10 @@ class RunningAttempt:
         """Tell why the ranks are to run no longer: cancelled, or overdue."""
         if self.run.cancelled(self.task.job):
             return ExitReason("cancelled", "cancelled by the user")
-        return ExitReason("cancelled", _overdue(self.task)) if time.monotonic() > self.deadline else None
+        if time.monotonic() <= self.deadline:
+            return None
+        unseen = self._script is not None and not self._script.stepped
+        return ExitReason("cancelled", _overdue(self.task) + f", and {NO_STEP}" * unseen)
 
     def _judge(self, exited: RankExit) -> ExitReason:
         if self._script is not None:

@@ -29,6 +29,7 @@ from tula_cli.services.progress.job_status import (
     pace_of,
     progress_of,
 )
+from tula_cli.spec.job import JobSpec
 from tula_cli.spec.scripts.section import samples_asked
 
 POLL = {"local": (0.5, 2.0), "slurm": (10.0, 60.0)}
@@ -154,8 +155,8 @@ def _training(look: Snapshot, tasks: Iterable[ProbeTask | TrainTask], *, now: fl
         nodes=newest.nodes,
         batch=newest.batch if result is None else result.batch,
         attempt=newest.attempt,
-        epoch=float(moving[-1]["epoch"]) if moving else 0.0,
-        epochs=newest.spec.train.epochs if script is None else script.length.epochs,
+        epoch=float(moving[-1]["epoch"] or 0.0) if moving else 0.0,
+        epochs=_epochs(newest.spec, moving),
         samples=int(moving[-1]["samples"]) if moving else 0,
         loss=latest.get("loss"),
         top1=last_epoch.get("top1"),
@@ -168,6 +169,13 @@ def _training(look: Snapshot, tasks: Iterable[ProbeTask | TrainTask], *, now: fl
         samples_asked=None if script is None else samples_asked(script),
         warnings=tuple(dict.fromkeys(row["message"] for row in rows if row["kind"] == "warning")),
     )
+
+
+def _epochs(spec: JobSpec, moving: Sequence[Mapping[str, Any]]) -> int | None:
+    """Return the epochs of a training; None where they do not tell how far it is: nobody knows how many samples one has."""
+    if spec.script is None:
+        return spec.train.epochs
+    return None if moving and moving[-1]["epoch"] is None else spec.script.length.epochs
 
 
 def _newest_train_task(look: Snapshot, tasks: Iterable[ProbeTask | TrainTask]) -> TrainTask | None:

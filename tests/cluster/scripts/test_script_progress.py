@@ -17,6 +17,7 @@ from tula_cli.run.records.results import ScriptProgress
 from tula_cli.run.records.tasks import Rung, TrainTask
 from tula_cli.run.script_attempt import ScriptAttempt
 from tula_cli.spec.load import validate
+from tula_cli.spec.scripts.own_script import Length
 
 STARTED = 1_000_000.0  # Unix time
 
@@ -143,3 +144,20 @@ def test_a_training_whose_shim_gave_up_goes_on(run: RunDir) -> None:
     watched = watching(run, 2)
     watched.follow()
     assert run.failures("train-x-1", 1) == [] and watched.stuck() is None
+
+
+def test_a_probe_that_was_overdue_without_a_step_says_so(run: RunDir) -> None:
+    watched = watching(run, 2)
+    assert not watched.stepped
+    heartbeat(run, "train-x-1", 1)
+    assert watched.stepped
+
+
+def test_an_epoch_is_unknown_where_nothing_tells_its_samples(run: RunDir) -> None:
+    training = ScriptTraining(run, task(run, "train-x-1", 16))
+    training.begin(LeaderCommand(task="train-x-1", attempt=1, ranks=1, batch=16))
+    assert run.training("x").metrics()[-1]["epoch"] == 0.0, "length.samples stands for it"
+    epochs = run.spec().model_copy(update={"script": run.spec().script.model_copy(update={"length": Length(epochs=3)})})
+    unknown = ScriptTraining(run, training.task.model_copy(update={"spec": epochs}))
+    unknown.begin(LeaderCommand(task="train-x-1", attempt=1, ranks=1, batch=16))
+    assert run.training("x").metrics()[-1]["epoch"] is None

@@ -5,6 +5,7 @@ from collections.abc import Iterable, Sequence
 from statistics import median
 
 from tula_cli.cluster.scripts.values import learning_rate, own
+from tula_cli.cluster.scripts.watch import NO_STEP
 from tula_cli.errors import BadMeasurements
 from tula_cli.models.claims import JointStep, clean_steps, mismatches
 from tula_cli.models.efficiency import Pair, summarise
@@ -93,10 +94,7 @@ def _steps(ranks: Sequence[RankResult]) -> Sequence[JointStep]:
         NotMeasured: there are too few, or a claim does not hold.
     """
     if not ranks:
-        raise NotMeasured(
-            "the command ended well, but no optimizer step of torch was seen: does it train with an optimizer of torch.optim,"
-            " and is its Python started without -I, -E and -S?"
-        )
+        raise NotMeasured(f"the command ended well, but {NO_STEP}")
     if found := mismatches(ranks):
         raise NotMeasured("; ".join(mismatch.words for mismatch in found))
     if len(ranks) < ranks[0].world:

@@ -134,7 +134,7 @@ class ScriptTraining:
 
     def _add(self, kind: str, samples: int, **told: Any) -> None:
         size = self.dataset_size
-        epoch = samples / size if size else 0.0
+        epoch = samples / size if size else None  # nothing has told it
         row = {"kind": kind, "time": time.time(), "samples": samples, "epoch": epoch, **told}
         path = self.training.metrics_path
         path.parent.mkdir(parents=True, exist_ok=True)

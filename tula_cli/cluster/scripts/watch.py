@@ -30,6 +30,10 @@ ROW_SECONDS = 1.0
 SIGNALS = {name: signal.Signals[name] for name in ("SIGUSR1", "SIGUSR2", "SIGTERM")}
 SETTLED = 2.0
 """Seconds without a change after which a checkpoint is taken to be written."""
+NO_STEP = (
+    "no optimizer step of torch was seen: does it train with an optimizer of torch.optim, and is its Python started without"
+    " -I, -E and -S?"
+)
 SILENT_STEPS = 20
 """The same in steps, of its median step time."""
 
@@ -134,6 +138,11 @@ class ScriptWatch:
         return found is not None and since < checkpoints.changed(found) < time.time() - SETTLED
 
     # --- faults
+
+    @property
+    def stepped(self) -> bool:
+        """Whether one of these ranks has stepped."""
+        return any(self.attempt.heartbeat(rank) is not None for rank in self.ranks)
 
     def stuck(self) -> ExitReason | None:
         """Return why the ranks are to be ended: one that has stepped gives no sign of life any more, and no other does."""

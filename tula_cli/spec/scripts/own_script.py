@@ -91,9 +91,6 @@ class Script(Section):
     # rank: tula starts a process a GPU with RANK, WORLD_SIZE ...; node: one a node, which starts its ranks itself
     launch: Literal["rank", "node"] = "rank"
     code: Literal["snapshot", "none"] = "snapshot"  # none: what runs is what the files are by then
-    samples: Literal["auto"] | PositiveFloat = (
-        "auto"  # that one of {local_batch} stands for; auto: the loader is counted
-    )
     length: Length
     dataset_size: Literal["auto"] | Positive = "auto"  # samples of an epoch; auto: as the loader says
     reference: Reference

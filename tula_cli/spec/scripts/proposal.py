@@ -73,7 +73,6 @@ def sections(recognised: Recognised) -> str:
         f"  command: {_word(script['command'])}",
         f"  launch: {script['launch']} # rank: tula starts a process a GPU; node: one a node, which starts its ranks itself",
         *_length(script),
-        "  # samples: auto # that one of {local_batch} stands for; auto: its DataLoader is counted",
         _dataset_size(script),
         *_reference(recognised),
         *_resume(script),

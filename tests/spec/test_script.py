@@ -113,6 +113,13 @@ def test_what_cannot_work_is_told(changes: dict[str, object], words: str) -> Non
     assert words in str(told.value)
 
 
+def test_a_wrong_pattern_is_one_problem() -> None:
+    with pytest.raises(SpecError) as caught:
+        validate({"script": {**SECTION, "metric": {"top1": "Acc [0-9.]+"}}}, source="test")
+    assert [problem.path for problem in caught.value.problems] == ["script.metric.top1"]
+    assert "Rows" not in str(caught.value.problems)
+
+
 def test_a_metric_is_a_pattern_or_a_key_of_rows() -> None:
     found = section(metric={"top1": "Acc@1 ([0-9.]+)", "loss": {"jsonl": "{out}/log.jsonl", "key": "loss"}})
     assert len(found.metric) == 2

@@ -43,6 +43,8 @@ def merge_unions(problems: list[Problem]) -> tuple[Problem, ...]:
     by_path: dict[str, list[Problem]] = {}
     for problem in problems:
         by_path.setdefault(problem.path, []).append(problem)
+    for path, found in by_path.items():  # that it is no section says nothing beside what is wrong with the text it is
+        by_path[path] = [p for p in found if not p.message.startswith(_NO_SECTION)] or found
     return tuple(
         found[0]
         if len(found) == 1
@@ -53,8 +55,9 @@ def merge_unions(problems: list[Problem]) -> tuple[Problem, ...]:
     )
 
 
+_NO_SECTION = "must be a valid dictionary or instance of"
 _UNION_BRANCHES = re.compile(
-    r"^(literal\[|constrained-|function-|float|int$|str$|bool$|dict\[|list\[|\[key\]$|Every$|Hessian$)"
+    r"^(literal\[|constrained-|function-|float|int$|str$|bool$|dict\[|list\[|\[key\]$|Every$|Hessian$|Rows$)"
 )
 
 

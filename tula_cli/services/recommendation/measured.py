@@ -107,7 +107,7 @@ def noise_of(all_measurements: Sequence[TypeMeasurements], *, needed: bool) -> N
     )
 
 
-_DDP = "DistributedDataParallel on two or more GPUs"
+_DDP = "DistributedDataParallel on two or more GPUs, and probes that the script does not end by itself"
 
 
 def without_gradients(all_measurements: Sequence[TypeMeasurements]) -> list[str]:

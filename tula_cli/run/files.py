@@ -142,13 +142,23 @@ def names(folder: Path) -> list[str]:
         raise cannot_read(folder, error) from error
 
 
-def json_lines(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the objects of a file of one a line, if it is there; a line that is still being written is left out."""
+def json_lines(path: Path, *, last: int | None = None) -> Iterator[dict[str, Any]]:
+    """Yield the objects of a file of one a line, if it is there; a line that is still being written is left out.
+
+    Args:
+        path: of the file.
+        last: of so many bytes at its end alone; None for all.
+    """
     if not path.exists():
         return
-    with open(path, encoding="utf-8") as file:
+    with open(path, "rb") as file:
+        if last is not None and file.seek(0, os.SEEK_END) > last:
+            file.seek(-last, os.SEEK_END)
+            file.readline()  # half a line
+        else:
+            file.seek(0)
         for line in file:
             # A lost node may leave a line of which some blocks were never written.
-            with contextlib.suppress(json.JSONDecodeError):
-                if line.endswith("\n"):
+            with contextlib.suppress(ValueError):
+                if line.endswith(b"\n"):
                     yield json.loads(line)

@@ -8,6 +8,8 @@ from pydantic import TypeAdapter
 from tula_cli.run.files import json_lines, listing, read_record, read_text, write_atomic, write_record
 from tula_cli.run.records.shim import Heartbeat, RankResult, ScriptFailure, ShimPlan
 
+TAIL = 16_384
+"""Bytes at the end of a file of rows that are looked through for the newest one."""
 _RESULT, _FAILURE, _HEARTBEAT = TypeAdapter(RankResult), TypeAdapter(ScriptFailure), TypeAdapter(Heartbeat)
 
 
@@ -64,7 +66,9 @@ class ScriptAttempt:
         return list(json_lines(self.path / f"steps-{rank}.jsonl"))
 
     def newest_row(self, rank: int) -> dict[str, Any]:
-        return next((row for row in reversed(self.rows(rank)) if row["kind"] == "row"), {})
+        """Return the last row of where a rank stands, if it is among the last lines: the file grows for days."""
+        rows = reversed(list(json_lines(self.path / f"steps-{rank}.jsonl", last=TAIL)))
+        return next((row for row in rows if row["kind"] == "row"), {})
 
     def heartbeat(self, rank: int) -> Heartbeat | None:
         return read_record(self.path / f"heartbeat-{rank}.json", _HEARTBEAT)

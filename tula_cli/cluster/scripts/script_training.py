@@ -3,6 +3,7 @@
 import json
 import time
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -72,11 +73,11 @@ class ScriptTraining:
 
     # --- how far it is
 
-    @property
+    @cached_property
     def dataset_size(self) -> int | None:
         """Samples of an epoch: as the spec says, else as probes have seen; None where neither tells."""
         known = own(self.task.spec).known_dataset_size
-        measured = (result.dataset_size for result in self.run.results() if isinstance(result, Measured))
+        measured = (result.dataset_size for result in self.run.read().results if isinstance(result, Measured))
         return known if known is not None else next(measured, None)
 
     @property

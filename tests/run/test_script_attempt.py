@@ -1,0 +1,40 @@
+"""The folder of one start of a script."""
+
+import json
+from pathlib import Path
+
+from tula_cli.run import script_attempt
+from tula_cli.run.files import json_lines
+from tula_cli.run.script_attempt import ScriptAttempt
+
+
+def test_nothing_is_there_before_it_is_written(tmp_path: Path) -> None:
+    attempt = ScriptAttempt(tmp_path, "p", 1)
+    assert attempt.results() == attempt.failures() == attempt.rows(0) == []
+    assert attempt.heartbeat(0) is None and attempt.ends_at() is None and attempt.newest_row(0) == {}
+
+
+def test_the_newest_row_is_found_at_the_end_of_a_long_file(tmp_path: Path) -> None:
+    attempt = ScriptAttempt(tmp_path, "t", 1)
+    attempt.path.mkdir(parents=True)
+    rows = [{"kind": "row" if step % 3 else "gap", "step": step} for step in range(5000)]
+    text = "".join(json.dumps(row) + "\n" for row in rows)
+    (attempt.path / "steps-0.jsonl").write_text(text + '{"kind": "row", "st')
+    assert len(text) > 2 * script_attempt.TAIL
+    assert attempt.newest_row(0) == {"kind": "row", "step": 4999}
+    assert attempt.rows(0) == rows
+
+
+def test_lines_of_the_end_begin_with_a_whole_one(tmp_path: Path) -> None:
+    path = tmp_path / "rows"
+    path.write_text('{"a": 1}\n{"a": 2}\nnot json\n{"a": 3}\n')
+    assert list(json_lines(path)) == [{"a": 1}, {"a": 2}, {"a": 3}]
+    assert list(json_lines(path, last=12)) == [{"a": 3}]
+    assert list(json_lines(path, last=1000)) == [{"a": 1}, {"a": 2}, {"a": 3}]
+
+
+def test_the_end_that_is_near_is_told_once(tmp_path: Path) -> None:
+    attempt = ScriptAttempt(tmp_path, "t", 1)
+    attempt.announce_end(1234.56)
+    attempt.announce_end(9.0)
+    assert attempt.ends_at() == 1234.6

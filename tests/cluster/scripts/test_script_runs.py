@@ -2,6 +2,7 @@
 
 import json
 import os
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -101,6 +102,9 @@ def job(folder: Path, *, what_else: str = "", within: str = "pass", **changes: A
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("PYTHONPATH", str(TEMPLATES))
     monkeypatch.setattr(cluster_attempt, "PEER_GRACE", 0.5)
+    monkeypatch.setattr(
+        tempfile, "tempdir", str(tmp_path)
+    )  # the machine's lock: jobs of other tests are not waited for
     return tmp_path
 
 

@@ -3,6 +3,7 @@
 import os
 import shutil
 import signal
+import sys
 from pathlib import Path
 
 import pytest
@@ -19,7 +20,7 @@ CLUSTER = "cluster: {kind: slurm, device: cpu, slurm: {minutes: 10, memory: 1500
 TORCHRUN = f"""
 name: torchrun
 script:
-  command: python3 -m torch.distributed.run --nnodes {{nodes}} --node-rank {{node_rank}} --nproc-per-node {{gpus_per_node}}
+  command: {sys.executable} -m torch.distributed.run --nnodes {{nodes}} --node-rank {{node_rank}} --nproc-per-node {{gpus_per_node}}
     --master-addr {{master_addr}} --master-port {{master_port}} plain_ddp.py --local-batch {{local_batch}} --epochs 50
   launch: node
   length: {{epochs: 5}}

@@ -2,6 +2,7 @@
 
 import json
 import os
+import sys
 import tempfile
 import time
 from pathlib import Path
@@ -211,7 +212,7 @@ def test_a_command_that_is_not_there_is_told(folder: Path) -> None:
 
 def test_a_command_a_node_starts_its_ranks_itself(folder: Path) -> None:
     (folder / "launch.sh").write_text(
-        "for r in 0 1; do RANK=$(($1 * 2 + r)) WORLD_SIZE=$2 python3 train.py -b $3 & done; wait\n"
+        f"for r in 0 1; do RANK=$(($1 * 2 + r)) WORLD_SIZE=$2 {sys.executable} train.py -b $3 & done; wait\n"
     )
     command = "bash launch.sh {node_rank} {world} {local_batch}"
     spec = job(folder, script={"command": command, "launch": "node"}, cluster={"device": "cpu", "gpus_per_node": 2})
@@ -220,7 +221,9 @@ def test_a_command_a_node_starts_its_ranks_itself(folder: Path) -> None:
     assert (result.batch, result.environment.nodes[0].ranks) == (16, 4)
 
 
-@pytest.mark.parametrize("command", ["train.py -b {batch} --out {out}", "python3 -m train -b {batch} --out {out}"])
+@pytest.mark.parametrize(
+    "command", ["train.py -b {batch} --out {out}", f"{sys.executable} -m train -b {{batch}} --out {{out}}"]
+)
 def test_what_was_submitted_is_what_runs(folder: Path, command: str, monkeypatch: pytest.MonkeyPatch) -> None:
     (folder / "amount.py").write_text("sixteen = 16")
     monkeypatch.chdir(folder)

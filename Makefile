@@ -34,6 +34,7 @@ quickstart: $(VENV)/.trainable ## profile, recommend and train a small job on th
 	$(BIN)/tula status
 
 test: install ## run all tests but those of `make proof`
+	$(BIN)/python -m compileall -q tula_cli # hundreds of processes import it, where PYTHONDONTWRITEBYTECODE is set too
 	$(BIN)/python -m pytest -n $(PROCESSES)
 
 proof: install slurm-packages ## run what takes long, in parts that need not run again (SEED=0, BUDGET=3m, PARTS=; Debian, root)

@@ -12,6 +12,7 @@ GROUPS = {
     "tests/slurm/": "cluster 2",
     "tests/e2e/": "e2e",
     "tests/shim/": "shim",
+    "tests/test_examples.py": "examples",
     "tests/worker/measure/test_footprint.py": "two ranks",
     "tests/worker/measure/test_gradients.py": "two ranks",
     "tests/worker/test_preemption.py": "two ranks",
@@ -19,7 +20,7 @@ GROUPS = {
     "tests/worker/test_two_ranks.py": "two ranks",
 }
 """The beginning of a path -> the group that one process runs from beginning to end; any other module is its own group.
-Those on a SLURM cluster and the whole jobs wait more than they compute; "two ranks" share a fixture of the session, and so do "shim"."""
+Those on a SLURM cluster and the whole jobs wait more than they compute, "examples" are long; "two ranks" share a fixture of the session, and so do "shim"."""
 LAST = ("tests/slurm/test_links.py", "tests/slurm/test_check_on_cluster.py")
 """They hold measured times against known ones: within their group they run when most others have finished."""
 

@@ -37,15 +37,6 @@ def names(spec: JobSpec, workdir: Path, *path: str) -> list[str]:
     return [file.relative_to(workdir).as_posix() for file in imports.files(spec, workdir, path=path)]
 
 
-@pytest.fixture
-def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The folder where tula is called."""
-    folder = tmp_path / "work"
-    folder.mkdir()
-    monkeypatch.chdir(folder)
-    return folder
-
-
 # --- which files
 
 

@@ -11,13 +11,12 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from tula_cli.cluster.scripts.start import preview
 from tula_cli.cluster.slurm.queue import SchedulerState
 from tula_cli.errors import JobFailed, SchedulerError
 from tula_cli.host.processes import die_with_parent, started
 from tula_cli.run.directory import RunDir
 from tula_cli.run.records.jobs import Attempt, Job
-from tula_cli.run.records.tasks import CheckTask, Task
+from tula_cli.run.records.tasks import Task
 from tula_cli.run.snapshot import Snapshot
 from tula_cli.words import plural
 
@@ -31,9 +30,11 @@ class LocalLauncher:
 
     def script(self, run: RunDir, task: Task) -> str:
         """Return in words what a job on this machine starts."""
+        from tula_cli.cluster.scripts.start import preview  # for a dry run alone, not for each look at the jobs
+
         world = task.nodes * task.spec.cluster.gpus_per_node
         words = f"{task.job} in {run.path.name}: {plural(world, 'rank')} on this machine"
-        return words if isinstance(task, CheckTask) or task.spec.script is None else f"{words}\n{preview(run, task)}"
+        return f"{words}\n{command}" if (command := preview(run, task)) else words
 
     def submit(self, run: RunDir, task: Task) -> Job:
         """Start a job that outlives this process, its terminal and Ctrl-C.

@@ -15,6 +15,7 @@ from pathlib import Path
 
 from tula_cli.errors import SpecError, TulaError
 from tula_cli.run.directory import RunDir
+from tula_cli.run.files import publish
 from tula_cli.run.imports import Source, digest, files, import_strings
 from tula_cli.run.records.tasks import CodeSnapshot, ProbeTask
 from tula_cli.run.source import git
@@ -186,7 +187,7 @@ def _take(run: RunDir, selection: Selection, draft: Path, source: Source, *, tol
     place = "\0".join(dict.fromkeys([str(source.workdir), str(base), selection.program or str(base)]))
     name = hashlib.sha256(f"{contents}\0{place}".encode()).hexdigest()[:8]
     _link_the_rest(draft, base, {folder for file in names for folder in file.parents})
-    _publish(draft, run.code_dir(name))
+    publish(draft, run.code_dir(name))
     if run.code(name) is None:
         run.write_code(_record(selection, name, source))
     return name
@@ -220,14 +221,3 @@ def _link_the_rest(draft: Path, base: Path, folders: Iterable[Path]) -> None:
             link = draft / folder / entry.name
             if not link.exists():
                 link.symlink_to(entry)
-
-
-def _publish(draft: Path, place: Path) -> None:
-    """Give a finished draft its name; one that is there is the same."""
-    if place.is_dir():
-        return
-    try:
-        draft.rename(place)
-    except OSError:
-        if not place.is_dir():  # another command was faster
-            raise

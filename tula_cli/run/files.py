@@ -6,7 +6,7 @@ import fnmatch
 import json
 import os
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
@@ -162,3 +162,25 @@ def json_lines(path: Path, *, last: int | None = None) -> Iterator[dict[str, Any
             with contextlib.suppress(ValueError):
                 if line.endswith(b"\n"):
                     yield json.loads(line)
+
+
+def append_json_line(path: Path, content: Mapping[str, Any]) -> None:
+    """Add an object to a file of one a line, which is made where it is not there."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with open(path, "a", encoding="utf-8") as file:
+        file.write(json.dumps(content) + "\n")
+
+
+def publish(draft: Path, place: Path) -> None:
+    """Give a finished folder its name; one that is there is the same.
+
+    Raises:
+        OSError: it cannot be given that name.
+    """
+    if place.is_dir():
+        return
+    try:
+        draft.rename(place)
+    except OSError:
+        if not place.is_dir():  # another process was faster
+            raise

@@ -45,15 +45,6 @@ def commit(folder: Path) -> None:
 
 
 @pytest.fixture
-def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The folder where tula is called."""
-    folder = tmp_path / "work"
-    folder.mkdir()
-    monkeypatch.chdir(folder)
-    return folder
-
-
-@pytest.fixture
 def run(tmp_path: Path) -> RunDir:
     return RunDir.create(tmp_path / "runs", job())
 

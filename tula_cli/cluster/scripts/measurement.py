@@ -4,6 +4,7 @@ import time
 from collections.abc import Iterable, Sequence
 from statistics import median
 
+from tula_cli.cluster.rank_start import world_size
 from tula_cli.cluster.scripts.values import learning_rate, own
 from tula_cli.cluster.scripts.watch import NO_STEP
 from tula_cli.errors import BadMeasurements
@@ -33,7 +34,7 @@ def measured(task: ProbeTask, ranks: Sequence[RankResult], *, local_batch: int, 
     Raises:
         NotMeasured: what the ranks have written tells nothing, or contradicts what was claimed.
     """
-    world = task.nodes * task.spec.cluster.gpus_per_node
+    world = world_size(task)
     steps = _steps(ranks)
     first = ranks[0]
     waits = [step.wait for step in steps if step.wait is not None]

@@ -1,6 +1,5 @@
 """A training by a script: where it goes on, how far it is, and what came of it."""
 
-import json
 import time
 from dataclasses import dataclass
 from functools import cached_property
@@ -8,9 +7,11 @@ from pathlib import Path
 from typing import Any
 
 from tula_cli.cluster.exit_reason import ExitReason
+from tula_cli.cluster.rank_start import world_size
 from tula_cli.cluster.scripts import checkpoints, printed_metrics
 from tula_cli.cluster.scripts.values import Place, learning_rate, own, values
 from tula_cli.run.directory import RunDir
+from tula_cli.run.files import append_json_line
 from tula_cli.run.records.jobs import Attempt, LeaderCommand
 from tula_cli.run.records.probes import Measured
 from tula_cli.run.records.results import ScriptProgress, TrainResult
@@ -36,7 +37,7 @@ class ScriptTraining:
 
     @property
     def world(self) -> int:
-        return self.task.nodes * self.task.spec.cluster.gpus_per_node
+        return world_size(self.task)
 
     # --- where it goes on
 
@@ -137,10 +138,7 @@ class ScriptTraining:
         size = self.dataset_size
         epoch = samples / size if size else None  # nothing has told it
         row = {"kind": kind, "time": time.time(), "samples": samples, "epoch": epoch, **told}
-        path = self.training.metrics_path
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with open(path, "a", encoding="utf-8") as file:
-            file.write(json.dumps(row) + "\n")
+        append_json_line(self.training.metrics_path, row)
 
     # --- after an attempt
 

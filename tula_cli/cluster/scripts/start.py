@@ -11,6 +11,7 @@ from pathlib import Path
 
 from tula_cli.cluster.allocation import Allocation
 from tula_cli.cluster.forkserver import Start
+from tula_cli.cluster.rank_start import runs_script, world_size
 from tula_cli.cluster.scripts import values
 from tula_cli.cluster.scripts.script_training import ScriptTraining
 from tula_cli.cluster.scripts.values import Place, own
@@ -18,10 +19,10 @@ from tula_cli.cluster.slurm import sbatch
 from tula_cli.host.devices import has_gpu
 from tula_cli.host.network import variables
 from tula_cli.run.directory import RunDir
-from tula_cli.run.files import cannot_write
+from tula_cli.run.files import cannot_write, publish
 from tula_cli.run.records.jobs import LeaderCommand
 from tula_cli.run.records.shim import Expected, ShimPlan
-from tula_cli.run.records.tasks import ProbeTask, Task, TrainTask
+from tula_cli.run.records.tasks import CheckTask, Task, TrainTask
 from tula_cli.run.script_attempt import ScriptAttempt
 from tula_cli.run.source.command_file import in_snapshot, snapshot_path
 from tula_cli.spec.scripts.own_script import Script
@@ -202,9 +203,14 @@ def _training(task: Task) -> TrainTask | None:
     return task if isinstance(task, TrainTask) else None
 
 
-def preview(run: RunDir, task: ProbeTask | TrainTask) -> str:
-    """Return the command line of a task's first process as a shell takes it, with its first batch; nothing is written."""
-    world = task.nodes * task.spec.cluster.gpus_per_node
+def preview(run: RunDir, task: Task) -> str:
+    """Return the command line of a task's first process as a shell takes it, with its first batch; nothing is written.
+
+    Empty where that is tula's own worker.
+    """
+    if isinstance(task, CheckTask) or not runs_script(task):
+        return ""
+    world = world_size(task)
     batch = task.batch if isinstance(task, TrainTask) else task.local_batches[0] * world
     command = LeaderCommand(task=task.id, attempt=1, ranks=world, meeting="127.0.0.1:0", batch=batch)
     start = ScriptStart(run, Allocation(0, 1, environ={}), task, command)
@@ -231,9 +237,7 @@ def copy_shim(run: Path) -> Path:
         copy.parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(path, copy)
     try:
-        draft.rename(place)
-    except OSError:
+        publish(draft, place)
+    finally:
         shutil.rmtree(draft, ignore_errors=True)
-        if not place.is_dir():  # another supervisor was faster
-            raise
     return place

@@ -25,6 +25,8 @@ SILENCE = 60.0
 """The least seconds without a sign of life after which a probe that has stepped is ended."""
 TRAINING_SILENCE = 600.0
 """The same of a training: it evaluates and saves, not always with what the shim sees, and is started again for nothing."""
+SILENT_STEPS = 20
+"""The same in steps, of its median step time."""
 ROW_SECONDS = 1.0
 """Between two rows of metrics.jsonl, as of tula's own loop."""
 SIGNALS = {name: signal.Signals[name] for name in ("SIGUSR1", "SIGUSR2", "SIGTERM")}
@@ -34,8 +36,6 @@ NO_STEP = (
     "no optimizer step of torch was seen: does it train with an optimizer of torch.optim, and is its Python started without"
     " -I, -E and -S?"
 )
-SILENT_STEPS = 20
-"""The same in steps, of its median step time."""
 
 
 @dataclass
@@ -78,8 +78,9 @@ class ScriptWatch:
 
     def _adopt_failures(self) -> None:
         """Write down, as a worker does, what the shims of these ranks have seen."""
-        known = {failure.rank for failure in self.run.failures(self.task.id, self.command.attempt)}
-        for seen in self.attempt.failures():
+        told = self.attempt.failures()
+        known = {failure.rank for failure in self.run.failures(self.task.id, self.command.attempt)} if told else set()
+        for seen in told:
             if seen.where == "shim" and isinstance(self.task, TrainTask):
                 continue  # the training goes on without being watched, and its log says so
             rank = self.ranks.start if seen.rank is None else seen.rank

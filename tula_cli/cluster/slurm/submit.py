@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tula_cli.cluster.local import attempts_of, run_supervisor
-from tula_cli.cluster.scripts.start import preview
 from tula_cli.cluster.slurm import command
 from tula_cli.cluster.slurm import queue as scheduler
 from tula_cli.cluster.slurm.command import call
@@ -20,7 +19,7 @@ from tula_cli.cluster.slurm.sbatch import parameters, python
 from tula_cli.errors import SchedulerError
 from tula_cli.run.directory import RunDir
 from tula_cli.run.records.jobs import Job
-from tula_cli.run.records.tasks import CheckTask, Task, TrainTask
+from tula_cli.run.records.tasks import Task, TrainTask
 from tula_cli.run.snapshot import Snapshot
 from tula_cli.spec.slurm_options import Slurm
 
@@ -48,10 +47,12 @@ class SlurmLauncher:
 
     def script(self, run: RunDir, task: Task) -> str:
         """Return the text that sbatch would be given; later links of a chain wait for the one before them as well."""
+        from tula_cli.cluster.scripts.start import preview  # for a dry run alone, not for each look at the jobs
+
         text = _text(run, task)
-        if isinstance(task, CheckTask) or task.spec.script is None:
+        if not (words := preview(run, task)):
             return text
-        return f"{text.rstrip()}\n\n# where tula then starts, on each GPU or node: {preview(run, task)}\n"
+        return f"{text.rstrip()}\n\n# where tula then starts, on each GPU or node: {words}\n"
 
     def submit(self, run: RunDir, task: Task) -> Job:
         """Submit a job, a training with all links of its chain; what is in the queue already is taken as it is.

@@ -7,7 +7,7 @@ from types import TracebackType
 from typing import Any
 
 from tula_cli.run.directory import RunDir
-from tula_cli.run.files import write_atomic
+from tula_cli.run.files import append_json_line, write_atomic
 from tula_cli.run.records.tasks import TrainTask
 from tula_cli.worker.build.sampling import Position
 
@@ -50,9 +50,7 @@ class Metrics:
         if not self.first:
             return
         row = {"kind": kind, "time": time.time(), "samples": position.samples, "epoch": epoch, **_plain(values)}
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        with open(self.path, "a", encoding="utf-8") as file:
-            file.write(json.dumps(row) + "\n")
+        append_json_line(self.path, row)
         if self._board is not None:
             for name, value in values.items():
                 if isinstance(value, int | float) and not isinstance(value, bool):

@@ -8,7 +8,6 @@ import pytest
 
 GROUPS = {
     "tests/slurm/test_recovery.py": "cluster 1",
-    "tests/slurm/test_first_job.py": "cluster 1",
     "tests/slurm/": "cluster 2",
     "tests/e2e/": "e2e",
     "tests/shim/": "shim",
@@ -21,7 +20,7 @@ GROUPS = {
 }
 """The beginning of a path -> the group that one process runs from beginning to end; any other module is its own group.
 Those on a SLURM cluster and the whole jobs wait more than they compute, "examples" are long; "two ranks" share a fixture of the session, and so do "shim"."""
-LAST = ("tests/slurm/test_links.py", "tests/slurm/test_check_on_cluster.py")
+LAST = ("tests/slurm/test_check_on_cluster.py",)
 """They hold measured times against known ones: within their group they run when most others have finished."""
 
 

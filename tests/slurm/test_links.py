@@ -18,7 +18,7 @@ from tula_cli.run.records.probes import Measured
 from tula_cli.run.records.recommendations import Recommendation
 from tula_cli.run.records.results import Summary
 
-pytestmark = [pytest.mark.slurm, pytest.mark.torch]
+pytestmark = [pytest.mark.slurm, pytest.mark.torch, pytest.mark.proof]
 
 JOB = """
 name: links
@@ -72,7 +72,7 @@ def trained(tula: Tula) -> Summary:
     return found[0]
 
 
-@pytest.mark.parametrize(("rate", "nodes"), [(66, 4), pytest.param(7, 1, marks=pytest.mark.proof)])
+@pytest.mark.parametrize(("rate", "nodes"), [(66, 4), (7, 1)])
 def test_the_choice_follows_the_speed_of_the_links(over_links: Callable[[int], Tula], rate: int, nodes: int) -> None:
     tula = over_links(rate)
     answer = recommended(tula)

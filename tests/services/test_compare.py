@@ -19,6 +19,7 @@ from quiet import quiet
 from tula_cli.cli import app
 from tula_cli.cluster import inspection
 from tula_cli.cluster import launcher as cluster_launcher
+from tula_cli.cluster.scripts.values import learning_rate
 from tula_cli.errors import BadMeasurements, JobFailed, SpecError, TulaError
 from tula_cli.run.directory import RunDir
 from tula_cli.run.records.inspections import Inspection
@@ -27,8 +28,9 @@ from tula_cli.run.records.tasks import TrainTask
 from tula_cli.services import compare as services_compare
 from tula_cli.services import status as services_status
 from tula_cli.services.compare import Grid
-from tula_cli.services.comparison import accuracy, trainings
+from tula_cli.services.comparison import accuracy, session, trainings
 from tula_cli.services.progress import job_status
+from tula_cli.show import compare as show_compare
 from tula_cli.show import live
 from tula_cli.show import screen as show_screen
 from tula_cli.show.html import page as show_html_page
@@ -675,8 +677,126 @@ def test_axes_have_round_numbers() -> None:
     assert [svg.short(value) for value in (1_200_000, 40_000, 0.05, 128)] == ["1.2M", "40k", "0.05", "128"]
 
 
-def test_a_job_with_a_script_is_not_compared(tmp_path: Path) -> None:
-    own = make.script_spec(epochs=1)
-    with pytest.raises(SpecError, match="this job has a script") as told:
-        services_compare.plan(RunDir.create(tmp_path, own), own, GRID, inspect=inspect, now=0.0)
-    assert "train.method=lrs" in told.value.hint
+# --- a script of the user's own
+
+
+COMMAND = "python finetune.py -b {local_batch} --lr {lr} --seed {seed}"
+METRIC = {"acc": "acc ([0-9.]+)", "loss": "loss ([0-9.]+)"}
+
+
+def script_job(command: str = COMMAND, lr: float | None = 0.1, **changes) -> JobSpec:
+    Path("finetune.py").touch()
+    script = {
+        "command": command, "length": {"epochs": 1}, "dataset_size": 4096, "metric": METRIC,
+        "reference": {"batch": 32, **({} if lr is None else {"lr": lr})}, **changes,
+    }  # fmt: skip
+    return make.validate(
+        {"name": "own", "script": script, "search": {"nodes": [1], "max_node_hours": 1}}, source="test"
+    )
+
+
+class TrainsScripts(make.FakeLauncher):
+    """Trains each script at once: the larger the batch, the worse; its learning rate brings back what it is raised by."""
+
+    def __init__(self, told: bool = True) -> None:
+        super().__init__()
+        self.told, self.lrs = told, list[tuple[int, float]]()
+
+    def submit(self, run, task):
+        job = super().submit(run, task)
+        self.says[task.job] = "ended"
+        lr = learning_rate(task.spec, task.batch)
+        self.lrs.append((task.batch, lr))
+        acc = 0.9 - 0.1 * math.log2(task.batch / 32) + 0.1 * math.log2(lr / 0.1) + 0.01 * task.spec.train.seed
+        metrics = {"acc": acc, "best_acc": acc + 0.05, "loss": 1 - acc, "best_loss": 0.9 - acc} if self.told else {}
+        run.write_train_result(make.train_result(task.signature).model_copy(update={"metrics": metrics}))
+        run.write_summary(
+            make.summary(
+                signature=task.signature, start_batch=task.batch, batch=task.batch, metrics=metrics, best_top1=0.0
+            )
+        )
+        return job
+
+
+def compared(folder: Path, launcher: make.FakeLauncher, spec: JobSpec, **asked) -> accuracy.CompareReport:
+    run = RunDir.create(folder / "tula-runs", spec)
+    grid = session.GridRequest(batches=(64, 128), **asked).grid(run, spec, None)
+    planned = services_compare.plan(run, spec, grid, inspect=inspect, now=1.0)
+    list(trainings.one_by_one(run, planned, launcher, inspect=inspect))
+    return accuracy.report(run, planned.comparison, spec)
+
+
+def test_methods_of_a_script_are_compared_by_its_own_metric(tmp_path: Path) -> None:
+    launcher = TrainsScripts()
+    report = compared(tmp_path, launcher, script_job(), methods=("lbt", "lrs", "sqrt"), seeds=2)
+    assert (report.metric, report.columns) == ("acc", ("acc", "best_acc", "loss", "best_loss"))
+    assert report.complete and not report.less_is_better
+    by_batch = {batch: [lr / 0.1 for other, lr in launcher.lrs if other == batch] for batch in (32, 64, 128)}
+    assert by_batch[32] == pytest.approx([1, 1])
+    assert by_batch[64] == pytest.approx(2 * [1, 2, 2**0.5, 4]), "lbt-x2 would be lrs once more"
+    assert by_batch[128] == pytest.approx(2 * [1, 4, 2])
+    plain, sqrt, linear = (row(report, method, 128) for method in ("lbt", "sqrt", "lrs"))
+    assert plain.top1 is plain.loss is None and plain.metrics["acc"].mean == pytest.approx(0.705)
+    assert (plain.gap, sqrt.gap, linear.gap) == pytest.approx((0.2, 0.1, 0.0))
+    assert (sqrt.recovered, linear.recovered) == pytest.approx((0.5, 1.0))
+    assert plain.metrics["best_loss"].mean == pytest.approx(0.9 - 0.705) and plain.seeds == 2
+    shown = list(show_compare.compared(report, width=80, color=False))
+    assert any("acc lost against lbt at batch 32" in str(line) for line in shown)
+    page = show_html_page.comparison(report, [], title="own")
+    assert "<th>best acc</th>" in page and "0.705 ± 0.007" in page and "top-1" not in page
+    assert list(report.frame()["acc_mean"]) == pytest.approx([found.metrics["acc"].mean for found in report.rows])
+
+
+def test_a_metric_of_a_script_whose_least_is_best_is_lost_upwards(tmp_path: Path) -> None:
+    spec = script_job(metric={"loss": METRIC["loss"]})
+    report = compared(tmp_path, TrainsScripts(), spec, methods=("lbt",), seeds=1)
+    assert report.less_is_better and row(report, "lbt", 128).gap == pytest.approx(0.2)
+
+
+def test_a_metric_that_no_training_told_is_said_to_be_missing(tmp_path: Path) -> None:
+    report = compared(tmp_path, TrainsScripts(told=False), script_job(), methods=("lbt",), seeds=1, controls=False)
+    assert (
+        "lbt, batch 64, seed 0: acc was nowhere to be found in what the script told (script.metric)" in report.warnings
+    )
+    assert (report.complete, row(report, "lbt", 64).gap, row(report, "lbt", 64).seeds) == (True, None, 0)
+    assert "-" in str(show_html_page.comparison(report, [], title="own"))
+
+
+def test_a_script_without_a_metric_is_not_compared(tmp_path: Path) -> None:
+    with pytest.raises(SpecError, match=r"no script\.metric") as told:
+        compared(tmp_path, TrainsScripts(), script_job(metric={}))
+    assert "script.metric: {top1:" in told.value.hint
+
+
+def test_seeds_of_a_script_have_to_reach_it(tmp_path: Path) -> None:
+    without = script_job(COMMAND.replace(" --seed {seed}", ""))
+    with pytest.raises(SpecError, match=r"2 seeds of a script whose command has no \{seed\}"):
+        compared(tmp_path, TrainsScripts(), without, seeds=2)
+    run = RunDir(tmp_path / "x")
+    grid = session.GridRequest(batches=(64,)).grid(run, without, None)
+    assert grid.seeds == 1 and session.GridRequest(batches=(64,)).grid(run, script_job(), None).seeds == 3
+    (told,) = services_compare.plan(run, without, grid, inspect=inspect, now=1.0).warnings
+    assert told.startswith("one seed: script.command has no {seed}")
+
+
+def test_methods_of_a_script_are_those_that_run_on_it() -> None:
+    assert set(services_compare.default_methods(script_job())) >= {"lbt", "lrs", "sqrt"}
+    own_scaling = script_job(COMMAND.replace(" --lr {lr}", ""), lr=None)
+    assert not {"lrs", "sqrt"} & set(services_compare.default_methods(own_scaling))
+    grid = session.GridRequest(batches=(64,)).grid(RunDir(Path("x")), own_scaling, None)
+    assert not grid.controls, "there is no learning rate to raise"
+    told = services_compare.plan(RunDir(Path("x")), own_scaling, grid, inspect=inspect, now=1.0).warnings
+    assert any("lbt-x2 and lbt-x4 are left out: script.command has no {lr}" in text for text in told)
+    with pytest.raises(SpecError) as error:
+        grid = dataclasses.replace(grid, methods=("lbt", "lrs", "lars", "lbt-x2"), seeds=1)
+        services_compare.plan(RunDir(Path("x")), own_scaling, grid, inspect=inspect, now=1.0)
+    problems = {problem.path: problem.message for problem in error.value.problems}
+    assert set(problems) == {"lrs", "lars", "lbt-x2"}
+    assert "neither {lr} nor {lr_factor}" in problems["lrs"] and "no {lr} that could be raised" in problems["lbt-x2"]
+
+
+def test_a_spec_that_scales_gradients_gives_the_plain_rows_none_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = script_job()
+    content = {**spec.model_dump(mode="json", exclude_unset=True), "ags": {"preset": "robust"}}
+    monkeypatch.setattr(JobSpec, "model_dump", lambda *_, **__: content)
+    services_compare.cell_spec(spec, "lrs", 0)  # where section ags would be refused

@@ -69,10 +69,16 @@ TrainNodes = Annotated[int | None, typer.Option(min=1, help="Nodes; else the rec
 TrainBatch = Annotated[int | None, typer.Option(min=1, help="Global batch; else the recommended one.")]
 Methods = Annotated[
     str | None,
-    typer.Option(metavar="A,B", help="Values of train.method, or lbt-x2, lbt-x4, sqrt, robust; lbt,lrs,lars,polo,ags."),
+    typer.Option(
+        metavar="A,B",
+        help="Values of train.method, or lbt-x2, lbt-x4, sqrt, robust; lbt,lrs,lars,polo,ags, of a script lbt,lrs,sqrt,ags.",
+    ),
 ]
 Batches = Annotated[str | None, typer.Option(metavar="N,M", help="Global batches; else the recommended one.")]
-Seeds = Annotated[int | None, typer.Option(min=1, help="How many seeds, from train.seed on (default: 3).")]
+Seeds = Annotated[
+    int | None,
+    typer.Option(min=1, help="How many seeds, from train.seed on (default: 3; 1 where a script takes none)."),
+]
 CompareNodes = Annotated[
     int | None, typer.Option(min=1, help="Nodes; else the recommended ones, else the fewest of search.nodes.")
 ]

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from tula_cli.cluster.scripts.values import learning_rate
 from tula_cli.errors import BadMeasurements, Problem, SpecError, require_positive
 from tula_cli.models.cost import price_words
 from tula_cli.plugins import nearest
@@ -21,6 +22,7 @@ from tula_cli.run.records.inspections import Inspection
 from tula_cli.run.records.results import Cell, Comparison
 from tula_cli.run.snapshot import Snapshot
 from tula_cli.services import train
+from tula_cli.services.comparison import scripted
 from tula_cli.services.train import TrainPlan
 from tula_cli.spec.job import JobSpec, misfit, warmup_epochs
 from tula_cli.spec.load import validate
@@ -29,6 +31,8 @@ from tula_cli.spec.signature import train_signature
 
 DEFAULT_METHODS = ("lbt", "lrs", "lars", "polo", "ags")
 """Those of the paper's Table I."""
+METHODS_OF_SCRIPTS = ("lbt", "lrs", "sqrt", "ags")
+"""The same for a script of the user's own, as far as it takes them."""
 REFERENCE = "lbt"
 """At train.reference_batch, with the learning rate that was tuned for it: the small batch of the comparison."""
 CONTROLS = ("lbt-x2", "lbt-x4")
@@ -46,7 +50,7 @@ class Variant:
     """A row of the table that is more than a method: what else it changes of the job."""
 
     method: str
-    lr: float = 1.0  # factor of optimizer.lr
+    lr: float = 1.0  # factor of optimizer.lr, or of script.reference.lr
     train: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     preset: str = ""  # of ags; of what else the job's section says only what its optimizer and ranks need is kept
 
@@ -108,11 +112,16 @@ def cell_spec(spec: JobSpec, method: str, seed: int) -> JobSpec:
     """
     variant = VARIANTS.get(method, Variant(method))
     content = spec.model_dump(mode="json", exclude_unset=True)
-    own = dict(content["train"])
+    own = dict(content.get("train", {}))
     if variant.method != spec.train.method or variant.method == REFERENCE:
         own.pop("lr_scaling", None)  # it was chosen for the job's own method: others scale as they do, lbt does not
     content["train"] = {**own, "method": variant.method, "seed": seed, **variant.train}
-    content["optimizer"] = {**content["optimizer"], "lr": spec.optimizer.lr * variant.lr}
+    if spec.script is not None and not METHODS[variant.method].reads_ags:
+        content.pop("ags", None)  # a script is not told what means nothing to it
+    if spec.script is None:
+        content["optimizer"] = {**content["optimizer"], "lr": spec.optimizer.lr * variant.lr}
+    elif variant.lr != 1.0:
+        content["script"] = scripted.with_lr(content["script"], spec.script, factor=variant.lr)
     if variant.preset:
         content["ags"] = {"preset": variant.preset, "consensus": spec.ags.consensus, "apply_to": spec.ags.apply_to}
     return validate(content, source=f"the job with method {method}")
@@ -161,13 +170,10 @@ def plan(run: RunDir, spec: JobSpec, grid: Grid, *, inspect: Inspect, now: float
 
     Raises:
         SpecError: a batch cannot be trained on that many nodes, is larger than the dataset, methods do not go with the
-            job's settings, or it has a script.
+            job's settings, or its script tells no metric or takes no seed.
     """
     if spec.script is not None:
-        raise SpecError(
-            "methods are compared in tula's own loop, and this job has a script",
-            "train it with each method by itself: tula train --set train.method=lrs",
-        )
+        scripted.require_comparable(spec.script, seeds=grid.seeds)
     inspect = functools.partial(once, inspect, {})
     _refuse_misfits(spec, grid)
     comparison = _comparison(run, spec, grid, now=now)
@@ -198,10 +204,28 @@ def has_ended(run: RunDir, cell: Cell) -> bool:
 
 def _refuse_misfits(spec: JobSpec, grid: Grid) -> None:
     """Refuse methods that do not go with the job's optimizer, all at once: in the queue each would fail for itself."""
-    found = {method: misfit(cell_spec(spec, method, spec.train.seed)) for method in grid.methods}
+    found = {method: why_not(spec, method) for method in grid.methods}
     problems = tuple(Problem(method, why) for method, why in found.items() if why)
     if problems:
         raise SpecError("methods: some do not go with the job", "leave them out", problems=problems)
+
+
+def why_not(spec: JobSpec, method: str) -> str:
+    """Return why a method cannot be a row of a job's comparison; empty where it can.
+
+    Args:
+        spec: the job.
+        method: of train.method, or a variant.
+
+    Raises:
+        SpecError: settings of tula's own loop do not go with it.
+    """
+    try:
+        return misfit(cell_spec(spec, method, spec.train.seed))
+    except SpecError as error:
+        if spec.script is None:
+            raise
+        return "; ".join(problem.message for problem in error.problems) or error.message
 
 
 def _doing_little(spec: JobSpec, grid: Grid) -> Iterator[str]:
@@ -209,6 +233,9 @@ def _doing_little(spec: JobSpec, grid: Grid) -> Iterator[str]:
     facts = [METHODS[method] for method in grid.methods if method in METHODS]
     if grid.nodes * spec.cluster.gpus_per_node == 1:
         yield from (own.on_one_gpu for own in facts if own.on_one_gpu)
+    if spec.script is not None:  # the warm-up is the script's own
+        yield from scripted.left_out(spec.script, controls=CONTROLS)
+        return
     for method in grid.methods:
         warmup = warmup_epochs(cell_spec(spec, method, spec.train.seed))
         if warmup >= spec.train.epochs:
@@ -228,7 +255,7 @@ def _comparison(run: RunDir, spec: JobSpec, grid: Grid, *, now: float) -> Compar
     found: dict[str, Cell] = {}
     for number in range(grid.seeds):
         seed = spec.train.seed + number
-        for method, batch in grid.rows(reference):
+        for method, batch in _rows(spec, grid):
             own = cell_spec(spec, method, seed)
             signature = train_signature(own, nodes=grid.nodes, batch=batch, code=code)
             is_reference = (method, batch) == (REFERENCE, reference)
@@ -238,6 +265,23 @@ def _comparison(run: RunDir, spec: JobSpec, grid: Grid, *, now: float) -> Compar
             # Two rows that are one and the same training (a variant that the job's own settings make) are one row.
             found.setdefault(signature, cell)
     return Comparison(**dataclasses.asdict(grid), cells=tuple(found.values()), created_at=now)
+
+
+def _rows(spec: JobSpec, grid: Grid) -> list[tuple[str, int]]:
+    """Return (method, batch) of every row; a script's without the controls that another row is at the same learning rate."""
+    rows = grid.rows(spec.train.reference_batch)
+    if spec.script is None or not scripted.takes_lr(spec.script):
+        return rows
+
+    def lr(method: str, batch: int) -> tuple[int, str]:
+        return batch, f"{learning_rate(cell_spec(spec, method, spec.train.seed), batch):.9g}"
+
+    plain = {lr(method, batch) for method, batch in rows if method not in CONTROLS and not _scales(method)}
+    return [row for row in rows if row[0] not in CONTROLS or lr(*row) not in plain]
+
+
+def _scales(method: str) -> bool:
+    return METHODS[VARIANTS.get(method, Variant(method)).method].scales
 
 
 def cell_plan(run: RunDir, spec: JobSpec, cell: Cell, inspect: Inspect) -> TrainPlan:
@@ -270,6 +314,13 @@ def default_nodes(run: RunDir, spec: JobSpec) -> int:
     """Return the recommended number of nodes, else the smallest that is searched."""
     found = run.recommendation()
     return found.choice.nodes if found is not None else min(spec.search.nodes)
+
+
+def default_methods(spec: JobSpec) -> tuple[str, ...]:
+    """Return what is compared unless something else is asked for."""
+    if spec.script is None:
+        return DEFAULT_METHODS
+    return tuple(method for method in METHODS_OF_SCRIPTS if not why_not(spec, method))
 
 
 def default_batches(run: RunDir) -> tuple[int, ...]:

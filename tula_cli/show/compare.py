@@ -1,5 +1,6 @@
 """What `tula compare` shows before it starts, and the table of its answer."""
 
+import math
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
@@ -72,9 +73,8 @@ def compared(found: "CompareReport", *, width: int, color: bool) -> Iterator["Re
         if found.complete or found.hours_left is None
         else f", about {duration(3600 * found.hours_left)} one after the other left"
     )
-    what = "top-1" if found.metric == "top1" else "loss"
     yield (
-        f"mean ± standard deviation over n seeds, after the last epoch; gap: {what} lost against lbt at batch"
+        f"mean ± standard deviation over n seeds, {moment_of(found)}; gap: {lost(found)} against lbt at batch"
         f" {found.reference_batch}, over the seeds of both; recovered: share of lbt's gap at the same batch, - where that"
         " is within the noise or not known (one seed, no lbt)"
     )
@@ -86,25 +86,49 @@ def compared(found: "CompareReport", *, width: int, color: bool) -> Iterator["Re
         yield Text.from_ansi(drawn)
 
 
+def heads(found: "CompareReport") -> tuple[str, ...]:
+    """Return the heads of the metrics' columns: a script's have its own names, and no unit."""
+    if found.of_script:
+        return tuple(metric.replace("best_", "best ", 1) for metric in found.columns)
+    return tuple({"top1": "top-1 (%)", "top5": "top-5 (%)"}.get(metric, metric) for metric in found.columns)
+
+
+def moment_of(found: "CompareReport") -> str:
+    """Return when the metrics are of."""
+    return "the last and the best that was told" if found.of_script else "after the last epoch"
+
+
+def lost(found: "CompareReport") -> str:
+    """Return what a gap above 0 is."""
+    if not found.of_script:
+        return "top-1 lost" if found.metric == "top1" else "loss added"
+    return f"{found.metric} added" if found.less_is_better else f"{found.metric} lost"
+
+
+def digits(found: "CompareReport", metric: str) -> int:
+    """Return the decimals that a metric is told with: of a script's own, whose unit nobody knows, four digits in all."""
+    if not found.of_script:
+        return 4 if metric == "loss" else 2
+    largest = max((abs(stat.mean) for row in found.rows if (stat := row.stat(metric))), default=0.0)
+    return max(0, 3 - math.floor(math.log10(largest))) if largest else 2
+
+
 def comparison_table(found: "CompareReport") -> "Table":
     """One row a method at a batch."""
     divisor, unit = time_unit(3600 * max((row.hours or 0.0 for row in found.rows), default=0.0))
-    accuracy = found.metric == "top1"
-    metrics = ("top-1 (%)", "top-5 (%)") if accuracy else ("loss",)
     shown = [row for row in found.rows if row.cells]
     made = table(
-        ("batch", "method", "n", *metrics, "gap", "recovered\n(%)", "samples", f"time\n({unit})", "note"),
-        left=(1, 6 + len(metrics) + 1),
+        ("batch", "method", "n", *heads(found), "gap", "recovered\n(%)", "samples", f"time\n({unit})", "note"),
+        left=(1, 6 + len(found.columns) + 1),
     )
     batch = None
     for row in shown:
-        stats = (row.top1, row.top5) if accuracy else (row.loss,)
         made.add_row(
             str(row.batch) if row.batch != batch else "",
             method_label(row.method, reference=row.reference),
             str(row.seeds),
-            *(spread(value, 2 if accuracy else 4) for value in stats),
-            "-" if row.gap is None else f"{row.gap:.{2 if accuracy else 4}f}",
+            *(spread(row.stat(metric), digits(found, metric)) for metric in found.columns),
+            "-" if row.gap is None else f"{row.gap:.{digits(found, found.metric)}f}",
             "-" if row.recovered is None else f"{100 * row.recovered:.0f}",
             "-" if row.samples is None else f"{row.samples:.0f}",
             "-" if row.hours is None else number(3600 * row.hours / divisor),

@@ -85,7 +85,7 @@ def comparison_plot(found: "CompareReport", *, width: int, color: bool) -> str:
         Curve(values[name], marker, shade)
         for name, marker, shade in zip(names, _cycle(MARKERS, names), _cycle(COLORS, names), strict=True)
     ]
-    title = "top-1 (%)" if found.metric == "top1" else "loss"
+    title = "top-1 (%)" if found.metric == "top1" and not found.of_script else found.metric
     drawn = _over_batches(title, curves, batches, width=width, height=18, color=color)
     legend = "   ".join(f"{marker} {name}" for marker, name in zip(_cycle(MARKERS, names), names, strict=True))
     return f"{drawn}\n{legend}"

@@ -34,9 +34,14 @@ def found(
     return told
 
 
+def less_is_better(name: str) -> bool:
+    """Return whether the name of a metric says that the least is the best: a loss, an error, a perplexity ..."""
+    return _LESS_IS_BETTER.search(name) is not None
+
+
 def best(name: str, values: Iterable[float]) -> float:
-    """Return the best of a metric's values: the least where its name says so (loss, error, perplexity ...), else the most."""
-    return (min if _LESS_IS_BETTER.search(name) else max)(values)
+    """Return the best of a metric's values: the least or the most, by its name."""
+    return (min if less_is_better(name) else max)(values)
 
 
 def _rows(path: Path, key: str) -> Iterator[object]:

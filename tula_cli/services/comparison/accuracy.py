@@ -5,8 +5,9 @@ import math
 import statistics
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
+from tula_cli.cluster.scripts.printed_metrics import less_is_better
 from tula_cli.run.directory import RunDir
 from tula_cli.run.frames import frame
 from tula_cli.run.records.results import Cell, Comparison
@@ -24,7 +25,8 @@ if TYPE_CHECKING:
 @dataclass(frozen=True)
 class CellReport:
     """One training. Accuracies are percentages after the last epoch; `batch` is the one it ended with; `samples` are all
-    that it trained on, in the branches of a self-tuning one too."""
+    that it trained on, in the branches of a self-tuning one too. `metrics` are what a script has told, in its own units: the
+    last of each, and the best under `best_`; of tula's own loop there are none, and of a script no accuracies."""
 
     cell: Cell
     state: State
@@ -36,10 +38,16 @@ class CellReport:
     batch: int | None = None
     samples: int | None = None
     hours: float | None = None
+    metrics: Mapping[str, float] = dataclasses.field(default_factory=dict)
 
     @property
     def finished(self) -> bool:
         return self.state in FINISHED
+
+    def value(self, metric: str) -> float | None:
+        """Return its top1, top5 or loss, or a script's own metric; None where it does not tell it."""
+        own = {"top1": self.top1, "top5": self.top5, "loss": self.loss}
+        return {**own, **self.metrics}.get(metric)
 
 
 @dataclass(frozen=True)
@@ -66,15 +74,17 @@ class Row:
     recovered: float | None = None  # share of lbt's gap at this batch; None where that is within the noise, or unknown
     samples: float | None = None  # mean
     hours: float | None = None  # mean, wall-clock time with all attempts
+    metrics: Mapping[str, Stat] = dataclasses.field(default_factory=dict)  # a script's own, by name
 
     def stat(self, metric: str) -> Stat | None:
-        found: Stat | None = getattr(self, metric)
-        return found
+        """Return its top1, top5 or loss, or a script's own metric; None where no training tells it."""
+        own = {"top1": self.top1, "top5": self.top5, "loss": self.loss}
+        return {**own, **self.metrics}.get(metric)
 
     @property
     def seeds(self) -> int:
         """How many seeds the means are over."""
-        known = self.top1 or self.loss
+        known = self.top1 or self.loss or next(iter(self.metrics.values()), None)
         return 0 if known is None else known.n
 
     def count(self, *states: State) -> int:
@@ -86,7 +96,8 @@ class CompareReport:
     """The table, whole or partial."""
 
     rows: tuple[Row, ...]
-    metric: Literal["top1", "loss"]  # what the gap is of: loss where there are no classes
+    metric: str  # what the gap is of: top1, loss where there are no classes, the first script.metric
+    columns: tuple[str, ...]  # the metrics that are told
     reference_batch: int
     nodes: int
     total: int
@@ -97,15 +108,25 @@ class CompareReport:
     def frame(self) -> "pd.DataFrame":
         """Return one row a method at a batch: seeds, mean and standard deviation of each metric, gap, hours."""
         columns = ("method", "batch", "reference", "seeds", "gap", "recovered", "samples", "hours")
-        return frame([{**{name: getattr(row, name) for name in columns}, **_spreads(row)} for row in self.rows])
+        own = dict.fromkeys(("top1", "top5", "loss", *self.columns))
+        return frame([{**{name: getattr(row, name) for name in columns}, **_spreads(row, own)} for row in self.rows])
+
+    @property
+    def of_script(self) -> bool:
+        """Whether the metrics are a script's own: their names and units are its, and beside the last there is the best."""
+        return f"best_{self.metric}" in self.columns
+
+    @property
+    def less_is_better(self) -> bool:
+        return less_is_better(self.metric)
 
     @property
     def complete(self) -> bool:
         return self.finished == self.total
 
 
-def _spreads(row: Row) -> dict[str, float | None]:
-    found = {name: row.stat(name) for name in ("top1", "top5", "loss")}
+def _spreads(row: Row, metrics: Iterable[str]) -> dict[str, float | None]:
+    found = {name: row.stat(name) for name in metrics}
     return {
         f"{name}_{of}": None if stat is None else getattr(stat, of)
         for name, stat in found.items()
@@ -124,28 +145,36 @@ def report(run: RunDir, comparison: Comparison, spec: JobSpec, *, jobs: Iterable
     """
     states, look = {job.id: job for job in jobs}, run.read()
     cells = [
-        _cell_report(look.training(cell.signature), cell, states.get(f"train-{cell.signature}"))
+        _cell_report(look.training(cell.signature), cell, states.get(f"train-{cell.signature}"), spec)
         for cell in comparison.cells
     ]
-    metric: Literal["top1", "loss"] = "top1" if any(cell.top1 is not None for cell in cells) else "loss"
-    if not any(cell.finished for cell in cells):
-        metric = "top1"
+    columns = _columns(cells, spec)
+    metric = columns[0]
     rows = _compared(_rows(cells), metric)
     took = durations(look, comparison)
     hours = {(row.method, row.batch): expected_hours((row.method, row.batch), took, {}) for row in rows}
     return CompareReport(
         rows=tuple(rows),
         metric=metric,
+        columns=columns,
         reference_batch=spec.train.reference_batch,
         nodes=comparison.nodes,
         total=len(cells),
         finished=sum(cell.finished for cell in cells),
         hours_left=total_hours([cell.cell for cell in cells if not cell.finished], hours),
-        warnings=tuple(_doubts(rows)),
+        warnings=tuple(_doubts(rows, metric)),
     )
 
 
-def _cell_report(training: TrainingRun, cell: Cell, job: JobStatus | None) -> CellReport:
+def _columns(cells: Sequence[CellReport], spec: JobSpec) -> tuple[str, ...]:
+    """Return the metrics that the table tells, the one that is compared first."""
+    if spec.script is not None:
+        return tuple(column for name in spec.script.metric for column in (name, f"best_{name}"))
+    finished = any(cell.finished for cell in cells)
+    return ("loss",) if finished and all(cell.top1 is None for cell in cells) else ("top1", "top5")
+
+
+def _cell_report(training: TrainingRun, cell: Cell, job: JobStatus | None, spec: JobSpec) -> CellReport:
     summary = training.summary()
     if summary is None:
         if attempt := training.diverged():
@@ -154,18 +183,24 @@ def _cell_report(training: TrainingRun, cell: Cell, job: JobStatus | None) -> Ce
             return CellReport(cell, "missing")
         return CellReport(cell, job.state, job.reason)
     result, tuning = training.result(), training.tuning()
-    loss = summary.metrics.get("eval_loss")
-    return CellReport(
+    known = CellReport(
         cell=cell,
+        state="done",
+        batch=summary.batch,
+        samples=None if result is None else result.samples + (tuning.samples if tuning is not None else 0),
+        hours=summary.actual_hours,
+    )
+    if spec.script is not None:
+        return dataclasses.replace(known, metrics=summary.metrics)
+    loss = summary.metrics.get("eval_loss")
+    return dataclasses.replace(
+        known,
         # Metrics hold finite numbers only: a loss that is missing was none.
         state="done" if loss is not None else "diverged",
         top1=summary.metrics.get("top1"),
         top5=summary.metrics.get("top5"),
         loss=loss,
         best_top1=summary.best_top1 if "top1" in summary.metrics else None,
-        batch=summary.batch,
-        samples=None if result is None else result.samples + (tuning.samples if tuning is not None else 0),
-        hours=summary.actual_hours,
     )
 
 
@@ -180,6 +215,7 @@ def _rows(cells: Sequence[CellReport]) -> list[Row]:
 
 def _row(own: Sequence[CellReport]) -> Row:
     cell, finished = own[0].cell, [report for report in own if report.finished]
+    names = dict.fromkeys(name for report in finished for name in report.metrics)
     return Row(
         method=cell.method,
         batch=cell.batch,
@@ -188,6 +224,7 @@ def _row(own: Sequence[CellReport]) -> Row:
         top1=stat(report.top1 for report in finished),
         top5=stat(report.top5 for report in finished),
         loss=stat(report.loss for report in finished),
+        metrics={name: told for name in names if (told := stat(report.value(name) for report in finished))},
         samples=_mean(report.samples for report in finished),
         hours=_mean(report.hours for report in finished),
     )
@@ -228,7 +265,7 @@ def _common(metric: str, *rows: Row | None) -> list[Stat | None]:
     A seed that diverged has no loss; of the others alone nothing is said.
     """
     values = [
-        {} if row is None else {cell.cell.seed: getattr(cell, metric) for cell in row.cells if cell.finished}
+        {} if row is None else {cell.cell.seed: cell.value(metric) for cell in row.cells if cell.finished}
         for row in rows
     ]
     seeds = set.intersection(*(set(found) for found in values))
@@ -240,7 +277,7 @@ def gap(reference: Stat | None, own: Stat | None, metric: str) -> float | None:
     """Return how much worse than the reference something is: above 0 is worse, whatever the metric."""
     if reference is None or own is None:
         return None
-    return own.mean - reference.mean if metric == "loss" else reference.mean - own.mean
+    return own.mean - reference.mean if less_is_better(metric) else reference.mean - own.mean
 
 
 def recovered(reference: Stat | None, plain: Stat | None, own: Stat | None, metric: str) -> float | None:
@@ -262,7 +299,7 @@ def _standard_error(*stats: Stat) -> float | None:
     return math.sqrt(sum((found.sd or 0.0) ** 2 / found.n for found in stats))
 
 
-def _doubts(rows: Iterable[Row]) -> Iterator[str]:
+def _doubts(rows: Iterable[Row], metric: str) -> Iterator[str]:
     for row in rows:
         smaller = sorted({cell.batch for cell in row.cells if cell.batch is not None and cell.batch != row.batch})
         if smaller:
@@ -270,6 +307,8 @@ def _doubts(rows: Iterable[Row]) -> Iterator[str]:
         for cell in row.cells:
             if cell.state in ENDED or (cell.state == "diverged" and cell.reason):
                 yield f"{cell.cell.words} {cell.state}: {cell.reason.strip().partition(chr(10))[0]}"
+            elif cell.state == "done" and cell.value(metric) is None:
+                yield f"{cell.cell.words}: {metric} was nowhere to be found in what the script told (script.metric)"
 
 
 # --- what it was like on the way, for the plots

@@ -12,7 +12,7 @@ from tula_cli.run.jobfile import adopt
 from tula_cli.run.records.results import Comparison, JobFile
 from tula_cli.services import compare, status
 from tula_cli.services.compare import ComparePlan, Grid
-from tula_cli.services.comparison import accuracy, trainings
+from tula_cli.services.comparison import accuracy, scripted, trainings
 from tula_cli.services.comparison.accuracy import CompareReport
 from tula_cli.services.events import ComparePlanned, ComparisonProgress, Note, WarningEvent, Work
 from tula_cli.services.train import part as part_to_train
@@ -38,12 +38,13 @@ class GridRequest:
             SpecError: a method that is none, or a number below 1.
         """
         controls = self.controls if self.controls is not None else known.controls if known else True
+        seeds = self.seeds if self.seeds is not None else known.seeds if known else scripted.default_seeds(spec.script)
         return Grid(
-            methods=self.methods or (known.methods if known else compare.DEFAULT_METHODS),
+            methods=self.methods or (known.methods if known else compare.default_methods(spec)),
             batches=self.batches or (known.batches if known else compare.default_batches(run)),
-            seeds=self.seeds if self.seeds is not None else known.seeds if known else 3,
+            seeds=seeds,
             nodes=self.nodes if self.nodes is not None else known.nodes if known else compare.default_nodes(run, spec),
-            controls=controls,
+            controls=controls and scripted.takes_lr(spec.script),
         )
 
 

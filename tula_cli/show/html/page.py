@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tula_cli.services.comparison.accuracy import CompareReport, Curve, Row
-from tula_cli.show.compare import comparison_note, spread
+from tula_cli.show.compare import comparison_note, digits, heads, lost, moment_of, spread
 from tula_cli.show.html.svg import COLORS, Frame, Point, Series, axes, chart, drawing, look, round_numbers, short
 from tula_cli.words import method_label, plural
 
@@ -50,6 +50,8 @@ def comparison(report: CompareReport, curves: Sequence[Curve], *, title: str) ->
 
 
 def _metric_words(report: CompareReport) -> str:
+    if report.of_script:
+        return report.metric
     return "Top-1 accuracy (%)" if report.metric == "top1" else "Loss"
 
 
@@ -71,19 +73,17 @@ def _section(title: str, charts: Sequence[str]) -> Iterator[str]:
 
 
 def _table(report: CompareReport) -> str:
-    accuracy = report.metric == "top1"
-    metrics = ("top-1 (%)", "top-5 (%)") if accuracy else ("loss",)
-    heads = ("batch", "method", "n", *metrics, "gap", "recovered (%)", "samples", "minutes", "note")
-    lines = ["<tr>" + "".join(f"<th>{head}</th>" for head in heads) + "</tr>"]
+    metrics = (html.escape(head) for head in heads(report))
+    columns = ("batch", "method", "n", *metrics, "gap", "recovered (%)", "samples", "minutes", "note")
+    lines = ["<tr>" + "".join(f"<th>{head}</th>" for head in columns) + "</tr>"]
     batch = None
     for row in report.rows:
-        digits = 2 if accuracy else 4
         cells = (
             str(row.batch),
             html.escape(method_label(row.method, reference=row.reference)),
             str(row.seeds),
-            *(spread(value, digits) for value in ((row.top1, row.top5) if accuracy else (row.loss,))),
-            "-" if row.gap is None else f"{row.gap:.{digits}f}",
+            *(spread(row.stat(metric), digits(report, metric)) for metric in report.columns),
+            "-" if row.gap is None else f"{row.gap:.{digits(report, report.metric)}f}",
             "-" if row.recovered is None else f"{100 * row.recovered:.0f}",
             "-" if row.samples is None else f"{row.samples:.0f}",
             "-" if row.hours is None else f"{60 * row.hours:.3g}",
@@ -96,11 +96,10 @@ def _table(report: CompareReport) -> str:
 
 
 def _explained(report: CompareReport) -> str:
-    lost = "top-1 lost" if report.metric == "top1" else "loss added"
     controls = any(row.method.startswith("lbt-x") for row in report.rows)
     return (
-        f"{report.finished} of {report.total} trainings. Mean ± sample standard deviation over n seeds, after the last"
-        f" epoch, on {plural(report.nodes)}. Gap: {lost} against lbt at batch"
+        f"{report.finished} of {report.total} trainings. Mean ± sample standard deviation over n seeds,"
+        f" {moment_of(report)}, on {plural(report.nodes)}. Gap: {lost(report)} against lbt at batch"
         f" {report.reference_batch}. Recovered: the share of lbt's gap at the same batch that a method wins back; - where"
         " that gap is within the noise of the seeds, or not known (one seed, no lbt)."
         + " lbt-x2 and lbt-x4 are controls: the plain large batch with a learning rate raised by hand."

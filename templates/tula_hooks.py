@@ -7,6 +7,7 @@
     tula.step(samples=len(x), loss=loss)              # at the end of each optimizer step
 
 This file is yours: keep it beside the script. It needs nothing, and outside of tula its functions do nothing.
+`small_batch(...)` is for gradient scaling in the paper's form alone.
 `trainer_callback()` (Hugging Face) and `lightning_callback()` save when tula asks, with the trainer's own means; the steps
 of both are seen without them.
 """
@@ -15,7 +16,7 @@ import importlib
 import os
 import sys
 
-__all__ = ["asked", "lightning_callback", "save", "saved", "step", "trainer_callback", "wrap"]
+__all__ = ["asked", "lightning_callback", "save", "saved", "small_batch", "step", "trainer_callback", "wrap"]
 
 
 def _shim():
@@ -34,6 +35,17 @@ _tula = _shim()
 def wrap(optimizer, model=None):
     """Tell which optimizer trains which model; return the optimizer."""
     return _tula.wrap(optimizer, model) if _tula else optimizer
+
+
+def small_batch(loss):
+    """Let gradient scaling (train.method: ags) take the gradient of a small batch. After `backward()`, in each step.
+
+    Args:
+        loss: n -> the mean loss on the first n samples of this rank's batch, by the module inside DistributedDataParallel:
+            `lambda n: loss_of(model.module(x[:n]), y[:n])`. It is called in the few steps that want it.
+    """
+    if _tula:
+        _tula.small_batch(loss)
 
 
 def step(samples, loss=None, lr=None):

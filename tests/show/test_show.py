@@ -16,6 +16,7 @@ from tula_cli.models import efficiency
 from tula_cli.models.efficiency import Noise
 from tula_cli.run.directory import RunDir
 from tula_cli.run.imports import Source
+from tula_cli.run.records.results import Scaled
 from tula_cli.services import profile
 from tula_cli.services import status as services_status
 from tula_cli.services.progress import listing
@@ -585,6 +586,16 @@ def test_the_summary_compares_predicted_with_actual():
 
 def test_the_summary_names_no_step_time_where_none_was_timed():
     assert re.search(r"step time \(ms\) +100 +- +- *\n", printed(show_train.summary(make.summary(actual_step=None))))
+
+
+def test_what_gradient_scaling_did_is_told_by_status_and_summary(run):
+    did = Scaled(steps=300, scaled=0.997, mean=1.3456, apply_to="update")
+    text = printed(show_train.summary(make.summary(scaled=did)))
+    assert "gradient scaling (of each update): factor 1.35 in 99.7 % of the steps" in text
+    assert "gradient scaling" not in printed(show_train.summary(make.summary()))
+    rows = make.metrics()
+    make.add_training(run, rows=[*rows, {**rows[-1], "ags": {"mean": 1.21, "scaled": 0.5}}])
+    assert "AGS factor 1.21 in 50.0 % of the steps" in show_status.training(snapshot(run).training)
 
 
 def test_the_summary_tells_the_energy_that_was_counted_and_of_how_much_of_the_time():

@@ -288,7 +288,13 @@ def test_a_job_without_a_script_is_written_as_ever() -> None:
     [
         ({"model": {"name": "resnet18"}}, "model mean nothing beside script"),
         ({"train": {"epochs": 3}}, "train.epochs means nothing to a script"),
-        ({"train": {"method": "ags"}}, "train.method ags acts inside"),
+        (
+            {"train": {"method": "polo"}},
+            "train.method polo acts inside of tula's own loop; for a script there are ags, lbt, lrs",
+        ),
+        ({"train": {"method": "lbt"}, "ags": {"delta": 0.1}}, "section ags means nothing to train.method lbt"),
+        ({"train": {"method": "ags"}, "ags": {"presett": "paper"}}, "ags.presett"),
+        ({"train": {"method": "ags"}, "ags": "robust"}, "ags"),
         ({"script": {**SECTION, "length": {}}}, "script.length"),
         ({"script": {"command": COMMAND}}, "script.reference"),
         ({"script": {**SECTION, "comand": "x"}}, "script.comand"),
@@ -301,6 +307,17 @@ def test_what_reaches_no_script_is_refused(changes: dict[str, object], words: st
     with pytest.raises(SpecError) as told:
         job(**changes)
     assert words in "\n".join([str(told.value), *(f"{p.path} {p.message} {p.hint}" for p in told.value.problems)])
+
+
+def test_gradient_scaling_of_a_script_is_robust_unless_it_says_otherwise() -> None:
+    spec = job(train={"method": "ags"})
+    assert (spec.ags.preset, spec.ags.resolved().source, spec.ags.apply_to) == ("robust", "local_norms", None)
+    assert job(train={"method": "ags"}, ags={"preset": "paper"}).ags.resolved().granularity == "element"
+    for written in (spec.model_dump(mode="json"), spec.model_dump(exclude_unset=True), yaml.safe_load(dump_yaml(spec))):
+        assert written["ags"]["preset"] == "robust"
+        assert validate(written, source="again").ags == spec.ags
+    typed = job(train={"method": "ags"}, node_types={"small": {"pricing": {"price": 1.0}}})
+    assert typed.of_type("small").ags == spec.ags
 
 
 def test_each_type_of_node_has_the_script() -> None:
@@ -332,6 +349,7 @@ def test_a_length_is_so_many_samples_at_every_batch(length: dict[str, int], tota
         ({"train": {"seed": 9}}, True, False),
         ({"script": {**SECTION, "metric": {"top1": "top1 ([0-9.]+)"}}}, True, True),
         ({"train": {"max_attempts": 3}}, True, True),
+        ({"train": {"method": "ags"}}, False, False),
     ],
 )
 def test_signatures_tell_what_a_measurement_and_a_training_depend_on(

@@ -248,6 +248,7 @@ def write_summary(run: RunDir, task: TrainTask) -> None:
             currency=task.spec.pricing.currency,
             causes=tuple(t.cause for t in tasks[1:]),
             tuning=result.tuning,
+            scaled=result.scaled,
         )
     )
 

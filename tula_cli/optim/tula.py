@@ -12,8 +12,8 @@ Line numbers in this package are those of Algorithm 1.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Literal
 
 import torch
@@ -194,7 +194,15 @@ class TulaOptimizer(Wrapper):
     # ---- the step
 
     def _update(self) -> None:
-        """One optimizer step (lines 4 to 10).
+        """One optimizer step (lines 4 to 10)."""
+        with self.around_base_step():
+            self.base.step()
+
+    @contextmanager
+    def around_base_step(self) -> Iterator[None]:
+        """Make one step of the base that is taken inside a step of AGS: for a base that somebody else steps.
+
+        To be entered and left with gradients disabled, on every rank. Left by an exception, the step was none.
 
         Raises:
             RuntimeError: the length of the epoch is not known, or the gate is to check the ranks and they disagree.
@@ -208,7 +216,7 @@ class TulaOptimizer(Wrapper):
         if self.max_grad_norm is not None and grads:
             clip_(list(grads.values()), self.max_grad_norm)
         with self._around_update(used, calm):
-            self.base.step()
+            yield
         self.factors.advance()
         self._n_steps += 1
 
@@ -241,7 +249,7 @@ class TulaOptimizer(Wrapper):
         """The base's state under "base", that of AGS under "ags"; loads with `torch.load(weights_only=True)`."""
         for before in self._optimizer_state_dict_pre_hooks.values():
             before(self)
-        state: dict[str, Any] = {"base": self.base.state_dict(), "ags": self._ags_state()}
+        state: dict[str, Any] = {"base": self.base.state_dict(), "ags": self.ags_state_dict()}
         for after in self._optimizer_state_dict_post_hooks.values():
             state = after(self, state) or state
         return state
@@ -261,11 +269,12 @@ class TulaOptimizer(Wrapper):
             state = before(self, state) or state
         _check_state(state)
         self.base.load_state_dict(state["base"])
-        self._load_ags(state["ags"])
+        self.load_ags_state_dict(state["ags"])
         for after in self._optimizer_load_state_dict_post_hooks.values():
             after(self)
 
-    def _ags_state(self) -> dict[str, Any]:
+    def ags_state_dict(self) -> dict[str, Any]:
+        """The part of `state_dict` that is not the base's, for a base whose own is kept elsewhere."""
         return {
             "version": VERSION,
             "n_steps": self._n_steps,
@@ -274,7 +283,13 @@ class TulaOptimizer(Wrapper):
             "factors": self.factors.state_dict(),
         }
 
-    def _load_ags(self, ags: Mapping[str, Any]) -> None:
+    def load_ags_state_dict(self, ags: Mapping[str, Any]) -> None:
+        """Continue from an `ags_state_dict()`, as `load_state_dict` does; the base has its own state by then.
+
+        Raises:
+            ValueError: it is of an unknown version.
+        """
+        _check_version(ags)
         self._n_steps, device = ags["n_steps"], self.setup.params[0].device
         void = ags["meaning"] != self._meaning()
         self.gate.load_state_dict(ags["gate"], steps=self._n_steps, device=None if void else device)
@@ -313,6 +328,10 @@ class TulaOptimizer(Wrapper):
 def _check_state(state: Mapping[str, Any]) -> None:
     if "base" not in state or "ags" not in state:
         raise ValueError('the state is not of a TulaOptimizer: it has no "base" and "ags"')
-    version = state["ags"].get("version")
+    _check_version(state["ags"])
+
+
+def _check_version(ags: Mapping[str, Any]) -> None:
+    version = ags.get("version")
     if version != VERSION:
         raise ValueError(f"the AGS state has version {version}, this program reads version {VERSION}")

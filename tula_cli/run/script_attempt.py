@@ -65,6 +65,10 @@ class ScriptAttempt:
         """Return what a rank of a training has written every few seconds, oldest first; half a line is left out."""
         return list(json_lines(self.path / f"steps-{rank}.jsonl"))
 
+    def notes(self, rank: int) -> list[str]:
+        """Return what a rank of a training has noted at its first step."""
+        return [row["text"] for row in self.rows(rank) if row["kind"] == "note"]
+
     def newest_row(self, rank: int) -> dict[str, Any]:
         """Return the last row of where a rank stands, if it is among the last lines: the file grows for days."""
         rows = reversed(list(json_lines(self.path / f"steps-{rank}.jsonl", last=TAIL)))

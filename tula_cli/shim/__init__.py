@@ -25,18 +25,24 @@ The plan (optional keys with what they stand for when left out):
                  script's own `finally` and atexit
     heartbeat    least seconds between two heartbeats (1.0);  row: between two rows of a training (10.0)
     save         true: look for requests to save (mode train);  checkpoint: the path that the callback is given
+    ags          adaptive gradient scaling around the script's optimizer, null for none: "code" (the folder with the package
+                 tula_ags: the optimizers, which need Python 3.10 and torch 2.6), "settings" (as a preset spells them),
+                 "apply_to" ("gradient", "update"; null: by the optimizer), "b_large", "b_small", "available" (samples that a
+                 rank computes at a time), "steps_per_epoch", "seed", "resumed" (whether it goes on from a checkpoint)
 
 Each rank writes, every JSON file whole or not at all:
 
     result-<rank>.json     when the probe is over ("why": "stopped"), the script ended by itself ("ended") or after an asked
                            save ("saved"): what was seen, a list per step. Seconds and bytes.
     failure-<rank>.json    an exception that nobody caught: class ("error"), traceback ("text"), rank (null where it is not
-                           known; the file is named by host and process then), "where": script or shim
+                           known; the file is named by host and process then), "where": script, shim, or method where
+                           what the plan asks for cannot be done in this script
     heartbeat-<rank>.json  from the first step on: "step", "samples", "stepped_at" (Unix time of the last step), "seconds"
                            (median of the last 100 steps), "alive_at" (of the last step or batch), "lost" (why the shim gave
                            up, else null: a training goes on without it)
-    steps-<rank>.jsonl     mode train: rows {"kind": "row"}: step, samples (of this rank), lr, loss, time; and {"kind": "gap"}:
-                           a step that held an evaluation, a save or a new epoch: step, samples, time, seconds, causes
+    steps-<rank>.jsonl     mode train: rows {"kind": "row"}: step, samples (of this rank), lr, loss, time, and "ags" (factors and
+                           shares since the last row, "so_far" of all steps); {"kind": "gap"}: a step that held an
+                           evaluation, a save or a new epoch: step, samples, time, seconds, causes; {"kind": "note"}: "text"
 
 A supervisor that wants a checkpoint writes `save.json`, {"then": "go on" | "stop"}, into the folder. All ranks see the
 request after the same step and call what `tula_hooks.save` was given; rank 0 then writes saved.json (step, samples, path)

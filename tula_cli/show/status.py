@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tula_cli.show.tables import by_type, long_table, or_dash, place_of, table
-from tula_cli.words import configuration, duration, first_line, moment, near, number, plural, time_unit
+from tula_cli.words import configuration, duration, first_line, moment, near, number, percent, plural, time_unit
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -161,6 +161,7 @@ def training(now: "TrainingStatus") -> str:
     parts += [f"loss {number(now.loss, 4)}"] if now.loss is not None else []
     parts += [f"top-1 {number(now.top1, 4)} %"] if now.top1 is not None else []
     parts += [f"lr {number(now.lr)}"] if now.lr is not None else []
+    parts += [f"AGS {scaling(now.ags['mean'], now.ags['scaled'])}"] if now.ags is not None else []
     parts += [_tuning(now.tuning)] if now.tuning is not None else []
     if now.step_time is not None:
         predicted = "" if now.predicted_step is None else f" (predicted {number(1000 * now.predicted_step)})"
@@ -171,6 +172,11 @@ def training(now: "TrainingStatus") -> str:
     elif now.eta is not None:
         parts.append(f"{duration(now.eta)} left")
     return ", ".join(parts)
+
+
+def scaling(mean: float, share: float) -> str:
+    """What gradient scaling did: its mean factor, and the share of the steps that it acted in."""
+    return f"factor {number(mean, 3)} in {percent(share)} % of the steps"
 
 
 def _tuning(now: "TuningStatus") -> str:

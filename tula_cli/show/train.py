@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from tula_cli.show.status import branches
+from tula_cli.show.status import branches, scaling
 from tula_cli.show.tables import table
 from tula_cli.words import configuration, duration, number, percent, plural, time_unit
 
@@ -100,6 +100,9 @@ def summary(found: "Summary") -> Iterator["RenderableType"]:
     yield made
     if found.actual_kwh is not None and (found.counted or 0.0) < WHOLE:
         yield f"energy was counted over {percent(found.counted)} % of the time: not while ranks start, nor up to a failure"
+    if found.scaled is not None:
+        did = scaling(found.scaled.mean, found.scaled.scaled)
+        yield f"gradient scaling (of each {found.scaled.apply_to}): {did}"
     if found.tuning is not None and found.tuning.chosen is not None:
         yield ""
         beside = f"{found.tuning.samples} samples in {len(found.tuning.branches)} branches beside the training"

@@ -23,8 +23,8 @@ def signature(spec: JobSpec, code: str = "") -> str:
         spec: the job.
         code: digest of the user's own code that the spec names; empty for none.
     """
-    train, cluster = spec.train, spec.cluster
-    parts: dict[str, Any] = _own_loop(spec) if spec.script is None else _script(spec.script, train)
+    cluster = spec.cluster
+    parts: dict[str, Any] = _own_loop(spec) if spec.script is None else _script(spec, spec.script)
     parts["cluster"] = cluster.model_dump(include={"kind", "gpus_per_node", "device", "memory_per_gpu", "interface"})
     if spec.node_types:  # where it runs is told by each type's own signature; a type more keeps the run
         parts = {**parts, "cluster": None, "node_types": True}
@@ -49,10 +49,12 @@ def _own_loop(spec: JobSpec) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _script(script: Script, train: Train) -> dict[str, Any]:
+def _script(spec: JobSpec, script: Script) -> dict[str, Any]:
     """Return what a step of a script depends on. What it is told of its learning rate and its length changes none."""
     own = script.model_dump(include={"command", "launch", "samples", "probe"})
-    return {"script": own, "train": train.model_dump(include={"accumulate", "workers"})}
+    parts = {"script": own, "train": spec.train.model_dump(include={"accumulate", "workers"})}
+    scaled = {"granularity", "consensus", "source", "apply_to", *_steps_refresh(spec)}
+    return {**parts, "ags": _ags(spec.ags, scaled)} if spec.train.facts.scales else parts
 
 
 def train_signature(spec: JobSpec, *, nodes: int, batch: int, code: str = "") -> str:
@@ -91,7 +93,8 @@ def _script_training(spec: JobSpec, script: Script, where: Mapping[str, Any]) ->
     """Return what changes the weights of a script: all that it is told."""
     own = script.model_dump(exclude={"probe", "metric", "save", "samples", "resume"})
     told = spec.train.model_dump(include={"method", "lr_scaling", "accumulate", "seed"})
-    return digest({"script": own, "train": told, "gpus_per_node": spec.cluster.gpus_per_node, **where})
+    ags = {"ags": spec.ags.model_dump()} if spec.train.facts.scales else {}
+    return digest({"script": own, "train": told, **ags, "gpus_per_node": spec.cluster.gpus_per_node, **where})
 
 
 def cluster_signature(cluster: Cluster) -> str:

@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from tula_cli.cluster.exit_reason import ExitReason
 from tula_cli.cluster.scripts import watch
 from tula_cli.cluster.scripts.script_training import ScriptTraining
-from tula_cli.cluster.scripts.settle import take_up
+from tula_cli.cluster.scripts.settle import settled, take_up
 from tula_cli.cluster.scripts.watch import ScriptWatch
 from tula_cli.run.directory import RunDir
 from tula_cli.run.records.jobs import Attempt, LeaderCommand
@@ -144,6 +145,36 @@ def test_a_training_whose_shim_gave_up_goes_on(run: RunDir) -> None:
     watched = watching(run, 2)
     watched.follow()
     assert run.failures("train-x-1", 1) == [] and watched.stuck() is None
+
+
+def test_a_method_that_cannot_train_a_script_fails_it_even_where_it_ends_well(run: RunDir) -> None:
+    folder = ScriptAttempt(run.path, "train-x-1", 1).path
+    folder.mkdir(parents=True)
+    why = "train.method ags: the script's 2 ranks train without DistributedDataParallel"
+    told = {"version": 1, "task": "train-x-1", "attempt": 1, "rank": 0, "host": "h", "pid": 1, "where": "method"}
+    error = "tula_shim.hooks.ags_steps.CannotScaleError"
+    told |= {"error": error, "text": f"{error}: {why}\n", "step": 0, "failed_at": STARTED}
+    (folder / "failure-0.json").write_text(json.dumps(told))
+    own, command = task(run, "train-x-1", 16), LeaderCommand(task="train-x-1", attempt=1, ranks=1, batch=16)
+    found = settled(run, own, command, ExitReason(None))
+    assert (found.outcome, found.message) == ("user", why)
+    assert run.training("x").result() is None
+    ScriptWatch(run, own, command, range(1)).follow()
+    (failure,) = run.failures("train-x-1", 1)
+    assert (failure.outcome, failure.message) == ("user", why)
+
+
+def test_what_a_rank_notes_at_its_first_step_is_a_warning_once(run: RunDir) -> None:
+    note: dict[str, object] = {"kind": "note", "step": 1, "samples": 16, "time": STARTED, "text": "AGS is the identity"}
+    tells(run, "train-x-1", note, row("row", 9, STARTED) | {"ags": {"mean": 1.2}}, step=9)
+    own, command = task(run, "train-x-1", 16), LeaderCommand(task="train-x-1", attempt=1, batch=16)
+    training, attempt = ScriptTraining(run, own), ScriptAttempt(run.path, "train-x-1", 1)
+    assert training.follow(attempt, command, after=0) == 9
+    heartbeat(run, "train-x-1", 0, step=12)
+    assert training.follow(attempt, command, after=9) == 12
+    rows = run.training("x").metrics()
+    assert [one["message"] for one in rows if one["kind"] == "warning"] == ["AGS is the identity"]
+    assert [one["ags"]["mean"] for one in rows if one["kind"] == "step"] == [1.2, 1.2]
 
 
 def test_a_probe_that_was_overdue_without_a_step_says_so(run: RunDir) -> None:

@@ -8,13 +8,18 @@ import pytest
 
 from tula_cli.cluster.allocation import Allocation
 from tula_cli.cluster.rank_start import first_rank, rendezvous
-from tula_cli.cluster.scripts.start import ScriptStart, copy_shim, preview
+from tula_cli.cluster.scripts import scaled
+from tula_cli.cluster.scripts.copies import copy_shim
+from tula_cli.cluster.scripts.start import ScriptStart, preview
 from tula_cli.cluster.slurm import sbatch
+from tula_cli.errors import JobFailed
 from tula_cli.run.directory import RunDir
 from tula_cli.run.records.jobs import LeaderCommand
+from tula_cli.run.records.results import Scaled
 from tula_cli.run.records.tasks import ProbeTask, Rung, TrainTask
 from tula_cli.spec.load import validate
 
+AGS: dict[str, Any] = {"how": {"method": "ags", "accumulate": 2}}
 SLURM: dict[str, Any] = {"kind": "slurm", "gpus_per_node": 2, "slurm": {"cpus_per_task": 6}}
 
 
@@ -26,13 +31,20 @@ def start(
     batch: int = 32,
     train: bool = False,
     checkpoint: str = "",
+    how: dict[str, Any] | None = None,
     **job: Any,
 ) -> ScriptStart:
     """Return how a supervisor starts a script: on this machine, or as the one of an index in an allocation."""
     reference = {"batch": 16} | ({"lr": 0.1} if "{lr}" in command else {})
     script = {"command": command, "length": {"epochs": 3}, "dataset_size": 100, "reference": reference}
     spec = validate(
-        {"script": script | job.pop("script", {}), "search": {"nodes": [2], "warmup_steps": 4}, **job}, source="test"
+        {
+            "script": script | job.pop("script", {}),
+            "search": {"nodes": [2], "warmup_steps": 4},
+            "train": how or {},
+            **job,
+        },
+        source="test",
     )
     common: dict[str, Any] = {"spec": spec, "workdir": str(folder), "nodes": 2}
     task = (
@@ -129,6 +141,35 @@ def test_the_plan_says_what_was_claimed(tmp_path: Path) -> None:
     assert (told.expected.accumulate, told.expected.lr) == (1, 0.1)
     silent = start(tmp_path, "a.py {batch}").plan()
     assert (silent.expected.accumulate, silent.expected.lr) == (None, None)
+
+
+def test_the_plan_of_a_method_that_scales_has_its_settings_and_the_library(tmp_path: Path) -> None:
+    told = start(tmp_path, "a.py {micro_batch} {accumulate}", train=True, batch=64, **AGS).plan().ags
+    assert told is not None and (Path(told.code) / "tula_ags" / "presets.py").exists()
+    assert (told.b_large, told.b_small, told.available, told.apply_to, told.resumed) == (64, 16, 16, None, False)
+    assert told.settings["source"] == "local_norms" and told.settings["refresh"] == {"every": 1}
+    assert start(tmp_path, "a.py {batch}").plan().ags is None
+
+
+def test_factors_of_an_epoch_need_its_length(tmp_path: Path) -> None:
+    paper = {**AGS, "ags": {"preset": "paper"}}
+    told = start(tmp_path, "a.py {batch}", train=True, checkpoint="/x", **paper).plan().ags
+    assert told is not None and told.resumed and told.steps_per_epoch == 100 // 32
+    probe = start(tmp_path, "a.py {batch}", **paper).plan().ags
+    assert probe is not None and probe.steps_per_epoch == scaled.NEVER, "a probe times plain steps"
+    with pytest.raises(JobFailed, match="nothing tells how many samples"):
+        start(tmp_path, "a.py {batch}", train=True, script={"dataset_size": "auto"}, **paper).plan()
+
+
+def test_what_was_scaled_is_told_over_all_attempts() -> None:
+    def row(steps: float, share: float, mean: float) -> dict[str, Any]:
+        so_far = {"apply_to": "update", "steps": steps, "scaled": share, "mean": mean}
+        return {"kind": "row", "ags": {"mean": 9.0, "so_far": so_far}}
+
+    found = scaled.applied([row(10.0, 0.5, 1.0), {}, row(30.0, 1.0, 1.4)])
+    assert found == Scaled(steps=40, scaled=0.875, mean=found.mean if found else 0.0, apply_to="update")
+    assert found is not None and found.mean == pytest.approx(1.3)
+    assert scaled.applied([{}, {"kind": "row"}]) is None
 
 
 def test_the_first_command_can_be_seen_before_anything_is_written(tmp_path: Path) -> None:

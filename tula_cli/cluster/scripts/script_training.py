@@ -9,6 +9,7 @@ from typing import Any
 from tula_cli.cluster.exit_reason import ExitReason
 from tula_cli.cluster.rank_start import world_size
 from tula_cli.cluster.scripts import checkpoints, printed_metrics
+from tula_cli.cluster.scripts.scaled import applied
 from tula_cli.cluster.scripts.values import Place, learning_rate, own, values
 from tula_cli.run.directory import RunDir
 from tula_cli.run.files import append_json_line
@@ -114,6 +115,8 @@ class ScriptTraining:
         beat = attempt.heartbeat(0)
         if beat is None or beat.step <= after:
             return after
+        for note in attempt.notes(0) if after == 0 else ():
+            self._add("warning", self.base(command)[0], message=note)
         row = attempt.newest_row(0)
         samples, steps = self._reached(command, beat.step, beat.samples)
         left = None if self.total is None else max(0, self.total - samples) / self.task.batch * beat.seconds
@@ -125,6 +128,7 @@ class ScriptTraining:
             lr=row.get("lr"),
             step_time=beat.seconds,
             eta=left,
+            **({"ags": row["ags"]} if "ags" in row else {}),
         )
         return beat.step
 
@@ -210,6 +214,7 @@ class ScriptTraining:
                 best_epoch=0,
                 step_time=seconds or None,
                 finished_at=time.time(),
+                scaled=applied(ScriptAttempt(self.run.path, one.task, one.number).newest_row(0) for one in attempts),
             )
         )
 

@@ -53,6 +53,8 @@ def settled(run: RunDir, task: Task, command: LeaderCommand, reason: ExitReason)
     """
     if not runs_script(task):
         return reason
+    if refused := _refused(ScriptAttempt(run.path, task.id, command.attempt)):
+        return dataclasses.replace(reason, outcome="user", message=refused)
     if isinstance(task, TrainTask):
         return ScriptTraining(run, task).settled(command, reason)
     from tula_cli.cluster.scripts.measurement import NotMeasured, measured  # numpy: not for each command, nor each rank
@@ -69,6 +71,12 @@ def settled(run: RunDir, task: Task, command: LeaderCommand, reason: ExitReason)
     except NotMeasured as error:
         return dataclasses.replace(reason, outcome="user", message=str(error))
     return ExitReason(None)
+
+
+def _refused(attempt: ScriptAttempt) -> str:
+    """Return why the method cannot train this script, which may have gone on, and ended well, all the same."""
+    told = (failure for failure in attempt.failures() if failure.where == "method")
+    return next((failure.words for failure in told), "")
 
 
 def _results(attempt: ScriptAttempt, ranks: int, *, patient: bool) -> list[RankResult]:

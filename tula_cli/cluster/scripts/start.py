@@ -1,10 +1,7 @@
 """What a supervisor starts a script with: the command line of each process, its environment, and the shim's plan."""
 
-import hashlib
 import os
 import shlex
-import shutil
-import socket
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,14 +9,15 @@ from pathlib import Path
 from tula_cli.cluster.allocation import Allocation
 from tula_cli.cluster.forkserver import Start
 from tula_cli.cluster.rank_start import runs_script, world_size
-from tula_cli.cluster.scripts import values
+from tula_cli.cluster.scripts import scaled, values
+from tula_cli.cluster.scripts.copies import copy_shim
 from tula_cli.cluster.scripts.script_training import ScriptTraining
 from tula_cli.cluster.scripts.values import Place, own
 from tula_cli.cluster.slurm import sbatch
 from tula_cli.host.devices import has_gpu
 from tula_cli.host.network import variables
 from tula_cli.run.directory import RunDir
-from tula_cli.run.files import cannot_write, publish
+from tula_cli.run.files import cannot_write
 from tula_cli.run.records.jobs import LeaderCommand
 from tula_cli.run.records.shim import Expected, ShimPlan
 from tula_cli.run.records.tasks import CheckTask, Task, TrainTask
@@ -28,7 +26,6 @@ from tula_cli.run.source.command_file import in_snapshot, snapshot_path
 from tula_cli.spec.scripts.own_script import Script
 from tula_cli.spec.scripts.placeholders import fill, render
 
-SHIM = Path(__file__).resolve().parents[2] / "shim"
 MOST_STEPS = 1000
 """Timed steps of a probe whose steps take next to nothing."""
 ROW_SECONDS = 2.0
@@ -116,7 +113,11 @@ class ScriptStart:
             row=ROW_SECONDS,
             save=script.save == "hooks",
             checkpoint=self._saved_by_hooks(script),
+            ags=scaled.ags_plan(self.run, self.task, self.command, dataset_size=self._dataset_size()),
         )
+
+    def _dataset_size(self) -> int | None:
+        return ScriptTraining(self.run, self.task).dataset_size if isinstance(self.task, TrainTask) else None
 
     def _saved_by_hooks(self, script: Script) -> str:
         """Return the path that the script's callback is given: as resume.checkpoint finds it, where that is one path."""
@@ -215,29 +216,3 @@ def preview(run: RunDir, task: Task) -> str:
     command = LeaderCommand(task=task.id, attempt=1, ranks=world, meeting="127.0.0.1:0", batch=batch)
     start = ScriptStart(run, Allocation(0, 1, environ={}), task, command)
     return shlex.join(start.argv(start.places()[0]))
-
-
-def copy_shim(run: Path) -> Path:
-    """Copy the shim into a run, where it is not there yet; return its folder. Containers see the run, not tula.
-
-    Raises:
-        OSError: it cannot be written.
-    """
-    files = sorted(path for path in SHIM.rglob("*.py"))
-    found = hashlib.sha256()
-    for path in files:
-        found.update(f"{path.relative_to(SHIM)}\0".encode() + path.read_bytes())
-    place = (run / "script" / f"shim-{found.hexdigest()[:8]}").absolute()
-    if place.is_dir():
-        return place
-    draft = place.with_name(f".{place.name}.{socket.gethostname()}.{os.getpid()}")
-    shutil.rmtree(draft, ignore_errors=True)
-    for path in files:
-        copy = draft / path.relative_to(SHIM)
-        copy.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(path, copy)
-    try:
-        publish(draft, place)
-    finally:
-        shutil.rmtree(draft, ignore_errors=True)
-    return place

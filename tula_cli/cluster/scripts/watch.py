@@ -89,16 +89,16 @@ class ScriptWatch:
                 self.run.write_failure(self._failure(seen, rank))
 
     def _failure(self, seen: ScriptFailure, rank: int) -> Failure:
-        of_shim = seen.where == "shim"
-        last = (seen.text.strip().splitlines() or [seen.error])[-1].strip()
+        own = seen.where != "script"
+        shims_fault = "measuring the script failed (this is tula's fault): " if seen.where == "shim" else ""
         return Failure(
             task=self.task.id,
             attempt=self.command.attempt,
             rank=rank,
             host=node_name(),
             pid=seen.pid,
-            outcome="user" if of_shim else classify(seen.text, exit_code=1, device=computed_on(self.run, self.task)),
-            message=f"measuring the script failed (this is tula's fault): {last}" if of_shim else last,
+            outcome="user" if own else classify(seen.text, exit_code=1, device=computed_on(self.run, self.task)),
+            message=shims_fault + seen.words,
             detail=seen.text,
             local_batch=self.command.batch // self.command.ranks,
             failed_at=seen.failed_at,

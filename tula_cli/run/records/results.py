@@ -1,5 +1,7 @@
 """What trainings tell: results, tuning, summaries, comparisons."""
 
+from typing import Literal
+
 from tula_cli.run.records.base import Record
 from tula_cli.spec.ags import Arm
 
@@ -44,6 +46,15 @@ class Tuning(Record):
         return sum(branch.samples for branch in self.branches) + self.beginning + self.lost
 
 
+class Scaled(Record):
+    """What adaptive gradient scaling did in a training by a script."""
+
+    steps: int  # optimizer steps, over all attempts
+    scaled: float  # share of them that were scaled
+    mean: float  # factor, over steps and tensors or elements
+    apply_to: Literal["gradient", "update"]
+
+
 class TrainResult(Record):
     """The end of a training run, written by rank 0 once, when the last epoch is evaluated and saved."""
 
@@ -59,6 +70,7 @@ class TrainResult(Record):
     step_time: float | None  # seconds, over all epochs at the last batch; None where all refreshed AGS
     finished_at: float
     tuning: Tuning | None = None  # of method auto
+    scaled: Scaled | None = None  # of a script, where the method scales
 
 
 class ScriptProgress(Record):
@@ -105,6 +117,7 @@ class Summary(Record):
     currency: str
     causes: tuple[str, ...]  # why each relaunch happened
     tuning: Tuning | None = None  # of method auto
+    scaled: Scaled | None = None  # of a script, where the method scales
 
 
 class Cell(Record):

@@ -1,6 +1,6 @@
 """What passes between tula and a script of the user's own: the shim's plan and what its ranks write (tula_cli/shim)."""
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
@@ -17,6 +17,20 @@ class Expected(Record):
     batch: int | None = None
     accumulate: int | None = None  # micro-batches an optimizer step
     lr: float | None = None
+
+
+class AgsPlan(Record):
+    """What the shim is told of adaptive gradient scaling around the script's optimizer."""
+
+    code: str  # the folder in which the library is
+    settings: dict[str, Any]  # all of section ags that makes factors and gate, as a preset spells it
+    apply_to: Literal["gradient", "update"] | None  # None: as the script's optimizer needs
+    b_large: Positive  # samples of a step, over all ranks
+    b_small: Positive
+    available: Positive  # samples that a rank computes at a time
+    steps_per_epoch: Positive
+    seed: int
+    resumed: bool  # whether the script goes on from a checkpoint
 
 
 class ShimPlan(Record):
@@ -38,6 +52,7 @@ class ShimPlan(Record):
     row: float = 10.0
     save: bool = False
     checkpoint: str = ""
+    ags: AgsPlan | None = None
 
 
 class ScriptStep(Record):
@@ -131,11 +146,17 @@ class ScriptFailure(Record):
     rank: int | None
     host: str
     pid: int
-    where: Literal["script", "shim"]
+    where: Literal["script", "shim", "method"]  # method: what tula was to do in the script cannot be done there
     error: str  # full name of the exception's class
     text: str  # traceback
     step: int
     failed_at: float
+
+    @property
+    def words(self) -> str:
+        """The last line of the traceback; of what tula itself says, without its class."""
+        last = (self.text.strip().splitlines() or [self.error])[-1].strip()
+        return last.removeprefix(f"{self.error}: ") if self.where == "method" else last
 
 
 class Heartbeat(Record):

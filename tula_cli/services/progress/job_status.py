@@ -1,9 +1,9 @@
 """How far each job is: its state by the scheduler and by its files."""
 
 import itertools
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from tula_cli.cluster.relaunch import leaves_allocation
 from tula_cli.cluster.slurm.queue import SchedulerState
@@ -90,6 +90,7 @@ class TrainingStatus:
     tuning: TuningStatus | None = None  # of method auto
     kwh: float | None = None  # counted so far; None where the GPUs have no counter
     samples_asked: int | None = None  # of a script whose length is in samples or steps
+    ags: Mapping[str, Any] | None = None  # what gradient scaling last told of itself ("mean" factor, share "scaled")
 
 
 Results = dict[str, Measured | OutOfMemory | Failed]

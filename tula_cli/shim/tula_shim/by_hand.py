@@ -10,11 +10,21 @@ from .stopping import insist, stop
 
 
 def wrap(optimizer: Any, model: Any = None) -> Any:
-    """Take note of an optimizer, torch's or not, and of the parameters of the model; return it."""
+    """Take note of an optimizer, torch's or not, and of the parameters of the model; return it. AGS acts on it, if any does."""
     counted = [parameter.numel() for parameter in model.parameters()] if hasattr(model, "parameters") else None
     found = {"name": full_name(optimizer), "elements": sum(counted) if counted is not None else None}
-    recorder().optimizers.declared = found
+    mine = recorder()
+    mine.optimizers.declared = found
+    if mine.ags is not None:
+        mine.ags.declare(optimizer, model)
     return optimizer
+
+
+def small_batch(loss: Callable[[int], Any]) -> None:
+    """Give AGS the loss on some samples, from which it takes the small batch's gradient where it wants one."""
+    mine = recorder()
+    if mine.ags is not None:
+        mine.ags.offer(loss)
 
 
 def step(samples: float | None, loss: Any, lr: Any) -> None:

@@ -10,7 +10,8 @@ import os
 import sys
 from typing import Any, Callable
 
-from .hooks import batches, ddp_split, failing
+from .hooks import ags_hooks, batches, ddp_split, failing
+from .hooks.ags_steps import AgsSteps
 from .hooks.batches import Delivered
 from .hooks.optimizers import learning_rate
 from .plan import PlanError, read_plan
@@ -53,6 +54,8 @@ def install() -> None:
     except PlanError as error:
         sys.exit(str(error))
     mine.hooked = True
+    if mine.ags is not None:
+        _hook_ags(mine)
     _hook_optimizers(mine)
     _hook_backward(mine)
     _hook_gaps(mine)
@@ -74,6 +77,14 @@ def _counting(mine: Recorder) -> Callable[[], Delivered | None]:
         return mine.delivered
 
     return counts
+
+
+def _hook_ags(mine: Recorder) -> None:
+    def ags() -> AgsSteps:
+        assert mine.ags is not None
+        return mine.ags
+
+    ags_hooks.listen(ags)
 
 
 def _hook_optimizers(mine: Recorder) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 VARIABLE = "TULA_PLAN"
 VERSION = 1
 STEPS = 15
+AGS = {"code", "settings", "apply_to", "b_large", "b_small", "available", "steps_per_epoch", "seed", "resumed"}
 
 
 class PlanError(ValueError):
@@ -36,6 +37,7 @@ class Plan:
     row: float
     save: bool
     checkpoint: str
+    ags: dict[str, Any] | None
 
     @property
     def training(self) -> bool:
@@ -77,6 +79,9 @@ def _checked(path: str, given: dict[str, Any]) -> Plan:
     expected = given.get("expected")
     if not isinstance(expected, (dict, type(None))):
         raise PlanError(f"tula: expected is {expected!r} in the plan {path}; a mapping or null is needed")
+    ags = given.get("ags")
+    if ags is not None and (not isinstance(ags, dict) or AGS - ags.keys()):
+        raise PlanError(f"tula: ags is {ags!r} in the plan {path}; null or all of {', '.join(sorted(AGS))} are needed")
     steps = int(number("steps", STEPS, 1))
     low = int(number("min_steps", steps, 1))
     return Plan(
@@ -95,4 +100,5 @@ def _checked(path: str, given: dict[str, Any]) -> Plan:
         row=number("row", 10.0, 0.0),
         save=bool(given.get("save", False)),
         checkpoint=str(given.get("checkpoint", "")),
+        ags=ags,
     )

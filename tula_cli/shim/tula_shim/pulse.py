@@ -7,7 +7,7 @@ import socket
 import statistics
 import time
 from collections import deque
-from typing import Any
+from typing import Any, Callable
 
 from .output import append_row, write_json
 from .plan import Plan
@@ -29,6 +29,8 @@ class Pulse:
         self._stepped_at = 0.0
         self._recent: deque[float] = deque(maxlen=REMEMBERED)
         self._newest: dict[str, Any] = {}
+        self.more: Callable[[], dict[str, Any]] = dict
+        """What else a row tells."""
 
     @property
     def median(self) -> float:
@@ -80,7 +82,11 @@ class Pulse:
     def close(self) -> None:
         """Write a row of where the training stands. A tensor on a GPU is waited for, here alone."""
         newest = {name: None if value is None else float(value) for name, value in self._newest.items()}
-        self._append(kind="row", step=self.step, samples=self.samples, time=time.time(), **newest)
+        self._append(kind="row", step=self.step, samples=self.samples, time=time.time(), **newest, **self.more())
+
+    def note(self, step: int, text: str) -> None:
+        """Write what is to be known of the training."""
+        self._append(kind="note", step=step, samples=self.samples, time=time.time(), text=text)
 
     def _append(self, **row: Any) -> None:
         append_row(self.plan.folder / f"steps-{self.rank}.jsonl", row)

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 from .agreement import NoStoreError, agree
 from .clocks import HostClock, Mark, clock, peak, process_age, reset_peak
+from .hooks.ags_steps import AgsSteps
 from .hooks.batches import Delivered
 from .hooks.ddp_split import DdpSplit
 from .hooks.optimizers import Optimizers
@@ -49,6 +50,7 @@ class Recorder:
         self.delivered = Delivered()
         self.split = DdpSplit()
         self.requests = Requests(self.plan)
+        self.ags = AgsSteps(self.plan, self.split) if self.plan.ags is not None else None
         self.restart()
 
     def restart(self, *, by_hand: bool = False) -> None:
@@ -66,6 +68,8 @@ class Recorder:
         self.peaks: dict[str, dict[str, int]] = {}
         self.intervals: dict[str, list[Interval]] = {}
         self.pulse = Pulse(self.plan)
+        if self.ags is not None:
+            self.pulse.more = self.ags.report
         self._told: float | None = None
         self._trouble: OSError | None = None
         self._clock: HostClock = HostClock()
@@ -119,6 +123,7 @@ class Recorder:
         if self.step == 0:
             self._first_step()
         self.step += 1
+        self._take_notes()
         counts = self.delivered.take()
         if samples is not None:
             self._told = (self._told or 0) + samples
@@ -139,6 +144,13 @@ class Recorder:
         self.startup = process_age()
         self._clock = clock()
         self.pulse.rank = self.rank
+
+    def _take_notes(self) -> None:
+        for text in self.ags.said() if self.ags is not None else ():
+            if self.plan.training:
+                self.pulse.note(self.step, text)
+            else:
+                self.notes.append(text)
 
     def _keep(self, counts: dict[int, list[float]], samples: float | None) -> None:
         end = self.mark()

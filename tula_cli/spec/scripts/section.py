@@ -4,16 +4,17 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+from tula_cli.spec.methods import METHODS
 from tula_cli.spec.scripts.own_script import Script
 from tula_cli.spec.sections import Dataset, Model, Optimizer
 from tula_cli.words import plural
 
-OWN_LOOP = ("model", "dataset", "transforms", "loss", "optimizer", "schedule", "ags", "auto")
+OWN_LOOP = ("model", "dataset", "transforms", "loss", "optimizer", "schedule", "auto")
 """Sections of tula's own loop: a script builds all of it by itself."""
 TRAIN = {"method", "lr_scaling", "accumulate", "seed", "workers", "max_attempts"}
 """Settings of section train that reach a script: by placeholders, or because they are about starting it."""
-METHODS = ("lbt", "lrs")
-"""What is done to the learning rate on the command line. The other methods reach into the loop."""
+PRESET = "robust"
+"""Of section ags: the one that acts without a line of the script changed."""
 
 
 def filled(content: Mapping[str, Any]) -> dict[str, Any]:
@@ -35,19 +36,29 @@ def filled(content: Mapping[str, Any]) -> dict[str, Any]:
             f"train.{unknown[0]} means nothing to a script, whose command says what it does; of section train it has"
             f" {', '.join(sorted(TRAIN))}"
         )
-    if (method := train.setdefault("method", "lbt")) not in METHODS:
+    method = train.setdefault("method", "lbt")
+    if method not in (there_are := [name for name, facts in METHODS.items() if facts.on_scripts]):
         raise ValueError(
-            f"train.method {method} acts inside of tula's own loop; for a script there are {', '.join(METHODS)}"
+            f"train.method {method} acts inside of tula's own loop; for a script there are {', '.join(there_are)}"
         )
+    if not METHODS[method].reads_ags and content.get("ags") is not None:
+        raise ValueError(f"section ags means nothing to train.method {method}; leave it out, or set train.method: ags")
     length, reference = (_part(content["script"], name) for name in ("length", "reference"))
     return {
         **content,
         "model": Model(name=""),
         "dataset": Dataset(name=""),
         "optimizer": Optimizer.model_construct(name="", lr=math.nan),
+        **({"ags": _ags(content)} if METHODS[method].reads_ags else {}),
         # What is wrong in them is told of section script itself.
         "train": {**train, "epochs": length.get("epochs") or 1, "reference_batch": reference.get("batch") or 1},
     }
+
+
+def _ags(content: Mapping[str, Any]) -> Any:
+    """Return section ags with the preset of scripts where none is said. What is no mapping is for its type to tell."""
+    given = content.get("ags") or {}
+    return {"preset": PRESET, **given} if isinstance(given, Mapping) else given
 
 
 def _part(script: Any, name: str) -> Mapping[str, Any]:
@@ -57,7 +68,8 @@ def _part(script: Any, name: str) -> Mapping[str, Any]:
 
 def told(content: dict[str, Any]) -> dict[str, Any]:
     """Return the written content of a job with a script, without what `filled` has put there."""
-    kept = {key: value for key, value in content.items() if key not in OWN_LOOP}
+    reads_ags = METHODS[content.get("train", {}).get("method", "lbt")].reads_ags
+    kept = {key: value for key, value in content.items() if key not in OWN_LOOP and (key != "ags" or reads_ags)}
     if "train" in kept:
         kept["train"] = {key: value for key, value in kept["train"].items() if key in TRAIN}
     return kept

@@ -42,6 +42,10 @@ class DdpSplit:
     def alive(self) -> list[Any]:
         return [module for reference in self.modules if (module := reference()) is not None]
 
+    def has_hook(self, module: Any) -> bool:
+        """Return whether a DDP has a communication hook that is not the shim's own."""
+        return id(getattr(module, "_orig_mod", module)) in self._hooked
+
     # the phases
 
     def watch_sync(self, mark: Callable[[], Mark]) -> None:

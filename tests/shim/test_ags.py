@@ -1,0 +1,111 @@
+"""Gradient scaling around the optimizer of a script: what is trained is what the library does by hand, or nothing."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from script_ranks import ScriptRanks
+
+from tula_cli.cluster.scripts.copies import copy_optim
+from tula_cli.presets import AGS_PRESETS
+from tula_cli.run.records.shim import AgsPlan, ShimPlan
+
+pytestmark = pytest.mark.torch
+SCRIPT = "scalable.py"
+
+
+@pytest.fixture(scope="module")
+def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return copy_optim(tmp_path_factory.mktemp("run"))
+
+
+def plan(folder: Path, library: Path | None, *, mode: str = "train", **changes: Any) -> ShimPlan:
+    """Return a plan, with AGS where the library is given."""
+    settings = {**AGS_PRESETS[changes.pop("preset", "robust")], "consensus": "broadcast"}
+    given = {
+        "settings": settings, "apply_to": None, "b_large": 16, "b_small": 4, "available": 8, "steps_per_epoch": 2,
+        "seed": 0, "resumed": False, **changes,
+    }  # fmt: skip
+    ags = None if library is None else AgsPlan(code=str(library), **given)
+    return ShimPlan(task="t", folder=str(folder), mode=mode, warmup=2, heartbeat=0.0, row=0.0, ags=ags)  # type: ignore[arg-type]
+
+
+def weights(path: Path, rank: int = 0) -> torch.Tensor:
+    state = torch.load(f"{path}.{rank}", weights_only=True)["model"]
+    return torch.cat([tensor.flatten() for tensor in state.values()])
+
+
+def rows(folder: Path, rank: int) -> list[dict[str, Any]]:
+    found = [json.loads(line) for line in (folder / f"steps-{rank}.jsonl").read_text().splitlines()]
+    return [row["ags"] for row in found if row["kind"] == "row"]
+
+
+def test_weights_of_two_ranks_are_those_of_the_library_applied_by_hand(
+    run: ScriptRanks, tmp_path: Path, library: Path
+) -> None:
+    """Under micro-batches, a scaler that skips a step, a schedule; with nothing of AGS they are others."""
+    own, hand, plain = (tmp_path / name for name in ("own", "hand", "plain"))
+    for out, ags, more in ((own, library, ()), (hand, None, ("--by-hand",)), (plain, None, ())):
+        loop = ("--accumulate", 2, "--scaler", *more, "--out", out)
+        ended = run(SCRIPT, *loop, plan=plan(tmp_path / f"of-{out.name}", ags), world=2)
+        assert ended.codes == [0, 0], ended.said
+    assert torch.equal(weights(own), weights(own, 1))
+    assert torch.equal(weights(own), weights(hand))
+    assert not torch.allclose(weights(own), weights(plain), atol=1e-4)
+    first, second = (rows(tmp_path / "of-own", rank) for rank in (0, 1))
+    assert first == second and first[-1]["mean"] > 1
+    so_far = first[-1]["so_far"]
+    assert (so_far["apply_to"], so_far["steps"]) == ("gradient", 5), "one of six was skipped"
+    assert 0.5 < so_far["scaled"] < 1, "the first step has no factors yet"
+
+
+def test_ranks_that_reduce_by_themselves_train_not_a_step_more(run: ScriptRanks, tmp_path: Path, library: Path) -> None:
+    ended = run(SCRIPT, "--alone", "--own-reduction", "--catching", plan=plan(tmp_path, library), world=2)
+    assert ended.codes == [0, 0], "it catches everything; what was refused is told all the same"
+    failure = ended.json("failure-0.json")
+    assert (failure["where"], failure["step"]) == ("method", 0)
+    assert "2 ranks train without DistributedDataParallel" in failure["text"]
+    assert ended.results()[0].steps < 4
+
+
+@pytest.mark.proof
+@pytest.mark.parametrize(
+    ("loop", "words"),
+    [
+        (("--accumulate", 2, "--sync-each"), "reduces its gradients 2 times a step"),
+        (("--within", "--own-reduction"), "no gradient came through its DistributedDataParallel"),
+        (("--compressed",), "hook of its own on its DistributedDataParallel (fp16_compress_hook)"),
+    ],
+    ids=["reduced-twice", "within", "compressed"],
+)
+def test_loops_that_no_factor_can_come_from_are_refused(
+    run: ScriptRanks, tmp_path: Path, library: Path, loop: tuple[object, ...], words: str
+) -> None:
+    ended = run(SCRIPT, *loop, plan=plan(tmp_path, library), world=2)
+    assert 0 not in ended.codes and words in ended.json("failure-0.json")["text"], ended.said
+
+
+@pytest.mark.proof
+def test_hugging_faces_trainer_is_scaled_as_it_is(run: ScriptRanks, tmp_path: Path, library: Path) -> None:
+    ended = run("trainer.py", tmp_path / "out", 2, plan=plan(tmp_path, library, available=4), world=2)
+    assert ended.codes == [0, 0], ended.said
+    first, second = (rows(tmp_path, rank)[-1] for rank in (0, 1))
+    assert first == second and first["so_far"]["steps"] == 32 and first["so_far"]["scaled"] > 0.9
+    assert 1 < first["mean"] <= 2**0.5
+
+
+@pytest.mark.proof
+def test_updates_of_adam_are_scaled_as_by_hand_and_go_on_from_a_checkpoint(
+    run: ScriptRanks, tmp_path: Path, library: Path
+) -> None:
+    own, hand, again = (tmp_path / name for name in ("own", "hand", "again"))
+    for out, ags, more in ((own, library, ()), (hand, None, ("--by-hand",))):
+        loop = ("--optimizer", "AdamW", "--closure", *more, "--steps", 8)
+        run(SCRIPT, *loop, "--out", out, plan=plan(tmp_path / f"of-{out.name}", ags), world=2)
+    assert torch.equal(weights(own), weights(hand))
+    for out, more in ((tmp_path / "half", ("--steps", 4)), (again, ("--steps", 8, "--resume", tmp_path / "half.0"))):
+        resumed = plan(tmp_path / f"of-{out.name}", library, resumed="--resume" in more)
+        run(SCRIPT, "--optimizer", "AdamW", "--closure", *more, "--out", out, plan=resumed, world=2)
+    assert torch.equal(weights(own), weights(again))

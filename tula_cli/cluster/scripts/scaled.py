@@ -1,0 +1,73 @@
+"""Adaptive gradient scaling around a script's own optimizer: what its shim is told, and what came of it."""
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from tula_cli.cluster.scripts.copies import copy_optim
+from tula_cli.errors import JobFailed
+from tula_cli.models.refresh import small_batch
+from tula_cli.presets import AGS_PRESETS
+from tula_cli.run.directory import RunDir
+from tula_cli.run.files import cannot_write
+from tula_cli.run.records.jobs import LeaderCommand
+from tula_cli.run.records.results import Scaled
+from tula_cli.run.records.shim import AgsPlan
+from tula_cli.run.records.tasks import Task, TrainTask
+
+NEVER = 10**9
+"""Steps of an epoch, to a probe: refreshes are not among the steps that it times, unless every step is one."""
+
+
+def ags_plan(run: RunDir, task: Task, command: LeaderCommand, *, dataset_size: int | None) -> AgsPlan | None:
+    """Return what the shim is told, None where the method scales nothing; the library is copied into the run.
+
+    Args:
+        run: the run.
+        task: what is started.
+        command: what it is started with.
+        dataset_size: samples of an epoch; None where nobody knows.
+
+    Raises:
+        TulaError: the run directory cannot be written.
+        JobFailed: nothing tells how many steps an epoch has, at whose end factors are to be refreshed.
+    """
+    spec = task.spec
+    if not spec.train.facts.scales:
+        return None
+    try:
+        code = copy_optim(run.path)
+    except OSError as error:
+        raise cannot_write(run.path, error) from error
+    settings = spec.ags.resolved().model_dump()
+    return AgsPlan(
+        code=str(code),
+        settings={name: settings[name] for name in (*AGS_PRESETS["paper"], "consensus")},
+        apply_to=spec.ags.apply_to,
+        b_large=command.batch,
+        b_small=small_batch(spec, command.batch),
+        available=max(1, command.batch // command.ranks // spec.train.accumulate),
+        steps_per_epoch=_steps_per_epoch(task, command.batch, dataset_size),
+        seed=spec.train.seed,
+        resumed=bool(command.checkpoint),
+    )
+
+
+def _steps_per_epoch(task: Task, batch: int, size: int | None) -> int:
+    if not isinstance(task, TrainTask) or task.spec.ags.resolved().refresh != "epoch":
+        return NEVER
+    if size is None:
+        raise JobFailed(
+            "ags.refresh is epoch, and nothing tells how many samples an epoch has",
+            "give script.dataset_size, or ags.refresh: {every: N} (optimizer steps)",
+        )
+    return max(1, size // batch)
+
+
+def applied(rows: Iterable[Mapping[str, Any]]) -> Scaled | None:
+    """Return what AGS did in a training, from the newest row of each attempt; None where there was none of it."""
+    told = [row["ags"]["so_far"] for row in rows if row.get("ags")]
+    steps = sum(one["steps"] for one in told)
+    if not steps:
+        return None
+    scaled, mean = (sum(one[name] * one["steps"] for one in told) / steps for name in ("scaled", "mean"))
+    return Scaled(steps=round(steps), scaled=scaled, mean=mean, apply_to=told[-1]["apply_to"])

@@ -1,0 +1,372 @@
+"""Adaptive gradient scaling (AGS) around the steps of the script's own optimizer.
+
+The optimizer stays the script's: a hook before its step scales the gradients, or keeps the weights, and one after it ends
+the step. What does so is tula's library of optimizers, a copy of which lies in the run; it needs a newer Python and torch
+than the shim. What cannot be scaled ends with `CannotScaleError`: nothing is trained as if it were.
+"""
+
+from __future__ import annotations
+
+import importlib
+import platform
+import sys
+import warnings
+import weakref
+from typing import TYPE_CHECKING, Any, Callable, Iterator, NoReturn
+
+from ..place import world
+from .failing import write_failure
+from .optimizers import elements, full_name, parameters
+
+if TYPE_CHECKING:
+    from ..plan import Plan
+    from .ddp_split import DdpSplit
+
+PACKAGE = "tula_ags"
+KEY = "tula_ags"
+"""In the optimizer's state_dict, hence in the script's checkpoints: torch leaves out what it does not know."""
+LEAST_PYTHON, LEAST_TORCH = (3, 10), (2, 6)
+PATIENCE = 3
+"""Steps that may pass before AGS acts: a script may take some before its model is a DDP."""
+MOST_WITHOUT = 1000
+"""The same in the middle of a training: steps of another, as large optimizer, or without a reduction."""
+COUNTED = 10
+"""Steps at the beginning in which reductions are counted; later the loop is known."""
+INSTEAD = "; else use train.method lbt or lrs"
+
+
+class CannotScaleError(RuntimeError):
+    """AGS cannot act in this script; the words are for the user."""
+
+
+class AgsSteps:
+    """AGS in one process. It is bound to an optimizer and its model before the first backward pass that finds both.
+
+    Args:
+        plan: with settings of AGS.
+        split: which knows the DDP modules and the gradient scalers.
+    """
+
+    def __init__(self, plan: Plan, split: DdpSplit) -> None:
+        assert plan.ags is not None
+        self.plan = plan
+        self.settings: dict[str, Any] = plan.ags
+        self.split = split
+        self.tula: Any | None = None  # the TulaOptimizer
+        self.failed: CannotScaleError | None = None
+        self.notes: list[str] = []  # not told yet
+        self.rounds = 0  # reductions since the last step
+        self.offered = False  # the loop offers small batches
+        self._made: list[weakref.ref[Any]] = []
+        self._loaded: weakref.WeakKeyDictionary[Any, dict[str, Any]] = weakref.WeakKeyDictionary()
+        self._target = ""  # "gradient" or "update"
+        self._step: Any | None = None  # of AGS, while the script's optimizer takes its own
+        self._taken = 0
+        self._without = 0  # steps since AGS acted
+        self._refreshes = 0
+        self._totals = {"steps": 0.0, "scaled": 0.0, "mean": 0.0}
+
+    # --- finding
+
+    def made(self, optimizer: Any) -> None:
+        """Take note of a new optimizer, and of what checkpoints hold for it."""
+        self._made.append(weakref.ref(optimizer))
+        if hasattr(optimizer, "register_load_state_dict_pre_hook"):  # not before torch 2.1
+            optimizer.register_state_dict_post_hook(self._saved)
+            optimizer.register_load_state_dict_pre_hook(self._load)
+
+    def seek(self) -> None:
+        """Bind to the largest DDP and the largest optimizer of its parameters, once there are both.
+
+        Raises:
+            CannotScaleError: they cannot be scaled.
+        """
+        if self.tula is None and (found := self._found()) is not None:
+            self.bind(*found)
+
+    def declare(self, optimizer: Any, model: Any) -> None:
+        """Bind to what the loop names.
+
+        Raises:
+            CannotScaleError: they cannot be scaled.
+        """
+        optimizer = getattr(optimizer, "optimizer", optimizer)  # a trainer's, around that of torch
+        if self.tula is not None or model is None:
+            return
+        if not hasattr(optimizer, "register_step_post_hook"):
+            self.fail(f"{full_name(optimizer)} is no optimizer of torch")
+        if world() > 1 and all(getattr(model, "_orig_mod", model) is not module for module in self.split.alive()):
+            self.fail(
+                f"tula_hooks.wrap was given {full_name(model)} on {world()} ranks: give it the model as"
+                " DistributedDataParallel has wrapped it"
+            )
+        self.bind(optimizer, model)
+
+    def _found(self) -> tuple[Any, Any] | None:
+        modules = self.split.alive()
+        if not modules:
+            return None
+        model = max(modules, key=_size)
+        own = {id(parameter) for parameter in model.parameters()}
+        alive = [optimizer for reference in self._made if (optimizer := reference()) is not None]
+        found = [one for one in alive if any(id(parameter) in own for parameter in parameters(one))]
+        return (max(found, key=elements), model) if found else None  # the first of equals: the same on all ranks
+
+    def bind(self, base: Any, model: Any) -> None:
+        """Put AGS around an optimizer.
+
+        Args:
+            base: the optimizer.
+            model: its module: a DDP, or on one rank any.
+
+        Raises:
+            CannotScaleError: they cannot be scaled.
+        """
+        if why := unsupported() or self._taken_hook(model):
+            self.fail(why)
+        sys.path.append(self.settings["code"])  # not removed: parts of it are imported late
+        dividing = importlib.import_module(f"{PACKAGE}.presets").DIVIDING
+        target = self.settings["apply_to"] or ("gradient" if takes_gradients(base, dividing) else "update")
+        try:
+            tula = self.tula = self._wrapped(base, model, target)
+        except ValueError as error:
+            self.fail(str(error))
+        self.split.hook = "default"  # that of AGS is none of the script's
+        base._step_supports_amp_scaling = False  # a fused step would unscale only after the norms were taken
+        self._listen(model)
+        self._target = target
+        if tula.identity is not None:
+            self.notes.append(tula.identity)
+        if (state := self._loaded.pop(base, None)) is not None:
+            self._resume(state)
+        elif self.settings["resumed"]:
+            self.notes.append(
+                "the checkpoint holds nothing of AGS, whose factors begin anew: does the script save its optimizer?"
+            )
+
+    def _taken_hook(self, model: Any) -> str:
+        if self.settings["settings"]["source"] != "local_norms" or not self.split.has_hook(model):
+            return ""
+        return (
+            f"the script has a communication hook of its own on its DistributedDataParallel ({self.split.hook}), and"
+            " ags.source local_norms needs that place: leave the hook out, or set ags.source: small_batch"
+        )
+
+    def _wrapped(self, base: Any, model: Any, target: str) -> Any:
+        settings, library = self.settings, importlib.import_module(PACKAGE)
+        made = library.configured({**settings["settings"], "apply_to": target})
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "AGS leaves the gradients as they are")  # it is a note
+            return library.TulaOptimizer(
+                base,
+                model=model,
+                **made,
+                **{name: settings[name] for name in ("b_large", "b_small", "available", "steps_per_epoch", "seed")},
+            )
+
+    def _listen(self, model: Any) -> None:
+        """Count the reductions of a step, where the ranks' own gradients are compared."""
+        assert self.tula is not None
+        if self.tula.factors.reads_b_small:
+            return
+
+        def reduces(bucket: Any) -> None:
+            self.rounds += bool(bucket.is_last())
+
+        importlib.import_module(f"{PACKAGE}.parts.reduction").listen(getattr(model, "_orig_mod", model), reduces)
+
+    # --- steps
+
+    def before_step(self, optimizer: Any, args: Any, kwargs: Any) -> Any:
+        """Begin a step of AGS where the optimizer is its own; return what the optimizer's step is called with instead.
+
+        A closure is evaluated here, because AGS needs its gradients.
+
+        Raises:
+            CannotScaleError: the loop lacks something that AGS needs.
+        """
+        if self.failed is not None:
+            raise self.failed  # the script has caught it
+        base = self.tula.base if self.tula is not None else (self._found() or (None,))[0]
+        if optimizer is not base:
+            return None
+        from torch import enable_grad, no_grad
+
+        changed = None
+        closure = kwargs.get("closure") or (args[1] if len(args) > 1 else None)
+        if closure is not None:
+            with enable_grad():
+                loss = closure()
+            changed = _with_closure(lambda: loss, args, kwargs)
+        if self.tula is None:  # nothing has been backward
+            return changed
+        self._check_loop()
+        self._step = self.tula.around_base_step()  # one that an exception broke off is forgotten
+        with no_grad():
+            self._step.__enter__()
+        return changed
+
+    def _check_loop(self) -> None:
+        assert self.tula is not None
+        if self.rounds > 1 and self._taken < COUNTED:
+            self.fail(
+                f"the script reduces its gradients {self.rounds} times a step, after which no rank has its own:"
+                " accumulate within no_sync() of DistributedDataParallel"
+            )
+        needs = self.tula.factors.reads_b_small and self.tula.identity is None
+        if needs and not self.offered:
+            self.fail(_ALONE if self.settings["settings"]["source"] == "local_norms" else _OFFER)
+
+    def after_step(self, optimizer: Any) -> None:
+        """End a step of AGS; count those of others.
+
+        Raises:
+            CannotScaleError: the script goes on training without AGS.
+        """
+        if self.tula is None or optimizer is not self.tula.base:
+            self._unscaled(optimizer)
+            return
+        if self._step is not None:
+            from torch import no_grad
+
+            with no_grad():
+                self._step.__exit__(None, None, None)
+        self._step, self.rounds = None, 0
+        self._taken += 1
+        refreshed = self.tula.factors.n_refresh > self._refreshes or not self._each_step
+        self._refreshes = self.tula.factors.n_refresh
+        self._without = 0 if refreshed else self._without + 1
+        if self._without > (MOST_WITHOUT if self._refreshes else PATIENCE):
+            self.fail(
+                f"no gradient came through its DistributedDataParallel in {self._without} steps: does the script call"
+                " the module inside it, or reduce by itself?"
+            )
+
+    @property
+    def _each_step(self) -> bool:
+        assert self.tula is not None
+        return self.tula.identity is None and self.settings["settings"]["refresh"] == {"every": 1}
+
+    def _unscaled(self, optimizer: Any) -> None:
+        if self.tula is None:
+            self._without += 1
+            if self._without >= PATIENCE:
+                self.fail(self._missing())
+        elif optimizer is not self.tula and elements(optimizer) >= elements(self.tula.base):
+            self._without += 1
+            if self._without > (MOST_WITHOUT if self._taken else COUNTED):
+                self.fail(f"the script trains with another optimizer, {full_name(optimizer)}")
+
+    def _missing(self) -> str:
+        if self.split.alive():
+            return "no optimizer was made of the parameters of the script's DistributedDataParallel"
+        ranks = world()
+        if ranks == 1:
+            return _ALONE
+        return (
+            f"the script's {ranks} ranks train without DistributedDataParallel (FSDP, ZeRO, tensor parallelism or its own"
+            " reduction), so that no rank holds the whole gradient"
+        )
+
+    def skipped(self) -> None:
+        """Forget the gradients of a step that a GradScaler has skipped."""
+        self.rounds = 0
+        if self.tula is not None:
+            self.tula._drop()
+
+    def offer(self, loss: Callable[[int], Any]) -> None:
+        """Take the small batch's gradient where AGS wants it in this step (`TulaOptimizer.small_batch`)."""
+        self.offered = True
+        if self.tula is not None and self.tula.wants_small_batch:
+            scalers = [scaler for reference in self.split.scalers if (scaler := reference()) is not None]
+            self.tula.small_batch(loss, scaler=next((one for one in scalers if one.is_enabled()), None))
+
+    def fail(self, why: str) -> NoReturn:
+        """Tell the supervisor, and raise: now, and at each step to come.
+
+        Raises:
+            CannotScaleError: always.
+        """
+        self.failed = CannotScaleError(f"train.method ags: {why}{INSTEAD}")
+        write_failure(self.plan, self.failed, step=self._taken, where="method")
+        raise self.failed
+
+    # --- what is kept, and what is told
+
+    def _saved(self, optimizer: Any, state: dict[str, Any]) -> dict[str, Any]:
+        if self.tula is None or optimizer is not self.tula.base:
+            return state
+        return {**state, KEY: self.tula.ags_state_dict()}
+
+    def _load(self, optimizer: Any, state: dict[str, Any]) -> None:
+        found = state.pop(KEY, None)  # of a shallow copy
+        if found is None:
+            return
+        if self.tula is not None and optimizer is self.tula.base:
+            self._resume(found)
+        else:
+            self._loaded[optimizer] = found
+
+    def _resume(self, state: dict[str, Any]) -> None:
+        assert self.tula is not None
+        try:
+            self.tula.load_ags_state_dict(state)
+        except ValueError as error:
+            self.fail(f"{error}: it was saved by another version of tula")
+        self._refreshes = self.tula.factors.n_refresh
+
+    def said(self) -> Iterator[str]:
+        """Yield what is to be told, once."""
+        while self.notes:
+            yield self.notes.pop(0)
+
+    def report(self) -> dict[str, Any]:
+        """Return the numbers of a row: of the steps since the last one, and under "so_far" of all; waits for the device."""
+        if self.tula is None:
+            return {}
+        now = self.tula.report()
+        steps, totals = now["steps"], self._totals
+        totals["steps"] += steps
+        totals["scaled"] += now["scaled"] * steps
+        totals["mean"] += now["mean"] * steps
+        count = max(1.0, totals["steps"])
+        so_far = {
+            "apply_to": self._target,
+            "steps": totals["steps"],
+            "scaled": totals["scaled"] / count,
+            "mean": totals["mean"] / count,
+        }
+        return {"ags": {**now, "so_far": so_far}}
+
+
+_ALONE = (
+    "one process has no other's gradient to compare its own with: take two GPUs or more under DistributedDataParallel"
+    " (search.nodes), or give it a part of the batch by tula_hooks.wrap(optimizer, model) and tula_hooks.small_batch(...)"
+)
+_OFFER = "ags.source small_batch needs tula_hooks.small_batch(...) in the loop, after backward(); ags.preset robust does without"
+
+
+def unsupported() -> str:
+    """Return why the library cannot be imported here; empty where it can."""
+    torch = str(getattr(sys.modules.get("torch"), "__version__", ""))
+    found = tuple(int(part) if part.isdigit() else 0 for part in torch.split(".")[:2])
+    if sys.version_info[:2] >= LEAST_PYTHON and found >= LEAST_TORCH:
+        return ""
+    python, least = (".".join(map(str, version)) for version in (LEAST_PYTHON, LEAST_TORCH))
+    return f"AGS needs Python {python} and torch {least} or newer, and the script runs Python {platform.python_version()} with torch {torch}"
+
+
+def takes_gradients(optimizer: Any, dividing: frozenset[str]) -> bool:
+    """Return whether a factor on the gradient reaches the weights: in SGD and its like. Of all others updates are scaled."""
+    names = {kind.__name__ for kind in type(optimizer).__mro__}
+    return not names & dividing and any("SGD" in name for name in names)
+
+
+def _size(module: Any) -> int:
+    return sum(parameter.numel() for parameter in module.parameters())
+
+
+def _with_closure(closure: Callable[[], Any], args: Any, kwargs: Any) -> tuple[Any, Any]:
+    if "closure" in kwargs:
+        return args, {**kwargs, "closure": closure}
+    return (args[0], closure, *args[2:]), kwargs

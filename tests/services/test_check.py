@@ -1,5 +1,6 @@
 """`tula check`, `tula estimate` and `tula init`; the inspection, the scheduler and the nodes are stand-ins."""
 
+import sys
 import time
 
 import make_runs as make
@@ -25,6 +26,7 @@ from tula_cli.services.estimate import estimate
 from tula_cli.services.new_job.from_command import from_command
 from tula_cli.services.nodes import cluster_nodes, conclude_cluster, start_on_cluster, watch_cluster
 from tula_cli.services.profile import plan
+from tula_cli.show import check as show_check
 from tula_cli.spec.job import JobSpec
 
 MB = 10**6
@@ -693,6 +695,34 @@ def test_of_a_script_nothing_is_told_that_it_decides_by_itself():
     assert check(own, online=False).settings == ()
     with pytest.raises(SpecError, match="this job has a script"):
         estimate(own, inspector=lambda _: pytest.fail("built something"))
+
+
+def own_job(command: str, **sections) -> JobSpec:
+    content = make.script_spec(samples=1000).model_dump(mode="json", exclude_unset=True)
+    return JobSpec.model_validate({**content, "script": {**content["script"], "command": command}, **sections})
+
+
+def test_a_program_that_is_missing_is_told_before_anything_starts():
+    with pytest.raises(SpecError, match="there is no program torchrunn on this machine"):
+        check(own_job("torchrunn train.py -b {local_batch}"))
+    on_slurm = {"cluster": {"kind": "slurm", "slurm": {"minutes": 60}}}
+    found = check(own_job("torchrunn train.py -b {local_batch}", **on_slurm))
+    assert "script.command: there is no program torchrunn on this machine: the nodes need one" in found.warnings
+    for command in (
+        "train.py -b {local_batch}",
+        f"{sys.executable} train.py -b {{local_batch}}",
+        "sh -c {local_batch}",
+    ):
+        assert not [text for text in check(own_job(command)).warnings if "no program" in text]
+
+
+def test_what_an_interruption_of_a_script_costs_is_told(tmp_path):
+    own = own_job("train.py -b {local_batch}")
+    run = RunDir.create(tmp_path, own)
+    assert "it goes on from no checkpoint (no script.resume)" in check(own, run=run).interruption
+    assert check(spec(), online=False).interruption == ""
+    text = "\n".join(str(part) for part in show_check.check(check(own, run=run), {}))
+    assert "checkpoints: it goes on from no checkpoint" in text
 
 
 # --- init

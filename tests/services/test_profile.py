@@ -1,5 +1,6 @@
 """`tula profile` as a service: what is missing, what it may cost, what is submitted."""
 
+import contextlib
 from pathlib import Path
 
 import make_runs
@@ -9,10 +10,14 @@ from make_runs import FakeLauncher
 
 from tula_cli.errors import BadMeasurements, Infeasible, JobFailed, OutOfMemoryAtMinimum
 from tula_cli.run.directory import RunDir
+from tula_cli.run.imports import Source
 from tula_cli.run.records.components import Components, Footprint
 from tula_cli.run.records.inspections import Inspection
 from tula_cli.run.records.tasks import ProbeTask
 from tula_cli.services import profile
+from tula_cli.services.events import JobsProgress, WarningEvent
+from tula_cli.services.waiting import WaitPolicy, wait_for
+from tula_cli.show import live
 
 MIB = 2**20
 
@@ -206,6 +211,29 @@ def test_a_round_whose_probes_all_fail_is_not_measured(rounds: RunDir) -> None:
     assert not profile.measured(rounds, plan)
     make_runs.add_measured(rounds, 1, 32)
     assert profile.measured(rounds, plan)
+
+
+def test_why_a_probe_of_a_script_failed_is_told_once_with_what_to_do(tmp_path: Path) -> None:
+    own = make_runs.script_spec(samples=1000)
+    run = RunDir.create(tmp_path, own)
+    why = "the command was given a batch of 32 and a step trains on 8 samples"
+    name = make_runs.add_probes(run, 1, (32,))
+    make_runs.add_failed(run, 1, 32, why)
+    launcher = make_runs.FakeLauncher(says={name: "ended"})
+    told = []
+    waiting_for = wait_for(run, launcher, [name], WaitPolicy())
+    with contextlib.suppress(StopIteration):
+        while True:
+            told.append(next(waiting_for))
+    assert not [event for event in told if isinstance(event, WarningEvent)], "the error says it"
+    (job,) = next(event for event in told if isinstance(event, JobsProgress)).status.jobs
+    assert job.state == "failed" and why not in live._tail(job)
+    plan = profile.ProfilePlan(tuple(run.tasks()), 1, 0, 20, 0.3, None, "node-hours", Source(Path(), ""))
+    with pytest.raises(JobFailed, match="a step trains on 8 samples") as error:
+        profile.report(run, plan)
+    assert error.value.hint.startswith("correct the script or its section")
+    make_runs.add_measured(run, 1, 64)
+    assert any(isinstance(event, WarningEvent) for event in wait_for(run, launcher, [name], WaitPolicy()))
 
 
 def test_a_further_round_stays_within_the_cap_on_node_hours(rounds: RunDir) -> None:

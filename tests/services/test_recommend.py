@@ -20,13 +20,15 @@ from tula_cli.run.directory import RunDir
 from tula_cli.run.records.components import PeakMemory
 from tula_cli.run.records.probes import Failed, Measured, OutOfMemory
 from tula_cli.run.records.recommendations import Prediction, Recommendation
+from tula_cli.run.records.results import Save, ScriptSaves
 from tula_cli.run.records.tasks import ProbeTask
 from tula_cli.services.api.handles import Run
 from tula_cli.services.recommend import keep, recommend, renews
 from tula_cli.services.recommendation import measured as services_recommendation_measured
 from tula_cli.services.recommendation.measured import epochs_of, trained_epochs
+from tula_cli.show import recommend as show_recommend
 from tula_cli.spec.job import JobSpec
-from tula_cli.spec.load import load_spec
+from tula_cli.spec.load import load_spec, validate
 
 SWEEP = {2: (16, 32, 64, 128, 256), 4: (8,), 8: (4,), 16: (2, 256)}
 JOB = spec(search={"max_batch": 4096})
@@ -660,6 +662,28 @@ def test_a_script_is_recommended_by_its_steps_and_told_what_is_missing(script: R
     ]
     assert found.efficiency == "" and found.choice.same_progress is None
     assert RunDir.open(script.path).recommendation() == found
+
+
+def test_the_cost_of_an_interruption_of_a_script_is_told(tmp_path: Path) -> None:
+    resume = {"args": "--resume {checkpoint}", "checkpoint": "{out}/c.pt"}
+    content = make.script_spec(epochs=10).model_dump(mode="json", exclude_unset=True)
+    content["script"] |= {"resume": resume, "save": "SIGUSR1"}
+    content["pricing"] = {"price": 1.0, "spot": {"discount": 0.7, "interruptions_per_day": 1}}
+    job = validate({**content, "search": {"nodes": [2, 4], "max_batch": 4096}}, source="test")
+    run = run_with(tmp_path, [of_a_script(probe) for probe in probe_all(Truth(noise=0.01), SWEEP)], job=job)
+    found = ask(run)
+    assert found.interruption.startswith("how often it saves is not known until it trains")
+    assert any(
+        "no spot nodes for" in text and "how often the script saves is not known" in text for text in found.warnings
+    )
+    save = Save(saved_at=5.0, batch=64, steps=100, samples=6400, seconds=None)
+    run.training("old").write_script_saves(ScriptSaves(saves=(save.model_copy(update={"saved_at": 1.0, "steps": 7}),)))
+    run.training("new").write_script_saves(ScriptSaves(saves=(save, save)))
+    found = ask(run, "cost")
+    assert found.interruption.startswith("saves every 100 steps, ") and "(SIGUSR1)" in found.interruption
+    assert found.choice.market == "spot" and not any("no spot nodes" in text for text in found.warnings)
+    shown = "\n".join(str(part) for part in show_recommend.recommendation(found, width=80, color=False))
+    assert f"checkpoints: {found.interruption}" in shown
 
 
 def test_gradients_of_some_probes_are_enough_for_the_same_progress(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from tula_cli.models import efficiency
 from tula_cli.models.efficiency import Noise
 from tula_cli.run.directory import RunDir
 from tula_cli.run.imports import Source
+from tula_cli.run.records.probes import ScriptSeen
 from tula_cli.run.records.results import Scaled
 from tula_cli.services import profile
 from tula_cli.services import status as services_status
@@ -457,7 +458,9 @@ def test_a_queued_job_shows_its_reason_and_expected_start(run):
 
 def test_a_training_plan_tells_of_its_chain(run):
     make.add_training(run)
-    plan = types.SimpleNamespace(task=run.tasks()[0], prediction=None, source="as given", resumes=None, finished=False)
+    plan = types.SimpleNamespace(
+        task=run.tasks()[0], prediction=None, source="as given", resumes=None, finished=False, interruption=""
+    )
     text = printed(show_train.train_plan(plan, links=3, scripts=["#!/bin/bash"]))
     assert "a chain of 3 jobs" in text
     assert text.rstrip().endswith("#!/bin/bash")
@@ -474,8 +477,12 @@ def test_a_training_plan_tells_of_its_chain(run):
 def test_a_script_is_shown_by_its_name_and_as_long_as_it_is(tmp_path, length, planned, now):
     own = RunDir.create(tmp_path, make.script_spec(**length))
     make.add_training(own, rows=make.metrics())
-    plan = types.SimpleNamespace(task=own.tasks()[0], prediction=None, source="as given", resumes=None, finished=False)
-    assert planned in printed(show_train.train_plan(plan))
+    plan = types.SimpleNamespace(
+        task=own.tasks()[0], prediction=None, source="as given", resumes=None, finished=False,
+        interruption="saves each epoch",
+    )  # fmt: skip
+    text = printed(show_train.train_plan(plan))
+    assert planned in text and "checkpoints: saves each epoch\n" in text
     assert now in show_status.training(snapshot(own).training)
     assert re.search(r"finetune\.py +- +0", printed(show_status.runs(listing.list_runs(tmp_path), width=120)))
 
@@ -643,6 +650,23 @@ def test_a_probe_of_a_script_has_dashes_for_what_it_does_not_tell():
         line.split() for line in printed(show_profile.profile_report(report)).splitlines() if re.match(" *2 ", line)
     ]
     assert row == ["2", "32", "16", "43.0", "-", "-", "744", "432", "measured"]
+
+
+def test_what_probes_of_a_script_do_not_tell_is_told_once(run):
+    seen = ScriptSeen(optimizer="SGD", parameters=9, lr=None, lr_given=None, notes=("no synchronisation: no DDP",))
+    for nodes, local in ((1, 16), (1, 32), (2, 16)):
+        run.write_result(of_a_script(measured(Truth(), nodes, local), script=seen if nodes == 1 else None))
+    now = snapshot(run)
+    assert now.notes == ("no synchronisation: no DDP (2 of 2 probes)",)
+    assert printed(show_status.status(now)).count("note: no synchronisation: no DDP (2 of 2 probes)\n") == 1
+    report = profile.report(run, profile.ProfilePlan((), 0, 0, 0, 0, None, "USD", Source(Path(), "")))
+    assert "note: no synchronisation: no DDP (2 of 2 probes)\n" in printed(show_profile.profile_report(report))
+
+
+def test_samples_that_were_trained_again_are_told():
+    text = printed(show_train.summary(make.summary(lost=(480, 0, 960))))
+    assert "was trained again: 1440 samples in all, at each end 480, 0, 960" in text
+    assert "trained again" not in printed(show_train.summary(make.summary(lost=())))
 
 
 def test_a_plan_tells_what_it_may_cost_at_most(run):

@@ -247,6 +247,7 @@ def write_summary(run: RunDir, task: TrainTask) -> None:
             best_epoch=result.best_epoch,
             currency=task.spec.pricing.currency,
             causes=tuple(t.cause for t in tasks[1:]),
+            lost=None if task.spec.script is None else training.script_saves().lost,
             tuning=result.tuning,
             scaled=result.scaled,
         )

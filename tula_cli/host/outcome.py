@@ -358,8 +358,19 @@ _ADVICE: dict[OutcomeClass, str] = {
 }
 
 
-def advice(outcome: OutcomeClass, words: str = "") -> str:
-    """Return one line: what the user can do about it, by what was told of it where that says more than its class."""
+_OF_A_SCRIPT = "correct the script or its section and run the same command again; tula logs shows what the script wrote"
+
+
+def advice(outcome: OutcomeClass, words: str = "", *, script: bool = False) -> str:
+    """Return one line: what the user can do about it, by what was told of it where that says more than its class.
+
+    Args:
+        outcome: its class.
+        words: what was told of it.
+        script: whether a script of the user's own ran, not tula's loop.
+    """
+    if script and outcome == "user":
+        return _OF_A_SCRIPT
     if outcome == "device_fault":
         return next((what_to_do for what_to_do, _ in _faults(words)), _ADVICE[outcome])
     return _ADVICE[outcome]

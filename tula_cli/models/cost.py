@@ -137,6 +137,30 @@ def training_seconds(
     return _expected(restart, restart=0.0, rate=rate, wait=wait) + work.epochs * epoch + tuning
 
 
+def script_seconds(
+    stepping: float, *, overheads: Overheads, interval: float, rate: float = 0.0, wait: float = 0.0
+) -> float:
+    """Return the expected wall-clock time of a whole training by a script, whose own checkpoints are all that it goes on from.
+
+    Args:
+        stepping: seconds of all its steps.
+        overheads: of which the start-up counts.
+        interval: seconds of steps from one checkpoint to the next; infinite where it goes on from none.
+        rate: interruptions a second.
+        wait: seconds until an interrupted job has nodes again.
+
+    Returns:
+        Seconds; infinite where interruptions leave no time to get anywhere.
+    """
+    segment = min(interval, stepping)
+    whole = math.floor(stepping / segment) if segment else 0
+    parts = [(1, stepping - whole * segment), (whole, segment)]
+    steps = sum(
+        count * _expected(seconds, restart=overheads.startup, rate=rate, wait=wait) for count, seconds in parts if count
+    )
+    return _expected(overheads.startup, restart=0.0, rate=rate, wait=wait) + steps
+
+
 def _expected(seconds: float, *, restart: float, rate: float, wait: float) -> float:
     """Return the expected time of a segment that begins again at every interruption, after a wait and a restart.
 

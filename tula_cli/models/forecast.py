@@ -5,11 +5,12 @@ import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from math import hypot, isfinite
+from math import hypot, inf, isfinite
 
 from tula_cli.errors import Infeasible
-from tula_cli.models import claims, cost, power
+from tula_cli.models import claims, cost, interruptions, power
 from tula_cli.models.choice.grid import Config, candidates
+from tula_cli.models.interruptions import Saving
 from tula_cli.models.memory import memory
 from tula_cli.models.memory.memory import MemoryModel
 from tula_cli.models.observations import (
@@ -31,8 +32,9 @@ from tula_cli.models.time.steptime import Estimate, StepTimeFit
 from tula_cli.run.records.base import Market
 from tula_cli.run.records.inspections import Inspection
 from tula_cli.run.records.jobs import Attempt
-from tula_cli.run.records.probes import Failed, Measured, OutOfMemory
+from tula_cli.run.records.probes import Failed, Measured, OutOfMemory, Overheads
 from tula_cli.run.records.recommendations import Prediction
+from tula_cli.run.records.results import Save
 from tula_cli.run.records.tasks import Rung
 from tula_cli.spec.job import JobSpec
 from tula_cli.spec.resources import Spot
@@ -53,6 +55,7 @@ class Forecast:
     dataset_size: int
     eval_size: int | None  # held-out samples; None where no probe tells
     shutdown: float  # seconds from the last measurement of a job to its end
+    saving: Saving | None  # of a script: how often it writes what it goes on from
     warnings: tuple[str, ...]
 
     @classmethod
@@ -63,6 +66,7 @@ class Forecast:
         *,
         inspection: Inspection | None = None,
         attempts: Iterable[Attempt] = (),
+        saves: Iterable[Save] = (),
     ) -> "Forecast":
         """Fit all models.
 
@@ -71,6 +75,7 @@ class Forecast:
             results: what the probes left, in any order.
             inspection: estimates of memory and the capacity, used where the probes do not tell.
             attempts: when the probes' jobs began and ended, which tells what ending a job takes.
+            saves: what trainings by a script have written, which tells what an interruption loses.
 
         Raises:
             Infeasible: every probe was out of memory.
@@ -83,6 +88,7 @@ class Forecast:
         require_some(measured, ooms, _of(seen, Failed))
         require_one_hardware(measured)
         footprints = inspection.footprints if inspection else ()
+        script, size = spec.script, measured[0].dataset_size
         steps = steptime.fit([observation(probe) for probe in measured], collective=spec.cluster.collective)
         return cls(
             spec=spec,
@@ -92,9 +98,10 @@ class Forecast:
             capacity=capacity_of(spec, measured, inspection),
             probes={(probe.nodes, probe.local_batch): probe for probe in measured},
             smallest_oom=min((oom.local_batch for oom in ooms), default=None),
-            dataset_size=measured[0].dataset_size,
+            dataset_size=size,
             eval_size=next((probe.eval_size for probe in measured if probe.eval_size is not None), None),
             shutdown=_shutdown(attempts, measured),
+            saving=None if script is None else interruptions.saving(script, saves, dataset_size=size),
             warnings=(
                 *doubts(measured),
                 *steps.warnings,
@@ -185,12 +192,13 @@ class Forecast:
     def on_spot(self, on_demand: Prediction) -> Prediction | None:
         """Return what a configuration is expected to take on spot nodes.
 
-        None where there are none, and where interruptions leave no time to get anywhere. The interval is that of the
+        None where there are none, where interruptions leave no time to get anywhere, and where nothing tells what a script
+        loses by them. The interval is that of the
         expected time: how much one run differs from the next by its interruptions is not in it.
         """
         pricing, row = self.spec.pricing, on_demand
         spot, config = pricing.spot, Config(row.nodes, row.batch)
-        if spot is None:
+        if spot is None or (self.saving is not None and not self.saving.known):
             return None
         training = self._training(config, spot=spot)
         if not isfinite(hours := training(row.step_time)):
@@ -291,6 +299,8 @@ class Forecast:
         if every == "auto":  # as the ranks do it, who do not know which nodes they are on
             every = cost.checkpoint_interval(overheads.checkpoint, rate=rate)
         work = self._work(config)
+        if spot is not None and self.saving is not None:
+            return self._training_of_script(work, overheads, self.saving, rate=rate, spot=spot)
 
         def hours(step_time: float) -> float:
             seconds = cost.training_seconds(
@@ -304,6 +314,26 @@ class Forecast:
             return seconds / 3600
 
         return hours
+
+    def _training_of_script(
+        self, work: cost.Work, overheads: Overheads, saving: Saving, *, rate: float, spot: Spot
+    ) -> Callable[[float], float]:
+        """Return what gives the hours on spot nodes of a script, which alone decides when it saves."""
+
+        def hours(step_time: float) -> float:
+            interval = saving.interval(step_time, epoch_steps=work.steps)
+            if interval is None:
+                return inf
+            stepping, wait = work.epochs * work.steps * step_time, 60 * spot.wait_minutes
+            return cost.script_seconds(stepping, overheads=overheads, interval=interval, rate=rate, wait=wait) / 3600
+
+        return hours
+
+    def interruption(self, row: Prediction) -> str:
+        """Say what an interruption costs a script at a configuration; empty for tula's own loop."""
+        if self.saving is None:
+            return ""
+        return self.saving.words(row.step_time, epoch_steps=self._work(Config(row.nodes, row.batch)).steps)
 
     @cached_property
     def _work(self) -> Callable[[Config], cost.Work]:

@@ -77,7 +77,8 @@ def _left_out(spec: JobSpec, measured: Sequence[Measured]) -> list[str]:
     if not missing:
         return []
     held = f"no {missing[0]}" if len(missing) == 1 else f"neither {' nor '.join(missing)}"
-    lost = no_saves and spec.pricing.spot is not None and spec.train.checkpoint_every == "auto"
+    unsaved = spec.script is None and spec.train.checkpoint_every == "auto"
+    lost = no_saves and spec.pricing.spot is not None and unsaved
     spot = "; on spot nodes an interruption is taken to lose what came since the epoch began" if lost else ""
     return [f"time and cost hold {held} (not measured of the script){spot}"]
 

@@ -8,7 +8,7 @@ from pydantic import TypeAdapter
 
 from tula_cli.run.files import Reader, json_lines, listing, read_record, write_record
 from tula_cli.run.records.jobs import Attempt
-from tula_cli.run.records.results import CountedEnergy, ScriptProgress, Summary, TrainResult, Tuning
+from tula_cli.run.records.results import CountedEnergy, ScriptProgress, ScriptSaves, Summary, TrainResult, Tuning
 from tula_cli.run.records.tasks import TASK, TrainTask
 
 _CHECKPOINT = re.compile(r"[0-9]{12,}\.pt")
@@ -18,7 +18,7 @@ _DRAFT = re.compile(r"\.[0-9]{12,}\.pt\..+\.[0-9]+")
 
 _ATTEMPT, _RESULT = TypeAdapter(Attempt), TypeAdapter(TrainResult)
 _SUMMARY, _TUNING, _ENERGY = TypeAdapter(Summary), TypeAdapter(Tuning), TypeAdapter(CountedEnergy)
-_SCRIPT = TypeAdapter(ScriptProgress)
+_SCRIPT, _SAVES = TypeAdapter(ScriptProgress), TypeAdapter(ScriptSaves)
 
 
 class TrainingRun:
@@ -84,6 +84,13 @@ class TrainingRun:
 
     def write_script_progress(self, progress: ScriptProgress) -> None:
         write_record(self.path / "script.json", progress)
+
+    def script_saves(self) -> ScriptSaves:
+        """Return what a script has saved so far, and lost."""
+        return self._read(self.path / "saves.json", _SAVES) or ScriptSaves()
+
+    def write_script_saves(self, saves: ScriptSaves) -> None:
+        write_record(self.path / "saves.json", saves)
 
     def newest_samples(self) -> int:
         """Return the samples of the newest checkpoint, 0 where there is none."""

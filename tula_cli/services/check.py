@@ -19,6 +19,7 @@ from tula_cli.services.new_job.from_command import TEMPLATES
 from tula_cli.services.profile import nodes_taken
 from tula_cli.services.profiling.computing import settings
 from tula_cli.services.profiling.unsettled import UnsettledPlan, unsettled
+from tula_cli.services.recommendation.saves import cost_of_interruption
 from tula_cli.services.search import largest_local_batch, probes
 from tula_cli.services.waiting import FIRST_JOB, beyond_cap, require_within_cap
 from tula_cli.spec.job import JobSpec
@@ -52,6 +53,7 @@ class CheckReport:
     warnings: tuple[str, ...]
     unsettled: UnsettledPlan | None = None  # where only a node can build the model and the dataset
     settings: tuple[str, ...] = ()  # how it computes, in words
+    interruption: str = ""  # what one costs a script, in words
 
     @property
     def node_hours_to_allow(self) -> float:
@@ -128,11 +130,16 @@ def check_all(
     inspectors = dict.fromkeys(jobs, inspector or inspect)
     if online and run is not None:
         inspectors = {part.type: or_told(inspector or inspect, part.run) for part in run.parts(spec, node_type)}
-    reports = {name: check(own, online=online, inspector=inspectors[name]) for name, own in jobs.items()}
+    runs = {} if run is None else {part.type: part.run for part in run.parts(spec, node_type)}
+    reports = {
+        name: check(own, online=online, inspector=inspectors[name], run=runs.get(name)) for name, own in jobs.items()
+    }
     return CheckResult(reports, spec.search.max_node_hours)
 
 
-def check(spec: JobSpec, *, online: bool = True, inspector: Inspect | None = None) -> CheckReport:
+def check(
+    spec: JobSpec, *, online: bool = True, inspector: Inspect | None = None, run: RunDir | None = None
+) -> CheckReport:
     """Check a job.
 
     Args:
@@ -140,6 +147,7 @@ def check(spec: JobSpec, *, online: bool = True, inspector: Inspect | None = Non
         online: also build the model and the dataset in a process of its own; without, the search is known only as far
             as `search.max_batch` bounds it.
         inspector: builds the model and the dataset, or remembers; None builds them.
+        run: of the job, whose trainings tell how often a script saves.
 
     Raises:
         SpecError: the job cannot be built.
@@ -167,6 +175,7 @@ def check(spec: JobSpec, *, online: bool = True, inspector: Inspect | None = Non
         warnings=(*_unknown(later), *_warnings(spec, inspection, jobs)),
         unsettled=later,
         settings=settings(spec, inspection),
+        interruption=cost_of_interruption(run, spec),
     )
 
 

@@ -15,6 +15,7 @@ from tula_cli.run.imports import Source
 from tula_cli.run.records.inspections import Inspection
 from tula_cli.run.records.probes import Failed, Measured, OutOfMemory
 from tula_cli.run.records.tasks import ProbeTask, probe_id
+from tula_cli.services.progress.probe_notes import notes
 from tula_cli.services.search import Round, feasible, grouped, largest_local_batch, next_round, probes
 from tula_cli.spec.job import JobSpec
 
@@ -58,6 +59,7 @@ class ProfileReport:
     failed: tuple[Failed, ...]
     missing: tuple[str, ...]  # ids
     certainty: str = ""  # how certain the decisions are and why no more is measured, with strategy: adaptive
+    notes: tuple[str, ...] = ()  # what the probes of a script do not tell, and why
 
 
 def plan(
@@ -237,17 +239,17 @@ def report(run: RunDir, plan: ProfilePlan) -> ProfileReport:
     known = {result.id for result in results}
     wanted = [probe_id(task.nodes, local) for task in plan.tasks for local in task.local_batches]
     missing = tuple(i for i in wanted if i not in known)
-    found = ProfileReport(measured, out_of_memory, failed, missing, plan.certainty)
+    found = ProfileReport(measured, out_of_memory, failed, missing, plan.certainty, notes(measured))
     of_plan = [result for result in results if result.id in wanted]
     if not measured or (of_plan and all(isinstance(result, Failed) for result in of_plan)):
-        raise _nothing_measured(found)
+        raise _nothing_measured(found, script=any(task.spec.script is not None for task in plan.tasks))
     return found
 
 
-def _nothing_measured(found: ProfileReport) -> Exception:
+def _nothing_measured(found: ProfileReport, *, script: bool) -> Exception:
     if found.failed:
         first = found.failed[0]
-        return JobFailed(f"{first.id} failed: {first.message}", advice(first.outcome))
+        return JobFailed(f"{first.id} failed: {first.message}", advice(first.outcome, script=script))
     if found.out_of_memory:
         first_oom = found.out_of_memory[0]
         return OutOfMemoryAtMinimum(

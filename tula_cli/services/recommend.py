@@ -238,6 +238,7 @@ def _answer(
             if (model := measurements.forecast.power) is not None
         ),
         efficiency="" if noise is None else rests_on(noise, own),
+        interruption=own.forecast.interruption(choice.prediction),
         other_market=own.other_market(choice.prediction),
         created_at=now,
     )

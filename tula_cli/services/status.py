@@ -29,6 +29,7 @@ from tula_cli.services.progress.job_status import (
     pace_of,
     progress_of,
 )
+from tula_cli.services.progress.probe_notes import notes
 from tula_cli.spec.job import JobSpec
 from tula_cli.spec.scripts.section import samples_asked
 
@@ -64,6 +65,7 @@ class RunStatus:
     attempts: tuple[AttemptStatus, ...]  # oldest first
     recommendation: Recommendation | None
     warnings: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()  # what the probes of a script do not tell, and why
     between_rounds: bool = False  # an adaptive search may have a further round to submit
 
     def active(self, job_ids: Iterable[str] | None = None) -> bool:
@@ -107,6 +109,7 @@ def snapshot(run: RunDir, launcher: Launcher, *, now: float, only: Set[str] | No
         attempts=_story(tasks, look.attempts),
         recommendation=look.recommendation,
         warnings=tuple(f"{damaged.message}; {damaged.hint}" for damaged in look.damaged),
+        notes=notes(result for result in look.results if isinstance(result, Measured)),
         between_rounds=not moving and _between_rounds(look),
     )
 

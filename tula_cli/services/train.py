@@ -36,6 +36,7 @@ from tula_cli.run.records.results import JobFile, Summary
 from tula_cli.run.records.tasks import Rung, TrainTask
 from tula_cli.services.events import Note, TrainPlanned, WarningEvent, Work
 from tula_cli.services.progress.ending import CANCELLED, failure_of
+from tula_cli.services.recommendation.saves import cost_of_interruption, saves_of
 from tula_cli.services.status import RunStatus
 from tula_cli.services.waiting import (
     Dependencies,
@@ -63,6 +64,7 @@ class TrainPlan:
     resumes: int | None  # samples of the newest checkpoint, None where it starts from the beginning
     code: Source  # the user's own code that it runs
     price: str = ""  # in words, with unit, source and date
+    interruption: str = ""  # what one costs a script, in words
 
 
 def part(run: RunDir, spec: JobSpec, node_type: str | None) -> tuple[Part, Recommendation | None]:
@@ -136,14 +138,18 @@ def plan(
         size = _dataset_size(run, spec, inspect)
         _check_size(batch, size)
         halving.check_size(spec, batch=batch, dataset_size=size)
+    prediction = task.ladder[0].prediction
     return TrainPlan(
         task=_again(newest, task) if newest else task,
-        prediction=task.ladder[0].prediction,
+        prediction=prediction,
         source=source,
         finished=run.training(task.signature).summary() is not None,
         resumes=run.training(task.signature).newest_samples() or None,
         code=code,
         price=price_words(spec.pricing),
+        interruption=cost_of_interruption(
+            run, spec, batch=batch, step_time=prediction.step_time if prediction else None
+        ),
     )
 
 
@@ -221,7 +227,8 @@ def _task(run: RunDir, spec: JobSpec, nodes: int, batch: int, code: Source, *, m
 def _ladder(run: RunDir, spec: JobSpec, nodes: int, batch: int, market: Market) -> tuple[Rung, ...]:
     """Return the batch and those an out-of-memory falls back to, with predictions where there are measurements."""
     try:
-        found = Forecast.from_results(spec, run.results(), attempts=run.attempts()).ladder(nodes, batch, market=market)
+        forecast = Forecast.from_results(spec, run.results(), attempts=run.attempts(), saves=saves_of(run))
+        found = forecast.ladder(nodes, batch, market=market)
         if found:
             return found
     except (BadMeasurements, Infeasible):

@@ -9,6 +9,7 @@ from tula_cli.cluster.launcher import Launcher
 from tula_cli.errors import Interruption, OverBudget, Pending
 from tula_cli.run.directory import Part, RunDir
 from tula_cli.run.records.inspections import Inspection
+from tula_cli.run.records.probes import Failed, Measured
 from tula_cli.services import status
 from tula_cli.services.events import Event, JobsProgress, Planned, WarningEvent, Work
 from tula_cli.services.progress import job_status
@@ -105,10 +106,19 @@ def wait_for(run: RunDir, launcher: Launcher, jobs: Sequence[str], wait_policy: 
     own = [job for job in now.jobs if job.id in jobs]
     if left := [f"{job.id} ({job.state})" for job in own if job.state in job_status.ACTIVE]:
         raise Pending(f"not over within the time to wait: {', '.join(left)}", "the same command attaches to them again")
+    told = _told_by_the_error(run)
     for job in own:
-        if job.state in ENDED_BADLY:
+        if job.state in ENDED_BADLY and job.reason not in told:
             yield WarningEvent(f"{job.id} {job.state}: {words.first_line(job.reason)}")
     return now
+
+
+def _told_by_the_error(run: RunDir) -> set[str]:
+    """Return why probes have failed, where none was measured: the error that follows says it."""
+    results = run.results()
+    if any(isinstance(result, Measured) for result in results):
+        return set()
+    return {result.message for result in results if isinstance(result, Failed)}
 
 
 def interruption_of_jobs(run: RunDir, parts: Iterable[tuple[Part, Launcher]], wait_policy: WaitPolicy) -> Interruption:

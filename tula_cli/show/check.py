@@ -50,6 +50,8 @@ def check(report: "CheckReport", origins: Mapping[str, Origin]) -> Iterator["Ren
     if report.inspection is not None:
         yield from inspection(report.inspection)
     yield from report.settings
+    if report.interruption:
+        yield f"checkpoints: {report.interruption}"
     if report.inspection is not None or report.settings:
         yield ""
     if report.jobs:

@@ -85,7 +85,8 @@ def _changes(job: "JobStatus") -> str:
 def _tail(job: "JobStatus") -> str:
     """Return a job in one line."""
     parts = [f"{job.id}: {job.state}"]
-    parts += [story] if (story := story_of(job)) else []
+    ended = job.kind == "probe" and job.state == "failed"  # what follows tells why, once
+    parts += [story] if not ended and (story := story_of(job)) else []
     parts += [f"{job.done} of {plural(job.total, 'probe')}"] if job.kind == "probe" else []
     if job.now is not None:
         parts.append(f"next: {configuration(job.now.nodes, job.now.batch, job.now.local_batch)}")

@@ -99,6 +99,7 @@ def profile_report(report: "ProfileReport") -> Iterator["RenderableType"]:
         made.add_row(*_probe_row(row, byte))
     yield made
     yield from (f"{row.id} failed ({row.outcome}): {first_line(row.message)}" for row in report.failed)
+    yield from (f"note: {note}" for note in report.notes)
     if report.missing:
         yield f"missing: {', '.join(report.missing)}; run tula profile again"
     yield from _certainty(report.certainty)

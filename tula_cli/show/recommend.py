@@ -49,6 +49,8 @@ def recommendation(
     yield from (f"energy: {line}" for line in found.power.splitlines())
     if found.efficiency:
         yield f"same progress: {found.efficiency}"
+    if found.interruption:
+        yield f"checkpoints: {found.interruption}"
     for drawn in () if pareto else plots(found, width=width, color=color):
         yield ""
         yield Text.from_ansi(drawn)

@@ -34,6 +34,7 @@ def status(now: "RunStatus") -> Iterator["RenderableType"]:
     """Jobs, training, attempts, recommendation."""
     counts = f"{now.measured} measured, {now.out_of_memory} out of memory, {now.failed} failed"
     yield f"{near(now.path)}: {counts}"
+    yield from (f"note: {note}" for note in now.notes)
     if now.jobs:
         yield ""
         yield jobs(now.jobs)

@@ -60,6 +60,8 @@ def _training_plan(plan: "TrainPlan") -> Iterator["RenderableType"]:
         yield f"goes on from the checkpoint at {plan.resumes} samples"
     if len(task.ladder) > 1:
         yield f"after an out-of-memory at the next smaller batch: {', '.join(str(rung.batch) for rung in task.ladder[1:])}"
+    if plan.interruption:
+        yield f"checkpoints: {plan.interruption}"
     if predicted is None:
         yield "no prediction of time and cost: nothing was measured for this"
         return
@@ -111,6 +113,13 @@ def summary(found: "Summary") -> Iterator["RenderableType"]:
     if found.attempts > 1:
         yield ""
         yield f"{plural(found.attempts, 'attempt')}; relaunched because of: {'; '.join(found.causes) or 'an earlier end'}"
+    if found.lost:
+        yield f"what came after the newest checkpoint was trained again: {sum(found.lost)} samples in all, {_each(found.lost)}"
+
+
+def _each(lost: Sequence[int]) -> str:
+    """Return what each interruption has cost."""
+    return f"at each end {', '.join(map(str, lost))}" if len(lost) > 1 else "at one end"
 
 
 def _energy(predicted: float | None, actual: float, counted: float) -> tuple[str, str, str]:

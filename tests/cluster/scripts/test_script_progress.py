@@ -6,6 +6,7 @@ import time
 from pathlib import Path
 
 import pytest
+from make_results import Truth, measured
 
 from tula_cli.cluster.exit_reason import ExitReason
 from tula_cli.cluster.scripts import watch
@@ -192,3 +193,74 @@ def test_an_epoch_is_unknown_where_nothing_tells_its_samples(run: RunDir) -> Non
     unknown = ScriptTraining(run, training.task.model_copy(update={"spec": epochs}))
     unknown.begin(LeaderCommand(task="train-x-1", attempt=1, ranks=1, batch=16))
     assert run.training("x").metrics()[-1]["epoch"] is None
+
+
+def command(**changes: object) -> LeaderCommand:
+    return LeaderCommand(task="train-x-1", attempt=1, ranks=1, batch=16, **changes)  # type: ignore[arg-type]
+
+
+def planned(run: RunDir, when: float) -> ScriptAttempt:
+    """Return the attempt, whose plan was written then."""
+    attempt = ScriptAttempt(run.path, "train-x-1", 1)
+    attempt.path.mkdir(parents=True, exist_ok=True)
+    attempt.plan_path.write_text("{}")
+    os.utime(attempt.plan_path, (when, when))
+    return attempt
+
+
+def test_what_lies_between_two_checkpoints_is_kept(run: RunDir) -> None:
+    training, attempt = ScriptTraining(run, task(run, "train-x-1", 16)), planned(run, STARTED)
+    seen = [row("gap", 31, STARTED + 21), row("gap", 61, STARTED + 41)]
+    saves(training.out, STARTED + 20)
+    tells(run, "train-x-1", seen[0], step=31, samples=496.0, stepped_at=STARTED + 19)
+    training.note_save(attempt, command())
+    assert run.training("x").script_saves().saves == (), "the row that tells its step may be on its way"
+    heartbeat(run, "train-x-1", 0, step=35, samples=560.0, stepped_at=STARTED + 25)
+    training.note_save(attempt, command())
+    training.note_save(attempt, command())
+    saves(training.out, STARTED + 40)
+    tells(run, "train-x-1", *seen, step=65, samples=1040.0, stepped_at=STARTED + 45)
+    training.note_save(attempt, command())
+    found = run.training("x").script_saves().saves
+    assert [(save.steps, save.samples, save.seconds) for save in found] == [(30, 480, None), (30, 480, 20.0)]
+
+
+def test_samples_that_an_interruption_costs_are_kept(run: RunDir) -> None:
+    training = ScriptTraining(run, task(run, "train-x-1", 16))
+    planned(run, STARTED)
+    saves(training.out, STARTED + 20)
+    tells(run, "train-x-1", row("gap", 31, STARTED + 21), step=60, samples=960.0, stepped_at=STARTED + 40)
+    training.settled(command(), ExitReason("time_limit", "over"))
+    kept = run.training("x").script_saves()
+    assert kept.lost == (480,) and [save.samples for save in kept.saves] == [480]
+    anew = run.spec().model_copy(update={"script": run.spec().script.model_copy(update={"resume": None})})
+    without = ScriptTraining(run, training.task.model_copy(update={"spec": anew, "signature": "y"}))
+    without.settled(command(), ExitReason("time_limit", "over"))
+    assert run.training("y").script_saves().lost == (960,), "it begins anew"
+
+
+def test_a_training_that_never_steps_is_ended(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    watched = watching(run, 2)
+    run.write_result(measured(Truth(overheads=Truth().overheads.model_copy(update={"startup": 90.0})), 1, 16))
+    assert watched.stuck() is None
+    watched._began -= 60 * run.spec().search.max_minutes + 1
+    assert watched.stuck() is None, "20 starts of a probe are longer: 30 min"
+    watched._began -= 600
+    reason = watched.stuck()
+    assert reason is not None and reason.outcome == "user", "so that it is not started again"
+    assert "ended 30 min after its start" in reason.message and "no optimizer step of torch was seen" in reason.message
+    heartbeat(run, "train-x-1", 0, alive_at=time.time())
+    assert watched.stuck() is None, "a rank on another node has stepped"
+
+
+def test_a_training_whose_shim_gave_up_before_a_step_goes_on(run: RunDir) -> None:
+    watched = watching(run, 2)
+    watched._began -= 1e6
+    told = {
+        "version": 1, "task": "train-x-1", "attempt": 1, "rank": 1, "host": "h", "pid": 1, "where": "shim", "step": 0,
+        "error": "OSError", "text": "OSError: full", "failed_at": 1.0,
+    }  # fmt: skip
+    folder = ScriptAttempt(run.path, "train-x-1", 1).path
+    folder.mkdir(parents=True)
+    (folder / "failure-1.json").write_text(json.dumps(told))
+    assert watched.stuck() is None

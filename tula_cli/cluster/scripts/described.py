@@ -1,6 +1,8 @@
 """What is known of a job with a script before anything is measured: what its spec says, and this machine."""
 
 import os
+import shlex
+import shutil
 
 from tula_cli.errors import SpecError
 from tula_cli.host import devices
@@ -18,8 +20,9 @@ def described(spec: JobSpec, script: Script) -> Inspection:
         script: its script.
 
     Raises:
-        SpecError: nothing bounds the batches that are to be measured.
+        SpecError: nothing bounds the batches that are to be measured, or the command's program is not on this machine.
     """
+    warnings = _missing_program(spec, script)
     bounds = [bound for bound in (script.known_dataset_size, spec.search.max_batch) if bound is not None]
     if not bounds:
         raise SpecError(
@@ -41,4 +44,20 @@ def described(spec: JobSpec, script: Script) -> Inspection:
         cpus=len(os.sched_getaffinity(0)),
         gpus=gpus,
         script=script.command,
+        warnings=warnings,
     )
+
+
+def _missing_program(spec: JobSpec, script: Script) -> tuple[str, ...]:
+    """Return what to say of a program that is not here but may be on a node.
+
+    Raises:
+        SpecError: it is to run here.
+    """
+    word = shlex.split(script.command)[0]
+    if word.endswith(".py") or "{" in word or shutil.which(word):  # which takes a path from here, too
+        return ()
+    what = f"script.command: there is no program {word} on this machine"
+    if spec.cluster.kind == "slurm":
+        return (f"{what}: the nodes need one",)
+    raise SpecError(what, "install it, activate its environment, or write its path")

@@ -15,7 +15,7 @@ from tula_cli.run.directory import RunDir
 from tula_cli.run.files import append_json_line
 from tula_cli.run.records.jobs import Attempt, LeaderCommand
 from tula_cli.run.records.probes import Measured
-from tula_cli.run.records.results import ScriptProgress, TrainResult
+from tula_cli.run.records.results import Save, ScriptProgress, TrainResult
 from tula_cli.run.records.tasks import TrainTask
 from tula_cli.run.script_attempt import ScriptAttempt
 from tula_cli.run.training_run import TrainingRun
@@ -23,6 +23,10 @@ from tula_cli.spec.scripts import section
 
 SHORT_BY = 0.05
 """Share of the samples that were asked for by which a training may fall short (last batches that are dropped), unsaid."""
+SETTLED = 2.0
+"""Seconds without a change after which a checkpoint is taken to be written."""
+REMEMBERED = 50
+"""Checkpoints of which is kept how much was trained before them."""
 
 
 @dataclass(frozen=True)
@@ -132,6 +136,44 @@ class ScriptTraining:
         )
         return beat.step
 
+    def note_save(self, attempt: ScriptAttempt, command: LeaderCommand, *, settled: float = SETTLED) -> None:
+        """Keep how much was trained before a checkpoint that an attempt has written since the last look.
+
+        Args:
+            attempt: what its ranks' shims write.
+            command: what it was started with.
+            settled: seconds without a change after which it is taken to be whole.
+        """
+        found = self.checkpoint()
+        saved_at = 0.0 if found is None else checkpoints.changed(found)
+        known, began, beat = self.training.script_saves(), _began(attempt), attempt.heartbeat(0)
+        if settled and (beat is None or beat.stepped_at <= saved_at):
+            return  # the row that tells in which step it was written comes with the next one
+        if not max([began, *(save.saved_at for save in known.saves[-1:])]) < saved_at <= time.time() - settled:
+            return
+        before = next((save.saved_at for save in known.saves[-1:] if save.saved_at > began), None)
+        steps, samples = self._since(attempt, command, before, saved_at)
+        if steps < 1:
+            return
+        seconds = None if before is None else saved_at - before
+        save = Save(saved_at=saved_at, batch=self.task.batch, steps=steps, samples=samples, seconds=seconds)
+        update = {"saves": (*known.saves, save)[-REMEMBERED:]}
+        self.training.write_script_saves(known.model_copy(update=update))
+
+    def _since(
+        self, attempt: ScriptAttempt, command: LeaderCommand, begin: float | None, end: float
+    ) -> tuple[int, int]:
+        """Return the steps and samples that an attempt has trained from one checkpoint, or its start, to another."""
+        first = self.base(command) if begin is None else self._reached(command, *_until(attempt, begin))
+        last = self._reached(command, *_until(attempt, end))
+        return last[1] - first[1], last[0] - first[0]
+
+    def _count_lost(self, samples: int) -> None:
+        """Keep what was trained after the newest checkpoint, by an attempt that has reached so many samples."""
+        progress, known = self._progress, self.training.script_saves()
+        lost = max(0, samples - (0 if progress is None else progress.samples))
+        self.training.write_script_saves(known.model_copy(update={"lost": (*known.lost, lost)}))
+
     def _reached(self, command: LeaderCommand, step: int, samples: float | None) -> tuple[int, int]:
         """Return samples (of all ranks, by the steps where rank 0 does not count) and steps of the whole training."""
         before, steps = self.base(command)
@@ -157,7 +199,10 @@ class ScriptTraining:
                 "user",
                 "the command ended well, but no optimizer step of torch was seen: does it train with an optimizer of torch.optim?",
             )
+        self.note_save(attempt, command, settled=0.0)
         self._keep(attempt, command)
+        if reason.outcome is not None:
+            self._count_lost(samples)
         if reason.outcome is None:
             self._tell_short(samples)
             self._write_result(samples, steps, None if beat is None else beat.seconds)
@@ -169,7 +214,12 @@ class ScriptTraining:
         command = LeaderCommand(
             task=lost.task, attempt=lost.number, checkpoint=progress.checkpoint if progress is not None else ""
         )
-        self._keep(ScriptAttempt(self.run.path, lost.task, lost.number), command)
+        attempt = ScriptAttempt(self.run.path, lost.task, lost.number)
+        beat = attempt.heartbeat(0)
+        self.note_save(attempt, command, settled=0.0)
+        samples, _ = self._reached(command, *((0, 0.0) if beat is None else (beat.step, beat.samples)))
+        self._keep(attempt, command)
+        self._count_lost(samples)
 
     def _keep(self, attempt: ScriptAttempt, command: LeaderCommand) -> None:
         """Note the newest checkpoint, and how many samples it holds: those of the last row before it was written."""

@@ -4,18 +4,20 @@ import contextlib
 import os
 import signal
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 
 from tula_cli.cluster.exit_reason import ExitReason, computed_on
 from tula_cli.cluster.scripts import checkpoints
-from tula_cli.cluster.scripts.script_training import ScriptTraining
+from tula_cli.cluster.scripts.script_training import SETTLED, ScriptTraining
 from tula_cli.cluster.scripts.values import own
 from tula_cli.host.network import node_name
 from tula_cli.host.outcome import classify
 from tula_cli.host.processes import carrying, inner_id
 from tula_cli.run.directory import RunDir
 from tula_cli.run.records.jobs import Failure, LeaderCommand
+from tula_cli.run.records.probes import Measured
 from tula_cli.run.records.shim import Heartbeat, ScriptFailure
 from tula_cli.run.records.tasks import Task, TrainTask
 from tula_cli.run.script_attempt import ScriptAttempt
@@ -25,13 +27,15 @@ SILENCE = 60.0
 """The least seconds without a sign of life after which a probe that has stepped is ended."""
 TRAINING_SILENCE = 600.0
 """The same of a training: it evaluates and saves, not always with what the shim sees, and is started again for nothing."""
+FIRST_STEP_STARTS = 20
+"""A training's first step may take as many times what a probe's start took, and search.max_minutes in any case."""
 SILENT_STEPS = 20
 """The same in steps, of its median step time."""
 ROW_SECONDS = 1.0
 """Between two rows of metrics.jsonl, as of tula's own loop."""
 SIGNALS = {name: signal.Signals[name] for name in ("SIGUSR1", "SIGUSR2", "SIGTERM")}
-SETTLED = 2.0
-"""Seconds without a change after which a checkpoint is taken to be written."""
+SAVE_SECONDS = 5.0
+"""Between two looks for a new checkpoint."""
 NO_STEP = (
     "no optimizer step of torch was seen: does it train with an optimizer of torch.optim, and is its Python started without"
     " -I, -E and -S?"
@@ -53,6 +57,8 @@ class ScriptWatch:
     ranks: range
     training: ScriptTraining | None = None
     _next_row: float = 0.0
+    _next_look: float = 0.0
+    _began: float = field(default_factory=time.monotonic)
     _step: int = 0
 
     @property
@@ -70,6 +76,9 @@ class ScriptWatch:
         if self.training is not None and time.monotonic() >= self._next_row:
             self._next_row = time.monotonic() + ROW_SECONDS
             self._step = self.training.follow(self.attempt, self.command, after=self._step)
+        if self.training is not None and time.monotonic() >= self._next_look:
+            self._next_look = time.monotonic() + SAVE_SECONDS
+            self.training.note_save(self.attempt, self.command)
 
     def last(self) -> None:
         """Write down what they have told at their end."""
@@ -153,7 +162,26 @@ class ScriptWatch:
                 continue
             words = f"no step for {time.time() - beat.alive_at:.0f} s, after {beat.step} steps of {beat.seconds:.3g} s"
             return ExitReason("unknown", f"{words}: ended as stuck", rank, node_name())
-        return None
+        return self._never_stepped()
+
+    def _never_stepped(self) -> ExitReason | None:
+        """Return why a training is to be ended of which no rank, on any node, takes its first step; a probe has its time limit."""
+        if not isinstance(self.task, TrainTask) or time.monotonic() - self._began <= self._first_step_within:
+            return None
+        seen = any(self.attempt.heartbeat(rank) is not None for rank in range(self.command.ranks))
+        if seen or any(
+            failure.where == "shim" for failure in self.attempt.failures()
+        ):  # it goes on without being watched
+            return None
+        limit = f"{self._first_step_within / 60:.3g} min after its start (search.max_minutes, or 20 starts of a probe)"
+        return ExitReason("user", f"ended {limit}: {NO_STEP}", self.ranks.start, node_name())
+
+    @cached_property
+    def _first_step_within(self) -> float:
+        """Seconds."""
+        results = self.run.read().results
+        starts = [result.overheads.startup for result in results if isinstance(result, Measured)]
+        return max(60 * self.task.spec.search.max_minutes, FIRST_STEP_STARTS * max(starts, default=0.0))
 
     def _others_alive(self) -> bool:
         """Return whether a rank goes on, on any node: those that wait for it (it evaluates or saves alone) are not stuck."""

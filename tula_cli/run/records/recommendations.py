@@ -70,6 +70,7 @@ class Recommendation(Record):
     fit: str  # the fit in words; a line a node type
     power: str = ""  # what kWh rest on, in words, a line a node type; empty where no probe tells its energy
     efficiency: str = ""  # what `same_progress` rests on, in words; empty where there is none
+    interruption: str = ""  # what one costs a script, in words; empty for tula's own loop
     other_market: Prediction | None = None  # the choice on demand where it is on spot nodes, and the other way round
     options: tuple[str, ...] = ()  # what else was asked for, as typed: "--max-nodes 2"
     overrides: tuple[str, ...] = ()  # --set values that are not the job's own settings

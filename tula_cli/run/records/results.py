@@ -83,6 +83,23 @@ class ScriptProgress(Record):
     saved_at: float  # Unix time
 
 
+class Save(Record):
+    """A checkpoint that a script has written while it was trained: what came since the one before, or since the start."""
+
+    saved_at: float  # Unix time
+    batch: int  # global
+    steps: int
+    samples: int
+    seconds: float | None  # None of the first one of a start, which took time to begin
+
+
+class ScriptSaves(Record):
+    """What a training by a script has saved and lost. Written by the supervisors' leader."""
+
+    saves: tuple[Save, ...] = ()  # the newest ones
+    lost: tuple[int, ...] = ()  # samples that came after the newest checkpoint, at each start that did not end well
+
+
 class CountedEnergy(Record):
     """What the counters of all GPUs have told of a training, over all its attempts; written by rank 0."""
 
@@ -116,6 +133,7 @@ class Summary(Record):
     best_epoch: int
     currency: str
     causes: tuple[str, ...]  # why each relaunch happened
+    lost: tuple[int, ...] | None = None  # samples of a script that each of them cost; None of tula's own loop
     tuning: Tuning | None = None  # of method auto
     scaled: Scaled | None = None  # of a script, where the method scales
 

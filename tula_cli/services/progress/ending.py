@@ -38,4 +38,4 @@ def failure_of(task: TrainTask, attempts: Sequence[Attempt], *, kept: int) -> Tu
         return DeviceFault(f"{message}; faulty: {', '.join(faulty)}", advice(attempt.outcome, attempt.message))
     if attempt.outcome == "disk":
         return TulaError(message, advice(attempt.outcome))
-    return JobFailed(message, advice(attempt.outcome))
+    return JobFailed(message, advice(attempt.outcome, script=task.spec.script is not None))

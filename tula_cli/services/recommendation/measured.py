@@ -12,10 +12,10 @@ from tula_cli.models.efficiency import Noise
 from tula_cli.models.forecast import Forecast
 from tula_cli.models.observations import TooFew
 from tula_cli.run.directory import Part
-from tula_cli.run.records.jobs import Attempt
 from tula_cli.run.records.probes import Failed, Measured, OutOfMemory
 from tula_cli.run.records.recommendations import Prediction
 from tula_cli.services.recommendation.limits import Limits
+from tula_cli.services.recommendation.saves import saves_of
 from tula_cli.spec.job import JobSpec, train_length
 from tula_cli.spec.scripts.section import samples
 from tula_cli.words import plural
@@ -77,7 +77,7 @@ def measurements_of(
 
 def _type_measurements(part: Part, limits: Limits, *, pending: int) -> TypeMeasurements:
     results = part.run.results()
-    forecast = _forecast(part.spec, results, part.run.attempts(), pending=pending)
+    forecast = _forecast(part, results, pending=pending)
     unknown = _unknown(forecast, limits)
     _require_enough(forecast, unknown, pending=pending)
     return TypeMeasurements(part, results, forecast, unknown, pending)
@@ -173,9 +173,9 @@ def rests_on(noise: Noise, measurements: TypeMeasurements) -> str:
     return efficiency.words(noise, epochs=epochs, reference=spec.train.reference_batch)
 
 
-def _forecast(spec: JobSpec, results: Results, attempts: Sequence[Attempt], *, pending: int) -> Forecast:
+def _forecast(part: Part, results: Results, *, pending: int) -> Forecast:
     try:
-        return Forecast.from_results(spec, results, attempts=attempts)
+        return Forecast.from_results(part.spec, results, attempts=part.run.attempts(), saves=saves_of(part.run))
     except (TooFew, Infeasible) as error:
         if pending:
             raise _pending(pending, error.message) from error
@@ -257,10 +257,16 @@ def doubts(forecast: Forecast, choice: Choice, limits: Limits) -> list[str]:
     if late:
         warnings.append(f"the choice may miss the deadline: up to {limits.latest(chosen):.3g} hours (90 % interval)")
     if chosen.market == "on_demand" and forecast.spec.pricing.spot is not None and forecast.on_spot(chosen) is None:
-        warnings.append(f"no spot nodes for {plural(chosen.nodes)}: interruptions would leave no time to get anywhere")
+        warnings.append(f"no spot nodes for {plural(chosen.nodes)}: {_why_no_spot(forecast)}")
     if chosen.market == "spot" and limits.deadline_hours is not None:
         warnings.append("the time on spot nodes is an expected one: a run with more interruptions takes longer")
     return warnings
+
+
+def _why_no_spot(forecast: Forecast) -> str:
+    if forecast.saving is not None and not forecast.saving.known:
+        return "how often the script saves is not known until it trains (or say script.resume.every)"
+    return "interruptions would leave no time to get anywhere"
 
 
 def _second_opinion(forecast: Forecast, chosen: Prediction) -> list[str]:

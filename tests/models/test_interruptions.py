@@ -1,0 +1,123 @@
+"""What an interruption costs a training by a script: how often it saves, in words and in the price of spot nodes."""
+
+import math
+
+import pytest
+from make_results import Truth, of_a_script, probe_all
+
+from tula_cli.models import cost, interruptions
+from tula_cli.models.forecast import Forecast
+from tula_cli.models.interruptions import Saving
+from tula_cli.run.records.probes import Overheads
+from tula_cli.run.records.results import Save
+from tula_cli.spec.job import JobSpec
+from tula_cli.spec.load import validate
+
+RESUME = {"args": "--resume {checkpoint}", "checkpoint": "{out}/c.pt", "batch": "any"}
+PROBES = {1: (16, 32, 64), 2: (16, 32)}
+SIZE = 50_000
+SPOT = {"price": 1.0, "spot": {"discount": 0.7, "interruptions_per_day": 24}}
+
+
+def job(resume: dict | None = RESUME, save: str = "none", **sections) -> JobSpec:
+    script = {"command": "train.py -b {local_batch}", "length": {"epochs": 3}, "reference": {"batch": 16}, "save": save}
+    if resume is not None:
+        script["resume"] = resume
+    search = {"nodes": [1, 2], "min_batch": 16, "max_batch": 64}
+    return validate({"script": script, "search": search, **sections}, source="test")
+
+
+def saves(*samples: int, batch: int = 32, seconds: float | None = 7.0) -> list[Save]:
+    return [Save(saved_at=0.0, batch=batch, steps=n // batch, samples=n, seconds=seconds) for n in samples]
+
+
+def saving(*samples: int, spec: JobSpec | None = None, seconds: float | None = 7.0) -> Saving:
+    script = (spec or job()).script
+    assert script is not None
+    return interruptions.saving(script, saves(*samples, seconds=seconds), dataset_size=SIZE)
+
+
+def test_an_epochs_last_batch_may_be_dropped() -> None:
+    each = 32 * (SIZE // 32)
+    assert saving(each, each, each).epochs == 1
+    assert saving(2 * each, 2 * each).epochs == 2
+    assert saving(each, each, each // 2).epochs == 1, "a checkpoint in between, once"
+
+
+def test_what_is_no_epoch_is_so_many_steps_or_so_long() -> None:
+    assert saving(3200, 3200, 3200).steps == 100
+    by_time = saving(3200, 3520, 3840, 4160)
+    assert (by_time.steps, by_time.epochs, by_time.seconds) == (None, None, 7.0)
+    assert saving(3200, seconds=None).steps == 100, "one, at the end of a start, tells no time"
+
+
+def test_what_the_section_says_counts_until_a_training_has_shown_it() -> None:
+    said = job({**RESUME, "every": "epoch"})
+    assert saving(spec=said).epochs == 1 and saving(spec=job({**RESUME, "every": 500})).steps == 500
+    assert saving(3200, 3200, spec=said).steps == 100
+    assert not saving().known and saving(spec=job(None)).known
+
+
+def test_an_interval_follows_the_step_time() -> None:
+    assert Saving(True, epochs=2).interval(0.5, epoch_steps=100) == 100.0
+    assert Saving(True, steps=30).interval(0.5, epoch_steps=100) == 15.0
+    assert Saving(True, seconds=600.0).interval(0.5, epoch_steps=100) == 600.0
+    assert Saving(True).interval(0.5, epoch_steps=100) is None
+    assert Saving(False).interval(0.5, epoch_steps=100) == math.inf
+
+
+@pytest.mark.parametrize(
+    ("found", "step_time", "words"),
+    [
+        (Saving(True, epochs=1), 24.6, "saves each epoch, 41.0 min: an interruption costs 20.5 min on average; nothing asks it"),
+        (Saving(True, "SIGUSR1", steps=500), 1.2, "saves every 500 steps, 10.0 min: an interruption costs 5.00 min on average;"
+         " before a time limit it is asked to save (SIGUSR1)"),
+        (Saving(True, seconds=1800.0), 1.0, "saves every 30.0 min: an interruption costs 15.0 min on average"),
+        (Saving(True, epochs=1), None, "saves each epoch: an interruption costs half of that on average"),
+        (Saving(True), 1.0, "how often it saves is not known until it trains"),
+        (Saving(False), 1.0, "an interruption costs all that was trained until then"),
+    ],
+)  # fmt: skip
+def test_the_cost_of_an_interruption_in_words(found: Saving, step_time: float | None, words: str) -> None:
+    assert words in found.words(step_time, epoch_steps=100)
+
+
+def test_each_interruption_takes_a_script_back_to_its_own_checkpoint() -> None:
+    beside = Overheads(startup=100.0, eval_batch=None, eval_batch_size=None, checkpoint=None, refresh=None)
+    rate = 1 / 3600
+
+    def takes(interval: float, rate: float = rate) -> float:
+        return cost.script_seconds(7200.0, overheads=beside, interval=interval, rate=rate)
+
+    assert takes(600.0, rate=0.0) == takes(math.inf, rate=0.0) == 7300.0
+    assert 7300.0 < takes(600.0) < takes(3600.0) < takes(math.inf)
+    whole = math.exp(rate * 100) * 3600 * math.expm1(2.0)
+    assert takes(math.inf) == takes(7200.0) == pytest.approx(whole + 3600 * math.expm1(rate * 100))
+    lost = takes(600.0) - 7300.0
+    assert lost == pytest.approx(2 * (300 + 100), rel=0.15), "two interruptions of half an interval and a restart each"
+
+
+def forecast(spec: JobSpec, seen: list[Save]) -> Forecast:
+    probes = [of_a_script(probe) for probe in probe_all(Truth(), PROBES)]
+    return Forecast.from_results(spec, probes, saves=seen)
+
+
+def test_spot_nodes_are_priced_by_what_the_script_loses() -> None:
+    each = 32 * (SIZE // 32)
+    spec = job(pricing=SPOT)
+    often, seldom = (forecast(spec, saves(n, n)) for n in (3200, each))
+    first, second = (found.offers() for found in (often, seldom))
+    assert {row.market for row in first} == {"spot", "on_demand"} == {row.market for row in second}
+    for here, there in zip(*(sorted((r for r in rows if r.market == "spot"), key=lambda r: (r.nodes, r.batch)) for rows in (first, second)), strict=True):  # fmt: skip
+        assert here.hours < there.hours and here.cost < there.cost
+    row = next(row for row in second if row.market == "on_demand")
+    assert seldom.interruption(row).startswith("saves each epoch, ")
+
+
+def test_no_spot_nodes_are_offered_while_nobody_knows_what_is_lost() -> None:
+    found = forecast(job(pricing=SPOT), [])
+    assert {row.market for row in found.offers()} == {"on_demand"}
+    assert not [text for text in found.warnings if "since the epoch began" in text], "that would be a guess"
+    anew = forecast(job(None, pricing=SPOT), [])
+    spot = [row for row in anew.offers() if row.market == "spot"]
+    assert all(row.hours > anew.predictions([row.nodes])[0].hours for row in spot)

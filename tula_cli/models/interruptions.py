@@ -1,0 +1,107 @@
+"""What an interruption costs a training by a script: what came after its newest checkpoint, which the script alone writes."""
+
+import math
+import statistics
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from tula_cli.run.records.results import Save
+from tula_cli.spec.scripts.own_script import Script
+from tula_cli.words import duration, plural
+
+
+@dataclass(frozen=True)
+class Saving:
+    """How often a script writes what it can go on from: in epochs, steps or seconds; all None where nothing tells it."""
+
+    goes_on: bool  # from a checkpoint at all
+    asked: str = "none"  # script.save
+    epochs: int | None = None
+    steps: int | None = None
+    seconds: float | None = None
+
+    @property
+    def known(self) -> bool:
+        """Whether it is known what an interruption loses."""
+        return not self.goes_on or any(value is not None for value in (self.epochs, self.steps, self.seconds))
+
+    def interval(self, step_time: float, *, epoch_steps: int) -> float | None:
+        """Return the seconds between two checkpoints; infinite where it goes on from none, None where nothing tells.
+
+        Args:
+            step_time: seconds.
+            epoch_steps: of an epoch, at the batch that is trained.
+        """
+        if not self.goes_on:
+            return math.inf
+        if self.epochs is not None:
+            return self.epochs * epoch_steps * step_time
+        return self.seconds if self.steps is None else self.steps * step_time
+
+    def words(self, step_time: float | None, *, epoch_steps: int | None) -> str:
+        """Say what an interruption costs.
+
+        Args:
+            step_time: seconds; None before it is measured.
+            epoch_steps: of an epoch, at the batch that is trained; None likewise.
+        """
+        if not self.goes_on:
+            return "it goes on from no checkpoint (no script.resume): an interruption costs all that was trained until then"
+        if not self.known:
+            return f"how often it saves is not known until it trains (or say script.resume.every){self._asked}"
+        every = self._every
+        timed = None if step_time is None or epoch_steps is None else self.interval(step_time, epoch_steps=epoch_steps)
+        seconds = self.seconds if timed is None else timed
+        if seconds is None:
+            return f"saves {every}: an interruption costs half of that on average{self._asked}"
+        lasts = f", {duration(seconds)}" if self.steps or self.epochs else ""
+        return f"saves {every}{lasts}: an interruption costs {duration(seconds / 2)} on average{self._asked}"
+
+    @property
+    def _every(self) -> str:
+        if self.epochs is not None:
+            return "each epoch" if self.epochs == 1 else f"every {plural(self.epochs, 'epoch')}"
+        if self.steps is not None:
+            return "each step" if self.steps == 1 else f"every {plural(self.steps, 'step')}"
+        return f"every {duration(self.seconds)}"
+
+    @property
+    def _asked(self) -> str:
+        if self.asked == "none":
+            return "; nothing asks it to save before a time limit (script.save: none)"
+        return f"; before a time limit it is asked to save ({self.asked})"
+
+
+def saving(script: Script, saves: Iterable[Save], *, dataset_size: int | None) -> Saving:
+    """Return how often a script saves: as its trainings have shown, else as its section says.
+
+    Args:
+        script: section of the job.
+        saves: what its trainings have written.
+        dataset_size: samples of an epoch; None where nothing tells it.
+    """
+    resume = script.resume
+    if resume is None:
+        return Saving(goes_on=False, asked=script.save)
+    seen = list(saves)
+    if not seen:
+        said = resume.every
+        in_steps = said if isinstance(said, int) else None
+        return Saving(True, script.save, epochs=1 if said == "epoch" else None, steps=in_steps)
+    if epochs := _whole_epochs(seen, dataset_size):
+        return Saving(True, script.save, epochs=epochs)
+    steps = [save.steps for save in seen]
+    usual, times = statistics.mode(steps), [save.seconds for save in seen if save.seconds is not None]
+    if times and 2 * steps.count(usual) < len(steps):
+        return Saving(True, script.save, seconds=statistics.median(times))
+    return Saving(True, script.save, steps=usual)
+
+
+def _whole_epochs(saves: list[Save], dataset_size: int | None) -> int | None:
+    """Return after how many epochs most saves came, but for a last batch of each; None where that is no whole number."""
+    if not dataset_size:
+        return None
+    found = [round(save.samples / dataset_size) for save in saves]
+    epochs = statistics.mode(found)
+    near = [abs(save.samples - epochs * dataset_size) <= epochs * save.batch for save in saves]
+    return epochs if epochs and 2 * sum(near) >= len(saves) else None

@@ -316,11 +316,15 @@ def default_nodes(run: RunDir, spec: JobSpec) -> int:
     return found.choice.nodes if found is not None else min(spec.search.nodes)
 
 
-def default_methods(spec: JobSpec) -> tuple[str, ...]:
+def default_methods(spec: JobSpec, *, nodes: int) -> tuple[str, ...]:
     """Return what is compared unless something else is asked for."""
     if spec.script is None:
         return DEFAULT_METHODS
-    return tuple(method for method in METHODS_OF_SCRIPTS if not why_not(spec, method))
+    alone = (
+        nodes * spec.cluster.gpus_per_node == 1
+    )  # without lines of its own, gradients are scaled by those of other ranks
+    known = [method for method in METHODS_OF_SCRIPTS if not (alone and _scales(method))]
+    return tuple(method for method in known if not why_not(spec, method))
 
 
 def default_batches(run: RunDir) -> tuple[int, ...]:

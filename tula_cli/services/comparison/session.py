@@ -37,13 +37,14 @@ class GridRequest:
             BadMeasurements: no batch is given, known or recommended.
             SpecError: a method that is none, or a number below 1.
         """
+        nodes = self.nodes if self.nodes is not None else known.nodes if known else compare.default_nodes(run, spec)
         controls = self.controls if self.controls is not None else known.controls if known else True
         seeds = self.seeds if self.seeds is not None else known.seeds if known else scripted.default_seeds(spec.script)
         return Grid(
-            methods=self.methods or (known.methods if known else compare.default_methods(spec)),
+            methods=self.methods or (known.methods if known else compare.default_methods(spec, nodes=nodes)),
             batches=self.batches or (known.batches if known else compare.default_batches(run)),
             seeds=seeds,
-            nodes=self.nodes if self.nodes is not None else known.nodes if known else compare.default_nodes(run, spec),
+            nodes=nodes,
             controls=controls and scripted.takes_lr(spec.script),
         )
 

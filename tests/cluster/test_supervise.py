@@ -23,11 +23,14 @@ from tula_cli.cluster.supervise import Supervisor
 from tula_cli.errors import TulaError
 from tula_cli.host import devices
 from tula_cli.host.processes import started
+from tula_cli.models.micro_batches import splits_of
 from tula_cli.run.directory import RunDir
 from tula_cli.run.records.jobs import Failure, LeaderCommand
+from tula_cli.run.records.micro_batches import MicroBatches
 from tula_cli.run.records.probes import OutOfMemory
 from tula_cli.run.records.results import TrainResult
 from tula_cli.run.records.tasks import ProbeTask, Rung, Task, TrainTask, probe_id
+from tula_cli.services.progress.ending import failure_of
 
 GLOO = "RuntimeError: [../gloo/transport/tcp/pair.cc:534] Connection closed by peer [127.0.0.1]:31415"
 CPU_OOM = "RuntimeError: DefaultCPUAllocator: can't allocate memory: you tried to allocate 4096 bytes."
@@ -264,9 +267,48 @@ def test_a_killed_rank_is_told_from_the_peers_that_lost_it(run: RunDir, ranks: R
     assert outcomes(run, probe.id) == ["signal", "done"]
 
 
-def test_training_out_of_memory_goes_on_at_the_next_smaller_batch(
+def told(run: RunDir, *batches: int) -> None:
+    """Let the ranks of training s have told how far their micro-batches may be cut: on one GPU, to one sample."""
+    splits = tuple(splits_of(batch, micro_batch=batch, micro_batches=1) for batch in batches)
+    run.training("s").write_micro_batches(MicroBatches(splits=splits, normalised=0))
+
+
+def test_training_out_of_memory_goes_on_in_smaller_micro_batches_and_then_at_a_smaller_batch(
     run: RunDir, ranks: Ranks, training: TrainTask
 ) -> None:
+    run.write_task(training.model_copy(update={"ladder": (Rung(batch=6), Rung(batch=2))}))
+    told(run, 6, 2)
+    ranks.will(*(ranks.fail(f"train-s-{k}", CPU_OOM, "device_oom") for k in (1, 2)), ranks.finish("s"))
+    cluster_supervise.supervise(run.path, training.id)
+    tasks = run.training("s").tasks()
+    assert [(task.batch, task.splits) for task in tasks] == [(6, 1), (6, 2), (6, 6)]
+    summary = run.training("s").summary()
+    assert summary is not None and summary.causes == (
+        "out of memory at batch 6: micro-batch 3 x 2 now",
+        "out of memory at batch 6: micro-batch 1 x 6 now",
+    )
+
+
+def test_training_out_of_memory_with_micro_batches_of_one_sample_ends(
+    run: RunDir, ranks: Ranks, training: TrainTask
+) -> None:
+    run.write_task(training.model_copy(update={"ladder": (Rung(batch=4), Rung(batch=2))}))
+    told(run, 4, 2)
+    ranks.will(*(ranks.fail(f"train-s-{k}", CPU_OOM, "device_oom") for k in (1, 2, 3)))
+    cluster_supervise.supervise(run.path, training.id)
+    assert ranks.starts == ["train-s-1", "train-s-2", "train-s-3"], "a smaller batch takes as much at a time"
+    newest = run.training("s").newest_task()
+    assert newest is not None and (newest.batch, newest.splits) == (4, 4)
+    error = failure_of(newest, run.training("s").attempts(), kept=0)
+    assert "out of memory at the smallest batch, 4 with micro-batches of 1:" in error.message
+
+
+def test_training_out_of_memory_goes_on_at_the_next_smaller_batch_where_that_is_asked_for(
+    run: RunDir, ranks: Ranks, training: TrainTask
+) -> None:
+    shrink = make_runs.spec(train={"epochs": 1, "oom": "shrink"})
+    run.write_task(training.model_copy(update={"spec": shrink}))
+    told(run, 128, 64, 32)
     ranks.will(ranks.fail("train-s-1", CPU_OOM, "device_oom"), ranks.finish("s"))
     cluster_supervise.supervise(run.path, training.id)
     relaunch = run.task("train-s-2")

@@ -66,7 +66,8 @@ def test_the_main_job_from_profile_to_trained_model(tula) -> None:
 
 
 def test_out_of_memory_relaunches_at_the_next_smaller_batch_with_samples_and_schedule_right(tula) -> None:
-    summary = tula("train", "job.yaml", "--nodes", "1", "--batch", "1024", "--set", LIMIT)["data"]
+    shrink = ("--set", LIMIT, "--set", "train.oom=shrink")
+    summary = tula("train", "job.yaml", "--nodes", "1", "--batch", "1024", *shrink)["data"]
     assert summary["start_batch"] == 1024
     assert summary["batch"] < 1024
     assert summary["causes"][0] == "out of memory at batch 1024"

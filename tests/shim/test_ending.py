@@ -12,7 +12,7 @@ from script_ranks import ScriptRanks
 
 from tula_cli.run.records.shim import ShimPlan
 from tula_cli.shim.tula_shim import stopping
-from tula_cli.shim.tula_shim.hooks.failing import class_name, listen, of_a_launcher, write_failure
+from tula_cli.shim.tula_shim.hooks.failing import batch_norm, class_name, listen, of_a_launcher, write_failure
 from tula_cli.shim.tula_shim.place import own_rank, world
 from tula_cli.shim.tula_shim.plan import read_plan
 from tula_cli.shim.tula_shim.recorder import EVAL, Recorder
@@ -153,3 +153,28 @@ def test_a_disk_that_is_full_is_told_at_the_next_step_and_not_within_the_script(
     recorder.disturbed(EVAL)
     with pytest.raises(IsADirectoryError):
         recorder.after_step(lr=0.1)
+
+
+class _BatchNorm:
+    """Stands for torch's: the process of the tests may hold some of its own."""
+
+
+class SyncBatchNorm(_BatchNorm):
+    pass
+
+
+@pytest.mark.parametrize(
+    ("kinds", "found"),
+    [([], ""), ([_BatchNorm], "batch"), ([SyncBatchNorm] * 2, "sync"), ([SyncBatchNorm, _BatchNorm], "batch")],
+)
+def test_a_failure_tells_which_batch_norm_the_process_held(
+    kinds: list[type], found: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = SimpleNamespace(_BatchNorm=_BatchNorm, SyncBatchNorm=SyncBatchNorm)
+    monkeypatch.setitem(sys.modules, "torch.nn.modules.batchnorm", module)
+    held: list[object] = [kind() for kind in kinds]
+    for norm in held:
+        vars(norm)["own"] = {}  # what has contents, as every module has, is known to the collector
+    assert batch_norm() == found
+    monkeypatch.delitem(sys.modules, "torch.nn.modules.batchnorm")
+    assert batch_norm() == ""

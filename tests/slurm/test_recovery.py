@@ -181,7 +181,7 @@ def test_scancel_by_the_user_stays_and_the_same_command_goes_on(tula: Tula) -> N
     trained(tula, 12)
 
 
-def test_the_cgroup_out_of_memory_is_told_and_a_smaller_batch_fits(tula: Tula) -> None:
+def test_the_cgroup_out_of_memory_is_told_and_smaller_micro_batches_fit(tula: Tula) -> None:
     (tula.folder / "hungry.py").write_text(
         "import torch\n"
         "class Net(torch.nn.Module):\n"
@@ -195,9 +195,8 @@ def test_the_cgroup_out_of_memory_is_told_and_a_smaller_batch_fits(tula: Tula) -
     )
     model = ("--set", "model={name: 'hungry:Net'}", "--set", "cluster.slurm.memory=900M")
     summary = tula("train", "job.yaml", "--nodes", "2", "--batch", "256", *model, "--wait")["data"]
-    assert summary["start_batch"] == 256
-    assert summary["batch"] == 128
-    assert summary["causes"] == ["out of memory at batch 256"]
+    assert summary["start_batch"] == summary["batch"] == 256
+    assert summary["causes"] == ["out of memory at batch 256: micro-batch 64 x 2 now"]
     assert attempts(tula)[0].message == "the kernel killed a process for memory"
     assert job(tula).submissions == 1
 

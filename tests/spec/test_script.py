@@ -273,7 +273,15 @@ def test_a_job_has_a_script_in_place_of_the_loops_sections() -> None:
     assert (spec.train.method, spec.train.epochs, spec.train.reference_batch) == ("lbt", 3, 256)
     for written in (spec.model_dump(mode="json"), spec.model_dump(exclude_unset=True), yaml.safe_load(dump_yaml(spec))):
         assert not written.keys() & {"model", "dataset", "optimizer", "schedule", "ags"}
-        assert written["train"].keys() <= {"method", "lr_scaling", "accumulate", "seed", "workers", "max_attempts"}
+        assert written["train"].keys() <= {
+            "method",
+            "lr_scaling",
+            "accumulate",
+            "seed",
+            "workers",
+            "oom",
+            "max_attempts",
+        }
         again = validate(written, source="again")
         assert again.model_dump() == spec.model_dump() and again.train == spec.train
 

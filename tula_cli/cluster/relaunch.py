@@ -6,8 +6,11 @@ from collections.abc import Sequence
 from typing import Literal
 
 from tula_cli.cluster.exit_reason import ExitReason
+from tula_cli.cluster.rank_start import runs_script
+from tula_cli.cluster.scripts.micro_batches import known as script_micro_batches
 from tula_cli.host.outcome import advice, no_gpu
 from tula_cli.models.cost import cost
+from tula_cli.models.micro_batches import Fallback, after_out_of_memory, cannot_accumulate
 from tula_cli.run.directory import RunDir
 from tula_cli.run.records.base import OutcomeClass
 from tula_cli.run.records.jobs import Attempt
@@ -119,20 +122,21 @@ def _after_training(run: RunDir, task: TrainTask, reason: ExitReason, lost: int)
     if reason.outcome is None:
         write_summary(run, task)
         return None
-    relaunch = _relaunch(task, reason, lost)
+    relaunch = _relaunch(run, task, reason, lost)
     if relaunch is not None:
         run.write_task(relaunch)
     return relaunch
 
 
-def _relaunch(task: TrainTask, reason: ExitReason, lost: int) -> TrainTask | None:
-    """Return the next attempt: a smaller batch after an OOM, fewer loader processes after the host's, else the same."""
+def _relaunch(run: RunDir, task: TrainTask, reason: ExitReason, lost: int) -> TrainTask | None:
+    """Return the next attempt: less memory after an OOM, fewer loader processes after the host's, else the same."""
     update: dict[str, object] = {}
     if reason.outcome == "device_oom":
-        if len(task.ladder) < 2:
+        fallback = _fallback(run, task)
+        if fallback is None:
             return None
-        cause = f"out of memory at batch {task.batch}"
-        update = {"ladder": task.ladder[1:]}
+        cause = fallback.words
+        update = {"ladder": task.ladder[fallback.rung :], "splits": fallback.splits}
     elif reason.outcome == "host_oom":
         fewer = _fewer_workers(task)
         if fewer is None:
@@ -147,6 +151,15 @@ def _relaunch(task: TrainTask, reason: ExitReason, lost: int) -> TrainTask | Non
         return None
     attempt = task.attempt + 1
     return task.model_copy(update={**update, "id": f"{task.job}-{attempt}", "attempt": attempt, "cause": cause})
+
+
+def _fallback(run: RunDir, task: TrainTask) -> Fallback | None:
+    """Return what follows an out-of-memory of a training; None where nothing would take less."""
+    why_not = cannot_accumulate(task.spec)
+    known = None
+    if not why_not:
+        known = script_micro_batches(run, task) if runs_script(task) else run.training(task.signature).micro_batches()
+    return after_out_of_memory([rung.batch for rung in task.ladder], task.splits, known, why_not=why_not)
 
 
 def _fewer_workers(task: TrainTask) -> int | None:

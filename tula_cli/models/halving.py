@@ -109,11 +109,16 @@ def tuned(spec: JobSpec, arm: Arm) -> JobSpec:
     return spec.model_copy(update={"train": train, "schedule": schedule, "ags": arm.ags or spec.ags})
 
 
+def specs(spec: JobSpec, batch: int) -> list[JobSpec]:
+    """Return the job as each arm trains it at a batch."""
+    return [tuned(spec, arm) for arm in arms(spec, batch)]
+
+
 def dearest(spec: JobSpec) -> JobSpec:
     """Return what to measure a job as: with method auto, as the arm that takes the most memory, and its time."""
     if not spec.train.facts.tunes:
         return spec
-    found = [tuned(spec, arm) for arm in arms(spec, 4 * spec.train.reference_batch)]
+    found = specs(spec, 4 * spec.train.reference_batch)
     return max(found, key=lambda job: (job.train.facts.scales, job.ags.resolved().granularity == "element"))
 
 

@@ -8,6 +8,7 @@ from pydantic import TypeAdapter
 
 from tula_cli.run.files import Reader, json_lines, listing, read_record, write_record
 from tula_cli.run.records.jobs import Attempt
+from tula_cli.run.records.micro_batches import MicroBatches
 from tula_cli.run.records.results import CountedEnergy, ScriptProgress, ScriptSaves, Summary, TrainResult, Tuning
 from tula_cli.run.records.tasks import TASK, TrainTask
 
@@ -19,6 +20,7 @@ _DRAFT = re.compile(r"\.[0-9]{12,}\.pt\..+\.[0-9]+")
 _ATTEMPT, _RESULT = TypeAdapter(Attempt), TypeAdapter(TrainResult)
 _SUMMARY, _TUNING, _ENERGY = TypeAdapter(Summary), TypeAdapter(Tuning), TypeAdapter(CountedEnergy)
 _SCRIPT, _SAVES = TypeAdapter(ScriptProgress), TypeAdapter(ScriptSaves)
+_MICRO_BATCHES = TypeAdapter(MicroBatches)
 
 
 class TrainingRun:
@@ -91,6 +93,13 @@ class TrainingRun:
 
     def write_script_saves(self, saves: ScriptSaves) -> None:
         write_record(self.path / "saves.json", saves)
+
+    def micro_batches(self) -> MicroBatches | None:
+        """Return how far its micro-batches may be cut; None before its ranks have told, and of a script."""
+        return self._read(self.path / "micro_batches.json", _MICRO_BATCHES)
+
+    def write_micro_batches(self, known: MicroBatches) -> None:
+        write_record(self.path / "micro_batches.json", known)
 
     def newest_samples(self) -> int:
         """Return the samples of the newest checkpoint, 0 where there is none."""

@@ -36,7 +36,8 @@ Each rank writes, every JSON file whole or not at all:
                            save ("saved"): what was seen, a list per step. Seconds and bytes.
     failure-<rank>.json    an exception that nobody caught: class ("error"), traceback ("text"), rank (null where it is not
                            known; the file is named by host and process then), "where": script, shim, or method where
-                           what the plan asks for cannot be done in this script
+                           what the plan asks for cannot be done in this script; "batch_norm": "batch", "sync" (all over the
+                           ranks) or "", by what the process held
     heartbeat-<rank>.json  from the first step on: "step", "samples", "stepped_at" (Unix time of the last step), "seconds"
                            (median of the last 100 steps), "alive_at" (of the last step or batch), "lost" (why the shim gave
                            up, else null: a training goes on without it)

@@ -43,6 +43,7 @@ def _branches_planned(task: "TrainTask") -> Iterator[str]:
 
 
 def _training_plan(plan: "TrainPlan") -> Iterator["RenderableType"]:
+    from tula_cli.models.micro_batches import cannot_accumulate
     from tula_cli.spec.job import train_length
     from tula_cli.spec.scripts.placeholders import program
 
@@ -59,7 +60,9 @@ def _training_plan(plan: "TrainPlan") -> Iterator["RenderableType"]:
     if plan.resumes is not None:
         yield f"goes on from the checkpoint at {plan.resumes} samples"
     if len(task.ladder) > 1:
-        yield f"after an out-of-memory at the next smaller batch: {', '.join(str(rung.batch) for rung in task.ladder[1:])}"
+        first = "" if cannot_accumulate(task.spec) else "in smaller micro-batches, then "
+        smaller = ", ".join(str(rung.batch) for rung in task.ladder[1:])
+        yield f"after an out-of-memory {first}at the next smaller batch: {smaller}"
     if plan.interruption:
         yield f"checkpoints: {plan.interruption}"
     if predicted is None:

@@ -112,6 +112,8 @@ class Train(Section):
     method: Method = "ags"  # how the large batch is trained
     lr_scaling: Literal["auto", "none", "linear", "sqrt"] = "auto"  # in batch / reference_batch; auto: the method's
     ghost_batch: Annotated[int, Field(ge=2)] | None = None  # samples over which BatchNorm takes its statistics
+    # after an out-of-memory: first the same batch in smaller micro-batches and more of them; or the next smaller batch
+    oom: Literal["accumulate", "shrink"] = "accumulate"
     max_attempts: Positive = 8  # starts, or allocations, in a row that save nothing new
     tensorboard: bool = False  # metrics for TensorBoard too; needs the extra trackers
     diagnostics: bool = False  # gradient norms also where the method does not take them by itself

@@ -76,7 +76,7 @@ def train_signature(spec: JobSpec, *, nodes: int, batch: int, code: str = "") ->
     parts["ags"] = _ags(acts, set(Ags.model_fields) - {"preset"})
     parts["train"] = spec.train.model_dump(
         exclude={
-            *("workers", "checkpoint_every", "max_attempts", "tensorboard", "diagnostics", "hessian"),
+            *("workers", "checkpoint_every", "oom", "max_attempts", "tensorboard", "diagnostics", "hessian"),
             *COMPUTING,  # but for tf32 they change what is learned no more than another GPU does
         }
     ) | _computing(spec.train, {"tf32"})

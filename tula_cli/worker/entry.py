@@ -39,7 +39,7 @@ def run_training(
         return
     energy = TrainingEnergy(run, task.signature, ranks)
     with contextlib.suppress(Preempted):
-        _train(task, TrainContext(run, ranks, datasets, preemption, attempt, energy))
+        _train(task, TrainContext(run, ranks, datasets, preemption, attempt, energy, task))
     energy.keep()
 
 

@@ -35,6 +35,7 @@ import tula_hooks as tula
 
 parser = argparse.ArgumentParser()
 parser.add_argument("-b", type=int)
+parser.add_argument("-a", type=int, default=1)
 parser.add_argument("--steps", type=int, default=10**6)
 parser.add_argument("--out", type=Path)
 parser.add_argument("--resume", type=Path)
@@ -63,8 +64,8 @@ while samples < options.steps * 16:
     number += 1
     WITHIN
     time.sleep(0.002)
-    samples += options.b * world
-    tula.step(samples=options.b, loss=1 / number, lr=0.5)
+    samples += options.b * options.a * world
+    tula.step(samples=options.b * options.a, loss=1 / number, lr=0.5)
     if number % 10 == 0:
         save()
 print(f"top1 {50 + options.b / 10}")
@@ -263,6 +264,35 @@ def test_a_killed_training_goes_on_from_its_checkpoint(folder: Path) -> None:
     (first, again) = [row["samples"] for row in run.training("x").metrics() if row["kind"] == "start"]
     assert first == 0 < again <= 320, "of 25 steps the 20 up to the checkpoint are kept; a heart beats once a second"
     assert result.samples == again + 80 * 16
+
+
+def test_after_an_out_of_memory_the_same_batch_goes_on_in_smaller_micro_batches(folder: Path) -> None:
+    full = "if options.b > 4 and number == 12: raise RuntimeError('CUDA out of memory. Tried to allocate 2 GiB')"
+    resume = {"args": "--resume {checkpoint}", "checkpoint": "{out}/state.json", "batch": "same"}
+    command = "train.py -b {micro_batch} -a {accumulate} --out {out} --steps {steps}"
+    spec = job(folder, within=full, script={"command": command, "resume": resume})
+    result, attempts = ended(run := training(folder, spec, ladder=(16, 8)))
+    assert attempts == [("train-x-1", "device_oom"), ("train-x-2", "device_oom"), ("train-x-3", "done")]
+    plans = [ScriptAttempt(run.path, name, 1).plan_path for name, _ in attempts]
+    expected = [json.loads(plan.read_text())["expected"] for plan in plans]
+    assert [(plan["batch"], plan["accumulate"]) for plan in expected] == [(16, 1), (16, 2), (16, 4)]
+    starts = [row["samples"] for row in run.training("x").metrics() if row["kind"] == "start"]
+    assert result is not None and result.batch == 16 and 0 < starts[1] < starts[2]
+    summary = run.training("x").summary()
+    assert summary is not None and summary.causes == tuple(
+        f"out of memory at batch 16: micro-batch {size} x {16 // size} now" for size in (8, 4)
+    )
+    assert json.loads((run.training("x").path / "out" / "state.json").read_text())["samples"] == 1600
+
+
+def test_a_command_that_cannot_accumulate_says_so(folder: Path) -> None:
+    full = "if options.b == 16: raise RuntimeError('CUDA out of memory. Tried to allocate 2 GiB')"
+    _, attempts = ended(run := training(folder, job(folder, within=full, script={"command": COMMAND}), ladder=(16, 8)))
+    assert [outcome for _, outcome in attempts] == ["device_oom", "done"]
+    summary = run.training("x").summary()
+    assert summary is not None and summary.causes[0].endswith(
+        "not cut: the command has no {micro_batch} with {accumulate} or {accumulate_total}"
+    )
 
 
 @pytest.mark.parametrize(("batch", "place", "began"), [("any", "out", True), ("same", "out-8", False)])

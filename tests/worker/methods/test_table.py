@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from worker_jobs import Interrupted, final_weights, probe_task, rows, same, spec, train_task
 
 from tula_cli.run.directory import RunDir
@@ -69,6 +70,25 @@ def test_a_relaunch_at_another_batch_goes_on(name: str, alone: Ranks, run: RunDi
     result = run.training(task.signature).result()
     assert result is not None
     assert (result.epochs, result.batch, result.samples) == (3, BATCH // 2, 3 * EPOCH)
+
+
+@each
+def test_micro_batches_that_are_cut_teach_the_same(name: str, alone: Ranks, run: RunDir, tmp_path: Path) -> None:
+    job = spec(**sections(name, model={"args": {}}, ags={"delta": "inf"}))
+    whole, task = RunDir.create(tmp_path / "whole", job), train_task(job)
+    train(whole, alone, task)
+    known = whole.training(task.signature).micro_batches()
+    assert known is not None
+    (own,) = known.splits
+    assert own.into == {"ags": (2, 4), "adascale": (2, 4, 8)}.get(name, (2, 4, 8, 16)), own.limit
+    parts = own.into[-1]
+    train(run, alone, task.model_copy(update={"splits": parts}))
+    (start, *_) = rows(run, task, "start")
+    assert start["micro_batch"] == own.micro_batch // parts
+    results = [place.training(task.signature).result() for place in (run, whole)]
+    assert [result and (result.samples, result.steps) for result in results] == [(3 * EPOCH, 3 * STEPS)] * 2
+    for key, value in final_weights(run, task).items():
+        torch.testing.assert_close(value, final_weights(whole, task)[key], rtol=1e-3, atol=1e-4)
 
 
 @each

@@ -62,9 +62,8 @@ class ScriptTraining:
     def known(self) -> dict[str, str | float]:
         """What the placeholders of paths stand for."""
         place = Place(self.task.nodes, 0, "", 0)
-        return values(
-            self.task.spec, place, batch=self.task.batch, out=self.out, run=self.run.path.absolute(), workers=0
-        )
+        task, run = self.task, self.run.path.absolute()
+        return values(task.spec, place, batch=task.batch, out=self.out, run=run, workers=0, splits=task.splits)
 
     def checkpoint(self) -> Path | None:
         """Return the checkpoint to go on from; None where it begins anew."""

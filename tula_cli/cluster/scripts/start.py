@@ -94,7 +94,7 @@ class ScriptStart:
         expected = Expected(
             world=self.command.ranks,
             batch=self.command.batch,
-            accumulate=spec.train.accumulate if counted else None,
+            accumulate=spec.train.accumulate * self._splits if counted else None,
             lr=values.learning_rate(spec, self.command.batch) if "lr" in script.placeholders else None,
         )
         search = spec.search
@@ -142,6 +142,7 @@ class ScriptStart:
                 spec, threads=self._threads(), ranks_here=self.command.ranks, task=_training(self.task)
             ),
             checkpoint=self.command.checkpoint,
+            splits=self._splits,
         )
         words = render(script.command, known)
         if not isinstance(self.task, TrainTask):
@@ -153,6 +154,10 @@ class ScriptStart:
             words = [sys.executable, "-u", *words]
         wrapper = [] if self.allocation.local else sbatch.wrapper(spec, environ=self.allocation.environ)
         return (*wrapper, *words)
+
+    @property
+    def _splits(self) -> int:
+        return self.task.splits if isinstance(self.task, TrainTask) else 1
 
     def _environment(self, place: Place, shim: Path) -> dict[str, str]:
         """Return the environment of a process. A rendezvous of the site's set-up lines, or of a shell, is not ours."""

@@ -23,7 +23,15 @@ class Place:
 
 
 def values(
-    spec: JobSpec, place: Place, *, batch: int, out: Path, run: Path, workers: int, checkpoint: str = ""
+    spec: JobSpec,
+    place: Place,
+    *,
+    batch: int,
+    out: Path,
+    run: Path,
+    workers: int,
+    checkpoint: str = "",
+    splits: int = 1,
 ) -> dict[str, str | float]:
     """Return the value of each placeholder that has one.
 
@@ -35,15 +43,17 @@ def values(
         run: the run directory.
         workers: data-loader processes of a rank.
         checkpoint: the newest one; empty where there is none.
+        splits: parts that each micro-batch of train.accumulate is computed in.
     """
     script, gpus = own(spec), spec.cluster.gpus_per_node
     local_batch = batch // (place.nodes * gpus)
-    micro_batch = local_batch // spec.train.accumulate
+    accumulate = spec.train.accumulate * splits
+    micro_batch = local_batch // accumulate
     found: dict[str, str | float | None] = {
         "batch": batch,
         "local_batch": local_batch,
         "micro_batch": micro_batch,
-        "accumulate": spec.train.accumulate,
+        "accumulate": accumulate,
         "accumulate_total": batch // micro_batch,
         "lr": learning_rate(spec, batch),
         "lr_factor": lr_scale(spec, batch),

@@ -150,6 +150,7 @@ class ScriptFailure(Record):
     error: str  # full name of the exception's class
     text: str  # traceback
     step: int
+    batch_norm: Literal["", "batch", "sync"] | None = None  # that the process held; None where it has not told
     failed_at: float
 
     @property

@@ -59,6 +59,7 @@ class TrainTask(Record):
     attempt: int  # from 1
     ladder: tuple[Rung, ...]  # descending batches
     workers: Workers  # data-loader processes a rank (fewer after a host OOM)
+    splits: int = 1  # parts that each micro-batch of train.accumulate is computed in (more after an OOM)
     cause: str = ""  # why this is a relaunch
     code: str = ""  # the snapshot of the user's code that runs; empty where the spec names none
 

@@ -10,6 +10,12 @@ from tula_cli.run.records.tasks import TrainTask
 CANCELLED = "the same command goes on where the newest checkpoint stands"
 
 
+def micro_batch(task: TrainTask) -> int:
+    """Return the samples that a GPU takes at a time."""
+    world = task.nodes * task.spec.cluster.gpus_per_node
+    return task.batch // (world * task.spec.train.accumulate * task.splits)
+
+
 def failure_of(task: TrainTask, attempts: Sequence[Attempt], *, kept: int) -> TulaError:
     """Return what the ending of a training is to the user.
 
@@ -26,8 +32,9 @@ def failure_of(task: TrainTask, attempts: Sequence[Attempt], *, kept: int) -> Tu
     if attempt.outcome == "cancelled":
         return JobFailed(message, CANCELLED)
     if attempt.outcome == "device_oom":
+        cut = f" with micro-batches of {micro_batch(task)}" if task.splits > 1 else ""
         return OutOfMemoryAtMinimum(
-            f"out of memory at the smallest batch, {task.batch}: {attempt.message}",
+            f"out of memory at the smallest batch, {task.batch}{cut}: {attempt.message}",
             "lower search.min_batch, or try activation checkpointing, bf16 or more accumulation",
         )
     if attempt.outcome == "diverged":

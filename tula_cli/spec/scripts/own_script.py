@@ -119,6 +119,12 @@ class Script(Section):
         parts = (self.command, self.resume.args if self.resume else "", self.probe.args)
         return frozenset(name for part in parts for name in names(part))
 
+    @property
+    def accumulates(self) -> bool:
+        """Whether its command can be told to take a batch in more and smaller micro-batches."""
+        found = set(names(self.command))
+        return "micro_batch" in found and bool(found & {"accumulate", "accumulate_total"})
+
     @model_validator(mode="after")
     def _has_a_batch(self) -> "Script":
         found = set(names(self.command))

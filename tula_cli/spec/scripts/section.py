@@ -11,7 +11,7 @@ from tula_cli.words import plural
 
 OWN_LOOP = ("model", "dataset", "transforms", "loss", "optimizer", "schedule", "auto")
 """Sections of tula's own loop: a script builds all of it by itself."""
-TRAIN = {"method", "lr_scaling", "accumulate", "seed", "workers", "max_attempts"}
+TRAIN = {"method", "lr_scaling", "accumulate", "seed", "workers", "oom", "max_attempts"}
 """Settings of section train that reach a script: by placeholders, or because they are about starting it."""
 PRESET = "robust"
 """Of section ags: the one that acts without a line of the script changed."""

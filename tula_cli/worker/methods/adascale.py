@@ -36,13 +36,16 @@ class WithAdaScale(Plain):
         return 2 if world == 1 else 1
 
     def after_first_backward(self, loop: Loop) -> None:
-        """Show AdaScale the gradient of the first micro-batch, where no other rank has one to compare with."""
+        """Show AdaScale the gradient of the first micro-batch, where no other rank has one to compare with.
+
+        Its parts add up to it, wherever it is cut: AdaScale sees what it would have seen without.
+        """
         if loop.ranks.world > 1:
             return
         square = squared_norm([p.grad for p in loop.ddp.parameters() if p.grad is not None])
         # the loss was divided by the one and multiplied by the other, which stays on the device
-        unscaled = loop.parts / loop.scaler.scale(torch.ones_like(square))
-        _adascale(loop).observe(square * unscaled**2, loop.micro_batch)
+        unscaled = loop.parts / loop.splits / loop.scaler.scale(torch.ones_like(square))
+        _adascale(loop).observe(square * unscaled**2, loop.micro_batch * loop.splits)
 
     def remarks(self, loop: Loop) -> list[str]:
         if loop.batch > loop.spec.train.reference_batch:

@@ -31,13 +31,15 @@ class Loop(Protocol):
     position: Position
     apart: bool  # the replicas differ
 
+    splits: int  # parts that each micro-batch is computed in, after an out-of-memory
+
     @property
     def parts(self) -> int:
-        """Micro-batches an optimizer step."""
+        """Micro-batches an optimizer step, those parts counted."""
 
     @property
     def micro_batch(self) -> int:
-        """Samples a GPU takes at a time."""
+        """Samples a GPU takes at a time: one of those parts."""
 
 
 @dataclass(frozen=True)
@@ -99,6 +101,10 @@ class Plain:
         """Return the samples that each rank gives to a small batch; empty where none is taken."""
         return ()
 
+    def fewest_samples(self, configuration: Configuration) -> int:
+        """Return the samples that a GPU has to take at a time for the method to stay what it is."""
+        return 1
+
     def memory(self, spec: JobSpec, parameters: Sequence[nn.Parameter], *, several: bool) -> Memory:
         """Return what a step holds beside the optimizer's state.
 
@@ -117,7 +123,7 @@ class Plain:
         """Called once a step, before the first micro-batch."""
 
     def after_first_backward(self, loop: Loop) -> None:
-        """Called once a step, when the gradient of the first micro-batch is there."""
+        """Called once a step, when the gradient of the first micro-batch is there, with all of its parts."""
 
     def refresh(self, loop: Loop, small_loss: Callable[[int], Tensor]) -> bool:
         """Called once a step, when the gradient is there; return whether this step did more than others do.

@@ -24,7 +24,7 @@ def settings(ags: Ags, **changed: Any) -> Configured:
 
 
 def available(configuration: Configuration) -> int:
-    """Return the samples that a rank has for AGS's small batch: a micro-batch."""
+    """Return the samples that a rank has for AGS's small batch: a micro-batch, of which no more is cut off than it leaves."""
     return configuration.batch // configuration.world // configuration.spec.train.accumulate
 
 
@@ -72,6 +72,11 @@ class Scaling(Plain):
         if not _draws(spec, several=world > 1):
             return ()
         return draw_counts(small_batch(spec, configuration.batch), available(configuration), world, 0)
+
+    def fewest_samples(self, configuration: Configuration) -> int:
+        if small_batch(configuration.spec, configuration.batch) >= configuration.batch:
+            return 1  # nothing is scaled
+        return max(self.small_batch_shares(configuration), default=1)
 
     def memory(self, spec: JobSpec, parameters: Sequence[nn.Parameter], *, several: bool) -> Memory:
         copied = parameters if spec.ags.resolved().apply_to == "update" else ()

@@ -15,13 +15,16 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from tula_cli.errors import SpecError
+from tula_cli.models.micro_batches import splits_of
 from tula_cli.optim import TulaOptimizer
+from tula_cli.run.records.micro_batches import MicroBatches, Splits
 from tula_cli.run.records.tasks import ProbeTask, TrainTask
 from tula_cli.spec.job import JobSpec
 from tula_cli.spec.sections import Workers
 from tula_cli.worker.build import zoo
 from tula_cli.worker.build.compiled import as_written, compile_
 from tula_cli.worker.build.ghost import apply_ghost_batch_norm, check_ghost_batch, check_small_batch
+from tula_cli.worker.build.norms import limits, normalised
 from tula_cli.worker.build.recompute import apply_activation_checkpointing
 from tula_cli.worker.build.samples import Datasets
 from tula_cli.worker.build.sampling import Batches, Position, steps_left, train_loader
@@ -65,6 +68,7 @@ class Trainer:
     batch: int
     workers: int
     clock: Clock
+    splits: int  # parts that each micro-batch of train.accumulate is computed in
     lr_ratios: Sequence[float]  # of each parameter group's learning rate to the spec's
     channels_last: bool = False  # images, and the weights of convolutions
     position: Position = field(default_factory=Position)
@@ -75,7 +79,8 @@ class Trainer:
     synchronise: bool = True  # False measures a step's local work; the replicas drift apart
     after_backward: Callable[[], None] | None = None  # a probe's look at a finished gradient, which is then dropped
     on_gradient: "Callable[[Trainer], None] | None" = None  # sees each gradient before it is clipped and used
-    last_batch: tuple[torch.Tensor, torch.Tensor] | None = None  # the newest micro-batch, for the memory count
+    # The newest micro-batch; of the last one of train.accumulate the first part, wherever that is cut: AGS draws from it.
+    last_batch: tuple[torch.Tensor, torch.Tensor] | None = None
 
     @property
     def local_batch(self) -> int:
@@ -87,8 +92,8 @@ class Trainer:
 
     @property
     def parts(self) -> int:
-        """Micro-batches an optimizer step."""
-        return micro_batches(self.spec, self.ranks.world)
+        """Micro-batches an optimizer step, as they are computed."""
+        return micro_batches(self.spec, self.ranks.world) * self.splits
 
     @property
     def local_sgd(self) -> bool:
@@ -122,7 +127,8 @@ def build(
         SpecError: the batch does not divide among ranks and micro-batches, or is larger than the dataset.
     """
     spec = task.spec
-    _check_batch(spec, batch, ranks, datasets)
+    splits = task.splits if isinstance(task, TrainTask) else 1
+    _check_batch(spec, batch, ranks, datasets, splits=splits)
     seed_torch(stable_seed(spec.train.seed), ranks.device)
     model = zoo.build_model(spec, datasets.classes).to(ranks.device)
     if spec.train.ghost_batch is not None:
@@ -150,24 +156,25 @@ def build(
         batch=batch,
         workers=spec.train.loaders(ranks.cores()) if workers == "auto" else workers,
         clock=Clock(ranks.device),
+        splits=splits,
         lr_ratios=zoo.lr_ratios(base, spec.optimizer.lr),
         channels_last=channels_last,
         refresh_each_epoch=refresh,
     )
 
 
-def _check_batch(spec: JobSpec, batch: int, ranks: Ranks, datasets: Datasets) -> None:
-    parts, size = ranks.world * micro_batches(spec, ranks.world), len(datasets.train)
+def _check_batch(spec: JobSpec, batch: int, ranks: Ranks, datasets: Datasets, *, splits: int) -> None:
+    parts, size = ranks.world * micro_batches(spec, ranks.world) * splits, len(datasets.train)
     if batch % parts:
-        plain = parts == ranks.world * spec.train.accumulate
+        plain = parts == ranks.world * spec.train.accumulate * splits
         why = (Plain if plain else method_of(spec)).least_parts_why
         raise SpecError(f"batch {batch} does not divide by {parts} ({why})")
     if batch > size:
         raise SpecError(f"batch {batch} is larger than the dataset, which has {size} training samples")
-    check_ghosts(spec, batch, world=ranks.world)
+    check_ghosts(spec, batch, world=ranks.world, splits=splits)
 
 
-def check_ghosts(spec: JobSpec, batch: int, *, world: int) -> None:
+def check_ghosts(spec: JobSpec, batch: int, *, world: int, splits: int = 1) -> None:
     """Refuse ghost batches that leave a rest of what a GPU takes at a time, or one sample of its small batch.
 
     Raises:
@@ -176,14 +183,35 @@ def check_ghosts(spec: JobSpec, batch: int, *, world: int) -> None:
     ghost = spec.train.ghost_batch
     if ghost is None:
         return
-    check_ghost_batch(ghost, micro_batch=batch // (world * micro_batches(spec, world)))
+    check_ghost_batch(ghost, micro_batch=batch // (world * micro_batches(spec, world) * splits))
     shares = method_of(spec).small_batch_shares(Configuration(spec, batch, world))
     check_small_batch(ghost, shares=shares)  # where AGS is the identity these are micro-batches, which have no rest
 
 
 def micro_batches(spec: JobSpec, world: int) -> int:
-    """Return the micro-batches of a step."""
+    """Return the micro-batches of a step, uncut."""
     return max(spec.train.accumulate, method_of(spec).least_parts(world))
+
+
+def splits_known(trainer: Trainer, batches: Sequence[int], jobs: Callable[[int], Sequence[JobSpec]]) -> MicroBatches:
+    """Return how far the micro-batches of each batch may be cut after an out-of-memory.
+
+    Args:
+        trainer: whose model and ranks these are.
+        batches: global.
+        jobs: returns what may be trained at a batch; with method auto each arm's, which differ in their method.
+    """
+    world, model = trainer.ranks.world, trainer.ddp.module
+    norms = limits(model, world=world)
+
+    def of(batch: int) -> Splits:
+        specs = jobs(batch)
+        parts = max(micro_batches(spec, world) for spec in specs)
+        fewest = max(method_of(spec).fewest_samples(Configuration(spec, batch, world)) for spec in specs)
+        own = (lambda micro_batch: micro_batch >= fewest, f"its method compares gradients over {fewest} samples of it")
+        return splits_of(batch, micro_batch=batch // world // parts, micro_batches=parts, limits=[own, *norms])
+
+    return MicroBatches(splits=tuple(of(batch) for batch in batches), normalised=normalised(model, world=world))
 
 
 def _loss(spec: JobSpec, device: torch.device) -> LossFunction:
@@ -263,18 +291,20 @@ def _step(trainer: Trainer, stream: Iterator[Any], *, epoch_ends: bool) -> Step:
 
 def _backward(trainer: Trainer, stream: Iterator[Any], start: Mark) -> tuple[torch.Tensor, Mark]:
     """Accumulate the gradient of one local batch; only the last micro-batch is synchronised."""
-    parts = trainer.parts
+    parts, splits = trainer.parts, trainer.splits
     total, loaded = torch.zeros((), device=trainer.ranks.device), start
     for part in range(parts):
-        inputs, targets = trainer.last_batch = to_device(trainer, next(stream))  # the batch before is let go at once
+        inputs, targets = to_device(trainer, next(stream))  # the batch before is let go at once
         if part == 0:
             loaded = trainer.clock.mark()
+        if part <= parts - splits:
+            trainer.last_batch = inputs, targets
         last = part == parts - 1
         with nullcontext() if last and trainer.synchronise else trainer.ddp.no_sync():
             with autocast(trainer):
                 loss = trainer.loss(trainer.ddp(inputs), targets) / parts
             trainer.scaler.scale(loss).backward()
-        if part == 0:
+        if part == splits - 1:
             trainer.method.after_first_backward(trainer)
         total += loss.detach()
     if trainer.after_backward:
@@ -290,6 +320,7 @@ def _refresh(trainer: Trainer) -> bool:
     each_step = trainer.spec.ags.resolved().each_step
 
     def small_loss(count: int) -> torch.Tensor:
+        assert count <= len(inputs), f"{count} samples of a micro-batch of {len(inputs)}"
         with nullcontext() if each_step else as_written(trainer.spec.train), autocast(trainer):
             return trainer.loss(trainer.ddp.module(inputs[:count]), targets[:count])
 

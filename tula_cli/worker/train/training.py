@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass
 
 from tula_cli.errors import Diverged
 from tula_cli.host import outcome
+from tula_cli.models import halving
 from tula_cli.models.cost import checkpoint_interval, interruption_rate
 from tula_cli.models.time.noise import centre
 from tula_cli.run.directory import RunDir
@@ -37,6 +38,7 @@ class TrainContext:
     preemption: PreemptionHandler
     attempt: int  # of the task, for the mark that says why the ranks left
     energy: TrainingEnergy
+    asked: TrainTask  # the whole one: with method auto its arms train tasks made of it
 
 
 def train(task: TrainTask, context: TrainContext) -> None:
@@ -68,6 +70,7 @@ class Training:
             task, context.ranks, context.datasets, batch=task.batch, workers=task.workers, refresh=True
         )
         self.trainer.until = until
+        self._tell_splits()
         self.best: dict[str, float] = {}
         self.owed = False  # the epoch that has ended is not evaluated yet
         self._resume()
@@ -82,6 +85,16 @@ class Training:
     @property
     def first(self) -> bool:
         return self.context.ranks.first
+
+    def _tell_splits(self) -> None:
+        """Let the supervisor know what it may do after an out-of-memory, before a step can meet one on any rank."""
+        if self.first:
+            asked, tunes = self.context.asked, self.context.asked.spec.train.facts.tunes
+            batches = [rung.batch for rung in asked.ladder]
+            known = worker_train_loop.splits_known(
+                self.trainer, batches, lambda batch: halving.specs(asked.spec, batch) if tunes else [asked.spec]
+            )
+            self.run.training(self.task.signature).write_micro_batches(known)
 
     def _resume(self) -> None:
         """Load the newest checkpoint; every rank loads the one that rank 0 found."""
@@ -279,15 +292,16 @@ class Training:
         self._write_result(result)
 
     def _step_time(self) -> float | None:
-        """Return the step time (s) over all epochs at this batch, of whatever attempt; None where none was timed.
+        """Return the step time (s) over all epochs at this batch and micro-batch, of whatever attempt; None without any.
 
         A late epoch alone may have two steps, and another speed than the training that the prediction is of.
         """
-        batch, found = 0, []
+        alike, found = False, []
         for row in self.run.training(self.task.signature).metrics():
             if row["kind"] == "start":
-                batch = row["batch"]
-            elif row["kind"] == "epoch" and batch == self.trainer.batch and row["step_time"] is not None:
+                sizes = row["batch"], row.get("micro_batch", self.trainer.micro_batch)  # an older tula wrote none
+                alike = sizes == (self.trainer.batch, self.trainer.micro_batch)
+            elif row["kind"] == "epoch" and alike and row["step_time"] is not None:
                 found.append(row["step_time"])
         return centre(found) if found else None
 

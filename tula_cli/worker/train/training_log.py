@@ -50,7 +50,8 @@ class TrainingLog:
         """Write the rows of a start, or of going on; every rank takes part."""
         task, trainer = self.task, self.trainer
         lr, cause = trainer.lr, task.cause
-        self.add("start", attempt=task.attempt, batch=task.batch, nodes=task.nodes, lr=lr, cause=cause)
+        sizes = {"batch": task.batch, "micro_batch": trainer.micro_batch}
+        self.add("start", attempt=task.attempt, **sizes, nodes=task.nodes, lr=lr, cause=cause)
         self.add(
             "environment", **environment.environment(trainer.ranks, workers=trainer.workers).model_dump(mode="json")
         )

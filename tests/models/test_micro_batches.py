@@ -1,0 +1,124 @@
+"""The ladder of an out-of-memory: the same batch in smaller micro-batches, then a smaller batch."""
+
+import pytest
+
+from tula_cli.models.micro_batches import (
+    Fallback,
+    after_out_of_memory,
+    batch_norm_limit,
+    cannot_accumulate,
+    splits_of,
+)
+from tula_cli.run.records.micro_batches import MicroBatches
+from tula_cli.spec.load import validate
+
+SCRIPT = {"length": {"samples": 1600}, "reference": {"batch": 16}}
+
+
+def ladder(batches: tuple[int, ...], known: MicroBatches | None, **how: str) -> list[tuple[int, int]]:
+    """Return (batch, parts) of each start of a training that never fits."""
+    found, splits = [(batches[0], 1)], 1
+    while (step := after_out_of_memory(batches, splits, known, **how)) is not None:
+        batches, splits = batches[step.rung :], step.splits
+        found.append((batches[0], splits))
+    return found
+
+
+def known(*batches: int, world: int = 2, accumulate: int = 1, norm: bool = False, normalised: int = 0) -> MicroBatches:
+    limits = [batch_norm_limit()] if norm else []
+    return MicroBatches(
+        splits=tuple(
+            splits_of(b, micro_batch=b // world // accumulate, micro_batches=accumulate, limits=limits) for b in batches
+        ),
+        normalised=normalised,
+    )
+
+
+@pytest.mark.parametrize(
+    ("micro_batch", "into"), [(1, ()), (2, (2,)), (8, (2, 4, 8)), (12, (2, 4, 12)), (7, (7,)), (15, (3, 15)), (0, ())]
+)
+def test_parts_are_all_of_one_size(micro_batch: int, into: tuple[int, ...]) -> None:
+    found = splits_of(micro_batch, micro_batch=micro_batch, micro_batches=1)
+    assert found.into == into and found.limit == "it holds one sample"
+
+
+@pytest.mark.parametrize(
+    ("limit", "into"),
+    [
+        (batch_norm_limit(), (2, 4, 8)),
+        (batch_norm_limit(ranks=4), (2, 4, 8, 16, 32)),
+        (batch_norm_limit(ghost=16), (2, 4, 8)),
+        (batch_norm_limit(ghost=4), (2, 4, 8, 16)),
+    ],
+)
+def test_batch_norm_keeps_eight_samples_and_ghost_batches_whole(limit, into: tuple[int, ...]) -> None:
+    found = splits_of(64, micro_batch=64, micro_batches=1, limits=[limit])
+    assert found.into == into and "fewer than 8 samples" in found.limit
+
+
+def test_ghost_batches_that_would_leave_a_rest_stop_it() -> None:
+    found = splits_of(48, micro_batch=48, micro_batches=1, limits=[batch_norm_limit(ghost=16)])
+    assert found.into == () and "what ghost batches of 16 leave" in found.limit
+
+
+def test_the_batch_stays_while_it_can_be_cut_and_nothing_that_is_no_smaller_is_tried() -> None:
+    assert ladder((32, 16, 8), known(32, 16, 8)) == [(32, 1), (32, 2), (32, 4), (32, 8), (32, 16)]
+    norm = known(128, 64, 32, 16, 8, norm=True)
+    assert ladder((128, 64, 32, 16, 8), norm) == [(128, 1), (128, 2), (128, 4), (128, 8), (8, 1)]
+
+
+def test_a_smaller_batch_is_cut_as_far_as_it_has_to_be() -> None:
+    # 14 samples a GPU are taken 7 at a time and then no fewer; the 12 of the next batch 6 at a time
+    own = splits_of(28, micro_batch=14, micro_batches=1, limits=[(lambda samples: samples > 2, "for a reason")])
+    rungs = MicroBatches(splits=(own, *known(24, 16).splits), normalised=0)
+    step = after_out_of_memory((28, 24, 16), 2, rungs)
+    words = "out of memory at batch 28 in micro-batches of 7, which are not cut further: for a reason"
+    assert step == Fallback(1, 2, words)
+
+
+@pytest.mark.parametrize(
+    ("of", "words"),
+    [
+        ({}, "out of memory at batch 128: micro-batch 32 x 2 now"),
+        ({"accumulate": 4}, "out of memory at batch 128: micro-batch 8 x 8 now"),
+        (
+            {"normalised": 2},
+            "out of memory at batch 128: micro-batch 32 x 2 now, with BatchNorm's statistics over 64 samples",
+        ),
+    ],
+)
+def test_the_cause_says_what_is_done(of: dict[str, int], words: str) -> None:
+    step = after_out_of_memory((128, 64), 1, known(128, 64, **of))
+    assert step is not None and step.words == words
+
+
+@pytest.mark.parametrize(
+    ("why", "words"),
+    [
+        ("train.oom is shrink", "out of memory at batch 64"),
+        (
+            "",
+            "out of memory at batch 64; its micro-batches are not cut: the ranks ended before they knew how far that may go",
+        ),
+        ("for a reason", "out of memory at batch 64; its micro-batches are not cut: for a reason"),
+    ],
+)
+def test_without_cutting_the_next_smaller_batch_follows(why: str, words: str) -> None:
+    assert after_out_of_memory((64, 32), 1, None, why_not=why) == Fallback(1, 1, words)
+    assert ladder((64, 32, 16), None, why_not=why) == [(64, 1), (32, 1), (16, 1)]
+
+
+@pytest.mark.parametrize(
+    ("command", "oom", "words"),
+    [
+        ("train.py -b {micro_batch} -a {accumulate}", "accumulate", ""),
+        ("train.py -b {micro_batch} -a {accumulate_total}", "accumulate", ""),
+        ("train.py -b {micro_batch} -a {accumulate}", "shrink", "train.oom is shrink"),
+        ("train.py -b {local_batch}", "accumulate", "the command has no {micro_batch}"),
+        ("train.py -b {local_batch} -a {accumulate}", "accumulate", "the command has no {micro_batch}"),
+    ],
+)
+def test_a_script_needs_both_placeholders(command: str, oom: str, words: str) -> None:
+    spec = validate({"script": {"command": command, **SCRIPT}, "train": {"oom": oom}}, source="test")
+    found = cannot_accumulate(spec)
+    assert found.startswith(words) and bool(found) is bool(words)

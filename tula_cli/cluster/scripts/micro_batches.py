@@ -1,0 +1,30 @@
+"""How far the micro-batches of a training by a script may be cut: what its shim saw when it was out of memory."""
+
+from tula_cli.cluster.rank_start import world_size
+from tula_cli.models.micro_batches import batch_norm_limit, splits_of
+from tula_cli.run.directory import RunDir
+from tula_cli.run.records.micro_batches import MicroBatches
+from tula_cli.run.records.tasks import TrainTask
+from tula_cli.run.script_attempt import ScriptAttempt
+
+
+def known(run: RunDir, task: TrainTask) -> MicroBatches:
+    """Return it for each batch of the ladder.
+
+    Where no rank has told whether there is a BatchNorm (it was killed), there is taken to be one, on each rank by itself.
+    """
+    attempts = run.attempts(task.id)
+    number = attempts[-1].number if attempts else 1
+    told = [seen.batch_norm for seen in ScriptAttempt(run.path, task.id, number).failures()]
+    norms = {norm for norm in told if norm is not None} or {"batch"}
+    world, parts = world_size(task), task.spec.train.accumulate
+    over = [1] * ("batch" in norms) or [world] * ("sync" in norms)
+    limits = [batch_norm_limit(ranks=ranks) for ranks in over]
+    batches = [rung.batch for rung in task.ladder]
+    return MicroBatches(
+        splits=tuple(
+            splits_of(batch, micro_batch=batch // world // parts, micro_batches=parts, limits=limits)
+            for batch in batches
+        ),
+        normalised=over[0] if over and told else 0,
+    )

@@ -1,0 +1,119 @@
+"""What follows an out-of-memory: the same batch in smaller micro-batches while that can be, then a smaller batch."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from tula_cli.run.records.micro_batches import MicroBatches, Splits
+from tula_cli.spec.job import JobSpec
+
+FEWEST_NORMALISED = 8
+"""Samples over which BatchNorm takes its statistics at least: over fewer their noise, not the batch, decides what is learned
+(Wu and He 2018, figure 1, see the error of ResNet-50 grow from 8 samples downwards)."""
+
+
+@dataclass(frozen=True)
+class Fallback:
+    """What to train after an out-of-memory, and why not in another way."""
+
+    rung: int  # of the ladder, from 0: the batch that did not fit
+    splits: int
+    words: str  # what failed and what is done, for people
+
+
+def cannot_accumulate(spec: JobSpec) -> str:
+    """Return why a job's micro-batches stay as they are after an out-of-memory; empty where they need not."""
+    if spec.train.oom == "shrink":
+        return "train.oom is shrink"
+    if spec.script is not None and not spec.script.accumulates:
+        return "the command has no {micro_batch} with {accumulate} or {accumulate_total}"
+    return ""
+
+
+def splits_of(
+    batch: int, *, micro_batch: int, micro_batches: int, limits: Sequence[tuple[Callable[[int], bool], str]] = ()
+) -> Splits:
+    """Return into how many parts a micro-batch may be cut: all of one size, each number at least twice the one before.
+
+    A micro-batch of 12 is cut into 2, 4 and 12 parts: there is no ragged part, whose samples would weigh more.
+
+    Args:
+        batch: global.
+        micro_batch: samples of a micro-batch, uncut.
+        micro_batches: of a step on one GPU, uncut.
+        limits: what a smaller micro-batch has to fulfil, and why.
+    """
+    found: list[int] = []
+    least = 2
+    for parts in range(2, micro_batch + 1):
+        if parts < least or micro_batch % parts:
+            continue
+        broken = [why for holds, why in limits if not holds(micro_batch // parts)]
+        if broken:
+            return _splits(batch, micro_batch, micro_batches, found, broken[0])
+        found.append(parts)
+        least = 2 * parts
+    return _splits(batch, micro_batch, micro_batches, found, "it holds one sample")
+
+
+def _splits(batch: int, micro_batch: int, micro_batches: int, into: list[int], limit: str) -> Splits:
+    return Splits(batch=batch, micro_batch=micro_batch, micro_batches=micro_batches, into=tuple(into), limit=limit)
+
+
+def batch_norm_limit(*, ranks: int = 1, ghost: int | None = None) -> tuple[Callable[[int], bool], str]:
+    """Return the limit that BatchNorm sets to a micro-batch, and its words.
+
+    Args:
+        ranks: over which the statistics are taken (SyncBatchNorm), else 1.
+        ghost: samples of a ghost batch, whose statistics stay the same while micro-batches hold whole ones.
+    """
+
+    def holds(micro_batch: int) -> bool:
+        if ghost is not None and micro_batch >= ghost:
+            return micro_batch % ghost == 0
+        return micro_batch * ranks >= FEWEST_NORMALISED
+
+    rest = "" if ghost is None else f", or over what ghost batches of {ghost} leave"
+    return holds, f"BatchNorm would take its statistics over fewer than {FEWEST_NORMALISED} samples{rest}"
+
+
+def after_out_of_memory(
+    batches: Sequence[int], splits: int, known: MicroBatches | None, *, why_not: str = ""
+) -> Fallback | None:
+    """Return what to train next; None where nothing is left that would take less memory.
+
+    Memory grows with the micro-batch, not with their number: a smaller batch whose micro-batches are not smaller would
+    not fit either, and is passed over.
+
+    Args:
+        batches: of the ladder, descending; the first one did not fit.
+        splits: parts that its micro-batches were cut into.
+        known: how far they may be cut; None where nothing has told it.
+        why_not: why they are not cut in this training; empty where they are.
+    """
+    own = known.of(batches[0]) if known is not None else None
+    words = f"out of memory at batch {batches[0]}"
+    if why_not or known is None or own is None:
+        told = why_not or "the ranks ended before they knew how far that may go"
+        # Where the user has asked for it there is nothing to explain.
+        explained = words if why_not == "train.oom is shrink" else f"{words}; its micro-batches are not cut: {told}"
+        return Fallback(1, 1, explained) if len(batches) > 1 else None
+    following = next((parts for parts in own.into if parts > splits), None)
+    if following is not None:
+        now = f"micro-batch {own.micro_batch // following} x {own.micro_batches * following} now"
+        return Fallback(0, following, f"{words}: {now}{_normalised(known, own, following)}")
+    failed = own.micro_batch / splits
+    words = f"{words} in micro-batches of {own.micro_batch // splits}, which are not cut further: {own.limit}"
+    for rung, batch in enumerate(batches[1:], 1):
+        smaller = known.of(batch)
+        if smaller is None:
+            continue
+        for parts in (1, *smaller.into):
+            if smaller.micro_batch / parts < failed:
+                return Fallback(rung, parts, words)
+    return None
+
+
+def _normalised(known: MicroBatches, own: Splits, parts: int) -> str:
+    """Say over how many samples BatchNorm takes its statistics now, where it does."""
+    samples = known.normalised * own.micro_batch // parts
+    return f", with BatchNorm's statistics over {samples} samples" if samples else ""

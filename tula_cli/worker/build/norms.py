@@ -1,0 +1,30 @@
+"""Over which samples a model's BatchNorm takes its statistics."""
+
+from collections.abc import Callable
+
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from tula_cli.models.micro_batches import batch_norm_limit
+from tula_cli.worker.build.ghost import GhostBatchNorm
+
+
+def normalised(model: nn.Module, *, world: int) -> int:
+    """Return the micro-batches that statistics are taken over: 1, of SyncBatchNorm alone one of each rank, 0 without either.
+
+    Ghost batches stay what they are in smaller micro-batches.
+    """
+    found = [module for module in model.modules() if isinstance(module, _BatchNorm)]
+    if all(isinstance(module, GhostBatchNorm) for module in found):
+        return 0
+    return world if all(isinstance(module, nn.SyncBatchNorm) for module in found) else 1
+
+
+def limits(model: nn.Module, *, world: int) -> list[tuple[Callable[[int], bool], str]]:
+    """Return what a micro-batch has to fulfil for each kind of BatchNorm in the model, and why."""
+    norms = [module for module in model.modules() if isinstance(module, _BatchNorm)]
+    ghosts = {norm.ghost_batch for norm in norms if isinstance(norm, GhostBatchNorm)}
+    ranks = {
+        world if isinstance(norm, nn.SyncBatchNorm) else 1 for norm in norms if not isinstance(norm, GhostBatchNorm)
+    }
+    return [batch_norm_limit(ghost=ghost) for ghost in ghosts] + [batch_norm_limit(ranks=over) for over in ranks]

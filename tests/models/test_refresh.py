@@ -8,6 +8,7 @@ from make_results import Truth, measured, of_a_script, probe_all, spec
 from tula_cli.models import refresh
 from tula_cli.models.choice.grid import Config
 from tula_cli.models.forecast import Forecast
+from tula_cli.optim.parts.small_batch import draw_counts
 from tula_cli.run.records.probes import Measured, Overheads
 
 AGS = {"train": {"method": "ags", "epochs": 10, "reference_batch": 64}}
@@ -102,3 +103,24 @@ def test_a_refresh_that_no_probe_tells_is_unknown() -> None:
     assert refresh.seconds(job, [*silent, one], **ask) == pytest.approx(Truth().step_time(1, 64))
     assert refresh.seconds(job, [*silent, probe(4, 64, took=0.3)], **ask) == 0.3
     assert not refresh.unknown(job, [*silent, one]) and not refresh.unknown(spec(train={"method": "lbt"}), silent)
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 8])
+@pytest.mark.parametrize("available", [1, 7, 16, 512])
+@pytest.mark.parametrize("b_small", [1, 20, 64])
+def test_the_most_that_a_rank_draws_is_what_the_optimizer_shares_out(world: int, available: int, b_small: int) -> None:
+    job = spec(train={"method": "ags"}, ags={"b_small": b_small})
+    most = max(draw_counts(b_small, available, world, 0))
+    assert refresh.most_drawn(job, 4096, available=available, world=world) == most
+
+
+@pytest.mark.parametrize(
+    ("sections", "batch"),
+    [
+        ({"train": {"method": "lbt"}}, 4096),
+        ({"train": {"method": "ags"}, "ags": {"b_small": 64}}, 64),
+        ({"train": {"method": "ags"}, "ags": {"preset": "robust"}}, 4096),
+    ],
+)
+def test_where_no_small_batch_is_taken_a_rank_draws_nothing_of_it(sections: dict[str, Any], batch: int) -> None:
+    assert refresh.most_drawn(spec(**sections), batch, available=16, world=2) == 1

@@ -1,7 +1,7 @@
 """What refreshing the scaling factors takes: how often, and how long where no probe has timed it."""
 
 from collections.abc import Iterable
-from math import log2
+from math import ceil, log2
 
 from tula_cli.run.records.probes import Measured
 from tula_cli.spec.ags import Every
@@ -23,6 +23,23 @@ def apart(spec: JobSpec, batch: int) -> bool:
     """Return whether some steps at a global batch take a refresh that others do not."""
     ags = spec.ags.resolved()
     return spec.train.facts.refreshes and not ags.each_step and small_batch(spec, batch) < batch
+
+
+def most_drawn(spec: JobSpec, batch: int, *, available: int, world: int) -> int:
+    """Return the most samples that one rank gives to a refresh at a global batch; 1 where none takes any.
+
+    Args:
+        spec: the job.
+        batch: global batch.
+        available: samples of a rank's micro-batch.
+        world: ranks.
+    """
+    small = small_batch(spec, batch)
+    by_norms = world > 1 and spec.ags.resolved().source == "local_norms"
+    if not spec.train.facts.scales or by_norms or small >= batch or available < 1:
+        return 1
+    ranks = min(world, ceil(small / available))  # as `draw_counts` of the optimizer shares it out
+    return ceil(min(small, ranks * available) / ranks)
 
 
 def count(spec: JobSpec, *, batch: int, steps: int) -> int:

@@ -1,9 +1,10 @@
 """How far the micro-batches of a training by a script may be cut: what its shim saw when it was out of memory."""
 
 from tula_cli.cluster.rank_start import world_size
+from tula_cli.models import refresh
 from tula_cli.models.micro_batches import batch_norm_limit, splits_of
 from tula_cli.run.directory import RunDir
-from tula_cli.run.records.micro_batches import MicroBatches
+from tula_cli.run.records.micro_batches import MicroBatches, Splits
 from tula_cli.run.records.tasks import TrainTask
 from tula_cli.run.script_attempt import ScriptAttempt
 
@@ -20,11 +21,12 @@ def known(run: RunDir, task: TrainTask) -> MicroBatches:
     world, parts = world_size(task), task.spec.train.accumulate
     over = [1] * ("batch" in norms) or [world] * ("sync" in norms)
     limits = [batch_norm_limit(ranks=ranks) for ranks in over]
-    batches = [rung.batch for rung in task.ladder]
-    return MicroBatches(
-        splits=tuple(
-            splits_of(batch, micro_batch=batch // world // parts, micro_batches=parts, limits=limits)
-            for batch in batches
-        ),
-        normalised=over[0] if over and told else 0,
-    )
+
+    def of(batch: int) -> Splits:
+        micro_batch = batch // world // parts
+        fewest = refresh.most_drawn(task.spec, batch, available=micro_batch, world=world)
+        own = (lambda samples: samples >= fewest, f"AGS takes a small batch of {fewest} samples of it")
+        return splits_of(batch, micro_batch=micro_batch, micro_batches=parts, limits=[own, *limits])
+
+    splits = tuple(of(rung.batch) for rung in task.ladder)
+    return MicroBatches(splits=splits, normalised=over[0] if over and told else 0)

@@ -23,7 +23,7 @@ from tula_cli.cluster.supervise import Supervisor
 from tula_cli.errors import TulaError
 from tula_cli.host import devices
 from tula_cli.host.processes import started
-from tula_cli.models.micro_batches import splits_of
+from tula_cli.models.out_of_memory import splits_of
 from tula_cli.run.directory import RunDir
 from tula_cli.run.records.jobs import Failure, LeaderCommand
 from tula_cli.run.records.micro_batches import MicroBatches

@@ -7,10 +7,10 @@ from typing import Literal
 
 from tula_cli.cluster.exit_reason import ExitReason
 from tula_cli.cluster.rank_start import runs_script
-from tula_cli.cluster.scripts.micro_batches import known as script_micro_batches
+from tula_cli.cluster.scripts.cuts import known as script_micro_batches
 from tula_cli.host.outcome import advice, no_gpu
 from tula_cli.models.cost import cost
-from tula_cli.models.micro_batches import Fallback, after_out_of_memory, cannot_accumulate
+from tula_cli.models.out_of_memory import Fallback, after_out_of_memory, cannot_accumulate
 from tula_cli.run.directory import RunDir
 from tula_cli.run.records.base import OutcomeClass
 from tula_cli.run.records.jobs import Attempt

@@ -43,7 +43,7 @@ def _branches_planned(task: "TrainTask") -> Iterator[str]:
 
 
 def _training_plan(plan: "TrainPlan") -> Iterator["RenderableType"]:
-    from tula_cli.models.micro_batches import cannot_accumulate
+    from tula_cli.models.out_of_memory import cannot_accumulate
     from tula_cli.spec.job import train_length
     from tula_cli.spec.scripts.placeholders import program
 

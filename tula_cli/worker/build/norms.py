@@ -5,7 +5,7 @@ from collections.abc import Callable
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from tula_cli.models.micro_batches import batch_norm_limit
+from tula_cli.models.out_of_memory import batch_norm_limit
 from tula_cli.worker.build.ghost import GhostBatchNorm
 
 

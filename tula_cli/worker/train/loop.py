@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from tula_cli.errors import SpecError
-from tula_cli.models.micro_batches import splits_of
+from tula_cli.models.out_of_memory import splits_of
 from tula_cli.optim import TulaOptimizer
 from tula_cli.run.records.micro_batches import MicroBatches, Splits
 from tula_cli.run.records.tasks import ProbeTask, TrainTask

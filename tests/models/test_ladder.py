@@ -2,7 +2,7 @@
 
 import pytest
 
-from tula_cli.models.micro_batches import (
+from tula_cli.models.out_of_memory import (
     Fallback,
     after_out_of_memory,
     batch_norm_limit,

@@ -2,7 +2,7 @@
 
 from tula_cli.cluster.rank_start import world_size
 from tula_cli.models import refresh
-from tula_cli.models.micro_batches import batch_norm_limit, splits_of
+from tula_cli.models.out_of_memory import batch_norm_limit, splits_of
 from tula_cli.run.directory import RunDir
 from tula_cli.run.records.micro_batches import MicroBatches, Splits
 from tula_cli.run.records.tasks import TrainTask

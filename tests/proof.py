@@ -58,6 +58,7 @@ PARTS = (
     cases("trainers", 0.5, "tests/shim/test_trainers.py"),
     cases("scaled-scripts", 0.5, "tests/shim/test_ags.py"),
     cases("out-of-memory", 4.0, "tests/e2e/test_out_of_memory.py"),
+    cases("rehearsed-trainers", 2.0, "tests/e2e/test_rehearsed_trainers.py"),
     cases("recovery", 3.0, "tests/slurm/test_recovery.py"),
     cases("links", 4.5, "tests/slurm/test_links.py"),
     Part("gpu-dry-run", 5.0, ("benchmarks/on_gpu.py", "--device", "cpu", "--tiny", "--again", "--out", ".proof/gpu")),

@@ -124,6 +124,13 @@ class NoGpu(DeviceFault):
     """Jobs are to compute on GPUs, and a rank sees none: its node is faulty, or its job did not ask for any."""
 
 
+class CannotResume(TulaError):
+    """A script that cannot go on from its own checkpoint, as a rehearsal has found."""
+
+    exit_code = 11
+    code = "resume"
+
+
 class Pending(TulaError):
     """Still queued or running."""
 

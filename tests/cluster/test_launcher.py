@@ -29,7 +29,7 @@ from tula_cli.cluster.slurm.submit import SlurmLauncher
 from tula_cli.cluster.supervise import supervise
 from tula_cli.errors import SchedulerError
 from tula_cli.run.directory import RunDir
-from tula_cli.run.records.jobs import Attempt
+from tula_cli.run.records.jobs import Attempt, Job
 from tula_cli.run.records.tasks import ProbeTask, Rung, TrainTask
 from tula_cli.services import logs, train
 from tula_cli.services import status as services_status
@@ -429,6 +429,13 @@ def test_cancel_marks_the_run_and_ends_all_links_the_last_first(slurm, run):
     assert slurm.calls("scancel")[0].arguments == list(job.links[::-1])
     assert [queued["state"] for queued in slurm.jobs()] == ["RUNNING", "CANCELLED", "CANCELLED", "CANCELLED"]
     assert foreign not in job.links
+
+
+def test_a_training_starts_after_its_rehearsal_has_ended(slurm, run):
+    run.write_job(Job(id="rehearse-k-1", scheduler="slurm", scheduler_id="77", nodes=1, submitted_at=0.0))
+    job = submitted(run, training(run, hours=0.1).model_copy(update={"after": "rehearse-k-1"}))
+    waits = [queued["dependency"] for queued in slurm.jobs()]
+    assert waits[:2] == ["afterany:77", f"afterany:77:{job.links[0]}"]
 
 
 # --- through the services

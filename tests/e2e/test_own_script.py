@@ -91,3 +91,15 @@ def test_gradient_scaling_goes_around_a_script_under_ddp(tmp_path: Path) -> None
     assert [row for row in training.metrics() if row.get("ags")]
     status = tula("status")["data"]
     assert status["training"]["ags"]["mean"] == pytest.approx(first)
+
+
+def test_a_script_that_cannot_load_its_own_checkpoint_is_found_out_by_a_rehearsal(tmp_path: Path) -> None:
+    options = RESUMING.replace("--epochs", "--keep-arguments --epochs").replace(", batch: any", "")
+    tula = with_script(tmp_path, "reference.py", options)
+    answer = tula("check", "job.yaml", "--rehearse", code=11)
+    assert answer["error"]["code"] == "resume" and "argparse.Namespace" in answer["error"]["message"]
+    found = answer["data"]["rehearsal"]
+    assert [(start["phase"], start["ended"]) for start in found["starts"]] == [("begin", "killed"), ("same", "failed")]
+    assert found["starts"][0]["saved_samples"] == 160 and found["starts"][1]["error"] == "_pickle.UnpicklingError"
+    assert tula("check", "job.yaml", "--rehearse", code=11)["data"]["kept"], "it is not tried a second time"
+    assert tula("status")["data"]["rehearsal"]["verdict"] == "none"

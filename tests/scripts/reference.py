@@ -16,6 +16,7 @@ parser.add_argument("--epochs", type=int, default=2)
 parser.add_argument("-j", "--workers", type=int, default=0)
 parser.add_argument("--output-dir", type=Path, default=Path())
 parser.add_argument("--resume", type=Path)
+parser.add_argument("--keep-arguments", action="store_true", help="in the checkpoint, as torchvision's have them")
 parser.add_argument("--list", action="store_true", help="batches are lists of images, as for detection")
 arguments = parser.parse_args()
 
@@ -66,6 +67,8 @@ def main():
         schedule.step()
         evaluate(model, held_out)
         state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "schedule": schedule.state_dict()}
+        if arguments.keep_arguments:
+            state["args"] = arguments
         torch.save(state | {"epoch": epoch}, arguments.output_dir / "checkpoint.pth")
 
 

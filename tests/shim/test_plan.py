@@ -57,6 +57,7 @@ def test_steps_are_both_bounds(tmp_path: Path) -> None:
         (GIVEN | {"min_steps": 9, "max_steps": 8}, "max_steps is 8"),
         (GIVEN | {"seconds": "1"}, "seconds is '1'"),
         (GIVEN | {"expected": []}, "expected is [] in"),
+        (GIVEN | {"rehearsal": {"after": 5}}, "all of after, checkpoint are needed"),
         (GIVEN | {"expected": 64}, "expected is 64 in"),
     ],
 )

@@ -77,3 +77,12 @@ def test_a_training_goes_on_without_a_shim_that_fails(run: ScriptRanks, tmp_path
     assert "IsADirectoryError" in ended.json("heartbeat-0.json")["lost"]
     (failure,) = tmp_path.glob("failure-*.json")
     assert json.loads(failure.read_text())["where"] == "shim"
+
+
+def test_a_rehearsal_kills_itself_some_steps_after_the_first_checkpoint(run: ScriptRanks, tmp_path: Path) -> None:
+    killing = {"checkpoint": str(tmp_path / "*.pth"), "after": 5, "settled": 0.1}
+    ended = run("reference.py", "--epochs", 3, "--output-dir", tmp_path, plan=training(tmp_path, rehearsal=killing))
+    assert ended.codes == [-9] and "CLEANED UP" not in ended.said[0]
+    told = json.loads((tmp_path / "rehearsal.json").read_text())
+    assert told == {"steps": 10, "samples": 160, "dataset": 160, "killed": True}
+    assert [row["step"] for row in rows(tmp_path, "row")] == list(range(1, 16))

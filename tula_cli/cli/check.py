@@ -89,26 +89,34 @@ def check(
     on_cluster: Annotated[
         bool, typer.Option("--on-cluster", help="Look at the nodes instead, in a job of a minute or so.")
     ] = False,
+    rehearse: Annotated[
+        bool,
+        typer.Option(
+            "--rehearse", help="Try how a script goes on from its own checkpoint instead, in a job of one node."
+        ),
+    ] = False,
     nodes: Annotated[int | None, typer.Option(min=1, help="With --on-cluster: how many nodes (default: 2).")] = None,
     root: Root = RUNS,
     fresh: Fresh = False,
     node_type: NodeType = None,
     timeout: Timeout = None,
 ) -> None:
-    """Check a job spec, and show what it would search and cost; or check the nodes of the cluster.
+    """Check a job spec, and show what it would search and cost; or check the nodes of the cluster, or a script's resume.
 
-    With --on-cluster the same command again attaches to a job that is under way.
+    With --on-cluster or --rehearse the same command again attaches to a job that is under way.
     """
     from tula_cli.run.code import run_of
     from tula_cli.services import check as services_check
 
+    foreign = {"--show-origin": show_origin, "--offline": offline}
+    if rehearse:
+        _refuse_all({"--on-cluster": on_cluster, "--nodes": nodes is not None, **foreign}, to="--rehearse")
+        return _rehearse(screen, job, root, overrides, node_type=node_type, timeout=timeout, fresh=fresh)
     if on_cluster:
-        refuse(show_origin, "--show-origin", "means nothing to --on-cluster")
-        refuse(offline, "--offline", "means nothing to --on-cluster")
-        refuse(fresh, "--fresh", "means nothing to --on-cluster")
+        _refuse_all({**foreign, "--fresh": fresh}, to="--on-cluster")
         return _check_on_cluster(screen, job, root, overrides, nodes=nodes, node_type=node_type, timeout=timeout)
     refuse(nodes is not None, "--nodes", "is for --on-cluster; search.nodes says what is measured")
-    refuse(timeout is not None, "--timeout", "is for --on-cluster")
+    refuse(timeout is not None, "--timeout", "is for --on-cluster and --rehearse")
     spec = load(job, overrides)
     origins = _origins(job, spec, overrides) if show_origin else {}
     refuse(fresh and offline, "--fresh", "means nothing to --offline")
@@ -121,6 +129,11 @@ def check(
     warn_all(screen, checked.left_out)
     checked.require_sound(str(job))
     return None
+
+
+def _refuse_all(given: dict[str, bool], *, to: str) -> None:
+    for option, was in given.items():
+        refuse(was, option, f"means nothing to {to}")
 
 
 def _check_on_cluster(
@@ -144,6 +157,30 @@ def _check_on_cluster(
     warn_all(screen, found.warnings)
     screen.answer(found, show_check.cluster_check(found))
     found.require_sound(str(job))
+
+
+def _rehearse(
+    screen: Screen,
+    job: Path,
+    root: Path,
+    overrides: Sequence[str] | None,
+    *,
+    node_type: str | None,
+    timeout: float | None,
+    fresh: bool,
+) -> None:
+    from tula_cli.cluster import launcher
+    from tula_cli.run.jobfile import origin
+    from tula_cli.services.rehearsal import rehearse as service
+
+    run, spec = open_run(screen, job, None, root, overrides)
+    file = origin(run, job, overrides or ())
+    work = service.work(run, spec, launcher.launcher_for, node_type=node_type, timeout=timeout, fresh=fresh, file=file)
+    found = done(screen, work)
+    if found.contradiction:
+        screen.warn(found.contradiction)
+    screen.answer(show_check.rehearsed_data(found), show_check.rehearsed(found))
+    found.require_resumable(str(job), "mend its resume, and rehearse again")
 
 
 def _origins(job: Path, spec: "JobSpec", overrides: Sequence[str] | None) -> dict[str, show_screen.Origin]:

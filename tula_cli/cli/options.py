@@ -67,6 +67,13 @@ Pareto = Annotated[
 Save = Annotated[bool, typer.Option("--save", help="Make this answer the one that tula train takes.")]
 TrainNodes = Annotated[int | None, typer.Option(min=1, help="Nodes; else the recommended ones.")]
 TrainBatch = Annotated[int | None, typer.Option(min=1, help="Global batch; else the recommended one.")]
+Rehearse = Annotated[
+    bool,
+    typer.Option(
+        "--rehearse/--no-rehearse",
+        help="Try a script's resume first, once, where training takes more than an hour (default: yes).",
+    ),
+]
 Methods = Annotated[
     str | None,
     typer.Option(

@@ -10,6 +10,7 @@ from tula_cli.cli.options import (
     MaybeSpec,
     NodeType,
     Overrides,
+    Rehearse,
     Root,
     Timeout,
     TrainBatch,
@@ -37,6 +38,7 @@ def train(
     batch: TrainBatch = None,
     node_type: NodeType = None,
     yes: Yes = False,
+    rehearse: Rehearse = True,
     dry_run: DryRun = False,
     wait: Wait = None,
     timeout: Timeout = None,
@@ -55,7 +57,10 @@ def train(
         inspector(screen, run.path.parent, keep=not dry_run),
         unedited(screen, run, spec, job or named, overrides, then=asks(screen, spec, yes=yes)),
     )
-    training = done(screen, service.prepare(run, spec, own.inspect, nodes=nodes, batch=batch, node_type=node_type))
+    training = done(
+        screen,
+        service.prepare(run, spec, own.inspect, nodes=nodes, batch=batch, node_type=node_type, rehearse=rehearse),
+    )
     if dry_run:
         return _dry_run(screen, training, own)
     wait_policy = WaitPolicy(wait, timeout, cancel_on_interrupt)

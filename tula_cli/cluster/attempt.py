@@ -23,7 +23,7 @@ from tula_cli.host.leftovers import MARK, GpuMemory, reap
 from tula_cli.host.network import node_name
 from tula_cli.run.directory import RunDir
 from tula_cli.run.records.jobs import Attempt, LeaderCommand
-from tula_cli.run.records.tasks import CheckTask, ProbeTask, Task, TrainTask
+from tula_cli.run.records.tasks import CheckTask, ProbeTask, RehearsalTask, Task, TrainTask
 from tula_cli.spec.signature import cluster_signature
 
 PEER_GRACE = 5.0
@@ -70,7 +70,7 @@ def deadline(task: Task) -> float:
     match task:
         case TrainTask():
             return float("inf")
-        case ProbeTask():
+        case ProbeTask() | RehearsalTask():
             return time.monotonic() + 60 * task.spec.search.max_minutes
         case CheckTask():
             return time.monotonic() + 60 * CheckTask.MINUTES

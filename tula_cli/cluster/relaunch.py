@@ -17,7 +17,16 @@ from tula_cli.run.records.jobs import Attempt
 from tula_cli.run.records.probes import Failed, Measured, OutOfMemory
 from tula_cli.run.records.recommendations import Prediction
 from tula_cli.run.records.results import Summary
-from tula_cli.run.records.tasks import CheckTask, ProbeTask, Task, TrainTask, probe_id, probe_identity
+from tula_cli.run.records.tasks import (
+    CheckTask,
+    ProbeTask,
+    RehearsalTask,
+    Task,
+    TrainTask,
+    probe_id,
+    probe_identity,
+)
+from tula_cli.run.script_attempt import Rehearsals
 from tula_cli.spec.resources import Cluster
 from tula_cli.spec.sections import FEWEST_WORKERS
 
@@ -57,6 +66,9 @@ def finished(run: RunDir, task: Task) -> bool:
             return run.training(task.signature).result() is not None
         case ProbeTask():
             return run.current_probe(task) is None
+        case RehearsalTask():
+            found = Rehearsals(run.path).read(task.id)
+            return found is not None and found.over_at is not None
         case CheckTask():
             return run.checks.report(task.id) is not None
 
@@ -75,6 +87,9 @@ def next_task(run: RunDir, task: Task, reason: ExitReason, lost: int) -> Task | 
             return _after_probe(run, task, reason, lost)
         case TrainTask():
             return _after_training(run, task, reason, lost)
+        case RehearsalTask():
+            ended = finished(run, task) or run.cancelled(task.job) or lost > RESTARTS
+            return None if ended or reason.outcome in ALLOCATION_LOST else task
         case CheckTask():
             return task if reason.outcome == "port" and lost <= RESTARTS else None
 

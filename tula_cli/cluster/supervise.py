@@ -34,12 +34,13 @@ from tula_cli.cluster.relaunch import (
     over,
     write_summary,
 )
-from tula_cli.cluster.scripts.settle import batch_of, checkpoint_of, settled, take_up
+from tula_cli.cluster.scripts.settle import leader_command, require_resumable, settled, take_up
 from tula_cli.cluster.slurm import queue as scheduler
 from tula_cli.cluster.slurm import sbatch
 from tula_cli.errors import JobFailed, TulaError
 from tula_cli.host.leftovers import MARK, GpuMemory, mark
 from tula_cli.host.network import node_name
+from tula_cli.host.processes import started
 from tula_cli.run.directory import RunDir
 from tula_cli.run.records.jobs import Attempt, Job, LeaderCommand
 from tula_cli.run.records.tasks import ProbeTask, Task, TrainTask
@@ -91,6 +92,7 @@ class Supervisor:
             TulaError: the run directory cannot be written, or shows only a part of what others have written.
         """
         if self.allocation.local:
+            self._await_rehearsal(newest(self.run, task_id))
             with _exclusive_machine(self.run, newest(self.run, task_id)):
                 self._lead(task_id)
             return
@@ -101,7 +103,17 @@ class Supervisor:
         else:
             self.follow()
 
+    def _await_rehearsal(self, task: Task) -> None:
+        """Wait for the rehearsal that a training on this machine comes after; SLURM sees to that by itself."""
+        job = self.run.job(task.after) if isinstance(task, TrainTask) and task.after else None
+        while job is not None and started(int(job.scheduler_id)) == job.process_started:
+            if self.run.cancelled(task.job):
+                return
+            time.sleep(POLL)
+
     def _attempt(self, task: Task, attempt: Attempt, command: LeaderCommand, ends: float) -> RunningAttempt:
+        if command.rehearsal is not None:
+            ends = min(ends, time.monotonic() + command.rehearsal.seconds)
         return RunningAttempt(self.run, self.allocation, self.spawner, self.memory, task, attempt, command, ends)
 
     # --- the leader
@@ -126,20 +138,14 @@ class Supervisor:
         while task is not None and not over(self.run, task):
             attempt = open_attempt(self.run, self.allocation, task)
             try:
+                require_resumable(self.run, task)
                 ranks, meeting = world_size(task), rendezvous(task)
             except JobFailed as error:
                 reason = ExitReason("user", f"{error.message}; {error.hint}", host=node_name())
                 next_task(self.run, task, reason, 0)
                 close_attempt(self.run, attempt, reason)
                 break
-            command = LeaderCommand(
-                task=task.id,
-                attempt=attempt.number,
-                ranks=ranks,
-                meeting=meeting,
-                batch=batch_of(self.run, task),
-                checkpoint=checkpoint_of(self.run, task),
-            )
+            command = leader_command(self.run, task, attempt=attempt.number, ranks=ranks, meeting=meeting)
             self._tell(command)
             running = self._attempt(task, attempt, command, ends)
             before = self._without_progress(task)

@@ -20,7 +20,7 @@ from tula_cli.run.records.jobs import Attempt, Failure, Job, LeaderCommand
 from tula_cli.run.records.probes import RESULT
 from tula_cli.run.records.recommendations import Recommendation
 from tula_cli.run.records.results import Comparison, CountedEnergy, JobFile, Summary, TrainResult, Tuning
-from tula_cli.run.records.tasks import TASK, CheckTask, CodeSnapshot, ProbeTask, Task, TrainTask, probe_id
+from tula_cli.run.records.tasks import TASK, CheckTask, CodeSnapshot, JobTask, ProbeTask, Task, TrainTask, probe_id
 from tula_cli.run.snapshot import Result, Snapshot
 from tula_cli.run.training_run import TrainingRun
 from tula_cli.spec.job import JobSpec
@@ -179,8 +179,8 @@ class RunDir:
     def task(self, task_id: str) -> Task | None:
         return read_record(self.path / f"tasks/{task_id}.json", TASK)
 
-    def tasks(self) -> list[ProbeTask | TrainTask]:
-        """Return the tasks that measure or train."""
+    def tasks(self) -> list[JobTask]:
+        """Return the tasks that measure, rehearse or train."""
         return self.read().tasks
 
     def check_tasks(self) -> list[CheckTask]:

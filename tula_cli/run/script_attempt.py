@@ -6,11 +6,13 @@ from typing import Any
 from pydantic import TypeAdapter
 
 from tula_cli.run.files import json_lines, listing, read_record, read_text, write_atomic, write_record
-from tula_cli.run.records.shim import Heartbeat, RankResult, ScriptFailure, ShimPlan
+from tula_cli.run.records.rehearsals import Rehearsal
+from tula_cli.run.records.shim import Heartbeat, Killed, RankResult, ScriptFailure, ShimPlan
 
 TAIL = 16_384
 """Bytes at the end of a file of rows that are looked through for the newest one."""
 _RESULT, _FAILURE, _HEARTBEAT = TypeAdapter(RankResult), TypeAdapter(ScriptFailure), TypeAdapter(Heartbeat)
+_KILLED, _REHEARSAL = TypeAdapter(Killed), TypeAdapter(Rehearsal)
 
 
 class ScriptAttempt:
@@ -76,3 +78,37 @@ class ScriptAttempt:
 
     def heartbeat(self, rank: int) -> Heartbeat | None:
         return read_record(self.path / f"heartbeat-{rank}.json", _HEARTBEAT)
+
+    def killed(self) -> Killed | None:
+        """Return what a rehearsal's first start has told of its checkpoint."""
+        return read_record(self.path / "rehearsal.json", _KILLED)
+
+
+class Rehearsals:
+    """What was found of how a script resumes: a file a rehearsal, `script/<its task>.json`. Written by its leader alone.
+
+    Args:
+        run: the run directory.
+    """
+
+    def __init__(self, run: Path) -> None:
+        self.path = run / "script"
+
+    def folder(self, task_id: str) -> Path:
+        """Return where a rehearsal keeps the script's own files; they go with its end."""
+        return (self.path / task_id).absolute()
+
+    def write(self, found: Rehearsal) -> None:
+        write_record(self.path / f"{found.task}.json", found)
+
+    def read(self, task_id: str) -> Rehearsal | None:
+        return read_record(self.path / f"{task_id}.json", _REHEARSAL)
+
+    def all(self, key: str) -> list[Rehearsal]:
+        """Return the rehearsals of a script and its code (`rehearsal_signature`), oldest first."""
+        found = [read_record(path, _REHEARSAL) for path in listing(self.path, f"rehearse-{key}-*.json")]
+        return sorted((rehearsal for rehearsal in found if rehearsal is not None), key=lambda found: found.began_at)
+
+    def kept(self, key: str) -> Rehearsal | None:
+        """Return the newest that came to a verdict; None where none has."""
+        return next((found for found in reversed(self.all(key)) if found.verdict is not None), None)

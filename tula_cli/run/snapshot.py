@@ -13,12 +13,14 @@ from tula_cli.run.files import listing, read_record, read_text
 from tula_cli.run.records.jobs import Attempt, Job
 from tula_cli.run.records.probes import RESULT, Failed, Measured, OutOfMemory
 from tula_cli.run.records.recommendations import Recommendation
-from tula_cli.run.records.tasks import TASK, CheckTask, ProbeTask, Task, TrainTask
+from tula_cli.run.records.rehearsals import Rehearsal
+from tula_cli.run.records.tasks import TASK, CheckTask, JobTask, Task
 from tula_cli.run.training_run import TrainingRun
 
 Result = Measured | OutOfMemory | Failed
 T = TypeVar("T")
 _ATTEMPT, _JOB, _RECOMMENDATION = TypeAdapter(Attempt), TypeAdapter(Job), TypeAdapter(Recommendation)
+_REHEARSAL = TypeAdapter(Rehearsal)
 
 
 class Snapshot:
@@ -39,8 +41,8 @@ class Snapshot:
         return [task for path in listing(self.path / "tasks") if (task := self._read(path, TASK))]
 
     @cached_property
-    def tasks(self) -> list[ProbeTask | TrainTask]:
-        """The tasks that measure or train, by their ids."""
+    def tasks(self) -> list[JobTask]:
+        """The tasks that measure, rehearse or train, by their ids."""
         return [task for task in self._all_tasks if not isinstance(task, CheckTask)]
 
     @cached_property
@@ -49,11 +51,11 @@ class Snapshot:
         return [task for task in self._all_tasks if isinstance(task, CheckTask)]
 
     @cached_property
-    def _tasks_by_job(self) -> Mapping[str, list[ProbeTask | TrainTask]]:
+    def _tasks_by_job(self) -> Mapping[str, list[JobTask]]:
         return _grouped(self.tasks, by=lambda task: task.job)
 
-    def tasks_of(self, job_id: str) -> list[ProbeTask | TrainTask]:
-        """Return what a job has to measure or to train, by the tasks' ids."""
+    def tasks_of(self, job_id: str) -> list[JobTask]:
+        """Return what a job has to measure, to rehearse or to train, by the tasks' ids."""
         return self._tasks_by_job.get(job_id, [])
 
     @cached_property
@@ -113,6 +115,12 @@ class Snapshot:
     @cached_property
     def recommendation(self) -> Recommendation | None:
         return self._read(self.path / "recommendation.json", _RECOMMENDATION)
+
+    @cached_property
+    def rehearsals(self) -> list[Rehearsal]:
+        """What was found of how a script resumes, oldest first."""
+        found = [self._read(path, _REHEARSAL) for path in listing(self.path / "script", "rehearse-*.json")]
+        return sorted((one for one in found if one is not None), key=lambda one: one.began_at)
 
     def training(self, train_signature: str) -> TrainingRun:
         """Return one training with all its relaunches; its records too are read once."""

@@ -16,8 +16,9 @@ from tula_cli.run.directory import RunDir
 from tula_cli.run.records.jobs import Attempt
 from tula_cli.run.records.probes import Failed, Measured, OutOfMemory
 from tula_cli.run.records.recommendations import Recommendation
+from tula_cli.run.records.rehearsals import Rehearsal
 from tula_cli.run.records.results import Tuning
-from tula_cli.run.records.tasks import ProbeTask, TrainTask
+from tula_cli.run.records.tasks import JobTask, ProbeTask, TrainTask
 from tula_cli.run.snapshot import Snapshot
 from tula_cli.services.progress.job_status import (
     ACTIVE,
@@ -66,6 +67,7 @@ class RunStatus:
     recommendation: Recommendation | None
     warnings: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()  # what the probes of a script do not tell, and why
+    rehearsal: Rehearsal | None = None  # the newest of a script's resume
     between_rounds: bool = False  # an adaptive search may have a further round to submit
 
     def active(self, job_ids: Iterable[str] | None = None) -> bool:
@@ -110,6 +112,7 @@ def snapshot(run: RunDir, launcher: Launcher, *, now: float, only: Set[str] | No
         recommendation=look.recommendation,
         warnings=tuple(f"{damaged.message}; {damaged.hint}" for damaged in look.damaged),
         notes=notes(result for result in look.results if isinstance(result, Measured)),
+        rehearsal=look.rehearsals[-1] if look.rehearsals and only is None else None,
         between_rounds=not moving and _between_rounds(look),
     )
 
@@ -121,7 +124,7 @@ def _between_rounds(look: Snapshot) -> bool:
     return bool(asked and look.results) and not begun
 
 
-def _story(tasks: Sequence[ProbeTask | TrainTask], attempts: Sequence[Attempt]) -> tuple[AttemptStatus, ...]:
+def _story(tasks: Sequence[JobTask], attempts: Sequence[Attempt]) -> tuple[AttemptStatus, ...]:
     by_id = {task.id: task for task in tasks}
     return tuple(
         AttemptStatus(
@@ -138,7 +141,7 @@ def _story(tasks: Sequence[ProbeTask | TrainTask], attempts: Sequence[Attempt]) 
 # --- training
 
 
-def _training(look: Snapshot, tasks: Iterable[ProbeTask | TrainTask], *, now: float) -> TrainingStatus | None:
+def _training(look: Snapshot, tasks: Iterable[JobTask], *, now: float) -> TrainingStatus | None:
     """Return the state of that training of these tasks which was worked on last."""
     newest = _newest_train_task(look, tasks)
     if newest is None:
@@ -182,7 +185,7 @@ def _epochs(spec: JobSpec, moving: Sequence[Mapping[str, Any]]) -> int | None:
     return None if moving and moving[-1]["epoch"] is None else spec.script.length.epochs
 
 
-def _newest_train_task(look: Snapshot, tasks: Iterable[ProbeTask | TrainTask]) -> TrainTask | None:
+def _newest_train_task(look: Snapshot, tasks: Iterable[JobTask]) -> TrainTask | None:
     trainings = [task for task in tasks if isinstance(task, TrainTask)]
     submitted = {job.id: job.submitted_at for job in look.jobs}
     return max(trainings, key=lambda task: (submitted.get(task.job, 0.0), task.attempt), default=None)

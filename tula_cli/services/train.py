@@ -37,6 +37,7 @@ from tula_cli.run.records.tasks import Rung, TrainTask
 from tula_cli.services.events import Note, TrainPlanned, WarningEvent, Work
 from tula_cli.services.progress.ending import CANCELLED, failure_of
 from tula_cli.services.recommendation.saves import cost_of_interruption, saves_of
+from tula_cli.services.rehearsal import before_training
 from tula_cli.services.status import RunStatus
 from tula_cli.services.waiting import (
     Dependencies,
@@ -65,6 +66,7 @@ class TrainPlan:
     code: Source  # the user's own code that it runs
     price: str = ""  # in words, with unit, source and date
     interruption: str = ""  # what one costs a script, in words
+    rehearses: bool = False  # a rehearsal of the script's resume comes first
 
 
 def part(run: RunDir, spec: JobSpec, node_type: str | None) -> tuple[Part, Recommendation | None]:
@@ -238,8 +240,11 @@ def _ladder(run: RunDir, spec: JobSpec, nodes: int, batch: int, market: Market) 
     return tuple(Rung(batch=b) for b in [batch, *reversed(smaller)])
 
 
-def start(run: RunDir, plan: TrainPlan, launcher: Launcher) -> str:
-    """Submit the training job, with the user's code copied; one under way is left alone. Returns its id."""
+def start(run: RunDir, plan: TrainPlan, launcher: Launcher, *, after: str = "") -> str:
+    """Submit the training job, with the user's code copied; one under way is left alone. Returns its id.
+
+    `after` is the job of a rehearsal that it has to wait for.
+    """
     task = plan.task
     with submitting(run):
         if under_way(run, launcher, [task.job]):
@@ -247,7 +252,7 @@ def start(run: RunDir, plan: TrainPlan, launcher: Launcher) -> str:
                 raise SchedulerError(f"{task.job} is still being cancelled", "run the same command again in a minute")
         else:
             run.uncancel(task.job)
-            run.write_task(task.model_copy(update={"code": snapshot(run, task.spec, plan.code)}))
+            run.write_task(task.model_copy(update={"code": snapshot(run, task.spec, plan.code), "after": after}))
             run.write_job(launcher.submit(run, task))
     return task.job
 
@@ -285,6 +290,13 @@ class PreparedTraining:
     spec: JobSpec
     part: Part
     plan: TrainPlan
+    rehearse: bool = True  # a script's resume, where that is due
+
+    @property
+    def by_script(self) -> before_training.Training:
+        """What a rehearsal of its script's resume needs to know."""
+        found = self.plan
+        return before_training.Training(self.part, found.task, found.code, found.prediction, self.rehearse)
 
 
 def prepare(
@@ -295,6 +307,7 @@ def prepare(
     nodes: int | None = None,
     batch: int | None = None,
     node_type: str | None = None,
+    rehearse: bool = True,
 ) -> Work[PreparedTraining]:
     """Decide where to train; nothing is written.
 
@@ -305,6 +318,7 @@ def prepare(
         nodes: number of nodes; None for the recommended one.
         batch: global batch; None for the recommended one.
         node_type: the type of node; None for the recommended one.
+        rehearse: whether a script's resume is rehearsed before the first long training.
 
     Raises:
         BadMeasurements, SpecError: as `part` and `plan`.
@@ -316,7 +330,8 @@ def prepare(
     for text in (*found.code.warnings, own.spec.cluster.collective_warning):
         if text:
             yield WarningEvent(text)
-    return PreparedTraining(run, spec, own, found)
+    ready = PreparedTraining(run, spec, own, found, rehearse)
+    return dataclasses.replace(ready, plan=dataclasses.replace(found, rehearses=ready.by_script.due))
 
 
 def work(
@@ -334,6 +349,7 @@ def work(
         OverBudget: not confirmed.
         Pending: the time to wait is over.
         Interruption: Ctrl-C; the training goes on, unless it is to be cancelled.
+        CannotResume: its script cannot go on from its own checkpoint, and it is long.
         OutOfMemoryAtMinimum, Diverged, DeviceFault, JobFailed: it has ended so.
         SchedulerError: it was refused.
     """
@@ -348,8 +364,9 @@ def work(
         yield planned
         allow(dependencies.confirm, planned)
     adopt(training.run, training.spec, [own], file)
+    after = "" if going_on else (yield from before_training.prepared(training.by_script, launcher, wait_policy))
     try:
-        jobs = (start(own.run, found, launcher),)
+        jobs = (start(own.run, found, launcher, after=after),)
         if not wait_policy.waits(own.spec):
             yield from doubts_of_new(own.run, launcher, jobs, going_on, own.spec)
             return DetachedJobs(jobs, tuple(going_on))

@@ -24,6 +24,9 @@ The plan (optional keys with what they stand for when left out):
     stop         "exit": os._exit(0) once all ranks have written (default); "raise": SystemExit(0), which runs the
                  script's own `finally` and atexit
     heartbeat    least seconds between two heartbeats (1.0);  row: between two rows of a training (10.0)
+    rehearsal    mode train: {"checkpoint": pattern, absolute; "after": steps; "ask": "", a signal's name, "file:PATH" or
+                 "hooks"; "ask_at": the step at whose end it is asked; "settled": seconds (2)}: rank 0 kills itself (SIGKILL)
+                 so many steps after the first checkpoint, once that has not changed for so long
     save         true: look for requests to save (mode train);  checkpoint: the path that the callback is given
     ags          adaptive gradient scaling around the script's optimizer, null for none: "code" (the folder with the package
                  tula_ags: the optimizers, which need Python 3.10 and torch 2.6), "settings" (as a preset spells them),
@@ -44,6 +47,8 @@ Each rank writes, every JSON file whole or not at all:
     steps-<rank>.jsonl     mode train: rows {"kind": "row"}: step, samples (of this rank), lr, loss, time, and "ags" (factors and
                            shares since the last row, "so_far" of all steps); {"kind": "gap"}: a step that held an
                            evaluation, a save or a new epoch: step, samples, time, seconds, causes; {"kind": "note"}: "text"
+    rehearsal.json         rank 0 of a rehearsal, once there is a checkpoint: the "steps" and its "samples" before it, "dataset"
+                           (samples that the data loader says it has), and whether the end of this process came: "killed"
 
 A supervisor that wants a checkpoint writes `save.json`, {"then": "go on" | "stop"}, into the folder. All ranks see the
 request after the same step and call what `tula_hooks.save` was given; rank 0 then writes saved.json (step, samples, path)

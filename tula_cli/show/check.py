@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from tula_cli.services.check import CheckReport
     from tula_cli.services.new_job.from_command import FromCommand
     from tula_cli.services.nodes import ClusterCheck
+    from tula_cli.services.rehearsal.rehearse import ResumeFinding
 
 _CHANGES = 6  # of an edited job, that are spelled out
 
@@ -192,6 +193,39 @@ def _network(report: "ClusterReport", names: Sequence[str]) -> Iterator["Rendera
         yield f"between two GPUs of {names[0]}: {number(largest.speed / 1e9)} Gbit/s each way, as measured with {report.backend}"
     if report.latency is not None:
         yield f"an all-reduce of one number over {plural(report.ranks, 'rank')} takes {number(1e6 * report.latency)} µs"
+
+
+_PHASES = {"begin": "from the start", "same": "resumed", "half": "resumed at half"}
+_RESUMES = {
+    "none": "it cannot go on from its own checkpoint: after an interruption it would begin anew",
+    "same": "it goes on from its checkpoint at the same batch",
+    "epoch": "it goes on from its checkpoint at another batch too, from an epoch's end on",
+    "any": "it goes on from its checkpoint at another batch too, from anywhere",
+}
+
+
+def rehearsed_data(found: "ResumeFinding") -> dict[str, Any]:
+    """Return what a rehearsal found, for the envelope."""
+    return {"rehearsal": found.rehearsal, "resumes": found.resumes, "setting": found.setting, "kept": found.kept}
+
+
+def rehearsed(found: "ResumeFinding") -> Iterator["RenderableType"]:
+    """A row a start of the script, and what follows from all of them."""
+    made = table(("start", "batch", "steps", "samples", "left\nbefore", "first\nlr", "seconds", "ended"), left=(0, 7))
+    rows = found.rehearsal.starts
+    saved = next((row.saved_samples for row in reversed(rows) if row.saved_samples is not None), 0)
+    for row in rows:
+        left = None if row.whole is None else row.whole - (saved if row.phase != "begin" else 0)
+        made.add_row(
+            _PHASES[row.phase], str(row.batch), str(row.steps), str(row.samples), "-" if left is None else str(left),
+            "-" if row.first_lr is None else number(row.first_lr, 4), number(row.seconds), row.ended,
+        )  # fmt: skip
+    yield made
+    yield ""
+    yield from found.rehearsal.told
+    verdict = found.rehearsal.verdict
+    yield _RESUMES[verdict] if verdict is not None else "with which batch it goes on was not found out"
+    yield f"script.resume.batch: {found.setting}" + f", which is now {found.resumes}" * (found.setting == "rehearse")
 
 
 def config_drift(found: "ConfigDrift", command: str) -> str:

@@ -46,6 +46,10 @@ def status(now: "RunStatus") -> Iterator["RenderableType"]:
             yield ""
             yield branches(now.training.tuning.branches, now.training.tuning.chosen)
         yield from (f"warning: {text}" for text in now.training.warnings)
+    if now.rehearsal is not None and now.rehearsal.over_at is not None:
+        yield ""
+        verdict = now.rehearsal.verdict or "not found out"
+        yield f"resume, rehearsed {moment(now.rehearsal.over_at)}: {verdict}; {'; '.join(now.rehearsal.told)}"
     if now.attempts:
         yield ""
         yield attempts(now)

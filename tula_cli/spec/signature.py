@@ -97,6 +97,22 @@ def _script_training(spec: JobSpec, script: Script, where: Mapping[str, Any]) ->
     return digest({"script": own, "train": told, **ags, "gpus_per_node": spec.cluster.gpus_per_node, **where})
 
 
+def rehearsal_signature(spec: JobSpec, code: str) -> str:
+    """Return 8 hex digits over what decides how a script resumes.
+
+    Args:
+        spec: the job, with a script.
+        code: digest of the script's code.
+    """
+    assert spec.script is not None
+    parts = spec.script.model_dump(include={"command", "launch", "save", "dataset_size"})
+    parts["resume"] = spec.script.resume.model_dump(include={"args", "checkpoint"}) if spec.script.resume else None
+    told = spec.train.model_dump(include={"method", "lr_scaling", "accumulate"})
+    return digest(
+        {**parts, "length": sorted(spec.script.length.model_dump(exclude_none=True)), "train": told, "code": code}
+    )
+
+
 def cluster_signature(cluster: Cluster) -> str:
     """Return 8 hex digits over what decides on which nodes a job runs, and what it is given of them.
 

@@ -19,7 +19,7 @@ from tula_cli.host.outcome import classify
 from tula_cli.host.processes import die_with_parent
 from tula_cli.run.directory import RunDir
 from tula_cli.run.records.jobs import Failure
-from tula_cli.run.records.tasks import CheckTask, ProbeTask, Task, TrainTask
+from tula_cli.run.records.tasks import CheckTask, ProbeTask, RehearsalTask, Task, TrainTask
 
 
 def main(*, entered: Callable[[], None] | None = None) -> None:
@@ -139,8 +139,8 @@ def _device(task: Task) -> str:
 
 def _local_batch(task: Task, run: RunDir) -> int | None:
     """Return the local batch that was under way: of a probe job, the first one without a result."""
-    if isinstance(task, CheckTask):
-        return None
+    if isinstance(task, CheckTask | RehearsalTask):
+        return None  # none, or that of a script
     if isinstance(task, TrainTask):
         return task.batch // (task.nodes * task.spec.cluster.gpus_per_node)
     return run.current_probe(task) or task.local_batches[-1]

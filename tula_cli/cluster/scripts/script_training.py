@@ -15,11 +15,13 @@ from tula_cli.run.directory import RunDir
 from tula_cli.run.files import append_json_line
 from tula_cli.run.records.jobs import Attempt, LeaderCommand
 from tula_cli.run.records.probes import Measured
+from tula_cli.run.records.rehearsals import Verdict
 from tula_cli.run.records.results import Save, ScriptProgress, TrainResult
 from tula_cli.run.records.tasks import TrainTask
-from tula_cli.run.script_attempt import ScriptAttempt
+from tula_cli.run.script_attempt import Rehearsals, ScriptAttempt
 from tula_cli.run.training_run import TrainingRun
 from tula_cli.spec.scripts import section
+from tula_cli.spec.signature import rehearsal_signature
 
 SHORT_BY = 0.05
 """Share of the samples that were asked for by which a training may fall short (last batches that are dropped), unsaid."""
@@ -55,8 +57,24 @@ class ScriptTraining:
 
     @property
     def _any_batch(self) -> bool:
-        resume = own(self.task.spec).resume
-        return resume is not None and resume.batch in ("epoch", "any")
+        return self.goes_on in ("epoch", "any")
+
+    @cached_property
+    def goes_on(self) -> Verdict:
+        """With which batch the script may go on from a checkpoint: as the spec says, else as a rehearsal has found.
+
+        Where that has found its checkpoint to be of no use, nobody's word helps. What was not rehearsed goes on at the same.
+        """
+        resume, code = own(self.task.spec).resume, self.run.code(self.task.code)
+        if resume is None:
+            return "none"
+        key = rehearsal_signature(self.task.spec, code.digest if code is not None else "")
+        found = Rehearsals(self.run.path).kept(key)
+        if found is not None and found.verdict == "none":
+            return "none"
+        if resume.batch != "rehearse":
+            return resume.batch
+        return "same" if found is None or found.verdict is None else found.verdict
 
     @property
     def known(self) -> dict[str, str | float]:
@@ -71,7 +89,7 @@ class ScriptTraining:
         if not self._any_batch:
             alike = {task.id for task in self.training.tasks() if task.batch == self.task.batch}
             attempts = [attempt for attempt in attempts if attempt.task in alike]
-        if resume is None or not attempts:
+        if resume is None or self.goes_on == "none" or not attempts:
             return None
         began = min(attempt.started_at for attempt in attempts)
         return checkpoints.newest(resume, self.known, workdir=Path(self.task.workdir), since=began)
@@ -104,6 +122,9 @@ class ScriptTraining:
 
     def begin(self, command: LeaderCommand) -> None:
         """Write the row of a start."""
+        if self.goes_on == "none" and own(self.task.spec).resume is not None:
+            words = "a rehearsal has found that the script cannot go on from its own checkpoint: each interruption begins it anew"
+            self._add("warning", 0, message=words)
         lr = learning_rate(self.task.spec, self.task.batch)
         self._add("start", self.base(command)[0], batch=self.task.batch, attempt=self.task.attempt, lr=lr)
 

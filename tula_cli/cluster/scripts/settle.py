@@ -6,33 +6,52 @@ import time
 
 from tula_cli.cluster.exit_reason import ExitReason
 from tula_cli.cluster.rank_start import runs_script, world_size
+from tula_cli.cluster.scripts.rehearsing.script_rehearsal import ScriptRehearsal
 from tula_cli.cluster.scripts.script_training import ScriptTraining
+from tula_cli.errors import JobFailed
 from tula_cli.run.directory import RunDir
 from tula_cli.run.records.jobs import Attempt, LeaderCommand
 from tula_cli.run.records.shim import RankResult
-from tula_cli.run.records.tasks import ProbeTask, Task, TrainTask
-from tula_cli.run.script_attempt import ScriptAttempt
+from tula_cli.run.records.tasks import ProbeTask, RehearsalTask, Task, TrainTask
+from tula_cli.run.script_attempt import Rehearsals, ScriptAttempt
 
 LAG = 30.0
 """Seconds in which a file that a rank on another node has written appears (NFS)."""
 LOOK = 0.5  # seconds
 
 
-def batch_of(run: RunDir, task: Task) -> int:
-    """Return the global batch that a script is started with now; 0 where the worker runs, which knows its own."""
+def leader_command(run: RunDir, task: Task, *, attempt: int, ranks: int, meeting: str) -> LeaderCommand:
+    """Return what is started now: of a script also with which batch, and from which checkpoint it goes on."""
+    command = LeaderCommand(task=task.id, attempt=attempt, ranks=ranks, meeting=meeting)
     if not runs_script(task):
-        return 0
-    if isinstance(task, ProbeTask):
-        return (run.current_probe(task) or 0) * world_size(task)
-    assert isinstance(task, TrainTask)
-    return task.batch
+        return command  # the worker knows its own batch
+    update: dict[str, object]
+    match task:
+        case ProbeTask():
+            update = {"batch": (run.current_probe(task) or 0) * world_size(task)}
+        case RehearsalTask():
+            start = ScriptRehearsal(run, task).begin()
+            update = {"batch": start.batch, "checkpoint": start.checkpoint, "rehearsal": start}
+        case _:
+            assert isinstance(task, TrainTask)
+            update = {"batch": task.batch, "checkpoint": str(ScriptTraining(run, task).checkpoint() or "")}
+    return command.model_copy(update=update)
 
 
-def checkpoint_of(run: RunDir, task: Task) -> str:
-    """Return the checkpoint that a training by a script goes on from; empty where it begins anew."""
-    if not (runs_script(task) and isinstance(task, TrainTask)):
-        return ""
-    return str(ScriptTraining(run, task).checkpoint() or "")
+def require_resumable(run: RunDir, task: Task) -> None:
+    """Refuse a training that waited for a rehearsal, which has found that its script cannot go on from its checkpoint.
+
+    Raises:
+        JobFailed: it cannot.
+    """
+    if not (isinstance(task, TrainTask) and task.after):
+        return
+    found = Rehearsals(run.path).read(task.after)
+    if found is not None and found.verdict == "none":
+        raise JobFailed(
+            f"not started: its script cannot go on after an interruption: {'; '.join(found.faults)}",
+            "mend its resume; or tula train --no-rehearse, which begins anew after each interruption",
+        )
 
 
 def take_up(run: RunDir, lost: Attempt) -> None:
@@ -57,6 +76,8 @@ def settled(run: RunDir, task: Task, command: LeaderCommand, reason: ExitReason)
         return dataclasses.replace(reason, outcome="user", message=refused)
     if isinstance(task, TrainTask):
         return ScriptTraining(run, task).settled(command, reason)
+    if isinstance(task, RehearsalTask):
+        return ScriptRehearsal(run, task).settled(command, reason)
     from tula_cli.cluster.scripts.measurement import NotMeasured, measured  # numpy: not for each command, nor each rank
 
     assert isinstance(task, ProbeTask)

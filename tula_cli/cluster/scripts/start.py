@@ -11,6 +11,7 @@ from tula_cli.cluster.forkserver import Start
 from tula_cli.cluster.rank_start import runs_script, world_size
 from tula_cli.cluster.scripts import scaled, values
 from tula_cli.cluster.scripts.copies import copy_shim
+from tula_cli.cluster.scripts.rehearsing.script_rehearsal import ScriptRehearsal
 from tula_cli.cluster.scripts.script_training import ScriptTraining
 from tula_cli.cluster.scripts.values import Place, own
 from tula_cli.cluster.slurm import sbatch
@@ -20,9 +21,10 @@ from tula_cli.run.directory import RunDir
 from tula_cli.run.files import cannot_write
 from tula_cli.run.records.jobs import LeaderCommand
 from tula_cli.run.records.shim import Expected, ShimPlan
-from tula_cli.run.records.tasks import CheckTask, Task, TrainTask
+from tula_cli.run.records.tasks import CheckTask, ProbeTask, RehearsalTask, Task, TrainTask
 from tula_cli.run.script_attempt import ScriptAttempt
 from tula_cli.run.source.command_file import in_snapshot, snapshot_path
+from tula_cli.spec.job import JobSpec
 from tula_cli.spec.scripts.own_script import Script
 from tula_cli.spec.scripts.placeholders import fill, render
 
@@ -70,6 +72,14 @@ class ScriptStart:
             for place in self.places()
         ]
 
+    @property
+    def _spec(self) -> JobSpec:
+        """The job; of a rehearsal with the length of this start."""
+        spec, start = self.task.spec, self.command.rehearsal
+        if start is None:
+            return spec
+        return spec.model_copy(update={"script": own(spec).model_copy(update={"length": start.length})})
+
     def places(self) -> list[Place]:
         """Return the processes that this supervisor starts: a rank's, all ranks of a node or machine, or a node's command."""
         task, allocation = self.task, self.allocation
@@ -97,12 +107,12 @@ class ScriptStart:
             accumulate=spec.train.accumulate * self._splits if counted else None,
             lr=values.learning_rate(spec, self.command.batch) if "lr" in script.placeholders else None,
         )
-        search = spec.search
+        search, start = spec.search, self.command.rehearsal
         return ShimPlan(
             task=self.task.id,
             attempt=self.command.attempt,
             folder=str(attempt.path),
-            mode="train" if isinstance(self.task, TrainTask) else "probe",
+            mode="probe" if isinstance(self.task, ProbeTask) else "train",
             expected=expected,
             warmup=search.warmup_steps,
             min_steps=search.min_steps,
@@ -110,10 +120,11 @@ class ScriptStart:
             seconds=search.min_seconds,
             split_steps=search.split_steps,
             stop=script.probe.stop,
-            row=ROW_SECONDS,
+            row=ROW_SECONDS if start is None else 0.0,  # a row a step
             save=script.save == "hooks",
             checkpoint=self._saved_by_hooks(script),
             ags=scaled.ags_plan(self.run, self.task, self.command, dataset_size=self._dataset_size()),
+            rehearsal=None if self._rehearsed is None or start is None else self._rehearsed.killing(start),
         )
 
     def _dataset_size(self) -> int | None:
@@ -121,31 +132,36 @@ class ScriptStart:
 
     def _saved_by_hooks(self, script: Script) -> str:
         """Return the path that the script's callback is given: as resume.checkpoint finds it, where that is one path."""
-        if not isinstance(self.task, TrainTask) or script.resume is None or "*" in script.resume.checkpoint:
+        if isinstance(self.task, ProbeTask) or script.resume is None or "*" in script.resume.checkpoint:
             return str(self._out() / "checkpoint.pt")
-        return fill(script.resume.checkpoint, ScriptTraining(self.run, self.task).known)
+        return fill(script.resume.checkpoint, self._values(self.places()[0]))
 
     def _out(self) -> Path:
         task = self.task
+        if self.command.rehearsal is not None:
+            return Path(self.command.rehearsal.out)
         return ScriptTraining(self.run, task).out if isinstance(task, TrainTask) else self.attempt.out
+
+    @property
+    def _rehearsed(self) -> ScriptRehearsal | None:
+        return ScriptRehearsal(self.run, self.task) if isinstance(self.task, RehearsalTask) else None
+
+    def _values(self, place: Place) -> dict[str, str | float]:
+        """Return what the placeholders stand for."""
+        spec = self._spec
+        ranks = self.command.ranks
+        workers = values.workers(spec, threads=self._threads(), ranks_here=ranks, task=_training(self.task))
+        return values.values(
+            spec, place, batch=self.command.batch, out=self._out(), run=self.run.path.absolute(), workers=workers,
+            checkpoint=self.command.checkpoint, splits=self._splits,
+        )  # fmt: skip
 
     def argv(self, place: Place) -> tuple[str, ...]:
         """Return the command line of a process."""
         spec, script = self.task.spec, own(self.task.spec)
-        known = values.values(
-            spec,
-            place,
-            batch=self.command.batch,
-            out=self._out(),
-            run=self.run.path.absolute(),
-            workers=values.workers(
-                spec, threads=self._threads(), ranks_here=self.command.ranks, task=_training(self.task)
-            ),
-            checkpoint=self.command.checkpoint,
-            splits=self._splits,
-        )
+        known = self._values(place)
         words = render(script.command, known)
-        if not isinstance(self.task, TrainTask):
+        if isinstance(self.task, ProbeTask):
             words += render(script.probe.args, known)
         elif script.resume is not None and self.command.checkpoint:
             words += render(script.resume.args, known)
@@ -214,7 +230,7 @@ def preview(run: RunDir, task: Task) -> str:
 
     Empty where that is tula's own worker.
     """
-    if isinstance(task, CheckTask) or not runs_script(task):
+    if isinstance(task, CheckTask | RehearsalTask) or not runs_script(task):
         return ""
     world = world_size(task)
     batch = task.batch if isinstance(task, TrainTask) else task.local_batches[0] * world

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from tula_cli.cluster.exit_reason import ExitReason, computed_on
 from tula_cli.cluster.scripts import checkpoints
+from tula_cli.cluster.scripts.rehearsing.script_rehearsal import ScriptRehearsal
 from tula_cli.cluster.scripts.script_training import SETTLED, ScriptTraining
 from tula_cli.cluster.scripts.values import own
 from tula_cli.host.network import node_name
@@ -19,7 +20,7 @@ from tula_cli.run.directory import RunDir
 from tula_cli.run.records.jobs import Failure, LeaderCommand
 from tula_cli.run.records.probes import Measured
 from tula_cli.run.records.shim import Heartbeat, ScriptFailure
-from tula_cli.run.records.tasks import Task, TrainTask
+from tula_cli.run.records.tasks import ProbeTask, RehearsalTask, Task, TrainTask
 from tula_cli.run.script_attempt import ScriptAttempt
 from tula_cli.spec.scripts.placeholders import fill
 
@@ -155,7 +156,14 @@ class ScriptWatch:
         return any(self.attempt.heartbeat(rank) is not None for rank in self.ranks)
 
     def stuck(self) -> ExitReason | None:
-        """Return why the ranks are to be ended: one that has stepped gives no sign of life any more, and no other does."""
+        """Return why the ranks are to be ended: one that has stepped gives no sign of life any more, and no other does.
+
+        Or, in a rehearsal, because they go on beyond what was left.
+        """
+        if isinstance(self.task, RehearsalTask) and self.command.rehearsal is not None:
+            endless = ScriptRehearsal(self.run, self.task).endless(self.command.rehearsal, self.attempt)
+            if endless is not None:
+                return endless
         for rank in self.ranks:
             beat = self.attempt.heartbeat(rank)
             if beat is None or not self._silent(beat) or self._written(rank) or self._others_alive():
@@ -189,7 +197,7 @@ class ScriptWatch:
         return any(beat is not None and (beat.lost is not None or not self._silent(beat)) for beat in beats)
 
     def _silent(self, beat: Heartbeat) -> bool:
-        least = TRAINING_SILENCE if isinstance(self.task, TrainTask) else SILENCE
+        least = SILENCE if isinstance(self.task, ProbeTask) else TRAINING_SILENCE
         return time.time() - beat.alive_at > max(least, SILENT_STEPS * beat.seconds)
 
     def _written(self, rank: int) -> bool:

@@ -68,7 +68,7 @@ class SlurmLauncher:
         for id_ in ids:
             _leave_call(run, task, id_)  # whoever submitted it may have been killed before that
         submitted_at = min((_written_at(job) for job in there.values()), default=time.time())
-        ids += _submit_links(run, task, names[_after_last(names, there) :], after=ids)
+        ids += _submit_links(run, task, names[_after_last(names, there) :], after=ids, rehearsal=_rehearsal(run, task))
         submissions = earlier.submissions if earlier else 0
         return Job(
             id=task.job,
@@ -166,7 +166,15 @@ def _after_last(names: Sequence[str], there: Mapping[str, Queued]) -> int:
     return max((names.index(name) + 1 for name in there), default=0)
 
 
-def _submit_links(run: RunDir, task: Task, names: Sequence[str], *, after: Sequence[str]) -> list[str]:
+def _rehearsal(run: RunDir, task: Task) -> Sequence[str]:
+    """Return the jobs that a training waits for before its first link."""
+    job = run.job(task.after) if isinstance(task, TrainTask) and task.after else None
+    return () if job is None else job.ids
+
+
+def _submit_links(
+    run: RunDir, task: Task, names: Sequence[str], *, after: Sequence[str], rehearsal: Sequence[str]
+) -> list[str]:
     """Submit jobs, each to start when all before it have ended; return their ids.
 
     All: the end of one that waits (scancel) must not start the next beside one that runs.
@@ -177,7 +185,7 @@ def _submit_links(run: RunDir, task: Task, names: Sequence[str], *, after: Seque
     ids: list[str] = []
     for name in names:
         try:
-            ids.append(_submit_link(run, task, name, after=(*after, *ids)))
+            ids.append(_submit_link(run, task, name, after=(*rehearsal, *after, *ids)))
         except SchedulerError:
             if not ids and not after:
                 raise

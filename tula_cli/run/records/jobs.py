@@ -3,6 +3,7 @@
 from typing import Literal
 
 from tula_cli.run.records.base import OutcomeClass, Record
+from tula_cli.run.records.rehearsals import RehearsalStart
 
 
 class Job(Record):
@@ -73,3 +74,4 @@ class LeaderCommand(Record):
     meeting: str = ""  # "address:port" of torchrun's rendezvous, or a script's; ranks under srun meet through a file
     checkpoint: str = ""  # that a script goes on from
     batch: int = 0  # global, that a script is started with: the worker knows its own
+    rehearsal: RehearsalStart | None = None  # of a rehearsal, what this start is for

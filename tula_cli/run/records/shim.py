@@ -33,6 +33,16 @@ class AgsPlan(Record):
     resumed: bool  # whether the script goes on from a checkpoint
 
 
+class Killing(Record):
+    """How a rehearsal's first start ends."""
+
+    checkpoint: str  # its absolute path or pattern
+    after: Positive  # steps from it to the end
+    ask: str = ""  # how it is asked for: a signal's name, "file:PATH", "hooks"; empty where it is not
+    ask_at: Positive = 1  # step
+    settled: float = 2.0  # seconds without a change after which it is taken to be written
+
+
 class ShimPlan(Record):
     """plan.json: see the contract in `tula_cli/shim/__init__.py`. Times in seconds."""
 
@@ -53,6 +63,7 @@ class ShimPlan(Record):
     save: bool = False
     checkpoint: str = ""
     ags: AgsPlan | None = None
+    rehearsal: Killing | None = None
 
 
 class ScriptStep(Record):
@@ -135,6 +146,15 @@ class RankResult(Record):
     loader: LoaderSeen | None  # the one that is trained on
     loaders: tuple[LoaderSeen, ...]
     notes: tuple[str, ...]  # what is absent, and why
+
+
+class Killed(Record):
+    """rehearsal.json: the first checkpoint of a start, and whether it was then killed. Of rank 0 alone."""
+
+    steps: int  # up to the checkpoint
+    samples: float | None
+    dataset: int | None  # samples that the data loader says it has
+    killed: bool
 
 
 class ScriptFailure(Record):

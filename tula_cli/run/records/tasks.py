@@ -61,11 +61,26 @@ class TrainTask(Record):
     workers: Workers  # data-loader processes a rank (fewer after a host OOM)
     splits: int = 1  # parts that each micro-batch of train.accumulate is computed in (more after an OOM)
     cause: str = ""  # why this is a relaunch
+    after: str = ""  # the job of a rehearsal that comes first: what that finds may forbid this
     code: str = ""  # the snapshot of the user's code that runs; empty where the spec names none
 
     @property
     def batch(self) -> int:
         return self.ladder[0].batch
+
+
+class RehearsalTask(Record):
+    """A job that tries how a script resumes: some steps, a save, kill -9, and on from there at this batch and at half of it."""
+
+    kind: Literal["rehearse"] = "rehearse"
+    id: str  # rehearse-<key>-<number>
+    job: str
+    spec: JobSpec
+    workdir: str
+    nodes: int
+    key: str  # rehearsal_signature
+    batch: int
+    code: str = ""  # as in the others
 
 
 class CheckTask(Record):
@@ -99,5 +114,7 @@ class CodeSnapshot(Record):
     program: str = ""  # the file that a script's command names, relative; empty for a module
 
 
-Task = ProbeTask | TrainTask | CheckTask
+JobTask = ProbeTask | TrainTask | RehearsalTask
+"""What a user sees as a job of a run; a check looks at nodes."""
+Task = JobTask | CheckTask
 TASK: TypeAdapter[Task] = TypeAdapter(Annotated[Task, Field(discriminator="kind")])

@@ -303,6 +303,7 @@ def train(
     nodes: int | None = None,
     batch: int | None = None,
     node_type: str | None = None,
+    rehearse: bool = True,
     timeout: float | None = None,
     **settings: "Unpack[Settings]",
 ) -> Summary | None:
@@ -313,6 +314,7 @@ def train(
         nodes: in place of the recommended ones.
         batch: global; in place of the recommended one.
         node_type: in place of the recommended type.
+        rehearse: try a script's resume first, once, where training takes more than an hour.
         timeout: seconds to wait at most.
         settings: root, overrides, confirm, wait, on_event; see `Settings`.
 
@@ -324,13 +326,16 @@ def train(
         BadMeasurements: nothing is recommended, and nodes and batch are not given.
         OverBudget: not confirmed, or neither search.max_node_hours nor `confirm` is there.
         Pending: `timeout` is over.
+        CannotResume: its script cannot go on from its own checkpoint, and it takes more than an hour.
         OutOfMemoryAtMinimum, Diverged, DeviceFault, JobFailed: it has ended so.
         SchedulerError: it was refused.
         KeyboardInterrupt: Ctrl-C; the training goes on, and the same call attaches to it again.
     """
     own = Submission.of(run, timeout=timeout, **settings)
     call, inspect = own.call, own.dependencies.inspect
-    work = training.prepare(call.run, call.spec, inspect, nodes=nodes, batch=batch, node_type=node_type)
+    work = training.prepare(
+        call.run, call.spec, inspect, nodes=nodes, batch=batch, node_type=node_type, rehearse=rehearse
+    )
     found = follow(training.work(follow(work, own.tell), own.dependencies, own.wait_policy, file=call.file), own.tell)
     return None if isinstance(found, DetachedJobs) else found
 

@@ -11,7 +11,7 @@ from tula_cli.host.outcome import advice
 from tula_cli.run.records.jobs import Attempt, Job
 from tula_cli.run.records.probes import Failed, Measured, OutOfMemory
 from tula_cli.run.records.results import Branch
-from tula_cli.run.records.tasks import ProbeTask, TrainTask, probe_id
+from tula_cli.run.records.tasks import JobTask, ProbeTask, RehearsalTask, TrainTask, probe_id
 from tula_cli.run.snapshot import Snapshot
 from tula_cli.spec.resources import Cluster
 
@@ -36,10 +36,10 @@ class Probe:
 
 @dataclass(frozen=True)
 class JobStatus:
-    """One job. `total` and `done` count its probes; a training job has one thing to do."""
+    """One job. `total` and `done` count its probes; a training, or a rehearsal, has one thing to do."""
 
     id: str
-    kind: Literal["probe", "train"]
+    kind: Literal["probe", "train", "rehearse"]
     scheduler: Literal["local", "slurm"]
     scheduler_id: str
     nodes: int
@@ -153,7 +153,7 @@ class _Wanted:
     probe: Probe
 
 
-def _probes(tasks: Iterable[ProbeTask | TrainTask]) -> list[_Wanted]:
+def _probes(tasks: Iterable[JobTask]) -> list[_Wanted]:
     """Return the probes of a job, ascending as it runs them."""
     found = {}
     for task in tasks:
@@ -165,10 +165,13 @@ def _probes(tasks: Iterable[ProbeTask | TrainTask]) -> list[_Wanted]:
     return [found[key] for key in sorted(found, key=lambda key: (-key[0], key[1]))]
 
 
-def progress_of(look: Snapshot, tasks: list[ProbeTask | TrainTask], results: Results) -> _Progress:
+def progress_of(look: Snapshot, tasks: list[JobTask], results: Results) -> _Progress:
     newest = tasks[-1]
     if isinstance(newest, TrainTask):
         return _Progress(total=1, done=int(look.training(newest.signature).summary() is not None), now=None)
+    if isinstance(newest, RehearsalTask):
+        over = any(found.task == newest.id and found.over_at is not None for found in look.rehearsals)
+        return _Progress(total=1, done=int(over), now=None)
     probes = _probes(tasks)
     there = {wanted.id: results[wanted.id] for wanted in probes if wanted.id in results}
     failed = {id_: result.message for id_, result in there.items() if isinstance(result, Failed)}

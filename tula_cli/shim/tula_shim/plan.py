@@ -12,6 +12,7 @@ VARIABLE = "TULA_PLAN"
 VERSION = 1
 STEPS = 15
 AGS = {"code", "settings", "apply_to", "b_large", "b_small", "available", "steps_per_epoch", "seed", "resumed"}
+REHEARSAL = {"checkpoint", "after"}
 
 
 class PlanError(ValueError):
@@ -38,6 +39,7 @@ class Plan:
     save: bool
     checkpoint: str
     ags: dict[str, Any] | None
+    rehearsal: dict[str, Any] | None
 
     @property
     def training(self) -> bool:
@@ -79,9 +81,6 @@ def _checked(path: str, given: dict[str, Any]) -> Plan:
     expected = given.get("expected")
     if not isinstance(expected, (dict, type(None))):
         raise PlanError(f"tula: expected is {expected!r} in the plan {path}; a mapping or null is needed")
-    ags = given.get("ags")
-    if ags is not None and (not isinstance(ags, dict) or AGS - ags.keys()):
-        raise PlanError(f"tula: ags is {ags!r} in the plan {path}; null or all of {', '.join(sorted(AGS))} are needed")
     steps = int(number("steps", STEPS, 1))
     low = int(number("min_steps", steps, 1))
     return Plan(
@@ -100,5 +99,15 @@ def _checked(path: str, given: dict[str, Any]) -> Plan:
         row=number("row", 10.0, 0.0),
         save=bool(given.get("save", False)),
         checkpoint=str(given.get("checkpoint", "")),
-        ags=ags,
+        ags=_part(path, given, "ags", AGS),
+        rehearsal=_part(path, given, "rehearsal", REHEARSAL),
     )
+
+
+def _part(path: str, given: dict[str, Any], name: str, needed: set[str]) -> dict[str, Any] | None:
+    """Return a part of the plan that is null or has all that it needs."""
+    part = given.get(name)
+    if part is not None and (not isinstance(part, dict) or needed - part.keys()):
+        told = ", ".join(sorted(needed))
+        raise PlanError(f"tula: {name} is {part!r} in the plan {path}; null or all of {told} are needed")
+    return part

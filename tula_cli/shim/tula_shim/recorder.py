@@ -9,6 +9,7 @@ from .clocks import HostClock, Mark, clock, peak, process_age, reset_peak
 from .hooks.ags_steps import AgsSteps
 from .hooks.batches import Delivered
 from .hooks.ddp_split import DdpSplit
+from .hooks.killing import Killing
 from .hooks.optimizers import Optimizers
 from .place import own_rank, world
 from .plan import Plan
@@ -70,6 +71,7 @@ class Recorder:
         self.pulse = Pulse(self.plan)
         if self.ags is not None:
             self.pulse.more = self.ags.report
+        self.killing = Killing(self.plan)
         self._told: float | None = None
         self._trouble: OSError | None = None
         self._clock: HostClock = HostClock()
@@ -131,6 +133,7 @@ class Recorder:
         if self.plan.training:
             causes = [name for cause, name in CAUSES.items() if self.gap & cause] if self.gap else []
             self.pulse.row(causes, lr=lr, loss=loss)
+            self.killing.after_step(self.step, self.samples(), self.rank, self.delivered.size())
             self.asked_to = self.requests.look(self.step, self.pulse, self.world)
         else:
             self.lrs.append(lr)

@@ -71,6 +71,11 @@ class Delivered:
             return None
         return self.totals[key] + sum(samples for other, samples in self.alone.items() if other != key)
 
+    def size(self) -> int | None:
+        """Return the samples that the dataset says it has; None where there is none, or it does not."""
+        told = self.facts.get(self.training or 0, {}).get("dataset")
+        return None if told is None else int(told)
+
     def counts_samples(self, key: int | None) -> bool:
         """Return whether the batches of a dataset show how many samples they hold."""
         return key is not None and self._paths.get(key) is not None

@@ -1,0 +1,183 @@
+"""How a script resumes, rehearsed by the supervisor: small scripts, which tell their steps through tula_hooks and import no torch."""
+
+import os
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tula_cli.cluster import attempt as cluster_attempt
+from tula_cli.cluster.scripts.rehearsing import script_rehearsal
+from tula_cli.cluster.supervise import supervise
+from tula_cli.run.directory import RunDir
+from tula_cli.run.records.rehearsals import Rehearsal
+from tula_cli.run.records.tasks import RehearsalTask
+from tula_cli.run.script_attempt import Rehearsals
+from tula_cli.spec.job import JobSpec
+from tula_cli.spec.load import validate
+
+TEMPLATES = Path(__file__).parents[3] / "templates"
+SCRIPT = """
+import argparse, os, signal, time
+from pathlib import Path
+import tula_hooks as tula
+
+parser = argparse.ArgumentParser()
+parser.add_argument("-b", type=int)
+parser.add_argument("--samples", type=int, default=10**9)
+parser.add_argument("--out", type=Path)
+parser.add_argument("--resume", type=Path)
+options, world, number = parser.parse_args(), int(os.environ["WORLD_SIZE"]), 0
+
+
+class Engine:
+    def parameters(self):
+        return []
+
+
+def save():
+    if os.environ["RANK"] == "0":
+        (options.out / "draft").write_text(str(samples))
+        (options.out / "draft").replace(options.out / "state")
+
+
+again = options.resume is not None
+samples = int(options.resume.read_text()) if again else 0
+tula.wrap(Engine(), Engine())
+WHAT_ELSE
+while samples < options.samples:
+    number += 1
+    WITHIN
+    time.sleep(0.002)
+    samples += options.b * world
+    tula.step(samples=options.b, loss=1 / number, lr=0.5)
+    if SAVES:
+        save()
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("PYTHONPATH", str(TEMPLATES))
+    monkeypatch.setattr(cluster_attempt, "PEER_GRACE", 0.5)
+    monkeypatch.setattr(script_rehearsal, "SETTLED", 0.1)
+    monkeypatch.setattr(
+        tempfile, "tempdir", str(tmp_path)
+    )  # the machine's lock: jobs of other tests are not waited for
+    return tmp_path
+
+
+def job(folder: Path, *, what_else: str, within: str, saves: str, script: dict[str, Any], **changes: Any) -> JobSpec:
+    """Return a job whose script is written into a folder."""
+    code = SCRIPT.replace("WHAT_ELSE", what_else).replace("WITHIN", within).replace("SAVES", saves)
+    (folder / "train.py").write_text(code)
+    own = {
+        "command": COMMAND,
+        "length": {"samples": 1600},
+        "reference": {"batch": 16},
+        "resume": {"args": "--resume {checkpoint}", "checkpoint": "{out}/state"},
+    }
+    return validate({"script": own | script, "cluster": {"device": "cpu"}, **changes}, source="test")
+
+
+COMMAND = "train.py -b {local_batch} --out {out} --samples {samples}"
+NEVER = "False"
+
+
+def rehearsed(
+    folder: Path,
+    *,
+    what_else: str = "",
+    within: str = "pass",
+    saves: str = "number == 10",
+    script: Any = (),
+    **changes: Any,
+) -> Rehearsal:
+    """Rehearse a script, to the end."""
+    spec = job(folder, what_else=what_else, within=within, saves=saves, script=dict(script), **changes)
+    run = RunDir.create(folder / "tula-runs", spec)
+    task = RehearsalTask(
+        id="rehearse-k-1", job="rehearse-k-1", spec=spec, workdir=str(folder), nodes=1, key="k", batch=16
+    )
+    run.write_task(task)
+    supervise(run.path, task.id, environ=os.environ)
+    found = Rehearsals(run.path).read(task.id)
+    assert found is not None and found.over_at is not None, found
+    assert not (run.path / "script" / task.id).exists(), "the script's files are gone"
+    return found
+
+
+def seen(found: Rehearsal) -> list[tuple[str, int, str]]:
+    return [(start.phase, start.batch, start.ended) for start in found.starts]
+
+
+def test_a_script_that_counts_samples_may_go_on_at_any_batch(folder: Path) -> None:
+    found = rehearsed(folder)
+    assert seen(found)[-2:] == [("same", 16, "ended"), ("half", 8, "ended")]
+    assert {phase for phase, *_ in seen(found)} == {"begin", "same", "half"}
+    assert found.verdict == "any" and not found.faults, found
+    begin, same, half = found.starts[-3:]
+    assert begin.saved_samples is not None and begin.ended == "killed"
+    assert (same.samples, half.samples) == (same.whole - begin.saved_samples,) * 2  # type: ignore[operator]
+
+
+def test_a_checkpoint_that_the_script_cannot_read_is_told_in_its_own_words(folder: Path) -> None:
+    within = "if again: raise KeyError('optimizer')"
+    found = rehearsed(folder, within=within)
+    assert found.verdict == "none" and seen(found)[-1] == ("same", 16, "failed")
+    assert found.faults == ("at batch 16 it cannot go on from its own checkpoint: KeyError: 'optimizer'",)
+    assert (found.starts[-1].error, found.starts[-1].outcome) == ("KeyError", "user")
+
+
+def test_a_script_that_does_not_read_its_checkpoint_begins_anew(folder: Path) -> None:
+    found = rehearsed(folder, what_else="samples = 0")
+    assert found.verdict == "none" and "begins anew" in found.faults[0], found
+
+
+def test_steps_counted_at_the_old_batch_train_too_many_samples(folder: Path) -> None:
+    # A step number is kept, and so many steps are left at whatever batch: those before it stand for half as many samples.
+    found = rehearsed(folder, what_else="samples = samples * options.b // 16")
+    assert found.verdict == "same", found
+    (fault,) = found.faults
+    begin = found.starts[-3]
+    assert begin.saved_samples is not None and begin.whole is not None
+    share = begin.saved_samples / 2 / begin.whole
+    assert f"{100 * share:.1f} % too many" in fault and fault.startswith("at batch 8 it trains")
+
+
+def test_a_script_that_saves_nothing_is_not_rehearsed(folder: Path) -> None:
+    found = rehearsed(folder, saves=NEVER)
+    assert found.verdict is None
+    assert found.told == ("not rehearsed: it ended without a checkpoint that script.resume.checkpoint finds",)
+
+
+def test_no_checkpoint_within_the_time_is_told(folder: Path) -> None:
+    script = {"command": "train.py -b {local_batch} --out {out}"}
+    found = rehearsed(folder, saves=NEVER, script=script, search={"max_minutes": 0.1})
+    assert found.verdict is None and found.told[0].startswith("not rehearsed: no checkpoint within"), found
+
+
+def test_a_batch_that_does_not_fit_is_halved(folder: Path) -> None:
+    full = "if options.b == 16: raise RuntimeError('CUDA out of memory. Tried to allocate 2.00 GiB')"
+    found = rehearsed(folder, within=full)
+    assert found.verdict == "any" and seen(found)[0] == ("begin", 16, "failed") and seen(found)[-1][:2] == ("half", 4)
+
+
+@pytest.mark.parametrize(
+    ("save", "what_else", "within"),
+    [
+        ("SIGUSR1", "signal.signal(signal.SIGUSR1, lambda *_: save())", "pass"),
+        ("file:{out}/please", "", "if (options.out / 'please').exists(): (options.out / 'please').unlink(); save()"),
+    ],
+)
+def test_a_script_that_can_be_asked_is_asked(folder: Path, save: str, what_else: str, within: str) -> None:
+    found = rehearsed(folder, what_else=what_else, within=within, saves=NEVER, script={"save": save})
+    assert found.verdict == "any", found
+    begin = found.starts[0]
+    assert begin.whole == 1152 and 20 <= (begin.saved_steps or 0) <= 30, "three times the samples up to the question"
+
+
+def test_two_ranks_are_killed_together(folder: Path) -> None:
+    found = rehearsed(folder, cluster={"device": "cpu", "gpus_per_node": 2})
+    assert found.verdict == "any" and found.starts[0].ended == "killed", found

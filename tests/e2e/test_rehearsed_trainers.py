@@ -1,0 +1,76 @@
+"""How trainers of others go on from their own checkpoints, found by a rehearsal: nothing tells it what to look for."""
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from driver import Tula
+
+pytestmark = [pytest.mark.torch, pytest.mark.proof]
+SCRIPTS = Path(__file__).parents[1] / "scripts"
+TRAINER = """
+name: trainer
+script:
+  command: resuming_trainer.py --per_device_train_batch_size {local_batch} --num_train_epochs {epochs} --output_dir {out}
+  length: {epochs: 3}
+  reference: {batch: 32}
+  resume: {args: "--resume_from_checkpoint {checkpoint}", checkpoint: "{out}/checkpoint-*"}
+search: {nodes: [1], min_batch: 16, max_batch: 64}
+cluster: {device: cpu}
+"""
+LIT = """
+name: lit
+script:
+  command: resuming_lit.py --batch {local_batch} --epochs {epochs} --out {out}
+  length: {epochs: 90}
+  reference: {batch: 32}
+  resume: {args: "--resume {checkpoint}", checkpoint: "{out}/*.ckpt"}
+search: {nodes: [1], min_batch: 16, max_batch: 64}
+cluster: {device: cpu}
+"""
+REFERENCE = """
+name: reference
+script:
+  command: reference.py -b {local_batch} --lr {lr} --epochs {epochs} --output-dir {out}
+  length: {epochs: 90}
+  reference: {batch: 16, lr: 0.1}
+  resume: {args: "--resume {checkpoint}", checkpoint: "{out}/checkpoint.pth"}
+train: {method: METHOD}
+search: {nodes: [1], min_batch: 16, max_batch: 64}
+cluster: {device: cpu}
+"""
+
+
+def rehearsed(folder: Path, script: str, job: str) -> dict[str, Any]:
+    """Rehearse a script and return what was found."""
+    shutil.copy(SCRIPTS / script, folder)
+    data: dict[str, Any] = Tula(folder, job)("check", "job.yaml", "--rehearse")["data"]
+    assert data["resumes"] == data["rehearsal"]["verdict"]
+    found: dict[str, Any] = data["rehearsal"]
+    return found
+
+
+def test_hugging_face_trains_17_percent_too_many_at_half_the_batch_a_device(tmp_path: Path) -> None:
+    found = rehearsed(tmp_path, "resuming_trainer.py", TRAINER)
+    assert found["verdict"] == "same"
+    assert found["faults"] == ["at batch 16 it trains 4480 samples in all where 3840 were asked for: 16.7 % too many"]
+    assert found["starts"][1]["samples"] == 2560, "at the same batch it is right"
+
+
+def test_lightning_goes_on_at_another_batch_from_an_epochs_end(tmp_path: Path) -> None:
+    found = rehearsed(tmp_path, "resuming_lit.py", LIT)
+    assert (found["verdict"], found["faults"]) == ("epoch", [])
+    assert [start["samples"] for start in found["starts"][1:]] == [2560, 2560]
+
+
+@pytest.mark.parametrize(("method", "verdict"), [("lbt", "epoch"), ("lrs", "same")])
+def test_a_learning_rate_that_stays_is_right_unless_another_was_asked_for(
+    tmp_path: Path, method: str, verdict: str
+) -> None:
+    found = rehearsed(tmp_path, "reference.py", REFERENCE.replace("METHOD", method))
+    assert found["verdict"] == verdict
+    if verdict == "same":  # its checkpoint holds the optimizer with the rate of the whole batch
+        assert found["faults"] == [
+            "at batch 8 its learning rate is 0.1000 after the checkpoint, and 0.05000 was asked for"
+        ]

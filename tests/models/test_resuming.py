@@ -1,0 +1,169 @@
+"""With which batch a script may go on, from planted traces: the figures are those of scripts that were tried."""
+
+import math
+from typing import Any
+
+import pytest
+
+from tula_cli.cluster.scripts.rehearsing.traces import error_line, trained
+from tula_cli.models.resuming import judged
+from tula_cli.run.records.rehearsals import Rehearsed
+from tula_cli.spec.scripts.own_script import Length
+
+
+def start(phase: Any, batch: int, samples: int, **more: Any) -> Rehearsed:
+    """Return a start of three epochs of 1,280 samples."""
+    given = {
+        "ended": "killed" if phase == "begin" else "ended",
+        "seconds": 30.0,
+        "steps": samples // batch,
+        "dataset_size": 1280,
+    } | more
+    return Rehearsed(phase=phase, batch=batch, length=Length(epochs=3), whole=3840, samples=samples, **given)
+
+
+def begin(saved: int = 1280, **more: Any) -> Rehearsed:
+    return start("begin", 32, saved + 160, saved_steps=saved // 32, saved_samples=saved, **more)
+
+
+SAME = start("same", 32, 2560)
+
+
+def test_a_right_script_may_go_on_from_where_it_was_seen_to() -> None:
+    half = start("half", 16, 2560)
+    assert judged([begin(), SAME, half], lr_ratio=1.0).verdict == "epoch"
+    middle = judged([begin(640), start("same", 32, 3200), start("half", 16, 3200)], lr_ratio=1.0)
+    assert middle.verdict == "any" and not middle.faults
+    assert middle.told[1] == "at batch 16 it goes on from its checkpoint, to 3840 samples of 3840"
+
+
+def test_a_trainer_that_counts_its_steps_at_the_old_batch_trains_17_percent_too_many() -> None:
+    found = judged([begin(), SAME, start("half", 16, 3200)], lr_ratio=None)
+    assert found.verdict == "same"
+    words = "at batch 16 it trains 4480 samples in all where 3840 were asked for: 16.7 % too many"
+    assert found.faults == (words,) and found.told[-1] == words
+
+
+def test_what_a_dropped_last_batch_leaves_out_is_no_fault() -> None:
+    less = [begin(1248, dataset_size=1270), start("same", 32, 2496, dataset_size=1270), start("half", 16, 2528)]
+    assert judged(less, lr_ratio=1.0).verdict == "epoch"
+
+
+def test_a_checkpoint_that_cannot_be_loaded_is_of_no_use() -> None:
+    failed = start("same", 32, 0, ended="failed", outcome="user", why="UnpicklingError: no")
+    found = judged([begin(), failed], lr_ratio=None)
+    assert found.verdict == "none"
+    assert found.faults == ("at batch 32 it cannot go on from its own checkpoint: UnpicklingError: no",)
+
+
+def test_what_the_machine_did_says_nothing_of_the_script() -> None:
+    failed = start("same", 32, 0, ended="failed", outcome="device_oom", why="CUDA out of memory")
+    assert judged([begin(), failed], lr_ratio=None).verdict is None
+    half = start("half", 16, 0, ended="failed", outcome="device_fault", why="Xid 79")
+    assert judged([begin(), SAME, half], lr_ratio=None).verdict == "same"
+
+
+def test_a_script_that_begins_anew_is_told_from_one_that_repeats_a_part() -> None:
+    anew = judged([begin(), start("same", 32, 3840)], lr_ratio=None)
+    assert anew.verdict == "none" and "begins anew: all 3840 samples" in anew.faults[0]
+    part = judged([begin(640), start("same", 32, 3520), start("half", 16, 3200)], lr_ratio=None)
+    assert part.verdict == "same" and "8.3 % too many" in part.faults[0]
+
+
+def test_samples_that_are_left_out_are_told() -> None:
+    found = judged([begin(), SAME, start("half", 16, 1280)], lr_ratio=None)
+    assert found.verdict == "same" and found.faults == (
+        "at batch 16 it trains 2560 samples in all where 3840 were asked for: 1280 too few",
+    )
+
+
+def test_what_was_not_reached_is_told_and_not_assumed() -> None:
+    cut = start("half", 16, 800, ended="cut")
+    found = judged([begin(), SAME, cut], lr_ratio=None)
+    assert found.verdict == "same" and not found.faults
+    assert "was not seen to its end (800 of 2560 samples in 30.0 s)" in found.told[-1]
+    unknown = judged([begin(), SAME.model_copy(update={"whole": None})], lr_ratio=None)
+    assert unknown.verdict == "same" and "were not compared" in unknown.told[0]
+    assert unknown.told[-1] == "not rehearsed at another batch"
+
+
+def test_a_checkpoint_that_comes_too_early_to_tell_a_fault_is_no_proof() -> None:
+    early = begin(64)
+    found = judged([early, start("same", 32, 3776), start("half", 16, 3776)], lr_ratio=1.0)
+    assert found.verdict == "same" and "would not show" in found.told[-1] and not found.faults
+
+
+def test_a_start_that_was_cut_off_beyond_what_was_left_has_trained_too_many() -> None:
+    found = judged([begin(), SAME, start("half", 16, 5200, ended="cut")], lr_ratio=None)
+    assert "trains at least 6480 samples" in found.faults[0]
+
+
+@pytest.mark.parametrize(
+    ("first", "ratio", "fault"),
+    [
+        (0.05, 0.5, ""),
+        (0.1, 0.5, "its learning rate is 0.1000 after the checkpoint, and 0.05000 was asked for"),
+        (0.1, 1.0, ""),
+        (0.01, 1.0, "its learning rate is 0.01000 after the checkpoint, and it was 0.1000 there at first"),
+        (0.05, None, ""),
+        (0.1 * math.sqrt(0.5), None, ""),
+        (0.083, None, "it was 0.1000 there at first"),
+    ],
+)
+def test_the_learning_rate_is_held_against_what_was_asked_for(first: float, ratio: float | None, fault: str) -> None:
+    half = start("half", 16, 2560, first_lr=first)
+    found = judged([begin(next_lr=0.1, lr_step=0.001), SAME, half], lr_ratio=ratio)
+    assert found.verdict == ("same" if fault else "epoch")
+    assert all(fault in told for told in found.faults) and bool(found.faults) == bool(fault)
+
+
+@pytest.mark.parametrize(
+    ("beginning", "words"),
+    [
+        (start("begin", 32, 3840, ended="ended"), "ended without a checkpoint that"),
+        (begin(3840, ended="ended"), "its only checkpoint is that of its end"),
+        (start("begin", 32, 640, ended="cut"), "no checkpoint within 30.0 s at batch 32; raise search.max_minutes"),
+        (
+            start("begin", 32, 64, ended="failed", outcome="user", why="KeyError: 1"),
+            "it failed before it went on: KeyError",
+        ),
+    ],
+)
+def test_without_a_checkpoint_there_is_no_verdict(beginning: Rehearsed, words: str) -> None:
+    found = judged([beginning], lr_ratio=None)
+    assert found.verdict is None and words in found.told[0] and found.told[0].startswith("not rehearsed: ")
+
+
+def rows(*samples: int | None) -> list[dict[str, Any]]:
+    return [{"step": step, "samples": number} for step, number in enumerate(samples, 1)]
+
+
+def test_a_step_trains_its_batch_at_most() -> None:
+    assert trained(rows(8, 16, 20), 8) == (3, 20)
+    assert trained(rows(16, 24, 24), 8) == (3, 24), "a loader that is one batch ahead"
+    assert trained(rows(808, 816, 824), 8) == (3, 24), (
+        "what it skipped was not trained on, but for what looks ahead of its step"
+    )
+    assert trained(rows(None, None), 8) == (2, 16)
+    assert trained([*rows(8, 16), {"step": 2, "samples": 16}], 8) == (2, 16)
+    assert trained([*rows(8, 16), *rows(8)], 8) == (1, 8), "counted anew"
+
+
+WEIGHTS_ONLY = """Traceback (most recent call last):
+  File "train.py", line 3, in <module>
+    state = torch.load(path)
+_pickle.UnpicklingError: Weights only load failed. This file can still be loaded.
+\t(1) In PyTorch 2.6, we changed the default value of the `weights_only` argument in `torch.load`.
+\tWeightsUnpickler error: Unsupported global: GLOBAL argparse.Namespace was not an allowed global by default. Please use `x`.
+
+Check the documentation of torch.load to learn more.
+"""
+
+
+def test_the_line_that_tells_is_that_of_the_exception() -> None:
+    told = error_line(WEIGHTS_ONLY, "_pickle.UnpicklingError")
+    assert told.startswith("_pickle.UnpicklingError: Unsupported global: GLOBAL argparse.Namespace was not an allowed")
+    assert "weights_only=False" in told
+    keys = "Traceback (most recent call last):\n  File 'a'\nKeyError: 'optimizer'\n"
+    assert error_line(keys, "KeyError") == "KeyError: 'optimizer'"
+    assert error_line("", "SystemExit") == "SystemExit"

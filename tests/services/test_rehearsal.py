@@ -1,0 +1,213 @@
+"""A script's resume, rehearsed: what is asked for, what is kept, and what a training does about it."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import make_runs
+import pytest
+from make_runs import FakeLauncher
+
+from tula_cli.cluster.scripts.script_training import ScriptTraining
+from tula_cli.cluster.scripts.settle import require_resumable
+from tula_cli.errors import CannotResume, JobFailed, SpecError
+from tula_cli.run.directory import Part, RunDir
+from tula_cli.run.imports import Source
+from tula_cli.run.records.rehearsals import Rehearsal, Rehearsed
+from tula_cli.run.records.tasks import RehearsalTask, Rung, TrainTask
+from tula_cli.run.script_attempt import Rehearsals
+from tula_cli.services import status
+from tula_cli.services.events import Event, Note, WarningEvent, follow
+from tula_cli.services.rehearsal import before_training, rehearse
+from tula_cli.services.waiting import WaitPolicy
+from tula_cli.show import check as show_check
+from tula_cli.show import status as show_status
+from tula_cli.spec.job import JobSpec
+from tula_cli.spec.load import validate
+from tula_cli.spec.scripts.own_script import Length
+from tula_cli.spec.signature import rehearsal_signature
+
+RESUME = {"args": "--resume {checkpoint}", "checkpoint": "{out}/x.pth"}
+DETACHED = WaitPolicy(wait=False)
+
+
+def spec(**script: Any) -> JobSpec:
+    own = {
+        "command": "python /nowhere/train.py -b {local_batch} --epochs {epochs}",
+        "length": {"epochs": 90},
+        "dataset_size": 1000,
+        "reference": {"batch": 100},
+        "code": "none",
+        "resume": RESUME,
+    }
+    return validate({"name": "own", "script": own | script, "cluster": {"gpus_per_node": 2}}, source="test")
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDir:
+    return RunDir.create(tmp_path, spec())
+
+
+def code() -> Source:
+    return Source(Path("/"), "")
+
+
+def keep(run: RunDir, verdict: Any, job: JobSpec | None = None, *, number: int = 1, why: str = "KeyError: 'a'") -> None:
+    """Leave what a rehearsal of the job has found."""
+    key = rehearsal_signature(job or run.spec(), "")
+    found = Rehearsal(
+        task=f"rehearse-{key}-{number}", key=key, began_at=float(number), over_at=number + 1.0, verdict=verdict, told=(why,),
+        faults=(why,) if verdict == "none" else (),
+    )  # fmt: skip
+    Rehearsals(run.path).write(found)
+
+
+def train_task(job: JobSpec, **changes: Any) -> TrainTask:
+    return TrainTask(
+        id="train-x-1", job="train-x", spec=job, workdir="/", nodes=2, signature="x", attempt=1,
+        ladder=(Rung(batch=64),), workers=0, **changes,
+    )  # fmt: skip
+
+
+def training(run: RunDir, job: JobSpec, *, hours: float | None = 2.0, wanted: bool = True) -> before_training.Training:
+    predicted = None if hours is None else make_runs.prediction(2, 64, hours=hours)
+    return before_training.Training(Part(None, run, job), train_task(job), code(), predicted, wanted)
+
+
+def prepared(found: before_training.Training, launcher: FakeLauncher | None = None) -> tuple[str, list[Event]]:
+    """Return the job that a training waits for, and what was said."""
+    said: list[Event] = []
+    return follow(before_training.prepared(found, launcher or FakeLauncher(), DETACHED), said.append), said
+
+
+# --- what can be rehearsed
+
+
+@pytest.mark.parametrize(
+    ("job", "words"),
+    [
+        (make_runs.spec(), "for a job with section script"),
+        (spec(resume=None), "script.resume is not given"),
+        (spec(resume={"args": "", "checkpoint": "/mine/x.pth"}), "must not write over your own files"),
+    ],
+)
+def test_what_cannot_be_rehearsed_is_refused_in_words(tmp_path: Path, job: JobSpec, words: str) -> None:
+    with pytest.raises(SpecError, match=words):
+        follow(rehearse.work(RunDir(tmp_path / "r"), job, lambda _: FakeLauncher()), lambda _: None)
+
+
+def test_a_batch_has_a_half_and_is_that_of_the_recommendation_or_of_the_script(run: RunDir) -> None:
+    assert rehearse.batch_of(run, spec()) == 100
+    assert rehearse.batch_of(run, spec(reference={"batch": 3})) == 4
+    assert rehearse.batch_of(run, spec(), local_batch=24) == 48
+    run.write_recommendation(make_runs.recommendation(choice=make_runs.prediction(2, 128)))
+    assert rehearse.batch_of(run, spec()) == 128
+
+
+def test_what_was_found_is_not_tried_again_unless_that_is_wished(run: RunDir) -> None:
+    keep(run, "epoch", why="it goes on")
+    launcher = FakeLauncher()
+    found = follow(rehearse.work(run, spec(), lambda _: launcher), lambda _: None)
+    assert (found.kept, found.resumes, launcher.submitted) == (True, "epoch", [])
+    shown = list(show_check.rehearsed(found))
+    assert shown[-1] == "script.resume.batch: rehearse, which is now epoch" and "it goes on" in shown
+    assert show_check.rehearsed_data(found)["resumes"] == "epoch"
+    other = spec(resume=RESUME | {"args": "--continue {checkpoint}"})
+    assert rehearse.kept_for(run, other, code()) is None, "it was another command line"
+
+
+def test_the_same_rehearsal_is_submitted_once(run: RunDir) -> None:
+    launcher, part = FakeLauncher(), Part(None, run, spec())
+    first = rehearse.submit(part, launcher, code(), batch=None)
+    assert rehearse.submit(part, launcher, code(), batch=None) == first
+    launcher.says[first.job] = "ended"
+    second = rehearse.submit(part, launcher, code(), batch=None)
+    assert launcher.submitted == [first.job, second.job] and second.id.endswith("-2")
+    assert isinstance(run.task(first.id), RehearsalTask) and (first.nodes, first.batch) == (1, 100)
+
+
+def test_status_shows_a_rehearsal_while_it_runs_and_what_it_found(run: RunDir) -> None:
+    launcher = FakeLauncher()
+    task = rehearse.submit(Part(None, run, spec()), launcher, code(), batch=None)
+    now = status.snapshot(run, launcher, now=make_runs.START)
+    assert [(job.id, job.kind, job.state) for job in now.jobs] == [(task.job, "rehearse", "running")]
+    keep(run, "none")
+    launcher.says[task.job] = "ended"
+    now = status.snapshot(run, launcher, now=make_runs.START)
+    assert now.jobs[0].state == "done" and now.rehearsal is not None and now.rehearsal.verdict == "none"
+    assert [line for line in show_status.status(now) if "none; KeyError: 'a'" in str(line)]
+
+
+# --- before a training
+
+
+def test_a_rehearsal_comes_once_before_the_first_long_training(run: RunDir) -> None:
+    job = run.spec()
+    assert training(run, job).due
+    for other in (
+        training(run, job, hours=0.9), training(run, job, hours=None), training(run, job, wanted=False),
+        training(run, spec(resume=None)), training(run, spec(resume={"args": "", "checkpoint": "/mine/x"})),
+    ):  # fmt: skip
+        assert not other.due
+    run.write_attempt(make_runs.attempt("train-x-1"))
+    assert not training(run, job).due, "it has begun"
+    (run.path / "attempts" / "train-x-1.001.json").unlink()
+    keep(run, None)
+    assert not training(run, job).due, "somebody has looked"
+
+
+def test_a_training_that_nobody_waits_for_is_submitted_behind_its_rehearsal(run: RunDir) -> None:
+    launcher = FakeLauncher()
+    job, said = prepared(training(run, run.spec()), launcher)
+    assert [job] == launcher.submitted and run.task(job).batch == 32  # type: ignore[union-attr]
+    assert isinstance(said[-1], Note) and f"starts after {job}" in said[-1].text
+    keep(run, "none")
+    with pytest.raises(JobFailed, match="cannot go on after an interruption: KeyError"):
+        require_resumable(run, train_task(run.spec(), after=job))
+    require_resumable(run, train_task(run.spec()))
+
+
+def test_a_long_training_by_a_script_that_cannot_resume_is_refused_until_that_is_wished(run: RunDir) -> None:
+    keep(run, "none")
+    with pytest.raises(CannotResume, match="KeyError") as error:
+        prepared(training(run, run.spec()))
+    assert error.value.exit_code == 11 and "--no-rehearse" in error.value.hint
+    for found in (training(run, run.spec(), wanted=False), training(run, run.spec(), hours=0.5)):
+        job, said = prepared(found)
+        assert job == "" and isinstance(said[0], WarningEvent) and "begins anew: KeyError" in said[0].text
+
+
+@pytest.mark.parametrize(
+    ("setting", "verdict", "words"),
+    [
+        ("any", "epoch", "script.resume.batch: any allows more than the rehearsal found (epoch)"),
+        ("same", "any", ""),
+        ("rehearse", "same", ""),
+        ("epoch", None, "the script's resume: KeyError: 'a'; it goes on at the same batch, untried"),
+    ],
+)
+def test_what_is_set_is_held_against_what_was_found(run: RunDir, setting: Any, verdict: Any, words: str) -> None:
+    found = Rehearsal(task="t", key="k", began_at=0.0, verdict=verdict, told=("KeyError: 'a'",))
+    said = list(before_training._told(rehearse.ResumeFinding(found, setting, kept=True)))
+    assert [event.text.startswith(words) for event in said if isinstance(event, WarningEvent)] == [True] * bool(words)
+
+
+@pytest.mark.parametrize(
+    ("setting", "verdict", "goes_on"),
+    [
+        ("rehearse", "any", "any"), ("rehearse", "epoch", "epoch"), ("rehearse", None, "same"), ("rehearse", "none", "none"),
+        ("any", "same", "any"), ("any", "none", "none"), ("same", "any", "same"),
+    ],
+)  # fmt: skip
+def test_a_relaunch_goes_on_as_was_found(run: RunDir, setting: Any, verdict: Any, goes_on: str) -> None:
+    job = spec(resume=RESUME | {"batch": setting})
+    keep(run, verdict, job)
+    assert ScriptTraining(run, train_task(job)).goes_on == goes_on
+
+
+def test_records_go_through_their_files(run: RunDir) -> None:
+    start = Rehearsed(phase="begin", batch=8, length=Length(epochs=3), whole=None, ended="killed", seconds=1.0)
+    found = Rehearsal(task="rehearse-k-1", key="k", began_at=0.0, starts=(start,))
+    Rehearsals(run.path).write(found)
+    assert Rehearsals(run.path).read("rehearse-k-1") == found and Rehearsals(run.path).kept("k") is None
+    assert json.loads((run.path / "script" / "rehearse-k-1.json").read_text())["starts"][0]["length"]["epochs"] == 3

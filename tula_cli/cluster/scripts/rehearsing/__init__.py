@@ -1,0 +1,1 @@
+"""How a script resumes, rehearsed by its supervisor."""

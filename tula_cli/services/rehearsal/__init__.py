@@ -1,0 +1,1 @@
+"""How a script resumes, tried out before it trains for hours."""

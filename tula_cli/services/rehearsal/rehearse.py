@@ -1,0 +1,213 @@
+"""`tula check --rehearse`, and what `tula train` does of it: how a script goes on from its own checkpoint."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from tula_cli import words
+from tula_cli.cluster.launcher import Launcher, submitting, under_way
+from tula_cli.errors import CannotResume, JobFailed, SpecError
+from tula_cli.run.code import choose, snapshot
+from tula_cli.run.directory import Part, RunDir
+from tula_cli.run.imports import Source
+from tula_cli.run.jobfile import adopt
+from tula_cli.run.records.rehearsals import Rehearsal, Verdict
+from tula_cli.run.records.results import JobFile
+from tula_cli.run.records.tasks import RehearsalTask
+from tula_cli.run.script_attempt import Rehearsals
+from tula_cli.services.events import Note, Work
+from tula_cli.services.waiting import WaitPolicy, interruption_of_jobs, wait_for
+from tula_cli.spec.job import JobSpec
+from tula_cli.spec.scripts.own_script import Resume
+from tula_cli.spec.scripts.placeholders import names
+from tula_cli.spec.signature import rehearsal_signature
+
+FREEDOM: tuple[Verdict, ...] = ("none", "same", "epoch", "any")
+"""What each allows, and more than the one before."""
+
+
+@dataclass(frozen=True)
+class ResumeFinding:
+    """What is known of how a script resumes."""
+
+    rehearsal: Rehearsal
+    setting: Literal["rehearse", "same", "epoch", "any"]  # script.resume.batch
+    kept: bool  # it was found before
+
+    @property
+    def resumes(self) -> Verdict:
+        """With which batch trainings of this run go on from a checkpoint."""
+        found = self.rehearsal.verdict
+        if found == "none" or self.setting == "rehearse":
+            return found or "same"
+        return self.setting
+
+    @property
+    def contradiction(self) -> str:
+        """Say that the setting allows more than was found; empty where it does not."""
+        found = self.rehearsal.verdict
+        if found in (None, "none") or self.setting == "rehearse" or FREEDOM.index(self.setting) <= FREEDOM.index(found):
+            return ""
+        return f"script.resume.batch: {self.setting} allows more than the rehearsal found ({found}): {self.why}"
+
+    @property
+    def why(self) -> str:
+        """Return in words what is wrong, else what was found."""
+        return "; ".join(self.rehearsal.faults or self.rehearsal.told)
+
+    def require_resumable(self, name: str, hint: str) -> None:
+        """Refuse a script that cannot go on from its own checkpoint.
+
+        Args:
+            name: of the job, for the message.
+            hint: what to do.
+
+        Raises:
+            CannotResume: it cannot.
+        """
+        if self.rehearsal.verdict == "none":
+            raise CannotResume(f"{name} cannot go on after an interruption: {self.why}", hint)
+
+
+def work(
+    run: RunDir,
+    spec: JobSpec,
+    launcher_for: Callable[[JobSpec], Launcher],
+    *,
+    node_type: str | None = None,
+    timeout: float | None = None,
+    fresh: bool = False,
+    file: JobFile | None = None,
+) -> Work[ResumeFinding]:
+    """Rehearse a script's resume, or say what an earlier rehearsal of the same script and code has found.
+
+    Args:
+        run: the run, which may not be there yet.
+        spec: the job.
+        launcher_for: starts the job.
+        node_type: the type of node, where the job names several.
+        timeout: seconds to wait at most.
+        fresh: rehearse although there is a verdict.
+        file: where the spec comes from.
+
+    Raises:
+        SpecError: the job has no script, or nothing to rehearse; or names several types of node and none is given.
+        Pending: the time to wait is over.
+        Interruption: Ctrl-C; the job goes on.
+        SchedulerError: it was refused.
+        JobFailed: it ended without having found anything.
+    """
+    parts = run.parts(spec, node_type)
+    if len(parts) > 1:
+        raise SpecError(f"--rehearse is for one type of node: add --type {' or --type '.join(spec.node_types)}")
+    resume_of(spec)
+    part = parts[0]
+    code = choose(part.run, part.spec, Path.cwd(), keep=False)
+    if not fresh and (kept := kept_for(part.run, part.spec, code)) is not None:
+        yield Note(f"found before, {words.moment(kept.rehearsal.over_at)}; --fresh rehearses again")
+        return kept
+    adopt(run, spec, parts, file)
+    policy = WaitPolicy(wait=True, timeout=timeout)
+    return (yield from rehearsed(part, launcher_for(part.spec), code, policy, batch=None))
+
+
+def rehearsed(
+    part: Part, launcher: Launcher, code: Source, policy: WaitPolicy, *, batch: int | None
+) -> Work[ResumeFinding]:
+    """Submit a rehearsal, or attach to the one under way, and wait for what it finds.
+
+    Args:
+        part: the run and its job.
+        launcher: starts it.
+        code: the user's own code that it runs.
+        policy: how long to wait.
+        batch: global, on one node; None for a fitting one.
+
+    Raises:
+        as `work`.
+    """
+    try:
+        task = submit(part, launcher, code, batch=batch)
+        minutes = f"{part.spec.search.max_minutes:g} min"
+        yield Note(f"rehearsing the script's resume on 1 node at batch {task.batch}, at most {minutes}: {task.id}")
+        yield from wait_for(part.run, launcher, [task.job], policy)
+    except KeyboardInterrupt:
+        raise interruption_of_jobs(part.run, [(part, launcher)], policy) from None
+    found = Rehearsals(part.run.path).read(task.id)
+    if found is None or found.over_at is None:
+        attempts = part.run.attempts(task.id)
+        why = attempts[-1].message if attempts else "it has not started"
+        raise JobFailed(f"{task.id} ended without a finding: {why}", "tula logs shows what it said")
+    return ResumeFinding(found, resume_of(part.spec).batch, kept=False)
+
+
+def submit(part: Part, launcher: Launcher, code: Source, *, batch: int | None) -> RehearsalTask:
+    """Submit a rehearsal; one that waits or runs is left alone. Returns its task.
+
+    Raises:
+        SchedulerError: it was refused.
+    """
+    run, spec = part.run, part.spec
+    key = rehearsal_signature(spec, code.digest)
+    with submitting(run):
+        earlier = [task for task in run.tasks() if isinstance(task, RehearsalTask) and task.key == key]
+        going_on = under_way(run, launcher, [task.job for task in earlier])
+        if (task := next((task for task in earlier if task.job in going_on), None)) is not None:
+            return task
+        name = f"rehearse-{key}-{len(earlier) + 1}"
+        task = RehearsalTask(
+            id=name, job=name, spec=spec, workdir=str(code.workdir), nodes=1, key=key,
+            batch=batch or batch_of(run, spec), code=snapshot(run, spec, code),
+        )  # fmt: skip
+        run.write_task(task)
+        run.write_job(launcher.submit(run, task))
+    return task
+
+
+def kept_for(run: RunDir, spec: JobSpec, code: Source) -> ResumeFinding | None:
+    """Return what was found before of this script with this code; None where nothing was."""
+    found = Rehearsals(run.path).kept(rehearsal_signature(spec, code.digest))
+    return None if found is None else ResumeFinding(found, resume_of(spec).batch, kept=True)
+
+
+def resume_of(spec: JobSpec) -> Resume:
+    """Return how the job's script resumes.
+
+    Raises:
+        SpecError: there is nothing to rehearse, or a rehearsal would write over files that are not its own.
+    """
+    if spec.script is None:
+        raise SpecError("--rehearse is for a job with section script", "tula's own loop resumes with the same samples")
+    if spec.script.resume is None:
+        raise SpecError(
+            "script.resume is not given: there is nothing to rehearse",
+            'write how the script goes on: resume: {args: "--resume {checkpoint}", checkpoint: "{out}/checkpoint.pth"}',
+        )
+    if "out" not in names(spec.script.resume.checkpoint):
+        raise SpecError(
+            f"script.resume.checkpoint: {spec.script.resume.checkpoint} is not in {{out}}, and a rehearsal must not write over"
+            " your own files",
+            "have the script save in {out}",
+        )
+    return spec.script.resume
+
+
+def batch_of(run: RunDir, spec: JobSpec, *, local_batch: int | None = None) -> int:
+    """Return the batch of a rehearsal on one node, with a half where there is one.
+
+    Args:
+        run: with what it recommends, if anything.
+        spec: the job.
+        local_batch: one GPU's; None for the recommended one, else as the script was tuned for.
+    """
+    assert spec.script is not None
+    found = run.recommendation()
+    if local_batch is None and found is not None:
+        local_batch = found.choice.local_batch
+    gpus = spec.cluster.gpus_per_node
+    if local_batch is not None:
+        return local_batch * gpus
+    parts = 2 * gpus * spec.train.accumulate
+    most = min(spec.script.reference.batch, spec.search.max_batch or spec.script.reference.batch)
+    return max(parts, most // parts * parts)

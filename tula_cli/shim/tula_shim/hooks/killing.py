@@ -1,0 +1,89 @@
+"""A rehearsal of a resume: this process asks its script for a checkpoint, sees one come, and kills itself some steps later."""
+
+from __future__ import annotations
+
+import glob
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any, Iterator
+
+from ..output import write_json
+from ..plan import Plan
+
+PATIENCE = 120.0
+"""Seconds at most for a checkpoint to be written: some are, by a thread, while training goes on."""
+
+
+class Killing:
+    """Counts the steps to the checkpoint and beyond. From within, for from outside a short script is over before it is seen."""
+
+    def __init__(self, plan: Plan) -> None:
+        self.plan = plan
+        self.wanted: dict[str, Any] = plan.rehearsal or {}
+        self._before: float | None = 0.0  # samples up to the step before
+        self._since = 0.0  # Unix time of the first step
+        self._found: dict[str, Any] | None = None
+
+    def after_step(self, step: int, samples: float | None, rank: int, dataset: int | None) -> None:
+        """Take note of a step; of its samples those of this rank so far, and of what its data loader holds. May not return.
+
+        Raises:
+            OSError: what was seen cannot be written.
+        """
+        if not self.wanted:
+            return
+        self._since = self._since or time.time()
+        if step == self.wanted.get("ask_at"):
+            self._ask(str(self.wanted.get("ask", "")), rank)
+        if rank == 0:
+            if self._found is None:
+                self._look(step, dataset)
+            if self._found is not None and step >= self._found["steps"] + self.wanted["after"]:
+                self._kill()
+        self._before = samples
+
+    def _ask(self, how: str, rank: int) -> None:
+        if how.startswith("SIG"):
+            os.kill(os.getpid(), getattr(signal, how))
+        elif rank == 0 and how.startswith("file:"):
+            path = Path(how[len("file:") :])
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.touch()
+        elif rank == 0 and how == "hooks":
+            write_json(self.plan.folder / "save.json", {"then": "go on"})
+
+    def _look(self, step: int, dataset: int | None) -> None:
+        """Take note of the first checkpoint, which holds what was trained up to the step before."""
+        if self._changed() < self._since:
+            return
+        self._found = {"steps": step - 1, "samples": self._before, "dataset": dataset, "killed": False}
+        self._write()
+
+    def _kill(self) -> None:
+        deadline, settled = time.time() + PATIENCE, float(self.wanted.get("settled", 2.0))
+        while time.time() - self._changed() < settled and time.time() < deadline:
+            time.sleep(settled / 20)
+        assert self._found is not None
+        self._found["killed"] = True
+        self._write()
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def _write(self) -> None:
+        assert self._found is not None
+        write_json(self.plan.folder / "rehearsal.json", self._found)
+
+    def _changed(self) -> float:
+        """Return when a checkpoint was written last (Unix time); 0 where there is none."""
+        return max(_times(str(self.wanted["checkpoint"])), default=0.0)
+
+
+def _times(pattern: str) -> Iterator[float]:
+    for path in glob.iglob(pattern):  # noqa: PTH207 - an absolute pattern
+        inside = [name for name in Path(path).rglob("*") if name.is_file()] if os.path.isdir(path) else [Path(path)]  # noqa: PTH112
+        for file in inside:
+            try:
+                yield file.stat().st_mtime
+            except OSError:
+                continue  # replaced meanwhile

@@ -762,6 +762,22 @@ def test_a_metric_that_no_training_told_is_said_to_be_missing(tmp_path: Path) ->
     assert "-" in str(show_html_page.comparison(report, [], title="own"))
 
 
+def test_a_script_whose_last_value_is_no_number_has_diverged(tmp_path: Path) -> None:
+    spec = script_job()
+    report = compared(tmp_path, TrainsScripts(), spec, methods=("lbt",), seeds=1, controls=False)
+    run = RunDir(next((tmp_path / "tula-runs").glob("own-*")))
+    cell = next(found.cells[0].cell for found in report.rows if found.batch == 128)
+    kept = run.training(cell.signature).summary()
+    run.write_summary(kept.model_copy(update={"metrics": {"best_acc": 0.8, "best_loss": 0.1}}))
+    comparison = services_compare.plan(
+        run, spec, Grid(("lbt",), (64, 128), 1, 1, controls=False), inspect=inspect, now=1.0
+    ).comparison
+    found = row(accuracy.report(run, comparison, spec), "lbt", 128)
+    assert (found.cells[0].state, found.gap) == ("diverged", None)
+    (told,) = accuracy.report(run, comparison, spec).warnings
+    assert told == "lbt, batch 128, seed 0 diverged: acc was not finite in the end"
+
+
 def test_a_script_without_a_metric_is_not_compared(tmp_path: Path) -> None:
     with pytest.raises(SpecError, match=r"no script\.metric") as told:
         compared(tmp_path, TrainsScripts(), script_job(metric={}))

@@ -10,6 +10,7 @@ from make_results import Truth, measured
 
 from tula_cli.cluster.exit_reason import ExitReason
 from tula_cli.cluster.scripts import watch
+from tula_cli.cluster.scripts.printed_metrics import last_and_best
 from tula_cli.cluster.scripts.script_training import ScriptTraining
 from tula_cli.cluster.scripts.settle import settled, take_up
 from tula_cli.cluster.scripts.watch import ScriptWatch
@@ -193,6 +194,11 @@ def test_an_epoch_is_unknown_where_nothing_tells_its_samples(run: RunDir) -> Non
     unknown = ScriptTraining(run, training.task.model_copy(update={"spec": epochs}))
     unknown.begin(LeaderCommand(task="train-x-1", attempt=1, ranks=1, batch=16))
     assert run.training("x").metrics()[-1]["epoch"] is None
+
+
+def test_a_metric_that_is_no_number_in_the_end_has_a_best_value_alone() -> None:
+    told = {"loss": [3.0, 2.0, float("nan")], "acc": [0.5, 0.7, 0.6], "wer": [], "ppl": [float("inf")]}
+    assert last_and_best(told) == {"best_loss": 2.0, "acc": 0.6, "best_acc": 0.7}
 
 
 def command(**changes: object) -> LeaderCommand:

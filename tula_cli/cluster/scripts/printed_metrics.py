@@ -15,7 +15,7 @@ _LESS_IS_BETTER = re.compile(r"loss|err|perplexity|ppl|nll|mse|mae|rmse|wer|cer|
 def found(
     script: Script, values: Mapping[str, str | float], logs: Iterable[Path], *, workdir: Path
 ) -> dict[str, list[float]]:
-    """Return each metric's values, in their order; of one that is nowhere to be found an empty list.
+    """Return each metric's values, in their order, nan and infinity too; of one that is nowhere to be found an empty list.
 
     Args:
         script: its section `metric`.
@@ -56,9 +56,19 @@ def _rows(path: Path, key: str) -> Iterator[object]:
             yield row[key]
 
 
+def last_and_best(told: Mapping[str, Iterable[float]]) -> dict[str, float]:
+    """Return the last value of each metric, and the best under `best_`, as far as they are finite numbers."""
+    found: dict[str, float] = {}
+    for name, values in told.items():
+        seen = list(values)
+        finite = [value for value in seen if math.isfinite(value)]
+        found |= {name: seen[-1]} if finite and math.isfinite(seen[-1]) else {}
+        found |= {f"best_{name}": best(name, finite)} if finite else {}
+    return found
+
+
 def _number(value: object) -> float | None:
     try:
-        number = float(value)  # type: ignore[arg-type]
+        return float(value)  # type: ignore[arg-type]
     except (TypeError, ValueError):
         return None
-    return number if math.isfinite(number) else None

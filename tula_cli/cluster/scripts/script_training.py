@@ -269,8 +269,7 @@ class ScriptTraining:
                 self._add(
                     "warning", samples, message=f"script.metric {name} was nowhere to be found in what the script told"
                 )
-        last = {name: seen[-1] for name, seen in told.items() if seen}
-        best = {f"best_{name}": printed_metrics.best(name, seen) for name, seen in told.items() if seen}
+        metrics = printed_metrics.last_and_best(told)
         self.run.write_train_result(
             TrainResult(
                 signature=task.signature,
@@ -279,8 +278,8 @@ class ScriptTraining:
                 samples=samples,
                 steps=steps,
                 epochs=script.length.epochs or 0,
-                metrics=last | best,
-                best_top1=best.get("best_top1", 0.0),
+                metrics=metrics,
+                best_top1=metrics.get("best_top1", 0.0),
                 best_epoch=0,
                 step_time=seconds or None,
                 finished_at=time.time(),

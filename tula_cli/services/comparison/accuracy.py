@@ -191,7 +191,14 @@ def _cell_report(training: TrainingRun, cell: Cell, job: JobStatus | None, spec:
         hours=summary.actual_hours,
     )
     if spec.script is not None:
-        return dataclasses.replace(known, metrics=summary.metrics)
+        name = next(iter(spec.script.metric), "")
+        ended_without = (
+            name not in summary.metrics and f"best_{name}" in summary.metrics
+        )  # its last value was no number
+        reason = f"{name} was not finite in the end" if ended_without else ""
+        return dataclasses.replace(
+            known, metrics=summary.metrics, state="diverged" if ended_without else "done", reason=reason
+        )
     loss = summary.metrics.get("eval_loss")
     return dataclasses.replace(
         known,

@@ -1,12 +1,15 @@
 """Gradient scaling around the optimizer of a script: what is trained is what the library does by hand, or nothing."""
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from script_ranks import ScriptRanks
+from script_ranks import PATIENCE, ROOT, SCRIPTS, SHIM, ScriptRanks
 
 from tula_cli.cluster.scripts.copies import copy_optim
 from tula_cli.presets import AGS_PRESETS
@@ -93,6 +96,19 @@ def test_hugging_faces_trainer_is_scaled_as_it_is(run: ScriptRanks, tmp_path: Pa
     assert ended.codes == [0, 0], ended.said
     first, second = (rows(tmp_path, rank)[-1] for rank in (0, 1))
     assert first == second and first["so_far"]["steps"] == 32 and first["so_far"]["scaled"] > 0.9
+    assert 1 < first["mean"] <= 2**0.5
+
+
+@pytest.mark.proof
+def test_lightnings_trainer_is_scaled_as_it_is(tmp_path: Path, library: Path) -> None:
+    """Its backward pass is within the optimizer's step, and it starts its second rank itself."""
+    path = tmp_path / "plan.json"
+    path.write_text(plan(tmp_path, library, available=4).model_dump_json())
+    environment = {"PYTHONPATH": f"{SHIM}:{ROOT / 'templates'}", "TULA_PLAN": str(path), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, str(SCRIPTS / "lit.py"), str(tmp_path / "out"), "2", "2"]
+    subprocess.run(command, env=os.environ | environment, capture_output=True, timeout=PATIENCE, check=True)
+    first, second = (rows(tmp_path, rank)[-1] for rank in (0, 1))
+    assert first == second and first["so_far"]["steps"] == 32 and first["so_far"]["scaled"] == 31 / 32
     assert 1 < first["mean"] <= 2**0.5
 
 

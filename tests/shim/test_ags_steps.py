@@ -112,6 +112,9 @@ def test_the_papers_elementwise_form_through_the_hooks_is_the_librarys(
     assert own.ags is not None
     told = own.ags.report()["ags"]["so_far"]
     assert (told["apply_to"], told["steps"]) == (target, 5) and 0 < told["scaled"] < 1
+    assert own.ags.report()["ags"]["so_far"] == told, "no step since"
+    last = own.train(range(5, 6)).ags.report()["ags"]
+    assert (last["steps"], last["so_far"]["steps"]) == (1, 6)
 
 
 def test_what_a_checkpoint_of_the_optimizer_holds_goes_on_exactly(

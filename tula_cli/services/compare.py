@@ -317,14 +317,16 @@ def default_nodes(run: RunDir, spec: JobSpec) -> int:
 
 
 def default_methods(spec: JobSpec, *, nodes: int) -> tuple[str, ...]:
-    """Return what is compared unless something else is asked for."""
+    """Return what is compared unless something else is asked for.
+
+    Around a script's optimizer nothing is scaled on one GPU, unless its loop helps: then the job says so.
+    """
     if spec.script is None:
         return DEFAULT_METHODS
-    alone = (
-        nodes * spec.cluster.gpus_per_node == 1
-    )  # without lines of its own, gradients are scaled by those of other ranks
-    known = [method for method in METHODS_OF_SCRIPTS if not (alone and _scales(method))]
-    return tuple(method for method in known if not why_not(spec, method))
+    scales = nodes * spec.cluster.gpus_per_node > 1 or spec.train.facts.scales
+    return tuple(
+        method for method in METHODS_OF_SCRIPTS if (scales or not _scales(method)) and not why_not(spec, method)
+    )
 
 
 def default_batches(run: RunDir) -> tuple[int, ...]:

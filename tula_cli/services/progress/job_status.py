@@ -90,7 +90,8 @@ class TrainingStatus:
     tuning: TuningStatus | None = None  # of method auto
     kwh: float | None = None  # counted so far; None where the GPUs have no counter
     samples_asked: int | None = None  # of a script whose length is in samples or steps
-    ags: Mapping[str, Any] | None = None  # what gradient scaling last told of itself ("mean" factor, share "scaled")
+    # what gradient scaling did ("mean" factor, share of steps "scaled"): in the last epoch, a script's since it was started
+    ags: Mapping[str, Any] | None = None
 
 
 Results = dict[str, Measured | OutOfMemory | Failed]

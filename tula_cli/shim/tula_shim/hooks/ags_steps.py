@@ -64,6 +64,7 @@ class AgsSteps:
         self._taken = 0
         self._without = 0  # steps since AGS acted
         self._refreshes = 0
+        self._told: dict[str, Any] = {}
         self._totals = {"steps": 0.0, "scaled": 0.0, "mean": 0.0}
 
     # --- finding
@@ -154,6 +155,8 @@ class AgsSteps:
 
     def _wrapped(self, base: Any, model: Any, target: str) -> Any:
         settings, library = self.settings, importlib.import_module(PACKAGE)
+        if not self.plan.training:  # a probe's last steps reduce nothing
+            warnings.filterwarnings("ignore", "an AGS refresh was due, but no gradient came through DDP")
         made = library.configured({**settings["settings"], "apply_to": target})
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "AGS leaves the gradients as they are")  # it is a note
@@ -321,10 +324,15 @@ class AgsSteps:
             yield self.notes.pop(0)
 
     def report(self) -> dict[str, Any]:
-        """Return the numbers of a row: of the steps since the last one, and under "so_far" of all; waits for the device."""
+        """Return the numbers of a row: of the steps since the last one, and under "so_far" of all; waits for the device.
+
+        Where there were no steps since, those of the last row.
+        """
         if self.tula is None:
             return {}
         now = self.tula.report()
+        if not now["steps"] and self._told:
+            return self._told
         steps, totals = now["steps"], self._totals
         totals["steps"] += steps
         totals["scaled"] += now["scaled"] * steps
@@ -336,7 +344,8 @@ class AgsSteps:
             "scaled": totals["scaled"] / count,
             "mean": totals["mean"] / count,
         }
-        return {"ags": {**now, "so_far": so_far}}
+        self._told = {"ags": {**now, "so_far": so_far}}
+        return self._told
 
 
 _ALONE = (

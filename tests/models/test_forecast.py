@@ -353,3 +353,42 @@ def test_what_peaks_do_not_tell_of_a_gpu_is_said() -> None:
     assert "local batches above 256" in unbounded and "cluster.memory_per_gpu" in unbounded
     full = " ".join(Forecast.from_results(LBT, probe_all(Truth(), SWEEP)).warnings)
     assert "cuBLAS" not in full and "not known" not in full
+
+
+@pytest.mark.parametrize(("parts", "held"), [(2, 128), (4, 64), (16, 16)])
+def test_a_batch_in_more_micro_batches_takes_the_local_work_of_each_and_one_synchronisation(
+    parts: int, held: int
+) -> None:
+    truth = Truth()
+    forecast = Forecast.from_results(spec(), probe_all(truth, SWEEP))
+    row = forecast.cut(Config(2, 512), parts)
+    whole = forecast.predict(Config(2, 512))
+    assert row is not None and (row.batch, row.local_batch, row.measured) == (512, 256, False)
+    work = truth.fixed + truth.slope * held
+    assert row.step_time == pytest.approx(truth.step_time(2, held) + (parts - 1) * work)
+    assert row.step_low < row.step_time < row.step_high
+    assert row.hours > whole.hours and row.cost > whole.cost
+    assert row.peak_memory == pytest.approx(truth.peak(held), rel=1e-6) and row.headroom > whole.headroom
+
+
+def test_what_was_not_measured_of_it_comes_from_the_fit() -> None:
+    truth = Truth()
+    forecast = Forecast.from_results(spec(), probe_all(truth, SWEEP))
+    row = forecast.cut(Config(8, 1024), 2)
+    work = truth.fixed + truth.slope * 64
+    assert row is not None and row.step_time == pytest.approx(truth.step_time(8, 64) + work, rel=0.3)
+
+
+def test_unequal_parts_and_an_unknown_step_are_not_forecast() -> None:
+    forecast = Forecast.from_results(spec(), probe_all(Truth(), SWEEP))
+    assert forecast.cut(Config(2, 6), 2) is None
+    alone = Forecast.from_results(spec(), [measured(Truth(), 4, 64)])
+    assert alone.cut(Config(4, 256), 2) is None
+
+
+def test_the_first_rung_knows_its_cuts() -> None:
+    results = probe_all(Truth(), SWEEP)
+    first, *rest = Forecast.from_results(spec(), results).ladder(4, 64)
+    assert list(first.cut) == [2, 4, 8, 16] and not any(rung.cut for rung in rest)
+    (shrunk, *_) = Forecast.from_results(spec(train={"oom": "shrink"}), results).ladder(4, 64)
+    assert not shrunk.cut and shrunk.prediction == first.prediction

@@ -247,3 +247,16 @@ def test_each_type_is_trained_at_its_own_recommendation(tmp_path: Path) -> None:
     assert (train.part(run, job, None)[1], train.part(run, job, "b")[1]) == (best, own)
     planned = plan(run.parts(job)[0].run, job.by_type()["a"], recommendation=best)
     assert (planned.task.nodes, planned.task.batch) == (2, 256)
+
+
+def test_after_a_fallback_the_prediction_is_that_of_smaller_micro_batches(tmp_path: Path) -> None:
+    job = make_runs.spec(search={"nodes": [1, 2], "min_batch": 32})
+    run = RunDir.create(tmp_path, job)
+    for local in (32, 64, 128, 256):
+        make_runs.add_measured(run, 1, local)
+    run.write_task(plan(run, job, nodes=1, batch=128).task)
+    (task,) = run.tasks()
+    assert isinstance(task, TrainTask) and task.prediction == task.ladder[0].prediction
+    cut = task.model_copy(update={"splits": 2}).prediction
+    assert cut is not None and cut.batch == 128 and cut.step_time > task.prediction.step_time
+    assert task.model_copy(update={"splits": 3}).prediction is None

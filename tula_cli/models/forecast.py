@@ -1,7 +1,6 @@
 """What a run will take at any configuration, from the results of its probes: time, cost, memory, and whether it fits."""
 
 import functools
-import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -25,7 +24,8 @@ from tula_cli.models.observations import (
     require_one_hardware,
     require_some,
 )
-from tula_cli.models.overheads import OverheadModel
+from tula_cli.models.out_of_memory import cannot_accumulate, splits_of
+from tula_cli.models.overheads import OverheadModel, shutdown_of
 from tula_cli.models.power import Power, PowerModel
 from tula_cli.models.time import steptime
 from tula_cli.models.time.steptime import Estimate, StepTimeFit
@@ -100,7 +100,7 @@ class Forecast:
             smallest_oom=min((oom.local_batch for oom in ooms), default=None),
             dataset_size=size,
             eval_size=next((probe.eval_size for probe in measured if probe.eval_size is not None), None),
-            shutdown=_shutdown(attempts, measured),
+            shutdown=shutdown_of(attempts, measured),
             saving=None if script is None else interruptions.saving(script, saves, dataset_size=size),
             warnings=(
                 *doubts(measured),
@@ -228,7 +228,30 @@ class Forecast:
         """
         smaller = [config for config in self.feasible([nodes]) if config.batch < batch]
         configs = [Config(nodes, batch), *reversed(smaller)]
-        return tuple(Rung(batch=config.batch, prediction=self._forecast(config, market)) for config in configs)
+        first, *rest = (Rung(batch=config.batch, prediction=self._forecast(config, market)) for config in configs)
+        return first.model_copy(update={"cut": self._cuts(configs[0], market)}), *rest
+
+    def _cuts(self, config: Config, market: Market) -> dict[int, Prediction]:
+        """Return the forecasts of a configuration whose micro-batches are cut, by the number of parts."""
+        accumulate, local_batch = self.spec.train.accumulate, config.local_batch(self.spec.cluster.gpus_per_node)
+        own = splits_of(config.batch, micro_batch=local_batch // accumulate, micro_batches=accumulate)
+        rows = {} if cannot_accumulate(self.spec) else {parts: self.cut(config, parts) for parts in own.into}
+        found = {parts: self.on_spot(row) if row and market == "spot" else row for parts, row in rows.items()}
+        return {parts: row for parts, row in found.items() if row is not None}
+
+    def cut(self, config: Config, parts: int) -> Prediction | None:
+        """Forecast a configuration whose micro-batches are computed in so many parts (`train.oom: accumulate`).
+
+        A step is one at that much smaller a batch, and before it the local work of the other parts: each counts an update,
+        which is made once, so it is rather too long. None where the probes do not tell it, or the parts are not equal.
+        """
+        gpus, smaller = self.spec.cluster.gpus_per_node, Config(config.nodes, config.batch // parts)
+        if config.batch % (config.nodes * gpus * self.spec.train.accumulate * parts) or self.why_unknown(smaller):
+            return None
+        probe, held = self._probe(smaller), smaller.local_batch(gpus)
+        step = self._steps([smaller], [probe])[0]
+        alone = (probe and probe.compute_time) or self.steps.compute(config.nodes, gpus, held)
+        return self._prediction(config, step.times(1 + (parts - 1) * alone / step.seconds), None, held=held)
 
     def _forecast(self, config: Config, market: Market) -> Prediction | None:
         if self.why_not(config) or self.why_unknown(config):
@@ -251,12 +274,16 @@ class Forecast:
         predicted = (Estimate(*map(float, row)) for row in zip(*columns, strict=True))
         return [next(predicted) if probe is None else steptime.observed(probe.step_times) for probe in probes]
 
-    def _prediction(self, config: Config, step: Estimate, probe: Measured | None) -> Prediction:
+    def _prediction(
+        self, config: Config, step: Estimate, probe: Measured | None, *, held: int | None = None
+    ) -> Prediction:
+        """Return the forecast at a step time; `held` is the local batch whose memory is taken, where that is another."""
         gpus = self.spec.cluster.gpus_per_node
         local_batch = config.local_batch(gpus)
+        held = held or local_batch
         training, overheads = self._training(config), self._beside.at(config)
         hours, startup = training(step.seconds), self._beside.startup_spread / 3600
-        reserved = probe.memory.reserved if probe else self.memory.reserved(local_batch)
+        reserved = probe.memory.reserved if probe else self.memory.reserved(held)
         found = Prediction(
             nodes=config.nodes,
             batch=config.batch,
@@ -269,7 +296,7 @@ class Forecast:
             hours_high=None if step.high is None else hours + hypot(training(step.high) - hours, startup),
             cost=cost.cost(self.spec.pricing, hours=hours, nodes=config.nodes, gpus_per_node=gpus, reserved=reserved),
             peak_memory=reserved,
-            headroom=None if self.capacity is None else 1 - self.memory.needed(local_batch) / self.capacity,
+            headroom=None if self.capacity is None else 1 - self.memory.needed(held) / self.capacity,
             measured=probe is not None,
             refresh_share=None
             if overheads.refresh is None
@@ -365,18 +392,6 @@ def _end(kwh: float, found: Power, bound: float | None, hours: float, *, side: i
 
 def _kwh(row: Prediction) -> dict[str, float | None]:
     return {"kwh": row.kwh, "kwh_low": row.kwh_low, "kwh_high": row.kwh_high}
-
-
-def _shutdown(attempts: Iterable[Attempt], measured: Sequence[Measured]) -> float:
-    """Return the median seconds between the last result of a job and its end; 0 where no job tells."""
-    found = []
-    for attempt in attempts:
-        if attempt.outcome != "done" or attempt.ended_at is None:
-            continue
-        inside = [p.measured_at for p in measured if attempt.started_at <= p.measured_at <= attempt.ended_at]
-        if inside:
-            found.append(attempt.ended_at - max(inside))
-    return statistics.median(found) if found else 0.0
 
 
 def _of(results: Sequence[Measured | OutOfMemory | Failed], kind: type[T]) -> list[T]:

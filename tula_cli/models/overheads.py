@@ -2,7 +2,7 @@
 
 import functools
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import log2
@@ -10,6 +10,7 @@ from math import log2
 from tula_cli.models import refresh
 from tula_cli.models.choice.grid import Config
 from tula_cli.models.time.noise import Z90
+from tula_cli.run.records.jobs import Attempt
 from tula_cli.run.records.probes import Measured, Overheads
 from tula_cli.spec.job import JobSpec
 
@@ -64,3 +65,15 @@ class OverheadModel:
         startup, checkpoint = self._of_the_job(config.nodes)
         took = refresh.seconds(self.spec, self.probes, nodes=config.nodes, local_batch=local_batch, batch=config.batch)
         return nearest.overheads.model_copy(update={"startup": startup, "checkpoint": checkpoint, "refresh": took})
+
+
+def shutdown_of(attempts: Iterable[Attempt], measured: Sequence[Measured]) -> float:
+    """Return the median seconds between the last result of a job and its end; 0 where no job tells."""
+    found = []
+    for attempt in attempts:
+        if attempt.outcome != "done" or attempt.ended_at is None:
+            continue
+        inside = [p.measured_at for p in measured if attempt.started_at <= p.measured_at <= attempt.ended_at]
+        if inside:
+            found.append(attempt.ended_at - max(inside))
+    return statistics.median(found) if found else 0.0

@@ -17,6 +17,7 @@ from tula_cli.run.records.recommendations import Prediction, Recommendation
 from tula_cli.services import status
 from tula_cli.services.progress.job_status import ACTIVE
 from tula_cli.services.recommendation.answer import Answer, write
+from tula_cli.services.recommendation.fallback import first_fallback
 from tula_cli.services.recommendation.limits import Criteria, Limits, described_limits
 from tula_cli.services.recommendation.measured import (
     TypeMeasurements,
@@ -239,6 +240,7 @@ def _answer(
         ),
         efficiency="" if noise is None else rests_on(noise, own),
         interruption=own.forecast.interruption(choice.prediction),
+        fallback=first_fallback(own.forecast, choice.prediction),
         other_market=own.other_market(choice.prediction),
         created_at=now,
     )

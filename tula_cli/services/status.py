@@ -153,7 +153,7 @@ def _training(look: Snapshot, tasks: Iterable[JobTask], *, now: float) -> Traini
     moving = [row for row in rows if row["kind"] in ("start", "step", "epoch")]
     last_step, last_epoch = steps[-1] if steps else {}, epochs[-1] if epochs else {}
     latest = max((row for row in (last_step, last_epoch) if row), key=lambda row: row["samples"], default={})
-    prediction, script = newest.ladder[0].prediction, newest.spec.script
+    prediction, script = newest.prediction, newest.spec.script
     return TrainingStatus(
         signature=newest.signature,
         job=newest.job,

@@ -140,7 +140,7 @@ def plan(
         size = _dataset_size(run, spec, inspect)
         _check_size(batch, size)
         halving.check_size(spec, batch=batch, dataset_size=size)
-    prediction = task.ladder[0].prediction
+    prediction = task.prediction
     return TrainPlan(
         task=_again(newest, task) if newest else task,
         prediction=prediction,

@@ -51,9 +51,21 @@ def recommendation(
         yield f"same progress: {found.efficiency}"
     if found.interruption:
         yield f"checkpoints: {found.interruption}"
+    yield from _fallback(found)
     for drawn in () if pareto else plots(found, width=width, color=color):
         yield ""
         yield Text.from_ansi(drawn)
+
+
+def _fallback(found: "Recommendation") -> Iterator[str]:
+    """Say what the choice would be trained with after an out-of-memory, and what that takes."""
+    fallback, choice = found.fallback, found.choice
+    if fallback is None:
+        return
+    more = 100 * (fallback.step_time / choice.step_time - 1)
+    takes = f"a step {number(1000 * fallback.step_time)} ms ({more:+.0f} %), {duration(3600 * fallback.hours)} in all"
+    what = f"batch {fallback.batch} as micro-batch {fallback.micro_batch} x {fallback.micro_batches}"
+    yield f"after an out-of-memory: {what}, {takes}; {fallback.basis}"
 
 
 def _better(rows: Iterable["Prediction"]) -> str:

@@ -113,7 +113,7 @@ def links(task: Task) -> int:
     if task.spec.cluster.kind != "slurm" or not isinstance(task, TrainTask):
         return 1
     limit = (task.spec.cluster.slurm or Slurm()).minutes
-    prediction = task.ladder[0].prediction
+    prediction = task.prediction
     if prediction is None:
         needed = task.spec.train.max_attempts
     elif 60 * prediction.hours < limit / 2:

@@ -56,6 +56,11 @@ class Estimate:
     low: float | None = None
     high: float | None = None
 
+    def times(self, factor: float) -> "Estimate":
+        """Return so many times it, as sure as it is."""
+        low, high = (None if bound is None else factor * bound for bound in (self.low, self.high))
+        return Estimate(factor * self.seconds, low, high)
+
 
 def observed(step_times: Sequence[float]) -> Estimate:
     """Return the step time of a configuration that was measured.
@@ -154,6 +159,10 @@ class StepTimeFit:
         """Return step times and the ends of their 90 % intervals, each of shape (n,); `refusal` is not asked."""
         log_seconds, sd = self.model.predict(self.points(nodes, gpus_per_node, local_batch))
         return np.exp(log_seconds), np.exp(log_seconds - Z90 * sd), np.exp(log_seconds + Z90 * sd)
+
+    def compute(self, nodes: int, gpus_per_node: int, local_batch: int) -> float:
+        """Return the seconds of a step without synchronisation; `refusal` is not asked."""
+        return float(self.model.parts(self.points([nodes], [gpus_per_node], [local_batch]))[1][0])
 
     def points(
         self, nodes: Sequence[int] | Floats, gpus_per_node: Sequence[int] | Floats, local_batch: Sequence[int] | Floats

@@ -54,6 +54,17 @@ class Prediction(Record):
     )
 
 
+class Fallback(Record):
+    """What a training goes on with after its first out-of-memory."""
+
+    batch: int
+    micro_batch: int  # samples that a GPU takes at a time
+    micro_batches: int  # of a step on one GPU
+    step_time: float  # seconds
+    hours: float  # of the whole training, were it all trained so
+    basis: str  # what the two rest on, in words
+
+
 class Recommendation(Record):
     """The answer of `tula recommend`."""
 
@@ -71,6 +82,7 @@ class Recommendation(Record):
     power: str = ""  # what kWh rest on, in words, a line a node type; empty where no probe tells its energy
     efficiency: str = ""  # what `same_progress` rests on, in words; empty where there is none
     interruption: str = ""  # what one costs a script, in words; empty for tula's own loop
+    fallback: Fallback | None = None  # of the choice; None where there is none, or nothing tells what it takes
     other_market: Prediction | None = None  # the choice on demand where it is on spot nodes, and the other way round
     options: tuple[str, ...] = ()  # what else was asked for, as typed: "--max-nodes 2"
     overrides: tuple[str, ...] = ()  # --set values that are not the job's own settings

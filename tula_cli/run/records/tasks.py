@@ -15,6 +15,9 @@ class Rung(Record):
 
     batch: int
     prediction: Prediction | None = None
+    cut: dict[
+        int, Prediction
+    ] = {}  # with each micro-batch in so many parts, of the first rung, where that is predicted
 
 
 class ProbeTask(Record):
@@ -67,6 +70,12 @@ class TrainTask(Record):
     @property
     def batch(self) -> int:
         return self.ladder[0].batch
+
+    @property
+    def prediction(self) -> Prediction | None:
+        """What is predicted for the batch, in micro-batches as they are cut now; None where nothing is."""
+        rung = self.ladder[0]
+        return rung.prediction if self.splits == 1 else rung.cut.get(self.splits)
 
 
 class RehearsalTask(Record):

@@ -118,7 +118,7 @@ class TrainingLog:
             lr: of its last step.
             eval_seconds: that the evaluation took.
         """
-        trainer, prediction = self.trainer, self.task.ladder[0].prediction
+        trainer, prediction = self.trainer, self.task.prediction
         step_time = centre(self.step_times) if self.step_times else None
         # The prediction is of synchronous steps, which post-local SGD leaves behind.
         recent = None if trainer.local_sgd else self._recent_step_time()
@@ -176,7 +176,7 @@ class TrainingLog:
 
         The interval is that of a probe's mean; an epoch of five steps would leave it by chance alone.
         """
-        prediction = self.task.ladder[0].prediction
+        prediction = self.task.prediction
         if prediction is None:
             return None
         wanted = max(len(self.step_times), self.task.spec.search.timed_steps(prediction.step_time))
@@ -185,14 +185,14 @@ class TrainingLog:
         return centre(list(self.window)) if len(self.window) == wanted else None
 
     def _is_within(self, step_time: float | None) -> bool | None:
-        prediction = self.task.ladder[0].prediction
+        prediction = self.task.prediction
         if prediction is None or step_time is None or prediction.step_low is None or prediction.step_high is None:
             return None
         return prediction.step_low <= step_time <= prediction.step_high
 
     def _warn_of_drift(self, *, within: bool | None, step_time: float | None) -> None:
         """Warn when the step time leaves the predicted interval, and say when it is back; not in every epoch between."""
-        prediction = self.task.ladder[0].prediction
+        prediction = self.task.prediction
         if within is None or step_time is None or prediction is None or within is self.within:
             return
         epoch = self.trainer.position.epoch

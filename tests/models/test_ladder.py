@@ -8,6 +8,7 @@ from tula_cli.models.out_of_memory import (
     batch_norm_limit,
     cannot_accumulate,
     splits_of,
+    statistics_told,
 )
 from tula_cli.run.records.micro_batches import MicroBatches
 from tula_cli.spec.load import validate
@@ -90,6 +91,7 @@ def test_a_smaller_batch_is_cut_as_far_as_it_has_to_be() -> None:
 def test_the_cause_says_what_is_done(of: dict[str, int], words: str) -> None:
     step = after_out_of_memory((128, 64), 1, known(128, 64, **of))
     assert step is not None and step.words == words
+    assert statistics_told(words) == ("BatchNorm's statistics over 64 samples" if "normalised" in of else "")
 
 
 @pytest.mark.parametrize(

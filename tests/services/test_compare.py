@@ -476,6 +476,21 @@ def test_a_training_that_fell_back_to_a_smaller_batch_is_marked(run: RunDir) -> 
     assert report.warnings == ("lbt at batch 128: out of memory, some of it was trained at 64",)
 
 
+def test_a_training_whose_batch_norm_saw_fewer_samples_is_marked(run: RunDir) -> None:
+    planned, launcher = plan(run), Trains()
+    cell = planned.comparison.cells[1]
+    trainings.submit(run, planned, cell, launcher, inspect=inspect)
+    summary = run.training(cell.signature).summary()
+    assert summary is not None
+    plain, changed = (f"out of memory at batch 128: micro-batch {m} x {128 // m} now" for m in (64, 32))
+    run.write_summary(summary.model_copy(update={"causes": (plain,)}))
+    assert table(run, planned.comparison).warnings == ()
+    causes = (plain, f"{changed}, with BatchNorm's statistics over 32 samples", "signal: killed")
+    run.write_summary(summary.model_copy(update={"causes": causes}))
+    words = "lbt at batch 128: out of memory, some of it was trained with BatchNorm's statistics over 32 samples"
+    assert table(run, planned.comparison).warnings == (words,)
+
+
 # --- the command
 
 

@@ -10,6 +10,8 @@ FEWEST_NORMALISED = 8
 """Samples over which BatchNorm takes its statistics at least: over fewer their noise, not the batch, decides what is learned
 (Wu and He 2018, figure 1, see the error of ResNet-50 grow from 8 samples downwards)."""
 
+STATISTICS = "BatchNorm's statistics over"
+
 
 @dataclass(frozen=True)
 class Fallback:
@@ -116,4 +118,10 @@ def after_out_of_memory(
 def _normalised(known: MicroBatches, own: Splits, parts: int) -> str:
     """Say over how many samples BatchNorm takes its statistics now, where it does."""
     samples = known.normalised * own.micro_batch // parts
-    return f", with BatchNorm's statistics over {samples} samples" if samples else ""
+    return f", with {STATISTICS} {samples} samples" if samples else ""
+
+
+def statistics_told(cause: str) -> str:
+    """Return what the cause of a relaunch tells of BatchNorm's statistics; empty where they stayed as they were."""
+    _, found, rest = cause.partition(f"{STATISTICS} ")
+    return f"{found}{rest}"

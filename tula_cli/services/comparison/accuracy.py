@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from tula_cli.cluster.scripts.printed_metrics import less_is_better
+from tula_cli.models.out_of_memory import statistics_told
 from tula_cli.run.directory import RunDir
 from tula_cli.run.frames import frame
 from tula_cli.run.records.results import Cell, Comparison
@@ -39,6 +40,7 @@ class CellReport:
     samples: int | None = None
     hours: float | None = None
     metrics: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    normalised: str = ""  # over how many samples BatchNorm took its statistics after an out-of-memory, in words
 
     @property
     def finished(self) -> bool:
@@ -189,6 +191,7 @@ def _cell_report(training: TrainingRun, cell: Cell, job: JobStatus | None, spec:
         batch=summary.batch,
         samples=None if result is None else result.samples + (tuning.samples if tuning is not None else 0),
         hours=summary.actual_hours,
+        normalised=next((told for cause in reversed(summary.causes) if (told := statistics_told(cause))), ""),
     )
     if spec.script is not None:
         name = next(iter(spec.script.metric), "")
@@ -311,6 +314,8 @@ def _doubts(rows: Iterable[Row], metric: str) -> Iterator[str]:
         smaller = sorted({cell.batch for cell in row.cells if cell.batch is not None and cell.batch != row.batch})
         if smaller:
             yield f"{row.method} at batch {row.batch}: out of memory, some of it was trained at {', '.join(map(str, smaller))}"
+        for told in sorted({cell.normalised for cell in row.cells} - {""}):
+            yield f"{row.method} at batch {row.batch}: out of memory, some of it was trained with {told}"
         for cell in row.cells:
             if cell.state in ENDED or (cell.state == "diverged" and cell.reason):
                 yield f"{cell.cell.words} {cell.state}: {cell.reason.strip().partition(chr(10))[0]}"

@@ -91,6 +91,26 @@ def test_loops_that_no_factor_can_come_from_are_refused(
 
 
 @pytest.mark.proof
+def test_the_papers_form_takes_its_small_batch_from_the_loop(run: ScriptRanks, tmp_path: Path, library: Path) -> None:
+    """One factor an element, refreshed at the end of each epoch of two steps, under a scaler that skips one of six."""
+    own = tmp_path / "own"
+    loop = ("--hooks", "--scaler", "--out", own)
+    ended = run(SCRIPT, *loop, plan=plan(tmp_path, library, preset="paper"), world=2)
+    assert ended.codes == [0, 0], ended.said
+    assert torch.equal(weights(own), weights(own, 1))
+    first, second = (rows(tmp_path, rank)[-1] for rank in (0, 1))
+    assert first == second and first["factors"] == weights(own).numel()
+    assert first["refreshes"] == 2 and first["mean"] != 1 and first["so_far"]["steps"] == 5
+
+
+@pytest.mark.proof
+def test_sharded_parameters_are_refused(run: ScriptRanks, tmp_path: Path, library: Path) -> None:
+    ended = run("sharded.py", plan=plan(tmp_path, library), world=2)
+    assert 0 not in ended.codes
+    assert "2 ranks train without DistributedDataParallel (FSDP" in ended.json("failure-0.json")["text"]
+
+
+@pytest.mark.proof
 def test_hugging_faces_trainer_is_scaled_as_it_is(run: ScriptRanks, tmp_path: Path, library: Path) -> None:
     ended = run("trainer.py", tmp_path / "out", 2, plan=plan(tmp_path, library, available=4), world=2)
     assert ended.codes == [0, 0], ended.said

@@ -827,8 +827,11 @@ def test_methods_of_a_script_are_those_that_run_on_it() -> None:
     assert "neither {lr} nor {lr_factor}" in problems["lrs"] and "no {lr} that could be raised" in problems["lbt-x2"]
 
 
-def test_a_spec_that_scales_gradients_gives_the_plain_rows_none_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    spec = script_job()
-    content = {**spec.model_dump(mode="json", exclude_unset=True), "ags": {"preset": "robust"}}
-    monkeypatch.setattr(JobSpec, "model_dump", lambda *_, **__: content)
-    services_compare.cell_spec(spec, "lrs", 0)  # where section ags would be refused
+def test_a_script_that_scales_gradients_gives_the_plain_rows_none_of_it() -> None:
+    content = script_job().model_dump(mode="json", exclude_unset=True)
+    spec = make.validate(
+        {**content, "train": {"method": "ags"}, "ags": {"preset": "robust", "delta": 0.2}}, source="test"
+    )
+    assert services_compare.cell_spec(spec, "ags", 0).ags.delta == 0.2
+    assert services_compare.cell_spec(spec, "lrs", 0).train.method == "lrs", "which section ags would be refused with"
+    assert "ags" in services_compare.default_methods(spec, nodes=1), "the job says that its loop helps"

@@ -1,7 +1,9 @@
 """How a script resumes, rehearsed by the supervisor: small scripts, which tell their steps through tula_hooks and import no torch."""
 
 import os
+import subprocess
 import tempfile
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +12,11 @@ import pytest
 from tula_cli.cluster import attempt as cluster_attempt
 from tula_cli.cluster.scripts.rehearsing import script_rehearsal
 from tula_cli.cluster.supervise import supervise
+from tula_cli.host.processes import started
 from tula_cli.run.directory import RunDir
-from tula_cli.run.records.rehearsals import Rehearsal
-from tula_cli.run.records.tasks import RehearsalTask
+from tula_cli.run.records.jobs import Job
+from tula_cli.run.records.rehearsals import Rehearsal, Verdict
+from tula_cli.run.records.tasks import RehearsalTask, Rung, TrainTask
 from tula_cli.run.script_attempt import Rehearsals
 from tula_cli.spec.job import JobSpec
 from tula_cli.spec.load import validate
@@ -181,3 +185,44 @@ def test_a_script_that_can_be_asked_is_asked(folder: Path, save: str, what_else:
 def test_two_ranks_are_killed_together(folder: Path) -> None:
     found = rehearsed(folder, cluster={"device": "cpu", "gpus_per_node": 2})
     assert found.verdict == "any" and found.starts[0].ended == "killed", found
+
+
+# --- a training that comes after its rehearsal
+
+
+def training_after(folder: Path, verdict: Verdict) -> RunDir:
+    """Start a training behind a rehearsal that takes another half second, and then finds so."""
+    spec = job(folder, what_else="", within="pass", saves="number == 10", script={})
+    run = RunDir.create(folder / "tula-runs", spec)
+    task = TrainTask(
+        id="train-x-1", job="train-x", spec=spec, workdir=str(folder), nodes=1, signature="x", attempt=1,
+        ladder=(Rung(batch=16),), workers=0, after="rehearse-k-1",
+    )  # fmt: skip
+    run.write_task(task)
+    found = Rehearsal(task=task.after, key="k", began_at=0.0, over_at=1.0, verdict=verdict, faults=("KeyError: 'a'",))
+
+    with subprocess.Popen(["sh", "-c", f"sleep 0.5; touch {folder / 'over'}"]) as process:
+        here = Job(
+            id=task.after, scheduler="local", scheduler_id=str(process.pid), nodes=1, submitted_at=0.0,
+            process_started=started(process.pid),
+        )  # fmt: skip
+        run.write_job(here)
+        Rehearsals(run.path).write(found)
+        waiting = threading.Thread(target=process.wait)
+        waiting.start()
+        supervise(run.path, task.id, environ=os.environ)
+        waiting.join()
+    return run
+
+
+def test_a_training_waits_for_its_rehearsal(folder: Path) -> None:
+    run = training_after(folder, "same")
+    (attempt,) = run.training("x").attempts()
+    assert attempt.outcome == "done" and attempt.started_at >= (folder / "over").stat().st_mtime
+
+
+def test_a_training_that_its_rehearsal_forbids_does_not_start(folder: Path) -> None:
+    run = training_after(folder, "none")
+    (attempt,) = run.training("x").attempts()
+    assert attempt.outcome == "user" and "cannot go on after an interruption: KeyError: 'a'" in attempt.message
+    assert not (run.path / "logs").exists()

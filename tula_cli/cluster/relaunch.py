@@ -27,6 +27,7 @@ from tula_cli.run.records.tasks import (
     probe_identity,
 )
 from tula_cli.run.script_attempt import Rehearsals
+from tula_cli.run.training_run import TrainingRun
 from tula_cli.spec.resources import Cluster
 from tula_cli.spec.sections import FEWEST_WORKERS
 
@@ -278,8 +279,13 @@ def write_summary(run: RunDir, task: TrainTask) -> None:
             lost=None if task.spec.script is None else training.script_saves().lost,
             tuning=result.tuning,
             scaled=result.scaled,
+            warnings=_warnings(training) if task.spec.script is not None else (),
         )
     )
+
+
+def _warnings(training: TrainingRun) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(row["message"] for row in training.metrics() if row["kind"] == "warning"))
 
 
 def _cost(task: TrainTask, hours: float, prediction: Prediction | None) -> float:

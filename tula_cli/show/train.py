@@ -121,6 +121,7 @@ def summary(found: "Summary") -> Iterator["RenderableType"]:
         yield f"{plural(found.attempts, 'attempt')}; relaunched because of: {'; '.join(found.causes) or 'an earlier end'}"
     if found.lost:
         yield f"what came after the newest checkpoint was trained again: {sum(found.lost)} samples in all, {_each(found.lost)}"
+    yield from (f"warning: {text}" for text in found.warnings)
 
 
 def _each(lost: Sequence[int]) -> str:

@@ -18,8 +18,10 @@ from tula_cli.run.records.jobs import Job
 from tula_cli.run.records.rehearsals import Rehearsal, Verdict
 from tula_cli.run.records.tasks import RehearsalTask, Rung, TrainTask
 from tula_cli.run.script_attempt import Rehearsals
+from tula_cli.show import train as show_train
 from tula_cli.spec.job import JobSpec
 from tula_cli.spec.load import validate
+from tula_cli.spec.signature import rehearsal_signature
 
 TEMPLATES = Path(__file__).parents[3] / "templates"
 SCRIPT = """
@@ -226,3 +228,24 @@ def test_a_training_that_its_rehearsal_forbids_does_not_start(folder: Path) -> N
     (attempt,) = run.training("x").attempts()
     assert attempt.outcome == "user" and "cannot go on after an interruption: KeyError: 'a'" in attempt.message
     assert not (run.path / "logs").exists()
+
+
+def test_where_the_checkpoint_is_of_no_use_a_relaunch_begins_anew_and_the_summary_says_so(folder: Path) -> None:
+    kill = "if number == 25 and not (options.out / 'once').exists(): (options.out / 'once').touch(); os.kill(os.getpid(), 9)"
+    spec = job(folder, what_else="", within=kill, saves="number == 10", script={})
+    run = RunDir.create(folder / "tula-runs", spec)
+    key = rehearsal_signature(spec, "")
+    Rehearsals(run.path).write(Rehearsal(task=f"rehearse-{key}-1", key=key, began_at=0.0, verdict="none"))
+    run.write_task(
+        TrainTask(
+            id="train-x-1", job="train-x", spec=spec, workdir=str(folder), nodes=1, signature="x", attempt=1,
+            ladder=(Rung(batch=16),), workers=0,
+        )
+    )  # fmt: skip
+    supervise(run.path, "train-x-1", environ=os.environ)
+    summary, result = run.training("x").summary(), run.training("x").result()
+    assert summary is not None and result is not None
+    assert (summary.attempts, result.samples, result.steps) == (2, 1600, 100), "all of it again"
+    assert [row["samples"] for row in run.training("x").metrics() if row["kind"] == "start"] == [0, 0]
+    (warning,) = summary.warnings
+    assert "each interruption begins it anew" in warning and f"warning: {warning}" in list(show_train.summary(summary))

@@ -136,6 +136,7 @@ class Summary(Record):
     lost: tuple[int, ...] | None = None  # samples of a script that each of them cost; None of tula's own loop
     tuning: Tuning | None = None  # of method auto
     scaled: Scaled | None = None  # of a script, where the method scales
+    warnings: tuple[str, ...] = ()  # of a script: what was not as its section says, and that it cannot resume
 
 
 class Cell(Record):

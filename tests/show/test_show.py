@@ -459,12 +459,18 @@ def test_a_queued_job_shows_its_reason_and_expected_start(run):
 def test_a_training_plan_tells_of_its_chain(run):
     make.add_training(run)
     plan = types.SimpleNamespace(
-        task=run.tasks()[0], prediction=None, source="as given", resumes=None, finished=False, interruption=""
+        task=run.tasks()[0],
+        prediction=None,
+        source="as given",
+        resumes=None,
+        finished=False,
+        interruption="",
+        rehearses=False,
     )
     text = printed(show_train.train_plan(plan, links=3, scripts=["#!/bin/bash"]))
     assert "a chain of 3 jobs" in text
     assert text.rstrip().endswith("#!/bin/bash")
-    assert "chain" not in printed(show_train.train_plan(plan))
+    assert "chain" not in printed(show_train.train_plan(plan)) and "rehearsed" not in text
 
 
 @pytest.mark.parametrize(
@@ -480,9 +486,11 @@ def test_a_script_is_shown_by_its_name_and_as_long_as_it_is(tmp_path, length, pl
     plan = types.SimpleNamespace(
         task=own.tasks()[0], prediction=None, source="as given", resumes=None, finished=False,
         interruption="saves each epoch",
+        rehearses=True,
     )  # fmt: skip
     text = printed(show_train.train_plan(plan))
     assert planned in text and "checkpoints: saves each epoch\n" in text
+    assert "resume is rehearsed, on 1 node for at most 20 min (--no-rehearse" in text
     assert now in show_status.training(snapshot(own).training)
     assert re.search(r"finetune\.py +- +0", printed(show_status.runs(listing.list_runs(tmp_path), width=120)))
 

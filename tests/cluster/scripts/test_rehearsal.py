@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 
 from tula_cli.cluster import attempt as cluster_attempt
+from tula_cli.cluster.allocation import Allocation
 from tula_cli.cluster.scripts.rehearsing import script_rehearsal
-from tula_cli.cluster.supervise import supervise
+from tula_cli.cluster.supervise import Supervisor, supervise
 from tula_cli.host.processes import started
 from tula_cli.run.directory import RunDir
 from tula_cli.run.records.jobs import Job
@@ -187,6 +188,23 @@ def test_a_script_that_can_be_asked_is_asked(folder: Path, save: str, what_else:
 def test_two_ranks_are_killed_together(folder: Path) -> None:
     found = rehearsed(folder, cluster={"device": "cpu", "gpus_per_node": 2})
     assert found.verdict == "any" and found.starts[0].ended == "killed", found
+
+
+def test_each_rank_may_have_a_supervisor_of_its_own(folder: Path) -> None:
+    """As on SLURM, where the leader's rank alone is killed from within, and the follower ends its own."""
+    cluster = {"kind": "slurm", "device": "cpu", "gpus_per_node": 2}
+    spec = job(folder, what_else="", within="pass", saves="number == 10", script={}, cluster=cluster)
+    run = RunDir.create(folder / "tula-runs", spec)
+    task = RehearsalTask(id="r", job="r", spec=spec, workdir=str(folder), nodes=1, key="k", batch=16)
+    run.write_task(task)
+    leader, follower = (Supervisor(run, Allocation(index, 2, index, "7", environ=os.environ)) for index in (0, 1))
+    following = threading.Thread(target=follower.follow)
+    following.start()
+    leader._lead(task.id)
+    following.join()
+    found = Rehearsals(run.path).read(task.id)
+    assert found is not None and found.verdict == "any", found
+    assert [attempt.outcome for attempt in run.attempts(task.id)] == ["done"] * len(found.starts)
 
 
 # --- a training that comes after its rehearsal

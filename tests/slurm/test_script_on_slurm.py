@@ -94,18 +94,3 @@ def test_a_rank_that_is_killed_on_another_node_is_relaunched_from_the_scripts_ch
     assert summary.attempts == 2 and "SIGKILL" in summary.causes[0]
     assert result.samples == pytest.approx(16000, abs=60 * 32), "heartbeats come once a second"
     assert (next(tmp_path.glob("tula-runs/by-hand-*/train/*/out/state"))).read_text() == "500"
-
-
-def test_a_resume_is_rehearsed_where_each_rank_has_a_supervisor(tmp_path: Path, on_slurm: SlurmCluster) -> None:
-    (tmp_path / "steps.py").write_text(STEPS)
-    job = (
-        BY_HAND.replace(", batch: any", "")
-        .replace("device: cpu,", "device: cpu, gpus_per_node: 2,")
-        .replace("16000", "640")
-    )
-    tula = on_cluster(tmp_path, job, ROOT / "templates" / "tula_hooks.py")
-    found = tula("check", "job.yaml", "--rehearse")["data"]["rehearsal"]
-    assert found["verdict"] == "same", found
-    assert [start["ended"] for start in found["starts"]] == ["killed", "ended", "ended"]
-    (fault,) = found["faults"]  # it counts steps, whatever their batch
-    assert fault.startswith("at batch 16 it trains") and "too many" in fault

@@ -25,7 +25,7 @@ class Greedy(torch.nn.Module):
         if self.training and len(x) > self.fits:
             moment = int(hashlib.sha256(f"{self.salt} {len(x)}".encode()).hexdigest(), 16)
             self.calls += 1
-            if self.calls > moment // 2 % 20 and int(os.environ["RANK"]) == moment % 2:
+            if self.calls > moment // 2 % 20 and os.environ.get("RANK") == str(moment % 2):
                 raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 4096 bytes.")
         return self.layer(x.flatten(1))
 """

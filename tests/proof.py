@@ -63,7 +63,8 @@ PARTS = (
     cases("links", 4.5, "tests/slurm/test_links.py"),
     Part("gpu-dry-run", 5.0, ("benchmarks/on_gpu.py", "--device", "cpu", "--tiny", "--again", "--out", ".proof/gpu")),
     Part("gpu-dry-run-torch-2.11", 10.0, ("tests/other_torch.py", "2.11.0", "0.26.0")),
-    *(soak(number, nodes=4, kills=6, epochs=100, minutes=2.5) for number in range(1, 5)),
+    Part("script-under-torch-2.0", 5.0, ("tests/oldest_torch.py", "2.0.1")),
+    *(soak(number, nodes=4, kills=6, epochs=100, minutes=2.5) for number in range(1, 3)),
     soak(1, nodes=16, kills=6, epochs=100, minutes=8.0),
 )
 

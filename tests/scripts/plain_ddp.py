@@ -32,7 +32,7 @@ if arguments.half:
 
     model.register_comm_hook(None, fp16_compress_hook)
 optimizer = torch.optim.SGD(model.parameters(), lr=arguments.lr, momentum=0.9)
-scaler = torch.amp.GradScaler("cpu", enabled=arguments.scaler)
+scaler = torch.amp.GradScaler("cpu") if arguments.scaler else None  # torch 2.3
 for epoch in range(arguments.epochs):
     sampler.set_epoch(epoch)
     for number, (x, y) in enumerate(loader):
@@ -40,7 +40,11 @@ for epoch in range(arguments.epochs):
             raise RuntimeError("a sample is broken")
         optimizer.zero_grad()
         loss = nn.functional.cross_entropy(model(x), y)
-        scaler.scale(loss).backward()
-        scaler.step(optimizer)
-        scaler.update()
+        if scaler is None:
+            loss.backward()
+            optimizer.step()
+        else:
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
 print("FINISHED", file=sys.stderr)

@@ -1,0 +1,1 @@
+"""Scripts of others, jobs for them, and data that they read."""

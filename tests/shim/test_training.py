@@ -31,9 +31,9 @@ def test_a_training_runs_to_its_end_and_its_samples_are_counted(run: ScriptRanks
     assert (seen.why, seen.steps, seen.samples, seen.timed) == ("ended", 30, 480, ())
     steps = [(row["step"], row["samples"], row["lr"]) for row in rows(tmp_path, "row")]
     assert steps[:30] == [(step, 16 * step, 0.1) for step in range(1, 31)]
-    assert [(row["step"], row["causes"]) for row in rows(tmp_path, "gap")] == [
-        (11, ["eval", "epoch", "save"]),
-        (21, ["eval", "epoch", "save"]),
+    assert [(row["step"], row["before"], row["causes"]) for row in rows(tmp_path, "gap")] == [
+        (11, 160, ["eval", "epoch", "save"]),
+        (21, 320, ["eval", "epoch", "save"]),
     ]
     beat = TypeAdapter(Heartbeat).validate_json((tmp_path / "heartbeat-0.json").read_bytes())
     assert (beat.step, beat.samples, beat.lost) == (30, 480, None)

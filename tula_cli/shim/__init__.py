@@ -46,7 +46,8 @@ Each rank writes, every JSON file whole or not at all:
                            up, else null: a training goes on without it)
     steps-<rank>.jsonl     mode train: rows {"kind": "row"}: step, samples (of this rank), lr, loss, time, and "ags" (factors and
                            shares since the last row, "so_far" of all steps); {"kind": "gap"}: a step that held an
-                           evaluation, a save or a new epoch: step, samples, time, seconds, causes; {"kind": "note"}: "text"
+                           evaluation, a save or a new epoch: step, samples, "before" it, time, seconds, causes;
+                           {"kind": "note"}: "text"
     rehearsal.json         rank 0 of a rehearsal, once there is a checkpoint: the "steps" and its "samples" before it, "dataset"
                            (samples that the data loader says it has), and whether the end of this process came: "killed"
 

@@ -305,8 +305,7 @@ def _until(attempt: ScriptAttempt, when: float) -> tuple[int, float | None]:
     rows = attempt.rows(0)
     after = [row for row in rows if row["kind"] == "gap" and "save" in row["causes"] and row["time"] >= when]
     if after:
-        step, samples = after[0]["step"], after[0]["samples"]
-        return step - 1, None if samples is None else samples * (step - 1) / step
+        return after[0]["step"] - 1, after[0].get("before")  # a loader may be ahead by then, so no share of "samples"
     stood = [(row["step"], row["samples"]) for row in rows if row["time"] <= when]
     beat = attempt.heartbeat(0)
     if beat is not None and beat.stepped_at <= when:

@@ -44,6 +44,11 @@ def test_a_trainer_that_counts_its_steps_at_the_old_batch_trains_17_percent_too_
     assert found.faults == (words,) and found.told[-1] == words
 
 
+def test_of_a_resume_that_has_taken_no_step_nothing_is_known() -> None:
+    found = judged([begin(), start("same", 32, 0, ended="cut", seconds=76.6)], lr_ratio=1.0)
+    assert (found.verdict, found.told) == (None, ("not rehearsed at batch 32: no step within 76.6 s",))
+
+
 def test_what_a_dropped_last_batch_leaves_out_is_no_fault() -> None:
     less = [begin(1248, dataset_size=1270), start("same", 32, 2496, dataset_size=1270), start("half", 16, 2528)]
     assert judged(less, lr_ratio=1.0).verdict == "epoch"
@@ -121,6 +126,8 @@ def test_the_learning_rate_is_held_against_what_was_asked_for(first: float, rati
     ("beginning", "words"),
     [
         (start("begin", 32, 3840, ended="ended"), "ended without a checkpoint that"),
+        (start("begin", 32, 0, ended="ended"), "at batch 32 no optimizer step of torch was seen"),
+        (start("begin", 32, 0, ended="cut"), "at batch 32 no optimizer step of torch was seen"),
         (begin(3840, ended="ended"), "its only checkpoint is that of its end"),
         (start("begin", 32, 640, ended="cut"), "no checkpoint within 30.0 s at batch 32; raise search.max_minutes"),
         (

@@ -16,11 +16,12 @@ from tula_cli.cluster.rank_start import RankStart, first_rank, own_gpus, ranks_o
 from tula_cli.cluster.relaunch import finished
 from tula_cli.cluster.scripts.script_training import ScriptTraining
 from tula_cli.cluster.scripts.start import ScriptStart
-from tula_cli.cluster.scripts.watch import NO_STEP, ScriptWatch
+from tula_cli.cluster.scripts.watch import ScriptWatch
 from tula_cli.errors import JobFailed
 from tula_cli.host.devices import has_gpu
 from tula_cli.host.leftovers import MARK, GpuMemory, reap
 from tula_cli.host.network import node_name
+from tula_cli.models.resuming import NO_STEP
 from tula_cli.run.directory import RunDir
 from tula_cli.run.records.jobs import Attempt, LeaderCommand
 from tula_cli.run.records.tasks import CheckTask, ProbeTask, RehearsalTask, Task, TrainTask

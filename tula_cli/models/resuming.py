@@ -9,6 +9,10 @@ from tula_cli.words import duration, number, percent
 
 LR_TOLERANCE = 0.01
 """Share by which a learning rate may differ from the expected one, beside what its schedule does in two steps."""
+NO_STEP = (
+    "no optimizer step of torch was seen: does it train with an optimizer of torch.optim, and is its Python started without"
+    " -I, -E and -S?"
+)
 
 
 @dataclass(frozen=True)
@@ -44,6 +48,8 @@ def judged(starts: Sequence[Rehearsed], *, lr_ratio: float | None) -> Judgement:
     first = _resumed(begin, same, lr_ratio=1.0)
     if same.ended == "failed" and same.outcome != "user":
         return Judgement(None, (f"not rehearsed: at batch {same.batch} {same.why}",))
+    if not same.steps and same.ended == "cut":
+        return Judgement(None, first.told)
     if first.useless:
         return Judgement("none", first.told, first.faults)
     if half is None:
@@ -64,6 +70,8 @@ def _no_checkpoint(begin: Rehearsed | None) -> str:
         return "not rehearsed: nothing was started"
     if begin.ended == "failed":
         return f"not rehearsed: at batch {begin.batch} it failed before it went on: {begin.why}"
+    if begin.saved_samples is None and not begin.steps:
+        return f"not rehearsed: at batch {begin.batch} {NO_STEP}"
     if begin.saved_samples is None and begin.ended == "cut":
         within = f"within {duration(begin.seconds)} at batch {begin.batch}"
         return (

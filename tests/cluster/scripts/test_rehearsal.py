@@ -78,6 +78,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def job(folder: Path, *, what_else: str, within: str, saves: str, script: dict[str, Any], **changes: Any) -> JobSpec:
     """Return a job whose script is written into a folder."""
     code = SCRIPT.replace("WHAT_ELSE", what_else).replace("WITHIN", within).replace("SAVES", saves)
+    folder.mkdir(exist_ok=True)
     (folder / "train.py").write_text(code)
     own = {
         "command": COMMAND,
@@ -127,6 +128,11 @@ def test_a_script_that_counts_samples_may_go_on_at_any_batch(folder: Path) -> No
     begin, same, half = found.starts[-3:]
     assert begin.saved_samples is not None and begin.ended == "killed"
     assert (same.samples, half.samples) == (same.whole - begin.saved_samples,) * 2  # type: ignore[operator]
+
+
+def test_a_folder_may_have_brackets_in_its_name(folder: Path) -> None:
+    found = rehearsed(folder / "lr [0.1] *")
+    assert found.verdict == "any", found.told
 
 
 def test_a_checkpoint_that_the_script_cannot_read_is_told_in_its_own_words(folder: Path) -> None:

@@ -10,7 +10,7 @@ from make_results import Truth, measured
 
 from tula_cli.cluster.exit_reason import ExitReason
 from tula_cli.cluster.scripts import watch
-from tula_cli.cluster.scripts.printed_metrics import last_and_best
+from tula_cli.cluster.scripts.printed_metrics import last_and_best, less_is_better
 from tula_cli.cluster.scripts.script_training import ScriptTraining
 from tula_cli.cluster.scripts.settle import settled, take_up
 from tula_cli.cluster.scripts.watch import ScriptWatch
@@ -203,6 +203,27 @@ def test_an_epoch_is_unknown_where_nothing_tells_its_samples(run: RunDir) -> Non
 def test_a_metric_that_is_no_number_in_the_end_has_a_best_value_alone() -> None:
     told = {"loss": [3.0, 2.0, float("nan")], "acc": [0.5, 0.7, 0.6], "wer": [], "ppl": [float("inf")]}
     assert last_and_best(told) == {"best_loss": 2.0, "acc": 0.6, "best_acc": 0.7}
+
+
+def test_a_name_that_holds_the_letters_of_an_error_rate_is_none() -> None:
+    errors = (
+        "loss",
+        "val_loss",
+        "valloss",
+        "top1err",
+        "Error",
+        "eval_wer",
+        "CER",
+        "fid",
+        "FID50k",
+        "rmse",
+        "nll/dev",
+        "ppl",
+    )
+    assert all(less_is_better(name) for name in errors)
+    assert not any(
+        less_is_better(name) for name in ("top1", "answer_f1", "cancer_auc", "confidence", "power", "errands")
+    )
 
 
 def command(**changes: object) -> LeaderCommand:

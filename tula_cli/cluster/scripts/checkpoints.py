@@ -21,10 +21,16 @@ def newest(resume: Resume, values: Mapping[str, str | float], *, workdir: Path, 
         workdir: what a relative path starts from.
         since: Unix time; what is older is of another training.
     """
-    pattern = workdir / fill(resume.checkpoint, {**values, "out": glob.escape(str(values["out"]))})
-    found = ((path, changed(path)) for path in Path(pattern.anchor).glob(str(pattern.relative_to(pattern.anchor))))
+    names = glob.iglob(pattern(resume, values, workdir=workdir), recursive=True)  # noqa: PTH207 - an absolute pattern
+    found = ((path, changed(path)) for path in map(Path, names))
     by_age = sorted(((when, path) for path, when in found if when >= since), reverse=True)
     return next((path for _, path in by_age if whole(path)), None)
+
+
+def pattern(resume: Resume, values: Mapping[str, str | float], *, workdir: Path) -> str:
+    """Return the absolute pattern of a script's checkpoints; of brackets and stars the user's own alone act, no folder's."""
+    literal = {name: glob.escape(value) if isinstance(value, str) else value for name, value in values.items()}
+    return str(Path(glob.escape(str(workdir))) / fill(resume.checkpoint, literal))
 
 
 def changed(path: Path) -> float:

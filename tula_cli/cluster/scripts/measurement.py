@@ -6,10 +6,10 @@ from statistics import median
 
 from tula_cli.cluster.rank_start import world_size
 from tula_cli.cluster.scripts.values import learning_rate, own
-from tula_cli.cluster.scripts.watch import NO_STEP
 from tula_cli.errors import BadMeasurements
 from tula_cli.models.claims import JointStep, clean_steps, mismatches
 from tula_cli.models.efficiency import Pair, summarise
+from tula_cli.models.resuming import NO_STEP
 from tula_cli.run.records.components import ModelStates, PeakMemory
 from tula_cli.run.records.probes import Environment, GradientStats, Host, Measured, Overheads, ScriptSeen
 from tula_cli.run.records.shim import RankResult

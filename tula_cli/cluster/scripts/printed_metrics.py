@@ -9,7 +9,10 @@ from pathlib import Path
 from tula_cli.spec.scripts.own_script import Rows, Script
 from tula_cli.spec.scripts.placeholders import fill
 
-_LESS_IS_BETTER = re.compile(r"loss|err|perplexity|ppl|nll|mse|mae|rmse|wer|cer|fid", re.IGNORECASE)
+_LESS_IS_BETTER = re.compile(
+    r"loss|error|perplexity|(err|ppl|nll|mse|mae)(?![a-z])|(?<![a-z])(wer|cer|fid)(?![a-z])", re.IGNORECASE
+)
+"""Short ones end a word, or are one: an answer_f1 or a confidence is no error rate."""
 
 
 def found(

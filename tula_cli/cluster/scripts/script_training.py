@@ -11,6 +11,7 @@ from tula_cli.cluster.rank_start import world_size
 from tula_cli.cluster.scripts import checkpoints, printed_metrics
 from tula_cli.cluster.scripts.scaled import applied
 from tula_cli.cluster.scripts.values import Place, learning_rate, own, values
+from tula_cli.models.resuming import NO_STEP
 from tula_cli.run.directory import RunDir
 from tula_cli.run.files import append_json_line
 from tula_cli.run.records.jobs import Attempt, LeaderCommand
@@ -215,10 +216,7 @@ class ScriptTraining:
         step, counted = (beat.step, beat.samples) if beat is not None else (0, None)
         samples, steps = self._reached(command, step, counted)
         if reason.outcome is None and beat is None and not command.checkpoint:
-            return ExitReason(
-                "user",
-                "the command ended well, but no optimizer step of torch was seen: does it train with an optimizer of torch.optim?",
-            )
+            return ExitReason("user", f"the command ended well, but {NO_STEP}")
         self.note_save(attempt, command, settled=0.0)
         self._keep(attempt, command)
         if reason.outcome is not None:

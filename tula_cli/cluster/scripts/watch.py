@@ -16,6 +16,7 @@ from tula_cli.cluster.scripts.values import own
 from tula_cli.host.network import node_name
 from tula_cli.host.outcome import classify
 from tula_cli.host.processes import carrying, inner_id
+from tula_cli.models.resuming import NO_STEP
 from tula_cli.run.directory import RunDir
 from tula_cli.run.records.jobs import Failure, LeaderCommand
 from tula_cli.run.records.probes import Measured
@@ -37,10 +38,6 @@ ROW_SECONDS = 1.0
 SIGNALS = {name: signal.Signals[name] for name in ("SIGUSR1", "SIGUSR2", "SIGTERM")}
 SAVE_SECONDS = 5.0
 """Between two looks for a new checkpoint."""
-NO_STEP = (
-    "no optimizer step of torch was seen: does it train with an optimizer of torch.optim, and is its Python started without"
-    " -I, -E and -S?"
-)
 
 
 @dataclass

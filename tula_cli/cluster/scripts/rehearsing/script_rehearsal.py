@@ -159,7 +159,7 @@ class ScriptRehearsal:
         if start.phase != "begin" or script.resume is None:
             return None
         known = self.known(start)
-        pattern = str(Path(self.task.workdir) / fill(script.resume.checkpoint, known))
+        pattern = checkpoints.pattern(script.resume, known, workdir=Path(self.task.workdir))
         ask = fill(script.save, known) if script.save != "none" else ""
         if ask.startswith("file:"):
             ask = f"file:{Path(self.task.workdir) / ask.removeprefix('file:')}"

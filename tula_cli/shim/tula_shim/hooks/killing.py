@@ -7,7 +7,7 @@ import os
 import signal
 import time
 from pathlib import Path
-from typing import Any, Iterator
+from typing import Any, NamedTuple
 
 from ..output import write_json
 from ..plan import Plan
@@ -25,6 +25,8 @@ class Killing:
         self._before: float | None = 0.0  # samples up to the step before
         self._since = 0.0  # Unix time of the first step
         self._found: dict[str, Any] | None = None
+        self._last = 0  # step after which it ends
+        self._seen = _Newest()
 
     def after_step(self, step: int, samples: float | None, rank: int, dataset: int | None) -> None:
         """Take note of a step; of its samples those of this rank so far, and of what its data loader holds. May not return.
@@ -38,9 +40,8 @@ class Killing:
         if step == self.wanted.get("ask_at"):
             self._ask(str(self.wanted.get("ask", "")), rank)
         if rank == 0:
-            if self._found is None:
-                self._look(step, dataset)
-            if self._found is not None and step >= self._found["steps"] + self.wanted["after"]:
+            self._look(step, dataset)
+            if self._found is not None and step >= self._last:
                 self._kill()
         self._before = samples
 
@@ -55,9 +56,15 @@ class Killing:
             write_json(self.plan.folder / "save.json", {"then": "go on"})
 
     def _look(self, step: int, dataset: int | None) -> None:
-        """Take note of the first checkpoint, which holds what was trained up to the step before."""
-        if self._changed() < self._since:
+        """Take note of the newest checkpoint, which holds what was trained up to the step before: a script may save each step."""
+        seen = _newest(str(self.wanted["checkpoint"]))
+        if seen.changed < self._since:
             return
+        before, self._seen = self._seen, seen
+        if not seen.replaces(before):
+            return
+        if self._found is None:
+            self._last = step - 1 + int(self.wanted["after"])
         self._found = {"steps": step - 1, "samples": self._before, "dataset": dataset, "killed": False}
         self._write()
 
@@ -76,14 +83,33 @@ class Killing:
 
     def _changed(self) -> float:
         """Return when a checkpoint was written last (Unix time); 0 where there is none."""
-        return max(_times(str(self.wanted["checkpoint"])), default=0.0)
+        return _newest(str(self.wanted["checkpoint"])).changed
 
 
-def _times(pattern: str) -> Iterator[float]:
-    for path in glob.iglob(pattern):  # noqa: PTH207 - an absolute pattern
-        inside = [name for name in Path(path).rglob("*") if name.is_file()] if os.path.isdir(path) else [Path(path)]  # noqa: PTH112
-        for file in inside:
-            try:
-                yield file.stat().st_mtime
-            except OSError:
-                continue  # replaced meanwhile
+class _Newest(NamedTuple):
+    """The checkpoint that was written last, as far as files tell."""
+
+    changed: float = 0.0  # Unix time
+    path: str = ""
+    inode: int = 0
+    size: int = 0  # bytes
+
+    def replaces(self, before: _Newest) -> bool:
+        """Return whether this is another checkpoint, not the one before that is still being written (which grows)."""
+        if (self.path, self.inode) != (before.path, before.inode):
+            return True
+        return self.changed > before.changed and os.path.isfile(self.path) and self.size <= before.size  # noqa: PTH113
+
+
+def _newest(pattern: str) -> _Newest:
+    return max((_state(path) for path in glob.iglob(pattern, recursive=True)), default=_Newest())  # noqa: PTH207 - an absolute pattern
+
+
+def _state(path: str) -> _Newest:
+    """Return what there is at a path; of a folder, when its newest file was written."""
+    files = [file for file in Path(path).rglob("*") if file.is_file()] if os.path.isdir(path) else [Path(path)]  # noqa: PTH112
+    try:
+        own, changed = os.stat(path), max((file.stat().st_mtime for file in files), default=0.0)  # noqa: PTH116
+    except OSError:
+        return _Newest()  # replaced meanwhile
+    return _Newest(changed, path, own.st_ino, own.st_size)

@@ -1,0 +1,57 @@
+"""Which checkpoint a rehearsal's first start leaves behind: files are written by hand, and the kill is only noted."""
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from tula_cli.shim.tula_shim.hooks import killing
+from tula_cli.shim.tula_shim.hooks.killing import Killing
+from tula_cli.shim.tula_shim.plan import read_plan
+
+LATER = 2_000_000_000.0  # Unix time
+
+
+def killed_at(folder: Path, monkeypatch: pytest.MonkeyPatch, content: dict[int, str], *, name: str) -> tuple[int, int]:
+    """Return the steps of the checkpoint that was noted, and the step of the kill.
+
+    Args:
+        folder: of the checkpoint; another holds what the process tells.
+        monkeypatch: takes the kill away.
+        content: what is written to the checkpoint behind a step.
+        name: of the file.
+    """
+    ended: list[int] = []
+    monkeypatch.setattr(killing.os, "kill", lambda *_: ended.append(1))
+    told = folder / "told"
+    told.mkdir()
+    wanted = {"checkpoint": str(folder / "c*"), "after": 5, "settled": 0.0}
+    (told / "plan.json").write_text(json.dumps({"version": 1, "task": "r", "folder": str(told), "rehearsal": wanted}))
+    seen = Killing(read_plan(str(told / "plan.json")))
+    step = 0
+    while not ended and step < 100:
+        step += 1
+        seen.after_step(step, 16.0 * step, 0, 160)
+        if step in content:
+            path = folder / name
+            path.parent.mkdir(exist_ok=True)
+            path.write_text(content[step])
+            os.utime(path, (LATER + step, LATER + step))
+    noted = json.loads((told / "rehearsal.json").read_text())
+    assert noted["killed"] and noted["samples"] == 16.0 * noted["steps"]
+    return noted["steps"], step
+
+
+def test_of_a_script_that_saves_each_other_step_the_last_checkpoint_counts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert killed_at(tmp_path, monkeypatch, dict.fromkeys(range(10, 90, 2), "state"), name="c") == (14, 15)
+
+
+@pytest.mark.parametrize("name", ["c", "c/shard"])
+def test_a_checkpoint_that_still_grows_is_that_of_its_beginning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    growing = {step: "x" * step for step in range(10, 14)}
+    assert killed_at(tmp_path, monkeypatch, growing, name=name) == (10, 15)

@@ -47,7 +47,7 @@ from tula_cli.spec.scripts.placeholders import render
 
 HERE = Path(__file__).parent
 MINUTES = 25  # that one command may take
-SETTLED = 3.0  # seconds since a checkpoint was written, after which it is disturbed
+SETTLED = 1.0  # seconds since a checkpoint was written, after which it is disturbed
 TOLD = 400  # characters of what a command said
 
 

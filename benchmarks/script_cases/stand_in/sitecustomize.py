@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-SETTLED = 3.0  # seconds
+SETTLED = 1.0  # seconds
 
 
 def stand_in() -> None:

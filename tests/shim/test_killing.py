@@ -23,6 +23,7 @@ def killed_at(folder: Path, monkeypatch: pytest.MonkeyPatch, content: dict[int, 
         name: of the file.
     """
     ended: list[int] = []
+    monkeypatch.setattr(killing, "PATIENCE", 0.0)  # these files are of tomorrow, and do not settle
     monkeypatch.setattr(killing.os, "kill", lambda *_: ended.append(1))
     told = folder / "told"
     told.mkdir()

@@ -53,6 +53,24 @@ while done < steps:
         (out / "draft").write_text(str(done))
         (out / "draft").replace(out / "state")
 """
+COMPARED = f"""
+name: compared
+script:
+  command: says.py {{local_batch}} {{lr}} {{steps}}
+  length: {{samples: 640}}
+  reference: {{batch: 16, lr: 0.1}}
+  metric: {{acc: "acc ([0-9.]+)"}}
+search: {{nodes: [1], min_batch: 16, max_node_hours: 5}}
+{CLUSTER}
+"""
+SAYS = """
+import sys
+import tula_hooks as tula
+
+for _ in range(int(sys.argv[3])):
+    tula.step(samples=int(sys.argv[1]), lr=float(sys.argv[2]))
+print("acc", 100 * float(sys.argv[2]))
+"""
 
 
 def on_cluster(folder: Path, job: str, *files: Path) -> Tula:
@@ -94,3 +112,27 @@ def test_a_rank_that_is_killed_on_another_node_is_relaunched_from_the_scripts_ch
     assert summary.attempts == 2 and "SIGKILL" in summary.causes[0]
     assert result.samples == pytest.approx(16000, abs=60 * 32), "heartbeats come once a second"
     assert (next(tmp_path.glob("tula-runs/by-hand-*/train/*/out/state"))).read_text() == "500"
+
+
+def test_a_resume_is_rehearsed_where_each_rank_has_a_supervisor(tmp_path: Path, on_slurm: SlurmCluster) -> None:
+    (tmp_path / "steps.py").write_text(STEPS)
+    job = (
+        BY_HAND.replace(", batch: any", "")
+        .replace("device: cpu,", "device: cpu, gpus_per_node: 2,")
+        .replace("16000", "640")
+    )
+    tula = on_cluster(tmp_path, job, ROOT / "templates" / "tula_hooks.py")
+    found = tula("check", "job.yaml", "--rehearse")["data"]["rehearsal"]
+    assert found["verdict"] == "same", found
+    assert [start["ended"] for start in found["starts"]] == ["killed", "ended", "ended"]
+    (fault,) = found["faults"]  # it counts steps, whatever their batch
+    assert fault.startswith("at batch 16 it trains") and "too many" in fault
+
+
+def test_methods_of_a_script_are_compared_side_by_side(tmp_path: Path, on_slurm: SlurmCluster) -> None:
+    (tmp_path / "says.py").write_text(SAYS)
+    tula = on_cluster(tmp_path, COMPARED, ROOT / "templates" / "tula_hooks.py")
+    found = tula("compare", "job.yaml", "--methods", "lrs", "--batch", "32", "--no-controls", "--yes", "--wait")["data"]
+    rows = [(row["method"], row["batch"], row["metrics"]["acc"]["mean"], row["gap"]) for row in found["rows"]]
+    assert rows == [("lbt", 16, 10.0, None), ("lrs", 32, 20.0, -10.0)], tula.logs()
+    assert (found["total"], found["finished"], found["reference_batch"]) == (2, 2, 16)

@@ -88,12 +88,29 @@ def test_the_placeholders_of_all_its_parts_are_known() -> None:
 
 
 @pytest.mark.parametrize(
+    "end",
+    [
+        " --glue '|' --price '$X'",
+        " --url http://x?a=1&b=2",
+        " --between ';'",
+        " --x='a | b' --y=\"it's; \\$5\" \\;",
+    ],
+)
+def test_what_is_quoted_is_not_for_a_shell(end: str) -> None:
+    assert section(command=COMMAND + end).command.endswith(end)
+
+
+@pytest.mark.parametrize(
     ("changes", "words"),
     [
         ({"command": "train.py --lr {lr}"}, "no batch that tula could choose"),
         ({"command": "train.py -b {micro_batch} --lr {lr}"}, "neither {accumulate} nor {accumulate_total}"),
         ({"command": COMMAND + " {bach}"}, "did you mean {batch}"),
         ({"command": COMMAND + " 'x"}, "no closing quotation"),
+        ({"command": COMMAND + " | tee log"}, "'|' is for a shell"),
+        ({"command": COMMAND + " $ARGS"}, "'$ARGS' is for a shell"),
+        ({"command": COMMAND + ' --data="$DATA/x"'}, "is for a shell"),
+        ({"command": COMMAND + "; date"}, "is for a shell"),
         ({"command": COMMAND + " --resume {checkpoint}"}, "belongs into resume.args"),
         ({"command": COMMAND + " --gpu {local_rank}", "launch": "node"}, "differs among the processes of a node"),
         ({"command": "train.py -b {local_batch}"}, "reference.lr reaches nothing"),

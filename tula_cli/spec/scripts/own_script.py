@@ -6,11 +6,17 @@ from typing import Annotated, Literal
 from pydantic import AfterValidator, model_validator
 
 from tula_cli.spec.kinds import Command, Line, Positive, PositiveFloat, Section
-from tula_cli.spec.scripts.placeholders import BATCHES, OF_A_RANK, names
+from tula_cli.spec.scripts.placeholders import BATCHES, FOR_A_SHELL, IN_A_FILE, OF_A_RANK, names, of_a_shell
 
 
 def _known(text: str) -> str:
     names(text)
+    return text
+
+
+def _without_shell(text: str) -> str:
+    if word := of_a_shell(text):
+        raise ValueError(f"{word!r} {FOR_A_SHELL}: {IN_A_FILE}")
     return text
 
 
@@ -89,7 +95,7 @@ class Script(Section):
     """A training script as it is: its command line, and what tula cannot see from inside."""
 
     command: Annotated[
-        Command, AfterValidator(_known)
+        Command, AfterValidator(_known), AfterValidator(_without_shell)
     ]  # with placeholders, for example train.py -b {local_batch} --lr {lr}
     # rank: tula starts a process a GPU with RANK, WORLD_SIZE ...; node: one a node, which starts its ranks itself
     launch: Literal["rank", "node"] = "rank"

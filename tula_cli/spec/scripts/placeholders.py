@@ -81,6 +81,28 @@ def fill(text: str, values: Mapping[str, str | float]) -> str:
     return _TOKEN.sub(lambda token: token[0][0] if token[1] is None else _written(values[token[1]]), text)
 
 
+FOR_A_SHELL = "is for a shell, and tula starts the command without one"
+IN_A_FILE = (
+    "give values in place of variables and leave out where the output goes; or put it into a file: bash train.sh"
+)
+_OF_A_SHELL = re.compile(r"&&|\|\|?|.*;|&|\d?[<>]{1,2}(&\d|.*)?|.*\$[A-Za-z_{(].*")
+
+_QUOTED = re.compile(r"""\\.|'[^']*'|"((?:\\.|[^"\\])*)\"""", re.DOTALL)
+_VARIABLE = re.compile(r"(?<!\\)\$[A-Za-z_{(]\w*")
+"""What double quotes do not hide from a shell."""
+
+
+def of_a_shell(command: str) -> str:
+    """Return the first word that only a shell understands, of those that are not quoted; empty where there is none.
+
+    A shell that is called by its name gets its words as they are.
+    """
+    if any(PurePath(word).name in ("bash", "sh", "zsh") for word in shlex.split(command)):
+        return ""
+    bare = _QUOTED.sub(lambda quoted: next(iter(_VARIABLE.findall(quoted[1] or "")), "-"), command)
+    return next((word for word in bare.split() if _OF_A_SHELL.fullmatch(word)), "")
+
+
 def program(command: str) -> str:
     """Return what a command is called by on the screen: the name of its script's file, else of its module or program."""
     words = shlex.split(command)

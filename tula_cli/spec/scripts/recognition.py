@@ -9,7 +9,7 @@ from pathlib import PurePath
 from typing import Any
 
 from tula_cli.errors import SpecError
-from tula_cli.spec.scripts.placeholders import BATCHES, PLACEHOLDERS, SCRIPTS
+from tula_cli.spec.scripts.placeholders import BATCHES, FOR_A_SHELL, IN_A_FILE, PLACEHOLDERS, SCRIPTS, of_a_shell
 
 # A flag's name without dashes, in lower case with underscores; of `trainer.max_epochs=9` the last part -> placeholder.
 FLAGS = {
@@ -74,7 +74,8 @@ def recognise(line: str) -> Recognised:
         words = shlex.split(line)
     except ValueError as error:
         raise SpecError(f"{line!r} is no command: {str(error).lower()}", "quote it as a whole") from None
-    _refuse_shell(words)
+    if word := of_a_shell(line):
+        raise SpecError(f"{word!r} {FOR_A_SHELL}", IN_A_FILE)
     variables = [word for word in words[: _variables(words)] if word]
     launched = _launched(words[len(variables) :])
     found = _Found()
@@ -275,28 +276,11 @@ def _processes(text: str | None) -> int | None:
 
 _BY_HAND = re.compile(r"(?<!\{)\{(\w+)\}(?!\})")
 _VARIABLE = re.compile(r"[A-Za-z_]\w*=")
-_OF_A_SHELL = re.compile(r"&&|\|\|?|;|&|\d?[<>]{1,2}(&\d|.*)?|.*\$[A-Za-z_{(].*")
 
 
 def _variables(words: Sequence[str]) -> int:
     """Return how many words at the start set variables, as in `OMP_NUM_THREADS=4 torchrun ...`."""
     return next((place for place, word in enumerate(words) if not _VARIABLE.match(word)), 0)
-
-
-def _refuse_shell(words: Sequence[str]) -> None:
-    """Refuse what only a shell understands; one that is called by its name gets its words as they are.
-
-    Raises:
-        SpecError: there is such a word.
-    """
-    if any(PurePath(word).name in ("bash", "sh", "zsh") for word in words):
-        return
-    for word in words:
-        if _OF_A_SHELL.fullmatch(word):
-            raise SpecError(
-                f"{word!r} is for a shell, and tula starts the command without one",
-                "give values in place of variables and leave out where the output goes; or put it into a file: bash train.sh",
-            )
 
 
 def _name(flag: str) -> str:

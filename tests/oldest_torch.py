@@ -6,7 +6,6 @@ there is one, and needs a package registry for that. tula itself stays in the en
 
 import os
 import shutil
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
@@ -14,6 +13,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "tests" / "helpers"))
 from driver import Tula  # noqa: E402
+from other_torch import environment, first_that_works, versions  # noqa: E402
 
 from tula_cli.run.records.probes import Measured  # noqa: E402
 
@@ -32,17 +32,9 @@ cluster: {{device: cpu}}
 def main() -> int:
     torch = sys.argv[1]
     folder = ROOT / ".proof" / f"oldest-{torch}"
-    python = folder / "bin" / "python"
-    if not (folder / "complete").exists():
-        free = shutil.disk_usage(ROOT).free / 1e9
-        if free < NEEDED:
-            print(f"{folder} takes some {NEEDED} GB, {free:.0f} are free")
-            return 1
-        subprocess.run([interpreter(), "-m", "venv", "--clear", str(folder)], check=True)
-        subprocess.run([str(python), "-m", "pip", "install", "--quiet", f"torch=={torch}", "numpy<2"], check=True)
-        (folder / "complete").touch()
-    told = "import platform, torch; print(platform.python_version(), torch.__version__.partition('+')[0])"
-    found = subprocess.run([str(python), "-c", told], capture_output=True, text=True, check=True).stdout.split()
+    python = environment(folder, interpreter(), [f"torch=={torch}", "numpy<2"], gigabytes=NEEDED)
+    version, told = versions(python)
+    found = version, told.partition("+")[0]
     if found[1] != torch:
         print(f"{python} has torch {found[1]}, not {torch}")
         return 1
@@ -83,10 +75,7 @@ def prove(tula: Tula, python: str, torch: str) -> None:
 def interpreter() -> str:
     """Return a Python 3.8 that works, also one that pyenv keeps; else this one."""
     kept = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv"), "versions").glob("3.8.*/bin/python")
-    for path in filter(None, [shutil.which("python3.8"), *map(str, kept)]):
-        if subprocess.run([path, "-c", ""], capture_output=True, check=False).returncode == 0:
-            return path
-    return sys.executable
+    return first_that_works([shutil.which("python3.8"), *map(str, kept)])
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ import pytest
 
 from tula_cli.cluster import attempt as cluster_attempt
 from tula_cli.cluster.allocation import Allocation
-from tula_cli.cluster.scripts.rehearsing import script_rehearsal
+from tula_cli.cluster.scripts import checkpoints
 from tula_cli.cluster.supervise import Supervisor, supervise
 from tula_cli.host.processes import started
 from tula_cli.run.directory import RunDir
@@ -68,7 +68,7 @@ while samples < options.samples:
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("PYTHONPATH", str(TEMPLATES))
     monkeypatch.setattr(cluster_attempt, "PEER_GRACE", 0.5)
-    monkeypatch.setattr(script_rehearsal, "SETTLED", 0.1)
+    monkeypatch.setattr(checkpoints, "SETTLED", 0.1)
     monkeypatch.setattr(
         tempfile, "tempdir", str(tmp_path)
     )  # the machine's lock: jobs of other tests are not waited for

@@ -14,7 +14,7 @@ from tula_cli.cluster import attempt as cluster_attempt
 from tula_cli.cluster.allocation import Allocation
 from tula_cli.cluster.attempt import RunningAttempt
 from tula_cli.cluster.group import RankSpawner
-from tula_cli.cluster.scripts import watch
+from tula_cli.cluster.scripts import checkpoints, watch
 from tula_cli.cluster.supervise import supervise
 from tula_cli.host.leftovers import GpuMemory
 from tula_cli.run.code import choose, snapshot
@@ -341,7 +341,7 @@ def test_a_metric_that_is_nowhere_is_told(folder: Path) -> None:
 def test_a_script_is_asked_to_save_before_the_time_limit(
     folder: Path, save: str, what_else: str, within: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(watch, "SETTLED", 0.2)
+    monkeypatch.setattr(checkpoints, "SETTLED", 0.2)
     monkeypatch.setattr(cluster_attempt, "END_GRACE", 1.0)
     never = "if number % 10 == 0: number += 1"  # no checkpoint by itself
     spec = job(

@@ -8,6 +8,8 @@ from pathlib import Path
 from tula_cli.spec.scripts.own_script import Resume
 from tula_cli.spec.scripts.placeholders import fill
 
+SETTLED = 2.0
+"""Seconds without a change after which a checkpoint is taken to be written."""
 _ZIPPED = (".pt", ".pth", ".bin", ".ckpt", ".tar")
 """What torch.save writes is a ZIP file, with its table of contents at the end."""
 

@@ -26,8 +26,6 @@ from tula_cli.spec.signature import rehearsal_signature
 
 SHORT_BY = 0.05
 """Share of the samples that were asked for by which a training may fall short (last batches that are dropped), unsaid."""
-SETTLED = 2.0
-"""Seconds without a change after which a checkpoint is taken to be written."""
 REMEMBERED = 50
 """Checkpoints of which is kept how much was trained before them."""
 
@@ -157,7 +155,9 @@ class ScriptTraining:
         )
         return beat.step
 
-    def note_save(self, attempt: ScriptAttempt, command: LeaderCommand, *, settled: float = SETTLED) -> None:
+    def note_save(
+        self, attempt: ScriptAttempt, command: LeaderCommand, *, settled: float = checkpoints.SETTLED
+    ) -> None:
         """Keep how much was trained before a checkpoint that an attempt has written since the last look.
 
         Args:

@@ -11,7 +11,7 @@ from pathlib import Path
 from tula_cli.cluster.exit_reason import ExitReason, computed_on
 from tula_cli.cluster.scripts import checkpoints
 from tula_cli.cluster.scripts.rehearsing.script_rehearsal import ScriptRehearsal
-from tula_cli.cluster.scripts.script_training import SETTLED, ScriptTraining
+from tula_cli.cluster.scripts.script_training import ScriptTraining
 from tula_cli.cluster.scripts.values import own
 from tula_cli.host.network import node_name
 from tula_cli.host.outcome import classify
@@ -143,7 +143,7 @@ class ScriptWatch:
         if not isinstance(self.task, TrainTask):
             return False
         found = ScriptTraining(self.run, self.task).checkpoint()
-        return found is not None and since < checkpoints.changed(found) < time.time() - SETTLED
+        return found is not None and since < checkpoints.changed(found) < time.time() - checkpoints.SETTLED
 
     # --- faults
 

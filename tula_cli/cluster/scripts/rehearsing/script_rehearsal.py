@@ -36,8 +36,6 @@ BEYOND = 5
 SHARES: Mapping[Phase, float] = {"begin": 0.6, "same": 0.5, "half": 1.0}
 """Of the time that is left, what a start may take."""
 LEAST_SECONDS = 5.0
-SETTLED = 2.0
-"""Seconds without a change after which a checkpoint is taken to be written."""
 ENDLESS = 2.0
 """What is left to train, times this, ends a start that goes on and on."""
 AGAIN: tuple[OutcomeClass, ...] = ("port", "time_limit", "preempted", "node_failure")
@@ -163,7 +161,7 @@ class ScriptRehearsal:
         ask = fill(script.save, known) if script.save != "none" else ""
         if ask.startswith("file:"):
             ask = f"file:{Path(self.task.workdir) / ask.removeprefix('file:')}"
-        return Killing(checkpoint=pattern, after=BEYOND, ask=ask, ask_at=ASK_AT, settled=SETTLED)
+        return Killing(checkpoint=pattern, after=BEYOND, ask=ask, ask_at=ASK_AT, settled=checkpoints.SETTLED)
 
     # --- what was seen
 

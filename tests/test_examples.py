@@ -27,7 +27,7 @@ def run(*command: str, folder: Path | None = None, **environ: str) -> str:
     return done.stdout
 
 
-@pytest.mark.parametrize("start", [(), TORCHRUN], ids=["alone", "torchrun"])
+@pytest.mark.parametrize("start", [pytest.param((), marks=pytest.mark.proof), TORCHRUN], ids=["alone", "torchrun"])
 def test_own_loop_trains_with_ags(start: tuple[str, ...]) -> None:
     shown = run(*start, OWN_LOOP, "--preset", "robust", "--epochs", "10")
     accuracy, scaled = re.search(r"robust: ([\d.]+) %", shown), re.search(r"epoch 10: 100% .* by ([\d.]+)", shown)
@@ -57,6 +57,7 @@ def test_own_loop_refuses_words_that_mean_nothing(
     assert ended.value.code == 2 and said in capsys.readouterr().err
 
 
+@pytest.mark.proof
 def test_own_loop_scales_nothing_where_the_batch_is_the_small_one() -> None:
     ways = [("--batch", "128", "--small", "128", "--epochs", "5", *way) for way in ((), ("--plain",))]
     ends = [re.findall(r"([\d.]+) % of", run(OWN_LOOP, *way)) for way in ways]

@@ -34,6 +34,7 @@ def test_nodes_and_the_network_between_them_are_told(tula: Tula, on_slurm: Slurm
     assert 0 < report["latency"] < 0.1
 
 
+@pytest.mark.proof
 def test_a_folder_that_no_node_sees_is_told(tula: Tula, on_slurm: SlurmCluster) -> None:
     error = tula_error(tula, *CHECK, "--run-dir", str(on_slurm.local / "runs"), code=6)
     assert str(on_slurm.local / "runs") in error["message"]

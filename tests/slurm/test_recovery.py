@@ -127,6 +127,7 @@ def test_a_node_that_falls_silent_is_replaced(tula: Tula, on_slurm: SlurmCluster
     trained(tula, 12)
 
 
+@pytest.mark.proof  # as a node that falls silent, but told at once
 def test_a_node_whose_daemon_died_is_replaced(tula: Tula, on_slurm: SlurmCluster) -> None:
     submit(tula, *TWO, *waiting(tula, 40))
     tula.until(tula.epochs_done)

@@ -699,13 +699,24 @@ def test_2_arguments_that_cannot_be_used(cluster, arguments):
 # --- status, list, logs, cancel
 
 
+def test_an_option_of_all_commands_comes_after_the_command(cluster):
+    for option in ("--json", "-q"):
+        failed = tula(option, "status")
+        assert failed.code == 2
+        assert f"error: {option} comes after the command" in failed.err and f"tula status {option}" in failed.err
+
+
+def test_a_folder_of_runs_that_is_not_there_is_told(cluster):
+    failed = tula("list", "--run-dir", "nowhere")
+    assert failed.code == 2 and "--run-dir nowhere: there is no such folder" in failed.err
+
+
 def test_list(cluster):
     assert tula("list").out == "no run under tula-runs\n"
     tula("profile", "job.yaml")
     assert newest().id in tula("list").out
     listed = tula("list", "--json").json["data"]
     assert [run["id"] for run in listed] == [newest().id]
-    assert tula("list", "--run-dir", "elsewhere", "--json").json["data"] == []
 
 
 def test_logs(cluster):

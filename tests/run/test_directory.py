@@ -98,6 +98,15 @@ def test_a_lock_whose_owner_had_no_time_to_write_its_name_is_respected_until_it_
     assert run.lock.acquire() == ""
 
 
+def test_an_old_lock_whose_pid_another_process_has_by_now_is_taken_over(run):
+    assert run.lock.acquire() == ""
+    run.lock.acquire()
+    assert run.lock.acquire() != ""
+    os.utime(run.path / "lock", (0, 0))
+    assert run.lock.acquire() != "", "the next look takes it"
+    assert run.lock.acquire() == ""
+
+
 def test_a_lock_that_was_taken_over_is_not_given_back_by_its_first_owner(run):
     assert run.lock.acquire() == ""
     (run.path / "lock/owner").write_text("elsewhere:1\n")

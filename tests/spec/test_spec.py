@@ -254,10 +254,17 @@ def test_union_reports_one_problem_a_path(write):
 
 
 @pytest.mark.parametrize(
-    ("text", "size"), [("16GiB", 16 * 2**30), ("800 MB", 800_000_000), ("1.5G", 1_500_000_000), ("512", 512), (7, 7)]
+    ("text", "size"),
+    [("16GiB", 16 * 2**30), ("800 MB", 800_000_000), ("1.5G", 1_500_000_000), ("2000000", 2_000_000), (2**30, 2**30)],
 )
 def test_sizes(text, size):
     assert parse_size(text) == size
+
+
+@pytest.mark.parametrize("text", ["16", 16, "800K"])
+def test_a_size_whose_unit_was_forgotten_is_refused(text):
+    with pytest.raises(ValueError, match="write the unit"):
+        parse_size(text)
 
 
 # --- SLURM

@@ -5,12 +5,12 @@ import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from typing import Annotated, Any
+from typing import Annotated, Any, get_args
 
 import typer
 
 from tula_cli.cli import check, compare, profile, recommend, status, train
-from tula_cli.cli.options import USAGE_ERROR, Interrupted, register
+from tula_cli.cli.options import COMMON, USAGE_ERROR, Interrupted, register
 from tula_cli.errors import SpecError, TulaError
 from tula_cli.show.screen import Screen
 from tula_cli.version import __version__
@@ -40,6 +40,12 @@ WORKFLOW: Mapping[Callable[..., None], str] = {
 """The commands in the order in which one uses them, which is that of `tula --help`, and an example of each."""
 for _function, _example in WORKFLOW.items():
     register(app, _function, example=_example)
+
+
+_SHARED = {
+    word for kind in COMMON.values() for option in get_args(kind)[1:] for word in (option.default, *option.param_decls)
+}
+"""The options that every command takes, and `tula` by itself does not; typer keeps the first word as the default."""
 
 
 def _version(wanted: bool) -> None:
@@ -89,6 +95,9 @@ def _usage(error: Any) -> SpecError:
     """Return click's complaint about the arguments as an error of ours."""
     path = error.ctx.command_path if getattr(error, "ctx", None) is not None else "tula"
     message = error.format_message().replace("Value error, ", "")  # pydantic's, which checks typer's literals
+    option = getattr(error, "option_name", None)
+    if path == "tula" and option in _SHARED:
+        return SpecError(f"{option} comes after the command", f"for example tula status {option}")
     return SpecError(message, f"{path} --help shows what it takes")
 
 

@@ -9,6 +9,7 @@ from tula_cli import words
 from tula_cli.cli.options import RUNS, MaybeRun, NodeType, Root
 from tula_cli.cli.runs import find_run
 from tula_cli.cli.waiting import warn_all
+from tula_cli.errors import SpecError
 from tula_cli.show import status as show_status
 from tula_cli.show import tables
 from tula_cli.show.screen import Screen
@@ -40,6 +41,8 @@ def list_(screen: Screen, root: Root = RUNS) -> None:
     """List the runs, last changed first."""
     from tula_cli.services.progress import listing
 
+    if root != RUNS and not root.is_dir():
+        raise SpecError(f"--run-dir {root}: there is no such folder", "name the one that holds the runs")
     found = listing.list_runs(root.absolute())
     screen.answer(found, show_status.runs(found, width=screen.width) if found else [f"no run under {root}"])
 
@@ -53,7 +56,7 @@ def logs(
     follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on while jobs run.")] = False,
     node_type: NodeType = None,
 ) -> None:
-    """Show what the newest job (or --job) wrote."""
+    """Show what the newest job (or --job) wrote; with --json, one JSON object a line."""
     import time
 
     from tula_cli.cluster import launcher

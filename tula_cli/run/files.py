@@ -44,7 +44,13 @@ def cannot_write(path: Path, error: OSError) -> CannotWrite:
         return CannotWrite(
             f"cannot write {path}: {error.strerror}", "free some space and run the same command again; nothing is lost"
         )
-    return CannotWrite(f"cannot write {path}: {error.strerror}", "choose another folder (for runs: --run-dir)")
+    return CannotWrite(f"cannot write {path}: {error.strerror}", _elsewhere(path))
+
+
+def _elsewhere(path: Path) -> str:
+    """Say what to do where a folder takes no files; runs have an option for theirs."""
+    of_run = any((folder / "spec.yaml").exists() for folder in path.parents) or "tula-runs" in path.parts
+    return "choose another folder with --run-dir" if of_run else "choose another folder"
 
 
 def content(path: Path) -> bytes:

@@ -70,9 +70,9 @@ class SubmissionLock:
 
     def _is_stale(self, owner: str) -> bool:
         host, _, pid = owner.partition(":")
-        if host == socket.gethostname() and pid.isdigit():
-            return not Path(f"/proc/{pid}").exists()
-        try:
+        if host == socket.gethostname() and pid.isdigit() and not Path(f"/proc/{pid}").exists():
+            return True
+        try:  # of another host, or this one's pid is by now that of another process
             return time.time() - self.path.stat().st_mtime > STALE_AFTER
         except OSError:
             return False  # given back just now

@@ -276,7 +276,7 @@ def _warnings(spec: JobSpec, inspection: Inspection | None, jobs: tuple[PlannedJ
             " within search.max_node_hours"
         )
     if spec.search.max_node_hours is None:
-        found.append("search.max_node_hours is not set: where there is no terminal to confirm, profiling is refused")
+        found.append("search.max_node_hours is not set: where there is no terminal to confirm, profiling needs --yes")
     return tuple(found)
 
 

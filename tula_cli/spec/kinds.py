@@ -10,15 +10,22 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 
 _SIZE_UNITS = {"": 1, "K": 1000, "M": 1000**2, "G": 1000**3, "KI": 1024, "MI": 1024**2, "GI": 1024**3}
 
+_LEAST_MEMORY = 1000**2
+"""Bytes; of less memory than a megabyte a unit was forgotten."""
+
 
 def parse_size(value: object) -> object:
-    """Turn "16GiB" or "800 MB" into bytes; numbers are bytes already."""
-    if not isinstance(value, str):
-        return value
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMG]I?)?B?\s*", value.upper())
-    if match is None:
-        raise ValueError(f"{value!r} is not a size; write it like 16GiB or 800MB")
-    return round(float(match[1]) * _SIZE_UNITS[match[2] or ""])
+    """Turn "16GiB" or "800 MB" into bytes; a number is bytes already, and so many that no unit was forgotten."""
+    if isinstance(value, str):
+        match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMG]I?)?B?\s*", value.upper())
+        if match is None:
+            raise ValueError(f"{value!r} is not a size; write it like 16GiB or 800MB")
+        size: object = round(float(match[1]) * _SIZE_UNITS[match[2] or ""])
+    else:
+        size = value
+    if isinstance(size, int | float) and not isinstance(size, bool) and 0 < size < _LEAST_MEMORY:
+        raise ValueError(f"{value!r} is {size:g} bytes; write the unit, like {size:g}GiB")
+    return size
 
 
 def parse_minutes(value: object) -> object:

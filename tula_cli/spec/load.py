@@ -38,8 +38,9 @@ def load_spec(
     Raises:
         SpecError: with all problems at once.
     """
+    overrides = tuple(overrides)
     merged, _ = merge_sources(path, overrides=overrides, environ=environ, site_files=site_files)
-    return validate(merged, source=str(path))
+    return validate(merged, source=" --set ".join((str(path), *overrides)))
 
 
 def validate(content: Mapping[str, Any], *, source: str) -> JobSpec:

@@ -1,5 +1,6 @@
 """The Python API: `import tula_cli as tula`."""
 
+import re
 import signal
 import subprocess
 import sys
@@ -14,7 +15,7 @@ from make_results import Truth, footprint, measured
 
 import tula_cli as tula
 from tula_cli.cluster import inspection, launcher
-from tula_cli.errors import Interruption, SchedulerError
+from tula_cli.errors import Interruption, SchedulerError, SpecError
 from tula_cli.host import interrupts
 from tula_cli.run.directory import RunDir
 from tula_cli.run.jobfile import config_drift
@@ -102,6 +103,12 @@ def test_a_job_is_a_path_its_content_or_a_spec_and_a_run_its_folder(cluster: AtO
     assert {tula.profile(job).path for job in (make.SPEC, make.spec(), run, run.path)} == {run.path}
     assert len(cluster.submitted) == 2, "what is measured is not measured again"
     assert tula.recommend("job.yaml").choice == tula.recommend(run.path).choice
+
+
+@pytest.mark.parametrize("job", [3, None, ["job.yaml"]])
+def test_what_is_no_job_is_told(job: Any) -> None:
+    with pytest.raises(SpecError, match=re.escape(f"{job!r} is no job")):
+        tula.profile(job)
 
 
 def test_a_cap_of_the_call_is_no_edit_of_the_job_file(cluster: AtOnce, tmp_path: Path) -> None:

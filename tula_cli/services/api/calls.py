@@ -9,7 +9,7 @@ from typing import Any, TypedDict
 
 from tula_cli.cluster import inspection, launcher
 from tula_cli.cluster.kept_inspection import KeptInspection
-from tula_cli.errors import BadMeasurements, OverBudget
+from tula_cli.errors import BadMeasurements, OverBudget, SpecError
 from tula_cli.run.code import run_of
 from tula_cli.run.directory import RunDir
 from tula_cli.run.jobfile import origin, overridden
@@ -131,6 +131,8 @@ def spec_of(job: Job, overrides: Sequence[str] = ()) -> JobSpec:
     """
     if isinstance(job, str | Path):
         return load_spec(Path(job), overrides=overrides)
+    if not isinstance(job, JobSpec | Mapping):
+        raise SpecError(f"{job!r} is no job", "give the path of a job.yaml, its content as a mapping, or a spec")
     if isinstance(job, JobSpec) and not overrides:
         return job
     content = job.model_dump(mode="json", exclude_unset=True) if isinstance(job, JobSpec) else deepcopy(dict(job))

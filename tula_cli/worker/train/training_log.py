@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Mapping
 from typing import Any
 
+from tula_cli.models.time.drift import StepTimeDrift
 from tula_cli.models.time.noise import centre
 from tula_cli.optim import advice
 from tula_cli.run.records.tasks import TrainTask
@@ -35,7 +36,7 @@ class TrainingLog:
         self.recent: list[Step] = []  # since the last row
         self.step_times: list[float] = []  # of the epoch under way
         self.window: deque[float] = deque()  # the newest step times, for the comparison with the prediction
-        self.within: bool | None = None  # they are in the predicted interval, as of the last epoch
+        self.drift = StepTimeDrift(task.prediction)
         self.last_row = 0.0
         self.said: set[str] = set()  # what is said once
 
@@ -122,7 +123,7 @@ class TrainingLog:
         step_time = centre(self.step_times) if self.step_times else None
         # The prediction is of synchronous steps, which post-local SGD leaves behind.
         recent = None if trainer.local_sgd else self._recent_step_time()
-        within = self._is_within(recent)
+        within = self.drift.within(recent)
         ags = trainer.ags.report() if trainer.ags and not trainer.ags.identity else None
         self.metrics.add(
             "epoch",
@@ -145,7 +146,8 @@ class TrainingLog:
         )
         self.warn_of_evaluation(result)
         self._advise(ags)
-        self._warn_of_drift(within=within, step_time=recent)
+        if drifted := self.drift.warning(recent, epoch=trainer.position.epoch):
+            self.warn(drifted)
         self.step_times = []
 
     def _diagnostics(self, ags: Mapping[str, float] | None) -> dict[str, Any] | None:
@@ -183,27 +185,6 @@ class TrainingLog:
         while len(self.window) > wanted:
             self.window.popleft()
         return centre(list(self.window)) if len(self.window) == wanted else None
-
-    def _is_within(self, step_time: float | None) -> bool | None:
-        prediction = self.task.prediction
-        if prediction is None or step_time is None or prediction.step_low is None or prediction.step_high is None:
-            return None
-        return prediction.step_low <= step_time <= prediction.step_high
-
-    def _warn_of_drift(self, *, within: bool | None, step_time: float | None) -> None:
-        """Warn when the step time leaves the predicted interval, and say when it is back; not in every epoch between."""
-        prediction = self.task.prediction
-        if within is None or step_time is None or prediction is None or within is self.within:
-            return
-        epoch = self.trainer.position.epoch
-        took = f"epoch {epoch}: a step takes {1000 * step_time:.1f} ms, predicted {1000 * prediction.step_time:.1f}"
-        if not within:
-            low, high = (1000 * (bound or 0.0) for bound in (prediction.step_low, prediction.step_high))
-            why = "has the network or the load changed?" if 1000 * step_time > high else "faster than the probes were"
-            self.warn(f"{took} (90 % between {low:.1f} and {high:.1f}): {why}")
-        elif self.within is False:
-            self.warn(f"{took}: within the interval again")
-        self.within = within
 
 
 def remarks(trainer: Trainer) -> list[str]:

@@ -27,6 +27,7 @@ from tula_cli.services.new_job.from_command import from_command
 from tula_cli.services.nodes import cluster_nodes, conclude_cluster, start_on_cluster, watch_cluster
 from tula_cli.services.profile import plan
 from tula_cli.show import check as show_check
+from tula_cli.show import estimate as show_estimate
 from tula_cli.spec.job import JobSpec
 
 MB = 10**6
@@ -262,6 +263,16 @@ def probe(local_batch: int, **changes) -> Measured:
     return measured(Truth(), 1, local_batch, memory=memory, capacity=500 * MB, **changes)
 
 
+def test_an_estimate_tells_what_data_takes_of_the_nodes_own_memory(found):
+    assert estimate(spec()).data is None  # no size of a sample is known
+    found(sample_bytes=MB, cpus=5)
+    report = estimate(spec(), capacity=200 * MB)
+    assert (report.largest_row, report.loaders) == (64, 4)
+    assert report.data.shared == 2 * (2 * 4 + 1) * 64 * MB  # two loaders, two batches a process, one in use
+    assert any("up to 1.07 GiB in /dev/shm for each rank, at local batch 64 with 4 loader processes" in line
+               for line in show_estimate.estimate(report) if isinstance(line, str))  # fmt: skip
+
+
 def test_probes_of_the_job_correct_the_estimate(found):
     report = estimate(spec(), results=[probe(16), probe(64)])
     row = next(row for row in report.rows if row.local_batch == 32)
@@ -470,6 +481,7 @@ def test_what_the_nodes_told_before_the_network_ended_the_ranks_is_not_lost(node
         ({"driver": ""}, "the nodes differ in GPU driver: 550 on n1; none on n2"),
         ({"clock_offset": 1.5}, "the clock of n2 is 1.5 s ahead of that of n1"),
         ({"clock_offset": -90.0}, "the clock of n2 is 90.0 s behind that of n1"),
+        ({"shared": 64 * 2**20}, "n2 has 64.0 MiB free in /dev/shm"),
     ],
 )
 def test_what_spoils_measurements_is_a_warning(nodes, second, words):
@@ -481,7 +493,7 @@ def test_what_spoils_measurements_is_a_warning(nodes, second, words):
 
 
 def test_clocks_less_than_a_second_apart_will_do(nodes):
-    nodes.report(second={"clock_offset": 0.9})
+    nodes.report(second={"clock_offset": 0.9, "shared": 2**31})
     assert nodes.conclude().warnings == ()
 
 

@@ -18,6 +18,7 @@ from tula_cli.run.records.inspections import Inspection
 from tula_cli.services.new_job.from_command import TEMPLATES
 from tula_cli.services.profile import nodes_taken
 from tula_cli.services.profiling.computing import settings
+from tula_cli.services.profiling.loader_memory import NodeMemory, check_memory
 from tula_cli.services.profiling.unsettled import UnsettledPlan, unsettled
 from tula_cli.services.recommendation.saves import cost_of_interruption
 from tula_cli.services.search import largest_local_batch, probes
@@ -138,7 +139,12 @@ def check_all(
 
 
 def check(
-    spec: JobSpec, *, online: bool = True, inspector: Inspect | None = None, run: RunDir | None = None
+    spec: JobSpec,
+    *,
+    online: bool = True,
+    inspector: Inspect | None = None,
+    run: RunDir | None = None,
+    room: NodeMemory | None = None,
 ) -> CheckReport:
     """Check a job.
 
@@ -147,7 +153,8 @@ def check(
         online: also build the model and the dataset in a process of its own; without, the search is known only as far
             as `search.max_batch` bounds it.
         inspector: builds the model and the dataset, or remembers; None builds them.
-        run: of the job, whose trainings tell how often a script saves.
+        run: of the job, whose trainings tell how often a script saves, and whose checks of nodes what they have.
+        room: what a node has for data; None asks this machine, or what is known of SLURM's nodes.
 
     Raises:
         SpecError: the job cannot be built.
@@ -160,6 +167,8 @@ def check(
     if later is not None:
         node_hours = later.node_hours_at_most
     local = spec.cluster.kind == "local"
+    sizes = {job.nodes: job.local_batches for job in jobs}
+    impossible, tight = check_memory(spec, inspection, sizes, room or NodeMemory.of(spec, run))
     return CheckReport(
         inspection=inspection,
         jobs=jobs,
@@ -171,8 +180,8 @@ def check(
         ),
         currency=spec.pricing.currency,
         price=price_words(spec.pricing),
-        problems=(*problems, *_too_few_gpus(spec, inspection), *_over_budget(spec, node_hours, later)),
-        warnings=(*_unknown(later), *_warnings(spec, inspection, jobs)),
+        problems=(*problems, *_too_few_gpus(spec, inspection), *impossible, *_over_budget(spec, node_hours, later)),
+        warnings=(*_unknown(later), *_warnings(spec, inspection, jobs), *tight),
         unsettled=later,
         settings=settings(spec, inspection),
         interruption=cost_of_interruption(run, spec),

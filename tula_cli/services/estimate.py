@@ -8,12 +8,14 @@ from tula_cli.cluster.slurm.first_job import or_told
 from tula_cli.errors import Infeasible, JobFailed, SpecError
 from tula_cli.models.choice.grid import batches
 from tula_cli.models.memory import memory
+from tula_cli.models.memory.host_memory import DataMemory, data_memory
 from tula_cli.models.memory.memory import MemoryModel
 from tula_cli.models.observations import capacity_of, mixed_hardware
 from tula_cli.run.directory import RunDir
 from tula_cli.run.records.components import Footprint
 from tula_cli.run.records.inspections import Inspection
 from tula_cli.run.records.probes import Failed, Measured, OutOfMemory
+from tula_cli.services.profiling.computing import loaders
 from tula_cli.services.search import feasible
 from tula_cli.spec.job import JobSpec
 from tula_cli.words import plural
@@ -36,6 +38,13 @@ class EstimateReport:
     correction: str  # what they are and how well the model then agrees, in words; empty where there are none
     ran: tuple[int, ...]  # local batches that ran in a probe on such a GPU
     smallest_oom: int | None  # the smallest local batch that was out of memory in a probe on such a GPU
+    data: DataMemory | None  # what data may take of the node's own memory, for one rank at the largest row that fits
+    loaders: int  # data-loader processes of a rank, at most
+
+    @property
+    def largest_row(self) -> int | None:
+        """The largest local batch of the rows that fits, or may; None where none does."""
+        return _largest([row.local_batch for row in self.rows], self.largest_local_batch)
 
     @property
     def probed(self) -> bool:
@@ -115,6 +124,8 @@ def estimate(
     capacity = capacity_of(spec, seen.probes, inspection) if capacity is None else capacity
     largest = seen.bounded(model.largest_local_batch(capacity, margin=spec.search.memory_margin), spec.train.accumulate)
     sizes = local_batches(spec, inspection, largest=largest)
+    gpu = seen.on_gpu or any(row.memory.libraries for row in inspection.footprints)
+    processes = loaders(spec, inspection, ranks=spec.cluster.gpus_per_node)[1]
     return EstimateReport(
         inspection=inspection,
         rows=tuple(model.footprint(size) for size in sizes),
@@ -124,12 +135,25 @@ def estimate(
         capacity=capacity,
         margin=spec.search.memory_margin,
         largest_local_batch=largest,
-        gpu=seen.on_gpu or any(row.memory.libraries for row in inspection.footprints),
+        gpu=gpu,
         probes=len(seen.probes),
         correction=seen.words(model, inspection),
         ran=tuple(seen.ran),
         smallest_oom=seen.smallest_oom,
+        data=_data(spec, inspection, _largest(sizes, largest), processes, gpu=gpu),
+        loaders=processes,
     )
+
+
+def _largest(sizes: Sequence[int], largest: int | None) -> int | None:
+    return max((size for size in sizes if largest is None or size <= largest), default=None)
+
+
+def _data(spec: JobSpec, inspection: Inspection, size: int | None, processes: int, *, gpu: bool) -> DataMemory | None:
+    if size is None or not inspection.sample_bytes:
+        return None
+    micro_batch = size // spec.train.accumulate
+    return data_memory([micro_batch], sample=inspection.sample_bytes, ranks=1, workers=processes, on_gpu=gpu)
 
 
 @dataclass(frozen=True)

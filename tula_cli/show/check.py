@@ -141,11 +141,11 @@ def cluster_check(found: "ClusterCheck") -> Iterator["RenderableType"]:
     """A row a node for what it has and one for how it is reached, then the network."""
     report = found.report
     names = _node_names(report)
-    made = table(("node", "ranks", "GPUs", "driver", "torch", "CUDA", "NCCL", "CPUs\na rank", "memory\n(GiB)"), left=(0, 2, 3, 4, 5, 6))  # fmt: skip
+    made = table(("node", "ranks", "GPUs", "driver", "torch", "CUDA", "NCCL", "CPUs\na rank", "memory\n(GiB)", "/dev/shm\n(GiB)"), left=(0, 2, 3, 4, 5, 6))  # fmt: skip
     for name, node in zip(names, report.nodes, strict=True):
         made.add_row(
             name, str(node.ranks), _gpus(node), node.driver or "-", node.torch, node.cuda or "-", node.nccl or "-",
-            str(node.cpus), size(node.memory, 1024**3),
+            str(node.cpus), size(node.memory, 1024**3), size(node.shared, 1024**3),
         )  # fmt: skip
     yield made
     yield ""

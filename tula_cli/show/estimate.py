@@ -25,6 +25,7 @@ def estimate(report: "EstimateReport") -> Iterator["RenderableType"]:
     yield ""
     yield from _apart(report)
     yield f"{amount(report.fixed)} whatever the batch, and {amount(report.per_sample)} a sample"
+    yield from _data(report)
     if report.correction:
         yield report.correction
     if report.capacity is None:
@@ -49,6 +50,18 @@ def _components(report: "EstimateReport") -> "Table":
         fits = {True: "yes", False: "no", None: "-"}[report.fits(row)]
         made.add_row(str(row.local_batch), *(size(value, byte) for value in sizes), fits)
     return made
+
+
+def _data(report: "EstimateReport") -> Iterator[str]:
+    """Say what data may take of the node's own memory."""
+    if report.data is None:
+        return
+    pinned = f" and {amount(report.data.pinned)} pinned" if report.data.pinned else ""
+    processes = "no loader process" if not report.loaders else f"{report.loaders} loader processes"
+    yield (
+        f"data, in the node's own memory: up to {amount(report.data.shared)} in /dev/shm{pinned} for each rank, at local batch"
+        f" {report.largest_row} with {processes}"
+    )
 
 
 def _apart(report: "EstimateReport") -> Iterator[str]:

@@ -1,12 +1,18 @@
 """Which sample is trained when: each exactly once an epoch, whatever the batch, the world and the start."""
 
+import contextlib
 import hashlib
+import os
+import time
+from collections.abc import Iterable
+from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tula_cli.models.memory.host_memory import LOADERS, data_memory
 from tula_cli.worker.build.sampling import Batches, Key, Position, eval_loader, permutation, steps_left, train_loader
 
 WORLDS = st.integers(1, 5)
@@ -124,6 +130,40 @@ def test_workers_load_the_same_samples_in_the_same_order() -> None:
     none, two = (list(train_loader(Keyed(), plan, workers=workers, pin=False)) for workers in (0, 2))
     assert [part.tolist() for part in none] == [part.tolist() for part in two]
     assert [part.tolist() for part in none] == [[index for _, index in part] for part in plan]
+
+
+def test_loader_processes_keep_in_shared_memory_what_the_model_says() -> None:
+    class Large(torch.utils.data.Dataset[torch.Tensor]):
+        def __getitem__(self, key: Key) -> torch.Tensor:
+            return torch.zeros(2048)
+
+    plan = Batches(1000, batch=16, accumulate=1, rank=0, world=1, seed=3, epochs=9, start=Position())
+    said = data_memory([16], sample=4 * 2048, ranks=1, workers=2, on_gpu=False).shared // LOADERS
+    loader = iter(train_loader(Large(), plan, workers=2, pin=False))
+    before, ends = shared_memory([os.getpid()]), time.monotonic() + 60
+    first = next(loader)
+    processes = [os.getpid(), *(worker.pid for worker in loader._workers)]
+    while (held := shared_memory(processes) - before) < said:  # what is ahead is on its way
+        assert time.monotonic() < ends, (held, said)
+        time.sleep(0.02)
+    assert held == said and len(first) == 16
+
+
+def shared_memory(processes: Iterable[int]) -> int:
+    """Return the bytes of torch's segments of shared memory that processes have open or in their memory."""
+    found: dict[int, int] = {}
+    for pid in processes:
+        for file in Path(f"/proc/{pid}/fd").iterdir():
+            with contextlib.suppress(OSError):  # it was closed meanwhile
+                if os.readlink(file).startswith("/dev/shm/torch_"):
+                    status = file.stat()
+                    found[status.st_ino] = status.st_size
+        for line in Path(f"/proc/{pid}/maps").read_text().splitlines():
+            place, _, _, _, inode, *name = line.split(maxsplit=5)
+            if name and name[0].startswith("/dev/shm/torch_"):
+                begin, end = (int(side, 16) for side in place.split("-"))
+                found[int(inode)] = end - begin
+    return sum(found.values())
 
 
 @given(size=st.integers(1, 50), world=WORLDS, batch=st.integers(1, 7))

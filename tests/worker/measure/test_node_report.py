@@ -25,7 +25,7 @@ ROOT = Path(__file__).parents[3]
 AHEAD = 5.0  # seconds
 
 VIEW = RankReport(
-    host="node1", gpus=(), own="", driver="", torch="2.6", cuda="", nccl="", python="3.11", cpus=4, memory=10**9,
+    host="node1", gpus=(), own="", driver="", torch="2.6", cuda="", nccl="", python="3.11", cpus=4, memory=10**9, shared=10**9,
     interface="eth0", address="10.0.0.1", token="t", write_error="", dataset=None, free_disk=10**9,
 )  # fmt: skip
 A, B = Gpu("a", "A100", 80), Gpu("b", "A100", 40)

@@ -23,6 +23,7 @@ class NodeReport(Record):
     python: str
     cpus: int  # cores that one rank may use
     memory: int  # bytes of the node
+    shared: int | None = None  # free bytes of /dev/shm, as its ranks see it; None where there is none
     interface: str  # of the network; empty where no interface has the address
     address: str
     clock_offset: float  # seconds that its clock is ahead of rank 0's

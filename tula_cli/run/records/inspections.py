@@ -11,6 +11,7 @@ class Inspection(Record):
     eval_size: int
     classes: int | None
     sample_shape: tuple[int, ...]  # one input
+    sample_bytes: int = 0  # of one input with its target, as a batch holds them; 0 where it is not known
     parameters: int  # how many numbers
     footprints: tuple[Footprint, ...]  # at two or more local batches, ascending; empty where the estimate failed
     estimate_error: str  # why it failed, or empty

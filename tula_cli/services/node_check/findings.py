@@ -8,13 +8,16 @@ from pathlib import Path
 from tula_cli.run.directory import RunDir
 from tula_cli.run.records.cluster_reports import ClusterReport, NodeReport
 from tula_cli.run.records.tasks import CheckTask
+from tula_cli.services.profiling.loader_memory import MORE_SHARED
 from tula_cli.spec.job import JobSpec
-from tula_cli.words import plural
+from tula_cli.words import amount, plural
 
 LAG = {"local": 2.0, "slurm": 30.0}
 """Seconds that a file of another node may take to be seen here (NFS keeps what it knows of a folder for that long)."""
 SLOW_INSIDE = 8 * 32e9
 """Bits a second between two GPUs of one node, in each direction: PCIe 4.0 with 16 lanes. NVLink is faster from V100 on."""
+SMALL_SHARED = 2**30
+"""Bytes of /dev/shm below which large batches of a few loader processes do not fit; containers have 64 MiB unasked."""
 CLOCKS_APART = 1.0
 """Seconds by which the clocks of two nodes may differ."""
 
@@ -106,6 +109,12 @@ def warnings(task: CheckTask, report: ClusterReport) -> Iterator[str]:
             f"two GPUs of {report.nodes[0].host} exchange {report.inside[-1].speed / 8e9:.1f} GB/s each way: that is no NVLink;"
             " where they have one, cluster.slurm.gpus: gpus_per_task hides GPUs of a node from each other"
         )
+    for host, shared in {node.host: node.shared for node in report.nodes}.items():
+        if shared is not None and shared < SMALL_SHARED:
+            yield (
+                f"{host} has {amount(shared)} free in /dev/shm, through which loader processes and NCCL hand data over:"
+                f" {MORE_SHARED}; tula check tells which batches fit"
+            )
     for node in report.nodes:
         if abs(node.clock_offset) > CLOCKS_APART:
             side = "ahead of" if node.clock_offset > 0 else "behind"

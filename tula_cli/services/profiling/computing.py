@@ -26,21 +26,30 @@ def settings(spec: JobSpec, inspection: Inspection | None) -> tuple[str, ...]:
 
 def _loader(spec: JobSpec, inspection: Inspection | None) -> Iterator[str]:
     """Yield what `train.workers: auto` comes to."""
-    train, cluster = spec.train, spec.cluster
-    if train.workers != "auto":
+    cluster = spec.cluster
+    if spec.train.workers != "auto" or (cluster.kind == "local" and inspection is None):
         return
+    ranks = [nodes * cluster.gpus_per_node for nodes in spec.search.nodes]
+    fewest, most = loaders(spec, inspection, ranks=max(ranks))[0], loaders(spec, inspection, ranks=min(ranks))[1]
     cpus = cluster.slurm.cpus_per_task if cluster.slurm is not None else None
     if cluster.kind == "slurm":
         why = f"cluster.slurm.cpus_per_task: {cpus}" if cpus else "by the cores that SLURM gives it"
-        fewest, most = (train.loaders(cpus),) * 2 if cpus else (FEWEST_WORKERS, MOST_WORKERS)
-    elif inspection is not None:
-        ranks = [nodes * cluster.gpus_per_node for nodes in spec.search.nodes]
-        fewest, most = (train.loaders(inspection.cpus / count) for count in (max(ranks), min(ranks)))
-        why = f"by its share of {plural(inspection.cpus, 'core')}"
     else:
-        return
+        assert inspection is not None
+        why = f"by its share of {plural(inspection.cpus, 'core')}"
     number = str(most) if fewest == most else f"{fewest} to {most}"
     yield f"data loader: {number} processes a rank, {why} (train.workers: auto)"
+
+
+def loaders(spec: JobSpec, inspection: Inspection | None, *, ranks: int) -> tuple[int, int]:
+    """Return the fewest and the most data-loader processes that a rank may have, with so many ranks on a machine."""
+    train, slurm = spec.train, spec.cluster.slurm
+    if train.workers != "auto":
+        return train.workers, train.workers
+    if spec.cluster.kind == "local":
+        return (train.loaders(inspection.cpus / ranks),) * 2 if inspection else (FEWEST_WORKERS, MOST_WORKERS)
+    given = slurm.cpus_per_task if slurm is not None else None
+    return (train.loaders(given),) * 2 if given else (FEWEST_WORKERS, MOST_WORKERS)
 
 
 def _on_gpu(spec: JobSpec, inspection: Inspection | None) -> bool:

@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 
 from tula_cli.host import devices
 from tula_cli.host.processes import die_with_parent
+from tula_cli.models.memory.host_memory import AHEAD
 from tula_cli.worker.seeding import stable_seed
 
 Key = tuple[int, int]
@@ -78,6 +79,7 @@ def train_loader(dataset: Dataset[Any], batches: Batches, *, workers: int, pin: 
         dataset,
         batch_sampler=batches,
         num_workers=workers,
+        prefetch_factor=AHEAD if workers else None,
         pin_memory=pin,
         worker_init_fn=_starting() if workers else None,
     )
@@ -93,6 +95,7 @@ def eval_loader(
         sampler=range(rank, size, world),
         generator=torch.Generator(),  # its own: the process's generator stays as it is
         num_workers=workers,
+        prefetch_factor=AHEAD if workers else None,
         pin_memory=pin,
         persistent_workers=workers > 0,
         worker_init_fn=_starting() if workers else None,
@@ -106,6 +109,7 @@ def fixed_loader(dataset: Dataset[Any], keys: list[Key], *, batch: int, workers:
         batch_sampler=[keys[start : start + batch] for start in range(0, len(keys), batch)],
         generator=torch.Generator(),
         num_workers=workers,
+        prefetch_factor=AHEAD if workers else None,
         worker_init_fn=_starting() if workers else None,
     )
 

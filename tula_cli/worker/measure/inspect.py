@@ -19,6 +19,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from tula_cli.errors import JobFailed, Problem, SpecError, TulaError
+from tula_cli.host.capacity import machine_memory
 from tula_cli.host.processor import processor_name
 from tula_cli.models.halving import dearest
 from tula_cli.plugins import is_import_string
@@ -37,6 +38,8 @@ from tula_cli.worker.methods.table import method_of
 from tula_cli.worker.train.loop import check_ghosts, micro_batches
 
 SAMPLES_COMPARED = 4
+NUMBER = 8
+"""Bytes of a number in a batch: int64 or float64."""
 BEGUN = "begun"
 
 
@@ -77,6 +80,7 @@ def inspect_job(spec: JobSpec) -> Inspection:
         eval_size=len(datasets.eval),
         classes=datasets.classes,
         sample_shape=tuple(sample[0].shape),
+        sample_bytes=_sample_bytes(sample),
         parameters=sum(parameter.numel() for parameter in model.parameters()),
         footprints=footprints,
         estimate_error=estimate_error,
@@ -141,17 +145,7 @@ def _capacity(spec: JobSpec, device: str) -> int | None:
         return None
     if device == "cuda":
         return gpu_memory()
-    return _machine_memory() // (max(spec.search.nodes) * spec.cluster.gpus_per_node)
-
-
-def _machine_memory() -> int:
-    """Return the bytes of this machine's memory, or of the control group that holds this process if that is less."""
-    total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    try:
-        limit = Path("/sys/fs/cgroup/memory.max").read_text(encoding="ascii").strip()
-    except OSError:
-        return total
-    return min(total, int(limit)) if limit.isdigit() else total
+    return machine_memory() // (max(spec.search.nodes) * spec.cluster.gpus_per_node)
 
 
 def _sample(spec: JobSpec, datasets: Datasets) -> tuple[torch.Tensor, Any]:
@@ -179,6 +173,13 @@ def _sample(spec: JobSpec, datasets: Datasets) -> tuple[torch.Tensor, Any]:
             "end in one size, for example {Resize: {size: 256}}, {CenterCrop: {size: 224}}",
         )
     return samples[0]
+
+
+def _sample_bytes(sample: Any) -> int:
+    """Return the bytes that one sample adds to a batch; class numbers become int64."""
+    return sum(
+        leaf.numel() * leaf.element_size() if isinstance(leaf, torch.Tensor) else NUMBER for leaf in tree_leaves(sample)
+    )
 
 
 def _real_step(spec: JobSpec, datasets: Datasets) -> tuple[nn.Module, torch.optim.Optimizer, Any]:

@@ -23,6 +23,7 @@ import torch.distributed as dist
 
 from tula_cli.errors import TulaError
 from tula_cli.host import network
+from tula_cli.host.capacity import shared_memory
 from tula_cli.run.directory import RunDir
 from tula_cli.run.records.cluster_reports import ClusterReport, NodeReport, Transfer
 from tula_cli.run.records.tasks import CheckTask
@@ -71,6 +72,7 @@ class RankReport:
     python: str
     cpus: int
     memory: int
+    shared: int | None
     interface: str
     address: str
     token: str
@@ -146,6 +148,7 @@ def _view(task: CheckTask, run: RunDir, ranks: Ranks, write_error: str) -> RankR
         python=platform.python_version(),
         cpus=len(os.sched_getaffinity(0)),
         memory=node_memory(),
+        shared=shared_memory(),
         interface=network.interface_of(address) or "",
         address=address,
         token=run.checks.token(task.id),
@@ -197,7 +200,7 @@ def _node_report(number: int, views: Sequence[RankReport], clock: tuple[float, f
 
 
 _SAME_IN_BOTH = (
-    "driver", "torch", "cuda", "nccl", "python", "cpus", "memory", "interface", "address", "token", "dataset",
+    "driver", "torch", "cuda", "nccl", "python", "cpus", "memory", "shared", "interface", "address", "token", "dataset",
     "free_disk",
 )  # fmt: skip
 

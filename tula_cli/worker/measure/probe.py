@@ -11,6 +11,7 @@ from typing import Any
 
 from tula_cli.models.efficiency import Pair, summarise
 from tula_cli.models.halving import dearest
+from tula_cli.models.memory.host_memory import AHEAD
 from tula_cli.run.directory import RunDir
 from tula_cli.run.records.components import Components
 from tula_cli.run.records.probes import GpuState, GradientStats, Measured, OutOfMemory, Overheads
@@ -34,8 +35,6 @@ NORMS = 50
 """The most steps whose gradient norms are taken: they tell the start of training, and change the weights."""
 LOADED = 4
 """The fewest batches by which a data loader is timed."""
-AHEAD = 2
-"""Batches that a worker of a data loader makes ahead: torch's default."""
 NEVER = 10**9
 """Steps until AGS refreshes by itself: a probe times refreshes apart from steps."""
 

@@ -1,0 +1,126 @@
+"""Whether a node holds what data takes: what cannot run, what may not, and what to do about it."""
+
+from pathlib import Path
+
+import make_runs as make
+import pytest
+from make_results import inspected, spec
+
+from tula_cli.run.directory import RunDir
+from tula_cli.run.records.tasks import CheckTask
+from tula_cli.services.check import check
+from tula_cli.services.profiling.loader_memory import NodeMemory, check_memory
+
+MB, GB = 2**20, 2**30
+SAMPLE = {"sample_bytes": MB, "cpus": 8}
+PLENTY = NodeMemory(1000 * GB, 1000 * GB)
+
+
+def job(**sections):
+    return spec(**{"train": {"epochs": 1, "workers": 2}, **sections})
+
+
+def told(room: NodeMemory, sizes, *, of=None, **inspection):
+    return check_memory(of or job(), inspected(**{**SAMPLE, **inspection}), sizes, room)
+
+
+def test_where_there_is_enough_nothing_is_said() -> None:
+    assert told(PLENTY, {1: (8, 16), 2: (8,)}) == ((), ())
+
+
+def test_a_container_that_holds_no_batch_is_a_problem() -> None:
+    (problem,), warnings = told(NodeMemory(64 * MB, 64 * GB), {1: (128, 256)})
+    assert "64.0 MiB free, and one batch of each of 1 rank takes 128 MiB there at local batch 128" in problem
+    assert "--shm-size" in problem and "train.workers: 0" in problem and not warnings
+
+
+def test_where_only_large_batches_fill_it_the_first_of_them_is_named() -> None:
+    problems, (warning,) = told(NodeMemory(640 * MB, 64 * GB), {1: (32, 64, 128)})
+    assert not problems  # 2 x (2 x 2 + 1) batches are ready at most: 64 samples take all there is
+    assert "from local batch 128 on" in warning and "up to 1.25 GiB there at local batch 128 (1 rank, 2 tr" in warning
+
+
+def test_where_fewer_nodes_can_run_it_is_no_problem_that_more_ranks_of_this_machine_cannot() -> None:
+    problems, (warning,) = told(NodeMemory(100 * MB, 64 * GB), {1: (64,), 2: (64,)})
+    assert not problems and "2 ranks" in warning
+
+
+def test_of_several_jobs_the_first_batch_and_the_most_memory_are_told() -> None:
+    _, (warning,) = told(NodeMemory(300 * MB, 64 * GB), {1: (16, 32, 64), 2: (64,)})
+    assert "from local batch 32 on" in warning and "up to 1.25 GiB there at local batch 64 (2 ranks" in warning
+
+
+def test_without_loader_processes_shared_memory_is_not_needed() -> None:
+    assert told(NodeMemory(0, 64 * GB), {1: (128,)}, of=job(train={"epochs": 1, "workers": 0})) == ((), ())
+
+
+def test_accumulation_takes_a_micro_batch_at_a_time() -> None:
+    room = NodeMemory(640 * MB, 64 * GB)
+    assert told(room, {1: (128,)}, of=job(train={"epochs": 1, "workers": 2, "accumulate": 2})) == ((), ())
+
+
+def test_all_memory_counts_processes_and_on_a_gpu_pinned_copies() -> None:
+    room = NodeMemory(64 * GB, 4 * GB, "the machine has")
+    assert told(room, {1: (128,)}, process=GB) == ((), ())  # 1 + 1.25 + 0.25 GiB
+    gpu = job(cluster={"device": "cuda"})
+    _, (warning,) = told(room, {1: (128,)}, of=gpu, process=2 * GB, device="cuda")
+    assert "more than the 4.00 GiB that the machine has" in warning
+    assert "up to 4.75 GiB at local batch 128" in warning and "1.25 GiB pinned for the GPUs" in warning
+
+
+def test_auto_takes_the_most_processes_that_a_rank_may_get() -> None:
+    auto = job(train={"epochs": 1})
+    assert "7 train.workers each" in told(NodeMemory(GB, 64 * GB), {1: (128,)}, of=auto)[1][0]
+    assert "3 train.workers each" in told(NodeMemory(GB, 64 * GB), {2: (128,)}, of=auto)[1][0]
+    slurm = job(train={"epochs": 1}, cluster={"kind": "slurm", "gpus_per_node": 2})
+    assert "2 ranks, 8 train.workers each" in told(NodeMemory(GB, 640 * GB), {4: (128,)}, of=slurm)[1][0]
+
+
+def test_of_a_script_nothing_is_known() -> None:
+    assert told(NodeMemory(0, 0), {1: (128,)}, sample_bytes=0) == ((), ())
+    assert check_memory(job(), None, {1: (128,)}, NodeMemory(0, 0)) == ((), ())
+
+
+def test_check_tells_both() -> None:
+    found = inspected(**SAMPLE)
+    report = check(job(), inspector=lambda _: found, room=NodeMemory(MB, 64 * GB))
+    assert any("/dev/shm has 1.00 MiB free" in problem for problem in report.problems)
+    report = check(job(), inspector=lambda _: found, room=NodeMemory(64 * GB, GB))
+    assert not report.problems and any("than the 1.00 GiB that the machine has" in words for words in report.warnings)
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDir:
+    return RunDir.create(tmp_path / "runs", slurm())
+
+
+def slurm(**settings):
+    return job(cluster={"kind": "slurm", "slurm": settings})
+
+
+def look(run: RunDir, number: int, **node: int) -> None:
+    task = CheckTask(id=f"check-n002-{number}", job=f"check-n002-{number}", spec=slurm(), workdir="/", nodes=2)
+    run.write_task(task)
+    run.checks.write_report(make.cluster_report(run, task, node, node))
+
+
+@pytest.mark.parametrize(
+    ("asked", "memory"), [("64G", 64 * GB), ("2000", 2000 * MB), ("512mb", 512 * MB), ("1T", 1024 * GB), ("0", None)]
+)
+def test_memory_is_what_slurm_is_asked_for(run: RunDir, asked: str, memory: int | None) -> None:
+    room = NodeMemory.of(slurm(memory=asked), run)
+    assert (room.memory, room.shared) == (memory, None)
+
+
+def test_nodes_that_were_looked_at_tell_the_newest(run: RunDir) -> None:
+    look(run, 9, shared=GB, memory=8 * GB)
+    look(run, 10, shared=2 * GB, memory=16 * GB)
+    room = NodeMemory.of(slurm(), run)
+    assert (room.shared, room.memory, room.source) == (2 * GB, 16 * GB, "a node has")
+    assert NodeMemory.of(slurm(memory="4G"), run).memory == 4 * GB
+    assert NodeMemory.of(slurm(), None) == NodeMemory(None, None, "a node has")
+
+
+def test_this_machine_is_asked_itself() -> None:
+    room = NodeMemory.of(job(), None)
+    assert room.memory and room.source == "the machine has"

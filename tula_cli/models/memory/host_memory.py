@@ -1,0 +1,58 @@
+"""What data takes of a node's own memory on its way to the ranks: in /dev/shm, in pinned copies, in processes.
+
+The processes of a data loader hand whole micro-batches over in shared memory, `AHEAD` of them each; a GPU takes them from
+pinned copies, which torch rounds up to powers of two and keeps (its caching allocator of pinned memory). Two loaders are
+there at a time: at an epoch's end that of the next epoch has its batches ready while the evaluation loads its own.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+AHEAD = 2
+"""Batches that each process of a data loader makes ahead."""
+LOADERS = 2
+"""The training's, and beside it the evaluation's."""
+
+
+@dataclass(frozen=True)
+class DataMemory:
+    """What the data of all ranks of a node may come to, beside the model and the processes themselves. Bytes."""
+
+    batches: int  # one micro-batch of each rank
+    shared: int  # in /dev/shm: what loader processes have made and nobody has taken
+    pinned: int  # copies that GPUs take them from
+    samples: int  # that make no batch yet
+
+    @property
+    def total(self) -> int:
+        return self.shared + self.pinned + self.samples
+
+
+def ready(workers: int) -> int:
+    """Return the most batches of a rank that are ready or in use: what its processes make ahead, and one more."""
+    return LOADERS * (AHEAD * workers + 1)
+
+
+def data_memory(micro_batches: Sequence[int], *, sample: int, ranks: int, workers: int, on_gpu: bool) -> DataMemory:
+    """Return what data may come to at the last of the micro-batches.
+
+    Args:
+        micro_batches: samples of one rank at a time, ascending: all that one process goes through, as pinned memory is
+            not given back and no block of it serves a larger batch. A training has one.
+        sample: bytes of an input with its target.
+        ranks: of the node.
+        workers: loader processes of each; without any, nothing goes through /dev/shm.
+        on_gpu: whether batches are pinned.
+    """
+    batch = micro_batches[-1] * sample
+    blocks = {_power_of_two(size * sample) for size in micro_batches} if on_gpu else set()
+    return DataMemory(
+        batches=ranks * batch,
+        shared=ranks * ready(workers) * batch if workers else 0,
+        pinned=ranks * ready(workers) * sum(blocks),
+        samples=ranks * max(1, workers) * batch,
+    )
+
+
+def _power_of_two(size: int) -> int:
+    return 1 << (size - 1).bit_length()

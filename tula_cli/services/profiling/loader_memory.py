@@ -1,0 +1,150 @@
+"""Whether a node has the memory that data takes on its way to the ranks: in /dev/shm, and in all."""
+
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from tula_cli.host.capacity import machine_memory, shared_memory
+from tula_cli.models.memory.host_memory import DataMemory, data_memory
+from tula_cli.run.directory import RunDir
+from tula_cli.run.records.cluster_reports import ClusterReport
+from tula_cli.run.records.inspections import Inspection
+from tula_cli.services.profiling.computing import loaders
+from tula_cli.spec.job import JobSpec
+from tula_cli.words import amount, plural
+
+MORE_SHARED = "a container gets more by --shm-size or --ipc=host"
+LESS = "fewer train.workers, or more train.accumulate, take less"
+
+
+@dataclass(frozen=True)
+class NodeMemory:
+    """What a node has for the ranks' data. Bytes; None where that is not known."""
+
+    shared: int | None  # of /dev/shm
+    memory: int | None
+    source: str = "the machine has"  # of `memory`, in words
+
+    @classmethod
+    def of(cls, spec: JobSpec, run: RunDir | None) -> "NodeMemory":
+        """Return this machine's, or of SLURM's nodes what the job asks for and the newest check of them has told."""
+        if spec.cluster.kind == "local":
+            return cls(shared_memory(), machine_memory())
+        report = None if run is None else _newest(run)
+        shared = min((node.shared for node in report.nodes if node.shared), default=None) if report else None
+        asked = _size(spec.cluster.slurm.memory if spec.cluster.slurm else None)
+        if asked is not None:
+            return cls(shared, asked, "cluster.slurm.memory asks for")
+        return cls(shared, min(node.memory for node in report.nodes) if report else None, "a node has")
+
+
+def _newest(run: RunDir) -> ClusterReport | None:
+    found = [(run.checks.report(task.id), int(task.id.rpartition("-")[2])) for task in run.check_tasks()]
+    return max(((number, report) for report, number in found if report), key=lambda pair: pair[0], default=(0, None))[1]
+
+
+def _size(text: str | None) -> int | None:
+    """Return the bytes of sbatch's --mem; None where all of a node's is asked for."""
+    found = re.match(r"(\d+)([KMGT]?)", (text or "").upper())
+    if found is None or int(found[1]) == 0:
+        return None
+    factor: int = 1024 ** (1 + "KMGT".index(found[2] or "M"))
+    return int(found[1]) * factor
+
+
+@dataclass(frozen=True)
+class _Job:
+    """What the data of one measuring job takes on a node. Bytes."""
+
+    ranks: int  # of a node
+    workers: int  # of a rank, at most
+    processes: int  # what the ranks hold before they have any data
+    data: dict[int, DataMemory]  # by local batch, ascending
+
+    def total(self, data: DataMemory) -> int:
+        return self.processes + data.total
+
+    @property
+    def words(self) -> str:
+        return f"{plural(self.ranks, 'rank')}, {self.workers} train.workers each"
+
+
+def check_memory(
+    spec: JobSpec, inspection: Inspection | None, jobs: Mapping[int, Sequence[int]], room: NodeMemory
+) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Return what of a search cannot run for want of a node's memory, and what of it may not, in words.
+
+    Args:
+        spec: the job.
+        inspection: tells the size of a sample; where there is none, or a script's own loader, nothing is known.
+        jobs: number of nodes to ascending local batches.
+        room: what a node has.
+    """
+    if inspection is None or not inspection.sample_bytes or not jobs:
+        return (), ()
+    planned = [_job(spec, inspection, nodes, sizes) for nodes, sizes in jobs.items()]
+    impossible = tuple(_impossible(planned, room.shared))
+    return impossible, () if impossible else (*_shared(planned, room.shared), *_all(planned, room))
+
+
+def _job(spec: JobSpec, inspection: Inspection, nodes: int, local_batches: Sequence[int]) -> _Job:
+    cluster = spec.cluster
+    ranks = cluster.gpus_per_node * (nodes if cluster.kind == "local" else 1)  # on this machine all are here
+    workers = loaders(spec, inspection, ranks=ranks)[1]
+    on_gpu = cluster.device != "cpu" and (cluster.kind == "slurm" or inspection.device == "cuda")
+    sizes = [size // spec.train.accumulate for size in local_batches]
+    data = {
+        size: data_memory(sizes[:end], sample=inspection.sample_bytes, ranks=ranks, workers=workers, on_gpu=on_gpu)
+        for end, size in enumerate(local_batches, 1)
+    }
+    return _Job(ranks, workers, ranks * inspection.process, data)
+
+
+def _impossible(jobs: Sequence[_Job], room: int | None) -> Iterator[str]:
+    """Yield that in no job even one batch of each rank fits: the processes that write it would be killed (SIGBUS)."""
+    job = min(jobs, key=lambda job: min(data.batches for data in job.data.values()))
+    size, least = min(job.data.items())
+    if room is not None and job.workers and least.batches > room:
+        yield (
+            f"/dev/shm has {amount(room)} free, and one batch of each of {plural(job.ranks, 'rank')} takes"
+            f" {amount(least.batches)} there at local batch {size}: {MORE_SHARED}; train.workers: 0 takes none"
+        )
+
+
+def _shared(jobs: Sequence[_Job], room: int | None) -> Iterator[str]:
+    found = _beyond(jobs, lambda _, data: data.shared, room)
+    if found is not None and room is not None:
+        yield (
+            f"from local batch {found.first} on the data loaders may fill /dev/shm, which has {amount(room)} free: they keep"
+            f" up to {amount(found.most.shared)} there at local batch {found.size} ({found.job.words}); {MORE_SHARED}; {LESS}"
+        )
+
+
+def _all(jobs: Sequence[_Job], room: NodeMemory) -> Iterator[str]:
+    found = _beyond(jobs, _Job.total, room.memory)
+    if found is not None and room.memory is not None:
+        pinned = f", {amount(found.most.pinned)} pinned for the GPUs" if found.most.pinned else ""
+        yield (
+            f"from local batch {found.first} on the ranks may take more than the {amount(room.memory)} that {room.source},"
+            f" beside the model: up to {amount(found.job.total(found.most))} at local batch {found.size} ({found.job.words};"
+            f" {amount(found.most.shared)} in /dev/shm{pinned}); {LESS}"
+        )
+
+
+@dataclass(frozen=True)
+class _Excess:
+    """Where more is needed than there is."""
+
+    first: int  # the smallest local batch at which it is
+    job: _Job  # that needs most
+    size: int  # the local batch at which it does
+    most: DataMemory
+
+
+def _beyond(jobs: Sequence[_Job], need: Callable[[_Job, DataMemory], int], room: int | None) -> _Excess | None:
+    found = [(need(job, data), size, job, data) for job in jobs for size, data in job.data.items()]
+    beyond = [entry for entry in found if room is not None and entry[0] > room]
+    if not beyond:
+        return None
+    _, size, job, most = max(beyond, key=lambda entry: entry[0])
+    return _Excess(min(entry[1] for entry in beyond), job, size, most)

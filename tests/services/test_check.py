@@ -156,6 +156,16 @@ def test_more_ranks_than_cores_are_a_warning(found):
     assert any("4 ranks share 2 cores" in warning for warning in report.warnings)
 
 
+def test_values_that_hardly_go_together_are_warnings(found):
+    late = {"kind": "multistep", "milestones": [1, 10, 1000]}
+    told = check(spec(train={"epochs": 10, "workers": 200}, schedule=late)).warnings
+    assert any("schedule.milestones 10, 1000: training ends after 10 epochs" in text for text in told)
+    assert any("train.workers 200: a node's ranks start 200 loader processes on 2 cores" in text for text in told)
+    soon = {"kind": "multistep", "milestones": [1, 9]}
+    fine = check(spec(train={"epochs": 10, "workers": 4}, schedule=soon)).warnings
+    assert not any("milestones" in text or "train.workers" in text for text in fine)
+
+
 @pytest.mark.parametrize(
     ("gpus", "cluster", "words"),
     [

@@ -270,6 +270,7 @@ def _warnings(spec: JobSpec, inspection: Inspection | None, jobs: tuple[PlannedJ
         found.append(
             f"memory cannot be estimated ({inspection.estimate_error}); measuring stops at the first batch that does not fit"
         )
+    found += _hardly_meant(spec, inspection)
     left_out = sorted(set(spec.search.nodes) - {job.nodes for job in jobs}) if jobs else []
     if left_out and spec.search.strategy != "partial":
         found.append(f"no batch is feasible on {', '.join(map(str, left_out))} nodes: left out")
@@ -287,6 +288,28 @@ def _warnings(spec: JobSpec, inspection: Inspection | None, jobs: tuple[PlannedJ
     if spec.search.max_node_hours is None:
         found.append("search.max_node_hours is not set: where there is no terminal to confirm, profiling needs --yes")
     return tuple(found)
+
+
+def _hardly_meant(spec: JobSpec, inspection: Inspection | None) -> list[str]:
+    """Return what each value allows and together they hardly mean."""
+    found, epochs, workers = [], spec.train.epochs, spec.train.workers
+    if late := [f"{at:g}" for at in spec.schedule.milestones if at >= epochs]:
+        found.append(
+            f"schedule.milestones {', '.join(late)}: training ends after {plural(epochs, 'epoch')}, and the learning rate does"
+            " not fall there"
+        )
+    here = inspection is not None and spec.cluster.kind == "local"
+    if (
+        inspection is not None
+        and here
+        and workers != "auto"
+        and workers * spec.cluster.gpus_per_node > 2 * inspection.cpus
+    ):
+        found.append(
+            f"train.workers {workers}: a node's ranks start {workers * spec.cluster.gpus_per_node} loader processes on"
+            f" {inspection.cpus} cores, which slow each other down; auto is the cores that a rank has, less one"
+        )
+    return found
 
 
 # --- init

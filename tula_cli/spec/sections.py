@@ -90,7 +90,7 @@ FEWEST_WORKERS, MOST_WORKERS = 2, 8
 class Train(Section):
     """The training run itself."""
 
-    epochs: Positive  # the job's, whatever the batch and the method
+    epochs: Annotated[int, Field(ge=1, le=1_000_000)]  # the job's, whatever the batch and the method
     seed: Annotated[int, Field(ge=0, lt=2**31)] = 0  # of weights, data order and augmentation
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"  # of forward and backward pass; parameters stay fp32
     workers: Workers = "auto"  # data-loader processes a GPU; auto: the cores that its rank has, less one, from 2 to 8

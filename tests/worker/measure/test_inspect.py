@@ -92,7 +92,7 @@ def test_shipped_local_jobs_are_sound(name):
 
 
 def test_capacity_is_what_the_spec_says_else_a_share_of_the_machine():
-    assert inspect_job(spec(cluster={"memory_per_gpu": 12345})).capacity == 12345
+    assert inspect_job(spec(cluster={"memory_per_gpu": 12345678})).capacity == 12345678
     assert inspect_job(spec(cluster={"kind": "slurm"})).capacity is None
     one, two = (inspect_job(spec(cluster={"device": "cpu", "gpus_per_node": gpus})).capacity for gpus in (1, 2))
     assert one == pytest.approx(2 * two, abs=1)
@@ -117,6 +117,18 @@ def test_model_that_reads_its_numbers_is_checked_without_an_estimate(user_code):
 def test_more_outputs_than_classes_are_a_warning():
     found = inspect_job(spec(model={"name": "small_cnn", "args": {"num_classes": 12}}))
     assert any("12 outputs for 10 classes" in warning for warning in found.warnings)
+
+
+def test_a_lightning_module_is_told_that_its_own_step_is_not_called(user_code):
+    user_code(
+        "lit",
+        "class Lit(nn.Sequential):\n"
+        "    def __init__(self): super().__init__(nn.Flatten(), nn.Linear(192, 10))\n"
+        "    def training_step(self, batch, number): raise AssertionError\n"
+        "    def configure_optimizers(self): raise AssertionError\n",
+    )
+    assert any("as a LightningModule has" in text for text in inspect_job(spec(model={"name": "lit:Lit"})).warnings)
+    assert not any("Lightning" in text for text in inspect_job(spec()).warnings)
 
 
 def test_channels_last_without_a_convolution_is_a_warning(user_code):

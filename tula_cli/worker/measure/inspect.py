@@ -73,8 +73,7 @@ def inspect_job(spec: JobSpec) -> Inspection:
     warnings += _check_output(spec, output, sample[1], datasets.classes)
     method_of(spec).check(spec, model, optimizer)
     _check_ghosts(spec, model, largest=len(datasets.train))
-    if spec.train.channels_last is True and not has_convolutions(model):
-        warnings.append("train.channels_last: true does nothing: the model has no 2-d convolution")
+    warnings += _does_nothing(spec, model)
     return Inspection(
         dataset_size=len(datasets.train),
         eval_size=len(datasets.eval),
@@ -93,6 +92,19 @@ def inspect_job(spec: JobSpec) -> Inspection:
         process=process_memory("VmRSS"),
         warnings=tuple(warnings),
     )
+
+
+def _does_nothing(spec: JobSpec, model: torch.nn.Module) -> list[str]:
+    """Return what was asked for, or stands in the model, and does nothing."""
+    found = []
+    if spec.train.channels_last is True and not has_convolutions(model):
+        found.append("train.channels_last: true does nothing: the model has no 2-d convolution")
+    if all(callable(getattr(model, name, None)) for name in ("training_step", "configure_optimizers")):
+        found.append(
+            "the model has a training_step and configure_optimizers, as a LightningModule has: here they are not called, but its"
+            " forward, the loss and the optimizer of the job; to train as Lightning does, give your script (section script)"
+        )
+    return found
 
 
 def _check_parts(spec: JobSpec) -> None:

@@ -58,6 +58,10 @@ def test_the_main_job_from_profile_to_trained_model(tula) -> None:
     assert (summary["nodes"], summary["batch"]) == (choice["nodes"], choice["batch"])
     assert summary["predicted_hours"] == pytest.approx(choice["hours"])
     assert summary["actual_cost"] == pytest.approx(summary["actual_hours"] * choice["nodes"] * 7.5)
+    for parts, hours in ((summary["predicted_parts"], "predicted_hours"), (summary["actual_parts"], "actual_hours")):
+        assert sum(parts.values()) - parts["data"] == pytest.approx(3600 * summary[hours])
+    spent = summary["actual_parts"]
+    assert min(spent["steps"], spent["evaluation"], spent["checkpoints"], spent["rest"]) > 0
     result = run.training(summary["signature"]).result()
     assert result is not None
     assert result.samples == 3 * (DIGITS // choice["batch"]) * choice["batch"]

@@ -8,6 +8,7 @@ from make_results import spec
 
 from tula_cli.models.cost import (
     INTERRUPTION_SECONDS,
+    TrainingTime,
     Work,
     checkpoint_interval,
     cost,
@@ -67,6 +68,17 @@ def test_wall_clock_time_counts_what_is_beside_the_steps() -> None:
     assert saved(500) == pytest.approx(10)
     assert 300 < checkpoint_interval(2) < 600
     assert saved(None) == pytest.approx(10 * (1 + 400 // checkpoint_interval(2)))
+
+
+@given(st.floats(0.01, 9), st.sampled_from([20.0, 150.0, math.inf]), st.booleans())
+def test_the_parts_of_a_training_are_its_whole_time(step_time: float, every: float, tunes: bool) -> None:
+    overheads = Overheads(startup=30, eval_batch=0.5, eval_batch_size=64, checkpoint=2, refresh=3)
+    branches = {"branches": 4, "branch_steps": 50, "branch_evals": 2} if tunes else {}
+    time = TrainingTime(Work(epochs=10, steps=100, eval_batches=4, refreshes=10, **branches), overheads, every)
+    parts = time.parts(step_time, data_wait=0.001)
+    assert parts.total == pytest.approx(3600 * time.hours(step_time))
+    assert (parts.evaluation, parts.rest, parts.data) == (20.0, 30.0, pytest.approx(1.0))
+    assert (parts.branches > 0) is tunes
 
 
 @given(st.floats(0.1, 1000))

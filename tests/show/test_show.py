@@ -17,6 +17,7 @@ from tula_cli.models.efficiency import Noise
 from tula_cli.run.directory import RunDir
 from tula_cli.run.imports import Source
 from tula_cli.run.records.probes import ScriptSeen
+from tula_cli.run.records.recommendations import TimeParts
 from tula_cli.run.records.results import Scaled
 from tula_cli.services import profile
 from tula_cli.services import status as services_status
@@ -626,6 +627,20 @@ def test_the_summary_tells_the_energy_that_was_counted_and_of_how_much_of_the_ti
 def test_a_training_without_classes_is_best_where_its_loss_is_least():
     text = printed(show_train.summary(make.summary(metrics={"loss": 0.9}, best_top1=0.0)))
     assert "(started with 128), least loss at epoch 3" in text
+
+
+def test_a_summary_tells_where_the_time_went():
+    predicted = TimeParts(steps=200, data=None, evaluation=60, checkpoints=0, branches=0, rest=28)
+    actual = TimeParts(steps=240, data=12, evaluation=60, checkpoints=6, branches=0, rest=54)
+    found = make.summary(predicted_parts=predicted, actual_parts=actual, attempts=1)
+    text = printed(show_train.summary(found))
+    assert re.search(r"  steps +3.33 +4.00 +-16.7\n +waiting for data +- +0.200 +-\n", text)
+    assert re.search(
+        r"  evaluation +1.00 +1.00 +\+0.0\n +checkpoints +0 +0.100 +-100.0\n  starts and ends +0.467", text
+    )
+    assert "branches" not in text
+    assert "starts, ends, repeated" in printed(show_train.summary(found.model_copy(update={"attempts": 2})))
+    assert "steps" not in printed(show_train.summary(make.summary(predicted_parts=predicted)))
 
 
 def test_a_summary_without_a_prediction():

@@ -15,7 +15,7 @@ from tula_cli.run.directory import RunDir
 from tula_cli.run.records.base import OutcomeClass
 from tula_cli.run.records.jobs import Attempt
 from tula_cli.run.records.probes import Failed, Measured, OutOfMemory
-from tula_cli.run.records.recommendations import Prediction
+from tula_cli.run.records.recommendations import Prediction, TimeParts
 from tula_cli.run.records.results import Summary
 from tula_cli.run.records.tasks import (
     CheckTask,
@@ -268,6 +268,8 @@ def write_summary(run: RunDir, task: TrainTask) -> None:
             actual_cost=_cost(task, hours, prediction),
             predicted_step=prediction.step_time if prediction else None,
             actual_step=result.step_time,
+            predicted_parts=prediction.parts if prediction else None,
+            actual_parts=None if task.spec.script else _parts(training, 3600 * hours),
             predicted_kwh=prediction.kwh if prediction else None,
             actual_kwh=None if energy is None else energy.kwh,
             counted=None if energy is None else min(1.0, energy.seconds / (3600 * hours)),
@@ -281,6 +283,24 @@ def write_summary(run: RunDir, task: TrainTask) -> None:
             scaled=result.scaled,
             warnings=_warnings(training) if task.spec.script is not None else (),
         )
+    )
+
+
+def _parts(training: TrainingRun, seconds: float) -> TimeParts:
+    """Return where the seconds of a training went, by the rows that its newest checkpoint holds; the rest is what is left."""
+    rows, tuning = list(training.metrics()), training.tuning()
+    steps = [row for row in rows if row["kind"] == "step"]
+    stepping = sum(row["count"] * row["step_time"] for row in steps)
+    evaluation = sum(row["eval_seconds"] for row in rows if row["kind"] == "epoch")
+    saving = sum(row["seconds"] for row in rows if row["kind"] == "save")
+    branches = sum(branch.seconds for branch in tuning.branches) if tuning else 0.0
+    return TimeParts(
+        steps=stepping,
+        data=sum(row["count"] * row["data_wait"] for row in steps),
+        evaluation=evaluation,
+        checkpoints=saving,
+        branches=branches,
+        rest=max(0.0, seconds - stepping - evaluation - saving - branches),
     )
 
 

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from tula_cli.models import halving, refresh
 from tula_cli.run.records.base import Market
 from tula_cli.run.records.probes import Overheads
+from tula_cli.run.records.recommendations import TimeParts
 from tula_cli.spec.job import JobSpec
 from tula_cli.spec.resources import UNPRICED, Pricing
 
@@ -135,6 +136,48 @@ def training_seconds(
         branch = work.branch_steps / work.branches * step_time + work.branch_evals * eval_batch
         tuning = work.branches * _expected(branch, restart=restart, rate=rate, wait=wait)
     return _expected(restart, restart=0.0, rate=rate, wait=wait) + work.epochs * epoch + tuning
+
+
+@dataclass(frozen=True)
+class TrainingTime:
+    """The wall-clock time of a training at one configuration, by its step time; on spot nodes the expected one."""
+
+    work: Work
+    overheads: Overheads
+    checkpoint_every: float  # seconds
+    rate: float = 0.0  # interruptions a second
+    wait: float = 0.0  # seconds
+
+    def hours(self, step_time: float) -> float:
+        """Return the hours at a step time (seconds); infinite where interruptions leave no time to get anywhere."""
+        seconds = training_seconds(
+            self.work,
+            step_time=step_time,
+            overheads=self.overheads,
+            checkpoint_every=self.checkpoint_every,
+            rate=self.rate,
+            wait=self.wait,
+        )
+        return seconds / 3600
+
+    def parts(self, step_time: float, *, data_wait: float | None) -> TimeParts:
+        """Return where the time goes, without interruptions: the parts of `training_seconds`.
+
+        Args:
+            step_time: seconds.
+            data_wait: of it, waiting for the data loader; None where that is not known.
+        """
+        work, beside = self.work, self.overheads
+        stepping = work.steps * step_time + work.refreshes / work.epochs * (beside.refresh or 0.0)
+        saves = work.epochs * (1 + math.floor(stepping / self.checkpoint_every))
+        return TimeParts(
+            steps=work.epochs * stepping,
+            data=None if data_wait is None else work.epochs * work.steps * data_wait,
+            evaluation=work.epochs * work.eval_batches * (beside.eval_batch or 0.0),
+            checkpoints=saves * (beside.checkpoint or 0.0),
+            branches=work.branch_steps * step_time + work.branches * work.branch_evals * (beside.eval_batch or 0.0),
+            rest=beside.startup,
+        )
 
 
 def script_seconds(

@@ -217,8 +217,9 @@ class Forecast:
             market="spot",
         )
         energy = {name: kwh and kwh * running / row.hours for name, kwh in _kwh(row).items()}
-        update = {"hours": hours, "hours_low": low, "hours_high": high, "cost": price, "market": "spot", **energy}
-        return row.model_copy(update=update)
+        parts = row.parts and row.parts.model_copy(update={"rest": row.parts.rest + 3600 * (hours - row.hours)})
+        update = {"hours": hours, "hours_low": low, "hours_high": high, "cost": price, "market": "spot", "parts": parts}
+        return row.model_copy(update={**update, **energy})
 
     def ladder(self, nodes: int, batch: int, *, market: Market = "on_demand") -> tuple[Rung, ...]:
         """Return the batch and every smaller feasible candidate on that number of nodes, descending.
@@ -281,8 +282,8 @@ class Forecast:
         gpus = self.spec.cluster.gpus_per_node
         local_batch = config.local_batch(gpus)
         held = held or local_batch
-        training, overheads = self._training(config), self._beside.at(config)
-        hours, startup = training(step.seconds), self._beside.startup_spread / 3600
+        time, startup = self._time(config), self._beside.startup_spread / 3600
+        training, overheads, hours = time.hours, time.overheads, time.hours(step.seconds)
         reserved = probe.memory.reserved if probe else self.memory.reserved(held)
         found = Prediction(
             nodes=config.nodes,
@@ -298,6 +299,7 @@ class Forecast:
             peak_memory=reserved,
             headroom=None if self.capacity is None else 1 - self.memory.needed(held) / self.capacity,
             measured=probe is not None,
+            parts=None if self.spec.script else time.parts(step.seconds, data_wait=probe.data_wait if probe else None),
             refresh_share=None
             if overheads.refresh is None
             else self._work(config).refreshes * overheads.refresh / (3600 * hours),
@@ -321,26 +323,19 @@ class Forecast:
 
     def _training(self, config: Config, *, spot: Spot | None = None) -> Callable[[float], float]:
         """Return what gives the hours of the whole training from the step time; on spot nodes the expected ones."""
+        found = self._time(config, spot=spot)
+        if spot is not None and self.saving is not None:
+            return self._training_of_script(found.work, found.overheads, self.saving, rate=found.rate, spot=spot)
+        return found.hours
+
+    def _time(self, config: Config, *, spot: Spot | None = None) -> cost.TrainingTime:
         overheads, every = self._beside.at(config), self.spec.train.checkpoint_every
         rate = cost.interruption_rate(self.spec.pricing, config.nodes)
         if every == "auto":  # as the ranks do it, who do not know which nodes they are on
             every = cost.checkpoint_interval(overheads.checkpoint, rate=rate)
-        work = self._work(config)
-        if spot is not None and self.saving is not None:
-            return self._training_of_script(work, overheads, self.saving, rate=rate, spot=spot)
-
-        def hours(step_time: float) -> float:
-            seconds = cost.training_seconds(
-                work,
-                step_time=step_time,
-                overheads=overheads,
-                checkpoint_every=every,
-                rate=rate if spot is not None else 0.0,
-                wait=60 * spot.wait_minutes if spot is not None else 0.0,
-            )
-            return seconds / 3600
-
-        return hours
+        if spot is None:
+            return cost.TrainingTime(self._work(config), overheads, every)
+        return cost.TrainingTime(self._work(config), overheads, every, rate, 60 * spot.wait_minutes)
 
     def _training_of_script(
         self, work: cost.Work, overheads: Overheads, saving: Saving, *, rate: float, spot: Spot

@@ -100,6 +100,8 @@ def summary(found: "Summary") -> Iterator["RenderableType"]:
     to_unit = 3600 / divisor
     made.add_row("step time (ms)", *_compared(found.predicted_step, found.actual_step, 1000))
     made.add_row(f"time ({unit})", *_compared(found.predicted_hours, found.actual_hours, to_unit))
+    for name, predicted, actual in _parts(found):
+        made.add_row(f"  {name}", *_compared(predicted, actual, 1 / divisor))
     made.add_row(f"cost ({found.currency})", *_compared(found.predicted_cost, found.actual_cost, 1))
     if found.actual_kwh is not None:
         made.add_row("energy (kWh)", *_energy(found.predicted_kwh, found.actual_kwh, found.counted or 0.0))
@@ -127,6 +129,25 @@ def summary(found: "Summary") -> Iterator["RenderableType"]:
 def _each(lost: Sequence[int]) -> str:
     """Return what each interruption has cost."""
     return f"at each end {', '.join(map(str, lost))}" if len(lost) > 1 else "at one end"
+
+
+def _parts(found: "Summary") -> Iterator[tuple[str, float | None, float]]:
+    """Yield where the time went: the name of each part that there is, and its seconds predicted and actual."""
+    actual, predicted = found.actual_parts, found.predicted_parts
+    if actual is None:
+        return
+    names = {
+        "steps": "steps",
+        "data": "  waiting for data",
+        "evaluation": "evaluation",
+        "checkpoints": "checkpoints",
+        "branches": "branches",
+        "rest": "starts and ends" if found.attempts == 1 else "starts, ends, repeated",
+    }
+    for part, name in names.items():
+        here, told = getattr(actual, part), getattr(predicted, part, None)
+        if here or told:
+            yield name, told, here
 
 
 def _energy(predicted: float | None, actual: float, counted: float) -> tuple[str, str, str]:

@@ -38,7 +38,7 @@ def load_spec(
     Raises:
         SpecError: with all problems at once.
     """
-    overrides = tuple(overrides)
+    overrides = overrides if isinstance(overrides, str) else tuple(overrides)  # a text is refused where they are merged
     merged, _ = merge_sources(path, overrides=overrides, environ=environ, site_files=site_files)
     return validate(merged, source=" --set ".join((str(path), *overrides)))
 

@@ -25,6 +25,21 @@ class SameProgress(Record):
     cost: float
 
 
+class TimeParts(Record):
+    """Where the wall-clock time of a training goes; seconds."""
+
+    steps: float  # with their data and their synchronisation, and the refreshing of scaling factors
+    data: float | None  # of them, waiting for the data loader; None where no probe tells
+    evaluation: float
+    checkpoints: float
+    branches: float  # of a self-tuning training
+    rest: float  # starts and ends of the ranks; what interruptions cost
+
+    @property
+    def total(self) -> float:
+        return self.steps + self.evaluation + self.checkpoints + self.branches + self.rest
+
+
 class Prediction(Record):
     """A forecast of one configuration; `low` and `high` bound a 90 % interval (None where there is no residual)."""
 
@@ -49,6 +64,7 @@ class Prediction(Record):
     kwh: float | None = None  # of the training, all GPUs
     kwh_low: float | None = None
     kwh_high: float | None = None
+    parts: TimeParts | None = None  # of the hours; None of a script
     pareto: bool = (
         False  # nothing within the limits is better in time, cost or (where all have it) kWh and as good in all
     )
@@ -92,7 +108,7 @@ class Recommendation(Record):
         """Return every feasible configuration, fastest first: hours, cost, kWh, step times (seconds), peak memory (bytes)."""
         from tula_cli.run.frames import frame
 
-        columns = [name for name in Prediction.model_fields if name != "same_progress"]
+        columns = [name for name in Prediction.model_fields if name not in ("same_progress", "parts")]
         return frame(
             [{**{name: getattr(row, name) for name in columns}, "chosen": row == self.choice} for row in self.rows]
         )

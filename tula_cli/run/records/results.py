@@ -3,6 +3,7 @@
 from typing import Literal
 
 from tula_cli.run.records.base import Record
+from tula_cli.run.records.recommendations import TimeParts
 from tula_cli.spec.ags import Arm
 
 
@@ -125,6 +126,8 @@ class Summary(Record):
     actual_cost: float
     predicted_step: float | None
     actual_step: float | None
+    predicted_parts: TimeParts | None = None
+    actual_parts: TimeParts | None = None  # None of a script
     predicted_kwh: float | None = None
     actual_kwh: float | None = None  # None where the GPUs have no counter
     counted: float | None = None  # share of the actual hours over which it was counted

@@ -206,6 +206,7 @@ class Training:
         )
         self.last_save = time.monotonic()
         self.save_time = self.last_save - began
+        self.log.add("save", seconds=self.save_time)
 
     # --- the end of an epoch, and of all
 

@@ -92,6 +92,7 @@ class TrainingLog:
         self.add(
             "step",
             step=trainer.position.steps,
+            count=len(steps),  # since the last row
             loss=float(steps[-1].loss),
             lr=steps[-1].lr,
             step_time=statistics.fmean(seconds),

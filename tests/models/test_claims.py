@@ -6,6 +6,7 @@ from tula_cli.errors import BadMeasurements
 from tula_cli.models.claims import (
     Mismatch,
     RateSeen,
+    broken_claims,
     clean_steps,
     differences,
     joint_steps,
@@ -67,6 +68,26 @@ def test_a_claim_that_does_not_hold_is_told_with_both_figures(
     assert figures(mismatches(ranks(**more))) == [found]
 
 
+def test_a_training_is_held_against_the_same_claims_once_all_its_ranks_have_told() -> None:
+    smaller = ranks(timed=(step(samples=8.0),) * 5, why="begun")
+    told = broken_claims(smaller, resumed=False)
+    assert told == mismatches(smaller)[0].words and "a batch of 32 and a step trains on 16 samples" in told
+    assert broken_claims(smaller[:1], resumed=False) == "", "the other rank comes"
+    assert broken_claims(ranks(), resumed=False) == "" == broken_claims([], resumed=False)
+
+
+def test_ranks_that_train_alone_are_told_by_the_first_that_tells() -> None:
+    alone = result(0, world=1, timed=(step(),) * 5)
+    assert broken_claims([alone], resumed=True).startswith("2 ranks were asked for and 1 came")
+    assert broken_claims([result(0, world=1, timed=())], resumed=True), "a training of a few steps"
+
+
+def test_what_is_left_of_an_epoch_or_of_a_training_breaks_no_claim() -> None:
+    left = ranks(loader=loader(batches=41))
+    assert "the script's epoch has 21" in broken_claims(left, resumed=False) and not broken_claims(left, resumed=True)
+    assert not broken_claims(ranks(timed=(step(samples=2.0),) * 2), resumed=True), "its last, smaller batches"
+
+
 @pytest.mark.parametrize(
     "more",
     [
@@ -78,6 +99,7 @@ def test_a_claim_that_does_not_hold_is_told_with_both_figures(
         {"timed": ()},
         {"timed": (step(batches=1),) * 5, "loader": loader(batches=10)},  # the script cuts each batch into two
         {"timed": (step(backwards=6),) * 5},  # three losses
+        {"timed": (step(batches=None, backwards=0),) * 5},  # an engine that is not torch's
     ],
 )
 def test_what_was_not_seen_or_is_done_otherwise_is_no_mismatch(more: dict[str, object]) -> None:

@@ -9,13 +9,21 @@ import pytest
 from pydantic import TypeAdapter
 from script_ranks import ScriptRanks
 
-from tula_cli.run.records.shim import Heartbeat, ShimPlan
+from tula_cli.run.records.shim import Heartbeat, RankResult, ShimPlan
 
 pytestmark = pytest.mark.torch
 
 
 def training(folder: Path, **more: object) -> ShimPlan:
-    settings = {"task": "train", "folder": str(folder), "mode": "train", "warmup": 2, "heartbeat": 0.0, "row": 0.0}
+    settings = {
+        "task": "train",
+        "folder": str(folder),
+        "mode": "train",
+        "warmup": 2,
+        "min_steps": 5,
+        "heartbeat": 0.0,
+        "row": 0.0,
+    }
     return ShimPlan.model_validate(settings | more)
 
 
@@ -28,7 +36,10 @@ def test_a_training_runs_to_its_end_and_its_samples_are_counted(run: ScriptRanks
     ended = run("reference.py", "--epochs", 3, "--output-dir", tmp_path, plan=training(tmp_path))
     assert ended.codes == [0] and "CLEANED UP" in ended.said[0]
     (seen,) = ended.results()
-    assert (seen.why, seen.steps, seen.samples, seen.timed) == ("ended", 30, 480, ())
+    assert (seen.why, seen.steps, seen.samples) == ("ended", 30, 480)
+    begun = RankResult.model_validate_json((tmp_path / "begun-0.json").read_bytes())
+    assert (begun.why, begun.steps, {step.samples for step in begun.timed}) == ("begun", 7, {16})
+    assert len(begun.timed) == 5 and begun.timed == seen.timed, "of the first steps alone"
     steps = [(row["step"], row["samples"], row["lr"]) for row in rows(tmp_path, "row")]
     assert steps[:30] == [(step, 16 * step, 0.1) for step in range(1, 31)]
     assert [(row["step"], row["before"], row["causes"]) for row in rows(tmp_path, "gap")] == [

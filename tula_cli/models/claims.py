@@ -9,6 +9,7 @@ from statistics import fmean, median
 from tula_cli.errors import BadMeasurements
 from tula_cli.run.records.probes import Measured, ScriptSeen
 from tula_cli.run.records.shim import LearningRates, RankResult, ScriptStep
+from tula_cli.spec.job import LEAST_STEPS
 
 _USUAL = 0.5  # what goes on in more than this share of the steps is how the script steps, not a disturbance
 _SAME_POWER = 0.1  # between two exponents of the batch
@@ -80,13 +81,30 @@ def clean_steps(ranks: Sequence[RankResult]) -> tuple[JointStep, ...]:
 
 
 def mismatches(ranks: Sequence[RankResult]) -> list[Mismatch]:
-    """Return the claims of one probe that do not hold; what was not seen is not held against anything.
+    """Return the claims of one start that do not hold; what was not seen is not held against anything.
 
     Args:
         ranks: the results of its ranks, one at least.
     """
-    found = [_world(ranks), _batch(ranks), _accumulate(ranks), _epoch(ranks)]
+    if (world := _world(ranks)) is not None:
+        return [world]  # what a step of all ranks does is not known then
+    found = [_batch(ranks), _accumulate(ranks), _epoch(ranks)]
     return [mismatch for mismatch in found if mismatch is not None]
+
+
+def broken_claims(ranks: Sequence[RankResult], *, resumed: bool) -> str:
+    """Return in words which claims a training does not keep; empty where it keeps them, or not all ranks have told yet.
+
+    Args:
+        ranks: of its ranks, what the first steps have shown. Of fewer than `LEAST_STEPS` the number of ranks alone counts:
+            the last batches of an epoch are smaller.
+        resumed: whether it goes on from a checkpoint, and its loader may hold what is left of an epoch.
+    """
+    if not ranks or len(ranks) < ranks[0].world:
+        return ""
+    few = min(len(rank.timed) for rank in ranks) < LEAST_STEPS
+    found = mismatches([rank.model_copy(update={"timed": ()}) for rank in ranks] if few else ranks)
+    return "; ".join(mismatch.words for mismatch in found if not (resumed and mismatch.what == "epoch"))
 
 
 def _world(ranks: Sequence[RankResult]) -> Mismatch | None:
@@ -119,8 +137,8 @@ def _accumulate(ranks: Sequence[RankResult]) -> Mismatch | None:
         return None
     batches = [step.batches for step in steps if step.batches is not None]
     seen = median(batches or [step.backwards for step in steps])
-    if expected in (seen, median(step.backwards for step in steps)):
-        return None
+    if expected in (seen, median(step.backwards for step in steps)) or not seen:
+        return None  # an engine without torch's loaders and backward passes shows neither
     words = f"the command was given {expected} micro-batches a step and {seen:g} were seen"
     return Mismatch("accumulate", str(expected), f"{seen:g}", f"{words}: does the script divide them by its ranks?")
 

@@ -55,7 +55,14 @@ class ScriptAttempt:
 
     def results(self) -> list[RankResult]:
         """Return what the ranks have written at their end, by rank."""
-        found = [read_record(path, _RESULT) for path in listing(self.path, "result-*.json")]
+        return self._of_ranks("result-*.json")
+
+    def begun(self) -> list[RankResult]:
+        """Return what the ranks of a training have written of their first steps, by rank."""
+        return self._of_ranks("begun-*.json")
+
+    def _of_ranks(self, pattern: str) -> list[RankResult]:
+        found = [read_record(path, _RESULT) for path in listing(self.path, pattern)]
         return sorted((result for result in found if result is not None), key=lambda result: result.rank)
 
     def failures(self) -> list[ScriptFailure]:

@@ -37,6 +37,8 @@ Each rank writes, every JSON file whole or not at all:
 
     result-<rank>.json     when the probe is over ("why": "stopped"), the script ended by itself ("ended") or after an asked
                            save ("saved"): what was seen, a list per step. Seconds and bytes.
+    begun-<rank>.json      mode train, once its first steps are over ("why": "begun"; warmup + min_steps): the same of them, those
+                           after the warm-up as "timed"; the result of a training repeats them
     failure-<rank>.json    an exception that nobody caught: class ("error"), traceback ("text"), rank (null where it is not
                            known; the file is named by host and process then), "where": script, shim, or method where
                            what the plan asks for cannot be done in this script; "batch_norm": "batch", "sync" (all over the

@@ -126,6 +126,42 @@ def test_a_smaller_batch_that_began_anew_goes_on_from_its_own_checkpoints(run: R
     assert training.checkpoint() == training.out / "state.json"
 
 
+def has_begun(run: RunDir, *, file: str = "begun-0.json", **more: object) -> None:
+    """Write what the first steps of the only rank have shown: 16 samples each."""
+    step = {"seconds": 0.1, "wait": None, "samples": 16.0, "batches": None, "backwards": 1, "gap": ()}
+    seen = {
+        "version": 1, "task": "train-x-1", "attempt": 1, "why": "begun", "rank": 0, "world": 1, "host": "h", "pid": 1,
+        "python": "", "torch": "", "device": "cpu", "hardware": "", "startup": 1.0, "steps": 9, "samples": None, "loader": None,
+        "optimizer": None, "parameters": None, "bytes": None, "peak": {}, "warmup": (), "timed": [step] * 5, "split": None,
+        "lr": None, "loaders": (), "notes": (), "expected": {"world": 1, "batch": 16}, **more,
+    }  # fmt: skip
+    folder = ScriptAttempt(run.path, "train-x-1", 1).path
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / file).write_text(json.dumps(seen))
+
+
+def test_a_training_whose_first_steps_break_a_claim_is_ended(run: RunDir) -> None:
+    first = task(run, "train-x-1", 16)
+    command = LeaderCommand(task="train-x-1", attempt=1, ranks=1, batch=16)
+    seen = ScriptWatch(run, first, command, range(1), ScriptTraining(run, first))
+    seen.follow()
+    assert seen.stuck() is None, "nothing is known yet"
+    has_begun(run, expected={"world": 2, "batch": 16})
+    seen.last()
+    reason = seen.stuck()
+    assert reason is not None and reason.outcome == "user" and "2 ranks were asked for and 1 came" in reason.words
+
+
+def test_a_training_that_was_too_short_to_be_ended_fails_at_its_end(run: RunDir) -> None:
+    training = ScriptTraining(run, task(run, "train-x-1", 16))
+    command = LeaderCommand(task="train-x-1", attempt=1, ranks=1, batch=16)
+    tells(run, "train-x-1", step=100, samples=1600.0)
+    has_begun(run, file="result-0.json", why="ended", expected={"world": 1, "batch": 32})
+    reason = training.settled(command, ExitReason(None))
+    assert reason.outcome == "user" and "a batch of 32 and a step trains on 16 samples" in reason.words
+    assert run.training("x").result() is None
+
+
 def watching(run: RunDir, ranks: int) -> ScriptWatch:
     command = LeaderCommand(task="train-x-1", attempt=1, ranks=ranks, batch=16)
     return ScriptWatch(run, task(run, "train-x-1", 16), command, range(1, ranks))

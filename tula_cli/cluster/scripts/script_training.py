@@ -1,6 +1,7 @@
 """A training by a script: where it goes on, how far it is, and what came of it."""
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -11,6 +12,7 @@ from tula_cli.cluster.rank_start import world_size
 from tula_cli.cluster.scripts import checkpoints, printed_metrics
 from tula_cli.cluster.scripts.scaled import applied
 from tula_cli.cluster.scripts.values import Place, learning_rate, own, values
+from tula_cli.models.claims import broken_claims
 from tula_cli.models.resuming import NO_STEP
 from tula_cli.run.directory import RunDir
 from tula_cli.run.files import append_json_line
@@ -18,6 +20,7 @@ from tula_cli.run.records.jobs import Attempt, LeaderCommand
 from tula_cli.run.records.probes import Measured
 from tula_cli.run.records.rehearsals import Verdict
 from tula_cli.run.records.results import Save, ScriptProgress, TrainResult
+from tula_cli.run.records.shim import RankResult
 from tula_cli.run.records.tasks import TrainTask
 from tula_cli.run.script_attempt import Rehearsals, ScriptAttempt
 from tula_cli.run.training_run import TrainingRun
@@ -207,6 +210,11 @@ class ScriptTraining:
         row = {"kind": kind, "time": time.time(), "samples": samples, "epoch": epoch, **told}
         append_json_line(self.training.metrics_path, row)
 
+    def broken_claims(self, ranks: Sequence[RankResult], command: LeaderCommand) -> ExitReason | None:
+        """Return why an attempt is not what its command was given; None where it is, or not all ranks have told."""
+        words = broken_claims(ranks, resumed=bool(command.checkpoint))
+        return ExitReason("user", words) if words else None
+
     # --- after an attempt
 
     def settled(self, command: LeaderCommand, reason: ExitReason) -> ExitReason:
@@ -217,6 +225,8 @@ class ScriptTraining:
         samples, steps = self._reached(command, step, counted)
         if reason.outcome is None and beat is None and not command.checkpoint:
             return ExitReason("user", f"the command ended well, but {NO_STEP}")
+        if reason.outcome is None and (broken := self.broken_claims(attempt.results(), command)) is not None:
+            return broken
         self.note_save(attempt, command, settled=0.0)
         self._keep(attempt, command)
         if reason.outcome is not None:

@@ -58,6 +58,8 @@ class ScriptWatch:
     _next_look: float = 0.0
     _began: float = field(default_factory=time.monotonic)
     _step: int = 0
+    _broken: ExitReason | None = None
+    _held: bool = False  # the first steps of all ranks against what is claimed
 
     @property
     def attempt(self) -> ScriptAttempt:
@@ -74,6 +76,9 @@ class ScriptWatch:
         if self.training is not None and time.monotonic() >= self._next_row:
             self._next_row = time.monotonic() + ROW_SECONDS
             self._step = self.training.follow(self.attempt, self.command, after=self._step)
+            if not self._held and (begun := self.attempt.begun()):
+                self._broken = self.training.broken_claims(begun, self.command)
+                self._held = len(begun) >= begun[0].world
         if self.training is not None and time.monotonic() >= self._next_look:
             self._next_look = time.monotonic() + SAVE_SECONDS
             self.training.note_save(self.attempt, self.command)
@@ -155,8 +160,10 @@ class ScriptWatch:
     def stuck(self) -> ExitReason | None:
         """Return why the ranks are to be ended: one that has stepped gives no sign of life any more, and no other does.
 
-        Or, in a rehearsal, because they go on beyond what was left.
+        Or, in a rehearsal, because they go on beyond what was left; and a training whose first steps are not what was claimed.
         """
+        if self._broken is not None:
+            return self._broken
         if isinstance(self.task, RehearsalTask) and self.command.rehearsal is not None:
             endless = ScriptRehearsal(self.run, self.task).endless(self.command.rehearsal, self.attempt)
             if endless is not None:

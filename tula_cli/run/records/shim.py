@@ -115,12 +115,12 @@ class LoaderSeen(Record):
 
 
 class RankResult(Record):
-    """result-<rank>.json."""
+    """result-<rank>.json, and of a training's first steps begun-<rank>.json."""
 
     version: Literal[1]
     task: str
     attempt: int
-    why: Literal["stopped", "ended", "saved"]
+    why: Literal["begun", "stopped", "ended", "saved"]
     rank: int
     world: int  # of the process group; 1 without one
     host: str

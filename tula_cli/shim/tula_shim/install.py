@@ -16,7 +16,7 @@ from .hooks.batches import Delivered
 from .hooks.optimizers import learning_rate
 from .plan import PlanError, read_plan
 from .recorder import EPOCH, EVAL, SAVE, Recorder
-from .stopping import insist, stop, write_result
+from .stopping import insist, stop, write_begun, write_result
 
 _recorders: list[Recorder] = []
 """The one of this process, once it is wanted."""
@@ -111,6 +111,8 @@ def tick(mine: Recorder, *, lr: Any, samples: float | None = None, loss: Any = N
     """
     try:
         done = mine.after_step(lr=lr, samples=samples, loss=loss)
+        if mine.begun:
+            write_begun(mine)
     except Exception as error:
         if mine.plan.training:
             give_up(mine, error)

@@ -60,6 +60,7 @@ class Recorder:
         self.step = 0
         self.phase = WARMUP
         self.asked_to = ""  # "save" or "stop", at the step that is over
+        self.begun = False  # the first steps of a training ended with the step that is over
         self.gap = 0
         self.backwards = 0
         self.startup: float | None = None
@@ -135,6 +136,7 @@ class Recorder:
             self.pulse.row(causes, lr=lr, loss=loss)
             self.killing.after_step(self.step, self.samples(), self.rank, self.delivered.size())
             self.asked_to = self.requests.look(self.step, self.pulse, self.world)
+            self._begin_training(counts, samples)
         else:
             self.lrs.append(lr)
             self._keep(counts, samples)
@@ -154,6 +156,14 @@ class Recorder:
                 self.pulse.note(self.step, text)
             else:
                 self.notes.append(text)
+
+    def _begin_training(self, counts: dict[int, list[float]], samples: float | None) -> None:
+        """Keep as many of a training's first steps as a probe times at least: its claims are held against them."""
+        left = self.plan.warmup + self.plan.min_steps - self.step
+        self.begun = left == 0
+        if left >= 0:
+            self.phase = WARMUP if self.step <= self.plan.warmup else TIMED
+            self._keep(counts, samples)
 
     def _keep(self, counts: dict[int, list[float]], samples: float | None) -> None:
         end = self.mark()

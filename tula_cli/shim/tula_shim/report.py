@@ -19,7 +19,7 @@ def report(recorder: Recorder, why: str) -> dict[str, Any]:
 
     Args:
         recorder: of this process.
-        why: "stopped", "ended" or "saved".
+        why: "begun", "stopped", "ended" or "saved".
     """
     plan, optimizers = recorder.plan, recorder.optimizers
     main = optimizers.main() or {"name": None, "elements": None}

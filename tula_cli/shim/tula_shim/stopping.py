@@ -25,6 +25,11 @@ CLEANERS = (b"resource_tracker", b"torch_shm_manager")
 """Children that end by themselves, and remove what others have left in shared memory: not to be killed."""
 
 
+def write_begun(recorder: Recorder) -> None:
+    """Write what the first steps of a training have shown."""
+    write_json(recorder.plan.folder / f"begun-{recorder.rank}.json", report(recorder, "begun"))
+
+
 def write_result(recorder: Recorder, why: str) -> None:
     """Write this rank's result and its last heartbeat and row."""
     recorder.over = True

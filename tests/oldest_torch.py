@@ -13,7 +13,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "tests" / "helpers"))
 from driver import Tula  # noqa: E402
-from other_torch import environment, first_that_works, versions  # noqa: E402
+from other_torch import environment, interpreter, versions  # noqa: E402
 
 from tula_cli.run.records.probes import Measured  # noqa: E402
 
@@ -32,7 +32,7 @@ cluster: {{device: cpu}}
 def main() -> int:
     torch = sys.argv[1]
     folder = ROOT / ".proof" / f"oldest-{torch}"
-    python = environment(folder, interpreter(), [f"torch=={torch}", "numpy<2"], gigabytes=NEEDED)
+    python = environment(folder, interpreter("3.8"), [f"torch=={torch}", "numpy<2"], gigabytes=NEEDED)
     version, told = versions(python)
     found = version, told.partition("+")[0]
     if found[1] != torch:
@@ -70,12 +70,6 @@ def prove(tula: Tula, python: str, torch: str) -> None:
     refused = tula.start("profile", "job.yaml", "--set", "train.method=ags", "--yes")
     told = "".join(refused.communicate(timeout=240))
     assert refused.returncode not in (0, 1) and f"the script runs Python {python} with torch {torch}" in told, told
-
-
-def interpreter() -> str:
-    """Return a Python 3.8 that works, also one that pyenv keeps; else this one."""
-    kept = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv"), "versions").glob("3.8.*/bin/python")
-    return first_that_works([shutil.which("python3.8"), *map(str, kept)])
 
 
 if __name__ == "__main__":

@@ -1,9 +1,11 @@
-"""Another version of torch: `python tests/other_torch.py TORCH TORCHVISION` dry-runs the stages for a GPU under it.
+"""Another version of torch, in another Python where there is one; without tests named, it dry-runs the stages for a GPU.
 
-Makes .proof/torch-TORCH, an environment of its own (several GB, kept for the next time), with Python 3.12 where there is
-one, and needs a package registry for that.
+    python tests/other_torch.py TORCH TORCHVISION PYTHON [TESTS...]
+
+Makes .proof/torch-TORCH, an environment of its own (several GB, kept for the next time), and needs a package registry for that.
 """
 
+import os
 import shutil
 import subprocess
 import sys
@@ -12,19 +14,22 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 NEEDED = 12  # GB
+FOR_TESTS = ("pytest>=8", "hypothesis>=6")
 
 
 def main() -> int:
-    torch, torchvision = sys.argv[1:]
-    wanted = [f"torch=={torch}", f"torchvision=={torchvision}", f"{ROOT}[torch,schedulefree]"]
-    python = environment(ROOT / ".proof" / f"torch-{torch}", interpreter(), wanted, gigabytes=NEEDED)
+    torch, torchvision, version, *tests = sys.argv[1:]
+    wanted = [f"torch=={torch}", f"torchvision=={torchvision}", f"{ROOT}[torch,schedulefree,nvml]", *FOR_TESTS]
+    python = environment(ROOT / ".proof" / f"torch-{torch}", interpreter(version), wanted, gigabytes=NEEDED)
     version, found = versions(python)
     if not found.startswith(torch):
         print(f"{python} has torch {found}, not {torch}")
         return 1
-    out = ROOT / ".proof" / f"gpu-torch-{torch}"
-    words = ["--device", "cpu", "--tiny", "--again", "--out", str(out)]
-    code = subprocess.run([str(python), str(ROOT / "benchmarks" / "on_gpu.py"), *words], check=False).returncode
+    out = str(ROOT / ".proof" / f"gpu-torch-{torch}")
+    dry_run = [str(ROOT / "benchmarks" / "on_gpu.py"), "--device", "cpu", "--tiny", "--again", "--out", out]
+    pytest = ["-m", "pytest", "-q", "-p", "no:cacheprovider", *tests]
+    here = {**os.environ, "PYTHONPATH": str(ROOT)}  # tula as it is now, not as it was when the environment was made
+    code = subprocess.run([str(python), *(pytest if tests else dry_run)], cwd=ROOT, env=here, check=False).returncode
     print(f"under Python {version} and torch {found}: {'as it should be' if code == 0 else 'not as it should be'}")
     return code
 
@@ -62,9 +67,10 @@ def versions(python: Path) -> tuple[str, str]:
     return version, torch
 
 
-def interpreter() -> str:
-    """Return a Python 3.12 that works, or this one."""
-    return first_that_works([shutil.which("python3.12")])
+def interpreter(version: str) -> str:
+    """Return a Python of a version ("3.12") that works, also one that pyenv keeps; else this one."""
+    kept = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv"), "versions").glob(f"{version}.*/bin/python")
+    return first_that_works([shutil.which(f"python{version}"), *map(str, kept)])
 
 
 def first_that_works(paths: Iterable[str | None]) -> str:

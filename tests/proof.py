@@ -47,6 +47,9 @@ def soak(number: int, *, nodes: int, kills: int, epochs: int, minutes: float) ->
     return Part(f"soak-{nodes}-nodes-{number}", minutes, ("tests/slurm/soak.py", *options))
 
 
+OF_TORCH = "two_ranks or test_gradients or test_probe or test_operations or test_device or test_ranks or test_table"
+"""Tests of what torch gives and tula relies on, of which the lowest versions that it allows may give less."""
+
 PARTS = (
     cases("paper-jobs", 1.0, "tests/worker/measure/test_paper_jobs.py"),
     cases("recompute", 0.5, "tests/worker/build/test_recompute.py"),
@@ -64,7 +67,12 @@ PARTS = (
     cases("recovery", 3.5, "tests/slurm/test_recovery.py"),
     cases("links", 4.5, "tests/slurm/test_links.py"),
     Part("gpu-dry-run", 5.0, ("benchmarks/on_gpu.py", "--device", "cpu", "--tiny", "--again", "--out", ".proof/gpu")),
-    Part("gpu-dry-run-torch-2.11", 10.0, ("tests/other_torch.py", "2.11.0", "0.26.0")),
+    Part("gpu-dry-run-torch-2.11", 10.0, ("tests/other_torch.py", "2.11.0", "0.26.0", "3.12")),
+    Part(
+        "lowest-torch",
+        3.0,
+        ("tests/other_torch.py", "2.6.0", "0.21.0", "3.10", "tests/worker", "tests/optim", "-k", OF_TORCH),
+    ),
     Part("script-under-torch-2.0", 5.0, ("tests/oldest_torch.py", "2.0.1")),
     *(soak(number, nodes=4, kills=6, epochs=100, minutes=2.5) for number in range(1, 3)),
     soak(1, nodes=16, kills=6, epochs=100, minutes=8.0),

@@ -1,5 +1,6 @@
 """The second tier of the tests: which parts run, what is kept, and what a failure says."""
 
+import re
 import sys
 from pathlib import Path
 
@@ -30,6 +31,22 @@ def test_every_part_has_a_name_and_a_seed_of_its_own_and_its_file_exists() -> No
     files = [word for part in PARTS for word in part.command if word.endswith(".py")]
     assert len(files) == len(PARTS)
     assert all((proof.ROOT / name).is_file() for name in files)
+
+
+def test_the_lowest_versions_that_are_allowed_are_proven_and_linted() -> None:
+    project = (proof.ROOT / "pyproject.toml").read_text()
+    python, torch, vision = (
+        re.search(pattern, project)[1]  # type: ignore[index]
+        for pattern in (r'requires-python = ">=([\d.]+)"', r'"torch>=([\d.]+)"', r'"torchvision>=([\d.]+)"')
+    )
+    command = next(part.command for part in PARTS if part.name == "lowest-torch")
+    assert command[1:4] == (f"{torch}.0", f"{vision}.0", python)
+    assert f'target-version = "py{python.replace(".", "")}"' in project
+
+
+def test_the_python_of_a_gpu_machine_is_typed_against() -> None:
+    command = next(part.command for part in PARTS if part.name == "gpu-dry-run-torch-2.11")
+    assert f'python_version = "{command[3]}"' in (proof.ROOT / "pyproject.toml").read_text()
 
 
 def test_what_is_marked_for_proof_has_a_part_that_runs_it() -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from operations import settle
 
 from tula_cli.run.records.tasks import ProbeTask
 from tula_cli.spec.job import JobSpec
@@ -126,19 +127,16 @@ class Fixed:
 
     def refresh(self) -> Step:
         """Take a step that also makes AGS's factors anew, where there are any."""
-        ags = self.trainer.ags
-        if ags:
-            ags.start_epoch(1)
-        step = self.step()
-        if ags:
-            ags.start_epoch(NEVER)
-        return step
+        if self.trainer.ags:
+            self.trainer.ags.refresh_soon()
+        return self.step()
 
     def warm_up(self, steps: int = 3) -> None:
-        """Take the steps that are unlike the others, and wait for them."""
+        """Take the steps that are unlike the others, of which fp16 may have more, and wait for them."""
         self.step()
         self.refresh()
-        for _ in range(steps - 2):
+        settle(self.trainer, self.step)
+        for _ in range(steps - 3):
             self.step()
         self.trainer.clock.wait()
 

@@ -47,6 +47,7 @@ from tula_cli.worker import ranks as worker_ranks
 from tula_cli.worker.build.datasets import build_datasets
 from tula_cli.worker.ranks import Ranks
 from tula_cli.worker.train import loop as worker_train_loop
+from tula_cli.worker.train.loop import Trainer
 
 PLAIN = "lbt"
 PRECISIONS = ("fp32", "bf16", "fp16")
@@ -58,6 +59,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     ROBUST: {"ags": {"preset": "robust"}},
 }
 NEVER = 10**9
+MOST_OVERFLOWING = 40  # steps; the loss scale halves in each
 CLASSES = 10
 
 WAITING = {"_local_scalar_dense", "nonzero", "equal", "is_nonzero", "masked_select", "bincount", "unique_dim"} | {
@@ -231,12 +233,21 @@ def step_of(spec: JobSpec, me: Ranks, *, batch: int) -> Callable[[], object]:
         return worker_train_loop._step(trainer, itertools.repeat(pair), epoch_ends=False)
 
     if trainer.ags:
-        trainer.ags.start_epoch(1)  # it finds the factors
-    step()
-    if trainer.ags:
         trainer.ags.start_epoch(NEVER)
+        trainer.ags.refresh_soon()  # it finds the factors
     step()
+    settle(trainer, step)
     return step
+
+
+def settle(trainer: Trainer, step: Callable[[], object]) -> None:
+    """Take a step like those to come; the first of fp16 may overflow, and then nothing is updated, nor are factors found."""
+    ags = trainer.ags
+    for _ in range(MOST_OVERFLOWING):
+        scale, ready = trainer.scaler.get_scale(), ags is None or ags.identity or ags.factors.ready
+        step()
+        if ready and trainer.scaler.get_scale() >= scale:
+            return
 
 
 def count(spec: JobSpec, me: Ranks, *, batch: int) -> Seen:

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from worker_jobs import probe_task, spec
 
 from tula_cli.errors import SpecError
@@ -94,6 +95,20 @@ def test_ags_has_factors_and_a_refresh_and_the_plain_method_none(alone: Ranks, r
 def test_half_precision_can_be_probed(alone: Ranks, run: RunDir, precision: str) -> None:
     (found,) = probe(run, alone, 32, train={"precision": precision, "max_grad_norm": 1.0}, optimizer={"lr": 1e-6})
     assert found.gradients.local_norm_sqr == pytest.approx(found.gradients.norm_sqr, rel=0.5)
+
+
+def test_steps_are_timed_with_factors_also_where_the_first_ones_overflow(
+    alone: Ranks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scaler = torch.amp.GradScaler
+    monkeypatch.setattr(torch.amp, "GradScaler", lambda device, **kw: scaler(device, init_scale=2.0**30, **kw))
+    job = spec(
+        train={"method": "ags", "precision": "fp16", "reference_batch": 16},
+        search={"warmup_steps": 24, "max_seconds": 60},
+    )
+    trainer = worker_measure_probe._trainer(probe_task(job, 64), alone, build_datasets(job), local_batch=64)
+    worker_measure_probe._warm_up(trainer, worker_measure_probe.endless(trainer))
+    assert trainer.scaler.get_scale() < 2.0**29 and trainer.ags is not None and trainer.ags.factors.ready
 
 
 def test_a_training_that_diverges_can_be_probed(alone: Ranks, run: RunDir) -> None:

@@ -35,6 +35,17 @@ def test_a_step_does_not_wait_for_the_device(case: str, precision: str, alone: R
     assert seen.operations.total() > 20
 
 
+@pytest.mark.parametrize("case", ["ags", "lars"])
+def test_steps_that_overflow_are_not_those_that_are_counted(
+    case: str, alone: Ranks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    usual, scaler = count(job(case, "fp16"), alone, batch=BATCH), torch.amp.GradScaler
+    monkeypatch.setattr(torch.amp, "GradScaler", lambda device, **kw: scaler(device, init_scale=2.0**40, **kw))
+    seen = count(job(case, "fp16"), alone, batch=BATCH)
+    assert seen.operations == usual.operations  # else without the update, or with a refresh that waits for its turn
+    assert seen.waits.total() == 1
+
+
 def test_every_method_of_the_table_is_counted() -> None:
     assert set(METHODS) <= set(cases())
     assert {case.partition(",")[0] for case in cases()} == set(METHODS)

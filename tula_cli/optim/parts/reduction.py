@@ -36,6 +36,8 @@ _registered: weakref.WeakKeyDictionary[DistributedDataParallel, Reduction] = wea
 def reduction(ddp: DistributedDataParallel) -> Reduction:
     """Return the module's reduction; the first call comes between two backward passes, at best before the first.
 
+    That is what torch's manual asks for; later it is taken too, by torch 2.6 and 2.15, where tests hold what it then sees.
+
     Raises:
         RuntimeError: the module has a hook of someone else's.
     """

@@ -249,12 +249,10 @@ def _refresh_time(trainer: Trainer, stream: Iterator[Step], timed: list[float]) 
 
 
 def _step_with_refresh(trainer: Trainer, stream: Iterator[Step]) -> Step:
+    """Take a step that refreshes the AGS factors; where it overflows, as the first of fp16 may, the next one does."""
     if trainer.ags:
-        trainer.ags.start_epoch(1)
-    step = next(stream)
-    if trainer.ags:
-        trainer.ags.start_epoch(NEVER)
-    return step
+        trainer.ags.refresh_soon()
+    return next(stream)
 
 
 def _eval_time(trainer: Trainer) -> float:

@@ -29,6 +29,7 @@ from tula_cli.services import train
 from tula_cli.spec.ags import Arm
 from tula_cli.spec.signature import cluster_signature
 
+GLOO = "[../gloo/transport/tcp/pair.cc:534] Connection closed by peer [127.0.0.1]:31415"
 LINKS = ("11", "12", "13", "14", "15")
 
 
@@ -554,6 +555,46 @@ def test_a_kill_for_memory_is_told_although_another_rank_failed_first(chain: Cha
     exited = exit_reason.RankExit(exit_code=-9, oom_kill=True, log=tmp_path / "log", rank=0)
     own = exit_reason.own_reason(chain.run, chain.task, make_runs.attempt("train-s-1", start=1.0), exited)
     assert own.outcome in ("host_oom", "device_oom")
+
+
+@pytest.mark.parametrize(
+    ("log", "outcome", "words"),
+    [
+        ("subprocess.CalledProcessError: Command '['python', 'train.py']' died with <Signals.SIGKILL: 9>.", "signal",
+         "a rank was killed by SIGKILL, as its launcher says"),
+        (f"RuntimeError: {GLOO}\n[launch.py] exits with return code = -9", "signal",
+         "a rank was killed by SIGKILL, as its launcher says"),
+        ("Traceback (most recent call last):\nValueError: mine\n\nTraceback (most recent call last):\n"
+         "subprocess.CalledProcessError: Command 'x' returned non-zero exit status 1.", "user", "ValueError: mine"),
+        ("the end is near\nresource_tracker.py:310: UserWarning: resource_tracker: 1 leaked\n  warnings.warn(", "unknown",
+         "the end is near"),
+    ],
+)  # fmt: skip
+def test_what_a_launcher_says_of_an_end_is_told(
+    chain: Chain, tmp_path: Path, log: str, outcome: str, words: str
+) -> None:
+    (tmp_path / "log").write_text(log)
+    exited = exit_reason.RankExit(exit_code=1, oom_kill=False, log=tmp_path / "log", rank=0)
+    own = exit_reason.own_reason(chain.run, chain.task, make_runs.attempt("train-s-1", start=1.0), exited)
+    assert (own.outcome, own.message) == (outcome, words)
+
+
+def test_a_lost_rank_is_told_in_short_by_those_that_noticed(chain: Chain, tmp_path: Path) -> None:
+    noticed = Failure(
+        task="train-s-1", attempt=1, rank=1, host="other", pid=1, outcome="peer", message=f"RuntimeError: {GLOO}",
+        detail="", failed_at=1.0,
+    )  # fmt: skip
+    chain.run.write_failure(noticed)
+    (tmp_path / "log").touch()
+    attempt = make_runs.attempt("train-s-1", start=1.0)
+    exited = exit_reason.RankExit(exit_code=1, oom_kill=False, log=tmp_path / "log", rank=0)
+    own = exit_reason.own_reason(chain.run, chain.task, attempt, exited)
+    assert own.message == "rank 1 lost its connection to another rank, which has not said why"
+    exited = exit_reason.RankExit(exit_code=-9, oom_kill=False, log=tmp_path / "log", rank=0)
+    own = exit_reason.own_reason(chain.run, chain.task, attempt, exited)
+    assert (own.outcome, own.message) == ("signal", "its process was killed by SIGKILL"), (
+        "the first cause, where it is known"
+    )
 
 
 # --- faulty devices and nodes

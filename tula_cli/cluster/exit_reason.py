@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tula_cli.host.devices import has_gpu
+from tula_cli.host.launchers import killed_by
 from tula_cli.host.network import node_name
-from tula_cli.host.outcome import classify, root, telling_line
+from tula_cli.host.outcome import PEER, classify, root, telling_line, users_line
 from tula_cli.run.directory import RunDir
 from tula_cli.run.records.base import OutcomeClass
 from tula_cli.run.records.jobs import Attempt, Failure
@@ -18,6 +19,8 @@ from tula_cli.run.records.tasks import Task
 TAIL = 20_000  # bytes of a log that are read
 CGROUPS = Path("/sys/fs/cgroup")
 
+_NOISE = re.compile(r"\b\w*Warning: |\bwarnings\.warn\(|\bresource_tracker\b|^\[?[IW]\d{4}[ :]")
+"""Lines that say nothing of an end, though they may come last."""
 _CRASH = re.compile(r"exitcode *: *-(?:11|6)\b")  # SIGSEGV, SIGABRT
 
 
@@ -38,8 +41,10 @@ class ExitReason:
 
     @classmethod
     def of(cls, failure: Failure) -> "ExitReason":
-        """Return the reason that a rank's failure tells."""
-        return cls(failure.outcome, failure.message, failure.rank, failure.host)
+        """Return the reason that a rank's failure tells; of a lost peer what is known, which is little."""
+        lost = failure.outcome == "peer" and PEER.pattern.search(failure.message)
+        words = f"rank {failure.rank} lost its connection to another rank, which has not said why" if lost else ""
+        return cls(failure.outcome, words or failure.message, failure.rank, failure.host)
 
 
 @dataclass(frozen=True)
@@ -62,7 +67,9 @@ def own_reason(run: RunDir, task: Task, attempt: Attempt, exited: RankExit) -> E
     words = _log_tail(exited.log)
     summary = words.rpartition("Root Cause")[2]  # torchrun's summary of the rank that failed first
     outcome = classify(words, exit_code=exited.exit_code, device=device)
-    if outcome in ("peer", "unknown"):  # that a rank was killed says more than that its peers noticed
+    if outcome in ("peer", "unknown") and killed_by(summary):
+        outcome = "signal"
+    elif outcome in ("peer", "unknown"):  # that a rank was killed says more than that its peers noticed
         # SIGABRT is no kill: torch ends its own process by it over a lost peer.
         told = "" if exited.exit_code < 0 and exited.exit_code != -signal.SIGABRT else summary
         outcome = classify(told, exit_code=exited.exit_code, device=device)
@@ -76,9 +83,10 @@ def own_reason(run: RunDir, task: Task, attempt: Attempt, exited: RankExit) -> E
         message = "the kernel killed a process for memory"
         return ExitReason("device_oom" if device == "cpu" else "host_oom", message, exited.rank, host)
     if failure is not None and outcome in ("unknown", "peer"):
-        return ExitReason("peer", failure.message, failure.rank, failure.host)
+        return ExitReason.of(failure.model_copy(update={"outcome": "peer"}))
     killed = _killed(exited.exit_code)
-    return ExitReason(outcome, killed or _last_line(summary), exited.rank if killed else None, host)
+    told = killed or (users_line(words) if outcome == "user" else "") or _last_line(summary)
+    return ExitReason(outcome, told, exited.rank if killed else None, host)
 
 
 def computed_on(run: RunDir, task: Task) -> str:
@@ -135,10 +143,14 @@ def _log_tail(log: Path) -> str:
 
 
 def _last_line(words: str) -> str:
-    """Return the line that tells most: torchrun's exit code, else the last one that is not a rule of dashes."""
-    lines = [line.strip() for line in words.splitlines() if line.strip(" =-")]
-    told = [line for line in lines if line.startswith(("exitcode", "rank"))]
-    return ", ".join(" ".join(line.split()) for line in told) or (lines[-1] if lines else "no output")
+    """Return what tells most: torchrun's exit code, a signal that a launcher names, else the last line with words of its own."""
+    lines = [line.strip() for line in words.splitlines() if line.strip(" =-~^")]
+    if told := [line for line in lines if line.startswith(("exitcode", "rank"))]:
+        return ", ".join(" ".join(line.split()) for line in told)
+    if name := killed_by(words):
+        return f"a rank was killed by {name}, as its launcher says"
+    telling = [line for line in lines if not _NOISE.search(line)]
+    return (telling or lines or ["no output"])[-1]
 
 
 def oom_kills() -> int:

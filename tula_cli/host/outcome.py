@@ -9,6 +9,7 @@ import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
+from tula_cli.host.launchers import CHILD_KILLED, ENDED_BY_SIGNAL
 from tula_cli.run.records.base import OutcomeClass
 from tula_cli.run.records.jobs import Failure
 
@@ -209,8 +210,7 @@ PEER = _pattern(
 
 SIGNAL = _pattern(
     "signal",
-    r"\bexit ?code *: *-\d+",
-    r"\bSignal \d+ \(SIG[A-Z]+\) received by PID\b",
+    *ENDED_BY_SIGNAL,
     r"\bSignalException: Process \d+ got signal\b",
     r"^KeyboardInterrupt\b",
     r"\bDUE TO (?:TIME LIMIT|PREEMPTION|NODE FAILURE)\b",
@@ -270,8 +270,18 @@ def telling_line(text: str) -> str:
 
 def _is_users(chain: list[str]) -> bool:
     """Return whether exceptions raised out of one another came from the user's code: none of them tells of a peer."""
-    own = [error for error in chain if not _MESSENGERS.match(error)]
-    return bool(own) and not any(PEER.pattern.search(error) for error in own)
+    return bool(own := _own(chain)) and not any(PEER.pattern.search(error) for error in own)
+
+
+def _own(chain: list[str]) -> list[str]:
+    return [error for error in chain if not (_MESSENGERS.match(error) or CHILD_KILLED.match(error))]
+
+
+def users_line(text: str) -> str:
+    """Return the last exception of the user's code, rather than that a child of it has failed; empty where there is none."""
+    chains = [_own(chain) for chain in _chains(_RANK_PREFIX.sub("", text)) if _is_users(chain)]
+    lines = [error.split("\n", 1)[0].strip() for chain in chains for error in chain]
+    return next((line for line in reversed(lines) if "CalledProcessError:" not in line), (lines or [""])[-1])
 
 
 def _chains(text: str) -> Iterator[list[str]]:

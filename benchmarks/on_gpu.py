@@ -10,8 +10,8 @@ DIR/results.json is written anew after each stage:
 
 `ok` says that it was measured, `pass` that what was measured is as it should be; `why` tells what is not. The same command
 goes on: a stage that is ok in --done (by default DIR/results.json) on the same device is not measured again, unless
---again. Nothing starts whose limit is longer than what is left of the budget. Beside it stand log.txt, what the stages
-wrote, and runs.tgz, the small files of their runs.
+--again. Nothing starts that usually takes longer than what is left of the budget, and with the budget it ends. Beside it
+stand log.txt, what the stages wrote, and runs.tgz, the small files of their runs.
 
 Each stage is a process in a session of its own; when its time is over it is ended with all that it has started. No setting
 of the card is touched. The exit code is 0 where every stage that was asked for is ok and, as far as this device can judge,
@@ -21,6 +21,7 @@ has passed.
 import argparse
 import contextlib
 import hashlib
+import importlib.util
 import json
 import os
 import signal
@@ -31,7 +32,7 @@ import tempfile
 import time
 import uuid
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO, Any
 
@@ -40,6 +41,13 @@ ROOT = HERE.parent
 FOLDERS = (HERE, HERE / "operations", HERE / "overhead", HERE / "table1", ROOT)
 """Where the stages import from; tula need not be installed."""
 sys.path[:0] = [str(folder) for folder in FOLDERS if str(folder) not in sys.path]
+NEEDED = (
+    "torch", "torchvision", "sklearn", "pydantic", "typer", "rich", "yaml", "numpy", "pandas", "statsmodels", "kneed",
+    "submitit",
+)  # fmt: skip
+"""Modules that tula and its quickstart import; all that are missing are told at once, before a card's time is spent."""
+if missing := [name for name in NEEDED if importlib.util.find_spec(name) is None]:
+    raise SystemExit(f"{sys.executable} lacks {', '.join(missing)}: pip install '{ROOT}[torch,nvml,schedulefree]'")
 
 from gpu.plan import STAGES, Row  # noqa: E402
 from gpu.stage import MARK, SLOWER  # noqa: E402
@@ -100,9 +108,14 @@ class Setting:
     code: str
     log: IO[bytes]
 
+    @property
+    def slower(self) -> float:
+        """By what the seconds of a stage are stretched here."""
+        return 1.0 if self.device == "cuda" else SLOWER
+
     def limit(self, row: Row) -> float:
         """Return the seconds that a stage may take."""
-        return row.limit if self.device == "cuda" else SLOWER * row.limit
+        return self.slower * row.limit
 
     def entry(self, status: str, why: str, *, seconds: float = 0.0, told: Entry | None = None) -> Entry:
         told = told or {"data": {}, "faults": [], "unjudged": []}
@@ -155,7 +168,7 @@ def run(row: Row, setting: Setting) -> Entry:
 
 def judged(code: int | None, told: Entry, seconds: float, *, row: Row, setting: Setting, start: int) -> Entry:
     if code is None:
-        return setting.entry("timeout", f"ended after {setting.limit(row):g} s", seconds=seconds, told=told)
+        return setting.entry("timeout", f"ended after {setting.limit(row):.0f} s", seconds=seconds, told=told)
     if code:
         why = f"exit code {code}: {last_line(setting.log, start)}"
         return setting.entry("fail", why, seconds=seconds, told=told)
@@ -209,14 +222,14 @@ def work_through(
             say(f"{name}: measured before")
             continue
         left = ends - clock()
-        if setting.limit(row) > left:
-            why = f"may take {setting.limit(row):g} s, {max(0.0, left):.0f} s of the budget are left"
+        if setting.slower * row.usual > left:
+            why = f"takes some {setting.slower * row.usual:g} s, {max(0.0, left):.0f} s of the budget are left"
             results.put(name, setting.entry("skipped", why))
             say(f"{name}: skipped: {why}")
             continue
         setting.log.write(f"=== {name}\n".encode())
         setting.log.flush()
-        entry = one(row, setting)
+        entry = one(replace(row, limit=min(row.limit, left / setting.slower)), setting)
         results.put(name, entry)
         how = "passed" if entry["pass"] else entry["why"]
         say(f"{name}: {entry['status']} in {entry['seconds']:.0f} s: {how}")
@@ -250,6 +263,13 @@ def say(text: str) -> None:
     print(text, flush=True)
 
 
+def torch_sees_one() -> bool:
+    """Return whether torch sees a GPU where there are none of the usual device files."""
+    import torch
+
+    return torch.cuda.is_available()
+
+
 def listed(text: str) -> list[str]:
     names = [name for name in text.split(",") if name]
     if unknown := [name for name in names if name not in STAGES]:
@@ -277,7 +297,7 @@ def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
         parser.error(f"--budget {options.budget:g}: must be seconds above 0")
     if options.data is not None and not options.data.is_dir():
         parser.error(f"--data {options.data}: no such folder")
-    if options.device == "cuda" and not options.prepare and not has_gpu():
+    if options.device == "cuda" and not options.prepare and not (has_gpu() or torch_sees_one()):
         parser.error("this machine has no GPU; --device cpu --tiny is a dry run without one")
     options.data = options.data and options.data.absolute()
     return options

@@ -12,6 +12,8 @@ from typing import Any
 
 import yaml
 
+from tula_cli.host.capacity import shared_memory
+from tula_cli.models.memory.host_memory import data_memory
 from tula_cli.run.directory import RunDir
 
 
@@ -77,6 +79,18 @@ def write_job(folder: Path, content: dict[str, Any]) -> Path:
     path = folder / "job.yaml"
     path.write_text(yaml.safe_dump(content, sort_keys=False), encoding="utf-8")
     return path
+
+
+def loader_processes(wanted: int, *, batch: int, trainings: int = 1) -> int:
+    """Return the loader processes that are wanted, or none where /dev/shm does not hold what they make ahead.
+
+    Args:
+        wanted: of each training.
+        batch: bytes.
+        trainings: at a time.
+    """
+    needed = trainings * data_memory([1], sample=batch, ranks=1, workers=wanted, on_gpu=True).shared
+    return wanted if needed <= (shared_memory() or 0) else 0
 
 
 def newest(folder: Path) -> RunDir:

@@ -17,7 +17,7 @@ import on_gpu
 import operations
 import pytest
 import torch
-from gpu import trials, watch
+from gpu import product, trials, watch
 from gpu.plan import STAGES, Row
 from gpu.rig import job
 from gpu.stage import MARK, Stage
@@ -43,6 +43,8 @@ def ok(row: Row, setting: Setting) -> dict[str, Any]:
 def test_every_stage_ends_within_five_minutes_and_has_a_function_of_its_own() -> None:
     assert len(STAGES) == 13 and max(row.limit for row in STAGES.values()) <= 300
     assert len({row.function() for row in STAGES.values()}) == 13
+    assert all(row.usual < row.limit for row in STAGES.values())
+    assert sum(row.usual for row in STAGES.values()) < 25 * 60  # half an hour, with starts
 
 
 def test_results_are_whole_after_each_stage(tmp_path: Path, setting: Setting) -> None:
@@ -58,23 +60,34 @@ def test_results_are_whole_after_each_stage(tmp_path: Path, setting: Setting) ->
     assert json.loads(path.read_text())["oom"]["data"] == {"of": "oom"}
 
 
-def test_nothing_starts_that_does_not_fit_the_budget(tmp_path: Path, setting: Setting) -> None:
-    now = [0.0]
+def test_nothing_starts_that_does_not_fit_the_budget_and_with_it_all_ends(tmp_path: Path, setting: Setting) -> None:
+    now, limits = [0.0], []
 
     def one(row: Row, setting: Setting) -> dict[str, Any]:
+        limits.append(setting.limit(row))
         now[0] += row.limit
         return ok(row, setting)
 
     results = Results(tmp_path / "results.json", {})
     work_through(
-        ["quickstart", "timing", "env"], results, budget=200, again=False, setting=setting, one=one, clock=lambda: now[0]
+        ["quickstart", "timing", "oom", "env"], results, budget=305, again=False, setting=setting, one=one,
+        clock=lambda: now[0],
     )  # fmt: skip
     assert {name: entry["status"] for name, entry in results.entries.items()} == {
         "quickstart": "ok",
-        "timing": "skipped",
-        "env": "ok",
+        "timing": "ok",
+        "oom": "skipped",
+        "env": "skipped",
     }
-    assert results.entries["timing"]["why"] == "may take 120 s, 50 s of the budget are left"
+    assert limits == [200, 105]  # what is left of the budget bounds the second
+    assert results.entries["env"]["why"] == "takes some 15 s, 0 s of the budget are left"
+
+
+def test_all_packages_that_are_missing_are_told_at_once(tmp_path: Path) -> None:
+    code = "import importlib.util as u; find = u.find_spec; u.find_spec = lambda n: None if n in ('kneed', 'submitit') else find(n); import on_gpu"
+    environment = {**os.environ, "PYTHONPATH": str(on_gpu.HERE)}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 1 and "lacks kneed, submitit: pip install" in done.stderr
 
 
 @pytest.mark.parametrize(
@@ -131,7 +144,7 @@ def program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_stage_that_hangs_is_ended_with_all_it_started_and_keeps_its_figures(program: None, setting: Setting) -> None:
-    entry = on_gpu.run(Row("oom", 1.0, ""), setting)
+    entry = on_gpu.run(Row("oom", 1.0, 1.0, ""), setting)
     assert (entry["status"], entry["pass"], entry["why"]) == ("timeout", False, "ended after 1 s")
     assert entry["data"] == {"before": 1}
     child = int((setting.work / "oom" / "child").read_text())
@@ -169,14 +182,14 @@ def gone(look: Callable[[], bytes]) -> bytes:
 
 
 def test_a_stage_that_fails_says_why(program: None, setting: Setting) -> None:
-    entry = on_gpu.run(Row("errors", 20.0, ""), setting)
+    entry = on_gpu.run(Row("errors", 20.0, 20.0, ""), setting)
     assert (entry["status"], entry["why"]) == ("fail", "exit code 1: ValueError: the reason")
 
 
 def test_what_the_cpu_cannot_judge_has_not_passed_and_is_no_fault(
     program: None, setting: Setting, tmp_path: Path
 ) -> None:
-    entry = on_gpu.run(Row("env", 20.0, ""), Setting("cpu", True, tmp_path / "work", None, "code", setting.log))
+    entry = on_gpu.run(Row("env", 20.0, 20.0, ""), Setting("cpu", True, tmp_path / "work", None, "code", setting.log))
     assert (entry["status"], entry["pass"], entry["judged"]) == ("ok", False, False)
     assert entry["why"] == "not judged: speed" and satisfied(entry)
     assert not satisfied(entry | {"why": "a fault; not judged: speed"}) and not satisfied(None)
@@ -218,6 +231,7 @@ def test_wrong_input_is_answered_in_a_line(
     words: list[str], said: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(on_gpu, "has_gpu", lambda: False)
+    monkeypatch.setattr(on_gpu, "torch_sees_one", lambda: False)
     with pytest.raises(SystemExit) as error:
         on_gpu.arguments(words)
     assert error.value.code == 2 and said in capsys.readouterr().err
@@ -296,6 +310,14 @@ def test_a_trial_that_dies_of_memory_is_an_answer_and_another_death_is_told(answ
         assert trial(5).fits  # by a new process
         with pytest.raises(TrialFailed, match="a mistake of one's own"):
             trial(13)
+
+
+@pytest.mark.parametrize(("free", "processes"), [(18 * 2**20, 4), (18 * 2**20 - 1, 0), (None, 0)])
+def test_loaders_have_processes_where_shared_memory_holds_what_they_make(
+    monkeypatch: pytest.MonkeyPatch, free: int | None, processes: int
+) -> None:
+    monkeypatch.setattr(product, "shared_memory", lambda: free)
+    assert product.loader_processes(4, batch=2**19, trainings=2) == processes  # 2 x (2 x 4 + 1) batches each
 
 
 def test_memory_is_held_until_a_sample_shows_it_back() -> None:

@@ -135,19 +135,19 @@ def doubled(above: int, model: MemoryModel, most: int, *, at_most: int) -> Itera
 
 
 def largest_of_all(stage: Stage) -> None:
-    """Find the largest batch of every model that trains in 24 GiB, and once in the whole card."""
+    """Find the largest batch that trains in the whole card, of one model, and of every one in 24 GiB."""
     wanted = keys(stage)
     known = estimates(stage, wanted, places=kept(stage))
     with Trials(spec_of(wanted[0], stage)) as trial:
-        for key in wanted:
-            capacity = memory_model.fit(known[key]).needed(256) + 64 * 2**20 if stage.tiny else room(stage)
-            one_largest(stage, key, known[key], trial.of(spec_of(key, stage), capacity=capacity), capacity)
         if stage.on_card:
             import torch
 
             total = torch.cuda.get_device_properties(0).total_memory
             key = ("resnet50", "bf16")
             one_largest(stage, key, known[key], trial.of(spec_of(key, stage)), total)
+        for key in wanted:
+            capacity = memory_model.fit(known[key]).needed(256) + 64 * 2**20 if stage.tiny else room(stage)
+            one_largest(stage, key, known[key], trial.of(spec_of(key, stage), capacity=capacity), capacity)
 
 
 def one_largest(stage: Stage, key: Key, known: list[Footprint], trial: Trials, capacity: int) -> None:

@@ -5,7 +5,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from gpu.product import newest, tula, write_job
+from gpu.product import loader_processes, newest, tula, write_job
 from gpu.rig import SHORT
 from gpu.rig import job as fixed_job
 from gpu.stage import Stage, share
@@ -47,12 +47,14 @@ def oom(stage: Stage) -> None:
 def job(stage: Stage, left: int, *, batch: int) -> dict[str, Any]:
     """Return the job: on the CPU a limit on the process stands for the full card."""
     side = 64 if stage.tiny else 224
+    workers = loader_processes(1 if stage.tiny else 4, batch=batch * 3 * side**2 * 4)
+    stage.tell(workers=workers)
     content: dict[str, Any] = {
         "name": "oom",
         "model": {"name": "small_cnn", "args": {"width": 8}} if stage.tiny else {"name": "resnet50"},
         "dataset": {"name": "gpu.images:dataset", "args": {"side": side, "count": 2 * batch}},
         "optimizer": {"lr": 1e-3, "momentum": 0.9},
-        "train": {"epochs": 1, "method": "lbt", "oom": "shrink", "workers": 1 if stage.tiny else 4},
+        "train": {"epochs": 1, "method": "lbt", "oom": "shrink", "workers": workers},
         "search": {"nodes": [1], "min_batch": batch // 4, "max_batch": batch, "max_node_hours": 1, **SHORT},
         "cluster": {"kind": "local", "device": stage.device},
     }

@@ -16,7 +16,8 @@ from gpu.stage import Stage, share
 from gpu.two_ranks import SETTINGS
 from gpu.watch import ranks as ranks_alive
 
-PATIENCE = 60.0  # seconds, of two ranks
+PATIENCE = {"gloo": 100.0, "nccl": 50.0}
+"""Seconds of two ranks; gloo carries all gradients through the host's memory, and NCCL may hang."""
 MOST_GROWTH = 4.0  # MiB of reserved memory
 MOST_ALIVE = 7.0  # seconds that a rank outlives its peer
 
@@ -56,7 +57,7 @@ def pair(stage: Stage, backend: str, methods: list[str], **environment: str) -> 
             own = {"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": "0", "NCCL_HOSTID": f"host{rank}"}
             own |= {"NCCL_SOCKET_IFNAME": "lo", "GLOO_SOCKET_IFNAME": "lo", "NCCL_DEBUG": "WARN", **environment}
             processes.append(subprocess.Popen(command, env={**os.environ, **own}, stdout=log, stderr=log))
-        ends = time.monotonic() + stage.patience(PATIENCE)
+        ends = time.monotonic() + stage.patience(PATIENCE[backend])
         while time.monotonic() < ends and all(process.poll() is None for process in processes):
             time.sleep(0.1)
         if all(process.poll() in (0, None) for process in processes):  # one is done: the other parts from it

@@ -9,12 +9,13 @@ from typing import Any
 
 import numpy as np
 
-from gpu.product import finish, newest, start, write_job
+from gpu.product import finish, loader_processes, newest, start, write_job
 from gpu.stage import Stage, share
 
 PACKED = "cifar10-jpeg.npz"
 """JPEG files of all images: <split>_jpeg, their bytes one after the other; <split>_length; <split>_label."""
 AT_ONCE = 3
+IMAGE = 3 * 32 * 32 * 4  # bytes of one that is loaded
 Cell = tuple[str, int]  # method, batch
 
 
@@ -96,7 +97,7 @@ def job(stage: Stage, sizes: Sizes, cell: Cell, file: Path) -> dict[str, Any]:
         "train": {
             "epochs": sizes.epochs,
             "method": "ags" if method == "robust" else method,
-            "workers": sizes.workers,
+            "workers": loader_processes(sizes.workers, batch=sizes.batches[1] * IMAGE, trainings=AT_ONCE),
             "precision": sizes.precision,
             "reference_batch": sizes.batches[0],
         },

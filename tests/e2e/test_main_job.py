@@ -66,6 +66,9 @@ def test_the_main_job_from_profile_to_trained_model(tula) -> None:
     assert result is not None
     assert result.samples == 3 * (DIGITS // choice["batch"]) * choice["batch"]
     assert tula("train")["data"] == summary, "a finished run answers at once"
+    assert Path(summary["weights"]) == run.training(summary["signature"]).path / "best"
+    (log,) = (run.path / "logs").glob(f"train-{summary['signature']}*.log")
+    assert f"epoch 3 of 3: {result.samples} samples, loss " in log.read_text()
     assert tula("status")["status"] == "done"
 
 

@@ -639,6 +639,10 @@ def test_a_summary_tells_where_the_time_went():
         r"  evaluation +1.00 +1.00 +\+0.0\n +checkpoints +0 +0.100 +-100.0\n  starts and ends +0.467", text
     )
     assert "branches" not in text
+    where = Path.cwd() / "tula-runs/digits-1/train/ab12cd34/best"
+    assert printed(show_train.summary(found, weights=where)).endswith(
+        "\nbest weights: tula-runs/digits-1/train/ab12cd34/best\n"
+    )
     assert "starts, ends, repeated" in printed(show_train.summary(found.model_copy(update={"attempts": 2})))
     assert "steps" not in printed(show_train.summary(make.summary(predicted_parts=predicted)))
 

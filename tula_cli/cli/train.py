@@ -67,7 +67,8 @@ def train(
     found = done(screen, service.work(training, own, wait_policy, file=origin(run, job, overrides or ())))
     if isinstance(found, DetachedJobs):
         return detached(screen, training.part.run, found, {"plan": training.plan})
-    return screen.answer(found, show_train.summary(found))
+    weights = training.part.run.training(found.signature).weights()
+    return screen.answer({**dict(found), "weights": weights}, show_train.summary(found, weights=weights))
 
 
 def _dry_run(screen: Screen, training: "PreparedTraining", own: "Dependencies") -> None:

@@ -72,6 +72,11 @@ class TrainingRun:
     def summary(self) -> Summary | None:
         return self._read(self.path / "summary.json", _SUMMARY)
 
+    def weights(self) -> Path | None:
+        """Return the checkpoint of the best epoch of tula's own loop, a file of torch.save; None where there is none yet."""
+        best = self.path / "best"
+        return best if best.exists() else None
+
     def tuning(self) -> Tuning | None:
         """Return how far a training that tunes itself has come with it; None before it begins."""
         return self._read(self.path / "tuning.json", _TUNING)

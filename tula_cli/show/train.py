@@ -5,9 +5,11 @@ from typing import TYPE_CHECKING
 
 from tula_cli.show.status import branches, scaling
 from tula_cli.show.tables import table
-from tula_cli.words import configuration, duration, number, percent, plural, time_unit
+from tula_cli.words import configuration, duration, near, number, percent, plural, time_unit
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from rich.console import RenderableType
 
     from tula_cli.run.records.results import Summary
@@ -86,8 +88,8 @@ WHOLE = 0.95
 """Share of the time over which energy has to be counted to be held against its prediction."""
 
 
-def summary(found: "Summary") -> Iterator["RenderableType"]:
-    """Predicted against actual, and how good it is."""
+def summary(found: "Summary", *, weights: "Path | None" = None) -> Iterator["RenderableType"]:
+    """Predicted against actual, how good it is, and where its weights are."""
     changed = "" if found.batch == found.start_batch else f" (started with {found.start_batch})"
     best = f"best top-1 {number(found.best_top1, 4)} %" if "top1" in found.metrics else "least loss"
     at = f", {best} at epoch {found.best_epoch}" * bool(found.best_epoch)  # of a script nobody knows the epoch
@@ -124,6 +126,8 @@ def summary(found: "Summary") -> Iterator["RenderableType"]:
     if found.lost:
         yield f"what came after the newest checkpoint was trained again: {sum(found.lost)} samples in all, {_each(found.lost)}"
     yield from (f"warning: {text}" for text in found.warnings)
+    if weights is not None:
+        yield f"best weights: {near(weights)}"
 
 
 def _each(lost: Sequence[int]) -> str:

@@ -18,6 +18,7 @@ from tula_cli.run.records.tasks import TrainTask
 from tula_cli.spec.job import JobSpec
 from tula_cli.worker.build.datasets import build_datasets
 from tula_cli.worker.build.sampling import permutation
+from tula_cli.worker.build.zoo import build_model
 from tula_cli.worker.entry import run_training
 from tula_cli.worker.ranks import Ranks
 from tula_cli.worker.train.learning_rate import learning_rate
@@ -72,6 +73,9 @@ def test_a_run_leaves_rows_checkpoints_and_a_result(alone: Ranks, run: RunDir) -
     assert 0 < result.step_time == pytest.approx(statistics.fmean(row["step_time"] for row in epochs))
     best = 96 * result.best_epoch
     assert {int(path.stem) for path in run.training(task.signature).checkpoints()} == {384, 288, best}
+    weights = run.training(task.signature).weights()
+    assert weights is not None
+    build_model(task.spec, classes=3).load_state_dict(torch.load(weights, weights_only=True)["model"])
     assert (run.training(task.signature).path / "best").readlink() == Path(f"checkpoints/{best:012d}.pt")
     assert (run.training(task.signature).path / "last").readlink() == Path("checkpoints/000000000384.pt")
 

@@ -100,6 +100,18 @@ class Run:
         """Return the answer that training takes; None where there is none yet."""
         return self.directory.recommendation()
 
+    def weights(self, signature: str) -> Path | None:
+        """Return the checkpoint of the best epoch of a training: a file of torch.save whose key "model" is a state_dict.
+
+        Args:
+            signature: of the training, as `tula.train` returns it.
+
+        Returns:
+            None where there is none yet, and for a script, which saves where it likes.
+        """
+        parts = begun(self.directory, self.spec())
+        return next((path for part in parts if (path := part.run.training(signature).weights())), None)
+
     def status(self) -> Status:
         """Return how far its jobs and its training are; the scheduler is asked."""
         parts = begun(self.directory, self.spec())

@@ -2,6 +2,7 @@
 
 import math
 import statistics
+import sys
 import time
 from collections import deque
 from collections.abc import Mapping
@@ -12,6 +13,7 @@ from tula_cli.models.time.noise import centre
 from tula_cli.optim import advice
 from tula_cli.run.records.tasks import TrainTask
 from tula_cli.spec.job import warmup_epochs
+from tula_cli.words import number, plural
 from tula_cli.worker import environment
 from tula_cli.worker.build.sampling import steps_left
 from tula_cli.worker.train.diagnostics import Diagnostics
@@ -46,6 +48,13 @@ class TrainingLog:
 
     def warn(self, message: str) -> None:
         self.add("warning", message=message)
+        self._print(f"warning: {message}")
+
+    def _print(self, line: str) -> None:
+        """Write a line into the job's log, which `tula logs` shows; rank 0 alone."""
+        if self.trainer.ranks.first:
+            sys.stdout.write(f"{line}\n")
+            sys.stdout.flush()
 
     def start(self) -> None:
         """Write the rows of a start, or of going on; every rank takes part."""
@@ -56,6 +65,8 @@ class TrainingLog:
         self.add(
             "environment", **environment.environment(trainer.ranks, workers=trainer.workers).model_dump(mode="json")
         )
+        at = f"from sample {trainer.position.samples}" if trainer.position.samples else "from the beginning"
+        self._print(f"training on {plural(task.nodes)}, batch {task.batch}, {at}" + f": {cause}" * bool(cause))
         for message in remarks(trainer):
             self.warn(message)
 
@@ -145,11 +156,21 @@ class TrainingLog:
             **trainer.method.report(trainer),
             diagnostics=self._diagnostics(ags),
         )
+        self._print(self._epoch_words(result, loss=loss, lr=lr, step_time=step_time))
         self.warn_of_evaluation(result)
         self._advise(ags)
         if drifted := self.drift.warning(recent, epoch=trainer.position.epoch):
             self.warn(drifted)
         self.step_times = []
+
+    def _epoch_words(self, result: Evaluation, *, loss: float, lr: float, step_time: float | None) -> str:
+        position, classes = self.trainer.position, math.isfinite(result.top1)
+        return (
+            f"epoch {position.epoch} of {self.task.spec.train.epochs}: {position.samples} samples, loss {number(loss, 4)},"
+            f" eval loss {number(result.loss, 4)}, "
+            + f"top-1 {number(result.top1, 4)} %, " * classes
+            + f"lr {number(lr)}, {number(step_time and 1000 * step_time)} ms a step"
+        )
 
     def _diagnostics(self, ags: Mapping[str, float] | None) -> dict[str, Any] | None:
         if self.diagnostics is None:

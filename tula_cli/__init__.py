@@ -16,6 +16,7 @@ if TYPE_CHECKING:
         train,
     )
     from tula_cli.services.api.handles import Run
+    from tula_cli.services.api.rehearsing import rehearse
     from tula_cli.version import __version__
 
 __all__ = [
@@ -29,10 +30,16 @@ __all__ = [
     "profile",
     "profile_events",
     "recommend",
+    "rehearse",
     "status",
     "train",
 ]
-_PLACES = {"Run": "services.api.handles", "TulaError": "errors", "__version__": "version"}
+_PLACES = {
+    "Run": "services.api.handles",
+    "TulaError": "errors",
+    "__version__": "version",
+    "rehearse": "services.api.rehearsing",
+}
 
 
 def __getattr__(name: str) -> Any:

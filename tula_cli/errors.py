@@ -131,6 +131,13 @@ class CannotResume(TulaError):
     code = "resume"
 
 
+class NotRehearsed(TulaError):
+    """A rehearsal that has not found out how a script goes on from its checkpoint."""
+
+    exit_code = 12
+    code = "unrehearsed"
+
+
 class Pending(TulaError):
     """Still queued or running."""
 

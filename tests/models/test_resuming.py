@@ -92,6 +92,14 @@ def test_what_was_not_reached_is_told_and_not_assumed() -> None:
     assert unknown.told[-1] == "not rehearsed at another batch"
 
 
+def test_of_a_resume_that_was_cut_short_only_what_was_compared_is_said() -> None:
+    cut = start("same", 32, 800, ended="cut", first_lr=0.1)
+    found = judged([begin(next_lr=0.1), cut], lr_ratio=1.0)
+    assert found.verdict is None and "where it goes on is not known: raise search.max_minutes" in found.told[0]
+    found = judged([begin(next_lr=0.2), cut], lr_ratio=1.0)
+    assert found.verdict == "same" and "learning rate is 0.1000" in found.faults[0], "its learning rate was compared"
+
+
 def test_a_checkpoint_that_comes_too_early_to_tell_a_fault_is_no_proof() -> None:
     early = begin(64)
     found = judged([early, start("same", 32, 3776), start("half", 16, 3776)], lr_ratio=1.0)

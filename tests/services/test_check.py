@@ -738,6 +738,23 @@ def test_a_program_that_is_missing_is_told_before_anything_starts():
         assert not [text for text in check(own_job(command)).warnings if "no program" in text]
 
 
+@pytest.mark.parametrize(
+    ("nodes", "gpus", "method", "words"),
+    [
+        ([1], 1, "ags", "take two GPUs or more (search.nodes), train.method lbt or lrs"),
+        ([1, 2, 4], 1, "ags", "(search.nodes: [1]) ends in the script's first steps"),
+        ([1, 2, 4], 1, "ags", "take search.nodes: [2, 4]"),
+        ([1, 2], 2, "ags", ""),
+        ([1], 1, "lbt", ""),
+    ],
+)
+def test_gradients_of_one_gpu_cannot_be_scaled_in_a_script(nodes, gpus, method, words):
+    search, cluster = {"nodes": nodes, "max_batch": 64}, {"gpus_per_node": gpus}
+    own = own_job("train.py -b {local_batch}", train={"method": method}, search=search, cluster=cluster)
+    told = [warning for warning in check(own, online=False).warnings if "ags" in warning]
+    assert words in told[0] if words else not told
+
+
 def test_what_an_interruption_of_a_script_costs_is_told(tmp_path):
     own = own_job("train.py -b {local_batch}")
     run = RunDir.create(tmp_path, own)

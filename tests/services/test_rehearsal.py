@@ -1,5 +1,6 @@
 """A script's resume, rehearsed: what is asked for, what is kept, and what a training does about it."""
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -8,9 +9,10 @@ import make_runs
 import pytest
 from make_runs import FakeLauncher
 
+import tula_cli as tula
 from tula_cli.cluster.scripts.script_training import ScriptTraining
 from tula_cli.cluster.scripts.settle import require_resumable
-from tula_cli.errors import CannotResume, JobFailed, SpecError
+from tula_cli.errors import CannotResume, JobFailed, NotRehearsed, OverBudget, SpecError
 from tula_cli.run.directory import Part, RunDir
 from tula_cli.run.imports import Source
 from tula_cli.run.records.rehearsals import Rehearsal, Rehearsed
@@ -18,6 +20,7 @@ from tula_cli.run.records.tasks import RehearsalTask, Rung, TrainTask
 from tula_cli.run.script_attempt import Rehearsals
 from tula_cli.services import status
 from tula_cli.services.events import Event, Note, WarningEvent, follow
+from tula_cli.services.profile import spent
 from tula_cli.services.rehearsal import before_training, rehearse
 from tula_cli.services.waiting import WaitPolicy
 from tula_cli.show import check as show_check
@@ -116,6 +119,14 @@ def test_what_was_found_is_not_tried_again_unless_that_is_wished(run: RunDir) ->
     assert rehearse.kept_for(run, other, code()) is None, "it was another command line"
 
 
+def test_python_has_what_the_command_finds(run: RunDir) -> None:
+    keep(run, "epoch")
+    found = tula.rehearse(spec(), root=run.path.parent, on_event=lambda _: None)
+    assert (found.kept, found.resumes) == (True, "epoch")
+    with pytest.raises(SpecError, match="for a job with section script"):
+        tula.rehearse(make_runs.spec(), root=run.path.parent)
+
+
 def test_the_same_rehearsal_is_submitted_once(run: RunDir) -> None:
     launcher, part = FakeLauncher(), Part(None, run, spec())
     first = rehearse.submit(part, launcher, code(), batch=None)
@@ -136,6 +147,46 @@ def test_status_shows_a_rehearsal_while_it_runs_and_what_it_found(run: RunDir) -
     now = status.snapshot(run, launcher, now=make_runs.START)
     assert now.jobs[0].state == "done" and now.rehearsal is not None and now.rehearsal.verdict == "none"
     assert [line for line in show_status.status(now) if "none; KeyError: 'a'" in str(line)]
+
+
+def test_what_found_nothing_out_is_no_success(run: RunDir) -> None:
+    keep(run, None, why="not rehearsed: no checkpoint within 30 s")
+    nothing = rehearse.ResumeFinding(
+        Rehearsals(run.path).all(rehearsal_signature(run.spec(), ""))[0], "rehearse", kept=False
+    )
+    with pytest.raises(NotRehearsed, match="was not found out: not rehearsed: no checkpoint within 30 s") as error:
+        nothing.require_found("job.yaml")
+    assert error.value.exit_code == 12
+    nothing.require_resumable("job.yaml", "")
+    keep(run, "same", number=2)
+    rehearse.kept_for(run, run.spec(), code()).require_found("job.yaml")  # type: ignore[union-attr]
+
+
+def capped(run: RunDir, *, hours: float) -> JobSpec:
+    """Return the job with a cap on node-hours, of which a rehearsal has taken half an hour."""
+    job = run.spec().model_copy(update={"search": run.spec().search.model_copy(update={"max_node_hours": hours})})
+    task = rehearse.submit(Part(None, run, job), FakeLauncher(), code(), batch=None)
+    run.write_attempt(make_runs.attempt(task.id, start=make_runs.START, end=make_runs.START + 1800))
+    assert spent(run) == 0.5
+    return job
+
+
+def test_a_rehearsal_counts_to_the_cap_on_node_hours(run: RunDir) -> None:
+    job = capped(run, hours=0.6)
+    with pytest.raises(OverBudget, match=r"so far \(0.500 node-hours\) and a rehearsal may take 0.833"):
+        follow(rehearse.work(run, job, lambda _: FakeLauncher(), fresh=True), lambda _: None)
+    enough = job.model_copy(update={"search": job.search.model_copy(update={"max_node_hours": 9.0})})
+    assert rehearse.beyond_what_is_left(run, enough) == ""
+
+
+def test_a_training_is_not_kept_back_by_a_rehearsal_that_may_not_be_paid_for(run: RunDir) -> None:
+    over = "a rehearsal may take too much"
+    found = dataclasses.replace(training(run, run.spec()), over_cap=over)
+    job, said = prepared(found)
+    assert (found.due, job) == (False, "")
+    assert [event.text for event in said if isinstance(event, WarningEvent)] == [
+        f"the script's resume is not rehearsed: {over}"
+    ]
 
 
 # --- before a training

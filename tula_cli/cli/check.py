@@ -180,6 +180,7 @@ def _rehearse(
     if found.contradiction:
         screen.warn(found.contradiction)
     screen.answer(show_check.rehearsed_data(found), show_check.rehearsed(found))
+    found.require_found(str(job))
     found.require_resumable(str(job), "mend its resume, and rehearse again")
 
 

@@ -48,8 +48,8 @@ def judged(starts: Sequence[Rehearsed], *, lr_ratio: float | None) -> Judgement:
     first = _resumed(begin, same, lr_ratio=1.0)
     if same.ended == "failed" and same.outcome != "user":
         return Judgement(None, (f"not rehearsed: at batch {same.batch} {same.why}",))
-    if not same.steps and same.ended == "cut":
-        return Judgement(None, first.told)
+    if same.ended == "cut" and not first.faults:
+        return Judgement(None, first.told)  # it might as well have begun anew
     if first.useless:
         return Judgement("none", first.told, first.faults)
     if half is None:
@@ -126,7 +126,7 @@ def _samples(begin: Rehearsed, start: Rehearsed) -> _Resumed:
         return _Resumed(useless=anew, told=(told,), faults=(told,))
     if start.ended == "cut":
         reached = f"{start.samples} of {left} samples in {duration(start.seconds)}"
-        words = f"{at} it goes on, but was not seen to its end ({reached}): raise search.max_minutes"
+        words = f"{at} it takes steps, but was not seen to its end ({reached}), so where it goes on is not known: raise search.max_minutes"
         return _Resumed(told=(words,))
     if beyond < -tolerance:
         words = f"{at} it trains {saved + start.samples} samples in all where {whole} were asked for: {-beyond} too few"

@@ -271,6 +271,7 @@ def _warnings(spec: JobSpec, inspection: Inspection | None, jobs: tuple[PlannedJ
             f"memory cannot be estimated ({inspection.estimate_error}); measuring stops at the first batch that does not fit"
         )
     found += _hardly_meant(spec, inspection)
+    found += _ags_of_one_rank(spec)
     left_out = sorted(set(spec.search.nodes) - {job.nodes for job in jobs}) if jobs else []
     if left_out and spec.search.strategy != "partial":
         found.append(f"no batch is feasible on {', '.join(map(str, left_out))} nodes: left out")
@@ -310,6 +311,19 @@ def _hardly_meant(spec: JobSpec, inspection: Inspection | None) -> list[str]:
             f" {inspection.cpus} cores, which slow each other down; auto is the cores that a rank has, less one"
         )
     return found
+
+
+def _ags_of_one_rank(spec: JobSpec) -> list[str]:
+    """Return where a script's gradients cannot be scaled for want of another rank, unless its loop offers a part of the batch."""
+    alone = [nodes for nodes in spec.search.nodes if nodes * spec.cluster.gpus_per_node == 1]
+    if spec.script is None or not spec.train.facts.scales or not alone:
+        return []
+    left = [nodes for nodes in spec.search.nodes if nodes not in alone]
+    advice = f"search.nodes: {left}" if left else "two GPUs or more (search.nodes), train.method lbt or lrs"
+    return [
+        f"train.method ags on one GPU (search.nodes: {alone}) ends in the script's first steps, for there is no other rank to"
+        f" compare with, unless its loop calls tula_hooks.small_batch: take {advice}"
+    ]
 
 
 # --- init

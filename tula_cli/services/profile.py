@@ -14,7 +14,7 @@ from tula_cli.run.directory import RunDir
 from tula_cli.run.imports import Source
 from tula_cli.run.records.inspections import Inspection
 from tula_cli.run.records.probes import Failed, Measured, OutOfMemory
-from tula_cli.run.records.tasks import ProbeTask, probe_id
+from tula_cli.run.records.tasks import ProbeTask, RehearsalTask, probe_id
 from tula_cli.services.progress.probe_notes import notes
 from tula_cli.services.search import Round, feasible, grouped, largest_local_batch, next_round, probes
 from tula_cli.spec.job import JobSpec
@@ -140,8 +140,8 @@ def _begun(run: RunDir) -> set[tuple[int, int]]:
 
 
 def spent(run: RunDir) -> float:
-    """Return the node-hours that measuring has taken so far, the first job that built the model counted."""
-    tasks = [task for task in run.tasks() if isinstance(task, ProbeTask)]
+    """Return the node-hours that measuring has taken so far, the first job that built the model and rehearsals counted."""
+    tasks = [task for task in run.tasks() if isinstance(task, ProbeTask | RehearsalTask)]
     # The one job of search.packing: single holds the most nodes of its tasks all the time.
     nodes = {task.id: max(t.nodes for t in tasks if t.job == task.job) for task in tasks}
     return first_job.node_hours(run) + sum(

@@ -38,6 +38,7 @@ from tula_cli.services.events import Note, TrainPlanned, WarningEvent, Work
 from tula_cli.services.progress.ending import CANCELLED, failure_of
 from tula_cli.services.recommendation.saves import cost_of_interruption, saves_of
 from tula_cli.services.rehearsal import before_training
+from tula_cli.services.rehearsal.rehearse import beyond_what_is_left
 from tula_cli.services.status import RunStatus
 from tula_cli.services.waiting import (
     Dependencies,
@@ -296,7 +297,8 @@ class PreparedTraining:
     def by_script(self) -> before_training.Training:
         """What a rehearsal of its script's resume needs to know."""
         found = self.plan
-        return before_training.Training(self.part, found.task, found.code, found.prediction, self.rehearse)
+        over = beyond_what_is_left(self.run, self.spec) if self.spec.script is not None else ""
+        return before_training.Training(self.part, found.task, found.code, found.prediction, self.rehearse, over)
 
 
 def prepare(

@@ -41,7 +41,7 @@ class Search(Section):
         10  # at least, before those that are timed; it lasts until they are alike
     )
     memory_margin: Annotated[float, Field(ge=0, lt=1)] = 0.1  # of the capacity, kept free
-    max_node_hours: PositiveFloat | None = None  # the most profiling may cost
+    max_node_hours: PositiveFloat | None = None  # the most that probes, and rehearsals of a script, may cost
     max_minutes: PositiveFloat = 20.0  # the most one profiling job may last
     packing: Literal["jobs", "single"] = "jobs"  # a job a number of nodes, or one job for all
 

@@ -337,6 +337,7 @@ def test_a_keyword_that_is_none_is_refused(cluster: AtOnce) -> None:
     refused: list[tuple[Any, dict[str, Any]]] = [
         (tula.profile, {"wiat": True}),
         (tula.check_nodes, {"confirm": bool}),
+        (tula.rehearse, {"wait": True}),
         (lambda job, **given: list(tula.profile_events(job, **given)), {"on_event": print}),
     ]
     for function, given in refused:

@@ -30,6 +30,7 @@ class Training:
     code: Source
     prediction: Prediction | None
     rehearse: bool  # not --no-rehearse
+    over_cap: str = ""  # that a rehearsal may take more than is left of search.max_node_hours, in words
 
     @property
     def long(self) -> bool:
@@ -37,7 +38,12 @@ class Training:
 
     @property
     def due(self) -> bool:
-        """Whether a rehearsal comes first: it is long, has not begun, and nobody has looked yet.
+        """Whether a rehearsal comes first, and may be paid for."""
+        return self.wanted and not self.over_cap
+
+    @property
+    def wanted(self) -> bool:
+        """Whether a rehearsal should come first: it is long, has not begun, and nobody has looked yet.
 
         How long an unmeasured training takes is not known; `tula check --rehearse` is there for it.
         """
@@ -80,6 +86,8 @@ def prepared(training: Training, launcher: Launcher, policy: WaitPolicy) -> Work
             return job
         found = yield from rehearsed(part, launcher, code, policy, batch=batch)
     else:
+        if training.wanted:
+            yield WarningEvent(f"the script's resume is not rehearsed: {training.over_cap}")
         known = kept_for(part.run, part.spec, code)
         if known is None:
             return ""

@@ -7,7 +7,7 @@ from typing import Literal
 
 from tula_cli import words
 from tula_cli.cluster.launcher import Launcher, submitting, under_way
-from tula_cli.errors import CannotResume, JobFailed, SpecError
+from tula_cli.errors import CannotResume, JobFailed, NotRehearsed, OverBudget, SpecError
 from tula_cli.run.code import choose, snapshot
 from tula_cli.run.directory import Part, RunDir
 from tula_cli.run.imports import Source
@@ -17,7 +17,8 @@ from tula_cli.run.records.results import JobFile
 from tula_cli.run.records.tasks import RehearsalTask
 from tula_cli.run.script_attempt import Rehearsals
 from tula_cli.services.events import Note, Work
-from tula_cli.services.waiting import WaitPolicy, interruption_of_jobs, wait_for
+from tula_cli.services.profile import spent
+from tula_cli.services.waiting import WaitPolicy, beyond_cap, interruption_of_jobs, wait_for
 from tula_cli.spec.job import JobSpec
 from tula_cli.spec.scripts.own_script import Resume
 from tula_cli.spec.scripts.placeholders import names
@@ -56,6 +57,19 @@ class ResumeFinding:
         """Return in words what is wrong, else what was found."""
         return "; ".join(self.rehearsal.faults or self.rehearsal.told)
 
+    def require_found(self, name: str) -> None:
+        """Refuse to call a rehearsal a success that has found nothing out.
+
+        Args:
+            name: of the job, for the message.
+
+        Raises:
+            NotRehearsed: it has not.
+        """
+        if self.rehearsal.verdict is None:
+            hint = "until it is known, trainings go on from a checkpoint at the same batch, untried"
+            raise NotRehearsed(f"how {name} goes on after an interruption was not found out: {self.why}", hint)
+
     def require_resumable(self, name: str, hint: str) -> None:
         """Refuse a script that cannot go on from its own checkpoint.
 
@@ -93,6 +107,7 @@ def work(
 
     Raises:
         SpecError: the job has no script, or nothing to rehearse; or names several types of node and none is given.
+        OverBudget: it may take more than is left of search.max_node_hours.
         Pending: the time to wait is over.
         Interruption: Ctrl-C; the job goes on.
         SchedulerError: it was refused.
@@ -107,6 +122,8 @@ def work(
     if not fresh and (kept := kept_for(part.run, part.spec, code)) is not None:
         yield Note(f"found before, {words.moment(kept.rehearsal.over_at)}; --fresh rehearses again")
         return kept
+    if over := beyond_what_is_left(run, spec):
+        raise OverBudget(over, "raise it with --set search.max_node_hours=..., or lower search.max_minutes")
     adopt(run, spec, parts, file)
     policy = WaitPolicy(wait=True, timeout=timeout)
     return (yield from rehearsed(part, launcher_for(part.spec), code, policy, batch=None))
@@ -163,6 +180,18 @@ def submit(part: Part, launcher: Launcher, code: Source, *, batch: int | None) -
         run.write_task(task)
         run.write_job(launcher.submit(run, task))
     return task
+
+
+def beyond_what_is_left(run: RunDir, spec: JobSpec) -> str:
+    """Say that a rehearsal may take more than probes and rehearsals have left of the cap; empty where it may not.
+
+    Args:
+        run: the whole run, of all types of node.
+        spec: its job.
+    """
+    taken = sum(spent(part.run) for part in run.parts(spec) if part.run.exists)
+    what = f"measuring so far ({words.number(taken)} node-hours) and a rehearsal" if taken else "a rehearsal"
+    return beyond_cap(what, taken + spec.search.max_minutes / 60, spec.search.max_node_hours)
 
 
 def kept_for(run: RunDir, spec: JobSpec, code: Source) -> ResumeFinding | None:

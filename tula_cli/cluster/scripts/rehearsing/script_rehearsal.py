@@ -84,7 +84,7 @@ class ScriptRehearsal:
             if (again := self._once_more(begins, left)) is not None:
                 return self._beginning(found, *again, left)
             return self._resuming("same", last, last.batch, left) if _usable(last) else None
-        halves = last.phase == "same" and last.ended in ("ended", "cut") and last.steps
+        halves = last.phase == "same" and last.ended == "ended" and last.steps
         half = last.batch // 2
         if not halves or last.batch % 2 or half % (world_size(self.task) * self.task.spec.train.accumulate):
             return None

@@ -406,6 +406,8 @@ def fits(
     """
     import torch
 
+    from tula_cli.host.outcome import classify
+
     total = torch.cuda.get_device_properties(me.device).total_memory
 
     def trial(batch: int) -> bool:
@@ -415,7 +417,9 @@ def fits(
                 model, image=image, classes=classes, batch=batch, me=me, names=names, precision=precision
             ).warm_up()  # fmt: skip
             torch.cuda.synchronize()
-        except torch.OutOfMemoryError:
+        except RuntimeError as error:  # cuDNN has other words than torch for a device that is full
+            if classify(f"RuntimeError: {error}") != "device_oom":
+                raise
             return False
         finally:
             gc.collect()

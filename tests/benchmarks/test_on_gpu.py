@@ -21,13 +21,17 @@ from gpu import product, trials, watch
 from gpu.plan import STAGES, Row
 from gpu.rig import job
 from gpu.stage import MARK, Stage
-from gpu.stages import machine, steps, table
+from gpu.stages import machine, memory, steps, table
 from gpu.trials import TrialFailed, Trials, largest
 from gpu.watch import Watch
 from on_gpu import Results, Setting, satisfied, work_through
 from PIL import Image
 
+from tula_cli.run.records.components import Components, Footprint
 from tula_cli.spec.job import JobSpec
+
+STATES = {"parameters": 1, "gradients": 1, "optimizer": 1, "factors": 0, "batch": 1, "activations": 1}
+FOOTPRINT = Footprint(local_batch=1, memory=Components(**STATES, peak=5, reserved=5))
 
 
 @pytest.fixture
@@ -318,6 +322,24 @@ def test_loaders_have_processes_where_shared_memory_holds_what_they_make(
 ) -> None:
     monkeypatch.setattr(product, "shared_memory", lambda: free)
     assert product.loader_processes(4, batch=2**19, trainings=2) == processes  # 2 x (2 x 4 + 1) batches each
+
+
+def test_a_model_that_fails_is_a_fault_and_the_others_are_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def one(stage: Stage, key: tuple[str, str], *_: object) -> None:
+        if key[0] == "vgg11":
+            raise TrialFailed("Traceback\nRuntimeError: more elements than 2^31")
+        stage.tell(largest={",".join(key): 1})
+
+    wanted = [("vgg11", "fp32"), ("alexnet", "fp32")]
+    monkeypatch.setattr(memory, "keys", lambda _: wanted)
+    monkeypatch.setattr(memory, "one_largest", one)
+    monkeypatch.setattr(memory, "estimates", lambda *_, **__: {key: [FOOTPRINT] for key in wanted})
+    stage = Stage("cpu", True, tmp_path)
+    memory.largest_of_all(stage)
+    assert stage.faults == ["vgg11,fp32: RuntimeError: more elements than 2^31"]
+    assert stage.figures["largest"] == {"alexnet,fp32": 1}
 
 
 def test_memory_is_held_until_a_sample_shows_it_back() -> None:

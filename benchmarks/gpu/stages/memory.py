@@ -6,11 +6,12 @@ import os
 import statistics
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 
 from gpu.rig import CARD_MODELS, job
 from gpu.stage import Stage, share
-from gpu.trials import RESOLUTION, Trials, largest
+from gpu.trials import RESOLUTION, TrialFailed, Trials, largest
 from tula_cli.cluster.inspection import inspect
 from tula_cli.models.memory import memory as memory_model
 from tula_cli.models.memory.memory import MemoryModel
@@ -93,12 +94,22 @@ def memory(stage: Stage) -> None:
     off: dict[str, list[float]] = {"estimate": [], "corrected": []}
     with Trials(spec_of(wanted[0], stage)) as trial:
         for key in wanted:
-            judged(stage, key, known[key], trial.of(spec_of(key, stage)), off)
+            with told(stage, key):
+                judged(stage, key, known[key], trial.of(spec_of(key, stage)), off)
     for name, limit in (("corrected", 0.03), ("estimate", 0.08)):
         median = statistics.median(off[name]) if off[name] else None
         stage.tell(**{f"error_{name}": share(median)})
         stage.require(median is not None, f"{name}: no batch beyond the probes was measured")
         stage.require_on_card(f"error_{name}", (median or 0.0) <= limit, f"{name}: median error {median or 0:.1%}")
+
+
+@contextmanager
+def told(stage: Stage, key: Key) -> Iterator[None]:
+    """Let one model that fails for another reason than memory be a fault of its own: the others go on."""
+    try:
+        yield
+    except TrialFailed as error:
+        stage.require(False, f"{','.join(key)}: {str(error).strip().splitlines()[-1][:300]}")
 
 
 def judged(stage: Stage, key: Key, known: list[Footprint], trial: Trials, off: dict[str, list[float]]) -> None:
@@ -144,10 +155,12 @@ def largest_of_all(stage: Stage) -> None:
 
             total = torch.cuda.get_device_properties(0).total_memory
             key = ("resnet50", "bf16")
-            one_largest(stage, key, known[key], trial.of(spec_of(key, stage)), total)
+            with told(stage, key):
+                one_largest(stage, key, known[key], trial.of(spec_of(key, stage)), total)
         for key in wanted:
             capacity = memory_model.fit(known[key]).needed(256) + 64 * 2**20 if stage.tiny else room(stage)
-            one_largest(stage, key, known[key], trial.of(spec_of(key, stage), capacity=capacity), capacity)
+            with told(stage, key):
+                one_largest(stage, key, known[key], trial.of(spec_of(key, stage), capacity=capacity), capacity)
 
 
 def one_largest(stage: Stage, key: Key, known: list[Footprint], trial: Trials, capacity: int) -> None:

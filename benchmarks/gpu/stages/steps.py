@@ -33,8 +33,8 @@ def syncs(stage: Stage) -> None:
                 own = operations.sections(case, precision=precision, reference_batch=batch // 4)
                 spec = job(model, image=image, batch=batch, device=stage.device, **own)
                 found = of_a_step(spec, me, batch=batch)
-            except (TulaError, ImportError) as error:
-                left_out.append(f"{key}: {error}")
+            except (TulaError, ImportError, RuntimeError) as error:  # the latter of torch; the other cases go on
+                left_out.append(f"{key}: {str(error)[:300]}")
                 continue
             total = sum(found.values())
             stage.tell(syncs={key: {"count": total, "where": found}})

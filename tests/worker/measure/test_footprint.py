@@ -5,6 +5,7 @@ import json
 import os
 import subprocess
 import sys
+from contextlib import nullcontext
 from itertools import islice
 from pathlib import Path
 
@@ -12,6 +13,7 @@ import pytest
 import torch
 import worker_jobs
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from worker_rank_cases import facts
 
 from tula_cli.run.records.components import Components
@@ -24,7 +26,7 @@ from tula_cli.worker.measure import rehearsal as worker_measure_rehearsal
 from tula_cli.worker.measure.buffers import libraries
 from tula_cli.worker.measure.footprint import footprints
 from tula_cli.worker.measure.rehearsal import Recording, rehearse
-from tula_cli.worker.measure.storages import LiveStorages
+from tula_cli.worker.measure.storages import AsOnGpu, LiveStorages
 from tula_cli.worker.ranks import Ranks
 from tula_cli.worker.train import loop as worker_train_loop
 
@@ -246,6 +248,43 @@ def test_autocast_keeps_layer_norms_wide_on_a_gpu():
     job = spec("vit_b_16", precision="bf16")
     cpu, gpu = (measure_(job, 8, shape=(3, 224, 224)).activations for measure_ in (measure, on_gpu))
     assert gpu > 1.02 * cpu
+
+
+WIDE = {
+    "a power": lambda x: x**2,
+    "its method": lambda x: x.pow(2),
+    "rsqrt": torch.rsqrt,
+    "exp": lambda x: x.exp(),
+    "one over": lambda x: 1 / x,
+    "norm": lambda x: x.norm(),
+    "sum": lambda x: x.sum(-1),
+    "loss": lambda x: torch.nn.functional.mse_loss(x, x),
+}
+
+
+@pytest.mark.parametrize("how", WIDE)
+def test_autocast_on_a_gpu_computes_in_float32_what_torchs_manual_says(how):
+    values = torch.ones(4, 4, dtype=torch.bfloat16)
+    with AsOnGpu():
+        assert WIDE[how](values).dtype == torch.bfloat16
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            assert WIDE[how](values).dtype == torch.float32
+            assert (values * 2).dtype == values.mean().dtype == torch.bfloat16
+
+
+def test_a_norm_that_is_written_out_takes_more_under_autocast_on_a_gpu():
+    class Norm(torch.nn.Module):
+        def forward(self, x):
+            return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6)
+
+    def peak(gpu: bool) -> int:
+        storages, narrow = LiveStorages(), torch.bfloat16
+        with FakeTensorMode(), storages, AsOnGpu() if gpu else nullcontext(), torch.autocast("cpu", dtype=narrow):
+            x = torch.empty(64, 256, dtype=narrow, requires_grad=True)
+            Norm()(x).sum().backward()
+        return storages.peak
+
+    assert peak(True) > 1.3 * peak(False)
 
 
 def test_factors_scale_on_the_device_with_a_copy_for_a_moment():

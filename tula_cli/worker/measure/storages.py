@@ -66,23 +66,25 @@ class AsOnGpu(TorchFunctionMode):
     one byte an element, and its autocast runs these functions in float32.
     """
 
-    IN_FLOAT32 = frozenset(
-        {
-            nn.functional.layer_norm,
-            nn.functional.group_norm,
-            nn.functional.softmax,
-            nn.functional.log_softmax,
-            nn.functional.cross_entropy,
-            nn.functional.nll_loss,
-        }
-    )
+    IN_FLOAT32 = frozenset({
+        "layer_norm", "group_norm", "softmax", "log_softmax", "cross_entropy", "nll_loss", "mse_loss", "l1_loss", "kl_div",
+        "binary_cross_entropy_with_logits", "smooth_l1_loss", "cosine_similarity", "normalize", "softplus", "norm", "cdist",
+        "pow", "__pow__", "__rpow__", "__rdiv__", "__rtruediv__", "reciprocal", "rsqrt", "exp", "expm1", "log", "log2",
+        "log10", "log1p", "acos", "asin", "cosh", "sinh", "tan", "erfinv",
+    })  # fmt: skip
+    """By their names in torch and torch.nn.functional, as torch's manual has them under autocasting on CUDA."""
+    SUMMED_IN_FLOAT32 = frozenset({"sum", "prod", "cumsum", "cumprod"})
+    """They read narrow numbers and write wide ones."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func is nn.functional.dropout and (drop := _fused_dropout(*args, **kwargs)) is not None:
             return drop
-        if func in self.IN_FLOAT32 and torch.is_autocast_enabled("cpu"):
+        name = getattr(func, "__name__", "")
+        if name in self.IN_FLOAT32 and torch.is_autocast_enabled("cpu"):
             args, kwargs = tree_map_only(torch.Tensor, _widened, (args, kwargs))
+        if name in self.SUMMED_IN_FLOAT32 and torch.is_autocast_enabled("cpu") and _is_narrow(args[0]):
+            kwargs = {"dtype": torch.float32, **kwargs}
         return func(*args, **kwargs)
 
 
@@ -96,4 +98,8 @@ def _fused_dropout(
 
 
 def _widened(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.float() if tensor.dtype in (torch.bfloat16, torch.float16) else tensor
+    return tensor.float() if _is_narrow(tensor) else tensor
+
+
+def _is_narrow(value: object) -> bool:
+    return isinstance(value, torch.Tensor) and value.dtype in (torch.bfloat16, torch.float16)

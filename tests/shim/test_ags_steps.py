@@ -295,6 +295,20 @@ def test_of_several_the_largest_model_and_optimizer_are_meant(around: Callable[.
         ags.made(optimizer)
     ags.seek()
     assert ags.tula is not None and ags.tula.base is loop.base and ags.tula.setup.model is models[1]
+    assert not [text for text in ags.said() if "not scaled" in text], "its parameters are the same"
+
+
+def test_what_smaller_optimizers_of_the_model_train_is_told_to_be_unscaled(around: Callable[..., AgsSteps]) -> None:
+    loop, ags = Loop(), around()
+    ags.split.modules.append(weakref.ref(model := Ddp(loop.net)))
+    head = torch.optim.AdamW(list(loop.net[2].parameters()), lr=0.1)  # type: ignore[arg-type]
+    body = torch.optim.SGD(list(loop.net[0].parameters()), lr=0.1)  # type: ignore[arg-type]
+    for optimizer in (head, body):
+        ags.made(optimizer)
+    ags.seek()
+    assert ags.tula is not None and (ags.tula.base, ags.tula.setup.model) == (body, model)
+    told = [text for text in ags.said() if "not scaled" in text]
+    assert len(told) == 1 and "SGD trains (56 numbers)" in told[0] and "AdamW (27 numbers)" in told[0]
 
 
 def test_gradients_that_are_reduced_twice_a_step_are_refused(around: Callable[..., AgsSteps]) -> None:

@@ -33,7 +33,7 @@ def killed_at(folder: Path, monkeypatch: pytest.MonkeyPatch, content: dict[int, 
     step = 0
     while not ended and step < 100:
         step += 1
-        seen.after_step(step, 16.0 * step, 0, 160)
+        seen.after_step(step, 16.0 * (step - 1), 0, 160)
         if step in content:
             path = folder / name
             path.parent.mkdir(exist_ok=True)

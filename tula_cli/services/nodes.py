@@ -23,6 +23,7 @@ from tula_cli.run.records.tasks import CheckTask
 from tula_cli.services.events import NodeCheckProgress, Work
 from tula_cli.services.node_check import findings
 from tula_cli.services.node_check.findings import LAG, listed
+from tula_cli.services.waiting import only_part
 from tula_cli.spec.job import JobSpec
 
 LOOKS = (0.5, 10.0)
@@ -79,12 +80,9 @@ def work(
         SchedulerError: it was refused, or will never start.
         JobFailed: it has failed; with what is known of the nodes.
     """
-    parts = run.parts(spec, node_type)
-    if len(parts) > 1:
-        raise SpecError(f"--on-cluster looks at one type of node: add --type {' or --type '.join(spec.node_types)}")
-    part = parts[0]
+    part = only_part(run, spec, node_type, what="--on-cluster")
     launcher, count = launcher_for(part.spec), cluster_nodes(part.spec, nodes)
-    adopt(run, spec, parts, file)
+    adopt(run, spec, [part], file)
     task = start_on_cluster(part.run, part.spec, launcher, nodes=count)
     before = None
     try:

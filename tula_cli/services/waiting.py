@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from tula_cli import words
 from tula_cli.cluster.launcher import Launcher
-from tula_cli.errors import Interruption, OverBudget, Pending
+from tula_cli.errors import Interruption, OverBudget, Pending, SpecError
 from tula_cli.run.directory import Part, RunDir
 from tula_cli.run.records.inspections import Inspection
 from tula_cli.run.records.probes import Failed, Measured
@@ -56,6 +56,24 @@ class DetachedJobs:
 
     jobs: tuple[str, ...]
     under_way: tuple[str, ...]  # those of them that this call did not submit
+
+
+def only_part(run: RunDir, spec: JobSpec, node_type: str | None, *, what: str) -> Part:
+    """Return the part of a job on one type of node.
+
+    Args:
+        run: the run.
+        spec: the job.
+        node_type: the type, where the job names several.
+        what: it is for, as the user calls it.
+
+    Raises:
+        SpecError: the job names several types and none is given, or has no such type.
+    """
+    parts = run.parts(spec, node_type)
+    if len(parts) > 1:
+        raise SpecError(f"{what} is for one type of node: add --type {' or --type '.join(spec.node_types)}")
+    return parts[0]
 
 
 def allow(confirm: Callable[[Planned], bool], planned: Planned) -> None:

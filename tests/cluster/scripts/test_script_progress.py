@@ -9,7 +9,7 @@ import pytest
 from make_results import Truth, measured
 
 from tula_cli.cluster.exit_reason import ExitReason
-from tula_cli.cluster.scripts import watch
+from tula_cli.cluster.scripts import checkpoints, watch
 from tula_cli.cluster.scripts.printed_metrics import last_and_best, less_is_better
 from tula_cli.cluster.scripts.script_training import ScriptTraining
 from tula_cli.cluster.scripts.settle import settled, take_up
@@ -20,7 +20,7 @@ from tula_cli.run.records.results import ScriptProgress
 from tula_cli.run.records.tasks import Rung, TrainTask
 from tula_cli.run.script_attempt import ScriptAttempt
 from tula_cli.spec.load import validate
-from tula_cli.spec.scripts.own_script import Length
+from tula_cli.spec.scripts.own_script import Length, Resume
 
 STARTED = 1_000_000.0  # Unix time
 
@@ -160,6 +160,29 @@ def test_a_training_that_was_too_short_to_be_ended_fails_at_its_end(run: RunDir)
     reason = training.settled(command, ExitReason(None))
     assert reason.outcome == "user" and "a batch of 32 and a step trains on 16 samples" in reason.words
     assert run.training("x").result() is None
+
+
+def folder_of(out: Path, name: str, when: float, *files: str) -> None:
+    for file in files:
+        (out / name / file).parent.mkdir(parents=True, exist_ok=True)
+        (out / name / file).write_text("x")
+        os.utime(out / name / file, (when, when))
+
+
+def test_a_folder_without_files_that_the_one_before_has_is_half_a_checkpoint(tmp_path: Path) -> None:
+    def newest() -> str:
+        found = checkpoints.newest(resume, {"out": str(tmp_path)}, workdir=tmp_path, since=0.0)
+        return "" if found is None else found.name
+
+    resume = Resume(args="{checkpoint}", checkpoint="{out}/*")
+    folder_of(tmp_path, "checkpoint-10", 10.0, "model.bin", "rank_0.bin", "rank_1.bin", "global_step10/optimizer.bin")
+    assert newest() == "checkpoint-10", "there is none to compare it with"
+    folder_of(tmp_path, "checkpoint-20", 20.0, "model.bin", "rank_0.bin")
+    assert newest() == "checkpoint-10"
+    folder_of(tmp_path, "checkpoint-20", 21.0, "global_step20/optimizer.bin")
+    assert newest() == "checkpoint-20", "of fewer ranks"
+    folder_of(tmp_path, "best", 30.0, "model.bin")
+    assert newest() == "best", "of another kind"
 
 
 def watching(run: RunDir, ranks: int) -> ScriptWatch:

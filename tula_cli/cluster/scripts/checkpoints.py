@@ -1,6 +1,7 @@
 """The checkpoints of a script: where they are, and which of them is whole."""
 
 import glob
+import re
 import zipfile
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -12,10 +13,13 @@ SETTLED = 2.0
 """Seconds without a change after which a checkpoint is taken to be written."""
 _ZIPPED = (".pt", ".pth", ".bin", ".ckpt", ".tar")
 """What torch.save writes is a ZIP file, with its table of contents at the end."""
+_NUMBER = re.compile(r"\d+")
 
 
 def newest(resume: Resume, values: Mapping[str, str | float], *, workdir: Path, since: float) -> Path | None:
     """Return the newest checkpoint that is whole; None where there is none.
+
+    A folder that lacks files which the one before it has is half of one: its process was killed between two files.
 
     Args:
         resume: where they are.
@@ -26,7 +30,23 @@ def newest(resume: Resume, values: Mapping[str, str | float], *, workdir: Path, 
     names = glob.iglob(pattern(resume, values, workdir=workdir), recursive=True)  # noqa: PTH207 - an absolute pattern
     found = ((path, changed(path)) for path in map(Path, names))
     by_age = sorted(((when, path) for path, when in found if when >= since), reverse=True)
-    return next((path for _, path in by_age if whole(path)), None)
+    paths = [path for _, path in by_age if whole(path)]
+    return next((path for number, path in enumerate(paths) if not _lacks_files(path, paths[number + 1 :])), None)
+
+
+def _lacks_files(path: Path, older: Iterable[Path]) -> bool:
+    """Return whether a folder lacks files that the next older one of such a name has; numbers in names do not count."""
+    before = next((one for one in older if _unnumbered(one.name) == _unnumbered(path.name)), None)
+    return before is not None and path.is_dir() and before.is_dir() and bool(_names(before) - _names(path))
+
+
+def _names(folder: Path) -> set[str]:
+    return {_unnumbered(str(file.relative_to(folder))) for file in _files(folder)}
+
+
+def _unnumbered(name: str) -> str:
+    """Return a name without the step, or the rank, that it was written by: of fewer ranks there are fewer files."""
+    return _NUMBER.sub("#", name)
 
 
 def pattern(resume: Resume, values: Mapping[str, str | float], *, workdir: Path) -> str:

@@ -18,7 +18,7 @@ from tula_cli.run.records.tasks import RehearsalTask
 from tula_cli.run.script_attempt import Rehearsals
 from tula_cli.services.events import Note, Work
 from tula_cli.services.profile import spent
-from tula_cli.services.waiting import WaitPolicy, beyond_cap, interruption_of_jobs, wait_for
+from tula_cli.services.waiting import WaitPolicy, beyond_cap, interruption_of_jobs, only_part, wait_for
 from tula_cli.spec.job import JobSpec
 from tula_cli.spec.scripts.own_script import Resume
 from tula_cli.spec.scripts.placeholders import names
@@ -113,18 +113,15 @@ def work(
         SchedulerError: it was refused.
         JobFailed: it ended without having found anything.
     """
-    parts = run.parts(spec, node_type)
-    if len(parts) > 1:
-        raise SpecError(f"--rehearse is for one type of node: add --type {' or --type '.join(spec.node_types)}")
+    part = only_part(run, spec, node_type, what="--rehearse")
     resume_of(spec)
-    part = parts[0]
     code = choose(part.run, part.spec, Path.cwd(), keep=False)
     if not fresh and (kept := kept_for(part.run, part.spec, code)) is not None:
         yield Note(f"found before, {words.moment(kept.rehearsal.over_at)}; --fresh rehearses again")
         return kept
     if over := beyond_what_is_left(run, spec):
         raise OverBudget(over, "raise it with --set search.max_node_hours=..., or lower search.max_minutes")
-    adopt(run, spec, parts, file)
+    adopt(run, spec, [part], file)
     policy = WaitPolicy(wait=True, timeout=timeout)
     return (yield from rehearsed(part, launcher_for(part.spec), code, policy, batch=None))
 

@@ -23,7 +23,7 @@ class Pulse:
         self.rank = 0
         self.step = 0
         self.samples: float | None = None
-        self._before: float | None = None  # samples before the last step
+        self.before: float | None = 0.0  # samples before the last step
         self.lost: str | None = None
         self._began: float | None = None  # perf_counter at the last step
         self._beaten = self._row_at = float("-inf")
@@ -43,7 +43,7 @@ class Pulse:
         now = time.perf_counter()
         if self._began is not None:
             self._recent.append(now - self._began)
-        self._before = self.samples
+            self.before = self.samples
         self._began, self.step, self.samples = now, step, samples
         self._stepped_at = time.time()
         self._write_if_due(now)
@@ -76,7 +76,7 @@ class Pulse:
         self._newest = {"lr": lr, "loss": loss}
         if causes and self._recent:
             where = {"step": self.step, "samples": self.samples, "time": time.time()}
-            self._append(kind="gap", **where, before=self._before, seconds=self._recent[-1], causes=causes)
+            self._append(kind="gap", **where, before=self.before, seconds=self._recent[-1], causes=causes)
         if self._began is not None and self._began - self._row_at >= self.plan.row:
             self._row_at = self._began
             self.close()

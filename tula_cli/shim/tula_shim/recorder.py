@@ -134,7 +134,7 @@ class Recorder:
         if self.plan.training:
             causes = [name for cause, name in CAUSES.items() if self.gap & cause] if self.gap else []
             self.pulse.row(causes, lr=lr, loss=loss)
-            self.killing.after_step(self.step, self.samples(), self.rank, self.delivered.size())
+            self.killing.after_step(self.step, self.pulse.before, self.rank, self.delivered.size())
             self.asked_to = self.requests.look(self.step, self.pulse, self.world)
             self._begin_training(counts, samples)
         else:

@@ -109,9 +109,11 @@ class AgsSteps:
             return None
         model = max(modules, key=_size)
         own = {id(parameter) for parameter in model.parameters()}
-        alive = [optimizer for reference in self._made if (optimizer := reference()) is not None]
-        found = [one for one in alive if any(id(parameter) in own for parameter in parameters(one))]
+        found = [one for one in self._alive() if any(id(parameter) in own for parameter in parameters(one))]
         return (max(found, key=elements), model) if found else None  # the first of equals: the same on all ranks
+
+    def _alive(self) -> list[Any]:
+        return [optimizer for reference in self._made if (optimizer := reference()) is not None]
 
     def bind(self, base: Any, model: Any) -> None:
         """Put AGS around an optimizer.
@@ -138,12 +140,22 @@ class AgsSteps:
         self._target = target
         if tula.identity is not None:
             self.notes.append(tula.identity)
+        self._note_others(base, model)
         if (state := self._loaded.pop(base, None)) is not None:
             self._resume(state)
         elif self.settings["resumed"]:
             self.notes.append(
                 "the checkpoint holds nothing of AGS, whose factors begin anew: does the script save its optimizer?"
             )
+
+    def _note_others(self, base: Any, model: Any) -> None:
+        """Say which of the model's parameters other optimizers train, unscaled."""
+        left = {id(parameter) for parameter in model.parameters()} - {id(parameter) for parameter in parameters(base)}
+        counts = [(one, sum(int(p.numel()) for p in parameters(one) if id(p) in left)) for one in self._alive()]
+        others = [f"{full_name(one)} ({count} numbers)" for one, count in counts if count]
+        if others:
+            words = f"AGS scales what {full_name(base)} trains ({elements(base)} numbers), the largest of the model's optimizers"
+            self.notes.append(f"{words}; not scaled is what {', '.join(others)} trains")
 
     def _taken_hook(self, model: Any) -> str:
         if self.settings["settings"]["source"] != "local_norms" or not self.split.has_hook(model):

@@ -22,14 +22,13 @@ class Killing:
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
         self.wanted: dict[str, Any] = plan.rehearsal or {}
-        self._before: float | None = 0.0  # samples up to the step before
         self._since = 0.0  # Unix time of the first step
         self._found: dict[str, Any] | None = None
         self._last = 0  # step after which it ends
         self._seen = _Newest()
 
-    def after_step(self, step: int, samples: float | None, rank: int, dataset: int | None) -> None:
-        """Take note of a step; of its samples those of this rank so far, and of what its data loader holds. May not return.
+    def after_step(self, step: int, before: float | None, rank: int, dataset: int | None) -> None:
+        """Take note of a step, of the samples of this rank before it, and of what its data loader holds. May not return.
 
         Raises:
             OSError: what was seen cannot be written.
@@ -40,10 +39,9 @@ class Killing:
         if step == self.wanted.get("ask_at"):
             self._ask(str(self.wanted.get("ask", "")), rank)
         if rank == 0:
-            self._look(step, dataset)
+            self._look(step, before, dataset)
             if self._found is not None and step >= self._last:
                 self._kill()
-        self._before = samples
 
     def _ask(self, how: str, rank: int) -> None:
         if how.startswith("SIG"):
@@ -55,7 +53,7 @@ class Killing:
         elif rank == 0 and how == "hooks":
             write_json(self.plan.folder / "save.json", {"then": "go on"})
 
-    def _look(self, step: int, dataset: int | None) -> None:
+    def _look(self, step: int, samples: float | None, dataset: int | None) -> None:
         """Take note of the newest checkpoint, which holds what was trained up to the step before: a script may save each step."""
         seen = _newest(str(self.wanted["checkpoint"]))
         if seen.changed < self._since:
@@ -65,7 +63,7 @@ class Killing:
             return
         if self._found is None:
             self._last = step - 1 + int(self.wanted["after"])
-        self._found = {"steps": step - 1, "samples": self._before, "dataset": dataset, "killed": False}
+        self._found = {"steps": step - 1, "samples": samples, "dataset": dataset, "killed": False}
         self._write()
 
     def _kill(self) -> None:

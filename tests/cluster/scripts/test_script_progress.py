@@ -16,7 +16,7 @@ from tula_cli.cluster.scripts.settle import settled, take_up
 from tula_cli.cluster.scripts.watch import ScriptWatch
 from tula_cli.run.directory import RunDir
 from tula_cli.run.records.jobs import Attempt, LeaderCommand
-from tula_cli.run.records.results import ScriptProgress
+from tula_cli.run.records.results import Save, ScriptProgress, ScriptSaves
 from tula_cli.run.records.tasks import Rung, TrainTask
 from tula_cli.run.script_attempt import ScriptAttempt
 from tula_cli.spec.load import validate
@@ -183,6 +183,57 @@ def test_a_folder_without_files_that_the_one_before_has_is_half_a_checkpoint(tmp
     assert newest() == "checkpoint-20", "of fewer ranks"
     folder_of(tmp_path, "best", 30.0, "model.bin")
     assert newest() == "best", "of another kind"
+
+
+def fails_at_once(run: RunDir, first: TrainTask, checkpoint: Path) -> ExitReason:
+    """Let an attempt that goes on from a checkpoint fail in the script, before its first step."""
+    folder = ScriptAttempt(run.path, first.id, 1).path
+    folder.mkdir(parents=True, exist_ok=True)
+    told = {
+        "version": 1, "task": first.id, "attempt": 1, "rank": 0, "host": "h", "pid": 1, "where": "script", "step": 0,
+        "error": "EOFError", "text": "EOFError: Ran out of input", "failed_at": 1.0,
+    }  # fmt: skip
+    (folder / "failure-0.json").write_text(json.dumps(told))
+    command = LeaderCommand(task=first.id, attempt=1, ranks=1, batch=16, checkpoint=str(checkpoint))
+    return ScriptTraining(run, first).settled(command, ExitReason("user", "EOFError: Ran out of input"))
+
+
+def test_a_checkpoint_that_cannot_be_loaded_is_left_out_for_the_one_before(run: RunDir) -> None:
+    own = run.spec().script
+    assert own is not None and own.resume is not None
+    resume = own.resume.model_copy(update={"checkpoint": "{out}/step-*"})
+    update = {"script": own.model_copy(update={"resume": resume})}
+    first = task(run, "train-x-1", 16).model_copy(update={"spec": run.spec().model_copy(update=update)})
+    run.write_task(first)
+    training, out = ScriptTraining(run, first), ScriptTraining(run, first).out
+    folder_of(out, "step-30", STARTED + 20, "state")
+    folder_of(out, "step-60", STARTED + 40, "state")
+    newest = ScriptProgress(samples=960, steps=60, batch=16, checkpoint=str(out / "step-60"), saved_at=STARTED + 40)
+    run.training("x").write_script_progress(newest)
+    save = Save(saved_at=STARTED + 40, batch=16, steps=30, samples=480, seconds=20.0)
+    run.training("x").write_script_saves(ScriptSaves(saves=(save,)))
+
+    reason = fails_at_once(run, first, out / "step-60")
+    assert (
+        reason.outcome == "unknown"
+        and "step-60 is left out, and the checkpoint before it tried: step-30" in reason.words
+    )
+    assert training.checkpoint() == out / "step-30"
+    held = run.training("x").script_progress()
+    assert held is not None and (held.samples, held.steps, held.checkpoint) == (480, 30, str(out / "step-30"))
+    assert run.training("x").script_saves().lost == (480,)
+    assert fails_at_once(run, first, out / "step-30").outcome == "user", "it is the script's own fault"
+    assert (training.checkpoint(), run.training("x").script_progress()) == (out / "step-60", newest)
+
+
+def test_without_a_checkpoint_before_it_the_scripts_error_ends_the_training(run: RunDir) -> None:
+    training = ScriptTraining(run, task(run, "train-x-1", 16))
+    saves(training.out, STARTED + 20)
+    found = training.out / "state.json"
+    run.training("x").write_script_progress(
+        ScriptProgress(samples=480, steps=30, batch=16, checkpoint=str(found), saved_at=STARTED + 20)
+    )
+    assert fails_at_once(run, training.task, found).outcome == "user" and training.checkpoint() == found
 
 
 def watching(run: RunDir, ranks: int) -> ScriptWatch:

@@ -16,7 +16,14 @@ _ZIPPED = (".pt", ".pth", ".bin", ".ckpt", ".tar")
 _NUMBER = re.compile(r"\d+")
 
 
-def newest(resume: Resume, values: Mapping[str, str | float], *, workdir: Path, since: float) -> Path | None:
+def newest(
+    resume: Resume,
+    values: Mapping[str, str | float],
+    *,
+    workdir: Path,
+    since: float,
+    left_out: tuple[str, float] = ("", 0.0),
+) -> Path | None:
     """Return the newest checkpoint that is whole; None where there is none.
 
     A folder that lacks files which the one before it has is half of one: its process was killed between two files.
@@ -26,10 +33,15 @@ def newest(resume: Resume, values: Mapping[str, str | float], *, workdir: Path, 
         values: of the placeholders in its pattern.
         workdir: what a relative path starts from.
         since: Unix time; what is older is of another training.
+        left_out: path of one that is of no use, as it was at a time (Unix time).
     """
     names = glob.iglob(pattern(resume, values, workdir=workdir), recursive=True)  # noqa: PTH207 - an absolute pattern
     found = ((path, changed(path)) for path in map(Path, names))
-    by_age = sorted(((when, path) for path, when in found if when >= since), reverse=True)
+    useless, until = left_out
+    by_age = sorted(
+        ((when, path) for path, when in found if when >= since and not (str(path) == useless and when <= until)),
+        reverse=True,
+    )
     paths = [path for _, path in by_age if whole(path)]
     return next((path for number, path in enumerate(paths) if not _lacks_files(path, paths[number + 1 :])), None)
 

@@ -94,7 +94,9 @@ class ScriptTraining:
         if resume is None or self.goes_on == "none" or not attempts:
             return None
         began = min(attempt.started_at for attempt in attempts)
-        return checkpoints.newest(resume, self.known, workdir=Path(self.task.workdir), since=began)
+        useless = self.training.script_saves().left_out
+        left_out = ("", 0.0) if useless is None else (useless.checkpoint, useless.saved_at)
+        return checkpoints.newest(resume, self.known, workdir=Path(self.task.workdir), since=began, left_out=left_out)
 
     # --- how far it is
 
@@ -227,6 +229,12 @@ class ScriptTraining:
             return ExitReason("user", f"the command ended well, but {NO_STEP}")
         if reason.outcome is None and (broken := self.broken_claims(attempt.results(), command)) is not None:
             return broken
+        if (
+            reason.outcome == "user"
+            and beat is None
+            and (again := self._fall_back(attempt, command, reason)) is not None
+        ):
+            return again
         self.note_save(attempt, command, settled=0.0)
         self._keep(attempt, command)
         if reason.outcome is not None:
@@ -235,6 +243,40 @@ class ScriptTraining:
             self._tell_short(samples)
             self._write_result(samples, steps, None if beat is None else beat.seconds)
         return reason
+
+    def _fall_back(self, attempt: ScriptAttempt, command: LeaderCommand, reason: ExitReason) -> ExitReason | None:
+        """Leave out a checkpoint at which the script failed before its first step; return why it starts again.
+
+        None where it is not the checkpoint's fault, or there is none before it. If the one before fails too, the script is
+        at fault, and the newest counts again.
+        """
+        known, progress = self.training.script_saves(), self._progress
+        failed = any(told.where == "script" and told.step == 0 for told in attempt.failures())
+        if not failed or progress is None or progress.checkpoint != command.checkpoint:
+            return None
+        if known.left_out is not None and known.left_out.saved_at > progress.saved_at:
+            self.training.write_script_progress(known.left_out)
+            self.training.write_script_saves(known.model_copy(update={"left_out": None}))
+            return None
+        self.training.write_script_saves(known.model_copy(update={"left_out": progress}))
+        if (before := self.checkpoint()) is None:
+            self.training.write_script_saves(known)
+            return None
+        self._go_back(progress, before)
+        words = f"{reason.words}; {Path(progress.checkpoint).name} is left out, and the checkpoint before it tried: {before.name}"
+        self._add("warning", progress.samples, message=words)
+        return ExitReason("unknown", words, reason.rank, reason.host)
+
+    def _go_back(self, progress: ScriptProgress, before: Path) -> None:
+        """Let an older checkpoint be the one to go on from: it holds what the newest does but for what came between."""
+        saved_at, known = checkpoints.changed(before), self.training.script_saves()
+        since = [save for save in known.saves if saved_at < save.saved_at <= progress.saved_at]
+        samples = max(0, progress.samples - sum(save.samples for save in since))
+        steps = max(0, progress.steps - sum(save.steps for save in since))
+        held = {"samples": samples, "steps": steps, "checkpoint": str(before), "saved_at": saved_at}
+        self.training.write_script_progress(progress.model_copy(update=held))
+        lost = (*known.lost, progress.samples - samples)
+        self.training.write_script_saves(known.model_copy(update={"lost": lost}))
 
     def take_up(self, lost: Attempt) -> None:
         """Keep what an attempt of this task has saved whose supervisor was lost, and could not."""

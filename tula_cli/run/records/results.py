@@ -99,6 +99,9 @@ class ScriptSaves(Record):
 
     saves: tuple[Save, ...] = ()  # the newest ones
     lost: tuple[int, ...] = ()  # samples that came after the newest checkpoint, at each start that did not end well
+    left_out: ScriptProgress | None = (
+        None  # the newest checkpoint, where the script failed at it and the one before is tried
+    )
 
 
 class CountedEnergy(Record):

@@ -706,6 +706,13 @@ def test_an_option_of_all_commands_comes_after_the_command(cluster):
         assert f"error: {option} comes after the command" in failed.err and f"tula status {option}" in failed.err
 
 
+def test_warnings_come_below_the_answer(cluster):
+    both = io.StringIO()
+    wide = ("--set", "search.max_node_hours=null")
+    assert app.run(["check", "job.yaml", *wide], screen=show_screen.Screen(out=both, err=both)) == 0
+    assert 0 < both.getvalue().index("probes in") < both.getvalue().index("warning: search.max_node_hours is not set")
+
+
 def test_a_folder_of_runs_that_is_not_there_is_told(cluster):
     failed = tula("list", "--run-dir", "nowhere")
     assert failed.code == 2 and "--run-dir nowhere: there is no such folder" in failed.err

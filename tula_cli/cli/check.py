@@ -123,9 +123,9 @@ def check(
     inspect = inspector(screen, root, fresh=fresh)
     run = None if offline else run_of(root, spec)
     checked = services_check.check_all(spec, node_type=node_type, online=not offline, inspector=inspect, run=run)
+    screen.answer(*show_check.check_all(checked.reports, origins))
     for report in checked.reports.values():
         warn_all(screen, report.warnings)
-    screen.answer(*show_check.check_all(checked.reports, origins))
     warn_all(screen, checked.left_out)
     checked.require_sound(str(job))
     return None
@@ -154,8 +154,8 @@ def _check_on_cluster(
     file = origin(run, job, overrides or ())
     work = service.work(run, spec, launcher.launcher_for, nodes=nodes, node_type=node_type, timeout=timeout, file=file)
     found = done(screen, work)
-    warn_all(screen, found.warnings)
     screen.answer(found, show_check.cluster_check(found))
+    warn_all(screen, found.warnings)
     found.require_sound(str(job))
 
 

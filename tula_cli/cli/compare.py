@@ -140,8 +140,8 @@ def _answer(
 
     report = found.report
     screen.status = "done" if report.complete else "pending" if found.active else "partial"
-    warn_all(screen, report.warnings)
     screen.answer(report, show_compare.compared(report, width=screen.width, color=screen.colored))
+    warn_all(screen, report.warnings)
     if html is not None:
         curves = accuracy.curves(part.run, comparison)
         write_atomic(html, page.comparison(report, curves, title=f"{part.spec.name}: {part.run.id}"))

@@ -66,7 +66,6 @@ def recommend(
     looks = functools.partial(launcher.launcher_for, submits=False)
     answer = service.ask(run, spec, criteria, launcher_for=looks, overrides=overrides or ())
     found = answer.recommendation
-    warn_all(screen, found.warnings)
     saved = save or _renews(screen, run, found)
     if saved:
         try:
@@ -78,6 +77,7 @@ def recommend(
             saved = False
     data = {**dict(found), "saved": saved}
     screen.answer(data, show_recommend.recommendation(found, width=screen.width, color=screen.colored, pareto=pareto))
+    warn_all(screen, found.warnings)
 
 
 def _renews(screen: Screen, run: "RunDir", found: "Recommendation") -> bool:

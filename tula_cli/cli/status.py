@@ -30,11 +30,11 @@ def status(screen: Screen, named: MaybeRun = None, root: Root = RUNS) -> None:
         for part in begun(run, spec)
     }
     screen.status = "pending" if any(now.active() for now in found.values()) else "done"
-    for now in found.values():
-        warn_all(screen, now.warnings)
     chosen = run.recommendation()
     data = tables.data_by_type(found, recommendation=chosen)
     screen.answer(data, show_status.status_by_type(run.path, found, chosen))
+    for now in found.values():
+        warn_all(screen, now.warnings)
 
 
 def list_(screen: Screen, root: Root = RUNS) -> None:

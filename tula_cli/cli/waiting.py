@@ -113,6 +113,7 @@ def refuse(given: bool, option: str, why: str) -> None:
 
 
 def warn_all(screen: Screen, warnings: Sequence[str]) -> None:
+    """Warn of what an answer is to be read with, below it: above a long table nobody sees it."""
     for text in warnings:
         screen.warn(text)
 

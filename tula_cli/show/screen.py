@@ -114,6 +114,7 @@ class Screen:
         console = self._console(self.out)
         for part in parts:
             printed(console, part)
+        self.out.flush()  # warnings follow on stderr, which may be the same file
 
     def aside(self, parts: Iterable["RenderableType"]) -> None:
         """Show parts that are not the answer, on stderr."""

@@ -152,7 +152,18 @@ def test_odd_probes_are_pointed_out() -> None:
     seen[0] = observation(2, 16, 0.3)
     warnings = fit(seen, collective="ring").warnings
     assert any("misses the probe at 2 nodes, local batch 16" in warning for warning in warnings)
-    assert any("not monotone: a step at 2 nodes, local batch 64" in warning for warning in warnings)
+    assert any("not monotone: a step is shorter at 2 nodes, local batch 64 than at" in warning for warning in warnings)
+
+
+def test_warnings_of_one_kind_are_one_line() -> None:
+    slower = np.repeat([1.0, 1.0, 1.0, 1.5, 2.0], 10)
+    steady = [overlapped(n, b) for n, b in GRID]
+    seen = [
+        dataclasses.replace(probe, step_times=tuple(probe.seconds * slower)) if probe.local_batch == 64 else probe
+        for probe in steady
+    ]
+    (told,) = (text for text in fit(seen, collective="ring").warnings if text.startswith("unsteady"))
+    assert told.count(", local batch 64 by ") == len([b for _, b in GRID if b == 64]) > 1
 
 
 def test_the_centre_keeps_regular_slow_steps_and_drops_a_single_stall() -> None:

@@ -289,29 +289,28 @@ def _suspicions(observations: Sequence[Observation], seconds: Floats, residuals:
 
 
 def _unsteady(observations: Sequence[Observation]) -> list[str]:
-    return [
-        f"unsteady probe: {o} drifts by {o.noise:.0%} of its step time"
-        for o in observations
-        if o.noise is not None and o.noise > _UNSTEADY
-    ]
+    found = [f"{o} by {o.noise:.0%}" for o in observations if o.noise is not None and o.noise > _UNSTEADY]
+    return [f"unsteady: the step time drifts within the probe at {'; '.join(found)}"] if found else []
 
 
 def _falling(observations: Sequence[Observation], seconds: Floats) -> list[str]:
     """Point out a larger local batch with a clearly shorter step: another algorithm, a clock, a disturbed probe."""
-    return [
-        f"not monotone: a step at {larger} is shorter than at local batch {smaller.local_batch}"
+    found = [
+        f"at {larger} than at local batch {smaller.local_batch}"
         for (smaller, before), (larger, after) in itertools.pairwise(zip(observations, seconds, strict=True))
         if (smaller.nodes, smaller.gpus_per_node) == (larger.nodes, larger.gpus_per_node)
         and after < before * (1 - _UNSTEADY)
     ]
+    return [f"not monotone: a step is shorter {'; '.join(found)}"] if found else []
 
 
 def _missed(observations: Sequence[Observation], seconds: Floats, residuals: Floats) -> list[str]:
-    return [
-        f"the fit misses the probe at {o}: {_duration(measured)} measured, {_duration(measured * (1 + off))} fitted"
+    found = [
+        f"{o} ({_duration(measured)} measured, {_duration(measured * (1 + off))} fitted)"
         for o, measured, off in zip(observations, seconds, residuals, strict=True)
         if abs(off) > _OFF
     ]
+    return [f"the fit misses the probe at {'; '.join(found)}"] if found else []
 
 
 def _words(model: Overlap, points: Points, scope: _Scope, error: float | None, *, apart: Collection[object]) -> str:

@@ -1,13 +1,19 @@
 """Makes one error, for its real words: `python -m gpu.provoke KIND`. Nothing here reads or writes memory it has not."""
 
 import sys
+from typing import NoReturn
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
 from gpu.rig import alone
-from gpu.watch import fill
+from gpu.watch import RAN, fill
+
+
+def ran(held: "list[torch.Tensor]") -> NoReturn:
+    """Say that there was no error."""
+    raise SystemExit(f"{RAN} {len(held)} blocks held")
 
 
 def allocator() -> None:
@@ -21,7 +27,7 @@ def cublas() -> None:
     held = fill()
     torch.mm(a, b, out=out)
     torch.cuda.synchronize()
-    raise SystemExit(f"it ran, with {len(held)} blocks held")
+    ran(held)
 
 
 def cudnn() -> None:
@@ -31,17 +37,17 @@ def cudnn() -> None:
     held = fill(2**23)
     layer(images).sum().backward()
     torch.cuda.synchronize()
-    raise SystemExit(f"it ran, with {len(held)} blocks held")
+    ran(held)
 
 
 def nccl() -> None:
-    """Make the first reduction when nothing is left for NCCL's buffers."""
+    """Join a group when nothing is left for NCCL, which takes its memory as it joins."""
+    numbers = torch.ones(1024, device="cuda")
+    held = fill()
     with alone("cuda"):
-        numbers = torch.ones(1024, device="cuda")
-        held = fill()
         dist.all_reduce(numbers)
         torch.cuda.synchronize()
-        raise SystemExit(f"it ran, with {len(held)} blocks held")
+    ran(held)
 
 
 def device_assert() -> None:

@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 
 EVERY = 0.2  # seconds
 MIB = 2**20
+RAN = "it ran, with"
+"""What a process says that has found a full card full enough."""
 
 
 def taken(device: str) -> int:

@@ -21,7 +21,7 @@ from gpu import product, trials, watch
 from gpu.plan import STAGES, Row
 from gpu.rig import job
 from gpu.stage import MARK, Stage
-from gpu.stages import machine, memory, steps, table
+from gpu.stages import errors, machine, memory, steps, table
 from gpu.trials import TrialFailed, Trials, largest
 from gpu.watch import Watch
 from on_gpu import Results, Setting, satisfied, work_through
@@ -340,6 +340,17 @@ def test_a_model_that_fails_is_a_fault_and_the_others_are_measured(
     memory.largest_of_all(stage)
     assert stage.faults == ["vgg11,fp32: RuntimeError: more elements than 2^31"]
     assert stage.figures["largest"] == {"alexnet,fp32": 1}
+
+
+def test_an_error_that_could_not_be_provoked_is_left_open_and_one_that_is_misread_a_fault(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said = {"allocator": "torch.OutOfMemoryError: CUDA out of memory.", "cublas": f"{watch.RAN} 7 blocks held"}
+    monkeypatch.setattr(errors, "provoked", lambda kind, **_: (1, said.get(kind, "RuntimeError: the card is full")))
+    stage = Stage("cuda", False, tmp_path)
+    errors.errors(stage)
+    assert stage.unjudged == ["cublas: it could not be provoked"]
+    assert [fault.partition(" is read as")[0] for fault in stage.faults] == ["cudnn", "nccl"]
 
 
 def test_memory_is_held_until_a_sample_shows_it_back() -> None:

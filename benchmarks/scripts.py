@@ -1,7 +1,8 @@
 """Training scripts of others, not a line changed: measured, chosen for, trained, killed and resumed by tula; a row each.
 
     python benchmarks/scripts.py --torchvision FOLDER --timm FOLDER --nanogpt FOLDER --transformers FOLDER --lightning FOLDER
-        --examples FOLDER [--python PYTHON] [--only NAME ...] [--pairs 5] [--out build/scripts] [--json]
+        --examples FOLDER [--python PYTHON] [--only NAME ...] [--stages NAME ...] [--pairs 60] [--slurm] [--out build/scripts]
+        [--keep FILE] [--json]
 
 Each FOLDER is a checkout beside the project: pytorch/vision, huggingface/pytorch-image-models, karpathy/nanoGPT,
 huggingface/transformers, Lightning-AI/pytorch-lightning, pytorch/examples. PYTHON is one that has what the scripts import
@@ -13,9 +14,11 @@ they were:
     rehearse    whether it goes on from its own checkpoint, at the same batch and at half of it
     killed      a training; once it has saved, its rank 0 is killed
     full        a training that runs out of memory after it has saved, once, on one rank
-    overhead    CPU time of a step under the shim against one without, in pairs
+    overhead    CPU time of a step with the hooks of the shim against the next one without, in pairs, on one rank
 
-Each stage is kept in OUT/results.json; the same call goes on where one was broken off. Where there is no GPU, scripts that
+Each stage is kept in OUT/results.json; the same call goes on where one was broken off. `--keep` writes its figures without
+what commands said. With `--slurm` the jobs go to a SLURM cluster of two nodes that is brought up on this machine for the time
+(tests/slurm; root), where stages profile, recommend and killed are for. Where there is no GPU, scripts that
 ask for CUDA get it from `script_cases/stand_in/`, by PYTHONPATH.
 """
 
@@ -23,7 +26,6 @@ import argparse
 import hashlib
 import json
 import os
-import random
 import shutil
 import signal
 import statistics
@@ -32,30 +34,32 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from script_cases import step_cost
 from script_cases.cases import CASES, Case
 
-from tula_cli.cluster.scripts import values as cluster_values
+from tula_cli.host.processes import carrying
 from tula_cli.run.directory import RunDir
 from tula_cli.run.records.probes import Measured
-from tula_cli.run.records.shim import ShimPlan
 from tula_cli.run.script_attempt import ScriptAttempt
 from tula_cli.spec.load import load_spec
-from tula_cli.spec.scripts.placeholders import render
 
 HERE = Path(__file__).parent
 MINUTES = 25  # that one command may take
 SETTLED = 1.0  # seconds since a checkpoint was written, after which it is disturbed
+ON_SLURM = "cluster: {kind: slurm, device: cpu, slurm: {minutes: 30, memory: 3000M}}"
 TOLD = 400  # characters of what a command said
 
 
 class Place:
     """Where a case works: `work`, the copy of its script, and `data` beside it."""
 
-    def __init__(self, case: Case, checkout: Path, out: Path, python: str) -> None:
-        self.case, self.python = case, python
+    def __init__(self, case: Case, checkout: Path, out: Path, python: str, *, slurm: bool = False) -> None:
+        self.case, self.python, self.slurm = case, python, slurm
         self.source = checkout / case.inside
         self.root = out / case.name
         self.work, self.data = self.root / "work", self.root / "data"
@@ -65,8 +69,12 @@ class Place:
             shutil.rmtree(self.root, ignore_errors=True)
             shutil.copytree(self.source, self.work, ignore=shutil.ignore_patterns(".git"), symlinks=True)
             self.case.make(self.data, self.python)
-            (self.work / "job.yaml").write_text(self.case.job.replace("{{data}}", str(self.data)))
+            (self.work / "job.yaml").write_text(self._job())
             (self.root / "made").touch()
+
+    def _job(self) -> str:
+        job = self.case.job.replace("{{data}}", str(self.data))
+        return job.replace("cluster: {device: cpu}", ON_SLURM) if self.slurm else job
 
     def unchanged(self) -> bool:
         """Return whether every file of the script is what the checkout has."""
@@ -84,8 +92,9 @@ class Place:
         }  # fmt: skip
 
     def tula(self, *arguments: str, **environment: str) -> "subprocess.Popen[str]":
+        wait = ("--wait",) if self.slurm and arguments[0] in ("profile", "train") else ()
         return subprocess.Popen(
-            [self.python, "-m", "tula_cli", *arguments], cwd=self.work, env=self.environment(**environment), text=True,
+            [self.python, "-m", "tula_cli", *arguments, *wait], cwd=self.work, env=self.environment(**environment), text=True,
             stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True,
         )  # fmt: skip
 
@@ -182,8 +191,12 @@ def killed(place: Place) -> dict[str, Any]:
     def kill(run: RunDir, training: Path) -> None:
         task = run.training(training.name).newest_task()
         assert task is not None
-        beat = next(b for n in range(9, 0, -1) if (b := ScriptAttempt(run.path, task.id, n).heartbeat(0)))
-        os.kill(beat.pid, signal.SIGKILL)
+        attempts = (ScriptAttempt(run.path, task.id, number) for number in range(9, 0, -1))
+        plan = str(next(attempt for attempt in attempts if attempt.heartbeat(0)).plan_path)
+        ranks = carrying("RANK")  # the pid that its heart tells is one of a node's own, where there are several
+        for pid, of in carrying("TULA_PLAN").items():
+            if of == plan and ranks.get(pid) == "0":
+                os.kill(pid, signal.SIGKILL)
 
     return _train(place, 1, kill)
 
@@ -200,60 +213,12 @@ def full(place: Place) -> dict[str, Any]:
 
 
 def overhead(place: Place, *, pairs: int) -> dict[str, Any]:
-    """Return CPU seconds of a step of one rank, plain, and how much dearer it is under the shim: median over the pairs."""
+    """Return CPU milliseconds of a step of one rank at the middle batch, and what the shim adds, in percent."""
     spec = load_spec(place.work / "job.yaml")
-    script = cluster_values.own(spec)
-    if script.launch == "node":
-        return {"code": None, "why": "its ranks are started by a launcher, whose CPU time is not a step's"}
     batch = 2 * place.case.batches[0]
-
-    def once(long: bool, traced: bool) -> tuple[float, int]:
-        """Return the CPU seconds of a whole start, and its steps where it was traced."""
-        with tempfile.TemporaryDirectory() as folder:
-            here = cluster_values.Place(1, 0, "127.0.0.1", 29_400, 0, 0)
-            known = cluster_values.values(spec, here, batch=batch, out=Path(folder, "out"), run=Path(folder), workers=0)
-            known["epochs"] = (script.length.epochs or 1) if long else 1
-            known["steps"] = known.get("steps", 1) if long else 1
-            environment = place.environment(
-                CUDA_VISIBLE_DEVICES="" if not _gpus() else os.environ.get("CUDA_VISIBLE_DEVICES", "0")
-            )
-            if traced:
-                plan = ShimPlan(task="overhead", folder=folder, mode="train")
-                Path(folder, "plan.json").write_text(plan.model_dump_json())
-                environment["TULA_PLAN"] = str(Path(folder, "plan.json"))
-                environment["PYTHONPATH"] = os.pathsep.join(
-                    [str(HERE.parent / "tula_cli" / "shim"), environment["PYTHONPATH"]]
-                )
-            words = render(script.command, known)
-            words = [place.python, *words] if words[0].endswith(".py") else words
-            process = subprocess.Popen(
-                words, cwd=place.work, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE
-            )
-            assert process.stderr is not None
-            told = process.stderr.read()
-            _, status, used = os.wait4(process.pid, 0)
-            if status:
-                raise RuntimeError(f"{' '.join(words)}\n{told.decode(errors='replace')[-2000:]}")
-            steps = 0
-            if traced:
-                found = json.loads(Path(folder, "result-0.json").read_text())
-                steps = found["steps"]
-            return used.ru_utime + used.ru_stime, steps
-
-    draw = random.Random(0)
-    _, few = once(False, True)
-    _, many = once(True, True)
-    more, plain = [], []
-    for _ in range(pairs):
-        order = [True, False]
-        draw.shuffle(order)
-        cpu = {traced: once(True, traced)[0] - once(False, traced)[0] for traced in order}
-        plain.append(cpu[False] / (many - few))
-        more.append(cpu[True] / cpu[False] - 1)
-    return {
-        "code": 0, "steps": many - few, "step_cpu_ms": 1e3 * statistics.median(plain),
-        "more_percent": 100 * statistics.median(more), "pairs": [round(100 * value, 2) for value in more],
-    }  # fmt: skip
+    return step_cost.measure(
+        spec, batch=batch, pairs=pairs, work=place.work, python=place.python, environment=place.environment
+    )
 
 
 def table(results: dict[str, Any]) -> str:
@@ -278,47 +243,96 @@ def table(results: dict[str, Any]) -> str:
             if (told := found.get(stage))
         ]
         if (cost := found.get("overhead")) and cost["code"] == 0:
-            parts.append(f"{cost['more_percent']:+.1f} % a step of {cost['step_cpu_ms']:.0f} ms")
+            parts.append(
+                f"{cost['percent']:+.2f} % ({cost['low_percent']:+.2f} to {cost['high_percent']:+.2f}) on"
+                f" {cost['step_cpu_ms']:.0f} ms of CPU a step"
+            )
         lines.append("; ".join(parts))
     return "\n".join(lines)
 
 
+def figures(results: dict[str, Any]) -> dict[str, Any]:
+    """Return what the results say without what commands said, and without places of this machine."""
+    words = ("said", "seconds", "found", "error", "causes")
+
+    def kept(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {name: kept(inner) for name, inner in value.items() if name not in words}
+        if isinstance(value, list):
+            return [kept(inner) for inner in value]
+        return float(f"{value:.4g}") if isinstance(value, float) else value
+
+    found: dict[str, Any] = kept(results)
+    return found
+
+
+def cluster() -> AbstractContextManager[Any]:
+    """Return a SLURM cluster of two nodes, for as long as it is entered."""
+    sys.path.append(str(HERE.parent / "tests" / "slurm"))
+    found: AbstractContextManager[Any] = import_module("cluster").SlurmCluster(
+        2, prefix=f"b{os.getpid()}n", rate="1gbit"
+    )
+    return found
+
+
+def _run(place: Place, found: dict[str, Any], stages: list[str], pairs: int, kept: Callable[[], None]) -> None:
+    """Run the stages of a case that are not done, and keep each."""
+    case = place.case
+    needs = {"killed": case.saved, "full": case.saved, "rehearse": "resume:" in case.job}
+    for name in stages:
+        if name in found or not needs.get(name, True):
+            continue
+        print(f"{case.name}: {name}", file=sys.stderr, flush=True)
+        began = time.monotonic()
+        found[name] = STAGES[name](place, pairs)
+        found[name]["seconds"] = round(time.monotonic() - began, 1)
+        found["unchanged"] = place.unchanged()
+        kept()
+
+
+def _commit(checkout: Path) -> str:
+    command = ["git", "rev-parse", "HEAD"]
+    return subprocess.run(command, cwd=checkout, capture_output=True, text=True, check=True).stdout.strip()
+
+
 def main() -> int:
+    arguments = _arguments()
+    out = arguments.out.absolute()
+    out.mkdir(parents=True, exist_ok=True)
+    path = out / "results.json"
+    results: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
+    with cluster() if arguments.slurm else nullcontext() as nodes:
+        os.environ.update(nodes.env if nodes else {})
+        for case in CASES:
+            checkout = getattr(arguments, case.option)
+            if checkout is None or (arguments.only and case.name not in arguments.only):
+                continue
+            place = Place(case, checkout.absolute(), out, arguments.python, slurm=arguments.slurm)
+            place.make()
+            found = results.setdefault(case.name, {})
+            found["commit"] = _commit(checkout)
+            _run(
+                place, found, arguments.stages, arguments.pairs, lambda: path.write_text(json.dumps(results, indent=1))
+            )
+    if arguments.keep:
+        arguments.keep.write_text(json.dumps(figures(results), indent=1) + "\n")
+    print(json.dumps(results, indent=1) if arguments.json else table(results))
+    return 0
+
+
+def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     for option in sorted({case.option for case in CASES}):
         parser.add_argument(f"--{option}", type=Path, metavar="FOLDER")
     parser.add_argument("--python", default=sys.executable)
     parser.add_argument("--only", nargs="*", choices=[case.name for case in CASES])
     parser.add_argument("--stages", nargs="*", choices=STAGES, default=list(STAGES))
-    parser.add_argument("--pairs", type=int, default=5)
+    parser.add_argument("--pairs", type=int, default=60)
+    parser.add_argument("--slurm", action="store_true")
     parser.add_argument("--out", type=Path, default=Path("build/scripts"))
+    parser.add_argument("--keep", type=Path, metavar="FILE")
     parser.add_argument("--json", action="store_true")
-    arguments = parser.parse_args()
-    out = arguments.out.absolute()
-    out.mkdir(parents=True, exist_ok=True)
-    kept = out / "results.json"
-    results: dict[str, Any] = json.loads(kept.read_text()) if kept.exists() else {}
-    for case in CASES:
-        checkout = getattr(arguments, case.option)
-        if checkout is None or (arguments.only and case.name not in arguments.only):
-            continue
-        place = Place(case, checkout.absolute(), out, arguments.python)
-        place.make()
-        found = results.setdefault(case.name, {})
-        found["commit"] = subprocess.run(
-            ["git", "rev-parse", "HEAD"], cwd=checkout, capture_output=True, text=True, check=True
-        ).stdout.strip()
-        for name in arguments.stages:
-            if name in found or (name in ("rehearse", "killed", "full") and not case.saved):
-                continue
-            print(f"{case.name}: {name}", file=sys.stderr, flush=True)
-            began = time.monotonic()
-            found[name] = STAGES[name](place, arguments.pairs)
-            found[name]["seconds"] = round(time.monotonic() - began, 1)
-            found["unchanged"] = place.unchanged()
-            kept.write_text(json.dumps(results, indent=1))
-    print(json.dumps(results, indent=1) if arguments.json else table(results))
-    return 0
+    return parser.parse_args()
 
 
 STAGES: dict[str, Callable[[Place, int], dict[str, Any]]] = {

@@ -3,12 +3,14 @@
 SCRIPTS_STAND_IN   empty: nothing; otherwise "cuda" is the CPU where tensors are made, moved and read, and NCCL is gloo
 SCRIPTS_FULL       a file; the first rank to take a step some seconds after a newer file that SCRIPTS_SAVED matches was
                    written removes it and runs out of memory
+SCRIPTS_RULER      a file: what the shim adds to a step is measured (`ruler.py`) in SCRIPTS_PAIRS pairs, and written there
 """
 
 import os
 import sys
 import time
 from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -87,3 +89,6 @@ if "LOCAL_RANK" in os.environ or os.environ.get("TULA_PLAN"):
         stand_in()
     if not launcher and os.environ.get("SCRIPTS_FULL"):
         full_device(Path(os.environ["SCRIPTS_FULL"]), os.environ["SCRIPTS_SAVED"])
+    if not launcher and os.environ.get("SCRIPTS_RULER"):
+        import_module("torch")  # upon which the shim hooks it
+        import_module("ruler").Ruler(Path(os.environ["SCRIPTS_RULER"]), int(os.environ["SCRIPTS_PAIRS"]))

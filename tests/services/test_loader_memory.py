@@ -112,6 +112,20 @@ def test_memory_is_what_slurm_is_asked_for(run: RunDir, asked: str, memory: int 
     assert (room.memory, room.shared) == (memory, None)
 
 
+@pytest.mark.parametrize(
+    ("settings", "memory"),
+    [
+        ({"extra": {"mem-per-gpu": "16G"}}, 4 * 16 * GB),
+        ({"extra": {"mem_per_cpu": "2G"}, "cpus_per_task": 8}, 4 * 8 * 2 * GB),
+        ({"extra": {"mem-per-cpu": "2G"}}, None),  # how many there are is SLURM's to say
+        ({}, None),
+    ],
+)
+def test_memory_may_be_asked_for_by_gpus_or_cores(settings: dict[str, object], memory: int | None) -> None:
+    of = job(cluster={"kind": "slurm", "gpus_per_node": 4, "slurm": settings})
+    assert NodeMemory.of(of, None).memory == memory
+
+
 def test_nodes_that_were_looked_at_tell_the_newest(run: RunDir) -> None:
     look(run, 9, shared=GB, memory=8 * GB)
     look(run, 10, shared=2 * GB, memory=16 * GB)

@@ -11,6 +11,7 @@ from tula_cli.run.records.cluster_reports import ClusterReport
 from tula_cli.run.records.inspections import Inspection
 from tula_cli.services.profiling.computing import loaders
 from tula_cli.spec.job import JobSpec
+from tula_cli.spec.slurm_options import Slurm, option
 from tula_cli.words import amount, plural
 
 MORE_SHARED = "a container gets more by --shm-size or --ipc=host"
@@ -32,15 +33,26 @@ class NodeMemory:
             return cls(shared_memory(), machine_memory())
         report = None if run is None else _newest(run)
         shared = min((node.shared for node in report.nodes if node.shared), default=None) if report else None
-        asked = _size(spec.cluster.slurm.memory if spec.cluster.slurm else None)
-        if asked is not None:
-            return cls(shared, asked, "cluster.slurm.memory asks for")
+        if (asked := _asked(spec)) is not None:
+            return cls(shared, asked, "cluster.slurm asks for")
         return cls(shared, min(node.memory for node in report.nodes) if report else None, "a node has")
 
 
 def _newest(run: RunDir) -> ClusterReport | None:
     found = [(run.checks.report(task.id), int(task.id.rpartition("-")[2])) for task in run.check_tasks()]
     return max(((number, report) for report, number in found if report), key=lambda pair: pair[0], default=(0, None))[1]
+
+
+def _asked(spec: JobSpec) -> int | None:
+    """Return the bytes of a node that the job asks SLURM for; None where it asks for all, or for none in particular."""
+    slurm, ranks = spec.cluster.slurm or Slurm(), spec.cluster.gpus_per_node
+    extra = {option(name): str(value) for name, value in slurm.extra.items()}
+    forms = (
+        (slurm.memory, 1),
+        (extra.get("mem-per-gpu"), ranks),
+        (extra.get("mem-per-cpu"), (slurm.cpus_per_task or 0) * ranks),
+    )
+    return next((size * count for text, count in forms if count and (size := _size(text)) is not None), None)
 
 
 def _size(text: str | None) -> int | None:

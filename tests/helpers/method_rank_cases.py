@@ -145,7 +145,7 @@ def free(folder: Path, ranks: Ranks) -> dict[str, Any]:
     list(islice(worker_train_loop.steps(subject), 6))
     conv, norm = subject.ddp.module[0], subject.ddp.module[1]
     with subject.method.evaluating(subject), torch.no_grad():
-        seen = [conv(inputs) for inputs in islice(worker_train_loop.inputs(subject), 4)]
+        seen = [conv(inputs) for inputs, _ in islice(worker_train_loop.upcoming(subject), 4)]
     own = [torch.stack([output.mean((0, 2, 3)) for output in seen]).mean(0)]
     own.append(torch.stack([output.transpose(0, 1).flatten(1).var(1) for output in seen]).mean(0))
     expected = torch.tensor(ranks.sum(torch.cat(own).tolist())) / ranks.world

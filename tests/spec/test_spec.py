@@ -526,6 +526,7 @@ def test_what_no_measurement_depends_on_keeps_the_probes(change):
         {"model__name": "vgg11"},
         {"model__args": {"width": 2}},
         {"dataset__name": "CIFAR100"},
+        {"dataset__collate_fn": "mine:padded"},
         {"transforms__train": ["ToTensor"]},
         {"loss__args": {"label_smoothing": 0.1}},
         {"optimizer__momentum": 0.9},
@@ -552,6 +553,7 @@ def test_what_a_measurement_depends_on_changes_the_signature(change):
 @pytest.mark.parametrize(
     "change",
     [
+        {"dataset__collate_fn": "mine:padded"},
         {"optimizer__lr": 0.2},
         {"train__epochs": 99},
         {"train__seed": 5},

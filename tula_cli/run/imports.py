@@ -40,6 +40,7 @@ def import_strings(spec: JobSpec) -> tuple[str, ...]:
     names = [
         spec.model.name,
         spec.dataset.name,
+        *spec.dataset.own_parts,
         spec.loss.name,
         spec.optimizer.name,
         *itertools.chain.from_iterable([entry] if isinstance(entry, str) else entry for entry in transforms),

@@ -75,7 +75,7 @@ def _jobs(report: "CheckReport") -> Iterator["RenderableType"]:
 
 def inspection(found: "Inspection") -> Iterator["RenderableType"]:
     """Model, data and hardware, a line each."""
-    shape = "x".join(map(str, found.sample_shape))
+    shape = f", each {found.sample}" if found.sample else f", of shape {'x'.join(map(str, found.sample_shape))}"
     classes = "" if found.classes is None else f", {found.classes} classes"
     capacity = "memory not known" if found.capacity is None else f"{amount(found.capacity)} for each rank"
     if found.script:
@@ -83,7 +83,7 @@ def inspection(found: "Inspection") -> Iterator["RenderableType"]:
         yield f"data: at most {found.dataset_size} samples in a batch"
     else:
         yield f"model: {found.parameters} parameters"
-        yield f"data: {found.dataset_size} samples to train on, {found.eval_size} to evaluate, of shape {shape}{classes}"
+        yield f"data: {found.dataset_size} samples to train on, {found.eval_size} to evaluate{shape}{classes}"
     yield f"hardware: {found.hardware or plural(found.gpus, 'GPU')} ({found.device}), {capacity}"
 
 

@@ -18,7 +18,8 @@ class Model(Section):
 class Dataset(Section):
     """CIFAR10, CIFAR100, Caltech101, Caltech256, ImageNet, ImageFolder, FakeData, digits, or an import string.
 
-    An import string names a callable `(train: bool, transform, **args) -> torch.utils.data.Dataset`.
+    An import string names a callable `(train: bool, transform, **args) -> torch.utils.data.Dataset`; `transform` is given
+    where it takes it.
     """
 
     name: str  # one of these, or package.module:callable
@@ -26,6 +27,38 @@ class Dataset(Section):
     args: dict[str, Any] = {}  # to the dataset
     download: bool = False  # let torchvision download it
     eval_fraction: Annotated[float, Field(gt=0, lt=1)] = 0.2  # held out, stratified, where there is no official split
+    # import string of a callable (list of samples) -> batch, or {import string: {arguments}}
+    collate_fn: str | dict[str, dict[str, Any]] | None = None
+
+    @model_validator(mode="after")
+    def _own_parts_are_import_strings(self) -> "Dataset":
+        for key in OWN_PARTS:
+            named(getattr(self, key), key)
+        return self
+
+    @property
+    def own_parts(self) -> tuple[str, ...]:
+        """The import strings beside its name."""
+        found = (named(getattr(self, key), key) for key in OWN_PARTS)
+        return tuple(name for name in found if name)
+
+
+OWN_PARTS = ("collate_fn",)
+"""Keys of section dataset that are import strings, alone or with arguments."""
+
+
+def named(entry: str | dict[str, dict[str, Any]] | None, key: str) -> str | None:
+    """Return the import string of an entry that may have arguments.
+
+    Raises:
+        ValueError: it is none.
+    """
+    if isinstance(entry, dict) and len(entry) != 1:
+        raise ValueError(f"{key}: one import string, got {', '.join(entry) or 'none'}")
+    name = next(iter(entry)) if isinstance(entry, dict) else entry
+    if name is not None and ":" not in name:
+        raise ValueError(f"{key}: an import string is package.module:attribute, got {name!r}")
+    return name
 
 
 class Transforms(Section):
@@ -36,7 +69,7 @@ class Transforms(Section):
 
 
 class Loss(Section):
-    """A name of tula's (cross_entropy), a class of torch.nn, or an import string of a callable(output, target)."""
+    """A name of tula's (cross_entropy), a class of torch.nn, or an import string of a callable(output, target) or (outputs, batch)."""
 
     name: str = "cross_entropy"  # one of these
     args: dict[str, Any] = {}  # to the loss

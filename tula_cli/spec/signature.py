@@ -12,6 +12,9 @@ from tula_cli.spec.scripts.own_script import Script
 from tula_cli.spec.sections import Train
 from tula_cli.spec.slurm_options import Slurm
 
+LATER = ("collate_fn",)
+"""Keys of section dataset that are left out where they say nothing."""
+
 COMPUTING = {"tf32", "channels_last", "compile", "cudnn_benchmark", "deterministic"}
 """Settings of section train that change what a step takes, or how it is rounded, and nothing else."""
 
@@ -35,7 +38,7 @@ def _own_loop(spec: JobSpec) -> dict[str, Any]:
     train = spec.train
     return {
         "model": spec.model.model_dump(),
-        "dataset": spec.dataset.model_dump(exclude={"download"}),
+        "dataset": _dataset(spec),
         "transforms": spec.transforms.model_dump(),
         "loss": spec.loss.model_dump(),
         "optimizer": spec.optimizer.model_dump(exclude={"lr", "weight_decay"}),
@@ -69,9 +72,9 @@ def train_signature(spec: JobSpec, *, nodes: int, batch: int, code: str = "") ->
     if spec.script is not None:
         return _script_training(spec, spec.script, {"nodes": nodes, "batch": batch, "code": code})
     parts = spec.model_dump(
-        include={"model", "dataset", "transforms", "loss", "optimizer", "schedule"},
-        exclude={"dataset": {"download"}},
+        include={"model", "transforms", "loss", "optimizer", "schedule"},
     )
+    parts["dataset"] = _dataset(spec)
     acts = spec.ags if spec.train.facts.reads_ags else Ags()  # to others the section means nothing
     parts["ags"] = _ags(acts, set(Ags.model_fields) - {"preset"})
     parts["train"] = spec.train.model_dump(
@@ -120,6 +123,12 @@ def cluster_signature(cluster: Cluster) -> str:
     """
     asked = (cluster.slurm or Slurm()).model_dump(mode="json", exclude={"minutes", "exclude"})
     return digest({**cluster.model_dump(mode="json"), "slurm": asked})
+
+
+def _dataset(spec: JobSpec) -> dict[str, Any]:
+    """Return what is trained on; the parts that came later count where they are given, so that older runs keep their names."""
+    later = {key for key in LATER if getattr(spec.dataset, key) == type(spec.dataset).model_fields[key].default}
+    return spec.dataset.model_dump(exclude={"download", *later})
 
 
 def _computing(train: Train, names: Set[str] = COMPUTING) -> dict[str, Any]:

@@ -14,10 +14,12 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.utils._pytree import tree_map_only
 
 from tula_cli.errors import JobFailed, NoGpu
 from tula_cli.spec.resources import Cluster
@@ -159,25 +161,31 @@ def has_convolutions(model: nn.Module) -> bool:
 # --- what is brought to it
 
 
-Pair = tuple[torch.Tensor, torch.Tensor]
-"""(input, target) of a micro-batch."""
+Batch: TypeAlias = Any
+"""A micro-batch: a tree of tensors, mostly (input, target)."""
 
 
-def bring(pair: Pair, device: torch.device, *, channels_last: bool) -> Pair:
+def bring(batch: Batch, device: torch.device, *, channels_last: bool) -> Batch:
     """Return a micro-batch on the device, with images pixel by pixel where that is wanted; on a GPU nothing waits.
 
     A GPU may still be at all that was given to it before: there the copy runs beside it. The batch before this one may be
     let go from now on.
     """
     move = partial(_moved, device=device, channels_last=channels_last)
-    return _uploads(device).bring(pair, move) if device.type == "cuda" else move(pair)
+    return _uploads(device).bring(batch, move) if device.type == "cuda" else move(batch)
 
 
-def _moved(pair: Pair, *, device: torch.device, channels_last: bool) -> Pair:
-    inputs, targets = (tensor.to(device, non_blocking=True) for tensor in pair)
-    if channels_last and inputs.ndim == 4:
-        inputs = inputs.contiguous(memory_format=torch.channels_last)
-    return inputs, targets
+def _moved(batch: Batch, *, device: torch.device, channels_last: bool) -> Batch:
+    def move(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.to(device, non_blocking=True)
+
+    def move_image(tensor: torch.Tensor) -> torch.Tensor:
+        moved, image = move(tensor), channels_last and tensor.ndim == 4 and tensor.is_floating_point()
+        return moved.contiguous(memory_format=torch.channels_last) if image else moved
+
+    if type(batch) in (list, tuple) and len(batch) == 2:
+        return tree_map_only(torch.Tensor, move_image, batch[0]), tree_map_only(torch.Tensor, move, batch[1])
+    return tree_map_only(torch.Tensor, move_image, batch)
 
 
 class Uploads:
@@ -194,16 +202,16 @@ class Uploads:
 
     def forget(self) -> None:
         """Let go of the newest batch; the next one waits for all that the GPU has been given by then."""
-        self.held: Pair | None = None
+        self.held: Batch | None = None
         self.before: torch.cuda.Event | None = None
 
-    def bring(self, pair: Pair, move: Callable[[Pair], Pair]) -> Pair:
+    def bring(self, batch: Batch, move: Callable[[Batch], Batch]) -> Batch:
         """Return the batch; what the GPU is given from now on waits for it."""
         computing = torch.cuda.current_stream(self.device)
         now = computing.record_event()
         self.stream.wait_event(self.before or now)
         with torch.cuda.stream(self.stream):
-            moved = move(pair)
+            moved = move(batch)
         computing.wait_stream(self.stream)
         self.held, self.before = moved, now
         return moved

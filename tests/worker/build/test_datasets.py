@@ -217,8 +217,9 @@ def test_imported_dataset_gets_train_transform_and_its_arguments(tmp_path, monke
         build_datasets(spec({"name": "user_data:Numbers"}))
     with pytest.raises(SpecError, match="no length"):
         build_datasets(spec({"name": "user_data:endless"}))
-    with pytest.raises(SpecError, match="transform"):
-        build_datasets(spec({"name": "user_data:strange"}))
+    assert build_datasets(spec({"name": "user_data:strange"})).train.samples == [1], "text has no transform"
+    with pytest.raises(SpecError, match="takes no transform, so they would do nothing"):
+        build_datasets(spec({"name": "user_data:strange"}, transforms={"train": ["RandomHorizontalFlip"]}))
 
 
 def test_labels_collate_to_int64():

@@ -64,7 +64,7 @@ def test_batchnorms_statistics_are_taken_anew_at_the_averaged_weights(alone: Ran
     conv, norm = subject.ddp.module[0], subject.ddp.module[1]
     before = weights(subject)
     with subject.method.evaluating(subject), torch.no_grad():
-        seen = [conv(images) for images in itertools.islice(worker_train_loop.inputs(subject), 4)]
+        seen = [conv(images) for images, _ in itertools.islice(worker_train_loop.upcoming(subject), 4)]
     random = torch.get_rng_state()
     result = evaluation.Evaluator(subject).run()
     mean = torch.stack([output.mean((0, 2, 3)) for output in seen]).mean(0)

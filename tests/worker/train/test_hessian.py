@@ -14,6 +14,7 @@ from torch.func import functional_call
 from worker_jobs import same, spec, trainer, weights
 
 from tula_cli.errors import SpecError
+from tula_cli.worker.build.batches.calling import ModelCall
 from tula_cli.worker.ranks import Ranks
 from tula_cli.worker.train import hessian
 from tula_cli.worker.train import loop as worker_train_loop
@@ -52,9 +53,9 @@ def explicit(surface: LossSurface) -> np.ndarray[Any, Any]:
     def loss(vector: Tensor) -> Tensor:
         pieces = vector.split([p.numel() for p in named.values()])
         values = {name: piece.view_as(p) for (name, p), piece in zip(named.items(), pieces, strict=True)}
-        inputs = torch.cat([inputs for inputs, _ in surface.batches])
-        targets = torch.cat([targets for _, targets in surface.batches])
-        return surface.loss(functional_call(surface.model, values, inputs), targets)
+        inputs = torch.cat([inputs for _, (inputs, _) in surface.batches])
+        targets = torch.cat([targets for _, (_, targets) in surface.batches])
+        return surface.call.loss(functional_call(surface.model, values, inputs), targets)
 
     found: np.ndarray[Any, Any] = torch.autograd.functional.hessian(loss, flat).numpy()  # type: ignore[no-untyped-call]
     return found
@@ -146,8 +147,8 @@ def test_the_eigenvalue_is_that_of_the_explicit_hessian_with_batchnorm_and_dropo
         pass
     subject.ddp.module.eval()
     batches = hessian._batches(subject, 40)
-    assert [len(targets) for _, targets in batches] == [4] * 10  # a quarter of a micro-batch
-    surface = LossSurface(subject.ddp.module, subject.loss, batches, alone, seed=0)
+    assert [(count, len(targets)) for count, (_, targets) in batches] == [(4, 4)] * 10  # a quarter of a micro-batch
+    surface = LossSurface(subject.ddp.module, subject.call, batches, alone, seed=0)
     matrix = explicit(surface)
     vector = surface.direction()
     torch.testing.assert_close(surface.product(vector), torch.from_numpy(matrix) @ vector, rtol=1e-3, atol=1e-4)
@@ -163,10 +164,10 @@ def test_the_eigenvalue_is_that_of_the_explicit_hessian_with_batchnorm_and_dropo
 def test_the_loss_and_gradient_are_means_over_all_samples_whatever_the_batches(alone: Ranks) -> None:
     subject = trainer(spec(), alone)
     inputs, targets = torch.randn(10, 1, 4, 4), torch.randint(3, (10,))
-    parts = [(inputs[:3], targets[:3]), (inputs[3:], targets[3:])]
+    parts = [(3, (inputs[:3], targets[:3])), (7, (inputs[3:], targets[3:]))]
     model = subject.ddp.module
-    whole = LossSurface(model, subject.loss, [(inputs, targets)], alone, seed=0)
-    split = LossSurface(model, subject.loss, parts, alone, seed=0)
+    whole = LossSurface(model, subject.call, [(10, (inputs, targets))], alone, seed=0)
+    split = LossSurface(model, subject.call, parts, alone, seed=0)
     for one, other in zip(whole.gradient(), split.gradient(), strict=True):
         torch.testing.assert_close(one, other)
     vector = whole.direction()
@@ -190,7 +191,8 @@ class Linear(nn.Module):
 
 
 def test_a_linear_loss_has_no_curvature(alone: Ranks) -> None:
-    surface = LossSurface(Linear(), lambda out, _: out.mean(), [(torch.randn(5, 4), torch.zeros(5))], alone, seed=0)
+    model, batch = Linear(), (torch.randn(5, 4), torch.zeros(5))
+    surface = LossSurface(model, ModelCall.of(model, lambda out, _: out.mean()), [(5, batch)], alone, seed=0)
     assert surface.product(surface.direction()).tolist() == [0.0] * 6
 
 
@@ -233,7 +235,7 @@ class Attention(nn.Module):
 def surface_of(model: nn.Module, ranks: Ranks) -> LossSurface:
     torch.manual_seed(0)
     batch = (torch.randn(6, 1, 4, 4), torch.randint(3, (6,)))
-    return LossSurface(model, nn.CrossEntropyLoss(), [batch], ranks, seed=0)
+    return LossSurface(model, ModelCall.of(model, nn.CrossEntropyLoss()), [(6, batch)], ranks, seed=0)
 
 
 def test_a_layer_without_a_second_derivative_is_named_in_one_line(alone: Ranks) -> None:
@@ -247,7 +249,7 @@ def test_another_error_stays_what_it_is(alone: Ranks) -> None:
         raise RuntimeError("out of memory")
 
     surface = surface_of(nn.Sequential(nn.Flatten(), nn.Linear(16, 3)), alone)
-    surface.loss = broken
+    surface.call = ModelCall.of(surface.model, broken)
     with pytest.raises(RuntimeError, match="out of memory"):
         surface.product(surface.direction())
 

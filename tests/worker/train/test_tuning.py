@@ -247,7 +247,7 @@ def test_the_statistics_of_batchnorm_are_those_of_the_weights_at_the_end(alone: 
     norm.running_mean.fill_(99.0)
     evaluation.renew_statistics(trainer, batches=tuning.SETTLE, between=lambda: None)
     with torch.no_grad():
-        seen = [conv(images) for images in itertools.islice(worker_train_loop.inputs(trainer), tuning.SETTLE)]
+        seen = [conv(images) for images, _ in itertools.islice(worker_train_loop.upcoming(trainer), tuning.SETTLE)]
     expected = torch.stack([output.mean((0, 2, 3)) for output in seen]).mean(0)
     torch.testing.assert_close(norm.running_mean, expected)
 

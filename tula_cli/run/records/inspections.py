@@ -10,7 +10,8 @@ class Inspection(Record):
     dataset_size: int
     eval_size: int
     classes: int | None
-    sample_shape: tuple[int, ...]  # one input
+    sample_shape: tuple[int, ...]  # one input; empty where that is no tensor
+    sample: str = ""  # one sample in words, where its input is no tensor
     sample_bytes: int = 0  # of one input with its target, as a batch holds them; 0 where it is not known
     parameters: int  # how many numbers
     footprints: tuple[Footprint, ...]  # at two or more local batches, ascending; empty where the estimate failed

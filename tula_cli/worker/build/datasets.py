@@ -1,6 +1,7 @@
 """From the spec to datasets: where the samples come from, how they are split, transformed and seeded."""
 
 import importlib.util
+import inspect
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,8 @@ from torchvision import datasets
 from tula_cli.errors import SpecError
 from tula_cli.plugins import is_import_string, load
 from tula_cli.spec.job import JobSpec
-from tula_cli.worker.build.construct import construct
+from tula_cli.worker.build.batches.collate import build_collate
+from tula_cli.worker.build.construct import accepts, construct
 from tula_cli.worker.build.samples import Datasets, EvaluationDataset, Samples, SeededDataset, Transform, length
 from tula_cli.worker.build.transforms import build_transforms
 
@@ -63,7 +65,8 @@ def build_datasets(spec: JobSpec) -> Datasets:
     for samples, what in ((train, "training"), (held_out, "evaluation")):
         if length(samples) == 0:
             raise SpecError(f"dataset {spec.dataset.name} has no {what} samples")
-    return Datasets(SeededDataset(train, seed=spec.train.seed), EvaluationDataset(held_out), classes)
+    train_samples = SeededDataset(train, seed=spec.train.seed)
+    return Datasets(train_samples, EvaluationDataset(held_out), classes, build_collate(spec))
 
 
 def dataset_source(name: str) -> Callable[[JobSpec, Transform, Transform], "Split"]:
@@ -83,13 +86,28 @@ Split = tuple[Samples, Samples, int | None]
 def _imported(spec: JobSpec, train: Transform, evaluate: Transform) -> Split:
     """Return both splits of a callable `(train, transform, **args)`."""
     target = load(spec.dataset.name, {}, kind="dataset")
+    transforms = takes_transform(target)
+    if not transforms and (spec.transforms.train or spec.transforms.eval):
+        raise SpecError(
+            f"transforms: dataset {spec.dataset.name} takes no transform, so they would do nothing",
+            "let it take one, dataset(train, transform), or leave the section out",
+        )
 
     def split(*, is_train: bool, transform: Transform) -> Any:
-        given = {"train": is_train, "transform": transform}
+        given = {"train": is_train, **({"transform": transform} if transforms else {})}
         return construct(target, spec.dataset.args, path="dataset.args", name=spec.dataset.name, given=given)
 
     samples = split(is_train=True, transform=train)
     return samples, split(is_train=False, transform=evaluate), _classes_of(samples)
+
+
+def takes_transform(target: Callable[..., Any]) -> bool:
+    """Return whether a dataset of the user's own takes a transform, as images do and text does not."""
+    try:
+        kinds = [parameter.kind for parameter in inspect.signature(target).parameters.values()]
+    except (TypeError, ValueError):  # it does not tell
+        return True
+    return inspect.Parameter.VAR_KEYWORD in kinds or accepts(target, "transform")
 
 
 def _classes_of(samples: Any) -> int | None:

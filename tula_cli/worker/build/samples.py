@@ -1,18 +1,19 @@
 """What a dataset gives: samples as tensors, seeded by their index."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch.utils.data
+from torch.utils._pytree import tree_map
 from torchvision import tv_tensors
 
 from tula_cli.errors import SpecError
 from tula_cli.worker.seeding import seeded
 
 Transform = Callable[[Any], Any]
-Samples = torch.utils.data.Dataset[Any]  # (input, target) by integer index, with a length
+Samples = torch.utils.data.Dataset[Any]  # a sample by integer index, with a length
 
 
 @dataclass(frozen=True)
@@ -22,6 +23,7 @@ class Datasets:
     train: "SeededDataset"  # keys are (epoch, index)
     eval: "EvaluationDataset"  # keys are index
     classes: int | None  # None where an imported dataset does not tell
+    collate: Callable[[list[Any]], Any] | None = None  # samples -> batch; None: torch's own
 
 
 class SeededDataset(torch.utils.data.Dataset[Any]):
@@ -39,11 +41,11 @@ class SeededDataset(torch.utils.data.Dataset[Any]):
     def __len__(self) -> int:
         return length(self.samples)
 
-    def __getitem__(self, key: tuple[int, int]) -> tuple[Any, Any]:
+    def __getitem__(self, key: tuple[int, int]) -> Any:
         epoch, index = key
         with seeded(self.seed, epoch, index):
-            sample, target = self.samples[index]
-        return as_plain(sample), as_label(target)
+            item = self.samples[index]
+        return as_item(item)
 
 
 class EvaluationDataset(torch.utils.data.Dataset[Any]):
@@ -55,9 +57,15 @@ class EvaluationDataset(torch.utils.data.Dataset[Any]):
     def __len__(self) -> int:
         return length(self.samples)
 
-    def __getitem__(self, index: int) -> tuple[Any, Any]:
-        sample, target = self.samples[index]
-        return as_plain(sample), as_label(target)
+    def __getitem__(self, index: int) -> Any:
+        return as_item(self.samples[index])
+
+
+def as_item(item: Any) -> Any:
+    """Return a sample as batches are made of it: mostly (input, target), else any tree."""
+    if type(item) in (tuple, list) and len(item) == 2:
+        return as_plain(item[0]), as_label(item[1])
+    return tree_map(lambda leaf: dict(leaf) if isinstance(leaf, Mapping) else as_plain(leaf), item)
 
 
 def as_plain(sample: Any) -> Any:

@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 from tula_cli.host import devices
 from tula_cli.host.processes import die_with_parent
 from tula_cli.models.memory.host_memory import AHEAD
+from tula_cli.worker.build.batches.collate import Collate
 from tula_cli.worker.seeding import stable_seed
 
 Key = tuple[int, int]
@@ -74,10 +75,13 @@ def steps_left(size: int, done: int, batch: int) -> int:
     return max(0, size - done) // batch
 
 
-def train_loader(dataset: Dataset[Any], batches: Batches, *, workers: int, pin: bool) -> "DataLoader[Any]":
+def train_loader(
+    dataset: Dataset[Any], batches: Batches, *, workers: int, pin: bool, collate: Collate | None = None
+) -> "DataLoader[Any]":
     return DataLoader(
         dataset,
         batch_sampler=batches,
+        collate_fn=collate,
         num_workers=workers,
         prefetch_factor=AHEAD if workers else None,
         pin_memory=pin,
@@ -86,13 +90,22 @@ def train_loader(dataset: Dataset[Any], batches: Batches, *, workers: int, pin: 
 
 
 def eval_loader(
-    dataset: Dataset[Any], *, size: int, rank: int, world: int, batch: int, workers: int, pin: bool
+    dataset: Dataset[Any],
+    *,
+    size: int,
+    rank: int,
+    world: int,
+    batch: int,
+    workers: int,
+    pin: bool,
+    collate: Collate | None = None,
 ) -> "DataLoader[Any]":
     """Return this rank's share of the evaluation data: every world-th sample, each exactly once over all ranks."""
     return DataLoader(
         dataset,
         batch_size=batch,
         sampler=range(rank, size, world),
+        collate_fn=collate,
         generator=torch.Generator(),  # its own: the process's generator stays as it is
         num_workers=workers,
         prefetch_factor=AHEAD if workers else None,
@@ -102,11 +115,14 @@ def eval_loader(
     )
 
 
-def fixed_loader(dataset: Dataset[Any], keys: list[Key], *, batch: int, workers: int) -> "DataLoader[Any]":
+def fixed_loader(
+    dataset: Dataset[Any], keys: list[Key], *, batch: int, workers: int, collate: Collate | None = None
+) -> "DataLoader[Any]":
     """Return a loader of just these training samples, in this order; the process's random numbers stay as they are."""
     return DataLoader(
         dataset,
         batch_sampler=[keys[start : start + batch] for start in range(0, len(keys), batch)],
+        collate_fn=collate,
         generator=torch.Generator(),
         num_workers=workers,
         prefetch_factor=AHEAD if workers else None,

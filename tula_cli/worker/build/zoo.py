@@ -13,9 +13,8 @@ from tula_cli.errors import SpecError
 from tula_cli.plugins import is_import_string, load, nearest
 from tula_cli.spec.job import JobSpec
 from tula_cli.worker.build import small_images
+from tula_cli.worker.build.batches.calling import LossFunction, ModelCall
 from tula_cli.worker.build.construct import accepts, construct, refused
-
-LossFunction = Callable[[Any, Any], torch.Tensor]  # (output, target) -> 0-dim loss
 
 
 class SmallCNN(nn.Module):
@@ -102,6 +101,23 @@ def build_loss(spec: JobSpec) -> LossFunction:
         return functools.partial(target, **args) if args else target
     tensors = {key: torch.tensor(value) if isinstance(value, list) else value for key, value in args.items()}
     return construct(target, tensors, path="loss.args", name=name)  # type: ignore[no-any-return]
+
+
+def model_call(spec: JobSpec, model: nn.Module, loss: LossFunction) -> ModelCall:
+    """Return how a batch is given to the model and the loss.
+
+    Args:
+        spec: names them.
+        model: as it was built, before anything wraps it.
+        loss: as `build_loss` has returned it, on whatever device.
+    """
+    return ModelCall.of(
+        model,
+        loss,
+        own=is_import_string(spec.loss.name),
+        default=spec.loss.name == "cross_entropy" and not spec.loss.args,
+        names=(f"model {spec.model.name}", f"loss {spec.loss.name}"),
+    )
 
 
 LOSSES: dict[str, Any] = {

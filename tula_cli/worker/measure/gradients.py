@@ -6,12 +6,14 @@ global batch (McCandlish et al. 2018, appendix A.1). A single rank takes two hal
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch.distributed import GradBucket  # type: ignore[attr-defined]
 
 from tula_cli.models.efficiency import Pair
 from tula_cli.optim.parts.reduction import listen
+from tula_cli.worker.build.batches.tree import cut
 from tula_cli.worker.build.compiled import as_written
 from tula_cli.worker.ranks import Ranks
 from tula_cli.worker.train import loop as worker_train_loop
@@ -77,18 +79,19 @@ def _norm(gradient: torch.Tensor) -> torch.Tensor:
 def halves(trainer: Trainer) -> Pair:
     """Return the squared norms of the gradients of the two halves of the newest micro-batch, and of their mean."""
     assert trainer.last_batch is not None
-    inputs, targets = trainer.last_batch
-    half = len(inputs) // 2
-    gradients = [_gradient(trainer, inputs[part], targets[part]) for part in (slice(half), slice(half, 2 * half))]
+    samples, half = trainer.micro_batch, trainer.micro_batch // 2
+    own = trainer.datasets.collate is not None
+    parts = [cut(trainer.last_batch, samples=samples, start=at, stop=at + half, own=own) for at in (0, half)]
+    gradients = [_gradient(trainer, part) for part in parts]
     first, second = (_sqr(gradient) for gradient in gradients)
     for mean, other in zip(*gradients, strict=True):
         mean.add_(other).div_(2)
     return (first + second) / 2, _sqr(gradients[0])
 
 
-def _gradient(trainer: Trainer, inputs: torch.Tensor, targets: torch.Tensor) -> list[torch.Tensor]:
+def _gradient(trainer: Trainer, batch: Any) -> list[torch.Tensor]:
     with as_written(trainer.spec.train), worker_train_loop.autocast(trainer):
-        loss = trainer.loss(trainer.ddp.module(inputs), targets)
+        loss = trainer.call.taken(trainer.ddp.module, batch)
     parameters = [p for p in trainer.ddp.parameters() if p.requires_grad]
     found = torch.autograd.grad(trainer.scaler.scale(loss), parameters, allow_unused=True)
     scale = float(trainer.scaler.get_scale())

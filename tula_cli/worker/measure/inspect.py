@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.utils.data
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
@@ -27,19 +26,20 @@ from tula_cli.run.records.components import Footprint
 from tula_cli.run.records.inspections import Inspection
 from tula_cli.spec.job import JobSpec
 from tula_cli.worker.build import zoo
-from tula_cli.worker.build.datasets import build_datasets, check_sample, dataset_source, prepare
+from tula_cli.worker.build.batches.calling import ModelCall, scores
+from tula_cli.worker.build.batches.collate import build_collate, collated
+from tula_cli.worker.build.batches.tree import described, tensors
+from tula_cli.worker.build.datasets import build_datasets, dataset_source, prepare
 from tula_cli.worker.build.ghost import refuse_without_batch_norm
 from tula_cli.worker.build.samples import Datasets
 from tula_cli.worker.build.transforms import build_transforms
-from tula_cli.worker.device import gpu_count, gpu_memory, gpu_name, has_convolutions, process_memory
+from tula_cli.worker.device import gpu_count, gpu_memory, gpu_name, has_convolutions, process_memory, tensor_bytes
 from tula_cli.worker.measure import footprint as worker_measure_footprint
 from tula_cli.worker.measure import rehearsal as worker_measure_rehearsal
+from tula_cli.worker.measure.first_samples import look_at
 from tula_cli.worker.methods.table import method_of
 from tula_cli.worker.train.loop import check_ghosts, micro_batches
 
-SAMPLES_COMPARED = 4
-NUMBER = 8
-"""Bytes of a number in a batch: int64 or float64."""
 BEGUN = "begun"
 
 
@@ -55,31 +55,33 @@ def inspect_job(spec: JobSpec) -> Inspection:
     device = _device(spec)
     prepare(spec)
     datasets = build_datasets(spec)
-    sample = _sample(spec, datasets)
-    warnings: list[str] = []
-    footprints: tuple[Footprint, ...] = ()
-    estimate_error = ""
+    first = look_at(spec, datasets)
+    warnings = list(first.warnings)
+    footprints, estimate_error = tuple[Footprint, ...](), ""
     try:
-        rehearsal = worker_measure_rehearsal.rehearse(spec, sample, classes=datasets.classes, gpu=_on_gpu(spec, device))
+        rehearsal = worker_measure_rehearsal.rehearse(
+            spec, first.item, classes=datasets.classes, gpu=_on_gpu(spec, device), collate=datasets.collate
+        )
         footprints = worker_measure_footprint.footprints(rehearsal, largest=max(1, len(datasets.train)))
-        model, optimizer, output = rehearsal.model, rehearsal.optimizer, rehearsal.output(2)
+        model, call, optimizer, output = rehearsal.model, rehearsal.call, rehearsal.optimizer, rehearsal.output(2)
         warnings += _lone_sample_problems(spec, rehearsal)
     except TulaError:
         raise
     # A model may read values of its tensors, which fake ones do not have: only a real step can tell then.
     except Exception as error:  # noqa: BLE001
         estimate_error = f"{type(error).__name__}: {_first_line(error)}"
-        model, optimizer, output = _real_step(spec, datasets)
-    warnings += _check_output(spec, output, sample[1], datasets.classes)
+        model, call, optimizer, output = _real_step(spec, datasets)
+    warnings += _check_output(spec, scores(output), call.target(first.batch), datasets.classes)
     method_of(spec).check(spec, model, optimizer)
     _check_ghosts(spec, model, largest=len(datasets.train))
-    warnings += _does_nothing(spec, model)
+    warnings += [*_unused(spec, call, first.batch), *_does_nothing(spec, model)]
     return Inspection(
         dataset_size=len(datasets.train),
         eval_size=len(datasets.eval),
         classes=datasets.classes,
-        sample_shape=tuple(sample[0].shape),
-        sample_bytes=_sample_bytes(sample),
+        sample_shape=first.shape,
+        sample="" if first.shape else described(first.item),
+        sample_bytes=tensor_bytes(tensors(collated(datasets.collate, [first.item]))),
         parameters=sum(parameter.numel() for parameter in model.parameters()),
         footprints=footprints,
         estimate_error=estimate_error,
@@ -92,6 +94,15 @@ def inspect_job(spec: JobSpec) -> Inspection:
         process=process_memory("VmRSS"),
         warnings=tuple(warnings),
     )
+
+
+def _unused(spec: JobSpec, call: ModelCall, batch: Any) -> list[str]:
+    """Return a warning where neither the model nor the loss is given all keys of a batch."""
+    unused = (
+        [] if call.whole else [key for key, value in call.left_out(batch).items() if value is not call.target(batch)]
+    )
+    told = f"neither {spec.model.name} nor the loss is given {', '.join(unused)} of the batch: forward takes no such"
+    return [told] if unused else []
 
 
 def _does_nothing(spec: JobSpec, model: torch.nn.Module) -> list[str]:
@@ -116,6 +127,7 @@ def _check_parts(spec: JobSpec) -> None:
     parts: dict[str, Callable[[], object]] = {
         "model.name": lambda: zoo.model_builder(spec.model.name),
         "dataset.name": lambda: dataset_source(spec.dataset.name),
+        "dataset.collate_fn": lambda: build_collate(spec),
         "transforms.train": lambda: build_transforms(spec.transforms.train, path="transforms.train"),
         "transforms.eval": lambda: build_transforms(spec.transforms.eval, path="transforms.eval"),
         "loss": lambda: zoo.build_loss(spec),
@@ -160,67 +172,44 @@ def _capacity(spec: JobSpec, device: str) -> int | None:
     return machine_memory() // (max(spec.search.nodes) * spec.cluster.gpus_per_node)
 
 
-def _sample(spec: JobSpec, datasets: Datasets) -> tuple[torch.Tensor, Any]:
-    """Return one training (input, target) that batches can be made of.
-
-    Raises:
-        SpecError: no floating-point tensor, or inputs of different shapes.
-        JobFailed: the user's dataset fails.
-    """
-    try:
-        samples = [datasets.train[(0, index)] for index in range(min(SAMPLES_COMPARED, len(datasets.train)))]
-        held_out = datasets.eval[0]
-    except TulaError:
-        raise
-    except Exception as error:  # the user's dataset and transforms may raise anything
-        if is_import_string(spec.dataset.name):
-            raise JobFailed(f"dataset {spec.dataset.name} gives no sample: {_described(error)}") from error
-        raise SpecError(f"a sample of {spec.dataset.name} cannot be transformed: {_described(error)}") from error
-    check_sample(held_out[0], path="transforms.eval")
-    shapes = [tuple(check_sample(sample[0], path="transforms.train").shape) for sample in samples]
-    if len(set(shapes)) > 1:
-        raise SpecError(
-            f"transforms.train: inputs have different shapes ({', '.join(map(str, dict.fromkeys(shapes)))}),"
-            " so they make no batch",
-            "end in one size, for example {Resize: {size: 256}}, {CenterCrop: {size: 224}}",
-        )
-    return samples[0]
-
-
-def _sample_bytes(sample: Any) -> int:
-    """Return the bytes that one sample adds to a batch; class numbers become int64."""
-    return sum(
-        leaf.numel() * leaf.element_size() if isinstance(leaf, torch.Tensor) else NUMBER for leaf in tree_leaves(sample)
-    )
-
-
-def _real_step(spec: JobSpec, datasets: Datasets) -> tuple[nn.Module, torch.optim.Optimizer, Any]:
+def _real_step(spec: JobSpec, datasets: Datasets) -> tuple[nn.Module, ModelCall, torch.optim.Optimizer, Any]:
     """Run one optimizer step of two samples on the CPU.
 
     Raises:
         SpecError: a built-in model cannot take these samples.
         JobFailed: the user's model, loss or optimizer fails.
     """
-    inputs, targets = torch.utils.data.default_collate(
-        [datasets.train[(0, index)] for index in range(min(2, len(datasets.train)))]
-    )
+    items = [datasets.train[(0, index)] for index in range(min(2, len(datasets.train)))]
+    batch = collated(datasets.collate, items)
     model = zoo.build_model(spec, datasets.classes)
-    loss = zoo.build_loss(spec)
+    call = zoo.model_call(spec, model, zoo.build_loss(spec))
     optimizer = method_of(spec).base(spec, [p for p in model.parameters() if p.requires_grad])
-    stage = f"model {spec.model.name} cannot take inputs of shape {tuple(inputs.shape[1:])}"
+    stage = f"model {spec.model.name} cannot take {_inputs(batch)}"
     try:
         with worker_measure_rehearsal.autocast(spec):
-            output = model(inputs)
+            output = call.outputs(model, batch)
             stage = f"loss {spec.loss.name} cannot take the output of {spec.model.name}, {_shape(output)}"
-            value = loss(output, targets)
+            if call.target(batch) is not None:
+                stage += f", with the target {described(call.target(batch))}"
+            value = call.loss_of(output, batch)
         stage = "the backward pass fails"
         value.backward()
         stage = f"optimizer {spec.optimizer.name} fails"
         optimizer.step()
+    except TulaError:
+        raise
     except Exception as error:
         kind = JobFailed if _users_own(spec) else SpecError
         raise kind(f"{stage}: {_described(error)}", _hint(stage, error)) from error
-    return model, optimizer, output
+    return model, call, optimizer, output
+
+
+def _inputs(batch: Any) -> str:
+    """Return in words what a model is given."""
+    pair = type(batch) in (tuple, list) and len(batch) == 2
+    if pair and isinstance(batch[0], torch.Tensor) and batch[0].is_floating_point():
+        return f"inputs of shape {tuple(batch[0].shape[1:])}"
+    return f"the batch {described(batch)}"
 
 
 def _users_own(spec: JobSpec) -> bool:
@@ -229,6 +218,8 @@ def _users_own(spec: JobSpec) -> bool:
 
 def _hint(stage: str, error: Exception) -> str:
     if stage.startswith("model"):
+        if "the batch" in stage:
+            return "forward is given a dictionary by name and a tuple in order, but for its last entry, the target"
         if not re.search(r"size|shape|channel|dimension|kernel", str(error)):
             return ""
         return "resize the images in transforms, or set the model's arguments; the shape is (channels, height, width)"
@@ -243,9 +234,9 @@ def _check_output(spec: JobSpec, output: Any, target: Any, classes: int | None) 
     Raises:
         SpecError: there are fewer outputs than classes.
     """
-    if not isinstance(output, torch.Tensor) or output.ndim != 2 or not isinstance(target, int):
+    if not isinstance(output, torch.Tensor) or output.ndim != 2 or not _is_classes(target):
         return []
-    outputs, wanted = output.shape[1], max(classes or 0, target + 1)
+    outputs, wanted = output.shape[1], max(classes or 0, int(target.max()) + 1)
     if outputs < wanted:
         raise SpecError(
             f"model {spec.model.name} has {outputs} outputs, dataset {spec.dataset.name} has {wanted} classes",
@@ -254,6 +245,10 @@ def _check_output(spec: JobSpec, output: Any, target: Any, classes: int | None) 
     if classes is not None and outputs > classes:
         return [f"model {spec.model.name} has {outputs} outputs for {classes} classes"]
     return []
+
+
+def _is_classes(target: Any) -> bool:
+    return isinstance(target, torch.Tensor) and target.ndim == 1 and target.dtype == torch.int64
 
 
 def _lone_sample_problems(spec: JobSpec, rehearsal: worker_measure_rehearsal.Rehearsal) -> list[str]:

@@ -17,10 +17,13 @@ from tula_cli.run.records.components import Components
 from tula_cli.run.records.probes import GpuState, GradientStats, Measured, OutOfMemory, Overheads
 from tula_cli.run.records.tasks import ProbeTask, probe_identity
 from tula_cli.worker import device, environment
+from tula_cli.worker.build.batches.collate import collated
+from tula_cli.worker.build.batches.tree import tensors
 from tula_cli.worker.build.samples import Datasets
 from tula_cli.worker.build.sampling import Position
 from tula_cli.worker.energy import EnergyMeter
 from tula_cli.worker.measure import meter as worker_measure_meter
+from tula_cli.worker.measure.first_samples import longest
 from tula_cli.worker.measure.gpu_states import GpuStates
 from tula_cli.worker.measure.gradients import GradientNormRecorder, halves
 from tula_cli.worker.measure.window import steps_to_time, steps_to_warm_up
@@ -65,6 +68,7 @@ class JobOverheads:
 
     startup: float
     save: float
+    longest: Any = None  # the largest sample that was looked at, where samples differ in shape
 
     def beside(self, trainer: Trainer, *, eval_time: float, refresh_time: float) -> Overheads:
         """Return them with those of one probe."""
@@ -87,7 +91,12 @@ def _job_overheads(
     trainer.clock.seconds(first.start, first.end)
     startup = time.time() - started_at
     next(stream)
-    return JobOverheads(startup=ranks.largest(startup), save=ranks.largest(_save_time(trainer, run)))
+    found = longest(datasets)
+    return JobOverheads(
+        startup=ranks.largest(startup),
+        save=ranks.largest(_save_time(trainer, run)),
+        longest=None if found is None else found[0],
+    )
 
 
 def _trainer(task: ProbeTask, ranks: Ranks, datasets: Datasets, *, local_batch: int) -> Trainer:
@@ -109,6 +118,8 @@ def measure(
     trainer = _trainer(task, ranks, datasets, local_batch=local_batch)
     stream = endless(trainer)
     warmup_times = _warm_up(trainer, stream)
+    if overheads.longest is not None:
+        _largest_step(trainer, overheads.longest)
     meter.settled()
     with _standing_still(trainer):
         window = _timed(trainer, stream)
@@ -150,6 +161,13 @@ def _warm_up(trainer: Trainer, stream: Iterator[Step]) -> list[float]:
     blocks = Blocks(trainer, partial(steps_to_warm_up, search=trainer.spec.search, ahead=queue))
     blocks.take(stream)
     return _seconds(trainer, first) + blocks.steps
+
+
+def _largest_step(trainer: Trainer, sample: Any) -> None:
+    """Take a step of the largest sample alone, as many times as it has room: what it holds, a training may come to hold."""
+    batch = collated(trainer.datasets.collate, [sample] * trainer.micro_batch)
+    with _standing_still(trainer):
+        worker_train_loop.step_on(trainer, batch)
 
 
 @contextmanager
@@ -219,7 +237,7 @@ def _memory(trainer: Trainer, meter: device.MemoryMeter) -> Components:
     return worker_measure_meter.split_memory(
         trainer.ddp.module,
         trainer.base,
-        batch=device.tensor_bytes(trainer.last_batch),
+        batch=device.tensor_bytes(tensors(trainer.last_batch)),
         factors=trainer.ags.memory() if trainer.ags else 0,
         peak=int(ranks.largest(peak)),
         reserved=int(ranks.largest(reserved)),

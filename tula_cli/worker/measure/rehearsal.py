@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_leaves
 
 from tula_cli.models.memory.allocator import Usage, plain, replay
 from tula_cli.optim.parts.gradient_scaling import chunks
@@ -17,6 +17,9 @@ from tula_cli.plugins import is_import_string
 from tula_cli.run.records.components import Components
 from tula_cli.spec.job import JobSpec
 from tula_cli.worker.build import zoo
+from tula_cli.worker.build.batches.calling import ModelCall
+from tula_cli.worker.build.batches.collate import Collate, collated
+from tula_cli.worker.build.batches.tree import grown
 from tula_cli.worker.build.recompute import apply_activation_checkpointing
 from tula_cli.worker.device import tensor_bytes
 from tula_cli.worker.measure.buffers import buckets, libraries, pieces
@@ -27,6 +30,8 @@ from tula_cli.worker.methods.table import method_of
 
 REHEARSED = 2**16 + 1
 """The rehearsed micro-batch: a prime that no size of a layer is likely to be a multiple of."""
+COPIES = 5
+"""Of a sample in a batch: as many as nothing else is in it, to tell which tensors grow with the samples."""
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 ROOMS = (1.01, 1.02, 1.04, 1.06, 1.08, 1.12, 1.16, 1.2)
@@ -75,12 +80,12 @@ class Rehearsal:
     """A model and its optimizer on fake tensors, with the state that training has after its first step."""
 
     spec: JobSpec
-    sample: tuple[Any, Any]  # a real batch of one (input, target)
+    sample: Any  # a real batch of COPIES samples
     gpu: bool  # the memory is to be a GPU's
     fake: FakeTensorMode
     storages: LiveStorages
     model: nn.Module
-    loss: zoo.LossFunction
+    call: ModelCall
     optimizer: torch.optim.Optimizer
     factors: list[torch.Tensor] = field(default_factory=list)
     buckets: Mapping[nn.Parameter, torch.Tensor] = field(default_factory=dict)  # each gradient's place
@@ -107,14 +112,9 @@ class Rehearsal:
         """What the method holds in a step."""
         return method_of(self.spec).memory(self.spec, self.parameters, several=self.several)
 
-    def batch(self, size: int) -> tuple[Any, Any]:
+    def batch(self, size: int) -> Any:
         """Return a fake micro-batch shaped like the sample."""
-
-        def fake(tensor: torch.Tensor) -> torch.Tensor:
-            return torch.empty((size, *tensor.shape[1:]), dtype=tensor.dtype)
-
-        inputs, targets = self.sample
-        return tree_map_only(torch.Tensor, fake, inputs), tree_map_only(torch.Tensor, fake, targets)
+        return grown(self.sample, samples=COPIES, to=size, own=self.spec.dataset.collate_fn is not None)
 
     def measure(self, micro_batch: int) -> Components:
         """Return the memory of one optimizer step at a micro-batch; the step itself is rehearsed once."""
@@ -122,7 +122,7 @@ class Rehearsal:
         return split_memory(
             self.model,
             self.optimizer,
-            batch=micro_batch * tensor_bytes(tree_leaves(self.sample)),
+            batch=micro_batch * tensor_bytes(tree_leaves(self.sample)) // COPIES,
             factors=tensor_bytes(self.factors),
             peak=usage.allocated,
             reserved=usage.reserved,
@@ -157,16 +157,16 @@ class Rehearsal:
     def output(self, size: int) -> Any:
         """Return the model's fake output for `size` samples."""
         with self._active():
-            return self.model(self.batch(size)[0])
+            return self.call.outputs(self.model, self.batch(size))
 
     def _record(self) -> Recording:
         """Rehearse one optimizer step."""
         with self._active():
             alive, first, begun = self.storages.alive(), len(self.storages.sizes), len(self.storages.events)
-            inputs, targets = self.batch(REHEARSED)
-            self._backward(inputs, targets)
+            batch = self.batch(REHEARSED)
+            self._backward(batch)
             small = len(self.storages.sizes)
-            staged = self._refresh(inputs, targets) if self.memory.small_batch else []
+            staged = self._refresh(batch) if self.memory.small_batch else []
             small_end = len(self.storages.sizes)
             self._update(staged)
             events, sizes = self.storages.events[begun:], self.storages.sizes
@@ -194,19 +194,19 @@ class Rehearsal:
         if self.synchronise:
             parameter.grad = self.buckets[parameter]
 
-    def _backward(self, inputs: Any, targets: Any) -> None:
+    def _backward(self, batch: Any) -> None:
         """Take the gradients; all micro-batches but the last leave them outside of the buckets."""
         parts = min(2, self.spec.train.accumulate)
         for part in range(parts):
             self.synchronise = part == parts - 1
             with autocast(self.spec):
-                loss = self.loss(self.model(inputs), targets)
+                loss = self.call.taken(self.model, batch)
             loss.backward()
 
-    def _refresh(self, inputs: Any, targets: Any) -> list[torch.Tensor]:
+    def _refresh(self, batch: Any) -> list[torch.Tensor]:
         """Take the small batch's gradient beside the large one's, as TulaOptimizer does."""
         with autocast(self.spec):
-            loss = self.loss(self.model(inputs), targets)
+            loss = self.call.taken(self.model, batch)
         used = [g for g in torch.autograd.grad(loss, self.parameters, allow_unused=True) if g is not None]
         if self.several:
             # To be sent, each is weighted and all are packed into one tensor, before the first two copies are dropped.
@@ -248,14 +248,17 @@ class Rehearsal:
         return [p.detach().clone() for p in self.memory.before]
 
 
-def rehearse(spec: JobSpec, sample: tuple[Any, Any], *, classes: int | None, gpu: bool = False) -> Rehearsal:
+def rehearse(
+    spec: JobSpec, sample: Any, *, classes: int | None, gpu: bool = False, collate: Collate | None = None
+) -> Rehearsal:
     """Build the spec's model, loss and optimizer on fake tensors.
 
     Args:
         spec: the job.
-        sample: one real (input, target) of the training set, whose shapes the batches have.
+        sample: a real one of the training set, whose shapes the batches have.
         classes: of the dataset.
         gpu: whether the memory is to be a GPU's, with PyTorch's allocator between, or that of a process on the CPU.
+        collate: makes a batch of samples; None: torch's own.
 
     Raises:
         SpecError: from building the model, the loss or the optimizer.
@@ -267,12 +270,12 @@ def rehearse(spec: JobSpec, sample: tuple[Any, Any], *, classes: int | None, gpu
     model.train()
     _make_fake(model, fake)
     with fake:
-        loss = zoo.build_loss(spec)
+        call = zoo.model_call(spec, model, zoo.build_loss(spec))
         optimizer = method_of(spec).base(spec, [p for p in model.parameters() if p.requires_grad])
     if gpu:
         _as_by_default_on_gpu(optimizer)
-    inputs, targets = torch.utils.data.default_collate([sample])
-    rehearsal = Rehearsal(spec, (inputs, targets), gpu, fake, storages, model, loss, optimizer)
+    batch = collated(collate, [sample] * COPIES)
+    rehearsal = Rehearsal(spec, batch, gpu, fake, storages, model, call, optimizer)
     with fake, storages:
         storages.hold([*model.parameters(), *model.buffers()])
         rehearsal.buckets = buckets(rehearsal.parameters)

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from tula_cli.worker.build.batches.calling import scores
 from tula_cli.worker.build.compiled import as_written
 from tula_cli.worker.build.sampling import eval_loader
 from tula_cli.worker.seeding import seed_torch, stable_seed
@@ -47,6 +48,7 @@ class Evaluator:
             batch=trainer.micro_batch,
             workers=trainer.workers,
             pin=ranks.device.type == "cuda",
+            collate=trainer.datasets.collate,
         )
 
     @torch.no_grad()
@@ -70,10 +72,10 @@ class Evaluator:
         trainer.ddp.eval()
         sums = torch.zeros(4, dtype=torch.float64, device=trainer.ranks.device)
         common = self._common_batches()
-        for index, pair in enumerate(self.loader):
+        for index, batch in enumerate(self.loader):
             if index == max_batches:
                 break
-            sums += self._score(*to_device(trainer, pair))
+            sums += self._score(to_device(trainer, batch), self._samples(index))
             if index < common:
                 between()
         trainer.ddp.train()
@@ -89,21 +91,27 @@ class Evaluator:
             len(range(ranks.world - 1, len(self.trainer.datasets.eval), ranks.world)) / self.trainer.micro_batch
         )
 
-    def _score(self, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        """Return (loss, top-1 hits, top-5 hits, samples) summed over a batch."""
-        odd = len(inputs) != self.trainer.micro_batch  # the last batch, which is not worth a compilation
-        with as_written(self.trainer.spec.train) if odd else contextlib.nullcontext(), autocast(self.trainer):
-            outputs = self.trainer.ddp.module(inputs)
-            loss = self.trainer.loss(outputs, targets)
-        count = len(inputs)
-        if not _is_classification(outputs, targets):
+    def _samples(self, index: int) -> int:
+        """Return how many samples this rank's batch of this number has; the last one may have fewer than the others."""
+        ranks, size = self.trainer.ranks, self.trainer.micro_batch
+        return min(size, len(range(ranks.rank, len(self.trainer.datasets.eval), ranks.world)) - index * size)
+
+    def _score(self, batch: Any, count: int) -> torch.Tensor:
+        """Return (loss, top-1 hits, top-5 hits, samples) summed over a batch of `count` samples."""
+        trainer = self.trainer
+        odd = count != trainer.micro_batch  # the last batch, which is not worth a compilation
+        with as_written(trainer.spec.train) if odd else contextlib.nullcontext(), autocast(trainer):
+            outputs = trainer.call.outputs(trainer.ddp.module, batch)
+            loss = trainer.call.loss_of(outputs, batch)
+        guesses, targets = scores(outputs), trainer.call.target(batch)
+        if not _is_classification(guesses, targets):
             hits1 = hits5 = torch.tensor(float("nan"))
         else:
-            best = outputs.topk(min(5, outputs.shape[1]), dim=1).indices
+            best = guesses.topk(min(5, guesses.shape[1]), dim=1).indices
             match = best == targets[:, None]
             hits1, hits5 = match[:, 0].sum(), match.any(dim=1).sum()
         return torch.stack(
-            [value.double().to(inputs.device) for value in (loss * count, hits1, hits5, torch.tensor(count))]
+            [value.double().to(trainer.ranks.device) for value in (loss * count, hits1, hits5, torch.tensor(count))]
         )
 
 
@@ -153,10 +161,10 @@ def renew_statistics(trainer: Trainer, *, batches: int, between: Callable[[], No
         norm.reset_running_stats()
         norm.momentum = None  # the mean of all that come, also where a ghost batch takes its part of a batch
     try:
-        with contextlib.closing(worker_train_loop.inputs(trainer)) as stream:
-            for inputs in itertools.islice(stream, batches):
+        with contextlib.closing(worker_train_loop.upcoming(trainer)) as stream:
+            for batch in itertools.islice(stream, batches):
                 with as_written(trainer.spec.train), autocast(trainer):
-                    trainer.ddp.module(inputs)
+                    trainer.call.outputs(trainer.ddp.module, batch)
                 between()
     finally:
         for norm, momentum in zip(norms, momenta, strict=True):
@@ -166,7 +174,8 @@ def renew_statistics(trainer: Trainer, *, batches: int, between: Callable[[], No
     return norms
 
 
-def _is_classification(outputs: Any, targets: torch.Tensor) -> bool:
-    """Return whether the output is one score a class, and the target a class."""
-    scores = isinstance(outputs, torch.Tensor) and outputs.ndim == 2
-    return scores and targets.ndim == 1 and not targets.is_floating_point()
+def _is_classification(outputs: Any, targets: Any) -> bool:
+    """Return whether the output is one score a class, and the target a class, of each sample."""
+    if not isinstance(outputs, torch.Tensor) or not isinstance(targets, torch.Tensor) or outputs.ndim != 2:
+        return False
+    return targets.shape == outputs.shape[:1] and not targets.is_floating_point()

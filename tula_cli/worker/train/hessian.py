@@ -19,8 +19,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils._pytree import tree_map_only
 
 from tula_cli.errors import SpecError
+from tula_cli.worker.build.batches.calling import ModelCall
 from tula_cli.worker.build.compiled import as_written
 from tula_cli.worker.build.sampling import fixed_loader, permutation
 from tula_cli.worker.ranks import Ranks
@@ -107,7 +109,7 @@ def measure(trainer: Trainer, *, samples: int, between: Callable[[], None] = lam
     began = time.monotonic()
     with _unchanged(trainer.ddp.module), _graphs_allowed(), as_written(trainer.spec.train):
         batches = _batches(trainer, samples)
-        surface = LossSurface(trainer.ddp.module, trainer.loss, batches, trainer.ranks, seed=trainer.spec.train.seed)
+        surface = LossSurface(trainer.ddp.module, trainer.call, batches, trainer.ranks, seed=trainer.spec.train.seed)
         loss, gradient = surface.gradient()
 
         def product(vector: Tensor) -> Tensor:
@@ -205,18 +207,18 @@ class LossSurface:
 
     Args:
         model: in the mode it is to be looked at in.
-        loss: (output, target) -> mean over samples.
-        batches: this rank's samples, each batch small enough for a double backward.
+        call: takes the loss of a batch, a mean over its samples.
+        batches: this rank's samples as (how many, batch), each small enough for a double backward.
         ranks: over all of them the mean is taken.
         seed: for a model that draws random numbers even so: the same in each pass.
     """
 
     def __init__(
-        self, model: nn.Module, loss: Callable[..., Tensor], batches: Sequence[Any], ranks: Ranks, *, seed: int
+        self, model: nn.Module, call: ModelCall, batches: Sequence[tuple[int, Any]], ranks: Ranks, *, seed: int
     ) -> None:
-        self.model, self.loss, self.batches, self.ranks, self.seed = model, loss, batches, ranks, seed
+        self.model, self.call, self.batches, self.ranks, self.seed = model, call, batches, ranks, seed
         self.parameters = [p for p in model.parameters() if p.requires_grad]
-        self.samples = round(ranks.sum([float(sum(len(targets) for _, targets in batches))])[0])
+        self.samples = round(ranks.sum([float(sum(count for count, _ in batches))])[0])
 
     def direction(self) -> Tensor:
         """Return a seeded random vector to start from, the same on every rank."""
@@ -260,10 +262,10 @@ class LossSurface:
 
     def _losses(self) -> Iterator[tuple[float, Tensor]]:
         """Yield (share of all samples, mean loss) of each batch."""
-        for inputs, targets in self.batches:
+        for count, batch in self.batches:
             seed_torch(stable_seed(self.seed, _STREAM, self.ranks.rank), self.ranks.device)
             with torch.enable_grad():
-                yield len(targets) / self.samples, self.loss(self.model(inputs), targets)
+                yield count / self.samples, self.call.taken(self.model, batch)
 
     @property
     def _dtype(self) -> torch.dtype:
@@ -290,14 +292,21 @@ class LossSurface:
         return vector
 
 
-def _batches(trainer: Trainer, samples: int) -> list[Any]:
+def _batches(trainer: Trainer, samples: int) -> list[tuple[int, Any]]:
     """Load this rank's share of the fixed samples onto the device."""
     ranks, seed, size = trainer.ranks, trainer.spec.train.seed, len(trainer.datasets.train)
     order = permutation(size, seed=stable_seed(seed, _STREAM), epoch=0)[:samples].tolist()
     keys = [(0, index) for index in order[ranks.rank :: ranks.world]]
     batch = max(1, trainer.micro_batch // _SHARE)
-    loader = fixed_loader(trainer.datasets.train, keys, batch=batch, workers=trainer.workers)
-    return [(inputs.to(ranks.device), targets.to(ranks.device)) for inputs, targets in loader]
+    loader = fixed_loader(
+        trainer.datasets.train, keys, batch=batch, workers=trainer.workers, collate=trainer.datasets.collate
+    )
+    counts = (min(batch, len(keys) - start) for start in range(0, len(keys), batch))
+    # All of them stay: none is let go for the next, as a training's are.
+    return [
+        (count, tree_map_only(Tensor, lambda tensor: tensor.to(ranks.device), found))
+        for count, found in zip(counts, loader, strict=True)
+    ]
 
 
 def _refuse_dead_ends(gradients: Sequence[Tensor | None]) -> None:

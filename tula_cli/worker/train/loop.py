@@ -22,6 +22,8 @@ from tula_cli.run.records.tasks import ProbeTask, TrainTask
 from tula_cli.spec.job import JobSpec
 from tula_cli.spec.sections import Workers
 from tula_cli.worker.build import zoo
+from tula_cli.worker.build.batches.calling import LossFunction, ModelCall
+from tula_cli.worker.build.batches.tree import cut
 from tula_cli.worker.build.compiled import as_written, compile_
 from tula_cli.worker.build.ghost import apply_ghost_batch_norm, check_ghost_batch, check_small_batch
 from tula_cli.worker.build.norms import limits, normalised
@@ -35,7 +37,6 @@ from tula_cli.worker.ranks import Ranks
 from tula_cli.worker.seeding import seed_torch, stable_seed
 from tula_cli.worker.train.learning_rate import learning_rate
 
-LossFunction = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -65,6 +66,7 @@ class Trainer:
     method: Plain
     scaler: torch.amp.GradScaler
     loss: LossFunction
+    call: ModelCall
     batch: int
     workers: int
     clock: Clock
@@ -80,7 +82,7 @@ class Trainer:
     after_backward: Callable[[], None] | None = None  # a probe's look at a finished gradient, which is then dropped
     on_gradient: "Callable[[Trainer], None] | None" = None  # sees each gradient before it is clipped and used
     # The newest micro-batch; of the last one of train.accumulate the first part, wherever that is cut: AGS draws from it.
-    last_batch: tuple[torch.Tensor, torch.Tensor] | None = None
+    last_batch: Any = None
 
     @property
     def local_batch(self) -> int:
@@ -138,6 +140,8 @@ def build(
     channels_last = wants_channels_last(spec.train, model, ranks.device)
     if channels_last:
         lay_channels_last(model)
+    loss = _loss(spec, ranks.device)
+    call = zoo.model_call(spec, model, loss)
     compile_(model, spec.train)
     ids = [ranks.device] if ranks.device.type == "cuda" else None
     ddp = DistributedDataParallel(model, device_ids=ids, gradient_as_bucket_view=True)
@@ -152,7 +156,8 @@ def build(
         optimizer=method.wrap(base, ddp, Configuration(spec, batch, ranks.world, refresh)),
         method=method,
         scaler=torch.amp.GradScaler(ranks.device.type, enabled=spec.train.precision == "fp16"),
-        loss=_loss(spec, ranks.device),
+        loss=loss,
+        call=call,
         batch=batch,
         workers=spec.train.loaders(ranks.cores()) if workers == "auto" else workers,
         clock=Clock(ranks.device),
@@ -257,20 +262,29 @@ def loaded(trainer: Trainer, epochs: int) -> Iterator[Any]:
         start=trainer.position,
     )
     pin = trainer.ranks.device.type == "cuda"
-    return iter(train_loader(trainer.datasets.train, batches, workers=trainer.workers, pin=pin))
+    return iter(
+        train_loader(
+            trainer.datasets.train, batches, workers=trainer.workers, pin=pin, collate=trainer.datasets.collate
+        )
+    )
 
 
 def cached(trainer: Trainer) -> Iterator[Step]:
     """Yield steps on the newest micro-batch, which is on the device, again and again: none of them waits for data."""
     assert trainer.last_batch is not None
     while True:
-        yield _step(trainer, itertools.repeat(trainer.last_batch), epoch_ends=False)
+        yield step_on(trainer, trainer.last_batch)
 
 
-def inputs(trainer: Trainer) -> Generator[torch.Tensor, None, None]:
-    """Yield the inputs that would be trained next, micro-batch by micro-batch, over two epochs at most."""
-    for pair in loaded(trainer, trainer.position.epoch + 2):
-        yield to_device(trainer, pair)[0]
+def step_on(trainer: Trainer, batch: Any) -> Step:
+    """Take a step of which this is each micro-batch."""
+    return _step(trainer, itertools.repeat(batch), epoch_ends=False)
+
+
+def upcoming(trainer: Trainer) -> Generator[Any, None, None]:
+    """Yield the micro-batches that would be trained next, over two epochs at most."""
+    for batch in loaded(trainer, trainer.position.epoch + 2):
+        yield to_device(trainer, batch)
 
 
 def _step(trainer: Trainer, stream: Iterator[Any], *, epoch_ends: bool) -> Step:
@@ -294,15 +308,15 @@ def _backward(trainer: Trainer, stream: Iterator[Any], start: Mark) -> tuple[tor
     parts, splits = trainer.parts, trainer.splits
     total, loaded = torch.zeros((), device=trainer.ranks.device), start
     for part in range(parts):
-        inputs, targets = to_device(trainer, next(stream))  # the batch before is let go at once
+        batch = to_device(trainer, next(stream))  # the batch before is let go at once
         if part == 0:
             loaded = trainer.clock.mark()
         if part <= parts - splits:
-            trainer.last_batch = inputs, targets
+            trainer.last_batch = batch
         last = part == parts - 1
         with nullcontext() if last and trainer.synchronise else trainer.ddp.no_sync():
             with autocast(trainer):
-                loss = trainer.loss(trainer.ddp(inputs), targets) / parts
+                loss = trainer.call.taken(trainer.ddp, batch) / parts
             trainer.scaler.scale(loss).backward()
         if part == splits - 1:
             trainer.method.after_first_backward(trainer)
@@ -315,14 +329,15 @@ def _backward(trainer: Trainer, stream: Iterator[Any], start: Mark) -> tuple[tor
 def _refresh(trainer: Trainer) -> bool:
     """Let the method do what only some steps do, with the finished gradient; return whether it did."""
     assert trainer.last_batch is not None
-    inputs, targets = trainer.last_batch
+    samples = trainer.micro_batch
     # Once an epoch is not worth compiling, which ranks would do one after the other.
     each_step = trainer.spec.ags.resolved().each_step
 
     def small_loss(count: int) -> torch.Tensor:
-        assert count <= len(inputs), f"{count} samples of a micro-batch of {len(inputs)}"
+        assert count <= samples, f"{count} samples of a micro-batch of {samples}"
+        small = cut(trainer.last_batch, samples=samples, stop=count, own=trainer.datasets.collate is not None)
         with nullcontext() if each_step else as_written(trainer.spec.train), autocast(trainer):
-            return trainer.loss(trainer.ddp.module(inputs[:count]), targets[:count])
+            return trainer.call.taken(trainer.ddp.module, small)
 
     return trainer.method.refresh(trainer, small_loss)
 
@@ -354,6 +369,6 @@ def autocast(trainer: Trainer) -> AbstractContextManager[Any]:
     return torch.autocast(trainer.ranks.device.type, dtype=dtype)
 
 
-def to_device(trainer: Trainer, pair: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return a loader's (input, target) where the model is; a GPU takes it while it still computes what came before."""
-    return bring(pair, trainer.ranks.device, channels_last=trainer.channels_last)
+def to_device(trainer: Trainer, batch: Any) -> Any:
+    """Return a loader's batch where the model is; a GPU takes it while it still computes what came before."""
+    return bring(batch, trainer.ranks.device, channels_last=trainer.channels_last)

@@ -222,6 +222,7 @@ def held_out(spec: JobSpec, datasets: Datasets, *, batch: int) -> Datasets:
         train=SeededDataset(Subset(datasets.train.samples, sorted(order[count:])), seed=spec.train.seed),
         eval=EvaluationDataset(Subset(view, sorted(order[:count]))),
         classes=datasets.classes,
+        collate=datasets.collate,
     )
 
 

@@ -1,0 +1,134 @@
+"""Jobs of tokens: sentences of different lengths, and models that take them by name, in order, or with a loss of their own."""
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from tula_cli.spec.job import JobSpec
+from tula_cli.spec.load import validate
+
+WORDS, CLASSES = 30, 3
+JOB: dict[str, Any] = {
+    "name": "tokens",
+    "model": {"name": "token_jobs:Classifier"},
+    "dataset": {"name": "token_jobs:Sentences", "collate_fn": "token_jobs:padded"},
+    "optimizer": {"lr": 0.3, "momentum": 0.9},
+    "train": {"epochs": 2, "workers": 0, "method": "lbt", "reference_batch": 8, "seed": 3},
+    "search": {"nodes": [1], "min_batch": 8},
+    "cluster": {"device": "cpu"},
+}
+
+
+def tokens(**changes: dict[str, Any]) -> JobSpec:
+    """Return a job of tokens; `changes` are merged into its sections."""
+    return validate({**JOB, **{k: {**JOB.get(k, {}), **v} for k, v in changes.items()}}, source="test")
+
+
+class Sentences(torch.utils.data.Dataset[Any]):
+    """Sentences of 3 to 9 words, one class each: most of their words are the class's own.
+
+    Args:
+        form: of a sample: `dict`, `pair` (ids, label), `nested` ({ids, mask}, label) or `three` (ids, mask, label).
+        even: all have 6 words.
+    """
+
+    num_classes = CLASSES
+
+    def __init__(self, train: bool, form: str = "dict", even: bool = False, size: int = 64) -> None:
+        generator = torch.Generator().manual_seed(int(train))
+        self.form = form
+        self.labels = torch.randint(CLASSES, (size if train else 10,), generator=generator).tolist()
+        lengths = torch.randint(3, 10, (len(self.labels),), generator=generator).tolist()
+        self.ids = [
+            1 + 3 * torch.randint(9, (6 if even else length,), generator=generator) + label
+            for length, label in zip(lengths, self.labels, strict=True)
+        ]
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def __getitem__(self, index: int) -> Any:
+        ids, label = self.ids[index], self.labels[index]
+        mask = torch.ones_like(ids, dtype=torch.bool)
+        forms = {
+            "dict": {"ids": ids, "mask": mask, "label": label},
+            "pair": (ids, label),
+            "nested": ({"ids": ids, "mask": mask}, label),
+            "three": (ids, mask, label),
+        }
+        return forms[self.form]
+
+
+def padded(items: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
+    """Return a batch as long as its longest sentence."""
+    pad = nn.utils.rnn.pad_sequence
+    return {
+        "ids": pad([item["ids"] for item in items], batch_first=True),
+        "mask": pad([item["mask"] for item in items], batch_first=True),
+        "label": torch.tensor([item["label"] for item in items]),
+    }
+
+
+def packed(items: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
+    """Return a batch in which no dimension is the samples'."""
+    return {"ids": torch.cat([item["ids"] for item in items]), "label": torch.tensor([i["label"] for i in items])}
+
+
+class Classifier(nn.Module):
+    """Mean of the words' vectors, then one linear layer."""
+
+    def __init__(self, num_classes: int = CLASSES, width: int = 8) -> None:
+        super().__init__()
+        self.words, self.head = nn.Embedding(WORDS, width), nn.Linear(width, num_classes)
+
+    def forward(self, ids: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
+        weight = (torch.ones_like(ids) if mask is None else mask)[..., None].float()
+        mean = (self.words(ids) * weight).sum(1) / weight.sum(1)
+        result: torch.Tensor = self.head(mean)
+        return result
+
+
+class WithLoss(Classifier):
+    """Takes labels, and returns its own loss, as transformers' models do."""
+
+    def forward(self, ids: torch.Tensor, mask: torch.Tensor | None = None, label: torch.Tensor | None = None) -> Any:
+        scores = super().forward(ids, mask)
+        return {"loss": None if label is None else nn.functional.cross_entropy(scores, label), "logits": scores}
+
+
+class Whole(Classifier):
+    """Takes the dictionary as it is."""
+
+    def forward(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:  # type: ignore[override]
+        return super().forward(batch["ids"], batch["mask"])
+
+
+class First(Classifier):
+    """Takes no mask."""
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        return super().forward(ids)
+
+
+class NextWord(nn.Module):
+    """Scores of each next word: as many as there are words, at each place."""
+
+    def __init__(self, width: int = 8) -> None:
+        super().__init__()
+        self.words, self.head = nn.Embedding(WORDS, width), nn.Linear(width, WORDS)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = self.head(self.words(ids))
+        return result
+
+
+def next_word_loss(outputs: torch.Tensor, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    """Return the mean loss over the words that are followed by one."""
+    ids = batch["ids"].masked_fill(~batch["mask"], -100)
+    return nn.functional.cross_entropy(outputs[:, :-1].flatten(0, 1), ids[:, 1:].flatten(), ignore_index=-100)
+
+
+def of_ids(outputs: torch.Tensor, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    """Return a loss without meaning."""
+    return outputs.square().mean() + batch["mask"].float().mean()

@@ -1,0 +1,192 @@
+"""Batches that are no (tensor, target): what they train, what is cut of them, and what is told of those that cannot be."""
+
+from collections import namedtuple
+from typing import Any
+
+import pytest
+import torch
+from token_jobs import Classifier, tokens
+from torch import nn
+from worker_jobs import same, trained, trainer
+
+from tula_cli.errors import JobFailed, SpecError
+from tula_cli.worker import device
+from tula_cli.worker.build.batches.calling import ModelCall
+from tula_cli.worker.build.batches.tree import cut, described, grown
+from tula_cli.worker.measure.gradients import halves
+from tula_cli.worker.measure.inspect import inspect_job
+from tula_cli.worker.ranks import Ranks
+from tula_cli.worker.train import loop as worker_train_loop
+from tula_cli.worker.train.evaluation import Evaluator
+
+Inputs = namedtuple("Inputs", ["ids", "mask"])
+EVEN = {"even": True}
+
+
+def even(form: str, **changes: Any) -> dict[str, Any]:
+    """Return sections of a job whose samples torch's own collation takes."""
+    return {"dataset": {"collate_fn": None, "args": {"form": form, **EVEN}}, **changes}
+
+
+# --- what is trained
+
+
+@pytest.mark.parametrize("method", ["lbt", "ags"])
+@pytest.mark.parametrize("form", ["dict", "nested", "three"])
+def test_a_batch_of_any_form_trains_what_the_plain_one_does(alone: Ranks, form: str, method: str) -> None:
+    train = {"method": method, "accumulate": 2}
+    plain, _ = trained(tokens(**even("pair", train=train)), alone)
+    found, _ = trained(tokens(**even(form, train=train)), alone)
+    assert same(found, plain)
+
+
+@pytest.mark.parametrize("model", ["WithLoss", "Whole"])
+def test_a_model_may_take_its_loss_or_the_whole_dictionary_by_itself(alone: Ranks, model: str) -> None:
+    plain, steps = trained(tokens(), alone)
+    found, own = trained(tokens(model={"name": f"token_jobs:{model}"}), alone)
+    assert same(found, plain)
+    assert [float(step.loss) for step in own] == [float(step.loss) for step in steps]
+    assert float(own[-1].loss) < float(own[0].loss)
+
+
+def test_evaluation_knows_classes_in_a_dictionary(alone: Ranks) -> None:
+    job = tokens(train={"epochs": 8})
+    subject = trainer(job, alone)
+    list(worker_train_loop.steps(subject))
+    found = Evaluator(subject).run()
+    assert found.samples == 10 and found.top1 > 80
+    own = trainer(tokens(model={"name": "token_jobs:WithLoss"}), alone)
+    own.ddp.module.load_state_dict(subject.ddp.module.state_dict())
+    assert Evaluator(own).run() == found
+
+
+def test_a_loss_of_the_whole_batch_has_no_accuracy(alone: Ranks) -> None:
+    job = tokens(
+        model={"name": "token_jobs:NextWord"},
+        loss={"name": "token_jobs:next_word_loss"},
+        train={"method": "ags", "epochs": 4},
+    )
+    subject = trainer(job, alone)
+    losses = [float(step.loss) for step in worker_train_loop.steps(subject)]
+    found = Evaluator(subject).run()
+    assert losses[-1] < losses[0] and found.loss == found.loss and found.top1 != found.top1
+
+
+def test_halves_of_a_dictionary_are_those_of_the_plain_batch(alone: Ranks) -> None:
+    found = []
+    for form in ("pair", "dict"):
+        subject = trainer(tokens(**even(form)), alone)
+        next(worker_train_loop.steps(subject))
+        found.append(halves(subject))
+    assert found[0] == found[1] and found[0][0] > 0
+
+
+# --- what the inspection tells
+
+
+def test_check_tells_samples_of_different_lengths_and_estimates_the_longest() -> None:
+    found = inspect_job(tokens())
+    assert found.estimate_error == "" and found.footprints and found.classes == 3
+    assert found.sample_shape == () and found.sample == "{ids: int64 (9), mask: bool (9), label: int}"
+    assert len(found.warnings) == 1 and "largest of 64 that were looked at, {ids: int64 (9)" in found.warnings[0]
+    assert inspect_job(tokens(**even("dict"))).warnings == ()
+
+
+def test_keys_that_the_model_does_not_take_are_told() -> None:
+    found = inspect_job(
+        tokens(**even("dict", model={"name": "token_jobs:NextWord"}, loss={"name": "token_jobs:of_ids"}))
+    )
+    assert found.warnings == (), "the loss takes the whole batch"
+    (told,) = inspect_job(tokens(**even("dict", model={"name": "token_jobs:First"}))).warnings
+    assert "First nor the loss is given mask of the batch" in told
+
+
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"dataset": {"collate_fn": None}}, r"make no batch: they are \{ids: int64 \(\d\), .* and \{ids: int64 \(\d\)"),
+    ({"dataset": {"collate_fn": "token_jobs:packed"}}, r"batch\['ids'\] is int64 \(\d+\), where 5 samples make the batch"),
+    ({"dataset": {"collate_fn": "token_jobs:nosuch"}}, "collate_fn 'token_jobs:nosuch'"),
+    (even("dict", model={"name": "token_jobs:NextWord"}, loss={"name": "MSELoss"}), "loss MSELoss"),
+    (even("pair", model={"name": "small_cnn"}), r"small_cnn cannot take the batch \(int64 \(2, 6\), int64 \(2\)\)"),
+    ({"transforms": {"train": ["RandomHorizontalFlip"]}}, "takes no transform"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("changes", "words"), REFUSED)
+def test_what_makes_no_batch_is_told_with_its_shapes(changes: dict[str, Any], words: str) -> None:
+    with pytest.raises((SpecError, JobFailed), match=words) as caught:
+        inspect_job(tokens(**changes))
+    assert "ToTensor" not in str(caught.value) + caught.value.hint
+
+
+def test_collate_fn_has_to_be_an_import_string() -> None:
+    with pytest.raises(SpecError) as caught:
+        tokens(dataset={"collate_fn": "padded"})
+    assert "an import string is package.module:attribute, got 'padded'" in caught.value.problems[0].message
+
+
+# --- calls and cuts
+
+
+class Two(nn.Module):
+    def forward(self, one: Any, other: Any, scale: float = 1.0) -> Any:
+        return one, other, scale
+
+
+class Anything(nn.Module):
+    def forward(self, **named: Any) -> Any:
+        return named
+
+
+@pytest.mark.parametrize(
+    ("model", "batch", "given"),
+    [
+        (Two(), ("a", "b", "target"), ("a", "b", 1.0)),
+        (Two(), (("a", "b"), "target"), ("a", "b", 1.0)),
+        (Two(), ("a", "target"), ("a", "target", 1.0)),  # it needs both
+        (Two(), {"other": "b", "one": "a", "scale": 2.0, "label": "t"}, ("a", "b", 2.0)),
+        (Two(), ({"one": "a", "other": "b"}, "target"), ("a", "b", 1.0)),
+        (Anything(), {"a": 1, "labels": 2}, {"a": 1, "labels": 2}),
+    ],
+)
+def test_a_model_is_called_with_what_its_signature_takes(model: nn.Module, batch: Any, given: Any) -> None:
+    assert ModelCall.of(model, lambda *_: torch.zeros(())).outputs(model, batch) == given
+
+
+def test_a_missing_parameter_and_a_missing_target_are_named() -> None:
+    call = ModelCall.of(Two(), nn.CrossEntropyLoss(), names=("model mine:Two", "loss cross_entropy"))
+    with pytest.raises(SpecError, match="model mine:Two needs other, and the batch has one, label"):
+        call.outputs(Two(), {"one": 1, "label": 2})
+    with pytest.raises(SpecError, match="loss cross_entropy needs a target"):
+        call.loss_of(torch.zeros(2, 3), {"one": torch.zeros(2), "other": torch.zeros(2)})
+
+
+def test_a_loss_that_is_no_number_is_refused() -> None:
+    call = ModelCall.of(Classifier(), nn.CrossEntropyLoss(), default=True)
+    with pytest.raises(SpecError, match=r"its \.loss is float32 \(4\), not one number"):
+        call.loss_of({"loss": torch.zeros(4)}, {})
+
+
+def test_a_cut_keeps_the_tree_and_what_belongs_to_the_whole_batch() -> None:
+    lists = [torch.zeros(3, 2, 2), torch.zeros(3, 4, 4), torch.zeros(3, 1, 1)]
+    batch = {"in": Inputs(torch.arange(3), torch.ones(3, 2)), "images": lists, "step": torch.tensor(7), "name": "x"}
+    with pytest.raises(SpecError, match="by sample, or all samples in each"):
+        cut(batch, samples=3, stop=1, own=True)
+    assert [len(image) for image in cut(batch, samples=3, stop=1)["images"]] == [1, 1, 1], (
+        "as torch collates three views"
+    )
+    lists[0] = torch.zeros(1, 2, 2)
+    found = cut(batch, samples=3, start=1, stop=3, own=True)
+    assert type(found["in"]) is Inputs and found["in"].ids.tolist() == [1, 2] and found["in"].mask.shape == (2, 2)
+    assert [image.shape[1] for image in found["images"]] == [4, 1]
+    assert (int(found["step"]), found["name"]) == (7, "x")
+    with pytest.raises(SpecError, match=r"batch\[1\] is float32 \(5\), where 2 samples"):
+        cut([torch.zeros(2), torch.zeros(5)], samples=2, stop=1)
+    larger = grown({"in": Inputs(torch.zeros(3, 7), torch.zeros(3)), "n": 3}, samples=3, to=11)
+    assert larger["in"].ids.shape == (11, 7) and larger["n"] == 3
+    assert described(batch["in"]) == "{ids: int64 (3), mask: float32 (3, 2)}"
+
+
+def test_a_device_is_brought_every_tensor_of_a_batch() -> None:
+    meta = torch.device("meta")
+    found = device.bring(({"a": [torch.zeros(2)], "b": "x"}, Inputs(torch.zeros(2), None)), meta, channels_last=True)
+    assert found[0]["a"][0].device == meta == found[1].ids.device and found[1].mask is None and found[0]["b"] == "x"

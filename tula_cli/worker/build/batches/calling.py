@@ -1,0 +1,185 @@
+"""How a model is called with a batch, and how its loss is taken: found once, from their signatures."""
+
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from tula_cli.errors import SpecError
+from tula_cli.worker.build.batches.tree import described
+
+LossFunction = Callable[[Any, Any], torch.Tensor]  # (outputs, target), or (outputs, batch), -> 0-dim loss
+TARGETS = ("labels", "label", "targets", "target", "y")
+"""Keys of a batch that hold its target, where the model takes them all."""
+
+
+@dataclass(frozen=True)
+class Parameters:
+    """What a model's `forward` takes."""
+
+    names: tuple[str, ...]  # that may be given by name
+    required: tuple[str, ...]  # of these, without a default
+    positional: int  # that may be given in order
+    any_name: bool  # **kwargs
+    any_number: bool  # *args
+
+    @classmethod
+    def of(cls, function: Callable[..., Any]) -> "Parameters":
+        found = [p for p in inspect.signature(function).parameters.values() if p.name != "self"]
+        named = [p for p in found if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+        return cls(
+            names=tuple(p.name for p in named),
+            required=tuple(p.name for p in found if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)),
+            positional=len([p for p in found if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]),
+            any_name=any(p.kind is p.VAR_KEYWORD for p in found),
+            any_number=any(p.kind is p.VAR_POSITIONAL for p in found),
+        )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class ModelCall:
+    """Calls a model with a batch, and takes the loss.
+
+    A dictionary is given by the names that `forward` has (all of it to **kwargs); a tuple or list in order but for its last
+    entry, which is the target, unless `forward` needs as many as there are; anything else as it is. A model that names no
+    key of a dictionary takes it whole.
+    """
+
+    takes: Parameters
+    loss: LossFunction
+    whole: bool = False  # the loss takes the batch, not its target alone
+    own: bool = False  # the loss takes what the model returns, whatever that is
+    default: bool = False  # nothing was said of the loss: a model that returns its own is believed
+    names: tuple[str, str] = ("model", "loss")  # for messages
+
+    @classmethod
+    def of(cls, model: nn.Module, loss: LossFunction, **how: Any) -> "ModelCall":
+        """Return how this model, as it was built, and this loss are called."""
+        return cls(Parameters.of(model.forward), loss, whole=takes_batch(loss), **how)
+
+    def outputs(self, model: nn.Module, batch: Any) -> Any:
+        """Call the model, or what wraps it.
+
+        Raises:
+            SpecError: the batch lacks what `forward` needs.
+        """
+        if self._is_pair(batch):
+            return model(batch[0])
+        args, named = self.arguments(batch)
+        return model(*args, **named)
+
+    def loss_of(self, outputs: Any, batch: Any) -> torch.Tensor:
+        """Return the loss of what the model has returned.
+
+        Raises:
+            SpecError: the loss needs a target and there is none, or the model's own loss is not one number.
+        """
+        if self.whole:
+            return self.loss(outputs, batch)
+        if self.default and (found := _own_loss(outputs)) is not None:
+            if found.ndim:
+                raise SpecError(f"{self.names[0]}: its .loss is {described(found)}, not one number")
+            return found
+        target = batch[1] if self._is_pair(batch) else self.target(batch)
+        if target is None:
+            raise SpecError(
+                f"{self.names[1]} needs a target, and none is left of the batch {described(batch)} beside what"
+                f" {self.names[0]} takes",
+                "let the model return an object with .loss, or set loss.name to a callable(outputs, batch) of your own",
+            )
+        return self.loss(outputs if self.own else scores(outputs), target)
+
+    def taken(self, model: nn.Module, batch: Any) -> torch.Tensor:
+        """Return the loss of a batch."""
+        return self.loss_of(self.outputs(model, batch), batch)
+
+    def arguments(self, batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Return what `forward` is given of a batch, in order and by name."""
+        fields = _fields(batch)
+        if fields is not None and (isinstance(batch, Mapping) or self._known(fields)):
+            return self._by_name(fields, batch)
+        if not isinstance(batch, tuple | list) or not batch:
+            return (batch,), {}
+        nested = isinstance(batch[0], Mapping | tuple | list)
+        inputs = batch if len(self.takes.required) >= len(batch) > 1 and not nested else batch[:-1] or batch
+        if len(inputs) > 1:
+            return tuple(inputs), {}
+        fields = _fields(inputs[0])
+        if fields is not None:
+            return self._by_name(fields, inputs[0])
+        several = isinstance(inputs[0], tuple | list) and (self.takes.any_number or self.takes.positional > 1)
+        return (tuple(inputs[0]) if several else (inputs[0],)), {}
+
+    def target(self, batch: Any) -> Any:
+        """Return the target of a batch; None where it has none."""
+        fields = _fields(batch)
+        if fields is None or not (isinstance(batch, Mapping) or self._known(fields)):
+            return batch[-1] if isinstance(batch, tuple | list) and len(batch) > 1 else None
+        for key in TARGETS:
+            if key in fields:
+                return fields[key]
+        left = list(self.left_out(batch).values())
+        return left[0] if len(left) == 1 else None
+
+    def left_out(self, batch: Any) -> dict[str, Any]:
+        """Return the entries of a batch, or of its inputs, that `forward` does not take."""
+        tree = batch if _fields(batch) is not None or not isinstance(batch, tuple | list) or not batch else batch[0]
+        fields = _fields(tree)
+        if fields is None or self.takes.any_name or not self._known(fields):
+            return {}
+        return {key: value for key, value in fields.items() if key not in self.takes.names}
+
+    def _is_pair(self, batch: Any) -> bool:
+        """Return whether this is the usual (input, target), which needs no further look."""
+        alone = len(self.takes.required) <= 1
+        return alone and type(batch) in (tuple, list) and len(batch) == 2 and isinstance(batch[0], torch.Tensor)
+
+    def _known(self, fields: Mapping[str, Any]) -> bool:
+        return any(key in self.takes.names for key in fields)
+
+    def _by_name(self, fields: Mapping[str, Any], whole: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        if self.takes.any_name:
+            return (), dict(fields)
+        if not self._known(fields) and len(self.takes.required) == 1:
+            return (whole,), {}
+        missing = [name for name in self.takes.required if name not in fields]
+        if missing:
+            raise SpecError(
+                f"{self.names[0]} needs {', '.join(missing)}, and the batch has {', '.join(map(str, fields)) or 'nothing'}",
+                "a dictionary is given by name: let its keys be the parameters of forward",
+            )
+        return (), {key: value for key, value in fields.items() if key in self.takes.names}
+
+
+def takes_batch(loss: Callable[..., Any]) -> bool:
+    """Return whether the second parameter of a loss is called `batch`: then it is given all of it."""
+    try:
+        function = loss.forward if isinstance(loss, nn.Module) else loss
+        names = [p.name for p in inspect.signature(function).parameters.values()]
+    except (TypeError, ValueError):  # it does not tell
+        return False
+    return len(names) > 1 and names[1] == "batch"
+
+
+def scores(outputs: Any) -> Any:
+    """Return a model's scores: its only output, or the one that is called `logits`."""
+    if isinstance(outputs, torch.Tensor):
+        return outputs
+    found = outputs.get("logits") if isinstance(outputs, Mapping) else getattr(outputs, "logits", None)
+    # A tuple with that name is GoogLeNet's, whose other outputs have a loss too.
+    return found if isinstance(found, torch.Tensor) and not isinstance(outputs, tuple) else outputs
+
+
+def _own_loss(outputs: Any) -> torch.Tensor | None:
+    found = outputs.get("loss") if isinstance(outputs, Mapping) else getattr(outputs, "loss", None)
+    return found if isinstance(found, torch.Tensor) else None
+
+
+def _fields(tree: Any) -> Mapping[str, Any] | None:
+    """Return the entries of a dictionary or a named tuple by name; None where there are no names."""
+    if isinstance(tree, Mapping):
+        return tree
+    return tree._asdict() if isinstance(tree, tuple) and hasattr(tree, "_asdict") else None

@@ -1,0 +1,51 @@
+"""How samples become a batch."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch.utils.data
+from torch.utils._pytree import tree_map
+
+from tula_cli.plugins import load
+from tula_cli.spec.job import JobSpec
+from tula_cli.worker.build.construct import construct
+
+Collate = Callable[[list[Any]], Any]
+
+
+@dataclass(frozen=True)
+class OwnCollate:
+    """The user's own function; a mapping of another kind than dict, as tokenizers return, becomes one."""
+
+    function: Collate
+
+    def __call__(self, items: list[Any]) -> Any:
+        return as_dict(self.function(items))
+
+
+def build_collate(spec: JobSpec) -> Collate | None:
+    """Return what makes a batch of samples; None: torch's own.
+
+    Raises:
+        SpecError: it cannot be imported, or its arguments are wrong.
+    """
+    given = spec.dataset.collate_fn
+    if given is None:
+        return None
+    name, args = (given, None) if isinstance(given, str) else next(iter(given.items()))
+    target = load(name, {}, kind="collate_fn")
+    if isinstance(target, type):
+        return OwnCollate(construct(target, args or {}, path=f"dataset.collate_fn.{name}", name=name))
+    return OwnCollate(partial(target, **args) if args else target)
+
+
+def collated(collate: Collate | None, items: Sequence[Any]) -> Any:
+    """Return a batch of these samples, as a loader makes it."""
+    return (collate or torch.utils.data.default_collate)(list(items))
+
+
+def as_dict(tree: Any) -> Any:
+    """Return a tree in which each mapping that torch does not know is a dict."""
+    return tree_map(lambda leaf: dict(leaf) if isinstance(leaf, Mapping) else leaf, tree)

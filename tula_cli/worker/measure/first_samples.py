@@ -1,0 +1,134 @@
+"""The first samples of a job, and the batch that they make: looked at before anything is trained on them."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import PIL.Image
+import torch
+from torch.utils._pytree import tree_leaves
+
+from tula_cli.errors import JobFailed, SpecError, TulaError
+from tula_cli.plugins import is_import_string
+from tula_cli.spec.job import JobSpec
+from tula_cli.worker.build.batches.collate import Collate, collated
+from tula_cli.worker.build.batches.tree import cut, described, tensors
+from tula_cli.worker.build.datasets import check_sample
+from tula_cli.worker.build.samples import Datasets
+
+COMPARED = 5
+"""Samples that have to make a batch: as many as nothing else is in a sample, such as colours."""
+SPREAD, LOOKED_AT = 16, 256
+"""Samples by which varying lengths are found, and then the longest: a share of each part of the training set."""
+PLAIN = (torch.Tensor, type(None), str, bytes, int, float)
+
+
+@dataclass(frozen=True)
+class FirstSamples:
+    """Some training samples that make a batch."""
+
+    item: Any  # one of them; where they vary, the longest of those that were looked at
+    batch: Any  # of `count`
+    count: int
+    warnings: tuple[str, ...] = ()
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Return the shape of an input that is a tensor; empty for any other."""
+        pair = type(self.item) in (tuple, list) and len(self.item) == 2
+        return tuple(self.item[0].shape) if pair and isinstance(self.item[0], torch.Tensor) else ()
+
+
+def look_at(spec: JobSpec, datasets: Datasets) -> FirstSamples:
+    """Return training samples that batches can be made of.
+
+    Raises:
+        SpecError: they make none, or one that cannot be cut.
+        JobFailed: the user's dataset or collate_fn fails.
+    """
+    own = is_import_string(spec.dataset.name)
+    try:
+        items = [datasets.train[(0, index)] for index in range(min(COMPARED, len(datasets.train)))]
+        held_out = datasets.eval[0]
+    except TulaError:
+        raise
+    except Exception as error:  # the user's dataset and transforms may raise anything
+        if own:
+            raise JobFailed(f"dataset {spec.dataset.name} gives no sample: {_said(error)}") from error
+        raise SpecError(f"a sample of {spec.dataset.name} cannot be transformed: {_said(error)}") from error
+    _check_leaves(spec, items, held_out, own=own)
+    batch = _batch(spec, items, datasets.collate)
+    for leaf in tree_leaves(batch):
+        if not isinstance(leaf, PLAIN):
+            raise SpecError(
+                f"a batch of {spec.dataset.name} holds {type(leaf).__name__}, in which tula finds no tensors",
+                "let it be a tensor, a tuple, a list or a dictionary, or register it with torch's pytree",
+            )
+    cut(batch, samples=len(items), stop=1, own=datasets.collate is not None)
+    found = longest(datasets)
+    if found is None:
+        return FirstSamples(items[0], batch, len(items))
+    item, looked_at = found
+    warning = (
+        f"samples differ in shape: memory is estimated for the largest of {looked_at} that were looked at,"
+        f" {described(item)}, and each probe takes one step of such samples alone; a larger one may still come"
+    )
+    return FirstSamples(item, batch, len(items), (warning,))
+
+
+def longest(datasets: Datasets) -> tuple[Any, int] | None:
+    """Return the largest of some training samples as they are in a batch, and of how many; None where all are alike.
+
+    Without a collate_fn they have to be alike.
+    """
+    if datasets.collate is None:
+        return None
+    if len({_shapes(datasets.collate, item) for item in _spread(datasets, SPREAD)}) <= 1:
+        return None
+    some = _spread(datasets, LOOKED_AT)
+    return max(some, key=lambda item: sum(t.numel() for t in tensors(collated(datasets.collate, [item])))), len(some)
+
+
+def _spread(datasets: Datasets, count: int) -> list[Any]:
+    size = len(datasets.train)
+    step = max(1, size // count)
+    return [datasets.train[(0, index)] for index in range(0, size, step)][:count]
+
+
+def _shapes(collate: Collate, item: Any) -> tuple[tuple[int, ...], ...]:
+    return tuple(tuple(tensor.shape) for tensor in tensors(collated(collate, [item])))
+
+
+def _check_leaves(spec: JobSpec, items: Sequence[Any], held_out: Any, *, own: bool) -> None:
+    """Refuse images that are not tensors yet; of datasets that tula knows, all that is no image."""
+    if own:
+        for item, path in ((held_out, "transforms.eval"), (items[0], "transforms.train")):
+            if any(isinstance(leaf, PIL.Image.Image) for leaf in tree_leaves(item)) and not spec.dataset.collate_fn:
+                raise SpecError(f"{path}: ends in Image, not in a tensor", f"add ToTensor to {path}")
+        return
+    check_sample(held_out[0], path="transforms.eval")
+    shapes = [tuple(check_sample(sample[0], path="transforms.train").shape) for sample in items]
+    if len(set(shapes)) > 1 and spec.dataset.collate_fn is None:
+        raise SpecError(
+            f"transforms.train: inputs have different shapes ({', '.join(map(str, dict.fromkeys(shapes)))}),"
+            " so they make no batch",
+            "end in one size, for example {Resize: {size: 256}}, {CenterCrop: {size: 224}}",
+        )
+
+
+def _batch(spec: JobSpec, items: Sequence[Any], collate: Collate | None) -> Any:
+    try:
+        return collated(collate, items)
+    except Exception as error:
+        if collate is not None:
+            raise JobFailed(f"dataset.collate_fn fails on {described(list(items))}: {_said(error)}") from error
+        told = " and ".join(dict.fromkeys(map(described, items)))
+        raise SpecError(
+            f"samples of {spec.dataset.name} make no batch: they are {told}",
+            "give dataset.collate_fn, an import string of a function (list of samples) -> batch, which pads them;"
+            " images: end transforms in one size",
+        ) from error
+
+
+def _said(error: BaseException) -> str:
+    return f"{type(error).__name__}: {next(iter(str(error).strip().splitlines()), '')}"

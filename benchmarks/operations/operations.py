@@ -226,7 +226,7 @@ def step_of(spec: JobSpec, me: Ranks, *, batch: int) -> Callable[[], object]:
     task = ProbeTask(id="t", job="t", spec=spec, workdir=".", nodes=1, local_batches=(batch,))
     data = build_datasets(spec)
     trainer = worker_train_loop.build(task, me, data, batch=batch, workers=0, refresh=False)
-    pair = default_collate([data.train[0, index] for index in range(trainer.micro_batch)])
+    pair = default_collate(data.train.first(trainer.micro_batch))
     trainer.ddp.train()
 
     def step() -> object:

@@ -1,5 +1,7 @@
 """Jobs of tokens: sentences of different lengths, and models that take them by name, in order, or with a loss of their own."""
 
+import itertools
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -132,3 +134,52 @@ def next_word_loss(outputs: torch.Tensor, batch: dict[str, torch.Tensor]) -> tor
 def of_ids(outputs: torch.Tensor, batch: dict[str, torch.Tensor]) -> torch.Tensor:
     """Return a loss without meaning."""
     return outputs.square().mean() + batch["mask"].float().mean()
+
+
+class Stream(torch.utils.data.IterableDataset[Any]):
+    """Numbers 0, 1, 2 ... of an epoch, each with noise of its own, as (numbers (2), class); `reads` counts them.
+
+    Args:
+        size: samples until it ends.
+        shuffled: by a buffer of four, with torch's random numbers.
+    """
+
+    num_classes = CLASSES
+
+    def __init__(self, train: bool, size: int = 40, shuffled: bool = False) -> None:
+        self.size, self.train, self.shuffled, self.epoch, self.reads = size, train, shuffled, 0, 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __iter__(self) -> Iterator[Any]:
+        ready: list[Any] = []
+        for number in range(self.size):
+            self.reads += 1
+            value = torch.tensor([float(100 * (self.epoch % 10) + number), float(torch.rand(()))])
+            ready.append((value, number % CLASSES))
+            if len(ready) > (3 if self.shuffled else 0):
+                yield ready.pop(int(torch.randint(len(ready), ())))
+        yield from ready
+
+
+class Shares(Stream):
+    """Gives each rank its own samples."""
+
+    ranks = (0, 2)  # rank, world
+
+    def __iter__(self) -> Iterator[Any]:
+        yield from itertools.islice(super().__iter__(), self.ranks[0], None, self.ranks[1])
+
+
+def linear(num_classes: int = CLASSES) -> nn.Module:
+    """Return a model of a stream's numbers."""
+    return nn.Linear(2, num_classes)
+
+
+def rare_first(samples: Any, epoch: int, seed: int, times: int = 1) -> list[int]:
+    """Return the indices of a class's samples first, that class `times` as often, and the others shuffled by the seed."""
+    labels = samples.labels
+    rare = [index for index, label in enumerate(labels) if label == epoch % CLASSES]
+    order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(seed + epoch)).tolist()
+    return (rare * times + order)[: len(labels)]

@@ -527,6 +527,8 @@ def test_what_no_measurement_depends_on_keeps_the_probes(change):
         {"model__args": {"width": 2}},
         {"dataset__name": "CIFAR100"},
         {"dataset__collate_fn": "mine:padded"},
+        {"dataset__sampler": "mine:order"},
+        {"dataset__length": 10},
         {"transforms__train": ["ToTensor"]},
         {"loss__args": {"label_smoothing": 0.1}},
         {"optimizer__momentum": 0.9},
@@ -554,6 +556,8 @@ def test_what_a_measurement_depends_on_changes_the_signature(change):
     "change",
     [
         {"dataset__collate_fn": "mine:padded"},
+        {"dataset__sampler": "mine:order"},
+        {"dataset__length": 10},
         {"optimizer__lr": 0.2},
         {"train__epochs": 99},
         {"train__seed": 5},

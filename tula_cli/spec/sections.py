@@ -29,6 +29,11 @@ class Dataset(Section):
     eval_fraction: Annotated[float, Field(gt=0, lt=1)] = 0.2  # held out, stratified, where there is no official split
     # import string of a callable (list of samples) -> batch, or {import string: {arguments}}
     collate_fn: str | dict[str, dict[str, Any]] | None = None
+    # import string of a callable (dataset, and epoch, seed where it takes them) -> indices of an epoch, of all GPUs
+    sampler: str | dict[str, dict[str, Any]] | None = None
+    length: Positive | None = None  # samples of an epoch of an iterable dataset that does not tell it
+    eval_length: Positive | None = None  # of the evaluation's
+    sharded: bool = False  # an iterable dataset gives each GPU its own samples by itself
 
     @model_validator(mode="after")
     def _own_parts_are_import_strings(self) -> "Dataset":
@@ -43,7 +48,7 @@ class Dataset(Section):
         return tuple(name for name in found if name)
 
 
-OWN_PARTS = ("collate_fn",)
+OWN_PARTS = ("collate_fn", "sampler")
 """Keys of section dataset that are import strings, alone or with arguments."""
 
 

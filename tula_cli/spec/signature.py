@@ -12,7 +12,7 @@ from tula_cli.spec.scripts.own_script import Script
 from tula_cli.spec.sections import Train
 from tula_cli.spec.slurm_options import Slurm
 
-LATER = ("collate_fn",)
+LATER = ("collate_fn", "sampler", "length", "eval_length", "sharded")
 """Keys of section dataset that are left out where they say nothing."""
 
 COMPUTING = {"tf32", "channels_last", "compile", "cudnn_benchmark", "deterministic"}

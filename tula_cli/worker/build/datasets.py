@@ -17,6 +17,8 @@ from tula_cli.spec.job import JobSpec
 from tula_cli.worker.build.batches.collate import build_collate
 from tula_cli.worker.build.construct import accepts, construct
 from tula_cli.worker.build.samples import Datasets, EvaluationDataset, Samples, SeededDataset, Transform, length
+from tula_cli.worker.build.sampling import build_sampler
+from tula_cli.worker.build.streams import StreamedDataset
 from tula_cli.worker.build.transforms import build_transforms
 
 SPLIT_SEED = 0
@@ -62,11 +64,47 @@ def build_datasets(spec: JobSpec) -> Datasets:
     )
     build = dataset_source(spec.dataset.name)
     train, held_out, classes = build(spec, *transforms)
-    for samples, what in ((train, "training"), (held_out, "evaluation")):
-        if length(samples) == 0:
+    found = Datasets(_training(spec, train), _evaluation(spec, held_out), classes, build_collate(spec))
+    for samples, what in ((found.train, "training"), (found.eval, "evaluation")):
+        if len(samples) == 0:
             raise SpecError(f"dataset {spec.dataset.name} has no {what} samples")
-    train_samples = SeededDataset(train, seed=spec.train.seed)
-    return Datasets(train_samples, EvaluationDataset(held_out), classes, build_collate(spec))
+    return found
+
+
+def _training(spec: JobSpec, samples: Samples) -> SeededDataset | StreamedDataset:
+    settings, seed = spec.dataset, spec.train.seed
+    streamed, sampler = is_stream(samples), build_sampler(spec)
+    refused = [what for what, given in (("an iterable dataset", streamed), ("dataset.sampler", sampler)) if given]
+    if refused and spec.train.facts.tunes:
+        raise SpecError(
+            f"train.method {spec.train.method} holds out samples by their number, which {refused[0]} has not"
+        )
+    if refused and spec.train.hessian:
+        raise SpecError(f"train.hessian asks for samples by their number, which {refused[0]} has not")
+    if not streamed:
+        if settings.length or settings.sharded:
+            raise SpecError("dataset.length and dataset.sharded are for iterable datasets, and this one is none")
+        return SeededDataset(samples, seed=seed, order=sampler)
+    if sampler:
+        raise SpecError("dataset.sampler: an iterable dataset has an order of its own", "leave dataset.sampler out")
+    size = settings.length or length(samples)
+    return StreamedDataset(samples, size=size, seed=seed, sharded=settings.sharded)
+
+
+def _evaluation(spec: JobSpec, samples: Samples) -> EvaluationDataset | StreamedDataset:
+    if is_stream(samples):
+        size = spec.dataset.eval_length or length(samples)
+        return StreamedDataset(samples, size=size, seed=spec.train.seed, sharded=spec.dataset.sharded)
+    if spec.dataset.eval_length:
+        raise SpecError("dataset.eval_length is for iterable datasets, and the evaluation's is none")
+    return EvaluationDataset(samples)
+
+
+def is_stream(samples: Any) -> bool:
+    """Return whether samples come in an order of their own: none can be asked for by its number."""
+    return (hasattr(samples, "__iter__") and not hasattr(type(samples), "__getitem__")) or isinstance(
+        samples, torch.utils.data.IterableDataset
+    )
 
 
 def dataset_source(name: str) -> Callable[[JobSpec, Transform, Transform], "Split"]:

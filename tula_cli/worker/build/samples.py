@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch.utils.data
@@ -13,6 +13,10 @@ from tula_cli.errors import SpecError
 from tula_cli.worker.seeding import seeded
 
 Transform = Callable[[Any], Any]
+if TYPE_CHECKING:
+    from tula_cli.worker.build.streams import StreamedDataset
+
+Order = Callable[[Any, int], torch.Tensor]
 Samples = torch.utils.data.Dataset[Any]  # a sample by integer index, with a length
 
 
@@ -20,8 +24,8 @@ Samples = torch.utils.data.Dataset[Any]  # a sample by integer index, with a len
 class Datasets:
     """Training and evaluation samples of one job."""
 
-    train: "SeededDataset"  # keys are (epoch, index)
-    eval: "EvaluationDataset"  # keys are index
+    train: "SeededDataset | StreamedDataset"  # keys are (epoch, index)
+    eval: "EvaluationDataset | StreamedDataset"  # keys are index
     classes: int | None  # None where an imported dataset does not tell
     collate: Callable[[list[Any]], Any] | None = None  # samples -> batch; None: torch's own
 
@@ -32,14 +36,36 @@ class SeededDataset(torch.utils.data.Dataset[Any]):
     Args:
         samples: a dataset that applies its random transforms in `__getitem__`.
         seed: the job's seed.
+        order: (samples, epoch) -> indices of the epoch, as many in each; None: all samples, shuffled.
     """
 
-    def __init__(self, samples: Samples, *, seed: int) -> None:
+    def __init__(self, samples: Samples, *, seed: int, order: Order | None = None) -> None:
         self.samples = samples
         self.seed = seed
+        self.own_order = order
+        self.size = length(samples) if order is None else len(order(samples, 0))
 
     def __len__(self) -> int:
-        return length(self.samples)
+        """Return the samples of an epoch."""
+        return self.size
+
+    def order(self, epoch: int) -> torch.Tensor | None:
+        """Return the order of an epoch as the user's own sampler gives it; None where there is none."""
+        if self.own_order is None:
+            return None
+        found = self.own_order(self.samples, epoch)
+        if len(found) != self.size:
+            raise SpecError(f"dataset.sampler gives {len(found)} samples in epoch {epoch}, and {self.size} in epoch 0")
+        return found
+
+    def first(self, count: int) -> list[Any]:
+        """Return the first samples."""
+        return [self[0, index] for index in range(min(count, length(self.samples)))]
+
+    def spread(self, count: int) -> list[Any]:
+        """Return samples from all parts of the dataset."""
+        size = length(self.samples)
+        return [self[0, index] for index in range(0, size, max(1, size // count))][:count]
 
     def __getitem__(self, key: tuple[int, int]) -> Any:
         epoch, index = key
@@ -59,6 +85,10 @@ class EvaluationDataset(torch.utils.data.Dataset[Any]):
 
     def __getitem__(self, index: int) -> Any:
         return as_item(self.samples[index])
+
+    def first(self, count: int) -> list[Any]:
+        """Return the first samples."""
+        return [self[index] for index in range(min(count, len(self)))]
 
 
 def as_item(item: Any) -> Any:
@@ -84,11 +114,11 @@ def length(samples: Samples) -> int:
     """Return how many samples there are.
 
     Raises:
-        SpecError: an iterable-style dataset, which cannot be resumed mid-epoch.
+        SpecError: it does not tell.
     """
     if not hasattr(samples, "__len__"):
         raise SpecError(
             f"dataset {type(samples).__name__} has no length",
-            "tula needs a map-style dataset: __len__ and __getitem__(index)",
+            "a dataset has __len__ and __getitem__(index); an iterable one has __iter__, and dataset.length if it does not tell",
         )
     return len(samples)

@@ -1,5 +1,6 @@
 """Which sample is trained when: a pure function of (seed, epoch, samples done), whatever the batch and the world size."""
 
+import itertools
 import multiprocessing
 import os
 import signal
@@ -8,15 +9,23 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
-from torch.utils.data import DataLoader, Dataset, Sampler
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 
+from tula_cli.errors import SpecError
 from tula_cli.host import devices
 from tula_cli.host.processes import die_with_parent
 from tula_cli.models.memory.host_memory import AHEAD
-from tula_cli.worker.build.batches.collate import Collate
-from tula_cli.worker.seeding import stable_seed
+from tula_cli.plugins import load
+from tula_cli.spec.job import JobSpec
+from tula_cli.worker.build.batches.collate import Collate, collated
+from tula_cli.worker.build.construct import accepts, construct
+from tula_cli.worker.build.samples import length
+from tula_cli.worker.build.streams import StreamedDataset
+from tula_cli.worker.seeding import seeded, stable_seed
 
+_SAMPLER = 0x5341  # parts a sampler's random numbers from the job's others
 Key = tuple[int, int]
 """(epoch, index): augmentation is seeded by both."""
 
@@ -51,16 +60,27 @@ class Batches(Sampler[list[Key]]):
     """
 
     def __init__(
-        self, size: int, *, batch: int, accumulate: int, rank: int, world: int, seed: int, epochs: int, start: Position
+        self,
+        size: int,
+        *,
+        batch: int,
+        accumulate: int,
+        rank: int,
+        world: int,
+        seed: int,
+        epochs: int,
+        start: Position,
+        order: Callable[[int], torch.Tensor | None] = lambda _: None,
     ) -> None:
         self.size, self.batch, self.accumulate = size, batch, accumulate
         self.rank, self.world = rank, world
-        self.seed, self.epochs, self.start = seed, epochs, start
+        self.seed, self.epochs, self.start, self.own_order = seed, epochs, start, order
 
     def __iter__(self) -> Iterator[list[Key]]:
         done = self.start.done
         for epoch in range(self.start.epoch, self.epochs):
-            order = permutation(self.size, seed=self.seed, epoch=epoch)
+            own = self.own_order(epoch)
+            order = permutation(self.size, seed=self.seed, epoch=epoch) if own is None else own
             for begin in range(done, done + steps_left(self.size, done, self.batch) * self.batch, self.batch):
                 yield from self._micro_batches(epoch, order[begin + self.rank : begin + self.batch : self.world])
             done = 0
@@ -75,9 +95,109 @@ def steps_left(size: int, done: int, batch: int) -> int:
     return max(0, size - done) // batch
 
 
+class StreamBatches(IterableDataset[Any]):
+    """One rank's micro-batches of a stream, already collated: which samples they have is what `Batches` says."""
+
+    def __init__(self, stream: StreamedDataset, batches: Batches, collate: Collate | None) -> None:
+        self.stream, self.batches, self.collate = stream, batches, collate
+
+    def __iter__(self) -> Iterator[Any]:
+        own = self.batches
+        micro_batch = own.batch // own.world // own.accumulate
+        done = own.start.done
+        for epoch in range(own.start.epoch, own.epochs):
+            if steps := steps_left(own.size, done, own.batch):
+                mine = self.stream.share(epoch, start=done, rank=own.rank, world=own.world)
+                for _ in range(steps * own.accumulate):
+                    yield collated(self.collate, list(itertools.islice(mine, micro_batch)))
+            done = 0
+
+
+class EvaluationBatches(IterableDataset[Any]):
+    """One rank's share of a stream of evaluation samples, in batches; the last one may have fewer samples."""
+
+    def __init__(self, stream: StreamedDataset, *, rank: int, world: int, batch: int, collate: Collate | None) -> None:
+        self.stream, self.collate = stream, collate
+        self.rank, self.world, self.batch = rank, world, batch
+        self.count = len(range(rank, len(stream), world))
+
+    def __len__(self) -> int:
+        return -(-self.count // self.batch)
+
+    def __iter__(self) -> Iterator[Any]:
+        mine = self.stream.share(None, start=0, rank=self.rank, world=self.world)
+        for begin in range(0, self.count, self.batch):
+            yield collated(self.collate, list(itertools.islice(mine, min(self.batch, self.count - begin))))
+
+
+STREAM_WORKERS = 1
+"""The most loader processes of a stream: each would read all of it."""
+
+
+@dataclass(frozen=True)
+class OwnOrder:
+    """The order of an epoch by a sampler of the user's own: indices, the same on every rank."""
+
+    target: Callable[..., Any]
+    args: dict[str, Any]
+    name: str
+    seed: int
+
+    def __call__(self, samples: Any, epoch: int) -> torch.Tensor:
+        """Return the indices of an epoch. Shape (samples of the epoch,), int64.
+
+        Raises:
+            SpecError: it gives no indices of this dataset.
+        """
+        told = {"epoch": epoch, "seed": self.seed}
+        given = {key: value for key, value in told.items() if accepts(self.target, key)}
+        with seeded(self.seed, _SAMPLER, epoch):
+            path = f"dataset.sampler.{self.name}"
+            made = construct(self.target, self.args, path=path, name=self.name, given=given, first=(samples,))
+            if hasattr(made, "set_epoch"):
+                made.set_epoch(epoch)
+            found = list(made)
+        size = length(samples)
+        wrong = [index for index in found if not isinstance(index, int | np.integer) or not 0 <= index < size]
+        if wrong or not found:
+            what = f"{wrong[0]!r}" if wrong else "nothing"
+            raise SpecError(
+                f"dataset.sampler {self.name} gives {what}, not numbers of the {size} samples, 0 to {size - 1}"
+            )
+        return torch.tensor(found, dtype=torch.int64)
+
+
+def build_sampler(spec: JobSpec) -> OwnOrder | None:
+    """Return the order of the job's own sampler; None where it has none.
+
+    Raises:
+        SpecError: it cannot be imported.
+    """
+    given = spec.dataset.sampler
+    if given is None:
+        return None
+    name, args = (given, {}) if isinstance(given, str) else next(iter(given.items()))
+    return OwnOrder(load(name, {}, kind="sampler"), args, name, spec.train.seed)
+
+
 def train_loader(
-    dataset: Dataset[Any], batches: Batches, *, workers: int, pin: bool, collate: Collate | None = None
+    dataset: Dataset[Any] | StreamedDataset,
+    batches: Batches,
+    *,
+    workers: int,
+    pin: bool,
+    collate: Collate | None = None,
 ) -> "DataLoader[Any]":
+    if isinstance(dataset, StreamedDataset):
+        workers = min(workers, STREAM_WORKERS)
+        return DataLoader(
+            StreamBatches(dataset, batches, collate),
+            batch_size=None,
+            num_workers=workers,
+            prefetch_factor=AHEAD if workers else None,
+            pin_memory=pin,
+            worker_init_fn=_starting() if workers else None,
+        )
     return DataLoader(
         dataset,
         batch_sampler=batches,
@@ -90,7 +210,7 @@ def train_loader(
 
 
 def eval_loader(
-    dataset: Dataset[Any],
+    dataset: Dataset[Any] | StreamedDataset,
     *,
     size: int,
     rank: int,
@@ -101,6 +221,18 @@ def eval_loader(
     collate: Collate | None = None,
 ) -> "DataLoader[Any]":
     """Return this rank's share of the evaluation data: every world-th sample, each exactly once over all ranks."""
+    if isinstance(dataset, StreamedDataset):
+        workers = min(workers, STREAM_WORKERS)
+        return DataLoader(
+            EvaluationBatches(dataset, rank=rank, world=world, batch=batch, collate=collate),
+            batch_size=None,
+            generator=torch.Generator(),
+            num_workers=workers,
+            prefetch_factor=AHEAD if workers else None,
+            pin_memory=pin,
+            persistent_workers=workers > 0,
+            worker_init_fn=_starting() if workers else None,
+        )
     return DataLoader(
         dataset,
         batch_size=batch,

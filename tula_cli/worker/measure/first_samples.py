@@ -48,8 +48,8 @@ def look_at(spec: JobSpec, datasets: Datasets) -> FirstSamples:
     """
     own = is_import_string(spec.dataset.name)
     try:
-        items = [datasets.train[(0, index)] for index in range(min(COMPARED, len(datasets.train)))]
-        held_out = datasets.eval[0]
+        items = datasets.train.first(COMPARED)
+        held_out = datasets.eval.first(1)[0]
     except TulaError:
         raise
     except Exception as error:  # the user's dataset and transforms may raise anything
@@ -83,16 +83,10 @@ def longest(datasets: Datasets) -> tuple[Any, int] | None:
     """
     if datasets.collate is None:
         return None
-    if len({_shapes(datasets.collate, item) for item in _spread(datasets, SPREAD)}) <= 1:
+    if len({_shapes(datasets.collate, item) for item in datasets.train.spread(SPREAD)}) <= 1:
         return None
-    some = _spread(datasets, LOOKED_AT)
+    some = datasets.train.spread(LOOKED_AT)
     return max(some, key=lambda item: sum(t.numel() for t in tensors(collated(datasets.collate, [item])))), len(some)
-
-
-def _spread(datasets: Datasets, count: int) -> list[Any]:
-    size = len(datasets.train)
-    step = max(1, size // count)
-    return [datasets.train[(0, index)] for index in range(0, size, step)][:count]
 
 
 def _shapes(collate: Collate, item: Any) -> tuple[tuple[int, ...], ...]:

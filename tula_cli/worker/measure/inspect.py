@@ -32,6 +32,7 @@ from tula_cli.worker.build.batches.tree import described, tensors
 from tula_cli.worker.build.datasets import build_datasets, dataset_source, prepare
 from tula_cli.worker.build.ghost import refuse_without_batch_norm
 from tula_cli.worker.build.samples import Datasets
+from tula_cli.worker.build.sampling import build_sampler
 from tula_cli.worker.build.transforms import build_transforms
 from tula_cli.worker.device import gpu_count, gpu_memory, gpu_name, has_convolutions, process_memory, tensor_bytes
 from tula_cli.worker.measure import footprint as worker_measure_footprint
@@ -128,6 +129,7 @@ def _check_parts(spec: JobSpec) -> None:
         "model.name": lambda: zoo.model_builder(spec.model.name),
         "dataset.name": lambda: dataset_source(spec.dataset.name),
         "dataset.collate_fn": lambda: build_collate(spec),
+        "dataset.sampler": lambda: build_sampler(spec),
         "transforms.train": lambda: build_transforms(spec.transforms.train, path="transforms.train"),
         "transforms.eval": lambda: build_transforms(spec.transforms.eval, path="transforms.eval"),
         "loss": lambda: zoo.build_loss(spec),
@@ -179,7 +181,7 @@ def _real_step(spec: JobSpec, datasets: Datasets) -> tuple[nn.Module, ModelCall,
         SpecError: a built-in model cannot take these samples.
         JobFailed: the user's model, loss or optimizer fails.
     """
-    items = [datasets.train[(0, index)] for index in range(min(2, len(datasets.train)))]
+    items = datasets.train.first(2)
     batch = collated(datasets.collate, items)
     model = zoo.build_model(spec, datasets.classes)
     call = zoo.model_call(spec, model, zoo.build_loss(spec))

@@ -25,6 +25,7 @@ from tula_cli.errors import SpecError
 from tula_cli.worker.build.batches.calling import ModelCall
 from tula_cli.worker.build.compiled import as_written
 from tula_cli.worker.build.sampling import fixed_loader, permutation
+from tula_cli.worker.build.streams import StreamedDataset
 from tula_cli.worker.ranks import Ranks
 from tula_cli.worker.seeding import seed_torch, stable_seed
 from tula_cli.worker.train.loop import Trainer
@@ -298,8 +299,10 @@ def _batches(trainer: Trainer, samples: int) -> list[tuple[int, Any]]:
     order = permutation(size, seed=stable_seed(seed, _STREAM), epoch=0)[:samples].tolist()
     keys = [(0, index) for index in order[ranks.rank :: ranks.world]]
     batch = max(1, trainer.micro_batch // _SHARE)
+    samples_by_number = trainer.datasets.train
+    assert not isinstance(samples_by_number, StreamedDataset), "refused where the datasets are built"
     loader = fixed_loader(
-        trainer.datasets.train, keys, batch=batch, workers=trainer.workers, collate=trainer.datasets.collate
+        samples_by_number, keys, batch=batch, workers=trainer.workers, collate=trainer.datasets.collate
     )
     counts = (min(batch, len(keys) - start) for start in range(0, len(keys), batch))
     # All of them stay: none is let go for the next, as a training's are.

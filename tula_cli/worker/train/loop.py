@@ -260,6 +260,7 @@ def loaded(trainer: Trainer, epochs: int) -> Iterator[Any]:
         seed=trainer.spec.train.seed,
         epochs=epochs,
         start=trainer.position,
+        order=trainer.datasets.train.order,
     )
     pin = trainer.ranks.device.type == "cuda"
     return iter(

@@ -16,6 +16,7 @@ from tula_cli.spec.job import warmup_epochs
 from tula_cli.words import number, plural
 from tula_cli.worker import environment
 from tula_cli.worker.build.sampling import steps_left
+from tula_cli.worker.build.streams import StreamedDataset
 from tula_cli.worker.train.diagnostics import Diagnostics
 from tula_cli.worker.train.evaluation import Evaluation
 from tula_cli.worker.train.loop import Step, Trainer
@@ -216,6 +217,10 @@ def remarks(trainer: Trainer) -> list[str]:
         found.append(
             f"the learning rate never reaches its full value: its warm-up of {warmup:g} epochs is not shorter than"
             f" train.epochs {train.epochs}; set schedule.warmup_epochs"
+        )
+    if isinstance(trainer.datasets.train, StreamedDataset) and (passed := trainer.position.done):
+        found.append(
+            f"the stream is read from its beginning: {passed} samples of the epoch are passed over before the first step"
         )
     found += trainer.method.remarks(trainer)
     if train.ghost_batch is not None and trainer.micro_batch <= train.ghost_batch:

@@ -1,0 +1,164 @@
+"""Iterable datasets and samplers of the user's own: which rank trains which sample, before and after a resume."""
+
+import itertools
+from typing import Any
+
+import pytest
+import token_jobs
+import torch
+from token_jobs import tokens
+from torch.utils.data import WeightedRandomSampler
+from worker_jobs import same, trained, trainer, weights
+
+from tula_cli.errors import SpecError
+from tula_cli.spec.job import JobSpec
+from tula_cli.worker.build.datasets import build_datasets
+from tula_cli.worker.build.sampling import Batches, Position, eval_loader, train_loader
+from tula_cli.worker.measure.inspect import inspect_job
+from tula_cli.worker.ranks import Ranks
+from tula_cli.worker.train import loop as worker_train_loop
+from tula_cli.worker.train.evaluation import Evaluator
+from tula_cli.worker.train.training_log import remarks
+
+
+def stream(name: str = "Stream", *, train: dict[str, Any] | None = None, **dataset: Any) -> JobSpec:
+    """Return a job of a stream of 36 samples an epoch."""
+    settings = {"collate_fn": None, "length": 36, "eval_length": 10, **dataset}
+    return tokens(
+        model={"name": "token_jobs:linear"},
+        dataset={"name": f"token_jobs:{name}", **settings},
+        optimizer={"lr": 1e-4},
+        train=train or {},
+    )
+
+
+def read(
+    job: JobSpec, *, world: int, batch: int, start: Position | None = None, accumulate: int = 1
+) -> list[list[Any]]:
+    """Return the samples of each step, over all ranks."""
+    found: list[list[Any]] = []
+    for rank in range(world):
+        datasets = build_datasets(job)
+        batches = Batches(
+            len(datasets.train),
+            batch=batch,
+            accumulate=accumulate,
+            rank=rank,
+            world=world,
+            seed=3,
+            epochs=2,
+            start=start or Position(),
+        )
+        parts = [values.tolist() for values, _ in train_loader(datasets.train, batches, workers=0, pin=False)]
+        found.append([list(itertools.chain(*parts[at : at + accumulate])) for at in range(0, len(parts), accumulate)])
+    return [sorted(itertools.chain(*step)) for step in zip(*found, strict=True)]
+
+
+@pytest.mark.parametrize("shuffled", [False, True])
+def test_a_stream_is_shared_among_ranks_and_goes_on_at_the_exact_sample(shuffled: bool) -> None:
+    job = stream(args={"shuffled": shuffled})
+    one = read(job, world=1, batch=12)
+    assert [len(step) for step in one] == [12] * 6
+    assert len({number for step in one for number, _ in step}) == 72, "no sample is trained twice"
+    assert read(job, world=2, batch=12) == one == read(job, world=3, batch=12, accumulate=2)
+    resumed = read(job, world=2, batch=6, start=Position(epoch=0, done=24, samples=24))
+    assert [
+        sorted(resumed[0] + resumed[1]),
+        *(sorted(a + b) for a, b in zip(resumed[2::2], resumed[3::2], strict=True)),
+    ] == one[2:]
+
+
+def test_a_resumed_stream_trains_the_same_weights_and_tells_what_it_passes_over(alone: Ranks) -> None:
+    job = stream(train={"method": "ags"})
+    whole, _ = trained(job, alone, batch=12)
+    subject = trainer(job, alone, batch=12)
+    steps = worker_train_loop.steps(subject)
+    next(steps), next(steps)
+    later = trainer(job, alone, batch=12)
+    later.ddp.module.load_state_dict(weights(subject))
+    later.optimizer.load_state_dict(subject.optimizer.state_dict())
+    later.position = subject.position
+    assert any("24 samples of the epoch are passed over" in message for message in remarks(later))
+    assert not any("passed over" in message for message in remarks(trainer(job, alone, batch=12)))
+    list(worker_train_loop.steps(later))
+    assert same(weights(later), whole)
+
+
+def test_a_stream_is_evaluated_once_over_all_ranks(alone: Ranks) -> None:
+    job = stream()
+    found = []
+    for rank in range(3):
+        loader = eval_loader(build_datasets(job).eval, size=10, rank=rank, world=3, batch=3, workers=0, pin=False)
+        batches = list(loader)
+        assert len(loader) == len(batches)
+        found += [number for values, _ in batches for number in values[:, 0].tolist()]
+    assert sorted(number % 100 for number in found) == list(range(10))
+    assert Evaluator(trainer(job, alone, batch=12)).run().samples == 10
+
+
+def test_a_dataset_that_shares_itself_out_is_read_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    job, seen = stream("Shares", sharded=True), []
+    for rank in range(2):
+        monkeypatch.setattr(token_jobs.Shares, "ranks", (rank, 2))
+        batches = Batches(
+            36, batch=12, accumulate=1, rank=rank, world=2, seed=3, epochs=1, start=Position(done=12, samples=12)
+        )
+        loader = train_loader(build_datasets(job).train, batches, workers=0, pin=False)
+        seen += [number for values, _ in loader for number in values[:, 0].tolist()]
+    assert sorted(seen) == list(range(12, 36))
+
+
+def test_a_stream_that_ends_early_is_told(alone: Ranks) -> None:
+    with pytest.raises(SpecError, match="dataset Stream ends after 40 samples, not 60"):
+        trained(stream(length=60), alone, batch=12)
+
+
+@pytest.mark.parametrize(
+    ("job", "words"),
+    [
+        (stream(length=None), "Stream has no length"),
+        (stream(sampler="token_jobs:rare_first"), "an iterable dataset has an order of its own"),
+        (stream(train={"method": "auto"}), "train.method auto holds out samples by their number"),
+        (stream(train={"hessian": True}), "train.hessian asks for samples by their number"),
+        (tokens(dataset={"length": 7}), "are for iterable datasets"),
+        (tokens(dataset={"eval_length": 7}), "is for iterable datasets"),
+        (tokens(dataset={"sampler": "token_jobs:padded"}), "sampler"),
+        (tokens(dataset={"sampler": "token_jobs:nosuch"}), "nosuch"),
+    ],
+)
+def test_what_a_stream_and_a_sampler_cannot_do_is_refused(job: JobSpec, words: str) -> None:
+    with pytest.raises(SpecError, match=words):
+        build_datasets(job)
+
+
+def test_check_knows_the_length_that_is_stated() -> None:
+    found = inspect_job(stream())
+    assert (found.dataset_size, found.eval_size, found.sample_shape, found.warnings) == (36, 10, (2,), ())
+
+
+# --- samplers
+
+
+def test_a_sampler_gives_the_order_of_every_epoch() -> None:
+    job = tokens(dataset={"sampler": {"token_jobs:rare_first": {"times": 2}}})
+    train = build_datasets(job).train
+    for epoch in range(2):
+        expected = token_jobs.rare_first(train.samples, epoch, 3, times=2)
+        batches = Batches(len(train), batch=16, accumulate=1, rank=0, world=1, seed=3, epochs=2,
+                          start=Position(epoch=epoch), order=train.order)  # fmt: skip
+        assert [index for _, index in itertools.chain(*itertools.islice(batches, 4))] == expected
+
+
+def sixteen(samples: Any) -> WeightedRandomSampler:
+    """Return torch's sampler, which draws from the process's random numbers."""
+    return WeightedRandomSampler(torch.arange(len(samples)).double(), 16)
+
+
+def test_a_sampler_of_torchs_is_drawn_anew_for_each_epoch_and_alike_on_each_rank() -> None:
+    job = tokens(dataset={"sampler": f"{__name__}:sixteen"})
+    one, other = build_datasets(job).train, build_datasets(job).train
+    assert len(one) == 16
+    orders = [one.order(epoch) for epoch in (0, 1, 0)]
+    assert torch.equal(orders[0], orders[2]) and not torch.equal(orders[0], orders[1])
+    torch.rand(3)
+    assert torch.equal(orders[1], other.order(1))

@@ -22,6 +22,13 @@ class TulaError(Exception):
         self.message = message
         self.hint = hint
 
+    def __str__(self) -> str:
+        """Return all that the command would say: a notebook shows this and nothing else."""
+        return "\n".join((self.message, *self._details(), *([f"HINT: {self.hint}"] if self.hint else [])))
+
+    def _details(self) -> tuple[str, ...]:
+        return ()
+
 
 @dataclass(frozen=True)
 class Problem:
@@ -48,6 +55,9 @@ class SpecError(TulaError):
     def __init__(self, message: str, hint: str = "", *, problems: tuple[Problem, ...] = ()) -> None:
         super().__init__(message, hint)
         self.problems = problems
+
+    def _details(self) -> tuple[str, ...]:
+        return tuple(f"  {problem}" for problem in self.problems)
 
 
 def require_positive(**given: int | None) -> None:

@@ -333,6 +333,17 @@ def test_an_override_that_cannot_be_used_is_refused(cluster: AtOnce, overrides: 
         tula.recommend(run, overrides=overrides)
 
 
+def test_an_error_as_text_is_all_that_the_command_would_say() -> None:
+    with pytest.raises(SpecError) as caught:
+        tula.check({**make.SPEC, "serach": {}, "search": {"nodes": [0]}}, online=False)
+    text = str(caught.value)
+    assert text.startswith(f"{caught.value.message}\n  ")
+    assert [line.strip() for line in text.splitlines()[1:]] == [str(problem) for problem in caught.value.problems]
+    assert "serach" in text and "search.nodes" in text
+    assert str(SpecError("it is wrong", "mend it")) == "it is wrong\nHINT: mend it"
+    assert str(SpecError("it is wrong")) == "it is wrong"
+
+
 def test_a_keyword_that_is_none_is_refused(cluster: AtOnce) -> None:
     refused: list[tuple[Any, dict[str, Any]]] = [
         (tula.profile, {"wiat": True}),

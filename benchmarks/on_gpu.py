@@ -80,9 +80,9 @@ class Results:
             return cls(path, {})
         try:
             found = json.loads(earlier.read_text(encoding="utf-8"))
-        except ValueError as error:
+            return cls(path, {name: {**entry} for name, entry in {**found}.items() if name in STAGES})
+        except (TypeError, ValueError) as error:
             raise SystemExit(f"{earlier} holds no results: {error}; name another with --done") from error
-        return cls(path, {name: entry for name, entry in found.items() if name in STAGES})
 
     def measured(self, name: str, *, device: str, tiny: bool) -> bool:
         """Return whether a stage need not be measured again."""
@@ -293,7 +293,7 @@ def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     options = parser.parse_args(words)
     if options.device == "cpu" and not (options.tiny or options.prepare):
         parser.error("--device cpu goes with --tiny: the stages' sizes are those of a large card")
-    if options.budget <= 0:
+    if not options.budget > 0:  # nan too
         parser.error(f"--budget {options.budget:g}: must be seconds above 0")
     if options.data is not None and not options.data.is_dir():
         parser.error(f"--data {options.data}: no such folder")

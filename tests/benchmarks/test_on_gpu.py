@@ -227,6 +227,7 @@ def test_small_files_of_the_runs_are_kept(tmp_path: Path) -> None:
         (["--stages", "env,ovens"], "ovens: there are env, quickstart"),
         (["--device", "cpu"], "--device cpu goes with --tiny"),
         (["--device", "cpu", "--tiny", "--budget", "0"], "--budget 0"),
+        (["--device", "cpu", "--tiny", "--budget", "nan"], "--budget nan"),
         (["--device", "cpu", "--tiny", "--data", "/no/such"], "no such folder"),
         ([], "this machine has no GPU"),
     ],
@@ -241,8 +242,9 @@ def test_wrong_input_is_answered_in_a_line(
     assert error.value.code == 2 and said in capsys.readouterr().err
 
 
-def test_results_that_cannot_be_read_are_told(tmp_path: Path) -> None:
-    (tmp_path / "results.json").write_text("{")
+@pytest.mark.parametrize("text", ["{", "[]", '{"env": 5}'])
+def test_results_that_cannot_be_read_are_told(tmp_path: Path, text: str) -> None:
+    (tmp_path / "results.json").write_text(text)
     with pytest.raises(SystemExit, match=r"holds no results.*--done"):
         Results.begin(tmp_path / "out.json", tmp_path / "results.json")
 

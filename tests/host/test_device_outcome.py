@@ -71,6 +71,8 @@ FORMS = {
     "host_oom": [
         nccl(SYSTEM, "Error while creating shared memory segment /dev/shm/nccl-a1 (size 9637888), error: No space left on device (28)"),
         nccl(CUDA_CALL, "Failed to CUDA host alloc 65536 bytes"),
+        nccl(SYSTEM, "Error while attaching to shared memory segment /dev/shm/nccl-a1 (size 9637888), error: No such file (2)"),
+        nccl(SYSTEM, "Error: failed to extend /dev/shm/nccl-zfOoR6 to 33030528 bytes"),
         plain("level_zero backend failed with error: 38 (UR_RESULT_ERROR_OUT_OF_HOST_MEMORY)"),
     ],
     "device_fault": [
@@ -109,6 +111,10 @@ FORMS = {
         "UCX ERROR ibv_create_cq(cqe=4096) failed: Cannot allocate memory : Please set max locked memory to 'unlimited'\n",
         raised("tula_cli.errors.NoGpu", "in whatever words"),
         plain("CUDA unknown error - this may be due to an incorrectly set up environment, e.g. changing env variable"),
+        cuda("the hardware resources required to support MPS client have been exhausted"),
+        cuda("the hardware resources required to support device connections have been exhausted"),
+        cuda("Invalid access of peer GPU memory over nvlink or a hardware error"),
+        plain("nvmlDeviceGetHandleByUUID() failed: NVML_ERROR_GPU_IS_LOST"),
     ],
     "device_error": [
         cuda("an illegal memory access was encountered\nSearch for `cudaErrorIllegalAddress' in the manual"),
@@ -127,6 +133,14 @@ FORMS = {
         nccl(CUDA_CALL, "Cuda failure 719 'unspecified launch failure'"),
         nccl(CUDA_CALL, "Cuda failure 101 'invalid device ordinal'"),
         plain("Triton Error [CUDA]: an illegal memory access was encountered"),
+        plain("Triton Error [CUDA]: misaligned address"),
+        plain("cuDNN error: CUDNN_STATUS_EXECUTION_FAILED_CUDA_DRIVER"),
+        plain("cuDNN error: CUDNN_STATUS_INTERNAL_ERROR_UNEXPECTED_VALUE"),
+        plain("CUDA error: CUBLAS_STATUS_INTERNAL_ERROR when calling `cublasGemmEx(handle)`"),
+        plain("cusolver error: CUSOLVER_STATUS_INTERNAL_ERROR, when calling `cusolverDnCreate(handle)`"),
+        plain("cuFFT error: CUFFT_EXEC_FAILED"),
+        cuda("the launch timed out and was terminated"),
+        cuda("operation not supported on global/shared address space"),
         "HW Exception by GPU node-1 (Agent handle: 0x5f) reason :GPU Hang\n",
         HSA + "HSA_STATUS_ERROR_EXCEPTION: An HSAIL operation resulted in a hardware exception. code: 0x1016",
         "[91.2] NVRM: Xid (PCI:0000:9b:00): 31, pid=11, name=python, MMU Fault: ENGINE GRAPHICS\n",
@@ -159,6 +173,8 @@ FORMS = {
         cuda("device-side assert triggered") + plain("CUDA error: unspecified launch failure"),
         raised("ValueError", "the sensor is busy or unavailable, unknown error"),
         raised("urllib.error.HTTPError", "HTTP Error 503: upstream MPS"),
+        "max locked memory       (kbytes, -l) unlimited\n" + plain("what a `ulimit -a` in setup printed is no fault"),
+        "libibverbs: Warning: RLIMIT_MEMLOCK is 65536 bytes.\n" + plain("a warning that ended nothing"),
     ],
 }  # fmt: skip
 DIED = ("terminate called", "rocdevice.cpp", "by GPU node-", "Terminating the process")

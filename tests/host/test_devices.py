@@ -173,7 +173,15 @@ def test_amds_processors_are_no_gpus(driver: Path) -> None:
 
 
 HIDDEN = [("0,2", 2), ("GPU-4ad7,", 1), ("", 0), ("-1", 0)]
-NOT_THERE = [("0,1,2,3,4,5,6,7", 4), ("7", 0), ("2,-1,3", 1), ("0,9,1", 1)]
+NOT_THERE = [
+    ("0,1,2,3,4,5,6,7", 4),
+    ("7", 0),
+    ("2,-1,3", 1),
+    ("0,9,1", 1),
+    ("NoDevFiles", 0),
+    ("1,none", 1),
+    ("MIG-8c", 1),
+]
 
 
 @pytest.mark.parametrize(("visible", "seen"), [*HIDDEN, *NOT_THERE])

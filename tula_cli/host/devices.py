@@ -53,10 +53,11 @@ def _lists(*, nvidia: bool) -> list[str]:
 
 
 def _visible(listed: str, there: int | None) -> int:
-    """Return how many of the GPUs `there` a list leaves; the first that is none of them (-1 is none) ends it."""
+    """Return how many of the GPUs `there` a list leaves; the first that is none of them ends it (-1, SLURM's NoDevFiles)."""
     found = 0
     for entry in map(str.strip, listed.split(",")):
-        if entry in ("", "-1") or (there is not None and entry.isdecimal() and int(entry) >= there):
+        by_number = entry.isdecimal() and (there is None or int(entry) < there)
+        if not (by_number or entry.startswith(("GPU-", "MIG-"))):
             break
         found += 1
     return found if there is None else min(found, there)

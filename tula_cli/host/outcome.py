@@ -29,8 +29,8 @@ def _pattern(outcome: OutcomeClass, *patterns: str) -> FailurePattern:
 # A size that overflowed is a broken message or a bug, not a lack of memory.
 _NOT_OVERFLOWN = r"(?![^\n]*more than 1EB)"
 
-_API = r"\b(?:CUDA|Cuda|HIP|XPU)(?: runtime)? (?:error|failure)\b[^\n]{0,40}?"
-"""How torch, NCCL and RCCL begin what the runtime of a device has told them, with its number or none."""
+_API = r"(?:\b(?:CUDA|Cuda|HIP|XPU)(?: runtime)? (?:error|failure)\b|\bTriton Error \[\w+\])[^\n]{0,40}?"
+"""How torch, Triton, NCCL and RCCL begin what the runtime of a device has told them, with its number or none."""
 
 _NO_GPU = (
     "no GPU is to be seen: does the job ask for GPUs (cluster.slurm.gpus), and does nvidia-smi or rocm-smi show them?",
@@ -46,13 +46,14 @@ DEVICE_FAULTS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ),
     (
         "a link between GPUs has failed: tell the administrators, who can drain the node",
-        (r"\buncorrectable NVLink error\b", r"(?i:\b(?:cudaError|CUDA_ERROR_)Nvlink_?Uncorrectable\b)"),
+        (r"\buncorrectable NVLink error\b", r"\bInvalid access of peer GPU memory over nvlink or a hardware error\b",
+         r"(?i:\b(?:cudaError|CUDA_ERROR_)Nvlink_?Uncorrectable\b)"),
     ),
     (
         "a GPU is gone: tell the administrators; nvidia-smi -q and dmesg tell more",
         # Xids of the hardware and of the link to it; those that a program causes are DEVICE_ERRORS.
         (r"\bXid\b[^\n]{0,40}: ?(?:46|48|54|6[1-4]|74|79|9[245]|1(?:09|10|19|2[0-4]|3[67]|4[0-9]|5[0-9]))\b",
-         r"\bfallen off the bus\b", r"\bGPU is lost\b", r"\bGPU_IS_LOST\b", _API + r"\bunknown error\b",
+         r"\bfallen off the bus\b", r"\bGPU is lost\b", r"(?:\b|_)GPU_IS_LOST\b", _API + r"\bunknown error\b",
          r"\bCUDA unknown error\b",
          r"\b(?:cudaErrorUnknown|hipErrorUnknown|CUDA_ERROR_UNKNOWN)\b"),
     ),
@@ -75,13 +76,15 @@ DEVICE_FAULTS: tuple[tuple[str, tuple[str, ...]], ...] = (
     (
         "the MPS server of the node does not answer: it has to be restarted (nvidia-cuda-mps-control)",
         (r"\bMPS (?:server|client|control daemon)\b[^\n]*(?:fail|not ready|terminat|exceed|reached|error)",
-         r"\bMPS RPC\b[^\n]*fail", r"\bcudaErrorMps\w+", r"\bCUDA_ERROR_MPS_\w+"),
+         r"\bMPS RPC\b[^\n]*fail",
+         r"\bhardware resources required to support (?:MPS client|device)\b[^\n]*exhausted\b", r"\bcudaErrorMps\w+", r"\bCUDA_ERROR_MPS_\w+"),
     ),
     (
         "InfiniBand may not lock enough memory: let the node's limit be unlimited (ulimit -l, memlock; for SLURM"
         " LimitMEMLOCK of slurmd, PropagateResourceLimitsExcept=MEMLOCK)",
         (r"\bibv_\w+[^\n]*(?:Cannot allocate memory|ENOMEM|\b(?:errno|error):? 12\b)",
-         r"\b(?:max locked memory|RLIMIT_MEMLOCK)\b"),
+         # Not the limit's name alone: `ulimit -a` prints it, and libibverbs warns of it where all goes on.
+         r"\b(?:failed|ERROR)\b[^\n]*\b(?:max locked memory|RLIMIT_MEMLOCK)\b"),
     ),
     _NO_GPU,  # the last: where the driver says why there is none, that is told
 )  # fmt: skip
@@ -93,14 +96,14 @@ DEVICE_ERRORS = (
     r"\bunspecified launch failure\b",
     r"\b(?:cudaErrorLaunchFailure|hipErrorLaunchFailure|CUDA_ERROR_LAUNCH_FAILED)\b",
     _API + r"(?:\bmisaligned address|\ban illegal instruction was encountered|\binvalid program counter)",
-    _API + r"\binvalid device ordinal\b",
     r"\bhardware stack error\b",
-    r"\bMemory access fault by GPU\b",
-    r"\bHW Exception by GPU\b",
+    r"\b(?:Memory access fault|HW Exception) by GPU\b",
     r"\bHSA_STATUS_ERROR_(?:MEMORY_APERTURE_VIOLATION|MEMORY_FAULT|ILLEGAL_INSTRUCTION|EXCEPTION)\b",
     r"\bXid\b[^\n]{0,40}: ?(?:13|31|43|45)\b",
-    r"\bCUDNN_STATUS_INTERNAL_ERROR\b",
-    r"\b(?:CUDNN|CUBLAS|HIPBLAS|CUSOLVER|CUSPARSE)_STATUS_EXECUTION_FAILED\b",
+    _API + r"\b(?:the launch timed out and was terminated|operation not supported on global/shared address space)",
+    _API + r"\binvalid device ordinal\b",
+    r"\b(?:CUDNN|CUBLAS|HIPBLAS|CUSOLVER|CUSPARSE)_STATUS_(?:INTERNAL_ERROR|EXECUTION_FAILED)(?:_[A-Z]+)*\b",
+    r"\bCUFFT_(?:INTERNAL_ERROR|EXEC_FAILED)\b",
     r"\bUR_RESULT_ERROR_DEVICE_LOST\b",
 )
 """What a wrong kernel gives, and a failing device too: only another try tells them apart."""
@@ -157,7 +160,8 @@ DECISIVE = (
         r"\bDataLoader worker \(pid(?:\(s\))? [^)]*\) (?:is killed by signal: (?:Killed|Bus error)|exited unexpectedly)",
         r"\binsufficient shared memory\b",
         r"\bunable to (?:open|write to|allocate|mmap)[^\n]*(?:shared memory|</torch_)",
-        r"\bError while creating shared memory segment\b",
+        r"\bError while (?:creating|attaching to) shared memory segment\b",
+        r"\b[Ff]ailed to extend /dev/shm/nccl-",
         r"\bDetected \d+ oom[-_]kill events?\b",
         r"\boom-kill\b",
         r"\btasks? [\d,-]+: Out Of Memory\b",

@@ -63,6 +63,7 @@ PARTS = (
     cases("unseen-folder", 1.0, "tests/slurm/test_check_on_cluster.py"),
     cases("scaled-scripts", 0.5, "tests/shim/test_ags.py"),
     cases("out-of-memory", 4.0, "tests/e2e/test_out_of_memory.py"),
+    cases("own-batches", 2.0, "tests/e2e/test_own_batches.py"),
     cases("rehearsed-trainers", 2.0, "tests/e2e/test_rehearsed_trainers.py"),
     cases("recovery", 3.5, "tests/slurm/test_recovery.py"),
     cases("links", 4.5, "tests/slurm/test_links.py"),

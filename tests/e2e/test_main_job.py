@@ -3,10 +3,10 @@
 import os
 import signal
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from driver import weights_differ
 
 from tula_cli.run.records.probes import Measured, OutOfMemory
 from tula_cli.spec.load import load_spec
@@ -14,17 +14,6 @@ from tula_cli.spec.load import load_spec
 pytestmark = [pytest.mark.e2e, pytest.mark.torch]
 DIGITS = 1437  # training samples
 LIMIT = "cluster.memory_per_gpu=24MB"  # a batch of 512 does not fit the small network of these tests, one of 64 does
-
-
-def weights_differ(one: Path, other: Path) -> bool:
-    """Return whether two checkpoints' weights differ in a single bit; torch stays out of this process."""
-    code = """
-import sys, torch
-one, other = (torch.load(path, weights_only=True)["model"] for path in sys.argv[1:])
-assert one.keys() == other.keys()
-sys.exit(any(not torch.equal(one[key], other[key]) for key in one))
-"""
-    return bool(subprocess.run([sys.executable, "-c", code, str(one), str(other)], check=False).returncode)
 
 
 def test_the_main_job_from_profile_to_trained_model(tula) -> None:

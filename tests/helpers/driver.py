@@ -22,6 +22,17 @@ def hears_ctrl_c() -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+def weights_differ(one: Path, other: Path) -> bool:
+    """Return whether two checkpoints' weights differ in a single bit; torch stays out of this process."""
+    code = """
+import sys, torch
+one, other = (torch.load(path, weights_only=True)["model"] for path in sys.argv[1:])
+assert one.keys() == other.keys()
+sys.exit(any(not torch.equal(one[key], other[key]) for key in one))
+"""
+    return bool(subprocess.run([sys.executable, "-c", code, str(one), str(other)], check=False).returncode)
+
+
 class Tula:
     """The command line in a folder that holds job.yaml.
 

@@ -1,0 +1,88 @@
+"""Jobs whose batches are no (image, class): from check to a trained model, as a user's own code."""
+
+import os
+import shutil
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from driver import weights_differ
+
+pytestmark = [pytest.mark.e2e, pytest.mark.torch]
+HELPERS = Path(__file__).parents[1] / "helpers"
+JOB: dict[str, Any] = {
+    "name": "tokens",
+    "model": {"name": "token_jobs:Classifier"},
+    "dataset": {"name": "token_jobs:Sentences", "collate_fn": "token_jobs:padded", "args": {"size": 256}},
+    "optimizer": {"name": "SGD", "lr": 0.3, "momentum": 0.9},
+    "train": {"epochs": 6, "reference_batch": 16, "workers": 0},
+    "search": {
+        "nodes": [1], "min_batch": 16, "max_batch": 32, "min_steps": 5, "min_seconds": 0, "max_seconds": 0.001,
+        "warmup_steps": 2, "max_node_hours": 5,
+    },
+    "cluster": {"device": "cpu"},
+}  # fmt: skip
+KINDS: dict[str, dict[str, Any]] = {
+    "own-loss": {"model": {"name": "token_jobs:WithLoss"}},
+    "several-inputs": {"dataset": {"collate_fn": None, "args": {"form": "three", "even": True, "size": 256}}},
+    "stream": {
+        "model": {"name": "token_jobs:linear"},
+        "dataset": {
+            "name": "token_jobs:Stream",
+            "collate_fn": None,
+            "length": 256,
+            "eval_length": 64,
+            "args": {"size": 256},
+        },
+        "optimizer": {"lr": 1e-4},
+        "train": {"workers": 1},
+    },
+}
+
+
+def write(tula: Any, **changes: dict[str, Any]) -> None:
+    sections = {key: {**JOB[key], **changes.get(key, {})} if isinstance(JOB[key], dict) else JOB[key] for key in JOB}
+    (tula.folder / "job.yaml").write_text(yaml.safe_dump(sections))
+    shutil.copy(HELPERS / "token_jobs.py", tula.folder)
+
+
+def test_sentences_of_different_lengths_from_check_to_a_trained_model(tula) -> None:
+    write(tula)
+    assert "samples differ in shape" in str(tula("check", "job.yaml")["warnings"])
+    tula("profile", "job.yaml")
+    choice = tula("recommend")["data"]["choice"]
+    summary = tula("train")["data"]
+    assert summary["batch"] == choice["batch"] in (16, 32)
+    result = tula.run().training(summary["signature"]).result()
+    assert result is not None and result.samples == 6 * 256
+    assert result.best_top1 > 60, "three classes"
+
+
+@pytest.mark.proof
+@pytest.mark.parametrize("kind", KINDS)
+def test_any_batch_from_check_to_a_training_that_is_killed(tula, kind: str) -> None:
+    write(tula, **KINDS[kind], search={**JOB["search"], "nodes": [1, 2]})
+    tula("check", "job.yaml")
+    assert tula("estimate", "job.yaml")["status"]
+    tula("profile", "job.yaml")
+    tula("recommend")
+    command = ("train", "job.yaml", "--nodes", "2", "--batch", "32", "--set", "train.epochs=12")
+    straight = tula(*command)["data"]
+    run = tula.run()
+    last = run.training(straight["signature"]).path / "last"
+    kept = tula.folder / "straight.pt"
+    kept.write_bytes(last.read_bytes())
+    for name in ("train", "tasks", "jobs", "attempts", "failures"):
+        shutil.rmtree(run.path / name, ignore_errors=True)
+
+    process = tula.start(*command, "--set", "train.checkpoint_every=1e-9")
+    tula.until(tula.epochs_done)
+    os.kill(tula.ranks(tula.task())[0], signal.SIGKILL)
+    process.communicate(timeout=240)
+    again = tula(*command)["data"]
+    assert again["attempts"] == 2 and "killed by SIGKILL" in again["causes"][0]
+    result = run.training(straight["signature"]).result()
+    assert result is not None and result.samples == 12 * 256
+    assert not weights_differ(kept, last)

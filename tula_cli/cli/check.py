@@ -38,7 +38,10 @@ def init(
     ] = False,
     force: Annotated[bool, typer.Option("--force", help="Replace a file that is there.")] = False,
 ) -> None:
-    """Write a commented job.yaml that runs as it is, or one around the command that starts a script of your own."""
+    """Write a commented job.yaml that runs as it is.
+
+    With --from-command it is one around the command that starts a script of your own.
+    """
     if hooks:
         refuse(
             command is not None, "--from-command", "writes a job, --hooks a file for the script; call them one by one"
@@ -101,9 +104,9 @@ def check(
     node_type: NodeType = None,
     timeout: Timeout = None,
 ) -> None:
-    """Check a job spec, and show what it would search and cost; or check the nodes of the cluster, or a script's resume.
+    """Check a job spec; show what it would search and cost.
 
-    With --on-cluster or --rehearse the same command again attaches to a job that is under way.
+    --on-cluster checks the nodes of the cluster, --rehearse a script's resume: with either the same command again attaches to a job that is under way.
     """
     from tula_cli.run.code import run_of
     from tula_cli.services import check as services_check

@@ -56,7 +56,7 @@ def compare(
     wait: Wait = None,
     cancel_on_interrupt: CancelOnInterrupt = False,
 ) -> None:
-    """Train with several methods, batches and seeds, and compare the accuracy.
+    """Train with several methods and batches; compare the accuracy.
 
     The small batch (train.reference_batch, lbt) is always part of it. The same command again attaches to what is under
     way, trains what is missing, and stops; without --methods, --batch ... those of the last time.

@@ -56,7 +56,10 @@ def logs(
     follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on while jobs run.")] = False,
     node_type: NodeType = None,
 ) -> None:
-    """Show what the newest job (or --job) wrote; with --json, one JSON object a line."""
+    """Show what the newest job (or --job) wrote.
+
+    With --json each line is one JSON object.
+    """
     import time
 
     from tula_cli.cluster import launcher

@@ -19,7 +19,7 @@ def advice(report: Mapping[str, float]) -> dict[str, str]:
     shut = report["jumps_up"] + report["jumps_down"]
     if shut > 1 - FEW_SCALED:
         found["scaled"] = (
-            f"AGS scaled only {report['scaled']:.0%} of the steps: in {shut:.0%} of them the gradient norm changed by more"
+            f"AGS scaled only {report['scaled']:.0%} of {report['steps']:.0f} steps: in {shut:.0%} of them the gradient norm changed by more"
             " than delta allows."
             ' Raise delta, or use the preset "robust", which has no such gate'
         )

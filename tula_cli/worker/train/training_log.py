@@ -22,6 +22,9 @@ from tula_cli.worker.train.evaluation import Evaluation
 from tula_cli.worker.train.loop import Step, Trainer
 from tula_cli.worker.train.metrics import LOG_SECONDS, Metrics
 
+JUDGED_STEPS = 20
+"""Steps over which AGS is said to hardly act."""
+
 
 class TrainingLog:
     """The rows of one training. Steps and epochs are told to rank 0's alone; what other ranks add goes nowhere.
@@ -41,6 +44,7 @@ class TrainingLog:
         self.window: deque[float] = deque()  # the newest step times, for the comparison with the prediction
         self.drift = StepTimeDrift(task.prediction)
         self.last_row = 0.0
+        self.unjudged: list[Mapping[str, float]] = []  # what AGS did in the newest epochs
         self.said: set[str] = set()  # what is said once
 
     def add(self, kind: str, **values: Any) -> None:
@@ -188,8 +192,19 @@ class TrainingLog:
             )
 
     def _advise(self, ags: Mapping[str, float] | None) -> None:
-        """Say once of each way in which AGS hardly acts that it does."""
-        for kind, message in advice(ags).items() if ags else ():
+        """Say once of each way in which AGS hardly acts that it does, as of enough steps: an epoch may have two."""
+        if not ags or not ags["factors"]:
+            return
+        self.unjudged.append(ags)
+        steps = sum(report["steps"] for report in self.unjudged)
+        if steps < JUDGED_STEPS:
+            return
+        shares = {
+            name: sum(report[name] * report["steps"] for report in self.unjudged) / steps
+            for name in ("scaled", "jumps_up", "jumps_down")
+        }
+        self.unjudged = []
+        for kind, message in advice({**ags, **shares, "steps": steps}).items():
             if kind not in self.said:
                 self.said.add(kind)
                 self.warn(message)

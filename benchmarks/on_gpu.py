@@ -271,7 +271,9 @@ def torch_sees_one() -> bool:
 
 
 def listed(text: str) -> list[str]:
-    names = [name for name in text.split(",") if name]
+    names = [name.strip() for name in text.split(",") if name.strip()]
+    if not names:
+        raise argparse.ArgumentTypeError(f"none is named: there are {', '.join(STAGES)}")
     if unknown := [name for name in names if name not in STAGES]:
         raise argparse.ArgumentTypeError(f"{', '.join(unknown)}: there are {', '.join(STAGES)}")
     return names

@@ -225,6 +225,7 @@ def test_small_files_of_the_runs_are_kept(tmp_path: Path) -> None:
     ("words", "said"),
     [
         (["--stages", "env,ovens"], "ovens: there are env, quickstart"),
+        (["--stages", " , "], "none is named: there are env, quickstart"),
         (["--device", "cpu"], "--device cpu goes with --tiny"),
         (["--device", "cpu", "--tiny", "--budget", "0"], "--budget 0"),
         (["--device", "cpu", "--tiny", "--budget", "nan"], "--budget nan"),

@@ -7,13 +7,34 @@ import pytest
 
 from tula_cli.host.capacity import machine_memory, shared_memory
 
+TOTAL = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+SLURM_STEP = "0::/system.slice/slurmstepd.scope/job_7/step_0\n"
 
-@pytest.mark.parametrize(("text", "share"), [("4096\n", None), ("max\n", 1), (None, 1), ("twice", 1)])
-def test_a_control_group_bounds_the_machine(tmp_path: Path, text: str | None, share: int | None) -> None:
-    total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    if text is not None:
-        (tmp_path / "memory.max").write_text(str(2 * total) if text == "twice" else text)
-    assert machine_memory(tmp_path / "memory.max") == (4096 if share is None else total)
+
+@pytest.mark.parametrize(
+    ("member", "limits", "expected"),
+    [
+        ("", {"memory.max": "4096\n"}, 4096),
+        ("0::/\n", {"memory.max": "max\n"}, TOTAL),
+        ("0::/\n", {"memory.max": str(2 * TOTAL)}, TOTAL),
+        ("0::/\n", {}, TOTAL),
+        (SLURM_STEP, {"system.slice/slurmstepd.scope/job_7/memory.max": "8192"}, 8192),
+        (SLURM_STEP, {"system.slice/slurmstepd.scope/job_8/memory.max": "8192"}, TOTAL),
+        ("9:cpu,cpuacct:/a\n4:memory:/slurm/uid_0\n", {"memory/slurm/memory.limit_in_bytes": "4096"}, 4096),
+        ("9:cpu,cpuacct:/a\n", {"memory/a/memory.limit_in_bytes": "4096"}, TOTAL),
+    ],
+)
+def test_control_groups_bound_the_machine(tmp_path: Path, member: str, limits: dict[str, str], expected: int) -> None:
+    (tmp_path / "self").write_text(member)
+    for name, text in limits.items():
+        file = tmp_path / "groups" / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text)
+    assert machine_memory(tmp_path / "groups", tmp_path / "self") == expected
+
+
+def test_without_control_groups_the_machine_is_what_it_is(tmp_path: Path) -> None:
+    assert machine_memory(tmp_path, tmp_path / "none") == TOTAL
 
 
 def test_shared_memory_is_what_is_free_of_its_file_system(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -69,13 +69,14 @@ DEVICE_FAULTS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ),
     (
         "the driver in the kernel and its libraries differ: the node has to be restarted after a driver update",
-        (r"\bError 803:", r"\bunsupported display driver / cuda driver combination\b",
+        (r"\bError 80[34]:", r"\bforward compatibility was attempted on non supported HW\b",
+         r"\b(?:cudaErrorCompatNotSupportedOnDevice|CUDA_ERROR_COMPAT_NOT_SUPPORTED_ON_DEVICE)\b", r"\bunsupported display driver / cuda driver combination\b",
          r"\b(?:cudaErrorSystemDriverMismatch|CUDA_ERROR_SYSTEM_DRIVER_MISMATCH)\b",
          r"\bDriver/library version mismatch\b"),
     ),
     (
         "the MPS server of the node does not answer: it has to be restarted (nvidia-cuda-mps-control)",
-        (r"\bMPS (?:server|client|control daemon)\b[^\n]*(?:fail|not ready|terminat|exceed|reached|error)",
+        (r"\bMPS (?:server|client|control daemon)\b[^\n]*(?:fail|not ready|terminat|exceed|reached|(?<!without )error)",
          r"\bMPS RPC\b[^\n]*fail",
          r"\bhardware resources required to support (?:MPS client|device)\b[^\n]*exhausted\b", r"\bcudaErrorMps\w+", r"\bCUDA_ERROR_MPS_\w+"),
     ),

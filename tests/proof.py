@@ -60,7 +60,9 @@ PARTS = (
     cases("benchmark-auto", 0.5, "tests/benchmarks/test_benchmark_auto.py"),
     cases("trainers", 0.5, "tests/shim/test_trainers.py"),
     cases("own-loop", 0.7, "tests/test_examples.py"),
-    cases("unseen-folder", 1.0, "tests/slurm/test_check_on_cluster.py"),
+    cases("checks-of-a-cluster", 1.0, "tests/slurm/test_check_on_cluster.py"),
+    cases("bounded-grid", 0.5, "tests/e2e/test_main_job.py"),
+    cases("compared-on-a-cluster", 1.5, "tests/slurm/test_tula.py"),
     cases("scaled-scripts", 0.5, "tests/shim/test_ags.py"),
     cases("out-of-memory", 4.0, "tests/e2e/test_out_of_memory.py"),
     cases("own-batches", 3.5, "tests/e2e/test_own_batches.py"),
@@ -75,7 +77,7 @@ PARTS = (
         ("tests/other_torch.py", "2.6.0", "0.21.0", "3.10", "tests/worker", "tests/optim", "-k", OF_TORCH),
     ),
     Part("script-under-torch-2.0", 5.0, ("tests/oldest_torch.py", "2.0.1")),
-    *(soak(number, nodes=4, kills=6, epochs=100, minutes=2.5) for number in range(1, 3)),
+    soak(1, nodes=4, kills=6, epochs=100, minutes=2.5),
     soak(1, nodes=16, kills=6, epochs=100, minutes=8.0),
 )
 

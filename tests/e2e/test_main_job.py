@@ -82,6 +82,7 @@ def test_out_of_memory_relaunches_at_the_next_smaller_batch_with_samples_and_sch
     assert rates == {1: 0.05, 2: 0.05, 3: 0.025}
 
 
+@pytest.mark.proof
 def test_a_batch_that_does_not_fit_is_a_result_that_bounds_the_grid(tula) -> None:
     """The model hoards memory that no estimate can see, so that a probe meets the real limit."""
     (tula.folder / "mine.py").write_text(

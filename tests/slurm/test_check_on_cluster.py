@@ -62,6 +62,7 @@ def test_a_refusal_is_in_the_schedulers_own_words(tula: Tula) -> None:
     assert "invalid partition specified: nope" in error["message"]
 
 
+@pytest.mark.proof
 def test_a_waiting_check_is_taken_up_again(tula: Tula, on_slurm: SlurmCluster) -> None:
     everything = ("--exclusive", f"--nodes={len(on_slurm.names)}", "--job-name=neighbour", "--wrap=sleep 100")
     subprocess.run(["sbatch", "--output=/dev/null", *everything], check=True, capture_output=True)

@@ -41,7 +41,7 @@ def meet(cluster: SlurmCluster, folder: Path, interface: str) -> list[str]:
     finally:
         for process in started:
             process.kill()
-    return [answer.strip() or trouble.strip().splitlines()[-1] for answer, trouble in said]
+    return [answer.strip() or trouble for answer, trouble in said]
 
 
 def test_nodes_whose_name_stands_for_loopback_meet(on_slurm: SlurmCluster, tmp_path: Path) -> None:
@@ -51,4 +51,4 @@ def test_nodes_whose_name_stands_for_loopback_meet(on_slurm: SlurmCluster, tmp_p
 
 def test_an_interface_that_no_node_has_is_told_by_every_rank(on_slurm: SlurmCluster, tmp_path: Path) -> None:
     for node, said in zip(on_slurm.names, meet(on_slurm, tmp_path, "ib7"), strict=False):
-        assert said == f"tula_cli.errors.JobFailed: no network interface 'ib7' on {node}"
+        assert f"tula_cli.errors.JobFailed: no network interface 'ib7' on {node}" in said

@@ -164,6 +164,7 @@ def test_a_node_with_a_faulty_device_is_left_out_by_the_next_job(tula: Tula) -> 
     assert summary.causes[0].endswith(f"on {faulty}; excluded from now on: {faulty}")
 
 
+@pytest.mark.proof
 def test_scancel_by_the_user_stays_and_the_same_command_goes_on(tula: Tula) -> None:
     training = (*ONE, *waiting(tula, 12))
     submit(tula, *training)

@@ -38,6 +38,7 @@ def test_detached_profile_recommend_and_train_over_nodes(tula: Tula, on_slurm: S
     assert result.samples == 4 * (1438 // 128) * 128
 
 
+@pytest.mark.proof
 def test_methods_are_compared_side_by_side(tula: Tula, on_slurm: SlurmCluster) -> None:
     grid = ("compare", "job.yaml", "--methods", "lbt,polo", "--batch", "128", "--seeds", "1", "--no-controls",
             "--nodes", "1", "--set", "cluster.gpus_per_node=2")  # fmt: skip
@@ -57,6 +58,7 @@ def test_methods_are_compared_side_by_side(tula: Tula, on_slurm: SlurmCluster) -
     assert [job.submissions for job in run.jobs()] == [1, 1, 1], "attached, not submitted again"
 
 
+@pytest.mark.proof
 def test_out_of_memory_of_the_ranks_goes_on_in_the_same_allocation(tula: Tula) -> None:
     limit = ("--set", "cluster.memory_per_gpu=20MB")
     summary = tula("train", "job.yaml", "--nodes", "2", "--batch", "1024", *limit, "--wait")["data"]

@@ -108,7 +108,7 @@ def test_nothing_but_batchnorm_sees_those_batches(alone: Ranks, monkeypatch: pyt
     subject.ddp.module.append(counter := Counting())
     evaluation.average_statistics(subject)
     assert float(counter.passes) == 0
-    monkeypatch.setattr(worker_train_loop, "inputs", lambda _: pytest.fail("there is no BatchNorm"))
+    monkeypatch.setattr(worker_train_loop, "upcoming", lambda _: pytest.fail("there is no BatchNorm"))
     evaluation.Evaluator(after_steps(alone, 2)).run()
     evaluation.Evaluator(subject).run(max_batches=1)  # of which only the time is wanted
 

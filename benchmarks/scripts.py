@@ -278,7 +278,12 @@ def cluster() -> AbstractContextManager[Any]:
 def _run(place: Place, found: dict[str, Any], stages: list[str], pairs: int, kept: Callable[[], None]) -> None:
     """Run the stages of a case that are not done, and keep each."""
     case = place.case
-    needs = {"killed": case.saved, "full": case.saved, "rehearse": "resume:" in case.job}
+    needs = {
+        "killed": case.saved,
+        "full": case.saved,
+        "rehearse": "resume:" in case.job,
+        "overhead": not case.own_steps,
+    }
     for name in stages:
         if name in found or not needs.get(name, True):
             continue

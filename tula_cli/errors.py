@@ -3,7 +3,9 @@
 Anything that is not a TulaError is a defect of tula and keeps its traceback.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass
+from numbers import Integral, Real
 
 
 class TulaError(Exception):
@@ -60,18 +62,56 @@ class SpecError(TulaError):
         return tuple(f"  {problem}" for problem in self.problems)
 
 
-def require_positive(**given: int | None) -> None:
+def require_positive(**given: object) -> None:
     """Refuse what the command line does not let through, and Python code may give.
 
     Args:
-        given: numbers by the names that they were given under; None for none.
+        given: whole numbers by the names that they were given under; None for none.
 
     Raises:
-        SpecError: one of them is below 1.
+        SpecError: one of them is no whole number, or below 1.
     """
     for name, value in given.items():
+        if value is not None and (not isinstance(value, Integral) or isinstance(value, bool)):
+            raise SpecError(f"{name} {value!r}: must be a whole number")
         if value is not None and value < 1:
             raise SpecError(f"{name} {value}: must be 1 or more")
+
+
+def require_number(**given: object) -> None:
+    """Refuse what is no number, by the name that it was given under; None for none.
+
+    Raises:
+        SpecError: one of them is none.
+    """
+    for name, value in given.items():
+        if value is not None and (not isinstance(value, Real) or isinstance(value, bool)):
+            raise SpecError(f"{name} {value!r}: must be a number")
+
+
+def require_callable(**given: object) -> None:
+    """Refuse what is no function, by the name that it was given under; None for none.
+
+    Raises:
+        SpecError: one of them is none.
+    """
+    for name, value in given.items():
+        if value is not None and not callable(value):
+            raise SpecError(f"{name} {value!r}: must be a function")
+
+
+def require_list(**given: object) -> None:
+    """Refuse one value where several are meant; a string would be taken for its letters.
+
+    Args:
+        given: lists by the names that they were given under; None for none.
+
+    Raises:
+        SpecError: one of them is a string, or no list.
+    """
+    for name, value in given.items():
+        if value is not None and (isinstance(value, str) or not isinstance(value, Iterable)):
+            raise SpecError(f"{name} {value!r}: give a list", f"for example [{value!r}]")
 
 
 class Infeasible(TulaError):

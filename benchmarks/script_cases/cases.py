@@ -18,6 +18,7 @@ class Case:
 
     `option` names the folder of a checkout on the command line, and `inside` the part of it that is copied and worked in.
     `{data}` in the job is a folder that `make` fills. `stand_in`: it was written for CUDA and NCCL, and meets the CPU.
+    `own_steps`: it changes its weights without an optimizer of torch, so there is no step that the ruler could time.
     """
 
     name: str
@@ -30,6 +31,7 @@ class Case:
     stand_in: bool = False
     saved: str = ""  # pattern of its checkpoints below {out}, or below its folder with a leading "./"
     environment: dict[str, str] = field(default_factory=dict)
+    own_steps: bool = False
 
 
 def _job(name: str, case_batches: tuple[int, int], nodes: int, script: str, train: str = "{method: lbt}") -> str:
@@ -161,5 +163,5 @@ CASES = (
         saved="lightning_logs/version_*/checkpoints/*.ckpt", environment={"PL_USE_MOCKED_MNIST": "1"},
     ),
     Case("imagenet", "examples", "imagenet", _job("imagenet", (4, 16), 1, IMAGENET), _images, 1, (4, 16), saved="./checkpoint.pth.tar"),
-    Case("words", "examples", "word_language_model", _job("words", (8, 32), 1, WORDS), _words, 1, (8, 32)),
+    Case("words", "examples", "word_language_model", _job("words", (8, 32), 1, WORDS), _words, 1, (8, 32), own_steps=True),
 )  # fmt: skip

@@ -729,6 +729,7 @@ def test_list(cluster):
 def test_logs(cluster):
     tula("profile", "job.yaml")
     assert tula("logs").err.endswith("no job has written anything yet\n")
+    assert tula("logs", "--job", "probe-n002").err.endswith("job probe-n002 has written nothing yet\n")
     path = newest().log_path("probe-n002", 1)
     path.parent.mkdir()
     path.write_text("one\ntwo [bold]\n")

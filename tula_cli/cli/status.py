@@ -85,7 +85,7 @@ def logs(
             screen.note(f"==> {words.near(file)}")
         screen.line(line.text, line)
     if file is None:
-        screen.note("no job has written anything yet")
+        screen.note(f"job {job} has written nothing yet" if job else "no job has written anything yet")
 
 
 def cancel(

@@ -87,7 +87,9 @@ class Grid:
                 )
         if not self.batches:
             raise SpecError("batch: none given")
-        require_positive(batch=min(self.batches), seeds=self.seeds, nodes=self.nodes)
+        for batch in self.batches:
+            require_positive(batch=batch)
+        require_positive(seeds=self.seeds, nodes=self.nodes)
 
     def rows(self, reference: int) -> list[tuple[str, int]]:
         """Return (method, batch) of every row, the reference first; controls only where a batch is large."""

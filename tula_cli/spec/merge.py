@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from tula_cli.assets import config_files
-from tula_cli.errors import SpecError
+from tula_cli.errors import SpecError, require_list
 from tula_cli.spec.yaml_text import parse_yaml, read_yaml
 
 SITE_FILE = "site.yaml"
@@ -43,8 +43,7 @@ def override(into: dict[str, Any], overrides: Iterable[str], origins: dict[str, 
     Raises:
         SpecError: one is not of that form, or its value is no YAML.
     """
-    if isinstance(overrides, str):  # Python code that forgets the brackets; each letter would be taken for one
-        raise SpecError(f"overrides {overrides!r}: give a list", f"for example [{overrides!r}]")
+    require_list(overrides=overrides)  # Python code that forgets the brackets
     for text in overrides:
         key, equals, value = text.partition("=")
         if not equals or not key.strip():

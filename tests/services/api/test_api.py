@@ -274,6 +274,13 @@ def test_values_that_the_command_line_would_refuse_are_one_error(cluster: AtOnce
         ("^methods: 'agz' is no method", lambda: tula.compare(run, batches=[64], methods=["agz"])),
         ("nodes 0: must be 1 or more", lambda: tula.check_nodes(run, nodes=0)),
         ("nodes -2: must be 1 or more", lambda: tula.check_nodes(run, nodes=-2)),
+        ("batch 'x': must be a whole number", lambda: tula.train(run, nodes=1, batch="x")),  # type: ignore[arg-type]
+        ("nodes 1.5: must be a whole number", lambda: tula.train(run, nodes=1.5, batch=64)),  # type: ignore[arg-type]
+        ("timeout '5': must be a number", lambda: tula.profile(run, timeout="5")),  # type: ignore[arg-type]
+        ("budget 'all': must be a number", lambda: tula.recommend(run, budget="all")),  # type: ignore[arg-type]
+        ("confirm True: must be a function", lambda: tula.profile(run, confirm=True)),  # type: ignore[arg-type]
+        ("methods 'ags': give a list", lambda: tula.compare(run, methods="ags")),
+        ("batches 64: give a list", lambda: tula.compare(run, batches=64)),  # type: ignore[arg-type]
     ]
     submitted = list(cluster.submitted)
     for words, call in calls:

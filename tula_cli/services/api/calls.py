@@ -9,7 +9,7 @@ from typing import Any, TypedDict
 
 from tula_cli.cluster import inspection, launcher
 from tula_cli.cluster.kept_inspection import KeptInspection
-from tula_cli.errors import BadMeasurements, OverBudget, SpecError
+from tula_cli.errors import BadMeasurements, OverBudget, SpecError, require_callable, require_number
 from tula_cli.run.code import run_of
 from tula_cli.run.directory import RunDir
 from tula_cli.run.jobfile import origin, overridden
@@ -114,8 +114,10 @@ class Submission:
         """Return the call that the arguments of a function make.
 
         Raises:
-            SpecError: the job or an override cannot be used, or a folder is no run.
+            SpecError: the job, an override or an argument cannot be used, or a folder is no run.
         """
+        require_number(timeout=timeout)
+        require_callable(confirm=confirm, on_event=on_event)
         call, tell = Call.of(target, root=root, overrides=overrides), on_event or warn
         inspect = inspector(call.run.path.parent, fresh=fresh, tell=tell)
         asks = _asks(call.spec, confirm)

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tula_cli.cluster import launcher
+from tula_cli.errors import require_list
 from tula_cli.models.choice.objective import Curve, Objective
 from tula_cli.run.code import run_of
 from tula_cli.run.records.recommendations import Recommendation
@@ -373,6 +374,7 @@ def compare(
         JobFailed: the first trainings have all failed.
         KeyboardInterrupt: Ctrl-C; what is trained stays, and what runs goes on.
     """
+    require_list(methods=methods, batches=batches)
     own = Submission.of(run, **settings)
     call = own.call
     request = session.GridRequest(tuple(methods or ()) or None, tuple(batches or ()) or None, seeds, nodes, controls)

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import get_args
 
-from tula_cli.errors import SpecError, require_positive
+from tula_cli.errors import SpecError, require_number, require_positive
 from tula_cli.models.choice.grid import Config
 from tula_cli.models.choice.objective import Curve, Objective
 from tula_cli.plugins import nearest
@@ -29,6 +29,7 @@ class Limits:
 
     def __post_init__(self) -> None:
         require_positive(nodes=self.nodes, max_nodes=self.max_nodes, max_batch=self.max_batch)
+        require_number(deadline_hours=self.deadline_hours, budget=self.budget)
 
     def hours(self, row: Prediction) -> float:
         return row.same_progress.hours if self.same_progress and row.same_progress else row.hours

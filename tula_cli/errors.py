@@ -157,7 +157,7 @@ class OverBudget(TulaError):
 
 
 class Diverged(TulaError):
-    """A training whose loss or weights are not finite."""
+    """A training whose loss or weights are not finite, or every probe of one."""
 
     exit_code = 9
     code = "diverged"

@@ -25,6 +25,7 @@ from tula_cli.host import devices
 from tula_cli.host.processes import started
 from tula_cli.models.out_of_memory import splits_of
 from tula_cli.run.directory import RunDir
+from tula_cli.run.records.base import OutcomeClass
 from tula_cli.run.records.jobs import Failure, LeaderCommand
 from tula_cli.run.records.micro_batches import MicroBatches
 from tula_cli.run.records.probes import OutOfMemory
@@ -186,10 +187,11 @@ def test_a_probe_job_gives_up_after_some_restarts(run: RunDir, ranks: Ranks, pro
     assert run.result(probe_id(1, 64)) is None
 
 
-def test_the_users_own_error_is_not_tried_again_but_the_other_batches_are(
-    run: RunDir, ranks: Ranks, probe: ProbeTask
+@pytest.mark.parametrize(("words", "outcome"), [("ValueError: mine", "user"), ("Diverged: not finite", "diverged")])
+def test_what_one_batch_fails_by_itself_is_not_tried_again_but_the_other_batches_are(
+    run: RunDir, ranks: Ranks, probe: ProbeTask, words: str, outcome: OutcomeClass
 ) -> None:
-    ranks.will(ranks.fail(probe.id, "ValueError: mine", "user"), ranks.measure(1, 64, 128))
+    ranks.will(ranks.fail(probe.id, words, outcome), ranks.measure(1, 64, 128))
     cluster_supervise.supervise(run.path, probe.id)
     assert [result.kind for result in run.results()] == ["failed", "measured", "measured"]
     assert len(ranks.starts) == 2

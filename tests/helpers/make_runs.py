@@ -9,6 +9,7 @@ from make_results import Truth, measured
 
 from tula_cli.cluster.slurm.queue import SchedulerState
 from tula_cli.run.directory import RunDir
+from tula_cli.run.records.base import OutcomeClass
 from tula_cli.run.records.cluster_reports import ClusterReport, NodeReport, Transfer
 from tula_cli.run.records.jobs import Attempt, Job
 from tula_cli.run.records.probes import Failed, OutOfMemory
@@ -104,10 +105,12 @@ def add_out_of_memory(run: RunDir, nodes: int, local: int, *, assumed: bool = Fa
     )
 
 
-def add_failed(run: RunDir, nodes: int, local: int, message: str = "ValueError: bad") -> None:
+def add_failed(
+    run: RunDir, nodes: int, local: int, message: str = "ValueError: bad", outcome: OutcomeClass = "user"
+) -> None:
     run.write_result(
         Failed(
-            id=probe_id(nodes, local), nodes=nodes, gpus_per_node=1, local_batch=local, outcome="user", message=message
+            id=probe_id(nodes, local), nodes=nodes, gpus_per_node=1, local_batch=local, outcome=outcome, message=message
         )
     )
 

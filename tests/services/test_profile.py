@@ -8,7 +8,7 @@ import pytest
 from make_results import inspected
 from make_runs import FakeLauncher
 
-from tula_cli.errors import BadMeasurements, Infeasible, JobFailed, OutOfMemoryAtMinimum
+from tula_cli.errors import BadMeasurements, Diverged, Infeasible, JobFailed, OutOfMemoryAtMinimum
 from tula_cli.run.directory import RunDir
 from tula_cli.run.imports import Source
 from tula_cli.run.records.components import Components, Footprint
@@ -127,6 +127,7 @@ def test_the_report_says_what_is_there(run: RunDir) -> None:
     ("result", "error"),
     [
         ("failed", JobFailed),
+        ("diverged", Diverged),
         ("oom", OutOfMemoryAtMinimum),
         ("nothing", BadMeasurements),
     ],
@@ -135,6 +136,8 @@ def test_nothing_measured_is_an_error_of_its_class(run: RunDir, result: str, err
     plan = profile.plan(run.spec(), inspection(), run)
     if result == "failed":
         make_runs.add_failed(run, 1, 32, "ValueError: mine")
+    if result == "diverged":
+        make_runs.add_failed(run, 1, 32, "Diverged: not finite", outcome="diverged")
     if result == "oom":
         make_runs.add_out_of_memory(run, 1, 32)
     with pytest.raises(error):

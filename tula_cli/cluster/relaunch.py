@@ -108,7 +108,8 @@ def _after_probe(run: RunDir, task: ProbeTask, reason: ExitReason, lost: int) ->
     elif reason.outcome != "cancelled" or not run.cancelled(task.job):
         outcome = reason.outcome or "unknown"
         run.write_result(Failed(**probe_identity(task, current), outcome=outcome, message=reason.words))
-        return _without(run, task, current) if outcome == "user" and not no_gpu(reason.message) else None
+        others = outcome == "diverged" or (outcome == "user" and not no_gpu(reason.message))  # may go well
+        return _without(run, task, current) if others else None
     return None
 
 

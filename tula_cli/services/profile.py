@@ -6,7 +6,7 @@ from pathlib import Path
 
 from tula_cli.cluster.launcher import Launcher, submitting, under_way
 from tula_cli.cluster.slurm import first_job
-from tula_cli.errors import BadMeasurements, JobFailed, OutOfMemoryAtMinimum, SchedulerError
+from tula_cli.errors import BadMeasurements, Diverged, JobFailed, OutOfMemoryAtMinimum, SchedulerError
 from tula_cli.host.outcome import advice
 from tula_cli.models.cost import price_at_most, price_words
 from tula_cli.run.code import choose, snapshot
@@ -229,7 +229,7 @@ def report(run: RunDir, plan: ProfilePlan) -> ProfileReport:
 
     Raises:
         OutOfMemoryAtMinimum: not one local batch fits.
-        JobFailed: probes failed, and none was measured now.
+        JobFailed, Diverged: probes failed, and none was measured now.
         BadMeasurements: none was measured for another reason.
     """
     results = run.results()
@@ -249,7 +249,8 @@ def report(run: RunDir, plan: ProfilePlan) -> ProfileReport:
 def _nothing_measured(found: ProfileReport, *, script: bool) -> Exception:
     if found.failed:
         first = found.failed[0]
-        return JobFailed(f"{first.id} failed: {first.message}", advice(first.outcome, script=script))
+        kind = Diverged if all(result.outcome == "diverged" for result in found.failed) else JobFailed
+        return kind(f"{first.id} failed: {first.message}", advice(first.outcome, script=script))
     if found.out_of_memory:
         first_oom = found.out_of_memory[0]
         return OutOfMemoryAtMinimum(

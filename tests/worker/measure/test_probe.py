@@ -8,7 +8,7 @@ import pytest
 import torch
 from worker_jobs import probe_task, spec
 
-from tula_cli.errors import SpecError
+from tula_cli.errors import Diverged, SpecError
 from tula_cli.run.directory import RunDir
 from tula_cli.run.records.probes import Failed, Measured
 from tula_cli.worker.build.datasets import build_datasets
@@ -111,9 +111,12 @@ def test_steps_are_timed_with_factors_also_where_the_first_ones_overflow(
     assert trainer.scaler.get_scale() < 2.0**29 and trainer.ags is not None and trainer.ags.factors.ready
 
 
-def test_a_training_that_diverges_can_be_probed(alone: Ranks, run: RunDir) -> None:
-    (found,) = probe(run, alone, 32, optimizer={"lr": 1e30})
-    assert found.gradients.norm_sqr == 0
+def test_a_training_that_diverges_in_its_first_steps_is_not_measured(alone: Ranks, run: RunDir) -> None:
+    with pytest.raises(
+        Diverged, match=r"the weights are not finite at epoch \d\.\d\d, step 7, 112 samples: a gradient was not"
+    ):
+        probe(run, alone, 16, optimizer={"lr": 1e30})
+    assert run.result("probe-n001-l000016") is None
 
 
 def test_accumulation_is_measured_by_micro_batches(alone: Ranks, run: RunDir) -> None:

@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+from tula_cli.errors import Diverged
+from tula_cli.host import outcome
 from tula_cli.models.efficiency import Pair, summarise
 from tula_cli.models.halving import dearest
 from tula_cli.models.memory.host_memory import AHEAD
@@ -30,6 +32,7 @@ from tula_cli.worker.measure.window import steps_to_time, steps_to_warm_up
 from tula_cli.worker.ranks import Ranks
 from tula_cli.worker.train import checkpoint, evaluation
 from tula_cli.worker.train import loop as worker_train_loop
+from tula_cli.worker.train.divergence import DivergenceDetector
 from tula_cli.worker.train.loop import Step, Trainer
 
 EVAL_BATCHES = 8
@@ -112,12 +115,18 @@ def _trainer(task: ProbeTask, ranks: Ranks, datasets: Datasets, *, local_batch: 
 def measure(
     task: ProbeTask, ranks: Ranks, datasets: Datasets, *, local_batch: int, overheads: JobOverheads
 ) -> Measured | OutOfMemory:
-    """Run one probe."""
+    """Run one probe.
+
+    Raises:
+        Diverged: loss or weights are not finite after its warm-up: at that batch there is no training to choose.
+    """
     meter = device.MemoryMeter(ranks.device)
     meter.reset()
     trainer = _trainer(task, ranks, datasets, local_batch=local_batch)
     stream = endless(trainer)
     warmup_times = _warm_up(trainer, stream)
+    if why := DivergenceDetector(trainer).look(weights=True):
+        raise Diverged(why, outcome.advice("diverged"))
     if overheads.longest is not None:
         _largest_step(trainer, overheads.longest)
     meter.settled()

@@ -1,5 +1,7 @@
 """`tula check`, `tula estimate` and `tula init`; the inspection, the scheduler and the nodes are stand-ins."""
 
+import re
+import statistics
 import sys
 import time
 
@@ -26,6 +28,7 @@ from tula_cli.services.estimate import estimate
 from tula_cli.services.new_job.from_command import from_command
 from tula_cli.services.nodes import cluster_nodes, conclude_cluster, start_on_cluster, watch_cluster
 from tula_cli.services.profile import plan
+from tula_cli.services.profiling.expectation import SUPPOSED_START, expectation
 from tula_cli.show import check as show_check
 from tula_cli.show import estimate as show_estimate
 from tula_cli.spec.job import JobSpec
@@ -104,6 +107,36 @@ def test_one_job_for_all_numbers_of_nodes_holds_the_most_of_them_all_the_time(fo
     assert report.node_hours_at_most == pytest.approx(plan(packed, inspection(), None).node_hours_at_most)
     assert "1.20 node-hours" in report.problems[0]  # of at most 1; a job each would take 0.7
     assert check(spec(**of)).node_hours_at_most == pytest.approx(7 * 6 / 60)  # on this machine no node is idle
+
+
+def test_what_is_expected_follows_from_the_nearest_probes_and_stays_below_the_most(tmp_path):
+    job = spec(search={"nodes": [1, 2], "max_minutes": 20})
+    jobs = [(1, (32, 64, 1024)), (2, (16,))]
+    supposed = expectation(job, jobs, None)
+    assert supposed.basis == "where a step takes 0.1 s"
+    assert supposed.hours == pytest.approx((2 * SUPPOSED_START + 4 * job.search.probe_seconds(0.1)) / 3600)
+    run = RunDir.create(tmp_path, job)
+    for local in (32, 512):
+        make.add_measured(run, 1, local)
+    start, few, many = (
+        run.result("probe-n001-l000032").overheads.startup,
+        *(
+            job.search.probe_seconds(statistics.median(run.result(f"probe-n001-l{local:06d}").step_times))
+            for local in (32, 512)
+        ),
+    )
+    known = expectation(job, jobs, run)
+    assert known.basis == "as the 2 probes there are took" and many > few
+    assert known.hours == pytest.approx((2 * start + 3 * few + many) / 3600)
+    assert known.node_hours == pytest.approx((3 * start + 4 * few + many) / 3600)
+    brief = spec(search={"nodes": [1, 2], "max_minutes": 0.01})
+    assert expectation(brief, jobs, run).hours == pytest.approx(2 * 0.01 / 60)
+
+
+def test_a_check_tells_what_is_expected_beside_what_is_at_most(found):
+    report = check(spec())
+    shown = "\n".join(str(line) for line in show_check.check(report, {}))
+    assert re.search(r"expected .* one job after the other, .* node-h where a step takes 0.1 s\nat most", shown)
 
 
 def test_slurm_has_no_machine_hours(found):

@@ -18,6 +18,7 @@ from tula_cli.run.records.inspections import Inspection
 from tula_cli.services.new_job.from_command import TEMPLATES
 from tula_cli.services.profile import nodes_taken
 from tula_cli.services.profiling.computing import settings
+from tula_cli.services.profiling.expectation import Expectation, expectation
 from tula_cli.services.profiling.loader_memory import NodeMemory, check_memory
 from tula_cli.services.profiling.unsettled import UnsettledPlan, unsettled
 from tula_cli.services.recommendation.saves import cost_of_interruption
@@ -55,6 +56,7 @@ class CheckReport:
     unsettled: UnsettledPlan | None = None  # where only a node can build the model and the dataset
     settings: tuple[str, ...] = ()  # how it computes, in words
     interruption: str = ""  # what one costs a script, in words
+    expected: Expectation | None = None  # of the jobs; None where there are none, or their batches are not known
 
     @property
     def node_hours_to_allow(self) -> float:
@@ -185,6 +187,7 @@ def check(
         unsettled=later,
         settings=settings(spec, inspection),
         interruption=cost_of_interruption(run, spec),
+        expected=expectation(spec, [(job.nodes, job.local_batches) for job in jobs], run) if jobs else None,
     )
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from tula_cli.show.profile import unsettled_plan
 from tula_cli.show.screen import Origin
 from tula_cli.show.tables import at_most, by_type, listed, table
-from tula_cli.words import amount, moment, near, number, plural, size
+from tula_cli.words import amount, duration, moment, near, number, plural, size
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from tula_cli.services.check import CheckReport
     from tula_cli.services.new_job.from_command import FromCommand
     from tula_cli.services.nodes import ClusterCheck
+    from tula_cli.services.profiling.expectation import Expectation
     from tula_cli.services.rehearsal.rehearse import ResumeFinding
 
 _CHANGES = 6  # of an edited job, that are spelled out
@@ -60,8 +61,16 @@ def check(report: "CheckReport", origins: Mapping[str, Origin]) -> Iterator["Ren
     if report.unsettled is not None:
         yield from unsettled_plan(report.unsettled)
     elif report.jobs:
+        if report.expected is not None:
+            yield expected(report.expected, local=report.machine_hours_at_most is not None)
         yield at_most(report.machine_hours_at_most, report.node_hours_at_most, report.price_at_most, report.currency)
         yield f"price: {report.price}"
+
+
+def expected(found: "Expectation", *, local: bool) -> str:
+    """Return in words what the probes are expected to take."""
+    time_ = f"{duration(3600 * found.hours)} one job after the other, " if local else ""
+    return f"expected {time_}{number(found.node_hours)} node-h {found.basis}"
 
 
 def _jobs(report: "CheckReport") -> Iterator["RenderableType"]:

@@ -1,0 +1,53 @@
+"""What profiling a job is expected to take, beside what it may take at most."""
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from tula_cli.run.directory import RunDir
+from tula_cli.run.records.probes import Measured
+from tula_cli.spec.job import JobSpec
+
+SUPPOSED_STEP = 0.1
+"""Seconds of a step where no probe has told any."""
+SUPPOSED_START = 20.0
+"""Seconds from the start of a job to its first step, the same."""
+
+
+@dataclass(frozen=True)
+class Expectation:
+    """What all probes of a search take together."""
+
+    hours: float  # one job after the other
+    node_hours: float
+    probes: int  # whose step times it follows from; 0: from `SUPPOSED_STEP`
+
+    @property
+    def basis(self) -> str:
+        """What it rests on, in words."""
+        if not self.probes:
+            return f"where a step takes {SUPPOSED_STEP:g} s"
+        return "as the probe there is took" if self.probes == 1 else f"as the {self.probes} probes there are took"
+
+
+def expectation(spec: JobSpec, jobs: Sequence[tuple[int, Sequence[int]]], run: RunDir | None) -> Expectation:
+    """Return what a search is expected to take.
+
+    Args:
+        spec: the job.
+        jobs: nodes and local batches of each of its jobs.
+        run: of the job, whose probes tell how long a step takes; a batch that was not probed takes that of the nearest one.
+    """
+    known = [] if run is None or not run.exists else [r for r in run.results() if isinstance(r, Measured)]
+    start = statistics.median(probe.overheads.startup for probe in known) if known else SUPPOSED_START
+    most = 60 * spec.search.max_minutes
+    seconds = [min(most, start + sum(_probe_seconds(spec, known, local) for local in batches)) for _, batches in jobs]
+    node_seconds = sum(nodes * taken for (nodes, _), taken in zip(jobs, seconds, strict=True))
+    return Expectation(sum(seconds) / 3600, node_seconds / 3600, len(known))
+
+
+def _probe_seconds(spec: JobSpec, known: Sequence[Measured], local_batch: int) -> float:
+    if not known:
+        return spec.search.probe_seconds(SUPPOSED_STEP)
+    nearest = min(known, key=lambda probe: max(probe.local_batch, local_batch) / min(probe.local_batch, local_batch))
+    return spec.search.probe_seconds(statistics.median(nearest.step_times))

@@ -22,6 +22,8 @@ from tula_cli.run.records.tasks import ProbeTask
 from tula_cli.spec.job import JobSpec
 from tula_cli.worker import device
 from tula_cli.worker.build.datasets import build_datasets
+from tula_cli.worker.build.finetune import initial_weights
+from tula_cli.worker.build.zoo import build_model
 from tula_cli.worker.device import lift_memory_limit, limit_memory
 from tula_cli.worker.entry import run_training
 from tula_cli.worker.measure.gradients import GradientNormRecorder
@@ -58,6 +60,7 @@ def main() -> None:
                 left,
                 buckets,
                 curved,
+                begun,
             )
         }
     # Last: they leave holes in the heap, which the probes' peaks would not show.
@@ -83,6 +86,16 @@ def left(folder: Path, ranks: Ranks) -> dict[str, Any]:
     except Preempted as reason:
         return {"asked": asked, "reason": reason.reason}
     return {}
+
+
+def begun(folder: Path, ranks: Ranks) -> bool:
+    """Start from a file that rank 0 alone can read; return whether this rank has its weights."""
+    given = {name: torch.full_like(value, 0.5) for name, value in build_model(spec(), 3).state_dict().items()}
+    own, path = build_model(spec(), 3), folder / f"first-{ranks.rank}.pt"
+    if ranks.first:
+        torch.save(given, path)
+    initial_weights.load(spec(model={"weights": str(path)}).model, own, first=ranks.first)
+    return all(torch.equal(value, given[name]) for name, value in own.state_dict().items())
 
 
 def buckets(folder: Path, ranks: Ranks) -> dict[str, Any]:

@@ -34,6 +34,10 @@ def test_an_interrupted_run_ends_at_the_same_weights_on_each_rank(two_ranks: Pat
     assert facts(two_ranks, "resumed") == [[True] * 3] * 2
 
 
+def test_every_rank_starts_from_the_file_that_rank_0_reads(two_ranks: Path) -> None:
+    assert facts(two_ranks, "begun") == [True] * 2
+
+
 def test_evaluation_is_over_both_shares(two_ranks: Path, alone: Ranks) -> None:
     expected = evaluation.Evaluator(trainer(spec(dataset={"args": {"eval_size": 37}}), alone)).run()
     for found in facts(two_ranks, "evaluated"):

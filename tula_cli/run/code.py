@@ -22,12 +22,13 @@ from tula_cli.run.source import git
 from tula_cli.run.source.command_file import NoCommandFile, label, modules_of, words_of
 from tula_cli.run.source.script_files import of_script, remarks
 from tula_cli.run.source.selection import Selection, behind_imports, beyond, entries
+from tula_cli.run.source.weights_file import with_weights
 from tula_cli.spec.job import JobSpec
 from tula_cli.spec.signature import signature
 
 
 def fingerprint(spec: JobSpec, workdir: Path) -> str:
-    """Return the digest of the user's own code as it is now; empty where the spec names none.
+    """Return the digest of the user's own code, and first weights, as they are now; empty where the spec names none.
 
     Raises:
         SpecError: a file cannot be read.
@@ -35,7 +36,7 @@ def fingerprint(spec: JobSpec, workdir: Path) -> str:
     if spec.script is not None:
         found = of_script(spec.script, workdir)
         return digest(found.modules, found.base, start=found.start)
-    return digest(files(spec, workdir), workdir)
+    return with_weights(digest(files(spec, workdir), workdir), spec)
 
 
 def run_of(root: Path, spec: JobSpec) -> RunDir:

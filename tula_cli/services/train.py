@@ -34,6 +34,7 @@ from tula_cli.run.records.probes import Measured
 from tula_cli.run.records.recommendations import Prediction, Recommendation
 from tula_cli.run.records.results import JobFile, Summary
 from tula_cli.run.records.tasks import Rung, TrainTask
+from tula_cli.run.source.weights_file import with_weights
 from tula_cli.services.events import Note, TrainPlanned, WarningEvent, Work
 from tula_cli.services.progress.ending import CANCELLED, failure_of
 from tula_cli.services.recommendation.saves import cost_of_interruption, saves_of
@@ -175,9 +176,9 @@ def _again(newest: TrainTask, wanted: TrainTask) -> TrainTask:
 def _code(run: RunDir, spec: JobSpec, nodes: int, batch: int) -> Source:
     """Return the code to train: what is there now, also where the run was measured with other code."""
     code = choose(run, spec, Path.cwd(), keep=False)
-    signature = train_signature(spec, nodes=nodes, batch=batch, code=code.digest)
+    signature = train_signature(spec, nodes=nodes, batch=batch, code=with_weights(code.digest, spec))
     for digest in run.code_digests() - {code.digest}:
-        earlier = train_signature(spec, nodes=nodes, batch=batch, code=digest)
+        earlier = train_signature(spec, nodes=nodes, batch=batch, code=with_weights(digest, spec))
         samples = run.training(earlier).newest_samples()
         if samples and not run.training(signature).newest_samples() and run.training(earlier).summary() is None:
             told = (
@@ -212,7 +213,7 @@ def _check_size(batch: int, dataset_size: int) -> None:
 
 
 def _task(run: RunDir, spec: JobSpec, nodes: int, batch: int, code: Source, *, market: Market) -> TrainTask:
-    signature = train_signature(spec, nodes=nodes, batch=batch, code=code.digest)
+    signature = train_signature(spec, nodes=nodes, batch=batch, code=with_weights(code.digest, spec))
     job = f"train-{signature}"
     return TrainTask(
         id=f"{job}-1",

@@ -92,6 +92,7 @@ def inspection(found: "Inspection") -> Iterator["RenderableType"]:
         yield f"data: at most {found.dataset_size} samples in a batch"
     else:
         yield f"model: {found.parameters} parameters"
+        yield from found.notes
         yield f"data: {found.dataset_size} samples to train on, {found.eval_size} to evaluate{shape}{classes}"
     yield f"hardware: {found.hardware or plural(found.gpus, 'GPU')} ({found.device}), {capacity}"
 

@@ -13,6 +13,17 @@ class Model(Section):
 
     name: str  # of torchvision, of tula, or package.module:callable
     args: dict[str, Any] = {}  # to the constructor; num_classes comes from the dataset
+    # file of the weights to start from: a state_dict or checkpoint by torch.save (a tula one too), or .safetensors
+    weights: str | None = None
+    strict: bool = True  # false: of that file what fits by name and shape is taken, and the rest is told
+    # patterns of parameters that are not trained, or modules; norms, biases, embeddings are those of the whole model
+    frozen: list[str] = []  # for example [features.*], or ["*", "!head"]: all but the head
+
+    @model_validator(mode="after")
+    def _strict_is_about_weights(self) -> "Model":
+        if not self.strict and self.weights is None:
+            raise ValueError("strict means nothing without weights, the file that it is about")
+        return self
 
 
 class Dataset(Section):

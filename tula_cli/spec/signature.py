@@ -37,7 +37,7 @@ def signature(spec: JobSpec, code: str = "") -> str:
 def _own_loop(spec: JobSpec) -> dict[str, Any]:
     train = spec.train
     return {
-        "model": spec.model.model_dump(),
+        "model": _model(spec),
         "dataset": _dataset(spec),
         "transforms": spec.transforms.model_dump(),
         "loss": spec.loss.model_dump(),
@@ -72,8 +72,9 @@ def train_signature(spec: JobSpec, *, nodes: int, batch: int, code: str = "") ->
     if spec.script is not None:
         return _script_training(spec, spec.script, {"nodes": nodes, "batch": batch, "code": code})
     parts = spec.model_dump(
-        include={"model", "transforms", "loss", "optimizer", "schedule"},
+        include={"transforms", "loss", "optimizer", "schedule"},
     )
+    parts["model"] = _model(spec)
     parts["dataset"] = _dataset(spec)
     acts = spec.ags if spec.train.facts.reads_ags else Ags()  # to others the section means nothing
     parts["ags"] = _ags(acts, set(Ags.model_fields) - {"preset"})
@@ -129,6 +130,12 @@ def _dataset(spec: JobSpec) -> dict[str, Any]:
     """Return what is trained on; the parts that came later count where they are given, so that older runs keep their names."""
     later = {key for key in LATER if getattr(spec.dataset, key) == type(spec.dataset).model_fields[key].default}
     return spec.dataset.model_dump(exclude={"download", *later})
+
+
+def _model(spec: JobSpec) -> dict[str, Any]:
+    """Return what is trained; what came later counts where it is given. The file of weights counts by its digest."""
+    found = spec.model.model_dump(exclude={"weights", "strict", "frozen"})
+    return found | spec.model.model_dump(include={"strict", "frozen"}, exclude_defaults=True)
 
 
 def _computing(train: Train, names: Set[str] = COMPUTING) -> dict[str, Any]:

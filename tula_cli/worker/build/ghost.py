@@ -7,6 +7,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from tula_cli.errors import SpecError
+from tula_cli.worker.build.finetune.frozen import FrozenStatistics
 
 
 class GhostBatchNorm(_BatchNorm):
@@ -47,7 +48,7 @@ class GhostBatchNorm(_BatchNorm):
 
 
 def apply_ghost_batch_norm(model: nn.Module, ghost_batch: int) -> None:
-    """Replace every BatchNorm of a model, in place.
+    """Replace every BatchNorm of a model, in place, but for frozen ones.
 
     Raises:
         SpecError: there is none, the model itself is one, or it takes its statistics over all ranks.
@@ -56,7 +57,7 @@ def apply_ghost_batch_norm(model: nn.Module, ghost_batch: int) -> None:
     ghosts: dict[nn.Module, nn.Module] = {}  # a module may stand in several places
     for parent in list(model.modules()):
         for name, child in list(parent._modules.items()):
-            if isinstance(child, _BatchNorm):
+            if isinstance(child, _BatchNorm) and not isinstance(child, FrozenStatistics):
                 ghosts.setdefault(child, GhostBatchNorm(child, ghost_batch=ghost_batch))
                 setattr(parent, name, ghosts[child])
 
@@ -69,8 +70,11 @@ def refuse_without_batch_norm(model: nn.Module, ghost_batch: int) -> None:
             f"train.ghost_batch {ghost_batch}: SyncBatchNorm takes its statistics over all GPUs, ghost batches over a part"
             " of one"
         )
-    if not found:
-        raise SpecError(f"train.ghost_batch {ghost_batch}: the model has no BatchNorm", "leave train.ghost_batch out")
+    if all(isinstance(module, FrozenStatistics) for module in found):
+        raise SpecError(
+            f"train.ghost_batch {ghost_batch}: the model has no BatchNorm that is trained",
+            "leave train.ghost_batch out",
+        )
 
 
 def check_ghost_batch(ghost_batch: int, *, micro_batch: int) -> None:

@@ -6,6 +6,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from tula_cli.models.out_of_memory import batch_norm_limit
+from tula_cli.worker.build.finetune.frozen import FrozenStatistics
 from tula_cli.worker.build.ghost import GhostBatchNorm
 
 
@@ -14,7 +15,7 @@ def normalised(model: nn.Module, *, world: int) -> int:
 
     Ghost batches stay what they are in smaller micro-batches.
     """
-    found = [module for module in model.modules() if isinstance(module, _BatchNorm)]
+    found = _norms(model)
     if all(isinstance(module, GhostBatchNorm) for module in found):
         return 0
     return world if all(isinstance(module, nn.SyncBatchNorm) for module in found) else 1
@@ -22,9 +23,15 @@ def normalised(model: nn.Module, *, world: int) -> int:
 
 def limits(model: nn.Module, *, world: int) -> list[tuple[Callable[[int], bool], str]]:
     """Return what a micro-batch has to fulfil for each kind of BatchNorm in the model, and why."""
-    norms = [module for module in model.modules() if isinstance(module, _BatchNorm)]
+    norms = _norms(model)
     ghosts = {norm.ghost_batch for norm in norms if isinstance(norm, GhostBatchNorm)}
     ranks = {
         world if isinstance(norm, nn.SyncBatchNorm) else 1 for norm in norms if not isinstance(norm, GhostBatchNorm)
     }
     return [batch_norm_limit(ghost=ghost) for ghost in ghosts] + [batch_norm_limit(ranks=over) for over in ranks]
+
+
+def _norms(model: nn.Module) -> list[nn.Module]:
+    """Return the BatchNorm layers that take statistics of a batch, as frozen ones do not."""
+    found = (module for module in model.modules() if isinstance(module, _BatchNorm))
+    return [module for module in found if not isinstance(module, FrozenStatistics)]

@@ -15,6 +15,7 @@ from tula_cli.spec.job import JobSpec
 from tula_cli.worker.build import small_images
 from tula_cli.worker.build.batches.calling import LossFunction, ModelCall
 from tula_cli.worker.build.construct import accepts, construct, refused
+from tula_cli.worker.build.finetune.frozen import freeze
 
 
 class SmallCNN(nn.Module):
@@ -53,7 +54,7 @@ OWN_MODELS: dict[str, Callable[..., nn.Module]] = {"small_cnn": SmallCNN, **smal
 
 
 def build_model(spec: JobSpec, classes: int | None) -> nn.Module:
-    """Return the model on the CPU, initialised from torch's current random state.
+    """Return the model on the CPU, initialised from torch's current random state, with its frozen layers.
 
     Args:
         spec: names the model; its `args` go to the constructor.
@@ -61,7 +62,7 @@ def build_model(spec: JobSpec, classes: int | None) -> nn.Module:
             name such a parameter.
 
     Raises:
-        SpecError: unknown model, or arguments that it refuses.
+        SpecError: unknown model, arguments that it refuses, or layers to freeze that it does not have.
     """
     name, args = spec.model.name, dict(spec.model.args)
     target = model_builder(name)
@@ -76,6 +77,7 @@ def build_model(spec: JobSpec, classes: int | None) -> nn.Module:
         raise refused(error, args, path="model.args", name=name) from error
     if not isinstance(model, nn.Module):
         raise SpecError(f"model {name} is a {type(model).__name__}, not a torch.nn.Module")
+    freeze(model, spec.model.frozen)
     return model
 
 

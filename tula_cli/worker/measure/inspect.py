@@ -30,6 +30,7 @@ from tula_cli.worker.build.batches.calling import ModelCall, scores
 from tula_cli.worker.build.batches.collate import build_collate, collated
 from tula_cli.worker.build.batches.tree import described, tensors
 from tula_cli.worker.build.datasets import build_datasets, dataset_source, prepare
+from tula_cli.worker.build.finetune import frozen, initial_weights
 from tula_cli.worker.build.ghost import refuse_without_batch_norm
 from tula_cli.worker.build.samples import Datasets
 from tula_cli.worker.build.sampling import build_sampler
@@ -90,11 +91,23 @@ def inspect_job(spec: JobSpec) -> Inspection:
         hardware=gpu_name() if device == "cuda" else processor_name(),
         capacity=_capacity(spec, device),
         cpus=len(os.sched_getaffinity(0)),
+        notes=_beginning(spec, model),
         convolutional=has_convolutions(model),
         gpus=gpu_count() if device == "cuda" else 0,
         process=process_memory("VmRSS"),
         warnings=tuple(warnings),
     )
+
+
+def _beginning(spec: JobSpec, model: nn.Module) -> tuple[str, ...]:
+    """Return what the model starts from, and what of it is frozen.
+
+    Raises:
+        SpecError: the file of weights does not fit.
+    """
+    section = spec.model
+    weights = initial_weights.told(section, initial_weights.fitted(section, model)) if section.weights else ""
+    return tuple(note for note in (weights, frozen.told(model, section.frozen)) if note)
 
 
 def _unused(spec: JobSpec, call: ModelCall, batch: Any) -> list[str]:

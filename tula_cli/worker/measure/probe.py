@@ -21,6 +21,7 @@ from tula_cli.run.records.tasks import ProbeTask, probe_identity
 from tula_cli.worker import device, environment
 from tula_cli.worker.build.batches.collate import collated
 from tula_cli.worker.build.batches.tree import tensors
+from tula_cli.worker.build.finetune import initial_weights
 from tula_cli.worker.build.samples import Datasets
 from tula_cli.worker.build.sampling import Position
 from tula_cli.worker.energy import EnergyMeter
@@ -106,6 +107,7 @@ def _trainer(task: ProbeTask, ranks: Ranks, datasets: Datasets, *, local_batch: 
     trainer = worker_train_loop.build(
         task, ranks, datasets, batch=local_batch * ranks.world, workers=task.spec.train.workers, refresh=False
     )
+    initial_weights.load(task.spec.model, trainer.ddp.module, first=ranks.first)
     if trainer.ags:
         trainer.ags.start_epoch(NEVER)
     trainer.until = trainer.method.probe_epochs()

@@ -13,6 +13,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from tula_cli.worker.build.batches.calling import scores
 from tula_cli.worker.build.compiled import as_written
+from tula_cli.worker.build.finetune.frozen import FrozenStatistics
 from tula_cli.worker.build.sampling import eval_loader
 from tula_cli.worker.seeding import seed_torch, stable_seed
 from tula_cli.worker.train import loop as worker_train_loop
@@ -150,7 +151,11 @@ def renew_statistics(trainer: Trainer, *, batches: int, between: Callable[[], No
         The modules; none where the model has none, and then no batch is loaded.
     """
     modules = list(trainer.ddp.modules())
-    norms = [module for module in modules if isinstance(module, _BatchNorm) and module.track_running_stats]
+    norms = [
+        module
+        for module in modules
+        if isinstance(module, _BatchNorm) and module.track_running_stats and not isinstance(module, FrozenStatistics)
+    ]
     if not norms:
         return []
     found = set(norms)

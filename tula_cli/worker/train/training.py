@@ -15,6 +15,7 @@ from tula_cli.run.directory import RunDir
 from tula_cli.run.records.results import TrainResult
 from tula_cli.run.records.tasks import TrainTask
 from tula_cli.spec.sections import Hessian
+from tula_cli.worker.build.finetune import initial_weights
 from tula_cli.worker.build.samples import Datasets
 from tula_cli.worker.energy import TrainingEnergy
 from tula_cli.worker.preemption import Preempted, PreemptionHandler
@@ -72,6 +73,7 @@ class Training:
         self.trainer.until = until
         self._tell_splits()
         self.best: dict[str, float] = {}
+        self.unfit = ""  # what the file of first weights and the model do not share
         self.owed = False  # the epoch that has ended is not evaluated yet
         self._resume()
         samples = self.trainer.position.samples
@@ -97,12 +99,14 @@ class Training:
             self.run.training(self.task.signature).write_micro_batches(known)
 
     def _resume(self) -> None:
-        """Load the newest checkpoint; every rank loads the one that rank 0 found."""
+        """Load the newest checkpoint, or first weights; every rank loads the one that rank 0 found."""
         if self.first:
             self.run.training(self.task.signature).drop_drafts()
         found = checkpoint.load_for_all(self.run, self.task.signature, self.context.ranks)
         if found is not None:
             self.best, self.owed = checkpoint.restore(self.trainer, found), bool(found.get("owed"))
+            return
+        self.unfit = initial_weights.load(self.task.spec.model, self.trainer.ddp.module, first=self.first)
 
     def train(self) -> None:
         """Train to the end.
@@ -125,6 +129,8 @@ class Training:
 
     def _announce(self) -> None:
         self.log.start()
+        if self.unfit:
+            self.log.warn(f"of model.weights {self.task.spec.model.weights} not all is taken: {self.unfit}")
 
     def _steps(self, stream: Iterator[Step]) -> None:
         if self.owed:

@@ -29,6 +29,7 @@ from tula_cli.run.records.tasks import TrainTask
 from tula_cli.spec.ags import Arm
 from tula_cli.spec.job import JobSpec
 from tula_cli.worker.build.datasets import build_datasets
+from tula_cli.worker.build.finetune import initial_weights
 from tula_cli.worker.build.samples import Datasets, EvaluationDataset, SeededDataset
 from tula_cli.worker.build.sampling import Position, permutation
 from tula_cli.worker.preemption import PreemptionHandler
@@ -100,6 +101,7 @@ class BranchContext:
         """What a checkpoint of the control holds where the arms part, trained without the held-out part."""
         trainer = _build(self, Arm(name=halving.CONTROL))
         trainer.until = self.task.spec.auto.after
+        initial_weights.load(self.task.spec.model, trainer.ddp.module, first=self.ranks.first)
         with contextlib.closing(worker_train_loop.steps(trainer)) as stream:
             for _ in stream:
                 self.check()

@@ -1,0 +1,237 @@
+"""What a training starts from, and what of it is trained."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import nn
+from worker_jobs import final_weights, rows, spec, train_task
+
+from tula_cli.errors import SpecError
+from tula_cli.run.code import fingerprint
+from tula_cli.run.directory import RunDir
+from tula_cli.run.source.weights_file import with_weights
+from tula_cli.spec.job import JobSpec
+from tula_cli.spec.signature import signature, train_signature
+from tula_cli.worker.build.datasets import build_datasets
+from tula_cli.worker.build.finetune import initial_weights
+from tula_cli.worker.build.finetune.patterns import chosen
+from tula_cli.worker.build.ghost import GhostBatchNorm, apply_ghost_batch_norm
+from tula_cli.worker.build.zoo import build_model
+from tula_cli.worker.entry import run_training
+from tula_cli.worker.measure.inspect import inspect_job
+from tula_cli.worker.ranks import Ranks
+
+NORM = {"model": {"args": {"norm": True}}}
+
+
+def model(**section: Any) -> nn.Module:
+    return build_model(job(**section), classes=3)
+
+
+def job(**section: Any) -> JobSpec:
+    args = {**section.pop("args", {}), "norm": True}
+    return spec(model={**section, "args": args})
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> Path:
+    """Weights of the tiny network, other than those that it starts from."""
+    torch.manual_seed(99)
+    path = tmp_path / "first.pth"
+    torch.save(model().state_dict(), path)
+    return path
+
+
+def train(run: RunDir, ranks: Ranks, of: JobSpec) -> dict[str, torch.Tensor]:
+    task = train_task(of)
+    run_training(task, run, ranks, build_datasets(of))
+    return final_weights(run, task)
+
+
+# --- patterns
+
+
+@pytest.mark.parametrize(
+    ("patterns", "names"),
+    [
+        (["0"], ["0.weight", "0.bias"]),
+        (["*.bias"], ["0.bias", "1.bias", "5.bias"]),
+        (["norms"], ["1.weight", "1.bias"]),
+        (["biases", "!5"], ["0.bias", "1.bias"]),
+        (["*", "!5.*"], ["0.weight", "0.bias", "1.weight", "1.bias"]),
+        (["!5", "*"], ["0.weight", "0.bias", "1.weight", "1.bias", "5.weight", "5.bias"]),
+    ],
+)
+def test_patterns_name_parameters_and_the_last_one_counts(patterns, names):
+    assert list(chosen(model(), patterns, path="model.frozen")) == names
+
+
+def test_embeddings_and_norms_of_any_package_are_known_by_their_kind():
+    class RMSNormOfSomebody(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(4))
+
+    whole = nn.Sequential(nn.Embedding(5, 4), RMSNormOfSomebody(), nn.Linear(4, 4))
+    assert list(chosen(whole, ["embeddings", "norms"], path="p")) == ["0.weight", "1.weight"]
+
+
+def test_a_pattern_that_names_nothing_is_refused_with_the_nearest():
+    whole = nn.ModuleDict({"encoder": nn.Linear(2, 2), "head": nn.Linear(2, 2)})
+    with pytest.raises(SpecError, match=r"model.frozen: 'encodr.\*' fits no parameter") as caught:
+        chosen(whole, ["encodr.*"], path="model.frozen")
+    assert "did you mean encoder" in caught.value.hint
+    with pytest.raises(SpecError) as caught:
+        chosen(whole, ["zzz"], path="model.frozen")
+    assert caught.value.hint == "its modules are encoder, head"
+
+
+# --- frozen layers
+
+
+def test_frozen_layers_and_their_statistics_stay_as_they_are(alone: Ranks, run: RunDir) -> None:
+    of = job(frozen=["0", "1"])
+    torch.manual_seed(3)
+    weights = train(run, alone, of)
+    before = train(RunDir.create(run.path.parent / "other", of), alone, job(frozen=["0", "1"]))
+    assert all(torch.equal(value, before[name]) for name, value in weights.items())
+    assert weights["1.num_batches_tracked"] == 0 and torch.equal(weights["1.running_mean"], torch.zeros(8))
+    assert torch.equal(weights["1.weight"], torch.ones(8)) and weights["5.weight"].abs().sum() > 0
+
+
+def test_frozen_statistics_stay_in_evaluation_when_the_model_is_trained():
+    whole = model(frozen=["1"]).train()
+    x = torch.randn(4, 1, 4, 4)
+    assert not whole[1].training and whole.training
+    assert torch.allclose(whole[1](whole[0](x)), whole[0](x), atol=1e-4)  # statistics 0 and 1
+    assert model(frozen=["1.bias"])[1].training  # its scale is trained, so it takes statistics
+    assert model(frozen=["0", "5"])[1].training
+
+
+def test_ghost_batches_leave_frozen_norms_alone():
+    whole = nn.Sequential(model(frozen=["1"]), model())
+    apply_ghost_batch_norm(whole, 2)
+    assert not isinstance(whole[0][1], GhostBatchNorm) and isinstance(whole[1][1], GhostBatchNorm)
+    with pytest.raises(SpecError, match="no BatchNorm that is trained"):
+        apply_ghost_batch_norm(model(frozen=["1"]), 2)
+
+
+def test_nothing_left_to_train_is_refused():
+    with pytest.raises(SpecError, match=r"model.frozen: \* leaves nothing to train"):
+        model(frozen=["*"])
+
+
+@pytest.mark.parametrize("method", ["ags", "lars", "adascale", "ortho", "polo"])
+def test_methods_train_what_is_not_frozen(method: str, alone: Ranks, run: RunDir) -> None:
+    of = spec(model={"args": {"norm": True}, "frozen": ["0", "1"]}, train={"method": method}, ags={"delta": "inf"})
+    first = build_model(of, classes=3).state_dict()
+    weights = train(run, alone, of)
+    assert torch.equal(weights["1.weight"], first["1.weight"]) and weights["1.num_batches_tracked"] == 0
+    assert not torch.equal(weights["5.weight"], first["5.weight"])
+
+
+def test_memory_knows_what_is_frozen():
+    whole, head = (inspect_job(job(**section)).footprints[0].memory for section in ({}, {"frozen": ["*", "!5"]}))
+    trained = 4 * (16 * 8 * 3 + 3)
+    assert head.parameters == whole.parameters
+    assert (head.gradients, head.optimizer) == (trained, trained)
+    assert whole.gradients == whole.optimizer == trained + 4 * (72 + 8 + 16)
+
+
+def test_check_tells_what_is_frozen():
+    assert inspect_job(job(frozen=["0", "1"])).notes == (
+        "frozen: 96 of 483 parameters (0, 1); the statistics of 1 BatchNorm layers stay",
+    )
+
+
+# --- weights of a file
+
+
+def test_a_training_starts_from_the_weights_of_a_file(alone: Ranks, run: RunDir, saved: Path) -> None:
+    weights = train(run, alone, job(weights=str(saved), frozen=["0", "1"]))
+    given = torch.load(saved, weights_only=True)
+    assert torch.equal(weights["0.weight"], given["0.weight"])
+    assert not torch.equal(weights["5.weight"], given["5.weight"])
+
+
+def test_a_resumed_training_needs_the_file_no_more(alone: Ranks, run: RunDir, saved: Path) -> None:
+    of = job(weights=str(saved))
+    task = train_task(of)
+    train(run, alone, of)
+    (run.training(task.signature).path / "result.json").unlink()
+    saved.unlink()
+    train(run, alone, of)
+    assert run.training(task.signature).result() is not None
+
+
+@pytest.mark.parametrize("key", ["model", "state_dict", None])
+def test_checkpoints_and_what_wrappers_put_before_names_are_read(key: str | None, tmp_path: Path) -> None:
+    whole = model()
+    state: Any = {f"module.{name}": value for name, value in whole.state_dict().items()}
+    torch.save({key: state, "epoch": 3} if key else state, tmp_path / "a.pt")
+    fit = initial_weights.fitted(job(weights=str(tmp_path / "a.pt")).model, whole)
+    assert fit.words == "" and set(fit.common) == set(whole.state_dict())
+
+
+def test_safetensors_are_read(tmp_path: Path) -> None:
+    whole, path = model(), tmp_path / "a.safetensors"
+    save_file(whole.state_dict(), path)
+    assert initial_weights.fitted(job(weights=str(path)).model, whole).words == ""
+    path.write_bytes(b"no tensors")
+    with pytest.raises(SpecError, match="cannot be read"):
+        initial_weights.read(str(path))
+
+
+def test_what_does_not_fit_is_refused_or_told(alone: Ranks, run: RunDir, tmp_path: Path) -> None:
+    torch.save({**model().state_dict(), "old.weight": torch.ones(2)}, tmp_path / "a.pt")
+    section = {"weights": str(tmp_path / "a.pt"), "args": {"num_classes": 4}}
+    told = "not in the model: old.weight; of another shape: 5.weight (3, 128) for (4, 128), 5.bias (3,) for (4,)"
+    with pytest.raises(SpecError) as caught:
+        inspect_job(job(**section))
+    assert told in caught.value.message and "model.strict: false" in caught.value.hint
+    of = job(**section, strict=False)
+    (note,) = inspect_job(of).notes
+    assert note == f"weights: 7 tensors of {tmp_path}/a.pt; {told}"
+    train(run, alone, of)
+    assert any(told in row["message"] for row in rows(run, train_task(of), "warning"))
+
+
+@pytest.mark.parametrize(
+    ("content", "why"),
+    [(None, "there is no file"), (b"text", "holds more than tensors, or is damaged"), ([1, 2], "no tensors by name")],
+)
+def test_files_of_another_kind_are_refused(content: Any, why: str, tmp_path: Path) -> None:
+    path = tmp_path / "a.pt"
+    if isinstance(content, bytes):
+        path.write_bytes(content)
+    elif content is not None:
+        torch.save(content, path)
+    with pytest.raises(SpecError, match=why):
+        initial_weights.read(str(path))
+
+
+def test_code_in_a_file_does_not_run(tmp_path: Path) -> None:
+    torch.save(model(), tmp_path / "a.pt")  # the module itself, which is code
+    with pytest.raises(SpecError, match="holds more than tensors") as caught:
+        initial_weights.read(str(tmp_path / "a.pt"))
+    assert "state_dict" in caught.value.hint
+
+
+def test_a_run_is_named_by_what_is_in_the_file(saved: Path) -> None:
+    of, plain = job(weights=str(saved)), job()
+    before = fingerprint(of, Path.cwd())
+    assert before != fingerprint(plain, Path.cwd()) and with_weights("", plain) == ""
+    torch.save({name: value + 1 for name, value in torch.load(saved).items()}, saved)
+    assert fingerprint(of, Path.cwd()) != before
+    saved.unlink()
+    with pytest.raises(SpecError, match=r"model\.weights: cannot read"):
+        fingerprint(of, Path.cwd())
+
+
+def test_the_place_of_the_file_names_nothing_and_frozen_layers_do(saved: Path) -> None:
+    assert signature(job(weights=str(saved))) == signature(job())
+    assert signature(job(frozen=["0"])) != signature(job())
+    assert train_signature(job(frozen=["0"]), nodes=1, batch=8) != train_signature(job(), nodes=1, batch=8)

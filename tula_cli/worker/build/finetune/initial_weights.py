@@ -1,0 +1,163 @@
+"""The weights that a training starts from, where they are a file's (`model.weights`)."""
+
+import pickle
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from tula_cli.errors import SpecError
+from tula_cli.spec.sections import Model
+
+PARTS = ("model", "state_dict", "model_state_dict")
+"""Keys under which training scripts, and tula, save a model's state beside other things."""
+PREFIXES = ("module.", "_orig_mod.", "model.")
+"""What DDP, torch.compile and Lightning put before each name."""
+SHOWN = 6
+"""Names that are told of many."""
+
+
+@dataclass(frozen=True)
+class Fit:
+    """How a file's tensors and a model's fit each other, by name and shape."""
+
+    common: Mapping[str, Any]  # of the file, by the model's names
+    missing: tuple[str, ...]  # of the model, not in the file
+    unexpected: tuple[str, ...]  # of the file, not in the model
+    other_shape: tuple[str, ...]  # with both shapes
+
+    @property
+    def words(self) -> str:
+        """What does not fit; empty where all does."""
+        parts = {"missing": self.missing, "not in the model": self.unexpected, "of another shape": self.other_shape}
+        return "; ".join(f"{kind}: {_some(names)}" for kind, names in parts.items() if names)
+
+
+def read(path: str) -> dict[str, Any]:
+    """Return the state that a file holds: .safetensors, or what torch.save wrote of a state_dict or a checkpoint.
+
+    Code in the file does not run (weights_only).
+
+    Raises:
+        SpecError: it cannot be read, or holds something else.
+    """
+    try:
+        content = _safetensors(path) if path.endswith(".safetensors") else _torch(path)
+    except FileNotFoundError:
+        raise SpecError(f"model.weights: there is no file {path}", f"it is looked for in {Path.cwd()}") from None
+    # The unpickler trips over what is no pickle in its own ways.
+    except (pickle.UnpicklingError, LookupError, AttributeError, TypeError) as error:
+        raise SpecError(
+            f"model.weights: {path} holds more than tensors, or is damaged: {_first_line(error)}",
+            "save model.state_dict() alone, or convert the file to safetensors",
+        ) from None
+    except (OSError, RuntimeError, EOFError, ValueError) as error:
+        raise SpecError(f"model.weights: {path} cannot be read: {_first_line(error)}") from None
+    for part in PARTS:
+        if isinstance(content, Mapping) and isinstance(content.get(part), Mapping):
+            content = content[part]
+    if not isinstance(content, Mapping) or not any(isinstance(value, Tensor) for value in content.values()):
+        raise SpecError(f"model.weights: {path} holds no tensors by name", "save model.state_dict()")
+    return dict(content)
+
+
+def _torch(path: str) -> Any:
+    return torch.load(path, map_location="cpu", weights_only=True)
+
+
+def _safetensors(path: str) -> Any:
+    try:
+        from safetensors import SafetensorError
+        from safetensors.torch import load_file
+    except ImportError:
+        raise SpecError(
+            f"model.weights: {path} needs the package safetensors, which is not installed",
+            "pip install 'tula-cli[safetensors]'",
+        ) from None
+    try:
+        return load_file(path)
+    except SafetensorError as error:
+        raise ValueError(str(error)) from None
+
+
+def fitted(section: Model, model: nn.Module) -> Fit:
+    """Return how the file fits the model, which may be on fake tensors.
+
+    Raises:
+        SpecError: it cannot be read, does not fit with `strict`, or no tensor of it does.
+    """
+    assert section.weights is not None
+    own = model.state_dict()
+    state = _renamed(read(section.weights), own)
+    common = {name: value for name, value in state.items() if name in own and _shape(value) == _shape(own[name])}
+    fit = Fit(
+        common,
+        # BatchNorm's counter came later than many a file; nothing reads it where momentum is a number.
+        missing=tuple(name for name in own if name not in state and not name.endswith("num_batches_tracked")),
+        unexpected=tuple(name for name in state if name not in own),
+        other_shape=tuple(
+            f"{name} {_shape(value)} for {_shape(own[name])}"
+            for name, value in state.items()
+            if name in own and name not in common
+        ),
+    )
+    whose = f"model.weights: {section.weights} does not fit model {section.name}: {fit.words}"
+    if not common:
+        raise SpecError(whose, "no tensor of it has the name and shape of one of the model's")
+    if fit.words and section.strict:
+        raise SpecError(whose, "model.strict: false takes what fits and leaves the rest as it is initialised")
+    return fit
+
+
+def load(section: Model, model: nn.Module, *, first: bool) -> str:
+    """Put the file's weights into a model, the same on all ranks, which all take part; rank 0 alone reads it.
+
+    Args:
+        section: names the file.
+        model: on its device.
+        first: whether this is rank 0.
+
+    Returns:
+        What did not fit, on rank 0; empty where all did, or there is no file.
+    """
+    if section.weights is None:
+        return ""
+    words = ""
+    if first:
+        fit = fitted(section, model)
+        model.load_state_dict(dict(fit.common), strict=False)
+        words = fit.words
+    for tensor in (*model.parameters(), *model.buffers()):
+        dist.broadcast(tensor.detach(), src=0)
+    return words
+
+
+def told(section: Model, fit: Fit) -> str:
+    """Return in words what is taken of a file."""
+    return f"weights: {len(fit.common)} tensors of {section.weights}" + f"; {fit.words}" * bool(fit.words)
+
+
+def _renamed(state: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a state without what wrappers have put before every name."""
+    found = dict(state)
+    for prefix in PREFIXES:
+        if all(name.startswith(prefix) for name in found) and not any(name.startswith(prefix) for name in own):
+            found = {name.removeprefix(prefix): value for name, value in found.items()}
+    return found
+
+
+def _shape(value: Any) -> tuple[int, ...] | None:
+    return tuple(value.shape) if isinstance(value, Tensor) else None
+
+
+def _some(names: tuple[str, ...]) -> str:
+    more = len(names) - SHOWN
+    return ", ".join(names[:SHOWN]) + (f" and {more} more" if more > 0 else "")
+
+
+def _first_line(error: BaseException) -> str:
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)

@@ -46,12 +46,13 @@ def freeze(model: nn.Module, patterns: Sequence[str]) -> None:
         own = list(module.parameters(recurse=False))
         still = not any(p.requires_grad for p in own) if own else is_chosen(name, patterns)
         if isinstance(module, _BatchNorm) and still:
-            module.__class__ = _frozen(type(module))
+            kind: Any = type(module)
+            module.__class__ = _frozen(kind)
             module.train(False)
 
 
 @functools.cache
-def _frozen(kind: type[nn.Module]) -> type[nn.Module]:
+def _frozen(kind: Any) -> Any:
     return type(f"Frozen{kind.__name__}", (FrozenStatistics, kind), {})
 
 

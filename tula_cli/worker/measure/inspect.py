@@ -88,15 +88,22 @@ def inspect_job(spec: JobSpec) -> Inspection:
         footprints=footprints,
         estimate_error=estimate_error,
         device=device,
-        hardware=gpu_name() if device == "cuda" else processor_name(),
-        capacity=_capacity(spec, device),
-        cpus=len(os.sched_getaffinity(0)),
         notes=_beginning(spec, model),
         convolutional=has_convolutions(model),
-        gpus=gpu_count() if device == "cuda" else 0,
-        process=process_memory("VmRSS"),
         warnings=tuple(warnings),
+        **_machine(spec, device),
     )
+
+
+def _machine(spec: JobSpec, device: str) -> dict[str, Any]:
+    """Return what is told of where this runs."""
+    return {
+        "hardware": gpu_name() if device == "cuda" else processor_name(),
+        "capacity": _capacity(spec, device),
+        "cpus": len(os.sched_getaffinity(0)),
+        "gpus": gpu_count() if device == "cuda" else 0,
+        "process": process_memory("VmRSS"),
+    }
 
 
 def _beginning(spec: JobSpec, model: nn.Module) -> tuple[str, ...]:

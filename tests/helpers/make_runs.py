@@ -14,7 +14,7 @@ from tula_cli.run.records.cluster_reports import ClusterReport, NodeReport, Tran
 from tula_cli.run.records.jobs import Attempt, Job
 from tula_cli.run.records.probes import Failed, OutOfMemory
 from tula_cli.run.records.recommendations import Prediction, Recommendation
-from tula_cli.run.records.results import Branch, Summary, TrainResult, Tuning
+from tula_cli.run.records.results import Branch, StepChange, StepParts, Summary, TrainResult, Tuning
 from tula_cli.run.records.tasks import CheckTask, ProbeTask, Rung, TrainTask, probe_id
 from tula_cli.run.snapshot import Snapshot
 from tula_cli.spec.ags import Arm
@@ -191,6 +191,16 @@ def metrics(now: float = START + 60) -> list[dict[str, Any]]:
         {"kind": "step", "time": now - 10, "samples": 1920, "epoch": 1.5, "step": 15, "loss": 1.7, "lr": 0.1,
          "step_time": 0.11, "data_wait": 0.01, "eta": 80.0},
     ]  # fmt: skip
+
+
+def step_change(**changes: Any) -> StepChange:
+    fields: dict[str, Any] = {
+        "samples": 320, "epoch": 0.25, "began_at": START + 10, "parts": ("network",), "seconds_left": 90.0,
+        "before": StepParts(step=0.06, data=0.002, compute=0.05, sync=0.008),
+        "after": StepParts(step=0.09, data=0.002, compute=0.05, sync=0.038),
+        "seconds_left_before": 60.0, "cost_more": 0.5, "currency": "USD", **changes,
+    }  # fmt: skip
+    return StepChange(**fields)
 
 
 def branch(arm: str, **changes: Any) -> Branch:

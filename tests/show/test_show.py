@@ -14,6 +14,7 @@ from tula_cli import words
 from tula_cli.errors import JobFailed, Pending, Problem, SpecError
 from tula_cli.models import efficiency
 from tula_cli.models.efficiency import Noise
+from tula_cli.models.time import step_change
 from tula_cli.run.directory import RunDir
 from tula_cli.run.imports import Source
 from tula_cli.run.records.probes import ScriptSeen
@@ -392,6 +393,22 @@ def test_the_status_of_a_run_shows_jobs_training_and_what_failed(run):
     assert "70.0 s left" in text
     assert "warning: a step takes 120 ms" in text
     assert "recommended: 2 nodes, batch 128 (local 64)" in text
+
+
+def test_a_change_of_the_pace_is_shown_once_in_status_and_below_the_table_at_the_end(run):
+    change = make.step_change()
+    row = {"kind": "change", "time": START, "samples": 640, "epoch": 0.5, "change": change.model_dump(mode="json")}
+    train = make.add_training(run, rows=[*make.metrics(), row])
+    said = (
+        "samples) a step takes 90.0 ms, before 60.0 ms (+50 %): the network is slower; computing 50.0 (50.0), synchronisation"
+        " 38.0 (8.00), waiting for data 2.00 (2.00); 90.0 s to the end, not 60.0 s, 0.500 USD more"
+    )
+    status = printed(show_status.status(snapshot(run, {train: "running"})))
+    end = printed(show_train.summary(make.summary(changes=(change,))))
+    assert [text.count(said) for text in (status, end)] == [1, 1]
+    faster = change.model_copy(update={"before": change.after, "after": change.before, "cost_more": -0.5})
+    text = step_change.words(faster)
+    assert "(-33 %): the network is faster" in text and text.endswith("0.500 USD less")
 
 
 def test_the_status_shows_what_tuning_has_come_to(run):

@@ -282,6 +282,7 @@ def write_summary(run: RunDir, task: TrainTask) -> None:
             lost=None if task.spec.script is None else training.script_saves().lost,
             tuning=result.tuning,
             scaled=result.scaled,
+            changes=training.changes(),
             warnings=_warnings(training) if task.spec.script is not None else (),
         )
     )

@@ -9,7 +9,15 @@ from pydantic import TypeAdapter
 from tula_cli.run.files import Reader, json_lines, listing, read_record, write_record
 from tula_cli.run.records.jobs import Attempt
 from tula_cli.run.records.micro_batches import MicroBatches
-from tula_cli.run.records.results import CountedEnergy, ScriptProgress, ScriptSaves, Summary, TrainResult, Tuning
+from tula_cli.run.records.results import (
+    CountedEnergy,
+    ScriptProgress,
+    ScriptSaves,
+    StepChange,
+    Summary,
+    TrainResult,
+    Tuning,
+)
 from tula_cli.run.records.tasks import TASK, TrainTask
 
 _CHECKPOINT = re.compile(r"[0-9]{12,}\.pt")
@@ -139,6 +147,10 @@ class TrainingRun:
     @property
     def metrics_path(self) -> Path:
         return self.path / "metrics.jsonl"
+
+    def changes(self) -> tuple[StepChange, ...]:
+        """Return the changes of the step time that were found, oldest first."""
+        return tuple(StepChange.model_validate(row["change"]) for row in self.metrics() if row["kind"] == "change")
 
     def metrics(self) -> list[dict[str, Any]]:
         """Return the rows of metrics.jsonl; a last line that is still being written is left out."""

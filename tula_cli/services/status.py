@@ -175,6 +175,7 @@ def _training(look: Snapshot, tasks: Iterable[JobTask], *, now: float) -> Traini
         samples_asked=None if script is None else samples_asked(script),
         ags=next((row["ags"].get("so_far", row["ags"]) for row in reversed(rows) if row.get("ags")), None),
         warnings=tuple(dict.fromkeys(row["message"] for row in rows if row["kind"] == "warning")),
+        changes=files.changes(),
     )
 
 

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
     from tula_cli.run.records.jobs import Attempt
     from tula_cli.run.records.recommendations import Recommendation
-    from tula_cli.run.records.results import Branch
+    from tula_cli.run.records.results import Branch, StepChange
     from tula_cli.services.progress.job_status import JobStatus, TrainingStatus, TuningStatus
     from tula_cli.services.progress.listing import RunSummary
     from tula_cli.services.status import RunStatus
@@ -45,6 +45,7 @@ def status(now: "RunStatus") -> Iterator["RenderableType"]:
         if now.training.tuning is not None and now.training.tuning.branches:
             yield ""
             yield branches(now.training.tuning.branches, now.training.tuning.chosen)
+        yield from changes(now.training.changes)
         yield from (f"warning: {text}" for text in now.training.warnings)
     if now.rehearsal is not None and now.rehearsal.over_at is not None:
         yield ""
@@ -177,6 +178,13 @@ def training(now: "TrainingStatus") -> str:
     elif now.eta is not None:
         parts.append(f"{duration(now.eta)} left")
     return ", ".join(parts)
+
+
+def changes(found: "Sequence[StepChange]") -> Iterator[str]:
+    """How the step time changed while it trained, a line each."""
+    from tula_cli.models.time.step_change import words
+
+    yield from (f"changed: {words(change)}" for change in found)
 
 
 def scaling(mean: float, share: float) -> str:

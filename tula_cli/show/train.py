@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from tula_cli.show.status import branches, scaling
+from tula_cli.show.status import branches, changes, scaling
 from tula_cli.show.tables import table
 from tula_cli.words import configuration, duration, near, number, percent, plural, time_unit
 
@@ -112,6 +112,7 @@ def summary(found: "Summary", *, weights: "Path | None" = None) -> Iterator["Ren
     yield made
     if found.actual_kwh is not None and (found.counted or 0.0) < WHOLE:
         yield f"energy was counted over {percent(found.counted)} % of the time: not while ranks start, nor up to a failure"
+    yield from changes(found.changes)
     if found.scaled is not None:
         did = scaling(found.scaled.mean, found.scaled.scaled)
         yield f"gradient scaling (of each {found.scaled.apply_to}): {did}"

@@ -14,6 +14,33 @@ class JobFile(Record):
     overrides: tuple[str, ...] = ()  # what --set laid over it
 
 
+class StepParts(Record):
+    """Where the time of a step goes; seconds, of the slowest rank."""
+
+    step: float
+    data: float  # waiting for the data loader
+    compute: float | None  # None where it is not told apart from the synchronisation
+    sync: float | None  # exposed synchronisation: of the rank that waits least, so not for a slow one
+
+
+Part = Literal["compute", "network", "input"]
+
+
+class StepChange(Record):
+    """A lasting change of the step time in a training, found while it ran."""
+
+    samples: int  # trained when it began
+    epoch: float
+    began_at: float  # Unix time
+    parts: tuple[Part, ...]  # what changed, the most first; empty where that is not known
+    before: StepParts
+    after: StepParts
+    seconds_left: float  # to the end of the training, when it was found
+    seconds_left_before: float  # the same at the step time before
+    cost_more: float  # than at the step time before
+    currency: str
+
+
 class Branch(Record):
     """A short training from a common checkpoint, to compare its arm with others (train.method: auto)."""
 
@@ -142,6 +169,7 @@ class Summary(Record):
     lost: tuple[int, ...] | None = None  # samples of a script that each of them cost; None of tula's own loop
     tuning: Tuning | None = None  # of method auto
     scaled: Scaled | None = None  # of a script, where the method scales
+    changes: tuple[StepChange, ...] = ()  # of the step time, while it trained
     warnings: tuple[str, ...] = ()  # of a script: what was not as its section says, and that it cannot resume
 
 

@@ -10,7 +10,7 @@ from tula_cli.cluster.slurm.queue import SchedulerState
 from tula_cli.host.outcome import advice
 from tula_cli.run.records.jobs import Attempt, Job
 from tula_cli.run.records.probes import Failed, Measured, OutOfMemory
-from tula_cli.run.records.results import Branch
+from tula_cli.run.records.results import Branch, StepChange
 from tula_cli.run.records.tasks import JobTask, ProbeTask, RehearsalTask, TrainTask, probe_id
 from tula_cli.run.snapshot import Snapshot
 from tula_cli.spec.resources import Cluster
@@ -92,6 +92,7 @@ class TrainingStatus:
     samples_asked: int | None = None  # of a script whose length is in samples or steps
     # what gradient scaling did ("mean" factor, share of steps "scaled"): in the last epoch, a script's since it was started
     ags: Mapping[str, Any] | None = None
+    changes: tuple[StepChange, ...] = ()  # of the step time, oldest first
 
 
 Results = dict[str, Measured | OutOfMemory | Failed]

@@ -35,6 +35,7 @@ from tula_cli.worker.train import checkpoint, evaluation
 from tula_cli.worker.train import loop as worker_train_loop
 from tula_cli.worker.train.divergence import DivergenceDetector
 from tula_cli.worker.train.loop import Step, Trainer
+from tula_cli.worker.train.watching.sync_spy import SyncSpy
 
 EVAL_BATCHES = 8
 REFRESHES = 3
@@ -364,7 +365,7 @@ def _ranks_at_most(trainer: Trainer) -> int:
 
 def _synchronisation(trainer: Trainer, stream: Iterator[Step]) -> float:
     """Return the exposed synchronisation in seconds."""
-    with worker_measure_meter.SyncSpy(trainer.clock, trainer.ddp) as spy:
+    with SyncSpy(trainer.clock, trainer.ddp) as spy:
         _take(trainer, stream, spy.reduced)
     return trainer.ranks.largest(spy.median())
 

@@ -80,6 +80,7 @@ class Trainer:
     apart: bool = False  # the replicas differ, since their last average (post-local SGD)
     synchronise: bool = True  # False measures a step's local work; the replicas drift apart
     after_backward: Callable[[], None] | None = None  # a probe's look at a finished gradient, which is then dropped
+    on_backward: Callable[[], None] | None = None  # called when a step's gradient is there, reduced
     on_gradient: "Callable[[Trainer], None] | None" = None  # sees each gradient before it is clipped and used
     # The newest micro-batch; of the last one of train.accumulate the first part, wherever that is cut: AGS draws from it.
     last_batch: Any = None
@@ -322,6 +323,8 @@ def _backward(trainer: Trainer, stream: Iterator[Any], start: Mark) -> tuple[tor
         if part == splits - 1:
             trainer.method.after_first_backward(trainer)
         total += loss.detach()
+    if trainer.on_backward:
+        trainer.on_backward()
     if trainer.after_backward:
         trainer.after_backward()
     return total, loaded

@@ -27,6 +27,7 @@ from tula_cli.worker.train.evaluation import Evaluation
 from tula_cli.worker.train.loop import Step
 from tula_cli.worker.train.metrics import Metrics
 from tula_cli.worker.train.training_log import TrainingLog
+from tula_cli.worker.train.watching.step_watch import StepWatch
 
 
 @dataclass(frozen=True)
@@ -81,6 +82,7 @@ class Training:
         self.log = TrainingLog(self.metrics, task, self.trainer, ahead=ahead)
         self.evaluator = evaluation.Evaluator(self.trainer)
         self.divergence = DivergenceDetector(self.trainer)
+        self.watch = StepWatch(self.trainer)
         self.last_save = time.monotonic()
         self.save_time = self.eval_time = 0.0  # seconds that the newest took
 
@@ -140,6 +142,7 @@ class Training:
         for step in stream:
             self.log.follow(step)
             self.divergence.follow(step)
+            self.watch.follow(step)
             if step.epoch_ended:
                 self._end_epoch(step)
             elif self.first:
@@ -158,6 +161,14 @@ class Training:
     def _check(self) -> None:
         if self.context.preemption.check(reserve=1.5 * self.save_time):
             self._check_divergence()
+            self._look()
+
+    def _look(self) -> None:
+        """Say where steps have come to take another time; every rank takes part."""
+        level = self.watch.look()
+        self.log.parts = self.watch.newest
+        if level:
+            self.log.tell_change(level, overhead=self._overhead)
 
     def _leave(self, preempted: Preempted) -> None:
         """Save where the ranks stand; the next start goes on from here."""

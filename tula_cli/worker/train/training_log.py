@@ -8,9 +8,12 @@ from collections import deque
 from collections.abc import Mapping
 from typing import Any
 
+from tula_cli.models.cost import cost
 from tula_cli.models.time.drift import StepTimeDrift
 from tula_cli.models.time.noise import centre
+from tula_cli.models.time.step_change import changed_parts, middle, words
 from tula_cli.optim import advice
+from tula_cli.run.records.results import StepChange, StepParts
 from tula_cli.run.records.tasks import TrainTask
 from tula_cli.spec.job import warmup_epochs
 from tula_cli.words import number, plural
@@ -21,6 +24,7 @@ from tula_cli.worker.train.diagnostics import Diagnostics
 from tula_cli.worker.train.evaluation import Evaluation
 from tula_cli.worker.train.loop import Step, Trainer
 from tula_cli.worker.train.metrics import LOG_SECONDS, Metrics
+from tula_cli.worker.train.watching.step_watch import Level
 
 JUDGED_STEPS = 20
 """Steps over which AGS is said to hardly act."""
@@ -43,6 +47,8 @@ class TrainingLog:
         self.step_times: list[float] = []  # of the epoch under way
         self.window: deque[float] = deque()  # the newest step times, for the comparison with the prediction
         self.drift = StepTimeDrift(task.prediction)
+        self.parts: StepParts | None = None  # of a step, at the ranks' newest look
+        self.changed = False  # a change of the step time was told
         self.last_row = 0.0
         self.unjudged: list[Mapping[str, float]] = []  # what AGS did in the newest epochs
         self.said: set[str] = set()  # what is said once
@@ -113,6 +119,8 @@ class TrainingLog:
             lr=steps[-1].lr,
             step_time=statistics.fmean(seconds),
             data_wait=statistics.fmean(waits),
+            compute=self.parts and self.parts.compute,
+            sync=self.parts and self.parts.sync,
             eta=self._seconds_left(statistics.fmean(seconds), overhead),
         )
         self.recent = []
@@ -124,6 +132,40 @@ class TrainingLog:
         left = steps_left(size, position.done, trainer.batch) if position.epoch < epochs else 0
         per_epoch = step_time * (size // trainer.batch) + overhead
         return step_time * (left + self.ahead) + per_epoch * whole_epochs
+
+    def tell_change(self, level: Level, *, overhead: float) -> None:
+        """Say once that steps have come to take another time: since when, which part of them, and what comes of it.
+
+        Args:
+            level: of rank 0's looks.
+            overhead: seconds of an epoch's evaluation and checkpoint.
+        """
+        task, first = self.task, level.after[0]
+        before, after = (middle([look.parts for look in looks]) for looks in (level.before, level.after))
+        left, at_first = (self._seconds_left(parts.step, overhead) for parts in (after, before))
+        prediction = task.prediction
+        found = StepChange(
+            samples=first.samples,
+            epoch=first.epoch,
+            began_at=first.at,
+            parts=changed_parts(before, after),
+            before=before,
+            after=after,
+            seconds_left=left,
+            seconds_left_before=at_first,
+            cost_more=cost(
+                task.spec.pricing,
+                hours=(left - at_first) / 3600,
+                nodes=task.nodes,
+                gpus_per_node=task.spec.cluster.gpus_per_node,
+                reserved=(prediction and prediction.peak_memory) or 0,
+                market=prediction.market if prediction else "on_demand",
+            ),
+            currency=task.spec.pricing.currency,
+        )
+        self.changed = True
+        self.add("change", change=found.model_dump(mode="json"))
+        self._print(f"changed: {words(found)}")
 
     # --- epochs
 
@@ -164,7 +206,8 @@ class TrainingLog:
         self._print(self._epoch_words(result, loss=loss, lr=lr, step_time=step_time))
         self.warn_of_evaluation(result)
         self._advise(ags)
-        if drifted := self.drift.warning(recent, epoch=trainer.position.epoch):
+        drifted = self.drift.warning(recent, epoch=trainer.position.epoch)
+        if drifted and not self.changed:  # which says the same, with a cause
             self.warn(drifted)
         self.step_times = []
 

@@ -21,10 +21,10 @@ from gpu.rig import build, job
 from tula_cli.run.files import write_atomic
 from tula_cli.worker import device as worker_device
 from tula_cli.worker.measure.gradients import GradientNormRecorder
-from tula_cli.worker.measure.meter import SyncSpy
 from tula_cli.worker.measure.probe import endless
 from tula_cli.worker.ranks import Ranks
 from tula_cli.worker.train.loop import Trainer
+from tula_cli.worker.train.watching.sync_spy import SyncSpy
 
 SETTINGS: dict[str, tuple[str, dict[str, Any]]] = {
     "ags": ("ags", {}),

@@ -405,7 +405,7 @@ def test_a_change_of_the_pace_is_shown_once_in_status_and_below_the_table_at_the
     )
     status = printed(show_status.status(snapshot(run, {train: "running"})))
     end = printed(show_train.summary(make.summary(changes=(change,))))
-    assert [text.count(said) for text in (status, end)] == [1, 1]
+    assert [" ".join(text.split()).count(said) for text in (status, end)] == [1, 1]
     faster = change.model_copy(update={"before": change.after, "after": change.before, "cost_more": -0.5})
     text = step_change.words(faster)
     assert "(-33 %): the network is faster" in text and text.endswith("0.500 USD less")

@@ -65,6 +65,9 @@ Pareto = Annotated[
     typer.Option("--pareto", help="Show only what nothing else beats in time, cost and energy, where that is known."),
 ]
 Save = Annotated[bool, typer.Option("--save", help="Make this answer the one that tula train takes.")]
+FromTraining = Annotated[
+    bool, typer.Option("--from-training", help="Go by what the steps of the training under way take now.")
+]
 TrainNodes = Annotated[int | None, typer.Option(min=1, help="Nodes; else the recommended ones.")]
 TrainBatch = Annotated[int | None, typer.Option(min=1, help="Global batch; else the recommended one.")]
 Rehearse = Annotated[

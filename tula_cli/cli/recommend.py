@@ -10,6 +10,7 @@ from tula_cli.cli.options import (
     Budget,
     Curve,
     Deadline,
+    FromTraining,
     MaxBatch,
     MaxNodes,
     MaybeRun,
@@ -48,6 +49,7 @@ def recommend(
     deadline: Deadline = None,
     budget: Budget = None,
     node_type: NodeType = None,
+    from_training: FromTraining = False,
     pareto: Pareto = False,
     save: Save = False,
 ) -> None:
@@ -62,7 +64,9 @@ def recommend(
     from tula_cli.services.recommendation.limits import Criteria, Limits
 
     run, spec = _measured(screen, job, named, root, overrides)
-    criteria = Criteria(objective, Limits(nodes, max_nodes, max_batch, deadline, budget), curve, node_type)
+    criteria = Criteria(
+        objective, Limits(nodes, max_nodes, max_batch, deadline, budget), curve, node_type, from_training
+    )
     looks = functools.partial(launcher.launcher_for, submits=False)
     answer = service.ask(run, spec, criteria, launcher_for=looks, overrides=overrides or ())
     found = answer.recommendation
@@ -86,7 +90,7 @@ def _renews(screen: Screen, run: "RunDir", found: "Recommendation") -> bool:
 
     known = run.recommendation()
     if not services_recommend.renews(found, known):
-        screen.note(show_recommend.only_shown(known))
+        screen.note(show_recommend.only_shown(found, known))
         return False
     return True
 

@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from tula_cli.cluster.launcher import Launcher
-from tula_cli.errors import Infeasible
+from tula_cli.errors import Infeasible, SpecError
 from tula_cli.models import cost, efficiency
 from tula_cli.models.choice import pareto
 from tula_cli.models.choice.objective import Curve, Objective, choose
@@ -18,8 +18,10 @@ from tula_cli.services import status
 from tula_cli.services.progress.job_status import ACTIVE
 from tula_cli.services.recommendation.answer import Answer, write
 from tula_cli.services.recommendation.fallback import first_fallback
+from tula_cli.services.recommendation.from_training import UnderWay, continuation, results_now, under_way
 from tula_cli.services.recommendation.limits import Criteria, Limits, described_limits
 from tula_cli.services.recommendation.measured import (
+    Results,
     TypeMeasurements,
     doubts,
     epochs_of,
@@ -50,6 +52,7 @@ def recommend(
     options: Sequence[str] = (),
     overrides: Sequence[str] = (),
     pending: int | Mapping[str | None, int] = 0,
+    from_training: bool = False,
     now: float,
 ) -> Answer:
     """Choose a configuration; nothing is written.
@@ -70,6 +73,7 @@ def recommend(
         options: all but the objective, as typed; for the record.
         overrides: what of `spec` is not the job's own; for the record.
         pending: probes that are queued or running; by node type where the job names any.
+        from_training: go by the steps of the training under way, to whose pace the probes are brought.
         now: Unix time.
 
     Raises:
@@ -81,7 +85,9 @@ def recommend(
     limits = Limits(nodes, max_nodes, max_batch, deadline_hours, budget, same_progress=objective == "accuracy-time")
     parts = run.parts(spec, node_type)
     waiting = pending if isinstance(pending, Mapping) else {part.type: pending for part in parts}
-    all_measurements, left_out = measurements_of(parts, limits, waiting)
+    training = under_way(parts) if from_training else None
+    results, seen = _results(parts, training)
+    all_measurements, left_out = measurements_of(parts, limits, waiting, results_of=lambda part: results[part.type])
     if objective == "energy":
         all_measurements, unknown = with_energy(all_measurements)
         left_out += unknown
@@ -100,7 +106,27 @@ def recommend(
         for measurements in all_measurements
         if measurements.part.type is not None and (own := [row for row in allowed if row.type == measurements.type])
     }
-    return Answer(answer(all_measurements, allowed, [*left_out, *untold]), by_type, all_measurements)
+    found = _continued(training, answer(all_measurements, allowed, [*seen, *left_out, *untold]), allowed)
+    return Answer(found, by_type, all_measurements)
+
+
+def _continued(training: UnderWay | None, found: Recommendation, rows: Sequence[Prediction]) -> Recommendation:
+    """Return an answer with what the rest of a training takes, where it was asked by one's steps."""
+    if training is None:
+        return found
+    at = training.part.type or "", training.task.nodes, training.task.batch, found.choice.market
+    stay = next((row for row in rows if (row.type, row.nodes, row.batch, row.market) == at), None)
+    return found.model_copy(update={"continuation": continuation(training, found.choice, stay)})
+
+
+def _results(parts: Sequence[Part], training: UnderWay | None) -> tuple[dict[str | None, Results], list[str]]:
+    """Return the results of each type of node, at the pace of a training where one is given, and what that rests on."""
+    found: dict[str | None, Results] = {part.type: part.run.results() for part in parts}
+    if training is None:
+        return found, []
+    own = training.part.type
+    found[own], told = results_now(training, found[own])
+    return found, list(told)
 
 
 def pending_probes(run: RunDir, spec: JobSpec, launcher_for: Callable[[JobSpec], Launcher]) -> dict[str | None, int]:
@@ -150,6 +176,7 @@ def ask(
         options=criteria.options,
         overrides=tuple(overrides) if overrides and spec != run.spec() else (),
         pending=pending_probes(run, spec, launcher_for),
+        from_training=criteria.from_training,
         now=time.time(),
     )
 
@@ -161,6 +188,8 @@ def renews(found: Recommendation, known: Recommendation | None) -> bool:
         found: the answer.
         known: the one that the run keeps.
     """
+    if found.continuation is not None:  # of a training that has begun elsewhere
+        return False
     return not found.overrides if known is None else found.criteria == known.criteria
 
 
@@ -193,8 +222,14 @@ def save(run: RunDir, spec: JobSpec, answer: Answer, *, overrides: Sequence[str]
         job: the file of the settings; None for the run's own.
 
     Raises:
+        SpecError: it goes by the steps of a training under way.
         TulaError: the files cannot be written.
     """
+    if answer.recommendation.continuation is not None:
+        raise SpecError(
+            "an answer by the steps of a training under way is only shown",
+            "leave --save out; tula train --nodes N --batch B starts a training of its own there",
+        )
     assumed = bool(answer.recommendation.overrides)
     own = run.spec() if assumed else spec
     keep(run, own, answer)

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 
 from tula_cli.show.plots import key, offer, plots
 from tula_cli.show.tables import place_of, table
-from tula_cli.words import duration, moment, number, percent, size, size_unit, time_unit
+from tula_cli.words import duration, moment, number, percent, plural, size, size_unit, time_unit
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -29,6 +29,7 @@ def recommendation(
     energy = "" if choice.kwh is None else f", {number(choice.kwh)} kWh"
     costs = f"{duration(3600 * choice.hours)}, {number(choice.cost)} {found.currency}{energy}"
     yield Text.assemble((f"CHOSEN  {place_of(choice)}: {costs}", "bold green"))
+    yield from _continuation(found)
     yield from _other_market(found)
     yield from _progress(found)
     yield from _refreshes(found)
@@ -57,6 +58,24 @@ def recommendation(
         yield Text.from_ansi(drawn)
 
 
+def _continuation(found: "Recommendation") -> Iterator[str]:
+    """Say what the rest of the training under way takes there, and as it goes."""
+    rest = found.continuation
+    if rest is None:
+        return
+    stands = f"training {rest.signature} at {rest.samples} samples, {percent(rest.left)} % left"
+    here = "its configuration is no candidate"
+    if rest.hours_as_it_is is not None and rest.cost_as_it_is is not None:
+        takes = f"{duration(3600 * rest.hours_as_it_is)}, {number(rest.cost_as_it_is)} {found.currency} to the end"
+        here = f"on {plural(rest.nodes)}, batch {rest.batch}, {takes}"
+    if not rest.moves:
+        yield f"{stands}: {here}; that is the choice, so it goes on as it is"
+        return
+    there = f"{duration(3600 * rest.hours)}, {number(rest.cost)} {found.currency} with a new start"
+    gain = "" if not rest.hours_as_it_is else f" ({100 * (rest.hours / rest.hours_as_it_is - 1):+.0f} % time)"
+    yield f"{stands}: {here}; as chosen {there}{gain}"
+
+
 def _fallback(found: "Recommendation") -> Iterator[str]:
     """Say what the choice would be trained with after an out-of-memory, and what that takes."""
     fallback, choice = found.fallback, found.choice
@@ -75,8 +94,10 @@ def _better(rows: Iterable["Prediction"]) -> str:
     return "both faster and cheaper"
 
 
-def only_shown(known: "Recommendation | None") -> str:
+def only_shown(found: "Recommendation", known: "Recommendation | None") -> str:
     """Say of an answer that is not kept what `tula train` takes instead: `known`, or nothing."""
+    if found.continuation is not None:
+        return "only shown: the training goes on as it is"
     if known is None:
         return "only shown, as --set assumes something; --save makes it what tula train takes"
     kept = f"{place_of(known.choice)} ({known.criteria}; {moment(known.created_at)})"

@@ -20,6 +20,7 @@ from tula_cli.worker.device import process_memory
 from tula_cli.worker.measure import meter as worker_measure_meter
 from tula_cli.worker.ranks import Ranks
 from tula_cli.worker.train import loop as worker_train_loop
+from tula_cli.worker.train.watching.sync_spy import SyncSpy
 
 MB = 2**20
 
@@ -107,7 +108,7 @@ def test_an_unknown_field_of_the_process_is_told() -> None:
 
 def test_the_spy_times_each_backward_and_leaves_no_hook(alone: Ranks) -> None:
     subject = trainer(spec(), alone)
-    with worker_measure_meter.SyncSpy(subject.clock, subject.ddp) as spy:
+    with SyncSpy(subject.clock, subject.ddp) as spy:
         subject.after_backward = spy.reduced
         steps = list(islice(worker_train_loop.steps(subject), 5))
     assert len(spy.exposed) == 5

@@ -55,6 +55,6 @@ def words(found: StepChange) -> str:
     price = f", {number(abs(more))} {found.currency} {'more' if more > 0 else 'less'}" if more else ""
     return (
         f"since epoch {found.epoch:.2f} ({since}, {found.samples} samples) a step takes {number(1000 * after.step)} ms, before"
-        f" {number(1000 * before.step)} ({100 * (after.step / before.step - 1):+.0f} %): {why}; {', '.join(parts)};"
+        f" {number(1000 * before.step)} ms ({100 * (after.step / before.step - 1):+.0f} %): {why}; {', '.join(parts)};"
         f" {duration(found.seconds_left)} to the end, not {duration(found.seconds_left_before)}{price}"
     )

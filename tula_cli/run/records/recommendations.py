@@ -81,6 +81,21 @@ class Fallback(Record):
     basis: str  # what the two rest on, in words
 
 
+class Continuation(Record):
+    """What the rest of a training takes at the recommended configuration, and at its own."""
+
+    signature: str  # of the training
+    nodes: int  # that it has now
+    batch: int
+    samples: int  # trained
+    left: float  # share of the training that is still to come
+    moves: bool  # the recommended configuration is another
+    hours: float  # of the rest as recommended, a new start included
+    cost: float
+    hours_as_it_is: float | None  # of the rest as it goes; None where its configuration is no candidate
+    cost_as_it_is: float | None
+
+
 class Recommendation(Record):
     """The answer of `tula recommend`."""
 
@@ -99,6 +114,7 @@ class Recommendation(Record):
     efficiency: str = ""  # what `same_progress` rests on, in words; empty where there is none
     interruption: str = ""  # what one costs a script, in words; empty for tula's own loop
     fallback: Fallback | None = None  # of the choice; None where there is none, or nothing tells what it takes
+    continuation: Continuation | None = None  # of a training under way, by whose steps this was asked
     other_market: Prediction | None = None  # the choice on demand where it is on spot nodes, and the other way round
     options: tuple[str, ...] = ()  # what else was asked for, as typed: "--max-nodes 2"
     overrides: tuple[str, ...] = ()  # --set values that are not the job's own settings

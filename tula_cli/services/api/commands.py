@@ -111,6 +111,7 @@ def recommend(
     deadline_hours: float | None = None,
     budget: float | None = None,
     node_type: str | None = None,
+    from_training: bool = False,
     save: bool | None = None,
     overrides: Sequence[str] = (),
     root: str | Path = ROOT,
@@ -127,6 +128,7 @@ def recommend(
         deadline_hours: train within.
         budget: spend at most, in the currency of the pricing.
         node_type: this type of node only.
+        from_training: go by what the steps of the training under way take now; such an answer is only shown.
         save: whether `train` takes this answer; None: where it is the first, or renews the answer to the same criteria.
         overrides: settings laid over the run's, as `--set` does: ["pricing.price=3"]; no later call takes them.
         root: where the runs of jobs are kept.
@@ -145,7 +147,7 @@ def recommend(
     """
     own = Call.of(run, root=root, overrides=overrides).measured()
     limits = Limits(nodes, max_nodes, max_batch, deadline_hours, budget, same_progress=objective == "accuracy-time")
-    criteria = Criteria(objective, limits, curve, node_type)
+    criteria = Criteria(objective, limits, curve, node_type, from_training)
     looks = functools.partial(launcher.launcher_for, submits=False)
     answer = recommending.ask(own.run, own.spec, criteria, launcher_for=looks, overrides=overrides)
     found = answer.recommendation

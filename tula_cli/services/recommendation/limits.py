@@ -80,6 +80,7 @@ class Criteria:
     limits: Limits = Limits()
     curve: Curve = "time"  # whose knee is looked for
     node_type: str | None = None  # this type of node only
+    from_training: bool = False  # by the steps of the training under way
 
     def __post_init__(self) -> None:
         for name, value, known in (("objective", self.objective, Objective), ("curve", self.curve, Curve)):
@@ -101,7 +102,8 @@ class Criteria:
             "budget": limits.budget,
             "type": self.node_type,
         }
-        return [f"--{name} {value}" for name, value in told.items() if value is not None]
+        by = ["--from-training"] * self.from_training
+        return [*(f"--{name} {value}" for name, value in told.items() if value is not None), *by]
 
 
 @dataclass(frozen=True)

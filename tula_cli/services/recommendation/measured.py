@@ -1,7 +1,7 @@
 """What a recommendation rests on: the probes, what is unknown yet, and how far they can be trusted."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from tula_cli.errors import BadMeasurements, Infeasible, Pending
@@ -57,9 +57,19 @@ class TypeMeasurements:
 
 
 def measurements_of(
-    parts: Sequence[Part], limits: Limits, pending: Mapping[str | None, int]
+    parts: Sequence[Part],
+    limits: Limits,
+    pending: Mapping[str | None, int],
+    *,
+    results_of: Callable[[Part], Results] = lambda part: part.run.results(),
 ) -> tuple[list[TypeMeasurements], list[str]]:
     """Return what is known of each type, and what is to be said of those that are left out.
+
+    Args:
+        parts: of the job, one a type of node.
+        limits: what the user allows.
+        pending: probes under way, by type.
+        results_of: returns the results that a part is judged by.
 
     Raises:
         Pending, BadMeasurements, Infeasible: no type is left.
@@ -67,7 +77,7 @@ def measurements_of(
     found, errors = [], []
     for part in parts:
         try:
-            found.append(_type_measurements(part, limits, pending=pending.get(part.type, 0)))
+            found.append(_type_measurements(part, results_of(part), limits, pending=pending.get(part.type, 0)))
         except (Pending, BadMeasurements, Infeasible) as error:
             errors.append((part, error))
     if not found:
@@ -75,8 +85,7 @@ def measurements_of(
     return found, [f"node type {part.type} is left out: {error.message}" for part, error in errors]
 
 
-def _type_measurements(part: Part, limits: Limits, *, pending: int) -> TypeMeasurements:
-    results = part.run.results()
+def _type_measurements(part: Part, results: Results, limits: Limits, *, pending: int) -> TypeMeasurements:
     forecast = _forecast(part, results, pending=pending)
     unknown = _unknown(forecast, limits)
     _require_enough(forecast, unknown, pending=pending)

@@ -1,0 +1,140 @@
+"""What the telemetry of a training under way says of its own and of other configurations (`tula recommend --from-training`)."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from tula_cli.errors import BadMeasurements, SpecError
+from tula_cli.models.cost import cost
+from tula_cli.models.forecast import Forecast
+from tula_cli.models.time.pace import Pace, paced
+from tula_cli.models.time.step_change import middle
+from tula_cli.run.directory import Part
+from tula_cli.run.records.probes import Failed, Measured, OutOfMemory
+from tula_cli.run.records.recommendations import Continuation, Prediction
+from tula_cli.run.records.results import StepParts
+from tula_cli.run.records.tasks import TrainTask
+
+FEWEST = 5
+"""Rows of steps, of a second each, from which on a pace is known."""
+NEWEST = 60
+"""Rows that it is taken from."""
+
+
+@dataclass(frozen=True)
+class UnderWay:
+    """A training that has not ended, and its pace."""
+
+    part: Part
+    task: TrainTask
+    pace: Pace
+    samples: int  # trained
+    left: float  # share of the training that is still to come
+
+
+def under_way(parts: Sequence[Part]) -> UnderWay:
+    """Return the training that was worked on last, of all parts of a job.
+
+    Raises:
+        BadMeasurements: there is none, it has ended, or it has told too few steps since they changed.
+        SpecError: it is one by a script, which tells whole steps alone.
+    """
+    found = [(rows[-1]["time"], part, task, rows) for part in parts for task, rows in _trainings(part)]
+    if not found:
+        raise BadMeasurements("no training of this run is under way", "tula train starts one")
+    _, part, task, rows = max(found, key=lambda one: one[0])
+    if task.spec.script is not None:
+        raise SpecError("a training by a script tells whole steps alone", "tula recommend without --from-training")
+    size = next((result.dataset_size for result in part.run.results() if isinstance(result, Measured)), None)
+    if size is None:
+        raise BadMeasurements("nothing was measured for this job", "run tula profile first")
+    samples = int(rows[-1]["samples"])
+    left = max(0.0, 1 - float(rows[-1]["epoch"]) / task.spec.train.epochs)
+    return UnderWay(part, task, _pace(task, rows), samples, left)
+
+
+def _trainings(part: Part) -> list[tuple[TrainTask, list[dict[str, Any]]]]:
+    """Return the newest task of each training that has not ended, with its rows of progress."""
+    newest: dict[str, TrainTask] = {}
+    for task in part.run.tasks():
+        if isinstance(task, TrainTask):
+            known = newest.get(task.signature)
+            newest[task.signature] = task if known is None or task.attempt > known.attempt else known
+    rows = {signature: part.run.training(signature).metrics() for signature in newest}
+    return [
+        (task, moving)
+        for signature, task in newest.items()
+        if part.run.training(signature).result() is None
+        and (moving := [row for row in rows[signature] if row["kind"] in ("start", "step", "epoch", "change")])
+    ]
+
+
+def _pace(task: TrainTask, rows: Sequence[Mapping[str, Any]]) -> Pace:
+    """Return what the steps take since the newest start, and since they changed."""
+    start = max((at for at, row in enumerate(rows) if row["kind"] == "start"), default=0)
+    since = max((row["change"]["began_at"] for row in rows[start:] if row["kind"] == "change"), default=0.0)
+    seen = [row for row in rows[start:] if row["kind"] == "step" and row["time"] >= since][-NEWEST:]
+    if len(seen) < FEWEST:
+        raise BadMeasurements(
+            f"training {task.signature} has told its steps {len(seen)} times since it started or changed, which is too few",
+            f"run the same command again after {FEWEST - len(seen)} s or some steps more",
+        )
+    parts = [
+        StepParts(step=row["step_time"], data=row["data_wait"], compute=row.get("compute"), sync=row.get("sync"))
+        for row in seen
+    ]
+    gpus = task.spec.cluster.gpus_per_node
+    local_batch = task.batch // (task.nodes * gpus)
+    return Pace(task.nodes, gpus, local_batch, tuple(part.step for part in parts), middle(parts))
+
+
+def results_now(
+    training: UnderWay, results: Sequence[Measured | OutOfMemory | Failed]
+) -> tuple[tuple[Measured | OutOfMemory | Failed, ...], tuple[str, ...]]:
+    """Return the results of the probes at the training's pace, and what that rests on in words.
+
+    Raises:
+        BadMeasurements, Infeasible: the probes cannot be fitted.
+    """
+    steps, gpus = Forecast.from_results(training.part.spec, results).steps, training.pace.gpus_per_node
+    found = paced(
+        results,
+        training.pace,
+        step_of=lambda nodes, local: float(steps.predict_all([nodes], [gpus], [local])[0][0]),
+        compute_of=lambda nodes, local: steps.compute(nodes, gpus, local),
+    )
+    return found.results, found.told
+
+
+def continuation(training: UnderWay, choice: Prediction, stay: Prediction | None) -> Continuation:
+    """Return what the rest of a training takes where it is, and where it would go on.
+
+    Args:
+        training: under way.
+        choice: of the configurations as they would be now.
+        stay: the training's own configuration, likewise; None where it is not a candidate any more.
+    """
+    task, left = training.task, training.left
+    moves = (choice.nodes, choice.batch) != (task.nodes, task.batch)
+    restart = choice.parts.rest / 3600 if choice.parts and moves else 0.0
+    spec = training.part.spec
+    price = cost(
+        spec.pricing,
+        hours=restart,
+        nodes=choice.nodes,
+        gpus_per_node=spec.cluster.gpus_per_node,
+        reserved=choice.peak_memory or 0,
+        market=choice.market,
+    )
+    return Continuation(
+        signature=task.signature,
+        nodes=task.nodes,
+        batch=task.batch,
+        samples=training.samples,
+        left=left,
+        moves=moves,
+        hours=left * choice.hours + restart,
+        cost=left * choice.cost + price,
+        hours_as_it_is=None if stay is None else left * stay.hours,
+        cost_as_it_is=None if stay is None else left * stay.cost,
+    )

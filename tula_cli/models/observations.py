@@ -113,7 +113,7 @@ def require_some(measured: Sequence[Measured], ooms: Sequence[OutOfMemory], fail
         )
     if failed:
         raise TooFew(
-            f"no probe was measured; the one with {failed[0].nodes} nodes and local batch {failed[0].local_batch} failed:"
+            f"no probe was measured; the one with {plural(failed[0].nodes, 'node')} and local batch {failed[0].local_batch} failed:"
             f" {failed[0].message}",
             "see tula logs, then run tula profile again",
         )

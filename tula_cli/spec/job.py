@@ -209,7 +209,9 @@ def _under(item: Any, *path: str) -> InitErrorDetails:
 
 
 def warmup_epochs(spec: JobSpec) -> float:
-    """Return how many epochs the learning rate grows: as given, else as the method needs."""
+    """Return how many epochs the learning rate grows before its schedule: as given, else as the method needs."""
+    if spec.schedule.kind == "one-cycle":  # it grows by itself
+        return 0.0
     given = spec.schedule.warmup_epochs
     return spec.train.facts.warmup_epochs if given is None else given
 

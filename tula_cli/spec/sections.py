@@ -4,6 +4,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
+from tula_cli.plugins import is_import_string, nearest
 from tula_cli.spec.kinds import NonNegativeFloat, Positive, PositiveFloat, Section
 from tula_cli.spec.methods import METHODS, Facts, Method
 
@@ -91,6 +92,14 @@ class Loss(Section):
     args: dict[str, Any] = {}  # to the loss
 
 
+class ParameterGroup(Section):
+    """Parameters that are trained otherwise than the rest."""
+
+    parameters: Annotated[list[str], Field(min_length=1)]  # patterns as in model.frozen, for example [norms, biases]
+    lr_factor: PositiveFloat = 1.0  # of the learning rate, at every point of the schedule
+    weight_decay: NonNegativeFloat | None = None  # in place of optimizer.weight_decay
+
+
 class Optimizer(Section):
     """Any class of torch.optim, or an import string."""
 
@@ -99,28 +108,47 @@ class Optimizer(Section):
     momentum: Annotated[float, Field(ge=0, lt=1)] | None = None  # to the optimizer, where given
     weight_decay: NonNegativeFloat = 0.0  # to the optimizer
     args: dict[str, Any] = {}  # to the optimizer, for example {nesterov: true}
+    groups: list[ParameterGroup] = []  # of several that name a parameter the last one counts
+
+
+FALLING = ("cosine", "linear", "one-cycle")
+SCHEDULES = ("constant", "multistep", *FALLING)
+PEAK = 0.3
 
 
 class Schedule(Section):
     """Learning rate over epochs (fractional epochs count): warm-up from near zero, then one of the kinds."""
 
-    kind: Literal["constant", "multistep", "cosine"] = "constant"  # after the warm-up
+    # after the warm-up: constant, multistep, cosine, linear, one-cycle, or an import string of a callable (epochs done, with
+    # fraction) -> factor of the learning rate
+    kind: str = "constant"
     milestones: list[NonNegativeFloat] = []  # epochs
     gamma: PositiveFloat = 0.1  # multistep: the factor at each milestone
     # null: what the method needs, 5 for lrs, lars, lamb, polo, ortho and schedule_free, else 0
     warmup_epochs: NonNegativeFloat | None = None
-    min_lr: NonNegativeFloat = 0.0  # cosine ends here
+    min_lr: NonNegativeFloat = 0.0  # cosine, linear and one-cycle end here
+    peak: Annotated[float, Field(gt=0, lt=1)] = PEAK  # one-cycle: share of the epochs at which the rate is the full one
+    args: dict[str, Any] = {}  # to an import string; epochs, those of the training, is given where it takes it
 
     @model_validator(mode="after")
     def _settings_belong_to_the_kind(self) -> "Schedule":
+        if self.kind not in SCHEDULES and not is_import_string(self.kind):
+            hint = nearest(self.kind, SCHEDULES) or f"use {', '.join(SCHEDULES)}, or package.module:callable"
+            raise ValueError(f"unknown kind {self.kind!r}; {hint}")
         if self.kind == "multistep" and not self.milestones:
             raise ValueError("multistep needs milestones (epochs), for example [30, 60, 80]")
         if self.kind != "multistep" and self.milestones:
             raise ValueError(f"milestones mean nothing to kind {self.kind!r}; use kind: multistep")
         if sorted(self.milestones) != self.milestones:
             raise ValueError(f"milestones must ascend, got {self.milestones}")
-        if self.kind != "cosine" and self.min_lr:
-            raise ValueError(f"min_lr means nothing to kind {self.kind!r}; use kind: cosine")
+        if self.kind not in FALLING and self.min_lr:
+            raise ValueError(f"min_lr means nothing to kind {self.kind!r}; use kind: {', '.join(FALLING)}")
+        if self.kind == "one-cycle" and self.warmup_epochs:
+            raise ValueError("one-cycle has a warm-up of its own, up to `peak`; leave warmup_epochs out")
+        if self.kind != "one-cycle" and self.peak != PEAK:
+            raise ValueError(f"peak means nothing to kind {self.kind!r}; use kind: one-cycle")
+        if self.args and not is_import_string(self.kind):
+            raise ValueError(f"args mean nothing to kind {self.kind!r}: they go to an import string")
         return self
 
 

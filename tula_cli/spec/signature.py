@@ -41,7 +41,7 @@ def _own_loop(spec: JobSpec) -> dict[str, Any]:
         "dataset": _dataset(spec),
         "transforms": spec.transforms.model_dump(),
         "loss": spec.loss.model_dump(),
-        "optimizer": spec.optimizer.model_dump(exclude={"lr", "weight_decay"}),
+        "optimizer": _optimizer(spec, {"lr", "weight_decay"}),
         "train": train.model_dump(
             include={
                 "precision", "workers", "accumulate", "max_grad_norm", "activation_checkpointing", "reference_batch", "method",
@@ -72,9 +72,11 @@ def train_signature(spec: JobSpec, *, nodes: int, batch: int, code: str = "") ->
     if spec.script is not None:
         return _script_training(spec, spec.script, {"nodes": nodes, "batch": batch, "code": code})
     parts = spec.model_dump(
-        include={"transforms", "loss", "optimizer", "schedule"},
+        include={"transforms", "loss"},
     )
-    parts["model"] = _model(spec)
+    parts["model"], parts["optimizer"] = _model(spec), _optimizer(spec)
+    later = spec.schedule.model_dump(include={"peak", "args"}, exclude_defaults=True)
+    parts["schedule"] = spec.schedule.model_dump(exclude={"peak", "args"}) | later
     parts["dataset"] = _dataset(spec)
     acts = spec.ags if spec.train.facts.reads_ags else Ags()  # to others the section means nothing
     parts["ags"] = _ags(acts, set(Ags.model_fields) - {"preset"})
@@ -136,6 +138,11 @@ def _model(spec: JobSpec) -> dict[str, Any]:
     """Return what is trained; what came later counts where it is given. The file of weights counts by its digest."""
     found = spec.model.model_dump(exclude={"weights", "strict", "frozen"})
     return found | spec.model.model_dump(include={"strict", "frozen"}, exclude_defaults=True)
+
+
+def _optimizer(spec: JobSpec, without: Set[str] = frozenset()) -> dict[str, Any]:
+    """Return the optimizer; its groups count where there are any."""
+    return spec.optimizer.model_dump(exclude={*without, *(() if spec.optimizer.groups else ("groups",))})
 
 
 def _computing(train: Train, names: Set[str] = COMPUTING) -> dict[str, Any]:

@@ -17,9 +17,10 @@ from tula_cli.spec.job import JobSpec
 from tula_cli.spec.signature import signature, train_signature
 from tula_cli.worker.build.datasets import build_datasets
 from tula_cli.worker.build.finetune import initial_weights
+from tula_cli.worker.build.finetune.groups import parameter_groups
 from tula_cli.worker.build.finetune.patterns import chosen
 from tula_cli.worker.build.ghost import GhostBatchNorm, apply_ghost_batch_norm
-from tula_cli.worker.build.zoo import build_model
+from tula_cli.worker.build.zoo import build_model, build_optimizer
 from tula_cli.worker.entry import run_training
 from tula_cli.worker.measure.inspect import inspect_job
 from tula_cli.worker.ranks import Ranks
@@ -235,3 +236,70 @@ def test_the_place_of_the_file_names_nothing_and_frozen_layers_do(saved: Path) -
     assert signature(job(weights=str(saved))) == signature(job())
     assert signature(job(frozen=["0"])) != signature(job())
     assert train_signature(job(frozen=["0"]), nodes=1, batch=8) != train_signature(job(), nodes=1, batch=8)
+
+
+# --- groups of parameters
+
+
+GROUPS = [{"parameters": ["norms", "biases"], "weight_decay": 0}, {"parameters": ["5"], "lr_factor": 10}]
+
+
+def built(of: JobSpec) -> torch.optim.Optimizer:
+    return build_optimizer(of, parameter_groups(of.optimizer, build_model(of, classes=3)))
+
+
+def grouped(*, groups: Any = GROUPS, norm: bool = True, **optimizer: Any) -> JobSpec:
+    section = {"weight_decay": 0.05, "groups": groups, **optimizer}
+    return spec(model={"args": {"norm": norm}}, optimizer=section)
+
+
+@pytest.mark.parametrize("name", ["SGD", "AdamW"])
+def test_groups_have_their_own_rate_and_decay_and_the_last_one_counts(name: str) -> None:
+    momentum = {} if name == "SGD" else {"momentum": None}
+    found = built(grouped(name=name, **momentum)).param_groups
+    sizes = [[p.numel() for p in group["params"]] for group in found]
+    assert sizes == [[72], [8, 8, 8], [384, 3]]
+    assert [group["weight_decay"] for group in found] == [0.05, 0, 0.05]
+    assert [group["lr"] for group in found] == [0.1, 0.1, 1.0]
+
+
+def test_ratios_hold_at_every_point_of_a_training(alone: Ranks, run: RunDir) -> None:
+    of = spec(
+        model={"args": {"norm": True}},
+        optimizer={"groups": GROUPS},
+        schedule={"kind": "linear", "warmup_epochs": 0.5},
+        train={"lr_scaling": "linear", "checkpoint_every": 1e-9},
+    )
+    task = train_task(of)
+    run_training(task, run, alone, build_datasets(of))
+    for path in run.training(task.signature).checkpoints():
+        rates = [group["lr"] for group in torch.load(path, weights_only=True)["optimizer"]["param_groups"]]
+        assert rates[0] == rates[1] > 0 and rates[2] == pytest.approx(10 * rates[0])
+
+
+def test_groups_and_frozen_layers_go_together():
+    of = spec(model={"args": {"norm": True}, "frozen": ["0"]}, optimizer={"groups": GROUPS})
+    assert [len(group["params"]) for group in built(of).param_groups] == [2, 2]
+    with pytest.raises(SpecError, match=r"optimizer.groups\[0\].parameters: 0 leaves nothing to the group"):
+        built(spec(model={"frozen": ["0"]}, optimizer={"groups": [{"parameters": ["0"]}]}))
+
+
+def test_check_tells_groups_and_refuses_what_fits_nothing():
+    assert inspect_job(grouped()).notes == (
+        "group norms, biases: 3 tensors, lr 0.100, weight decay 0",
+        "group 5: 2 tensors, lr 1.00, weight decay 0.0500",
+    )
+    with pytest.raises(SpecError, match=r"optimizer.groups\[0\].parameters: 'haed' fits no parameter"):
+        inspect_job(grouped(groups=[{"parameters": ["haed"]}]))
+
+
+def test_an_optimizer_without_weight_decay_takes_none_by_groups():
+    of = grouped(name="Rprop", momentum=None, weight_decay=0)
+    with pytest.raises(SpecError, match=r"optimizer\.groups: Rprop takes no weight_decay"):
+        built(of)
+
+
+def test_groups_are_a_part_of_names_and_their_absence_is_none() -> None:
+    assert signature(grouped()) != signature(grouped(groups=[]))
+    plain = train_signature(grouped(groups=[]), nodes=1, batch=8)
+    assert train_signature(grouped(), nodes=1, batch=8) != plain

@@ -1,7 +1,10 @@
 """The learning rate over fractional epochs."""
 
 import pytest
+import torch
+from pydantic import ValidationError
 
+from tula_cli.errors import JobFailed
 from tula_cli.spec.job import JobSpec, warmup_epochs
 from tula_cli.worker.train.learning_rate import WARMUP_START, learning_rate
 
@@ -118,3 +121,81 @@ def test_batch_changes_nothing_but_the_factor_of_linear_scaling():
     job = spec(kind="cosine", warmup_epochs=3, method="lrs")
     for epoch in (3, 11.3, 20):
         assert learning_rate(job, epoch, 512) == pytest.approx(4 * learning_rate(job, epoch, 128))
+
+
+# --- linear, one-cycle, and of the user's own
+
+
+@pytest.mark.parametrize(("epoch", "lr"), [(0, 0.01), (2, 0.1), (11, 0.06), (20, 0.02), (21, 0.02)])
+def test_linear_falls_from_the_end_of_the_warm_up_to_the_minimum(epoch, lr):
+    job = spec(kind="linear", warmup_epochs=2, min_lr=0.02)
+    assert learning_rate(job, epoch, 128) == pytest.approx(0.1 * WARMUP_START if epoch == 0 else lr)
+
+
+@pytest.mark.parametrize(("epoch", "lr"), [(0, 0.004), (2, 0.052), (4, 0.1), (12, 0.05), (20, 0), (20.5, 0)])
+def test_one_cycle_grows_to_its_peak_and_falls(epoch, lr):
+    assert learning_rate(spec(kind="one-cycle", peak=0.2), epoch, 128) == pytest.approx(lr)
+
+
+def test_one_cycle_has_a_warm_up_of_its_own():
+    assert warmup_epochs(spec(kind="one-cycle", method="lrs")) == 0
+    assert learning_rate(spec(kind="one-cycle", method="lrs", peak=0.2), 4, 256) == pytest.approx(0.2)
+
+
+def halves(epoch: float, every: float = 1.0) -> float:
+    return 0.5 ** (epoch / every)
+
+
+class Falls:
+    def __init__(self, epochs: int, to: float) -> None:
+        self.epochs, self.to = epochs, to
+
+    def __call__(self, epoch: float) -> float:
+        return 1 - (1 - self.to) * epoch / self.epochs
+
+
+def test_a_schedule_of_the_users_own_is_a_factor_under_warm_up_and_scaling():
+    job = spec(kind=f"{__name__}:halves", args={"every": 2}, warmup_epochs=1, lr_scaling="linear")
+    assert learning_rate(job, 4, 256) == pytest.approx(0.2 / 4)
+    assert learning_rate(job, 0, 128) == pytest.approx(0.1 * WARMUP_START)
+    assert learning_rate(spec(kind=f"{__name__}:Falls", args={"to": 0.5}), 10, 128) == pytest.approx(0.075)
+
+
+def test_a_schedule_of_the_users_own_follows_torchs_lambda_lr():
+    optimizer = torch.optim.SGD([torch.zeros(1)], lr=0.1)
+    theirs = torch.optim.lr_scheduler.LambdaLR(optimizer, halves)
+    for epoch in range(5):
+        assert learning_rate(spec(kind=f"{__name__}:halves"), epoch, 128) == pytest.approx(theirs.get_last_lr()[0])
+        optimizer.step()
+        theirs.step()
+
+
+def no_number(epoch: float) -> float:
+    return float("nan")
+
+
+def fails(epoch: float) -> float:
+    raise ZeroDivisionError("here")
+
+
+@pytest.mark.parametrize(
+    ("name", "why"), [("no_number", "returns nan at epoch 3"), ("fails", "at epoch 3: ZeroDivisionError: here")]
+)
+def test_a_schedule_that_gives_no_factor_is_told(name, why):
+    with pytest.raises(JobFailed, match=why):
+        learning_rate(spec(kind=f"{__name__}:{name}"), 3, 128)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "why"),
+    [
+        ({"kind": "cosin"}, "did you mean cosine"),
+        ({"kind": "zzz"}, "use constant, multistep, cosine, linear, one-cycle"),
+        ({"kind": "constant", "peak": 0.5}, "peak means nothing to kind 'constant'"),
+        ({"kind": "one-cycle", "warmup_epochs": 2}, "a warm-up of its own"),
+        ({"kind": "linear", "args": {"a": 1}}, "args mean nothing to kind 'linear'"),
+    ],
+)
+def test_settings_that_mean_nothing_are_refused(schedule, why):
+    with pytest.raises(ValidationError, match=why):
+        spec(**schedule)

@@ -23,7 +23,7 @@ class Inspection(Record):
     convolutional: bool = False  # whether the model has 2-d convolutions
     gpus: int = 0  # that torch sees here, where a local run would use them
     process: int = 0  # bytes that a process holds that has loaded the libraries and the dataset
-    notes: tuple[str, ...] = ()  # of the model: the weights it starts from, frozen layers
+    notes: tuple[str, ...] = ()  # of the model: the weights it starts from, frozen layers, groups
     warnings: tuple[str, ...] = ()
     script: str = (
         ""  # the command of a script of the user's own: then nothing was built, and what is 0 or empty is not known

@@ -2,7 +2,7 @@
 
 import functools
 import inspect
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from tula_cli.worker.build import small_images
 from tula_cli.worker.build.batches.calling import LossFunction, ModelCall
 from tula_cli.worker.build.construct import accepts, construct, refused
 from tula_cli.worker.build.finetune.frozen import freeze
+from tula_cli.worker.build.finetune.groups import Parameters, flat
 
 
 class SmallCNN(nn.Module):
@@ -129,20 +130,20 @@ LOSSES: dict[str, Any] = {
 
 
 def build_optimizer(
-    spec: JobSpec, parameters: Iterable[nn.Parameter], *, instead: type[torch.optim.Optimizer] | None = None
+    spec: JobSpec, parameters: Parameters, *, instead: type[torch.optim.Optimizer] | None = None
 ) -> torch.optim.Optimizer:
     """Return the base optimizer; SGD is the fused one where torch has it for these parameters.
 
     Args:
         spec: the job.
-        parameters: that are trained.
+        parameters: that are trained, or groups of them.
         instead: the class that `train.method` puts in the place of the spec's.
 
     Raises:
         SpecError: unknown optimizer, LBFGS, one that the method does not replace, or a momentum, weight decay or argument
             that it does not take.
     """
-    name, tensors = spec.optimizer.name, list(parameters)
+    name, tensors = spec.optimizer.name, flat(parameters)
     if name == "LBFGS":
         raise SpecError("optimizer.name: LBFGS evaluates a step several times, which tula's loop does not do")
     if instead is not None:
@@ -150,10 +151,14 @@ def build_optimizer(
     target = instead or load(name, OPTIMIZERS, kind="optimizer")
     if not tensors:
         raise SpecError(f"model {spec.model.name} has no parameters to train")
+    if any(group.weight_decay is not None for group in spec.optimizer.groups) and not accepts(target, "weight_decay"):
+        raise SpecError(f"optimizer.groups: {name} takes no weight_decay", "leave it out of the groups")
     given: dict[str, Any] = {"lr": spec.optimizer.lr, **_regularisation(spec, target)}
     if target is torch.optim.SGD and not {"fused", "foreach", "differentiable"} & set(spec.optimizer.args):
         given["fused" if _has_fused_kernel(tensors) else "foreach"] = True
-    optimizer = construct(target, spec.optimizer.args, path="optimizer.args", name=name, given=given, first=(tensors,))
+    optimizer = construct(
+        target, spec.optimizer.args, path="optimizer.args", name=name, given=given, first=(list(parameters),)
+    )
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise SpecError(f"optimizer {name} is a {type(optimizer).__name__}, not a torch.optim.Optimizer")
     return optimizer

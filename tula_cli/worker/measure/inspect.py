@@ -30,7 +30,8 @@ from tula_cli.worker.build.batches.calling import ModelCall, scores
 from tula_cli.worker.build.batches.collate import build_collate, collated
 from tula_cli.worker.build.batches.tree import described, tensors
 from tula_cli.worker.build.datasets import build_datasets, dataset_source, prepare
-from tula_cli.worker.build.finetune import frozen, initial_weights
+from tula_cli.worker.build.finetune import frozen, groups, initial_weights
+from tula_cli.worker.build.finetune.groups import parameter_groups
 from tula_cli.worker.build.ghost import refuse_without_batch_norm
 from tula_cli.worker.build.samples import Datasets
 from tula_cli.worker.build.sampling import build_sampler
@@ -40,6 +41,7 @@ from tula_cli.worker.measure import footprint as worker_measure_footprint
 from tula_cli.worker.measure import rehearsal as worker_measure_rehearsal
 from tula_cli.worker.measure.first_samples import look_at
 from tula_cli.worker.methods.table import method_of
+from tula_cli.worker.train.learning_rate import own_factor
 from tula_cli.worker.train.loop import check_ghosts, micro_batches
 
 BEGUN = "begun"
@@ -107,14 +109,15 @@ def _machine(spec: JobSpec, device: str) -> dict[str, Any]:
 
 
 def _beginning(spec: JobSpec, model: nn.Module) -> tuple[str, ...]:
-    """Return what the model starts from, and what of it is frozen.
+    """Return what the model starts from, and what of it is frozen or trained otherwise than the rest.
 
     Raises:
         SpecError: the file of weights does not fit.
     """
     section = spec.model
     weights = initial_weights.told(section, initial_weights.fitted(section, model)) if section.weights else ""
-    return tuple(note for note in (weights, frozen.told(model, section.frozen)) if note)
+    found = (weights, frozen.told(model, section.frozen), *groups.told(spec.optimizer, model))
+    return tuple(note for note in found if note)
 
 
 def _unused(spec: JobSpec, call: ModelCall, batch: Any) -> list[str]:
@@ -153,6 +156,7 @@ def _check_parts(spec: JobSpec) -> None:
         "transforms.train": lambda: build_transforms(spec.transforms.train, path="transforms.train"),
         "transforms.eval": lambda: build_transforms(spec.transforms.eval, path="transforms.eval"),
         "loss": lambda: zoo.build_loss(spec),
+        "schedule": lambda: _check_schedule(spec),
         "optimizer": lambda: method_of(spec).base(spec, [torch.nn.Parameter(torch.zeros(1))]),
     }
     found: dict[str, SpecError] = {}
@@ -166,6 +170,13 @@ def _check_parts(spec: JobSpec) -> None:
     if found:
         problems = tuple(Problem(path, error.message, error.hint) for path, error in found.items())
         raise SpecError(f"{len(found)} parts of the job cannot be built", problems=problems)
+
+
+def _check_schedule(spec: JobSpec) -> None:
+    """Ask a schedule of the user's own for its factors at the beginning, in the middle and at the end."""
+    if is_import_string(spec.schedule.kind):
+        for epoch in (0.0, spec.train.epochs / 2, float(spec.train.epochs)):
+            own_factor(spec)(epoch)
 
 
 def _device(spec: JobSpec) -> str:
@@ -205,7 +216,7 @@ def _real_step(spec: JobSpec, datasets: Datasets) -> tuple[nn.Module, ModelCall,
     batch = collated(datasets.collate, items)
     model = zoo.build_model(spec, datasets.classes)
     call = zoo.model_call(spec, model, zoo.build_loss(spec))
-    optimizer = method_of(spec).base(spec, [p for p in model.parameters() if p.requires_grad])
+    optimizer = method_of(spec).base(spec, parameter_groups(spec.optimizer, model))
     stage = f"model {spec.model.name} cannot take {_inputs(batch)}"
     try:
         with worker_measure_rehearsal.autocast(spec):

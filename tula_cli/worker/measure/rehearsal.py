@@ -20,6 +20,7 @@ from tula_cli.worker.build import zoo
 from tula_cli.worker.build.batches.calling import ModelCall
 from tula_cli.worker.build.batches.collate import Collate, collated
 from tula_cli.worker.build.batches.tree import grown
+from tula_cli.worker.build.finetune.groups import parameter_groups
 from tula_cli.worker.build.recompute import apply_activation_checkpointing
 from tula_cli.worker.device import tensor_bytes
 from tula_cli.worker.measure.buffers import buckets, libraries, pieces
@@ -271,7 +272,7 @@ def rehearse(
     _make_fake(model, fake)
     with fake:
         call = zoo.model_call(spec, model, zoo.build_loss(spec))
-        optimizer = method_of(spec).base(spec, [p for p in model.parameters() if p.requires_grad])
+        optimizer = method_of(spec).base(spec, parameter_groups(spec.optimizer, model))
     if gpu:
         _as_by_default_on_gpu(optimizer)
     batch = collated(collate, [sample] * COPIES)

@@ -12,6 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from tula_cli.optim import TulaOptimizer
 from tula_cli.spec.job import JobSpec
 from tula_cli.worker.build import zoo
+from tula_cli.worker.build.finetune.groups import Parameters
 from tula_cli.worker.build.samples import Datasets
 from tula_cli.worker.build.sampling import Position
 from tula_cli.worker.ranks import Ranks
@@ -69,7 +70,7 @@ class Plain:
     evaluates_averages = False
     """Whether `evaluating` puts other weights into the model, at which BatchNorm's statistics are taken anew."""
 
-    def base(self, spec: JobSpec, parameters: Sequence[nn.Parameter]) -> torch.optim.Optimizer:
+    def base(self, spec: JobSpec, parameters: Parameters) -> torch.optim.Optimizer:
         """Return the base optimizer, the spec's or what takes its place.
 
         Raises:

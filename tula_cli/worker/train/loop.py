@@ -25,6 +25,7 @@ from tula_cli.worker.build import zoo
 from tula_cli.worker.build.batches.calling import LossFunction, ModelCall
 from tula_cli.worker.build.batches.tree import cut
 from tula_cli.worker.build.compiled import as_written, compile_
+from tula_cli.worker.build.finetune.groups import parameter_groups
 from tula_cli.worker.build.ghost import apply_ghost_batch_norm, check_ghost_batch, check_small_batch
 from tula_cli.worker.build.norms import limits, normalised
 from tula_cli.worker.build.recompute import apply_activation_checkpointing
@@ -147,7 +148,7 @@ def build(
     ids = [ranks.device] if ranks.device.type == "cuda" else None
     ddp = DistributedDataParallel(model, device_ids=ids, gradient_as_bucket_view=True)
     method = method_of(spec)
-    base = method.base(spec, [p for p in model.parameters() if p.requires_grad])
+    base = method.base(spec, parameter_groups(spec.optimizer, model))
     return Trainer(
         spec=spec,
         ranks=ranks,

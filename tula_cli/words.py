@@ -17,6 +17,11 @@ def number(value: float | None, digits: int = 3) -> str:
     return f"{value:.{min(max(decimals, 0), 12)}f}"
 
 
+def perplexity(loss: float) -> float:
+    """Return the perplexity of a mean loss in nats a token; huge, and not infinite, where the loss is huge."""
+    return math.exp(min(loss, 700.0))
+
+
 def duration(seconds: float | None) -> str:
     """Return a time with its unit."""
     if seconds is None:

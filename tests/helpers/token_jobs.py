@@ -125,6 +125,23 @@ class NextWord(nn.Module):
         return result
 
 
+class OfBytes(nn.Module):
+    """A language model of bytes with a loss of its own, as transformers' are called and answer."""
+
+    def __init__(self, width: int = 8) -> None:
+        super().__init__()
+        self.words, self.head = nn.Embedding(256, width), nn.Linear(width, 256)
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor | None = None) -> Any:
+        scores = self.head(self.words(input_ids))
+        if labels is None:
+            return {"logits": scores}
+        return {
+            "loss": nn.functional.cross_entropy(scores[:, :-1].flatten(0, 1), labels[:, 1:].flatten()),
+            "logits": scores,
+        }
+
+
 def next_word_loss(outputs: torch.Tensor, batch: dict[str, torch.Tensor]) -> torch.Tensor:
     """Return the mean loss over the words that are followed by one."""
     ids = batch["ids"].masked_fill(~batch["mask"], -100)

@@ -210,12 +210,12 @@ def test_the_plain_large_batch_is_plain_whatever_the_job_scales() -> None:
 
 
 def test_methods_that_do_not_go_with_the_optimizer_are_refused_at_once(run: RunDir) -> None:
-    adam = make.spec(**{**SPEC, "optimizer": {"name": "AdamW", "lr": 0.1}})
+    adam = make.spec(**{**SPEC, "optimizer": {"name": "AdamW", "lr": 0.1}}, ags={"apply_to": "gradient"})
     grid = Grid(methods=("lbt", "lars", "adascale", "ortho", "ags", "lamb"), batches=(128,), seeds=1, nodes=1)
     with pytest.raises(SpecError) as error:
         plan(run, grid, adam)
     assert [problem.path for problem in error.value.problems] == ["lars", "adascale", "ortho", "ags"]
-    scaled = make.spec(**{**SPEC, "optimizer": {"name": "AdamW", "lr": 0.1}}, ags={"apply_to": "update"})
+    scaled = make.spec(**{**SPEC, "optimizer": {"name": "AdamW", "lr": 0.1}})
     plan(run, dataclasses.replace(grid, methods=("ags", "robust", "lamb")), scaled)
     with pytest.raises(SpecError) as error:
         plan(run, dataclasses.replace(grid, methods=("lamb",)))

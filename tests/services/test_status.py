@@ -1,6 +1,7 @@
 import contextlib
 import itertools
 import json
+import math
 import os
 import tempfile
 from functools import partial
@@ -15,6 +16,7 @@ from tula_cli.run.records.results import CountedEnergy
 from tula_cli.services import logs
 from tula_cli.services import status as services_status
 from tula_cli.services.progress import job_status, listing
+from tula_cli.show import status as show_status
 
 START = make.START
 NOBODY = 65534  # the user without rights
@@ -431,6 +433,21 @@ def test_lists_runs_also_damaged_ones(tmp_path):
     assert (row.model, row.dataset, row.measured, row.out_of_memory, row.failed) == ("resnet18", "digits", 1, 1, 0)
     assert (row.trained, row.best_top1, row.changed, row.problem) == (1, 83.0, START + 300, "")
     assert "not valid YAML" in by_id[second.id].problem
+
+
+def test_runs_without_classes_are_listed_by_their_loss_and_language_models_by_perplexity(tmp_path):
+    for name, metrics in (
+        ("words", {"eval_loss": 1.0, "perplexity": math.e}),
+        ("numbers", {"eval_loss": 1.0}),
+        ("old", {"eval_loss": 1.0}),
+    ):
+        run = RunDir.create(tmp_path, make.spec(name=name))
+        known = {"best_top1": 0.0} if name == "old" else {"best_top1": None, "best_loss": 0.5}
+        run.write_train_result(make.train_result().model_copy(update={"metrics": metrics, **known}))
+    by_name = {row.id.partition("-")[0]: row for row in listing.list_runs(tmp_path)}
+    assert [by_name[name].best_top1 for name in ("words", "numbers", "old")] == [None, None, None]
+    assert show_status._best(by_name["words"]) == f"perplexity {math.exp(0.5):.3f}"
+    assert (show_status._best(by_name["numbers"]), show_status._best(by_name["old"])) == ("loss 0.5000", "-")
 
 
 @pytest.mark.parametrize("edited", [False, True])

@@ -814,3 +814,26 @@ def test_a_job_with_types_and_no_price_reads_back_as_it_was_written(tmp_path):
     path.write_text(MINIMAL + "node_types: {a: {search: {nodes: [1, 2]}}, b: {search: {nodes: [1]}}}\n")
     path.write_text(dump_yaml(load_spec(path)))
     assert {name: part.search.nodes for name, part in load_spec(path).by_type().items()} == {"a": [1, 2], "b": [1]}
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "train", "ags", "expected"),
+    [
+        ("AdamW", {}, {}, "update"),
+        ("RMSprop", {"method": "static"}, {}, "update"),
+        ("AdamW", {}, {"apply_to": "gradient"}, "gradient"),
+        ("AdamW", {"method": "lbt"}, {}, None),
+        ("SGD", {}, {}, None),
+    ],
+)
+def test_ags_scales_updates_where_the_optimizer_divides_by_the_gradient(optimizer, train, ags, expected):
+    content = {
+        "model": {"name": "small_cnn"},
+        "dataset": {"name": "digits"},
+        "optimizer": {"name": optimizer, "lr": 0.1},
+        "train": {"epochs": 1, **train},
+        "ags": ags,
+    }
+    job = validate(content, source="test")
+    assert job.ags.apply_to == expected
+    assert JobSpec.model_validate_json(job.model_dump_json()) == job

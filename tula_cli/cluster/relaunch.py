@@ -276,6 +276,7 @@ def write_summary(run: RunDir, task: TrainTask) -> None:
             counted=None if energy is None else min(1.0, energy.seconds / (3600 * hours)),
             metrics=result.metrics,
             best_top1=result.best_top1,
+            best_loss=result.best_loss,
             best_epoch=result.best_epoch,
             currency=task.spec.pricing.currency,
             causes=tuple(t.cause for t in tasks[1:]),

@@ -166,6 +166,8 @@ def _training(look: Snapshot, tasks: Iterable[JobTask], *, now: float) -> Traini
         samples=int(moving[-1]["samples"]) if moving else 0,
         loss=latest.get("loss"),
         top1=last_epoch.get("top1"),
+        perplexity=last_epoch.get("perplexity"),
+        tokens_per_second=last_step.get("tokens_per_second"),
         lr=latest.get("lr"),
         step_time=latest.get("step_time"),
         predicted_step=None if prediction is None else prediction.step_time,

@@ -166,12 +166,14 @@ def training(now: "TrainingStatus") -> str:
     ]
     parts += [f"loss {number(now.loss, 4)}"] if now.loss is not None else []
     parts += [f"top-1 {number(now.top1, 4)} %"] if now.top1 is not None else []
+    parts += [f"perplexity {number(now.perplexity, 4)}"] if now.perplexity is not None else []
     parts += [f"lr {number(now.lr)}"] if now.lr is not None else []
     parts += [f"AGS {scaling(now.ags['mean'], now.ags['scaled'])}"] if now.ags is not None else []
     parts += [_tuning(now.tuning)] if now.tuning is not None else []
     if now.step_time is not None:
         predicted = "" if now.predicted_step is None else f" (predicted {number(1000 * now.predicted_step)})"
         parts.append(f"{number(1000 * now.step_time)} ms a step{predicted}")
+    parts += [f"{number(now.tokens_per_second)} tokens a second"] if now.tokens_per_second is not None else []
     parts += [f"{number(now.kwh)} kWh{' so far' * (not now.finished)}"] if now.kwh is not None else []
     if now.finished:
         parts.append("finished")
@@ -215,7 +217,7 @@ def branches(found: "Sequence[Branch]", chosen: str | None) -> "Table":
 
 def runs(found: "Sequence[RunSummary]", *, width: int) -> Iterator["RenderableType"]:
     """One row a run, on a screen of `width` columns."""
-    columns = ("run", "changed", "model", "data", "probes", "nodes", "batch", "trained", "top-1\n(%)")
+    columns = ("run", "changed", "model", "data", "probes", "nodes", "batch", "trained", "best")
     yield from long_table(columns, [_run(run) for run in found], left=range(4), width=width)
     yield from (f"{run.id} cannot be read: {run.problem}" for run in found if run.problem)
 
@@ -223,4 +225,14 @@ def runs(found: "Sequence[RunSummary]", *, width: int) -> Iterator["RenderableTy
 def _run(run: "RunSummary") -> list[str]:
     choice = {"nodes": "-", "batch": "-"} if run.recommendation is None else run.recommendation["choice"]
     counts = [str(run.measured), str(choice["nodes"]), str(choice["batch"]), str(run.trained)]
-    return [run.id, moment(run.changed), run.script or run.model, run.dataset or "-", *counts, number(run.best_top1, 4)]
+    return [run.id, moment(run.changed), run.script or run.model, run.dataset or "-", *counts, _best(run)]
+
+
+def _best(run: "RunSummary") -> str:
+    """Return the best of a run's trainings: top-1, or what a model without classes is judged by."""
+    if run.best_top1 is not None:
+        return f"top-1 {number(run.best_top1, 4)} %"
+    if run.best_loss is None:
+        return "-"
+    told = (run.best_perplexity, "perplexity") if run.best_perplexity is not None else (run.best_loss, "loss")
+    return f"{told[1]} {number(told[0], 4)}"

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 
 from tula_cli.show.status import branches, changes, scaling
 from tula_cli.show.tables import table
-from tula_cli.words import configuration, duration, near, number, percent, plural, time_unit
+from tula_cli.words import configuration, duration, near, number, percent, perplexity, plural, time_unit
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -84,6 +84,17 @@ def _training_plan(plan: "TrainPlan") -> Iterator["RenderableType"]:
 
 # --- the end of a training run
 
+
+def _best(found: "Summary") -> str:
+    """Return the best epoch's result by what it was judged: top-1, or of a language model its perplexity, or the loss."""
+    if "top1" in found.metrics:
+        return f"best top-1 {number(found.best_top1, 4)} %"
+    if found.best_loss is None:  # a run of an older tula
+        return "least loss"
+    loss = f"least loss {number(found.best_loss, 4)}"
+    return f"{loss} (perplexity {number(perplexity(found.best_loss), 4)})" if "perplexity" in found.metrics else loss
+
+
 WHOLE = 0.95
 """Share of the time over which energy has to be counted to be held against its prediction."""
 
@@ -91,8 +102,7 @@ WHOLE = 0.95
 def summary(found: "Summary", *, weights: "Path | None" = None) -> Iterator["RenderableType"]:
     """Predicted against actual, how good it is, and where its weights are."""
     changed = "" if found.batch == found.start_batch else f" (started with {found.start_batch})"
-    best = f"best top-1 {number(found.best_top1, 4)} %" if "top1" in found.metrics else "least loss"
-    at = f", {best} at epoch {found.best_epoch}" * bool(found.best_epoch)  # of a script nobody knows the epoch
+    at = f", {_best(found)} at epoch {found.best_epoch}" * bool(found.best_epoch)  # of a script nobody knows the epoch
     yield f"trained on {plural(found.nodes)} at batch {found.batch}{changed}{at}"
     if found.metrics:
         yield ", ".join(f"{name} {number(value, 4)}" for name, value in found.metrics.items())

@@ -43,7 +43,7 @@ class Ags(Section):
     # weight of the past in a moving average of the norm that delta is applied to; 0: none
     norm_ewma: Memory | None = None
     scale_ema: Memory | None = None  # the same for the factors, over refreshes
-    # update scales the optimizer's step: what Adam and its like need
+    # update scales the optimizer's step: what Adam and its like need, and have where nothing is said
     apply_to: Literal["gradient", "update"] | None = None
     consensus: Literal["broadcast", "check", "off"] = "broadcast"  # how ranks agree whether to scale
     factor: Literal["auto"] | PositiveFloat = "auto"  # of method static; auto: sqrt(batch / b_small)

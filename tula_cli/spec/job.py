@@ -139,6 +139,18 @@ class JobSpec(Section):
         return self
 
     @model_validator(mode="after")
+    def _scaling_is_of_updates_where_gradients_do_nothing(self) -> "JobSpec":
+        """Let factors be of the update, unless it is said otherwise, where the optimizer divides by what they multiply."""
+        if (
+            self.script is None
+            and self.train.facts.scales
+            and self.ags.apply_to is None
+            and self.optimizer.name in DIVIDING
+        ):
+            object.__setattr__(self, "ags", self.ags.model_copy(update={"apply_to": "update"}))  # it is frozen
+        return self
+
+    @model_validator(mode="after")
     def _schedule_fits_the_method(self) -> "JobSpec":
         if self.train.facts.constant_schedule and self.schedule.kind != "constant":
             raise ValueError(

@@ -10,10 +10,10 @@ from tula_cli.spec.methods import METHODS, Facts, Method
 
 
 class Model(Section):
-    """A torchvision model name, or `package.module:callable` that returns a torch.nn.Module."""
+    """A torchvision model name, `transformers:CLASS`, or `package.module:callable` that returns a torch.nn.Module."""
 
-    name: str  # of torchvision, of tula, or package.module:callable
-    args: dict[str, Any] = {}  # to the constructor; num_classes comes from the dataset
+    name: str  # of torchvision, of tula, transformers:CLASS, or package.module:callable
+    args: dict[str, Any] = {}  # to the constructor, or the configuration; num_classes comes from the dataset
     # file of the weights to start from: a state_dict or checkpoint by torch.save (a tula one too), or .safetensors
     weights: str | None = None
     strict: bool = True  # false: of that file what fits by name and shape is taken, and the rest is told
@@ -28,7 +28,7 @@ class Model(Section):
 
 
 class Dataset(Section):
-    """CIFAR10, CIFAR100, Caltech101, Caltech256, ImageNet, ImageFolder, FakeData, digits, or an import string.
+    """CIFAR10, CIFAR100, Caltech101, Caltech256, ImageNet, ImageFolder, FakeData, digits, python_source, python_packages, or an import string.
 
     An import string names a callable `(train: bool, transform, **args) -> torch.utils.data.Dataset`; `transform` is given
     where it takes it.

@@ -1,5 +1,6 @@
 """Batches that are no (tensor, target): what they train, what is cut of them, and what is told of those that cannot be."""
 
+import math
 from collections import namedtuple
 from typing import Any
 
@@ -7,12 +8,15 @@ import pytest
 import torch
 from token_jobs import Classifier, tokens
 from torch import nn
-from worker_jobs import same, trained, trainer
+from worker_jobs import rows, same, train_task, trained, trainer
 
 from tula_cli.errors import JobFailed, SpecError
+from tula_cli.run.directory import RunDir
 from tula_cli.worker import device
-from tula_cli.worker.build.batches.calling import ModelCall
+from tula_cli.worker.build.batches.calling import ModelCall, sequence_length
 from tula_cli.worker.build.batches.tree import cut, described, grown
+from tula_cli.worker.build.datasets import build_datasets
+from tula_cli.worker.entry import run_training
 from tula_cli.worker.measure.gradients import halves
 from tula_cli.worker.measure.inspect import inspect_job
 from tula_cli.worker.ranks import Ranks
@@ -60,6 +64,36 @@ def test_evaluation_knows_classes_in_a_dictionary(alone: Ranks) -> None:
     assert Evaluator(own).run() == found
 
 
+def test_a_language_model_is_told_by_its_perplexity(alone: Ranks, run: RunDir) -> None:
+    data = {"name": "python_source", "collate_fn": None, "args": {"length": 16, "size": 1024}}
+    job = tokens(model={"name": "token_jobs:OfBytes"}, dataset=data)
+    task = train_task(job, batch=8)
+    run_training(task, run, alone, build_datasets(job))
+    result, epochs = run.training(task.signature).result(), list(rows(run, task, "epoch"))
+    assert result is not None and result.best_top1 is None and "top1" not in result.metrics
+    assert result.metrics["perplexity"] == pytest.approx(math.exp(epochs[-1]["eval_loss"]))
+    assert [row["perplexity"] for row in epochs] == pytest.approx([math.exp(row["eval_loss"]) for row in epochs])
+    assert result.best_loss == min(row["eval_loss"] for row in epochs)
+    step = next(rows(run, task, "step"))
+    assert step["tokens_per_second"] == pytest.approx(8 * 16 / step["step_time"])
+
+
+@pytest.mark.parametrize(
+    ("batch", "length"),
+    [
+        ({"input_ids": torch.ones(4, 9).long(), "labels": torch.ones(4).long()}, 9),
+        ((torch.ones(4, 9).long(), torch.ones(4, 9).long()), 9),
+        ((torch.ones(4, 9), torch.ones(4, 9)), None),
+        ((torch.ones(4, 9).long(), torch.ones(4).long()), None),
+        ((torch.ones(4, 3, 8, 8), torch.ones(4).long()), None),
+        ({"numbers": torch.ones(4, 9).long()}, None),
+        (torch.ones(4, 9).long(), None),
+    ],
+)
+def test_the_length_of_text_is_known_by_names_and_pairs(batch: Any, length: int | None) -> None:
+    assert sequence_length(batch) == length
+
+
 def test_a_loss_of_the_whole_batch_has_no_accuracy(alone: Ranks) -> None:
     job = tokens(
         model={"name": "token_jobs:NextWord"},
@@ -70,6 +104,7 @@ def test_a_loss_of_the_whole_batch_has_no_accuracy(alone: Ranks) -> None:
     losses = [float(step.loss) for step in worker_train_loop.steps(subject)]
     found = Evaluator(subject).run()
     assert losses[-1] < losses[0] and found.loss == found.loss and found.top1 != found.top1
+    assert math.isnan(found.perplexity), "nobody knows what a loss of the user's own means"
 
 
 def test_halves_of_a_dictionary_are_those_of_the_plain_batch(alone: Ranks) -> None:

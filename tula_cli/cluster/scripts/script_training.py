@@ -329,7 +329,7 @@ class ScriptTraining:
                 steps=steps,
                 epochs=script.length.epochs or 0,
                 metrics=metrics,
-                best_top1=metrics.get("best_top1", 0.0),
+                best_top1=metrics.get("best_top1"),
                 best_epoch=0,
                 step_time=seconds or None,
                 finished_at=time.time(),

@@ -92,8 +92,9 @@ class TrainResult(Record):
     samples: int
     steps: int
     epochs: int
-    metrics: dict[str, float]  # of the last epoch: loss, top1, top5; those that are finite
-    best_top1: float
+    metrics: dict[str, float]  # of the last epoch: loss, top1, top5, perplexity; those that are finite
+    best_top1: float | None  # None where there are no classes
+    best_loss: float | None = None  # on the evaluation set, of the best epoch
     best_epoch: int  # of the highest top-1, or of the least loss where there are no classes
     step_time: float | None  # seconds, over all epochs at the last batch; None where all refreshed AGS
     finished_at: float
@@ -162,7 +163,8 @@ class Summary(Record):
     actual_kwh: float | None = None  # None where the GPUs have no counter
     counted: float | None = None  # share of the actual hours over which it was counted
     metrics: dict[str, float]
-    best_top1: float
+    best_top1: float | None  # None where there are no classes
+    best_loss: float | None = None  # on the evaluation set, of the best epoch; None of a script
     best_epoch: int
     currency: str
     causes: tuple[str, ...]  # why each relaunch happened

@@ -27,7 +27,8 @@ if TYPE_CHECKING:
 class CellReport:
     """One training. Accuracies are percentages after the last epoch; `batch` is the one it ended with; `samples` are all
     that it trained on, in the branches of a self-tuning one too. `metrics` are what a script has told, in its own units: the
-    last of each, and the best under `best_`; of tula's own loop there are none, and of a script no accuracies."""
+    last of each, and the best under `best_`; of tula's own loop the perplexity of a language model; of a script there are no
+    accuracies."""
 
     cell: Cell
     state: State
@@ -173,7 +174,9 @@ def _columns(cells: Sequence[CellReport], spec: JobSpec) -> tuple[str, ...]:
     if spec.script is not None:
         return tuple(column for name in spec.script.metric for column in (name, f"best_{name}"))
     finished = any(cell.finished for cell in cells)
-    return ("loss",) if finished and all(cell.top1 is None for cell in cells) else ("top1", "top5")
+    if not finished or any(cell.top1 is not None for cell in cells):
+        return ("top1", "top5")
+    return ("loss", "perplexity") if any("perplexity" in cell.metrics for cell in cells) else ("loss",)
 
 
 def _cell_report(training: TrainingRun, cell: Cell, job: JobStatus | None, spec: JobSpec) -> CellReport:
@@ -211,6 +214,7 @@ def _cell_report(training: TrainingRun, cell: Cell, job: JobStatus | None, spec:
         top5=summary.metrics.get("top5"),
         loss=loss,
         best_top1=summary.best_top1 if "top1" in summary.metrics else None,
+        metrics={name: value for name, value in summary.metrics.items() if name == "perplexity"},
     )
 
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 
+from tula_cli.presets import DIVIDING
 from tula_cli.run.records.inspections import Inspection
 from tula_cli.spec.job import JobSpec
 from tula_cli.spec.sections import FEWEST_WORKERS, MOST_WORKERS
@@ -17,7 +18,7 @@ def settings(spec: JobSpec, inspection: Inspection | None) -> tuple[str, ...]:
     """
     if spec.script is not None:  # how it computes is its own, and its loader's processes too without {workers}
         return tuple(_loader(spec, inspection)) if "workers" in spec.script.placeholders else ()
-    loader = tuple(_loader(spec, inspection))
+    loader = (*_loader(spec, inspection), *_scaled(spec))
     if not _on_gpu(spec, inspection):
         return loader
     found = ", ".join(_on(spec, inspection))
@@ -39,6 +40,14 @@ def _loader(spec: JobSpec, inspection: Inspection | None) -> Iterator[str]:
         why = f"by its share of {plural(inspection.cpus, 'core')}"
     number = str(most) if fewest == most else f"{fewest} to {most}"
     yield f"data loader: {number} processes a rank, {why} (train.workers: auto)"
+
+
+def _scaled(spec: JobSpec) -> Iterator[str]:
+    """Yield what gradient scaling is applied to, where that is not the gradient."""
+    if spec.train.facts.scales and spec.ags.resolved().apply_to == "update":
+        name = spec.optimizer.name
+        why = f": {name} divides a factor on its gradients out" if name in DIVIDING else ""
+        yield f"train.method {spec.train.method} scales the steps of {name}, not its gradients{why} (ags.apply_to: update)"
 
 
 def loaders(spec: JobSpec, inspection: Inspection | None, *, ranks: int) -> tuple[int, int]:

@@ -93,6 +93,8 @@ class TrainingStatus:
     # what gradient scaling did ("mean" factor, share of steps "scaled"): in the last epoch, a script's since it was started
     ags: Mapping[str, Any] | None = None
     changes: tuple[StepChange, ...] = ()  # of the step time, oldest first
+    perplexity: float | None = None  # of the last epoch's evaluation; None where it is no language model
+    tokens_per_second: float | None = None  # of all GPUs, padding counted; None where batches are no text
 
 
 Results = dict[str, Measured | OutOfMemory | Failed]

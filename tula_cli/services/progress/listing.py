@@ -1,7 +1,7 @@
 """`tula list`: the runs under a root. Only what a line shows is read, as plain JSON: no record is checked whole."""
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -9,6 +9,7 @@ from typing import Any
 from tula_cli.errors import TulaError
 from tula_cli.run import files, parsed_spec
 from tula_cli.spec.scripts.placeholders import program
+from tula_cli.words import perplexity
 
 # --- all runs
 
@@ -28,7 +29,9 @@ class RunSummary:
     failed: int = 0
     recommendation: Mapping[str, Any] | None = None  # as recommendation.json has it
     trained: int = 0  # finished training runs
-    best_top1: float | None = None
+    best_top1: float | None = None  # percent; None where no training has classes
+    best_loss: float | None = None  # the least on an evaluation set, of all trainings
+    best_perplexity: float | None = None  # of a language model, at that loss
     problem: str = ""
 
 
@@ -65,8 +68,21 @@ def _summary(run: Path) -> RunSummary:
         failed=kinds.count("failed"),
         recommendation=recommendation,
         trained=len(finished),
-        best_top1=max((result["best_top1"] for result in finished), default=None),
+        **_best(finished),
     )
+
+
+def _best(finished: Sequence[Mapping[str, Any]]) -> dict[str, float | None]:
+    """Return the best of all trainings that have ended, by what each was judged by."""
+    least = min((loss for result in finished if (loss := result.get("best_loss")) is not None), default=None)
+    language = any("perplexity" in result.get("metrics", ()) for result in finished)
+    # An older tula wrote a top-1 of 0 where there were no classes.
+    judged = [result for result in finished if {"top1", "best_top1"} & set(result.get("metrics", ()))]
+    return {
+        "best_top1": max((top1 for result in judged if (top1 := result["best_top1"]) is not None), default=None),
+        "best_loss": least,
+        "best_perplexity": perplexity(least) if language and least is not None else None,
+    }
 
 
 def _job(run: Path) -> tuple[dict[str, str], list[Path]]:

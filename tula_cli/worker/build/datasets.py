@@ -19,6 +19,7 @@ from tula_cli.worker.build.construct import accepts, construct
 from tula_cli.worker.build.samples import Datasets, EvaluationDataset, Samples, SeededDataset, Transform, length
 from tula_cli.worker.build.sampling import build_sampler
 from tula_cli.worker.build.streams import StreamedDataset
+from tula_cli.worker.build.text import source_text
 from tula_cli.worker.build.transforms import build_transforms
 
 SPLIT_SEED = 0
@@ -64,7 +65,8 @@ def build_datasets(spec: JobSpec) -> Datasets:
     )
     build = dataset_source(spec.dataset.name)
     train, held_out, classes = build(spec, *transforms)
-    found = Datasets(_training(spec, train), _evaluation(spec, held_out), classes, build_collate(spec))
+    collate = build_collate(spec) or source_text.COLLATES.get(spec.dataset.name)
+    found = Datasets(_training(spec, train), _evaluation(spec, held_out), classes, collate)
     for samples, what in ((found.train, "training"), (found.eval, "evaluation")):
         if len(samples) == 0:
             raise SpecError(f"dataset {spec.dataset.name} has no {what} samples")
@@ -346,6 +348,7 @@ BUILTINS: dict[str, Callable[[JobSpec, Transform, Transform], Split]] = {
     "ImageFolder": _image_folder,
     "FakeData": _fake,
     "digits": _digits,
+    **source_text.DATASETS,
 }
 
 DOWNLOADABLE = ("CIFAR10", "CIFAR100", "Caltech101", "Caltech256")
@@ -356,6 +359,7 @@ SOURCES = {
     "ImageFolder": "set dataset.root to a folder with one sub-folder a class, or with train/ and val/ made like that",
     "FakeData": "FakeData needs no download",
     "digits": "digits come with scikit-learn",
+    **dict.fromkeys(source_text.DATASETS, "it is the source text of Python's own library"),
 }
 
 

@@ -17,6 +17,7 @@ from tula_cli.worker.build.batches.calling import LossFunction, ModelCall
 from tula_cli.worker.build.construct import accepts, construct, refused
 from tula_cli.worker.build.finetune.frozen import freeze
 from tula_cli.worker.build.finetune.groups import Parameters, flat
+from tula_cli.worker.build.text.from_config import FromConfig, is_of_transformers
 
 
 class SmallCNN(nn.Module):
@@ -83,6 +84,8 @@ def build_model(spec: JobSpec, classes: int | None) -> nn.Module:
 
 
 def model_builder(name: str) -> Callable[..., Any]:
+    if is_of_transformers(name):
+        return FromConfig(name)
     if is_import_string(name) or name in OWN_MODELS:
         return load(name, OWN_MODELS, kind="model")  # type: ignore[no-any-return]
     known = torchvision.models.list_models()

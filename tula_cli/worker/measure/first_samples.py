@@ -1,5 +1,6 @@
 """The first samples of a job, and the batch that they make: looked at before anything is trained on them."""
 
+import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -11,15 +12,19 @@ from torch.utils._pytree import tree_leaves
 from tula_cli.errors import JobFailed, SpecError, TulaError
 from tula_cli.plugins import is_import_string
 from tula_cli.spec.job import JobSpec
+from tula_cli.worker.build.batches.calling import sequence_length
 from tula_cli.worker.build.batches.collate import Collate, collated
 from tula_cli.worker.build.batches.tree import cut, described, tensors
 from tula_cli.worker.build.datasets import check_sample
 from tula_cli.worker.build.samples import Datasets
+from tula_cli.worker.build.text import source_text
 
 COMPARED = 5
 """Samples that have to make a batch: as many as nothing else is in a sample, such as colours."""
 SPREAD, LOOKED_AT = 16, 256
 """Samples by which varying lengths are found, and then the longest: a share of each part of the training set."""
+PADDED = 32
+"""Samples of the batch whose padding is told; larger ones have more."""
 PLAIN = (torch.Tensor, type(None), str, bytes, int, float)
 
 
@@ -46,7 +51,7 @@ def look_at(spec: JobSpec, datasets: Datasets) -> FirstSamples:
         SpecError: they make none, or one that cannot be cut.
         JobFailed: the user's dataset or collate_fn fails.
     """
-    own = is_import_string(spec.dataset.name)
+    own = is_import_string(spec.dataset.name) or spec.dataset.name in source_text.DATASETS
     try:
         items = datasets.train.first(COMPARED)
         held_out = datasets.eval.first(1)[0]
@@ -72,8 +77,21 @@ def look_at(spec: JobSpec, datasets: Datasets) -> FirstSamples:
     warning = (
         f"samples differ in shape: memory is estimated for the largest of {looked_at} that were looked at,"
         f" {described(item)}, and each probe takes one step of such samples alone; a larger one may still come"
+        + _padding(datasets)
     )
     return FirstSamples(item, batch, len(items), (warning,))
+
+
+def _padding(datasets: Datasets) -> str:
+    """Return in words which share of the batches of text is padding; empty where samples are no text of known names."""
+    items = datasets.train.spread(LOOKED_AT)
+    lengths = [sequence_length(collated(datasets.collate, [item])) for item in items]
+    known = [length for length in lengths if length]
+    if not known or len(known) < len(lengths):
+        return ""
+    some = sequence_length(collated(datasets.collate, items[:PADDED])) or max(known[:PADDED])
+    share = 1 - statistics.fmean(known[:PADDED]) / some
+    return f"; {round(100 * share)} % of a batch of {len(items[:PADDED])} samples is padding"
 
 
 def longest(datasets: Datasets) -> tuple[Any, int] | None:

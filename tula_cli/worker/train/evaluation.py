@@ -11,7 +11,8 @@ import torch
 import torch.distributed as dist
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from tula_cli.worker.build.batches.calling import scores
+from tula_cli.words import perplexity
+from tula_cli.worker.build.batches.calling import is_language, scores
 from tula_cli.worker.build.compiled import as_written
 from tula_cli.worker.build.finetune.frozen import FrozenStatistics
 from tula_cli.worker.build.sampling import eval_loader
@@ -27,12 +28,16 @@ _STREAM = 0x4E4F  # parts this module's random numbers from the job's others
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Means over the evaluation set. Accuracies are percentages; nan where the output is not one score a class."""
+    """Means over the evaluation set. Accuracies are percentages; nan where the output is not one score a class.
+
+    The loss of a language model is the mean over samples of what each batch's is over its tokens.
+    """
 
     loss: float
     top1: float
     top5: float
     samples: int
+    perplexity: float = float("nan")  # the exponential of the loss of a language model; nan of any other
 
 
 class Evaluator:
@@ -71,7 +76,7 @@ class Evaluator:
         for buffer in trainer.ddp.module.buffers():
             dist.broadcast(buffer, src=0)
         trainer.ddp.eval()
-        sums = torch.zeros(4, dtype=torch.float64, device=trainer.ranks.device)
+        sums = torch.zeros(5, dtype=torch.float64, device=trainer.ranks.device)
         common = self._common_batches()
         for index, batch in enumerate(self.loader):
             if index == max_batches:
@@ -80,10 +85,13 @@ class Evaluator:
             if index < common:
                 between()
         trainer.ddp.train()
-        loss, top1, top5, samples = trainer.ranks.sum(sums.tolist())
+        loss, top1, top5, samples, language = trainer.ranks.sum(sums.tolist())
         if not samples:
             return Evaluation(float("nan"), float("nan"), float("nan"), 0)
-        return Evaluation(loss / samples, 100 * top1 / samples, 100 * top5 / samples, int(samples))
+        mean = loss / samples
+        # Of a loss of the user's own nobody knows whether it is the mean logarithm that perplexity is made of.
+        told = perplexity(mean) if language == samples and trainer.call.default else math.nan
+        return Evaluation(mean, 100 * top1 / samples, 100 * top5 / samples, int(samples), told)
 
     def _common_batches(self) -> int:
         """Return how many batches the last rank has; the first ones may have one more."""
@@ -98,7 +106,7 @@ class Evaluator:
         return min(size, len(range(ranks.rank, len(self.trainer.datasets.eval), ranks.world)) - index * size)
 
     def _score(self, batch: Any, count: int) -> torch.Tensor:
-        """Return (loss, top-1 hits, top-5 hits, samples) summed over a batch of `count` samples."""
+        """Return (loss, top-1 hits, top-5 hits, samples, samples of language) summed over a batch of `count` samples."""
         trainer = self.trainer
         odd = count != trainer.micro_batch  # the last batch, which is not worth a compilation
         with as_written(trainer.spec.train) if odd else contextlib.nullcontext(), autocast(trainer):
@@ -111,9 +119,8 @@ class Evaluator:
             best = guesses.topk(min(5, guesses.shape[1]), dim=1).indices
             match = best == targets[:, None]
             hits1, hits5 = match[:, 0].sum(), match.any(dim=1).sum()
-        return torch.stack(
-            [value.double().to(trainer.ranks.device) for value in (loss * count, hits1, hits5, torch.tensor(count))]
-        )
+        told = (loss * count, hits1, hits5, torch.tensor(count), torch.tensor(count * is_language(guesses, targets)))
+        return torch.stack([value.double().to(trainer.ranks.device) for value in told])
 
 
 def average_statistics(trainer: Trainer, *, between: Callable[[], None] = lambda: None) -> None:

@@ -276,6 +276,7 @@ class Training:
     def _write_result(self, result: Evaluation) -> None:
         trainer, signature = self.trainer, self.task.signature
         metrics = {"eval_loss": result.loss, "top1": result.top1, "top5": result.top5}
+        metrics["perplexity"] = result.perplexity
         self.run.write_train_result(
             TrainResult(
                 signature=signature,
@@ -286,7 +287,8 @@ class Training:
                 epochs=trainer.position.epoch,
                 # JSON knows no nan: accuracies without classes, or the loss of an evaluation that is not finite.
                 metrics={name: value for name, value in metrics.items() if math.isfinite(value)},
-                best_top1=self.best["top1"] if math.isfinite(self.best["top1"]) else 0.0,
+                best_top1=_known(self.best["top1"]),
+                best_loss=_known(self.best["loss"]),
                 best_epoch=int(self.best["epoch"]),
                 step_time=self._step_time(),
                 finished_at=time.time(),
@@ -322,6 +324,10 @@ class Training:
             elif row["kind"] == "epoch" and alike and row["step_time"] is not None:
                 found.append(row["step_time"])
         return centre(found) if found else None
+
+
+def _known(value: float) -> float | None:
+    return value if math.isfinite(value) else None
 
 
 def _better(result: Evaluation, best: dict[str, float]) -> bool:

@@ -18,6 +18,7 @@ from tula_cli.run.records.tasks import TrainTask
 from tula_cli.spec.job import warmup_epochs
 from tula_cli.words import number, plural
 from tula_cli.worker import environment
+from tula_cli.worker.build.batches.calling import sequence_length
 from tula_cli.worker.build.sampling import steps_left
 from tula_cli.worker.build.streams import StreamedDataset
 from tula_cli.worker.train.diagnostics import Diagnostics
@@ -121,9 +122,15 @@ class TrainingLog:
             data_wait=statistics.fmean(waits),
             compute=self.parts and self.parts.compute,
             sync=self.parts and self.parts.sync,
+            tokens_per_second=self._tokens_per_second(statistics.fmean(seconds)),
             eta=self._seconds_left(statistics.fmean(seconds), overhead),
         )
         self.recent = []
+
+    def _tokens_per_second(self, step_time: float) -> float | None:
+        """Return the tokens of all GPUs a second, padding counted; None where batches are no text."""
+        length = sequence_length(self.trainer.last_batch)
+        return None if length is None or not step_time else length * self.trainer.batch / step_time
 
     def _seconds_left(self, step_time: float, overhead: float) -> float:
         trainer = self.trainer
@@ -193,6 +200,7 @@ class TrainingLog:
             eval_loss=result.loss,
             top1=result.top1,
             top5=result.top5,
+            perplexity=result.perplexity,
             step_time=step_time,
             predicted_step=prediction.step_time if prediction else None,
             step_low=prediction.step_low if prediction else None,
@@ -217,6 +225,7 @@ class TrainingLog:
             f"epoch {position.epoch} of {self.task.spec.train.epochs}: {position.samples} samples, loss {number(loss, 4)},"
             f" eval loss {number(result.loss, 4)}, "
             + f"top-1 {number(result.top1, 4)} %, " * classes
+            + f"perplexity {number(result.perplexity, 4)}, " * math.isfinite(result.perplexity)
             + f"lr {number(lr)}, {number(step_time and 1000 * step_time)} ms a step"
         )
 

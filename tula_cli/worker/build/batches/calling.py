@@ -14,6 +14,8 @@ from tula_cli.worker.build.batches.tree import described
 LossFunction = Callable[[Any, Any], torch.Tensor]  # (outputs, target), or (outputs, batch), -> 0-dim loss
 TARGETS = ("labels", "label", "targets", "target", "y")
 """Keys of a batch that hold its target, where the model takes them all."""
+TOKENS = ("input_ids", "ids", "tokens")
+"""Keys of a batch that hold the numbers of words."""
 
 
 @dataclass(frozen=True)
@@ -171,6 +173,29 @@ def scores(outputs: Any) -> Any:
     found = outputs.get("logits") if isinstance(outputs, Mapping) else getattr(outputs, "logits", None)
     # A tuple with that name is GoogLeNet's, whose other outputs have a loss too.
     return found if isinstance(found, torch.Tensor) and not isinstance(outputs, tuple) else outputs
+
+
+def is_language(outputs: Any, targets: Any) -> bool:
+    """Return whether the scores are one a word, or byte, of a vocabulary at each place, and the targets words at each place."""
+    if not isinstance(outputs, torch.Tensor) or not isinstance(targets, torch.Tensor) or outputs.ndim != 3:
+        return False
+    return targets.shape == outputs.shape[:2] and not targets.is_floating_point()
+
+
+def sequence_length(batch: Any) -> int | None:
+    """Return how many tokens a sample of a batch has, its padding counted; None where a batch is not known to be text.
+
+    Known are the names that ids go by, and a pair of ids and targets of one shape.
+    """
+    fields = _fields(batch)
+    if fields is not None:
+        found = [fields[key] for key in TOKENS if key in fields]
+    elif type(batch) in (tuple, list) and len(batch) == 2 and all(isinstance(part, torch.Tensor) for part in batch):
+        found = [batch[0]] if batch[0].shape == batch[1].shape and not batch[1].is_floating_point() else []
+    else:
+        found = []
+    ids = next((leaf for leaf in found if isinstance(leaf, torch.Tensor) and leaf.ndim == 2), None)
+    return None if ids is None or ids.is_floating_point() else ids.shape[1]
 
 
 def _own_loss(outputs: Any) -> torch.Tensor | None:

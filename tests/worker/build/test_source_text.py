@@ -1,0 +1,119 @@
+"""Datasets on the source of the standard library, and models built from a configuration of transformers."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from tula_cli.errors import SpecError
+from tula_cli.spec.load import validate
+from tula_cli.worker.build import zoo
+from tula_cli.worker.build.batches.collate import collated
+from tula_cli.worker.build.datasets import build_datasets
+from tula_cli.worker.build.text import from_config, source_text
+
+GPT2 = {"model_type": "gpt2", "n_layer": 2, "n_embd": 16, "n_head": 2, "n_positions": 32, "vocab_size": 256}
+
+
+def job(dataset: str = "python_source", model: str = "AutoModelForCausalLM", args: Any = None, **data: Any) -> Any:
+    content = {
+        "model": {"name": f"transformers:{model}", "args": GPT2 if args is None else args},
+        "dataset": {"name": dataset, "args": {"length": 32, "size": 20_000, **data}},
+        "optimizer": {"name": "AdamW", "lr": 1e-3},
+        "train": {"epochs": 1, "method": "lbt"},
+        "cluster": {"device": "cpu"},
+    }
+    return validate(content, source="test")
+
+
+def test_blocks_of_source_are_the_same_each_time_and_hold_out_files() -> None:
+    found, again = (build_datasets(job()) for _ in range(2))
+    sample = found.train[0, 3]
+    assert sample["input_ids"].shape == (32,) and torch.equal(sample["input_ids"], sample["labels"])
+    assert torch.equal(sample["input_ids"], again.train[0, 3]["input_ids"])
+    assert 500 < len(found.train) + len(found.eval) <= 20_000 // 32
+    held_out = {bytes(item["input_ids"].tolist()) for item in found.eval.first(50)}
+    assert not held_out & {bytes(item["input_ids"].tolist()) for item in found.train.first(600)}
+
+
+def test_fragments_have_the_number_of_their_package_and_are_padded_to_the_longest() -> None:
+    found = build_datasets(job("python_packages", classes=3))
+    assert found.classes == 3
+    items = found.train.first(len(found.train))
+    assert {item["labels"] for item in items} == {0, 1, 2} == {item["labels"] for item in found.eval.first(10_000)}
+    assert max(len(item["input_ids"]) for item in items) <= 32
+    some = sorted(items, key=lambda item: len(item["input_ids"]))
+    batch = collated(found.collate, [some[0], some[-1]])
+    assert batch["input_ids"].shape == batch["attention_mask"].shape == (2, 32)
+    assert batch["attention_mask"].sum(1).tolist() == [len(some[0]["input_ids"]), 32]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "problem"),
+    [({"length": 30_000}, "make no block"), ({"length": 0}, "integers from 2 on"), ({"words": 3}, "words")],
+)
+def test_sizes_that_make_no_dataset_are_refused(arguments: dict[str, Any], problem: str) -> None:
+    with pytest.raises(SpecError, match=problem):
+        build_datasets(job(**arguments))
+
+
+def test_text_takes_no_transform() -> None:
+    changed = {**job().model_dump(exclude_unset=True), "transforms": {"train": ["RandomHorizontalFlip"]}}
+    with pytest.raises(SpecError, match="text, which takes no transform"):
+        build_datasets(validate(changed, source="test"))
+
+
+def test_long_lines_are_cut_and_blank_parts_left_out() -> None:
+    assert source_text._fragments(b"ab\ncd\n\n\n\n\n\n0123456789\n", 6) == [b"ab\ncd\n", b"012345", b"6789\n"]
+
+
+def test_a_language_model_is_built_from_its_configuration_and_takes_its_own_loss() -> None:
+    spec = job()
+    model = zoo.build_model(spec, None)
+    assert not model.config.use_cache and model.config.eos_token_id is None
+    call = zoo.model_call(spec, model, zoo.build_loss(spec))
+    batch = collated(None, build_datasets(spec).train.first(2))
+    outputs = call.outputs(model, batch)
+    assert outputs.logits.shape == (2, 32, 256)
+    assert call.loss_of(outputs, batch) is outputs.loss and 4 < float(outputs.loss) < 7, "ln 256 is 5.5"
+
+
+def test_a_classifier_has_the_classes_of_its_dataset() -> None:
+    bert = {"model_type": "distilbert", "n_layers": 1, "dim": 16, "n_heads": 2, "hidden_dim": 16, "vocab_size": 256}
+    model = zoo.build_model(job(model="AutoModelForSequenceClassification", args=bert), 5)
+    assert model.config.num_labels == 5
+    assert model(input_ids=torch.ones(2, 4, dtype=torch.int64)).logits.shape == (2, 5)
+
+
+def test_a_class_of_its_own_knows_its_configuration() -> None:
+    settings = {key: value for key, value in GPT2.items() if key != "model_type"}
+    assert type(zoo.build_model(job(model="GPT2LMHeadModel", args=settings), None)).__name__ == "GPT2LMHeadModel"
+
+
+@pytest.mark.parametrize(
+    ("model", "args", "problem"),
+    [
+        ("AutoModelForCausalLM", {}, "needs model_type"),
+        ("AutoModelForCausalLM", {"model_type": "gtp2"}, "did you mean gpt2"),
+        ("AutoModelForCausalLM", {**GPT2, "n_layers": 3}, "n_layers.*no such setting"),
+        ("AutoModelForCausalLM", {**GPT2, "n_head": 3}, "refuses"),
+        ("AutoModelForCausalML", GPT2, "did you mean AutoModelForCausalLM"),
+        ("pipeline", GPT2, "no class of models"),
+    ],
+)
+def test_what_no_model_can_be_built_from_is_told(model: str, args: dict[str, Any], problem: str) -> None:
+    with pytest.raises(SpecError) as caught:
+        zoo.build_model(job(model=model, args=args), None)
+    import re
+
+    assert re.search(problem, f"{caught.value.message} {caught.value.hint}")
+
+
+def test_without_transformers_the_line_to_type_is_told(monkeypatch) -> None:
+    def gone(name: str) -> None:
+        raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+    monkeypatch.setattr(from_config.importlib, "import_module", gone)
+    with pytest.raises(SpecError) as caught:
+        zoo.build_model(job(), None)
+    assert "which is not installed" in caught.value.message and "tula-cli[transformers]" in caught.value.hint

@@ -1,0 +1,123 @@
+"""`model: transformers:CLASS`: a model of the package transformers, built from a configuration; nothing is downloaded."""
+
+import importlib
+from typing import Any
+
+from torch import nn
+
+from tula_cli.errors import SpecError
+from tula_cli.plugins import nearest
+from tula_cli.worker.build.construct import refused
+
+PREFIX = "transformers:"
+_SPECIAL_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id", "sep_token_id", "cls_token_id")
+_NO_SETTINGS_OF_THEIRS = ("attn_implementation",)
+"""Taken by every configuration, and no attribute of any."""
+
+
+def is_of_transformers(name: str) -> bool:
+    """Return whether a model's name is one of these."""
+    return name.startswith(PREFIX)
+
+
+class FromConfig:
+    """Builds one class of transformers from the settings of its configuration.
+
+    An Auto class needs `model_type` (gpt2, llama, bert ...), which says whose configuration it is; any other class knows its
+    own. What is not given is that configuration's default, but for two: there is no cache of keys and values, which training
+    would fill for nothing, and special tokens that lie beyond `vocab_size` are none.
+
+    Args:
+        name: `transformers:CLASS`.
+
+    Raises:
+        SpecError: transformers is not installed, or has no such class of models.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.package = _package(name)
+        attribute = name.removeprefix(PREFIX)
+        self.target = getattr(self.package, attribute, None)
+        if not isinstance(self.target, type) or not (self._auto or hasattr(self.target, "config_class")):
+            known = [n for n in dir(self.package) if n.startswith("AutoModel")]
+            raise SpecError(
+                f"model {name!r}: transformers has no class of models {attribute!r}",
+                nearest(attribute, known)
+                or "for example transformers:AutoModelForCausalLM with args {model_type: gpt2}",
+            )
+
+    @property
+    def _auto(self) -> bool:
+        return hasattr(self.target, "from_config")
+
+    def __call__(self, num_classes: int | None = None, model_type: str | None = None, **settings: Any) -> nn.Module:
+        """Return the model, initialised from torch's current random state.
+
+        Args:
+            num_classes: of the dataset: `num_labels` of a class for classification.
+            model_type: of an Auto class.
+            settings: of the configuration.
+
+        Raises:
+            SpecError: a setting is unknown or refused.
+        """
+        kind = self._config_class(model_type)
+        default = kind()
+        self._check_known(settings, default)
+        if num_classes is not None and "Classification" in self.name:
+            settings.setdefault("num_labels", num_classes)
+        if hasattr(default, "use_cache"):
+            settings.setdefault("use_cache", False)
+        vocabulary = settings.get("vocab_size")
+        for key in _SPECIAL_TOKENS:
+            token = getattr(default, key, None)
+            if isinstance(vocabulary, int) and isinstance(token, int) and token >= vocabulary:
+                settings.setdefault(key, None)
+        try:
+            config = kind(**settings)
+            model = self.target.from_config(config) if self._auto else self.target(config)
+        # Each model checks its sizes in its own way, and newer versions of transformers have errors of their own for it.
+        except Exception as error:
+            raise refused(error, settings, path="model.args", name=self.name) from error
+        assert isinstance(model, nn.Module)
+        return model
+
+    def _config_class(self, model_type: str | None) -> Any:
+        if not self._auto:
+            if model_type is not None:
+                raise SpecError(f"model.args.model_type: {self.name} is of one type", "leave model_type out")
+            return self.target.config_class
+        known = self.package.CONFIG_MAPPING
+        if model_type is None:
+            raise SpecError(
+                f"model.args: {self.name} needs model_type, which says what kind of transformer to build",
+                "for example model_type: gpt2 (llama, bert, distilbert ...), with the settings of its configuration beside it",
+            )
+        if model_type not in known:
+            raise SpecError(
+                f"model.args.model_type: transformers has no {model_type!r}", nearest(model_type, list(known.keys()))
+            )
+        return known[model_type]
+
+    def _check_known(self, settings: dict[str, Any], default: Any) -> None:
+        """Refuse what the configuration would keep and nothing would read."""
+        known = [key for key in {*vars(default), *default.to_dict(), *default.attribute_map} if not key.startswith("_")]
+        for key in settings:
+            if key not in (*known, *_NO_SETTINGS_OF_THEIRS) and not hasattr(default, key):
+                raise SpecError(
+                    f"model.args.{key}: the configuration {type(default).__name__} of {self.name} has no such setting",
+                    nearest(key, known),
+                )
+
+
+def _package(name: str) -> Any:
+    try:
+        return importlib.import_module("transformers")
+    except ModuleNotFoundError as error:
+        if error.name != "transformers":
+            raise
+        raise SpecError(
+            f"model {name} needs the package transformers, which is not installed",
+            "pip install 'tula-cli[transformers]'",
+        ) from None

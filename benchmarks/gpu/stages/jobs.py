@@ -65,7 +65,8 @@ def told_by_run(stage: Stage) -> None:
     )
     wanted = ("cuda", "nccl") if stage.on_card else ("cpu", "gloo")
     stage.require((seen.device, seen.backend) == wanted, f"measured on {seen.device} by {seen.backend}")
-    stage.require_on_card("top1", summary.best_top1 >= 97, f"top-1 {summary.best_top1:.2f} %")
+    top1 = summary.best_top1 or 0.0
+    stage.require_on_card("top1", top1 >= 97, f"top-1 {top1:.2f} %")
     stage.require_on_card(
         "step_error", error is not None and abs(error) <= 0.1, f"the step time was predicted {error or 0:+.0%} off"
     )

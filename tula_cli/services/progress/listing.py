@@ -58,6 +58,7 @@ def _summary(run: Path) -> RunSummary:
     moments = [result["measured_at"] for result in results if "measured_at" in result]
     moments += [job["submitted_at"] for job in jobs] + [result["finished_at"] for result in finished]
     moments += [recommendation["created_at"]] if recommendation else []
+    top1, loss, perplexed = _best(finished)
     return RunSummary(
         id=run.name,
         path=run,
@@ -68,21 +69,20 @@ def _summary(run: Path) -> RunSummary:
         failed=kinds.count("failed"),
         recommendation=recommendation,
         trained=len(finished),
-        **_best(finished),
+        best_top1=top1,
+        best_loss=loss,
+        best_perplexity=perplexed,
     )
 
 
-def _best(finished: Sequence[Mapping[str, Any]]) -> dict[str, float | None]:
-    """Return the best of all trainings that have ended, by what each was judged by."""
+def _best(finished: Sequence[Mapping[str, Any]]) -> tuple[float | None, float | None, float | None]:
+    """Return top-1, loss and perplexity of the best of all trainings that have ended, each None where it is not known."""
     least = min((loss for result in finished if (loss := result.get("best_loss")) is not None), default=None)
     language = any("perplexity" in result.get("metrics", ()) for result in finished)
     # An older tula wrote a top-1 of 0 where there were no classes.
     judged = [result for result in finished if {"top1", "best_top1"} & set(result.get("metrics", ()))]
-    return {
-        "best_top1": max((top1 for result in judged if (top1 := result["best_top1"]) is not None), default=None),
-        "best_loss": least,
-        "best_perplexity": perplexity(least) if language and least is not None else None,
-    }
+    top1 = max((top1 for result in judged if (top1 := result["best_top1"]) is not None), default=None)
+    return top1, least, perplexity(least) if language and least is not None else None
 
 
 def _job(run: Path) -> tuple[dict[str, str], list[Path]]:

@@ -38,7 +38,7 @@ class FromConfig:
         self.name = name
         self.package = _package(name)
         attribute = name.removeprefix(PREFIX)
-        self.target = getattr(self.package, attribute, None)
+        self.target: Any = getattr(self.package, attribute, None)
         if not isinstance(self.target, type) or not (self._auto or hasattr(self.target, "config_class")):
             known = [n for n in dir(self.package) if n.startswith("AutoModel")]
             raise SpecError(

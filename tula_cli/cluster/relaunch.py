@@ -254,7 +254,10 @@ def write_summary(run: RunDir, task: TrainTask) -> None:
     result, tasks, attempts = training.result(), training.tasks(), training.attempts()
     assert result is not None
     assert tasks
-    hours = sum((a.ended_at or time.time()) - a.started_at for a in attempts) / 3600
+    took = {a.task: 0.0 for a in attempts}
+    for a in attempts:
+        took[a.task] += ((a.ended_at or time.time()) - a.started_at) / 3600
+    hours = sum(took.values())
     prediction, energy = tasks[0].ladder[0].prediction, training.energy()
     run.write_summary(
         Summary(
@@ -266,7 +269,7 @@ def write_summary(run: RunDir, task: TrainTask) -> None:
             predicted_hours=prediction.hours if prediction else None,
             actual_hours=hours,
             predicted_cost=prediction.cost if prediction else None,
-            actual_cost=_cost(task, hours, prediction),
+            actual_cost=sum(_cost(one, took[one.id], prediction) for one in tasks if one.id in took),
             predicted_step=prediction.step_time if prediction else None,
             actual_step=result.step_time,
             predicted_parts=prediction.parts if prediction else None,

@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from tula_cli.cluster.launcher import Launcher
-from tula_cli.errors import Infeasible, SpecError
+from tula_cli.errors import Infeasible
 from tula_cli.models import cost, efficiency
 from tula_cli.models.choice import pareto
 from tula_cli.models.choice.objective import Curve, Objective, choose
@@ -85,7 +85,7 @@ def recommend(
     limits = Limits(nodes, max_nodes, max_batch, deadline_hours, budget, same_progress=objective == "accuracy-time")
     parts = run.parts(spec, node_type)
     waiting = pending if isinstance(pending, Mapping) else {part.type: pending for part in parts}
-    training = under_way(parts) if from_training else None
+    training, parts = _under_way(parts) if from_training else (None, parts)
     results, seen = _results(parts, training)
     all_measurements, left_out = measurements_of(parts, limits, waiting, results_of=lambda part: results[part.type])
     if objective == "energy":
@@ -108,6 +108,12 @@ def recommend(
     }
     found = _continued(training, answer(all_measurements, allowed, [*seen, *left_out, *untold]), allowed)
     return Answer(found, by_type, all_measurements)
+
+
+def _under_way(parts: Sequence[Part]) -> tuple[UnderWay, tuple[Part, ...]]:
+    """Return the training under way, and the part that it runs on: it stays on its type of nodes."""
+    found = under_way(parts)
+    return found, (found.part,)
 
 
 def _continued(training: UnderWay | None, found: Recommendation, rows: Sequence[Prediction]) -> Recommendation:
@@ -188,7 +194,7 @@ def renews(found: Recommendation, known: Recommendation | None) -> bool:
         found: the answer.
         known: the one that the run keeps.
     """
-    if found.continuation is not None:  # of a training that has begun elsewhere
+    if found.continuation is not None:  # it moves a training
         return False
     return not found.overrides if known is None else found.criteria == known.criteria
 
@@ -222,14 +228,8 @@ def save(run: RunDir, spec: JobSpec, answer: Answer, *, overrides: Sequence[str]
         job: the file of the settings; None for the run's own.
 
     Raises:
-        SpecError: it goes by the steps of a training under way.
         TulaError: the files cannot be written.
     """
-    if answer.recommendation.continuation is not None:
-        raise SpecError(
-            "an answer by the steps of a training under way is only shown",
-            "leave --save out; tula train --nodes N --batch B starts a training of its own there",
-        )
     assumed = bool(answer.recommendation.overrides)
     own = run.spec() if assumed else spec
     keep(run, own, answer)

@@ -37,6 +37,7 @@ from tula_cli.run.records.tasks import Rung, TrainTask
 from tula_cli.run.source.weights_file import with_weights
 from tula_cli.services.events import Note, TrainPlanned, WarningEvent, Work
 from tula_cli.services.progress.ending import CANCELLED, failure_of
+from tula_cli.services.recommendation.continuing import moved, require_stopped
 from tula_cli.services.recommendation.saves import cost_of_interruption, saves_of
 from tula_cli.services.rehearsal import before_training
 from tula_cli.services.rehearsal.rehearse import beyond_what_is_left
@@ -137,6 +138,7 @@ def plan(
     code = _code(run, spec, nodes, batch)
     as_chosen = choice is not None and (choice.nodes, choice.batch) == (nodes, batch)
     task = _task(run, spec, nodes, batch, code, market=choice.market if choice and as_chosen else "on_demand")
+    task = moved(run, task, recommendation if as_chosen else None, code=with_weights(code.digest, spec))
     newest = run.training(task.signature).newest_task()
     if newest is None:
         size = _dataset_size(run, spec, inspect)
@@ -144,7 +146,7 @@ def plan(
         halving.check_size(spec, batch=batch, dataset_size=size)
     prediction = task.prediction
     return TrainPlan(
-        task=_again(newest, task) if newest else task,
+        task=_again(newest, task) if newest and newest.attempt >= task.attempt else task,
         prediction=prediction,
         source=source,
         finished=run.training(task.signature).summary() is not None,
@@ -252,6 +254,7 @@ def start(run: RunDir, plan: TrainPlan, launcher: Launcher, *, after: str = "") 
         if under_way(run, launcher, [task.job]):
             if run.cancelled(task.job):
                 raise SchedulerError(f"{task.job} is still being cancelled", "run the same command again in a minute")
+            require_stopped(run, task)
         else:
             run.uncancel(task.job)
             run.write_task(task.model_copy(update={"code": snapshot(run, task.spec, plan.code), "after": after}))

@@ -97,7 +97,9 @@ def _better(rows: Iterable["Prediction"]) -> str:
 def only_shown(found: "Recommendation", known: "Recommendation | None") -> str:
     """Say of an answer that is not kept what `tula train` takes instead: `known`, or nothing."""
     if found.continuation is not None:
-        return "only shown: the training goes on as it is"
+        return (
+            "only shown: the training goes on as it is; with --save, tula cancel and tula train have it go on as chosen"
+        )
     if known is None:
         return "only shown, as --set assumes something; --save makes it what tula train takes"
     kept = f"{place_of(known.choice)} ({known.criteria}; {moment(known.created_at)})"

@@ -8,7 +8,7 @@ import make_runs as make
 import pytest
 from make_results import Truth, probe_all, spec
 
-from tula_cli.errors import BadMeasurements, SpecError
+from tula_cli.errors import BadMeasurements
 from tula_cli.run.directory import RunDir
 from tula_cli.services.recommend import Answer, recommend, renews, save
 from tula_cli.show import recommend as show_recommend
@@ -81,13 +81,13 @@ def test_only_steps_since_the_newest_change_count(run: RunDir) -> None:
     assert stay.step_time == pytest.approx(SLOWER.step_time(2, 64))
 
 
-def test_it_is_only_shown(run: RunDir) -> None:
+def test_it_is_kept_only_where_that_is_asked(run: RunDir) -> None:
     make.add_training(run, rows=rows(SLOWER))
     answer = ask(run)
     assert not renews(answer.recommendation, None)
-    with pytest.raises(SpecError, match="only shown"):
-        save(run, run.spec(), answer)
     assert run.recommendation() is None
+    save(run, run.spec(), answer)
+    assert run.recommendation() == answer.recommendation
 
 
 def test_without_a_training_or_enough_of_its_steps_it_is_refused(run: RunDir) -> None:

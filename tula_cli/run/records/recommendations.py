@@ -85,7 +85,8 @@ class Continuation(Record):
     """What the rest of a training takes at the recommended configuration, and at its own."""
 
     signature: str  # of the training
-    nodes: int  # that it has now
+    attempt: int  # that it was at
+    nodes: int  # that it had then
     batch: int
     samples: int  # trained
     left: float  # share of the training that is still to come

@@ -128,7 +128,7 @@ def recommend(
         deadline_hours: train within.
         budget: spend at most, in the currency of the pricing.
         node_type: this type of node only.
-        from_training: go by what the steps of the training under way take now; such an answer is only shown.
+        from_training: go by what the steps of the training under way take now; only with `save` does it move.
         save: whether `train` takes this answer; None: where it is the first, or renews the answer to the same criteria.
         overrides: settings laid over the run's, as `--set` does: ["pricing.price=3"]; no later call takes them.
         root: where the runs of jobs are kept.

@@ -128,6 +128,7 @@ def continuation(training: UnderWay, choice: Prediction, stay: Prediction | None
     )
     return Continuation(
         signature=task.signature,
+        attempt=task.attempt,
         nodes=task.nodes,
         batch=task.batch,
         samples=training.samples,

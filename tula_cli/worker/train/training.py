@@ -312,15 +312,16 @@ class Training:
         self._write_result(result)
 
     def _step_time(self) -> float | None:
-        """Return the step time (s) over all epochs at this batch and micro-batch, of whatever attempt; None without any.
+        """Return the step time (s) over all epochs at these nodes, batch and micro-batch, of whatever attempt; None without any.
 
         A late epoch alone may have two steps, and another speed than the training that the prediction is of.
         """
         alike, found = False, []
         for row in self.run.training(self.task.signature).metrics():
             if row["kind"] == "start":
-                sizes = row["batch"], row.get("micro_batch", self.trainer.micro_batch)  # an older tula wrote none
-                alike = sizes == (self.trainer.batch, self.trainer.micro_batch)
+                # An older tula wrote no micro-batch.
+                sizes = row["nodes"], row["batch"], row.get("micro_batch", self.trainer.micro_batch)
+                alike = sizes == (self.task.nodes, self.trainer.batch, self.trainer.micro_batch)
             elif row["kind"] == "epoch" and alike and row["step_time"] is not None:
                 found.append(row["step_time"])
         return centre(found) if found else None

@@ -1,0 +1,63 @@
+"""Going on with a training at another configuration, as `tula recommend --from-training --save` has chosen."""
+
+from tula_cli.errors import SchedulerError, SpecError
+from tula_cli.run.directory import RunDir
+from tula_cli.run.records.recommendations import Recommendation
+from tula_cli.run.records.tasks import TrainTask
+from tula_cli.spec.signature import train_signature
+from tula_cli.words import near, plural
+
+
+def moved(run: RunDir, task: TrainTask, recommendation: Recommendation | None, *, code: str) -> TrainTask:
+    """Return the task at the recommended configuration as one of the training that the recommendation was asked by.
+
+    Samples are the clock of a training, so its newest checkpoint goes on at any nodes and batch; it is the next attempt, as
+    after an out-of-memory. The task itself is returned where no training was asked by, or that has ended.
+
+    Args:
+        run: the run.
+        task: at the recommended nodes and batch, as a training of its own.
+        recommendation: what is trained.
+        code: the digest of what is trained with now.
+
+    Raises:
+        SpecError: settings or code are not those of that training.
+    """
+    rest = recommendation.continuation if recommendation is not None else None
+    training = run.training(rest.signature) if rest is not None else None
+    tasks = training.tasks() if training is not None and training.result() is None else []
+    if recommendation is None or rest is None or not tasks:
+        return task
+    if train_signature(task.spec, nodes=tasks[0].nodes, batch=tasks[0].batch, code=code) != rest.signature:
+        raise SpecError(
+            f"training {rest.signature}, by which this was recommended, has other settings or code",
+            "undo what was changed, or let tula recommend choose without --from-training",
+        )
+    here, there = tasks[-1], (task.nodes, task.batch)
+    own = {"job": here.job, "signature": rest.signature}
+    if any(later.attempt > rest.attempt and (later.nodes, later.batch) == there for later in tasks):
+        return task.model_copy(update={**own, "id": here.id, "attempt": here.attempt})
+    first, *smaller = task.ladder
+    rungs = (first.model_copy(update={"prediction": recommendation.choice}), *smaller)
+    attempt = here.attempt + 1
+    cause = (
+        f"goes on with {plural(task.nodes)} at batch {task.batch} instead of {plural(here.nodes)} at {here.batch}, as its own"
+        " steps recommend"
+    )
+    return task.model_copy(
+        update={**own, "id": f"{here.job}-{attempt}", "attempt": attempt, "ladder": rungs, "cause": cause}
+    )
+
+
+def require_stopped(run: RunDir, task: TrainTask) -> None:
+    """Refuse to go on elsewhere with a training that is under way.
+
+    Raises:
+        SchedulerError: the task is not the one that runs.
+    """
+    newest = run.training(task.signature).newest_task()
+    if newest is not None and task.attempt > newest.attempt:
+        raise SchedulerError(
+            f"training {task.signature} is under way on {plural(newest.nodes)} at batch {newest.batch}",
+            f"tula cancel {near(run.path)} has it save and end; then the same command goes on from there",
+        )

@@ -241,3 +241,22 @@ def prediction(*, step_time: float, low: float | None, high: float | None) -> Pr
 
 def rows(run: RunDir, task: TrainTask, kind: str) -> Iterator[dict[str, Any]]:
     return (row for row in run.training(task.signature).metrics() if row["kind"] == kind)
+
+
+def error(outputs: torch.Tensor, batch: Any) -> torch.Tensor:
+    """Return the share of wrong guesses of a batch, in percent."""
+    return 100 * (outputs.argmax(1) != batch[1]).double().mean()
+
+
+class Errors:
+    """The same as an object that knows nothing of ranks."""
+
+    def reset(self) -> None:
+        self.wrong, self.all = 0.0, 0
+
+    def update(self, scores: torch.Tensor, target: torch.Tensor) -> None:
+        self.wrong += float((scores.argmax(1) != target).sum())
+        self.all += len(target)
+
+    def compute(self) -> float:
+        return 100 * self.wrong / self.all

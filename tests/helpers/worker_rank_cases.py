@@ -39,6 +39,8 @@ TUNED = train_task(spec(train={"method": "auto", "epochs": 3}, model={"args": {"
 NETWORK = {"model": {"args": {"dropout": 0.3, "norm": True}}}
 AGS = {"train": {"method": "ags", "accumulate": 2}, "ags": {"delta": "inf", "b_small": 5}}
 DEEP = {"model": {"name": "worker_jobs:deep"}, "dataset": {"args": {"size": 128, "eval_size": 8}}}
+OWN = {"error": "worker_jobs:error", "gathers": "worker_jobs:Errors", "torchmetrics": "synchronised_metric:Errors"}
+MEASURED = {"dataset": {"args": {"eval_size": 37}}, "train": {"metrics": OWN}}
 WIDE = {"model": {"name": "worker_jobs:wide"}}
 
 
@@ -223,7 +225,7 @@ def _rank_0s(state: dict[str, torch.Tensor], folder: Path, ranks: Ranks) -> dict
 
 
 def evaluated(folder: Path, ranks: Ranks) -> dict[str, Any]:
-    subject = trainer(spec(dataset={"args": {"eval_size": 37}}), ranks)
+    subject = trainer(spec(**MEASURED), ranks)
     return vars(evaluation.Evaluator(subject).run())
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 from worker_jobs import rows, spec, trained, trainer
-from worker_rank_cases import NETWORK, TRAIN, TUNED, facts
+from worker_rank_cases import MEASURED, NETWORK, TRAIN, TUNED, facts
 
 from tula_cli.run.directory import RunDir
 from tula_cli.run.records.probes import Measured
@@ -39,9 +39,12 @@ def test_every_rank_starts_from_the_file_that_rank_0_reads(two_ranks: Path) -> N
 
 
 def test_evaluation_is_over_both_shares(two_ranks: Path, alone: Ranks) -> None:
-    expected = evaluation.Evaluator(trainer(spec(dataset={"args": {"eval_size": 37}}), alone)).run()
+    expected = evaluation.Evaluator(trainer(spec(**MEASURED), alone)).run()
     for found in facts(two_ranks, "evaluated"):
-        assert found == pytest.approx(vars(expected))
+        own = found.pop("own")
+        assert found == pytest.approx({name: value for name, value in vars(expected).items() if name != "own"})
+        assert own == pytest.approx(expected.own) and len(own) == 3
+        assert own["error"] == own["gathers"] == own["torchmetrics"] == pytest.approx(100 - found["top1"])
 
 
 def test_curvature_is_that_of_one_rank_and_the_same_on_both(two_ranks: Path, alone: Ranks) -> None:

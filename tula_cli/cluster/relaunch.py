@@ -281,6 +281,8 @@ def write_summary(run: RunDir, task: TrainTask) -> None:
             best_top1=result.best_top1,
             best_loss=result.best_loss,
             best_epoch=result.best_epoch,
+            best=result.best,
+            ended=f"at epoch {result.epochs} of {task.spec.train.epochs}: {result.ended}" if result.ended else "",
             currency=task.spec.pricing.currency,
             causes=tuple(t.cause for t in tasks[1:]),
             lost=None if task.spec.script is None else training.script_saves().lost,

@@ -44,6 +44,7 @@ def import_strings(spec: JobSpec) -> tuple[str, ...]:
         spec.loss.name,
         spec.optimizer.name,
         spec.schedule.kind,
+        *spec.train.metric_names,
         *itertools.chain.from_iterable([entry] if isinstance(entry, str) else entry for entry in transforms),
     ]
     return tuple(dict.fromkeys(name for name in names if is_import_string(name)))

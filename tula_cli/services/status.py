@@ -168,6 +168,7 @@ def _training(look: Snapshot, tasks: Iterable[JobTask], *, now: float) -> Traini
         top1=last_epoch.get("top1"),
         perplexity=last_epoch.get("perplexity"),
         tokens_per_second=last_step.get("tokens_per_second"),
+        metrics=last_epoch.get("metrics") or {},
         lr=latest.get("lr"),
         step_time=latest.get("step_time"),
         predicted_step=None if prediction is None else prediction.step_time,

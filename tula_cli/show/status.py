@@ -167,6 +167,7 @@ def training(now: "TrainingStatus") -> str:
     parts += [f"loss {number(now.loss, 4)}"] if now.loss is not None else []
     parts += [f"top-1 {number(now.top1, 4)} %"] if now.top1 is not None else []
     parts += [f"perplexity {number(now.perplexity, 4)}"] if now.perplexity is not None else []
+    parts += [f"{name} {number(value, 4)}" for name, value in now.metrics.items()]
     parts += [f"lr {number(now.lr)}"] if now.lr is not None else []
     parts += [f"AGS {scaling(now.ags['mean'], now.ags['scaled'])}"] if now.ags is not None else []
     parts += [_tuning(now.tuning)] if now.tuning is not None else []

@@ -73,6 +73,8 @@ def _training_plan(plan: "TrainPlan") -> Iterator["RenderableType"]:
     if predicted is None:
         yield "no prediction of time and cost: nothing was measured for this"
         return
+    if task.spec.train.until is not None:
+        yield "train.until may end it earlier; times and costs are those of all epochs"
     currency = task.spec.pricing.currency
     at_most = predicted.hours_high
     high = "" if at_most is None else f" (90 % interval up to {duration(3600 * at_most)})"
@@ -86,7 +88,9 @@ def _training_plan(plan: "TrainPlan") -> Iterator["RenderableType"]:
 
 
 def _best(found: "Summary") -> str:
-    """Return the best epoch's result by what it was judged: top-1, or of a language model its perplexity, or the loss."""
+    """Return the best epoch's result by what it was judged: train.best, top-1, a language model's perplexity, or the loss."""
+    if found.best is not None:
+        return f"best {found.best.metric} {number(found.best.value, 4)}"
     if "top1" in found.metrics:
         return f"best top-1 {number(found.best_top1, 4)} %"
     if found.best_loss is None:  # a run of an older tula
@@ -106,6 +110,8 @@ def summary(found: "Summary", *, weights: "Path | None" = None) -> Iterator["Ren
     yield f"trained on {plural(found.nodes)} at batch {found.batch}{changed}{at}"
     if found.metrics:
         yield ", ".join(f"{name} {number(value, 4)}" for name, value in found.metrics.items())
+    if found.ended:
+        yield f"ended {found.ended} (train.until); what is predicted is for all epochs"
     yield ""
     divisor, unit = time_unit(3600 * found.actual_hours)
     made = table(("", "predicted", "actual", "error (%)"))

@@ -152,6 +152,10 @@ class Schedule(Section):
         return self
 
 
+RESERVED = {"auto", "top1", "top5", "loss", "eval_loss", "perplexity"}
+MetricName = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_.-]*$")]
+
+
 class Hessian(Section):
     """How often the largest Hessian eigenvalue is measured, and on how much; `train.hessian: true` takes the defaults."""
 
@@ -162,6 +166,37 @@ class Hessian(Section):
 Workers = Literal["auto"] | Annotated[int, Field(ge=0)]
 FEWEST_WORKERS, MOST_WORKERS = 2, 8
 """Of auto. Two that share a core still load while the GPU computes; more than eight outrun it, and take memory."""
+
+
+class Best(Section):
+    """What the best checkpoint is best in."""
+
+    metric: str = "auto"  # top1, top5, loss, perplexity or one of train.metrics; auto: top1, loss without classes
+    mode: Literal["auto", "max", "min"] = "auto"  # auto: min of loss and perplexity, max of all others
+
+    @property
+    def falls(self) -> bool:
+        """Whether less is better."""
+        return self.mode == "min" or (self.mode == "auto" and self.metric in ("loss", "perplexity"))
+
+
+class Until(Section):
+    """What ends a training before its last epoch; each epoch's evaluation is asked."""
+
+    metric: str = "auto"  # as of train.best, whose it is by default
+    at_least: float | None = None  # of top1 and top5 in percent, or up to 1 as a share: 0.76 is 76 %
+    at_most: float | None = None  # for example of loss
+    patience: Positive | None = None  # epochs in a row without a better train.best
+
+    @model_validator(mode="after")
+    def _something_ends_it(self) -> "Until":
+        if self.at_least is None and self.at_most is None and self.patience is None:
+            raise ValueError("needs at_least, at_most or patience, for example {metric: top1, at_least: 0.76}")
+        return self
+
+
+BUILT_IN = ("top1", "top5", "loss", "perplexity")
+"""The metrics that every evaluation takes where it can."""
 
 
 class Train(Section):
@@ -195,6 +230,37 @@ class Train(Section):
     tensorboard: bool = False  # metrics for TensorBoard too; needs the extra trackers
     diagnostics: bool = False  # gradient norms also where the method does not take them by itself
     hessian: bool | Hessian = False  # the largest eigenvalue at epoch ends
+    # of the evaluation, by a name of yours: an import string, or {import string: {arguments}}, of a callable(outputs, batch),
+    # whose mean over samples it is, or of a class with update, compute and reset, as torchmetrics has them
+    metrics: dict[MetricName, str | dict[str, dict[str, Any]]] = {}
+    best: Best = Best()  # which epoch's checkpoint is `best`
+    until: Until | None = None  # what ends the training before its last epoch
+
+    @model_validator(mode="after")
+    def _metrics_are_known(self) -> "Train":
+        for name, entry in self.metrics.items():
+            if name in RESERVED:
+                raise ValueError(f"metrics.{name}: the name is taken")
+            named(entry, f"metrics.{name}")
+        known = ("auto", *BUILT_IN, *self.metrics)
+        asked = {"best.metric": self.best.metric, "until.metric": self.until.metric if self.until else "auto"}
+        for path, name in asked.items():
+            if name not in known:
+                raise ValueError(f"{path}: there is no metric {name!r}; {nearest(name, known) or ', '.join(known)}")
+        until = self.until
+        if until and self.goal == "auto" and (until.at_least is not None or until.at_most is not None):
+            raise ValueError("until: a metric is needed beside at_least or at_most, for example metric: top1")
+        return self
+
+    @property
+    def goal(self) -> str:
+        """The metric that `until` looks at."""
+        return self.best.metric if self.until is None or self.until.metric == "auto" else self.until.metric
+
+    @property
+    def metric_names(self) -> tuple[str, ...]:
+        """The import strings of the metrics."""
+        return tuple(name for entry in self.metrics.values() if (name := named(entry, "metrics")))
 
     @model_validator(mode="after")
     def _scaling_fits_the_method(self) -> "Train":

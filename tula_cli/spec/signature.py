@@ -83,6 +83,8 @@ def train_signature(spec: JobSpec, *, nodes: int, batch: int, code: str = "") ->
     parts["train"] = spec.train.model_dump(
         exclude={
             *("workers", "checkpoint_every", "oom", "max_attempts", "tensorboard", "diagnostics", "hessian"),
+            *("metrics", "best"),  # they tell of the weights and change none
+            *(() if spec.train.until else ("until",)),
             *COMPUTING,  # but for tf32 they change what is learned no more than another GPU does
         }
     ) | _computing(spec.train, {"tf32"})

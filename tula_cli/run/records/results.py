@@ -1,5 +1,6 @@
 """What trainings tell: results, tuning, summaries, comparisons."""
 
+import math
 from typing import Literal
 
 from tula_cli.run.records.base import Record
@@ -83,6 +84,18 @@ class Scaled(Record):
     apply_to: Literal["gradient", "update"]
 
 
+class Reached(Record):
+    """The best value of the metric that train.best names."""
+
+    metric: str
+    value: float
+
+    @classmethod
+    def of(cls, metric: str, value: float | None) -> "Reached | None":
+        """Return it where there is one, and a finite one."""
+        return None if value is None or not math.isfinite(value) else cls(metric=metric, value=value)
+
+
 class TrainResult(Record):
     """The end of a training run, written by rank 0 once, when the last epoch is evaluated and saved."""
 
@@ -92,10 +105,12 @@ class TrainResult(Record):
     samples: int
     steps: int
     epochs: int
-    metrics: dict[str, float]  # of the last epoch: loss, top1, top5, perplexity; those that are finite
+    metrics: dict[str, float]  # of the last epoch: loss, top1, top5, perplexity, train.metrics; those that are finite
     best_top1: float | None  # None where there are no classes
     best_loss: float | None = None  # on the evaluation set, of the best epoch
-    best_epoch: int  # of the highest top-1, or of the least loss where there are no classes
+    best_epoch: int  # by train.best: of the highest top-1, or of the least loss where there are no classes
+    best: Reached | None = None  # where train.best names a metric
+    ended: str = ""  # why before the last epoch (train.until); empty where it did not
     step_time: float | None  # seconds, over all epochs at the last batch; None where all refreshed AGS
     finished_at: float
     tuning: Tuning | None = None  # of method auto
@@ -166,6 +181,8 @@ class Summary(Record):
     best_top1: float | None  # None where there are no classes
     best_loss: float | None = None  # on the evaluation set, of the best epoch; None of a script
     best_epoch: int
+    best: Reached | None = None  # where train.best names a metric
+    ended: str = ""  # why before the last epoch, and how many it was (train.until)
     currency: str
     causes: tuple[str, ...]  # why each relaunch happened
     lost: tuple[int, ...] | None = None  # samples of a script that each of them cost; None of tula's own loop

@@ -174,9 +174,12 @@ def _columns(cells: Sequence[CellReport], spec: JobSpec) -> tuple[str, ...]:
     if spec.script is not None:
         return tuple(column for name in spec.script.metric for column in (name, f"best_{name}"))
     finished = any(cell.finished for cell in cells)
+    names: tuple[str, ...] = (
+        ("loss", "perplexity") if any("perplexity" in cell.metrics for cell in cells) else ("loss",)
+    )
     if not finished or any(cell.top1 is not None for cell in cells):
-        return ("top1", "top5")
-    return ("loss", "perplexity") if any("perplexity" in cell.metrics for cell in cells) else ("loss",)
+        names = ("top1", "top5")
+    return (*names, *spec.train.metrics)
 
 
 def _cell_report(training: TrainingRun, cell: Cell, job: JobStatus | None, spec: JobSpec) -> CellReport:
@@ -214,7 +217,7 @@ def _cell_report(training: TrainingRun, cell: Cell, job: JobStatus | None, spec:
         top5=summary.metrics.get("top5"),
         loss=loss,
         best_top1=summary.best_top1 if "top1" in summary.metrics else None,
-        metrics={name: value for name, value in summary.metrics.items() if name == "perplexity"},
+        metrics={name: value for name, value in summary.metrics.items() if name in ("perplexity", *spec.train.metrics)},
     )
 
 

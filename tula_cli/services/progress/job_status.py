@@ -2,7 +2,7 @@
 
 import itertools
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from tula_cli.cluster.relaunch import leaves_allocation
@@ -95,6 +95,7 @@ class TrainingStatus:
     changes: tuple[StepChange, ...] = ()  # of the step time, oldest first
     perplexity: float | None = None  # of the last epoch's evaluation; None where it is no language model
     tokens_per_second: float | None = None  # of all GPUs, padding counted; None where batches are no text
+    metrics: Mapping[str, float | None] = field(default_factory=dict)  # train.metrics of the last epoch
 
 
 Results = dict[str, Measured | OutOfMemory | Failed]

@@ -41,6 +41,7 @@ from tula_cli.worker.measure import footprint as worker_measure_footprint
 from tula_cli.worker.measure import rehearsal as worker_measure_rehearsal
 from tula_cli.worker.measure.first_samples import look_at
 from tula_cli.worker.methods.table import method_of
+from tula_cli.worker.train.judging.own_metrics import build_metrics
 from tula_cli.worker.train.learning_rate import own_factor
 from tula_cli.worker.train.loop import check_ghosts, micro_batches
 
@@ -156,6 +157,7 @@ def _check_parts(spec: JobSpec) -> None:
         "transforms.train": lambda: build_transforms(spec.transforms.train, path="transforms.train"),
         "transforms.eval": lambda: build_transforms(spec.transforms.eval, path="transforms.eval"),
         "loss": lambda: zoo.build_loss(spec),
+        "train.metrics": lambda: build_metrics(spec.train),
         "schedule": lambda: _check_schedule(spec),
         "optimizer": lambda: method_of(spec).base(spec, [torch.nn.Parameter(torch.zeros(1))]),
     }

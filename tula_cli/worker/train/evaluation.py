@@ -3,8 +3,8 @@
 import contextlib
 import itertools
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from tula_cli.worker.build.finetune.frozen import FrozenStatistics
 from tula_cli.worker.build.sampling import eval_loader
 from tula_cli.worker.seeding import seed_torch, stable_seed
 from tula_cli.worker.train import loop as worker_train_loop
+from tula_cli.worker.train.judging.own_metrics import OwnMetrics, Shown
 from tula_cli.worker.train.loop import Trainer, autocast, to_device
 
 STATISTICS_SAMPLES = 4096
@@ -38,6 +39,13 @@ class Evaluation:
     top5: float
     samples: int
     perplexity: float = float("nan")  # the exponential of the loss of a language model; nan of any other
+    own: Mapping[str, float] = field(default_factory=dict)  # of train.metrics, by name
+
+    @property
+    def values(self) -> dict[str, float]:
+        """Every metric by its name."""
+        known = {"top1": self.top1, "top5": self.top5, "loss": self.loss, "perplexity": self.perplexity}
+        return {**known, **self.own}
 
 
 class Evaluator:
@@ -46,6 +54,7 @@ class Evaluator:
     def __init__(self, trainer: Trainer) -> None:
         ranks = trainer.ranks
         self.trainer = trainer
+        self.own = OwnMetrics(trainer.spec.train, ranks)
         self.loader = eval_loader(
             trainer.datasets.eval,
             size=len(trainer.datasets.eval),
@@ -77,21 +86,32 @@ class Evaluator:
             dist.broadcast(buffer, src=0)
         trainer.ddp.eval()
         sums = torch.zeros(5, dtype=torch.float64, device=trainer.ranks.device)
-        common = self._common_batches()
+        common, done = self._common_batches(), 0
+        self.own.reset()
         for index, batch in enumerate(self.loader):
             if index == max_batches:
                 break
+            done += 1
             sums += self._score(to_device(trainer, batch), self._samples(index))
             if index < common:
                 between()
+        for _ in range(done, min(self._most_batches(), max_batches or self._most_batches())):
+            self.own.update(None)
         trainer.ddp.train()
         loss, top1, top5, samples, language = trainer.ranks.sum(sums.tolist())
         if not samples:
-            return Evaluation(float("nan"), float("nan"), float("nan"), 0)
+            unknown = dict.fromkeys(self.own.metrics, math.nan)
+            return Evaluation(float("nan"), float("nan"), float("nan"), 0, own=unknown)
         mean = loss / samples
         # Of a loss of the user's own nobody knows whether it is the mean logarithm that perplexity is made of.
         told = perplexity(mean) if language == samples and trainer.call.default else math.nan
-        return Evaluation(mean, 100 * top1 / samples, 100 * top5 / samples, int(samples), told)
+        own = self.own.compute()
+        return Evaluation(mean, 100 * top1 / samples, 100 * top5 / samples, int(samples), told, own)
+
+    def _most_batches(self) -> int:
+        """Return how many batches rank 0 has; no rank has more."""
+        ranks = self.trainer.ranks
+        return math.ceil(len(range(0, len(self.trainer.datasets.eval), ranks.world)) / self.trainer.micro_batch)
 
     def _common_batches(self) -> int:
         """Return how many batches the last rank has; the first ones may have one more."""
@@ -113,6 +133,7 @@ class Evaluator:
             outputs = trainer.call.outputs(trainer.ddp.module, batch)
             loss = trainer.call.loss_of(outputs, batch)
         guesses, targets = scores(outputs), trainer.call.target(batch)
+        self.own.update(Shown(outputs, scores=guesses, target=targets, batch=batch, samples=count))
         if not _is_classification(guesses, targets):
             hits1 = hits5 = torch.tensor(float("nan"))
         else:

@@ -12,7 +12,7 @@ from tula_cli.models import halving
 from tula_cli.models.cost import checkpoint_interval, interruption_rate
 from tula_cli.models.time.noise import centre
 from tula_cli.run.directory import RunDir
-from tula_cli.run.records.results import TrainResult
+from tula_cli.run.records.results import Reached, TrainResult
 from tula_cli.run.records.tasks import TrainTask
 from tula_cli.spec.sections import Hessian
 from tula_cli.worker.build.finetune import initial_weights
@@ -24,6 +24,7 @@ from tula_cli.worker.train import checkpoint, evaluation, hessian
 from tula_cli.worker.train import loop as worker_train_loop
 from tula_cli.worker.train.divergence import DivergenceDetector
 from tula_cli.worker.train.evaluation import Evaluation
+from tula_cli.worker.train.judging import goals
 from tula_cli.worker.train.loop import Step
 from tula_cli.worker.train.metrics import Metrics
 from tula_cli.worker.train.training_log import TrainingLog
@@ -75,6 +76,7 @@ class Training:
         self._tell_splits()
         self.best: dict[str, float] = {}
         self.unfit = ""  # what the file of first weights and the model do not share
+        self.ended = ""  # why before the last epoch
         self.owed = False  # the epoch that has ended is not evaluated yet
         self._resume()
         samples = self.trainer.position.samples
@@ -137,6 +139,8 @@ class Training:
     def _steps(self, stream: Iterator[Step]) -> None:
         if self.owed:
             self._end_epoch(None)
+        if self.ended:
+            return
         if not self.trainer.position.samples:  # also tells at once, not after an epoch, where it cannot be measured
             self._measure_curvature()
         for step in stream:
@@ -145,6 +149,8 @@ class Training:
             self.watch.follow(step)
             if step.epoch_ended:
                 self._end_epoch(step)
+                if self.ended:
+                    return
             elif self.first:
                 self.log.write_steps_when_due(overhead=self._overhead)
                 if not self.trainer.apart:  # a checkpoint is the state of every rank
@@ -246,20 +252,33 @@ class Training:
         if step:
             self._judge(loss)
         self.context.energy.keep()
+        self._decide(result)
         if not self.first:
             return
         epoch = self.trainer.position.epoch
-        if is_best := not self.best or _better(result, self.best):
+        if is_best := goals.better(result.values, self.best, self.task.spec.train.best):
             self._remember(result)
         lr = step.lr if step else self.trainer.lr
         self.log.write_epoch(result, loss=loss, lr=lr, eval_seconds=self.eval_time)
         self._save(is_best=is_best)
-        if epoch == self.task.spec.train.epochs:
+        if epoch == self.task.spec.train.epochs or self.ended:
             self._write_result(result)
+
+    def _decide(self, result: Evaluation) -> None:
+        """Find out whether the training ends here; rank 0, which knows the best epoch, tells the others."""
+        train, epoch = self.task.spec.train, self.trainer.position.epoch
+        if train.until is None or self.trainer.until is not None:
+            return
+        why = ""
+        if self.first and epoch < train.epochs:
+            is_best = goals.better(result.values, self.best, train.best)
+            best = goals.remembered(result.values, train.best, epoch=epoch) if is_best else self.best
+            why = goals.reached(result.values, best, train, epoch=epoch)
+        self.ended = self.trainer.ranks.gather(why)[0]
 
     def _remember(self, result: Evaluation) -> None:
         """Keep an evaluation as the best so far."""
-        self.best = {"top1": result.top1, "loss": result.loss, "epoch": float(self.trainer.position.epoch)}
+        self.best = goals.remembered(result.values, self.task.spec.train.best, epoch=self.trainer.position.epoch)
 
     def _measure_curvature(self) -> None:
         """Write a row with the extreme Hessian eigenvalues, where that is asked for and due; every rank takes part.
@@ -275,8 +294,9 @@ class Training:
 
     def _write_result(self, result: Evaluation) -> None:
         trainer, signature = self.trainer, self.task.signature
-        metrics = {"eval_loss": result.loss, "top1": result.top1, "top5": result.top5}
-        metrics["perplexity"] = result.perplexity
+        found = result.values
+        metrics = {"eval_loss": found.pop("loss"), **found}
+        asked = self.task.spec.train.best.metric
         self.run.write_train_result(
             TrainResult(
                 signature=signature,
@@ -290,6 +310,8 @@ class Training:
                 best_top1=_known(self.best["top1"]),
                 best_loss=_known(self.best["loss"]),
                 best_epoch=int(self.best["epoch"]),
+                best=Reached.of(asked, self.best.get("value")),
+                ended=self.ended,
                 step_time=self._step_time(),
                 finished_at=time.time(),
                 tuning=self.run.training(signature).tuning(),
@@ -329,10 +351,3 @@ class Training:
 
 def _known(value: float) -> float | None:
     return value if math.isfinite(value) else None
-
-
-def _better(result: Evaluation, best: dict[str, float]) -> bool:
-    """Compare accuracies, and losses where there are no classes."""
-    if math.isnan(result.top1) or math.isnan(best["top1"]):
-        return result.loss < best["loss"] or math.isnan(best["loss"])
-    return result.top1 > best["top1"]

@@ -207,6 +207,7 @@ class TrainingLog:
             step_high=prediction.step_high if prediction else None,
             within=within,
             eval_seconds=eval_seconds,
+            **({"metrics": dict(result.own)} if result.own else {}),
             ags=ags,
             **trainer.method.report(trainer),
             diagnostics=self._diagnostics(ags),
@@ -226,6 +227,7 @@ class TrainingLog:
             f" eval loss {number(result.loss, 4)}, "
             + f"top-1 {number(result.top1, 4)} %, " * classes
             + f"perplexity {number(result.perplexity, 4)}, " * math.isfinite(result.perplexity)
+            + "".join(f"{name} {number(value, 4)}, " for name, value in result.own.items())
             + f"lr {number(lr)}, {number(step_time and 1000 * step_time)} ms a step"
         )
 

@@ -1,0 +1,220 @@
+"""Metrics of the user's own, which epoch is the best by them, and what ends a training before its last epoch."""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from pydantic import ValidationError
+from worker_jobs import rows, spec, train_task, trainer
+
+from tula_cli.errors import JobFailed, SpecError, TulaError
+from tula_cli.run.directory import RunDir
+from tula_cli.run.records.tasks import TrainTask
+from tula_cli.spec.sections import Train
+from tula_cli.spec.signature import signature, train_signature
+from tula_cli.worker.build.datasets import build_datasets
+from tula_cli.worker.entry import run_training
+from tula_cli.worker.measure.inspect import inspect_job
+from tula_cli.worker.ranks import Ranks
+from tula_cli.worker.train.evaluation import Evaluator
+from tula_cli.worker.train.judging import goals
+from tula_cli.worker.train.judging.own_metrics import build_metrics
+
+OWN = {"error": "worker_jobs:error", "gathers": "worker_jobs:Errors"}
+HERE = __name__
+
+
+def train(run: RunDir, ranks: Ranks, **section: Any) -> TrainTask:
+    of = spec(train=section)
+    task = train_task(of)
+    run_training(task, run, ranks, build_datasets(of))
+    return task
+
+
+def section(**keys: Any) -> Train:
+    return spec(train=keys).train
+
+
+# --- metrics
+
+
+def whole(outputs: torch.Tensor, batch: Any) -> float:
+    return float(len(batch[0]))
+
+
+class WithBatch:
+    def __init__(self, factor: float = 1) -> None:
+        self.factor = factor
+
+    def reset(self) -> None:
+        self.shapes: list[tuple[int, ...]] = []
+
+    def update(self, outputs: torch.Tensor, batch: Any) -> None:
+        assert len(outputs) == len(batch[0]) == len(batch[1])
+        self.shapes.append(tuple(batch[0].shape))
+
+    def compute(self) -> torch.Tensor:
+        return torch.tensor(self.factor * sum(shape[0] for shape in self.shapes))
+
+
+def fails(outputs: torch.Tensor, batch: Any) -> float:
+    raise KeyError("labels")
+
+
+def several(outputs: torch.Tensor, batch: Any) -> torch.Tensor:
+    return outputs.mean(0)
+
+
+def test_a_mean_counts_each_sample_once_also_those_of_a_smaller_last_batch(alone: Ranks) -> None:
+    of = spec(dataset={"args": {"eval_size": 37}}, train={"metrics": {**OWN, "size": f"{HERE}:whole"}})
+    found = Evaluator(trainer(of, alone)).run()
+    assert found.own["error"] == found.own["gathers"] == pytest.approx(100 - found.top1)
+    assert found.own["size"] == pytest.approx((2 * 16 * 16 + 5 * 5) / 37)
+
+
+def test_an_object_is_built_with_arguments_and_may_take_the_whole_batch(alone: Ranks) -> None:
+    of = spec(train={"metrics": {"twice": {f"{HERE}:WithBatch": {"factor": 2}}}})
+    evaluator = Evaluator(trainer(of, alone))
+    assert [evaluator.run().own["twice"] for _ in range(2)] == [20, 20]  # it is reset
+
+
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [
+        ("fails", "train.metrics.own fails: KeyError: 'labels'"),
+        ("several", "train.metrics.own is Tensor, not one number"),
+    ],
+)
+def test_a_metric_that_fails_is_named(name: str, why: str, alone: Ranks) -> None:
+    with pytest.raises(JobFailed, match=why):
+        Evaluator(trainer(spec(train={"metrics": {"own": f"{HERE}:{name}"}}), alone)).run()
+
+
+@pytest.mark.parametrize(
+    ("entry", "why"),
+    [
+        (f"{HERE}:nothing", "has no 'nothing'"),
+        ({f"{HERE}:whole": {"a": 1}}, "is no class, and only those are built with arguments"),
+        ({f"{HERE}:WithBatch": {"fact": 1}}, "train.metrics.own.fact: .* takes no such argument"),
+        (f"{HERE}:HERE", "is a str"),
+    ],
+)
+def test_what_cannot_be_a_metric_is_refused(entry: Any, why: str) -> None:
+    with pytest.raises(SpecError, match=why):
+        build_metrics(section(metrics={"own": entry}))
+
+
+def test_check_builds_the_metrics() -> None:
+    with pytest.raises(TulaError, match="has no 'nothing'"):
+        inspect_job(spec(train={"metrics": {"own": f"{HERE}:nothing"}}))
+
+
+def test_metrics_are_told_in_rows_and_result_and_by_the_best_epoch(alone: Ranks, run: RunDir) -> None:
+    task = train(run, alone, epochs=4, metrics=OWN, best={"metric": "error", "mode": "min"})
+    result = run.training(task.signature).result()
+    epochs = list(rows(run, task, "epoch"))
+    errors = [row["metrics"]["error"] for row in epochs]
+    assert errors == [pytest.approx(100 - row["top1"]) for row in epochs]
+    assert result is not None and result.best is not None
+    assert (result.best.metric, result.best.value) == ("error", min(errors))
+    assert result.best_epoch == 1 + errors.index(min(errors))
+    assert result.metrics["error"] == errors[-1] and result.ended == ""
+
+
+# --- the best
+
+
+def values(**known: float) -> dict[str, float]:
+    return {"top1": math.nan, "top5": math.nan, "loss": 1.0, **known}
+
+
+@pytest.mark.parametrize(
+    ("best", "new", "old", "is_better"),
+    [
+        ({}, {"top1": 51.0}, {"top1": 50.0}, True),
+        ({}, {"loss": 0.9}, {}, True),
+        ({"metric": "loss"}, {"loss": 0.9, "top1": 1.0}, {"top1": 50.0}, True),
+        ({"metric": "top1", "mode": "min"}, {"top1": 51.0}, {"top1": 50.0}, False),
+        ({"metric": "f1"}, {"f1": 0.2}, {"f1": 0.1}, True),
+        ({"metric": "f1", "mode": "min"}, {"f1": 0.2}, {"f1": 0.1}, False),
+        ({"metric": "f1"}, {"f1": math.nan}, {"f1": 0.1}, False),
+        ({"metric": "f1"}, {"f1": 0.1}, {"f1": math.nan}, True),
+    ],
+)
+def test_better_in_either_direction(best: dict[str, str], new: Any, old: Any, is_better: bool) -> None:
+    asked = section(metrics={"f1": "a:b"}, best=best).best
+    kept = goals.remembered(values(**old), asked, epoch=1)
+    assert goals.better(values(**new), kept, asked) is is_better
+    assert goals.better(values(**new), {}, asked)
+
+
+def test_a_best_that_was_kept_by_another_metric_gives_way() -> None:
+    assert goals.better(
+        values(f1=0.1),
+        {"top1": 99.0, "loss": 0.1, "epoch": 3.0},
+        section(metrics={"f1": "a:b"}, best={"metric": "f1"}).best,
+    )
+
+
+# --- the end
+
+
+@pytest.mark.parametrize(
+    ("until", "found", "why"),
+    [
+        ({"metric": "top1", "at_least": 0.76}, {"top1": 76.2}, "top1 is 76.20, at least 76.00"),
+        ({"metric": "top1", "at_least": 76}, {"top1": 75.9}, ""),
+        ({"metric": "top1", "at_least": 76}, {"top1": math.nan}, ""),
+        ({"metric": "loss", "at_most": 0.5}, {"loss": 0.4}, "loss is 0.4000, at most 0.5000"),
+        ({"patience": 3}, {}, "no better epoch than 2 in 3 epochs"),
+        ({"patience": 4}, {}, ""),
+    ],
+)
+def test_what_ends_a_training(until: dict[str, Any], found: dict[str, float], why: str) -> None:
+    kept = {"top1": 50.0, "loss": 1.0, "epoch": 2.0}
+    assert goals.reached(values(**found), kept, section(until=until), epoch=5) == why
+
+
+def test_a_training_ends_at_its_target_with_a_result_and_stays_ended(alone: Ranks, run: RunDir) -> None:
+    task = train(run, alone, epochs=50, until={"metric": "loss", "at_most": 100})
+    result = run.training(task.signature).result()
+    assert result is not None
+    assert (result.epochs, result.samples) == (1, 96) and result.ended.startswith("loss is")
+    assert run.training(task.signature).weights() is not None
+    train(run, alone, epochs=50, until={"metric": "loss", "at_most": 100})
+    assert len(list(rows(run, task, "start"))) == 1
+
+
+def test_a_training_ends_when_no_epoch_is_better(alone: Ranks, run: RunDir) -> None:
+    task = train(
+        run, alone, epochs=50, metrics={"size": f"{HERE}:whole"}, best={"metric": "size"}, until={"patience": 2}
+    )
+    result = run.training(task.signature).result()
+    assert result is not None
+    assert (result.epochs, result.best_epoch) == (3, 1) and result.ended == "no better epoch than 1 in 2 epochs"
+
+
+@pytest.mark.parametrize(
+    ("keys", "why"),
+    [
+        ({"metrics": {"top1": "a:b"}}, "metrics.top1: the name is taken"),
+        ({"metrics": {"f1": "f1"}}, "an import string is package.module:attribute"),
+        ({"best": {"metric": "los"}}, "there is no metric 'los'; did you mean loss"),
+        ({"until": {}}, "needs at_least, at_most or patience"),
+        ({"until": {"at_least": 0.5}}, "a metric is needed beside at_least"),
+    ],
+)
+def test_settings_that_cannot_be_meant_are_refused(keys: dict[str, Any], why: str) -> None:
+    with pytest.raises((ValidationError, SpecError)) as caught:
+        section(**keys)
+    told = str(caught.value) + "".join(problem.message for problem in getattr(caught.value, "problems", ()))
+    assert why in told
+
+
+def test_metrics_name_no_training_and_its_end_does() -> None:
+    plain, own = spec(), spec(train={"metrics": OWN, "best": {"metric": "error"}})
+    ends = spec(train={"until": {"patience": 2}})
+    assert train_signature(plain, nodes=1, batch=8) == train_signature(own, nodes=1, batch=8)
+    assert train_signature(plain, nodes=1, batch=8) != train_signature(ends, nodes=1, batch=8)
+    assert signature(plain) == signature(own) == signature(ends)

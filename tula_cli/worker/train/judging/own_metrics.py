@@ -1,0 +1,157 @@
+"""Metrics of the user's own (`train.metrics`), over the evaluation sets of all ranks."""
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.utils._pytree import tree_map
+
+from tula_cli.errors import JobFailed, SpecError
+from tula_cli.plugins import load
+from tula_cli.spec.sections import Train
+from tula_cli.worker.build.batches.calling import takes_batch
+from tula_cli.worker.build.construct import construct
+from tula_cli.worker.ranks import Ranks
+
+STATEFUL = ("update", "compute", "reset")
+
+
+def build_metrics(section: Train) -> dict[str, Any]:
+    """Return each metric by its name: an object with update, compute and reset, or a callable.
+
+    Raises:
+        SpecError: it cannot be imported or built, or is neither.
+    """
+    return {name: _built(name, entry) for name, entry in section.metrics.items()}
+
+
+def _built(name: str, entry: str | Mapping[str, Mapping[str, Any]]) -> Any:
+    path = f"train.metrics.{name}"
+    imported, args = (entry, {}) if isinstance(entry, str) else next(iter(entry.items()))
+    target = load(imported, {}, kind="metric")
+    if isinstance(target, type):
+        target = construct(target, args, path=path, name=imported)
+    elif args:
+        raise SpecError(f"{path}: {imported} is no class, and only those are built with arguments", "leave them out")
+    if not is_stateful(target) and not callable(target):
+        raise SpecError(
+            f"{path}: {imported} is a {type(target).__name__}",
+            "a callable(outputs, batch), or update, compute and reset",
+        )
+    return target
+
+
+def is_stateful(metric: Any) -> bool:
+    """Return whether a metric gathers what it is shown and tells of all of it."""
+    return all(callable(getattr(metric, name, None)) for name in STATEFUL)
+
+
+class OwnMetrics:
+    """The metrics of one evaluation; every rank calls the same, in the same order.
+
+    A callable's value is the mean of what it returns for each batch, weighted by samples. An object that communicates by
+    itself (torchmetrics: `sync`) is shown each rank's own batches; any other is shown those of all ranks, on rank 0 alone.
+
+    Args:
+        section: names them.
+        ranks: this process among its peers.
+    """
+
+    def __init__(self, section: Train, ranks: Ranks) -> None:
+        self.ranks, self.metrics = ranks, build_metrics(section)
+        for metric in self.metrics.values():
+            if callable(getattr(metric, "to", None)):
+                metric.to(ranks.device)
+
+    def reset(self) -> None:
+        """Begin an evaluation."""
+        self.sums = {name: [0.0, 0.0] for name in self.metrics}
+        for name, metric in self.metrics.items():
+            if is_stateful(metric):
+                self._asked(name, metric.reset)
+
+    def update(self, shown: "Shown | None") -> None:
+        """Take a batch; None where this rank has none left while others have one."""
+        for name, metric in self.metrics.items():
+            if not is_stateful(metric):
+                if shown is not None:
+                    self._add(name, shown)
+            elif self._by_itself(metric):
+                if shown is not None:
+                    self._asked(name, metric.update, *shown.given(metric.update))
+            else:
+                for one in self._of_all(None if shown is None else shown.given(metric.update)):
+                    self._asked(name, metric.update, *one)
+
+    def _by_itself(self, metric: Any) -> bool:
+        return self.ranks.world == 1 or callable(getattr(metric, "sync", None))
+
+    def _add(self, name: str, shown: "Shown") -> None:
+        found = self._number(name, self._asked(name, self.metrics[name], shown.outputs, shown.batch))
+        self.sums[name][0] += found * shown.samples
+        self.sums[name][1] += shown.samples
+
+    def _of_all(self, given: tuple[Any, ...] | None) -> list[tuple[Any, ...]]:
+        """Return what a metric is shown of each rank that has a batch, on rank 0; nothing on the others."""
+        here = None if given is None else tree_map(_on_cpu, given)
+        found: list[Any] | None = [None] * self.ranks.world if self.ranks.first else None
+        dist.gather_object(here, found, dst=0)
+        return [tree_map(self._placed, one) for one in found or () if one is not None]
+
+    def _placed(self, leaf: Any) -> Any:
+        return leaf.to(self.ranks.device) if isinstance(leaf, torch.Tensor) else leaf
+
+    def compute(self) -> dict[str, float]:
+        """Return each metric over all ranks, the same on all of them; nan where it is no finite number."""
+        found = {}
+        for name, metric in self.metrics.items():
+            if not is_stateful(metric):
+                total, samples = self.ranks.sum(self.sums[name])
+                found[name] = total / samples if samples else math.nan
+            elif self._by_itself(metric):
+                found[name] = self._number(name, self._asked(name, metric.compute))
+            else:
+                own = self._number(name, self._asked(name, metric.compute)) if self.ranks.first else 0.0
+                found[name] = self.ranks.sum([own])[0]
+        return found
+
+    def _asked(self, name: str, function: Callable[..., Any], *args: Any) -> Any:
+        try:
+            return function(*args)
+        except Exception as error:  # whatever the user's code raises
+            raise JobFailed(f"train.metrics.{name} fails: {type(error).__name__}: {error}") from error
+
+    def _number(self, name: str, value: Any) -> float:
+        try:
+            return float(value)
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise JobFailed(
+                f"train.metrics.{name} is {type(value).__name__}, not one number",
+                "let it return the mean over classes, for example",
+            ) from error
+
+
+class Shown:
+    """What metrics are shown of a batch.
+
+    Args:
+        outputs: of the model.
+        scores: the tensor of them that is one; else the outputs.
+        target: of the batch; None where it has none.
+        batch: all of it.
+        samples: how many.
+    """
+
+    def __init__(self, outputs: Any, *, scores: Any, target: Any, batch: Any, samples: int) -> None:
+        self.outputs, self.scores, self.target = outputs, scores, target
+        self.batch, self.samples = batch, samples
+
+    def given(self, update: Callable[..., Any]) -> tuple[Any, ...]:
+        """Return what a metric's update is called with: scores and target, or outputs and batch where it says `batch`."""
+        return (self.outputs, self.batch) if takes_batch(update) else (self.scores, self.target)
+
+
+def _on_cpu(leaf: Any) -> Any:
+    return leaf.detach().cpu() if isinstance(leaf, torch.Tensor) else leaf

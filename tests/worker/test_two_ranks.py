@@ -42,9 +42,9 @@ def test_evaluation_is_over_both_shares(two_ranks: Path, alone: Ranks) -> None:
     expected = evaluation.Evaluator(trainer(spec(**MEASURED), alone)).run()
     for found in facts(two_ranks, "evaluated"):
         own = found.pop("own")
-        assert found == pytest.approx({name: value for name, value in vars(expected).items() if name != "own"})
-        assert own == pytest.approx(expected.own) and len(own) == 3
-        assert own["error"] == own["gathers"] == own["torchmetrics"] == pytest.approx(100 - found["top1"])
+        others = {name: value for name, value in vars(expected).items() if name != "own"}
+        assert found == pytest.approx(others, nan_ok=True)  # it is no language model
+        assert own == pytest.approx(dict.fromkeys(("error", "gathers", "torchmetrics"), 100 - found["top1"]))
 
 
 def test_curvature_is_that_of_one_rank_and_the_same_on_both(two_ranks: Path, alone: Ranks) -> None:

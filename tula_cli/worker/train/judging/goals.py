@@ -46,13 +46,11 @@ def reached(values: Values, kept: Mapping[str, float], train: Train, *, epoch: i
     if until is None:
         return ""
     value = values.get(train.goal, math.nan)
-    for bound, relation, holds in (
-        (until.at_least, "at least", lambda bound: value >= bound),
-        (until.at_most, "at most", lambda bound: value <= bound),
-    ):
-        wanted = None if bound is None else in_unit(train.goal, bound)
-        if wanted is not None and holds(wanted):
-            return f"{train.goal} is {number(value, 4)}, {relation} {number(wanted, 4)}"
+    least, most = (None if bound is None else in_unit(train.goal, bound) for bound in (until.at_least, until.at_most))
+    if least is not None and value >= least:
+        return f"{train.goal} is {number(value, 4)}, at least {number(least, 4)}"
+    if most is not None and value <= most:
+        return f"{train.goal} is {number(value, 4)}, at most {number(most, 4)}"
     if until.patience is not None and epoch - kept["epoch"] >= until.patience:
         return f"no better epoch than {int(kept['epoch'])} in {plural(until.patience, 'epoch')}"
     return ""

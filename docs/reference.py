@@ -104,7 +104,7 @@ def _type(hint: Any) -> str:
         return ", ".join(f"`{value}`" for value in parts)
     if origin in (Union, UnionType):
         return " or ".join(_type(part) for part in parts if part is not NoneType)
-    if origin is list:
+    if origin in (list, tuple):
         return f"list of {_type(parts[0])}"
     if origin is dict:
         inner = next(_inner(parts[1]), None)
@@ -135,7 +135,7 @@ def _default(field: FieldInfo) -> str:
     value = field.default
     if value is PydanticUndefined:
         return "required"
-    if value is None or value == [] or value == {} or value == "":
+    if value is None or value in ([], (), {}, ""):
         return "none" if value is None else "empty"
     if isinstance(value, Section):
         return "as below" if value.model_dump() else "empty"

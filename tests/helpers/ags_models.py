@@ -43,7 +43,7 @@ def sgd(model: nn.Module, **kwargs: Any) -> torch.optim.SGD:
     return torch.optim.SGD(model.parameters(), **({"lr": 0.1, "momentum": 0.9, "weight_decay": 1e-3} | kwargs))
 
 
-NOT_SETTINGS = {"b_large", "b_small", "steps_per_epoch", "available", "max_grad_norm", "seed"}
+NOT_SETTINGS = {"b_large", "b_small", "steps_per_epoch", "available", "max_grad_norm", "seed", "exclude"}
 
 
 def made_of(package: Any = optim, factor: float | None = None, **kwargs: Any) -> dict[str, Any]:

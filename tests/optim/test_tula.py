@@ -862,3 +862,44 @@ def test_python_and_numpy_generators_are_left_alone() -> None:
     before = random.getstate(), np.random.get_state()[1].tolist()  # type: ignore[index,union-attr]
     train(model := mlp(), tula(model), STEPS)
     assert before == (random.getstate(), np.random.get_state()[1].tolist())  # type: ignore[index,union-attr]
+
+
+# ---- what is left out
+
+
+def test_what_is_left_out_takes_the_steps_of_the_base() -> None:
+    model, plain = mlp(), mlp()
+    plain.load_state_dict(model.state_dict())
+    first, *others = model.parameters()
+    bases = [torch.optim.SGD(net.parameters(), lr=0.1) for net in (model, plain)]
+    before = [p.detach().clone() for p in model.parameters()]
+    settings: dict[str, Any] = {"factors": Static(2.0), "gate": Gate(math.inf), "b_large": B_LARGE, "b_small": B_SMALL}
+    opt = TulaOptimizer(bases[0], model=model, exclude=[first], **settings)
+    for step in range(2):  # the gate scales from the second on
+        for net, optimizer in ((model, opt), (plain, bases[1])):
+            net.load_state_dict(dict(zip(net.state_dict(), before, strict=True)))
+            train_step(net, optimizer, step)
+    assert torch.equal(first, next(plain.parameters()))
+    moved = [(p - old, q - old) for p, q, old in zip(others, [*plain.parameters()][1:], before[1:], strict=True)]
+    assert all(torch.allclose(ours, 2 * theirs) for ours, theirs in moved)
+
+
+@pytest.mark.parametrize("per", ["element", "tensor"])
+def test_no_factor_is_found_or_held_for_what_is_left_out(per: str) -> None:
+    model = mlp()
+    first = next(model.parameters())
+    opt = tula(model, granularity=per, refresh={"every": 1}, delta=math.inf, exclude=[first])
+    whole = tula(mlp(), granularity=per, refresh={"every": 1}, delta=math.inf)
+    train(model, opt, 3)
+    assert [*ags(opt)["scale"]] == [*range(1, len([*model.parameters()]))]
+    assert opt.memory() < whole.memory()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        whole.load_state_dict(opt.state_dict())
+    assert not ags(whole)["scale"], "factors of another choice are void"
+
+
+def test_leaving_everything_out_is_refused() -> None:
+    model = mlp()
+    with pytest.raises(ValueError, match="no parameter to scale"):
+        tula(model, exclude=list(model.parameters()))

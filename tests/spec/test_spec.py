@@ -837,3 +837,20 @@ def test_ags_scales_updates_where_the_optimizer_divides_by_the_gradient(optimize
     job = validate(content, source="test")
     assert job.ags.apply_to == expected
     assert JobSpec.model_validate_json(job.model_dump_json()) == job
+
+
+def test_what_ags_leaves_out_is_another_training_and_no_other_run_where_nothing_is():
+    def job(**ags):
+        sections = {"model": {"name": "small_cnn"}, "dataset": {"name": "digits"}, "optimizer": {"lr": 0.1}}
+        return validate({**sections, "train": {"epochs": 1}, "ags": ags}, source="test")
+
+    plain, empty, norms = job(), job(exclude=[]), job(exclude=["norms"])
+    names = [train_signature(spec, nodes=1, batch=64) for spec in (plain, empty, norms)]
+    assert names[0] == names[1] != names[2] and signature(plain) == signature(norms)
+    script = {
+        "script": {"command": "python t.py --batch {batch}", "length": {"epochs": 1}, "reference": {"batch": 256}},
+        "train": {"method": "ags"},
+        "ags": {"exclude": ["norms"]},
+    }
+    with pytest.raises(SpecError, match="wrap the optimizer there"):
+        validate(script, source="test")

@@ -243,7 +243,9 @@ class SmallBatch(Factors):
         self._answered = False
 
     def memory(self) -> int:
-        params = [p for p in self.setup.params if p.requires_grad and self.identity is None]
+        params = [
+            p for p in self.setup.params if p.requires_grad and self.identity is None and p not in self.setup.excluded
+        ]
         if self.per == "tensor":
             return sum(wide(p.dtype).itemsize for p in params)
         return sum(p.numel() * p.element_size() for p in params)

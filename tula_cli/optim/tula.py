@@ -12,7 +12,7 @@ Line numbers in this package are those of Algorithm 1.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Literal
 
@@ -67,6 +67,7 @@ class TulaOptimizer(Wrapper):
             b_large // world, with gradient accumulation the size of a micro-batch.
         max_grad_norm: clips the joint norm of the gradients that the base sees, after scaling.
         seed: seeds the random numbers that the small batch's forward pass draws.
+        exclude: parameters whose factor is always 1. The gate looks at their gradients as at all others.
 
     Attributes:
         base: the base optimizer.
@@ -95,6 +96,7 @@ class TulaOptimizer(Wrapper):
         available: int | None = None,
         max_grad_norm: float | None = None,
         seed: int = 0,
+        exclude: Iterable[Tensor] = (),
     ) -> None:
         super().__init__(base)
         one_of("apply_to", apply_to, ("gradient", "update"))
@@ -103,7 +105,7 @@ class TulaOptimizer(Wrapper):
         if max_grad_norm is not None and not max_grad_norm > 0:
             raise ValueError(f"max_grad_norm must be above 0, got {max_grad_norm}")
         sizes: dict[str, Any] = {"b_large": b_large, "b_small": b_small, "available": available}
-        self.setup = Setup.of(base, model, **sizes, steps_per_epoch=steps_per_epoch, seed=seed)
+        self.setup = Setup.of(base, model, **sizes, steps_per_epoch=steps_per_epoch, seed=seed, exclude=exclude)
         refuse_base(base, of_gradients=apply_to == "gradient")
         refuse_other_model(base, model)
         refuse_sharded(base, model)
@@ -185,7 +187,7 @@ class TulaOptimizer(Wrapper):
         """
         if not self.wants_small_batch:
             raise RuntimeError("small_batch() is for steps where wants_small_batch is true")
-        params = [p for p, g in self._gradients().items() if not g.is_sparse]
+        params = [p for p, g in self._scaled(self._gradients()).items() if not g.is_sparse]
         self.factors.take(loss, params, step=self._n_steps, scaler=scaler)
 
     def _drop(self) -> None:
@@ -223,11 +225,15 @@ class TulaOptimizer(Wrapper):
     def _gradients(self) -> dict[Tensor, Tensor]:
         return {p: p.grad for p in self.setup.params if p.grad is not None}
 
+    def _scaled(self, grads: dict[Tensor, Tensor]) -> dict[Tensor, Tensor]:
+        excluded = self.setup.excluded
+        return {p: g for p, g in grads.items() if p not in excluded} if excluded else grads
+
     def _look(self, grads: dict[Tensor, Tensor], due: bool) -> Tensor:
         """What the raw gradients say: whether to scale in this step (line 5), and the factors of the next (line 10)."""
         calm = self.gate.decide(list(grads.values()), has_factors=self.factors.ready, refreshes=due)
         if due:
-            self.factors.find(grads)
+            self.factors.find(self._scaled(grads))
         return calm
 
     def _in_force(self, grads: dict[Tensor, Tensor]) -> dict[Tensor, Tensor]:
@@ -236,7 +242,7 @@ class TulaOptimizer(Wrapper):
         if len(dense) < len(grads) and not self._warned:
             self._warned = True
             warnings.warn("AGS counts sparse gradients in the norm but does not scale them", stacklevel=2)
-        return self.factors.in_force(dense)
+        return self.factors.in_force([p for p in dense if p not in self.setup.excluded])
 
     def _around_update(self, used: dict[Tensor, Tensor], calm: Tensor | None) -> AbstractContextManager[None]:
         if calm is None or self.apply_to == "gradient":
@@ -297,7 +303,9 @@ class TulaOptimizer(Wrapper):
 
     def _meaning(self) -> dict[str, Any]:
         """The settings without which stored factors and norms mean something else."""
+        excluded = [index for index, p in enumerate(self.setup.params) if p in self.setup.excluded]
         return {
+            **({"excluded": excluded} if excluded else {}),
             "b_large": self.setup.b_large,
             "b_small": self.setup.b_small,
             "apply_to": self.apply_to,

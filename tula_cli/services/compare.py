@@ -126,7 +126,8 @@ def cell_spec(spec: JobSpec, method: str, seed: int) -> JobSpec:
     elif variant.lr != 1.0:
         content["script"] = scripted.with_lr(content["script"], spec.script, factor=variant.lr)
     if variant.preset:
-        content["ags"] = {"preset": variant.preset, "consensus": spec.ags.consensus, "apply_to": spec.ags.apply_to}
+        kept = spec.ags.model_dump(include={"consensus", "apply_to", "exclude"})
+        content["ags"] = {"preset": variant.preset, **kept}
     return validate(content, source=f"the job with method {method}")
 
 

@@ -124,6 +124,12 @@ class JobSpec(Section):
         return self
 
     @model_validator(mode="after")
+    def _names_of_parameters_are_known(self) -> "JobSpec":
+        if self.script is not None and self.ags.exclude:
+            raise ValueError("ags.exclude names parameters of tula's own loop; with a script wrap the optimizer there")
+        return self
+
+    @model_validator(mode="after")
     def _tuning_fits(self) -> "JobSpec":
         if not self.train.facts.tunes:
             return self

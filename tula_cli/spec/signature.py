@@ -101,7 +101,7 @@ def _script_training(spec: JobSpec, script: Script, where: Mapping[str, Any]) ->
     """Return what changes the weights of a script: all that it is told."""
     own = script.model_dump(exclude={"probe", "metric", "save", "samples", "resume"})
     told = spec.train.model_dump(include={"method", "lr_scaling", "accumulate", "seed"})
-    ags = {"ags": spec.ags.model_dump()} if spec.train.facts.scales else {}
+    ags = {"ags": spec.ags.model_dump(exclude={"exclude"})} if spec.train.facts.scales else {}
     return digest({"script": own, "train": told, **ags, "gpus_per_node": spec.cluster.gpus_per_node, **where})
 
 
@@ -158,7 +158,9 @@ def _steps_refresh(spec: JobSpec) -> set[str]:
 
 
 def _ags(ags: Ags, names: set[str]) -> dict[str, Any]:
-    return ags.resolved().model_dump(include=names)
+    """Return settings; what came later counts where it is given, so that older runs keep their names."""
+    later = set() if ags.exclude else {"exclude"}
+    return ags.resolved().model_dump(include=names - later)
 
 
 def digest(parts: Mapping[str, Any]) -> str:

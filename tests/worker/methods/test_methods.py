@@ -281,3 +281,14 @@ def test_polo_on_one_rank_is_the_large_batch_with_a_warm_up(alone: Ranks) -> Non
     sections = job("polo", schedule={"warmup_epochs": 5})
     sections["train"] |= {"method": "lbt"}
     assert same(weights(polo), trained(spec(**sections), alone)[0])
+
+
+def test_ags_leaves_out_what_the_job_names(alone: Ranks) -> None:
+    sections = job("ghost, ags", ags={"exclude": ["norms", "biases"]})
+    subject = trainer(spec(**sections), alone)
+    assert subject.ags is not None
+    names = {p: name for name, p in subject.ddp.module.named_parameters()}
+    left = {names[p] for p in names if p not in subject.ags.setup.excluded}
+    assert left and all(name.endswith("weight") for name in left)
+    with pytest.raises(SpecError, match=r"ags\.exclude"):
+        trainer(spec(**job("ghost, ags", ags={"exclude": ["nothing.*"]})), alone)

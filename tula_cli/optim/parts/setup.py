@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -27,6 +27,7 @@ class Setup:
     available: int  # samples that one rank can offer to the small batch
     steps_per_epoch: int | None
     seed: int
+    excluded: frozenset[Tensor] = frozenset()  # parameters whose factor is always 1
 
     @classmethod
     def of(
@@ -39,11 +40,13 @@ class Setup:
         available: int | None,
         steps_per_epoch: int | None,
         seed: int,
+        exclude: Iterable[Tensor] = (),
     ) -> Setup:
         """Fill in what the process group and the batch tell.
 
         Raises:
-            ValueError: a size that is no whole number or below 1, or a DDP over another process group.
+            ValueError: a size that is no whole number or below 1, a DDP over another process group, or nothing that is left
+                to scale.
         """
         whole_numbers(b_large=b_large, b_small=b_small, available=available, steps_per_epoch=steps_per_epoch)
         rank, world = place(model)
@@ -51,7 +54,10 @@ class Setup:
         for name, value in (("b_large", b_large), ("b_small", b_small), ("available", share)):
             if value < 1:
                 raise ValueError(f"{name} must be at least 1 sample, got {value}")
-        return cls(base, model, rank, world, b_large, b_small, share, steps_per_epoch, seed)
+        found = cls(base, model, rank, world, b_large, b_small, share, steps_per_epoch, seed, frozenset(exclude))
+        if found.excluded and found.excluded.issuperset(found.params):
+            raise ValueError("exclude leaves no parameter to scale")
+        return found
 
     @property
     def params(self) -> list[Tensor]:

@@ -1,7 +1,7 @@
 """Method ags: adaptive gradient scaling, Algorithm 1 of the paper."""
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from tula_cli.optim.configure import Configured
 from tula_cli.optim.parts.small_batch import draw_counts
 from tula_cli.spec.ags import Ags
 from tula_cli.spec.job import JobSpec
+from tula_cli.worker.build.finetune.patterns import chosen
 from tula_cli.worker.methods.plain import Configuration, Loop, Memory, Plain
 
 
@@ -26,6 +27,15 @@ def settings(ags: Ags, **changed: Any) -> Configured:
 def available(configuration: Configuration) -> int:
     """Return the samples that a rank has for AGS's small batch: a micro-batch, of which no more is cut off than it leaves."""
     return configuration.batch // configuration.world // configuration.spec.train.accumulate
+
+
+def excluded(model: nn.Module, ags: Ags) -> Iterable[nn.Parameter]:
+    """Return the parameters that `ags.exclude` names.
+
+    Raises:
+        SpecError: a pattern names none of the model's.
+    """
+    return chosen(model, ags.exclude, path="ags.exclude").values() if ags.exclude else ()
 
 
 class Scaling(Plain):
@@ -53,6 +63,7 @@ class Scaling(Plain):
                 max_grad_norm=spec.train.max_grad_norm,
                 available=available(configuration),
                 seed=spec.train.seed,
+                exclude=excluded(ddp.module, spec.ags),
             )
 
     def check(self, spec: JobSpec, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -60,7 +71,15 @@ class Scaling(Plain):
         limit = spec.train.max_grad_norm
         own = settings(spec.ags)
         try:
-            TulaOptimizer(optimizer, model=model, b_large=4 * b_small, b_small=b_small, **own, max_grad_norm=limit)
+            TulaOptimizer(
+                optimizer,
+                model=model,
+                b_large=4 * b_small,
+                b_small=b_small,
+                **own,
+                max_grad_norm=limit,
+                exclude=excluded(model, spec.ags),
+            )
         except ValueError as error:
             raise SpecError(
                 f"train.method {spec.train.method}: {error}",

@@ -73,7 +73,9 @@ def _continuation(found: "Recommendation") -> Iterator[str]:
         return
     there = f"{duration(3600 * rest.hours)}, {number(rest.cost)} {found.currency} with a new start"
     gain = "" if not rest.hours_as_it_is else f" ({100 * (rest.hours / rest.hours_as_it_is - 1):+.0f} % time)"
-    yield f"{stands}: {here}; as chosen {there}{gain}"
+    known = rest.hours_as_it_is is not None and rest.cost_as_it_is is not None
+    worse = known and rest.hours >= (rest.hours_as_it_is or 0.0) and rest.cost >= (rest.cost_as_it_is or 0.0)
+    yield f"{stands}: {here}; as chosen {there}{gain}" + ", better in neither: let it go on as it is" * worse
 
 
 def _fallback(found: "Recommendation") -> Iterator[str]:

@@ -60,7 +60,10 @@ def test_a_slower_network_makes_one_node_the_better_choice(run: RunDir) -> None:
     assert found.choice.hours / 2 < rest.hours < rest.hours_as_it_is, "a new start is in it"
     assert any(text.startswith("seen in the training on 2 nodes, local batch 64") for text in found.warnings)
     (line,) = show_recommend._continuation(found)
-    assert "50.0 % left: on 2 nodes, batch 128" in line and "with a new start (-" in line
+    assert "50.0 % left: on 2 nodes, batch 128" in line and line.endswith("% time)") and "with a new start (-" in line
+    worse = rest.model_copy(update={"hours": 2 * rest.hours_as_it_is, "cost": 2 * (rest.cost_as_it_is or 0.0)})
+    (line,) = show_recommend._continuation(found.model_copy(update={"continuation": worse}))
+    assert line.endswith("with a new start (+100 % time), better in neither: let it go on as it is")
 
 
 def test_where_nothing_has_changed_nothing_moves(run: RunDir) -> None:

@@ -24,9 +24,10 @@ class ChangePointTest:
 
     Every split of the remembered values is judged by Mann and Whitney's statistic (1947), the largest counts, as in the
     change-point model of Hawkins and Deng (2010). It goes by ranks: how often it errs on independent values does not
-    depend on their distribution, and a spike counts as one value, however high. A change is told where the medians on both
-    sides also differ by NOTABLE. Where neighbours are alike, as of a load that lingers, they count less. What is remembered begins with the new level then, and the next change has to last twice
-    as long, up to MOST: a load that comes and goes is not told for ever.
+    depend on their distribution, and a spike counts as one value, however high. Where neighbours are alike, as of a load
+    that lingers, they count less. A change is told where the medians on both sides also differ by NOTABLE. What is
+    remembered begins with the new level then, and the next change has to last twice as long, up to MOST: a load that
+    comes and goes is not told for ever.
     """
 
     def __init__(self) -> None:

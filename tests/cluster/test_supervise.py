@@ -309,7 +309,9 @@ def test_training_out_of_memory_goes_on_at_the_next_smaller_batch_where_that_is_
     run: RunDir, ranks: Ranks, training: TrainTask
 ) -> None:
     shrink = make_runs.spec(train={"epochs": 1, "oom": "shrink"})
-    run.write_task(training.model_copy(update={"spec": shrink}))
+    times = {128: 0.4, 64: 0.25, 32: 0.2}
+    ladder = tuple(Rung(batch=b, prediction=make_runs.prediction(1, b, step_time=s)) for b, s in times.items())
+    run.write_task(training.model_copy(update={"spec": shrink, "ladder": ladder}))
     told(run, 128, 64, 32)
     ranks.will(ranks.fail("train-s-1", CPU_OOM, "device_oom"), ranks.finish("s"))
     cluster_supervise.supervise(run.path, training.id)
@@ -321,6 +323,7 @@ def test_training_out_of_memory_goes_on_at_the_next_smaller_batch_where_that_is_
     assert summary is not None
     assert summary.start_batch == 128
     assert summary.attempts == 2
+    assert summary.predicted_step == 0.25, "of the batch that the actual step time is of"
     assert summary.causes == ("out of memory at batch 128",)
 
 

@@ -259,6 +259,7 @@ def write_summary(run: RunDir, task: TrainTask) -> None:
         took[a.task] += ((a.ended_at or time.time()) - a.started_at) / 3600
     hours = sum(took.values())
     prediction, energy = tasks[0].ladder[0].prediction, training.energy()
+    newest = tasks[-1].prediction  # of the batch and the nodes that the training ended with, as is result.step_time
     run.write_summary(
         Summary(
             signature=task.signature,
@@ -270,7 +271,7 @@ def write_summary(run: RunDir, task: TrainTask) -> None:
             actual_hours=hours,
             predicted_cost=prediction.cost if prediction else None,
             actual_cost=sum(_cost(one, took[one.id], prediction) for one in tasks if one.id in took),
-            predicted_step=prediction.step_time if prediction else None,
+            predicted_step=newest.step_time if newest else None,
             actual_step=result.step_time,
             predicted_parts=prediction.parts if prediction else None,
             actual_parts=None if task.spec.script else _parts(training, 3600 * hours),

@@ -170,7 +170,7 @@ class Summary(Record):
     actual_hours: float
     predicted_cost: float | None
     actual_cost: float
-    predicted_step: float | None
+    predicted_step: float | None  # at the batch, the micro-batches and the nodes that it ended with, as is actual_step
     actual_step: float | None
     predicted_parts: TimeParts | None = None
     actual_parts: TimeParts | None = None  # None of a script

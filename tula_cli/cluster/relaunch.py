@@ -114,7 +114,7 @@ def _after_probe(run: RunDir, task: ProbeTask, reason: ExitReason, lost: int) ->
 
 
 def _without(run: RunDir, task: ProbeTask, failed: int) -> ProbeTask | None:
-    """Go on with the other batches once one has failed in the user's code (a batch of one under BatchNorm, say).
+    """Go on with the other batches once one has failed in the user's code (a batch of one under BatchNorm, say) or diverged.
 
     Two failures say that it is not the batch.
     """

@@ -152,7 +152,6 @@ class Schedule(Section):
         return self
 
 
-RESERVED = {"auto", "top1", "top5", "loss", "eval_loss", "perplexity"}
 MetricName = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_.-]*$")]
 
 
@@ -197,6 +196,7 @@ class Until(Section):
 
 BUILT_IN = ("top1", "top5", "loss", "perplexity")
 """The metrics that every evaluation takes where it can."""
+_RESERVED = {"auto", "eval_loss", *BUILT_IN}
 
 
 class Train(Section):
@@ -239,7 +239,7 @@ class Train(Section):
     @model_validator(mode="after")
     def _metrics_are_known(self) -> "Train":
         for name, entry in self.metrics.items():
-            if name in RESERVED:
+            if name in _RESERVED:
                 raise ValueError(f"metrics.{name}: the name is taken")
             named(entry, f"metrics.{name}")
         known = ("auto", *BUILT_IN, *self.metrics)

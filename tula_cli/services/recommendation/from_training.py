@@ -45,8 +45,7 @@ def under_way(parts: Sequence[Part]) -> UnderWay:
     _, part, task, rows = max(found, key=lambda one: one[0])
     if task.spec.script is not None:
         raise SpecError("a training by a script tells whole steps alone", "tula recommend without --from-training")
-    size = next((result.dataset_size for result in part.run.results() if isinstance(result, Measured)), None)
-    if size is None:
+    if not any(isinstance(result, Measured) for result in part.run.results()):
         raise BadMeasurements("nothing was measured for this job", "run tula profile first")
     samples = int(rows[-1]["samples"])
     left = max(0.0, 1 - float(rows[-1]["epoch"]) / task.spec.train.epochs)
@@ -55,18 +54,18 @@ def under_way(parts: Sequence[Part]) -> UnderWay:
 
 def _trainings(part: Part) -> list[tuple[TrainTask, list[dict[str, Any]]]]:
     """Return the newest task of each training that has not ended, with its rows of progress."""
-    newest: dict[str, TrainTask] = {}
-    for task in part.run.tasks():
-        if isinstance(task, TrainTask):
-            known = newest.get(task.signature)
-            newest[task.signature] = task if known is None or task.attempt > known.attempt else known
-    rows = {signature: part.run.training(signature).metrics() for signature in newest}
-    return [
-        (task, moving)
-        for signature, task in newest.items()
-        if part.run.training(signature).result() is None
-        and (moving := [row for row in rows[signature] if row["kind"] in ("start", "step", "epoch", "change")])
-    ]
+    signatures = dict.fromkeys(task.signature for task in part.run.tasks() if isinstance(task, TrainTask))
+    found = []
+    for training in map(part.run.training, signatures):
+        if training.result() is not None:
+            continue
+        task, rows = (
+            training.newest_task(),
+            [row for row in training.metrics() if row["kind"] in ("start", "step", "epoch", "change")],
+        )
+        if task is not None and rows:
+            found.append((task, rows))
+    return found
 
 
 def _pace(task: TrainTask, rows: Sequence[Mapping[str, Any]]) -> Pace:

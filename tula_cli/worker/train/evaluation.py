@@ -14,7 +14,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from tula_cli.words import perplexity
 from tula_cli.worker.build.batches.calling import is_language, scores
 from tula_cli.worker.build.compiled import as_written
-from tula_cli.worker.build.finetune.frozen import FrozenStatistics
+from tula_cli.worker.build.norms import norms_of
 from tula_cli.worker.build.sampling import eval_loader
 from tula_cli.worker.seeding import seed_torch, stable_seed
 from tula_cli.worker.train import loop as worker_train_loop
@@ -86,7 +86,7 @@ class Evaluator:
             dist.broadcast(buffer, src=0)
         trainer.ddp.eval()
         sums = torch.zeros(5, dtype=torch.float64, device=trainer.ranks.device)
-        common, done = self._common_batches(), 0
+        common, most, done = self._batches(trainer.ranks.world - 1), self._batches(0), 0
         self.own.reset()
         for index, batch in enumerate(self.loader):
             if index == max_batches:
@@ -95,7 +95,7 @@ class Evaluator:
             sums += self._score(to_device(trainer, batch), self._samples(index))
             if index < common:
                 between()
-        for _ in range(done, min(self._most_batches(), max_batches or self._most_batches())):
+        for _ in range(done, min(most, max_batches or most)):
             self.own.update(None)
         trainer.ddp.train()
         loss, top1, top5, samples, language = trainer.ranks.sum(sums.tolist())
@@ -108,22 +108,18 @@ class Evaluator:
         own = self.own.compute()
         return Evaluation(mean, 100 * top1 / samples, 100 * top5 / samples, int(samples), told, own)
 
-    def _most_batches(self) -> int:
-        """Return how many batches rank 0 has; no rank has more."""
-        ranks = self.trainer.ranks
-        return math.ceil(len(range(0, len(self.trainer.datasets.eval), ranks.world)) / self.trainer.micro_batch)
+    def _share(self, rank: int) -> int:
+        """Return a rank's samples."""
+        return len(range(rank, len(self.trainer.datasets.eval), self.trainer.ranks.world))
 
-    def _common_batches(self) -> int:
-        """Return how many batches the last rank has; the first ones may have one more."""
-        ranks = self.trainer.ranks
-        return math.ceil(
-            len(range(ranks.world - 1, len(self.trainer.datasets.eval), ranks.world)) / self.trainer.micro_batch
-        )
+    def _batches(self, rank: int) -> int:
+        """Return how many batches a rank has: the first ranks may have one more than the last."""
+        return math.ceil(self._share(rank) / self.trainer.micro_batch)
 
     def _samples(self, index: int) -> int:
         """Return how many samples this rank's batch of this number has; the last one may have fewer than the others."""
-        ranks, size = self.trainer.ranks, self.trainer.micro_batch
-        return min(size, len(range(ranks.rank, len(self.trainer.datasets.eval), ranks.world)) - index * size)
+        size = self.trainer.micro_batch
+        return min(size, self._share(self.trainer.ranks.rank) - index * size)
 
     def _score(self, batch: Any, count: int) -> torch.Tensor:
         """Return (loss, top-1 hits, top-5 hits, samples, samples of language) summed over a batch of `count` samples."""
@@ -178,16 +174,11 @@ def renew_statistics(trainer: Trainer, *, batches: int, between: Callable[[], No
     Returns:
         The modules; none where the model has none, and then no batch is loaded.
     """
-    modules = list(trainer.ddp.modules())
-    norms = [
-        module
-        for module in modules
-        if isinstance(module, _BatchNorm) and module.track_running_stats and not isinstance(module, FrozenStatistics)
-    ]
+    norms = [norm for norm in norms_of(trainer.ddp) if norm.track_running_stats]
     if not norms:
         return []
     found = set(norms)
-    others = [buffer for module in modules if module not in found for buffer in module.buffers(recurse=False)]
+    others = [b for module in trainer.ddp.modules() if module not in found for b in module.buffers(recurse=False)]
     kept, momenta = [buffer.clone() for buffer in others], [norm.momentum for norm in norms]
     trainer.ddp.train()
     for norm in norms:

@@ -252,12 +252,13 @@ class Training:
         if step:
             self._judge(loss)
         self.context.energy.keep()
+        epoch = self.trainer.position.epoch
+        # Rank 0 alone knows the best epoch.
+        if is_best := self.first and goals.better(result.values, self.best, self.task.spec.train.best):
+            self._remember(result)
         self._decide(result)
         if not self.first:
             return
-        epoch = self.trainer.position.epoch
-        if is_best := goals.better(result.values, self.best, self.task.spec.train.best):
-            self._remember(result)
         lr = step.lr if step else self.trainer.lr
         self.log.write_epoch(result, loss=loss, lr=lr, eval_seconds=self.eval_time)
         self._save(is_best=is_best)
@@ -265,15 +266,13 @@ class Training:
             self._write_result(result)
 
     def _decide(self, result: Evaluation) -> None:
-        """Find out whether the training ends here; rank 0, which knows the best epoch, tells the others."""
+        """Find out whether the training ends here; rank 0, which knows the best epoch so far, tells the others."""
         train, epoch = self.task.spec.train, self.trainer.position.epoch
         if train.until is None or self.trainer.until is not None:
             return
         why = ""
         if self.first and epoch < train.epochs:
-            is_best = goals.better(result.values, self.best, train.best)
-            best = goals.remembered(result.values, train.best, epoch=epoch) if is_best else self.best
-            why = goals.reached(result.values, best, train, epoch=epoch)
+            why = goals.reached(result.values, self.best, train, epoch=epoch)
         self.ended = self.trainer.ranks.gather(why)[0]
 
     def _remember(self, result: Evaluation) -> None:

@@ -15,7 +15,6 @@ from torch.nn.parallel import DistributedDataParallel
 from tula_cli.models.time.change_point import MOST, WINDOW, ChangePointTest
 from tula_cli.models.time.noise import centre
 from tula_cli.run.records.results import StepParts
-from tula_cli.worker.device import Mark
 from tula_cli.worker.train.loop import Step, Trainer
 from tula_cli.worker.train.watching.sync_spy import SyncSpy
 
@@ -93,16 +92,16 @@ class StepWatch:
         Every rank takes part, after the same step.
         """
         self._end()
-        steps, samples, (passed, epoch, at) = self.steps, self.spy.exposed, self.began
+        steps, spy, (passed, epoch, at) = self.steps, self.spy, self.began
         local = self.trainer.local_sgd  # each rank's own steps: of another kind than those before
-        parts = None if local else self._parts(steps, samples)
+        parts = None if local else self._parts(steps, spy)
         self._begin()
         if parts is None or not self.trainer.ranks.first:
             return None
         self.newest = parts
         return self.judge(Look(passed, epoch, at, parts))
 
-    def _parts(self, steps: Sequence[Step], samples: Sequence[tuple[Mark, Mark]]) -> StepParts | None:
+    def _parts(self, steps: Sequence[Step], spy: SyncSpy) -> StepParts | None:
         """Return what a step takes on the slowest rank; None where all of them did more than steps do."""
         plain = [step for step in steps if not step.refreshed]
         if not plain:
@@ -115,16 +114,12 @@ class StepWatch:
             return StepParts(step=step_time, data=data, compute=None, sync=None)
         if self.trainer.ranks.world == 1:
             return StepParts(step=step_time, data=data, compute=step_time - data, sync=0.0)
-        seen = list(zip(steps, self._exposed(samples), strict=False))
+        seen = list(zip(steps, spy.seconds(), strict=False))
         known = [pair for pair in seen if not pair[0].refreshed] or seen
         sync = statistics.median(exposed for _, exposed in known)
         compute = statistics.median(seconds(step.loaded, step.end) - exposed for step, exposed in known)
         data, compute, least = self.trainer.ranks.maxima([data, compute, -sync])
         return StepParts(step=step_time, data=data, compute=compute, sync=-least)
-
-    def _exposed(self, samples: Sequence[tuple[Mark, Mark]]) -> list[float]:
-        """Return the exposed synchronisation of each sampled step."""
-        return [self.trainer.clock.seconds(start, end) for start, end in samples]
 
     def judge(self, look: Look) -> Level | None:
         """Take a look; return a change of level where it shows one."""

@@ -38,6 +38,10 @@ class SyncSpy:
         assert self.last is not None
         self.exposed.append((self.last, self.clock.mark()))
 
+    def seconds(self) -> list[float]:
+        """Return the exposed synchronisation of each backward pass in seconds; waits for the device."""
+        return [self.clock.seconds(start, end) for start, end in self.exposed]
+
     def median(self) -> float:
         """Return the median exposed synchronisation in seconds."""
-        return statistics.median(self.clock.seconds(start, end) for start, end in self.exposed)
+        return statistics.median(self.seconds())

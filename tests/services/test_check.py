@@ -194,6 +194,9 @@ def test_values_that_hardly_go_together_are_warnings(found):
     told = check(spec(train={"epochs": 10, "workers": 200}, schedule=late)).warnings
     assert any("schedule.milestones 10, 1000: training ends after 10 epochs" in text for text in told)
     assert any("train.workers 200: a node's ranks start 200 loader processes on 2 cores" in text for text in told)
+    short = {"name": "AdamW", "lr": 0.1, "beta2_half_life": 100}
+    told = check(spec(optimizer=short, train={"epochs": 10, "reference_batch": 128})).warnings
+    assert any("beta2_half_life 100 is less than a batch (train.reference_batch: 128)" in text for text in told)
     soon = {"kind": "multistep", "milestones": [1, 9]}
     fine = check(spec(train={"epochs": 10, "workers": 4}, schedule=soon)).warnings
     assert not any("milestones" in text or "train.workers" in text for text in fine)

@@ -212,6 +212,17 @@ def test_a_training_of_a_script_is_as_long_as_its_section_says(tmp_path, length,
     assert (train.epochs, train.samples_asked) == (epochs, asked)
 
 
+def test_the_beta2_of_the_newest_start_is_told(tmp_path):
+    own = RunDir.create(tmp_path, make.spec())
+    rows = [
+        {**row, "beta2": beta2} for row in make.metrics(START) if row["kind"] == "start" for beta2 in (0.5, 0.9921875)
+    ]
+    make.add_training(own, rows=[*rows, *(row for row in make.metrics(START + 60) if row["kind"] != "start")])
+    train = services_status.snapshot(own, make.FakeLauncher(), now=START + 60).training
+    assert train.beta2 == 0.9921875
+    assert ", lr 0.100, beta2 0.992188, " in show_status.training(train)
+
+
 def test_a_training_run_half_way(run):
     name = make.add_training(run, rows=make.metrics(START + 60))
     run.write_attempt(make.attempt(f"{name}-1"))
@@ -220,6 +231,7 @@ def test_a_training_run_half_way(run):
     assert (train.epoch, train.epochs, train.samples, train.batch) == (1.5, 4, 1920, 128)
     assert (train.loss, train.top1, train.lr, train.step_time, train.predicted_step) == (1.7, 61.0, 0.1, 0.11, 0.1)
     assert train.eta == 70, "80 s, said 10 s ago"
+    assert train.beta2 is None
     assert train.warnings == ("a step takes 120 ms, predicted 90 to 110",)
     assert now.jobs[0].left == 70
     assert now.jobs[0].node_hours_left == pytest.approx(2 * 70 / 3600)

@@ -150,6 +150,9 @@ def other_settings(spec: JobSpec) -> Facts:
         "one_sample": search.min_batch // (ranks * train.accumulate) <= 1,
         "ghosts": [search.nodes, search.min_batch, search.max_batch] if train.ghost_batch else None,
         "weight_decay": spec.optimizer.weight_decay > 0,  # some optimizers take none
+        "beta2": [spec.optimizer.beta2_half_life, search.min_batch, search.max_batch]
+        if spec.optimizer.beta2_half_life
+        else None,
         "arms": spec.auto.model_dump(mode="json") if train.facts.tunes else None,
     }
 

@@ -302,6 +302,12 @@ def _hardly_meant(spec: JobSpec, inspection: Inspection | None) -> list[str]:
             f"schedule.milestones {', '.join(late)}: training ends after {plural(epochs, 'epoch')}, and the learning rate does"
             " not fall there"
         )
+    half_life, reference = spec.optimizer.beta2_half_life, spec.train.reference_batch
+    if isinstance(half_life, float) and half_life < reference:
+        found.append(
+            f"optimizer.beta2_half_life {half_life:g} is less than a batch (train.reference_batch: {reference}): it is in"
+            " samples, not in steps, and auto is what the optimizer's beta2 comes to"
+        )
     here = inspection is not None and spec.cluster.kind == "local"
     if (
         inspection is not None

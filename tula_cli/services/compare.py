@@ -53,6 +53,7 @@ class Variant:
     method: str
     lr: float = 1.0  # factor of optimizer.lr, or of script.reference.lr
     train: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    optimizer: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # of tula's own loop alone
     preset: str = ""  # of ags; of what else the job's section says only what its optimizer and ranks need is kept
 
 
@@ -60,6 +61,7 @@ VARIANTS: dict[str, Variant] = {
     "lbt-x2": Variant("lbt", lr=2.0),
     "lbt-x4": Variant("lbt", lr=4.0),
     "sqrt": Variant("lrs", train={"lr_scaling": "sqrt"}),
+    "sqrt-beta2": Variant("lrs", train={"lr_scaling": "sqrt"}, optimizer={"beta2_half_life": "auto"}),
     "robust": Variant("ags", preset="robust"),
 }
 
@@ -122,7 +124,9 @@ def cell_spec(spec: JobSpec, method: str, seed: int) -> JobSpec:
     if spec.script is not None and not METHODS[variant.method].reads_ags:
         content.pop("ags", None)  # a script is not told what means nothing to it
     if spec.script is None:
-        content["optimizer"] = {**content["optimizer"], "lr": spec.optimizer.lr * variant.lr}
+        content["optimizer"] = {**content["optimizer"], "lr": spec.optimizer.lr * variant.lr, **variant.optimizer}
+    elif variant.optimizer:
+        raise SpecError(f"{method} sets {', '.join(variant.optimizer)} of the optimizer, which a script has for itself")
     elif variant.lr != 1.0:
         content["script"] = scripted.with_lr(content["script"], spec.script, factor=variant.lr)
     if variant.preset:

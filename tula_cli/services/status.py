@@ -170,6 +170,7 @@ def _training(look: Snapshot, tasks: Iterable[JobTask], *, now: float) -> Traini
         tokens_per_second=last_step.get("tokens_per_second"),
         metrics=last_epoch.get("metrics") or {},
         lr=latest.get("lr"),
+        beta2=next((row.get("beta2") for row in reversed(moving) if row["kind"] == "start"), None),
         step_time=latest.get("step_time"),
         predicted_step=None if prediction is None else prediction.step_time,
         eta=_eta(_newest_with_eta(rows), finished=result is not None, now=now),

@@ -169,6 +169,7 @@ def training(now: "TrainingStatus") -> str:
     parts += [f"perplexity {number(now.perplexity, 4)}"] if now.perplexity is not None else []
     parts += [f"{name} {number(value, 4)}" for name, value in now.metrics.items()]
     parts += [f"lr {number(now.lr)}"] if now.lr is not None else []
+    parts += [f"beta2 {now.beta2:.6g}"] if now.beta2 is not None else []
     parts += [f"AGS {scaling(now.ags['mean'], now.ags['scaled'])}"] if now.ags is not None else []
     parts += [_tuning(now.tuning)] if now.tuning is not None else []
     if now.step_time is not None:

@@ -20,6 +20,8 @@ from tula_cli.words import plural
 
 LEAST_STEPS = 5
 """The fewest steps that a probe times, however long they take: fewer tell nothing of their spread."""
+WITH_BETA2 = ("Adam", "AdamW", "Adamax", "NAdam", "RAdam", "SparseAdam")
+"""Optimizers of torch whose second beta is that of the gradients' squares, or of their largest magnitude."""
 LOOKS = 4
 """Looks of a probe at steps of their own: on data that is there, at synchronisation, at gradients, at local work."""
 
@@ -248,6 +250,24 @@ def lr_scale(spec: JobSpec, batch: int) -> float:
     return {"none": 1.0, "linear": ratio, "sqrt": math.sqrt(ratio)}[spec.train.lr_rule]
 
 
+def beta2_at(spec: JobSpec, beta2: float, batch: int) -> float:
+    """Return the share of Adam's second moment that a step at a global batch keeps.
+
+    Half of it is forgotten in `optimizer.beta2_half_life` samples: 0.5^(batch / samples); with `auto` in as many as at the
+    reference batch: beta2^(batch / reference) (Marek et al. 2025, arXiv 2507.07101).
+
+    Args:
+        spec: the job.
+        beta2: as the optimizer has it by itself, or by its arguments.
+        batch: samples a step.
+    """
+    asked = spec.optimizer.beta2_half_life
+    if asked is None:
+        return beta2
+    kept, steps = (beta2, batch / spec.train.reference_batch) if asked == "auto" else (0.5, batch / asked)
+    return math.pow(kept, steps)
+
+
 def misfit(spec: JobSpec) -> str:
     """Return why the job's method does not go with its optimizer; empty where it does, or where only loading it tells."""
     facts, name = spec.train.facts, spec.optimizer.name
@@ -257,4 +277,6 @@ def misfit(spec: JobSpec) -> str:
         return f"needs optimizer.name: SGD, not {name}"
     if facts.scales and name in DIVIDING and spec.ags.resolved().apply_to == "gradient":
         return f"scales gradients, whose magnitude {name} divides by: set ags.apply_to: update"
+    if spec.optimizer.beta2_half_life is not None and ":" not in name and name not in WITH_BETA2:
+        return f"keeps optimizer.beta2_half_life, and {name} has no beta2: set optimizer.name: AdamW, or leave it out"
     return ""

@@ -108,6 +108,9 @@ class Optimizer(Section):
     momentum: Annotated[float, Field(ge=0, lt=1)] | None = None  # to the optimizer, where given
     weight_decay: NonNegativeFloat = 0.0  # to the optimizer
     args: dict[str, Any] = {}  # to the optimizer, for example {nesterov: true}
+    # samples in which the second moment of Adam and its like forgets half, whatever the batch; auto: those of its beta2 at
+    # train.reference_batch; null: beta2 stays, as a share a step
+    beta2_half_life: Literal["auto"] | PositiveFloat | None = None
     groups: list[ParameterGroup] = []  # of several that name a parameter the last one counts
 
 

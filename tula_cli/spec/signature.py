@@ -41,7 +41,7 @@ def _own_loop(spec: JobSpec) -> dict[str, Any]:
         "dataset": _dataset(spec),
         "transforms": spec.transforms.model_dump(),
         "loss": spec.loss.model_dump(),
-        "optimizer": _optimizer(spec, {"lr", "weight_decay"}),
+        "optimizer": _optimizer(spec, {"lr", "weight_decay", "beta2_half_life"}),
         "train": train.model_dump(
             include={
                 "precision", "workers", "accumulate", "max_grad_norm", "activation_checkpointing", "reference_batch", "method",
@@ -143,8 +143,9 @@ def _model(spec: JobSpec) -> dict[str, Any]:
 
 
 def _optimizer(spec: JobSpec, without: Set[str] = frozenset()) -> dict[str, Any]:
-    """Return the optimizer; its groups count where there are any."""
-    return spec.optimizer.model_dump(exclude={*without, *(() if spec.optimizer.groups else ("groups",))})
+    """Return the optimizer; what came later counts where it is given, so that older runs keep their names."""
+    later = {"groups": spec.optimizer.groups, "beta2_half_life": spec.optimizer.beta2_half_life}
+    return spec.optimizer.model_dump(exclude={*without, *(name for name, given in later.items() if not given)})
 
 
 def _computing(train: Train, names: Set[str] = COMPUTING) -> dict[str, Any]:

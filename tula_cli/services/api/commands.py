@@ -358,7 +358,7 @@ def compare(
 
     Args:
         run: a run, the path of its folder, or its job.
-        methods: values of train.method, or lbt-x2, lbt-x4, sqrt, robust.
+        methods: values of train.method, or lbt-x2, lbt-x4, sqrt, sqrt-beta2, robust.
         batches: global.
         seeds: how many, from train.seed on.
         nodes: in place of the recommended ones.

@@ -96,6 +96,7 @@ class TrainingStatus:
     perplexity: float | None = None  # of the last epoch's evaluation; None where it is no language model
     tokens_per_second: float | None = None  # of all GPUs, padding counted; None where batches are no text
     metrics: Mapping[str, float | None] = field(default_factory=dict)  # train.metrics of the last epoch
+    beta2: float | None = None  # at its batch, where optimizer.beta2_half_life sets it
 
 
 Results = dict[str, Measured | OutOfMemory | Failed]

@@ -2,6 +2,7 @@
 
 import functools
 import inspect
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -11,7 +12,7 @@ from torch import nn
 
 from tula_cli.errors import SpecError
 from tula_cli.plugins import is_import_string, load, nearest
-from tula_cli.spec.job import JobSpec
+from tula_cli.spec.job import JobSpec, beta2_at
 from tula_cli.worker.build import small_images
 from tula_cli.worker.build.batches.calling import LossFunction, ModelCall
 from tula_cli.worker.build.construct import accepts, construct, refused
@@ -183,6 +184,58 @@ def set_lr(optimizer: torch.optim.Optimizer, lr: float, ratios: Sequence[float])
             group["lr"].fill_(lr * ratio)
         else:
             group["lr"] = lr * ratio
+
+
+def beta2s(optimizer: torch.optim.Optimizer, spec: JobSpec, batch: int) -> tuple[float, ...]:
+    """Return each parameter group's beta2 at a batch; empty where the job asks for no half-life of it.
+
+    A loaded state brings the beta2 of the batch that it was saved at: ask before.
+
+    Args:
+        optimizer: as it was built.
+        spec: the job.
+        batch: global.
+
+    Raises:
+        SpecError: the optimizer has no beta2, or it is of no second moment.
+    """
+    if spec.optimizer.beta2_half_life is None:
+        return ()
+    own: list[Any] = [group.get("betas") for group in optimizer.param_groups]
+    kind = type(optimizer).__name__
+    # Lion has two betas as well, both of the gradient's average, whose sign it takes.
+    if "lion" in kind.lower() or any(not isinstance(betas, tuple | list) or len(betas) != 2 for betas in own):
+        raise SpecError(
+            f"optimizer.beta2_half_life: {kind} has no beta2 of a second moment",
+            "leave it out, or set optimizer.name: AdamW (train.method lamb and schedule_free have one too, in its place)",
+        )
+    return tuple(beta2_at(spec, float(second), batch) for _, second in own)
+
+
+def beta2_told(spec: JobSpec, optimizer: torch.optim.Optimizer) -> str:
+    """Return in words what the half-life comes to at the batches that may be searched; empty where none is asked for."""
+    train, asked = spec.train, spec.optimizer.beta2_half_life
+    if asked is None:
+        return ""
+    at = {batch: beta2s(optimizer, spec, batch)[0] for batch in _batches(spec)}
+    values = ", ".join(f"{value:.6g} at batch {batch}" for batch, value in at.items())
+    reference = beta2s(optimizer, spec, train.reference_batch)[0]
+    if asked == "auto" and not 0 < reference < 1:
+        return f"second moment: beta2 is {reference:g} at any batch (optimizer.beta2_half_life)"
+    half_life = train.reference_batch * math.log(0.5) / math.log(reference) if asked == "auto" else asked
+    return f"second moment: half of it is forgotten in {half_life:.0f} samples: beta2 is {values} (optimizer.beta2_half_life)"
+
+
+def _batches(spec: JobSpec) -> list[int]:
+    """Return the reference batch, and the least and the largest that may be searched as far as the job says."""
+    ends = {spec.search.min_batch, spec.train.reference_batch, spec.search.max_batch}
+    return sorted(batch for batch in ends if batch is not None)
+
+
+def set_beta2(optimizer: torch.optim.Optimizer, values: Sequence[float]) -> None:
+    """Give each parameter group its beta2; nothing where there are no values."""
+    for group, value in zip(optimizer.param_groups, values, strict=bool(values)):
+        group["betas"] = (group["betas"][0], value)
 
 
 def _check_replaced(spec: JobSpec) -> None:

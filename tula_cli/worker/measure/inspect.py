@@ -91,7 +91,7 @@ def inspect_job(spec: JobSpec) -> Inspection:
         footprints=footprints,
         estimate_error=estimate_error,
         device=device,
-        notes=_beginning(spec, model),
+        notes=_beginning(spec, model, optimizer),
         convolutional=has_convolutions(model),
         warnings=tuple(warnings),
         **_machine(spec, device),
@@ -109,15 +109,20 @@ def _machine(spec: JobSpec, device: str) -> dict[str, Any]:
     }
 
 
-def _beginning(spec: JobSpec, model: nn.Module) -> tuple[str, ...]:
-    """Return what the model starts from, and what of it is frozen or trained otherwise than the rest.
+def _beginning(spec: JobSpec, model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[str, ...]:
+    """Return what the model starts from, what of it is frozen or trained otherwise than the rest, and how.
 
     Raises:
         SpecError: the file of weights does not fit.
     """
     section = spec.model
     weights = initial_weights.told(section, initial_weights.fitted(section, model)) if section.weights else ""
-    found = (weights, frozen.told(model, section.frozen), *groups.told(spec.optimizer, model))
+    found = (
+        weights,
+        frozen.told(model, section.frozen),
+        *groups.told(spec.optimizer, model),
+        zoo.beta2_told(spec, optimizer),
+    )
     return tuple(note for note in found if note)
 
 
@@ -159,7 +164,7 @@ def _check_parts(spec: JobSpec) -> None:
         "loss": lambda: zoo.build_loss(spec),
         "train.metrics": lambda: build_metrics(spec.train),
         "schedule": lambda: _check_schedule(spec),
-        "optimizer": lambda: method_of(spec).base(spec, [torch.nn.Parameter(torch.zeros(1))]),
+        "optimizer": lambda: _check_optimizer(spec),
     }
     found: dict[str, SpecError] = {}
     for path, part in parts.items():
@@ -172,6 +177,11 @@ def _check_parts(spec: JobSpec) -> None:
     if found:
         problems = tuple(Problem(path, error.message, error.hint) for path, error in found.items())
         raise SpecError(f"{len(found)} parts of the job cannot be built", problems=problems)
+
+
+def _check_optimizer(spec: JobSpec) -> None:
+    optimizer = method_of(spec).base(spec, [torch.nn.Parameter(torch.zeros(1))])
+    zoo.beta2s(optimizer, spec, spec.train.reference_batch)
 
 
 def _check_schedule(spec: JobSpec) -> None:

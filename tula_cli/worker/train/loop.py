@@ -73,6 +73,7 @@ class Trainer:
     clock: Clock
     splits: int  # parts that each micro-batch of train.accumulate is computed in
     lr_ratios: Sequence[float]  # of each parameter group's learning rate to the spec's
+    beta2s: Sequence[float] = ()  # of each group, at this batch; empty: they stay as they are
     channels_last: bool = False  # images, and the weights of convolutions
     position: Position = field(default_factory=Position)
     refresh_each_epoch: bool = True
@@ -165,6 +166,7 @@ def build(
         clock=Clock(ranks.device),
         splits=splits,
         lr_ratios=zoo.lr_ratios(base, spec.optimizer.lr),
+        beta2s=zoo.beta2s(base, spec, batch),
         channels_last=channels_last,
         refresh_each_epoch=refresh,
     )
@@ -295,6 +297,7 @@ def _step(trainer: Trainer, stream: Iterator[Any], *, epoch_ends: bool) -> Step:
     start = trainer.clock.mark()
     lr = trainer.lr
     zoo.set_lr(trainer.optimizer, lr, trainer.lr_ratios)
+    zoo.set_beta2(trainer.optimizer, trainer.beta2s)  # a state of another batch has brought its own
     # Random layers draw from the position, not from what ran before: a resumed run repeats an uninterrupted one.
     seed = stable_seed(trainer.spec.train.seed, trainer.position.samples, trainer.ranks.rank)
     seed_torch(seed, trainer.ranks.device)

@@ -73,12 +73,14 @@ class TrainingLog:
         task, trainer = self.task, self.trainer
         lr, cause = trainer.lr, task.cause
         sizes = {"batch": task.batch, "micro_batch": trainer.micro_batch}
-        self.add("start", attempt=task.attempt, **sizes, nodes=task.nodes, lr=lr, cause=cause)
+        own = {"beta2": trainer.beta2s[0]} if trainer.beta2s else {}
+        self.add("start", attempt=task.attempt, **sizes, nodes=task.nodes, lr=lr, **own, cause=cause)
         self.add(
             "environment", **environment.environment(trainer.ranks, workers=trainer.workers).model_dump(mode="json")
         )
         at = f"from sample {trainer.position.samples}" if trainer.position.samples else "from the beginning"
-        self._print(f"training on {plural(task.nodes)}, batch {task.batch}, {at}" + f": {cause}" * bool(cause))
+        told = f", beta2 {trainer.beta2s[0]:.6g}" if trainer.beta2s else ""
+        self._print(f"training on {plural(task.nodes)}, batch {task.batch}{told}, {at}" + f": {cause}" * bool(cause))
         for message in remarks(trainer):
             self.warn(message)
 

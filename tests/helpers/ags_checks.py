@@ -278,7 +278,7 @@ def the_static_factor_is_by_default_the_cap(package: Any) -> None:
     close(hand.step([1.0] * 4), [4.0] * 4)
     close(hand.step([2.0] * 4), [2.0] * 4)
     assert Hand(package, granularity="static", factor=1.0).opt.identity
-    assert Hand(package, granularity="static", b_large=2, b_small=4).opt.identity
+    assert Hand(package, granularity="static", b_large=4, b_small=4).opt.identity
 
 
 @check

@@ -26,7 +26,7 @@ def seconds(probes: list[Measured], nodes: int, local_batch: int, **sections: An
 
 @pytest.mark.parametrize(
     ("ags", "batch", "small"),
-    [({}, 64, 64), ({}, 128, 32), ({}, 256, 64), ({}, 4096, 64), ({"b_small": 8}, 4096, 8), ({"b_small": 8}, 4, 8)],
+    [({}, 64, 64), ({}, 128, 32), ({}, 256, 64), ({}, 4096, 64), ({"b_small": 8}, 4096, 8), ({"b_small": 8}, 4, 4)],
 )
 def test_the_small_batch_is_at_most_a_quarter_of_a_larger_one(ags: dict[str, int], batch: int, small: int) -> None:
     assert refresh.small_batch(spec(**AGS, ags=ags), batch) == small

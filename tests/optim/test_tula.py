@@ -742,11 +742,15 @@ def test_a_model_without_the_bases_parameters_is_refused() -> None:
     tula(model, torch.optim.SGD([*other.parameters(), next(model.parameters())], lr=0.1))  # one is enough
 
 
-@pytest.mark.parametrize("b_small", [B_LARGE, 4 * B_LARGE])
-def test_no_smaller_batch_is_the_identity_and_says_so(b_small: int) -> None:
+def test_a_small_batch_above_the_large_one_is_refused() -> None:
+    with pytest.raises(ValueError, match=f"b_small, {4 * B_LARGE}, is above b_large, {B_LARGE}"):
+        tula(mlp(), b_small=4 * B_LARGE)
+
+
+def test_no_smaller_batch_is_the_identity_and_says_so() -> None:
     plain, wrapped = mlp(bn=True, dropout=0.2), mlp(bn=True, dropout=0.2)
     with pytest.warns(UserWarning) as said:
-        opt = tula(wrapped, b_small=b_small, steps_per_epoch=None, delta=math.inf)
+        opt = tula(wrapped, b_small=B_LARGE, steps_per_epoch=None, delta=math.inf)
     assert opt.identity is not None and str(B_LARGE) in opt.identity
     assert [str(warning.message) for warning in said] == [opt.identity]
     for model, optimizer in ((plain, sgd(plain)), (wrapped, opt)):

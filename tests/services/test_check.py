@@ -106,6 +106,9 @@ def test_one_job_for_all_numbers_of_nodes_holds_the_most_of_them_all_the_time(fo
     assert report.node_hours_at_most == pytest.approx(3 * 4 * 6 / 60)
     assert report.node_hours_at_most == pytest.approx(plan(packed, inspection(), None).node_hours_at_most)
     assert "1.20 node-hours" in report.problems[0]  # of at most 1; a job each would take 0.7
+    each = check(spec(cluster={"kind": "slurm"}, search={"nodes": [1, 2, 4]}))
+    told = [next(line for line in show_check.check(r, {}) if " in " in str(line)) for r in (report, each)]
+    assert told == [f"{report.probes} probes in 1 job", f"{report.probes} probes in 3 jobs"]
     assert check(spec(**of)).node_hours_at_most == pytest.approx(7 * 6 / 60)  # on this machine no node is idle
 
 
@@ -194,6 +197,8 @@ def test_values_that_hardly_go_together_are_warnings(found):
     told = check(spec(train={"epochs": 10, "workers": 200}, schedule=late)).warnings
     assert any("schedule.milestones 10, 1000: training ends after 10 epochs" in text for text in told)
     assert any("train.workers 200: a node's ranks start 200 loader processes on 2 cores" in text for text in told)
+    small = check(spec(train={"epochs": 10, "method": "ags"}, ags={"b_small": 64}, search={"max_batch": 128})).warnings
+    assert "ags.b_small 64 is not below batch 32, 64: there train.method ags scales nothing" in small
     short = {"name": "AdamW", "lr": 0.1, "beta2_half_life": 100}
     told = check(spec(optimizer=short, train={"epochs": 10, "reference_batch": 128})).warnings
     assert any("beta2_half_life 100 is less than a batch (train.reference_batch: 128)" in text for text in told)

@@ -759,6 +759,8 @@ def test_methods_of_a_script_are_compared_by_its_own_metric(tmp_path: Path) -> N
     assert any("acc lost against lbt at batch 32" in str(line) for line in shown)
     page = show_html_page.comparison(report, [], title="own")
     assert "<th>best acc</th>" in page and "0.705 ± 0.007" in page and "top-1" not in page
+    unit = show_compare.time_column(report)[1]
+    assert f"<th>time ({unit})</th>" in page and f"({unit})" in str(shown[0].columns[-2].header)
     assert list(report.frame()["acc_mean"]) == pytest.approx([found.metrics["acc"].mean for found in report.rows])
 
 

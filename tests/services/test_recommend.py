@@ -23,12 +23,13 @@ from tula_cli.run.records.recommendations import Prediction, Recommendation
 from tula_cli.run.records.results import Save, ScriptSaves
 from tula_cli.run.records.tasks import ProbeTask
 from tula_cli.services.api.handles import Run
-from tula_cli.services.recommend import keep, recommend, renews
+from tula_cli.services.recommend import keep, pending_probes, recommend, renews
 from tula_cli.services.recommendation import measured as services_recommendation_measured
 from tula_cli.services.recommendation.measured import epochs_of, trained_epochs
 from tula_cli.show import recommend as show_recommend
 from tula_cli.spec.job import JobSpec
 from tula_cli.spec.load import load_spec, validate
+from tula_cli.words import duration
 
 SWEEP = {2: (16, 32, 64, 128, 256), 4: (8,), 8: (4,), 16: (2, 256)}
 JOB = spec(search={"max_batch": 4096})
@@ -149,9 +150,9 @@ def test_the_table_has_every_candidate_and_every_result(run: RunDir) -> None:
     [
         ({"max_nodes": 1}, "at most 1 nodes; the closest is 2 nodes"),
         ({"max_batch": 16}, "a batch of at most 16; the closest is .*batch 32"),
-        ({"deadline_hours": 0.001}, "a deadline of 0.001 hours; the closest is 16 nodes"),
+        ({"deadline_hours": 0.001}, r"a deadline of 0.001 h \(3.60 s\); the closest is 16 nodes.*: [0-9.]+ s, "),
         ({"budget": 0.01}, "a budget of 0.01; the closest is 2 nodes"),
-        ({"max_nodes": 2, "deadline_hours": 0.02}, "a deadline of 0.02 hours; the closest is 2 nodes"),
+        ({"max_nodes": 2, "deadline_hours": 0.02}, r"a deadline of 0.02 h \(72.0 s\); the closest is 2 nodes"),
         ({"nodes": 3}, "feasible on 3 nodes: no batch divides among its GPUs"),
     ],
 )
@@ -589,7 +590,7 @@ def test_a_deadline_and_a_budget_hold_for_the_same_progress(noisy: RunDir) -> No
     assert all(row.same_progress and row.same_progress.cost <= 0.5 * best.cost for row in kept.rows)
     with pytest.raises(Infeasible, match="to the same progress; the closest is") as caught:
         ask(noisy, "accuracy-time", deadline_hours=0.99 * best.hours)
-    assert f": {best.hours:.3g} hours" in str(caught.value)
+    assert f": {duration(3600 * best.hours)}, " in str(caught.value)
     assert ask(noisy, "time", deadline_hours=0.99 * best.hours).choice.hours < best.hours
 
 
@@ -738,6 +739,13 @@ def test_where_nothing_is_measured_at_the_smaller_micro_batch_the_fallback_names
     assert fallback.basis == "by the probe at local batch 4, unless its BatchNorm forbids it"
     fallback = ask(run, nodes=8, max_batch=256).fallback
     assert fallback is not None and fallback.basis == "by the fit at local batch 16"
+
+
+def test_a_damaged_job_is_told_and_left_out(run: RunDir) -> None:
+    (run.path / "jobs").mkdir()
+    (run.path / "jobs/probe-n001.json").write_text("{")
+    assert pending_probes(run, run.spec(), lambda _: make.FakeLauncher()) == {None: 0}
+    assert ["probe-n001.json is damaged" in text for text in ask(run).warnings].count(True) == 1
 
 
 @pytest.mark.parametrize("train", [{"oom": "shrink"}, {"method": "ags", "reference_batch": 256}])

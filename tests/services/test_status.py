@@ -198,6 +198,18 @@ def test_a_scheduler_that_forgot_the_job_is_not_believed(run):
     assert only_job(run, forgetful).state == "failed"
 
 
+def test_a_damaged_job_is_a_warning_and_the_others_are_shown_and_cancelled(run):
+    good, bad = make.add_probes(run, 1, (32,)), make.add_probes(run, 2, (32,))
+    damaged = run.path / f"jobs/{bad}.json"
+    damaged.write_text("{")
+    launcher = make.FakeLauncher({good: "running", bad: "running"})
+    now = services_status.snapshot(run, launcher, now=START)
+    assert [job.id for job in now.jobs] == [good]
+    (warning,) = now.warnings
+    assert f"{damaged} is damaged" in warning and "end it by the scheduler's own command" in warning
+    assert services_status.cancel(run, launcher) == [good] and launcher.cancelled == [good]
+
+
 # --- training
 
 
@@ -429,6 +441,18 @@ def test_who_waits_for_one_of_two_trainings_is_told_of_that_one(run):
 
 
 # --- all runs
+
+
+def test_runs_are_listed_in_the_order_of_the_time_that_is_shown(tmp_path):
+    """The job of the one was written last, the other has measured last."""
+    for name, at in (("old", START), ("new", START + 50), ("nothing", None), ("newest", START + 100)):
+        own = RunDir.create(tmp_path, make.spec(name=name))
+        if at is not None:
+            own.write_recommendation(make.recommendation(created_at=at))
+    (RunDir.create(tmp_path, make.spec(name="old"))).adopt(make.spec(name="old"))
+    found = listing.list_runs(tmp_path)
+    assert [row.id.partition("-")[0] for row in found] == ["newest", "new", "old", "nothing"]
+    assert [row.changed for row in found] == [START + 100, START + 50, START, None]
 
 
 def test_lists_runs_also_damaged_ones(tmp_path):

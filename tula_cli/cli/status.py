@@ -100,9 +100,12 @@ def cancel(
     from tula_cli.services import status as services_status
 
     run = find_run(screen, target or named, root)
+    parts = begun(run, run.spec())
+    for part in parts:
+        warn_all(screen, part.run.read().damaged_jobs)
     ended = [
         job
-        for part in begun(run, run.spec())
+        for part in parts
         for job in part.named(services_status.cancel(part.run, launcher.launcher_for(part.spec, submits=False)))
     ]
     screen.answer({"cancelled": ended}, [f"cancelled {', '.join(ended)}" if ended else "nothing was queued or running"])

@@ -14,7 +14,7 @@ def small_batch(spec: JobSpec, batch: int) -> int:
     Where that is not below the batch there is nothing to scale: AGS then is the identity, and does not refresh.
     """
     if spec.ags.b_small != "auto":
-        return spec.ags.b_small
+        return min(spec.ags.b_small, batch)
     reference = spec.train.reference_batch
     return reference if batch <= reference else max(1, min(reference, batch // 4))
 

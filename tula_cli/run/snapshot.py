@@ -59,10 +59,23 @@ class Snapshot:
         return self._tasks_by_job.get(job_id, [])
 
     @cached_property
+    def _readable_jobs(self) -> tuple[list[Job], list[BadMeasurements]]:
+        found, damaged = self._those_that_can_be_read("jobs", _JOB)
+        return sorted(found, key=lambda job: (job.submitted_at, job.id)), damaged
+
+    @property
     def jobs(self) -> list[Job]:
-        """The jobs, first submitted first."""
-        found = [job for path in listing(self.path / "jobs") if (job := self._read(path, _JOB))]
-        return sorted(found, key=lambda job: (job.submitted_at, job.id))
+        """The jobs that can be read, first submitted first."""
+        return self._readable_jobs[0]
+
+    @property
+    def damaged_jobs(self) -> list[str]:
+        """What to say of each job that cannot be read: under which id the scheduler has it is lost."""
+        return [
+            f"{error.message}; the job is left out: end it by the scheduler's own command if it still runs, then delete that"
+            " file"
+            for error in self._readable_jobs[1]
+        ]
 
     @cached_property
     def attempts(self) -> list[Attempt]:
@@ -92,14 +105,7 @@ class Snapshot:
 
     @cached_property
     def _readable(self) -> tuple[list[Result], list[BadMeasurements]]:
-        found: list[Result] = []
-        damaged = []
-        for path in listing(self.path / "results"):
-            try:
-                if result := self._read(path, RESULT):
-                    found.append(result)
-            except BadMeasurements as error:
-                damaged.append(error)
+        found, damaged = self._those_that_can_be_read("results", RESULT)
         return sorted(found, key=lambda result: (result.nodes, result.local_batch)), damaged
 
     @property
@@ -143,6 +149,18 @@ class Snapshot:
         )
 
     # ---
+
+    def _those_that_can_be_read(self, folder: str, adapter: TypeAdapter[T]) -> tuple[list[T], list[BadMeasurements]]:
+        """Return the records of a folder, and what is wrong with the others."""
+        found: list[T] = []
+        damaged = []
+        for path in listing(self.path / folder):
+            try:
+                if (record := self._read(path, adapter)) is not None:
+                    found.append(record)
+            except BadMeasurements as error:
+                damaged.append(error)
+        return found, damaged
 
     def _read(self, path: Path, adapter: TypeAdapter[T]) -> T | None:
         if path not in self._records:

@@ -57,11 +57,17 @@ class CheckReport:
     settings: tuple[str, ...] = ()  # how it computes, in words
     interruption: str = ""  # what one costs a script, in words
     expected: Expectation | None = None  # of the jobs; None where there are none, or their batches are not known
+    packed: bool = False  # one job for all numbers of nodes (search.packing: single)
 
     @property
     def node_hours_to_allow(self) -> float:
         """Node-hours that have to be within the cap before anything starts: what follows a first job is held to it then."""
         return self.node_hours_at_most if self.unsettled is None else self.unsettled.first_job_node_hours
+
+    @property
+    def submitted(self) -> int:
+        """How many jobs are submitted."""
+        return min(1, len(self.jobs)) if self.packed else len(self.jobs)
 
     @property
     def probes(self) -> int:
@@ -188,6 +194,7 @@ def check(
         settings=settings(spec, inspection),
         interruption=cost_of_interruption(run, spec),
         expected=expectation(spec, [(job.nodes, job.local_batches) for job in jobs], run) if jobs else None,
+        packed=spec.search.packing == "single",
     )
 
 
@@ -273,7 +280,7 @@ def _warnings(spec: JobSpec, inspection: Inspection | None, jobs: tuple[PlannedJ
         found.append(
             f"memory cannot be estimated ({inspection.estimate_error}); measuring stops at the first batch that does not fit"
         )
-    found += _hardly_meant(spec, inspection)
+    found += [*_hardly_meant(spec, inspection), *_not_below(spec, jobs)]
     found += _ags_of_one_rank(spec)
     left_out = sorted(set(spec.search.nodes) - {job.nodes for job in jobs}) if jobs else []
     if left_out and spec.search.strategy != "partial":
@@ -320,6 +327,18 @@ def _hardly_meant(spec: JobSpec, inspection: Inspection | None) -> list[str]:
             f" {inspection.cpus} cores, which slow each other down; auto is the cores that a rank has, less one"
         )
     return found
+
+
+def _not_below(spec: JobSpec, jobs: tuple[PlannedJob, ...]) -> list[str]:
+    """Return where a small batch of gradient scaling that was asked for is none."""
+    small = spec.ags.b_small
+    batches = sorted({batch for job in jobs for batch in job.batches})
+    if small == "auto" or not spec.train.facts.scales or not batches or small < batches[0]:
+        return []
+    idle = [str(batch) for batch in batches if batch <= small]
+    return [
+        f"ags.b_small {small} is not below batch {', '.join(idle)}: there train.method {spec.train.method} scales nothing"
+    ]
 
 
 def _ags_of_one_rank(spec: JobSpec) -> list[str]:

@@ -294,7 +294,7 @@ def _with_front(rows: Sequence[Prediction]) -> tuple[Prediction, ...]:
 
 def _told(measurements: TypeMeasurements) -> list[str]:
     missing = state_of_the_probes(measurements.results, measurements.unknown, pending=measurements.pending)
-    return [*missing, *measurements.forecast.warnings]
+    return [*missing, *measurements.forecast.warnings, *measurements.part.run.read().damaged_jobs]
 
 
 def _with_progress(row: Prediction, measurements: TypeMeasurements, noise: Noise | None) -> Prediction:

@@ -80,7 +80,7 @@ class RunStatus:
 
 
 def snapshot(run: RunDir, launcher: Launcher, *, now: float, only: Set[str] | None = None) -> RunStatus:
-    """Return what is known of a run at `now` (Unix time). A damaged result is a warning: the others are shown.
+    """Return what is known of a run at `now` (Unix time). A damaged result, or job, is a warning: the others are shown.
 
     Args:
         run: the run.
@@ -110,7 +110,7 @@ def snapshot(run: RunDir, launcher: Launcher, *, now: float, only: Set[str] | No
         training=training,
         attempts=_story(tasks, look.attempts),
         recommendation=look.recommendation,
-        warnings=tuple(f"{damaged.message}; {damaged.hint}" for damaged in look.damaged),
+        warnings=(*(f"{damaged.message}; {damaged.hint}" for damaged in look.damaged), *look.damaged_jobs),
         notes=notes(result for result in look.results if isinstance(result, Measured)),
         rehearsal=look.rehearsals[-1] if look.rehearsals and only is None else None,
         between_rounds=not moving and _between_rounds(look),
@@ -286,7 +286,7 @@ def _waits(job: JobStatus, lost_since: dict[str, float], *, now: float) -> bool:
 
 
 def cancel(run: RunDir, launcher: Launcher) -> list[str]:
-    """End the run's own jobs that are queued or running; return their ids.
+    """End the run's own jobs that are queued or running; return their ids. Those that cannot be read are left out.
 
     Each is marked first, so that nothing (a supervisor, the next link of a chain) starts it again meanwhile.
     """

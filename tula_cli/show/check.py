@@ -79,7 +79,7 @@ def _jobs(report: "CheckReport") -> Iterator["RenderableType"]:
         made.add_row(str(job.nodes), str(len(job.local_batches)), listed(job.batches), listed(job.local_batches))
     yield made
     yield ""
-    yield f"{plural(report.probes, 'probe')} in {plural(len(report.jobs), 'job')}"
+    yield f"{plural(report.probes, 'probe')} in {plural(report.submitted, 'job')}"
 
 
 def inspection(found: "Inspection") -> Iterator["RenderableType"]:

@@ -113,9 +113,14 @@ def digits(found: "CompareReport", metric: str) -> int:
     return max(0, 3 - math.floor(math.log10(largest))) if largest else 2
 
 
+def time_column(found: "CompareReport") -> tuple[float, str]:
+    """Return the seconds of the unit that a training's time is told in, and its name."""
+    return time_unit(3600 * max((row.hours or 0.0 for row in found.rows), default=0.0))
+
+
 def comparison_table(found: "CompareReport") -> "Table":
     """One row a method at a batch."""
-    divisor, unit = time_unit(3600 * max((row.hours or 0.0 for row in found.rows), default=0.0))
+    divisor, unit = time_column(found)
     shown = [row for row in found.rows if row.cells]
     made = table(
         ("batch", "method", "n", *heads(found), "gap", "recovered\n(%)", "samples", f"time\n({unit})", "note"),

@@ -45,8 +45,8 @@ class Setup:
         """Fill in what the process group and the batch tell.
 
         Raises:
-            ValueError: a size that is no whole number or below 1, a DDP over another process group, or nothing that is left
-                to scale.
+            ValueError: a size that is no whole number or below 1, a small batch above the large one, a DDP over another
+                process group, or nothing that is left to scale.
         """
         whole_numbers(b_large=b_large, b_small=b_small, available=available, steps_per_epoch=steps_per_epoch)
         rank, world = place(model)
@@ -54,6 +54,10 @@ class Setup:
         for name, value in (("b_large", b_large), ("b_small", b_small), ("available", share)):
             if value < 1:
                 raise ValueError(f"{name} must be at least 1 sample, got {value}")
+        if b_small > b_large:
+            raise ValueError(
+                f"b_small, {b_small}, is above b_large, {b_large}: the small batch is a part of the large one"
+            )
         found = cls(base, model, rank, world, b_large, b_small, share, steps_per_epoch, seed, frozenset(exclude))
         if found.excluded and found.excluded.issuperset(found.params):
             raise ValueError("exclude leaves no parameter to scale")

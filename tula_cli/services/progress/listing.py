@@ -36,12 +36,13 @@ class RunSummary:
 
 
 def list_runs(root: Path) -> tuple[RunSummary, ...]:
-    """Return the runs under `root`, last changed first; the scheduler is not asked.
+    """Return the runs under `root`, last changed first, those that cannot be read last; the scheduler is not asked.
 
     Raises:
         TulaError: `root` cannot be read.
     """
-    return tuple(_summary(run) for run in parsed_spec.runs(root))
+    found = [_summary(run) for run in parsed_spec.runs(root)]
+    return tuple(sorted(found, key=lambda run: run.changed or 0.0, reverse=True))
 
 
 def _summary(run: Path) -> RunSummary:

@@ -9,7 +9,7 @@ from tula_cli.models.choice.grid import Config
 from tula_cli.models.choice.objective import Curve, Objective
 from tula_cli.plugins import nearest
 from tula_cli.run.records.recommendations import Prediction
-from tula_cli.words import plural
+from tula_cli.words import duration, plural
 
 
 @dataclass(frozen=True)
@@ -57,11 +57,18 @@ class Limits:
         for words, most, value in (
             ("at most {:g} nodes", self.max_nodes, lambda row: row.nodes),
             ("a batch of at most {:g}", self.max_batch, lambda row: row.batch),
-            (f"a deadline of {{:g}} hours{self._to}", self.deadline_hours, self.hours),
+            (f"a deadline of {self._deadline}{self._to}", self.deadline_hours, self.hours),
             (f"a budget of {{:g}}{self._to}", self.budget, self.cost),
         ):
             if most is not None:
                 yield _Bound(words.format(most), most, value)
+
+    @property
+    def _deadline(self) -> str:
+        """The deadline as it was given, and in the unit in which times are told."""
+        hours = self.deadline_hours or 0.0
+        told = duration(3600 * hours)
+        return f"{hours:g} h" if told.endswith(" h") else f"{hours:g} h ({told})"
 
     @property
     def _to(self) -> str:
@@ -118,6 +125,6 @@ class _Bound:
 def described_limits(row: Prediction, currency: str) -> str:
     kind = f" of type {row.type}" * bool(row.type) + " on spot" * (row.market == "spot")
     return (
-        f"{plural(row.nodes)}{kind}, batch {row.batch} (local batch {row.local_batch}): {row.hours:.3g} hours,"
+        f"{plural(row.nodes)}{kind}, batch {row.batch} (local batch {row.local_batch}): {duration(3600 * row.hours)},"
         f" {row.cost:.4g} {currency}"
     )

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from tula_cli.services.comparison.accuracy import CompareReport, Curve, Row
-from tula_cli.show.compare import comparison_note, digits, heads, lost, moment_of, spread
+from tula_cli.show.compare import comparison_note, digits, heads, lost, moment_of, spread, time_column
 from tula_cli.show.html.svg import COLORS, Frame, Point, Series, axes, chart, drawing, look, round_numbers, short
-from tula_cli.words import method_label, plural
+from tula_cli.words import method_label, number, plural
 
 REFERENCE_COLOR = "#000000"
 STYLE = """
@@ -74,7 +74,8 @@ def _section(title: str, charts: Sequence[str]) -> Iterator[str]:
 
 def _table(report: CompareReport) -> str:
     metrics = (html.escape(head) for head in heads(report))
-    columns = ("batch", "method", "n", *metrics, "gap", "recovered (%)", "samples", "minutes", "note")
+    divisor, unit = time_column(report)
+    columns = ("batch", "method", "n", *metrics, "gap", "recovered (%)", "samples", f"time ({unit})", "note")
     lines = ["<tr>" + "".join(f"<th>{head}</th>" for head in columns) + "</tr>"]
     batch = None
     for row in report.rows:
@@ -86,7 +87,7 @@ def _table(report: CompareReport) -> str:
             "-" if row.gap is None else f"{row.gap:.{digits(report, report.metric)}f}",
             "-" if row.recovered is None else f"{100 * row.recovered:.0f}",
             "-" if row.samples is None else f"{row.samples:.0f}",
-            "-" if row.hours is None else f"{60 * row.hours:.3g}",
+            "-" if row.hours is None else number(3600 * row.hours / divisor),
             comparison_note(row),
         )
         first = ' class="first"' if row.batch != batch else ""

@@ -186,6 +186,18 @@ def test_a_training_ends_at_its_target_with_a_result_and_stays_ended(alone: Rank
     assert len(list(rows(run, task, "start"))) == 1
 
 
+def test_a_training_killed_between_its_early_end_and_its_result_trains_no_more(alone: Ranks, run: RunDir) -> None:
+    until = {"metric": "loss", "at_most": 100}
+    task = train(run, alone, epochs=50, until=until)
+    result = run.training(task.signature).result()
+    assert result is not None
+    (run.training(task.signature).path / "result.json").unlink()
+    train(run, alone, epochs=50, until=until)
+    again = run.training(task.signature).result()
+    assert again is not None
+    assert (again.samples, again.ended, again.metrics) == (result.samples, result.ended, result.metrics)
+
+
 def test_a_training_ends_when_no_epoch_is_better(alone: Ranks, run: RunDir) -> None:
     task = train(
         run, alone, epochs=50, metrics={"size": f"{HERE}:whole"}, best={"metric": "size"}, until={"patience": 2}

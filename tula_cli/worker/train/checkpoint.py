@@ -20,13 +20,14 @@ KEEP = 2
 """The newest checkpoints kept beside the best: one more than needed, should the newest be damaged."""
 
 
-def state(trainer: Trainer, *, best: dict[str, float], owed: bool = False) -> dict[str, Any]:
+def state(trainer: Trainer, *, best: dict[str, float], owed: bool = False, ended: str = "") -> dict[str, Any]:
     """Return everything a resumed run needs.
 
     Args:
         trainer: model, optimizer and position.
         best: the best metrics so far.
         owed: the epoch that ends here is not evaluated yet.
+        ended: why the training ends here, before its last epoch; empty where it goes on.
     """
     own = trainer.method.own_state(trainer)
     return {
@@ -39,6 +40,7 @@ def state(trainer: Trainer, *, best: dict[str, float], owed: bool = False) -> di
         "world": trainer.ranks.world,
         "best": best,
         "owed": owed,
+        "ended": ended,
         **({"method": own} if own else {}),
     }
 
@@ -62,6 +64,7 @@ def save(
     best: dict[str, float],
     is_best: bool,
     owed: bool = False,
+    ended: str = "",
     keep: int | None = None,
 ) -> Path:
     """Save the trainer's state, point `last` (and `best`) at it, and drop what is no longer needed. Rank 0 alone.
@@ -69,7 +72,7 @@ def save(
     `keep` is a checkpoint, by its samples, that stays.
     """
     path = run.training(signature).checkpoint_path(trainer.position.samples)
-    write(path, state(trainer, best=best, owed=owed))
+    write(path, state(trainer, best=best, owed=owed, ended=ended))
     folder = run.training(signature).path
     _point(folder / "last", path)
     if is_best:

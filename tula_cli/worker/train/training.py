@@ -109,6 +109,7 @@ class Training:
         found = checkpoint.load_for_all(self.run, self.task.signature, self.context.ranks)
         if found is not None:
             self.best, self.owed = checkpoint.restore(self.trainer, found), bool(found.get("owed"))
+            self.ended = found.get("ended", "")  # what is left is the result
             return
         self.unfit = initial_weights.load(self.task.spec.model, self.trainer.ddp.module, first=self.first)
 
@@ -225,6 +226,7 @@ class Training:
             best=self.best,
             is_best=is_best,
             owed=self.owed,
+            ended=self.ended,
             keep=self.keep,
         )
         self.last_save = time.monotonic()

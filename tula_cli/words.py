@@ -88,3 +88,10 @@ def first_line(text: str) -> str:
 def place(nodes: int, local_batch: int) -> str:
     """Return where a probe is made, in words."""
     return f"{plural(nodes)}, local batch {local_batch}"
+
+
+def part_words(name: str) -> str:
+    """Return what of a job is meant by the name of a part: a type of node, a length of text, or both."""
+    kind, at, length = f"-{name}".rpartition("-length-")
+    words = [f"node type {kind[1:] if at else name}"] if kind[1:] or not at else []
+    return ", ".join(words + [f"length {length}"] * bool(at))

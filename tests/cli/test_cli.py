@@ -1170,7 +1170,7 @@ def test_the_same_command_does_not_measure_a_type_again(two_types, here):
 
 def test_the_screens_tell_the_types_apart(two_types):
     plan = tula("profile", "job.yaml", "--dry-run")
-    assert plan.out.count("node type ") == 2 and "all node types together: at most 2.00 node-h" in plan.out
+    assert plan.out.count("node type ") == 2 and "all together: at most 2.00 node-h" in plan.out
     assert "price: 1.7 USD per node-hour (a list, 2025-11-30)" in plan.out
     assert not Path("tula-runs").exists()
     assert "node type pair" in tula("profile", "job.yaml").out
@@ -1189,7 +1189,7 @@ def test_the_screens_tell_the_types_apart(two_types):
 
 def test_the_cap_holds_for_all_types_together(two_types):
     plan = tula("profile", "job.yaml", "--set", "search.max_node_hours=1.5")
-    assert plan.code == 8 and "the probes on all 2 node types may take 2.00 node-hours" in plan.err
+    assert plan.code == 8 and "the probes of all 2 parts (node types, lengths) may take 2.00 node-hours" in plan.err
     assert not any(launcher.submitted for launcher in two_types.launchers.values())
     assert tula("check", "job.yaml", "--set", "search.max_node_hours=1.5").code == 8
 

@@ -734,7 +734,11 @@ def test_a_language_model_is_told_by_loss_and_perplexity_and_tokens_a_second(run
     text = printed(show_train.summary(told))
     assert "least loss 1.500 (perplexity 4.482) at epoch 3" in text and "perplexity 4.953" in text
     rows = [{**row, "top1": None, "top5": None, "perplexity": 4.953} for row in make.metrics()]
-    rows = [{**row, "tokens_per_second": 81920.0} if row["kind"] == "step" else row for row in rows]
+    rows = [{**row, "tokens_per_second": 81920.0, "padding": 0.125} if row["kind"] == "step" else row for row in rows]
     make.add_training(run, rows=rows)
     line = show_status.training(snapshot(run).training)
-    assert "perplexity 4.953" in line and "81920 tokens a second" in line and "top-1" not in line
+    assert (
+        "perplexity 4.953" in line
+        and "81920 tokens a second (12.5 % padding beside them)" in line
+        and "top-1" not in line
+    )

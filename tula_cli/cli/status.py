@@ -26,7 +26,7 @@ def status(screen: Screen, named: MaybeRun = None, root: Root = RUNS) -> None:
     run = find_run(screen, named, root)
     spec = run.spec()
     found = {
-        part.type: services_status.snapshot(part.run, launcher.launcher_for(part.spec, submits=False), now=time.time())
+        part.name: services_status.snapshot(part.run, launcher.launcher_for(part.spec, submits=False), now=time.time())
         for part in begun(run, spec)
     }
     screen.status = "pending" if any(now.active() for now in found.values()) else "done"

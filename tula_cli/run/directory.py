@@ -14,7 +14,7 @@ from pydantic import TypeAdapter
 from tula_cli.errors import SpecError
 from tula_cli.run import parsed_spec
 from tula_cli.run.cluster_checks import ClusterChecks
-from tula_cli.run.files import cannot_write, listing, read_record, read_text, write_atomic, write_record
+from tula_cli.run.files import cannot_write, listing, open_to_add, read_record, read_text, write_atomic, write_record
 from tula_cli.run.lock import SubmissionLock
 from tula_cli.run.records.jobs import Attempt, Failure, Job, LeaderCommand
 from tula_cli.run.records.probes import RESULT
@@ -33,15 +33,21 @@ LATEST = "latest"
 
 @dataclass(frozen=True)
 class Part:
-    """What of a job is measured, and may be trained, on one type of node: a run of its own, with a whole spec."""
+    """What of a job is measured, and may be trained, on one type of node, or at another length: a run with a whole spec."""
 
-    type: str | None  # None where the job names no types: then the part is the whole
+    type: str | None  # None where the job names no types
     run: "RunDir"
     spec: JobSpec
+    length: int | None = None  # of text, where it is not the job's own: then it is measured and not trained
+
+    @property
+    def name(self) -> str | None:
+        """What tells it from the other parts; None of the whole."""
+        return "-".join(filter(None, (self.type, f"length-{self.length}" if self.length else ""))) or None
 
     def named(self, jobs: Iterable[str]) -> list[str]:
-        """Return jobs as the user tells those of one type from those of another."""
-        return [job if self.type is None else f"{self.type}/{job}" for job in jobs]
+        """Return jobs as the user tells those of one part from those of another."""
+        return [job if self.name is None else f"{self.name}/{job}" for job in jobs]
 
 
 class RunDir:
@@ -155,17 +161,21 @@ class RunDir:
         What is measured on one type is never seen beside what is measured on another. A part's name holds the signature
         of what is special about it: a changed type is measured anew, the others are kept.
 
-        Args:
-            spec: the job.
-            only: the one type to return.
-
         Raises:
-            SpecError: there is no such type.
+            SpecError: there is no such type as `only`.
         """
-        return tuple(Part(name, self._of_type(name, own), own) for name, own in spec.by_type(only).items())
+        return tuple(
+            Part(name, self if name is None else self._inner("types", name, own), own)
+            for name, own in spec.by_type(only).items()
+        )
 
-    def _of_type(self, name: str | None, spec: JobSpec) -> "RunDir":
-        return self if name is None else RunDir(self.path / "types" / f"{spec.name}-{name}-{signature(spec)}")
+    def lengths(self, spec: JobSpec, node_type: str | None) -> tuple[Part, ...]:
+        """Return what is measured at other lengths of text (search.sequence) than `spec` trains with, inside this run."""
+        found = spec.by_length().items()
+        return tuple(Part(node_type, self._inner("lengths", str(length), own), own, length) for length, own in found)
+
+    def _inner(self, folder: str, name: str, spec: JobSpec) -> "RunDir":
+        return RunDir(self.path / folder / f"{spec.name}-{name}-{signature(spec)}")
 
     def read(self) -> Snapshot:
         """Return one look at what is there: whoever asks several questions asks it."""
@@ -340,16 +350,8 @@ class RunDir:
         return self.path / "logs" / f"{task_id}.{attempt:03d}{suffix}.log"
 
     def open_log(self, path: Path) -> BinaryIO:
-        """Open a log to add to it.
-
-        Raises:
-            TulaError: the disk is full or the folder cannot be written.
-        """
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            return open(path, "ab")
-        except OSError as error:
-            raise cannot_write(path, error) from error
+        """Open a log to add to it; raises TulaError where the disk is full or the folder cannot be written."""
+        return open_to_add(path)
 
     def handover_path(self, task_id: str, attempt: int) -> Path:
         """Return the file through which the ranks of one attempt find each other: address, port and device of rank 0."""

@@ -8,7 +8,7 @@ import os
 import socket
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, BinaryIO, Protocol, TypeVar
 
 from tula_cli.errors import BadMeasurements, CannotWrite, TulaError
 
@@ -190,3 +190,16 @@ def publish(draft: Path, place: Path) -> None:
     except OSError:
         if not place.is_dir():  # another process was faster
             raise
+
+
+def open_to_add(path: Path) -> BinaryIO:
+    """Open a file to add to it, whose folder need not be there.
+
+    Raises:
+        TulaError: the disk is full or the folder cannot be written.
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        return open(path, "ab")
+    except OSError as error:
+        raise cannot_write(path, error) from error

@@ -63,14 +63,29 @@ def adopt(run: RunDir, spec: JobSpec, parts: Iterable[Part], file: JobFile | Non
         TulaError: it cannot be written.
     """
     for part in parts:
-        if part.type is not None:
+        if part.name is not None:
             part.run.adopt(part.spec)
     run.adopt(spec, file)
 
 
 def begun(run: RunDir, spec: JobSpec, node_type: str | None = None) -> list[Part]:
-    """Return the parts of a run (the one named) that there is something of."""
-    return [part for part in run.parts(spec, node_type) if part.type is None or part.run.exists]
+    """Return the parts of a run (of the type named) that there is something of, other lengths of text among them."""
+    return [part for part in all_parts(run, spec, node_type) if part.name is None or part.run.exists]
+
+
+def all_parts(run: RunDir, spec: JobSpec, node_type: str | None = None) -> tuple[Part, ...]:
+    """Return a run's parts, each followed by what is measured on it at other lengths of text.
+
+    Args:
+        run: the run.
+        spec: the job.
+        node_type: the one type of node to return.
+
+    Raises:
+        SpecError: there is no such type.
+    """
+    parts = run.parts(spec, node_type)
+    return tuple(one for part in parts for one in (part, *part.run.lengths(part.spec, part.type)))
 
 
 def config_drift(run: RunDir, spec: JobSpec, overrides: Sequence[str] = ()) -> ConfigDrift | None:

@@ -1,7 +1,7 @@
 """`tula check` and `tula init`: is the job sound, what would it search and cost."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -20,6 +20,13 @@ from tula_cli.services.profile import nodes_taken
 from tula_cli.services.profiling.computing import settings
 from tula_cli.services.profiling.expectation import Expectation, expectation
 from tula_cli.services.profiling.loader_memory import NodeMemory, check_memory
+from tula_cli.services.profiling.planned_lengths import (
+    PlannedLength,
+    lengths_left_out,
+    lengths_node_hours,
+    other_lengths,
+    planned_lengths,
+)
 from tula_cli.services.profiling.unsettled import UnsettledPlan, unsettled
 from tula_cli.services.recommendation.saves import cost_of_interruption
 from tula_cli.services.search import largest_local_batch, probes
@@ -56,7 +63,9 @@ class CheckReport:
     unsettled: UnsettledPlan | None = None  # where only a node can build the model and the dataset
     settings: tuple[str, ...] = ()  # how it computes, in words
     interruption: str = ""  # what one costs a script, in words
-    expected: Expectation | None = None  # of the jobs; None where there are none, or their batches are not known
+    lengths: tuple[PlannedLength, ...] = ()  # of text, ascending; empty where search.sequence asks for no other
+    # of the jobs, as if steps took as long at every length; None where there are none, or their batches are not known
+    expected: Expectation | None = None
     packed: bool = False  # one job for all numbers of nodes (search.packing: single)
 
     @property
@@ -171,7 +180,11 @@ def check(
     inspection, later = _inspected(spec, inspector or inspect) if online else (None, None)
     largest = largest_local_batch(spec, inspection) if inspection else None
     jobs, problems = _jobs(spec, inspection, largest=largest)
+    fewest = jobs[0].local_batches if jobs else ()
+    lengths = planned_lengths(spec, inspection, fewest, (inspector or inspect) if online else None)
     node_hours = nodes_taken(spec, [job.nodes for job in jobs]) * spec.search.max_minutes / 60
+    node_hours += lengths_node_hours(spec, lengths)
+    one_by_one = (len(jobs) + len(other_lengths(lengths))) * spec.search.max_minutes / 60
     if later is not None:
         node_hours = later.node_hours_at_most
     local = spec.cluster.kind == "local"
@@ -182,20 +195,25 @@ def check(
         jobs=jobs,
         largest_local_batch=largest,
         node_hours_at_most=node_hours,
-        machine_hours_at_most=len(jobs) * spec.search.max_minutes / 60 if local else None,
+        machine_hours_at_most=one_by_one if local else None,
         price_at_most=price_at_most(
             spec, node_hours, inspection.capacity if inspection else spec.cluster.memory_per_gpu
         ),
         currency=spec.pricing.currency,
         price=price_words(spec.pricing),
         problems=(*problems, *_too_few_gpus(spec, inspection), *impossible, *_over_budget(spec, node_hours, later)),
-        warnings=(*_unknown(later), *_warnings(spec, inspection, jobs), *tight),
+        lengths=lengths,
+        warnings=(*_unknown(later), *lengths_left_out(lengths), *_warnings(spec, inspection, jobs), *tight),
         unsettled=later,
         settings=settings(spec, inspection),
         interruption=cost_of_interruption(run, spec),
-        expected=expectation(spec, [(job.nodes, job.local_batches) for job in jobs], run) if jobs else None,
+        expected=expectation(spec, [*_measured(jobs), *_measured(other_lengths(lengths))], run) if jobs else None,
         packed=spec.search.packing == "single",
     )
+
+
+def _measured(jobs: Sequence[PlannedJob | PlannedLength]) -> list[tuple[int, tuple[int, ...]]]:
+    return [(job.nodes, job.local_batches) for job in jobs]
 
 
 def _inspected(spec: JobSpec, inspector: Inspect) -> tuple[Inspection | None, UnsettledPlan | None]:

@@ -19,6 +19,7 @@ from tula_cli.services.progress.job_status import ACTIVE
 from tula_cli.services.recommendation.answer import Answer, write
 from tula_cli.services.recommendation.fallback import first_fallback
 from tula_cli.services.recommendation.from_training import UnderWay, continuation, results_now, under_way
+from tula_cli.services.recommendation.lengths import at_lengths
 from tula_cli.services.recommendation.limits import Criteria, Limits, described_limits
 from tula_cli.services.recommendation.measured import (
     Results,
@@ -253,6 +254,7 @@ def _answer(
     own = next(measurements for measurements in all_measurements if measurements.type == choice.prediction.type)
     spec = own.part.spec
     told = [f"{measurements.prefix}{text}" for measurements in all_measurements for text in _told(measurements)]
+    lengths, growth = at_lengths(own)
     return Recommendation(
         objective=objective,
         curve=curve,
@@ -276,6 +278,8 @@ def _answer(
         efficiency="" if noise is None else rests_on(noise, own),
         interruption=own.forecast.interruption(choice.prediction),
         fallback=first_fallback(own.forecast, choice.prediction),
+        lengths=lengths,
+        growth=growth,
         other_market=own.other_market(choice.prediction),
         created_at=now,
     )

@@ -212,6 +212,12 @@ def _sweep(by_nodes: ByNodes) -> dict[int, set[int]]:
     return chosen
 
 
+def _few(by_nodes: ByNodes) -> dict[int, set[int]]:
+    """The smallest batch and the two largest on the fewest nodes: one of these may be more than memory holds."""
+    local_batches = by_nodes[min(by_nodes)]
+    return {min(by_nodes): {local_batches[0], *local_batches[-2:]}}
+
+
 def _start(by_nodes: ByNodes) -> dict[int, set[int]]:
     """The first round of `next_round`."""
     from tula_cli.models.choice.adaptive import first
@@ -224,4 +230,5 @@ STRATEGIES: Mapping[str, Callable[[ByNodes], dict[int, set[int]]]] = {
     "partial": _partial,
     "sweep": _sweep,
     "adaptive": _start,
+    "few": _few,
 }

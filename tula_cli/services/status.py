@@ -168,6 +168,7 @@ def _training(look: Snapshot, tasks: Iterable[JobTask], *, now: float) -> Traini
         top1=last_epoch.get("top1"),
         perplexity=last_epoch.get("perplexity"),
         tokens_per_second=last_step.get("tokens_per_second"),
+        padding=last_step.get("padding"),
         metrics=last_epoch.get("metrics") or {},
         lr=latest.get("lr"),
         beta2=next((row.get("beta2") for row in reversed(moving) if row["kind"] == "start"), None),

@@ -104,7 +104,7 @@ def require_within_cap(node_hours: Sequence[float], cap: float | None, *, first_
     Raises:
         OverBudget: it may take more.
     """
-    types = f" on all {len(node_hours)} node types" if len(node_hours) > 1 else ""
+    types = f" of all {len(node_hours)} parts (node types, lengths)" if len(node_hours) > 1 else ""
     taken = [*([f"the probes{types}"] if node_hours else []), *([FIRST_JOB] if first_jobs else [])]
     if found := beyond_cap(" and ".join(taken), sum(node_hours) + first_jobs, cap):
         hint = "raise it with --set search.max_node_hours=..., or lower search.max_minutes, or search fewer nodes"

@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING, Any
 from tula_cli.show.profile import unsettled_plan
 from tula_cli.show.screen import Origin
 from tula_cli.show.tables import at_most, by_type, listed, table
-from tula_cli.words import amount, duration, moment, near, number, plural, size
+from tula_cli.words import amount, duration, moment, near, number, plural, size, size_unit
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
+    from rich.table import Table
 
     from tula_cli.cluster.slurm.partitions import Site
     from tula_cli.cluster.slurm.queue import SchedulerState
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from tula_cli.services.new_job.from_command import FromCommand
     from tula_cli.services.nodes import ClusterCheck
     from tula_cli.services.profiling.expectation import Expectation
+    from tula_cli.services.profiling.planned_lengths import PlannedLength
     from tula_cli.services.rehearsal.rehearse import ResumeFinding
 
 _CHANGES = 6  # of an edited job, that are spelled out
@@ -62,7 +64,8 @@ def check(report: "CheckReport", origins: Mapping[str, Origin]) -> Iterator["Ren
         yield from unsettled_plan(report.unsettled)
     elif report.jobs:
         if report.expected is not None:
-            yield expected(report.expected, local=report.machine_hours_at_most is not None)
+            alike = ", as if steps took as long at every length" * bool(report.lengths)
+            yield expected(report.expected, local=report.machine_hours_at_most is not None) + alike
         yield at_most(report.machine_hours_at_most, report.node_hours_at_most, report.price_at_most, report.currency)
         yield f"price: {report.price}"
 
@@ -80,6 +83,29 @@ def _jobs(report: "CheckReport") -> Iterator["RenderableType"]:
     yield made
     yield ""
     yield f"{plural(report.probes, 'probe')} in {plural(report.submitted, 'job')}"
+    if report.lengths:
+        yield ""
+        yield _lengths(report.lengths)
+        yield ""
+        others = [len(one.batches) for one in report.lengths if one.batches and not one.own]
+        yield f"{plural(sum(others), 'probe')} in {plural(len(others), 'job')} more, of the other lengths"
+
+
+def _lengths(found: "Sequence[PlannedLength]") -> "Table":
+    """One row a length of text: what is measured, and what memory holds as it is estimated."""
+    byte, unit = size_unit(max((max(one.memory, default=0) for one in found), default=None))
+    columns = [
+        f"length\non {plural(found[0].nodes)}",
+        "global batches",
+        "largest\nbatch in\nmemory",
+        f"memory there\n({unit}/GPU)",
+    ]
+    made = table(columns, left=(1, 3))
+    for one in found:
+        memory = " ".join(size(value, byte) for value in one.memory) or "-"
+        largest = "-" if one.largest_batch is None else str(one.largest_batch)
+        made.add_row(f"{one.length}{' (own)' if one.own else ''}", listed(one.batches) or "-", largest, memory)
+    return made
 
 
 def inspection(found: "Inspection") -> Iterator["RenderableType"]:

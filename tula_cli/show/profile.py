@@ -16,14 +16,14 @@ if TYPE_CHECKING:
 
 
 def all_types(plans: "Sequence[ProfilePlan | UnsettledPlan]") -> Iterator["RenderableType"]:
-    """What measuring all node types may cost at most, where there are several."""
+    """What measuring all parts may cost at most, where there are several."""
     if len(plans) > 1:
         prices = [plan.price_at_most for plan in plans]
         known = [price for price in prices if price is not None]
         price = sum(known) if len(known) == len(prices) else None
         hours = sum(plan.node_hours_at_most for plan in plans)
         yield ""
-        yield f"all node types together: {at_most(None, hours, price, plans[0].currency)}"
+        yield f"all together: {at_most(None, hours, price, plans[0].currency)}"
 
 
 def plans(found: "Mapping[str | None, ProfilePlan | UnsettledPlan]") -> Iterator["RenderableType"]:

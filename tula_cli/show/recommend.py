@@ -40,6 +40,11 @@ def recommendation(
     if found.objective == "accuracy-time":
         yield same_progress(found)
         yield ""
+    if found.lengths:
+        yield lengths(found)
+        yield from (f"length {one.length}: {one.note}" for one in found.lengths if one.note)
+        yield from [f"lengths: {found.growth}"] if found.growth else ()
+        yield ""
     marks = ["* chosen", *(["2, 3 ... runners-up"] if found.runners_up else [])]
     better = _better(found.rows)
     if pareto and not found.choice.pareto:
@@ -201,6 +206,37 @@ def predictions(found: "Recommendation") -> "Table":
             percent(row.headroom),
             "measured" if row.measured else "predicted",
             style="bold green" if mark == "*" else None,
+        )
+    return made
+
+
+def lengths(found: "Recommendation") -> "Table":
+    """One row a length of text: the largest batch that memory holds, and the batch of most tokens a second."""
+    fastest = [row for one in found.lengths if (row := one.fastest) is not None]
+    divisor, unit = time_unit(3600 * max((row.hours for row in fastest), default=0.0))
+    byte, memory = size_unit(max((row.peak_memory or 0 for row in fastest), default=None))
+    padded = any(one.padding > 0 for one in found.lengths)
+    nodes = plural(found.lengths[0].nodes)
+    columns = [f"length\non {nodes}", "largest\nbatch in\nmemory", "most\ntokens/s", *(["padding\n(%)"] if padded else []),
+               "at\nbatch", "step\n(ms)", f"memory\n({memory}/GPU)", "free\n(%)", f"time\n({unit})", f"cost\n({found.currency})",
+               "basis"]  # fmt: skip
+    made = table(columns, left=(len(columns) - 1,))
+    for one in found.lengths:
+        row = one.fastest
+        cells = ["-"] * 6 + ["nothing measured"]
+        if row is not None:
+            cells = [
+                str(row.batch), number(1000 * row.step_time), size(row.peak_memory, byte), percent(row.headroom),
+                number(3600 * row.hours / divisor), number(row.cost), "measured" if row.measured else "predicted",
+            ]  # fmt: skip
+        rate = "-" if row is None else number(one.tokens_per_second(row))
+        largest = "-" if one.largest_batch is None else str(one.largest_batch)
+        made.add_row(
+            f"{one.length}{' (own)' if one.own else ''}",
+            largest,
+            rate,
+            *([percent(one.padding)] if padded else []),
+            *cells,
         )
     return made
 

@@ -175,7 +175,9 @@ def training(now: "TrainingStatus") -> str:
     if now.step_time is not None:
         predicted = "" if now.predicted_step is None else f" (predicted {number(1000 * now.predicted_step)})"
         parts.append(f"{number(1000 * now.step_time)} ms a step{predicted}")
-    parts += [f"{number(now.tokens_per_second)} tokens a second"] if now.tokens_per_second is not None else []
+    if now.tokens_per_second is not None:
+        padding = f" ({percent(now.padding)} % padding beside them)" if now.padding else ""
+        parts.append(f"{number(now.tokens_per_second)} tokens a second{padding}")
     parts += [f"{number(now.kwh)} kWh{' so far' * (not now.finished)}"] if now.kwh is not None else []
     if now.finished:
         parts.append("finished")

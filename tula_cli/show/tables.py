@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from tula_cli.words import configuration, duration, number
+from tula_cli.words import configuration, duration, number, part_words
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
@@ -102,17 +102,23 @@ def at_most(hours: float | None, node_hours: float, price: float | None, currenc
 def by_type(
     found: Mapping[str | None, T], parts: Callable[[T], Iterator["RenderableType"]]
 ) -> Iterator["RenderableType"]:
-    """The answer for each type of node, under a heading where the job names types."""
+    """The answer for each part of a job, under a heading where there are several: types of node, lengths of text."""
     for index, (name, one) in enumerate(found.items()):
         if name is not None:
             yield from () if index == 0 else ("",)
-            yield styled(f"node type {name}", "bold")
+            yield styled(part_words(name), "bold")
         yield from parts(one)
 
 
 def data_by_type(found: Mapping[str | None, T], **whole: Any) -> Any:
-    """Return the same for the envelope: what is known of a job without types, or of each type and the `whole` job."""
-    return found[None] if None in found else {"types": dict(found), **whole}
+    """Return the same for the envelope: what is known of a job without types, or of each part and the `whole` job.
+
+    What is known at other lengths of text stands beside that of the job's own, under `lengths`.
+    """
+    if None not in found:
+        return {"types": dict(found), **whole}
+    lengths = {name: one for name, one in found.items() if name is not None}
+    return {**vars(found[None]), "lengths": lengths} if lengths else found[None]
 
 
 def place_of(row: "Prediction") -> str:

@@ -15,7 +15,7 @@ from tula_cli.spec.merge import merge
 from tula_cli.spec.resources import UNPRICED, Cluster, NodeType, Pricing, TypeName
 from tula_cli.spec.scripts import section
 from tula_cli.spec.scripts.own_script import Script
-from tula_cli.spec.sections import Dataset, Loss, Model, Optimizer, Schedule, Train, Transforms
+from tula_cli.spec.sections import Dataset, Loss, Model, Optimizer, Schedule, SequenceLengths, Train, Transforms
 from tula_cli.words import plural
 
 LEAST_STEPS = 5
@@ -32,8 +32,10 @@ class Search(Section):
     nodes: Annotated[list[Positive], Field(min_length=1)] = [2, 4, 8, 16]  # numbers of nodes
     min_batch: Positive = 32  # smallest global batch; candidates are min_batch x 2^k
     max_batch: Positive | None = None  # besides memory and the dataset's size
-    # sweep: all batches on the fewest nodes, ends elsewhere; partial: the four corners; full: all; adaptive: in rounds
-    strategy: Literal["sweep", "partial", "full", "adaptive"] = "sweep"
+    # sweep: all batches on the fewest nodes, ends elsewhere; partial: the four corners; full: all; adaptive: in rounds;
+    # few: the smallest batch and the two largest, on the fewest nodes
+    strategy: Literal["sweep", "partial", "full", "adaptive", "few"] = "sweep"
+    sequence: SequenceLengths | None = None  # lengths of text to measure too, a few batches of each on the fewest nodes
     tolerance: Annotated[float, Field(gt=0, lt=1)] = 0.01  # expected regret at which `adaptive` stops, a share
     # a probe times steps until it has as many, they have taken min_seconds, and the standard error of their mean is below 1 %
     min_steps: Annotated[int, Field(ge=5)] = 10
@@ -168,6 +170,29 @@ class JobSpec(Section):
         return self
 
     @model_validator(mode="after")
+    def _lengths_are_those_of_text(self) -> "JobSpec":
+        sequence = self.search.sequence
+        if sequence is None:
+            return self
+        if self.script is not None:
+            raise ValueError(
+                "search.sequence is of tula's own loop; a script's length is in its command: profile each one"
+            )
+        if self.length is None:
+            raise ValueError(
+                f"search.sequence needs the job's own length: set {sequence.options[0]} to it, or name in"
+                " search.sequence.options the argument that holds it (dataset.args.X or model.args.X), as an integer"
+            )
+        longest = max(sequence.lengths)
+        for key, value in self.model.longest_text.items():
+            if value < longest and f"model.args.{key}" not in sequence.options:
+                raise ValueError(
+                    f"search.sequence: the model takes at most {value} positions (model.args.{key}), and {longest} is to be"
+                    f" measured; add model.args.{key} to search.sequence.options, or raise it"
+                )
+        return self
+
+    @model_validator(mode="after")
     def _types_are_sound(self) -> "JobSpec":
         problems: list[InitErrorDetails] = []
         currencies: dict[str, str] = {}
@@ -219,6 +244,36 @@ class JobSpec(Section):
             base.pop("pricing", None)
         merge(base, own, {}, source=name)
         return JobSpec.model_validate(base)
+
+    @property
+    def length(self) -> int | None:
+        """The job's own length of text; None where search.sequence does not say where it stands."""
+        sequence = self.search.sequence
+        if sequence is None:
+            return None
+        section, _, key = sequence.options[0].split(".")
+        found = (self.dataset.args if section == "dataset" else self.model.args).get(key)
+        return found if isinstance(found, int) and not isinstance(found, bool) and found > 0 else None
+
+    def by_length(self) -> dict[int, "JobSpec"]:
+        """Return the job at each other length of search.sequence, ascending, as it is measured there.
+
+        A few batches on the fewest nodes tell memory and pace; what more nodes take follows from the job's own length.
+        """
+        sequence = self.search.sequence
+        if sequence is None:
+            return {}
+        return {
+            length: self._of_length(length, sequence) for length in sorted(sequence.lengths) if length != self.length
+        }
+
+    def _of_length(self, length: int, sequence: SequenceLengths) -> "JobSpec":
+        base = self.model_dump(mode="json", exclude_unset=True)
+        for option in sequence.options:
+            section, _, key = option.split(".")
+            base[section].setdefault("args", {})[key] = length
+        search = {"nodes": [min(self.search.nodes)], "strategy": "few", "sequence": None}
+        return JobSpec.model_validate({**base, "search": {**base["search"], **search}})
 
 
 def _under(item: Any, *path: str) -> InitErrorDetails:

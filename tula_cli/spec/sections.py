@@ -8,6 +8,10 @@ from tula_cli.plugins import is_import_string, nearest
 from tula_cli.spec.kinds import NonNegativeFloat, Positive, PositiveFloat, Section
 from tula_cli.spec.methods import METHODS, Facts, Method
 
+LengthOption = Annotated[str, Field(pattern=r"^(dataset|model)\.args\.[A-Za-z_][A-Za-z0-9_]*$")]
+_POSITIONS = ("n_positions", "max_position_embeddings")
+"""Settings of transformers' models that no text may be longer than."""
+
 
 class Model(Section):
     """A torchvision model name, `transformers:CLASS`, or `package.module:callable` that returns a torch.nn.Module."""
@@ -20,10 +24,33 @@ class Model(Section):
     # patterns of parameters that are not trained, or modules; norms, biases, embeddings are those of the whole model
     frozen: list[str] = []  # for example [features.*], or ["*", "!head"]: all but the head
 
+    @property
+    def longest_text(self) -> dict[str, int]:
+        """The arguments that bound the length of text, where they are given and known for what they are."""
+        found = {key: self.args.get(key) for key in _POSITIONS if self.name.startswith("transformers:")}
+        return {key: value for key, value in found.items() if isinstance(value, int)}
+
     @model_validator(mode="after")
     def _strict_is_about_weights(self) -> "Model":
         if not self.strict and self.weights is None:
             raise ValueError("strict means nothing without weights, the file that it is about")
+        return self
+
+
+class SequenceLengths(Section):
+    """Lengths of text at which memory and time are measured, beside the length that the job trains with."""
+
+    lengths: Annotated[
+        list[Positive], Field(min_length=1)
+    ]  # for example [128, 256, 512]; the job's own is always measured
+    # the arguments that each length is written into; the first one holds the job's own, for example add model.args.n_positions
+    options: Annotated[list[LengthOption], Field(min_length=1)] = ["dataset.args.length"]
+
+    @model_validator(mode="after")
+    def _each_is_named_once(self) -> "SequenceLengths":
+        for key, values in (("lengths", self.lengths), ("options", self.options)):
+            if len(set(values)) < len(values):
+                raise ValueError(f"{key} names one twice: {values}")
         return self
 
 

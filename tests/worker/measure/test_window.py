@@ -16,6 +16,7 @@ from worker_jobs import probe_task, spec, trainer, weights
 from tula_cli.run.directory import RunDir
 from tula_cli.spec.job import Search
 from tula_cli.worker.build.datasets import build_datasets
+from tula_cli.worker.measure import meter as worker_measure_meter
 from tula_cli.worker.measure import probe as worker_measure_probe
 from tula_cli.worker.measure.probe import Blocks, run_probes
 from tula_cli.worker.measure.window import steps_to_time, steps_to_warm_up
@@ -176,11 +177,11 @@ def test_the_loader_is_timed_by_the_samples_of_a_step(alone: Ranks, monkeypatch:
     subject = trainer(spec(train={"accumulate": 2}), alone, datasets=data)
     next(worker_train_loop.steps(subject))
     monkeypatch.setattr(type(data.train), "__getitem__", give_slowly)
-    monkeypatch.setattr(worker_measure_probe, "time", SimpleNamespace(perf_counter=lambda: clock.now))
-    assert worker_measure_probe._loader_time(subject) == pytest.approx(8.0)  # two micro-batches of 8
+    monkeypatch.setattr(worker_measure_meter, "time", SimpleNamespace(perf_counter=lambda: clock.now))
+    assert worker_measure_meter.loader(subject)[0] == pytest.approx(8.0)  # two micro-batches of 8
     short = spec(train={"accumulate": 2}, search={"max_seconds": 3, "min_seconds": 0})
     subject.spec, clock.now = short, 0.0
-    assert worker_measure_probe._loader_time(subject) == pytest.approx(8.0)
+    assert worker_measure_meter.loader(subject)[0] == pytest.approx(8.0)
     assert clock.now == 8.0, "the first, and one beyond the most seconds"
 
 

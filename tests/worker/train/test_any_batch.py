@@ -13,7 +13,8 @@ from worker_jobs import rows, same, train_task, trained, trainer
 from tula_cli.errors import JobFailed, SpecError
 from tula_cli.run.directory import RunDir
 from tula_cli.worker import device
-from tula_cli.worker.build.batches.calling import ModelCall, sequence_length
+from tula_cli.worker.build.batches.calling import ModelCall
+from tula_cli.worker.build.batches.tokens import TokenCounter, sequence_length
 from tula_cli.worker.build.batches.tree import cut, described, grown
 from tula_cli.worker.build.datasets import build_datasets
 from tula_cli.worker.entry import run_training
@@ -92,6 +93,37 @@ def test_a_language_model_is_told_by_its_perplexity(alone: Ranks, run: RunDir) -
 )
 def test_the_length_of_text_is_known_by_names_and_pairs(batch: Any, length: int | None) -> None:
     assert sequence_length(batch) == length
+
+
+IDS = torch.tensor([[5, 6, 7, 0], [8, 9, 0, 0]])
+LABELS = torch.tensor([[5, 6, 7, -100], [-100, -100, -100, -100]])
+
+
+@pytest.mark.parametrize(
+    ("batch", "found"),
+    [
+        ({"input_ids": IDS, "attention_mask": (IDS != 0).long(), "labels": LABELS}, (4, 2.5)),
+        ({"ids": IDS, "mask": IDS != 0}, (4, 2.5)),
+        ({"input_ids": IDS, "labels": LABELS}, (4, 1.5)),
+        ((IDS, LABELS), (4, 1.5)),
+        ({"input_ids": IDS, "labels": torch.ones(2).long()}, (4, 4)),
+        ({"input_ids": IDS, "mask": torch.ones(2, 4, 4)}, (4, 4)),
+        ((torch.ones(2, 3), torch.ones(2)), None),
+    ],
+)
+def test_padding_is_told_from_tokens_by_mask_and_labels(batch: Any, found: tuple[float, float] | None) -> None:
+    counter = TokenCounter()
+    counter.add(batch)
+    counter.add(batch)
+    assert counter.of_a_sample() == found
+
+
+def test_a_training_tells_tokens_a_second_without_their_padding(alone: Ranks, run: RunDir) -> None:
+    job = tokens(train={"epochs": 1})
+    task = train_task(job, batch=8)
+    run_training(task, run, alone, build_datasets(job))
+    step = next(rows(run, task, "step"))
+    assert 0 < step["padding"] < 0.6 and step["tokens_per_second"] < 8 * 9 / step["step_time"]
 
 
 def test_a_loss_of_the_whole_batch_has_no_accuracy(alone: Ranks) -> None:

@@ -76,6 +76,18 @@ class GpuState(Record):
     held_down: tuple[str, ...]  # why the clock of any is held down ("power cap", "heat" ...)
 
 
+class Tokens(Record):
+    """Of one sample of text in the batches that a probe's loader made, on average."""
+
+    length: float  # places, padding counted
+    real: float  # of them, those that are not padding
+
+    @property
+    def padding(self) -> float:
+        """The share of the places that is padding."""
+        return 1 - self.real / self.length
+
+
 class ScriptSeen(Record):
     """What a script of the user's own was seen to train with: the same in all probes of one training."""
 
@@ -107,6 +119,7 @@ class Measured(Record):
     data_wait: float | None  # waiting for the data loader, within step_times; median
     cached_time: float | None = None  # a whole step on data that is on the device already; median
     loader_time: float | None = None  # that the data loader takes for the data of a step while nothing else is done
+    tokens: Tokens | None = None  # None where batches are not known to be text
     memory: Components | PeakMemory
     capacity: int | None  # bytes that there are for one rank; None where nothing bounds it, or nothing tells
     gradients: GradientStats | None

@@ -81,6 +81,30 @@ class Fallback(Record):
     basis: str  # what the two rest on, in words
 
 
+class SequenceLength(Record):
+    """What a job takes at one length of text (search.sequence), on the fewest nodes."""
+
+    length: int
+    own: bool  # the job's, at which the choice is made
+    nodes: int
+    tokens: float = 0.0  # of a sample, on average, without padding
+    padding: float = 0.0  # share of a sample's places
+    largest_batch: int | None = (
+        None  # global, that memory holds with its margin; None where it sets no bound, or unknown
+    )
+    rows: tuple[Prediction, ...] = ()  # every candidate that fits, ascending by batch
+    note: str = ""  # why there are no rows
+
+    def tokens_per_second(self, row: Prediction) -> float:
+        """Return the tokens of all GPUs a second at one of the rows, without padding."""
+        return self.tokens * row.batch / row.step_time
+
+    @property
+    def fastest(self) -> Prediction | None:
+        """The row with most tokens a second; None where there is none."""
+        return max(self.rows, key=self.tokens_per_second, default=None)
+
+
 class Continuation(Record):
     """What the rest of a training takes at the recommended configuration, and at its own."""
 
@@ -116,6 +140,8 @@ class Recommendation(Record):
     interruption: str = ""  # what one costs a script, in words; empty for tula's own loop
     fallback: Fallback | None = None  # of the choice; None where there is none, or nothing tells what it takes
     continuation: Continuation | None = None  # of a training under way, by whose steps this was asked
+    lengths: tuple[SequenceLength, ...] = ()  # of text, ascending; empty where search.sequence asks for no other
+    growth: str = ""  # how time and memory grow with the length, in words
     other_market: Prediction | None = None  # the choice on demand where it is on spot nodes, and the other way round
     options: tuple[str, ...] = ()  # what else was asked for, as typed: "--max-nodes 2"
     overrides: tuple[str, ...] = ()  # --set values that are not the job's own settings

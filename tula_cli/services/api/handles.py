@@ -79,12 +79,13 @@ class Run:
         return self.directory.spec()
 
     def probes(self) -> dict[str | None, list[Result]]:
-        """Return what was measured, as typed records by type of node; None is the type of a job that names none.
+        """Return what was measured, as typed records by the name of a part: a type of node, `length-128` of other
+        lengths of text (search.sequence), None of a job without types at its own length.
 
         Raises:
             BadMeasurements: a result is damaged.
         """
-        return {part.type: part.run.results() for part in begun(self.directory, self.spec())}
+        return {part.name: part.run.results() for part in begun(self.directory, self.spec())}
 
     def results(self) -> "pd.DataFrame":
         """Return one row a probe: its configuration, outcome, times (seconds) and peak memory (bytes of one GPU).
@@ -117,7 +118,7 @@ class Run:
         parts = begun(self.directory, self.spec())
         return Status(
             {
-                part.type: status.snapshot(part.run, launcher.launcher_for(part.spec, submits=False), now=time.time())
+                part.name: status.snapshot(part.run, launcher.launcher_for(part.spec, submits=False), now=time.time())
                 for part in parts
             }
         )

@@ -16,7 +16,7 @@ from tula_cli.errors import (
     TulaError,
 )
 from tula_cli.run.directory import Part, RunDir
-from tula_cli.run.jobfile import adopt
+from tula_cli.run.jobfile import adopt, all_parts
 from tula_cli.run.records.inspections import Inspection
 from tula_cli.run.records.results import JobFile
 from tula_cli.services import profile
@@ -34,13 +34,14 @@ from tula_cli.services.waiting import (
     wait_for,
 )
 from tula_cli.spec.job import JobSpec
+from tula_cli.words import part_words
 
 Plans = Sequence[tuple[Part, ProfilePlan]]
 
 
 @dataclass(frozen=True)
 class ProfileResult:
-    """What was measured on each type of node; None is the type of a job that names none."""
+    """What was measured of each part (type of node, length of text); None is the whole of a job without types."""
 
     reports: Mapping[str | None, ProfileReport]
     partial: bool  # a probe failed or has no result, or a type has none at all
@@ -62,13 +63,13 @@ class DryRun:
 
 
 Inspections = Mapping[str | None, Inspection]
-"""What building the model and the dataset tells, by type of node."""
+"""What building the model and the dataset tells, by the name of a part."""
 
 
 def plans(
     parts: Sequence[Part], inspections: Inspections, *, again: bool = True
 ) -> Work[list[tuple[Part, ProfilePlan]]]:
-    """Return what is to be measured on each type; one that nothing fits is a warning as long as there is another.
+    """Return what is to be measured of each part; one that nothing fits is a warning as long as there is another to train.
 
     Args:
         parts: of the run, which may not be there yet.
@@ -81,19 +82,19 @@ def plans(
     found: list[tuple[Part, ProfilePlan]] = []
     errors = []
     rounds = any(part.spec.search.strategy == "adaptive" for part in parts)
-    spent = {part.type: profile.spent(part.run) if rounds else 0.0 for part in parts}
+    spent = {part.name: profile.spent(part.run) if rounds else 0.0 for part in parts}
     for part in parts:
-        elsewhere = sum(spent.values()) - spent[part.type] + sum(plan.node_hours_at_most for _, plan in found)
-        inspection = inspections[part.type]
+        elsewhere = sum(spent.values()) - spent[part.name] + sum(plan.node_hours_at_most for _, plan in found)
+        inspection = inspections[part.name]
         for text in inspection.warnings:
             yield WarningEvent(text)
         try:
             found.append((part, profile.plan(part.spec, inspection, part.run, elsewhere=elsewhere, again=again)))
         except Infeasible as error:
-            errors.append((part.type, error))
-    if not found:
+            errors.append((part.name, error))
+    if all(part.length is not None for part, _ in found):
         raise errors[0][1]
-    left_out = [f"node type {name} is left out: {error.message}" for name, error in errors]
+    left_out = [f"{part_words(name)} is left out: {error.message}" for name, error in errors if name is not None]
     for text in (*left_out, *(text for _, plan in found for text in plan.code.warnings)):
         yield WarningEvent(text)
     return found
@@ -117,7 +118,7 @@ def inspected(part: Part, dependencies: Dependencies) -> Inspection | NotInspect
 def _unsettled(parts: Sequence[Part], found: Mapping[str | None, Inspection | NotInspected]) -> FirstJobPlanned:
     """Return what is planned where a node has to tell what the model and the dataset of some type are."""
     why = {name: one.message if isinstance(one, NotInspected) else "" for name, one in found.items()}
-    settled_later = {part.type: unsettled(part.spec, why=why[part.type]) for part in parts}
+    settled_later = {part.name: unsettled(part.spec, why=why[part.name]) for part in parts}
     return FirstJobPlanned(settled_later, parts[0].spec.search.max_node_hours)
 
 
@@ -127,19 +128,19 @@ def dry_run(run: RunDir, spec: JobSpec, dependencies: Dependencies) -> Work[dict
     Raises:
         Infeasible: nothing fits anywhere.
     """
-    parts = run.parts(spec)
-    known = {part.type: inspected(part, dependencies) for part in parts}
+    parts = all_parts(run, spec)
+    known = {part.name: inspected(part, dependencies) for part in parts}
     settled = {name: one for name, one in known.items() if not isinstance(one, NotInspected)}
     if len(settled) < len(known):
         planned = _unsettled(parts, known).plans
         scripts = {
-            part.type: () if part.type in settled else (first_job.script(part.run, part.spec),) for part in parts
+            part.name: () if part.name in settled else (first_job.script(part.run, part.spec),) for part in parts
         }
         return {name: DryRun(plan, scripts[name]) for name, plan in planned.items()}
     found = {}
     for part, plan in (yield from plans(parts, settled)):
         launcher = dependencies.launcher_for(part.spec)
-        found[part.type] = DryRun(plan, tuple(launcher.script(part.run, tasks[0]) for tasks in plan.jobs.values()))
+        found[part.name] = DryRun(plan, tuple(launcher.script(part.run, tasks[0]) for tasks in plan.jobs.values()))
     return found
 
 
@@ -203,9 +204,9 @@ class _Profiling:
 
     def _inspections(self, parts: Sequence[Part], deadline: float | None) -> Work[Inspections]:
         """Build the model and the dataset: here or, where that cannot be, on a node, after asking."""
-        known = {part.type: inspected(part, self.dependencies) for part in parts}
+        known = {part.name: inspected(part, self.dependencies) for part in parts}
         found = {name: one for name, one in known.items() if not isinstance(one, NotInspected)}
-        elsewhere = [part for part in parts if part.type not in found]
+        elsewhere = [part for part in parts if part.name not in found]
         if not elsewhere:
             return found
         for part in elsewhere:
@@ -218,7 +219,7 @@ class _Profiling:
         self.confirmed = True
         adopt(self.run, self.spec, elsewhere, self.file)
         for part in elsewhere:
-            found[part.type] = first_job.inspect_on_node(part.run, part.spec, timeout=self._left(deadline))
+            found[part.name] = first_job.inspect_on_node(part.run, part.spec, timeout=self._left(deadline))
             self.first_jobs += first_job.newest_node_hours(part.run)
         return found
 
@@ -229,13 +230,13 @@ class _Profiling:
     def work(self) -> Work[ProfileResult | SubmittedProbes]:
         timeout, clock = self.wait_policy.timeout, self.wait_policy.clock
         deadline = None if timeout is None else clock() + timeout
-        parts = self.run.parts(self.spec)
+        parts = all_parts(self.run, self.spec)
         inspections = yield from self._inspections(parts, deadline)
         stopped: set[str | None] = set()  # types whose last round ended without all its results
         again = True  # what failed before; what fails now is left to the next call
         while True:
             planned = yield from plans(parts, inspections, again=again)
-            missing = [(part, plan) for part, plan in planned if plan.missing and part.type not in stopped]
+            missing = [(part, plan) for part, plan in planned if plan.missing and part.name not in stopped]
             if not missing:
                 adopt(self.run, self.spec, [part for part, _ in planned], self.file)
                 yield Note(_nothing_missing(planned))
@@ -245,8 +246,8 @@ class _Profiling:
                 return (yield from _submitted(planned, jobs))
             yield from self._wait(jobs, deadline)
             again = False
-            further = {own.part.type for own in jobs if own.goes_on}
-            stopped |= {own.part.type for own in jobs} - further
+            further = {own.part.name for own in jobs if own.goes_on}
+            stopped |= {own.part.name for own in jobs} - further
             if not further:
                 break
         return (yield from _reports(planned))
@@ -255,7 +256,7 @@ class _Profiling:
         """Submit a round, after asking where there is something to submit."""
         jobs = [_SubmittedPart(part, plan, self.dependencies.launcher_for(part.spec)) for part, plan in missing]
         if any(own.fresh for own in jobs):
-            asked = ProfilePlanned({part.type: plan for part, plan in planned})
+            asked = ProfilePlanned({part.name: plan for part, plan in planned})
             yield asked
             hours = [plan.node_hours_at_most for plan in asked.plans.values()]
             require_within_cap(hours, self.spec.search.max_node_hours, first_jobs=self.first_jobs)
@@ -286,8 +287,8 @@ class _Profiling:
         """Wait for the jobs of one type after the other, until `deadline`: all of them are submitted."""
         try:
             for own in jobs:
-                if own.part.type is not None:
-                    yield Note(f"node type {own.part.type}:")
+                if own.part.name is not None:
+                    yield Note(f"{part_words(own.part.name)}:")
                 wait_policy = dataclasses.replace(self.wait_policy, timeout=self._left(deadline))
                 yield from wait_for(own.part.run, own.launcher, own.started, wait_policy)
         except KeyboardInterrupt:
@@ -303,11 +304,11 @@ def _submitted(planned: Plans, jobs: Sequence[_SubmittedPart]) -> Work[Submitted
         yield from doubts_of_new(own.part.run, own.launcher, own.started, own.under_way, own.part.spec)
     started = [job for own in jobs for job in own.part.named(own.started)]
     going_on = [job for own in jobs for job in own.part.named(own.under_way)]
-    return SubmittedProbes(tuple(started), tuple(going_on), {part.type: plan for part, plan in planned})
+    return SubmittedProbes(tuple(started), tuple(going_on), {part.name: plan for part, plan in planned})
 
 
 def _reports(planned: Plans) -> Work[ProfileResult]:
-    """Return what was measured; a type of which nothing was is a warning as long as there is another.
+    """Return what was measured; a part of which nothing was is a warning as long as there is another to train.
 
     Raises:
         TulaError: nothing was measured.
@@ -316,11 +317,11 @@ def _reports(planned: Plans) -> Work[ProfileResult]:
     errors: list[TulaError] = []
     for part, plan in planned:
         try:
-            found[part.type] = profile.report(part.run, plan)
+            found[part.name] = profile.report(part.run, plan)
         except (BadMeasurements, JobFailed, OutOfMemoryAtMinimum) as error:
             errors.append(error)
-            if part.type is not None:
-                yield WarningEvent(f"node type {part.type}: {error.message}")
-    if not found:
+            if part.name is not None:
+                yield WarningEvent(f"{part_words(part.name)}: {error.message}")
+    if all(part.length is not None for part, _ in planned if part.name in found):
         raise errors[0]
     return ProfileResult(found, bool(errors) or any(report.failed or report.missing for report in found.values()))

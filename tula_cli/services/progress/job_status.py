@@ -94,7 +94,8 @@ class TrainingStatus:
     ags: Mapping[str, Any] | None = None
     changes: tuple[StepChange, ...] = ()  # of the step time, oldest first
     perplexity: float | None = None  # of the last epoch's evaluation; None where it is no language model
-    tokens_per_second: float | None = None  # of all GPUs, padding counted; None where batches are no text
+    tokens_per_second: float | None = None  # of all GPUs, without padding; None where batches are no text
+    padding: float | None = None  # share of the batches' places
     metrics: Mapping[str, float | None] = field(default_factory=dict)  # train.metrics of the last epoch
     beta2: float | None = None  # at its batch, where optimizer.beta2_half_life sets it
 

@@ -12,8 +12,8 @@ from torch.utils._pytree import tree_leaves
 from tula_cli.errors import JobFailed, SpecError, TulaError
 from tula_cli.plugins import is_import_string
 from tula_cli.spec.job import JobSpec
-from tula_cli.worker.build.batches.calling import sequence_length
 from tula_cli.worker.build.batches.collate import Collate, collated
+from tula_cli.worker.build.batches.tokens import sequence_length
 from tula_cli.worker.build.batches.tree import cut, described, tensors
 from tula_cli.worker.build.datasets import check_sample
 from tula_cli.worker.build.samples import Datasets

@@ -41,8 +41,6 @@ EVAL_BATCHES = 8
 REFRESHES = 3
 NORMS = 50
 """The most steps whose gradient norms are taken: they tell the start of training, and change the weights."""
-LOADED = 4
-"""The fewest batches by which a data loader is timed."""
 NEVER = 10**9
 """Steps until AGS refreshes by itself: a probe times refreshes apart from steps."""
 
@@ -312,7 +310,7 @@ def _looks(trainer: Trainer, stream: Generator[Step, None, None], *, norms: int)
     found["gradients"] = _gradients(trainer, stream, norms=norms)
     found["compute_time"] = _local_work(trainer, stream)
     stream.close()  # with its workers
-    found["loader_time"] = _loader_time(trainer)
+    found["loader_time"], found["tokens"] = worker_measure_meter.loader(trainer)
     return found
 
 
@@ -323,23 +321,6 @@ def _cached_time(trainer: Trainer) -> float:
     """
     steps = itertools.islice(worker_train_loop.cached(trainer), trainer.spec.search.split_steps)
     return trainer.ranks.largest(statistics.median(_seconds(trainer, list(steps))))
-
-
-def _loader_time(trainer: Trainer) -> float:
-    """Return the seconds in which the data loader makes the data of a step, all ranks at once, while nothing else is done.
-
-    From the first batch on two rounds of all workers: their start is not counted, nor is a batch that was ready before.
-    """
-    batches = max(LOADED, AHEAD * trainer.workers)
-    loader = worker_train_loop.loaded(trainer, trainer.position.epoch + 2 + batches)  # of a batch an epoch at least
-    next(loader)
-    trainer.ranks.from_first(0)
-    began, taken = time.perf_counter(), 0
-    for _ in itertools.islice(loader, batches):
-        taken += 1
-        if time.perf_counter() - began > trainer.spec.search.max_seconds:
-            break
-    return trainer.ranks.largest((time.perf_counter() - began) / taken * trainer.parts)
 
 
 def _gradients(trainer: Trainer, stream: Iterator[Step], *, norms: int) -> GradientStats:

@@ -18,7 +18,7 @@ from tula_cli.run.records.tasks import TrainTask
 from tula_cli.spec.job import warmup_epochs
 from tula_cli.words import number, plural
 from tula_cli.worker import environment
-from tula_cli.worker.build.batches.calling import sequence_length
+from tula_cli.worker.build.batches.tokens import TokenCounter
 from tula_cli.worker.build.sampling import steps_left
 from tula_cli.worker.build.streams import StreamedDataset
 from tula_cli.worker.train.diagnostics import Diagnostics
@@ -45,6 +45,7 @@ class TrainingLog:
         self.metrics, self.task, self.trainer, self.ahead = metrics, task, trainer, ahead
         self.diagnostics = Diagnostics.attach(trainer)  # of the epoch under way
         self.recent: list[Step] = []  # since the last row
+        self.tokens = TokenCounter()  # of their batches
         self.step_times: list[float] = []  # of the epoch under way
         self.window: deque[float] = deque()  # the newest step times, for the comparison with the prediction
         self.drift = StepTimeDrift(task.prediction)
@@ -88,6 +89,7 @@ class TrainingLog:
         """Take the step that has just been made."""
         if self.trainer.ranks.first:
             self.recent.append(step)
+            self.tokens.add(self.trainer.last_batch)
         if self.diagnostics:
             self.diagnostics.follow(self.trainer)
 
@@ -124,15 +126,18 @@ class TrainingLog:
             data_wait=statistics.fmean(waits),
             compute=self.parts and self.parts.compute,
             sync=self.parts and self.parts.sync,
-            tokens_per_second=self._tokens_per_second(statistics.fmean(seconds)),
+            **self._tokens(statistics.fmean(seconds)),
             eta=self._seconds_left(statistics.fmean(seconds), overhead),
         )
-        self.recent = []
+        self.recent, self.tokens = [], TokenCounter()
 
-    def _tokens_per_second(self, step_time: float) -> float | None:
-        """Return the tokens of all GPUs a second, padding counted; None where batches are no text."""
-        length = sequence_length(self.trainer.last_batch)
-        return None if length is None or not step_time else length * self.trainer.batch / step_time
+    def _tokens(self, step_time: float) -> dict[str, float | None]:
+        """Return the tokens of all GPUs a second and the share of padding beside them; None where batches are no text."""
+        found = self.tokens.of_a_sample()
+        if found is None or not step_time:
+            return {"tokens_per_second": None, "padding": None}
+        places, real = found
+        return {"tokens_per_second": real * self.trainer.batch / step_time, "padding": 1 - real / places}
 
     def _seconds_left(self, step_time: float, overhead: float) -> float:
         trainer = self.trainer

@@ -9,13 +9,12 @@ import torch
 from torch import nn
 
 from tula_cli.errors import SpecError
+from tula_cli.worker.build.batches.tokens import fields_of
 from tula_cli.worker.build.batches.tree import described
 
 LossFunction = Callable[[Any, Any], torch.Tensor]  # (outputs, target), or (outputs, batch), -> 0-dim loss
 TARGETS = ("labels", "label", "targets", "target", "y")
 """Keys of a batch that hold its target, where the model takes them all."""
-TOKENS = ("input_ids", "ids", "tokens")
-"""Keys of a batch that hold the numbers of words."""
 
 
 @dataclass(frozen=True)
@@ -100,7 +99,7 @@ class ModelCall:
 
     def arguments(self, batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return what `forward` is given of a batch, in order and by name."""
-        fields = _fields(batch)
+        fields = fields_of(batch)
         if fields is not None and (isinstance(batch, Mapping) or self._known(fields)):
             return self._by_name(fields, batch)
         if not isinstance(batch, tuple | list) or not batch:
@@ -109,7 +108,7 @@ class ModelCall:
         inputs = batch if len(self.takes.required) >= len(batch) > 1 and not nested else batch[:-1] or batch
         if len(inputs) > 1:
             return tuple(inputs), {}
-        fields = _fields(inputs[0])
+        fields = fields_of(inputs[0])
         if fields is not None:
             return self._by_name(fields, inputs[0])
         several = isinstance(inputs[0], tuple | list) and (self.takes.any_number or self.takes.positional > 1)
@@ -117,7 +116,7 @@ class ModelCall:
 
     def target(self, batch: Any) -> Any:
         """Return the target of a batch; None where it has none."""
-        fields = _fields(batch)
+        fields = fields_of(batch)
         if fields is None or not (isinstance(batch, Mapping) or self._known(fields)):
             return batch[-1] if isinstance(batch, tuple | list) and len(batch) > 1 else None
         for key in TARGETS:
@@ -128,8 +127,8 @@ class ModelCall:
 
     def left_out(self, batch: Any) -> dict[str, Any]:
         """Return the entries of a batch, or of its inputs, that `forward` does not take."""
-        tree = batch if _fields(batch) is not None or not isinstance(batch, tuple | list) or not batch else batch[0]
-        fields = _fields(tree)
+        tree = batch if fields_of(batch) is not None or not isinstance(batch, tuple | list) or not batch else batch[0]
+        fields = fields_of(tree)
         if fields is None or self.takes.any_name or not self._known(fields):
             return {}
         return {key: value for key, value in fields.items() if key not in self.takes.names}
@@ -182,29 +181,6 @@ def is_language(outputs: Any, targets: Any) -> bool:
     return targets.shape == outputs.shape[:2] and not targets.is_floating_point()
 
 
-def sequence_length(batch: Any) -> int | None:
-    """Return how many tokens a sample of a batch has, its padding counted; None where a batch is not known to be text.
-
-    Known are the names that ids go by, and a pair of ids and targets of one shape.
-    """
-    fields = _fields(batch)
-    if fields is not None:
-        found = [fields[key] for key in TOKENS if key in fields]
-    elif type(batch) in (tuple, list) and len(batch) == 2 and all(isinstance(part, torch.Tensor) for part in batch):
-        found = [batch[0]] if batch[0].shape == batch[1].shape and not batch[1].is_floating_point() else []
-    else:
-        found = []
-    ids = next((leaf for leaf in found if isinstance(leaf, torch.Tensor) and leaf.ndim == 2), None)
-    return None if ids is None or ids.is_floating_point() else ids.shape[1]
-
-
 def _own_loss(outputs: Any) -> torch.Tensor | None:
     found = outputs.get("loss") if isinstance(outputs, Mapping) else getattr(outputs, "loss", None)
     return found if isinstance(found, torch.Tensor) else None
-
-
-def _fields(tree: Any) -> Mapping[str, Any] | None:
-    """Return the entries of a dictionary or a named tuple by name; None where there are no names."""
-    if isinstance(tree, Mapping):
-        return tree
-    return tree._asdict() if isinstance(tree, tuple) and hasattr(tree, "_asdict") else None

@@ -1,0 +1,250 @@
+"""search.sequence: what is measured at each length of text, and what is told of it."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from make_results import MIB, Truth, inspected, measured, out_of_memory
+
+from tula_cli.errors import BadMeasurements, Infeasible
+from tula_cli.run.directory import RunDir
+from tula_cli.run.jobfile import all_parts, begun
+from tula_cli.run.records.components import Components, Footprint
+from tula_cli.run.records.inspections import Inspection
+from tula_cli.run.records.probes import Tokens
+from tula_cli.run.records.recommendations import Recommendation
+from tula_cli.services.check import check, check_all
+from tula_cli.services.profiling import rounds
+from tula_cli.services.recommend import recommend
+from tula_cli.show import check as show_check
+from tula_cli.show import recommend as show_recommend
+from tula_cli.show.tables import data_by_type
+from tula_cli.spec.job import JobSpec
+from tula_cli.spec.load import validate
+
+TEXT: dict[str, Any] = {
+    "name": "text",
+    "model": {"name": "transformers:GPT2LMHeadModel", "args": {"n_positions": 256}},
+    "dataset": {"name": "python_source", "args": {"length": 128, "size": 100_000}},
+    "optimizer": {"name": "AdamW", "lr": 0.001},
+    "train": {"epochs": 2, "method": "lbt"},
+    "search": {"nodes": [2, 1], "min_batch": 32, "max_batch": 256, "max_node_hours": 10, "sequence": {"lengths": [64, 128, 256]}},
+}  # fmt: skip
+
+
+def text(sequence: dict[str, Any] | None = None, **changes: Any) -> JobSpec:
+    search = {**TEXT["search"], **({"sequence": sequence} if sequence else {})}
+    return validate({**TEXT, "search": search, **changes}, source="test")
+
+
+def step(length: int) -> Truth:
+    """Return a job whose samples take L + L^2 / 512, in time and memory."""
+    growth = length * (1 + length / 512)
+    return Truth(
+        fixed=0.01, slope=2e-6 * growth, sample_bytes=int(MIB * growth / 100), noise=0.0, dataset_size=128_000 // length
+    )
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDir:
+    found = RunDir.create(tmp_path, text())
+    for part in all_parts(found, found.spec()):
+        length = part.length or 128
+        sizes = {1: (32, 64, 128, 256), 2: (16, 128)} if part.length is None else {1: (32, 128, 256)}
+        for nodes, local in ((nodes, local) for nodes, locals_ in sizes.items() for local in locals_):
+            part.run.write_result(
+                measured(step(length), nodes, local, tokens=Tokens(length=length, real=0.75 * length))
+            )
+    return found
+
+
+def ask(run: RunDir) -> Recommendation:
+    return recommend(run, run.spec(), objective="time", now=1.0).recommendation
+
+
+# --- what a job at another length is
+
+
+def test_each_length_is_written_into_its_options_and_a_few_batches_are_measured() -> None:
+    job = text({"lengths": [256, 128, 64], "options": ["dataset.args.length", "model.args.n_positions"]})
+    found = job.by_length()
+    assert job.length == 128 and list(found) == [64, 256]
+    other = found[256]
+    assert (other.dataset.args, other.model.args) == ({"length": 256, "size": 100_000}, {"n_positions": 256})
+    assert (other.search.nodes, other.search.strategy, other.by_length()) == ([1], "few", {})
+    assert text().by_length()[64].model.args == {"n_positions": 256}
+    assert validate(TEXT | {"search": {}}, source="test").by_length() == {}
+
+
+@pytest.mark.parametrize(
+    ("job", "told"),
+    [
+        ({"dataset": {"name": "python_source"}}, "needs the job's own length: set dataset.args.length"),
+        ({"dataset": {"name": "python_source", "args": {"length": "long"}}}, "needs the job's own length"),
+        ({"model": {"name": "transformers:GPT2LMHeadModel", "args": {"n_positions": 128}}}, "at most 128 positions"),
+    ],
+)
+def test_a_length_that_cannot_be_is_refused(job: dict[str, Any], told: str) -> None:
+    with pytest.raises(Exception, match="search") as refused:
+        text(**job)
+    assert told in str([refused.value, *refused.value.problems])  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    "sequence", [{"lengths": []}, {"lengths": [8, 8]}, {"lengths": [8], "options": ["train.epochs"]}]
+)
+def test_lengths_and_options_are_checked(sequence: dict[str, Any]) -> None:
+    with pytest.raises(Exception, match="sequence"):
+        text(sequence)
+
+
+def test_a_script_has_no_lengths_of_its_own() -> None:
+    script = {"command": "python t.py -b {local_batch}", "length": {"epochs": 1}, "reference": {"batch": 8}}
+    with pytest.raises(Exception, match="sequence") as refused:
+        validate({"script": script, "search": TEXT["search"]}, source="test")
+    assert "profile each one" in str([refused.value, *refused.value.problems])  # type: ignore[attr-defined]
+
+
+# --- where it is kept
+
+
+def test_lengths_are_parts_inside_the_run_that_are_told_apart(run: RunDir) -> None:
+    spec = run.spec()
+    assert [(part.name, part.length) for part in all_parts(run, spec)] == [
+        (None, None),
+        ("length-64", 64),
+        ("length-256", 256),
+    ]
+    assert all_parts(run, spec)[2].named(["probe-n001"]) == ["length-256/probe-n001"]
+    assert len(run.parts(spec)) == 1, "what may be trained"
+    typed = validate(TEXT | {"node_types": {"a": {}, "b": {}}}, source="test")
+    names = [part.name for part in all_parts(RunDir.of(run.path.parent, typed), typed)]
+    assert names == ["a", "a-length-64", "a-length-256", "b", "b-length-64", "b-length-256"]
+    longer = text({"lengths": [64, 512]}, model={"name": "mine:net"})
+    assert [part.name for part in begun(run, longer)] == [None], "what was never begun"
+
+
+# --- what would be measured
+
+
+def inspection(length: int, **changes: Any) -> Inspection:
+    growth = MIB * length // 32
+    rows = [Footprint(local_batch=n, memory=Components(parameters=MIB, gradients=MIB, optimizer=MIB, factors=0, batch=0,
+            activations=n * growth, peak=3 * MIB + n * growth, reserved=3 * MIB + n * growth)) for n in (8, 16)]  # fmt: skip
+    return inspected(dataset_size=128_000 // length, capacity=1500 * MIB, footprints=tuple(rows), **changes)
+
+
+def looks(spec: JobSpec) -> Inspection:
+    return inspection(spec.dataset.args["length"])
+
+
+def test_check_tells_what_memory_holds_at_each_length_and_what_measuring_costs() -> None:
+    report = check(text(), inspector=looks)
+    rows = {one.length: one for one in report.lengths}
+    assert {length: one.batches for length, one in rows.items()} == {
+        64: (32, 128, 256), 128: (32, 64, 128, 256), 256: (32, 64, 128),
+    }  # fmt: skip
+    assert rows[128].own and rows[64].largest_batch == (1350 - 3) // 2 and rows[256].largest_batch == (1350 - 3) // 8
+    assert rows[256].memory == tuple((3 + 8 * batch) * MIB for batch in rows[256].batches)
+    alone = check(text({"lengths": [128]}), inspector=looks)
+    assert report.node_hours_at_most == pytest.approx(alone.node_hours_at_most + 2 * 20 / 60)
+    assert alone.lengths == () and report.expected.hours > alone.expected.hours  # type: ignore[union-attr]
+    shown = [str(part) for part in show_check.check(report, {})]
+    assert any("as if steps took as long at every length" in line for line in shown)
+
+
+def test_check_leaves_a_length_out_that_does_not_fit_and_says_so() -> None:
+    def small(spec: JobSpec) -> Inspection:
+        return looks(spec).model_copy(update={"capacity": 250 * MIB})
+
+    report = check(text(), inspector=small)
+    assert not report.problems and any("length 256 is left out: out of memory" in text for text in report.warnings)
+    offline = check_all(text(), online=False).reports[None]
+    assert [(one.length, one.batches, one.memory) for one in offline.lengths][2] == (256, (32, 128, 256), ())
+
+
+def planned(job: JobSpec, run: RunDir, most: int) -> tuple[dict[str | None, dict[int, tuple[int, ...]]], list[str]]:
+    told, work = [], rounds.plans(all_parts(run, job), {
+        part.name: inspection(part.length or 128).model_copy(update={"capacity": most * MIB}) for part in all_parts(run, job)
+    })  # fmt: skip
+    while True:
+        try:
+            told.append(next(work).text)  # type: ignore[union-attr]
+        except StopIteration as end:
+            return {
+                part.name: {task.nodes: task.local_batches for task in plan.tasks} for part, plan in end.value
+            }, told
+
+
+def test_profile_measures_the_lengths_as_jobs_of_their_own(tmp_path: Path) -> None:
+    job = text()
+    run = RunDir.of(tmp_path, job)
+    found, _ = planned(job, run, 1500)
+    assert found["length-64"] == {1: (32, 128, 256)} and found["length-256"] == {1: (32, 64, 128)}
+    assert found[None] == {1: (32, 64, 128, 256), 2: (16, 128)}
+    found, told = planned(job, run, 250)
+    assert set(found) == {None, "length-64"} and told and told[0].startswith("length 256 is left out: out of memory")
+    with pytest.raises(Infeasible):
+        planned(job, run, 60)  # the job's own length is what is trained
+
+
+# --- what is told of it
+
+
+def test_each_length_tells_what_fits_and_its_tokens_a_second(run: RunDir) -> None:
+    answer = ask(run)
+    rows = {one.length: one for one in answer.lengths}
+    assert list(rows) == [64, 128, 256] and [one.own for one in answer.lengths] == [False, True, False]
+    assert answer.rows == tuple(row for row in answer.rows if row.nodes in (1, 2)) and answer.choice.batch <= 256
+    for length, one in rows.items():
+        fastest = one.fastest
+        assert fastest is not None and fastest.batch == 256 and one.nodes == 1
+        rate = 0.75 * length * 256 / step(length).step_time(1, 256)
+        assert one.tokens_per_second(fastest) == pytest.approx(rate, rel=1e-3)
+        assert one.padding == pytest.approx(0.25)
+        sample = step(length).sample_bytes
+        assert one.largest_batch == pytest.approx((0.9 * 16 * 1024 * MIB - 400 * MIB) / sample, rel=0.05)
+    assert "33% grow with the square of the length at 256" in answer.growth
+    assert answer.growth.count("33%") == 2, "time and memory alike"
+
+
+def test_a_length_without_results_says_so_and_keeps_the_others(run: RunDir) -> None:
+    longest = all_parts(run, run.spec())[2].run
+    for result in longest.results():
+        (longest.path / f"results/{result.id}.json").unlink()
+    longest.write_result(out_of_memory(1, 32))
+    last = ask(run).lengths[-1]
+    assert last.rows == () and last.fastest is None and "out of memory in every probe" in last.note
+    assert ask(run).lengths[0].rows
+
+
+def test_what_was_out_of_memory_bounds_the_largest_batch(run: RunDir) -> None:
+    longest = all_parts(run, run.spec())[2].run
+    longest.write_result(out_of_memory(1, 256))
+    last = ask(run).lengths[-1]
+    assert last.largest_batch == 255 and last.fastest is not None and last.fastest.batch == 128
+
+
+def test_a_job_without_lengths_has_none(tmp_path: Path) -> None:
+    run = RunDir.create(tmp_path, validate(TEXT | {"search": {"nodes": [1]}}, source="test"))
+    with pytest.raises(BadMeasurements):
+        ask(run)
+    for local in (32, 64):
+        run.write_result(measured(step(128), 1, local))
+    answer = ask(run)
+    assert answer.lengths == () and answer.growth == ""
+
+
+def test_the_screen_has_a_row_a_length(run: RunDir) -> None:
+    answer = ask(run)
+    made = show_recommend.lengths(answer)
+    cells = [list(column.cells) for column in made.columns]
+    assert cells[0] == ["64", "128 (own)", "256"] and cells[3] == ["25.0"] * 3
+    parts = [str(part) for part in show_recommend.recommendation(answer, width=80, color=False)]
+    assert any(part.startswith("lengths: of a sample's share") for part in parts)
+
+
+def test_in_json_other_lengths_stand_beside_the_jobs_own(run: RunDir) -> None:
+    report = check(text(), inspector=looks)
+    data = data_by_type({None: report, "length-64": report})
+    assert data["lengths"] == {"length-64": report} and data["jobs"] == report.jobs

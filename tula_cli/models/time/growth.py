@@ -1,0 +1,62 @@
+"""How time and memory grow with the length of text: a sample of length L takes a L + b L^2, the square being attention's.
+
+A step of m samples takes c + m (a L + b L^2): c is what neither batch nor length changes.
+"""
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+Point = tuple[int, float, float]
+"""Length, samples, and what they take (seconds, or bytes)."""
+
+
+@dataclass(frozen=True)
+class Growth:
+    """The coefficients, none negative, in the unit of what was fitted."""
+
+    fixed: float
+    linear: float  # of a sample, by its length
+    square: float  # of a sample, by the square of its length
+    error: float | None  # median relative residual; None where as many points as coefficients leave none
+
+    def __call__(self, length: int, samples: float) -> float:
+        return self.fixed + samples * length * (self.linear + self.square * length)
+
+    def share(self, length: int) -> float:
+        """Return the share of a sample's that grows with the square of the length."""
+        whole = self.linear + self.square * length
+        return self.square * length / whole if whole else 0.0
+
+
+def fit(points: Sequence[Point]) -> Growth | None:
+    """Fit the growth by least squares of relative residuals; None where fewer than two lengths were seen.
+
+    Args:
+        points: of several lengths, what is taken being positive.
+    """
+    lengths, samples, taken = (np.array(column, dtype=float) for column in zip(*points, strict=True)) if points else [np.zeros(0)] * 3  # fmt: skip
+    if len(set(lengths.tolist())) < 2 or len(points) < 3:
+        return None
+    design = np.column_stack([np.ones_like(lengths), samples * lengths, samples * lengths**2]) / taken[:, None]
+    fixed, linear, square = _not_negative(design, np.ones_like(taken))
+    off = np.abs(design @ [fixed, linear, square] - 1)
+    return Growth(fixed, linear, square, float(np.median(off)) if len(points) > 3 else None)
+
+
+def _not_negative(design: np.ndarray, wanted: np.ndarray) -> tuple[float, float, float]:
+    """Return the least squares among coefficients that are not negative: the best of all choices of columns."""
+    best, least = np.zeros(3), float("inf")
+    scale = np.linalg.norm(design, axis=0)
+    for count in (1, 2, 3):
+        for columns in map(list, itertools.combinations(range(3), count)):
+            found = np.zeros(3)
+            found[columns] = (
+                np.linalg.lstsq(design[:, columns] / scale[columns], wanted, rcond=None)[0] / scale[columns]
+            )
+            rest = float(np.sum((design @ found - wanted) ** 2))
+            if found.min() >= 0 and rest < least:
+                best, least = found, rest
+    return float(best[0]), float(best[1]), float(best[2])

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
         status,
         train,
     )
+    from tula_cli.services.api.evaluating import evaluate
     from tula_cli.services.api.handles import Run
     from tula_cli.services.api.rehearsing import rehearse
     from tula_cli.version import __version__
@@ -27,6 +28,7 @@ __all__ = [
     "check_nodes",
     "compare",
     "estimate",
+    "evaluate",
     "profile",
     "profile_events",
     "recommend",
@@ -37,6 +39,7 @@ __all__ = [
 _PLACES = {
     "Run": "services.api.handles",
     "TulaError": "errors",
+    "evaluate": "services.api.evaluating",
     "__version__": "version",
     "rehearse": "services.api.rehearsing",
 }

@@ -26,7 +26,7 @@ from tula_cli.cluster import launcher as cluster_launcher
 from tula_cli.cluster.slurm import partitions as site
 from tula_cli.errors import Infeasible, JobFailed, SchedulerError, SpecError, TulaError
 from tula_cli.run.directory import RunDir
-from tula_cli.run.records.tasks import CheckTask, ProbeTask
+from tula_cli.run.records.tasks import CheckTask, EvaluateTask, ProbeTask
 from tula_cli.services import check as services_check
 from tula_cli.services import estimate as services_estimate
 from tula_cli.services import nodes as services_nodes
@@ -86,6 +86,8 @@ class Here(make.FakeLauncher):
             self._probe(run, task)
         elif isinstance(task, CheckTask):
             self._look(run, task)
+        elif isinstance(task, EvaluateTask):
+            run.training(task.signature).write_evaluation(make.evaluated(task))
         else:
             self._train(run, task)
         return job
@@ -233,6 +235,25 @@ def test_train_again_starts_nothing(cluster):
     assert (first.code, again.code) == (0, 0)
     assert first.out == again.out
     assert len(cluster.launcher.submitted) == 1
+
+
+def test_evaluate_tells_what_the_weights_come_to_and_status_tells_it_again(cluster):
+    answer = tula("evaluate", "job.yaml", "--json")
+    assert (answer.code, answer.json["error"]["code"]) == (4, "measurements")
+    summary = tula("train", "job.yaml", "--nodes", "1", "--batch", "64", "-y", "--json").json["data"]
+    path = newest().training(summary["signature"]).checkpoint_path(640)
+    path.parent.mkdir(parents=True)
+    path.write_bytes(b"")
+    plan = tula("evaluate", "--dry-run").out
+    assert f"evaluate the last weights of training {summary['signature']} at 640 samples on the validation set" in plan
+    answer = tula("evaluate", "--json").json
+    assert (answer["status"], answer["data"]["samples"], answer["data"]["metrics"]["top1"]) == ("done", 640, 91.5)
+    told = tula("evaluate")
+    assert "top1 91.50 %, loss 0.3100" in told.out and "dataset.test names a set of its own" in told.out
+    assert "evaluated before" in told.err
+    assert "evaluated last at 640 samples on the validation set: top1 91.50, loss 0.3100" in tula("status").out
+    assert tula("status", "--json").json["data"]["evaluations"][0]["size"] == 360
+    assert tula("evaluate", "--weights", "nothing.pt").code == 2
 
 
 def test_profile_attaches_to_what_is_under_way_without_asking(cluster):

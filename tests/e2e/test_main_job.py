@@ -61,6 +61,13 @@ def test_the_main_job_from_profile_to_trained_model(tula) -> None:
     assert f"epoch 3 of 3: {result.samples} samples, loss " in log.read_text()
     assert tula("status")["status"] == "done"
 
+    found = tula("evaluate")["data"]
+    best = run.training(summary["signature"]).result()
+    assert best is not None
+    assert (found["weights"], found["test"], found["size"]) == ("best", False, 359)
+    assert found["metrics"]["top1"] == pytest.approx(best.best_top1)
+    assert tula("status")["data"]["evaluations"] == [found]
+
 
 def test_out_of_memory_relaunches_at_the_next_smaller_batch_with_samples_and_schedule_right(tula) -> None:
     shrink = ("--set", LIMIT, "--set", "train.oom=shrink")

@@ -9,7 +9,7 @@ from typing import Annotated, Any, get_args
 
 import typer
 
-from tula_cli.cli import check, compare, profile, recommend, status, train
+from tula_cli.cli import check, compare, evaluate, profile, recommend, status, train
 from tula_cli.cli.options import COMMON, USAGE_ERROR, Interrupted, register
 from tula_cli.errors import SpecError, TulaError
 from tula_cli.show.screen import Screen
@@ -31,6 +31,7 @@ WORKFLOW: Mapping[Callable[..., None], str] = {
     profile.profile: "tula profile job.yaml --set search.nodes=[1,2,4]",
     recommend.recommend: "tula recommend --objective cost --deadline 24",
     train.train: "tula train --nodes 4 --batch 1024",
+    evaluate.evaluate: "tula evaluate --weights best",
     compare.compare: "tula compare job.yaml --methods lbt,lrs,ortho --batch 1024",
     status.status: "tula status --run digits-1f0c5b7e",
     status.list_: "tula list --run-dir /scratch/tula-runs",

@@ -77,6 +77,15 @@ Rehearse = Annotated[
         help="Try a script's resume first, once, where training takes more than an hour (default: yes).",
     ),
 ]
+Weights = Annotated[
+    str | None,
+    typer.Option(metavar="best|last|FILE", help="Which weights (default: best where there is one, else last)."),
+]
+Training = Annotated[
+    str | None, typer.Option(metavar="SIGNATURE", help="Of which training; else of the one that was started last.")
+]
+EvaluateNodes = Annotated[int, typer.Option(min=1, help="How many nodes share the samples.")]
+EvaluateAnew = Annotated[bool, typer.Option("--fresh", help="Evaluate although it is known what they come to.")]
 Methods = Annotated[
     str | None,
     typer.Option(

@@ -74,6 +74,8 @@ def _say(screen: Screen, event: "Note | WarningEvent | Planned | NodeCheckProgre
             screen.aside(show_profile.plans(plans))
         case events.TrainPlanned(plan, links):
             screen.aside(show_train.train_plan(plan, links=links))
+        case events.EvaluationPlanned(task):
+            screen.aside(show_train.evaluation_plan(task))
         case events.ComparePlanned(compared):
             screen.aside(show_compare.compare_plan(compared))
 

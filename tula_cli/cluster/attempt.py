@@ -24,7 +24,7 @@ from tula_cli.host.network import node_name
 from tula_cli.models.resuming import NO_STEP
 from tula_cli.run.directory import RunDir
 from tula_cli.run.records.jobs import Attempt, LeaderCommand
-from tula_cli.run.records.tasks import CheckTask, ProbeTask, RehearsalTask, Task, TrainTask
+from tula_cli.run.records.tasks import CheckTask, EvaluateTask, ProbeTask, RehearsalTask, Task, TrainTask
 from tula_cli.spec.signature import cluster_signature
 
 PEER_GRACE = 5.0
@@ -69,7 +69,7 @@ def close_attempt(run: RunDir, attempt: Attempt, reason: ExitReason) -> None:
 def deadline(task: Task) -> float:
     """Return when a job that starts now has to end, however often its ranks are started: its cost is bounded."""
     match task:
-        case TrainTask():
+        case TrainTask() | EvaluateTask():
             return float("inf")
         case ProbeTask() | RehearsalTask():
             return time.monotonic() + 60 * task.spec.search.max_minutes

@@ -153,6 +153,7 @@ def other_settings(spec: JobSpec) -> Facts:
         "beta2": [spec.optimizer.beta2_half_life, search.min_batch, search.max_batch]
         if spec.optimizer.beta2_half_life
         else None,
+        "test": spec.dataset.test and spec.dataset.test.model_dump(mode="json"),
         "arms": spec.auto.model_dump(mode="json") if train.facts.tunes else None,
     }
 

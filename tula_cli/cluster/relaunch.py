@@ -19,6 +19,7 @@ from tula_cli.run.records.recommendations import Prediction, TimeParts
 from tula_cli.run.records.results import Summary
 from tula_cli.run.records.tasks import (
     CheckTask,
+    EvaluateTask,
     ProbeTask,
     RehearsalTask,
     Task,
@@ -70,6 +71,8 @@ def finished(run: RunDir, task: Task) -> bool:
         case RehearsalTask():
             found = Rehearsals(run.path).read(task.id)
             return found is not None and found.over_at is not None
+        case EvaluateTask():
+            return run.training(task.signature).evaluation(task.key) is not None
         case CheckTask():
             return run.checks.report(task.id) is not None
 
@@ -91,6 +94,9 @@ def next_task(run: RunDir, task: Task, reason: ExitReason, lost: int) -> Task | 
         case RehearsalTask():
             ended = finished(run, task) or run.cancelled(task.job) or lost > RESTARTS
             return None if ended or reason.outcome in ALLOCATION_LOST else task
+        case EvaluateTask():
+            again = reason.outcome in COUNTED and lost <= RESTARTS
+            return task if again and not leaves_allocation(reason.outcome, task.spec.cluster) else None
         case CheckTask():
             return task if reason.outcome == "port" and lost <= RESTARTS else None
 

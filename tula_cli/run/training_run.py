@@ -11,6 +11,7 @@ from tula_cli.run.records.jobs import Attempt
 from tula_cli.run.records.micro_batches import MicroBatches
 from tula_cli.run.records.results import (
     CountedEnergy,
+    Evaluated,
     ScriptProgress,
     ScriptSaves,
     StepChange,
@@ -28,7 +29,7 @@ _DRAFT = re.compile(r"\.[0-9]{12,}\.pt\..+\.[0-9]+")
 _ATTEMPT, _RESULT = TypeAdapter(Attempt), TypeAdapter(TrainResult)
 _SUMMARY, _TUNING, _ENERGY = TypeAdapter(Summary), TypeAdapter(Tuning), TypeAdapter(CountedEnergy)
 _SCRIPT, _SAVES = TypeAdapter(ScriptProgress), TypeAdapter(ScriptSaves)
-_MICRO_BATCHES = TypeAdapter(MicroBatches)
+_MICRO_BATCHES, _EVALUATED = TypeAdapter(MicroBatches), TypeAdapter(Evaluated)
 
 
 class TrainingRun:
@@ -84,6 +85,23 @@ class TrainingRun:
         """Return the checkpoint of the best epoch of tula's own loop, a file of torch.save; None where there is none yet."""
         best = self.path / "best"
         return best if best.exists() else None
+
+    def evaluations(self) -> list[Evaluated]:
+        """Return what its weights came to in `tula evaluate`, oldest first."""
+        found = [one for path in listing(self.path / "evaluations") if (one := self._read(path, _EVALUATED))]
+        return sorted(found, key=lambda one: one.evaluated_at)
+
+    def evaluation(self, key: str) -> Evaluated | None:
+        return self._read(self._evaluation_path(key), _EVALUATED)
+
+    def write_evaluation(self, found: Evaluated) -> None:
+        write_record(self._evaluation_path(found.key), found)
+
+    def drop_evaluation(self, key: str) -> None:
+        self._evaluation_path(key).unlink(missing_ok=True)
+
+    def _evaluation_path(self, key: str) -> Path:
+        return self.path / "evaluations" / f"{key}.json"
 
     def tuning(self) -> Tuning | None:
         """Return how far a training that tunes itself has come with it; None before it begins."""

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 if TYPE_CHECKING:
     from tula_cli.cluster.slurm.queue import SchedulerState
-    from tula_cli.run.records.tasks import CheckTask
+    from tula_cli.run.records.tasks import CheckTask, EvaluateTask
     from tula_cli.services.compare import ComparePlan
     from tula_cli.services.comparison.trainings import Progress
     from tula_cli.services.profile import ProfilePlan
@@ -87,7 +87,19 @@ class ComparePlanned:
         return None if hours is None else hours * self.plan.comparison.nodes
 
 
-Planned = ProfilePlanned | FirstJobPlanned | TrainPlanned | ComparePlanned
+@dataclass(frozen=True)
+class EvaluationPlanned:
+    """The evaluation that is about to be submitted."""
+
+    task: "EvaluateTask"
+
+    @property
+    def node_hours(self) -> None:
+        """Nothing tells how long it takes: less than an epoch, mostly."""
+        return
+
+
+Planned = ProfilePlanned | FirstJobPlanned | TrainPlanned | ComparePlanned | EvaluationPlanned
 
 
 @dataclass(frozen=True)

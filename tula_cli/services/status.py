@@ -17,7 +17,7 @@ from tula_cli.run.records.jobs import Attempt
 from tula_cli.run.records.probes import Failed, Measured, OutOfMemory
 from tula_cli.run.records.recommendations import Recommendation
 from tula_cli.run.records.rehearsals import Rehearsal
-from tula_cli.run.records.results import Tuning
+from tula_cli.run.records.results import Evaluated, Tuning
 from tula_cli.run.records.tasks import JobTask, ProbeTask, TrainTask
 from tula_cli.run.snapshot import Snapshot
 from tula_cli.services.progress.job_status import (
@@ -68,6 +68,7 @@ class RunStatus:
     warnings: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()  # what the probes of a script do not tell, and why
     rehearsal: Rehearsal | None = None  # the newest of a script's resume
+    evaluations: tuple[Evaluated, ...] = ()  # of the training's weights (tula evaluate), oldest first
     between_rounds: bool = False  # an adaptive search may have a further round to submit
 
     def active(self, job_ids: Iterable[str] | None = None) -> bool:
@@ -113,6 +114,7 @@ def snapshot(run: RunDir, launcher: Launcher, *, now: float, only: Set[str] | No
         warnings=(*(f"{damaged.message}; {damaged.hint}" for damaged in look.damaged), *look.damaged_jobs),
         notes=notes(result for result in look.results if isinstance(result, Measured)),
         rehearsal=look.rehearsals[-1] if look.rehearsals and only is None else None,
+        evaluations=tuple(look.training(training.signature).evaluations()) if training is not None else (),
         between_rounds=not moving and _between_rounds(look),
     )
 

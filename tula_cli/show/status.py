@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
     from tula_cli.run.records.jobs import Attempt
     from tula_cli.run.records.recommendations import Recommendation
-    from tula_cli.run.records.results import Branch, StepChange
+    from tula_cli.run.records.results import Branch, Evaluated, StepChange
     from tula_cli.services.progress.job_status import JobStatus, TrainingStatus, TuningStatus
     from tula_cli.services.progress.listing import RunSummary
     from tula_cli.services.status import RunStatus
@@ -46,6 +46,7 @@ def status(now: "RunStatus") -> Iterator["RenderableType"]:
             yield ""
             yield branches(now.training.tuning.branches, now.training.tuning.chosen)
         yield from changes(now.training.changes)
+        yield from (f"evaluated {evaluation(found)}" for found in now.evaluations)
         yield from (f"warning: {text}" for text in now.training.warnings)
     if now.rehearsal is not None and now.rehearsal.over_at is not None:
         yield ""
@@ -184,6 +185,14 @@ def training(now: "TrainingStatus") -> str:
     elif now.eta is not None:
         parts.append(f"{duration(now.eta)} left")
     return ", ".join(parts)
+
+
+def evaluation(found: "Evaluated") -> str:
+    """What weights of a training come to on a set of samples, in one line."""
+    at = "" if found.samples is None else f" at {found.samples} samples"
+    name = found.weights if found.samples is not None else near(Path(found.weights))
+    told = ", ".join(f"{metric} {number(value, 4)}" for metric, value in found.metrics.items())
+    return f"{name}{at} on the {'test' if found.test else 'validation'} set: {told}"
 
 
 def changes(found: "Sequence[StepChange]") -> Iterator[str]:

@@ -1,6 +1,7 @@
 """What `tula train` shows before it starts, and when it is done."""
 
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tula_cli.show.status import branches, changes, scaling
@@ -8,13 +9,13 @@ from tula_cli.show.tables import table
 from tula_cli.words import configuration, duration, near, number, percent, perplexity, plural, time_unit
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from rich.console import RenderableType
 
-    from tula_cli.run.records.results import Summary
-    from tula_cli.run.records.tasks import TrainTask
+    from tula_cli.run.records.results import Evaluated, Summary
+    from tula_cli.run.records.tasks import EvaluateTask, TrainTask
     from tula_cli.services.train import TrainPlan
+
+PERCENT = ("top1", "top5")
 
 
 def train_plan(plan: "TrainPlan", *, links: int = 1, scripts: Sequence[str] = ()) -> Iterator["RenderableType"]:
@@ -82,6 +83,34 @@ def _training_plan(plan: "TrainPlan") -> Iterator["RenderableType"]:
     energy = "" if predicted.kwh is None else f", {number(predicted.kwh)} kWh"
     yield f"{duration(3600 * predicted.hours)}{high}, {number(predicted.hours * task.nodes)} node-h, {number(predicted.cost)} {currency}{energy}{on_spot}"
     yield f"price: {plan.price}"
+
+
+# --- its weights on a test set
+
+
+def evaluation_plan(task: "EvaluateTask") -> Iterator[str]:
+    """Which weights are evaluated, on what and where."""
+    at = "" if task.samples is None else f" at {task.samples} samples"
+    yield f"evaluate {_weights(task.weights)} of training {task.signature}{at} on {_samples(task.spec.dataset.test is not None)}"
+    yield f"{plural(task.nodes)}, local batch {task.local_batch}"
+
+
+def evaluated(found: "Evaluated") -> Iterator[str]:
+    """What weights come to on a set of samples."""
+    at = "" if found.samples is None else f" at {found.samples} samples"
+    on = f"{_samples(found.test)}, {found.size} samples of {found.dataset}"
+    yield f"{_weights(found.weights)} of training {found.signature}{at} on {on}"
+    yield ", ".join(f"{name} {number(value, 4)}{' %' * (name in PERCENT)}" for name, value in found.metrics.items())
+    if not found.test:
+        yield "training chose its best epoch by these samples; dataset.test names a set of its own"
+
+
+def _weights(name: str) -> str:
+    return f"the {name} weights" if name in ("best", "last") else f"{near(Path(name))} with the model"
+
+
+def _samples(test: bool) -> str:
+    return "the test set" if test else "the validation set"
 
 
 # --- the end of a training run

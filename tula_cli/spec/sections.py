@@ -54,6 +54,15 @@ class SequenceLengths(Section):
         return self
 
 
+class SeparateTest(Section):
+    """A test set that no training and no choice of the best epoch sees: `tula evaluate` takes it."""
+
+    name: str | None = None  # ImageFolder, or package.module:callable, called with train=False; null: the dataset's own
+    root: str | None = None  # of ImageFolder, a folder with one sub-folder a class; null: the dataset's
+    args: dict[str, Any] = {}  # to the callable; where it is the dataset's own, laid over dataset.args
+    length: Positive | None = None  # samples of an iterable one that does not tell it
+
+
 class Dataset(Section):
     """CIFAR10, CIFAR100, Caltech101, Caltech256, ImageNet, ImageFolder, FakeData, digits, python_source, python_packages, or an import string.
 
@@ -73,6 +82,32 @@ class Dataset(Section):
     length: Positive | None = None  # samples of an epoch of an iterable dataset that does not tell it
     eval_length: Positive | None = None  # of the evaluation's
     sharded: bool = False  # an iterable dataset gives each GPU its own samples by itself
+    test: SeparateTest | None = None  # for tula evaluate; null: it takes the samples that training is evaluated on
+
+    @property
+    def tested(self) -> "Dataset":
+        """The dataset whose evaluation samples are those of `test`."""
+        assert self.test is not None
+        name, root = self.test.name or self.name, self.test.root or self.root
+        args = {**self.args, **self.test.args} if name == self.name else self.test.args
+        return self.model_copy(
+            update={"name": name, "root": root, "args": args, "eval_length": self.test.length, "test": None}
+        )
+
+    @model_validator(mode="after")
+    def _test_is_another_set(self) -> "Dataset":
+        if self.test is None:
+            return self
+        found = self.tested
+        if found.name != "ImageFolder" and not is_import_string(found.name):
+            raise ValueError(f"test: {found.name} has no third part; name ImageFolder or package.module:callable")
+        if (found.name, found.root, found.args) == (self.name, self.root, self.args):
+            raise ValueError(
+                "test: it is the same as the dataset; give another name or root, or args such as {split: test}"
+            )
+        if found.name == "ImageFolder" and self.test.root is None:
+            raise ValueError("test: ImageFolder needs a root, the folder with one sub-folder a class")
+        return self
 
     @model_validator(mode="after")
     def _own_parts_are_import_strings(self) -> "Dataset":

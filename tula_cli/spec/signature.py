@@ -121,6 +121,17 @@ def rehearsal_signature(spec: JobSpec, code: str) -> str:
     )
 
 
+def evaluation_signature(spec: JobSpec, weights: Mapping[str, Any]) -> str:
+    """Return 8 hex digits over what an evaluation of a training depends on beside that training.
+
+    Args:
+        spec: the job.
+        weights: what tells the file from others.
+    """
+    test = spec.dataset.test
+    return digest({"weights": weights, "test": test and test.model_dump(), "metrics": spec.train.metrics})
+
+
 def cluster_signature(cluster: Cluster) -> str:
     """Return 8 hex digits over what decides on which nodes a job runs, and what it is given of them.
 
@@ -133,7 +144,7 @@ def cluster_signature(cluster: Cluster) -> str:
 def _dataset(spec: JobSpec) -> dict[str, Any]:
     """Return what is trained on; the parts that came later count where they are given, so that older runs keep their names."""
     later = {key for key in LATER if getattr(spec.dataset, key) == type(spec.dataset).model_fields[key].default}
-    return spec.dataset.model_dump(exclude={"download", *later})
+    return spec.dataset.model_dump(exclude={"download", "test", *later})
 
 
 def _model(spec: JobSpec) -> dict[str, Any]:

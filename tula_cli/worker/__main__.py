@@ -19,7 +19,7 @@ from tula_cli.host.outcome import classify
 from tula_cli.host.processes import die_with_parent
 from tula_cli.run.directory import RunDir
 from tula_cli.run.records.jobs import Failure
-from tula_cli.run.records.tasks import CheckTask, ProbeTask, RehearsalTask, Task, TrainTask
+from tula_cli.run.records.tasks import CheckTask, EvaluateTask, ProbeTask, RehearsalTask, Task, TrainTask
 
 
 def main(*, entered: Callable[[], None] | None = None) -> None:
@@ -75,6 +75,7 @@ def _work(task: Task, run: RunDir, attempt: int) -> None:
     from tula_cli.worker.entry import run_training
     from tula_cli.worker.measure.node_report import look
     from tula_cli.worker.measure.probe import run_probes
+    from tula_cli.worker.train.judging.trained import evaluate
 
     if isinstance(task, CheckTask):
         look(task, run, attempt=attempt)
@@ -92,6 +93,8 @@ def _work(task: Task, run: RunDir, attempt: int) -> None:
                 run_probes(task, run, ranks, datasets, started_at=record.started_at if record else time.time())
             case TrainTask():
                 run_training(task, run, ranks, datasets, attempt=attempt)
+            case EvaluateTask():
+                evaluate(task, run, ranks, datasets)
 
 
 def _fail(error: Exception, task: Task, run: RunDir, attempt: int) -> None:
@@ -143,6 +146,8 @@ def _local_batch(task: Task, run: RunDir) -> int | None:
         return None  # none, or that of a script
     if isinstance(task, TrainTask):
         return task.batch // (task.nodes * task.spec.cluster.gpus_per_node)
+    if isinstance(task, EvaluateTask):
+        return task.local_batch
     return run.current_probe(task) or task.local_batches[-1]
 
 

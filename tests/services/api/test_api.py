@@ -20,7 +20,7 @@ from tula_cli.host import interrupts
 from tula_cli.run.directory import RunDir
 from tula_cli.run.jobfile import config_drift
 from tula_cli.run.records.inspections import Inspection
-from tula_cli.run.records.tasks import CheckTask, ProbeTask
+from tula_cli.run.records.tasks import CheckTask, EvaluateTask, ProbeTask
 from tula_cli.services.events import JobsProgress, Note, ProfilePlanned, WarningEvent, Work, follow
 from tula_cli.services.profiling import rounds
 from tula_cli.services.waiting import Dependencies, WaitPolicy
@@ -39,6 +39,8 @@ class AtOnce(make.FakeLauncher):
             for rank in range(task.nodes):
                 run.checks.sign_in(task.id, rank, f"n{rank + 1}")
             run.checks.write_report(make.cluster_report(run, task, {}, {"torch": "2.7"}))
+        elif isinstance(task, EvaluateTask):
+            run.training(task.signature).write_evaluation(make.evaluated(task))
         else:
             run.write_train_result(make.train_result(task.signature))
             metrics = {"top1": 90.0 - task.batch / 64 + task.spec.train.seed, "eval_loss": 1.0}
@@ -416,3 +418,17 @@ def test_a_comparison_is_confirmed_or_capped(cluster: AtOnce) -> None:
     with pytest.raises(tula.TulaError, match="nobody to ask"):
         tula.compare(job, methods=["lrs"], batches=[256], seeds=1, nodes=1)
     assert not cluster.submitted
+
+
+def test_weights_are_evaluated_and_what_they_come_to_is_returned(cluster: AtOnce) -> None:
+    summary = tula.train(make.SPEC, nodes=1, batch=64)
+    assert summary is not None
+    run = tula.Run.open(next(Path("tula-runs").glob("toy-*")))
+    path = run.directory.training(summary.signature).checkpoint_path(64)
+    path.parent.mkdir(parents=True)
+    path.write_bytes(b"")
+    found = tula.evaluate(run, weights="last", nodes=2)
+    assert found is not None
+    assert (found.metrics["top1"], found.samples, found.nodes) == (91.5, 64, 2)
+    assert run.status().types[None].evaluations == (found,)
+    assert tula.evaluate(run, weights=path, wait=False) is None

@@ -14,8 +14,8 @@ from torchvision.transforms import v2
 from tula_cli.errors import SpecError
 from tula_cli.spec.job import JobSpec
 from tula_cli.worker.build import datasets
-from tula_cli.worker.build.datasets import build_datasets, check_sample, prepare, stratified
-from tula_cli.worker.build.transforms import build_transforms, to_tensor
+from tula_cli.worker.build.datasets import build_datasets, prepare, stratified
+from tula_cli.worker.build.transforms import build_transforms, check_sample, to_tensor
 
 
 def spec(dataset: dict, *, transforms: dict | None = None, seed: int = 0) -> JobSpec:

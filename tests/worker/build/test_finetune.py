@@ -182,7 +182,7 @@ def test_safetensors_are_read(tmp_path: Path) -> None:
     save_file(whole.state_dict(), path)
     assert initial_weights.fitted(job(weights=str(path)).model, whole).words == ""
     path.write_bytes(b"no tensors")
-    with pytest.raises(SpecError, match="cannot be read"):
+    with pytest.raises(SpecError, match="is damaged, or not a file of safetensors"):
         initial_weights.read(str(path))
 
 
@@ -202,7 +202,7 @@ def test_what_does_not_fit_is_refused_or_told(alone: Ranks, run: RunDir, tmp_pat
 
 @pytest.mark.parametrize(
     ("content", "why"),
-    [(None, "there is no file"), (b"text", "holds more than tensors, or is damaged"), ([1, 2], "no tensors by name")],
+    [(None, "there is no file"), (b"text", "is damaged, or not a file of torch.save"), ([1, 2], "no tensors by name")],
 )
 def test_files_of_another_kind_are_refused(content: Any, why: str, tmp_path: Path) -> None:
     path = tmp_path / "a.pt"
@@ -212,6 +212,27 @@ def test_files_of_another_kind_are_refused(content: Any, why: str, tmp_path: Pat
         torch.save(content, path)
     with pytest.raises(SpecError, match=why):
         initial_weights.read(str(path))
+
+
+def cut(content: bytes) -> bytes:
+    return content[: len(content) // 2]
+
+
+def flipped(content: bytes) -> bytes:
+    """Return a file one of whose numbers is another: it can be read, and its check sum tells."""
+    at = content.index(torch.ones(8).numpy().tobytes())
+    return content[:at] + b"\x01" + content[at + 1 :]
+
+
+@pytest.mark.parametrize("harm", [cut, flipped])
+def test_a_damaged_file_is_told_without_what_the_unpickler_says(harm: Any, tmp_path: Path) -> None:
+    path = tmp_path / "a.pt"
+    torch.save({"weight": torch.ones(8)}, path)
+    path.write_bytes(harm(path.read_bytes()))
+    with pytest.raises(SpecError) as caught:
+        initial_weights.read(str(path))
+    size = path.stat().st_size
+    assert caught.value.message == f"model.weights: {path} ({size} bytes) is damaged, or not a file of torch.save"
 
 
 def test_code_in_a_file_does_not_run(tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ from tula_cli.run.directory import RunDir
 from tula_cli.run.files import cannot_write
 from tula_cli.run.records.jobs import LeaderCommand
 from tula_cli.run.records.shim import Expected, ShimPlan
-from tula_cli.run.records.tasks import CheckTask, ProbeTask, RehearsalTask, Task, TrainTask
+from tula_cli.run.records.tasks import ProbeTask, RehearsalTask, Task, TrainTask
 from tula_cli.run.script_attempt import ScriptAttempt
 from tula_cli.run.source.command_file import in_snapshot, snapshot_path
 from tula_cli.spec.job import JobSpec
@@ -230,7 +230,7 @@ def preview(run: RunDir, task: Task) -> str:
 
     Empty where that is tula's own worker.
     """
-    if isinstance(task, CheckTask | RehearsalTask) or not runs_script(task):
+    if not isinstance(task, ProbeTask | TrainTask) or not runs_script(task):
         return ""
     world = world_size(task)
     batch = task.batch if isinstance(task, TrainTask) else task.local_batches[0] * world

@@ -10,7 +10,7 @@ from typing import Any
 from tula_cli.assets import site_asset
 from tula_cli.errors import SpecError
 from tula_cli.run.directory import RunDir
-from tula_cli.run.records.tasks import CheckTask, ProbeTask, RehearsalTask, Task, TrainTask
+from tula_cli.run.records.tasks import CheckTask, EvaluateTask, ProbeTask, RehearsalTask, Task, TrainTask
 from tula_cli.spec.job import JobSpec
 from tula_cli.spec.sections import FEWEST_WORKERS
 from tula_cli.spec.signature import cluster_signature
@@ -143,7 +143,7 @@ def _minutes(task: Task, slurm: Slurm) -> int:
             return math.ceil(task.spec.search.max_minutes * (1 + len(task.then))) + ROOM
         case RehearsalTask():
             return math.ceil(task.spec.search.max_minutes) + ROOM
-        case TrainTask():
+        case TrainTask() | EvaluateTask():
             return slurm.minutes
         case CheckTask():
             return math.ceil(CheckTask.MINUTES) + ROOM

@@ -147,6 +147,24 @@ class ScriptSaves(Record):
     )
 
 
+class Evaluated(Record):
+    """What a training's weights came to on a set of samples, written by rank 0: `tula evaluate`."""
+
+    signature: str  # of the training
+    key: str
+    weights: str  # best, last, or the path of a file
+    path: str  # of the file
+    samples: int | None  # that the weights were trained on; None of a file of the user's own
+    test: bool  # on dataset.test; else on the samples that the training was evaluated on
+    dataset: str  # its name, and root where it has one
+    size: int  # samples evaluated
+    metrics: dict[str, float]  # loss, top1 and top5 (percent), perplexity, train.metrics; those that are finite
+    nodes: int
+    local_batch: int  # one GPU's
+    seconds: float  # of the evaluation itself
+    evaluated_at: float  # Unix time
+
+
 class CountedEnergy(Record):
     """What the counters of all GPUs have told of a training, over all its attempts; written by rank 0."""
 

@@ -92,6 +92,24 @@ class RehearsalTask(Record):
     code: str = ""  # as in the others
 
 
+class EvaluateTask(Record):
+    """A job that evaluates the weights of a training: `tula evaluate`."""
+
+    kind: Literal["evaluate"] = "evaluate"
+    id: str  # evaluate-<signature>-<key>
+    job: str
+    spec: JobSpec  # the training's, with the test set, the metrics and the cluster of now
+    workdir: str
+    nodes: int
+    signature: str  # of the training
+    key: str  # of the evaluation among those of the training
+    weights: str  # best, last, or the path of a file
+    path: str  # of the file, absolute
+    samples: int | None  # that it was trained on; None of a file of the user's own
+    local_batch: int  # one GPU's
+    code: str = ""  # as in the others: that of the training
+
+
 class CheckTask(Record):
     """A short job that looks at the nodes of a site: `tula check --on-cluster`."""
 
@@ -123,7 +141,9 @@ class CodeSnapshot(Record):
     program: str = ""  # the file that a script's command names, relative; empty for a module
 
 
-JobTask = ProbeTask | TrainTask | RehearsalTask
+LoopTask = ProbeTask | TrainTask | EvaluateTask
+"""What a model and its trainer are built for."""
+JobTask = ProbeTask | TrainTask | RehearsalTask | EvaluateTask
 """What a user sees as a job of a run; a check looks at nodes."""
 Task = JobTask | CheckTask
 TASK: TypeAdapter[Task] = TypeAdapter(Annotated[Task, Field(discriminator="kind")])

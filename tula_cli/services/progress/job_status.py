@@ -11,7 +11,7 @@ from tula_cli.host.outcome import advice
 from tula_cli.run.records.jobs import Attempt, Job
 from tula_cli.run.records.probes import Failed, Measured, OutOfMemory
 from tula_cli.run.records.results import Branch, StepChange
-from tula_cli.run.records.tasks import JobTask, ProbeTask, RehearsalTask, TrainTask, probe_id
+from tula_cli.run.records.tasks import EvaluateTask, JobTask, ProbeTask, RehearsalTask, TrainTask, probe_id
 from tula_cli.run.snapshot import Snapshot
 from tula_cli.spec.resources import Cluster
 
@@ -36,10 +36,10 @@ class Probe:
 
 @dataclass(frozen=True)
 class JobStatus:
-    """One job. `total` and `done` count its probes; a training, or a rehearsal, has one thing to do."""
+    """One job. `total` and `done` count its probes; a training, a rehearsal or an evaluation has one thing to do."""
 
     id: str
-    kind: Literal["probe", "train", "rehearse"]
+    kind: Literal["probe", "train", "rehearse", "evaluate"]
     scheduler: Literal["local", "slurm"]
     scheduler_id: str
     nodes: int
@@ -176,6 +176,9 @@ def progress_of(look: Snapshot, tasks: list[JobTask], results: Results) -> _Prog
     newest = tasks[-1]
     if isinstance(newest, TrainTask):
         return _Progress(total=1, done=int(look.training(newest.signature).summary() is not None), now=None)
+    if isinstance(newest, EvaluateTask):
+        found = look.training(newest.signature).evaluation(newest.key)
+        return _Progress(total=1, done=int(found is not None), now=None)
     if isinstance(newest, RehearsalTask):
         over = any(found.task == newest.id and found.over_at is not None for found in look.rehearsals)
         return _Progress(total=1, done=int(over), now=None)

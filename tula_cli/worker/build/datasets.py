@@ -93,6 +93,43 @@ def _training(spec: JobSpec, samples: Samples) -> SeededDataset | StreamedDatase
     return StreamedDataset(samples, size=size, seed=seed, sharded=settings.sharded)
 
 
+def build_test(spec: JobSpec, datasets: Datasets) -> EvaluationDataset | StreamedDataset:
+    """Return the samples of dataset.test; without one those that training is evaluated on.
+
+    Args:
+        spec: the job.
+        datasets: of the same job: their classes have to be those of the test set.
+
+    Raises:
+        SpecError: as `build_datasets`, or other classes, or no samples.
+    """
+    if spec.dataset.test is None:
+        return datasets.eval
+    transform = build_transforms(spec.transforms.eval, path="transforms.eval")
+    of_test = spec.model_copy(update={"dataset": spec.dataset.tested})
+    if is_import_string(of_test.dataset.name):
+        samples = _own(of_test, is_train=False, transform=transform, path="dataset.test.args")
+    else:
+        samples = _construct_torchvision(of_test, root=str(_root(of_test)), transform=transform)
+    found = _evaluation(of_test, samples)
+    if len(found) == 0:
+        raise SpecError(f"dataset.test: {of_test.dataset.name} has no samples")
+    _check_classes(samples, datasets)
+    return found
+
+
+def _check_classes(samples: Any, datasets: Datasets) -> None:
+    """Refuse a test set whose labels mean other classes: they are numbers by the order of their names."""
+    trained = datasets.train.samples
+    known, own = (getattr(one, "classes", None) for one in (getattr(trained, "dataset", trained), samples))
+    if isinstance(known, list | tuple) and isinstance(own, list | tuple) and list(known) != list(own):
+        odd = ", ".join(sorted(map(str, set(known) ^ set(own)))[:5]) or "they are in another order"
+        raise SpecError(f"dataset.test: its classes are not those of the training set: {odd}")
+    count = _classes_of(samples)
+    if None not in (count, datasets.classes) and count != datasets.classes:
+        raise SpecError(f"dataset.test: it has {count} classes, the training set {datasets.classes}")
+
+
 def _evaluation(spec: JobSpec, samples: Samples) -> EvaluationDataset | StreamedDataset:
     if is_stream(samples):
         size = spec.dataset.eval_length or length(samples)
@@ -125,6 +162,11 @@ Split = tuple[Samples, Samples, int | None]
 
 def _imported(spec: JobSpec, train: Transform, evaluate: Transform) -> Split:
     """Return both splits of a callable `(train, transform, **args)`."""
+    samples = _own(spec, is_train=True, transform=train)
+    return samples, _own(spec, is_train=False, transform=evaluate), _classes_of(samples)
+
+
+def _own(spec: JobSpec, *, is_train: bool, transform: Transform, path: str = "dataset.args") -> Any:
     target = load(spec.dataset.name, {}, kind="dataset")
     transforms = takes_transform(target)
     if not transforms and (spec.transforms.train or spec.transforms.eval):
@@ -132,13 +174,8 @@ def _imported(spec: JobSpec, train: Transform, evaluate: Transform) -> Split:
             f"transforms: dataset {spec.dataset.name} takes no transform, so they would do nothing",
             "let it take one, dataset(train, transform), or leave the section out",
         )
-
-    def split(*, is_train: bool, transform: Transform) -> Any:
-        given = {"train": is_train, **({"transform": transform} if transforms else {})}
-        return construct(target, spec.dataset.args, path="dataset.args", name=spec.dataset.name, given=given)
-
-    samples = split(is_train=True, transform=train)
-    return samples, split(is_train=False, transform=evaluate), _classes_of(samples)
+    given = {"train": is_train, **({"transform": transform} if transforms else {})}
+    return construct(target, spec.dataset.args, path=path, name=spec.dataset.name, given=given)
 
 
 def takes_transform(target: Callable[..., Any]) -> bool:
@@ -361,24 +398,3 @@ SOURCES = {
     "digits": "digits come with scikit-learn",
     **dict.fromkeys(source_text.DATASETS, "it is the source text of Python's own library"),
 }
-
-
-def check_sample(sample: Any, *, path: str) -> torch.Tensor:
-    """Return one transformed input.
-
-    Args:
-        sample: what the dataset gave as input.
-        path: the list of transforms that made it ("transforms.train").
-
-    Raises:
-        SpecError: it is no floating-point tensor.
-    """
-    if not isinstance(sample, torch.Tensor):
-        raise SpecError(f"{path}: ends in {type(sample).__name__}, not in a tensor", f"add ToTensor to {path}")
-    if not sample.is_floating_point():
-        dtype = str(sample.dtype).removeprefix("torch.")
-        raise SpecError(
-            f"{path}: ends in a tensor of {dtype}, not of floating-point numbers",
-            f"add ToTensor, or {{ToDtype: {{dtype: float32, scale: true}}}}, to {path}",
-        )
-    return sample

@@ -75,3 +75,24 @@ ENUMERATIONS: dict[str, dict[str, Any]] = {
     "interpolation": {mode.value: mode for mode in v2.InterpolationMode},
     "policy": {policy.value: policy for policy in v2.AutoAugmentPolicy},
 }
+
+
+def check_sample(sample: Any, *, path: str) -> torch.Tensor:
+    """Return one transformed input.
+
+    Args:
+        sample: what the dataset gave as input.
+        path: the list of transforms that made it ("transforms.train").
+
+    Raises:
+        SpecError: it is no floating-point tensor.
+    """
+    if not isinstance(sample, torch.Tensor):
+        raise SpecError(f"{path}: ends in {type(sample).__name__}, not in a tensor", f"add ToTensor to {path}")
+    if not sample.is_floating_point():
+        dtype = str(sample.dtype).removeprefix("torch.")
+        raise SpecError(
+            f"{path}: ends in a tensor of {dtype}, not of floating-point numbers",
+            f"add ToTensor, or {{ToDtype: {{dtype: float32, scale: true}}}}, to {path}",
+        )
+    return sample

@@ -15,9 +15,9 @@ from tula_cli.spec.job import JobSpec
 from tula_cli.worker.build.batches.collate import Collate, collated
 from tula_cli.worker.build.batches.tokens import sequence_length
 from tula_cli.worker.build.batches.tree import cut, described, tensors
-from tula_cli.worker.build.datasets import check_sample
 from tula_cli.worker.build.samples import Datasets
 from tula_cli.worker.build.text import source_text
+from tula_cli.worker.build.transforms import check_sample
 
 COMPARED = 5
 """Samples that have to make a batch: as many as nothing else is in a sample, such as colours."""

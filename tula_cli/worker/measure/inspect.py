@@ -29,7 +29,7 @@ from tula_cli.worker.build import zoo
 from tula_cli.worker.build.batches.calling import ModelCall, scores
 from tula_cli.worker.build.batches.collate import build_collate, collated
 from tula_cli.worker.build.batches.tree import described, tensors
-from tula_cli.worker.build.datasets import build_datasets, dataset_source, prepare
+from tula_cli.worker.build.datasets import build_datasets, build_test, dataset_source, prepare
 from tula_cli.worker.build.finetune import frozen, groups, initial_weights
 from tula_cli.worker.build.finetune.groups import parameter_groups
 from tula_cli.worker.build.ghost import refuse_without_batch_norm
@@ -91,7 +91,7 @@ def inspect_job(spec: JobSpec) -> Inspection:
         footprints=footprints,
         estimate_error=estimate_error,
         device=device,
-        notes=_beginning(spec, model, optimizer),
+        notes=(*_beginning(spec, model, optimizer), *_tested(spec, datasets)),
         convolutional=has_convolutions(model),
         warnings=tuple(warnings),
         **_machine(spec, device),
@@ -124,6 +124,17 @@ def _beginning(spec: JobSpec, model: nn.Module, optimizer: torch.optim.Optimizer
         zoo.beta2_told(spec, optimizer),
     )
     return tuple(note for note in found if note)
+
+
+def _tested(spec: JobSpec, datasets: Datasets) -> tuple[str, ...]:
+    """Build the test set, and return how large it is.
+
+    Raises:
+        SpecError: it cannot be built, or is not of the classes that are trained.
+    """
+    if spec.dataset.test is None:
+        return ()
+    return (f"test set of tula evaluate: {len(build_test(spec, datasets))} samples",)
 
 
 def _unused(spec: JobSpec, call: ModelCall, batch: Any) -> list[str]:

@@ -18,7 +18,7 @@ from tula_cli.errors import SpecError
 from tula_cli.models.out_of_memory import splits_of
 from tula_cli.optim import TulaOptimizer
 from tula_cli.run.records.micro_batches import MicroBatches, Splits
-from tula_cli.run.records.tasks import ProbeTask, TrainTask
+from tula_cli.run.records.tasks import LoopTask, TrainTask
 from tula_cli.spec.job import JobSpec
 from tula_cli.spec.sections import Workers
 from tula_cli.worker.build import zoo
@@ -120,9 +120,7 @@ class Trainer:
         return self.position.epoch + self.position.done / len(self.datasets.train)
 
 
-def build(
-    task: ProbeTask | TrainTask, ranks: Ranks, datasets: Datasets, *, batch: int, workers: Workers, refresh: bool
-) -> Trainer:
+def build(task: LoopTask, ranks: Ranks, datasets: Datasets, *, batch: int, workers: Workers, refresh: bool) -> Trainer:
     """Build the trainer of a task at a global batch.
 
     Args:

@@ -1,6 +1,7 @@
 """The weights that a training starts from, where they are a file's (`model.weights`)."""
 
-import pickle
+import re
+import zipfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +18,9 @@ PARTS = ("model", "state_dict", "model_state_dict")
 """Keys under which training scripts, and tula, save a model's state beside other things."""
 PREFIXES = ("module.", "_orig_mod.", "model.")
 """What DDP, torch.compile and Lightning put before each name."""
+KEY = "model.weights"
+_OTHER_OBJECTS = re.compile(r"Unsupported (?:global|class)[: ]+(?:GLOBAL )?([\w.]+)")
+"""How torch's unpickler tells of an object that is no tensor."""
 SHOWN = 6
 """Names that are told of many."""
 
@@ -37,10 +41,14 @@ class Fit:
         return "; ".join(f"{kind}: {_some(names)}" for kind, names in parts.items() if names)
 
 
-def read(path: str) -> dict[str, Any]:
+def read(path: str, *, key: str = KEY) -> dict[str, Any]:
     """Return the state that a file holds: .safetensors, or what torch.save wrote of a state_dict or a checkpoint.
 
     Code in the file does not run (weights_only).
+
+    Args:
+        path: of the file.
+        key: which setting, or option, names it.
 
     Raises:
         SpecError: it cannot be read, or holds something else.
@@ -48,51 +56,64 @@ def read(path: str) -> dict[str, Any]:
     try:
         content = _safetensors(path) if path.endswith(".safetensors") else _torch(path)
     except FileNotFoundError:
-        raise SpecError(f"model.weights: there is no file {path}", f"it is looked for in {Path.cwd()}") from None
-    # The unpickler trips over what is no pickle in its own ways.
-    except (pickle.UnpicklingError, LookupError, AttributeError, TypeError) as error:
-        raise SpecError(
-            f"model.weights: {path} holds more than tensors, or is damaged: {_first_line(error)}",
-            "save model.state_dict() alone, or convert the file to safetensors",
-        ) from None
-    except (OSError, RuntimeError, EOFError, ValueError) as error:
-        raise SpecError(f"model.weights: {path} cannot be read: {_first_line(error)}") from None
+        raise SpecError(f"{key}: there is no file {path}", f"it is looked for in {Path.cwd()}") from None
+    except SpecError as error:
+        raise SpecError(f"{key}: {error.message}", error.hint) from None
+    except OSError as error:
+        raise SpecError(f"{key}: {path} cannot be read: {error.strerror or error}") from None
+    except Exception as error:  # noqa: BLE001 - the unpickler, and the archive, trip over what is damaged in ways of their own
+        raise _unreadable(path, key, error) from None
     for part in PARTS:
         if isinstance(content, Mapping) and isinstance(content.get(part), Mapping):
             content = content[part]
     if not isinstance(content, Mapping) or not any(isinstance(value, Tensor) for value in content.values()):
-        raise SpecError(f"model.weights: {path} holds no tensors by name", "save model.state_dict()")
+        raise SpecError(f"{key}: {path} holds no tensors by name", "save model.state_dict()")
     return dict(content)
 
 
+def _unreadable(path: str, key: str, error: Exception) -> SpecError:
+    """Tell a file of other objects, which torch names, from one that is damaged or no such file."""
+    size = f"{Path(path).stat().st_size} bytes"
+    if found := _OTHER_OBJECTS.search(str(error)):
+        return SpecError(
+            f"{key}: {path} holds more than tensors: {found[1]}",
+            "save model.state_dict() alone, or convert the file to safetensors",
+        )
+    kind = "a file of safetensors" if path.endswith(".safetensors") else "a file of torch.save"
+    return SpecError(
+        f"{key}: {path} ({size}) is damaged, or not {kind}",
+        "was it copied, or downloaded, to its end? save it once more",
+    )
+
+
 def _torch(path: str) -> Any:
+    if zipfile.is_zipfile(path):
+        with zipfile.ZipFile(path) as archive:
+            if (bad := archive.testzip()) is not None:  # torch does not compare its check sums
+                raise zipfile.BadZipFile(bad)
     return torch.load(path, map_location="cpu", weights_only=True)
 
 
 def _safetensors(path: str) -> Any:
     try:
-        from safetensors import SafetensorError
         from safetensors.torch import load_file
     except ImportError:
         raise SpecError(
-            f"model.weights: {path} needs the package safetensors, which is not installed",
+            f"{path} needs the package safetensors, which is not installed",
             "pip install 'tula-cli[safetensors]'",
         ) from None
-    try:
-        return load_file(path)
-    except SafetensorError as error:
-        raise ValueError(str(error)) from None
+    return load_file(path)
 
 
-def fitted(section: Model, model: nn.Module) -> Fit:
-    """Return how the file fits the model, which may be on fake tensors.
+def fitted(section: Model, model: nn.Module, *, key: str = KEY) -> Fit:
+    """Return how the file fits the model, which may be on fake tensors; `key` names the file.
 
     Raises:
         SpecError: it cannot be read, does not fit with `strict`, or no tensor of it does.
     """
     assert section.weights is not None
     own = model.state_dict()
-    state = _renamed(read(section.weights), own)
+    state = _renamed(read(section.weights, key=key), own)
     common = {name: value for name, value in state.items() if name in own and _shape(value) == _shape(own[name])}
     fit = Fit(
         common,
@@ -105,21 +126,24 @@ def fitted(section: Model, model: nn.Module) -> Fit:
             if name in own and name not in common
         ),
     )
-    whose = f"model.weights: {section.weights} does not fit model {section.name}: {fit.words}"
+    whose = f"{key}: {section.weights} does not fit model {section.name}: {fit.words}"
     if not common:
         raise SpecError(whose, "no tensor of it has the name and shape of one of the model's")
     if fit.words and section.strict:
-        raise SpecError(whose, "model.strict: false takes what fits and leaves the rest as it is initialised")
+        raise SpecError(
+            whose, "" if key != KEY else "model.strict: false takes what fits and leaves the rest as it is initialised"
+        )
     return fit
 
 
-def load(section: Model, model: nn.Module, *, first: bool) -> str:
+def load(section: Model, model: nn.Module, *, first: bool, key: str = KEY) -> str:
     """Put the file's weights into a model, the same on all ranks, which all take part; rank 0 alone reads it.
 
     Args:
         section: names the file.
         model: on its device.
         first: whether this is rank 0.
+        key: which setting, or option, names it.
 
     Returns:
         What did not fit, on rank 0; empty where all did, or there is no file.
@@ -128,7 +152,7 @@ def load(section: Model, model: nn.Module, *, first: bool) -> str:
         return ""
     words = ""
     if first:
-        fit = fitted(section, model)
+        fit = fitted(section, model, key=key)
         model.load_state_dict(dict(fit.common), strict=False)
         words = fit.words
     for tensor in (*model.parameters(), *model.buffers()):
@@ -157,7 +181,3 @@ def _shape(value: Any) -> tuple[int, ...] | None:
 def _some(names: tuple[str, ...]) -> str:
     more = len(names) - SHOWN
     return ", ".join(names[:SHOWN]) + (f" and {more} more" if more > 0 else "")
-
-
-def _first_line(error: BaseException) -> str:
-    return next(iter(str(error).strip().splitlines()), type(error).__name__)

@@ -1,0 +1,211 @@
+"""`tula evaluate` as a service: which weights, on what, and what came of it."""
+
+from pathlib import Path
+from typing import Any
+
+import make_runs as make
+import pytest
+from make_results import inspected
+from make_runs import FakeLauncher
+
+from tula_cli.cluster import relaunch
+from tula_cli.cluster.exit_reason import ExitReason
+from tula_cli.cluster.slurm import sbatch
+from tula_cli.errors import BadMeasurements, DeviceFault, JobFailed, OverBudget, SpecError
+from tula_cli.run.directory import RunDir
+from tula_cli.run.records.results import Evaluated
+from tula_cli.run.records.tasks import EvaluateTask, Rung, TrainTask
+from tula_cli.run.snapshot import Snapshot
+from tula_cli.services.evaluation.evaluate import EvaluationRequest, PreparedEvaluation, prepare, work
+from tula_cli.services.events import EvaluationPlanned, Note, follow
+from tula_cli.services.progress.job_status import progress_of
+from tula_cli.services.waiting import Dependencies, DetachedJobs, WaitPolicy
+from tula_cli.spec.job import JobSpec
+from tula_cli.spec.signature import signature, train_signature
+
+DETACHED = WaitPolicy(wait=False)
+OWN_TEST = {"name": "digits", "test": {"name": "mine:Digits"}}
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDir:
+    return RunDir.create(tmp_path, make.spec())
+
+
+def add_training(run: RunDir, name: str, *checkpoints: int, best: int | None = None, at: float = 0.0) -> TrainTask:
+    """Add a training that was submitted `at` seconds after the start of all, with empty files for its checkpoints."""
+    task = TrainTask(
+        id=f"train-{name}-1", job=f"train-{name}", spec=run.spec(), workdir="/data", nodes=2, signature=name, attempt=1,
+        ladder=(Rung(batch=64),), workers="auto", code="c0de",
+    )  # fmt: skip
+    run.write_task(task)
+    run.write_job(make.job(task.job, at=make.START + at))
+    files = run.training(name)
+    for samples in checkpoints:
+        files.checkpoint_path(samples).parent.mkdir(parents=True, exist_ok=True)
+        files.checkpoint_path(samples).write_bytes(b"")
+    if best is not None:
+        (files.path / "best").symlink_to(f"checkpoints/{best:012d}.pt")
+    return task
+
+
+def ready(run: RunDir, spec: JobSpec | None = None, **request: Any) -> PreparedEvaluation:
+    return prepare(run, spec or run.spec(), EvaluationRequest(**request))
+
+
+def start(prepared: PreparedEvaluation, launcher: FakeLauncher, *, confirm: bool = True) -> Evaluated | DetachedJobs:
+    own = Dependencies(lambda _: launcher, lambda _: inspected(), lambda _: confirm)
+    return follow(work(prepared, own, DETACHED), lambda _: None)
+
+
+# --- which
+
+
+def test_the_best_weights_of_the_training_that_was_started_last_are_evaluated(run: RunDir) -> None:
+    add_training(run, "aaaa", 500, at=0)
+    add_training(run, "bbbb", 100, 200, best=100, at=5)
+    task = ready(run).task
+    assert (task.signature, task.weights, task.samples, task.code, task.workdir) == (
+        "bbbb",
+        "best",
+        100,
+        "c0de",
+        "/data",
+    )
+    assert task.path == str(run.training("bbbb").checkpoint_path(100))
+    assert task.local_batch == 32 and task.nodes == 1  # a GPU's share of the training's batch
+    assert ready(run, weights="last").task.samples == 200
+    assert ready(run, training="aaaa").task.weights == "last"  # no epoch of it has ended
+
+
+def test_a_file_is_evaluated_with_the_model_of_the_training(run: RunDir, tmp_path: Path) -> None:
+    add_training(run, "aaaa", 100)
+    (tmp_path / "own.pt").write_bytes(b"one")
+    task = ready(run, weights=str(tmp_path / "own.pt")).task
+    assert (task.weights, task.path, task.samples) == (str(tmp_path / "own.pt"), str(tmp_path / "own.pt"), None)
+    (tmp_path / "own.pt").write_bytes(b"another")
+    assert ready(run, weights=str(tmp_path / "own.pt")).task.key != task.key
+
+
+def test_what_is_not_there_is_told(run: RunDir) -> None:
+    with pytest.raises(BadMeasurements, match="nothing was trained for toy yet"):
+        ready(run)
+    add_training(run, "aaaa")
+    with pytest.raises(BadMeasurements, match="training aaaa has saved no weights yet"):
+        ready(run)
+    add_training(run, "bbbb", 100, at=5)
+    with pytest.raises(BadMeasurements, match="training bbbb has ended no epoch yet"):
+        ready(run, weights="best")
+    with pytest.raises(SpecError, match="--training cccc: there is no such training") as caught:
+        ready(run, training="cccc")
+    assert caught.value.hint == "there are aaaa, bbbb"
+    with pytest.raises(SpecError, match="--weights bst: there is no such file"):
+        ready(run, weights="bst")
+    with pytest.raises(SpecError, match="nodes 0: must be 1 or more"):
+        ready(run, nodes=0)
+    with pytest.raises(SpecError, match="this job has section script"):
+        ready(run, make.script_spec(epochs=3))
+
+
+def test_test_set_metrics_and_cluster_are_those_of_now_and_all_else_that_of_the_training(run: RunDir) -> None:
+    trained = add_training(run, "aaaa", 100)
+    now = make.spec(
+        dataset=OWN_TEST,
+        train={"epochs": 9, "metrics": {"f1": "mine:f1"}},
+        cluster={"gpus_per_node": 2},
+        loss={"name": "L1Loss"},
+    )
+    found = ready(run, now).task.spec
+    assert found.dataset.test == now.dataset.test and found.train.metrics == now.train.metrics
+    assert found.cluster == now.cluster
+    assert (found.train.epochs, found.loss) == (trained.spec.train.epochs, trained.spec.loss)
+    assert ready(run, now).task.key != ready(run).task.key
+
+
+def test_a_test_set_names_neither_run_nor_training() -> None:
+    plain, own = make.spec(), make.spec(dataset=OWN_TEST)
+    assert signature(plain) == signature(own)
+    assert train_signature(plain, nodes=1, batch=8) == train_signature(own, nodes=1, batch=8)
+
+
+# --- the job
+
+
+def test_it_is_submitted_once_and_told_from_then_on(run: RunDir) -> None:
+    add_training(run, "aaaa", 100)
+    launcher = FakeLauncher()
+    task = ready(run).task
+    assert start(ready(run), launcher) == DetachedJobs((task.job,), ())
+    assert start(ready(run), launcher) == DetachedJobs((task.job,), (task.job,))
+    run.training("aaaa").write_evaluation(make.evaluated(task))
+    launcher.says[task.job] = "ended"
+    assert start(ready(run), launcher) == make.evaluated(task)
+    assert launcher.submitted == [task.job]
+    assert start(ready(run, fresh=True), launcher) == DetachedJobs((task.job,), ())
+    assert run.training("aaaa").evaluation(task.key) is None, "what was known does not stand for what runs"
+
+
+def test_a_cluster_is_asked_for_and_this_machine_is_not(run: RunDir) -> None:
+    add_training(run, "aaaa", 100)
+    start(ready(run), FakeLauncher(), confirm=False)
+    with pytest.raises(OverBudget):
+        start(ready(run, make.spec(cluster={"kind": "slurm"})), FakeLauncher(), confirm=False)
+
+
+class Ends(FakeLauncher):
+    """A launcher whose jobs have ended when they are submitted: with an outcome, or a result."""
+
+    def __init__(self, outcome: str = "", message: str = "") -> None:
+        super().__init__()
+        self.outcome, self.message = outcome, message
+
+    def submit(self, run: RunDir, task: EvaluateTask) -> Any:  # type: ignore[override]
+        job = super().submit(run, task)  # type: ignore[arg-type]
+        self.says[task.job] = "ended"
+        if self.outcome:
+            own = {"outcome": self.outcome, "message": self.message, "rank": 1}
+            run.write_attempt(make.attempt(task.id, start=make.START, end=make.START + 9, **own))
+        else:
+            run.training(task.signature).write_evaluation(make.evaluated(task))
+        return job
+
+
+def waited(run: RunDir, launcher: FakeLauncher) -> tuple[Any, list[Any]]:
+    told: list[Any] = []
+    own = Dependencies(lambda _: launcher, lambda _: inspected(), lambda _: True)
+    return follow(work(ready(run), own, WaitPolicy(wait=True)), told.append), told
+
+
+def test_one_waits_for_the_result(run: RunDir) -> None:
+    add_training(run, "aaaa", 100)
+    found, told = waited(run, Ends())
+    assert found.metrics == {"top1": 91.5, "loss": 0.31}
+    assert isinstance(told[0], EvaluationPlanned)
+    assert [type(event) for event in waited(run, Ends())[1]] == [Note]
+
+
+@pytest.mark.parametrize(("outcome", "kind"), [("user", JobFailed), ("device_fault", DeviceFault)])
+def test_a_failure_is_told_with_its_words(outcome: str, kind: type[Exception], run: RunDir) -> None:
+    add_training(run, "aaaa", 100)
+    with pytest.raises(kind, match=r"evaluation failed \(rank 1 on n1\): SpecError: no folder data/test"):
+        waited(run, Ends(outcome, "SpecError: no folder data/test"))
+
+
+def test_the_supervisor_starts_it_again_after_a_lost_process_and_not_after_the_users_error(run: RunDir) -> None:
+    add_training(run, "aaaa", 100)
+    task = ready(run).task
+    assert not relaunch.finished(run, task)
+    assert relaunch.next_task(run, task, ExitReason("signal"), 1) == task
+    assert relaunch.next_task(run, task, ExitReason("signal"), relaunch.RESTARTS + 1) is None
+    assert relaunch.next_task(run, task, ExitReason("user"), 0) is None
+    run.write_task(task)
+    assert progress_of(Snapshot(run.path), [task], {}).done == 0
+    run.training("aaaa").write_evaluation(make.evaluated(task))
+    assert relaunch.finished(run, task)
+    assert progress_of(Snapshot(run.path), [task], {}).complete
+
+
+def test_on_slurm_it_has_the_time_of_a_training(run: RunDir) -> None:
+    add_training(run, "aaaa", 100)
+    task = ready(run, make.spec(cluster={"kind": "slurm", "slurm": {"minutes": 77}})).task
+    assert sbatch.parameters(run, task)["time"] == 77

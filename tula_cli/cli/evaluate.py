@@ -1,0 +1,64 @@
+"""`tula evaluate`."""
+
+from tula_cli.cli.options import (
+    RUNS,
+    CancelOnInterrupt,
+    DryRun,
+    EvaluateAnew,
+    EvaluateNodes,
+    MaybeRun,
+    MaybeSpec,
+    NodeType,
+    Overrides,
+    Root,
+    Timeout,
+    Training,
+    Wait,
+    Weights,
+    Yes,
+)
+from tula_cli.cli.runs import open_run
+from tula_cli.cli.waiting import asks, dependencies, detached, done, inspector
+from tula_cli.show import train as show_train
+from tula_cli.show.screen import Screen
+
+
+def evaluate(
+    screen: Screen,
+    job: MaybeSpec = None,
+    named: MaybeRun = None,
+    root: Root = RUNS,
+    overrides: Overrides = None,
+    weights: Weights = None,
+    training: Training = None,
+    nodes: EvaluateNodes = 1,
+    node_type: NodeType = None,
+    fresh: EvaluateAnew = False,
+    yes: Yes = False,
+    dry_run: DryRun = False,
+    wait: Wait = None,
+    timeout: Timeout = None,
+    cancel_on_interrupt: CancelOnInterrupt = False,
+) -> None:
+    """Evaluate the weights of a training on dataset.test; without one on the samples that training is evaluated on.
+
+    What is known already is told again; tula status tells it too.
+    """
+    from tula_cli.services.evaluation import evaluate as service
+    from tula_cli.services.waiting import DetachedJobs, WaitPolicy
+
+    run, spec = open_run(screen, job, named, root, overrides)
+    request = service.EvaluationRequest(weights, training, nodes, fresh)
+    prepared = service.prepare(run, spec, request, node_type=node_type)
+    own = dependencies(inspector(screen, run.path.parent), asks(screen, spec, yes=yes))
+    part, task = prepared.part, prepared.task
+    if dry_run:
+        script = own.launcher_for(part.spec).script(part.run, task)
+        return screen.answer(
+            {"task": task, "found": prepared.found, "scripts": [script]},
+            [*show_train.evaluation_plan(task), "", script],
+        )
+    found = done(screen, service.work(prepared, own, WaitPolicy(wait, timeout, cancel_on_interrupt)))
+    if isinstance(found, DetachedJobs):
+        return detached(screen, part.run, found, {"task": task})
+    return screen.answer(found, show_train.evaluated(found))

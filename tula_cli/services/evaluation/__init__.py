@@ -1,0 +1,1 @@
+"""The weights of a training, evaluated on a test set."""

@@ -1,0 +1,213 @@
+"""`tula evaluate`: what the weights of a training come to on a test set."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from tula_cli import words
+from tula_cli.cluster.launcher import Launcher, submitting, under_way
+from tula_cli.errors import BadMeasurements, DeviceFault, JobFailed, SpecError, require_positive
+from tula_cli.host.outcome import advice
+from tula_cli.run.directory import Part, RunDir
+from tula_cli.run.jobfile import begun
+from tula_cli.run.records.results import Evaluated
+from tula_cli.run.records.tasks import EvaluateTask, TrainTask
+from tula_cli.run.training_run import TrainingRun
+from tula_cli.services.events import EvaluationPlanned, Note, Work
+from tula_cli.services.progress.ending import micro_batch
+from tula_cli.services.waiting import (
+    Dependencies,
+    DetachedJobs,
+    WaitPolicy,
+    allow,
+    doubts_of_new,
+    interruption_of_jobs,
+    wait_for,
+)
+from tula_cli.spec.job import JobSpec
+from tula_cli.spec.signature import evaluation_signature
+
+BEST, LAST = "best", "last"
+
+
+@dataclass(frozen=True)
+class EvaluationRequest:
+    """What is to be evaluated."""
+
+    weights: str | None = None  # best, last or the path of a file; None: best where there is one, else last
+    training: str | None = None  # its signature; None for the one that was started last
+    nodes: int = 1
+    fresh: bool = False  # evaluate although it is known what they come to
+
+
+@dataclass(frozen=True)
+class PreparedEvaluation:
+    """An evaluation before anything is submitted."""
+
+    part: Part
+    task: EvaluateTask
+    found: Evaluated | None  # what is known of it already
+
+
+def prepare(
+    run: RunDir, spec: JobSpec, request: EvaluationRequest, *, node_type: str | None = None
+) -> PreparedEvaluation:
+    """Decide which weights are evaluated, and on what; nothing is written.
+
+    Args:
+        run: with the training.
+        spec: the job, whose test set, metrics and cluster count; the rest is that of the training.
+        request: what is asked for.
+        node_type: look for trainings on this type alone.
+
+    Raises:
+        SpecError: a script trains by itself, or there is no such type, training or file.
+        BadMeasurements: nothing is trained yet, or nothing of it is saved.
+    """
+    require_positive(nodes=request.nodes)
+    if spec.script is not None:
+        raise SpecError(
+            "tula evaluate is for tula's own loop, and this job has section script",
+            "how its weights are loaded and evaluated is the script's own matter",
+        )
+    part, trained = _training(run, spec, request.training, node_type)
+    files = part.run.training(trained.signature)
+    name, path = _weights(files, request.weights)
+    own = name in (BEST, LAST)
+    stat = path.stat()
+    identity = (
+        {"name": name, "samples": path.stem} if own else {"path": str(path), "stamp": [stat.st_size, stat.st_mtime_ns]}
+    )
+    job = _job(trained.spec, part.spec)
+    key = evaluation_signature(job, identity)
+    id_ = f"evaluate-{trained.signature}-{key}"
+    task = EvaluateTask(
+        id=id_, job=id_, spec=job, workdir=trained.workdir, nodes=request.nodes, signature=trained.signature, key=key,
+        weights=name, path=str(path), samples=int(path.stem) if own else None, local_batch=micro_batch(trained),
+        code=trained.code,
+    )  # fmt: skip
+    return PreparedEvaluation(part, task, None if request.fresh else files.evaluation(key))
+
+
+def _training(run: RunDir, spec: JobSpec, signature: str | None, node_type: str | None) -> tuple[Part, TrainTask]:
+    """Return the training that is meant, by its newest task, and the part of the run that it is in."""
+    parts = begun(run, spec, node_type) if run.exists else []
+    found: list[tuple[float, int, Part, TrainTask]] = []
+    for number, part in enumerate(parts):
+        look = part.run.read()
+        submitted = {job.id: job.submitted_at for job in look.jobs}
+        tasks = [task for task in look.tasks if isinstance(task, TrainTask)]
+        found += [(submitted.get(task.job, 0.0), number, part, task) for task in tasks]
+    known = list(dict.fromkeys(task.signature for *_, task in found))
+    if not known:
+        raise BadMeasurements(
+            f"nothing was trained for {spec.name} yet ({words.near(run.path)})", "run tula train first"
+        )
+    if signature is not None and signature not in known:
+        raise SpecError(f"--training {signature}: there is no such training", f"there are {', '.join(known)}")
+    wanted = [entry for entry in found if signature in (None, entry[3].signature)]
+    *_, part, task = max(wanted, key=lambda entry: (entry[0], entry[3].attempt, -entry[1]))
+    return part, task
+
+
+def _weights(files: TrainingRun, asked: str | None) -> tuple[str, Path]:
+    """Return the weights by name and file: of the training's own the checkpoint that best or last points at now."""
+    if asked not in (None, BEST, LAST):
+        assert asked is not None
+        path = Path(asked).expanduser().absolute()
+        if not path.is_file():
+            raise SpecError(f"--weights {asked}: there is no such file", "or name best or last")
+        return str(path), path
+    best, newest = files.weights(), files.checkpoints()
+    if not newest:
+        raise BadMeasurements(
+            f"training {files.signature} has saved no weights yet",
+            "tula status tells how far it is; --training names another one, --weights a file",
+        )
+    if best is not None and asked != LAST:
+        return BEST, best.resolve()
+    if asked == BEST:
+        raise BadMeasurements(
+            f"training {files.signature} has ended no epoch yet, so there is no best one",
+            "--weights last takes the newest",
+        )
+    return LAST, newest[0].resolve()
+
+
+def _job(trained: JobSpec, now: JobSpec) -> JobSpec:
+    """Return the job as it was trained, with the test set, the metrics, the loader and the cluster of now."""
+    dataset = trained.dataset.model_copy(update={"test": now.dataset.test})
+    train = trained.train.model_copy(update={"metrics": now.train.metrics, "workers": now.train.workers})
+    return trained.model_copy(update={"dataset": dataset, "train": train, "cluster": now.cluster})
+
+
+def work(
+    evaluation: PreparedEvaluation, dependencies: Dependencies, wait_policy: WaitPolicy
+) -> Work[Evaluated | DetachedJobs]:
+    """Evaluate, or attach to the job where it is under way, or tell what is known.
+
+    Args:
+        evaluation: what `prepare` has decided.
+        dependencies: launcher, and who is asked before something is submitted to a cluster.
+        wait_policy: whether and how long to wait.
+
+    Raises:
+        OverBudget: not confirmed.
+        Pending: the time to wait is over.
+        Interruption: Ctrl-C; the job goes on, unless it is to be cancelled.
+        DeviceFault, JobFailed: it has ended so.
+        SchedulerError: it was refused.
+    """
+    part, task = evaluation.part, evaluation.task
+    if part.type is not None:
+        yield Note(f"node type {part.type}")
+    if evaluation.found is not None:
+        when = words.moment(evaluation.found.evaluated_at)
+        yield Note(f"evaluated before, {when}; --fresh evaluates again, as where the samples have changed")
+        return evaluation.found
+    launcher = dependencies.launcher_for(part.spec)
+    going_on = under_way(part.run, launcher, [task.job])
+    if not going_on:
+        planned = EvaluationPlanned(task)
+        yield planned
+        if part.spec.cluster.kind != "local":  # here it costs nothing, and no more memory than the training
+            allow(dependencies.confirm, planned)
+    try:
+        _start(part.run, task, launcher)
+        if not wait_policy.waits(part.spec):
+            yield from doubts_of_new(part.run, launcher, [task.job], going_on, part.spec)
+            return DetachedJobs((task.job,), tuple(going_on))
+        yield from wait_for(part.run, launcher, [task.job], wait_policy)
+    except KeyboardInterrupt:
+        raise interruption_of_jobs(part.run, [(part, launcher)], wait_policy) from None
+    return report(part.run, task)
+
+
+def _start(run: RunDir, task: EvaluateTask, launcher: Launcher) -> None:
+    """Submit the job; one under way is left alone."""
+    with submitting(run):
+        if under_way(run, launcher, [task.job]):
+            return
+        run.training(task.signature).drop_evaluation(task.key)
+        run.uncancel(task.job)
+        run.write_task(task)
+        run.write_job(launcher.submit(run, task))
+
+
+def report(run: RunDir, task: EvaluateTask) -> Evaluated:
+    """Return what an evaluation has found.
+
+    Raises:
+        DeviceFault, JobFailed: it has failed, or is gone.
+    """
+    found = run.training(task.signature).evaluation(task.key)
+    if found is not None:
+        return found
+    attempts = run.attempts(task.id)
+    last = attempts[-1] if attempts else None
+    if last is None or last.outcome is None or last.outcome == "done" or run.cancelled(task.job):
+        raise JobFailed(
+            f"{task.id} ended without a result", "tula logs shows what it said; the same command starts it again"
+        )
+    where = f" (rank {last.rank} on {last.host})" if last.rank is not None else ""
+    kind = DeviceFault if last.outcome == "device_fault" else JobFailed
+    raise kind(f"evaluation failed{where}: {last.message}", advice(last.outcome, last.message))

@@ -67,8 +67,9 @@ PARTS = (
     cases("out-of-memory", 4.0, "tests/e2e/test_out_of_memory.py"),
     cases("own-batches", 4.0, "tests/e2e/test_own_batches.py"),
     cases("rehearsed-trainers", 2.0, "tests/e2e/test_rehearsed_trainers.py"),
-    cases("recovery", 3.5, "tests/slurm/test_recovery.py"),
-    cases("links", 4.5, "tests/slurm/test_links.py"),
+    cases("recovery", 2.5, "tests/slurm/test_recovery.py"),
+    cases("watched", 0.5, "tests/e2e/test_watched.py"),
+    cases("links", 5.5, "tests/slurm/test_links.py"),
     Part("gpu-dry-run", 5.0, ("benchmarks/on_gpu.py", "--device", "cpu", "--tiny", "--again", "--out", ".proof/gpu")),
     Part("gpu-dry-run-torch-2.11", 8.0, ("tests/other_torch.py", "2.11.0", "0.26.0", "3.12")),
     Part(

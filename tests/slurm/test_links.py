@@ -6,11 +6,13 @@ predicted and trained step times: a step takes .33 s and more, to which a loaded
 """
 
 import shutil
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
 import emulated
 import pytest
+import watched
 from cluster import SlurmCluster
 from driver import Tula
 
@@ -30,6 +32,18 @@ search: {nodes: [1, 2, 4], min_batch: 64, max_batch: 256, strategy: sweep, min_s
          max_node_hours: 5}
 cluster: {kind: slurm, device: cpu, slurm: {minutes: 10, memory: 1500M}}
 """
+MOVES = """
+name: moves
+model: {name: "watched:Loaded", args: {sleep: 0.002}}   # 0.064 s on each of two nodes, 0.128 s on one
+dataset: {name: "watched:samples"}
+optimizer: {name: SGD, lr: 0.01}
+train: {epochs: 1000, workers: 0, method: lbt}
+search: {nodes: [1, 2], min_batch: 64, max_batch: 64, min_steps: 5, min_seconds: 0, max_seconds: 0.001, warmup_steps: 2, max_minutes: 4,
+         max_node_hours: 5}
+cluster: {kind: slurm, device: cpu, slurm: {minutes: 10, memory: 1500M}}
+"""
+SETTLED = 30  # rows of steps, a look or two each, after which their level is known
+TOLD = 6  # rows since a change, by which another configuration can be chosen
 GRADIENTS = 4 * emulated.FEATURES * emulated.CLASSES  # bytes
 WITHIN = 0.3
 
@@ -45,6 +59,10 @@ def over_links(on_slurm: SlurmCluster, tmp_path: Path) -> Callable[[int], Tula]:
         return Tula(tmp_path, JOB)
 
     return at
+
+
+def queue() -> str:
+    return subprocess.run(["squeue", "-h"], capture_output=True, text=True, check=True).stdout
 
 
 def step_time(nodes: int, local_batch: int, *, rate: int) -> float:
@@ -93,3 +111,43 @@ def test_the_choice_follows_the_speed_of_the_links(over_links: Callable[[int], T
     assert (summary.nodes, summary.batch, summary.attempts) == (nodes, choice.batch, 1)
     assert summary.predicted_step == choice.step_time
     assert summary.actual_step == pytest.approx(summary.predicted_step, rel=WITHIN)
+
+
+def test_a_link_that_slows_down_is_told_and_the_training_goes_on_elsewhere(
+    on_slurm: SlurmCluster, tmp_path: Path
+) -> None:
+    """A megabyte takes 0.04 s over the links at first, and 0.4 s then: two nodes are slower than one."""
+    shutil.copy(watched.__file__, tmp_path)
+    tula = Tula(tmp_path, MOVES)
+    tula("profile", "job.yaml")
+    tula.until(lambda: len(tula.run().results()) == 2)
+    begun = tula("train", "--nodes", "2", "--batch", "64")["data"]["plan"]["task"]
+    training = tula.run().training(begun["signature"])
+    tula.until(lambda: sum(row["kind"] == "step" for row in training.metrics()) >= SETTLED)
+    for node in on_slurm.names:
+        on_slurm.set_rate(node, "20mbit")
+    change = tula.until(lambda: [found for found in training.changes() if found.after.step > found.before.step])[0]
+    assert change.parts == ("network",)
+    assert change.before.sync is not None and change.after.sync is not None
+    assert change.after.sync > 2 * change.before.sync and change.seconds_left > change.seconds_left_before
+
+    def told() -> bool:
+        return sum(row["kind"] == "step" and row["time"] >= change.began_at for row in training.metrics()) >= TOLD
+
+    tula.until(told)
+    rest = tula("recommend", "--from-training", "--objective", "time", "--save")["data"]["continuation"]
+    assert rest["moves"] and (rest["nodes"], rest["hours"] < rest["hours_as_it_is"]) == (2, True)
+    tula("cancel")
+    tula.until(lambda: all(attempt.outcome for attempt in training.attempts()) and not queue())
+    saved = training.newest_samples()
+    tula("train")
+    later = tula.until(lambda: [row for row in training.metrics() if row["kind"] == "epoch" and row["samples"] > saved])
+
+    rows = training.metrics()
+    starts = [(row["nodes"], row["batch"], row["samples"]) for row in rows if row["kind"] == "start"]
+    assert starts == [(2, 64, 0), (1, 64, saved)] and saved > change.samples
+    assert [attempt.samples for attempt in training.attempts()] == [0, saved]
+    epochs = [(row["epoch"], row["samples"]) for row in rows if row["kind"] == "epoch"]
+    assert epochs == [(epoch + 1, 1024 * (epoch + 1)) for epoch in range(later[-1]["epoch"])], (
+        "no sample is lost or twice"
+    )

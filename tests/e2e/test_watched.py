@@ -1,0 +1,81 @@
+"""What changes the steps of a training is told: which part of them, since when, and what comes of it."""
+
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tula_cli.run.records.results import StepChange
+
+pytestmark = [pytest.mark.e2e, pytest.mark.torch, pytest.mark.proof]
+HELPERS = Path(__file__).parents[1] / "helpers"
+JOB = """
+name: watched
+model: {name: "watched:Loaded", args: {products: 12}}
+dataset: {name: "watched:samples"}
+optimizer: {name: SGD, lr: 0.01}
+train: {epochs: 100000, workers: 0, method: lbt}
+search: {nodes: [1], min_batch: 32, max_batch: 32, max_node_hours: 5}
+cluster: {device: cpu}
+pricing: {price: 2.0}
+"""
+SETTLED = 50
+"""Rows of steps, one or two a look, after which their level is known."""
+EARLY = 3.0
+"""Seconds by which a change may seem to begin before its cause: other load on the machine is in the same looks."""
+
+
+@contextmanager
+def hog() -> Iterator[float]:
+    """Keep every core busy with three processes; yields the Unix time at which they began."""
+    cores = len(os.sched_getaffinity(0))
+    began = time.time()
+    hogs = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(3 * cores)]
+    try:
+        yield began
+    finally:
+        for process in hogs:
+            process.kill()
+            process.wait()
+
+
+def changes(tula: Any, *, since: float) -> list[StepChange]:
+    """Return what the training under way has told of its steps, as far as it began then or later."""
+    run = tula.run()
+    found = run.training(run.train_signatures()[0]).changes()
+    return [change for change in found if change.began_at >= since - EARLY]
+
+
+def steps_told(tula: Any) -> int:
+    run = tula.run()
+    return sum(row["kind"] == "step" for name in run.train_signatures() for row in run.training(name).metrics())
+
+
+def test_a_hog_is_told_when_it_comes_and_when_it_goes(tula: Any) -> None:
+    (tula.folder / "job.yaml").write_text(JOB)
+    shutil.copy(HELPERS / "watched.py", tula.folder)
+    process = tula.start("train", "job.yaml", "--nodes", "1", "--batch", "32")
+    tula.until(lambda: list(tula.folder.glob("tula-runs/watched-*/train/*/metrics.jsonl")))
+    tula.until(lambda: steps_told(tula) >= SETTLED)
+    with hog() as began:
+        slower = tula.until(lambda: [c for c in changes(tula, since=began) if c.after.step > c.before.step])[0]
+    ended = time.time()
+    faster = tula.until(lambda: [c for c in changes(tula, since=ended) if c.after.step < c.before.step])[0]
+
+    assert slower.parts == faster.parts == ("compute",)
+    assert slower.began_at < ended, "it began while the hog was there"
+    assert slower.seconds_left > slower.seconds_left_before and slower.cost_more > 0
+    assert faster.seconds_left < faster.seconds_left_before and faster.cost_more < 0
+    told = tula("status")["data"]["training"]["changes"]
+    assert {slower.began_at, faster.began_at} <= {change["began_at"] for change in told}
+    tula("cancel")
+    process.communicate(timeout=60)
+    log = "\n".join(path.read_text() for path in tula.run().logs())
+    assert "changed: since epoch" in log and "the nodes compute more slowly" in log

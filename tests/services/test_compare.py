@@ -57,9 +57,11 @@ class Trains(make.FakeLauncher):
 
     DIVERGED = "Diverged: the loss is not finite at epoch 1.50, step 24, 3000 samples"
 
-    def __init__(self, fails: tuple[str, ...] = (), diverges: tuple[str, ...] = (), classes: bool = True) -> None:
+    def __init__(
+        self, fails: tuple[str, ...] = (), diverges: tuple[str, ...] = (), classes: bool = True, words: bool = False
+    ) -> None:
         super().__init__()
-        self.fails, self.diverges, self.classes = fails, diverges, classes
+        self.fails, self.diverges, self.classes, self.words = fails, diverges, classes, words
         self.tasks: list[TrainTask] = []
 
     def submit(self, run, task):
@@ -81,8 +83,10 @@ class Trains(make.FakeLauncher):
         reference = task.batch == task.spec.train.reference_batch
         top1 = (90.0 if reference else TOP1[method]) + 2 * (task.spec.train.seed - 5)
         metrics = {"top1": top1, "top5": 99.0, "eval_loss": (100 - top1) / 10}
-        if not self.classes:
+        if not self.classes or self.words:
             metrics = {"eval_loss": metrics["eval_loss"]}
+        if self.words:
+            metrics["perplexity"] = math.exp(metrics["eval_loss"])
         hours = 32 / task.batch
         result = make.train_result(task.signature).model_copy(update={"metrics": metrics, "samples": 8000})
         run.write_train_result(result)
@@ -631,6 +635,18 @@ def test_the_page_stands_alone_and_draws_every_method(here: Trains, tmp_path: Pa
     assert content.count("<svg") == 1 + 2 + 1 + 3
     assert content.count("<polyline") == 4 + 2 * 4 + 4 + 2
     assert "25.0 %</title>" in content and "75.0 %</title>" in content
+
+
+def test_the_page_of_a_language_model_draws_loss_and_perplexity(run: RunDir) -> None:
+    planned, launcher = plan(run), Trains(words=True)
+    list(trainings.one_by_one(run, planned, launcher, inspect=inspect))
+    report = table(run, planned.comparison)
+    page = show_html_page.comparison(report, accuracy.curves(run, planned.comparison), title="text")
+    assert "<h2>Loss by batch</h2>" in page and "<h2>Perplexity by batch</h2>" in page
+    assert all(f"{words}, batch {batch}" in page for words in ("Perplexity", "Loss") for batch in (128, 256))
+    plain = row(report, "lbt", 256).metrics["perplexity"]
+    assert f"{plain.mean:.2f} ± {plain.sd:.2f}" in page
+    assert "Perplexity" not in show_html_page.comparison(dataclasses.replace(report, columns=("loss",)), [], title="x")
 
 
 def test_the_density_of_factors_lies_at_their_edges() -> None:

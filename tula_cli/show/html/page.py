@@ -41,18 +41,28 @@ def comparison(report: CompareReport, curves: Sequence[Curve], *, title: str) ->
         _table(report),
         f'<p class="note">{html.escape(_explained(report))}</p>',
         _legend(colors),
-        *_section(f"{_metric_words(report)} by batch", [_by_batch(report, colors)]),
-        *_section(f"{_metric_words(report)} on the way", _on_the_way(report, curves, colors)),
+        *(part for metric in _drawn(report) for part in _drawings(report, metric, curves, colors)),
         *_section("Diagnostics", _diagnostics(curves, colors)),
     ]
     head = f'<meta charset="utf-8"><title>{html.escape(title)}</title><style>{STYLE}</style>'
     return f'<!doctype html><html lang="en"><head>{head}</head><body>\n' + "\n".join(parts) + "\n</body></html>\n"
 
 
-def _metric_words(report: CompareReport) -> str:
+def _drawn(report: CompareReport) -> tuple[str, ...]:
+    """Return the metrics that are drawn: the one that is compared, and of a language model its perplexity."""
+    return (report.metric, *(metric for metric in report.columns if metric == "perplexity" and not report.of_script))
+
+
+def _drawings(report: CompareReport, metric: str, curves: Sequence[Curve], colors: Mapping[str, str]) -> Iterator[str]:
+    words = _metric_words(report, metric)
+    yield from _section(f"{words} by batch", [_by_batch(report, metric, colors)])
+    yield from _section(f"{words} on the way", _on_the_way(report, metric, curves, colors))
+
+
+def _metric_words(report: CompareReport, metric: str) -> str:
     if report.of_script:
-        return report.metric
-    return "Top-1 accuracy (%)" if report.metric == "top1" else "Loss"
+        return metric
+    return {"top1": "Top-1 accuracy (%)", "perplexity": "Perplexity"}.get(metric, "Loss")
 
 
 def _colors(rows: Iterable[Row]) -> dict[str, str]:
@@ -116,18 +126,18 @@ def _legend(colors: Mapping[str, str]) -> str:
 # --- what is drawn
 
 
-def _by_batch(report: CompareReport, colors: Mapping[str, str]) -> str:
-    """Return the metric at each batch; the batches stand beside each other at even distances."""
+def _by_batch(report: CompareReport, metric: str, colors: Mapping[str, str]) -> str:
+    """Return a metric at each batch; the batches stand beside each other at even distances."""
     batches = sorted({row.batch for row in report.rows})
     found: dict[str, list[Point]] = {}
     for row in report.rows:
-        value = row.stat(report.metric)
+        value = row.stat(metric)
         if value is not None:
             label = method_label(row.method, reference=row.reference)
             found.setdefault(label, []).append(Point(batches.index(row.batch), value.mean, value.sd))
     series = [Series(name, colors[name], tuple(sorted(points, key=lambda p: p.x))) for name, points in found.items()]
     ticks = [(float(place), str(batch)) for place, batch in enumerate(batches)]
-    title = f"{_metric_words(report)}, bars: one standard deviation"
+    title = f"{_metric_words(report, metric)}, bars: one standard deviation"
     return chart(_spaced(series), title=title, x="global batch", ticks=ticks)
 
 
@@ -141,14 +151,14 @@ def _spaced(series: Sequence[Series]) -> list[Series]:
     ]
 
 
-def _on_the_way(report: CompareReport, curves: Sequence[Curve], colors: Mapping[str, str]) -> list[str]:
+def _on_the_way(report: CompareReport, metric: str, curves: Sequence[Curve], colors: Mapping[str, str]) -> list[str]:
     """Return a chart a batch: means over seeds against samples, the reference in each."""
-    key = "top1" if report.metric == "top1" else "eval_loss"
+    key = metric if metric in ("top1", "perplexity") else "eval_loss"
     batches = sorted({curve.cell.batch for curve in curves if not curve.cell.reference})
     return [
         chart(
             _means([c for c in curves if c.cell.reference or c.cell.batch == batch], lambda row: row.get(key), colors),
-            title=f"{_metric_words(report)}, batch {batch}",
+            title=f"{_metric_words(report, metric)}, batch {batch}",
             x="samples seen",
         )
         for batch in batches

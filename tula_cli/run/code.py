@@ -4,6 +4,7 @@ Nothing is imported: the files are found by reading their `import` statements, s
 user's libraries nor runs their code.
 """
 
+import dataclasses
 import hashlib
 import importlib.util
 import os
@@ -22,7 +23,7 @@ from tula_cli.run.source import git
 from tula_cli.run.source.command_file import NoCommandFile, label, modules_of, words_of
 from tula_cli.run.source.script_files import of_script, remarks
 from tula_cli.run.source.selection import Selection, behind_imports, beyond, entries
-from tula_cli.run.source.weights_file import with_weights
+from tula_cli.run.source.weights_file import weights_digest, with_weights
 from tula_cli.spec.job import JobSpec
 from tula_cli.spec.signature import signature
 
@@ -36,7 +37,7 @@ def fingerprint(spec: JobSpec, workdir: Path) -> str:
     if spec.script is not None:
         found = of_script(spec.script, workdir)
         return digest(found.modules, found.base, start=found.start)
-    return with_weights(digest(files(spec, workdir), workdir), spec)
+    return with_weights(digest(files(spec, workdir), workdir), weights_digest(spec))
 
 
 def run_of(root: Path, spec: JobSpec) -> RunDir:
@@ -65,7 +66,7 @@ def select(spec: JobSpec, workdir: Path) -> Selection:
 
 
 def choose(run: RunDir | None, spec: JobSpec, workdir: Path, *, keep: bool) -> Source:
-    """Decide which code a submission runs.
+    """Decide which code a submission runs, and look which weights it starts from.
 
     Args:
         run: where earlier submissions may have left snapshots.
@@ -76,6 +77,10 @@ def choose(run: RunDir | None, spec: JobSpec, workdir: Path, *, keep: bool) -> S
     Raises:
         SpecError: a file cannot be read.
     """
+    return dataclasses.replace(_choose(run, spec, workdir, keep=keep), weights=weights_digest(spec))
+
+
+def _choose(run: RunDir | None, spec: JobSpec, workdir: Path, *, keep: bool) -> Source:
     own = measured_with(run) if run is not None else None
     if spec.script is not None and spec.script.code == "none":
         return Source(workdir, "", warnings=remarks(spec.script, workdir))

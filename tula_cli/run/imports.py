@@ -14,6 +14,7 @@ from pathlib import Path
 from tula_cli.errors import SpecError
 from tula_cli.plugins import is_import_string
 from tula_cli.run.directory import LATEST
+from tula_cli.run.source.weights_file import with_weights
 from tula_cli.spec.job import JobSpec
 
 _OTHERS = frozenset({"__pycache__", "site-packages", "dist-packages", "node_modules"})
@@ -23,12 +24,18 @@ _SUFFIXES = (*EXTENSION_SUFFIXES, *SOURCE_SUFFIXES)  # in the order in which pyt
 
 @dataclass(frozen=True)
 class Source:
-    """The code that a submission runs."""
+    """What a submission runs: the code, and the weights that it starts from."""
 
     workdir: Path  # where the ranks work
     digest: str  # of the files that the spec leads to; empty where it names no code of the user's own
     kept: str = ""  # name of the earlier snapshot that is used again; empty where a new one is taken
     warnings: tuple[str, ...] = ()
+    weights: str = ""  # digest of the file of first weights; empty where there is none
+
+    @property
+    def identity(self) -> str:
+        """The digest that a training is named by: of the code and the first weights."""
+        return with_weights(self.digest, self.weights)
 
 
 # --- which files

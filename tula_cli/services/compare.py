@@ -21,7 +21,6 @@ from tula_cli.run.directory import RunDir
 from tula_cli.run.records.inspections import Inspection
 from tula_cli.run.records.results import Cell, Comparison
 from tula_cli.run.snapshot import Snapshot
-from tula_cli.run.source.weights_file import with_weights
 from tula_cli.services import train
 from tula_cli.services.comparison import scripted
 from tula_cli.services.train import TrainPlan
@@ -259,7 +258,7 @@ def once(inspect: Inspect, remembered: dict[str, Inspection], spec: JobSpec) -> 
 
 def _comparison(run: RunDir, spec: JobSpec, grid: Grid, *, now: float) -> Comparison:
     reference = spec.train.reference_batch
-    code = with_weights(choose(run, spec, Path.cwd(), keep=False).digest, spec)
+    code = choose(run, spec, Path.cwd(), keep=False).identity
     found: dict[str, Cell] = {}
     for number in range(grid.seeds):
         seed = spec.train.seed + number

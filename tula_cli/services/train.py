@@ -138,7 +138,7 @@ def plan(
     code = _code(run, spec, nodes, batch)
     as_chosen = choice is not None and (choice.nodes, choice.batch) == (nodes, batch)
     task = _task(run, spec, nodes, batch, code, market=choice.market if choice and as_chosen else "on_demand")
-    task = moved(run, task, recommendation if as_chosen else None, code=with_weights(code.digest, spec))
+    task = moved(run, task, recommendation if as_chosen else None, code=code.identity)
     newest = run.training(task.signature).newest_task()
     if newest is None:
         size = _dataset_size(run, spec, inspect)
@@ -178,9 +178,9 @@ def _again(newest: TrainTask, wanted: TrainTask) -> TrainTask:
 def _code(run: RunDir, spec: JobSpec, nodes: int, batch: int) -> Source:
     """Return the code to train: what is there now, also where the run was measured with other code."""
     code = choose(run, spec, Path.cwd(), keep=False)
-    signature = train_signature(spec, nodes=nodes, batch=batch, code=with_weights(code.digest, spec))
+    signature = train_signature(spec, nodes=nodes, batch=batch, code=code.identity)
     for digest in run.code_digests() - {code.digest}:
-        earlier = train_signature(spec, nodes=nodes, batch=batch, code=with_weights(digest, spec))
+        earlier = train_signature(spec, nodes=nodes, batch=batch, code=with_weights(digest, code.weights))
         samples = run.training(earlier).newest_samples()
         if samples and not run.training(signature).newest_samples() and run.training(earlier).summary() is None:
             told = (
@@ -215,7 +215,7 @@ def _check_size(batch: int, dataset_size: int) -> None:
 
 
 def _task(run: RunDir, spec: JobSpec, nodes: int, batch: int, code: Source, *, market: Market) -> TrainTask:
-    signature = train_signature(spec, nodes=nodes, batch=batch, code=with_weights(code.digest, spec))
+    signature = train_signature(spec, nodes=nodes, batch=batch, code=code.identity)
     job = f"train-{signature}"
     return TrainTask(
         id=f"{job}-1",

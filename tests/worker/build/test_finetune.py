@@ -12,7 +12,7 @@ from worker_jobs import final_weights, rows, spec, train_task
 from tula_cli.errors import SpecError
 from tula_cli.run.code import fingerprint
 from tula_cli.run.directory import RunDir
-from tula_cli.run.source.weights_file import with_weights
+from tula_cli.run.source.weights_file import weights_digest
 from tula_cli.spec.job import JobSpec
 from tula_cli.spec.signature import signature, train_signature
 from tula_cli.worker.build.datasets import build_datasets
@@ -245,7 +245,7 @@ def test_code_in_a_file_does_not_run(tmp_path: Path) -> None:
 def test_a_run_is_named_by_what_is_in_the_file(saved: Path) -> None:
     of, plain = job(weights=str(saved)), job()
     before = fingerprint(of, Path.cwd())
-    assert before != fingerprint(plain, Path.cwd()) and with_weights("", plain) == ""
+    assert before != fingerprint(plain, Path.cwd()) and weights_digest(plain) == ""
     torch.save({name: value + 1 for name, value in torch.load(saved).items()}, saved)
     assert fingerprint(of, Path.cwd()) != before
     saved.unlink()

@@ -10,19 +10,20 @@ from tula_cli.spec.job import JobSpec
 PART = 2**20  # bytes read at a time
 
 
-def with_weights(code: str, spec: JobSpec) -> str:
-    """Return a digest of the user's own code together with that of the first weights; the code's where there are none.
+def weights_digest(spec: JobSpec) -> str:
+    """Return the digest of the file of first weights, which is looked for in the working directory; empty for none.
 
-    Args:
-        code: digest of the code; empty for none.
-        spec: names the file, relative to the working directory.
+    Each command reads the file: it names runs, so it has to be known before there is a run directory to remember it in.
 
     Raises:
         SpecError: the file cannot be read.
     """
-    if spec.script is not None or spec.model.weights is None:
-        return code
-    return hashlib.sha256(f"{code}\0{file_digest(spec.model.weights)}".encode()).hexdigest()[:8]
+    return "" if spec.script is not None or spec.model.weights is None else file_digest(spec.model.weights)
+
+
+def with_weights(code: str, weights: str) -> str:
+    """Return a digest of the user's own code together with that of the first weights; the code's where there are none."""
+    return hashlib.sha256(f"{code}\0{weights}".encode()).hexdigest()[:8] if weights else code
 
 
 def file_digest(name: str) -> str:

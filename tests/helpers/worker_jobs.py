@@ -260,3 +260,20 @@ class Errors:
 
     def compute(self) -> float:
         return 100 * self.wrong / self.all
+
+
+class MergedErrors(Errors):
+    """The same as an object that takes in the states of others; it sees no batch of another rank."""
+
+    def reset(self) -> None:
+        super().reset()
+        self.device = "cpu"
+
+    def to(self, device: torch.device | str) -> "MergedErrors":
+        self.device = str(device)
+        return self
+
+    def merge_state(self, others: list["MergedErrors"]) -> None:
+        assert self.device == "cpu"
+        for other in others:
+            self.wrong, self.all = self.wrong + other.wrong, self.all + other.all

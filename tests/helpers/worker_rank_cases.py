@@ -39,7 +39,12 @@ TUNED = train_task(spec(train={"method": "auto", "epochs": 3}, model={"args": {"
 NETWORK = {"model": {"args": {"dropout": 0.3, "norm": True}}}
 AGS = {"train": {"method": "ags", "accumulate": 2}, "ags": {"delta": "inf", "b_small": 5}}
 DEEP = {"model": {"name": "worker_jobs:deep"}, "dataset": {"args": {"size": 128, "eval_size": 8}}}
-OWN = {"error": "worker_jobs:error", "gathers": "worker_jobs:Errors", "torchmetrics": "synchronised_metric:Errors"}
+OWN = {
+    "error": "worker_jobs:error",
+    "gathers": "worker_jobs:Errors",
+    "merges": "worker_jobs:MergedErrors",
+    "torchmetrics": "synchronised_metric:Errors",
+}
 MEASURED = {"dataset": {"args": {"eval_size": 37}}, "train": {"metrics": OWN}}
 WIDE = {"model": {"name": "worker_jobs:wide"}}
 

@@ -44,7 +44,7 @@ def test_evaluation_is_over_both_shares(two_ranks: Path, alone: Ranks) -> None:
         own = found.pop("own")
         others = {name: value for name, value in vars(expected).items() if name != "own"}
         assert found == pytest.approx(others, nan_ok=True)  # it is no language model
-        assert own == pytest.approx(dict.fromkeys(("error", "gathers", "torchmetrics"), 100 - found["top1"]))
+        assert own == pytest.approx(dict.fromkeys(("error", "gathers", "merges", "torchmetrics"), 100 - found["top1"]))
 
 
 def test_curvature_is_that_of_one_rank_and_the_same_on_both(two_ranks: Path, alone: Ranks) -> None:

@@ -154,6 +154,7 @@ def other_settings(spec: JobSpec) -> Facts:
         if spec.optimizer.beta2_half_life
         else None,
         "test": spec.dataset.test and spec.dataset.test.model_dump(mode="json"),
+        "metrics": train.metrics,
         "arms": spec.auto.model_dump(mode="json") if train.facts.tunes else None,
     }
 

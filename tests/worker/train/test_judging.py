@@ -110,6 +110,16 @@ def test_check_builds_the_metrics() -> None:
         inspect_job(spec(train={"metrics": {"own": f"{HERE}:nothing"}}))
 
 
+def test_check_tells_which_metrics_send_their_batches() -> None:
+    metrics = {**OWN, "merges": "worker_jobs:MergedErrors", "own": f"{HERE}:WithBatch"}
+    several = inspect_job(spec(train={"metrics": metrics}, search={"nodes": [2], "min_batch": 16}))
+    assert [(note.split()[0], note.split("with ")[1]) for note in several.notes] == [
+        ("train.metrics.gathers", "scores and targets alone"),
+        ("train.metrics.own", "its inputs"),
+    ]
+    assert inspect_job(spec(train={"metrics": metrics})).notes == ()
+
+
 def test_metrics_are_told_in_rows_and_result_and_by_the_best_epoch(alone: Ranks, run: RunDir) -> None:
     task = train(run, alone, epochs=4, metrics=OWN, best={"metric": "error", "mode": "min"})
     result = run.training(task.signature).result()

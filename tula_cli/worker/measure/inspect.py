@@ -42,6 +42,7 @@ from tula_cli.worker.measure import rehearsal as worker_measure_rehearsal
 from tula_cli.worker.measure.first_samples import look_at
 from tula_cli.worker.methods.table import method_of
 from tula_cli.worker.train.judging.own_metrics import build_metrics
+from tula_cli.worker.train.judging.own_metrics import told as metrics_told
 from tula_cli.worker.train.learning_rate import own_factor
 from tula_cli.worker.train.loop import check_ghosts, micro_batches
 
@@ -91,7 +92,7 @@ def inspect_job(spec: JobSpec) -> Inspection:
         footprints=footprints,
         estimate_error=estimate_error,
         device=device,
-        notes=(*_beginning(spec, model, optimizer), *_tested(spec, datasets)),
+        notes=(*_beginning(spec, model, optimizer), *_evaluated(spec, datasets)),
         convolutional=has_convolutions(model),
         warnings=tuple(warnings),
         **_machine(spec, device),
@@ -126,15 +127,17 @@ def _beginning(spec: JobSpec, model: nn.Module, optimizer: torch.optim.Optimizer
     return tuple(note for note in found if note)
 
 
-def _tested(spec: JobSpec, datasets: Datasets) -> tuple[str, ...]:
-    """Build the test set, and return how large it is.
+def _evaluated(spec: JobSpec, datasets: Datasets) -> list[str]:
+    """Build the test set, and return how large it is, and which metrics send batches.
 
     Raises:
         SpecError: it cannot be built, or is not of the classes that are trained.
     """
-    if spec.dataset.test is None:
-        return ()
-    return (f"test set of tula evaluate: {len(build_test(spec, datasets))} samples",)
+    several = max(spec.search.nodes) * spec.cluster.gpus_per_node > 1
+    found = metrics_told(spec.train) if several else []
+    if spec.dataset.test is not None:
+        found.append(f"test set of tula evaluate: {len(build_test(spec, datasets))} samples")
+    return found
 
 
 def _unused(spec: JobSpec, call: ModelCall, batch: Any) -> list[str]:

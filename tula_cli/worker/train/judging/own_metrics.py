@@ -48,11 +48,32 @@ def is_stateful(metric: Any) -> bool:
     return all(callable(getattr(metric, name, None)) for name in STATEFUL)
 
 
+def syncs(metric: Any) -> bool:
+    """Return whether a metric puts what all ranks have seen together by itself."""
+    return callable(getattr(metric, "sync", None))
+
+
+def merges(metric: Any) -> bool:
+    """Return whether a metric takes in the states of others."""
+    return callable(getattr(metric, "merge_state", None))
+
+
+def told(section: Train) -> list[str]:
+    """Return what metrics over several ranks cost that can be put together in neither way."""
+    return [
+        f"train.metrics.{name} has neither sync nor merge_state: each batch of an evaluation is sent to the first GPU for it, with"
+        f" {'its inputs' if takes_batch(metric.update) else 'scores and targets alone'}"
+        for name, metric in build_metrics(section).items()
+        if is_stateful(metric) and not syncs(metric) and not merges(metric)
+    ]
+
+
 class OwnMetrics:
     """The metrics of one evaluation; every rank calls the same, in the same order.
 
     A callable's value is the mean of what it returns for each batch, weighted by samples. An object that communicates by
-    itself (torchmetrics: `sync`) is shown each rank's own batches; any other is shown those of all ranks, on rank 0 alone.
+    itself (torchmetrics: `sync`) is shown each rank's own batches, and so is one that takes in the state of others (torcheval:
+    `merge_state`), which rank 0 does at the end; any other is shown the batches of all ranks, on rank 0 alone.
 
     Args:
         section: names them.
@@ -78,7 +99,7 @@ class OwnMetrics:
             if not is_stateful(metric):
                 if shown is not None:
                     self._add(name, shown)
-            elif self._by_itself(metric):
+            elif self._by_itself(metric) or merges(metric):
                 if shown is not None:
                     self._asked(name, metric.update, *shown.given(metric.update))
             else:
@@ -86,7 +107,7 @@ class OwnMetrics:
                     self._asked(name, metric.update, *one)
 
     def _by_itself(self, metric: Any) -> bool:
-        return self.ranks.world == 1 or callable(getattr(metric, "sync", None))
+        return self.ranks.world == 1 or syncs(metric)
 
     def _add(self, name: str, shown: "Shown") -> None:
         found = self._number(name, self._asked(name, self.metrics[name], shown.outputs, shown.batch))
@@ -113,9 +134,23 @@ class OwnMetrics:
             elif self._by_itself(metric):
                 found[name] = self._number(name, self._asked(name, metric.compute))
             else:
+                if merges(metric):
+                    self._merge(name, metric)
                 own = self._number(name, self._asked(name, metric.compute)) if self.ranks.first else 0.0
                 found[name] = self.ranks.sum([own])[0]
         return found
+
+    def _merge(self, name: str, metric: Any) -> None:
+        """Have rank 0's object take in the states of the others, which are sent once an evaluation."""
+        found: list[Any] = [None] * self.ranks.world
+        placed = callable(getattr(metric, "to", None))
+        if placed:
+            metric.to("cpu")  # another rank's device is none of this one's
+        dist.gather_object(metric, found if self.ranks.first else None, dst=0)
+        if self.ranks.first:
+            self._asked(name, metric.merge_state, found[1:])
+        if placed:
+            metric.to(self.ranks.device)
 
     def _asked(self, name: str, function: Callable[..., Any], *args: Any) -> Any:
         try:

@@ -1,16 +1,18 @@
 """Datasets on the source of the standard library, and models built from a configuration of transformers."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from tula_cli.errors import SpecError
-from tula_cli.spec.load import validate
+from tula_cli.spec.load import load_spec, validate
 from tula_cli.worker.build import zoo
 from tula_cli.worker.build.batches.collate import collated
 from tula_cli.worker.build.datasets import build_datasets
 from tula_cli.worker.build.text import from_config, source_text
+from tula_cli.worker.measure.inspect import inspect_job
 
 GPT2 = {"model_type": "gpt2", "n_layer": 2, "n_embd": 16, "n_head": 2, "n_positions": 32, "vocab_size": 256}
 
@@ -83,6 +85,12 @@ def test_a_classifier_has_the_classes_of_its_dataset() -> None:
     model = zoo.build_model(job(model="AutoModelForSequenceClassification", args=bert), 5)
     assert model.config.num_labels == 5
     assert model(input_ids=torch.ones(2, 4, dtype=torch.int64)).logits.shape == (2, 5)
+
+
+def test_the_shipped_classifier_builds_and_takes_a_step() -> None:
+    found = inspect_job(load_spec(Path(__file__).parents[3] / "configs" / "bert_packages.yaml"))
+    assert (found.classes, found.parameters, found.estimate_error) == (5, 92165, "")
+    assert found.dataset_size > found.eval_size > 100
 
 
 def test_a_class_of_its_own_knows_its_configuration() -> None:

@@ -83,6 +83,11 @@ class ScriptAttempt:
         rows = reversed(list(json_lines(self.path / f"steps-{rank}.jsonl", last=TAIL)))
         return next((row for row in rows if row["kind"] == "row"), {})
 
+    def gaps(self, rank: int) -> list[dict[str, Any]]:
+        """Return the rows, among the last lines, of steps that held an evaluation, a save or a new epoch."""
+        rows = json_lines(self.path / f"steps-{rank}.jsonl", last=TAIL)
+        return [row for row in rows if row["kind"] == "gap"]
+
     def heartbeat(self, rank: int) -> Heartbeat | None:
         return read_record(self.path / f"heartbeat-{rank}.json", _HEARTBEAT)
 

@@ -14,9 +14,11 @@ from tula_cli.cluster.scripts.printed_metrics import last_and_best, less_is_bett
 from tula_cli.cluster.scripts.script_training import ScriptTraining
 from tula_cli.cluster.scripts.settle import settled, take_up
 from tula_cli.cluster.scripts.watch import ScriptWatch
+from tula_cli.models.time.script_pace import ScriptPace
+from tula_cli.models.time.step_change import words
 from tula_cli.run.directory import RunDir
 from tula_cli.run.records.jobs import Attempt, LeaderCommand
-from tula_cli.run.records.results import Save, ScriptProgress, ScriptSaves
+from tula_cli.run.records.results import Save, ScriptProgress, ScriptSaves, StepChange
 from tula_cli.run.records.tasks import Rung, TrainTask
 from tula_cli.run.script_attempt import ScriptAttempt
 from tula_cli.spec.load import validate
@@ -124,6 +126,52 @@ def test_a_smaller_batch_that_began_anew_goes_on_from_its_own_checkpoints(run: R
     found = run.training("x").script_progress()
     assert found is not None and (found.samples, found.batch) == (80, 8)
     assert training.checkpoint() == training.out / "state.json"
+
+
+# --- the pace of its steps
+
+
+def looked(run: RunDir, of: TrainTask, *, slower_from: int, looks: int = 70) -> list[StepChange]:
+    """Follow a step a look of 0.1 s, of 0.25 s from one on; one in ten holds an evaluation of half a minute."""
+    training, pace, now = ScriptTraining(run, of), ScriptPace(), STARTED
+    command = LeaderCommand(task=of.id, attempt=1, checkpoint="")
+    gaps: list[dict[str, object]] = []
+    for step in range(1, looks + 1):
+        own = (0.25 if step >= slower_from else 0.1) * (1 + 0.02 * (step % 5))
+        now += own
+        if step % 10 == 0:
+            now += 30.0
+            gaps.append({**row("gap", step, now), "seconds": 30.0 + own, "causes": ["evaluation"]})
+        tells(run, of.id, *gaps, step=step, samples=16.0 * step, stepped_at=now)
+        training.look(pace, ScriptAttempt(run.path, of.id, 1), command)
+        training.look(pace, ScriptAttempt(run.path, of.id, 1), command)  # no step since
+    return list(run.training("x").changes())
+
+
+@pytest.mark.parametrize("size", [160, None])
+def test_a_change_of_its_pace_is_told_without_evaluations_and_its_end_where_that_is_known(
+    tmp_path: Path, run: RunDir, size: int | None
+) -> None:
+    script = {**run.spec().model_dump(exclude_unset=True)["script"], "dataset_size": size or "auto"}
+    script["length"] = {"epochs": 10}
+    priced = validate({"script": script, "cluster": {"device": "cpu"}, "pricing": {"price": 3.0}}, source="test")
+    (found,) = looked(run, task(run, "train-x-1", 16).model_copy(update={"spec": priced}), slower_from=36)
+    assert found.before.step == pytest.approx(0.104, rel=0.03) and found.after.step == pytest.approx(0.26, rel=0.03)
+    assert abs(found.samples - 35 * 16) <= 16
+    assert (found.parts, found.before.data, found.after.compute) == ((), None, None)
+    told = words(found)
+    assert "a script does not tell which part of it" in told and "(+150 %)" in told
+    if size is None:
+        assert (found.epoch, found.seconds_left, found.cost_more) == (None, None, 0)
+        assert told.startswith("since ") and "epoch" not in told and "to the end" not in told
+    else:
+        assert found.epoch == found.samples / 160
+        assert found.seconds_left / found.seconds_left_before == pytest.approx(2.5)  # type: ignore[operator]
+        assert found.cost_more > 0 and told.endswith("USD more")
+
+
+def test_steady_steps_between_evaluations_are_no_change(run: RunDir) -> None:
+    assert not looked(run, task(run, "train-x-1", 16), slower_from=1000)
 
 
 def has_begun(run: RunDir, *, file: str = "begun-0.json", **more: object) -> None:

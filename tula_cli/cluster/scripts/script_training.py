@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tula_cli.cluster.exit_reason import ExitReason
 from tula_cli.cluster.rank_start import world_size
@@ -14,6 +14,7 @@ from tula_cli.cluster.scripts.scaled import applied
 from tula_cli.cluster.scripts.values import Place, learning_rate, own, values
 from tula_cli.models.claims import broken_claims
 from tula_cli.models.resuming import NO_STEP
+from tula_cli.models.time.step_change import change_of
 from tula_cli.run.directory import RunDir
 from tula_cli.run.files import append_json_line
 from tula_cli.run.records.jobs import Attempt, LeaderCommand
@@ -26,6 +27,9 @@ from tula_cli.run.script_attempt import Rehearsals, ScriptAttempt
 from tula_cli.run.training_run import TrainingRun
 from tula_cli.spec.scripts import section
 from tula_cli.spec.signature import rehearsal_signature
+
+if TYPE_CHECKING:
+    from tula_cli.models.time.script_pace import ScriptPace
 
 SHORT_BY = 0.05
 """Share of the samples that were asked for by which a training may fall short (last batches that are dropped), unsaid."""
@@ -160,6 +164,19 @@ class ScriptTraining:
         )
         return beat.step
 
+    def look(self, pace: "ScriptPace", attempt: ScriptAttempt, command: LeaderCommand) -> None:
+        """Say where steps have come to take another time."""
+        beat = attempt.heartbeat(0)
+        if beat is None or beat.lost is not None:
+            return
+        samples, _ = self._reached(command, beat.step, beat.samples)
+        level = pace.look(beat, attempt.gaps(0), samples=samples, epoch=self._epoch(samples))
+        if level is None:
+            return
+        left = None if self.total is None else max(0, self.total - samples) / self.task.batch
+        found = change_of(level, self.task, lambda step_time: None if left is None else left * step_time)
+        self._add("change", samples, change=found.model_dump(mode="json"))
+
     def note_save(
         self, attempt: ScriptAttempt, command: LeaderCommand, *, settled: float = checkpoints.SETTLED
     ) -> None:
@@ -207,10 +224,12 @@ class ScriptTraining:
         return before + seen, steps + step
 
     def _add(self, kind: str, samples: int, **told: Any) -> None:
-        size = self.dataset_size
-        epoch = samples / size if size else None  # nothing has told it
-        row = {"kind": kind, "time": time.time(), "samples": samples, "epoch": epoch, **told}
+        row = {"kind": kind, "time": time.time(), "samples": samples, "epoch": self._epoch(samples), **told}
         append_json_line(self.training.metrics_path, row)
+
+    def _epoch(self, samples: int) -> float | None:
+        """Return the epochs of so many samples; None where nothing has told how many one has."""
+        return samples / self.dataset_size if self.dataset_size else None
 
     def broken_claims(self, ranks: Sequence[RankResult], command: LeaderCommand) -> ExitReason | None:
         """Return why an attempt is not what its command was given; None where it is, or not all ranks have told."""

@@ -7,6 +7,7 @@ import time
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from tula_cli.cluster.exit_reason import ExitReason, computed_on
 from tula_cli.cluster.scripts import checkpoints
@@ -24,6 +25,9 @@ from tula_cli.run.records.shim import Heartbeat, ScriptFailure
 from tula_cli.run.records.tasks import ProbeTask, RehearsalTask, Task, TrainTask
 from tula_cli.run.script_attempt import ScriptAttempt
 from tula_cli.spec.scripts.placeholders import fill
+
+if TYPE_CHECKING:
+    from tula_cli.models.time.script_pace import ScriptPace
 
 SILENCE = 60.0
 """The least seconds without a sign of life after which a probe that has stepped is ended."""
@@ -76,12 +80,19 @@ class ScriptWatch:
         if self.training is not None and time.monotonic() >= self._next_row:
             self._next_row = time.monotonic() + ROW_SECONDS
             self._step = self.training.follow(self.attempt, self.command, after=self._step)
+            self.training.look(self._pace, self.attempt, self.command)
             if not self._held and (begun := self.attempt.begun()):
                 self._broken = self.training.broken_claims(begun, self.command)
                 self._held = len(begun) >= begun[0].world
         if self.training is not None and time.monotonic() >= self._next_look:
             self._next_look = time.monotonic() + SAVE_SECONDS
             self.training.note_save(self.attempt, self.command)
+
+    @cached_property
+    def _pace(self) -> "ScriptPace":
+        from tula_cli.models.time.script_pace import ScriptPace  # numpy: not for those that do not lead
+
+        return ScriptPace()
 
     def last(self) -> None:
         """Write down what they have told at their end."""

@@ -86,14 +86,14 @@ def paced(
 
 def _change(pace: Pace, step: float, compute: float) -> _Change:
     """Return what has changed since a step took so long, and computed for so long of it."""
-    seen = pace.parts
-    waits = seen.data >= WAITING * pace.step
+    seen, data = pace.parts, pace.parts.data or 0.0
+    waits = data >= WAITING * pace.step
     a_sample = pace.step / pace.local_batch if waits else 0.0
     if seen.compute is None or seen.sync is None:
-        factor = (pace.step - waits * seen.data) / step
+        factor = (pace.step - waits * data) / step
         factor = factor if abs(factor - 1) >= NOISE else 1.0
         return _Change(factor, factor, 0.0, a_sample)
-    factor = (seen.compute + (not waits) * seen.data) / compute
+    factor = (seen.compute + (not waits) * data) / compute
     exposed, more = step - compute, seen.sync - (step - compute)
     alone = pace.nodes * pace.gpus_per_node == 1 or abs(more) < NOISE * step
     known = exposed >= NOISE * step
@@ -108,7 +108,7 @@ def _change(pace: Pace, step: float, compute: float) -> _Change:
 def _scaled(probe: Measured, change: _Change, compute_of: Callable[[int, int], float], pace: Pace) -> Measured:
     if (probe.nodes, probe.local_batch) == (pace.nodes, pace.local_batch):
         seen = pace.parts
-        compute = None if seen.compute is None else seen.compute + seen.data
+        compute = None if seen.compute is None else seen.compute + (seen.data or 0.0)
         update = {
             "step_times": pace.step_times,
             "compute_time": compute,

@@ -19,7 +19,7 @@ class StepParts(Record):
     """Where the time of a step goes; seconds, of the slowest rank."""
 
     step: float
-    data: float  # waiting for the data loader
+    data: float | None  # waiting for the data loader; None of a script, of which whole steps are known
     compute: float | None  # None where it is not told apart from the synchronisation
     sync: float | None  # exposed synchronisation: of the rank that waits least, so not for a slow one
 
@@ -31,13 +31,13 @@ class StepChange(Record):
     """A lasting change of the step time in a training, found while it ran."""
 
     samples: int  # trained when it began
-    epoch: float
+    epoch: float | None  # None of a script where nothing tells how many samples one has
     began_at: float  # Unix time
     parts: tuple[Part, ...]  # what changed, the most first; empty where that is not known
     before: StepParts
     after: StepParts
-    seconds_left: float  # to the end of the training, when it was found
-    seconds_left_before: float  # the same at the step time before
+    seconds_left: float | None  # to the end of the training, when it was found; None where nothing tells how long it is
+    seconds_left_before: float | None  # the same at the step time before
     cost_more: float  # than at the step time before
     currency: str
 

@@ -8,12 +8,12 @@ from collections import deque
 from collections.abc import Mapping
 from typing import Any
 
-from tula_cli.models.cost import cost
 from tula_cli.models.time.drift import StepTimeDrift
+from tula_cli.models.time.levels import Level
 from tula_cli.models.time.noise import centre
-from tula_cli.models.time.step_change import changed_parts, middle, words
+from tula_cli.models.time.step_change import change_of, words
 from tula_cli.optim import advice
-from tula_cli.run.records.results import StepChange, StepParts
+from tula_cli.run.records.results import StepParts
 from tula_cli.run.records.tasks import TrainTask
 from tula_cli.spec.job import warmup_epochs
 from tula_cli.words import number, plural
@@ -25,7 +25,6 @@ from tula_cli.worker.train.diagnostics import Diagnostics
 from tula_cli.worker.train.evaluation import Evaluation
 from tula_cli.worker.train.loop import Step, Trainer
 from tula_cli.worker.train.metrics import LOG_SECONDS, Metrics
-from tula_cli.worker.train.watching.step_watch import Level
 
 JUDGED_STEPS = 20
 """Steps over which AGS is said to hardly act."""
@@ -154,29 +153,7 @@ class TrainingLog:
             level: of rank 0's looks.
             overhead: seconds of an epoch's evaluation and checkpoint.
         """
-        task, first = self.task, level.after[0]
-        before, after = (middle([look.parts for look in looks]) for looks in (level.before, level.after))
-        left, at_first = (self._seconds_left(parts.step, overhead) for parts in (after, before))
-        prediction = task.prediction
-        found = StepChange(
-            samples=first.samples,
-            epoch=first.epoch,
-            began_at=first.at,
-            parts=changed_parts(before, after),
-            before=before,
-            after=after,
-            seconds_left=left,
-            seconds_left_before=at_first,
-            cost_more=cost(
-                task.spec.pricing,
-                hours=(left - at_first) / 3600,
-                nodes=task.nodes,
-                gpus_per_node=task.spec.cluster.gpus_per_node,
-                reserved=(prediction and prediction.peak_memory) or 0,
-                market=prediction.market if prediction else "on_demand",
-            ),
-            currency=task.spec.pricing.currency,
-        )
+        found = change_of(level, self.task, lambda step_time: self._seconds_left(step_time, overhead))
         self.changed = True
         self.add("change", change=found.model_dump(mode="json"))
         self._print(f"changed: {words(found)}")

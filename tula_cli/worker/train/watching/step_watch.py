@@ -6,13 +6,11 @@ exposed synchronisation is sampled in the first steps after each look, for its h
 
 import statistics
 import time
-from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from torch.nn.parallel import DistributedDataParallel
 
-from tula_cli.models.time.change_point import MOST, WINDOW, ChangePointTest
+from tula_cli.models.time.levels import Level, Levels, Look
 from tula_cli.models.time.noise import centre
 from tula_cli.run.records.results import StepParts
 from tula_cli.worker.train.loop import Step, Trainer
@@ -20,26 +18,6 @@ from tula_cli.worker.train.watching.sync_spy import SyncSpy
 
 SAMPLED = 3
 """Steps after each look in which the synchronisation is timed."""
-SETTLING = 3
-"""The first looks are not judged: caches fill, loaders start."""
-
-
-@dataclass(frozen=True)
-class Look:
-    """What the steps between two meetings of the ranks took, and where the first of them began."""
-
-    samples: int
-    epoch: float
-    at: float  # Unix time
-    parts: StepParts
-
-
-@dataclass(frozen=True)
-class Level:
-    """A change of level: the looks before it, and those since."""
-
-    before: Sequence[Look]
-    after: Sequence[Look]
 
 
 class StepWatch:
@@ -51,10 +29,8 @@ class StepWatch:
 
     def __init__(self, trainer: Trainer) -> None:
         self.trainer = trainer
-        self.test = ChangePointTest()
+        self.levels = Levels()
         self.steps: list[Step] = []  # since the last look
-        self.looks: deque[Look] = deque(maxlen=WINDOW * MOST)  # those that the test remembers
-        self.unsettled = SETTLING
         self.newest: StepParts | None = None
         self._begin()
 
@@ -99,7 +75,7 @@ class StepWatch:
         if parts is None or not self.trainer.ranks.first:
             return None
         self.newest = parts
-        return self.judge(Look(passed, epoch, at, parts))
+        return self.levels.add(Look(passed, epoch, at, parts))
 
     def _parts(self, steps: Sequence[Step], spy: SyncSpy) -> StepParts | None:
         """Return what a step takes on the slowest rank; None where all of them did more than steps do."""
@@ -120,17 +96,3 @@ class StepWatch:
         compute = statistics.median(seconds(step.loaded, step.end) - exposed for step, exposed in known)
         data, compute, least = self.trainer.ranks.maxima([data, compute, -sync])
         return StepParts(step=step_time, data=data, compute=compute, sync=-least)
-
-    def judge(self, look: Look) -> Level | None:
-        """Take a look; return a change of level where it shows one."""
-        if self.unsettled:
-            self.unsettled -= 1
-            return None
-        self.looks.append(look)
-        found = self.test.add(look.parts.step)
-        if found is None:
-            return None
-        new, old = found
-        looks = list(self.looks)
-        self.looks = deque(looks[-new:], maxlen=self.looks.maxlen)
-        return Level(before=looks[-new - old : -new], after=looks[-new:])

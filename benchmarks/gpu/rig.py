@@ -98,7 +98,7 @@ def build(spec: JobSpec, me: Ranks, *, batch: int) -> Trainer:
     trainer = worker_train_loop.build(task, me, build_datasets(spec), batch=batch, workers=0, refresh=False)
     if trainer.ags:
         trainer.ags.start_epoch(NEVER)
-    trainer.ddp.train()
+    trainer.parallel.train()
     return trainer
 
 
@@ -143,7 +143,7 @@ class Fixed:
     @torch.no_grad()
     def evaluate(self) -> None:
         """Take the forward pass of an evaluation."""
-        self.trainer.ddp.eval()
+        self.trainer.parallel.eval()
         with worker_train_loop.autocast(self.trainer):
-            self.trainer.ddp.module(self.pair[0])
-        self.trainer.ddp.train()
+            self.trainer.parallel.module(self.pair[0])
+        self.trainer.parallel.train()

@@ -243,7 +243,7 @@ def attempt(spec: JobSpec, me: Any, batch: int, capacity: int | None) -> Trial:
     peak, reserved = meter.peak()
     ags = fixed.trainer.ags
     memory = split_memory(
-        fixed.trainer.ddp.module,
+        fixed.trainer.parallel.module,
         fixed.trainer.base,
         batch=worker_device.tensor_bytes(fixed.pair),
         factors=ags.memory() if ags else 0,

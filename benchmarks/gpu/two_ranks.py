@@ -20,7 +20,7 @@ from torch.distributed import FileStore  # type: ignore[attr-defined]
 from gpu.rig import build, job
 from tula_cli.run.files import write_atomic
 from tula_cli.worker import device as worker_device
-from tula_cli.worker.measure.gradients import GradientNormRecorder
+from tula_cli.worker.measure.looks.gradients import GradientNormRecorder
 from tula_cli.worker.measure.probe import endless
 from tula_cli.worker.ranks import Ranks
 from tula_cli.worker.train.loop import Trainer
@@ -96,14 +96,14 @@ def reserved(me: Ranks) -> int:
 def weights(trainer: Trainer) -> str:
     """Return a digest of this rank's parameters."""
     digest = hashlib.sha256()
-    for parameter in trainer.ddp.module.parameters():
+    for parameter in trainer.parallel.module.parameters():
         digest.update(parameter.detach().cpu().numpy().tobytes())
     return digest.hexdigest()
 
 
 def exposed_synchronisation(trainer: Trainer, stream: Any) -> float:
     """Return the median seconds from the last local gradient to the end of the reduction."""
-    with SyncSpy(trainer.clock, trainer.ddp) as spy:
+    with SyncSpy(trainer.clock, trainer.parallel) as spy:
         trainer.after_backward = spy.reduced
         list(itertools.islice(stream, 5))
         trainer.after_backward = None

@@ -227,7 +227,7 @@ def step_of(spec: JobSpec, me: Ranks, *, batch: int) -> Callable[[], object]:
     data = build_datasets(spec)
     trainer = worker_train_loop.build(task, me, data, batch=batch, workers=0, refresh=False)
     pair = default_collate(data.train.first(trainer.micro_batch))
-    trainer.ddp.train()
+    trainer.parallel.train()
 
     def step() -> object:
         return worker_train_loop._step(trainer, itertools.repeat(pair), epoch_ends=False)

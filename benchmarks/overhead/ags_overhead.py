@@ -185,11 +185,11 @@ class Bench:
                 base = build(model, image=image, classes=classes, batch=batch, me=me, precision=precision)
             method = found("ortho" if name == ORTHO else "scaling")
             self.trainers[name] = replace(base, optimizer=wrapped(base, name, batch=batch), method=method)
-        self.plain.ddp.train()
+        self.plain.parallel.train()
 
     @property
     def parameters(self) -> int:
-        return sum(p.numel() for p in self.plain.ddp.parameters())
+        return sum(p.numel() for p in self.plain.parallel.parameters())
 
     def step(self, name: str) -> Callable[[], Timed]:
         """Take one step; what is returned tells its times, and waits for the device only then."""
@@ -271,13 +271,13 @@ def wrapped(trainer: "Trainer", name: str, *, batch: int) -> "torch.optim.Optimi
     from tula_cli.optim import Ortho, Static, TulaOptimizer, configured
 
     if name == ORTHO:
-        return Ortho(trainer.base, model=trainer.ddp)
+        return Ortho(trainer.base, model=trainer.parallel)
     small = max(1, min(128, trainer.batch // 4))
     settings = configured({**AGS_PRESETS["paper"], **VARIANTS["element" if name == CLIP else name]})
     if name == "static":
         settings["factors"] = Static(STATIC_FACTOR)
     opt = TulaOptimizer(
-        trainer.base, model=trainer.ddp, b_large=trainer.batch, b_small=small, available=batch, **settings,
+        trainer.base, model=trainer.parallel, b_large=trainer.batch, b_small=small, available=batch, **settings,
         max_grad_norm=LIMIT if name == CLIP else None,
     )  # fmt: skip
     opt.start_epoch(NEVER)
@@ -371,7 +371,7 @@ def hold(model: str, name: str, me: "Ranks") -> tuple[float, float]:
     memory.reset()
     bench.step(name)()
     peak, _ = memory.peak()
-    size = sum(p.numel() * p.element_size() for p in trainer.ddp.parameters())
+    size = sum(p.numel() * p.element_size() for p in trainer.parallel.parameters())
     factors: list[torch.Tensor] = trainer.ags.factors.values if trainer.ags else []
     lasting = sum(factor.numel() * factor.element_size() for factor in factors)
     return lasting / size, (lasting + peak) / size

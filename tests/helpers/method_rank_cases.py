@@ -83,7 +83,7 @@ def _agree(ranks: Ranks, tensors: Any) -> bool:
 def _whole(subject: Trainer) -> list[torch.Tensor]:
     """Return all that a checkpoint holds."""
     momenta = [state["momentum_buffer"] for state in subject.base.state.values()]
-    return [*subject.ddp.module.state_dict().values(), *momenta]
+    return [*subject.parallel.module.state_dict().values(), *momenta]
 
 
 def aligned(folder: Path, ranks: Ranks) -> list[bool]:
@@ -114,12 +114,12 @@ def layouts(folder: Path, ranks: Ranks) -> dict[str, Any]:
     found, before, orthogonal.ALIGN_EVERY = {}, orthogonal.ALIGN_EVERY, 5
     for name, sections in LAYOUTS.items():
         usual, subject = (_with_layout(sections, ranks, channels_last=wanted) for wanted in (False, True))
-        pairs = zip(subject.ddp.parameters(), usual.ddp.parameters(), strict=True)
+        pairs = zip(subject.parallel.parameters(), usual.parallel.parameters(), strict=True)
         found[name] = {
             "off": max(float((one - other).abs().max()) for one, other in pairs),
-            "turned": sum(not p.is_contiguous() for p in subject.ddp.parameters()),
+            "turned": sum(not p.is_contiguous() for p in subject.parallel.parameters()),
             "otherwise": otherwise_laid(subject),
-            "agree": _agree(ranks, subject.ddp.parameters()),
+            "agree": _agree(ranks, subject.parallel.parameters()),
         }
     orthogonal.ALIGN_EVERY = before
     return found
@@ -143,7 +143,7 @@ def free(folder: Path, ranks: Ranks) -> dict[str, Any]:
     list(worker_train_loop.steps(plain))
     subject = trainer(spec(**FREE, **NORM, dataset={"args": {"size": 640}}), ranks)
     list(islice(worker_train_loop.steps(subject), 6))
-    conv, norm = subject.ddp.module[0], subject.ddp.module[1]
+    conv, norm = subject.parallel.module[0], subject.parallel.module[1]
     with subject.method.evaluating(subject), torch.no_grad():
         seen = [conv(inputs) for inputs, _ in islice(worker_train_loop.upcoming(subject), 4)]
     own = [torch.stack([output.mean((0, 2, 3)) for output in seen]).mean(0)]
@@ -154,7 +154,7 @@ def free(folder: Path, ranks: Ranks) -> dict[str, Any]:
     return {
         "weights": torch.cat([p.flatten() for p in checkpoint.state(plain, best={})["model"].values()]).tolist(),
         "by_hand": float((found - expected).abs().max()),
-        "agree": _agree(ranks, subject.ddp.module.state_dict().values()),
+        "agree": _agree(ranks, subject.parallel.module.state_dict().values()),
     }
 
 
@@ -176,12 +176,12 @@ def drift(folder: Path, ranks: Ranks) -> dict[str, list[bool]]:
     "kept" tells whether the next step begins with the running statistics that this one has left on this rank.
     """
     subject = trainer(spec(**POLO, **NORM), ranks)
-    norm = next(module for module in subject.ddp.modules() if isinstance(module, nn.BatchNorm2d))
+    norm = next(module for module in subject.parallel.modules() if isinstance(module, nn.BatchNorm2d))
     entered: list[torch.Tensor] = []
     norm.register_forward_pre_hook(lambda module, _: entered.append(module.running_mean.clone()))
     parameters, everything, after = [], [], []
     for _ in worker_train_loop.steps(subject):
-        parameters.append(_agree(ranks, subject.ddp.parameters()))
+        parameters.append(_agree(ranks, subject.parallel.parameters()))
         everything.append(_agree(ranks, _whole(subject)))
         after.append(norm.running_mean.clone())
     kept = [torch.equal(one, other) for one, other in zip(after[:-1], entered[1:], strict=True)]

@@ -175,7 +175,7 @@ def trained(job: JobSpec, ranks: Ranks, **how: Any) -> tuple[dict[str, torch.Ten
 
 def weights(subject: worker_train_loop.Trainer) -> dict[str, torch.Tensor]:
     """Return a copy of parameters and buffers."""
-    return {name: value.clone() for name, value in subject.ddp.module.state_dict().items()}
+    return {name: value.clone() for name, value in subject.parallel.module.state_dict().items()}
 
 
 def final_weights(run: RunDir, task: TrainTask) -> dict[str, torch.Tensor]:
@@ -186,7 +186,7 @@ def final_weights(run: RunDir, task: TrainTask) -> dict[str, torch.Tensor]:
 
 def gradient(subject: worker_train_loop.Trainer) -> torch.Tensor:
     """Return a copy of the gradient as it is, in one vector."""
-    return torch.cat([p.grad.detach().double().flatten() for p in subject.ddp.parameters() if p.grad is not None])
+    return torch.cat([p.grad.detach().double().flatten() for p in subject.parallel.parameters() if p.grad is not None])
 
 
 def otherwise_laid(subject: worker_train_loop.Trainer) -> list[str]:

@@ -26,7 +26,7 @@ from tula_cli.worker.build.finetune import initial_weights
 from tula_cli.worker.build.zoo import build_model
 from tula_cli.worker.device import lift_memory_limit, limit_memory
 from tula_cli.worker.entry import run_training
-from tula_cli.worker.measure.gradients import GradientNormRecorder
+from tula_cli.worker.measure.looks.gradients import GradientNormRecorder
 from tula_cli.worker.measure.probe import Blocks, run_probes
 from tula_cli.worker.preemption import Preempted, PreemptionHandler
 from tula_cli.worker.ranks import Ranks, joined

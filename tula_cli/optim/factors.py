@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from .parts.factor_source import Factors
-from .parts.indicators import Bounds, element_factor, local_factors, norms, smoothed, tensor_factors, where_, wide
+from .parts.indicators import Bounds, element_factor, local_factors, smoothed, tensor_factors, where_, wide
 from .parts.local_norms import NormListener
 from .parts.reduction import listen
 from .parts.refresh_schedule import Refresh, Schedule
@@ -123,6 +123,8 @@ class SmallBatch(Factors):
     def bind(self, setup: Setup) -> None:
         super().bind(setup)
         self.schedule = Schedule.of(self.refresh, setup.steps_per_epoch)
+        if setup.sharded and self.per == "element":
+            raise ValueError(f'a model in shares has factors of tensors alone: {type(self).__name__}(per="tensor")')
         if self.reads_b_small and setup.world > 1 and _synchronises_statistics(setup.model):
             raise ValueError(
                 "SyncBatchNorm needs every rank in a forward pass, and few take the small batch: use LocalNorms()"
@@ -175,7 +177,7 @@ class SmallBatch(Factors):
         grads = self.setup.small_gradients(loss, params, turn=self.n_refresh, step=step, scaler=scaler)
         staged = {p: g for p, g in zip(params, grads, strict=True) if g is not None}
         if self.per == "tensor":  # nothing but the norms is needed, so the gradient is let go at once
-            staged = dict(zip(staged, norms(list(staged.values())), strict=True))
+            staged = dict(zip(staged, self.setup.norms(list(staged.values())), strict=True))
         self._finite = are_finite(list(staged.values())) if staged else None
         # what each step refreshes waits for nothing, and what is not finite stays as it is (`_kept`)
         if self._each_step or self._finite is None or bool(self._finite):
@@ -198,8 +200,9 @@ class SmallBatch(Factors):
             return None
         params = [p for p in staged if p in grads and not grads[p].is_sparse]
         if self.per == "tensor":
-            # staged are the norms, whose norms are themselves
-            factors = tensor_factors([staged[p] for p in params], [grads[p] for p in params], self.eps, self.bounds)
+            # of norms, whose norms are themselves
+            large = self.setup.norms([grads[p] for p in params])
+            factors = tensor_factors([staged[p] for p in params], large, self.eps, self.bounds)
             return dict(zip(params, self._kept(params, factors), strict=True))
         # one by one, so that small gradients and factors never are two copies; what came through a collective is ours
         ours = self.setup.world > 1
@@ -306,6 +309,11 @@ class LocalNorms(SmallBatch):
         Raises:
             ValueError: the DDP has a communication hook of someone else's.
         """
+        if setup.sharded:
+            raise ValueError(
+                "LocalNorms needs the gradients of single ranks, which a model in shares has not; use SmallBatch"
+                " (ags.source: small_batch)"
+            )
         ddp = distributed(setup.model)
         self.reads_b_small = ddp is None or setup.world == 1
         super().bind(setup)

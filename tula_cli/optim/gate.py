@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .parts.indicators import gradient_change, moving_average, squared_norm
+from .parts.indicators import gradient_change, moving_average
 from .parts.refusals import one_of, real_numbers
 
 Consensus = Literal["broadcast", "check", "off"]
@@ -62,18 +62,18 @@ class Gate:
             raise ValueError("this Gate serves another TulaOptimizer; give each a gate of its own")
         self._world = world
 
-    def decide(self, grads: Sequence[Tensor], *, has_factors: bool, refreshes: bool) -> Tensor:
-        """Look at the raw gradients: whether this step is scaled (line 5), 0-dim, bool, on the device.
+    def decide(self, square: Tensor, *, has_factors: bool, refreshes: bool) -> Tensor:
+        """Look at the squared norm of the raw gradients: whether this step is scaled (line 5), 0-dim, bool, on the device.
 
         Args:
-            grads: at least one.
+            square: |G|^2, 0-dim.
             has_factors: whether there is anything to scale by; else no step counts as scaled.
             refreshes: whether this step refreshes the factors.
 
         Raises:
             RuntimeError: consensus is "check" and the ranks disagree.
         """
-        square = self._agreed(squared_norm(grads), refreshes)
+        square = self._agreed(square, refreshes)
         level = moving_average(square, self.level, self.ewma)
         rise = gradient_change(level, self.level)
         change = rise.abs()

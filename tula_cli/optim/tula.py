@@ -28,6 +28,7 @@ from .parts.gradient_scaling import scale_, scaled_update
 from .parts.indicators import Bounds, clip_
 from .parts.refusals import one_of, real_numbers, refuse_base, refuse_other_model, refuse_sharded
 from .parts.setup import Setup
+from .parts.shares import share
 from .parts.small_batch import SmallLoss
 from .parts.wrapper import Wrapper
 
@@ -51,8 +52,9 @@ class TulaOptimizer(Wrapper):
     Args:
         base: the optimizer that makes the update; with apply_to="gradient" one without a division by the gradient's
             magnitude, such as SGD.
-        model: the module, or its DistributedDataParallel (compiled or not). With the latter all ranks of the default
-            process group take part; any other module is taken to be trained by this process alone.
+        model: the module, or its DistributedDataParallel (compiled or not), or one that fully_shard has divided. With
+            these all ranks of the default process group take part; any other module is taken to be trained by this process
+            alone.
         b_large: samples in one optimizer step, over all ranks and accumulation steps.
         b_small: samples in the small batch, over all ranks.
         preset: where `factors` and `gate` come from if they are not given: "paper" is Algorithm 1, "robust" one smoothed
@@ -76,7 +78,7 @@ class TulaOptimizer(Wrapper):
 
     Raises:
         ValueError: an argument of another kind or out of range, a base that AGS cannot act through, a model that has
-            none of the base's parameters, or sharded parameters.
+            none of the base's parameters, or parameters that are sharded in another way.
 
     Warns where it can only be the base: see `identity`.
     """
@@ -104,11 +106,11 @@ class TulaOptimizer(Wrapper):
         real_numbers(max_grad_norm=max_grad_norm)
         if max_grad_norm is not None and not max_grad_norm > 0:
             raise ValueError(f"max_grad_norm must be above 0, got {max_grad_norm}")
+        refuse_sharded(base, model, shares=True)
         sizes: dict[str, Any] = {"b_large": b_large, "b_small": b_small, "available": available}
         self.setup = Setup.of(base, model, **sizes, steps_per_epoch=steps_per_epoch, seed=seed, exclude=exclude)
         refuse_base(base, of_gradients=apply_to == "gradient")
         refuse_other_model(base, model)
-        refuse_sharded(base, model)
         self.apply_to, self.max_grad_norm = apply_to, max_grad_norm
         usual = configured(AGS_PRESETS[preset])
         self.factors, self.gate = factors or usual["factors"], gate or usual["gate"]
@@ -122,7 +124,7 @@ class TulaOptimizer(Wrapper):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group to the base; its parameters have the factor 1 until the next refresh."""
         super().add_param_group(param_group)
-        refuse_sharded(self.base, self.setup.model)
+        refuse_sharded(self.base, self.setup.model, shares=True)
 
     # ---- the refresh
 
@@ -216,14 +218,14 @@ class TulaOptimizer(Wrapper):
         if calm is not None and self.apply_to == "gradient":
             scale_([grads[p] for p in used], list(used.values()), calm)
         if self.max_grad_norm is not None and grads:
-            clip_(list(grads.values()), self.max_grad_norm)
+            clip_(list(grads.values()), self.max_grad_norm, square=self.setup.squared_norm(list(grads.values())))
         with self._around_update(used, calm):
             yield
         self.factors.advance()
         self._n_steps += 1
 
     def _gradients(self) -> dict[Tensor, Tensor]:
-        return {p: p.grad for p in self.setup.params if p.grad is not None}
+        return {p: share(p.grad) for p in self.setup.params if p.grad is not None}
 
     def _scaled(self, grads: dict[Tensor, Tensor]) -> dict[Tensor, Tensor]:
         excluded = self.setup.excluded
@@ -231,7 +233,9 @@ class TulaOptimizer(Wrapper):
 
     def _look(self, grads: dict[Tensor, Tensor], due: bool) -> Tensor:
         """What the raw gradients say: whether to scale in this step (line 5), and the factors of the next (line 10)."""
-        calm = self.gate.decide(list(grads.values()), has_factors=self.factors.ready, refreshes=due)
+        calm = self.gate.decide(
+            self.setup.squared_norm(list(grads.values())), has_factors=self.factors.ready, refreshes=due
+        )
         if due:
             self.factors.find(self._scaled(grads))
         return calm
@@ -247,7 +251,7 @@ class TulaOptimizer(Wrapper):
     def _around_update(self, used: dict[Tensor, Tensor], calm: Tensor | None) -> AbstractContextManager[None]:
         if calm is None or self.apply_to == "gradient":
             return nullcontext()
-        return scaled_update(list(used), list(used.values()), calm)
+        return scaled_update([share(p) for p in used], list(used.values()), calm)
 
     # ---- checkpoints
 

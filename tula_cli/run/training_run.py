@@ -1,6 +1,7 @@
 """One training in a run directory, over all its relaunches: its tasks and attempts, checkpoints, metrics and results."""
 
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +22,10 @@ from tula_cli.run.records.results import (
 )
 from tula_cli.run.records.tasks import TASK, TrainTask
 
-_CHECKPOINT = re.compile(r"[0-9]{12,}\.pt")
-"""A file name of `checkpoint_path`."""
-_DRAFT = re.compile(r"\.[0-9]{12,}\.pt\..+\.[0-9]+")
-"""A file name of `write_atomic` while it writes one."""
+_CHECKPOINT = re.compile(r"[0-9]{12,}\.(pt|dcp)")
+"""A name of `checkpoint_path`."""
+_DRAFT = re.compile(r"\.[0-9]{12,}\.(pt\..+\.[0-9]+|dcp\.(draft|old))")
+"""A name of what is being written, or replaced: by `write_atomic`, or of shares."""
 
 _ATTEMPT, _RESULT = TypeAdapter(Attempt), TypeAdapter(TrainResult)
 _SUMMARY, _TUNING, _ENERGY = TypeAdapter(Summary), TypeAdapter(Tuning), TypeAdapter(CountedEnergy)
@@ -82,7 +83,10 @@ class TrainingRun:
         return self._read(self.path / "summary.json", _SUMMARY)
 
     def weights(self) -> Path | None:
-        """Return the checkpoint of the best epoch of tula's own loop, a file of torch.save; None where there is none yet."""
+        """Return the checkpoint of the best epoch of tula's own loop; None where there is none yet.
+
+        A file of torch.save, or of a model in shares (`train.parallel: fsdp`) a folder of torch.distributed.checkpoint.
+        """
         best = self.path / "best"
         return best if best.exists() else None
 
@@ -148,18 +152,23 @@ class TrainingRun:
 
     # --- checkpoints and metrics
 
-    def checkpoint_path(self, samples: int) -> Path:
-        return self.path / "checkpoints" / f"{samples:012d}.pt"
+    def checkpoint_path(self, samples: int, *, shares: bool = False) -> Path:
+        """Return the place of a checkpoint: a file of torch.save, or of a model in shares a folder."""
+        return self.path / "checkpoints" / f"{samples:012d}.{'dcp' if shares else 'pt'}"
 
     def checkpoints(self) -> list[Path]:
         """Return the checkpoints, newest (most samples) first; what else lies there is the user's."""
-        found = (self.path / "checkpoints").glob("*.pt")
+        found = (self.path / "checkpoints").glob("*")
         return sorted((path for path in found if _CHECKPOINT.fullmatch(path.name)), reverse=True)
 
     def drop_drafts(self) -> None:
-        """Remove checkpoints that a killed rank 0 was writing."""
-        for draft in (self.path / "checkpoints").glob(".*.pt.*"):
-            if _DRAFT.fullmatch(draft.name):
+        """Remove checkpoints that killed ranks were writing."""
+        for draft in (self.path / "checkpoints").glob(".*"):
+            if not _DRAFT.fullmatch(draft.name):
+                continue
+            if draft.is_dir():
+                shutil.rmtree(draft, ignore_errors=True)
+            else:
                 draft.unlink(missing_ok=True)
 
     @property

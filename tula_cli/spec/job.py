@@ -9,6 +9,7 @@ from pydantic_core import InitErrorDetails, PydanticCustomError
 
 from tula_cli.errors import SpecError
 from tula_cli.presets import DIVIDING
+from tula_cli.spec import sharding
 from tula_cli.spec.ags import Ags, Auto
 from tula_cli.spec.kinds import NonNegativeFloat, Positive, PositiveFloat, Section
 from tula_cli.spec.merge import merge
@@ -158,6 +159,13 @@ class JobSpec(Section):
             and self.optimizer.name in DIVIDING
         ):
             object.__setattr__(self, "ags", self.ags.model_copy(update={"apply_to": "update"}))  # it is frozen
+        return self
+
+    @model_validator(mode="after")
+    def _shares_suffice(self) -> "JobSpec":
+        """Let factors be of tensors where the model is divided among the ranks; refuse what needs it whole."""
+        if (ags := sharding.divided(self)) != self.ags:
+            object.__setattr__(self, "ags", ags)  # it is frozen
         return self
 
     @model_validator(mode="after")

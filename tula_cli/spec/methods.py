@@ -23,14 +23,16 @@ class Facts:
     tunes: bool = False  # trains as its arms do (worker/train/self_tuning.py)
     on_one_gpu: str = ""  # why it cannot be judged there
     on_scripts: bool = False  # acts on a script of the user's own, from its command line or around its optimizer
+    on_shares: bool = False  # trains a model that is divided among the ranks (train.parallel: fsdp)
     measured_as: str = ""  # what its probes take for more than it is, on several GPUs
 
 
 METHODS: dict[str, Facts] = {
-    "ags": Facts("scaling", reads_ags=True, scales=True, refreshes=True, is_arm=True, on_scripts=True),
-    "lbt": Facts(is_arm=True, on_scripts=True),
+    "ags": Facts("scaling", reads_ags=True, scales=True, refreshes=True, is_arm=True, on_scripts=True, on_shares=True),
+    "lbt": Facts(is_arm=True, on_scripts=True, on_shares=True),
     "lrs": Facts(
         on_scripts=True,
+        on_shares=True,
         lr_scaling="linear",
         warmup_epochs=5.0,
         refuses_lr_scaling={

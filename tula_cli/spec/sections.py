@@ -279,6 +279,11 @@ class Train(Section):
         "auto"  # cuDNN times its algorithms; auto: on NVIDIA, unless deterministic
     )
     deterministic: bool = False  # operations that repeat bit for bit, or an error where there is none
+    # a copy of the model on each GPU (DistributedDataParallel), or parameters, gradients and optimizer states divided among
+    # them (FSDP2): memory falls with the GPUs, traffic is half as much again
+    parallel: Literal["ddp", "fsdp"] = "ddp"
+    # of fsdp: class names of what is gathered at a time; auto: the members of every nn.ModuleList and nn.Sequential
+    fsdp_blocks: Literal["auto"] | Annotated[list[str], Field(min_length=1)] = "auto"
     accumulate: Positive = 1  # micro-batches an optimizer step
     max_grad_norm: PositiveFloat | None = None  # gradients are clipped to this norm
     activation_checkpointing: bool = False  # less memory, more computing

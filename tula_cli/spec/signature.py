@@ -47,7 +47,7 @@ def _own_loop(spec: JobSpec) -> dict[str, Any]:
                 "precision", "workers", "accumulate", "max_grad_norm", "activation_checkpointing", "reference_batch", "method",
                 "ghost_batch",
             }
-        ) | _computing(train),
+        ) | _computing(train) | train.model_dump(include={"parallel", "fsdp_blocks"}, exclude_defaults=True),
         "ags": _ags(spec.ags, {"granularity", "b_small", "consensus", "source", "apply_to", *_steps_refresh(spec)}),
     }  # fmt: skip
 
@@ -85,6 +85,8 @@ def train_signature(spec: JobSpec, *, nodes: int, batch: int, code: str = "") ->
             *("workers", "checkpoint_every", "oom", "max_attempts", "tensorboard", "diagnostics", "hessian"),
             *("metrics", "best"),  # they tell of the weights and change none
             *(() if spec.train.until else ("until",)),
+            *(() if spec.train.parallel == "fsdp" else ("parallel",)),
+            "fsdp_blocks",
             *COMPUTING,  # but for tf32 they change what is learned no more than another GPU does
         }
     ) | _computing(spec.train, {"tf32"})

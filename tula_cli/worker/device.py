@@ -22,6 +22,7 @@ from torch import nn
 from torch.utils._pytree import tree_map_only
 
 from tula_cli.errors import JobFailed, NoGpu
+from tula_cli.optim.parts.shares import share
 from tula_cli.spec.resources import Cluster
 from tula_cli.spec.sections import Train
 
@@ -138,6 +139,8 @@ def wants_channels_last(train: Train, model: nn.Module, device: torch.device) ->
     """
     if train.channels_last != "auto":
         return train.channels_last
+    if train.parallel == "fsdp":  # shares are cut from weights that lie as usual
+        return False
     if device.type != "cuda" or torch.version.hip is not None or not has_convolutions(model):
         return False
     if train.precision == "fp32" and not train.tf32:
@@ -358,8 +361,9 @@ class MemoryMeter:
 
 
 def tensor_bytes(tensors: Iterable[object]) -> int:
-    """Return the bytes of all tensors among the objects; other objects count nothing."""
-    return sum(t.numel() * t.element_size() for t in tensors if isinstance(t, torch.Tensor))
+    """Return the bytes of all tensors among the objects, of this rank's shares of divided ones; other objects count nothing."""
+    held = [share(t) for t in tensors if isinstance(t, torch.Tensor)]
+    return sum(t.numel() * t.element_size() for t in held)
 
 
 def nccl_version() -> str:

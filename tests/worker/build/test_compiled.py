@@ -58,7 +58,7 @@ def test_it_learns_what_it_learns_as_written_with_one_graph_for_all_steps(alone:
     plain, subject = (trainer(job(compile=wanted, **AGS, **NORM), alone) for wanted in (False, True))
     for each in (plain, subject):
         list(worker_train_loop.steps(each))
-    close(subject.ddp.module, plain.ddp.module)
+    close(subject.parallel.module, plain.parallel.module)
     assert subject.ags is not None and subject.ags.factors.n_refresh > 2, "the small batches have other shapes"
     assert compiler.seen == [True]
 
@@ -83,7 +83,7 @@ def test_checkpoints_are_the_same_with_and_without(alone: Ranks, compiler: Compi
     assert same(weights(subject), weights(first))
     for each in (first, subject):
         next(worker_train_loop.steps(each))
-    close(subject.ddp.module, first.ddp.module)
+    close(subject.parallel.module, first.parallel.module)
 
 
 def test_an_evaluation_compiles_one_graph_for_all_batches_but_the_odd_last(alone: Ranks, compiler: Compiler) -> None:
@@ -110,7 +110,7 @@ def test_recomputed_blocks_write_their_statistics_once(
     plain, subject = (trainer(job(compile=wanted, **asked), alone) for wanted in (False, True))
     for each in (plain, subject):
         list(islice(worker_train_loop.steps(each), 3))
-    close(subject.ddp.module, plain.ddp.module)
+    close(subject.parallel.module, plain.parallel.module)
 
 
 def test_nothing_is_compiled_in_what_a_probe_times(

@@ -46,7 +46,7 @@ def test_each_variant_does_what_its_name_says(bench: Bench, reports: None) -> No
 
 
 def test_all_variants_share_model_batch_and_base(bench: Bench) -> None:
-    assert len({id(trainer.ddp) for trainer in bench.trainers.values()}) == 1
+    assert len({id(trainer.parallel) for trainer in bench.trainers.values()}) == 1
     assert len({id(trainer.base) for trainer in bench.trainers.values()}) == 1
     assert bench.trainers[PLAIN].optimizer is bench.trainers[PLAIN].base
     defaults = bench.plain.base.defaults

@@ -391,7 +391,7 @@ def test_components_are_those_of_the_real_training(name: str, alone: Ranks):
     subject = worker_jobs.trainer(job, alone, batch=32)
     list(islice(worker_train_loop.steps(subject), 2))
     real = worker_measure_meter.split_memory(
-        subject.ddp.module,
+        subject.parallel.module,
         subject.base,
         batch=tensor_bytes(subject.last_batch),
         factors=subject.ags.memory() if subject.ags else 0,

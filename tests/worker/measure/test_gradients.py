@@ -11,7 +11,7 @@ from worker_jobs import gradient, probe_task, spec, trainer
 from tula_cli.run.directory import RunDir
 from tula_cli.run.records.probes import GradientStats, Measured
 from tula_cli.worker.build.datasets import build_datasets
-from tula_cli.worker.measure.gradients import GradientNormRecorder, halves
+from tula_cli.worker.measure.looks.gradients import GradientNormRecorder, halves
 from tula_cli.worker.measure.probe import run_probes
 from tula_cli.worker.ranks import Ranks
 from tula_cli.worker.train import loop as worker_train_loop
@@ -53,7 +53,7 @@ def test_halves_are_two_gradients_and_their_mean(alone: Ranks, precision: str) -
     for part in (slice(0, 8), slice(8, 16)):
         subject.optimizer.zero_grad()
         with worker_train_loop.autocast(subject):
-            subject.loss(subject.ddp.module(inputs[part]), targets[part]).backward()
+            subject.loss(subject.parallel.module(inputs[part]), targets[part]).backward()
         parts.append(gradient(subject))
     norms = [float(vector.square().sum()) for vector in (*parts, (parts[0] + parts[1]) / 2)]
     assert seen == pytest.approx(((norms[0] + norms[1]) / 2, norms[2]), rel=1e-4 if precision == "fp32" else 0.05)
@@ -82,7 +82,7 @@ def test_the_hook_keeps_nothing_of_the_trainer_alive(alone: Ranks, tmp_path: Pat
     subject = trainer(spec(), alone)
     spy = GradientNormRecorder.attach(subject)
     list(spy.watch(islice(worker_train_loop.steps(subject), 2), subject.scaler))
-    model = weakref.ref(subject.ddp.module)
+    model = weakref.ref(subject.parallel.module)
     assert isinstance(model(), torch.nn.Module)
     del subject
     gc.collect()

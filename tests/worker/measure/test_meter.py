@@ -108,21 +108,21 @@ def test_an_unknown_field_of_the_process_is_told() -> None:
 
 def test_the_spy_times_each_backward_and_leaves_no_hook(alone: Ranks) -> None:
     subject = trainer(spec(), alone)
-    with SyncSpy(subject.clock, subject.ddp) as spy:
+    with SyncSpy(subject.clock, subject.parallel) as spy:
         subject.after_backward = spy.reduced
         steps = list(islice(worker_train_loop.steps(subject), 5))
     assert len(spy.exposed) == 5
     assert 0 < spy.median() < max(subject.clock.seconds(step.start, step.end) for step in steps)
-    assert not any(p._backward_hooks for p in subject.ddp.parameters())
+    assert not any(p._backward_hooks for p in subject.parallel.parameters())
 
 
 def test_a_look_at_the_gradient_leaves_the_weights(alone: Ranks) -> None:
     subject = trainer(spec(), alone)
-    before = torch.cat([p.detach().flatten() for p in subject.ddp.parameters()])
+    before = torch.cat([p.detach().flatten() for p in subject.parallel.parameters()])
     norms: list[float] = []
     subject.after_backward = lambda: norms.append(float(gradient(subject).square().sum()))
     list(islice(worker_train_loop.steps(subject), 3))
-    assert torch.equal(torch.cat([p.detach().flatten() for p in subject.ddp.parameters()]), before)
+    assert torch.equal(torch.cat([p.detach().flatten() for p in subject.parallel.parameters()]), before)
     assert len(norms) == 3
     assert all(norm > 0 for norm in norms)
 

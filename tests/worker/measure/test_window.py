@@ -16,8 +16,7 @@ from worker_jobs import probe_task, spec, trainer, weights
 from tula_cli.run.directory import RunDir
 from tula_cli.spec.job import Search
 from tula_cli.worker.build.datasets import build_datasets
-from tula_cli.worker.measure import meter as worker_measure_meter
-from tula_cli.worker.measure import probe as worker_measure_probe
+from tula_cli.worker.measure.looks import looks
 from tula_cli.worker.measure.probe import Blocks, run_probes
 from tula_cli.worker.measure.window import steps_to_time, steps_to_warm_up
 from tula_cli.worker.ranks import Ranks
@@ -150,7 +149,7 @@ def test_the_weights_are_those_that_the_warm_up_has_left(alone: Ranks) -> None:
     steps = worker_train_loop.steps(subject)
     next(steps)
     before = weights(subject)
-    with worker_measure_probe._standing_still(subject):
+    with looks.standing_still(subject):
         list(itertools.islice(steps, 3))
         assert all(torch.equal(value, before[name]) for name, value in weights(subject).items())
     next(steps)
@@ -177,11 +176,11 @@ def test_the_loader_is_timed_by_the_samples_of_a_step(alone: Ranks, monkeypatch:
     subject = trainer(spec(train={"accumulate": 2}), alone, datasets=data)
     next(worker_train_loop.steps(subject))
     monkeypatch.setattr(type(data.train), "__getitem__", give_slowly)
-    monkeypatch.setattr(worker_measure_meter, "time", SimpleNamespace(perf_counter=lambda: clock.now))
-    assert worker_measure_meter.loader(subject)[0] == pytest.approx(8.0)  # two micro-batches of 8
+    monkeypatch.setattr(looks, "time", SimpleNamespace(perf_counter=lambda: clock.now))
+    assert looks.loader(subject)[0] == pytest.approx(8.0)  # two micro-batches of 8
     short = spec(train={"accumulate": 2}, search={"max_seconds": 3, "min_seconds": 0})
     subject.spec, clock.now = short, 0.0
-    assert worker_measure_meter.loader(subject)[0] == pytest.approx(8.0)
+    assert looks.loader(subject)[0] == pytest.approx(8.0)
     assert clock.now == 8.0, "the first, and one beyond the most seconds"
 
 

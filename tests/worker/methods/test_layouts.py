@@ -40,7 +40,7 @@ def trained(case: str, ranks: Ranks, *, channels_last: bool) -> Trainer:
 
 
 def turned(subject: Trainer) -> list[bool]:
-    return [p.ndim == 4 and p.is_contiguous(memory_format=torch.channels_last) for p in subject.ddp.parameters()]
+    return [p.ndim == 4 and p.is_contiguous(memory_format=torch.channels_last) for p in subject.parallel.parameters()]
 
 
 @pytest.mark.parametrize("case", cases())
@@ -48,7 +48,7 @@ def test_every_method_learns_the_same_in_either_layout(case: str, alone: Ranks) 
     usual, subject = (trained(case, alone, channels_last=wanted) for wanted in (False, True))
     assert sum(turned(subject)) == 4
     assert not otherwise_laid(subject)
-    for one, other in zip(subject.ddp.parameters(), usual.ddp.parameters(), strict=True):
+    for one, other in zip(subject.parallel.parameters(), usual.parallel.parameters(), strict=True):
         torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-4)
 
 
@@ -60,12 +60,12 @@ def test_a_training_goes_on_in_the_other_layout(case: str, before: bool, alone: 
     subject = trainer(job(case, channels_last=not before), alone)
     checkpoint.restore(subject, torch.load(path, weights_only=True))
     assert not otherwise_laid(subject)
-    for one, other in zip(subject.ddp.parameters(), first.ddp.parameters(), strict=True):
+    for one, other in zip(subject.parallel.parameters(), first.parallel.parameters(), strict=True):
         assert torch.equal(one, other)
     for going in (first, subject):
         next(worker_train_loop.steps(going))
     assert turned(subject) != turned(first)
-    for one, other in zip(subject.ddp.parameters(), first.ddp.parameters(), strict=True):
+    for one, other in zip(subject.parallel.parameters(), first.parallel.parameters(), strict=True):
         torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-4)
 
 

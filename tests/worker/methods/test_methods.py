@@ -176,8 +176,8 @@ def test_adascales_gain_is_that_of_the_first_halves(alone: Ranks) -> None:
     next(worker_train_loop.steps(half))
     assert half.last_batch is not None
     inputs, targets = half.last_batch
-    loss = half.loss(half.ddp.module(inputs), targets)
-    square = sum(float(g.square().sum()) for g in torch.autograd.grad(loss, list(half.ddp.module.parameters())))
+    loss = half.loss(half.parallel.module(inputs), targets)
+    square = sum(float(g.square().sum()) for g in torch.autograd.grad(loss, list(half.parallel.module.parameters())))
     assert seen == [(pytest.approx(square, rel=0.02), 8)]
 
 
@@ -192,7 +192,7 @@ def test_ghost_batches_go_with_recomputed_activations(alone: Ranks) -> None:
 def test_ghost_batches_are_refused_where_there_is_a_rest_or_nothing_to_normalise(alone: Ranks) -> None:
     norm = {"model": {"args": {"norm": True}}}
     subject = trainer(spec(**norm, train={"ghost_batch": 4}), alone)
-    assert any(isinstance(module, GhostBatchNorm) for module in subject.ddp.modules())
+    assert any(isinstance(module, GhostBatchNorm) for module in subject.parallel.modules())
     with pytest.raises(SpecError, match="ghost_batch 6 does not divide the 16 samples"):
         trainer(spec(**norm, train={"ghost_batch": 6}), alone)
     with pytest.raises(SpecError, match="has no BatchNorm"):
@@ -287,7 +287,7 @@ def test_ags_leaves_out_what_the_job_names(alone: Ranks) -> None:
     sections = job("ghost, ags", ags={"exclude": ["norms", "biases"]})
     subject = trainer(spec(**sections), alone)
     assert subject.ags is not None
-    names = {p: name for name, p in subject.ddp.module.named_parameters()}
+    names = {p: name for name, p in subject.parallel.module.named_parameters()}
     left = {names[p] for p in names if p not in subject.ags.setup.excluded}
     assert left and all(name.endswith("weight") for name in left)
     with pytest.raises(SpecError, match=r"ags\.exclude"):

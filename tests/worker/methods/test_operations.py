@@ -70,7 +70,7 @@ WAITS: dict[str, Callable[[torch.Tensor], Any]] = {
 def test_a_planted_wait_is_seen(how: str, alone: Ranks, plant: Callable[..., None]) -> None:
     class Waiting(Plain):
         def after_step(self, loop: Loop) -> None:
-            WAITS[how](next(loop.ddp.parameters()).detach().sum())
+            WAITS[how](next(loop.parallel.parameters()).detach().sum())
 
     plant(PLAIN, Waiting())
     waits = count(job(PLAIN), alone, batch=BATCH).waits

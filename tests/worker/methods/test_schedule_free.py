@@ -61,7 +61,7 @@ def after_steps(ranks: Ranks, count: int, **changes: dict[str, Any]) -> worker_t
 
 def test_batchnorms_statistics_are_taken_anew_at_the_averaged_weights(alone: Ranks) -> None:
     subject = after_steps(alone, 6, **NORM, **LARGE)
-    conv, norm = subject.ddp.module[0], subject.ddp.module[1]
+    conv, norm = subject.parallel.module[0], subject.parallel.module[1]
     before = weights(subject)
     with subject.method.evaluating(subject), torch.no_grad():
         seen = [conv(images) for images, _ in itertools.islice(worker_train_loop.upcoming(subject), 4)]
@@ -72,7 +72,7 @@ def test_batchnorms_statistics_are_taken_anew_at_the_averaged_weights(alone: Ran
     torch.testing.assert_close(norm.running_mean, mean)
     torch.testing.assert_close(norm.running_var, variance)
     assert torch.equal(torch.get_rng_state(), random)
-    assert norm.momentum == 0.1 and all(module.training for module in subject.ddp.modules())
+    assert norm.momentum == 0.1 and all(module.training for module in subject.parallel.modules())
     after = weights(subject)
     assert all(torch.equal(after[name], value) for name, value in before.items() if not name.startswith("1."))
     again = evaluation.Evaluator(subject).run()
@@ -84,7 +84,7 @@ def test_batchnorms_statistics_are_taken_anew_at_the_averaged_weights(alone: Ran
 def test_statistics_of_the_steps_would_be_others(alone: Ranks) -> None:
     """They trail the points that are trained, while the average is far behind those."""
     subject = after_steps(alone, 40, **NORM, **LARGE, optimizer={"lr": 1.0})
-    norm = subject.ddp.module[1]
+    norm = subject.parallel.module[1]
     stale = norm.running_var.clone()
     evaluation.Evaluator(subject).run()
     assert float((stale / norm.running_var).log().abs().max()) > 0.05
@@ -105,7 +105,7 @@ class Counting(torch.nn.Module):
 
 def test_nothing_but_batchnorm_sees_those_batches(alone: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
     subject = after_steps(alone, 2, **NORM, **LARGE)
-    subject.ddp.module.append(counter := Counting())
+    subject.parallel.module.append(counter := Counting())
     evaluation.average_statistics(subject)
     assert float(counter.passes) == 0
     monkeypatch.setattr(worker_train_loop, "upcoming", lambda _: pytest.fail("there is no BatchNorm"))

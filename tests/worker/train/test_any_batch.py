@@ -18,8 +18,8 @@ from tula_cli.worker.build.batches.tokens import TokenCounter, sequence_length
 from tula_cli.worker.build.batches.tree import cut, described, grown
 from tula_cli.worker.build.datasets import build_datasets
 from tula_cli.worker.entry import run_training
-from tula_cli.worker.measure.gradients import halves
 from tula_cli.worker.measure.inspect import inspect_job
+from tula_cli.worker.measure.looks.gradients import halves
 from tula_cli.worker.ranks import Ranks
 from tula_cli.worker.train import loop as worker_train_loop
 from tula_cli.worker.train.evaluation import Evaluator
@@ -61,7 +61,7 @@ def test_evaluation_knows_classes_in_a_dictionary(alone: Ranks) -> None:
     found = Evaluator(subject).run()
     assert found.samples == 10 and found.top1 > 80
     own = trainer(tokens(model={"name": "token_jobs:WithLoss"}), alone)
-    own.ddp.module.load_state_dict(subject.ddp.module.state_dict())
+    own.parallel.module.load_state_dict(subject.parallel.module.state_dict())
     assert Evaluator(own).run() == found
 
 

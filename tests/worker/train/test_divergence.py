@@ -63,7 +63,7 @@ def test_a_gradient_that_was_not_finite_is_in_the_weights(alone: Ranks, value: f
     subject = trainer(spec(), alone)
     watch = followed(subject)
     assert watch.may_save()
-    next(subject.ddp.parameters()).data.view(-1)[-1] = value
+    next(subject.parallel.parameters()).data.view(-1)[-1] = value
     assert watch.look() == "", "losses alone are looked at between checkpoints"
     assert not watch.may_save()
     assert watch.look().startswith("the weights are not finite"), "seen by rank 0 alone, told at the next look"

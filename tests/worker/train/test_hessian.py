@@ -145,10 +145,10 @@ def test_the_eigenvalue_is_that_of_the_explicit_hessian_with_batchnorm_and_dropo
     subject = trainer(spec(**SMALL), alone)
     for _, _ in zip(worker_train_loop.steps(subject), range(3), strict=False):  # running statistics of its own
         pass
-    subject.ddp.module.eval()
+    subject.parallel.module.eval()
     batches = hessian._batches(subject, 40)
     assert [(count, len(targets)) for count, (_, targets) in batches] == [(4, 4)] * 10  # a quarter of a micro-batch
-    surface = LossSurface(subject.ddp.module, subject.call, batches, alone, seed=0)
+    surface = LossSurface(subject.parallel.module, subject.call, batches, alone, seed=0)
     matrix = explicit(surface)
     vector = surface.direction()
     torch.testing.assert_close(surface.product(vector), torch.from_numpy(matrix) @ vector, rtol=1e-3, atol=1e-4)
@@ -165,7 +165,7 @@ def test_the_loss_and_gradient_are_means_over_all_samples_whatever_the_batches(a
     subject = trainer(spec(), alone)
     inputs, targets = torch.randn(10, 1, 4, 4), torch.randint(3, (10,))
     parts = [(3, (inputs[:3], targets[:3])), (7, (inputs[3:], targets[3:]))]
-    model = subject.ddp.module
+    model = subject.parallel.module
     whole = LossSurface(model, subject.call, [(10, (inputs, targets))], alone, seed=0)
     split = LossSurface(model, subject.call, parts, alone, seed=0)
     for one, other in zip(whole.gradient(), split.gradient(), strict=True):
@@ -278,14 +278,14 @@ def test_nothing_of_the_trainer_changes(alone: Ranks) -> None:
     subject = trainer(spec(**SMALL), alone)
     steps = worker_train_loop.steps(subject)
     next(steps)
-    subject.ddp.module[1].eval()  # a mode of its own, as a frozen normalisation has
+    subject.parallel.module[1].eval()  # a mode of its own, as a frozen normalisation has
     before, state = weights(subject), torch.get_rng_state()
-    modes = [module.training for module in subject.ddp.modules()]
+    modes = [module.training for module in subject.parallel.modules()]
     measure(subject, samples=20)
     assert same(weights(subject), before)
     assert torch.equal(torch.get_rng_state(), state)
-    assert [module.training for module in subject.ddp.modules()] == modes
-    assert all(p.grad is None for p in subject.ddp.parameters())
+    assert [module.training for module in subject.parallel.modules()] == modes
+    assert all(p.grad is None for p in subject.parallel.parameters())
 
 
 def test_it_repeats_itself_and_may_be_broken_off(alone: Ranks) -> None:
@@ -300,7 +300,7 @@ def test_it_repeats_itself_and_may_be_broken_off(alone: Ranks) -> None:
     assert (one.eigenvalue, one.gradient_norm, one.loss) == (other.eigenvalue, other.gradient_norm, other.loss)
     with pytest.raises(Gone):
         measure(subject, samples=30, between=leave)
-    assert subject.ddp.module.training
+    assert subject.parallel.module.training
 
 
 def test_the_bound_on_the_step_size_is_that_of_lemma_1() -> None:

@@ -130,7 +130,7 @@ def test_half_precision_trains(alone: Ranks, precision: str, method: str) -> Non
 def test_gradients_are_clipped(alone: Ranks, train: dict[str, str]) -> None:
     job = spec(train={**train, "max_grad_norm": 1e-3}, optimizer={"momentum": None}, ags={"delta": "inf"})
     subject = trainer(job, alone)
-    parameters = [p.detach() for p in subject.ddp.parameters()]
+    parameters = [p.detach() for p in subject.parallel.parameters()]
     before = torch.cat([p.flatten() for p in parameters])
     for _ in islice(worker_train_loop.steps(subject), 8):
         after = torch.cat([p.flatten() for p in parameters])
@@ -323,7 +323,7 @@ def test_evaluation_counts_each_sample_once(alone: Ranks) -> None:
     pairs = [subject.datasets.eval[index] for index in range(37)]
     images, labels = torch.stack([image for image, _ in pairs]), torch.tensor([label for _, label in pairs])
     with torch.no_grad():
-        scores = subject.ddp.module(images)
+        scores = subject.parallel.module(images)
     assert found.samples == 37
     assert found.loss == pytest.approx(float(nn.functional.cross_entropy(scores, labels)), rel=1e-5)
     assert found.top1 == pytest.approx(100 * float((scores.argmax(1) == labels).float().mean()))
@@ -341,7 +341,7 @@ def test_evaluation_leaves_training_as_it_was(alone: Ranks, workers: int) -> Non
         assert same(weights(subject), before[0])
         assert torch.equal(torch.get_rng_state(), before[1])
         assert random.getstate() == before[2]
-        assert all(module.training for module in subject.ddp.modules())
+        assert all(module.training for module in subject.parallel.modules())
     assert same(weights(subject), trained(job, alone)[0])
 
 

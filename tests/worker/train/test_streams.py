@@ -75,7 +75,7 @@ def test_a_resumed_stream_trains_the_same_weights_and_tells_what_it_passes_over(
     steps = worker_train_loop.steps(subject)
     next(steps), next(steps)
     later = trainer(job, alone, batch=12)
-    later.ddp.module.load_state_dict(weights(subject))
+    later.parallel.module.load_state_dict(weights(subject))
     later.optimizer.load_state_dict(subject.optimizer.state_dict())
     later.position = subject.position
     assert any("24 samples of the epoch are passed over" in message for message in remarks(later))

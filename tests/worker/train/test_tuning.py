@@ -74,7 +74,7 @@ def by_hand(ranks: Ranks, arm: Arm) -> dict[str, torch.Tensor]:
     first = worker_train_loop.build(train_task(plain), ranks, data, batch=16, workers=0, refresh=True)
     list(itertools.islice(worker_train_loop.steps(first), 6))
     then = worker_train_loop.build(train_task(own), ranks, data, batch=16, workers=0, refresh=True)
-    then.ddp.module.load_state_dict(first.ddp.module.state_dict())
+    then.parallel.module.load_state_dict(first.parallel.module.state_dict())
     then.base.load_state_dict(first.optimizer.state_dict())
     if then.ags:
         then.ags.refresh_soon()
@@ -243,7 +243,7 @@ def test_the_statistics_of_batchnorm_are_those_of_the_weights_at_the_end(alone: 
     subject = spec(model={"args": {"norm": True}})
     data = build_datasets(subject)
     trainer = worker_train_loop.build(train_task(subject), alone, data, batch=16, workers=0, refresh=True)
-    conv, norm = trainer.ddp.module[0], trainer.ddp.module[1]
+    conv, norm = trainer.parallel.module[0], trainer.parallel.module[1]
     norm.running_mean.fill_(99.0)
     evaluation.renew_statistics(trainer, batches=tuning.SETTLE, between=lambda: None)
     with torch.no_grad():

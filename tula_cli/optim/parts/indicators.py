@@ -199,10 +199,14 @@ def moving_average(now: Tensor, before: Tensor | None, keep: float) -> Tensor:
     return torch.where(before.isfinite(), torch.lerp(before, now, 1 - keep), now)
 
 
-def clip_(grads: Sequence[Tensor], max_norm: float) -> None:
-    """Scale the gradients, dense or sparse, in place so that their joint l2 norm is at most `max_norm`."""
+def clip_(grads: Sequence[Tensor], max_norm: float, *, square: Tensor | None = None) -> None:
+    """Scale the gradients, dense or sparse, in place so that their joint l2 norm is at most `max_norm`.
+
+    `square` is that norm squared, where the gradients are parts of what it is of.
+    """
+    square = squared_norm(grads) if square is None else square
     # 1e-6 as torch.nn.utils.clip_grad_norm_ has it, so that moving a clip into the optimizer changes nothing
-    shrink = (max_norm / (squared_norm(grads).sqrt() + 1e-6)).clamp(max=1.0)
+    shrink = (max_norm / (square.sqrt() + 1e-6)).clamp(max=1.0)
     stored = [g._values() if g.is_sparse else g for g in grads]
     for (device, dtype), indices in alike(stored).items():
         torch._foreach_mul_([stored[i] for i in indices], shrink.to(device, dtype))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from numbers import Integral, Real
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -12,10 +13,14 @@ from torch.nn.parallel import DistributedDataParallel
 
 from tula_cli.presets import DIVIDING
 
+from .shares import is_sharded
+
 # These keep each rank's own gradient or shard, so no rank holds the gradient that Eq. 5 speaks of.
 SHARDING = frozenset(
     {"FullyShardedDataParallel", "FSDPModule", "DTensor", "ZeroRedundancyOptimizer", "PostLocalSGDOptimizer"}
 )
+# Of these an optimizer may do with the shares of fully_shard.
+SHARES = frozenset({"FSDPModule", "DTensor"})
 # Arguments that need not be given.
 OPTIONAL = frozenset({"available", "steps_per_epoch", "max_grad_norm", "factor"})
 
@@ -28,6 +33,8 @@ def distributed(model: nn.Module) -> DistributedDataParallel | None:
 
 def place(model: nn.Module) -> tuple[int, int]:
     """(rank, world size); (0, 1) for a module that this process trains alone."""
+    if is_sharded(model):
+        return dist.get_rank(), dist.get_world_size()
     ddp = distributed(model)
     if ddp is None:
         return 0, 1
@@ -83,17 +90,32 @@ def refuse_other_model(base: torch.optim.Optimizer, model: nn.Module) -> None:
         )
 
 
-def refuse_sharded(base: torch.optim.Optimizer, model: nn.Module, who: str = "TulaOptimizer") -> None:
-    """Raise ValueError where no rank holds the whole gradient, or parameters are complex."""
+def refuse_sharded(
+    base: torch.optim.Optimizer, model: nn.Module, who: str = "TulaOptimizer", *, shares: bool = False
+) -> None:
+    """Raise ValueError where no rank holds the whole gradient, or parameters are complex.
+
+    `shares`: those of fully_shard over all ranks will do.
+    """
     params = [p for group in base.param_groups for p in group["params"]]
+    shares = shares and is_sharded(model) and all(_is_divided_among_all(p) for p in params)
+    refused = SHARDING - SHARES if shares else SHARDING
     for thing in (base, *model.modules(), *params):
-        if _names(thing) & SHARDING:
+        if _names(thing) & refused:
             raise ValueError(
                 f"{who} does not work with {type(thing).__name__}: it needs every rank to hold the whole,"
                 " averaged gradient. Use DistributedDataParallel"
             )
     if any(p.is_complex() for p in params):
         raise ValueError(f"{who} does not work with complex parameters")
+
+
+def _is_divided_among_all(param: Any) -> bool:
+    """Whether each rank of the default process group holds a part of a parameter, and no other rank the same."""
+    mesh = getattr(param, "device_mesh", None)
+    if mesh is None or mesh.ndim != 1 or mesh.size() != dist.get_world_size():
+        return False
+    return all(placement.is_shard() for placement in param.placements)
 
 
 def _names(thing: object) -> set[str]:

@@ -9,9 +9,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from . import indicators, shares
 from .indicators import factor_limit
 from .refusals import place, whole_numbers
-from .small_batch import SmallLoss, draw_counts, small_gradients
+from .small_batch import SmallLoss, draw_counts, shared_small_gradients, small_gradients
 
 
 @dataclass(frozen=True)
@@ -28,6 +29,7 @@ class Setup:
     steps_per_epoch: int | None
     seed: int
     excluded: frozenset[Tensor] = frozenset()  # parameters whose factor is always 1
+    sharded: bool = False  # each rank holds a part of every parameter and gradient (fully_shard)
 
     @classmethod
     def of(
@@ -58,7 +60,8 @@ class Setup:
             raise ValueError(
                 f"b_small, {b_small}, is above b_large, {b_large}: the small batch is a part of the large one"
             )
-        found = cls(base, model, rank, world, b_large, b_small, share, steps_per_epoch, seed, frozenset(exclude))
+        left, sharded = frozenset(exclude), shares.is_sharded(model)
+        found = cls(base, model, rank, world, b_large, b_small, share, steps_per_epoch, seed, left, sharded)
         if found.excluded and found.excluded.issuperset(found.params):
             raise ValueError("exclude leaves no parameter to scale")
         return found
@@ -78,15 +81,29 @@ class Setup:
         """s_max = sqrt(b_large / b_small) (line 12), of the small batch that is really taken."""
         return factor_limit(self.b_large, self.small_batch_size)
 
+    def norms(self, grads: Sequence[Tensor]) -> list[Tensor]:
+        """The l2 norm of each gradient, 0-dim, the same on all ranks; of parts, all of which take part."""
+        return shares.norms(grads) if self.sharded else indicators.norms(grads)
+
+    def squared_norm(self, grads: Sequence[Tensor]) -> Tensor:
+        """The squared l2 norm over all gradients together, likewise."""
+        return shares.squared_norm(grads) if self.sharded else indicators.squared_norm(grads)
+
     def small_gradients(
         self, loss: SmallLoss, params: Sequence[Tensor], *, turn: int, step: int, scaler: torch.amp.GradScaler | None
     ) -> list[Tensor | None]:
-        """The small batch's gradient, the same on all ranks (`small_batch.small_gradients`).
+        """The small batch's gradient, the same on all ranks (`small_batch.small_gradients`), or this rank's part of it.
 
         Args:
             turn: refreshes so far: the ranks that hold the small batch take turns.
             step: optimizer steps so far: with seed and rank it seeds what the forward pass draws.
         """
-        counts = draw_counts(self.b_small, self.available, self.world, turn)
         seed = random.Random(f"{self.seed}, {step}, {self.rank}").getrandbits(63)
+        if self.sharded:  # every rank has to compute: each takes its share
+            available = -(-self.small_batch_size // self.world)
+            counts = draw_counts(self.small_batch_size, available, self.world, turn)
+            return shared_small_gradients(
+                loss, self.model, params, counts=counts, rank=self.rank, seed=seed, scaler=scaler
+            )
+        counts = draw_counts(self.b_small, self.available, self.world, turn)
         return small_gradients(loss, self.model, params, counts=counts, rank=self.rank, seed=seed, scaler=scaler)

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from .indicators import alike, squared_norm
+from .shares import gradients
 
 SmallLoss = Callable[[int], Tensor]
 
@@ -57,6 +58,34 @@ def small_gradients(
     return grads if len(counts) == 1 else _combined(grads, params, counts, rank)
 
 
+def shared_small_gradients(
+    loss: SmallLoss,
+    model: nn.Module,
+    params: Sequence[Tensor],
+    *,
+    counts: Sequence[int],
+    rank: int,
+    seed: int,
+    scaler: torch.amp.GradScaler | None,
+) -> list[Tensor | None]:
+    """This rank's part of the gradient of the mean loss over the ranks' samples, of a model that fully_shard has divided.
+
+    A rank without samples computes one, for its shares are needed, and gives it no weight.
+
+    Args: as for `small_gradients`.
+    """
+    weight = counts[rank] * len(counts) / sum(counts)
+
+    def weighted() -> Tensor:
+        value = loss(max(1, counts[rank])) * weight
+        return value if scaler is None else scaler.scale(value)
+
+    with _untouched(model), _own_randomness(params, seed):
+        grads = gradients(weighted, model)
+    found = [grads.get(p) for p in params]
+    return found if scaler is None or not scaler.is_enabled() else _unscaled(found, scaler)
+
+
 def are_finite(grads: Sequence[Tensor]) -> Tensor:
     """Whether all of the gradients, at least one, are: 0-dim, bool, on the device."""
     return squared_norm(grads).isfinite()
@@ -100,11 +129,15 @@ def _gradients(
         # autograd.grad, not backward(): .grad keeps the large batch's, and DDP's reducer is not set off
         scaled = value if scaler is None else scaler.scale(value)
         grads: list[Tensor | None] = list(torch.autograd.grad(scaled, params, allow_unused=True))
-    if scaler is None or not scaler.is_enabled():
-        return grads
-    factor = 1.0 / scaler.scale(torch.ones((), device=value.device))  # on the device: get_scale() would wait for it
+    return grads if scaler is None or not scaler.is_enabled() else _unscaled(grads, scaler)
+
+
+def _unscaled(grads: list[Tensor | None], scaler: torch.amp.GradScaler) -> list[Tensor | None]:
+    """The gradients of a loss that was scaled, divided again, in the same list."""
     for index, grad in enumerate(grads):  # one by one, so that there are never two copies; not in place: they may alias
-        grads[index] = None if grad is None else grad * factor.to(grad.device)
+        if grad is not None:
+            # on the device: get_scale() would wait for it
+            grads[index] = grad / scaler.scale(torch.ones((), device=grad.device))
     return grads
 
 

@@ -84,6 +84,11 @@ class _Run:
         return value
 
 
+def blocks_of(model: nn.Module) -> list[nn.Module]:
+    """Return the model's blocks: the composite members of every Sequential or ModuleList, outermost first."""
+    return [unit for unit in _units(model) if isinstance(unit, nn.Module)]
+
+
 def _units(module: nn.Module) -> Iterator[nn.Module | _Chain]:
     """Yield blocks to wrap whole and plain chains to cut, outermost first; what is inside a block is left alone."""
     for child in [module] if isinstance(module, nn.Sequential) else module.children():

@@ -11,6 +11,7 @@ import torchvision.models
 from torch import nn
 
 from tula_cli.errors import SpecError
+from tula_cli.optim.parts.shares import share
 from tula_cli.plugins import is_import_string, load, nearest
 from tula_cli.spec.job import JobSpec, beta2_at
 from tula_cli.worker.build import small_images
@@ -249,7 +250,10 @@ def _check_replaced(spec: JobSpec) -> None:
 
 def _has_fused_kernel(tensors: Sequence[torch.Tensor]) -> bool:
     """Whether fused SGD takes these; torch itself would only say so at the first step."""
-    return all(t.is_floating_point() and t.device.type in ("cpu", "cuda") and not t.is_sparse for t in tensors)
+    return all(
+        t.is_floating_point() and t.device.type in ("cpu", "cuda") and not t.is_sparse and share(t) is t
+        for t in tensors
+    )
 
 
 def _regularisation(spec: JobSpec, target: Callable[..., Any]) -> dict[str, float]:

@@ -1,22 +1,21 @@
 """A probe: the training loop cut short, and everything that is measured on the way."""
 
 import itertools
+import shutil
 import statistics
 import time
 from collections.abc import Callable, Generator, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 from tula_cli.errors import Diverged
 from tula_cli.host import outcome
-from tula_cli.models.efficiency import Pair, summarise
 from tula_cli.models.halving import dearest
 from tula_cli.models.memory.host_memory import AHEAD
 from tula_cli.run.directory import RunDir
 from tula_cli.run.records.components import Components
-from tula_cli.run.records.probes import GpuState, GradientStats, Measured, OutOfMemory, Overheads
+from tula_cli.run.records.probes import GpuState, Measured, OutOfMemory, Overheads
 from tula_cli.run.records.tasks import ProbeTask, probe_identity
 from tula_cli.worker import device, environment
 from tula_cli.worker.build.batches.collate import collated
@@ -28,14 +27,13 @@ from tula_cli.worker.energy import EnergyMeter
 from tula_cli.worker.measure import meter as worker_measure_meter
 from tula_cli.worker.measure.first_samples import longest
 from tula_cli.worker.measure.gpu_states import GpuStates
-from tula_cli.worker.measure.gradients import GradientNormRecorder, halves
+from tula_cli.worker.measure.looks.looks import looks_of, seconds_of, standing_still
 from tula_cli.worker.measure.window import steps_to_time, steps_to_warm_up
 from tula_cli.worker.ranks import Ranks
 from tula_cli.worker.train import checkpoint, evaluation
 from tula_cli.worker.train import loop as worker_train_loop
 from tula_cli.worker.train.divergence import DivergenceDetector
 from tula_cli.worker.train.loop import Step, Trainer
-from tula_cli.worker.train.watching.sync_spy import SyncSpy
 
 EVAL_BATCHES = 8
 REFRESHES = 3
@@ -106,7 +104,7 @@ def _trainer(task: ProbeTask, ranks: Ranks, datasets: Datasets, *, local_batch: 
     trainer = worker_train_loop.build(
         task, ranks, datasets, batch=local_batch * ranks.world, workers=task.spec.train.workers, refresh=False
     )
-    initial_weights.load(task.spec.model, trainer.ddp.module, first=ranks.first)
+    initial_weights.load(task.spec.model, trainer.parallel.module, first=ranks.first)
     if trainer.ags:
         trainer.ags.start_epoch(NEVER)
     trainer.until = trainer.method.probe_epochs()
@@ -131,13 +129,15 @@ def measure(
     if overheads.longest is not None:
         _largest_step(trainer, overheads.longest)
     meter.settled()
-    with _standing_still(trainer):
+    with standing_still(trainer):
         window = _timed(trainer, stream)
         refresh_time = _refresh_time(trainer, stream, window.steps)
         eval_time = _eval_time(trainer)
         memory = _memory(trainer, meter)  # before all that trainings do not do
         retries = int(ranks.largest(meter.allocator_retries()))
-    looks = _looks(trainer, stream, norms=min(NORMS, len(window.steps)))
+    capacity = worker_measure_meter.capacity(ranks, task.spec.cluster.memory_per_gpu)
+    room = None if capacity is None else capacity - memory.reserved - memory.libraries
+    looks = looks_of(trainer, stream, norms=min(NORMS, len(window.steps)), room=room)
     if retries:
         return _overfull(task, local_batch, retries)
     return Measured(
@@ -149,7 +149,7 @@ def measure(
         data_wait=statistics.median(window.waits),
         **looks,
         memory=memory,
-        capacity=worker_measure_meter.capacity(ranks, task.spec.cluster.memory_per_gpu),
+        capacity=capacity,
         overheads=overheads.beside(trainer, eval_time=eval_time, refresh_time=refresh_time),
         environment=environment.environment(ranks, workers=trainer.workers),
         dataset_size=len(datasets.train),
@@ -170,25 +170,14 @@ def _warm_up(trainer: Trainer, stream: Iterator[Step]) -> list[float]:
     queue = -(-AHEAD * trainer.workers // trainer.parts)
     blocks = Blocks(trainer, partial(steps_to_warm_up, search=trainer.spec.search, ahead=queue))
     blocks.take(stream)
-    return _seconds(trainer, first) + blocks.steps
+    return seconds_of(trainer, first) + blocks.steps
 
 
 def _largest_step(trainer: Trainer, sample: Any) -> None:
     """Take a step of the largest sample alone, as many times as it has room: what it holds, a training may come to hold."""
     batch = collated(trainer.datasets.collate, [sample] * trainer.micro_batch)
-    with _standing_still(trainer):
+    with standing_still(trainer):
         worker_train_loop.step_on(trainer, batch)
-
-
-@contextmanager
-def _standing_still(trainer: Trainer) -> Iterator[None]:
-    """Take steps at a learning rate of 0, which take what others do.
-
-    Gradient norms belong to the start of training. A window of seconds may hold epochs of a small dataset.
-    """
-    factor, trainer.lr_factor = trainer.lr_factor, lambda _: 0.0
-    yield
-    trainer.lr_factor = factor
 
 
 @dataclass(frozen=True)
@@ -230,7 +219,7 @@ class Blocks:
         while count := trainer.ranks.from_first(self.more(self.steps) if trainer.ranks.first else 0):
             block = list(itertools.islice(stream, count))
             self.at_work()
-            self.steps += _seconds(trainer, block)
+            self.steps += seconds_of(trainer, block)
             self.waits += [trainer.clock.seconds(step.start, step.loaded) for step in block]
 
 
@@ -245,7 +234,7 @@ def _memory(trainer: Trainer, meter: device.MemoryMeter) -> Components:
     peak, reserved = meter.peak()
     assert trainer.last_batch is not None
     return worker_measure_meter.split_memory(
-        trainer.ddp.module,
+        trainer.parallel.module,
         trainer.base,
         batch=device.tensor_bytes(tensors(trainer.last_batch)),
         factors=trainer.ags.memory() if trainer.ags else 0,
@@ -263,16 +252,12 @@ def endless(trainer: Trainer) -> Generator[Step, None, None]:
         trainer.position = Position()
 
 
-def _seconds(trainer: Trainer, steps: list[Step]) -> list[float]:
-    return [trainer.clock.seconds(step.start, step.end) for step in steps]
-
-
 def _refresh_time(trainer: Trainer, stream: Iterator[Step], timed: list[float]) -> float:
     """Return what a refresh of the AGS factors adds to a step, in seconds."""
     if trainer.ags is None or trainer.ags.identity or trainer.spec.ags.resolved().each_step:
         return 0.0
     with_refresh = [_step_with_refresh(trainer, stream) for _ in range(REFRESHES)]
-    extra = statistics.median(_seconds(trainer, with_refresh)) - statistics.median(timed)
+    extra = statistics.median(seconds_of(trainer, with_refresh)) - statistics.median(timed)
     return max(0.0, extra)
 
 
@@ -287,87 +272,22 @@ def _eval_time(trainer: Trainer) -> float:
     """Return the seconds of one evaluation batch; the first pass starts the loader's processes and is not counted."""
     evaluator = evaluation.Evaluator(trainer)
     evaluator.run(max_batches=1)
-    batches = min(EVAL_BATCHES, len(evaluator.loader))
+    batches = min(EVAL_BATCHES, evaluator.batches(0))  # the same on all ranks
     began = time.perf_counter()
     evaluator.run(max_batches=batches)
     trainer.clock.wait()
     return (time.perf_counter() - began) / max(1, batches)
 
 
-def _looks(trainer: Trainer, stream: Generator[Step, None, None], *, norms: int) -> dict[str, Any]:
-    """Return what is found in steps of their own, by the names that it has in a result; the trainer has done its work.
-
-    Args:
-        trainer: of the probe.
-        stream: its steps.
-        norms: the most steps whose gradient norms are taken.
-    """
-    with _standing_still(trainer):
-        found: dict[str, Any] = {
-            "cached_time": _cached_time(trainer),
-            "sync_time": _synchronisation(trainer, stream),
-        }
-    found["gradients"] = _gradients(trainer, stream, norms=norms)
-    found["compute_time"] = _local_work(trainer, stream)
-    stream.close()  # with its workers
-    found["loader_time"], found["tokens"] = worker_measure_meter.loader(trainer)
-    return found
-
-
-def _cached_time(trainer: Trainer) -> float:
-    """Return the median seconds of a step on data that is on the device already.
-
-    One batch again and again, and none beside those that training holds: a probe near the limit of memory is not ended.
-    """
-    steps = itertools.islice(worker_train_loop.cached(trainer), trainer.spec.search.split_steps)
-    return trainer.ranks.largest(statistics.median(_seconds(trainer, list(steps))))
-
-
-def _gradients(trainer: Trainer, stream: Iterator[Step], *, norms: int) -> GradientStats:
-    """Return the gradient norms of some more steps; where no probe of the search has two ranks, those of half batches.
-
-    From here on DDP has a communication hook, with which a step is not a training's any more.
-    """
-    if _ranks_at_most(trainer) > 1 or trainer.micro_batch < 4:  # batch norm cannot do with one sample
-        recorder = GradientNormRecorder.attach(trainer)
-        for _ in recorder.watch(itertools.islice(stream, norms), trainer.scaler):
-            pass
-        return summarise(recorder.pairs(), local_batch=trainer.local_batch, batch=trainer.batch)
-    pairs: list[Pair] = []
-    _take(trainer, stream, lambda: pairs.append(halves(trainer)))
-    half = trainer.micro_batch // 2
-    return summarise(pairs, local_batch=half, batch=2 * half)
-
-
-def _ranks_at_most(trainer: Trainer) -> int:
-    """Return the ranks of the largest probe of the search."""
-    return max(trainer.ranks.world, max(trainer.spec.search.nodes) * trainer.spec.cluster.gpus_per_node)
-
-
-def _synchronisation(trainer: Trainer, stream: Iterator[Step]) -> float:
-    """Return the exposed synchronisation in seconds."""
-    with SyncSpy(trainer.clock, trainer.ddp) as spy:
-        _take(trainer, stream, spy.reduced)
-    return trainer.ranks.largest(spy.median())
-
-
-def _local_work(trainer: Trainer, stream: Iterator[Step]) -> float:
-    """Return the seconds of a step without synchronisation."""
-    trainer.synchronise = False
-    steps = _take(trainer, stream, None)  # last: the replicas drift apart
-    return trainer.ranks.largest(statistics.median(_seconds(trainer, steps)))
-
-
-def _take(trainer: Trainer, stream: Iterator[Step], look: Callable[[], None] | None) -> list[Step]:
-    """Run some steps, looking at each finished gradient."""
-    trainer.after_backward = look
-    steps = list(itertools.islice(stream, trainer.spec.search.split_steps))
-    trainer.after_backward = None
-    return steps
-
-
 def _save_time(trainer: Trainer, run: RunDir) -> float:
-    """Return the seconds it takes rank 0 to write a checkpoint to the file system that training will write them to."""
+    """Return the seconds it takes to write a checkpoint to the file system that training will write them to."""
+    if checkpoint.of_all_ranks(trainer):
+        began = time.perf_counter()
+        checkpoint.write_shares(run.path / ".timing.dcp", trainer, best={})
+        taken = time.perf_counter() - began
+        if trainer.ranks.first:
+            shutil.rmtree(run.path / ".timing.dcp")
+        return taken
     if not trainer.ranks.first:
         return 0.0
     path = run.path / ".timing.pt"

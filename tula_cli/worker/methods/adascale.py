@@ -4,13 +4,13 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
 from tula_cli.errors import SpecError
 from tula_cli.optim.adascale_sgd import AdaScale
 from tula_cli.optim.parts.indicators import squared_norm
 from tula_cli.spec.job import JobSpec
 from tula_cli.worker.methods.plain import Configuration, Loop, Plain
+from tula_cli.worker.parallel.wrapping import Parallel
 
 
 class WithAdaScale(Plain):
@@ -19,11 +19,11 @@ class WithAdaScale(Plain):
     least_parts_why = "AdaScale's half batches"
 
     def wrap(
-        self, base: torch.optim.Optimizer, ddp: DistributedDataParallel, configuration: Configuration
+        self, base: torch.optim.Optimizer, parallel: Parallel, configuration: Configuration
     ) -> torch.optim.Optimizer:
         train, batch = configuration.spec.train, configuration.batch
         reference, limit = train.reference_batch, train.max_grad_norm
-        return AdaScale(base, model=ddp, batch=batch, reference_batch=reference, max_grad_norm=limit)
+        return AdaScale(base, model=parallel, batch=batch, reference_batch=reference, max_grad_norm=limit)
 
     def check(self, spec: JobSpec, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         try:
@@ -42,7 +42,7 @@ class WithAdaScale(Plain):
         """
         if loop.ranks.world > 1:
             return
-        square = squared_norm([p.grad for p in loop.ddp.parameters() if p.grad is not None])
+        square = squared_norm([p.grad for p in loop.parallel.parameters() if p.grad is not None])
         # the loss was divided by the one and multiplied by the other, which stays on the device
         unscaled = loop.parts / loop.splits / loop.scaler.scale(torch.ones_like(square))
         _adascale(loop).observe(square * unscaled**2, loop.micro_batch * loop.splits)

@@ -4,21 +4,21 @@ from collections.abc import Sequence
 
 import torch
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
 from tula_cli.errors import SpecError
 from tula_cli.optim.orthogonal import Ortho
 from tula_cli.spec.job import JobSpec
 from tula_cli.worker.methods.plain import Configuration, Loop, Memory, Plain
+from tula_cli.worker.parallel.wrapping import Parallel
 
 
 class WithOrtho(Plain):
     """Turns the step of each matrix."""
 
     def wrap(
-        self, base: torch.optim.Optimizer, ddp: DistributedDataParallel, configuration: Configuration
+        self, base: torch.optim.Optimizer, parallel: Parallel, configuration: Configuration
     ) -> torch.optim.Optimizer:
-        return Ortho(base, model=ddp, max_grad_norm=configuration.spec.train.max_grad_norm)
+        return Ortho(base, model=parallel, max_grad_norm=configuration.spec.train.max_grad_norm)
 
     def check(self, spec: JobSpec, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         try:

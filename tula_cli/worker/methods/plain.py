@@ -7,7 +7,6 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 
 from tula_cli.optim import TulaOptimizer
 from tula_cli.spec.job import JobSpec
@@ -15,6 +14,7 @@ from tula_cli.worker.build import zoo
 from tula_cli.worker.build.finetune.groups import Parameters
 from tula_cli.worker.build.samples import Datasets
 from tula_cli.worker.build.sampling import Position
+from tula_cli.worker.parallel.wrapping import Parallel
 from tula_cli.worker.ranks import Ranks
 
 
@@ -24,7 +24,7 @@ class Loop(Protocol):
     spec: JobSpec
     ranks: Ranks
     datasets: Datasets
-    ddp: DistributedDataParallel
+    parallel: Parallel
     base: torch.optim.Optimizer
     optimizer: torch.optim.Optimizer  # what `wrap` has returned
     scaler: torch.amp.GradScaler
@@ -82,7 +82,7 @@ class Plain:
         """Return the class that takes the place of the spec's optimizer; None where none does."""
 
     def wrap(
-        self, base: torch.optim.Optimizer, ddp: DistributedDataParallel, configuration: Configuration
+        self, base: torch.optim.Optimizer, parallel: Parallel, configuration: Configuration
     ) -> torch.optim.Optimizer:
         """Return what steps: the base optimizer, or a wrapper around it, which clips gradients by itself."""
         return base
@@ -160,7 +160,7 @@ class Plain:
 
     def model_state(self, loop: Loop) -> dict[str, Any]:
         """Return the model's state for a checkpoint: with the weights that are evaluated."""
-        state: dict[str, Any] = loop.ddp.module.state_dict()
+        state: dict[str, Any] = loop.parallel.module.state_dict()
         return state
 
     def own_state(self, loop: Loop) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from tula_cli.optim.post_local_sgd import SWITCH_EPOCHS, average_due, average_replicas, synchronise_gradients
 from tula_cli.worker.build.sampling import steps_left
 from tula_cli.worker.methods.plain import Loop, Plain
+from tula_cli.worker.parallel.sharded import Sharded
 
 
 class PostLocal(Plain):
@@ -14,7 +15,8 @@ class PostLocal(Plain):
     def before_backward(self, loop: Loop) -> None:
         """Average gradients over the ranks, as ever, or not, after the switch."""
         if loop.ranks.world > 1:
-            synchronise_gradients(loop.ddp, wanted=not self.is_local(loop))
+            assert not isinstance(loop.parallel, Sharded), "the spec refuses polo on shares"
+            synchronise_gradients(loop.parallel, wanted=not self.is_local(loop))
 
     def after_step(self, loop: Loop) -> None:
         """After a step that was each rank's own the replicas differ, until they are averaged."""
@@ -28,7 +30,7 @@ class PostLocal(Plain):
     def join(self, loop: Loop) -> None:
         if not loop.apart:
             return
-        average_replicas(loop.ddp.module, loop.base)
+        average_replicas(loop.parallel.module, loop.base)
         if loop.scaler.is_enabled():  # each rank has found its own overflows
             state = loop.scaler.state_dict()
             scale, steps = loop.ranks.maxima([-state["scale"], -state["_growth_tracker"]])

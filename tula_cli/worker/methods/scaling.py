@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 
 from tula_cli.errors import SpecError
 from tula_cli.models.refresh import small_batch
@@ -17,6 +16,7 @@ from tula_cli.spec.ags import Ags
 from tula_cli.spec.job import JobSpec
 from tula_cli.worker.build.finetune.patterns import chosen
 from tula_cli.worker.methods.plain import Configuration, Loop, Memory, Plain
+from tula_cli.worker.parallel.wrapping import Parallel
 
 
 def settings(ags: Ags, **changed: Any) -> Configured:
@@ -46,7 +46,7 @@ class Scaling(Plain):
         return settings(ags, **changed)
 
     def wrap(
-        self, base: torch.optim.Optimizer, ddp: DistributedDataParallel, configuration: Configuration
+        self, base: torch.optim.Optimizer, parallel: Parallel, configuration: Configuration
     ) -> torch.optim.Optimizer:
         spec, batch = configuration.spec, configuration.batch
         # a probe says itself when, unless every step refreshes: then it is a part of what a step takes
@@ -56,14 +56,14 @@ class Scaling(Plain):
             warnings.filterwarnings("ignore", "AGS leaves the gradients as they are")  # `remarks` tells it
             return TulaOptimizer(
                 base,
-                model=ddp,
+                model=parallel,
                 b_large=batch,
                 b_small=small_batch(spec, batch),
                 **own,
                 max_grad_norm=spec.train.max_grad_norm,
                 available=available(configuration),
                 seed=spec.train.seed,
-                exclude=excluded(ddp.module, spec.ags),
+                exclude=excluded(parallel.module, spec.ags),
             )
 
     def check(self, spec: JobSpec, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:

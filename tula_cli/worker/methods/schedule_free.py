@@ -55,7 +55,7 @@ class ScheduleFree(Plain):
 
     def model_state(self, loop: Loop) -> dict[str, Any]:
         with self.evaluating(loop):
-            return {name: value.detach().cpu().clone() for name, value in loop.ddp.module.state_dict().items()}
+            return {name: value.detach().cpu().clone() for name, value in loop.parallel.module.state_dict().items()}
 
     def own_state(self, loop: Loop) -> dict[str, Any]:
         return {"trained": [p.detach() for p in _parameters(loop)]}

@@ -1,7 +1,12 @@
-"""Checkpoints: named by samples seen, written whole by rank 0, read with weights_only."""
+"""Checkpoints: named by samples seen, written whole by rank 0, read with weights_only.
+
+Of a model in shares (`train.parallel: fsdp`) they are folders, which all ranks write and read (`parallel/saved_shares.py`).
+"""
 
 import io
+import json
 import os
+import shutil
 import zipfile
 from dataclasses import asdict
 from pathlib import Path
@@ -13,6 +18,8 @@ from tula_cli.errors import TulaError
 from tula_cli.run.directory import RunDir
 from tula_cli.run.files import write_atomic
 from tula_cli.worker.build.sampling import Position
+from tula_cli.worker.parallel import saved_shares
+from tula_cli.worker.parallel.sharded import Sharded
 from tula_cli.worker.ranks import Ranks
 from tula_cli.worker.train.loop import Trainer
 
@@ -29,11 +36,15 @@ def state(trainer: Trainer, *, best: dict[str, float], owed: bool = False, ended
         owed: the epoch that ends here is not evaluated yet.
         ended: why the training ends here, before its last epoch; empty where it goes on.
     """
+    model, optimizer = trainer.method.model_state(trainer), trainer.optimizer.state_dict()
+    return {"model": model, "optimizer": optimizer, **_rest(trainer, best=best, owed=owed, ended=ended)}
+
+
+def _rest(trainer: Trainer, *, best: dict[str, float], owed: bool, ended: str) -> dict[str, Any]:
+    """Return what a resumed run needs beside model and optimizer."""
     own = trainer.method.own_state(trainer)
     return {
         "version": 1,
-        "model": trainer.method.model_state(trainer),
-        "optimizer": trainer.optimizer.state_dict(),
         "scaler": trainer.scaler.state_dict(),
         "position": asdict(trainer.position),
         "batch": trainer.batch,
@@ -67,12 +78,40 @@ def save(
     ended: str = "",
     keep: int | None = None,
 ) -> Path:
-    """Save the trainer's state, point `last` (and `best`) at it, and drop what is no longer needed. Rank 0 alone.
+    """Save the trainer's state, point `last` (and `best`) at it, and drop what is no longer needed.
 
-    `keep` is a checkpoint, by its samples, that stays.
+    Called on rank 0 alone, or on all ranks where the model is in shares (`of_all_ranks`). `keep` is a checkpoint, by its
+    samples, that stays.
     """
-    path = run.training(signature).checkpoint_path(trainer.position.samples)
-    write(path, state(trainer, best=best, owed=owed, ended=ended))
+    shares = of_all_ranks(trainer)
+    path = run.training(signature).checkpoint_path(trainer.position.samples, shares=shares)
+    if shares:
+        write_shares(path, trainer, best=best, owed=owed, ended=ended)
+    else:
+        write(path, state(trainer, best=best, owed=owed, ended=ended))
+    if trainer.ranks.first:
+        _tidy(run, signature, path, is_best=is_best, keep=keep)
+    return path
+
+
+def of_all_ranks(trainer: Trainer) -> bool:
+    """Return whether every rank takes part in a checkpoint."""
+    return isinstance(trainer.parallel, Sharded)
+
+
+def write_shares(path: Path, trainer: Trainer, *, best: dict[str, float], owed: bool = False, ended: str = "") -> None:
+    """Write one checkpoint of a model in shares, whole or not at all; every rank takes part.
+
+    Raises:
+        TulaError: the disk is full; older checkpoints stand.
+    """
+    ags = {} if trainer.ags is None else {"ags": trainer.ags.ags_state_dict()}
+    rest = _rest(trainer, best=best, owed=owed, ended=ended) | ags
+    saved_shares.write(path, trainer.parallel.module, trainer.base, rest, trainer.ranks)
+
+
+def _tidy(run: RunDir, signature: str, path: Path, *, is_best: bool, keep: int | None) -> None:
+    """Point `last` (and `best`) at a new checkpoint, and drop those that are no longer needed."""
     folder = run.training(signature).path
     _point(folder / "last", path)
     if is_best:
@@ -83,8 +122,14 @@ def save(
     kept |= {run.training(signature).checkpoint_path(keep)} if keep is not None else set()
     for old in run.training(signature).checkpoints():
         if old not in kept:
-            old.unlink(missing_ok=True)
-    return path
+            _drop(old)
+
+
+def _drop(path: Path) -> None:
+    if path.is_dir():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)
 
 
 def go_back(run: RunDir, signature: str, samples: int) -> None:
@@ -100,13 +145,22 @@ def go_back(run: RunDir, signature: str, samples: int) -> None:
 def load_newest(run: RunDir, signature: str) -> tuple[Path, dict[str, Any]] | None:
     """Return the newest checkpoint that can be read; a damaged one is passed over. None where there is none."""
     for path in run.training(signature).checkpoints():
-        if _is_whole(path):
+        if path.suffix == ".pt" and _is_whole(path):
             return path, torch.load(path, map_location="cpu", weights_only=True)
     return None
 
 
 def load_for_all(run: RunDir, signature: str, ranks: Ranks) -> dict[str, Any] | None:
-    """Return the newest checkpoint that can be read, on every rank the one that rank 0 found; None where there is none."""
+    """Return the newest checkpoint that can be read, on every rank the one that rank 0 found; None where there is none.
+
+    Of a model in shares that is its `folder`, and what no rank has a share of.
+    """
+    training = run.training(signature)
+    there = [path.name for path in training.checkpoints() if path.suffix != ".pt"] if ranks.first else []
+    folders = [training.path / "checkpoints" / name for name in json.loads(ranks.gather(json.dumps(there))[0])]
+    for folder in folders:
+        if saved_shares.is_whole(folder, ranks):
+            return {**saved_shares.read_rest(folder), "folder": folder}
     found = load_newest(run, signature) if ranks.first else None
     samples = ranks.from_first(-1 if found is None else found[1]["position"]["samples"])
     if samples < 0:
@@ -136,18 +190,31 @@ def restore(trainer: Trainer, content: dict[str, Any]) -> dict[str, float]:
     Raises:
         TulaError: the checkpoint is not of this model.
     """
-    try:
-        trainer.ddp.module.load_state_dict(content["model"])
-    except RuntimeError as error:
-        raise TulaError(f"the checkpoint does not fit the model: {error}", "was the model's code changed?") from None
-    _load_optimizer(trainer, content["optimizer"])
-    _lay_like_parameters(trainer.base)
+    if "folder" in content:
+        _load_shares(trainer, content)
+    else:
+        _load_whole(trainer, content)
     if "method" in content:
         trainer.method.load_own_state(trainer, content["method"])
     trainer.scaler.load_state_dict(content["scaler"])
     trainer.position = Position(**content["position"])
     best: dict[str, float] = content["best"]
     return best
+
+
+def _load_shares(trainer: Trainer, content: dict[str, Any]) -> None:
+    saved_shares.load(content["folder"], trainer.parallel.module, trainer.base)
+    if trainer.ags is not None and "ags" in content:
+        trainer.ags.load_ags_state_dict(content["ags"])
+
+
+def _load_whole(trainer: Trainer, content: dict[str, Any]) -> None:
+    try:
+        trainer.parallel.module.load_state_dict(content["model"])
+    except RuntimeError as error:
+        raise TulaError(f"the checkpoint does not fit the model: {error}", "was the model's code changed?") from None
+    _load_optimizer(trainer, content["optimizer"])
+    _lay_like_parameters(trainer.base)
 
 
 def _load_optimizer(trainer: Trainer, state: dict[str, Any]) -> None:

@@ -11,7 +11,10 @@ import torch
 from torch import Tensor
 
 from tula_cli.optim import TulaOptimizer
+from tula_cli.optim.parts import shares
 from tula_cli.optim.parts.indicators import squared_norm
+from tula_cli.optim.parts.shares import share
+from tula_cli.worker.parallel.sharded import Sharded
 from tula_cli.worker.train.loop import Trainer
 
 QUANTILES = {"q05": 0.05, "q25": 0.25, "q50": 0.5, "q75": 0.75, "q95": 0.95}
@@ -36,8 +39,10 @@ class Diagnostics:
     @classmethod
     def attach(cls, trainer: Trainer) -> "Diagnostics | None":
         """Return the diagnostics of a trainer; None where nothing is to be gathered on this rank."""
-        # The averaged gradient is the same on all ranks; post-local SGD's is not, after its switch.
+        # The averaged gradient is the same on all ranks; post-local SGD's is not, after its switch. Shares need them all.
         if not trainer.ranks.first:
+            if isinstance(trainer.parallel, Sharded) and trainer.spec.train.diagnostics and _acting(trainer) is None:
+                trainer.on_gradient = _squared_norm
             return None
         if _acting(trainer) is not None:
             return cls()
@@ -49,11 +54,11 @@ class Diagnostics:
 
     def see(self, trainer: Trainer) -> None:
         """Take the norm of the gradient that a step is about to use: averaged, unless post-local SGD has switched."""
-        gradients = [p.grad for p in trainer.ddp.parameters() if p.grad is not None]
-        if gradients:
+        square = _squared_norm(trainer)
+        if square is not None:
             # Divided as a number and not as a gradient: the step stays what it was.
             scale = trainer.scaler.get_scale() if trainer.scaler.is_enabled() else 1.0
-            self.squares.append(squared_norm(gradients) / scale**2)
+            self.squares.append(square / scale**2)
 
     def follow(self, trainer: Trainer) -> None:
         """Take what TulaOptimizer has seen in the step that is over; one that GradScaler skipped has left nothing."""
@@ -96,6 +101,14 @@ class Diagnostics:
         if len(squares):
             self.last = squares[-1]
         return ((before[1:] - before[:-1]) / before[:-1]).abs()
+
+
+def _squared_norm(trainer: Trainer) -> Tensor | None:
+    """Return the squared norm of the gradient; every rank takes part where each holds a share of it."""
+    gradients = [share(p.grad) for p in trainer.parallel.parameters() if p.grad is not None]
+    if not gradients:
+        return None
+    return shares.squared_norm(gradients) if isinstance(trainer.parallel, Sharded) else squared_norm(gradients)
 
 
 def _acting(trainer: Trainer) -> TulaOptimizer | None:

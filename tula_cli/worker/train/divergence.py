@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from tula_cli.optim.parts.shares import share
 from tula_cli.worker.build.sampling import Position
 from tula_cli.worker.train.loop import Step, Trainer
 
@@ -34,7 +35,7 @@ class DivergenceDetector:
 
     def may_save(self) -> bool:
         """Return whether this rank's weights are finite: a gradient that was not is in them, whatever the loss says."""
-        self.spoilt = self.spoilt or not _are_finite(self.trainer.ddp.parameters())
+        self.spoilt = self.spoilt or not _are_finite(self.trainer.parallel.parameters())
         return not self.spoilt
 
     def look(self, *, weights: bool = False) -> str:
@@ -78,6 +79,7 @@ def _first_bad(losses: list[tuple[Position, torch.Tensor]]) -> float:
 @torch.no_grad()
 def _are_finite(parameters: Iterable[torch.Tensor]) -> bool:
     """Return whether all that is trained is finite; nothing as large as a parameter is allocated for it."""
-    trained = [torch.view_as_real(p) if p.is_complex() else p for p in parameters if p.requires_grad and p.numel()]
+    mine = [share(p) for p in parameters if p.requires_grad]
+    trained = [torch.view_as_real(p) if p.is_complex() else p for p in mine if p.numel()]
     bounds = [bound.isfinite() for p in trained for bound in torch.aminmax(p)]
     return bool(torch.stack(bounds).all()) if bounds else True

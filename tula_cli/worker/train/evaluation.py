@@ -13,9 +13,11 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from tula_cli.words import perplexity
 from tula_cli.worker.build.batches.calling import is_language, scores
+from tula_cli.worker.build.batches.collate import collated
 from tula_cli.worker.build.compiled import as_written
 from tula_cli.worker.build.norms import norms_of
 from tula_cli.worker.build.sampling import eval_loader
+from tula_cli.worker.parallel.sharded import Sharded
 from tula_cli.worker.seeding import seed_torch, stable_seed
 from tula_cli.worker.train import loop as worker_train_loop
 from tula_cli.worker.train.judging.own_metrics import OwnMetrics, Shown
@@ -82,22 +84,25 @@ class Evaluator:
     def _run(self, max_batches: int | None, between: Callable[[], None]) -> Evaluation:
         trainer = self.trainer
         # Each rank's BatchNorm has seen its own samples since the last forward; all evaluate rank 0's, which is saved.
-        for buffer in trainer.ddp.module.buffers():
+        for buffer in trainer.parallel.module.buffers():
             dist.broadcast(buffer, src=0)
-        trainer.ddp.eval()
+        trainer.parallel.eval()
         sums = torch.zeros(5, dtype=torch.float64, device=trainer.ranks.device)
-        common, most, done = self._batches(trainer.ranks.world - 1), self._batches(0), 0
+        common, most, done = self.batches(trainer.ranks.world - 1), self.batches(0), 0
         self.own.reset()
+        newest: Any = None
         for index, batch in enumerate(self.loader):
             if index == max_batches:
                 break
             done += 1
             sums += self._score(to_device(trainer, batch), self._samples(index))
+            newest = batch
             if index < common:
                 between()
         for _ in range(done, min(most, max_batches or most)):
+            self._take_part(newest)
             self.own.update(None)
-        trainer.ddp.train()
+        trainer.parallel.train()
         loss, top1, top5, samples, language = trainer.ranks.sum(sums.tolist())
         if not samples:
             unknown = dict.fromkeys(self.own.metrics, math.nan)
@@ -108,11 +113,21 @@ class Evaluator:
         own = self.own.compute()
         return Evaluation(mean, 100 * top1 / samples, 100 * top5 / samples, int(samples), told, own)
 
+    def _take_part(self, batch: Any) -> None:
+        """Compute along with ranks that have one batch more, where they need this rank's shares of the model."""
+        trainer = self.trainer
+        if not isinstance(trainer.parallel, Sharded):
+            return
+        if batch is None:  # fewer samples than ranks
+            batch = collated(trainer.datasets.collate, trainer.datasets.train.first(1))
+        with as_written(trainer.spec.train), autocast(trainer):
+            trainer.call.outputs(trainer.parallel.module, to_device(trainer, batch))
+
     def _share(self, rank: int) -> int:
         """Return a rank's samples."""
         return len(range(rank, len(self.trainer.datasets.eval), self.trainer.ranks.world))
 
-    def _batches(self, rank: int) -> int:
+    def batches(self, rank: int) -> int:
         """Return how many batches a rank has: the first ranks may have one more than the last."""
         return math.ceil(self._share(rank) / self.trainer.micro_batch)
 
@@ -126,7 +141,7 @@ class Evaluator:
         trainer = self.trainer
         odd = count != trainer.micro_batch  # the last batch, which is not worth a compilation
         with as_written(trainer.spec.train) if odd else contextlib.nullcontext(), autocast(trainer):
-            outputs = trainer.call.outputs(trainer.ddp.module, batch)
+            outputs = trainer.call.outputs(trainer.parallel.module, batch)
             loss = trainer.call.loss_of(outputs, batch)
         guesses, targets = scores(outputs), trainer.call.target(batch)
         self.own.update(Shown(outputs, scores=guesses, target=targets, batch=batch, samples=count))
@@ -174,13 +189,13 @@ def renew_statistics(trainer: Trainer, *, batches: int, between: Callable[[], No
     Returns:
         The modules; none where the model has none, and then no batch is loaded.
     """
-    norms = [norm for norm in norms_of(trainer.ddp) if norm.track_running_stats]
+    norms = [norm for norm in norms_of(trainer.parallel) if norm.track_running_stats]
     if not norms:
         return []
     found = set(norms)
-    others = [b for module in trainer.ddp.modules() if module not in found for b in module.buffers(recurse=False)]
+    others = [b for module in trainer.parallel.modules() if module not in found for b in module.buffers(recurse=False)]
     kept, momenta = [buffer.clone() for buffer in others], [norm.momentum for norm in norms]
-    trainer.ddp.train()
+    trainer.parallel.train()
     for norm in norms:
         norm.reset_running_stats()
         norm.momentum = None  # the mean of all that come, also where a ghost batch takes its part of a batch
@@ -188,7 +203,7 @@ def renew_statistics(trainer: Trainer, *, batches: int, between: Callable[[], No
         with contextlib.closing(worker_train_loop.upcoming(trainer)) as stream:
             for batch in itertools.islice(stream, batches):
                 with as_written(trainer.spec.train), autocast(trainer):
-                    trainer.call.outputs(trainer.ddp.module, batch)
+                    trainer.call.outputs(trainer.parallel.module, batch)
                 between()
     finally:
         for norm, momentum in zip(norms, momenta, strict=True):

@@ -108,9 +108,11 @@ def measure(trainer: Trainer, *, samples: int, between: Callable[[], None] = lam
         SpecError: a layer has no second derivative.
     """
     began = time.monotonic()
-    with _unchanged(trainer.ddp.module), _graphs_allowed(), as_written(trainer.spec.train):
+    with _unchanged(trainer.parallel.module), _graphs_allowed(), as_written(trainer.spec.train):
         batches = _batches(trainer, samples)
-        surface = LossSurface(trainer.ddp.module, trainer.call, batches, trainer.ranks, seed=trainer.spec.train.seed)
+        surface = LossSurface(
+            trainer.parallel.module, trainer.call, batches, trainer.ranks, seed=trainer.spec.train.seed
+        )
         loss, gradient = surface.gradient()
 
         def product(vector: Tensor) -> Tensor:

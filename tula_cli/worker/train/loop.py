@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
 from tula_cli.errors import SpecError
 from tula_cli.models.out_of_memory import splits_of
@@ -34,6 +33,8 @@ from tula_cli.worker.build.sampling import Batches, Position, steps_left, train_
 from tula_cli.worker.device import Clock, Mark, bring, lay_channels_last, wants_channels_last
 from tula_cli.worker.methods.plain import Configuration, Plain
 from tula_cli.worker.methods.table import method_of
+from tula_cli.worker.parallel.sharded import Sharded
+from tula_cli.worker.parallel.wrapping import Parallel, wrapped
 from tula_cli.worker.ranks import Ranks
 from tula_cli.worker.seeding import seed_torch, stable_seed
 from tula_cli.worker.train.learning_rate import learning_rate
@@ -61,7 +62,7 @@ class Trainer:
     spec: JobSpec
     ranks: Ranks
     datasets: Datasets
-    ddp: DistributedDataParallel
+    parallel: Parallel
     base: torch.optim.Optimizer
     optimizer: torch.optim.Optimizer  # what the method makes of it
     method: Plain
@@ -83,7 +84,7 @@ class Trainer:
     synchronise: bool = True  # False measures a step's local work; the replicas drift apart
     after_backward: Callable[[], None] | None = None  # a probe's look at a finished gradient, which is then dropped
     on_backward: Callable[[], None] | None = None  # called when a step's gradient is there, reduced
-    on_gradient: "Callable[[Trainer], None] | None" = None  # sees each gradient before it is clipped and used
+    on_gradient: "Callable[[Trainer], object] | None" = None  # sees each gradient before it is clipped and used
     # The newest micro-batch; of the last one of train.accumulate the first part, wherever that is cut: AGS draws from it.
     last_batch: Any = None
 
@@ -133,7 +134,9 @@ def build(task: LoopTask, ranks: Ranks, datasets: Datasets, *, batch: int, worke
     splits = task.splits if isinstance(task, TrainTask) else 1
     _check_batch(spec, batch, ranks, datasets, splits=splits)
     seed_torch(stable_seed(spec.train.seed), ranks.device)
-    model = zoo.build_model(spec, datasets.classes).to(ranks.device)
+    model = zoo.build_model(spec, datasets.classes)
+    if spec.train.parallel == "ddp":  # shares are moved a block at a time
+        model = model.to(ranks.device)
     if spec.train.ghost_batch is not None:
         apply_ghost_batch_norm(model, spec.train.ghost_batch)
     if spec.train.activation_checkpointing:
@@ -144,17 +147,16 @@ def build(task: LoopTask, ranks: Ranks, datasets: Datasets, *, batch: int, worke
     loss = _loss(spec, ranks.device)
     call = zoo.model_call(spec, model, loss)
     compile_(model, spec.train)
-    ids = [ranks.device] if ranks.device.type == "cuda" else None
-    ddp = DistributedDataParallel(model, device_ids=ids, gradient_as_bucket_view=True)
+    parallel = wrapped(model, spec.train, ranks.device)
     method = method_of(spec)
     base = method.base(spec, parameter_groups(spec.optimizer, model))
     return Trainer(
         spec=spec,
         ranks=ranks,
         datasets=datasets,
-        ddp=ddp,
+        parallel=parallel,
         base=base,
-        optimizer=method.wrap(base, ddp, Configuration(spec, batch, ranks.world, refresh)),
+        optimizer=method.wrap(base, parallel, Configuration(spec, batch, ranks.world, refresh)),
         method=method,
         scaler=torch.amp.GradScaler(ranks.device.type, enabled=spec.train.precision == "fp16"),
         loss=loss,
@@ -208,7 +210,7 @@ def splits_known(trainer: Trainer, batches: Sequence[int], jobs: Callable[[int],
         batches: global.
         jobs: returns what may be trained at a batch; with method auto each arm's, which differ in their method.
     """
-    world, model = trainer.ranks.world, trainer.ddp.module
+    world, model = trainer.ranks.world, trainer.parallel.module
     norms = limits(model, world=world)
 
     def of(batch: int) -> Splits:
@@ -236,7 +238,7 @@ def steps(trainer: Trainer) -> Generator[Step, None, None]:
     size = len(trainer.datasets.train)
     epochs = trainer.spec.train.epochs if trainer.until is None else trainer.until
     stream = loaded(trainer, epochs)
-    trainer.ddp.train()
+    trainer.parallel.train()
     while trainer.position.epoch < epochs:
         left = steps_left(size, trainer.position.done, trainer.batch)
         if trainer.ags and trainer.refresh_each_epoch and left:
@@ -318,9 +320,9 @@ def _backward(trainer: Trainer, stream: Iterator[Any], start: Mark) -> tuple[tor
         if part <= parts - splits:
             trainer.last_batch = batch
         last = part == parts - 1
-        with nullcontext() if last and trainer.synchronise else trainer.ddp.no_sync():
+        with nullcontext() if last and trainer.synchronise else trainer.parallel.no_sync():
             with autocast(trainer):
-                loss = trainer.call.taken(trainer.ddp, batch) / parts
+                loss = trainer.call.taken(trainer.parallel, batch) / parts
             trainer.scaler.scale(loss).backward()
         if part == splits - 1:
             trainer.method.after_first_backward(trainer)
@@ -343,7 +345,7 @@ def _refresh(trainer: Trainer) -> bool:
         assert count <= samples, f"{count} samples of a micro-batch of {samples}"
         small = cut(trainer.last_batch, samples=samples, stop=count, own=trainer.datasets.collate is not None)
         with nullcontext() if each_step else as_written(trainer.spec.train), autocast(trainer):
-            return trainer.call.taken(trainer.ddp.module, small)
+            return trainer.call.taken(trainer.parallel.module, small)
 
     return trainer.method.refresh(trainer, small_loss)
 
@@ -353,6 +355,8 @@ def _update(trainer: Trainer) -> None:
         trainer.optimizer.zero_grad()
         return
     if not trainer.synchronise:  # AGS's consensus would synchronise
+        if isinstance(trainer.parallel, Sharded):
+            trainer.parallel.stand_in(trainer.base)
         trainer.scaler.step(trainer.method.local_stepper(trainer))
         trainer.scaler.update()
         trainer.base.zero_grad()
@@ -362,7 +366,7 @@ def _update(trainer: Trainer) -> None:
     limit = trainer.spec.train.max_grad_norm
     if limit is not None and trainer.optimizer is trainer.base:  # a wrapper clips by itself, after it took the norm
         trainer.scaler.unscale_(trainer.optimizer)
-        nn.utils.clip_grad_norm_(trainer.ddp.parameters(), limit)
+        nn.utils.clip_grad_norm_(trainer.parallel.parameters(), limit)
     trainer.scaler.step(trainer.optimizer)
     trainer.scaler.update()
     trainer.optimizer.zero_grad()

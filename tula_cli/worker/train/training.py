@@ -111,7 +111,7 @@ class Training:
             self.best, self.owed = checkpoint.restore(self.trainer, found), bool(found.get("owed"))
             self.ended = found.get("ended", "")  # what is left is the result
             return
-        self.unfit = initial_weights.load(self.task.spec.model, self.trainer.ddp.module, first=self.first)
+        self.unfit = initial_weights.load(self.task.spec.model, self.trainer.parallel.module, first=self.first)
 
     def train(self) -> None:
         """Train to the end.
@@ -154,8 +154,9 @@ class Training:
                     return
             elif self.first:
                 self.log.write_steps_when_due(overhead=self._overhead)
-                if not self.trainer.apart:  # a checkpoint is the state of every rank
-                    self._save_when_due()
+                # A checkpoint is the state of every rank.
+                if not self.trainer.apart and not checkpoint.of_all_ranks(self.trainer) and self._is_due():
+                    self._save_finite()
             self._check()
 
     @property
@@ -169,6 +170,8 @@ class Training:
         if self.context.preemption.check(reserve=1.5 * self.save_time):
             self._check_divergence()
             self._look()
+            if checkpoint.of_all_ranks(self.trainer) and self.context.ranks.from_first(int(self._is_due())):
+                self._save_finite()
 
     def _look(self) -> None:
         """Say where steps have come to take another time; every rank takes part."""
@@ -181,11 +184,12 @@ class Training:
         """Save where the ranks stand; the next start goes on from here."""
         self.trainer.method.join(self.trainer)
         self._check_divergence(weights=True)
-        if not self.first:
-            return
-        self.log.write_steps(overhead=self._overhead)
-        self._save(is_best=False)
-        self.run.write_stop(self.task.id, self.context.attempt, preempted.reason)
+        if self.first:
+            self.log.write_steps(overhead=self._overhead)
+        if self.saves:
+            self._save(is_best=False)
+        if self.first:
+            self.run.write_stop(self.task.id, self.context.attempt, preempted.reason)
 
     def _check_divergence(self, *, weights: bool = False) -> None:
         """End a training that is not finite. Every rank takes part.
@@ -209,12 +213,25 @@ class Training:
 
     # --- checkpoints
 
-    def _save_when_due(self) -> None:
+    @property
+    def saves(self) -> bool:
+        """Whether this rank takes part in a checkpoint."""
+        return self.first or checkpoint.of_all_ranks(self.trainer)
+
+    def _is_due(self) -> bool:
+        """Return whether the newest checkpoint is old enough."""
         every = self.task.spec.train.checkpoint_every
         if every == "auto":
             rate = interruption_rate(self.task.spec.pricing, self.task.nodes)
             every = checkpoint_interval(self.save_time, rate=rate)
-        if time.monotonic() - self.last_save >= every and self.divergence.may_save():
+        return time.monotonic() - self.last_save >= every
+
+    def _save_finite(self) -> None:
+        """Save, unless weights are not finite, here or on another rank that would save its own."""
+        spoilt = not self.divergence.may_save()
+        if checkpoint.of_all_ranks(self.trainer):
+            spoilt = bool(self.context.ranks.largest(float(spoilt)))
+        if not spoilt:
             self._save(is_best=False)
 
     def _save(self, *, is_best: bool) -> None:
@@ -259,11 +276,13 @@ class Training:
         if is_best := self.first and goals.better(result.values, self.best, self.task.spec.train.best):
             self._remember(result)
         self._decide(result)
+        if self.first:
+            lr = step.lr if step else self.trainer.lr
+            self.log.write_epoch(result, loss=loss, lr=lr, eval_seconds=self.eval_time)
+        if self.saves:
+            self._save(is_best=is_best)
         if not self.first:
             return
-        lr = step.lr if step else self.trainer.lr
-        self.log.write_epoch(result, loss=loss, lr=lr, eval_seconds=self.eval_time)
-        self._save(is_best=is_best)
         if epoch == self.task.spec.train.epochs or self.ended:
             self._write_result(result)
 
@@ -326,13 +345,14 @@ class Training:
             return
         self._check_divergence(weights=True)
         result = self.evaluator.run()
-        if not self.first:
-            return
-        self.log.warn_of_evaluation(result)
-        if not self.best:
-            self._remember(result)
-        self._save(is_best=False)
-        self._write_result(result)
+        if self.first:
+            self.log.warn_of_evaluation(result)
+            if not self.best:
+                self._remember(result)
+        if self.saves:
+            self._save(is_best=False)
+        if self.first:
+            self._write_result(result)
 
     def _step_time(self) -> float | None:
         """Return the step time (s) over all epochs at these nodes, batch and micro-batch, of whatever attempt; None without any.

@@ -101,7 +101,7 @@ class BranchContext:
         """What a checkpoint of the control holds where the arms part, trained without the held-out part."""
         trainer = _build(self, Arm(name=halving.CONTROL))
         trainer.until = self.task.spec.auto.after
-        initial_weights.load(self.task.spec.model, trainer.ddp.module, first=self.ranks.first)
+        initial_weights.load(self.task.spec.model, trainer.parallel.module, first=self.ranks.first)
         with contextlib.closing(worker_train_loop.steps(trainer)) as stream:
             for _ in stream:
                 self.check()

@@ -88,7 +88,7 @@ def fake(world: int = 2, *, others: tuple[float, float, float] = (0.0, 0.0, -9.0
     job = spec(train={"compile": False})
     return SimpleNamespace(
         ranks=SimpleNamespace(world=world, first=True, maxima=maxima), clock=Clock(torch.device("cpu")), spec=job,
-        position=SimpleNamespace(samples=0), epoch=0.0, local_sgd=False, ddp=torch.nn.Linear(1, 1), on_backward=None,
+        position=SimpleNamespace(samples=0), epoch=0.0, local_sgd=False, parallel=torch.nn.Linear(1, 1), on_backward=None,
     )  # fmt: skip
 
 
@@ -115,7 +115,7 @@ def test_the_slowest_rank_counts_and_the_one_that_waits_least(watch: StepWatch) 
 
 def test_hooks_are_there_for_three_steps_after_a_look(watch: StepWatch) -> None:
     def hooks() -> int:
-        return sum(len(p._backward_hooks or ()) for p in watch.trainer.ddp.parameters())
+        return sum(len(p._backward_hooks or ()) for p in watch.trainer.parallel.parameters())
 
     seen = []
     for _ in range(4):

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from tula_cli.errors import SpecError
+from tula_cli.optim.parts.shares import is_sharded
 from tula_cli.spec.sections import Model
 
 PARTS = ("model", "state_dict", "model_state_dict")
@@ -150,6 +151,8 @@ def load(section: Model, model: nn.Module, *, first: bool, key: str = KEY) -> st
     """
     if section.weights is None:
         return ""
+    if is_sharded(model):
+        return _load_shares(section, model, first=first)
     words = ""
     if first:
         fit = fitted(section, model, key=key)
@@ -158,6 +161,27 @@ def load(section: Model, model: nn.Module, *, first: bool, key: str = KEY) -> st
     for tensor in (*model.parameters(), *model.buffers()):
         dist.broadcast(tensor.detach(), src=0)
     return words
+
+
+def _load_shares(section: Model, model: nn.Module, *, first: bool) -> str:
+    """Put the file's weights into a model in shares, one tensor at a time."""
+    from torch.distributed.tensor import DTensor, distribute_tensor
+
+    fit = fitted(section, model) if first else None
+    names: list[Any] = [None if fit is None else list(fit.common)]
+    dist.broadcast_object_list(names, src=0)
+    own = model.state_dict()
+    for name in names[0]:
+        target = own[name].detach()
+        whole = torch.empty(target.shape, dtype=target.dtype, device=target.device)
+        if fit is not None:
+            whole.copy_(fit.common[name])
+        if isinstance(target, DTensor):
+            target.copy_(distribute_tensor(whole, target.device_mesh, target.placements))  # rank 0's values
+        else:
+            dist.broadcast(whole, src=0)
+            target.copy_(whole)
+    return "" if fit is None else fit.words
 
 
 def told(section: Model, fit: Fit) -> str:

@@ -37,13 +37,13 @@ class StepWatch:
     @property
     def told_apart(self) -> bool:
         """Whether computing and synchronisation can be told apart; compiled steps would be compiled anew for that."""
-        return isinstance(self.trainer.ddp, DistributedDataParallel) and not self.trainer.spec.train.compile
+        return isinstance(self.trainer.parallel, DistributedDataParallel) and not self.trainer.spec.train.compile
 
     def _begin(self) -> None:
         """Begin a look at the trainer's position."""
         trainer = self.trainer
         self.steps, self.began = [], (trainer.position.samples, trainer.epoch, time.time())
-        self.spy = SyncSpy(trainer.clock, trainer.ddp)
+        self.spy = SyncSpy(trainer.clock, trainer.parallel)
         self.watching = self.told_apart and trainer.ranks.world > 1 and not trainer.local_sgd
         if self.watching:
             self.spy.__enter__()

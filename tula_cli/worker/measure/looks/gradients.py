@@ -12,9 +12,11 @@ import torch
 from torch.distributed import GradBucket  # type: ignore[attr-defined]
 
 from tula_cli.models.efficiency import Pair
+from tula_cli.optim.parts import shares
 from tula_cli.optim.parts.reduction import listen
 from tula_cli.worker.build.batches.tree import cut
 from tula_cli.worker.build.compiled import as_written
+from tula_cli.worker.parallel.sharded import Sharded
 from tula_cli.worker.ranks import Ranks
 from tula_cli.worker.train import loop as worker_train_loop
 from tula_cli.worker.train.loop import Step, Trainer
@@ -37,8 +39,9 @@ class GradientNormRecorder:
     @classmethod
     def attach(cls, trainer: Trainer) -> "GradientNormRecorder":
         """Attach to a trainer between two of its steps; DDP keeps it."""
+        assert not isinstance(trainer.parallel, Sharded), "shares are reduced in another way"
         spy = cls(trainer.ranks)
-        listen(trainer.ddp, spy)
+        listen(trainer.parallel, spy)
         return spy
 
     def __call__(self, bucket: GradBucket) -> Callable[[], None] | None:
@@ -78,21 +81,44 @@ def _norm(gradient: torch.Tensor) -> torch.Tensor:
 
 def halves(trainer: Trainer) -> Pair:
     """Return the squared norms of the gradients of the two halves of the newest micro-batch, and of their mean."""
-    assert trainer.last_batch is not None
-    samples, half = trainer.micro_batch, trainer.micro_batch // 2
-    own = trainer.datasets.collate is not None
-    parts = [cut(trainer.last_batch, samples=samples, start=at, stop=at + half, own=own) for at in (0, half)]
-    gradients = [_gradient(trainer, part) for part in parts]
+    gradients = [_gradient(trainer, part) for part in _halved(trainer)]
     first, second = (_sqr(gradient) for gradient in gradients)
     for mean, other in zip(*gradients, strict=True):
         mean.add_(other).div_(2)
     return (first + second) / 2, _sqr(gradients[0])
 
 
+def _halved(trainer: Trainer) -> list[Any]:
+    """Return the halves of the newest micro-batch."""
+    assert trainer.last_batch is not None
+    samples, half = trainer.micro_batch, trainer.micro_batch // 2
+    own = trainer.datasets.collate is not None
+    return [cut(trainer.last_batch, samples=samples, start=at, stop=at + half, own=own) for at in (0, half)]
+
+
+def shared_halves(trainer: Trainer) -> Pair:
+    """Return what `halves` does of a model in shares: of the halves of all ranks' newest micro-batches together.
+
+    Every rank takes part.
+    """
+    first, second = (_shared_gradient(trainer, part) for part in _halved(trainer))
+    squares = [float(shares.squared_norm(list(gradient.values()))) for gradient in (first, second)]
+    mean = [(part + second[p]) / 2 for p, part in first.items()]
+    return sum(squares) / 2, float(shares.squared_norm(mean))
+
+
+def _shared_gradient(trainer: Trainer, batch: Any) -> dict[torch.Tensor, torch.Tensor]:
+    def loss() -> torch.Tensor:
+        with worker_train_loop.autocast(trainer):
+            return trainer.call.taken(trainer.parallel.module, batch)
+
+    return shares.gradients(loss, trainer.parallel)
+
+
 def _gradient(trainer: Trainer, batch: Any) -> list[torch.Tensor]:
     with as_written(trainer.spec.train), worker_train_loop.autocast(trainer):
-        loss = trainer.call.taken(trainer.ddp.module, batch)
-    parameters = [p for p in trainer.ddp.parameters() if p.requires_grad]
+        loss = trainer.call.taken(trainer.parallel.module, batch)
+    parameters = [p for p in trainer.parallel.parameters() if p.requires_grad]
     found = torch.autograd.grad(trainer.scaler.scale(loss), parameters, allow_unused=True)
     scale = float(trainer.scaler.get_scale())
     return [gradient.float() / scale for gradient in found if gradient is not None]

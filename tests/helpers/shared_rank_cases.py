@@ -1,0 +1,173 @@
+"""What two ranks do with a model in shares: `python shared_rank_cases.py FOLDER` in torchrun's environment.
+
+What a rank finds is kept in FOLDER/<rank>.json, whole weights in FOLDER/<case>.pt, and the runs in FOLDER/<case>.
+"""
+
+import json
+import sys
+import time
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from worker_jobs import LeavesAt, probe_task, spec, train_task, trainer
+
+from tula_cli.run.directory import RunDir
+from tula_cli.spec.job import JobSpec
+from tula_cli.worker.build.datasets import build_datasets
+from tula_cli.worker.build.finetune import initial_weights
+from tula_cli.worker.build.zoo import build_model
+from tula_cli.worker.entry import run_training
+from tula_cli.worker.measure.probe import run_probes
+from tula_cli.worker.ranks import Ranks, joined
+from tula_cli.worker.train import checkpoint, evaluation
+from tula_cli.worker.train import loop as worker_train_loop
+
+BLOCKS = {"name": "worker_jobs:blocks"}
+DATA = {"args": {"eval_size": 17}}  # of two ranks and batches of 8, rank 0 has two and rank 1 one
+KINDS: dict[str, dict[str, Any]] = {
+    "momentum": {"train": {"max_grad_norm": 0.5, "accumulate": 2}},
+    "adamw": {"optimizer": {"name": "AdamW", "momentum": None, "weight_decay": 0.1, "lr": 0.01}},
+    "ags": {
+        "train": {"method": "ags", "max_grad_norm": 5.0},
+        "ags": {"granularity": "tensor", "delta": "inf", "b_small": 12, "exclude": ["biases"]},
+    },
+    "recomputed": {"train": {"activation_checkpointing": True}},
+    "frozen": {"model": {**BLOCKS, "frozen": ["1.0"]}},
+}
+
+
+def job(kind: str, parallel: str, **more: Any) -> JobSpec:
+    """Return a job of two ranks."""
+    changes = {"model": BLOCKS, "dataset": DATA, **KINDS[kind]}
+    return spec(**{**changes, "train": {**changes.get("train", {}), "parallel": parallel, **more}})
+
+
+TRAIN = train_task(job("ags", "fsdp", checkpoint_every=1e-9, epochs=3))
+
+
+def main() -> None:
+    folder = Path(sys.argv[1])
+    with joined(spec().cluster, handover=folder / "handover") as ranks:
+        cases = (trained_alike, held, evaluated, begun, left, damaged, probed)
+        found = {case.__name__: case(folder, ranks) for case in cases}
+    (folder / f"{ranks.rank}.json").write_text(json.dumps(found))
+
+
+def whole(subject: worker_train_loop.Trainer) -> dict[str, Tensor]:
+    """Return a copy of parameters and buffers, gathered; every rank takes part."""
+    return {name: gathered(value) for name, value in subject.parallel.module.state_dict().items()}
+
+
+def gathered(value: Any) -> Tensor:
+    full: Tensor = value.full_tensor() if hasattr(value, "full_tensor") else value
+    return full.detach().clone()
+
+
+def trained_alike(folder: Path, ranks: Ranks) -> dict[str, list[float]]:
+    """Train each kind of job in copies and in shares; return the largest difference of weights, and of losses."""
+    found = {}
+    for kind in KINDS:
+        ends, losses = [], []
+        for parallel in ("ddp", "fsdp"):
+            subject = trainer(job(kind, parallel), ranks)
+            losses.append([float(step.loss) for step in worker_train_loop.steps(subject)])
+            ends.append(whole(subject))
+            if kind == "ags":
+                assert subject.ags is not None and subject.ags.report()["factors"]
+                losses[-1].append(subject.ags.report()["mean"])
+        assert ends[0].keys() == ends[1].keys()
+        weights = max(float((ends[0][name] - ends[1][name]).abs().max()) for name in ends[0])
+        found[kind] = [weights, max(abs(a - b) for a, b in zip(*losses, strict=True))]
+    return found
+
+
+def held(folder: Path, ranks: Ranks) -> dict[str, int]:
+    """Return the bytes of parameters, gradients and optimizer state that this rank holds, and those of the whole model."""
+    subject = trainer(job("adamw", "fsdp"), ranks)
+    subject.after_backward = lambda: found.update(
+        gradients=sum(p.grad.to_local().nbytes for p in subject.parallel.parameters() if p.grad is not None)  # type: ignore[attr-defined]
+    )
+    found: dict[str, int] = {}
+    list(islice(worker_train_loop.steps(subject), 1))
+    subject.after_backward = None
+    list(islice(worker_train_loop.steps(subject), 1))
+    states = [v for state in subject.base.state.values() for v in state.values() if v.ndim]
+    return found | {
+        "parameters": sum(p.to_local().nbytes for p in subject.parallel.parameters()),  # type: ignore[attr-defined]
+        "states": sum(value.to_local().nbytes for value in states),
+        "whole": sum(p.numel() * 4 for p in subject.parallel.parameters()),
+    }
+
+
+def evaluated(folder: Path, ranks: Ranks) -> dict[str, Any]:
+    """Evaluate where the ranks have an unequal number of batches, and where one has none."""
+    found = {}
+    for size in (17, 1):
+        for parallel in ("ddp", "fsdp"):
+            changed = job("momentum", parallel).model_copy(
+                update={"dataset": spec(dataset={"args": {"eval_size": size}}).dataset}
+            )
+            result = evaluation.Evaluator(trainer(changed, ranks)).run()
+            found[f"{size} {parallel}"] = {name: result.values[name] for name in ("loss", "top1")}
+    return found
+
+
+def begun(folder: Path, ranks: Ranks) -> float:
+    """Start shares from a file of whole weights that rank 0 alone can read; return how far they are off."""
+    given = {name: torch.randn_like(value) for name, value in build_model(job("adamw", "ddp"), 3).state_dict().items()}
+    path = folder / f"first-{ranks.rank}.pt"
+    if ranks.first:
+        torch.save(given, path)
+    subject = trainer(job("adamw", "fsdp"), ranks)
+    section = spec(model={**BLOCKS, "weights": str(path)}).model
+    initial_weights.load(section, subject.parallel.module, first=ranks.first)
+    mine, theirs = whole(subject), [given]
+    dist.broadcast_object_list(theirs, src=0)
+    return max(float((mine[name] - theirs[0][name]).abs().max()) for name in mine)
+
+
+def left(folder: Path, ranks: Ranks) -> list[str]:
+    """Train, leaving in the middle, and go on to the end; keep the whole weights of both ways, and of the point between."""
+    for name, leaves in (("through", 10**9), ("broken", 4)):
+        run, data = RunDir(folder / name), build_datasets(TRAIN.spec)
+        run_training(TRAIN, run, ranks, data, preemption=LeavesAt(ranks, leaves))
+        if name == "broken":
+            between = sorted(path.name for path in run.training(TRAIN.signature).checkpoints())
+            run_training(TRAIN, run, ranks, data, preemption=LeavesAt(ranks, 10**9))
+        subject = trainer(TRAIN.spec, ranks)
+        found = checkpoint.load_for_all(run, TRAIN.signature, ranks)
+        assert found is not None
+        checkpoint.restore(subject, found)
+        state = whole(subject)
+        if ranks.first:
+            torch.save(state, folder / f"{name}.pt")
+    return between
+
+
+def damaged(folder: Path, ranks: Ranks) -> list[Any]:
+    """Damage the newest checkpoint; return the samples of that which is then found, and of the damaged one."""
+    run = RunDir(folder / "through")
+    newest, before = run.training(TRAIN.signature).checkpoints()[:2]
+    if ranks.first:
+        share = next(iter(sorted(newest.glob("*.distcp"))))
+        content = bytearray(share.read_bytes())
+        content[len(content) // 2] ^= 1
+        share.write_bytes(content)
+    ranks.from_first(0)
+    found = checkpoint.load_for_all(run, TRAIN.signature, ranks)
+    return [found and found["folder"].name, before.name]
+
+
+def probed(folder: Path, ranks: Ranks) -> None:
+    probe_job = job("momentum", "fsdp")
+    run_probes(
+        probe_task(probe_job, 8), RunDir(folder / "probed"), ranks, build_datasets(probe_job), started_at=time.time()
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,53 @@
+"""What goes with train.parallel: fsdp is refused or filled in when the job is read."""
+
+from typing import Any
+
+import pytest
+
+from tula_cli.errors import SpecError
+from tula_cli.spec.load import validate
+
+BASE: dict[str, Any] = {
+    "model": {"name": "resnet18"},
+    "dataset": {"name": "fake"},
+    "optimizer": {"lr": 0.1},
+    "train": {"epochs": 2},
+}
+
+
+def job(train: dict[str, Any] | None = None, **sections: Any) -> Any:
+    content = {**BASE, **sections, "train": {**BASE["train"], "parallel": "fsdp", **(train or {})}}
+    return validate(content, source="test")
+
+
+def test_factors_are_of_tensors_unless_it_is_said_otherwise() -> None:
+    assert job().ags.granularity == "tensor"
+    assert job({"parallel": "ddp"}).ags.granularity is None
+    assert job({"method": "lbt"}).ags.granularity is None
+    assert job().train.fsdp_blocks == "auto"
+    assert job({"fsdp_blocks": ["BasicBlock"]}).train.fsdp_blocks == ["BasicBlock"]
+    again = validate(job().model_dump(mode="json", exclude_unset=True), source="test")
+    assert again == job(), "a job that was written is read as itself"
+
+
+@pytest.mark.parametrize(
+    ("train", "sections", "why"),
+    [
+        (
+            {"method": "ortho"},
+            {},
+            "method ortho needs whole gradients or weights; the methods that do not: ags, lbt, lrs",
+        ),
+        ({"method": "auto", "epochs": 5}, {}, "method auto needs whole"),
+        ({"precision": "fp16"}, {}, "set bf16"),
+        ({"compile": True}, {}, "train.compile"),
+        ({"channels_last": True}, {}, "train.channels_last"),
+        ({"hessian": True}, {}, "train.hessian"),
+        ({}, {"ags": {"granularity": "element"}}, "set ags.granularity: tensor"),
+        ({}, {"ags": {"preset": "robust"}}, "set ags.source: small_batch"),
+        ({"parallel": "ddp", "fsdp_blocks": ["BasicBlock"]}, {}, "means nothing without train.parallel: fsdp"),
+    ],
+)
+def test_what_needs_the_whole_is_refused(train: dict[str, Any], sections: dict[str, Any], why: str) -> None:
+    with pytest.raises(SpecError, match=why):
+        job(train, **sections)

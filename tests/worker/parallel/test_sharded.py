@@ -1,0 +1,146 @@
+"""Models in shares (`train.parallel: fsdp`): two ranks in one start, and one that goes on from what they have saved."""
+
+import json
+from pathlib import Path
+
+import pytest
+import shared_rank_cases
+import torch
+from shared_rank_cases import KINDS, TRAIN, whole
+from start_ranks import errors, start_ranks
+from torch import nn
+from worker_jobs import blocks, spec, trainer
+
+from tula_cli.errors import SpecError, TulaError
+from tula_cli.optim import SmallBatch, TulaOptimizer
+from tula_cli.run.directory import RunDir
+from tula_cli.run.records.probes import Measured
+from tula_cli.worker.parallel.sharded import fsdp_blocks
+from tula_cli.worker.ranks import Ranks
+from tula_cli.worker.train import checkpoint
+from tula_cli.worker.train import loop as worker_train_loop
+
+pytestmark = pytest.mark.torch
+
+
+@pytest.fixture(scope="module")
+def shares(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder that the two ranks of shared_rank_cases leave behind."""
+    folder = tmp_path_factory.mktemp("shares")
+    assert start_ranks(shared_rank_cases.__file__, folder, world=2), errors(folder, 2)
+    return folder
+
+
+def facts(folder: Path, name: str) -> list[object]:
+    return [json.loads((folder / f"{rank}.json").read_text())[name] for rank in range(2)]
+
+
+def test_shares_train_what_copies_do(shares: Path) -> None:
+    for found in facts(shares, "trained_alike"):
+        assert isinstance(found, dict) and found.keys() == KINDS.keys()
+        assert all(difference < 1e-5 for differences in found.values() for difference in differences), found
+
+
+def test_a_rank_holds_its_share_of_parameters_gradients_and_states(shares: Path) -> None:
+    found = facts(shares, "held")
+    for kind, copies in {"parameters": 1, "gradients": 1, "states": 2}.items():
+        held = [rank[kind] for rank in found]  # type: ignore[index]
+        total = copies * found[0]["whole"]  # type: ignore[index]
+        assert sum(held) == total and max(held) < 0.55 * total, kind
+
+
+def test_evaluation_is_of_every_sample_once_where_ranks_have_unequal_batches(shares: Path) -> None:
+    for found in facts(shares, "evaluated"):
+        assert isinstance(found, dict)
+        for size in (17, 1):
+            assert found[f"{size} fsdp"] == pytest.approx(found[f"{size} ddp"], abs=1e-5)
+
+
+def test_shares_start_from_the_file_that_rank_0_reads(shares: Path) -> None:
+    assert facts(shares, "begun") == [0.0, 0.0]
+
+
+def test_an_interrupted_training_goes_on_exactly_and_a_damaged_folder_is_passed_over(shares: Path) -> None:
+    assert facts(shares, "left") == [["000000000064.dcp"]] * 2
+    through, broken = (torch.load(shares / f"{name}.pt") for name in ("through", "broken"))
+    assert all(torch.equal(through[name], broken[name]) for name in through)
+    for found, before in facts(shares, "damaged"):  # type: ignore[misc]
+        assert found == before
+
+
+def test_folders_are_kept_as_files_are(shares: Path) -> None:
+    training = RunDir(shares / "broken").training(TRAIN.signature)
+    kept = [path.name for path in training.checkpoints()]
+    assert kept == ["000000000288.dcp", "000000000192.dcp"]
+    assert (training.path / "last").resolve().name == kept[0]
+    assert (training.weights() or Path()).resolve().suffix == ".dcp"
+    drafts = [".000000000300.dcp.draft", ".000000000192.dcp.old"]
+    for name in drafts:
+        (training.path / "checkpoints" / name).mkdir()
+    mine = training.path / "checkpoints" / ".mine.dcp"
+    mine.mkdir()
+    training.drop_drafts()
+    assert mine.exists() and not any((training.path / "checkpoints" / name).exists() for name in drafts)
+
+
+def test_one_rank_goes_on_from_what_two_have_saved(shares: Path, alone: Ranks) -> None:
+    run = RunDir(shares / "broken")
+    subject = trainer(TRAIN.spec, alone)
+    content = checkpoint.load_for_all(run, TRAIN.signature, alone)
+    assert content is not None
+    best = checkpoint.restore(subject, content)
+    saved = torch.load(shares / "broken.pt")
+    assert best["epoch"] == 3 or best["epoch"] == 2
+    assert subject.position.samples == 288 and subject.position.epoch == 3
+    found = whole(subject)
+    assert found.keys() == saved.keys() and all(torch.equal(found[name], saved[name]) for name in saved)
+    momenta = [state["momentum_buffer"] for state in subject.base.state.values()]
+    assert momenta and all(float(value.to_local().abs().max()) > 0 for value in momenta)
+    assert subject.ags is not None and subject.ags.report()["factors"] > 0
+
+
+def test_a_checkpoint_of_another_model_is_refused(shares: Path, alone: Ranks) -> None:
+    content = checkpoint.load_for_all(RunDir(shares / "broken"), TRAIN.signature, alone)
+    assert content is not None
+    other = trainer(spec(train={"parallel": "fsdp"}), alone)
+    with pytest.raises(TulaError, match="does not fit the model"):
+        checkpoint.restore(other, content)
+
+
+def test_a_probe_tells_compute_memory_and_noise_of_shares(shares: Path) -> None:
+    found = RunDir(shares / "probed").result("probe-n001-l000008")
+    assert isinstance(found, Measured)
+    assert found.sync_time is None and found.compute_time is not None and found.compute_time > 0
+    assert found.memory.gradients <= found.memory.parameters < 0.6 * 2380
+    assert found.gradients is not None and found.gradients.batch == 2 * found.gradients.local_batch
+    assert 0 < found.gradients.norm_sqr < found.gradients.local_norm_sqr
+
+
+def test_blocks_are_found_named_or_refused() -> None:
+    model = blocks()
+    assert [type(block).__name__ for block in fsdp_blocks(model, "auto")] == ["Sequential", "Sequential"]
+    assert fsdp_blocks(model, ["Linear"]) == [m for m in reversed(list(model.modules())) if isinstance(m, nn.Linear)]
+    model[1][0][0].weight = model[2].weight  # tied to what is outside
+    assert fsdp_blocks(model, "auto") == [model[1][1]]
+    with pytest.raises(SpecError, match="no module of class Layer"):
+        fsdp_blocks(model, ["Layer"])
+
+
+def test_factors_of_elements_are_refused_on_shares(alone: Ranks) -> None:
+    subject = trainer(TRAIN.spec, alone)
+    with pytest.raises(ValueError, match="factors of tensors alone"):
+        TulaOptimizer(subject.base, model=subject.parallel, b_large=16, b_small=4, factors=SmallBatch("element"))
+
+
+def test_steps_alone_leave_the_shares_as_they_are(alone: Ranks) -> None:
+    subject = trainer(shared_rank_cases.job("momentum", "fsdp"), alone)
+    stream = worker_train_loop.steps(subject)
+    next(stream)
+    before = whole(subject)
+    subject.synchronise, subject.lr_factor = False, lambda _: 0.0
+    with subject.parallel.alone():  # type: ignore[union-attr]
+        next(stream)
+    subject.synchronise = True
+    after = whole(subject)
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    assert all(hasattr(p, "to_local") for p in subject.parallel.parameters())

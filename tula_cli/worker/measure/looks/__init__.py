@@ -1,0 +1,1 @@
+"""What a probe looks at beside whole steps."""

@@ -1,0 +1,151 @@
+"""What a probe finds in steps of their own: on data that is there, at synchronisation, at gradients, at local work."""
+
+import itertools
+import statistics
+import time
+from collections.abc import Callable, Generator, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+from tula_cli.models.efficiency import Pair, summarise
+from tula_cli.models.memory.host_memory import AHEAD
+from tula_cli.run.records.probes import GradientStats, Tokens
+from tula_cli.worker.build.batches.tokens import TokenCounter
+from tula_cli.worker.measure.looks.gradients import GradientNormRecorder, halves, shared_halves
+from tula_cli.worker.parallel.sharded import Sharded
+from tula_cli.worker.train import loop as worker_train_loop
+from tula_cli.worker.train.loop import Step, Trainer
+from tula_cli.worker.train.watching.sync_spy import SyncSpy
+
+LOADED = 4
+"""The fewest batches by which a data loader is timed."""
+
+
+def looks_of(trainer: Trainer, stream: Generator[Step, None, None], *, norms: int, room: int | None) -> dict[str, Any]:
+    """Return what is found in steps of their own, by the names that it has in a result; the trainer has done its work.
+
+    Args:
+        trainer: of the probe.
+        stream: its steps.
+        norms: the most steps whose gradient norms are taken.
+        room: bytes of a GPU that the probe has left free; None where nothing bounds them.
+    """
+    with standing_still(trainer):
+        found: dict[str, Any] = {
+            "cached_time": _cached_time(trainer),
+            "sync_time": _synchronisation(trainer, stream),
+        }
+    found["gradients"] = _gradients(trainer, stream, norms=norms)
+    found["compute_time"] = _local_work(trainer, stream, room=room)
+    stream.close()  # with its workers
+    found["loader_time"], found["tokens"] = loader(trainer)
+    return found
+
+
+@contextmanager
+def standing_still(trainer: Trainer) -> Iterator[None]:
+    """Take steps at a learning rate of 0, which take what others do.
+
+    Gradient norms belong to the start of training. A window of seconds may hold epochs of a small dataset.
+    """
+    factor, trainer.lr_factor = trainer.lr_factor, lambda _: 0.0
+    yield
+    trainer.lr_factor = factor
+
+
+def seconds_of(trainer: Trainer, steps: list[Step]) -> list[float]:
+    return [trainer.clock.seconds(step.start, step.end) for step in steps]
+
+
+def _cached_time(trainer: Trainer) -> float:
+    """Return the median seconds of a step on data that is on the device already.
+
+    One batch again and again, and none beside those that training holds: a probe near the limit of memory is not ended.
+    """
+    steps = itertools.islice(worker_train_loop.cached(trainer), trainer.spec.search.split_steps)
+    return trainer.ranks.largest(statistics.median(seconds_of(trainer, list(steps))))
+
+
+def loader(trainer: Trainer) -> tuple[float, Tokens | None]:
+    """Return the seconds in which the data loader makes the data of a step, all ranks at once, while nothing else is done.
+
+    And what tokens a sample of it has, where it is text.
+
+    From the first batch on two rounds of all workers: their start is not counted, nor is a batch that was ready before.
+    """
+    batches = max(LOADED, AHEAD * trainer.workers)
+    stream = worker_train_loop.loaded(trainer, trainer.position.epoch + 2 + batches)  # of a batch an epoch at least
+    next(stream)
+    trainer.ranks.from_first(0)
+    began, taken, counter = time.perf_counter(), 0, TokenCounter()
+    for batch in itertools.islice(stream, batches):
+        counter.add(batch)
+        taken += 1
+        if time.perf_counter() - began > trainer.spec.search.max_seconds:
+            break
+    seconds = trainer.ranks.largest((time.perf_counter() - began) / taken * trainer.parts)
+    found = counter.of_a_sample()
+    return seconds, found and Tokens(length=found[0], real=found[1])
+
+
+def _gradients(trainer: Trainer, stream: Iterator[Step], *, norms: int) -> GradientStats:
+    """Return the gradient norms of some more steps; where no probe of the search has two ranks, those of half batches.
+
+    From here on DDP has a communication hook, with which a step is not a training's any more.
+    """
+    pairs: list[Pair] = []
+    half = trainer.micro_batch // 2
+    if isinstance(trainer.parallel, Sharded):
+        if trainer.micro_batch < 4:
+            return summarise([], local_batch=trainer.local_batch, batch=trainer.batch)
+        _take(trainer, stream, lambda: pairs.append(shared_halves(trainer)))
+        samples = half * trainer.ranks.world
+        return summarise(pairs, local_batch=samples, batch=2 * samples)
+    if _ranks_at_most(trainer) > 1 or trainer.micro_batch < 4:  # batch norm cannot do with one sample
+        recorder = GradientNormRecorder.attach(trainer)
+        for _ in recorder.watch(itertools.islice(stream, norms), trainer.scaler):
+            pass
+        return summarise(recorder.pairs(), local_batch=trainer.local_batch, batch=trainer.batch)
+    _take(trainer, stream, lambda: pairs.append(halves(trainer)))
+    return summarise(pairs, local_batch=half, batch=2 * half)
+
+
+def _ranks_at_most(trainer: Trainer) -> int:
+    """Return the ranks of the largest probe of the search."""
+    return max(trainer.ranks.world, max(trainer.spec.search.nodes) * trainer.spec.cluster.gpus_per_node)
+
+
+def _synchronisation(trainer: Trainer, stream: Iterator[Step]) -> float | None:
+    """Return the exposed synchronisation in seconds; None of shares, which are gathered all along the passes."""
+    if isinstance(trainer.parallel, Sharded):
+        return None
+    with SyncSpy(trainer.clock, trainer.parallel) as spy:
+        _take(trainer, stream, spy.reduced)
+    return trainer.ranks.largest(spy.median())
+
+
+def _local_work(trainer: Trainer, stream: Iterator[Step], *, room: int | None) -> float | None:
+    """Return the seconds of a step without synchronisation; None of shares that do not fit a GPU together.
+
+    Args:
+        trainer: of the probe.
+        stream: its steps.
+        room: bytes of a GPU that the probe has left free; None where nothing bounds them.
+    """
+    trainer.synchronise = False
+    apart: AbstractContextManager[None] = nullcontext()
+    if isinstance(trainer.parallel, Sharded):
+        if not trainer.parallel.works_alone or (room is not None and room < 1.2 * trainer.parallel.gathered_bytes):
+            return None
+        apart = trainer.parallel.alone()
+    with apart:
+        steps = _take(trainer, stream, None)  # last: the replicas drift apart
+    return trainer.ranks.largest(statistics.median(seconds_of(trainer, steps)))
+
+
+def _take(trainer: Trainer, stream: Iterator[Step], look: Callable[[], None] | None) -> list[Step]:
+    """Run some steps, looking at each finished gradient."""
+    trainer.after_backward = look
+    steps = list(itertools.islice(stream, trainer.spec.search.split_steps))
+    trainer.after_backward = None
+    return steps

@@ -1,0 +1,153 @@
+"""A checkpoint of a model in shares: a folder of torch.distributed.checkpoint, which any number of ranks can load."""
+
+import json
+import os
+import shutil
+import zlib
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from tula_cli.errors import TulaError
+from tula_cli.run.files import cannot_write, write_atomic
+from tula_cli.worker.ranks import Ranks
+
+REST = "rest.pt"
+"""What no rank has a share of: position, best metrics, factors. A file of torch.save."""
+SUMS = "sums.json"
+"""The check sums of all other files, which torch does not keep."""
+_CHUNK = 2**24  # bytes that are summed at a time
+
+
+def write(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer, rest: dict[str, Any], ranks: Ranks) -> None:
+    """Write a checkpoint, whole or not at all: beside its place, and renamed when all ranks have finished.
+
+    Every rank takes part, and writes its own shares.
+
+    Args:
+        folder: its place, on a file system that all ranks share; one that is there already is replaced.
+        model: that fully_shard has divided.
+        optimizer: of its shares.
+        rest: what else belongs to it; rank 0's.
+        ranks: all of them.
+
+    Raises:
+        TulaError: a rank cannot write; older checkpoints stand.
+    """
+    from torch.distributed.checkpoint.api import CheckpointException
+    from torch.distributed.checkpoint.state_dict_saver import save
+
+    draft = draft_of(folder)
+    if ranks.first:
+        shutil.rmtree(draft, ignore_errors=True)
+        draft.mkdir(parents=True)
+    dist.barrier()
+    try:
+        save(_state(model, optimizer), checkpoint_id=draft)
+    except CheckpointException as error:
+        why = _cause(error)
+        if isinstance(why, OSError):
+            raise cannot_write(folder, why) from error
+        raise
+    if ranks.first:
+        torch.save(rest, draft / REST)
+    files = sorted(path.name for path in draft.iterdir()) if ranks.first else []
+    sums = _sums(draft, json.loads(ranks.gather(json.dumps(files))[0]), ranks)
+    if ranks.first:
+        write_atomic(draft / SUMS, json.dumps(sums))
+        _put(draft, folder)
+    dist.barrier()
+
+
+def draft_of(folder: Path) -> Path:
+    """Return where a folder is while it is written."""
+    return folder.with_name(f".{folder.name}.draft")
+
+
+def is_whole(folder: Path, ranks: Ranks) -> bool:
+    """Return on every rank whether a folder is what was written; every rank takes part, and reads some of its files."""
+    try:
+        known: dict[str, int] = json.loads((folder / SUMS).read_text(encoding="utf-8"))
+        names = sorted(known)
+    except (OSError, ValueError, AttributeError, TypeError):
+        known, names = {}, []
+    seen = _sums(folder, names, ranks)
+    here = bool(names) and REST in names and seen == known
+    return not ranks.largest(float(not here))
+
+
+def load(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Put a checkpoint's state into a model in shares, of any number of ranks, and its optimizer; every rank takes part.
+
+    Raises:
+        TulaError: it is not of this model.
+    """
+    from torch.distributed.checkpoint import state_dict_loader
+    from torch.distributed.checkpoint.api import CheckpointException
+    from torch.distributed.checkpoint.state_dict import set_model_state_dict, set_optimizer_state_dict
+
+    state = _state(model, optimizer)
+    try:
+        state_dict_loader.load(state, checkpoint_id=folder)
+    except CheckpointException as error:
+        raise TulaError(
+            f"the checkpoint {folder} does not fit the model: {_cause(error)}", "was the model's code changed?"
+        ) from None
+    set_model_state_dict(model, state["model"])
+    set_optimizer_state_dict(model, optimizer, state["optimizer"])
+
+
+def read_rest(folder: Path) -> dict[str, Any]:
+    """Return what a checkpoint holds beside model and optimizer."""
+    rest: dict[str, Any] = torch.load(folder / REST, map_location="cpu", weights_only=True)
+    return rest
+
+
+def _state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
+
+    return {"model": get_model_state_dict(model), "optimizer": get_optimizer_state_dict(model, optimizer)}
+
+
+def _sums(folder: Path, names: list[str], ranks: Ranks) -> dict[str, int]:
+    """Return the check sum of each file, -1 of one that cannot be read; each rank reads its share of them."""
+    mine = {name: _sum(folder / name) for name in names[ranks.rank :: ranks.world]}
+    found: dict[str, int] = {}
+    for text in ranks.gather(json.dumps(mine)):
+        found |= json.loads(text)
+    return found
+
+
+def _sum(path: Path) -> int:
+    total = 0
+    try:
+        with path.open("rb") as file:
+            while chunk := file.read(_CHUNK):
+                total = zlib.crc32(chunk, total)
+    except OSError:
+        return -1
+    return total
+
+
+def _cause(error: Any) -> BaseException:
+    """Return what went wrong on the first rank where anything did."""
+    cause: BaseException = next((seen[0] for seen in error.failures.values()), error)
+    return cause
+
+
+def _put(draft: Path, folder: Path) -> None:
+    """Rename a finished folder; what stands in its place goes out of the way first."""
+    old = folder.with_name(f".{folder.name}.old")
+    shutil.rmtree(old, ignore_errors=True)
+    if folder.exists():
+        folder.rename(old)
+    draft.rename(folder)
+    handle = os.open(folder.parent, os.O_RDONLY)
+    try:
+        os.fsync(handle)  # the name is on the disk
+    finally:
+        os.close(handle)
+    shutil.rmtree(old, ignore_errors=True)

@@ -1,0 +1,141 @@
+"""Fully sharded data parallelism (FSDP2; ZeRO stage 3, Rajbhandari et al. 2020).
+
+Each rank holds 1/N of every parameter, of its gradient and of its optimizer state. A block of the model is gathered just
+before it computes, forward and backward, and let go again; its gradient is averaged and divided in one reduce-scatter.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from tula_cli.errors import SpecError
+from tula_cli.worker.build.recompute import blocks_of
+
+
+class Sharded(nn.Module):
+    """A model in shares, called as DistributedDataParallel is.
+
+    What reads `parameters()` outside of a forward or backward pass sees DTensors: the whole shape, this rank's values.
+    Every forward pass is one of all ranks.
+
+    Args:
+        model: on the CPU or the device, the same on all ranks but for its values, which become rank 0's.
+        blocks: class names of the blocks that are gathered one at a time; "auto": the composite members of every Sequential
+            and ModuleList, as activation checkpointing has them. The rest is one block more.
+        device: of this rank. The model is moved to it block by block, so that the whole need not fit.
+
+    Raises:
+        SpecError: the model has no block of a name.
+    """
+
+    def __init__(self, model: nn.Module, *, blocks: Literal["auto"] | Sequence[str], device: torch.device) -> None:
+        # here: DDP alone imports nothing of it
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.fsdp import fully_shard
+
+        super().__init__()
+        _broadcast([*model.parameters(), *model.buffers()], device)
+        mesh = init_device_mesh(device.type, (dist.get_world_size(),))
+        self.parts: list[Any] = [*fsdp_blocks(model, blocks), model]
+        for part in self.parts:
+            fully_shard(part, mesh=mesh)
+        self.module = model
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the model."""
+        return self.module(*args, **kwargs)
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Do nothing: the gradient of each micro-batch is divided, and added to the shares.
+
+        To keep it whole up to the last one would take the memory that shares save.
+        """
+        yield
+
+    @property
+    def gathered_bytes(self) -> int:
+        """What `alone` takes beside the shares: all parameters, and their gradients."""
+        return sum(p.numel() * p.element_size() * (1 + p.requires_grad) for p in self.parameters())
+
+    @property
+    def works_alone(self) -> bool:
+        """Whether `alone` can be had: from torch 2.8 on."""
+        return all(hasattr(part, "set_reshard_after_forward") for part in self.parts)
+
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """Compute without the other ranks inside: the whole model stays gathered, and gradients are not averaged.
+
+        The rank holds all parameters and their gradients for so long. The weights must not change.
+        """
+        root: Any = self.module
+        for part in self.parts:
+            part.set_reshard_after_forward(False, recurse=False)
+        root.set_reshard_after_backward(False)
+        root.set_requires_gradient_sync(False)
+        try:
+            yield
+        finally:
+            root.set_requires_gradient_sync(True)
+            self.zero_grad()
+            for part in self.parts:
+                part.set_reshard_after_forward(part is not root, recurse=False)
+                part.reshard()
+            root.set_reshard_after_backward(True)
+
+    def stand_in(self, optimizer: torch.optim.Optimizer) -> None:
+        """Drop the whole gradients that passes inside `alone` leave; zeros take their place, for a step that takes as long."""
+        self.zero_grad()
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
+
+
+def fsdp_blocks(model: nn.Module, names: Literal["auto"] | Sequence[str]) -> list[nn.Module]:
+    """Return the blocks of a model that are gathered one at a time, in the order of its modules.
+
+    A block that shares a parameter with what is outside of it (tied embeddings) is none: the rest of the model holds it.
+
+    Raises:
+        SpecError: there is no module of a class that is named.
+    """
+    found = blocks_of(model) if names == "auto" else _of_classes(model, names)
+    return [
+        block
+        for block in found
+        if block is not model and any(True for _ in block.parameters()) and _is_apart(block, model)
+    ]
+
+
+def _of_classes(model: nn.Module, names: Sequence[str]) -> list[nn.Module]:
+    """Return the modules of classes, the inner ones before those that hold them."""
+    modules = list(model.modules())
+    for name in names:
+        if not any(type(module).__name__ == name for module in modules):
+            known = sorted({type(module).__name__ for module in modules if any(True for _ in module.children())})
+            raise SpecError(
+                f"train.fsdp_blocks: {type(model).__name__} has no module of class {name}",
+                f"it has {', '.join(known)}" if known else "leave it out: the model is one block",
+            )
+    return [module for module in reversed(modules) if type(module).__name__ in names]
+
+
+def _is_apart(block: nn.Module, model: nn.Module) -> bool:
+    inside = set(block.modules())
+    own = {id(p) for p in block.parameters()}
+    return not any(
+        id(p) in own for module in model.modules() if module not in inside for p in module.parameters(recurse=False)
+    )
+
+
+def _broadcast(tensors: Iterable[Tensor], device: torch.device) -> None:
+    """Give tensors rank 0's values, one at a time over the device."""
+    for tensor in tensors:
+        there = tensor.detach().to(device)
+        dist.broadcast(there, src=0)
+        tensor.detach().copy_(there)

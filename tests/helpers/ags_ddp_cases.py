@@ -25,7 +25,8 @@ from ags_models import ags, made_of
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from tula_cli.optim import PRESETS, TulaOptimizer, gate
+from tula_cli.optim import PRESETS, TulaOptimizer
+from tula_cli.optim.parts import indicators
 from tula_cli.optim.parts.reduction import listen
 from tula_cli.optim.parts.small_batch import draw_counts
 
@@ -237,11 +238,11 @@ class Drifting:
         self.rank, self.steps, self.step = rank, steps, 0
 
     def __enter__(self) -> None:
-        self.original = gate.squared_norm
-        setattr(gate, "squared_norm", self.norm)  # noqa: B010
+        self.original = indicators.squared_norm
+        setattr(indicators, "squared_norm", self.norm)  # noqa: B010
 
     def __exit__(self, *_: object) -> None:
-        setattr(gate, "squared_norm", self.original)  # noqa: B010
+        setattr(indicators, "squared_norm", self.original)  # noqa: B010
 
     def norm(self, grads: Any) -> Tensor:
         square = self.original(grads)

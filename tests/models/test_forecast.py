@@ -314,7 +314,7 @@ def test_a_script_is_forecast_by_its_steps_start_up_and_peaks() -> None:
         assert row.peak_memory == pytest.approx(truth.peak(batch // nodes), rel=1e-6)
         assert row.refresh_share == 0.0
     assert forecast.eval_size is None
-    assert forecast.largest_local_batch == (int(16 * 1024 * 0.9) - 400) // 2
+    assert forecast.largest_local_batch(1) == (int(16 * 1024 * 0.9) - 400) // 2
 
 
 @pytest.mark.parametrize(

@@ -24,10 +24,11 @@ from tula_cli.models.observations import (
     require_one_hardware,
     require_some,
 )
-from tula_cli.models.out_of_memory import cannot_accumulate, splits_of
+from tula_cli.models.out_of_memory import cannot_accumulate, ruled_out, splits_of
 from tula_cli.models.overheads import OverheadModel, shutdown_of
-from tula_cli.models.power import Power, PowerModel
+from tula_cli.models.power import PowerModel
 from tula_cli.models.time import steptime
+from tula_cli.models.time.priors import PRIORS, SHARDED
 from tula_cli.models.time.steptime import Estimate, StepTimeFit
 from tula_cli.run.records.base import Market
 from tula_cli.run.records.inspections import Inspection
@@ -51,7 +52,7 @@ class Forecast:
     power: PowerModel | None  # None where no probe tells its energy
     capacity: int | None  # bytes of one GPU
     probes: Mapping[Probe, Measured]
-    smallest_oom: int | None  # the smallest local batch that was out of memory
+    ooms: tuple[Probe, ...]  # that were out of memory
     dataset_size: int
     eval_size: int | None  # held-out samples; None where no probe tells
     shutdown: float  # seconds from the last measurement of a job to its end
@@ -89,15 +90,19 @@ class Forecast:
         require_one_hardware(measured)
         footprints = inspection.footprints if inspection else ()
         script, size = spec.script, measured[0].dataset_size
-        steps = steptime.fit([observation(probe) for probe in measured], collective=spec.cluster.collective)
+        steps = steptime.fit(
+            [observation(probe) for probe in measured],
+            collective=spec.cluster.collective,
+            priors=SHARDED if spec.train.sharded else PRIORS,
+        )
         return cls(
             spec=spec,
             steps=steps,
-            memory=memory.fit([*measured, *footprints], accumulate=spec.train.accumulate),
+            memory=memory.fit([*measured, *footprints], accumulate=spec.train.accumulate, sharded=spec.train.sharded),
             power=power.fit(measured),
             capacity=capacity_of(spec, measured, inspection),
             probes={(probe.nodes, probe.local_batch): probe for probe in measured},
-            smallest_oom=min((oom.local_batch for oom in ooms), default=None),
+            ooms=tuple((oom.nodes, oom.local_batch) for oom in ooms),
             dataset_size=size,
             eval_size=next((probe.eval_size for probe in measured if probe.eval_size is not None), None),
             shutdown=shutdown_of(attempts, measured),
@@ -113,9 +118,17 @@ class Forecast:
         )
 
     @cached_property
-    def largest_local_batch(self) -> int | None:
-        """The largest local batch that leaves the margin free; None where memory sets no bound."""
-        return self.memory.largest_local_batch(self.capacity, margin=self.spec.search.memory_margin)
+    def largest_local_batch(self) -> Callable[[int], int | None]:
+        """What returns the largest local batch on a number of nodes that leaves the margin free, None where memory sets no
+        bound; each is worked out once.
+        """
+        margin = self.spec.search.memory_margin
+        return functools.cache(lambda nodes: self._memory_on(nodes).largest_local_batch(self.capacity, margin=margin))
+
+    @cached_property
+    def _memory_on(self) -> Callable[[int], MemoryModel]:
+        """What returns the memory of a GPU on a number of nodes."""
+        return functools.cache(lambda nodes: self.memory.on(nodes * self.spec.cluster.gpus_per_node))
 
     def candidates(self, nodes: Iterable[int] | None = None) -> list[Config]:
         """Return the candidates of the spec (or of other numbers of nodes), whether they fit or not."""
@@ -136,7 +149,7 @@ class Forecast:
         """Return why a configuration cannot run; empty where it can.
 
         A probe that ran is believed over the models; one that was out of memory rules out its local batch and all
-        larger ones on any number of nodes.
+        larger ones on any number of nodes, or of GPUs that share a model on as many and fewer.
         """
         world = config.nodes * self.spec.cluster.gpus_per_node
         if config.batch > self.dataset_size:
@@ -146,9 +159,10 @@ class Forecast:
         local_batch = config.batch // world
         if (config.nodes, local_batch) in self.probes:
             return ""
-        if self.smallest_oom is not None and local_batch >= self.smallest_oom:
-            return f"a local batch of {self.smallest_oom} was out of memory"
-        largest = self.largest_local_batch
+        oom = ruled_out(self.ooms, config.nodes, local_batch, sharded=self.spec.train.sharded)
+        if oom is not None:
+            return f"a local batch of {oom} was out of memory"
+        largest = self.largest_local_batch(config.nodes)
         if largest is not None and local_batch > largest:
             margin = self.spec.search.memory_margin
             return f"at most {largest} samples fit one GPU with {margin:.0%} of its memory left free"
@@ -216,7 +230,7 @@ class Forecast:
             reserved=row.peak_memory or 0,
             market="spot",
         )
-        energy = {name: kwh and kwh * running / row.hours for name, kwh in _kwh(row).items()}
+        energy = {name: kwh and kwh * running / row.hours for name, kwh in power.kwh_of(row).items()}
         parts = row.parts and row.parts.model_copy(update={"rest": row.parts.rest + 3600 * (hours - row.hours)})
         update = {"hours": hours, "hours_low": low, "hours_high": high, "cost": price, "market": "spot", "parts": parts}
         return row.model_copy(update={**update, **energy})
@@ -284,7 +298,8 @@ class Forecast:
         held = held or local_batch
         time, startup = self._time(config), self._beside.startup_spread / 3600
         training, overheads, hours = time.hours, time.overheads, time.hours(step.seconds)
-        reserved = probe.memory.reserved if probe else self.memory.reserved(held)
+        model = self._memory_on(config.nodes)
+        reserved = probe.memory.reserved if probe else model.reserved(held)
         found = Prediction(
             nodes=config.nodes,
             batch=config.batch,
@@ -297,7 +312,7 @@ class Forecast:
             hours_high=None if step.high is None else hours + hypot(training(step.high) - hours, startup),
             cost=cost.cost(self.spec.pricing, hours=hours, nodes=config.nodes, gpus_per_node=gpus, reserved=reserved),
             peak_memory=reserved,
-            headroom=None if self.capacity is None else 1 - self.memory.needed(held) / self.capacity,
+            headroom=None if self.capacity is None else 1 - model.needed(held) / self.capacity,
             measured=probe is not None,
             parts=None if self.spec.script else time.parts(step.seconds, data_wait=probe.data_wait if probe else None),
             refresh_share=None
@@ -316,8 +331,8 @@ class Forecast:
             update={
                 "energy": 1000 * kilowatts * row.step_time,
                 "kwh": kwh,
-                "kwh_low": _end(kwh, found, row.hours_low, row.hours, side=-1),
-                "kwh_high": _end(kwh, found, row.hours_high, row.hours, side=1),
+                "kwh_low": power.end(kwh, found, row.hours_low, row.hours, side=-1),
+                "kwh_high": power.end(kwh, found, row.hours_high, row.hours, side=1),
             }
         )
 
@@ -376,17 +391,6 @@ class Forecast:
     def _beside(self) -> OverheadModel:
         """What there is beside the steps."""
         return OverheadModel(self.spec, tuple(self.probes.values()), self.shutdown)
-
-
-def _end(kwh: float, found: Power, bound: float | None, hours: float, *, side: int) -> float | None:
-    """Return an end of the 90 % interval: the errors of power and of time come together by chance alone."""
-    if found.error is None or bound is None:
-        return None
-    return max(0.0, kwh * (1 + side * hypot(found.error, bound / hours - 1)))
-
-
-def _kwh(row: Prediction) -> dict[str, float | None]:
-    return {"kwh": row.kwh, "kwh_low": row.kwh_low, "kwh_high": row.kwh_high}
 
 
 def _of(results: Sequence[Measured | OutOfMemory | Failed], kind: type[T]) -> list[T]:

@@ -1,6 +1,6 @@
 """What follows an out-of-memory: the same batch in smaller micro-batches while that can be, then a smaller batch."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from tula_cli.run.records.micro_batches import MicroBatches, Splits
@@ -125,3 +125,15 @@ def statistics_told(cause: str) -> str:
     """Return what the cause of a relaunch tells of BatchNorm's statistics; empty where they stayed as they were."""
     _, found, rest = cause.partition(f"{STATISTICS} ")
     return f"{found}{rest}"
+
+
+def ruled_out(ooms: Iterable[tuple[int, int]], nodes: int, local_batch: int, *, sharded: bool) -> int | None:
+    """Return the smallest local batch whose out-of-memory tells that a configuration does not fit; None where none does.
+
+    Args:
+        ooms: (nodes, local batch) of each probe that was out of memory.
+        nodes, local_batch: of the configuration.
+        sharded: whether the GPUs share the model: then fewer nodes have no more room, but more of them may.
+    """
+    sizes = [size for count, size in ooms if size <= local_batch and (not sharded or nodes <= count)]
+    return min(sizes, default=None)

@@ -8,11 +8,13 @@ work for a sample takes beside that. Residuals are relative.
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from math import hypot
 
 import numpy as np
 from numpy.typing import NDArray
 
 from tula_cli.run.records.probes import Measured
+from tula_cli.run.records.recommendations import Prediction
 from tula_cli.words import number, plural
 
 Floats = NDArray[np.float64]
@@ -116,3 +118,15 @@ def _words(idle: float, per_sample: float, residuals: Sequence[float] | Floats, 
     rest = f" and {number(per_sample)} J a sample" if per_sample else ", whatever the batch"
     error = "" if told < 2 else f"; off by {float(np.median(np.abs(residuals))):.1%} in the median"
     return f"{number(idle)} W a GPU{rest}, from {told} of {plural(of, 'probe')}{error}"
+
+
+def end(kwh: float, found: Power, bound: float | None, hours: float, *, side: int) -> float | None:
+    """Return an end of the 90 % interval: the errors of power and of time come together by chance alone."""
+    if found.error is None or bound is None:
+        return None
+    return max(0.0, kwh * (1 + side * hypot(found.error, bound / hours - 1)))
+
+
+def kwh_of(row: Prediction) -> dict[str, float | None]:
+    """Return a forecast's energy with its interval, by their names."""
+    return {"kwh": row.kwh, "kwh_low": row.kwh_low, "kwh_high": row.kwh_high}

@@ -12,6 +12,7 @@ from tula_cli.cluster.slurm.first_job import or_told
 from tula_cli.cluster.slurm.partitions import Site
 from tula_cli.cluster.slurm.sbatch import doubts
 from tula_cli.errors import Infeasible, OverBudget
+from tula_cli.models.choice.grid import Limit, highest
 from tula_cli.models.cost import price_at_most, price_words
 from tula_cli.run.directory import RunDir
 from tula_cli.run.records.inspections import Inspection
@@ -193,7 +194,7 @@ def check(
     return CheckReport(
         inspection=inspection,
         jobs=jobs,
-        largest_local_batch=largest,
+        largest_local_batch=highest(largest),
         node_hours_at_most=node_hours,
         machine_hours_at_most=one_by_one if local else None,
         price_at_most=price_at_most(
@@ -244,7 +245,7 @@ def _unknown(later: UnsettledPlan | None) -> tuple[str, ...]:
 
 
 def _jobs(
-    spec: JobSpec, inspection: Inspection | None, *, largest: int | None
+    spec: JobSpec, inspection: Inspection | None, *, largest: Limit
 ) -> tuple[tuple[PlannedJob, ...], tuple[str, ...]]:
     """Return one job a number of nodes, or why there is none."""
     size = inspection.dataset_size if inspection else spec.search.max_batch

@@ -40,6 +40,7 @@ class EstimateReport:
     smallest_oom: int | None  # the smallest local batch that was out of memory in a probe on such a GPU
     data: DataMemory | None  # what data may take of the node's own memory, for one rank at the largest row that fits
     loaders: int  # data-loader processes of a rank, at most
+    sharing: int | None  # GPUs that share the model: all of the largest number of nodes; None where each has a copy
 
     @property
     def largest_row(self) -> int | None:
@@ -120,7 +121,10 @@ def estimate(
             f"memory cannot be estimated: {inspection.estimate_error}",
             "tula profile measures it, and stops where it ends",
         )
-    model = memory.fit([*seen.probes, *inspection.footprints], accumulate=spec.train.accumulate)
+    ranks = max(spec.search.nodes) * spec.cluster.gpus_per_node
+    model = memory.fit(
+        [*seen.probes, *inspection.footprints], accumulate=spec.train.accumulate, sharded=spec.train.sharded
+    ).on(ranks)
     capacity = capacity_of(spec, seen.probes, inspection) if capacity is None else capacity
     largest = seen.bounded(model.largest_local_batch(capacity, margin=spec.search.memory_margin), spec.train.accumulate)
     sizes = local_batches(spec, inspection, largest=largest)
@@ -142,6 +146,7 @@ def estimate(
         smallest_oom=seen.smallest_oom,
         data=_data(spec, inspection, _largest(sizes, largest), processes, gpu=gpu),
         loaders=processes,
+        sharing=ranks if spec.train.sharded else None,
     )
 
 

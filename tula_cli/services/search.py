@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from tula_cli.errors import BadMeasurements, Infeasible
-from tula_cli.models.choice.grid import Config, candidates
+from tula_cli.models.choice.grid import Config, Limit, candidates, highest
+from tula_cli.models.out_of_memory import ruled_out
 from tula_cli.run.records.inspections import Inspection
 from tula_cli.run.records.jobs import Attempt
 from tula_cli.run.records.probes import Failed, Measured, OutOfMemory
@@ -26,7 +27,7 @@ ByNodes = Mapping[int, Sequence[int]]
 """Number of nodes (ascending) to local batches (ascending); no entry is empty."""
 
 
-def probes(spec: JobSpec, *, dataset_size: int, max_local_batch: int | None) -> dict[int, tuple[int, ...]]:
+def probes(spec: JobSpec, *, dataset_size: int, max_local_batch: Limit) -> dict[int, tuple[int, ...]]:
     """Return what the spec's strategy measures: number of nodes to ascending local batches; of `adaptive` the start.
 
     A number of nodes on which no batch is feasible is left out.
@@ -82,9 +83,9 @@ def next_round(
 
     found = feasible(spec, dataset_size=inspection.dataset_size, max_local_batch=largest_local_batch(spec, inspection))
     known = {(r.nodes, r.local_batch) for r in results if isinstance(r, Measured | OutOfMemory)}
-    smallest_oom = min((r.local_batch for r in results if isinstance(r, OutOfMemory)), default=None)
-    gpus = spec.cluster.gpus_per_node
-    fitting = {c for c in found if smallest_oom is None or c.local_batch(gpus) < smallest_oom}
+    ooms = [(r.nodes, r.local_batch) for r in results if isinstance(r, OutOfMemory)]
+    gpus, sharded = spec.cluster.gpus_per_node, spec.train.sharded
+    fitting = {c for c in found if not ruled_out(ooms, c.nodes, c.local_batch(gpus), sharded=sharded)}
     failed = {(r.nodes, r.local_batch) for r in results if isinstance(r, Failed)}
     fitting = {c for c in fitting if (c.nodes, c.local_batch(gpus)) not in failed} or fitting
     start = adaptive.first(_by_nodes(spec, fitting or found).items())
@@ -130,7 +131,7 @@ def grouped(chosen: Iterable[tuple[int, int]]) -> dict[int, tuple[int, ...]]:
     return {nodes: tuple(local_batches) for nodes, local_batches in by_nodes.items()}
 
 
-def largest_local_batch(spec: JobSpec, inspection: Inspection) -> int | None:
+def largest_local_batch(spec: JobSpec, inspection: Inspection) -> Limit:
     """Return the largest local batch that the memory estimate lets fit, less the margin.
 
     Returns:
@@ -140,11 +141,14 @@ def largest_local_batch(spec: JobSpec, inspection: Inspection) -> int | None:
         return None
     from tula_cli.models.memory import memory
 
-    model = memory.fit(inspection.footprints, accumulate=spec.train.accumulate)
-    return model.largest_local_batch(inspection.capacity, margin=spec.search.memory_margin)
+    model = memory.fit(inspection.footprints, accumulate=spec.train.accumulate, sharded=spec.train.sharded)
+    capacity, margin, gpus = inspection.capacity, spec.search.memory_margin, spec.cluster.gpus_per_node
+    if not model.sharded:
+        return model.largest_local_batch(capacity, margin=margin)
+    return {nodes: model.on(nodes * gpus).largest_local_batch(capacity, margin=margin) for nodes in spec.search.nodes}
 
 
-def feasible(spec: JobSpec, *, dataset_size: int, max_local_batch: int | None) -> list[Config]:
+def feasible(spec: JobSpec, *, dataset_size: int, max_local_batch: Limit) -> list[Config]:
     """Return the candidates within all bounds, ordered by nodes, then batch.
 
     Raises:
@@ -157,7 +161,7 @@ def feasible(spec: JobSpec, *, dataset_size: int, max_local_batch: int | None) -
     return found
 
 
-def _candidates(spec: JobSpec, *, max_batch: int, max_local_batch: int | None) -> list[Config]:
+def _candidates(spec: JobSpec, *, max_batch: int, max_local_batch: Limit) -> list[Config]:
     return candidates(
         spec.search.nodes,
         gpus_per_node=spec.cluster.gpus_per_node,
@@ -168,7 +172,7 @@ def _candidates(spec: JobSpec, *, max_batch: int, max_local_batch: int | None) -
     )
 
 
-def _infeasible(spec: JobSpec, *, dataset_size: int, max_local_batch: int | None) -> Infeasible:
+def _infeasible(spec: JobSpec, *, dataset_size: int, max_local_batch: Limit) -> Infeasible:
     """Name the bound that leaves nothing: the dataset, the division among the GPUs, or memory."""
     search = spec.search
     if search.min_batch > dataset_size:
@@ -187,7 +191,7 @@ def _infeasible(spec: JobSpec, *, dataset_size: int, max_local_batch: int | None
         )
     least = min(config.local_batch(spec.cluster.gpus_per_node) for config in divisible)
     return Infeasible(
-        f"out of memory before anything ran: at most {max_local_batch} samples fit one GPU, the smallest local batch is"
+        f"out of memory before anything ran: at most {highest(max_local_batch)} samples fit one GPU, the smallest local batch is"
         f" {least}",
         "search more nodes, lower search.min_batch, or use train.accumulate, train.activation_checkpointing or"
         " train.precision: bf16",

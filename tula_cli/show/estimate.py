@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 
 from tula_cli.show.check import inspection
 from tula_cli.show.tables import table
-from tula_cli.words import amount, size, size_unit
+from tula_cli.words import amount, plural, size, size_unit
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -25,6 +25,8 @@ def estimate(report: "EstimateReport") -> Iterator["RenderableType"]:
     yield ""
     yield from _apart(report)
     yield f"{amount(report.fixed)} whatever the batch, and {amount(report.per_sample)} a sample"
+    if report.sharing:
+        yield f"each of {plural(report.sharing, 'GPU')} holds its share of parameters, gradients and optimizer states"
     yield from _data(report)
     if report.correction:
         yield report.correction

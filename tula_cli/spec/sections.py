@@ -323,6 +323,11 @@ class Train(Section):
         return self
 
     @property
+    def sharded(self) -> bool:
+        """Whether the GPUs share one model."""
+        return self.parallel == "fsdp"
+
+    @property
     def goal(self) -> str:
         """The metric that `until` looks at."""
         return self.best.metric if self.until is None or self.until.metric == "auto" else self.until.metric

@@ -1,7 +1,23 @@
 """Configurations: how many nodes, which global batch."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+
+Limit = int | Mapping[int, int | None] | None
+"""The largest local batch that fits one GPU, by number of nodes where they share a model; None where nothing bounds it."""
+
+
+def on_nodes(limit: Limit, nodes: int) -> int | None:
+    """Return the limit on a number of nodes."""
+    return limit.get(nodes) if isinstance(limit, Mapping) else limit
+
+
+def highest(limit: Limit) -> int | None:
+    """Return the limit where it is highest."""
+    if not isinstance(limit, Mapping):
+        return limit
+    bounds = [bound for bound in limit.values() if bound is not None]
+    return max(bounds) if len(bounds) == len(limit) else None
 
 
 @dataclass(frozen=True, order=True)
@@ -31,7 +47,7 @@ def candidates(
     gpus_per_node: int,
     min_batch: int,
     max_batch: int,
-    max_local_batch: int | None = None,
+    max_local_batch: Limit = None,
     accumulate: int = 1,
 ) -> list[Config]:
     """Return every feasible configuration, ordered by nodes, then batch.
@@ -46,11 +62,11 @@ def candidates(
     """
     found = []
     for count in sorted(set(nodes)):
-        world = count * gpus_per_node
+        world, most = count * gpus_per_node, on_nodes(max_local_batch, count)
         for batch in batches(min_batch, max_batch):
             if batch % (world * accumulate):
                 continue
-            if max_local_batch is not None and batch // world > max_local_batch:
+            if most is not None and batch // world > most:
                 continue
             found.append(Config(count, batch))
     return found

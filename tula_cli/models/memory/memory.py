@@ -85,6 +85,14 @@ class MemoryModel:
     accumulate: int
     error: float | None  # median relative residual of the peak; None where nothing is left over to tell
     by_component: bool = True  # False where peaks alone are known: batch and activations are one
+    sharded: bool = False  # the states are those of a whole model, which the ranks divide (`on`)
+
+    def on(self, ranks: int) -> "MemoryModel":
+        """Return the model of one of so many ranks; where none shares its model with others it is the same."""
+        if not self.sharded:
+            return self
+        share = {name: math.ceil(size / ranks) for name, size in self.states.model_dump().items() if name != "factors"}
+        return replace(self, states=self.states.model_copy(update=share), sharded=False)
 
     @property
     def slope(self) -> float:
@@ -170,7 +178,7 @@ class MemoryModel:
         return self.room * self._peak(micro_batch) + self.libraries
 
 
-def fit(points: Iterable[Measured | Footprint], *, accumulate: int = 1) -> MemoryModel:
+def fit(points: Iterable[Measured | Footprint], *, accumulate: int = 1, sharded: bool = False) -> MemoryModel:
     """Fit Eq. 3 to measured probes, estimates, or both.
 
     Measurements win. The estimate tells how activations grow; the measured ones move and stretch that curve. Without
@@ -180,12 +188,13 @@ def fit(points: Iterable[Measured | Footprint], *, accumulate: int = 1) -> Memor
     Args:
         points: probes (micro-batch from their own accumulation) and estimates, in any order.
         accumulate: micro-batches a step, for the estimates and for what the model is asked later.
+        sharded: whether each measured rank held its share of a model; estimates are of whole ones.
 
     Raises:
         BadMeasurements: there is no point.
     """
     seen = list(points)
-    measured = [_of_measured(point) for point in seen if isinstance(point, Measured)]
+    measured = [_of_measured(point, sharded=sharded) for point in seen if isinstance(point, Measured)]
     estimated = [_of_footprint(point, accumulate) for point in seen if isinstance(point, Footprint)]
     if not measured and not estimated:
         raise BadMeasurements("nothing tells how much memory a batch takes", "run tula profile or tula estimate first")
@@ -204,12 +213,23 @@ def fit(points: Iterable[Measured | Footprint], *, accumulate: int = 1) -> Memor
         accumulate=accumulate,
         error=None,
         by_component=bool(slopes),
+        sharded=sharded,
     )
     return replace(model, error=_median_error(model, believed))
 
 
-def _of_measured(probe: Measured) -> _Point:
-    return _Point(probe.local_batch / probe.accumulate, probe.memory, room=None)
+def _of_measured(probe: Measured, *, sharded: bool) -> _Point:
+    memory = probe.memory
+    if sharded and isinstance(memory, Components):
+        memory = _undivided(memory, probe.nodes * probe.gpus_per_node)
+    return _Point(probe.local_batch / probe.accumulate, memory, room=None)
+
+
+def _undivided(memory: Components, ranks: int) -> Components:
+    """Return what a rank would hold that had the states of the whole model, and all else as it has it."""
+    states = {name: ranks * getattr(memory, name) for name in ("parameters", "gradients", "optimizer")}
+    more = sum(states.values()) * (ranks - 1) // ranks
+    return memory.model_copy(update={**states, "peak": memory.peak + more, "reserved": memory.reserved + more})
 
 
 def _of_footprint(footprint: Footprint, accumulate: int) -> _Point:

@@ -1,7 +1,8 @@
 """What is believed of step times before anything is measured."""
 
+import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
@@ -62,6 +63,10 @@ class Priors:
 
 PRIORS = Priors()
 """Found on public measurements; `benchmarks/replay/replay_priors.py` tells how well they do where they were not found."""
+
+SHARDED = replace(PRIORS, level=Prior(PRIORS.level.mean + math.log(1.5), PRIORS.level.sd), forward=Prior(-3.0, 1.0))
+"""Of a model in shares. Two all-gathers and a reduce-scatter move half as much again as an all-reduce, which is one of each
+(Rajbhandari et al. 2020, section 7), and the forward pass hides its all-gathers as the backward pass does its traffic."""
 
 PARAMETERS = 7
 SLOPE, FLOOR, LEVEL, GROWTH, INSIDE, FORWARD, EXPOSED = range(PARAMETERS)

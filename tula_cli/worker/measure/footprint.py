@@ -9,8 +9,13 @@ What no operation shows is in no recording: the workspaces that cuDNN or oneDNN 
 hold beside the tensors there is a heuristic, `libraries`; probes correct both.
 """
 
-from tula_cli.run.records.components import Footprint
+from torch import nn
+
+from tula_cli.run.records.components import Components, Footprint
+from tula_cli.spec.sections import Train
+from tula_cli.worker.device import tensor_bytes
 from tula_cli.worker.measure.rehearsal import Rehearsal
+from tula_cli.worker.parallel.sharded import fsdp_blocks
 
 MICRO_BATCHES = tuple(2**power for power in range(17))
 """Where an estimate is told; between them memory is as good as a straight line."""
@@ -25,5 +30,23 @@ def footprints(rehearsal: Rehearsal, *, largest: int = MICRO_BATCHES[-1]) -> tup
     below = [size for size in MICRO_BATCHES if size < largest]
     sizes = (*below, MICRO_BATCHES[min(len(below), len(MICRO_BATCHES) - 1)])
     accumulate, room = rehearsal.spec.train.accumulate, rehearsal.room()
-    found = {size * accumulate: rehearsal.measure(size) for size in sizes}
+    gathered = _gathered(rehearsal.model, rehearsal.spec.train) if rehearsal.spec.train.sharded else 0
+    found = {size * accumulate: _with_more(rehearsal.measure(size), gathered) for size in sizes}
     return tuple(Footprint(local_batch=b, memory=memory, room=round(room * memory.peak)) for b, memory in found.items())
+
+
+def _gathered(model: nn.Module, train: Train) -> int:
+    """Return the bytes that are gathered beside a rank's share of a model at the peak of a step (`train.parallel: fsdp`).
+
+    What belongs to no block stays gathered all along. Of the largest block there are its parameters and those of the next
+    one, which is fetched ahead; its gradient, and that of the one before, on its way.
+    """
+    blocks = [tensor_bytes(block.parameters()) for block in fsdp_blocks(model, train.fsdp_blocks)]
+    largest = max(blocks, default=0)
+    return tensor_bytes(model.parameters()) - sum(blocks) + 4 * largest
+
+
+def _with_more(memory: Components, more: int) -> Components:
+    """Return the memory with something beside it that is neither a state nor the batch."""
+    raised = {name: getattr(memory, name) + more for name in ("activations", "peak", "reserved")}
+    return memory.model_copy(update=raised) if more else memory

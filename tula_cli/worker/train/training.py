@@ -170,7 +170,8 @@ class Training:
         if self.context.preemption.check(reserve=1.5 * self.save_time):
             self._check_divergence()
             self._look()
-            if checkpoint.of_all_ranks(self.trainer) and self.context.ranks.from_first(int(self._is_due())):
+            shares = checkpoint.of_all_ranks(self.trainer) and not self.owed
+            if shares and self.context.ranks.from_first(int(self._is_due())):
                 self._save_finite()
 
     def _look(self) -> None:

@@ -7,8 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import yaml
 from driver import weights_differ
+
+from tula_cli.worker.build.finetune import initial_weights
 
 pytestmark = [pytest.mark.e2e, pytest.mark.torch]
 HELPERS = Path(__file__).parents[1] / "helpers"
@@ -101,3 +104,40 @@ def test_any_batch_from_check_to_a_training_that_is_killed(tula, kind: str) -> N
     result = run.training(straight["signature"]).result()
     assert result is not None and result.samples == whole.samples
     assert not weights_differ(kept, last)
+
+
+@pytest.mark.proof
+def test_a_language_model_in_shares_from_check_to_a_training_that_is_killed(tula) -> None:
+    kind = KINDS["transformer"]
+    write(
+        tula,
+        **{**kind, "model": {**kind["model"], "args": {**kind["model"]["args"], "n_layer": 2}}},
+        train={**JOB["train"], "epochs": 8, "parallel": "fsdp", "max_grad_norm": 1.0},
+        search={**JOB["search"], "nodes": [1, 2]},
+    )
+    assert "2 blocks" in str(tula("check", "job.yaml")["data"])
+    assert tula("estimate", "job.yaml")["data"]["sharing"] == 2
+    tula("profile", "job.yaml")
+    tula("recommend")
+    run = tula.run()
+    alone, together = (
+        run.result(f"probe-n{nodes:03d}-l{local_batch:06d}").memory for nodes, local_batch in ((1, 16), (2, 16))
+    )
+    assert together.parameters < 0.6 * alone.parameters and together.optimizer < 0.6 * alone.optimizer
+    assert run.spec().ags.granularity == "tensor" and run.spec().ags.apply_to == "update"
+
+    command = ("train", "job.yaml", "--nodes", "2", "--batch", "32")
+    straight = tula(*command)["data"]
+    last = run.training(straight["signature"]).path / "last"
+    kept = initial_weights.read(str(last.resolve()))
+    for name in ("train", "tasks", "jobs", "attempts", "failures"):
+        shutil.rmtree(run.path / name, ignore_errors=True)
+
+    process = tula.start(*command, "--set", "train.checkpoint_every=1e-9")
+    tula.until(tula.epochs_done)
+    os.kill(tula.ranks(tula.task())[1], signal.SIGKILL)
+    process.communicate(timeout=240)
+    again = tula(*command)["data"]
+    assert again["attempts"] == 2 and "killed by SIGKILL" in again["causes"][0]
+    found = initial_weights.read(str(last.resolve()))
+    assert found.keys() == kept.keys() and all(torch.equal(found[name], kept[name]) for name in kept)

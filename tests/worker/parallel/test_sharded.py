@@ -1,7 +1,11 @@
 """Models in shares (`train.parallel: fsdp`): two ranks in one start, and one that goes on from what they have saved."""
 
+import io
 import json
+import pickle
+import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import shared_rank_cases
@@ -15,6 +19,9 @@ from tula_cli.errors import SpecError, TulaError
 from tula_cli.optim import SmallBatch, TulaOptimizer
 from tula_cli.run.directory import RunDir
 from tula_cli.run.records.probes import Measured
+from tula_cli.run.source.weights_file import with_weights
+from tula_cli.worker.build.finetune import initial_weights
+from tula_cli.worker.build.finetune.shares_reader import SharesPlanner
 from tula_cli.worker.parallel.sharded import fsdp_blocks
 from tula_cli.worker.ranks import Ranks
 from tula_cli.worker.train import checkpoint
@@ -144,3 +151,37 @@ def test_steps_alone_leave_the_shares_as_they_are(alone: Ranks) -> None:
     after = whole(subject)
     assert all(torch.equal(before[name], after[name]) for name in before)
     assert all(hasattr(p, "to_local") for p in subject.parallel.parameters())
+
+
+def test_a_training_in_copies_starts_from_a_folder_of_shares(shares: Path, tmp_path: Path) -> None:
+    path = (RunDir(shares / "broken").training(TRAIN.signature).path / "last").resolve()
+    saved = torch.load(shares / "broken.pt")
+    found = initial_weights.read(str(path))
+    assert found.keys() == saved.keys() and all(torch.equal(found[name], saved[name]) for name in saved)
+    job = spec(model={**shared_rank_cases.BLOCKS, "weights": str(path)})
+    assert with_weights("", job) != with_weights("", spec())
+    damaged = tmp_path / "000000000288.dcp"
+    shutil.copytree(path, damaged)
+    (damaged / ".metadata").write_bytes(b"x")
+    with pytest.raises(SpecError, match=r"model.weights: .*000000000288\.dcp"):
+        initial_weights.read(str(damaged))
+
+
+class Planted:
+    def __reduce__(self) -> Any:
+        return Path.touch, (Path("planted"),)
+
+
+def test_nothing_in_a_folder_is_run(shares: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    path = (RunDir(shares / "broken").training(TRAIN.signature).path / "last").resolve()
+    shutil.copytree(path, tmp_path / "foreign.dcp")
+    (tmp_path / "foreign.dcp" / ".metadata").write_bytes(pickle.dumps(Planted()))
+    with pytest.raises(SpecError, match=r"the metadata names pathlib\.Path"):
+        initial_weights.read("foreign.dcp")
+    value = io.BytesIO()
+    torch.save(Planted(), value)
+    value.seek(0)
+    with pytest.raises(pickle.UnpicklingError):
+        SharesPlanner().load_bytes(None, value)
+    assert not (tmp_path / "planted").exists()

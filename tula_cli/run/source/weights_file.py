@@ -27,12 +27,13 @@ def with_weights(code: str, weights: str) -> str:
 
 
 def file_digest(name: str) -> str:
-    """Return the SHA-256 of a file; it is read again where it has changed.
+    """Return the SHA-256 of a file, or of the check sums of a folder of shares; it is read again where it has changed.
 
     Raises:
         SpecError: it cannot be read.
     """
     path = Path(name).absolute()
+    path = path / "sums.json" if path.is_dir() else path
     try:
         found = path.stat()
         return _digest(path, (found.st_size, found.st_mtime_ns))

@@ -13,6 +13,7 @@ from torch import nn
 
 from tula_cli.run.records.components import Components, Footprint
 from tula_cli.spec.sections import Train
+from tula_cli.words import amount, plural
 from tula_cli.worker.device import tensor_bytes
 from tula_cli.worker.measure.rehearsal import Rehearsal
 from tula_cli.worker.parallel.sharded import fsdp_blocks
@@ -44,6 +45,18 @@ def _gathered(model: nn.Module, train: Train) -> int:
     blocks = [tensor_bytes(block.parameters()) for block in fsdp_blocks(model, train.fsdp_blocks)]
     largest = max(blocks, default=0)
     return tensor_bytes(model.parameters()) - sum(blocks) + 4 * largest
+
+
+def shares_told(model: nn.Module, train: Train) -> str:
+    """Return in words what of a model is gathered at a time (`train.parallel: fsdp`)."""
+    blocks = [tensor_bytes(block.parameters()) for block in fsdp_blocks(model, train.fsdp_blocks)]
+    rest = tensor_bytes(model.parameters()) - sum(blocks)
+    if not blocks:
+        return f"shares: the model has no blocks, so that all of its {amount(rest)} are gathered at once"
+    return (
+        f"shares: {plural(len(blocks), 'block')} of at most {amount(max(blocks))}, gathered one at a time, and {amount(rest)}"
+        " that stay gathered through a step"
+    )
 
 
 def _with_more(memory: Components, more: int) -> Components:

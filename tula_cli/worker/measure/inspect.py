@@ -123,6 +123,7 @@ def _beginning(spec: JobSpec, model: nn.Module, optimizer: torch.optim.Optimizer
         frozen.told(model, section.frozen),
         *groups.told(spec.optimizer, model),
         zoo.beta2_told(spec, optimizer),
+        worker_measure_footprint.shares_told(model, spec.train) if spec.train.sharded else "",
     )
     return tuple(note for note in found if note)
 

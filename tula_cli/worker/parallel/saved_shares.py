@@ -89,9 +89,11 @@ def load(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> No
     from torch.distributed.checkpoint.api import CheckpointException
     from torch.distributed.checkpoint.state_dict import set_model_state_dict, set_optimizer_state_dict
 
+    from tula_cli.worker.build.finetune.shares_reader import SharesPlanner, SharesReader
+
     state = _state(model, optimizer)
     try:
-        state_dict_loader.load(state, checkpoint_id=folder)
+        state_dict_loader.load(state, storage_reader=SharesReader(folder), planner=SharesPlanner())
     except CheckpointException as error:
         raise TulaError(
             f"the checkpoint {folder} does not fit the model: {_cause(error)}", "was the model's code changed?"

@@ -88,6 +88,11 @@ class Sharded(nn.Module):
                 part.reshard()
             root.set_reshard_after_backward(True)
 
+    def let_go(self) -> None:
+        """Leave each rank its shares alone, where forward passes without a backward one have left more gathered."""
+        for part in self.parts:
+            part.reshard()
+
     def stand_in(self, optimizer: torch.optim.Optimizer) -> None:
         """Drop the whole gradients that passes inside `alone` leave; zeros take their place, for a step that takes as long."""
         self.zero_grad()

@@ -102,6 +102,8 @@ class Evaluator:
         for _ in range(done, min(most, max_batches or most)):
             self._take_part(newest)
             self.own.update(None)
+        if isinstance(trainer.parallel, Sharded):
+            trainer.parallel.let_go()
         trainer.parallel.train()
         loss, top1, top5, samples, language = trainer.ranks.sum(sums.tolist())
         if not samples:

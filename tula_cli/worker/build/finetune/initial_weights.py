@@ -45,6 +45,8 @@ class Fit:
 def read(path: str, *, key: str = KEY) -> dict[str, Any]:
     """Return the state that a file holds: .safetensors, or what torch.save wrote of a state_dict or a checkpoint.
 
+    A folder is a checkpoint of shares (`train.parallel: fsdp`).
+
     Code in the file does not run (weights_only).
 
     Args:
@@ -55,7 +57,7 @@ def read(path: str, *, key: str = KEY) -> dict[str, Any]:
         SpecError: it cannot be read, or holds something else.
     """
     try:
-        content = _safetensors(path) if path.endswith(".safetensors") else _torch(path)
+        content = _read(path)
     except FileNotFoundError:
         raise SpecError(f"{key}: there is no file {path}", f"it is looked for in {Path.cwd()}") from None
     except SpecError as error:
@@ -74,6 +76,9 @@ def read(path: str, *, key: str = KEY) -> dict[str, Any]:
 
 def _unreadable(path: str, key: str, error: Exception) -> SpecError:
     """Tell a file of other objects, which torch names, from one that is damaged or no such file."""
+    if Path(path).is_dir():
+        why = next(iter(str(error).strip().splitlines()), type(error).__name__)
+        return SpecError(f"{key}: {path} is no checkpoint of shares, or a damaged one: {why}")
     size = f"{Path(path).stat().st_size} bytes"
     if found := _OTHER_OBJECTS.search(str(error)):
         return SpecError(
@@ -85,6 +90,28 @@ def _unreadable(path: str, key: str, error: Exception) -> SpecError:
         f"{key}: {path} ({size}) is damaged, or not {kind}",
         "was it copied, or downloaded, to its end? save it once more",
     )
+
+
+def _read(path: str) -> Any:
+    if Path(path).is_dir():
+        return _folder(path)
+    return _safetensors(path) if path.endswith(".safetensors") else _torch(path)
+
+
+def _folder(path: str) -> dict[str, Any]:
+    from torch.distributed.checkpoint import state_dict_loader
+    from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+    from tula_cli.worker.build.finetune.shares_reader import SharesPlanner, SharesReader
+
+    reader = SharesReader(path)
+    model: dict[str, Any] = {
+        name.removeprefix("model."): torch.empty(told.size, dtype=told.properties.dtype)
+        for name, told in reader.read_metadata().state_dict_metadata.items()
+        if name.startswith("model.") and isinstance(told, TensorStorageMetadata)
+    }
+    state_dict_loader.load({"model": model}, storage_reader=reader, planner=SharesPlanner(), no_dist=True)
+    return model
 
 
 def _torch(path: str) -> Any:

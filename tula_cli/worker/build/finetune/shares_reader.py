@@ -1,0 +1,65 @@
+"""Reading checkpoints of shares without running what is in them; torch's own reader would unpickle whatever is there."""
+
+import io
+import pickle
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint import metadata
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+
+SAFE = {
+    ("torch", "Size"),
+    ("torch.serialization", "_get_layout"),
+    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
+    ("pathlib", "PosixPath"),
+    ("pathlib._local", "PosixPath"),
+}
+"""What metadata names beside its own records and torch's types of numbers."""
+
+
+class SharesReader(FileSystemReader):
+    """A reader that makes nothing but records of metadata."""
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> metadata.Metadata:
+        """Return a folder's metadata.
+
+        Raises:
+            pickle.UnpicklingError: there is something else in it, or it is damaged.
+        """
+        content = Path(self.path, ".metadata").read_bytes()
+        try:
+            found = _Records(io.BytesIO(content)).load()
+        except (LookupError, EOFError, AttributeError, TypeError, ValueError) as error:
+            raise pickle.UnpicklingError(f"the metadata is damaged: {error}") from None
+        if not isinstance(found, metadata.Metadata):
+            raise pickle.UnpicklingError("the metadata is something else")
+        if found.storage_meta is None:
+            found.storage_meta = metadata.StorageMeta()
+        found.storage_meta.load_id = self.load_id
+        return found
+
+
+class _Records(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        own = module == metadata.__name__ and isinstance(vars(metadata).get(name), type)
+        number = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
+        if not own and not number and (module, name) not in SAFE:
+            raise pickle.UnpicklingError(f"the metadata names {module}.{name}")
+        return super().find_class(module, name)
+
+
+class SharesPlanner(DefaultLoadPlanner):
+    """A planner that takes plain values, of an optimizer's groups, where torch's own takes any object."""
+
+    def load_bytes(self, read_item: Any, value: io.BytesIO) -> None:
+        """Take a value that is no tensor.
+
+        Raises:
+            pickle.UnpicklingError: it is more than a plain one.
+        """
+        torch.load(value, weights_only=True)
+        value.seek(0)
+        super().load_bytes(read_item, value)

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from tula_cli.cluster.inspection import Inspect, NotInspected
 from tula_cli.errors import Infeasible
+from tula_cli.models.choice.grid import on_nodes
 from tula_cli.run.records.inspections import Inspection
 from tula_cli.services.search import largest_local_batch, probes
 from tula_cli.spec.job import JobSpec
@@ -74,8 +75,9 @@ def _planned(
 
     nodes = min(spec.search.nodes)
     world = nodes * spec.cluster.gpus_per_node
-    largest = largest_local_batch(spec, told) if told else None
-    model = memory.fit(told.footprints, accumulate=spec.train.accumulate) if told and told.footprints else None
+    largest = on_nodes(largest_local_batch(spec, told), nodes) if told else None
+    accumulate, sharded, footprints = spec.train.accumulate, spec.train.sharded, told.footprints if told else ()
+    model = memory.fit(footprints, accumulate=accumulate, sharded=sharded).on(world) if footprints else None
     return PlannedLength(
         length=length,
         own=own,

@@ -4,10 +4,12 @@ A length changes what is learned, so none is chosen here: the choice is among co
 """
 
 import statistics
+import sys
 from collections.abc import Sequence
 
 from tula_cli.errors import BadMeasurements, Infeasible
 from tula_cli.models.forecast import Forecast
+from tula_cli.models.out_of_memory import ruled_out
 from tula_cli.models.time import growth
 from tula_cli.models.time.growth import Growth, Point
 from tula_cli.models.time.noise import centre
@@ -66,9 +68,10 @@ def _length(length: int, forecast: Forecast, *, nodes: int, own: bool, note: str
 def _largest_batch(forecast: Forecast, nodes: int) -> int | None:
     """Return the largest global batch that memory holds, whether it is a candidate or not; None where it sets no bound."""
     accumulate, ran = forecast.spec.train.accumulate, max(size for _, size in forecast.probes)
-    bounds = [forecast.largest_local_batch]
-    if forecast.smallest_oom is not None:
-        bounds.append((forecast.smallest_oom - 1) // accumulate * accumulate)
+    bounds = [forecast.largest_local_batch(nodes)]
+    oom = ruled_out(forecast.ooms, nodes, sys.maxsize, sharded=forecast.spec.train.sharded)
+    if oom is not None:
+        bounds.append((oom - 1) // accumulate * accumulate)
     known = [bound for bound in bounds if bound is not None]
     return max(min(known), ran) * nodes * forecast.spec.cluster.gpus_per_node if known else None
 

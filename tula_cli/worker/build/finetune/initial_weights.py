@@ -179,7 +179,7 @@ def load(section: Model, model: nn.Module, *, first: bool, key: str = KEY) -> st
     if section.weights is None:
         return ""
     if is_sharded(model):
-        return _load_shares(section, model, first=first)
+        return _load_shares(section, model, first=first, key=key)
     words = ""
     if first:
         fit = fitted(section, model, key=key)
@@ -190,11 +190,11 @@ def load(section: Model, model: nn.Module, *, first: bool, key: str = KEY) -> st
     return words
 
 
-def _load_shares(section: Model, model: nn.Module, *, first: bool) -> str:
+def _load_shares(section: Model, model: nn.Module, *, first: bool, key: str) -> str:
     """Put the file's weights into a model in shares, one tensor at a time."""
     from torch.distributed.tensor import DTensor, distribute_tensor
 
-    fit = fitted(section, model) if first else None
+    fit = fitted(section, model, key=key) if first else None
     names: list[Any] = [None if fit is None else list(fit.common)]
     dist.broadcast_object_list(names, src=0)
     own = model.state_dict()

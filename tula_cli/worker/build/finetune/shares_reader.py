@@ -23,7 +23,7 @@ SAFE = {
 class SharesReader(FileSystemReader):
     """A reader that makes nothing but records of metadata."""
 
-    def read_metadata(self, *args: Any, **kwargs: Any) -> metadata.Metadata:
+    def read_metadata(self, *_: Any, **__: Any) -> metadata.Metadata:
         """Return a folder's metadata.
 
         Raises:

@@ -75,7 +75,7 @@ def _load(task: EvaluateTask, trainer: worker_train_loop.Trainer, ranks: Ranks) 
             f"the checkpoint {task.path} is gone: the training has saved others since", "run the same command again"
         )
     section = task.spec.model.model_copy(update={"weights": task.path, "strict": True})
-    initial_weights.load(section, trainer.ddp.module, first=ranks.first, key="--weights")
+    initial_weights.load(section, trainer.parallel.module, first=ranks.first, key="--weights")
 
 
 def _words(dataset: Dataset) -> str:

@@ -16,7 +16,7 @@ def small_batch(spec: JobSpec, batch: int) -> int:
     if spec.ags.b_small != "auto":
         return min(spec.ags.b_small, batch)
     reference = spec.train.reference_batch
-    return reference if batch <= reference else max(1, min(reference, batch // 4))
+    return batch if batch <= reference else max(1, min(reference, batch // 4))
 
 
 def apart(spec: JobSpec, batch: int) -> bool:

@@ -2,13 +2,16 @@
 
 import math
 from functools import cache
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
 from tula_cli.presets import AGS_PRESETS
 from tula_cli.spec.kinds import NonNegativeFloat, Positive, PositiveFloat, Section
 from tula_cli.spec.methods import METHODS, ArmMethod
+
+if TYPE_CHECKING:
+    from tula_cli.spec.sections import Train
 
 
 class Every(Section):
@@ -132,3 +135,47 @@ class Auto(Section):
         if any(arm.name == "lbt" and arm != Arm(name="lbt") for arm in self.arms):
             raise ValueError("the arm lbt is the large batch as it is; give yours another name")
         return self
+
+
+def divided(ags: Ags, train: "Train") -> Ags:
+    """Return the section ags of a job, fit for a model in shares: a factor for each tensor where nothing else is said.
+
+    Raises:
+        ValueError: something of the job needs the whole.
+    """
+    if train.parallel == "ddp":
+        if train.fsdp_blocks != "auto":
+            raise ValueError("train.fsdp_blocks means nothing without train.parallel: fsdp")
+        return ags
+    for why in (_not_on_shares(train), _needs_the_whole(train)):
+        if why:
+            raise ValueError(f"train.parallel: fsdp divides the model among the GPUs, and {why}")
+    if not train.facts.scales:
+        return ags
+    if ags.granularity == "element":
+        raise ValueError("train.parallel: fsdp has factors of whole tensors alone; set ags.granularity: tensor")
+    if ags.resolved().source == "local_norms":
+        raise ValueError(
+            "train.parallel: fsdp has no gradients of single GPUs to compare; set ags.source: small_batch or ags.preset:"
+            " paper"
+        )
+    return ags.model_copy(update={"granularity": "tensor"})
+
+
+def _not_on_shares(train: "Train") -> str:
+    """Return why the method cannot be had; empty where it can."""
+    if train.facts.on_shares:
+        return ""
+    can = ", ".join(name for name, facts in METHODS.items() if facts.on_shares)
+    return f"train.method {train.method} needs whole gradients or weights; the methods that do not: {can}"
+
+
+def _needs_the_whole(train: "Train") -> str:
+    refused = {
+        "train.precision fp16 scales the loss by what each GPU sees of the gradient; set bf16": train.precision
+        == "fp16",
+        "train.compile compiles the model as a whole; leave it out": bool(train.compile),
+        "train.channels_last lays out whole weights; leave it out": train.channels_last is True,
+        "train.hessian differentiates twice through whole weights; leave it out": bool(train.hessian),
+    }
+    return next((why for why, asked in refused.items() if asked), "")

@@ -9,8 +9,7 @@ from pydantic_core import InitErrorDetails, PydanticCustomError
 
 from tula_cli.errors import SpecError
 from tula_cli.presets import DIVIDING
-from tula_cli.spec import sharding
-from tula_cli.spec.ags import Ags, Auto
+from tula_cli.spec.ags import Ags, Auto, divided
 from tula_cli.spec.kinds import NonNegativeFloat, Positive, PositiveFloat, Section
 from tula_cli.spec.merge import merge
 from tula_cli.spec.resources import UNPRICED, Cluster, NodeType, Pricing, TypeName
@@ -164,7 +163,7 @@ class JobSpec(Section):
     @model_validator(mode="after")
     def _shares_suffice(self) -> "JobSpec":
         """Let factors be of tensors where the model is divided among the ranks; refuse what needs it whole."""
-        if (ags := sharding.divided(self)) != self.ags:
+        if (ags := divided(self.ags, self.train)) != self.ags:
             object.__setattr__(self, "ags", ags)  # it is frozen
         return self
 

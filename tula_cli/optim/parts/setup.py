@@ -9,7 +9,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from . import indicators, shares
+from tula_cli.optim import shares
+
+from . import indicators
 from .indicators import factor_limit
 from .refusals import place, whole_numbers
 from .small_batch import SmallLoss, draw_counts, shared_small_gradients, small_gradients

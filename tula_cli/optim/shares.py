@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from . import indicators
+from .parts import indicators
 
 
 def share(tensor: Tensor) -> Tensor:

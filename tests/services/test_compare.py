@@ -200,6 +200,14 @@ def test_a_scaling_of_the_learning_rate_is_that_of_the_jobs_own_method_alone() -
     assert scaling == {"lrs": "sqrt", "ags": "auto", "lbt-x2": "auto", "sqrt": "sqrt"}
 
 
+def test_a_row_may_keep_the_half_life_of_the_second_moment_which_a_script_has_for_itself() -> None:
+    adam = make.spec(**{**SPEC, "optimizer": {"name": "AdamW", "lr": 1e-3}})
+    made = services_compare.cell_spec(adam, "sqrt-beta2", 5)
+    assert (made.train.method, made.train.lr_scaling, made.optimizer.beta2_half_life) == ("lrs", "sqrt", "auto")
+    assert services_compare.cell_spec(adam, "sqrt", 5).optimizer.beta2_half_life is None
+    assert "which a script has for itself" in services_compare.why_not(script_job(), "sqrt-beta2")
+
+
 def test_robust_keeps_of_the_jobs_own_scaling_what_optimizer_and_ranks_need(run: RunDir) -> None:
     kept = {"consensus": "check", "apply_to": "update"}
     spec = make.spec(**SPEC, ags={"delta": 0.2, **kept})

@@ -206,6 +206,17 @@ def test_what_was_paid_goes_by_the_nodes_it_was_recommended_for(tmp_path: Path, 
     assert found is not None and found.actual_cost == pytest.approx(2 * 2 * 3.0 * share)
 
 
+def test_a_training_that_ended_early_is_held_against_what_was_predicted_for_its_epochs(tmp_path: Path) -> None:
+    run = RunDir.create(tmp_path, make_runs.spec(train={"epochs": 16, "until": {"patience": 1}}))
+    task = trained_for_two_hours(run, make_runs.prediction(2, 128, hours=8.0, cost=16.0))
+    result = make_runs.train_result(task.signature)
+    for ended, hours in (("no better epoch", 2.0), ("", 8.0)):
+        run.write_train_result(result.model_copy(update={"ended": ended}))
+        relaunch.write_summary(run, task)
+        found = run.training(task.signature).summary()
+        assert found is not None and (found.predicted_hours, found.predicted_cost) == (hours, 2 * hours)
+
+
 @pytest.mark.parametrize(("seconds", "share"), [(6000.0, 1 / 1.2), (9000.0, 1.0), (None, None)])
 def test_the_energy_of_all_attempts_stands_beside_the_prediction(
     tmp_path: Path, seconds: float | None, share: float | None

@@ -9,6 +9,7 @@ from tula_cli.cluster.exit_reason import ExitReason
 from tula_cli.cluster.rank_start import runs_script
 from tula_cli.cluster.scripts.cuts import known as script_micro_batches
 from tula_cli.host.outcome import advice, no_gpu
+from tula_cli.models.choice.early_end import shortened
 from tula_cli.models.cost import cost
 from tula_cli.models.out_of_memory import Fallback, after_out_of_memory, cannot_accumulate
 from tula_cli.run.directory import RunDir
@@ -16,7 +17,7 @@ from tula_cli.run.records.base import OutcomeClass
 from tula_cli.run.records.jobs import Attempt
 from tula_cli.run.records.probes import Failed, Measured, OutOfMemory
 from tula_cli.run.records.recommendations import Prediction, TimeParts
-from tula_cli.run.records.results import Summary
+from tula_cli.run.records.results import Summary, TrainResult
 from tula_cli.run.records.tasks import (
     CheckTask,
     EvaluateTask,
@@ -264,7 +265,7 @@ def write_summary(run: RunDir, task: TrainTask) -> None:
     for a in attempts:
         took[a.task] += ((a.ended_at or time.time()) - a.started_at) / 3600
     hours = sum(took.values())
-    prediction, energy = tasks[0].ladder[0].prediction, training.energy()
+    prediction, energy = _predicted(tasks[0], result), training.energy()
     newest = tasks[-1].prediction  # of the batch and the nodes that the training ended with, as is result.step_time
     run.write_summary(
         Summary(
@@ -299,6 +300,14 @@ def write_summary(run: RunDir, task: TrainTask) -> None:
             warnings=_warnings(training) if task.spec.script is not None else (),
         )
     )
+
+
+def _predicted(first: TrainTask, result: TrainResult) -> Prediction | None:
+    """Return what was predicted for the epochs that were trained: all, or those up to an early end."""
+    prediction = first.ladder[0].prediction
+    if prediction is None or not result.ended:
+        return prediction
+    return shortened(prediction, epochs=result.epochs, of=first.spec.train.epochs)
 
 
 def _parts(training: TrainingRun, seconds: float) -> TimeParts:

@@ -1,7 +1,6 @@
 """`tula train`: where to train, submitting it, and what came of it."""
 
 import dataclasses
-import shutil
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -17,7 +16,6 @@ from tula_cli.errors import (
     Pending,
     SchedulerError,
     SpecError,
-    TulaError,
     require_positive,
 )
 from tula_cli.models import halving
@@ -36,12 +34,12 @@ from tula_cli.run.records.results import JobFile, Summary
 from tula_cli.run.records.tasks import Rung, TrainTask
 from tula_cli.run.source.weights_file import with_weights
 from tula_cli.services.events import Note, TrainPlanned, WarningEvent, Work
-from tula_cli.services.progress.ending import CANCELLED, failure_of
+from tula_cli.services.progress.earlier_ends import ExpectedEnd, expected_end
+from tula_cli.services.progress.ending import CANCELLED, failure_of, require_found
 from tula_cli.services.recommendation.continuing import moved, require_stopped
 from tula_cli.services.recommendation.saves import cost_of_interruption, saves_of
 from tula_cli.services.rehearsal import before_training
 from tula_cli.services.rehearsal.rehearse import beyond_what_is_left
-from tula_cli.services.status import RunStatus
 from tula_cli.services.waiting import (
     Dependencies,
     DetachedJobs,
@@ -53,8 +51,6 @@ from tula_cli.services.waiting import (
 )
 from tula_cli.spec.job import JobSpec
 from tula_cli.spec.signature import train_signature
-
-DISK_IS_FULL = 2**16  # bytes free; below, the small files of a run cannot be written
 
 
 @dataclass(frozen=True)
@@ -70,6 +66,7 @@ class TrainPlan:
     price: str = ""  # in words, with unit, source and date
     interruption: str = ""  # what one costs a script, in words
     rehearses: bool = False  # a rehearsal of the script's resume comes first
+    ends: ExpectedEnd | None = None  # where train.until is expected to end it; None where nothing tells
 
 
 def part(run: RunDir, spec: JobSpec, node_type: str | None) -> tuple[Part, Recommendation | None]:
@@ -337,7 +334,8 @@ def prepare(
         if text:
             yield WarningEvent(text)
     ready = PreparedTraining(run, spec, own, found, rehearse)
-    return dataclasses.replace(ready, plan=dataclasses.replace(found, rehearses=ready.by_script.due))
+    ends = expected_end(own.run, found.task, code=found.code.digest)
+    return dataclasses.replace(ready, plan=dataclasses.replace(found, rehearses=ready.by_script.due, ends=ends))
 
 
 def work(
@@ -379,21 +377,5 @@ def work(
         now = yield from wait_for(own.run, launcher, jobs, wait_policy)
     except KeyboardInterrupt:
         raise interruption_of_jobs(own.run, [(own, launcher)], wait_policy) from None
-    _require_found(now, found)
+    require_found(now, found.task.job)
     return report(own.run, found.task.signature)
-
-
-def _require_found(now: RunStatus, plan: TrainPlan) -> None:
-    """Refuse to call a lost job pending.
-
-    Raises:
-        JobFailed: the job is gone and has not said why.
-    """
-    for job in now.jobs:
-        if job.id == plan.task.job and job.state == "lost":
-            if shutil.disk_usage(now.path).free < DISK_IS_FULL:
-                raise TulaError(
-                    f"{job.id} ended because the disk that holds {now.path} is full",
-                    "free some space and run the same command again; it goes on where the newest checkpoint stands",
-                )
-            raise JobFailed(f"{job.id} is gone: {job.reason}", CANCELLED)

@@ -45,6 +45,17 @@ def _branches_planned(task: "TrainTask") -> Iterator[str]:
     yield f"tunes itself after epoch {task.spec.auto.after}: {rungs[0]} arms, {beside} beside the training"
 
 
+def _early_end(plan: "TrainPlan") -> str:
+    """Say when train.until is expected to end a training, or that nothing tells."""
+    if plan.ends is None:
+        return "train.until may end it earlier; times and costs are those of all epochs"
+    predicted, epochs = plan.ends.prediction, plan.task.spec.train.epochs
+    told = f"{duration(3600 * predicted.hours)}, {number(predicted.cost)} {plan.task.spec.pricing.currency}"
+    return (
+        f"{plan.ends.words}: up to epoch {plan.ends.epoch} of {epochs} it takes {told}; what follows is of all epochs"
+    )
+
+
 def _training_plan(plan: "TrainPlan") -> Iterator["RenderableType"]:
     from tula_cli.models.out_of_memory import cannot_accumulate
     from tula_cli.spec.job import train_length
@@ -75,7 +86,7 @@ def _training_plan(plan: "TrainPlan") -> Iterator["RenderableType"]:
         yield "no prediction of time and cost: nothing was measured for this"
         return
     if task.spec.train.until is not None:
-        yield "train.until may end it earlier; times and costs are those of all epochs"
+        yield _early_end(plan)
     currency = task.spec.pricing.currency
     at_most = predicted.hours_high
     high = "" if at_most is None else f" (90 % interval up to {duration(3600 * at_most)})"
@@ -140,7 +151,7 @@ def summary(found: "Summary", *, weights: "Path | None" = None) -> Iterator["Ren
     if found.metrics:
         yield ", ".join(f"{name} {number(value, 4)}" for name, value in found.metrics.items())
     if found.ended:
-        yield f"ended {found.ended} (train.until); what is predicted is for all epochs"
+        yield f"ended {found.ended} (train.until); what is predicted is for the epochs that it took"
     yield ""
     divisor, unit = time_unit(3600 * found.actual_hours)
     made = table(("", "predicted", "actual", "error (%)"))

@@ -9,6 +9,7 @@ from pydantic import ValidationError
 from worker_jobs import rows, spec, train_task, trainer
 
 from tula_cli.errors import JobFailed, SpecError, TulaError
+from tula_cli.models.choice import goals
 from tula_cli.run.directory import RunDir
 from tula_cli.run.records.tasks import TrainTask
 from tula_cli.spec.sections import Train
@@ -18,7 +19,6 @@ from tula_cli.worker.entry import run_training
 from tula_cli.worker.measure.inspect import inspect_job
 from tula_cli.worker.ranks import Ranks
 from tula_cli.worker.train.evaluation import Evaluator
-from tula_cli.worker.train.judging import goals
 from tula_cli.worker.train.judging.own_metrics import build_metrics
 
 OWN = {"error": "worker_jobs:error", "gathers": "worker_jobs:Errors"}

@@ -1,12 +1,15 @@
 """What the ending of a training is to the user: an error with its exit code and what to do."""
 
+import shutil
 from collections.abc import Sequence
 
 from tula_cli.errors import DeviceFault, Diverged, JobFailed, OutOfMemoryAtMinimum, Pending, TulaError
 from tula_cli.host.outcome import advice
 from tula_cli.run.records.jobs import Attempt
 from tula_cli.run.records.tasks import TrainTask
+from tula_cli.services.status import RunStatus
 
+DISK_IS_FULL = 2**16  # bytes free; below, the small files of a run cannot be written
 CANCELLED = "the same command goes on where the newest checkpoint stands"
 
 
@@ -46,3 +49,19 @@ def failure_of(task: TrainTask, attempts: Sequence[Attempt], *, kept: int) -> Tu
     if attempt.outcome == "disk":
         return TulaError(message, advice(attempt.outcome))
     return JobFailed(message, advice(attempt.outcome, script=task.spec.script is not None))
+
+
+def require_found(now: RunStatus, job_id: str) -> None:
+    """Refuse to call a lost job pending.
+
+    Raises:
+        JobFailed: the job is gone and has not said why.
+    """
+    for job in now.jobs:
+        if job.id == job_id and job.state == "lost":
+            if shutil.disk_usage(now.path).free < DISK_IS_FULL:
+                raise TulaError(
+                    f"{job.id} ended because the disk that holds {now.path} is full",
+                    "free some space and run the same command again; it goes on where the newest checkpoint stands",
+                )
+            raise JobFailed(f"{job.id} is gone: {job.reason}", CANCELLED)

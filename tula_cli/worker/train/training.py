@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass
 from tula_cli.errors import Diverged
 from tula_cli.host import outcome
 from tula_cli.models import halving
+from tula_cli.models.choice import goals
 from tula_cli.models.cost import checkpoint_interval, interruption_rate
 from tula_cli.models.time.noise import centre
 from tula_cli.run.directory import RunDir
@@ -24,7 +25,6 @@ from tula_cli.worker.train import checkpoint, evaluation, hessian
 from tula_cli.worker.train import loop as worker_train_loop
 from tula_cli.worker.train.divergence import DivergenceDetector
 from tula_cli.worker.train.evaluation import Evaluation
-from tula_cli.worker.train.judging import goals
 from tula_cli.worker.train.loop import Step
 from tula_cli.worker.train.metrics import Metrics
 from tula_cli.worker.train.training_log import TrainingLog

@@ -1,0 +1,57 @@
+"""A training that `train.until` ends before its last epoch: when earlier ones would have ended, and what is then predicted."""
+
+import math
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from tula_cli.models.choice import goals
+from tula_cli.run.records.recommendations import Prediction
+from tula_cli.spec.sections import Train
+
+
+def end_of(rows: Iterable[Mapping[str, Any]], train: Train) -> int | None:
+    """Return the epoch after which a training with these rows would have ended; None where it would have gone on.
+
+    Args:
+        rows: of its epochs, as metrics.jsonl has them, first epoch first.
+        train: the section, with `until`.
+    """
+    kept: dict[str, float] = {}
+    for row in rows:
+        values, epoch = _values(row), int(row["epoch"])
+        if goals.better(values, kept, train.best):
+            kept = goals.remembered(values, train.best, epoch=epoch)
+        if goals.reached(values, kept, train, epoch=epoch):
+            return epoch
+    return None
+
+
+def tells(rows: Iterable[Mapping[str, Any]], train: Train) -> bool:
+    """Return whether rows have the metrics that `until` and `best` ask for; a metric may have come later."""
+    asked = {train.goal, train.best.metric} - {"auto"}
+    return all(any(not math.isnan(_values(row).get(name, math.nan)) for row in rows) for name in asked)
+
+
+def _values(row: Mapping[str, Any]) -> dict[str, float]:
+    known = {"loss": row["eval_loss"], **{name: row.get(name) for name in ("top1", "top5", "perplexity")}}
+    return {name: math.nan if value is None else value for name, value in {**known, **row.get("metrics", {})}.items()}
+
+
+def shortened(prediction: Prediction, *, epochs: int, of: int) -> Prediction:
+    """Return what is predicted for the first epochs of a training; starts, ends and branches stay whole.
+
+    Args:
+        prediction: for all epochs.
+        epochs: how many are trained.
+        of: all of them.
+    """
+    share, parts = epochs / of, prediction.parts
+    if parts is None:
+        ratio = share
+    else:
+        update = {name: share * getattr(parts, name) for name in ("steps", "evaluation", "checkpoints")}
+        parts = parts.model_copy(update={**update, "data": None if parts.data is None else share * parts.data})
+        ratio = parts.total / prediction.parts.total if prediction.parts and prediction.parts.total else share
+    names = ("hours", "hours_low", "hours_high", "cost", "kwh", "kwh_low", "kwh_high")
+    told = {name: value * ratio for name in names if (value := getattr(prediction, name)) is not None}
+    return prediction.model_copy(update={**told, "parts": parts})

@@ -135,6 +135,19 @@ def test_factors_are_one_copy_where_they_are_elementwise():
     assert scaled.peak == plain.peak + scaled.factors  # the refresh stays below the peak of the large batch
 
 
+def test_what_ags_leaves_out_has_no_factor_and_no_copy():
+    model = zoo.build_model(spec(), 10)
+    small = sum(p.numel() for name, p in model.named_parameters() if p.ndim == 1)  # norms and biases
+    left_out = {"exclude": ["norms", "biases"]}
+    whole, part = (spec("small_cnn", method="ags", ags=ags) for ags in ({}, left_out))
+    assert measure(whole).factors - measure(part).factors == 4 * small > 0
+    update = {"apply_to": "update", "granularity": "tensor"}
+    copies = [len(rehearse(spec(method="ags", ags={**update, **ags}), (torch.zeros(3, 32, 32), 1), classes=10).memory.before)
+              for ags in ({}, left_out)]  # fmt: skip
+    assert copies[0] - copies[1] == len([p for p in model.parameters() if p.ndim == 1])
+    assert measure(spec(method="lbt")).factors == measure(spec(method="lbt", ags=left_out)).factors == 0
+
+
 def test_factors_of_tensors_are_a_number_each():
     job = spec(method="ags", ags={"granularity": "tensor"})
     assert measure(job).factors == 4 * len(list(zoo.build_model(job, 10).parameters()))

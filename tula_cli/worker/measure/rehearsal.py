@@ -27,6 +27,7 @@ from tula_cli.worker.measure.buffers import buckets, libraries, pieces
 from tula_cli.worker.measure.meter import split_memory
 from tula_cli.worker.measure.storages import AsOnGpu, LiveStorages
 from tula_cli.worker.methods.plain import Memory
+from tula_cli.worker.methods.scaling import excluded
 from tula_cli.worker.methods.table import method_of
 
 REHEARSED = 2**16 + 1
@@ -99,6 +100,12 @@ class Rehearsal:
         return [p for p in self.model.parameters() if p.requires_grad]
 
     @property
+    def scaled(self) -> list[nn.Parameter]:
+        """The parameters that AGS scales where it does: all but those that ags.exclude names."""
+        left_out = set(excluded(self.model, self.spec.ags)) if self.spec.train.facts.reads_ags else set()
+        return [p for p in self.parameters if p not in left_out]
+
+    @property
     def elementwise(self) -> bool:
         """Whether AGS has a factor for each element; else one for each tensor."""
         return self.spec.ags.resolved().granularity == "element"
@@ -111,7 +118,7 @@ class Rehearsal:
     @property
     def memory(self) -> Memory:
         """What the method holds in a step."""
-        return method_of(self.spec).memory(self.spec, self.parameters, several=self.several)
+        return method_of(self.spec).memory(self.spec, self.scaled, several=self.several)
 
     def batch(self, size: int) -> Any:
         """Return a fake micro-batch shaped like the sample."""
@@ -208,7 +215,7 @@ class Rehearsal:
         """Take the small batch's gradient beside the large one's, as TulaOptimizer does."""
         with autocast(self.spec):
             loss = self.call.taken(self.model, batch)
-        used = [g for g in torch.autograd.grad(loss, self.parameters, allow_unused=True) if g is not None]
+        used = [g for g in torch.autograd.grad(loss, self.scaled, allow_unused=True) if g is not None]
         if self.several:
             # To be sent, each is weighted and all are packed into one tensor, before the first two copies are dropped.
             weighted = [g * 1.0 for g in used]
@@ -288,7 +295,7 @@ def rehearse(
         optimizer.zero_grad()
         if rehearsal.memory.factors:
             rehearsal.factors = [
-                torch.empty_like(p) if rehearsal.elementwise else p.new_empty(()) for p in rehearsal.parameters
+                torch.empty_like(p) if rehearsal.elementwise else p.new_empty(()) for p in rehearsal.scaled
             ]
     return rehearsal
 

@@ -54,7 +54,7 @@ PARTS = (
     cases("paper-jobs", 1.0, "tests/worker/measure/test_paper_jobs.py"),
     cases("recompute", 0.5, "tests/worker/build/test_recompute.py"),
     cases("compiled", 1.0, "tests/worker/build/test_compiled.py"),
-    cases("footprint", 0.5, "tests/worker/measure/test_footprint.py"),
+    cases("footprint", 0.8, "tests/worker/measure/test_footprint.py"),
     cases("four-ranks", 0.5, "tests/worker/methods/test_methods_ranks.py"),
     cases("four-ranks-of-ddp", 0.5, "tests/optim/test_tula_ddp.py"),
     cases("benchmark-auto", 0.5, "tests/benchmarks/test_benchmark_auto.py"),

@@ -8,40 +8,47 @@ import gc
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils._pytree import tree_map
 
 from tula_cli.optim import SmallBatch, TulaOptimizer
 from tula_cli.spec.job import JobSpec
 from tula_cli.worker.build import zoo
+from tula_cli.worker.build.batches.tree import cut
 from tula_cli.worker.build.recompute import apply_activation_checkpointing
 from tula_cli.worker.device import process_memory
 from tula_cli.worker.measure import rehearsal
 from tula_cli.worker.methods.table import method_of
 
+CLASSES = 10
 
-def measured(spec: JobSpec, inputs: torch.Tensor, targets: torch.Tensor) -> int:
-    """Return by how much the process grows over three optimizer steps under DDP. Bytes."""
+
+def measured(spec: JobSpec, batch: Any, size: int) -> int:
+    """Return by how much the process grows over three optimizer steps under DDP, on a batch of so many samples. Bytes."""
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)
     Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
     before = process_memory("VmRSS")
-    inputs, targets = inputs.clone(), targets.clone()
-    model = zoo.build_model(spec, 10)
+    batch = tree_map(torch.clone, batch)
+    model = zoo.build_model(spec, CLASSES)
     if spec.train.activation_checkpointing:
         apply_activation_checkpointing(model)
     ddp = DistributedDataParallel(model, gradient_as_bucket_view=True)
     optimizer = method_of(spec).base(spec, list(model.parameters()))
-    loss = zoo.build_loss(spec)
+    call = zoo.model_call(spec, model, zoo.build_loss(spec))
     if spec.train.method == "ags":
-        factors, size = SmallBatch(refresh=1), len(inputs)
+        factors = SmallBatch(refresh=1)
         optimizer = TulaOptimizer(optimizer, model=ddp, b_large=size, b_small=size // 4, factors=factors)
     for _ in range(3):
-        loss(ddp(inputs), targets).backward()
+        with rehearsal.autocast(spec):
+            loss = call.taken(ddp, batch)
+        loss.backward()
         if isinstance(optimizer, TulaOptimizer):
-            optimizer.small_batch(lambda n: loss(model(inputs[:n]), targets[:n]))
+            optimizer.small_batch(lambda n: call.taken(model, cut(batch, samples=size, stop=n)))
         optimizer.step()
         optimizer.zero_grad()
     return process_memory("VmHWM") - before
@@ -50,10 +57,20 @@ def measured(spec: JobSpec, inputs: torch.Tensor, targets: torch.Tensor) -> int:
 def case(request: dict) -> dict[str, int]:
     """Return both peaks of one spec, batch and input shape."""
     spec, size = JobSpec.model_validate(request["spec"]), request["batch"]
-    inputs, targets = torch.rand(size, *request["shape"]), torch.zeros(size, dtype=torch.int64)
-    estimate = rehearsal.rehearse(spec, (inputs[0], 0), classes=10).measure(size)
-    measured(spec, inputs[:8], targets[:8])  # the libraries' own memory, once
-    return {"estimated": estimate.peak, "measured": measured(spec, inputs, targets)}
+    batch, item = _text(size, request["length"]) if "length" in request else _images(size, request["shape"])
+    estimate = rehearsal.rehearse(spec, item, classes=CLASSES).measure(size)
+    measured(spec, cut(batch, samples=size, stop=8), 8)  # the libraries' own memory, once
+    return {"estimated": estimate.peak, "measured": measured(spec, batch, size)}
+
+
+def _images(size: int, shape: list[int]) -> tuple[Any, Any]:
+    inputs, targets = torch.rand(size, *shape), torch.zeros(size, dtype=torch.int64)
+    return (inputs, targets), (inputs[0], 0)
+
+
+def _text(size: int, length: int) -> tuple[Any, Any]:
+    ids = torch.randint(0, 256, (size, length))
+    return {"input_ids": ids, "labels": ids}, {"input_ids": ids[0], "labels": ids[0]}
 
 
 def main() -> None:

@@ -18,6 +18,7 @@ from worker_rank_cases import facts
 
 from tula_cli.run.records.components import Components
 from tula_cli.spec.job import JobSpec
+from tula_cli.spec.sections import Loss, Model
 from tula_cli.worker.build import zoo
 from tula_cli.worker.device import tensor_bytes
 from tula_cli.worker.measure import buffers
@@ -47,8 +48,29 @@ def spec(model: str = "small_cnn", *, optimizer: dict | None = None, ags: dict |
     )
 
 
+def gpt2(attention: str, length: int, **train) -> JobSpec:
+    """Return a language model of four layers, without dropout."""
+    sizes = {"n_layer": 4, "n_embd": 128, "n_head": 4, "n_positions": length, "vocab_size": 256}
+    args = {"model_type": "gpt2", "attn_implementation": attention, "resid_pdrop": 0, "embd_pdrop": 0, "attn_pdrop": 0}
+    model = {"name": "transformers:AutoModelForCausalLM", "args": {**args, **sizes}}
+    optimizer = {"name": "AdamW", "lr": 1e-3}
+    return spec(optimizer=optimizer, **train).model_copy(update={"model": Model(**model), "loss": Loss()})
+
+
 def measure(job: JobSpec, micro_batch: int = 32, *, shape=(3, 32, 32)) -> Components:
     return rehearse(job, (torch.zeros(shape), 1), classes=10).measure(micro_batch)
+
+
+@pytest.mark.torch
+def test_attention_takes_the_square_of_the_length_only_where_it_is_written_out():
+    def activations(attention: str, length: int) -> int:
+        ids = torch.zeros(length, dtype=torch.int64)
+        return rehearse(gpt2(attention, length), {"input_ids": ids, "labels": ids}, classes=None).measure(8).activations
+
+    fused, written_out = ([activations(name, length) for length in (64, 256)] for name in ("sdpa", "eager"))
+    assert 3.8 < fused[1] / fused[0] < 4.1, "transformers makes no mask where a sample is one sequence"
+    scores = 4 * 8 * 4 * 256**2  # bytes of one layer's scores
+    assert written_out[1] - fused[1] > 3 * scores
 
 
 # --- the tracker
@@ -436,6 +458,10 @@ CASES = {
     "checkpointing": (spec("resnet18", activation_checkpointing=True), 24, 64),
     "ags": (spec("resnet18", method="ags", ags={"b_small": 6}), 24, 64),
     "adamw": (spec("resnet18", optimizer={"name": "AdamW", "lr": 1e-3}), 16, 64),
+    "text-sdpa": (gpt2("sdpa", 512), 8, 512),
+    "text-eager": (gpt2("eager", 256), 16, 256),
+    "text-bf16": (gpt2("sdpa", 256, precision="bf16"), 16, 256),
+    "text-recomputed": (gpt2("sdpa", 256, activation_checkpointing=True), 16, 256),
 }
 
 
@@ -447,7 +473,11 @@ SHORT = ("small_cnn", "ags")
 def peaks(*, short: bool) -> dict[str, dict[str, int]]:
     """Return estimated and measured peaks on the CPU of a group of cases, in bytes."""
     requests = {
-        name: {"spec": job.model_dump(mode="json"), "batch": batch, "shape": [3, size, size]}
+        name: {
+            "spec": job.model_dump(mode="json"),
+            "batch": batch,
+            **({"length": size} if name.startswith("text") else {"shape": [3, size, size]}),
+        }
         for name, (job, batch, size) in CASES.items()
         if (name in SHORT) is short
     }

@@ -19,9 +19,11 @@ from tula_cli.spec.job import JobSpec
 from tula_cli.worker.build import zoo
 from tula_cli.worker.build.batches.calling import ModelCall
 from tula_cli.worker.build.batches.collate import Collate, collated
+from tula_cli.worker.build.batches.tokens import fields_of
 from tula_cli.worker.build.batches.tree import grown
 from tula_cli.worker.build.finetune.groups import parameter_groups
 from tula_cli.worker.build.recompute import apply_activation_checkpointing
+from tula_cli.worker.build.text.from_config import one_sequence_a_sample
 from tula_cli.worker.device import tensor_bytes
 from tula_cli.worker.measure.buffers import buckets, libraries, pieces
 from tula_cli.worker.measure.meter import split_memory
@@ -193,6 +195,8 @@ class Rehearsal:
         with ExitStack() as stack:
             stack.enter_context(self.fake)
             stack.enter_context(self.storages)
+            if "position_ids" not in (fields_of(self.sample) or ()):  # by which a batch tells what it has packed
+                stack.enter_context(one_sequence_a_sample())
             if self.gpu:
                 stack.enter_context(AsOnGpu())
             yield

@@ -1,6 +1,9 @@
 """`model: transformers:CLASS`: a model of the package transformers, built from a configuration; nothing is downloaded."""
 
 import importlib
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from torch import nn
@@ -13,6 +16,25 @@ PREFIX = "transformers:"
 _SPECIAL_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id", "sep_token_id", "cls_token_id")
 _NO_SETTINGS_OF_THEIRS = ("attn_implementation",)
 """Taken by every configuration, and no attribute of any."""
+
+
+@contextmanager
+def one_sequence_a_sample() -> Iterator[None]:
+    """Have transformers take it that each sample is one sequence, where tensors have no values to read that from.
+
+    It otherwise makes ready for several that are packed into one, with a mask of length x length that no training holds.
+    """
+    masking = sys.modules.get("transformers.masking_utils")
+    name = "find_packed_sequence_indices"
+    find = getattr(masking, name, None)
+    if masking is None or find is None:  # older versions look for none
+        yield
+        return
+    setattr(masking, name, lambda *_, **__: None)
+    try:
+        yield
+    finally:
+        setattr(masking, name, find)
 
 
 def is_of_transformers(name: str) -> bool:

@@ -114,7 +114,7 @@ def _weights(files: TrainingRun, asked: str | None) -> tuple[str, Path]:
     if asked not in (None, BEST, LAST):
         assert asked is not None
         path = Path(asked).expanduser().absolute()
-        if not path.is_file():
+        if not path.exists():  # that of a model in shares is a folder
             raise SpecError(f"--weights {asked}: there is no such file", "or name best or last")
         return str(path), path
     best, newest = files.weights(), files.checkpoints()

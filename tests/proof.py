@@ -65,7 +65,7 @@ PARTS = (
     cases("compared-on-a-cluster", 1.5, "tests/slurm/test_tula.py"),
     cases("scaled-scripts", 0.5, "tests/shim/test_ags.py"),
     cases("out-of-memory", 4.0, "tests/e2e/test_out_of_memory.py"),
-    cases("own-batches", 4.0, "tests/e2e/test_own_batches.py"),
+    cases("own-batches", 4.3, "tests/e2e/test_own_batches.py"),
     cases("rehearsed-trainers", 2.0, "tests/e2e/test_rehearsed_trainers.py"),
     cases("recovery", 2.5, "tests/slurm/test_recovery.py"),
     cases("watched", 0.5, "tests/e2e/test_watched.py"),

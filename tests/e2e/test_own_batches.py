@@ -74,6 +74,21 @@ def test_sentences_of_different_lengths_from_check_to_a_trained_model(tula) -> N
 
 
 @pytest.mark.proof
+def test_lengths_of_text_are_measured_and_told_beside_the_choice(tula) -> None:
+    sequence = {"lengths": [8, 16], "options": ["dataset.args.length", "model.args.n_positions"]}
+    write(tula, **KINDS["transformer"], search={**JOB["search"], "sequence": sequence})
+    data = tula("profile", "job.yaml")["data"]
+    assert [probe["local_batch"] for probe in data["measured"]] == [16, 32] and set(data["lengths"]) == {"length-8"}
+    answer = tula("recommend")["data"]
+    assert [(one["length"], one["own"], one["tokens"]) for one in answer["lengths"]] == [(8, False, 8), (16, True, 16)]
+    assert all([row["batch"] for row in one["rows"]] == [16, 32] for one in answer["lengths"])
+    status = tula("status")["data"]
+    assert len(status["jobs"]) == len(status["lengths"]["length-8"]["jobs"]) == 1
+    peaks = [max(row["peak_memory"] for row in one["rows"]) for one in answer["lengths"]]
+    assert peaks[0] > 0 and answer["choice"]["batch"] in (16, 32)
+
+
+@pytest.mark.proof
 @pytest.mark.parametrize("kind", KINDS)
 def test_any_batch_from_check_to_a_training_that_is_killed(tula, kind: str) -> None:
     write(tula, **KINDS[kind], search={**JOB["search"], "nodes": [1, 2]})

@@ -37,6 +37,11 @@ def test_detached_profile_recommend_and_train_over_nodes(tula: Tula, on_slurm: S
     assert result is not None
     assert result.samples == 4 * (1438 // 128) * 128
 
+    submitted = tula("evaluate", "--nodes", "2", "--yes")
+    assert submitted["status"] == "pending"
+    found = tula("evaluate", "--nodes", "2", "--wait", "--yes")["data"]
+    assert (found["size"], found["nodes"], found["metrics"]["top1"]) == (359, 2, pytest.approx(result.best_top1))
+
 
 @pytest.mark.proof
 def test_methods_are_compared_side_by_side(tula: Tula, on_slurm: SlurmCluster) -> None:

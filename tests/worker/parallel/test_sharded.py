@@ -185,3 +185,9 @@ def test_nothing_in_a_folder_is_run(shares: Path, tmp_path: Path, monkeypatch: p
     with pytest.raises(pickle.UnpicklingError):
         SharesPlanner().load_bytes(None, value)
     assert not (tmp_path / "planted").exists()
+
+
+def test_a_torch_without_shares_on_the_cpu_is_told(alone: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cpu, "Stream", object)
+    with pytest.raises(SpecError, match="cannot run on the CPU under torch"):
+        trainer(TRAIN.spec, alone)

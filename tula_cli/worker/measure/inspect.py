@@ -41,6 +41,7 @@ from tula_cli.worker.measure import footprint as worker_measure_footprint
 from tula_cli.worker.measure import rehearsal as worker_measure_rehearsal
 from tula_cli.worker.measure.first_samples import look_at
 from tula_cli.worker.methods.table import method_of
+from tula_cli.worker.parallel.sharded import check_torch
 from tula_cli.worker.train.judging.own_metrics import build_metrics
 from tula_cli.worker.train.judging.own_metrics import told as metrics_told
 from tula_cli.worker.train.learning_rate import own_factor
@@ -60,6 +61,8 @@ def inspect_job(spec: JobSpec) -> Inspection:
     _check_parts(spec)
     device = _device(spec)
     prepare(spec)
+    if spec.train.sharded and not _on_gpu(spec, device):
+        check_torch(device)
     datasets = build_datasets(spec)
     first = look_at(spec, datasets)
     warnings = list(first.warnings)

@@ -29,7 +29,7 @@ class Sharded(nn.Module):
         device: of this rank. The model is moved to it block by block, so that the whole need not fit.
 
     Raises:
-        SpecError: the model has no block of a name.
+        SpecError: the model has no block of a name, or this torch cannot do it on the device.
     """
 
     def __init__(self, model: nn.Module, *, blocks: Literal["auto"] | Sequence[str], device: torch.device) -> None:
@@ -38,6 +38,7 @@ class Sharded(nn.Module):
         from torch.distributed.fsdp import fully_shard
 
         super().__init__()
+        check_torch(device.type)
         _broadcast([*model.parameters(), *model.buffers()], device)
         mesh = init_device_mesh(device.type, (dist.get_world_size(),))
         self.parts: list[Any] = [*fsdp_blocks(model, blocks), model]
@@ -99,6 +100,19 @@ class Sharded(nn.Module):
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
+
+
+def check_torch(device: str) -> None:
+    """Refuse a torch whose FSDP2 cannot run on a kind of device.
+
+    Raises:
+        SpecError: it is such; 2.6 has it for GPUs alone.
+    """
+    if device == "cpu" and not hasattr(torch.cpu.Stream, "record_event"):
+        raise SpecError(
+            f"train.parallel: fsdp cannot run on the CPU under torch {torch.__version__}",
+            "take a newer torch, GPUs, or train.parallel: ddp",
+        )
 
 
 def fsdp_blocks(model: nn.Module, names: Literal["auto"] | Sequence[str]) -> list[nn.Module]:

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 from worker_jobs import LeavesAt, probe_task, spec, train_task, trainer
 
+from tula_cli.errors import CannotWrite
 from tula_cli.run.directory import RunDir
 from tula_cli.spec.job import JobSpec
 from tula_cli.worker.build.datasets import build_datasets
@@ -52,7 +53,7 @@ TRAIN = train_task(job("ags", "fsdp", checkpoint_every=1e-9, epochs=3))
 def main() -> None:
     folder = Path(sys.argv[1])
     with joined(spec().cluster, handover=folder / "handover") as ranks:
-        cases = (trained_alike, held, evaluated, begun, left, damaged, probed)
+        cases = (trained_alike, held, evaluated, begun, left, damaged, refused, probed)
         found = {case.__name__: case(folder, ranks) for case in cases}
     (folder / f"{ranks.rank}.json").write_text(json.dumps(found))
 
@@ -160,6 +161,23 @@ def damaged(folder: Path, ranks: Ranks) -> list[Any]:
     ranks.from_first(0)
     found = checkpoint.load_for_all(run, TRAIN.signature, ranks)
     return [found and found["folder"].name, before.name]
+
+
+def refused(folder: Path, ranks: Ranks) -> list[str]:
+    """Save where rank 0 can make no folder, and where it cannot put a finished one; return what this rank says."""
+    subject, found = trainer(job("adamw", "fsdp"), ranks), []
+    file, taken = folder / "a-file", folder / "refused" / "1.dcp"
+    if ranks.first:
+        file.touch()
+        taken.mkdir(parents=True)
+        (taken.parent / ".1.dcp.old").touch()
+    ranks.from_first(0)
+    for path in (file / "0.dcp", taken):
+        try:
+            checkpoint.write_shares(path, subject, best={})
+        except CannotWrite as error:
+            found.append(str(error).splitlines()[0])
+    return found
 
 
 def probed(folder: Path, ranks: Ranks) -> None:

@@ -75,6 +75,11 @@ def test_an_interrupted_training_goes_on_exactly_and_a_damaged_folder_is_passed_
         assert found == before
 
 
+def test_every_rank_says_that_rank_0_cannot_write(shares: Path) -> None:
+    places = (shares / "a-file" / "0.dcp", shares / "refused" / "1.dcp")
+    assert facts(shares, "refused") == [[f"cannot write {place}: Not a directory" for place in places]] * 2
+
+
 def test_folders_are_kept_as_files_are(shares: Path) -> None:
     training = RunDir(shares / "broken").training(TRAIN.signature)
     kept = [path.name for path in training.checkpoints()]

@@ -1,17 +1,18 @@
 """A checkpoint of a model in shares: a folder of torch.distributed.checkpoint, which any number of ranks can load."""
 
+import io
 import json
 import os
 import shutil
 import zlib
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
-from tula_cli.errors import TulaError
+from tula_cli.errors import CannotWrite, TulaError
 from tula_cli.run.files import cannot_write, write_atomic
 from tula_cli.worker.ranks import Ranks
 
@@ -41,10 +42,7 @@ def write(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer, rest
     from torch.distributed.checkpoint.state_dict_saver import save
 
     draft = draft_of(folder)
-    if ranks.first:
-        shutil.rmtree(draft, ignore_errors=True)
-        draft.mkdir(parents=True)
-    dist.barrier()
+    _by_first(lambda: _begin(draft), folder, ranks)
     try:
         save(_state(model, optimizer), checkpoint_id=draft)
     except CheckpointException as error:
@@ -52,14 +50,10 @@ def write(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer, rest
         if isinstance(why, OSError):
             raise cannot_write(folder, why) from error
         raise
-    if ranks.first:
-        torch.save(rest, draft / REST)
+    _by_first(lambda: write_atomic(draft / REST, _bytes(rest)), folder, ranks)
     files = sorted(path.name for path in draft.iterdir()) if ranks.first else []
     sums = _sums(draft, json.loads(ranks.gather(json.dumps(files))[0]), ranks)
-    if ranks.first:
-        write_atomic(draft / SUMS, json.dumps(sums))
-        _put(draft, folder)
-    dist.barrier()
+    _by_first(lambda: _end(draft, folder, sums), folder, ranks)
 
 
 def draft_of(folder: Path) -> Path:
@@ -138,6 +132,41 @@ def _cause(error: Any) -> BaseException:
     """Return what went wrong on the first rank where anything did."""
     cause: BaseException = next((seen[0] for seen in error.failures.values()), error)
     return cause
+
+
+def _by_first(work: Callable[[], None], folder: Path, ranks: Ranks) -> None:
+    """Let rank 0 do something while the others wait; where it cannot, all ranks say so, and none waits in vain.
+
+    Raises:
+        TulaError: rank 0 could not write.
+    """
+    why: list[Any] = []
+    if ranks.first:
+        try:
+            work()
+        except (OSError, CannotWrite) as error:
+            cause = error if isinstance(error, OSError) else error.__cause__
+            assert isinstance(cause, OSError)  # of write_atomic
+            why = [cause.errno, cause.strerror]
+    told = json.loads(ranks.gather(json.dumps(why))[0])
+    if told:
+        raise cannot_write(folder, OSError(*told))
+
+
+def _begin(draft: Path) -> None:
+    shutil.rmtree(draft, ignore_errors=True)
+    draft.mkdir(parents=True)
+
+
+def _bytes(rest: dict[str, Any]) -> bytes:
+    buffer = io.BytesIO()
+    torch.save(rest, buffer)
+    return buffer.getvalue()
+
+
+def _end(draft: Path, folder: Path, sums: dict[str, int]) -> None:
+    write_atomic(draft / SUMS, json.dumps(sums))
+    _put(draft, folder)
 
 
 def _put(draft: Path, folder: Path) -> None:

@@ -8,6 +8,7 @@ held-out training samples; the accuracies shown are of the evaluation set, which
 """
 
 import argparse
+import contextlib
 import json
 import math
 import os
@@ -166,7 +167,8 @@ def _train(spec: JobSpec, batch: int, folder: Path, ranks: Ranks) -> TrainResult
     )
     run = RunDir.create(folder, spec)
     if run.training(name).result() is None:
-        run_training(task, run, ranks, build_datasets(spec))
+        with contextlib.redirect_stdout(sys.stderr):  # where a job has its log
+            run_training(task, run, ranks, build_datasets(spec))
     result = run.training(name).result()
     if result is None:
         raise SystemExit("told to stop: it is saved, and the same command goes on")

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import shared_rank_cases
 import torch
+import torch.distributed as dist
 from shared_rank_cases import KINDS, TRAIN, whole
 from start_ranks import errors, start_ranks
 from torch import nn
@@ -195,4 +196,10 @@ def test_nothing_in_a_folder_is_run(shares: Path, tmp_path: Path, monkeypatch: p
 def test_a_torch_without_shares_on_the_cpu_is_told(alone: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cpu, "Stream", object)
     with pytest.raises(SpecError, match="cannot run on the CPU under torch"):
+        trainer(TRAIN.spec, alone)
+
+
+def test_a_group_that_adds_gradients_up_is_refused(alone: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dist, "reduce_scatter_tensor", lambda mean, *_, **__: mean.fill_(2))
+    with pytest.raises(SpecError, match="add gradients up and not average them: gloo under torch"):
         trainer(TRAIN.spec, alone)

@@ -39,6 +39,7 @@ class Sharded(nn.Module):
 
         super().__init__()
         check_torch(device.type)
+        _check_average(device)
         _broadcast([*model.parameters(), *model.buffers()], device)
         mesh = init_device_mesh(device.type, (dist.get_world_size(),))
         self.parts: list[Any] = [*fsdp_blocks(model, blocks), model]
@@ -111,6 +112,23 @@ def check_torch(device: str) -> None:
     if device == "cpu" and not hasattr(torch.cpu.Stream, "record_event"):
         raise SpecError(
             f"train.parallel: fsdp cannot run on the CPU under torch {torch.__version__}",
+            "take a newer torch, GPUs, or train.parallel: ddp",
+        )
+
+
+def _check_average(device: torch.device) -> None:
+    """Refuse a group whose reduce-scatter does not average, as FSDP2 asks it to: gloo's of torch 2.8 adds up, and says nothing.
+
+    Raises:
+        SpecError: gradients would be as many times too large as there are ranks.
+    """
+    world = dist.get_world_size()
+    mean = torch.zeros(1, device=device)
+    dist.reduce_scatter_tensor(mean, torch.ones(world, device=device), op=dist.ReduceOp.AVG)
+    if mean.item() != 1:
+        raise SpecError(
+            f"train.parallel: fsdp would add gradients up and not average them: {dist.get_backend()} under torch"
+            f" {torch.__version__} cannot",
             "take a newer torch, GPUs, or train.parallel: ddp",
         )
 

@@ -14,15 +14,18 @@ import torch.distributed as dist
 from shared_rank_cases import KINDS, TRAIN, whole
 from start_ranks import errors, start_ranks
 from torch import nn
+from torch.distributed.checkpoint import state_dict_saver
+from torch.distributed.checkpoint.api import CheckpointException
 from worker_jobs import blocks, spec, trainer
 
-from tula_cli.errors import SpecError, TulaError
+from tula_cli.errors import CannotWrite, SpecError, TulaError
 from tula_cli.optim import SmallBatch, TulaOptimizer
 from tula_cli.run.directory import RunDir
 from tula_cli.run.records.probes import Measured
 from tula_cli.run.source.weights_file import with_weights
 from tula_cli.worker.build.finetune import initial_weights
 from tula_cli.worker.build.finetune.shares_reader import SharesPlanner
+from tula_cli.worker.parallel import saved_shares
 from tula_cli.worker.parallel.sharded import fsdp_blocks
 from tula_cli.worker.ranks import Ranks
 from tula_cli.worker.train import checkpoint
@@ -203,3 +206,30 @@ def test_a_group_that_adds_gradients_up_is_refused(alone: Ranks, monkeypatch: py
     monkeypatch.setattr(dist, "reduce_scatter_tensor", lambda mean, *_, **__: mean.fill_(2))
     with pytest.raises(SpecError, match="add gradients up and not average them: gloo under torch"):
         trainer(TRAIN.spec, alone)
+
+
+def test_what_was_written_and_cannot_be_read_again_is_no_checkpoint(
+    alone: Ranks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    subject = trainer(TRAIN.spec, alone)
+    place = tmp_path / "000000000016.dcp"
+    with monkeypatch.context() as patched:
+        patched.setattr(saved_shares, "_sum", lambda _: -1)
+        with pytest.raises(CannotWrite, match="cannot be read again"):
+            checkpoint.write_shares(place, subject, best={})
+    assert not place.exists()
+    checkpoint.write_shares(place, subject, best={})
+    assert saved_shares.is_whole(place, alone)
+    (place / "sums.json").write_text("[1]")
+    assert not saved_shares.is_whole(place, alone)
+
+
+def test_a_full_disk_in_the_middle_of_a_share_is_told(
+    alone: Ranks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: Any, **__: Any) -> None:
+        raise CheckpointException("", {0: (RuntimeError("PytorchStreamWriter failed\nmore"), None)})  # type: ignore[dict-item]
+
+    monkeypatch.setattr(state_dict_saver, "save", full)
+    with pytest.raises(CannotWrite, match="dcp: PytorchStreamWriter failed\n"):
+        checkpoint.write_shares(tmp_path / "000000000016.dcp", trainer(TRAIN.spec, alone), best={})

@@ -49,10 +49,14 @@ def write(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer, rest
         why = _cause(error)
         if isinstance(why, OSError):
             raise cannot_write(folder, why) from error
-        raise
+        # torch's writer of archives tells a full disk as a RuntimeError of its own
+        first = next(iter(str(why).splitlines()), type(why).__name__)
+        raise CannotWrite(f"cannot write {folder}: {first}", "is the disk full? older checkpoints stand") from error
     _by_first(lambda: write_atomic(draft / REST, _bytes(rest)), folder, ranks)
     files = sorted(path.name for path in draft.iterdir()) if ranks.first else []
     sums = _sums(draft, json.loads(ranks.gather(json.dumps(files))[0]), ranks)
+    if lost := [name for name, total in sums.items() if total < 0]:
+        raise CannotWrite(f"cannot write {folder}: what was written cannot be read again: {', '.join(lost)}")
     _by_first(lambda: _end(draft, folder, sums), folder, ranks)
 
 
@@ -63,14 +67,19 @@ def draft_of(folder: Path) -> Path:
 
 def is_whole(folder: Path, ranks: Ranks) -> bool:
     """Return on every rank whether a folder is what was written; every rank takes part, and reads some of its files."""
+    known: dict[str, int] = json.loads(ranks.gather(json.dumps(_known(folder) if ranks.first else {}))[0])
+    return REST in known and _sums(folder, sorted(known), ranks) == known
+
+
+def _known(folder: Path) -> dict[str, int]:
+    """Return the check sums that were written; empty where they cannot be read."""
     try:
-        known: dict[str, int] = json.loads((folder / SUMS).read_text(encoding="utf-8"))
-        names = sorted(known)
-    except (OSError, ValueError, AttributeError, TypeError):
-        known, names = {}, []
-    seen = _sums(folder, names, ranks)
-    here = bool(names) and REST in names and seen == known
-    return not ranks.largest(float(not here))
+        content = json.loads((folder / SUMS).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return (
+        {name: total for name, total in content.items() if isinstance(total, int)} if isinstance(content, dict) else {}
+    )
 
 
 def load(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:

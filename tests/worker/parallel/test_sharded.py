@@ -14,7 +14,7 @@ import torch.distributed as dist
 from shared_rank_cases import KINDS, TRAIN, whole
 from start_ranks import errors, start_ranks
 from torch import nn
-from torch.distributed.checkpoint import state_dict_saver
+from torch.distributed.checkpoint import metadata, state_dict_saver
 from torch.distributed.checkpoint.api import CheckpointException
 from worker_jobs import blocks, spec, trainer
 
@@ -24,7 +24,7 @@ from tula_cli.run.directory import RunDir
 from tula_cli.run.records.probes import Measured
 from tula_cli.run.source.weights_file import with_weights
 from tula_cli.worker.build.finetune import initial_weights
-from tula_cli.worker.build.finetune.shares_reader import SharesPlanner
+from tula_cli.worker.build.finetune.shares_reader import SharesPlanner, _Records
 from tula_cli.worker.parallel import saved_shares
 from tula_cli.worker.parallel.sharded import fsdp_blocks
 from tula_cli.worker.ranks import Ranks
@@ -179,6 +179,23 @@ def test_a_training_in_copies_starts_from_a_folder_of_shares(shares: Path, tmp_p
 class Planted:
     def __reduce__(self) -> Any:
         return Path.touch, (Path("planted"),)
+
+
+class Attribute:
+    def __init__(self, *arguments: Any) -> None:
+        self.arguments = arguments
+
+    def __reduce__(self) -> Any:
+        return getattr, self.arguments
+
+
+def test_members_of_enumerations_are_all_that_getattr_gets() -> None:
+    kind = metadata._MEM_FORMAT_ENCODING
+    found = pickle.dumps(Attribute(kind, "TORCH_CONTIGUOUS_FORMAT"))
+    assert _Records(io.BytesIO(found)).load() is kind.TORCH_CONTIGUOUS_FORMAT
+    for other in (Attribute(metadata.Metadata, "__init__"), Attribute(kind, "__class__")):
+        with pytest.raises((pickle.UnpicklingError, KeyError)):
+            _Records(io.BytesIO(pickle.dumps(other))).load()
 
 
 def test_nothing_in_a_folder_is_run(shares: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,5 +1,6 @@
 """Reading checkpoints of shares without running what is in them; torch's own reader would unpickle whatever is there."""
 
+import enum
 import io
 import pickle
 from pathlib import Path
@@ -44,11 +45,22 @@ class SharesReader(FileSystemReader):
 
 class _Records(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
+        if (module, name) == (
+            "builtins",
+            "getattr",
+        ):  # by which Python 3.11.2 and others write a member of an enumeration
+            return _member
         own = module == metadata.__name__ and isinstance(vars(metadata).get(name), type)
         number = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
         if not own and not number and (module, name) not in SAFE:
             raise pickle.UnpicklingError(f"the metadata names {module}.{name}")
         return super().find_class(module, name)
+
+
+def _member(kind: Any, name: str) -> Any:
+    if not isinstance(kind, type) or not issubclass(kind, enum.Enum):
+        raise pickle.UnpicklingError(f"the metadata asks for {name} of {kind!r}")
+    return kind[name]
 
 
 class SharesPlanner(DefaultLoadPlanner):

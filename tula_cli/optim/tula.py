@@ -28,9 +28,9 @@ from .parts.gradient_scaling import scale_, scaled_update
 from .parts.indicators import Bounds, clip_
 from .parts.refusals import one_of, real_numbers, refuse_base, refuse_other_model, refuse_sharded
 from .parts.setup import Setup
+from .parts.shares import share
 from .parts.small_batch import SmallLoss
 from .parts.wrapper import Wrapper
-from .shares import share
 
 Preset = Literal["paper", "robust"]
 

@@ -22,7 +22,7 @@ from torch import nn
 from torch.utils._pytree import tree_map_only
 
 from tula_cli.errors import JobFailed, NoGpu
-from tula_cli.optim.shares import share
+from tula_cli.optim.parts.shares import share
 from tula_cli.spec.resources import Cluster
 from tula_cli.spec.sections import Train
 

@@ -11,8 +11,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from tula_cli.optim.shares import is_sharded
 from tula_cli.presets import DIVIDING
+
+from .shares import is_sharded
 
 # These keep each rank's own gradient or shard, so no rank holds the gradient that Eq. 5 speaks of.
 SHARDING = frozenset(

@@ -9,9 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from tula_cli.optim import shares
-
-from . import indicators
+from . import indicators, shares
 from .indicators import factor_limit
 from .refusals import place, whole_numbers
 from .small_batch import SmallLoss, draw_counts, shared_small_gradients, small_gradients

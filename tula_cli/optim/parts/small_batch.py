@@ -10,9 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from tula_cli.optim.shares import gradients
-
 from .indicators import alike, squared_norm
+from .shares import gradients
 
 SmallLoss = Callable[[int], Tensor]
 

@@ -11,7 +11,7 @@ import torchvision.models
 from torch import nn
 
 from tula_cli.errors import SpecError
-from tula_cli.optim.shares import share
+from tula_cli.optim.parts.shares import share
 from tula_cli.plugins import is_import_string, load, nearest
 from tula_cli.spec.job import JobSpec, beta2_at
 from tula_cli.worker.build import small_images

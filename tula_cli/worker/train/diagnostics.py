@@ -10,9 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tula_cli.optim import TulaOptimizer, shares
+from tula_cli.optim import TulaOptimizer
+from tula_cli.optim.parts import shares
 from tula_cli.optim.parts.indicators import squared_norm
-from tula_cli.optim.shares import share
+from tula_cli.optim.parts.shares import share
 from tula_cli.worker.parallel.sharded import Sharded
 from tula_cli.worker.train.loop import Trainer
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from tula_cli.optim.shares import share
+from tula_cli.optim.parts.shares import share
 from tula_cli.worker.build.sampling import Position
 from tula_cli.worker.train.loop import Step, Trainer
 

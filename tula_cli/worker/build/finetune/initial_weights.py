@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from tula_cli.errors import SpecError
-from tula_cli.optim.shares import is_sharded
+from tula_cli.optim.parts.shares import is_sharded
 from tula_cli.spec.sections import Model
 
 PARTS = ("model", "state_dict", "model_state_dict")

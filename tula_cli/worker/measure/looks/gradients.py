@@ -12,7 +12,7 @@ import torch
 from torch.distributed import GradBucket  # type: ignore[attr-defined]
 
 from tula_cli.models.efficiency import Pair
-from tula_cli.optim import shares
+from tula_cli.optim.parts import shares
 from tula_cli.optim.parts.reduction import listen
 from tula_cli.worker.build.batches.tree import cut
 from tula_cli.worker.build.compiled import as_written

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from .parts import indicators
+from . import indicators
 
 
 def share(tensor: Tensor) -> Tensor:
@@ -56,3 +56,8 @@ def squared_norm(parts: Sequence[Tensor]) -> Tensor:
     square = indicators.squared_norm(parts)
     dist.all_reduce(square)
     return square
+
+
+def on_device(tensor: Tensor) -> bool:
+    """Whether the host would have to wait to read this: on the CPU it reads a number, elsewhere it waits for the device."""
+    return tensor.device.type != "cpu"

@@ -38,7 +38,7 @@ from torch.utils.data import default_collate
 
 from tula_cli.errors import TulaError
 from tula_cli.optim import orthogonal
-from tula_cli.optim.parts import placement
+from tula_cli.optim.parts import shares
 from tula_cli.run.records.tasks import ProbeTask
 from tula_cli.spec.job import JobSpec
 from tula_cli.spec.methods import METHODS

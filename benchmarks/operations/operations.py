@@ -166,7 +166,7 @@ def as_on_gpu() -> Iterator[None]:
     """Let optimizers go the way that they go where the host would have to wait."""
     # a CPU multiplies bfloat16 slowly, and as often
     with (
-        mock.patch.object(placement, "on_device", lambda _: True),
+        mock.patch.object(shares, "on_device", lambda _: True),
         mock.patch.object(orthogonal, "ON_GPU", torch.float32),
     ):
         yield

@@ -1,6 +1,7 @@
 """A training whose ranks look at their steps many times a second, so that what changes them is told within seconds.
 
-Importing it sets that pace in the process that trains: the user's own module is imported by every rank.
+Importing it sets that pace in the process that trains: the user's own module is imported by every rank. A test copies it
+and never imports it: the pace would hold for all tests after it in the process.
 """
 
 import time

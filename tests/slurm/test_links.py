@@ -12,7 +12,6 @@ from pathlib import Path
 
 import emulated
 import pytest
-import watched
 from cluster import SlurmCluster
 from driver import Tula
 
@@ -21,6 +20,8 @@ from tula_cli.run.records.recommendations import Recommendation
 from tula_cli.run.records.results import Summary
 
 pytestmark = [pytest.mark.slurm, pytest.mark.torch, pytest.mark.proof]
+
+HELPERS = Path(__file__).parents[1] / "helpers"
 
 JOB = """
 name: links
@@ -117,7 +118,7 @@ def test_a_link_that_slows_down_is_told_and_the_training_goes_on_elsewhere(
     on_slurm: SlurmCluster, tmp_path: Path
 ) -> None:
     """A megabyte takes 0.04 s over the links at first, and 0.4 s then: two nodes are slower than one."""
-    shutil.copy(watched.__file__, tmp_path)
+    shutil.copy(HELPERS / "watched.py", tmp_path)  # not imported: it sets the pace of its process
     tula = Tula(tmp_path, MOVES)
     tula("profile", "job.yaml")
     tula.until(lambda: len(tula.run().results()) == 2)

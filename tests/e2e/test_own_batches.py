@@ -3,6 +3,7 @@
 import os
 import shutil
 import signal
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -61,6 +62,18 @@ def write(tula: Any, **changes: dict[str, Any]) -> None:
     shutil.copy(HELPERS / "token_jobs.py", tula.folder)
 
 
+def trained_anew_and_killed(tula: Any, command: Sequence[str], *, rank: int) -> None:
+    """Forget what was trained, train it again, kill a rank with SIGKILL on the way, and go on to the end."""
+    for name in ("train", "tasks", "jobs", "attempts", "failures"):
+        shutil.rmtree(tula.run().path / name, ignore_errors=True)
+    process = tula.start(*command, "--set", "train.checkpoint_every=1e-9")
+    tula.until(tula.epochs_done)
+    os.kill(tula.ranks(tula.task())[rank], signal.SIGKILL)
+    process.communicate(timeout=240)
+    again = tula(*command)["data"]
+    assert again["attempts"] == 2 and "killed by SIGKILL" in again["causes"][0]
+
+
 def test_sentences_of_different_lengths_from_check_to_a_trained_model(tula) -> None:
     write(tula)
     assert "samples differ in shape" in str(tula("check", "job.yaml")["warnings"])
@@ -107,15 +120,7 @@ def test_any_batch_from_check_to_a_training_that_is_killed(tula, kind: str) -> N
         assert run.spec().ags.apply_to == "update"
     kept = tula.folder / "straight.pt"
     kept.write_bytes(last.read_bytes())
-    for name in ("train", "tasks", "jobs", "attempts", "failures"):
-        shutil.rmtree(run.path / name, ignore_errors=True)
-
-    process = tula.start(*command, "--set", "train.checkpoint_every=1e-9")
-    tula.until(tula.epochs_done)
-    os.kill(tula.ranks(tula.task())[0], signal.SIGKILL)
-    process.communicate(timeout=240)
-    again = tula(*command)["data"]
-    assert again["attempts"] == 2 and "killed by SIGKILL" in again["causes"][0]
+    trained_anew_and_killed(tula, command, rank=0)
     result = run.training(straight["signature"]).result()
     assert result is not None and result.samples == whole.samples
     assert not weights_differ(kept, last)
@@ -145,14 +150,6 @@ def test_a_language_model_in_shares_from_check_to_a_training_that_is_killed(tula
     straight = tula(*command)["data"]
     last = run.training(straight["signature"]).path / "last"
     kept = initial_weights.read(str(last.resolve()))
-    for name in ("train", "tasks", "jobs", "attempts", "failures"):
-        shutil.rmtree(run.path / name, ignore_errors=True)
-
-    process = tula.start(*command, "--set", "train.checkpoint_every=1e-9")
-    tula.until(tula.epochs_done)
-    os.kill(tula.ranks(tula.task())[1], signal.SIGKILL)
-    process.communicate(timeout=240)
-    again = tula(*command)["data"]
-    assert again["attempts"] == 2 and "killed by SIGKILL" in again["causes"][0]
+    trained_anew_and_killed(tula, command, rank=1)
     found = initial_weights.read(str(last.resolve()))
     assert found.keys() == kept.keys() and all(torch.equal(found[name], kept[name]) for name in kept)

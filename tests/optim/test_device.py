@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tula_cli import optim
 from tula_cli.optim import PRESETS
-from tula_cli.optim.parts import gradient_scaling, shares
+from tula_cli.optim.parts import gradient_scaling, placement
 from tula_cli.optim.parts.local_norms import NormListener
 from tula_cli.worker.measure.storages import LiveStorages
 
@@ -114,7 +114,7 @@ class Memory:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, *, on_device: bool, **kwargs: Any) -> None:
         monkeypatch.setattr(gradient_scaling, "CHUNK", 1)
-        monkeypatch.setattr(shares, "on_device", lambda tensor: on_device)
+        monkeypatch.setattr(placement, "on_device", lambda tensor: on_device)
         self.model = mlp(widths=WIDTHS)
         self.copy = sum(p.numel() * p.element_size() for p in self.model.parameters())
         base = torch.optim.SGD(self.model.parameters(), lr=0.1)

@@ -154,8 +154,8 @@ MUTANTS = {
     "random numbers are drawn": ("parts.small_batch", "with torch.random.fork_rng(devices=devices):", "if True:"),
     "the small gradient keeps the loss scale": (
         "parts.small_batch",
-        "grads[index] = grad / scaler.scale(torch.ones((), device=grad.device))",
-        "grads[index] = grad / 1",
+        "factor = 1.0 / scaler.scale(torch.ones((), device=first.device))",
+        "factor = torch.ones((), device=first.device)",
     ),
     "a gradient that is not finite is taken": (
         "factors",

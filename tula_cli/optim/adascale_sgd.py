@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from .parts import shares
+from .parts import placement
 from .parts.indicators import clip_, squared_norm
 from .parts.local_norms import NormListener
 from .parts.reduction import listen
@@ -136,7 +136,7 @@ class AdaScale(Wrapper):
 
     def _factor(self) -> float | Tensor:
         """The gain; where the host would have to wait for it and the base can do without, 0-dim, float64."""
-        if self._noise is None or self._signal is None or not shares.on_device(self._noise):
+        if self._noise is None or self._signal is None or not placement.on_device(self._noise):
             return self.gain
         if not all(group.get("fused") for group in self.param_groups):
             return self.gain

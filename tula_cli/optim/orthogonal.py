@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from .parts import shares
+from .parts import placement
 from .parts.gradient_scaling import copies
 from .parts.indicators import alike, clip_, wide
 from .parts.refusals import place, refuse_sharded
@@ -122,7 +122,7 @@ def turn_(updates: Sequence[Tensor]) -> None:
     """
     for (_, dtype), indices in alike(updates).items():
         own = [updates[i] for i in indices]
-        device = shares.on_device(own[0])
+        device = placement.on_device(own[0])
         lengths = torch._foreach_norm(own, 2, dtype=wide(dtype))
         padding, most = (PADDING, TOGETHER[0]) if device else (1.0, TOGETHER[1])
         for batch in batches([_sides(u) for u in own], padding=padding, most=most):

@@ -5,6 +5,7 @@ import errno
 import fnmatch
 import json
 import os
+import shutil
 import socket
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -175,6 +176,14 @@ def append_json_line(path: Path, content: Mapping[str, Any]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     with open(path, "a", encoding="utf-8") as file:
         file.write(json.dumps(content) + "\n")
+
+
+def remove(path: Path) -> None:
+    """Remove a file, or a folder with all that is in it; none need be there."""
+    if path.is_dir():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)
 
 
 def publish(draft: Path, place: Path) -> None:

@@ -1,13 +1,12 @@
 """One training in a run directory, over all its relaunches: its tasks and attempts, checkpoints, metrics and results."""
 
 import re
-import shutil
 from pathlib import Path
 from typing import Any
 
 from pydantic import TypeAdapter
 
-from tula_cli.run.files import Reader, json_lines, listing, read_record, write_record
+from tula_cli.run.files import Reader, json_lines, listing, read_record, remove, write_record
 from tula_cli.run.records.jobs import Attempt
 from tula_cli.run.records.micro_batches import MicroBatches
 from tula_cli.run.records.results import (
@@ -164,12 +163,8 @@ class TrainingRun:
     def drop_drafts(self) -> None:
         """Remove checkpoints that killed ranks were writing."""
         for draft in (self.path / "checkpoints").glob(".*"):
-            if not _DRAFT.fullmatch(draft.name):
-                continue
-            if draft.is_dir():
-                shutil.rmtree(draft, ignore_errors=True)
-            else:
-                draft.unlink(missing_ok=True)
+            if _DRAFT.fullmatch(draft.name):
+                remove(draft)
 
     @property
     def metrics_path(self) -> Path:

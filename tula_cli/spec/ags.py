@@ -143,7 +143,7 @@ def divided(ags: Ags, train: "Train") -> Ags:
     Raises:
         ValueError: something of the job needs the whole.
     """
-    if train.parallel == "ddp":
+    if not train.sharded:
         if train.fsdp_blocks != "auto":
             raise ValueError("train.fsdp_blocks means nothing without train.parallel: fsdp")
         return ags

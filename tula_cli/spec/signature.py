@@ -85,7 +85,7 @@ def train_signature(spec: JobSpec, *, nodes: int, batch: int, code: str = "") ->
             *("workers", "checkpoint_every", "oom", "max_attempts", "tensorboard", "diagnostics", "hessian"),
             *("metrics", "best"),  # they tell of the weights and change none
             *(() if spec.train.until else ("until",)),
-            *(() if spec.train.parallel == "fsdp" else ("parallel",)),
+            *(() if spec.train.sharded else ("parallel",)),
             "fsdp_blocks",
             *COMPUTING,  # but for tf32 they change what is learned no more than another GPU does
         }

@@ -139,7 +139,7 @@ def wants_channels_last(train: Train, model: nn.Module, device: torch.device) ->
     """
     if train.channels_last != "auto":
         return train.channels_last
-    if train.parallel == "fsdp":  # shares are cut from weights that lie as usual
+    if train.sharded:  # shares are cut from weights that lie as usual
         return False
     if device.type != "cuda" or torch.version.hip is not None or not has_convolutions(model):
         return False

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from . import shares
+from . import placement
 from .indicators import alike
 
 CHUNK = 64 * 2**20
@@ -22,7 +22,7 @@ CHUNK = 64 * 2**20
 
 def scale_(tensors: Sequence[Tensor], factors: Sequence[Tensor], calm: Tensor) -> None:
     """Multiply each tensor by its factor where `calm` (0-dim, bool) is true."""
-    (scale_on_device_ if shares.on_device(calm) else scale_on_host_)(tensors, factors, calm)
+    (scale_on_device_ if placement.on_device(calm) else scale_on_host_)(tensors, factors, calm)
 
 
 def scale_on_host_(tensors: Sequence[Tensor], factors: Sequence[Tensor], calm: Tensor) -> None:
@@ -70,7 +70,7 @@ def scaled_update(params: Sequence[Tensor], factors: Sequence[Tensor], calm: Ten
 
     For a moment one copy of the parameters more, on the device two of CHUNK or of the largest tensor besides.
     """
-    device = shares.on_device(calm)
+    device = placement.on_device(calm)
     if not params or (not device and not bool(calm)):
         yield
         return

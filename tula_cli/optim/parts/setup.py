@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from . import indicators, shares
 from .indicators import factor_limit
 from .refusals import place, whole_numbers
-from .small_batch import SmallLoss, draw_counts, shared_small_gradients, small_gradients
+from .small_batch import SmallLoss, draw_counts, small_gradients
 
 
 @dataclass(frozen=True)
@@ -99,11 +99,17 @@ class Setup:
             step: optimizer steps so far: with seed and rank it seeds what the forward pass draws.
         """
         seed = random.Random(f"{self.seed}, {step}, {self.rank}").getrandbits(63)
-        if self.sharded:  # every rank has to compute: each takes its share
-            available = -(-self.small_batch_size // self.world)
-            counts = draw_counts(self.small_batch_size, available, self.world, turn)
-            return shared_small_gradients(
-                loss, self.model, params, counts=counts, rank=self.rank, seed=seed, scaler=scaler
-            )
-        counts = draw_counts(self.b_small, self.available, self.world, turn)
-        return small_gradients(loss, self.model, params, counts=counts, rank=self.rank, seed=seed, scaler=scaler)
+        size = self.small_batch_size
+        # where every rank has to compute, each takes its share
+        available = -(-size // self.world) if self.sharded else self.available
+        counts = draw_counts(size, available, self.world, turn)
+        return small_gradients(
+            loss,
+            self.model,
+            params,
+            counts=counts,
+            rank=self.rank,
+            seed=seed,
+            scaler=scaler,
+            sharded=self.sharded,
+        )

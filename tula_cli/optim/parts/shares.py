@@ -56,8 +56,3 @@ def squared_norm(parts: Sequence[Tensor]) -> Tensor:
     square = indicators.squared_norm(parts)
     dist.all_reduce(square)
     return square
-
-
-def on_device(tensor: Tensor) -> bool:
-    """Whether the host would have to wait to read this: on the CPU it reads a number, elsewhere it waits for the device."""
-    return tensor.device.type != "cpu"

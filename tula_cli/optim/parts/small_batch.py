@@ -39,8 +39,11 @@ def small_gradients(
     rank: int,
     seed: int,
     scaler: torch.amp.GradScaler | None,
+    sharded: bool = False,
 ) -> list[Tensor | None]:
     """The gradient of the mean loss over the ranks' samples, the same on all; None where the loss does not depend.
+
+    Of a model that fully_shard has divided it is this rank's part.
 
     Buffers, generators, modes and `.grad` are afterwards as they were before.
 
@@ -50,40 +53,17 @@ def small_gradients(
         counts: how many samples each rank takes; with one entry nothing is communicated.
         seed: of the random numbers that the forward pass draws.
         scaler: scales the loss; the gradient is divided again.
+        sharded: whether fully_shard has divided the model. Then a rank without samples computes one all the same, for its
+            shares are needed, and gives it no weight.
     """
+    if sharded:
+        with _untouched(model), _own_randomness(params, seed):
+            return _shared_gradients(loss, counts, rank, model, params, scaler)
     grads: list[Tensor | None] = [None] * len(params)
     if params and counts[rank]:
         with _untouched(model), _own_randomness(params, seed):
             grads = _gradients(loss, counts[rank], params, scaler)
     return grads if len(counts) == 1 else _combined(grads, params, counts, rank)
-
-
-def shared_small_gradients(
-    loss: SmallLoss,
-    model: nn.Module,
-    params: Sequence[Tensor],
-    *,
-    counts: Sequence[int],
-    rank: int,
-    seed: int,
-    scaler: torch.amp.GradScaler | None,
-) -> list[Tensor | None]:
-    """This rank's part of the gradient of the mean loss over the ranks' samples, of a model that fully_shard has divided.
-
-    A rank without samples computes one, for its shares are needed, and gives it no weight.
-
-    Args: as for `small_gradients`.
-    """
-    weight = counts[rank] * len(counts) / sum(counts)
-
-    def weighted() -> Tensor:
-        value = loss(max(1, counts[rank])) * weight
-        return value if scaler is None else scaler.scale(value)
-
-    with _untouched(model), _own_randomness(params, seed):
-        grads = gradients(weighted, model)
-    found = [grads.get(p) for p in params]
-    return found if scaler is None or not scaler.is_enabled() else _unscaled(found, scaler)
 
 
 def are_finite(grads: Sequence[Tensor]) -> Tensor:
@@ -132,12 +112,34 @@ def _gradients(
     return grads if scaler is None or not scaler.is_enabled() else _unscaled(grads, scaler)
 
 
+def _shared_gradients(
+    loss: SmallLoss,
+    counts: Sequence[int],
+    rank: int,
+    model: nn.Module,
+    params: Sequence[Tensor],
+    scaler: torch.amp.GradScaler | None,
+) -> list[Tensor | None]:
+    """This rank's parts of the gradient of the mean loss over all ranks' samples; all ranks take part."""
+    weight = counts[rank] * len(counts) / sum(counts)
+
+    def weighted() -> Tensor:
+        value = loss(max(1, counts[rank])) * weight
+        return value if scaler is None else scaler.scale(value)
+
+    found = gradients(weighted, model)
+    grads = [found.get(p) for p in params]
+    return grads if scaler is None or not scaler.is_enabled() else _unscaled(grads, scaler)
+
+
 def _unscaled(grads: list[Tensor | None], scaler: torch.amp.GradScaler) -> list[Tensor | None]:
     """The gradients of a loss that was scaled, divided again, in the same list."""
+    first = next((grad for grad in grads if grad is not None), None)
+    if first is None:
+        return grads
+    factor = 1.0 / scaler.scale(torch.ones((), device=first.device))  # on the device: get_scale() would wait for it
     for index, grad in enumerate(grads):  # one by one, so that there are never two copies; not in place: they may alias
-        if grad is not None:
-            # on the device: get_scale() would wait for it
-            grads[index] = grad / scaler.scale(torch.ones((), device=grad.device))
+        grads[index] = None if grad is None else grad * factor.to(grad.device)
     return grads
 
 

@@ -76,8 +76,10 @@ def _planned(
     nodes = min(spec.search.nodes)
     world = nodes * spec.cluster.gpus_per_node
     largest = on_nodes(largest_local_batch(spec, told), nodes) if told else None
-    accumulate, sharded, footprints = spec.train.accumulate, spec.train.sharded, told.footprints if told else ()
-    model = memory.fit(footprints, accumulate=accumulate, sharded=sharded).on(world) if footprints else None
+    model = None
+    if told and told.footprints:
+        train = spec.train
+        model = memory.fit(told.footprints, accumulate=train.accumulate, sharded=train.sharded).on(world)
     return PlannedLength(
         length=length,
         own=own,

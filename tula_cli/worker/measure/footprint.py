@@ -42,15 +42,19 @@ def _gathered(model: nn.Module, train: Train) -> int:
     What belongs to no block stays gathered all along. Of the largest block there are its parameters and those of the next
     one, which is fetched ahead; its gradient, and that of the one before, on its way.
     """
+    blocks, rest = _sizes(model, train)
+    return rest + 4 * max(blocks, default=0)
+
+
+def _sizes(model: nn.Module, train: Train) -> tuple[list[int], int]:
+    """Return the bytes of each block's parameters, and of those that belong to none."""
     blocks = [tensor_bytes(block.parameters()) for block in fsdp_blocks(model, train.fsdp_blocks)]
-    largest = max(blocks, default=0)
-    return tensor_bytes(model.parameters()) - sum(blocks) + 4 * largest
+    return blocks, tensor_bytes(model.parameters()) - sum(blocks)
 
 
 def shares_told(model: nn.Module, train: Train) -> str:
     """Return in words what of a model is gathered at a time (`train.parallel: fsdp`)."""
-    blocks = [tensor_bytes(block.parameters()) for block in fsdp_blocks(model, train.fsdp_blocks)]
-    rest = tensor_bytes(model.parameters()) - sum(blocks)
+    blocks, rest = _sizes(model, train)
     if not blocks:
         return f"shares: the model has no blocks, so that all of its {amount(rest)} are gathered at once"
     return (

@@ -22,7 +22,7 @@ def wrapped(model: nn.Module, train: Train, device: torch.device) -> Parallel:
     Raises:
         SpecError: it has none of the blocks that `train.fsdp_blocks` names.
     """
-    if train.parallel == "fsdp":
+    if train.sharded:
         return Sharded(model, blocks=train.fsdp_blocks, device=device)
     ids = [device] if device.type == "cuda" else None
     return DistributedDataParallel(model, device_ids=ids, gradient_as_bucket_view=True)

@@ -6,7 +6,6 @@ Of a model in shares (`train.parallel: fsdp`) they are folders, which all ranks 
 import io
 import json
 import os
-import shutil
 import zipfile
 from dataclasses import asdict
 from pathlib import Path
@@ -16,7 +15,7 @@ import torch
 
 from tula_cli.errors import TulaError
 from tula_cli.run.directory import RunDir
-from tula_cli.run.files import write_atomic
+from tula_cli.run.files import remove, write_atomic
 from tula_cli.worker.build.sampling import Position
 from tula_cli.worker.parallel import saved_shares
 from tula_cli.worker.parallel.sharded import Sharded
@@ -122,14 +121,7 @@ def _tidy(run: RunDir, signature: str, path: Path, *, is_best: bool, keep: int |
     kept |= {run.training(signature).checkpoint_path(keep)} if keep is not None else set()
     for old in run.training(signature).checkpoints():
         if old not in kept:
-            _drop(old)
-
-
-def _drop(path: Path) -> None:
-    if path.is_dir():
-        shutil.rmtree(path, ignore_errors=True)
-    else:
-        path.unlink(missing_ok=True)
+            remove(old)
 
 
 def go_back(run: RunDir, signature: str, samples: int) -> None:

@@ -13,7 +13,6 @@ from torch import Tensor
 from tula_cli.optim import TulaOptimizer
 from tula_cli.optim.parts import shares
 from tula_cli.optim.parts.indicators import squared_norm
-from tula_cli.optim.parts.shares import share
 from tula_cli.worker.parallel.sharded import Sharded
 from tula_cli.worker.train.loop import Trainer
 
@@ -105,7 +104,7 @@ class Diagnostics:
 
 def _squared_norm(trainer: Trainer) -> Tensor | None:
     """Return the squared norm of the gradient; every rank takes part where each holds a share of it."""
-    gradients = [share(p.grad) for p in trainer.parallel.parameters() if p.grad is not None]
+    gradients = [shares.share(p.grad) for p in trainer.parallel.parameters() if p.grad is not None]
     if not gradients:
         return None
     return shares.squared_norm(gradients) if isinstance(trainer.parallel, Sharded) else squared_norm(gradients)

@@ -135,7 +135,7 @@ def build(task: LoopTask, ranks: Ranks, datasets: Datasets, *, batch: int, worke
     _check_batch(spec, batch, ranks, datasets, splits=splits)
     seed_torch(stable_seed(spec.train.seed), ranks.device)
     model = zoo.build_model(spec, datasets.classes)
-    if spec.train.parallel == "ddp":  # shares are moved a block at a time
+    if not spec.train.sharded:  # shares are moved a block at a time
         model = model.to(ranks.device)
     if spec.train.ghost_batch is not None:
         apply_ghost_batch_norm(model, spec.train.ghost_batch)

@@ -14,7 +14,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 NEEDED = 12  # GB
-FOR_TESTS = ("pytest>=8", "hypothesis>=6")
+FOR_TESTS = ("pytest>=8", "pytest-rerunfailures>=14", "hypothesis>=6", "torchmetrics>=1")
+"""The second for .ci/run, which asks pytest for reruns."""
 
 
 def main() -> int:

@@ -1,12 +1,13 @@
-"""How well memory is predicted: the estimate without a GPU, the model after two small probes, and the truth.
+"""How well memory is predicted: the estimate without a GPU, the model after one and two small probes, and the truth.
 
-    python benchmarks/memory/memory.py [--models resnet50,vgg11] [--precisions fp32,bf16] [--image 224] [--memory SIZE]
-                                       [--json] [--keep FILE]
+    python benchmarks/memory/memory.py [--models resnet50,gpt2] [--precisions fp32,bf16] [--image 224] [--memory SIZE]
+                                       [--heap] [--no-bisection] [--json] [--keep FILE]
 
-For each model and precision: `tula estimate`'s figures; two probes at small batches through the product's own worker; the
-same worker at larger batches, for the true peaks (with a GPU steps on fixed tensors, for there the loader would take
+For each model and precision (`gpt2` is a transformer of 6 layers of 256 on blocks of 128 bytes): `tula estimate`'s
+figures; two probes at small batches through the product's own worker; the same worker at larger batches, for the true peaks (with a GPU steps on fixed tensors, for there the loader would take
 hours); and bisection for the largest batch that trains and evaluates, on the CPU each trial in a fresh process. `--keep`
-writes what there is after each model and precision. With a GPU the limit is its memory (or --memory, if less); without one it is a limit on the
+writes what there is after each model and precision. On the CPU what is freed goes back to the system at once; with `--heap`
+it does as glibc does it by itself, where holes count. With a GPU the limit is its memory (or --memory, if less); without one it is a limit on the
 process (RLIMIT_DATA), by default the estimate at --cap-batch, so that models of all sizes end near there. The out of
 memory that is counted as suffered is one at the batch that tula would choose after the probes.
 
@@ -46,7 +47,8 @@ from tula_cli.run.records.tasks import ProbeTask, probe_id  # noqa: E402
 from tula_cli.spec.job import JobSpec  # noqa: E402
 from tula_cli.spec.kinds import parse_size  # noqa: E402
 
-MODELS = ("resnet50", "vgg11", "alexnet", "mobilenet_v3_large")
+MODELS = ("resnet50", "vgg11", "alexnet", "mobilenet_v3_large", "gpt2")
+TEXT = 128  # bytes of a transformer's samples
 IMAGES = 2**18
 """Of the dataset, which makes an image when it is asked for one: more than any batch has."""
 BRIEF = {"min_seconds": 0, "max_seconds": 10, "warmup_steps": 3}
@@ -66,12 +68,13 @@ class Outcome:
     probes: tuple[int, ...]  # those of them that the corrected model saw
     peaks: tuple[int, ...]
     estimated: tuple[int, ...]
-    corrected: tuple[int, ...]
+    after_one: tuple[int, ...]  # probe, the smaller one
+    corrected: tuple[int, ...]  # after both
     libraries: tuple[int, int]  # estimated, measured
-    largest: int  # by bisection
+    largest: int | None  # by bisection; None without
     largest_estimated: int | None
     largest_corrected: int | None
-    suffered: bool  # the batch chosen after the probes, with its margin, did not fit
+    suffered: bool | None  # the batch chosen after the probes, with its margin, did not fit
     compute_times: tuple[float, ...]  # seconds of a step without synchronisation, of each batch
     compute_errors: dict[str, float | None]  # median over the batches not probed, by number of probes
 
@@ -97,25 +100,15 @@ def judge(model: str, precision: str, options: argparse.Namespace, *, device: st
     capacity = limit(estimate, inspection, options)
     job = job.model_copy(update={"cluster": job.cluster.model_copy(update={"memory_per_gpu": capacity})})
     small = [options.probe, 2 * options.probe]
-    probes = measure(job, small)
+    probes = measure(job, small, heap=options.heap)
     if len(probes) < 2:
         raise SystemExit(f"{model} {precision}: batch {small[len(probes)]} does not fit {capacity / 2**20:.0f} MiB")
-    corrected = memory.fit([*probes, *inspection.footprints])
+    corrected, after_one = (memory.fit([*some, *inspection.footprints]) for some in (probes, probes[:1]))
     largest_corrected = corrected.largest_local_batch(capacity, margin=0.0)
-    sizes = ladder(small[-1], largest_corrected or 8 * small[-1])
+    most = largest_corrected or 8 * small[-1]
+    sizes = ladder(small[-1], min(most, options.cap_batch) if options.no_bisection else most)
     chosen = corrected.largest_local_batch(capacity, margin=job.search.memory_margin) or small[0]
-    with Trials(job, capacity=capacity) as trial:
-
-        def fits(batch: int) -> bool:
-            found = trial(batch).fits
-            say(f"  batch {batch}: {'fits' if found else 'out of memory'}", options)
-            return found
-
-        if device == "cuda":
-            larger = [one.measured() for one in map(trial, sizes) if one.fits]
-        else:
-            larger = measure(job, sizes)
-        true, suffered = largest(fits, largest_corrected or small[-1]), not fits(chosen)
+    larger, true, suffered = beyond(job, sizes, largest_corrected or small[-1], chosen, options, device=device)
     found = [*probes, *larger]
     return Outcome(
         model=model,
@@ -126,6 +119,7 @@ def judge(model: str, precision: str, options: argparse.Namespace, *, device: st
         probes=tuple(small),
         peaks=tuple(probe.memory.peak for probe in found),
         estimated=tuple(estimate.peak(probe.local_batch) for probe in found),
+        after_one=tuple(after_one.peak(probe.local_batch) for probe in found),
         corrected=tuple(corrected.peak(probe.local_batch) for probe in found),
         libraries=(estimate.libraries, found[0].memory.libraries or 0),
         largest=true,
@@ -137,21 +131,55 @@ def judge(model: str, precision: str, options: argparse.Namespace, *, device: st
     )
 
 
+def beyond(
+    job: JobSpec, sizes: Sequence[int], expected: int, chosen: int, options: argparse.Namespace, *, device: str
+) -> tuple[list[Measured], int | None, bool | None]:
+    """Return the probes at larger batches, the largest batch that fits, and whether the one chosen does not."""
+    if options.no_bisection and device != "cuda":
+        return measure(job, sizes, heap=options.heap), None, None
+    with Trials(job, capacity=job.cluster.memory_per_gpu) as trial:
+
+        def fits(batch: int) -> bool:
+            found = trial(batch).fits
+            say(f"  batch {batch}: {'fits' if found else 'out of memory'}", options)
+            return found
+
+        if device == "cuda":
+            larger = [one.measured() for one in map(trial, sizes) if one.fits]
+        else:
+            larger = measure(job, sizes, heap=options.heap)
+        return larger, *((None, None) if options.no_bisection else (largest(fits, expected), not fits(chosen)))
+
+
 def spec(model: str, precision: str, options: argparse.Namespace, *, device: str) -> JobSpec:
-    """Return the job: random images, SGD with momentum, one rank."""
-    shape = [3, options.image, options.image]
+    """Return the job: random images and SGD with momentum, or text and AdamW; one rank."""
     return JobSpec.model_validate(
         {
             "name": "memory",
-            "model": {"name": model},
-            "dataset": {"name": "FakeData", "args": {"size": IMAGES, "image_size": shape, "num_classes": 100}},
-            "transforms": {"train": ["ToTensor"], "eval": ["ToTensor"]},
-            "optimizer": {"lr": 1e-4, "momentum": 0.9, "weight_decay": 5e-4},
+            **(_transformer() if model == "gpt2" else _vision(model, options.image)),
             "train": {"epochs": 1, "method": options.method, "precision": precision, "workers": options.workers},
             "search": {"nodes": [1], "min_batch": 1, "min_steps": options.steps, **BRIEF},
             "cluster": {"kind": "local", "device": device},
         }
     )
+
+
+def _vision(model: str, side: int) -> dict[str, Any]:
+    return {
+        "model": {"name": model},
+        "dataset": {"name": "FakeData", "args": {"size": IMAGES, "image_size": [3, side, side], "num_classes": 100}},
+        "transforms": {"train": ["ToTensor"], "eval": ["ToTensor"]},
+        "optimizer": {"lr": 1e-4, "momentum": 0.9, "weight_decay": 5e-4},
+    }
+
+
+def _transformer() -> dict[str, Any]:
+    args = {"model_type": "gpt2", "n_layer": 6, "n_embd": 256, "n_head": 8, "n_positions": TEXT, "vocab_size": 256}
+    return {
+        "model": {"name": "transformers:AutoModelForCausalLM", "args": args},
+        "dataset": {"name": "python_source", "args": {"length": TEXT, "size": 1_000_000}},
+        "optimizer": {"name": "AdamW", "lr": 1e-4},
+    }
 
 
 def limit(estimate: MemoryModel, inspection: Inspection, options: argparse.Namespace) -> int:
@@ -160,7 +188,8 @@ def limit(estimate: MemoryModel, inspection: Inspection, options: argparse.Names
     if inspection.device == "cuda":
         assert inspection.capacity is not None
         return min(inspection.capacity, stated or inspection.capacity)
-    return stated or estimate.peak(options.cap_batch)
+    # Without bisection nothing is to end at the limit.
+    return stated or int(estimate.peak(options.cap_batch * (8 if options.no_bisection else 1)))
 
 
 def ladder(above: int, largest: int) -> list[int]:
@@ -171,8 +200,9 @@ def ladder(above: int, largest: int) -> list[int]:
     return [*sizes, int(0.9 * largest)] if int(0.9 * largest) > max(sizes, default=above // 2) else sizes
 
 
-def measure(job: JobSpec, batches: Sequence[int]) -> list[Measured]:
+def measure(job: JobSpec, batches: Sequence[int], *, heap: bool) -> list[Measured]:
     """Run the product's worker on ascending batches, in one process as a probe job does; return those that fit."""
+    settings = {name: value for name, value in SETTINGS.items() if not (heap and name in LEFT_FREE)}
     with tempfile.TemporaryDirectory() as folder:
         run = RunDir.create(Path(folder), job)
         task = ProbeTask(
@@ -180,7 +210,7 @@ def measure(job: JobSpec, batches: Sequence[int]) -> list[Measured]:
         )  # fmt: skip
         run.write_task(task)
         command = [sys.executable, "-m", "tula_cli.worker", str(run.path), task.id, "1"]
-        done = subprocess.run(command, env={**os.environ, **SETTINGS}, capture_output=True, text=True, check=False)
+        done = subprocess.run(command, env={**os.environ, **settings}, capture_output=True, text=True, check=False)
         found = [run.result(probe_id(1, batch)) for batch in batches]
     results = [result for result in found if isinstance(result, Measured)]
     if not results and not out_of_memory(done.stderr, job.cluster.device):
@@ -215,17 +245,19 @@ def lines(outcome: Outcome) -> Iterator[str]:
     """Yield one model's figures in words."""
     mib = 2**20
     yield f"{outcome.model} {outcome.precision}, {outcome.capacity / mib:.0f} MiB, estimated in {outcome.estimate_seconds:.1f} s"
-    for row in zip(outcome.batches, outcome.peaks, outcome.estimated, outcome.corrected, strict=True):
+    columns = outcome.batches, outcome.peaks, outcome.estimated, outcome.after_one, outcome.corrected
+    for row in zip(*columns, strict=True):
         batch, peak, *predicted = row
         off = ", ".join(
             f"{name} {100 * (value / peak - 1):+.1f} %"
-            for name, value in zip(("estimate", "corrected"), predicted, strict=True)
+            for name, value in zip(("estimate", "after one", "after two"), predicted, strict=True)
         )
         yield f"  batch {batch:5d}: {peak / mib:8.0f} MiB, {off}{' (probe)' if batch in outcome.probes else ''}"
     yield f"  libraries: estimated {outcome.libraries[0] / mib:.0f}, measured {outcome.libraries[1] / mib:.0f} MiB"
+    suffered = "" if outcome.suffered is None else f"; out of memory on the way: {'yes' if outcome.suffered else 'no'}"
     yield (
-        f"  largest batch {outcome.largest}; estimated {outcome.largest_estimated}, after two probes"
-        f" {outcome.largest_corrected}; out of memory on the way: {'yes' if outcome.suffered else 'no'}"
+        f"  largest batch {outcome.largest or 'not looked for'}; estimated {outcome.largest_estimated}, after two probes"
+        f" {outcome.largest_corrected}{suffered}"
     )
     for count, error in outcome.compute_errors.items():
         yield f"  step time from {count} batches: " + (
@@ -240,15 +272,16 @@ def summary(outcomes: Sequence[Outcome]) -> dict[str, Any]:
         known = [value for value in values if value is not None]
         return statistics.median(known) if known else None
 
-    def off(predicted: int | None, true: int) -> float | None:
+    def off(predicted: int | None, true: int | None) -> float | None:
         return abs(predicted / true - 1) if predicted is not None and true else None
 
     return {
         "error_estimate": median([outcome.error(outcome.estimated) for outcome in outcomes]),
+        "error_after_one": median([outcome.error(outcome.after_one) for outcome in outcomes]),
         "error_corrected": median([outcome.error(outcome.corrected) for outcome in outcomes]),
         "largest_off_estimate": median([off(outcome.largest_estimated, outcome.largest) for outcome in outcomes]),
         "largest_off_corrected": median([off(outcome.largest_corrected, outcome.largest) for outcome in outcomes]),
-        "out_of_memory": sum(outcome.suffered for outcome in outcomes),
+        "out_of_memory": sum(outcome.suffered or False for outcome in outcomes),
         "compute_error_2": median([outcome.compute_errors["2"] for outcome in outcomes]),
         "compute_error_3": median([outcome.compute_errors["3"] for outcome in outcomes]),
     }
@@ -269,6 +302,8 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--method", default="lbt", choices=["ags", "lbt"])
     parser.add_argument("--steps", type=int, default=5, help="the fewest timed steps a probe")
     parser.add_argument("--workers", type=int, default=0, help="data-loader processes")
+    parser.add_argument("--heap", action="store_true", help="on the CPU: leave the heap as glibc keeps it")
+    parser.add_argument("--no-bisection", action="store_true", help="do not look for the largest batch that fits")
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--keep", type=Path, metavar="FILE", help="write what there is after each model, as JSON")
     return parser.parse_args()

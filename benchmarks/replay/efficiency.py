@@ -5,7 +5,8 @@
 The table has the columns app, global_batch, epoch, iteration, metric, grad_sqr and grad_var; a row is the end of an epoch,
 grad_sqr is |G|^2 and grad_var the variance of a gradient of the app's smallest batch, so that their ratio times that batch
 is the noise scale. Of each app a method sees the smallest batch's run; the growing and the constant noise see no more of
-its gradients than those of the first epoch. It predicts the iterations of each other batch to the metric that lies 50, 80
+its gradients than those of the first epoch, `10 % trained` those of the epoch at which a tenth of the run's epochs are done
+(the first one at least), as `tula profile --progress` does. It predicts the iterations of each other batch to the metric that lies 50, 80
 and 95 % of the way from the smallest batch's first epoch to its best one. Metrics that fall are turned round. The error
 is |predicted / measured - 1|; batches that never reach a metric are counted and left out.
 
@@ -24,7 +25,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from tula_cli.models.efficiency import GROWTH, SLOWEST_GROWTH, over_training, steps_ratio
+from tula_cli.models.efficiency import GROWTH, SLOWEST_GROWTH, first_epochs, over_training, steps_ratio
 
 COLUMNS = ("app", "global_batch", "epoch", "iteration", "metric", "grad_sqr", "grad_var")
 LEVELS = (0.5, 0.8, 0.95)
@@ -43,6 +44,8 @@ class Case:
     reference: int  # the smallest batch
     epochs: float  # that it took
     first_noise: float  # samples, at the end of its first epoch
+    later_noise: float  # samples, at the end of epoch `later`
+    later: int
     run_noise: float  # samples, constant, worth the noise of all its epochs up to the metric
     ratio: float  # measured iterations, as a multiple of the smallest batch's
 
@@ -52,7 +55,7 @@ Method = Callable[[Case, float], float]
 
 
 def _by_noise(case: Case, noise: float) -> float:
-    return steps_ratio(case.batch, reference=case.reference, noise=noise)
+    return float(steps_ratio(case.batch, reference=case.reference, noise=noise))
 
 
 def growing(case: Case, growth: float) -> float:
@@ -60,7 +63,15 @@ def growing(case: Case, growth: float) -> float:
     return _by_noise(case, noise)
 
 
+def later(case: Case, growth: float) -> float:
+    noise = over_training(
+        case.later_noise, reference=case.reference, epochs=case.epochs, growth=growth, measured_at=case.later
+    )
+    return _by_noise(case, noise)
+
+
 METHODS: Mapping[str, Method] = {
+    "10 % trained, noise grows from there": later,
     "first epoch, noise grows": growing,
     "first epoch, constant noise": lambda case, _: _by_noise(case, case.first_noise),
     "noise of the whole run": lambda case, _: _by_noise(case, case.run_noise),
@@ -102,6 +113,7 @@ def _cases(app: str, rows: pd.DataFrame) -> Iterable[Case | None]:
     sign = 1.0 if first.metric.iloc[-1] > first.metric.iloc[0] else -1.0
     start, best = sign * first.metric.iloc[0], (sign * first.metric).max()
     noise = reference * first.grad_var.to_numpy() / np.maximum(first.grad_sqr.to_numpy(), 1e-300)
+    at = first_epochs(len(noise))
     for level in LEVELS:
         wanted = start + level * (best - start)
         iterations = reached(first, sign=sign, wanted=wanted)
@@ -121,6 +133,8 @@ def _cases(app: str, rows: pd.DataFrame) -> Iterable[Case | None]:
                     reference=reference,
                     epochs=epochs,
                     first_noise=float(noise[0]),
+                    later_noise=float(noise[at - 1]),
+                    later=at,
                     run_noise=constant(noise[: math.ceil(epochs)], reference),
                     ratio=measured / iterations,
                 )

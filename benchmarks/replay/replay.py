@@ -5,10 +5,15 @@
 
 Every strategy measures its probes only, every model is fitted to them, all else is predicted. Errors are shares of the
 measured step time: the median and the 90th percentile over the unseen configurations of a set (at the sizes offered), then
-the mean over sets; and the median at sizes never offered. Regret is how much longer (or dearer) the chosen configuration
+the mean over sets; the median over those that may be chosen; and the median at sizes never offered. A figure that is
+perfect by construction, as nothing was left unseen, is "-". Regret is how much longer (or dearer) the chosen configuration
 really is than the best; under a cap, only global batches up to the cap may be chosen, for every cap with a choice. Cost
 of probing is in node-seconds relative to one job for every candidate; the probes of one size share a job. Inside one
 node, sizes and costs count GPUs.
+
+With --repeats what a probe sees is the first run of a configuration that was measured more than once (a column `run` tells runs
+apart, else the order of the rows), and the truth that all is judged by is the median of the others, another day perhaps;
+without it the median of all is both. How far two runs are apart is told wherever there are any: the noise floor.
 """
 
 import argparse
@@ -38,6 +43,7 @@ class Summary:
     sets: int
     median: float
     p90: float
+    candidates: float  # median error at those that may be chosen, and were not measured
     elsewhere: float  # median error at sizes never offered
     fastest: float
     fastest_worst: float
@@ -58,20 +64,22 @@ class Summary:
     @classmethod
     def of(cls, scores: Sequence[Score]) -> "Summary":
         knees = [score.knee for score in scores if score.knee is not None]
-        fast, cheap = [s.fastest for s in scores], [s.cheapest for s in scores]
+        fast = [score.fastest for score in scores if score.fastest is not None]
+        cheap = [score.cheapest for score in scores if score.cheapest is not None]
         return cls(
             sets=len(scores),
             median=_mean(score.median for score in scores),
             p90=_mean(score.p90 for score in scores),
+            candidates=_mean(float(np.median(score.candidates)) for score in scores if score.candidates),
             elsewhere=_mean(float(np.median(score.elsewhere)) for score in scores if score.elsewhere),
             fastest=_mean(regret.free for regret in fast),
-            fastest_worst=max(regret.free for regret in fast),
+            fastest_worst=_worst(regret.free for regret in fast),
             capped_fastest=_mean(_mean(regret.capped) for regret in fast),
-            capped_fastest_worst=max(value for regret in fast for value in regret.capped),
+            capped_fastest_worst=_worst(value for regret in fast for value in regret.capped),
             cheapest=_mean(regret.free for regret in cheap),
-            cheapest_worst=max(regret.free for regret in cheap),
+            cheapest_worst=_worst(regret.free for regret in cheap),
             capped_cheapest=_mean(_mean(regret.capped) for regret in cheap),
-            capped_cheapest_worst=max(value for regret in cheap for value in regret.capped),
+            capped_cheapest_worst=_worst(value for regret in cheap for value in regret.capped),
             knee=_mean(float(missed.steps == 0) for missed in knees),
             knee_within_one=_mean(float(abs(missed.steps) <= 1) for missed in knees),
             knee_lost=_mean(missed.lost for missed in knees),
@@ -80,6 +88,10 @@ class Summary:
             refused=sum(score.refused for score in scores),
             fit_milliseconds=float(np.median([score.fit_seconds for score in scores])) * 1e3,
         )
+
+
+def _worst(values: Iterable[float]) -> float:
+    return max(values, default=math.nan)
 
 
 def _mean(values: Iterable[float]) -> float:
@@ -114,8 +126,8 @@ def scores(sets: Sequence[MeasuredSet], strategies: Iterable[str], models: Itera
 
 
 _HEAD = (
-    f"{'':24}  error  error  other  fastest       capped       cheapest      capped       knee        90 %  cost\n"
-    f"{'strategy, model':24} median    p90  sizes   mean worst   mean worst   mean worst   mean worst  exact +-1  cover probe"
+    f"{'':24}  error  error    may  other  fastest       capped       cheapest      capped       knee        90 %  cost\n"
+    f"{'strategy, model':24} median    p90     be  sizes   mean worst   mean worst   mean worst   mean worst  exact +-1  cover probe"
 )
 
 
@@ -164,7 +176,7 @@ def _line(name: str, s: Summary) -> str:
         (s.capped_cheapest, s.capped_cheapest_worst),
     ]
     return (
-        f"{name:24} {_percent(s.median)}  {_percent(s.p90)}  {_percent(s.elsewhere)}"
+        f"{name:24} {_percent(s.median)}  {_percent(s.p90)}  {_percent(s.candidates)}  {_percent(s.elsewhere)}"
         + "".join(f"  {_percent(mean)} {_percent(worst, 0)}" for mean, worst in regrets)
         + f"  {_percent(s.knee, 0)} {_percent(s.knee_within_one, 0)}  {_percent(s.covered, 0)} {s.cost:5.2f}"
         + (f"  {s.refused} refused" if s.refused else "")
@@ -220,6 +232,33 @@ def _nearest_sets(
     return [(each, found[each.name]) for each in sets if each.name in found]
 
 
+# Repeats
+
+
+@dataclass(frozen=True)
+class Again:
+    """How far two runs of the same configuration are apart: no model of one run foresees another better. |ln ratio|."""
+
+    configurations: int
+    median: float
+    p90: float
+
+    @classmethod
+    def of(cls, sets: Iterable[MeasuredSet]) -> "Again | None":
+        """Return what the sets tell; None where nothing was measured more than once. What is inside one node counts once."""
+        whole = [each for each in sets if each.gpus_per_node is not None]
+        noise = [off for each in whole for off in each.noise]
+        if not noise:
+            return None
+        return cls(sum(len(each.again) for each in whole), float(np.median(noise)), float(np.percentile(noise, 90)))
+
+    def __str__(self) -> str:
+        return (
+            f"noise floor: two runs of a configuration are {self.median:.1%} apart in the median, p90 {self.p90:.1%}"
+            f" ({self.configurations} were measured more than once)"
+        )
+
+
 # Time
 
 
@@ -258,7 +297,7 @@ def main() -> None:
 
 
 def _report(arguments: argparse.Namespace) -> None:
-    sets = load(*arguments.tables, sizes=arguments.sizes)
+    sets = load(*arguments.tables, sizes=arguments.sizes, repeats=arguments.repeats)
     if not sets:
         raise ValueError("the tables hold no set with two sizes and two batches to offer (see --sizes and the columns)")
     if arguments.timing:
@@ -268,13 +307,17 @@ def _report(arguments: argparse.Namespace) -> None:
     if arguments.knee or arguments.html:
         _knees(sets, arguments)
         return
-    flagged = load(*arguments.tables, sizes=arguments.sizes, flagged=True)
+    flagged = load(*arguments.tables, sizes=arguments.sizes, repeats=arguments.repeats, flagged=True)
     reported = groups(sets, apart=arguments.apart)
     if flagged:
         reported.append(("flagged, in no figure above", flagged))
     found = scores([*sets, *flagged], arguments.strategies, arguments.models)
     apart = {name: mixed(arguments.tables, sets, *name) for name in found}
-    print(json.dumps(_as_json(reported, found, apart), indent=1) if arguments.json else _text(reported, found, apart))
+    again = Again.of(sets)
+    if arguments.json:
+        print(json.dumps({**_as_json(reported, found, apart), "repeats": again and asdict(again)}, indent=1))
+        return
+    print(_text(reported, found, apart) + (f"\n{again}" if again else ""))
 
 
 def _knees(sets: Sequence[MeasuredSet], arguments: argparse.Namespace) -> None:
@@ -304,6 +347,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--knee", action="store_true", help="compare rules for the knee, and nothing else")
     parser.add_argument("--html", type=Path, metavar="FILE", help="write a page with every set's curve and its knees")
     parser.add_argument("--sizes", type=_numbers, help="offer these sizes, such as 2,4,8,16")
+    parser.add_argument("--repeats", action="store_true", help="take probes of one run, and judge them by the others")
     parser.add_argument("--strategies", type=_names, default=list(STRATEGIES), help=f"of {', '.join(STRATEGIES)}")
     parser.add_argument("--models", type=_names, default=list(MODELS), help=f"of {', '.join(MODELS)}")
     arguments = parser.parse_args()

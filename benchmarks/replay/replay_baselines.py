@@ -102,6 +102,7 @@ def _along(points: Sequence[tuple[float, float]], x: float) -> float:
     return y0 + (y1 - y0) * (x - x0) / (x1 - x0)
 
 
+_NOTHING = 1e-9  # seconds
 _GAMMAS = (1.0, 10.0)
 _TINY = 1e-9  # of the shortest step: keeps a logarithm of nothing finite
 _STARTS = tuple(  # shares of the fixed and the growing part, of synchronisation and of its growth; gamma
@@ -202,7 +203,8 @@ def _seconds(probes: Sequence[Observation]) -> Floats:
 
 
 def _plain(seconds: Sequence[float] | Floats) -> list[Estimate]:
-    return [Estimate(float(value)) for value in seconds]
+    """A time that comes out negative is next to nothing: such a model is wrong by 100 %, and chooses that."""
+    return [Estimate(max(float(value), _NOTHING)) for value in seconds]
 
 
 MODELS: Mapping[str, Model] = {

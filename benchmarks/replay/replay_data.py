@@ -6,6 +6,7 @@ smallest, and of each the batch measured nearest to every power-of-two multiple 
 and the batches in between are there to be predicted.
 """
 
+import itertools
 import math
 import warnings
 from collections import defaultdict
@@ -23,6 +24,8 @@ Kind = Literal["one GPU a node", "several GPUs a node", "one node"]
 KINDS: tuple[Kind, ...] = ("one GPU a node", "several GPUs a node", "one node")
 
 NEAR = 0.45  # octaves: how far the batch measured nearest to a multiple may be from it; half an octave is in between
+HOURS = 2.0  # that a training takes where it is fastest: what a probe may cost depends on it
+_PLACE = ["nodes", "gpus_per_node", "local_batch"]
 COLUMNS = ("cluster", "app", "nodes", "gpus_per_node", "replicas", "local_batch", "step_time_s", "sync_time_s", "flag")
 
 
@@ -47,6 +50,7 @@ class Offer:
     batches: Mapping[Where, int] = field(repr=False)  # nominal global batches
     collective: str
     along: Literal["nodes", "gpus_per_node"]  # what the size of the cluster is counted in
+    samples: float  # of the training that the search is for
 
     def size(self, where: Where) -> int:
         return where.nodes if self.along == "nodes" else where.gpus_per_node
@@ -75,11 +79,27 @@ class MeasuredSet:
     truth: Mapping[Where, Observation] = field(repr=False)
     batches: Mapping[Where, int] = field(repr=False)  # candidate to its nominal global batch, smallest x 2^k
     collective: str = "ring"
+    hours: float = HOURS
+    again: Mapping[Where, tuple[float, ...]] = field(default_factory=dict, repr=False)  # step times by run, of several
+    first: Mapping[Where, Observation] = field(
+        default_factory=dict, repr=False
+    )  # what probes see, where truth is other runs
+
+    def probe(self, place: Where) -> Observation:
+        """Return what a probe of a configuration sees."""
+        return self.first.get(place, self.truth[place])
+
+    @cached_property
+    def noise(self) -> tuple[float, ...]:
+        """How far two runs of a configuration are apart, |ln ratio|, of each two of each that was measured again."""
+        pairs = (pair for times in self.again.values() for pair in itertools.combinations(times, 2))
+        return tuple(abs(math.log(one / other)) for one, other in pairs)
 
     @cached_property
     def offer(self) -> Offer:
         along: Literal["nodes", "gpus_per_node"] = "gpus_per_node" if self.kind == "one node" else "nodes"
-        return Offer(tuple(sorted(self.batches)), self.batches, self.collective, along)
+        rates = (self.truth[place].seconds / (place.replicas * place.local_batch) for place in self.batches)
+        return Offer(tuple(sorted(self.batches)), self.batches, self.collective, along, self.hours * 3600 / min(rates))
 
     @cached_property
     def offered_sizes(self) -> frozenset[int]:
@@ -91,15 +111,20 @@ class MeasuredSet:
         return f"{self.cluster} {self.app} {shape}"
 
 
-def load(*paths: Path | str, flagged: bool = False, sizes: Iterable[int] | None = None) -> list[MeasuredSet]:
+def load(
+    *paths: Path | str, flagged: bool = False, sizes: Iterable[int] | None = None, repeats: bool = False
+) -> list[MeasuredSet]:
     """Return the sets of the tables that offer at least two sizes and two batches, ordered by name.
 
-    Where a configuration was measured more than once, the median counts. A missing sync_time_s stays missing (nan).
+    Where a configuration was measured more than once, the median counts; with `repeats` what its first run has seen is what a
+    probe sees, and the median of the others the truth. A missing sync_time_s stays missing (nan).
 
     Args:
         paths: CSV files with COLUMNS; gpus_per_node is empty where nodes differ (those rows are left out).
         flagged: the rows whose flag is not ok, instead of those whose flag is.
         sizes: the sizes offered instead of the power-of-two multiples of the smallest.
+        repeats: judge by other runs than the probes are taken from. A column `run` says which rows belong together; without
+            one the n-th row of each configuration is that of the n-th run.
 
     Raises:
         ValueError: a table lacks a column; names it.
@@ -107,12 +132,12 @@ def load(*paths: Path | str, flagged: bool = False, sizes: Iterable[int] | None 
     rows = read(*paths)
     rows = rows[((rows.flag != "ok") == flagged) & rows.gpus_per_node.notna()]
     wanted = None if sizes is None else frozenset(sizes)
-    found = [made for key, group in _sets(rows) if (made := _set(*key, group, wanted)) is not None]
+    found = [made for key, group in _sets(rows) if (made := _set(*key, group, wanted, repeats)) is not None]
     return sorted(found, key=lambda s: (s.cluster, s.app, s.kind, s.gpus_per_node or 0))
 
 
 def read(*paths: Path | str) -> pd.DataFrame:
-    """Return the usable rows of the tables below each other.
+    """Return the usable rows of the tables below each other; of a run's results.csv what was measured.
 
     Raises:
         ValueError: a table lacks a column; names it.
@@ -120,12 +145,16 @@ def read(*paths: Path | str) -> pd.DataFrame:
     tables = []
     for path in paths:
         table = pd.read_csv(path)
+        if "outcome" in table.columns:
+            table = _of_run(table, Path(path))
         for column in ("nodes", "local_batch", "step_time_s", "sync_time_s", "gpus_per_node", "replicas"):
             if column in table.columns:
                 table[column] = pd.to_numeric(table[column], errors="coerce")
         if missing := [column for column in COLUMNS if column not in table.columns]:
             raise ValueError(f"{path} has no column {', '.join(missing)}")
-        tables.append(table[list(COLUMNS)])
+        if "run" not in table.columns:
+            table["run"] = table.groupby(list(COLUMNS[:6]), dropna=False).cumcount()
+        tables.append(table[[*COLUMNS, "run"]])
     rows = pd.concat(tables, ignore_index=True)
     usable = (rows.step_time_s > 0) & (rows.local_batch >= 1) & (rows.nodes >= 1)
     if not usable.all():
@@ -133,6 +162,18 @@ def read(*paths: Path | str) -> pd.DataFrame:
             f"{int((~usable).sum())} rows without a number of nodes, a batch or a step time are left out", stacklevel=2
         )
     return rows[usable]
+
+
+def _of_run(table: pd.DataFrame, path: Path) -> pd.DataFrame:
+    """Return what a run has measured, under the name of its directory."""
+    found = table[table.outcome == "measured"]
+    return found.assign(
+        cluster=path.resolve().parent.name,
+        app=found.node_type.astype(object).fillna("probes"),
+        replicas=found.nodes * found.gpus_per_node,
+        sync_time_s=found.step_time_s - pd.to_numeric(found.compute_time_s, errors="coerce"),
+        flag="ok",
+    )
 
 
 def _sets(rows: pd.DataFrame) -> Iterable[tuple[tuple[str, str, str, int | None], pd.DataFrame]]:
@@ -144,21 +185,38 @@ def _sets(rows: pd.DataFrame) -> Iterable[tuple[tuple[str, str, str, int | None]
 
 
 def _set(
-    cluster: str, app: str, flag: str, gpus: int | None, rows: pd.DataFrame, wanted: Set[int] | None
+    cluster: str, app: str, flag: str, gpus: int | None, rows: pd.DataFrame, wanted: Set[int] | None, repeats: bool
 ) -> MeasuredSet | None:
     """Return the set; None where fewer than two sizes, or fewer than two batches, are offered."""
-    truth = _observations(rows)
+    first = _first_run(rows) if repeats else rows.iloc[:0]
+    others = rows.drop(first.index)
+    truth = {**_observations(first), **_observations(others)}
     batches = _candidates(truth, inside=gpus is None, wanted=wanted)
     sizes = {w.gpus_per_node if gpus is None else w.nodes for w in batches}
     if len(sizes) < 2 or len({w.local_batch for w in batches}) < 2:
         return None
     kind: Kind = "one node" if gpus is None else "one GPU a node" if gpus == 1 else "several GPUs a node"
-    return MeasuredSet(cluster, app, kind, gpus, flag, truth, batches)
+    return MeasuredSet(cluster, app, kind, gpus, flag, truth, batches, again=_again(rows), first=_observations(first))
+
+
+def _again(rows: pd.DataFrame) -> dict[Where, tuple[float, ...]]:
+    """Return the step time in each run of the configurations that several have measured."""
+    runs = rows.groupby([*_PLACE, "run"], as_index=False, sort=False)[["step_time_s"]].median()
+    times: dict[Where, tuple[float, ...]] = defaultdict(tuple)
+    for row in runs.to_dict("records"):
+        times[where(row)] += (float(row["step_time_s"]),)
+    return {place: found for place, found in times.items() if len(found) > 1}
+
+
+def _first_run(rows: pd.DataFrame) -> pd.DataFrame:
+    """Return the rows of the run that comes first of those that hold a configuration, of each configuration."""
+    order = {run: place for place, run in enumerate(rows.run.unique())}
+    places = rows.run.map(order)
+    return rows[places == places.groupby([rows[column] for column in _PLACE]).transform("min")]
 
 
 def _observations(rows: pd.DataFrame) -> dict[Where, Observation]:
-    keys = ["nodes", "gpus_per_node", "local_batch"]
-    medians = rows.groupby(keys, as_index=False)[["step_time_s", "sync_time_s"]].median()
+    medians = rows.groupby(_PLACE, as_index=False)[["step_time_s", "sync_time_s"]].median()
     return {where(row): _observation(row) for row in medians.to_dict("records")}
 
 

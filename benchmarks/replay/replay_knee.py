@@ -2,17 +2,17 @@
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 import plotly.graph_objects as go
 from numpy.typing import NDArray
-from replay_data import MeasuredSet
-from replay_score import FEWEST, STRATEGIES, knee, metered, predictions, predictor, truth
+from replay_baselines import MODELS
+from replay_data import MeasuredSet, Where
+from replay_score import FEWEST, STRATEGIES, knee, metered, predictions, predictor, smoothed, truth
 
 from tula_cli.models.choice import objective
-from tula_cli.models.time.steptime import Estimate
 from tula_cli.run.records.recommendations import Prediction
 
 Floats = NDArray[np.float64]
@@ -108,9 +108,19 @@ def believed(measured: MeasuredSet, strategy: str) -> list[Prediction]:
     """Return the curve that the product believes in after the probes of a strategy."""
     meter = metered(measured, STRATEGIES[strategy])
     places = list(measured.offer.candidates)
-    times = dict(zip(places, predictor(measured, strategy, "tula")(places), strict=True))
-    times |= {place: Estimate(seen.seconds) for place, seen in meter.seen.items()}
-    return list(objective.envelope(predictions(measured, times)))
+    predict = predictor(measured, strategy, "tula")
+    times = dict(zip(places, predict(places), strict=True)) | smoothed(meter.seen, predict)
+    return _line_of(predictions(measured, times))
+
+
+def _line_of(rows: Sequence[Prediction]) -> list[Prediction]:
+    """Return the best configuration of each batch, with the least fitted time of all of that batch as its own."""
+
+    def least(batch: int) -> float:
+        return min(r.hours * (r.step_fitted or r.step_time) / r.step_time for r in rows if r.batch == batch)
+
+    line = objective.envelope(rows)
+    return [r.model_copy(update={"step_fitted": r.step_time * least(r.batch) / r.hours}) for r in line]
 
 
 def judge(sets: Iterable[MeasuredSet], strategies: Iterable[str]) -> list[Judged]:
@@ -121,15 +131,20 @@ def judge(sets: Iterable[MeasuredSet], strategies: Iterable[str]) -> list[Judged
 
 
 def _noisy(measured: MeasuredSet) -> list[list[Prediction]]:
-    """Return the true curve as it would come out when measured again, DRAWS times."""
-    random = np.random.default_rng(0)
-    found = []
-    for _ in range(DRAWS):
-        factors = np.exp(NOISE * random.standard_normal(len(measured.batches)))
-        again = [measured.truth[place].seconds * f for place, f in zip(sorted(measured.batches), factors, strict=True)]
-        times = {place: Estimate(float(s)) for place, s in zip(sorted(measured.batches), again, strict=True)}
-        found.append(list(objective.envelope(predictions(measured, times))))
-    return found
+    """Return the curve as it is, and as it would come out when measured again, DRAWS times; each fitted."""
+    random, places = np.random.default_rng(0), sorted(measured.batches)
+    noise = [np.ones(len(places)), *np.exp(NOISE * random.standard_normal((DRAWS, len(places))))]
+    return [_measured_again(measured, dict(zip(places, factors, strict=True))) for factors in noise]
+
+
+def _measured_again(measured: MeasuredSet, factors: Mapping[Where, float]) -> list[Prediction]:
+    seen = {
+        place: replace(o, step_times=(o.seconds * f,), compute_time=o.compute_time * f)
+        for place, f in factors.items()
+        if (o := measured.truth[place])
+    }
+    times = smoothed(seen, MODELS["tula"](list(seen.values()), measured.collective))
+    return _line_of(predictions(measured, times))
 
 
 Curves = Mapping[MeasuredSet, list[Prediction]]
@@ -143,7 +158,7 @@ def _judge(
     guesses: Mapping[str, Curves],
 ) -> Judged:
     knees = {each: rule(line) for each, line in curves.items()}
-    again = [[_steps(rule(line), knees[each]) for line in noisy[each]] for each in curves]
+    again = [[_steps(rule(line), rule(noisy[each][0])) for line in noisy[each][1:]] for each in curves]
     slow = [_hours(line, knees[each]) / min(row.hours for row in line) for each, line in curves.items()]
     exact, within = _best_constant(curves, knees)
     return Judged(

@@ -18,9 +18,8 @@ from tula_cli.run.records.recommendations import Prediction
 from tula_cli.services import search
 from tula_cli.spec.job import Search
 
-STEPS = 50  # of one probe
+PROBE = Search().probe_seconds  # a real probe: its warm-up, what it times, and its other looks
 START_UP = 30.0  # seconds of one job before its first step
-SAMPLES = 1e6  # of one training, the same for every batch
 TOLERANCE = float(Search.model_fields["tolerance"].default)
 FEWEST = 5  # batches that a knee is judged on
 
@@ -62,9 +61,10 @@ def _open_candidates(offer: Offer, fit: steptime.StepTimeFit, seen: Iterable[Obs
             gpus_per_node=place.gpus_per_node,
             local_batch=place.local_batch,
             batch=offer.batches[place],
-            steps=SAMPLES / (place.replicas * place.local_batch),
+            size=offer.size(place),
+            steps=offer.samples / (place.replicas * place.local_batch),
             price=float(offer.size(place)),
-            probe_seconds=offer.size(place) * STEPS * float(seconds),
+            probe_seconds=offer.size(place) * PROBE(float(seconds)),
             job_seconds=offer.size(place) * START_UP,
             measured=measured.get(place),
         )
@@ -73,24 +73,27 @@ def _open_candidates(offer: Offer, fit: steptime.StepTimeFit, seen: Iterable[Obs
 
 
 STRATEGIES: dict[str, Strategy] = {
-    **{name: planned(name) for name in ("partial", "sweep", "full")},
+    **{name: planned(name) for name in ("partial", "five", "sweep", "full")},
     "adaptive": in_rounds,
 }
 
 
 class Meter:
-    """Reveals the candidates of a set, and adds up what measuring them takes."""
+    """Reveals the candidates of a set as a probe sees them, and adds up what measuring them takes."""
 
     def __init__(self, measured: MeasuredSet) -> None:
         self._set = measured
         self.seen: dict[Where, Observation] = {}
         self.cost = 0.0  # node-seconds
+        self.wall = 0.0  # seconds, where the jobs of a round run side by side
 
     def __call__(self, places: Iterable[Where]) -> list[Observation]:
         wanted = sorted(set(places))
         assert all(place in self._set.batches for place in wanted), "only candidates can be measured"
-        fresh = {place: self._set.truth[place] for place in wanted if place not in self.seen}
-        self.cost += sum(_job(size, probes) for size, probes in self._jobs(fresh).items())
+        fresh = {place: self._set.probe(place) for place in wanted if place not in self.seen}
+        jobs = {size: _job(size, probes) for size, probes in self._jobs(fresh).items()}
+        self.cost += sum(jobs.values())
+        self.wall += max((taken / size for size, taken in jobs.items()), default=0.0)
         self.seen |= fresh
         return [self.seen[place] for place in wanted]
 
@@ -110,7 +113,7 @@ def metered(measured: MeasuredSet, strategy: Strategy) -> Meter:
 
 
 def _job(size: int, probes: Iterable[Observation]) -> float:
-    return size * (START_UP + STEPS * sum(probe.seconds for probe in probes))
+    return size * (START_UP + sum(PROBE(probe.seconds) for probe in probes))
 
 
 def exhaustive(measured: MeasuredSet) -> float:
@@ -138,12 +141,13 @@ class Score:
     """One set under one strategy and one model. Shares."""
 
     errors: tuple[float, ...]  # at unseen configurations of the sizes offered
+    candidates: tuple[float, ...]  # at those of them that may be chosen
     elsewhere: tuple[float, ...]  # at sizes never offered
     covered: tuple[bool, ...]  # by the 90 % interval, of all of these that have one
     refused: int  # configurations the model would not predict
-    fastest: Regrets
-    cheapest: Regrets
-    knee: KneeMissed | None  # None where there are too few batches
+    fastest: Regrets | None  # None where every candidate was measured: there is nothing to regret
+    cheapest: Regrets | None
+    knee: KneeMissed | None  # None too where there are too few batches
     cost: float  # of probing, relative to exhaustive
     probes: int
     fit_seconds: float  # of processor time
@@ -164,21 +168,33 @@ def score(measured: MeasuredSet, strategy: str | Strategy, model: str | Model) -
     predict = (MODELS[model] if isinstance(model, str) else model)(list(meter.seen.values()), measured.collective)
     fit_seconds = time.process_time() - began
     unseen = [place for place in sorted(measured.truth) if place not in meter.seen]
-    estimates = dict(zip(unseen, predict(unseen), strict=True))
+    estimates = dict(zip(unseen, predict(unseen), strict=True)) if unseen else {}
     offered = [place for place in unseen if measured.offer.size(place) in measured.offered_sizes]
-    choice = Choices(measured, {**estimates, **{place: Estimate(o.seconds) for place, o in meter.seen.items()}})
+    left = [place for place in measured.offer.candidates if place not in meter.seen]
+    judged = bool(left or measured.first)  # else the choice is by the truth itself
+    choice = Choices(measured, {**estimates, **smoothed(meter.seen, predict)})
     return Score(
         errors=_errors(measured, estimates, offered),
+        candidates=_errors(measured, estimates, left),
         elsewhere=_errors(measured, estimates, [place for place in unseen if place not in set(offered)]),
         covered=_covered(measured, estimates),
         refused=sum(math.isnan(estimate.seconds) for estimate in estimates.values()),
-        fastest=choice.regrets("time"),
-        cheapest=choice.regrets("cost"),
-        knee=choice.knee_missed(),
+        fastest=choice.regrets("time") if judged else None,
+        cheapest=choice.regrets("cost") if judged else None,
+        knee=choice.knee_missed() if judged else None,
         cost=meter.cost / exhaustive(measured),
         probes=len(meter.seen),
         fit_seconds=fit_seconds,
     )
+
+
+def smoothed(seen: Mapping[Where, Observation], predict: Predictor) -> dict[Where, Estimate]:
+    """Return what was measured, with what the model says of it."""
+    fitted = predict(list(seen))
+    return {
+        place: Estimate(seen[place].seconds, fitted=None if math.isnan(model.seconds) else model.seconds)
+        for place, model in zip(seen, fitted, strict=True)
+    }
 
 
 def _errors(measured: MeasuredSet, estimates: Mapping[Where, Estimate], places: Iterable[Where]) -> tuple[float, ...]:
@@ -254,7 +270,7 @@ def predictions(measured: MeasuredSet, times: Mapping[Where, Estimate]) -> list[
 
 
 def _prediction(measured: MeasuredSet, place: Where, step: Estimate) -> Prediction:
-    size, hours = measured.offer.size(place), SAMPLES / (place.replicas * place.local_batch) / 3600
+    size, hours = measured.offer.size(place), measured.offer.samples / (place.replicas * place.local_batch) / 3600
     return Prediction(
         nodes=size,
         batch=measured.batches[place],
@@ -269,6 +285,7 @@ def _prediction(measured: MeasuredSet, place: Where, step: Estimate) -> Predicti
         peak_memory=None,
         headroom=None,
         measured=False,
+        step_fitted=step.fitted,
     )
 
 

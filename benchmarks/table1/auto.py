@@ -24,6 +24,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from tula_cli.errors import Diverged
 from tula_cli.models import halving
 from tula_cli.run.directory import RunDir
 from tula_cli.run.records.results import TrainResult
@@ -114,6 +115,8 @@ def _ways(options: argparse.Namespace) -> Iterator[tuple[str, dict[str, Any], in
     yield "lbt", {"train": {"method": "lbt"}}, options.batch
     yield "auto", {"train": {"method": "auto"}}, options.batch
     yield "ortho", {"train": {"method": "ortho"}}, options.batch
+    yield "ramp", {"train": {"method": "ramp"}}, options.batch
+    yield "lrs with a ramp", {"train": {"method": "lrs", "ramp": "auto"}}, options.batch
     yield "small batch, ortho", {"train": {"method": "ortho"}}, options.reference
     for factor in (f for f in CONTROLS if f <= linear):
         yield f"lbt-x{factor}", {"train": {"method": "lbt"}, "optimizer": {"lr": factor * lr}}, options.batch
@@ -124,7 +127,11 @@ def _ways(options: argparse.Namespace) -> Iterator[tuple[str, dict[str, Any], in
 def _row(name: str, changes: dict[str, Any], batch: int, options: argparse.Namespace, ranks: Ranks) -> Row | None:
     if options.only and name not in options.only.split(","):
         return None
-    found = [_train(_spec(changes, seed, options), batch, options.runs, ranks) for seed in range(options.seeds)]
+    try:
+        found = [_train(_spec(changes, seed, options), batch, options.runs, ranks) for seed in range(options.seeds)]
+    except Diverged as diverged:
+        print(f"{name}: {diverged}", file=sys.stderr)
+        return None
     for seed, result in enumerate(found):
         print(f"{name}, seed {seed}: {result.metrics['top1']:.2f}", file=sys.stderr)
     return Row(

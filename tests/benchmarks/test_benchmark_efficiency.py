@@ -16,6 +16,7 @@ PERFECT = "perfect scaling (fixed epochs)"
 CONSTANT = "first epoch, constant noise"
 RUN = "noise of the whole run"
 GROWING = "first epoch, noise grows"
+LATER = "10 % trained, noise grows from there"
 
 
 def run(app: str, batch: int, *, noise: list[float], per_epoch: list[float], falls: bool = False) -> list[dict]:
@@ -62,6 +63,13 @@ def test_the_noise_of_the_whole_run_is_exact_where_it_grows(tmp_path: Path) -> N
     assert found[GROWING] < found[CONSTANT]
 
 
+def test_the_noise_after_a_tenth_of_the_epochs_goes_on_from_there(tmp_path: Path) -> None:
+    """A first epoch that tells nothing misleads what goes by it, and not what looks at the second of 21."""
+    noise = [1000.0, *[30.0] * 20]
+    found = medians(table(tmp_path, noise=noise))
+    assert found[LATER] < 5 < found[GROWING]
+
+
 def test_lost_gradients_are_perfect_scaling(tmp_path: Path) -> None:
     path = table(tmp_path, noise=[30.0] * 21)
     rows = pd.read_csv(path)
@@ -72,7 +80,9 @@ def test_lost_gradients_are_perfect_scaling(tmp_path: Path) -> None:
 
 
 def test_the_growth_is_that_of_the_cases(tmp_path: Path) -> None:
-    case = efficiency.Case("a", 80, 0.5, reference=10, epochs=20.0, first_noise=30.0, run_noise=0.0, ratio=1.0)
+    case = efficiency.Case(
+        "a", 80, 0.5, reference=10, epochs=20.0, first_noise=30.0, later_noise=30.0, later=1, run_noise=0.0, ratio=1.0
+    )
     cases = []
     for batch in (20, 40, 80):
         noise = over_training(30.0, reference=10, epochs=20.0, growth=0.4)
@@ -84,7 +94,18 @@ def test_the_growth_of_an_app_is_that_of_the_others() -> None:
     cases = []
     for app, growth in (("slow", 0.2), ("fast", 0.9), ("faster", 0.9)):
         noise = over_training(30.0, reference=10, epochs=20.0, growth=growth)
-        case = efficiency.Case(app, 80, 0.5, reference=10, epochs=20.0, first_noise=30.0, run_noise=0.0, ratio=1.0)
+        case = efficiency.Case(
+            app,
+            80,
+            0.5,
+            reference=10,
+            epochs=20.0,
+            first_noise=30.0,
+            later_noise=30.0,
+            later=1,
+            run_noise=0.0,
+            ratio=1.0,
+        )
         cases.append(dataclasses.replace(case, ratio=(1 + noise / 80) / (1 + noise / 10)))
     growths = efficiency.report(cases, 0)["growth"]
     assert growths["slow"] == pytest.approx(0.9) and 0.2 <= growths["fast"] < 0.9

@@ -20,7 +20,7 @@ TABLE = Path(__file__).parents[1] / "fixtures" / "step_times.csv"
 def posterior(level: float, *, variance: float = 0.0, noise: float = 1.0, compute: float = 1.0) -> Posterior:
     means = PRIORS.means.copy()
     means[2] = level
-    return Posterior(means, np.full(7, variance), np.full(4, compute), np.ones(3), noise)
+    return Posterior(means, np.full(len(means), variance), np.full(4, compute), np.ones(3), noise)
 
 
 def test_a_prior_is_what_other_apps_show() -> None:

@@ -21,8 +21,8 @@ def test_the_main_job_from_profile_to_trained_model(tula) -> None:
     assert profile["status"] == "done"
     run = tula.run()
     measured = [result for result in run.results() if isinstance(result, Measured)]
-    # sweep: every batch at one node, the smallest at two, and the largest at two
-    assert {(probe.nodes, probe.local_batch) for probe in measured} == {(1, 64), (1, 128), (1, 256), (2, 32), (2, 128)}
+    # sweep: every batch at one node, the smallest at two, and the middle one at two
+    assert {(probe.nodes, probe.local_batch) for probe in measured} == {(1, 64), (1, 128), (1, 256), (2, 32), (2, 64)}
     assert all(len(probe.step_times) == 5 and min(probe.step_times) > 0 for probe in measured)
 
     again = tula("profile", "job.yaml", "--set", "pricing.price=7.5")
@@ -67,6 +67,12 @@ def test_the_main_job_from_profile_to_trained_model(tula) -> None:
     assert (found["weights"], found["test"], found["size"]) == ("best", False, 359)
     assert found["metrics"]["top1"] == pytest.approx(best.best_top1)
     assert tula("status")["data"]["evaluations"] == [found]
+
+    early = tula("profile", "job.yaml", "--progress")["data"]
+    assert (early["epochs"], early["of"], early["batch"]) == (1, 3, 32) and early["noise"]["epoch"] == 1
+    assert run.training(early["signature"]).result().ended == "train.until.epochs is 1"
+    told = tula("recommend", "--objective", "accuracy-time")["data"]["efficiency"]
+    assert "after 1 of 3 epochs" in told and run.spec().train.until is None, "the job stays as it is"
 
 
 def test_out_of_memory_relaunches_at_the_next_smaller_batch_with_samples_and_schedule_right(tula) -> None:

@@ -68,6 +68,7 @@ def main() -> None:
         layouts,
         free,
         free_again,
+        grown,
     )
     with joined(spec().cluster, handover=folder / "handover") as ranks:
         found = {case.__name__: case(folder, ranks) for case in cases}
@@ -168,6 +169,41 @@ def free_again(folder: Path, ranks: Ranks) -> dict[str, Any]:
     starts = [row["samples"] for row in rows(run, task, "start")]
     one, whole = final_weights(run, task), final_weights(other, task)
     return {"starts": starts, "off": max(float((one[name] - whole[name]).abs().max()) for name in whole)}
+
+
+STAGES = [{"samples": 48, "batch": 8}]
+GROWN: dict[str, dict[str, Any]] = {
+    "ramp": {"train": {"method": "ramp"}},
+    "robust": {"train": {"method": "ags"}, "ags": {"preset": "robust"}},
+    "adascale": {"train": {"method": "adascale"}},
+    # it changes between two averages, each rank with weights of its own
+    "polo": {"train": {"method": "polo", "epochs": 7, "ramp": [{"epochs": 5.4, "batch": 8}]}},
+}
+
+
+def of_grown(name: str) -> JobSpec:
+    """Return a job whose batch grows in its first epoch; two ranks leave the same samples to a step as four."""
+    own = {"ramp": STAGES, "epochs": 2, "reference_batch": 4, "checkpoint_every": 1e-9}
+    return spec(**{**GROWN[name], "train": {**own, **GROWN[name]["train"]}})
+
+
+def grown(folder: Path, ranks: Ranks) -> dict[str, Any]:
+    """Break trainings whose batch grows off around that, go on, and return how far they are from ones without a break."""
+    found = {}
+    for number, name in enumerate(GROWN):
+        run, other = RunDir(folder / f"grown-{name}"), RunDir(folder / f"grown-{name}-unbroken")
+        # before, at and after the change
+        after = 40 + 8 * number if name != "polo" else 5 * 96 + 56
+        task = _broken_off(of_grown(name), run, ranks, after=after)
+        _train(task, run, ranks)
+        _train(task, other, ranks)
+        one, whole = final_weights(run, task), final_weights(other, task)
+        found[name] = {
+            "starts": len(list(rows(run, task, "start"))),
+            "off": max(float((one[key] - whole[key]).abs().max()) for key in whole),
+            "weights": torch.cat([value.flatten() for value in whole.values()]).tolist(),
+        }
+    return found
 
 
 def drift(folder: Path, ranks: Ranks) -> dict[str, list[bool]]:

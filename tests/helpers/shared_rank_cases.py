@@ -23,9 +23,11 @@ from tula_cli.worker.build.finetune import initial_weights
 from tula_cli.worker.build.zoo import build_model
 from tula_cli.worker.entry import run_training
 from tula_cli.worker.measure.probe import run_probes
+from tula_cli.worker.parallel import saved_shares
 from tula_cli.worker.ranks import Ranks, joined
 from tula_cli.worker.train import checkpoint, evaluation
 from tula_cli.worker.train import loop as worker_train_loop
+from tula_cli.worker.train.watching import gradient_noise
 
 BLOCKS = {"name": "worker_jobs:blocks"}
 DATA = {"args": {"eval_size": 17}}  # of two ranks and batches of 8, rank 0 has two and rank 1 one
@@ -35,6 +37,10 @@ KINDS: dict[str, dict[str, Any]] = {
     "ags": {
         "train": {"method": "ags", "max_grad_norm": 5.0},
         "ags": {"granularity": "tensor", "delta": "inf", "b_small": 12, "exclude": ["biases"]},
+    },
+    "grown": {
+        "train": {"method": "ags", "lr_scaling": "linear", "ramp": [{"samples": 48, "batch": 8}]},
+        "ags": {"granularity": "tensor", "delta": "inf", "b_small": 12},
     },
     "recomputed": {"train": {"activation_checkpointing": True}},
     "frozen": {"model": {**BLOCKS, "frozen": ["1.0"]}},
@@ -53,7 +59,7 @@ TRAIN = train_task(job("ags", "fsdp", checkpoint_every=1e-9, epochs=3))
 def main() -> None:
     folder = Path(sys.argv[1])
     with joined(spec().cluster, handover=folder / "handover") as ranks:
-        cases = (trained_alike, held, evaluated, begun, left, damaged, refused, probed)
+        cases = (trained_alike, held, evaluated, begun, left, damaged, refused, statistics, noisy, probed)
         found = {case.__name__: case(folder, ranks) for case in cases}
     (folder / f"{ranks.rank}.json").write_text(json.dumps(found))
 
@@ -178,6 +184,25 @@ def refused(folder: Path, ranks: Ranks) -> list[str]:
         except CannotWrite as error:
             found.append(str(error).splitlines()[0])
     return found
+
+
+def statistics(folder: Path, ranks: Ranks) -> list[float]:
+    """Save shares of a model whose buffers differ by rank; return the values that are read again."""
+    subject = trainer(job("momentum", "fsdp"), ranks)
+    model, path = subject.parallel.module, folder / "statistics" / "1.dcp"
+    for name in ("mean", "variance", "more"):
+        model.register_buffer(name, torch.full((4,), float(ranks.rank)))
+    checkpoint.write_shares(path, subject, best={})
+    for buffer in model.buffers():
+        buffer.fill_(-1)
+    saved_shares.load(path, model, subject.base)
+    return [float(value) for buffer in model.buffers() for value in buffer]
+
+
+def noisy(folder: Path, ranks: Ranks) -> list[dict[str, Any]]:
+    """Return the gradient norms of a copy of the model, and of shares of it."""
+    kinds = ("ddp", "fsdp")
+    return [gradient_noise.measure(trainer(job("momentum", kind), ranks), batches=8)["stats"] for kind in kinds]
 
 
 def probed(folder: Path, ranks: Ranks) -> None:

@@ -122,6 +122,19 @@ def blocks(num_classes: int = 3) -> nn.Module:
     return nn.Sequential(nn.Flatten(), nn.Sequential(*middle), nn.Linear(16, num_classes))
 
 
+class WithUnused(nn.Module):
+    """A network with a layer that no forward pass uses."""
+
+    def __init__(self, num_classes: int = 3) -> None:
+        super().__init__()
+        self.used, self.unused = nn.Linear(16, num_classes), nn.Linear(2, 2)
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        """Return the scores (batch, classes)."""
+        scores: torch.Tensor = self.used(images.flatten(1))
+        return scores
+
+
 def normed_blocks(num_classes: int = 3) -> nn.Module:
     """Return a network of two blocks with BatchNorm, which can be recomputed."""
     middle = [nn.Sequential(nn.Conv2d(width, 4, 3, padding=1), nn.BatchNorm2d(4)) for width in (1, 4)]

@@ -18,6 +18,7 @@ from tula_cli.models.cost import (
     work,
 )
 from tula_cli.run.records.probes import Overheads
+from tula_cli.run.records.recommendations import TimeParts
 from tula_cli.spec.resources import UNPRICED, Pricing, Spot
 
 NOTHING = Overheads(startup=0, eval_batch=0, eval_batch_size=64, checkpoint=0, refresh=0)
@@ -75,7 +76,7 @@ def test_the_parts_of_a_training_are_its_whole_time(step_time: float, every: flo
     overheads = Overheads(startup=30, eval_batch=0.5, eval_batch_size=64, checkpoint=2, refresh=3)
     branches = {"branches": 4, "branch_steps": 50, "branch_evals": 2} if tunes else {}
     time = TrainingTime(Work(epochs=10, steps=100, eval_batches=4, refreshes=10, **branches), overheads, every)
-    parts = time.parts(step_time, data_wait=0.001)
+    parts = TimeParts(**time.parts(step_time, data_wait=0.001))
     assert parts.total == pytest.approx(3600 * time.hours(step_time))
     assert (parts.evaluation, parts.rest, parts.data) == (20.0, 30.0, pytest.approx(1.0))
     assert (parts.branches > 0) is tunes

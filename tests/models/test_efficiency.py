@@ -1,4 +1,5 @@
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -6,7 +7,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tula_cli.models import efficiency
-from tula_cli.models.efficiency import GROWTH, SLOWEST_GROWTH, Noise, noise_scale, summarise
+from tula_cli.models.choice.offers import Offers
+from tula_cli.models.efficiency import (
+    GROWTH,
+    SLOWEST_GROWTH,
+    Noise,
+    first_epochs,
+    noise_scale,
+    over_training,
+    summarise,
+    words,
+)
 from tula_cli.run.records.probes import GradientStats
 from tula_cli.run.records.recommendations import Prediction
 
@@ -87,7 +98,7 @@ def test_a_gradient_lost_in_its_noise_leaves_the_scale_open() -> None:
     assert 0 < noise.low <= noise.scale < math.inf
     lost = found([stats(10.0, 4.9, local=8, batch=16)])
     assert lost.high == math.inf
-    assert 0 < efficiency.same_progress(row(256), epochs=10, reference=128, noise=lost).epochs <= 10.0001
+    assert 0 < efficiency.same_progress(row(256), epochs=10, reference=128, noise=lost).epochs[0] <= 10.0001
 
 
 def test_what_tells_nothing_is_left_out() -> None:
@@ -118,11 +129,12 @@ def test_the_noise_grows_with_the_length_of_the_training() -> None:
     assert efficiency.over_training(50, reference=128, epochs=90) == pytest.approx(178 * 90**GROWTH - 128)
 
 
-def row(batch: int, *, hours: float = 3.0) -> Prediction:
-    return Prediction(
+def row(batch: int, *, hours: float = 3.0) -> Offers:
+    one = Prediction(
         nodes=2, batch=batch, local_batch=batch // 2, step_time=1.0, step_low=None, step_high=None, hours=hours,
         hours_low=0.9 * hours, hours_high=1.2 * hours, cost=12.0, peak_memory=None, headroom=None, measured=False,
     )  # fmt: skip
+    return Offers.of([one])
 
 
 NOISE = Noise(scale=100.0, low=80.0, high=120.0, error=10.0, probes=3)
@@ -142,7 +154,7 @@ def test_time_and_cost_go_with_the_epochs_and_lie_in_their_range(batch: int) -> 
 def test_the_range_is_from_perfect_scaling_to_the_slowest_growth_of_the_lowest_noise() -> None:
     told = efficiency.same_progress(row(4096), epochs=30, reference=128, noise=NOISE)
     least = (128 + 80) * 30**SLOWEST_GROWTH - 128
-    assert (told.epochs_low, told.epochs_high) == pytest.approx((30, 30 * (4096 + least) / (128 + least)))
+    assert (told.epochs_low[0], told.epochs_high[0]) == pytest.approx((30, 30 * (4096 + least) / (128 + least)))
 
 
 def test_the_reference_batch_keeps_its_epochs() -> None:
@@ -162,3 +174,22 @@ def test_steps_that_are_not_finite_are_left_out() -> None:
     assert kept.covariance == pytest.approx((0.25, 1.0, 0.5))
     assert summarise([(math.nan, 1.0)], local_batch=8, batch=16).norm_sqr == 0
     assert summarise([(1.0, 1.0), (2.0, 2.0)], local_batch=8, batch=8).covariance is None
+
+
+def test_noise_measured_on_the_way_is_carried_on_from_there() -> None:
+    """Noise that grows by the rule is worth the same wherever it is measured."""
+    start = 100.0
+    for at in (1, 2, 10):
+        then = over_training(start, reference=32, epochs=at)
+        assert over_training(then, reference=32, epochs=50, measured_at=at) == pytest.approx(
+            over_training(start, reference=32, epochs=50)
+        )
+    assert over_training(start, reference=32, epochs=5, measured_at=10) == pytest.approx(start), "it never shrinks"
+    assert [first_epochs(epochs) for epochs in (1, 9, 10, 25, 100)] == [1, 1, 1, 2, 10]
+
+
+def test_what_it_rests_on_says_when_the_noise_was_measured() -> None:
+    noise = Noise(scale=840, low=600, high=1100, error=100, probes=1)
+    assert "at the start of training (600 to 1.1e+03, 1 probe)" in words(noise, reference=128, epochs=20)
+    later = words(replace(noise, epoch=2.0), reference=128, epochs=20)
+    assert "after 2 of 20 epochs (600 to 1.1e+03, a training)" in later

@@ -1,6 +1,6 @@
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from make_results import MIB, Truth, footprint, inspected, measured, of_a_script, out_of_memory, probe_all, spec
 
@@ -26,6 +26,7 @@ def inspection(truth: Truth, *, capacity: int | None) -> Inspection:
     st.builds(Truth, fixed=st.floats(0.001, 0.5), slope=st.floats(1e-5, 0.01), sync=st.floats(0.001, 0.5)),
     st.sampled_from(["partial", "sweep", "full"]),
 )
+@example(Truth(fixed=0.001, slope=1e-05, sync=0.1875), "partial")  # an undamped fit goes astray here
 @settings(max_examples=20, deadline=None)
 def test_every_strategy_finds_a_truth_without_noise_or_overlap(truth: Truth, strategy: str) -> None:
     """Eq. 2 to the letter is not what the model expects of a cluster: the more probes, the more it believes them."""

@@ -106,7 +106,7 @@ def test_spot_nodes_are_priced_by_what_the_script_loses() -> None:
     each = 32 * (SIZE // 32)
     spec = job(pricing=SPOT)
     often, seldom = (forecast(spec, saves(n, n)) for n in (3200, each))
-    first, second = (found.offers() for found in (often, seldom))
+    first, second = (found.offers().records() for found in (often, seldom))
     assert {row.market for row in first} == {"spot", "on_demand"} == {row.market for row in second}
     for here, there in zip(*(sorted((r for r in rows if r.market == "spot"), key=lambda r: (r.nodes, r.batch)) for rows in (first, second)), strict=True):  # fmt: skip
         assert here.hours < there.hours and here.cost < there.cost
@@ -116,8 +116,8 @@ def test_spot_nodes_are_priced_by_what_the_script_loses() -> None:
 
 def test_no_spot_nodes_are_offered_while_nobody_knows_what_is_lost() -> None:
     found = forecast(job(pricing=SPOT), [])
-    assert {row.market for row in found.offers()} == {"on_demand"}
+    assert {row.market for row in found.offers().records()} == {"on_demand"}
     assert not [text for text in found.warnings if "since the epoch began" in text], "that would be a guess"
     anew = forecast(job(None, pricing=SPOT), [])
-    spot = [row for row in anew.offers() if row.market == "spot"]
+    spot = [row for row in anew.offers().records() if row.market == "spot"]
     assert all(row.hours > anew.predictions([row.nodes])[0].hours for row in spot)

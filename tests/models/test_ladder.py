@@ -7,6 +7,7 @@ from tula_cli.models.out_of_memory import (
     after_out_of_memory,
     batch_norm_limit,
     cannot_accumulate,
+    divisors,
     splits_of,
     statistics_told,
 )
@@ -41,6 +42,12 @@ def known(*batches: int, world: int = 2, accumulate: int = 1, norm: bool = False
 def test_parts_are_all_of_one_size(micro_batch: int, into: tuple[int, ...]) -> None:
     found = splits_of(micro_batch, micro_batch=micro_batch, micro_batches=1)
     assert found.into == into and found.limit == "it holds one sample"
+
+
+def test_a_huge_micro_batch_is_cut_as_quickly() -> None:
+    found = splits_of(3**3 * 10**12, micro_batch=3**3 * 10**12, micro_batches=1)
+    assert found.into[:3] == (2, 4, 8) and found.into[-1] == 3**3 * 10**12
+    assert divisors(1) == [1] and divisors(28) == [1, 2, 4, 7, 14, 28] and divisors(999_983) == [1, 999_983]
 
 
 @pytest.mark.parametrize(

@@ -1,22 +1,30 @@
 """What a configuration takes beside its steps, where some probes do not tell."""
 
+import numpy as np
 from make_results import Truth, measured, of_a_script, spec
 
-from tula_cli.models.choice.grid import Config
+from tula_cli.models.choice.columns import Ints
 from tula_cli.models.overheads import OverheadModel
-from tula_cli.run.records.probes import Overheads
 
 JOB = spec(train={"method": "lbt"})  # which has nothing to refresh
+
+
+def at(nodes: int, local_batch: int) -> tuple[Ints, Ints, Ints]:
+    return np.array([nodes]), np.array([local_batch]), np.array([nodes * local_batch])
 
 
 def test_each_part_is_that_of_the_nearest_probe_that_tells_it() -> None:
     far = measured(Truth(), 8, 16)
     silent = [of_a_script(measured(Truth(), nodes, 64)) for nodes in (1, 2)]
-    found = OverheadModel(JOB, [*silent, far], shutdown=3.0).at(Config(2, 128))
-    assert found == far.overheads.model_copy(update={"startup": 15.0, "refresh": 0.0})
+    found = OverheadModel(JOB, [*silent, far], shutdown=3.0).at(*at(2, 64))
+    assert (found.startup, found.eval_batch, found.checkpoint, found.refresh) == (
+        15.0, far.overheads.eval_batch, far.overheads.checkpoint, 0.0,
+    )  # fmt: skip
+    assert found.eval_batch_size == far.overheads.eval_batch_size
 
 
 def test_what_no_probe_tells_stays_unknown() -> None:
     probes = [of_a_script(measured(Truth(), nodes, 64)) for nodes in (1, 2)]
-    found = OverheadModel(JOB, probes, shutdown=0.0).at(Config(4, 256))
-    assert found == Overheads(startup=12.0, eval_batch=None, eval_batch_size=None, checkpoint=None, refresh=0.0)
+    found = OverheadModel(JOB, probes, shutdown=0.0).at(*at(4, 64))
+    assert (found.startup, found.eval_batch, found.checkpoint, found.refresh) == (12.0, None, None, 0.0)
+    assert found.eval_batch_size == 0

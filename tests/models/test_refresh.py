@@ -1,7 +1,9 @@
 """What refreshing the scaling factors takes."""
 
+import math
 from typing import Any
 
+import numpy as np
 import pytest
 from make_results import Truth, measured, of_a_script, probe_all, spec
 
@@ -20,8 +22,10 @@ def probe(nodes: int, local_batch: int, *, took: float = 0.0) -> Measured:
 
 
 def seconds(probes: list[Measured], nodes: int, local_batch: int, **sections: Any) -> float:
+    columns = {"nodes": nodes, "local_batch": local_batch, "batch": nodes * local_batch}
     job = spec(**{**AGS, **sections})
-    return refresh.seconds(job, probes, nodes=nodes, local_batch=local_batch, batch=nodes * local_batch)
+    (found,) = refresh.seconds(job, probes, **{name: np.array([value]) for name, value in columns.items()})
+    return float(found)
 
 
 @pytest.mark.parametrize(
@@ -95,13 +99,12 @@ def test_few_steps_between_refreshes_make_them_a_large_share() -> None:
 def test_a_refresh_that_no_probe_tells_is_unknown() -> None:
     job = spec(**AGS)
     silent = [of_a_script(measured(Truth(), nodes, 64)) for nodes in (2, 4)]
-    ask = {"nodes": 2, "local_batch": 128, "batch": 256}
-    assert refresh.seconds(job, silent, **ask) is None and refresh.unknown(job, silent)
+    assert math.isnan(seconds(silent, 2, 128)) and refresh.unknown(job, silent)
     row = Forecast.from_results(job, silent).predict(Config(2, 128))
     assert row.refresh_share is None
     one = of_a_script(measured(Truth(), 1, 64))  # has no synchronisation: its step is a forward and a backward pass
-    assert refresh.seconds(job, [*silent, one], **ask) == pytest.approx(Truth().step_time(1, 64))
-    assert refresh.seconds(job, [*silent, probe(4, 64, took=0.3)], **ask) == 0.3
+    assert seconds([*silent, one], 2, 128) == pytest.approx(Truth().step_time(1, 64))
+    assert seconds([*silent, probe(4, 64, took=0.3)], 2, 128) == 0.3
     assert not refresh.unknown(job, [*silent, one]) and not refresh.unknown(spec(train={"method": "lbt"}), silent)
 
 

@@ -120,6 +120,19 @@ def test_a_gradient_that_is_not_finite_tells_nothing() -> None:
     assert subject.optimizer.gain == before > 1
 
 
+def test_a_first_gradient_that_is_not_finite_leaves_the_next_steps_their_gain() -> None:
+    subject = Noisy()
+    subject.weight.grad = torch.full_like(subject.weight, float("inf"))
+    subject.optimizer.observe(torch.tensor(float("inf")), 16)
+    subject.optimizer.step()
+    assert subject.optimizer.gain == 1.0
+    with torch.no_grad():
+        subject.weight.zero_()
+    for _ in range(30):
+        subject.step()
+    assert 1.0 < subject.optimizer.gain <= subject.optimizer.scale
+
+
 def test_clipping_comes_after_the_norm() -> None:
     free, clipped = Noisy(lr=1e-9), Noisy(lr=1e-9, max_grad_norm=1e-3)
     for _ in range(5):

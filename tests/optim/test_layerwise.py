@@ -201,3 +201,57 @@ def test_a_closure_is_called_once_with_gradients(make: Any) -> None:
 def test_values_out_of_range_are_refused(make: Any, wrong: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=r"got|needs"):
         make(parameters(), **wrong)
+
+
+# --- weights in half precision
+
+
+HALF = [torch.float16, torch.bfloat16]
+
+
+@both
+@pytest.mark.parametrize("dtype", HALF)
+@pytest.mark.parametrize("size", [1e-5, 300.0])
+def test_half_weights_take_the_step_that_float32_would_round_to(make: Any, dtype: torch.dtype, size: float) -> None:
+    """Squares of 1e-5 vanish in float16, the norm of many times 300 overflows."""
+    half = [torch.nn.Parameter(torch.linspace(-1, 1, 64 * 1024).view(64, 1024).to(dtype))]
+    full = [torch.nn.Parameter(half[0].detach().float())]
+    for params in (half, full):
+        optimizer = make(params)
+        for sign in (1, 1, -1):
+            params[0].grad = torch.full_like(params[0], sign * size)
+            optimizer.step()
+    assert half[0].isfinite().all()
+    assert (half[0] != torch.linspace(-1, 1, 64 * 1024).view(64, 1024).to(dtype)).any(), "it has moved"
+    torch.testing.assert_close(half[0].float(), full[0], rtol=0, atol=4 * torch.finfo(dtype).eps)
+
+
+@both
+def test_a_saved_state_of_half_weights_goes_on_bit_by_bit(make: Any) -> None:
+    params = [torch.nn.Parameter(torch.randn(8, 16, generator=torch.Generator().manual_seed(1)).bfloat16())]
+    optimizer = make(params)
+    grads = [torch.randn(8, 16, generator=torch.Generator().manual_seed(seed)).bfloat16() for seed in range(4)]
+    for grad in grads[:2]:
+        params[0].grad = grad
+        optimizer.step()
+    copied = [torch.nn.Parameter(params[0].detach().clone())]
+    other = make(copied)
+    other.load_state_dict(deepcopy(optimizer.state_dict()))
+    for grad in grads[2:]:
+        for own, stepping in ((params, optimizer), (copied, other)):
+            own[0].grad = grad
+            stepping.step()
+    assert torch.equal(params[0], copied[0])
+    assert all(
+        torch.equal(optimizer.state[params[0]][k], other.state[copied[0]][k])
+        for k in ("momentum_buffer", "exp_avg_sq")
+        if k in other.state[copied[0]]
+    )
+
+
+@pytest.mark.parametrize("make", [lambda p: Lars(p, lr=0.1, eps=0.0), lambda p: Lamb(p, lr=0.1)], ids=["lars", "lamb"])
+def test_a_gradient_of_zeros_leaves_weights_without_decay_as_they_are(make: Any) -> None:
+    params = parameters(dtype=torch.float32)
+    before = [p.detach().clone() for p in params]
+    step(make(params), params, 0.1, [np.zeros(shape) for shape in SHAPES])
+    assert all(torch.equal(p, old) for p, old in zip(params, before, strict=True))

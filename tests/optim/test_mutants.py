@@ -139,8 +139,8 @@ MUTANTS = {
     "static: factor 1": ("factors", "torch.full((), self._number, device", "torch.full((), 1.0, device"),
     "static: the cap without its root": (
         "factors",
-        "max(1.0, setup.limit)",
-        "max(1.0, setup.b_large / setup.small_batch_size)",
+        "max(1.0, self.setup.limit)",
+        "max(1.0, self.setup.b_large / self.setup.small_batch_size)",
     ),
     "the gate counts without factors": ("gate", "calm if has_factors", "calm if True"),
     "steps before the first factors count as scaled": ("factors", "return bool(self._factor)", "return True"),

@@ -198,3 +198,86 @@ def test_a_base_without_a_length_of_its_own_is_refused(base: Any, words: str) ->
         Ortho(base(net.parameters(), lr=0.1), model=net)
     with pytest.raises(ValueError, match="Ortho does not work with complex"):
         Ortho(torch.optim.SGD([nn.Parameter(torch.zeros(2, 2, dtype=torch.complex64))], lr=0.1), model=net)
+
+
+# --- the step is turned before it changes a weight
+
+
+SETTINGS = [
+    {},
+    {"momentum": 0.9},
+    {"momentum": 0.9, "dampening": 0.3, "weight_decay": 0.02},
+    {"momentum": 0.8, "nesterov": True, "weight_decay": 0.02, "maximize": True},
+]
+
+
+@pytest.mark.parametrize("settings", SETTINGS)
+def test_what_is_turned_is_sgds_own_step_with_its_momentum(
+    settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(orthogonal, "turn_", lambda updates: None)
+    models = [nn.Sequential(nn.Linear(6, 5), nn.Linear(5, 3)).double() for _ in range(2)]
+    models[1].load_state_dict(models[0].state_dict())
+    plain = torch.optim.SGD(models[0].parameters(), lr=0.1, **settings)
+    ours = Ortho(torch.optim.SGD(models[1].parameters(), lr=0.1, **settings), model=models[1])
+    for seed in range(4):
+        if seed == 3:
+            models[0][1].weight.grad = models[1][1].weight.grad = None
+        for mine, theirs in zip(models[1].parameters(), models[0].parameters(), strict=True):
+            if seed < 3 or theirs.grad is not None:
+                theirs.grad = matrix(*theirs.shape, seed=seed)
+                mine.grad = theirs.grad.clone()
+        plain.step()
+        ours.step()
+        assert all(
+            torch.equal(p.grad, q.grad)
+            for p, q in zip(models[0].parameters(), models[1].parameters(), strict=True)
+            if p.grad is not None
+        )
+    for mine, theirs in zip(models[1].parameters(), models[0].parameters(), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-12, atol=0)
+    for mine, theirs in zip(models[1].parameters(), models[0].parameters(), strict=True):
+        assert ours.state[mine].keys() == plain.state[theirs].keys()
+        if settings.get("momentum"):
+            assert torch.equal(ours.state[mine]["momentum_buffer"], plain.state[theirs]["momentum_buffer"])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_weights_move_as_those_in_float32_would(dtype: torch.dtype) -> None:
+    """A step of 3 % of the weights, which are rounded by up to 0.4 %: read off them, it was another one."""
+    start, grad = matrix(48, 64, dtype=torch.float32).to(dtype), matrix(48, 64, seed=1, dtype=torch.float32).to(dtype)
+    moved = []
+    for kind in (dtype, torch.float32):
+        model = nn.Linear(64, 48, bias=False).to(kind)
+        with torch.no_grad():
+            model.weight.copy_(start)
+        model.weight.grad = grad.to(kind)
+        Ortho(torch.optim.SGD(model.parameters(), lr=0.03), model=model).step()
+        moved.append(model.weight.detach().float() - start.float())
+    assert cosine(*moved) > 0.99
+    assert float(moved[0].norm() / moved[1].norm()) == pytest.approx(1, abs=0.02)
+
+
+class Slower(torch.optim.SGD):
+    """Steps by half of SGD's step."""
+
+    def step(self, closure: Any = None) -> None:
+        before = [p.detach().clone() for group in self.param_groups for p in group["params"]]
+        super().step(closure)
+        with torch.no_grad():
+            for p, old in zip((p for group in self.param_groups for p in group["params"]), before, strict=True):
+                p.lerp_(old, 0.5)
+
+
+def test_a_class_of_ones_own_steps_by_itself_and_not_with_half_weights() -> None:
+    models = [nn.Linear(6, 5, bias=False).double() for _ in range(2)]
+    models[1].load_state_dict(models[0].state_dict())
+    moved = []
+    for model, kind in zip(models, (torch.optim.SGD, Slower), strict=True):
+        before = model.weight.detach().clone()
+        model.weight.grad = matrix(5, 6)
+        Ortho(kind(model.parameters(), lr=0.1), model=model).step()
+        moved.append(model.weight.detach() - before)
+    torch.testing.assert_close(moved[1], moved[0] / 2)
+    with pytest.raises(ValueError, match=r"the step of Slower cannot be read off weights in torch.bfloat16"):
+        Ortho(Slower(nn.Linear(6, 5).bfloat16().parameters(), lr=0.1), model=nn.Linear(2, 2))

@@ -574,6 +574,39 @@ def test_another_batch_voids_the_factors_and_keeps_the_base(other: dict[str, Any
     assert wanted(resumed, model, STEPS) == [False] * (STEPS - 1) + [True]
 
 
+@pytest.mark.parametrize("other", [{"b_large": 8}, {"b_small": 2}])
+def test_another_batch_on_the_way_is_that_of_a_resumed_one_and_refreshes_at_once(other: dict[str, int]) -> None:
+    sizes = {"b_large": B_LARGE, "b_small": B_SMALL, **other}
+    model = mlp()
+    opt, resumed = tula(model), tula(model, **other)
+    train(model, opt, STEPS + 2)
+    resumed.load_state_dict(copy.deepcopy(opt.state_dict()))
+    opt.report()
+    opt.change_batch(**sizes)
+    resumed.refresh_soon()
+    assert same(ags(opt), ags(resumed)) and ags(opt)["scale"] == {}
+    assert opt.bounds == resumed.bounds and opt.wants_small_batch
+    train(model, opt, 1)
+    before = ags(opt)
+    opt.change_batch(**sizes)
+    assert same(ags(opt), before) and before["scale"], "the same batch changes nothing"
+
+
+def test_a_constant_factor_follows_the_batch() -> None:
+    def made(factor: float | None) -> TulaOptimizer:
+        model = mlp()
+        return TulaOptimizer(sgd(model), model=model, b_large=B_LARGE, b_small=B_SMALL, factors=Static(factor))
+
+    opt, own = made(None), made(3.0)
+    assert opt.bounds.high == pytest.approx(math.sqrt(B_LARGE / B_SMALL))
+    opt.change_batch(b_large=4 * B_LARGE, b_small=B_SMALL)
+    assert opt.bounds.high == pytest.approx(2 * math.sqrt(B_LARGE / B_SMALL))
+    own.change_batch(b_large=4 * B_LARGE, b_small=B_SMALL)
+    assert own.bounds.high == 3
+    with pytest.raises(ValueError, match="above b_large"):
+        own.change_batch(b_large=2, b_small=4)
+
+
 def test_a_loaded_state_drops_what_was_staged() -> None:
     hand = Hand()
     state = hand.opt.state_dict()

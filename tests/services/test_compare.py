@@ -221,6 +221,16 @@ def test_the_plain_large_batch_is_plain_whatever_the_job_scales() -> None:
     assert {services_compare.cell_spec(spec, name, 5).train.lr_scaling for name in ("lbt", "lbt-x2", "ags")} == {"auto"}
 
 
+def test_a_batch_grows_in_the_rows_of_method_ramp_alone() -> None:
+    stages = [{"epochs": 1, "batch": 32}]
+    spec = make.spec(**{**SPEC, "train": {**SPEC["train"], "method": "lrs", "ramp": stages}})
+    found = {name: services_compare.cell_spec(spec, name, 5).train.stages for name in ("ramp", "lrs", "lbt", "ags")}
+    (stage,) = found.pop("ramp")
+    assert stage.batch == 32 and set(found.values()) == {None}
+    plain = make.spec(**{**SPEC, "train": {**SPEC["train"], "method": "lrs"}})
+    assert services_compare.cell_spec(plain, "ramp", 5).train.stages == "auto"
+
+
 def test_methods_that_do_not_go_with_the_optimizer_are_refused_at_once(run: RunDir) -> None:
     adam = make.spec(**{**SPEC, "optimizer": {"name": "AdamW", "lr": 0.1}}, ags={"apply_to": "gradient"})
     grid = Grid(methods=("lbt", "lars", "adascale", "ortho", "ags", "lamb"), batches=(128,), seeds=1, nodes=1)

@@ -18,6 +18,7 @@ from tula_cli.services import profile
 from tula_cli.services.events import JobsProgress, WarningEvent
 from tula_cli.services.waiting import WaitPolicy, wait_for
 from tula_cli.show import live
+from tula_cli.spec.job import JobSpec
 
 MIB = 2**20
 
@@ -168,8 +169,13 @@ def test_packing_on_this_machine_holds_no_idle_nodes(tmp_path: Path) -> None:
 
 @pytest.fixture
 def rounds(tmp_path: Path) -> RunDir:
-    search = {"nodes": [1, 2, 4], "min_batch": 32, "strategy": "adaptive", "max_minutes": 30}
-    return RunDir.create(tmp_path, make_runs.spec(search=search))
+    return RunDir.create(tmp_path, long_job())
+
+
+def long_job(**search: object) -> JobSpec:
+    """Return a job in rounds that is worth many probes."""
+    rounds = {"nodes": [1, 2, 4], "min_batch": 32, "strategy": "adaptive", "max_minutes": 30}
+    return make_runs.spec(search={**rounds, **search}, train={"epochs": 1_000_000})
 
 
 def measure(run: RunDir, plan: profile.ProfilePlan) -> None:
@@ -182,7 +188,7 @@ def measure(run: RunDir, plan: profile.ProfilePlan) -> None:
 
 def test_each_round_follows_from_the_results_of_those_before(rounds: RunDir) -> None:
     plan = profile.plan(rounds.spec(), inspection(), rounds)
-    assert batches(plan) == {1: (32, 512), 4: (8,)} and len(plan.reasons) == 3
+    assert batches(plan) == {1: (32, 128, 512), 4: (8,)} and len(plan.reasons) == 4
     seen = 0
     while plan.missing:
         measure(rounds, plan)
@@ -190,7 +196,7 @@ def test_each_round_follows_from_the_results_of_those_before(rounds: RunDir) -> 
         seen += plan.missing
         plan = profile.plan(rounds.spec(), inspection(), rounds)
         assert plan.done == seen
-    assert 3 <= seen < 18 and "expected regret" in plan.certainty
+    assert 4 <= seen < 18 and "expected regret" in plan.certainty
 
 
 def test_a_round_that_is_under_way_is_the_plan_until_it_is_done(rounds: RunDir) -> None:
@@ -199,7 +205,8 @@ def test_a_round_that_is_under_way_is_the_plan_until_it_is_done(rounds: RunDir) 
         rounds.write_task(task)
     make_runs.add_measured(rounds, 1, 32)
     again = profile.plan(rounds.spec(), inspection(), rounds)
-    assert batches(again) == {1: (512,), 4: (8,)} and not profile.measured(rounds, plan)
+    assert batches(again) == {1: (128, 512), 4: (8,)} and not profile.measured(rounds, plan)
+    make_runs.add_measured(rounds, 1, 128)
     make_runs.add_failed(rounds, 1, 512)
     make_runs.add_measured(rounds, 4, 8)
     again = profile.plan(rounds.spec(), inspection(), rounds)
@@ -209,7 +216,7 @@ def test_a_round_that_is_under_way_is_the_plan_until_it_is_done(rounds: RunDir) 
 
 def test_a_round_whose_probes_all_fail_is_not_measured(rounds: RunDir) -> None:
     plan = profile.plan(rounds.spec(), inspection(), rounds)
-    for nodes, local in ((1, 32), (1, 512), (4, 8)):
+    for nodes, local in ((1, 32), (1, 128), (1, 512), (4, 8)):
         make_runs.add_failed(rounds, nodes, local)
     assert not profile.measured(rounds, plan)
     make_runs.add_measured(rounds, 1, 32)
@@ -241,14 +248,9 @@ def test_why_a_probe_of_a_script_failed_is_told_once_with_what_to_do(tmp_path: P
 
 def test_a_further_round_stays_within_the_cap_on_node_hours(rounds: RunDir) -> None:
     def capped(cap: float) -> profile.ProfilePlan:
-        job = make_runs.spec(
-            search={
-                "nodes": [1, 2, 4], "min_batch": 32, "strategy": "adaptive", "max_minutes": 30, "max_node_hours": cap,
-            }
-        )  # fmt: skip
-        return profile.plan(job, inspection(), rounds)
+        return profile.plan(long_job(max_node_hours=cap), inspection(), rounds)
 
-    assert capped(1.0).missing == 3  # the command line refuses the start where it is over the cap
+    assert capped(1.0).missing == 4  # the command line refuses the start where it is over the cap
     measure(rounds, capped(1.0))
     for nodes in (1, 4):
         start = make_runs.START
@@ -262,17 +264,16 @@ def test_what_is_no_longer_searched_is_not_tried_again(rounds: RunDir) -> None:
     plan = profile.plan(rounds.spec(), inspection(), rounds)
     for task in plan.tasks:
         rounds.write_task(task)
-    make_runs.add_measured(rounds, 1, 32)
-    make_runs.add_measured(rounds, 1, 512)
+    for local in (32, 128, 512):
+        make_runs.add_measured(rounds, 1, local)
     make_runs.add_failed(rounds, 4, 8)
     assert batches(profile.plan(rounds.spec(), inspection(), rounds)) == {4: (8, 16)}
-    fewer = make_runs.spec(search={"nodes": [1, 2], "min_batch": 32, "strategy": "adaptive", "max_minutes": 30})
+    fewer = long_job(nodes=[1, 2])
     assert set(batches(profile.plan(fewer, inspection(), rounds))) == {2}
 
 
 def test_the_cap_counts_what_other_node_types_take(rounds: RunDir) -> None:
-    search = {"nodes": [1, 2, 4], "min_batch": 32, "strategy": "adaptive", "max_minutes": 30, "max_node_hours": 10}
-    job = make_runs.spec(search=search)
+    job = long_job(max_node_hours=10)
     measure(rounds, profile.plan(job, inspection(), rounds))
     assert profile.plan(job, inspection(), rounds, elsewhere=1.0).missing
     assert not profile.plan(job, inspection(), rounds, elsewhere=9.9).missing

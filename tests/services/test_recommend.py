@@ -1,6 +1,7 @@
 import dataclasses
 import json
 import math
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -74,6 +75,19 @@ def test_the_answer_is_stored(run: RunDir) -> None:
     assert answer.created_at == 1.0 and answer.curve == "cost"
 
 
+def test_how_sure_the_knee_is_is_told_in_shares_of_the_curves_that_may_be(run: RunDir) -> None:
+    told = re.findall(r"of the curves that the probes leave open the knee is ([^;]*)", ask(run, "knee").reason)
+    shares = {int(batch): int(share) for batch, share in re.findall(r"(\d+) in (\d+)%", told[0])}
+    assert 0 < sum(shares.values()) <= 101 and shares.keys() <= {row.batch for row in ask(run, "knee").rows}
+    assert "curves that the probes leave open" not in ask(run, "time").reason
+
+
+def test_more_nodes_than_any_probe_had_are_told_to_be_extrapolated(run: RunDir) -> None:
+    answer = ask(run, "time", nodes=32)
+    assert answer.choice.further and any("no probe had more than 16 nodes" in warning for warning in answer.warnings)
+    assert not any(row.further for row in ask(run, "time").rows)
+
+
 def test_an_answer_alone_writes_nothing(run: RunDir) -> None:
     before = sorted(run.path.iterdir())
     recommend(run, run.spec(), objective="time", now=1.0)
@@ -126,7 +140,7 @@ def test_the_table_has_every_candidate_and_every_result(run: RunDir) -> None:
     table = pd.read_csv(run.path / "results.csv")
     assert list(table.columns) == [
         "node_type", "nodes", "gpus_per_node", "batch", "local_batch", "outcome", "chosen", "within_limits", "pareto",
-        "step_time_s", "step_time_low_s", "step_time_high_s", "sync_time_s", "compute_time_s", "data_wait_s",
+        "step_time_s", "step_time_low_s", "step_time_high_s", "training", "sync_time_s", "compute_time_s", "data_wait_s",
         "cached_time_s", "loader_time_s",
         "training_hours", "training_hours_low", "training_hours_high", "cost_USD", "same_progress_epochs",
         "same_progress_hours", "same_progress_hours_low", "same_progress_hours_high", "same_progress_cost_USD",
@@ -389,7 +403,10 @@ def test_spot_is_offered_beside_on_demand(run: RunDir) -> None:
     for key, row in spot.items():
         assert row.hours > here[key].hours
         assert row.cost == pytest.approx(0.4 * here[key].cost * row.hours / here[key].hours)
-    assert answer.choice.market == "spot" and answer.other_market == here[answer.choice.nodes, answer.choice.batch]
+    other, row = answer.other_market, here[answer.choice.nodes, answer.choice.batch]
+    assert answer.choice.market == "spot" and other is not None
+    assert other.step_fitted == pytest.approx(row.step_fitted)  # one at a time, or all at once: up to rounding
+    assert other.model_copy(update={"step_fitted": row.step_fitted}) == row
     assert on_spot(run, "time").choice.market == "on_demand"
     assert "spot 60% off, 2 interruptions a day and node" in answer.price
     table = pd.read_csv(run.path / "results.csv")
@@ -476,7 +493,7 @@ def test_the_choice_is_made_over_all_types(tmp_path: Path) -> None:
 
 def test_each_type_is_fitted_alone(tmp_path: Path) -> None:
     run = two_types(tmp_path)
-    together = ask(run)
+    together = recommend(run, run.spec(), objective="time", now=1.0).every()
     for name, part in zip(("fast", "slow"), run.parts(run.spec()), strict=True):
         alone = recommend(part.run, part.spec, objective="time", now=1.0).recommendation
         merged = [row for row in together.rows if row.type == name]

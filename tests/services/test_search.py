@@ -32,8 +32,12 @@ def test_partial_measures_the_four_corners() -> None:
     assert plan("partial") == {2: (16, 256), 16: (2, 256)}
 
 
-def test_sweep_measures_the_fewest_nodes_the_smallest_batches_and_the_far_corner() -> None:
-    assert plan("sweep") == {2: (16, 32, 64, 128, 256), 4: (8,), 8: (4,), 16: (2, 256)}
+def test_sweep_measures_the_fewest_nodes_the_smallest_batches_and_a_far_one() -> None:
+    assert plan("sweep") == {2: (16, 32, 64, 128, 256), 4: (8,), 8: (4,), 16: (2, 32)}
+
+
+def test_five_measures_three_batches_on_the_fewest_nodes_and_two_on_the_most() -> None:
+    assert plan("five") == {2: (16, 64, 256), 16: (2, 32)}
 
 
 def test_few_measures_the_ends_of_the_fewest_nodes_and_one_that_surely_fits() -> None:
@@ -107,13 +111,13 @@ def inspected(truth: Truth, *, capacity: int | None = None) -> Inspection:
     )  # fmt: skip
 
 
-ADAPTIVE = spec(search={"strategy": "adaptive", "max_batch": 4096})
+ADAPTIVE = spec(search={"strategy": "adaptive", "max_batch": 4096}, train={"epochs": 5000})
 
 
-def test_rounds_start_from_three_probes_and_say_so() -> None:
+def test_rounds_start_from_four_probes_and_say_so() -> None:
     found = next_round(ADAPTIVE, [], inspection=inspected(Truth()))
-    assert found.probes == {2: (16, 2048), 16: (2,)} == probes_of(ADAPTIVE)
-    assert found.reasons[0] == "2 nodes, local batch 16: one of the three to start from" and found.words == ""
+    assert found.probes == {2: (16, 256, 2048), 16: (2,)} == probes_of(ADAPTIVE)
+    assert found.reasons[0] == "2 nodes, local batch 16: one of those to start from" and found.words == ""
 
 
 def probes_of(job: JobSpec) -> dict[int, tuple[int, ...]]:
@@ -142,14 +146,21 @@ def test_what_was_out_of_memory_is_not_proposed_again() -> None:
     truth = Truth()
     oom = OutOfMemory(id=probe_id(2, 2048), nodes=2, gpus_per_node=1, local_batch=2048, assumed=False, message="no")
     found = next_round(ADAPTIVE, [oom], inspection=inspected(truth))
-    assert found.probes == {2: (16, 1024), 16: (2,)}
-    seen = [oom, *probe_all(truth, {2: (16, 1024), 16: (2,)})]
+    assert found.probes == {2: (16, 128, 1024), 16: (2,)}
+    seen = [oom, *probe_all(truth, {2: (16, 128, 1024), 16: (2,)})]
     later = next_round(ADAPTIVE, seen, inspection=inspected(truth))
     assert all(size < 2048 for sizes in later.probes.values() for size in sizes)
 
 
+def test_a_training_shorter_than_a_job_is_worth_no_further_probe() -> None:
+    short = spec(search={"strategy": "adaptive", "max_batch": 4096}, train={"epochs": 1})
+    seen = probe_all(Truth(), {2: (16, 256, 2048), 16: (2,)})
+    assert next_round(ADAPTIVE, seen, inspection=inspected(Truth())).probes
+    assert not next_round(short, seen, inspection=inspected(Truth())).probes
+
+
 def test_the_tolerance_of_the_spec_ends_the_rounds() -> None:
-    patient = spec(search={"strategy": "adaptive", "max_batch": 4096, "tolerance": 0.99})
-    seen = probe_all(Truth(), {2: (16, 2048), 4: (8,), 16: (2,)})
+    patient = spec(search={"strategy": "adaptive", "max_batch": 4096, "tolerance": 0.99}, train={"epochs": 5000})
+    seen = probe_all(Truth(), {2: (16, 256, 2048), 4: (8,), 16: (2,)})
     assert next_round(ADAPTIVE, seen, inspection=inspected(Truth())).probes
     assert not next_round(patient, seen, inspection=inspected(Truth())).probes

@@ -13,12 +13,13 @@ from make_results import Truth, measured, of_a_script, out_of_memory
 from tula_cli import words
 from tula_cli.errors import JobFailed, Pending, Problem, SpecError
 from tula_cli.models import efficiency
+from tula_cli.models.choice.offers import Offers
 from tula_cli.models.efficiency import Noise
-from tula_cli.models.time import step_change
+from tula_cli.models.time.changes import step_change
 from tula_cli.run.directory import RunDir
 from tula_cli.run.imports import Source
 from tula_cli.run.records.probes import ScriptSeen
-from tula_cli.run.records.recommendations import TimeParts
+from tula_cli.run.records.recommendations import StageSteps, TimeParts
 from tula_cli.run.records.results import Scaled
 from tula_cli.services import profile
 from tula_cli.services import status as services_status
@@ -149,6 +150,28 @@ def test_the_recommendation_marks_the_choice_and_the_runners_up():
     assert "median error 2.1 %" in text
 
 
+def many():
+    """A recommendation of 120 configurations more, none of them measured or in the front."""
+    found = make.recommendation()
+    one = found.rows[-1].model_copy(update={"measured": False, "pareto": False})
+    more = [one.model_copy(update={"nodes": 32, "batch": 32 * k, "local_batch": k}) for k in range(1, 121)]
+    return found.model_copy(update={"rows": (*found.rows, *more)})
+
+
+def test_of_many_configurations_those_worth_a_row_are_shown():
+    text = printed(recommend.recommendation(many(), width=80, color=False))
+    rows = [line.split() for line in text.splitlines() if line.endswith(("measured ", "predicted"))]
+    marked, front, seen = (
+        [row for row in many().rows if test(row)]
+        for test in (lambda row: row.batch == 128, lambda row: row.pareto, lambda row: row.measured)
+    )
+    assert max(len(front), len(seen), len(marked)) <= len(rows) <= 40 and any(row[0] == "*" for row in rows)
+    assert f"{len(rows)} of 130 configurations; --all shows the others" in text
+    text = printed(recommend.recommendation(many(), width=80, color=False, every=True))
+    assert len([line for line in text.splitlines() if line.endswith(("measured ", "predicted"))]) == 130
+    assert "--all" not in text
+
+
 def test_headings_have_units():
     text = printed([recommend.predictions(make.recommendation())])
     heading = " ".join(text.split("─")[0].split())
@@ -161,8 +184,9 @@ def with_progress(found):
     noise = Noise(scale=100.0, low=80.0, high=130.0, error=10.0, probes=4)
 
     def beside(row):
+        row = Offers.of([row])
         told = efficiency.same_progress(row, epochs=60, reference=64, noise=noise)
-        return row.model_copy(update={"same_progress": told})
+        return dataclasses.replace(row, same_progress=told).record(0)
 
     words = efficiency.words(noise, reference=64, epochs=60)
     rows = tuple(beside(row) for row in found.rows)
@@ -393,6 +417,32 @@ def test_the_status_of_a_run_shows_jobs_training_and_what_failed(run):
     assert "70.0 s left" in text
     assert "warning: a step takes 120 ms" in text
     assert "recommended: 2 nodes, batch 128 (local 64)" in text
+
+
+def test_the_status_and_the_plan_tell_the_stage_of_a_batch_that_grows(run):
+    row = {"kind": "stage", "time": START, "samples": 640, "epoch": 0.5, "batch": 32, "stage": 2, "stages": 4}
+    train = make.add_training(run, rows=[*make.metrics(), {**row, "batch": 16, "stage": 1}, {**row, "beta2": 0.998}])
+    text = printed(show_status.status(snapshot(run, {train: "running"})))
+    assert "batch 128 (now 32, stage 2 of 4)" in text and "beta2 0.998" in text
+    assert "(predicted" not in text, "that is of steps at batch 128"
+    (task,) = run.tasks()
+    own = task.spec.model_copy(update={"train": task.spec.train.model_copy(update={"ramp": "auto"})})
+    stage = StageSteps(batch=32, steps=9, step_time=0.05, step_low=None, step_high=None)
+    predicted = make.prediction(2, 128).model_copy(update={"stages": (stage,)})
+    plan = {
+        "source": "as given",
+        "resumes": None,
+        "finished": False,
+        "interruption": "",
+        "rehearses": False,
+        "price": "",
+    }
+    for known, told in (
+        (predicted, "its batch grows: 32 (9 steps), then 128; times"),
+        (None, "its batch grows over the"),
+    ):
+        grown = types.SimpleNamespace(task=task.model_copy(update={"spec": own}), prediction=known, **plan)
+        assert told in printed(show_train.train_plan(grown))
 
 
 def test_a_change_of_the_pace_is_shown_once_in_status_and_below_the_table_at_the_end(run):

@@ -96,7 +96,7 @@ def test_the_choice_follows_the_speed_of_the_links(over_links: Callable[[int], T
     tula = over_links(rate)
     answer = recommended(tula)
     measured = {(r.nodes, r.local_batch) for r in tula.run().results() if isinstance(r, Measured)}
-    assert measured == {(1, 64), (1, 128), (1, 256), (2, 32), (4, 16), (4, 64)}
+    assert measured == {(1, 64), (1, 128), (1, 256), (2, 32), (4, 16), (4, 32)}
 
     known = {(row.nodes, row.batch): step_time(row.nodes, row.local_batch, rate=rate) for row in answer.rows}
     assert len(known) == 9
@@ -139,7 +139,9 @@ def test_a_link_that_slows_down_is_told_and_the_training_goes_on_elsewhere(
     rest = tula("recommend", "--from-training", "--objective", "time", "--save")["data"]["continuation"]
     assert rest["moves"] and (rest["nodes"], rest["hours"] < rest["hours_as_it_is"]) == (2, True)
     tula("cancel")
-    tula.until(lambda: all(attempt.outcome for attempt in training.attempts()) and not queue())
+    tula.until(
+        lambda: not queue()
+    )  # a loaded machine may not have saved in SLURM's few seconds: it goes on all the same
     saved = training.newest_samples()
     tula("train")
     later = tula.until(lambda: [row for row in training.metrics() if row["kind"] == "epoch" and row["samples"] > saved])

@@ -169,8 +169,9 @@ def test_missing_file_names_the_way_to_one(tmp_path):
 
 
 def test_folder_and_binary_file_are_refused(tmp_path):
-    with pytest.raises(SpecError, match="cannot read"):
+    with pytest.raises(SpecError, match="is a folder, and a job is a file") as caught:
         read_yaml(tmp_path)
+    assert caught.value.hint == f"where it is a run: --run {tmp_path}"
     binary = tmp_path / "job.yaml"
     binary.write_bytes(b"\xff\xfe\x00")
     with pytest.raises(SpecError, match="cannot read"):
@@ -227,6 +228,8 @@ def test_all_problems_are_reported_at_once_with_their_paths(write):
         ("name=../up", "name", "letters"),
         ("ags.refresh={evry: 3}", "ags.refresh.evry", "every"),
         ("optimizer.lr=.nan", "optimizer.lr", "finite"),
+        ("search.sequence=[128]", "search.sequence", "a section of its own (with lengths, options), got [128]"),
+        ("ags.exclude=norms", "ags.exclude", "must be a list"),
     ],
 )
 def test_wrong_value_is_named_with_its_path_and_a_way_out(write, override, path, words):
@@ -394,8 +397,8 @@ def test_packing_is_one_of_two(write):
 
 
 def test_a_probe_is_expected_to_take_its_warm_up_its_window_and_its_other_looks():
-    assert spec().search.probe_seconds(0.1) == pytest.approx((10 + 20 + 4 * 10) * 0.1)
-    assert spec().search.probe_seconds(30) == pytest.approx((10 + 5 + 4 * 10) * 30)
+    assert spec().search.probe_seconds(0.1) == pytest.approx((10 + 20 + 3 * 5 + 10) * 0.1)
+    assert spec().search.probe_seconds(30) == pytest.approx((10 + 5 + 3 * 5 + 10) * 30)
 
 
 # --- sources
@@ -568,6 +571,9 @@ def test_what_a_measurement_depends_on_changes_the_signature(change):
         {"cluster__gpus_per_node": 2},
         {"train__lr_scaling": "sqrt"},
         {"train__ghost_batch": 32},
+        {"train__ramp": "auto"},
+        {"train__ramp": [{"epochs": 1, "batch": 32}]},
+        {"train__max_lr_factor": 8},
         {"train__tf32": False},
     ],
 )
@@ -593,6 +599,10 @@ def test_what_changes_the_weights_changes_the_training_signature(change):
 )
 def test_what_leaves_the_weights_alone_keeps_the_training_signature(change):
     assert train_signature(spec(**change), nodes=2, batch=64) == train_signature(spec(), nodes=2, batch=64)
+
+
+def test_a_batch_that_grows_is_measured_as_one_that_stays():
+    assert signature(spec(train__ramp="auto", train__max_lr_factor=8)) == signature(spec())
 
 
 def test_every_method_and_a_warm_up_of_zero_have_a_training_signature_of_their_own():

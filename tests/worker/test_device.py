@@ -1,5 +1,6 @@
 """A rank's device, and what is told where it has none."""
 
+import mmap
 import os
 import traceback
 from collections.abc import Iterator
@@ -223,6 +224,24 @@ def test_the_peak_on_a_gpu_is_that_of_the_steps_after_the_warm_up(monkeypatch: p
     meter.settled()
     assert meter.peak() == (200, 400)
     assert meter.allocator_retries() == 0
+
+
+def test_what_was_held_while_a_model_was_built_on_the_cpu_is_no_peak_of_its_steps() -> None:
+    meter = device.MemoryMeter(torch.device("cpu"))
+    meter.reset()
+    _write(256 * 2**20)  # and given back at once
+    before = meter.peak()[0]
+    meter.settled()
+    assert before - meter.peak()[0] > 192 * 2**20, "what was given back is no longer part of the peak"
+    _write(64 * 2**20)
+    assert 48 * 2**20 < meter.peak()[0] < 128 * 2**20, "what comes then is"
+
+
+def _write(size: int) -> None:
+    """Hold bytes that the kernel takes back: those of a tensor may come from a hole of the heap and stay there."""
+    with mmap.mmap(-1, size) as held:
+        for page in range(0, size, mmap.PAGESIZE):
+            held[page] = 1
 
 
 # --- what is brought to it: streams that know what must have happened before what

@@ -50,15 +50,15 @@ def init(
     from tula_cli.cluster.slurm import partitions as site
     from tula_cli.host import devices
     from tula_cli.run.files import write_atomic
-    from tula_cli.services import check as services_check
     from tula_cli.services.new_job.from_command import from_command
+    from tula_cli.services.new_job.from_template import from_template
 
     if output.exists() and not force:
         raise SpecError(f"{output} is there already", "choose another name with -o, or --force to replace it")
     offered = site.ask() if kind == "slurm" else None
     gpus = devices.count()
     if command is None:
-        write_atomic(output, services_check.init(kind, offered, gpus=gpus))
+        write_atomic(output, from_template(kind, offered, gpus=gpus))
         told: list[str] = [f"wrote {output}; next: tula check {output}"]
         found: dict[str, object] = {}
     else:

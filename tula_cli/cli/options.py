@@ -41,6 +41,13 @@ DryRun = Annotated[bool, typer.Option("--dry-run", help="Show what would be subm
 Fresh = Annotated[
     bool, typer.Option("--fresh", help="Build the model and the dataset anew, although nothing has changed.")
 ]
+Progress = Annotated[
+    bool,
+    typer.Option(
+        "--progress",
+        help="Instead of probes: train the first tenth of the epochs at train.reference_batch, for the gradient noise then.",
+    ),
+]
 Wait = Annotated[
     bool | None, typer.Option("--wait/--no-wait", help="Wait for the jobs (default: yes on this machine, no on SLURM).")
 ]
@@ -64,9 +71,33 @@ Pareto = Annotated[
     bool,
     typer.Option("--pareto", help="Show only what nothing else beats in time, cost and energy, where that is known."),
 ]
+Every = Annotated[
+    bool,
+    typer.Option("--all", help="Show every configuration, however many there are, and write all into results.csv."),
+]
+Validate = Annotated[
+    bool, typer.Option("--validate", help="Tell too how well each strategy would have foreseen the other probes.")
+]
 Save = Annotated[bool, typer.Option("--save", help="Make this answer the one that tula train takes.")]
 FromTraining = Annotated[
     bool, typer.Option("--from-training", help="Go by what the steps of the training under way take now.")
+]
+WithRun = Annotated[
+    list[Path] | None,
+    typer.Option(
+        "--with-run",
+        metavar="DIR",
+        help="Fit the probes of this run too: the same job with another number of GPUs a node; may be repeated.",
+    ),
+]
+WhatIf = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--what-if",
+        metavar="PART=VALUE",
+        help="Suppose another network (interconnect=200Gbit, or 4x as fast) or other GPUs (compute=2.1x, your own ratio);"
+        " may be repeated, and is never saved.",
+    ),
 ]
 TrainNodes = Annotated[int | None, typer.Option(min=1, help="Nodes; else the recommended ones.")]
 TrainBatch = Annotated[int | None, typer.Option(min=1, help="Global batch; else the recommended one.")]

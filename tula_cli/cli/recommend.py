@@ -1,6 +1,7 @@
 """`tula recommend`."""
 
 import functools
+import itertools
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -10,6 +11,7 @@ from tula_cli.cli.options import (
     Budget,
     Curve,
     Deadline,
+    Every,
     FromTraining,
     MaxBatch,
     MaxNodes,
@@ -22,6 +24,9 @@ from tula_cli.cli.options import (
     Pareto,
     Root,
     Save,
+    Validate,
+    WhatIf,
+    WithRun,
 )
 from tula_cli.cli.runs import open_run
 from tula_cli.cli.waiting import warn_all
@@ -32,6 +37,7 @@ from tula_cli.show.screen import Screen
 if TYPE_CHECKING:
     from tula_cli.run.directory import RunDir
     from tula_cli.run.records.recommendations import Recommendation
+    from tula_cli.services.recommendation.answer import Answer
     from tula_cli.spec.job import JobSpec
 
 
@@ -50,7 +56,11 @@ def recommend(
     budget: Budget = None,
     node_type: NodeType = None,
     from_training: FromTraining = False,
+    with_run: WithRun = None,
+    what_if: WhatIf = None,
     pareto: Pareto = False,
+    every: Every = False,
+    validate: Validate = False,
     save: Save = False,
 ) -> None:
     """Choose nodes and batch size from what was measured.
@@ -64,24 +74,50 @@ def recommend(
     from tula_cli.services.recommendation.limits import Criteria, Limits
 
     run, spec = _measured(screen, job, named, root, overrides)
-    criteria = Criteria(
-        objective, Limits(nodes, max_nodes, max_batch, deadline, budget), curve, node_type, from_training
-    )
+    limits = Limits(nodes, max_nodes, max_batch, deadline, budget)
+    runs, supposed = tuple(with_run or ()), tuple(what_if or ())
+    criteria = Criteria(objective, limits, curve, node_type, from_training, runs, supposed)
     looks = functools.partial(launcher.launcher_for, submits=False)
     answer = service.ask(run, spec, criteria, launcher_for=looks, overrides=overrides or ())
     found = answer.recommendation
-    saved = save or _renews(screen, run, found)
-    if saved:
-        try:
-            service.save(run, spec, answer, overrides=overrides or (), job=job)
-        except CannotWrite as error:
-            if save:
-                raise
-            screen.warn(f"the answer is not kept, and tula train will not find it: {error.message}")
-            saved = False
-    data = {**dict(found), "saved": saved}
-    screen.answer(data, show_recommend.recommendation(found, width=screen.width, color=screen.colored, pareto=pareto))
+    saved = (save or _renews(screen, run, found)) and _saved(
+        screen, run, spec, answer, overrides or (), job, asked=save, every=every
+    )
+    judged = service.validated(answer) if validate else {}
+    found = answer.every() if every else found
+    data = {**dict(found), "saved": saved, **({"validation": judged} if validate else {})}
+    shown = show_recommend.recommendation(
+        found, drawn=answer.drawn(), width=screen.width, color=screen.colored, pareto=pareto, every=every
+    )
+    screen.answer(data, itertools.chain(shown, show_recommend.validation(judged)))
     warn_all(screen, found.warnings)
+
+
+def _saved(
+    screen: Screen,
+    run: "RunDir",
+    spec: "JobSpec",
+    answer: "Answer",
+    overrides: Sequence[str],
+    job: Path | None,
+    *,
+    asked: bool,
+    every: bool,
+) -> bool:
+    """Keep an answer; return whether that went well, where it was not asked for."""
+    from tula_cli.services import recommend as services_recommend
+
+    try:
+        services_recommend.save(run, spec, answer, overrides=overrides, job=job, every=every)
+    except CannotWrite as error:
+        if asked:
+            raise
+        screen.warn(f"the answer is not kept, and tula train will not find it: {error.message}")
+        return False
+    rest = answer.recommendation.continuation
+    if rest is not None and rest.is_worse:
+        screen.warn("kept as asked: tula train moves the training there, although that saves neither time nor cost")
+    return True
 
 
 def _renews(screen: Screen, run: "RunDir", found: "Recommendation") -> bool:

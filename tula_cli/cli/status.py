@@ -37,12 +37,23 @@ def status(screen: Screen, named: MaybeRun = None, root: Root = RUNS) -> None:
         warn_all(screen, now.warnings)
 
 
-def list_(screen: Screen, root: Root = RUNS) -> None:
+def list_(
+    screen: Screen,
+    root: Root = RUNS,
+    accuracy: Annotated[
+        bool, typer.Option("--accuracy", help="List finished trainings instead, predicted against actual.")
+    ] = False,
+) -> None:
     """List the runs, last changed first."""
+    from tula_cli.services.progress import ledger as services_ledger
     from tula_cli.services.progress import listing
 
     if root != RUNS and not root.is_dir():
         raise SpecError(f"--run-dir {root}: there is no such folder", "name the one that holds the runs")
+    if accuracy:
+        ledger = services_ledger.ledger(root.absolute())
+        screen.answer(ledger, show_status.ledger(ledger, width=screen.width))
+        return
     found = listing.list_runs(root.absolute())
     screen.answer(found, show_status.runs(found, width=screen.width) if found else [f"no run under {root}"])
 

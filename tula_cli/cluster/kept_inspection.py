@@ -28,7 +28,7 @@ from tula_cli.run.code import fingerprint
 from tula_cli.run.files import listing, names, read_record, write_record
 from tula_cli.run.imports import packages
 from tula_cli.run.records.inspections import Inspection
-from tula_cli.spec.job import JobSpec
+from tula_cli.spec.job import JobSpec, beta2_half_life
 from tula_cli.spec.signature import signature
 
 BUILDING = "building the model and the dataset"
@@ -141,7 +141,7 @@ def facts_of(spec: JobSpec) -> Facts:
 
 def other_settings(spec: JobSpec) -> Facts:
     """Return what an inspection reads of the settings that a measurement does not depend on."""
-    search, train = spec.search, spec.train
+    search, train, half_life = spec.search, spec.train, beta2_half_life(spec)
     ranks = max(search.nodes) * spec.cluster.gpus_per_node
     return {
         "several_ranks": ranks > 1,
@@ -150,9 +150,7 @@ def other_settings(spec: JobSpec) -> Facts:
         "one_sample": search.min_batch // (ranks * train.accumulate) <= 1,
         "ghosts": [search.nodes, search.min_batch, search.max_batch] if train.ghost_batch else None,
         "weight_decay": spec.optimizer.weight_decay > 0,  # some optimizers take none
-        "beta2": [spec.optimizer.beta2_half_life, search.min_batch, search.max_batch]
-        if spec.optimizer.beta2_half_life
-        else None,
+        "beta2": [half_life, search.min_batch, search.max_batch] if half_life else None,
         "test": spec.dataset.test and spec.dataset.test.model_dump(mode="json"),
         "metrics": train.metrics,
         "arms": spec.auto.model_dump(mode="json") if train.facts.tunes else None,

@@ -307,7 +307,7 @@ def _predicted(first: TrainTask, result: TrainResult) -> Prediction | None:
     prediction = first.ladder[0].prediction
     if prediction is None or not result.ended:
         return prediction
-    return shortened(prediction, epochs=result.epochs, of=first.spec.train.epochs)
+    return shortened(prediction, epochs=result.epochs, of=first.spec.train.epochs_at_most)
 
 
 def _parts(training: TrainingRun, seconds: float) -> TimeParts:

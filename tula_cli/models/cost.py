@@ -6,18 +6,26 @@
 T is wall-clock time, so that it can be held against a deadline and a bill. The number of epochs is the spec's at every
 batch size: that a large batch may need more of them is not modelled. On spot nodes T is the expected time: interruptions
 come as a Poisson process (Daly 2006), each costs what came after the newest checkpoint and a restart.
+
+Every formula takes a number, or an array with one for each of many configurations. numpy is imported by those that need it:
+commands that only look at a price have no time for it.
 """
 
+import functools
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from tula_cli.models import halving, refresh
 from tula_cli.run.records.base import Market
 from tula_cli.run.records.probes import Overheads
-from tula_cli.run.records.recommendations import TimeParts
 from tula_cli.spec.job import JobSpec
 from tula_cli.spec.resources import UNPRICED, Pricing
+
+if TYPE_CHECKING:
+    from tula_cli.models.choice.columns import Floats
+    from tula_cli.models.overheads import OverheadColumns
 
 GB = 10**9
 """Bytes of the GB in a price: the decimal one, as in cloud price lists and on the GPU's data sheet."""
@@ -33,12 +41,18 @@ _HOPELESS = 20.0
 """Interruptions to be expected in one restart and segment, beyond which the training never ends (e^20 attempts)."""
 
 
-def interruption_rate(pricing: Pricing, nodes: int) -> float:
+Number = Any
+"""A number, or an array of them."""
+
+Hours = TypeVar("Hours", float, "Floats")
+
+
+def interruption_rate(pricing: Pricing, nodes: Number) -> Number:
     """Return how often a second spot nodes interrupt a job: with the first of its nodes that is taken away."""
     return 0.0 if pricing.spot is None else pricing.spot.interruptions_per_day * nodes / DAY
 
 
-def checkpoint_interval(save_seconds: float | None, *, rate: float = 0.0) -> float:
+def checkpoint_interval(save_seconds: Number | None, *, rate: Number = 0.0) -> Number:
     """Return the seconds between checkpoints that lose the least time, sqrt(2 x save x MTBF) (Young 1974, Daly 2006).
 
     Args:
@@ -51,25 +65,33 @@ def checkpoint_interval(save_seconds: float | None, *, rate: float = 0.0) -> flo
     """
     if save_seconds is None:
         return math.inf
+    import numpy as np
+
     between = 1 / (1 / INTERRUPTION_SECONDS + rate)
-    return max(MIN_CHECKPOINT_SECONDS, math.sqrt(2 * max(0.0, save_seconds) * between))
+    return np.maximum(MIN_CHECKPOINT_SECONDS, np.sqrt(2 * np.maximum(0.0, save_seconds) * between))
 
 
 @dataclass(frozen=True)
 class Work:
-    """How much a training run has to do at one configuration."""
+    """How much a training run has to do at one configuration, or at each of many."""
 
     epochs: int
-    steps: int  # optimizer steps an epoch
-    eval_batches: int  # one evaluation, on each rank
-    refreshes: int  # of the scaling factors, in the whole run, beside those that every step has
-    branches: int = 0  # that a self-tuning training compares
-    branch_steps: int = 0  # optimizer steps of all of them
-    branch_evals: int = 0  # evaluation batches of one branch, on each rank
+    steps: Number  # optimizer steps an epoch; with a batch that grows as many as would take that long, on average
+    eval_batches: Number  # one evaluation, on each rank
+    refreshes: Number  # of the scaling factors, in the whole run, beside those that every step has
+    branches: Number = 0  # that a self-tuning training compares
+    branch_steps: Number = 0  # optimizer steps of all of them
+    branch_evals: Number = 0  # evaluation batches of one branch, on each rank
 
 
 def work(
-    spec: JobSpec, *, batch: int, world: int, dataset_size: int, eval_size: int | None, eval_batch_size: int | None
+    spec: JobSpec,
+    *,
+    batch: Number,
+    world: Number,
+    dataset_size: int,
+    eval_size: int | None,
+    eval_batch_size: Number | None,
 ) -> Work:
     """Count steps (Eq. 4a with whole steps: the last, partial batch is dropped), evaluations and refreshes.
 
@@ -79,34 +101,42 @@ def work(
         world: GPUs over all nodes.
         dataset_size: training samples.
         eval_size: held-out samples; None where they are not known: no evaluation is counted then.
-        eval_batch_size: evaluation samples of one rank at a time; None likewise.
+        eval_batch_size: evaluation samples of one rank at a time; None (0 in an array) likewise.
     """
+    import numpy as np
 
-    def evals(samples: int | None) -> int:
-        return 0 if samples is None or eval_batch_size is None else math.ceil(samples / (world * eval_batch_size))
+    from tula_cli.models.choice.columns import by_value
 
-    epochs, steps = spec.train.epochs, dataset_size // batch
-    tuning = halving.plan(spec, batch=batch, dataset_size=dataset_size)
+    def evals(samples: int | None) -> Number:
+        if samples is None or eval_batch_size is None:
+            return 0
+        return np.where(eval_batch_size > 0, -(-samples // np.maximum(1, world * eval_batch_size)), 0)[()]
+
+    def counted(of: Callable[[int], int]) -> Number:
+        return of(batch) if isinstance(batch, int) else by_value(of, batch)
+
+    tuning = functools.cache(lambda one: halving.plan(spec, batch=one, dataset_size=dataset_size))
+    holdout = halving.holdout_size(dataset_size, spec.auto.holdout) if spec.train.facts.tunes else 0
     return Work(
-        epochs=epochs,
-        steps=steps,
+        epochs=spec.train.epochs_at_most,
+        steps=dataset_size // batch,
         eval_batches=evals(eval_size),
-        refreshes=refresh.count(spec, batch=batch, steps=steps),
-        branches=tuning.branches,
-        branch_steps=tuning.steps,
-        branch_evals=evals(tuning.holdout),
+        refreshes=counted(lambda one: refresh.count(spec, batch=one, steps=dataset_size // one)),
+        branches=counted(lambda one: tuning(one).branches),
+        branch_steps=counted(lambda one: tuning(one).steps),
+        branch_evals=evals(holdout) if holdout else 0,
     )
 
 
 def training_seconds(
     work: Work,
     *,
-    step_time: float,
-    overheads: Overheads,
-    checkpoint_every: float | None = None,
-    rate: float = 0.0,
+    step_time: Number,
+    overheads: "Overheads | OverheadColumns",
+    checkpoint_every: Number | None = None,
+    rate: Number = 0.0,
     wait: float = 0.0,
-) -> float:
+) -> Number:
     """Return the wall-clock time of a whole training run, Eq. 4a and what comes beside the steps.
 
     Args:
@@ -121,34 +151,53 @@ def training_seconds(
     Returns:
         Seconds; infinite where interruptions leave no time to get anywhere.
     """
-    save, restart, eval_batch = overheads.checkpoint or 0.0, overheads.startup, overheads.eval_batch or 0.0
+    import numpy as np
+
+    save, restart, eval_batch = _known(overheads.checkpoint), overheads.startup, _known(overheads.eval_batch)
     interval = checkpoint_interval(overheads.checkpoint, rate=rate) if checkpoint_every is None else checkpoint_every
-    stepping = work.steps * step_time + work.refreshes / work.epochs * (overheads.refresh or 0.0)
+    stepping = work.steps * step_time + work.refreshes / work.epochs * _known(overheads.refresh)
     # The checkpoint at the end of an epoch starts the clock anew.
-    within = math.floor(stepping / interval)
-    done = within * interval if within else 0.0
-    rest = stepping - done + work.eval_batches * eval_batch
+    within = np.floor(stepping / interval)
+    segment = np.where(within > 0, interval, 0.0)
+    rest = stepping - within * segment + work.eval_batches * eval_batch
     epoch = _expected(rest + save, restart=restart, rate=rate, wait=wait)
-    if within:
-        epoch += within * _expected(interval + save, restart=restart, rate=rate, wait=wait)
-    tuning = 0.0
-    if work.branches:  # each begins anew after an interruption
-        branch = work.branch_steps / work.branches * step_time + work.branch_evals * eval_batch
-        tuning = work.branches * _expected(branch, restart=restart, rate=rate, wait=wait)
+    epoch = epoch + _times(within, _expected(segment + save, restart=restart, rate=rate, wait=wait))
+    # Each branch begins anew after an interruption.
+    branch = work.branch_steps / np.maximum(1, work.branches) * step_time + work.branch_evals * eval_batch
+    tuning = _times(work.branches, _expected(branch, restart=restart, rate=rate, wait=wait))
     return _expected(restart, restart=0.0, rate=rate, wait=wait) + work.epochs * epoch + tuning
+
+
+def _known(seconds: Number | None) -> Number:
+    """Return what was measured, and 0 where nothing was (None; nan in an array)."""
+    if seconds is None or isinstance(seconds, float):
+        return seconds or 0.0
+    import numpy as np
+
+    return np.nan_to_num(seconds)
+
+
+def _times(count: Number, each: Number) -> Number:
+    """Return so many times a value; none of an infinite one is nothing."""
+    import numpy as np
+
+    with np.errstate(invalid="ignore"):
+        return np.where(np.greater(count, 0), np.multiply(count, each), 0.0)
 
 
 @dataclass(frozen=True)
 class TrainingTime:
-    """The wall-clock time of a training at one configuration, by its step time; on spot nodes the expected one."""
+    """The wall-clock time of a training by its step time, at one configuration or at each of many; on spot nodes the expected
+    one.
+    """
 
     work: Work
-    overheads: Overheads
-    checkpoint_every: float  # seconds
-    rate: float = 0.0  # interruptions a second
+    overheads: "Overheads | OverheadColumns"
+    checkpoint_every: Number  # seconds
+    rate: Number = 0.0  # interruptions a second
     wait: float = 0.0  # seconds
 
-    def hours(self, step_time: float) -> float:
+    def hours(self, step_time: Number) -> Number:
         """Return the hours at a step time (seconds); infinite where interruptions leave no time to get anywhere."""
         seconds = training_seconds(
             self.work,
@@ -160,29 +209,37 @@ class TrainingTime:
         )
         return seconds / 3600
 
-    def parts(self, step_time: float, *, data_wait: float | None) -> TimeParts:
-        """Return where the time goes, without interruptions: the parts of `training_seconds`.
+    def parts(self, step_time: Number, *, data_wait: Number | None) -> dict[str, Number]:
+        """Return where the time goes, without interruptions: `training_seconds` as the fields of a `TimeParts`.
 
         Args:
             step_time: seconds.
-            data_wait: of it, waiting for the data loader; None where that is not known.
+            data_wait: of it, waiting for the data loader; None (nan in an array) where that is not known.
         """
+        import numpy as np
+
         work, beside = self.work, self.overheads
-        stepping = work.steps * step_time + work.refreshes / work.epochs * (beside.refresh or 0.0)
-        saves = work.epochs * (1 + math.floor(stepping / self.checkpoint_every))
-        return TimeParts(
-            steps=work.epochs * stepping,
-            data=None if data_wait is None else work.epochs * work.steps * data_wait,
-            evaluation=work.epochs * work.eval_batches * (beside.eval_batch or 0.0),
-            checkpoints=saves * (beside.checkpoint or 0.0),
-            branches=work.branch_steps * step_time + work.branches * work.branch_evals * (beside.eval_batch or 0.0),
-            rest=beside.startup,
-        )
+        stepping = work.steps * step_time + work.refreshes / work.epochs * _known(beside.refresh)
+        saves = work.epochs * (1 + np.floor(stepping / self.checkpoint_every))
+        eval_batch = _known(beside.eval_batch)
+        return {
+            "steps": work.epochs * stepping,
+            "data": None if data_wait is None else work.epochs * work.steps * data_wait,
+            "evaluation": work.epochs * work.eval_batches * eval_batch,
+            "checkpoints": saves * _known(beside.checkpoint),
+            "branches": work.branch_steps * step_time + work.branches * work.branch_evals * eval_batch,
+            "rest": beside.startup,
+        }
 
 
 def script_seconds(
-    stepping: float, *, overheads: Overheads, interval: float, rate: float = 0.0, wait: float = 0.0
-) -> float:
+    stepping: Number,
+    *,
+    overheads: "Overheads | OverheadColumns",
+    interval: Number,
+    rate: Number = 0.0,
+    wait: float = 0.0,
+) -> Number:
     """Return the expected wall-clock time of a whole training by a script, whose own checkpoints are all that it goes on from.
 
     Args:
@@ -195,26 +252,26 @@ def script_seconds(
     Returns:
         Seconds; infinite where interruptions leave no time to get anywhere.
     """
-    segment = min(interval, stepping)
-    whole = math.floor(stepping / segment) if segment else 0
-    parts = [(1, stepping - whole * segment), (whole, segment)]
-    steps = sum(
-        count * _expected(seconds, restart=overheads.startup, rate=rate, wait=wait) for count, seconds in parts if count
-    )
-    return _expected(overheads.startup, restart=0.0, rate=rate, wait=wait) + steps
+    import numpy as np
+
+    segment, restart = np.minimum(interval, stepping), overheads.startup
+    whole = np.where(segment > 0, np.floor(stepping / np.where(segment > 0, segment, 1.0)), 0.0)
+    steps = _expected(stepping - whole * segment, restart=restart, rate=rate, wait=wait)
+    steps = steps + _times(whole, _expected(segment, restart=restart, rate=rate, wait=wait))
+    return _expected(restart, restart=0.0, rate=rate, wait=wait) + steps
 
 
-def _expected(seconds: float, *, restart: float, rate: float, wait: float) -> float:
+def _expected(seconds: Number, *, restart: Number, rate: Number, wait: float) -> Number:
     """Return the expected time of a segment that begins again at every interruption, after a wait and a restart.
 
     e^(rate x restart) (1/rate + wait) (e^(rate x seconds) - 1), exact for a Poisson process that spares the wait alone
     (Bougeret et al. 2011, proposition 1; without wait it is Daly's complete model).
     """
-    if rate == 0:
-        return seconds
-    if rate * (seconds + restart) > _HOPELESS:
-        return math.inf
-    return math.exp(rate * restart) * (1 / rate + wait) * math.expm1(rate * seconds)
+    import numpy as np
+
+    with np.errstate(divide="ignore", over="ignore", invalid="ignore"):
+        lasts = np.exp(rate * restart) * (np.divide(1.0, rate) + wait) * np.expm1(rate * seconds)
+        return np.where(rate == 0, seconds, np.where(rate * (seconds + restart) > _HOPELESS, np.inf, lasts))
 
 
 _UNITS: Mapping[str, str] = {
@@ -225,8 +282,14 @@ _UNITS: Mapping[str, str] = {
 
 
 def cost(
-    pricing: Pricing, *, hours: float, nodes: int, gpus_per_node: int, reserved: float, market: Market = "on_demand"
-) -> float:
+    pricing: Pricing,
+    *,
+    hours: Hours,
+    nodes: Number,
+    gpus_per_node: int,
+    reserved: Number,
+    market: Market = "on_demand",
+) -> Hours:
     """Return what `hours` cost, in the currency of the pricing (Eq. 4b; by memory: section IV-C-2).
 
     Args:
@@ -240,7 +303,8 @@ def cost(
     gpus = nodes * gpus_per_node
     units = {"node_hour": nodes, "gpu_hour": gpus, "gb_hour": gpus * reserved / GB}
     discount = pricing.spot.discount if pricing.spot is not None and market == "spot" else 0.0
-    return hours * pricing.price * (1 - discount) * units[pricing.kind]
+    found: Hours = hours * pricing.price * (1 - discount) * units[pricing.kind]
+    return found
 
 
 def price_at_most(spec: JobSpec, node_hours: float, capacity: int | None) -> float | None:

@@ -2,44 +2,51 @@
 
 import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
-from math import hypot, inf, isfinite
+from math import inf
+
+import numpy as np
 
 from tula_cli.errors import Infeasible
-from tula_cli.models import claims, cost, interruptions, power
-from tula_cli.models.choice.grid import Config, candidates
+from tula_cli.models import interruptions, power
+from tula_cli.models.choice.columns import Flags, Ints, by_value
+from tula_cli.models.choice.grid import Config, configs, places
+from tula_cli.models.choice.offers import Offers
+from tula_cli.models.choice.whole_trainings import Steps, Trainings, found_at
 from tula_cli.models.interruptions import Saving
 from tula_cli.models.memory import memory
 from tula_cli.models.memory.memory import MemoryModel
 from tula_cli.models.observations import (
     Probe,
     T,
-    bounds,
     capacity_of,
     doubts,
-    not_measured,
-    observation,
-    other_shape,
+    not_as_forecast,
     require_one_hardware,
     require_some,
 )
-from tula_cli.models.out_of_memory import cannot_accumulate, ruled_out, splits_of
+from tula_cli.models.out_of_memory import cannot_accumulate, ruled_out, rules_out, splits_of
 from tula_cli.models.overheads import OverheadModel, shutdown_of
 from tula_cli.models.power import PowerModel
-from tula_cli.models.time import steptime
-from tula_cli.models.time.priors import PRIORS, SHARDED
-from tula_cli.models.time.steptime import Estimate, StepTimeFit
+from tula_cli.models.ramp.stage_times import StageTimes
+from tula_cli.models.time import steptime, stretches
+from tula_cli.models.time.calibration import AS_MODELLED
+from tula_cli.models.time.steptime import StepTimeFit
+from tula_cli.models.time.stragglers import fitted
+from tula_cli.models.time.what_if import Change, supposed
 from tula_cli.run.records.base import Market
 from tula_cli.run.records.inspections import Inspection
 from tula_cli.run.records.jobs import Attempt
-from tula_cli.run.records.probes import Failed, Measured, OutOfMemory, Overheads
-from tula_cli.run.records.recommendations import Prediction
+from tula_cli.run.records.probes import Failed, Measured, OutOfMemory
+from tula_cli.run.records.recommendations import Calibration, Prediction, TrainedSteps
 from tula_cli.run.records.results import Save
 from tula_cli.run.records.tasks import Rung
 from tula_cli.spec.job import JobSpec
-from tula_cli.spec.resources import Spot
 from tula_cli.words import plural
+
+_BLOCK = 8192
+"""Configurations that are forecast together: what is worked out on the way takes memory for no more of them."""
 
 
 @dataclass(frozen=True)
@@ -58,6 +65,10 @@ class Forecast:
     shutdown: float  # seconds from the last measurement of a job to its end
     saving: Saving | None  # of a script: how often it writes what it goes on from
     warnings: tuple[str, ...]
+    held_up: bool  # by what no model foresees: measured configurations alone are known
+    trained: Mapping[Probe, Sequence[TrainedSteps]]  # by configuration, oldest first
+    calibration: Calibration  # of the intervals
+    supposed: bool = False  # another network, or other GPUs, than were measured
 
     @classmethod
     def from_results(
@@ -68,6 +79,9 @@ class Forecast:
         inspection: Inspection | None = None,
         attempts: Iterable[Attempt] = (),
         saves: Iterable[Save] = (),
+        trained: Sequence[TrainedSteps] = (),
+        calibration: Calibration = AS_MODELLED,
+        others: Sequence[Measured] = (),
     ) -> "Forecast":
         """Fit all models.
 
@@ -77,6 +91,9 @@ class Forecast:
             inspection: estimates of memory and the capacity, used where the probes do not tell.
             attempts: when the probes' jobs began and ended, which tells what ending a job takes.
             saves: what trainings by a script have written, which tells what an interruption loses.
+            trained: what the steps of trainings took, which count beside the probes'.
+            calibration: how wide intervals have to be.
+            others: probes of the same job with other numbers of GPUs a node, for the step time alone.
 
         Raises:
             Infeasible: every probe was out of memory.
@@ -87,18 +104,16 @@ class Forecast:
         measured = sorted(_of(seen, Measured), key=lambda probe: (probe.nodes, probe.local_batch))
         ooms = _of(seen, OutOfMemory)
         require_some(measured, ooms, _of(seen, Failed))
-        require_one_hardware(measured)
+        require_one_hardware([*measured, *others])
         footprints = inspection.footprints if inspection else ()
         script, size = spec.script, measured[0].dataset_size
-        steps = steptime.fit(
-            [observation(probe) for probe in measured],
-            collective=spec.cluster.collective,
-            priors=SHARDED if spec.train.sharded else PRIORS,
-        )
+        steps, held_up = fitted(spec, [*measured, *others], trained)
+        held = memory.fit([*measured, *footprints], accumulate=spec.train.accumulate, sharded=spec.train.sharded)
         return cls(
             spec=spec,
             steps=steps,
-            memory=memory.fit([*measured, *footprints], accumulate=spec.train.accumulate, sharded=spec.train.sharded),
+            held_up=bool(held_up),
+            memory=held,
             power=power.fit(measured),
             capacity=capacity_of(spec, measured, inspection),
             probes={(probe.nodes, probe.local_batch): probe for probe in measured},
@@ -110,40 +125,96 @@ class Forecast:
             warnings=(
                 *doubts(measured),
                 *steps.warnings,
-                *bounds(spec, measured),
-                *other_shape(spec, measured),
-                *claims.doubts(measured),
-                *not_measured(spec, measured),
+                *held_up,
+                *filter(None, [held.doubt]),
+                *not_as_forecast(spec, measured),
             ),
+            trained=stretches.by_place(trained),
+            calibration=calibration,
         )
 
-    @cached_property
-    def largest_local_batch(self) -> Callable[[int], int | None]:
-        """What returns the largest local batch on a number of nodes that leaves the margin free, None where memory sets no
-        bound; each is worked out once.
+    def under(self, change: Change) -> "Forecast":
+        """Return what the same configurations would take on another network, or on other GPUs: nothing of it is measured.
+
+        Memory, and what there is beside the steps, stay as they were measured; the energy of other GPUs is not known.
+
+        Raises:
+            BadMeasurements: the probes do not tell what is to be changed.
         """
-        margin = self.spec.search.memory_margin
-        return functools.cache(lambda nodes: self._memory_on(nodes).largest_local_batch(self.capacity, margin=margin))
+        steps = supposed(self.steps, change, list(self.probes.values()), self.spec)
+        return replace(self, steps=steps, supposed=True, power=None if change.compute else self.power)
+
+    def largest_local_batch(self, nodes: int) -> int | None:
+        """Return the largest local batch on a number of nodes that leaves the margin free; None where memory sets no bound."""
+        return self._largest(nodes if self.memory.sharded else 1)
 
     @cached_property
-    def _memory_on(self) -> Callable[[int], MemoryModel]:
-        """What returns the memory of a GPU on a number of nodes."""
-        return functools.cache(lambda nodes: self.memory.on(nodes * self.spec.cluster.gpus_per_node))
+    def _largest(self) -> Callable[[int], int | None]:
+        """What returns the largest local batch on a number of nodes; each is worked out once."""
+        gpus, margin = self.spec.cluster.gpus_per_node, self.spec.search.memory_margin
+        return functools.cache(
+            lambda nodes: self.memory.on(nodes * gpus).largest_local_batch(self.capacity, margin=margin)
+        )
 
     def candidates(self, nodes: Iterable[int] | None = None) -> list[Config]:
         """Return the candidates of the spec (or of other numbers of nodes), whether they fit or not."""
+        return configs(*self._places(nodes))
+
+    @cached_property
+    def count(self) -> int:
+        """How many candidates of the spec there are."""
+        return len(self._own_places[0])
+
+    @cached_property
+    def _own_places(self) -> tuple[Ints, Ints]:
+        return self._places(self.spec.search.nodes)
+
+    def _places(self, nodes: Iterable[int] | None) -> tuple[Ints, Ints]:
+        """Return nodes and batches of the candidates."""
+        if nodes is None:
+            return self._own_places
         search = self.spec.search
-        return candidates(
-            search.nodes if nodes is None else nodes,
+        found = places(
+            nodes,
             gpus_per_node=self.spec.cluster.gpus_per_node,
             min_batch=search.min_batch,
             max_batch=min(self.dataset_size, search.max_batch or self.dataset_size),
             accumulate=self.spec.train.accumulate,
         )
+        return _columns(found)
 
     def feasible(self, nodes: Iterable[int] | None = None) -> list[Config]:
         """Return the candidates that fit."""
-        return [config for config in self.candidates(nodes) if not self.why_not(config)]
+        return configs(*self._feasible(nodes))
+
+    def _feasible(self, nodes: Iterable[int] | None) -> tuple[Ints, Ints]:
+        """Return nodes and batches of the candidates that fit, as `why_not` has it."""
+        counts, batch = self._places(nodes)
+        local_batch, sharded = batch // (counts * self.spec.cluster.gpus_per_node), self.spec.train.sharded
+        fits = local_batch <= (by_value(self._bound, counts) if sharded else self._bound(1))
+        for oom in self.ooms:
+            fits &= ~rules_out(oom, counts, local_batch, sharded=sharded)
+        fits[list(self.trainings.probes_at(counts, local_batch))] = True
+        fits &= self.trainings.stages.fit(counts, batch)
+        return counts[fits], batch[fits]
+
+    def _bound(self, nodes: int) -> float:
+        largest = self.largest_local_batch(nodes)
+        return inf if largest is None else largest
+
+    def known(self, nodes: Iterable[int] | None = None) -> tuple[Ints, Ints]:
+        """Return nodes and batches of the candidates that fit and whose step time the probes tell."""
+        counts, batch = self._feasible(nodes)
+        refused = self._refused(counts, batch)
+        return counts[~refused], batch[~refused]
+
+    def _refused(self, nodes: Ints, batch: Ints) -> Flags:
+        """Return of which configurations `why_unknown` tells why."""
+        gpus = self.spec.cluster.gpus_per_node
+        local_batch = batch // (nodes * gpus)
+        found = self.steps.refused(nodes, gpus, local_batch)
+        found[list(self.trainings.probes_at(nodes, local_batch))] = False
+        return found
 
     def why_not(self, config: Config) -> str:
         """Return why a configuration cannot run; empty where it can.
@@ -156,6 +227,8 @@ class Forecast:
             return f"the batch is larger than the dataset ({self.dataset_size} training samples)"
         if config.batch < 1 or config.batch % (world * self.spec.train.accumulate):
             return f"the batch does not divide among {world} GPUs x {self.spec.train.accumulate} accumulation steps"
+        if why := self.trainings.stages.why_not(config):
+            return why
         local_batch = config.batch // world
         if (config.nodes, local_batch) in self.probes:
             return ""
@@ -186,54 +259,40 @@ class Forecast:
             raise Infeasible(f"batch {config.batch} on {plural(config.nodes)}: {why}", "tula recommend shows what fits")
         if why := self.why_unknown(config):
             raise steptime.cannot_predict(f"batch {config.batch} on {plural(config.nodes)}", why)
-        probe = self._probe(config)
-        return self._prediction(config, self._steps([config], [probe])[0], probe)
+        return self.table(*columns([config])).record(0)
 
     def predictions(self, nodes: Iterable[int] | None = None) -> tuple[Prediction, ...]:
         """Forecast every feasible candidate whose step time the probes tell, fastest first."""
-        configs = [config for config in self.feasible(nodes) if not self.why_unknown(config)]
-        probes = [self._probe(config) for config in configs]
-        steps = self._steps(configs, probes)
-        found = [self._prediction(*row) for row in zip(configs, steps, probes, strict=True)]
-        return tuple(sorted(found, key=lambda row: (row.hours, row.nodes, row.batch)))
+        return self.table(*self.known(nodes)).ordered().records()
 
-    def offers(self, nodes: Iterable[int] | None = None) -> tuple[Prediction, ...]:
+    def offers(self, nodes: Iterable[int] | None = None) -> Offers:
         """Forecast the same configurations on each market that the pricing knows, fastest first."""
-        found = self.predictions(nodes)
-        spot = [row for on_demand in found if (row := self.on_spot(on_demand)) is not None]
-        return tuple(sorted((*found, *spot), key=lambda row: (row.hours, row.nodes, row.batch))) if spot else found
+        found = self.table(*self.known(nodes))
+        return Offers.join([found, self.trainings.on_spot(found)]).ordered()
+
+    def unknown(self, nodes: Iterable[int] | None = None) -> tuple[Ints, Ints]:
+        """Return nodes and batches of the feasible candidates whose step time the probes do not tell, in order."""
+        counts, batch = self._feasible(nodes)
+        refused = self._refused(counts, batch)
+        return counts[refused], batch[refused]
+
+    def table(self, nodes: Ints, batch: Ints) -> Offers:
+        """Forecast configurations that fit, and whose step times the probes tell, in their order.
+
+        Args:
+            nodes, batch: shape (n,).
+        """
+        blocks = range(0, max(1, len(nodes)), _BLOCK)
+        return Offers.join([self._block(nodes[at : at + _BLOCK], batch[at : at + _BLOCK]) for at in blocks])
+
+    def _block(self, nodes: Ints, batch: Ints) -> Offers:
+        probes = self.trainings.probes_at(nodes, batch // (nodes * self.spec.cluster.gpus_per_node))
+        return self.trainings.on_demand(nodes, batch, self._steps(nodes, batch), probes)
 
     def on_spot(self, on_demand: Prediction) -> Prediction | None:
-        """Return what a configuration is expected to take on spot nodes.
-
-        None where there are none, where interruptions leave no time to get anywhere, and where nothing tells what a script
-        loses by them. The interval is that of the
-        expected time: how much one run differs from the next by its interruptions is not in it.
-        """
-        pricing, row = self.spec.pricing, on_demand
-        spot, config = pricing.spot, Config(row.nodes, row.batch)
-        if spot is None or (self.saving is not None and not self.saving.known):
-            return None
-        training = self._training(config, spot=spot)
-        if not isfinite(hours := training(row.step_time)):
-            return None
-        low, high = (
-            None if step is None or not isfinite(bound := training(step)) else bound
-            for step in (row.step_low, row.step_high)
-        )
-        running = self._training(config, spot=spot.model_copy(update={"wait_minutes": 0.0}))(row.step_time)
-        price = cost.cost(
-            pricing,
-            hours=running,
-            nodes=row.nodes,
-            gpus_per_node=self.spec.cluster.gpus_per_node,
-            reserved=row.peak_memory or 0,
-            market="spot",
-        )
-        energy = {name: kwh and kwh * running / row.hours for name, kwh in power.kwh_of(row).items()}
-        parts = row.parts and row.parts.model_copy(update={"rest": row.parts.rest + 3600 * (hours - row.hours)})
-        update = {"hours": hours, "hours_low": low, "hours_high": high, "cost": price, "market": "spot", "parts": parts}
-        return row.model_copy(update={**update, **energy})
+        """Return what a configuration is expected to take on spot nodes; None where `Trainings.on_spot` leaves it out."""
+        found = self.trainings.on_spot(Offers.of([on_demand]))
+        return found.record(0) if len(found) else None
 
     def ladder(self, nodes: int, batch: int, *, market: Market = "on_demand") -> tuple[Rung, ...]:
         """Return the batch and every smaller feasible candidate on that number of nodes, descending.
@@ -242,9 +301,9 @@ class Forecast:
         kind of nodes that `market` is.
         """
         smaller = [config for config in self.feasible([nodes]) if config.batch < batch]
-        configs = [Config(nodes, batch), *reversed(smaller)]
-        first, *rest = (Rung(batch=config.batch, prediction=self._forecast(config, market)) for config in configs)
-        return first.model_copy(update={"cut": self._cuts(configs[0], market)}), *rest
+        rungs = [Config(nodes, batch), *reversed(smaller)]
+        first, *rest = (Rung(batch=config.batch, prediction=self._forecast(config, market)) for config in rungs)
+        return first.model_copy(update={"cut": self._cuts(rungs[0], market)}), *rest
 
     def _cuts(self, config: Config, market: Market) -> dict[int, Prediction]:
         """Return the forecasts of a configuration whose micro-batches are cut, by the number of parts."""
@@ -263,134 +322,70 @@ class Forecast:
         gpus, smaller = self.spec.cluster.gpus_per_node, Config(config.nodes, config.batch // parts)
         if config.batch % (config.nodes * gpus * self.spec.train.accumulate * parts) or self.why_unknown(smaller):
             return None
-        probe, held = self._probe(smaller), smaller.local_batch(gpus)
-        step = self._steps([smaller], [probe])[0]
-        alone = (probe and probe.compute_time) or self.steps.compute(config.nodes, gpus, held)
-        return self._prediction(config, step.times(1 + (parts - 1) * alone / step.seconds), None, held=held)
+        nodes, batch, size = columns([smaller])[0], columns([config])[1], smaller.local_batch(gpus)
+        probes = self.trainings.probes_at(nodes, np.array([size]))
+        step = self._steps(*columns([smaller]))
+        alone = (probes and not self.supposed and probes[0].compute_time) or self.steps.compute(
+            config.nodes, gpus, size
+        )
+        longer = step.times(1 + (parts - 1) * alone / float(step.seconds[0]))
+        return self.trainings.on_demand(nodes, batch, longer, {}, held=np.array([size])).record(0)
 
     def _forecast(self, config: Config, market: Market) -> Prediction | None:
-        if self.why_not(config) or self.why_unknown(config):
-            return None
-        row = self.predict(config)
-        return row if market == "on_demand" else self.on_spot(row)
+        row = None if self.why_not(config) or self.why_unknown(config) else self.predict(config)
+        return row if row is None or market == "on_demand" else self.on_spot(row)
 
-    def _probe(self, config: Config) -> Measured | None:
-        return self.probes.get((config.nodes, config.local_batch(self.spec.cluster.gpus_per_node)))
+    def _steps(self, nodes: Ints, batch: Ints) -> Steps:
+        """Return the step times, measured where they were and nothing is supposed."""
+        gpus, local_batch = self.spec.cluster.gpus_per_node, batch // (nodes * self.spec.cluster.gpus_per_node)
+        seconds, low, high = self.steps.predict_all(nodes, np.full(len(nodes), gpus), local_batch)
+        fitted = np.full(len(nodes), np.nan)
+        measured = [] if self.supposed else [*self.probes, *self.trained]
+        for index, place in found_at(measured, nodes, local_batch).items():
+            probe = self.probes.get(place)
+            seen = stretches.measured(None if probe is None else probe.step_times, self.trained.get(place, ()))
+            assert seen is not None
+            fitted[index], seconds[index] = seconds[index], seen.seconds
+            low[index], high[index] = (np.nan if end is None else end for end in (seen.low, seen.high))
+        return Steps(seconds, low, high, fitted).widened(self.calibration.step)
 
-    def _steps(self, configs: Sequence[Config], probes: Sequence[Measured | None]) -> list[Estimate]:
-        """Return the step times; those not measured are predicted all at once."""
-        gpus = self.spec.cluster.gpus_per_node
-        unmeasured = [config for config, probe in zip(configs, probes, strict=True) if probe is None]
-        columns = self.steps.predict_all(
-            [config.nodes for config in unmeasured],
-            [gpus] * len(unmeasured),
-            [config.local_batch(gpus) for config in unmeasured],
+    @cached_property
+    def trainings(self) -> Trainings:
+        """What trainings take beside and by their steps."""
+        beside = OverheadModel(self.spec, tuple(self.probes.values()), self.shutdown)
+        return Trainings(
+            spec=self.spec,
+            memory=self.memory,
+            power=self.power,
+            capacity=self.capacity,
+            probes=self.probes,
+            dataset_size=self.dataset_size,
+            eval_size=self.eval_size,
+            beside=beside,
+            saving=self.saving,
+            trained=self.trained,
+            calibration=self.calibration,
+            supposed=self.supposed,
+            stages=StageTimes(
+                self.spec, self.dataset_size, lambda those: self._steps(*columns(those)).estimates(), self.why_unknown
+            ),
         )
-        predicted = (Estimate(*map(float, row)) for row in zip(*columns, strict=True))
-        return [next(predicted) if probe is None else steptime.observed(probe.step_times) for probe in probes]
-
-    def _prediction(
-        self, config: Config, step: Estimate, probe: Measured | None, *, held: int | None = None
-    ) -> Prediction:
-        """Return the forecast at a step time; `held` is the local batch whose memory is taken, where that is another."""
-        gpus = self.spec.cluster.gpus_per_node
-        local_batch = config.local_batch(gpus)
-        held = held or local_batch
-        time, startup = self._time(config), self._beside.startup_spread / 3600
-        training, overheads, hours = time.hours, time.overheads, time.hours(step.seconds)
-        model = self._memory_on(config.nodes)
-        reserved = probe.memory.reserved if probe else model.reserved(held)
-        found = Prediction(
-            nodes=config.nodes,
-            batch=config.batch,
-            local_batch=local_batch,
-            step_time=step.seconds,
-            step_low=step.low,
-            step_high=step.high,
-            hours=hours,
-            hours_low=None if step.low is None else max(0.0, hours - hypot(hours - training(step.low), startup)),
-            hours_high=None if step.high is None else hours + hypot(training(step.high) - hours, startup),
-            cost=cost.cost(self.spec.pricing, hours=hours, nodes=config.nodes, gpus_per_node=gpus, reserved=reserved),
-            peak_memory=reserved,
-            headroom=None if self.capacity is None else 1 - model.needed(held) / self.capacity,
-            measured=probe is not None,
-            parts=None if self.spec.script else time.parts(step.seconds, data_wait=probe.data_wait if probe else None),
-            refresh_share=None
-            if overheads.refresh is None
-            else self._work(config).refreshes * overheads.refresh / (3600 * hours),
-        )
-        return found if self.power is None else self._with_energy(found, probe, self.power)
-
-    def _with_energy(self, row: Prediction, probe: Measured | None, model: PowerModel) -> Prediction:
-        """Return a forecast with the energy of its steps; the rest of the training is taken to draw what they do."""
-        told = probe is not None and probe.energy is not None
-        found = model.measured(probe) if probe and told else model.predict(row.step_time, row.local_batch)
-        kilowatts = found.watts * row.nodes * self.spec.cluster.gpus_per_node / 1000
-        kwh = kilowatts * row.hours
-        return row.model_copy(
-            update={
-                "energy": 1000 * kilowatts * row.step_time,
-                "kwh": kwh,
-                "kwh_low": power.end(kwh, found, row.hours_low, row.hours, side=-1),
-                "kwh_high": power.end(kwh, found, row.hours_high, row.hours, side=1),
-            }
-        )
-
-    def _training(self, config: Config, *, spot: Spot | None = None) -> Callable[[float], float]:
-        """Return what gives the hours of the whole training from the step time; on spot nodes the expected ones."""
-        found = self._time(config, spot=spot)
-        if spot is not None and self.saving is not None:
-            return self._training_of_script(found.work, found.overheads, self.saving, rate=found.rate, spot=spot)
-        return found.hours
-
-    def _time(self, config: Config, *, spot: Spot | None = None) -> cost.TrainingTime:
-        overheads, every = self._beside.at(config), self.spec.train.checkpoint_every
-        rate = cost.interruption_rate(self.spec.pricing, config.nodes)
-        if every == "auto":  # as the ranks do it, who do not know which nodes they are on
-            every = cost.checkpoint_interval(overheads.checkpoint, rate=rate)
-        if spot is None:
-            return cost.TrainingTime(self._work(config), overheads, every)
-        return cost.TrainingTime(self._work(config), overheads, every, rate, 60 * spot.wait_minutes)
-
-    def _training_of_script(
-        self, work: cost.Work, overheads: Overheads, saving: Saving, *, rate: float, spot: Spot
-    ) -> Callable[[float], float]:
-        """Return what gives the hours on spot nodes of a script, which alone decides when it saves."""
-
-        def hours(step_time: float) -> float:
-            interval = saving.interval(step_time, epoch_steps=work.steps)
-            if interval is None:
-                return inf
-            stepping, wait = work.epochs * work.steps * step_time, 60 * spot.wait_minutes
-            return cost.script_seconds(stepping, overheads=overheads, interval=interval, rate=rate, wait=wait) / 3600
-
-        return hours
 
     def interruption(self, row: Prediction) -> str:
         """Say what an interruption costs a script at a configuration; empty for tula's own loop."""
         if self.saving is None:
             return ""
-        return self.saving.words(row.step_time, epoch_steps=self._work(Config(row.nodes, row.batch)).steps)
+        return self.saving.words(row.step_time, epoch_steps=self.dataset_size // row.batch)
 
-    @cached_property
-    def _work(self) -> Callable[[Config], cost.Work]:
-        """What gives the work of a configuration; each is worked out once."""
-        return functools.cache(self._work_of)
 
-    def _work_of(self, config: Config) -> cost.Work:
-        return cost.work(
-            self.spec,
-            batch=config.batch,
-            world=config.nodes * self.spec.cluster.gpus_per_node,
-            dataset_size=self.dataset_size,
-            eval_size=self.eval_size,
-            eval_batch_size=self._beside.at(config).eval_batch_size,
-        )
+def columns(those: Sequence[Config]) -> tuple[Ints, Ints]:
+    """Return nodes and batches of configurations as arrays."""
+    return _columns([(config.nodes, config.batch) for config in those])
 
-    @cached_property
-    def _beside(self) -> OverheadModel:
-        """What there is beside the steps."""
-        return OverheadModel(self.spec, tuple(self.probes.values()), self.shutdown)
+
+def _columns(those: Sequence[tuple[int, int]]) -> tuple[Ints, Ints]:
+    found = np.array(those, dtype=np.int64).reshape(-1, 2)
+    return found[:, 0], found[:, 1]
 
 
 def _of(results: Sequence[Measured | OutOfMemory | Failed], kind: type[T]) -> list[T]:

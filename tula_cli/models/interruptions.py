@@ -4,7 +4,9 @@ import math
 import statistics
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
+from tula_cli.models.cost import TrainingTime, script_seconds
 from tula_cli.run.records.results import Save
 from tula_cli.spec.scripts.own_script import Script
 from tula_cli.words import duration, plural
@@ -25,12 +27,26 @@ class Saving:
         """Whether it is known what an interruption loses."""
         return not self.goes_on or any(value is not None for value in (self.epochs, self.steps, self.seconds))
 
-    def interval(self, step_time: float, *, epoch_steps: int) -> float | None:
+    def hours_on_spot(self, training: TrainingTime, step_time: Any) -> Any:
+        """Return the expected hours of a training on spot nodes by a script, which alone decides when it saves.
+
+        Args:
+            training: its work, what there is beside it, and how often nodes are taken away.
+            step_time: seconds; a number, or an array of them.
+        """
+        work, interval = training.work, self.interval(step_time, epoch_steps=training.work.steps)
+        if interval is None:
+            return math.inf
+        stepping, beside = work.epochs * work.steps * step_time, training.overheads
+        wait, rate = training.wait, training.rate
+        return script_seconds(stepping, overheads=beside, interval=interval, rate=rate, wait=wait) / 3600
+
+    def interval(self, step_time: Any, *, epoch_steps: Any) -> Any | None:
         """Return the seconds between two checkpoints; infinite where it goes on from none, None where nothing tells.
 
         Args:
-            step_time: seconds.
-            epoch_steps: of an epoch, at the batch that is trained.
+            step_time: seconds; a number, or an array with one for each of many configurations.
+            epoch_steps: of an epoch, at the batch that is trained; likewise.
         """
         if not self.goes_on:
             return math.inf
@@ -38,7 +54,7 @@ class Saving:
             return self.epochs * epoch_steps * step_time
         return self.seconds if self.steps is None else self.steps * step_time
 
-    def words(self, step_time: float | None, *, epoch_steps: int | None) -> str:
+    def words(self, step_time: float | None, *, epoch_steps: float | None) -> str:
         """Say what an interruption costs.
 
         Args:

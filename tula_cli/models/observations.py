@@ -5,7 +5,7 @@ from collections.abc import Iterable, Sequence
 from typing import TypeVar
 
 from tula_cli.errors import BadMeasurements, Infeasible
-from tula_cli.models import refresh
+from tula_cli.models import claims, refresh
 from tula_cli.models.time.noise import centre
 from tula_cli.models.time.steptime import Observation
 from tula_cli.run.records.inspections import Inspection
@@ -37,6 +37,16 @@ def observation(probe: Measured) -> Observation:
     )
 
 
+def not_as_forecast(spec: JobSpec, measured: Sequence[Measured]) -> list[str]:
+    """Return where times, shapes and claims are other than they are forecast, and what a forecast leaves out."""
+    return [
+        *bounds(spec, measured),
+        *other_shape(spec, measured),
+        *claims.doubts(measured),
+        *not_measured(spec, measured),
+    ]
+
+
 def bounds(spec: JobSpec, measured: Iterable[Measured]) -> list[str]:
     """Return what is known beforehand to take less than is forecast."""
     if not spec.train.facts.measured_as or not any(probe.nodes * probe.gpus_per_node > 1 for probe in measured):
@@ -61,8 +71,17 @@ def other_shape(spec: JobSpec, measured: Iterable[Measured]) -> list[str]:
 
 
 def not_measured(spec: JobSpec, measured: Sequence[Measured]) -> list[str]:
-    """Say what the forecast leaves out, because a script of the user's own does not tell it."""
-    return [*_left_out(spec, measured), *_memory_unknown(spec, measured)]
+    """Say what the forecast leaves out, because a script of the user's own, or a single local batch, does not tell it."""
+    return [*_left_out(spec, measured), *_memory_unknown(spec, measured), *_stages_unknown(spec, measured)]
+
+
+def _stages_unknown(spec: JobSpec, measured: Sequence[Measured]) -> list[str]:
+    if not spec.train.stages or len({probe.local_batch for probe in measured}) > 1:
+        return []
+    return [
+        "the stages of train.ramp are taken to have steps as long as those of the batch after them, because one local batch was"
+        " measured: times and costs are upper bounds"
+    ]
 
 
 def _left_out(spec: JobSpec, measured: Sequence[Measured]) -> list[str]:

@@ -2,9 +2,13 @@
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from tula_cli.run.records.micro_batches import MicroBatches, Splits
 from tula_cli.spec.job import JobSpec
+
+Number = Any
+"""A number, or an array of them."""
 
 FEWEST_NORMALISED = 8
 """Samples over which BatchNorm takes its statistics at least: over fewer their noise, not the batch, decides what is learned
@@ -46,8 +50,8 @@ def splits_of(
     """
     found: list[int] = []
     least = 2
-    for parts in range(2, micro_batch + 1):
-        if parts < least or micro_batch % parts:
+    for parts in divisors(micro_batch):
+        if parts < least:
             continue
         broken = [why for holds, why in limits if not holds(micro_batch // parts)]
         if broken:
@@ -55,6 +59,20 @@ def splits_of(
         found.append(parts)
         least = 2 * parts
     return _splits(batch, micro_batch, micro_batches, found, "it holds one sample")
+
+
+def divisors(number: int) -> list[int]:
+    """Return the divisors of a positive number, ascending."""
+    found, left, prime = {1}, number, 2
+    while left > 1:
+        if prime * prime > left:
+            prime = left
+        if left % prime:
+            prime += 1
+        else:
+            left //= prime
+            found |= {divisor * prime for divisor in found}
+    return sorted(found)
 
 
 def _splits(batch: int, micro_batch: int, micro_batches: int, into: list[int], limit: str) -> Splits:
@@ -135,5 +153,11 @@ def ruled_out(ooms: Iterable[tuple[int, int]], nodes: int, local_batch: int, *, 
         nodes, local_batch: of the configuration.
         sharded: whether the GPUs share the model: then fewer nodes have no more room, but more of them may.
     """
-    sizes = [size for count, size in ooms if size <= local_batch and (not sharded or nodes <= count)]
+    sizes = [oom[1] for oom in ooms if rules_out(oom, nodes, local_batch, sharded=sharded)]
     return min(sizes, default=None)
+
+
+def rules_out(oom: tuple[int, int], nodes: Number, local_batch: Number, *, sharded: bool) -> Number:
+    """Return whether a probe that was out of memory tells that a configuration, or each of an array of them, does not fit."""
+    count, size = oom
+    return (size <= local_batch) & (nodes <= count) if sharded else size <= local_batch

@@ -1,18 +1,29 @@
 """What training takes beside its steps at any configuration: each part from the probes most like it that tell it."""
 
-import functools
 import statistics
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from math import log2
+
+import numpy as np
 
 from tula_cli.models import refresh
-from tula_cli.models.choice.grid import Config
+from tula_cli.models.choice.columns import Floats, Ints, apart, nearest
 from tula_cli.models.time.noise import Z90
 from tula_cli.run.records.jobs import Attempt
-from tula_cli.run.records.probes import Measured, Overheads
+from tula_cli.run.records.probes import Measured
 from tula_cli.spec.job import JobSpec
+
+
+@dataclass(frozen=True)
+class OverheadColumns:
+    """The overheads of many configurations, each of shape (n,): seconds, as `Overheads` has them."""
+
+    startup: Floats
+    eval_batch: Floats | None  # None where no probe tells
+    eval_batch_size: Ints  # 0 where its probe does not tell
+    checkpoint: Floats | None  # None where no probe tells
+    refresh: Floats  # nan where no probe tells
 
 
 @dataclass(frozen=True)
@@ -23,48 +34,45 @@ class OverheadModel:
     probes: Sequence[Measured]  # at least one
     shutdown: float  # seconds from the last measurement of a job to its end
 
-    @cached_property
-    def at(self) -> Callable[[Config], Overheads]:
-        """What gives the overheads of a configuration, None where no probe tells; each is worked out once."""
-        return functools.cache(self._at)
+    def at(self, nodes: Ints, local_batch: Ints, batch: Ints) -> OverheadColumns:
+        """Return the overheads of configurations: those of the nearest local batch, and what no batch changes of the nearest
+        number of nodes.
+
+        Args:
+            nodes, local_batch, batch: shape (n,).
+        """
+        told = [probe for probe in self.probes if probe.overheads.eval_batch is not None]
+        near = told or self.probes
+        place = nearest(
+            apart([probe.local_batch for probe in near], local_batch), apart([probe.nodes for probe in near], nodes)
+        )
+        startup = self._by_nodes([(probe.nodes, probe.overheads.startup) for probe in self.probes], nodes)
+        saves = [(probe.nodes, save) for probe in self.probes if (save := probe.overheads.checkpoint) is not None]
+        return OverheadColumns(
+            startup=startup + self.shutdown,
+            eval_batch=np.array([probe.overheads.eval_batch for probe in near], dtype=float)[place] if told else None,
+            eval_batch_size=np.array([probe.overheads.eval_batch_size or 0 for probe in near])[place],
+            checkpoint=self._by_nodes(saves, nodes) if saves else None,
+            refresh=refresh.seconds(self.spec, self.probes, nodes=nodes, local_batch=local_batch, batch=batch),
+        )
 
     @cached_property
     def startup_spread(self) -> float:
         """Half the 90 % interval of what a start takes from one job to the next: seconds, 0 where one job tells nothing."""
-        apart: list[float] = []
+        spread: list[float] = []
         for nodes in {probe.nodes for probe in self.probes}:
             # The probes of one job started together: they tell the same.
             seen = sorted({probe.overheads.startup for probe in self.probes if probe.nodes == nodes})
-            apart.append(statistics.median(seen))
-        return Z90 * statistics.stdev(apart) if len(apart) > 1 else 0.0
+            spread.append(statistics.median(seen))
+        return Z90 * statistics.stdev(spread) if len(spread) > 1 else 0.0
 
-    @cached_property
-    def _of_the_job(self) -> Callable[[int], tuple[float, float | None]]:
-        return functools.cache(self._startup_and_checkpoint)
-
-    def _startup_and_checkpoint(self, nodes: int) -> tuple[float, float | None]:
-        """Return what no batch changes: the medians over the nearest number of nodes, in seconds."""
-
-        def nearest(told: Sequence[tuple[int, float]]) -> float | None:
-            count = min((count for count, _ in told), key=lambda count: abs(log2(count / nodes)), default=None)
-            return statistics.median(seconds for other, seconds in told if other == count) if told else None
-
-        startup = nearest([(probe.nodes, probe.overheads.startup) for probe in self.probes])
-        assert startup is not None
-        saves = [(probe.nodes, save) for probe in self.probes if (save := probe.overheads.checkpoint) is not None]
-        return startup + self.shutdown, nearest(saves)
-
-    def _at(self, config: Config) -> Overheads:
-        """Take those of the nearest local batch, and of the nearest number of nodes what no batch changes."""
-        local_batch = config.local_batch(self.spec.cluster.gpus_per_node)
-        told = [probe for probe in self.probes if probe.overheads.eval_batch is not None] or self.probes
-        nearest = min(
-            told,
-            key=lambda probe: (abs(log2(probe.local_batch / local_batch)), abs(log2(probe.nodes / config.nodes))),
-        )
-        startup, checkpoint = self._of_the_job(config.nodes)
-        took = refresh.seconds(self.spec, self.probes, nodes=config.nodes, local_batch=local_batch, batch=config.batch)
-        return nearest.overheads.model_copy(update={"startup": startup, "checkpoint": checkpoint, "refresh": took})
+    def _by_nodes(self, told: Sequence[tuple[int, float]], nodes: Ints) -> Floats:
+        """Return the medians over the nearest number of nodes, shape (n,)."""
+        counts = list(dict.fromkeys(count for count, _ in told))
+        medians = [statistics.median(seconds for other, seconds in told if other == count) for count in counts]
+        distinct, where = np.unique(nodes, return_inverse=True)
+        found: Floats = np.array(medians)[nearest(apart(counts, distinct))][where]
+        return found
 
 
 def shutdown_of(attempts: Iterable[Attempt], measured: Sequence[Measured]) -> float:

@@ -8,16 +8,17 @@ work for a sample takes beside that. Residuals are relative.
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from math import hypot
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from tula_cli.run.records.probes import Measured
-from tula_cli.run.records.recommendations import Prediction
 from tula_cli.words import number, plural
 
 Floats = NDArray[np.float64]
+Number = Any
+"""A number, or an array of them."""
 
 _FEWEST = 3  # probes that P and e are told apart by; fewer tell one power for all
 _ALIKE = 1e4  # condition of the columns beyond which step time and batch are proportional in all probes
@@ -26,10 +27,10 @@ _NOTHING = 1e-3  # a part that is less than this share of the energy in every pr
 
 @dataclass(frozen=True)
 class Power:
-    """What one GPU draws over a step."""
+    """What one GPU draws over a step, at one configuration or at each of many."""
 
-    watts: float
-    error: float | None  # half the 90 % interval, as a share of the watts; None where there is no residual
+    watts: Number
+    error: Number | None  # half the 90 % interval, as a share of the watts; None where there is no residual
 
 
 @dataclass(frozen=True)
@@ -46,16 +47,16 @@ class PowerModel:
         """Return the power that a probe tells, which has to."""
         return Power(_watts(probe), self.error)
 
-    def predict(self, seconds: float, local_batch: int) -> Power:
-        """Return the power at a configuration that no probe tells.
+    def predict(self, seconds: Number, local_batch: Number) -> Power:
+        """Return the power at a configuration that no probe tells, or at each of many.
 
         Args:
             seconds: its step time.
             local_batch: samples of one GPU and step.
         """
-        row = np.array([seconds, local_batch], dtype=float)[: len(self._spread)]
+        rows = np.stack([seconds, local_batch], axis=-1).astype(float)[..., : len(self._spread)]
         joules = self.idle * seconds + self.per_sample * local_batch
-        leverage = float(row @ self._spread @ row) / joules**2
+        leverage = np.einsum("...i,ij,...j", rows, self._spread, rows) / joules**2
         error = None if self.error is None else self.error * (1 + leverage) ** 0.5
         return Power(joules / seconds, error)
 
@@ -120,13 +121,9 @@ def _words(idle: float, per_sample: float, residuals: Sequence[float] | Floats, 
     return f"{number(idle)} W a GPU{rest}, from {told} of {plural(of, 'probe')}{error}"
 
 
-def end(kwh: float, found: Power, bound: float | None, hours: float, *, side: int) -> float | None:
-    """Return an end of the 90 % interval: the errors of power and of time come together by chance alone."""
-    if found.error is None or bound is None:
-        return None
-    return max(0.0, kwh * (1 + side * hypot(found.error, bound / hours - 1)))
-
-
-def kwh_of(row: Prediction) -> dict[str, float | None]:
-    """Return a forecast's energy with its interval, by their names."""
-    return {"kwh": row.kwh, "kwh_low": row.kwh_low, "kwh_high": row.kwh_high}
+def end(kwh: Floats, found: Power, bound: Floats, hours: Floats, *, side: int) -> Floats:
+    """Return an end of the 90 % interval, nan without one: the errors of power and of time come together by chance alone."""
+    if found.error is None:
+        return np.full(len(kwh), np.nan)
+    reached: Floats = np.maximum(0.0, kwh * (1 + side * np.hypot(found.error, bound / hours - 1)))
+    return reached

@@ -1,11 +1,15 @@
 """What refreshing the scaling factors takes: how often, and how long where no probe has timed it."""
 
 from collections.abc import Iterable
-from math import ceil, log2
+from math import ceil
+from typing import TYPE_CHECKING
 
 from tula_cli.run.records.probes import Measured
 from tula_cli.spec.ags import Every
 from tula_cli.spec.job import JobSpec
+
+if TYPE_CHECKING:
+    from tula_cli.models.choice.columns import Floats, Ints
 
 
 def small_batch(spec: JobSpec, batch: int) -> int:
@@ -53,33 +57,49 @@ def count(spec: JobSpec, *, batch: int, steps: int) -> int:
     if not apart(spec, batch):
         return 0
     refresh = spec.ags.resolved().refresh
-    return spec.train.epochs * steps // refresh.every if isinstance(refresh, Every) else spec.train.epochs
+    epochs = spec.train.epochs_at_most
+    return epochs * steps // refresh.every if isinstance(refresh, Every) else epochs
 
 
-def seconds(spec: JobSpec, probes: Iterable[Measured], *, nodes: int, local_batch: int, batch: int) -> float | None:
-    """Return what one refresh adds to a step at a configuration; None where no probe tells.
+def seconds(
+    spec: JobSpec, probes: Iterable[Measured], *, nodes: "Ints", local_batch: "Ints", batch: "Ints"
+) -> "Floats":
+    """Return what one refresh adds to a step at each of many configurations, shape (n,); nan where no probe tells.
 
     That of the probe whose rank took about as many samples for it, on about as many nodes. Where the probes' batches
     were all too small to scale, the step without synchronisation of the probe with about as many samples: a refresh is
     a forward and a backward pass.
+
+    Args:
+        spec: the job.
+        probes: those there are.
+        nodes, local_batch, batch: of the configurations, shape (n,).
     """
-    if not apart(spec, batch):
-        return 0.0
-    known, share = list(probes), _share(spec, batch, local_batch)
+    import numpy as np
+
+    from tula_cli.models.choice.columns import apart as doublings
+    from tula_cli.models.choice.columns import by_value, nearest
+
+    refreshed = by_value(lambda one: apart(spec, one), batch)
+    if not refreshed.any():
+        return np.zeros(len(batch))
+    known, accumulate = list(probes), spec.train.accumulate
+    share = np.minimum(by_value(lambda one: small_batch(spec, one), batch), np.maximum(1, local_batch // accumulate))
     timed = [probe for probe in known if apart(spec, probe.batch) and probe.overheads.refresh is not None]
-    if not timed:
-        local = [probe for probe in known if _without_sync(probe) is not None]
-        nearest = min(local, key=lambda probe: abs(log2(probe.local_batch / share)), default=None)
-        return None if nearest is None else _without_sync(nearest)
-
-    def unlike(probe: Measured) -> tuple[float, float, float]:
-        return (
-            abs(log2(_share(spec, probe.batch, probe.local_batch) / share)),
-            abs(log2(probe.nodes / nodes)),
-            abs(log2(probe.local_batch / local_batch)),
+    local = [probe for probe in known if _without_sync(probe) is not None]
+    if timed:
+        unlike = (
+            doublings([_share(spec, probe.batch, probe.local_batch) for probe in timed], share),
+            doublings([probe.nodes for probe in timed], nodes),
+            doublings([probe.local_batch for probe in timed], local_batch),
         )
-
-    return min(timed, key=unlike).overheads.refresh
+        took = np.array([probe.overheads.refresh for probe in timed], dtype=float)[nearest(*unlike)]
+    elif local:
+        alike = nearest(doublings([probe.local_batch for probe in local], share))
+        took = np.array([_without_sync(probe) for probe in local], dtype=float)[alike]
+    else:
+        took = np.full(len(batch), np.nan)
+    return np.where(refreshed, took, 0.0)
 
 
 def _without_sync(probe: Measured) -> float | None:

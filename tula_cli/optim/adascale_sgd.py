@@ -207,14 +207,17 @@ class AdaScale(Wrapper):
 
 
 def gain(noise: Number, signal: Number, scale: float) -> Number:
-    """Return r = (sigma^2 + mu^2) / (sigma^2 / S + mu^2) (Eq. 3 of the paper).
+    """Return r = (sigma^2 + mu^2) / (sigma^2 / S + mu^2) (Eq. 3 of the paper); 1 where both are 0, for nothing is known.
 
     Args:
         noise: sigma^2, at the reference batch.
         signal: mu^2.
         scale: S, the batch over the reference batch.
     """
-    return (noise + signal) / (noise / scale + signal)
+    below = noise / scale + signal
+    if isinstance(below, Tensor):
+        return torch.where(below > 0, (noise + signal) / below, 1.0)
+    return (noise + signal) / below if below > 0 else 1.0
 
 
 def estimates(small: Tensor, large: Tensor, *, samples: int, batch: int, reference_batch: int) -> tuple[Tensor, Tensor]:

@@ -41,19 +41,13 @@ class Static(Factors):
         self.reads_b_small = factor is None
         self.factor = factor
 
-    def bind(self, setup: Setup) -> None:
-        super().bind(setup)
-        if self.factor is None:
-            self.factor = max(1.0, setup.limit)
-
     @property
     def _number(self) -> float:
-        assert self.factor is not None, "factors are bound before they are asked"
-        return self.factor
+        return max(1.0, self.setup.limit) if self.factor is None else self.factor
 
     @property
     def identity(self) -> str | None:
-        return "AGS leaves the gradients as they are: its factor is 1" if self.factor == 1 else None
+        return "AGS leaves the gradients as they are: its factor is 1" if self._number == 1 else None
 
     @property
     def bounds(self) -> Bounds:
@@ -159,6 +153,13 @@ class SmallBatch(Factors):
     @property
     def wants_small_batch(self) -> bool:
         return self.reads_b_small and self.due
+
+    def change(self, setup: Setup) -> None:
+        super().change(setup)
+        self.drop()
+        self._factor = {}
+        self.schedule.restart()
+        self.refresh_soon()
 
     def start_epoch(self, steps: int, *, rest: bool | None) -> None:
         self.schedule.start(steps, rest=rest)

@@ -107,6 +107,10 @@ class Gate:
         change = math.inf if self.change is None else float(self.change)
         return {name: n / max(1, taken) for name, n in shares.items()} | {"steps": float(taken), "delta": change}
 
+    def forget(self) -> None:
+        """Compare the next step with none: the norms of the batches to come are others."""
+        self.square = self.level = self.change = None
+
     def meaning(self) -> dict[str, Any]:
         """The settings without which a stored norm means something else."""
         return {"ewma": self.ewma}

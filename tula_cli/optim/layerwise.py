@@ -1,7 +1,8 @@
 """Layer-wise adaptive optimizers for large batches: LARS and LAMB.
 
 Both give every tensor a step in proportion to its own norm. Tensors of at most one dimension (biases, the scales and
-shifts of norms) take the plain step and no weight decay, as is usual with both.
+shifts of norms) take the plain step and no weight decay, as is usual with both. Weights in half precision are stepped in
+float32, and so are their states: norms overflow there, and squares of gradients vanish.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .parts.indicators import alike
+from .parts.indicators import alike, wide
 from .parts.wrapper import Optimizer
 
 Parameters = Iterable[Tensor] | Iterable[dict[str, Any]]
@@ -31,6 +32,17 @@ class _Layerwise(Optimizer):
 
     def _update_tensors(self, group: dict[str, Any], params: list[Tensor], *, adapted: bool) -> None:
         raise NotImplementedError
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Continue where `state_dict()` was taken; torch's own would round the states to the precision of the weights."""
+        super().load_state_dict(state_dict)
+        numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
+        params = [p for group in self.param_groups for p in group["params"]]
+        for number, p in zip(numbers, params, strict=True):
+            for name, value in state_dict["state"].get(number, {}).items():
+                if isinstance(value, Tensor) and wide(p.dtype) is not p.dtype:
+                    self.state[p][name] = value.to(p.device, wide(p.dtype), copy=True)
 
 
 class Lars(_Layerwise):
@@ -90,7 +102,7 @@ class Lars(_Layerwise):
         if adapted:
             decay = group["weight_decay"]
             rates = _lars_rates(params, updates, decay=decay, trust=group["trust_coefficient"], eps=group["eps"])
-            updates = list(torch._foreach_add(updates, params, alpha=decay))
+            updates = list(torch._foreach_add(updates, _widened(params), alpha=decay))
             torch._foreach_mul_(updates, rates)
             torch._foreach_mul_(updates, lr)
         else:
@@ -103,12 +115,12 @@ class Lars(_Layerwise):
                 torch._foreach_add_(updates, buffers, alpha=momentum)
             else:
                 updates = buffers
-        torch._foreach_sub_(params, updates)
+        torch._foreach_sub_(params, _as(updates, params))
 
     def _buffers(self, params: Sequence[Tensor]) -> list[Tensor]:
         for p in params:
             if "momentum_buffer" not in self.state[p]:
-                self.state[p]["momentum_buffer"] = torch.zeros_like(p, memory_format=torch.preserve_format)
+                self.state[p]["momentum_buffer"] = _zeros(p)
         return [self.state[p]["momentum_buffer"] for p in params]
 
 
@@ -167,17 +179,16 @@ class Lamb(_Layerwise):
         torch._foreach_mul_(updates, first)
         torch._foreach_mul_(updates, [1 / (1 - beta1**t) for t in steps])
         if adapted:
-            torch._foreach_add_(updates, params, alpha=group["weight_decay"])
+            torch._foreach_add_(updates, _widened(params), alpha=group["weight_decay"])
             torch._foreach_mul_(updates, _lamb_ratios(params, updates))
-        torch._foreach_sub_(params, updates, alpha=group["lr"])
+        torch._foreach_sub_(params, _as(torch._foreach_mul(updates, group["lr"]), params))
 
     def _moments(self, params: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor], list[int]]:
         for p in params:
             state = self.state[p]
             if not state:
                 state["step"] = 0  # a number: the host knows it without waiting for the device
-                state["exp_avg"] = torch.zeros_like(p, memory_format=torch.preserve_format)
-                state["exp_avg_sq"] = torch.zeros_like(p, memory_format=torch.preserve_format)
+                state["exp_avg"], state["exp_avg_sq"] = _zeros(p), _zeros(p)
             state["step"] += 1
         states = [self.state[p] for p in params]
         return [s["exp_avg"] for s in states], [s["exp_avg_sq"] for s in states], [s["step"] for s in states]
@@ -190,11 +201,25 @@ def _lamb_ratios(params: Sequence[Tensor], updates: Sequence[Tensor]) -> list[Te
 
 def _norms(tensors: Sequence[Tensor]) -> Tensor:
     """Return the norm of each tensor, (n,): what follows takes all of them in one operation."""
-    return torch.stack(torch._foreach_norm(list(tensors)))
+    return torch.stack(torch._foreach_norm(list(tensors), 2, dtype=wide(tensors[0].dtype)))
+
+
+def _zeros(param: Tensor) -> Tensor:
+    """Return the state that a parameter begins with."""
+    return torch.zeros_like(param, dtype=wide(param.dtype), memory_format=torch.preserve_format)
+
+
+def _widened(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Return the tensors in the precision of their states."""
+    return [tensor.to(wide(tensor.dtype)) for tensor in tensors]
+
+
+def _as(updates: Sequence[Tensor], params: Sequence[Tensor]) -> list[Tensor]:
+    return [update.to(p.dtype) for update, p in zip(updates, params, strict=True)]
 
 
 def _gradients(params: Sequence[Tensor]) -> list[Tensor]:
-    """Return the gradients.
+    """Return the gradients, in the precision of the states.
 
     Raises:
         RuntimeError: a sparse one, which has no norm of its own in a step like this.
@@ -202,7 +227,7 @@ def _gradients(params: Sequence[Tensor]) -> list[Tensor]:
     grads = [p.grad for p in params if p.grad is not None]
     if any(grad.is_sparse for grad in grads):
         raise RuntimeError("LARS and LAMB do not work with sparse gradients; use sparse=False in the embedding")
-    return grads
+    return _widened(grads)
 
 
 def _at_least_0(**values: float) -> None:

@@ -34,6 +34,11 @@ ALIGN_EVERY = 100
 """Steps after which rank 0's matrices are handed out, should other hardware round products otherwise."""
 
 
+def is_sgd(base: torch.optim.Optimizer) -> bool:
+    """Whether an optimizer is SGD, or derived from it: its steps have a length that a direction can take over."""
+    return "SGD" in {kind.__name__ for kind in type(base).__mro__}
+
+
 class Ortho(Wrapper):
     """Wraps SGD and turns what its step does to each matrix into the nearest (semi-)orthogonal direction.
 
@@ -61,7 +66,7 @@ class Ortho(Wrapper):
     """
 
     def __init__(self, base: torch.optim.Optimizer, *, model: nn.Module, max_grad_norm: float | None = None) -> None:
-        if "SGD" not in {kind.__name__ for kind in type(base).__mro__}:
+        if not is_sgd(base):
             raise ValueError(
                 f"the steps of {type(base).__name__} have no length that a direction could take over; use torch.optim.SGD"
             )
@@ -71,6 +76,13 @@ class Ortho(Wrapper):
         self._spared = frozenset(map(id, _spared(model)))
         _, self._world = place(model)
         self._steps = 0
+        # A class of its own may step otherwise: its step is read off the weights, which have to be fine enough for that.
+        self._plain = type(base) is torch.optim.SGD
+        if not self._plain and (half := {p.dtype for p in self.matrices()} - {torch.float32, torch.float64}):
+            raise ValueError(
+                f"the step of {type(base).__name__} cannot be read off weights in {', '.join(sorted(map(str, half)))}, which round"
+                " it away; use torch.optim.SGD, or weights in float32 (autocast computes in half precision)"
+            )
 
     def matrices(self) -> list[Tensor]:
         """The parameters whose steps are turned, in the order of the groups."""
@@ -86,15 +98,58 @@ class Ortho(Wrapper):
         if self.max_grad_norm is not None and grads:
             clip_(grads, self.max_grad_norm)
         matrices = [p for p in self.matrices() if p.grad is not None]
-        before = copies(matrices) if matrices else []
-        self.base.step()
-        if matrices:
+        if not matrices:
+            self.base.step()
+        elif self._plain:
+            self._turned_sgd(matrices)
+        else:
+            before = copies(matrices)
+            self.base.step()
             torch._foreach_sub_(matrices, before)
             turn_(matrices)
             torch._foreach_add_(matrices, before)
         self._steps += 1
         if self._steps % ALIGN_EVERY == 0:
             self._align()
+
+    def _turned_sgd(self, matrices: Sequence[Tensor]) -> None:
+        """SGD's step, of the matrices turned before it changes a weight: what it is would be rounded away in a half one's."""
+        turned, own = set(map(id, matrices)), list[tuple[list[Tensor], list[Tensor], Any]]()
+        for group in self.param_groups:
+            params = [p for p in group["params"] if id(p) in turned]
+            for indices in alike(params).values():
+                some = [params[i] for i in indices]
+                own.append((some, self._directions(group, some), group["lr"]))
+        grads = [p.grad for p in matrices]
+        for p in matrices:
+            p.grad = None  # the base steps all others
+        self.base.step()
+        for p, grad in zip(matrices, grads, strict=True):
+            p.grad = grad
+        turn_([direction for _, directions, _ in own for direction in directions])
+        for params, directions, lr in own:
+            torch._foreach_mul_(directions, lr)
+            torch._foreach_sub_(params, directions)
+
+    def _directions(self, group: dict[str, Any], params: Sequence[Tensor]) -> list[Tensor]:
+        """Return what torch.optim.SGD would subtract from these parameters at a learning rate of 1, with its momentum gone on."""
+        found = [p.grad for p in params if p.grad is not None]
+        grads = list(torch._foreach_neg(found)) if group["maximize"] else found
+        if group["weight_decay"]:
+            grads = list(torch._foreach_add(grads, list(params), alpha=group["weight_decay"]))
+        if not group["momentum"]:
+            return copies(grads)
+        buffers = [self.state[p].get("momentum_buffer") for p in params]
+        going = [i for i, buffer in enumerate(buffers) if buffer is not None]
+        if going:
+            own = [buffers[i] for i in going]
+            torch._foreach_mul_(own, group["momentum"])
+            torch._foreach_add_(own, [grads[i] for i in going], alpha=1 - group["dampening"])
+        for p, buffer, grad in zip(params, buffers, grads, strict=True):
+            if buffer is None:  # the first step has no dampening
+                self.state[p]["momentum_buffer"] = grad.detach().clone()
+        states = [self.state[p]["momentum_buffer"] for p in params]
+        return list(torch._foreach_add(grads, states, alpha=group["momentum"])) if group["nesterov"] else copies(states)
 
     def state_dict(self) -> dict[str, Any]:
         """The base's state: there is none beside it."""

@@ -165,6 +165,26 @@ class TulaOptimizer(Wrapper):
             raise ValueError(f"an epoch needs at least 1 step, got {steps}")
         self.factors.start_epoch(steps, rest=rest)
 
+    def change_batch(self, *, b_large: int, b_small: int, available: int | None = None) -> None:
+        """Go on at other batches: what a state of the old ones does to a new optimizer, and the coming step refreshes.
+
+        Factors and norms so far are void, counters go on. To be called between two steps, on every rank; `start_epoch`
+        tells the steps that are left of the epoch.
+
+        Args: as of the constructor.
+
+        Raises:
+            ValueError: a size that is no whole number or below 1, or a small batch above the large one.
+        """
+        setup, steps = self.setup, self.setup.steps_per_epoch
+        sizes: dict[str, Any] = {"b_large": b_large, "b_small": b_small, "available": available}
+        new = Setup.of(self.base, setup.model, **sizes, steps_per_epoch=steps, seed=setup.seed, exclude=setup.excluded)
+        if new == setup:
+            return
+        self.setup = new
+        self.gate.forget()
+        self.factors.change(new)
+
     def refresh_soon(self) -> None:
         """Let the coming step refresh the factors, for AGS that begins in the middle of a training.
 

@@ -7,7 +7,7 @@ import json
 import os
 import shutil
 import socket
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, Protocol, TypeVar
 
@@ -149,12 +149,15 @@ def names(folder: Path) -> list[str]:
         raise cannot_read(folder, error) from error
 
 
-def json_lines(path: Path, *, last: int | None = None) -> Iterator[dict[str, Any]]:
+def json_lines(
+    path: Path, *, last: int | None = None, wanted: Callable[[bytes], bool] | None = None
+) -> Iterator[dict[str, Any]]:
     """Yield the objects of a file of one a line, if it is there; a line that is still being written is left out.
 
     Args:
         path: of the file.
         last: of so many bytes at its end alone; None for all.
+        wanted: says of a line whether it is one to read; None for all.
     """
     if not path.exists():
         return
@@ -167,7 +170,7 @@ def json_lines(path: Path, *, last: int | None = None) -> Iterator[dict[str, Any
         for line in file:
             # A lost node may leave a line of which some blocks were never written.
             with contextlib.suppress(ValueError):
-                if line.endswith(b"\n"):
+                if line.endswith(b"\n") and (wanted is None or wanted(line)):
                     yield json.loads(line)
 
 

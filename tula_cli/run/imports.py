@@ -78,10 +78,13 @@ def files(spec: JobSpec, workdir: Path, *, path: Sequence[str] | None = None) ->
         workdir: the folder where tula was called; only what lies under it is the user's own.
         path: where python looks for modules; sys.path by default.
     """
+    return files_behind(import_strings(spec), workdir, path=path)
+
+
+def files_behind(names: Iterable[str], workdir: Path, *, path: Sequence[str] | None = None) -> tuple[Path, ...]:
+    """Return the user's own files that import strings lead to; arguments as of `files`."""
     roots = roots_of(workdir, sys.path if path is None else path)
-    return followed(
-        (file for name in import_strings(spec) for file in resolve(name.partition(":")[0], roots)), workdir, roots
-    )
+    return followed((file for name in names for file in resolve(name.partition(":")[0], roots)), workdir, roots)
 
 
 def followed(starts: Iterable[Path], workdir: Path, roots: Sequence[Path]) -> tuple[Path, ...]:

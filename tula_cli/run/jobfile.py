@@ -110,7 +110,7 @@ def config_drift(run: RunDir, spec: JobSpec, overrides: Sequence[str] = ()) -> C
         return None
     return ConfigDrift(
         file,
-        _changes(spec, now),
+        changes(spec, now),
         trains=_training(now) != _training(spec),
         elsewhere=(now.name, signature(now)) != (spec.name, signature(spec)),
     )
@@ -120,7 +120,8 @@ def _training(spec: JobSpec) -> dict[str, Any]:
     return spec.model_dump(exclude={"pricing", "search"})
 
 
-def _changes(then: JobSpec, now: JobSpec) -> dict[str, tuple[Any, Any]]:
+def changes(then: JobSpec, now: JobSpec) -> dict[str, tuple[Any, Any]]:
+    """Return what two jobs say by the keys in which they differ."""
     before, after = (dict(leaves(spec.model_dump(mode="json"))) for spec in (then, now))
     keys = [key for key in {**before, **after} if before.get(key, {}) != after.get(key, {})]
     return {key: (before.get(key), after.get(key)) for key in keys}

@@ -1,5 +1,6 @@
 """One training in a run directory, over all its relaunches: its tasks and attempts, checkpoints, metrics and results."""
 
+import itertools
 import re
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,9 @@ _CHECKPOINT = re.compile(r"[0-9]{12,}\.(pt|dcp)")
 """A name of `checkpoint_path`."""
 _DRAFT = re.compile(r"\.[0-9]{12,}\.(pt\..+\.[0-9]+|dcp\.(draft|old))")
 """A name of what is being written, or replaced: by `write_atomic`, or of shares."""
+
+_SAMPLED, _STEP = 2**20, b'{"kind": "step"'
+"""Bytes of rows of steps, about, that tell enough of a training; and how such a row begins."""
 
 _ATTEMPT, _RESULT = TypeAdapter(Attempt), TypeAdapter(TrainResult)
 _SUMMARY, _TUNING, _ENERGY = TypeAdapter(Summary), TypeAdapter(Tuning), TypeAdapter(CountedEnergy)
@@ -177,3 +181,13 @@ class TrainingRun:
     def metrics(self) -> list[dict[str, Any]]:
         """Return the rows of metrics.jsonl; a last line that is still being written is left out."""
         return list(json_lines(self.metrics_path))
+
+    def sampled_metrics(self) -> list[dict[str, Any]]:
+        """Return the rows as `metrics` does, but of the steps of a long training every so many-th alone, evenly."""
+        every = 1 + (self.metrics_path.stat().st_size // _SAMPLED if self.metrics_path.exists() else 0)
+        number = itertools.count()
+
+        def wanted(line: bytes) -> bool:
+            return not line.startswith(_STEP) or next(number) % every == 0
+
+        return list(json_lines(self.metrics_path, wanted=wanted))

@@ -1,22 +1,17 @@
-"""`tula check` and `tula init`: is the job sound, what would it search and cost."""
+"""`tula check`: is the job sound, what would it search and cost."""
 
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
 
-from tula_cli.assets import find_asset
 from tula_cli.cluster.inspection import TORCH_MISSING, Inspect, NotInspected, inspect
-from tula_cli.cluster.slurm import partitions as site
 from tula_cli.cluster.slurm.first_job import or_told
-from tula_cli.cluster.slurm.partitions import Site
 from tula_cli.cluster.slurm.sbatch import doubts
 from tula_cli.errors import Infeasible, OverBudget
 from tula_cli.models.choice.grid import Limit, highest
 from tula_cli.models.cost import price_at_most, price_words
+from tula_cli.models.ramp.stages import unreached
 from tula_cli.run.directory import RunDir
 from tula_cli.run.records.inspections import Inspection
-from tula_cli.services.new_job.from_command import TEMPLATES
 from tula_cli.services.profile import nodes_taken
 from tula_cli.services.profiling.computing import settings
 from tula_cli.services.profiling.expectation import Expectation, expectation
@@ -29,13 +24,12 @@ from tula_cli.services.profiling.planned_lengths import (
     planned_lengths,
 )
 from tula_cli.services.profiling.unsettled import UnsettledPlan, unsettled
+from tula_cli.services.profiling.worth import Worth, worth
 from tula_cli.services.recommendation.saves import cost_of_interruption
-from tula_cli.services.search import largest_local_batch, probes
+from tula_cli.services.search import ON_ALL_NODES, largest_local_batch, probes
 from tula_cli.services.waiting import FIRST_JOB, beyond_cap, require_within_cap
 from tula_cli.spec.job import JobSpec
 from tula_cli.words import plural
-
-_NODES_HERE = re.compile(r"^  nodes: .*$", re.MULTILINE)
 
 
 @dataclass(frozen=True)
@@ -67,6 +61,7 @@ class CheckReport:
     lengths: tuple[PlannedLength, ...] = ()  # of text, ascending; empty where search.sequence asks for no other
     # of the jobs, as if steps took as long at every length; None where there are none, or their batches are not known
     expected: Expectation | None = None
+    worth: Worth | None = None  # what the search takes beside the training; None before the first probe
     packed: bool = False  # one job for all numbers of nodes (search.packing: single)
 
     @property
@@ -188,15 +183,18 @@ def check(
     one_by_one = (len(jobs) + len(other_lengths(lengths))) * spec.search.max_minutes / 60
     if later is not None:
         node_hours = later.node_hours_at_most
-    local = spec.cluster.kind == "local"
     sizes = {job.nodes: job.local_batches for job in jobs}
+    beside = (
+        worth(spec, dataset_size=inspection.dataset_size, largest=largest, run=run) if inspection and jobs else None
+    )
+    dear = [found] if beside and (found := beside.dear(spec.search.strategy)) else []
     impossible, tight = check_memory(spec, inspection, sizes, room or NodeMemory.of(spec, run))
     return CheckReport(
         inspection=inspection,
         jobs=jobs,
         largest_local_batch=highest(largest),
         node_hours_at_most=node_hours,
-        machine_hours_at_most=one_by_one if local else None,
+        machine_hours_at_most=one_by_one if spec.cluster.kind == "local" else None,
         price_at_most=price_at_most(
             spec, node_hours, inspection.capacity if inspection else spec.cluster.memory_per_gpu
         ),
@@ -204,13 +202,23 @@ def check(
         price=price_words(spec.pricing),
         problems=(*problems, *_too_few_gpus(spec, inspection), *impossible, *_over_budget(spec, node_hours, later)),
         lengths=lengths,
-        warnings=(*_unknown(later), *lengths_left_out(lengths), *_warnings(spec, inspection, jobs), *tight),
+        warnings=(*_unknown(later), *lengths_left_out(lengths), *_warnings(spec, inspection, jobs), *tight, *dear),
         unsettled=later,
         settings=settings(spec, inspection),
         interruption=cost_of_interruption(run, spec),
         expected=expectation(spec, [*_measured(jobs), *_measured(other_lengths(lengths))], run) if jobs else None,
+        worth=beside,
         packed=spec.search.packing == "single",
     )
+
+
+def _beside_training(
+    spec: JobSpec, inspection: Inspection | None, *, largest: Limit, run: RunDir | None
+) -> tuple[Worth | None, list[str]]:
+    """Return what the search takes beside the training, and what is to be said of it."""
+    found = worth(spec, dataset_size=inspection.dataset_size, largest=largest, run=run) if inspection else None
+    told = found.dear(spec.search.strategy) if found else ""
+    return found, [told] if told else []
 
 
 def _measured(jobs: Sequence[PlannedJob | PlannedLength]) -> list[tuple[int, tuple[int, ...]]]:
@@ -299,10 +307,10 @@ def _warnings(spec: JobSpec, inspection: Inspection | None, jobs: tuple[PlannedJ
         found.append(
             f"memory cannot be estimated ({inspection.estimate_error}); measuring stops at the first batch that does not fit"
         )
-    found += [*_hardly_meant(spec, inspection), *_not_below(spec, jobs)]
+    found += [*_hardly_meant(spec, inspection), *_not_below(spec, jobs), *unreached(spec)]
     found += _ags_of_one_rank(spec)
     left_out = sorted(set(spec.search.nodes) - {job.nodes for job in jobs}) if jobs else []
-    if left_out and spec.search.strategy != "partial":
+    if left_out and spec.search.strategy in ON_ALL_NODES:
         found.append(f"no batch is feasible on {', '.join(map(str, left_out))} nodes: left out")
     ranks = max(spec.search.nodes) * spec.cluster.gpus_per_node
     if inspection and spec.cluster.kind == "local" and inspection.device == "cpu" and ranks > inspection.cpus:
@@ -371,29 +379,3 @@ def _ags_of_one_rank(spec: JobSpec) -> list[str]:
         f"train.method ags on one GPU (search.nodes: {alone}) ends in the script's first steps, for there is no other rank to"
         f" compare with, unless its loop calls tula_hooks.small_batch: take {advice}"
     ]
-
-
-# --- init
-
-
-def init(kind: Literal["local", "slurm"], offered: Site | None = None, *, gpus: int = 0) -> str:
-    """Return the text of a commented job spec.
-
-    Args:
-        kind: where the job will run.
-        offered: what the scheduler tells; for slurm it is filled in.
-        gpus: that this machine has; a local job searches as many nodes, of one GPU each, as there are.
-
-    Raises:
-        TulaError: the installation lacks its templates.
-    """
-    text = find_asset(TEMPLATES[kind]).read_text(encoding="utf-8")
-    if kind == "slurm":
-        return text if offered is None else site.fill_in(text, offered)
-    if gpus < 1:
-        return text
-    return _NODES_HERE.sub(f"  nodes: {_doublings(gpus)} # here a node is a GPU: {plural(gpus, 'GPU')}", text, count=1)
-
-
-def _doublings(most: int) -> list[int]:
-    return [2**power for power in range(most.bit_length())]

@@ -119,6 +119,8 @@ def cell_spec(spec: JobSpec, method: str, seed: int) -> JobSpec:
     own = dict(content.get("train", {}))
     if variant.method != spec.train.method or variant.method == REFERENCE:
         own.pop("lr_scaling", None)  # it was chosen for the job's own method: others scale as they do, lbt does not
+    if not METHODS[variant.method].ramps:
+        own.pop("ramp", None)  # what a row is held against is trained at one batch
     content["train"] = {**own, "method": variant.method, "seed": seed, **variant.train}
     if spec.script is not None and not METHODS[variant.method].reads_ags:
         content.pop("ags", None)  # a script is not told what means nothing to it

@@ -3,26 +3,32 @@
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
+
+import numpy as np
 
 from tula_cli.cluster.launcher import Launcher
-from tula_cli.errors import Infeasible
-from tula_cli.models import cost, efficiency
+from tula_cli.errors import Infeasible, SpecError
+from tula_cli.models import cost
 from tula_cli.models.choice import pareto
-from tula_cli.models.choice.objective import Curve, Objective, choose
+from tula_cli.models.choice.objective import Curve, Objective, choose, knees_left_open
+from tula_cli.models.choice.offers import Offers
 from tula_cli.models.efficiency import Noise
-from tula_cli.models.forecast import Forecast
 from tula_cli.run.directory import Part, RunDir
 from tula_cli.run.jobfile import adopt, begun, origin
+from tula_cli.run.records.probes import Measured
 from tula_cli.run.records.recommendations import Prediction, Recommendation
 from tula_cli.services import status
 from tula_cli.services.progress.job_status import ACTIVE
 from tula_cli.services.recommendation.answer import Answer, write
+from tula_cli.services.recommendation.beyond.other_sizes import probes_of_others
+from tula_cli.services.recommendation.beyond.suppositions import compared, parsed
 from tula_cli.services.recommendation.fallback import first_fallback
-from tula_cli.services.recommendation.from_training import UnderWay, continuation, results_now, under_way
+from tula_cli.services.recommendation.from_training import UnderWay, continued, results_by_type, under_way
 from tula_cli.services.recommendation.lengths import at_lengths
-from tula_cli.services.recommendation.limits import Criteria, Limits, described_limits
+from tula_cli.services.recommendation.limits import Criteria, Limits
+from tula_cli.services.recommendation.listed import listed, within
 from tula_cli.services.recommendation.measured import (
-    Results,
     TypeMeasurements,
     doubts,
     epochs_of,
@@ -30,12 +36,11 @@ from tula_cli.services.recommendation.measured import (
     noise_of,
     rests_on,
     state_of_the_probes,
-    trained_epochs,
     with_energy,
     without_gradients,
 )
+from tula_cli.services.recommendation.validation import Validation, validate
 from tula_cli.spec.job import JobSpec
-from tula_cli.words import plural
 
 
 def recommend(
@@ -54,6 +59,8 @@ def recommend(
     overrides: Sequence[str] = (),
     pending: int | Mapping[str | None, int] = 0,
     from_training: bool = False,
+    what_if: Sequence[str] = (),
+    with_runs: Sequence[Path] = (),
     now: float,
 ) -> Answer:
     """Choose a configuration; nothing is written.
@@ -75,65 +82,85 @@ def recommend(
         overrides: what of `spec` is not the job's own; for the record.
         pending: probes that are queued or running; by node type where the job names any.
         from_training: go by the steps of the training under way, to whose pace the probes are brought.
+        what_if: suppose another network, or other GPUs ("interconnect=4x", "compute=2.1x"); such an answer is never kept.
+        with_runs: of the same job with other numbers of GPUs a node: the step time is fitted to their probes as well.
         now: Unix time.
 
     Raises:
         Pending: probes are under way, and those done do not determine the answer yet.
         BadMeasurements: too few probes, or none that can be used together.
         Infeasible: nothing fits, or nothing satisfies the limits; names the binding one and the closest configuration.
-        SpecError: the job names no such node type.
+        SpecError: the job names no such node type, or what is supposed cannot be.
     """
     limits = Limits(nodes, max_nodes, max_batch, deadline_hours, budget, same_progress=objective == "accuracy-time")
-    parts = run.parts(spec, node_type)
-    waiting = pending if isinstance(pending, Mapping) else {part.type: pending for part in parts}
-    training, parts = _under_way(parts) if from_training else (None, parts)
-    results, seen = _results(parts, training)
-    all_measurements, left_out = measurements_of(parts, limits, waiting, results_of=lambda part: results[part.type])
+    training, parts = _parts(run.parts(spec, node_type), from_training=from_training)
+    others, told = probes_of_others(run, spec, with_runs)
+    as_it_is, said = _measurements(parts, limits, pending, training, others)
+    all_measurements = [each.under(parsed(what_if)) for each in as_it_is] if what_if else as_it_is
     if objective == "energy":
-        all_measurements, unknown = with_energy(all_measurements)
-        left_out += unknown
+        all_measurements, said = with_energy(all_measurements, said)
     noise = noise_of(all_measurements, needed=objective == "accuracy-time")
-    untold = without_gradients(all_measurements)
-    allowed = _within(all_measurements, limits, noise)
+    allowed, untold = within(all_measurements, limits, noise), without_gradients(all_measurements)
 
-    def answer(
-        all_measurements: Sequence[TypeMeasurements], rows: Sequence[Prediction], warnings: Sequence[str]
-    ) -> Recommendation:
+    def answer(all_measurements: Sequence[TypeMeasurements], rows: Offers, warnings: Sequence[str]) -> Recommendation:
         found = _answer(all_measurements, rows, limits, warnings, noise, objective=objective, curve=curve, now=now)
-        return found.model_copy(update={"options": tuple(options), "overrides": tuple(overrides)})
+        asked = {"options": tuple(options), "overrides": tuple(overrides)}
+        return found.model_copy(update={**asked, **_learnt(all_measurements)})
 
     by_type = {
-        measurements.part.type: answer([measurements], own, untold)
+        measurements.part.type: answer([measurements], pareto.marked(allowed.take(own)), untold)
         for measurements in all_measurements
-        if measurements.part.type is not None and (own := [row for row in allowed if row.type == measurements.type])
+        if measurements.part.type is not None and (own := allowed.type == measurements.type).any()
     }
-    found = _continued(training, answer(all_measurements, allowed, [*seen, *left_out, *untold]), allowed)
-    return Answer(found, by_type, all_measurements)
+    allowed = pareto.marked(allowed)
+    found = continued(training, answer(all_measurements, allowed, [*told, *said, *untold]), allowed)
+    before = _chosen(as_it_is, limits, noise, objective=objective, curve=curve) if what_if else None
+    return Answer(compared(found, what_if, all_measurements, as_it_is=before), by_type, all_measurements, allowed)
 
 
-def _under_way(parts: Sequence[Part]) -> tuple[UnderWay, tuple[Part, ...]]:
-    """Return the training under way, and the part that it runs on: it stays on its type of nodes."""
-    found = under_way(parts)
-    return found, (found.part,)
+def _learnt(all_measurements: Sequence[TypeMeasurements]) -> dict[str, Any]:
+    """Return what trainings have told, as fields of an answer."""
+    trained = [one for own in all_measurements for one in own.trained]
+    left_out = [f"{own.prefix}{why}" for own in all_measurements for why in own.left_out]
+    calibration = all_measurements[0].forecast.calibration
+    return {"trainings": tuple(trained), "trainings_left_out": tuple(left_out), "calibration": calibration}
 
 
-def _continued(training: UnderWay | None, found: Recommendation, rows: Sequence[Prediction]) -> Recommendation:
-    """Return an answer with what the rest of a training takes, where it was asked by one's steps."""
-    if training is None:
-        return found
-    at = training.part.type or "", training.task.nodes, training.task.batch, found.choice.market
-    stay = next((row for row in rows if (row.type, row.nodes, row.batch, row.market) == at), None)
-    return found.model_copy(update={"continuation": continuation(training, found.choice, stay)})
+def _measurements(
+    parts: Sequence[Part],
+    limits: Limits,
+    pending: int | Mapping[str | None, int],
+    training: UnderWay | None,
+    others: Sequence[Measured],
+) -> tuple[list[TypeMeasurements], list[str]]:
+    """Return what is known of each type of node, and what is to be said of it."""
+    waiting = pending if isinstance(pending, Mapping) else {part.type: pending for part in parts}
+    results, seen = results_by_type(parts, training)
+    at_a_pace = training is not None
+    found, left_out = measurements_of(parts, limits, waiting, results, at_a_pace=at_a_pace, others=others)
+    return found, [*seen, *left_out]
 
 
-def _results(parts: Sequence[Part], training: UnderWay | None) -> tuple[dict[str | None, Results], list[str]]:
-    """Return the results of each type of node, at the pace of a training where one is given, and what that rests on."""
-    found: dict[str | None, Results] = {part.type: part.run.results() for part in parts}
-    if training is None:
-        return found, []
-    own = training.part.type
-    found[own], told = results_now(training, found[own])
-    return found, list(told)
+def _chosen(
+    all_measurements: Sequence[TypeMeasurements],
+    limits: Limits,
+    noise: Noise | None,
+    *,
+    objective: Objective,
+    curve: Curve,
+) -> Prediction | None:
+    """Return the choice; None where nothing is within the limits."""
+    try:
+        rows = pareto.marked(within(all_measurements, limits, noise))
+    except Infeasible:
+        return None
+    return choose(_known(rows, all_measurements), objective=objective, curve=curve).prediction
+
+
+def _parts(parts: Sequence[Part], *, from_training: bool) -> tuple[UnderWay | None, Sequence[Part]]:
+    """Return the parts that are asked; by a training under way it, and the part that it runs on: it stays on its nodes."""
+    found = under_way(parts) if from_training else None
+    return found, parts if found is None else (found.part,)
 
 
 def pending_probes(run: RunDir, spec: JobSpec, launcher_for: Callable[[JobSpec], Launcher]) -> dict[str | None, int]:
@@ -184,8 +211,22 @@ def ask(
         overrides=tuple(overrides) if overrides and spec != run.spec() else (),
         pending=pending_probes(run, spec, launcher_for),
         from_training=criteria.from_training,
+        what_if=criteria.what_if,
+        with_runs=criteria.with_runs,
         now=time.time(),
     )
+
+
+def validated(answer: Answer) -> dict[str, tuple[Validation, ...]]:
+    """Return by type of node ("" where the job names none) how well each strategy would have foreseen the probes there are.
+
+    Raises:
+        BadMeasurements: there are too few.
+    """
+    return {
+        one.type: validate(one.part.spec, [result for result in one.results if isinstance(result, Measured)])
+        for one in answer.all_measurements
+    }
 
 
 def renews(found: Recommendation, known: Recommendation | None) -> bool:
@@ -195,30 +236,48 @@ def renews(found: Recommendation, known: Recommendation | None) -> bool:
         found: the answer.
         known: the one that the run keeps.
     """
-    if found.continuation is not None:  # it moves a training
+    if (
+        found.continuation is not None or found.what_if is not None
+    ):  # it moves a training, or is of no nodes that there are
         return False
     return not found.overrides if known is None else found.criteria == known.criteria
 
 
-def keep(run: RunDir, own: JobSpec, answer: Answer) -> None:
+def keep(run: RunDir, own: JobSpec, answer: Answer, *, every: bool = False) -> None:
     """Write recommendation.json, recommended.yaml, results.csv and cmd.txt: what `tula train` takes.
 
     Args:
         run: where they go; in those of its node types what `tula train --type` takes.
         own: the job's own settings, without what the answer only assumes.
         answer: what was chosen.
+        every: whether results.csv holds every candidate, however many there are.
 
     Raises:
         TulaError: they cannot be written.
+        SpecError: something is supposed: nothing of that was measured, and nobody is to train by it unawares.
     """
+    if answer.recommendation.what_if is not None:
+        raise SpecError(
+            "--what-if: such an answer is not saved, for tula train would take it for this cluster's",
+            "leave out --save",
+        )
     all_measurements = {measurements.part.type: measurements for measurements in answer.all_measurements}
     for part in run.parts(own):
         if part.type is not None and part.type in answer.by_type:
-            write(part.run, part.spec, [all_measurements[part.type]], answer.by_type[part.type])
-    write(run, own, answer.all_measurements, answer.recommendation)
+            offers = pareto.marked(answer.offers.take(answer.offers.type == part.type)) if every else None
+            write(part.run, part.spec, [all_measurements[part.type]], answer.by_type[part.type], offers)
+    write(run, own, answer.all_measurements, answer.recommendation, answer.offers if every else None)
 
 
-def save(run: RunDir, spec: JobSpec, answer: Answer, *, overrides: Sequence[str] = (), job: Path | None = None) -> None:
+def save(
+    run: RunDir,
+    spec: JobSpec,
+    answer: Answer,
+    *,
+    overrides: Sequence[str] = (),
+    job: Path | None = None,
+    every: bool = False,
+) -> None:
     """Make an answer the one that `tula train` takes, under the job's own settings: what it only assumes is not kept.
 
     Args:
@@ -227,20 +286,21 @@ def save(run: RunDir, spec: JobSpec, answer: Answer, *, overrides: Sequence[str]
         answer: what was chosen.
         overrides: what of `spec` was laid over its file or run.
         job: the file of the settings; None for the run's own.
+        every: whether results.csv holds every candidate, however many there are.
 
     Raises:
         TulaError: the files cannot be written.
     """
     assumed = bool(answer.recommendation.overrides)
     own = run.spec() if assumed else spec
-    keep(run, own, answer)
+    keep(run, own, answer, every=every)
     file = origin(run, None, ()) if assumed else origin(run, job, overrides)
     adopt(run, own, begun(run, own), file)
 
 
 def _answer(
     all_measurements: Sequence[TypeMeasurements],
-    allowed: Sequence[Prediction],
+    rows: Offers,
     limits: Limits,
     warnings: Sequence[str],
     noise: Noise | None,
@@ -249,8 +309,7 @@ def _answer(
     curve: Curve,
     now: float,
 ) -> Recommendation:
-    rows = _with_front(allowed)
-    choice = choose(rows, objective=objective, curve=curve)
+    choice = choose(_known(rows, all_measurements), objective=objective, curve=curve)
     own = next(measurements for measurements in all_measurements if measurements.type == choice.prediction.type)
     spec = own.part.spec
     told = [f"{measurements.prefix}{text}" for measurements in all_measurements for text in _told(measurements)]
@@ -259,22 +318,17 @@ def _answer(
         objective=objective,
         curve=curve,
         choice=choice.prediction,
-        reason=f"{choice.reason}; {epochs_of(choice.prediction, own, objective)}",
-        rows=rows,
+        reason=f"{choice.reason}{_knees(own, rows, objective, curve)}; {epochs_of(choice.prediction, own, objective)}",
+        rows=rows.take(listed(rows, choice, "accuracy-time" if objective == "accuracy-time" else "time")).records(),
+        candidates=int(rows.configurations().max()) + 1,
+        beaten_by_none=int(rows.pareto.sum()),
         runners_up=choice.runners_up,
         warnings=(*warnings, *told, *doubts(own.forecast, choice, limits)),
         currency=spec.pricing.currency,
-        price="\n".join(
-            f"{measurements.prefix}{cost.price_words(measurements.part.spec.pricing)}"
-            for measurements in all_measurements
-        ),
+        price=_by_type(all_measurements, lambda one: cost.price_words(one.part.spec.pricing)),
         fit_error=own.forecast.steps.error,
-        fit="\n".join(f"{measurements.prefix}{measurements.forecast.steps.words}" for measurements in all_measurements),
-        power="\n".join(
-            f"{measurements.prefix}{model.words}"
-            for measurements in all_measurements
-            if (model := measurements.forecast.power) is not None
-        ),
+        fit=_by_type(all_measurements, lambda one: one.forecast.steps.words),
+        power=_by_type(all_measurements, lambda one: one.forecast.power.words if one.forecast.power else ""),
         efficiency="" if noise is None else rests_on(noise, own),
         interruption=own.forecast.interruption(choice.prediction),
         fallback=first_fallback(own.forecast, choice.prediction),
@@ -285,67 +339,24 @@ def _answer(
     )
 
 
-def _with_front(rows: Sequence[Prediction]) -> tuple[Prediction, ...]:
-    """Return the rows with those marked that are in the Pareto front of time, cost and, where all tell it, energy."""
-    third = [row.kwh for row in rows if row.kwh is not None]
-    energy = third if len(third) == len(rows) else [0.0] * len(rows)
-    front = pareto.front([(row.hours, row.cost, kwh) for row, kwh in zip(rows, energy, strict=True)])
-    return tuple(
-        row if row.pareto == inside else row.model_copy(update={"pareto": inside})
-        for row, inside in zip(rows, front, strict=True)
-    )
+def _knees(own: TypeMeasurements, rows: Offers, objective: Objective, curve: Curve) -> str:
+    line = rows.take((rows.type == own.type) & (rows.market == "on_demand"))
+    gpus = own.forecast.spec.cluster.gpus_per_node
+    return knees_left_open(own.forecast.steps, line, gpus_per_node=gpus, curve=curve) if objective == "knee" else ""
+
+
+def _by_type(all_measurements: Sequence[TypeMeasurements], words: Callable[[TypeMeasurements], str]) -> str:
+    """Return what is to be said of the types of nodes, a line each; those of which nothing is are left out."""
+    return "\n".join(f"{one.prefix}{told}" for one in all_measurements if (told := words(one)))
+
+
+def _known(rows: Offers, all_measurements: Sequence[TypeMeasurements]) -> Offers:
+    """Return what may be chosen: of nodes where ranks are held up what was measured, if anything was."""
+    doubtful = [measurements.type for measurements in all_measurements if measurements.forecast.held_up]
+    known = rows.measured | ~np.isin(rows.type, doubtful)
+    return rows.take(known) if doubtful and known.any() else rows
 
 
 def _told(measurements: TypeMeasurements) -> list[str]:
     missing = state_of_the_probes(measurements.results, measurements.unknown, pending=measurements.pending)
     return [*missing, *measurements.forecast.warnings, *measurements.part.run.read().damaged_jobs]
-
-
-def _with_progress(row: Prediction, measurements: TypeMeasurements, noise: Noise | None) -> Prediction:
-    """Return a forecast with what the same progress takes beside it, where the noise is known."""
-    if noise is None:
-        return row
-    spec = measurements.part.spec
-    epochs = trained_epochs(spec, measurements.forecast.dataset_size)
-    found = efficiency.same_progress(row, epochs=epochs, reference=spec.train.reference_batch, noise=noise)
-    return row.model_copy(update={"same_progress": found})
-
-
-def _within(
-    all_measurements: Sequence[TypeMeasurements], limits: Limits, noise: Noise | None = None
-) -> tuple[Prediction, ...]:
-    """Return the forecasts within the limits, fastest first.
-
-    Raises:
-        Infeasible: there is none; names the first limit that leaves nothing and the configuration closest to it.
-    """
-    found = [
-        _with_progress(row, measurements, noise)
-        for measurements in all_measurements
-        for row in measurements.rows(limits)
-    ]
-    left = tuple(sorted(found, key=lambda row: (row.hours, row.nodes, row.batch)))
-    if not left:
-        raise _nothing_fits(all_measurements[0].forecast, limits)
-    for bound in limits:
-        allowed = tuple(row for row in left if bound.value(row) <= bound.most)
-        if not allowed:
-            closest = min(left, key=lambda row: (bound.value(row), row.hours))
-            update = {"hours": limits.hours(closest), "cost": limits.cost(closest)}
-            described = described_limits(
-                closest.model_copy(update=update), all_measurements[0].part.spec.pricing.currency
-            )
-            raise Infeasible(
-                f"no configuration is within {bound.words}; the closest is {described}",
-                "relax that limit, or search other numbers of nodes and batches",
-            )
-        left = allowed
-    return left
-
-
-def _nothing_fits(forecast: Forecast, limits: Limits) -> Infeasible:
-    """Say of the smallest batch on the wanted nodes why it cannot run."""
-    on = f" on {plural(limits.nodes)}" if limits.nodes is not None else ""
-    tried = forecast.candidates(limits.wanted)
-    why = next((why for config in tried if (why := forecast.why_not(config))), "no batch divides among its GPUs")
-    return Infeasible(f"no configuration is feasible{on}: {why}", "tula recommend without --nodes shows those that are")

@@ -5,7 +5,7 @@ A probe is a number of nodes and a local batch; all local batches of one number 
 
 import math
 import statistics
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -22,6 +22,9 @@ from tula_cli.words import place
 if TYPE_CHECKING:
     from tula_cli.models.choice.adaptive import Candidate
     from tula_cli.models.forecast import Forecast
+
+_WEIGHED = 100
+"""Configurations that are weighed against each other for each of time and cost."""
 
 ByNodes = Mapping[int, Sequence[int]]
 """Number of nodes (ascending) to local batches (ascending); no entry is empty."""
@@ -90,10 +93,10 @@ def next_round(
     fitting = {c for c in fitting if (c.nodes, c.local_batch(gpus)) not in failed} or fitting
     start = adaptive.first(_by_nodes(spec, fitting or found).items())
     if missing := [probe for probe in start if probe not in known]:
-        reasons = [f"{place(*probe)}: one of the three to start from" for probe in missing]
+        reasons = [f"{place(*probe)}: one of those to start from" for probe in missing]
         return Round(grouped(missing), tuple(reasons), "")
     forecast = Forecast.from_results(spec, results, inspection=inspection, attempts=attempts)
-    rows = [row for row in forecast.predictions() if Config(row.nodes, row.batch) in fitting]
+    rows = _weighed(forecast, fitting)
     if not rows:
         raise BadMeasurements("the probes tell no configuration's step time", "use search.strategy: sweep")
     proposal = adaptive.propose(
@@ -101,6 +104,22 @@ def next_round(
     )
     picked = [(pick.candidate.nodes, pick.candidate.local_batch) for pick in proposal.picks]
     return Round(grouped(picked), tuple(pick.words for pick in proposal.picks), proposal.words)
+
+
+def _weighed(forecast: "Forecast", fitting: Set[Config]) -> tuple[Prediction, ...]:
+    """Return what is weighed, fastest first: of many configurations the fastest and the cheapest of each batch, and those that
+    were measured. What they cost to weigh against each other grows with the square of their number.
+    """
+    import numpy as np
+
+    from tula_cli.models.choice.grid import configs
+    from tula_cli.models.choice.objective import best_few
+
+    rows = forecast.table(*forecast.known()).ordered()
+    rows = rows.take([config in fitting for config in configs(rows.nodes, rows.batch)])
+    worth = rows.measured.copy()
+    worth[np.union1d(best_few(rows, "time", most=_WEIGHED), best_few(rows, "cost", most=_WEIGHED))] = True
+    return rows.take(worth).records()
 
 
 def _candidate(forecast: "Forecast", row: Prediction) -> "Candidate":
@@ -114,6 +133,7 @@ def _candidate(forecast: "Forecast", row: Prediction) -> "Candidate":
         gpus_per_node=forecast.spec.cluster.gpus_per_node,
         local_batch=row.local_batch,
         batch=row.batch,
+        size=row.nodes,
         steps=row.hours * 3600 / row.step_time,
         price=row.cost / row.hours if row.hours else 0.0,
         probe_seconds=row.nodes * search.probe_seconds(row.step_time),
@@ -209,11 +229,27 @@ def _partial(by_nodes: ByNodes) -> dict[int, set[int]]:
 
 
 def _sweep(by_nodes: ByNodes) -> dict[int, set[int]]:
-    """Every batch on the fewest nodes, the smallest on the others, and the largest on the most."""
+    """Every batch on the fewest nodes, the smallest on the others, and the one in the middle on the most.
+
+    There compute and synchronisation take over from each other; where the largest batch is, compute alone is seen again.
+    """
     chosen = {nodes: {local_batches[0]} for nodes, local_batches in by_nodes.items()}
-    chosen[max(by_nodes)].add(by_nodes[max(by_nodes)][-1])
+    chosen[max(by_nodes)].add(_middle(by_nodes[max(by_nodes)]))
     chosen[min(by_nodes)] = set(by_nodes[min(by_nodes)])
     return chosen
+
+
+def _five(by_nodes: ByNodes) -> dict[int, set[int]]:
+    """The smallest, middle and largest batch on the fewest nodes, the smallest and the middle one on the most."""
+    few, many = by_nodes[min(by_nodes)], by_nodes[max(by_nodes)]
+    chosen = {max(by_nodes): {many[0], _middle(many)}}
+    chosen[min(by_nodes)] = {few[0], _middle(few), few[-1]}
+    return chosen
+
+
+def _middle(local_batches: Sequence[int]) -> int:
+    """Return the middle one by rank; of two in the middle the larger."""
+    return local_batches[len(local_batches) // 2]
 
 
 def _few(by_nodes: ByNodes) -> dict[int, set[int]]:
@@ -233,6 +269,10 @@ STRATEGIES: Mapping[str, Callable[[ByNodes], dict[int, set[int]]]] = {
     "full": _full,
     "partial": _partial,
     "sweep": _sweep,
+    "five": _five,
     "adaptive": _start,
     "few": _few,
 }
+
+ON_ALL_NODES = ("full", "sweep")
+"""The strategies that measure on every number of nodes on which a batch is feasible."""

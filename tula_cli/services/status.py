@@ -17,13 +17,14 @@ from tula_cli.run.records.jobs import Attempt
 from tula_cli.run.records.probes import Failed, Measured, OutOfMemory
 from tula_cli.run.records.recommendations import Recommendation
 from tula_cli.run.records.rehearsals import Rehearsal
-from tula_cli.run.records.results import Evaluated, Tuning
+from tula_cli.run.records.results import Evaluated, TrainResult, Tuning
 from tula_cli.run.records.tasks import JobTask, ProbeTask, TrainTask
 from tula_cli.run.snapshot import Snapshot
 from tula_cli.services.progress.job_status import (
     ACTIVE,
     GRACE,
     JobStatus,
+    StageStatus,
     TrainingStatus,
     TuningStatus,
     job_status,
@@ -155,7 +156,8 @@ def _training(look: Snapshot, tasks: Iterable[JobTask], *, now: float) -> Traini
     moving = [row for row in rows if row["kind"] in ("start", "step", "epoch")]
     last_step, last_epoch = steps[-1] if steps else {}, epochs[-1] if epochs else {}
     latest = max((row for row in (last_step, last_epoch) if row), key=lambda row: row["samples"], default={})
-    prediction, script = newest.prediction, newest.spec.script
+    script, stage = newest.spec.script, _stage(rows, result)
+    prediction = newest.prediction and newest.prediction.of_batch(stage.batch if stage else newest.batch)
     return TrainingStatus(
         signature=newest.signature,
         job=newest.job,
@@ -173,23 +175,33 @@ def _training(look: Snapshot, tasks: Iterable[JobTask], *, now: float) -> Traini
         padding=last_step.get("padding"),
         metrics=last_epoch.get("metrics") or {},
         lr=latest.get("lr"),
-        beta2=next((row.get("beta2") for row in reversed(moving) if row["kind"] == "start"), None),
+        beta2=next((row.get("beta2") for row in reversed(rows) if row["kind"] in ("start", "stage")), None),
         step_time=latest.get("step_time"),
         predicted_step=None if prediction is None else prediction.step_time,
         eta=_eta(_newest_with_eta(rows), finished=result is not None, now=now),
+        noise=next((row for row in reversed(rows) if row["kind"] == "noise"), None),
         tuning=_tuning(files.tuning()),
         kwh=energy.kwh if (energy := files.energy()) is not None else None,
         samples_asked=None if script is None else samples_asked(script),
         ags=next((row["ags"].get("so_far", row["ags"]) for row in reversed(rows) if row.get("ags")), None),
         warnings=tuple(dict.fromkeys(row["message"] for row in rows if row["kind"] == "warning")),
         changes=files.changes(),
+        stage=stage,
     )
+
+
+def _stage(rows: Sequence[Mapping[str, Any]], result: TrainResult | None) -> StageStatus | None:
+    """Return the stage of a training whose batch grows; None of any other, and of one that is over."""
+    newest = next((row for row in reversed(rows) if row["kind"] == "stage"), None)
+    if newest is None or result is not None:
+        return None
+    return StageStatus(newest["batch"], newest["stage"], newest["stages"])
 
 
 def _epochs(spec: JobSpec, moving: Sequence[Mapping[str, Any]]) -> int | None:
     """Return the epochs of a training; None where they do not tell how far it is: nobody knows how many samples one has."""
     if spec.script is None:
-        return spec.train.epochs
+        return spec.train.epochs_at_most
     return None if moving and moving[-1]["epoch"] is None else spec.script.length.epochs
 
 

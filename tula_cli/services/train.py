@@ -21,7 +21,7 @@ from tula_cli.errors import (
 from tula_cli.models import halving
 from tula_cli.models.choice.grid import batches
 from tula_cli.models.cost import price_words
-from tula_cli.models.forecast import Forecast
+from tula_cli.models.ramp.stages import check_stages
 from tula_cli.run.code import behind, choose, snapshot
 from tula_cli.run.directory import Part, RunDir
 from tula_cli.run.imports import Source
@@ -36,8 +36,9 @@ from tula_cli.run.source.weights_file import with_weights
 from tula_cli.services.events import Note, TrainPlanned, WarningEvent, Work
 from tula_cli.services.progress.earlier_ends import ExpectedEnd, expected_end
 from tula_cli.services.progress.ending import CANCELLED, failure_of, require_found
-from tula_cli.services.recommendation.continuing import moved, require_stopped
-from tula_cli.services.recommendation.saves import cost_of_interruption, saves_of
+from tula_cli.services.recommendation.continuing import left_behind, moved, require_stopped
+from tula_cli.services.recommendation.measured import as_recommended
+from tula_cli.services.recommendation.saves import cost_of_interruption
 from tula_cli.services.rehearsal import before_training
 from tula_cli.services.rehearsal.rehearse import beyond_what_is_left
 from tula_cli.services.waiting import (
@@ -138,9 +139,7 @@ def plan(
     task = moved(run, task, recommendation if as_chosen else None, code=code.identity)
     newest = run.training(task.signature).newest_task()
     if newest is None:
-        size = _dataset_size(run, spec, inspect)
-        _check_size(batch, size)
-        halving.check_size(spec, batch=batch, dataset_size=size)
+        _check_size(spec, nodes, batch, _dataset_size(run, spec, inspect))
     prediction = task.prediction
     return TrainPlan(
         task=_again(newest, task) if newest and newest.attempt >= task.attempt else task,
@@ -203,12 +202,15 @@ def _dataset_size(run: RunDir, spec: JobSpec, inspect: Callable[[JobSpec], Inspe
     return next(measured, None) or first_job.or_told(inspect, run)(spec).dataset_size
 
 
-def _check_size(batch: int, dataset_size: int) -> None:
+def _check_size(spec: JobSpec, nodes: int, batch: int, dataset_size: int) -> None:
     if batch > dataset_size:
         raise SpecError(
             f"batch {batch} is larger than the dataset: {dataset_size} training samples",
             f"the largest power-of-two batch with a step in it is {1 << (dataset_size.bit_length() - 1)}",
         )
+    halving.check_size(spec, batch=batch, dataset_size=dataset_size)
+    parts = nodes * spec.cluster.gpus_per_node * spec.train.accumulate
+    check_stages(spec, batch=batch, parts=parts, dataset_size=dataset_size)
 
 
 def _task(run: RunDir, spec: JobSpec, nodes: int, batch: int, code: Source, *, market: Market) -> TrainTask:
@@ -230,7 +232,7 @@ def _task(run: RunDir, spec: JobSpec, nodes: int, batch: int, code: Source, *, m
 def _ladder(run: RunDir, spec: JobSpec, nodes: int, batch: int, market: Market) -> tuple[Rung, ...]:
     """Return the batch and those an out-of-memory falls back to, with predictions where there are measurements."""
     try:
-        forecast = Forecast.from_results(spec, run.results(), attempts=run.attempts(), saves=saves_of(run))
+        forecast = as_recommended(run, spec)
         found = forecast.ladder(nodes, batch, market=market)
         if found:
             return found
@@ -330,7 +332,7 @@ def prepare(
     if own.type is not None:
         yield Note(f"node type {own.type}")
     found = plan(own.run, own.spec, nodes=nodes, batch=batch, recommendation=recommendation, inspect=inspect)
-    for text in (*found.code.warnings, own.spec.cluster.collective_warning):
+    for text in (*found.code.warnings, left_behind(own.run, found.task), own.spec.cluster.collective_warning):
         if text:
             yield WarningEvent(text)
     ready = PreparedTraining(run, spec, own, found, rehearse)

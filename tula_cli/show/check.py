@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from tula_cli.services.nodes import ClusterCheck
     from tula_cli.services.profiling.expectation import Expectation
     from tula_cli.services.profiling.planned_lengths import PlannedLength
+    from tula_cli.services.profiling.worth import Worth
     from tula_cli.services.rehearsal.rehearse import ResumeFinding
 
 _CHANGES = 6  # of an edited job, that are spelled out
@@ -66,6 +67,8 @@ def check(report: "CheckReport", origins: Mapping[str, Origin]) -> Iterator["Ren
         if report.expected is not None:
             alike = ", as if steps took as long at every length" * bool(report.lengths)
             yield expected(report.expected, local=report.machine_hours_at_most is not None) + alike
+        if report.worth is not None:
+            yield beside_training(report.worth)
         yield at_most(report.machine_hours_at_most, report.node_hours_at_most, report.price_at_most, report.currency)
         yield f"price: {report.price}"
 
@@ -74,6 +77,19 @@ def expected(found: "Expectation", *, local: bool) -> str:
     """Return in words what the probes are expected to take."""
     time_ = f"{duration(3600 * found.hours)} one job after the other, " if local else ""
     return f"expected {time_}{number(found.node_hours)} node-h {found.basis}"
+
+
+def beside_training(found: "Worth") -> str:
+    """Return in words what each strategy takes beside the training."""
+    shares = ", ".join(f"{name} {_share(share)}" for name, share in found.shares.items())
+    return (
+        f"of the node-hours of the training (batch {found.batch} on {plural(found.nodes)}: {number(found.node_hours)}) the search"
+        f" takes: {shares}"
+    )
+
+
+def _share(value: float) -> str:
+    return f"{number(100 * value)} %" if value < 10 else f"{number(value)} times"
 
 
 def _jobs(report: "CheckReport") -> Iterator["RenderableType"]:

@@ -25,19 +25,36 @@ COLORS = ("cyan", "magenta", "yellow", "green", "blue", "red")
 
 
 def plots(found: "Recommendation", *, width: int, color: bool) -> Iterator[str]:
-    """Time and cost against the global batch, one curve for each number (and type) of nodes; O marks the choice."""
+    """Time and cost against the global batch, one curve for each number (and type) of nodes; O marks the choice.
+
+    Of many configurations only some are listed; where these are on more nodes than there are markers, there is one curve of
+    the best of each batch instead.
+    """
     rows = [row for row in found.rows if row.market == found.choice.market]
-    curves = sorted({key(row)[:2] for row in rows})
     if len({row.batch for row in rows}) < 2:
         return
     divisor, unit = time_unit(3600 * max(row.hours for row in rows))
+    curves = sorted({key(row)[:2] for row in rows})
     names = [f"{plural(count)}{f' of type {kind}' if kind else ''}" for kind, count in curves]
-    times = {key(row): 3600 * row.hours / divisor for row in rows}
-    costs = {key(row): row.cost for row in rows}
-    for title, values in ((f"time ({unit})", times), (f"cost ({found.currency})", costs)):
-        yield _plot(title, values, choice=key(found.choice), width=width, color=color)
+    best = len(curves) > len(MARKERS) and found.candidates is not None and found.candidates > len(rows)
+    for title, value in ((f"time ({unit})", _hours), (f"cost ({found.currency})", _cost)):
+        per = 3600 / divisor if value is _hours else 1.0
+        least: dict[tuple[str, int, int], float] = {}
+        for row in rows:
+            at = ("", 0, row.batch) if best else key(row)
+            least[at] = min(least.get(at, math.inf), per * value(row))
+        choice = found.choice.batch, per * value(found.choice)
+        yield _plot(title, least, choice=choice, width=width, color=color)
     legend = [f"{marker} {name}" for marker, name in zip(_cycle(MARKERS, curves), names, strict=True)]
-    yield "   ".join([*legend, "O chosen"])
+    yield "   ".join([*([f"{MARKERS[0]} the best of each batch"] if best else legend), "O chosen"])
+
+
+def _hours(row: "Prediction") -> float:
+    return row.hours
+
+
+def _cost(row: "Prediction") -> float:
+    return row.cost
 
 
 def _cycle(choices: Sequence[str], items: Sequence[Any]) -> list[str]:
@@ -48,7 +65,7 @@ def _plot(
     title: str,
     values: dict[tuple[str, int, int], float],
     *,
-    choice: tuple[str, int, int],
+    choice: tuple[int, float],
     width: int,
     color: bool,
 ) -> str:
@@ -58,7 +75,7 @@ def _plot(
         Curve(sorted((math.log2(key[2]), value) for key, value in values.items() if key[:2] == kind), marker, shade)
         for kind, marker, shade in zip(kinds, _cycle(MARKERS, kinds), _cycle(COLORS, kinds), strict=True)
     ]
-    curves.append(Curve([(math.log2(choice[2]), values[choice])], "O"))
+    curves.append(Curve([(math.log2(choice[0]), choice[1])], "O"))
     return _over_batches(title, curves, batches, width=width, height=15, color=color)
 
 

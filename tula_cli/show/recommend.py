@@ -1,10 +1,11 @@
 """What `tula recommend` shows: the choice, all predictions, the front."""
 
-from collections.abc import Iterable, Iterator, Mapping
+import itertools
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from tula_cli.show.plots import key, offer, plots
-from tula_cli.show.tables import place_of, table
+from tula_cli.show.tables import place_of, supposed, table
 from tula_cli.words import duration, moment, number, percent, plural, size, size_unit, time_unit
 
 if TYPE_CHECKING:
@@ -12,30 +13,39 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from tula_cli.run.records.recommendations import Prediction, Recommendation
-
-# --- recommend
+    from tula_cli.services.recommendation.validation import Validation
 
 
 def recommendation(
-    found: "Recommendation", *, width: int, color: bool, pareto: bool = False
+    found: "Recommendation",
+    *,
+    width: int,
+    color: bool,
+    pareto: bool = False,
+    every: bool = False,
+    drawn: "Recommendation | None" = None,
 ) -> Iterator["RenderableType"]:
     """The choice and its reason, the table of what was possible, and the plot of time and cost.
 
-    With `pareto` the table holds only what nothing else beats in time, cost and, where it is known, energy.
+    With `pareto` the table holds only what nothing else beats in time, cost and, where it is known, energy; with `every` all
+    that is feasible, be it more than anyone reads. `drawn` has the rows of the plots, where they are others.
     """
     from rich.text import Text
 
     choice = found.choice
     energy = "" if choice.kwh is None else f", {number(choice.kwh)} kWh"
     costs = f"{duration(3600 * choice.hours)}, {number(choice.cost)} {found.currency}{energy}"
-    yield Text.assemble((f"CHOSEN  {place_of(choice)}: {costs}", "bold green"))
+    word = "CHOSEN" if found.what_if is None else "WHAT IF"
+    yield Text.assemble((f"{word}  {place_of(choice)}: {costs}", "bold green"))
+    yield from supposed(found)
     yield from _continuation(found)
     yield from _other_market(found)
     yield from _progress(found)
     yield from _refreshes(found)
     yield found.reason
     yield ""
-    yield front(found) if pareto else predictions(found)
+    yield front(found) if pareto else predictions(found, every=every)
+    yield from () if every else _left_out(found, pareto=pareto)
     yield ""
     if found.objective == "accuracy-time":
         yield same_progress(found)
@@ -50,17 +60,39 @@ def recommendation(
     if pareto and not found.choice.pareto:
         marks = [f"the choice ({found.objective}) is not among them: something is {better}", *marks[1:]]
     yield "; ".join(marks if pareto else [*marks, f"P: nothing is {better}"])
+    yield from _rests_on(found)
+    yield from _fallback(found)
+    for plot in () if pareto else plots(drawn or found, width=width, color=color):
+        yield ""
+        yield Text.from_ansi(plot)
+
+
+def _rests_on(found: "Recommendation") -> Iterator[str]:
     yield from (f"price: {line}" for line in found.price.splitlines())
     yield from (f"fit: {line}" for line in found.fit.splitlines())
+    yield from _learnt(found)
     yield from (f"energy: {line}" for line in found.power.splitlines())
     if found.efficiency:
         yield f"same progress: {found.efficiency}"
     if found.interruption:
         yield f"checkpoints: {found.interruption}"
-    yield from _fallback(found)
-    for drawn in () if pareto else plots(found, width=width, color=color):
+
+
+def validation(judged: Mapping[str, Sequence["Validation"]]) -> Iterator["RenderableType"]:
+    """How well each strategy would have foreseen the probes that it does not take; nothing where none was judged."""
+    for kind, rows in judged.items():
+        made = table(
+            ["strategy", "probes", "unseen", "median\nerror (%)", "p90\nerror (%)", "inside 90 %\ninterval (%)"],
+            left=(0,),
+        )
+        for row in rows:
+            made.add_row(
+                row.strategy, str(row.probes), f"{row.unseen}{' (each left out once)' * row.left_out_once}",
+                number(100 * row.median), number(100 * row.p90), percent(row.held),
+            )  # fmt: skip
         yield ""
-        yield Text.from_ansi(drawn)
+        yield f"{f'{kind}: ' * bool(kind)}foreseen of this run's own probes by a fit to those that each strategy takes"
+        yield made
 
 
 def _continuation(found: "Recommendation") -> Iterator[str]:
@@ -78,9 +110,7 @@ def _continuation(found: "Recommendation") -> Iterator[str]:
         return
     there = f"{duration(3600 * rest.hours)}, {number(rest.cost)} {found.currency} with a new start"
     gain = "" if not rest.hours_as_it_is else f" ({100 * (rest.hours / rest.hours_as_it_is - 1):+.0f} % time)"
-    known = rest.hours_as_it_is is not None and rest.cost_as_it_is is not None
-    worse = known and rest.hours >= (rest.hours_as_it_is or 0.0) and rest.cost >= (rest.cost_as_it_is or 0.0)
-    yield f"{stands}: {here}; as chosen {there}{gain}" + ", better in neither: let it go on as it is" * worse
+    yield f"{stands}: {here}; as chosen {there}{gain}" + ", better in neither: let it go on as it is" * rest.is_worse
 
 
 def _fallback(found: "Recommendation") -> Iterator[str]:
@@ -103,6 +133,10 @@ def _better(rows: Iterable["Prediction"]) -> str:
 
 def only_shown(found: "Recommendation", known: "Recommendation | None") -> str:
     """Say of an answer that is not kept what `tula train` takes instead: `known`, or nothing."""
+    if found.what_if is not None:
+        return (
+            "only shown: nothing of a what-if is saved, and tula train takes what the cluster there is was measured for"
+        )
     if found.continuation is not None:
         return (
             "only shown: the training goes on as it is; with --save, tula cancel and tula train have it go on as chosen"
@@ -178,7 +212,38 @@ def _by(change: float, more: str, less: str) -> str:
     return f"{number(100 * abs(change), 2)} % {more if change > 0 else less}" if abs(change) >= 0.0005 else f"no {more}"
 
 
-def predictions(found: "Recommendation") -> "Table":
+def _shown(found: "Recommendation") -> list[dict[str, "Prediction"]]:
+    """Return what is worth a row: all where they are few, else the choice, runners-up, what nothing beats, what was measured."""
+    from tula_cli.services.recommendation.listed import FEW  # and numpy, which no look has time for
+
+    configs = _by_config(found.rows)
+    if len(configs) <= FEW and _of(found) <= FEW:
+        return configs
+    marks = _marks(found)
+
+    def rank(offers: Mapping[str, "Prediction"]) -> int:
+        row = next(iter(offers.values()))
+        worth = [key(row) in marks, any(offer.pareto for offer in offers.values()), row.measured]
+        return worth.index(True) if any(worth) else len(worth)
+
+    ranks = [rank(offers) for offers in configs]
+    best = sorted((worth, place) for place, worth in enumerate(ranks) if worth < 3)[:FEW]
+    return [configs[place] for place in sorted(place for _, place in best)]
+
+
+def _left_out(found: "Recommendation", *, pareto: bool) -> Iterator[str]:
+    of_front = sum(row.pareto for row in found.rows), found.beaten_by_none or 0
+    shown, of = of_front if pareto else (len(_shown(found)), _of(found))
+    what = "that nothing beats" if pareto else "configurations"
+    yield from [f"{shown} of {of} {what}; --all shows the others, and has results.csv hold them"] if shown < of else ()
+
+
+def _of(found: "Recommendation") -> int:
+    """Return how many configurations there are in all."""
+    return len(_by_config(found.rows)) if found.candidates is None else found.candidates
+
+
+def predictions(found: "Recommendation", *, every: bool = False) -> "Table":
     """One row a feasible configuration, as the recommendation orders them; what spot nodes take is beside it."""
     divisor, unit = time_unit(3600 * max(row.hours for row in found.rows))
     byte, memory = size_unit(max((row.peak_memory or 0 for row in found.rows), default=None))
@@ -190,7 +255,7 @@ def predictions(found: "Recommendation") -> "Table":
                f"cost\n({found.currency})", *energy, *spot, f"memory\n({memory}/GPU)", "free\n(%)", "basis"]  # fmt: skip
     words = {index for index, name in enumerate(columns) if name in ("", "type", "cheaper", "basis")}
     made = table(columns, left=words)
-    for offers in _by_config(found.rows):
+    for offers in _by_config(found.rows) if every else _shown(found):
         row = next(iter(offers.values()))
         mark = marks.get(key(row), "")
         made.add_row(
@@ -204,7 +269,7 @@ def predictions(found: "Recommendation") -> "Table":
             *(_spot_cells(offers, divisor) if on_spot else []),
             size(row.peak_memory, byte),
             percent(row.headroom),
-            "measured" if row.measured else "predicted",
+            _basis(row),
             style="bold green" if mark == "*" else None,
         )
     return made
@@ -227,7 +292,7 @@ def lengths(found: "Recommendation") -> "Table":
         if row is not None:
             cells = [
                 str(row.batch), number(1000 * row.step_time), size(row.peak_memory, byte), percent(row.headroom),
-                number(3600 * row.hours / divisor), number(row.cost), "measured" if row.measured else "predicted",
+                number(3600 * row.hours / divisor), number(row.cost), _basis(row),
             ]  # fmt: skip
         rate = "-" if row is None else number(one.tokens_per_second(row))
         largest = "-" if one.largest_batch is None else str(one.largest_batch)
@@ -263,10 +328,37 @@ def front(found: "Recommendation") -> "Table":
             str(row.local_batch),
             *_time_and_cost(row, divisor),
             *([_kwh(row)] if energy else []),
-            "measured" if row.measured else "predicted",
+            _basis(row),
             style="bold green" if mark == "*" else None,
         )
     return made
+
+
+def _basis(row: "Prediction") -> str:
+    if row.trained:
+        return "training"
+    if row.what_if:
+        return "what-if" + ", extrapolated" * row.further
+    return "measured" if row.measured else "extrapolated" if row.further else "predicted"
+
+
+def _learnt(found: "Recommendation") -> Iterator[str]:
+    """Say what trainings have told: of the steps at their configurations, and of how wide intervals have to be."""
+    for (nodes, batch), own in itertools.groupby(found.trainings, key=lambda one: (one.nodes, one.batch)):
+        seen = list(own)
+        who = f"training{'s' * (len(seen) > 1)} {', '.join(one.signature for one in seen)}"
+        took = f"{', '.join(number(1000 * one.step_time) for one in seen)} ms a step"
+        probe = seen[0].probed
+        beside = "" if probe is None else f" (its probe {number(1000 * probe)}, which counts too)"
+        changed = ", less where the pace has changed" * any(one.changed for one in seen)
+        noise = ", ".join(percent(one.noise) for one in seen)
+        yield (
+            f"measured by {who}: {plural(nodes)}, batch {batch}, {took}{beside}, up to {moment(seen[-1].until)}; counts as known"
+            f" to {noise} %{changed}"
+        )
+    yield from (f"left out of the fit: {why}" for why in found.trainings_left_out)
+    if found.calibration is not None and found.calibration.words:
+        yield found.calibration.words
 
 
 def _marks(found: "Recommendation") -> dict[tuple[str, int, int], str]:

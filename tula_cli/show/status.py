@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from tula_cli.show.tables import by_type, long_table, or_dash, place_of, table
 from tula_cli.words import configuration, duration, first_line, moment, near, number, percent, plural, time_unit
@@ -14,7 +14,8 @@ if TYPE_CHECKING:
     from tula_cli.run.records.jobs import Attempt
     from tula_cli.run.records.recommendations import Recommendation
     from tula_cli.run.records.results import Branch, Evaluated, StepChange
-    from tula_cli.services.progress.job_status import JobStatus, TrainingStatus, TuningStatus
+    from tula_cli.services.progress.job_status import JobStatus, StageStatus, TrainingStatus, TuningStatus
+    from tula_cli.services.progress.ledger import Ledger, Outcome
     from tula_cli.services.progress.listing import RunSummary
     from tula_cli.services.status import RunStatus
 
@@ -158,10 +159,17 @@ def jobs(rows: Iterable["JobStatus"]) -> "Table":
     return made
 
 
+def _noise(row: Mapping[str, Any]) -> str:
+    at = f"after epoch {row['epoch']:g}"
+    if row.get("scale") is None:
+        return f"gradient noise not told {at}"
+    return f"gradient noise scale {number(row['scale'])} samples {at}"
+
+
 def training(now: "TrainingStatus") -> str:
     """One line: where a training run stands."""
     parts = [
-        f"training {now.signature} on {plural(now.nodes)}, batch {now.batch}",
+        f"training {now.signature} on {plural(now.nodes)}, batch {now.batch}{_stage(now.stage)}",
         *([f"epoch {now.epoch:.2f} of {now.epochs}"] if now.epochs is not None else []),
         f"{now.samples} samples" if now.samples_asked is None else f"{now.samples} of {now.samples_asked} samples",
     ]
@@ -172,6 +180,7 @@ def training(now: "TrainingStatus") -> str:
     parts += [f"lr {number(now.lr)}"] if now.lr is not None else []
     parts += [f"beta2 {now.beta2:.6g}"] if now.beta2 is not None else []
     parts += [f"AGS {scaling(now.ags['mean'], now.ags['scaled'])}"] if now.ags is not None else []
+    parts += [_noise(now.noise)] if now.noise is not None else []
     parts += [_tuning(now.tuning)] if now.tuning is not None else []
     if now.step_time is not None:
         predicted = "" if now.predicted_step is None else f" (predicted {number(1000 * now.predicted_step)})"
@@ -187,6 +196,11 @@ def training(now: "TrainingStatus") -> str:
     return ", ".join(parts)
 
 
+def _stage(now: "StageStatus | None") -> str:
+    """Return the batch that a growing one has come to, in words."""
+    return "" if now is None else f" (now {now.batch}, stage {now.number} of {now.count})"
+
+
 def evaluation(found: "Evaluated") -> str:
     """What weights of a training come to on a set of samples, in one line."""
     at = "" if found.samples is None else f" at {found.samples} samples"
@@ -197,7 +211,7 @@ def evaluation(found: "Evaluated") -> str:
 
 def changes(found: "Sequence[StepChange]") -> Iterator[str]:
     """How the step time changed while it trained, a line each."""
-    from tula_cli.models.time.step_change import words
+    from tula_cli.models.time.changes.step_change import words
 
     yield from (f"changed: {words(change)}" for change in found)
 
@@ -233,6 +247,47 @@ def runs(found: "Sequence[RunSummary]", *, width: int) -> Iterator["RenderableTy
     columns = ("run", "changed", "model", "data", "probes", "nodes", "batch", "trained", "best")
     yield from long_table(columns, [_run(run) for run in found], left=range(4), width=width)
     yield from (f"{run.id} cannot be read: {run.problem}" for run in found if run.problem)
+
+
+def ledger(found: "Ledger", *, width: int) -> Iterator["RenderableType"]:
+    """One row a finished training, on a screen of `width` columns; below it how far predictions are off in the middle."""
+    columns = (
+        "run",
+        "training",
+        "nodes",
+        "batch",
+        "step (ms)",
+        "predicted",
+        "error (%)",
+        "time (h)",
+        "predicted",
+        "error (%)",
+    )
+    yield from long_table(columns, [_outcome(one) for one in found.outcomes], left=range(2), width=width)
+    if not found.outcomes:
+        yield "no training has ended yet"
+    told = [
+        f"{what} {100 * error:.1f} %"
+        for what, error in (("of the step time", found.step_error), ("of the whole time", found.time_error))
+        if error is not None
+    ]
+    if told:
+        yield f"median error, signs aside: {', '.join(told)}"
+    yield from found.problems
+
+
+def _outcome(one: "Outcome") -> list[str]:
+    def ms(seconds: float | None) -> str:
+        return "-" if seconds is None else number(1000 * seconds)
+
+    def signed(error: float | None) -> str:
+        return "-" if error is None else f"{100 * error:+.1f}"
+
+    return [
+        *(one.run, one.signature, str(one.nodes), str(one.batch)),
+        *(ms(one.actual_step), ms(one.predicted_step), signed(one.step_error)),
+        *(number(one.actual_hours), number(one.predicted_hours), signed(one.time_error)),
+    ]
 
 
 def _run(run: "RunSummary") -> list[str]:

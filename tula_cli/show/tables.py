@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from rich.console import Console, RenderableType
     from rich.table import Table
 
-    from tula_cli.run.records.recommendations import Prediction
+    from tula_cli.run.records.recommendations import Prediction, Recommendation
 
 T = TypeVar("T")
 
@@ -125,6 +125,28 @@ def place_of(row: "Prediction") -> str:
     """Return a configuration in words, with the type and market of its nodes where there are several."""
     kind = f" of type {row.type}" * bool(row.type) + " on spot" * (row.market == "spot")
     return configuration(row.nodes, row.batch, row.local_batch).replace(",", f"{kind},", 1)
+
+
+def supposed(found: "Recommendation") -> Iterator[str]:
+    """Say what is supposed, and what the choice without it takes with it and without."""
+    if found.what_if is None:
+        return
+    now, there = found.what_if.as_it_is, found.what_if.there
+    if now is None:
+        yield "as it is: no configuration is within the limits"
+    else:
+        same = there is not None and place_of(there) == place_of(found.choice)
+        with_it = (
+            "" if there is None else f"; with it {_takes(there, found)}" + ", which is the choice there too" * same
+        )
+        yield f"as it is: {place_of(now)}: {_takes(now, found)}{with_it}"
+    yield from (f"supposed: {line}" for line in found.what_if.told)
+
+
+def _takes(row: "Prediction", found: "Recommendation") -> str:
+    low, high = row.hours_low, row.hours_high
+    interval = "" if low is None or high is None else f" ({duration(3600 * low)} to {duration(3600 * high)})"
+    return f"{duration(3600 * row.hours)}{interval}, {number(row.cost)} {found.currency}"
 
 
 def or_dash(value: float | None) -> str:

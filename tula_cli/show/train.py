@@ -11,6 +11,7 @@ from tula_cli.words import configuration, duration, near, number, percent, perpl
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
+    from tula_cli.run.records.recommendations import Prediction
     from tula_cli.run.records.results import Evaluated, Summary
     from tula_cli.run.records.tasks import EvaluateTask, TrainTask
     from tula_cli.services.train import TrainPlan
@@ -45,11 +46,22 @@ def _branches_planned(task: "TrainTask") -> Iterator[str]:
     yield f"tunes itself after epoch {task.spec.auto.after}: {rungs[0]} arms, {beside} beside the training"
 
 
+def _stages_planned(task: "TrainTask", predicted: "Prediction | None") -> Iterator[str]:
+    """Say how the batch grows, as far as that is known before it starts."""
+    if task.spec.train.stages is None:
+        return
+    if predicted is None or not predicted.stages:
+        yield "its batch grows over the first epochs (train.ramp), as the log tells"
+        return
+    stages = ", ".join(f"{stage.batch} ({plural(stage.steps, 'step')})" for stage in predicted.stages)
+    yield f"its batch grows: {stages}, then {task.batch}; times and costs are those of all stages"
+
+
 def _early_end(plan: "TrainPlan") -> str:
     """Say when train.until is expected to end a training, or that nothing tells."""
     if plan.ends is None:
         return "train.until may end it earlier; times and costs are those of all epochs"
-    predicted, epochs = plan.ends.prediction, plan.task.spec.train.epochs
+    predicted, epochs = plan.ends.prediction, plan.task.spec.train.epochs_at_most
     told = f"{duration(3600 * predicted.hours)}, {number(predicted.cost)} {plan.task.spec.pricing.currency}"
     return (
         f"{plan.ends.words}: up to epoch {plan.ends.epoch} of {epochs} it takes {told}; what follows is of all epochs"
@@ -68,6 +80,7 @@ def _training_plan(plan: "TrainPlan") -> Iterator["RenderableType"]:
     started = "" if task.spec.script is None else f" of {program(task.spec.script.command)}"
     yield f"{length}{started}, method {task.spec.train.method}, run train-{task.signature}"
     yield from _branches_planned(task)
+    yield from _stages_planned(task, predicted)
     if plan.finished:
         yield "finished already: nothing would start, and tula train shows what came of it"
         return
@@ -85,7 +98,7 @@ def _training_plan(plan: "TrainPlan") -> Iterator["RenderableType"]:
     if predicted is None:
         yield "no prediction of time and cost: nothing was measured for this"
         return
-    if task.spec.train.until is not None:
+    if task.spec.train.until is not None and task.spec.train.until.by_metric:
         yield _early_end(plan)
     currency = task.spec.pricing.currency
     at_most = predicted.hours_high

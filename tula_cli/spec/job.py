@@ -22,8 +22,8 @@ LEAST_STEPS = 5
 """The fewest steps that a probe times, however long they take: fewer tell nothing of their spread."""
 WITH_BETA2 = ("Adam", "AdamW", "Adamax", "NAdam", "RAdam", "SparseAdam")
 """Optimizers of torch whose second beta is that of the gradients' squares, or of their largest magnitude."""
-LOOKS = 4
-"""Looks of a probe at steps of their own: on data that is there, at synchronisation, at gradients, at local work."""
+LOOKS = 3
+"""Looks of a probe at the time of steps of their own: on data that is there, of synchronisation, of local work."""
 
 
 class Search(Section):
@@ -32,9 +32,10 @@ class Search(Section):
     nodes: Annotated[list[Positive], Field(min_length=1)] = [2, 4, 8, 16]  # numbers of nodes
     min_batch: Positive = 32  # smallest global batch; candidates are min_batch x 2^k
     max_batch: Positive | None = None  # besides memory and the dataset's size
-    # sweep: all batches on the fewest nodes, ends elsewhere; partial: the four corners; full: all; adaptive: in rounds;
-    # few: the smallest batch and the two largest, on the fewest nodes
-    strategy: Literal["sweep", "partial", "full", "adaptive", "few"] = "sweep"
+    # sweep: all batches on the fewest nodes, the smallest elsewhere, the middle one on the most; five: three batches on the
+    # fewest nodes, two on the most; partial: the four corners; full: all; adaptive: in rounds; few: the smallest batch and
+    # the two largest, on the fewest nodes
+    strategy: Literal["sweep", "five", "partial", "full", "adaptive", "few"] = "sweep"
     sequence: SequenceLengths | None = None  # lengths of text to measure too, a few batches of each on the fewest nodes
     tolerance: Annotated[float, Field(gt=0, lt=1)] = 0.01  # expected regret at which `adaptive` stops, a share
     # a probe times steps until it has as many, they have taken min_seconds, and the standard error of their mean is below 1 %
@@ -61,7 +62,7 @@ class Search(Section):
 
     @property
     def split_steps(self) -> int:
-        """How many steps a probe takes for each look of its own: synchronisation, gradients, work without either."""
+        """How many steps a probe takes at most for each look of its own at times, and for that at gradients."""
         return self.min_steps
 
     def timed_steps(self, step_time: float) -> int:
@@ -79,7 +80,8 @@ class Search(Section):
         Args:
             step_time: seconds of one.
         """
-        return (self.warmup_steps + self.timed_steps(step_time) + LOOKS * self.split_steps) * step_time
+        looks = LOOKS * LEAST_STEPS + self.split_steps  # steady steps are looked at for as few as tell anything
+        return (self.warmup_steps + self.timed_steps(step_time) + looks) * step_time
 
 
 class JobSpec(Section):
@@ -295,12 +297,18 @@ def warmup_epochs(spec: JobSpec) -> float:
     if spec.schedule.kind == "one-cycle":  # it grows by itself
         return 0.0
     given = spec.schedule.warmup_epochs
-    return spec.train.facts.warmup_epochs if given is None else given
+    by_method = (
+        0.0 if spec.train.stages else spec.train.facts.warmup_epochs
+    )  # a batch that grows is a warm-up by itself
+    return by_method if given is None else given
 
 
 def train_length(spec: JobSpec) -> str:
     """Return how long a job trains, in words."""
-    return plural(spec.train.epochs, "epoch") if spec.script is None else section.length_words(spec.script)
+    if spec.script is not None:
+        return section.length_words(spec.script)
+    whole, trained = spec.train.epochs, spec.train.epochs_at_most
+    return plural(whole, "epoch") if trained == whole else f"{trained} of {plural(whole, 'epoch')}"
 
 
 def lr_scale(spec: JobSpec, batch: int) -> float:
@@ -309,7 +317,20 @@ def lr_scale(spec: JobSpec, batch: int) -> float:
     AdaScale's gain and the factors of AGS come on top; they are not known beforehand.
     """
     ratio = batch / spec.train.reference_batch
-    return {"none": 1.0, "linear": ratio, "sqrt": math.sqrt(ratio)}[spec.train.lr_rule]
+    scale = {"none": 1.0, "linear": ratio, "sqrt": math.sqrt(ratio)}[_lr_rule(spec)]
+    return scale if spec.train.max_lr_factor is None else min(scale, spec.train.max_lr_factor)
+
+
+def _lr_rule(spec: JobSpec) -> Literal["none", "linear", "sqrt"]:
+    """Return how the learning rate is scaled; of method ramp Adam's by the root (Malladi et al. 2022)."""
+    by_root = spec.train.facts.ramps and spec.train.lr_scaling == "auto" and spec.optimizer.name in DIVIDING
+    return "sqrt" if by_root else spec.train.lr_rule
+
+
+def beta2_half_life(spec: JobSpec) -> float | Literal["auto"] | None:
+    """Return `optimizer.beta2_half_life`; where nothing is said method ramp keeps that of the reference batch."""
+    given = spec.optimizer.beta2_half_life
+    return "auto" if given is None and spec.train.facts.ramps and spec.optimizer.name in WITH_BETA2 else given
 
 
 def beta2_at(spec: JobSpec, beta2: float, batch: int) -> float:
@@ -323,7 +344,7 @@ def beta2_at(spec: JobSpec, beta2: float, batch: int) -> float:
         beta2: as the optimizer has it by itself, or by its arguments.
         batch: samples a step.
     """
-    asked = spec.optimizer.beta2_half_life
+    asked = beta2_half_life(spec)
     if asked is None:
         return beta2
     kept, steps = (beta2, batch / spec.train.reference_batch) if asked == "auto" else (0.5, batch / asked)

@@ -20,6 +20,7 @@ class Facts:
     scales: bool = False  # multiplies gradients, or updates, by factors
     refreshes: bool = False  # compares the gradients of two batches now and then
     is_arm: bool = False  # of a self-tuning training
+    ramps: bool = False  # its batch grows over the first epochs where train.ramp says nothing else
     tunes: bool = False  # trains as its arms do (worker/train/self_tuning.py)
     on_one_gpu: str = ""  # why it cannot be judged there
     on_scripts: bool = False  # acts on a script of the user's own, from its command line or around its optimizer
@@ -61,6 +62,7 @@ METHODS: dict[str, Facts] = {
     ),
     "static": Facts("static", reads_ags=True, scales=True, is_arm=True),
     "ortho": Facts("ortho", lr_scaling="linear", warmup_epochs=5.0, needs_sgd=True, is_arm=True),
+    "ramp": Facts("ramp", lr_scaling="linear", ramps=True),
     "schedule_free": Facts("schedule_free", warmup_epochs=5.0, replaces=("SGD", "AdamW"), constant_schedule=True),
     "auto": Facts(reads_ags=True, refreshes=True, tunes=True),
 }

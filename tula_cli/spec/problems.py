@@ -15,6 +15,15 @@ REPLACED: Mapping[tuple[str, ...], str] = {
 }
 """Keys that there once were, and what is in their place."""
 
+_SECTION = "must be a section"
+_WANTED: Mapping[str, str] = {
+    **dict.fromkeys(("model_type", "model_attributes_type", "dataclass_type"), _SECTION),
+    **dict.fromkeys(("tuple_type", "list_type"), "must be a list"),
+    "dict_type": "must be a mapping (name: value)",
+    "string_type": "must be text",
+}
+"""What a value of another type than its key's should have been."""
+
 
 def problem(item: Any) -> Problem:
     path = _readable_path(item["loc"])
@@ -27,7 +36,7 @@ def problem(item: Any) -> Problem:
         return Problem(path, "no such key", hint)
     if item["type"] == "missing":
         return Problem(path, "is required")
-    message = item["msg"].removeprefix("Value error, ").replace("Input should be", "must be")
+    message = _wanted(item)
     if item["type"] == "literal_error":
         expected = item["ctx"]["expected"].replace(" or ", ", ")
         close = difflib.get_close_matches(str(item["input"]), re.findall(r"'([^']+)'", expected), n=1)
@@ -38,13 +47,21 @@ def problem(item: Any) -> Problem:
     return Problem(path, message[:1].lower() + message[1:] + shown)
 
 
+def _wanted(item: Any) -> str:
+    """Say what was expected; of a section also which keys it has."""
+    if item["type"] not in _WANTED:
+        return str(item["msg"]).removeprefix("Value error, ").replace("Input should be", "must be")
+    names = _names_at(item["loc"]) if _WANTED[item["type"]] == _SECTION else []
+    return _WANTED[item["type"]] + (f" of its own (with {', '.join(names)})" if names else "")
+
+
 def merge_unions(problems: list[Problem]) -> tuple[Problem, ...]:
     """Fold the problems pydantic reports for each branch of a union into one a path."""
     by_path: dict[str, list[Problem]] = {}
     for problem in problems:
         by_path.setdefault(problem.path, []).append(problem)
     for path, found in by_path.items():  # that it is no section says nothing beside what is wrong with the text it is
-        by_path[path] = [p for p in found if not p.message.startswith(_NO_SECTION)] or found
+        by_path[path] = [p for p in found if not p.message.startswith(_SECTION)] or found
     return tuple(
         found[0]
         if len(found) == 1
@@ -55,7 +72,6 @@ def merge_unions(problems: list[Problem]) -> tuple[Problem, ...]:
     )
 
 
-_NO_SECTION = "must be a valid dictionary or instance of"
 _UNION_BRANCHES = re.compile(
     r"^(literal\[|constrained-|function-|float|int$|str$|bool$|dict\[|list\[|\[key\]$|Every$|Hessian$|Rows$)"
 )

@@ -7,6 +7,7 @@ from pydantic import Field, model_validator
 from tula_cli.plugins import is_import_string, nearest
 from tula_cli.spec.kinds import NonNegativeFloat, Positive, PositiveFloat, Section
 from tula_cli.spec.methods import METHODS, Facts, Method
+from tula_cli.spec.parts.of_train import Best, GradientNoise, Hessian, Stages, Until
 
 LengthOption = Annotated[str, Field(pattern=r"^(dataset|model)\.args\.[A-Za-z_][A-Za-z0-9_]*$")]
 _POSITIONS = ("n_positions", "max_position_embeddings")
@@ -172,7 +173,7 @@ class Optimizer(Section):
     args: dict[str, Any] = {}  # to the optimizer, for example {nesterov: true}
     # samples in which the second moment of Adam and its like forgets half, whatever the batch; auto: those of its beta2 at
     # train.reference_batch; null: beta2 stays, as a share a step
-    beta2_half_life: Literal["auto"] | PositiveFloat | None = None
+    beta2_half_life: Literal["auto"] | Annotated[float, Field(gt=0, le=1e12)] | None = None
     groups: list[ParameterGroup] = []  # of several that name a parameter the last one counts
 
 
@@ -189,7 +190,7 @@ class Schedule(Section):
     kind: str = "constant"
     milestones: list[NonNegativeFloat] = []  # epochs
     gamma: PositiveFloat = 0.1  # multistep: the factor at each milestone
-    # null: what the method needs, 5 for lrs, lars, lamb, polo, ortho and schedule_free, else 0
+    # null: what the method needs, 5 for lrs, lars, lamb, polo, ortho and schedule_free, else 0; with train.ramp 0
     warmup_epochs: NonNegativeFloat | None = None
     min_lr: NonNegativeFloat = 0.0  # cosine, linear and one-cycle end here
     peak: Annotated[float, Field(gt=0, lt=1)] = PEAK  # one-cycle: share of the epochs at which the rate is the full one
@@ -220,43 +221,9 @@ class Schedule(Section):
 MetricName = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_.-]*$")]
 
 
-class Hessian(Section):
-    """How often the largest Hessian eigenvalue is measured, and on how much; `train.hessian: true` takes the defaults."""
-
-    every: Positive = 1  # epochs
-    samples: Positive = 128  # of the training set, over all GPUs, always the same ones
-
-
 Workers = Literal["auto"] | Annotated[int, Field(ge=0)]
 FEWEST_WORKERS, MOST_WORKERS = 2, 8
 """Of auto. Two that share a core still load while the GPU computes; more than eight outrun it, and take memory."""
-
-
-class Best(Section):
-    """What the best checkpoint is best in."""
-
-    metric: str = "auto"  # top1, top5, loss, perplexity or one of train.metrics; auto: top1, loss without classes
-    mode: Literal["auto", "max", "min"] = "auto"  # auto: min of loss and perplexity, max of all others
-
-    @property
-    def falls(self) -> bool:
-        """Whether less is better."""
-        return self.mode == "min" or (self.mode == "auto" and self.metric in ("loss", "perplexity"))
-
-
-class Until(Section):
-    """What ends a training before its last epoch; each epoch's evaluation is asked."""
-
-    metric: str = "auto"  # as of train.best, whose it is by default
-    at_least: float | None = None  # of top1 and top5 in percent, or up to 1 as a share: 0.76 is 76 %
-    at_most: float | None = None  # for example of loss
-    patience: Positive | None = None  # epochs in a row without a better train.best
-
-    @model_validator(mode="after")
-    def _something_ends_it(self) -> "Until":
-        if self.at_least is None and self.at_most is None and self.patience is None:
-            raise ValueError("needs at_least, at_most or patience, for example {metric: top1, at_least: 0.76}")
-        return self
 
 
 BUILT_IN = ("top1", "top5", "loss", "perplexity")
@@ -293,6 +260,12 @@ class Train(Section):
     reference_batch: Positive = 128  # the batch that optimizer.lr was tuned for
     method: Method = "ags"  # how the large batch is trained
     lr_scaling: Literal["auto", "none", "linear", "sqrt"] = "auto"  # in batch / reference_batch; auto: the method's
+    max_lr_factor: Annotated[float, Field(ge=1)] | None = (
+        None  # the most that lr_scaling multiplies the learning rate by
+    )
+    # the batch grows over the first epochs: auto: from reference_batch, doubled every 5 % of the training, up to its own; or
+    # stages such as [{epochs: 1, batch: 128}, {samples: 50000, batch: 256}]; null: it does not, but for method ramp
+    ramp: Stages | None = None
     ghost_batch: Annotated[int, Field(ge=2)] | None = None  # samples over which BatchNorm takes its statistics
     # after an out-of-memory: first the same batch in smaller micro-batches and more of them; or the next smaller batch
     oom: Literal["accumulate", "shrink"] = "accumulate"
@@ -300,6 +273,7 @@ class Train(Section):
     tensorboard: bool = False  # metrics for TensorBoard too; needs the extra trackers
     diagnostics: bool = False  # gradient norms also where the method does not take them by itself
     hessian: bool | Hessian = False  # the largest eigenvalue at epoch ends
+    gradient_noise: bool | GradientNoise = False  # the gradient noise scale at epoch ends
     # of the evaluation, by a name of yours: an import string, or {import string: {arguments}}, of a callable(outputs, batch),
     # whose mean over samples it is, or of a class with update, compute and reset, as torchmetrics has them
     metrics: dict[MetricName, str | dict[str, dict[str, Any]]] = {}
@@ -323,6 +297,11 @@ class Train(Section):
         return self
 
     @property
+    def epochs_at_most(self) -> int:
+        """The epochs after which a training is over, whatever its metrics come to; schedules are those of `epochs`."""
+        return self.epochs if self.until is None else min(self.epochs, self.until.epochs or self.epochs)
+
+    @property
     def sharded(self) -> bool:
         """Whether the GPUs share one model."""
         return self.parallel == "fsdp"
@@ -342,6 +321,25 @@ class Train(Section):
         if why := self.facts.refuses_lr_scaling.get(self.lr_scaling):
             raise ValueError(why)
         return self
+
+    @model_validator(mode="after")
+    def _batch_grows(self) -> "Train":
+        if self.ramp is None:
+            return self
+        if self.facts.tunes:
+            raise ValueError(f"ramp: method {self.method} compares settings at one batch; use method ramp, or another")
+        named = [] if self.ramp == "auto" else self.ramp
+        batches = [stage.batch for stage in named]
+        if sorted(set(batches)) != batches:
+            raise ValueError(f"ramp: batches must ascend, got {batches}")
+        if (epochs := sum(stage.epochs or 0 for stage in named)) >= self.epochs:
+            raise ValueError(f"ramp: its stages last {epochs:g} epochs, and epochs is {self.epochs}")
+        return self
+
+    @property
+    def stages(self) -> Stages | None:
+        """How the batch grows; None where it does not."""
+        return "auto" if self.ramp is None and self.facts.ramps else self.ramp
 
     @model_validator(mode="after")
     def _algorithms_are_repeated_or_chosen_anew(self) -> "Train":

@@ -83,13 +83,17 @@ def train_signature(spec: JobSpec, *, nodes: int, batch: int, code: str = "") ->
     parts["train"] = spec.train.model_dump(
         exclude={
             *("workers", "checkpoint_every", "oom", "max_attempts", "tensorboard", "diagnostics", "hessian"),
+            "gradient_noise",
             *("metrics", "best"),  # they tell of the weights and change none
             *(() if spec.train.until else ("until",)),
+            *(name for name in ("ramp", "max_lr_factor") if getattr(spec.train, name) is None),
             *(() if spec.train.sharded else ("parallel",)),
             "fsdp_blocks",
             *COMPUTING,  # but for tf32 they change what is learned no more than another GPU does
         }
     ) | _computing(spec.train, {"tf32"})
+    if spec.train.until and spec.train.until.epochs is None:
+        parts["train"]["until"].pop("epochs")  # as before there was such a key
     parts["schedule"]["warmup_epochs"] = warmup_epochs(spec)
     parts["gpus_per_node"] = spec.cluster.gpus_per_node
     if spec.train.facts.tunes:
@@ -123,15 +127,17 @@ def rehearsal_signature(spec: JobSpec, code: str) -> str:
     )
 
 
-def evaluation_signature(spec: JobSpec, weights: Mapping[str, Any]) -> str:
+def evaluation_signature(spec: JobSpec, weights: Mapping[str, Any], *, code: str = "") -> str:
     """Return 8 hex digits over what an evaluation of a training depends on beside that training.
 
     Args:
         spec: the job.
         weights: what tells the file from others.
+        code: digest of the user's own code that it runs; empty for none.
     """
     test = spec.dataset.test
-    return digest({"weights": weights, "test": test and test.model_dump(), "metrics": spec.train.metrics})
+    told = {"weights": weights, "test": test and test.model_dump(), "metrics": spec.train.metrics}
+    return digest({**told, "code": code} if code else told)
 
 
 def cluster_signature(cluster: Cluster) -> str:

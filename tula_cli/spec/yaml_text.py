@@ -102,6 +102,8 @@ def read_yaml(path: Path) -> dict[str, Any]:
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError:
         raise SpecError(f"no such file: {path}", "tula init writes a job.yaml to start from") from None
+    except IsADirectoryError:
+        raise SpecError(f"{path} is a folder, and a job is a file", f"where it is a run: --run {path}") from None
     except (OSError, UnicodeDecodeError) as error:
         raise SpecError(f"cannot read {path}: {getattr(error, 'strerror', None) or error}") from None
     content = parse_yaml(text, source=str(path))

@@ -315,7 +315,7 @@ class MemoryMeter:
         else:
             # glibc keeps freed tensors of the last batch for itself; give them back, or they hide this batch's peak.
             ctypes.CDLL(None).malloc_trim(0)
-            Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # resets VmHWM
+            _forget_peak()
             self.base, self.base_reserved = process_memory("VmRSS"), process_memory("VmData")
 
     def peak(self) -> tuple[int, int]:
@@ -343,13 +343,16 @@ class MemoryMeter:
         return total - free - (torch.cuda.memory_reserved(self.device) - self.base_reserved)
 
     def settled(self) -> None:
-        """Begin to count retries, and on a GPU the peak anew: the first steps are not like those that follow.
+        """Begin to count retries and the peak anew: the first steps are not like those that follow.
 
         In them the allocator may flush its cache once or twice near the limit, and cuDNN tries algorithms with all the
-        memory that is left, of which it takes none where there is none.
+        memory that is left, of which it takes none where there is none. On the CPU the model is built where it is trained,
+        and one may hold more while it is built (layers that are replaced) than in any step.
         """
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.device)
+        else:
+            _forget_peak()
         self.retries = self._retries() if self.device.type == "cuda" else 0
 
     def allocator_retries(self) -> int:
@@ -358,6 +361,11 @@ class MemoryMeter:
 
     def _retries(self) -> int:
         return int(torch.cuda.memory_stats(self.device).get("num_alloc_retries", 0))
+
+
+def _forget_peak() -> None:
+    """Set VmHWM to what the process holds now."""
+    Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
 
 
 def tensor_bytes(tensors: Iterable[object]) -> int:

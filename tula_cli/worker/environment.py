@@ -10,6 +10,7 @@ import torchvision
 
 from tula_cli.host.processor import processor_name
 from tula_cli.run.records.probes import Environment, Host
+from tula_cli.spec.resources import Cluster
 from tula_cli.version import __version__
 from tula_cli.worker import nccl
 from tula_cli.worker.device import driver_version, gpu_id, gpu_name, nccl_version
@@ -89,6 +90,11 @@ def recorded(environ: Mapping[str, str]) -> dict[str, str]:
         for name, value in sorted(environ.items())
         if name.startswith(RECORDED) and not name.startswith(left_out)
     }
+
+
+def ranks_here(ranks: Ranks, cluster: Cluster) -> int:
+    """Return how many ranks share a machine: all of them where each node is a set of processes on this one."""
+    return ranks.world if cluster.kind == "local" else cluster.gpus_per_node
 
 
 def oversubscribed(ranks: Ranks, *, ranks_here: int) -> bool:

@@ -137,6 +137,7 @@ def write_images(folder: Path, *, count: int, side: int) -> None:
 
 def loaded_a_second(folder: Path, workers: int, *, crop: int, least: float) -> float:
     """Return the images a second of the product's loader, for at least so many seconds after its first batches."""
+    from tula_cli.models.ramp.stages import Ramp
     from tula_cli.spec.job import JobSpec
     from tula_cli.worker.build.datasets import build_datasets
     from tula_cli.worker.build.sampling import Batches, Position, train_loader
@@ -150,7 +151,14 @@ def loaded_a_second(folder: Path, workers: int, *, crop: int, least: float) -> f
     })  # fmt: skip
     images, batch = build_datasets(spec).train, 16
     everything = Batches(
-        len(images), batch=batch, accumulate=1, rank=0, world=1, seed=0, epochs=10**6, start=Position()
+        len(images),
+        ramp=Ramp.constant(batch),
+        parts={batch: 1},
+        rank=0,
+        world=1,
+        seed=0,
+        epochs=10**6,
+        start=Position(),
     )
     stream = iter(train_loader(images, everything, workers=workers, pin=torch.cuda.is_available()))
     for _ in range(max(1, 2 * workers)):  # what was read ahead while the processes started

@@ -14,8 +14,8 @@ from tula_cli.cluster.scripts.printed_metrics import last_and_best, less_is_bett
 from tula_cli.cluster.scripts.script_training import ScriptTraining
 from tula_cli.cluster.scripts.settle import settled, take_up
 from tula_cli.cluster.scripts.watch import ScriptWatch
-from tula_cli.models.time.script_pace import ScriptPace
-from tula_cli.models.time.step_change import words
+from tula_cli.models.time.changes.script_pace import ScriptPace
+from tula_cli.models.time.changes.step_change import words
 from tula_cli.run.directory import RunDir
 from tula_cli.run.records.jobs import Attempt, LeaderCommand
 from tula_cli.run.records.results import Save, ScriptProgress, ScriptSaves, StepChange

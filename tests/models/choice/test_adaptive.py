@@ -7,7 +7,7 @@ from tula_cli.models.choice import adaptive
 from tula_cli.models.choice.adaptive import Candidate, Proposal, first, propose
 from tula_cli.models.time.steptime import Observation, StepTimeFit, fit
 
-SAMPLES = 1e6  # of one training
+SAMPLES = 1e8  # of one training
 START = 30.0  # seconds
 
 
@@ -30,7 +30,7 @@ def places(
 def candidates(grid: list[tuple[int, int]], probed: set[tuple[int, int]]) -> list[Candidate]:
     return [
         Candidate(
-            nodes=n, gpus_per_node=1, local_batch=b, batch=n * b, steps=SAMPLES / (n * b), price=float(n),
+            nodes=n, gpus_per_node=1, local_batch=b, batch=n * b, size=n, steps=SAMPLES / (n * b), price=float(n),
             probe_seconds=n * 50 * seconds(n, b), job_seconds=n * START,
             measured=seconds(n, b) if (n, b) in probed else None,
         )
@@ -54,8 +54,8 @@ def search(grid: list[tuple[int, int]]) -> tuple[set[tuple[int, int]], list[Prop
         probed |= {(pick.candidate.nodes, pick.candidate.local_batch) for pick in proposal.picks}
 
 
-def test_starts_from_three_probes() -> None:
-    assert first([(2, (16, 32, 64)), (8, (4, 8)), (4, (8, 16))]) == [(2, 16), (2, 64), (8, 4)]
+def test_starts_from_four_probes() -> None:
+    assert first([(2, (16, 32, 64)), (8, (4, 8)), (4, (8, 16))]) == [(2, 16), (2, 32), (2, 64), (8, 4)]
     assert first([(2, (16, 32))]) == [(2, 16), (2, 32)]
     assert first([(2, (16,))]) == [(2, 16)]
 
@@ -104,6 +104,14 @@ def test_a_wider_tolerance_ends_sooner() -> None:
     grid = candidates(places(), probed)
     assert propose(fitted(probed), grid, tolerance=0.005).picks
     assert not propose(fitted(probed), grid, tolerance=5.0).picks
+
+
+def test_a_short_training_is_worth_no_probe() -> None:
+    probed = {(1, 64), (1, 1024), (8, 8)}
+    short = [dataclasses.replace(c, steps=c.steps / 1e5) for c in candidates(places(), probed)]
+    proposal = propose(fitted(probed), short, tolerance=0.01)
+    assert not proposal.picks and "no further probe is worth what it costs" in proposal.words
+    assert "the whole training takes" in proposal.words
 
 
 def test_probing_lowers_the_expected_regret() -> None:

@@ -94,6 +94,16 @@ def test_kneedle_finds_where_a_doubling_saves_less_than_half_of_ideal_scaling(ga
         assert choice.reason.startswith("no knee")
 
 
+def test_the_noise_of_a_measured_one_does_not_move_the_knee() -> None:
+    rows = scaling([0.5, 0.5, 0.32, 0.27, 0.1, 0.05])
+    assert choose(rows, objective="knee").prediction.batch == rows[3].batch
+    lucky = {"hours": 0.95 * rows[4].hours, "step_time": 0.95 * rows[4].step_time, "measured": True}
+    noisy = [*rows[:4], rows[4].model_copy(update=lucky), *rows[5:]]
+    assert choose(noisy, objective="knee").prediction.batch == rows[4].batch
+    noisy[4] = noisy[4].model_copy(update={"step_fitted": rows[4].step_time})
+    assert choose(noisy, objective="knee").prediction == rows[3]
+
+
 @pytest.mark.parametrize("count", [5, 8, 12])
 def test_a_curve_that_halves_with_every_doubling_has_no_knee(count: int) -> None:
     """Over linear time Kneedle sees one at the third batch, at many times the best time."""

@@ -78,6 +78,8 @@ def test_two_measured_batches_make_the_estimate_void() -> None:
     wrong, truth = Truth(model_bytes=900 * MIB, sample_bytes=9 * MIB), Truth()
     model = fit([footprint(wrong, 16), footprint(wrong, 64), measured(truth, 2, 32), measured(truth, 2, 64)])
     assert model.peak(512) == pytest.approx(truth.peak(512), rel=1e-6)
+    assert "0.2" in model.doubt and "times as fast in the probes as was estimated" in model.doubt
+    assert not fit([footprint(truth, 16), footprint(truth, 64), measured(truth, 2, 32), measured(truth, 2, 64)]).doubt
 
 
 def test_the_allocator_holds_more_than_is_in_use() -> None:

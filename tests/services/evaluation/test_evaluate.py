@@ -122,6 +122,33 @@ def test_test_set_metrics_and_cluster_are_those_of_now_and_all_else_that_of_the_
     assert ready(run, now).task.key != ready(run).task.key
 
 
+def test_metrics_that_the_training_did_not_have_are_written_with_the_best_and_the_end_of_now(tmp_path: Path) -> None:
+    old = {
+        "epochs": 9,
+        "metrics": {"f1": "mine:f1"},
+        "best": {"metric": "f1"},
+        "until": {"metric": "f1", "at_least": 1},
+    }
+    run = RunDir.create(tmp_path, make.spec(train=old))
+    add_training(run, "aaaa", 100)
+    task = ready(run, make.spec(train={"epochs": 9, "metrics": {"error": "mine:error"}})).task
+    run.write_task(task)
+    assert task in run.read().tasks  # one that cannot be read ends every command on the run
+
+
+def test_another_code_behind_the_test_set_is_evaluated_anew(run: RunDir, tmp_path: Path) -> None:
+    folder = tmp_path / "code"
+    folder.mkdir()
+    task = add_training(run, "aaaa", 100).model_copy(update={"workdir": str(folder)})
+    run.write_task(task)
+    job = make.spec(dataset=OWN_TEST)
+    (folder / "mine.py").write_text("Digits = 1\n")
+    key = ready(run, job, weights="last").task.key
+    assert ready(run, job, weights="last").task.key == key
+    (folder / "mine.py").write_text("Digits = 2\n")
+    assert ready(run, job, weights="last").task.key != key
+
+
 def test_a_test_set_names_neither_run_nor_training() -> None:
     plain, own = make.spec(), make.spec(dataset=OWN_TEST)
     assert signature(plain) == signature(own)

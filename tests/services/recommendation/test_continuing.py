@@ -14,6 +14,7 @@ from tula_cli.run.files import write_atomic
 from tula_cli.run.records.recommendations import Continuation, Recommendation
 from tula_cli.run.records.tasks import TrainTask
 from tula_cli.services import train
+from tula_cli.services.recommendation.continuing import left_behind
 from tula_cli.spec.job import JobSpec
 
 
@@ -113,3 +114,17 @@ def test_each_part_of_a_training_is_paid_for_its_own_nodes(run: RunDir) -> None:
     assert found is not None and found.actual_hours == pytest.approx(3)
     price = run.spec().pricing.price
     assert found.actual_cost == pytest.approx(price * (2 * 1 + 1 * 2))
+
+
+def test_a_training_that_other_settings_make_one_of_its_own_says_what_it_leaves_behind(run: RunDir) -> None:
+    begun = first(run)
+    ended = run.spec().model_copy(update={"train": run.spec().train.model_copy(update={"epochs": 11})})
+    told = left_behind(run, plan(run, ended, nodes=2, batch=128).task)
+    assert (
+        f"training {begun.signature} stands at 640 samples, with another train.epochs: this is a training of its own"
+        in told
+    )
+    assert not left_behind(run, begun), "it is begun"
+    assert not left_behind(run, plan(run, ended, nodes=1, batch=128).task), (
+        "another configuration is meant to be another"
+    )

@@ -84,6 +84,21 @@ def test_only_steps_since_the_newest_change_count(run: RunDir) -> None:
     assert stay.step_time == pytest.approx(SLOWER.step_time(2, 64))
 
 
+def test_refreshes_of_the_factors_are_no_change_of_pace(run: RunDir) -> None:
+    told = [{"refreshed": 1, "plain_time": row["step_time"], **row, "step_time": 0.5} for row in rows(BEFORE)[1:]]
+    make.add_training(run, rows=[rows(BEFORE)[0], *told, {**told[0], "plain_time": None}])
+    stay = next(row for row in ask(run).recommendation.rows if (row.nodes, row.batch) == (2, 128))
+    assert stay.step_time == pytest.approx(BEFORE.step_time(2, 64))
+
+
+def test_steps_of_a_smaller_batch_say_nothing_of_the_one_in_use(run: RunDir) -> None:
+    grown = [{**row, "batch": 128} for row in rows(SLOWER)]
+    smaller = [{**row, "batch": 32, "step_time": 9.0} for row in rows(BEFORE)[1:]]
+    make.add_training(run, rows=[grown[0], *smaller, *grown[1:]])
+    stay = next(row for row in ask(run).recommendation.rows if (row.nodes, row.batch) == (2, 128))
+    assert stay.step_time == pytest.approx(SLOWER.step_time(2, 64))
+
+
 def test_it_is_kept_only_where_that_is_asked(run: RunDir) -> None:
     make.add_training(run, rows=rows(SLOWER))
     answer = ask(run)

@@ -147,3 +147,10 @@ def test_a_whole_training_is_compiled(alone: Ranks, run: RunDir, mode: Any) -> N
     as_written = train_task(spec(**{**AGS, **NORM, "train": {**AGS["train"], "hessian": True}}))
     run_training(as_written, plain, alone, build_datasets(subject))
     assert losses == pytest.approx([row["loss"] for row in rows(plain, as_written, "epoch")], rel=1e-3)
+
+
+def test_each_batch_of_one_that_grows_is_compiled(alone: Ranks, compiler: Compiler) -> None:
+    stages = [{"samples": 26, "batch": batch} for batch in range(4, 14)]
+    subject = trainer(spec(train={"compile": True, "ramp": stages, "epochs": 4}), alone)
+    taken = {step.batch for step in worker_train_loop.steps(subject)}
+    assert len(taken) == 11 and len(compiler.seen) >= 11

@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tula_cli.models.memory.host_memory import LOADERS, data_memory
+from tula_cli.models.ramp.stages import Ramp
 from tula_cli.worker.build.sampling import Batches, Key, Position, eval_loader, permutation, steps_left, train_loader
 
 WORLDS = st.integers(1, 5)
@@ -24,8 +25,8 @@ def batches(
     return list(
         Batches(
             size,
-            batch=batch,
-            accumulate=accumulate,
+            ramp=Ramp.constant(batch),
+            parts={batch: accumulate},
             rank=rank,
             world=world,
             seed=3,
@@ -126,7 +127,7 @@ def test_workers_load_the_same_samples_in_the_same_order() -> None:
         def __getitem__(self, key: Key) -> torch.Tensor:
             return dataset[key[1]]
 
-    plan = Batches(24, batch=4, accumulate=2, rank=0, world=1, seed=3, epochs=2, start=Position())
+    plan = Batches(24, ramp=Ramp.constant(4), parts={4: 2}, rank=0, world=1, seed=3, epochs=2, start=Position())
     none, two = (list(train_loader(Keyed(), plan, workers=workers, pin=False)) for workers in (0, 2))
     assert [part.tolist() for part in none] == [part.tolist() for part in two]
     assert [part.tolist() for part in none] == [[index for _, index in part] for part in plan]
@@ -137,7 +138,7 @@ def test_loader_processes_keep_in_shared_memory_what_the_model_says() -> None:
         def __getitem__(self, key: Key) -> torch.Tensor:
             return torch.zeros(2048)
 
-    plan = Batches(1000, batch=16, accumulate=1, rank=0, world=1, seed=3, epochs=9, start=Position())
+    plan = Batches(1000, ramp=Ramp.constant(16), parts={16: 1}, rank=0, world=1, seed=3, epochs=9, start=Position())
     said = data_memory([16], sample=4 * 2048, ranks=1, workers=2, on_gpu=False).shared // LOADERS
     loader = iter(train_loader(Large(), plan, workers=2, pin=False))
     before, ends = shared_memory([os.getpid()]), time.monotonic() + 60

@@ -18,7 +18,7 @@ from tula_cli.spec.job import Search
 from tula_cli.worker.build.datasets import build_datasets
 from tula_cli.worker.measure.looks import looks
 from tula_cli.worker.measure.probe import Blocks, run_probes
-from tula_cli.worker.measure.window import steps_to_time, steps_to_warm_up
+from tula_cli.worker.measure.window import steps_to_look, steps_to_time, steps_to_warm_up
 from tula_cli.worker.ranks import Ranks
 from tula_cli.worker.train import loop as worker_train_loop
 
@@ -73,6 +73,14 @@ def test_steps_that_never_settle_are_timed_for_the_most_seconds_at_few_looks() -
 
     times = taken(rule, (max(0.001, value) for value in draw), max_seconds=20)
     assert 20 <= sum(times) < 20.5 and len(looks) < 15
+
+
+@pytest.mark.parametrize(("spread", "steps"), [(0.0, 5), (0.01, 5), (0.1, 10)])
+def test_a_look_at_a_time_takes_as_few_steps_as_the_timed_ones_are_steady(spread: float, steps: int) -> None:
+    rng = random.Random(0)
+    times = [1 + spread * rng.gauss(0, 1) for _ in range(40)]
+    assert steps_to_look(times, Search()) == steps
+    assert steps_to_look(times[:4], Search()) == 10, "four tell nothing"
 
 
 def test_a_warm_up_lasts_until_steps_are_alike() -> None:

@@ -22,6 +22,7 @@ from tula_cli.worker.entry import run_training
 from tula_cli.worker.measure.probe import run_probes
 from tula_cli.worker.ranks import Ranks
 from tula_cli.worker.train import loop as worker_train_loop
+from tula_cli.worker.train.sizes.dividing import check_ghosts
 
 ADAM = {"name": "AdamW", "lr": 0.01, "momentum": None, "weight_decay": 0.01}
 METHODS: dict[str, dict[str, Any]] = {
@@ -221,10 +222,10 @@ def test_a_small_batch_that_leaves_one_sample_to_a_ghost_batch_is_refused(
 def test_on_several_gpus_it_is_the_share_of_one_that_counts() -> None:
     ghost = {"method": "ags", "ghost_batch": 4, "reference_batch": 5}
     robust, halved = spec(train=ghost, ags={"preset": "robust"}), {**ghost, "accumulate": 2}
-    worker_train_loop.check_ghosts(robust, 32, world=2)  # takes no small batch
-    worker_train_loop.check_ghosts(spec(train=halved, ags={"b_small": 12}), 32, world=2)  # 6 and 6
+    check_ghosts(robust, 32, world=2)  # takes no small batch
+    check_ghosts(spec(train=halved, ags={"b_small": 12}), 32, world=2)  # 6 and 6
     with pytest.raises(SpecError, match="leaves 1 sample over of the 5"):
-        worker_train_loop.check_ghosts(spec(train=halved, ags={"b_small": 10}), 32, world=2)  # 5 and 5
+        check_ghosts(spec(train=halved, ags={"b_small": 10}), 32, world=2)  # 5 and 5
 
 
 @pytest.mark.parametrize(

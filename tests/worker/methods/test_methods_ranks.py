@@ -7,7 +7,7 @@ from typing import Any
 import method_rank_cases
 import pytest
 import torch
-from method_rank_cases import FREE, LAYOUTS
+from method_rank_cases import FREE, GROWN, LAYOUTS, of_grown
 from start_ranks import errors, start_ranks
 from worker_jobs import spec, trainer
 
@@ -108,6 +108,19 @@ def test_schedule_free_goes_on_from_where_it_was_broken_off_to_the_same_weights(
     for rank in found.of("free_again"):
         assert rank["off"] <= (0.0 if found.world == 2 else 1e-6)
         assert rank["starts"][0] == 0 and 96 <= rank["starts"][1] < 192
+
+
+@pytest.mark.parametrize("name", GROWN)
+def test_a_batch_that_grows_is_resumed_around_its_change(found: Found, alone: Ranks, name: str) -> None:
+    one = trainer(of_grown(name), alone)
+    list(worker_train_loop.steps(one))
+    expected = torch.cat([value.flatten() for value in one.parallel.module.state_dict().values()]).tolist()
+    for rank in found.of("grown"):
+        assert rank[name]["starts"] == 2
+        # Bit for bit on two ranks; turning a step lifts its small directions, their rounding too, by up to 3.4^5.
+        assert rank[name]["off"] <= (0.0 if found.world == 2 else 1e-4 if name == "ramp" else 1e-6)
+        if name == "ramp":  # the others compare the gradients of as many ranks
+            assert rank[name]["weights"] == pytest.approx(expected, rel=1e-3, abs=1e-4)
 
 
 @pytest.mark.parametrize("method", LAYOUTS)

@@ -21,10 +21,11 @@ from worker_jobs import blocks, spec, trainer
 from tula_cli.errors import CannotWrite, SpecError, TulaError
 from tula_cli.optim import SmallBatch, TulaOptimizer
 from tula_cli.run.directory import RunDir
-from tula_cli.run.records.probes import Measured
+from tula_cli.run.records.probes import GradientStats, Measured
 from tula_cli.run.source.weights_file import with_weights
 from tula_cli.worker.build.finetune import initial_weights
 from tula_cli.worker.build.finetune.shares_reader import SharesPlanner, _Records
+from tula_cli.worker.measure import footprint
 from tula_cli.worker.parallel import saved_shares
 from tula_cli.worker.parallel.sharded import fsdp_blocks
 from tula_cli.worker.ranks import Ranks
@@ -79,6 +80,10 @@ def test_an_interrupted_training_goes_on_exactly_and_a_damaged_folder_is_passed_
         assert found == before
 
 
+def test_statistics_that_are_saved_are_rank_0s(shares: Path) -> None:
+    assert facts(shares, "statistics") == [[0.0] * 12] * 2
+
+
 def test_every_rank_says_that_rank_0_cannot_write(shares: Path) -> None:
     places = (shares / "a-file" / "0.dcp", shares / "refused" / "1.dcp")
     assert facts(shares, "refused") == [[f"cannot write {place}: Not a directory" for place in places]] * 2
@@ -115,6 +120,28 @@ def test_one_rank_goes_on_from_what_two_have_saved(shares: Path, alone: Ranks) -
     assert subject.ags is not None and subject.ags.report()["factors"] > 0
 
 
+@pytest.mark.parametrize("kind", ["momentum", "adamw"])
+def test_a_training_goes_on_where_the_forward_pass_leaves_a_parameter_out(
+    alone: Ranks, tmp_path: Path, kind: str
+) -> None:
+    def begun() -> worker_train_loop.Trainer:
+        return trainer(shared_rank_cases.job(kind, "fsdp").model_copy(update={"model": unused}), alone)
+
+    unused = spec(model={"name": "worker_jobs:WithUnused"}).model
+    first, second = begun(), begun()
+    next(worker_train_loop.steps(first))
+    checkpoint.write_shares(tmp_path / "1.dcp", first, best={})
+    saved_shares.load(tmp_path / "1.dcp", second.parallel.module, second.base)
+    states = [
+        {name: subject.base.state.get(p) for name, p in subject.parallel.module.named_parameters()}
+        for subject in (first, second)
+    ]
+    assert [sorted(name for name in state if not state[name]) for state in states] == [
+        ["unused.bias", "unused.weight"]
+    ] * 2
+    assert all(torch.equal(whole(first)[name], value) for name, value in whole(second).items())
+
+
 def test_a_checkpoint_of_another_model_is_refused(shares: Path, alone: Ranks) -> None:
     content = checkpoint.load_for_all(RunDir(shares / "broken"), TRAIN.signature, alone)
     assert content is not None
@@ -132,6 +159,15 @@ def test_a_probe_tells_compute_memory_and_noise_of_shares(shares: Path) -> None:
     assert 0 < found.gradients.norm_sqr < found.gradients.local_norm_sqr
 
 
+def test_the_noise_of_shares_is_that_of_all_ranks_batches_together(shares: Path) -> None:
+    first, second = facts(shares, "noisy")
+    assert first == second, "on every rank"
+    copies, divided = (GradientStats.model_validate(stats) for stats in first)  # type: ignore[attr-defined]
+    assert (divided.local_batch, divided.batch) == (2 * copies.local_batch, 2 * copies.batch)
+    assert 0 < divided.norm_sqr < divided.local_norm_sqr < copies.local_norm_sqr
+    assert divided.norm_sqr < copies.norm_sqr < copies.local_norm_sqr
+
+
 def test_blocks_are_found_named_or_refused() -> None:
     model = blocks()
     assert [type(block).__name__ for block in fsdp_blocks(model, "auto")] == ["Sequential", "Sequential"]
@@ -140,6 +176,23 @@ def test_blocks_are_found_named_or_refused() -> None:
     assert fsdp_blocks(model, "auto") == [model[1][1]]
     with pytest.raises(SpecError, match="no module of class Layer"):
         fsdp_blocks(model, ["Layer"])
+    with pytest.raises(SpecError, match="no module of class ModuleList"):  # it has no forward pass
+        fsdp_blocks(nn.Sequential(nn.ModuleList([nn.Linear(2, 2)])), ["ModuleList"])
+
+
+def test_a_parameter_that_cannot_be_divided_is_named_before_anything_runs() -> None:
+    model = blocks()
+    model.register_parameter("temperature", nn.Parameter(torch.tensor(1.0)))
+    with pytest.raises(SpecError, match="without a dimension: temperature"):
+        fsdp_blocks(model, "auto")
+
+
+def test_a_block_inside_another_is_counted_once() -> None:
+    model = nn.Sequential(nn.Linear(8, 8, bias=False), nn.Sequential(nn.Linear(16, 8, bias=False)))
+    train = spec(train={"parallel": "fsdp", "fsdp_blocks": ["Linear", "Block"]}).train
+    model[1].__class__ = type("Block", (nn.Sequential,), {})
+    told = footprint.shares_told(model, train)
+    assert "3 blocks of at most 0.000488 MiB" in told and "and 0 MiB that stay" in told
 
 
 def test_factors_of_elements_are_refused_on_shares(alone: Ranks) -> None:

@@ -132,6 +132,19 @@ def test_metrics_are_told_in_rows_and_result_and_by_the_best_epoch(alone: Ranks,
     assert result.metrics["error"] == errors[-1] and result.ended == ""
 
 
+def never(outputs: Any, batch: Any) -> float:
+    return math.nan
+
+
+def test_a_best_that_is_no_number_is_said_once_and_at_the_end(alone: Ranks, run: RunDir) -> None:
+    task = train(run, alone, epochs=2, metrics={"never": f"{HERE}:never"}, best={"metric": "never", "mode": "min"})
+    result = run.training(task.signature).result()
+    assert result is not None and result.best is not None
+    assert (result.best.metric, result.best.value, result.best_epoch) == ("never", None, 1)
+    (said,) = [row["message"] for row in rows(run, task, "warning")]
+    assert "train.best: never is no finite number at epoch 1" in said
+
+
 # --- the best
 
 
@@ -223,7 +236,7 @@ def test_a_training_ends_when_no_epoch_is_better(alone: Ranks, run: RunDir) -> N
         ({"metrics": {"top1": "a:b"}}, "metrics.top1: the name is taken"),
         ({"metrics": {"f1": "f1"}}, "an import string is package.module:attribute"),
         ({"best": {"metric": "los"}}, "there is no metric 'los'; did you mean loss"),
-        ({"until": {}}, "needs at_least, at_most or patience"),
+        ({"until": {}}, "needs at_least, at_most, patience or epochs"),
         ({"until": {"at_least": 0.5}}, "a metric is needed beside at_least"),
     ],
 )

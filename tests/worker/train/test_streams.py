@@ -11,6 +11,7 @@ from torch.utils.data import WeightedRandomSampler
 from worker_jobs import same, trained, trainer, weights
 
 from tula_cli.errors import SpecError
+from tula_cli.models.ramp.stages import Ramp
 from tula_cli.spec.job import JobSpec
 from tula_cli.worker.build.datasets import build_datasets
 from tula_cli.worker.build.sampling import Batches, Position, eval_loader, train_loader
@@ -41,8 +42,8 @@ def read(
         datasets = build_datasets(job)
         batches = Batches(
             len(datasets.train),
-            batch=batch,
-            accumulate=accumulate,
+            ramp=Ramp.constant(batch),
+            parts={batch: accumulate},
             rank=rank,
             world=world,
             seed=3,
@@ -101,7 +102,14 @@ def test_a_dataset_that_shares_itself_out_is_read_as_it_is(monkeypatch: pytest.M
     for rank in range(2):
         monkeypatch.setattr(token_jobs.Shares, "ranks", (rank, 2))
         batches = Batches(
-            36, batch=12, accumulate=1, rank=rank, world=2, seed=3, epochs=1, start=Position(done=12, samples=12)
+            36,
+            ramp=Ramp.constant(12),
+            parts={12: 1},
+            rank=rank,
+            world=2,
+            seed=3,
+            epochs=1,
+            start=Position(done=12, samples=12),
         )
         loader = train_loader(build_datasets(job).train, batches, workers=0, pin=False)
         seen += [number for values, _ in loader for number in values[:, 0].tolist()]
@@ -144,7 +152,7 @@ def test_a_sampler_gives_the_order_of_every_epoch() -> None:
     train = build_datasets(job).train
     for epoch in range(2):
         expected = token_jobs.rare_first(train.samples, epoch, 3, times=2)
-        batches = Batches(len(train), batch=16, accumulate=1, rank=0, world=1, seed=3, epochs=2,
+        batches = Batches(len(train), ramp=Ramp.constant(16), parts={16: 1}, rank=0, world=1, seed=3, epochs=2,
                           start=Position(epoch=epoch), order=train.order)  # fmt: skip
         assert [index for _, index in itertools.chain(*itertools.islice(batches, 4))] == expected
 

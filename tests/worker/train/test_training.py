@@ -97,6 +97,18 @@ def test_the_loss_falls_and_the_step_rows_tell_it(alone: Ranks, run: RunDir) -> 
     assert steps[-1]["eta"] == 0
 
 
+def test_the_step_rows_tell_steps_without_their_refreshes_and_where_it_ran(alone: Ranks, run: RunDir) -> None:
+    task = train_task(spec(train={"method": "ags", "epochs": 3}, ags={"b_small": 8, "refresh": {"every": 2}}))
+    train(run, alone, task)
+    steps = list(rows(run, task, "step"))
+    count, refreshed = (sum(row[name] for row in steps) for name in ("count", "refreshed"))
+    result = run.training(task.signature).result()
+    assert result is not None and count == result.steps and 0 < refreshed < count
+    assert all((row["plain_time"] is None) == (row["refreshed"] == row["count"]) for row in steps)
+    (where,) = rows(run, task, "environment")
+    assert where["oversubscribed"] is False
+
+
 def test_a_training_that_diverges_ends_at_once_and_leaves_readable_files(alone: Ranks, run: RunDir) -> None:
     task = train_task(spec(optimizer={"lr": 1e30}))
     with pytest.raises(Diverged, match=r"the loss is not finite at epoch 0.\d+, step [1-6], \d+ samples") as caught:

@@ -14,7 +14,7 @@ from tula_cli.cluster.scripts.scaled import applied
 from tula_cli.cluster.scripts.values import Place, learning_rate, own, values
 from tula_cli.models.claims import broken_claims
 from tula_cli.models.resuming import NO_STEP
-from tula_cli.models.time.step_change import change_of
+from tula_cli.models.time.changes.step_change import change_of
 from tula_cli.run.directory import RunDir
 from tula_cli.run.files import append_json_line
 from tula_cli.run.records.jobs import Attempt, LeaderCommand
@@ -29,7 +29,7 @@ from tula_cli.spec.scripts import section
 from tula_cli.spec.signature import rehearsal_signature
 
 if TYPE_CHECKING:
-    from tula_cli.models.time.script_pace import ScriptPace
+    from tula_cli.models.time.changes.script_pace import ScriptPace
 
 SHORT_BY = 0.05
 """Share of the samples that were asked for by which a training may fall short (last batches that are dropped), unsaid."""

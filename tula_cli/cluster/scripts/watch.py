@@ -27,7 +27,7 @@ from tula_cli.run.script_attempt import ScriptAttempt
 from tula_cli.spec.scripts.placeholders import fill
 
 if TYPE_CHECKING:
-    from tula_cli.models.time.script_pace import ScriptPace
+    from tula_cli.models.time.changes.script_pace import ScriptPace
 
 SILENCE = 60.0
 """The least seconds without a sign of life after which a probe that has stepped is ended."""
@@ -90,7 +90,7 @@ class ScriptWatch:
 
     @cached_property
     def _pace(self) -> "ScriptPace":
-        from tula_cli.models.time.script_pace import ScriptPace  # numpy: not for those that do not lead
+        from tula_cli.models.time.changes.script_pace import ScriptPace  # numpy: not for those that do not lead
 
         return ScriptPace()
 

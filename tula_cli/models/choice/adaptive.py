@@ -23,6 +23,10 @@ Flags = NDArray[np.bool_]
 _SAMPLES = 256  # of the posterior, for the expected regret
 _OUTCOMES = np.array([-1.5, -0.8, -0.25, 0.25, 0.8, 1.5])  # of a probe, in standard deviations
 _LEAST = 0.5  # a probe must be worth this share of the tolerance
+_REALISED = 0.1
+"""Share of a probe's expected worth that is held against what it takes: that sums up every decision, of which one is asked
+for, and on measured clusters choices were a fifth to a tenth as far off as was expected (benchmarks/replay/replay.py).
+"""
 _FEWEST_FOR_KNEE = 5
 
 
@@ -34,6 +38,7 @@ class Candidate:
     gpus_per_node: int
     local_batch: int
     batch: int  # global
+    size: int  # what node-seconds count: nodes, or GPUs inside one node
     steps: float  # optimizer steps of the whole training
     price: float  # of its nodes for one hour
     probe_seconds: float  # node-seconds of the probe within a running job
@@ -60,14 +65,15 @@ class Proposal:
 
 
 def first(by_nodes: Iterable[tuple[int, Sequence[int]]]) -> list[tuple[int, int]]:
-    """Return the probes (nodes, local batch) to start from: the ends of the batches on the fewest nodes, and the most nodes.
+    """Return the probes (nodes, local batch) to start from: three batches on the fewest nodes, the smallest on the most.
 
     Args:
         by_nodes: numbers of nodes with their ascending local batches; at least one.
     """
     sizes = sorted((nodes, tuple(batches)) for nodes, batches in by_nodes)
     (fewest, batches), (most, their) = sizes[0], sizes[-1]
-    return list(dict.fromkeys([(fewest, batches[0]), (fewest, batches[-1]), (most, their[0])]))
+    ends = [(fewest, batch) for batch in (batches[0], batches[len(batches) // 2], batches[-1])]
+    return list(dict.fromkeys([*ends, (most, their[0])]))
 
 
 def propose(fit: StepTimeFit, candidates: Sequence[Candidate], *, tolerance: float) -> Proposal:
@@ -86,8 +92,10 @@ def propose(fit: StepTimeFit, candidates: Sequence[Candidate], *, tolerance: flo
     open_ = np.array([candidate.measured is None for candidate in candidates])
     if max(regrets.values()) <= tolerance:
         return Proposal((), regrets, f"{words}; settled")
-    picks = tuple(_round(problem, belief, open_, tolerance))
-    return Proposal(picks, regrets, words if picks else f"{words}; no further probe is worth what it costs")
+    training = problem.node_seconds(belief.mean)
+    picks = tuple(_round(problem, belief, open_, tolerance, training))
+    takes = f"the whole training takes {training / 3600:.2g} node-hours where it is fastest"
+    return Proposal(picks, regrets, words if picks else f"{words}; no further probe is worth what it costs: {takes}")
 
 
 @dataclass(frozen=True)
@@ -184,6 +192,12 @@ class _Problem:
         """Return what each decision comes to."""
         return [int(np.argmin(decision.values(mean))) for decision in self.decisions]
 
+    def node_seconds(self, mean: Floats) -> float:
+        """Return what the training takes at its fastest, which is what a share of it is worth."""
+        seconds = np.exp(mean) * [c.steps for c in self.candidates]
+        fastest = int(np.argmin(seconds))
+        return float(seconds[fastest]) * self.candidates[fastest].size
+
     def worth(self, belief: _Belief, choices: Sequence[int], index: int) -> float:
         """Return how much better one expects to decide after a probe than by `choices`, as a share of time or cost."""
         gain = belief.gain(index)
@@ -238,15 +252,19 @@ class _Knee:
         return float(np.expm1(curves[:, chosen] - curves.min(axis=-1)).mean())
 
 
-def _round(problem: _Problem, belief: _Belief, open_: Flags, tolerance: float) -> Iterable[Pick]:
-    """Pick probes one after the other, each as if those before it came out as expected."""
+def _round(problem: _Problem, belief: _Belief, open_: Flags, tolerance: float, training: float) -> Iterable[Pick]:
+    """Pick probes one after the other, each as if those before it came out as expected.
+
+    None that takes more than it is expected to save of the training (node-seconds).
+    """
     started: set[tuple[int, int]] = set()
     left = [index for index in range(len(open_)) if open_[index]]
     choices = problem.choices(belief.mean)  # what comes out as expected changes none of them
     while left:
         worths = np.array([problem.worth(belief, choices, index) for index in left])
         costs = np.array([_node_seconds(problem.candidates[index], started) for index in left])
-        rates = np.where(worths >= tolerance * _LEAST, worths / costs, 0.0)
+        pays = (worths >= tolerance * _LEAST) & (_REALISED * worths * training >= costs)
+        rates = np.where(pays, worths / costs, 0.0)
         best = int(np.argmax(rates))
         if rates[best] <= 0:
             return

@@ -49,9 +49,26 @@ def shortened(prediction: Prediction, *, epochs: int, of: int) -> Prediction:
     if parts is None:
         ratio = share
     else:
-        update = {name: share * getattr(parts, name) for name in ("steps", "evaluation", "checkpoints")}
-        parts = parts.model_copy(update={**update, "data": None if parts.data is None else share * parts.data})
+        update = {name: share * getattr(parts, name) for name in ("evaluation", "checkpoints")}
+        update["steps"] = steps = parts.steps * _share_of_steps(prediction, share)
+        data = None if parts.data is None else parts.data * steps / parts.steps if parts.steps else 0.0
+        parts = parts.model_copy(update={**update, "data": data})
         ratio = parts.total / prediction.parts.total if prediction.parts and prediction.parts.total else share
     names = ("hours", "hours_low", "hours_high", "cost", "kwh", "kwh_low", "kwh_high")
     told = {name: value * ratio for name in names if (value := getattr(prediction, name)) is not None}
     return prediction.model_copy(update={**told, "parts": parts})
+
+
+def _share_of_steps(prediction: Prediction, share: float) -> float:
+    """Return the share of the steps' time in the first epochs; a batch that grows has its shortest steps there, and most."""
+    assert prediction.parts is not None
+    smaller = sum(stage.steps * stage.step_time for stage in prediction.stages)
+    if not smaller:
+        return share
+    early = sum(stage.steps * stage.batch for stage in prediction.stages)
+    late = (prediction.parts.steps - smaller) / prediction.step_time * prediction.batch
+    grown = early / (early + late)  # share of the epochs
+    seconds = smaller * min(1.0, share / grown)
+    if share > grown:
+        seconds += (prediction.parts.steps - smaller) * (share - grown) / (1 - grown)
+    return seconds / prediction.parts.steps

@@ -3,7 +3,8 @@
 import math
 from collections.abc import Mapping
 
-from tula_cli.spec.sections import Best, Train
+from tula_cli.spec.parts.of_train import Best
+from tula_cli.spec.sections import Train
 from tula_cli.words import number, plural
 
 PERCENT = ("top1", "top5")
@@ -51,6 +52,8 @@ def reached(values: Values, kept: Mapping[str, float], train: Train, *, epoch: i
         return f"{train.goal} is {number(value, 4)}, at least {number(least, 4)}"
     if most is not None and value <= most:
         return f"{train.goal} is {number(value, 4)}, at most {number(most, 4)}"
+    if until.epochs is not None and epoch >= until.epochs:
+        return f"train.until.epochs is {until.epochs}"
     if until.patience is not None and epoch - kept["epoch"] >= until.patience:
         return f"no better epoch than {int(kept['epoch'])} in {plural(until.patience, 'epoch')}"
     return ""

@@ -2,6 +2,10 @@
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from tula_cli.models.choice.columns import Ints
 
 Limit = int | Mapping[int, int | None] | None
 """The largest local batch that fits one GPU, by number of nodes where they share a model; None where nothing bounds it."""
@@ -41,7 +45,12 @@ def batches(minimum: int, maximum: int) -> list[int]:
     return found
 
 
-def candidates(
+def candidates(nodes: Iterable[int], **bounds: Any) -> list[Config]:
+    """Return every feasible configuration, ordered by nodes, then batch; `bounds` are those of `places`."""
+    return [Config(*place) for place in places(nodes, **bounds)]
+
+
+def places(
     nodes: Iterable[int],
     *,
     gpus_per_node: int,
@@ -49,8 +58,8 @@ def candidates(
     max_batch: int,
     max_local_batch: Limit = None,
     accumulate: int = 1,
-) -> list[Config]:
-    """Return every feasible configuration, ordered by nodes, then batch.
+) -> list[tuple[int, int]]:
+    """Return nodes and batch of every feasible configuration, ordered by nodes, then batch.
 
     Args:
         nodes: cluster sizes.
@@ -60,13 +69,18 @@ def candidates(
         max_local_batch: largest batch that fits one GPU; None where memory sets no bound.
         accumulate: micro-batches an optimizer step; the local batch must divide by it.
     """
-    found = []
+    found, sizes = [], batches(min_batch, max_batch)
     for count in sorted(set(nodes)):
         world, most = count * gpus_per_node, on_nodes(max_local_batch, count)
-        for batch in batches(min_batch, max_batch):
+        for batch in sizes:
             if batch % (world * accumulate):
                 continue
             if most is not None and batch // world > most:
                 continue
-            found.append(Config(count, batch))
+            found.append((count, batch))
     return found
+
+
+def configs(nodes: "Ints", batch: "Ints") -> list[Config]:
+    """Return configurations of arrays, shape (n,)."""
+    return [Config(*place) for place in zip(nodes.tolist(), batch.tolist(), strict=True)]

@@ -2,32 +2,31 @@
 the same progress soonest, or that of least energy."""
 
 import math
-import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
-from numpy.typing import NDArray
 
+from tula_cli.models.choice.columns import Floats, Ints
+from tula_cli.models.choice.knee import ALIKE, FEWEST, KNEE_SAVES, knee, kneedle, shares
+from tula_cli.models.choice.offers import Offers
 from tula_cli.models.time.noise import Z90
+from tula_cli.models.time.steptime import StepTimeFit
 from tula_cli.run.records.recommendations import Prediction
 from tula_cli.words import plural
-
-Floats = NDArray[np.float64]
 
 Curve = Literal["time", "cost"]
 Objective = Literal["time", "cost", "knee", "accuracy-time", "energy"]
 Quantity = Literal["time", "cost", "accuracy-time", "energy"]
 """What the least is taken of."""
 
-ALIKE = 0.02  # configurations whose values differ by less are told to be as good as each other
 FALLBACK = 0.1  # without a knee: the smallest batch within this share of the best value
 NEARLY = 0.05  # a knee this near may come out instead: the ratio of two step times that vary by 2 % stays within it
-KNEE_SAVES = 1 - math.sqrt(0.5)  # of the time: what a doubling of the batch saves up to the knee, half of ideal scaling
-_FEWEST = 5  # points that a knee is looked for in
-_BEYOND = 100  # doublings by which a curve is continued: many more than it has itself
 _RUNNERS_UP = 3
+_RARE = 0.01  # a knee in fewer of the curves is not told
+_MOST_DRAWN = 64
+"""Configurations whose step times are drawn together: their covariance grows with the square of their number."""
 INTERVAL = 2 * Z90
 """Standard deviations from end to end of a 90 % interval."""
 
@@ -43,7 +42,7 @@ class Choice:
     runners_up: tuple[Prediction, ...]
 
 
-def choose(predictions: Iterable[Prediction], *, objective: Objective, curve: Curve = "time") -> Choice:
+def choose(predictions: Offers | Iterable[Prediction], *, objective: Objective, curve: Curve = "time") -> Choice:
     """Choose among feasible configurations.
 
     Args:
@@ -53,43 +52,83 @@ def choose(predictions: Iterable[Prediction], *, objective: Objective, curve: Cu
             has to have.
         curve: what the knee is looked for in; the other objectives ignore it.
     """
-    rows = list(predictions)
-    assert rows, "choose among at least one configuration"
+    rows = predictions if isinstance(predictions, Offers) else Offers.of(predictions)
+    assert len(rows), "choose among at least one configuration"
     return _knee(rows, curve) if objective == "knee" else _least(rows, objective)
 
 
-def envelope(predictions: Iterable[Prediction], *, curve: Quantity = "time") -> tuple[Prediction, ...]:
+def envelope(predictions: Offers | Iterable[Prediction], *, curve: Quantity = "time") -> tuple[Prediction, ...]:
     """Return the best configuration (fastest, cheapest ...) of each batch, ascending by batch."""
-    best: dict[int, Prediction] = {}
-    for row in sorted(predictions, key=lambda row: _order(row, curve)):
-        best.setdefault(row.batch, row)
-    return tuple(best[batch] for batch in sorted(best))
+    rows = predictions if isinstance(predictions, Offers) else Offers.of(predictions)
+    return rows.take(best_of_each_batch(rows, curve)).records()
 
 
-def _order(row: Prediction, curve: Quantity) -> tuple[float, float, int, int]:
-    """Sort by cautious value; where values are equal, by the other value, then fewer nodes and a smaller batch."""
-    return _cautious(row, curve), row.hours if curve == "cost" else row.cost, row.nodes, row.batch
+def best_of_each_batch(rows: Offers, curve: Quantity) -> Ints:
+    """Return the indices of the envelope, ascending by batch."""
+    order = _order(rows, curve)
+    found: Ints = order[np.unique(rows.batch[order], return_index=True)[1]]
+    return found
 
 
-def _cautious(row: Prediction, curve: Quantity) -> float:
-    """Return the value, the larger the less certain it is.
+def best_few(rows: Offers, curve: Quantity, *, most: int) -> Ints:
+    """Return the indices of at most so many rows, of each batch as many of the best, in their order."""
+    if len(rows) <= most:
+        return np.arange(len(rows))
+    order = _order(rows, curve)
+    by_batch = order[np.argsort(rows.batch[order], kind="stable")]
+    first = np.unique(rows.batch[by_batch], return_index=True, return_inverse=True)
+    rank = np.arange(len(rows)) - first[1][first[2]]
+    return np.sort(by_batch[rank < max(1, most // len(first[1]))])
+
+
+def knees_left_open(steps: StepTimeFit, line: Offers, *, gpus_per_node: int, curve: Curve) -> str:
+    """Say in how many of the curves that may be, by all that the probes leave open, each batch is the knee; empty of few batches.
+
+    Args:
+        steps: the fit.
+        line: configurations of one type of node on one market.
+        gpus_per_node: of all of them.
+        curve: what the knee is looked for in.
+    """
+    if len(np.unique(line.batch)) < FEWEST:
+        return ""
+    line = line.take(best_few(line, curve, most=_MOST_DRAWN))
+    drawn = steps.draws(line.nodes, np.full(len(line), gpus_per_node), line.local_batch)
+    found = shares(line.batch, drawn + np.log(_value(line, curve)) - np.log(line.step_time))
+    told = ", ".join(f"{batch} in {share:.0%}" for batch, share in found.items() if share >= _RARE)
+    return f"; of the curves that the probes leave open the knee is {told}" if told else ""
+
+
+def _order(rows: Offers, curve: Quantity) -> Ints:
+    """Sort by cautious value; where values are equal, by the other value, then fewer nodes and a smaller batch.
+
+    Returns:
+        Indices.
+    """
+    other = rows.hours if curve == "cost" else rows.cost
+    return np.lexsort((rows.batch, rows.nodes, other, _cautious(rows, curve)))
+
+
+def _cautious(rows: Offers, curve: Quantity) -> Floats:
+    """Return the values, the larger the less certain they are.
 
     Among many uncertain forecasts the least is more often one that errs low than the best. A factor exp(variance of ln
     time) makes up for that: nothing within 5 %, 6 % where the interval is +-50 %.
     """
-    low, _, high = _interval(row, curve)
-    if not low or not high:
-        return _value(row, curve)
-    sd = math.log(high / low) / INTERVAL
-    return _value(row, curve) * math.exp(min(sd**2, _MOST_CAUTIOUS))
+    low, _, high = _interval(rows, curve)
+    known = (low > 0) & (high > 0)  # not where they are nan
+    sd = np.log(np.where(known, high, 1.0) / np.where(known, low, 1.0)) / INTERVAL
+    found: Floats = _value(rows, curve) * np.exp(np.minimum(sd**2, _MOST_CAUTIOUS))
+    return found
 
 
-def _interval(row: Prediction, curve: Quantity) -> tuple[float | None, float | None, float | None]:
+def _interval(row: Any, curve: Quantity) -> tuple[Any, Any, Any]:
     """Return the value with the ends of its interval; all values but kWh are as uncertain as the hours are."""
     return (row.kwh_low, row.kwh, row.kwh_high) if curve == "energy" else (row.hours_low, row.hours, row.hours_high)
 
 
-def _value(row: Prediction, curve: Quantity) -> float:
+def _value(row: Any, curve: Quantity) -> Any:
+    """Return the value of a record, or those of columns."""
     if curve == "energy":
         assert row.kwh is not None, "choose by energy where it is known"
         return row.kwh
@@ -107,18 +146,18 @@ _LEAST = {
 }
 
 
-def _least(rows: Sequence[Prediction], curve: Quantity) -> Choice:
-    ordered = sorted(rows, key=lambda row: _order(row, curve))
+def _least(rows: Offers, curve: Quantity) -> Choice:
+    best, *others = rows.take(_order(rows, curve)[: 1 + _RUNNERS_UP]).records()
     what = _LEAST[curve]
     count = "the only feasible configuration" if len(rows) == 1 else f"of {len(rows)} feasible configurations"
     reason = f"the {what} {count}{_range(rows, curve)}" if len(rows) > 1 else count
-    reason += _passed_over(ordered[0], rows, curve) + _as_good(ordered[0], rows, curve)
-    return Choice(ordered[0], reason, tuple(ordered[1 : 1 + _RUNNERS_UP]))
+    reason += _passed_over(best, rows, curve) + _as_good(best, rows, curve)
+    return Choice(best, reason, tuple(others))
 
 
-def _passed_over(chosen: Prediction, rows: Sequence[Prediction], curve: Quantity) -> str:
+def _passed_over(chosen: Prediction, rows: Offers, curve: Quantity) -> str:
     """Name what is forecast to be better than the chosen one, but too uncertain to rely on."""
-    least = min(rows, key=lambda row: (_value(row, curve), row.nodes, row.batch))
+    least = rows.record(int(np.lexsort((rows.batch, rows.nodes, _value(rows, curve)))[0]))
     saved = 1 - _value(least, curve) / _value(chosen, curve) if _value(chosen, curve) else 0.0
     if saved < ALIKE / 2:
         return ""
@@ -128,44 +167,57 @@ def _passed_over(chosen: Prediction, rows: Sequence[Prediction], curve: Quantity
     )
 
 
-def _range(rows: Sequence[Prediction], curve: Quantity) -> str:
+def _range(rows: Offers, curve: Quantity) -> str:
     """Say which batches are best at the ends of the range that the growth of the gradient noise leaves."""
     if curve != "accuracy-time":
         return ""
-    ends = [(row, row.same_progress) for row in rows if row.same_progress is not None]
-    lossy = min(ends, key=lambda end: end[0].hours * end[1].epochs_lossy)[0].batch
-    alike = min(ends, key=lambda end: end[0].hours * end[1].epochs_alike)[0].batch
+    assert rows.same_progress is not None
+    ends = (rows.same_progress.epochs_lossy, rows.same_progress.epochs_alike)
+    lossy, alike = (int(rows.batch[np.argmin(rows.hours * epochs)]) for epochs in ends)
     if lossy == alike:
         return f" (batch {alike} over the whole range of the noise)"
     return f" (over the range of the noise the best batch runs from {min(lossy, alike)} to {max(lossy, alike)})"
 
 
-def _knee(rows: Sequence[Prediction], curve: Curve) -> Choice:
-    line = envelope(rows, curve=curve)
-    batch = _kneedle([row.batch for row in line], [_value(row, curve) for row in line])
+def _knee(rows: Offers, curve: Curve) -> Choice:
+    best = rows.take(best_of_each_batch(rows, curve))
+    line, values = best.records(), _fitted_line(rows, best, curve)
+    batches = [row.batch for row in line]
+    batch = knee(batches, values)
     if batch is None:
         chosen, reason = _without_knee(line, curve)
     else:
         chosen = next(row for row in line if row.batch == batch)
         reason = f"the knee of {curve} against batch{_gain(chosen, line, curve)}{_bends_too(chosen, line, curve)}"
+        other = kneedle(batches, values)
+        reason += f"; Kneedle on the curve as far as it was searched says {other}" if other not in (None, batch) else ""
+    worth = np.argsort(_order(best, curve))
     others = sorted(
-        (row for row in line if row != chosen),
-        key=lambda row: (abs(math.log2(row.batch / chosen.batch)), _order(row, curve)),
+        (place for place, row in enumerate(line) if row != chosen),
+        key=lambda place: (abs(math.log2(line[place].batch / chosen.batch)), worth[place]),
     )
     reason += _as_good(chosen, rows, curve) + _beaten(chosen, rows, curve)
-    return Choice(chosen, reason, tuple(others[:_RUNNERS_UP]))
+    return Choice(chosen, reason, tuple(line[place] for place in others[:_RUNNERS_UP]))
 
 
-def _beaten(chosen: Prediction, rows: Sequence[Prediction], curve: Curve) -> str:
+def _fitted_line(rows: Offers, best: Offers, curve: Curve) -> list[float]:
+    """Return the least fitted value of each batch: measured ones have the noise of a single job, which moves a knee."""
+    values = _value(rows, curve) * _smoothed(rows)
+    return [float(values[rows.batch == batch].min()) for batch in best.batch]
+
+
+def _smoothed(rows: Offers) -> Floats:
+    """Return the fitted step times over those that are forecast."""
+    return np.where(np.isnan(rows.step_fitted), 1.0, rows.step_fitted / rows.step_time)
+
+
+def _beaten(chosen: Prediction, rows: Offers, curve: Curve) -> str:
     """Name the best of what takes clearly less time and less cost than the knee: a knee is chosen for its smaller batch."""
-    better = [
-        row
-        for row in rows
-        if row.hours < chosen.hours * (1 - ALIKE) and row.cost < chosen.cost * (1 - ALIKE) and row.batch != chosen.batch
-    ]
-    if not better:
+    less = (rows.hours < chosen.hours * (1 - ALIKE)) & (rows.cost < chosen.cost * (1 - ALIKE))
+    better = rows.take(less & (rows.batch != chosen.batch))
+    if not len(better):
         return ""
-    best = min(better, key=lambda row: _order(row, curve))
+    best = better.record(int(_order(better, curve)[0]))
     return (
         f"; batch {best.batch} on {plural(best.nodes)} takes {1 - best.hours / chosen.hours:.0%} less time and"
         f" {1 - best.cost / chosen.cost:.0%} less cost, where the accuracy bears that batch"
@@ -175,7 +227,7 @@ def _beaten(chosen: Prediction, rows: Sequence[Prediction], curve: Curve) -> str
 def _without_knee(line: Sequence[Prediction], curve: Curve) -> tuple[Prediction, str]:
     best = min(_value(row, curve) for row in line)
     chosen = next(row for row in line if _value(row, curve) <= best * (1 + FALLBACK))
-    why = f"there are only {len(line)} batches" if len(line) < _FEWEST else f"the curve has none: {_shape(line, curve)}"
+    why = f"there are only {len(line)} batches" if len(line) < FEWEST else f"the curve has none: {_shape(line, curve)}"
     return chosen, f"no knee of {curve} against batch ({why}), so the smallest batch within {FALLBACK:.0%} of the best"
 
 
@@ -186,53 +238,6 @@ def _shape(line: Sequence[Prediction], curve: Curve) -> str:
         return f"{curve} still falls by {1 - last / before:.0%} at the largest batch{_bends_too(line[-1], line, curve)}"
     change = (last / first) ** (1 / (len(line) - 1)) - 1
     return f"a doubling of the batch changes {curve} by {change:+.0%} on average, without a bend"
-
-
-def _kneedle(batches: Sequence[int], values: Sequence[float]) -> int | None:
-    """Return the knee of a falling curve by Kneedle [32] with S = 1; None where it does not lie between the ends.
-
-    Kneedle takes the point farthest below the chord, so its answer depends on the axes and on where the curve is cut
-    off. Over linear time, a curve that halves with every doubling of the batch, and so has no knee, gets one near its
-    smallest batch, at many times the best time. So both axes are logarithmic here, and the curve is continued by what
-    curves tend to: half the time at every doubling before the first batch, no gain after the last. The chord then
-    falls as fast as half of ideal scaling: up to the knee a doubling of the batch saves at least 1 - 1/sqrt(2) = 29 %.
-    """
-    if len(batches) < _FEWEST or max(values) <= min(values) * (1 + ALIKE):
-        return None
-    from kneed import KneeLocator  # imports matplotlib and scipy.signal: more than a second
-
-    x, y = _continued(*_lower_hull(np.log2(batches), np.log2(values)))
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # kneed warns where it finds none; None says the same
-        found = KneeLocator(x, y, S=1.0, curve="convex", direction="decreasing", online=False).knee
-    nearest = min(batches, key=lambda batch: abs(math.log2(batch) - (math.inf if found is None else found)))
-    return nearest if batches[0] < nearest < batches[-1] else None
-
-
-def _lower_hull(x: Floats, y: Floats) -> tuple[Floats, Floats]:
-    """Return the lower convex hull: with one bend nowhere else, no dent of the noise is taken for the knee."""
-    hull: list[int] = []
-    for i in range(len(x)):
-        while len(hull) > 1 and _above(x, y, hull[-2], hull[-1], i):
-            hull.pop()
-        hull.append(i)
-    return x[hull], y[hull]
-
-
-def _above(x: Floats, y: Floats, left: int, middle: int, right: int) -> bool:
-    chord = y[left] + (y[right] - y[left]) * (x[middle] - x[left]) / (x[right] - x[left])
-    return bool(y[middle] >= chord)
-
-
-def _continued(x: Floats, y: Floats) -> tuple[Floats, Floats]:
-    """Return the curve at every doubling (kneed wants equal steps), continued so that its chord falls by half a step."""
-    inside = np.arange(x[0], x[-1] + 0.5)
-    beyond = np.arange(1, _BEYOND + 1)
-    before = y[-1] - y[0] + (len(inside) - 1 + 2 * _BEYOND) / 2  # nearly _BEYOND: time halves at every doubling
-    return (
-        np.concatenate([x[0] - beyond[::-1], inside, inside[-1] + beyond]),
-        np.concatenate([y[0] + beyond[::-1] * before / _BEYOND, np.interp(inside, x, y), np.full(_BEYOND, y[-1])]),
-    )
 
 
 def _gain(chosen: Prediction, line: Sequence[Prediction], curve: Curve) -> str:
@@ -248,7 +253,7 @@ def _bends_too(chosen: Prediction, line: Sequence[Prediction], curve: Curve) -> 
     """Name the neighbouring batches that a little noise would make the knee instead."""
 
     def below_chord(row: Prediction) -> float:
-        return _value(row, curve) * math.sqrt(row.batch)
+        return float(_value(row, curve)) * math.sqrt(row.batch)
 
     place = line.index(chosen)
     around = [line[i] for i in (place - 1, place + 1) if 0 <= i < len(line)]
@@ -256,7 +261,7 @@ def _bends_too(chosen: Prediction, line: Sequence[Prediction], curve: Curve) -> 
     return f" (the knee may as well be at {' or '.join(str(row.batch) for row in close)})" if close else ""
 
 
-def _as_good(chosen: Prediction, rows: Sequence[Prediction], curve: Quantity) -> str:
+def _as_good(chosen: Prediction, rows: Offers, curve: Quantity) -> str:
     """Name the neighbouring batches that cannot be told from the chosen one; the resolution is one step of the batch."""
     line = envelope(rows, curve=curve)
     larger = [row for row in line if row.batch > chosen.batch][:1]
@@ -274,4 +279,4 @@ def _alike(chosen: Prediction, other: Prediction, curve: Quantity) -> bool:
     least, middle, most = _interval(chosen, curve)
     if least is not None and most is not None and middle:
         low, high = here * least / middle, here * most / middle
-    return min(low, here * (1 - ALIKE)) <= there <= max(high, here * (1 + ALIKE))
+    return bool(min(low, here * (1 - ALIKE)) <= there <= max(high, here * (1 + ALIKE)))

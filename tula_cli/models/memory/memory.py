@@ -14,6 +14,7 @@ import math
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
@@ -21,8 +22,15 @@ from tula_cli.errors import BadMeasurements
 from tula_cli.run.records.components import Components, Footprint, ModelStates, PeakMemory
 from tula_cli.run.records.probes import Measured
 
+Number = Any
+"""A number, or an array of them."""
+
 TELLING = 0.05
 """Probes whose estimated activations differ by less than this share of the peak do not tell how activations grow."""
+
+
+FAR = 2.0
+"""Probes that stretch or flatten the estimated growth by more than this factor are believed, and pointed out."""
 
 
 @dataclass(frozen=True)
@@ -57,19 +65,22 @@ class Curve:
     xs: tuple[float, ...]  # ascending
     ys: tuple[float, ...]
 
-    def __call__(self, x: float) -> float:
+    def __call__(self, x: Number) -> Number:
+        """Return the value at a place, or at each of an array of them."""
         if len(self.xs) == 1:
             return self.ys[0]
-        return self.ys[place := self._place(x)] + self._slope(place) * (x - self.xs[place])
+        xs: Any = self.xs
+        ys: Any = self.ys
+        place: Any
+        if np.ndim(x):
+            xs, ys = np.array(xs), np.array(ys)
+            place = np.clip(np.searchsorted(xs, x, side="right") - 1, 0, len(xs) - 2)
+        else:  # tens of times as fast for a single place
+            place = min(max(bisect_right(xs, x) - 1, 0), len(xs) - 2)
+        return ys[place] + (ys[place + 1] - ys[place]) / (xs[place + 1] - xs[place]) * (x - xs[place])
 
     def last_slope(self) -> float:
-        return self._slope(len(self.xs) - 2) if len(self.xs) > 1 else 0.0
-
-    def _place(self, x: float) -> int:
-        return min(max(bisect_right(self.xs, x) - 1, 0), len(self.xs) - 2)
-
-    def _slope(self, place: int) -> float:
-        return (self.ys[place + 1] - self.ys[place]) / (self.xs[place + 1] - self.xs[place])
+        return (self.ys[-1] - self.ys[-2]) / (self.xs[-1] - self.xs[-2]) if len(self.xs) > 1 else 0.0
 
 
 @dataclass(frozen=True)
@@ -86,12 +97,17 @@ class MemoryModel:
     error: float | None  # median relative residual of the peak; None where nothing is left over to tell
     by_component: bool = True  # False where peaks alone are known: batch and activations are one
     sharded: bool = False  # the states are those of a whole model, which the ranks divide (`on`)
+    doubt: str = ""  # of its growth, in a line
 
-    def on(self, ranks: int) -> "MemoryModel":
-        """Return the model of one of so many ranks; where none shares its model with others it is the same."""
+    def on(self, ranks: Number) -> "MemoryModel":
+        """Return the model of one of so many ranks; where none shares its model with others it is the same.
+
+        Args:
+            ranks: a number; or an array of them, and then the model is asked for as many local batches.
+        """
         if not self.sharded:
             return self
-        share = {name: math.ceil(size / ranks) for name, size in self.states.model_dump().items() if name != "factors"}
+        share = {name: -(-size // ranks) for name, size in self.states.model_dump().items() if name != "factors"}
         return replace(self, states=self.states.model_copy(update=share), sharded=False)
 
     @property
@@ -103,10 +119,10 @@ class MemoryModel:
     def fixed(self) -> float:
         """What is left of the peak at no sample, seen from large batches."""
         last = self.activations.xs[-1]
-        return max(0.0, self.states.static + self.activations(last) - self.activations.last_slope() * last)
+        return float(max(0.0, self.states.static + self.activations(last) - self.activations.last_slope() * last))
 
-    def activations_at(self, micro_batch: float) -> float:
-        return max(0.0, self.activations(micro_batch))
+    def activations_at(self, micro_batch: Number) -> Number:
+        return np.maximum(0.0, self.activations(micro_batch))
 
     def footprint(self, local_batch: int) -> Footprint:
         """Return Eq. 3 at a local batch, component by component.
@@ -130,18 +146,18 @@ class MemoryModel:
         )
         return Footprint(local_batch=local_batch, memory=memory, room=round(self.room * memory.peak))
 
-    def peak(self, local_batch: int) -> int:
+    def peak(self, local_batch: Number) -> Number:
         """Return the memory in use at the peak (Eq. 3)."""
-        return round(self._peak(local_batch / self.accumulate))
+        return _whole(self._peak(local_batch / self.accumulate))
 
-    def reserved(self, local_batch: int) -> int:
+    def reserved(self, local_batch: Number) -> Number:
         """Return what the allocator holds at the peak where the device has room for it: what is paid for."""
         micro_batch = local_batch / self.accumulate
-        return round(max(1.0, self.held(micro_batch)) * self._peak(micro_batch))
+        return _whole(np.maximum(1.0, self.held(micro_batch)) * self._peak(micro_batch))
 
-    def needed(self, local_batch: int) -> int:
+    def needed(self, local_batch: Number) -> Number:
         """Return the least memory of a device that it runs in, libraries included."""
-        return round(self._needed(local_batch / self.accumulate))
+        return _whole(self._needed(local_batch / self.accumulate))
 
     def largest_local_batch(self, capacity: int | None, *, margin: float) -> int | None:
         """Return the largest local batch that leaves `margin` of the capacity free.
@@ -164,18 +180,22 @@ class MemoryModel:
         slope = self._needed(at + 1) - self._needed(at) if at == corners[-1] else self._piece(at, corners)
         if slope <= 0:
             return None if at == corners[-1] else math.floor(at) * self.accumulate
-        return math.floor(at + (limit - self._needed(at)) / slope) * self.accumulate
+        return math.floor(at + float(limit - self._needed(at)) / slope) * self.accumulate
 
     def _piece(self, at: float, corners: Sequence[float]) -> float:
         """Return the slope of the piece that begins at a corner."""
         end = corners[corners.index(at) + 1]
-        return (self._needed(end) - self._needed(at)) / (end - at)
+        return float((self._needed(end) - self._needed(at)) / (end - at))
 
-    def _peak(self, micro_batch: float) -> float:
+    def _peak(self, micro_batch: Number) -> Number:
         return self.states.static + self.batch_slope * micro_batch + self.activations_at(micro_batch)
 
-    def _needed(self, micro_batch: float) -> float:
+    def _needed(self, micro_batch: Number) -> Number:
         return self.room * self._peak(micro_batch) + self.libraries
+
+
+def _whole(size: Number) -> Number:
+    return np.rint(size) if np.ndim(size) else round(float(size))
 
 
 def fit(points: Iterable[Measured | Footprint], *, accumulate: int = 1, sharded: bool = False) -> MemoryModel:
@@ -203,10 +223,11 @@ def fit(points: Iterable[Measured | Footprint], *, accumulate: int = 1, sharded:
     slopes = _batch_slopes(believed) or _batch_slopes(estimated)
     batch_slope = float(np.median(slopes)) if slopes else 0.0
     apart = [[point.split(states, batch_slope) for point in points] for points in (measured, estimated)]
+    activations, doubt = _activations(*apart)
     model = MemoryModel(
         states=states,
         batch_slope=batch_slope,
-        activations=_activations(*apart),
+        activations=activations,
         libraries=max(point.memory.libraries or 0 for point in believed),
         held=_held(measured, estimated),
         room=_room(measured, estimated),
@@ -214,6 +235,7 @@ def fit(points: Iterable[Measured | Footprint], *, accumulate: int = 1, sharded:
         error=None,
         by_component=bool(slopes),
         sharded=sharded,
+        doubt=doubt,
     )
     return replace(model, error=_median_error(model, believed))
 
@@ -261,12 +283,18 @@ def _batch_slopes(points: Sequence[_Point]) -> list[float]:
     return [point.memory.batch / point.micro_batch for point in points if isinstance(point.memory, Components)]
 
 
-def _activations(measured: Sequence[_Point], estimated: Sequence[_Point]) -> Curve:
-    """Return the curve of the activations; it never falls, and is nowhere below what was measured."""
+def _activations(measured: Sequence[_Point], estimated: Sequence[_Point]) -> tuple[Curve, str]:
+    """Return the curve of the activations, and what is doubtful in it; it never falls, and is nowhere below what was measured."""
     if not measured:
-        return _rising({point.micro_batch: point.activations for point in estimated})
+        return _rising({point.micro_batch: point.activations for point in estimated}), ""
     shape = _rising({point.micro_batch: point.activations for point in estimated}) if estimated else _LINE
     level, scale = _correction(measured, shape, proportional=not estimated)
+    doubt = ""
+    if estimated and not 1 / FAR <= scale <= FAR:
+        doubt = (
+            f"memory grows with the batch {scale:.2g} times as fast in the probes as was estimated, which is believed; before"
+            " a much larger batch than those is trained, measure it"
+        )
     points = {x: max(0.0, level + scale * shape(x)) for x in shape.xs}
     for point in measured:
         here = points.get(point.micro_batch, max(0.0, level + scale * shape(point.micro_batch)))
@@ -274,7 +302,7 @@ def _activations(measured: Sequence[_Point], estimated: Sequence[_Point]) -> Cur
     if len(points) < 2 or max(points) <= max(point.micro_batch for point in measured):
         further = 2 * max(points)  # beyond an outlier the curve goes on as the fit does
         points[further] = max(0.0, level + scale * shape(further))
-    return _rising(points)
+    return _rising(points), doubt
 
 
 _LINE = Curve((0.0, 1.0), (0.0, 1.0))

@@ -8,52 +8,41 @@ A share 1 - phi of the compute (the backward pass) hides the synchronisation as 
 over from the other, and tau is the share of the synchronisation that nothing hides. u and v are smooth residuals (Gaussian
 processes). The paper's Eq. 2 is the case p = 1, phi = 0, tau = 0 without residuals: the parts simply add up.
 
+Where nodes of several sizes were measured, g GPUs each, the synchronisation between nodes is told apart from that inside them:
+
+    m(N, g) = m(N) g^sigma + m_g (g / g_most)^kappa                the second for g > 1, the first for N > 1
+    f(g) = f g^eta                                                 the floor is the work of a CPU that the GPUs share
+
+What a job does at one batch on one number of nodes follows from neither alone, and its neighbours do likewise: ln t and
+ln c have residuals over (ln b, ln N) as well (and over ln g, as ln m has then). They are no coordinates of the fit but part of the covariance of the probes
+(generalised least squares); what they tell of a place follows from the probes about it (kriging).
+
 A handful of probes does not determine all that. Every parameter has a prior, found on public measurements
 (benchmarks/replay/replay.py), and the fit is the most probable one (MAP); where the probes say more than the prior, they decide.
 Times are seconds, batches samples, and everything is fitted in logarithms: errors are shares of the step time.
 """
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from tula_cli.models.time.priors import (
-    EXPOSED,
-    FLOOR,
-    FORWARD,
-    GROWTH,
-    INSIDE,
-    LEVEL,
-    PARAMETERS,
-    PRIORS,
-    SHAPES,
-    SLOPE,
-    Flags,
-    Floats,
-    Priors,
-    Smooth,
-)
+from tula_cli.models.time.formulas import At, Frame, Parts, Points, Values, evaluate, parts
+from tula_cli.models.time.priors import LEVEL, PARAMETERS, PRIORS, SHAPES, Flags, Floats, Priors
+from tula_cli.models.time.residuals import Rows
+
+if TYPE_CHECKING:
+    from statsmodels.regression.linear_model import RegressionResultsWrapper
 
 _NOISE_WEIGHT = 6.0  # the noises of the priors count as much as so many residuals
 _ROUNDS = 3  # of estimating the noise
 _ITERATIONS = 25
 _TOLERANCE = 1e-4
 _LEVELS = (0.0, 1.0, 2.0, 3.0)  # of synchronisation that a fit to whole steps alone begins at, in standard deviations
-
-
-@dataclass(frozen=True)
-class Points:
-    """Configurations as the model sees them; arrays of one length."""
-
-    replicas: Floats  # that synchronise: nodes, or GPUs where there is one node
-    local_batch: Floats
-    alone: Flags  # one GPU in all: nothing to synchronise
-    inside: Flags  # the GPUs of one node, where the others are several nodes
-
-    def __len__(self) -> int:
-        return len(self.replicas)
+_PROPOSED = 16  # coordinates that each draw of them is taken from
+_TAILS = 6.0  # degrees of freedom of the distribution that they are proposed by
 
 
 @dataclass(frozen=True)
@@ -68,45 +57,100 @@ class Posterior:
 
 
 @dataclass(frozen=True)
+class Draws:
+    """Steps as they may be together at some points, by all that the probes leave open: a row a draw."""
+
+    parts: Parts  # its arrays have shape (count, n)
+    local: Floats  # residual of ln t, shape (count, n)
+
+    def log_step(self) -> Floats:
+        return self.parts.log_step() + self.local
+
+
+@dataclass(frozen=True)
 class Overlap:
     """The fitted model."""
 
     noise: float  # its estimate, as a multiple of what other clusters show
-    _frame: "_Frame" = field(repr=False)
-    _z: Floats = field(repr=False)  # whitened coordinates
-    _covariance: Floats = field(repr=False)  # of z
+    _frame: Frame = field(repr=False)
+    _fitted: "_Fitted" = field(repr=False)
+    _data: "_Data" = field(repr=False)
 
     def predict(self, points: Points) -> tuple[Floats, Floats]:
         """Return ln t and the standard deviation of one measurement of it, each of shape (n,)."""
         at = self._frame.at(points)
-        found = _evaluate(self._z, at)
-        root = np.linalg.cholesky(self._covariance)
-        variance = np.square(found.of_step @ root).sum(axis=1) + self._unseen(at, found) + self._noise(found)
-        return found.log_step, np.sqrt(variance)
+        found, told = self._told(at)
+        variance = self._fitted.regression.get_prediction(self._left(found, told)).var_pred_mean
+        variance = variance + self._unseen(at, found) + self._noise(found)
+        variance += _rows(at, found).variance(self._frame.priors) - np.square(told).sum(axis=0)
+        return found.log_step + told.T @ self._fitted.residuals, np.sqrt(variance)
 
     def joint(self, points: Points) -> tuple[Floats, Floats]:
         """Return ln t, shape (n,), and its covariance without the noise of a measurement, shape (n, n)."""
         at = self._frame.at(points)
-        found = _evaluate(self._z, at)
-        covariance = found.of_step @ self._covariance @ found.of_step.T
+        found, told = self._told(at)
+        by_z, rows = self._left(found, told), _rows(at, found)
+        covariance = by_z @ self._fitted.regression.cov_params() @ by_z.T
         u = self._frame.u.unseen_covariance(np.log(points.local_batch))
         v = self._frame.v.unseen_covariance(np.log(points.replicas))
         covariance += u * np.outer(found.by_compute, found.by_compute)
-        covariance += v * np.outer(found.by_sync * at.across, found.by_sync * at.across)
-        return found.log_step, covariance
+        covariance += v * np.outer(found.by_across, found.by_across)
+        covariance += rows.covariance(rows, self._frame.priors) - told.T @ told
+        return found.log_step + told.T @ self._fitted.residuals, covariance
+
+    def draws(self, points: Points, *, count: int, measured: bool) -> Draws:
+        """Return compute and synchronisation as they may be together; always the same.
+
+        What a probe tells is their overlapped sum, so that far more is open of each than of the step. The posterior is not
+        that of the linearised model: synchronisation that is hidden may be anything shorter, and nothing longer.
+
+        Args:
+            points: where.
+            count: of the draws.
+            measured: with the noise of one measurement.
+        """
+        at, n, priors, rng = self._frame.at(points), len(points), self._frame.priors, np.random.default_rng(0)
+        z, residuals = self._fitted.draws(self._data, count, rng)
+        # What is local to (batch, nodes): of ln t, ln c and ln m between nodes.
+        of = 2 if at.frame.gpus is None else 3
+        places = (np.tile(value, of) for value in (points.local_batch, points.replicas, points.sizes))
+        rows = Rows(*places, *np.repeat(np.eye(3, of), n, axis=1))
+        told = self._fitted.spread.whitener @ self._fitted.spread.rows.covariance(rows, priors)
+        local = residuals @ told + _normal(rng, count, rows.covariance(rows, priors) - told.T @ told)
+        u = _normal(rng, count, self._frame.u.unseen_covariance(at.log_batch))
+        v = _normal(rng, count, self._frame.v.unseen_covariance(np.log(points.replicas)))
+        noise = measured * self.noise * rng.standard_normal((2, count, n))
+        found = parts(z, at)
+        found = replace(
+            found,
+            log_compute=found.log_compute + u + local[:, n : 2 * n],
+            log_across=found.log_across + v + (local[:, 2 * n :] if of == 3 else 0.0) + priors.sync_noise * noise[0],
+            log_inside=found.log_inside + priors.sync_noise * noise[0],
+        )
+        return Draws(found, local[:, :n] + priors.step_noise * noise[1])
+
+    def _told(self, at: At) -> tuple[Values, Floats]:
+        """Return the model at points, and what the whitened probes tell of its local residuals there, shape (rows, n)."""
+        found, spread = evaluate(self._fitted.z, at), self._fitted.spread
+        return found, spread.whitener @ spread.rows.covariance(_rows(at, found), self._frame.priors)
+
+    def _left(self, found: Values, told: Floats) -> Floats:
+        """Return derivatives of ln t by z beside those of the local residuals, which follow from what z leaves."""
+        return found.of_step - told.T @ (self._fitted.spread.whitener @ self._fitted.jacobian)
 
     def measurement_noise(self, points: Points) -> Floats:
         """Return the standard deviation of ln t from one job to the next, shape (n,)."""
-        return np.sqrt(self._noise(_evaluate(self._z, self._frame.at(points))))
+        return np.sqrt(self._noise(evaluate(self._fitted.z, self._frame.at(points))))
 
     def posterior(self) -> "Posterior":
         """Return what the probes have made of the priors."""
         own, priors = PARAMETERS, self._frame.priors
-        squares = self._z**2 + np.diag(self._covariance)
+        z, variances = self._fitted.z, np.diag(self._fitted.regression.cov_params())
+        squares = z**2 + variances
         compute, sync = np.split(squares[own:], [len(self._frame.u.places)])
         return Posterior(
-            means=priors.means + priors.sds * self._z[:own],
-            variances=priors.sds**2 * np.diag(self._covariance)[:own],
+            means=priors.means + priors.sds * z[:own],
+            variances=priors.sds**2 * variances[:own],
             compute=compute,
             sync=sync,
             noise=self.noise,
@@ -114,16 +158,16 @@ class Overlap:
 
     def parts(self, points: Points) -> tuple[Floats, Floats, Floats]:
         """Return the step time, the compute and the synchronisation within it (hidden or not). Seconds."""
-        found = _evaluate(self._z, self._frame.at(points))
+        found = evaluate(self._fitted.z, self._frame.at(points))
         return np.exp(found.log_step), np.exp(found.log_compute), found.sync
 
-    def _unseen(self, at: "_At", found: "_Values") -> Floats:
+    def _unseen(self, at: "At", found: "Values") -> Floats:
         """Return the variance of the smooth residuals beyond what the probes tell."""
         u = self._frame.u.unseen_variance(np.log(at.points.local_batch))
         v = self._frame.v.unseen_variance(np.log(at.points.replicas))
-        return found.by_compute**2 * u + (found.by_sync * at.across) ** 2 * v
+        return found.by_compute**2 * u + found.by_across**2 * v
 
-    def _noise(self, found: "_Values") -> Floats:
+    def _noise(self, found: "Values") -> Floats:
         priors = self._frame.priors
         return self.noise**2 * (priors.step_noise**2 + (priors.sync_noise * found.by_sync) ** 2)
 
@@ -141,257 +185,179 @@ def fit(
         collective: a key of SHAPES.
         priors: what is believed before.
     """
-    from statsmodels.regression.linear_model import OLS  # with pandas more than a second, and of use to a fit alone
-
-    frame = _Frame.of(points, np.where(np.isfinite(compute), compute, step), SHAPES[collective], priors)
-    at = frame.at(points)
-    data = _Data(np.log(step), np.log(compute), np.nan_to_num(spread), priors)
+    frame = Frame.of(points, np.where(np.isfinite(compute), compute, step), SHAPES[collective], priors)
+    data = _Data(frame.at(points), np.log(step), np.log(compute), np.nan_to_num(spread))
     z, noise = np.zeros(frame.size), 1.0
     for attempt in range(_ROUNDS):
-        sd = data.noise(_evaluate(z, at), noise)
-        starts = _starts(z, at, data) if attempt == 0 else [z]
-        z, residuals, jacobian = min((_maximise(start, at, data, sd) for start in starts), key=_improbability)
+        spread_as = data.spread_as(evaluate(z, data.at), noise)
+        starts = _starts(z, data) if attempt == 0 else [z]
+        fitted = min(
+            (_most_probable(start, data, spread_as) for start in starts), key=lambda found: found.improbability
+        )
+        z = fitted.z
         if attempt < _ROUNDS - 1:
-            noise = _estimated_noise(noise, residuals, jacobian)
-    # Linearised at the solution the fit is ordinary least squares on the probes with the priors as further rows. Its
-    # parameters are those of one more undamped step, which nothing keeps from going astray: only the covariance is taken.
-    rows = np.vstack([jacobian, np.eye(frame.size)])
-    target = np.concatenate([residuals + jacobian @ z, np.zeros(frame.size)])
-    results = OLS(target, rows).fit(cov_type="fixed scale", cov_kwds={"scale": 1.0})
-    return Overlap(noise, frame, z, np.asarray(results.cov_params()))
+            noise = _estimated_noise(noise, fitted)
+    return Overlap(noise, frame, fitted, data)
+
+
+def _normal(rng: np.random.Generator, count: int, covariance: Floats) -> Floats:
+    """Return draws of a normal distribution about 0, shape (count, n)."""
+    values, vectors = np.linalg.eigh(covariance)
+    drawn: Floats = rng.standard_normal((count, len(values))) @ (vectors * np.sqrt(np.maximum(values, 0.0))).T
+    return drawn
+
+
+def _rows(at: At, found: Values) -> Rows:
+    """Return ln t at points."""
+    points = at.points
+    by = np.ones(len(points)), found.by_compute, found.by_across * (at.frame.gpus is not None)
+    return Rows(points.local_batch, points.replicas, points.sizes, *by)
 
 
 @dataclass(frozen=True)
-class _Process:
-    """A Gaussian process over a logarithm with its values at some places as whitened coordinates."""
+class _Spread:
+    """How the rows of the probes, ln t of all and ln c of some, spread about the model: noise and local residuals."""
 
-    places: Floats
-    sd: float
-    length: float
-    white: float
-    _root: Floats  # lower Cholesky factor of the covariance at the places
-
-    @classmethod
-    def over(cls, places: Floats, residual: Smooth) -> "_Process":
-        unique = np.unique(places)
-        sd, length, white = residual.sd, residual.length, residual.white
-        process = cls(unique, sd, length, white, np.zeros((0, 0)))
-        covariance = process._covariance(unique, unique) + 1e-10 * np.eye(len(unique))
-        return cls(unique, sd, length, white, np.asarray(np.linalg.cholesky(covariance), dtype=float))
-
-    def map(self, at: Floats) -> Floats:
-        """Return the matrix, shape (n, places), that takes coordinates to the expected values at `at`."""
-        if not len(self.places):
-            return np.zeros((len(at), 0))
-        distinct, where = np.unique(at, return_inverse=True)
-        mapped = np.asarray(np.linalg.solve(self._root, self._covariance(self.places, distinct)), dtype=float)
-        return mapped.T[where]
-
-    def unseen_variance(self, at: Floats) -> Floats:
-        """Return the variance that the values at the places leave, shape (n,)."""
-        known: Floats = np.square(self.map(at)).sum(axis=1)
-        return np.maximum(0.0, self.sd**2 + self.white**2 - known)
-
-    def unseen_covariance(self, at: Floats) -> Floats:
-        """Return the covariance that the values at the places leave, shape (n, n)."""
-        mapped = self.map(at)
-        return self._covariance(at, at) - mapped @ mapped.T
-
-    def _covariance(self, one: Floats, other: Floats) -> Floats:
-        off = np.abs(one[:, None] - other[None, :])
-        smooth: Floats = self.sd**2 * np.exp(-0.5 * (off / self.length) ** 2)
-        return smooth + self.white**2 * (off < 1e-9)
-
-
-@dataclass(frozen=True)
-class _At:
-    """Points with all that does not change during a fit."""
-
-    points: Points
-    frame: "_Frame"
-    across: Flags  # whose synchronisation follows the shape over the replicas
-    log_batch: Floats
-    log_replicas: Floats  # against the fewest measured
-    log_shape: Floats  # against that of the fewest measured
-    u: Floats  # (n, places of u)
-    v: Floats  # (n, places of v)
-
-
-@dataclass(frozen=True)
-class _Frame:
-    """What parameters are counted from, and the places of the residuals."""
-
-    log_scale: float  # ln seconds a sample
-    log_batch: float  # of the smallest batch
-    replicas: float  # the fewest that synchronise
-    shape: Callable[[Floats], Floats]
-    u: _Process
-    v: _Process
-    priors: Priors
-
-    @classmethod
-    def of(cls, points: Points, compute: Floats, shape: Callable[[Floats], Floats], priors: Priors) -> "_Frame":
-        smallest = float(points.local_batch.min())
-        across = ~points.alone & ~points.inside
-        return cls(
-            log_scale=float(np.median(np.log(compute / (points.local_batch + smallest)))),
-            log_batch=math.log(smallest),
-            replicas=float(points.replicas[across].min()) if across.any() else 2.0,
-            shape=shape,
-            u=_Process.over(np.log(points.local_batch), priors.compute),
-            v=_Process.over(np.log(points.replicas[across]), priors.sync),
-            priors=priors,
-        )
-
-    @property
-    def size(self) -> int:
-        return PARAMETERS + len(self.u.places) + len(self.v.places)
-
-    def at(self, points: Points) -> _At:
-        across = ~points.alone & ~points.inside
-        replicas = np.where(across, points.replicas, self.replicas)
-        least = self.shape(np.array([self.replicas]))
-        return _At(
-            points=points,
-            frame=self,
-            across=across,
-            log_batch=np.log(points.local_batch),
-            log_replicas=np.log(replicas / self.replicas),
-            log_shape=np.log(self.shape(replicas) / least),
-            u=self.u.map(np.log(points.local_batch)),
-            v=self.v.map(np.log(replicas)) * across[:, None],
-        )
-
-
-@dataclass(frozen=True)
-class _Values:
-    """The model at some points. Derivatives of ln t and ln c are by the whitened coordinates, shape (n, size)."""
-
-    log_step: Floats
-    log_compute: Floats
-    sync: Floats  # seconds
-    of_step: Floats
-    of_compute: Floats
-    by_compute: Floats  # derivative of ln t by ln c
-    by_sync: Floats  # and by ln m
-
-
-def _evaluate(z: Floats, at: _At) -> _Values:
-    """Evaluate the model and its derivatives."""
-    frame, priors, own = at.frame, at.frame.priors, PARAMETERS
-    theta, rest = priors.means + priors.sds * z[:own], z[own:]
-    u, v = rest[: at.u.shape[1]], rest[at.u.shape[1] :]
-    # Local compute.
-    log_slope = frame.log_scale + theta[SLOPE] + at.log_batch
-    log_floor = frame.log_scale + theta[SLOPE] + theta[FLOOR] + frame.log_batch
-    log_smooth = np.logaddexp(priors.q * log_slope, priors.q * log_floor) / priors.q
-    log_compute = log_smooth + at.u @ u
-    # Synchronisation.
-    log_across = theta[GROWTH] * at.log_replicas + at.log_shape + at.v @ v
-    log_sync = frame.log_scale + frame.log_batch + math.log(2) + theta[LEVEL]
-    log_sync = log_sync + np.where(at.points.inside, theta[INSIDE], log_across)
-    log_sync = np.where(at.points.alone, -np.inf, np.clip(log_sync, -60.0, 60.0))
-    # Both, overlapped.
-    # Clipped where they saturate: a step that is tried and rejected may go anywhere.
-    phi, tau = 1 / (1 + math.exp(-np.clip(theta[FORWARD], -30.0, 30.0))), math.exp(min(theta[EXPOSED], 5.0))
-    log_backward = math.log1p(-phi) + log_compute
-    log_longer = np.logaddexp(priors.p * log_backward, priors.p * log_sync) / priors.p
-    compute, sync, longer = np.exp(log_compute), np.exp(log_sync), np.exp(log_longer)
-    step = phi * compute + longer + tau * sync
-    backward_share, sync_share = (
-        np.exp(priors.p * (log_backward - log_longer)),
-        np.exp(priors.p * (log_sync - log_longer)),
-    )
-    by_compute = (phi * compute + longer * backward_share) / step
-    by_sync = (longer * sync_share + tau * sync) / step
-
-    of_compute = np.zeros((len(at.points), frame.size))
-    of_compute[:, SLOPE] = 1.0
-    of_compute[:, FLOOR] = np.exp(priors.q * (log_floor - log_smooth))
-    of_compute[:, own : own + len(u)] = at.u
-    of_step = by_compute[:, None] * of_compute
-    of_step[:, LEVEL] = by_sync
-    of_step[:, GROWTH] = by_sync * at.log_replicas
-    of_step[:, INSIDE] = by_sync * at.points.inside
-    of_step[:, FORWARD] = (compute - longer * backward_share / (1 - phi)) * phi * (1 - phi) / step
-    of_step[:, EXPOSED] = tau * sync / step
-    of_step[:, own + len(u) :] = by_sync[:, None] * at.v
-    of_step[:, :own] *= priors.sds
-    of_compute[:, :own] *= priors.sds
-    return _Values(np.log(step), log_compute, sync, of_step, of_compute, by_compute, by_sync)
+    rows: Rows
+    covariance: Floats
+    whitener: Floats  # inverse of its lower Cholesky factor: takes the rows to independent ones of variance 1
 
 
 @dataclass(frozen=True)
 class _Data:
     """What was measured: ln of seconds, and the share by which each job's own steps spread."""
 
+    at: At
     log_step: Floats
     log_compute: Floats  # nan where not measured
     spread: Floats
-    priors: Priors
 
     @property
     def has_compute(self) -> Flags:
         return np.isfinite(self.log_compute)
 
-    def noise(self, found: _Values, level: float) -> tuple[Floats, Floats]:
-        """Return the standard deviations of ln t and of ln c."""
-        own, priors = self.spread**2, self.priors
-        step = np.sqrt(level**2 * (priors.step_noise**2 + (priors.sync_noise * found.by_sync) ** 2) + own)
-        return step, np.sqrt((level * priors.compute_noise) ** 2 + own)
-
-    def residuals(self, found: _Values, sd: tuple[Floats, Floats]) -> tuple[Floats, Floats]:
-        """Return standardised residuals and the derivatives of what is predicted, both over the same noise."""
-        has = self.has_compute
-        residuals = np.concatenate(
-            [(self.log_step - found.log_step) / sd[0], ((self.log_compute - found.log_compute) / sd[1])[has]]
+    def spread_as(self, found: Values, level: float) -> _Spread:
+        """Return how the rows spread where the noise is `level` times that of other clusters."""
+        has, points, own, priors = self.has_compute, self.at.points, self.spread**2, self.at.frame.priors
+        step = level**2 * (priors.step_noise**2 + (priors.sync_noise * found.by_sync) ** 2) + own
+        compute = (level * priors.compute_noise) ** 2 + own
+        rows = Rows(
+            batch=np.concatenate([points.local_batch, points.local_batch[has]]),
+            replicas=np.concatenate([points.replicas, points.replicas[has]]),
+            gpus=np.concatenate([points.sizes, points.sizes[has]]),
+            by_step=np.concatenate([np.ones(len(has)), np.zeros(has.sum())]),
+            by_compute=np.concatenate([found.by_compute, np.ones(has.sum())]),
+            by_across=np.concatenate([found.by_across * (self.at.frame.gpus is not None), np.zeros(has.sum())]),
         )
-        jacobian = np.vstack([found.of_step / sd[0][:, None], (found.of_compute / sd[1][:, None])[has]])
-        return residuals, jacobian
+        covariance = rows.covariance(rows, priors) + np.diag(np.concatenate([step, compute[has]]))
+        return _Spread(rows, covariance, np.linalg.inv(np.linalg.cholesky(covariance)))
+
+    def off(self, found: Values) -> tuple[Floats, Floats]:
+        """Return how far the rows are off the model, and the derivatives of what it says of them."""
+        has = self.has_compute
+        off = np.concatenate([self.log_step - found.log_step, (self.log_compute - found.log_compute)[has]])
+        return off, np.vstack([found.of_step, found.of_compute[has]])
+
+    def off_at(self, z: Floats) -> Floats:
+        """Return how far the rows are off the model at many coordinates, shape (k, rows)."""
+        has, found = self.has_compute, parts(z, self.at)
+        return np.hstack([self.log_step - found.log_step(), (self.log_compute - found.log_compute)[:, has]])
 
 
-def _starts(z: Floats, at: _At, data: _Data) -> list[Floats]:
+@dataclass(frozen=True)
+class _Fitted:
+    """The model linearised at some coordinates, and how the rows of the probes lie about it."""
+
+    z: Floats
+    off: Floats
+    jacobian: Floats
+    spread: _Spread
+
+    @classmethod
+    def at(cls, z: Floats, data: _Data, spread: _Spread) -> "_Fitted":
+        return cls(z, *data.off(evaluate(z, data.at)), spread)
+
+    @property
+    def residuals(self) -> Floats:
+        """Independent and of variance 1 where all is as believed."""
+        return self.spread.whitener @ self.off
+
+    @cached_property
+    def improbability(self) -> float:
+        """-2 ln of the posterior density, up to a constant."""
+        return float(self.residuals @ self.residuals + self.z @ self.z)
+
+    @cached_property
+    def regression(self) -> "RegressionResultsWrapper":
+        """Generalised least squares of the linearised model, to which the priors are further rows (one a coordinate)."""
+        return self._least_squares(np.zeros(len(self.z)))
+
+    def draws(self, data: _Data, count: int, rng: np.random.Generator) -> tuple[Floats, Floats]:
+        """Return coordinates by their posterior, shape (count, size), and the whitened residuals that each leaves.
+
+        Importance resampling (Rubin 1988): proposed by a t distribution about the most probable ones, and taken as often
+        as the posterior has it.
+        """
+        size, many = len(self.z), _PROPOSED * count
+        root = np.linalg.cholesky(self.regression.cov_params())
+        normal, wider = rng.standard_normal((many, size)), rng.chisquare(_TAILS, (many, 1)) / _TAILS
+        off = normal / np.sqrt(wider)
+        z = self.z + off @ root.T
+        residuals = data.off_at(z) @ self.spread.whitener.T
+        proposed = -(_TAILS + size) / 2 * np.log1p(np.square(off).sum(axis=1) / _TAILS)
+        log_weight = -(np.square(residuals).sum(axis=1) + np.square(z).sum(axis=1)) / 2 - proposed
+        weight = np.exp(log_weight - log_weight.max())
+        ends = np.cumsum(weight) / weight.sum()
+        taken = np.searchsorted(ends, (np.arange(count) + rng.random()) / count)
+        return z[taken], residuals[taken]
+
+    def stepped(self, damping: float) -> Floats:
+        """Return the coordinates of a Gauss-Newton step, damped by further rows (Marquardt 1963) that hold each where it is."""
+        whitened = self.spread.whitener @ self.jacobian
+        return np.asarray(self._least_squares(damping * (1 + np.square(whitened).sum(axis=0))).params)
+
+    def _least_squares(self, held: Floats) -> "RegressionResultsWrapper":
+        """Fit the linearised model; `held` is the precision with which each coordinate stays as it is."""
+        from statsmodels.regression.linear_model import GLS  # takes more than half a second, and of use to a fit alone
+
+        rows, size = len(self.off), len(self.z)
+        spread = np.eye(rows + 2 * size)
+        spread[:rows, :rows] = self.spread.covariance
+        root = np.diag(np.sqrt(held))
+        target = np.concatenate([self.off + self.jacobian @ self.z, np.zeros(size), root @ self.z])
+        model = GLS(target, np.vstack([self.jacobian, np.eye(size), root]), sigma=spread)
+        return model.fit(cov_type="fixed scale", cov_kwds={"scale": 1.0})
+
+
+def _starts(z: Floats, data: _Data) -> list[Floats]:
     """Return where to begin.
 
     Whole steps alone can be explained by a floor of the compute or by synchronisation. Both may be maxima, and a climb
     from little synchronisation ends at the floor.
     """
-    together = ~at.points.alone
+    together = ~data.at.points.alone
     if not together.any() or data.has_compute[together].any():
         return [z]
     return [z + level * np.eye(len(z))[LEVEL] for level in _LEVELS]
 
 
-def _improbability(reached: tuple[Floats, Floats, Floats]) -> float:
-    """Return what `_maximise` makes small; its sums of squares are -2 ln of the posterior density, up to a constant."""
-    z, residuals, _ = reached
-    return float(residuals @ residuals + z @ z)
-
-
-def _maximise(start: Floats, at: _At, data: _Data, sd: tuple[Floats, Floats]) -> tuple[Floats, Floats, Floats]:
-    """Find the most probable coordinates by damped Gauss-Newton steps; return residuals and derivatives there too."""
-    z, damping = start, 1e-2
-    residuals, jacobian = data.residuals(_evaluate(z, at), sd)
-    value = residuals @ residuals + z @ z
+def _most_probable(start: Floats, data: _Data, spread: _Spread) -> _Fitted:
+    """Find the most probable coordinates by damped Gauss-Newton steps."""
+    found, damping = _Fitted.at(start, data, spread), 1e-2
     for _ in range(_ITERATIONS):
-        normal = jacobian.T @ jacobian + np.eye(len(z))
-        gradient = jacobian.T @ residuals - z
-        trial = z + np.linalg.solve(normal + damping * np.diag(np.diag(normal)), gradient)
-        their, slopes = data.residuals(_evaluate(trial, at), sd)
-        reached = their @ their + trial @ trial
-        if reached < value:
-            gained, z, residuals, jacobian, value = value - reached, trial, their, slopes, reached
+        trial = _Fitted.at(found.stepped(damping), data, spread)
+        if trial.improbability < found.improbability:
+            gained, found = found.improbability - trial.improbability, trial
             damping = max(damping / 5, 1e-9)
-            if gained < _TOLERANCE * max(1.0, value):
+            if gained < _TOLERANCE * max(1.0, found.improbability):
                 break
         elif (damping := damping * 6) > 1e8:
             break
-    return z, residuals, jacobian
+    return found
 
 
-def _estimated_noise(noise: float, residuals: Floats, jacobian: Floats) -> float:
+def _estimated_noise(noise: float, fitted: _Fitted) -> float:
     """Return the noise that the residuals show, as a multiple of that of other clusters, which count _NOISE_WEIGHT."""
-    size = jacobian.shape[1]
-    taken = size - float(np.trace(np.linalg.inv(jacobian.T @ jacobian + np.eye(size))))
-    left = max(0.0, len(residuals) - taken)
+    residuals = fitted.residuals
+    left = max(0.0, len(residuals) - len(fitted.z) + float(np.trace(fitted.regression.cov_params())))
     return math.sqrt((_NOISE_WEIGHT + residuals @ residuals * noise**2) / (_NOISE_WEIGHT + left))

@@ -30,6 +30,15 @@ class Smooth:
 
 
 @dataclass(frozen=True)
+class Local:
+    """A residual over ln b and ln N together: how far it may go, and how soon it changes over either."""
+
+    sd: float
+    batch: float
+    replicas: float
+
+
+@dataclass(frozen=True)
 class Priors:
     """Everything that the fit believes before it has seen a probe."""
 
@@ -40,8 +49,16 @@ class Priors:
     inside: Prior = Prior(-0.9, 1.1)  # ln of synchronisation inside one node over m_0
     forward: Prior = Prior(-0.95, 0.7)  # logit phi
     exposed: Prior = Prior(-2.6, 1.0)  # ln tau
-    compute: Smooth = Smooth(0.06, 1.2, 0.07)  # residual of ln c over ln b
-    sync: Smooth = Smooth(0.28, 0.25, 0.1)  # residual of ln m over ln R
+    shared: Prior = Prior(0.0, 0.3)  # growth of synchronisation between nodes with the GPUs of each
+    inner: Prior = Prior(0.7, 0.4)  # and of that inside a node
+    crowded: Prior = Prior(0.1, 0.2)  # growth of the floor with the GPUs of a node, whose processes share its CPU
+    compute: Smooth = Smooth(0.06, 1.2, 0.05)  # residual of ln c over ln b
+    sync: Smooth = Smooth(0.28, 0.25, 0.2)  # residual of ln m over ln R
+    local_step: Local = Local(0.04, 1.0, 0.5)  # residual of ln t over both
+    local_compute: Local = Local(0.04, 1.5, 0.7)  # residual of ln c over both
+    local_sync: Local = Local(
+        0.2, math.inf, 0.5
+    )  # residual of ln m between nodes, where nodes of several sizes were measured
     p: float = 7.5  # how sharply compute and synchronisation take over from each other
     q: float = 1.2  # the same for floor and slope
     step_noise: float = 0.03  # of a step time, from one job to the next
@@ -50,7 +67,18 @@ class Priors:
 
     @property
     def parameters(self) -> tuple[Prior, ...]:
-        return (self.slope, self.floor, self.level, self.growth, self.inside, self.forward, self.exposed)
+        return (
+            self.slope,
+            self.floor,
+            self.level,
+            self.growth,
+            self.inside,
+            self.forward,
+            self.exposed,
+            self.shared,
+            self.inner,
+            self.crowded,
+        )
 
     @cached_property
     def means(self) -> Floats:
@@ -68,8 +96,8 @@ SHARDED = replace(PRIORS, level=Prior(PRIORS.level.mean + math.log(1.5), PRIORS.
 """Of a model in shares. Two all-gathers and a reduce-scatter move half as much again as an all-reduce, which is one of each
 (Rajbhandari et al. 2020, section 7), and the forward pass hides its all-gathers as the backward pass does its traffic."""
 
-PARAMETERS = 7
-SLOPE, FLOOR, LEVEL, GROWTH, INSIDE, FORWARD, EXPOSED = range(PARAMETERS)
+PARAMETERS = 10
+SLOPE, FLOOR, LEVEL, GROWTH, INSIDE, FORWARD, EXPOSED, SHARED, INNER, CROWDED = range(PARAMETERS)
 SHAPES: Mapping[str, Callable[[Floats], Floats]] = {
     # A ring's traffic grows as 1 - 1/R, by 1.9 from 2 to 16; measured rings do so evenly, not mostly from 2 to 4.
     "ring": lambda replicas: replicas**0.2,

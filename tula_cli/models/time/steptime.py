@@ -2,37 +2,46 @@
 
 import itertools
 import math
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
 
 from tula_cli.errors import BadMeasurements
 from tula_cli.models.time import overlap as models_time_overlap
+from tula_cli.models.time.formulas import Points, additive, additive_rows
 from tula_cli.models.time.noise import BLOCKS, Z90, centre, drift
-from tula_cli.models.time.overlap import Overlap, Points
+from tula_cli.models.time.overlap import Overlap
 from tula_cli.models.time.priors import PRIORS, Priors
 from tula_cli.words import place, plural
 
 Floats = NDArray[np.float64]
+Flags = NDArray[np.bool_]
+Ints = NDArray[np.int64]
+Numbers = Sequence[int] | Floats | Ints
 
-_T_BLOCKS = 2.132  # Student's t, 95 %, for the blocks of `drift` (4 degrees of freedom)
+T_BLOCKS = 2.132  # Student's t, 95 %, for the blocks of `drift` (4 degrees of freedom)
 REPEATS = 0.015  # standard deviation of the same job started again, as a share: what the steadiest clusters show
 _UNSTEADY = 0.1  # a probe whose noise is above this share of its step time is pointed out
+FURTHEST = 8
+"""The most times as many nodes as any probe had that a step time is predicted for."""
 _OFF = 0.25  # so is one that the fit misses by more than this share
-_ADDITIVE_TERMS = 5  # of `StepTimeFit.second_opinion`
+_BLOCK = 512
+"""Configurations whose step times are predicted together: with more of them BLAS keeps all cores busy, mostly waiting."""
 
 
 @dataclass(frozen=True)
 class Observation:
-    """The steps of one probe. Seconds."""
+    """The steps of one probe, or of a training at one configuration. Seconds."""
 
     nodes: int
     gpus_per_node: int
     local_batch: int  # samples an optimizer step on one GPU
-    step_times: tuple[float, ...]  # one an optimizer step, after warm-up
+    step_times: tuple[float, ...]  # one an optimizer step, after warm-up; of a training, one a stretch of them
     compute_time: float  # a step without synchronisation; nan where it was not measured
+    doubt: float | None = None  # of a training: its noise, which its own steps alone do not tell; None of a probe
 
     @property
     def seconds(self) -> float:
@@ -41,6 +50,8 @@ class Observation:
     @property
     def noise(self) -> float | None:
         """How much the step time drifts within the probe, as a share of it; None where there are too few steps."""
+        if self.doubt is not None:
+            return self.doubt
         spread = drift(self.step_times)
         return None if spread is None else spread / self.seconds
 
@@ -55,11 +66,7 @@ class Estimate:
     seconds: float
     low: float | None = None
     high: float | None = None
-
-    def times(self, factor: float) -> "Estimate":
-        """Return so many times it, as sure as it is."""
-        low, high = (None if bound is None else factor * bound for bound in (self.low, self.high))
-        return Estimate(factor * self.seconds, low, high)
+    fitted: float | None = None  # what the model says where seconds are measured ones
 
 
 def observed(step_times: Sequence[float]) -> Estimate:
@@ -70,7 +77,7 @@ def observed(step_times: Sequence[float]) -> Estimate:
     seconds, spread = centre(step_times), drift(step_times)
     if spread is None:
         return Estimate(seconds)
-    half = math.hypot(_T_BLOCKS * spread * math.sqrt(1 + 1 / BLOCKS), Z90 * REPEATS * seconds)
+    half = math.hypot(T_BLOCKS * spread * math.sqrt(1 + 1 / BLOCKS), Z90 * REPEATS * seconds)
     return Estimate(seconds, max(0.0, seconds - half), seconds + half)
 
 
@@ -84,13 +91,12 @@ class _Scope:
     @classmethod
     def of(cls, observations: Iterable[Observation]) -> "_Scope":
         seen = list(observations)
-        scope = cls(frozenset(o.gpus_per_node for o in seen), across=any(o.nodes > 1 for o in seen))
-        if scope.across and len(scope.gpus_per_node) > 1:
-            raise BadMeasurements(
-                f"probes with {_listed(scope.gpus_per_node)} GPUs a node cannot be fitted together",
-                "profile each number of GPUs a node as a run of its own",
-            )
-        return scope
+        return cls(frozenset(o.gpus_per_node for o in seen), across=any(o.nodes > 1 for o in seen))
+
+    @property
+    def levels(self) -> bool:
+        """Whether nodes of several sizes were measured, so that what is inside a node and between nodes is told apart."""
+        return self.across and len(self.gpus_per_node) > 1
 
     @property
     def noun(self) -> str:
@@ -103,12 +109,13 @@ class _Scope:
             local_batch=local_batch,
             alone=alone,
             inside=(nodes == 1) & ~alone & self.across,
+            gpus=gpus_per_node if self.levels else None,
         )
 
     def refusal(self, nodes: int, gpus_per_node: int) -> str:
         if not self.across and nodes > 1:
             return "only one node was measured: nothing tells what more of them cost in synchronisation"
-        if self.across and gpus_per_node not in self.gpus_per_node:
+        if self.across and not min(self.gpus_per_node) <= gpus_per_node <= max(self.gpus_per_node):
             return f"only {_listed(self.gpus_per_node)} GPUs a node were measured, not {gpus_per_node}"
         return ""
 
@@ -130,17 +137,48 @@ class StepTimeFit:
         """Whether there are no more measurements than parameters, so that no residual tells how good the fit is."""
         return self.error is None
 
+    @property
+    def across(self) -> bool:
+        """Whether several nodes were measured, so that something is known of what is between them."""
+        return self._scope.across
+
+    @property
+    def levels(self) -> bool:
+        """Whether probes had several numbers of GPUs a node."""
+        return self._scope.levels
+
     def refusal(self, nodes: int, gpus_per_node: int, local_batch: int) -> str:
         """Return why this cannot be predicted from what was measured; empty where it can."""
-        if why := self._scope.refusal(nodes, gpus_per_node):
+        if why := self._refusal_on(nodes, gpus_per_node):
             return why
-        replicas = {o.nodes if self._scope.across else o.gpus_per_node for o in self._seen}
-        if len(replicas) == 1 and (nodes if self._scope.across else gpus_per_node) not in replicas:
-            return f"one number of {self._scope.noun}s was measured: nothing tells how the step time changes with it"
-        batches = {o.local_batch for o in self._seen}
-        if len(batches) == 1 and local_batch not in batches:
+        if len(self._batches) == 1 and local_batch not in self._batches:
             return "one local batch was measured: nothing tells how the step time grows with it"
         return ""
+
+    def refused(self, nodes: Ints, gpus_per_node: int, local_batch: Ints) -> Flags:
+        """Return which of many configurations have a refusal, shape (n,)."""
+        there = [count for count in np.unique(nodes).tolist() if self._refusal_on(count, gpus_per_node)]
+        found = np.isin(nodes, there)
+        return found | ~np.isin(local_batch, list(self._batches)) if len(self._batches) == 1 else found
+
+    def _refusal_on(self, nodes: int, gpus_per_node: int) -> str:
+        """Return the refusal that no local batch changes."""
+        if why := self._scope.refusal(nodes, gpus_per_node):
+            return why
+        replicas, asked = self._replicas, nodes if self._scope.across else gpus_per_node
+        if len(replicas) == 1 and asked not in replicas:
+            return f"one number of {self._scope.noun}s was measured: nothing tells how the step time changes with it"
+        if asked > FURTHEST * (most := max(replicas)):
+            return f"{asked} {self._scope.noun}s are more than {FURTHEST} times the {most} that were measured"
+        return ""
+
+    @cached_property
+    def _replicas(self) -> frozenset[int]:
+        return frozenset(o.nodes if self._scope.across else o.gpus_per_node for o in self._seen)
+
+    @cached_property
+    def _batches(self) -> frozenset[int]:
+        return frozenset(o.local_batch for o in self._seen)
 
     def predict(self, nodes: int, gpus_per_node: int, local_batch: int) -> Estimate:
         """Return the time of one optimizer step with its 90 % prediction interval.
@@ -154,23 +192,32 @@ class StepTimeFit:
         return Estimate(float(seconds[0]), float(low[0]), float(high[0]))
 
     def predict_all(
-        self, nodes: Sequence[int] | Floats, gpus_per_node: Sequence[int] | Floats, local_batch: Sequence[int] | Floats
+        self, nodes: Numbers, gpus_per_node: Numbers, local_batch: Numbers
     ) -> tuple[Floats, Floats, Floats]:
         """Return step times and the ends of their 90 % intervals, each of shape (n,); `refusal` is not asked."""
-        log_seconds, sd = self.model.predict(self.points(nodes, gpus_per_node, local_batch))
+        columns = [np.asarray(column, dtype=float) for column in (nodes, gpus_per_node, local_batch)]
+        blocks = range(0, max(1, len(columns[0])), _BLOCK)
+        told = [self.model.predict(self.points(*(column[at : at + _BLOCK] for column in columns))) for at in blocks]
+        log_seconds, sd = (np.concatenate(parts) for parts in zip(*told, strict=True))
         return np.exp(log_seconds), np.exp(log_seconds - Z90 * sd), np.exp(log_seconds + Z90 * sd)
 
     def compute(self, nodes: int, gpus_per_node: int, local_batch: int) -> float:
         """Return the seconds of a step without synchronisation; `refusal` is not asked."""
         return float(self.model.parts(self.points([nodes], [gpus_per_node], [local_batch]))[1][0])
 
-    def points(
-        self, nodes: Sequence[int] | Floats, gpus_per_node: Sequence[int] | Floats, local_batch: Sequence[int] | Floats
-    ) -> Points:
+    def points(self, nodes: Numbers, gpus_per_node: Numbers, local_batch: Numbers) -> Points:
         """Return configurations as the model sees them."""
         return self._scope.points(
             np.asarray(nodes, dtype=float), np.asarray(gpus_per_node, dtype=float), np.asarray(local_batch, dtype=float)
         )
+
+    def draws(self, nodes: Numbers, gpus_per_node: Numbers, local_batch: Numbers, *, count: int = 256) -> Floats:
+        """Return ln step times as they may be together, shape (count, n), without the noise of a single job; always the same."""
+        mean, covariance = self.model.joint(self.points(nodes, gpus_per_node, local_batch))
+        values, vectors = np.linalg.eigh(covariance)
+        drawn = np.random.default_rng(0).standard_normal((count, len(mean)))
+        found: Floats = mean + drawn @ (vectors * np.sqrt(np.maximum(values, 0.0))).T
+        return found
 
     def second_opinion(self, nodes: int, gpus_per_node: int, local_batch: int) -> float | None:
         """Return what a plain additive model predicts: non-negative terms of b, 1 - 1/R, R and log2 R. Seconds.
@@ -181,7 +228,7 @@ class StepTimeFit:
         if self._additive is None:
             return None
         replicas = nodes if self._scope.across else gpus_per_node
-        return float((_additive_rows([replicas], [local_batch]) @ self._additive)[0])
+        return float((additive_rows([replicas], [local_batch]) @ self._additive)[0])
 
 
 def cannot_predict(what: str, why: str) -> BadMeasurements:
@@ -198,7 +245,7 @@ def fit(observations: Iterable[Observation], *, collective: str, priors: Priors 
         priors: what is believed before any probe.
 
     Raises:
-        BadMeasurements: there is no observation, a step time is not positive, or the GPUs a node differ between nodes.
+        BadMeasurements: there is no observation, or a step time is not positive.
     """
     seen = sorted(observations, key=lambda o: (o.nodes, o.gpus_per_node, o.local_batch))
     seconds = _checked_seconds(seen)
@@ -218,15 +265,17 @@ def fit(observations: Iterable[Observation], *, collective: str, priors: Priors 
     )
     fitted = np.exp(model.predict(points)[0])
     residuals = fitted / seconds - 1
-    error = float(np.median(np.abs(residuals))) if _measurements(seen) > _parameters(seen, scope) else None
+    # With no more measurements than parameters the priors may still keep the fit from a probe: then there is a residual.
+    more = _measurements(seen) > _parameters(seen, scope) or bool((np.abs(residuals) > _OFF).any())
+    error = float(np.median(np.abs(residuals))) if more else None
     return StepTimeFit(
-        words=_words(model, points, scope, error, apart=_apart(seen)),
+        words=_words(model, points, scope, error, seen),
         warnings=tuple(_suspicions(seen, seconds, residuals)),
         error=error,
         model=model,
         _scope=scope,
         _seen=tuple(seen),
-        _additive=_additive(points.replicas, points.local_batch, seconds),
+        _additive=None if scope.levels else additive(points.replicas, points.local_batch, seconds),
     )
 
 
@@ -264,21 +313,6 @@ def _parameters(observations: Sequence[Observation], scope: _Scope) -> int:
     return min(len(batches), 2) + min(len(synchronising), 2)
 
 
-def _additive(replicas: Floats, local_batch: Floats, seconds: Floats) -> Floats | None:
-    """Fit the second opinion with relative weights; None where it has as many terms as probes."""
-    if len(seconds) <= _ADDITIVE_TERMS:
-        return None
-    from scipy.optimize import nnls
-
-    coefficients, _ = nnls(_additive_rows(replicas, local_batch) / seconds[:, None], np.ones_like(seconds))
-    return np.asarray(coefficients)
-
-
-def _additive_rows(replicas: Sequence[int] | Floats, local_batch: Sequence[int] | Floats) -> Floats:
-    count, size = np.asarray(replicas, dtype=float), np.asarray(local_batch, dtype=float)
-    return np.column_stack([np.ones_like(count), size, 1 - 1 / count, count, np.log2(count)])
-
-
 def _suspicions(observations: Sequence[Observation], seconds: Floats, residuals: Floats) -> list[str]:
     """Return what a reader should know before believing the fit."""
     return [
@@ -289,7 +323,8 @@ def _suspicions(observations: Sequence[Observation], seconds: Floats, residuals:
 
 
 def _unsteady(observations: Sequence[Observation]) -> list[str]:
-    found = [f"{o} by {o.noise:.0%}" for o in observations if o.noise is not None and o.noise > _UNSTEADY]
+    probes = (o for o in observations if o.doubt is None)
+    found = [f"{o} by {o.noise:.0%}" for o in probes if o.noise is not None and o.noise > _UNSTEADY]
     return [f"unsteady: the step time drifts within the probe at {'; '.join(found)}"] if found else []
 
 
@@ -299,39 +334,48 @@ def _falling(observations: Sequence[Observation], seconds: Floats) -> list[str]:
         f"at {larger} than at local batch {smaller.local_batch}"
         for (smaller, before), (larger, after) in itertools.pairwise(zip(observations, seconds, strict=True))
         if (smaller.nodes, smaller.gpus_per_node) == (larger.nodes, larger.gpus_per_node)
+        and smaller.local_batch < larger.local_batch
         and after < before * (1 - _UNSTEADY)
     ]
     return [f"not monotone: a step is shorter {'; '.join(found)}"] if found else []
 
 
 def _missed(observations: Sequence[Observation], seconds: Floats, residuals: Floats) -> list[str]:
-    found = [
-        f"{o} ({_duration(measured)} measured, {_duration(measured * (1 + off))} fitted)"
-        for o, measured, off in zip(observations, seconds, residuals, strict=True)
-        if abs(off) > _OFF
-    ]
-    return [f"the fit misses the probe at {'; '.join(found)}"] if found else []
+    found: dict[str, list[str]] = {}
+    for o, measured, off in zip(observations, seconds, residuals, strict=True):
+        if abs(off) > _OFF:
+            told = f"{o} ({_duration(measured)} measured, {_duration(measured * (1 + off))} fitted)"
+            found.setdefault("probe" if o.doubt is None else "training", []).append(told)
+    return [f"the fit misses the {kind} at {'; '.join(places)}" for kind, places in found.items()]
 
 
-def _words(model: Overlap, points: Points, scope: _Scope, error: float | None, *, apart: Collection[object]) -> str:
+def _words(
+    model: Overlap, points: Points, scope: _Scope, error: float | None, observations: Sequence[Observation]
+) -> str:
     """Say the fit in one line: compute over the batch, synchronisation over the replicas, and how good it is.
 
-    `apart`: what tells the two from each other by measurement; where nothing does, the step times alone had to.
+    Where nothing was measured that tells the two from each other, the step times alone had to.
     """
     batches = np.unique(points.local_batch)[[0, -1]]
-    ends = Points(np.full(2, points.replicas.min()), batches, np.full(2, True), np.full(2, False))
+    fewest, most = (
+        (None, None) if points.gpus is None else (np.full(2, end) for end in (points.gpus.min(), points.gpus.max()))
+    )
+    ends = Points(np.full(2, points.replicas.min()), batches, np.full(2, True), np.full(2, False), fewest)
     compute = model.parts(ends)[1]
     parts = [_range(compute, [f"local batch {batch:g}" for batch in batches])]
     together = np.unique(points.replicas[~points.alone])
     if len(together):
         counts = together[[0, -1]]
         inside = np.array([bool(points.inside[points.replicas == count].all()) for count in counts])
-        sync = model.parts(Points(counts, np.full(2, batches[0]), np.full(2, False), inside))[2]
-        parts.append(_range(sync, [plural(round(count), scope.noun) for count in counts]))
+        sync = model.parts(Points(counts, np.full(2, batches[0]), np.full(2, False), inside, most))[2]
+        of = "" if most is None else f" of {round(most[0])} GPUs"
+        parts.append(_range(sync, [f"{plural(round(count), scope.noun)}{of}" for count in counts]))
     quality = "exactly determined, no residual" if error is None else f"median residual {error:.1%}"
     said = ", overlapped with synchronisation ".join(parts)
-    alone = " by their whole steps alone" if len(together) and not apart else ""
-    return f"step = compute {said} ({plural(len(points), 'probe')}{alone}, {quality})"
+    alone = " by their whole steps alone" if len(together) and not _apart(observations) else ""
+    trained = sum(o.doubt is not None for o in observations)
+    told = plural(len(points) - trained, "probe") + f" and {plural(trained, 'training')}" * bool(trained)
+    return f"step = compute {said} ({told}{alone}, {quality})"
 
 
 def _range(seconds: Floats, places: Sequence[str]) -> str:

@@ -39,6 +39,10 @@ class Factors(ABC):
             raise ValueError(f"this {type(self).__name__} serves another TulaOptimizer; give each one of its own")
         self._setup = setup
 
+    def change(self, setup: Setup) -> None:
+        """Serve the same training at other batches; what was found is void, and the coming step refreshes."""
+        self._setup = setup
+
     @property
     def setup(self) -> Setup:
         """The training that is served."""

@@ -98,6 +98,14 @@ class ScriptSeen(Record):
     notes: tuple[str, ...] = ()  # what is absent in the result, and why
 
 
+class RankPace(Record):
+    """What one rank takes of its own for a step. Seconds, medians."""
+
+    host: str
+    compute: float  # a whole step without synchronisation, its wait for data included
+    wait: float  # for its data loader
+
+
 class Measured(Record):
     """A probe that ran: (nodes, local batch) and what was seen.
 
@@ -117,6 +125,7 @@ class Measured(Record):
     sync_time: float | None  # exposed synchronisation: from the last local gradient to the end of the reduction; median
     compute_time: float | None  # a whole step without synchronisation; median
     data_wait: float | None  # waiting for the data loader, within step_times; median
+    ranks: tuple[RankPace, ...] = ()  # in their order; none where there is one, or where they do not work alone
     cached_time: float | None = None  # a whole step on data that is on the device already; median
     loader_time: float | None = None  # that the data loader takes for the data of a step while nothing else is done
     tokens: Tokens | None = None  # None where batches are not known to be text

@@ -3,6 +3,7 @@
 from typing import TYPE_CHECKING, Literal
 
 from tula_cli.run.records.base import Market, Record
+from tula_cli.words import plural
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -40,6 +41,16 @@ class TimeParts(Record):
         return self.steps + self.evaluation + self.checkpoints + self.branches + self.rest
 
 
+class StageSteps(Record):
+    """What is predicted for the steps of one stage of a training whose batch grows (`train.ramp`)."""
+
+    batch: int
+    steps: int  # of the whole training
+    step_time: float
+    step_low: float | None
+    step_high: float | None
+
+
 class Prediction(Record):
     """A forecast of one configuration; `low` and `high` bound a 90 % interval (None where there is no residual)."""
 
@@ -56,6 +67,12 @@ class Prediction(Record):
     peak_memory: int | None  # bytes a GPU
     headroom: float | None  # share of the capacity left free
     measured: bool
+    further: bool = False  # on more nodes than any probe had
+    what_if: bool = False  # on another network, or on other GPUs, than were measured
+    step_fitted: float | None = None  # what the fit says where step_time is a measured one
+    trained: str = ""  # the newest training that has measured it, beside a probe or without one; empty where none has
+    step_widened: float = 1.0  # its interval is so many times as wide as the models have it (Calibration)
+    hours_widened: float = 1.0
     type: str = ""  # of the nodes; empty where the job names none
     market: Market = "on_demand"  # on spot nodes hours and cost are expected values
     same_progress: SameProgress | None = None  # None where no probe has told the gradient noise
@@ -65,9 +82,72 @@ class Prediction(Record):
     kwh_low: float | None = None
     kwh_high: float | None = None
     parts: TimeParts | None = None  # of the hours; None of a script
+    stages: tuple[StageSteps, ...] = ()  # before it has its own batch (train.ramp), ascending by batch
     pareto: bool = (
         False  # nothing within the limits is better in time, cost or (where all have it) kWh and as good in all
     )
+
+    def of_batch(self, batch: int) -> "Prediction | StageSteps | None":
+        """Return what is predicted for a step at a batch of this training; None where nothing is."""
+        if batch == self.batch:
+            return self
+        return next((stage for stage in self.stages if stage.batch == batch), None)
+
+
+class TrainedSteps(Record):
+    """What the steps of a training took at one configuration: an observation beside those of the probes. Seconds."""
+
+    signature: str
+    nodes: int
+    gpus_per_node: int
+    batch: int
+    step_time: float  # their mean
+    step_times: tuple[float, ...]  # means of successive stretches of about as many steps, without refreshes of factors
+    compute: float | None  # a step without synchronisation, its wait for data included; None where it is not told apart
+    sync: float | None  # exposed synchronisation
+    data_wait: float | None  # None of a script
+    steps: int  # that were looked at, over all attempts: of a long training some of those that it told
+    probed: float | None = None  # what a probe of the same configuration has measured; None where there is none
+    changed: float  # how far its pace has changed while it trained, as a logarithm; 0 where it has not
+    noise: float  # standard deviation of its step time as one of a job like the probes', as a share of it
+    since: float  # Unix time of the first of them
+    until: float  # and of the last
+
+    @property
+    def local_batch(self) -> int:
+        return self.batch // (self.nodes * self.gpus_per_node)
+
+
+TOLD = 0.1
+"""By how much intervals are wider or narrower before that is said."""
+
+
+class Calibration(Record):
+    """How wide intervals have to be, by the trainings that have ended under one root on one kind of cluster."""
+
+    trainings: int = 0  # of which a step time was predicted with an interval
+    inside: int = 0  # whose step time was inside it
+    step: float = 1.0  # factor of the interval's width
+    hours_trainings: int = 0  # those that one attempt has trained: a failure's time is no error of a prediction
+    hours_inside: int = 0
+    hours: float = 1.0
+    bias: float | None = None  # mean of actual over predicted step time, less 1; None where chance may explain it
+
+    @property
+    def words(self) -> str:
+        """Say how wide intervals are and why; empty where that is nearly as the models have them, and there is no bias."""
+        told = [
+            f"{what} are {factor:.2g} times as wide: of {plural(count, 'finished training')} {inside} ended inside theirs"
+            for what, factor, count, inside in (
+                ("intervals of steps", self.step, self.trainings, self.inside),
+                ("intervals of whole times", self.hours, self.hours_trainings, self.hours_inside),
+            )
+            if abs(factor - 1) > TOLD
+        ]
+        if self.bias is not None:
+            by = f"{abs(self.bias):.0%} {'longer' if self.bias > 0 else 'shorter'}"
+            told.append(f"steps of finished trainings took {by} than predicted, which is told and not applied")
+        return "; ".join(told)
 
 
 class Fallback(Record):
@@ -120,6 +200,22 @@ class Continuation(Record):
     hours_as_it_is: float | None  # of the rest as it goes; None where its configuration is no candidate
     cost_as_it_is: float | None
 
+    @property
+    def is_worse(self) -> bool:
+        """Whether the move is known to save neither time nor cost."""
+        if not self.moves or self.hours_as_it_is is None or self.cost_as_it_is is None:
+            return False
+        return self.hours >= self.hours_as_it_is and self.cost >= self.cost_as_it_is
+
+
+class WhatIf(Record):
+    """Another network, or other GPUs, that an answer supposes; it is never what `tula train` takes."""
+
+    asked: tuple[str, ...]  # as typed: "compute=2.1x"
+    told: tuple[str, ...]  # what is supposed by that, and what was taken for it; a line each
+    as_it_is: Prediction | None  # the choice without it; None where nothing is within the limits
+    there: Prediction | None  # that same configuration under it; None likewise
+
 
 class Recommendation(Record):
     """The answer of `tula recommend`."""
@@ -128,8 +224,12 @@ class Recommendation(Record):
     curve: Literal["time", "cost"]
     choice: Prediction
     reason: str
-    rows: tuple[Prediction, ...]  # every feasible configuration, fastest first
+    rows: tuple[
+        Prediction, ...
+    ]  # every feasible configuration where they are few, else those worth a look; fastest first
     runners_up: tuple[Prediction, ...]
+    candidates: int | None = None  # feasible configurations in all; None where an older tula has listed every one
+    beaten_by_none: int | None = None  # offers in the front of all; likewise
     warnings: tuple[str, ...] = ()
     currency: str
     price: str  # in words, with unit, source and date; a line a node type
@@ -140,9 +240,13 @@ class Recommendation(Record):
     interruption: str = ""  # what one costs a script, in words; empty for tula's own loop
     fallback: Fallback | None = None  # of the choice; None where there is none, or nothing tells what it takes
     continuation: Continuation | None = None  # of a training under way, by whose steps this was asked
+    what_if: WhatIf | None = None
     lengths: tuple[SequenceLength, ...] = ()  # of text, ascending; empty where search.sequence asks for no other
     growth: str = ""  # how time and memory grow with the length, in words
     other_market: Prediction | None = None  # the choice on demand where it is on spot nodes, and the other way round
+    trainings: tuple[TrainedSteps, ...] = ()  # whose steps count in the fit, of all node types
+    trainings_left_out: tuple[str, ...] = ()  # which do not, and why
+    calibration: Calibration | None = None  # of the intervals; None of an answer by an older tula
     options: tuple[str, ...] = ()  # what else was asked for, as typed: "--max-nodes 2"
     overrides: tuple[str, ...] = ()  # --set values that are not the job's own settings
     created_at: float

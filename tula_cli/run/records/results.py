@@ -88,12 +88,12 @@ class Reached(Record):
     """The best value of the metric that train.best names."""
 
     metric: str
-    value: float
+    value: float | None  # None where no evaluation came to a finite one
 
     @classmethod
     def of(cls, metric: str, value: float | None) -> "Reached | None":
-        """Return it where there is one, and a finite one."""
-        return None if value is None or not math.isfinite(value) else cls(metric=metric, value=value)
+        """Return it where train.best names a metric; without a value it names none."""
+        return None if value is None else cls(metric=metric, value=value if math.isfinite(value) else None)
 
 
 class TrainResult(Record):

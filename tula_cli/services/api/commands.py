@@ -112,6 +112,9 @@ def recommend(
     budget: float | None = None,
     node_type: str | None = None,
     from_training: bool = False,
+    with_runs: Sequence[str | Path] = (),
+    what_if: Sequence[str] = (),
+    every: bool = False,
     save: bool | None = None,
     overrides: Sequence[str] = (),
     root: str | Path = ROOT,
@@ -129,12 +132,15 @@ def recommend(
         budget: spend at most, in the currency of the pricing.
         node_type: this type of node only.
         from_training: go by what the steps of the training under way take now; only with `save` does it move.
+        with_runs: folders of runs of the same job with other numbers of GPUs a node, whose probes tell more.
+        what_if: suppose another network, or other GPUs: ["interconnect=200Gbit", "compute=2.1x"]; never saved.
+        every: list every configuration, here and in results.csv; of more than 40 else those that are worth a look.
         save: whether `train` takes this answer; None: where it is the first, or renews the answer to the same criteria.
         overrides: settings laid over the run's, as `--set` does: ["pricing.price=3"]; no later call takes them.
         root: where the runs of jobs are kept.
 
     Returns:
-        The choice, and every configuration: `recommendation.frame()` is a table of them.
+        The choice, and the configurations that it is listed with: `recommendation.frame()` is a table of them.
 
     Raises:
         SpecError: the job or an override cannot be used.
@@ -147,13 +153,15 @@ def recommend(
     """
     own = Call.of(run, root=root, overrides=overrides).measured()
     limits = Limits(nodes, max_nodes, max_batch, deadline_hours, budget, same_progress=objective == "accuracy-time")
-    criteria = Criteria(objective, limits, curve, node_type, from_training)
+    require_list(what_if=what_if, with_runs=with_runs)
+    runs = tuple(map(Path, with_runs))
+    criteria = Criteria(objective, limits, curve, node_type, from_training, runs, tuple(what_if))
     looks = functools.partial(launcher.launcher_for, submits=False)
     answer = recommending.ask(own.run, own.spec, criteria, launcher_for=looks, overrides=overrides)
     found = answer.recommendation
     if save if save is not None else recommending.renews(found, own.run.recommendation()):
-        recommending.save(own.run, own.spec, answer, overrides=overrides, job=own.job)
-    return found
+        recommending.save(own.run, own.spec, answer, overrides=overrides, job=own.job, every=every)
+    return answer.every() if every else found
 
 
 def status(run: Target, *, root: str | Path = ROOT) -> Status:

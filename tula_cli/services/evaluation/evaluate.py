@@ -7,6 +7,8 @@ from tula_cli import words
 from tula_cli.cluster.launcher import Launcher, submitting, under_way
 from tula_cli.errors import BadMeasurements, DeviceFault, JobFailed, SpecError, require_positive
 from tula_cli.host.outcome import advice
+from tula_cli.plugins import is_import_string
+from tula_cli.run import imports
 from tula_cli.run.directory import Part, RunDir
 from tula_cli.run.jobfile import begun
 from tula_cli.run.records.results import Evaluated
@@ -78,7 +80,7 @@ def prepare(
         {"name": name, "samples": path.stem} if own else {"path": str(path), "stamp": [stat.st_size, stat.st_mtime_ns]}
     )
     job = _job(trained.spec, part.spec)
-    key = evaluation_signature(job, identity)
+    key = evaluation_signature(job, identity, code=_code(job, Path(trained.workdir)))
     id_ = f"evaluate-{trained.signature}-{key}"
     task = EvaluateTask(
         id=id_, job=id_, spec=job, workdir=trained.workdir, nodes=request.nodes, signature=trained.signature, key=key,
@@ -133,10 +135,19 @@ def _weights(files: TrainingRun, asked: str | None) -> tuple[str, Path]:
     return LAST, newest[0].resolve()
 
 
+def _code(job: JobSpec, workdir: Path) -> str:
+    """Return the digest of the user's own code that an evaluation runs; empty for none."""
+    named = job.dataset.test.name if job.dataset.test else None
+    names = [*imports.import_strings(job), *([named] if named and is_import_string(named) else [])]
+    return imports.digest(imports.files_behind(names, workdir), workdir)
+
+
 def _job(trained: JobSpec, now: JobSpec) -> JobSpec:
     """Return the job as it was trained, with the test set, the metrics, the loader and the cluster of now."""
     dataset = trained.dataset.model_copy(update={"test": now.dataset.test})
-    train = trained.train.model_copy(update={"metrics": now.train.metrics, "workers": now.train.workers})
+    # best and until name metrics, so they go with these: a record whose names do not fit could not be read again
+    of_now = {key: getattr(now.train, key) for key in ("metrics", "best", "until", "workers")}
+    train = trained.train.model_copy(update=of_now)
     return trained.model_copy(update={"dataset": dataset, "train": train, "cluster": now.cluster})
 
 

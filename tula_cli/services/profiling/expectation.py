@@ -38,7 +38,11 @@ def expectation(spec: JobSpec, jobs: Sequence[tuple[int, Sequence[int]]], run: R
         jobs: nodes and local batches of each of its jobs.
         run: of the job, whose probes tell how long a step takes; a batch that was not probed takes that of the nearest one.
     """
-    known = [] if run is None or not run.exists else [r for r in run.results() if isinstance(r, Measured)]
+    return expected_by(spec, jobs, measured_in(run))
+
+
+def expected_by(spec: JobSpec, jobs: Sequence[tuple[int, Sequence[int]]], known: Sequence[Measured]) -> Expectation:
+    """Return what a search is expected to take by some probes, which may be none; arguments else as of `expectation`."""
     start = statistics.median(probe.overheads.startup for probe in known) if known else SUPPOSED_START
     most = 60 * spec.search.max_minutes
     seconds = [min(most, start + sum(_probe_seconds(spec, known, local) for local in batches)) for _, batches in jobs]
@@ -46,8 +50,20 @@ def expectation(spec: JobSpec, jobs: Sequence[tuple[int, Sequence[int]]], run: R
     return Expectation(sum(seconds) / 3600, node_seconds / 3600, len(known))
 
 
+def step_of(known: Sequence[Measured], local_batch: int) -> float | None:
+    """Return what a step of the probe nearest to a local batch took, in seconds; None where none was measured."""
+    return statistics.median(_nearest(known, local_batch).step_times) if known else None
+
+
+def measured_in(run: RunDir | None) -> list[Measured]:
+    """Return the probes of a run, which may not be there yet."""
+    return [] if run is None or not run.exists else [r for r in run.results() if isinstance(r, Measured)]
+
+
 def _probe_seconds(spec: JobSpec, known: Sequence[Measured], local_batch: int) -> float:
-    if not known:
-        return spec.search.probe_seconds(SUPPOSED_STEP)
-    nearest = min(known, key=lambda probe: max(probe.local_batch, local_batch) / min(probe.local_batch, local_batch))
-    return spec.search.probe_seconds(statistics.median(nearest.step_times))
+    step = step_of(known, local_batch)
+    return spec.search.probe_seconds(SUPPOSED_STEP if step is None else step)
+
+
+def _nearest(known: Sequence[Measured], local_batch: int) -> Measured:
+    return min(known, key=lambda probe: max(probe.local_batch, local_batch) / min(probe.local_batch, local_batch))

@@ -44,7 +44,7 @@ def expected_end(run: RunDir, task: TrainTask, *, code: str) -> ExpectedEnd | No
         code: digest of the user's own code that it runs.
     """
     train = task.spec.train
-    if train.until is None or task.prediction is None or task.spec.script is not None:
+    if train.until is None or not train.until.by_metric or task.prediction is None or task.spec.script is not None:
         return None
     found: dict[int, list[int]] = {}
     for signature in run.train_signatures():
@@ -59,7 +59,7 @@ def expected_end(run: RunDir, task: TrainTask, *, code: str) -> ExpectedEnd | No
         return None
     batch = min(found, key=lambda batch: (abs(math.log2(batch / task.batch)), batch))
     epoch = statistics.median_high(found[batch])
-    prediction = shortened(task.prediction, epochs=epoch, of=train.epochs)
+    prediction = shortened(task.prediction, epochs=epoch, of=train.epochs_at_most)
     return ExpectedEnd(epoch, tuple(sorted(found[batch])), batch, prediction)
 
 
@@ -80,5 +80,5 @@ def _end(training: TrainingRun, spec: JobSpec) -> int | None:
     if not tells(rows, spec.train):
         return None
     result = training.result()
-    whole = result is not None and result.epochs == spec.train.epochs
-    return end_of(rows, spec.train) or (spec.train.epochs if whole else None)
+    whole = result is not None and result.epochs >= spec.train.epochs_at_most
+    return end_of(rows, spec.train) or (spec.train.epochs_at_most if whole else None)

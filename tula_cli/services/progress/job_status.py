@@ -68,6 +68,15 @@ class TuningStatus:
 
 
 @dataclass(frozen=True)
+class StageStatus:
+    """Where a training whose batch grows has come to (`train.ramp`)."""
+
+    batch: int  # in use, global
+    number: int  # of the stage, from 1
+    count: int  # stages
+
+
+@dataclass(frozen=True)
 class TrainingStatus:
     """How far a training run is. Seconds; `batch` is global."""
 
@@ -97,7 +106,9 @@ class TrainingStatus:
     tokens_per_second: float | None = None  # of all GPUs, without padding; None where batches are no text
     padding: float | None = None  # share of the batches' places
     metrics: Mapping[str, float | None] = field(default_factory=dict)  # train.metrics of the last epoch
-    beta2: float | None = None  # at its batch, where optimizer.beta2_half_life sets it
+    beta2: float | None = None  # at the batch in use, where optimizer.beta2_half_life sets it
+    noise: Mapping[str, Any] | None = None  # the newest measurement of train.gradient_noise: epoch, scale, low, high
+    stage: StageStatus | None = None  # None where the batch does not grow
 
 
 Results = dict[str, Measured | OutOfMemory | Failed]

@@ -48,11 +48,11 @@ def list_runs(root: Path) -> tuple[RunSummary, ...]:
 def _summary(run: Path) -> RunSummary:
     try:
         names, parts = _job(run)
-        recommendation = _record(run / "recommendation.json", "choice", "created_at")
+        recommendation = plain_record(run / "recommendation.json", "choice", "created_at")
         results = [found for part in parts for found in _records(part / "results", "kind")]
         jobs = [found for part in parts for found in _records(part / "jobs", "submitted_at")]
         trainings = [part / "train" / name / "result.json" for part in parts for name in files.names(part / "train")]
-        finished = [found for path in trainings if (found := _record(path, "finished_at", "best_top1"))]
+        finished = [found for path in trainings if (found := plain_record(path, "finished_at", "best_top1"))]
     except TulaError as error:
         return RunSummary(id=run.name, path=run, changed=None, problem=error.message)
     kinds = [result["kind"] for result in results]
@@ -103,15 +103,24 @@ def _names(spec: Mapping[str, Any]) -> dict[str, str]:
     return {"model": spec["model"]["name"], "dataset": spec["dataset"]["name"]}
 
 
+def run_folders(run: Path) -> list[Path]:
+    """Return the folders of what is measured and trained in a run: one a node type.
+
+    Raises:
+        TulaError: the job cannot be read.
+    """
+    return _job(run)[1]
+
+
 # --- plain records
 
 
 def _records(folder: Path, *needed: str) -> list[dict[str, Any]]:
     """Return the records of a folder by name; none where there is no such folder."""
-    return [found for path in files.listing(folder) if (found := _record(path, *needed)) is not None]
+    return [found for path in files.listing(folder) if (found := plain_record(path, *needed)) is not None]
 
 
-def _record(path: Path, *needed: str) -> dict[str, Any] | None:
+def plain_record(path: Path, *needed: str) -> dict[str, Any] | None:
     """Return a record that has at least the keys that are needed; None where there is no such file.
 
     Raises:

@@ -1,20 +1,27 @@
 """What `tula recommend` writes: the recommended job, the command to train it, the table of results."""
 
+import csv
+import io
 import shlex
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from tula_cli.models.choice.grid import Config
+from tula_cli.models.choice.offers import Offers
+from tula_cli.models.forecast import columns
 from tula_cli.run.directory import RunDir
-from tula_cli.run.frames import frame
 from tula_cli.run.records.probes import Failed, Measured, OutOfMemory
 from tula_cli.run.records.recommendations import Prediction, Recommendation
 from tula_cli.run.records.tasks import ProbeTask
 from tula_cli.services.recommendation.limits import described_limits
+from tula_cli.services.recommendation.listed import FEW
 from tula_cli.services.recommendation.measured import TypeMeasurements
 from tula_cli.spec.job import JobSpec
 from tula_cli.spec.load import dump_yaml
+
+_DRAWN = 400
+"""Offers that are all drawn."""
 
 
 @dataclass(frozen=True)
@@ -24,6 +31,15 @@ class Answer:
     recommendation: Recommendation
     by_type: Mapping[str, Recommendation]  # of each node type alone, where the job names any
     all_measurements: Sequence[TypeMeasurements]
+    offers: Offers  # every feasible configuration on each market, fastest first
+
+    def every(self) -> Recommendation:
+        """Return the recommendation with every feasible configuration among its rows, be it a hundred thousand."""
+        return self.recommendation.model_copy(update={"rows": self.offers.records()})
+
+    def drawn(self) -> Recommendation:
+        """Return the recommendation with the rows of its plots: every one of some hundreds, else those that are listed."""
+        return self.every() if len(self.offers) <= _DRAWN else self.recommendation
 
 
 def command(run: RunDir, spec: JobSpec, choice: Prediction) -> str:
@@ -40,10 +56,22 @@ def command(run: RunDir, spec: JobSpec, choice: Prediction) -> str:
 
 
 def write(
-    run: RunDir, spec: JobSpec, all_measurements: Sequence[TypeMeasurements], recommendation: Recommendation
+    run: RunDir,
+    spec: JobSpec,
+    all_measurements: Sequence[TypeMeasurements],
+    recommendation: Recommendation,
+    every: Offers | None = None,
 ) -> None:
-    """Write the files; recommendation.json last, so that where it stands the others do too."""
-    run.write_text("results.csv", _table(all_measurements, recommendation))
+    """Write the files; recommendation.json last, so that where it stands the others do too.
+
+    Args:
+        run: where they go.
+        spec: what is trained.
+        all_measurements: of its types of nodes.
+        recommendation: what was chosen.
+        every: all feasible configurations, for a table of all candidates; None for one of what is listed and was measured.
+    """
+    run.write_text("results.csv", _table(all_measurements, recommendation, every))
     train = command(run, spec, recommendation.choice)
     run.write_text("recommended.yaml", _recommended_yaml(spec, recommendation, train=train))
     run.write_text("cmd.txt", f"{train}\n")
@@ -65,49 +93,83 @@ def _recommended_yaml(spec: JobSpec, recommendation: Recommendation, *, train: s
     )
 
 
-def _table(all_measurements: Sequence[TypeMeasurements], recommendation: Recommendation) -> str:
-    """Return every candidate and every result as CSV, ordered by node type, nodes and local batch."""
-    by_config: dict[tuple[str, Config], list[Prediction]] = {}
-    for row in recommendation.rows:
-        by_config.setdefault((row.type, Config(row.nodes, row.batch)), []).append(row)
-    rows = []
-    for measurements in all_measurements:
-        known = {Config(row.nodes, row.batch): row for row in measurements.forecast.predictions()}
-        for config, result in _configs(measurements, by_config).items():
-            within = by_config.get((measurements.type, config), [])
-            rows.append(_row(measurements, config, known.get(config), result, recommendation, within))
-    return frame(rows).to_csv(index=False)
+def _table(all_measurements: Sequence[TypeMeasurements], recommendation: Recommendation, every: Offers | None) -> str:
+    """Return candidates and every result as CSV, ordered by node type, nodes and local batch.
+
+    Candidates are all where they are few or all are wanted, and else those that the recommendation lists.
+    """
+    within: dict[tuple[str, Config], list[Prediction]] = {}
+    for row in recommendation.rows if every is None else every.records():
+        within.setdefault((row.type, Config(row.nodes, row.batch)), []).append(row)
+    lines = [
+        line
+        for measurements in all_measurements
+        for line in _lines(measurements, recommendation, within, every=every is not None)
+    ]
+    text = io.StringIO()
+    table = csv.DictWriter(text, lines[0], lineterminator="\n")
+    table.writeheader()
+    table.writerows(lines)
+    return text.getvalue()
+
+
+def _lines(
+    measurements: TypeMeasurements,
+    recommendation: Recommendation,
+    within: Mapping[tuple[str, Config], Sequence[Prediction]],
+    *,
+    every: bool,
+) -> Iterator[dict[str, Any]]:
+    """Return the lines of a node type; `within`: the forecasts within the limits."""
+    configs = _configs(measurements, [config for name, config in within if name == measurements.type], every=every)
+    here, on_spot, whys = _forecasts(measurements, list(configs))
+    for config, result in configs.items():
+        forecasts = here.get(config), on_spot.get(config), within.get((measurements.type, config), ())
+        cells = _row(measurements, config, result, recommendation, *forecasts)
+        cells["note"] = result.message if isinstance(result, OutOfMemory | Failed) else whys[config]
+        yield {name: None if cell != cell else cell for name, cell in cells.items()}  # nan is written as nothing
 
 
 def _configs(
-    measurements: TypeMeasurements, within: Iterable[tuple[str, Config]]
+    measurements: TypeMeasurements, listed: Collection[Config], *, every: bool
 ) -> dict[Config, Measured | OutOfMemory | Failed | None]:
-    """Return all candidates of a node type and what was asked for besides, each with its probe."""
+    """Return the candidates of a node type that have a line and what was asked for besides, each with its probe."""
     gpus = measurements.part.spec.cluster.gpus_per_node
     probes = {Config(result.nodes, result.local_batch * result.nodes * gpus): result for result in measurements.results}
-    found = {
-        *probes,
-        *measurements.forecast.candidates(),
-        *(config for name, config in within if name == measurements.type),
-    }
+    forecast = measurements.forecast
+    found = {*probes, *listed, *(forecast.candidates() if every or forecast.count <= FEW else ())}
     return {config: probes.get(config) for config in sorted(found)}
+
+
+def _forecasts(
+    measurements: TypeMeasurements, configs: Sequence[Config]
+) -> tuple[dict[Config, Prediction], dict[Config, Prediction], dict[Config, str]]:
+    """Return the forecasts of configurations on demand and on spot nodes, and why others have none."""
+    forecast = measurements.forecast
+    whys = {config: forecast.why_not(config) or forecast.why_unknown(config) for config in configs}
+    offers = forecast.table(*columns([config for config, why in whys.items() if not why]))
+    here, on_spot = (
+        {Config(row.nodes, row.batch): row for row in rows.records()}
+        for rows in (offers, forecast.trainings.on_spot(offers))
+    )
+    return here, on_spot, whys
 
 
 def _row(
     measurements: TypeMeasurements,
     config: Config,
-    known: Prediction | None,
     result: Measured | OutOfMemory | Failed | None,
     recommendation: Recommendation,
+    row: Prediction | None,
+    spot: Prediction | None,
     within: Sequence[Prediction],
 ) -> dict[str, Any]:
-    """Return one line of results.csv; every line has the same columns. `within`: its forecasts within the limits."""
-    forecast = measurements.forecast
-    why = "" if known else forecast.why_not(config) or forecast.why_unknown(config)
-    row = known or (None if why else forecast.predict(config))
-    spot = forecast.on_spot(row) if row else None
+    """Return one line of results.csv but for its note; every line has the same columns.
+
+    `within`: the forecasts within the limits; `row` and `spot` those of the configuration on either market, wherever it lies.
+    """
     probe = result if isinstance(result, Measured) else None
-    gpus = forecast.spec.cluster.gpus_per_node
+    gpus = measurements.forecast.spec.cluster.gpus_per_node
     return {
         "node_type": measurements.type,
         "nodes": config.nodes,
@@ -121,6 +183,7 @@ def _row(
         "step_time_s": row and row.step_time,
         "step_time_low_s": row and row.step_low,
         "step_time_high_s": row and row.step_high,
+        "training": row and row.trained,
         **_measured_cells(probe),
         "training_hours": row and row.hours,
         "training_hours_low": row and row.hours_low,
@@ -135,7 +198,6 @@ def _row(
         f"spot_cost_{recommendation.currency}": spot and spot.cost,
         "peak_memory_bytes": row and row.peak_memory,
         "memory_headroom_share": row and row.headroom,
-        "note": result.message if isinstance(result, OutOfMemory | Failed) else why,
     }
 
 

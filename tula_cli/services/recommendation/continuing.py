@@ -2,6 +2,7 @@
 
 from tula_cli.errors import SchedulerError, SpecError
 from tula_cli.run.directory import RunDir
+from tula_cli.run.jobfile import changes
 from tula_cli.run.records.recommendations import Recommendation
 from tula_cli.run.records.tasks import TrainTask
 from tula_cli.spec.signature import train_signature
@@ -47,6 +48,27 @@ def moved(run: RunDir, task: TrainTask, recommendation: Recommendation | None, *
     return task.model_copy(
         update={**own, "id": f"{here.job}-{attempt}", "attempt": attempt, "ladder": rungs, "cause": cause}
     )
+
+
+def left_behind(run: RunDir, task: TrainTask) -> str:
+    """Say which interrupted training this one is not, and by which settings; empty where it is begun, or there is none."""
+    if run.training(task.signature).newest_task() is not None:
+        return ""
+    for signature in run.train_signatures():
+        other = run.training(signature)
+        newest, samples = other.newest_task(), other.newest_samples()
+        if newest is None or not samples or other.summary() or (newest.nodes, newest.batch) != (task.nodes, task.batch):
+            continue
+        keys = [key for key in changes(newest.spec, task.spec) if key.split(".")[0] not in _NOT_TRAINED_BY]
+        if keys:
+            return (
+                f"training {signature} stands at {samples} samples, with another {' and '.join(keys)}: this is a training of"
+                " its own, from the beginning (with the settings as they were, the same command goes on there)"
+            )
+    return ""
+
+
+_NOT_TRAINED_BY = ("name", "search", "pricing", "cluster", "node_types")
 
 
 def require_stopped(run: RunDir, task: TrainTask) -> None:

@@ -27,7 +27,7 @@ def first_fallback(forecast: Forecast, choice: Prediction) -> Fallback | None:
     parts = own.into[0]
     row = _on(forecast, choice, forecast.cut(Config(choice.nodes, choice.batch), parts))
     local_batch = choice.local_batch // parts
-    measured = (choice.nodes, local_batch) in forecast.probes
+    measured = not forecast.supposed and (choice.nodes, local_batch) in forecast.probes
     bound = ", unless its BatchNorm forbids it" if micro_batch // parts < FEWEST_NORMALISED else ""
     if row is None:
         return None

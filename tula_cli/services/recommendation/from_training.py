@@ -4,16 +4,20 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from tula_cli.errors import BadMeasurements, SpecError
+from tula_cli.models.choice.offers import Offers
 from tula_cli.models.cost import cost
 from tula_cli.models.forecast import Forecast
+from tula_cli.models.time.changes.step_change import middle
 from tula_cli.models.time.pace import Pace, paced
-from tula_cli.models.time.step_change import middle
 from tula_cli.run.directory import Part
 from tula_cli.run.records.probes import Failed, Measured, OutOfMemory
-from tula_cli.run.records.recommendations import Continuation, Prediction
+from tula_cli.run.records.recommendations import Continuation, Prediction, Recommendation
 from tula_cli.run.records.results import StepParts
 from tula_cli.run.records.tasks import TrainTask
+from tula_cli.services.recommendation.measured import Results
 
 FEWEST = 5
 """Rows of steps, of a second each, from which on a pace is known."""
@@ -48,7 +52,7 @@ def under_way(parts: Sequence[Part]) -> UnderWay:
     if not any(isinstance(result, Measured) for result in part.run.results()):
         raise BadMeasurements("nothing was measured for this job", "run tula profile first")
     samples = int(rows[-1]["samples"])
-    left = max(0.0, 1 - float(rows[-1]["epoch"]) / task.spec.train.epochs)
+    left = max(0.0, 1 - float(rows[-1]["epoch"]) / task.spec.train.epochs_at_most)
     return UnderWay(part, task, _pace(task, rows), samples, left)
 
 
@@ -72,18 +76,27 @@ def _pace(task: TrainTask, rows: Sequence[Mapping[str, Any]]) -> Pace:
     """Return what the steps take since the newest start, and since they changed."""
     start = max((at for at, row in enumerate(rows) if row["kind"] == "start"), default=0)
     since = max((row["change"]["began_at"] for row in rows[start:] if row["kind"] == "change"), default=0.0)
-    seen = [row for row in rows[start:] if row["kind"] == "step" and row["time"] >= since][-NEWEST:]
+    steps = [row for row in rows[start:] if row["kind"] == "step" and row["time"] >= since]
+    batch = steps[-1].get("batch", task.batch) if steps else task.batch  # an older tula wrote none; it may have grown
+    # Refreshes of factors come on top of a step; an older log does not tell them apart.
+    plain = [row for row in steps if row.get("plain_time", row["step_time"]) is not None]
+    seen = [row for row in plain if row.get("batch", batch) == batch][-NEWEST:]
     if len(seen) < FEWEST:
         raise BadMeasurements(
             f"training {task.signature} has told its steps {len(seen)} times since it started or changed, which is too few",
             f"run the same command again after {FEWEST - len(seen)} s or some steps more",
         )
     parts = [
-        StepParts(step=row["step_time"], data=row["data_wait"], compute=row.get("compute"), sync=row.get("sync"))
+        StepParts(
+            step=row.get("plain_time", row["step_time"]),
+            data=row["data_wait"],
+            compute=row.get("compute"),
+            sync=row.get("sync"),
+        )
         for row in seen
     ]
     gpus = task.spec.cluster.gpus_per_node
-    local_batch = task.batch // (task.nodes * gpus)
+    local_batch = batch // (task.nodes * gpus)
     return Pace(task.nodes, gpus, local_batch, tuple(part.step for part in parts), middle(parts))
 
 
@@ -138,3 +151,23 @@ def continuation(training: UnderWay, choice: Prediction, stay: Prediction | None
         hours_as_it_is=None if stay is None else left * stay.hours,
         cost_as_it_is=None if stay is None else left * stay.cost,
     )
+
+
+def continued(training: UnderWay | None, found: Recommendation, rows: Offers) -> Recommendation:
+    """Return an answer with what the rest of a training takes, where it was asked by one's steps."""
+    if training is None:
+        return found
+    here = (rows.nodes == training.task.nodes) & (rows.batch == training.task.batch)
+    (places,) = np.nonzero(here & (rows.type == (training.part.type or "")) & (rows.market == found.choice.market))
+    stay = rows.record(int(places[0])) if len(places) else None
+    return found.model_copy(update={"continuation": continuation(training, found.choice, stay)})
+
+
+def results_by_type(parts: Sequence[Part], training: UnderWay | None) -> tuple[dict[str | None, Results], list[str]]:
+    """Return the results of each type of node, at the pace of a training where one is given, and what that rests on."""
+    found: dict[str | None, Results] = {part.type: part.run.results() for part in parts}
+    if training is None:
+        return found, []
+    own = training.part.type
+    found[own], told = results_now(training, found[own])
+    return found, list(told)

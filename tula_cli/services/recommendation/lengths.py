@@ -26,12 +26,12 @@ def at_lengths(measurements: TypeMeasurements) -> tuple[tuple[SequenceLength, ..
         measurements: of the type of node that was chosen, at the job's own length.
 
     Returns:
-        Nothing where search.sequence asks for no other length.
+        Nothing where search.sequence asks for no other length, or another network or other GPUs are supposed.
     """
     part = measurements.part
     own = part.spec.length
     others = part.run.lengths(part.spec, part.type)
-    if own is None or not others:
+    if own is None or not others or measurements.forecast.supposed:
         return (), ""
     nodes = min(part.spec.search.nodes)
     forecasts: dict[int, Forecast] = {own: measurements.forecast}
@@ -45,7 +45,7 @@ def at_lengths(measurements: TypeMeasurements) -> tuple[tuple[SequenceLength, ..
             rows.append(SequenceLength(length=other.length, own=False, nodes=nodes, note=error.message))
         else:
             forecasts[other.length] = forecast
-            failed = "; ".join(state_of_the_probes(results, {}, pending=0))
+            failed = "; ".join(state_of_the_probes(results, (), pending=0))
             rows.append(_length(other.length, forecast, nodes=nodes, own=False, note=failed))
     return tuple(sorted(rows, key=lambda row: row.length)), _growth_words(forecasts, nodes)
 

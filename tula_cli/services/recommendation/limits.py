@@ -2,13 +2,18 @@
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import get_args
 
+import numpy as np
+
 from tula_cli.errors import SpecError, require_number, require_positive
-from tula_cli.models.choice.grid import Config
+from tula_cli.models.choice.columns import Flags, Floats, Ints
 from tula_cli.models.choice.objective import Curve, Objective
+from tula_cli.models.choice.offers import Offers
 from tula_cli.plugins import nearest
 from tula_cli.run.records.recommendations import Prediction
+from tula_cli.services.recommendation.beyond.suppositions import parsed
 from tula_cli.words import duration, plural
 
 
@@ -31,32 +36,31 @@ class Limits:
         require_positive(nodes=self.nodes, max_nodes=self.max_nodes, max_batch=self.max_batch)
         require_number(deadline_hours=self.deadline_hours, budget=self.budget)
 
-    def hours(self, row: Prediction) -> float:
-        return row.same_progress.hours if self.same_progress and row.same_progress else row.hours
+    def hours(self, rows: Offers) -> Floats:
+        return rows.same_progress.hours if self.same_progress and rows.same_progress else rows.hours
 
     def latest(self, row: Prediction) -> float:
         """Return the upper bound of the hours; 0 where there is none."""
         high = row.same_progress.hours_high if self.same_progress and row.same_progress else row.hours_high
         return high or 0.0
 
-    def cost(self, row: Prediction) -> float:
-        return row.same_progress.cost if self.same_progress and row.same_progress else row.cost
+    def cost(self, rows: Offers) -> Floats:
+        return rows.same_progress.cost if self.same_progress and rows.same_progress else rows.cost
 
     @property
     def wanted(self) -> list[int] | None:
         return None if self.nodes is None else [self.nodes]
 
-    def reach(self, config: Config) -> bool:
-        """Return whether the configuration is within what can be told without a forecast."""
-        return (self.max_nodes is None or config.nodes <= self.max_nodes) and (
-            self.max_batch is None or config.batch <= self.max_batch
-        )
+    def reach(self, nodes: Ints, batch: Ints) -> Flags:
+        """Return which configurations are within what can be told without a forecast, shape (n,)."""
+        most_nodes, most_batch = (np.inf if most is None else most for most in (self.max_nodes, self.max_batch))
+        return (nodes <= most_nodes) & (batch <= most_batch)
 
     def __iter__(self) -> Iterator["_Bound"]:
         """Iterate over the bounds there are, in the order they are applied."""
         for words, most, value in (
-            ("at most {:g} nodes", self.max_nodes, lambda row: row.nodes),
-            ("a batch of at most {:g}", self.max_batch, lambda row: row.batch),
+            ("at most {:g} nodes", self.max_nodes, lambda rows: rows.nodes),
+            ("a batch of at most {:g}", self.max_batch, lambda rows: rows.batch),
             (f"a deadline of {self._deadline}{self._to}", self.deadline_hours, self.hours),
             (f"a budget of {{:g}}{self._to}", self.budget, self.cost),
         ):
@@ -80,7 +84,7 @@ class Criteria:
     """What is chosen by, and among what.
 
     Raises:
-        SpecError: an objective or a curve that there is not.
+        SpecError: an objective or a curve that there is not, or something supposed that cannot be.
     """
 
     objective: Objective = "knee"
@@ -88,8 +92,20 @@ class Criteria:
     curve: Curve = "time"  # whose knee is looked for
     node_type: str | None = None  # this type of node only
     from_training: bool = False  # by the steps of the training under way
+    with_runs: tuple[Path, ...] = ()  # of the same job with other numbers of GPUs a node
+    what_if: tuple[str, ...] = ()  # another network, or other GPUs, as typed: "compute=2.1x"
 
     def __post_init__(self) -> None:
+        if parsed(self.what_if).compute and self.objective == "energy":
+            raise SpecError("--what-if compute: the energy of other GPUs is not known", "choose by another objective")
+        if self.with_runs and self.from_training:
+            raise SpecError(
+                "--with-run and --from-training: other runs have not the training's pace", "give one of them"
+            )
+        if self.what_if and self.from_training:
+            raise SpecError(
+                "--what-if and --from-training: a training goes on on the nodes there are", "give one of them"
+            )
         for name, value, known in (("objective", self.objective, Objective), ("curve", self.curve, Curve)):
             if value not in get_args(known):
                 raise SpecError(
@@ -110,16 +126,18 @@ class Criteria:
             "type": self.node_type,
         }
         by = ["--from-training"] * self.from_training
-        return [*(f"--{name} {value}" for name, value in told.items() if value is not None), *by]
+        runs = [f"--with-run {path.name}" for path in self.with_runs]
+        supposed = [f"--what-if {text}" for text in self.what_if]
+        return [*(f"--{name} {value}" for name, value in told.items() if value is not None), *by, *runs, *supposed]
 
 
 @dataclass(frozen=True)
 class _Bound:
-    """One limit: its words, its value, and what of a configuration it bounds."""
+    """One limit: its words, its value, and what of configurations it bounds."""
 
     words: str
     most: float
-    value: Callable[[Prediction], float]
+    value: Callable[[Offers], Floats | Ints]
 
 
 def described_limits(row: Prediction, currency: str) -> str:

@@ -1,28 +1,47 @@
 """What a recommendation rests on: the probes, what is unknown yet, and how far they can be trusted."""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
 
 from tula_cli.errors import BadMeasurements, Infeasible, Pending
 from tula_cli.models import efficiency
 from tula_cli.models.choice.grid import Config
 from tula_cli.models.choice.objective import Choice, Objective
+from tula_cli.models.choice.offers import Offers
 from tula_cli.models.efficiency import Noise
 from tula_cli.models.forecast import Forecast
 from tula_cli.models.observations import TooFew
-from tula_cli.run.directory import Part
+from tula_cli.models.time.noise import centre
+from tula_cli.models.time.stretches import Told
+from tula_cli.models.time.what_if import Change
+from tula_cli.run.directory import Part, RunDir
 from tula_cli.run.records.probes import Failed, Measured, OutOfMemory
-from tula_cli.run.records.recommendations import Prediction
+from tula_cli.run.records.recommendations import Calibration, Prediction, TrainedSteps
+from tula_cli.services.progress.held_against import calibrated
+from tula_cli.services.recommendation.by_trainings import told_by_trainings
+from tula_cli.services.recommendation.gradient_noise_of import after_training, noisy_trainings
 from tula_cli.services.recommendation.limits import Limits
 from tula_cli.services.recommendation.saves import saves_of
 from tula_cli.spec.job import JobSpec, train_length
 from tula_cli.spec.scripts.section import samples
 from tula_cli.words import plural
 
+_REASONS = 5  # for which configurations are left out that are told one by one
 _DISAGREE = 0.15  # a second opinion that is further off than this share, and outside the interval, is told
 
 Results = Sequence[Measured | OutOfMemory | Failed]
+
+
+@dataclass(frozen=True)
+class Unknown:
+    """Configurations within the limits whose step time the probes do not tell, all for one reason."""
+
+    why: str
+    count: int
+    nodes: tuple[int, ...]  # the numbers of nodes among them, ascending
 
 
 @dataclass(frozen=True)
@@ -32,8 +51,9 @@ class TypeMeasurements:
     part: Part
     results: Results
     forecast: Forecast
-    unknown: Mapping[Config, str]
+    unknown: tuple[Unknown, ...]
     pending: int
+    left_out: tuple[str, ...] = ()  # trainings whose steps do not count, and why
 
     @property
     def type(self) -> str:
@@ -44,10 +64,28 @@ class TypeMeasurements:
     def prefix(self) -> str:
         return f"{self.type}: " * bool(self.type)
 
-    def rows(self, limits: Limits) -> tuple[Prediction, ...]:
+    def offers(self, limits: Limits) -> Offers:
         """Return the forecasts on each market."""
         found = self.forecast.offers(limits.wanted)
-        return tuple(row.model_copy(update={"type": self.type}) for row in found)
+        return replace(found, type=np.full(len(found), self.type))
+
+    @property
+    def trained(self) -> tuple[TrainedSteps, ...]:
+        """The trainings whose steps count, beside the probes of their configurations."""
+        probes = self.forecast.probes
+        return tuple(
+            one.model_copy(update={"probed": centre(probes[place].step_times) if place in probes else None})
+            for place, seen in self.forecast.trained.items()
+            for one in seen
+        )
+
+    def under(self, change: Change) -> "TypeMeasurements":
+        """Return them with the forecast under another network, or on other GPUs.
+
+        Raises:
+            BadMeasurements: the probes do not tell what is to be changed.
+        """
+        return replace(self, forecast=self.forecast.under(change))
 
     def other_market(self, row: Prediction) -> Prediction | None:
         """Return a forecast on the market that it is not for."""
@@ -60,8 +98,10 @@ def measurements_of(
     parts: Sequence[Part],
     limits: Limits,
     pending: Mapping[str | None, int],
+    results_of: Mapping[str | None, Results],
     *,
-    results_of: Callable[[Part], Results] = lambda part: part.run.results(),
+    at_a_pace: bool = False,
+    others: Sequence[Measured] = (),
 ) -> tuple[list[TypeMeasurements], list[str]]:
     """Return what is known of each type, and what is to be said of those that are left out.
 
@@ -69,31 +109,42 @@ def measurements_of(
         parts: of the job, one a type of node.
         limits: what the user allows.
         pending: probes under way, by type.
-        results_of: returns the results that a part is judged by.
+        results_of: the results that each type is judged by.
+        at_a_pace: the results have been brought to the pace of a training: no other counts beside them.
+        others: probes with other numbers of GPUs a node, that the step time is fitted to as well.
 
     Raises:
         Pending, BadMeasurements, Infeasible: no type is left.
     """
     found, errors = [], []
+    calibration, unread = calibrated(parts[0].run.path, parts[0].spec.cluster.kind)
     for part in parts:
         try:
-            found.append(_type_measurements(part, results_of(part), limits, pending=pending.get(part.type, 0)))
+            results = results_of[part.type]
+            told = told_by_trainings(part.run, part.spec, results) if not at_a_pace else Told()
+            forecast = _forecast(
+                part, results, told.found, calibration, others=others, pending=pending.get(part.type, 0)
+            )
+            found.append(_type_measurements(part, results, forecast, limits, told, pending=pending.get(part.type, 0)))
         except (Pending, BadMeasurements, Infeasible) as error:
             errors.append((part, error))
     if not found:
         raise next((error for _, error in errors if isinstance(error, Pending)), errors[0][1])
-    return found, [f"node type {part.type} is left out: {error.message}" for part, error in errors]
+    return found, [*(f"node type {part.type} is left out: {error.message}" for part, error in errors), *unread]
 
 
-def _type_measurements(part: Part, results: Results, limits: Limits, *, pending: int) -> TypeMeasurements:
-    forecast = _forecast(part, results, pending=pending)
+def _type_measurements(
+    part: Part, results: Results, forecast: Forecast, limits: Limits, told: Told, *, pending: int
+) -> TypeMeasurements:
     unknown = _unknown(forecast, limits)
     _require_enough(forecast, unknown, pending=pending)
-    return TypeMeasurements(part, results, forecast, unknown, pending)
+    return TypeMeasurements(part, results, forecast, unknown, pending, told.left_out)
 
 
 def noise_of(all_measurements: Sequence[TypeMeasurements], *, needed: bool) -> Noise | None:
-    """Return the gradient noise scale that the probes of all node types tell: it is the job's, not the hardware's.
+    """Return the gradient noise scale that a training has measured on its way, else the probes of all node types at its start.
+
+    It is the job's, not the hardware's.
 
     Raises:
         Pending, BadMeasurements: it is needed, and no probe tells it yet, or none does.
@@ -102,7 +153,7 @@ def noise_of(all_measurements: Sequence[TypeMeasurements], *, needed: bool) -> N
         result for measurements in all_measurements for result in measurements.results if isinstance(result, Measured)
     ]
     known = [probe.gradients for probe in probes if probe.gradients is not None]
-    noise = efficiency.noise_scale(known)
+    noise = _trained_noise(all_measurements) or efficiency.noise_scale(known)
     if noise is not None or not needed:
         return noise
     hint = (
@@ -116,6 +167,14 @@ def noise_of(all_measurements: Sequence[TypeMeasurements], *, needed: bool) -> N
     )
 
 
+def _trained_noise(all_measurements: Sequence[TypeMeasurements]) -> Noise | None:
+    spec = all_measurements[0].part.spec
+    if spec.script is not None:
+        return None
+    found = [training for measurements in all_measurements for training in noisy_trainings(measurements.part.run)]
+    return after_training(found, reference=spec.train.reference_batch, epochs=spec.train.epochs)
+
+
 _DDP = "DistributedDataParallel on two or more GPUs, and probes that the script does not end by itself"
 
 
@@ -126,8 +185,10 @@ def without_gradients(all_measurements: Sequence[TypeMeasurements]) -> list[str]
     return [f"nothing is told of the same progress: gradients were not measured, which of a script takes {_DDP}"]
 
 
-def with_energy(all_measurements: Sequence[TypeMeasurements]) -> tuple[list[TypeMeasurements], list[str]]:
-    """Return the node types whose probes tell their energy, and what is to be said of the others.
+def with_energy(
+    all_measurements: Sequence[TypeMeasurements], left_out: Sequence[str]
+) -> tuple[list[TypeMeasurements], list[str]]:
+    """Return the node types whose probes tell their energy, and what is to be said of the others beside what is already.
 
     Raises:
         Pending, BadMeasurements: no probe tells it yet, or none does.
@@ -135,7 +196,7 @@ def with_energy(all_measurements: Sequence[TypeMeasurements]) -> tuple[list[Type
     known = [measurements for measurements in all_measurements if measurements.forecast.power is not None]
     if known:
         unknown = [measurements.type for measurements in all_measurements if measurements.forecast.power is None]
-        return known, [f"node type {name} is left out: no probe tells its energy" for name in unknown]
+        return known, [*left_out, *(f"node type {name} is left out: no probe tells its energy" for name in unknown)]
     count = sum(len(measurements.forecast.probes) for measurements in all_measurements)
     raise _untold(
         all_measurements,
@@ -182,9 +243,36 @@ def rests_on(noise: Noise, measurements: TypeMeasurements) -> str:
     return efficiency.words(noise, epochs=epochs, reference=spec.train.reference_batch)
 
 
-def _forecast(part: Part, results: Results, *, pending: int) -> Forecast:
+def as_recommended(run: RunDir, spec: JobSpec) -> Forecast:
+    """Return the forecast that a recommendation is made from.
+
+    Args:
+        run: measured on one type of nodes.
+        spec: the job; of a comparison with another method.
+
+    Raises:
+        BadMeasurements, Infeasible: as `Forecast.from_results`.
+    """
+    results = run.results()
+    calibration, _ = calibrated(run.path, spec.cluster.kind)
+    told = told_by_trainings(run, spec, results)
+    return _forecast(Part(None, run, spec), results, told.found, calibration, pending=0)
+
+
+def _forecast(
+    part: Part,
+    results: Results,
+    trained: Sequence[TrainedSteps],
+    calibration: Calibration,
+    *,
+    others: Sequence[Measured] = (),
+    pending: int,
+) -> Forecast:
+    attempts, saves = part.run.attempts(), saves_of(part.run)
     try:
-        return Forecast.from_results(part.spec, results, attempts=part.run.attempts(), saves=saves_of(part.run))
+        return Forecast.from_results(
+            part.spec, results, attempts=attempts, saves=saves, trained=trained, calibration=calibration, others=others
+        )
     except (TooFew, Infeasible) as error:
         if pending:
             raise _pending(pending, error.message) from error
@@ -208,20 +296,23 @@ def _under_way(pending: int) -> str:
     return "1 probe is still under way" if pending == 1 else f"{pending} probes are still under way"
 
 
-def _unknown(forecast: Forecast, limits: Limits) -> dict[Config, str]:
-    """Return the configurations within the limits whose step time the probes do not tell, and why."""
-    return {
-        config: why
-        for config in forecast.feasible(limits.wanted)
-        if limits.reach(config) and (why := forecast.why_unknown(config))
-    }
+def _unknown(forecast: Forecast, limits: Limits) -> tuple[Unknown, ...]:
+    """Return the configurations within the limits whose step time the probes do not tell, by the reason."""
+    nodes, batch = forecast.unknown(limits.wanted)
+    nodes, batch = (column[limits.reach(nodes, batch)] for column in (nodes, batch))
+    found: dict[str, Unknown] = {}  # whatever the batch, there is one reason on a number of nodes
+    for count, first, many in zip(*np.unique(nodes, return_index=True, return_counts=True), strict=True):
+        why = forecast.why_unknown(Config(int(count), int(batch[first])))
+        others = found.get(why, Unknown(why, 0, ()))
+        found[why] = Unknown(why, others.count + int(many), (*others.nodes, int(count)))
+    return tuple(found.values())
 
 
-def _require_enough(forecast: Forecast, unknown: Mapping[Config, str], *, pending: int) -> None:
+def _require_enough(forecast: Forecast, unknown: Sequence[Unknown], *, pending: int) -> None:
     """Raise Pending or BadMeasurements where choosing among what is known would be no choice."""
     if not unknown:
         return
-    why = next(iter(unknown.values()))
+    why = unknown[0].why
     if pending:
         raise _pending(pending, why)
     if len(forecast.probes) < 2:
@@ -230,7 +321,7 @@ def _require_enough(forecast: Forecast, unknown: Mapping[Config, str], *, pendin
         )
 
 
-def state_of_the_probes(results: Results, unknown: Mapping[Config, str], *, pending: int) -> list[str]:
+def state_of_the_probes(results: Results, unknown: Sequence[Unknown], *, pending: int) -> list[str]:
     """Say what is missing: probes under way, probes that failed, configurations left out of the table."""
     warnings = []
     if pending:
@@ -241,10 +332,13 @@ def state_of_the_probes(results: Results, unknown: Mapping[Config, str], *, pend
         for result in results
         if isinstance(result, Failed)
     ]
-    for why in dict.fromkeys(unknown.values()):
-        left_out = [config for config, reason in unknown.items() if reason == why]
-        on = ", ".join(str(count) for count in sorted({config.nodes for config in left_out}))
-        warnings.append(f"{len(left_out)} configurations on {on} nodes are left out: {why}")
+    for left_out in unknown[:_REASONS]:
+        on = ", ".join(map(str, left_out.nodes))
+        warnings.append(f"{left_out.count} configurations on {on} nodes are left out: {left_out.why}")
+    if more := unknown[_REASONS:]:
+        counts = [count for left_out in more for count in left_out.nodes]
+        on = f"on {len(counts)} other numbers of nodes ({min(counts)} to {max(counts)})"
+        warnings.append(f"{sum(one.count for one in more)} configurations more are left out, for like reasons, {on}")
     return warnings
 
 
@@ -256,6 +350,8 @@ def doubts(forecast: Forecast, choice: Choice, limits: Limits) -> list[str]:
             "the fit is exactly determined: as many parameters as probes, so nothing tells its error;"
             " measure more (search.strategy: sweep or full) to know it"
         )
+    if chosen.further:
+        warnings.append(_extrapolated(forecast, chosen))
     warnings += _second_opinion(forecast, chosen)
     margin = forecast.spec.search.memory_margin
     if chosen.headroom is not None and chosen.headroom < margin:
@@ -270,6 +366,17 @@ def doubts(forecast: Forecast, choice: Choice, limits: Limits) -> list[str]:
     if chosen.market == "spot" and limits.deadline_hours is not None:
         warnings.append("the time on spot nodes is an expected one: a run with more interruptions takes longer")
     return warnings
+
+
+def _extrapolated(forecast: Forecast, chosen: Prediction) -> str:
+    most, gpus = plural(max(nodes for nodes, _ in forecast.probes)), forecast.spec.cluster.gpus_per_node
+    had, follows = f"more than {most}", "how synchronisation has grown up to there"
+    if forecast.steps.levels:
+        had, follows = f"{plural(gpus, 'GPU')} a node on more than {most}", "probes with other numbers of GPUs a node"
+    return (
+        f"no probe had {had}: what {plural(chosen.nodes)} take follows from {follows}; a probe on as many would tell"
+        " (search.nodes)"
+    )
 
 
 def _why_no_spot(forecast: Forecast) -> str:

@@ -11,12 +11,19 @@ from tula_cli.spec.sections import Train
 BACKEND = "inductor"
 
 
-def compile_(model: nn.Module, train: Train) -> None:
+OTHERS = 8
+"""Shapes beside those of a step that may be compiled (an evaluation's last batch, for one): torch's own limit of all."""
+
+
+def compile_(model: nn.Module, train: Train, *, shapes: int = 1) -> None:
     """Have the model's forward and backward pass compiled when they are first run, where the job says so.
 
-    For each shape by itself: a step's inputs have one shape, and kernels for any shape would be slower.
+    For each shape by itself: a step's inputs have one shape, and kernels for any shape would be slower. `shapes` is how many
+    a training has, one after the other; beyond its limit torch would go on without compiling.
     """
     if train.compile:
+        limit = torch._dynamo.config.recompile_limit
+        torch._dynamo.config.recompile_limit = max(limit, OTHERS + shapes - 1)
         mode = None if train.compile is True else train.compile
         model.compile(backend=BACKEND, mode=mode, dynamic=False)
 

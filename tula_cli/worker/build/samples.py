@@ -63,9 +63,10 @@ class SeededDataset(torch.utils.data.Dataset[Any]):
         return [self[0, index] for index in range(min(count, length(self.samples)))]
 
     def spread(self, count: int) -> list[Any]:
-        """Return samples from all parts of the dataset."""
+        """Return `count` samples from all parts of the dataset, or all where it has fewer."""
         size = length(self.samples)
-        return [self[0, index] for index in range(0, size, max(1, size // count))][:count]
+        taken = min(count, size)
+        return [self[0, number * size // taken] for number in range(taken)]
 
     def __getitem__(self, key: tuple[int, int]) -> Any:
         epoch, index = key

@@ -4,7 +4,7 @@ import itertools
 import multiprocessing
 import os
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -17,6 +17,7 @@ from tula_cli.errors import SpecError
 from tula_cli.host import devices
 from tula_cli.host.processes import die_with_parent
 from tula_cli.models.memory.host_memory import AHEAD
+from tula_cli.models.ramp.stages import Ramp
 from tula_cli.plugins import load
 from tula_cli.spec.job import JobSpec
 from tula_cli.worker.build.batches.collate import Collate, collated
@@ -55,16 +56,21 @@ class Batches(Sampler[list[Key]]):
     """One rank's micro-batches from a position to the last epoch, without a gap between epochs.
 
     Global batch k of an epoch is permutation[done + k B : done + (k + 1) B]; rank r takes every world-th of it. Never
-    pads; what is left of an epoch below one batch is dropped. One iteration runs over all epochs,
+    pads; what is left of an epoch below one batch is dropped. One iteration runs over all epochs, and all sizes of batches,
     so that the data loader reads ahead across their ends.
+
+    Args:
+        size: samples of an epoch.
+        ramp: which batch a step has, global.
+        parts: of each batch, the micro-batches of a step on each rank.
     """
 
     def __init__(
         self,
         size: int,
         *,
-        batch: int,
-        accumulate: int,
+        ramp: Ramp,
+        parts: Mapping[int, int],
         rank: int,
         world: int,
         seed: int,
@@ -72,22 +78,25 @@ class Batches(Sampler[list[Key]]):
         start: Position,
         order: Callable[[int], torch.Tensor | None] = lambda _: None,
     ) -> None:
-        self.size, self.batch, self.accumulate = size, batch, accumulate
+        self.size, self.ramp, self.parts = size, ramp, parts
         self.rank, self.world = rank, world
         self.seed, self.epochs, self.start, self.own_order = seed, epochs, start, order
 
     def __iter__(self) -> Iterator[list[Key]]:
-        done = self.start.done
         for epoch in range(self.start.epoch, self.epochs):
             own = self.own_order(epoch)
             order = permutation(self.size, seed=self.seed, epoch=epoch) if own is None else own
-            for begin in range(done, done + steps_left(self.size, done, self.batch) * self.batch, self.batch):
-                yield from self._micro_batches(epoch, order[begin + self.rank : begin + self.batch : self.world])
-            done = 0
+            for begin, batch in self.steps(epoch):
+                mine = order[begin + self.rank : begin + batch : self.world]
+                for part in mine.view(self.parts[batch], -1).tolist():
+                    yield [(epoch, index) for index in part]
 
-    def _micro_batches(self, epoch: int, mine: torch.Tensor) -> Iterator[list[Key]]:
-        for part in mine.view(self.accumulate, -1).tolist():
-            yield [(epoch, index) for index in part]
+    def steps(self, epoch: int) -> Iterator[tuple[int, int]]:
+        """Yield, for each step of an epoch, the samples done of it before, and its batch."""
+        done = self.start.done if epoch == self.start.epoch else 0
+        for batch, steps in self.ramp.of_epoch(epoch, done=done, size=self.size):
+            yield from ((begin, batch) for begin in range(done, done + steps * batch, batch))
+            done += steps * batch
 
 
 def steps_left(size: int, done: int, batch: int) -> int:
@@ -103,14 +112,12 @@ class StreamBatches(IterableDataset[Any]):
 
     def __iter__(self) -> Iterator[Any]:
         own = self.batches
-        micro_batch = own.batch // own.world // own.accumulate
-        done = own.start.done
         for epoch in range(own.start.epoch, own.epochs):
-            if steps := steps_left(own.size, done, own.batch):
-                mine = self.stream.share(epoch, start=done, rank=own.rank, world=own.world)
-                for _ in range(steps * own.accumulate):
-                    yield collated(self.collate, list(itertools.islice(mine, micro_batch)))
-            done = 0
+            mine: Iterator[Any] | None = None
+            for begin, batch in own.steps(epoch):
+                mine = mine or self.stream.share(epoch, start=begin, rank=own.rank, world=own.world)
+                for _ in range(own.parts[batch]):
+                    yield collated(self.collate, list(itertools.islice(mine, batch // own.world // own.parts[batch])))
 
 
 class EvaluationBatches(IterableDataset[Any]):

@@ -13,7 +13,7 @@ from torch import nn
 from tula_cli.errors import SpecError
 from tula_cli.optim.parts.shares import share
 from tula_cli.plugins import is_import_string, load, nearest
-from tula_cli.spec.job import JobSpec, beta2_at
+from tula_cli.spec.job import JobSpec, beta2_at, beta2_half_life
 from tula_cli.worker.build import small_images
 from tula_cli.worker.build.batches.calling import LossFunction, ModelCall
 from tula_cli.worker.build.construct import accepts, construct, refused
@@ -200,7 +200,7 @@ def beta2s(optimizer: torch.optim.Optimizer, spec: JobSpec, batch: int) -> tuple
     Raises:
         SpecError: the optimizer has no beta2, or it is of no second moment.
     """
-    if spec.optimizer.beta2_half_life is None:
+    if beta2_half_life(spec) is None:
         return ()
     own: list[Any] = [group.get("betas") for group in optimizer.param_groups]
     kind = type(optimizer).__name__
@@ -215,7 +215,7 @@ def beta2s(optimizer: torch.optim.Optimizer, spec: JobSpec, batch: int) -> tuple
 
 def beta2_told(spec: JobSpec, optimizer: torch.optim.Optimizer) -> str:
     """Return in words what the half-life comes to at the batches that may be searched; empty where none is asked for."""
-    train, asked = spec.train, spec.optimizer.beta2_half_life
+    train, asked = spec.train, beta2_half_life(spec)
     if asked is None:
         return ""
     at = {batch: beta2s(optimizer, spec, batch)[0] for batch in _batches(spec)}

@@ -84,14 +84,13 @@ def look_at(spec: JobSpec, datasets: Datasets) -> FirstSamples:
 
 def _padding(datasets: Datasets) -> str:
     """Return in words which share of the batches of text is padding; empty where samples are no text of known names."""
-    items = datasets.train.spread(LOOKED_AT)
+    items = datasets.train.spread(PADDED)  # from all parts: neighbours may be of one class, or sorted by length
     lengths = [sequence_length(collated(datasets.collate, [item])) for item in items]
     known = [length for length in lengths if length]
     if not known or len(known) < len(lengths):
         return ""
-    some = sequence_length(collated(datasets.collate, items[:PADDED])) or max(known[:PADDED])
-    share = 1 - statistics.fmean(known[:PADDED]) / some
-    return f"; {round(100 * share)} % of a batch of {len(items[:PADDED])} samples is padding"
+    some = sequence_length(collated(datasets.collate, items)) or max(known)
+    return f"; {round(100 * (1 - statistics.fmean(known) / some))} % of a batch of {len(items)} samples is padding"
 
 
 def longest(datasets: Datasets) -> tuple[Any, int] | None:

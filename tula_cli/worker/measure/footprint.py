@@ -47,8 +47,13 @@ def _gathered(model: nn.Module, train: Train) -> int:
 
 
 def _sizes(model: nn.Module, train: Train) -> tuple[list[int], int]:
-    """Return the bytes of each block's parameters, and of those that belong to none."""
-    blocks = [tensor_bytes(block.parameters()) for block in fsdp_blocks(model, train.fsdp_blocks)]
+    """Return the bytes of each block's parameters, but for those of blocks inside it, and of those that belong to none."""
+    seen: set[nn.Parameter] = set()
+    blocks = []
+    for block in fsdp_blocks(model, train.fsdp_blocks):  # the inner ones come first
+        own = set(block.parameters()) - seen
+        blocks.append(tensor_bytes(own))
+        seen |= own
     return blocks, tensor_bytes(model.parameters()) - sum(blocks)
 
 

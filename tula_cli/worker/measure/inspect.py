@@ -45,7 +45,7 @@ from tula_cli.worker.parallel.sharded import check_torch
 from tula_cli.worker.train.judging.own_metrics import build_metrics
 from tula_cli.worker.train.judging.own_metrics import told as metrics_told
 from tula_cli.worker.train.learning_rate import own_factor
-from tula_cli.worker.train.loop import check_ghosts, micro_batches
+from tula_cli.worker.train.sizes.dividing import check_ghosts, micro_batches
 
 BEGUN = "begun"
 

@@ -28,7 +28,7 @@ from tula_cli.worker.measure import meter as worker_measure_meter
 from tula_cli.worker.measure.first_samples import longest
 from tula_cli.worker.measure.gpu_states import GpuStates
 from tula_cli.worker.measure.looks.looks import looks_of, seconds_of, standing_still
-from tula_cli.worker.measure.window import steps_to_time, steps_to_warm_up
+from tula_cli.worker.measure.window import steps_to_look, steps_to_time, steps_to_warm_up
 from tula_cli.worker.ranks import Ranks
 from tula_cli.worker.train import checkpoint, evaluation
 from tula_cli.worker.train import loop as worker_train_loop
@@ -137,7 +137,8 @@ def measure(
         retries = int(ranks.largest(meter.allocator_retries()))
     capacity = worker_measure_meter.capacity(ranks, task.spec.cluster.memory_per_gpu)
     room = None if capacity is None else capacity - memory.reserved - memory.libraries
-    looks = looks_of(trainer, stream, norms=min(NORMS, len(window.steps)), room=room)
+    steps = ranks.from_first(steps_to_look(window.steps, trainer.spec.search) if ranks.first else 0)
+    looks = looks_of(trainer, stream, steps=steps, norms=min(NORMS, len(window.steps)), room=room)
     if retries:
         return _overfull(task, local_batch, retries)
     return Measured(
@@ -157,7 +158,7 @@ def measure(
         energy=window.joules,
         gpus=window.gpus,
         allocator_retries=retries,
-        oversubscribed=environment.oversubscribed(ranks, ranks_here=_ranks_here(task, ranks)),
+        oversubscribed=environment.oversubscribed(ranks, ranks_here=environment.ranks_here(ranks, task.spec.cluster)),
         measured_at=time.time(),
     )
 
@@ -295,7 +296,3 @@ def _save_time(trainer: Trainer, run: RunDir) -> float:
     checkpoint.write(path, checkpoint.state(trainer, best={}))
     path.unlink()
     return time.perf_counter() - began
-
-
-def _ranks_here(task: ProbeTask, ranks: Ranks) -> int:
-    return ranks.world if task.spec.cluster.kind == "local" else task.spec.cluster.gpus_per_node

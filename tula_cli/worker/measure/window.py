@@ -42,6 +42,16 @@ def steps_to_warm_up(times: Sequence[float], search: Search, *, ahead: int = 0) 
     return 0 if abs(newest - before) <= ALIKE * before else LEAST_STEPS
 
 
+def steps_to_look(times: Sequence[float], search: Search) -> int:
+    """Return how many steps tell a median to `PRECISION`, by the spread of those that were timed; never fewer than those
+    that tell of a spread, or more than search.min_steps.
+
+    The variance of a median is pi/2 that of a mean, where values are normal.
+    """
+    error = standard_error(times) / (PRECISION * centre(times))
+    return min(search.split_steps, max(LEAST_STEPS, math.ceil(min(math.pi / 2 * len(times) * error**2, 1e9))))
+
+
 def steps_to_time(times: Sequence[float], search: Search) -> int:
     """Return how many steps come before the next look; 0: the window is over.
 

@@ -35,6 +35,9 @@ class WithAdaScale(Plain):
     def least_parts(self, world: int) -> int:
         return 2 if world == 1 else 1
 
+    def change_batch(self, loop: Loop) -> None:
+        _adascale(loop).batch = loop.batch  # its averages are of the reference batch
+
     def after_first_backward(self, loop: Loop) -> None:
         """Show AdaScale the gradient of the first micro-batch, where no other rank has one to compare with.
 
@@ -48,9 +51,9 @@ class WithAdaScale(Plain):
         _adascale(loop).observe(square * unscaled**2, loop.micro_batch * loop.splits)
 
     def remarks(self, loop: Loop) -> list[str]:
-        if loop.batch > loop.spec.train.reference_batch:
+        if (batch := loop.sizes.batch) > loop.spec.train.reference_batch:
             return []
-        return [f"AdaScale has nothing to gain: the batch of {loop.batch} is not above train.reference_batch"]
+        return [f"AdaScale has nothing to gain: the batch of {batch} is not above train.reference_batch"]
 
     def report(self, loop: Loop) -> dict[str, Any]:
         """Return the gain, and how many epochs of the reference batch the steps are worth so far."""

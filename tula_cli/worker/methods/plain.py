@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from tula_cli.optim import TulaOptimizer
 from tula_cli.spec.job import JobSpec
 from tula_cli.worker.build import zoo
+from tula_cli.worker.build.batches.sizes import Sizes
 from tula_cli.worker.build.finetune.groups import Parameters
 from tula_cli.worker.build.samples import Datasets
 from tula_cli.worker.build.sampling import Position
@@ -28,11 +29,17 @@ class Loop(Protocol):
     base: torch.optim.Optimizer
     optimizer: torch.optim.Optimizer  # what `wrap` has returned
     scaler: torch.amp.GradScaler
-    batch: int
+    sizes: Sizes
     position: Position
     apart: bool  # the replicas differ
 
-    splits: int  # parts that each micro-batch is computed in, after an out-of-memory
+    @property
+    def batch(self) -> int:
+        """Samples of the coming step, global."""
+
+    @property
+    def splits(self) -> int:
+        """Parts that each micro-batch is computed in, after an out-of-memory."""
 
     @property
     def parts(self) -> int:
@@ -119,6 +126,9 @@ class Plain:
     def scaling(self, optimizer: torch.optim.Optimizer) -> TulaOptimizer | None:
         """Return the optimizer as what scales gradients; None where it does not."""
         return None
+
+    def change_batch(self, loop: Loop) -> None:
+        """Called when the coming step has another batch than the one before: `loop.batch`."""
 
     def before_backward(self, loop: Loop) -> None:
         """Called once a step, before the first micro-batch."""

@@ -1,7 +1,6 @@
 """Method polo: post-local SGD (Lin et al. 2020), synchronous at first, then every rank by itself, with averages between."""
 
 from tula_cli.optim.post_local_sgd import SWITCH_EPOCHS, average_due, average_replicas, synchronise_gradients
-from tula_cli.worker.build.sampling import steps_left
 from tula_cli.worker.methods.plain import Loop, Plain
 from tula_cli.worker.parallel.sharded import Sharded
 
@@ -23,8 +22,9 @@ class PostLocal(Plain):
         if not self.is_local(loop):
             return
         loop.apart = True
-        size, done, batch = len(loop.datasets.train), loop.position.done, loop.batch
-        if average_due(done, batch=batch, end=done + batch * steps_left(size, done, batch)):
+        done, size = loop.position.done, len(loop.datasets.train)
+        left = loop.sizes.ramp.of_epoch(loop.position.epoch, done=done, size=size)
+        if average_due(done, batch=loop.batch, end=done + sum(batch * steps for batch, steps in left)):
             self.join(loop)
 
     def join(self, loop: Loop) -> None:

@@ -104,6 +104,12 @@ class Scaling(Plain):
     def scaling(self, optimizer: torch.optim.Optimizer) -> TulaOptimizer | None:
         return optimizer if isinstance(optimizer, TulaOptimizer) else None
 
+    def change_batch(self, loop: Loop) -> None:
+        ags, spec = self.scaling(loop.optimizer), loop.spec
+        assert ags is not None
+        now = Configuration(spec, loop.batch, loop.ranks.world)
+        ags.change_batch(b_large=now.batch, b_small=small_batch(spec, now.batch), available=available(now))
+
     def refresh(self, loop: Loop, small_loss: Callable[[int], Tensor]) -> bool:
         """Compare the gradient of a small batch with the large one's, when Algorithm 1 asks for it (line 10)."""
         ags = self.scaling(loop.optimizer)
@@ -116,6 +122,8 @@ class Scaling(Plain):
         """Say where AGS is the identity, or takes another small batch than it is given."""
         ags = self.scaling(loop.optimizer)
         assert ags is not None
+        if loop.batch < loop.sizes.batch:
+            return []  # it acts at other batches than that of this stage
         if ags.identity:
             return [ags.identity]
         setup = ags.setup

@@ -3,13 +3,15 @@
 import io
 import json
 import os
+import pickle
 import shutil
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from tula_cli.errors import CannotWrite, TulaError
@@ -30,7 +32,7 @@ def write(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer, rest
 
     Args:
         folder: its place, on a file system that all ranks share; one that is there already is replaced.
-        model: that fully_shard has divided.
+        model: that fully_shard has divided; its buffers become rank 0's.
         optimizer: of its shares.
         rest: what else belongs to it; rank 0's.
         ranks: all of them.
@@ -41,6 +43,9 @@ def write(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer, rest
     from torch.distributed.checkpoint.api import CheckpointException
     from torch.distributed.checkpoint.state_dict_saver import save
 
+    # Each rank's BatchNorm has seen its own samples, and torch writes any rank's; what is evaluated is rank 0's.
+    for buffer in model.buffers():
+        dist.broadcast(buffer, src=0)
     draft = draft_of(folder)
     _by_first(lambda: _begin(draft), folder, ranks)
     try:
@@ -95,14 +100,29 @@ def load(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> No
     from tula_cli.worker.build.finetune.shares_reader import SharesPlanner, SharesReader
 
     state = _state(model, optimizer)
+    states = state["optimizer"]["state"]
     try:
-        state_dict_loader.load(state, storage_reader=SharesReader(folder), planner=SharesPlanner())
-    except CheckpointException as error:
+        untouched = _without_state(states, SharesReader(folder).read_metadata().state_dict_metadata)
+        asked = {**state["optimizer"], "state": {name: states[name] for name in states if name not in untouched}}
+        state_dict_loader.load(
+            {"model": state["model"], "optimizer": asked}, storage_reader=SharesReader(folder), planner=SharesPlanner()
+        )
+    except (CheckpointException, pickle.UnpicklingError) as error:
+        why = _cause(error) if isinstance(error, CheckpointException) else error
         raise TulaError(
-            f"the checkpoint {folder} does not fit the model: {_cause(error)}", "was the model's code changed?"
+            f"the checkpoint {folder} does not fit the model: {why}", "was the model's code changed?"
         ) from None
     set_model_state_dict(model, state["model"])
-    set_optimizer_state_dict(model, optimizer, state["optimizer"])
+    # torch wants a state of each, and gives each one before it loads
+    set_optimizer_state_dict(model, optimizer, {**asked, "state": states})
+    for name, parameter in model.named_parameters():
+        if name in untouched:
+            optimizer.state.pop(parameter, None)
+
+
+def _without_state(states: dict[str, Any], saved: Collection[str]) -> set[str]:
+    """Return the parameters of which a checkpoint has no optimizer state: no gradient had reached them (never used)."""
+    return {name for name in states if not any(key.startswith(f"optimizer.state.{name}.") for key in saved)}
 
 
 def read_rest(folder: Path) -> dict[str, Any]:

@@ -139,8 +139,13 @@ def fsdp_blocks(model: nn.Module, names: Literal["auto"] | Sequence[str]) -> lis
     A block that shares a parameter with what is outside of it (tied embeddings) is none: the rest of the model holds it.
 
     Raises:
-        SpecError: there is no module of a class that is named.
+        SpecError: there is no module of a class that is named, or it has no forward pass; or FSDP2 cannot divide a parameter.
     """
+    if undivided := [name for name, parameter in model.named_parameters() if not parameter.ndim]:
+        raise SpecError(
+            f"train.parallel: fsdp cannot divide parameters without a dimension: {', '.join(undivided)}",
+            "make each a tensor of shape (1,): nn.Parameter(torch.ones(1)); or take train.parallel: ddp",
+        )
     found = blocks_of(model) if names == "auto" else _of_classes(model, names)
     return [
         block
@@ -151,7 +156,8 @@ def fsdp_blocks(model: nn.Module, names: Literal["auto"] | Sequence[str]) -> lis
 
 def _of_classes(model: nn.Module, names: Sequence[str]) -> list[nn.Module]:
     """Return the modules of classes, the inner ones before those that hold them."""
-    modules = list(model.modules())
+    # a list of modules has no forward pass that a block could be gathered for
+    modules = [module for module in model.modules() if not isinstance(module, nn.ModuleList | nn.ModuleDict)]
     for name in names:
         if not any(type(module).__name__ == name for module in modules):
             known = sorted({type(module).__name__ for module in modules if any(True for _ in module.children())})

@@ -182,6 +182,7 @@ def restore(trainer: Trainer, content: dict[str, Any]) -> dict[str, float]:
     Raises:
         TulaError: the checkpoint is not of this model.
     """
+    trainer.move(Position(**content["position"]))  # whose batch the state is loaded for
     if "folder" in content:
         _load_shares(trainer, content)
     else:
@@ -189,7 +190,6 @@ def restore(trainer: Trainer, content: dict[str, Any]) -> dict[str, float]:
     if "method" in content:
         trainer.method.load_own_state(trainer, content["method"])
     trainer.scaler.load_state_dict(content["scaler"])
-    trainer.position = Position(**content["position"])
     best: dict[str, float] = content["best"]
     return best
 

@@ -62,7 +62,7 @@ class Evaluator:
             size=len(trainer.datasets.eval),
             rank=ranks.rank,
             world=ranks.world,
-            batch=trainer.micro_batch,
+            batch=trainer.largest_micro_batch,
             workers=trainer.workers,
             pin=ranks.device.type == "cuda",
             collate=trainer.datasets.collate,
@@ -131,17 +131,17 @@ class Evaluator:
 
     def batches(self, rank: int) -> int:
         """Return how many batches a rank has: the first ranks may have one more than the last."""
-        return math.ceil(self._share(rank) / self.trainer.micro_batch)
+        return math.ceil(self._share(rank) / self.trainer.largest_micro_batch)
 
     def _samples(self, index: int) -> int:
         """Return how many samples this rank's batch of this number has; the last one may have fewer than the others."""
-        size = self.trainer.micro_batch
+        size = self.trainer.largest_micro_batch
         return min(size, self._share(self.trainer.ranks.rank) - index * size)
 
     def _score(self, batch: Any, count: int) -> torch.Tensor:
         """Return (loss, top-1 hits, top-5 hits, samples, samples of language) summed over a batch of `count` samples."""
         trainer = self.trainer
-        odd = count != trainer.micro_batch  # the last batch, which is not worth a compilation
+        odd = count != trainer.largest_micro_batch  # the last batch, which is not worth a compilation
         with as_written(trainer.spec.train) if odd else contextlib.nullcontext(), autocast(trainer):
             outputs = trainer.call.outputs(trainer.parallel.module, batch)
             loss = trainer.call.loss_of(outputs, batch)

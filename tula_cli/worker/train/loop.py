@@ -5,7 +5,7 @@ evaluates and saves when an epoch ends. Nothing else trains.
 """
 
 import itertools
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,23 +13,21 @@ from typing import Any
 import torch
 from torch import nn
 
-from tula_cli.errors import SpecError
-from tula_cli.models.out_of_memory import splits_of
+from tula_cli.models.ramp.stages import Ramp
 from tula_cli.optim import TulaOptimizer
-from tula_cli.run.records.micro_batches import MicroBatches, Splits
-from tula_cli.run.records.tasks import LoopTask, TrainTask
+from tula_cli.run.records.tasks import LoopTask
 from tula_cli.spec.job import JobSpec
 from tula_cli.spec.sections import Workers
 from tula_cli.worker.build import zoo
 from tula_cli.worker.build.batches.calling import LossFunction, ModelCall
+from tula_cli.worker.build.batches.sizes import Sizes
 from tula_cli.worker.build.batches.tree import cut
 from tula_cli.worker.build.compiled import as_written, compile_
 from tula_cli.worker.build.finetune.groups import parameter_groups
-from tula_cli.worker.build.ghost import apply_ghost_batch_norm, check_ghost_batch, check_small_batch
-from tula_cli.worker.build.norms import limits, normalised
+from tula_cli.worker.build.ghost import apply_ghost_batch_norm
 from tula_cli.worker.build.recompute import apply_activation_checkpointing
 from tula_cli.worker.build.samples import Datasets
-from tula_cli.worker.build.sampling import Batches, Position, steps_left, train_loader
+from tula_cli.worker.build.sampling import Batches, Position, train_loader
 from tula_cli.worker.device import Clock, Mark, bring, lay_channels_last, wants_channels_last
 from tula_cli.worker.methods.plain import Configuration, Plain
 from tula_cli.worker.methods.table import method_of
@@ -38,6 +36,7 @@ from tula_cli.worker.parallel.wrapping import Parallel, wrapped
 from tula_cli.worker.ranks import Ranks
 from tula_cli.worker.seeding import seed_torch, stable_seed
 from tula_cli.worker.train.learning_rate import learning_rate
+from tula_cli.worker.train.sizes.dividing import sizes_of
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -47,6 +46,7 @@ class Step:
     """One optimizer step, seen from outside."""
 
     loss: torch.Tensor  # 0-dim, this rank's mean over the local batch; still on the device
+    batch: int  # global
     lr: float  # the schedule's; a parameter group may have a multiple of it
     start: Mark
     loaded: Mark  # when the first micro-batch was here
@@ -69,12 +69,11 @@ class Trainer:
     scaler: torch.amp.GradScaler
     loss: LossFunction
     call: ModelCall
-    batch: int
+    sizes: Sizes  # the batches, of which `position` tells the one in use
     workers: int
     clock: Clock
-    splits: int  # parts that each micro-batch of train.accumulate is computed in
     lr_ratios: Sequence[float]  # of each parameter group's learning rate to the spec's
-    beta2s: Sequence[float] = ()  # of each group, at this batch; empty: they stay as they are
+    beta2s_at: Mapping[int, Sequence[float]]  # of each group, by the batch; empty ones: they stay as they are
     channels_last: bool = False  # images, and the weights of convolutions
     position: Position = field(default_factory=Position)
     refresh_each_epoch: bool = True
@@ -89,6 +88,32 @@ class Trainer:
     last_batch: Any = None
 
     @property
+    def passed(self) -> int:
+        """Samples of whole epochs, with what their ends leave out, and those done of the one under way."""
+        return self.position.epoch * len(self.datasets.train) + self.position.done
+
+    @property
+    def batch(self) -> int:
+        """The global batch of the coming step."""
+        return self.sizes.ramp.batch_at(self.passed)
+
+    @property
+    def splits(self) -> int:
+        """Parts that each micro-batch of train.accumulate is computed in."""
+        return self.sizes.splits[self.batch]
+
+    @property
+    def beta2s(self) -> Sequence[float]:
+        """The beta2 of each parameter group in the coming step; empty: they stay as they are."""
+        return self.beta2s_at[self.batch]
+
+    def move(self, position: Position) -> None:
+        """Go to a position; where that has another batch, what depends on it follows."""
+        before, self.position = self.batch, position
+        if self.batch != before:
+            self.method.change_batch(self)
+
+    @property
     def local_batch(self) -> int:
         return self.batch // self.ranks.world
 
@@ -97,9 +122,14 @@ class Trainer:
         return self.local_batch // self.parts
 
     @property
+    def largest_micro_batch(self) -> int:
+        """Samples a GPU takes at a time of the training's own batch: what is evaluated at a time."""
+        return self.sizes.batch // (self.ranks.world * self.sizes.parts[self.sizes.batch])
+
+    @property
     def parts(self) -> int:
         """Micro-batches an optimizer step, as they are computed."""
-        return micro_batches(self.spec, self.ranks.world) * self.splits
+        return self.sizes.parts[self.batch]
 
     @property
     def local_sgd(self) -> bool:
@@ -131,8 +161,7 @@ def build(task: LoopTask, ranks: Ranks, datasets: Datasets, *, batch: int, worke
         SpecError: the batch does not divide among ranks and micro-batches, or is larger than the dataset.
     """
     spec = task.spec
-    splits = task.splits if isinstance(task, TrainTask) else 1
-    _check_batch(spec, batch, ranks, datasets, splits=splits)
+    sizes = sizes_of(task, batch=batch, world=ranks.world, dataset_size=len(datasets.train))
     seed_torch(stable_seed(spec.train.seed), ranks.device)
     model = zoo.build_model(spec, datasets.classes)
     if not spec.train.sharded:  # shares are moved a block at a time
@@ -146,7 +175,7 @@ def build(task: LoopTask, ranks: Ranks, datasets: Datasets, *, batch: int, worke
         lay_channels_last(model)
     loss = _loss(spec, ranks.device)
     call = zoo.model_call(spec, model, loss)
-    compile_(model, spec.train)
+    compile_(model, spec.train, shapes=len(sizes.splits))
     parallel = wrapped(model, spec.train, ranks.device)
     method = method_of(spec)
     base = method.base(spec, parameter_groups(spec.optimizer, model))
@@ -156,71 +185,19 @@ def build(task: LoopTask, ranks: Ranks, datasets: Datasets, *, batch: int, worke
         datasets=datasets,
         parallel=parallel,
         base=base,
-        optimizer=method.wrap(base, parallel, Configuration(spec, batch, ranks.world, refresh)),
+        optimizer=method.wrap(base, parallel, Configuration(spec, sizes.ramp.batch_at(0), ranks.world, refresh)),
         method=method,
         scaler=torch.amp.GradScaler(ranks.device.type, enabled=spec.train.precision == "fp16"),
         loss=loss,
         call=call,
-        batch=batch,
+        sizes=sizes,
         workers=spec.train.loaders(ranks.cores()) if workers == "auto" else workers,
         clock=Clock(ranks.device),
-        splits=splits,
         lr_ratios=zoo.lr_ratios(base, spec.optimizer.lr),
-        beta2s=zoo.beta2s(base, spec, batch),
+        beta2s_at={batch: zoo.beta2s(base, spec, batch) for batch in sizes.splits},
         channels_last=channels_last,
         refresh_each_epoch=refresh,
     )
-
-
-def _check_batch(spec: JobSpec, batch: int, ranks: Ranks, datasets: Datasets, *, splits: int) -> None:
-    parts, size = ranks.world * micro_batches(spec, ranks.world) * splits, len(datasets.train)
-    if batch % parts:
-        plain = parts == ranks.world * spec.train.accumulate * splits
-        why = (Plain if plain else method_of(spec)).least_parts_why
-        raise SpecError(f"batch {batch} does not divide by {parts} ({why})")
-    if batch > size:
-        raise SpecError(f"batch {batch} is larger than the dataset, which has {size} training samples")
-    check_ghosts(spec, batch, world=ranks.world, splits=splits)
-
-
-def check_ghosts(spec: JobSpec, batch: int, *, world: int, splits: int = 1) -> None:
-    """Refuse ghost batches that leave a rest of what a GPU takes at a time, or one sample of its small batch.
-
-    Raises:
-        SpecError: they do.
-    """
-    ghost = spec.train.ghost_batch
-    if ghost is None:
-        return
-    check_ghost_batch(ghost, micro_batch=batch // (world * micro_batches(spec, world) * splits))
-    shares = method_of(spec).small_batch_shares(Configuration(spec, batch, world))
-    check_small_batch(ghost, shares=shares)  # where AGS is the identity these are micro-batches, which have no rest
-
-
-def micro_batches(spec: JobSpec, world: int) -> int:
-    """Return the micro-batches of a step, uncut."""
-    return max(spec.train.accumulate, method_of(spec).least_parts(world))
-
-
-def splits_known(trainer: Trainer, batches: Sequence[int], jobs: Callable[[int], Sequence[JobSpec]]) -> MicroBatches:
-    """Return how far the micro-batches of each batch may be cut after an out-of-memory.
-
-    Args:
-        trainer: whose model and ranks these are.
-        batches: global.
-        jobs: returns what may be trained at a batch; with method auto each arm's, which differ in their method.
-    """
-    world, model = trainer.ranks.world, trainer.parallel.module
-    norms = limits(model, world=world)
-
-    def of(batch: int) -> Splits:
-        specs = jobs(batch)
-        parts = max(micro_batches(spec, world) for spec in specs)
-        fewest = max(method_of(spec).fewest_samples(Configuration(spec, batch, world)) for spec in specs)
-        own = (lambda micro_batch: micro_batch >= fewest, f"its method compares gradients over {fewest} samples of it")
-        return splits_of(batch, micro_batch=batch // world // parts, micro_batches=parts, limits=[own, *norms])
-
-    return MicroBatches(splits=tuple(of(batch) for batch in batches), normalised=normalised(model, world=world))
 
 
 def _loss(spec: JobSpec, device: torch.device) -> LossFunction:
@@ -239,26 +216,33 @@ def steps(trainer: Trainer) -> Generator[Step, None, None]:
     epochs = trainer.spec.train.epochs if trainer.until is None else trainer.until
     stream = loaded(trainer, epochs)
     trainer.parallel.train()
-    while trainer.position.epoch < epochs:
-        left = steps_left(size, trainer.position.done, trainer.batch)
-        if trainer.ags and trainer.refresh_each_epoch and left:
-            trainer.ags.start_epoch(left, rest=trainer.position.done > 0)
-        for remaining in range(left - 1, -1, -1):
-            step = _step(trainer, stream, epoch_ends=remaining == 0)
-            trainer.position = trainer.position.advance(trainer.batch)
-            if step.epoch_ended:
-                trainer.position = trainer.position.next_epoch()
-            yield step
-        if not left:  # resumed where less than one batch is left of the epoch
-            trainer.position = trainer.position.next_epoch()
+    while (position := trainer.position).epoch < epochs:
+        stages = list(trainer.sizes.ramp.of_epoch(position.epoch, done=position.done, size=size))
+        left = sum(count for _, count in stages)
+        for _, count in stages:
+            if trainer.ags and trainer.refresh_each_epoch:
+                trainer.ags.start_epoch(left, rest=trainer.position.done > 0)
+            for _ in range(count):
+                left -= 1
+                yield _stepped(trainer, stream, epoch_ends=left == 0)
+        if not stages:  # resumed where less than one batch is left of the epoch
+            trainer.move(position.next_epoch())
 
 
-def loaded(trainer: Trainer, epochs: int) -> Iterator[Any]:
-    """Return this rank's micro-batches from the trainer's position to the end of `epochs`."""
+def _stepped(trainer: Trainer, stream: Iterator[Any], *, epoch_ends: bool) -> Step:
+    """Take a step, and go on by it."""
+    step = _step(trainer, stream, epoch_ends=epoch_ends)
+    position = trainer.position.advance(step.batch)
+    trainer.move(position.next_epoch() if epoch_ends else position)
+    return step
+
+
+def loaded(trainer: Trainer, epochs: int, ramp: Ramp | None = None) -> Iterator[Any]:
+    """Return this rank's micro-batches from the trainer's position to the end of `epochs`; None: of its own batches."""
     batches = Batches(
         len(trainer.datasets.train),
-        batch=trainer.batch,
-        accumulate=trainer.parts,
+        ramp=ramp or trainer.sizes.ramp,
+        parts=trainer.sizes.parts,
         rank=trainer.ranks.rank,
         world=trainer.ranks.world,
         seed=trainer.spec.train.seed,
@@ -287,8 +271,8 @@ def step_on(trainer: Trainer, batch: Any) -> Step:
 
 
 def upcoming(trainer: Trainer) -> Generator[Any, None, None]:
-    """Yield the micro-batches that would be trained next, over two epochs at most."""
-    for batch in loaded(trainer, trainer.position.epoch + 2):
+    """Yield the micro-batches that would be trained next at the batch in use, over two epochs at most."""
+    for batch in loaded(trainer, trainer.position.epoch + 2, Ramp.constant(trainer.batch)):
         yield to_device(trainer, batch)
 
 
@@ -306,7 +290,7 @@ def _step(trainer: Trainer, stream: Iterator[Any], *, epoch_ends: bool) -> Step:
     refreshed = _refresh(trainer)
     _update(trainer)
     trainer.method.after_step(trainer)
-    return Step(loss, lr, start, loaded, trainer.clock.mark(), refreshed, epoch_ends)
+    return Step(loss, trainer.batch, lr, start, loaded, trainer.clock.mark(), refreshed, epoch_ends)
 
 
 def _backward(trainer: Trainer, stream: Iterator[Any], start: Mark) -> tuple[torch.Tensor, Mark]:

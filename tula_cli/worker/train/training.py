@@ -15,7 +15,7 @@ from tula_cli.models.time.noise import centre
 from tula_cli.run.directory import RunDir
 from tula_cli.run.records.results import Reached, TrainResult
 from tula_cli.run.records.tasks import TrainTask
-from tula_cli.spec.sections import Hessian
+from tula_cli.spec.parts.of_train import GradientNoise, Hessian
 from tula_cli.worker.build.finetune import initial_weights
 from tula_cli.worker.build.samples import Datasets
 from tula_cli.worker.energy import TrainingEnergy
@@ -27,7 +27,9 @@ from tula_cli.worker.train.divergence import DivergenceDetector
 from tula_cli.worker.train.evaluation import Evaluation
 from tula_cli.worker.train.loop import Step
 from tula_cli.worker.train.metrics import Metrics
+from tula_cli.worker.train.sizes.dividing import splits_known
 from tula_cli.worker.train.training_log import TrainingLog
+from tula_cli.worker.train.watching import gradient_noise
 from tula_cli.worker.train.watching.step_watch import StepWatch
 
 
@@ -97,7 +99,7 @@ class Training:
         if self.first:
             asked, tunes = self.context.asked, self.context.asked.spec.train.facts.tunes
             batches = [rung.batch for rung in asked.ladder]
-            known = worker_train_loop.splits_known(
+            known = splits_known(
                 self.trainer, batches, lambda batch: halving.specs(asked.spec, batch) if tunes else [asked.spec]
             )
             self.run.training(self.task.signature).write_micro_batches(known)
@@ -158,6 +160,16 @@ class Training:
                 if not self.trainer.apart and not checkpoint.of_all_ranks(self.trainer) and self._is_due():
                     self._save_finite()
             self._check()
+            if step.batch != self.trainer.batch:
+                self._begin_stage()
+
+    def _begin_stage(self) -> None:
+        """Hold the steps to come, whose batch is another, against one another and what is predicted for them alone."""
+        if self.first:
+            self.log.write_steps(overhead=self._overhead)
+        self.log.begin_stage()
+        self.watch.begin_anew()
+        self.log.parts = None
 
     @property
     def _overhead(self) -> float:
@@ -265,6 +277,7 @@ class Training:
         result = self.evaluator.run(between=self._check)
         self.eval_time = time.monotonic() - began
         self._measure_curvature()
+        self._measure_noise()
         self.owed = False
         # The mean loss of the last step over all ranks; every rank takes part.
         (loss_sum,) = self.trainer.ranks.sum([float(step.loss) if step else math.nan])
@@ -313,6 +326,14 @@ class Training:
             found = hessian.measure(trainer, samples=settings.samples, between=self._check)
             self.log.add("hessian", **asdict(found), **hessian.lemma_1(trainer, found.smoothness))
 
+    def _measure_noise(self) -> None:
+        """Write a row with the gradient noise scale, where that is asked for and due; every rank takes part."""
+        asked, trainer = self.task.spec.train.gradient_noise, self.trainer
+        settings = asked if isinstance(asked, GradientNoise) else GradientNoise()
+        if asked and not trainer.position.epoch % settings.every:
+            found = gradient_noise.measure(trainer, batches=settings.batches, between=self._check)
+            self.log.add("noise", batch=trainer.batch, **found)
+
     def _write_result(self, result: Evaluation) -> None:
         trainer, signature = self.trainer, self.task.signature
         found = result.values
@@ -322,7 +343,7 @@ class Training:
             TrainResult(
                 signature=signature,
                 nodes=self.task.nodes,
-                batch=trainer.batch,
+                batch=trainer.sizes.batch,
                 samples=trainer.position.samples,
                 steps=trainer.position.steps,
                 epochs=trainer.position.epoch,
@@ -360,13 +381,14 @@ class Training:
 
         A late epoch alone may have two steps, and another speed than the training that the prediction is of.
         """
-        alike, found = False, []
+        alike, found, own = False, [], self.trainer.sizes.batch
         for row in self.run.training(self.task.signature).metrics():
             if row["kind"] == "start":
                 # An older tula wrote no micro-batch.
-                sizes = row["nodes"], row["batch"], row.get("micro_batch", self.trainer.micro_batch)
-                alike = sizes == (self.task.nodes, self.trainer.batch, self.trainer.micro_batch)
-            elif row["kind"] == "epoch" and alike and row["step_time"] is not None:
+                micro_batch = self.trainer.largest_micro_batch
+                sizes = row["nodes"], row["batch"], row.get("micro_batch", micro_batch)
+                alike = sizes == (self.task.nodes, own, micro_batch)
+            elif row["kind"] == "epoch" and alike and row["step_time"] is not None and row.get("batch", own) == own:
                 found.append(row["step_time"])
         return centre(found) if found else None
 

@@ -8,18 +8,20 @@ from collections import deque
 from collections.abc import Mapping
 from typing import Any
 
-from tula_cli.models.time.drift import StepTimeDrift
-from tula_cli.models.time.levels import Level
+from tula_cli.models.out_of_memory import FEWEST_NORMALISED
+from tula_cli.models.time.changes.drift import StepTimeDrift
+from tula_cli.models.time.changes.levels import Level
+from tula_cli.models.time.changes.step_change import change_of, words
 from tula_cli.models.time.noise import centre
-from tula_cli.models.time.step_change import change_of, words
 from tula_cli.optim import advice
+from tula_cli.run.records.recommendations import Prediction, StageSteps
 from tula_cli.run.records.results import StepParts
 from tula_cli.run.records.tasks import TrainTask
 from tula_cli.spec.job import warmup_epochs
 from tula_cli.words import number, plural
 from tula_cli.worker import environment
 from tula_cli.worker.build.batches.tokens import TokenCounter
-from tula_cli.worker.build.sampling import steps_left
+from tula_cli.worker.build.norms import normalised
 from tula_cli.worker.build.streams import StreamedDataset
 from tula_cli.worker.train.diagnostics import Diagnostics
 from tula_cli.worker.train.evaluation import Evaluation
@@ -47,12 +49,18 @@ class TrainingLog:
         self.tokens = TokenCounter()  # of their batches
         self.step_times: list[float] = []  # of the epoch under way
         self.window: deque[float] = deque()  # the newest step times, for the comparison with the prediction
-        self.drift = StepTimeDrift(task.prediction)
+        self.batch = trainer.batch  # of these steps
+        self.drift = StepTimeDrift(self.expected)
         self.parts: StepParts | None = None  # of a step, at the ranks' newest look
         self.changed = False  # a change of the step time was told
         self.last_row = 0.0
         self.unjudged: list[Mapping[str, float]] = []  # what AGS did in the newest epochs
         self.said: set[str] = set()  # what is said once
+
+    @property
+    def expected(self) -> Prediction | StageSteps | None:
+        """What is predicted for a step at the batch in use."""
+        return self.task.prediction and self.task.prediction.of_batch(self.batch)
 
     def add(self, kind: str, **values: Any) -> None:
         """Write a row at the trainer's position."""
@@ -72,17 +80,38 @@ class TrainingLog:
         """Write the rows of a start, or of going on; every rank takes part."""
         task, trainer = self.task, self.trainer
         lr, cause = trainer.lr, task.cause
-        sizes = {"batch": task.batch, "micro_batch": trainer.micro_batch}
+        sizes = {"batch": task.batch, "micro_batch": trainer.largest_micro_batch}
         own = {"beta2": trainer.beta2s[0]} if trainer.beta2s else {}
         self.add("start", attempt=task.attempt, **sizes, nodes=task.nodes, lr=lr, **own, cause=cause)
-        self.add(
-            "environment", **environment.environment(trainer.ranks, workers=trainer.workers).model_dump(mode="json")
-        )
+        self.add("environment", **self._environment())
         at = f"from sample {trainer.position.samples}" if trainer.position.samples else "from the beginning"
         told = f", beta2 {trainer.beta2s[0]:.6g}" if trainer.beta2s else ""
         self._print(f"training on {plural(task.nodes)}, batch {task.batch}{told}, {at}" + f": {cause}" * bool(cause))
+        if len(trainer.sizes.ramp.stages) > 1:
+            self.begin_stage()
         for message in remarks(trainer):
             self.warn(message)
+
+    def _environment(self) -> dict[str, Any]:
+        """Return what it trains on; every rank takes part."""
+        ranks = self.trainer.ranks
+        here = environment.ranks_here(ranks, self.task.spec.cluster)
+        told = environment.environment(ranks, workers=self.trainer.workers).model_dump(mode="json")
+        return {**told, "oversubscribed": environment.oversubscribed(ranks, ranks_here=here)}
+
+    def begin_stage(self) -> None:
+        """Write the row of a batch that the coming step is the first to have; the steps to come are judged by themselves."""
+        trainer, stages = self.trainer, self.trainer.sizes.ramp.stages
+        self.batch, number_ = trainer.batch, trainer.sizes.ramp.at(trainer.passed)
+        self.step_times, self.changed = [], False
+        self.window.clear()
+        self.drift = StepTimeDrift(self.expected)
+        own = {"beta2": trainer.beta2s[0]} if trainer.beta2s else {}
+        self.add("stage", batch=self.batch, stage=number_ + 1, stages=len(stages), lr=trainer.lr, **own)
+        self._print(
+            f"batch {self.batch} from epoch {trainer.epoch:.3g} on, sample {trainer.position.samples}: stage {number_ + 1} of"
+            f" {len(stages)}, lr {number(trainer.lr)}"
+        )
 
     def follow(self, step: Step) -> None:
         """Take the step that has just been made."""
@@ -121,7 +150,10 @@ class TrainingLog:
             count=len(steps),  # since the last row
             loss=float(steps[-1].loss),
             lr=steps[-1].lr,
+            batch=self.batch,
             step_time=statistics.fmean(seconds),
+            refreshed=len(steps) - len(plain),
+            plain_time=statistics.fmean(plain) if plain else None,  # without those
             data_wait=statistics.fmean(waits),
             compute=self.parts and self.parts.compute,
             sync=self.parts and self.parts.sync,
@@ -136,15 +168,20 @@ class TrainingLog:
         if found is None or not step_time:
             return {"tokens_per_second": None, "padding": None}
         places, real = found
-        return {"tokens_per_second": real * self.trainer.batch / step_time, "padding": 1 - real / places}
+        return {"tokens_per_second": real * self.batch / step_time, "padding": 1 - real / places}
 
     def _seconds_left(self, step_time: float, overhead: float) -> float:
-        trainer = self.trainer
-        size, position, epochs = len(trainer.datasets.train), trainer.position, self.task.spec.train.epochs
-        whole_epochs = max(0, epochs - position.epoch - 1)
-        left = steps_left(size, position.done, trainer.batch) if position.epoch < epochs else 0
-        per_epoch = step_time * (size // trainer.batch) + overhead
-        return step_time * (left + self.ahead) + per_epoch * whole_epochs
+        trainer, position = self.trainer, self.trainer.position
+        size, epochs = len(trainer.datasets.train), self.task.spec.train.epochs_at_most
+        left = trainer.sizes.ramp.steps(size=size, epochs=epochs, epoch=position.epoch, done=position.done)
+        stepping = sum(steps * step_time * self._longer(batch) for batch, steps in left.items())
+        return stepping + step_time * self.ahead + overhead * max(0, epochs - position.epoch - 1)
+
+    def _longer(self, batch: int) -> float:
+        """Return how many times longer a step at a batch takes than at that in use: as predicted, else at most."""
+        now = self.expected
+        then = self.task.prediction and self.task.prediction.of_batch(batch)
+        return then.step_time / now.step_time if now and then else batch / self.batch
 
     def tell_change(self, level: Level, *, overhead: float) -> None:
         """Say once that steps have come to take another time: since when, which part of them, and what comes of it.
@@ -169,7 +206,7 @@ class TrainingLog:
             lr: of its last step.
             eval_seconds: that the evaluation took.
         """
-        trainer, prediction = self.trainer, self.task.prediction
+        trainer, prediction = self.trainer, self.expected
         step_time = centre(self.step_times) if self.step_times else None
         # The prediction is of synchronous steps, which post-local SGD leaves behind.
         recent = None if trainer.local_sgd else self._recent_step_time()
@@ -181,6 +218,7 @@ class TrainingLog:
             trainer.position.epoch,
             loss=loss,
             lr=lr,
+            batch=self.batch,
             eval_loss=result.loss,
             top1=result.top1,
             top5=result.top5,
@@ -207,7 +245,7 @@ class TrainingLog:
     def _epoch_words(self, result: Evaluation, *, loss: float, lr: float, step_time: float | None) -> str:
         position, classes = self.trainer.position, math.isfinite(result.top1)
         return (
-            f"epoch {position.epoch} of {self.task.spec.train.epochs}: {position.samples} samples, loss {number(loss, 4)},"
+            f"epoch {position.epoch} of {self.task.spec.train.epochs_at_most}: {position.samples} samples, loss {number(loss, 4)},"
             f" eval loss {number(result.loss, 4)}, "
             + f"top-1 {number(result.top1, 4)} %, " * classes
             + f"perplexity {number(result.perplexity, 4)}, " * math.isfinite(result.perplexity)
@@ -221,7 +259,15 @@ class TrainingLog:
         return self.diagnostics.report(self.trainer, scaled=ags["scaled"] if ags else None)
 
     def warn_of_evaluation(self, result: Evaluation) -> None:
-        """Say once that the evaluation is not finite where the training is."""
+        """Say once that the evaluation is not finite where the training is, and that train.best is not."""
+        asked, epoch = self.task.spec.train.best.metric, self.trainer.position.epoch
+        value = result.own.get(asked, 0.0) if result.samples else 0.0
+        if not math.isfinite(value) and "best" not in self.said:
+            self.said.add("best")
+            self.warn(
+                f"train.best: {asked} is no finite number at epoch {epoch}: such an epoch is the best only where there"
+                " is no other, and then the first of them"
+            )
         if result.samples and not math.isfinite(result.loss) and "evaluation" not in self.said:
             self.said.add("evaluation")
             self.warn(
@@ -254,7 +300,7 @@ class TrainingLog:
 
         The interval is that of a probe's mean; an epoch of five steps would leave it by chance alone.
         """
-        prediction = self.task.prediction
+        prediction = self.expected
         if prediction is None:
             return None
         wanted = max(len(self.step_times), self.task.spec.search.timed_steps(prediction.step_time))
@@ -276,8 +322,28 @@ def remarks(trainer: Trainer) -> list[str]:
             f"the stream is read from its beginning: {passed} samples of the epoch are passed over before the first step"
         )
     found += trainer.method.remarks(trainer)
-    if train.ghost_batch is not None and trainer.micro_batch <= train.ghost_batch:
+    found += trainer.sizes.ramp.remarks
+    found += _few_for_statistics(trainer)
+    if train.ghost_batch is not None and trainer.largest_micro_batch <= train.ghost_batch:
         found.append(
-            f"train.ghost_batch {train.ghost_batch} changes nothing: a GPU takes {trainer.micro_batch} samples at a time"
+            f"train.ghost_batch {train.ghost_batch} changes nothing: a GPU takes {trainer.largest_micro_batch} samples at a"
+            " time"
         )
     return found
+
+
+def _few_for_statistics(trainer: Trainer) -> list[str]:
+    """Say which stages of the ramp leave BatchNorm few samples."""
+    sizes, world = trainer.sizes, trainer.ranks.world
+    over = normalised(trainer.parallel.module, world=world)
+    samples = {
+        stage.batch: over * stage.batch // (world * sizes.parts[stage.batch]) for stage in sizes.ramp.stages[:-1]
+    }
+    few = {batch: count for batch, count in samples.items() if over and count < FEWEST_NORMALISED}
+    if not few:
+        return []
+    told = ", ".join(f"{plural(count, 'sample')} at batch {batch}" for batch, count in few.items())
+    return [
+        f"BatchNorm takes its statistics over few samples in the first stages of train.ramp: {told}; name stages with larger"
+        " batches, or train on fewer GPUs"
+    ]

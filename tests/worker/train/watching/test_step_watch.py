@@ -8,7 +8,7 @@ import pytest
 import torch
 from worker_jobs import rows, spec, train_task
 
-from tula_cli.models.time.step_change import words
+from tula_cli.models.time.changes.step_change import words
 from tula_cli.run.directory import RunDir
 from tula_cli.worker.build.datasets import build_datasets
 from tula_cli.worker.device import Clock
@@ -93,7 +93,7 @@ def fake(world: int = 2, *, others: tuple[float, float, float] = (0.0, 0.0, -9.0
 
 
 def step(*, data: float, whole: float, refreshed: bool = False) -> Step:
-    return Step(torch.zeros(()), 0.1, 0.0, data, whole, refreshed, epoch_ended=False)
+    return Step(torch.zeros(()), 16, 0.1, 0.0, data, whole, refreshed, epoch_ended=False)
 
 
 @pytest.fixture

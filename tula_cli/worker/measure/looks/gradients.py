@@ -4,22 +4,19 @@ With several ranks both come for free: a rank's own gradient is that of the loca
 global batch (McCandlish et al. 2018, appendix A.1). A single rank takes two halves of its batch in their place.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch.distributed import GradBucket  # type: ignore[attr-defined]
 
 from tula_cli.models.efficiency import Pair
-from tula_cli.optim.parts import shares
 from tula_cli.optim.parts.reduction import listen
 from tula_cli.worker.build.batches.tree import cut
-from tula_cli.worker.build.compiled import as_written
 from tula_cli.worker.parallel.sharded import Sharded
 from tula_cli.worker.ranks import Ranks
-from tula_cli.worker.train import loop as worker_train_loop
 from tula_cli.worker.train.loop import Step, Trainer
+from tula_cli.worker.train.watching.gradient_noise import gradient, squared_norm
 
 
 @dataclass
@@ -80,49 +77,18 @@ def _norm(gradient: torch.Tensor) -> torch.Tensor:
 
 
 def halves(trainer: Trainer) -> Pair:
-    """Return the squared norms of the gradients of the two halves of the newest micro-batch, and of their mean."""
-    gradients = [_gradient(trainer, part) for part in _halved(trainer)]
-    first, second = (_sqr(gradient) for gradient in gradients)
-    for mean, other in zip(*gradients, strict=True):
-        mean.add_(other).div_(2)
-    return (first + second) / 2, _sqr(gradients[0])
+    """Return the squared norms of the gradients of the two halves of the newest micro-batch, and of their mean.
 
-
-def _halved(trainer: Trainer) -> list[Any]:
-    """Return the halves of the newest micro-batch."""
+    Of a model in shares they are those of the halves of all ranks' micro-batches together; every rank takes part.
+    """
     assert trainer.last_batch is not None
     samples, half = trainer.micro_batch, trainer.micro_batch // 2
     own = trainer.datasets.collate is not None
-    return [cut(trainer.last_batch, samples=samples, start=at, stop=at + half, own=own) for at in (0, half)]
-
-
-def shared_halves(trainer: Trainer) -> Pair:
-    """Return what `halves` does of a model in shares: of the halves of all ranks' newest micro-batches together.
-
-    Every rank takes part.
-    """
-    first, second = (_shared_gradient(trainer, part) for part in _halved(trainer))
-    squares = [float(shares.squared_norm(list(gradient.values()))) for gradient in (first, second)]
-    mean = [(part + second[p]) / 2 for p, part in first.items()]
-    return sum(squares) / 2, float(shares.squared_norm(mean))
-
-
-def _shared_gradient(trainer: Trainer, batch: Any) -> dict[torch.Tensor, torch.Tensor]:
-    def loss() -> torch.Tensor:
-        with worker_train_loop.autocast(trainer):
-            return trainer.call.taken(trainer.parallel.module, batch)
-
-    return shares.gradients(loss, trainer.parallel)
-
-
-def _gradient(trainer: Trainer, batch: Any) -> list[torch.Tensor]:
-    with as_written(trainer.spec.train), worker_train_loop.autocast(trainer):
-        loss = trainer.call.taken(trainer.parallel.module, batch)
-    parameters = [p for p in trainer.parallel.parameters() if p.requires_grad]
-    found = torch.autograd.grad(trainer.scaler.scale(loss), parameters, allow_unused=True)
-    scale = float(trainer.scaler.get_scale())
-    return [gradient.float() / scale for gradient in found if gradient is not None]
-
-
-def _sqr(gradient: Sequence[torch.Tensor]) -> float:
-    return float(torch.stack([part.double().square().sum() for part in gradient]).sum().item())
+    first, second = (
+        gradient(trainer, cut(trainer.last_batch, samples=samples, start=at, stop=at + half, own=own))
+        for at in (0, half)
+    )
+    squares = [squared_norm(trainer, found) for found in (first, second)]
+    for parameter, part in second.items():
+        first[parameter] = first[parameter].add_(part) if parameter in first else part
+    return sum(squares) / 2, squared_norm(trainer, {parameter: part / 2 for parameter, part in first.items()})

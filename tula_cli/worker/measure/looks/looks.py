@@ -1,6 +1,7 @@
 """What a probe finds in steps of their own: on data that is there, at synchronisation, at gradients, at local work."""
 
 import itertools
+import platform
 import statistics
 import time
 from collections.abc import Callable, Generator, Iterator
@@ -9,9 +10,9 @@ from typing import Any
 
 from tula_cli.models.efficiency import Pair, summarise
 from tula_cli.models.memory.host_memory import AHEAD
-from tula_cli.run.records.probes import GradientStats, Tokens
+from tula_cli.run.records.probes import GradientStats, RankPace, Tokens
 from tula_cli.worker.build.batches.tokens import TokenCounter
-from tula_cli.worker.measure.looks.gradients import GradientNormRecorder, halves, shared_halves
+from tula_cli.worker.measure.looks.gradients import GradientNormRecorder, halves
 from tula_cli.worker.parallel.sharded import Sharded
 from tula_cli.worker.train import loop as worker_train_loop
 from tula_cli.worker.train.loop import Step, Trainer
@@ -21,22 +22,25 @@ LOADED = 4
 """The fewest batches by which a data loader is timed."""
 
 
-def looks_of(trainer: Trainer, stream: Generator[Step, None, None], *, norms: int, room: int | None) -> dict[str, Any]:
+def looks_of(
+    trainer: Trainer, stream: Generator[Step, None, None], *, steps: int, norms: int, room: int | None
+) -> dict[str, Any]:
     """Return what is found in steps of their own, by the names that it has in a result; the trainer has done its work.
 
     Args:
         trainer: of the probe.
         stream: its steps.
+        steps: of each look at a time.
         norms: the most steps whose gradient norms are taken.
         room: bytes of a GPU that the probe has left free; None where nothing bounds them.
     """
     with standing_still(trainer):
         found: dict[str, Any] = {
-            "cached_time": _cached_time(trainer),
-            "sync_time": _synchronisation(trainer, stream),
+            "cached_time": _cached_time(trainer, steps),
+            "sync_time": _synchronisation(trainer, stream, steps),
         }
     found["gradients"] = _gradients(trainer, stream, norms=norms)
-    found["compute_time"] = _local_work(trainer, stream, room=room)
+    found["compute_time"], found["ranks"] = _local_work(trainer, stream, steps, room=room)
     stream.close()  # with its workers
     found["loader_time"], found["tokens"] = loader(trainer)
     return found
@@ -57,12 +61,12 @@ def seconds_of(trainer: Trainer, steps: list[Step]) -> list[float]:
     return [trainer.clock.seconds(step.start, step.end) for step in steps]
 
 
-def _cached_time(trainer: Trainer) -> float:
+def _cached_time(trainer: Trainer, count: int) -> float:
     """Return the median seconds of a step on data that is on the device already.
 
     One batch again and again, and none beside those that training holds: a probe near the limit of memory is not ended.
     """
-    steps = itertools.islice(worker_train_loop.cached(trainer), trainer.spec.search.split_steps)
+    steps = itertools.islice(worker_train_loop.cached(trainer), count)
     return trainer.ranks.largest(statistics.median(seconds_of(trainer, list(steps))))
 
 
@@ -98,7 +102,7 @@ def _gradients(trainer: Trainer, stream: Iterator[Step], *, norms: int) -> Gradi
     if isinstance(trainer.parallel, Sharded):
         if trainer.micro_batch < 4:
             return summarise([], local_batch=trainer.local_batch, batch=trainer.batch)
-        _take(trainer, stream, lambda: pairs.append(shared_halves(trainer)))
+        _take(trainer, stream, trainer.spec.search.split_steps, lambda: pairs.append(halves(trainer)))
         samples = half * trainer.ranks.world
         return summarise(pairs, local_batch=samples, batch=2 * samples)
     if _ranks_at_most(trainer) > 1 or trainer.micro_batch < 4:  # batch norm cannot do with one sample
@@ -106,7 +110,7 @@ def _gradients(trainer: Trainer, stream: Iterator[Step], *, norms: int) -> Gradi
         for _ in recorder.watch(itertools.islice(stream, norms), trainer.scaler):
             pass
         return summarise(recorder.pairs(), local_batch=trainer.local_batch, batch=trainer.batch)
-    _take(trainer, stream, lambda: pairs.append(halves(trainer)))
+    _take(trainer, stream, trainer.spec.search.split_steps, lambda: pairs.append(halves(trainer)))
     return summarise(pairs, local_batch=half, batch=2 * half)
 
 
@@ -115,37 +119,47 @@ def _ranks_at_most(trainer: Trainer) -> int:
     return max(trainer.ranks.world, max(trainer.spec.search.nodes) * trainer.spec.cluster.gpus_per_node)
 
 
-def _synchronisation(trainer: Trainer, stream: Iterator[Step]) -> float | None:
+def _synchronisation(trainer: Trainer, stream: Iterator[Step], count: int) -> float | None:
     """Return the exposed synchronisation in seconds; None of shares, which are gathered all along the passes."""
     if isinstance(trainer.parallel, Sharded):
         return None
     with SyncSpy(trainer.clock, trainer.parallel) as spy:
-        _take(trainer, stream, spy.reduced)
+        _take(trainer, stream, count, spy.reduced)
     return trainer.ranks.largest(spy.median())
 
 
-def _local_work(trainer: Trainer, stream: Iterator[Step], *, room: int | None) -> float | None:
-    """Return the seconds of a step without synchronisation; None of shares that do not fit a GPU together.
+def _local_work(
+    trainer: Trainer, stream: Iterator[Step], count: int, *, room: int | None
+) -> tuple[float | None, tuple[RankPace, ...]]:
+    """Return the seconds of a step without synchronisation, the slowest rank's and each one's; None of shares that do not
+    fit a GPU together.
 
     Args:
         trainer: of the probe.
         stream: its steps.
+        count: how many of them.
         room: bytes of a GPU that the probe has left free; None where nothing bounds them.
     """
     trainer.synchronise = False
     apart: AbstractContextManager[None] = nullcontext()
     if isinstance(trainer.parallel, Sharded):
         if not trainer.parallel.works_alone or (room is not None and room < 1.2 * trainer.parallel.gathered_bytes):
-            return None
+            return None, ()
         apart = trainer.parallel.alone()
     with apart:
-        steps = _take(trainer, stream, None)  # last: the replicas drift apart
-    return trainer.ranks.largest(statistics.median(seconds_of(trainer, steps)))
+        steps = _take(trainer, stream, count, None)  # last: the replicas drift apart
+    own = RankPace(
+        host=platform.node(),
+        compute=statistics.median(seconds_of(trainer, steps)),
+        wait=statistics.median(trainer.clock.seconds(step.start, step.loaded) for step in steps),
+    )
+    paces = tuple(map(RankPace.model_validate_json, trainer.ranks.gather(own.model_dump_json())))
+    return max(pace.compute for pace in paces), paces if len(paces) > 1 else ()
 
 
-def _take(trainer: Trainer, stream: Iterator[Step], look: Callable[[], None] | None) -> list[Step]:
+def _take(trainer: Trainer, stream: Iterator[Step], count: int, look: Callable[[], None] | None) -> list[Step]:
     """Run some steps, looking at each finished gradient."""
     trainer.after_backward = look
-    steps = list(itertools.islice(stream, trainer.spec.search.split_steps))
+    steps = list(itertools.islice(stream, count))
     trainer.after_backward = None
     return steps

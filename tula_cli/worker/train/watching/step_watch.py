@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from torch.nn.parallel import DistributedDataParallel
 
-from tula_cli.models.time.levels import Level, Levels, Look
+from tula_cli.models.time.changes.levels import Level, Levels, Look
 from tula_cli.models.time.noise import centre
 from tula_cli.run.records.results import StepParts
 from tula_cli.worker.train.loop import Step, Trainer
@@ -55,6 +55,12 @@ class StepWatch:
             self.watching = False
             self.spy.__exit__()
             self.trainer.on_backward = None
+
+    def begin_anew(self) -> None:
+        """Forget the steps so far: those to come have another batch, and take another time for that."""
+        self._end()
+        self.levels, self.newest = Levels(), None
+        self._begin()
 
     def follow(self, step: Step) -> None:
         """Take the step that has just been made."""

@@ -11,7 +11,7 @@ from tula_cli.run.records.tasks import TrainTask
 from tula_cli.words import duration, number
 
 if TYPE_CHECKING:
-    from tula_cli.models.time.levels import Level  # numpy: not for what only tells of changes
+    from tula_cli.models.time.changes.levels import Level  # numpy: not for what only tells of changes
 
 SHARE = 0.3
 """Of the change of a step, from which on a part is named."""

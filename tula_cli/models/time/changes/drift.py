@@ -1,6 +1,6 @@
 """Whether a training's steps take as long as was predicted, and when to say that they do not."""
 
-from tula_cli.run.records.recommendations import Prediction
+from tula_cli.run.records.recommendations import Prediction, StageSteps
 
 TOLD = 3
 """How often an attempt says that its step time left the predicted interval, or is back in it."""
@@ -12,10 +12,10 @@ class StepTimeDrift:
     What is said changes when two epochs in a row agree: a time near an end of the interval goes in and out by chance.
 
     Args:
-        prediction: what the training was chosen by; None where there was none.
+        prediction: what the training was chosen by, or a stage of it; None where there was none.
     """
 
-    def __init__(self, prediction: Prediction | None) -> None:
+    def __init__(self, prediction: Prediction | StageSteps | None) -> None:
         self.prediction = prediction
         self._settled: bool | None = None  # within the interval, as of two epochs that agree
         self._latest: bool | None = None  # the same of the latest epoch

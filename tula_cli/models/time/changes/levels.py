@@ -4,7 +4,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from tula_cli.models.time.change_point import MOST, WINDOW, ChangePointTest
+from tula_cli.models.time.changes.change_point import MOST, WINDOW, ChangePointTest
 from tula_cli.run.records.results import StepParts
 
 SETTLING = 3

@@ -7,7 +7,7 @@ import pytest
 from numpy.random import Generator
 from numpy.typing import NDArray
 
-from tula_cli.models.time.change_point import LEAST, MOST, ChangePointTest, split_statistics
+from tula_cli.models.time.changes.change_point import LEAST, MOST, ChangePointTest, split_statistics
 
 Series = NDArray[np.float64]
 

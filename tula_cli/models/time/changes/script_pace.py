@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from tula_cli.models.time.levels import Level, Levels, Look
+from tula_cli.models.time.changes.levels import Level, Levels, Look
 from tula_cli.run.records.results import StepParts
 from tula_cli.run.records.shim import Heartbeat
 

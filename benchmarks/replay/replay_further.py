@@ -1,0 +1,76 @@
+"""How well step times on more nodes than were measured are foreseen: python benchmarks/replay/replay_further.py TABLE.csv... [--json]
+
+Of each set every candidate on the smaller sizes is measured, and all on larger ones is predicted: by how many times as large
+they are than the largest measured (2, 4, 8), the median error, the share inside the 90 % interval, and the median width of
+that interval, its upper end over its lower one.
+"""
+
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from replay_command import run
+from replay_data import MeasuredSet
+
+from tula_cli.models.time import steptime
+
+
+@dataclass(frozen=True)
+class Further:
+    """Configurations so many times as large as the largest that was measured."""
+
+    cluster: str
+    most: int  # the largest size measured
+    times: int
+    configurations: int
+    median: float
+    covered: float
+    width: float
+
+
+def judge(sets: Iterable[MeasuredSet], most: Sequence[int] = (2, 4)) -> list[Further]:
+    found: dict[tuple[str, int, int], list[tuple[float, bool, float]]] = defaultdict(list)
+    for each in sets:
+        for largest in most:
+            for times, row in _rows(each, largest):
+                found[each.cluster, largest, times].append(row)
+    return [
+        Further(cluster, largest, times, len(rows), *map(float, (np.median(off), np.mean(inside), np.median(width))))
+        for (cluster, largest, times), rows in sorted(found.items())
+        for off, inside, width in [zip(*rows, strict=True)]
+    ]
+
+
+def _rows(each: MeasuredSet, largest: int) -> Iterable[tuple[int, tuple[float, bool, float]]]:
+    size = each.offer.size
+    seen = [o for place, o in each.truth.items() if size(place) <= largest and place in each.batches]
+    if len({(o.nodes, o.gpus_per_node) for o in seen}) < 2:
+        return
+    fit = steptime.fit(seen, collective=each.collective)
+    for place, o in each.truth.items():
+        where = (place.nodes, place.gpus_per_node, place.local_batch)
+        if size(place) > largest and not fit.refusal(*where):
+            found = fit.predict(*where)
+            assert found.low is not None and found.high is not None
+            times = 2 ** math.ceil(math.log2(size(place) / largest))
+            yield (
+                times,
+                (abs(found.seconds / o.seconds - 1), found.low <= o.seconds <= found.high, found.high / found.low),
+            )
+
+
+def line(row: Further) -> str:
+    return (
+        f"{row.cluster}, measured up to {row.most}, {row.times} times as many: {row.configurations} configurations,"
+        f" median error {row.median:.1%}, interval holds {row.covered:.0%}, its ends {row.width:.1f} times apart"
+    )
+
+
+def main() -> None:
+    run(judge, line, about=__doc__)
+
+
+if __name__ == "__main__":
+    main()

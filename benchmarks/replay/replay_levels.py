@@ -1,0 +1,85 @@
+"""How well nodes of several GPUs are foreseen from one node and from nodes of one: python benchmarks/replay/replay_levels.py TABLE.csv... [--json]
+
+Measured are all candidates on one node of 1, 2, 4 ... GPUs, and on several nodes of one GPU each; foreseen is every other number of
+nodes and GPUs. Beside it stands what the same nodes take with one GPU each: what there is to go by without the former. The second
+judgement measures one configuration more, the smallest batch on two nodes of the most GPUs, and foresees the rest.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+from replay_command import run
+from replay_data import MeasuredSet, Where
+
+from tula_cli.models.time import steptime
+from tula_cli.models.time.steptime import Observation
+
+
+@dataclass(frozen=True)
+class Judged:
+    """Several nodes of several GPUs, of one application on one cluster."""
+
+    cluster: str
+    app: str
+    corner: bool  # with one of them measured
+    configurations: int
+    median: float
+    covered: float  # by the 90 % interval
+    width: float  # median of its upper end over its lower one
+    one_gpu: float  # median error of the same nodes with one GPU each
+
+
+def judge(sets: Iterable[MeasuredSet]) -> list[Judged]:
+    """Judge every application on every cluster that has one node of several GPUs and several nodes of one."""
+    by_app: dict[tuple[str, str], list[MeasuredSet]] = defaultdict(list)
+    for each in sets:
+        by_app[each.cluster, each.app].append(each)
+    return [row for key, own in sorted(by_app.items()) for row in _rows(*key, own)]
+
+
+def _rows(cluster: str, app: str, sets: list[MeasuredSet]) -> Iterator[Judged]:
+    truth = {place: o for each in sets for place, o in each.truth.items()}
+    apart = [place for each in sets for place in each.batches if each.kind != "several GPUs a node"]
+    seen = {place: truth[place] for place in apart if place.nodes == 1 or place.gpus_per_node == 1}
+    wanted = sorted(place for place in truth if place.nodes > 1 and place.gpus_per_node > 1)
+    if not wanted or {place.nodes > 1 for place in seen} != {True, False}:
+        return
+    most = max(place.gpus_per_node for place in wanted)
+    corner = next(place for place in wanted if place.gpus_per_node == most)
+    yield _judged(cluster, app, seen, {place: truth[place] for place in wanted}, corner=False)
+    left = {place: truth[place] for place in wanted if place != corner}
+    yield _judged(cluster, app, {**seen, corner: truth[corner]}, left, corner=True)
+
+
+def _judged(
+    cluster: str, app: str, seen: dict[Where, Observation], wanted: dict[Where, Observation], *, corner: bool
+) -> Judged:
+    fit = steptime.fit(list(seen.values()), collective="ring")
+    places = [place for place in wanted if not fit.refusal(place.nodes, place.gpus_per_node, place.local_batch)]
+    nodes, gpus, batches = ([getattr(at, name) for at in places] for name in ("nodes", "gpus_per_node", "local_batch"))
+    seconds = np.array([wanted[place].seconds for place in places])
+    middle, low, high = fit.predict_all(nodes, gpus, batches)
+    alone = fit.predict_all(nodes, [1] * len(nodes), batches)[0]
+    return Judged(
+        cluster, app, corner, len(places), float(np.median(np.abs(middle / seconds - 1))),
+        float(np.mean((low <= seconds) & (seconds <= high))), float(np.median(high / low)),
+        float(np.median(np.abs(alone / seconds - 1))),
+    )  # fmt: skip
+
+
+def line(row: Judged) -> str:
+    return (
+        f"{row.app} on {row.cluster}{', one of them measured' * row.corner}: {row.configurations} configurations, median error"
+        f" {row.median:.1%} (with one GPU a node {row.one_gpu:.1%}), interval holds {row.covered:.0%}, its ends"
+        f" {row.width:.1f} times apart"
+    )
+
+
+def main() -> None:
+    run(judge, line, about=__doc__)
+
+
+if __name__ == "__main__":
+    main()

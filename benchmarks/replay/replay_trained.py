@@ -1,0 +1,114 @@
+"""What a training tells of its neighbours: python benchmarks/replay/replay_trained.py TABLE.csv... [--json]
+
+Each strategy sees its own probes of a set. Under each cap on the global batch the fastest candidate is chosen; where it was
+not measured, it is trained: its measured step time becomes an observation, with the noise of a training. Judged are the
+candidates beside it (half and twice the batch or the size) that were not probed: median error, the share inside the 90 %
+interval, and the median width of that, its upper end over its lower one, before and after.
+"""
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+from replay_command import run
+from replay_data import MeasuredSet, Where
+
+from tula_cli.models.time import steptime
+from tula_cli.models.time.noise import Floats
+from tula_cli.models.time.steptime import REPEATS, Observation, StepTimeFit
+from tula_cli.services.search import STRATEGIES
+
+JUDGED = ("partial", "five", "sweep")
+Row = tuple[float, bool, float]
+"""Error, whether the interval holds, its width."""
+
+
+@dataclass(frozen=True)
+class Learnt:
+    """Neighbours of trained configurations: before the training, and after it."""
+
+    strategy: str
+    trainings: int
+    neighbours: int
+    median: tuple[float, float]
+    covered: tuple[float, float]
+    width: tuple[float, float]
+
+
+def judge(sets: Iterable[MeasuredSet]) -> list[Learnt]:
+    known = list(sets)
+    found = []
+    for name in JUDGED:
+        trained = [rows for each in known for rows in _trainings(each, name)]
+        before, after = (np.array([row[at] for rows in trained for row in rows]) for at in (0, 1))
+        if len(before):
+            off, held, width = (tuple(rows[:, at] for rows in (before, after)) for at in range(3))
+            found.append(
+                Learnt(
+                    name,
+                    len(trained),
+                    len(before),
+                    _both(np.median, off),
+                    _both(np.mean, held),
+                    _both(np.median, width),
+                )
+            )
+    return found
+
+
+def _both(of: Callable[[Floats], np.floating[Any]], told: Iterable[Floats]) -> tuple[float, float]:
+    before, after = told
+    return float(of(before)), float(of(after))
+
+
+def _trainings(each: MeasuredSet, strategy: str) -> Iterator[list[tuple[Row, Row]]]:
+    offer = each.offer
+    chosen = STRATEGIES[strategy](offer.by_size)
+    seen = [offer.at(size, local_batch) for size, batches in chosen.items() for local_batch in batches]
+    probes = [each.truth[place] for place in seen]
+    fit = steptime.fit(probes, collective=each.collective)
+    rates = {place: _predicted(fit, place)[0] / place.replicas / place.local_batch for place in offer.candidates}
+    best = {min((p for p in rates if each.batches[p] <= cap), key=lambda p: rates[p]) for cap in each.batches.values()}
+    for place in sorted(best - set(seen)):
+        training = replace(each.truth[place], compute_time=math.nan, doubt=REPEATS)
+        later = steptime.fit([*probes, training], collective=each.collective)
+        beside = [other for other in offer.candidates if other not in seen and _beside(place, other)]
+        if beside:
+            yield [(_row(fit, each.truth[other]), _row(later, each.truth[other])) for other in beside]
+
+
+def _beside(one: Where, other: Where) -> bool:
+    """Return whether two places are a step of the batch or of the size apart."""
+    size, batch = (
+        abs(math.log2(a / b)) for a, b in ((one.replicas, other.replicas), (one.local_batch, other.local_batch))
+    )
+    return (size < 0.5 and 0.5 < batch < 1.5) or (batch < 0.5 and 0.5 < size < 1.5)
+
+
+def _predicted(fit: StepTimeFit, place: Where) -> Sequence[float]:
+    found = fit.predict_all([place.nodes], [place.gpus_per_node], [place.local_batch])
+    return [float(values[0]) for values in found]
+
+
+def _row(fit: StepTimeFit, truth: Observation) -> Row:
+    seconds, low, high = _predicted(fit, Where(truth.nodes, truth.gpus_per_node, truth.local_batch))
+    return abs(seconds / truth.seconds - 1), low <= truth.seconds <= high, high / low
+
+
+def line(row: Learnt) -> str:
+    (off, later_off), (held, later_held), (width, later_width) = row.median, row.covered, row.width
+    return (
+        f"{row.strategy}: {row.trainings} trainings, {row.neighbours} neighbours that were not probed: median error"
+        f" {off:.1%}, after it {later_off:.1%}; interval holds {held:.0%}, then {later_held:.0%}; its ends {width:.2f}"
+        f" times apart, then {later_width:.2f}"
+    )
+
+
+def main() -> None:
+    run(judge, line, about=__doc__)
+
+
+if __name__ == "__main__":
+    main()

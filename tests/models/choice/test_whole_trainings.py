@@ -1,0 +1,132 @@
+"""Columns and single numbers go through the same formulas: they have to say the same."""
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+from make_results import MIB, Truth, of_a_script, out_of_memory, probe_all, spec
+
+from tula_cli.models import cost, forecast
+from tula_cli.models.choice.grid import Config, configs
+from tula_cli.models.forecast import Forecast
+from tula_cli.run.records.probes import Overheads
+from tula_cli.run.records.recommendations import Prediction
+from tula_cli.spec.job import JobSpec
+
+PLAN = {2: (24, 48, 96, 384), 4: (12,), 8: (6,), 16: (3, 192)}
+SPOT = {"pricing": {"price": 2.0, "spot": {"discount": 0.6, "interruptions_per_day": 9.0, "wait_minutes": 10}}}
+TWO_GPUS = {"cluster": {"gpus_per_node": 2, "memory_per_gpu": "1200MiB"}}
+JOBS: dict[str, dict[str, Any]] = {
+    "plain": {"train": {"method": "lbt"}},
+    "spot": SPOT,
+    "checkpoints": {**SPOT, "train": {"checkpoint_every": "auto"}},
+    "refreshes": {"train": {"method": "ags", "reference_batch": 64}, "ags": {"refresh": {"every": 50}}},
+    "tuned": {**SPOT, "train": {"method": "auto", "epochs": 30}},
+    "memory": {"pricing": {"kind": "gb_hour", "price": 0.2}},
+    "shares": {**TWO_GPUS, "train": {"parallel": "fsdp", "method": "lbt"}},
+}
+
+
+def fitted(name: str) -> Forecast:
+    job = spec(**JOBS[name], search={"nodes": [1, 2, 3, 4, 8, 16], "min_batch": 48, "max_batch": 4096})
+    truth = Truth(
+        gpus_per_node=job.cluster.gpus_per_node,
+        noise=0.01,
+        watts=250.0,
+        capacity=None if name == "shares" else 600 * MIB,
+    )
+    ooms = [out_of_memory(4, 200, gpus_per_node=truth.gpus_per_node)] if name == "shares" else []
+    return Forecast.from_results(job, [*probe_all(truth, PLAN), *ooms])
+
+
+@pytest.mark.parametrize("name", JOBS)
+def test_a_table_says_of_each_configuration_what_is_said_of_it_alone(name: str) -> None:
+    found = fitted(name)
+    table = found.table(*found.known())
+    assert len(table) > 10 and table.measured.any() and not table.measured.all()
+    spot = {Config(row.nodes, row.batch): row for row in found.trainings.on_spot(table).records()}
+    for config, row in zip(configs(*found.known()), table.records(), strict=True):
+        alone = found.predict(config)
+        assert same(row, alone)
+        there = found.on_spot(alone)
+        assert (there is None) == (config not in spot) and (there is None or same(spot[config], there))
+    assert bool(spot) == ("spot" in JOBS[name].get("pricing", {}))
+
+
+def same(one: Prediction, other: Prediction) -> bool:
+    here, there = (
+        {**row.model_dump(), **(row.parts.model_dump() if row.parts else {}), "parts": None} for row in (one, other)
+    )
+    return here.keys() == there.keys() and all(
+        math.isclose(value, there[name], rel_tol=1e-9) if isinstance(value, float) else value == there[name]
+        for name, value in here.items()
+    )
+
+
+@pytest.mark.parametrize("name", JOBS)
+def test_hours_and_cost_are_those_of_the_formulas_for_single_numbers(name: str) -> None:
+    found, job = fitted(name), fitted(name).spec
+    table = found.table(*found.known())
+    for here in (table, found.trainings.on_spot(table)):
+        for row in here.take(range(0, len(here), 5)).records():
+            hours, paid = one_by_one(found, job, row)
+            assert (row.hours, row.cost) == pytest.approx((hours, paid), rel=1e-9)
+
+
+def one_by_one(found: Forecast, job: JobSpec, row: Prediction) -> tuple[float, float]:
+    """Return the hours and the cost of a row, by ints and floats and the record of overheads."""
+    gpus, spot = job.cluster.gpus_per_node, row.market == "spot"
+    at = found.trainings.beside.at(np.array([row.nodes]), np.array([row.local_batch]), np.array([row.batch]))
+    overheads = Overheads(
+        startup=at.startup[0], eval_batch=at.eval_batch[0], eval_batch_size=at.eval_batch_size[0],
+        checkpoint=at.checkpoint[0], refresh=at.refresh[0],
+    )  # fmt: skip
+    work = cost.work(
+        job, batch=row.batch, world=row.nodes * gpus, dataset_size=found.dataset_size, eval_size=found.eval_size,
+        eval_batch_size=overheads.eval_batch_size,
+    )  # fmt: skip
+    rate, every = cost.interruption_rate(job.pricing, row.nodes), job.train.checkpoint_every
+    if every == "auto":
+        every = cost.checkpoint_interval(overheads.checkpoint, rate=rate)
+
+    def takes(wait: float) -> float:
+        own = {"rate": rate, "wait": wait} if spot else {}
+        return (
+            cost.training_seconds(work, step_time=row.step_time, overheads=overheads, checkpoint_every=every, **own)
+            / 3600
+        )
+
+    own_memory = found.memory.on(row.nodes * gpus).reserved(row.local_batch)
+    reserved = row.peak_memory if row.measured else own_memory
+    assert reserved == row.peak_memory
+    paid = cost.cost(
+        job.pricing, hours=takes(0.0), nodes=row.nodes, gpus_per_node=gpus, reserved=reserved, market=row.market
+    )
+    return takes(60 * job.pricing.spot.wait_minutes if job.pricing.spot else 0.0), paid
+
+
+@pytest.mark.parametrize("name", ["plain", "shares"])
+def test_what_fits_and_is_known_is_what_nothing_speaks_against(name: str) -> None:
+    found = fitted(name)
+    candidates = found.candidates([1, 2, 4, 8, 16, 64, 128, 256])
+    told = {config: (found.why_not(config), found.why_unknown(config)) for config in candidates}
+    nodes = [1, 2, 4, 8, 16, 64, 128, 256]
+    assert found.feasible(nodes) == [config for config, (why, _) in told.items() if not why]
+    assert configs(*found.known(nodes)) == [config for config, whys in told.items() if not any(whys)]
+    assert configs(*found.unknown(nodes)) == [config for config, (why, other) in told.items() if not why and other]
+    assert 0 < len(found.known(nodes)[0]) < len(found.feasible(nodes)) < len(candidates)
+
+
+def test_blocks_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = fitted("spot")
+    whole = found.offers().records()
+    monkeypatch.setattr(forecast, "_BLOCK", 7)
+    assert all(same(*rows) for rows in zip(whole, found.offers().records(), strict=True))
+
+
+def test_a_script_that_tells_little_has_a_table_too() -> None:
+    found = Forecast.from_results(spec(), [of_a_script(probe) for probe in probe_all(Truth(), PLAN)])
+    table = found.table(*found.known())
+    assert np.isfinite(table.hours).all() and np.isnan(table.kwh).all()
+    assert same(table.record(3), found.predict(configs(*found.known())[3]))

@@ -1,0 +1,94 @@
+"""What a training takes whose batch grows: the sum over its stages, and what is told where one cannot be had."""
+
+import pytest
+from make_results import Truth, probe_all, spec
+
+from tula_cli.models.choice.early_end import shortened
+from tula_cli.models.choice.grid import Config
+from tula_cli.models.forecast import Forecast
+from tula_cli.spec.job import JobSpec
+from tula_cli.spec.parts.of_train import Until
+
+PROBES = {2: (16, 32, 64, 128), 16: (2, 64)}
+TRUTH = Truth(dataset_size=12_800)
+
+
+def job(ramp: object, method: str = "lrs", **search: object) -> JobSpec:
+    return spec(train={"method": method, "ramp": ramp, "epochs": 10, "reference_batch": 32}, search=search)
+
+
+def forecast(ramp: object, **how: object) -> Forecast:
+    return Forecast.from_results(job(ramp, **how), probe_all(TRUTH, PROBES))  # type: ignore[arg-type]
+
+
+def test_a_training_takes_the_sum_over_its_stages() -> None:
+    plain, grown = (forecast(ramp).predict(Config(2, 256)) for ramp in (None, "auto"))
+    times = {batch: forecast(None).predict(Config(2, batch)).step_time for batch in (32, 64, 128, 256)}
+    # half an epoch each of 32, 64 and 128, of 12,800 samples, and 8.5 epochs
+    assert [(stage.batch, stage.steps) for stage in grown.stages] == [(32, 200), (64, 100), (128, 50)]
+    assert {stage.batch: stage.step_time for stage in grown.stages} == pytest.approx(
+        {b: times[b] for b in (32, 64, 128)}
+    )
+    steps = {32: 200, 64: 100, 128: 50, 256: 25 + 8 * 50}
+    seconds = sum(count * times[batch] for batch, count in steps.items())
+    assert grown.parts is not None and plain.parts is not None
+    assert grown.parts.steps == pytest.approx(seconds)
+    assert plain.parts.steps == pytest.approx(500 * times[256]) and plain.stages == ()
+    assert grown.hours - plain.hours == pytest.approx((seconds - 500 * times[256]) / 3600)
+    assert grown.step_time == plain.step_time and grown.cost / plain.cost == pytest.approx(grown.hours / plain.hours)
+
+
+def test_a_training_that_ends_early_has_taken_its_stages_whole() -> None:
+    whole = forecast("auto").predict(Config(2, 256))
+    short = shortened(whole, epochs=5, of=10)
+    assert short.parts is not None and whole.parts is not None
+    stages = sum(stage.steps * stage.step_time for stage in whole.stages)
+    assert short.parts.steps == pytest.approx(stages + (25 + 3 * 50) * whole.step_time, rel=0.01)
+    assert shortened(whole, epochs=10, of=10).hours == pytest.approx(whole.hours)
+
+
+def test_epochs_that_are_not_trained_take_nothing() -> None:
+    subject = job("auto")
+    train = subject.train.model_copy(update={"until": Until(epochs=1)})
+    short = Forecast.from_results(subject.model_copy(update={"train": train}), probe_all(TRUTH, PROBES))
+    row = short.predict(Config(2, 256))
+    assert [(stage.batch, stage.steps) for stage in row.stages] == [(32, 200), (64, 100), (128, 0)]
+    assert row.parts is not None
+    assert row.parts.steps == pytest.approx(sum(stage.steps * stage.step_time for stage in row.stages))
+
+
+def test_many_at_once_are_those_one_by_one() -> None:
+    subject = forecast("auto", method="ramp")
+    for row in subject.predictions():
+        alone = forecast("auto", method="ramp").predict(Config(row.nodes, row.batch))
+        assert row.hours == pytest.approx(alone.hours) and [a.step_time for a in row.stages] == pytest.approx(
+            [a.step_time for a in alone.stages]
+        )
+        assert [stage.batch for stage in row.stages] == [b for b in (32 << k for k in range(9)) if b < row.batch]
+
+
+def test_spot_nodes_wait_for_the_stages_too() -> None:
+    price = {"price": 2.0, "spot": {"discount": 0.5, "interruptions_per_day": 1.0}}
+    rows = []
+    for ramp in (None, "auto"):
+        subject = job(ramp).model_copy(update={"pricing": spec(pricing=price).pricing})
+        row = Forecast.from_results(subject, probe_all(TRUTH, PROBES)).on_spot(forecast(ramp).predict(Config(2, 256)))
+        assert row is not None
+        rows.append(row.hours / forecast(ramp).predict(Config(2, 256)).hours)
+    assert rows[0] == pytest.approx(rows[1], rel=0.05)
+
+
+def test_a_stage_that_does_not_divide_rules_a_configuration_out() -> None:
+    subject = forecast([{"epochs": 1, "batch": 40}])
+    assert subject.why_not(Config(2, 128)) == ""
+    assert "batch 40 does not divide by 16" in subject.why_not(Config(16, 128))
+    assert {row.nodes for row in subject.predictions() if row.batch > 40} == {2, 4, 8}
+
+
+def test_a_stage_of_which_nothing_tells_takes_as_long_as_the_training_and_that_is_said() -> None:
+    results = probe_all(TRUTH, {2: (128,), 4: (128,)})
+    subject = Forecast.from_results(job("auto"), results)
+    row = subject.predict(Config(2, 256))
+    assert {stage.step_time for stage in row.stages} == {row.step_time}
+    assert any("stages of train.ramp are taken to have steps as long as" in warning for warning in subject.warnings)
+    assert not any("train.ramp" in warning for warning in forecast("auto").warnings)

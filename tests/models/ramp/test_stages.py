@@ -1,0 +1,123 @@
+"""Which batch a training has where (`train.ramp`): stages by rule and by name, the steps they take, and what is refused."""
+
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tula_cli.errors import SpecError
+from tula_cli.models.ramp.stages import Ramp, Stage, check_stages, ramp_of, unreached
+from tula_cli.spec.job import JobSpec, Search
+from tula_cli.spec.load import validate
+
+
+def job(ramp: Any = "auto", **train: Any) -> JobSpec:
+    sections = {"model": {"name": "small_cnn"}, "dataset": {"name": "digits"}, "optimizer": {"lr": 0.1}}
+    return validate({**sections, "train": {"epochs": 20, "method": "lbt", "ramp": ramp, **train}}, source="a test")
+
+
+def of(ramp: Any, *, batch: int = 2048, parts: int = 1, size: int = 10_000, **train: Any) -> Ramp:
+    return ramp_of(job(ramp, **train), batch=batch, parts=parts, dataset_size=size)
+
+
+def test_auto_doubles_from_the_reference_batch_every_twentieth_of_the_training() -> None:
+    found = of("auto")
+    assert found.remarks == ()
+    assert found.stages == tuple(
+        Stage(10_000 * k, batch) for k, batch in enumerate((128, 256, 512, 1024, 2048))
+    )  # an epoch each
+
+
+def test_auto_lasts_half_the_training_at_most() -> None:
+    found = of("auto", batch=2**20, size=2**21)
+    assert len(found.stages) == 14 and found.stages[-1] == Stage(10 * 2**21, 2**20)
+
+
+def test_auto_rounds_to_what_divides_and_leaves_out_what_no_gpu_has_a_sample_of() -> None:
+    assert [stage.batch for stage in of("auto", batch=3072, parts=48).stages] == [96, 240, 480, 1008, 2016, 3072]
+    found = of("auto", batch=4096, parts=256)
+    assert [stage.batch for stage in found.stages] == [256, 512, 1024, 2048, 4096]
+    assert found.stages[1].begin == 10_000
+    (told,) = found.remarks
+    assert "leaves batch 128 out: it has less than one sample for each of 256" in told
+    ghosts = of("auto", batch=2048, parts=8, ghost_batch=48)
+    assert [stage.batch for stage in ghosts.stages] == [128, 256, 384, 768, 2048]
+
+
+def test_auto_says_where_there_is_nothing_to_grow() -> None:
+    found = of("auto", batch=128)
+    assert found.stages == (Stage(0, 128),) and "batch 128 is not above train.reference_batch 128" in found.remarks[0]
+
+
+def test_a_method_may_ramp_by_itself_and_no_other_does() -> None:
+    assert len(of(None, method="ramp").stages) == 5
+    assert of(None, method="ortho") == Ramp.constant(2048)
+
+
+def test_named_stages_last_epochs_or_samples() -> None:
+    found = of([{"epochs": 1.5, "batch": 128}, {"samples": 700, "batch": 300}])
+    assert found.stages == (Stage(0, 128), Stage(15_000, 300), Stage(15_700, 2048))
+
+
+def test_a_smaller_batch_keeps_the_stages_below_it() -> None:
+    named = [{"epochs": 1, "batch": 128}, {"epochs": 2, "batch": 512}]
+    assert of(named, batch=512).stages == (Stage(0, 128), Stage(10_000, 512))
+    assert of("auto", batch=512).stages == of("auto").stages[:3]
+
+
+SIZES = st.integers(1, 40)
+
+
+@given(size=st.integers(5, 300), batches=st.lists(SIZES, min_size=1, max_size=4, unique=True), data=st.data())
+@settings(max_examples=80, deadline=None)
+def test_steps_are_those_of_a_walk(size: int, batches: list[int], data: st.DataObject) -> None:
+    begins = sorted(data.draw(st.lists(st.integers(0, 3 * size), min_size=len(batches), max_size=len(batches))))
+    ramp = Ramp(tuple(Stage(begin, batch) for begin, batch in zip([0, *begins[1:]], sorted(batches), strict=True)))
+    epochs, start = 5, data.draw(st.integers(0, size))
+    walked = dict.fromkeys(sorted(batches), 0)
+    for epoch in range(epochs):
+        done = 0 if epoch else start
+        while (batch := ramp.batch_at(epoch * size + done)) <= size - done:
+            walked[batch] += 1
+            done += batch
+    assert ramp.steps(size=size, epochs=epochs, done=start) == walked
+
+
+REFUSED: list[tuple[Any, dict[str, Any], str]] = [
+    ([{"epochs": 1, "batch": 100}], {"parts": 8}, r"batch 100 does not divide by 8 .*"),
+    ([{"epochs": 1, "batch": 4096}], {}, "batch 4096 is not below the training's own, 2048"),
+    ([{"samples": 200_000, "batch": 128}], {}, "lasts 20 epochs, which leaves nothing of train.epochs 20"),
+]
+
+
+@pytest.mark.parametrize(("ramp", "where", "words"), REFUSED)
+def test_stages_that_do_not_fit_are_refused(ramp: Any, where: dict[str, int], words: str) -> None:
+    given_ = {"batch": 2048, "parts": 1, "dataset_size": 10_000, **where}
+    with pytest.raises(SpecError, match=words):
+        check_stages(job(ramp), **given_)
+
+
+def test_check_tells_stages_that_no_batch_is_above() -> None:
+    named = [{"epochs": 1, "batch": 64}, {"epochs": 1, "batch": 512}]
+    searched = {most: job(named).model_copy(update={"search": Search(max_batch=most)}) for most in (512, 1024)}
+    (told,) = unreached(searched[512])
+    assert told == "train.ramp: batch 512: none that is searched is above it (search.max_batch: 512)"
+    assert unreached(searched[1024]) == unreached(job(named)) == unreached(job("auto")) == []
+
+
+@pytest.mark.parametrize(
+    ("ramp", "train", "words"),
+    [
+        ([{"epochs": 1, "batch": 64}, {"epochs": 1, "batch": 64}], {}, "must ascend"),
+        ([{"batch": 64}], {}, "needs epochs or samples"),
+        ([{"batch": 64, "epochs": 1, "samples": 7}], {}, "needs epochs or samples"),
+        ([{"epochs": 20, "batch": 64}], {}, "its stages last 20 epochs, and epochs is 20"),
+        ([], {}, "at least 1 item"),
+        ("auto", {"method": "auto"}, "method auto compares settings at one batch"),
+    ],
+)
+def test_the_file_alone_tells_what_cannot_be(ramp: Any, train: dict[str, Any], words: str) -> None:
+    with pytest.raises(SpecError) as caught:
+        job(ramp, **train)
+    assert words in " ".join(problem.message for problem in caught.value.problems)

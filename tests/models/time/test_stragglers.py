@@ -1,0 +1,78 @@
+"""Slow ranks are named, and what holds ranks up is told (models/time/stragglers.py)."""
+
+import numpy as np
+import pytest
+from make_results import Truth, measured, probe_all, spec
+
+from tula_cli.models.forecast import Forecast
+from tula_cli.models.time.stragglers import fitted, stragglers
+from tula_cli.run.records.probes import Measured, RankPace
+
+FULL = {n: tuple(batch // n for batch in (32, 64, 128, 256, 512, 1024)) for n in (1, 2, 4, 8)}
+
+
+def with_ranks(nodes: int, *, compute: float = 0.1, waits: float = 0.0, hosts: int | None = None) -> Measured:
+    """A probe whose last rank takes `compute` and waits `waits` more, where the others take 0.1 s."""
+    usual = [RankPace(host=f"n{k % (hosts or nodes)}", compute=0.1 + 0.001 * k, wait=0.01) for k in range(nodes - 1)]
+    last = RankPace(host=f"n{(nodes - 1) % (hosts or nodes)}", compute=compute + waits, wait=0.01 + waits)
+    return measured(Truth(), nodes, 32, ranks=(*usual, last))
+
+
+def test_a_node_that_computes_slowly_in_most_of_its_probes_is_named() -> None:
+    (found,) = stragglers([with_ranks(4, compute=0.18), with_ranks(4, compute=0.2), with_ranks(2)])
+    assert (found.name, found.probes, found.of, found.waits) == ("n3", 2, 2, False)
+    assert found.factor == pytest.approx(1.9, rel=0.05)
+    assert "n3 computes 1.9 times as slowly" in found.words and "cluster.slurm.exclude: n3" in found.words
+
+
+def test_a_node_that_waits_for_its_data_is_told_from_one_that_computes_slowly() -> None:
+    (found,) = stragglers([with_ranks(4, waits=0.1), with_ranks(4, waits=0.1)])
+    assert found.waits and "gets its data" in found.words and "its data loader" in found.words
+
+
+def test_a_rank_of_one_node_is_named_by_its_number() -> None:
+    (found,) = stragglers([with_ranks(4, compute=0.2, hosts=1)] * 2)
+    assert found.name == "rank 3" and "exclude" not in found.words
+
+
+@pytest.mark.parametrize("probes", [[], [with_ranks(4, compute=0.2)], [with_ranks(4, compute=0.11)] * 4])
+def test_one_slow_probe_or_a_few_per_cent_name_nobody(probes: list[Measured]) -> None:
+    assert stragglers(probes) == []
+
+
+def test_slow_once_in_many_is_chance() -> None:
+    assert stragglers([with_ranks(4, compute=0.2)] * 2 + [with_ranks(4)] * 2) == []
+
+
+def shared_storage(seed: int) -> list[Measured]:
+    """Probes whose steps wait for data from one place: the more, the more samples a step has on all nodes together."""
+    rng, probes = np.random.default_rng(seed), []
+    for nodes, batches in FULL.items():
+        for local in batches:
+            compute = 0.02 + 0.001 * local
+            wait = 0.0 if nodes == 1 else max(0.0, 0.0008 * local * nodes - compute) * rng.lognormal(0, 0.3)
+            times = (compute + wait) * (1 + 0.01 * rng.standard_normal(20))
+            probes.append(measured(Truth(), nodes, local, step_times=tuple(times), compute_time=compute))
+    return probes
+
+
+def test_steps_that_wait_for_other_ranks_the_longer_the_larger_the_batch_are_recognised() -> None:
+    job, inside = spec(search={"nodes": [1, 2, 4, 8]}), []
+    for seed in range(5):
+        everything = shared_storage(seed)
+        seen = [probe for probe in everything if probe.nodes in (1, 8) or probe.local_batch <= 32]
+        fit, told = fitted(job, seen)
+        assert len(told) == 1 and told[0].startswith("input- or straggler-bound: on 8 nodes")
+        for probe in everything:
+            if probe not in seen:
+                found = fit.predict(probe.nodes, 1, probe.local_batch)
+                assert found.low is not None and found.high is not None
+                inside.append(found.low <= probe.step_times[0] <= found.high)
+        assert Forecast.from_results(job, seen).held_up
+    assert np.mean(inside) > 0.7
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_an_ordinary_job_is_not_held_up(seed: int) -> None:
+    truth = Truth(noise=0.02, jitter=0.02)
+    assert not fitted(spec(), probe_all(truth, {2: (16, 64, 256), 16: (2, 32, 256)}, seed=seed))[1]

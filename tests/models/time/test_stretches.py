@@ -1,0 +1,180 @@
+"""What the steps of a training tell of its configuration (models/time/stretches.py)."""
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import make_runs as make
+import numpy as np
+import pytest
+from make_results import Truth, measured, spec
+
+from tula_cli.models.forecast import Forecast
+from tula_cli.models.observations import observation
+from tula_cli.models.time import steptime, stretches
+from tula_cli.models.time.noise import Z90
+from tula_cli.models.time.steptime import REPEATS, Observation, observed
+from tula_cli.models.time.stretches import told_by
+from tula_cli.run.records.recommendations import TrainedSteps
+from tula_cli.run.records.tasks import Rung, TrainTask
+
+
+def task(attempt: int = 1, *, nodes: int = 2, batch: int = 128, **changes: Any) -> TrainTask:
+    fields: dict[str, Any] = {"spec": spec(), "workdir": "/", "signature": "ab12cd34", "workers": "auto", **changes}
+    name = f"train-ab12cd34-{attempt}"
+    return TrainTask(id=name, job=name, nodes=nodes, attempt=attempt, ladder=(Rung(batch=batch),), **fields)
+
+
+def start(attempt: int = 1) -> dict[str, Any]:
+    return {"kind": "start", "time": 0.0, "samples": 0, "epoch": 0.0, "attempt": attempt}
+
+
+def steps(seconds: float, *, count: int = 30, at: float = 1.0, **changes: Any) -> list[dict[str, Any]]:
+    fields = {"kind": "step", "count": 10, "step_time": seconds, "data_wait": 0.001, "compute": None, "sync": None}
+    return [{**fields, "step": 10 * n, "time": at + n, "samples": 0, **changes} for n in range(count)]
+
+
+def told(rows: Sequence[dict[str, Any]], *tasks: TrainTask) -> tuple[TrainedSteps, ...]:
+    return told_by(tasks or (task(),), rows, lambda task, environment: "").found
+
+
+def test_a_training_tells_one_step_time_of_each_configuration_it_ran_at() -> None:
+    rows = [start(1), *steps(0.1), start(2), *steps(0.1), start(3), *steps(0.06)]
+    found = told(rows, task(1), task(2), task(3, batch=64))
+    assert [(one.batch, one.local_batch, one.step_time) for one in found] == [
+        (128, 64, pytest.approx(0.1)), (64, 32, pytest.approx(0.06)),
+    ]  # fmt: skip
+    assert found[0].steps == 2 * 27 * 10, "of each start the first three rows are warm-up"
+    assert found[0].noise == pytest.approx(REPEATS), "however long, it is another job than the probes"
+
+
+def test_steps_of_smaller_batches_before_its_own_do_not_count() -> None:
+    (found,) = told([start(), *steps(0.02, batch=32), *steps(0.1, at=31.0, batch=128)])
+    assert (found.batch, found.step_time) == (128, pytest.approx(0.1))
+
+
+def test_its_compute_holds_the_wait_for_data_as_that_of_a_probe_does() -> None:
+    (one,) = told([start(), *steps(0.1, compute=0.07, sync=0.02)])
+    assert (one.compute, one.sync, one.data_wait) == (pytest.approx(0.071), 0.02, 0.001)
+
+
+def test_of_a_script_whole_steps_count() -> None:
+    rows = [
+        {"kind": "step", "step": 50 * at, "time": 1.0 + at, "samples": 0, "step_time": 0.1, "eta": 5.0}
+        for at in range(30)
+    ]
+    (one,) = told([start(), *rows])
+    assert (one.step_time, one.steps, one.compute, one.data_wait) == (pytest.approx(0.1), 27 * 50, None, None)
+
+
+def test_refreshes_are_no_part_of_a_step() -> None:
+    often = steps(0.3, refreshed=5, plain_time=0.1)
+    always = steps(0.3, refreshed=10, plain_time=None, count=3, at=40.0)
+    (one,) = told([start(), *often, *always])
+    assert one.step_time == pytest.approx(0.1) and one.steps == 27 * 5
+    scaled = spec(train={"method": "ags", "reference_batch": 32})
+    assert not told([start(), *steps(0.3)], task(spec=scaled)), "an older log does not tell refreshes apart"
+
+
+def test_steps_before_a_change_do_not_count_and_those_after_it_count_less() -> None:
+    change = make.step_change(began_at=20.0).model_dump(mode="json")
+    rows = [start(), *steps(0.06, count=19), {"kind": "change", "change": change}, *steps(0.09, at=21.0)]
+    (one,) = told(rows)
+    assert one.step_time == pytest.approx(0.09)
+    assert one.noise == pytest.approx(math.hypot(REPEATS, math.log(1.5) / Z90), rel=0.01)
+
+
+@pytest.mark.parametrize("unlike", [{"splits": 2}, {"workers": 1}], ids=["cut", "fewer loaders"])
+def test_steps_such_as_no_probe_makes_do_not_count(unlike: dict[str, Any]) -> None:
+    found = told_by((task(1, **unlike), task(2)), [start(1), *steps(0.2), start(2), *steps(0.1)], lambda task, row: "")
+    assert [one.step_time for one in found.found] == [pytest.approx(0.1)]
+    assert len(found.left_out) == 1
+
+
+def test_where_it_ran_may_leave_it_out_and_too_few_steps_do() -> None:
+    rows = [start(), {"kind": "environment", "hardware": "x"}, *steps(0.1)]
+    found = told_by((task(),), rows, lambda task, environment: f"it ran on {(environment or {})['hardware']}")
+    assert found.found == () and found.left_out == ("it ran on x",)
+    assert not told([start(), *steps(0.1, count=12)])
+
+
+def test_noise_grows_with_the_spread_of_its_stretches() -> None:
+    rng = np.random.default_rng(0)
+    rows = [start(), *(steps(float(took), count=1, at=at)[0] for at, took in enumerate(0.1 + 0.03 * rng.random(200)))]
+    (one,) = told(rows)
+    assert REPEATS < one.noise < 0.03
+
+
+# --- beside a probe
+
+
+def trained(seconds: float, *, noise: float = REPEATS, until: float = 0.0) -> TrainedSteps:
+    return TrainedSteps(
+        signature="ab12cd34", nodes=8, gpus_per_node=1, batch=512, step_time=seconds, step_times=(seconds,) * 40, compute=None,
+        sync=None, data_wait=None, steps=400, changed=0.0, noise=noise, since=0.0, until=until,
+    )  # fmt: skip
+
+
+def test_probe_and_trainings_count_by_their_noise() -> None:
+    probe = (0.1,) * 20
+    alone, both = stretches.measured(probe, ()), stretches.measured(probe, [trained(0.101)])
+    assert alone == observed(probe) and stretches.measured(None, ()) is None
+    assert both is not None and both.seconds == pytest.approx(0.1005, rel=1e-4)
+    assert both.high is not None and alone is not None and alone.high is not None and both.low is not None
+    assert math.log(both.high / both.low) < math.log(alone.high / (alone.low or 0.0)), "two jobs tell more than one"
+    doubtful = stretches.measured(probe, [trained(0.12, noise=0.2)])
+    assert doubtful is not None and doubtful.seconds < 0.1005
+
+
+def test_where_they_disagree_the_interval_holds_both() -> None:
+    found = stretches.measured((0.1,) * 20, [trained(0.115)])
+    assert found is not None and found.low is not None and found.high is not None
+    assert found.low < 0.1 and found.high > 0.115
+
+
+# --- in the fit
+
+TRUTH = Truth(fixed=0.02, slope=0.0005, sync=0.06)
+PROBES = {2: (8, 32, 128, 512), 4: (8,), 8: (8,), 16: (8, 128)}
+NEAR = [(8, 32), (8, 128), (4, 64), (16, 64), (8, 256), (16, 32)]
+
+
+def unseen(seen: Sequence[Observation]) -> tuple[float, float, float]:
+    """Return the mean error at the neighbours, the share of them inside their intervals, and how wide these are."""
+    fit = steptime.fit(seen, collective="ring")
+    nodes, local_batches = zip(*NEAR, strict=True)
+    seconds, low, high = fit.predict_all(nodes, [1] * len(NEAR), local_batches)
+    truth = np.array([TRUTH.step_time(*place) for place in NEAR])
+    held = np.mean((low <= truth) & (truth <= high))
+    return float(np.abs(seconds / truth - 1).mean()), float(held), float(np.log(high / low).mean())
+
+
+def test_a_training_at_the_choice_betters_what_is_predicted_of_its_neighbours() -> None:
+    noisy, found = dataclasses.replace(TRUTH, noise=0.04, jitter=0.02), []
+    for seed in range(6):
+        rng = np.random.default_rng(seed)
+        probes = [observation(measured(noisy, nodes, b, rng=rng)) for nodes, own in PROBES.items() for b in own]
+        seconds = TRUTH.step_time(8, 64) * (1 + REPEATS * rng.standard_normal())
+        found.append([unseen(probes), unseen([*probes, stretches.observation(trained(seconds))])])
+    (error, _, width), (later_error, later_held, later_width) = np.mean(found, axis=0)
+    assert later_error < 0.75 * error
+    assert later_width < 0.95 * width and later_held >= 0.9
+
+
+def test_the_fit_says_how_many_of_its_observations_are_trainings() -> None:
+    probes = [measured(TRUTH, nodes, b) for nodes, own in PROBES.items() for b in own]
+    forecast = Forecast.from_results(spec(), probes, trained=[trained(0.1), trained(0.102, until=5.0)])
+    assert "(8 probes and 2 trainings, " in forecast.steps.words
+    row = next(row for row in forecast.predictions() if (row.nodes, row.batch) == (8, 512))
+    assert row.measured and row.trained == "ab12cd34" and row.step_time == pytest.approx(0.101, rel=1e-3)
+    assert not any("trained" in text for text in forecast.warnings)
+    before = Forecast.from_results(spec(), probes)
+    assert "training" not in before.steps.words and not any(row.trained for row in before.predictions())
+
+
+def test_a_training_on_more_nodes_than_any_probe_had_is_no_extrapolation() -> None:
+    probes = [measured(TRUTH, nodes, b) for nodes in (2, 4) for b in (8, 128)]
+    rows = Forecast.from_results(spec(), probes, trained=[trained(0.11)]).predictions([8])
+    assert not any(row.further for row in rows)
+    assert all(row.further for row in Forecast.from_results(spec(), probes).predictions([8]))

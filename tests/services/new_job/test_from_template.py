@@ -1,0 +1,35 @@
+import pytest
+import yaml
+
+from tula_cli.services.new_job.from_command import from_command
+from tula_cli.services.new_job.from_template import from_template
+from tula_cli.spec.job import JobSpec
+
+
+@pytest.mark.parametrize(("kind", "line"), [("local", "  kind: local"), ("slurm", "  kind: slurm")])
+def test_templates_name_their_cluster(kind, line):
+    assert any(text.startswith(line) for text in from_template(kind).splitlines())
+
+
+@pytest.mark.parametrize(("gpus", "nodes"), [(1, [1]), (2, [1, 2]), (4, [1, 2, 4]), (6, [1, 2, 4])])
+def test_a_local_job_searches_the_gpus_that_are_here(gpus, nodes):
+    filled, plain = from_template("local", gpus=gpus).splitlines(), from_template("local").splitlines()
+    changed = [(new, old) for new, old in zip(filled, plain, strict=True) if new != old]
+    assert len(changed) == 1
+    assert yaml.safe_load("\n".join(filled))["search"]["nodes"] == nodes
+
+
+def test_local_template_mentions_every_setting():
+    script = from_command("train.py --batch-size 8 --epochs 3 --resume x --output-dir y", "local").text
+    text = from_template("local") + script.partition("\nsearch:")[0]
+    schema = JobSpec.model_json_schema()
+    for name, section in schema["$defs"].items():
+        if name not in ("Slurm", "Every"):
+            missing = [key for key in section["properties"] if f"{key}:" not in text]
+            assert not missing, (name, missing)
+
+
+def test_slurm_template_mentions_the_usual_options():
+    text = from_template("slurm")
+    for key in ("partition", "account", "qos", "constraint", "minutes", "cpus_per_task", "memory", "setup", "extra"):
+        assert f"{key}:" in text

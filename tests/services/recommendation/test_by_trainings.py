@@ -1,0 +1,166 @@
+"""What a run's trainings tell `tula recommend`, ended or not, beside its probes."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from make_results import Truth, measured, probe_all, spec
+
+from tula_cli.run.directory import RunDir
+from tula_cli.run.records.recommendations import Recommendation
+from tula_cli.run.records.tasks import Rung, TrainTask
+from tula_cli.services.recommend import recommend
+from tula_cli.services.recommendation.by_trainings import NEWEST
+from tula_cli.services.recommendation.measured import as_recommended
+from tula_cli.show import recommend as show_recommend
+from tula_cli.spec.job import JobSpec
+
+TRUTH = Truth(fixed=0.02, slope=0.0005, sync=0.05)
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDir:
+    """A job that was measured on a cluster that turned out to be slower."""
+    run = RunDir.create(tmp_path, spec(search={"nodes": [1, 2, 4], "max_batch": 512}))
+    for probe in probe_all(TRUTH, {1: (32, 128, 512), 2: (32, 256), 4: (8, 128)}):
+        run.write_result(probe)
+    return run
+
+
+def train(run: RunDir, seconds: float, *, own: JobSpec | None = None, name: str = "ab12cd34", **where: Any) -> None:
+    """Add a training on 2 nodes at batch 128 that is under way."""
+    job, own = f"train-{name}", own or run.spec()
+    environment = {**measured(TRUTH, 1, 8).environment.model_dump(mode="json"), **where}
+    run.write_task(
+        TrainTask(
+            id=f"{job}-1", job=job, spec=own, workdir="/", nodes=2, signature=name, attempt=1, ladder=(Rung(batch=128),),
+            workers=own.train.workers,
+        )
+    )  # fmt: skip
+    fields = {
+        "kind": "step",
+        "count": 10,
+        "step_time": seconds,
+        "plain_time": seconds,
+        "refreshed": 0,
+        "data_wait": 0.0,
+    }
+    rows = [
+        {"kind": "start", "time": 0.0, "samples": 0, "attempt": 1},
+        {"kind": "environment", "time": 0.0, "samples": 0, **environment},
+        *({**fields, "step": 10 * at, "time": 1.0 + at, "samples": 1280 * at} for at in range(30)),
+    ]
+    path = run.training(name).metrics_path
+    path.parent.mkdir(parents=True)
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def ask(run: RunDir) -> Recommendation:
+    return recommend(run, run.spec(), objective="time", now=1.0).recommendation
+
+
+def step_time(found: Recommendation, nodes: int, batch: int) -> float:
+    return next(row.step_time for row in found.rows if (row.nodes, row.batch) == (nodes, batch))
+
+
+def test_the_next_answer_has_learnt_from_a_training(run: RunDir) -> None:
+    before, slow = ask(run), 1.15 * TRUTH.step_time(2, 64)
+    train(run, slow)
+    after = ask(run)
+    assert step_time(after, 2, 128) == pytest.approx(slow)
+    assert step_time(before, 2, 256) < step_time(after, 2, 256) < 1.15 * TRUTH.step_time(2, 128)
+    assert "(7 probes and 1 training, " in after.fit and "training" not in before.fit
+    (told,) = after.trainings
+    assert (told.signature, told.nodes, told.batch, told.probed) == ("ab12cd34", 2, 128, None)
+    assert Recommendation.model_validate_json(after.model_dump_json()) == after
+    row = next(row for row in after.rows if (row.nodes, row.batch) == (2, 128))
+    assert row.measured and row.trained == "ab12cd34" and show_recommend._basis(row) == "training"
+    (line,) = show_recommend._learnt(after)
+    assert line.startswith("measured by training ab12cd34: 2 nodes, batch 128, ")
+
+
+def test_what_is_trained_is_predicted_as_it_was_recommended(run: RunDir) -> None:
+    train(run, 1.15 * TRUTH.step_time(2, 64))
+    forecast = as_recommended(run, run.spec())
+    assert forecast.predictions()[0] == ask(run).rows[0].model_copy(update={"pareto": False, "same_progress": None})
+
+
+def test_where_a_probe_was_too_both_count_and_the_table_says_so(run: RunDir) -> None:
+    run.write_result(measured(TRUTH, 2, 64))
+    probed, slow = TRUTH.step_time(2, 64), 1.1 * TRUTH.step_time(2, 64)
+    train(run, slow)
+    after = ask(run)
+    assert probed < step_time(after, 2, 128) < slow
+    (line,) = show_recommend._learnt(after)
+    assert "84.7 ms a step (its probe 77.0, which counts too), up to " in line
+
+
+def test_the_newest_trainings_of_a_configuration_count(run: RunDir) -> None:
+    for number in range(NEWEST + 2):
+        train(run, 0.08, name=f"ab12cd3{number}")
+        for path in run.path.glob(f"train/ab12cd3{number}/metrics.jsonl"):
+            path.write_text(path.read_text().replace('"time": ', f'"time": {number}'))
+    after = ask(run)
+    assert [one.signature for one in after.trainings] == [f"ab12cd3{number}" for number in range(2, NEWEST + 2)]
+    (line,) = show_recommend._learnt(after)
+    assert line.startswith(
+        "measured by trainings ab12cd32, ab12cd33, ab12cd34, ab12cd35, ab12cd36: 2 nodes, batch 128, "
+    )
+
+
+def test_of_a_long_training_some_steps_are_read(run: RunDir) -> None:
+    train(run, 0.08)
+    path = run.training("ab12cd34").metrics_path
+    head, step = path.read_text().splitlines()[:2], path.read_text().splitlines()[-1]
+    path.write_text("\n".join([*head, *[step] * 15_000]) + "\n")
+    (told,) = ask(run).trainings
+    assert told.step_time == pytest.approx(0.08) and 30_000 < told.steps < 100_000
+
+
+@pytest.mark.parametrize(
+    "other",
+    [{"train": {"method": "ortho"}}, {"train": {"precision": "bf16"}}, {"model": {"name": "resnet34"}}, {"train": {"method": "auto"}}],
+    ids=["method", "precision", "model", "self-tuning"],
+)  # fmt: skip
+def test_a_training_of_other_steps_tells_nothing(run: RunDir, other: dict[str, Any]) -> None:
+    before = ask(run)
+    train(run, 0.5, own=spec(search={"nodes": [1, 2, 4], "max_batch": 512}, **other))
+    assert ask(run) == before
+
+
+def test_settings_that_change_no_step_are_no_hindrance(run: RunDir) -> None:
+    train(run, 0.08, own=spec(optimizer={"lr": 0.4}, train={"epochs": 3, "seed": 7}))
+    assert len(ask(run).trainings) == 1
+
+
+@pytest.mark.parametrize(
+    ("where", "why"),
+    [
+        ({"hardware": "Other GPU"}, "it ran on Other GPU, the probes on Test GPU"),
+        ({"torch": "2.9"}, "it ran with torch 2.9, the probes with 2.6"),
+        ({"oversubscribed": True}, "its ranks shared cores or GPUs"),
+    ],
+)
+def test_one_that_ran_elsewhere_is_left_out_and_that_is_said(run: RunDir, where: dict[str, Any], why: str) -> None:
+    before = ask(run)
+    train(run, 0.5, **where)
+    after = ask(run)
+    assert after.rows == before.rows and after.trainings_left_out == (f"training ab12cd34: {why}",)
+    assert list(show_recommend._learnt(after)) == [f"left out of the fit: training ab12cd34: {why}"]
+
+
+def test_oversubscribed_as_the_probes_were_it_counts(run: RunDir) -> None:
+    for probe in probe_all(TRUTH, {2: (32, 256)}):
+        run.write_result(probe.model_copy(update={"oversubscribed": True}))
+    train(run, 0.08, oversubscribed=True)
+    assert len(ask(run).trainings) == 1
+
+
+def test_asked_by_a_training_under_way_its_steps_count_once(run: RunDir) -> None:
+    train(run, 0.09)
+    rows = [json.loads(line) for line in run.training("ab12cd34").metrics_path.read_text().splitlines()]
+    text = "".join(json.dumps({"epoch": 1.0, **row}) + "\n" for row in rows)
+    run.training("ab12cd34").metrics_path.write_text(text)
+    found = recommend(run, run.spec(), objective="time", now=1.0, from_training=True).recommendation
+    assert not found.trainings and "training" not in found.fit

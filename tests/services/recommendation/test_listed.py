@@ -1,0 +1,122 @@
+"""What `tula recommend` lists, writes and weighs where there are many configurations."""
+
+import csv
+from pathlib import Path
+from typing import Any
+
+import pytest
+from make_results import Truth, inspected, probe_all, spec, with_noise
+
+from tula_cli.models.choice import offers
+from tula_cli.models.choice.grid import Config
+from tula_cli.models.forecast import Forecast
+from tula_cli.run.directory import RunDir
+from tula_cli.run.records.recommendations import Prediction
+from tula_cli.services import search
+from tula_cli.services.recommend import keep, recommend
+from tula_cli.services.recommendation.answer import Answer
+from tula_cli.services.recommendation.listed import FEW
+
+SMALLEST = 2520  # divides by 1 to 10, and 38 numbers more
+MANY = spec(
+    search={"nodes": [n for n in range(1, 121) if SMALLEST % n == 0], "min_batch": SMALLEST},
+    pricing={"price": 2.0, "spot": {"discount": 0.6, "interruptions_per_day": 1.0}},
+)
+PLAN = {1: (2520, 40320, 645120), 3: (840,), 20: (126, 4032), 120: (21, 1344)}
+TRUTH = Truth(dataset_size=10**6, noise=0.01, slope=5e-5)
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDir:
+    run = RunDir.create(tmp_path, MANY)
+    for probe in probe_all(TRUTH, PLAN):
+        run.write_result(probe if probe.nodes == 1 else with_noise([probe], 500.0)[0])
+    return run
+
+
+def ask(run: RunDir, objective: Any = "knee", **rest: Any) -> Answer:
+    return recommend(run, run.spec(), objective=objective, now=1.0, **rest)
+
+
+def places(rows: Any) -> set[tuple[int, int]]:
+    return {(row.nodes, row.batch) for row in rows}
+
+
+@pytest.mark.parametrize("objective", ["knee", "time", "accuracy-time"])
+def test_of_many_configurations_those_are_listed_that_are_worth_a_look(run: RunDir, objective: str) -> None:
+    answer = ask(run, objective)
+    found, every = answer.recommendation, answer.every()
+    assert FEW < len(places(every.rows)) == found.candidates and len(places(found.rows)) < found.candidates
+    worth = [row for row in every.rows if row.pareto or row.measured]
+    assert places([*worth, found.choice, *found.runners_up]) <= places(found.rows)
+    assert {row.batch for row in found.rows} == {row.batch for row in every.rows}, "the best of each batch"
+    assert found.rows == tuple(row for row in every.rows if row in found.rows), "the same records in the same order"
+    assert found.beaten_by_none == sum(row.pareto for row in every.rows)
+    assert {row.market for row in found.rows if places([row]) == places([found.choice])} == {"on_demand", "spot"}
+
+
+def test_of_few_all_are_listed(run: RunDir) -> None:
+    answer = ask(run, max_batch=2 * SMALLEST, max_nodes=20)
+    assert answer.recommendation == answer.every() and answer.recommendation.candidates == len(
+        places(answer.every().rows)
+    )
+
+
+def test_a_record_is_made_only_of_what_is_listed(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = []
+    monkeypatch.setattr(offers, "Prediction", lambda **fields: made.append(fields) or Prediction(**fields))
+    answer = ask(run)
+    keep(run, run.spec(), answer)
+    assert len(made) < len(answer.offers) / 2
+
+
+def test_the_table_holds_what_was_measured_and_listed_and_all_where_that_is_asked(run: RunDir) -> None:
+    answer = ask(run)
+    keep(run, run.spec(), answer)
+    listed = table(run)
+    keep(run, run.spec(), answer, every=True)
+    every = table(run)
+    assert set(listed) == places(answer.recommendation.rows) | {(n, n * b) for n, sizes in PLAN.items() for b in sizes}
+    assert set(every) == {
+        (config.nodes, config.batch) for config in Forecast.from_results(MANY, run.results()).candidates()
+    }
+    assert all(every[place] == line for place, line in listed.items())
+    kept = run.recommendation()
+    assert kept == answer.recommendation, "what other commands read stays short"
+
+
+def table(run: RunDir) -> dict[tuple[int, int], dict[str, str]]:
+    with (run.path / "results.csv").open() as file:
+        return {(int(line["nodes"]), int(line["batch"])): line for line in csv.DictReader(file)}
+
+
+def test_reasons_beyond_some_are_told_together(run: RunDir) -> None:
+    far = MANY.model_copy(
+        update={"search": MANY.search.model_copy(update={"nodes": (1, 1008, 1260, 1680, 2016, 2520, 3360, 5040)})}
+    )
+    small = [probe for probe in run.results() if probe.nodes <= 3]
+    for probe in run.results():
+        if probe not in small:
+            (run.path / f"results/{probe.id}.json").unlink()
+    told = [
+        text for text in recommend(run, far, objective="time", now=1.0).recommendation.warnings if "left out" in text
+    ]
+    assert len(told) == 6 and "more than 8 times the 3" in told[0]
+    assert "other numbers of nodes (3360 to 5040)" in told[-1]
+
+
+def test_a_search_weighs_the_best_of_each_batch_and_what_was_measured(
+    run: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    forecast = Forecast.from_results(MANY, run.results())
+    fitting = set(forecast.candidates())
+    monkeypatch.setattr(search, "_WEIGHED", 10**6)
+    whole = search._weighed(forecast, fitting)
+    monkeypatch.setattr(search, "_WEIGHED", 9)
+    few = search._weighed(forecast, fitting)
+    assert len(few) < len(whole) == len(forecast.predictions())
+    assert {row.batch for row in few} == {row.batch for row in whole} and few[0] == whole[0]
+    assert {row for row in whole if row.measured} <= set(few) == {row for row in whole if row in few}
+    assert Config(few[0].nodes, few[0].batch) in fitting
+    found = search.next_round(MANY, run.results(), inspection=inspected(dataset_size=10**6))
+    assert found.words.startswith("expected regret")

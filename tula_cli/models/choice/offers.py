@@ -1,0 +1,199 @@
+"""Forecasts of many configurations as columns: objectives, front and limits choose among them by index.
+
+Records (`Prediction`) are made of those that are shown: making one for each of a hundred thousand takes seconds.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, fields
+from typing import Any, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tula_cli.models.choice.columns import Flags, Floats, Ints
+from tula_cli.run.records.recommendations import Prediction, SameProgress, TimeParts
+
+_WHOLE = ("peak_memory",)  # that are None or a whole number; nan for None makes a column of floats
+_OPTIONAL = (
+    "step_low", "step_high", "hours_low", "hours_high", "peak_memory", "headroom", "step_fitted", "refresh_share", "energy",
+    "kwh", "kwh_low", "kwh_high",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class ProgressColumns:
+    """What configurations take to the same progress, as `SameProgress` has it; each of shape (n,)."""
+
+    epochs: Floats
+    epochs_low: Floats
+    epochs_high: Floats
+    epochs_alike: Floats
+    epochs_lossy: Floats
+    hours: Floats
+    hours_low: Floats
+    hours_high: Floats
+    cost: Floats
+
+
+@dataclass(frozen=True)
+class PartsColumns:
+    """Where the time goes, as `TimeParts` has it; each of shape (n,)."""
+
+    steps: Floats
+    data: Floats  # nan where no probe tells
+    evaluation: Floats
+    checkpoints: Floats
+    branches: Floats
+    rest: Floats
+
+
+@dataclass(frozen=True)
+class Offers:
+    """Configurations, each on a market, with what a training takes there: the fields of `Prediction`, of shape (n,).
+
+    nan stands for None.
+    """
+
+    nodes: Ints
+    batch: Ints
+    local_batch: Ints
+    step_time: Floats
+    step_low: Floats
+    step_high: Floats
+    step_fitted: Floats
+    hours: Floats
+    hours_low: Floats
+    hours_high: Floats
+    cost: Floats
+    peak_memory: Floats
+    headroom: Floats
+    measured: Flags
+    what_if: Flags
+    further: Flags
+    refresh_share: Floats
+    energy: Floats
+    kwh: Floats
+    kwh_low: Floats
+    kwh_high: Floats
+    type: NDArray[np.str_]
+    market: NDArray[np.str_]
+    trained: NDArray[np.str_]
+    step_widened: Floats
+    hours_widened: Floats
+    pareto: Flags
+    stages: NDArray[np.object_]  # of a batch that grows, a tuple of StageSteps each; None where there are none
+    parts: PartsColumns | None = None
+    same_progress: ProgressColumns | None = None
+
+    @classmethod
+    def of(cls, rows: Iterable[Prediction]) -> "Offers":
+        """Return records as columns; what only some of them tell beside their own fields is left out."""
+        given = list(rows)
+        own: dict[str, Any] = {
+            field.name: np.array([getattr(row, field.name) for row in given], dtype=_dtype(field.name))
+            for field in fields(cls)
+            if field.name not in ("stages", "parts", "same_progress")
+        }
+        return cls(
+            **own,
+            stages=objects([row.stages or None for row in given]),
+            parts=_nested(PartsColumns, [row.parts for row in given]),
+            same_progress=_nested(ProgressColumns, [row.same_progress for row in given]),
+        )
+
+    @classmethod
+    def join(cls, offers: Sequence["Offers"]) -> "Offers":
+        """Return all rows below each other; all of them have the same parts."""
+        return _each(lambda *columns: np.concatenate(columns), *offers)
+
+    def __len__(self) -> int:
+        return len(self.nodes)
+
+    def take(self, where: Flags | NDArray[np.intp] | Ints | Sequence[int]) -> "Offers":
+        """Return the rows that are flagged, or those of these indices in their order."""
+        return _each(lambda column: column[where], self)
+
+    def ordered(self) -> "Offers":
+        """Return the rows fastest first; of equal ones fewer nodes, then the smaller batch."""
+        return self.take(np.lexsort((self.batch, self.nodes, self.hours)))
+
+    def configurations(self) -> Ints:
+        """Return for each row the number of its configuration, from 0; on both markets it is one."""
+        kinds = np.unique(self.type, return_inverse=True)[1]
+        order = np.lexsort((self.batch, self.nodes, kinds))
+        keys = np.stack([kinds, self.nodes, self.batch])[:, order]
+        found = np.zeros(len(self), dtype=np.int64)
+        found[order[1:]] = np.cumsum((keys[:, 1:] != keys[:, :-1]).any(axis=0))
+        return found
+
+    def record(self, index: int) -> Prediction:
+        """Return one row as a record."""
+        return self.take([index]).records()[0]
+
+    def records(self) -> tuple[Prediction, ...]:
+        """Return all rows as records, in their order."""
+        own = {
+            field.name: _values(field.name, getattr(self, field.name))
+            for field in fields(self)
+            if field.name not in ("parts", "same_progress")
+        }
+        if self.parts is not None:
+            own["parts"] = [TimeParts(**row) for row in _rows(self.parts, optional=("data",))]
+        if self.same_progress is not None:
+            own["same_progress"] = [SameProgress(**row) for row in _rows(self.same_progress)]
+        return tuple(Prediction(**dict(zip(own, row, strict=True))) for row in zip(*own.values(), strict=True))
+
+
+Table = TypeVar("Table")
+
+
+def _each(of: Callable[..., NDArray[Any]], *tables: Table) -> Table:
+    """Return a table of what a function makes of each column of some of them, and of the columns that these hold."""
+    columns: dict[str, Any] = {}
+    for field in fields(tables[0]):  # type: ignore[arg-type]
+        values = [getattr(table, field.name) for table in tables]
+        if isinstance(values[0], PartsColumns | ProgressColumns):
+            columns[field.name] = _each(of, *values)
+        else:
+            columns[field.name] = None if values[0] is None else of(*values)
+    return type(tables[0])(**columns)
+
+
+def objects(values: Sequence[object]) -> NDArray[np.object_]:
+    """Return a column of any values, tuples among them, which numpy would take apart."""
+    found = np.empty(len(values), dtype=object)
+    for index, value in enumerate(values):
+        found[index] = value
+    return found
+
+
+def _dtype(name: str) -> type:
+    if name in ("nodes", "batch", "local_batch"):
+        return np.int64
+    if name in ("measured", "what_if", "further", "pareto"):
+        return np.bool_
+    return np.str_ if name in ("type", "market", "trained") else np.float64
+
+
+def _nested(kind: Any, rows: Sequence[Any]) -> Any:
+    """Return records within rows as columns; None where some row has none."""
+    if not rows or any(row is None for row in rows):
+        return None
+    return kind(**{f.name: np.array([getattr(row, f.name) for row in rows], dtype=float) for f in fields(kind)})
+
+
+def _values(name: str, column: NDArray[Any]) -> list[Any]:
+    """Return a column as the values of records."""
+    found = column.tolist()
+    if name == "stages":
+        return [value or () for value in found]
+    if name in _OPTIONAL:
+        found = [None if value != value else value for value in found]
+    return [value if value is None else int(value) for value in found] if name in _WHOLE else found
+
+
+def _rows(table: PartsColumns | ProgressColumns, *, optional: Sequence[str] = ()) -> list[dict[str, Any]]:
+    columns = {field.name: getattr(table, field.name).tolist() for field in fields(table)}
+    for name in optional:
+        columns[name] = [None if value != value else value for value in columns[name]]
+    return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]

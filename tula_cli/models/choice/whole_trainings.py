@@ -1,0 +1,245 @@
+"""What a training takes at each of many configurations on either market, from their step times: hours, cost, memory, energy."""
+
+import functools
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tula_cli.models import cost, power
+from tula_cli.models.choice.columns import Flags, Floats, Ints
+from tula_cli.models.choice.offers import Offers, PartsColumns
+from tula_cli.models.interruptions import Saving
+from tula_cli.models.memory.memory import MemoryModel
+from tula_cli.models.observations import Probe
+from tula_cli.models.overheads import OverheadModel
+from tula_cli.models.power import PowerModel
+from tula_cli.models.ramp.stage_times import StageTimes
+from tula_cli.models.time.steptime import Estimate
+from tula_cli.run.records.probes import Measured
+from tula_cli.run.records.recommendations import Calibration, TrainedSteps
+from tula_cli.spec.job import JobSpec
+from tula_cli.spec.resources import Spot
+
+
+@dataclass(frozen=True)
+class Steps:
+    """Step times with their 90 % intervals, each of shape (n,); nan where nothing tells. Seconds."""
+
+    seconds: Floats
+    low: Floats
+    high: Floats
+    fitted: Floats  # what the model says where seconds are measured ones
+
+    def widened(self, factor: float) -> "Steps":
+        """Return them with intervals so many times as wide, in logarithms."""
+        if factor == 1.0:
+            return self
+        low, high = (self.seconds * (bound / self.seconds) ** factor for bound in (self.low, self.high))
+        return replace(self, low=low, high=high)
+
+    def estimates(self) -> list[Estimate]:
+        """Return them one by one."""
+        rows = zip(self.seconds.tolist(), self.low.tolist(), self.high.tolist(), strict=True)
+        return [Estimate(seconds, *(None if end != end else end for end in ends)) for seconds, *ends in rows]
+
+    def times(self, factor: float) -> "Steps":
+        """Return so many times them, as sure as they are."""
+        return Steps(factor * self.seconds, factor * self.low, factor * self.high, np.full(len(self.seconds), np.nan))
+
+
+@dataclass(frozen=True)
+class Trainings:
+    """The models of a training around its steps."""
+
+    spec: JobSpec
+    memory: MemoryModel
+    power: PowerModel | None  # None where no probe tells its energy
+    capacity: int | None  # bytes of one GPU
+    probes: Mapping[Probe, Measured]
+    dataset_size: int
+    eval_size: int | None  # held-out samples; None where no probe tells
+    beside: OverheadModel
+    saving: Saving | None  # of a script
+    trained: Mapping[Probe, Sequence[TrainedSteps]]  # by configuration, oldest first
+    calibration: Calibration  # of the intervals
+    stages: StageTimes  # of a batch that grows
+    supposed: bool = False  # another network, or other GPUs, than were measured
+
+    def probes_at(self, nodes: Ints, local_batch: Ints) -> dict[int, Measured]:
+        """Return the probes of those configurations that were probed, by their index."""
+        found = found_at(self.probes, nodes, local_batch)
+        return {index: self.probes[place] for index, place in found.items()}
+
+    def on_demand(
+        self, nodes: Ints, batch: Ints, steps: Steps, probes: Mapping[int, Measured], *, held: Ints | None = None
+    ) -> Offers:
+        """Return what a training takes on nodes that nobody takes away.
+
+        Args:
+            nodes, batch: of the configurations, shape (n,).
+            steps: of the same.
+            probes: of those that were measured, by index.
+            held: the local batches whose memory is taken, where those are others.
+        """
+        gpus = self.spec.cluster.gpus_per_node
+        local_batch = batch // (nodes * gpus)
+        time, startup = self.time(nodes, batch), self.beside.startup_spread / 3600
+        hours, nothing = time.hours(steps.seconds), np.full(len(nodes), np.nan)
+        reserved, headroom = self._memory(nodes, local_batch if held is None else held, probes)
+        measured, width = ~np.isnan(steps.fitted), self.calibration
+        timed = {} if self.supposed else probes
+        ends = width.hours / width.step
+        found = Offers(
+            nodes=nodes,
+            batch=batch,
+            local_batch=local_batch,
+            step_time=steps.seconds,
+            step_low=steps.low,
+            step_high=steps.high,
+            step_fitted=steps.fitted,
+            hours=hours,
+            hours_low=np.maximum(0.0, hours - ends * np.hypot(hours - time.hours(steps.low), startup)),
+            hours_high=hours + ends * np.hypot(time.hours(steps.high) - hours, startup),
+            cost=cost.cost(self.spec.pricing, hours=hours, nodes=nodes, gpus_per_node=gpus, reserved=reserved),
+            peak_memory=reserved,
+            headroom=headroom,
+            measured=measured,
+            what_if=np.full(len(nodes), self.supposed),
+            trained=self._trained_at(nodes, local_batch, measured),
+            step_widened=np.full(len(nodes), width.step),
+            hours_widened=np.full(len(nodes), width.hours),
+            further=nodes > max(count for count, _ in (*self.probes, *self.trained)),
+            refresh_share=time.work.refreshes * time.overheads.refresh / (3600 * hours),
+            energy=nothing,
+            kwh=nothing,
+            kwh_low=nothing,
+            kwh_high=nothing,
+            type=np.full(len(nodes), ""),
+            market=np.full(len(nodes), "on_demand"),
+            pareto=np.zeros(len(nodes), dtype=bool),
+            stages=self.stages.column(nodes, batch),
+            parts=None if self.spec.script else _parts(time, steps.seconds, timed),
+        )
+        return found if self.power is None else self._with_energy(found, timed, self.power)
+
+    def _memory(self, nodes: Ints, local_batch: Ints, probes: Mapping[int, Measured]) -> tuple[Floats, Floats]:
+        """Return what a GPU reserves (bytes), as it was measured where it was, and the share of its memory that stays free."""
+        model = self.memory.on(nodes * self.spec.cluster.gpus_per_node)
+        reserved = model.reserved(local_batch) + np.zeros(len(nodes))
+        for index, probe in probes.items():
+            reserved[index] = probe.memory.reserved
+        free = np.nan if self.capacity is None else 1 - model.needed(local_batch) / self.capacity
+        return reserved, free + np.zeros(len(nodes))
+
+    def _trained_at(self, nodes: Ints, local_batch: Ints, measured: Flags) -> NDArray[np.str_]:
+        """Return the newest training that has measured each configuration; empty where none has."""
+        found = np.full(len(nodes), "", dtype=object)
+        for index, place in found_at(self.trained, nodes, local_batch).items():
+            found[index] = self.trained[place][-1].signature if measured[index] else ""
+        return found.astype(np.str_)
+
+    def _with_energy(self, found: Offers, probes: Mapping[int, Measured], model: PowerModel) -> Offers:
+        """Return forecasts with the energy of their steps; the rest of the training is taken to draw what they do."""
+        drawn = model.predict(found.step_time, found.local_batch)
+        for index, probe in probes.items():
+            if probe.energy is not None:
+                told = model.measured(probe)
+                drawn.watts[index] = told.watts
+                if drawn.error is not None:
+                    drawn.error[index] = told.error
+        kilowatts = drawn.watts * found.nodes * self.spec.cluster.gpus_per_node / 1000
+        kwh = kilowatts * found.hours
+        return replace(
+            found,
+            energy=1000 * kilowatts * found.step_time,
+            kwh=kwh,
+            kwh_low=power.end(kwh, drawn, found.hours_low, found.hours, side=-1),
+            kwh_high=power.end(kwh, drawn, found.hours_high, found.hours, side=1),
+        )
+
+    def on_spot(self, here: Offers) -> Offers:
+        """Return what the same configurations are expected to take on spot nodes, in their order.
+
+        Left out is where interruptions leave no time to get anywhere; all where there are none of these nodes, or where nothing
+        tells what a script loses by them. The interval is that of the expected time: how much one run differs from the next
+        by its interruptions is not in it.
+        """
+        pricing = self.spec.pricing
+        if pricing.spot is None or (self.saving is not None and not self.saving.known):
+            return here.take([])
+        training = self._training(here.nodes, here.batch, pricing.spot)
+        hours, low, high = (training(seconds) for seconds in (here.step_time, here.step_low, here.step_high))
+        running = self._training(here.nodes, here.batch, pricing.spot.model_copy(update={"wait_minutes": 0.0}))(
+            here.step_time
+        )
+        paid = cost.cost(
+            pricing,
+            hours=running,
+            nodes=here.nodes,
+            gpus_per_node=self.spec.cluster.gpus_per_node,
+            reserved=np.nan_to_num(here.peak_memory),
+            market="spot",
+        )
+        parts, share = here.parts, running / here.hours
+        found = replace(
+            here,
+            hours=hours,
+            hours_low=_finite(low),
+            hours_high=_finite(high),
+            hours_widened=here.step_widened,
+            cost=paid,
+            market=np.full(len(here), "spot"),
+            kwh=here.kwh * share,
+            kwh_low=here.kwh_low * share,
+            kwh_high=here.kwh_high * share,
+            parts=parts and replace(parts, rest=parts.rest + 3600 * (hours - here.hours)),
+        )
+        return found.take(np.isfinite(hours))
+
+    def _training(self, nodes: Ints, batch: Ints, spot: Spot) -> Callable[[Floats], Floats]:
+        """Return what gives the expected hours of the whole training on spot nodes from the step times."""
+        time = self.time(nodes, batch, spot=spot)
+        return time.hours if self.saving is None else functools.partial(self.saving.hours_on_spot, time)
+
+    def time(self, nodes: Ints, batch: Ints, *, spot: Spot | None = None) -> cost.TrainingTime:
+        """Return what gives the hours of trainings from their step times; on spot nodes the expected ones."""
+        gpus, every = self.spec.cluster.gpus_per_node, self.spec.train.checkpoint_every
+        overheads = self.beside.at(nodes, batch // (nodes * gpus), batch)
+        work = cost.work(
+            self.spec,
+            batch=batch,
+            world=nodes * gpus,
+            dataset_size=self.dataset_size,
+            eval_size=self.eval_size,
+            eval_batch_size=overheads.eval_batch_size,
+        )
+        work = self.stages.counted(nodes, batch, work)
+        rate = cost.interruption_rate(self.spec.pricing, nodes)
+        # As the ranks do it, who do not know which nodes they are on.
+        interval = cost.checkpoint_interval(overheads.checkpoint, rate=rate) if every == "auto" else every
+        if spot is None:
+            return cost.TrainingTime(work, overheads, interval)
+        return cost.TrainingTime(work, overheads, interval, rate, 60 * spot.wait_minutes)
+
+
+def found_at(places: Iterable[Probe], nodes: Ints, local_batch: Ints) -> dict[int, Probe]:
+    """Return which of some places are among configurations, by their index there."""
+    return {
+        int(index): place
+        for place in places
+        for index in np.flatnonzero((nodes == place[0]) & (local_batch == place[1]))
+    }
+
+
+def _parts(time: cost.TrainingTime, step_time: Floats, probes: Mapping[int, Measured]) -> PartsColumns:
+    waits = np.full(len(step_time), np.nan)
+    for index, probe in probes.items():
+        waits[index] = np.nan if probe.data_wait is None else probe.data_wait
+    found = time.parts(step_time, data_wait=waits)
+    return PartsColumns(**{name: seconds + np.zeros(len(step_time)) for name, seconds in found.items()})
+
+
+def _finite(hours: Floats) -> Floats:
+    return np.where(np.isfinite(hours), hours, np.nan)

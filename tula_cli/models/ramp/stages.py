@@ -1,0 +1,181 @@
+"""The stages of a training whose batch grows over its first epochs (`train.ramp`): from where on it has which batch.
+
+The clock is samples passed: those of whole epochs, with what their ends leave out, and those done of the epoch under way. A
+stage ends with the first step that comes to its end or beyond, so that batches stay slices of an epoch's order, one after the
+other: at a change no sample is left out, and none is trained twice. The batch follows from the position alone, so that a
+training resumes in any stage, and one that goes on at a smaller batch keeps the stages below that.
+
+By default the batch of stage k is reference_batch x 2^k, up to the training's own: in the first epochs the gradient's noise
+is small, and a larger batch averages little out (McCandlish et al. 2018).
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from math import ceil
+
+from tula_cli.errors import SpecError
+from tula_cli.spec.job import JobSpec
+from tula_cli.words import plural
+
+SHARE = 0.05
+"""Of the training, that each stage of `auto` lasts."""
+MOST = 0.5
+"""Of the training, that all stages of `auto` below its own batch last together."""
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A batch, and where the training comes to it."""
+
+    begin: int  # samples passed
+    batch: int  # global
+
+
+@dataclass(frozen=True)
+class Ramp:
+    """The stages of one training, ascending; the last one has its own batch and ends with it."""
+
+    stages: tuple[Stage, ...]
+    remarks: tuple[str, ...] = ()  # stages of `auto` that are left out, and why
+
+    @classmethod
+    def constant(cls, batch: int) -> "Ramp":
+        """Return that of a training whose batch stays."""
+        return cls((Stage(0, batch),))
+
+    def at(self, passed: int) -> int:
+        """Return the number of the stage, from 0, that a training is in when so many samples are passed."""
+        return max(0, sum(stage.begin <= passed for stage in self.stages) - 1)
+
+    def batch_at(self, passed: int) -> int:
+        """Return the batch, global, of the step that begins when so many samples are passed."""
+        return self.stages[self.at(passed)].batch
+
+    def of_epoch(self, epoch: int, *, done: int, size: int) -> Iterator[tuple[int, int]]:
+        """Yield (batch, steps) of what is left of an epoch; less than a batch at its end is left out.
+
+        Args:
+            epoch: epochs completed.
+            done: samples done of the next one.
+            size: samples of an epoch.
+        """
+        while True:
+            passed = epoch * size + done
+            number = self.at(passed)
+            batch, following = self.stages[number].batch, self.stages[number + 1 :]
+            steps = max(0, size - done) // batch
+            if following:
+                steps = min(steps, ceil((following[0].begin - passed) / batch))
+            if not steps:
+                return
+            yield batch, steps
+            done += steps * batch
+
+    def steps(self, *, size: int, epochs: int, epoch: int = 0, done: int = 0) -> dict[int, int]:
+        """Return the steps of each batch, ascending, from a position to the last epoch's end.
+
+        Args:
+            size: samples of an epoch.
+            epochs: of the whole training.
+            epoch: epochs completed.
+            done: samples done of the next one.
+        """
+        found = dict.fromkeys((stage.batch for stage in self.stages), 0)
+        while epoch < epochs:
+            for batch, steps in self.of_epoch(epoch, done=done, size=size):
+                found[batch] += steps
+            epoch, done = epoch + 1, 0
+            number = self.at(epoch * size)
+            ends = [stage.begin // size for stage in self.stages[number + 1 : number + 2]]
+            alike = max(0, min([epochs, *ends]) - epoch)  # epochs without a change
+            found[self.stages[number].batch] += alike * (size // self.stages[number].batch)
+            epoch += alike
+        return found
+
+
+def ramp_of(spec: JobSpec, *, batch: int, parts: int, dataset_size: int) -> Ramp:
+    """Return the stages of a training; one where its batch does not grow.
+
+    Args:
+        spec: the job.
+        batch: the training's own, global; stages that are not below it are left out.
+        parts: ranks x micro-batches a step: a batch is divided among them.
+        dataset_size: training samples.
+
+    Raises:
+        SpecError: a stage that the job names does not divide, or they last as long as the training.
+    """
+    asked = spec.train.stages
+    if asked is None:
+        return Ramp.constant(batch)
+    if asked == "auto":
+        return _auto(spec, batch, parts, dataset_size)
+    begin, found = 0, []
+    for stage in asked:
+        if stage.batch >= batch:  # after an out-of-memory the training's own may be smaller than it was
+            break
+        if stage.batch % parts:
+            raise SpecError(
+                f"train.ramp: batch {stage.batch} does not divide by {parts} (GPUs x micro-batches of a step)",
+                f"the nearest are {stage.batch // parts * parts or parts} and {(stage.batch // parts + 1) * parts}",
+            )
+        found.append(Stage(begin, stage.batch))
+        begin += stage.samples or round((stage.epochs or 0.0) * dataset_size)
+    if begin >= spec.train.epochs * dataset_size:
+        raise SpecError(
+            f"train.ramp lasts {begin / dataset_size:g} epochs, which leaves nothing of train.epochs {spec.train.epochs} to"
+            f" train at batch {batch}"
+        )
+    return Ramp((*found, Stage(begin, batch)))
+
+
+def _auto(spec: JobSpec, batch: int, parts: int, dataset_size: int) -> Ramp:
+    reference = spec.train.reference_batch
+    doubled = [reference << k for k in range(batch.bit_length()) if reference << k < batch]
+    fitting = {asked: _fitting(asked, parts, spec.train.ghost_batch) for asked in doubled}
+    kept = [found for found in fitting.values() if found]
+    length = min(SHARE, MOST / max(1, len(kept))) * spec.train.epochs * dataset_size
+    remarks = [
+        f"train.ramp: auto leaves batch {asked} out: it has less than one sample for each of {parts} (GPUs x micro-batches)"
+        for asked, found in fitting.items()
+        if not found
+    ]
+    if not doubled:
+        remarks.append(f"train.ramp: auto does nothing: batch {batch} is not above train.reference_batch {reference}")
+    stages = [Stage(round(number * length), found) for number, found in enumerate([*kept, batch])]
+    return Ramp(tuple(stages), tuple(remarks))
+
+
+def _fitting(batch: int, parts: int, ghost: int | None) -> int:
+    """Return the largest batch up to this one that divides among the parts, and a part into ghost batches."""
+    micro_batch = batch // parts
+    if ghost is not None and micro_batch > ghost:
+        micro_batch -= micro_batch % ghost
+    return micro_batch * parts
+
+
+def check_stages(spec: JobSpec, *, batch: int, parts: int, dataset_size: int) -> None:
+    """Refuse stages that the job names and that do not fit a training that begins.
+
+    Args: as of `ramp_of`.
+
+    Raises:
+        SpecError: a batch that is not below the training's, or as `ramp_of` says.
+    """
+    named = spec.train.stages if isinstance(spec.train.stages, list) else []
+    above = [stage.batch for stage in named if stage.batch >= batch]
+    if above:
+        raise SpecError(
+            f"train.ramp: batch {above[0]} is not below the training's own, {batch}",
+            f"leave it out: after its stages a training has its own batch ({plural(len(named), 'stage')} named)",
+        )
+    ramp_of(spec, batch=batch, parts=parts, dataset_size=dataset_size)
+
+
+def unreached(spec: JobSpec) -> list[str]:
+    """Say which stages that the job names no batch is above that may be chosen."""
+    named, most = spec.train.stages, spec.search.max_batch
+    if not isinstance(named, list) or most is None:
+        return []
+    above = ", ".join(str(stage.batch) for stage in named if stage.batch >= most)
+    return [f"train.ramp: batch {above}: none that is searched is above it (search.max_batch: {most})"] if above else []

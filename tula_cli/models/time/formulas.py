@@ -1,0 +1,246 @@
+"""The formulas of the step-time model, with their derivatives by the whitened coordinates that are fitted."""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from tula_cli.models.time.priors import (
+    CROWDED,
+    EXPOSED,
+    FLOOR,
+    FORWARD,
+    GROWTH,
+    INNER,
+    INSIDE,
+    LEVEL,
+    PARAMETERS,
+    SHARED,
+    SLOPE,
+    Flags,
+    Floats,
+    Priors,
+)
+from tula_cli.models.time.residuals import Process
+
+_ADDITIVE_TERMS = 5
+
+
+@dataclass(frozen=True)
+class Points:
+    """Configurations as the model sees them; arrays of one length."""
+
+    replicas: Floats  # that synchronise: nodes, or GPUs where there is one node
+    local_batch: Floats
+    alone: Flags  # one GPU in all: nothing to synchronise
+    inside: Flags  # the GPUs of one node, where the others are several nodes
+    gpus: Floats | None = None  # of a node, where nodes of several sizes were measured; None: as many everywhere
+
+    def __len__(self) -> int:
+        return len(self.replicas)
+
+    @property
+    def sizes(self) -> Floats:
+        """GPUs of a node; ones where they are as many everywhere."""
+        return np.ones(len(self)) if self.gpus is None else self.gpus
+
+
+@dataclass(frozen=True)
+class At:
+    """Points with all that does not change during a fit."""
+
+    points: Points
+    frame: "Frame"
+    across: Flags  # whose synchronisation follows the shape over the replicas
+    log_batch: Floats
+    log_replicas: Floats  # against the fewest measured
+    log_shape: Floats  # against that of the fewest measured
+    log_gpus: Floats  # of a node, against the fewest measured
+    log_inner: Floats  # and against the most
+    single: Flags  # one GPU a node, where other nodes have more: nothing to synchronise inside
+    u: Floats  # (n, places of u)
+    v: Floats  # (n, places of v)
+
+
+@dataclass(frozen=True)
+class Frame:
+    """What parameters are counted from, and the places of the residuals."""
+
+    log_scale: float  # ln seconds a sample
+    log_batch: float  # of the smallest batch
+    replicas: float  # the fewest that synchronise
+    gpus: tuple[float, float] | None  # of a node, the fewest and the most; None where nodes of one size were measured
+    shape: Callable[[Floats], Floats]
+    u: Process
+    v: Process
+    priors: Priors
+
+    @classmethod
+    def of(cls, points: Points, compute: Floats, shape: Callable[[Floats], Floats], priors: Priors) -> "Frame":
+        smallest = float(points.local_batch.min())
+        across = ~points.alone & ~points.inside
+        return cls(
+            log_scale=float(np.median(np.log(compute / (points.local_batch + smallest)))),
+            log_batch=math.log(smallest),
+            replicas=float(points.replicas[across].min()) if across.any() else 2.0,
+            gpus=None if points.gpus is None else (float(points.gpus.min()), float(points.gpus.max())),
+            shape=shape,
+            u=Process.over(np.log(points.local_batch), priors.compute),
+            v=Process.over(np.log(points.replicas[across]), priors.sync),
+            priors=priors,
+        )
+
+    @property
+    def size(self) -> int:
+        return PARAMETERS + len(self.u.places) + len(self.v.places)
+
+    def at(self, points: Points) -> At:
+        across = ~points.alone & ~points.inside
+        replicas = np.where(across, points.replicas, self.replicas)
+        least = self.shape(np.array([self.replicas]))
+        fewest, most = self.gpus or (1.0, 1.0)
+        return At(
+            points=points,
+            frame=self,
+            across=across,
+            log_batch=np.log(points.local_batch),
+            log_replicas=np.log(replicas / self.replicas),
+            log_shape=np.log(self.shape(replicas) / least),
+            log_gpus=np.log(points.sizes / fewest),
+            log_inner=np.log(points.sizes / most),
+            single=points.sizes == 1,
+            u=self.u.map(np.log(points.local_batch)),
+            v=self.v.map(np.log(replicas)) * across[:, None],
+        )
+
+
+@dataclass(frozen=True)
+class Values:
+    """The model at some points. Derivatives of ln t and ln c are by the whitened coordinates, shape (n, size)."""
+
+    log_step: Floats
+    log_compute: Floats
+    sync: Floats  # seconds
+    of_step: Floats
+    of_compute: Floats
+    by_compute: Floats  # derivative of ln t by ln c
+    by_sync: Floats  # and by ln m
+    by_across: Floats  # and by ln of the part of m that is between nodes
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What a step consists of at some points, for one set of coordinates, shape (n,), or for many, shape (k, n)."""
+
+    log_compute: Floats
+    log_across: Floats  # synchronisation between nodes; -inf where there is none
+    log_inside: Floats  # and what comes to it inside a node; likewise
+    floor: Floats  # share of the floor in the compute's sum of q-th powers
+    forward: Floats  # phi, shape (1,) or (k, 1)
+    exposed: Floats  # tau, likewise
+    p: float
+    q: float
+
+    def log_step(self) -> Floats:
+        """Return ln of the step's seconds: the parts, overlapped."""
+        compute, sync, longer = np.exp(self.log_compute), np.exp(self.log_sync), np.exp(self.log_longer)
+        return np.asarray(np.log(self.forward * compute + longer + self.exposed * sync))
+
+    @property
+    def log_sync(self) -> Floats:
+        return np.asarray(np.logaddexp(self.log_across, self.log_inside))
+
+    @property
+    def log_backward(self) -> Floats:
+        return np.asarray(np.log1p(-self.forward) + self.log_compute)
+
+    @property
+    def log_longer(self) -> Floats:
+        """ln of what the backward pass and the synchronisation that it hides take together."""
+        return np.asarray(np.logaddexp(self.p * self.log_backward, self.p * self.log_sync) / self.p)
+
+
+def parts(z: Floats, at: At) -> Parts:
+    """Return what the steps at points consist of.
+
+    Args:
+        z: whitened coordinates, shape (size,), or (k, size) for as many sets of them.
+        at: the points.
+    """
+    frame, priors, own = at.frame, at.frame.priors, PARAMETERS
+    theta, rest = priors.means + priors.sds * z[..., :own], z[..., own:]
+    u, v = rest[..., : at.u.shape[1]], rest[..., at.u.shape[1] :]
+    slope, floor, level, growth, inside, forward, exposed, shared, inner, crowded = (
+        theta[..., [i]] for i in range(own)
+    )
+    log_slope = frame.log_scale + slope + at.log_batch
+    log_floor = frame.log_scale + slope + floor + frame.log_batch + crowded * at.log_gpus
+    log_power = np.logaddexp(priors.q * log_slope, priors.q * log_floor)
+    log_level = frame.log_scale + frame.log_batch + math.log(2) + level
+    log_across = np.clip(
+        log_level + growth * at.log_replicas + at.log_shape + shared * at.log_gpus + v @ at.v.T, -60.0, 60.0
+    )
+    log_inside = np.clip(log_level + inside + inner * at.log_inner, -60.0, 60.0)
+    # Where nodes of one size were measured, what they synchronise inside is part of their level.
+    together = at.points.inside if frame.gpus is None else ~at.points.alone & ~at.single
+    return Parts(
+        log_compute=log_power / priors.q + u @ at.u.T,
+        log_across=np.where(at.across, log_across, -np.inf),
+        log_inside=np.where(together, log_inside, -np.inf),
+        floor=np.exp(priors.q * log_floor - log_power),
+        # Clipped where they saturate: a step that is tried and rejected may go anywhere.
+        forward=1 / (1 + np.exp(-np.clip(forward, -30.0, 30.0))),
+        exposed=np.exp(np.minimum(exposed, 5.0)),
+        p=priors.p,
+        q=priors.q,
+    )
+
+
+def evaluate(z: Floats, at: At) -> Values:
+    """Evaluate the model and its derivatives."""
+    frame, priors, own = at.frame, at.frame.priors, PARAMETERS
+    found = parts(z, at)
+    phi, tau = float(found.forward[0]), float(found.exposed[0])
+    log_longer, log_step = found.log_longer, found.log_step()
+    compute, sync, longer, step = (np.exp(log) for log in (found.log_compute, found.log_sync, log_longer, log_step))
+    backward_share, sync_share = (
+        np.exp(priors.p * (part - log_longer)) for part in (found.log_backward, found.log_sync)
+    )
+    by_compute = (phi * compute + longer * backward_share) / step
+    by_sync = (longer * sync_share + tau * sync) / step
+    inside_share = np.exp(found.log_inside - np.where(sync > 0, found.log_sync, 0.0))
+    by_inside, by_across = by_sync * inside_share, by_sync * (1 - inside_share)
+
+    of_compute = np.zeros((len(at.points), frame.size))
+    of_compute[:, SLOPE] = 1.0
+    of_compute[:, FLOOR] = found.floor
+    of_compute[:, CROWDED] = found.floor * at.log_gpus
+    of_compute[:, own : own + at.u.shape[1]] = at.u
+    of_step = by_compute[:, None] * of_compute
+    of_step[:, LEVEL] = by_sync
+    of_step[:, GROWTH] = by_across * at.log_replicas
+    of_step[:, SHARED] = by_across * at.log_gpus
+    of_step[:, INSIDE] = by_inside
+    of_step[:, INNER] = by_inside * at.log_inner
+    of_step[:, FORWARD] = (compute - longer * backward_share / (1 - phi)) * phi * (1 - phi) / step
+    of_step[:, EXPOSED] = tau * sync / step
+    of_step[:, own + at.u.shape[1] :] = by_across[:, None] * at.v
+    of_step[:, :own] *= priors.sds
+    of_compute[:, :own] *= priors.sds
+    return Values(log_step, found.log_compute, sync, of_step, of_compute, by_compute, by_sync, by_across)
+
+
+def additive(replicas: Floats, local_batch: Floats, seconds: Floats) -> Floats | None:
+    """Fit a plain sum of terms, the second opinion, with relative weights; None where it has as many terms as probes."""
+    if len(seconds) <= _ADDITIVE_TERMS:
+        return None
+    from scipy.optimize import nnls
+
+    coefficients, _ = nnls(additive_rows(replicas, local_batch) / seconds[:, None], np.ones_like(seconds))
+    return np.asarray(coefficients)
+
+
+def additive_rows(replicas: Sequence[int] | Floats, local_batch: Sequence[int] | Floats) -> Floats:
+    count, size = np.asarray(replicas, dtype=float), np.asarray(local_batch, dtype=float)
+    return np.column_stack([np.ones_like(count), size, 1 - 1 / count, count, np.log2(count)])

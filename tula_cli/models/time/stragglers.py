@@ -1,0 +1,137 @@
+"""Ranks that are slower than the others, and jobs whose steps wait for something that no model of theirs foresees.
+
+Every step of a synchronous training takes as long as its slowest rank (Dean and Barroso 2013 call such ones the tail). Each
+rank tells what it takes of its own for a step; where one is slow in most probes that it took part in, it is named. Where
+none is, but the exposed synchronisation grows with the batch, which that of gradients does not, and the probes lie far off
+their fit, something else holds ranks up: data that comes from one place, or another slow rank each time.
+"""
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from statistics import median, median_low
+
+from tula_cli.models.observations import observation
+from tula_cli.models.time import steptime, stretches
+from tula_cli.models.time.overlap import Overlap
+from tula_cli.models.time.priors import PRIORS, SHARDED, Local
+from tula_cli.models.time.steptime import Observation, StepTimeFit
+from tula_cli.run.records.probes import Measured, RankPace
+from tula_cli.run.records.recommendations import TrainedSteps
+from tula_cli.spec.job import JobSpec
+from tula_cli.words import plural
+
+SLOW = 1.2
+"""A rank that takes so many times as long as the median one is slow: those of one cluster differ by a few per cent."""
+_MOST = 0.75  # of the probes that it took part in
+_LEAST = 2  # probes
+GROWTH = 0.5
+"""Exposed synchronisation grows with the batch where it does by more than this share of the largest one's compute."""
+HELD_UP = Local(sd=0.5, batch=1.0, replicas=0.5)
+"""How far steps of ranks that are held up are off the model, and how soon that changes: by a third in the middle."""
+NOISE = 3.0
+"""Probes lie far off their fit where its noise is so many times that of other clusters."""
+
+
+@dataclass(frozen=True)
+class Straggler:
+    """A node, or a rank where there is one node, that takes longer than the others for what is its own."""
+
+    name: str
+    factor: float  # over the median one
+    probes: int  # in which it was slow
+    of: int  # in which it took part
+    waits: bool  # for its data; else it computes slowly
+
+    @property
+    def words(self) -> str:
+        does = "gets its data" if self.waits else "computes"
+        look = "its data loader and its disk" if self.waits else "its clocks, and who else computes there"
+        node = self.name.startswith("rank ")
+        leave = "" if node else f", or leave it out (cluster.slurm.exclude: {self.name})"
+        return (
+            f"straggler: {self.name} {does} {self.factor:.2g} times as slowly as the others (in {self.probes} of"
+            f" {plural(self.of, 'probe')}), and every step waits for it: look at {look}{leave}, and measure again"
+        )
+
+
+def fitted(
+    spec: JobSpec, measured: Sequence[Measured], trained: Sequence[TrainedSteps] = ()
+) -> tuple[StepTimeFit, list[str]]:
+    """Fit the step-time model, and say what holds up ranks; where something does, hardly anything follows from elsewhere.
+
+    Args:
+        spec: the job.
+        measured: its probes.
+        trained: what trainings took, which count beside the probes.
+
+    Raises:
+        BadMeasurements: as `steptime.fit`.
+    """
+    probes = [observation(probe) for probe in measured]
+    seen = [*probes, *map(stretches.observation, trained)]
+    priors, collective = SHARDED if spec.train.sharded else PRIORS, spec.cluster.collective
+    fit = steptime.fit(seen, collective=collective, priors=priors)
+    told = [one.words for one in stragglers(measured)] or [*filter(None, [held_up(probes, fit.model)])]
+    if told:
+        fit = steptime.fit(seen, collective=collective, priors=replace(priors, local_step=HELD_UP))
+    return fit, told
+
+
+def stragglers(measured: Iterable[Measured]) -> list[Straggler]:
+    """Return who was slow in most of the probes that it took part in, the slowest first."""
+    seen: dict[str, list[tuple[float, bool]]] = {}
+    for probe in measured:
+        for name, ratio in _against_the_others(probe.ranks).items():
+            seen.setdefault(name, []).append(ratio)
+    found: list[Straggler] = []
+    for name, ratios in seen.items():
+        slow = [(ratio, waits) for ratio, waits in ratios if ratio >= SLOW]
+        if len(slow) >= max(_LEAST, math.ceil(_MOST * len(ratios))):
+            waits = sum(waits for _, waits in slow) > len(slow) / 2
+            found.append(Straggler(name, median(ratio for ratio, _ in slow), len(slow), len(ratios), waits))
+    return sorted(found, key=lambda one: -one.factor)
+
+
+def _against_the_others(ranks: Sequence[RankPace]) -> Mapping[str, tuple[float, bool]]:
+    """Return by node (by rank, where there is one node) its time over the median one's, and whether it is its data's."""
+    if len(ranks) < 2:
+        return {}
+    by_name: dict[str, list[RankPace]] = {}
+    for number, rank in enumerate(ranks):
+        by_name.setdefault(rank.host if len({r.host for r in ranks}) > 1 else f"rank {number}", []).append(rank)
+    whole = {name: median(rank.compute for rank in own) for name, own in by_name.items()}
+    waits = {name: median(rank.wait for rank in own) for name, own in by_name.items()}
+    usual, usual_wait = median_low(whole.values()), median_low(waits.values())
+    return {
+        name: (seconds / usual, waits[name] - usual_wait > (seconds - usual) / 2) for name, seconds in whole.items()
+    }
+
+
+def held_up(observations: Sequence[Observation], model: Overlap) -> str:
+    """Say where something holds up ranks that is neither their compute nor the gradients' synchronisation; empty where not.
+
+    Args:
+        observations: the probes.
+        model: fitted to them.
+    """
+    sizes = {(o.nodes, o.gpus_per_node) for o in observations if o.nodes * o.gpus_per_node > 1}
+    if not sizes or model.noise <= NOISE:
+        return ""
+    most = max(sizes)
+    far = sorted(
+        (o for o in observations if (o.nodes, o.gpus_per_node) == most and math.isfinite(o.compute_time)),
+        key=lambda o: o.local_batch,
+    )
+    if len(far) < 2:
+        return ""
+    small, large = far[0], far[-1]
+    grown = (large.seconds - large.compute_time) - (small.seconds - small.compute_time)
+    if grown <= GROWTH * large.compute_time:
+        return ""
+    return (
+        f"input- or straggler-bound: on {plural(most[0])} a step waits for other ranks the longer the larger its batch is"
+        f" ({1e3 * grown:.3g} ms more at local batch {large.local_batch} than at {small.local_batch}), which gradients do not"
+        " explain: stage the data on each node, raise train.workers, or find the slow node; what was not measured is hardly"
+        " known, and the choice is among what was (search.strategy: full measures all)"
+    )

@@ -1,0 +1,217 @@
+"""The steps of a training as an observation for the fit, beside those of the probes.
+
+A training shows its own configurations alone, but for longer than any probe, on another day and under the load of that day.
+So it has a noise of its own: what its stretches leave open of its mean, what one job differs from the next by, and how far
+its pace has changed while it trained.
+"""
+
+import math
+import statistics
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from tula_cli.models import refresh
+from tula_cli.models.time.changes.levels import SETTLING
+from tula_cli.models.time.noise import BLOCKS, Z90, centre, drift, standard_error
+from tula_cli.models.time.steptime import REPEATS, T_BLOCKS, Estimate, Observation, observed
+from tula_cli.run.records.recommendations import TrainedSteps
+from tula_cli.run.records.tasks import TrainTask
+
+FEWEST = 10
+"""Rows of steps, of about a second each, from which on a training counts."""
+STRETCHES = 40
+"""The most that its steps are divided into: means of fewer are noisy, of more the fit needs none."""
+
+Row = Mapping[str, Any]
+Refused = Callable[[TrainTask, Row | None], str]
+"""What says why steps of an attempt do not count that were made in an environment (None: not told); empty where they do."""
+
+
+@dataclass(frozen=True)
+class Told:
+    """What a training tells, and why other steps of it do not count."""
+
+    found: tuple[TrainedSteps, ...] = ()
+    left_out: tuple[str, ...] = ()
+
+
+@dataclass
+class _Start:
+    """The rows of one start of the ranks."""
+
+    attempt: int
+    environment: Row | None = None
+    steps: list[Row] = field(default_factory=list)
+    since: float = 0.0  # Unix time of its newest change of pace
+    changed: float = 0.0  # by which it changed, as a logarithm
+
+
+@dataclass(frozen=True)
+class _Timed:
+    """Some steps without a refresh."""
+
+    row: Row
+    count: int
+    seconds: float
+
+
+def told_by(tasks: Sequence[TrainTask], rows: Iterable[Row], refused: Refused) -> Told:
+    """Return what a training took at each configuration that it ran at.
+
+    Args:
+        tasks: of all its attempts.
+        rows: of metrics.jsonl.
+        refused: says of an attempt, and where it ran, why its steps do not count.
+    """
+    known = {task.attempt: task for task in tasks}
+    starts: dict[tuple[int, int], list[tuple[TrainTask, _Start]]] = {}
+    left_out: list[str] = []
+    for start in _starts(rows):
+        task = known.get(start.attempt)
+        if task is None or not start.steps:
+            continue
+        if why := _unlike(task) or refused(task, start.environment):
+            left_out.append(why)
+        else:
+            starts.setdefault((task.nodes, task.batch), []).append((task, start))
+    joined = (_joined(own) for own in starts.values())
+    return Told(tuple(one for one in joined if one is not None), tuple(dict.fromkeys(left_out)))
+
+
+def observation(steps: TrainedSteps) -> Observation:
+    return Observation(
+        nodes=steps.nodes,
+        gpus_per_node=steps.gpus_per_node,
+        local_batch=steps.local_batch,
+        step_times=steps.step_times,
+        compute_time=math.nan if steps.compute is None else steps.compute,
+        doubt=steps.noise,
+    )
+
+
+def by_place(trained: Iterable[TrainedSteps]) -> dict[tuple[int, int], list[TrainedSteps]]:
+    """Return trainings by nodes and local batch, oldest first."""
+    found: dict[tuple[int, int], list[TrainedSteps]] = {}
+    for one in sorted(trained, key=lambda one: one.until):
+        found.setdefault((one.nodes, one.local_batch), []).append(one)
+    return found
+
+
+def measured(probe: Sequence[float] | None, trained: Sequence[TrainedSteps]) -> Estimate | None:
+    """Return the step time of a configuration that a probe, trainings or both have measured, with its 90 % interval.
+
+    Each counts by its precision; where they differ by more than their noises explain, their mean is as much less certain
+    (Birge 1932). A probe alone gives `observed`, neither None.
+
+    Args:
+        probe: its step times; None where there is none.
+        trained: at this configuration.
+    """
+    if not trained:
+        return None if probe is None else observed(probe)
+    between = REPEATS**2 / 2  # of one job; two differ by twice that
+    known = [(centre(one.step_times), max(0.0, one.noise**2 - REPEATS**2)) for one in trained]
+    if probe is not None and (spread := drift(probe)) is not None:
+        seconds = centre(probe)
+        known.append((seconds, (T_BLOCKS / Z90 * spread / seconds) ** 2 * (1 + 1 / BLOCKS)))
+    logs, weights = np.log([seconds for seconds, _ in known]), 1 / np.array([own + between for _, own in known])
+    mean = float(np.average(logs, weights=weights))
+    birge = float(weights @ np.square(logs - mean)) / max(1, len(known) - 1)
+    half = Z90 * math.sqrt(max(1.0, birge) / float(weights.sum()) + between)
+    return Estimate(math.exp(mean), math.exp(mean - half), math.exp(mean + half))
+
+
+def _starts(rows: Iterable[Row]) -> Iterator[_Start]:
+    start: _Start | None = None
+    for row in rows:
+        if row["kind"] == "start":
+            if start is not None:
+                yield start
+            start = _Start(row["attempt"])
+        elif start is None:
+            continue
+        elif row["kind"] == "environment":
+            start.environment = row
+        elif row["kind"] == "step":
+            start.steps.append(row)
+        elif row["kind"] == "change":
+            before, after = row["change"]["before"]["step"], row["change"]["after"]["step"]
+            start.since, start.changed = row["change"]["began_at"], abs(math.log(after / before))
+    if start is not None:
+        yield start
+
+
+def _unlike(task: TrainTask) -> str:
+    """Say why the steps of an attempt are not such as a probe measures; empty where they are."""
+    if task.splits > 1:
+        return f"its micro-batches were cut into {task.splits}"
+    if task.workers != task.spec.train.workers:
+        return f"it had {task.workers} loader processes a rank"
+    return ""
+
+
+def _joined(starts: Sequence[tuple[TrainTask, _Start]]) -> TrainedSteps | None:
+    """Return what the starts at one configuration tell together; None where that is too little."""
+    task = starts[0][0]
+    timed = [one for own, start in starts for one in _timed(own, start)]
+    times = _stretches(timed)
+    if len(timed) < FEWEST or len(times) < BLOCKS:
+        return None
+    changed = max(start.changed for _, start in starts)
+    # Whether the next training meets the pace before a change or the one after it nobody knows: 90 % reach back to it.
+    noise = math.hypot(standard_error(times) / centre(times), REPEATS, changed / Z90)
+    told = {name: _middle(timed, name) for name in ("compute", "sync", "data_wait")}
+    if told["compute"] is not None:  # that of a probe holds its wait; the longest of either may be of two ranks
+        told["compute"] = min(centre(times), told["compute"] + (told["data_wait"] or 0.0))
+    return TrainedSteps(
+        signature=task.signature,
+        nodes=task.nodes,
+        gpus_per_node=task.spec.cluster.gpus_per_node,
+        batch=task.batch,
+        step_time=centre(times),
+        step_times=times,
+        **told,
+        steps=sum(one.count for one in timed),
+        changed=changed,
+        noise=noise,
+        since=timed[0].row["time"],
+        until=timed[-1].row["time"],
+    )
+
+
+def _timed(task: TrainTask, start: _Start) -> Iterator[_Timed]:
+    """Yield the steps of a start since its pace changed, without its first ones, in which caches fill and loaders start.
+
+    Of an older log, which does not tell refreshes from other steps, those of a method that refreshes now and then do not
+    count.
+    """
+    apart, before = refresh.apart(task.spec, task.batch), 0
+    own = [row for row in start.steps if row.get("batch", task.batch) == task.batch]  # not those of a stage before
+    for number, row in enumerate(own):
+        count, before = row.get("count") or max(1, row["step"] - before), row["step"]
+        if number < SETTLING or row["time"] < start.since:
+            continue
+        if "plain_time" in row:
+            if row["plain_time"] is not None:
+                yield _Timed(row, count - row["refreshed"], row["plain_time"])
+        elif not apart:
+            yield _Timed(row, count, row["step_time"])
+
+
+def _stretches(timed: Sequence[_Timed]) -> tuple[float, ...]:
+    """Return the mean step time of successive stretches of about as many steps. Seconds."""
+    if not timed:
+        return ()
+    counts = np.array([one.count for one in timed], dtype=float)
+    place = np.minimum(STRETCHES - 1, (np.cumsum(counts) - counts) * STRETCHES // counts.sum()).astype(int)
+    took = np.bincount(place, weights=counts * [one.seconds for one in timed])
+    steps = np.bincount(place, weights=counts)
+    return tuple(float(seconds) for seconds in took[steps > 0] / steps[steps > 0])
+
+
+def _middle(timed: Iterable[_Timed], name: str) -> float | None:
+    known = [value for one in timed if (value := one.row.get(name)) is not None]
+    return statistics.median(known) if known else None

@@ -1,0 +1,87 @@
+"""Which configurations are within the limits, and which of those are listed: all where they are few, else the most telling."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from tula_cli.errors import Infeasible
+from tula_cli.models import efficiency
+from tula_cli.models.choice.columns import Flags
+from tula_cli.models.choice.objective import Choice, Quantity, best_of_each_batch
+from tula_cli.models.choice.offers import Offers
+from tula_cli.models.efficiency import Noise
+from tula_cli.models.forecast import Forecast
+from tula_cli.services.recommendation.limits import Limits, described_limits
+from tula_cli.services.recommendation.measured import TypeMeasurements, trained_epochs
+from tula_cli.words import plural
+
+FEW = 40
+"""Configurations that are all listed unasked."""
+
+_MOST_OF_THE_FRONT = 200
+
+
+def listed(rows: Offers, choice: Choice, quantity: Quantity) -> Flags:
+    """Return which rows are listed, shape (n,): of each configuration all markets or none.
+
+    Of many these are the choice and the runners-up, what nothing beats (of very much of it every so many, from the fastest to
+    the cheapest), what was measured, and the best of each batch.
+
+    Args:
+        rows: fastest first, with their front; at least one.
+        choice: of them.
+        quantity: what the best of a batch has least of.
+    """
+    numbers = rows.configurations()
+    if numbers.max() < FEW:
+        return np.ones(len(rows), dtype=bool)
+    worth = rows.measured.copy()
+    (front,) = np.nonzero(rows.pareto)
+    worth[front[np.unique(np.linspace(0, len(front) - 1, _MOST_OF_THE_FRONT).round().astype(int))]] = True
+    worth[best_of_each_batch(rows, quantity)] = True
+    for row in (choice.prediction, *choice.runners_up):
+        worth |= (rows.nodes == row.nodes) & (rows.batch == row.batch) & (rows.type == row.type)
+    return np.isin(numbers, numbers[worth])
+
+
+def _with_progress(rows: Offers, measurements: TypeMeasurements, noise: Noise | None) -> Offers:
+    """Return forecasts with what the same progress takes beside them, where the noise is known."""
+    if noise is None:
+        return rows
+    spec = measurements.part.spec
+    epochs = trained_epochs(spec, measurements.forecast.dataset_size)
+    found = efficiency.same_progress(rows, epochs=epochs, reference=spec.train.reference_batch, noise=noise)
+    return replace(rows, same_progress=found)
+
+
+def within(all_measurements: Sequence[TypeMeasurements], limits: Limits, noise: Noise | None = None) -> Offers:
+    """Return the forecasts within the limits, fastest first.
+
+    Raises:
+        Infeasible: there is none; names the first limit that leaves nothing and the configuration closest to it.
+    """
+    left = Offers.join([_with_progress(one.offers(limits), one, noise) for one in all_measurements])
+    if not len(left):
+        raise _nothing_fits(all_measurements[0].forecast, limits)
+    for bound in limits:
+        values = bound.value(left)
+        if not (values <= bound.most).any():
+            closest = left.take([np.lexsort((left.hours, values))[0]])
+            (row,) = replace(closest, hours=limits.hours(closest), cost=limits.cost(closest)).records()
+            described = described_limits(row, all_measurements[0].part.spec.pricing.currency)
+            raise Infeasible(
+                f"no configuration is within {bound.words}; the closest is {described}",
+                "relax that limit, or search other numbers of nodes and batches",
+            )
+        left = left.take(values <= bound.most)
+    return left.ordered()
+
+
+def _nothing_fits(forecast: Forecast, limits: Limits) -> Infeasible:
+    """Say of the smallest batch on the wanted nodes why it cannot run, or why nothing is known of it."""
+    on = f" on {plural(limits.nodes)}" if limits.nodes is not None else ""
+    tried = forecast.candidates(limits.wanted)
+    whys = (forecast.why_not(config) or forecast.why_unknown(config) for config in tried)
+    why = next(filter(None, whys), "no batch divides among its GPUs")
+    return Infeasible(f"no configuration is feasible{on}: {why}", "tula recommend without --nodes shows those that are")

@@ -1,0 +1,73 @@
+"""The sections that stand in section train: its stages, what it measures beside it, and how it is judged."""
+
+from typing import Annotated, Literal
+
+from pydantic import Field, model_validator
+
+from tula_cli.spec.kinds import Positive, PositiveFloat, Section
+
+
+class RampStage(Section):
+    """A smaller batch for a while, at the beginning of a training."""
+
+    epochs: PositiveFloat | None = None  # how long it lasts: so many, or
+    samples: Positive | None = None  # so many samples
+    batch: Positive  # global
+
+    @model_validator(mode="after")
+    def _lasts_for_something(self) -> "RampStage":
+        if (self.epochs is None) == (self.samples is None):
+            raise ValueError("needs epochs or samples, one of them, for example {epochs: 1, batch: 128}")
+        return self
+
+
+Stages = Literal["auto"] | Annotated[list[RampStage], Field(min_length=1)]
+
+
+class Hessian(Section):
+    """How often the largest Hessian eigenvalue is measured, and on how much; `train.hessian: true` takes the defaults."""
+
+    every: Positive = 1  # epochs
+    samples: Positive = 128  # of the training set, over all GPUs, always the same ones
+
+
+class GradientNoise(Section):
+    """How often the gradient noise scale is measured, and on how much; `train.gradient_noise: true` takes the defaults."""
+
+    every: Positive = 1  # epochs
+    batches: Annotated[int, Field(ge=2)] = (
+        32  # micro-batches of each GPU, forward and backward; the next ones of the training
+    )
+
+
+class Best(Section):
+    """What the best checkpoint is best in."""
+
+    metric: str = "auto"  # top1, top5, loss, perplexity or one of train.metrics; auto: top1, loss without classes
+    mode: Literal["auto", "max", "min"] = "auto"  # auto: min of loss and perplexity, max of all others
+
+    @property
+    def falls(self) -> bool:
+        """Whether less is better."""
+        return self.mode == "min" or (self.mode == "auto" and self.metric in ("loss", "perplexity"))
+
+
+class Until(Section):
+    """What ends a training before its last epoch; each epoch's evaluation is asked."""
+
+    metric: str = "auto"  # as of train.best, whose it is by default
+    at_least: float | None = None  # of top1 and top5 in percent, or up to 1 as a share: 0.76 is 76 %
+    at_most: float | None = None  # for example of loss
+    patience: Positive | None = None  # epochs in a row without a better train.best
+    epochs: Positive | None = None  # that are done; schedules stay those of train.epochs
+
+    @property
+    def by_metric(self) -> bool:
+        """Whether evaluations tell when it ends."""
+        return any(value is not None for value in (self.at_least, self.at_most, self.patience))
+
+    @model_validator(mode="after")
+    def _something_ends_it(self) -> "Until":
+        if not self.by_metric and self.epochs is None:
+            raise ValueError("needs at_least, at_most, patience or epochs, for example {metric: top1, at_least: 0.76}")
+        return self

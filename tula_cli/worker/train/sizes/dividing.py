@@ -1,0 +1,100 @@
+"""How a batch is divided: among ranks, into micro-batches, and those into parts after an out-of-memory."""
+
+from collections.abc import Callable, Sequence
+
+from tula_cli.errors import SpecError
+from tula_cli.models.out_of_memory import splits_of
+from tula_cli.models.ramp.stages import Ramp, ramp_of
+from tula_cli.run.records.micro_batches import MicroBatches, Splits
+from tula_cli.run.records.tasks import LoopTask, TrainTask
+from tula_cli.spec.job import JobSpec
+from tula_cli.worker.build.batches.sizes import Sizes
+from tula_cli.worker.build.ghost import check_ghost_batch, check_small_batch
+from tula_cli.worker.build.norms import limits, normalised
+from tula_cli.worker.methods.plain import Configuration, Loop
+from tula_cli.worker.methods.table import method_of
+
+
+def sizes_of(task: LoopTask, *, batch: int, world: int, dataset_size: int) -> Sizes:
+    """Return the batches of a task; only a training has more than one.
+
+    Args:
+        task: what to do.
+        batch: its own, global.
+        world: ranks.
+        dataset_size: training samples.
+
+    Raises:
+        SpecError: a batch does not divide among ranks and micro-batches, or is larger than the dataset.
+    """
+    spec, training = task.spec, isinstance(task, TrainTask)
+    splits = task.splits if isinstance(task, TrainTask) else 1
+    _check_batch(spec, batch, world=world, splits=splits, dataset_size=dataset_size)
+    each = micro_batches(spec, world)
+    ramp = ramp_of(spec, batch=batch, parts=world * each, dataset_size=dataset_size) if training else None
+    stages = {stage.batch: 1 for stage in ramp.stages} if ramp else {}
+    if splits > 1:
+        stages = {stage: _splits_like(spec, stage, batch, world=world, splits=splits) for stage in stages}
+    for stage, parts in stages.items():
+        _check_batch(spec, stage, world=world, splits=parts, dataset_size=dataset_size)
+    return Sizes(ramp or Ramp.constant(batch), each, {**stages, batch: splits})
+
+
+def _splits_like(spec: JobSpec, stage: int, batch: int, *, world: int, splits: int) -> int:
+    """Return the parts of a stage's micro-batches: the fewest with no more samples than one of the whole batch has."""
+    each, method = micro_batches(spec, world), method_of(spec)
+    micro_batch, held = stage // (world * each), batch // (world * each * splits)
+    least = method.fewest_samples(Configuration(spec, stage, world))
+    fitting = (n for n in range(1, micro_batch + 1) if not micro_batch % n and least <= micro_batch // n <= held)
+    return next(fitting, 1)
+
+
+def _check_batch(spec: JobSpec, batch: int, *, world: int, splits: int, dataset_size: int) -> None:
+    parts = world * micro_batches(spec, world) * splits
+    if batch % parts:
+        plain = parts == world * spec.train.accumulate * splits
+        why = "ranks x train.accumulate" if plain else method_of(spec).least_parts_why
+        raise SpecError(f"batch {batch} does not divide by {parts} ({why})")
+    if batch > dataset_size:
+        raise SpecError(f"batch {batch} is larger than the dataset, which has {dataset_size} training samples")
+    check_ghosts(spec, batch, world=world, splits=splits)
+
+
+def check_ghosts(spec: JobSpec, batch: int, *, world: int, splits: int = 1) -> None:
+    """Refuse ghost batches that leave a rest of what a GPU takes at a time, or one sample of its small batch.
+
+    Raises:
+        SpecError: they do.
+    """
+    ghost = spec.train.ghost_batch
+    if ghost is None:
+        return
+    check_ghost_batch(ghost, micro_batch=batch // (world * micro_batches(spec, world) * splits))
+    shares = method_of(spec).small_batch_shares(Configuration(spec, batch, world))
+    check_small_batch(ghost, shares=shares)  # where AGS is the identity these are micro-batches, which have no rest
+
+
+def micro_batches(spec: JobSpec, world: int) -> int:
+    """Return the micro-batches of a step, uncut."""
+    return max(spec.train.accumulate, method_of(spec).least_parts(world))
+
+
+def splits_known(loop: Loop, batches: Sequence[int], jobs: Callable[[int], Sequence[JobSpec]]) -> MicroBatches:
+    """Return how far the micro-batches of each batch may be cut after an out-of-memory.
+
+    Args:
+        loop: whose model and ranks these are.
+        batches: global.
+        jobs: returns what may be trained at a batch; with method auto each arm's, which differ in their method.
+    """
+    world, model = loop.ranks.world, loop.parallel.module
+    norms = limits(model, world=world)
+
+    def of(batch: int) -> Splits:
+        specs = jobs(batch)
+        parts = max(micro_batches(spec, world) for spec in specs)
+        fewest = max(method_of(spec).fewest_samples(Configuration(spec, batch, world)) for spec in specs)
+        own = (lambda micro_batch: micro_batch >= fewest, f"its method compares gradients over {fewest} samples of it")
+        return splits_of(batch, micro_batch=batch // world // parts, micro_batches=parts, limits=[own, *norms])
+
+    return MicroBatches(splits=tuple(of(batch) for batch in batches), normalised=normalised(model, world=world))

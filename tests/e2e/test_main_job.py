@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from driver import weights_differ
 
+from tula_cli.models.choice.knee import ALIKE
 from tula_cli.run.records.probes import Measured, OutOfMemory
 from tula_cli.spec.load import load_spec
 
@@ -33,10 +34,12 @@ def test_the_main_job_from_profile_to_trained_model(tula) -> None:
     answer = tula("recommend", "--objective", "time")
     choice = answer["data"]["choice"]
     fastest = min(answer["data"]["rows"], key=lambda row: row["hours"])
-    passed_over = (
-        f"apart from batch {fastest['batch']} on {fastest['nodes']} node"  # where noise made its fit uncertain
+    noise_said = (  # where noise made a fit uncertain, or the ranks held each other up
+        f"apart from batch {fastest['batch']} on {fastest['nodes']} node",
+        "of 5 measured configurations",
     )
-    assert choice["hours"] == fastest["hours"] or passed_over in answer["data"]["reason"]
+    as_fast = fastest["hours"] > choice["hours"] * (1 - ALIKE / 2)  # less than that is not worth a word
+    assert as_fast or any(words in answer["data"]["reason"] for words in noise_said)
     assert choice["cost"] == pytest.approx(choice["hours"] * choice["nodes"] * 7.5)
     for name in ("recommendation.json", "recommended.yaml", "results.csv", "cmd.txt"):
         assert (run.path / name).is_file()

@@ -177,6 +177,18 @@ def probe_all(truth: Truth, probes: dict[int, tuple[int, ...]], *, seed: int = 0
     return [measured(truth, nodes, local, rng=rng) for nodes, locals_ in probes.items() for local in locals_]
 
 
+def shared_storage(seed: int) -> list[Measured]:
+    """Probes whose steps wait for data from one place: the more, the more samples a step has on all nodes together."""
+    rng, probes = np.random.default_rng(seed), []
+    for nodes in (1, 2, 4, 8):
+        for local in (batch // nodes for batch in (32, 64, 128, 256, 512, 1024)):
+            compute = 0.02 + 0.001 * local
+            wait = 0.0 if nodes == 1 else max(0.0, 0.0008 * local * nodes - compute) * rng.lognormal(0, 0.3)
+            times = (compute + wait) * (1 + 0.01 * rng.standard_normal(20))
+            probes.append(measured(Truth(), nodes, local, step_times=tuple(times), compute_time=compute))
+    return probes
+
+
 def with_noise(probes: list[Measured], scale: float, *, error: float = 1e-3) -> list[Measured]:
     """Return the probes with the gradient norms that a noise scale in samples leads to; |G|^2 is 1."""
     return [

@@ -13,7 +13,7 @@ import pandas as pd
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from make_results import MIB, Truth, measured, of_a_script, out_of_memory, probe_all, spec, with_noise
+from make_results import MIB, Truth, measured, of_a_script, out_of_memory, probe_all, shared_storage, spec, with_noise
 
 from tula_cli.errors import BadMeasurements, Infeasible, Pending, SpecError
 from tula_cli.models.forecast import Forecast
@@ -67,6 +67,14 @@ def test_the_choice_is_the_best_of_the_rows(run: RunDir) -> None:
     assert "10 epochs, whatever the batch" in fastest.reason
     assert fastest.fit_error is not None and "step = " in fastest.fit
     assert fastest.price == "2 USD per node-hour"
+
+
+def test_where_ranks_hold_each_other_up_the_choice_is_among_what_was_measured(tmp_path: Path) -> None:
+    job = spec(search={"nodes": [1, 2, 4, 8], "max_batch": 1024})
+    seen = [probe for probe in shared_storage(0) if probe.nodes in (1, 8) or probe.local_batch <= 32]
+    answer = ask(run_with(tmp_path, seen, job=job))
+    assert f"the shortest time of {len(seen)} measured configurations" in answer.reason
+    assert answer.choice.measured and answer.candidates > len(seen)
 
 
 def test_the_answer_is_stored(run: RunDir) -> None:

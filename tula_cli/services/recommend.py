@@ -309,7 +309,9 @@ def _answer(
     curve: Curve,
     now: float,
 ) -> Recommendation:
-    choice = choose(_known(rows, all_measurements), objective=objective, curve=curve)
+    known = _known(rows, all_measurements)
+    among = "feasible" if known is rows else "measured"
+    choice = choose(known, objective=objective, curve=curve, among=among)
     own = next(measurements for measurements in all_measurements if measurements.type == choice.prediction.type)
     spec = own.part.spec
     told = [f"{measurements.prefix}{text}" for measurements in all_measurements for text in _told(measurements)]

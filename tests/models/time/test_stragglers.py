@@ -2,13 +2,11 @@
 
 import numpy as np
 import pytest
-from make_results import Truth, measured, probe_all, spec
+from make_results import Truth, measured, probe_all, shared_storage, spec
 
 from tula_cli.models.forecast import Forecast
 from tula_cli.models.time.stragglers import fitted, stragglers
 from tula_cli.run.records.probes import Measured, RankPace
-
-FULL = {n: tuple(batch // n for batch in (32, 64, 128, 256, 512, 1024)) for n in (1, 2, 4, 8)}
 
 
 def with_ranks(nodes: int, *, compute: float = 0.1, waits: float = 0.0, hosts: int | None = None) -> Measured:
@@ -42,18 +40,6 @@ def test_one_slow_probe_or_a_few_per_cent_name_nobody(probes: list[Measured]) ->
 
 def test_slow_once_in_many_is_chance() -> None:
     assert stragglers([with_ranks(4, compute=0.2)] * 2 + [with_ranks(4)] * 2) == []
-
-
-def shared_storage(seed: int) -> list[Measured]:
-    """Probes whose steps wait for data from one place: the more, the more samples a step has on all nodes together."""
-    rng, probes = np.random.default_rng(seed), []
-    for nodes, batches in FULL.items():
-        for local in batches:
-            compute = 0.02 + 0.001 * local
-            wait = 0.0 if nodes == 1 else max(0.0, 0.0008 * local * nodes - compute) * rng.lognormal(0, 0.3)
-            times = (compute + wait) * (1 + 0.01 * rng.standard_normal(20))
-            probes.append(measured(Truth(), nodes, local, step_times=tuple(times), compute_time=compute))
-    return probes
 
 
 def test_steps_that_wait_for_other_ranks_the_longer_the_larger_the_batch_are_recognised() -> None:

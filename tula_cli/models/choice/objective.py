@@ -42,7 +42,9 @@ class Choice:
     runners_up: tuple[Prediction, ...]
 
 
-def choose(predictions: Offers | Iterable[Prediction], *, objective: Objective, curve: Curve = "time") -> Choice:
+def choose(
+    predictions: Offers | Iterable[Prediction], *, objective: Objective, curve: Curve = "time", among: str = "feasible"
+) -> Choice:
     """Choose among feasible configurations.
 
     Args:
@@ -51,10 +53,11 @@ def choose(predictions: Offers | Iterable[Prediction], *, objective: Objective, 
             accuracy-time takes the least time to the same progress, and energy the least kWh, which every prediction then
             has to have.
         curve: what the knee is looked for in; the other objectives ignore it.
+        among: what the configurations have in common, for the words of the reason.
     """
     rows = predictions if isinstance(predictions, Offers) else Offers.of(predictions)
     assert len(rows), "choose among at least one configuration"
-    return _knee(rows, curve) if objective == "knee" else _least(rows, objective)
+    return _knee(rows, curve) if objective == "knee" else _least(rows, objective, among)
 
 
 def envelope(predictions: Offers | Iterable[Prediction], *, curve: Quantity = "time") -> tuple[Prediction, ...]:
@@ -146,10 +149,10 @@ _LEAST = {
 }
 
 
-def _least(rows: Offers, curve: Quantity) -> Choice:
+def _least(rows: Offers, curve: Quantity, among: str) -> Choice:
     best, *others = rows.take(_order(rows, curve)[: 1 + _RUNNERS_UP]).records()
     what = _LEAST[curve]
-    count = "the only feasible configuration" if len(rows) == 1 else f"of {len(rows)} feasible configurations"
+    count = f"the only {among} configuration" if len(rows) == 1 else f"of {len(rows)} {among} configurations"
     reason = f"the {what} {count}{_range(rows, curve)}" if len(rows) > 1 else count
     reason += _passed_over(best, rows, curve) + _as_good(best, rows, curve)
     return Choice(best, reason, tuple(others))

@@ -1,16 +1,25 @@
 """Table I on CIFAR-10: top-1 and top-5 of every method at large batches, over seeds, with controls.
 
-    python benchmarks/table1/table1.py --data DIR --reduced              # on a CPU: two small networks, an hour each on two cores
+    python benchmarks/table1/table1.py --data DIR --reduced --hours 8    # on a CPU: small networks
     python benchmarks/table1/table1.py --data DIR --budget-minutes 25    # on a GPU: ResNet18 first, then the others
-    python benchmarks/table1/table1.py --data DIR --show                 # the tables of what there is
+    python benchmarks/table1/table1.py --data DIR --reduced --show       # the tables of what there is
 
 DIR holds `train/<class>/*` and `test/<class>/*` (torchvision's ImageFolder). Everything goes through `tula compare`'s own
 service: each model is a job with a run directory under --runs, where `tula compare --run DIR --show` shows the same. What
-is done is kept: the same command goes on. Of each model the first seed of every row is trained before the second, and
-nothing is started that is not expected to end within the budget.
+is done is kept, and what was broken off resumes: the same command goes on. Of each model the first seed of every row is
+trained before the second, and nothing is started that is not expected to end within the hours.
 
 The learning rates are the paper's (IV-B), for batch 128; epochs, milestones (half and three quarters of the epochs) and
 augmentation are not in it.
+
+The reduced table (table1_rows.py) goes by batch (2048, then 1024), of a batch by seed, of a seed by network (with BatchNorm,
+without). Between the two batches come digits and a small language model with AdamW at 16 times the batch. At the end a table
+of each network tells of every row its seeds, accuracy, steps and minutes, which rows no other row beats in both accuracy and
+steps (*), and the share of the gap that is won back, also against the small batch with the same tricks.
+
+On two quiet cores a row takes about a minute (16 to 20 s of a core's arithmetic a rank, the images, the start), one of the
+language model about two: some 130 trainings at 2048, 50 with AdamW, 100 at 1024, five hours in all. `--models`, `--methods`,
+`--batch` and `--seeds` name a part of it.
 """
 
 import argparse
@@ -18,12 +27,14 @@ import json
 import os
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import table1_data
+import table1_rows
+import table1_told
 
 from tula_cli.cluster import inspection
 from tula_cli.cluster import launcher as cluster_launcher
@@ -36,9 +47,8 @@ from tula_cli.services import compare as services_compare
 from tula_cli.services import status as services_status
 from tula_cli.services.compare import Grid
 from tula_cli.services.comparison import accuracy, trainings
-from tula_cli.services.comparison.accuracy import CompareReport, Row, Stat
+from tula_cli.services.comparison.accuracy import CompareReport
 from tula_cli.services.progress import job_status
-from tula_cli.show.compare import comparison_note
 from tula_cli.show.html import page as show_html_page
 from tula_cli.show.screen import plain
 from tula_cli.spec.job import JobSpec
@@ -71,80 +81,112 @@ SMALL = {
     "plain": Recipe("table1_plain:PlainNet", 0.01, 5e-4),
 }
 """With and without BatchNorm."""
-METHODS = "lbt,lrs,lars,polo,ags,robust,ortho,auto"
-SINGLE = "lbt,lrs,lars,ags,robust,ortho,auto"
+REDUCED = (*SMALL, *table1_rows.CASES)
+METHODS = "lbt,lrs,lars,polo,ags,robust,ortho,ramp,auto"
+SINGLE = "lbt,lrs,lars,ags,robust,ortho,ramp,auto"
 """On one GPU: there is no local SGD with one rank."""
 
 
 def main() -> None:
     options = arguments()
     os.chdir(HERE)  # the jobs import table1_data from the working directory
-    began, reports, failure = time.monotonic(), {}, ""
-    for name, recipe in (SMALL if options.reduced else MODELS).items():
-        if options.models and name not in options.models:
-            continue
-        spec = job(name, recipe, options)
-        run = RunDir.of(options.runs, spec, code=fingerprint(spec, HERE))
-        try:
-            if not options.show:
-                train(run, spec, options, ends=began + 60 * options.budget_minutes)
-        except TulaError as error:  # of this model; the others go on
-            failure = f"{name}: {error.message}"
-            print(f"error: {failure} {error.hint}", file=sys.stderr)
-        if (comparison := run.comparison()) is not None:
-            reports[name] = accuracy.report(run, comparison, spec, jobs=states(run, spec))
-            if options.html:
-                write_page(run, spec, reports[name], options.html)
+    with table1_rows.known():
+        failure = train_all(options, ends=time.monotonic() + 60 * options.budget_minutes) if not options.show else ""
+        reports = {}
+        for name in options.models:
+            spec = job(name, options)
+            run = run_of(spec, options)
+            if (comparison := run.comparison()) is not None:
+                reports[name] = accuracy.report(run, comparison, spec, jobs=states(run, spec))
+                if options.html:
+                    write_page(run, spec, reports[name], options.html)
     if options.show and not reports:
         print(f"nothing trained in {options.runs} yet", file=sys.stderr)
     tell(reports, options)
     raise SystemExit(1 if failure else 0)
 
 
-def train(
-    run: RunDir, spec: JobSpec, options: argparse.Namespace, *, ends: float, launcher: Launcher | None = None
+def train_all(options: argparse.Namespace, *, ends: float) -> str:
+    """Train what is missing of all models, as far as there is time; return what failed last."""
+    names, failed = options.models, dict[str, str]()
+    for name in names if options.reduced else ():  # each has its table from the start
+        turn_safely(name, options, failed, ends=0.0)
+    turns = table1_rows.turns(names, options) if options.reduced else [table1_rows.Turn(name) for name in names]
+    for turn in turns:
+        if turn.name not in failed:
+            turn_safely(turn.name, options, failed, ends=ends, turn=turn)
+    return next(reversed(failed.values()), "")
+
+
+def turn_safely(
+    name: str,
+    options: argparse.Namespace,
+    failed: dict[str, str],
+    *,
+    ends: float,
+    turn: table1_rows.Turn | None = None,
 ) -> None:
-    """Train what is missing of one model's grid, as far as there is time (`ends`, monotonic seconds)."""
+    """Train a part of one model's table; where it cannot be, say so, and the other models go on."""
+    try:
+        spec = job(name, options)
+        train(run_of(spec, options), spec, options, ends=ends, turn=turn or table1_rows.Turn(name))
+    except TulaError as error:
+        failed[name] = f"{name}: {error.message}"
+        print(f"error: {failed[name]} {error.hint}", file=sys.stderr)
+
+
+def train(
+    run: RunDir,
+    spec: JobSpec,
+    options: argparse.Namespace,
+    *,
+    ends: float,
+    turn: table1_rows.Turn,
+    launcher: Launcher | None = None,
+) -> None:
+    """Train what is missing of a part of one model's grid, as far as there is time (`ends`, monotonic seconds)."""
     launcher = launcher or cluster_launcher.launcher_for(spec)
-    plan = services_compare.plan(run, spec, grid(options), inspect=inspection.inspect, now=time.time())
+    plan = services_compare.plan(run, spec, grid(turn.name, options), inspect=inspection.inspect, now=time.time())
     run.adopt(spec)
     run.write_comparison(plan.comparison)
-    left = ends - time.monotonic()
-    for now in trainings.one_by_one(run, plan, launcher, inspect=inspection.inspect, seconds=left):
+    cells, left = plan.comparison.cells, ends - time.monotonic()
+    for now in trainings.one_by_one(run, turn.of(plan), launcher, inspect=inspection.inspect, seconds=left):
         if now.ended is not None:
             how = f"failed: {now.problem}" if now.problem else "done"
-            rest = f", about {duration(now.left)} left" if now.left else ""
-            print(
-                f"{spec.name}: {now.done} of {now.total}, {now.ended.words} {how}{rest}",
-                file=sys.stderr,
-                flush=True,
-            )
+            rest = f", about {duration(now.left)} left{turn.words}" if now.left else ""
+            done = sum(services_compare.has_ended(run, cell) for cell in cells)
+            told = f"{spec.name}: {done} of {len(cells)}, {now.ended.words} {how}{rest}"
+            print(told, file=sys.stderr, flush=True)
 
 
-def grid(options: argparse.Namespace) -> Grid:
+def grid(name: str, options: argparse.Namespace) -> Grid:
     """Return the grid of one model."""
+    if options.reduced:
+        return table1_rows.grid(name, options, reference=REFERENCE_BATCH)
     methods, batches = options.methods.split(","), (int(batch) for batch in options.batch.split(","))
     return Grid(tuple(methods), tuple(batches), options.seeds, nodes=1)
 
 
-def job(name: str, recipe: Recipe, options: argparse.Namespace) -> JobSpec:
+def run_of(spec: JobSpec, options: argparse.Namespace) -> RunDir:
+    return RunDir.of(options.runs, spec, code=fingerprint(spec, HERE))
+
+
+def job(name: str, options: argparse.Namespace) -> JobSpec:
     """Return the job of one model."""
-    size, per_class = (16, (options.per_class, options.per_class // 2)) if options.reduced else (32, (None, None))
-    file = options.runs / f"cifar10-{size}-{per_class[0] or 'all'}.npz"
-    if not options.show:
-        table1_data.prepare(options.data, file, size=size, per_class=per_class)
-    epochs = options.epochs
+    case = table1_rows.CASES.get(name) if options.reduced else None
+    content = dict(case.content) if case else images(name, options)
+    epochs = options.epochs or (case.epochs if case else 20 if options.reduced else 30)
+    if not case:
+        content["schedule"] = {"kind": "multistep", "milestones": [epochs / 2, epochs * 3 / 4]}
     return validate(
         {
+            **content,
             "name": f"table1-{name}",
-            "model": {"name": recipe.model},
-            "dataset": {"name": "table1_data:dataset", "args": {"file": str(file), "crop": not options.reduced}},
-            "optimizer": {"lr": recipe.lr, "momentum": 0.9, "weight_decay": recipe.weight_decay},
-            "schedule": {"kind": "multistep", "milestones": [epochs / 2, epochs * 3 / 4]},
             "train": {
+                **content.get("train", {}),
                 "epochs": epochs,
                 "workers": options.workers,
-                "reference_batch": REFERENCE_BATCH,
+                "reference_batch": case.reference if case else REFERENCE_BATCH,
                 "precision": "fp32" if options.reduced else options.precision,
             },
             "search": {"nodes": [1]},
@@ -152,6 +194,20 @@ def job(name: str, recipe: Recipe, options: argparse.Namespace) -> JobSpec:
         },
         source="table1",
     )
+
+
+def images(name: str, options: argparse.Namespace) -> dict[str, Any]:
+    """Return model, data and optimizer of a network for CIFAR-10, whose images are read where they were not yet."""
+    recipe = (SMALL if options.reduced else MODELS)[name]
+    size, per_class = (16, (options.per_class, options.per_class // 2)) if options.reduced else (32, (None, None))
+    file = options.runs / f"cifar10-{size}-{per_class[0] or 'all'}.npz"
+    if not options.show:
+        table1_data.prepare(options.data, file, size=size, per_class=per_class)
+    return {
+        "model": {"name": recipe.model},
+        "dataset": {"name": "table1_data:dataset", "args": {"file": str(file), "crop": not options.reduced}},
+        "optimizer": {"lr": recipe.lr, "momentum": 0.9, "weight_decay": recipe.weight_decay},
+    }
 
 
 def states(run: RunDir, spec: JobSpec) -> Sequence[job_status.JobStatus]:
@@ -167,49 +223,16 @@ def write_page(run: RunDir, spec: JobSpec, report: CompareReport, folder: Path) 
     )
 
 
-# --- what is told
-
-
 def tell(reports: Mapping[str, CompareReport], options: argparse.Namespace) -> None:
-    """Print a Markdown table a model, and write the same and more as JSON."""
+    """Print a Markdown table a model, and write the same and more as JSON and CSV."""
+    steps = {name: table1_told.steps(run_of(job(name, options), options), found) for name, found in reports.items()}
     for name, report in reports.items():
-        print("\n".join(markdown(name, report)), flush=True)
+        print("\n".join(table1_told.markdown(name, report, steps[name])), flush=True)
     if options.json:
-        content = {"epochs": options.epochs, "models": {name: plain(report) for name, report in reports.items()}}
+        content = {"models": {name: plain(report) for name, report in reports.items()}}
         write_atomic(options.json, json.dumps(content, indent=1) + "\n")
-
-
-def markdown(name: str, report: CompareReport) -> Iterator[str]:
-    """One row a method at a batch: mean, sample standard deviation and number of seeds."""
-    yield f"### {name}: {report.finished} of {report.total} trainings"
-    yield ""
-    yield "| batch | method | n | top-1 (%) | top-5 (%) | gap | recovered (%) | samples | minutes | note |"
-    yield "|---|---|---|---|---|---|---|---|---|---|"
-    for row in report.rows:
-        yield f"| {' | '.join(cells(row))} |"
-    yield ""
-
-
-def cells(row: Row) -> tuple[str, ...]:
-    """Return a row of the table."""
-    return (
-        str(row.batch),
-        f"{row.method} (reference)" if row.reference else row.method,
-        str(row.seeds),
-        spread(row.top1),
-        spread(row.top5),
-        "" if row.gap is None else f"{row.gap:.2f}",
-        "" if row.recovered is None else f"{100 * row.recovered:.0f}",
-        "" if row.samples is None else f"{row.samples:.0f}",
-        "" if row.hours is None else f"{60 * row.hours:.2f}",
-        comparison_note(row),
-    )
-
-
-def spread(value: Stat | None) -> str:
-    if value is None:
-        return ""
-    return f"{value.mean:.2f}" + ("" if value.sd is None else f" ± {value.sd:.2f}")
+    if options.csv:
+        write_atomic(options.csv, "\n".join(table1_told.lines(reports, steps)) + "\n")
 
 
 # --- the command line
@@ -222,45 +245,51 @@ def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     add("--data", type=Path, help="folder with train/<class>/ and test/<class>/")
     add("--runs", type=Path, default=Path("table1-runs"), help="where runs are kept (table1-runs)")
     add("--reduced", action="store_true", help="small networks on a part of the images at 16x16, on the CPU, 2 ranks")
-    add("--models", type=lambda text: text.split(","), help=f"of {','.join(MODELS)} (all)")
-    add("--methods", help=f"{METHODS}; with one rank {SINGLE}; controls are always in the table")
-    add("--batch", default=None, help="large batches (1024,4096; reduced: 1024,2048)")
+    add(
+        "--models", type=lambda text: text.split(","), help=f"of {','.join(MODELS)} (all); reduced: {','.join(REDUCED)}"
+    )
+    add("--methods", help=f"{METHODS}; with one rank {SINGLE}; reduced: {','.join(table1_rows.TABLE)}")
+    add("--batch", default=None, help="large batches, in the order of their worth (1024,4096; reduced: 2048,1024)")
     add("--seeds", type=int, default=3)
-    add("--epochs", type=int, default=None, help="30; reduced: 20")
+    add("--epochs", type=int, default=None, help="30; reduced: 20, digits 40, text 6")
     add("--per-class", type=int, default=1024, help="reduced: training images of each class; half as many for the test")
     add("--ranks", type=int, default=None, help="GPUs, or processes on the CPU (1; reduced: 2)")
     add("--workers", type=int, default=None, help="loader processes a rank (8; reduced: none)")
     add("--precision", default="bf16", choices=("fp32", "bf16", "fp16"), help="on a GPU (bf16); reduced: fp32")
     add("--device", default="auto", choices=("auto", "cuda", "cpu"))
-    add("--budget-minutes", type=float, default=float("inf"), help="start nothing that is not expected to end within")
+    budget = parser.add_mutually_exclusive_group()
+    within = "start nothing that is not expected to end within"
+    budget.add_argument("--budget-minutes", type=float, default=float("inf"), help=within)
+    budget.add_argument("--hours", type=lambda text: 60 * float(text), dest="budget_minutes", help="the same in hours")
     add("--show", action="store_true", help="train nothing")
     add("--json", type=Path, metavar="FILE", help="write all figures")
+    add("--csv", type=Path, metavar="FILE", help="write accuracy beside steps and minutes, a line a row")
     add("--html", type=Path, metavar="DIR", help="write a page with plots for each model")
     options = parser.parse_args(words)
-    if options.data is None and not options.show:
-        parser.error("--data is required: a folder with train/<class>/ and test/<class>/")
-    known = SMALL if options.reduced else MODELS
-    if unknown := set(options.models or ()) - set(known):
+    known = REDUCED if options.reduced else tuple(MODELS)
+    options.models = options.models or known
+    if unknown := set(options.models) - set(known):
         parser.error(f"--models: {', '.join(sorted(unknown))} unknown; there are {', '.join(known)}")
+    if options.data is None and not options.show and not set(options.models) <= set(table1_rows.CASES):
+        parser.error("--data is required: a folder with train/<class>/ and test/<class>/")
     defaults: dict[str, Any] = (
-        {"batch": "1024,2048", "epochs": 20, "ranks": 2, "workers": 0}
+        {"batch": "2048,1024", "ranks": 2, "workers": 0}
         if options.reduced
-        else {"batch": "1024,4096", "epochs": 30, "ranks": 1, "workers": 8}
+        else {"batch": "1024,4096", "ranks": 1, "workers": 8}
     )
     for name, value in defaults.items():
         if getattr(options, name) is None:
             setattr(options, name, value)
-    if options.methods is None:
+    if options.methods is None and not options.reduced:
         options.methods = METHODS if options.ranks > 1 else SINGLE
-    if strange := [word for word in options.methods.split(",") if word not in services_compare.known_methods()]:
-        parser.error(
-            f"--methods: {', '.join(map(repr, strange))} unknown; there are {', '.join(services_compare.known_methods())}"
-        )
+    there_are = (*services_compare.known_methods(), *(table1_rows.VARIANTS if options.reduced else ()))
+    if options.methods is not None and (strange := [w for w in options.methods.split(",") if w not in there_are]):
+        parser.error(f"--methods: {', '.join(map(repr, strange))} unknown; there are {', '.join(there_are)}")
     if options.seeds < 1:
         parser.error(f"--seeds {options.seeds}: at least 1 is needed")
     if any(not word.strip().isdigit() for word in options.batch.split(",")):
         parser.error(f"--batch {options.batch}: must be numbers, with commas between them")
-    for name in ("data", "runs", "json", "html"):
+    for name in ("data", "runs", "json", "csv", "html"):
         if getattr(options, name) is not None:
             setattr(options, name, getattr(options, name).absolute())
     return options

@@ -11,6 +11,8 @@ import numpy as np
 import pytest
 import table1
 import table1_data
+import table1_rows
+import table1_told
 import torch
 from make_results import inspected
 from PIL import Image
@@ -19,9 +21,12 @@ from tula_cli.cluster import inspection
 from tula_cli.cluster import launcher as cluster_launcher
 from tula_cli.run.directory import RunDir
 from tula_cli.run.records.inspections import Inspection
+from tula_cli.run.records.results import Cell
 from tula_cli.services import compare as services_compare
 from tula_cli.services import status as services_status
 from tula_cli.services.comparison import accuracy
+from tula_cli.spec.job import warmup_epochs
+from tula_cli.spec.signature import train_signature
 
 CLASSES = ("cat", "dog", "ship")
 
@@ -158,7 +163,7 @@ def test_the_reduced_table(here: Trains, monkeypatch, capsys, tmp_path: Path) ->
     assert main(monkeypatch, *REDUCED, "--json", "out.json", "--html", "pages") == 0
     told = capsys.readouterr()
     assert "### small: 10 of 10 trainings" in told.out
-    assert "| 128 | lbt (reference) | 2 | 60.50 ± 0.71 | 90.00 ± 0.00 |  |  | 99 | 6.00 |  |" in told.out
+    assert "| 128 | lbt (reference) | 2 | 60.50 ± 0.71 | 90.00 ± 0.00 |  |  |  | 60 | 99 | 6.00 | * |  |" in told.out
     assert "10 of 10, lbt-x4, batch 1024, seed 1 done" in told.err
     rows = json.loads((tmp_path / "out.json").read_text())["models"]["small"]["rows"]
     assert rows[1]["top1"]["n"] == 2 and rows[1]["batch"] == 1024
@@ -191,7 +196,7 @@ def test_unknown_methods_are_named_with_those_there_are(capsys) -> None:
 
 def test_the_jobs_are_the_paper_s_recipes(here: Trains, tmp_path: Path) -> None:
     options = table1.arguments(["--runs", str(tmp_path / "runs"), "--show"])
-    specs = {name: table1.job(name, recipe, options) for name, recipe in table1.MODELS.items()}
+    specs = {name: table1.job(name, options) for name in table1.MODELS}
     assert {name: (spec.optimizer.lr, spec.optimizer.weight_decay) for name, spec in specs.items()} == {
         "resnet18": (0.05, 5e-4), "vgg11": (0.01, 5e-4), "mobilenet_v3": (0.01, 1e-4), "alexnet": (0.01, 5e-4),
         "resnet50": (0.05, 5e-4),
@@ -203,7 +208,131 @@ def test_the_jobs_are_the_paper_s_recipes(here: Trains, tmp_path: Path) -> None:
 def test_local_sgd_is_in_the_table_only_where_there_are_ranks() -> None:
     assert "polo" not in table1.arguments(["--show"]).methods
     assert "polo" in table1.arguments(["--show", "--ranks", "4"]).methods
-    assert "polo" in table1.arguments(["--show", "--reduced"]).methods
+
+
+# --- the reduced table
+
+
+def reduced(*words: str):
+    return table1.arguments(["--show", "--reduced", *words])
+
+
+@pytest.mark.parametrize("name", table1.REDUCED)
+def test_every_row_of_the_reduced_table_is_a_job_of_its_own(name: str) -> None:
+    options = reduced()
+    spec = table1.job(name, options)
+    with table1_rows.known():
+        rows = table1.grid(name, options).rows(spec.train.reference_batch)
+        told = [(services_compare.cell_spec(spec, method, 0), batch) for method, batch in rows]
+        assert not [method for method, _ in rows if services_compare.why_not(spec, method)]
+    assert len({train_signature(own, nodes=1, batch=batch) for own, batch in told}) == len(rows)
+    assert {batch for _, batch in rows} == {spec.train.reference_batch, *table1_rows.batches_of(name, options)}
+
+
+def test_the_tricks_are_given_to_the_small_batch_too() -> None:
+    with table1_rows.known():
+        rows = table1.grid("small", reduced()).rows(128)
+    assert {method for method, batch in rows if batch == 128} == {"lbt", *table1_rows.AT_REFERENCE}
+    large = [method for method, batch in rows if batch == 2048]
+    assert large == [*table1_rows.TABLE, "lbt-x2", "lbt-x4"]
+    assert set(table1_rows.SAME_TRICKS) <= set(large)
+    assert set(table1_rows.SAME_TRICKS.values()) <= set(table1_rows.AT_REFERENCE)
+
+
+def test_rows_change_what_they_are_named_after() -> None:
+    spec = table1.job("small", reduced())
+    with table1_rows.known():
+        own = {name: services_compare.cell_spec(spec, name, 0) for name in table1_rows.VARIANTS}
+    assert {own[name].optimizer.weight_decay for name in own if name.endswith("decay4")} == {4 * 5e-4}
+    assert (own["ramp-sgd"].train.method, own["ramp-sgd"].train.ramp) == ("lrs", "auto")
+    assert own["lamb-adamw"].optimizer.name == "AdamW"
+    assert own["schedule-free"].schedule.kind == "constant"
+    assert warmup_epochs(own["ortho-small"]) == 0
+    assert "ramp-sgd" not in services_compare.known_methods(), "known while the table is made"
+
+
+def test_seeds_come_before_the_second_batch_and_networks_before_seeds() -> None:
+    options = reduced("--seeds", "2")
+    found = [(turn.name, turn.batch, turn.seed) for turn in table1_rows.turns(options.models, options)]
+    assert found == [
+        ("small", 2048, 0), ("plain", 2048, 0), ("small", 2048, 1), ("plain", 2048, 1),
+        ("digits", 512, 0), ("text", 512, 0), ("digits", 512, 1), ("text", 512, 1),
+        ("small", 1024, 0), ("plain", 1024, 0), ("small", 1024, 1), ("plain", 1024, 1),
+    ]  # fmt: skip
+
+
+def test_the_reduced_table_is_trained_in_that_order(here: Trains, monkeypatch, capsys) -> None:
+    words = [
+        *REDUCED[:3],
+        "--models",
+        "small,plain",
+        "--per-class",
+        4,
+        "--methods",
+        "lbt",
+        "--batch",
+        "1024,512",
+        "--seeds",
+        1,
+    ]
+    assert main(monkeypatch, *words) == 0
+    told = [line.split(": ") for line in capsys.readouterr().err.splitlines() if " done" in line]
+    seen = [(name, int(words.split("batch ")[1].split(",")[0])) for name, words in told]
+    order = [(name, batch) for batch in (1024, 512) for name in ("table1-small", "table1-plain")]
+    assert list(dict.fromkeys(row for row in seen if row[1] != 128)) == order
+    assert len(seen) == 2 * (1 + 2 * 3)
+
+
+def test_hours_bound_the_reduced_table(here: Trains, monkeypatch, capsys) -> None:
+    assert main(monkeypatch, *REDUCED, "--hours", 0.05) == 0  # each takes six minutes
+    assert len(here.submitted) == 1
+    assert "### small: 1 of 10 trainings" in capsys.readouterr().out
+
+
+def told_row(method: str, batch: int, *values: float) -> accuracy.Row:
+    cells = [
+        accuracy.CellReport(Cell(method=method, batch=batch, seed=s, nodes=1, signature="x"), "done", top1=v)
+        for s, v in enumerate(values)
+    ]
+    reference = (method, batch) == ("lbt", 128)
+    return accuracy.Row(method, batch, reference, tuple(cells), accuracy.stat(values), None, None)
+
+
+def told_report(*rows: accuracy.Row) -> accuracy.CompareReport:
+    return accuracy.CompareReport(rows, "top1", ("top1", "top5"), 128, 1, 9, 9, None, ())
+
+
+def test_a_row_is_held_against_the_small_batch_with_the_same_tricks_over_common_seeds() -> None:
+    ramp = told_row("ramp", 2048, 60.0, 58.0)
+    small, plain = told_row("ortho-small", 128, 62.0), told_row("lbt", 2048, 52.0, 40.0)
+    report = told_report(told_row("lbt", 128, 61.0), small, plain, ramp)
+    assert table1_told.same_tricks(ramp, report) == pytest.approx(0.8)  # (60 - 52) / (62 - 52), of the first seed
+    assert table1_told.same_tricks(plain, report) is None
+    assert table1_told.same_tricks(ramp, told_report(plain, ramp)) is None
+
+
+def test_the_front_holds_what_nothing_beats_in_both_steps_and_accuracy() -> None:
+    rows = (
+        told_row("lbt", 128, 62.0),
+        told_row("lbt", 2048, 52.0),
+        told_row("ramp", 2048, 61.0),
+        told_row("lrs", 2048, 60.0),
+    )
+    steps = {("lbt", 128): 1600.0, ("lbt", 2048): 100.0, ("ramp", 2048): 230.0, ("lrs", 2048): 240.0}
+    assert table1_told.front(told_report(*rows), steps) == {("lbt", 128), ("lbt", 2048), ("ramp", 2048)}
+
+
+def test_the_csv_has_a_line_a_row(here: Trains, monkeypatch, tmp_path: Path) -> None:
+    main(monkeypatch, *REDUCED, "--csv", "out.csv")
+    head, first, *others = (tmp_path / "out.csv").read_text().splitlines()
+    values = dict(zip(head.split(","), first.split(","), strict=True))
+    assert (values["network"], values["method"], values["batch"], values["seeds"]) == ("small", "lbt", "128", "2")
+    assert (values["mean"], values["steps"], values["minutes"], values["front"]) == ("60.5", "60", "6", "1")
+    assert len(others) == 4
+
+
+def test_digits_and_text_need_no_images() -> None:
+    assert table1.arguments(["--reduced", "--models", "digits,text"]).data is None
 
 
 @pytest.mark.parametrize(

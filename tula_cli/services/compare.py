@@ -53,6 +53,7 @@ class Variant:
     lr: float = 1.0  # factor of optimizer.lr, or of script.reference.lr
     train: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     optimizer: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # of tula's own loop alone
+    schedule: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # the same
     preset: str = ""  # of ags; of what else the job's section says only what its optimizer and ranks need is kept
 
 
@@ -126,8 +127,10 @@ def cell_spec(spec: JobSpec, method: str, seed: int) -> JobSpec:
         content.pop("ags", None)  # a script is not told what means nothing to it
     if spec.script is None:
         content["optimizer"] = {**content["optimizer"], "lr": spec.optimizer.lr * variant.lr, **variant.optimizer}
-    elif variant.optimizer:
-        raise SpecError(f"{method} sets {', '.join(variant.optimizer)} of the optimizer, which a script has for itself")
+        if variant.schedule:
+            content["schedule"] = {**content.get("schedule", {}), **variant.schedule}
+    elif own_settings := (*variant.optimizer, *variant.schedule):
+        raise SpecError(f"{method} sets {', '.join(own_settings)} of the optimizer, which a script has for itself")
     elif variant.lr != 1.0:
         content["script"] = scripted.with_lr(content["script"], spec.script, factor=variant.lr)
     if variant.preset:

@@ -572,6 +572,8 @@ def test_what_a_measurement_depends_on_changes_the_signature(change):
         {"train__lr_scaling": "sqrt"},
         {"train__ghost_batch": 32},
         {"train__ramp": "auto"},
+        {"train__ramp": "noise"},
+        {"train__ramp": "noise", "train__ramp_noise": 2},
         {"train__ramp": [{"epochs": 1, "batch": 32}]},
         {"train__max_lr_factor": 8},
         {"train__tf32": False},

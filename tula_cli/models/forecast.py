@@ -29,6 +29,7 @@ from tula_cli.models.observations import (
 from tula_cli.models.out_of_memory import cannot_accumulate, ruled_out, rules_out, splits_of
 from tula_cli.models.overheads import OverheadModel, shutdown_of
 from tula_cli.models.power import PowerModel
+from tula_cli.models.ramp.by_noise import NoisePath
 from tula_cli.models.ramp.stage_times import StageTimes
 from tula_cli.models.time import steptime, stretches
 from tula_cli.models.time.calibration import AS_MODELLED
@@ -68,6 +69,7 @@ class Forecast:
     held_up: bool  # by what no model foresees: measured configurations alone are known
     trained: Mapping[Probe, Sequence[TrainedSteps]]  # by configuration, oldest first
     calibration: Calibration  # of the intervals
+    noise: NoisePath | None = None  # of the gradients, where the stages of a growing batch follow from it
     supposed: bool = False  # another network, or other GPUs, than were measured
 
     @classmethod
@@ -82,6 +84,7 @@ class Forecast:
         trained: Sequence[TrainedSteps] = (),
         calibration: Calibration = AS_MODELLED,
         others: Sequence[Measured] = (),
+        noise: NoisePath | None = None,
     ) -> "Forecast":
         """Fit all models.
 
@@ -94,10 +97,10 @@ class Forecast:
             trained: what the steps of trainings took, which count beside the probes'.
             calibration: how wide intervals have to be.
             others: probes of the same job with other numbers of GPUs a node, for the step time alone.
+            noise: of the gradients, from which the stages of `train.ramp: noise` follow.
 
         Raises:
-            Infeasible: every probe was out of memory.
-            TooFew: nothing was measured.
+            Infeasible, TooFew: every probe was out of memory, or nothing was measured.
             BadMeasurements: the probes ran on different hardware, or cannot be fitted together.
         """
         seen = list(results)
@@ -127,8 +130,9 @@ class Forecast:
                 *steps.warnings,
                 *held_up,
                 *filter(None, [held.doubt]),
-                *not_as_forecast(spec, measured),
+                *not_as_forecast(spec, measured, noise),
             ),
+            noise=noise,
             trained=stretches.by_place(trained),
             calibration=calibration,
         )
@@ -367,7 +371,11 @@ class Forecast:
             calibration=self.calibration,
             supposed=self.supposed,
             stages=StageTimes(
-                self.spec, self.dataset_size, lambda those: self._steps(*columns(those)).estimates(), self.why_unknown
+                self.spec,
+                self.dataset_size,
+                lambda those: self._steps(*columns(those)).estimates(),
+                self.why_unknown,
+                self.noise,
             ),
         )
 

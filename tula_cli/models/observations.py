@@ -6,6 +6,7 @@ from typing import TypeVar
 
 from tula_cli.errors import BadMeasurements, Infeasible
 from tula_cli.models import claims, refresh
+from tula_cli.models.ramp.by_noise import NoisePath, stages_doubted
 from tula_cli.models.time.noise import centre
 from tula_cli.models.time.steptime import Observation
 from tula_cli.run.records.inspections import Inspection
@@ -37,13 +38,14 @@ def observation(probe: Measured) -> Observation:
     )
 
 
-def not_as_forecast(spec: JobSpec, measured: Sequence[Measured]) -> list[str]:
+def not_as_forecast(spec: JobSpec, measured: Sequence[Measured], noise: NoisePath | None) -> list[str]:
     """Return where times, shapes and claims are other than they are forecast, and what a forecast leaves out."""
     return [
         *bounds(spec, measured),
         *other_shape(spec, measured),
         *claims.doubts(measured),
         *not_measured(spec, measured),
+        *stages_doubted(spec, noise),
     ]
 
 

@@ -122,6 +122,7 @@ def cell_spec(spec: JobSpec, method: str, seed: int) -> JobSpec:
         own.pop("lr_scaling", None)  # it was chosen for the job's own method: others scale as they do, lbt does not
     if not METHODS[variant.method].ramps:
         own.pop("ramp", None)  # what a row is held against is trained at one batch
+        own.pop("ramp_noise", None)
     content["train"] = {**own, "method": variant.method, "seed": seed, **variant.train}
     if spec.script is not None and not METHODS[variant.method].reads_ags:
         content.pop("ags", None)  # a script is not told what means nothing to it

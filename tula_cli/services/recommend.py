@@ -11,9 +11,12 @@ from tula_cli.cluster.launcher import Launcher
 from tula_cli.errors import Infeasible, SpecError
 from tula_cli.models import cost
 from tula_cli.models.choice import pareto
+from tula_cli.models.choice.grid import Config
 from tula_cli.models.choice.objective import Curve, Objective, choose, knees_left_open
 from tula_cli.models.choice.offers import Offers
 from tula_cli.models.efficiency import Noise
+from tula_cli.models.forecast import Forecast
+from tula_cli.models.ramp.by_noise import in_epochs, stage_words
 from tula_cli.run.directory import Part, RunDir
 from tula_cli.run.jobfile import adopt, begun, origin
 from tula_cli.run.records.probes import Measured
@@ -336,9 +339,16 @@ def _answer(
         fallback=first_fallback(own.forecast, choice.prediction),
         lengths=lengths,
         growth=growth,
+        **_growing(own.forecast, choice.prediction),
         other_market=own.other_market(choice.prediction),
         created_at=now,
     )
+
+
+def _growing(forecast: Forecast, choice: Prediction) -> dict[str, Any]:
+    """Return the stages of the choice, as fields of an answer."""
+    stages = in_epochs(forecast.trainings.stages.stages(Config(choice.nodes, choice.batch)), forecast.dataset_size)
+    return {"stages": stages, "ramp": stage_words(stages)}
 
 
 def _knees(own: TypeMeasurements, rows: Offers, objective: Objective, curve: Curve) -> str:

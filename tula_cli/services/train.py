@@ -21,6 +21,7 @@ from tula_cli.errors import (
 from tula_cli.models import halving
 from tula_cli.models.choice.grid import batches
 from tula_cli.models.cost import price_words
+from tula_cli.models.ramp.by_noise import continued
 from tula_cli.models.ramp.stages import check_stages
 from tula_cli.run.code import behind, choose, snapshot
 from tula_cli.run.directory import Part, RunDir
@@ -37,6 +38,7 @@ from tula_cli.services.events import Note, TrainPlanned, WarningEvent, Work
 from tula_cli.services.progress.earlier_ends import ExpectedEnd, expected_end
 from tula_cli.services.progress.ending import CANCELLED, failure_of, require_found
 from tula_cli.services.recommendation.continuing import left_behind, moved, require_stopped
+from tula_cli.services.recommendation.gradient_noise_of import planned_stages
 from tula_cli.services.recommendation.measured import as_recommended
 from tula_cli.services.recommendation.saves import cost_of_interruption
 from tula_cli.services.rehearsal import before_training
@@ -138,8 +140,12 @@ def plan(
     task = _task(run, spec, nodes, batch, code, market=choice.market if choice and as_chosen else "on_demand")
     task = moved(run, task, recommendation if as_chosen else None, code=code.identity)
     newest = run.training(task.signature).newest_task()
-    if newest is None:
-        _check_size(spec, nodes, batch, _dataset_size(run, spec, inspect))
+    if newest is None or task.attempt > newest.attempt:
+        size = _dataset_size(run, spec, inspect)
+        _check_size(spec, nodes, batch, size)
+        asked_by = recommendation if choice is not None and as_chosen and choice.type else None
+        stages = planned_stages(run, spec, nodes, batch, size, recommended=asked_by)
+        task = task.model_copy(update={"stages": continued(newest.stages, stages) if newest else stages})
     prediction = task.prediction
     return TrainPlan(
         task=_again(newest, task) if newest and newest.attempt >= task.attempt else task,

@@ -72,10 +72,13 @@ def _rests_on(found: "Recommendation") -> Iterator[str]:
     yield from (f"fit: {line}" for line in found.fit.splitlines())
     yield from _learnt(found)
     yield from (f"energy: {line}" for line in found.power.splitlines())
-    if found.efficiency:
-        yield f"same progress: {found.efficiency}"
-    if found.interruption:
-        yield f"checkpoints: {found.interruption}"
+    for name, told in (
+        ("same progress", found.efficiency),
+        ("stages", found.ramp),
+        ("checkpoints", found.interruption),
+    ):
+        if told:
+            yield f"{name}: {told}"
 
 
 def validation(judged: Mapping[str, Sequence["Validation"]]) -> Iterator["RenderableType"]:

@@ -263,9 +263,13 @@ class Train(Section):
     max_lr_factor: Annotated[float, Field(ge=1)] | None = (
         None  # the most that lr_scaling multiplies the learning rate by
     )
-    # the batch grows over the first epochs: auto: from reference_batch, doubled every 5 % of the training, up to its own; or
-    # stages such as [{epochs: 1, batch: 128}, {samples: 50000, batch: 256}]; null: it does not, but for method ramp
+    # the batch grows over the first epochs: auto: from reference_batch, doubled every 5 % of the training, up to its own; noise:
+    # doubled as the gradient noise scale that was measured grows; or stages such as [{epochs: 1, batch: 128},
+    # {samples: 50000, batch: 256}]; null: it does not, but for method ramp
     ramp: Stages | None = None
+    ramp_noise: PositiveFloat | None = (
+        None  # of ramp: noise: the batch is at most so many times the noise scale; null: 1
+    )
     ghost_batch: Annotated[int, Field(ge=2)] | None = None  # samples over which BatchNorm takes its statistics
     # after an out-of-memory: first the same batch in smaller micro-batches and more of them; or the next smaller batch
     oom: Literal["accumulate", "shrink"] = "accumulate"
@@ -324,11 +328,13 @@ class Train(Section):
 
     @model_validator(mode="after")
     def _batch_grows(self) -> "Train":
+        if self.ramp_noise is not None and self.ramp != "noise":
+            raise ValueError("ramp_noise means nothing without ramp: noise")
         if self.ramp is None:
             return self
         if self.facts.tunes:
             raise ValueError(f"ramp: method {self.method} compares settings at one batch; use method ramp, or another")
-        named = [] if self.ramp == "auto" else self.ramp
+        named = self.ramp if isinstance(self.ramp, list) else []
         batches = [stage.batch for stage in named]
         if sorted(set(batches)) != batches:
             raise ValueError(f"ramp: batches must ascend, got {batches}")
@@ -340,6 +346,13 @@ class Train(Section):
     def stages(self) -> Stages | None:
         """How the batch grows; None where it does not."""
         return "auto" if self.ramp is None and self.facts.ramps else self.ramp
+
+    @property
+    def noise_measured(self) -> GradientNoise | None:
+        """How the training measures its gradient noise, by itself where its stages follow from that; None where it does not."""
+        if isinstance(self.gradient_noise, GradientNoise):
+            return self.gradient_noise
+        return GradientNoise() if self.gradient_noise or self.stages == "noise" else None
 
     @model_validator(mode="after")
     def _algorithms_are_repeated_or_chosen_anew(self) -> "Train":

@@ -86,7 +86,7 @@ def train_signature(spec: JobSpec, *, nodes: int, batch: int, code: str = "") ->
             "gradient_noise",
             *("metrics", "best"),  # they tell of the weights and change none
             *(() if spec.train.until else ("until",)),
-            *(name for name in ("ramp", "max_lr_factor") if getattr(spec.train, name) is None),
+            *(name for name in ("ramp", "ramp_noise", "max_lr_factor") if getattr(spec.train, name) is None),
             *(() if spec.train.sharded else ("parallel",)),
             "fsdp_blocks",
             *COMPUTING,  # but for tf32 they change what is learned no more than another GPU does

@@ -25,13 +25,13 @@ def test_auto_doubles_from_the_reference_batch_every_twentieth_of_the_training()
     found = of("auto")
     assert found.remarks == ()
     assert found.stages == tuple(
-        Stage(10_000 * k, batch) for k, batch in enumerate((128, 256, 512, 1024, 2048))
+        Stage(begin=10_000 * k, batch=batch) for k, batch in enumerate((128, 256, 512, 1024, 2048))
     )  # an epoch each
 
 
 def test_auto_lasts_half_the_training_at_most() -> None:
     found = of("auto", batch=2**20, size=2**21)
-    assert len(found.stages) == 14 and found.stages[-1] == Stage(10 * 2**21, 2**20)
+    assert len(found.stages) == 14 and found.stages[-1] == Stage(begin=10 * 2**21, batch=2**20)
 
 
 def test_auto_rounds_to_what_divides_and_leaves_out_what_no_gpu_has_a_sample_of() -> None:
@@ -47,7 +47,10 @@ def test_auto_rounds_to_what_divides_and_leaves_out_what_no_gpu_has_a_sample_of(
 
 def test_auto_says_where_there_is_nothing_to_grow() -> None:
     found = of("auto", batch=128)
-    assert found.stages == (Stage(0, 128),) and "batch 128 is not above train.reference_batch 128" in found.remarks[0]
+    assert (
+        found.stages == (Stage(begin=0, batch=128),)
+        and "batch 128 is not above train.reference_batch 128" in found.remarks[0]
+    )
 
 
 def test_a_method_may_ramp_by_itself_and_no_other_does() -> None:
@@ -57,12 +60,12 @@ def test_a_method_may_ramp_by_itself_and_no_other_does() -> None:
 
 def test_named_stages_last_epochs_or_samples() -> None:
     found = of([{"epochs": 1.5, "batch": 128}, {"samples": 700, "batch": 300}])
-    assert found.stages == (Stage(0, 128), Stage(15_000, 300), Stage(15_700, 2048))
+    assert found.stages == (Stage(begin=0, batch=128), Stage(begin=15_000, batch=300), Stage(begin=15_700, batch=2048))
 
 
 def test_a_smaller_batch_keeps_the_stages_below_it() -> None:
     named = [{"epochs": 1, "batch": 128}, {"epochs": 2, "batch": 512}]
-    assert of(named, batch=512).stages == (Stage(0, 128), Stage(10_000, 512))
+    assert of(named, batch=512).stages == (Stage(begin=0, batch=128), Stage(begin=10_000, batch=512))
     assert of("auto", batch=512).stages == of("auto").stages[:3]
 
 
@@ -73,7 +76,9 @@ SIZES = st.integers(1, 40)
 @settings(max_examples=80, deadline=None)
 def test_steps_are_those_of_a_walk(size: int, batches: list[int], data: st.DataObject) -> None:
     begins = sorted(data.draw(st.lists(st.integers(0, 3 * size), min_size=len(batches), max_size=len(batches))))
-    ramp = Ramp(tuple(Stage(begin, batch) for begin, batch in zip([0, *begins[1:]], sorted(batches), strict=True)))
+    ramp = Ramp(
+        tuple(Stage(begin=begin, batch=batch) for begin, batch in zip([0, *begins[1:]], sorted(batches), strict=True))
+    )
     epochs, start = 5, data.draw(st.integers(0, size))
     walked = dict.fromkeys(sorted(batches), 0)
     for epoch in range(epochs):

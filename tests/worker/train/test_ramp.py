@@ -89,7 +89,9 @@ COUNTS = st.lists(st.integers(1, 12), min_size=1, max_size=4, unique=True)
 def test_no_sample_is_left_out_or_seen_twice_wherever_it_is_killed(counts: list[int], world: int, seed: int) -> None:
     size, epochs, rng = 97, 4, random.Random(seed)
     begins = sorted(rng.sample(range(1, 3 * size), len(counts) - 1))
-    stages = [Stage(begin, count * world) for begin, count in zip([0, *begins], sorted(counts), strict=True)]
+    stages = [
+        Stage(begin=begin, batch=count * world) for begin, count in zip([0, *begins], sorted(counts), strict=True)
+    ]
     ramp, parts = Ramp(tuple(stages)), {stage.batch: 1 for stage in stages}
     seen: dict[int, list[int]] = {epoch: [] for epoch in range(epochs)}
     position = Position()

@@ -10,9 +10,10 @@ from tula_cli.errors import SpecError
 from tula_cli.models.choice.columns import Flags, Ints
 from tula_cli.models.choice.grid import Config, configs
 from tula_cli.models.cost import Work
+from tula_cli.models.ramp.by_noise import NoisePath
 from tula_cli.models.ramp.stages import Ramp, ramp_of
 from tula_cli.models.time.steptime import Estimate
-from tula_cli.run.records.recommendations import StageSteps
+from tula_cli.run.records.recommendations import Stage, StageSteps
 from tula_cli.spec.job import JobSpec
 
 
@@ -27,6 +28,7 @@ class StageTimes:
     dataset_size: int
     predicted: Callable[[Sequence[Config]], Sequence[Estimate]]  # step times, all at once
     why_unknown: Callable[[Config], str]  # why there is none; empty where there is
+    noise: NoisePath | None = None  # of the gradients
     _known: dict[Config, tuple[StageSteps, ...]] = field(default_factory=dict)
 
     def why_not(self, config: Config) -> str:
@@ -92,6 +94,11 @@ class StageTimes:
         stages, own = self._known[config], self._known[config][-1]
         return sum(stage.steps * stage.step_time for stage in stages) / own.step_time
 
+    def stages(self, config: Config) -> tuple[Stage, ...]:
+        """Return where a training at a configuration comes to which batch; none where that does not grow."""
+        return () if self.spec.train.stages is None else self._ramp(config).stages
+
     def _ramp(self, config: Config) -> Ramp:
         parts = config.nodes * self.spec.cluster.gpus_per_node * self.spec.train.accumulate
-        return ramp_of(self.spec, batch=config.batch, parts=parts, dataset_size=self.dataset_size)
+        size = self.dataset_size
+        return ramp_of(self.spec, batch=config.batch, parts=parts, dataset_size=size, noise=self.noise)

@@ -6,15 +6,19 @@ other: at a change no sample is left out, and none is trained twice. The batch f
 training resumes in any stage, and one that goes on at a smaller batch keeps the stages below that.
 
 By default the batch of stage k is reference_batch x 2^k, up to the training's own: in the first epochs the gradient's noise
-is small, and a larger batch averages little out (McCandlish et al. 2018).
+is small, and a larger batch averages little out (McCandlish et al. 2018). With `ramp: noise` the noise that was measured tells
+how long each lasts (`by_noise`).
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import ceil
 
 from tula_cli.errors import SpecError
+from tula_cli.models.ramp.by_noise import NoisePath, stages_by_noise
+from tula_cli.run.records.recommendations import Stage
 from tula_cli.spec.job import JobSpec
+from tula_cli.spec.parts.of_train import RampStage
 from tula_cli.words import plural
 
 SHARE = 0.05
@@ -24,24 +28,16 @@ MOST = 0.5
 
 
 @dataclass(frozen=True)
-class Stage:
-    """A batch, and where the training comes to it."""
-
-    begin: int  # samples passed
-    batch: int  # global
-
-
-@dataclass(frozen=True)
 class Ramp:
     """The stages of one training, ascending; the last one has its own batch and ends with it."""
 
     stages: tuple[Stage, ...]
-    remarks: tuple[str, ...] = ()  # stages of `auto` that are left out, and why
+    remarks: tuple[str, ...] = ()  # stages that no rule of the job's named and that are left out, and why
 
     @classmethod
     def constant(cls, batch: int) -> "Ramp":
         """Return that of a training whose batch stays."""
-        return cls((Stage(0, batch),))
+        return cls((Stage(begin=0, batch=batch),))
 
     def at(self, passed: int) -> int:
         """Return the number of the stage, from 0, that a training is in when so many samples are passed."""
@@ -93,7 +89,15 @@ class Ramp:
         return found
 
 
-def ramp_of(spec: JobSpec, *, batch: int, parts: int, dataset_size: int) -> Ramp:
+def ramp_of(
+    spec: JobSpec,
+    *,
+    batch: int,
+    parts: int,
+    dataset_size: int,
+    noise: NoisePath | None = None,
+    decided: Sequence[Stage] = (),
+) -> Ramp:
     """Return the stages of a training; one where its batch does not grow.
 
     Args:
@@ -101,6 +105,8 @@ def ramp_of(spec: JobSpec, *, batch: int, parts: int, dataset_size: int) -> Ramp
         batch: the training's own, global; stages that are not below it are left out.
         parts: ranks x micro-batches a step: a batch is divided among them.
         dataset_size: training samples.
+        noise: of the gradients, for `ramp: noise`; where nothing tells it, stages are those of `auto`.
+        decided: the stages as they were before the training began, that of its own batch last; none: they follow anew.
 
     Raises:
         SpecError: a stage that the job names does not divide, or they last as long as the training.
@@ -108,8 +114,45 @@ def ramp_of(spec: JobSpec, *, batch: int, parts: int, dataset_size: int) -> Ramp
     asked = spec.train.stages
     if asked is None:
         return Ramp.constant(batch)
-    if asked == "auto":
+    if decided and not isinstance(asked, list):
+        return _fitted([*below(decided, batch)], parts, spec.train.ghost_batch)
+    if asked == "noise" and noise is not None:
+        planned = stages_by_noise(
+            noise, batch=batch, factor=noise_factor(spec), size=dataset_size, epochs=spec.train.epochs
+        )
+        return _fitted(planned, parts, spec.train.ghost_batch)
+    if not isinstance(asked, list):
         return _auto(spec, batch, parts, dataset_size)
+    return _named(spec, asked, batch, parts, dataset_size)
+
+
+def noise_factor(spec: JobSpec) -> float:
+    """Return how many times the gradient noise scale a batch may be (`train.ramp_noise`)."""
+    return 1.0 if spec.train.ramp_noise is None else spec.train.ramp_noise
+
+
+def below(stages: Sequence[Stage], batch: int) -> Iterator[Stage]:
+    """Yield the stages below a batch, and it where the first of those begins that are not below, or else the last one does."""
+    yield from (stage for stage in stages if stage.batch < batch)
+    own = next((stage for stage in stages if stage.batch >= batch), stages[-1])
+    yield own.model_copy(update={"batch": batch})
+
+
+def _fitted(stages: Sequence[Stage], parts: int, ghost: int | None) -> Ramp:
+    """Return stages as they divide among the parts; one that leaves a part without a sample is left out."""
+    *smaller, own = stages
+    sizes = [_fitting(stage.batch, parts, ghost) for stage in smaller]
+    found = [stage.model_copy(update={"batch": size}) for stage, size in zip(smaller, sizes, strict=True) if size]
+    first, *others = (*found, own)
+    remarks = tuple(
+        f"train.ramp leaves batch {stage.batch} out: it has less than one sample for each of {parts} (GPUs x micro-batches)"
+        for stage, size in zip(smaller, sizes, strict=True)
+        if not size
+    )
+    return Ramp((first.model_copy(update={"begin": 0}), *others), remarks)
+
+
+def _named(spec: JobSpec, asked: Sequence[RampStage], batch: int, parts: int, dataset_size: int) -> Ramp:
     begin, found = 0, []
     for stage in asked:
         if stage.batch >= batch:  # after an out-of-memory the training's own may be smaller than it was
@@ -119,14 +162,14 @@ def ramp_of(spec: JobSpec, *, batch: int, parts: int, dataset_size: int) -> Ramp
                 f"train.ramp: batch {stage.batch} does not divide by {parts} (GPUs x micro-batches of a step)",
                 f"the nearest are {stage.batch // parts * parts or parts} and {(stage.batch // parts + 1) * parts}",
             )
-        found.append(Stage(begin, stage.batch))
+        found.append(Stage(begin=begin, batch=stage.batch))
         begin += stage.samples or round((stage.epochs or 0.0) * dataset_size)
     if begin >= spec.train.epochs * dataset_size:
         raise SpecError(
             f"train.ramp lasts {begin / dataset_size:g} epochs, which leaves nothing of train.epochs {spec.train.epochs} to"
             f" train at batch {batch}"
         )
-    return Ramp((*found, Stage(begin, batch)))
+    return Ramp((*found, Stage(begin=begin, batch=batch)))
 
 
 def _auto(spec: JobSpec, batch: int, parts: int, dataset_size: int) -> Ramp:
@@ -142,7 +185,7 @@ def _auto(spec: JobSpec, batch: int, parts: int, dataset_size: int) -> Ramp:
     ]
     if not doubled:
         remarks.append(f"train.ramp: auto does nothing: batch {batch} is not above train.reference_batch {reference}")
-    stages = [Stage(round(number * length), found) for number, found in enumerate([*kept, batch])]
+    stages = [Stage(begin=round(number * length), batch=found) for number, found in enumerate([*kept, batch])]
     return Ramp(tuple(stages), tuple(remarks))
 
 

@@ -41,6 +41,17 @@ class TimeParts(Record):
         return self.steps + self.evaluation + self.checkpoints + self.branches + self.rest
 
 
+class Stage(Record):
+    """Where a training whose batch grows (`train.ramp`) comes to a batch."""
+
+    begin: int  # samples passed
+    batch: int  # global
+    epoch: float | None = None  # the same as begin, in epochs; of what is written down
+    noise: float | None = (
+        None  # the gradient noise scale (samples) by which it begins there; None: it goes by another rule
+    )
+
+
 class StageSteps(Record):
     """What is predicted for the steps of one stage of a training whose batch grows (`train.ramp`)."""
 
@@ -243,6 +254,8 @@ class Recommendation(Record):
     what_if: WhatIf | None = None
     lengths: tuple[SequenceLength, ...] = ()  # of text, ascending; empty where search.sequence asks for no other
     growth: str = ""  # how time and memory grow with the length, in words
+    stages: tuple[Stage, ...] = ()  # of the choice, that of its own batch last; empty where its batch does not grow
+    ramp: str = ""  # these, in words
     other_market: Prediction | None = None  # the choice on demand where it is on spot nodes, and the other way round
     trainings: tuple[TrainedSteps, ...] = ()  # whose steps count in the fit, of all node types
     trainings_left_out: tuple[str, ...] = ()  # which do not, and why

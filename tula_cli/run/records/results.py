@@ -15,6 +15,18 @@ class JobFile(Record):
     overrides: tuple[str, ...] = ()  # what --set laid over it
 
 
+class StageDecision(Record):
+    """What a measurement of the gradient noise has decided of a coming stage: a row of a training's stages.jsonl."""
+
+    passed: int  # samples, when it was measured
+    batch: int  # of the stage
+    begin: int  # samples passed, where that stage begins now
+    verdict: Literal["begins", "put off", "stopped"]
+    scale: float | None = None  # the noise, samples; None where the measurement did not tell it
+    low: float | None = None
+    high: float | None = None  # likewise, and where it is open upwards
+
+
 class StepParts(Record):
     """Where the time of a step goes; seconds, of the slowest rank."""
 

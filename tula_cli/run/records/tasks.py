@@ -5,7 +5,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field, TypeAdapter
 
 from tula_cli.run.records.base import Record
-from tula_cli.run.records.recommendations import Prediction
+from tula_cli.run.records.recommendations import Prediction, Stage
 from tula_cli.spec.job import JobSpec
 from tula_cli.spec.sections import Workers
 
@@ -63,6 +63,8 @@ class TrainTask(Record):
     ladder: tuple[Rung, ...]  # descending batches
     workers: Workers  # data-loader processes a rank (fewer after a host OOM)
     splits: int = 1  # parts that each micro-batch of train.accumulate is computed in (more after an OOM)
+    # where its batch grows, as was decided before it began; those of smaller batches stay after an out-of-memory
+    stages: tuple[Stage, ...] = ()
     cause: str = ""  # why this is a relaunch
     after: str = ""  # the job of a rehearsal that comes first: what that finds may forbid this
     code: str = ""  # the snapshot of the user's code that runs; empty where the spec names none

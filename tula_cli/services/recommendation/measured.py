@@ -1,5 +1,6 @@
 """What a recommendation rests on: the probes, what is unknown yet, and how far they can be trusted."""
 
+import functools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -14,6 +15,7 @@ from tula_cli.models.choice.offers import Offers
 from tula_cli.models.efficiency import Noise
 from tula_cli.models.forecast import Forecast
 from tula_cli.models.observations import TooFew
+from tula_cli.models.ramp.by_noise import NoisePath
 from tula_cli.models.time.noise import centre
 from tula_cli.models.time.stretches import Told
 from tula_cli.models.time.what_if import Change
@@ -22,7 +24,7 @@ from tula_cli.run.records.probes import Failed, Measured, OutOfMemory
 from tula_cli.run.records.recommendations import Calibration, Prediction, TrainedSteps
 from tula_cli.services.progress.held_against import calibrated
 from tula_cli.services.recommendation.by_trainings import told_by_trainings
-from tula_cli.services.recommendation.gradient_noise_of import after_training, noisy_trainings
+from tula_cli.services.recommendation.gradient_noise_of import noise_path, trained_noise
 from tula_cli.services.recommendation.limits import Limits
 from tula_cli.services.recommendation.saves import saves_of
 from tula_cli.spec.job import JobSpec, train_length
@@ -118,14 +120,15 @@ def measurements_of(
     """
     found, errors = [], []
     calibration, unread = calibrated(parts[0].run.path, parts[0].spec.cluster.kind)
+    every = [result for results in results_of.values() for result in results]
+    noise = noise_path([part.run for part in parts], parts[0].spec, every)
     for part in parts:
         try:
             results = results_of[part.type]
             told = told_by_trainings(part.run, part.spec, results) if not at_a_pace else Told()
-            forecast = _forecast(
-                part, results, told.found, calibration, others=others, pending=pending.get(part.type, 0)
-            )
-            found.append(_type_measurements(part, results, forecast, limits, told, pending=pending.get(part.type, 0)))
+            waiting = pending.get(part.type, 0)
+            forecast = _forecast(part, results, told.found, calibration, others=others, noise=noise, pending=waiting)
+            found.append(_type_measurements(part, results, forecast, limits, told, pending=waiting))
         except (Pending, BadMeasurements, Infeasible) as error:
             errors.append((part, error))
     if not found:
@@ -153,7 +156,8 @@ def noise_of(all_measurements: Sequence[TypeMeasurements], *, needed: bool) -> N
         result for measurements in all_measurements for result in measurements.results if isinstance(result, Measured)
     ]
     known = [probe.gradients for probe in probes if probe.gradients is not None]
-    noise = _trained_noise(all_measurements) or efficiency.noise_scale(known)
+    runs = [measurements.part.run for measurements in all_measurements]
+    noise = trained_noise(runs, all_measurements[0].part.spec) or efficiency.noise_scale(known)
     if noise is not None or not needed:
         return noise
     hint = (
@@ -165,14 +169,6 @@ def noise_of(all_measurements: Sequence[TypeMeasurements], *, needed: bool) -> N
         f"no probe ({len(probes)} measured) tells the gradient noise that time to accuracy follows from",
         hint if known else f"of a script that takes {_DDP}; choose by another objective",
     )
-
-
-def _trained_noise(all_measurements: Sequence[TypeMeasurements]) -> Noise | None:
-    spec = all_measurements[0].part.spec
-    if spec.script is not None:
-        return None
-    found = [training for measurements in all_measurements for training in noisy_trainings(measurements.part.run)]
-    return after_training(found, reference=spec.train.reference_batch, epochs=spec.train.epochs)
 
 
 _DDP = "DistributedDataParallel on two or more GPUs, and probes that the script does not end by itself"
@@ -256,7 +252,8 @@ def as_recommended(run: RunDir, spec: JobSpec) -> Forecast:
     results = run.results()
     calibration, _ = calibrated(run.path, spec.cluster.kind)
     told = told_by_trainings(run, spec, results)
-    return _forecast(Part(None, run, spec), results, told.found, calibration, pending=0)
+    noise = noise_path([run], spec, results)
+    return _forecast(Part(None, run, spec), results, told.found, calibration, noise=noise, pending=0)
 
 
 def _forecast(
@@ -266,13 +263,13 @@ def _forecast(
     calibration: Calibration,
     *,
     others: Sequence[Measured] = (),
+    noise: NoisePath | None,
     pending: int,
 ) -> Forecast:
     attempts, saves = part.run.attempts(), saves_of(part.run)
+    known = functools.partial(Forecast.from_results, attempts=attempts, saves=saves, trained=trained)
     try:
-        return Forecast.from_results(
-            part.spec, results, attempts=attempts, saves=saves, trained=trained, calibration=calibration, others=others
-        )
+        return known(part.spec, results, calibration=calibration, others=others, noise=noise)
     except (TooFew, Infeasible) as error:
         if pending:
             raise _pending(pending, error.message) from error

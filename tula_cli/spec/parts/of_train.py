@@ -21,7 +21,7 @@ class RampStage(Section):
         return self
 
 
-Stages = Literal["auto"] | Annotated[list[RampStage], Field(min_length=1)]
+Stages = Literal["auto", "noise"] | Annotated[list[RampStage], Field(min_length=1)]
 
 
 class Hessian(Section):

@@ -27,11 +27,13 @@ def sizes_of(task: LoopTask, *, batch: int, world: int, dataset_size: int) -> Si
     Raises:
         SpecError: a batch does not divide among ranks and micro-batches, or is larger than the dataset.
     """
-    spec, training = task.spec, isinstance(task, TrainTask)
+    spec = task.spec
     splits = task.splits if isinstance(task, TrainTask) else 1
     _check_batch(spec, batch, world=world, splits=splits, dataset_size=dataset_size)
     each = micro_batches(spec, world)
-    ramp = ramp_of(spec, batch=batch, parts=world * each, dataset_size=dataset_size) if training else None
+    ramp = None
+    if isinstance(task, TrainTask):
+        ramp = ramp_of(spec, batch=batch, parts=world * each, dataset_size=dataset_size, decided=task.stages)
     stages = {stage.batch: 1 for stage in ramp.stages} if ramp else {}
     if splits > 1:
         stages = {stage: _splits_like(spec, stage, batch, world=world, splits=splits) for stage in stages}

@@ -1,0 +1,230 @@
+"""Stages from the gradient noise scale (`train.ramp: noise`): B(t) = min(B, c B_noise(t)), in doublings of the reference batch.
+
+A batch up to the noise scale loses little of what its samples tell (McCandlish et al. 2018); the scale grows while a training
+goes on. The stages are fixed before it begins, from what was measured until then. While it trains a measurement may put a
+change off, or the rest of them, and never brings one forward: what was submitted is never too small for what is to come.
+"""
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+
+from tula_cli.models.efficiency import GROWTH
+from tula_cli.run.records.recommendations import Stage
+from tula_cli.run.records.results import StageDecision
+from tula_cli.spec.job import JobSpec
+from tula_cli.words import number
+
+LEAST = 0.02
+"""Of the training, that a stage lasts at least."""
+MOST_NOISE = 1e12
+"""Samples that a noise scale is taken for where the gradient is lost in its noise."""
+UNMEASURED = "nothing has measured the gradient noise scale that train.ramp: noise goes by"
+MEASURE = "tula profile --progress measures it; train.ramp: auto needs none"
+
+
+@dataclass(frozen=True)
+class NoisePath:
+    """The gradient noise scale as a function of the epochs done.
+
+    Between measurements, and from the last one on with the exponent that whole trainings have (`efficiency.GROWTH`),
+    log(reference + noise) is linear in log(1 + epochs). One that is followed by a lower one counts for no more than that: a batch
+    begins where the noise has come to stay.
+    """
+
+    reference: int  # batch
+    points: tuple[tuple[float, float], ...]  # (epochs done, samples), ascending, one at least
+
+    @classmethod
+    def of(cls, measured: Mapping[float, float], *, reference: int) -> "NoisePath | None":
+        """Return that of scales (samples) by the epochs that were done; None where there are none."""
+        backwards = sorted(((epoch, min(scale, MOST_NOISE)) for epoch, scale in measured.items()), reverse=True)
+        scales = accumulate((scale for _, scale in backwards), min)
+        points = tuple(zip((epoch for epoch, _ in backwards), scales, strict=True))
+        return cls(reference, points[::-1]) if points else None
+
+    @property
+    def measured_at(self) -> float:
+        """Epochs that were done at the newest measurement."""
+        return self.points[-1][0]
+
+    def at(self, epoch: float) -> float:
+        """Return the scale (samples) when so many epochs are done."""
+        x, line = math.log1p(epoch), self._line
+        for (x0, y0), (x1, y1) in pairwise(line):
+            if x <= x1:
+                return self._scale(y0 + (y1 - y0) * (x - x0) / (x1 - x0))
+        return self._scale(line[-1][1] + GROWTH * (x - line[-1][0]))
+
+    def first(self, scale: float) -> float:
+        """Return the epochs done from which on it is that large (samples)."""
+        y, line = math.log(self.reference + scale), self._line
+        if y <= line[0][1]:
+            return 0.0
+        for (x0, y0), (x1, y1) in pairwise(line):
+            if y <= y1:
+                return math.expm1(x0 + (x1 - x0) * (y - y0) / (y1 - y0))
+        return math.expm1(line[-1][0] + (y - line[-1][1]) / GROWTH)
+
+    @property
+    def _line(self) -> list[tuple[float, float]]:
+        line = [(math.log1p(epoch), math.log(self.reference + scale)) for epoch, scale in self.points]
+        x, y = line[0]
+        return line if x == 0 else [(0.0, y - GROWTH * x), *line]
+
+    def _scale(self, y: float) -> float:
+        return max(0.0, math.exp(y) - self.reference)
+
+
+def stages_by_noise(path: NoisePath, *, batch: int, factor: float, size: int, epochs: int) -> tuple[Stage, ...]:
+    """Return the stages of a training, its own batch last; one that it never comes to begins at its end.
+
+    Args:
+        path: the noise scale.
+        batch: the training's own, global.
+        factor: c, the most noise scales that a batch may have.
+        size: samples of an epoch.
+        epochs: of the whole training.
+    """
+    total = size * epochs
+    doubled = [path.reference << k for k in range(batch.bit_length()) if path.reference << k < batch]
+    batches = [*doubled, batch]
+    start = max(0, sum(one <= factor * path.at(0.0) for one in batches) - 1)
+    found = [Stage(begin=0, batch=batches[start], noise=path.at(0.0))]
+    for following in batches[start + 1 :]:
+        begin = math.ceil(max(found[-1].begin + LEAST * total, path.first(following / factor) * size))
+        if begin > (1 - LEAST) * total:
+            return (*found, Stage(begin=total, batch=batch))
+        found.append(Stage(begin=begin, batch=following, noise=path.at(begin / size)))
+    return tuple(found)
+
+
+def continued(before: Sequence[Stage], anew: Sequence[Stage]) -> tuple[Stage, ...]:
+    """Return the stages of a training that goes on at another batch: as they were, and above the former batch as they are now.
+
+    Args:
+        before: as the training began.
+        anew: as they would be for the batch that it goes on at.
+    """
+    if not before or not anew:
+        return tuple(anew)
+    own, found = anew[-1], [stage for stage in before if stage.batch < anew[-1].batch]
+    if own.batch <= before[-1].batch:
+        at = next(stage for stage in before if stage.batch >= own.batch)
+        return (*found, at.model_copy(update={"batch": own.batch}))
+    for stage in anew:
+        if stage.batch > before[-1].batch:
+            found.append(stage.model_copy(update={"begin": max(stage.begin, found[-1].begin)}))
+    return tuple(found)
+
+
+def stages_doubted(spec: JobSpec, noise: NoisePath | None) -> list[str]:
+    """Say what the stages of `ramp: noise` lack."""
+    if spec.train.stages != "noise":
+        return []
+    if noise is None:
+        return [f"{UNMEASURED}: times are those of train.ramp: auto, and tula train refuses; {MEASURE}"]
+    if not noise.measured_at:
+        return [
+            "the stages of train.ramp: noise rest on the noise at the start of training, which tells little of some jobs:"
+            " tula profile --progress measures it after a tenth of the epochs"
+        ]
+    return []
+
+
+# --- while it trains
+
+
+def put_off(planned: Sequence[Stage], decisions: Iterable[StageDecision], *, total: int) -> tuple[Stage, ...]:
+    """Return the stages as decisions have left them: each lasts at least as long as was planned, and none begins earlier.
+
+    Args:
+        planned: before the training began.
+        decisions: in any order; of stages that there are not, and the same one twice, they change nothing.
+        total: samples of the whole training; a stage that would not last comes never.
+    """
+    earliest: dict[int, int] = {}
+    for decision in decisions:
+        earliest[decision.batch] = max(earliest.get(decision.batch, 0), decision.begin)
+    found = [planned[0]]
+    for before, stage in pairwise(planned):
+        begin = max(earliest.get(stage.batch, 0), found[-1].begin + stage.begin - before.begin)
+        late = begin > stage.begin and begin > (1 - LEAST) * total
+        found.append(stage.model_copy(update={"begin": total if late else begin}))
+    return tuple(found)
+
+
+def next_stage(stages: Sequence[Stage], *, passed: int, until: int) -> Stage | None:
+    """Return the first stage that begins after `passed` samples and no later than at `until`; None where none does."""
+    return next((stage for stage in stages if passed < stage.begin <= until), None)
+
+
+def decided(
+    stage: Stage,
+    *,
+    noise: Mapping[str, float],
+    factor: float,
+    reference: int,
+    passed: int,
+    size: int,
+    every: int,
+    total: int,
+) -> StageDecision:
+    """Return whether a stage begins as planned, is put off to the next measurement, or never comes.
+
+    It is put off where even the upper end of the noise's interval, grown as it does up to there, is below its batch.
+
+    Args:
+        stage: the coming one.
+        noise: `scale` and `high`, in samples, as they were measured now; empty where that did not tell them.
+        factor: c.
+        reference: batch.
+        passed: samples passed.
+        size: samples of an epoch.
+        every: epochs from one measurement to the next.
+        total: samples of the whole training.
+    """
+    high = NoisePath.of({passed / size: noise["high"]}, reference=reference) if noise else None
+    told = {name: value for name, value in noise.items() if math.isfinite(value)}
+    row = StageDecision(passed=passed, batch=stage.batch, begin=stage.begin, verdict="begins", **told)
+    if high is None or factor * high.at(stage.begin / size) >= stage.batch:
+        return row
+    # Beyond the next measurement, which then looks at it again.
+    begin = max(stage.begin, passed + every * size + 1)
+    if begin > (1 - LEAST) * total:
+        return row.model_copy(update={"verdict": "stopped", "begin": total})
+    return row.model_copy(update={"verdict": "put off", "begin": begin})
+
+
+# --- in words
+
+
+def in_epochs(stages: Iterable[Stage], size: int) -> tuple[Stage, ...]:
+    """Return stages as they are written down: with the epoch (of so many samples) that each begins in."""
+    return tuple(stage.model_copy(update={"epoch": stage.begin / size}) for stage in stages)
+
+
+def stage_words(stages: Sequence[Stage]) -> str:
+    """Return where a training comes to each batch, and by which noise scale; of stages as they are written down."""
+    by_noise = any(stage.noise is not None for stage in stages)
+    return "; ".join(_words(stage, by_noise=by_noise) for stage in stages)
+
+
+def _words(stage: Stage, *, by_noise: bool) -> str:
+    if stage.noise is None:
+        never = f"batch {stage.batch} never: the noise scale stays below it"
+        return never if by_noise else f"batch {stage.batch} from epoch {number(stage.epoch)}"
+    return f"batch {stage.batch} from epoch {number(stage.epoch)}: noise scale {number(stage.noise)}"
+
+
+def decision_words(found: StageDecision, *, size: int) -> str:
+    """Return what was decided of a coming stage, and by which measurement."""
+    at = f"epoch {number(found.passed / size)}"
+    noise = "not told" if found.scale is None else f"scale {number(found.scale)} (at most {number(found.high)})"
+    end = {
+        "begins": f"batch {found.batch} begins as planned, at epoch {number(found.begin / size)}",
+        "put off": f"batch {found.batch} is put off to epoch {number(found.begin / size)}",
+        "stopped": f"batch {found.batch} never begins",
+    }
+    return f"{end[found.verdict]}: gradient noise {noise} at {at}"

@@ -4,10 +4,14 @@ from pathlib import Path
 
 import make_runs
 import pytest
+from make_results import Truth, inspected, probe_all, with_noise
 
+from tula_cli.errors import BadMeasurements
 from tula_cli.run.directory import RunDir
 from tula_cli.run.records.probes import GradientStats
-from tula_cli.services.recommendation.gradient_noise_of import after_training, noisy_trainings
+from tula_cli.services import recommend, train
+from tula_cli.services.recommendation.gradient_noise_of import after_training, noise_path, noisy_trainings
+from tula_cli.show.recommend import _rests_on
 
 NOISES = {1: 100.0, 2: 300.0, 10: 900.0}
 
@@ -55,3 +59,63 @@ def test_trainings_that_measure_none_tell_none(run: RunDir) -> None:
     trained(run, "a" * 8, batch=64, noise=False)
     assert noisy_trainings(run) == []
     assert after_training([], reference=64, epochs=20) is None
+
+
+# --- stages from it
+
+
+def noisy_run(tmp_path: Path, **train: object) -> RunDir:
+    own = {"method": "lrs", "epochs": 20, "reference_batch": 64, "ramp": "noise", **train}
+    return RunDir.create(tmp_path, make_runs.spec(train=own, search={"nodes": [1, 2], "min_batch": 32}))
+
+
+def plan(run: RunDir, **named: object) -> train.TrainPlan:
+    return train.plan(run, run.spec(), **{"inspect": lambda _: inspected(), **named})  # type: ignore[arg-type]
+
+
+def test_the_noise_over_a_training_is_of_its_probes_and_of_each_epoch_measured(tmp_path: Path) -> None:
+    run = noisy_run(tmp_path)
+    assert noise_path([run], run.spec(), []) is None
+    probes = with_noise(probe_all(Truth(), {2: (8, 16)}), 50.0)
+    start = noise_path([run], run.spec(), probes)
+    assert start is not None and start.points == ((0.0, pytest.approx(50, rel=0.1)),)
+    trained(run, "a" * 8, batch=512, factor=5.0)
+    trained(run, "b" * 8, batch=64)
+    found = noise_path([run], run.spec(), probes)
+    assert found is not None and found.points[1:] == tuple((at, pytest.approx(NOISES[at])) for at in (1, 2, 10))
+    other = run.spec().model_copy(update={"train": run.spec().train.model_copy(update={"ramp": "auto"})})
+    assert noise_path([run], other, probes) is None
+
+
+def test_a_training_begins_with_its_stages_in_the_task(tmp_path: Path) -> None:
+    run = noisy_run(tmp_path)
+    with pytest.raises(BadMeasurements, match="nothing has measured the gradient noise scale") as refused:
+        plan(run, nodes=2, batch=512)
+    assert "tula profile --progress" in refused.value.hint
+    trained(run, "b" * 8, batch=64)
+    task = plan(run, nodes=2, batch=512).task
+    assert [stage.batch for stage in task.stages] == [64, 128, 256, 512]
+    assert all(stage.noise and stage.noise >= stage.batch * 0.99 for stage in task.stages[1:])
+    assert [stage.epoch for stage in task.stages] == [stage.begin / inspected().dataset_size for stage in task.stages]
+    run.write_task(task)
+    trained(run, "c" * 8, batch=64, factor=9.0)
+    assert plan(run, nodes=2, batch=512).task.stages == task.stages, "one that has begun keeps its own"
+
+
+def test_other_rules_leave_their_stages_in_the_task_too(tmp_path: Path) -> None:
+    run = noisy_run(tmp_path, ramp="auto")
+    assert [stage.batch for stage in plan(run, nodes=2, batch=256).task.stages] == [64, 128, 256]
+    plain = noisy_run(tmp_path / "plain", ramp=None)
+    assert plan(plain, nodes=2, batch=256).task.stages == ()
+
+
+def test_a_recommendation_tells_the_stages_of_its_choice(tmp_path: Path) -> None:
+    run = noisy_run(tmp_path)
+    for result in with_noise(probe_all(Truth(dataset_size=12_800), {2: (32, 256), 4: (32, 256)}), 50.0):
+        run.write_result(result)
+    trained(run, "b" * 8, batch=64)
+    found = recommend.recommend(run, run.spec(), objective="time", now=1.0).recommendation
+    assert found.stages[-1].batch == found.choice.batch and found.stages[0].batch == 64
+    assert found.ramp.startswith("batch 64 from epoch 0: noise scale 50.0; batch 128 from epoch ")
+    assert [stage.batch for stage in found.choice.stages] == [stage.batch for stage in found.stages[:-1]]
+    assert f"stages: {found.ramp}" in list(_rests_on(found))

@@ -109,7 +109,6 @@ class Forecast:
         require_some(measured, ooms, _of(seen, Failed))
         require_one_hardware([*measured, *others])
         footprints = inspection.footprints if inspection else ()
-        script, size = spec.script, measured[0].dataset_size
         steps, held_up = fitted(spec, [*measured, *others], trained)
         held = memory.fit([*measured, *footprints], accumulate=spec.train.accumulate, sharded=spec.train.sharded)
         return cls(
@@ -121,10 +120,10 @@ class Forecast:
             capacity=capacity_of(spec, measured, inspection),
             probes={(probe.nodes, probe.local_batch): probe for probe in measured},
             ooms=tuple((oom.nodes, oom.local_batch) for oom in ooms),
-            dataset_size=size,
+            dataset_size=measured[0].dataset_size,
             eval_size=next((probe.eval_size for probe in measured if probe.eval_size is not None), None),
             shutdown=shutdown_of(attempts, measured),
-            saving=None if script is None else interruptions.saving(script, saves, dataset_size=size),
+            saving=spec.script and interruptions.saving(spec.script, saves, dataset_size=measured[0].dataset_size),
             warnings=(
                 *doubts(measured),
                 *steps.warnings,

@@ -15,7 +15,6 @@ from tula_cli.models.choice.grid import Config
 from tula_cli.models.choice.objective import Curve, Objective, choose, knees_left_open
 from tula_cli.models.choice.offers import Offers
 from tula_cli.models.efficiency import Noise
-from tula_cli.models.forecast import Forecast
 from tula_cli.models.ramp.by_noise import in_epochs, stage_words
 from tula_cli.run.directory import Part, RunDir
 from tula_cli.run.jobfile import adopt, begun, origin
@@ -318,7 +317,6 @@ def _answer(
     own = next(measurements for measurements in all_measurements if measurements.type == choice.prediction.type)
     spec = own.part.spec
     told = [f"{measurements.prefix}{text}" for measurements in all_measurements for text in _told(measurements)]
-    lengths, growth = at_lengths(own)
     return Recommendation(
         objective=objective,
         curve=curve,
@@ -337,18 +335,18 @@ def _answer(
         efficiency="" if noise is None else rests_on(noise, own),
         interruption=own.forecast.interruption(choice.prediction),
         fallback=first_fallback(own.forecast, choice.prediction),
-        lengths=lengths,
-        growth=growth,
-        **_growing(own.forecast, choice.prediction),
+        **_growing(own, choice.prediction),
         other_market=own.other_market(choice.prediction),
         created_at=now,
     )
 
 
-def _growing(forecast: Forecast, choice: Prediction) -> dict[str, Any]:
-    """Return the stages of the choice, as fields of an answer."""
-    stages = in_epochs(forecast.trainings.stages.stages(Config(choice.nodes, choice.batch)), forecast.dataset_size)
-    return {"stages": stages, "ramp": stage_words(stages)}
+def _growing(own: TypeMeasurements, choice: Prediction) -> dict[str, Any]:
+    """Return what grows, as fields of an answer: texts that are longer, and the batch of the choice."""
+    lengths, growth = at_lengths(own)
+    stages = own.forecast.trainings.stages.stages(Config(choice.nodes, choice.batch))
+    written = in_epochs(stages, own.forecast.dataset_size)
+    return {"lengths": lengths, "growth": growth, "stages": written, "ramp": stage_words(written)}
 
 
 def _knees(own: TypeMeasurements, rows: Offers, objective: Objective, curve: Curve) -> str:

@@ -72,13 +72,8 @@ def _rests_on(found: "Recommendation") -> Iterator[str]:
     yield from (f"fit: {line}" for line in found.fit.splitlines())
     yield from _learnt(found)
     yield from (f"energy: {line}" for line in found.power.splitlines())
-    for name, told in (
-        ("same progress", found.efficiency),
-        ("stages", found.ramp),
-        ("checkpoints", found.interruption),
-    ):
-        if told:
-            yield f"{name}: {told}"
+    told = {"same progress": found.efficiency, "stages": found.ramp, "checkpoints": found.interruption}
+    yield from (f"{name}: {words}" for name, words in told.items() if words)
 
 
 def validation(judged: Mapping[str, Sequence["Validation"]]) -> Iterator["RenderableType"]:

@@ -143,9 +143,8 @@ def plan(
     if newest is None or task.attempt > newest.attempt:
         size = _dataset_size(run, spec, inspect)
         _check_size(spec, nodes, batch, size)
-        asked_by = recommendation if choice is not None and as_chosen and choice.type else None
-        stages = planned_stages(run, spec, nodes, batch, size, recommended=asked_by)
-        task = task.model_copy(update={"stages": continued(newest.stages, stages) if newest else stages})
+        stages = planned_stages(run, spec, nodes, batch, size, recommended=recommendation if as_chosen else None)
+        task = task.model_copy(update={"stages": continued(newest.stages if newest else (), stages)})
     prediction = task.prediction
     return TrainPlan(
         task=_again(newest, task) if newest and newest.attempt >= task.attempt else task,

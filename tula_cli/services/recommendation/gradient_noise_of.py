@@ -98,7 +98,7 @@ def planned_stages(
         nodes: number of nodes.
         batch: global.
         dataset_size: training samples.
-        recommended: what was recommended for just this, from all types of nodes; None where there are none.
+        recommended: for just this; of several types of nodes it knows what was measured on the others.
 
     Raises:
         BadMeasurements: they follow from a noise that nothing has measured.
@@ -106,7 +106,7 @@ def planned_stages(
     asked = spec.train.stages
     if asked is None or spec.script is not None:
         return ()
-    if asked == "noise" and recommended is not None and recommended.stages:
+    if asked == "noise" and recommended is not None and recommended.choice.type and recommended.stages:
         return recommended.stages
     noise = noise_path([run], spec, run.results())
     if asked == "noise" and noise is None:

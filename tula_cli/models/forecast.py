@@ -123,7 +123,7 @@ class Forecast:
             dataset_size=measured[0].dataset_size,
             eval_size=next((probe.eval_size for probe in measured if probe.eval_size is not None), None),
             shutdown=shutdown_of(attempts, measured),
-            saving=spec.script and interruptions.saving(spec.script, saves, dataset_size=measured[0].dataset_size),
+            saving=interruptions.saving_of(spec, saves, dataset_size=measured[0].dataset_size),
             warnings=(
                 *doubts(measured),
                 *steps.warnings,

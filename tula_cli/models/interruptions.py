@@ -8,6 +8,7 @@ from typing import Any
 
 from tula_cli.models.cost import TrainingTime, script_seconds
 from tula_cli.run.records.results import Save
+from tula_cli.spec.job import JobSpec
 from tula_cli.spec.scripts.own_script import Script
 from tula_cli.words import duration, plural
 
@@ -86,6 +87,11 @@ class Saving:
         if self.asked == "none":
             return "; nothing asks it to save before a time limit (script.save: none)"
         return f"; before a time limit it is asked to save ({self.asked})"
+
+
+def saving_of(spec: JobSpec, saves: Iterable[Save], *, dataset_size: int | None) -> Saving | None:
+    """Return how often a job's script saves, as `saving` has it; None of tula's own loop."""
+    return None if spec.script is None else saving(spec.script, saves, dataset_size=dataset_size)
 
 
 def saving(script: Script, saves: Iterable[Save], *, dataset_size: int | None) -> Saving:

@@ -141,10 +141,7 @@ def plan(
     task = moved(run, task, recommendation if as_chosen else None, code=code.identity)
     newest = run.training(task.signature).newest_task()
     if newest is None or task.attempt > newest.attempt:
-        size = _dataset_size(run, spec, inspect)
-        _check_size(spec, nodes, batch, size)
-        stages = planned_stages(run, spec, nodes, batch, size, recommended=recommendation if as_chosen else None)
-        task = task.model_copy(update={"stages": continued(newest.stages if newest else (), stages)})
+        task = _staged(run, task, newest, recommendation if as_chosen else None, _dataset_size(run, spec, inspect))
     prediction = task.prediction
     return TrainPlan(
         task=_again(newest, task) if newest and newest.attempt >= task.attempt else task,
@@ -158,6 +155,16 @@ def plan(
             run, spec, batch=batch, step_time=prediction.step_time if prediction else None
         ),
     )
+
+
+def _staged(
+    run: RunDir, task: TrainTask, newest: TrainTask | None, recommended: Recommendation | None, size: int
+) -> TrainTask:
+    """Return a task that begins, or goes on elsewhere, with its stages, where it fits the dataset of so many samples."""
+    spec, nodes, batch = task.spec, task.nodes, task.batch
+    _check_size(spec, nodes, batch, size)
+    stages = planned_stages(run, spec, nodes, batch, size, recommended=recommended)
+    return task.model_copy(update={"stages": continued(newest.stages if newest else (), stages)})
 
 
 def _source(recommendation: Recommendation | None, given: Sequence[str]) -> str:

@@ -66,6 +66,13 @@ def test_every_training_method_has_its_words() -> None:
     assert set(METHODS) <= set(re.findall(r"`(\w+)`", table))
 
 
+@pytest.mark.parametrize("method", METHODS)
+def test_what_is_told_of_a_method_stands_in_the_page_of_accuracy(method: str) -> None:
+    page = text("docs/accuracy.md")
+    figures = re.findall(r"-?\d+(?:\.\d+)?", METHODS[method].worth)
+    assert [figure for figure in figures if not re.search(rf"(?<![\d.]){re.escape(figure)}(?![\d.]*\d)", page)] == []
+
+
 @each_page
 def test_every_job_file_can_be_used(page: str, tmp_path: Path) -> None:
     for shown in blocks(page, "yaml"):

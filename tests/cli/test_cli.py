@@ -34,6 +34,7 @@ from tula_cli.services import status as services_status
 from tula_cli.services.progress import job_status
 from tula_cli.show import live
 from tula_cli.show import screen as show_screen
+from tula_cli.spec.methods import worth
 from tula_cli.version import __version__
 
 ROOT = Path(__file__).parents[2]
@@ -157,6 +158,15 @@ def test_profile_recommend_train(cluster):
     assert trained.code == 0
     assert "predicted" in trained.out
     assert cluster.launcher.submitted[2].startswith("train-")
+
+
+def test_recommend_and_train_tell_what_the_method_was_found_to_be_worth(cluster):
+    tula("profile", "job.yaml")
+    recommended = tula("recommend", "--json")
+    assert recommended.json["data"]["worth"] == worth("ags")
+    assert worth("ags") in " ".join(tula("recommend").out.split())
+    planned = tula("train", "--dry-run")
+    assert worth("ags") in " ".join((planned.out + planned.err).split())
 
 
 def test_profile_again_does_only_what_is_missing(cluster):
@@ -834,6 +844,12 @@ def test_init_writes_a_spec_that_can_be_checked_but_not_over_another(cluster, ki
     assert Path("new.yaml").read_text() == "mine"
     assert tula("init", kind, "-o", "new.yaml", "--force").code == 0
     assert Path("new.yaml").read_text() != "mine"
+
+
+def test_init_tells_what_the_method_was_found_to_be_worth(cluster):
+    told = tula("init", "-o", "new.yaml", "--json")
+    assert told.json["data"]["worth"] == worth("ramp") and worth("ramp") in told.err
+    assert worth("lbt") in tula("init", "-o", "own.yaml", "--from-command", COMMAND).err
 
 
 def test_init_writes_the_hooks_of_a_script_once(here):

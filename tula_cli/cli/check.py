@@ -51,24 +51,26 @@ def init(
     from tula_cli.host import devices
     from tula_cli.run.files import write_atomic
     from tula_cli.services.new_job.from_command import from_command
-    from tula_cli.services.new_job.from_template import from_template
+    from tula_cli.services.new_job.from_template import from_template, written_method
+    from tula_cli.spec.methods import worth
 
     if output.exists() and not force:
         raise SpecError(f"{output} is there already", "choose another name with -o, or --force to replace it")
     offered = site.ask() if kind == "slurm" else None
     gpus = devices.count()
     if command is None:
-        write_atomic(output, from_template(kind, offered, gpus=gpus))
+        write_atomic(output, text := from_template(kind, offered, gpus=gpus))
         told: list[str] = [f"wrote {output}; next: tula check {output}"]
         found: dict[str, object] = {}
     else:
         made = from_command(command, kind, offered, gpus=gpus)
-        write_atomic(output, made.text)
+        write_atomic(output, text := made.text)
         found, told = show_check.from_command(made, output)
         warn_all(screen, made.warnings)
     if kind == "slurm":
         screen.note(show_check.offered(offered))
-    screen.answer({"path": output, "kind": kind, "site": offered, **found}, told)
+    screen.note(told_worth := worth(written_method(text)))
+    screen.answer({"path": output, "kind": kind, "site": offered, "worth": told_worth, **found}, told)
     return None
 
 

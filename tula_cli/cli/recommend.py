@@ -72,6 +72,7 @@ def recommend(
     from tula_cli.cluster import launcher
     from tula_cli.services import recommend as service
     from tula_cli.services.recommendation.limits import Criteria, Limits
+    from tula_cli.spec.methods import worth
 
     run, spec = _measured(screen, job, named, root, overrides)
     limits = Limits(nodes, max_nodes, max_batch, deadline, budget)
@@ -85,9 +86,10 @@ def recommend(
     )
     judged = service.validated(answer) if validate else {}
     found = answer.every() if every else found
-    data = {**dict(found), "saved": saved, **({"validation": judged} if validate else {})}
+    told = worth(spec.train.method)
+    data = {**dict(found), "saved": saved, "worth": told, **({"validation": judged} if validate else {})}
     shown = show_recommend.recommendation(
-        found, drawn=answer.drawn(), width=screen.width, color=screen.colored, pareto=pareto, every=every
+        found, drawn=answer.drawn(), width=screen.width, color=screen.colored, pareto=pareto, every=every, worth=told
     )
     screen.answer(data, itertools.chain(shown, show_recommend.validation(judged)))
     warn_all(screen, found.warnings)

@@ -2,7 +2,7 @@ import pytest
 import yaml
 
 from tula_cli.services.new_job.from_command import from_command
-from tula_cli.services.new_job.from_template import from_template
+from tula_cli.services.new_job.from_template import from_template, written_method
 from tula_cli.spec.job import JobSpec
 
 
@@ -17,6 +17,14 @@ def test_a_local_job_searches_the_gpus_that_are_here(gpus, nodes):
     changed = [(new, old) for new, old in zip(filled, plain, strict=True) if new != old]
     assert len(changed) == 1
     assert yaml.safe_load("\n".join(filled))["search"]["nodes"] == nodes
+
+
+@pytest.mark.parametrize("kind", ["local", "slurm"])
+def test_templates_name_the_ramp_and_a_job_without_a_method_has_ags(kind):
+    content = yaml.safe_load(from_template(kind))
+    assert (written_method(from_template(kind)), content["train"].pop("method")) == ("ramp", "ramp")
+    assert JobSpec.model_validate(content).train.method == "ags"
+    assert "ags" not in content, "what means nothing to the ramp"
 
 
 def test_local_template_mentions_every_setting():

@@ -495,8 +495,8 @@ def test_what_a_preset_says_can_be_written_out_for_the_same_training():
 
 def test_the_template_names_every_setting_of_ags():
     text = (ROOT / "templates" / "job.yaml").read_text(encoding="utf-8")
-    section = text[text.index("\n# ags:") : text.index("\n# --- what to measure")]
-    assert set(Ags.model_fields) == set(re.findall(r"^  (?:# )?([a-z_]+): ", section, flags=re.MULTILINE))
+    section = text[text.index("\n# ags:") : text.index("\n# auto:")]
+    assert set(Ags.model_fields) == set(re.findall(r"^#   ([a-z_]+): ", section, flags=re.MULTILINE))
 
 
 # --- signatures

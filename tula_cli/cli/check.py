@@ -43,10 +43,7 @@ def init(
     With --from-command it is one around the command that starts a script of your own.
     """
     if hooks:
-        refuse(
-            command is not None, "--from-command", "writes a job, --hooks a file for the script; call them one by one"
-        )
-        return _write_hooks(screen, force=force)
+        return _write_hooks(screen, command, force=force)
     from tula_cli.cluster.slurm import partitions as site
     from tula_cli.host import devices
     from tula_cli.run.files import write_atomic
@@ -74,7 +71,8 @@ def init(
     return None
 
 
-def _write_hooks(screen: Screen, *, force: bool) -> None:
+def _write_hooks(screen: Screen, command: str | None, *, force: bool) -> None:
+    refuse(command is not None, "--from-command", "writes a job, --hooks a file for the script; call them one by one")
     from tula_cli.assets import find_asset
     from tula_cli.run.files import write_atomic
 

@@ -33,6 +33,7 @@ from tula_cli.cli.waiting import warn_all
 from tula_cli.errors import BadMeasurements, CannotWrite
 from tula_cli.show import recommend as show_recommend
 from tula_cli.show.screen import Screen
+from tula_cli.spec import methods
 
 if TYPE_CHECKING:
     from tula_cli.run.directory import RunDir
@@ -72,7 +73,6 @@ def recommend(
     from tula_cli.cluster import launcher
     from tula_cli.services import recommend as service
     from tula_cli.services.recommendation.limits import Criteria, Limits
-    from tula_cli.spec.methods import worth
 
     run, spec = _measured(screen, job, named, root, overrides)
     limits = Limits(nodes, max_nodes, max_batch, deadline, budget)
@@ -86,12 +86,12 @@ def recommend(
     )
     judged = service.validated(answer) if validate else {}
     found = answer.every() if every else found
-    told = worth(spec.train.method)
-    data = {**dict(found), "saved": saved, "worth": told, **({"validation": judged} if validate else {})}
+    worth = methods.worth(spec.train.method)
+    data = {**dict(found), "saved": saved, "worth": worth, **({"validation": judged} if validate else {})}
     shown = show_recommend.recommendation(
-        found, drawn=answer.drawn(), width=screen.width, color=screen.colored, pareto=pareto, every=every, worth=told
+        found, drawn=answer.drawn(), width=screen.width, color=screen.colored, pareto=pareto, every=every
     )
-    screen.answer(data, itertools.chain(shown, show_recommend.validation(judged)))
+    screen.answer(data, itertools.chain(shown, ["", worth], show_recommend.validation(judged)))
     warn_all(screen, found.warnings)
 
 

@@ -24,13 +24,11 @@ def recommendation(
     pareto: bool = False,
     every: bool = False,
     drawn: "Recommendation | None" = None,
-    worth: str = "",
 ) -> Iterator["RenderableType"]:
     """The choice and its reason, the table of what was possible, and the plot of time and cost.
 
     With `pareto` the table holds only what nothing else beats in time, cost and, where it is known, energy; with `every` all
-    that is feasible, be it more than anyone reads. `drawn` has the rows of the plots, where they are others; `worth` says what
-    the method was found to be worth.
+    that is feasible, be it more than anyone reads. `drawn` has the rows of the plots, where they are others.
     """
     from rich.text import Text
 
@@ -45,7 +43,6 @@ def recommendation(
     yield from _progress(found)
     yield from _refreshes(found)
     yield found.reason
-    yield from [worth] if worth else ()
     yield ""
     yield front(found) if pareto else predictions(found, every=every)
     yield from () if every else _left_out(found, pareto=pareto)

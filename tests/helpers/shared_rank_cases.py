@@ -156,7 +156,7 @@ def left(folder: Path, ranks: Ranks) -> list[str]:
 
 
 def damaged(folder: Path, ranks: Ranks) -> list[Any]:
-    """Damage the newest checkpoint; return the samples of that which is then found, and of the damaged one."""
+    """Damage the newest checkpoint; return the name of that which is then found, and of the one before it."""
     run = RunDir(folder / "through")
     newest, before = run.training(TRAIN.signature).checkpoints()[:2]
     if ranks.first:
@@ -165,7 +165,10 @@ def damaged(folder: Path, ranks: Ranks) -> list[Any]:
         content[len(content) // 2] ^= 1
         share.write_bytes(content)
     ranks.from_first(0)
-    found = checkpoint.load_for_all(run, TRAIN.signature, ranks)
+    told: list[str] = []
+    found = checkpoint.load_for_all(run, TRAIN.signature, ranks, told.append)
+    words = f"the checkpoint {newest.name} is damaged, passed over and kept as checkpoints/damaged-{newest.name}"
+    assert told == ([words] if ranks.first else [])
     return [found and found["folder"].name, before.name]
 
 

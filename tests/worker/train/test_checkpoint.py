@@ -1,6 +1,9 @@
 """Checkpoints: what is in them, which are kept, and which can be trusted."""
 
 import os
+import pickle
+import zipfile
+from collections.abc import Callable
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -119,6 +122,62 @@ def test_a_checkpoint_with_a_hole_is_passed_over(alone: Ranks, run: RunDir, plac
     content[begin : begin + 512] = bytes(512)
     path.write_bytes(content)
     assert checkpoint.load_newest(run, NAME) is None
+
+
+class Attack:
+    """Runs a command where it is unpickled."""
+
+    def __init__(self, place: Path) -> None:
+        self.place = place
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.system, (f"touch {self.place}",)
+
+
+def plain_zip(path: Path) -> None:
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("notes.txt", "of something else")
+
+
+@pytest.mark.parametrize(
+    "write",
+    [
+        plain_zip,
+        lambda path: torch.save({"position": Attack(path.with_name("attacked"))}, path),
+        lambda path: torch.save([1, 2], path),
+        lambda path: path.write_bytes(pickle.dumps({"position": 1})),
+        lambda path: path.write_bytes(b""),
+    ],
+    ids=["a zip of something else", "a command", "a list", "a bare pickle", "nothing"],
+)
+def test_what_holds_no_state_is_set_aside_with_a_word(
+    alone: Ranks, run: RunDir, write: Callable[[Path], object]
+) -> None:
+    older, newest = save(run, trainer(spec(), alone), 100), run.training(NAME).checkpoint_path(200)
+    told: list[str] = []
+    for name in ("damaged-000000000200.pt", "damaged-2-000000000200.pt"):
+        write(newest)
+        content = newest.read_bytes()
+        found = checkpoint.load_newest(run, NAME, told.append)
+        assert found is not None and found[0] == older
+        assert told[-1] == f"the checkpoint {newest.name} is damaged, passed over and kept as checkpoints/{name}"
+        assert newest.with_name(name).read_bytes() == content
+    assert names(run) == [100] and run.training(NAME).newest_samples() == 100
+    assert not newest.with_name("attacked").exists()
+
+
+def test_a_checkpoint_that_the_memory_does_not_hold_is_not_called_damaged(
+    alone: Ranks, run: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save(run, trainer(spec(), alone), 100)
+
+    def load(*_: object, **__: object) -> None:
+        raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
+
+    monkeypatch.setattr(torch, "load", load)
+    with pytest.raises(RuntimeError, match="allocate memory"):
+        checkpoint.load_newest(run, NAME)
+    assert names(run) == [100]
 
 
 def test_where_there_is_none_nothing_is_loaded(run: RunDir) -> None:

@@ -125,12 +125,6 @@ def _without_state(states: dict[str, Any], saved: Collection[str]) -> set[str]:
     return {name for name in states if not any(key.startswith(f"optimizer.state.{name}.") for key in saved)}
 
 
-def read_rest(folder: Path) -> dict[str, Any]:
-    """Return what a checkpoint holds beside model and optimizer."""
-    rest: dict[str, Any] = torch.load(folder / REST, map_location="cpu", weights_only=True)
-    return rest
-
-
 def _state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
 

@@ -6,7 +6,10 @@ Of a model in shares (`train.parallel: fsdp`) they are folders, which all ranks 
 import io
 import json
 import os
+import pickle
+import re
 import zipfile
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -131,29 +134,46 @@ def go_back(run: RunDir, signature: str, samples: int) -> None:
         _point(link, run.training(signature).checkpoint_path(samples))
     for path in run.training(signature).checkpoints():
         if path > run.training(signature).checkpoint_path(samples):
-            path.unlink(missing_ok=True)
+            remove(path)
 
 
-def load_newest(run: RunDir, signature: str) -> tuple[Path, dict[str, Any]] | None:
-    """Return the newest checkpoint that can be read; a damaged one is passed over. None where there is none."""
+def load_newest(
+    run: RunDir, signature: str, tell: Callable[[str], None] = lambda words: None
+) -> tuple[Path, dict[str, Any]] | None:
+    """Return the newest checkpoint that can be read; one that is damaged is set aside. None where there is none.
+
+    Args:
+        run: the run.
+        signature: of the training.
+        tell: takes a word on each one that is set aside.
+    """
     for path in run.training(signature).checkpoints():
-        if path.suffix == ".pt" and _is_whole(path):
-            return path, torch.load(path, map_location="cpu", weights_only=True)
+        if path.suffix != ".pt":
+            continue
+        content = _content(path) if _is_whole(path) else None
+        if content is not None:
+            return path, content
+        tell(_set_aside(path))
     return None
 
 
-def load_for_all(run: RunDir, signature: str, ranks: Ranks) -> dict[str, Any] | None:
+def load_for_all(
+    run: RunDir, signature: str, ranks: Ranks, tell: Callable[[str], None] = lambda words: None
+) -> dict[str, Any] | None:
     """Return the newest checkpoint that can be read, on every rank the one that rank 0 found; None where there is none.
 
-    Of a model in shares that is its `folder`, and what no rank has a share of.
+    Of a model in shares that is its `folder`, and what no rank has a share of. Args: as of `load_newest`; rank 0 tells.
     """
     training = run.training(signature)
     there = [path.name for path in training.checkpoints() if path.suffix != ".pt"] if ranks.first else []
     folders = [training.path / "checkpoints" / name for name in json.loads(ranks.gather(json.dumps(there))[0])]
     for folder in folders:
-        if saved_shares.is_whole(folder, ranks):
-            return {**saved_shares.read_rest(folder), "folder": folder}
-    found = load_newest(run, signature) if ranks.first else None
+        rest = _content(folder / saved_shares.REST) if saved_shares.is_whole(folder, ranks) else None
+        if rest is not None:
+            return {**rest, "folder": folder}
+        if ranks.first:
+            tell(_set_aside(folder))
+    found = load_newest(run, signature, tell) if ranks.first else None
     samples = ranks.from_first(-1 if found is None else found[1]["position"]["samples"])
     if samples < 0:
         return None
@@ -163,6 +183,34 @@ def load_for_all(run: RunDir, signature: str, ranks: Ranks) -> dict[str, Any] | 
         run.training(signature).checkpoint_path(samples), map_location="cpu", weights_only=True
     )
     return content
+
+
+def _set_aside(path: Path) -> str:
+    """Give a damaged checkpoint a name that is not of tula, so that nothing trips over it again; say so."""
+    place = path.with_name(f"damaged-{path.name}")
+    number = 1
+    while place.exists():
+        number += 1
+        place = path.with_name(f"damaged-{number}-{path.name}")
+    try:
+        path.rename(place)
+    except OSError as error:  # passed over all the same
+        return f"the checkpoint {path.name} is damaged and passed over ({error.strerror})"
+    return f"the checkpoint {path.name} is damaged, passed over and kept as checkpoints/{place.name}"
+
+
+def _content(path: Path) -> dict[str, Any] | None:
+    """Return what a file of torch.save holds; None of one that is none, or that holds more than data."""
+    try:
+        content = torch.load(path, map_location="cpu", weights_only=True)
+    except (pickle.UnpicklingError, EOFError, ValueError, LookupError, AttributeError):
+        return None
+    except RuntimeError as error:
+        # Of torch's reader of archives; too little memory, for one, is no fault of the file.
+        if not re.search("PytorchStreamReader|inline_container|file in archive", str(error)):
+            raise
+        return None
+    return content if isinstance(content, dict) and "position" in content else None
 
 
 def _is_whole(path: Path) -> bool:

@@ -77,6 +77,7 @@ class Training:
         self.trainer.until = until
         self._tell_splits()
         self.best: dict[str, float] = {}
+        self.damaged: list[str] = []  # words on checkpoints that were set aside
         self.unfit = ""  # what the file of first weights and the model do not share
         self.ended = ""  # why before the last epoch
         self.owed = False  # the epoch that has ended is not evaluated yet
@@ -108,7 +109,7 @@ class Training:
         """Load the newest checkpoint, or first weights; every rank loads the one that rank 0 found."""
         if self.first:
             self.run.training(self.task.signature).drop_drafts()
-        found = checkpoint.load_for_all(self.run, self.task.signature, self.context.ranks)
+        found = checkpoint.load_for_all(self.run, self.task.signature, self.context.ranks, self.damaged.append)
         if found is not None:
             self.best, self.owed = checkpoint.restore(self.trainer, found), bool(found.get("owed"))
             self.ended = found.get("ended", "")  # what is left is the result
@@ -136,6 +137,8 @@ class Training:
 
     def _announce(self) -> None:
         self.log.start()
+        for words in self.damaged:
+            self.log.warn(words)
         if self.unfit:
             self.log.warn(f"of model.weights {self.task.spec.model.weights} not all is taken: {self.unfit}")
 

@@ -138,7 +138,7 @@ def go_back(run: RunDir, signature: str, samples: int) -> None:
 
 
 def load_newest(
-    run: RunDir, signature: str, tell: Callable[[str], None] = lambda words: None
+    run: RunDir, signature: str, tell: Callable[[str], object] = lambda _: None
 ) -> tuple[Path, dict[str, Any]] | None:
     """Return the newest checkpoint that can be read; one that is damaged is set aside. None where there is none.
 
@@ -158,7 +158,7 @@ def load_newest(
 
 
 def load_for_all(
-    run: RunDir, signature: str, ranks: Ranks, tell: Callable[[str], None] = lambda words: None
+    run: RunDir, signature: str, ranks: Ranks, tell: Callable[[str], object] = lambda _: None
 ) -> dict[str, Any] | None:
     """Return the newest checkpoint that can be read, on every rank the one that rank 0 found; None where there is none.
 

@@ -48,6 +48,20 @@ class CannotWrite(TulaError):
     """A file that cannot be written: no space, no right."""
 
 
+class RunGone(TulaError):
+    """The run directory that a job works for is no longer where it was.
+
+    Args:
+        path: where it was.
+    """
+
+    def __init__(self, path: object) -> None:
+        super().__init__(
+            f"the run directory {path} is no longer there: it was moved or removed, and its jobs end",
+            "where it was moved, the same command with --run and its new place goes on from the newest checkpoint",
+        )
+
+
 class SpecError(TulaError):
     """A job spec or a command line that cannot be used. Carries all problems found, not the first."""
 

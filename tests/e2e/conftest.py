@@ -26,8 +26,17 @@ class LocalTula(Tula):
 
     def ranks(self, task: TrainTask) -> list[int]:
         """Return the process ids of a task's ranks, found by their command line."""
-        command = ["-u", "-m", "tula_cli.worker", str(self.run().path), task.id]
-        return [pid for pid, words in _processes() if words[1:6] == command]
+        return [pid for pid, words in _ranks() if words[4:6] == [str(self.run().path), task.id]]
+
+    def ranks_of(self, run: Path) -> list[int]:
+        """Return the process ids of the ranks of any task of a run, which need not be there any more."""
+        return [pid for pid, words in _ranks() if words[4] == str(run)]
+
+
+def _ranks() -> Iterator[tuple[int, list[str]]]:
+    for pid, words in _processes():
+        if words[1:4] == ["-u", "-m", "tula_cli.worker"] and len(words) > 5:
+            yield pid, words
 
 
 def _processes() -> Iterator[tuple[int, list[str]]]:

@@ -3,12 +3,14 @@ import os
 import socket
 import subprocess
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 
 import make_runs as make
 import pytest
 
-from tula_cli.errors import BadMeasurements, SpecError, TulaError
+from tula_cli.errors import BadMeasurements, RunGone, SpecError, TulaError
+from tula_cli.run import files
 from tula_cli.run.directory import RunDir
 from tula_cli.run.files import write_atomic
 from tula_cli.run.records.tasks import probe_id
@@ -272,3 +274,39 @@ def test_a_mark_of_cancelling_comes_and_goes(run):
     assert run.jobs() == []
     run.uncancel("probe-n001")
     assert not run.cancelled("probe-n001")
+
+
+@pytest.fixture
+def held(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> RunDir:
+    monkeypatch.setattr(files._Held, "path", None)
+    monkeypatch.setattr(files._Held, "inode", 0)
+    files.hold(run.path)
+    return run
+
+
+@pytest.mark.parametrize("another", [False, True], ids=["nothing is there", "another run is"])
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda path: files.write_atomic(path / "a" / "b.json", "{}"),
+        lambda path: files.append_json_line(path / "a" / "metrics.jsonl", {}),
+        lambda path: files.open_to_add(path / "a" / "log"),
+    ],
+    ids=["whole", "a row", "a log"],
+)
+def test_nothing_grows_where_a_run_was(held: RunDir, write: Callable[[Path], object], *, another: bool) -> None:
+    write(held.path)
+    held.path.rename(held.path.with_name("moved"))
+    if another:
+        held.path.mkdir()
+    for place in (held.path, held.path / "types" / "x"):
+        with pytest.raises(RunGone, match="moved or removed"):
+            write(place)
+    assert files.is_gone(held.path) and held.path.exists() == another
+    assert not another or not any(held.path.iterdir())
+    write(held.path.with_name("elsewhere"))
+
+
+def test_a_run_that_is_not_there_cannot_be_held(tmp_path: Path) -> None:
+    with pytest.raises(RunGone):
+        files.hold(tmp_path / "x")

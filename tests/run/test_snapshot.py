@@ -1,3 +1,5 @@
+import shutil
+
 import make_runs as make
 import pytest
 import status as benchmark
@@ -77,3 +79,33 @@ def test_scheduler_logs_are_found_by_the_ids_of_their_jobs(run):
     look = run.read()
     assert [path.name for path in look.scheduler_logs(["12"])] == ["12_0_log.err"]
     assert {path.name for path in look.started_logs(["12"])} == {"12_0_log.err", "12_0_log.out"}
+
+
+def test_a_copy_has_no_jobs_until_it_submits_its_own(run, tmp_path):
+    job = make.add_training(run, rows=make.metrics())
+    run.write_job(run.job(job).model_copy(update={"folder": str(run.path)}))
+    copy = RunDir(tmp_path / "copy")
+    shutil.copytree(run.path, copy.path)
+    linked = RunDir(tmp_path / "linked")
+    linked.path.symlink_to(run.path)
+    assert [found.id for found in run.jobs()] == [found.id for found in linked.jobs()] == [job]
+    assert copy.jobs() == [] and copy.job(job) is None
+    (words,) = copy.read().job_warnings
+    assert f"a copy of {run.path}" in words and not run.read().job_warnings
+    copy.write_job(run.job(job).model_copy(update={"folder": str(copy.path)}))
+    assert copy.job(job) is not None and not copy.read().job_warnings
+
+
+def test_what_waits_for_a_run_that_was_moved_is_over(run, tmp_path, monkeypatch):
+    job = make.add_training(run, rows=make.metrics())
+    run.write_job(run.job(job).model_copy(update={"folder": str(run.path), "scheduler": "slurm"}))
+    monkeypatch.setattr(submit, "ask", lambda ids: {id_: SchedulerState("pending", "Dependency") for id_ in ids})
+    moved = RunDir(tmp_path / "moved")
+
+    def state(run):
+        return submit.SlurmLauncher().states(run.read(), run.jobs())[job]
+
+    assert state(run).state == "pending"
+    was = run.path
+    was.rename(moved.path)
+    assert state(moved) == SchedulerState("ended", f"the run was at {was} when it was submitted, and was moved since")

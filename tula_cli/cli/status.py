@@ -113,7 +113,7 @@ def cancel(
     run = find_run(screen, target or named, root)
     parts = begun(run, run.spec())
     for part in parts:
-        warn_all(screen, part.run.read().damaged_jobs)
+        warn_all(screen, part.run.read().job_warnings)
     ended = [
         job
         for part in parts

@@ -17,12 +17,13 @@ from tula_cli.cluster.relaunch import finished
 from tula_cli.cluster.scripts.script_training import ScriptTraining
 from tula_cli.cluster.scripts.start import ScriptStart
 from tula_cli.cluster.scripts.watch import ScriptWatch
-from tula_cli.errors import JobFailed
+from tula_cli.errors import JobFailed, RunGone
 from tula_cli.host.devices import has_gpu
 from tula_cli.host.leftovers import MARK, GpuMemory, reap
 from tula_cli.host.network import node_name
 from tula_cli.models.resuming import NO_STEP
 from tula_cli.run.directory import RunDir
+from tula_cli.run.files import is_gone
 from tula_cli.run.records.jobs import Attempt, LeaderCommand
 from tula_cli.run.records.tasks import CheckTask, EvaluateTask, ProbeTask, RehearsalTask, Task, TrainTask
 from tula_cli.spec.signature import cluster_signature
@@ -173,9 +174,16 @@ class RunningAttempt:
         return first_rank(self.allocation, self.task)
 
     def _watch(self, group: RankGroup) -> ExitReason | None:
-        """Wait for the ranks; end them when the user cancels or their time is over. None: they ended by themselves."""
+        """Wait for the ranks; end them when the user cancels or their time is over. None: they ended by themselves.
+
+        Raises:
+            RunGone: the run directory was moved or removed, so that nothing of them would be found.
+        """
         failed_at: float | None = None
         while group.running():
+            if is_gone(self.run.path):
+                group.kill()
+                raise RunGone(self.run.path)
             if unwanted := self._unwanted():
                 group.end(END_GRACE)
                 return unwanted

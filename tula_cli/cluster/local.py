@@ -13,6 +13,7 @@ from pathlib import Path
 
 from tula_cli.cluster.slurm.queue import SchedulerState
 from tula_cli.errors import JobFailed, SchedulerError
+from tula_cli.host import machine_lock
 from tula_cli.host.processes import die_with_parent, started
 from tula_cli.run.directory import RunDir
 from tula_cli.run.records.jobs import Attempt, Job
@@ -67,6 +68,7 @@ class LocalLauncher:
             nodes=task.nodes,
             submitted_at=now,
             submissions=earlier.submissions + 1 if earlier else 1,
+            folder=str(run.path.resolve()),
             process_started=started(pid),
             host=socket.gethostname(),
         )
@@ -84,7 +86,8 @@ class LocalLauncher:
             return SchedulerState("ended")
         if attempts_of(look, job):
             return SchedulerState("running")
-        return SchedulerState("pending", "starting, or waiting for another tula job on this machine")
+        holder = machine_lock.holder()
+        return SchedulerState("pending", f"waiting for {holder} on this machine" if holder else "starting")
 
     def cancel(self, run: RunDir, job: Job) -> None:
         """Mark it: the supervisor sees the mark, ends its ranks and then itself. Wait until it has."""

@@ -7,11 +7,9 @@ Of the supervisors of a job that of index 0 is the leader; the followers do what
 
 import contextlib
 import dataclasses
-import fcntl
 import itertools
 import os
 import sys
-import tempfile
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -38,10 +36,12 @@ from tula_cli.cluster.scripts.settle import leader_command, require_resumable, s
 from tula_cli.cluster.slurm import queue as scheduler
 from tula_cli.cluster.slurm import sbatch
 from tula_cli.errors import JobFailed, TulaError
+from tula_cli.host import machine_lock
 from tula_cli.host.leftovers import MARK, GpuMemory, mark
 from tula_cli.host.network import node_name
 from tula_cli.host.processes import started
 from tula_cli.run.directory import RunDir
+from tula_cli.run.files import hold
 from tula_cli.run.records.jobs import Attempt, Job, LeaderCommand
 from tula_cli.run.records.tasks import ProbeTask, Task, TrainTask
 
@@ -57,16 +57,16 @@ def supervise(path: Path, task_id: str, *, environ: Mapping[str, str] = os.envir
         task_id: the task to start with; a newer attempt of the same training run takes its place.
         environ: the environment of the ranks.
     """
-    allocation = Allocation.from_environment(environ)
-    allocation.environ = {**environ, MARK: mark(path, task_id, allocation.id, allocation.index)}
-    supervisor = Supervisor(RunDir(path), allocation)
     try:
-        supervisor.supervise(task_id)
+        hold(path)
+        allocation = Allocation.from_environment(environ)
+        allocation.environ = {**environ, MARK: mark(path, task_id, allocation.id, allocation.index)}
+        supervisor = Supervisor(RunDir(path), allocation)
+        with contextlib.closing(supervisor.spawner):
+            supervisor.supervise(task_id)
     except TulaError as error:  # a full disk above all: nothing can be written, so the scheduler's log has to tell
         sys.stderr.write(f"tula: {error.message}. {error.hint}\n")
         raise SystemExit(error.exit_code) from error
-    finally:
-        supervisor.spawner.close()
 
 
 @dataclass
@@ -321,21 +321,17 @@ def _exclusive_machine(run: RunDir, task: Task) -> Iterator[None]:
     """Wait until no other job of this user runs here: jobs side by side would spoil each other's times.
 
     The lock lives on the machine, not in the run directory, and the kernel drops it with this process. A job that is
-    cancelled while it waits goes on without it, to find that it is over.
+    cancelled while it waits goes on without it, to find that it is over. Where another user has made a file of that name,
+    which anyone may, nobody waits for it.
     """
-    path = Path(tempfile.gettempdir()) / f"tula-{os.getuid()}.lock"
-    lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    lock = machine_lock.opened()
+    if lock is None:
+        sys.stderr.write(f"tula: {machine_lock.path()} is not this user's: jobs beside this one are not waited for\n")
+        yield
+        return
     try:
-        while not (_locked(lock) or run.cancelled(task.job)):
+        while not (machine_lock.locked(lock, f"{task.job} of {run.path}") or run.cancelled(task.job)):
             time.sleep(POLL)
         yield
     finally:
         os.close(lock)
-
-
-def _locked(lock: int) -> bool:
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True

@@ -21,7 +21,7 @@ from tula_cli.run.records.probes import RESULT
 from tula_cli.run.records.recommendations import Recommendation
 from tula_cli.run.records.results import Comparison, CountedEnergy, JobFile, Summary, TrainResult, Tuning
 from tula_cli.run.records.tasks import TASK, CheckTask, CodeSnapshot, JobTask, ProbeTask, Task, TrainTask, probe_id
-from tula_cli.run.snapshot import Result, Snapshot
+from tula_cli.run.snapshot import Result, Snapshot, of_another_run
 from tula_cli.run.training_run import TrainingRun
 from tula_cli.spec.job import JobSpec
 from tula_cli.spec.load import dump_yaml, validate
@@ -206,7 +206,9 @@ class RunDir:
         write_record(self.path / f"jobs/{job.id}.json", job)
 
     def job(self, job_id: str) -> Job | None:
-        return read_record(self.path / f"jobs/{job_id}.json", TypeAdapter(Job))
+        """Return a job of this run; None where there is none, and of one of a run that this is a copy of."""
+        found = read_record(self.path / f"jobs/{job_id}.json", TypeAdapter(Job))
+        return None if found is None or of_another_run(found, self.path.resolve()) else found
 
     def jobs(self) -> list[Job]:
         return self.read().jobs

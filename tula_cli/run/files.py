@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, Protocol, TypeVar
 
-from tula_cli.errors import BadMeasurements, CannotWrite, TulaError
+from tula_cli.errors import BadMeasurements, CannotWrite, RunGone, TulaError
 
 if TYPE_CHECKING:
     from pydantic import BaseModel, TypeAdapter
@@ -19,16 +19,60 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 
+class _Held:
+    """The run directory that this process works for, and the inode that it had then; no path where it is none."""
+
+    path: Path | None = None
+    inode = 0
+
+
+def hold(run: Path) -> None:
+    """From now on make no folder of this run anew should it be moved or removed: nobody would look for what lies there.
+
+    Args:
+        run: the run directory, which is there.
+
+    Raises:
+        RunGone: it is not.
+    """
+    try:
+        _Held.path, _Held.inode = run.absolute(), run.stat().st_ino
+    except FileNotFoundError:
+        raise RunGone(run) from None
+
+
+def is_gone(run: Path) -> bool:
+    """Return whether a run that is held is no longer at its place; another one may be."""
+    try:
+        return run.absolute() == _Held.path and run.stat().st_ino != _Held.inode
+    except (FileNotFoundError, NotADirectoryError):
+        return True
+
+
+def make_folder(folder: Path) -> None:
+    """Make a folder, and those that it is in, where it is not there.
+
+    Raises:
+        RunGone: it is one of a run that is held and no longer there.
+        OSError: it cannot be made.
+    """
+    held = _Held.path
+    if held is not None and folder.absolute().is_relative_to(held) and is_gone(held):
+        raise RunGone(held)
+    folder.mkdir(parents=True, exist_ok=True)
+
+
 def write_atomic(path: Path, data: bytes | str) -> None:
     """Replace `path` whole.
 
     Raises:
+        RunGone: the file's run is held and no longer there.
         TulaError: the disk is full or the folder cannot be written; the old file stands as it was.
     """
     content = data.encode() if isinstance(data, str) else data
     draft = path.with_name(f".{path.name}.{socket.gethostname()}.{os.getpid()}")
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
+        make_folder(path.parent)
         with open(draft, "wb") as file:
             file.write(content)
             file.flush()
@@ -176,7 +220,7 @@ def json_lines(
 
 def append_json_line(path: Path, content: Mapping[str, Any]) -> None:
     """Add an object to a file of one a line, which is made where it is not there."""
-    path.parent.mkdir(parents=True, exist_ok=True)
+    make_folder(path.parent)
     with open(path, "a", encoding="utf-8") as file:
         file.write(json.dumps(content) + "\n")
 
@@ -211,7 +255,7 @@ def open_to_add(path: Path) -> BinaryIO:
         TulaError: the disk is full or the folder cannot be written.
     """
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
+        make_folder(path.parent)
         return open(path, "ab")
     except OSError as error:
         raise cannot_write(path, error) from error

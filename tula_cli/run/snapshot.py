@@ -23,6 +23,27 @@ _ATTEMPT, _JOB, _RECOMMENDATION = TypeAdapter(Attempt), TypeAdapter(Job), TypeAd
 _REHEARSAL = TypeAdapter(Rehearsal)
 
 
+def is_moved(job: Job, here: Path) -> bool:
+    """Return whether a job's run was moved after its submission: what the job still writes goes nowhere.
+
+    Args:
+        job: of the run.
+        here: where the run is, resolved.
+    """
+    return bool(job.folder) and Path(job.folder) != here and not Path(job.folder).exists()
+
+
+def of_another_run(job: Job, here: Path) -> bool:
+    """Return whether a job is of a run that this one is a copy of: it writes there, and is there to be cancelled.
+
+    Args: as of `is_moved`.
+    """
+    theirs = Path(job.folder)
+    if not job.folder or theirs == here or not (theirs / f"jobs/{job.id}.json").exists():
+        return False
+    return not theirs.samefile(here)
+
+
 class Snapshot:
     """One look at a run. A file is read when it is first asked for, and what was read does not change any more.
 
@@ -33,6 +54,11 @@ class Snapshot:
     def __init__(self, path: Path) -> None:
         self.path = path
         self._records: dict[Path, Any] = {}
+
+    @cached_property
+    def here(self) -> Path:
+        """Where the run is, resolved."""
+        return self.path.resolve()
 
     # --- tasks, jobs, attempts
 
@@ -61,7 +87,14 @@ class Snapshot:
     @cached_property
     def _readable_jobs(self) -> tuple[list[Job], list[BadMeasurements]]:
         found, damaged = self._those_that_can_be_read("jobs", _JOB)
-        return sorted(found, key=lambda job: (job.submitted_at, job.id)), damaged
+        own = [job for job in found if not of_another_run(job, self.here)]
+        return sorted(own, key=lambda job: (job.submitted_at, job.id)), damaged
+
+    @cached_property
+    def copied_from(self) -> str:
+        """The run that this one is a copy of, as jobs of that one tell, which are not this one's; empty of none."""
+        found, _ = self._those_that_can_be_read("jobs", _JOB)
+        return next((job.folder for job in found if of_another_run(job, self.here)), "")
 
     @property
     def jobs(self) -> list[Job]:
@@ -69,13 +102,15 @@ class Snapshot:
         return self._readable_jobs[0]
 
     @property
-    def damaged_jobs(self) -> list[str]:
-        """What to say of each job that cannot be read: under which id the scheduler has it is lost."""
-        return [
+    def job_warnings(self) -> list[str]:
+        """What to say of jobs that are not shown: damaged ones, whose id is lost, and those of a run that this is a copy of."""
+        damaged = [
             f"{error.message}; the job is left out: end it by the scheduler's own command if it still runs, then delete that"
             " file"
             for error in self._readable_jobs[1]
         ]
+        theirs = f"this run is a copy of {self.copied_from}: the jobs of that run are neither shown nor cancelled here"
+        return [*damaged, *([theirs] if self.copied_from else [])]
 
     @cached_property
     def attempts(self) -> list[Attempt]:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from tula_cli.cluster.launcher import Launcher
+from tula_cli.errors import RunGone
 from tula_cli.models import halving
 from tula_cli.run.directory import RunDir
 from tula_cli.run.records.jobs import Attempt
@@ -112,7 +113,7 @@ def snapshot(run: RunDir, launcher: Launcher, *, now: float, only: Set[str] | No
         training=training,
         attempts=_story(tasks, look.attempts),
         recommendation=look.recommendation,
-        warnings=(*(f"{damaged.message}; {damaged.hint}" for damaged in look.damaged), *look.damaged_jobs),
+        warnings=(*(f"{damaged.message}; {damaged.hint}" for damaged in look.damaged), *look.job_warnings),
         notes=notes(result for result in look.results if isinstance(result, Measured)),
         rehearsal=look.rehearsals[-1] if look.rehearsals and only is None else None,
         evaluations=tuple(look.training(training.signature).evaluations()) if training is not None else (),
@@ -263,6 +264,9 @@ def watch(
         clock: Unix time.
         sleep: waits for some seconds.
         timeout: seconds after which to stop, ended or not; None waits for ever.
+
+    Raises:
+        RunGone: the run directory was moved or removed meanwhile.
     """
     wanted, started, lost_since = set(job_ids), clock(), dict[str, float]()
     kinds = {job.scheduler for job in run.jobs() if job.id in wanted}
@@ -270,6 +274,8 @@ def watch(
     while True:
         now = clock()
         status = snapshot(run, launcher, now=now, only=wanted)
+        if not run.path.is_dir():
+            raise RunGone(run.path)
         yield status
         if not any(_waits(job, lost_since, now=now) for job in status.jobs):
             return

@@ -13,11 +13,12 @@ import traceback
 from collections.abc import Callable
 from pathlib import Path
 
-from tula_cli.errors import JobFailed
+from tula_cli.errors import JobFailed, TulaError
 from tula_cli.host.network import node_name
 from tula_cli.host.outcome import classify
 from tula_cli.host.processes import die_with_parent
 from tula_cli.run.directory import RunDir
+from tula_cli.run.files import hold
 from tula_cli.run.records.jobs import Failure
 from tula_cli.run.records.tasks import CheckTask, EvaluateTask, ProbeTask, RehearsalTask, Task, TrainTask
 
@@ -30,6 +31,7 @@ def main(*, entered: Callable[[], None] | None = None) -> None:
     """
     die_with_parent()
     run, task_id, attempt = RunDir(Path(sys.argv[1])), sys.argv[2], int(sys.argv[3])
+    hold(run.path)
     task = run.task(task_id)
     assert task is not None, f"{run.path} has no task {task_id}"
     try:
@@ -105,20 +107,22 @@ def _fail(error: Exception, task: Task, run: RunDir, attempt: int) -> None:
     text = "".join(traceback.format_exception(error))
     sys.stderr.write(text)
     rank = int(os.environ["RANK"])
-    run.write_failure(
-        Failure(
-            task=task.id,
-            attempt=attempt,
-            rank=rank,
-            host=node_name(),
-            pid=os.getpid(),
-            outcome=classify(text, exit_code=1, device=_device(task)),
-            message=_last_line(error),
-            detail=text,
-            local_batch=_local_batch(task, run),
-            failed_at=time.time(),
-        )
+    failure = Failure(
+        task=task.id,
+        attempt=attempt,
+        rank=rank,
+        host=node_name(),
+        pid=os.getpid(),
+        outcome=classify(text, exit_code=1, device=_device(task)),
+        message=_last_line(error),
+        detail=text,
+        local_batch=_local_batch(task, run),
+        failed_at=time.time(),
     )
+    try:
+        run.write_failure(failure)
+    except TulaError as unwritten:  # a full disk, or the run is gone: the log's end tells, if anything can
+        sys.stderr.write(f"{unwritten}\n")
     sys.stderr.flush()
     sys.stdout.flush()
     os._exit(1)

@@ -18,7 +18,7 @@ from tula_cli.cluster.slurm import sbatch
 from tula_cli.host.devices import has_gpu
 from tula_cli.host.network import variables
 from tula_cli.run.directory import RunDir
-from tula_cli.run.files import cannot_write
+from tula_cli.run.files import cannot_write, make_folder
 from tula_cli.run.records.jobs import LeaderCommand
 from tula_cli.run.records.shim import Expected, ShimPlan
 from tula_cli.run.records.tasks import ProbeTask, RehearsalTask, Task, TrainTask
@@ -61,7 +61,7 @@ class ScriptStart:
         """
         folder = self._out()
         try:
-            folder.mkdir(parents=True, exist_ok=True)
+            make_folder(folder)
             shim = copy_shim(self.run.path)
         except OSError as error:
             raise cannot_write(self.run.path, error) from error

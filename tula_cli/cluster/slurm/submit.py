@@ -20,7 +20,7 @@ from tula_cli.errors import SchedulerError
 from tula_cli.run.directory import RunDir
 from tula_cli.run.records.jobs import Job
 from tula_cli.run.records.tasks import Task, TrainTask
-from tula_cli.run.snapshot import Snapshot
+from tula_cli.run.snapshot import Snapshot, is_moved
 from tula_cli.spec.slurm_options import Slurm
 
 SPARE_LINKS = 2
@@ -61,6 +61,8 @@ class SlurmLauncher:
             SchedulerError: sbatch refused it, in the scheduler's own words, or SLURM does not answer.
         """
         earlier, names = run.job(task.job), _link_names(run, task)
+        if earlier is not None and is_moved(earlier, run.path.resolve()):
+            scheduler.cancel(earlier.ids[::-1])  # what still waits would find no run directory
         there = in_queue(run, names)
         if earlier and any(job.id in earlier.ids for job in there.values()):
             return earlier
@@ -78,6 +80,7 @@ class SlurmLauncher:
             submitted_at=submitted_at,
             submissions=max(1, submissions) if there else submissions + 1,
             links=tuple(ids) if len(names) > 1 else (),
+            folder=str(run.path.resolve()),
         )
 
     def states(self, look: Snapshot, jobs: Sequence[Job]) -> dict[str, SchedulerState]:
@@ -87,6 +90,8 @@ class SlurmLauncher:
 
     def _state(self, look: Snapshot, job: Job, known: Mapping[str, SchedulerState]) -> SchedulerState:
         state = _chain_state(job, known)
+        if state.state == "pending" and is_moved(job, look.here):
+            return SchedulerState("ended", f"the run was at {job.folder} when it was submitted, and was moved since")
         if state.reason == YOUNG_WORDS and any(attempt.ended_at is None for attempt in attempts_of(look, job)):
             return SchedulerState("running", "squeue does not know it")
         return state

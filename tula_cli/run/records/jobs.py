@@ -17,6 +17,7 @@ class Job(Record):
     submissions: int = 1  # how often it was submitted
     links: tuple[str, ...] = ()  # ids of the chain that a training job on SLURM is, scheduler_id first
     host: str = ""  # local: the machine it runs on
+    folder: str = ""  # the run directory that it writes to, as its supervisors know it; empty of jobs of an older tula
     process_started: float | None = None  # local: start time of the process, against reused process ids
 
     @property

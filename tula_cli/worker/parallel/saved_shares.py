@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import nn
 
 from tula_cli.errors import CannotWrite, TulaError
-from tula_cli.run.files import cannot_write, write_atomic
+from tula_cli.run.files import cannot_write, make_folder, write_atomic
 from tula_cli.worker.ranks import Ranks
 
 REST = "rest.pt"
@@ -178,7 +178,7 @@ def _by_first(work: Callable[[], None], folder: Path, ranks: Ranks) -> None:
 
 def _begin(draft: Path) -> None:
     shutil.rmtree(draft, ignore_errors=True)
-    draft.mkdir(parents=True)
+    make_folder(draft)
 
 
 def _bytes(rest: dict[str, Any]) -> bytes:

@@ -1,0 +1,36 @@
+"""A run knows its place: a copy of it is another run, and nothing grows where it was before it was moved."""
+
+import shutil
+
+import pytest
+
+pytestmark = [pytest.mark.e2e, pytest.mark.torch]
+
+
+def test_a_copy_touches_no_job_of_the_run_and_a_run_that_is_moved_goes_on_where_it_is(tula) -> None:
+    command = ("train", "job.yaml", "--nodes", "1", "--batch", "64", "--set", "train.epochs=20")
+    process = tula.start(*command)
+    tula.until(tula.epochs_done)
+    run, signature = tula.run(), tula.task().signature
+    copy = tula.folder / "copies" / run.id
+    shutil.copytree(run.path, copy, symlinks=True)
+
+    assert tula("cancel", "--run", str(copy))["data"]["cancelled"] == []
+    told = tula("status", "--run", str(copy))
+    assert told["data"]["jobs"] == []
+    assert any(f"a copy of {run.path}" in warning for warning in told["data"]["warnings"])
+    assert not run.cancelled(tula.task().job), "the job of the run itself goes on"
+
+    moved = tula.folder / "moved" / run.id
+    moved.parent.mkdir()
+    run.path.rename(moved)
+    _, words = process.communicate(timeout=60)
+    assert process.returncode == 1, words
+    assert f"{run.id} is no longer there: it was moved or removed, and its jobs end" in words
+    tula.until(lambda: not tula.ranks_of(run.path))
+    assert not run.path.exists(), "nothing grows where the run was"
+
+    for place, attempts in ((moved, 2), (copy, 2)):
+        summary = tula("train", "--run", str(place), "--nodes", "1", "--batch", "64")["data"]
+        assert (summary["signature"], summary["attempts"]) == (signature, attempts), "from its own newest checkpoint"
+    assert not run.path.exists()

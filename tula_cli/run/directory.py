@@ -392,11 +392,8 @@ class RunDir:
 
     def code_digests(self) -> set[str]:
         """Return the digests of all code that jobs of this run were submitted with."""
-        return {
-            found.digest
-            for path in listing(self.path / "code")
-            if (found := read_record(path, TypeAdapter(CodeSnapshot)))
-        }
+        known = (read_record(path, TypeAdapter(CodeSnapshot)) for path in listing(self.path / "code"))
+        return {found.digest for found in known if found}
 
     def logs(self) -> list[Path]:
         return sorted((self.path / "logs").glob("*.log"), key=lambda path: path.stat().st_mtime)

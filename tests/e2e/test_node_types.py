@@ -39,3 +39,28 @@ def test_two_types_from_profile_to_trained_model(tula) -> None:
     assert not parts["pair"].train_signatures()
     status = tula("status")
     assert status["status"] == "done" and set(status["data"]["types"]) == {"single", "pair"}
+
+
+@pytest.mark.proof
+def test_numbers_of_gpus_from_profile_to_trained_model(tula) -> None:
+    job = tula.folder / "job.yaml"
+    text = job.read_text().replace("max_batch: 256", "max_batch: 128, gpus_per_node: [1, 2]")
+    job.write_text(f"{text}cluster: {{gpus_per_node: 2}}\n")
+    assert tula("profile", "job.yaml")["status"] == "done"
+    run = tula.run()
+    one, two = run.parts(run.spec())
+    probes = [[(r.nodes, r.gpus_per_node, r.local_batch) for r in part.run.results()] for part in (one, two)]
+    assert probes[0] == [(1, 1, 64), (1, 1, 128)]
+    assert {(nodes, gpus) for nodes, gpus, _ in probes[1]} == {(1, 2), (2, 2)}
+
+    answer = tula("recommend", "--objective", "cost", "--type", "gpus-1")["data"]
+    rows = {(row["type"], row["nodes"], row["batch"]): row for row in answer["rows"]}
+    assert ("gpus-1", 2, 128) in rows, "two nodes of one GPU follow from one of them and two of two"
+    assert rows["gpus-1", 2, 128]["further"] and not rows["gpus-1", 2, 128]["measured"]
+
+    summary = tula("train", "--type", "gpus-1", "--nodes", "2", "--batch", "128")["data"]
+    assert summary["predicted_step"] == pytest.approx(rows["gpus-1", 2, 128]["step_time"])
+    assert summary["actual_step"] > 0
+    again = tula("recommend", "--objective", "cost")["data"]
+    assert {row["type"] for row in again["rows"]} == {"gpus-1", "gpus-2"}
+    assert [told["gpus_per_node"] for told in again["trainings"]] in ([], [1]), "a short training may tell too little"

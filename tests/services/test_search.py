@@ -45,6 +45,11 @@ def test_few_measures_the_ends_of_the_fewest_nodes_and_one_that_surely_fits() ->
     assert plan("few", max_local_batch=16) == {2: (16,)}
 
 
+def test_two_batches_on_the_fewest_nodes() -> None:
+    assert plan("two") == {2: (16, 64)}
+    assert plan("two", max_local_batch=16) == {2: (16,)}
+
+
 def test_the_largest_batch_is_bounded_by_search_and_dataset() -> None:
     assert plan("partial", max_local_batch=None, dataset_size=1000) == {2: (16, 256), 16: (2, 32)}
     assert plan("partial", max_local_batch=None, search={"max_batch": 128}) == {2: (16, 64), 16: (2, 8)}

@@ -55,7 +55,10 @@ Timeout = Annotated[
     float | None, typer.Option(min=0, metavar="SECONDS", help="Wait no longer; exit code 75 when jobs still run.")
 ]
 NodeType = Annotated[
-    str | None, typer.Option("--type", metavar="NAME", help="Only this type of node, of those in node_types.")
+    str | None,
+    typer.Option(
+        "--type", metavar="NAME", help="Only this type of node, of those in node_types; gpus-4 of search.gpus_per_node."
+    ),
 ]
 Objective = Annotated[
     Literal["time", "cost", "knee", "accuracy-time", "energy"],

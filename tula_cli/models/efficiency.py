@@ -92,7 +92,11 @@ def noise_scale(stats: Iterable[GradientStats]) -> Noise | None:
     weighs as much as the samples it has seen. Probes that disagree by more than their steps explain (their weights are not
     the same ones) widen the interval.
     """
-    usable = [found for found in stats if found.covariance is not None and found.local_norm_sqr > 0]
+    usable = [
+        found
+        for found in stats
+        if found.covariance is not None and found.local_norm_sqr > 0 and found.batch > found.local_batch
+    ]
     if not usable:
         return None
     moments, seen = [_moments(found) for found in usable], [float(found.batch * found.steps) for found in usable]

@@ -18,6 +18,8 @@ from tula_cli.models.interruptions import Saving
 from tula_cli.models.memory import memory
 from tula_cli.models.memory.memory import MemoryModel
 from tula_cli.models.observations import (
+    NO_OTHER_SIZES,
+    OtherSizes,
     Probe,
     T,
     capacity_of,
@@ -83,7 +85,7 @@ class Forecast:
         saves: Iterable[Save] = (),
         trained: Sequence[TrainedSteps] = (),
         calibration: Calibration = AS_MODELLED,
-        others: Sequence[Measured] = (),
+        others: OtherSizes = NO_OTHER_SIZES,
         noise: NoisePath | None = None,
     ) -> "Forecast":
         """Fit all models.
@@ -94,9 +96,8 @@ class Forecast:
             inspection: estimates of memory and the capacity, used where the probes do not tell.
             attempts: when the probes' jobs began and ended, which tells what ending a job takes.
             saves: what trainings by a script have written, which tells what an interruption loses.
-            trained: what the steps of trainings took, which count beside the probes'.
-            calibration: how wide intervals have to be.
-            others: probes of the same job with other numbers of GPUs a node, for the step time alone.
+            trained, calibration: what the steps of trainings took, which count too, and how wide intervals have to be.
+            others: with other numbers of GPUs a node, for the step time alone.
             noise: of the gradients, from which the stages of `train.ramp: noise` follow.
 
         Raises:
@@ -107,9 +108,9 @@ class Forecast:
         measured = sorted(_of(seen, Measured), key=lambda probe: (probe.nodes, probe.local_batch))
         ooms = _of(seen, OutOfMemory)
         require_some(measured, ooms, _of(seen, Failed))
-        require_one_hardware([*measured, *others])
+        require_one_hardware([*measured, *others.probes])
         footprints = inspection.footprints if inspection else ()
-        steps, held_up = fitted(spec, [*measured, *others], trained)
+        steps, held_up = fitted(spec, [*measured, *others.probes], [*trained, *others.trained])
         held = memory.fit([*measured, *footprints], accumulate=spec.train.accumulate, sharded=spec.train.sharded)
         return cls(
             spec=spec,

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import TypeVar
 
 from tula_cli.errors import BadMeasurements, Infeasible
@@ -11,6 +12,7 @@ from tula_cli.models.time.noise import centre
 from tula_cli.models.time.steptime import Observation
 from tula_cli.run.records.inspections import Inspection
 from tula_cli.run.records.probes import Failed, Measured, OutOfMemory
+from tula_cli.run.records.recommendations import TrainedSteps
 from tula_cli.spec.job import JobSpec
 from tula_cli.words import place, plural
 
@@ -22,6 +24,20 @@ Probe = tuple[int, int]
 _PIN = "pin one kind of node (cluster.slurm.constraint), delete the other kind's results, and run tula profile again"
 
 _WAITING = 0.3  # a loader that a step waits for this share of its time sets the pace
+
+
+@dataclass(frozen=True)
+class OtherSizes:
+    """What was measured of the same job on the same nodes with other numbers of their GPUs: it tells of the step time alone."""
+
+    probes: tuple[Measured, ...] = ()
+    trained: tuple[TrainedSteps, ...] = ()
+
+    def __add__(self, other: "OtherSizes") -> "OtherSizes":
+        return OtherSizes((*self.probes, *other.probes), (*self.trained, *other.trained))
+
+
+NO_OTHER_SIZES = OtherSizes()
 
 
 class TooFew(BadMeasurements):

@@ -5,7 +5,7 @@ file or the new one, never half of either, on NFS and Lustre too.
 """
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import BinaryIO
 
@@ -39,6 +39,7 @@ class Part:
     run: "RunDir"
     spec: JobSpec
     length: int | None = None  # of text, where it is not the job's own: then it is measured and not trained
+    sizes: tuple["Part", ...] = ()  # the same nodes with other numbers of GPUs, measured for themselves
 
     @property
     def name(self) -> str | None:
@@ -158,16 +159,16 @@ class RunDir:
     def parts(self, spec: JobSpec, only: str | None = None) -> tuple[Part, ...]:
         """Return the run of each node type of `spec`, inside this one; the run itself where it names none.
 
-        What is measured on one type is never seen beside what is measured on another. A part's name holds the signature
-        of what is special about it: a changed type is measured anew, the others are kept.
+        No fit sees two types; it does see other numbers of GPUs of the same nodes (`Part.sizes`). A part's name holds the
+        signature of what is special about it: a changed type is measured anew, the others are kept.
 
         Raises:
             SpecError: there is no such type as `only`.
         """
-        return tuple(
-            Part(name, self if name is None else self._inner("types", name, own), own)
-            for name, own in spec.by_type(only).items()
-        )
+        asked = spec.by_type(only)
+        every = (asked if only is None else spec.by_type()).items()
+        found = {name: Part(name, self._inner("types", name, own) if name else self, own) for name, own in every}
+        return tuple(replace(found[name], sizes=tuple(map(found.__getitem__, spec.beside(name)))) for name in asked)
 
     def lengths(self, spec: JobSpec, node_type: str | None) -> tuple[Part, ...]:
         """Return what is measured at other lengths of text (search.sequence) than `spec` trains with, inside this run."""

@@ -48,7 +48,7 @@ def overridden(run: RunDir, overrides: Sequence[str]) -> JobSpec:
         return known
     changed = load_spec(run.path / "spec.yaml", overrides=overrides, environ={}, site_files=())
     before, after = ({part.run.path for part in run.parts(spec)} for spec in (known, changed))
-    if signature(changed) != signature(known) or (known.node_types and not before <= after):
+    if signature(changed) != signature(known) or (known.types and not before <= after):
         raise SpecError(
             f"--set {' --set '.join(overrides)}: {run.id} was measured otherwise",
             "make it a run of its own: tula profile job.yaml with the same --set",

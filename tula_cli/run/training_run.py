@@ -1,7 +1,9 @@
 """One training in a run directory, over all its relaunches: its tasks and attempts, checkpoints, metrics and results."""
 
+import functools
 import itertools
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -182,12 +184,25 @@ class TrainingRun:
         """Return the rows of metrics.jsonl; a last line that is still being written is left out."""
         return list(json_lines(self.metrics_path))
 
-    def sampled_metrics(self) -> list[dict[str, Any]]:
-        """Return the rows as `metrics` does, but of the steps of a long training every so many-th alone, evenly."""
-        every = 1 + (self.metrics_path.stat().st_size // _SAMPLED if self.metrics_path.exists() else 0)
-        number = itertools.count()
+    def sampled_metrics(self) -> Sequence[dict[str, Any]]:
+        """Return the rows as `metrics` does, but of the steps of a long training every so many-th alone, evenly.
 
-        def wanted(line: bytes) -> bool:
-            return not line.startswith(_STEP) or next(number) % every == 0
+        They are read once, until the file changes; who asks changes none.
+        """
+        try:
+            found = self.metrics_path.stat()
+        except FileNotFoundError:
+            return ()
+        return _sampled(self.metrics_path, found.st_mtime_ns, found.st_size)
 
-        return list(json_lines(self.metrics_path, wanted=wanted))
+
+@functools.lru_cache(maxsize=8)
+def _sampled(path: Path, _changed: int, size: int) -> tuple[dict[str, Any], ...]:
+    """Return the rows of a file as it was at a moment (`_changed`, ns), when it had so many bytes."""
+    every = 1 + size // _SAMPLED
+    number = itertools.count()
+
+    def wanted(line: bytes) -> bool:
+        return not line.startswith(_STEP) or next(number) % every == 0
+
+    return tuple(json_lines(path, wanted=wanted))

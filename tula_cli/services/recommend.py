@@ -15,6 +15,7 @@ from tula_cli.models.choice.grid import Config
 from tula_cli.models.choice.objective import Curve, Objective, choose, knees_left_open
 from tula_cli.models.choice.offers import Offers
 from tula_cli.models.efficiency import Noise
+from tula_cli.models.observations import OtherSizes
 from tula_cli.models.ramp.by_noise import in_epochs, stage_words
 from tula_cli.run.directory import Part, RunDir
 from tula_cli.run.jobfile import adopt, begun, origin
@@ -23,21 +24,20 @@ from tula_cli.run.records.recommendations import Prediction, Recommendation
 from tula_cli.services import status
 from tula_cli.services.progress.job_status import ACTIVE
 from tula_cli.services.recommendation.answer import Answer, write
-from tula_cli.services.recommendation.beyond.other_sizes import probes_of_others
+from tula_cli.services.recommendation.beyond.lengths import at_lengths
+from tula_cli.services.recommendation.beyond.other_sizes import of_runs, place_of
 from tula_cli.services.recommendation.beyond.suppositions import compared, parsed
+from tula_cli.services.recommendation.doubts import doubts, state_of_the_probes
 from tula_cli.services.recommendation.fallback import first_fallback
 from tula_cli.services.recommendation.from_training import UnderWay, continued, results_by_type, under_way
-from tula_cli.services.recommendation.lengths import at_lengths
 from tula_cli.services.recommendation.limits import Criteria, Limits
 from tula_cli.services.recommendation.listed import listed, within
 from tula_cli.services.recommendation.measured import (
     TypeMeasurements,
-    doubts,
     epochs_of,
     measurements_of,
     noise_of,
     rests_on,
-    state_of_the_probes,
     with_energy,
     without_gradients,
 )
@@ -96,7 +96,7 @@ def recommend(
     """
     limits = Limits(nodes, max_nodes, max_batch, deadline_hours, budget, same_progress=objective == "accuracy-time")
     training, parts = _parts(run.parts(spec, node_type), from_training=from_training)
-    others, told = probes_of_others(run, spec, with_runs)
+    others, told = of_runs(run, spec, with_runs)
     as_it_is, said = _measurements(parts, limits, pending, training, others)
     all_measurements = [each.under(parsed(what_if)) for each in as_it_is] if what_if else as_it_is
     if objective == "energy":
@@ -104,9 +104,11 @@ def recommend(
     noise = noise_of(all_measurements, needed=objective == "accuracy-time")
     allowed, untold = within(all_measurements, limits, noise), without_gradients(all_measurements)
 
+    runs = tuple(str(place_of(run, path)) for path in with_runs)
+
     def answer(all_measurements: Sequence[TypeMeasurements], rows: Offers, warnings: Sequence[str]) -> Recommendation:
         found = _answer(all_measurements, rows, limits, warnings, noise, objective=objective, curve=curve, now=now)
-        asked = {"options": tuple(options), "overrides": tuple(overrides)}
+        asked = {"options": tuple(options), "overrides": tuple(overrides), "with_runs": runs}
         return found.model_copy(update={**asked, **_learnt(all_measurements)})
 
     by_type = {
@@ -133,7 +135,7 @@ def _measurements(
     limits: Limits,
     pending: int | Mapping[str | None, int],
     training: UnderWay | None,
-    others: Sequence[Measured],
+    others: OtherSizes,
 ) -> tuple[list[TypeMeasurements], list[str]]:
     """Return what is known of each type of node, and what is to be said of it."""
     waiting = pending if isinstance(pending, Mapping) else {part.type: pending for part in parts}

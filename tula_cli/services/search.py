@@ -258,6 +258,12 @@ def _few(by_nodes: ByNodes) -> dict[int, set[int]]:
     return {min(by_nodes): {local_batches[0], *local_batches[-2:]}}
 
 
+def _two(by_nodes: ByNodes) -> dict[int, set[int]]:
+    """The smallest batch and the middle one on the fewest nodes."""
+    local_batches = by_nodes[min(by_nodes)]
+    return {min(by_nodes): {local_batches[0], _middle(local_batches)}}
+
+
 def _start(by_nodes: ByNodes) -> dict[int, set[int]]:
     """The first round of `next_round`."""
     from tula_cli.models.choice.adaptive import first
@@ -272,6 +278,7 @@ STRATEGIES: Mapping[str, Callable[[ByNodes], dict[int, set[int]]]] = {
     "five": _five,
     "adaptive": _start,
     "few": _few,
+    "two": _two,
 }
 
 ON_ALL_NODES = ("full", "sweep")

@@ -1,5 +1,6 @@
 """`tula train`: where to train, submitting it, and what came of it."""
 
+import contextlib
 import dataclasses
 import time
 from collections.abc import Callable, Sequence
@@ -21,6 +22,7 @@ from tula_cli.errors import (
 from tula_cli.models import halving
 from tula_cli.models.choice.grid import batches
 from tula_cli.models.cost import price_words
+from tula_cli.models.observations import NO_OTHER_SIZES, OtherSizes
 from tula_cli.models.ramp.by_noise import continued
 from tula_cli.models.ramp.stages import check_stages
 from tula_cli.run.code import behind, choose, snapshot
@@ -37,6 +39,7 @@ from tula_cli.run.source.weights_file import with_weights
 from tula_cli.services.events import Note, TrainPlanned, WarningEvent, Work
 from tula_cli.services.progress.earlier_ends import ExpectedEnd, expected_end
 from tula_cli.services.progress.ending import CANCELLED, failure_of, require_found
+from tula_cli.services.recommendation.beyond.other_sizes import recommended_by
 from tula_cli.services.recommendation.continuing import left_behind, moved, require_stopped
 from tula_cli.services.recommendation.gradient_noise_of import planned_stages
 from tula_cli.services.recommendation.measured import as_recommended
@@ -85,7 +88,7 @@ def part(run: RunDir, spec: JobSpec, node_type: str | None) -> tuple[Part, Recom
         SpecError: there is no such type.
     """
     found = run.recommendation()
-    if spec.node_types and node_type is None:
+    if spec.types and node_type is None:
         if found is None:
             raise BadMeasurements(
                 f"{run.id} has no recommendation, and --type not given",
@@ -105,6 +108,7 @@ def plan(
     nodes: int | None = None,
     batch: int | None = None,
     recommendation: Recommendation | None = None,
+    others: OtherSizes = NO_OTHER_SIZES,
     inspect: Callable[[JobSpec], Inspection],
 ) -> TrainPlan:
     """Decide nodes and batch: those given, else the recommended ones.
@@ -115,6 +119,7 @@ def plan(
         nodes: number of nodes.
         batch: global batch.
         recommendation: what is recommended; None for what the run itself recommends.
+        others: with other numbers of GPUs a node, for the prediction.
         inspect: tells the dataset's size where no probe has.
 
     Raises:
@@ -137,7 +142,8 @@ def plan(
     _check(spec, nodes, batch)
     code = _code(run, spec, nodes, batch)
     as_chosen = choice is not None and (choice.nodes, choice.batch) == (nodes, batch)
-    task = _task(run, spec, nodes, batch, code, market=choice.market if choice and as_chosen else "on_demand")
+    ladder = _ladder(run, spec, nodes, batch, choice.market if choice and as_chosen else "on_demand", others)
+    task = _task(spec, nodes, batch, code, ladder)
     task = moved(run, task, recommendation if as_chosen else None, code=code.identity)
     newest = run.training(task.signature).newest_task()
     if newest is None or task.attempt > newest.attempt:
@@ -225,7 +231,7 @@ def _check_size(spec: JobSpec, nodes: int, batch: int, dataset_size: int) -> Non
     check_stages(spec, batch=batch, parts=parts, dataset_size=dataset_size)
 
 
-def _task(run: RunDir, spec: JobSpec, nodes: int, batch: int, code: Source, *, market: Market) -> TrainTask:
+def _task(spec: JobSpec, nodes: int, batch: int, code: Source, ladder: tuple[Rung, ...]) -> TrainTask:
     signature = train_signature(spec, nodes=nodes, batch=batch, code=code.identity)
     job = f"train-{signature}"
     return TrainTask(
@@ -236,20 +242,16 @@ def _task(run: RunDir, spec: JobSpec, nodes: int, batch: int, code: Source, *, m
         nodes=nodes,
         signature=signature,
         attempt=1,
-        ladder=_ladder(run, spec, nodes, batch, market),
+        ladder=ladder,
         workers=spec.train.workers,
     )
 
 
-def _ladder(run: RunDir, spec: JobSpec, nodes: int, batch: int, market: Market) -> tuple[Rung, ...]:
+def _ladder(run: RunDir, spec: JobSpec, nodes: int, batch: int, market: Market, others: OtherSizes) -> tuple[Rung, ...]:
     """Return the batch and those an out-of-memory falls back to, with predictions where there are measurements."""
-    try:
-        forecast = as_recommended(run, spec)
-        found = forecast.ladder(nodes, batch, market=market)
-        if found:
+    with contextlib.suppress(BadMeasurements, Infeasible):  # given without a profile: train without a prediction
+        if found := as_recommended(run, spec, others).ladder(nodes, batch, market=market):
             return found
-    except (BadMeasurements, Infeasible):
-        pass  # nodes and batch were given without a profile: train without a prediction
     parts = nodes * spec.cluster.gpus_per_node * spec.train.accumulate
     smaller = [b for b in batches(spec.search.min_batch, batch) if b < batch and b % parts == 0]
     return tuple(Rung(batch=b) for b in [batch, *reversed(smaller)])
@@ -343,8 +345,11 @@ def prepare(
     own, recommendation = part(run, spec, node_type)
     if own.type is not None:
         yield Note(f"node type {own.type}")
-    found = plan(own.run, own.spec, nodes=nodes, batch=batch, recommendation=recommendation, inspect=inspect)
-    for text in (*found.code.warnings, left_behind(own.run, found.task), own.spec.cluster.collective_warning):
+    others, unknown = recommended_by(own, recommendation)
+    found = plan(
+        own.run, own.spec, nodes=nodes, batch=batch, recommendation=recommendation, others=others, inspect=inspect
+    )
+    for text in (*unknown, *found.code.warnings, left_behind(own.run, found.task), own.spec.cluster.collective_warning):
         if text:
             yield WarningEvent(text)
     ready = PreparedTraining(run, spec, own, found, rehearse)

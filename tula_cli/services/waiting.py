@@ -72,7 +72,7 @@ def only_part(run: RunDir, spec: JobSpec, node_type: str | None, *, what: str) -
     """
     parts = run.parts(spec, node_type)
     if len(parts) > 1:
-        raise SpecError(f"{what} is for one type of node: add --type {' or --type '.join(spec.node_types)}")
+        raise SpecError(f"{what} is for one type of node: add --type {' or --type '.join(spec.types)}")
     return parts[0]
 
 

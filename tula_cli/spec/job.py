@@ -10,78 +10,17 @@ from pydantic_core import InitErrorDetails, PydanticCustomError
 from tula_cli.errors import SpecError
 from tula_cli.presets import DIVIDING
 from tula_cli.spec.ags import Ags, Auto, divided
-from tula_cli.spec.kinds import NonNegativeFloat, Positive, PositiveFloat, Section
+from tula_cli.spec.kinds import Section
 from tula_cli.spec.merge import merge
+from tula_cli.spec.parts.of_search import Search
 from tula_cli.spec.resources import UNPRICED, Cluster, NodeType, Pricing, TypeName
 from tula_cli.spec.scripts import section
 from tula_cli.spec.scripts.own_script import Script
 from tula_cli.spec.sections import Dataset, Loss, Model, Optimizer, Schedule, SequenceLengths, Train, Transforms
 from tula_cli.words import plural
 
-LEAST_STEPS = 5
-"""The fewest steps that a probe times, however long they take: fewer tell nothing of their spread."""
 WITH_BETA2 = ("Adam", "AdamW", "Adamax", "NAdam", "RAdam", "SparseAdam")
 """Optimizers of torch whose second beta is that of the gradients' squares, or of their largest magnitude."""
-LOOKS = 3
-"""Looks of a probe at the time of steps of their own: on data that is there, of synchronisation, of local work."""
-
-
-class Search(Section):
-    """What to measure."""
-
-    nodes: Annotated[list[Positive], Field(min_length=1)] = [2, 4, 8, 16]  # numbers of nodes
-    min_batch: Positive = 32  # smallest global batch; candidates are min_batch x 2^k
-    max_batch: Positive | None = None  # besides memory and the dataset's size
-    # sweep: all batches on the fewest nodes, the smallest elsewhere, the middle one on the most; five: three batches on the
-    # fewest nodes, two on the most; partial: the four corners; full: all; adaptive: in rounds; few: the smallest batch and
-    # the two largest, on the fewest nodes
-    strategy: Literal["sweep", "five", "partial", "full", "adaptive", "few"] = "sweep"
-    sequence: SequenceLengths | None = None  # lengths of text to measure too, a few batches of each on the fewest nodes
-    tolerance: Annotated[float, Field(gt=0, lt=1)] = 0.01  # expected regret at which `adaptive` stops, a share
-    # a probe times steps until it has as many, they have taken min_seconds, and the standard error of their mean is below 1 %
-    min_steps: Annotated[int, Field(ge=5)] = 10
-    min_seconds: NonNegativeFloat = 2.0  # clocks and power have settled by then
-    max_seconds: PositiveFloat = 60.0  # it ends then in any case, if it has 5; so does the warm-up
-    warmup_steps: Annotated[int, Field(ge=2)] = (
-        10  # at least, before those that are timed; it lasts until they are alike
-    )
-    memory_margin: Annotated[float, Field(ge=0, lt=1)] = 0.1  # of the capacity, kept free
-    max_node_hours: PositiveFloat | None = None  # the most that probes, and rehearsals of a script, may cost
-    max_minutes: PositiveFloat = 20.0  # the most one profiling job may last
-    packing: Literal["jobs", "single"] = "jobs"  # a job a number of nodes, or one job for all
-
-    @model_validator(mode="after")
-    def _bounds_are_ordered(self) -> "Search":
-        if self.max_batch is not None and self.max_batch < self.min_batch:
-            raise ValueError(f"max_batch {self.max_batch} is below min_batch {self.min_batch}")
-        if self.max_seconds < self.min_seconds:
-            raise ValueError(f"max_seconds {self.max_seconds:g} is below min_seconds {self.min_seconds:g}")
-        if len(set(self.nodes)) != len(self.nodes):
-            raise ValueError(f"nodes names a size twice: {self.nodes}")
-        return self
-
-    @property
-    def split_steps(self) -> int:
-        """How many steps a probe takes at most for each look of its own at times, and for that at gradients."""
-        return self.min_steps
-
-    def timed_steps(self, step_time: float) -> int:
-        """Return how many steps a probe is expected to time, where they are steady.
-
-        Args:
-            step_time: seconds of one.
-        """
-        wanted = max(self.min_steps, math.ceil(self.min_seconds / step_time))
-        return max(LEAST_STEPS, min(wanted, math.ceil(self.max_seconds / step_time)))
-
-    def probe_seconds(self, step_time: float) -> float:
-        """Return what the steps of a probe are expected to take: warm-up, timed ones, and its other looks. Seconds.
-
-        Args:
-            step_time: seconds of one.
-        """
-        looks = LOOKS * LEAST_STEPS + self.split_steps  # steady steps are looked at for as few as tell anything
-        return (self.warmup_steps + self.timed_steps(step_time) + looks) * step_time
 
 
 class JobSpec(Section):
@@ -202,12 +141,21 @@ class JobSpec(Section):
         return self
 
     @model_validator(mode="after")
+    def _nodes_have_the_gpus_that_are_searched(self) -> "JobSpec":
+        there, asked = self.cluster.gpus_per_node, self.search.gpus_per_node or []
+        if not self.node_types and max(asked, default=0) > there:
+            raise ValueError(
+                f"search.gpus_per_node names {max(asked)}, and a node has {plural(there, 'GPU')} (cluster.gpus_per_node)"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _types_are_sound(self) -> "JobSpec":
         problems: list[InitErrorDetails] = []
         currencies: dict[str, str] = {}
         for name in self.node_types:
             try:
-                currencies[name] = self.of_type(name).pricing.currency
+                currencies[name] = self._of_node_type(name).pricing.currency
             except ValidationError as error:
                 problems += [_under(item, "node_types", name) for item in error.errors()]
         if problems:
@@ -215,6 +163,8 @@ class JobSpec(Section):
         if len(set(currencies.values())) > 1:
             found = ", ".join(f"{name} in {currency}" for name, currency in currencies.items())
             raise ValueError(f"node_types must be priced in one currency to be compared, got {found}")
+        if len(names := [name for each in self.node_types for name in self._named(each)]) > len(set(names)):
+            raise ValueError(f"node_types and search.gpus_per_node come to the same name more than once: {names}")
         return self
 
     @property
@@ -224,28 +174,66 @@ class JobSpec(Section):
         by_command = self.script is not None and self.script.launch == "node"
         return self.cluster.kind == "slurm" and (by_command or (slurm is not None and slurm.launcher == "torchrun"))
 
+    @property
+    def types(self) -> tuple[str, ...]:
+        """What is measured for itself: types of node, each with each number of its GPUs that is searched; () for the job itself."""
+        return tuple(self._kinds)
+
+    @property
+    def _kinds(self) -> dict[str, tuple[str | None, int | None]]:
+        """The type of node, and how many of its GPUs are used (None: all), by name."""
+        return {name: kind for each in self.node_types or (None,) for name, kind in self._named(each).items()}
+
+    def _named(self, node_type: str | None) -> dict[str, tuple[str | None, int | None]]:
+        own = {} if node_type is None else self.node_types[node_type].search
+        counts = own.get("gpus_per_node", self.search.gpus_per_node)
+        if not counts:
+            return {} if node_type is None else {node_type: (node_type, None)}
+        return {"-".join(filter(None, (node_type, f"gpus-{count}"))): (node_type, count) for count in counts}
+
+    def beside(self, name: str | None) -> tuple[str, ...]:
+        """Return the others of `types` that are the same nodes with other numbers of GPUs."""
+        kinds = self._kinds
+        return tuple(other for other, kind in kinds.items() if other != name and kind[0] == kinds[str(name)][0])
+
     def by_type(self, only: str | None = None) -> dict[str | None, "JobSpec"]:
-        """Return the whole job on each type of node (on the named one); where it names none, itself under None.
+        """Return the whole job on each of `types` (on the named one); where there are none, itself under None.
 
         Raises:
             SpecError: there is no such type.
         """
-        if only is not None and only not in self.node_types:
-            there_are = ", ".join(self.node_types)
+        if only is not None and only not in self.types:
             raise SpecError(
                 f"no node type {only!r}",
-                f"there are: {there_are}" if there_are else "the job has no section node_types",
+                f"there are: {', '.join(self.types)}"
+                if self.types
+                else "the job has no section node_types, nor search.gpus_per_node",
             )
-        if not self.node_types:
+        if not self.types:
             return {None: self}
-        return {name: self.of_type(name) for name in self.node_types if only in (None, name)}
+        return {name: self.of_type(name) for name in self.types if only in (None, name)}
 
     def of_type(self, name: str) -> "JobSpec":
-        """Return the whole job on one type of node; it knows of no others.
+        """Return the whole job on one of `types`; it knows of no others.
+
+        With fewer GPUs than the most searched, two batches on the fewest nodes are measured: with what nodes of the most GPUs
+        tell, that suffices (benchmarks/replay/replay_levels.py).
 
         Raises:
             ValidationError: what the type has of its own does not fit.
         """
+        node_type, count = self._kinds[name]
+        found = self if node_type is None else self._of_node_type(node_type)
+        if count is None:
+            return found
+        search = found.search.model_dump(mode="json", exclude_unset=True, exclude={"gpus_per_node"})
+        if count < max(found.search.gpus_per_node or ()) and found.search.strategy != "full":
+            search["strategy"] = "two"
+        base = found.model_dump(mode="json", exclude_unset=True)
+        cluster = {**base.get("cluster", {}), "gpus_per_node": count}
+        return JobSpec.model_validate({**base, "cluster": cluster, "search": search})
+
+    def _of_node_type(self, name: str) -> "JobSpec":
         # A section that is there but empty, as a written spec has it, says nothing of its own.
         own = {key: value for key, value in self.node_types[name].model_dump(exclude_unset=True).items() if value}
         base = self.model_dump(mode="json", exclude_unset=True, exclude={"node_types"})

@@ -31,6 +31,8 @@ def signature(spec: JobSpec, code: str = "") -> str:
     parts["cluster"] = cluster.model_dump(include={"kind", "gpus_per_node", "device", "memory_per_gpu", "interface"})
     if spec.node_types:  # where it runs is told by each type's own signature; a type more keeps the run
         parts = {**parts, "cluster": None, "node_types": True}
+    elif spec.types:  # so are numbers of GPUs
+        parts["cluster"] |= {"gpus_per_node": "searched"}
     return digest({**parts, "code": code} if code else parts)
 
 

@@ -8,8 +8,9 @@ from hypothesis import strategies as st
 
 from tula_cli.errors import SpecError
 from tula_cli.models.ramp.stages import Ramp, Stage, check_stages, ramp_of, unreached
-from tula_cli.spec.job import JobSpec, Search
+from tula_cli.spec.job import JobSpec
 from tula_cli.spec.load import validate
+from tula_cli.spec.parts.of_search import Search
 
 
 def job(ramp: Any = "auto", **train: Any) -> JobSpec:

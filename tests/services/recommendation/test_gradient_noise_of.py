@@ -1,13 +1,17 @@
 """The gradient noise that trainings have measured on their way."""
 
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import make_runs
 import pytest
 from make_results import Truth, inspected, probe_all, with_noise
 
 from tula_cli.errors import BadMeasurements
+from tula_cli.run import training_run
 from tula_cli.run.directory import RunDir
+from tula_cli.run.files import json_lines
 from tula_cli.run.records.probes import GradientStats
 from tula_cli.services import recommend, train
 from tula_cli.services.recommendation.gradient_noise_of import after_training, noise_path, noisy_trainings
@@ -59,6 +63,25 @@ def test_trainings_that_measure_none_tell_none(run: RunDir) -> None:
     trained(run, "a" * 8, batch=64, noise=False)
     assert noisy_trainings(run) == []
     assert after_training([], reference=64, epochs=20) is None
+
+
+def test_what_trainings_have_logged_is_read_once(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    trained(run, "a" * 8, batch=64)
+    trained(run, "b" * 8, batch=128, noise=False)
+    for probe in probe_all(Truth(), {1: (32, 128), 2: (32,)}):
+        run.write_result(probe)
+    read: list[Path] = []
+
+    def counted(path: Path, **named: Any) -> Iterator[dict[str, Any]]:
+        read.append(path)
+        return json_lines(path, **named)
+
+    monkeypatch.setattr(training_run, "json_lines", counted)
+    for objective in ("accuracy-time", "time"):
+        recommend.recommend(run, run.spec(), objective=objective, now=1.0)  # type: ignore[arg-type]
+    assert sorted(read) == [run.training(name * 8).metrics_path for name in "ab"]
+    trained(run, "a" * 8, batch=64, factor=2.0)
+    assert after_training(noisy_trainings(run), reference=64, epochs=20).scale == pytest.approx(600)
 
 
 # --- stages from it

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from worker_jobs import probe_task, spec, trainer, weights
 
 from tula_cli.run.directory import RunDir
-from tula_cli.spec.job import Search
+from tula_cli.spec.parts.of_search import Search
 from tula_cli.worker.build.datasets import build_datasets
 from tula_cli.worker.measure.looks import looks
 from tula_cli.worker.measure.probe import Blocks, run_probes

@@ -14,7 +14,8 @@ from tula_cli.run.records.components import ModelStates, PeakMemory
 from tula_cli.run.records.probes import Environment, GradientStats, Host, Measured, Overheads, ScriptSeen
 from tula_cli.run.records.shim import RankResult
 from tula_cli.run.records.tasks import ProbeTask, probe_identity
-from tula_cli.spec.job import LEAST_STEPS, lr_scale
+from tula_cli.spec.job import lr_scale
+from tula_cli.spec.parts.of_search import LEAST_STEPS
 from tula_cli.version import __version__
 
 

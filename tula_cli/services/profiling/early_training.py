@@ -55,7 +55,7 @@ def prepare(run: RunDir, spec: JobSpec, inspect: Inspect) -> Work[train.Prepared
     """
     part = run.parts(spec, None)[0]
     own, batch = early_spec(part.spec), spec.train.reference_batch
-    each = spec.cluster.gpus_per_node * spec.train.accumulate
+    each = part.spec.cluster.gpus_per_node * spec.train.accumulate
     nodes = next((nodes for nodes in sorted(spec.search.nodes) if batch % (nodes * each) == 0), None)
     if nodes is None:
         raise SpecError(

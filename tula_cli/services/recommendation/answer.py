@@ -47,7 +47,7 @@ def command(run: RunDir, spec: JobSpec, choice: Prediction) -> str:
 
     It goes to the folder of the probes first: relative paths of the spec and the user's code are found there.
     """
-    kind = f" --type {choice.type}" if spec.node_types else ""
+    kind = f" --type {choice.type}" if spec.types else ""
     where = f"--run {shlex.quote(str(run.path.absolute()))}{kind}"
     train = f"tula train {where} --nodes {choice.nodes} --batch {choice.batch}"
     tasks = (task for part in run.parts(spec) for task in part.run.tasks())

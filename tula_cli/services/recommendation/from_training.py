@@ -17,7 +17,7 @@ from tula_cli.run.records.probes import Failed, Measured, OutOfMemory
 from tula_cli.run.records.recommendations import Continuation, Prediction, Recommendation
 from tula_cli.run.records.results import StepParts
 from tula_cli.run.records.tasks import TrainTask
-from tula_cli.services.recommendation.measured import Results
+from tula_cli.services.recommendation.doubts import Results
 
 FEWEST = 5
 """Rows of steps, of a second each, from which on a pace is known."""

@@ -55,7 +55,7 @@ def after_training(trainings: Iterable[TrainingRun], *, reference: int, epochs: 
 
 
 def _rows(trainings: Iterable[TrainingRun]) -> list[dict[str, Any]]:
-    return [row for training in trainings for row in training.metrics() if row["kind"] == "noise"]
+    return [row for training in trainings for row in training.sampled_metrics() if row["kind"] == "noise"]
 
 
 def noise_path(

@@ -10,40 +10,27 @@ import numpy as np
 from tula_cli.errors import BadMeasurements, Infeasible, Pending
 from tula_cli.models import efficiency
 from tula_cli.models.choice.grid import Config
-from tula_cli.models.choice.objective import Choice, Objective
+from tula_cli.models.choice.objective import Objective
 from tula_cli.models.choice.offers import Offers
 from tula_cli.models.efficiency import Noise
 from tula_cli.models.forecast import Forecast
-from tula_cli.models.observations import TooFew
+from tula_cli.models.observations import NO_OTHER_SIZES, OtherSizes, TooFew
 from tula_cli.models.ramp.by_noise import NoisePath
 from tula_cli.models.time.noise import centre
 from tula_cli.models.time.stretches import Told
 from tula_cli.models.time.what_if import Change
 from tula_cli.run.directory import Part, RunDir
-from tula_cli.run.records.probes import Failed, Measured, OutOfMemory
+from tula_cli.run.records.probes import Measured
 from tula_cli.run.records.recommendations import Calibration, Prediction, TrainedSteps
 from tula_cli.services.progress.held_against import calibrated
+from tula_cli.services.recommendation.beyond.other_sizes import TrainingsOnce, beside
 from tula_cli.services.recommendation.by_trainings import told_by_trainings
+from tula_cli.services.recommendation.doubts import Results, Unknown, under_way_words
 from tula_cli.services.recommendation.gradient_noise_of import noise_path, trained_noise
 from tula_cli.services.recommendation.limits import Limits
 from tula_cli.services.recommendation.saves import saves_of
 from tula_cli.spec.job import JobSpec, train_length
 from tula_cli.spec.scripts.section import samples
-from tula_cli.words import plural
-
-_REASONS = 5  # for which configurations are left out that are told one by one
-_DISAGREE = 0.15  # a second opinion that is further off than this share, and outside the interval, is told
-
-Results = Sequence[Measured | OutOfMemory | Failed]
-
-
-@dataclass(frozen=True)
-class Unknown:
-    """Configurations within the limits whose step time the probes do not tell, all for one reason."""
-
-    why: str
-    count: int
-    nodes: tuple[int, ...]  # the numbers of nodes among them, ascending
 
 
 @dataclass(frozen=True)
@@ -103,7 +90,7 @@ def measurements_of(
     results_of: Mapping[str | None, Results],
     *,
     at_a_pace: bool = False,
-    others: Sequence[Measured] = (),
+    others: OtherSizes = NO_OTHER_SIZES,
 ) -> tuple[list[TypeMeasurements], list[str]]:
     """Return what is known of each type, and what is to be said of those that are left out.
 
@@ -113,7 +100,7 @@ def measurements_of(
         pending: probes under way, by type.
         results_of: the results that each type is judged by.
         at_a_pace: the results have been brought to the pace of a training: no other counts beside them.
-        others: probes with other numbers of GPUs a node, that the step time is fitted to as well.
+        others: with other numbers of GPUs a node, beside those of the job itself; the step time is fitted to them as well.
 
     Raises:
         Pending, BadMeasurements, Infeasible: no type is left.
@@ -121,14 +108,14 @@ def measurements_of(
     found, errors = [], []
     calibration, unread = calibrated(parts[0].run.path, parts[0].spec.cluster.kind)
     every = [result for results in results_of.values() for result in results]
-    noise = noise_path([part.run for part in parts], parts[0].spec, every)
+    noise, tell = noise_path([part.run for part in parts], parts[0].spec, every), TrainingsOnce()
     for part in parts:
         try:
-            results = results_of[part.type]
-            told = told_by_trainings(part.run, part.spec, results) if not at_a_pace else Told()
-            waiting = pending.get(part.type, 0)
-            forecast = _forecast(part, results, told.found, calibration, others=others, noise=noise, pending=waiting)
-            found.append(_type_measurements(part, results, forecast, limits, told, pending=waiting))
+            results, left = results_of[part.type], pending.get(part.type, 0)
+            told = Told() if at_a_pace else tell(part)
+            sizes = NO_OTHER_SIZES if at_a_pace else others + beside(part, tell)
+            forecast = _forecast(part, results, told.found, calibration, others=sizes, noise=noise, pending=left)
+            found.append(_type_measurements(part, results, forecast, limits, told, pending=left))
         except (Pending, BadMeasurements, Infeasible) as error:
             errors.append((part, error))
     if not found:
@@ -239,12 +226,13 @@ def rests_on(noise: Noise, measurements: TypeMeasurements) -> str:
     return efficiency.words(noise, epochs=epochs, reference=spec.train.reference_batch)
 
 
-def as_recommended(run: RunDir, spec: JobSpec) -> Forecast:
+def as_recommended(run: RunDir, spec: JobSpec, others: OtherSizes = NO_OTHER_SIZES) -> Forecast:
     """Return the forecast that a recommendation is made from.
 
     Args:
         run: measured on one type of nodes.
         spec: the job; of a comparison with another method.
+        others: with other numbers of GPUs a node, that the recommendation rests on.
 
     Raises:
         BadMeasurements, Infeasible: as `Forecast.from_results`.
@@ -253,7 +241,7 @@ def as_recommended(run: RunDir, spec: JobSpec) -> Forecast:
     calibration, _ = calibrated(run.path, spec.cluster.kind)
     told = told_by_trainings(run, spec, results)
     noise = noise_path([run], spec, results)
-    return _forecast(Part(None, run, spec), results, told.found, calibration, noise=noise, pending=0)
+    return _forecast(Part(None, run, spec), results, told.found, calibration, others=others, noise=noise, pending=0)
 
 
 def _forecast(
@@ -262,7 +250,7 @@ def _forecast(
     trained: Sequence[TrainedSteps],
     calibration: Calibration,
     *,
-    others: Sequence[Measured] = (),
+    others: OtherSizes,
     noise: NoisePath | None,
     pending: int,
 ) -> Forecast:
@@ -284,13 +272,9 @@ def _untold(all_measurements: Sequence[TypeMeasurements], why: str, hint: str) -
 
 def _pending(pending: int, why: str) -> Pending:
     return Pending(
-        f"{_under_way(pending)}, and those done do not tell enough: {why}",
+        f"{under_way_words(pending)}, and those done do not tell enough: {why}",
         "tula status shows how far they are; run tula recommend again when they are done",
     )
-
-
-def _under_way(pending: int) -> str:
-    return "1 probe is still under way" if pending == 1 else f"{pending} probes are still under way"
 
 
 def _unknown(forecast: Forecast, limits: Limits) -> tuple[Unknown, ...]:
@@ -316,81 +300,3 @@ def _require_enough(forecast: Forecast, unknown: Sequence[Unknown], *, pending: 
         raise BadMeasurements(
             f"one probe is too few to choose by: {why}", "run tula profile again; it measures what is missing"
         )
-
-
-def state_of_the_probes(results: Results, unknown: Sequence[Unknown], *, pending: int) -> list[str]:
-    """Say what is missing: probes under way, probes that failed, configurations left out of the table."""
-    warnings = []
-    if pending:
-        warnings.append(f"{_under_way(pending)}: the answer may change when they are done")
-    warnings += [
-        f"the probe with {plural(result.nodes)} and local batch {result.local_batch} failed ({result.message});"
-        " tula profile runs it again"
-        for result in results
-        if isinstance(result, Failed)
-    ]
-    for left_out in unknown[:_REASONS]:
-        on = ", ".join(map(str, left_out.nodes))
-        warnings.append(f"{left_out.count} configurations on {on} nodes are left out: {left_out.why}")
-    if more := unknown[_REASONS:]:
-        counts = [count for left_out in more for count in left_out.nodes]
-        on = f"on {len(counts)} other numbers of nodes ({min(counts)} to {max(counts)})"
-        warnings.append(f"{sum(one.count for one in more)} configurations more are left out, for like reasons, {on}")
-    return warnings
-
-
-def doubts(forecast: Forecast, choice: Choice, limits: Limits) -> list[str]:
-    """Say why the choice may be less than it seems."""
-    chosen, warnings = choice.prediction, []
-    if forecast.steps.determined_exactly and not all(row.measured for row in (chosen, *choice.runners_up)):
-        warnings.append(
-            "the fit is exactly determined: as many parameters as probes, so nothing tells its error;"
-            " measure more (search.strategy: sweep or full) to know it"
-        )
-    if chosen.further:
-        warnings.append(_extrapolated(forecast, chosen))
-    warnings += _second_opinion(forecast, chosen)
-    margin = forecast.spec.search.memory_margin
-    if chosen.headroom is not None and chosen.headroom < margin:
-        warnings.append(
-            f"the choice ran in its probe, but leaves only {chosen.headroom:.0%} of the memory free (wanted: {margin:.0%})"
-        )
-    late = limits.deadline_hours is not None and limits.latest(chosen) > limits.deadline_hours
-    if late:
-        warnings.append(f"the choice may miss the deadline: up to {limits.latest(chosen):.3g} hours (90 % interval)")
-    if chosen.market == "on_demand" and forecast.spec.pricing.spot is not None and forecast.on_spot(chosen) is None:
-        warnings.append(f"no spot nodes for {plural(chosen.nodes)}: {_why_no_spot(forecast)}")
-    if chosen.market == "spot" and limits.deadline_hours is not None:
-        warnings.append("the time on spot nodes is an expected one: a run with more interruptions takes longer")
-    return warnings
-
-
-def _extrapolated(forecast: Forecast, chosen: Prediction) -> str:
-    most, gpus = plural(max(nodes for nodes, _ in forecast.probes)), forecast.spec.cluster.gpus_per_node
-    had, follows = f"more than {most}", "how synchronisation has grown up to there"
-    if forecast.steps.levels:
-        had, follows = f"{plural(gpus, 'GPU')} a node on more than {most}", "probes with other numbers of GPUs a node"
-    return (
-        f"no probe had {had}: what {plural(chosen.nodes)} take follows from {follows}; a probe on as many would tell"
-        " (search.nodes)"
-    )
-
-
-def _why_no_spot(forecast: Forecast) -> str:
-    if forecast.saving is not None and not forecast.saving.known:
-        return "how often the script saves is not known until it trains (or say script.resume.every)"
-    return "interruptions would leave no time to get anywhere"
-
-
-def _second_opinion(forecast: Forecast, chosen: Prediction) -> list[str]:
-    """Say where a fit without overlap, which is right where little is overlapped, sees the choice quite differently."""
-    gpus = forecast.spec.cluster.gpus_per_node
-    other = None if chosen.measured else forecast.steps.second_opinion(chosen.nodes, gpus, chosen.local_batch)
-    if other is None or chosen.step_low is None or chosen.step_high is None:
-        return []
-    if chosen.step_low <= other <= chosen.step_high or abs(other / chosen.step_time - 1) < _DISAGREE:
-        return []
-    return [
-        f"a plain additive fit of the same probes gives {other * 1e3:.3g} ms a step for the choice, not"
-        f" {chosen.step_time * 1e3:.3g} ms: measure it (search.strategy: full, or adaptive) before relying on it"
-    ]

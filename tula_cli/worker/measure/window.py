@@ -9,7 +9,7 @@ import statistics
 from collections.abc import Sequence
 
 from tula_cli.models.time.noise import centre, standard_error
-from tula_cli.spec.job import LEAST_STEPS, Search
+from tula_cli.spec.parts.of_search import LEAST_STEPS, Search
 
 PRECISION = 0.01
 """Standard error of the mean, as a share of it, at which a window ends: jobs differ by more when they start again."""

@@ -1,5 +1,6 @@
 """`tula recommend --with-run`: probes of the same job with other numbers of GPUs a node."""
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -8,7 +9,9 @@ from make_results import Truth, measured, spec
 from tula_cli.errors import BadMeasurements, Infeasible, SpecError
 from tula_cli.run.directory import RunDir
 from tula_cli.run.records.tasks import ProbeTask
-from tula_cli.services.recommend import recommend
+from tula_cli.services import train
+from tula_cli.services.events import WarningEvent
+from tula_cli.services.recommend import keep, recommend
 from tula_cli.services.recommendation.answer import Answer
 from tula_cli.services.recommendation.limits import Criteria
 
@@ -90,3 +93,35 @@ def test_it_is_part_of_the_question_and_not_for_a_training_under_way() -> None:
     assert Criteria(with_runs=(Path("/runs/a-1"),)).options == ["--with-run a-1"]
     with pytest.raises(SpecError, match="--from-training"):
         Criteria(with_runs=(Path("a"),), from_training=True)
+
+
+def prepared(run: RunDir) -> tuple[train.PreparedTraining, list[str]]:
+    """Return the training that is recommended, and what is warned of."""
+    preparing, told = train.prepare(run, run.spec(), pytest.fail), []
+    while True:
+        try:
+            told += [event.text for event in [next(preparing)] if isinstance(event, WarningEvent)]
+        except StopIteration as end:
+            return end.value, told
+
+
+def test_what_is_trained_is_predicted_by_the_other_run_too(large: RunDir, tmp_path: Path) -> None:
+    small = run_of(tmp_path, 1, (1, 2))
+    answer = ask(large, Path(small.path.name))
+    keep(large, large.spec(), answer)
+    ready, told = prepared(large)
+    assert told == [] and ready.plan.prediction is not None
+    chosen = answer.recommendation.choice
+    assert ready.plan.prediction.step_time == pytest.approx(chosen.step_time)
+    assert ready.plan.prediction.cost == pytest.approx(chosen.cost)
+    assert all(rung.prediction is not None for rung in ready.plan.task.ladder), "smaller batches too"
+
+
+def test_where_the_other_run_is_gone_that_is_said_and_the_training_starts(large: RunDir, tmp_path: Path) -> None:
+    small = run_of(tmp_path, 1, (1, 2))
+    keep(large, large.spec(), ask(large, small.path))
+    shutil.rmtree(small.path)
+    ready, told = prepared(large)
+    assert ready.plan.prediction is None and ready.plan.task.nodes == 4
+    (line,) = told
+    assert f"predicted without {small.path.name}: no such run" in line

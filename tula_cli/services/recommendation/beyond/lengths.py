@@ -16,7 +16,8 @@ from tula_cli.models.time.noise import centre
 from tula_cli.run.records.components import Components
 from tula_cli.run.records.probes import Measured
 from tula_cli.run.records.recommendations import SequenceLength
-from tula_cli.services.recommendation.measured import TypeMeasurements, state_of_the_probes
+from tula_cli.services.recommendation.doubts import state_of_the_probes
+from tula_cli.services.recommendation.measured import TypeMeasurements
 
 
 def at_lengths(measurements: TypeMeasurements) -> tuple[tuple[SequenceLength, ...], str]:

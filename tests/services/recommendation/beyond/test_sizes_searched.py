@@ -1,0 +1,137 @@
+"""`search.gpus_per_node`: one job measured, chosen and trained with several numbers of GPUs a node."""
+
+import math
+from pathlib import Path
+from statistics import median
+
+import pytest
+from make_results import Truth, measured, spec
+
+from tula_cli.run.directory import Part, RunDir
+from tula_cli.services import train
+from tula_cli.services.recommend import keep, recommend
+from tula_cli.services.recommendation.answer import Answer
+from tula_cli.services.search import probes
+from tula_cli.spec.job import JobSpec
+
+SYNC = 0.18
+
+
+class Overlapped(Truth):
+    """A backward pass hides as much of the synchronisation as it can, of which nodes of several GPUs have more."""
+
+    def step_time(self, nodes: int, local_batch: int) -> float:
+        sync = self.sync * (1 - 1 / nodes) + 0.02 * (1 - 1 / self.gpus_per_node)
+        return math.hypot(self.fixed + self.slope * local_batch, sync)
+
+
+def job(**search: object) -> JobSpec:
+    searched = {"nodes": [1, 2, 4], "gpus_per_node": [1, 2, 4], "max_batch": 4096, **search}
+    return spec(cluster={"gpus_per_node": 4}, search=searched, pricing={"price": 1.0, "kind": "gpu_hour"})
+
+
+def planned(part: Part) -> dict[int, tuple[int, ...]]:
+    return probes(part.spec, dataset_size=50_000, max_local_batch=1024)
+
+
+def truth(part: Part) -> Truth:
+    return Overlapped(gpus_per_node=part.spec.cluster.gpus_per_node, sync=SYNC)
+
+
+def write(part: Part) -> None:
+    part.run.adopt(part.spec)
+    for nodes, local_batches in planned(part).items():
+        for local in local_batches:
+            part.run.write_result(measured(truth(part), nodes, local))
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDir:
+    run = RunDir.create(tmp_path, job())
+    for part in run.parts(run.spec()):
+        write(part)
+    return run
+
+
+def ask(run: RunDir, **rest: object) -> Answer:
+    return recommend(run, run.spec(), objective="time", now=1.0, **rest)  # type: ignore[arg-type]
+
+
+def test_fewer_gpus_than_the_most_are_probed_twice_on_the_fewest_nodes(run: RunDir) -> None:
+    one, two, four = run.parts(run.spec())
+    assert [part.type for part in (one, two, four)] == ["gpus-1", "gpus-2", "gpus-4"]
+    assert planned(one) == {1: (32, 256)} and planned(two) == {1: (16, 128)}
+    assert {nodes: len(batches) for nodes, batches in planned(four).items()} == {1: 8, 2: 1, 4: 2}
+    every = RunDir(run.path).parts(job(strategy="full"))
+    assert [sum(map(len, planned(part).values())) for part in every] == [21, 23, 24]
+
+
+def test_what_was_measured_at_one_number_of_gpus_tells_of_the_others(run: RunDir) -> None:
+    rows = ask(run).every().rows
+    assert {(row.type, row.nodes) for row in rows} == {(f"gpus-{g}", n) for g in (1, 2, 4) for n in (1, 2, 4)}
+    off, inside = [], []
+    for row in rows:
+        seconds = Overlapped(gpus_per_node=int(row.type[-1]), sync=SYNC).step_time(row.nodes, row.local_batch)
+        off.append(abs(row.step_time / seconds - 1))
+        inside.append((row.step_low or 0.0) <= seconds <= (row.step_high or 0.0))
+        assert row.further is (row.type != "gpus-4" and row.nodes > 1), "no probe of its GPUs was on as many nodes"
+    assert median(off) < 0.05 and max(off) < 0.4 and sum(inside) >= 0.9 * len(rows)
+
+
+def test_each_counts_with_its_own_price_and_the_cheapest_is_chosen_among_all(run: RunDir) -> None:
+    answer = recommend(run, run.spec(), objective="cost", now=1.0)
+    found, every = answer.recommendation, answer.every().rows
+    rows = {(row.type, row.nodes, row.batch): row for row in every}
+    for kind, gpus in (("gpus-1", 1), ("gpus-4", 4)):
+        row = rows[kind, 2, 1024]
+        assert row.cost == pytest.approx(row.hours * 2 * gpus)
+    assert found.choice.cost == min(row.cost for row in every)
+
+
+def test_the_table_tells_gpus_of_each_line(run: RunDir) -> None:
+    answer = ask(run)
+    keep(run, run.spec(), answer)
+    header, *lines = (line.split(",") for line in (run.path / "results.csv").read_text().splitlines())
+    told = {(line[header.index("node_type")], line[header.index("gpus_per_node")]) for line in lines}
+    assert told == {("gpus-1", "1"), ("gpus-2", "2"), ("gpus-4", "4")}
+
+
+def test_training_is_predicted_as_it_was_recommended(run: RunDir) -> None:
+    row = next(row for row in ask(run).every().rows if (row.type, row.nodes, row.batch) == ("gpus-2", 4, 2048))
+    (part,) = run.parts(run.spec(), "gpus-2")
+    preparing = train.prepare(run, run.spec(), pytest.fail, nodes=4, batch=2048, node_type="gpus-2")
+    told = []
+    while True:
+        try:
+            told.append(next(preparing))
+        except StopIteration as end:
+            ready = end.value
+            break
+    assert ready.part.spec == part.spec and ready.plan.prediction is not None
+    assert ready.plan.prediction.step_time == pytest.approx(row.step_time) and not row.measured
+
+
+def test_one_that_was_not_measured_is_left_out_and_tells_nothing(tmp_path: Path) -> None:
+    run = RunDir.create(tmp_path, job())
+    write(run.parts(run.spec())[2])
+    found = ask(run).recommendation
+    assert {row.type for row in found.rows} == {"gpus-4"}
+    assert sum("is left out: no probe was measured" in text for text in found.warnings) == 2
+    before = next(row for row in found.rows if (row.nodes, row.batch) == (2, 512))
+    write(run.parts(run.spec())[0])
+    after = next(r for r in ask(run, node_type="gpus-4").recommendation.rows if (r.nodes, r.batch) == (2, 512))
+    assert after.step_time != before.step_time, "asked for one type alone, the others' probes count too"
+
+
+def test_node_types_each_have_their_own(tmp_path: Path) -> None:
+    typed = spec(
+        search={"nodes": [1, 2], "max_batch": 1024},
+        cluster={"gpus_per_node": 4},
+        node_types={"a": {"search": {"gpus_per_node": [1, 4]}}, "b": {"cluster": {"gpus_per_node": 2}}},
+    )
+    run = RunDir.create(tmp_path, typed)
+    parts = {part.type: part for part in run.parts(typed)}
+    assert {name: [other.type for other in part.sizes] for name, part in parts.items()} == {
+        "a-gpus-1": ["a-gpus-4"], "a-gpus-4": ["a-gpus-1"], "b": [],
+    }  # fmt: skip
+    assert [part.spec.cluster.gpus_per_node for part in parts.values()] == [1, 4, 2]

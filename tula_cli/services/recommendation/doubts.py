@@ -1,0 +1,108 @@
+"""What makes an answer less than it seems, in words: probes that are missing, and a choice that may not hold."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from tula_cli.models.choice.objective import Choice
+from tula_cli.models.forecast import Forecast
+from tula_cli.run.records.probes import Failed, Measured, OutOfMemory
+from tula_cli.run.records.recommendations import Prediction
+from tula_cli.services.recommendation.limits import Limits
+from tula_cli.words import plural
+
+_REASONS = 5  # for which configurations are left out that are told one by one
+_DISAGREE = 0.15  # a second opinion that is further off than this share, and outside the interval, is told
+
+Results = Sequence[Measured | OutOfMemory | Failed]
+
+
+@dataclass(frozen=True)
+class Unknown:
+    """Configurations within the limits whose step time the probes do not tell, all for one reason."""
+
+    why: str
+    count: int
+    nodes: tuple[int, ...]  # the numbers of nodes among them, ascending
+
+
+def under_way_words(pending: int) -> str:
+    """Say how many probes are queued or running."""
+    return "1 probe is still under way" if pending == 1 else f"{pending} probes are still under way"
+
+
+def state_of_the_probes(results: Results, unknown: Sequence[Unknown], *, pending: int) -> list[str]:
+    """Say what is missing: probes under way, probes that failed, configurations left out of the table."""
+    warnings = []
+    if pending:
+        warnings.append(f"{under_way_words(pending)}: the answer may change when they are done")
+    warnings += [
+        f"the probe with {plural(result.nodes)} and local batch {result.local_batch} failed ({result.message});"
+        " tula profile runs it again"
+        for result in results
+        if isinstance(result, Failed)
+    ]
+    for left_out in unknown[:_REASONS]:
+        on = ", ".join(map(str, left_out.nodes))
+        warnings.append(f"{left_out.count} configurations on {on} nodes are left out: {left_out.why}")
+    if more := unknown[_REASONS:]:
+        counts = [count for left_out in more for count in left_out.nodes]
+        on = f"on {len(counts)} other numbers of nodes ({min(counts)} to {max(counts)})"
+        warnings.append(f"{sum(one.count for one in more)} configurations more are left out, for like reasons, {on}")
+    return warnings
+
+
+def doubts(forecast: Forecast, choice: Choice, limits: Limits) -> list[str]:
+    """Say why the choice may be less than it seems."""
+    chosen, warnings = choice.prediction, []
+    if forecast.steps.determined_exactly and not all(row.measured for row in (chosen, *choice.runners_up)):
+        warnings.append(
+            "the fit is exactly determined: as many parameters as probes, so nothing tells its error;"
+            " measure more (search.strategy: sweep or full) to know it"
+        )
+    if chosen.further:
+        warnings.append(_extrapolated(forecast, chosen))
+    warnings += _second_opinion(forecast, chosen)
+    margin = forecast.spec.search.memory_margin
+    if chosen.headroom is not None and chosen.headroom < margin:
+        warnings.append(
+            f"the choice ran in its probe, but leaves only {chosen.headroom:.0%} of the memory free (wanted: {margin:.0%})"
+        )
+    late = limits.deadline_hours is not None and limits.latest(chosen) > limits.deadline_hours
+    if late:
+        warnings.append(f"the choice may miss the deadline: up to {limits.latest(chosen):.3g} hours (90 % interval)")
+    if chosen.market == "on_demand" and forecast.spec.pricing.spot is not None and forecast.on_spot(chosen) is None:
+        warnings.append(f"no spot nodes for {plural(chosen.nodes)}: {_why_no_spot(forecast)}")
+    if chosen.market == "spot" and limits.deadline_hours is not None:
+        warnings.append("the time on spot nodes is an expected one: a run with more interruptions takes longer")
+    return warnings
+
+
+def _extrapolated(forecast: Forecast, chosen: Prediction) -> str:
+    most, gpus = plural(max(nodes for nodes, _ in forecast.probes)), forecast.spec.cluster.gpus_per_node
+    had, follows = f"more than {most}", "how synchronisation has grown up to there"
+    if forecast.steps.levels:
+        had, follows = f"{plural(gpus, 'GPU')} a node on more than {most}", "probes with other numbers of GPUs a node"
+    return (
+        f"no probe had {had}: what {plural(chosen.nodes)} take follows from {follows}; a probe on as many would tell"
+        " (search.nodes)"
+    )
+
+
+def _why_no_spot(forecast: Forecast) -> str:
+    if forecast.saving is not None and not forecast.saving.known:
+        return "how often the script saves is not known until it trains (or say script.resume.every)"
+    return "interruptions would leave no time to get anywhere"
+
+
+def _second_opinion(forecast: Forecast, chosen: Prediction) -> list[str]:
+    """Say where a fit without overlap, which is right where little is overlapped, sees the choice quite differently."""
+    gpus = forecast.spec.cluster.gpus_per_node
+    other = None if chosen.measured else forecast.steps.second_opinion(chosen.nodes, gpus, chosen.local_batch)
+    if other is None or chosen.step_low is None or chosen.step_high is None:
+        return []
+    if chosen.step_low <= other <= chosen.step_high or abs(other / chosen.step_time - 1) < _DISAGREE:
+        return []
+    return [
+        f"a plain additive fit of the same probes gives {other * 1e3:.3g} ms a step for the choice, not"
+        f" {chosen.step_time * 1e3:.3g} ms: measure it (search.strategy: full, or adaptive) before relying on it"
+    ]

@@ -62,8 +62,12 @@ def make_folder(folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
 
 
-def write_atomic(path: Path, data: bytes | str) -> None:
+def write_atomic(path: Path, data: bytes | str | Callable[[BinaryIO], None]) -> None:
     """Replace `path` whole.
+
+    Args:
+        path: the file.
+        data: what it is to hold, or what writes that (and may raise OSError).
 
     Raises:
         RunGone: the file's run is held and no longer there.
@@ -74,7 +78,10 @@ def write_atomic(path: Path, data: bytes | str) -> None:
     try:
         make_folder(path.parent)
         with open(draft, "wb") as file:
-            file.write(content)
+            if callable(content):
+                content(file)
+            else:
+                file.write(content)
             file.flush()
             os.fsync(file.fileno())
         os.replace(draft, path)

@@ -19,6 +19,7 @@ from tula_cli.worker.build.batches.tree import cut, described, grown
 from tula_cli.worker.build.datasets import build_datasets
 from tula_cli.worker.entry import run_training
 from tula_cli.worker.measure.inspect import inspect_job
+from tula_cli.worker.measure.looks import looks
 from tula_cli.worker.measure.looks.gradients import halves
 from tula_cli.worker.ranks import Ranks
 from tula_cli.worker.train import loop as worker_train_loop
@@ -257,3 +258,13 @@ def test_a_device_is_brought_every_tensor_of_a_batch() -> None:
     meta = torch.device("meta")
     found = device.bring(({"a": [torch.zeros(2)], "b": "x"}, Inputs(torch.zeros(2), None)), meta, channels_last=True)
     assert found[0]["a"][0].device == meta == found[1].ids.device and found[1].mask is None and found[0]["b"] == "x"
+
+
+@pytest.mark.parametrize(("room", "looked"), [(None, True), (2**30, True), (0, False)])
+def test_gradients_are_not_looked_at_where_there_is_no_room_for_them(
+    alone: Ranks, room: int | None, looked: bool
+) -> None:
+    subject = trainer(tokens(**even("pair"), search={"nodes": [1]}), alone)
+    stream = worker_train_loop.steps(subject)
+    found = looks._gradients(subject, stream, norms=3, room=room)
+    assert (found.steps > 0) is looked and found.batch == 2 * found.local_batch

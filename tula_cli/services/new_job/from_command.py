@@ -89,13 +89,17 @@ def _places(kind: str) -> str:
     return text[text.index("\nsearch:") + 1 :]
 
 
-def _set(text: str, key: str, value: str, why: str) -> str:
-    """Return a job file with another value at a key of a section, commented out or not; it is there once."""
-    text, count = re.subn(
-        rf"^  (?:# )?{key}:.*$", lambda _: f"  {key}: {value} # {why}", text, count=1, flags=re.MULTILINE
+def _set(text: str, key: str, value: str, why: str, *, section: str = "") -> str:
+    """Return a job file with another value at a key of a section, commented out or not.
+
+    It is there once, or `section` tells after whose head.
+    """
+    place = text.index(f"\n{section}:") if section else 0
+    found, count = re.subn(
+        rf"^  (?:# )?{key}:.*$", lambda _: f"  {key}: {value} # {why}", text[place:], count=1, flags=re.MULTILINE
     )
     assert count == 1, key
-    return text
+    return text[:place] + found
 
 
 def _on_this_machine(text: str, *, per_node: int, gpus: int) -> str:
@@ -131,7 +135,9 @@ def _as_commanded(text: str, found: Recognised, offered: Site) -> str:
 def _with_batches(text: str, found: Recognised) -> str:
     """Set which batches are measured: around that of today, and what the launcher says of the GPUs."""
     if found.gpus_per_node is not None:
-        text = _set(text, "gpus_per_node", str(found.gpus_per_node), "processes a node, as in the command")
+        text = _set(
+            text, "gpus_per_node", str(found.gpus_per_node), "processes a node, as in the command", section="cluster"
+        )
     text = re.sub(r"^  max_batch:.*\n", "", text, count=1, flags=re.MULTILINE)
     batch = found.script["reference"].get("batch")
     if batch is None:

@@ -3,7 +3,6 @@
 Of a model in shares (`train.parallel: fsdp`) they are folders, which all ranks write and read (`parallel/saved_shares.py`).
 """
 
-import io
 import json
 import os
 import pickle
@@ -12,7 +11,7 @@ import zipfile
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import IO, Any, BinaryIO, cast
 
 import torch
 
@@ -59,14 +58,40 @@ def _rest(trainer: Trainer, *, best: dict[str, float], owed: bool, ended: str) -
 
 
 def write(path: Path, content: dict[str, Any]) -> None:
-    """Write one checkpoint, whole or not at all.
+    """Write one checkpoint, whole or not at all, tensor by tensor: nothing of it is held in memory a second time.
 
     Raises:
         TulaError: the disk is full; older checkpoints stand.
     """
-    buffer = io.BytesIO()
-    torch.save(content, buffer)
-    write_atomic(path, buffer.getvalue())
+
+    def save(file: BinaryIO) -> None:
+        out = _Output(file)
+        try:
+            torch.save(content, cast("IO[bytes]", out))
+        except Exception:
+            if out.error is not None:  # torch ends such a file with an error of its own
+                raise out.error from None
+            raise
+
+    write_atomic(path, save)
+
+
+class _Output:
+    """A file that remembers why it could not be written."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self.file = file
+        self.error: OSError | None = None
+
+    def write(self, data: bytes | memoryview) -> int:
+        try:
+            return self.file.write(data)
+        except OSError as error:
+            self.error = self.error or error
+            raise
+
+    def flush(self) -> None:
+        self.file.flush()
 
 
 def save(

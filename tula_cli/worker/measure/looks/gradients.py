@@ -91,4 +91,9 @@ def halves(trainer: Trainer) -> Pair:
     squares = [squared_norm(trainer, found) for found in (first, second)]
     for parameter, part in second.items():
         first[parameter] = first[parameter].add_(part) if parameter in first else part
-    return sum(squares) / 2, squared_norm(trainer, {parameter: part / 2 for parameter, part in first.items()})
+    return sum(squares) / 2, squared_norm(trainer, first) / 4
+
+
+def halves_take(trainer: Trainer) -> int:
+    """Return the bytes of a GPU that `halves` takes beside the training: two gradients of float32."""
+    return sum(8 * parameter.numel() for parameter in trainer.parallel.parameters() if parameter.requires_grad)

@@ -12,12 +12,14 @@ from tula_cli.models.efficiency import Pair, summarise
 from tula_cli.models.memory.host_memory import AHEAD
 from tula_cli.run.records.probes import GradientStats, RankPace, Tokens
 from tula_cli.worker.build.batches.tokens import TokenCounter
-from tula_cli.worker.measure.looks.gradients import GradientNormRecorder, halves
+from tula_cli.worker.measure.looks.gradients import GradientNormRecorder, halves, halves_take
 from tula_cli.worker.parallel.sharded import Sharded
 from tula_cli.worker.train import loop as worker_train_loop
 from tula_cli.worker.train.loop import Step, Trainer
 from tula_cli.worker.train.watching.sync_spy import SyncSpy
 
+_SPARE = 1.2
+"""Times as much room as a look takes that there has to be."""
 LOADED = 4
 """The fewest batches by which a data loader is timed."""
 
@@ -39,7 +41,7 @@ def looks_of(
             "cached_time": _cached_time(trainer, steps),
             "sync_time": _synchronisation(trainer, stream, steps),
         }
-    found["gradients"] = _gradients(trainer, stream, norms=norms)
+    found["gradients"] = _gradients(trainer, stream, norms=norms, room=room)
     found["compute_time"], found["ranks"] = _local_work(trainer, stream, steps, room=room)
     stream.close()  # with its workers
     found["loader_time"], found["tokens"] = loader(trainer)
@@ -92,9 +94,10 @@ def loader(trainer: Trainer) -> tuple[float, Tokens | None]:
     return seconds, found and Tokens(length=found[0], real=found[1])
 
 
-def _gradients(trainer: Trainer, stream: Iterator[Step], *, norms: int) -> GradientStats:
+def _gradients(trainer: Trainer, stream: Iterator[Step], *, norms: int, room: int | None) -> GradientStats:
     """Return the gradient norms of some more steps; where no probe of the search has two ranks, those of half batches.
 
+    These are of no steps where a GPU has not the room for them: what trains is no out-of-memory.
     From here on DDP has a communication hook, with which a step is not a training's any more.
     """
     pairs: list[Pair] = []
@@ -110,6 +113,8 @@ def _gradients(trainer: Trainer, stream: Iterator[Step], *, norms: int) -> Gradi
         for _ in recorder.watch(itertools.islice(stream, norms), trainer.scaler):
             pass
         return summarise(recorder.pairs(), local_batch=trainer.local_batch, batch=trainer.batch)
+    if room is not None and room < _SPARE * halves_take(trainer):
+        return summarise([], local_batch=half, batch=2 * half)
     _take(trainer, stream, trainer.spec.search.split_steps, lambda: pairs.append(halves(trainer)))
     return summarise(pairs, local_batch=half, batch=2 * half)
 
@@ -143,7 +148,7 @@ def _local_work(
     trainer.synchronise = False
     apart: AbstractContextManager[None] = nullcontext()
     if isinstance(trainer.parallel, Sharded):
-        if not trainer.parallel.works_alone or (room is not None and room < 1.2 * trainer.parallel.gathered_bytes):
+        if not trainer.parallel.works_alone or (room is not None and room < _SPARE * trainer.parallel.gathered_bytes):
             return None, ()
         apart = trainer.parallel.alone()
     with apart:

@@ -110,11 +110,17 @@ def gradient(trainer: Trainer, batch: Any) -> Gradient:
     parameters = [p for p in trainer.parallel.parameters() if p.requires_grad]
     found = torch.autograd.grad(trainer.scaler.scale(loss()), parameters, allow_unused=True)
     scale = float(trainer.scaler.get_scale())
-    return {p: part.float() / scale for p, part in zip(parameters, found, strict=True) if part is not None}
+    parts = ((p, part.float()) for p, part in zip(parameters, found, strict=True) if part is not None)
+    return {p: part if scale == 1 else part.div_(scale) for p, part in parts}
 
 
 def squared_norm(trainer: Trainer, parts: Gradient) -> float:
     """Return the squared norm of the whole gradient; of shares every rank takes part."""
     if isinstance(trainer.parallel, Sharded):
         return float(shares.squared_norm(list(parts.values())))
-    return float(torch.stack([part.double().square().sum() for part in parts.values()]).sum().item())
+    pieces = (piece for part in parts.values() for piece in part.flatten().split(_PIECE))
+    return float(torch.stack([piece.double().square().sum() for piece in pieces]).sum().item())
+
+
+_PIECE = 2**20
+"""Elements that are held in twice their bytes at a time."""

@@ -1,0 +1,57 @@
+"""The file of a checkpoint: written tensor by tensor, whole or not at all."""
+
+import errno
+import tracemalloc
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tula_cli.errors import CannotWrite
+from tula_cli.run import files
+from tula_cli.worker.train import checkpoint
+
+
+class Full:
+    """A file on a disk that is full after some bytes."""
+
+    def __init__(self, file: Any, *, after: int) -> None:
+        self.file, self.left = file, after
+
+    def __enter__(self) -> "Full":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.file.close()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.file, name)
+
+    def write(self, data: Any) -> int:
+        self.left -= len(data)
+        if self.left < 0:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return int(self.file.write(data))
+
+
+def test_nothing_of_it_is_held_in_memory_a_second_time(tmp_path: Path) -> None:
+    content = {"model": {"a": torch.arange(2**22), "b": torch.ones(3)}, "epoch": 2}
+    tracemalloc.start()
+    checkpoint.write(tmp_path / "1.pt", content)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 2**23, "of tensors of 32 MiB"
+    found = torch.load(tmp_path / "1.pt", weights_only=True)
+    assert torch.equal(found["model"]["a"], content["model"]["a"]) and found["epoch"] == 2
+    assert [path.name for path in tmp_path.iterdir()] == ["1.pt"]
+
+
+def test_a_full_disk_is_told_and_leaves_the_file_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "1.pt"
+    checkpoint.write(path, {"model": torch.zeros(3)})
+    before = path.read_bytes()
+    monkeypatch.setattr(files, "open", lambda *given: Full(open(*given), after=2**20), raising=False)
+    with pytest.raises(CannotWrite, match="No space left on device"):
+        checkpoint.write(path, {"model": torch.zeros(2**20)})
+    assert path.read_bytes() == before and [one.name for one in tmp_path.iterdir()] == ["1.pt"]

@@ -16,8 +16,8 @@ from tula_cli.worker.train import checkpoint
 class Full:
     """A file on a disk that is full after some bytes."""
 
-    def __init__(self, file: Any, *, after: int) -> None:
-        self.file, self.left = file, after
+    def __init__(self, path: Path, mode: str, *, after: int = 2**20) -> None:
+        self.file, self.left = path.open(mode), after
 
     def __enter__(self) -> "Full":
         return self
@@ -51,7 +51,7 @@ def test_a_full_disk_is_told_and_leaves_the_file_before(tmp_path: Path, monkeypa
     path = tmp_path / "1.pt"
     checkpoint.write(path, {"model": torch.zeros(3)})
     before = path.read_bytes()
-    monkeypatch.setattr(files, "open", lambda *given: Full(Path(given[0]).open(given[1]), after=2**20), raising=False)
+    monkeypatch.setattr(files, "open", Full, raising=False)
     with pytest.raises(CannotWrite, match="No space left on device"):
         checkpoint.write(path, {"model": torch.zeros(2**20)})
     assert path.read_bytes() == before and [one.name for one in tmp_path.iterdir()] == ["1.pt"]

@@ -25,7 +25,7 @@ from tula_cli.services import status
 from tula_cli.services.progress.job_status import ACTIVE
 from tula_cli.services.recommendation.answer import Answer, write
 from tula_cli.services.recommendation.beyond.lengths import at_lengths
-from tula_cli.services.recommendation.beyond.other_sizes import of_runs, place_of
+from tula_cli.services.recommendation.beyond.other_sizes import of_runs, places
 from tula_cli.services.recommendation.beyond.suppositions import compared, parsed
 from tula_cli.services.recommendation.doubts import doubts, state_of_the_probes
 from tula_cli.services.recommendation.fallback import first_fallback
@@ -104,11 +104,9 @@ def recommend(
     noise = noise_of(all_measurements, needed=objective == "accuracy-time")
     allowed, untold = within(all_measurements, limits, noise), without_gradients(all_measurements)
 
-    runs = tuple(str(place_of(run, path)) for path in with_runs)
-
     def answer(all_measurements: Sequence[TypeMeasurements], rows: Offers, warnings: Sequence[str]) -> Recommendation:
         found = _answer(all_measurements, rows, limits, warnings, noise, objective=objective, curve=curve, now=now)
-        asked = {"options": tuple(options), "overrides": tuple(overrides), "with_runs": runs}
+        asked = {"options": tuple(options), "overrides": tuple(overrides), "with_runs": places(run, with_runs)}
         return found.model_copy(update={**asked, **_learnt(all_measurements)})
 
     by_type = {

@@ -86,6 +86,10 @@ def place_of(run: RunDir, path: Path) -> Path:
     return (path if path.exists() else run.path.parent / path).absolute()
 
 
+def places(run: RunDir, paths: Sequence[Path]) -> tuple[str, ...]:
+    return tuple(str(place_of(run, path)) for path in paths)
+
+
 def _measured(run: RunDir, spec: JobSpec, other: RunDir) -> OtherSizes:
     theirs = other.spec()
     gpus = theirs.cluster.gpus_per_node

@@ -52,6 +52,7 @@ OF_TORCH = "two_ranks or test_gradients or test_probe or test_operations or test
 
 PARTS = (
     cases("paper-jobs", 1.0, "tests/worker/measure/test_paper_jobs.py"),
+    cases("stages-by-noise", 0.15, "tests/worker/train/watching/test_stage_control.py"),
     cases("recompute", 0.5, "tests/worker/build/test_recompute.py"),
     cases("compiled", 1.0, "tests/worker/build/test_compiled.py"),
     cases("footprint", 0.8, "tests/worker/measure/test_footprint.py"),

@@ -26,6 +26,7 @@ from worker_jobs import (
     rows,
     same,
     spec,
+    staged,
     train_task,
     trained,
     trainer,
@@ -69,6 +70,7 @@ def main() -> None:
         free,
         free_again,
         grown,
+        grown_by_noise,
     )
     with joined(spec().cluster, handover=folder / "handover") as ranks:
         found = {case.__name__: case(folder, ranks) for case in cases}
@@ -206,6 +208,21 @@ def grown(folder: Path, ranks: Ranks) -> dict[str, Any]:
     return found
 
 
+def grown_by_noise(folder: Path, ranks: Ranks) -> dict[str, Any]:
+    """Break a training off that puts its stages off, go on, and return what was decided and how far it is from one without a break."""
+    task, ends = staged(), []
+    for name, breaks in (("noise", (130, 500)), ("noise-unbroken", ())):
+        run = RunDir(folder / name)
+        for after in breaks:
+            _ended(task.model_copy(update={"spec": staged(ends_after=after // ranks.world).spec}), run, ranks)
+        _train(task, run, ranks)
+        decided = [row.model_dump() for row in run.training(task.signature).stage_decisions()]
+        ends.append((final_weights(run, task), decided, [row["batch"] for row in rows(run, task, "epoch")]))
+    (one, *told), (whole, *without) = ends
+    off = max(float((one[key] - whole[key]).abs().max()) for key in whole)
+    return {"off": off, "same": told == without, "decided": told[0], "batches": told[1]}
+
+
 def drift(folder: Path, ranks: Ranks) -> dict[str, list[bool]]:
     """Return after each step whether the parameters are equal, and whether everything is.
 
@@ -278,11 +295,16 @@ def _broken_off(job: JobSpec, run: RunDir, ranks: Ranks, *, after: int) -> Train
     task = train_task(job)
     dataset = job.dataset.model_copy(update={"args": {"ends_after": after // ranks.world}})
     ending = job.model_copy(update={"dataset": dataset})
+    _ended(train_task(ending, signature=task.signature), run, ranks)
+    return task
+
+
+def _ended(task: TrainTask, run: RunDir, ranks: Ranks) -> None:
+    """Train to where its samples end."""
     try:
-        _train(train_task(ending, signature=task.signature), run, ranks)
+        _train(task, run, ranks)
     except Interrupted:
         ranks.from_first(0)
-    return task
 
 
 def resumed(folder: Path, ranks: Ranks) -> dict[str, Any]:

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from tula_cli.run.directory import RunDir
-from tula_cli.run.records.recommendations import Prediction
+from tula_cli.run.records.recommendations import Prediction, Stage
 from tula_cli.run.records.tasks import ProbeTask, Rung, TrainTask
 from tula_cli.spec.job import JobSpec
 from tula_cli.spec.load import validate
@@ -238,6 +238,24 @@ def train_task(
         ladder=(Rung(batch=batch, prediction=prediction),),
         workers=job.train.workers,
     )
+
+
+def staged(
+    *,
+    method: str = "lrs",
+    ramp: str = "noise",
+    epochs: int = 8,
+    measured: bool = True,
+    ends_after: int | None = None,
+) -> TrainTask:
+    """Return a training of batch 32 whose stages of 16 and 32 are put off: its gradients have little noise at first."""
+    asked = {"ramp_noise": 0.4, "gradient_noise": measured} if ramp == "noise" else {}
+    own = {"method": method, "ramp": ramp, "epochs": epochs, "checkpoint_every": 1e-9, **asked}
+    model, dataset = {"args": {"norm": True, "dropout": 0.1}}, {"args": {"ends_after": ends_after}}
+    begins = {8: 0, 16: 150, 32: 450}
+    stages = [Stage(begin=begin, batch=batch, noise=2.5 * batch) for batch, begin in begins.items()]
+    task = train_task(spec(model=model, dataset=dataset, optimizer={"lr": 0.003}, train=own), batch=32)
+    return task.model_copy(update={"stages": tuple(stages), "signature": f"{method:0<8.8}"})
 
 
 def probe_task(job: JobSpec, *local_batches: int) -> ProbeTask:

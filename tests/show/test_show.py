@@ -19,8 +19,8 @@ from tula_cli.models.time.changes import step_change
 from tula_cli.run.directory import RunDir
 from tula_cli.run.imports import Source
 from tula_cli.run.records.probes import ScriptSeen
-from tula_cli.run.records.recommendations import StageSteps, TimeParts
-from tula_cli.run.records.results import Scaled
+from tula_cli.run.records.recommendations import Stage, StageSteps, TimeParts
+from tula_cli.run.records.results import Scaled, StageDecision
 from tula_cli.services import profile
 from tula_cli.services import status as services_status
 from tula_cli.services.progress import listing
@@ -425,6 +425,14 @@ def test_the_status_and_the_plan_tell_the_stage_of_a_batch_that_grows(run):
     text = printed(show_status.status(snapshot(run, {train: "running"})))
     assert "batch 128 (now 32, stage 2 of 4)" in text and "beta2 0.998" in text
     assert "(predicted" not in text, "that is of steps at batch 128"
+    files = run.training(run.tasks()[0].signature)
+    decision = {"passed": 640, "measured_at": 0.5, "scale": 40.0, "high": 60.0}
+    early = StageDecision(batch=32, begin=640, epoch=0.5, verdict="begins", **decision)
+    files.write_stage_decisions([early, StageDecision(batch=64, begin=1281, epoch=1.0, verdict="put off", **decision)])
+    assert (
+        "(now 32, stage 2 of 4; batch 64 is put off to epoch 1.00: gradient noise scale 40.0 (at most 60.0) at epoch 0.500)"
+        in printed(show_status.status(snapshot(run, {train: "running"})))
+    )
     (task,) = run.tasks()
     own = task.spec.model_copy(update={"train": task.spec.train.model_copy(update={"ramp": "auto"})})
     stage = StageSteps(batch=32, steps=9, step_time=0.05, step_low=None, step_high=None)
@@ -443,6 +451,11 @@ def test_the_status_and_the_plan_tell_the_stage_of_a_batch_that_grows(run):
     ):
         grown = types.SimpleNamespace(task=task.model_copy(update={"spec": own}), prediction=known, **plan)
         assert told in printed(show_train.train_plan(grown))
+    stages = tuple(Stage(begin=640 * k, epoch=0.5 * k, batch=32 << k, noise=40.0 * (k + 1)) for k in range(3))
+    grown.task = grown.task.model_copy(update={"stages": stages})
+    assert "batch 64 from epoch 0.500: noise scale 80.0; batch 128 from epoch 1.00: noise scale 120" in printed(
+        show_train.train_plan(grown)
+    )
 
 
 def test_a_change_of_the_pace_is_shown_once_in_status_and_below_the_table_at_the_end(run):

@@ -3,13 +3,13 @@
 import functools
 import itertools
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 from pydantic import TypeAdapter
 
-from tula_cli.run.files import Reader, json_lines, listing, read_record, remove, write_record
+from tula_cli.run.files import Reader, json_lines, listing, read_record, remove, write_atomic, write_record
 from tula_cli.run.records.jobs import Attempt
 from tula_cli.run.records.micro_batches import MicroBatches
 from tula_cli.run.records.results import (
@@ -17,6 +17,7 @@ from tula_cli.run.records.results import (
     Evaluated,
     ScriptProgress,
     ScriptSaves,
+    StageDecision,
     StepChange,
     Summary,
     TrainResult,
@@ -154,6 +155,14 @@ class TrainingRun:
     def progress(self) -> int:
         """Return the samples that have been trained for good: up to the newest checkpoint, and in branches."""
         return self.newest_samples() + self.tuned_samples()
+
+    def stage_decisions(self) -> list[StageDecision]:
+        """Return what the gradient noise has decided of stages of a growing batch, oldest first."""
+        return [StageDecision.model_validate(row) for row in json_lines(self.path / "stages.jsonl")]
+
+    def write_stage_decisions(self, decisions: Iterable[StageDecision]) -> None:
+        """Replace the rows of stages.jsonl, whole."""
+        write_atomic(self.path / "stages.jsonl", "".join(f"{row.model_dump_json()}\n" for row in decisions))
 
     # --- checkpoints and metrics
 

@@ -18,7 +18,7 @@ from tula_cli.run.records.jobs import Attempt
 from tula_cli.run.records.probes import Failed, Measured, OutOfMemory
 from tula_cli.run.records.recommendations import Recommendation
 from tula_cli.run.records.rehearsals import Rehearsal
-from tula_cli.run.records.results import Evaluated, TrainResult, Tuning
+from tula_cli.run.records.results import Evaluated, StageDecision, TrainResult, Tuning
 from tula_cli.run.records.tasks import JobTask, ProbeTask, TrainTask
 from tula_cli.run.snapshot import Snapshot
 from tula_cli.services.progress.job_status import (
@@ -157,7 +157,7 @@ def _training(look: Snapshot, tasks: Iterable[JobTask], *, now: float) -> Traini
     moving = [row for row in rows if row["kind"] in ("start", "step", "epoch")]
     last_step, last_epoch = steps[-1] if steps else {}, epochs[-1] if epochs else {}
     latest = max((row for row in (last_step, last_epoch) if row), key=lambda row: row["samples"], default={})
-    script, stage = newest.spec.script, _stage(rows, result)
+    script, stage = newest.spec.script, _stage(rows, result, files.stage_decisions())
     prediction = newest.prediction and newest.prediction.of_batch(stage.batch if stage else newest.batch)
     return TrainingStatus(
         signature=newest.signature,
@@ -191,12 +191,15 @@ def _training(look: Snapshot, tasks: Iterable[JobTask], *, now: float) -> Traini
     )
 
 
-def _stage(rows: Sequence[Mapping[str, Any]], result: TrainResult | None) -> StageStatus | None:
+def _stage(
+    rows: Sequence[Mapping[str, Any]], result: TrainResult | None, decisions: Sequence[StageDecision]
+) -> StageStatus | None:
     """Return the stage of a training whose batch grows; None of any other, and of one that is over."""
     newest = next((row for row in reversed(rows) if row["kind"] == "stage"), None)
     if newest is None or result is not None:
         return None
-    return StageStatus(newest["batch"], newest["stage"], newest["stages"])
+    coming = next((found for found in reversed(decisions) if found.batch > newest["batch"]), None)
+    return StageStatus(newest["batch"], newest["stage"], newest["stages"], newest.get("noise"), coming)
 
 
 def _epochs(spec: JobSpec, moving: Sequence[Mapping[str, Any]]) -> int | None:

@@ -198,7 +198,13 @@ def training(now: "TrainingStatus") -> str:
 
 def _stage(now: "StageStatus | None") -> str:
     """Return the batch that a growing one has come to, in words."""
-    return "" if now is None else f" (now {now.batch}, stage {now.number} of {now.count})"
+    if now is None:
+        return ""
+    from tula_cli.models.ramp.by_noise import decision_words
+
+    told = f"now {now.batch}, stage {now.number} of {now.count}"
+    told += "" if now.noise is None else f": noise scale {number(now.noise)}"
+    return f" ({told}{'' if now.coming is None else f'; {decision_words(now.coming)}'})"
 
 
 def evaluation(found: "Evaluated") -> str:

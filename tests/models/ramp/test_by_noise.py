@@ -187,26 +187,30 @@ DECIDE = {"factor": 1.0, "reference": 128, "size": SIZE, "every": 1, "total": SI
 
 
 def decision(batch: int, begin: int) -> StageDecision:
-    return StageDecision(passed=0, batch=batch, begin=begin, verdict="put off")
+    return StageDecision(passed=0, batch=batch, begin=begin, measured_at=0, epoch=begin / SIZE, verdict="put off")
 
 
 def test_a_stage_put_off_moves_those_after_it_and_each_lasts_as_planned() -> None:
-    found = put_off(PLANNED, [decision(256, 30_001)], total=200_000)
+    found = put_off(PLANNED, [decision(256, 30_001)], total=200_000, size=SIZE)
     assert [stage.begin for stage in found] == [0, 30_001, 60_001]
-    assert put_off(found, [], total=200_000) == found
-    assert put_off(PLANNED, [], total=200_000) == PLANNED
+    assert put_off(found, [], total=200_000, size=SIZE) == found
+    assert put_off(PLANNED, [], total=200_000, size=SIZE) == in_epochs(PLANNED, SIZE)
     twice = [decision(256, 40_001), decision(256, 30_001), decision(1024, 7)]
-    assert [stage.begin for stage in put_off(PLANNED, twice, total=200_000)] == [0, 40_001, 70_001]
+    assert [stage.begin for stage in put_off(PLANNED, twice, total=200_000, size=SIZE)] == [0, 40_001, 70_001]
 
 
 def test_what_would_not_last_never_begins() -> None:
-    assert [stage.begin for stage in put_off(PLANNED, [decision(256, 170_000)], total=200_000)] == [0, 170_000, 200_000]
+    assert [stage.begin for stage in put_off(PLANNED, [decision(256, 170_000)], total=200_000, size=SIZE)] == [
+        0,
+        170_000,
+        200_000,
+    ]
 
 
 @given(rows=st.lists(st.tuples(st.sampled_from([128, 256, 512]), st.integers(0, 250_000)), max_size=6))
 @settings(max_examples=100, deadline=None)
 def test_decisions_only_lengthen(rows: list[tuple[int, int]]) -> None:
-    found = put_off(PLANNED, [decision(*row) for row in rows], total=200_000)
+    found = put_off(PLANNED, [decision(*row) for row in rows], total=200_000, size=SIZE)
     assert [stage.batch for stage in found] == [stage.batch for stage in PLANNED]
     assert all(mine.begin >= own.begin for mine, own in zip(found, PLANNED, strict=True))
     assert all(after.begin >= before.begin for before, after in pairwise(found))
@@ -218,8 +222,8 @@ def test_the_upper_end_of_the_noise_decides_and_the_next_measurement_looks_again
     assert (enough.verdict, enough.begin) == ("begins", 20_000)
     few = decided(stage, noise={"scale": 40.0, "low": 30.0, "high": 60.0}, passed=10_000, **DECIDE)
     assert (few.verdict, few.begin, few.high) == ("put off", 20_001, 60.0)
-    assert next_stage(put_off(PLANNED, [few], total=200_000), passed=20_000, until=30_000) == Stage(
-        begin=20_001, batch=256
+    assert next_stage(put_off(PLANNED, [few], total=200_000, size=SIZE), passed=20_000, until=30_000) == Stage(
+        begin=20_001, batch=256, epoch=2.0001
     )
     again = {"scale": 40.0, "low": 30.0, "high": 60.0}
     assert decided(stage, noise=again, passed=190_000, **DECIDE).verdict == "stopped"
@@ -245,6 +249,6 @@ def test_stages_and_decisions_in_words() -> None:
         "batch 2048 never: the noise scale stays below it"
     )
     few = decided(PLANNED[1], noise={"scale": 40.0, "low": 30.0, "high": 60.0}, passed=10_000, **DECIDE)
-    assert decision_words(few, size=SIZE) == (
+    assert decision_words(few) == (
         "batch 256 is put off to epoch 2.00: gradient noise scale 40.0 (at most 60.0) at epoch 1.00"
     )

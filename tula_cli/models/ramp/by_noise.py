@@ -9,6 +9,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
+from typing import Literal
 
 from tula_cli.models.efficiency import GROWTH
 from tula_cli.run.records.recommendations import Stage
@@ -136,13 +137,16 @@ def stages_doubted(spec: JobSpec, noise: NoisePath | None) -> list[str]:
 # --- while it trains
 
 
-def put_off(planned: Sequence[Stage], decisions: Iterable[StageDecision], *, total: int) -> tuple[Stage, ...]:
+def put_off(
+    planned: Sequence[Stage], decisions: Iterable[StageDecision], *, total: int, size: int
+) -> tuple[Stage, ...]:
     """Return the stages as decisions have left them: each lasts at least as long as was planned, and none begins earlier.
 
     Args:
         planned: before the training began.
         decisions: in any order; of stages that there are not, and the same one twice, they change nothing.
         total: samples of the whole training; a stage that would not last comes never.
+        size: of an epoch.
     """
     earliest: dict[int, int] = {}
     for decision in decisions:
@@ -152,7 +156,7 @@ def put_off(planned: Sequence[Stage], decisions: Iterable[StageDecision], *, tot
         begin = max(earliest.get(stage.batch, 0), found[-1].begin + stage.begin - before.begin)
         late = begin > stage.begin and begin > (1 - LEAST) * total
         found.append(stage.model_copy(update={"begin": total if late else begin}))
-    return tuple(found)
+    return in_epochs(found, size)
 
 
 def next_stage(stages: Sequence[Stage], *, passed: int, until: int) -> Stage | None:
@@ -187,14 +191,17 @@ def decided(
     """
     high = NoisePath.of({passed / size: noise["high"]}, reference=reference) if noise else None
     told = {name: value for name, value in noise.items() if math.isfinite(value)}
-    row = StageDecision(passed=passed, batch=stage.batch, begin=stage.begin, verdict="begins", **told)
+
+    def row(verdict: Literal["begins", "put off", "stopped"], begin: int) -> StageDecision:
+        return StageDecision(
+            passed=passed, batch=stage.batch, begin=begin, measured_at=passed / size, epoch=begin / size, verdict=verdict, **told
+        )  # fmt: skip
+
     if high is None or factor * high.at(stage.begin / size) >= stage.batch:
-        return row
+        return row("begins", stage.begin)
     # Beyond the next measurement, which then looks at it again.
     begin = max(stage.begin, passed + every * size + 1)
-    if begin > (1 - LEAST) * total:
-        return row.model_copy(update={"verdict": "stopped", "begin": total})
-    return row.model_copy(update={"verdict": "put off", "begin": begin})
+    return row("stopped", total) if begin > (1 - LEAST) * total else row("put off", begin)
 
 
 # --- in words
@@ -218,13 +225,13 @@ def _words(stage: Stage, *, by_noise: bool) -> str:
     return f"batch {stage.batch} from epoch {number(stage.epoch)}: noise scale {number(stage.noise)}"
 
 
-def decision_words(found: StageDecision, *, size: int) -> str:
+def decision_words(found: StageDecision) -> str:
     """Return what was decided of a coming stage, and by which measurement."""
-    at = f"epoch {number(found.passed / size)}"
-    noise = "not told" if found.scale is None else f"scale {number(found.scale)} (at most {number(found.high)})"
+    bound = "" if found.high is None else f" (at most {number(found.high)})"
+    noise = "not told" if found.scale is None else f"scale {number(found.scale)}{bound}"
     end = {
-        "begins": f"batch {found.batch} begins as planned, at epoch {number(found.begin / size)}",
-        "put off": f"batch {found.batch} is put off to epoch {number(found.begin / size)}",
-        "stopped": f"batch {found.batch} never begins",
+        "begins": f"begins at epoch {number(found.epoch)} as planned",
+        "put off": f"is put off to epoch {number(found.epoch)}",
+        "stopped": "never begins",
     }
-    return f"{end[found.verdict]}: gradient noise {noise} at {at}"
+    return f"batch {found.batch} {end[found.verdict]}: gradient noise {noise} at epoch {number(found.measured_at)}"

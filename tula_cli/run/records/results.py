@@ -21,6 +21,8 @@ class StageDecision(Record):
     passed: int  # samples, when it was measured
     batch: int  # of the stage
     begin: int  # samples passed, where that stage begins now
+    measured_at: float  # epochs: the same as passed
+    epoch: float  # the same as begin
     verdict: Literal["begins", "put off", "stopped"]
     scale: float | None = None  # the noise, samples; None where the measurement did not tell it
     low: float | None = None

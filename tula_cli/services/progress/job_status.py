@@ -10,7 +10,7 @@ from tula_cli.cluster.slurm.queue import SchedulerState
 from tula_cli.host.outcome import advice
 from tula_cli.run.records.jobs import Attempt, Job
 from tula_cli.run.records.probes import Failed, Measured, OutOfMemory
-from tula_cli.run.records.results import Branch, StepChange
+from tula_cli.run.records.results import Branch, StageDecision, StepChange
 from tula_cli.run.records.tasks import EvaluateTask, JobTask, ProbeTask, RehearsalTask, TrainTask, probe_id
 from tula_cli.run.snapshot import Snapshot
 from tula_cli.spec.resources import Cluster
@@ -74,6 +74,8 @@ class StageStatus:
     batch: int  # in use, global
     number: int  # of the stage, from 1
     count: int  # stages
+    noise: float | None = None  # the scale (samples) by which it was planned; None where another rule was asked
+    coming: StageDecision | None = None  # the newest one of a stage that is to come
 
 
 @dataclass(frozen=True)

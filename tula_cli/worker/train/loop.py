@@ -7,7 +7,7 @@ evaluates and saves when an epoch ends. Nothing else trains.
 import itertools
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -113,6 +113,11 @@ class Trainer:
         if self.batch != before:
             self.method.change_batch(self)
 
+    def follow(self, ramp: Ramp) -> None:
+        """Have other stages from here on; the batch in use is the same."""
+        before, self.sizes = self.batch, replace(self.sizes, ramp=ramp)
+        assert self.batch == before
+
     @property
     def local_batch(self) -> int:
         return self.batch // self.ranks.world
@@ -214,9 +219,11 @@ def steps(trainer: Trainer) -> Generator[Step, None, None]:
     """
     size = len(trainer.datasets.train)
     epochs = trainer.spec.train.epochs if trainer.until is None else trainer.until
-    stream = loaded(trainer, epochs)
+    stream, ramp = loaded(trainer, epochs), trainer.sizes.ramp
     trainer.parallel.train()
     while (position := trainer.position).epoch < epochs:
+        if trainer.sizes.ramp is not ramp:  # what was read ahead is of other batches
+            stream, ramp = loaded(trainer, epochs), trainer.sizes.ramp
         stages = list(trainer.sizes.ramp.of_epoch(position.epoch, done=position.done, size=size))
         left = sum(count for _, count in stages)
         for _, count in stages:

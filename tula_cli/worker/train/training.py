@@ -15,9 +15,10 @@ from tula_cli.models.time.noise import centre
 from tula_cli.run.directory import RunDir
 from tula_cli.run.records.results import Reached, TrainResult
 from tula_cli.run.records.tasks import TrainTask
-from tula_cli.spec.parts.of_train import GradientNoise, Hessian
+from tula_cli.spec.parts.of_train import Hessian
 from tula_cli.worker.build.finetune import initial_weights
 from tula_cli.worker.build.samples import Datasets
+from tula_cli.worker.build.sampling import Position
 from tula_cli.worker.energy import TrainingEnergy
 from tula_cli.worker.preemption import Preempted, PreemptionHandler
 from tula_cli.worker.ranks import Ranks
@@ -29,7 +30,7 @@ from tula_cli.worker.train.loop import Step
 from tula_cli.worker.train.metrics import Metrics
 from tula_cli.worker.train.sizes.dividing import splits_known
 from tula_cli.worker.train.training_log import TrainingLog
-from tula_cli.worker.train.watching import gradient_noise
+from tula_cli.worker.train.watching.stage_control import StageControl
 from tula_cli.worker.train.watching.step_watch import StepWatch
 
 
@@ -80,6 +81,7 @@ class Training:
         self.damaged: list[str] = []  # words on checkpoints that were set aside
         self.unfit = ""  # what the file of first weights and the model do not share
         self.ended = ""  # why before the last epoch
+        self.stages = StageControl(self.run, task, self.trainer)
         self.owed = False  # the epoch that has ended is not evaluated yet
         self._resume()
         samples = self.trainer.position.samples
@@ -111,6 +113,7 @@ class Training:
             self.run.training(self.task.signature).drop_drafts()
         found = checkpoint.load_for_all(self.run, self.task.signature, self.context.ranks, self.damaged.append)
         if found is not None:
+            self.stages.resume(Position(**found["position"]), owed=bool(found.get("owed")))
             self.best, self.owed = checkpoint.restore(self.trainer, found), bool(found.get("owed"))
             self.ended = found.get("ended", "")  # what is left is the result
             return
@@ -280,7 +283,7 @@ class Training:
         result = self.evaluator.run(between=self._check)
         self.eval_time = time.monotonic() - began
         self._measure_curvature()
-        self._measure_noise()
+        self.stages.look(self.log, between=self._check)
         self.owed = False
         # The mean loss of the last step over all ranks; every rank takes part.
         (loss_sum,) = self.trainer.ranks.sum([float(step.loss) if step else math.nan])
@@ -328,14 +331,6 @@ class Training:
         if asked and not trainer.position.epoch % settings.every:
             found = hessian.measure(trainer, samples=settings.samples, between=self._check)
             self.log.add("hessian", **asdict(found), **hessian.lemma_1(trainer, found.smoothness))
-
-    def _measure_noise(self) -> None:
-        """Write a row with the gradient noise scale, where that is asked for and due; every rank takes part."""
-        asked, trainer = self.task.spec.train.gradient_noise, self.trainer
-        settings = asked if isinstance(asked, GradientNoise) else GradientNoise()
-        if asked and not trainer.position.epoch % settings.every:
-            found = gradient_noise.measure(trainer, batches=settings.batches, between=self._check)
-            self.log.add("noise", batch=trainer.batch, **found)
 
     def _write_result(self, result: Evaluation) -> None:
         trainer, signature = self.trainer, self.task.signature

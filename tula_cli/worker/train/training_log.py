@@ -9,13 +9,14 @@ from collections.abc import Mapping
 from typing import Any
 
 from tula_cli.models.out_of_memory import FEWEST_NORMALISED
+from tula_cli.models.ramp.by_noise import decision_words
 from tula_cli.models.time.changes.drift import StepTimeDrift
 from tula_cli.models.time.changes.levels import Level
 from tula_cli.models.time.changes.step_change import change_of, words
 from tula_cli.models.time.noise import centre
 from tula_cli.optim import advice
 from tula_cli.run.records.recommendations import Prediction, StageSteps
-from tula_cli.run.records.results import StepParts
+from tula_cli.run.records.results import StageDecision, StepParts
 from tula_cli.run.records.tasks import TrainTask
 from tula_cli.spec.job import warmup_epochs
 from tula_cli.words import number, plural
@@ -107,11 +108,19 @@ class TrainingLog:
         self.window.clear()
         self.drift = StepTimeDrift(self.expected)
         own = {"beta2": trainer.beta2s[0]} if trainer.beta2s else {}
-        self.add("stage", batch=self.batch, stage=number_ + 1, stages=len(stages), lr=trainer.lr, **own)
+        noise = stages[number_].noise
+        by = {} if noise is None else {"noise": noise}  # the scale that it was planned by
+        self.add("stage", batch=self.batch, stage=number_ + 1, stages=len(stages), lr=trainer.lr, **by, **own)
+        told = "" if noise is None else f", noise scale {number(noise)}"
         self._print(
             f"batch {self.batch} from epoch {trainer.epoch:.3g} on, sample {trainer.position.samples}: stage {number_ + 1} of"
-            f" {len(stages)}, lr {number(trainer.lr)}"
+            f" {len(stages)}, lr {number(trainer.lr)}{told}"
         )
+
+    def tell_decision(self, found: StageDecision | None) -> None:
+        """Say what the gradient noise has decided of the coming stage; None: nothing."""
+        if found is not None:
+            self._print(f"stages: {decision_words(found)}")
 
     def follow(self, step: Step) -> None:
         """Take the step that has just been made."""

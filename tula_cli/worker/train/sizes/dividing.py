@@ -6,6 +6,7 @@ from tula_cli.errors import SpecError
 from tula_cli.models.out_of_memory import splits_of
 from tula_cli.models.ramp.stages import Ramp, ramp_of
 from tula_cli.run.records.micro_batches import MicroBatches, Splits
+from tula_cli.run.records.recommendations import Stage
 from tula_cli.run.records.tasks import LoopTask, TrainTask
 from tula_cli.spec.job import JobSpec
 from tula_cli.worker.build.batches.sizes import Sizes
@@ -33,7 +34,7 @@ def sizes_of(task: LoopTask, *, batch: int, world: int, dataset_size: int) -> Si
     each = micro_batches(spec, world)
     ramp = None
     if isinstance(task, TrainTask):
-        ramp = ramp_of(spec, batch=batch, parts=world * each, dataset_size=dataset_size, decided=task.stages)
+        ramp = ramp_by(task, task.stages, world, dataset_size)
     stages = {stage.batch: 1 for stage in ramp.stages} if ramp else {}
     if splits > 1:
         stages = {stage: _splits_like(spec, stage, batch, world=world, splits=splits) for stage in stages}
@@ -49,6 +50,16 @@ def _splits_like(spec: JobSpec, stage: int, batch: int, *, world: int, splits: i
     least = method.fewest_samples(Configuration(spec, stage, world))
     fitting = (n for n in range(1, micro_batch + 1) if not micro_batch % n and least <= micro_batch // n <= held)
     return next(fitting, 1)
+
+
+def ramp_by(task: TrainTask, stages: Sequence[Stage], world: int, dataset_size: int) -> Ramp:
+    """Return the batches of a training by stages that were decided, or where there are none by what the job says.
+
+    Raises:
+        SpecError: as `ramp_of`.
+    """
+    parts = world * micro_batches(task.spec, world)
+    return ramp_of(task.spec, batch=task.batch, parts=parts, dataset_size=dataset_size, decided=stages)
 
 
 def _check_batch(spec: JobSpec, batch: int, *, world: int, splits: int, dataset_size: int) -> None:

@@ -20,8 +20,11 @@ from tula_cli.optim.parts import shares
 from tula_cli.worker.build.compiled import as_written
 from tula_cli.worker.build.sampling import steps_left
 from tula_cli.worker.parallel.sharded import Sharded
+from tula_cli.worker.seeding import seed_torch, stable_seed
 from tula_cli.worker.train import loop as worker_train_loop
 from tula_cli.worker.train.loop import Trainer
+
+_STREAM = 0x4E53  # parts this module's random numbers from the job's others
 
 Gradient = dict[torch.Tensor, torch.Tensor]
 """Of each parameter that the batch needs."""
@@ -42,7 +45,10 @@ def measure(trainer: Trainer, *, batches: int, between: Callable[[], None] = lam
     Returns:
         `stats`, the norms as a probe's; `scale`, `low` and `high` of the noise, in samples, where they tell it; `seconds`.
     """
-    began, pairs = time.monotonic(), list[Pair]()
+    began, pairs, position = time.monotonic(), list[Pair](), trainer.position
+    # By the position, not by what ran before: stages follow from it, and a training that was interrupted has the same.
+    seed = stable_seed(trainer.spec.train.seed, _STREAM, position.samples, trainer.ranks.rank)
+    seed_torch(seed, trainer.ranks.device)
     count = min(batches, _upcoming(trainer))
     size = max(2, min(GROUP, count // GROUPS))
     with _buffers_kept(trainer.parallel.module), contextlib.closing(worker_train_loop.upcoming(trainer)) as stream:

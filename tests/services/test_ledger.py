@@ -8,6 +8,7 @@ import pytest
 
 from tula_cli.run.directory import RunDir
 from tula_cli.services.progress.ledger import ledger
+from tula_cli.show import status as show_status
 
 
 @pytest.fixture
@@ -28,6 +29,23 @@ def test_every_finished_training_is_held_against_its_prediction(root: Path) -> N
     assert [one.step_error for one in found.outcomes] == [pytest.approx(0.1), pytest.approx(-0.2), None]
     assert found.step_error == pytest.approx(0.15) and found.time_error == pytest.approx(0.25)
     assert found.problems == ()
+
+
+def test_forecasts_stand_apart_from_what_trainings_or_probes_had_measured(root: Path) -> None:
+    run = RunDir.newest(root)
+    known = {"aaaa": {"trained": "1234", "measured": True}, "bbbb": {"measured": True}, "cccc": {}}
+    for name, basis in known.items():
+        told = {"step_time": 0.1, "step_low": 0.09, "step_high": 0.105, **basis}
+        task = {"spec": make.spec().model_dump(mode="json"), "ladder": [{"prediction": told}]}
+        (run.path / "tasks").mkdir(exist_ok=True)
+        (run.path / f"tasks/train-{name}-1.json").write_text(json.dumps(task))
+    found = ledger(root)
+    assert [one.by for one in found.outcomes] == ["training", "probe", ""], "the last had no prediction"
+    assert [one.inside for one in found.outcomes] == [True, True, None]
+    assert found.step_errors == {"training": pytest.approx(0.1), "probe": pytest.approx(0.2)}
+    assert list(found.calibrations) == ["local"]
+    shown = "\n".join(str(line) for line in show_status.ledger(found, width=120))
+    assert "by what it was known by: by a training 10.0 %, by a probe 20.0 %" in shown
 
 
 def test_a_damaged_one_is_told_and_hides_no_other(root: Path) -> None:

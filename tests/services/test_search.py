@@ -5,8 +5,10 @@ from make_results import Truth, probe_all, spec
 
 from tula_cli.errors import Infeasible
 from tula_cli.models.forecast import Forecast
+from tula_cli.models.observations import OtherSizes
 from tula_cli.run.records.inspections import Inspection
 from tula_cli.run.records.probes import Measured, OutOfMemory
+from tula_cli.run.records.recommendations import Calibration, TrainedSteps
 from tula_cli.run.records.tasks import probe_id
 from tula_cli.services.search import STRATEGIES, feasible, next_round, probes
 from tula_cli.spec.job import JobSpec
@@ -169,3 +171,29 @@ def test_the_tolerance_of_the_spec_ends_the_rounds() -> None:
     seen = probe_all(Truth(), {2: (16, 256, 2048), 4: (8,), 16: (2,)})
     assert next_round(ADAPTIVE, seen, inspection=inspected(Truth())).probes
     assert not next_round(patient, seen, inspection=inspected(Truth())).probes
+
+
+def test_trainings_and_other_sizes_count_in_the_rounds_and_what_they_measured_is_not_probed() -> None:
+    seen = probe_all(Truth(), {2: (16, 256, 2048), 16: (2,)})
+    first = next_round(ADAPTIVE, seen, inspection=inspected(Truth()))
+    nodes, local = next((nodes, sizes[0]) for nodes, sizes in first.probes.items())
+    seconds = Truth().step_time(nodes, local)
+    training = TrainedSteps(
+        signature="ab", nodes=nodes, gpus_per_node=1, batch=nodes * local, step_time=seconds, step_times=(seconds,) * 5,
+        compute=None, sync=None, data_wait=None, steps=100, changed=0.0, noise=0.015, since=0.0, until=1.0,
+    )  # fmt: skip
+    later = next_round(ADAPTIVE, seen, inspection=inspected(Truth()), trained=[training])
+    assert local not in later.probes.get(nodes, ())
+    others = OtherSizes(tuple(probe_all(Truth(gpus_per_node=2), {1: (16, 256), 2: (16,)})))
+    told = next_round(ADAPTIVE, seen, inspection=inspected(Truth()), others=others)
+    assert told.words != first.words
+
+
+def test_intervals_that_trainings_have_widened_make_rounds_less_sure() -> None:
+    seen = probe_all(Truth(), {2: (16, 256, 2048), 16: (2,)})
+    plain, wide = (
+        next_round(ADAPTIVE, seen, inspection=inspected(Truth()), calibration=calibration)
+        for calibration in (None, Calibration(step=3.0))
+    )
+    told = [float(found.words.partition("time ")[2].partition("%")[0]) for found in (plain, wide)]
+    assert 0 < told[0] < told[1], "the regret that is expected"

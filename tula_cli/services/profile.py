@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from tula_cli.cluster.launcher import Launcher, submitting, under_way
 from tula_cli.cluster.slurm import first_job
@@ -10,7 +11,7 @@ from tula_cli.errors import BadMeasurements, Diverged, JobFailed, OutOfMemoryAtM
 from tula_cli.host.outcome import advice
 from tula_cli.models.cost import price_at_most, price_words
 from tula_cli.run.code import choose, snapshot
-from tula_cli.run.directory import RunDir
+from tula_cli.run.directory import Part, RunDir
 from tula_cli.run.imports import Source
 from tula_cli.run.records.inspections import Inspection
 from tula_cli.run.records.probes import Failed, Measured, OutOfMemory
@@ -63,7 +64,13 @@ class ProfileReport:
 
 
 def plan(
-    spec: JobSpec, inspection: Inspection, run: RunDir | None, *, elsewhere: float = 0.0, again: bool = True
+    spec: JobSpec,
+    inspection: Inspection,
+    run: RunDir | None,
+    *,
+    elsewhere: float = 0.0,
+    again: bool = True,
+    sizes: Sequence[Part] = (),
 ) -> ProfilePlan:
     """Return the missing probes, grouped into jobs, and what they may cost at most.
 
@@ -73,6 +80,7 @@ def plan(
         run: where results may be already; None for none.
         elsewhere: node-hours that other node types of the same job have taken or are about to.
         again: whether what has failed is measured again.
+        sizes: the same nodes with other numbers of GPUs, which tell an adaptive search more.
 
     Raises:
         Infeasible: no configuration of the search can run.
@@ -80,7 +88,7 @@ def plan(
     """
     source = choose(run, spec, Path.cwd(), keep=True)
     known = {result.id: result for result in run.results()} if run else {}
-    wanted, found = _wanted(spec, inspection, run, known, elsewhere=elsewhere)
+    wanted, found = _wanted(spec, inspection, run, known, elsewhere=elsewhere, sizes=sizes)
     tasks = []
     for nodes, local_batches in wanted.items():
         missing = [local for local in local_batches if _open(known.get(probe_id(nodes, local)), again=again)]
@@ -111,7 +119,13 @@ Known = Mapping[str, Measured | OutOfMemory | Failed]
 
 
 def _wanted(
-    spec: JobSpec, inspection: Inspection, run: RunDir | None, known: Known, *, elsewhere: float
+    spec: JobSpec,
+    inspection: Inspection,
+    run: RunDir | None,
+    known: Known,
+    *,
+    elsewhere: float,
+    sizes: Sequence[Part],
 ) -> tuple[Mapping[int, Sequence[int]], Round]:
     """Return all local batches to measure by number of nodes (with `adaptive` those so far and the next round)."""
     largest = largest_local_batch(spec, inspection)
@@ -126,11 +140,26 @@ def _wanted(
     open_ = (begun - settled) & searched
     if open_ - failed:
         return grouped(settled | open_), Round({}, (), "")
-    attempts = run.attempts() if run else []
-    fresh = next_round(spec, list(known.values()), inspection=inspection, attempts=attempts)
+    fresh = next_round(spec, list(known.values()), inspection=inspection, **_learnt(run, spec, known, sizes))
     fresh = _within_cap(spec, fresh, spent=elsewhere + (spent(run) if run else 0.0))
     picked = {(nodes, size) for nodes, sizes in fresh.probes.items() for size in sizes}
     return grouped(settled | failed | picked), fresh
+
+
+def _learnt(run: RunDir | None, spec: JobSpec, known: Known, sizes: Sequence[Part]) -> dict[str, Any]:
+    """Return what an adaptive search goes by beside a run's probes, as arguments of `next_round`."""
+    if run is None or not run.exists:
+        return {}
+    from tula_cli.services.progress.held_against import calibrated  # as the models, of use to this strategy alone
+    from tula_cli.services.recommendation.beyond.other_sizes import TrainingsOnce, beside
+    from tula_cli.services.recommendation.by_trainings import told_by_trainings
+
+    return {
+        "attempts": run.attempts(),
+        "trained": told_by_trainings(run, spec, list(known.values())).found,
+        "calibration": calibrated(run.path, spec.cluster.kind)[0],
+        "others": beside(Part(None, run, spec, sizes=tuple(sizes)), TrainingsOnce()),
+    }
 
 
 def _begun(run: RunDir) -> set[tuple[int, int]]:

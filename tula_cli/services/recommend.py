@@ -19,7 +19,6 @@ from tula_cli.models.observations import OtherSizes
 from tula_cli.models.ramp.by_noise import in_epochs, stage_words
 from tula_cli.run.directory import Part, RunDir
 from tula_cli.run.jobfile import adopt, begun, origin
-from tula_cli.run.records.probes import Measured
 from tula_cli.run.records.recommendations import Prediction, Recommendation
 from tula_cli.services import status
 from tula_cli.services.progress.job_status import ACTIVE
@@ -41,7 +40,7 @@ from tula_cli.services.recommendation.measured import (
     with_energy,
     without_gradients,
 )
-from tula_cli.services.recommendation.validation import Validation, validate
+from tula_cli.services.recommendation.validation import Validation
 from tula_cli.spec.job import JobSpec
 
 
@@ -225,10 +224,7 @@ def validated(answer: Answer) -> dict[str, tuple[Validation, ...]]:
     Raises:
         BadMeasurements: there are too few.
     """
-    return {
-        one.type: validate(one.part.spec, [result for result in one.results if isinstance(result, Measured)])
-        for one in answer.all_measurements
-    }
+    return {one.type: one.validated() for one in answer.all_measurements}
 
 
 def renews(found: Recommendation, known: Recommendation | None) -> bool:

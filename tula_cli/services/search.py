@@ -15,13 +15,14 @@ from tula_cli.models.out_of_memory import ruled_out
 from tula_cli.run.records.inspections import Inspection
 from tula_cli.run.records.jobs import Attempt
 from tula_cli.run.records.probes import Failed, Measured, OutOfMemory
-from tula_cli.run.records.recommendations import Prediction
+from tula_cli.run.records.recommendations import Calibration, Prediction, TrainedSteps
 from tula_cli.spec.job import JobSpec
 from tula_cli.words import place
 
 if TYPE_CHECKING:
     from tula_cli.models.choice.adaptive import Candidate
     from tula_cli.models.forecast import Forecast
+    from tula_cli.models.observations import OtherSizes
 
 _WEIGHED = 100
 """Configurations that are weighed against each other for each of time and cost."""
@@ -68,6 +69,9 @@ def next_round(
     *,
     inspection: Inspection,
     attempts: Iterable[Attempt] = (),
+    trained: Sequence[TrainedSteps] = (),
+    calibration: Calibration | None = None,
+    others: "OtherSizes | None" = None,
 ) -> Round:
     """Return the probes that are expected to better the decisions most for their node-seconds.
 
@@ -76,6 +80,9 @@ def next_round(
         results: of the probes so far; those that failed are proposed only where nothing else is left to start from.
         inspection: dataset size and memory estimate.
         attempts: of the jobs so far; tell what a start costs.
+        trained: steps of the run's trainings, which count beside the probes.
+        calibration: how wide intervals have to be, by trainings that have ended; None for as the models have them.
+        others: with other numbers of GPUs a node, for the step time.
 
     Raises:
         Infeasible: no configuration is feasible.
@@ -83,6 +90,7 @@ def next_round(
     """
     from tula_cli.models.choice import adaptive
     from tula_cli.models.forecast import Forecast  # numpy and more: of no use to the other strategies
+    from tula_cli.models.observations import OtherSizes
 
     found = feasible(spec, dataset_size=inspection.dataset_size, max_local_batch=largest_local_batch(spec, inspection))
     known = {(r.nodes, r.local_batch) for r in results if isinstance(r, Measured | OutOfMemory)}
@@ -95,12 +103,23 @@ def next_round(
     if missing := [probe for probe in start if probe not in known]:
         reasons = [f"{place(*probe)}: one of those to start from" for probe in missing]
         return Round(grouped(missing), tuple(reasons), "")
-    forecast = Forecast.from_results(spec, results, inspection=inspection, attempts=attempts)
+    forecast = Forecast.from_results(
+        spec,
+        results,
+        inspection=inspection,
+        attempts=attempts,
+        trained=trained,
+        calibration=calibration or Calibration(),
+        others=others or OtherSizes(),
+    )
     rows = _weighed(forecast, fitting)
     if not rows:
         raise BadMeasurements("the probes tell no configuration's step time", "use search.strategy: sweep")
     proposal = adaptive.propose(
-        forecast.steps, [_candidate(forecast, row) for row in rows], tolerance=spec.search.tolerance
+        forecast.steps,
+        [_candidate(forecast, row) for row in rows],
+        tolerance=spec.search.tolerance,
+        widened=forecast.calibration.step,
     )
     picked = [(pick.candidate.nodes, pick.candidate.local_batch) for pick in proposal.picks]
     return Round(grouped(picked), tuple(pick.words for pick in proposal.picks), proposal.words)

@@ -89,7 +89,7 @@ def validation(judged: Mapping[str, Sequence["Validation"]]) -> Iterator["Render
                 number(100 * row.median), number(100 * row.p90), percent(row.held),
             )  # fmt: skip
         yield ""
-        yield f"{f'{kind}: ' * bool(kind)}foreseen of this run's own probes by a fit to those that each strategy takes"
+        yield f"{f'{kind}: ' * bool(kind)}foreseen of this run's own probes and trainings by a fit to the probes that each strategy takes"
         yield made
 
 

@@ -264,6 +264,7 @@ def ledger(found: "Ledger", *, width: int) -> Iterator["RenderableType"]:
         "batch",
         "step (ms)",
         "predicted",
+        "by",
         "error (%)",
         "time (h)",
         "predicted",
@@ -279,6 +280,12 @@ def ledger(found: "Ledger", *, width: int) -> Iterator["RenderableType"]:
     ]
     if told:
         yield f"median error, signs aside: {', '.join(told)}"
+    if len(found.step_errors) > 1:
+        known = (f"by a {by} {100 * error:.1f} %" for by, error in found.step_errors.items())
+        yield f"of the step time, by what it was known by: {', '.join(known)}"
+    for kind, calibration in found.calibrations.items():
+        if calibration.words:
+            yield f"{kind}: {calibration.words}"
     yield from found.problems
 
 
@@ -291,7 +298,8 @@ def _outcome(one: "Outcome") -> list[str]:
 
     return [
         *(one.run, one.signature, str(one.nodes), str(one.batch)),
-        *(ms(one.actual_step), ms(one.predicted_step), signed(one.step_error)),
+        *(ms(one.actual_step), ms(one.predicted_step), one.by or "-"),
+        signed(one.step_error) + " outside" * (one.inside is False),
         *(number(one.actual_hours), number(one.predicted_hours), signed(one.time_error)),
     ]
 

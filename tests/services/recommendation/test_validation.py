@@ -4,7 +4,9 @@ import pytest
 from make_results import Truth, probe_all, spec
 
 from tula_cli.errors import BadMeasurements
-from tula_cli.services.recommendation.validation import validate
+from tula_cli.models.observations import OtherSizes
+from tula_cli.run.records.recommendations import TrainedSteps
+from tula_cli.services.recommendation.validation import TRAININGS, validate
 
 FULL = {n: tuple(batch // n for batch in (64, 128, 256, 512, 1024)) for n in (2, 4, 8)}
 
@@ -23,6 +25,41 @@ def test_of_a_sweep_that_was_measured_each_probe_is_left_out_once() -> None:
     swept = {2: FULL[2], 4: FULL[4][:1], 8: (FULL[8][0], FULL[8][2])}
     judged = {one.strategy: one for one in validate(spec(), probe_all(Truth(), swept))}
     assert judged["sweep"].left_out_once and "full" not in judged, "it would take the very same probes"
+
+
+def trained(nodes: int, local_batch: int, seconds: float) -> TrainedSteps:
+    return TrainedSteps(
+        signature="ab", nodes=nodes, gpus_per_node=1, batch=nodes * local_batch, step_time=seconds,
+        step_times=(seconds,) * 5, compute=None, sync=None, data_wait=None, steps=100, changed=0.0, noise=0.015, since=0.0,
+        until=1.0,
+    )  # fmt: skip
+
+
+def test_what_trainings_have_measured_is_foreseen_and_helps_to_foresee() -> None:
+    probes = probe_all(Truth(), {2: FULL[2], 4: FULL[4][:1], 8: (FULL[8][0], FULL[8][2])})
+    plain = {one.strategy: one for one in validate(spec(), probes)}
+    slow = [trained(nodes, local, 1.3 * Truth().step_time(nodes, local)) for nodes in (4, 8) for local in (64, 128)]
+    judged = {one.strategy: one for one in validate(spec(), probes, trained=slow)}
+    assert judged["partial"].unseen == plain["partial"].unseen + len(slow)
+    assert judged["partial"].median > plain["partial"].median, "trainings came out slower than the probes tell"
+    last = judged[TRAININGS]
+    assert list(judged)[-1] == TRAININGS and TRAININGS not in plain
+    assert (last.probes, last.unseen, last.left_out_once) == (len(probes), len(probes) + len(slow), True)
+    assert last.median < judged["partial"].median, "with the other trainings each is foreseen better"
+
+
+def test_intervals_are_judged_as_wide_as_they_are_told() -> None:
+    probes = probe_all(Truth(noise=0.05, jitter=0.01), FULL)
+    held = [{one.strategy: one.held for one in validate(spec(), probes, widened=factor)} for factor in (0.01, 1.0, 9.0)]
+    assert all(held[0][name] < held[1][name] <= held[2][name] == 1.0 for name in held[0])
+
+
+def test_probes_with_other_gpus_a_node_count() -> None:
+    probes = probe_all(Truth(), {2: (32, 64, 256)})
+    with pytest.raises(BadMeasurements):
+        validate(spec(), probe_all(Truth(), {2: (32,)}))
+    others = OtherSizes(tuple(probe_all(Truth(gpus_per_node=4), {1: (32, 256), 2: (32, 256)})))
+    assert validate(spec(), probes, others=others)[0].median < 0.2
 
 
 def test_probes_of_one_place_foresee_nothing() -> None:

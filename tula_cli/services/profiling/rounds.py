@@ -89,7 +89,12 @@ def plans(
         for text in inspection.warnings:
             yield WarningEvent(text)
         try:
-            found.append((part, profile.plan(part.spec, inspection, part.run, elsewhere=elsewhere, again=again)))
+            found.append(
+                (
+                    part,
+                    profile.plan(part.spec, inspection, part.run, elsewhere=elsewhere, again=again, sizes=part.sizes),
+                )
+            )
         except Infeasible as error:
             errors.append((part.name, error))
     if all(part.length is not None for part, _ in found):

@@ -24,7 +24,12 @@ def calibrated(run: Path, kind: str) -> tuple[Calibration, tuple[str, ...]]:
         run: a run directory, or that of a node type in one: what lies under the same root counts.
         kind: of cluster, which trainings have to share.
     """
-    root, problems = (run.parents[2] if run.parent.name == "types" else run.parent), list[str]()
+    return calibrated_under(run.parents[2] if run.parent.name == "types" else run.parent, kind)
+
+
+def calibrated_under(root: Path, kind: str) -> tuple[Calibration, tuple[str, ...]]:
+    """Return how wide intervals have to be by the trainings that ended under a root, and what cannot be read of them."""
+    problems = list[str]()
     steps: list[Tried] = []
     hours: list[Tried] = []
     try:
@@ -50,12 +55,13 @@ def _ended(run: Path, kind: str) -> Iterator[tuple[Plain, Plain, Plain]]:
         summary = plain_record(part / "train" / name / "summary.json", "signature", "causes", "attempts")
         if summary is None or summary.get("predicted_step") is None:
             continue
-        first, newest = (_task(part, name, number) for number in (1, len(summary["causes"]) + 1))
+        first, newest = (task_of(part, name, number) for number in (1, len(summary["causes"]) + 1))
         if first is not None and newest is not None and _as_measured(first["spec"], measured, kind):
             yield summary, first, newest
 
 
-def _task(part: Path, name: str, number: int) -> Plain | None:
+def task_of(part: Path, name: str, number: int) -> Plain | None:
+    """Return the task of an attempt of a training, as plain JSON; None where it is not there."""
     return plain_record(part / f"tasks/train-{name}-{number}.json", "spec", "ladder")
 
 
@@ -69,10 +75,16 @@ def _as_measured(trained: Plain, measured: Plain | None, kind: str) -> bool:
 
 
 def _tried_step(run: Path, summary: Plain, task: Plain) -> Iterator[Tried]:
-    rung, cut = task["ladder"][0], task.get("splits", 1)
-    found = rung.get("prediction") if cut == 1 else rung.get("cut", {}).get(str(cut))
+    found = prediction_of(task)
     if found is not None and summary.get("actual_step"):
         yield from _tried(run, found, ("step_time", "step_low", "step_high", "step_widened"), summary["actual_step"])
+
+
+def prediction_of(task: Plain) -> Plain | None:
+    """Return what was predicted of the steps of an attempt, its micro-batches as they are cut; None where nothing was."""
+    rung, cut = task["ladder"][0], task.get("splits", 1)
+    found: Plain | None = rung.get("prediction") if cut == 1 else rung.get("cut", {}).get(str(cut))
+    return found
 
 
 def _tried_hours(run: Path, summary: Plain, task: Plain) -> Iterator[Tried]:

@@ -1,14 +1,19 @@
 """`tula list --accuracy`: what was predicted of each training under a root, and what it came to."""
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 from tula_cli.errors import TulaError
 from tula_cli.run import files, parsed_spec
+from tula_cli.run.records.recommendations import Calibration
+from tula_cli.services.progress.held_against import calibrated_under, prediction_of, task_of
 from tula_cli.services.progress.listing import plain_record, run_folders
+
+BASES = ("training", "probe", "fit")
+"""What a predicted step time may have been known by."""
 
 
 @dataclass(frozen=True)
@@ -25,6 +30,8 @@ class Outcome:
     actual_hours: float
     step_error: float | None
     time_error: float | None
+    by: str = ""  # what the step time was known by: "training" (an earlier one of this configuration), "probe" or "fit"
+    inside: bool | None = None  # whether the step time was inside its 90 % interval; None where it had none
 
 
 @dataclass(frozen=True)
@@ -35,6 +42,8 @@ class Ledger:
     step_error: float | None  # None where no training had a prediction
     time_error: float | None
     problems: tuple[str, ...] = ()  # what cannot be read
+    step_errors: Mapping[str, float] = field(default_factory=dict)  # of the step time, by what it was known by
+    calibrations: Mapping[str, Calibration] = field(default_factory=dict)  # of the next intervals, by kind of cluster
 
 
 def ledger(root: Path) -> Ledger:
@@ -45,9 +54,12 @@ def ledger(root: Path) -> Ledger:
     """
     found: list[Outcome] = []
     problems: list[str] = []
+    kinds: set[str] = set()
     for run in parsed_spec.runs(root):
         try:
-            found += _of_run(run)
+            for outcome, kind in _of_run(run):
+                found.append(outcome)
+                kinds |= {kind} - {""}
         except TulaError as error:
             problems.append(f"{run.name} cannot be read: {error.message}")
     return Ledger(
@@ -55,18 +67,39 @@ def ledger(root: Path) -> Ledger:
         _middle([outcome.step_error for outcome in found]),
         _middle([outcome.time_error for outcome in found]),
         tuple(problems),
+        {
+            by: middle
+            for by in BASES
+            if (middle := _middle([one.step_error for one in found if one.by == by])) is not None
+        },
+        {kind: calibrated_under(root, kind)[0] for kind in sorted(kinds)},
     )
 
 
-def _of_run(run: Path) -> list[Outcome]:
-    paths = [
-        part / "train" / name / "summary.json" for part in run_folders(run) for name in files.names(part / "train")
-    ]
+def _of_run(run: Path) -> Iterator[tuple[Outcome, str]]:
+    """Yield what became of the trainings of a run, with the kind of cluster (empty where that is not known any more)."""
     needed = ("signature", "nodes", "batch", "actual_hours")
-    return [_outcome(run.name, summary) for path in paths if (summary := plain_record(path, *needed))]
+    for part in run_folders(run):
+        for name in files.names(part / "train"):
+            summary = plain_record(part / "train" / name / "summary.json", *needed)
+            if summary is not None:
+                task = task_of(part, name, len(summary.get("causes", ())) + 1)
+                yield _outcome(run.name, summary, task), "" if task is None else task["spec"]["cluster"]["kind"]
 
 
-def _outcome(run: str, summary: Mapping[str, Any]) -> Outcome:
+def _known_by(prediction: Mapping[str, Any] | None) -> str:
+    if prediction is None:
+        return ""
+    return "training" if prediction.get("trained") else "probe" if prediction.get("measured") else "fit"
+
+
+def _inside(prediction: Mapping[str, Any] | None, actual: float | None) -> bool | None:
+    low, high = (prediction.get(name) if prediction else None for name in ("step_low", "step_high"))
+    return None if low is None or high is None or not actual else bool(low <= actual <= high)
+
+
+def _outcome(run: str, summary: Mapping[str, Any], task: Mapping[str, Any] | None) -> Outcome:
+    prediction = None if task is None or summary.get("predicted_step") is None else prediction_of(task)
     predicted, actual, hours = (summary.get(key) for key in ("predicted_step", "actual_step", "predicted_hours"))
     return Outcome(
         run=run,
@@ -79,6 +112,8 @@ def _outcome(run: str, summary: Mapping[str, Any]) -> Outcome:
         actual_hours=summary["actual_hours"],
         step_error=_error(predicted, actual),
         time_error=_error(hours, summary["actual_hours"]),
+        by=_known_by(prediction),
+        inside=_inside(prediction, actual),
     )
 
 

@@ -29,6 +29,7 @@ from tula_cli.services.recommendation.doubts import Results, Unknown, under_way_
 from tula_cli.services.recommendation.gradient_noise_of import noise_path, trained_noise
 from tula_cli.services.recommendation.limits import Limits
 from tula_cli.services.recommendation.saves import saves_of
+from tula_cli.services.recommendation.validation import Validation, validate
 from tula_cli.spec.job import JobSpec, train_length
 from tula_cli.spec.scripts.section import samples
 
@@ -43,6 +44,7 @@ class TypeMeasurements:
     unknown: tuple[Unknown, ...]
     pending: int
     left_out: tuple[str, ...] = ()  # trainings whose steps do not count, and why
+    others: OtherSizes = NO_OTHER_SIZES  # that the step time is fitted to as well
 
     @property
     def type(self) -> str:
@@ -67,6 +69,16 @@ class TypeMeasurements:
             for place, seen in self.forecast.trained.items()
             for one in seen
         )
+
+    def validated(self) -> tuple[Validation, ...]:
+        """Return how well each strategy would have foreseen what was measured.
+
+        Raises:
+            BadMeasurements: too little was.
+        """
+        trained = [one for seen in self.forecast.trained.values() for one in seen]
+        probes, widened = self.forecast.probes.values(), self.forecast.calibration.step
+        return validate(self.part.spec, probes, trained=trained, others=self.others, widened=widened)
 
     def under(self, change: Change) -> "TypeMeasurements":
         """Return them with the forecast under another network, or on other GPUs.
@@ -115,7 +127,8 @@ def measurements_of(
             told = Told() if at_a_pace else tell(part)
             sizes = NO_OTHER_SIZES if at_a_pace else others + beside(part, tell)
             forecast = _forecast(part, results, told.found, calibration, others=sizes, noise=noise, pending=left)
-            found.append(_type_measurements(part, results, forecast, limits, told, pending=left))
+            known = _type_measurements(part, results, forecast, limits, told, pending=left)
+            found.append(replace(known, others=sizes))
         except (Pending, BadMeasurements, Infeasible) as error:
             errors.append((part, error))
     if not found:

@@ -5,29 +5,37 @@ that were measured, the step-time model is fitted to them, and the others are wh
 them, each is left out once.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from tula_cli.errors import BadMeasurements
-from tula_cli.models.observations import observation
+from tula_cli.models.observations import NO_OTHER_SIZES, OtherSizes
+from tula_cli.models.observations import observation as of_probe
 from tula_cli.models.time import steptime
 from tula_cli.models.time.priors import PRIORS, SHARDED
 from tula_cli.models.time.steptime import Estimate, Observation
+from tula_cli.models.time.stretches import by_place, measured, observation
 from tula_cli.run.records.probes import Measured
+from tula_cli.run.records.recommendations import TrainedSteps
 from tula_cli.services.search import STRATEGIES, grouped
 from tula_cli.spec.job import JobSpec
 from tula_cli.words import plural
 
 JUDGED = ("partial", "five", "sweep", "full")
+TRAININGS = "all, with trainings"
+"""The row of what an answer goes by where the run has trainings."""
+
+Place = tuple[int, int]
+"""Nodes and local batch."""
 
 
 @dataclass(frozen=True)
 class Validation:
     """One strategy on the probes of a run. Errors are shares of the measured step time."""
 
-    strategy: str
+    strategy: str  # or `TRAININGS`
     probes: int  # that it takes of those there are
     unseen: int  # that it is judged by
     median: float
@@ -36,61 +44,125 @@ class Validation:
     left_out_once: bool  # it takes all there are, and each was left out once
 
 
-def validate(spec: JobSpec, measured: Iterable[Measured]) -> tuple[Validation, ...]:
+@dataclass(frozen=True)
+class _Seen:
+    """What was measured of one kind of node, by nodes and local batch."""
+
+    spec: JobSpec
+    probes: Mapping[Place, Observation]
+    trained: Mapping[Place, Sequence[TrainedSteps]]
+    elsewhere: tuple[Observation, ...]  # with other numbers of GPUs a node, which every fit takes
+    widened: float  # intervals are so many times as wide as the models have them
+
+    @property
+    def places(self) -> list[Place]:
+        return sorted({*self.probes, *self.trained})
+
+    def at(self, places: Iterable[Place]) -> list[Observation]:
+        """Return the probes and the trainings at some configurations."""
+        found = [self.probes[place] for place in places if place in self.probes]
+        return [*found, *(observation(one) for place in places for one in self.trained.get(place, ()))]
+
+    def seconds(self, place: Place) -> float:
+        """Return what probe and trainings of a configuration have measured together."""
+        probe = self.probes.get(place)
+        found = measured(None if probe is None else probe.step_times, self.trained.get(place, ()))
+        assert found is not None
+        return found.seconds
+
+
+def validate(
+    spec: JobSpec,
+    probes: Iterable[Measured],
+    *,
+    trained: Iterable[TrainedSteps] = (),
+    others: OtherSizes = NO_OTHER_SIZES,
+    widened: float = 1.0,
+) -> tuple[Validation, ...]:
     """Judge the strategies on the probes of one kind of node; those that tell nothing of any other probe are left out.
+
+    What trainings have measured is foreseen too. Where there are any, the last row takes all probes and trainings, each
+    configuration left out once: what `tula recommend` goes by.
+
+    Args:
+        spec: the job.
+        probes: of it.
+        trained: the steps of its trainings, one a training and configuration.
+        others: with other numbers of GPUs a node, which every fit takes as well.
+        widened: intervals are so many times as wide as the models have them (`Calibration.step`).
 
     Raises:
         BadMeasurements: no strategy tells anything, as too little was measured.
     """
-    seen = {(probe.nodes, probe.local_batch): observation(probe) for probe in measured}
-    by_nodes = grouped(seen)
+    probed = {(probe.nodes, probe.local_batch): of_probe(probe) for probe in probes}
+    elsewhere = (*map(of_probe, others.probes), *map(observation, others.trained))
+    seen = _Seen(spec, probed, by_place(trained), elsewhere, widened)
+    by_nodes = grouped(probed)
     found: list[Validation] = []
     for name in JUDGED:
-        chosen = {(nodes, local) for nodes, locals_ in STRATEGIES[name](by_nodes).items() for local in locals_}
-        judged = _judged(spec, name, [seen[place] for place in sorted(chosen)], seen)
+        chosen = [(nodes, local) for nodes, locals_ in STRATEGIES[name](by_nodes).items() for local in locals_]
+        judged = _judged(seen, name, sorted(chosen))
         if judged is not None and all((judged.probes, judged.unseen) != (one.probes, one.unseen) for one in found):
             found.append(judged)
+    if seen.trained and (pairs := _left_out_once(seen, seen.places, trainings=True)):
+        found.append(_row(seen, TRAININGS, len(probed), pairs, left_out_once=True))
     if not found:
         raise BadMeasurements(
-            f"nothing of each other follows from {plural(len(seen), 'probe')}",
+            f"nothing of each other follows from {plural(len(probed), 'probe')}",
             "measure more (search.strategy: sweep or full)",
         )
     return tuple(found)
 
 
-def _judged(
-    spec: JobSpec, name: str, probes: Sequence[Observation], seen: "dict[tuple[int, int], Observation]"
-) -> Validation | None:
-    others = [o for place, o in sorted(seen.items()) if o not in probes]
-    pairs = _foreseen(spec, probes, others) if others else _left_out_once(spec, probes)
-    if not pairs:
-        return None
-    off = np.array([abs(estimate.seconds / o.seconds - 1) for o, estimate in pairs])
-    held = [(estimate.low or 0.0) <= o.seconds <= (estimate.high or 0.0) for o, estimate in pairs]
+Pairs = list[tuple[float, Estimate]]
+"""What was measured, and what a fit that has not seen it says of it. Seconds."""
+
+
+def _judged(seen: _Seen, name: str, chosen: Sequence[Place]) -> Validation | None:
+    """Return how one strategy does by itself, without trainings; None where it tells nothing."""
+    others = [place for place in seen.places if place not in chosen]
+    every = all(place in chosen for place in seen.probes)
+    probes = [seen.probes[place] for place in chosen]
+    pairs = _foreseen(seen, probes, others) + (_left_out_once(seen, chosen, trainings=False) if every else [])
+    return _row(seen, name, len(chosen), pairs, left_out_once=every) if pairs else None
+
+
+def _row(seen: _Seen, name: str, probes: int, pairs: Pairs, *, left_out_once: bool) -> Validation:
+    off = np.array([abs(estimate.seconds / seconds - 1) for seconds, estimate in pairs])
+    held = [_inside(seconds, estimate, seen.widened) for seconds, estimate in pairs]
     return Validation(
         strategy=name,
-        probes=len(probes),
+        probes=probes,
         unseen=len(pairs),
         median=float(np.median(off)),
         p90=float(np.percentile(off, 90)),
         held=float(np.mean(held)),
-        left_out_once=not others,
+        left_out_once=left_out_once,
     )
 
 
-def _left_out_once(spec: JobSpec, probes: Sequence[Observation]) -> list[tuple[Observation, Estimate]]:
-    found = []
-    for out in probes:
-        found += _foreseen(spec, [o for o in probes if o is not out], [out])
+def _inside(seconds: float, estimate: Estimate, widened: float) -> bool:
+    low, high = (
+        end and estimate.seconds * (end / estimate.seconds) ** widened for end in (estimate.low, estimate.high)
+    )
+    return (low or 0.0) <= seconds <= (high or 0.0)
+
+
+def _left_out_once(seen: _Seen, places: Sequence[Place], *, trainings: bool) -> Pairs:
+    """Return what each configuration takes by a fit to the others."""
+    found: Pairs = []
+    for out in places:
+        rest = [place for place in places if place != out]
+        found += _foreseen(seen, seen.at(rest) if trainings else [seen.probes[place] for place in rest], [out])
     return found
 
 
-def _foreseen(
-    spec: JobSpec, probes: Sequence[Observation], others: Sequence[Observation]
-) -> list[tuple[Observation, Estimate]]:
-    """Return the others with what a fit to the probes says of them; those of which it says nothing are left out."""
-    if not probes:
+def _foreseen(seen: _Seen, observations: Sequence[Observation], places: Sequence[Place]) -> Pairs:
+    """Return what some configurations take by a fit; those of which it says nothing are left out."""
+    if not observations or not places:
         return []
-    fit = steptime.fit(probes, collective=spec.cluster.collective, priors=SHARDED if spec.train.sharded else PRIORS)
-    told = [o for o in others if not fit.refusal(o.nodes, o.gpus_per_node, o.local_batch)]
-    return [(o, fit.predict(o.nodes, o.gpus_per_node, o.local_batch)) for o in told]
+    spec = seen.spec
+    priors, gpus = SHARDED if spec.train.sharded else PRIORS, spec.cluster.gpus_per_node
+    fit = steptime.fit([*observations, *seen.elsewhere], collective=spec.cluster.collective, priors=priors)
+    told = [(nodes, local) for nodes, local in places if not fit.refusal(nodes, gpus, local)]
+    return [(seen.seconds(place), fit.predict(place[0], gpus, place[1])) for place in told]

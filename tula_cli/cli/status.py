@@ -45,12 +45,13 @@ def list_(
     ] = False,
 ) -> None:
     """List the runs, last changed first."""
-    from tula_cli.services.progress import ledger as services_ledger
     from tula_cli.services.progress import listing
 
     if root != RUNS and not root.is_dir():
         raise SpecError(f"--run-dir {root}: there is no such folder", "name the one that holds the runs")
     if accuracy:
+        from tula_cli.services.progress import ledger as services_ledger  # with numpy
+
         ledger = services_ledger.ledger(root.absolute())
         screen.answer(ledger, show_status.ledger(ledger, width=screen.width))
         return

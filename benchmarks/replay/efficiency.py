@@ -25,7 +25,8 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from tula_cli.models.efficiency import GROWTH, SLOWEST_GROWTH, first_epochs, over_training, steps_ratio
+from tula_cli.models.efficiency import SLOWEST_GROWTH, first_epochs, over_training, steps_ratio
+from tula_cli.models.ramp.by_noise import GROWTH
 
 COLUMNS = ("app", "global_batch", "epoch", "iteration", "metric", "grad_sqr", "grad_var")
 LEVELS = (0.5, 0.8, 0.95)

@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 from tula_cli.models import efficiency
 from tula_cli.models.choice.offers import Offers
 from tula_cli.models.efficiency import (
-    GROWTH,
     SLOWEST_GROWTH,
     Noise,
     first_epochs,
@@ -18,6 +17,7 @@ from tula_cli.models.efficiency import (
     summarise,
     words,
 )
+from tula_cli.models.ramp.by_noise import GROWTH
 from tula_cli.run.records.probes import GradientStats
 from tula_cli.run.records.recommendations import Prediction
 

@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from tula_cli.models.choice.offers import Offers, ProgressColumns
+from tula_cli.models.ramp.by_noise import GROWTH
 from tula_cli.models.time.noise import Z90
 from tula_cli.run.records.probes import GradientStats
 
@@ -26,9 +27,6 @@ Number = Any
 
 Pair = tuple[float, float]
 """Squared norms of the gradients of one step: mean over small batches, and of their average."""
-
-GROWTH = 0.65
-"""Exponent found on six applications (benchmarks/replay/efficiency.py fits it with each of them left out: 0.60 to 0.70)."""
 
 SLOWEST_GROWTH = 0.5
 """The application whose noise grew slowest had 0.54; the upper bound of an interval assumes this."""

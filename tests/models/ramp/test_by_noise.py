@@ -10,9 +10,9 @@ from make_results import Truth, probe_all
 from make_results import spec as measured_spec
 
 from tula_cli.models.choice.grid import Config
-from tula_cli.models.efficiency import GROWTH
 from tula_cli.models.forecast import Forecast
 from tula_cli.models.ramp.by_noise import (
+    GROWTH,
     LEAST,
     NoisePath,
     continued,

@@ -23,6 +23,7 @@ from tula_cli.run.directory import RunDir
 from tula_cli.run.records.base import OutcomeClass
 from tula_cli.run.records.jobs import Attempt, Failure, Job, LeaderCommand
 from tula_cli.run.records.probes import Failed
+from tula_cli.run.records.recommendations import Stage
 from tula_cli.run.records.results import Branch, TrainResult, Tuning
 from tula_cli.run.records.tasks import ProbeTask, Rung, TrainTask
 from tula_cli.services import train
@@ -94,11 +95,34 @@ class Chain:
         job = Job(id="train-s", scheduler="slurm", scheduler_id=links[0], nodes=1, submitted_at=1.0, links=links)
         self.run.write_job(job)
 
-    def start(self, link: str, *, restarts: int = 0) -> None:
+    def grows(self) -> None:
+        """Let the first epoch have one node, and what follows two; the first three links are for that epoch."""
+        stages = (Stage(begin=0, batch=32, nodes=1), Stage(begin=96, batch=64, nodes=2))
+        self.task = self.task.model_copy(update={"stages": stages})
+        self.run.write_task(self.task)
+        job = self.run.job("train-s")
+        assert job is not None
+        self.run.write_job(job.model_copy(update={"link_nodes": (1, 1, 1, 2, 2)}))
+
+    def will_leave(self, then: str = "raise SystemExit(0)") -> None:
+        """Let the first attempt end where its stage does, and the one after it do something else."""
+        path = self.run.path / "stopped" / "train-s-1.001"
+        leave = f"""
+            import pathlib
+            path = pathlib.Path({str(path)!r})
+            path.parent.mkdir(exist_ok=True)
+            if not path.exists():
+                path.write_text("stage_end")
+                raise SystemExit(0)
+        """
+        self.script = textwrap.dedent(leave) + textwrap.dedent(then)
+
+    def start(self, link: str, *, restarts: int = 0, nodes: int = 1) -> None:
         """Run a link as srun would start its one supervisor."""
         environ = {
             "SLURM_PROCID": "0", "SLURM_NTASKS": "1", "SLURM_LOCALID": "0", "SLURM_JOB_ID": link,
-            "SLURM_RESTART_COUNT": str(restarts), "SLURM_JOB_NODELIST": f"node{link}", "PATH": "/usr/bin:/bin",
+            "SLURM_RESTART_COUNT": str(restarts), "SLURM_JOB_NODELIST": f"node{link}", "SLURM_JOB_NUM_NODES": str(nodes),
+            "PATH": "/usr/bin:/bin",
         }  # fmt: skip
         cluster_supervise.supervise(self.run.path, self.task.id, environ=environ)
 
@@ -206,6 +230,78 @@ def test_a_link_that_starts_after_the_end_does_nothing(chain: Chain) -> None:
     chain.script = "raise SystemExit(1)"
     chain.start("12")
     assert chain.outcomes() == ["done"]
+
+
+def test_a_stage_that_ends_leaves_its_nodes_and_the_first_link_with_more_goes_on(
+    chain: Chain, cluster: Cluster
+) -> None:
+    chain.grows()
+    chain.will_leave()
+    chain.start("11")
+    assert chain.outcomes() == ["stage_end"] and chain.newest().nodes == 2
+    assert cluster.cancelled == ["12", "13"], "links with too few nodes are given back to the queue"
+    chain.start("12")
+    assert chain.outcomes() == ["stage_end"], "and one that starts all the same ends at once"
+    cluster.endings = {"12": "cancelled", "13": "cancelled"}
+    chain.will_finish()
+    chain.start("14", nodes=2)
+    assert chain.outcomes() == ["stage_end", "done"] and not chain.run.cancelled("train-s")
+    summary = chain.run.training("s").summary()
+    assert summary is not None and (summary.nodes, summary.causes) == (2, ("batch 64 has 2 nodes",))
+
+
+def test_what_scancel_has_ended_in_a_stage_stays_ended(chain: Chain, cluster: Cluster) -> None:
+    chain.grows()
+    cluster.endings = {"11": "cancelled"}
+    chain.start("12")
+    assert chain.run.cancelled("train-s") and chain.outcomes() == []
+
+
+def test_a_link_with_more_nodes_than_the_stage_ends_that_and_goes_on_with_all(chain: Chain, cluster: Cluster) -> None:
+    chain.grows()
+    result = {
+        "signature": "s", "nodes": 2, "batch": 64, "samples": 128, "steps": 2, "epochs": 1, "metrics": {}, "best_top1": 9.0,
+        "best_epoch": 1, "step_time": 0.1, "finished_at": 2.0,
+    }  # fmt: skip
+    (chain.run.path / "train/s").mkdir(parents=True, exist_ok=True)
+    chain.will_leave(f"""
+        import json, os
+        assert os.environ["WORLD_SIZE"] == "2", os.environ["WORLD_SIZE"]
+        pathlib.Path({str(chain.run.path / "train/s/result.json")!r}).write_text(json.dumps({result!r}))
+    """)
+    chain.start("14", nodes=2)
+    assert chain.outcomes() == ["stage_end", "done"]
+    assert {attempt.allocation for attempt in chain.run.training("s").attempts()} == {"14.0"}
+
+
+def test_an_out_of_memory_in_a_stage_goes_on_with_more_nodes_at_the_same_batch(chain: Chain) -> None:
+    chain.grows()
+    chain.script = "raise RuntimeError('CUDA out of memory. Tried to allocate 2.00 GiB')"
+    chain.start("11")
+    newest = chain.newest()
+    assert (newest.nodes, newest.batch, newest.splits) == (2, 64, 1)
+    assert newest.cause == "out of memory on 1 node, so it goes on with 2"
+
+
+def test_a_stage_whose_supervisor_was_killed_goes_on_in_the_next_link_of_that_stage(
+    chain: Chain, cluster: Cluster
+) -> None:
+    chain.grows()
+    chain.was_killed("11")
+    chain.save(32)
+    cluster.endings = {"11": "preempted"}
+    chain.script = """
+        import pathlib
+        path = pathlib.Path("STOPPED")
+        path.parent.mkdir(exist_ok=True)
+        path.write_text("stage_end")
+    """.replace("STOPPED", str(chain.run.path / "stopped" / "train-s-2.001"))
+    chain.start("12")
+    assert chain.outcomes() == ["preempted", "stage_end"]
+    assert [(task.nodes, task.cause) for task in chain.run.training("s").tasks()] == [
+        (1, ""), (1, "job 11 was preempted"), (2, "batch 64 has 2 nodes"),
+    ]  # fmt: skip
+    assert cluster.cancelled == ["13"]
 
 
 def test_what_scancel_has_ended_stays_ended(chain: Chain, cluster: Cluster) -> None:

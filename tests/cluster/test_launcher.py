@@ -30,6 +30,7 @@ from tula_cli.cluster.supervise import supervise
 from tula_cli.errors import SchedulerError
 from tula_cli.run.directory import RunDir
 from tula_cli.run.records.jobs import Attempt, Job
+from tula_cli.run.records.recommendations import Stage, StageSteps
 from tula_cli.run.records.tasks import ProbeTask, Rung, TrainTask
 from tula_cli.services import logs, train
 from tula_cli.services import status as services_status
@@ -162,6 +163,28 @@ def test_links_differ_in_name_and_dependency_only(slurm, run):
 )
 def test_the_chain_is_as_long_as_the_prediction_wants(run, hours, links):
     assert submit.links(training(run, hours=hours)) == links
+
+
+def test_links_of_stages_ask_for_their_nodes_and_come_first(slurm, run):
+    task = training(run, hours=2.0)
+    stages = [(0, 32, 1), (96, 64, 2), (200, 128, 4)]
+    on_nodes = tuple(Stage(begin=begin, batch=batch, nodes=nodes) for begin, batch, nodes in stages)
+    predicted = tuple(
+        StageSteps(batch=batch, steps=900, step_time=2.0, step_low=None, step_high=None, nodes=nodes)
+        for _, batch, nodes in stages[:2]
+    )  # half an hour each
+    rung = task.ladder[0]
+    rung = rung.model_copy(update={"prediction": rung.prediction.model_copy(update={"stages": predicted})})
+    task = task.model_copy(update={"nodes": 1, "stages": on_nodes, "ladder": (rung, *task.ladder[1:])})
+    run.write_task(task)
+    job = submitted(run, task)
+    # an hour's limit: half an hour is one link and one to spare, what is left two and two
+    assert job.link_nodes == (1, 1, 2, 2, 4, 4, 4, 4) == submit.nodes_of_links(task)
+    told = [next(line for line in slurm.script(link).splitlines() if "--nodes" in line) for link in job.links]
+    assert told == [f"#SBATCH --nodes={nodes}" for nodes in job.link_nodes]
+    assert [job.nodes_of(link) for link in job.links] == list(job.link_nodes)
+    later = task.model_copy(update={"nodes": 4})
+    assert submit.nodes_of_links(later) == (4,) * 5, "what is over has no links"
 
 
 def test_only_a_training_on_slurm_is_a_chain(run):

@@ -4,7 +4,8 @@ import numpy as np
 from make_results import Truth, measured, of_a_script, spec
 
 from tula_cli.models.choice.columns import Ints
-from tula_cli.models.overheads import OverheadModel
+from tula_cli.models.overheads import OverheadModel, queue_wait
+from tula_cli.run.records.jobs import Attempt, Job
 
 JOB = spec(train={"method": "lbt"})  # which has nothing to refresh
 
@@ -28,3 +29,19 @@ def test_what_no_probe_tells_stays_unknown() -> None:
     found = OverheadModel(JOB, probes, shutdown=0.0).at(*at(4, 64))
     assert (found.startup, found.eval_batch, found.checkpoint, found.refresh) == (12.0, None, None, 0.0)
     assert found.eval_batch_size == 0
+
+
+def test_the_wait_in_the_queue_is_the_median_over_jobs_that_started() -> None:
+    jobs = [
+        Job(id=f"j{n}", scheduler="slurm", scheduler_id=str(n), nodes=1, submitted_at=100.0 * n) for n in range(1, 5)
+    ]
+    starts = {"1": 110.0, "2": 230.0, "3": 1300.0}  # waited 10, 30 and 1,000 s
+    attempts = [
+        Attempt(task="t", number=n, started_at=at + later, allocation=f"{link}.0")
+        for n, (link, at) in enumerate(starts.items())
+        for later in (0.0, 50.0)
+    ]
+    assert queue_wait(jobs, attempts) == 30.0
+    assert queue_wait(jobs, []) == 0.0
+    here = [job.model_copy(update={"scheduler": "local"}) for job in jobs]
+    assert queue_wait(here, attempts) == 0.0

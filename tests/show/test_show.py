@@ -511,8 +511,8 @@ def test_the_status_tells_the_story_of_attempts(run):
     run.write_attempt(make.attempt(f"{name}-1", end=START + 30, **fields))
     run.write_attempt(make.attempt(f"{name}-2", start=START + 35, samples=640, allocation="8.0", hosts="n[3-4]"))
     text = printed(show_status.status(snapshot(run, {name: "running"})))
-    assert re.search(rf"{name}-1 +1 +2023-11-14 [\d:]+ +30\.0 +7\.0 +n\[1-2\] +128 +0 +time_limit", text)
-    assert re.search(rf"{name}-2 +1 +2023-11-14 [\d:]+ +25\.0 +8\.0 +n\[3-4\] +128 +640 +running", text)
+    assert re.search(rf"{name}-1 +1 +2023-11-14 [\d:]+ +30\.0 +7\.0 +n\[1-2\] +2 +128 +0 +time_limit", text)
+    assert re.search(rf"{name}-2 +1 +2023-11-14 [\d:]+ +25\.0 +8\.0 +n\[3-4\] +2 +128 +640 +running", text)
     assert f"{name}-2 follows: {cause}\n" in text
     assert re.search(rf"{name}-2 .* 640 +lost", printed(show_status.status(snapshot(run))))
 
@@ -522,7 +522,7 @@ def test_attempts_on_this_machine_have_no_allocation(run):
     run.write_attempt(make.attempt(name, end=START + 20))
     text = printed(show_status.status(snapshot(run)))
     assert "allocation" not in text
-    assert re.search(rf"{name} +1 +2023-11-14 [\d:]+ +20\.0 +n1 +- +- +done", text)
+    assert re.search(rf"{name} +1 +2023-11-14 [\d:]+ +20\.0 +n1 +2 +- +- +done", text)
 
 
 def test_a_queued_job_shows_its_reason_and_expected_start(run):
@@ -548,7 +548,7 @@ def test_a_training_plan_tells_of_its_chain(run):
         interruption="",
         rehearses=False,
     )
-    text = printed(show_train.train_plan(plan, links=3, scripts=["#!/bin/bash"]))
+    text = printed(show_train.train_plan(plan, links=(2, 2, 2), scripts=["#!/bin/bash"]))
     assert "a chain of 3 jobs" in text
     assert text.rstrip().endswith("#!/bin/bash")
     assert "chain" not in printed(show_train.train_plan(plan)) and "rehearsed" not in text
@@ -581,7 +581,7 @@ def test_the_plan_of_a_finished_training_says_so_and_promises_nothing(run):
     plan = types.SimpleNamespace(
         task=run.tasks()[0], prediction=make.prediction(2, 128), source="as given", resumes=128, finished=True
     )
-    text = printed(show_train.train_plan(plan, links=3, scripts=["#!/bin/bash"]))
+    text = printed(show_train.train_plan(plan, links=(2, 2, 2), scripts=["#!/bin/bash"]))
     assert "finished already" in text
     assert not [word for word in ("goes on from", "node-h", "chain", "#!/bin/bash") if word in text]
 

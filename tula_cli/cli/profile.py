@@ -84,7 +84,7 @@ def _progress(
 
     prepared = done(screen, early_training.prepare(run, spec, own.inspect))
     if dry_run:
-        return screen.answer({"plan": prepared.plan}, show_train.train_plan(prepared.plan, links=1, scripts=[]))
+        return screen.answer({"plan": prepared.plan}, show_train.train_plan(prepared.plan, scripts=[]))
     found = done(screen, early_training.work(prepared, own, wait_policy, file=file))
     if isinstance(found, DetachedJobs):
         return detached(screen, prepared.part.run, found, {"plan": prepared.plan})

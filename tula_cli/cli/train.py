@@ -76,5 +76,5 @@ def _dry_run(screen: Screen, training: "PreparedTraining", own: "Dependencies") 
 
     plan: TrainPlan = training.plan
     scripts = [own.launcher_for(training.part.spec).script(training.part.run, plan.task)]
-    shown = show_train.train_plan(plan, links=submit.links(plan.task), scripts=scripts)
+    shown = show_train.train_plan(plan, links=submit.nodes_of_links(plan.task), scripts=scripts)
     screen.answer({"plan": plan, "scripts": scripts}, shown)

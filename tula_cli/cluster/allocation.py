@@ -51,6 +51,7 @@ class Allocation:
     job_id: str = ""  # SLURM's
     restarts: int = 0  # how often SLURM has requeued it
     hosts: str = ""  # as SLURM writes them
+    nodes: int | None = None  # None on this machine
     environ: Mapping[str, str] = field(default_factory=dict)  # what the ranks inherit
     ends_at: float | None = None  # Unix time of the time limit, where there is one
     termination: TerminationSignal = field(default_factory=TerminationSignal)
@@ -66,6 +67,7 @@ class Allocation:
             job_id=environ["SLURM_JOB_ID"],
             restarts=int(environ.get("SLURM_RESTART_COUNT", "0")),
             hosts=environ.get("SLURM_JOB_NODELIST", ""),
+            nodes=int(environ.get("SLURM_JOB_NUM_NODES", "0")) or None,
             environ=environ,
         )
 
@@ -82,6 +84,10 @@ class Allocation:
     @property
     def id(self) -> str:
         return "" if self.local else f"{self.job_id}.{self.restarts}"
+
+    def holds(self, nodes: int) -> bool:
+        """Return whether it has so many nodes; this machine has as many as are asked for."""
+        return self.nodes is None or nodes <= self.nodes
 
     def pause(self) -> None:
         """Wait until the next look at the run directory, or until the scheduler ends the job."""

@@ -167,6 +167,8 @@ class RunningAttempt:
         stopped = self.run.stopped(self.task.id, self.attempt.number)
         if reason.outcome in ("unknown", "peer", "signal") and stopped == "time_limit":
             return ExitReason("time_limit", TERMINATED_MESSAGES["time_limit"].format(self.allocation.job_id))
+        if reason.outcome in ("unknown", "peer", "signal") and stopped == "stage_end":
+            return ExitReason("stage_end", "the next stage of train.ramp has more nodes")
         return reason
 
     @property

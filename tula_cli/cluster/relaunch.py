@@ -32,6 +32,7 @@ from tula_cli.run.script_attempt import Rehearsals
 from tula_cli.run.training_run import TrainingRun
 from tula_cli.spec.resources import Cluster
 from tula_cli.spec.sections import FEWEST_WORKERS
+from tula_cli.words import plural
 
 RESTARTS = 2
 """How often a probe job starts again after a lost process (not after an out-of-memory or the user's own error)."""
@@ -155,7 +156,13 @@ def _after_training(run: RunDir, task: TrainTask, reason: ExitReason, lost: int)
 def _relaunch(run: RunDir, task: TrainTask, reason: ExitReason, lost: int) -> TrainTask | None:
     """Return the next attempt: less memory after an OOM, fewer loader processes after the host's, else the same."""
     update: dict[str, object] = {}
-    if reason.outcome == "device_oom":
+    following = task.next_stage
+    if following is not None and reason.outcome in ("stage_end", "device_oom"):
+        cause = f"batch {following.batch} has {plural(following.nodes or task.own_nodes)}"
+        if reason.outcome == "device_oom":  # the local batch becomes smaller, the global one stays
+            cause = f"out of memory on {plural(task.nodes)}, so it goes on with {following.nodes}"
+        update = {"nodes": following.nodes}
+    elif reason.outcome == "device_oom":
         fallback = _fallback(run, task)
         if fallback is None:
             return None

@@ -136,6 +136,9 @@ class Supervisor:
         ends = deadline(first)
         task = self._take_up(first)
         while task is not None and not over(self.run, task):
+            if isinstance(task, TrainTask) and task.stages and not self.allocation.holds(task.nodes):
+                self._give_back(task)
+                return  # the first link with as many nodes goes on
             attempt = open_attempt(self.run, self.allocation, task)
             try:
                 require_resumable(self.run, task)
@@ -178,6 +181,13 @@ class Supervisor:
         complaint = scheduler.exclude(waiting, nodes)
         told = f"excluded from now on: {nodes}" if not complaint else f"{nodes} could not be excluded: {complaint}"
         return dataclasses.replace(reason, message=f"{reason.words}; {told}", host="")
+
+    def _give_back(self, task: Task) -> None:
+        """Take links that have too few nodes for what is left out of the queue; one that starts all the same ends at once."""
+        job = self._own_job(task)
+        if job is not None:
+            later = job.links[job.links.index(self.allocation.job_id) + 1 :]
+            scheduler.cancel([link for link in later if job.nodes_of(link) < task.nodes])
 
     def _conclude(self, task: Task) -> None:
         """Write what an earlier supervisor still owed, and give the queue back the links that are not needed."""
@@ -242,7 +252,7 @@ class Supervisor:
         if not isinstance(task, TrainTask):
             return task
         job = self._own_job(task)
-        if job is not None and self._predecessor_cancelled(job):
+        if job is not None and self._predecessor_cancelled(job, task):
             self.run.cancel(task.job, by="scancel")
         earlier = self._of_submission(task)
         if not earlier or earlier[-1].task != task.id:
@@ -253,7 +263,13 @@ class Supervisor:
         if why := no_progress(earlier, self.run.training(task.signature).progress(), task.spec.train.max_attempts):
             self.run.write_attempt(last.model_copy(update={"message": f"{last.message}; {why}"}))
             return None
-        unwritten = (*PROCESS_LOST, *ALLOCATION_LOST, "host_oom", "device_oom")  # whose relaunch is not there yet
+        unwritten = (
+            *PROCESS_LOST,
+            *ALLOCATION_LOST,
+            "host_oom",
+            "device_oom",
+            "stage_end",
+        )  # whose relaunch is not there yet
         if last.outcome not in unwritten:
             return None
         lost = _lost(self._without_progress(task))
@@ -275,9 +291,13 @@ class Supervisor:
         job = self.run.job(task.job)
         return job if job is not None and self.allocation.job_id in job.links else None
 
-    def _predecessor_cancelled(self, job: Job) -> bool:
-        """Return whether the user has ended the link before this one (scancel): it stays ended."""
-        before = job.links[: job.links.index(self.allocation.job_id)]
+    def _predecessor_cancelled(self, job: Job, task: Task) -> bool:
+        """Return whether the user has ended the link before this one (scancel): it stays ended.
+
+        Links of an earlier stage, with fewer nodes, were taken out of the queue when that was over.
+        """
+        earlier = job.links[: job.links.index(self.allocation.job_id)]
+        before = [link for link in earlier if job.nodes_of(link) >= task.nodes]
         return bool(before) and scheduler.ended_how(before[-1]) == "cancelled"
 
     def _of_submission(self, task: TrainTask) -> list[Attempt]:

@@ -252,6 +252,7 @@ _SEVERITY: dict[OutcomeClass, int] = {
     "time_limit": 1,
     "preempted": 1,
     "node_failure": 1,
+    "stage_end": 1,
     "unknown": 2,
     "signal": 3,
     "peer": 4,
@@ -290,6 +291,7 @@ _ADVICE: dict[OutcomeClass, str] = {
     "time_limit": "the same command goes on from the newest checkpoint; raise cluster.slurm.minutes if too little fits in",
     "preempted": "the scheduler gave the nodes to another job; the same command goes on from the newest checkpoint",
     "node_failure": "a node was lost; the same command goes on from the newest checkpoint, on other nodes",
+    "stage_end": "the next stage of train.ramp has more nodes; the same command goes on there",
     "unknown": "tula logs shows what the job wrote",
 }
 

@@ -82,6 +82,8 @@ class Work:
     branches: Number = 0  # that a self-tuning training compares
     branch_steps: Number = 0  # optimizer steps of all of them
     branch_evals: Number = 0  # evaluation batches of one branch, on each rank
+    changes: Number = 0  # of the nodes (train.ramp_nodes), each with a start of its own
+    queued: Number = 0.0  # seconds that these wait for nodes
 
 
 def work(
@@ -165,7 +167,8 @@ def training_seconds(
     # Each branch begins anew after an interruption.
     branch = work.branch_steps / np.maximum(1, work.branches) * step_time + work.branch_evals * eval_batch
     tuning = _times(work.branches, _expected(branch, restart=restart, rate=rate, wait=wait))
-    return _expected(restart, restart=0.0, rate=rate, wait=wait) + work.epochs * epoch + tuning
+    starts = (1 + work.changes) * _expected(restart, restart=0.0, rate=rate, wait=wait)
+    return starts + work.queued + work.epochs * epoch + tuning
 
 
 def _known(seconds: Number | None) -> Number:
@@ -228,7 +231,7 @@ class TrainingTime:
             "evaluation": work.epochs * work.eval_batches * eval_batch,
             "checkpoints": saves * _known(beside.checkpoint),
             "branches": work.branch_steps * step_time + work.branches * work.branch_evals * eval_batch,
-            "rest": beside.startup,
+            "rest": (1 + work.changes) * beside.startup + work.queued,
         }
 
 

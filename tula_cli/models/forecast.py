@@ -10,7 +10,7 @@ import numpy as np
 
 from tula_cli.errors import Infeasible
 from tula_cli.models import interruptions, power
-from tula_cli.models.choice.columns import Flags, Ints, by_value
+from tula_cli.models.choice.columns import Flags, Ints, by_value, columns, in_columns
 from tula_cli.models.choice.grid import Config, configs, places
 from tula_cli.models.choice.offers import Offers
 from tula_cli.models.choice.whole_trainings import Steps, Trainings, found_at
@@ -32,6 +32,7 @@ from tula_cli.models.out_of_memory import cannot_accumulate, ruled_out, rules_ou
 from tula_cli.models.overheads import OverheadModel, shutdown_of
 from tula_cli.models.power import PowerModel
 from tula_cli.models.ramp.by_noise import NoisePath
+from tula_cli.models.ramp.stage_nodes import Worth
 from tula_cli.models.ramp.stage_times import StageTimes
 from tula_cli.models.time import steptime, stretches
 from tula_cli.models.time.calibration import AS_MODELLED
@@ -73,6 +74,8 @@ class Forecast:
     calibration: Calibration  # of the intervals
     noise: NoisePath | None = None  # of the gradients, where the stages of a growing batch follow from it
     supposed: bool = False  # another network, or other GPUs, than were measured
+    queue: float = 0.0  # seconds that a job waits for nodes, as far as known
+    stages_by: Worth = "time"  # that the nodes of stages are chosen by (train.ramp_nodes)
 
     @classmethod
     def from_results(
@@ -185,7 +188,7 @@ class Forecast:
             max_batch=min(self.dataset_size, search.max_batch or self.dataset_size),
             accumulate=self.spec.train.accumulate,
         )
-        return _columns(found)
+        return in_columns(found)
 
     def feasible(self, nodes: Iterable[int] | None = None) -> list[Config]:
         """Return the candidates that fit."""
@@ -233,7 +236,11 @@ class Forecast:
             return f"the batch does not divide among {world} GPUs x {self.spec.train.accumulate} accumulation steps"
         if why := self.trainings.stages.why_not(config):
             return why
-        local_batch = config.batch // world
+        return self.too_large(config)
+
+    def too_large(self, config: Config) -> str:
+        """Return why a batch does not fit the memory of GPUs; empty where it does."""
+        local_batch = config.local_batch(self.spec.cluster.gpus_per_node)
         if (config.nodes, local_batch) in self.probes:
             return ""
         oom = ruled_out(self.ooms, config.nodes, local_batch, sharded=self.spec.train.sharded)
@@ -241,8 +248,7 @@ class Forecast:
             return f"a local batch of {oom} was out of memory"
         largest = self.largest_local_batch(config.nodes)
         if largest is not None and local_batch > largest:
-            margin = self.spec.search.memory_margin
-            return f"at most {largest} samples fit one GPU with {margin:.0%} of its memory left free"
+            return f"at most {largest} samples fit one GPU with {self.spec.search.memory_margin:.0%} of its memory left free"
         return ""
 
     def why_unknown(self, config: Config) -> str:
@@ -375,7 +381,11 @@ class Forecast:
                 self.dataset_size,
                 lambda those: self._steps(*columns(those)).estimates(),
                 self.why_unknown,
-                self.noise,
+                noise=self.noise,
+                too_large=self.too_large,
+                beside=beside,
+                queue=self.queue,
+                by=self.stages_by,
             ),
         )
 
@@ -384,16 +394,6 @@ class Forecast:
         if self.saving is None:
             return ""
         return self.saving.words(row.step_time, epoch_steps=self.dataset_size // row.batch)
-
-
-def columns(those: Sequence[Config]) -> tuple[Ints, Ints]:
-    """Return nodes and batches of configurations as arrays."""
-    return _columns([(config.nodes, config.batch) for config in those])
-
-
-def _columns(those: Sequence[tuple[int, int]]) -> tuple[Ints, Ints]:
-    found = np.array(those, dtype=np.int64).reshape(-1, 2)
-    return found[:, 0], found[:, 1]
 
 
 def _of(results: Sequence[Measured | OutOfMemory | Failed], kind: type[T]) -> list[T]:

@@ -10,7 +10,7 @@ import numpy as np
 from tula_cli.models import refresh
 from tula_cli.models.choice.columns import Floats, Ints, apart, nearest
 from tula_cli.models.time.noise import Z90
-from tula_cli.run.records.jobs import Attempt
+from tula_cli.run.records.jobs import Attempt, Job
 from tula_cli.run.records.probes import Measured
 from tula_cli.spec.job import JobSpec
 
@@ -85,3 +85,14 @@ def shutdown_of(attempts: Iterable[Attempt], measured: Sequence[Measured]) -> fl
         if inside:
             found.append(attempt.ended_at - max(inside))
     return statistics.median(found) if found else 0.0
+
+
+def queue_wait(jobs: Iterable[Job], attempts: Iterable[Attempt]) -> float:
+    """Return the median seconds that jobs on SLURM have waited from their submission to their first start; 0 where none tells."""
+    started: dict[str, float] = {}
+    for attempt in attempts:
+        allocation = attempt.allocation.partition(".")[0]
+        started[allocation] = min(attempt.started_at, started.get(allocation, attempt.started_at))
+    there = [job for job in jobs if job.scheduler == "slurm" and job.scheduler_id in started]
+    waits = [max(0.0, started[job.scheduler_id] - job.submitted_at) for job in there]
+    return statistics.median(waits) if waits else 0.0

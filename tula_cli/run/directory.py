@@ -365,7 +365,7 @@ class RunDir:
         return read_text(self.handover_path(attempt.task, attempt.number)).endswith(" cuda")
 
     def write_stop(self, task_id: str, attempt: int, reason: str) -> None:
-        """Say that the ranks have saved and left on their own: "time_limit", or "signal" when they were told to end."""
+        """Say that the ranks have saved and left on their own: "time_limit", "stage_end", or "signal" when they were told to."""
         write_atomic(self.path / "stopped" / f"{task_id}.{attempt:03d}", f"{reason}\n")
 
     def stopped(self, task_id: str, attempt: int) -> str:

@@ -62,16 +62,16 @@ class FirstJobPlanned:
 
 @dataclass(frozen=True)
 class TrainPlanned:
-    """The training that is about to be submitted, as a chain of `links` jobs."""
+    """The training that is about to be submitted, as a chain of jobs."""
 
     plan: "TrainPlan"
-    links: int
+    links: tuple[int, ...]  # nodes that each of them asks for
 
     @property
     def node_hours(self) -> float | None:
         """Node-hours that it is expected to take; None where nothing was measured."""
         predicted = self.plan.prediction
-        return None if predicted is None else predicted.hours * self.plan.task.nodes
+        return None if predicted is None else predicted.all_node_hours
 
 
 @dataclass(frozen=True)

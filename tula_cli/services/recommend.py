@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,9 @@ from tula_cli.models.choice.objective import Curve, Objective, choose, knees_lef
 from tula_cli.models.choice.offers import Offers
 from tula_cli.models.efficiency import Noise
 from tula_cli.models.observations import OtherSizes
+from tula_cli.models.overheads import queue_wait
 from tula_cli.models.ramp.by_noise import in_epochs, stage_words
+from tula_cli.models.ramp.stage_nodes import Worth, stages_worth
 from tula_cli.run.directory import Part, RunDir
 from tula_cli.run.jobfile import adopt, begun, origin
 from tula_cli.run.records.recommendations import Prediction, Recommendation
@@ -96,7 +99,7 @@ def recommend(
     limits = Limits(nodes, max_nodes, max_batch, deadline_hours, budget, same_progress=objective == "accuracy-time")
     training, parts = _parts(run.parts(spec, node_type), from_training=from_training)
     others, told = of_runs(run, spec, with_runs)
-    as_it_is, said = _measurements(parts, limits, pending, training, others)
+    as_it_is, said = _measurements(parts, limits, pending, training, others, stages_worth(objective, curve))
     all_measurements = [each.under(parsed(what_if)) for each in as_it_is] if what_if else as_it_is
     if objective == "energy":
         all_measurements, said = with_energy(all_measurements, said)
@@ -133,13 +136,16 @@ def _measurements(
     pending: int | Mapping[str | None, int],
     training: UnderWay | None,
     others: OtherSizes,
+    worth: Worth,
 ) -> tuple[list[TypeMeasurements], list[str]]:
     """Return what is known of each type of node, and what is to be said of it."""
     waiting = pending if isinstance(pending, Mapping) else {part.type: pending for part in parts}
     results, seen = results_by_type(parts, training)
     at_a_pace = training is not None
     found, left_out = measurements_of(parts, limits, waiting, results, at_a_pace=at_a_pace, others=others)
-    return found, [*seen, *left_out]
+    waits = [queue_wait(one.part.run.jobs(), one.part.run.attempts()) for one in found]
+    known = [replace(one.forecast, stages_by=worth, queue=wait) for one, wait in zip(found, waits, strict=True)]
+    return [replace(one, forecast=own) for one, own in zip(found, known, strict=True)], [*seen, *left_out]
 
 
 def _chosen(

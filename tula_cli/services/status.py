@@ -50,6 +50,7 @@ class AttemptStatus:
     job: str
     attempt: Attempt
     batch: int | None  # global; None for probes, which have several
+    nodes: int
     cause: str  # why a training was relaunched; empty for the first
 
 
@@ -135,6 +136,7 @@ def _story(tasks: Sequence[JobTask], attempts: Sequence[Attempt]) -> tuple[Attem
             job=task.job,
             attempt=attempt,
             batch=task.batch if isinstance(task, TrainTask) else None,
+            nodes=task.nodes,
             cause=task.cause if isinstance(task, TrainTask) and attempt.number == 1 else "",
         )
         for attempt in attempts
@@ -157,7 +159,7 @@ def _training(look: Snapshot, tasks: Iterable[JobTask], *, now: float) -> Traini
     moving = [row for row in rows if row["kind"] in ("start", "step", "epoch")]
     last_step, last_epoch = steps[-1] if steps else {}, epochs[-1] if epochs else {}
     latest = max((row for row in (last_step, last_epoch) if row), key=lambda row: row["samples"], default={})
-    script, stage = newest.spec.script, _stage(rows, result, files.stage_decisions())
+    script, stage = newest.spec.script, _stage(rows, result, files.stage_decisions(), nodes=newest.nodes)
     prediction = newest.prediction and newest.prediction.of_batch(stage.batch if stage else newest.batch)
     return TrainingStatus(
         signature=newest.signature,
@@ -188,18 +190,19 @@ def _training(look: Snapshot, tasks: Iterable[JobTask], *, now: float) -> Traini
         warnings=tuple(dict.fromkeys(row["message"] for row in rows if row["kind"] == "warning")),
         changes=files.changes(),
         stage=stage,
+        stages=newest.stages,
     )
 
 
 def _stage(
-    rows: Sequence[Mapping[str, Any]], result: TrainResult | None, decisions: Sequence[StageDecision]
+    rows: Sequence[Mapping[str, Any]], result: TrainResult | None, decisions: Sequence[StageDecision], *, nodes: int
 ) -> StageStatus | None:
     """Return the stage of a training whose batch grows; None of any other, and of one that is over."""
     newest = next((row for row in reversed(rows) if row["kind"] == "stage"), None)
     if newest is None or result is not None:
         return None
     coming = next((found for found in reversed(decisions) if found.batch > newest["batch"]), None)
-    return StageStatus(newest["batch"], newest["stage"], newest["stages"], newest.get("noise"), coming)
+    return StageStatus(newest["batch"], newest["stage"], newest["stages"], newest.get("noise"), coming, nodes)
 
 
 def _epochs(spec: JobSpec, moving: Sequence[Mapping[str, Any]]) -> int | None:

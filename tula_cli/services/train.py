@@ -9,7 +9,7 @@ from pathlib import Path
 
 from tula_cli.cluster.launcher import Launcher, submitting, under_way
 from tula_cli.cluster.slurm import first_job
-from tula_cli.cluster.slurm.submit import links
+from tula_cli.cluster.slurm.submit import nodes_of_links
 from tula_cli.errors import (
     BadMeasurements,
     Infeasible,
@@ -20,10 +20,12 @@ from tula_cli.errors import (
     require_positive,
 )
 from tula_cli.models import halving
-from tula_cli.models.choice.grid import batches
+from tula_cli.models.choice.grid import batches, check_divides
 from tula_cli.models.cost import price_words
 from tula_cli.models.observations import NO_OTHER_SIZES, OtherSizes
+from tula_cli.models.overheads import queue_wait
 from tula_cli.models.ramp.by_noise import continued
+from tula_cli.models.ramp.stage_nodes import parts_on, stages_worth_of, with_nodes
 from tula_cli.models.ramp.stages import check_stages
 from tula_cli.run.code import behind, choose, snapshot
 from tula_cli.run.directory import Part, RunDir
@@ -139,11 +141,10 @@ def plan(
         nodes, batch = nodes or choice.nodes, batch or choice.batch
     assert nodes is not None
     assert batch is not None
-    _check(spec, nodes, batch)
+    check_divides(batch, parts_on(spec, nodes))
     code = _code(run, spec, nodes, batch)
     as_chosen = choice is not None and (choice.nodes, choice.batch) == (nodes, batch)
-    ladder = _ladder(run, spec, nodes, batch, choice.market if choice and as_chosen else "on_demand", others)
-    task = _task(spec, nodes, batch, code, ladder)
+    task = _task(spec, nodes, batch, code, _ladder(run, spec, nodes, batch, recommendation, others))
     task = moved(run, task, recommendation if as_chosen else None, code=code.identity)
     newest = run.training(task.signature).newest_task()
     if newest is None or task.attempt > newest.attempt:
@@ -170,7 +171,8 @@ def _staged(
     spec, nodes, batch = task.spec, task.nodes, task.batch
     _check_size(spec, nodes, batch, size)
     stages = planned_stages(run, spec, nodes, batch, size, recommended=recommended)
-    return task.model_copy(update={"stages": continued(newest.stages if newest else (), stages)})
+    task = task.model_copy(update={"stages": continued(newest.stages if newest else (), stages)})
+    return with_nodes(task, samples=run.training(task.signature).newest_samples())
 
 
 def _source(recommendation: Recommendation | None, given: Sequence[str]) -> str:
@@ -205,16 +207,6 @@ def _code(run: RunDir, spec: JobSpec, nodes: int, batch: int) -> Source:
     return code
 
 
-def _check(spec: JobSpec, nodes: int, batch: int) -> None:
-    world = nodes * spec.cluster.gpus_per_node
-    parts = world * spec.train.accumulate
-    if batch % parts:
-        raise SpecError(
-            f"batch {batch} does not divide by {parts} (nodes x GPUs a node x train.accumulate)",
-            f"the nearest are {batch // parts * parts or parts} and {(batch // parts + 1) * parts}",
-        )
-
-
 def _dataset_size(run: RunDir, spec: JobSpec, inspect: Callable[[JobSpec], Inspection]) -> int:
     measured = (result.dataset_size for result in run.results() if isinstance(result, Measured))
     return next(measured, None) or first_job.or_told(inspect, run)(spec).dataset_size
@@ -227,8 +219,7 @@ def _check_size(spec: JobSpec, nodes: int, batch: int, dataset_size: int) -> Non
             f"the largest power-of-two batch with a step in it is {1 << (dataset_size.bit_length() - 1)}",
         )
     halving.check_size(spec, batch=batch, dataset_size=dataset_size)
-    parts = nodes * spec.cluster.gpus_per_node * spec.train.accumulate
-    check_stages(spec, batch=batch, parts=parts, dataset_size=dataset_size)
+    check_stages(spec, batch=batch, parts=parts_on(spec, nodes), dataset_size=dataset_size)
 
 
 def _task(spec: JobSpec, nodes: int, batch: int, code: Source, ladder: tuple[Rung, ...]) -> TrainTask:
@@ -247,10 +238,16 @@ def _task(spec: JobSpec, nodes: int, batch: int, code: Source, ladder: tuple[Run
     )
 
 
-def _ladder(run: RunDir, spec: JobSpec, nodes: int, batch: int, market: Market, others: OtherSizes) -> tuple[Rung, ...]:
+def _ladder(
+    run: RunDir, spec: JobSpec, nodes: int, batch: int, recommended: Recommendation | None, others: OtherSizes
+) -> tuple[Rung, ...]:
     """Return the batch and those an out-of-memory falls back to, with predictions where there are measurements."""
+    chosen, by = recommended and recommended.choice, stages_worth_of(recommended)
+    market: Market = chosen.market if chosen and (chosen.nodes, chosen.batch) == (nodes, batch) else "on_demand"
     with contextlib.suppress(BadMeasurements, Infeasible):  # given without a profile: train without a prediction
-        if found := as_recommended(run, spec, others).ladder(nodes, batch, market=market):
+        queue = queue_wait(run.jobs(), run.attempts())
+        forecast = dataclasses.replace(as_recommended(run, spec, others), stages_by=by, queue=queue)
+        if found := forecast.ladder(nodes, batch, market=market):
             return found
     parts = nodes * spec.cluster.gpus_per_node * spec.train.accumulate
     smaller = [b for b in batches(spec.search.min_batch, batch) if b < batch and b % parts == 0]
@@ -383,7 +380,7 @@ def work(
     launcher = dependencies.launcher_for(own.spec)
     going_on = under_way(own.run, launcher, [found.task.job])
     if not going_on:
-        planned = TrainPlanned(found, links(found.task))
+        planned = TrainPlanned(found, nodes_of_links(found.task))
         yield planned
         allow(dependencies.confirm, planned)
     adopt(training.run, training.spec, [own], file)

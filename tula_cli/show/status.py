@@ -40,6 +40,7 @@ def status(now: "RunStatus") -> Iterator["RenderableType"]:
         yield ""
         yield jobs(now.jobs)
         yield from (f"{job.id} {job.state}: {story}" for job in now.jobs if (story := story_of(job)))
+        yield from links(now.jobs)
     if now.training is not None:
         yield ""
         yield training(now.training)
@@ -93,9 +94,9 @@ def attempts(now: "RunStatus") -> "Table":
     divisor, unit = time_unit(max(took or 0.0 for took in seconds))
     allocated = any(row.attempt.allocation for row in now.attempts)
     made = table(
-        ("attempt", "no.", "started", f"took\n({unit})", *(["allocation"] if allocated else []), "hosts", "batch",
+        ("attempt", "no.", "started", f"took\n({unit})", *(["allocation"] if allocated else []), "hosts", "nodes", "batch",
          "from\nsample", "ended"),
-        left=(0, 2, 4, 5, 8) if allocated else (0, 2, 4, 7),
+        left=(0, 2, 4, 5, 9) if allocated else (0, 2, 4, 8),
     )  # fmt: skip
     for row, took in zip(now.attempts, seconds, strict=True):
         attempt = row.attempt
@@ -107,6 +108,7 @@ def attempts(now: "RunStatus") -> "Table":
             "-" if took is None else number(took / divisor),
             *([attempt.allocation] if allocated else []),
             attempt.hosts or attempt.host,
+            str(row.nodes),
             "-" if row.batch is None else str(row.batch),
             "-" if attempt.samples is None else str(attempt.samples),
             Text(state, STATE_STYLES.get(state, "bold red")),
@@ -169,7 +171,7 @@ def _noise(row: Mapping[str, Any]) -> str:
 def training(now: "TrainingStatus") -> str:
     """One line: where a training run stands."""
     parts = [
-        f"training {now.signature} on {plural(now.nodes)}, batch {now.batch}{_stage(now.stage)}",
+        f"training {now.signature} on {plural(now.nodes)}{_nodes_to_come(now)}, batch {now.batch}{_stage(now.stage)}",
         *([f"epoch {now.epoch:.2f} of {now.epochs}"] if now.epochs is not None else []),
         f"{now.samples} samples" if now.samples_asked is None else f"{now.samples} of {now.samples_asked} samples",
     ]
@@ -205,6 +207,25 @@ def _stage(now: "StageStatus | None") -> str:
     told = f"now {now.batch}, stage {now.number} of {now.count}"
     told += "" if now.noise is None else f": noise scale {number(now.noise)}"
     return f" ({told}{'' if now.coming is None else f'; {decision_words(now.coming)}'})"
+
+
+def _nodes_to_come(now: "TrainingStatus") -> str:
+    """Return the nodes of later stages, in words."""
+    later = {count: stage.batch for stage in reversed(now.stages) if (count := stage.nodes or 0) > now.nodes}
+    told = [f"{nodes} from batch {batch} on" for nodes, batch in sorted(later.items())]
+    return f" (then {', '.join(told)})" if told and not now.finished else ""
+
+
+def links(found: "Iterable[JobStatus]") -> Iterator[str]:
+    """Which jobs of a chain ask for how many nodes, where they differ: a line each job."""
+    for job in found:
+        by_nodes: dict[int, list[str]] = {}
+        for link in job.links:
+            by_nodes.setdefault(link.nodes, []).append(link.scheduler_id)
+        batches = {link.nodes: ", ".join(map(str, link.batches)) for link in job.links}
+        told = [f"{', '.join(ids)} on {plural(nodes)} (batch {batches[nodes]})" for nodes, ids in by_nodes.items()]
+        if told:
+            yield f"links of {job.id}: {'; '.join(told)}"
 
 
 def evaluation(found: "Evaluated") -> str:

@@ -19,13 +19,18 @@ if TYPE_CHECKING:
 PERCENT = ("top1", "top5")
 
 
-def train_plan(plan: "TrainPlan", *, links: int = 1, scripts: Sequence[str] = ()) -> Iterator["RenderableType"]:
+def train_plan(
+    plan: "TrainPlan", *, links: Sequence[int] = (), scripts: Sequence[str] = ()
+) -> Iterator["RenderableType"]:
     """Where training would run, in how many jobs, and what it may take and cost."""
     yield from _training_plan(plan)
     if plan.finished:
         return
-    if links > 1:
-        yield f"a chain of {links} jobs, each waiting for the end of the one before (afterany); what is not needed ends at once"
+    if len(links) > 1:
+        counts = {nodes: links.count(nodes) for nodes in sorted(links)}
+        on = ", ".join(f"{count} on {plural(nodes)}" for nodes, count in counts.items())
+        of = f"{len(links)} jobs" + f" ({on})" * (len(counts) > 1)
+        yield f"a chain of {of}, each waiting for the end of the one before (afterany); what is not needed ends at once"
     for script in scripts:
         yield ""
         yield script
@@ -62,6 +67,13 @@ def _stages_planned(task: "TrainTask", predicted: "Prediction | None") -> Iterat
     yield f"its batch grows: {stages}, then {task.batch}; times and costs are those of all stages"
 
 
+def _nodes_planned(task: "TrainTask") -> Iterator[str]:
+    """Say which stages run on fewer nodes than the training."""
+    told = [f"{plural(stage.nodes)} at batch {stage.batch}" for stage in task.stages if stage.nodes is not None]
+    if told:
+        yield f"its nodes become more with its batch: {', '.join(told)}"
+
+
 def _early_end(plan: "TrainPlan") -> str:
     """Say when train.until is expected to end a training, or that nothing tells."""
     if plan.ends is None:
@@ -80,14 +92,15 @@ def _training_plan(plan: "TrainPlan") -> Iterator["RenderableType"]:
     from tula_cli.spec.scripts.placeholders import program
 
     task, predicted = plan.task, plan.prediction
-    local = task.batch // (task.nodes * task.spec.cluster.gpus_per_node)
-    yield f"train on {configuration(task.nodes, task.batch, local)}, {plan.source}"
+    local = task.batch // (task.own_nodes * task.spec.cluster.gpus_per_node)
+    yield f"train on {configuration(task.own_nodes, task.batch, local)}, {plan.source}"
     length = train_length(task.spec)
     started = "" if task.spec.script is None else f" of {program(task.spec.script.command)}"
     yield f"{length}{started}, method {task.spec.train.method}, run train-{task.signature}"
     yield worth(task.spec.train.method)
     yield from _branches_planned(task)
     yield from _stages_planned(task, predicted)
+    yield from _nodes_planned(task)
     if plan.finished:
         yield "finished already: nothing would start, and tula train shows what came of it"
         return
@@ -112,7 +125,7 @@ def _training_plan(plan: "TrainPlan") -> Iterator["RenderableType"]:
     high = "" if at_most is None else f" (90 % interval up to {duration(3600 * at_most)})"
     on_spot = ", on spot nodes" * (predicted.market == "spot")
     energy = "" if predicted.kwh is None else f", {number(predicted.kwh)} kWh"
-    yield f"{duration(3600 * predicted.hours)}{high}, {number(predicted.hours * task.nodes)} node-h, {number(predicted.cost)} {currency}{energy}{on_spot}"
+    yield f"{duration(3600 * predicted.hours)}{high}, {number(predicted.all_node_hours)} node-h, {number(predicted.cost)} {currency}{energy}{on_spot}"
     yield f"price: {plan.price}"
 
 

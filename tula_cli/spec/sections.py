@@ -270,6 +270,8 @@ class Train(Section):
     ramp_noise: PositiveFloat | None = (
         None  # of ramp: noise: the batch is at most so many times the noise scale; null: 1
     )
+    # the nodes of the stages: same: the training's; auto: as many of search.nodes as each is worth, by what was measured
+    ramp_nodes: Literal["same", "auto"] = "same"
     ghost_batch: Annotated[int, Field(ge=2)] | None = None  # samples over which BatchNorm takes its statistics
     # after an out-of-memory: first the same batch in smaller micro-batches and more of them; or the next smaller batch
     oom: Literal["accumulate", "shrink"] = "accumulate"
@@ -338,6 +340,9 @@ class Train(Section):
         batches = [stage.batch for stage in named]
         if sorted(set(batches)) != batches:
             raise ValueError(f"ramp: batches must ascend, got {batches}")
+        nodes = [stage.nodes for stage in named if stage.nodes is not None]
+        if sorted(nodes) != nodes:
+            raise ValueError(f"ramp: nodes must not become fewer, got {nodes}")
         if (epochs := sum(stage.epochs or 0 for stage in named)) >= self.epochs:
             raise ValueError(f"ramp: its stages last {epochs:g} epochs, and epochs is {self.epochs}")
         return self

@@ -7,6 +7,7 @@ from typing import Any
 
 from tula_cli.spec.ags import Ags
 from tula_cli.spec.job import JobSpec, warmup_epochs
+from tula_cli.spec.parts.of_train import RampStage
 from tula_cli.spec.resources import Cluster
 from tula_cli.spec.scripts.own_script import Script
 from tula_cli.spec.sections import Train
@@ -89,6 +90,7 @@ def train_signature(spec: JobSpec, *, nodes: int, batch: int, code: str = "") ->
             *("metrics", "best"),  # they tell of the weights and change none
             *(() if spec.train.until else ("until",)),
             *(name for name in ("ramp", "ramp_noise", "max_lr_factor") if getattr(spec.train, name) is None),
+            *(() if spec.train.ramp_nodes != "same" else ("ramp_nodes",)),
             *(() if spec.train.sharded else ("parallel",)),
             "fsdp_blocks",
             *COMPUTING,  # but for tf32 they change what is learned no more than another GPU does
@@ -96,6 +98,8 @@ def train_signature(spec: JobSpec, *, nodes: int, batch: int, code: str = "") ->
     ) | _computing(spec.train, {"tf32"})
     if spec.train.until and spec.train.until.epochs is None:
         parts["train"]["until"].pop("epochs")  # as before there was such a key
+    if isinstance(spec.train.ramp, list):
+        parts["train"]["ramp"] = [stage.model_dump(exclude=_without_nodes(stage)) for stage in spec.train.ramp]
     parts["schedule"]["warmup_epochs"] = warmup_epochs(spec)
     parts["gpus_per_node"] = spec.cluster.gpus_per_node
     if spec.train.facts.tunes:
@@ -103,6 +107,11 @@ def train_signature(spec: JobSpec, *, nodes: int, batch: int, code: str = "") ->
     if code:
         parts["code"] = code
     return digest({**parts, "nodes": nodes, "batch": batch})
+
+
+def _without_nodes(stage: RampStage) -> set[str]:
+    """Return what of a stage was not there at first, where it says nothing."""
+    return {"nodes"} if stage.nodes is None else set()
 
 
 def _script_training(spec: JobSpec, script: Script, where: Mapping[str, Any]) -> str:

@@ -12,7 +12,7 @@ from typing import Literal
 
 from tula_cli.worker.ranks import Ranks
 
-Reason = Literal["time_limit", "signal"]
+Reason = Literal["time_limit", "signal", "stage_end"]
 
 SECONDS = 1.0
 """About so often do the ranks ask each other; an all-reduce of two numbers at every step would cost small steps dear."""

@@ -60,7 +60,7 @@ class SlurmLauncher:
         Raises:
             SchedulerError: sbatch refused it, in the scheduler's own words, or SLURM does not answer.
         """
-        earlier, names = run.job(task.job), _link_names(run, task)
+        earlier, names, nodes = run.job(task.job), _link_names(run, task), nodes_of_links(task)
         if earlier is not None and is_moved(earlier, run.path.resolve()):
             scheduler.cancel(earlier.ids[::-1])  # what still waits would find no run directory
         there = in_queue(run, names)
@@ -70,13 +70,15 @@ class SlurmLauncher:
         for id_ in ids:
             _leave_call(run, task, id_)  # whoever submitted it may have been killed before that
         submitted_at = min((_written_at(job) for job in there.values()), default=time.time())
-        ids += _submit_links(run, task, names[_after_last(names, there) :], after=ids, rehearsal=_rehearsal(run, task))
+        new = list(zip(chain(task), names, strict=True))[_after_last(names, there) :]
+        ids += _submit_links(run, new, after=ids, rehearsal=_rehearsal(run, task))
         submissions = earlier.submissions if earlier else 0
         return Job(
             id=task.job,
             scheduler="slurm",
             scheduler_id=ids[0],
             nodes=task.nodes,
+            link_nodes=nodes if len(set(nodes)) > 1 else (),
             submitted_at=submitted_at,
             submissions=max(1, submissions) if there else submissions + 1,
             links=tuple(ids) if len(names) > 1 else (),
@@ -113,19 +115,39 @@ class SlurmLauncher:
 def links(task: Task) -> int:
     """Return how many jobs a task is submitted as: a training on SLURM as several, one after the other.
 
-    Half as many again as it is predicted to need, and two for what is lost.
+    Half as many again as it is predicted to need, and two for what is lost. Stages of `train.ramp` that run on fewer nodes have
+    links of their own before those; one that has too many nodes for its stage can do it all the same, so they have one
+    to spare.
     """
+    return len(chain(task))
+
+
+def chain(task: Task) -> Sequence[Task]:
+    """Return the jobs of a task's chain, each as the task that it asks for nodes for."""
     if task.spec.cluster.kind != "slurm" or not isinstance(task, TrainTask):
-        return 1
-    limit = (task.spec.cluster.slurm or Slurm()).minutes
-    prediction = task.prediction
-    if prediction is None:
-        needed = task.spec.train.max_attempts
-    elif 60 * prediction.hours < limit / 2:
-        needed = 1 + SPARE_LINKS
-    else:
-        needed = math.ceil(1.5 * 60 * prediction.hours / limit) + SPARE_LINKS
-    return min(max(2, needed), MOST_LINKS)
+        return [task]
+    limit, predicted = (task.spec.cluster.slurm or Slurm()).minutes, task.prediction
+    hours = None if predicted is None else predicted.hours
+    found: list[Task] = []
+    for nodes in sorted({count for stage in task.stages if task.nodes <= (count := stage.nodes or 0) < task.own_nodes}):
+        own = None if predicted is None else predicted.hours_on(nodes)
+        found += [task.model_copy(update={"nodes": nodes})] * _needed(task, own, limit, spare=1)
+        hours = None if hours is None or own is None else hours - own
+    last = task.model_copy(update={"nodes": task.own_nodes})
+    found += [last] * min(max(2, _needed(task, hours, limit, spare=SPARE_LINKS)), MOST_LINKS)
+    return found[:MOST_LINKS]
+
+
+def _needed(task: TrainTask, hours: float | None, limit: int, *, spare: int) -> int:
+    """Return the links that so many hours need; None: that is not known."""
+    if hours is None:
+        return task.spec.train.max_attempts
+    return spare + (1 if 60 * hours < limit / 2 else math.ceil(1.5 * 60 * hours / limit))
+
+
+def nodes_of_links(task: Task) -> tuple[int, ...]:
+    """Return the nodes that each job of a task asks for."""
+    return tuple(link.nodes for link in chain(task))
 
 
 # --- submitting to SLURM
@@ -178,9 +200,9 @@ def _rehearsal(run: RunDir, task: Task) -> Sequence[str]:
 
 
 def _submit_links(
-    run: RunDir, task: Task, names: Sequence[str], *, after: Sequence[str], rehearsal: Sequence[str]
+    run: RunDir, named: Sequence[tuple[Task, str]], *, after: Sequence[str], rehearsal: Sequence[str]
 ) -> list[str]:
-    """Submit jobs, each to start when all before it have ended; return their ids.
+    """Submit jobs, each with its name, to start when all before it have ended; return their ids.
 
     All: the end of one that waits (scancel) must not start the next beside one that runs.
 
@@ -188,7 +210,7 @@ def _submit_links(
         SchedulerError: the first one was refused.
     """
     ids: list[str] = []
-    for name in names:
+    for task, name in named:
         try:
             ids.append(_submit_link(run, task, name, after=(*rehearsal, *after, *ids)))
         except SchedulerError:

@@ -1,14 +1,28 @@
 """Quantities of many configurations as columns: arrays of one length, worked out together and not one after the other."""
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+if TYPE_CHECKING:
+    from tula_cli.models.choice.grid import Config
+
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
 Flags = NDArray[np.bool_]
+
+
+def columns(those: "Sequence[Config]") -> tuple[Ints, Ints]:
+    """Return nodes and batches of configurations as arrays."""
+    return in_columns([(config.nodes, config.batch) for config in those])
+
+
+def in_columns(those: Sequence[tuple[int, int]]) -> tuple[Ints, Ints]:
+    """Return pairs of nodes and batch as arrays."""
+    found = np.array(those, dtype=np.int64).reshape(-1, 2)
+    return found[:, 0], found[:, 1]
 
 
 def apart(known: Sequence[int], at: Ints | Floats) -> Floats:

@@ -54,7 +54,7 @@ def shortened(prediction: Prediction, *, epochs: int, of: int) -> Prediction:
         data = None if parts.data is None else parts.data * steps / parts.steps if parts.steps else 0.0
         parts = parts.model_copy(update={**update, "data": data})
         ratio = parts.total / prediction.parts.total if prediction.parts and prediction.parts.total else share
-    names = ("hours", "hours_low", "hours_high", "cost", "kwh", "kwh_low", "kwh_high")
+    names = ("hours", "hours_low", "hours_high", "cost", "node_hours", "kwh", "kwh_low", "kwh_high")
     told = {name: value * ratio for name in names if (value := getattr(prediction, name)) is not None}
     return prediction.model_copy(update={**told, "parts": parts})
 

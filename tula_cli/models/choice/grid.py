@@ -4,6 +4,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from tula_cli.errors import SpecError
+
 if TYPE_CHECKING:
     from tula_cli.models.choice.columns import Ints
 
@@ -43,6 +45,19 @@ def batches(minimum: int, maximum: int) -> list[int]:
         found.append(batch)
         batch *= 2
     return found
+
+
+def check_divides(batch: int, parts: int) -> None:
+    """Refuse a batch that does not divide among nodes x GPUs a node x train.accumulate.
+
+    Raises:
+        SpecError: it does not; names the nearest that do.
+    """
+    if batch % parts:
+        raise SpecError(
+            f"batch {batch} does not divide by {parts} (nodes x GPUs a node x train.accumulate)",
+            f"the nearest are {batch // parts * parts or parts} and {(batch // parts + 1) * parts}",
+        )
 
 
 def candidates(nodes: Iterable[int], **bounds: Any) -> list[Config]:

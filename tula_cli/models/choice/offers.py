@@ -15,7 +15,7 @@ from tula_cli.run.records.recommendations import Prediction, SameProgress, TimeP
 
 _WHOLE = ("peak_memory",)  # that are None or a whole number; nan for None makes a column of floats
 _OPTIONAL = (
-    "step_low", "step_high", "hours_low", "hours_high", "peak_memory", "headroom", "step_fitted", "refresh_share", "energy",
+    "step_low", "step_high", "hours_low", "hours_high", "peak_memory", "headroom", "step_fitted", "refresh_share", "energy", "node_hours",
     "kwh", "kwh_low", "kwh_high",
 )  # fmt: skip
 
@@ -65,6 +65,7 @@ class Offers:
     hours_low: Floats
     hours_high: Floats
     cost: Floats
+    node_hours: Floats
     peak_memory: Floats
     headroom: Floats
     measured: Flags

@@ -87,6 +87,7 @@ class Trainings:
         local_batch = batch // (nodes * gpus)
         time, startup = self.time(nodes, batch), self.beside.startup_spread / 3600
         hours, nothing = time.hours(steps.seconds), np.full(len(nodes), np.nan)
+        paid = hours - self.stages.unused(nodes, batch) / nodes
         reserved, headroom = self._memory(nodes, local_batch if held is None else held, probes)
         measured, width = ~np.isnan(steps.fitted), self.calibration
         timed = {} if self.supposed else probes
@@ -102,7 +103,8 @@ class Trainings:
             hours=hours,
             hours_low=np.maximum(0.0, hours - ends * np.hypot(hours - time.hours(steps.low), startup)),
             hours_high=hours + ends * np.hypot(time.hours(steps.high) - hours, startup),
-            cost=cost.cost(self.spec.pricing, hours=hours, nodes=nodes, gpus_per_node=gpus, reserved=reserved),
+            cost=cost.cost(self.spec.pricing, hours=paid, nodes=nodes, gpus_per_node=gpus, reserved=reserved),
+            node_hours=paid * nodes,
             peak_memory=reserved,
             headroom=headroom,
             measured=measured,
@@ -150,7 +152,7 @@ class Trainings:
                 if drawn.error is not None:
                     drawn.error[index] = told.error
         kilowatts = drawn.watts * found.nodes * self.spec.cluster.gpus_per_node / 1000
-        kwh = kilowatts * found.hours
+        kwh = kilowatts * found.node_hours / found.nodes
         return replace(
             found,
             energy=1000 * kilowatts * found.step_time,
@@ -176,7 +178,7 @@ class Trainings:
         )
         paid = cost.cost(
             pricing,
-            hours=running,
+            hours=running * here.node_hours / (here.nodes * here.hours),
             nodes=here.nodes,
             gpus_per_node=self.spec.cluster.gpus_per_node,
             reserved=np.nan_to_num(here.peak_memory),
@@ -190,6 +192,7 @@ class Trainings:
             hours_high=_finite(high),
             hours_widened=here.step_widened,
             cost=paid,
+            node_hours=here.node_hours * share,
             market=np.full(len(here), "spot"),
             kwh=here.kwh * share,
             kwh_low=here.kwh_low * share,

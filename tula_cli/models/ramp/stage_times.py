@@ -1,4 +1,4 @@
-"""What the steps of a training take whose batch grows (`train.ramp`): sum_k n_k t(N, B_k) in place of n t(N, B)."""
+"""What the steps of a training take whose batch grows (`train.ramp`): sum_k n_k t(N_k, B_k) in place of n t(N, B)."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -7,11 +7,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tula_cli.errors import SpecError
-from tula_cli.models.choice.columns import Flags, Ints
+from tula_cli.models.choice.columns import Flags, Floats, Ints
 from tula_cli.models.choice.grid import Config, configs
 from tula_cli.models.cost import Work
+from tula_cli.models.overheads import OverheadModel
 from tula_cli.models.ramp.by_noise import NoisePath
-from tula_cli.models.ramp.stages import Ramp, ramp_of
+from tula_cli.models.ramp.stage_nodes import Change, Worth, allowed, cheapest, named, on_nodes, ramp_on
+from tula_cli.models.ramp.stages import Ramp
 from tula_cli.models.time.steptime import Estimate
 from tula_cli.run.records.recommendations import Stage, StageSteps
 from tula_cli.spec.job import JobSpec
@@ -19,7 +21,7 @@ from tula_cli.spec.job import JobSpec
 
 @dataclass
 class StageTimes:
-    """The stages of each configuration, with the times of their steps.
+    """The stages of each configuration, with their nodes and the times of their steps.
 
     A stage whose own step time is not known is taken to have that of the training's batch, which is longer.
     """
@@ -29,12 +31,24 @@ class StageTimes:
     predicted: Callable[[Sequence[Config]], Sequence[Estimate]]  # step times, all at once
     why_unknown: Callable[[Config], str]  # why there is none; empty where there is
     noise: NoisePath | None = None  # of the gradients
+    too_large: Callable[[Config], str] = lambda _: ""  # why a batch does not fit the memory; empty where it does
+    beside: OverheadModel | None = None  # of which a start counts at each change of nodes
+    queue: float = 0.0  # seconds that this waits for nodes, as far as known
+    by: Worth = "time"  # that the nodes of stages are chosen by
     _known: dict[Config, tuple[StageSteps, ...]] = field(default_factory=dict)
+
+    def change(self, config: Config) -> Change:
+        """Return what going on with other nodes takes."""
+        if self.beside is None:
+            return Change(0.0, self.queue)
+        nodes, batch = np.array([config.nodes]), np.array([config.batch])
+        found = self.beside.at(nodes, batch // (nodes * self.spec.cluster.gpus_per_node), batch)
+        return Change(float(found.startup[0]), self.queue)
 
     def why_not(self, config: Config) -> str:
         """Return why a configuration cannot be trained with the stages that the job names; empty where it can."""
         try:
-            self._ramp(config)
+            on_nodes(self._ramp(config).stages, named(self.spec), spec=self.spec, nodes=config.nodes)
         except SpecError as error:
             return str(error)
         return ""
@@ -56,17 +70,68 @@ class StageTimes:
         if self.spec.train.stages is None:
             return
         ramps = {config: self._ramp(config) for config in configs if config not in self._known}
-        places = {Config(config.nodes, stage.batch) for config, ramp in ramps.items() for stage in ramp.stages}
-        asked = sorted(places, key=lambda place: (place.nodes, place.batch))
+        places = {config: self._places(config, ramp) for config, ramp in ramps.items()}
+        asked = sorted(
+            {place for of_config in places.values() for options in of_config for place in options},
+            key=lambda place: (place.nodes, place.batch),
+        )
         times = dict(zip(asked, self.predicted(asked), strict=True)) if asked else {}
         for config, ramp in ramps.items():
             steps = ramp.steps(size=self.dataset_size, epochs=self.spec.train.epochs_at_most)
-            self._known[config] = tuple(self._stage(times, config, *stage) for stage in steps.items())
+            self._known[config] = self._stages(config, places[config], steps, times)
 
-    def _stage(self, times: Mapping[Config, Estimate], config: Config, batch: int, steps: int) -> StageSteps:
-        place = Config(config.nodes, batch)
-        time = times[config if self.why_unknown(place) else place]
-        return StageSteps(batch=batch, steps=steps, step_time=time.seconds, step_low=time.low, step_high=time.high)
+    def _places(self, config: Config, ramp: Ramp) -> list[list[Config]]:
+        """Return where each stage may run."""
+        return [
+            [Config(nodes, batch) for nodes in self._nodes(config, batch)]
+            for batch in dict.fromkeys(stage.batch for stage in ramp.stages)
+        ]
+
+    def _nodes(self, config: Config, batch: int) -> Sequence[int]:
+        own = named(self.spec).get(batch)
+        if batch == config.batch or self.spec.train.ramp_nodes == "same" or own is not None:
+            return [own or config.nodes]
+        counts = allowed(self.spec, batch, nodes=config.nodes)
+        if config.nodes in counts and self.why_unknown(Config(config.nodes, batch)):
+            return [config.nodes]  # what other nodes would save is not known
+        fitting = [
+            count
+            for count in counts
+            if count == config.nodes or not (self.why_unknown(at := Config(count, batch)) or self.too_large(at))
+        ]
+        return fitting or counts[:1]
+
+    def _stages(
+        self,
+        config: Config,
+        places: Sequence[Sequence[Config]],
+        steps: Mapping[int, int],
+        times: Mapping[Config, Estimate],
+    ) -> tuple[StageSteps, ...]:
+        """Return the stages on the nodes that they are worth."""
+        seconds = [
+            {at.nodes: count * self._time(config, at, times).seconds for at in options}
+            for options, count in zip(places, steps.values(), strict=True)
+        ]
+        nodes = cheapest(seconds, self.change(config), by=self.by)
+        return tuple(
+            self._stage(config, Config(count, batch), number, times)
+            for count, (batch, number) in zip(nodes, steps.items(), strict=True)
+        )
+
+    def _stage(self, config: Config, place: Config, steps: int, times: Mapping[Config, Estimate]) -> StageSteps:
+        time, own = self._time(config, place, times), place.nodes == config.nodes
+        return StageSteps(
+            batch=place.batch,
+            steps=steps,
+            step_time=time.seconds,
+            step_low=time.low,
+            step_high=time.high,
+            nodes=None if own else place.nodes,
+        )
+
+    def _time(self, config: Config, place: Config, times: Mapping[Config, Estimate]) -> Estimate:
+        return times[config if self.why_unknown(place) else place]
 
     def fit(self, nodes: Ints, batch: Ints) -> Flags:
         """Return of which configurations, shape (n,), `why_not` has nothing to say."""
@@ -88,7 +153,33 @@ class StageTimes:
             return work
         those = configs(nodes, batch)
         self.work_out(those)
-        return replace(work, steps=np.array([self._counted(config) / work.epochs for config in those]))
+        changes = np.array([len(self._counts(config)) - 1 for config in those])
+        queue = np.array([self.change(config).queue for config in those])
+        steps = np.array([self._counted(config) / work.epochs for config in those])
+        return replace(work, steps=steps, changes=changes, queued=changes * queue)
+
+    def unused(self, nodes: Ints, batch: Ints) -> Floats:
+        """Return the node-hours, shape (n,), that trainings take less than all their hours on all their nodes."""
+        found = np.zeros(len(nodes))
+        if self.spec.train.stages is not None:
+            for index, config in enumerate(configs(nodes, batch)):
+                found[index] = self._unused(config) / 3600
+        return found
+
+    def _unused(self, config: Config) -> float:
+        self.of(config)
+        counts, change = self._counts(config), self.change(config)
+        steps = sum(
+            (config.nodes - stage.nodes) * stage.steps * stage.step_time
+            for stage in self._known[config]
+            if stage.nodes is not None
+        )
+        starts = sum(config.nodes - count for count in counts) * change.start
+        return steps + starts + (len(counts) - 1) * config.nodes * change.queue
+
+    def _counts(self, config: Config) -> list[int]:
+        """Return the numbers of nodes that a training has, one after the other."""
+        return sorted({stage.nodes or config.nodes for stage in self._known[config]})
 
     def _counted(self, config: Config) -> float:
         stages, own = self._known[config], self._known[config][-1]
@@ -99,6 +190,5 @@ class StageTimes:
         return () if self.spec.train.stages is None else self._ramp(config).stages
 
     def _ramp(self, config: Config) -> Ramp:
-        parts = config.nodes * self.spec.cluster.gpus_per_node * self.spec.train.accumulate
         size = self.dataset_size
-        return ramp_of(self.spec, batch=config.batch, parts=parts, dataset_size=size, noise=self.noise)
+        return ramp_on(self.spec, batch=config.batch, nodes=config.nodes, dataset_size=size, noise=self.noise)

@@ -97,6 +97,7 @@ def ramp_of(
     dataset_size: int,
     noise: NoisePath | None = None,
     decided: Sequence[Stage] = (),
+    fewer: Sequence[int] = (),
 ) -> Ramp:
     """Return the stages of a training; one where its batch does not grow.
 
@@ -107,6 +108,7 @@ def ramp_of(
         dataset_size: training samples.
         noise: of the gradients, for `ramp: noise`; where nothing tells it, stages are those of `auto`.
         decided: the stages as they were before the training began, that of its own batch last; none: they follow anew.
+        fewer: parts on fewer nodes, descending, for stages that leave a GPU of those without a sample.
 
     Raises:
         SpecError: a stage that the job names does not divide, or they last as long as the training.
@@ -115,14 +117,14 @@ def ramp_of(
     if asked is None:
         return Ramp.constant(batch)
     if decided and not isinstance(asked, list):
-        return _fitted([*below(decided, batch)], parts, spec.train.ghost_batch)
+        return _fitted([*below(decided, batch)], [parts], spec.train.ghost_batch)
     if asked == "noise" and noise is not None:
         planned = stages_by_noise(
             noise, batch=batch, factor=noise_factor(spec), size=dataset_size, epochs=spec.train.epochs
         )
-        return _fitted(planned, parts, spec.train.ghost_batch)
+        return _fitted(planned, [parts, *fewer], spec.train.ghost_batch)
     if not isinstance(asked, list):
-        return _auto(spec, batch, parts, dataset_size)
+        return _auto(spec, batch, [parts, *fewer], dataset_size)
     return _named(spec, asked, batch, parts, dataset_size)
 
 
@@ -138,14 +140,14 @@ def below(stages: Sequence[Stage], batch: int) -> Iterator[Stage]:
     yield own.model_copy(update={"batch": batch})
 
 
-def _fitted(stages: Sequence[Stage], parts: int, ghost: int | None) -> Ramp:
-    """Return stages as they divide among the parts; one that leaves a part without a sample is left out."""
+def _fitted(stages: Sequence[Stage], parts: Sequence[int], ghost: int | None) -> Ramp:
+    """Return stages as they divide among the parts on the most nodes on which none is without a sample; else they are left out."""
     *smaller, own = stages
     sizes = [_fitting(stage.batch, parts, ghost) for stage in smaller]
     found = [stage.model_copy(update={"batch": size}) for stage, size in zip(smaller, sizes, strict=True) if size]
     first, *others = (*found, own)
     remarks = tuple(
-        f"train.ramp leaves batch {stage.batch} out: it has less than one sample for each of {parts} (GPUs x micro-batches)"
+        f"train.ramp leaves batch {stage.batch} out: it has less than one sample for each of {parts[-1]} (GPUs x micro-batches)"
         for stage, size in zip(smaller, sizes, strict=True)
         if not size
     )
@@ -157,10 +159,11 @@ def _named(spec: JobSpec, asked: Sequence[RampStage], batch: int, parts: int, da
     for stage in asked:
         if stage.batch >= batch:  # after an out-of-memory the training's own may be smaller than it was
             break
-        if stage.batch % parts:
+        own = stage.nodes * spec.cluster.gpus_per_node * spec.train.accumulate if stage.nodes else parts
+        if stage.batch % own:
             raise SpecError(
-                f"train.ramp: batch {stage.batch} does not divide by {parts} (GPUs x micro-batches of a step)",
-                f"the nearest are {stage.batch // parts * parts or parts} and {(stage.batch // parts + 1) * parts}",
+                f"train.ramp: batch {stage.batch} does not divide by {own} (GPUs x micro-batches of a step)",
+                f"the nearest are {stage.batch // own * own or own} and {(stage.batch // own + 1) * own}",
             )
         found.append(Stage(begin=begin, batch=stage.batch))
         begin += stage.samples or round((stage.epochs or 0.0) * dataset_size)
@@ -172,14 +175,14 @@ def _named(spec: JobSpec, asked: Sequence[RampStage], batch: int, parts: int, da
     return Ramp((*found, Stage(begin=begin, batch=batch)))
 
 
-def _auto(spec: JobSpec, batch: int, parts: int, dataset_size: int) -> Ramp:
+def _auto(spec: JobSpec, batch: int, parts: Sequence[int], dataset_size: int) -> Ramp:
     reference = spec.train.reference_batch
     doubled = [reference << k for k in range(batch.bit_length()) if reference << k < batch]
     fitting = {asked: _fitting(asked, parts, spec.train.ghost_batch) for asked in doubled}
     kept = [found for found in fitting.values() if found]
     length = min(SHARE, MOST / max(1, len(kept))) * spec.train.epochs * dataset_size
     remarks = [
-        f"train.ramp: auto leaves batch {asked} out: it has less than one sample for each of {parts} (GPUs x micro-batches)"
+        f"train.ramp: auto leaves batch {asked} out: it has less than one sample for each of {parts[-1]} (GPUs x micro-batches)"
         for asked, found in fitting.items()
         if not found
     ]
@@ -189,7 +192,12 @@ def _auto(spec: JobSpec, batch: int, parts: int, dataset_size: int) -> Ramp:
     return Ramp(tuple(stages), tuple(remarks))
 
 
-def _fitting(batch: int, parts: int, ghost: int | None) -> int:
+def _fitting(batch: int, parts: Sequence[int], ghost: int | None) -> int:
+    """Return the largest batch up to this one that divides among the first of the parts that each have a sample, else 0."""
+    return next((found for own in parts if (found := _dividing(batch, own, ghost))), 0)
+
+
+def _dividing(batch: int, parts: int, ghost: int | None) -> int:
     """Return the largest batch up to this one that divides among the parts, and a part into ghost batches."""
     micro_batch = batch // parts
     if ghost is not None and micro_batch > ghost:

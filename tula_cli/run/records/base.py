@@ -19,6 +19,7 @@ OutcomeClass = Literal[
     "time_limit",
     "preempted",
     "node_failure",
+    "stage_end",
     "unknown",
 ]
 

@@ -16,6 +16,7 @@ class Job(Record):
     submitted_at: float
     submissions: int = 1  # how often it was submitted
     links: tuple[str, ...] = ()  # ids of the chain that a training job on SLURM is, scheduler_id first
+    link_nodes: tuple[int, ...] = ()  # of each of them, where they differ (train.ramp); else all have `nodes`
     host: str = ""  # local: the machine it runs on
     folder: str = ""  # the run directory that it writes to, as its supervisors know it; empty of jobs of an older tula
     process_started: float | None = None  # local: start time of the process, against reused process ids
@@ -24,6 +25,10 @@ class Job(Record):
     def ids(self) -> tuple[str, ...]:
         """The scheduler's ids of all its links."""
         return self.links or (self.scheduler_id,)
+
+    def nodes_of(self, link: str) -> int:
+        """Return the nodes that a link of the chain asks for."""
+        return dict(zip(self.links, self.link_nodes, strict=False)).get(link, self.nodes)
 
 
 class Failure(Record):

@@ -50,6 +50,7 @@ class Stage(Record):
     noise: float | None = (
         None  # the gradient noise scale (samples) by which it begins there; None: it goes by another rule
     )
+    nodes: int | None = None  # of those with it; None where all stages have the training's
 
 
 class StageSteps(Record):
@@ -60,6 +61,7 @@ class StageSteps(Record):
     step_time: float
     step_low: float | None
     step_high: float | None
+    nodes: int | None = None  # None: the training's
 
 
 class Prediction(Record):
@@ -94,9 +96,19 @@ class Prediction(Record):
     kwh_high: float | None = None
     parts: TimeParts | None = None  # of the hours; None of a script
     stages: tuple[StageSteps, ...] = ()  # before it has its own batch (train.ramp), ascending by batch
+    node_hours: float | None = None  # fewer than nodes x hours where stages run on fewer nodes; None of an older tula
     pareto: bool = (
         False  # nothing within the limits is better in time, cost or (where all have it) kWh and as good in all
     )
+
+    @property
+    def all_node_hours(self) -> float:
+        """The node-hours that are paid for."""
+        return self.nodes * self.hours if self.node_hours is None else self.node_hours
+
+    def hours_on(self, nodes: int) -> float:
+        """Return the hours of steps on fewer nodes than the training's own: those of the stages that have so many."""
+        return sum(stage.steps * stage.step_time for stage in self.stages if stage.nodes == nodes) / 3600
 
     def of_batch(self, batch: int) -> "Prediction | StageSteps | None":
         """Return what is predicted for a step at a batch of this training; None where nothing is."""

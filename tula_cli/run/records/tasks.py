@@ -57,7 +57,7 @@ class TrainTask(Record):
     job: str  # train-<signature>
     spec: JobSpec
     workdir: str
-    nodes: int
+    nodes: int  # of this attempt
     signature: str
     attempt: int  # from 1
     ladder: tuple[Rung, ...]  # descending batches
@@ -72,6 +72,16 @@ class TrainTask(Record):
     @property
     def batch(self) -> int:
         return self.ladder[0].batch
+
+    @property
+    def own_nodes(self) -> int:
+        """The nodes of the training: those that it ends on."""
+        return (self.stages[-1].nodes if self.stages else None) or self.nodes
+
+    @property
+    def next_stage(self) -> Stage | None:
+        """The first stage with more nodes than this attempt has; None where it trains to the end."""
+        return next((stage for stage in self.stages if (stage.nodes or 0) > self.nodes), None)
 
     @property
     def prediction(self) -> Prediction | None:

@@ -10,6 +10,7 @@ from tula_cli.cluster.slurm.queue import SchedulerState
 from tula_cli.host.outcome import advice
 from tula_cli.run.records.jobs import Attempt, Job
 from tula_cli.run.records.probes import Failed, Measured, OutOfMemory
+from tula_cli.run.records.recommendations import Stage
 from tula_cli.run.records.results import Branch, StageDecision, StepChange
 from tula_cli.run.records.tasks import EvaluateTask, JobTask, ProbeTask, RehearsalTask, TrainTask, probe_id
 from tula_cli.run.snapshot import Snapshot
@@ -35,6 +36,15 @@ class Probe:
 
 
 @dataclass(frozen=True)
+class LinkStatus:
+    """An allocation of a chain on SLURM whose links differ in their nodes (`train.ramp`)."""
+
+    scheduler_id: str
+    nodes: int
+    batches: tuple[int, ...]  # of the stages that have so many nodes; global
+
+
+@dataclass(frozen=True)
 class JobStatus:
     """One job. `total` and `done` count its probes; a training, a rehearsal or an evaluation has one thing to do."""
 
@@ -53,6 +63,7 @@ class JobStatus:
     left: float | None  # seconds, estimated; None where nothing tells
     node_hours: float
     node_hours_left: float | None
+    links: tuple[LinkStatus, ...] = ()  # empty where all have the job's nodes
 
 
 @dataclass(frozen=True)
@@ -76,6 +87,7 @@ class StageStatus:
     count: int  # stages
     noise: float | None = None  # the scale (samples) by which it was planned; None where another rule was asked
     coming: StageDecision | None = None  # the newest one of a stage that is to come
+    nodes: int = 1  # that it has now
 
 
 @dataclass(frozen=True)
@@ -111,6 +123,7 @@ class TrainingStatus:
     beta2: float | None = None  # at the batch in use, where optimizer.beta2_half_life sets it
     noise: Mapping[str, Any] | None = None  # the newest measurement of train.gradient_noise: epoch, scale, low, high
     stage: StageStatus | None = None  # None where the batch does not grow
+    stages: tuple[Stage, ...] = ()  # of all of it, as was decided before it began
 
 
 Results = dict[str, Measured | OutOfMemory | Failed]
@@ -146,14 +159,16 @@ def job_status(
     recent = [attempt for attempt in attempts if attempt.started_at >= job.submitted_at - CLOCKS_APART]
     cluster = tasks[-1].spec.cluster
     state, reason = _state(progress, recent, scheduler, cluster, cancelled=look.cancelled_by(job.id))
-    elapsed = _elapsed(attempts, until=now if state == "running" else progress.measured_at)
+    until = now if state == "running" else progress.measured_at
+    elapsed, nodes = _elapsed(attempts, until=until), {task.id: task.nodes for task in tasks}
+    newest = tasks[-1]
     left = _left(progress, training, pace=pace) if state in ACTIVE else None
     return JobStatus(
         id=job.id,
         kind=tasks[0].kind,
         scheduler=job.scheduler,
         scheduler_id=job.scheduler_id,
-        nodes=job.nodes,
+        nodes=newest.nodes if isinstance(newest, TrainTask) else job.nodes,
         state=state,
         reason=reason,
         starts_at=scheduler.starts_at if state == "queued" else None,
@@ -162,8 +177,19 @@ def job_status(
         now=progress.now if state in ACTIVE else None,
         elapsed=elapsed,
         left=left,
-        node_hours=job.nodes * (elapsed or 0.0) / 3600,
-        node_hours_left=None if left is None else job.nodes * left / 3600,
+        node_hours=sum(nodes.get(one.task, job.nodes) * took(one, until) for one in attempts) / 3600,
+        node_hours_left=None if left is None else newest.nodes * left / 3600,
+        links=_links(job, newest),
+    )
+
+
+def _links(job: Job, task: JobTask) -> tuple[LinkStatus, ...]:
+    """Return the links of a chain with the stages that each is for."""
+    if not job.link_nodes or not isinstance(task, TrainTask):
+        return ()
+    batches = {nodes: tuple(s.batch for s in task.stages if s.nodes == nodes) for nodes in job.link_nodes}
+    return tuple(
+        LinkStatus(link, nodes, batches[nodes]) for link, nodes in zip(job.links, job.link_nodes, strict=False)
     )
 
 
@@ -254,8 +280,12 @@ def _elapsed(attempts: list[Attempt], *, until: float | None) -> float | None:
     """Return the seconds that attempts took; an open one lasts until `until`, or is not counted."""
     if not attempts:
         return None
-    ends = [attempt.ended_at or until or attempt.started_at for attempt in attempts]
-    return sum(max(0.0, end - attempt.started_at) for attempt, end in zip(attempts, ends, strict=True))
+    return sum(took(attempt, until) for attempt in attempts)
+
+
+def took(attempt: Attempt, until: float | None) -> float:
+    """Return the seconds that an attempt took; an open one lasts until `until`, or is not counted."""
+    return max(0.0, (attempt.ended_at or until or attempt.started_at) - attempt.started_at)
 
 
 def _left(progress: _Progress, training: TrainingStatus | None, *, pace: float | None) -> float | None:

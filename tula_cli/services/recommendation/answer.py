@@ -7,9 +7,9 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from tula_cli.models.choice.columns import columns
 from tula_cli.models.choice.grid import Config
 from tula_cli.models.choice.offers import Offers
-from tula_cli.models.forecast import columns
 from tula_cli.run.directory import RunDir
 from tula_cli.run.records.probes import Failed, Measured, OutOfMemory
 from tula_cli.run.records.recommendations import Prediction, Recommendation

@@ -29,20 +29,20 @@ def moved(run: RunDir, task: TrainTask, recommendation: Recommendation | None, *
     tasks = training.tasks() if training is not None and training.result() is None else []
     if recommendation is None or rest is None or not tasks:
         return task
-    if train_signature(task.spec, nodes=tasks[0].nodes, batch=tasks[0].batch, code=code) != rest.signature:
+    if train_signature(task.spec, nodes=tasks[0].own_nodes, batch=tasks[0].batch, code=code) != rest.signature:
         raise SpecError(
             f"training {rest.signature}, by which this was recommended, has other settings or code",
             "undo what was changed, or let tula recommend choose without --from-training",
         )
-    here, there = tasks[-1], (task.nodes, task.batch)
+    here, there = tasks[-1], (task.own_nodes, task.batch)
     own = {"job": here.job, "signature": rest.signature}
-    if any(later.attempt > rest.attempt and (later.nodes, later.batch) == there for later in tasks):
+    if any(later.attempt > rest.attempt and (later.own_nodes, later.batch) == there for later in tasks):
         return task.model_copy(update={**own, "id": here.id, "attempt": here.attempt})
     first, *smaller = task.ladder
     rungs = (first.model_copy(update={"prediction": recommendation.choice}), *smaller)
     attempt = here.attempt + 1
     cause = (
-        f"goes on with {plural(task.nodes)} at batch {task.batch} instead of {plural(here.nodes)} at {here.batch}, as its own"
+        f"goes on with {plural(task.own_nodes)} at batch {task.batch} instead of {plural(here.nodes)} at {here.batch}, as its own"
         " steps recommend"
     )
     return task.model_copy(
@@ -57,7 +57,12 @@ def left_behind(run: RunDir, task: TrainTask) -> str:
     for signature in run.train_signatures():
         other = run.training(signature)
         newest, samples = other.newest_task(), other.newest_samples()
-        if newest is None or not samples or other.summary() or (newest.nodes, newest.batch) != (task.nodes, task.batch):
+        if (
+            newest is None
+            or not samples
+            or other.summary()
+            or (newest.own_nodes, newest.batch) != (task.own_nodes, task.batch)
+        ):
             continue
         keys = [key for key in changes(newest.spec, task.spec) if key.split(".")[0] not in _NOT_TRAINED_BY]
         if keys:

@@ -9,7 +9,7 @@ from typing import Any
 from tula_cli.errors import BadMeasurements
 from tula_cli.models.efficiency import EARLY, Noise, noise_scale
 from tula_cli.models.ramp.by_noise import MEASURE, UNMEASURED, NoisePath, in_epochs
-from tula_cli.models.ramp.stages import ramp_of
+from tula_cli.models.ramp.stage_nodes import ramp_on
 from tula_cli.run.directory import RunDir
 from tula_cli.run.records.probes import Failed, GradientStats, Measured, OutOfMemory
 from tula_cli.run.records.recommendations import Recommendation, Stage
@@ -111,6 +111,5 @@ def planned_stages(
     noise = noise_path([run], spec, run.results())
     if asked == "noise" and noise is None:
         raise BadMeasurements(UNMEASURED, MEASURE)
-    parts = nodes * spec.cluster.gpus_per_node * spec.train.accumulate
-    found = ramp_of(spec, batch=batch, parts=parts, dataset_size=dataset_size, noise=noise)
+    found = ramp_on(spec, batch=batch, nodes=nodes, dataset_size=dataset_size, noise=noise)
     return in_epochs(found.stages, dataset_size)

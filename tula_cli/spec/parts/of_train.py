@@ -13,6 +13,7 @@ class RampStage(Section):
     epochs: PositiveFloat | None = None  # how long it lasts: so many, or
     samples: Positive | None = None  # so many samples
     batch: Positive  # global
+    nodes: Positive | None = None  # that it runs on, fewer than the training; null: as train.ramp_nodes says
 
     @model_validator(mode="after")
     def _lasts_for_something(self) -> "RampStage":

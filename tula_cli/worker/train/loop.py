@@ -128,8 +128,8 @@ class Trainer:
 
     @property
     def largest_micro_batch(self) -> int:
-        """Samples a GPU takes at a time of the training's own batch: what is evaluated at a time."""
-        return self.sizes.batch // (self.ranks.world * self.sizes.parts[self.sizes.batch])
+        """Samples a GPU takes at a time of the largest batch that it comes to: what is evaluated at a time."""
+        return self.sizes.largest // (self.ranks.world * self.sizes.parts[self.sizes.largest])
 
     @property
     def parts(self) -> int:

@@ -3,9 +3,11 @@
 import json
 import math
 import time
+from collections.abc import Iterable
 from types import TracebackType
 from typing import Any
 
+from tula_cli.models.time.noise import centre
 from tula_cli.run.directory import RunDir
 from tula_cli.run.files import append_json_line, write_atomic
 from tula_cli.run.records.tasks import TrainTask
@@ -55,6 +57,22 @@ class Metrics:
             for name, value in values.items():
                 if isinstance(value, int | float) and not isinstance(value, bool):
                     self._board.add_scalar(f"{kind}/{name}", value, position.samples)
+
+
+def step_time_of(rows: Iterable[dict[str, Any]], place: tuple[int, int, int]) -> float | None:
+    """Return the step time (s) over all epochs at these nodes, batch and micro-batch, of whatever attempt; None without any.
+
+    A late epoch alone may have two steps, and another speed than the training that the prediction is of.
+    """
+    alike, found = False, []
+    _, own, micro_batch = place
+    for row in rows:
+        if row["kind"] == "start":
+            # An older tula wrote no micro-batch.
+            alike = place == (row["nodes"], row["batch"], row.get("micro_batch", micro_batch))
+        elif row["kind"] == "epoch" and alike and row["step_time"] is not None and row.get("batch", own) == own:
+            found.append(row["step_time"])
+    return centre(found) if found else None
 
 
 def _plain(values: dict[str, Any]) -> dict[str, Any]:

@@ -11,7 +11,6 @@ from tula_cli.host import outcome
 from tula_cli.models import halving
 from tula_cli.models.choice import goals
 from tula_cli.models.cost import checkpoint_interval, interruption_rate
-from tula_cli.models.time.noise import centre
 from tula_cli.run.directory import RunDir
 from tula_cli.run.records.results import Reached, TrainResult
 from tula_cli.run.records.tasks import TrainTask
@@ -27,7 +26,7 @@ from tula_cli.worker.train import loop as worker_train_loop
 from tula_cli.worker.train.divergence import DivergenceDetector
 from tula_cli.worker.train.evaluation import Evaluation
 from tula_cli.worker.train.loop import Step
-from tula_cli.worker.train.metrics import Metrics
+from tula_cli.worker.train.metrics import Metrics, step_time_of
 from tula_cli.worker.train.sizes.dividing import splits_known
 from tula_cli.worker.train.training_log import TrainingLog
 from tula_cli.worker.train.watching.stage_control import StageControl
@@ -150,6 +149,7 @@ class Training:
             self._end_epoch(None)
         if self.ended:
             return
+        self._leave_for_more_nodes()
         if not self.trainer.position.samples:  # also tells at once, not after an epoch, where it cannot be measured
             self._measure_curvature()
         for step in stream:
@@ -165,6 +165,7 @@ class Training:
                 # A checkpoint is the state of every rank.
                 if not self.trainer.apart and not checkpoint.of_all_ranks(self.trainer) and self._is_due():
                     self._save_finite()
+            self._leave_for_more_nodes()
             self._check()
             if step.batch != self.trainer.batch:
                 self._begin_stage()
@@ -176,6 +177,16 @@ class Training:
         self.log.begin_stage()
         self.watch.begin_anew()
         self.log.parts = None
+
+    def _leave_for_more_nodes(self) -> None:
+        """Leave where the next stage begins, if it has more nodes; every rank is there at the same step.
+
+        Raises:
+            Preempted: the ranks leave.
+        """
+        following = self.task.next_stage
+        if following is not None and self.trainer.batch >= following.batch:
+            raise Preempted("stage_end")
 
     @property
     def _overhead(self) -> float:
@@ -336,7 +347,7 @@ class Training:
         trainer, signature = self.trainer, self.task.signature
         found = result.values
         metrics = {"eval_loss": found.pop("loss"), **found}
-        asked = self.task.spec.train.best.metric
+        asked, rows = self.task.spec.train.best.metric, self.run.training(signature).metrics()
         self.run.write_train_result(
             TrainResult(
                 signature=signature,
@@ -352,7 +363,7 @@ class Training:
                 best_epoch=int(self.best["epoch"]),
                 best=Reached.of(asked, self.best.get("value")),
                 ended=self.ended,
-                step_time=self._step_time(),
+                step_time=step_time_of(rows, (self.task.nodes, trainer.sizes.batch, trainer.largest_micro_batch)),
                 finished_at=time.time(),
                 tuning=self.run.training(signature).tuning(),
             )
@@ -373,22 +384,6 @@ class Training:
             self._save(is_best=False)
         if self.first:
             self._write_result(result)
-
-    def _step_time(self) -> float | None:
-        """Return the step time (s) over all epochs at these nodes, batch and micro-batch, of whatever attempt; None without any.
-
-        A late epoch alone may have two steps, and another speed than the training that the prediction is of.
-        """
-        alike, found, own = False, [], self.trainer.sizes.batch
-        for row in self.run.training(self.task.signature).metrics():
-            if row["kind"] == "start":
-                # An older tula wrote no micro-batch.
-                micro_batch = self.trainer.largest_micro_batch
-                sizes = row["nodes"], row["batch"], row.get("micro_batch", micro_batch)
-                alike = sizes == (self.task.nodes, own, micro_batch)
-            elif row["kind"] == "epoch" and alike and row["step_time"] is not None and row.get("batch", own) == own:
-                found.append(row["step_time"])
-        return centre(found) if found else None
 
 
 def _known(value: float) -> float | None:

@@ -87,7 +87,10 @@ class TrainingLog:
         self.add("environment", **self._environment())
         at = f"from sample {trainer.position.samples}" if trainer.position.samples else "from the beginning"
         told = f", beta2 {trainer.beta2s[0]:.6g}" if trainer.beta2s else ""
-        self._print(f"training on {plural(task.nodes)}, batch {task.batch}{told}, {at}" + f": {cause}" * bool(cause))
+        later = f" (of {task.own_nodes} later)" * (task.own_nodes != task.nodes)
+        self._print(
+            f"training on {plural(task.nodes)}{later}, batch {task.batch}{told}, {at}" + f": {cause}" * bool(cause)
+        )
         if len(trainer.sizes.ramp.stages) > 1:
             self.begin_stage()
         for message in remarks(trainer):
@@ -346,7 +349,9 @@ def _few_for_statistics(trainer: Trainer) -> list[str]:
     sizes, world = trainer.sizes, trainer.ranks.world
     over = normalised(trainer.parallel.module, world=world)
     samples = {
-        stage.batch: over * stage.batch // (world * sizes.parts[stage.batch]) for stage in sizes.ramp.stages[:-1]
+        stage.batch: over * stage.batch // (world * sizes.parts[stage.batch])
+        for stage in sizes.ramp.stages[:-1]
+        if stage.batch <= sizes.largest
     }
     few = {batch: count for batch, count in samples.items() if over and count < FEWEST_NORMALISED}
     if not few:

@@ -13,6 +13,7 @@ class Sizes:
     ramp: Ramp
     micro_batches: int  # of a step on one rank, uncut
     splits: Mapping[int, int]  # of each batch: parts that each of them is computed in
+    largest: int  # that this attempt comes to: less than the training's own where it leaves for more nodes before
 
     @property
     def batch(self) -> int:

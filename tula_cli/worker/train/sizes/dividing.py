@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 
 from tula_cli.errors import SpecError
 from tula_cli.models.out_of_memory import splits_of
-from tula_cli.models.ramp.stages import Ramp, ramp_of
+from tula_cli.models.ramp.stages import Ramp, below, ramp_of
 from tula_cli.run.records.micro_batches import MicroBatches, Splits
 from tula_cli.run.records.recommendations import Stage
 from tula_cli.run.records.tasks import LoopTask, TrainTask
@@ -33,14 +33,16 @@ def sizes_of(task: LoopTask, *, batch: int, world: int, dataset_size: int) -> Si
     _check_batch(spec, batch, world=world, splits=splits, dataset_size=dataset_size)
     each = micro_batches(spec, world)
     ramp = None
+    largest = batch
     if isinstance(task, TrainTask):
+        largest = max((stage.batch for stage in task.stages if stage.nodes == task.nodes), default=batch)
         ramp = ramp_by(task, task.stages, world, dataset_size)
     stages = {stage.batch: 1 for stage in ramp.stages} if ramp else {}
     if splits > 1:
         stages = {stage: _splits_like(spec, stage, batch, world=world, splits=splits) for stage in stages}
     for stage, parts in stages.items():
         _check_batch(spec, stage, world=world, splits=parts, dataset_size=dataset_size)
-    return Sizes(ramp or Ramp.constant(batch), each, {**stages, batch: splits})
+    return Sizes(ramp or Ramp.constant(batch), each, {**stages, batch: splits}, min(batch, largest))
 
 
 def _splits_like(spec: JobSpec, stage: int, batch: int, *, world: int, splits: int) -> int:
@@ -59,7 +61,21 @@ def ramp_by(task: TrainTask, stages: Sequence[Stage], world: int, dataset_size: 
         SpecError: as `ramp_of`.
     """
     parts = world * micro_batches(task.spec, world)
+    if stages and stages[0].nodes is not None:
+        return _on_nodes(task, stages, parts)
     return ramp_of(task.spec, batch=task.batch, parts=parts, dataset_size=dataset_size, decided=stages)
+
+
+def _on_nodes(task: TrainTask, stages: Sequence[Stage], parts: int) -> Ramp:
+    """Return the batches of a training that has fewer nodes at first (`train.ramp_nodes`): of all numbers of ranks the same.
+
+    What ran on fewer nodes need not divide among these: only a checkpoint that cannot be read leads back there, and then the
+    first batch of these nodes is taken.
+    """
+    every = [*below(stages, task.batch)]
+    first = next(stage.batch for stage in every if (stage.nodes or 0) >= task.nodes)
+    fitting = [stage.batch if stage.batch % parts == 0 else first for stage in every]
+    return Ramp(tuple(stage.model_copy(update={"batch": fit}) for stage, fit in zip(every, fitting, strict=True)))
 
 
 def _check_batch(spec: JobSpec, batch: int, *, world: int, splits: int, dataset_size: int) -> None:

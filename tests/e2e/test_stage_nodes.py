@@ -1,0 +1,53 @@
+"""A training on this machine whose nodes become more with its batch: exact samples, and the weights of one that always has all."""
+
+import json
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import seen_samples
+from seen_samples import EPOCHS, JOB, SIZE, seen, told
+
+pytestmark = [pytest.mark.e2e, pytest.mark.torch]
+
+ALIKE = """
+import sys, torch
+one, other = (torch.load(path, weights_only=True)["model"] for path in sys.argv[1:])
+assert one.keys() == other.keys() and any(one[key].abs().sum() > 0 for key in one)
+sys.exit(not all(torch.allclose(one[key], other[key], rtol=1e-4, atol=1e-6) for key in one))
+"""
+
+
+def train(tula: Any, nodes: int | None) -> Path:
+    """Train on two nodes, the first epoch on so many; return the newest checkpoint."""
+    named = {} if nodes is None else {"nodes": nodes}
+    ramp = json.dumps([{"epochs": 1, "batch": 8, **named}])
+    answer = tula("train", "job.yaml", "--nodes", "2", "--batch", "16", "--set", f"train.ramp={ramp}")
+    return tula.run().training(answer["data"]["signature"]).path / "last"
+
+
+def test_more_nodes_at_a_change_of_the_batch_train_the_same_samples_to_the_same_weights(tula: Any) -> None:
+    (tula.folder / "job.yaml").write_text(JOB)
+    (tula.folder / "seen_samples.py").write_text(Path(seen_samples.__file__).read_text())
+    grown = train(tula, 1)
+    task, training = tula.task(), tula.run().training(tula.task().signature)
+    assert [(t.nodes, t.cause) for t in training.tasks()] == [(1, ""), (2, "batch 16 has 2 nodes")]
+    assert [(a.outcome, a.samples) for a in training.attempts()] == [("stage_end", 0), ("done", SIZE)]
+    assert seen(tula.folder) == Counter(dict.fromkeys(range(SIZE), EPOCHS))
+    ranks = [(row["rank"], row["world"]) for row in told(tula.folder)]
+    assert set(ranks) == {(0, 1), (0, 2), (1, 2)} and ranks.count((0, 1)) == SIZE // 8
+    status = tula("status")["data"]
+    assert [(s["begin"], s["batch"], s["nodes"]) for s in status["training"]["stages"]] == [(0, 8, 1), (SIZE, 16, 2)]
+    assert [(row["nodes"], row["batch"]) for row in status["attempts"]] == [(1, 16), (2, 16)]
+    assert "training on 1 node (of 2 later), batch 16" in tula.logs()
+    steps = [row for row in training.metrics() if row["kind"] == "step"]
+    assert sum(row["count"] for row in steps) == training.result().steps == SIZE // 8 + 2 * SIZE // 16
+    summary = training.summary()
+    assert summary.nodes == 2 and summary.attempts == 2 and task.stages[0].nodes == 1
+    (tula.folder / "seen.jsonl").unlink()
+    always = train(tula, None)
+    assert always.parent != grown.parent, "another training"
+    assert not subprocess.run([sys.executable, "-c", ALIKE, str(grown), str(always)], check=False).returncode

@@ -1,0 +1,178 @@
+"""On how many nodes each stage of a growing batch runs (`train.ramp`): as many as it is worth, by time or by cost.
+
+A small batch scales least, so that its first stages take few nodes hardly longer, or sooner, than many. Each change of nodes
+is a new start, and on a cluster with a queue a wait, so that one is made only where it pays. Samples are the clock: where a
+stage begins and which samples it trains is the same on any nodes.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from tula_cli.errors import SpecError
+from tula_cli.models.out_of_memory import FEWEST_NORMALISED
+from tula_cli.models.ramp.by_noise import NoisePath
+from tula_cli.models.ramp.stages import Ramp, ramp_of
+from tula_cli.run.records.recommendations import Recommendation, Stage
+from tula_cli.run.records.tasks import TrainTask
+from tula_cli.spec.job import JobSpec
+from tula_cli.words import plural
+
+Worth = Literal["time", "cost"]
+"""What the least is taken of: hours, or node-hours."""
+
+MOST_CHANGES = 3
+"""Of the nodes of one training: each is a job more in the queue."""
+
+
+def stages_worth(objective: str, curve: str) -> Worth:
+    """Return by what the nodes of stages are chosen: by cost where that, or energy, is the objective, or the knee is one of cost."""
+    by_cost = objective in ("cost", "energy") or (objective == "knee" and curve == "cost")
+    return "cost" if by_cost else "time"
+
+
+def stages_worth_of(recommended: Recommendation | None) -> Worth:
+    """Return the same of what was recommended; without that by time."""
+    return "time" if recommended is None else stages_worth(recommended.objective, recommended.curve)
+
+
+@dataclass(frozen=True)
+class Change:
+    """What going on with other nodes takes; seconds."""
+
+    start: float  # until the ranks train; on nodes that are paid for
+    queue: float = 0.0  # until there are nodes, which are not
+
+
+def cheapest(options: Sequence[Mapping[int, float]], change: Change, *, by: Worth) -> tuple[int, ...]:
+    """Return the nodes of each stage, ascending, with the least time or the least node-hours; of equal ones fewest changes.
+
+    Args:
+        options: of each stage the seconds of its steps by the number of nodes; of the last one those of the training alone.
+        change: what each change takes; the first start is on the first stage's nodes.
+        by: time or cost.
+
+    Returns:
+        One number a stage. The nodes of the last stage are among it where each stage has that option, so that the answer is
+        never worse than those throughout.
+    """
+
+    def value(nodes: int, seconds: float, *, queue: float = 0.0) -> float:
+        return nodes * seconds if by == "cost" else seconds + queue
+
+    first = {nodes: value(nodes, change.start + seconds) for nodes, seconds in options[0].items()}
+    best: dict[tuple[int, int], tuple[float, tuple[int, ...]]] = {
+        (nodes, 0): (found, (nodes,)) for nodes, found in first.items()
+    }
+    for stage in options[1:]:
+        reached: dict[tuple[int, int], tuple[float, tuple[int, ...]]] = {}
+        for (before, changes), (so_far, path) in best.items():
+            for nodes, seconds in stage.items():
+                if nodes < before or (nodes > before and changes == MOST_CHANGES):
+                    continue
+                moved = nodes > before
+                more = value(nodes, seconds + change.start * moved, queue=change.queue * moved)
+                found, place = (so_far + more, (*path, nodes)), (nodes, changes + moved)
+                if place not in reached or found[0] < reached[place][0]:
+                    reached[place] = found
+        best = reached
+    assert best, "the last stage's nodes are an option of each, or more than those of all"
+    return min((found, changes, path) for (_, changes), (found, path) in best.items())[2]
+
+
+def allowed(spec: JobSpec, batch: int, *, nodes: int) -> tuple[int, ...]:
+    """Return the numbers of nodes that a stage may run on, ascending: those of the search up to the training's own.
+
+    A batch divides among their GPUs, and each of these takes at least as many samples at a time as BatchNorm needs for its
+    statistics, on fewer nodes than the training has.
+
+    Args:
+        spec: the job, with `train.ramp_nodes: auto`.
+        batch: of the stage, global.
+        nodes: of the training.
+    """
+    counts = sorted({count for count in spec.search.nodes if count < nodes})
+    fewer = [count for count in counts if batch % parts_on(spec, count) == 0]
+    roomy = [count for count in fewer if batch // parts_on(spec, count) >= FEWEST_NORMALISED]
+    own = [nodes] if batch % parts_on(spec, nodes) == 0 else []
+    return (*(roomy or fewer[:1] * (not own)), *own)
+
+
+def parts_on(spec: JobSpec, nodes: int) -> int:
+    """Return the parts that a batch is divided into: GPUs x micro-batches of a step."""
+    return nodes * spec.cluster.gpus_per_node * spec.train.accumulate
+
+
+def ramp_on(spec: JobSpec, *, batch: int, nodes: int, dataset_size: int, noise: NoisePath | None = None) -> Ramp:
+    """Return the stages of a training that ends on so many nodes, as `ramp_of` has them.
+
+    Raises:
+        SpecError: as `ramp_of` says, or a stage names more nodes than the training has, or some that it does not divide among.
+    """
+    fewer: list[int] = []
+    if spec.train.ramp_nodes == "auto":
+        fewer = [parts_on(spec, count) for count in sorted(set(spec.search.nodes), reverse=True) if count < nodes]
+    parts = parts_on(spec, nodes)
+    found = ramp_of(spec, batch=batch, parts=parts, dataset_size=dataset_size, noise=noise, fewer=fewer)
+    for stage in spec.train.stages if isinstance(spec.train.stages, list) else []:
+        if stage.nodes is not None and stage.nodes > nodes and stage.batch < batch:
+            raise SpecError(
+                f"train.ramp: batch {stage.batch} names {plural(stage.nodes)}, more than the {nodes} of the training",
+                "nodes become more with the batch, not fewer",
+            )
+    return found
+
+
+def named(spec: JobSpec) -> dict[int, int]:
+    """Return the nodes that stages name, by their batches."""
+    stages = spec.train.stages if isinstance(spec.train.stages, list) else []
+    return {stage.batch: stage.nodes for stage in stages if stage.nodes is not None}
+
+
+def on_nodes(stages: Sequence[Stage], chosen: Mapping[int, int], *, spec: JobSpec, nodes: int) -> tuple[Stage, ...]:
+    """Return the stages of a training with their nodes, as its jobs take them; without where all have its own.
+
+    Args:
+        stages: of the training, that of its own batch last.
+        chosen: nodes by batch, of those stages that have others than the training.
+        spec: the job.
+        nodes: of the training.
+
+    Raises:
+        SpecError: a stage has more nodes than the one after it, or what follows does not divide among its GPUs.
+    """
+    found = tuple(stage.model_copy(update={"nodes": chosen.get(stage.batch, nodes)}) for stage in stages)
+    counts = [chosen.get(stage.batch, nodes) for stage in stages]
+    for number, (stage, count) in enumerate(zip(stages, counts, strict=True)):
+        for later, its in zip(stages[number:], counts[number:], strict=True):
+            if its < count:
+                raise SpecError(
+                    f"train.ramp: batch {later.batch} would have {plural(its)}, fewer than batch {stage.batch} before it"
+                )
+            parts = parts_on(spec, count)
+            if later.batch % parts:
+                raise SpecError(
+                    f"train.ramp: batch {later.batch} does not divide by {parts} (GPUs x micro-batches of a step on the"
+                    f" {plural(count)} of batch {stage.batch}); samples stay in order at a change if it does",
+                    f"the nearest are {later.batch // parts * parts or parts} and {(later.batch // parts + 1) * parts}",
+                )
+    return found if len(set(counts)) > 1 else tuple(stages)
+
+
+def with_nodes(task: TrainTask, *, samples: int) -> TrainTask:
+    """Return a task on the nodes of the stage that it begins in; itself where all stages have those of the training.
+
+    Where the job names none, they are those that its prediction was made for.
+
+    Args:
+        task: on the nodes of the training, with its stages.
+        samples: that are trained.
+
+    Raises:
+        SpecError: stages do not divide among the nodes that they name.
+    """
+    predicted = task.prediction.stages if task.prediction is not None else ()
+    chosen = {stage.batch: stage.nodes for stage in predicted if stage.nodes is not None} | named(task.spec)
+    stages = on_nodes(task.stages, chosen, spec=task.spec, nodes=task.nodes)
+    begun = [stage.nodes for stage in stages if stage.begin <= samples and stage.nodes is not None]
+    return task.model_copy(update={"stages": stages, "nodes": begun[-1]}) if begun else task

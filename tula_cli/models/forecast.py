@@ -33,7 +33,7 @@ from tula_cli.models.overheads import OverheadModel, shutdown_of
 from tula_cli.models.power import PowerModel
 from tula_cli.models.ramp.by_noise import NoisePath
 from tula_cli.models.ramp.stage_nodes import Worth
-from tula_cli.models.ramp.stage_times import StageTimes
+from tula_cli.models.ramp.stage_times import StageTimes, change_of
 from tula_cli.models.time import steptime, stretches
 from tula_cli.models.time.calibration import AS_MODELLED
 from tula_cli.models.time.steptime import StepTimeFit
@@ -383,8 +383,7 @@ class Forecast:
                 self.why_unknown,
                 noise=self.noise,
                 too_large=self.too_large,
-                beside=beside,
-                queue=self.queue,
+                change=change_of(beside, self.spec.cluster.gpus_per_node, self.queue),
                 by=self.stages_by,
             ),
         )

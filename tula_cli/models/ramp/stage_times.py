@@ -1,5 +1,6 @@
 """What the steps of a training take whose batch grows (`train.ramp`): sum_k n_k t(N_k, B_k) in place of n t(N, B)."""
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -7,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tula_cli.errors import SpecError
-from tula_cli.models.choice.columns import Flags, Floats, Ints
+from tula_cli.models.choice.columns import Flags, Floats, Ints, columns
 from tula_cli.models.choice.grid import Config, configs
 from tula_cli.models.cost import Work
 from tula_cli.models.overheads import OverheadModel
@@ -17,6 +18,18 @@ from tula_cli.models.ramp.stages import Ramp
 from tula_cli.models.time.steptime import Estimate
 from tula_cli.run.records.recommendations import Stage, StageSteps
 from tula_cli.spec.job import JobSpec
+
+
+def change_of(beside: OverheadModel, gpus_per_node: int, queue: float) -> Callable[[Config], Change]:
+    """Return what gives for a configuration what going on with its nodes takes: a start, and the wait for them (seconds)."""
+
+    @functools.cache
+    def change(config: Config) -> Change:
+        nodes, batch = columns([config])
+        found = beside.at(nodes, batch // (nodes * gpus_per_node), batch)
+        return Change(float(found.startup[0]), queue)
+
+    return change
 
 
 @dataclass
@@ -32,18 +45,9 @@ class StageTimes:
     why_unknown: Callable[[Config], str]  # why there is none; empty where there is
     noise: NoisePath | None = None  # of the gradients
     too_large: Callable[[Config], str] = lambda _: ""  # why a batch does not fit the memory; empty where it does
-    beside: OverheadModel | None = None  # of which a start counts at each change of nodes
-    queue: float = 0.0  # seconds that this waits for nodes, as far as known
+    change: Callable[[Config], Change] = lambda _: Change(0.0)  # what going on with other nodes takes
     by: Worth = "time"  # that the nodes of stages are chosen by
     _known: dict[Config, tuple[StageSteps, ...]] = field(default_factory=dict)
-
-    def change(self, config: Config) -> Change:
-        """Return what going on with other nodes takes."""
-        if self.beside is None:
-            return Change(0.0, self.queue)
-        nodes, batch = np.array([config.nodes]), np.array([config.batch])
-        found = self.beside.at(nodes, batch // (nodes * self.spec.cluster.gpus_per_node), batch)
-        return Change(float(found.startup[0]), self.queue)
 
     def why_not(self, config: Config) -> str:
         """Return why a configuration cannot be trained with the stages that the job names; empty where it can."""

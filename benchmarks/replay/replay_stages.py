@@ -1,0 +1,250 @@
+"""What stages on fewer nodes are worth on measured step times: python benchmarks/replay/replay_stages.py TABLE.csv... [--json]
+
+Of each set (an app on one cluster, with one number of GPUs a node) trainings of 20 epochs are compared, whose steps take what was
+measured, in between on the line through log batch and log time on the same nodes, and beyond (small batches on many nodes) what
+tula's model says, fitted to all that was measured:
+
+- the reference batch, the smallest that was measured, on the nodes on which it takes the fewest node-hours, or the least time;
+- every larger batch that was measured, fixed for the whole training: faster, and at a loss of accuracy that nothing here tells;
+- a batch that grows from the reference up to that (`train.ramp: auto`, which kept the small batch's accuracy in the trainings of
+  docs/accuracy.md), with the same nodes throughout, and with those that each stage is worth (`train.ramp_nodes: auto`).
+
+The saving is that of the last by node-hours against the best reference batch, and against the same ramp with the same nodes; the
+speed-up is against the reference batch at its fastest. A change of nodes takes a start (--start), and none waits for nodes. The
+length is that of HOURS on the fastest fixed configuration. Evaluation and checkpoints are left out of all.
+"""
+
+import argparse
+import json
+import math
+import sys
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from typing import cast
+
+import numpy as np
+from replay_baselines import MODELS, Predictor
+from replay_data import MeasuredSet, Where, load
+
+from tula_cli.models.choice.grid import Config
+from tula_cli.models.ramp.stage_nodes import Change, Worth
+from tula_cli.models.ramp.stage_times import StageTimes
+from tula_cli.models.time.steptime import Estimate
+from tula_cli.run.records.recommendations import StageSteps
+from tula_cli.spec.job import JobSpec
+
+EPOCHS = 20
+START = 60.0  # seconds from a change of nodes to the first step there
+ALLOWS, REACHES = (
+    6.0,
+    4.0,
+)  # where the largest batch is that many times as fast as the reference, a ramp is to be that many
+
+
+@dataclass(frozen=True)
+class Taken:
+    """What a training takes."""
+
+    nodes: int  # at the end
+    batch: int
+    hours: float
+    node_hours: float
+
+
+@dataclass(frozen=True)
+class Row:
+    """What the trainings of one set take; node-hours and hours of a training of HOURS on its fastest configuration."""
+
+    name: str
+    reference: int  # batch
+    least: Taken  # the reference batch by node-hours
+    fastest: Taken  # and by time
+    fixed: Taken  # the fastest fixed batch
+    same: Taken  # the ramp with the same nodes throughout, least node-hours
+    stages: Taken  # and with the nodes of each stage
+    sooner: Taken  # that by time
+    at_speed: float  # node-hours saved at the fastest ramp by nodes of its stages, those chosen by cost, and
+    slower: float  # how much longer it then takes
+
+    @property
+    def saved(self) -> float:
+        """Node-hours that the ramp saves against the best reference batch."""
+        return 1 - self.stages.node_hours / self.least.node_hours
+
+    @property
+    def by_nodes(self) -> float:
+        """Of these, against the same ramp with the same nodes throughout, each at its best."""
+        return 1 - self.stages.node_hours / self.same.node_hours
+
+    @property
+    def allowed(self) -> float:
+        """How many times as fast as the reference batch the fastest fixed batch is."""
+        return self.fastest.hours / self.fixed.hours
+
+    @property
+    def speedup(self) -> float:
+        return self.fastest.hours / self.sooner.hours
+
+
+class Trainings:
+    """The trainings of one set."""
+
+    def __init__(self, measured: MeasuredSet, start: float) -> None:
+        assert measured.gpus_per_node is not None
+        self.measured, self.gpus, self.start = measured, measured.gpus_per_node, start
+        self.lines: dict[int, list[tuple[int, float]]] = defaultdict(list)
+        for place, seen in sorted(measured.truth.items()):
+            self.lines[place.nodes].append((place.local_batch, seen.seconds))
+        self.reference = min(place.replicas * place.local_batch for place in measured.truth)
+        most = max(place.replicas * place.local_batch for place in measured.truth)
+        doubled = [self.reference << k for k in range(most.bit_length()) if self.reference << k <= most]
+        self.candidates = [
+            Config(nodes, batch)
+            for batch in doubled
+            for nodes in self.lines
+            if not self.why_unknown(Config(nodes, batch))
+        ]
+
+    def why_unknown(self, config: Config) -> str:
+        """Return why nothing tells the time of a configuration; empty where something does."""
+        line = self.lines.get(config.nodes, [])
+        local_batch, rest = divmod(config.batch, config.nodes * self.gpus)
+        known = bool(line) and not rest and line[0][0] <= local_batch <= line[-1][0]
+        return "" if known else "it was not measured"
+
+    def seconds(self, config: Config) -> float:
+        """Return the step time at a configuration, measured where it was."""
+        local_batch = max(1, config.batch // (config.nodes * self.gpus))
+        if self.why_unknown(config):
+            return float(self.model([Where(config.nodes, self.gpus, local_batch)])[0].seconds)
+        sizes, times = zip(*self.lines[config.nodes], strict=True)
+        return float(np.exp(np.interp(math.log(local_batch), np.log(sizes), np.log(times))))
+
+    @cached_property
+    def model(self) -> Predictor:
+        return MODELS["tula"](list(self.measured.truth.values()), self.measured.collective)
+
+    @cached_property
+    def size(self) -> int:
+        """Samples of an epoch."""
+        rate = max(config.batch / self.seconds(config) for config in self.candidates)
+        return round(3600 * self.measured.hours * rate / EPOCHS)
+
+    def fixed(self, config: Config) -> Taken:
+        hours = (EPOCHS * (self.size // config.batch) * self.seconds(config) + self.start) / 3600
+        return Taken(config.nodes, config.batch, hours, config.nodes * hours)
+
+    def grown(self, config: Config, *, nodes: str, by: Worth) -> Taken:
+        """Return what a ramp up to a configuration takes."""
+        times = StageTimes(
+            self.spec(nodes),
+            self.size,
+            lambda those: [Estimate(self.seconds(one), None, None) for one in those],
+            lambda _: "",
+            change=lambda _: Change(self.start),
+            by=by,
+        )
+        stages = times.of(config)
+        own = (EPOCHS * self.size - sum(stage.steps * stage.batch for stage in stages)) // config.batch
+        every = [
+            *stages,
+            StageSteps(batch=config.batch, steps=own, step_time=self.seconds(config), step_low=None, step_high=None),
+        ]
+        counts = {stage.nodes or config.nodes for stage in every}
+        steps = [((stage.nodes or config.nodes), stage.steps * stage.step_time) for stage in every]
+        hours = (sum(seconds for _, seconds in steps) + self.start * len(counts)) / 3600
+        node_hours = (sum(count * seconds for count, seconds in steps) + self.start * sum(counts)) / 3600
+        return Taken(config.nodes, config.batch, hours, node_hours)
+
+    def spec(self, nodes: str) -> JobSpec:
+        return JobSpec.model_validate(
+            {
+                "name": "replayed",
+                "model": {"name": "resnet50"},
+                "dataset": {"name": "cifar10"},
+                "optimizer": {"name": "SGD", "lr": 0.1},
+                "train": {
+                    "method": "lrs", "epochs": EPOCHS, "reference_batch": self.reference, "ramp": "auto", "ramp_nodes": nodes,
+                },
+                "search": {"nodes": sorted(self.lines)},
+                "cluster": {"gpus_per_node": self.gpus},
+            }
+        )  # fmt: skip
+
+    def row(self) -> Row | None:
+        """Return what its trainings take; None where no batch was measured beyond the reference's."""
+        larger = [config for config in self.candidates if config.batch > self.reference]
+        references = [self.fixed(config) for config in self.candidates if config.batch == self.reference]
+        if not (references and larger):
+            return None
+        same = [self.grown(config, nodes="same", by="cost") for config in larger]
+        cheap = [self.grown(config, nodes="auto", by="cost") for config in larger]
+        quick = [self.grown(config, nodes="auto", by="time") for config in larger]
+        fastest, soonest = min(same, key=_hours), min(quick, key=_hours)
+        alike = next(found for found in cheap if (found.nodes, found.batch) == (fastest.nodes, fastest.batch))
+        return Row(
+            name=self.measured.name,
+            reference=self.reference,
+            least=min(references, key=_node_hours),
+            fastest=min(references, key=_hours),
+            fixed=min(map(self.fixed, larger), key=_hours),
+            same=min(same, key=_node_hours),
+            stages=min(cheap, key=_node_hours),
+            sooner=soonest,
+            at_speed=1 - alike.node_hours / fastest.node_hours,
+            slower=alike.hours / fastest.hours - 1,
+        )
+
+
+def _hours(taken: Taken) -> float:
+    return taken.hours
+
+
+def _node_hours(taken: Taken) -> float:
+    return taken.node_hours
+
+
+def judge(sets: Sequence[MeasuredSet], *, start: float = START) -> list[Row]:
+    """Return a row a set of several nodes in which a batch can grow."""
+    found = [Trainings(each, start).row() for each in sets if each.gpus_per_node is not None]
+    return [row for row in found if row is not None]
+
+
+def lines(rows: Sequence[Row]) -> list[str]:
+    """Return the rows in words, and what they come to."""
+    head = "node-hours against the reference batch, of these by nodes; the fastest ramp: saved by nodes, longer; speed-up of a fixed batch, of the ramp"
+    found = [
+        f"{row.name:44} {row.saved:6.0%} {row.by_nodes:6.0%}  {row.at_speed:6.0%} {row.slower:+6.0%}  {row.allowed:6.1f} {row.speedup:6.1f}"
+        for row in rows
+    ]
+    saved, at_speed = ([getattr(row, name) for row in rows] for name in ("saved", "at_speed"))
+    wide = [row for row in rows if row.allowed >= ALLOWS]
+    return [
+        head,
+        *found,
+        f"{len(rows)} sets: at least 20 % fewer node-hours than the best reference batch in {sum(s >= 0.2 for s in saved)}, median"
+        f" {np.median(saved):.0%}; at the fastest ramp {sum(s >= 0.2 for s in at_speed)} save 20 % by the nodes of stages, median"
+        f" {np.median(at_speed):.0%}",
+        f"where a fixed batch is {ALLOWS:g} times as fast ({len(wide)} sets) the ramp is {REACHES:g} times as fast in"
+        f" {sum(row.speedup >= REACHES for row in wide)}",
+    ]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("tables", nargs="+", metavar="TABLE.csv")
+    parser.add_argument("--start", type=float, default=START, help="seconds that a start takes")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    asked = parser.parse_args()
+    rows = judge(load(*cast("list[str]", asked.tables)), start=asked.start)
+    if asked.json:
+        told = ("saved", "by_nodes", "allowed", "speedup")
+        json.dump([asdict(row) | {name: getattr(row, name) for name in told} for row in rows], sys.stdout, indent=1)
+        return
+    print("\n".join(lines(rows)))
+
+
+if __name__ == "__main__":
+    main()

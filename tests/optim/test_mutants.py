@@ -16,6 +16,7 @@ from pathlib import Path
 from types import ModuleType
 
 import ags_checks
+import ags_edge_checks  # noqa: F401  (adds its checks)
 import pytest
 
 from tula_cli import optim, presets
@@ -230,6 +231,45 @@ MUTANTS = {
         "math.sqrt(2 * self.setup.world)",
     ),
     "the reduction sums": ("parts.reduction", "    gradient.div_(state.group.size())\n", ""),
+    # steps of nothing, schedules, seeds, many tensors
+    "lamb: the ratio of a step of nothing": (
+        "layerwise",
+        "torch.where((w > 0) & (u > 0), w / u",
+        "torch.where(w > 0, w / u",
+    ),
+    "lars: the rate without a gradient": ("layerwise", "(w > 0) & (g > 0), trust", "w > 0, trust"),
+    "a place in another interval is taken": (
+        "parts.refresh_schedule",
+        '        if saved["every"] == self.every:',
+        "        if True:",
+    ),
+    "a restart keeps what is owed": (
+        "parts.refresh_schedule",
+        "self.taken, self.refreshed, self.owed = 0, False, False",
+        "self.taken, self.refreshed = 0, False",
+    ),
+    "the small pass draws the same on all ranks": ("parts.setup", "{step}, {self.rank}", "{step}"),
+    "the small pass draws the same in each step": ("parts.setup", "{self.seed}, {step}, ", "{self.seed}, "),
+    "listeners hear no end while replicas are apart": (
+        "parts.reduction",
+        "        return _done(gradient, after)",
+        "        return _done(gradient, [])",
+    ),
+    "listeners hear nothing while replicas are apart": (
+        "parts.reduction",
+        "[listener(bucket) for listener in state.listeners]",
+        "[listener(bucket) for listener in state.listeners if not state.local]",
+    ),
+    "the device takes 64 tensors of a chunk": (
+        "parts.gradient_scaling",
+        "        chunk.append(index)\n",
+        "        chunk.append(index) if len(chunk) < 64 else None\n",
+    ),
+    "the device takes one chunk alone": (
+        "parts.gradient_scaling",
+        "            yield chunk\n            chunk, size = [], 0\n",
+        "            yield chunk\n            return\n",
+    ),
     # presets
     "paper: another threshold": (PRESETS, '"delta": 0.5', '"delta": 0.8'),
     "robust: no average": (PRESETS, '"scale_ema": 0.9', '"scale_ema": 0.0'),

@@ -7,6 +7,7 @@ import math
 from typing import Any
 
 import ags_checks
+import ags_edge_checks  # noqa: F401  (adds its checks)
 import ags_reference as reference
 import numpy as np
 import pytest

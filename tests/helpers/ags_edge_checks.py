@@ -1,0 +1,147 @@
+"""What the parts must do where a figure is nothing, or there are many: further checks as those of ags_checks, which holds them all."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from ags_checks import check, close
+from ags_models import batch, loss_of, mlp, tula
+from torch import Tensor
+
+
+def part(package: Any, name: str) -> Any:
+    """Return a module of the package, or of its copy."""
+    return importlib.import_module(f"{package.__name__}.{name}")
+
+
+# ---- layer-wise steps of nothing
+
+
+def parameter(gradient: float) -> Tensor:
+    weight = torch.full((2, 2), 3.0, requires_grad=True)
+    weight.grad = torch.full((2, 2), gradient)
+    return weight
+
+
+@check
+def a_lamb_step_of_nothing_moves_nothing(package: Any) -> None:
+    weight = parameter(0.0)
+    part(package, "layerwise").Lamb([weight], lr=0.1).step()
+    close(weight.detach(), 3.0)
+
+
+@check
+def lars_without_a_gradient_takes_the_plain_step_of_the_decay(package: Any) -> None:
+    weight = parameter(0.0)
+    part(package, "layerwise").Lars([weight], lr=0.5, weight_decay=0.1).step()
+    close(weight.detach(), 3.0 * (1 - 0.5 * 0.1))
+
+
+# ---- when factors are refreshed
+
+
+@check
+def a_schedule_resumed_from_another_interval_begins_anew(package: Any) -> None:
+    Schedule = part(package, "parts.refresh_schedule").Schedule
+    before, after = Schedule.of(5, None), Schedule.of(3, None)
+    for _ in range(4):
+        before.advance(refreshed=False)
+    before.owe()
+    after.resume(before.position())
+    assert (after.taken, after.steps, after.owed, after.due) == (0, 3, False, False)
+    same = Schedule.of(5, None)
+    same.resume(before.position())
+    assert (same.taken, same.owed) == (4, True)
+
+
+@check
+def a_restarted_schedule_owes_nothing(package: Any) -> None:
+    schedule = part(package, "parts.refresh_schedule").Schedule.of(3, None)
+    schedule.owe()
+    schedule.restart()
+    assert not schedule.due
+
+
+# ---- what is drawn in the small pass
+
+
+def seed_of(opt: Any, *, step: int, rank: int = 0) -> int:
+    """Return the seed that a small pass on one rank begins with."""
+    seen: list[int] = []
+    x, y = batch(0)
+    setup = dataclasses.replace(opt.setup, rank=rank, world=2 if rank else 1)
+    params = list(setup.model.parameters())
+    small = part_of(setup)
+
+    def loss(n: int) -> Tensor:
+        seen.append(torch.initial_seed())
+        return loss_of(setup.model, x[:n], y[:n])
+
+    combined = small._combined
+    small._combined = lambda grads, *_: grads
+    try:
+        setup.small_gradients(loss, params, turn=rank, step=step, scaler=None)
+    finally:
+        small._combined = combined
+    return seen[0]
+
+
+def part_of(setup: Any) -> Any:
+    """Return the module that takes the small pass of a setup's package."""
+    return importlib.import_module(type(setup).__module__.replace(".setup", ".small_batch"))
+
+
+@check
+def a_small_pass_draws_anew_at_each_step_and_on_each_rank(package: Any) -> None:
+    opt = tula(mlp(dropout=0.4), package=package, refresh=1)
+    seeds = {seed_of(opt, step=step, rank=rank) for step in (0, 1) for rank in (0, 1)}
+    assert len(seeds) == 4
+    assert seed_of(opt, step=1, rank=1) in seeds, "and the same again at the same place"
+
+
+# ---- gradients of one's own
+
+
+@check
+def listeners_hear_of_gradients_while_the_replicas_are_apart(package: Any) -> None:
+    reduction = part(package, "parts.reduction")
+    heard: list[str] = []
+
+    def listener(bucket: Any) -> Any:
+        heard.append("before")
+        return lambda: heard.append("after")
+
+    state = reduction.Reduction(group=None, local=True, listeners=[listener])
+    gradient = torch.ones(3)
+    own = reduction._reduce(state, SimpleNamespace(buffer=lambda: gradient)).wait()
+    assert heard == ["before", "after"]
+    assert own is gradient and own.tolist() == [1.0] * 3
+
+
+# ---- many tensors
+
+
+@check
+def many_tensors_are_scaled_on_the_device_as_on_the_host(package: Any) -> None:
+    scaling = part(package, "parts.gradient_scaling")
+    kept, draw = scaling.CHUNK, torch.Generator().manual_seed(0)
+    start = [torch.randn(3, generator=draw) for _ in range(150)]
+    factors = [torch.rand(3, generator=draw) + 0.5 for _ in start]
+    for calm, chunk in ((True, kept), (True, 70 * 12), (False, kept)):
+        here, there, moved = ([t.clone() for t in start] for _ in range(3))
+        scaling.CHUNK = chunk
+        try:
+            scaling.scale_on_host_(here, factors, torch.tensor(calm))
+            scaling.scale_on_device_(there, factors, torch.tensor(calm))
+            torch._foreach_add_(moved, 1.0)
+            scaling._stretch_on_device_(moved, start, factors, torch.tensor(calm))
+        finally:
+            scaling.CHUNK = kept
+        assert all(torch.equal(a, b) for a, b in zip(here, there, strict=True))
+        expected = [s + (f if calm else 1.0) for s, f in zip(start, factors, strict=True)]
+        for found, wanted in zip(moved, expected, strict=True):
+            close(found, wanted, tolerance=1e-5)

@@ -11,7 +11,7 @@ from tula_cli.models.halving import Turn
 from tula_cli.run.records.probes import Overheads
 from tula_cli.run.records.results import Branch
 from tula_cli.spec.ags import Arm
-from tula_cli.spec.job import JobSpec
+from tula_cli.spec.job import JobSpec, lr_scale
 from tula_cli.spec.load import validate
 from tula_cli.spec.signature import train_signature
 
@@ -47,34 +47,36 @@ def play(names: list[str], merit: dict[str, float]) -> tuple[list[Turn], str]:
 # --- arms
 
 
-def test_default_arms_are_the_control_faster_ones_up_to_linear_scaling_and_ags() -> None:
-    arms = halving.arms(job(), 256)
+def test_default_arms_are_the_control_the_ramp_a_gentler_one_and_one_with_more_decay() -> None:
+    arms = halving.arms(job(optimizer={"weight_decay": 5e-4}), 256)
+    assert [(arm.name, arm.method, arm.lr_factor, arm.decay_factor) for arm in arms] == [
+        ("lbt", "lbt", 1, 1), ("ramp", "ramp", 1, 1), ("ramp-x0.5", "ramp", 0.5, 1), ("ramp-decay4", "ramp", 1, 4),
+    ]  # fmt: skip
     assert arms[0] == Arm(name="lbt")
-    assert [arm.lr_factor for arm in arms if arm.method == "lbt"] == pytest.approx([1, 2, 8])
-    assert [arm.lr_factor for arm in arms if arm.method == "ortho"] == pytest.approx([4, 8])
-    assert [arm.lr_factor for arm in arms if arm.method == "ags"] == pytest.approx([1, 1, 1])
-    assert all(arm.warmup_epochs for arm in arms if arm.lr_factor > 1)
-    scaled = {(job.granularity, job.refresh == "epoch", job.b_small) for job in _resolved(arms)}
-    assert scaled == {("element", True, "auto"), ("tensor", True, 8), ("tensor", False, "auto")}
-    assert len({arm.name for arm in arms}) == len(arms) == 8
+    groups = [{"parameters": ["norms"], "weight_decay": 0.1}]
+    assert len(halving.arms(job(optimizer={"groups": groups}), 256)) == 4
+    assert [arm.name for arm in halving.arms(job(), 256)] == ["lbt", "ramp", "ramp-x0.5"], "nothing to decay by"
 
 
-def _resolved(arms: tuple[Arm, ...]) -> list[Any]:
-    return [halving.tuned(job(), arm).ags.resolved() for arm in arms if arm.method == "ags"]
+@pytest.mark.parametrize("batch", [32, 16])
+def test_at_the_reference_batch_the_control_is_alone(batch: int) -> None:
+    assert halving.arms(job(), batch) == (Arm(name="lbt"),)
 
 
-@pytest.mark.parametrize(("batch", "names"), [(32, []), (16, []), (64, ["1.26", "2"]), (32 * 4096, ["4", "64"])])
-def test_the_faster_arms_follow_the_batch(batch: int, names: list[str]) -> None:
-    found = [arm.name for arm in halving.arms(job(), batch) if arm.method == "lbt"]
-    assert found == ["lbt", *(f"lbt-x{name}" for name in names)]
+def test_an_arm_s_decay_is_that_of_the_job_and_of_its_groups() -> None:
+    groups = [{"parameters": ["norms"], "weight_decay": 0.1}, {"parameters": ["biases"], "lr_factor": 2}]
+    spec = job(optimizer={"weight_decay": 0.01, "groups": groups})
+    own = halving.tuned(spec, Arm(name="more", decay_factor=4)).optimizer
+    assert (own.weight_decay, [group.weight_decay for group in own.groups]) == (0.04, [0.4, None])
+    assert halving.tuned(spec, Arm(name="as-it-is")).optimizer == spec.optimizer
 
 
-def test_an_optimizer_other_than_sgd_has_no_turned_steps_and_scales_its_updates() -> None:
-    arms = halving.arms(job(optimizer={"name": "AdamW", "lr": 0.1}), 256)
-    assert [arm.lr_factor for arm in arms if arm.method == "lbt"] == pytest.approx([1, 2, 4, 8])
-    assert [arm.lr_factor for arm in arms if arm.method == "ags"] == pytest.approx([1, 1, 1, 8**0.5])
-    assert {arm.ags.apply_to for arm in arms if arm.ags is not None} == {"update"}
-    assert len(arms) == 8
+@pytest.mark.parametrize(("optimizer", "factor"), [("SGD", 4), ("AdamW", 2)])
+def test_a_ramp_s_learning_rate_is_that_of_the_batch_in_use(optimizer: str, factor: float) -> None:
+    spec = job(optimizer={"name": optimizer})
+    ramp, plain = (halving.tuned(spec, Arm(name=name, method=name)) for name in ("ramp", "lbt"))
+    assert [lr_scale(ramp, batch) for batch in (32, 128)] == [1, factor]
+    assert lr_scale(plain, 128) == 1
 
 
 def test_an_arm_alone_says_what_happens_to_the_learning_rate() -> None:
@@ -93,10 +95,10 @@ def test_own_arms_replace_the_default_ones_but_not_the_control() -> None:
     assert halving.tuned(spec, Arm(name="as-given", method="ags")).ags.delta == 0.7
 
 
-def test_default_arms_scale_the_update_where_the_optimizer_would_divide_a_factor_out() -> None:
-    arms = halving.arms(job(optimizer={"name": "AdamW"}), 256)
-    assert {arm.ags.resolved().apply_to for arm in arms if arm.ags is not None} == {"update"}
-    assert {found.apply_to for found in _resolved(halving.arms(job(), 256))} == {"gradient"}
+def test_arms_of_ags_scale_the_update_where_the_optimizer_would_divide_a_factor_out() -> None:
+    arm = Arm.model_validate({"name": "ags", "method": "ags", "ags": {"delta": 0.2}})
+    assert halving.tuned(job(optimizer={"name": "AdamW"}), arm).ags.resolved().apply_to == "update"
+    assert halving.tuned(job(), arm).ags.resolved().apply_to == "gradient"
 
 
 def test_the_factor_grows_in_the_warm_up_and_then_stays() -> None:
@@ -118,7 +120,7 @@ def test_a_smaller_batch_bounds_the_factor_by_linear_scaling() -> None:
 
 def test_branches_end_with_the_training() -> None:
     short = job(train={"epochs": 4, "method": "auto", "reference_batch": 32}, auto={"epochs": 2})
-    assert [halving.epochs(short, rung) for rung in (1, 2, 3)] == [2, 3, 3]
+    assert [halving.epochs(short, rung, 8) for rung in (1, 2, 3)] == [2, 3, 3]
 
 
 def test_hardly_above_the_reference_batch_no_two_arms_share_a_name() -> None:
@@ -131,8 +133,9 @@ def test_naming_the_control_alone_tries_nothing_else() -> None:
 
 
 def test_a_job_is_measured_as_its_dearest_arm() -> None:
-    assert halving.dearest(job()).train.method == "ags"
-    assert halving.dearest(job()).ags.resolved().granularity == "element"
+    assert halving.dearest(job()).train.method == "ramp"
+    scaled = [{"name": name, "method": "ags", "ags": {"granularity": name}} for name in ("tensor", "element")]
+    assert halving.dearest(job(auto={"arms": scaled})).ags.resolved().granularity == "element"
     assert halving.dearest(job(auto={"arms": [{"name": "x2", "lr_factor": 2}]})).train.method == "lbt"
     plain = job(train={"method": "lrs"})
     assert halving.dearest(plain) is plain
@@ -141,7 +144,7 @@ def test_a_job_is_measured_as_its_dearest_arm() -> None:
 # --- rungs
 
 
-@pytest.mark.parametrize(("count", "sizes"), [(1, ()), (2, (2,)), (3, (3, 2)), (5, (5, 3, 2)), (8, (8, 4, 2))])
+@pytest.mark.parametrize(("count", "sizes"), [(1, ()), (2, (2,)), (4, (4,)), (5, (5, 3)), (8, (8, 4)), (9, (9, 5, 3))])
 def test_each_rung_trains_half_of_the_one_before(count: int, sizes: tuple[int, ...]) -> None:
     names = ["lbt", *(f"a{i}" for i in range(count - 1))]
     turns, _ = play(names, {name: float(i) for i, name in enumerate(names)})
@@ -154,47 +157,26 @@ def test_the_best_arm_wins_and_the_control_stays_to_the_end() -> None:
     turns, winner = play(names, dict(zip(names, (10, 90, 20, 80, 30, 70, 40, 60), strict=True)))
     assert winner == "a"
     assert [names[turn.arm] for turn in turns if turn.rung == 2] == ["lbt", "a", "c", "e"]
-    assert [names[turn.arm] for turn in turns if turn.rung == 3] == ["lbt", "a"]
+    assert max(turn.rung for turn in turns) == 2, "few are told apart at once"
 
 
 def test_the_control_wins_where_nothing_beats_it() -> None:
     assert play(["lbt", "a", "b"], {"lbt": 60, "a": 50, "b": 55})[1] == "lbt"
 
 
-def final(arm: str, merit: float) -> Branch:
-    return branch(arm, loss=100 - merit).model_copy(update={"rung": 2})
+def later(number: int, **losses: float) -> list[Branch]:
+    return rung(number, **losses)
 
 
 def test_where_the_control_wins_others_meet_it_at_that_length() -> None:
-    names = ["lbt", "a", "b", "c"]
-    first = [branch(name, loss=loss) for name, loss in (("lbt", 2.0), ("a", 1.0), ("b", 1.5), ("c", 3.0))]
-    duel = [*first, final("lbt", 50), final("a", 10)]
-    assert halving.standing(names, duel) == (Turn(2, 2), None), "b was better than lbt in the first rung"
-    assert halving.standing(names, [*duel, final("b", 60)]) == (None, "b")
-    assert halving.standing(names, [*duel, final("b", 40)]) == (None, "lbt"), "c never was better than lbt"
-
-
-def test_a_challenger_does_not_come_where_the_control_has_lost() -> None:
-    names = ["lbt", "a", "b", "c"]
-    first = [branch(name, loss=loss) for name, loss in (("lbt", 2.0), ("a", 1.0), ("b", 1.5), ("c", 1.7))]
-    assert halving.standing(names, [*first, final("lbt", 50), final("a", 51)]) == (None, "a")
-
-
-def test_challengers_are_few_and_none_has_diverged() -> None:
-    names = ["lbt", *"abcdefg"]
-    first = [branch("lbt", loss=9.0), *(branch(name, loss=i, diverged=name == "b") for i, name in enumerate("abcdefg"))]
-    second = [b.model_copy(update={"rung": 2}) for b in first if b.arm in ("lbt", "a", "c")]
-    second.append(branch("d", loss=1.0).model_copy(update={"rung": 2}))
-    last = [
-        b.model_copy(update={"rung": 3, "loss": b.loss + 10 * (b.arm != "lbt")}) for b in first if b.arm in ("lbt", "a")
-    ]
-    met = []
-    branches = [*first, *second, *last]
-    while (turn := halving.standing(names, branches)[0]) is not None:
-        met.append(names[turn.arm])
-        branches.append(branch(met[-1], loss=99.0).model_copy(update={"rung": turn.rung}))
-    assert met == ["d", "c"], "d was the better one in the longer branches"
-    assert halving.standing(names, branches) == (None, "lbt")
+    names = ["lbt", *"abcde"]
+    first = rung(1, lbt=2.0, a=1.0, b=1.5, c=1.6, d=3.0, e=4.0)
+    duel = [*first, *later(2, lbt=1.0, a=2.0, b=3.0)]
+    assert halving.standing(names, duel) == (Turn(2, 3), None), "c was better than lbt in the first rung"
+    assert halving.standing(names, [*duel, *later(2, c=0.5)]) == (None, "c")
+    assert halving.standing(names, [*duel, *later(2, c=1.5)]) == (None, "lbt"), "d never was better than lbt"
+    won = [*first, *later(2, lbt=1.0, a=0.9, b=3.0)]
+    assert halving.standing(names, won) == (None, "a"), "the control has lost: nobody else comes"
 
 
 def test_the_loss_decides_with_and_without_accuracies() -> None:
@@ -204,7 +186,7 @@ def test_the_loss_decides_with_and_without_accuracies() -> None:
 
 
 def test_a_diverged_arm_never_survives() -> None:
-    gone = [branch(name, loss=0.1, diverged=True) for name in "abc"]
+    gone = [branch(name, loss=0.1, diverged=True) for name in "abcx"]
     assert halving.survivors([branch("lbt", loss=1), *gone]) == ["lbt"]
     assert halving.survivors([branch("lbt", loss=1), *gone, branch("d", loss=2)]) == ["lbt", "d"]
 
@@ -220,27 +202,30 @@ def rung(number: int, **losses: float) -> list[Branch]:
 
 
 def test_the_favourite_stays_to_the_end_beside_the_control_and_the_best() -> None:
-    names = ["lbt", "a", "b", "c", "ortho-x4", "ortho-x8", "d", "e"]
-    first = rung(1, lbt=9, a=1, b=2, c=3, ortho_x4=8, ortho_x8=4, d=5, e=6)
-    assert halving.survivors(first) == ["a", "b", "ortho-x4", "lbt"]
-    second = rung(2, lbt=9, a=2, b=1, ortho_x4=8)
-    assert halving.survivors(second) == ["b", "ortho-x4", "lbt"], "one more than half"
-    assert halving.standing(names, [*first, *second]) == (Turn(3, 0), None)
-    assert halving.survivors(rung(2, lbt=9, a=2, b=3, ortho_x4=1)) == ["ortho-x4", "lbt"]
+    names = ["lbt", "a", "b", "c", "ramp", "d", "e", "f"]
+    first = rung(1, lbt=9, a=1, b=2, c=3, ramp=8, d=5, e=6, f=7)
+    assert halving.survivors(first) == ["a", "b", "ramp", "lbt"]
+    second = rung(2, lbt=9, a=2, b=1, ramp=8)
+    assert halving.standing(names, [*first, *second]) == (None, "b")
+    assert halving.survivors(rung(2, lbt=9, a=2, b=3, ramp=1)) == ["ramp"]
 
 
 @pytest.mark.parametrize(
     ("losses", "winner"),
     [
-        ({"lbt": 2.0, "a": 1.0, "ortho_x4": 1.19}, "ortho-x4"),
-        ({"lbt": 2.0, "a": 1.0, "ortho_x4": 1.21}, "a"),
-        ({"lbt": 2.3, "a": 2.1, "ortho_x4": 2.2}, "a"),
-        ({"lbt": 2.0, "a": 3.0, "ortho_x4": 1.0}, "ortho-x4"),
-        ({"lbt": 1.0, "ortho_x4": 1.01}, "lbt"),
-        ({"lbt": 1.0, "a": 1.2, "ortho_x4": 1.01}, "lbt"),
+        ({"lbt": 2.0, "a": 0.91, "ramp": 1.0}, "ramp"),
+        ({"lbt": 2.0, "a": 0.89, "ramp": 1.0}, "a"),
+        ({"lbt": 1.0, "a": 1.2, "ramp": 1.1}, "ramp"),
+        ({"lbt": 1.0, "a": 1.2, "ramp": 1.2}, "lbt"),
+        ({"lbt": 1.0, "ramp": 0.9, "ramp_decay4": 0.89}, "ramp-decay4"),
+        ({"lbt": 1.0, "ramp": 0.9, "ramp_decay4": 0.895}, "ramp"),
+        ({"lbt": 1.0, "ramp": 2.0, "ramp_decay4": 1.9}, "lbt"),
+        ({"lbt": 1.0, "a": 0.9}, "a"),
     ],
 )
-def test_the_favourite_wins_where_it_gains_nearly_as_much_as_the_best(losses: dict[str, float], winner: str) -> None:
+def test_the_favourite_wins_unless_another_is_clearly_better_and_so_does_the_job_s_decay(
+    losses: dict[str, float], winner: str
+) -> None:
     last = rung(1, **losses)
     names = [b.arm for b in last]
     assert halving.survivors(last) == [winner]
@@ -248,37 +233,59 @@ def test_the_favourite_wins_where_it_gains_nearly_as_much_as_the_best(losses: di
 
 
 def test_a_favourite_that_diverged_stays_no_longer() -> None:
-    gone = branch("ortho-x4", loss=None, diverged=True)
-    assert halving.survivors([*rung(1, lbt=2, a=1, b=3), gone]) == ["a", "lbt"]
-    assert halving.survivors([*rung(1, lbt=2, a=1), gone]) == ["a", "lbt"]
+    gone = branch("ramp", loss=None, diverged=True)
+    assert halving.survivors([*rung(1, lbt=2, a=1, b=3, c=4), gone]) == ["a", "lbt", "b"]
     assert halving.winner([*rung(1, lbt=2, a=1), gone]) == "a"
 
 
 # --- what it takes
 
 
-def test_the_plan_counts_what_is_played() -> None:
-    spec = job(auto={"epochs": 2, "holdout": 0.2})
-    names = [arm.name for arm in halving.arms(spec, 256)]
-    turns, _ = play(names, {name: float(i) for i, name in enumerate(names)})
-    planned = halving.plan(spec, batch=256, dataset_size=1437)
-    steps_an_epoch = (1437 - 287) // 256
-    assert planned.branches == len(turns) - 1, "the favourite stays beside the best and the control"
-    assert planned.holdout == 287
-    own = sum(2 * steps_an_epoch * 2 ** (turn.rung - 1) for turn in turns[:-1])
-    assert planned.steps == own + steps_an_epoch, "and the epoch that they have in common"
+@pytest.mark.parametrize(
+    ("epochs", "batch", "size", "reference", "at_most"),
+    [
+        (20, 2048, 10_240, 128, 0.3),
+        (20, 1024, 10_240, 128, 0.3),
+        (40, 512, 1437, 32, 0.3),
+        (100, 4096, 50_000, 128, 0.26),
+    ],
+)
+def test_branches_take_at_most_so_much_of_the_training(
+    epochs: int, batch: int, size: int, reference: int, at_most: float
+) -> None:
+    train = {"epochs": epochs, "reference_batch": reference, "method": "auto"}
+    planned = halving.plan(job(train=train, optimizer={"weight_decay": 5e-4}), batch=batch, dataset_size=size)
+    assert planned.branches == 4
+    assert 0.1 < planned.samples / (epochs * size) <= at_most
+
+
+def test_the_plan_counts_every_sample() -> None:
+    """20 epochs of 10,240 samples at 2048: an epoch of 128, and four branches of 1.14 epochs of the 9,216 that are left."""
+    spec = job(train={"epochs": 20, "reference_batch": 128, "method": "auto"}, optimizer={"weight_decay": 5e-4})
+    planned = halving.plan(spec, batch=2048, dataset_size=10_240)
+    assert halving.branch_samples(spec, 1, 4, 9216) == 10_496  # (0.25 x 20 / 0.9 - 1) / 4 epochs
+    lbt = 5 * 2048  # four steps of an epoch, whose last 1,024 samples are left out, and one of the next
+    # 1,749 samples a stage, each ending at or beyond its end; then as lbt
+    ramp = 7 * 256 + 4 * 512 + 2 * 1024 + 1 * 2048 + 1 * 2048
+    assert [halving.branch_trained(spec, arm, batch=2048, rung=1, size=9216) for arm in halving.arms(spec, 2048)] == [
+        lbt, ramp, ramp, ramp,
+    ]  # fmt: skip
+    assert planned.samples == 72 * 128 + lbt + 3 * ramp
+    assert planned.steps == math.ceil(planned.samples / 2048)
+    assert planned.holdout == 1024
 
 
 def test_a_short_branch_has_one_step_and_the_holdout_is_bounded() -> None:
-    assert halving.branch_steps(job(auto={"epochs": 0.01}), 1, 5) == 1
+    short = job(auto={"epochs": 0.01})
+    assert halving.branch_trained(short, Arm(name="lbt"), batch=256, rung=1, size=1300) == 256
     assert halving.holdout_size(1_000_000, 0.1) == 10_000
     assert halving.holdout_size(5, 0.1) == 1
 
 
 def test_branches_grow_with_the_training_and_with_the_rung() -> None:
-    assert [halving.epochs(job(train={"epochs": 20}), rung) for rung in (1, 2, 3)] == [1, 2, 4]
-    assert halving.epochs(job(train={"epochs": 250}), 1) == 5
-    assert halving.epochs(job(auto={"epochs": 0.5}), 2) == 1
+    assert [halving.epochs(job(auto={"epochs": 0.5}), rung, 8) for rung in (1, 2, 3)] == [0.5, 1, 2]
+    assert halving.epochs(job(train={"epochs": 250}), 1, 4) > 10 * halving.epochs(job(), 1, 4)
+    assert halving.epochs(job(train={"epochs": 2}), 1, 4) == 0, "of a step at least, as above"
 
 
 def test_other_methods_take_no_branches() -> None:

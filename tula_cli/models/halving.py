@@ -6,36 +6,52 @@ and Talwalkar 2016). Each rung begins anew, so that no state of a branch has to 
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from tula_cli.errors import SpecError
+from tula_cli.models.ramp import of_arms
+from tula_cli.models.ramp.stages import Ramp
 from tula_cli.run.records.results import Branch
 from tula_cli.spec.ags import Ags, Arm
 from tula_cli.spec.job import JobSpec
+from tula_cli.spec.methods import METHODS
+from tula_cli.spec.sections import Optimizer
 
 CONTROL = "lbt"
 """The large batch as it is: it stays in every rung, so that whatever wins has beaten it at the longest branches."""
 
-FAVOURITE = "ortho-"
-"""Begins the name of the arm that stays in every rung too, and wins where it is nearly the best: the first of them."""
+FAVOURITE = "ramp"
+"""Stays in every rung too, and wins unless another arm is clearly better."""
 
-NEARLY = 0.8
-"""Share of what the best arm's loss is below the control's that is enough for the favourite: in short branches high learning
-rates look better than they turn out in long trainings, and the favourite's is the lower (short-horizon bias, Wu et al. 2018)."""
+MARGIN = 0.1
+"""Share by which an arm's loss has to be below the favourite's to win: short branches favour gentle learning rates, and after
+them the large batch, whose few steps are told only later (short-horizon bias, Wu et al. 2018)."""
+
+WITH_DECAY = "ramp-decay"
+"""Begins the names of the favourite with another weight decay."""
+
+CLEARLY = 0.01
+"""Share by which the loss with another decay has to be below that with the job's own: they have seen the same samples in the
+same order, but what a decay is worth shows late."""
 
 MAX_HOLDOUT = 10_000
 """Samples held out at most: more tell the arms apart no better."""
 
-SHARE = 0.02
-"""Share of the training's epochs that a branch of the first rung gets, but one epoch at least: eight arms then cost half a
-training in all from 50 epochs on, and more than a whole one below 24."""
+SHARE = 0.25
+"""Of the training's samples, that the branches take together with their beginning."""
+
+AT_ONCE = 4
+"""Arms that one rung decides among: halving so few takes more samples than it saves."""
+
+DECAY = 4.0
+"""Factor of the weight decay that is tried."""
+
+GENTLER = 0.5
+"""Factor of the ramp's learning rate that is tried."""
 
 CHALLENGERS = 3
 """Arms that may meet the control in the last rung: those that got there, and others as long as the control wins."""
-
-MAX_FACTOR = 64
-"""The largest learning-rate factor of the default arms."""
 
 
 @dataclass(frozen=True)
@@ -49,9 +65,8 @@ class Turn:
 def arms(spec: JobSpec, batch: int) -> tuple[Arm, ...]:
     """Return the arms of a training at a batch: the spec's own, else the default ones; the control first.
 
-    AGS acts mostly as a learning-rate increase of at most sqrt(batch / b_small), so plain increases compete with it, up
-    to linear scaling; and, where the optimizer is SGD, steps that are turned as well (method ortho). At or below the
-    reference batch nothing is lost: the control is alone.
+    The ramp is the favourite; beside it stand the same with half the learning rate, and with four times the weight decay
+    where there is one. At or below the reference batch nothing is lost: the control is alone.
 
     Args:
         spec: a job with method auto.
@@ -61,52 +76,40 @@ def arms(spec: JobSpec, batch: int) -> tuple[Arm, ...]:
     own = [arm for arm in spec.auto.arms if arm.name != CONTROL]
     if spec.auto.arms or batch <= spec.train.reference_batch:
         return (control, *own)
-    scale = min(batch / spec.train.reference_batch, MAX_FACTOR)
-    if spec.optimizer.name == "SGD":
-        found = [*_faster("lbt", scale, 1, 3), *_faster("ortho", scale, 2, 3), *_scaled(spec, batch)]
-    else:
-        found = [*_faster("lbt", scale, 1, 2, 3), *_scaled(spec, batch), _robust_and_faster(spec, scale)]
-    # hardly above the reference batch some have the same factor but for what a name shows
-    return (control, *{arm.name: arm for arm in found}.values())
+    ramp = Arm(name=FAVOURITE, method="ramp")
+    gentler = Arm(name=f"ramp-x{GENTLER:g}", method="ramp", lr_factor=GENTLER, warmup_epochs=1.0)
+    found = [control, ramp, gentler]
+    if spec.optimizer.weight_decay or any(group.weight_decay for group in spec.optimizer.groups):
+        found.append(Arm(name=f"ramp-decay{DECAY:g}", method="ramp", decay_factor=DECAY))
+    return tuple(found)
 
 
-def _faster(method: str, scale: float, *thirds: int) -> list[Arm]:
-    """Return learning-rate increases by scale^(1/3), scale^(2/3) and linear scaling (2, 4, 8), as many thirds as named."""
-    factors = [scale ** (third / 3) for third in thirds]
-    return [Arm(name=f"{method}-x{f:.3g}", method=method, lr_factor=f, warmup_epochs=1.0) for f in factors]
+def tuned(spec: JobSpec, arm: Arm) -> JobSpec:
+    """Return the job as an arm trains it; its learning-rate factor is for `lr_factor`, its stages are `ramp.of_arms`'.
 
-
-def _scaled(spec: JobSpec, batch: int) -> list[Arm]:
-    """Return ways of AGS: the job's own; per tensor, ungated, from a smaller small batch; robust."""
-    smaller = max(1, min(spec.train.reference_batch, batch // 4) // 4)
-    tensor = Ags(granularity="tensor", delta="inf", b_small=smaller)
-    return [
-        Arm(name="ags", method="ags", ags=_acting(spec, spec.ags)),
-        Arm(name=f"ags-tensor-b{smaller}", method="ags", ags=_acting(spec, tensor)),
-        Arm(name="robust", method="ags", ags=_acting(spec, Ags(preset="robust"))),
-    ]
-
-
-def _robust_and_faster(spec: JobSpec, scale: float) -> Arm:
-    ags = _acting(spec, Ags(preset="robust"))
-    return Arm(name=f"robust-x{scale**0.5:.3g}", method="ags", ags=ags, lr_factor=scale**0.5, warmup_epochs=1.0)
+    What a method does to the learning rate by itself is left out, but of a ramp, whose learning rate is that of the batch in
+    use: the arm says it, and all arms begin alike.
+    """
+    scaling = "auto" if METHODS[arm.method].ramps else "none"
+    train = spec.train.model_copy(update={"method": arm.method, "lr_scaling": scaling, "ramp": "auto"})
+    schedule = spec.schedule.model_copy(update={"warmup_epochs": spec.schedule.warmup_epochs or 0.0})
+    changes = {"train": train, "schedule": schedule, "ags": _acting(spec, arm.ags or spec.ags)}
+    return spec.model_copy(update={**changes, "optimizer": _decayed(spec.optimizer, arm.decay_factor)})
 
 
 def _acting(spec: JobSpec, ags: Ags) -> Ags:
     """Return settings of AGS that act through the job's optimizer: others than SGD may divide a gradient's factor out."""
     if spec.optimizer.name == "SGD":
         return ags
-    return ags.model_copy(update={"apply_to": spec.ags.apply_to or "update"})
+    return ags.model_copy(update={"apply_to": ags.apply_to or spec.ags.apply_to or "update"})
 
 
-def tuned(spec: JobSpec, arm: Arm) -> JobSpec:
-    """Return the job as an arm trains it; its learning-rate factor is for `lr_factor`.
-
-    What a method does to the learning rate by itself is left out: the arm says it, and all arms begin alike.
-    """
-    train = spec.train.model_copy(update={"method": arm.method, "lr_scaling": "none"})
-    schedule = spec.schedule.model_copy(update={"warmup_epochs": spec.schedule.warmup_epochs or 0.0})
-    return spec.model_copy(update={"train": train, "schedule": schedule, "ags": arm.ags or spec.ags})
+def _decayed(optimizer: Optimizer, factor: float) -> Optimizer:
+    groups = [
+        group if group.weight_decay is None else group.model_copy(update={"weight_decay": factor * group.weight_decay})
+        for group in optimizer.groups
+    ]
+    return optimizer.model_copy(update={"weight_decay": factor * optimizer.weight_decay, "groups": groups})
 
 
 def specs(spec: JobSpec, batch: int) -> list[JobSpec]:
@@ -119,7 +122,12 @@ def dearest(spec: JobSpec) -> JobSpec:
     if not spec.train.facts.tunes:
         return spec
     found = specs(spec, 4 * spec.train.reference_batch)
-    return max(found, key=lambda job: (job.train.facts.scales, job.ags.resolved().granularity == "element"))
+    return max(found, key=_dearness)
+
+
+def _dearness(spec: JobSpec) -> tuple[bool, ...]:
+    facts = spec.train.facts
+    return facts.scales, facts.scales and spec.ags.resolved().granularity == "element", facts.file != "plain"
 
 
 def lr_factor(arm: Arm, epoch: float, *, start: float) -> float:
@@ -155,21 +163,32 @@ def within(arm: Arm, limit: float) -> Arm:
 
 
 def sizes(count: int) -> tuple[int, ...]:
-    """Return how many arms each rung trains: (8, 4, 2) of eight; none where there is nothing to choose."""
+    """Return how many arms each rung trains: (8, 4) of eight, (4,) of four; none where there is nothing to choose."""
     found = []
     while count > 1:
         found.append(count)
-        count = math.ceil(count / 2)
+        count = math.ceil(count / 2) if count > AT_ONCE else 1
     return tuple(found)
 
 
-def epochs(spec: JobSpec, rung: int) -> float:
+def epochs(spec: JobSpec, rung: int, count: int) -> float:
     """Return how long the branches of a rung are trained, in epochs of the training set without the held-out part.
 
     At most to the end of the training: there are no later epochs in its schedule.
+
+    Args:
+        spec: a job with method auto.
+        rung: from 1.
+        count: arms of the first rung.
     """
-    first = max(1.0, SHARE * spec.train.epochs) if spec.auto.epochs == "auto" else spec.auto.epochs
+    first = _first_epochs(spec, count) if spec.auto.epochs == "auto" else spec.auto.epochs
     return min(first * 2.0 ** (rung - 1), float(spec.train.epochs - spec.auto.after))
+
+
+def _first_epochs(spec: JobSpec, count: int) -> float:
+    """Return the epochs of a branch in the first rung with which all take their share of the training."""
+    each = sum(number * 2.0**rung for rung, number in enumerate(sizes(count)))
+    return max(0.0, SHARE * spec.train.epochs / (1 - spec.auto.holdout) - spec.auto.after) / max(1.0, each)
 
 
 def holdout_size(dataset_size: int, share: float) -> int:
@@ -194,9 +213,12 @@ def check_size(spec: JobSpec, *, batch: int, dataset_size: int) -> None:
         )
 
 
-def branch_steps(spec: JobSpec, rung: int, steps_per_epoch: int) -> int:
-    """Return the optimizer steps of one branch, at least one."""
-    return max(1, round(epochs(spec, rung) * steps_per_epoch))
+def branch_samples(spec: JobSpec, rung: int, count: int, size: int) -> int:
+    """Return the samples that a branch passes, of `size` an epoch: the last step may end half a batch from it.
+
+    Args: as of `epochs`; size: training samples without the held-out part.
+    """
+    return max(1, round(epochs(spec, rung, count) * size))
 
 
 @dataclass(frozen=True)
@@ -204,12 +226,13 @@ class Plan:
     """What tuning takes beside the training itself."""
 
     branches: int
-    steps: int  # optimizer steps, of all branches and of the common beginning
+    steps: int  # steps of the training's batch that hold as many samples
     holdout: int  # samples evaluated after each branch
+    samples: int = 0  # trained in all branches and in their common beginning, where batches divide among the ranks
 
 
 def plan(spec: JobSpec, *, batch: int, dataset_size: int) -> Plan:
-    """Count branches and their steps, at least; none where the method is not auto.
+    """Count branches and their samples, at least; none where the method is not auto.
 
     Args:
         spec: the job.
@@ -218,12 +241,49 @@ def plan(spec: JobSpec, *, batch: int, dataset_size: int) -> Plan:
     """
     if not spec.train.facts.tunes:
         return Plan(0, 0, 0)
-    rungs = sizes(len(arms(spec, batch)))
-    holdout = holdout_size(dataset_size, spec.auto.holdout)
-    each = (dataset_size - holdout) // batch
-    steps = sum(n * branch_steps(spec, rung, each) for rung, n in enumerate(rungs, 1))
-    steps += spec.auto.after * each if rungs else 0
-    return Plan(sum(rungs), steps, holdout)
+    found = arms(spec, batch)
+    rungs, holdout = sizes(len(found)), holdout_size(dataset_size, spec.auto.holdout)
+    if not rungs:
+        return Plan(0, 0, holdout)
+    size, after = dataset_size - holdout, spec.auto.after
+    beginning = Ramp(of_arms.of_training(spec, found[0], batch=batch, size=size)).steps(size=size, epochs=after)
+    samples = _counted(beginning)
+    for rung, number in enumerate(rungs, 1):
+        # Of a further rung nobody knows the arms yet; all of a rung take nearly as many.
+        samples += sum(branch_trained(spec, arm, batch=batch, rung=rung, size=size) for arm in found[:number])
+    return Plan(sum(rungs), math.ceil(samples / batch), holdout, samples)
+
+
+def branch_trained(spec: JobSpec, arm: Arm, *, batch: int, rung: int, size: int) -> int:
+    """Return the samples that a branch is trained on: what epochs' ends leave out does not count.
+
+    Args: as of `plan`; arm: of the branch; size: training samples without the held-out part.
+    """
+    start = spec.auto.after * size
+    length = branch_samples(spec, rung, len(arms(spec, batch)), size)
+    ramp = Ramp(of_arms.of_branch(spec, arm, batch=batch, start=start, length=length))
+    epoch, done, trained = spec.auto.after, 0, 0
+    while True:
+        steps = next(ramp.of_epoch(epoch, done=done, size=size), None)
+        if steps is None:
+            epoch, done = epoch + 1, 0
+            if epoch * size - start >= length:
+                return trained
+            continue
+        done, trained = done + steps[0], trained + steps[0]
+        ended = next(ramp.of_epoch(epoch, done=done, size=size), None) is None
+        epoch, done = (epoch + 1, 0) if ended else (epoch, done)
+        if has_ended(epoch * size + done - start, length, ramp.batch_at(epoch * size + done)):
+            return trained
+
+
+def has_ended(passed: int, length: int, batch: int) -> bool:
+    """Return whether a branch ends here: the next step would take it further from its length than it is."""
+    return passed + batch / 2 > length
+
+
+def _counted(steps: Mapping[int, int]) -> int:
+    return sum(batch * count for batch, count in steps.items())
 
 
 def ranked(branches: Sequence[Branch]) -> list[Branch]:
@@ -237,16 +297,15 @@ def ranked(branches: Sequence[Branch]) -> list[Branch]:
 def survivors(branches: Sequence[Branch]) -> list[str]:
     """Return the arms that go into the next rung, best first: the better half without diverged ones, and those that stay.
 
-    The control stays, the favourite unless it has diverged, and the best one whatever it is. Of a rung with nothing beside
-    these the winner alone is left.
+    The control stays, the favourite unless it has diverged, and the best one whatever it is. Of a rung of few the winner alone
+    is left.
 
     Args:
         branches: of one rung, all of them.
     """
     order = [branch.arm for branch in ranked(branches) if not branch.diverged or branch.arm == CONTROL]
-    favourite = next((branch.arm for branch in branches if branch.arm.startswith(FAVOURITE)), None)
-    staying = [arm for arm in order if arm in (CONTROL, favourite)]
-    if len(branches) == 2 or (len(branches) == 3 and len(staying) == 2 and favourite in staying):
+    staying = [arm for arm in order if arm in (CONTROL, FAVOURITE)]
+    if len(branches) <= AT_ONCE:
         return [winner(branches)]
     half = math.ceil(len(branches) / 2)
     others = [arm for arm in order if arm not in staying]
@@ -255,16 +314,16 @@ def survivors(branches: Sequence[Branch]) -> list[str]:
 
 
 def winner(branches: Sequence[Branch]) -> str:
-    """Return the arm that has won the longest branches: the best, or the favourite where that gains nearly as much.
-
-    Gains are counted from the control's loss; where that is the best, or none, the best it is.
-    """
+    """Return the arm that has won the longest branches: the favourite, unless one is clearly better; else the best."""
     best, known = ranked(branches)[0], {branch.arm: branch.loss for branch in branches if not branch.diverged}
-    favourite = next((arm for arm in known if arm.startswith(FAVOURITE)), None)
-    control, near = known.get(CONTROL), None if favourite is None else known[favourite]
-    if best.arm == CONTROL or best.loss is None or control is None or near is None:
+    if best.diverged:
+        return CONTROL
+    own = known.get(FAVOURITE)
+    if own is None or best.loss is None or best.loss < (1 - MARGIN) * own:
         return best.arm
-    return favourite if favourite and control - near >= NEARLY * (control - best.loss) else best.arm
+    decays = {arm: loss for arm, loss in known.items() if arm.startswith(WITH_DECAY) and loss is not None}
+    other = min(decays, key=decays.__getitem__, default=FAVOURITE)
+    return other if decays.get(other, own) < (1 - CLEARLY) * own else FAVOURITE
 
 
 def next_best(branches: Sequence[Branch], broken: Sequence[str]) -> str:

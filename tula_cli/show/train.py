@@ -46,7 +46,7 @@ def _branches_planned(task: "TrainTask") -> Iterator[str]:
     if not rungs:
         yield f"nothing to tune: batch {task.batch} is not above train.reference_batch"
         return
-    epochs = sum(count * halving.epochs(task.spec, rung) for rung, count in enumerate(rungs, 1))
+    epochs = sum(count * halving.epochs(task.spec, rung, rungs[0]) for rung, count in enumerate(rungs, 1))
     beside = f"{sum(rungs)} branches of {number(epochs)} epochs in all"
     yield f"tunes itself after epoch {task.spec.auto.after}: {rungs[0]} arms, {beside} beside the training"
 

@@ -106,6 +106,7 @@ class Arm(Section):
     method: ArmMethod = "lbt"  # how it trains
     lr_factor: PositiveFloat = 1.0  # of the learning rate that the schedule gives
     warmup_epochs: NonNegativeFloat = 0.0  # in which the factor grows from 1
+    decay_factor: NonNegativeFloat = 1.0  # of the weight decay
     ags: Ags | None = None  # in place of the job's section ags; null keeps that
 
     @model_validator(mode="after")
@@ -120,8 +121,9 @@ class Arm(Section):
 class Auto(Section):
     """Self-tuning (train.method: auto): short branches from a checkpoint, judged on held-out training samples."""
 
-    after: Positive = 1  # epochs, trained as lbt, after which the arms part
-    # Of a branch in the first rung, each further one trains twice as long; auto: 2 % of train.epochs, at least 1.
+    after: Positive = 1  # epochs, trained at train.reference_batch, after which the arms part
+    # Of a branch in the first rung, each further one trains twice as long; auto: as long as all of them together take a quarter
+    # of the training, but one step at least.
     epochs: Literal["auto"] | PositiveFloat = "auto"
     holdout: Annotated[float, Field(gt=0, le=0.5)] = 0.1  # share of the training set, at most 10,000 samples
     arms: list[Arm] = []  # beside lbt, which is always one; empty: the default ones

@@ -103,7 +103,11 @@ def train_signature(spec: JobSpec, *, nodes: int, batch: int, code: str = "") ->
     parts["schedule"]["warmup_epochs"] = warmup_epochs(spec)
     parts["gpus_per_node"] = spec.cluster.gpus_per_node
     if spec.train.facts.tunes:
-        parts["auto"] = spec.auto.model_dump()
+        parts["auto"] = spec.auto.model_dump(exclude={"arms"})
+        new = {"decay_factor"}
+        parts["auto"]["arms"] = [
+            arm.model_dump(exclude=new) | arm.model_dump(include=new, exclude_defaults=True) for arm in spec.auto.arms
+        ]
     if code:
         parts["code"] = code
     return digest({**parts, "nodes": nodes, "batch": batch})

@@ -26,11 +26,13 @@ from tula_cli.worker.train import loop as worker_train_loop
 
 WILD = {"name": "wild", "lr_factor": 1e30}
 FAST = {"name": "fast", "lr_factor": 1.5, "warmup_epochs": 0.5}
+BEGUN = spec(train={"method": "lbt", "epochs": 4, "ramp": [{"epochs": 1, "batch": 8}]})
+RAMPS = ({"name": "ramp", "method": "ramp"},)
 SCALED = {"name": "scaled", "method": "ags", "ags": {"granularity": "tensor", "delta": "inf"}}
 
 
 def job(*arms: dict[str, Any], dataset: dict[str, Any] | None = None, **auto: Any) -> JobSpec:
-    changes = {"train": {"method": "auto", "epochs": 4}, "auto": {"arms": list(arms), **auto}}
+    changes = {"train": {"method": "auto", "epochs": 4}, "auto": {"arms": list(arms), "epochs": 1, **auto}}
     return spec(**changes, dataset={"args": dataset or {}})
 
 
@@ -68,17 +70,17 @@ def interrupt(run: RunDir, ranks: Ranks, *arms: dict[str, Any], after: int, batc
 
 
 def by_hand(ranks: Ranks, arm: Arm) -> dict[str, torch.Tensor]:
-    """Return the weights of a training that goes on as an arm after its first epoch, without any tuning."""
-    plain, own = halving.tuned(job(), Arm(name="lbt")), halving.tuned(job(), arm)
-    data = build_datasets(plain)
-    first = worker_train_loop.build(train_task(plain), ranks, data, batch=16, workers=0, refresh=True)
-    list(itertools.islice(worker_train_loop.steps(first), 6))
-    then = worker_train_loop.build(train_task(own), ranks, data, batch=16, workers=0, refresh=True)
+    """Return the weights of a training that goes on as an arm after an epoch of batch 8, without any tuning."""
+    data = build_datasets(job())
+    plain, own = (tuning.Choice(a, 1.0).task(train_task(job()), size=100) for a in (Arm(name="lbt"), arm))
+    first = worker_train_loop.build(plain, ranks, data, batch=16, workers=0, refresh=True)
+    list(itertools.islice(worker_train_loop.steps(first), 12))
+    then = worker_train_loop.build(own, ranks, data, batch=16, workers=0, refresh=True)
     then.parallel.module.load_state_dict(first.parallel.module.state_dict())
     then.base.load_state_dict(first.optimizer.state_dict())
     if then.ags:
         then.ags.refresh_soon()
-    then.position = first.position
+    then.move(first.position)
     then.lr_factor = lambda epoch: halving.lr_factor(arm, epoch, start=1)
     list(worker_train_loop.steps(then))
     return weights(then)
@@ -91,7 +93,7 @@ def test_branches_leave_a_record_and_rows_but_no_checkpoints(two_arms: tuple[Run
     run, task, found = two_arms
     assert found.chosen in found.arms
     assert (found.start, found.epoch, found.batch) == (96, 1, 16)
-    assert [(branch.rung, branch.samples) for branch in found.branches] == [(1, 80)] * 3 + [(2, 160)] * 2
+    assert [(branch.rung, branch.samples) for branch in found.branches] == [(1, 80)] * 3
     assert all(branch.epochs == pytest.approx(branch.samples / 90) for branch in found.branches)
     branches = list(rows(run, task, "branch"))
     assert [(row["arm"], row["rung"], row["top1"]) for row in branches] == [
@@ -102,7 +104,7 @@ def test_branches_leave_a_record_and_rows_but_no_checkpoints(two_arms: tuple[Run
     result = run.training(task.signature).result()
     assert result is not None
     assert (result.samples, result.tuning) == (384, found)
-    assert run.training(task.signature).progress() == 384 + 80 + 3 * 80 + 2 * 160, "the branches' beginning too"
+    assert run.training(task.signature).progress() == 384 + 88 + 3 * 80, "the branches' beginning too"
 
 
 def test_a_finished_training_is_not_tuned_again(alone: Ranks, two_arms: tuple[RunDir, TrainTask, Tuning]) -> None:
@@ -115,10 +117,12 @@ def test_a_finished_training_is_not_tuned_again(alone: Ranks, two_arms: tuple[Ru
 # --- the training itself
 
 
-def test_where_nothing_beats_the_large_batch_the_training_is_that_of_lbt(alone: Ranks, run: RunDir) -> None:
+def test_where_nothing_beats_the_large_batch_the_training_is_that_of_lbt_after_an_epoch_of_the_reference_batch(
+    alone: Ranks, run: RunDir
+) -> None:
     task, found = tuned(run, alone, WILD)
     assert found.chosen == Arm(name="lbt")
-    plain = train_task(spec(train={"method": "lbt", "epochs": 4}))
+    plain = train_task(BEGUN)
     train(run, alone, plain)
     assert same(final_weights(run, task), final_weights(run, plain))
 
@@ -146,7 +150,8 @@ def test_the_default_arms_all_train(alone: Ranks, run: RunDir) -> None:
     task, found = tuned(run, alone)
     names = [arm.name for arm in halving.arms(task.spec, 16)]
     assert [branch.arm for branch in found.branches if branch.rung == 1] == names
-    assert len({branch.loss for branch in found.branches if branch.rung == 1}) > 3
+    assert names == ["lbt", "ramp", "ramp-x0.5"], "there is no weight decay to try another of"
+    assert len({branch.loss for branch in found.branches}) == 3
 
 
 # --- judging
@@ -176,7 +181,7 @@ def test_a_branch_trains_as_its_arm_cools_down_and_settles(
     assert settled == [tuning.SETTLE] * 2
     parts = [step * 16 / 90 for step in range(5)]
     cooled = [min(1, 2 - 2 * part) for part in parts]
-    assert seen[1] == pytest.approx([0.1] * 5), "where the branches begin"
+    assert seen[1] == pytest.approx([0.1] * 11), "where the branches begin: at the reference batch"
     assert seen[2] == pytest.approx([0.1 * c for c in cooled])
     grown = [1 + 0.5 * min(1, part / 0.5) for part in parts]
     assert seen[3] == pytest.approx([0.1 * c * g for c, g in zip(cooled, grown, strict=True)])
@@ -216,7 +221,7 @@ def test_nothing_that_is_judged_has_trained_on_the_held_out_part(
     )
     tuned(run, alone, FAST, epochs=1)
     assert built == [100, 90, 90, 90, 100], "the training, the branches' beginning, two of them, the training"
-    assert loaded == ["90 from 80", "90 from 80", "100 from 96"]
+    assert loaded == ["90 from 88", "90 from 88", "100 from 96"]
 
 
 def test_an_arm_above_linear_scaling_is_trained_as_it_was_tried(
@@ -277,20 +282,56 @@ def test_worse_than_guessing_and_than_the_control_counts_as_diverged(loss: float
     assert tuning._has_diverged(result, 3, other) is gone, "chance is ln 3 = 1.0986"
 
 
+def test_a_decay_is_the_arm_s_own_though_it_goes_on_from_a_state_of_another(
+    alone: Ranks, run: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the branch, in the training after the choice, and after an interruption of that."""
+    monkeypatch.setattr(halving, "ranked", lambda branches: sorted(branches, key=lambda b: b.arm == "lbt"))
+    arm = {"name": "decayed", "decay_factor": 4.0}
+    changes = {"train": {"method": "auto", "epochs": 4}, "auto": {"arms": [arm], "epochs": 1}}
+    subject = spec(**changes, optimizer={"weight_decay": 0.01})
+    seen: list[tuple[int, float]] = []
+    step = worker_train_loop._stepped
+
+    def spied(trainer: worker_train_loop.Trainer, *args: Any, **how: Any) -> worker_train_loop.Step:
+        seen.append((len(trainer.datasets.train), trainer.base.param_groups[0]["weight_decay"]))
+        return step(trainer, *args, **how)
+
+    monkeypatch.setattr(worker_train_loop, "_stepped", spied)
+    task = train_task(subject)
+    train(run, alone, task, LeavesAt(alone, 45))
+    train(run, alone, task)
+    assert record(run, task).chosen == Arm.model_validate(arm)
+    on_parts = [decay for size, decay in seen if size == 90]
+    assert on_parts == [0.01] * 11 + [0.01] * 5 + [0.04] * 5, "the beginning, the control, the arm"
+    assert [decay for size, decay in seen if size == 100] == [0.01] * 12 + [0.04] * 18
+
+
+def test_a_ramp_goes_through_its_stages_in_a_branch_and_in_the_training(alone: Ranks, run: RunDir) -> None:
+    task = train_task(job(*RAMPS), batch=48)
+    train(run, alone, task)
+    steps = [(row["samples"], row["batch"]) for row in rows(run, task, "step")]
+    assert {batch for _, batch in steps} <= {8, 16, 32, 48}
+    found = record(run, task)
+    by_arm = {branch.arm: branch.samples for branch in found.branches}
+    planned = halving.plan(task.spec, batch=48, dataset_size=100)
+    assert found.samples - found.lost == planned.samples == 88 + sum(by_arm.values())
+
+
 # --- broken off and resumed
 
 
 def test_a_branch_broken_off_is_the_only_one_trained_again(
     alone: Ranks, run: RunDir, two_arms: tuple[RunDir, TrainTask, Tuning]
 ) -> None:
-    task = interrupt(run, alone, FAST, SCALED, after=96 + 3 * 80 + 40)
+    task = interrupt(run, alone, FAST, SCALED, after=96 + 88 + 2 * 80 + 40)
     first = record(run, task)
     assert [branch.arm for branch in first.branches] == ["lbt", "fast"]
     assert first.chosen is None
     train(run, alone, task)
     found = record(run, task)
     assert found.branches[:2] == first.branches
-    assert len(list(rows(run, task, "branch"))) == len(found.branches) == 5
+    assert len(list(rows(run, task, "branch"))) == len(found.branches) == 3
     other, whole, expected = two_arms
     assert found.chosen == expected.chosen
     assert [branch.loss for branch in found.branches] == [branch.loss for branch in expected.branches]
@@ -301,7 +342,7 @@ def test_a_training_broken_off_after_the_choice_keeps_it(
     alone: Ranks, run: RunDir, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(halving, "ranked", lambda branches: sorted(branches, key=lambda b: b.arm == "lbt"))
-    task = interrupt(run, alone, SCALED, after=96 + 3 * 80 + 96 + 40)
+    task = interrupt(run, alone, SCALED, after=96 + 88 + 2 * 80 + 96 + 40)
     first = record(run, task)
     assert first.chosen is not None and first.chosen.name == "scaled"
     assert run.training(task.signature).newest_samples() == 192
@@ -311,7 +352,7 @@ def test_a_training_broken_off_after_the_choice_keeps_it(
 
 
 def test_at_another_batch_an_open_comparison_begins_anew(alone: Ranks, run: RunDir) -> None:
-    first = interrupt(run, alone, FAST, after=96 + 2 * 80 + 40, batch=16)
+    first = interrupt(run, alone, FAST, after=96 + 88 + 80 + 40, batch=16)
     assert len(record(run, first).branches) == 1
     task = train_task(first.spec, batch=12, signature=first.signature)
     train(run, alone, task)
@@ -337,15 +378,15 @@ def test_an_arm_that_breaks_down_gives_way_to_the_next_and_in_the_end_to_the_lar
     monkeypatch.setattr(halving, "ranked", lambda branches: sorted(branches, key=lambda b: (b.arm == "lbt", b.arm)))
     monkeypatch.setattr(tuning.Choice, "is_behind", lambda self, loss, epoch: epoch >= 3)
     task, found = tuned(run, alone, FAST, SCALED)
-    assert found.broken == ("fast",), "the other did not come into the last rung"
+    assert found.broken == ("fast", "scaled")
     assert found.chosen == Arm(name="lbt")
-    assert found.lost == 384 - 96
-    plain = train_task(spec(train={"method": "lbt", "epochs": 4}))
+    assert found.lost == 2 * (384 - 96)
+    plain = train_task(BEGUN)
     train(run, alone, plain)
     assert same(final_weights(run, task), final_weights(run, plain))
     assert [row["samples"] for row in rows(run, task, "epoch")] == [96, 192, 288, 384]
-    (told,) = [row["message"] for row in rows(run, task, "warning") if "broke down" in row["message"]]
-    assert told == "broke down after the choice: fast; goes on as lbt"
+    *_, told = [row["message"] for row in rows(run, task, "warning") if "broke down" in row["message"]]
+    assert told == "broke down after the choice: fast, scaled; goes on as lbt"
     result = run.training(task.signature).result()
     assert result is not None and result.samples == 384
 
@@ -353,7 +394,7 @@ def test_an_arm_that_breaks_down_gives_way_to_the_next_and_in_the_end_to_the_lar
 def test_a_loss_that_is_no_number_breaks_an_arm_at_once(
     alone: Ranks, run: RunDir, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(halving, "ranked", lambda branches: sorted(branches, key=lambda b: b.arm == "lbt"))
+    monkeypatch.setattr(halving, "winner", lambda branches: max(b.arm for b in branches))
     _, found = tuned(run, alone, {"name": "wild", "lr_factor": 1e38})
     assert found.broken == ("wild",) and 0 < found.lost <= 96, "within the epoch, when the ranks next meet"
     assert found.chosen == Arm(name="lbt")
@@ -377,7 +418,7 @@ def test_the_checkpoint_where_arms_part_stays_while_the_choice_may_break_down(
 
 def test_ranks_told_to_leave_in_a_branch_say_so_and_go_on_there(alone: Ranks, run: RunDir) -> None:
     task = train_task(job(FAST))
-    train(run, alone, task, LeavesAt(alone, 23))
+    train(run, alone, task, LeavesAt(alone, 35))
     assert run.stopped(task.id, 1) == "time_limit"
     assert len(record(run, task).branches) == 1
     assert [int(path.stem) for path in run.training(task.signature).checkpoints()] == [96]
@@ -390,10 +431,10 @@ def test_arms_may_part_where_less_than_a_batch_is_left_of_an_epoch(alone: Ranks,
     first = interrupt(run, alone, FAST, after=40, batch=32)
     task = train_task(first.spec, batch=32, signature=first.signature)
     trainer = worker_train_loop.build(task, alone, build_datasets(task.spec), batch=32, workers=0, refresh=True)
-    trainer.position = worker_train_loop.Position(epoch=0, done=90, samples=90, steps=3)
+    trainer.position = worker_train_loop.Position(epoch=0, done=95, samples=95, steps=3)
     checkpoint.save(run, task.signature, trainer, best={}, is_best=False)
     train(run, alone, task)
-    assert record(run, task).start == 90
+    assert record(run, task).start == 95
     result = run.training(task.signature).result()
     assert result is not None
     assert result.epochs == 4

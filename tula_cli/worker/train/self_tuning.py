@@ -1,4 +1,4 @@
-"""A training that tunes itself (`train.method: auto`): as the control to where the arms part, then as the arm that won.
+"""A training that tunes itself (`train.method: auto`): at the reference batch to where the arms part, then as the arm that won.
 
 `worker/entry.py` imports it for such a training alone.
 """
@@ -37,7 +37,7 @@ def _choose(task: TrainTask, context: TrainContext) -> tuning.Choice:
     if (found := tuning.chosen(task, run, ranks)) is not None:
         return found
     split = tuning.held_out(task.spec, datasets, batch=task.batch)
-    control = task.model_copy(update={"spec": halving.tuned(task.spec, Arm(name=halving.CONTROL))})
+    control = tuning.Choice(Arm(name=halving.CONTROL), 0.0).task(task, size=len(datasets.train))
     ahead = halving.plan(task.spec, batch=task.batch, dataset_size=len(datasets.train)).steps
     Training(control, context, until=task.spec.auto.after, ahead=ahead).train()
     with Metrics(run, task, first=ranks.first, samples=run.training(task.signature).newest_samples()) as metrics:
@@ -53,7 +53,7 @@ class ArmTraining(Training):
     """A training that goes on as tuning has chosen, and gives way to the next arm where this one breaks down."""
 
     def __init__(self, choice: tuning.Choice, task: TrainTask, context: TrainContext) -> None:
-        super().__init__(choice.task(task), context)
+        super().__init__(choice.task(task, size=len(context.datasets.train)), context)
         self.choice, self.keep = choice, choice.start
         self.trainer.lr_factor = choice.lr_factor
         self.behind = 0  # epochs in a row that ended where the choice should not have led

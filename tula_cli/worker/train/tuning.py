@@ -1,8 +1,8 @@
 """Self-tuning (`train.method: auto`), the auto-tuning that the paper leaves to future work.
 
 Beside the training, short branches are trained with different settings on the training set without a held-out part, and
-judged there; `models.halving` says which come next and which arm wins. They begin where a training as lbt, without that
-part too, has come to when the arms part: nothing that is judged has seen what it is judged on. A branch leaves nothing but
+judged there; `models.halving` says which come next and which arm wins. They begin where a training at the reference batch,
+without that part too, has come to when the arms part: nothing that is judged has seen what it is judged on. A branch leaves nothing but
 its line in tuning.json: the training goes on with the winner's settings from its own checkpoint, on the whole training
 set, as if it had been told them.
 """
@@ -11,7 +11,6 @@ import contextlib
 import copy
 import functools
 import gc
-import itertools
 import math
 import time
 from collections.abc import Callable
@@ -23,6 +22,7 @@ from torch.utils.data import Subset
 
 from tula_cli.models import halving
 from tula_cli.models.halving import Turn
+from tula_cli.models.ramp import of_arms
 from tula_cli.run.directory import RunDir
 from tula_cli.run.records.results import Branch, Tuning
 from tula_cli.run.records.tasks import TrainTask
@@ -38,6 +38,7 @@ from tula_cli.worker.train import checkpoint, evaluation
 from tula_cli.worker.train import loop as worker_train_loop
 from tula_cli.worker.train.evaluation import Evaluation
 from tula_cli.worker.train.loop import Trainer
+from tula_cli.worker.train.sizes.dividing import sizes_of
 
 BEHIND = 2
 """Epochs in a row that end behind after which a chosen arm has broken down."""
@@ -77,13 +78,18 @@ class Choice:
             return False
         return epoch - self.epoch >= 2 * self.longest and not loss <= self.limit
 
-    def task(self, task: TrainTask) -> TrainTask:
-        """Return the task as the arm trains it."""
-        return task.model_copy(update={"spec": halving.tuned(task.spec, self.arm)})
+    def task(self, task: TrainTask, *, size: int) -> TrainTask:
+        """Return the task as the arm trains it, on so many samples an epoch."""
+        return as_arm(task, self.arm, of_arms.of_training(task.spec, self.arm, batch=task.batch, size=size))
 
     @property
     def lr_factor(self) -> Callable[[float], float]:
         return partial(halving.lr_factor, self.arm, start=self.epoch)
+
+
+def as_arm(task: TrainTask, arm: Arm, stages: of_arms.Stages) -> TrainTask:
+    """Return a task as an arm trains it, with the stages of its batch."""
+    return task.model_copy(update={"spec": halving.tuned(task.spec, arm), "stages": stages})
 
 
 @dataclass(frozen=True)
@@ -98,14 +104,20 @@ class BranchContext:
 
     @functools.cached_property
     def start(self) -> dict[str, Any]:
-        """What a checkpoint of the control holds where the arms part, trained without the held-out part."""
-        trainer = _build(self, Arm(name=halving.CONTROL))
+        """What a checkpoint of the beginning holds where the arms part, trained without the held-out part."""
+        control = Choice(Arm(name=halving.CONTROL), 0.0)
+        trainer = _build(self, control.task(self.task, size=self.size))
         trainer.until = self.task.spec.auto.after
         initial_weights.load(self.task.spec.model, trainer.parallel.module, first=self.ranks.first)
         with contextlib.closing(worker_train_loop.steps(trainer)) as stream:
             for _ in stream:
                 self.check()
         return copy.deepcopy(checkpoint.state(trainer, best={}))
+
+    @property
+    def size(self) -> int:
+        """Samples of an epoch."""
+        return len(self.datasets.train)
 
     def check(self) -> None:
         self.preemption.check(reserve=0.0)  # there is nothing to save
@@ -230,19 +242,26 @@ def held_out(spec: JobSpec, datasets: Datasets, *, batch: int) -> Datasets:
 
 def _record(context: BranchContext, run: RunDir, position: Position, arms: tuple[Arm, ...]) -> Tuning:
     """Return what is recorded of this tuning; one of another batch, checkpoint or other arms counts for nothing."""
-    task, batch = context.task, context.task.batch
-    whole = len(context.datasets.train) // batch * batch
+    task = context.task
     fresh = Tuning(
         signature=task.signature,
-        batch=batch,
+        batch=task.batch,
         start=position.samples,
         epoch=context.epoch,
         arms=arms,
-        beginning=task.spec.auto.after * whole if len(arms) > 1 else 0,
+        beginning=_beginning(context) if len(arms) > 1 else 0,
     )
     found = run.training(context.task.signature).tuning() if context.ranks.first else None
     alike = found is not None and fresh == found.model_copy(update={"branches": (), "chosen": None})
     return found if found is not None and alike else fresh
+
+
+def _beginning(context: BranchContext) -> int:
+    """Return the samples that the branches' common beginning is trained on."""
+    control = Choice(Arm(name=halving.CONTROL), 0.0).task(context.task, size=context.size)
+    sizes = sizes_of(control, batch=control.batch, world=context.ranks.world, dataset_size=context.size)
+    steps = sizes.ramp.steps(size=context.size, epochs=context.task.spec.auto.after)
+    return sum(batch * count for batch, count in steps.items())
 
 
 def _turn(tuning: Tuning, ranks: Ranks) -> Turn | None:
@@ -262,11 +281,11 @@ def _control(tuning: Tuning, turn: Turn) -> Branch | None:
 def _branch(context: BranchContext, arm: Arm, turn: Turn, *, control: Branch | None) -> Branch:
     """Train one branch and judge it."""
     began = time.monotonic()
-    length = halving.epochs(context.task.spec, turn.rung)
+    count = len(halving.arms(context.task.spec, context.task.batch))
+    length = halving.branch_samples(context.task.spec, turn.rung, count, context.size)
     trainer = _trainer(context, arm, length)
     start = trainer.position.samples
-    per_epoch = len(context.datasets.train) // trainer.batch
-    finite = _train(context, trainer, halving.branch_steps(context.task.spec, turn.rung, per_epoch))
+    finite = _train(context, trainer, length)
     if finite:
         # The running ones trail the weights by some ten steps, which is most of a short branch: they would judge it by them.
         evaluation.renew_statistics(trainer, batches=SETTLE, between=context.check)
@@ -284,35 +303,41 @@ def _branch(context: BranchContext, arm: Arm, turn: Turn, *, control: Branch | N
     )
 
 
-def _trainer(context: BranchContext, arm: Arm, length: float) -> Trainer:
-    """Return a fresh trainer where the arms part, for a branch of so many epochs."""
-    start, choice = context.start, Choice(arm, context.epoch)
-    trainer = _build(context, arm)
+def _trainer(context: BranchContext, arm: Arm, length: int) -> Trainer:
+    """Return a fresh trainer where the arms part, for a branch of so many samples."""
+    start, choice, size = context.start, Choice(arm, context.epoch), context.size
+    position, batch = Position(**start["position"]), context.task.batch
+    passed = position.epoch * size + position.done
+    stages = of_arms.of_branch(context.task.spec, arm, batch=batch, start=passed, length=length)
+    trainer = _build(context, as_arm(context.task, arm, stages))
     checkpoint.restore(trainer, copy.deepcopy(start))  # an optimizer takes the tensors over as they are
     trainer.lr_factor = lambda epoch: (
-        choice.lr_factor(epoch) * halving.cooling(epoch, start=context.epoch, length=length)
+        choice.lr_factor(epoch) * halving.cooling(epoch, start=context.epoch, length=length / size)
     )
     return trainer
 
 
-def _build(context: BranchContext, arm: Arm) -> Trainer:
-    """Return a trainer of an arm, without the held-out part, at the very beginning."""
+def _build(context: BranchContext, task: TrainTask) -> Trainer:
+    """Return a trainer of an arm's task, without the held-out part, at the very beginning."""
     gc.collect()  # a DDP object and its model hold each other: the branch before is let go before this one is built
-    task = Choice(arm, context.epoch).task(context.task)
     return worker_train_loop.build(
         task, context.ranks, context.datasets, batch=task.batch, workers=task.workers, refresh=True
     )
 
 
-def _train(context: BranchContext, trainer: Trainer, steps: int) -> bool:
-    """Train so many steps; return whether the loss stayed finite, else at once."""
+def _train(context: BranchContext, trainer: Trainer, length: int) -> bool:
+    """Train until so many samples are passed; return whether the loss stayed finite, else at once."""
+    begin = trainer.passed
     with contextlib.closing(worker_train_loop.steps(trainer)) as stream:
-        for count, step in enumerate(itertools.islice(stream, steps), 1):
+        for count, step in enumerate(stream, 1):
             context.check()
-            if count % LOOK == 0 or count == steps:
+            ended = halving.has_ended(trainer.passed - begin, length, trainer.batch)
+            if count % LOOK == 0 or ended:
                 finite = math.isfinite(float(step.loss))
                 if context.ranks.largest(float(not finite)):
                     return False
+            if ended:
+                break
     return True
 
 
@@ -336,5 +361,5 @@ def _seconds_left(context: BranchContext, tuning: Tuning) -> float:
     planned = halving.plan(context.task.spec, batch=context.task.batch, dataset_size=size)
     trained = sum(branch.samples for branch in tuning.branches)
     pace = sum(branch.seconds for branch in tuning.branches) / max(1, trained)  # seconds a sample
-    branches = max(0, planned.steps * context.task.batch - tuning.samples)
+    branches = max(0, planned.samples - tuning.samples)
     return pace * (branches + (epochs - context.epoch) * size)

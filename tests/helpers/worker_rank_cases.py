@@ -35,7 +35,9 @@ from tula_cli.worker.train import loop as worker_train_loop
 
 TRAIN = train_task(spec(train={"checkpoint_every": 1e-9, "epochs": 3, "method": "ags"}, ags={"delta": "inf"}))
 ARMS = [{"name": "x2", "lr_factor": 2.0}, {"name": "robust", "method": "ags", "ags": {"preset": "robust"}}]
-TUNED = train_task(spec(train={"method": "auto", "epochs": 3}, model={"args": {"norm": True}}, auto={"arms": ARMS}))
+TUNED = train_task(
+    spec(train={"method": "auto", "epochs": 3}, model={"args": {"norm": True}}, auto={"arms": ARMS, "epochs": 1})
+)
 NETWORK = {"model": {"args": {"dropout": 0.3, "norm": True}}}
 AGS = {"train": {"method": "ags", "accumulate": 2}, "ags": {"delta": "inf", "b_small": 5}}
 DEEP = {"model": {"name": "worker_jobs:deep"}, "dataset": {"args": {"size": 128, "eval_size": 8}}}

@@ -131,3 +131,14 @@ def test_a_script_needs_both_placeholders(command: str, oom: str, words: str) ->
     spec = validate({"script": {"command": command, **SCRIPT}, "train": {"oom": oom}}, source="test")
     found = cannot_accumulate(spec)
     assert found.startswith(words) and bool(found) is bool(words)
+
+
+def test_an_out_of_memory_in_a_stage_cuts_what_that_stage_takes() -> None:
+    """Batch 512 in micro-batches of 256; a stage of 64 takes 32 at a time, which 128, 64 or 32 would leave as they are."""
+    step = after_out_of_memory((512, 256), 1, known(512, 256), stage=64)
+    assert step is not None and (step.rung, step.splits) == (0, 16)
+    assert step.words.startswith("out of memory at batch 64, in a stage before batch 512: micro-batch 16 x 16 now")
+    assert after_out_of_memory((512, 256), 1, known(512, 256)).splits == 2  # type: ignore[union-attr]
+    last = after_out_of_memory((512, 256), 1, known(512, 256, norm=True), stage=16)
+    assert last is None, "a smaller batch's micro-batches of 8 are no smaller than the stage's"
+    assert after_out_of_memory((512,), 1, None, stage=64) is None

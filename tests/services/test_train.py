@@ -10,9 +10,11 @@ from make_runs import FakeLauncher
 
 from tula_cli.cluster import relaunch
 from tula_cli.errors import BadMeasurements, Diverged, JobFailed, OutOfMemoryAtMinimum, Pending, SpecError
+from tula_cli.models.out_of_memory import splits_of
 from tula_cli.run.directory import RunDir
-from tula_cli.run.files import write_atomic
+from tula_cli.run.files import append_json_line, write_atomic
 from tula_cli.run.records.inspections import Inspection
+from tula_cli.run.records.micro_batches import MicroBatches
 from tula_cli.run.records.recommendations import Prediction
 from tula_cli.run.records.results import CountedEnergy
 from tula_cli.run.records.tasks import Rung, TrainTask
@@ -271,3 +273,19 @@ def test_after_a_fallback_the_prediction_is_that_of_smaller_micro_batches(tmp_pa
     cut = task.model_copy(update={"splits": 2}).prediction
     assert cut is not None and cut.batch == 128 and cut.step_time > task.prediction.step_time
     assert task.model_copy(update={"splits": 3}).prediction is None
+
+
+def test_an_out_of_memory_is_told_with_the_batch_of_its_stage(run: RunDir) -> None:
+    own = run.spec().model_copy(update={"train": run.spec().train.model_copy(update={"ramp": "auto"})})
+    task = plan(run, own, nodes=2, batch=512).task
+    known = MicroBatches(
+        splits=tuple(splits_of(batch, micro_batch=batch // 2, micro_batches=1) for batch in (512, 256)), normalised=0
+    )
+    files = run.training(task.signature)
+    files.write_micro_batches(known)
+    words = []
+    for batch in (128, 512):
+        append_json_line(files.metrics_path, {"kind": "stage", "samples": 0, "batch": batch})
+        words.append(relaunch._fallback(run, task).words)  # type: ignore[union-attr]
+    assert words[0].startswith("out of memory at batch 128, in a stage before batch 512: micro-batch ")
+    assert words[1].startswith("out of memory at batch 512: micro-batch 128 x 2 now")

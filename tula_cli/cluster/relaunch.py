@@ -190,7 +190,17 @@ def _fallback(run: RunDir, task: TrainTask) -> Fallback | None:
     known = None
     if not why_not:
         known = script_micro_batches(run, task) if runs_script(task) else run.training(task.signature).micro_batches()
-    return after_out_of_memory([rung.batch for rung in task.ladder], task.splits, known, why_not=why_not)
+    batches = [rung.batch for rung in task.ladder]
+    return after_out_of_memory(batches, task.splits, known, why_not=why_not, stage=_stage_of(run, task))
+
+
+def _stage_of(run: RunDir, task: TrainTask) -> int | None:
+    """Return the batch that a training was at, where it has grown to less than its own; None where nothing tells it."""
+    if task.spec.train.stages is None or runs_script(task):
+        return None
+    rows = run.training(task.signature).metrics()
+    found = next((int(row["batch"]) for row in reversed(rows) if row["kind"] == "stage"), task.batch)
+    return found if found < task.batch else None
 
 
 def _fewer_workers(task: TrainTask) -> int | None:

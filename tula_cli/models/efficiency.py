@@ -10,8 +10,9 @@ starts from, is carried to the whole run by that rule (`over_training`). What a 
 epochs is carried on from there, and says more: the first epoch tells nothing of some jobs.
 """
 
+import functools
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -193,6 +194,8 @@ def epochs_equivalent(epochs: float, batch: Number, *, reference: float, noise: 
 def same_progress(rows: Offers, *, epochs: int, reference: int, noise: Noise) -> ProgressColumns:
     """Return what configurations take to the progress of `epochs` at the reference batch.
 
+    Where the batch grows (`train.ramp`) each stage makes the progress of its batch in its share of the epochs.
+
     The range runs from a noise so large that every sample counts alike to the lowest noise that grows slowest. All of
     the time goes with the epochs, start-up too.
     """
@@ -200,7 +203,8 @@ def same_progress(rows: Offers, *, epochs: int, reference: int, noise: Noise) ->
     whole = over_training(noise.scale, reference=reference, epochs=epochs, measured_at=at)
     least = over_training(noise.low, reference=reference, epochs=epochs, growth=SLOWEST_GROWTH, measured_at=at)
     count, alike, lossy = (
-        epochs_equivalent(epochs, rows.batch, reference=reference, noise=value) for value in (whole, math.inf, least)
+        _over_stages(rows, functools.partial(epochs_equivalent, epochs, reference=reference, noise=value))
+        for value in (whole, math.inf, least)
     )
     fewest, most = np.minimum(alike, lossy), np.maximum(alike, lossy)
     low, high = (np.where(np.isnan(end), rows.hours, end) for end in (rows.hours_low, rows.hours_high))
@@ -215,6 +219,18 @@ def same_progress(rows: Offers, *, epochs: int, reference: int, noise: Noise) ->
         hours_high=high * most / epochs,
         cost=rows.cost * count / epochs,
     )
+
+
+def _over_stages(rows: Offers, epochs_at: Callable[[Number], Number]) -> Number:
+    """Return the epochs that configurations need, shape (n,), from those that a batch needs which stays; each stage stretches alike."""
+    own = epochs_at(rows.batch) + np.zeros(len(rows))
+    if not any(rows.stages):
+        return own
+    slower = [  # progress an epoch, beside that at the configuration's own batch
+        sum(stage.share * (1 / epochs_at(stage.batch) - 1 / each) for stage in stages or ())
+        for stages, each in zip(rows.stages, own, strict=True)
+    ]
+    return 1 / (1 / own + np.array(slower))
 
 
 def words(noise: Noise, *, reference: int, epochs: int) -> str:

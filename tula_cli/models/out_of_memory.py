@@ -97,7 +97,7 @@ def batch_norm_limit(*, ranks: int = 1, ghost: int | None = None) -> tuple[Calla
 
 
 def after_out_of_memory(
-    batches: Sequence[int], splits: int, known: MicroBatches | None, *, why_not: str = ""
+    batches: Sequence[int], splits: int, known: MicroBatches | None, *, why_not: str = "", stage: int | None = None
 ) -> Fallback | None:
     """Return what to train next; None where nothing is left that would take less memory.
 
@@ -109,20 +109,23 @@ def after_out_of_memory(
         splits: parts that its micro-batches were cut into.
         known: how far they may be cut; None where nothing has told it.
         why_not: why they are not cut in this training; empty where they are.
+        stage: the batch in use, where that is a smaller one (`train.ramp`); its own micro-batches have to become smaller.
     """
     own = known.of(batches[0]) if known is not None else None
     words = f"out of memory at batch {batches[0]}"
+    if stage is not None:
+        words = f"out of memory at batch {stage}, in a stage before batch {batches[0]}"
     if why_not or known is None or own is None:
         told = why_not or "the ranks ended before they knew how far that may go"
         # Where the user has asked for it there is nothing to explain.
         explained = words if why_not == "train.oom is shrink" else f"{words}; its micro-batches are not cut: {told}"
         return Fallback(1, 1, explained) if len(batches) > 1 else None
-    following = next((parts for parts in own.into if parts > splits), None)
+    failed = own.micro_batch / max(splits, 1 if stage is None else batches[0] / stage)
+    following = next((parts for parts in own.into if own.micro_batch / parts < failed), None)
     if following is not None:
         now = f"micro-batch {own.micro_batch // following} x {own.micro_batches * following} now"
         return Fallback(0, following, f"{words}: {now}{_normalised(known, own, following)}")
-    failed = own.micro_batch / splits
-    words = f"{words} in micro-batches of {own.micro_batch // splits}, which are not cut further: {own.limit}"
+    words = f"{words} in micro-batches of {int(failed)}, which are not cut further: {own.limit}"
     for rung, batch in enumerate(batches[1:], 1):
         smaller = known.of(batch)
         if smaller is None:

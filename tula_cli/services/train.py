@@ -24,7 +24,7 @@ from tula_cli.models.choice.grid import batches, check_divides
 from tula_cli.models.cost import price_words
 from tula_cli.models.observations import NO_OTHER_SIZES, OtherSizes
 from tula_cli.models.overheads import queue_wait
-from tula_cli.models.ramp.by_noise import continued
+from tula_cli.models.ramp.by_noise import continued, put_off
 from tula_cli.models.ramp.stage_nodes import parts_on, stages_worth_of, with_nodes
 from tula_cli.models.ramp.stages import check_stages
 from tula_cli.run.code import behind, choose, snapshot
@@ -171,8 +171,10 @@ def _staged(
     spec, nodes, batch = task.spec, task.nodes, task.batch
     _check_size(spec, nodes, batch, size)
     stages = planned_stages(run, spec, nodes, batch, size, recommended=recommended)
-    task = task.model_copy(update={"stages": continued(newest.stages if newest else (), stages)})
-    return with_nodes(task, samples=run.training(task.signature).newest_samples())
+    stages, training = continued(newest.stages if newest else (), stages), run.training(task.signature)
+    if decisions := training.stage_decisions():  # of a training that goes on elsewhere
+        stages = put_off(stages, decisions, total=size * spec.train.epochs, size=size)
+    return with_nodes(task.model_copy(update={"stages": stages}), samples=training.newest_samples())
 
 
 def _source(recommendation: Recommendation | None, given: Sequence[str]) -> str:

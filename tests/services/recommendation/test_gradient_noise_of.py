@@ -13,6 +13,7 @@ from tula_cli.run import training_run
 from tula_cli.run.directory import RunDir
 from tula_cli.run.files import json_lines
 from tula_cli.run.records.probes import GradientStats
+from tula_cli.run.records.results import StageDecision
 from tula_cli.services import recommend, train
 from tula_cli.services.recommendation.gradient_noise_of import after_training, noise_path, noisy_trainings
 from tula_cli.show.recommend import _rests_on
@@ -142,3 +143,14 @@ def test_a_recommendation_tells_the_stages_of_its_choice(tmp_path: Path) -> None
     assert found.ramp.startswith("batch 64 from epoch 0: noise scale 50.0; batch 128 from epoch ")
     assert [stage.batch for stage in found.choice.stages] == [stage.batch for stage in found.stages[:-1]]
     assert f"stages: {found.ramp}" in list(_rests_on(found))
+
+
+def test_a_training_that_goes_on_elsewhere_keeps_what_was_put_off(tmp_path: Path) -> None:
+    run = noisy_run(tmp_path)
+    trained(run, "b" * 8, batch=64)
+    task = plan(run, nodes=2, batch=512).task
+    later = task.stages[1].begin + 1000
+    decision = StageDecision(passed=0, batch=128, begin=later, measured_at=0, epoch=0, verdict="put off")
+    run.training(task.signature).write_stage_decisions([decision])
+    moved = train._staged(run, task.model_copy(update={"attempt": 2}), task, None, inspected().dataset_size)
+    assert moved.stages[1].begin == later and moved.stages[2].begin >= task.stages[2].begin + 1000

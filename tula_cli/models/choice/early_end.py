@@ -50,7 +50,7 @@ def shortened(prediction: Prediction, *, epochs: int, of: int) -> Prediction:
         ratio = share
     else:
         update = {name: share * getattr(parts, name) for name in ("evaluation", "checkpoints")}
-        update["steps"] = steps = parts.steps * _share_of_steps(prediction, share)
+        update["steps"] = steps = parts.steps * share_of_steps(prediction, share)
         data = None if parts.data is None else parts.data * steps / parts.steps if parts.steps else 0.0
         parts = parts.model_copy(update={**update, "data": data})
         ratio = parts.total / prediction.parts.total if prediction.parts and prediction.parts.total else share
@@ -59,7 +59,7 @@ def shortened(prediction: Prediction, *, epochs: int, of: int) -> Prediction:
     return prediction.model_copy(update={**told, "parts": parts})
 
 
-def _share_of_steps(prediction: Prediction, share: float) -> float:
+def share_of_steps(prediction: Prediction, share: float) -> float:
     """Return the share of the steps' time in the first epochs; a batch that grows has its shortest steps there, and most."""
     assert prediction.parts is not None
     smaller = sum(stage.steps * stage.step_time for stage in prediction.stages)
@@ -72,3 +72,12 @@ def _share_of_steps(prediction: Prediction, share: float) -> float:
     if share > grown:
         seconds += (prediction.parts.steps - smaller) * (share - grown) / (1 - grown)
     return seconds / prediction.parts.steps
+
+
+def share_left(prediction: Prediction, left: float) -> float:
+    """Return the share of a training's time that the last `left` of its epochs take: those of a grown batch take less."""
+    parts = prediction.parts
+    if parts is None or not prediction.stages or not parts.total:
+        return left
+    stepping = parts.steps * (1 - share_of_steps(prediction, 1 - left))
+    return (stepping + left * (parts.total - parts.steps)) / parts.total

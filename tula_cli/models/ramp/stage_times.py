@@ -82,7 +82,9 @@ class StageTimes:
         times = dict(zip(asked, self.predicted(asked), strict=True)) if asked else {}
         for config, ramp in ramps.items():
             steps = ramp.steps(size=self.dataset_size, epochs=self.spec.train.epochs_at_most)
-            self._known[config] = self._stages(config, places[config], steps, times)
+            shares = ramp.shares(self.dataset_size * self.spec.train.epochs_at_most)
+            found = self._stages(config, places[config], steps, times)
+            self._known[config] = tuple(one.model_copy(update={"share": shares[one.batch]}) for one in found)
 
     def _places(self, config: Config, ramp: Ramp) -> list[list[Config]]:
         """Return where each stage may run."""

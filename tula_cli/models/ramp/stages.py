@@ -47,6 +47,11 @@ class Ramp:
         """Return the batch, global, of the step that begins when so many samples are passed."""
         return self.stages[self.at(passed)].batch
 
+    def shares(self, total: int) -> dict[int, float]:
+        """Return the share of so many samples that pass at each batch."""
+        ends = [min(stage.begin, total) for stage in (*self.stages[1:], Stage(begin=total, batch=0))]
+        return {stage.batch: max(0, end - stage.begin) / total for stage, end in zip(self.stages, ends, strict=True)}
+
     def of_epoch(self, epoch: int, *, done: int, size: int) -> Iterator[tuple[int, int]]:
         """Yield (batch, steps) of what is left of an epoch; less than a batch at its end is left out.
 
@@ -203,6 +208,19 @@ def _dividing(batch: int, parts: int, ghost: int | None) -> int:
     if ghost is not None and micro_batch > ghost:
         micro_batch -= micro_batch % ghost
     return micro_batch * parts
+
+
+def stage_batches(spec: JobSpec, *, batch: int, parts: int, dataset_size: int) -> list[int]:
+    """Return the batches below a training's own that it may come to on so many parts, as far as the job alone tells.
+
+    Args: as of `ramp_of`.
+    """
+    asked = spec.train.stages
+    if isinstance(asked, list):
+        return [stage.batch for stage in asked if stage.batch < batch and stage.batch % parts == 0]
+    if asked is None:
+        return []
+    return [stage.batch for stage in _auto(spec, batch, [parts], dataset_size).stages[:-1]]
 
 
 def check_stages(spec: JobSpec, *, batch: int, parts: int, dataset_size: int) -> None:

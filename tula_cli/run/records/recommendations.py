@@ -58,6 +58,7 @@ class StageSteps(Record):
 
     batch: int
     steps: int  # of the whole training
+    share: float = 0.0  # of its epochs
     step_time: float
     step_low: float | None
     step_high: float | None

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from tula_cli.errors import BadMeasurements, SpecError
+from tula_cli.models.choice.early_end import share_left
 from tula_cli.models.choice.offers import Offers
 from tula_cli.models.cost import cost
 from tula_cli.models.forecast import Forecast
@@ -146,10 +147,10 @@ def continuation(training: UnderWay, choice: Prediction, stay: Prediction | None
         samples=training.samples,
         left=left,
         moves=moves,
-        hours=left * choice.hours + restart,
-        cost=left * choice.cost + price,
-        hours_as_it_is=None if stay is None else left * stay.hours,
-        cost_as_it_is=None if stay is None else left * stay.cost,
+        hours=share_left(choice, left) * choice.hours + restart,
+        cost=share_left(choice, left) * choice.cost + price,
+        hours_as_it_is=None if stay is None else share_left(stay, left) * stay.hours,
+        cost_as_it_is=None if stay is None else share_left(stay, left) * stay.cost,
     )
 
 

@@ -21,6 +21,7 @@ from tula_cli.errors import JobFailed, Problem, SpecError, TulaError
 from tula_cli.host.capacity import machine_memory
 from tula_cli.host.processor import processor_name
 from tula_cli.models.halving import dearest
+from tula_cli.models.ramp.stages import stage_batches
 from tula_cli.plugins import is_import_string
 from tula_cli.run.records.components import Footprint
 from tula_cli.run.records.inspections import Inspection
@@ -330,17 +331,18 @@ def _lone_sample_problems(spec: JobSpec, rehearsal: worker_measure_rehearsal.Reh
 
 
 def _check_ghosts(spec: JobSpec, model: nn.Module, *, largest: int) -> None:
-    """Refuse ghost batches without BatchNorm, and those that leave a rest of a batch that the search may reach."""
+    """Refuse ghost batches without BatchNorm, and those that leave a rest of a batch that the search, or a stage, may reach."""
     ghost, search = spec.train.ghost_batch, spec.search
     if ghost is None:
         return
     refuse_without_batch_norm(model, ghost)
+    most = min(largest, search.max_batch or largest)
+    doubled = [search.min_batch << k for k in range(most.bit_length()) if search.min_batch << k <= most]
     for ranks in (nodes * spec.cluster.gpus_per_node for nodes in search.nodes):
-        parts, batch = ranks * micro_batches(spec, ranks), search.min_batch
-        while batch <= min(largest, search.max_batch or largest):
+        parts = ranks * micro_batches(spec, ranks)
+        for batch in (*doubled, *stage_batches(spec, batch=most, parts=parts, dataset_size=largest)):
             if batch % parts == 0:
                 check_ghosts(spec, batch, world=ranks)
-            batch *= 2
 
 
 def _shape(output: Any) -> str:

@@ -1,7 +1,7 @@
 """What a run will take at any configuration, from the results of its probes: time, cost, memory, and whether it fits."""
 
 import functools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import inf
@@ -13,10 +13,8 @@ from tula_cli.models import interruptions, power
 from tula_cli.models.choice.columns import Flags, Ints, by_value, columns, in_columns
 from tula_cli.models.choice.grid import Config, configs, places
 from tula_cli.models.choice.offers import Offers
-from tula_cli.models.choice.whole_trainings import Steps, Trainings, found_at
-from tula_cli.models.interruptions import Saving
+from tula_cli.models.choice.whole_trainings import Known, Steps, Trainings, found_at
 from tula_cli.models.memory import memory
-from tula_cli.models.memory.memory import MemoryModel
 from tula_cli.models.observations import (
     NO_OTHER_SIZES,
     OtherSizes,
@@ -30,7 +28,6 @@ from tula_cli.models.observations import (
 )
 from tula_cli.models.out_of_memory import cannot_accumulate, ruled_out, rules_out, splits_of
 from tula_cli.models.overheads import OverheadModel, shutdown_of
-from tula_cli.models.power import PowerModel
 from tula_cli.models.ramp.by_noise import NoisePath
 from tula_cli.models.ramp.stage_nodes import Worth
 from tula_cli.models.ramp.stage_times import StageTimes, change_of
@@ -53,27 +50,16 @@ _BLOCK = 8192
 """Configurations that are forecast together: what is worked out on the way takes memory for no more of them."""
 
 
-@dataclass(frozen=True)
-class Forecast:
+@dataclass(frozen=True, kw_only=True)
+class Forecast(Known):
     """The models of one run, fitted."""
 
-    spec: JobSpec
     steps: StepTimeFit
-    memory: MemoryModel
-    power: PowerModel | None  # None where no probe tells its energy
-    capacity: int | None  # bytes of one GPU
-    probes: Mapping[Probe, Measured]
     ooms: tuple[Probe, ...]  # that were out of memory
-    dataset_size: int
-    eval_size: int | None  # held-out samples; None where no probe tells
     shutdown: float  # seconds from the last measurement of a job to its end
-    saving: Saving | None  # of a script: how often it writes what it goes on from
     warnings: tuple[str, ...]
     held_up: bool  # by what no model foresees: measured configurations alone are known
-    trained: Mapping[Probe, Sequence[TrainedSteps]]  # by configuration, oldest first
-    calibration: Calibration  # of the intervals
     noise: NoisePath | None = None  # of the gradients, where the stages of a growing batch follow from it
-    supposed: bool = False  # another network, or other GPUs, than were measured
     queue: float = 0.0  # seconds that a job waits for nodes, as far as known
     stages_by: Worth = "time"  # that the nodes of stages are chosen by (train.ramp_nodes)
 
@@ -363,30 +349,17 @@ class Forecast:
     def trainings(self) -> Trainings:
         """What trainings take beside and by their steps."""
         beside = OverheadModel(self.spec, tuple(self.probes.values()), self.shutdown)
-        return Trainings(
-            spec=self.spec,
-            memory=self.memory,
-            power=self.power,
-            capacity=self.capacity,
-            probes=self.probes,
-            dataset_size=self.dataset_size,
-            eval_size=self.eval_size,
-            beside=beside,
-            saving=self.saving,
-            trained=self.trained,
-            calibration=self.calibration,
-            supposed=self.supposed,
-            stages=StageTimes(
-                self.spec,
-                self.dataset_size,
-                lambda those: self._steps(*columns(those)).estimates(),
-                self.why_unknown,
-                noise=self.noise,
-                too_large=self.too_large,
-                change=change_of(beside, self.spec.cluster.gpus_per_node, self.queue),
-                by=self.stages_by,
-            ),
+        stages = StageTimes(
+            self.spec,
+            self.dataset_size,
+            lambda those: self._steps(*columns(those)).estimates(),
+            self.why_unknown,
+            noise=self.noise,
+            too_large=self.too_large,
+            change=change_of(beside, self.spec.cluster.gpus_per_node, self.queue),
+            by=self.stages_by,
         )
+        return Trainings(self, beside, stages)
 
     def interruption(self, row: Prediction) -> str:
         """Say what an interruption costs a script at a configuration; empty for tula's own loop."""

@@ -49,9 +49,9 @@ class Steps:
         return Steps(factor * self.seconds, factor * self.low, factor * self.high, np.full(len(self.seconds), np.nan))
 
 
-@dataclass(frozen=True)
-class Trainings:
-    """The models of a training around its steps."""
+@dataclass(frozen=True, kw_only=True)
+class Known:
+    """What probes and trainings of a run have told of a training beside the time of its steps."""
 
     spec: JobSpec
     memory: MemoryModel
@@ -60,17 +60,24 @@ class Trainings:
     probes: Mapping[Probe, Measured]
     dataset_size: int
     eval_size: int | None  # held-out samples; None where no probe tells
-    beside: OverheadModel
-    saving: Saving | None  # of a script
+    saving: Saving | None  # of a script: how often it writes what it goes on from
     trained: Mapping[Probe, Sequence[TrainedSteps]]  # by configuration, oldest first
     calibration: Calibration  # of the intervals
-    stages: StageTimes  # of a batch that grows
     supposed: bool = False  # another network, or other GPUs, than were measured
+
+
+@dataclass(frozen=True)
+class Trainings:
+    """The models of a training around its steps."""
+
+    known: Known
+    beside: OverheadModel
+    stages: StageTimes  # of a batch that grows
 
     def probes_at(self, nodes: Ints, local_batch: Ints) -> dict[int, Measured]:
         """Return the probes of those configurations that were probed, by their index."""
-        found = found_at(self.probes, nodes, local_batch)
-        return {index: self.probes[place] for index, place in found.items()}
+        found = found_at(self.known.probes, nodes, local_batch)
+        return {index: self.known.probes[place] for index, place in found.items()}
 
     def on_demand(
         self, nodes: Ints, batch: Ints, steps: Steps, probes: Mapping[int, Measured], *, held: Ints | None = None
@@ -83,14 +90,14 @@ class Trainings:
             probes: of those that were measured, by index.
             held: the local batches whose memory is taken, where those are others.
         """
-        gpus = self.spec.cluster.gpus_per_node
+        gpus = self.known.spec.cluster.gpus_per_node
         local_batch = batch // (nodes * gpus)
         time, startup = self.time(nodes, batch), self.beside.startup_spread / 3600
         hours, nothing = time.hours(steps.seconds), np.full(len(nodes), np.nan)
         paid = hours - self.stages.unused(nodes, batch) / nodes
         reserved, headroom = self._memory(nodes, local_batch if held is None else held, probes)
-        measured, width = ~np.isnan(steps.fitted), self.calibration
-        timed = {} if self.supposed else probes
+        measured, width = ~np.isnan(steps.fitted), self.known.calibration
+        timed = {} if self.known.supposed else probes
         ends = width.hours / width.step
         found = Offers(
             nodes=nodes,
@@ -103,16 +110,16 @@ class Trainings:
             hours=hours,
             hours_low=np.maximum(0.0, hours - ends * np.hypot(hours - time.hours(steps.low), startup)),
             hours_high=hours + ends * np.hypot(time.hours(steps.high) - hours, startup),
-            cost=cost.cost(self.spec.pricing, hours=paid, nodes=nodes, gpus_per_node=gpus, reserved=reserved),
+            cost=cost.cost(self.known.spec.pricing, hours=paid, nodes=nodes, gpus_per_node=gpus, reserved=reserved),
             node_hours=paid * nodes,
             peak_memory=reserved,
             headroom=headroom,
             measured=measured,
-            what_if=np.full(len(nodes), self.supposed),
+            what_if=np.full(len(nodes), self.known.supposed),
             trained=self._trained_at(nodes, local_batch, measured),
             step_widened=np.full(len(nodes), width.step),
             hours_widened=np.full(len(nodes), width.hours),
-            further=nodes > max(count for count, _ in (*self.probes, *self.trained)),
+            further=nodes > max(count for count, _ in (*self.known.probes, *self.known.trained)),
             refresh_share=time.work.refreshes * time.overheads.refresh / (3600 * hours),
             energy=nothing,
             kwh=nothing,
@@ -122,24 +129,24 @@ class Trainings:
             market=np.full(len(nodes), "on_demand"),
             pareto=np.zeros(len(nodes), dtype=bool),
             stages=self.stages.column(nodes, batch),
-            parts=None if self.spec.script else _parts(time, steps.seconds, timed),
+            parts=None if self.known.spec.script else _parts(time, steps.seconds, timed),
         )
-        return found if self.power is None else self._with_energy(found, timed, self.power)
+        return found if self.known.power is None else self._with_energy(found, timed, self.known.power)
 
     def _memory(self, nodes: Ints, local_batch: Ints, probes: Mapping[int, Measured]) -> tuple[Floats, Floats]:
         """Return what a GPU reserves (bytes), as it was measured where it was, and the share of its memory that stays free."""
-        model = self.memory.on(nodes * self.spec.cluster.gpus_per_node)
+        model = self.known.memory.on(nodes * self.known.spec.cluster.gpus_per_node)
         reserved = model.reserved(local_batch) + np.zeros(len(nodes))
         for index, probe in probes.items():
             reserved[index] = probe.memory.reserved
-        free = np.nan if self.capacity is None else 1 - model.needed(local_batch) / self.capacity
+        free = np.nan if self.known.capacity is None else 1 - model.needed(local_batch) / self.known.capacity
         return reserved, free + np.zeros(len(nodes))
 
     def _trained_at(self, nodes: Ints, local_batch: Ints, measured: Flags) -> NDArray[np.str_]:
         """Return the newest training that has measured each configuration; empty where none has."""
         found = np.full(len(nodes), "", dtype=object)
-        for index, place in found_at(self.trained, nodes, local_batch).items():
-            found[index] = self.trained[place][-1].signature if measured[index] else ""
+        for index, place in found_at(self.known.trained, nodes, local_batch).items():
+            found[index] = self.known.trained[place][-1].signature if measured[index] else ""
         return found.astype(np.str_)
 
     def _with_energy(self, found: Offers, probes: Mapping[int, Measured], model: PowerModel) -> Offers:
@@ -151,7 +158,7 @@ class Trainings:
                 drawn.watts[index] = told.watts
                 if drawn.error is not None:
                     drawn.error[index] = told.error
-        kilowatts = drawn.watts * found.nodes * self.spec.cluster.gpus_per_node / 1000
+        kilowatts = drawn.watts * found.nodes * self.known.spec.cluster.gpus_per_node / 1000
         kwh = kilowatts * found.node_hours / found.nodes
         return replace(
             found,
@@ -168,8 +175,8 @@ class Trainings:
         tells what a script loses by them. The interval is that of the expected time: how much one run differs from the next
         by its interruptions is not in it.
         """
-        pricing = self.spec.pricing
-        if pricing.spot is None or (self.saving is not None and not self.saving.known):
+        pricing = self.known.spec.pricing
+        if pricing.spot is None or (self.known.saving is not None and not self.known.saving.known):
             return here.take([])
         training = self._training(here.nodes, here.batch, pricing.spot)
         hours, low, high = (training(seconds) for seconds in (here.step_time, here.step_low, here.step_high))
@@ -180,7 +187,7 @@ class Trainings:
             pricing,
             hours=running * here.node_hours / (here.nodes * here.hours),
             nodes=here.nodes,
-            gpus_per_node=self.spec.cluster.gpus_per_node,
+            gpus_per_node=self.known.spec.cluster.gpus_per_node,
             reserved=np.nan_to_num(here.peak_memory),
             market="spot",
         )
@@ -204,22 +211,22 @@ class Trainings:
     def _training(self, nodes: Ints, batch: Ints, spot: Spot) -> Callable[[Floats], Floats]:
         """Return what gives the expected hours of the whole training on spot nodes from the step times."""
         time = self.time(nodes, batch, spot=spot)
-        return time.hours if self.saving is None else functools.partial(self.saving.hours_on_spot, time)
+        return time.hours if self.known.saving is None else functools.partial(self.known.saving.hours_on_spot, time)
 
     def time(self, nodes: Ints, batch: Ints, *, spot: Spot | None = None) -> cost.TrainingTime:
         """Return what gives the hours of trainings from their step times; on spot nodes the expected ones."""
-        gpus, every = self.spec.cluster.gpus_per_node, self.spec.train.checkpoint_every
+        gpus, every = self.known.spec.cluster.gpus_per_node, self.known.spec.train.checkpoint_every
         overheads = self.beside.at(nodes, batch // (nodes * gpus), batch)
         work = cost.work(
-            self.spec,
+            self.known.spec,
             batch=batch,
             world=nodes * gpus,
-            dataset_size=self.dataset_size,
-            eval_size=self.eval_size,
+            dataset_size=self.known.dataset_size,
+            eval_size=self.known.eval_size,
             eval_batch_size=overheads.eval_batch_size,
         )
         work = self.stages.counted(nodes, batch, work)
-        rate = cost.interruption_rate(self.spec.pricing, nodes)
+        rate = cost.interruption_rate(self.known.spec.pricing, nodes)
         # As the ranks do it, who do not know which nodes they are on.
         interval = cost.checkpoint_interval(overheads.checkpoint, rate=rate) if every == "auto" else every
         if spot is None:

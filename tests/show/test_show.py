@@ -29,7 +29,7 @@ from tula_cli.show import plots, recommend
 from tula_cli.show import profile as show_profile
 from tula_cli.show import status as show_status
 from tula_cli.show import train as show_train
-from tula_cli.show.screen import Screen
+from tula_cli.show.screen import Lines, Screen
 
 START = make.START
 
@@ -316,6 +316,22 @@ def test_the_envelope_of_an_answer():
     assert (found["schema_version"], found["command"], found["run_id"]) == (1, "recommend", "toy-1")
     assert (found["status"], found["warnings"], found["error"]) == ("done", ["mind"], None)
     assert found["data"]["choice"]["batch"] == 128
+
+
+def test_lines_are_an_array_whose_items_are_made_when_they_are_written():
+    made = []
+
+    def items(texts):
+        for text in texts:
+            made.append(text)
+            yield text
+
+    shown = screen(as_json=True)
+    shown.answer({"rows": Lines(items(['{"a": 1}', "null"])), "none": Lines(items([])), "b": "lines"}, iter(()))
+    assert made == []
+    shown.finish()
+    assert envelope(shown)["data"] == {"rows": [{"a": 1}, None], "none": [], "b": "lines"}
+    assert '[\n{"a": 1},\nnull\n]' in shown.out.getvalue()
 
 
 def test_the_envelope_of_a_failure():

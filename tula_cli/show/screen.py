@@ -8,7 +8,7 @@ import shutil
 import sys
 import textwrap
 import traceback
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TextIO
 
@@ -155,7 +155,19 @@ class Screen:
             "warnings": self.warnings,
             "error": None if error is None else _error(error),
         }
-        print(json.dumps(envelope, indent=1, allow_nan=False), file=self.out, flush=True)
+        later: list[Lines] = []
+
+        def token(value: Any) -> str:
+            later.append(value)
+            return _TOKEN
+
+        text = json.dumps(envelope, indent=1, allow_nan=False, default=token)
+        first, *rest = text.split(json.dumps(_TOKEN)) if later else [text]
+        self.out.write(first)
+        for lines, after in zip(later, rest, strict=True):
+            self.out.writelines(lines.array())
+            self.out.write(after)
+        print(file=self.out, flush=True)
 
     @property
     def width(self) -> int:
@@ -179,8 +191,27 @@ def _error(error: TulaError) -> dict[str, Any]:
     return {"code": error.code, "message": error.message, "hint": error.hint, "problems": plain(problems)}
 
 
+@dataclasses.dataclass(frozen=True)
+class Lines:
+    """An array of an answer in JSON whose items are made when they are written, a line each."""
+
+    items: Iterable[str]  # each a JSON text
+
+    def array(self) -> Iterator[str]:
+        yield "["
+        for index, item in enumerate(self.items):
+            yield f"{',' * bool(index)}\n{item}"
+        yield "\n]"
+
+
+_TOKEN = "\0lines"
+"""What no answer holds, in place of `Lines`."""
+
+
 def plain(value: Any) -> Any:
-    """Return a value in what JSON knows; a number that is none (nan, inf) is null."""
+    """Return a value in what JSON knows; a number that is none (nan, inf) is null, and `Lines` are left to be written."""
+    if isinstance(value, Lines):
+        return value
     if hasattr(value, "model_dump"):
         return plain(value.model_dump(mode="json"))
     if dataclasses.is_dataclass(value) and not isinstance(value, type):

@@ -47,6 +47,7 @@ def test_of_many_configurations_those_are_listed_that_are_worth_a_look(run: RunD
     answer = ask(run, objective)
     found, every = answer.recommendation, answer.every()
     assert FEW < len(places(every.rows)) == found.candidates and len(places(found.rows)) < found.candidates
+    assert [Prediction.model_validate_json(text) for text in answer.rows_as_json()] == list(every.rows)
     worth = [row for row in every.rows if row.pareto or row.measured]
     assert places([*worth, found.choice, *found.runners_up]) <= places(found.rows)
     assert {row.batch for row in found.rows} == {row.batch for row in every.rows}, "the best of each batch"

@@ -7,6 +7,8 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from tula_cli.models.choice.columns import columns
 from tula_cli.models.choice.grid import Config
 from tula_cli.models.choice.offers import Offers
@@ -20,6 +22,8 @@ from tula_cli.services.recommendation.measured import TypeMeasurements
 from tula_cli.spec.job import JobSpec
 from tula_cli.spec.load import dump_yaml
 
+_BLOCK = 1000
+"""Rows that are made together."""
 _DRAWN = 400
 """Offers that are all drawn."""
 
@@ -36,6 +40,12 @@ class Answer:
     def every(self) -> Recommendation:
         """Return the recommendation with every feasible configuration among its rows, be it a hundred thousand."""
         return self.recommendation.model_copy(update={"rows": self.offers.records()})
+
+    def rows_as_json(self) -> Iterator[str]:
+        """Yield the rows of `every` as JSON texts, which are made in blocks."""
+        for at in range(0, len(self.offers), _BLOCK):
+            block = self.offers.take(np.arange(at, min(at + _BLOCK, len(self.offers))))
+            yield from (row.model_dump_json() for row in block.records())
 
     def drawn(self) -> Recommendation:
         """Return the recommendation with the rows of its plots: every one of some hundreds, else those that are listed."""
@@ -101,14 +111,15 @@ def _table(all_measurements: Sequence[TypeMeasurements], recommendation: Recomme
     within: dict[tuple[str, Config], list[Prediction]] = {}
     for row in recommendation.rows if every is None else every.records():
         within.setdefault((row.type, Config(row.nodes, row.batch)), []).append(row)
-    lines = [
+    lines = (
         line
         for measurements in all_measurements
         for line in _lines(measurements, recommendation, within, every=every is not None)
-    ]
-    text = io.StringIO()
-    table = csv.DictWriter(text, lines[0], lineterminator="\n")
+    )
+    text, first = io.StringIO(), next(lines)
+    table = csv.DictWriter(text, first, lineterminator="\n")
     table.writeheader()
+    table.writerow(first)
     table.writerows(lines)
     return text.getvalue()
 

@@ -28,10 +28,11 @@ VARIANTS: Mapping[str, Variant] = {
     "ortho-small-decay4": Variant("ortho", optimizer=DECAY, schedule=NO_WARMUP),
     "lamb-adamw": Variant("lamb", optimizer=LAMB),
     "schedule-free": Variant(
-        "schedule_free", lr=10.0, schedule={"kind": "constant", "milestones": []}, train={"lr_scaling": "linear"}
+        "schedule_free", lr=10.0, schedule={"kind": "constant", "milestones": []}, train={"lr_scaling": "sqrt"}
     ),
 }
-"""Schedule-free SGD has no momentum that multiplies its steps by ten: it has ten times the learning rate, as its authors advise."""
+"""Schedule-free SGD has no momentum that multiplies its steps by ten: it has ten times the learning rate, as its authors advise, and
+the square root of the batch, with which one seed at 2048 with BatchNorm reached 57.6 %, with linear scaling 49.6 %."""
 AT_REFERENCE = ("ortho-small", "lbt-decay4", "ortho-small-decay4", "lamb-adamw", "schedule-free")
 """The tricks at the small batch; the first and the third are for it alone."""
 OF_SMALL_BATCH = ("ortho-small", "ortho-small-decay4")

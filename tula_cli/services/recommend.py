@@ -19,13 +19,14 @@ from tula_cli.models.efficiency import Noise
 from tula_cli.models.observations import OtherSizes
 from tula_cli.models.overheads import queue_wait
 from tula_cli.models.ramp.by_noise import in_epochs, stage_words
-from tula_cli.models.ramp.stage_nodes import Worth, stages_worth
+from tula_cli.models.ramp.stage_nodes import Worth, nodes_words, stages_worth
 from tula_cli.run.directory import Part, RunDir
 from tula_cli.run.jobfile import adopt, begun, origin
 from tula_cli.run.records.recommendations import Prediction, Recommendation
 from tula_cli.services import status
 from tula_cli.services.progress.job_status import ACTIVE
 from tula_cli.services.recommendation.answer import Answer, write
+from tula_cli.services.recommendation.beyond.fixed_batches import beside_a_ramp, beside_words
 from tula_cli.services.recommendation.beyond.lengths import at_lengths
 from tula_cli.services.recommendation.beyond.other_sizes import of_runs, places
 from tula_cli.services.recommendation.beyond.suppositions import compared, parsed
@@ -348,7 +349,9 @@ def _growing(own: TypeMeasurements, choice: Prediction) -> dict[str, Any]:
     lengths, growth = at_lengths(own)
     stages = own.forecast.trainings.stages.stages(Config(choice.nodes, choice.batch))
     written = in_epochs(stages, own.forecast.dataset_size)
-    return {"lengths": lengths, "growth": growth, "stages": written, "ramp": stage_words(written)}
+    beside = beside_a_ramp(own.forecast, choice)
+    ramp = ". ".join(filter(None, [stage_words(written), nodes_words(choice), beside_words(beside)]))
+    return {"lengths": lengths, "growth": growth, "stages": written, "ramp": ramp, "beside": beside}
 
 
 def _knees(own: TypeMeasurements, rows: Offers, objective: Objective, curve: Curve) -> str:

@@ -13,7 +13,7 @@ from tula_cli.errors import SpecError
 from tula_cli.models.out_of_memory import FEWEST_NORMALISED
 from tula_cli.models.ramp.by_noise import NoisePath
 from tula_cli.models.ramp.stages import Ramp, ramp_of
-from tula_cli.run.records.recommendations import Recommendation, Stage
+from tula_cli.run.records.recommendations import Prediction, Recommendation, Stage
 from tula_cli.run.records.tasks import TrainTask
 from tula_cli.spec.job import JobSpec
 from tula_cli.words import plural
@@ -176,3 +176,11 @@ def with_nodes(task: TrainTask, *, samples: int) -> TrainTask:
     stages = on_nodes(task.stages, chosen, spec=task.spec, nodes=task.nodes)
     begun = [stage.nodes for stage in stages if stage.begin <= samples and stage.nodes is not None]
     return task.model_copy(update={"stages": stages, "nodes": begun[-1]}) if begun else task
+
+
+def nodes_words(choice: Prediction) -> str:
+    """Say on how many nodes each stage of a choice runs; empty where all have its own."""
+    if not any(stage.nodes for stage in choice.stages):
+        return ""
+    told = [f"{stage.nodes or choice.nodes} at batch {stage.batch}" for stage in choice.stages]
+    return f"nodes: {', '.join(told)}, {choice.nodes} at batch {choice.batch}"

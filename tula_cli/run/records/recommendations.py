@@ -232,6 +232,17 @@ class Continuation(Record):
         return self.hours >= self.hours_as_it_is and self.cost >= self.cost_as_it_is
 
 
+class Beside(Record):
+    """What a training takes whose batch grows, or would without that: hours, cost in the pricing's currency, node-hours."""
+
+    what: str
+    nodes: int  # at its end
+    batch: int
+    hours: float
+    cost: float
+    node_hours: float
+
+
 class WhatIf(Record):
     """Another network, or other GPUs, that an answer supposes; it is never what `tula train` takes."""
 
@@ -269,6 +280,9 @@ class Recommendation(Record):
     growth: str = ""  # how time and memory grow with the length, in words
     stages: tuple[Stage, ...] = ()  # of the choice, that of its own batch last; empty where its batch does not grow
     ramp: str = ""  # these, in words
+    beside: tuple[
+        Beside, ...
+    ] = ()  # the choice, and what it would take without stages; empty where its batch does not grow
     other_market: Prediction | None = None  # the choice on demand where it is on spot nodes, and the other way round
     trainings: tuple[TrainedSteps, ...] = ()  # whose steps count in the fit, of all node types
     trainings_left_out: tuple[str, ...] = ()  # which do not, and why

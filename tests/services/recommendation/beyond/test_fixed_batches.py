@@ -1,0 +1,39 @@
+"""What stands beside a choice whose batch grows: with its nodes throughout, with its batch fixed, at the reference batch."""
+
+from dataclasses import replace
+
+import pytest
+from make_results import Truth, probe_all, spec
+
+from tula_cli.models.choice.grid import Config
+from tula_cli.models.forecast import Forecast
+from tula_cli.models.ramp.stage_nodes import nodes_words
+from tula_cli.services.recommendation.beyond.fixed_batches import beside_a_ramp, beside_words
+
+
+def forecast(by: str, **train: object) -> Forecast:
+    own = {"method": "lrs", "ramp": "auto", "epochs": 10, "reference_batch": 32, **train}
+    subject = spec(train=own, search={"nodes": [1, 2, 4, 8]})
+    found = Forecast.from_results(
+        subject, probe_all(Truth(dataset_size=12_800), {1: (16, 32, 64, 128, 256), 8: (2, 64)})
+    )
+    return replace(found, stages_by=by)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("train", [{"ramp_nodes": "auto"}, {"ramp_nodes": "auto", "ramp": None, "method": "ramp"}, {}])
+def test_beside_the_choice_stands_what_it_would_take_without_stages(train: dict[str, object]) -> None:
+    subject = forecast("cost", **train)
+    choice = subject.predict(Config(8, 256))
+    found = {one.what: one for one in beside_a_ramp(subject, choice)}
+    plain = forecast("cost", ramp=None)
+    assert found["as chosen"].node_hours == choice.node_hours
+    assert found["a fixed batch"].hours == pytest.approx(plain.predict(Config(8, 256)).hours)
+    cheapest_ = min((row for row in plain.predictions() if row.batch == 32), key=lambda row: row.cost)
+    assert (found["the reference batch"].nodes, found["the reference batch"].cost) == (cheapest_.nodes, cheapest_.cost)
+    same = found.get("its nodes throughout")
+    assert (same is not None) == ("ramp_nodes" in train)
+    if same is not None:
+        assert found["as chosen"].node_hours < same.node_hours
+        assert nodes_words(choice).startswith("nodes: 1 at batch 32") and nodes_words(choice).endswith("8 at batch 256")
+    assert "as chosen (batch 256 on 8 nodes)" in beside_words(tuple(found.values()))
+    assert beside_a_ramp(plain, plain.predict(Config(8, 256))) == ()

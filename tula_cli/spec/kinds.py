@@ -4,7 +4,8 @@ import datetime
 import math
 import re
 import shlex
-from typing import Annotated
+from fractions import Fraction
+from typing import Annotated, Any
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 
@@ -12,6 +13,10 @@ _SIZE_UNITS = {"": 1, "K": 1000, "M": 1000**2, "G": 1000**3, "KI": 1024, "MI": 1
 
 _LEAST_MEMORY = 1000**2
 """Bytes; of less memory than a megabyte a unit was forgotten."""
+_MOST_MEMORY = 2**60
+_LINE = 60  # characters of a value that an error shows
+_DEEPEST, _LARGEST = 32, 10_000
+"""Levels and values of what is passed on to the user's own code; an anchor may stand for any number of either."""
 
 
 def parse_size(value: object) -> object:
@@ -20,9 +25,11 @@ def parse_size(value: object) -> object:
         match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMG]I?)?B?\s*", value.upper())
         if match is None:
             raise ValueError(f"{value!r} is not a size; write it like 16GiB or 800MB")
-        size: object = round(float(match[1]) * _SIZE_UNITS[match[2] or ""])
+        size: object = math.floor(Fraction(match[1]) * _SIZE_UNITS[match[2] or ""] + Fraction(1, 2))
     else:
         size = value
+    if isinstance(size, int | float) and not isinstance(size, bool) and size >= _MOST_MEMORY:
+        raise ValueError(f"{_short(value)} is more memory than any machine has; write it like 16GiB or 800MB")
     if isinstance(size, int | float) and not isinstance(size, bool) and 0 < size < _LEAST_MEMORY:
         raise ValueError(f"{value!r} is {size:g} bytes; write the unit, like {size:g}GiB")
     return size
@@ -56,6 +63,53 @@ def as_text(value: object) -> object:
     if isinstance(value, bool):
         raise ValueError(f"{str(value).lower()} must be quoted: 'true', '1', ...")
     return str(value) if isinstance(value, int | float) else value
+
+
+def plain_data(value: dict[str, Any]) -> dict[str, Any]:
+    """Refuse what would reach a job as something else: its records are JSON, which has no NaN, no dates and no number as key.
+
+    Args:
+        value: arguments for the user's own code.
+
+    Raises:
+        ValueError: names the place of the first one.
+    """
+    left, seen = [("", value, 0)], 0
+    while left:
+        place, found, depth = left.pop()
+        seen += 1
+        if depth > _DEEPEST or seen > _LARGEST:
+            raise ValueError(f"more than {_DEEPEST} levels or {_LARGEST} values are no arguments; write them to a file")
+        if isinstance(found, dict):
+            left += [(f"{place}.{_key(place, key)}", inner, depth + 1) for key, inner in found.items()]
+        elif isinstance(found, list):
+            left += [(f"{place}[{number}]", inner, depth + 1) for number, inner in enumerate(found)]
+        elif isinstance(found, float) and not math.isfinite(found):
+            raise ValueError(
+                f"{place[1:]} is {found}, which is kept nowhere: write a word ({found!s}) for your code to read"
+            )
+        elif not isinstance(found, str | int | float | None):
+            raise ValueError(
+                f"{place[1:]} is a {type(found).__name__}; words, numbers, true, false and null are passed on"
+            )
+    return value
+
+
+def _key(place: str, key: object) -> str:
+    if not isinstance(key, str):
+        raise ValueError(
+            f"{place[1:] or 'a key'}: {_short(key)} is no word; quote it, for a key is always passed on as one"
+        )
+    return key
+
+
+def _short(value: object) -> str:
+    """Return a value as it may stand in a line."""
+    try:
+        text = repr(value)
+    except ValueError:  # a number of more digits than Python writes
+        return "this number"
+    return text if len(text) <= _LINE else f"{text[:_LINE]}..."
 
 
 def word(value: str) -> str:
@@ -94,6 +148,7 @@ def day(value: str) -> str:
 
 Size = Annotated[int, BeforeValidator(parse_size), Field(gt=0)]  # bytes
 Minutes = Annotated[int, BeforeValidator(parse_minutes), Field(ge=1)]
+Arguments = Annotated[dict[str, Any], AfterValidator(plain_data)]
 Line = Annotated[str, BeforeValidator(one_line)]
 Command = Annotated[Line, AfterValidator(_shell_words)]
 Positive = Annotated[int, Field(ge=1)]

@@ -1,10 +1,10 @@
 """The sections that say where it runs and what that costs."""
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
-from tula_cli.spec.kinds import Line, NonNegativeFloat, Positive, PositiveFloat, Section, Size, day, price
+from tula_cli.spec.kinds import Arguments, Line, NonNegativeFloat, Positive, PositiveFloat, Section, Size, day, price
 from tula_cli.spec.slurm_options import Slurm
 
 
@@ -69,9 +69,9 @@ UNPRICED = Pricing(price=1.0, currency="node-h")
 class NodeType(Section):
     """What is special about one type of node: laid over those sections of the job, level by level."""
 
-    cluster: dict[str, Any] = {}  # laid over section cluster
-    pricing: dict[str, Any] = {}  # laid over section pricing
-    search: dict[str, Any] = {}  # laid over section search
+    cluster: Arguments = {}  # laid over section cluster
+    pricing: Arguments = {}  # laid over section pricing
+    search: Arguments = {}  # laid over section search
 
     @model_validator(mode="after")
     def _one_cap_for_all(self) -> "NodeType":

@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, model_validator
 
 from tula_cli.plugins import is_import_string, nearest
-from tula_cli.spec.kinds import NonNegativeFloat, Positive, PositiveFloat, Section
+from tula_cli.spec.kinds import Arguments, NonNegativeFloat, Positive, PositiveFloat, Section
 from tula_cli.spec.methods import METHODS, Facts, Method
 from tula_cli.spec.parts.of_train import Best, GradientNoise, Hessian, Stages, Until
 
@@ -18,7 +18,7 @@ class Model(Section):
     """A torchvision model name, `transformers:CLASS`, or `package.module:callable` that returns a torch.nn.Module."""
 
     name: str  # of torchvision, of tula, transformers:CLASS, or package.module:callable
-    args: dict[str, Any] = {}  # to the constructor, or the configuration; num_classes comes from the dataset
+    args: Arguments = {}  # to the constructor, or the configuration; num_classes comes from the dataset
     # file of the weights to start from: a state_dict or checkpoint by torch.save (a tula one too), or .safetensors
     weights: str | None = None
     strict: bool = True  # false: of that file what fits by name and shape is taken, and the rest is told
@@ -60,7 +60,7 @@ class SeparateTest(Section):
 
     name: str | None = None  # ImageFolder, or package.module:callable, called with train=False; null: the dataset's own
     root: str | None = None  # of ImageFolder, a folder with one sub-folder a class; null: the dataset's
-    args: dict[str, Any] = {}  # to the callable; where it is the dataset's own, laid over dataset.args
+    args: Arguments = {}  # to the callable; where it is the dataset's own, laid over dataset.args
     length: Positive | None = None  # samples of an iterable one that does not tell it
 
 
@@ -73,13 +73,13 @@ class Dataset(Section):
 
     name: str  # one of these, or package.module:callable
     root: str = "data"  # folder of its files
-    args: dict[str, Any] = {}  # to the dataset
+    args: Arguments = {}  # to the dataset
     download: bool = False  # let torchvision download it
     eval_fraction: Annotated[float, Field(gt=0, lt=1)] = 0.2  # held out, stratified, where there is no official split
     # import string of a callable (list of samples) -> batch, or {import string: {arguments}}
-    collate_fn: str | dict[str, dict[str, Any]] | None = None
+    collate_fn: str | dict[str, Arguments] | None = None
     # import string of a callable (dataset, and epoch, seed where it takes them) -> indices of an epoch, of all GPUs
-    sampler: str | dict[str, dict[str, Any]] | None = None
+    sampler: str | dict[str, Arguments] | None = None
     length: Positive | None = None  # samples of an epoch of an iterable dataset that does not tell it
     eval_length: Positive | None = None  # of the evaluation's
     sharded: bool = False  # an iterable dataset gives each GPU its own samples by itself
@@ -144,15 +144,15 @@ def named(entry: str | dict[str, dict[str, Any]] | None, key: str) -> str | None
 class Transforms(Section):
     """Names of torchvision.transforms.v2 classes, {Name: {arguments}}, or import strings; empty means to tensor only."""
 
-    train: list[str | dict[str, dict[str, Any]]] = []  # of the training samples
-    eval: list[str | dict[str, dict[str, Any]]] = []  # of the samples that are evaluated
+    train: list[str | dict[str, Arguments]] = []  # of the training samples
+    eval: list[str | dict[str, Arguments]] = []  # of the samples that are evaluated
 
 
 class Loss(Section):
     """A name of tula's (cross_entropy), a class of torch.nn, or an import string of a callable(output, target) or (outputs, batch)."""
 
     name: str = "cross_entropy"  # one of these
-    args: dict[str, Any] = {}  # to the loss
+    args: Arguments = {}  # to the loss
 
 
 class ParameterGroup(Section):
@@ -170,7 +170,7 @@ class Optimizer(Section):
     lr: PositiveFloat  # tuned for train.reference_batch
     momentum: Annotated[float, Field(ge=0, lt=1)] | None = None  # to the optimizer, where given
     weight_decay: NonNegativeFloat = 0.0  # to the optimizer
-    args: dict[str, Any] = {}  # to the optimizer, for example {nesterov: true}
+    args: Arguments = {}  # to the optimizer, for example {nesterov: true}
     # samples in which the second moment of Adam and its like forgets half, whatever the batch; auto: those of its beta2 at
     # train.reference_batch; null: beta2 stays, as a share a step
     beta2_half_life: Literal["auto"] | Annotated[float, Field(gt=0, le=1e12)] | None = None
@@ -194,7 +194,7 @@ class Schedule(Section):
     warmup_epochs: NonNegativeFloat | None = None
     min_lr: NonNegativeFloat = 0.0  # cosine, linear and one-cycle end here
     peak: Annotated[float, Field(gt=0, lt=1)] = PEAK  # one-cycle: share of the epochs at which the rate is the full one
-    args: dict[str, Any] = {}  # to an import string; epochs, those of the training, is given where it takes it
+    args: Arguments = {}  # to an import string; epochs, those of the training, is given where it takes it
 
     @model_validator(mode="after")
     def _settings_belong_to_the_kind(self) -> "Schedule":
@@ -282,7 +282,7 @@ class Train(Section):
     gradient_noise: bool | GradientNoise = False  # the gradient noise scale at epoch ends
     # of the evaluation, by a name of yours: an import string, or {import string: {arguments}}, of a callable(outputs, batch),
     # whose mean over samples it is, or of a class with update, compute and reset, as torchmetrics has them
-    metrics: dict[MetricName, str | dict[str, dict[str, Any]]] = {}
+    metrics: dict[MetricName, str | dict[str, Arguments]] = {}
     best: Best = Best()  # which epoch's checkpoint is `best`
     until: Until | None = None  # what ends the training before its last epoch
 

@@ -66,16 +66,40 @@ for _class in (_Loader, Dumper, *((_FastLoader,) if yaml.__with_libyaml__ else (
         _class.add_implicit_resolver(f"tag:yaml.org,2002:{_name}", re.compile(_pattern), _first)
 
 
+_DEEPEST = 50
+_TOO_DEEP = f"it is nested in more than {_DEEPEST} levels"
+_BY_CONTENT = (ValueError, LookupError, AttributeError, TypeError, OverflowError, RecursionError)
+"""What PyYAML lets out of a value that its tag does not fit (`!!bool x`, `!!timestamp x`), or of one that is nested too deep."""
+
+
 def parse_yaml(text: str, *, source: str) -> Any:
     """Parse YAML text.
 
     Raises:
         SpecError: it does not parse; names the source, line and column.
     """
-    if yaml.__with_libyaml__:
-        with contextlib.suppress(yaml.YAMLError, ValueError):
-            return yaml.load(text, Loader=_FastLoader)
-    return _parse_in_python(text, source=source)
+    content: Any = None
+    with contextlib.suppress(yaml.YAMLError, *_BY_CONTENT):
+        content = yaml.load(text, Loader=_FastLoader) if yaml.__with_libyaml__ else None
+    if content is None:
+        content = _parse_in_python(text, source=source)
+    if _depth(content) > _DEEPEST:
+        raise SpecError(f"{source}: not valid YAML: {_TOO_DEEP}")
+    return content
+
+
+def _depth(content: Any) -> int:
+    """Return how deep a value is nested, at most one more than is allowed; an anchor inside itself is without end."""
+    level, depth = [content], 0
+    while level and depth <= _DEEPEST:
+        inner = {}  # by identity: an anchor that stands many times is looked at once a level
+        for value in level:
+            found = (
+                value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple | set) else ()
+            )
+            inner |= {id(one): one for one in found}
+        level, depth = list(inner.values()), depth + 1
+    return depth
 
 
 def _parse_in_python(text: str, *, source: str) -> Any:
@@ -88,8 +112,12 @@ def _parse_in_python(text: str, *, source: str) -> Any:
             else ""
         )
         raise SpecError(f"{source}{where}: not valid YAML: {error.problem or error.context}") from None
+    except RecursionError:
+        raise SpecError(f"{source}: not valid YAML: {_TOO_DEEP}") from None
     except (yaml.YAMLError, ValueError) as error:
         raise SpecError(f"{source}: not valid YAML: {error}") from None
+    except _BY_CONTENT:
+        raise SpecError(f"{source}: not valid YAML: a value is not of the kind that its tag (!!...) says") from None
 
 
 def read_yaml(path: Path) -> dict[str, Any]:

@@ -397,4 +397,5 @@ class RunDir:
         return {found.digest for found in known if found}
 
     def logs(self) -> list[Path]:
-        return sorted((self.path / "logs").glob("*.log"), key=lambda path: path.stat().st_mtime)
+        found = [path for path in (self.path / "logs").glob("*.log") if path.is_file()]
+        return sorted(found, key=lambda path: path.stat().st_mtime)

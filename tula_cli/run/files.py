@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 import socket
+import stat
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, Protocol, TypeVar
@@ -17,6 +18,8 @@ if TYPE_CHECKING:
     from pydantic import BaseModel, TypeAdapter
 
 T = TypeVar("T")
+_LARGEST = 2**28
+"""Bytes of a file that is read whole."""
 
 
 class _Held:
@@ -110,17 +113,36 @@ def content(path: Path) -> bytes:
 
     Raises:
         FileNotFoundError: there is none.
+        BadMeasurements: it is no file, or larger than any of a run's records.
         TulaError: it cannot be read.
     """
     for again in (True, False):
         try:
-            return path.read_bytes()
+            with open_file(path) as file:
+                found = file.read(_LARGEST + 1)
+            if len(found) > _LARGEST:
+                raise damaged(path, f"it is larger than {_LARGEST >> 20} MiB")
+            return found
         except FileNotFoundError:
             raise
         except OSError as error:
             if not (again and error.errno == errno.ESTALE):
                 raise cannot_read(path, error) from error
     raise AssertionError
+
+
+def open_file(path: Path) -> BinaryIO:
+    """Open a file to read it; what is no file (a pipe would keep the reader waiting, a device is without end) is damaged.
+
+    Raises:
+        OSError: it cannot be opened.
+        BadMeasurements: it is no file.
+    """
+    file = open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb")  # noqa: SIM115 - the caller closes it
+    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+        file.close()
+        raise damaged(path, "it is no file")
+    return file
 
 
 def cannot_read(path: Path, error: OSError) -> TulaError:
@@ -169,12 +191,15 @@ def read_text(path: Path) -> str:
     """Return the line or lines that `path` holds; empty where there is no such file.
 
     Raises:
+        BadMeasurements: it is no text.
         TulaError: it cannot be read.
     """
     try:
         return content(path).decode().strip()
     except FileNotFoundError:
         return ""
+    except UnicodeDecodeError:
+        raise damaged(path, "it is no text") from None
 
 
 def listing(folder: Path, pattern: str = "*.json") -> list[Path]:
@@ -210,19 +235,30 @@ def json_lines(
         last: of so many bytes at its end alone; None for all.
         wanted: says of a line whether it is one to read; None for all.
     """
-    if not path.exists():
+    try:
+        file = open_file(path)
+    except FileNotFoundError:
         return
-    with open(path, "rb") as file:
+    except OSError as error:
+        raise cannot_read(path, error) from error
+    with file:
         if last is not None and file.seek(0, os.SEEK_END) > last:
             file.seek(-last, os.SEEK_END)
             file.readline()  # half a line
         else:
             file.seek(0)
         for line in file:
-            # A lost node may leave a line of which some blocks were never written.
-            with contextlib.suppress(ValueError):
-                if line.endswith(b"\n") and (wanted is None or wanted(line)):
-                    yield json.loads(line)
+            # A lost node may leave a line of which some blocks were never written: what is no object is left out.
+            if line.endswith(b"\n") and (wanted is None or wanted(line)) and (row := _row(line)) is not None:
+                yield row
+
+
+def _row(line: bytes) -> dict[str, Any] | None:
+    try:
+        row = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    return row if isinstance(row, dict) else None
 
 
 def append_json_line(path: Path, content: Mapping[str, Any]) -> None:

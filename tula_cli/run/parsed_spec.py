@@ -5,11 +5,13 @@ Nothing but the standard library is imported: a list of hundreds of runs reads n
 
 import hashlib
 import json
+import stat
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from tula_cli.errors import BadMeasurements
 from tula_cli.run import files
 
 _YAML, _JSON = "spec.yaml", "spec.json"
@@ -49,8 +51,8 @@ def read(run: Path) -> ParsedSpec | None:
     try:
         found = ParsedSpec(**json.loads(files.content(run / _JSON)))
         return found if found.digest == _digest(files.content(run / _YAML)) else None
-    except (FileNotFoundError, ValueError, TypeError):
-        return None
+    except (FileNotFoundError, ValueError, TypeError, RecursionError, BadMeasurements):
+        return None  # the YAML counts
 
 
 def runs(root: Path) -> list[Path]:
@@ -68,7 +70,8 @@ def runs(root: Path) -> list[Path]:
 def changed(run: Path) -> int | None:
     """Return when the job of a run was last written (ns of Unix time); None where there is none to be seen."""
     try:
-        return (run / _YAML).stat().st_mtime_ns
+        found = (run / _YAML).stat()
+        return found.st_mtime_ns if stat.S_ISREG(found.st_mode) else None
     except OSError:  # no run, one that is being removed, or another user's
         return None
 

@@ -1,13 +1,14 @@
 """One training in a run directory, over all its relaunches: its tasks and attempts, checkpoints, metrics and results."""
 
+import contextlib
 import functools
 import itertools
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from pydantic import TypeAdapter
+from pydantic import TypeAdapter, ValidationError
 
 from tula_cli.run.files import Reader, json_lines, listing, read_record, remove, write_atomic, write_record
 from tula_cli.run.records.jobs import Attempt
@@ -30,6 +31,10 @@ _CHECKPOINT = re.compile(r"[0-9]{12,}\.(pt|dcp)")
 _DRAFT = re.compile(r"\.[0-9]{12,}\.(pt\..+\.[0-9]+|dcp\.(draft|old))")
 """A name of what is being written, or replaced: by `write_atomic`, or of shares."""
 
+_PLACED = ("start", "step", "epoch")
+"""Kinds of rows that tell how far a training was."""
+_NUMBERS = ("time", "epoch", "loss", "lr", "step_time", "batch", "scale")
+_MOST = 1e18
 _SAMPLED, _STEP = 2**20, b'{"kind": "step"'
 """Bytes of rows of steps, about, that tell enough of a training; and how such a row begins."""
 
@@ -190,8 +195,8 @@ class TrainingRun:
         return tuple(StepChange.model_validate(row["change"]) for row in self.metrics() if row["kind"] == "change")
 
     def metrics(self) -> list[dict[str, Any]]:
-        """Return the rows of metrics.jsonl; a last line that is still being written is left out."""
-        return list(json_lines(self.metrics_path))
+        """Return the rows of metrics.jsonl; one that is damaged, or still being written, is left out."""
+        return list(filter(_is_whole, json_lines(self.metrics_path)))
 
     def sampled_metrics(self) -> Sequence[dict[str, Any]]:
         """Return the rows as `metrics` does, but of the steps of a long training every so many-th alone, evenly.
@@ -214,4 +219,25 @@ def _sampled(path: Path, _changed: int, size: int) -> tuple[dict[str, Any], ...]
     def wanted(line: bytes) -> bool:
         return not line.startswith(_STEP) or next(number) % every == 0
 
-    return tuple(json_lines(path, wanted=wanted))
+    return tuple(filter(_is_whole, json_lines(path, wanted=wanted)))
+
+
+def _is_whole(row: Mapping[str, Any]) -> bool:
+    """Return whether a row of metrics.jsonl has what its readers rely on: a lost node may leave half a block of one."""
+    kind = row.get("kind")
+    if kind == "warning":
+        return isinstance(row.get("message"), str)
+    if kind == "change":
+        with contextlib.suppress(ValidationError):
+            return bool(StepChange.model_validate(row.get("change")))
+        return False
+    if kind == "noise":
+        return _are_numbers(row.get("epoch"), row.get("batch"))
+    if kind not in _PLACED:
+        return isinstance(kind, str)
+    told = [row[name] for name in _NUMBERS if row.get(name) is not None]
+    return "epoch" in row and _are_numbers(row.get("samples"), *told)
+
+
+def _are_numbers(*values: object) -> bool:
+    return all(isinstance(value, int | float) and abs(value) < _MOST for value in values)

@@ -8,6 +8,7 @@ from pathlib import Path
 from tula_cli.errors import SpecError
 from tula_cli.plugins import nearest
 from tula_cli.run.directory import Part, RunDir
+from tula_cli.run.files import open_file
 from tula_cli.services.status import POLL
 
 # --- logs
@@ -92,7 +93,7 @@ def _log_files(run: RunDir, job: str | None) -> list[Path]:
 
 def _read_lines(path: Path, offsets: dict[Path, int], *, whole: bool) -> Iterator[LogLine]:
     """Yield what was added to a file since its offset; a line without its end only where `whole`."""
-    with open(path, "rb") as file:
+    with open_file(path) as file:
         file.seek(offsets.get(path, 0))
         for line in file:
             if not line.endswith(b"\n") and not whole:

@@ -260,7 +260,7 @@ class Train(Section):
     reference_batch: Positive = 128  # the batch that optimizer.lr was tuned for
     method: Method = "ags"  # how the large batch is trained
     lr_scaling: Literal["auto", "none", "linear", "sqrt"] = "auto"  # in batch / reference_batch; auto: the method's
-    max_lr_factor: Annotated[float, Field(ge=1)] | None = (
+    max_lr_factor: Annotated[float, Field(ge=1, allow_inf_nan=False)] | None = (
         None  # the most that lr_scaling multiplies the learning rate by
     )
     # the batch grows over the first epochs: auto: from reference_batch, doubled every 5 % of the training, up to its own; noise:

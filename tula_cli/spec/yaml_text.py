@@ -67,6 +67,7 @@ for _class in (_Loader, Dumper, *((_FastLoader,) if yaml.__with_libyaml__ else (
 
 
 _DEEPEST = 50
+_LARGEST = 2**24  # bytes
 _TOO_DEEP = f"it is nested in more than {_DEEPEST} levels"
 _BY_CONTENT = (ValueError, LookupError, AttributeError, TypeError, OverflowError, RecursionError)
 """What PyYAML lets out of a value that its tag does not fit (`!!bool x`, `!!timestamp x`), or of one that is nested too deep."""
@@ -92,7 +93,7 @@ def _depth(content: Any) -> int:
     """Return how deep a value is nested, at most one more than is allowed; an anchor inside itself is without end."""
     level, depth = [content], 0
     while level and depth <= _DEEPEST:
-        inner = {}  # by identity: an anchor that stands many times is looked at once a level
+        inner: dict[int, Any] = {}  # by identity: an anchor that stands many times is looked at once a level
         for value in level:
             found = (
                 value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple | set) else ()
@@ -127,17 +128,21 @@ def read_yaml(path: Path) -> dict[str, Any]:
         SpecError: the file is missing, unreadable, not text, not YAML or not a mapping.
     """
     try:
-        text = path.read_text(encoding="utf-8")
+        with path.open("rb") as file:  # a pipe of the shell too, but nothing without end
+            content = file.read(_LARGEST + 1)
+        if len(content) > _LARGEST:
+            raise SpecError(f"{path} is larger than {_LARGEST >> 20} MiB, and a job is a page of text")
+        text = content.decode()
     except FileNotFoundError:
         raise SpecError(f"no such file: {path}", "tula init writes a job.yaml to start from") from None
     except IsADirectoryError:
         raise SpecError(f"{path} is a folder, and a job is a file", f"where it is a run: --run {path}") from None
     except (OSError, UnicodeDecodeError) as error:
         raise SpecError(f"cannot read {path}: {getattr(error, 'strerror', None) or error}") from None
-    content = parse_yaml(text, source=str(path))
-    if not isinstance(content, dict):
-        found = "nothing" if content is None else f"a {type(content).__name__}"
+    sections = parse_yaml(text, source=str(path))
+    if not isinstance(sections, dict):
+        found = "nothing" if sections is None else f"a {type(sections).__name__}"
         raise SpecError(
             f"{path}: a job spec is a mapping of sections, found {found}", "tula init writes one to start from"
         )
-    return content
+    return sections

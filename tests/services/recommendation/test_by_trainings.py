@@ -45,9 +45,10 @@ def train(run: RunDir, seconds: float, *, own: JobSpec | None = None, name: str 
         "plain_time": seconds,
         "refreshed": 0,
         "data_wait": 0.0,
+        "epoch": 0.0,
     }
     rows = [
-        {"kind": "start", "time": 0.0, "samples": 0, "attempt": 1},
+        {"kind": "start", "time": 0.0, "samples": 0, "epoch": 0.0, "attempt": 1},
         {"kind": "environment", "time": 0.0, "samples": 0, **environment},
         *({**fields, "step": 10 * at, "time": 1.0 + at, "samples": 1280 * at} for at in range(30)),
     ]

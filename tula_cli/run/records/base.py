@@ -1,8 +1,8 @@
 """What all records have in common."""
 
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, Field
 
 OutcomeClass = Literal[
     "device_oom",
@@ -26,6 +26,10 @@ OutcomeClass = Literal[
 
 Market = Literal["on_demand", "spot"]
 """How nodes are had: for as long as wanted, or for less money until they are taken away."""
+
+
+Count = Annotated[int, Field(gt=-(2**62), lt=2**62)]
+"""A whole number as arrays hold it: a record with a larger one is damaged."""
 
 
 class Record(BaseModel):

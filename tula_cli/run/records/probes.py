@@ -4,7 +4,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, TypeAdapter
 
-from tula_cli.run.records.base import OutcomeClass, Record
+from tula_cli.run.records.base import Count, OutcomeClass, Record
 from tula_cli.run.records.components import Components, PeakMemory
 from tula_cli.run.records.shim import LearningRates
 
@@ -14,9 +14,9 @@ class GradientStats(Record):
 
     norm_sqr: float  # of the averaged gradient (batch `batch`)
     local_norm_sqr: float  # mean over ranks of the norm of each rank's own gradient (batch `local_batch`)
-    batch: int
-    local_batch: int
-    steps: int  # whose norms are finite
+    batch: Count
+    local_batch: Count
+    steps: Count  # whose norms are finite
     # Squared standard errors of norm_sqr and of local_norm_sqr, and their covariance; None where both are of one batch.
     covariance: tuple[float, float, float] | None = None
 
@@ -25,7 +25,7 @@ class Host(Record):
     """What the ranks of one node ran on."""
 
     name: str
-    ranks: int
+    ranks: Count
     hardware: tuple[str, ...]  # names of the GPUs, or of the CPU: one where its ranks are alike
     driver: str  # of the GPUs; empty on a CPU
 
@@ -49,7 +49,7 @@ class Environment(Record):
         int, str
     ] = {}  # bytes of an all-reduce -> what NCCL chose for it ("ring, simple"); the largest ones
     system: str = ""  # operating system and kernel of rank 0
-    workers: int | None = None  # data-loader processes of a rank
+    workers: Count | None = None  # data-loader processes of a rank
     variables: dict[str, str] = {}  # those of rank 0 that change how ranks run and talk
 
     @property
@@ -63,7 +63,7 @@ class Overheads(Record):
 
     startup: float  # from the start of the worker process to its first step
     eval_batch: float | None  # one evaluation batch of eval_batch_size samples on one rank
-    eval_batch_size: int | None
+    eval_batch_size: Count | None
     checkpoint: float | None  # writing one
     refresh: float | None  # one refresh of the AGS factors (0 where the method has none)
 
@@ -71,7 +71,7 @@ class Overheads(Record):
 class GpuState(Record):
     """All GPUs of a probe at one moment of it, as NVML tells."""
 
-    sm_mhz: int  # of the slowest one
+    sm_mhz: Count  # of the slowest one
     watts: float  # of the one that draws most
     held_down: tuple[str, ...]  # why the clock of any is held down ("power cap", "heat" ...)
 
@@ -92,7 +92,7 @@ class ScriptSeen(Record):
     """What a script of the user's own was seen to train with: the same in all probes of one training."""
 
     optimizer: str | None  # class name; None where its loop tells its steps by hand
-    parameters: int | None  # numbers that the optimizer trains
+    parameters: Count | None  # numbers that the optimizer trains
     lr: LearningRates | None
     lr_given: float | None  # on its command line, or the factor that it is to multiply its own by; None without either
     notes: tuple[str, ...] = ()  # what is absent in the result, and why
@@ -115,11 +115,11 @@ class Measured(Record):
 
     kind: Literal["measured"] = "measured"
     id: str
-    nodes: int
-    gpus_per_node: int
-    local_batch: int
-    batch: int
-    accumulate: int
+    nodes: Count
+    gpus_per_node: Count
+    local_batch: Count
+    batch: Count
+    accumulate: Count
     step_times: tuple[float, ...]  # wall time between optimizer steps, slowest rank's view on rank 0, after warm-up
     warmup_times: tuple[float, ...]
     sync_time: float | None  # exposed synchronisation: from the last local gradient to the end of the reduction; median
@@ -130,15 +130,15 @@ class Measured(Record):
     loader_time: float | None = None  # that the data loader takes for the data of a step while nothing else is done
     tokens: Tokens | None = None  # None where batches are not known to be text
     memory: Components | PeakMemory
-    capacity: int | None  # bytes that there are for one rank; None where nothing bounds it, or nothing tells
+    capacity: Count | None  # bytes that there are for one rank; None where nothing bounds it, or nothing tells
     gradients: GradientStats | None
     overheads: Overheads
     environment: Environment
-    dataset_size: int
-    eval_size: int | None  # held-out samples
+    dataset_size: Count
+    eval_size: Count | None  # held-out samples
     energy: float | None = None  # joules a step of all GPUs together; None where any has no counter of them
     gpus: tuple[GpuState, GpuState] | None = None  # early in the timed steps, and at their end; None without NVML
-    allocator_retries: int = 0
+    allocator_retries: Count = 0
     oversubscribed: bool = False  # more ranks than cores, or GPUs: not comparable with anything
     measured_at: float  # Unix time
     script: ScriptSeen | None = None  # None where tula's own loop was measured
@@ -149,9 +149,9 @@ class OutOfMemory(Record):
 
     kind: Literal["out_of_memory"] = "out_of_memory"
     id: str
-    nodes: int
-    gpus_per_node: int
-    local_batch: int
+    nodes: Count
+    gpus_per_node: Count
+    local_batch: Count
     assumed: bool  # not run, because a smaller one did not fit
     message: str
 
@@ -161,9 +161,9 @@ class Failed(Record):
 
     kind: Literal["failed"] = "failed"
     id: str
-    nodes: int
-    gpus_per_node: int
-    local_batch: int
+    nodes: Count
+    gpus_per_node: Count
+    local_batch: Count
     outcome: OutcomeClass
     message: str
 

@@ -131,7 +131,7 @@ def plain_record(path: Path, *needed: str) -> dict[str, Any] | None:
         found = json.loads(files.content(path))
     except FileNotFoundError:
         return None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise files.damaged(path, str(error)) from None
     if missing := _missing(found, needed):
         raise files.damaged(path, f"it has no {missing[0]}")

@@ -1,0 +1,114 @@
+"""Job specs of random values, tags and nesting: each is refused in one line, or is the same after it was kept and read again."""
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pydantic import BaseModel
+
+from tula_cli.errors import SpecError
+from tula_cli.spec.job import JobSpec
+from tula_cli.spec.load import dump_yaml, load_spec, validate
+from tula_cli.spec.yaml_text import parse_yaml
+
+BASE = """
+name: fuzzed
+model: {name: small_cnn, args: {in_channels: 1, width: 8}}
+dataset: {name: digits}
+optimizer: {name: SGD, lr: 0.05}
+train: {epochs: 3, reference_batch: 32}
+"""
+VALUES = (
+    "-1", "0", "1", "3", "64", "1.5", "1e308", "-1e-300", "1e400", ".inf", "-.inf", ".nan", "9" * 400, "9" * 5000, "0x10", "0o17",
+    "true", "null", "''", "word", "'a b'", '"\\n"', '"\\0"', '"\\u202e"', "'%j'", "'$(touch x)'", "'; rm -rf x'", "../../x", "~", "auto", "cpu",
+    "[]", "[1, 2]", "[1, [2, [3]]]", "{}", "{a: 1}", "{a: {b: .nan}}", "{1: 2}", "{a: [.inf]}", "&a [*a]", "&a {b: *a}", "[" * 40 + "]" * 40,
+    "!!bool x", "!!timestamp x", "!!timestamp 2024-01-01", "!!binary x", "!!binary aGk=", "!!set {a, b}", "!!omap [a: 1]", "!!int x",
+    "!!python/object/apply:os.system [touch x]", "2024-01-01", "1:30", "16GiB", "1e9GB", "800MB", "12:00:00", "1-00:00:00", "package.module:name",
+)  # fmt: skip
+
+
+def places(model: type[BaseModel], prefix: tuple[str, ...] = ()) -> list[tuple[str, ...]]:
+    """Return the paths of all keys of a section, and of those inside it."""
+    found = []
+    for name, field in model.model_fields.items():
+        found.append((*prefix, name))
+        inner = [
+            kind for kind in (field.annotation, *getattr(field.annotation, "__args__", ())) if isinstance(kind, type)
+        ]
+        for kind in inner:
+            if issubclass(kind, BaseModel):
+                found += places(kind, (*prefix, name))
+    return found
+
+
+PLACES = [*places(JobSpec), ("model", "args", "width"), ("dataset", "args", "x"), ("optimizer", "args", "x"), ("x",), ("train", "x")]  # fmt: skip
+
+
+def changed(text: str, random_: random.Random) -> dict[str, Any]:
+    """Return a spec with one to four keys set to any value, as --set does it."""
+    spec: dict[str, Any] = parse_yaml(text, source="base")
+    for _ in range(random_.choice((1, 1, 2, 4))):
+        *sections, key = random_.choice(PLACES)
+        place = spec
+        for section in sections:
+            inner = place.get(section)
+            place[section] = place = inner if isinstance(inner, dict) else {}
+        place[key] = parse_yaml(random_.choice(VALUES), source="value")
+    return spec
+
+
+def check(seed: int) -> None:
+    try:
+        spec = validate(changed(BASE, random.Random(seed)), source="fuzzed")
+    except SpecError as error:
+        assert len(error.message.splitlines()) == 1 and all(len(str(found)) < 2000 for found in error.problems)
+        return
+    assert validate(parse_yaml(dump_yaml(spec), source="kept"), source="kept") == spec
+    assert JobSpec.model_validate_json(spec.model_dump_json()) == spec
+
+
+@pytest.mark.parametrize("part", range(5))
+def test_a_spec_of_any_values_is_refused_or_kept_as_it_is(part: int) -> None:
+    for seed in range(100 * part, 100 * part + 100):
+        check(seed)
+
+
+@pytest.mark.proof
+@pytest.mark.parametrize("part", range(100))
+def test_many_specs_of_any_values_are_refused_or_kept_as_they_are(part: int) -> None:
+    for seed in range(1000 + 100 * part, 1000 + 100 * part + 100):
+        check(seed)
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("x: !!bool x", "not of the kind that its tag"),
+        ("x: !!timestamp x", "not of the kind that its tag"),
+        ("x: " + "[" * 3000 + "]" * 3000, "nested in more than 50 levels"),
+        ("x: " + "{a: " * 3000 + "1" + "}" * 3000, "nested in more than 50 levels"),
+        ("x: &a [*a]", "nested in more than 50 levels"),
+        ("cluster: {memory_per_gpu: " + "9" * 400 + "}", "more memory than any machine has"),
+        ("cluster: {memory_per_gpu: " + "9" * 400 + "MB}", "more memory than any machine has"),
+        ("loss: {args: {weight: .nan}}", "loss.args: weight is nan"),
+        ("loss: {args: {weight: [1, {a: .inf}]}}", "loss.args: weight[1].a is inf"),
+        ("loss: {args: {weight: {1: 2}}}", "1 is no word; quote it"),
+        ("loss: {args: {weight: !!timestamp 2024-01-01}}", "weight is a date"),
+        (
+            "loss: {args: {" + ", ".join(f"k{k}: &k{k} [" + ", ".join([f"*k{k - 1}"] * 9 if k else ["1"] * 9) + "]" for k in range(9)) + "}}",
+            "10000 values",
+        ),
+    ],
+    ids=range(12),
+)  # fmt: skip
+def test_what_breaks_other_readers_is_refused_by_name(tmp_path: Path, text: str, told: str) -> None:
+    (tmp_path / "job.yaml").write_text(f"{BASE}{text}\n")
+    with pytest.raises(SpecError) as raised:
+        load_spec(tmp_path / "job.yaml", environ={}, site_files=())
+    assert told in str(raised.value)
+
+
+def test_a_job_without_end_is_refused() -> None:
+    with pytest.raises(SpecError, match="larger than 16 MiB"):
+        load_spec(Path("/dev/zero"), environ={}, site_files=())

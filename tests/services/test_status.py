@@ -17,6 +17,7 @@ from tula_cli.services import logs
 from tula_cli.services import status as services_status
 from tula_cli.services.progress import job_status, listing
 from tula_cli.show import status as show_status
+from tula_cli.spec.ags import Arm
 
 START = make.START
 NOBODY = 65534  # the user without rights
@@ -258,6 +259,8 @@ def test_a_training_run_before_its_first_row(run):
 def test_a_training_run_that_tunes_itself(run):
     name = make.add_training(run, rows=make.metrics(START + 60)[:3])
     branches = (make.branch("lbt"), make.branch("x2", loss=1.0), make.branch("x4", diverged=True))
+    more = tuple(make.branch(f"x{factor}", loss=factor) for factor in (8, 16))
+    arms = (*make.tuning(()).arms, *(Arm(name=branch.arm, lr_factor=branch.loss) for branch in more))
     run.write_tuning(make.tuning(branches[:2]))
     snapshot = partial(services_status.snapshot, run, make.FakeLauncher({name: "running"}), now=START + 60)
     found = snapshot().training.tuning
@@ -265,7 +268,10 @@ def test_a_training_run_that_tunes_itself(run):
     assert found.branches == branches[:2]
     run.write_tuning(make.tuning(branches))
     found = snapshot().training.tuning
-    assert (found.arm, found.number, found.count, found.rung) == ("lbt", 1, 2, 2)
+    assert (found.arm, found.chosen) == (None, None), "of so few one rung decides"
+    run.write_tuning(make.tuning((*branches, *more)).model_copy(update={"arms": arms}))
+    found = snapshot().training.tuning
+    assert (found.arm, found.number, found.rung) == ("lbt", 1, 2) and found.count == 3
     with open(run.training("ab12cd34").metrics_path, "a") as file:
         file.write(json.dumps({"kind": "branch", "time": START + 50, "samples": 1280, "epoch": 1, "eta": 30.0}) + "\n")
     assert snapshot().training.eta == 20, "a branch's row tells it too"

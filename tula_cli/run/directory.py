@@ -349,8 +349,7 @@ class RunDir:
 
     def log_path(self, task_id: str, attempt: int, rank: int = 0) -> Path:
         """Return where the output of one attempt goes: of all ranks that one supervisor has started."""
-        suffix = f".{rank:04d}" if rank else ""
-        return self.path / "logs" / f"{task_id}.{attempt:03d}{suffix}.log"
+        return self.path / "logs" / f"{task_id}.{attempt:03d}{f'.{rank:04d}' if rank else ''}.log"
 
     def open_log(self, path: Path) -> BinaryIO:
         """Open a log to add to it; raises TulaError where the disk is full or the folder cannot be written."""

@@ -51,6 +51,8 @@ OF_TORCH = "two_ranks or test_gradients or test_probe or test_operations or test
 """Tests of what torch gives and tula relies on, of which the lowest versions that it allows may give less."""
 
 PARTS = (
+    cases("fuzzed-runs", 1.5, "tests/cli/test_fuzzed_runs.py"),
+    cases("fuzzed-specs", 0.3, "tests/spec/test_fuzzed_specs.py"),
     cases("paper-jobs", 1.0, "tests/worker/measure/test_paper_jobs.py"),
     cases("stages-by-noise", 0.15, "tests/worker/train/watching/test_stage_control.py"),
     cases("recompute", 0.5, "tests/worker/build/test_recompute.py"),
@@ -82,7 +84,7 @@ PARTS = (
     ),
     Part("script-under-torch-2.0", 5.0, ("tests/oldest_torch.py", "2.0.1")),
     soak(1, nodes=4, kills=6, epochs=100, minutes=2.5),
-    soak(1, nodes=16, kills=6, epochs=100, minutes=8.0),
+    soak(1, nodes=16, kills=3, epochs=50, minutes=4.0),
 )
 
 

@@ -28,7 +28,7 @@ from tula_cli.run.records.tasks import TrainTask
 from tula_cli.services import compare as services_compare
 from tula_cli.services import status as services_status
 from tula_cli.services.compare import Grid
-from tula_cli.services.comparison import accuracy, session, trainings
+from tula_cli.services.comparison import accuracy, kept, session, trainings
 from tula_cli.services.progress import job_status
 from tula_cli.show import compare as show_compare
 from tula_cli.show import live
@@ -871,3 +871,50 @@ def test_a_script_that_scales_gradients_gives_the_plain_rows_none_of_it() -> Non
     assert services_compare.cell_spec(spec, "ags", 0).ags.delta == 0.2
     assert services_compare.cell_spec(spec, "lrs", 0).train.method == "lrs", "which section ags would be refused with"
     assert "ags" in services_compare.default_methods(spec, nodes=1), "the job says that its loop helps"
+
+
+# --- what recommend tells of it
+
+
+def compared_at(run: RunDir, *, seeds: int = 2) -> None:
+    grid = dataclasses.replace(GRID, seeds=seeds)
+    run.write_comparison(plan(run, grid).comparison)
+    trained(run, Trains(), grid)
+
+
+@pytest.mark.parametrize(
+    ("method", "batch", "outcome", "gap", "of"),
+    [
+        ("ags", 128, "keeps", 0.0, 128),
+        ("ags", 64, "keeps", 0.0, 128),
+        ("lrs", 200, "may lose", 5.0, 256),
+        ("lbt", 256, "may lose", 10.0, 256),
+    ],
+)
+def test_whether_a_batch_keeps_the_accuracy_is_told_by_the_trainings_of_the_job(
+    run: RunDir, method: str, batch: int, outcome: str, gap: float, of: int
+) -> None:
+    compared_at(run, seeds=1)
+    spec = make.spec(**{**SPEC, "train": {**SPEC["train"], "method": method}})
+    found = kept.kept(run, spec, batch=batch)
+    assert found is not None
+    assert (found.outcome, found.gap, found.batch, found.reference_batch, found.seeds) == (outcome, gap, of, 32, 1)
+    assert found.error is None and found.words.startswith(f"{outcome} it: {method} at batch {of} came out ")
+
+
+def test_a_gap_within_a_point_keeps_the_accuracy_only_where_its_interval_says_so(run: RunDir) -> None:
+    compared_at(run)
+    spec = make.spec(**{**SPEC, "train": {**SPEC["train"], "method": "ags"}})
+    found = kept.kept(run, spec, batch=256)
+    assert found is not None and found.seeds == 2 and found.gap == 0
+    assert found.error == pytest.approx(math.sqrt(2)) and found.outcome == "may lose", (
+        "two seeds 2 points apart tell little"
+    )
+
+
+def test_of_what_was_not_compared_nothing_is_said(run: RunDir) -> None:
+    assert kept.kept(run, run.spec(), batch=128) is None
+    compared_at(run)
+    assert kept.kept(run, run.spec(), batch=512) is None
+    static = make.spec(**{**SPEC, "train": {**SPEC["train"], "method": "static"}})
+    assert kept.kept(run, static, batch=128) is None

@@ -24,6 +24,7 @@ from tula_cli.run.directory import Part, RunDir
 from tula_cli.run.jobfile import adopt, begun, origin
 from tula_cli.run.records.recommendations import Prediction, Recommendation
 from tula_cli.services import status
+from tula_cli.services.comparison.kept import kept
 from tula_cli.services.progress.job_status import ACTIVE
 from tula_cli.services.recommendation.answer import Answer, write
 from tula_cli.services.recommendation.beyond.fixed_batches import beside_a_ramp, beside_words
@@ -345,13 +346,15 @@ def _answer(
 
 
 def _growing(own: TypeMeasurements, choice: Prediction) -> dict[str, Any]:
-    """Return what grows, as fields of an answer: texts that are longer, and the batch of the choice."""
+    """Return what grows, as fields of an answer: texts that are longer, and the batch of the choice, with what it may cost."""
     lengths, growth = at_lengths(own)
     stages = own.forecast.trainings.stages.stages(Config(choice.nodes, choice.batch))
     written = in_epochs(stages, own.forecast.dataset_size)
     beside = beside_a_ramp(own.forecast, choice)
     ramp = ". ".join(filter(None, [stage_words(written), nodes_words(choice), beside_words(beside)]))
-    return {"lengths": lengths, "growth": growth, "stages": written, "ramp": ramp, "beside": beside}
+    accuracy = kept(own.part.run, own.part.spec, batch=choice.batch)
+    told = {"lengths": lengths, "growth": growth, "stages": written, "ramp": ramp, "beside": beside}
+    return {**told, "accuracy": accuracy}
 
 
 def _knees(own: TypeMeasurements, rows: Offers, objective: Objective, curve: Curve) -> str:

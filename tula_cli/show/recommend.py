@@ -72,7 +72,13 @@ def _rests_on(found: "Recommendation") -> Iterator[str]:
     yield from (f"fit: {line}" for line in found.fit.splitlines())
     yield from _learnt(found)
     yield from (f"energy: {line}" for line in found.power.splitlines())
-    told = {"same progress": found.efficiency, "stages": found.ramp, "checkpoints": found.interruption}
+    kept = found.accuracy.words if found.accuracy is not None else ""
+    told = {
+        "accuracy": kept,
+        "same progress": found.efficiency,
+        "stages": found.ramp,
+        "checkpoints": found.interruption,
+    }
     yield from (f"{name}: {words}" for name, words in told.items() if words)
 
 

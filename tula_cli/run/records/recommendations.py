@@ -252,6 +252,21 @@ class WhatIf(Record):
     there: Prediction | None  # that same configuration under it; None likewise
 
 
+class Accuracy(Record):
+    """What trainings of the same job (`tula compare`) tell of the accuracy of its method at a batch, beside the small batch."""
+
+    outcome: Literal["keeps", "may lose"]
+    batch: int  # that was trained: the choice's, or the next larger one
+    reference_batch: int
+    metric: str
+    gap: (
+        float  # how much worse than the reference, in the metric's unit (top1: percentage points); below 0 it is better
+    )
+    error: float | None  # its standard error; None of one seed
+    seeds: int
+    words: str
+
+
 class Recommendation(Record):
     """The answer of `tula recommend`."""
 
@@ -283,6 +298,7 @@ class Recommendation(Record):
     beside: tuple[
         Beside, ...
     ] = ()  # the choice, and what it would take without stages; empty where its batch does not grow
+    accuracy: Accuracy | None = None  # None where tula compare has trained no such batch with the job's method
     other_market: Prediction | None = None  # the choice on demand where it is on spot nodes, and the other way round
     trainings: tuple[TrainedSteps, ...] = ()  # whose steps count in the fit, of all node types
     trainings_left_out: tuple[str, ...] = ()  # which do not, and why

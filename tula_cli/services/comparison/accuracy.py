@@ -306,11 +306,12 @@ def recovered(reference: Stat | None, plain: Stat | None, own: Stat | None, metr
     lost, left = gap(reference, plain, metric), gap(reference, own, metric)
     if reference is None or plain is None or lost is None or left is None:
         return None
-    error = _standard_error(reference, plain)
+    error = standard_error(reference, plain)
     return None if error is None or lost <= error else (lost - left) / lost
 
 
-def _standard_error(*stats: Stat) -> float | None:
+def standard_error(*stats: Stat) -> float | None:
+    """Return the standard error of a difference of means over seeds; None where one of them has no spread."""
     if any(found.sd is None for found in stats):
         return None
     return math.sqrt(sum((found.sd or 0.0) ** 2 / found.n for found in stats))

@@ -1,0 +1,59 @@
+"""Whether a large batch keeps the accuracy of the small one, by what `tula compare` has trained of the same job."""
+
+from tula_cli.models.time.noise import Z90
+from tula_cli.run.directory import RunDir
+from tula_cli.run.records.recommendations import Accuracy
+from tula_cli.services.comparison import accuracy
+from tula_cli.services.comparison.accuracy import Row, standard_error
+from tula_cli.spec.job import JobSpec
+from tula_cli.words import number, plural
+
+POINTS = 1.0
+"""Percentage points of accuracy within which a large batch keeps it: what seeds differ by in short trainings."""
+SHARE = 0.02
+"""The same of any other metric, as a share of the small batch's value."""
+
+
+def kept(run: RunDir, spec: JobSpec, *, batch: int) -> Accuracy | None:
+    """Return what a run's comparison tells of the job's method at a batch; None where it has trained nothing like it.
+
+    A batch that was not trained is judged by the next larger one that was. It keeps the accuracy where even the upper end of
+    the 90 % interval of the gap is within a point (of other metrics 2 %); one seed has no interval, and its gap counts as it is.
+
+    Args:
+        run: the run, of the choice's type of node.
+        spec: the job.
+        batch: global.
+    """
+    comparison = run.comparison()
+    if comparison is None:
+        return None
+    table = accuracy.report(run, comparison, spec)
+    reference = next((row for row in table.rows if row.reference), None)
+    own = [row for row in table.rows if row.method == spec.train.method and row.batch >= batch and row.gap is not None]
+    if reference is None or not own:
+        return None
+    return _judged(reference, min(own, key=lambda row: row.batch), table.metric)
+
+
+def _judged(reference: Row, own: Row, metric: str) -> Accuracy:
+    small, large = reference.stat(metric), own.stat(metric)
+    assert small is not None and large is not None and own.gap is not None  # of which the gap is
+    error, percent = standard_error(small, large), metric in ("top1", "top5")
+    within = POINTS if percent else SHARE * abs(small.mean)
+    keeps = own.gap + (Z90 * error if error is not None else 0.0) <= within
+    unit = " points of" if percent else " of"
+    spread = f" +- {number(error)}" if error is not None else ""
+    told = f"{number(abs(own.gap))}{spread}{unit} {metric} {'worse' if own.gap > 0 else 'better'} than batch {reference.batch}"
+    seeds = min(small.n, large.n)
+    outcome = "keeps" if keeps else "may lose"
+    return Accuracy(
+        outcome="keeps" if keeps else "may lose",
+        batch=own.batch,
+        reference_batch=reference.batch,
+        metric=metric,
+        gap=own.gap,
+        error=error,
+        seeds=seeds,
+        words=f"{outcome} it: {own.method} at batch {own.batch} came out {told} (tula compare, {plural(seeds, 'seed')})",
+    )

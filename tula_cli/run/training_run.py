@@ -10,7 +10,7 @@ from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
-from tula_cli.run.files import Reader, json_lines, listing, read_record, remove, write_atomic, write_record
+from tula_cli.run.files import Reader, cannot_read, json_lines, listing, read_record, remove, write_atomic, write_record
 from tula_cli.run.records.jobs import Attempt
 from tula_cli.run.records.micro_batches import MicroBatches
 from tula_cli.run.records.results import (
@@ -33,7 +33,6 @@ _DRAFT = re.compile(r"\.[0-9]{12,}\.(pt\..+\.[0-9]+|dcp\.(draft|old))")
 
 _PLACED = ("start", "step", "epoch")
 """Kinds of rows that tell how far a training was."""
-_NUMBERS = ("time", "epoch", "loss", "lr", "step_time", "batch", "scale")
 _MOST = 1e18
 _SAMPLED, _STEP = 2**20, b'{"kind": "step"'
 """Bytes of rows of steps, about, that tell enough of a training; and how such a row begins."""
@@ -207,6 +206,8 @@ class TrainingRun:
             found = self.metrics_path.stat()
         except FileNotFoundError:
             return ()
+        except OSError as error:
+            raise cannot_read(self.metrics_path, error) from error
         return _sampled(self.metrics_path, found.st_mtime_ns, found.st_size)
 
 
@@ -235,9 +236,12 @@ def _is_whole(row: Mapping[str, Any]) -> bool:
         return _are_numbers(row.get("epoch"), row.get("batch"))
     if kind not in _PLACED:
         return isinstance(kind, str)
-    told = [row[name] for name in _NUMBERS if row.get(name) is not None]
-    return "epoch" in row and _are_numbers(row.get("samples"), *told)
+    places = [row[name] for name in ("time", "epoch", "batch") if row.get(name) is not None]
+    told = [row[name] for name in ("loss", "lr", "step_time") if row.get(name) is not None]
+    placed = "epoch" in row and _are_numbers(row.get("samples"), *places)
+    return placed and all(isinstance(value, int | float) for value in told)
 
 
 def _are_numbers(*values: object) -> bool:
+    """Return whether all are numbers that a time, a batch or a count may be."""
     return all(isinstance(value, int | float) and abs(value) < _MOST for value in values)

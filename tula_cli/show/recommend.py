@@ -1,11 +1,10 @@
 """What `tula recommend` shows: the choice, all predictions, the front."""
 
-import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from tula_cli.show.plots import key, offer, plots
-from tula_cli.show.tables import place_of, supposed, table
+from tula_cli.show.tables import learnt, place_of, supposed, table
 from tula_cli.words import duration, moment, number, percent, plural, size, size_unit, time_unit
 
 if TYPE_CHECKING:
@@ -70,7 +69,7 @@ def recommendation(
 def _rests_on(found: "Recommendation") -> Iterator[str]:
     yield from (f"price: {line}" for line in found.price.splitlines())
     yield from (f"fit: {line}" for line in found.fit.splitlines())
-    yield from _learnt(found)
+    yield from learnt(found)
     yield from (f"energy: {line}" for line in found.power.splitlines())
     kept = found.accuracy.words if found.accuracy is not None else ""
     told = {
@@ -344,25 +343,6 @@ def _basis(row: "Prediction") -> str:
     if row.what_if:
         return "what-if" + ", extrapolated" * row.further
     return "measured" if row.measured else "extrapolated" if row.further else "predicted"
-
-
-def _learnt(found: "Recommendation") -> Iterator[str]:
-    """Say what trainings have told: of the steps at their configurations, and of how wide intervals have to be."""
-    for (nodes, batch), own in itertools.groupby(found.trainings, key=lambda one: (one.nodes, one.batch)):
-        seen = list(own)
-        who = f"training{'s' * (len(seen) > 1)} {', '.join(one.signature for one in seen)}"
-        took = f"{', '.join(number(1000 * one.step_time) for one in seen)} ms a step"
-        probe = seen[0].probed
-        beside = "" if probe is None else f" (its probe {number(1000 * probe)}, which counts too)"
-        changed = ", less where the pace has changed" * any(one.changed for one in seen)
-        noise = ", ".join(percent(one.noise) for one in seen)
-        yield (
-            f"measured by {who}: {plural(nodes)}, batch {batch}, {took}{beside}, up to {moment(seen[-1].until)}; counts as known"
-            f" to {noise} %{changed}"
-        )
-    yield from (f"left out of the fit: {why}" for why in found.trainings_left_out)
-    if found.calibration is not None and found.calibration.words:
-        yield found.calibration.words
 
 
 def _marks(found: "Recommendation") -> dict[tuple[str, int, int], str]:

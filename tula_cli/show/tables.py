@@ -1,9 +1,10 @@
 """Tables and lines of text that fit the screen."""
 
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from tula_cli.words import configuration, duration, number, part_words
+from tula_cli.words import configuration, duration, moment, number, part_words, percent, plural
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
@@ -151,3 +152,22 @@ def _takes(row: "Prediction", found: "Recommendation") -> str:
 
 def or_dash(value: float | None) -> str:
     return "-" if value is None else number(value, 4)
+
+
+def learnt(found: "Recommendation") -> Iterator[str]:
+    """Say what trainings have told: of the steps at their configurations, and of how wide intervals have to be."""
+    for (nodes, batch), own in itertools.groupby(found.trainings, key=lambda one: (one.nodes, one.batch)):
+        seen = list(own)
+        who = f"training{'s' * (len(seen) > 1)} {', '.join(one.signature for one in seen)}"
+        took = f"{', '.join(number(1000 * one.step_time) for one in seen)} ms a step"
+        probe = seen[0].probed
+        beside = "" if probe is None else f" (its probe {number(1000 * probe)}, which counts too)"
+        changed = ", less where the pace has changed" * any(one.changed for one in seen)
+        noise = ", ".join(percent(one.noise) for one in seen)
+        yield (
+            f"measured by {who}: {plural(nodes)}, batch {batch}, {took}{beside}, up to {moment(seen[-1].until)}; counts as known"
+            f" to {noise} %{changed}"
+        )
+    yield from (f"left out of the fit: {why}" for why in found.trainings_left_out)
+    if found.calibration is not None and found.calibration.words:
+        yield found.calibration.words

@@ -31,9 +31,9 @@ def main(*, entered: Callable[[], None] | None = None) -> None:
     """
     die_with_parent()
     run, task_id, attempt = RunDir(Path(sys.argv[1])), sys.argv[2], int(sys.argv[3])
-    hold(run.path)
     task = run.task(task_id)
     assert task is not None, f"{run.path} has no task {task_id}"
+    hold(run.path)
     try:
         enter(task, run)
         if entered is not None:

@@ -41,7 +41,9 @@ def trained(run: RunDir, name: str, *top1: float, spec: JobSpec, batch: int = 64
 
     run.write_task(task(spec, batch=batch, name=name))
     plain = {"kind": "epoch", "eval_loss": 1.0, "top5": None, "perplexity": None}
-    rows = [{**plain, "epoch": float(epoch), "top1": value} for epoch, value in enumerate(top1, 1)]
+    rows = [
+        {**plain, "samples": 1000 * epoch, "epoch": float(epoch), "top1": value} for epoch, value in enumerate(top1, 1)
+    ]
     write_atomic(run.training(name).metrics_path, "".join(f"{json.dumps(row)}\n" for row in rows))
     if done:
         run.write_train_result(make.train_result(name).model_copy(update={"epochs": len(top1)}))

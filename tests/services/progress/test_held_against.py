@@ -12,7 +12,7 @@ from tula_cli.models.time.calibration import AS_MODELLED
 from tula_cli.run.directory import RunDir
 from tula_cli.services.progress.held_against import calibrated
 from tula_cli.services.recommend import recommend
-from tula_cli.show import recommend as show_recommend
+from tula_cli.show import tables
 
 
 def finished(
@@ -89,4 +89,4 @@ def test_recommend_widens_by_it_and_says_so(tmp_path: Path) -> None:
         assert (new.hours_high - new.hours) / (old.hours_high - old.hours) == pytest.approx(
             after.calibration.hours, rel=0.25
         )
-    assert any(line.startswith("intervals of steps are ") for line in show_recommend._learnt(after))
+    assert any(line.startswith("intervals of steps are ") for line in tables.learnt(after))

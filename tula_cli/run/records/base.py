@@ -28,7 +28,7 @@ Market = Literal["on_demand", "spot"]
 """How nodes are had: for as long as wanted, or for less money until they are taken away."""
 
 
-Count = Annotated[int, Field(gt=-(2**62), lt=2**62)]
+Count = Annotated[int, Field(ge=-(2**63), lt=2**63)]
 """A whole number as arrays hold it: a record with a larger one is damaged."""
 
 

@@ -43,6 +43,8 @@ def calibrated_under(root: Path, kind: str) -> tuple[Calibration, tuple[str, ...
                 hours += _tried_hours(one, summary, first)
         except TulaError as error:
             problems.append(f"intervals are calibrated without {one.name}: {error.message}")
+        except (TypeError, ValueError, ArithmeticError, LookupError, AttributeError):  # records are read as plain JSON
+            problems.append(f"intervals are calibrated without {one.name}: one of its records is damaged")
     return calibration(steps, hours), tuple(problems)
 
 

@@ -1,25 +1,15 @@
 """Ways to search GPUs a node, replayed (benchmarks/replay/replay_sizes.py)."""
 
-import csv
 import json
 import sys
 from pathlib import Path
 
 import replay_sizes
-from replay_data import COLUMNS
+from two_levels import table_of
 
 
 def test_one_fit_and_fewer_probes_of_smaller_sizes_cost_less(tmp_path: Path, monkeypatch, capsys) -> None:
-    rows = []
-    for nodes in (1, 2, 4):
-        for gpus in (1, 2, 4):
-            for batch in (16, 32, 64, 128, 256):
-                compute, sync = 0.02 + 0.001 * batch, 0.06 * (nodes > 1) + 0.01 * (gpus - 1)
-                step = compute / 3 + max(2 / 3 * compute, sync) + 0.05 * sync
-                rows.append(["c", "app", nodes, gpus, nodes * gpus, batch, step, step - compute, "ok"])
-    table = tmp_path / "table.csv"
-    with table.open("w") as file:
-        csv.writer(file).writerows([COLUMNS, *rows])
+    table = table_of(tmp_path / "table.csv", (16, 32, 64, 128, 256))
     monkeypatch.setattr(sys, "argv", ["replay_sizes.py", str(table), "--json"])
     replay_sizes.main()
     found = {row["design"]: row for row in json.loads(capsys.readouterr().out)}

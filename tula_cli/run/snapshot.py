@@ -87,19 +87,16 @@ class Snapshot:
     @cached_property
     def _readable_jobs(self) -> tuple[list[Job], list[BadMeasurements]]:
         found, damaged = self._those_that_can_be_read("jobs", _JOB)
-        own = [job for job in found if not of_another_run(job, self.here)]
-        return sorted(own, key=lambda job: (job.submitted_at, job.id)), damaged
+        return sorted(found, key=lambda job: (job.submitted_at, job.id)), damaged
 
     @cached_property
-    def copied_from(self) -> str:
-        """The run that this one is a copy of, as jobs of that one tell, which are not this one's; empty of none."""
-        found, _ = self._those_that_can_be_read("jobs", _JOB)
-        return next((job.folder for job in found if of_another_run(job, self.here)), "")
+    def _jobs_of_another_run(self) -> list[Job]:
+        return [job for job in self._readable_jobs[0] if of_another_run(job, self.here)]
 
-    @property
+    @cached_property
     def jobs(self) -> list[Job]:
         """The jobs that can be read, first submitted first."""
-        return self._readable_jobs[0]
+        return [job for job in self._readable_jobs[0] if job not in self._jobs_of_another_run]
 
     @property
     def job_warnings(self) -> list[str]:
@@ -109,8 +106,11 @@ class Snapshot:
             " file"
             for error in self._readable_jobs[1]
         ]
-        theirs = f"this run is a copy of {self.copied_from}: the jobs of that run are neither shown nor cancelled here"
-        return [*damaged, *([theirs] if self.copied_from else [])]
+        theirs = [
+            f"this run is a copy of {job.folder}: the jobs of that run are neither shown nor cancelled here"
+            for job in self._jobs_of_another_run[:1]
+        ]
+        return [*damaged, *theirs]
 
     @cached_property
     def attempts(self) -> list[Attempt]:

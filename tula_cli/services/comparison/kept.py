@@ -1,5 +1,7 @@
 """Whether a large batch keeps the accuracy of the small one, by what `tula compare` has trained of the same job."""
 
+from typing import Literal
+
 from tula_cli.models.time.noise import Z90
 from tula_cli.run.directory import RunDir
 from tula_cli.run.records.recommendations import Accuracy
@@ -46,9 +48,9 @@ def _judged(reference: Row, own: Row, metric: str) -> Accuracy:
     spread = f" +- {number(error)}" if error is not None else ""
     told = f"{number(abs(own.gap))}{spread}{unit} {metric} {'worse' if own.gap > 0 else 'better'} than batch {reference.batch}"
     seeds = min(small.n, large.n)
-    outcome = "keeps" if keeps else "may lose"
+    outcome: Literal["keeps", "may lose"] = "keeps" if keeps else "may lose"
     return Accuracy(
-        outcome="keeps" if keeps else "may lose",
+        outcome=outcome,
         batch=own.batch,
         reference_batch=reference.batch,
         metric=metric,

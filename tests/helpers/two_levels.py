@@ -1,0 +1,21 @@
+"""A table of step times on nodes of several GPUs, as the replays read it."""
+
+import csv
+from collections.abc import Iterable
+from pathlib import Path
+
+from replay_data import COLUMNS
+
+
+def table_of(path: Path, batches: Iterable[int]) -> Path:
+    """Write a cluster whose gradients are summed inside each node, and then between nodes; return the file."""
+    rows = []
+    for nodes in (1, 2, 4):
+        for gpus in (1, 2, 4):
+            for batch in batches:
+                compute, sync = 0.02 + 0.001 * batch, 0.06 * (nodes > 1) + 0.01 * (gpus - 1)
+                step = compute / 3 + max(2 / 3 * compute, sync) + 0.05 * sync
+                rows.append(["c", "app", nodes, gpus, nodes * gpus, batch, step, step - compute, "ok"])
+    with path.open("w") as file:
+        csv.writer(file).writerows([COLUMNS, *rows])
+    return path

@@ -23,6 +23,7 @@ language model about two: some 130 trainings at 2048, 50 with AdamW, 100 at 1024
 """
 
 import argparse
+import dataclasses
 import json
 import os
 import sys
@@ -33,6 +34,7 @@ from pathlib import Path
 from typing import Any
 
 import table1_data
+import table1_kept
 import table1_rows
 import table1_told
 
@@ -150,7 +152,11 @@ def train(
     run.adopt(spec)
     run.write_comparison(plan.comparison)
     cells, left = plan.comparison.cells, ends - time.monotonic()
-    for now in trainings.one_by_one(run, turn.of(plan), launcher, inspect=inspection.inspect, seconds=left):
+    part = turn.of(plan)
+    if options.csv:
+        kept = table1_kept.read(options.csv)
+        part = dataclasses.replace(part, missing=table1_kept.missing(part.missing, turn.name, kept))
+    for now in trainings.one_by_one(run, part, launcher, inspect=inspection.inspect, seconds=left):
         if now.ended is not None:
             how = f"failed: {now.problem}" if now.problem else "done"
             rest = f", about {duration(now.left)} left{turn.words}" if now.left else ""
@@ -232,7 +238,11 @@ def tell(reports: Mapping[str, CompareReport], options: argparse.Namespace) -> N
         content = {"models": {name: plain(report) for name, report in reports.items()}}
         write_atomic(options.json, json.dumps(content, indent=1) + "\n")
     if options.csv:
-        write_atomic(options.csv, "\n".join(table1_told.lines(reports, steps)) + "\n")
+        kept = table1_kept.read(options.csv)
+        for name, report in reports.items():
+            kept.update(table1_kept.of(name, report, steps[name]))
+        table1_kept.write(options.csv, kept)
+        print("\n".join(table1_kept.markdown(kept)))
 
 
 # --- the command line
@@ -263,7 +273,12 @@ def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     budget.add_argument("--hours", type=lambda text: 60 * float(text), dest="budget_minutes", help="the same in hours")
     add("--show", action="store_true", help="train nothing")
     add("--json", type=Path, metavar="FILE", help="write all figures")
-    add("--csv", type=Path, metavar="FILE", help="write accuracy beside steps and minutes, a line a row")
+    add(
+        "--csv",
+        type=Path,
+        metavar="FILE",
+        help="add each training to it, train none again that it has, and tell its table",
+    )
     add("--html", type=Path, metavar="DIR", help="write a page with plots for each model")
     options = parser.parse_args(words)
     known = REDUCED if options.reduced else tuple(MODELS)

@@ -1,11 +1,11 @@
 """What the tables of benchmarks/table1/table1.py tell: accuracy beside steps and time, and which rows no other one beats."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 
 import table1_rows
+from table1_kept import share, won_back
 
 from tula_cli.run.directory import RunDir
-from tula_cli.services.comparison import accuracy
 from tula_cli.services.comparison.accuracy import CompareReport, Row, Stat
 from tula_cli.show.compare import comparison_note, heads
 
@@ -60,11 +60,8 @@ def same_tricks(row: Row, report: CompareReport) -> float | None:
         return None
     rows = {(other.method, other.batch): other for other in report.rows}
     small, plain = rows.get((name, report.reference_batch)), rows.get(("lbt", row.batch))
-    values = [_by_seed(found, report.metric) for found in (small, plain, row)]
-    seeds = set.intersection(*(set(found) for found in values))
-    stats = [accuracy.stat(found[seed] for seed in seeds) for found in values]
-    lost, left = accuracy.gap(stats[0], stats[1], report.metric), accuracy.gap(stats[0], stats[2], report.metric)
-    return None if lost is None or left is None or lost <= 0 else (lost - left) / lost
+    own, of_plain, of_small = (_by_seed(found, report.metric) for found in (row, plain, small))
+    return won_back(own, of_plain, of_small, report.metric)
 
 
 def _by_seed(row: Row | None, metric: str) -> dict[int, float]:
@@ -112,26 +109,3 @@ def spread(value: Stat | None, digits: int) -> str:
     if value is None:
         return ""
     return f"{value.mean:.{digits}f}" + ("" if value.sd is None else f" ± {value.sd:.{digits}f}")
-
-
-def share(value: float | None) -> str:
-    return "" if value is None else f"{100 * value:.0f}"
-
-
-def lines(reports: Mapping[str, CompareReport], steps: Mapping[str, Steps]) -> Iterator[str]:
-    """Yield a CSV of all rows that have finished trainings: what accuracy costs, for a plot of one's own."""
-    yield "network,method,batch,seeds,metric,mean,sd,recovered,same_tricks,steps,minutes,front"
-    for name, report in reports.items():
-        best = front(report, steps[name])
-        for row in report.rows:
-            if (value := row.stat(report.metric)) is not None:
-                yield ",".join(_line(name, row, report, value, steps[name], best))
-
-
-def _line(
-    name: str, row: Row, report: CompareReport, value: Stat, steps: Steps, best: set[tuple[str, int]]
-) -> Sequence[str]:
-    key = row.method, row.batch
-    numbers = (value.mean, value.sd, row.recovered, same_tricks(row, report), steps.get(key), 60 * (row.hours or 0.0))
-    told = ("" if number is None else f"{number:.6g}" for number in numbers)
-    return (name, row.method, str(row.batch), str(value.n), report.metric, *told, str(int(key in best)))

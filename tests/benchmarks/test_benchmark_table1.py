@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import table1
 import table1_data
+import table1_kept
 import table1_rows
 import table1_told
 import torch
@@ -322,13 +323,30 @@ def test_the_front_holds_what_nothing_beats_in_both_steps_and_accuracy() -> None
     assert table1_told.front(told_report(*rows), steps) == {("lbt", 128), ("lbt", 2048), ("ramp", 2048)}
 
 
-def test_the_csv_has_a_line_a_row(here: Trains, monkeypatch, tmp_path: Path) -> None:
-    main(monkeypatch, *REDUCED, "--csv", "out.csv")
-    head, first, *others = (tmp_path / "out.csv").read_text().splitlines()
-    values = dict(zip(head.split(","), first.split(","), strict=True))
-    assert (values["network"], values["method"], values["batch"], values["seeds"]) == ("small", "lbt", "128", "2")
-    assert (values["mean"], values["steps"], values["minutes"], values["front"]) == ("60.5", "60", "6", "1")
-    assert len(others) == 4
+def test_what_a_csv_has_is_not_trained_again_and_the_rest_is_added(here: Trains, monkeypatch, capsys, tmp_path) -> None:
+    kept = "network,method,batch,seed,metric,value,steps\nsmall,lbt,1024,0,top1,52,8\nplain,lbt,2048,0,top1,17.5,100\n"
+    (tmp_path / "kept.csv").write_text(kept)
+    main(monkeypatch, *REDUCED, "--csv", "kept.csv")
+    assert len(here.submitted) == 9
+    lines = (tmp_path / "kept.csv").read_text().splitlines()
+    assert len(lines) == 12 and set(kept.splitlines()) <= set(lines)
+    assert "small,ags,1024,1,top1,61,60" in lines
+    assert (
+        "| 1024 | ags | 2 | 60.50 ± 0.71 | 100 |  | 0 of 2 | 60 |" in capsys.readouterr().out
+    )  # lbt: 52, 61 of 60, 61
+
+
+def test_a_csv_of_another_kind_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "other.csv").write_text("nodes,batch\n1,2\n")
+    with pytest.raises(SystemExit, match=r"other\.csv does not hold trainings"):
+        table1_kept.read(tmp_path / "other.csv")
+
+
+def test_kept_losses_are_the_better_the_less_they_are() -> None:
+    rows = {("lbt", 32): 2.0, ("lbt", 512): 3.0, ("ramp", 512): 2.1}
+    kept = {("text", *row, seed): ("eval_loss", value, 9.0) for row, value in rows.items() for seed in (0, 1)}
+    kept["text", "ramp", 512, 1] = ("eval_loss", 3.5, 9.0)
+    assert "| 512 | ramp | 2 | 2.800 ± 0.990 | 20 |  | 1 of 2 | 9 |" in list(table1_kept.markdown(kept))
 
 
 def test_digits_and_text_need_no_images() -> None:

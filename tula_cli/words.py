@@ -1,7 +1,9 @@
 """Numbers, durations, sizes, plurals and places in words; no styles, no screen."""
 
 import math
+import re
 import time
+from datetime import datetime
 from pathlib import Path
 
 # --- numbers and words
@@ -79,6 +81,51 @@ def amount(value: float) -> str:
 
 def moment(at: float | None) -> str:
     return "-" if at is None else time.strftime("%Y-%m-%d %H:%M", time.localtime(at))
+
+
+_STAMP = re.compile(
+    r"([0-9]{4}-[0-9]{2}-[0-9]{2})[ T]([0-9]{2}:[0-9]{2}:[0-9]{2})(?:[.,][0-9]+)?([+-][0-9]{2}:?[0-9]{2}|Z)?"
+)
+
+
+def stamped(line: str) -> str:
+    """Return a line of a log with the time before it."""
+    return f"{time.strftime('%Y-%m-%d %H:%M:%S%z')} {line}"
+
+
+def told_time(line: str) -> float | None:
+    """Return the Unix time that a line of a log begins with (local where it names no zone); None where it has none."""
+    found = _STAMP.match(line)
+    if found is None:
+        return None
+    zone = (found[3] or "").replace("Z", "+0000")
+    try:
+        return datetime.strptime(f"{found[1]} {found[2]}{zone}", f"%Y-%m-%d %H:%M:%S{'%z' * bool(zone)}").timestamp()
+    except (ValueError, OverflowError):
+        return None
+
+
+def progress(
+    *,
+    of: int | None,
+    epoch: float | None,
+    samples: int,
+    batch: int,
+    loss: float | None,
+    step_time: float,
+    left: float | None,
+) -> str:
+    """Return how far a training is: of its epochs, in samples, at a global batch, with the time of a step and what is left (s)."""
+    epochs = "" if epoch is None else f"epoch {epoch:.4g}" + (f" of {of}" if of else "") + ", "
+    told = f"{epochs}sample {samples}: batch {batch}"
+    told += "" if loss is None else f", loss {number(loss, 4)}"
+    told += f", {number(batch / step_time)} samples/s" if step_time > 0 else ""
+    return told + ("" if left is None else f", {duration(left)} left")
+
+
+def pause(age: float) -> float:
+    """Return the seconds until a log tells again how far a training is, `age` seconds after it began: ever fewer lines."""
+    return min(240.0, max(15.0, age))
 
 
 def first_line(text: str) -> str:

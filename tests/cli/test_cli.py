@@ -817,6 +817,12 @@ def test_logs(cluster):
     rows = [json.loads(line) for line in tula("logs", "--json").out.splitlines()]
     assert [row["text"] for row in rows] == ["one", "two [bold]"]
     assert tula("logs", "--job", "probe-n2").code == 2
+    assert [(row["task"], row["attempt"], row["rank"]) for row in rows] == [("probe-n002", 1, 0)] * 2
+    assert tula("logs", "--rank", "7").code == 2
+    assert tula("logs", "--since", "1h").out == shown.out and tula("logs", "--all").out == shown.out
+    assert tula("logs", "--since", "2100-01-01").err.endswith("no job has written such a line yet\n")
+    refused = tula("logs", "--since", "soon")
+    assert refused.code == 2 and "--since soon: not a time" in refused.err
 
 
 def test_cancel(cluster):

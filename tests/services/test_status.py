@@ -10,10 +10,8 @@ from pathlib import Path
 import make_runs as make
 import pytest
 
-from tula_cli.errors import SpecError
 from tula_cli.run.directory import RunDir
 from tula_cli.run.records.results import CountedEnergy
-from tula_cli.services import logs
 from tula_cli.services import status as services_status
 from tula_cli.services.progress import job_status, listing
 from tula_cli.show import status as show_status
@@ -542,81 +540,6 @@ def test_a_line_says_what_of_its_run_cannot_be_read(shared):
     with as_another_user():
         (row,) = listing.list_runs(shared)
     assert row.problem == f"cannot read {run.path / 'results'}: Permission denied"
-
-
-# --- logs
-
-
-def write_log(run, task, number, text):
-    path = run.log_path(task, number)
-    path.parent.mkdir(exist_ok=True)
-    with open(path, "a") as file:
-        file.write(text)
-    return path
-
-
-def texts(lines):
-    return [line.text for line in lines]
-
-
-def test_logs_of_the_newest_attempt(run):
-    make.add_probes(run, 1, (32,))
-    write_log(run, "probe-n001", 1, "old\n")
-    newest = write_log(run, "probe-n001", 2, "one\ntwo\nthree")
-    lines = list(logs.logs(run))
-    assert texts(lines) == ["one", "two", "three"]
-    assert {line.file for line in lines} == {newest}
-    assert texts(logs.logs(run, last=1)) == ["three"]
-    assert texts(logs.logs(run, last=0)) == []
-
-
-def test_logs_of_one_job(run):
-    make.add_probes(run, 1, (32,))
-    make.add_probes(run, 2, (16,))
-    write_log(run, "probe-n001", 1, "first\n")
-    write_log(run, "probe-n002", 1, "second\n")
-    assert texts(logs.logs(run, job="probe-n001")) == ["first"]
-
-
-def test_logs_of_an_unknown_job_name_the_nearest(run):
-    make.add_probes(run, 1, (32,))
-    with pytest.raises(SpecError, match="no job 'probe-n01'") as caught:
-        list(logs.logs(run, job="probe-n01"))
-    assert "probe-n001" in caught.value.hint
-
-
-def test_logs_that_are_no_text_are_shown_all_the_same(run):
-    make.add_probes(run, 1, (32,))
-    path = write_log(run, "probe-n001", 1, "")
-    path.write_bytes(b"caf\xe9\r\n")
-    assert texts(logs.logs(run)) == ["caf\ufffd"]
-
-
-def test_no_logs_yet(run):
-    assert list(logs.logs(run)) == []
-
-
-def test_following_sees_what_is_added_and_the_log_of_a_relaunch(run):
-    make.add_probes(run, 1, (32,))
-    write_log(run, "probe-n001", 1, "one\nhal")
-    steps = iter(
-        [
-            lambda: write_log(run, "probe-n001", 1, "f\n"),
-            lambda: write_log(run, "probe-n001", 2, "again\nlast"),
-            lambda: None,
-        ]
-    )
-    left = iter([True, True, True, False])
-    lines = logs.logs(run, follow=True, active=lambda: next(left), sleep=lambda _: next(steps)())
-    assert texts(lines) == ["one", "half", "again", "last"]
-
-
-def test_a_scheduler_is_not_asked_at_every_look():
-    now, asked = [0.0], []
-    check = logs.seldom(lambda: bool(asked.append(now[0])) or True, pause=10, clock=lambda: now[0])
-    for now[0] in (0.0, 0.5, 9.9, 10.0, 11.0):
-        assert check()
-    assert asked == [0.0, 10.0]
 
 
 # --- ending

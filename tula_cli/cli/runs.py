@@ -1,6 +1,7 @@
 """Which run the user means, and its parts."""
 
 import os
+import re
 import shlex
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -103,3 +104,28 @@ def say_type(screen: Screen, part: "Part") -> None:
     """Say which type of node a command is about, where the job names any."""
     if part.type is not None:
         screen.note(f"node type {part.type}")
+
+
+def age(text: str, option: str) -> float:
+    """Return the seconds that an option's value such as 90s, 30m, 2h or 30d stands for.
+
+    Raises:
+        SpecError: it stands for none.
+    """
+    found = re.fullmatch(r"([0-9]{1,9}(?:\.[0-9]{1,9})?)([smhdw])", text.strip())
+    if found is None:
+        raise SpecError(f"{option} {text}: not a time", "a number and its unit: 90s, 30m, 2h, 30d or 4w")
+    return float(found[1]) * {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 604800}[found[2]]
+
+
+def since_when(text: str, *, now: float) -> float:
+    """Return the Unix time that --since means: so long before `now`, or a local date, with or without the time of day.
+
+    Raises:
+        SpecError: it means none.
+    """
+    day = text.strip()
+    missing = " 00:00:00"[len(day) - 10 :] if 10 <= len(day) < 19 else ""  # 2026-11-24, 2026-11-24 09:30
+    if (told := words.told_time(day + missing)) is not None:
+        return told
+    return now - age(text, "--since")

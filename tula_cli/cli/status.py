@@ -5,9 +5,8 @@ from typing import Annotated
 
 import typer
 
-from tula_cli import words
 from tula_cli.cli.options import RUNS, MaybeRun, NodeType, Root
-from tula_cli.cli.runs import find_run
+from tula_cli.cli.runs import find_run, since_when
 from tula_cli.cli.waiting import warn_all
 from tula_cli.errors import SpecError
 from tula_cli.show import status as show_status
@@ -64,11 +63,18 @@ def logs(
     named: MaybeRun = None,
     root: Root = RUNS,
     job: Annotated[str | None, typer.Option(help="Only this job's; tula status names them.")] = None,
+    rank: Annotated[
+        int | None, typer.Option(min=0, help="Only this rank's lines (default: the log of rank 0).")
+    ] = None,
+    every: Annotated[bool, typer.Option("--all", help="Every attempt, one after the other; else the newest.")] = False,
+    since: Annotated[
+        str | None, typer.Option(metavar="30m|2026-11-24 09:30", help="What was written since, of every attempt.")
+    ] = None,
     last: Annotated[int | None, typer.Option("--lines", "-n", min=0, help="Only the last so many lines.")] = None,
     follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on while jobs run.")] = False,
     node_type: NodeType = None,
 ) -> None:
-    """Show what the newest job (or --job) wrote.
+    """Show what the newest job (or --job) wrote: rank 0's progress; of an attempt that failed, first why, as a whole.
 
     With --json each line is one JSON object.
     """
@@ -88,16 +94,18 @@ def logs(
         )
 
     pause = services_status.POLL[run.spec().cluster.kind][0] if follow else 0.0
-    file = None
-    for line in services_logs.logs(
-        run, job=job, last=last, follow=follow, active=services_logs.seldom(active, pause=pause)
-    ):
-        if line.file != file:
-            file = line.file
-            screen.note(f"==> {words.near(file)}")
+    moment = None if since is None else since_when(since, now=time.time())
+    wanted = services_logs.Wanted(job=job, rank=rank, since=moment, every=every, last=last)
+    place = None
+    for line in services_logs.logs(run, wanted, follow=follow, active=services_logs.seldom(active, pause=pause)):
+        if line.place != place:
+            place = line.place
+            screen.note(f"==> {services_logs.heading(run, line)}")
         screen.line(line.text, line)
-    if file is None:
-        screen.note(f"job {job} has written nothing yet" if job else "no job has written anything yet")
+    if place is None:
+        asked = (moment, rank) != (None, None)
+        of_job = f"job {job} has written {'no such line' if asked else 'nothing'} yet"
+        screen.note(of_job if job else f"no job has written {'such a line' if asked else 'anything'} yet")
 
 
 def cancel(

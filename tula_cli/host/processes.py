@@ -2,11 +2,17 @@
 
 import contextlib
 import ctypes
+import io
 import os
 import platform
 import signal
+import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING, BinaryIO, TextIO
+
+if TYPE_CHECKING:
+    from _typeshed import ReadableBuffer
 
 PROC = Path("/proc")
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
@@ -52,6 +58,42 @@ def adopting() -> Iterator[None]:
 def _adopt(orphans: bool) -> None:
     if platform.system() != "Linux" or ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, int(orphans), 0, 0, 0):
         raise OSError("this system lets no process adopt orphans")
+
+
+class _Tagged(io.RawIOBase):
+    """A binary file in which each line begins with a tag."""
+
+    def __init__(self, file: BinaryIO, tag: bytes) -> None:
+        self.file, self.tag, self.begun = file, tag, False
+
+    def writable(self) -> bool:
+        return True
+
+    def fileno(self) -> int:
+        return self.file.fileno()
+
+    def write(self, data: "ReadableBuffer", /) -> int:
+        given = bytes(data)
+        told = (b"" if self.begun else self.tag) + given[:-1].replace(b"\n", b"\n" + self.tag) + given[-1:]
+        self.file.write(told if given else b"")
+        self.file.flush()
+        self.begun = given[-1:] != b"\n" if given else self.begun
+        return len(given)
+
+
+def tag_lines(rank: int) -> None:
+    """Let what Python prints in this process tell its rank, as torch's own messages do: several share a log. Not rank 0's.
+
+    What libraries print past Python stays as it is.
+    """
+    if rank:
+        tag = f"[rank{rank}]: ".encode()
+        sys.stdout, sys.stderr = _tagged(sys.stdout, tag), _tagged(sys.stderr, tag)
+
+
+def _tagged(stream: TextIO, tag: bytes) -> TextIO:
+    stream.flush()
+    return io.TextIOWrapper(_Tagged(stream.buffer, tag), encoding="utf-8", errors="replace", line_buffering=True)  # type: ignore[type-var]
 
 
 def started(pid: int) -> float | None:

@@ -197,6 +197,10 @@ class TrainingRun:
         """Return the rows of metrics.jsonl; one that is damaged, or still being written, is left out."""
         return list(filter(_is_whole, json_lines(self.metrics_path)))
 
+    def newest_metrics(self) -> list[dict[str, Any]]:
+        """Return the newest rows, those of the last 16 KiB."""
+        return list(filter(_is_whole, json_lines(self.metrics_path, last=2**14)))
+
     def sampled_metrics(self) -> Sequence[dict[str, Any]]:
         """Return the rows as `metrics` does, but of the steps of a long training every so many-th alone, evenly.
 

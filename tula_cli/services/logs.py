@@ -1,17 +1,27 @@
-"""`tula logs`: what jobs wrote."""
+"""`tula logs`: what jobs wrote, an attempt at a time, and of one that failed its first failing rank's words first."""
 
+import re
 import time
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from tula_cli import words
+from tula_cli.cluster.rank_start import ranks_of, runs_script, world_size
 from tula_cli.errors import SpecError
+from tula_cli.host.outcome import root
 from tula_cli.plugins import nearest
 from tula_cli.run.directory import Part, RunDir
 from tula_cli.run.files import open_file
+from tula_cli.run.records.tasks import Task
 from tula_cli.services.status import POLL
 
-# --- logs
+_NAME = re.compile(r"(?P<task>.+?)\.(?P<attempt>[0-9]{3,})(?:\.(?P<index>[0-9]{4,}))?\.log")
+"""Of `RunDir.log_path`."""
+_HARMLESS = re.compile(rb"\[c10d\] The hostname of the client socket cannot be retrieved")
+"""torch says so of each connection wherever a node's address has no name, and goes on."""
+_RANK = re.compile(r"\[rank([0-9]+)\]: ?")
 
 
 @dataclass(frozen=True)
@@ -20,41 +30,192 @@ class LogLine:
 
     file: Path
     text: str
+    task: str = ""  # empty of what the scheduler kept
+    attempt: int = 0
+    rank: int | None = None  # None where a log is of several, and the line does not say
+    failure: bool = False  # of what the first failing rank saw: its traceback, or the end of its log
+
+    @property
+    def place(self) -> tuple[Path, bool]:
+        """What a heading is for."""
+        return self.file, self.failure
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What of a run's logs is asked for.
+
+    Args:
+        job: only this job's; None for the one that wrote last.
+        rank: only this rank's lines; None for what stands in the log of rank 0.
+        since: what was written since (Unix time), of all attempts; None for all of the newest attempt.
+        every: every attempt.
+        last: only the last so many lines of what is there already.
+    """
+
+    job: str | None = None
+    rank: int | None = None
+    since: float | None = None
+    every: bool = False
+    last: int | None = None
+
+
+@dataclass(frozen=True)
+class _Log:
+    """The log of one attempt that has the rank that is asked for."""
+
+    file: Path
+    task: str
+    attempt: int
+    changed: float  # Unix time
+    first: int = 0  # the lowest rank in it
+    of: int = 1  # ranks that write into it
+    tagged: bool = True  # lines of ranks but the lowest begin with the rank
+
+    def line(self, raw: bytes) -> LogLine:
+        text = raw.decode(errors="replace").rstrip("\r\n")
+        tag = _RANK.match(text)
+        rank = int(tag[1]) if tag else self.first if self.tagged else None
+        return LogLine(self.file, text, self.task, self.attempt, rank)
 
 
 def logs(
     run: RunDir,
+    wanted: Wanted = Wanted(),
     *,
-    job: str | None = None,
-    last: int | None = None,
     follow: bool = False,
     active: Callable[[], bool] = lambda: False,
     sleep: Callable[[float], None] = time.sleep,
 ) -> Iterator[LogLine]:
-    """Yield the lines of the newest log file, of one job or of all.
+    """Yield the lines of the newest attempt, or of those that are asked for; of one that failed, why before its log.
 
     Args:
         run: the run.
-        job: only this job's.
-        last: only the last so many lines of what is there already.
-        follow: go on with what is written from now on, in later files (relaunches) too, while `active()`.
+        wanted: what of its logs.
+        follow: go on with what is written from now on, in later attempts too, while `active()`.
         active: whether something may still be written.
         sleep: waits for some seconds.
 
     Raises:
-        SpecError: the run has no such job.
+        SpecError: the run has no such job, or none of its attempts such a rank.
     """
-    files = _log_files(run, job)
-    offsets = {path: path.stat().st_size for path in files[:-1]}
-    lines = [line for path in files[-1:] for line in _read_lines(path, offsets, whole=not follow)]
-    yield from lines if last is None else lines[max(0, len(lines) - last) :]
+    reader = _Reader(run, wanted)
+    found = reader.logs()
+    shown = found if wanted.every or wanted.since is not None else found[-1:]
+    reader.pass_over(log for log in found if log not in shown)
+    for log in shown:
+        yield from reader.failure(log)
+    lines = [line for log in shown for line in reader.lines(log, whole=not follow)]
+    yield from lines if wanted.last is None else lines[max(0, len(lines) - wanted.last) :]
     while follow:
         going_on = active()
-        for path in _log_files(run, job):
-            yield from _read_lines(path, offsets, whole=not going_on)
+        for log in reader.logs():
+            yield from reader.lines(log, whole=not going_on)
+            yield from reader.failure(log)
         if not going_on:
             return
         sleep(POLL["local"][0])
+
+
+def heading(run: RunDir, line: LogLine) -> str:
+    """Return what to say above a line that is the first from where it is: the attempt, and how it ended."""
+    where = words.near(line.file)
+    attempt = run.attempt(line.task, line.attempt) if line.task else None
+    if line.failure:
+        failure = root(run.failures(line.task, line.attempt))
+        assert failure is not None
+        return f"rank {failure.rank} on {failure.host} failed first in attempt {line.attempt} of {line.task} ({failure.outcome})"
+    if attempt is None:
+        return where
+    began = f"attempt {line.attempt} of {line.task} on {attempt.hosts or attempt.host}, from {words.moment(attempt.started_at)}"
+    if attempt.ended_at is None:
+        return f"{where}: {began}"
+    ended = attempt.outcome if not attempt.message else f"{attempt.outcome} ({words.first_line(attempt.message)})"
+    return f"{where}: {began} to {words.moment(attempt.ended_at)}: {ended}"
+
+
+@dataclass
+class _Reader:
+    """Reads each log from where it has read to before."""
+
+    run: RunDir
+    wanted: Wanted
+    _offsets: defaultdict[Path, int] = field(default_factory=lambda: defaultdict(int))
+    _at: dict[Path, float] = field(default_factory=dict)  # the last time that a log's lines have told
+    _told: set[tuple[str, int]] = field(default_factory=set)  # attempts whose failure was shown
+    _tasks: dict[str, Task | None] = field(default_factory=dict)
+
+    def logs(self) -> list[_Log]:
+        """Return the log of each attempt that has the rank, last written last."""
+        since, every = self.wanted.since, _attempts(_log_files(self.run, self.wanted.job))
+        found = [log for logs in every if (log := self._with_rank(logs)) is not None]
+        if every and not found:
+            raise SpecError(f"--rank {self.wanted.rank}: no log of such a rank in {self.run.path}")
+        return found if since is None else [log for log in found if log.changed >= since]
+
+    def _with_rank(self, logs: Sequence[_Log]) -> _Log | None:
+        """Return that of an attempt's logs which has the rank's lines."""
+        whole = [self._placed(log, alone=len(logs) == 1) for log in logs]
+        rank = self.wanted.rank or 0
+        changed = max(log.changed for log in logs)
+        found = (log for log in whole if log.first <= rank < log.first + log.of)
+        log = next(found, whole[0] if self.wanted.rank is None else None)
+        return None if log is None else replace(log, changed=changed)
+
+    def _placed(self, log: _Log, *, alone: bool) -> _Log:
+        """Return a log with the ranks that write into it: all on one machine, else those of its supervisor."""
+        if log.task not in self._tasks:
+            self._tasks[log.task] = self.run.task(log.task) if log.task else None
+        task = self._tasks[log.task]
+        if task is None:
+            return log
+        of = world_size(task) if alone and task.spec.cluster.kind == "local" else ranks_of(task)
+        return replace(log, first=log.first * ranks_of(task), of=of, tagged=not runs_script(task))
+
+    def pass_over(self, logs: Iterable[_Log]) -> None:
+        """Go to the end of logs."""
+        for log in logs:
+            self._offsets[log.file] = log.file.stat().st_size
+            self._told.add((log.task, log.attempt))
+
+    def failure(self, log: _Log) -> Iterator[LogLine]:
+        """Yield, once, what the first failing rank of an attempt saw, or that which is asked for."""
+        key, asked = (log.task, log.attempt), self.wanted.rank
+        failures = self.run.failures(*key) if log.task and key not in self._told else []
+        found = root(one for one in failures if asked in (None, one.rank))
+        if found is None:
+            return
+        self._told.add(key)
+        for text in (found.detail.strip() or found.message).splitlines():
+            yield LogLine(log.file, text, log.task, log.attempt, found.rank, failure=True)
+
+    def lines(self, log: _Log, *, whole: bool) -> Iterator[LogLine]:
+        """Yield what was added to a log since it was last read; a line without its end only where `whole`."""
+        with open_file(log.file) as file:
+            file.seek(self._offsets[log.file])
+            for raw in file:
+                if not raw.endswith(b"\n") and not whole:
+                    return
+                self._offsets[log.file] += len(raw)
+                line = log.line(raw)
+                if self._is_new(line) and self._is_of_rank(line) and not _HARMLESS.search(raw):
+                    yield line
+
+    def _is_of_rank(self, line: LogLine) -> bool:
+        return None in (self.wanted.rank, line.rank) or line.rank == self.wanted.rank
+
+    def _is_new(self, line: LogLine) -> bool:
+        """Return whether a line was written since; one without a time has that of the one before it."""
+        since = self.wanted.since
+        if since is None:
+            return True
+        told = words.told_time(line.text)
+        if told is not None:
+            self._at[line.file] = told
+        if line.file not in self._at:
+            attempt = self.run.attempt(line.task, line.attempt) if line.task else None
+            self._at[line.file] = attempt.started_at if attempt is not None else since
+        return self._at[line.file] >= since
 
 
 def seldom(
@@ -91,12 +252,15 @@ def _log_files(run: RunDir, job: str | None) -> list[Path]:
     return own or look.scheduler_logs(id_ for found in look.jobs if found.id == job for id_ in found.ids)
 
 
-def _read_lines(path: Path, offsets: dict[Path, int], *, whole: bool) -> Iterator[LogLine]:
-    """Yield what was added to a file since its offset; a line without its end only where `whole`."""
-    with open_file(path) as file:
-        file.seek(offsets.get(path, 0))
-        for line in file:
-            if not line.endswith(b"\n") and not whole:
-                return
-            offsets[path] = offsets.get(path, 0) + len(line)
-            yield LogLine(path, line.decode(errors="replace").rstrip("\r\n"))
+def _attempts(files: Iterable[Path]) -> list[list[_Log]]:
+    """Return the logs of each attempt, lowest ranks first; the attempt that wrote last comes last."""
+    found: defaultdict[tuple[str, int], list[_Log]] = defaultdict(list)
+    for number, path in enumerate(files):
+        name, changed = _NAME.fullmatch(path.name), path.stat().st_mtime
+        if name is None:  # the scheduler's, each by itself
+            found["", -number].append(_Log(path, "", 0, changed))
+        else:
+            key = name["task"], int(name["attempt"])
+            found[key].append(_Log(path, *key, changed, first=int(name["index"] or 0)))
+    every = [sorted(logs, key=lambda log: log.first) for logs in found.values()]
+    return sorted(every, key=lambda logs: max(log.changed for log in logs))

@@ -16,7 +16,7 @@ from pathlib import Path
 from tula_cli.errors import JobFailed, TulaError
 from tula_cli.host.network import node_name
 from tula_cli.host.outcome import classify
-from tula_cli.host.processes import die_with_parent
+from tula_cli.host.processes import die_with_parent, tag_lines
 from tula_cli.run.directory import RunDir
 from tula_cli.run.files import hold
 from tula_cli.run.records.jobs import Failure
@@ -30,6 +30,7 @@ def main(*, entered: Callable[[], None] | None = None) -> None:
         entered: called when the user's code can be imported, and nothing of it has been yet.
     """
     die_with_parent()
+    tag_lines(int(os.environ.get("RANK", "0")))
     run, task_id, attempt = RunDir(Path(sys.argv[1])), sys.argv[2], int(sys.argv[3])
     task = run.task(task_id)
     assert task is not None, f"{run.path} has no task {task_id}"

@@ -88,7 +88,10 @@ def settled(run: RunDir, task: Task, command: LeaderCommand, reason: ExitReason)
         return reason
     cores = len(os.sched_getaffinity(0))
     try:
-        run.write_result(measured(task, ranks, local_batch=command.batch // command.ranks, cores=cores))
+        result = measured(task, ranks, local_batch=command.batch // command.ranks, cores=cores)
+        run.write_result(result)
+        with run.open_log(run.log_path(task.id, command.attempt)) as log:
+            log.write(f"{result.told}\n".encode())
     except NotMeasured as error:
         return dataclasses.replace(reason, outcome="user", message=str(error))
     return ExitReason(None)

@@ -1,6 +1,7 @@
 """What the shims of the ranks that a supervisor has started tell while they run, and at their end."""
 
 import contextlib
+import math
 import os
 import signal
 import time
@@ -9,6 +10,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from tula_cli import words
 from tula_cli.cluster.exit_reason import ExitReason, computed_on
 from tula_cli.cluster.scripts import checkpoints
 from tula_cli.cluster.scripts.rehearsing.script_rehearsal import ScriptRehearsal
@@ -59,6 +61,8 @@ class ScriptWatch:
     ranks: range
     training: ScriptTraining | None = None
     _next_row: float = 0.0
+    _next_words: float = words.pause(0.0)  # seconds after the start at which the log tells how far it is
+    _next_epoch: float = 0.0  # or once this has begun
     _next_look: float = 0.0
     _began: float = field(default_factory=time.monotonic)
     _step: int = 0
@@ -79,7 +83,9 @@ class ScriptWatch:
         self._adopt_failures()
         if self.training is not None and time.monotonic() >= self._next_row:
             self._next_row = time.monotonic() + ROW_SECONDS
-            self._step = self.training.follow(self.attempt, self.command, after=self._step)
+            before, self._step = self._step, self.training.follow(self.attempt, self.command, after=self._step)
+            if self._step > before:
+                self._tell(self.training)
             self.training.look(self._pace, self.attempt, self.command)
             if not self._held and (begun := self.attempt.begun()):
                 self._broken = self.training.broken_claims(begun, self.command)
@@ -87,6 +93,20 @@ class ScriptWatch:
         if self.training is not None and time.monotonic() >= self._next_look:
             self._next_look = time.monotonic() + SAVE_SECONDS
             self.training.note_save(self.attempt, self.command)
+
+    def _tell(self, training: ScriptTraining) -> None:
+        """Say in the job's log, at the end of an epoch and now and then between, how far the script is."""
+        row = next((row for row in reversed(training.training.newest_metrics()) if row["kind"] == "step"), None)
+        age = time.monotonic() - self._began
+        if row is None or (age < self._next_words and (row["epoch"] is None or row["epoch"] < self._next_epoch)):
+            return
+        self._next_words, self._next_epoch = age + words.pause(age), math.floor(row["epoch"] or 0) + 1
+        told = words.progress(
+            epoch=row["epoch"], of=None, samples=row["samples"], batch=training.task.batch, loss=row["loss"],
+            step_time=row["step_time"], left=row["eta"],
+        )  # fmt: skip
+        with self.run.open_log(self.run.log_path(self.task.id, self.command.attempt)) as log:
+            log.write(f"{words.stamped(told)}\n".encode())
 
     @cached_property
     def _pace(self) -> "ScriptPace":
@@ -183,8 +203,8 @@ class ScriptWatch:
             beat = self.attempt.heartbeat(rank)
             if beat is None or not self._silent(beat) or self._written(rank) or self._others_alive():
                 continue
-            words = f"no step for {time.time() - beat.alive_at:.0f} s, after {beat.step} steps of {beat.seconds:.3g} s"
-            return ExitReason("unknown", f"{words}: ended as stuck", rank, node_name())
+            told = f"no step for {time.time() - beat.alive_at:.0f} s, after {beat.step} steps of {beat.seconds:.3g} s"
+            return ExitReason("unknown", f"{told}: ended as stuck", rank, node_name())
         return self._never_stepped()
 
     def _never_stepped(self) -> ExitReason | None:

@@ -1,9 +1,11 @@
 """What a probe tells: measured, out of memory, or failed."""
 
+from statistics import fmean
 from typing import Annotated, Literal
 
 from pydantic import Field, TypeAdapter
 
+from tula_cli import words
 from tula_cli.run.records.base import Count, OutcomeClass, Record
 from tula_cli.run.records.components import Components, PeakMemory
 from tula_cli.run.records.shim import LearningRates
@@ -142,6 +144,14 @@ class Measured(Record):
     oversubscribed: bool = False  # more ranks than cores, or GPUs: not comparable with anything
     measured_at: float  # Unix time
     script: ScriptSeen | None = None  # None where tula's own loop was measured
+
+    @property
+    def told(self) -> str:
+        """What the job's log says of it, a line."""
+        step = fmean(self.step_times)
+        place = words.configuration(self.nodes, self.batch, self.local_batch)
+        pace = f"{words.number(1000 * step)} ms a step, {words.number(self.batch / step)} samples/s"
+        return words.stamped(f"measured {place}: {pace}, {words.amount(self.memory.peak)} a GPU")
 
 
 class OutOfMemory(Record):

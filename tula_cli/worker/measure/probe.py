@@ -3,6 +3,7 @@
 import itertools
 import shutil
 import statistics
+import sys
 import time
 from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass, field
@@ -61,6 +62,8 @@ def run_probes(task: ProbeTask, run: RunDir, ranks: Ranks, datasets: Datasets, *
         result = measure(task, ranks, datasets, local_batch=local_batch, overheads=overheads)
         if ranks.first:
             run.write_result(result)
+            if isinstance(result, Measured):
+                sys.stdout.write(f"{result.told}\n")
 
 
 @dataclass(frozen=True)

@@ -309,7 +309,7 @@ class Training:
         self._decide(result)
         if self.first:
             lr = step.lr if step else self.trainer.lr
-            self.log.write_epoch(result, loss=loss, lr=lr, eval_seconds=self.eval_time)
+            self.log.write_epoch(result, loss=loss, lr=lr, eval_seconds=self.eval_time, overhead=self._overhead)
         if self.saves:
             self._save(is_best=is_best)
         if not self.first:

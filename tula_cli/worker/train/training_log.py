@@ -19,7 +19,7 @@ from tula_cli.run.records.recommendations import Prediction, StageSteps
 from tula_cli.run.records.results import StageDecision, StepParts
 from tula_cli.run.records.tasks import TrainTask
 from tula_cli.spec.job import warmup_epochs
-from tula_cli.words import number, plural
+from tula_cli.words import duration, number, pause, plural, progress, stamped
 from tula_cli.worker import environment
 from tula_cli.worker.build.batches.tokens import TokenCounter
 from tula_cli.worker.build.norms import normalised
@@ -55,6 +55,8 @@ class TrainingLog:
         self.parts: StepParts | None = None  # of a step, at the ranks' newest look
         self.changed = False  # a change of the step time was told
         self.last_row = 0.0
+        self.began = time.monotonic()
+        self.next_words = self.began + pause(0.0)  # when the job's log tells of the steps again
         self.unjudged: list[Mapping[str, float]] = []  # what AGS did in the newest epochs
         self.said: set[str] = set()  # what is said once
 
@@ -74,7 +76,7 @@ class TrainingLog:
     def _print(self, line: str) -> None:
         """Write a line into the job's log, which `tula logs` shows; rank 0 alone."""
         if self.trainer.ranks.first:
-            sys.stdout.write(f"{line}\n")
+            sys.stdout.write(f"{stamped(line)}\n")
             sys.stdout.flush()
 
     def start(self) -> None:
@@ -139,14 +141,15 @@ class TrainingLog:
         """Write a row when the last one is a second old; it reads the loss, so it waits for the device once a second."""
         if time.monotonic() - self.last_row < LOG_SECONDS:
             return
-        self.write_steps(overhead=overhead)
+        self.write_steps(overhead=overhead, aloud=time.monotonic() >= self.next_words)
         self.last_row = time.monotonic()
 
-    def write_steps(self, *, overhead: float) -> None:
+    def write_steps(self, *, overhead: float, aloud: bool = False) -> None:
         """Turn the steps since the last row into seconds, and write the row.
 
         Args:
             overhead: seconds of an epoch's evaluation and checkpoint.
+            aloud: tell of them in the job's log too.
         """
         if not self.recent:
             return
@@ -156,11 +159,12 @@ class TrainingLog:
         plain = [value for value, step in zip(seconds, steps, strict=True) if not step.refreshed]
         self.step_times += plain
         self.window.extend(plain)
+        loss, left = float(steps[-1].loss), self._seconds_left(statistics.fmean(seconds), overhead)
         self.add(
             "step",
             step=trainer.position.steps,
             count=len(steps),  # since the last row
-            loss=float(steps[-1].loss),
+            loss=loss,
             lr=steps[-1].lr,
             batch=self.batch,
             step_time=statistics.fmean(seconds),
@@ -170,9 +174,23 @@ class TrainingLog:
             compute=self.parts and self.parts.compute,
             sync=self.parts and self.parts.sync,
             **self._tokens(statistics.fmean(seconds)),
-            eta=self._seconds_left(statistics.fmean(seconds), overhead),
+            eta=left,
         )
+        if aloud:
+            self._tell_steps(loss, statistics.fmean(seconds), left)
         self.recent, self.tokens = [], TokenCounter()
+
+    def _tell_steps(self, loss: float, step_time: float, left: float) -> None:
+        trainer, of = self.trainer, self.task.spec.train.epochs_at_most
+        samples, epoch = trainer.position.samples, trainer.epoch
+        self._print(
+            progress(of=of, epoch=epoch, samples=samples, batch=self.batch, loss=loss, step_time=step_time, left=left)
+        )
+        self._put_off_words()
+
+    def _put_off_words(self) -> None:
+        """Tell of the steps again a while after a line that has told how far the training is."""
+        self.next_words = time.monotonic() + pause(time.monotonic() - self.began)
 
     def _tokens(self, step_time: float) -> dict[str, float | None]:
         """Return the tokens of all GPUs a second and the share of padding beside them; None where batches are no text."""
@@ -209,7 +227,9 @@ class TrainingLog:
 
     # --- epochs
 
-    def write_epoch(self, result: Evaluation, *, loss: float, lr: float, eval_seconds: float) -> None:
+    def write_epoch(
+        self, result: Evaluation, *, loss: float, lr: float, eval_seconds: float, overhead: float = 0.0
+    ) -> None:
         """Write the row of the epoch that has ended, and the warnings that follow from it.
 
         Args:
@@ -217,6 +237,7 @@ class TrainingLog:
             loss: of its last step, the mean over all ranks.
             lr: of its last step.
             eval_seconds: that the evaluation took.
+            overhead: seconds of an epoch's evaluation and checkpoint.
         """
         trainer, prediction = self.trainer, self.expected
         step_time = centre(self.step_times) if self.step_times else None
@@ -246,7 +267,8 @@ class TrainingLog:
             **trainer.method.report(trainer),
             diagnostics=self._diagnostics(ags),
         )
-        self._print(self._epoch_words(result, loss=loss, lr=lr, step_time=step_time))
+        self._print(self._epoch_words(result, loss=loss, lr=lr, step_time=step_time, overhead=overhead))
+        self._put_off_words()
         self.warn_of_evaluation(result)
         self._advise(ags)
         drifted = self.drift.warning(recent, epoch=trainer.position.epoch)
@@ -254,15 +276,19 @@ class TrainingLog:
             self.warn(drifted)
         self.step_times = []
 
-    def _epoch_words(self, result: Evaluation, *, loss: float, lr: float, step_time: float | None) -> str:
+    def _epoch_words(
+        self, result: Evaluation, *, loss: float, lr: float, step_time: float | None, overhead: float
+    ) -> str:
         position, classes = self.trainer.position, math.isfinite(result.top1)
+        left = duration(self._seconds_left(step_time, overhead)) if step_time else ""
+        pace = f", {number(self.batch / step_time)} samples/s, {left} left" if step_time else ""
         return (
             f"epoch {position.epoch} of {self.task.spec.train.epochs_at_most}: {position.samples} samples, loss {number(loss, 4)},"
             f" eval loss {number(result.loss, 4)}, "
             + f"top-1 {number(result.top1, 4)} %, " * classes
             + f"perplexity {number(result.perplexity, 4)}, " * math.isfinite(result.perplexity)
             + "".join(f"{name} {number(value, 4)}, " for name, value in result.own.items())
-            + f"lr {number(lr)}, {number(step_time and 1000 * step_time)} ms a step"
+            + f"batch {self.batch}, lr {number(lr)}, {number(step_time and 1000 * step_time)} ms a step{pace}"
         )
 
     def _diagnostics(self, ags: Mapping[str, float] | None) -> dict[str, Any] | None:

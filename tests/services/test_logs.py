@@ -1,0 +1,181 @@
+import os
+import time
+
+import make_runs as make
+import pytest
+
+from tula_cli import words
+from tula_cli.errors import SpecError
+from tula_cli.run.directory import RunDir
+from tula_cli.run.records.jobs import Failure
+from tula_cli.services import logs
+from tula_cli.services.logs import Wanted
+
+NOISE = "[W1124 00:14:54.1 socket.cpp:755] [c10d] The hostname of the client socket cannot be retrieved. err=-3\n"
+
+
+@pytest.fixture
+def run(tmp_path):
+    return RunDir.create(tmp_path / "tula-runs", make.spec())
+
+
+def write_log(run, task, number, text, *, index=0):
+    path = run.log_path(task, number, index)
+    path.parent.mkdir(exist_ok=True)
+    with open(path, "a") as file:
+        file.write(text)
+    return path
+
+
+def texts(lines):
+    return [line.text for line in lines]
+
+
+def test_logs_of_the_newest_attempt(run):
+    make.add_probes(run, 1, (32,))
+    write_log(run, "probe-n001", 1, "old\n")
+    newest = write_log(run, "probe-n001", 2, "one\ntwo\nthree")
+    lines = list(logs.logs(run))
+    assert texts(lines) == ["one", "two", "three"]
+    assert {line.file for line in lines} == {newest}
+    assert texts(logs.logs(run, Wanted(last=1))) == ["three"]
+    assert texts(logs.logs(run, Wanted(last=0))) == []
+
+
+def test_logs_of_one_job(run):
+    make.add_probes(run, 1, (32,))
+    make.add_probes(run, 2, (16,))
+    write_log(run, "probe-n001", 1, "first\n")
+    write_log(run, "probe-n002", 1, "second\n")
+    assert texts(logs.logs(run, Wanted(job="probe-n001"))) == ["first"]
+
+
+def test_logs_of_an_unknown_job_name_the_nearest(run):
+    make.add_probes(run, 1, (32,))
+    with pytest.raises(SpecError, match="no job 'probe-n01'") as caught:
+        list(logs.logs(run, Wanted(job="probe-n01")))
+    assert "probe-n001" in caught.value.hint
+
+
+def test_logs_that_are_no_text_are_shown_all_the_same(run):
+    make.add_probes(run, 1, (32,))
+    path = write_log(run, "probe-n001", 1, "")
+    path.write_bytes(b"caf\xe9\r\n")
+    assert texts(logs.logs(run)) == ["caf\ufffd"]
+
+
+def test_no_logs_yet(run):
+    assert list(logs.logs(run)) == []
+
+
+def test_following_sees_what_is_added_and_the_log_of_a_relaunch(run):
+    make.add_probes(run, 1, (32,))
+    write_log(run, "probe-n001", 1, "one\nhal")
+    steps = iter(
+        [
+            lambda: write_log(run, "probe-n001", 1, "f\n"),
+            lambda: write_log(run, "probe-n001", 2, "again\nlast"),
+            lambda: None,
+        ]
+    )
+    left = iter([True, True, True, False])
+    lines = logs.logs(run, follow=True, active=lambda: next(left), sleep=lambda _: next(steps)())
+    assert texts(lines) == ["one", "half", "again", "last"]
+
+
+def test_a_scheduler_is_not_asked_at_every_look():
+    now, asked = [0.0], []
+    check = logs.seldom(lambda: bool(asked.append(now[0])) or True, pause=10, clock=lambda: now[0])
+    for now[0] in (0.0, 0.5, 9.9, 10.0, 11.0):
+        assert check()
+    assert asked == [0.0, 10.0]
+
+
+def fail(run, task, number, rank, *, at, outcome="user", detail="Traceback\n  line\nKeyError: 'x'"):
+    run.write_failure(
+        Failure(
+            task=task, attempt=number, rank=rank, host=f"node{rank}", pid=1, outcome=outcome,
+            message="KeyError: 'x'", detail=detail, failed_at=at,
+        )
+    )  # fmt: skip
+
+
+@pytest.fixture
+def slurm(tmp_path):
+    """A run on SLURM, of two nodes with a supervisor each."""
+    cluster = {"kind": "slurm", "gpus_per_node": 1, "slurm": {"account": "a"}}
+    run = RunDir.create(tmp_path / "tula-runs", make.spec(cluster=cluster))
+    make.add_probes(run, 2, (16,))
+    return run
+
+
+def test_rank_0_is_shown_although_another_wrote_last(slurm):
+    first = write_log(slurm, "probe-n002", 1, "one\n")
+    other = write_log(slurm, "probe-n002", 1, "two\n", index=1)
+    os.utime(first, (1, 1))
+    assert texts(logs.logs(slurm)) == ["one"]
+    (line,) = logs.logs(slurm, Wanted(rank=1))
+    assert (line.text, line.file, line.task, line.attempt, line.rank) == ("two", other, "probe-n002", 1, 1)
+    with pytest.raises(SpecError, match="--rank 2: no log of such a rank"):
+        list(logs.logs(slurm, Wanted(rank=2)))
+
+
+def test_the_lines_of_a_rank_in_a_log_that_several_share(run):
+    make.add_probes(run, 2, (16,))
+    write_log(run, "probe-n002", 1, "zero\n[rank1]: one\nzero again\n")
+    assert texts(logs.logs(run)) == ["zero", "[rank1]: one", "zero again"]
+    assert texts(logs.logs(run, Wanted(rank=0))) == ["zero", "zero again"]
+    assert texts(logs.logs(run, Wanted(rank=1))) == ["[rank1]: one"]
+    assert [line.rank for line in logs.logs(run)] == [0, 1, 0]
+
+
+def test_a_scripts_lines_are_of_no_rank_and_shown_for_each(tmp_path):
+    run = RunDir.create(tmp_path / "tula-runs", make.script_spec(epochs=2))
+    make.add_probes(run, 2, (16,))
+    write_log(run, "probe-n002", 1, "said by some rank\n")
+    for rank in (None, 0, 1):
+        assert [(line.text, line.rank) for line in logs.logs(run, Wanted(rank=rank))] == [("said by some rank", None)]
+
+
+def test_what_torch_says_of_addresses_without_a_name_is_left_out(run):
+    make.add_probes(run, 1, (32,))
+    write_log(run, "probe-n001", 1, f"one\n{NOISE}two\n{NOISE.replace('hostname', 'port')}")
+    assert texts(logs.logs(run)) == ["one", "two", NOISE.replace("hostname", "port").strip()]
+
+
+def test_why_the_first_rank_failed_comes_first_and_whole(run):
+    make.add_probes(run, 2, (16,))
+    run.write_attempt(make.attempt("probe-n002", end=make.START + 9, outcome="user", message="KeyError: 'x'"))
+    log = write_log(run, "probe-n002", 1, "begun\n")
+    fail(run, "probe-n002", 1, 0, at=2.0, outcome="peer", detail="lost its peer")
+    fail(run, "probe-n002", 1, 1, at=3.0)
+    lines = list(logs.logs(run))
+    assert texts(lines) == ["Traceback", "  line", "KeyError: 'x'", "begun"]
+    assert [line.failure for line in lines] == [True] * 3 + [False]
+    assert logs.heading(run, lines[0]) == "rank 1 on node1 failed first in attempt 1 of probe-n002 (user)"
+    assert logs.heading(run, lines[-1]).startswith(f"{log}: attempt 1 of probe-n002 on ")
+    assert logs.heading(run, lines[-1]).endswith(": user (KeyError: 'x')")
+    assert texts(logs.logs(run, Wanted(rank=0))) == ["lost its peer", "begun"]
+
+
+def test_every_attempt_apart_and_those_since(run):
+    make.add_probes(run, 1, (32,))
+    old, new = time.time() - 7200, time.time()
+    for number, at in ((1, old), (2, old), (3, new)):
+        run.write_attempt(make.attempt("probe-n001", number=number, start=at))
+    os.utime(write_log(run, "probe-n001", 1, "long ago\n"), (old, old))
+    stamp = words.stamped("later\n")
+    write_log(run, "probe-n001", 2, f"before\n2001-01-01 10:00:00+0000 then\nof then\n{stamp}after that\n")
+    write_log(run, "probe-n001", 3, "newest\n")
+    assert [line.attempt for line in logs.logs(run, Wanted(every=True))] == [1, 2, 2, 2, 2, 2, 3]
+    since = [(line.attempt, line.text) for line in logs.logs(run, Wanted(since=new - 60))]
+    assert since == [(2, stamp.strip()), (2, "after that"), (3, "newest")]
+
+
+def test_following_tells_why_a_rank_failed_once(run):
+    make.add_probes(run, 1, (32,))
+    write_log(run, "probe-n001", 1, "one\n")
+    left = iter([True, True, False])
+    sleeps = iter([lambda: fail(run, "probe-n001", 1, 0, at=1.0), lambda: None])
+    lines = logs.logs(run, follow=True, active=lambda: next(left), sleep=lambda _: next(sleeps)())
+    assert texts(lines) == ["one", "Traceback", "  line", "KeyError: 'x'"]

@@ -1,0 +1,36 @@
+import io
+import sys
+
+import pytest
+
+from tula_cli import words
+from tula_cli.host.processes import tag_lines
+
+
+def test_a_time_before_a_line_is_read_again():
+    assert (
+        words.told_time("2026-11-24 00:14:54+0100 so") == words.told_time("2026-11-23T23:14:54.123Z so") == 1795475694
+    )
+    for line in ("so", "2026-13-41 00:14:54+0000 so", "on 2026-11-24 00:14:54"):
+        assert words.told_time(line) is None
+
+
+def test_progress_leaves_out_what_is_not_known():
+    told = {"samples": 640, "batch": 64, "step_time": 0.5}
+    assert words.progress(**told, epoch=2.5, of=4, loss=0.25, left=30.0) == (
+        "epoch 2.5 of 4, sample 640: batch 64, loss 0.2500, 128 samples/s, 30.0 s left"
+    )
+    assert words.progress(**told, epoch=None, of=None, loss=None, left=None) == "sample 640: batch 64, 128 samples/s"
+
+
+@pytest.mark.parametrize("rank", [0, 3])
+def test_lines_of_other_ranks_tell_their_rank(rank, monkeypatch):
+    raw = io.BytesIO()
+    for name in ("stdout", "stderr"):
+        monkeypatch.setattr(sys, name, io.TextIOWrapper(raw, write_through=True))
+    tag_lines(rank)
+    print("one\ntwo", end="")
+    print(" more")
+    sys.stdout.flush()
+    tag = "[rank3]: " if rank else ""
+    assert raw.getvalue().decode() == f"{tag}one\n{tag}two more\n"

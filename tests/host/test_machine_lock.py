@@ -20,11 +20,11 @@ def test_who_has_the_machine_is_told() -> None:
     assert first is not None and second is not None
     assert machine_lock.locked(first, "train-a of /runs/one")
     assert not machine_lock.locked(second, "train-b of /runs/two")
-    assert machine_lock.holder() == "train-a of /runs/one"
+    assert machine_lock.holder() == f"train-a of /runs/one, process {os.getpid()}"
     os.close(first)
     assert machine_lock.holder() == "", "a note of one that has ended tells nothing"
     assert machine_lock.locked(second, "x")
-    assert machine_lock.holder() == "x"
+    assert machine_lock.holder() == f"x, process {os.getpid()}"
     os.close(second)
 
 

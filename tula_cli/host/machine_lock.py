@@ -27,14 +27,14 @@ def opened(*, make: bool = True) -> int | None:
 
 
 def locked(lock: int, holder: str) -> bool:
-    """Try to take the lock; where it is had, write down who has it."""
+    """Try to take the lock; where it is had, write down who has it, with the process to look at."""
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
     with contextlib.suppress(OSError):  # words alone: a full disk keeps nobody from the machine
         os.ftruncate(lock, 0)
-        os.pwrite(lock, holder.encode(), 0)
+        os.pwrite(lock, f"{holder}, process {os.getpid()}".encode(), 0)
     return True
 
 

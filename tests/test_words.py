@@ -26,8 +26,8 @@ def test_progress_leaves_out_what_is_not_known():
 @pytest.mark.parametrize("rank", [0, 3])
 def test_lines_of_other_ranks_tell_their_rank(rank, monkeypatch):
     raw = io.BytesIO()
-    for name in ("stdout", "stderr"):
-        monkeypatch.setattr(sys, name, io.TextIOWrapper(raw, write_through=True))
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(raw, write_through=True))
+    monkeypatch.setattr(sys, "stderr", io.TextIOWrapper(io.BytesIO(), write_through=True))
     tag_lines(rank)
     print("one\ntwo", end="")
     print(" more")

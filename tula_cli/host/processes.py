@@ -9,7 +9,7 @@ import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, BinaryIO, TextIO
+from typing import TYPE_CHECKING, TextIO
 
 if TYPE_CHECKING:
     from _typeshed import ReadableBuffer
@@ -63,8 +63,9 @@ def _adopt(orphans: bool) -> None:
 class _Tagged(io.RawIOBase):
     """A binary file in which each line begins with a tag."""
 
-    def __init__(self, file: BinaryIO, tag: bytes) -> None:
-        self.file, self.tag, self.begun = file, tag, False
+    def __init__(self, stream: TextIO, tag: bytes) -> None:
+        self.stream = stream  # kept: it closes its file when nobody has it any more
+        self.file, self.tag, self.begun = stream.buffer, tag, False
 
     def writable(self) -> bool:
         return True
@@ -93,7 +94,7 @@ def tag_lines(rank: int) -> None:
 
 def _tagged(stream: TextIO, tag: bytes) -> TextIO:
     stream.flush()
-    return io.TextIOWrapper(_Tagged(stream.buffer, tag), encoding="utf-8", errors="replace", line_buffering=True)  # type: ignore[type-var]
+    return io.TextIOWrapper(_Tagged(stream, tag), encoding="utf-8", errors="replace", line_buffering=True)  # type: ignore[type-var]
 
 
 def started(pid: int) -> float | None:

@@ -184,8 +184,9 @@ class Training:
         Raises:
             Preempted: the ranks leave.
         """
-        following = self.task.next_stage
-        if following is not None and self.trainer.batch >= following.batch:
+        following, epochs = self.task.next_stage, self.task.spec.train.epochs
+        over = self.trainer.position.epoch == epochs  # a batch that never came has its place there
+        if following is not None and self.trainer.batch >= following.batch and not over:
             raise Preempted("stage_end")
 
     @property

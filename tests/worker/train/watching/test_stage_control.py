@@ -164,3 +164,33 @@ def test_stages_by_another_rule_are_not_looked_at(alone: Ranks, run: RunDir) -> 
     task = staged(ramp="auto", epochs=2)
     train(run, alone, task)
     assert told(run, task) == [] and not list(rows(run, task, "noise"))
+
+
+def test_more_nodes_wait_for_a_stage_that_is_put_off(
+    alone: Ranks, run: RunDir, unbroken: tuple[RunDir, TrainTask]
+) -> None:
+    task = staged()
+    nodes = {8: 1, 16: 1, 32: 2}
+    of_nodes = tuple(stage.model_copy(update={"nodes": nodes[stage.batch]}) for stage in task.stages)
+    on_one = task.model_copy(update={"stages": of_nodes})
+    train(run, alone, on_one)
+    assert run.stopped(task.id, 1) == "stage_end" and run.training(task.signature).result() is None
+    begun = [row["samples"] for row in rows(unbroken[0], task, "stage")][-1]
+    assert told(run, task) == DECIDED and run.training(task.signature).newest_samples() == begun > 450, "as was planned"
+    anew = task.model_copy(update={"nodes": 2, "stages": of_nodes, "attempt": 2, "id": f"{task.id}-2"})
+    train(run, alone, anew)  # on one rank here, as many samples a step
+    assert content(run, task) == content(*unbroken)
+    assert same(final_weights(run, task), final_weights(*unbroken))
+
+
+def test_a_ramp_that_stops_never_leaves_for_more_nodes(
+    alone: Ranks, run: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    row: dict[str, Any] = {"scale": 1.0, "low": 0.5, "high": 2.0, "stats": {}, "seconds": 0.0}
+    monkeypatch.setattr(gradient_noise, "measure", lambda *args, **named: row)
+    task = staged(epochs=4, measured=False)
+    of_nodes = tuple(stage.model_copy(update={"nodes": 1 if stage.batch < 32 else 2}) for stage in task.stages)
+    train(run, alone, task.model_copy(update={"stages": of_nodes}))
+    assert [row[2] for row in told(run, task)][-1] == "stopped"
+    result = run.training(task.signature).result()
+    assert result is not None and result.steps == 4 * 12 and not run.stopped(task.id, 1)

@@ -60,10 +60,10 @@ def trained(tula: Any, words: str, *arguments: str) -> Taken:
     tula("train", *arguments)
     run = tula.run()
     (signature,) = tula.until(run.train_signatures)  # once it has started
-    training, (job,) = run.training(signature), (found for found in run.jobs() if found.kind == "train")
+    training, job = run.training(signature), run.job(tula.task().job)
     tula.until(lambda: training.summary() is not None and not queue(), seconds=PATIENCE)
     result, nodes, seconds, node_seconds = training.result(), 0, 0.0, 0.0
-    assert result is not None
+    assert result is not None and job is not None
     for row in training.metrics():
         if row["kind"] == "start":
             nodes = row["nodes"]

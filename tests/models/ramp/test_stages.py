@@ -94,6 +94,11 @@ REFUSED: list[tuple[Any, dict[str, Any], str]] = [
     ([{"epochs": 1, "batch": 100}], {"parts": 8}, r"batch 100 does not divide by 8 .*"),
     ([{"epochs": 1, "batch": 4096}], {}, "batch 4096 is not below the training's own, 2048"),
     ([{"samples": 200_000, "batch": 128}], {}, "lasts 20 epochs, which leaves nothing of train.epochs 20"),
+    (
+        [{"epochs": 4e-5, "batch": 128}],
+        {},
+        "4e-05 epochs at batch 128 are less than one of the dataset's 10000 samples",
+    ),
 ]
 
 

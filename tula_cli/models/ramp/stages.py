@@ -171,7 +171,13 @@ def _named(spec: JobSpec, asked: Sequence[RampStage], batch: int, parts: int, da
                 f"the nearest are {stage.batch // own * own or own} and {(stage.batch // own + 1) * own}",
             )
         found.append(Stage(begin=begin, batch=stage.batch))
-        begin += stage.samples or round((stage.epochs or 0.0) * dataset_size)
+        length = stage.samples or round((stage.epochs or 0.0) * dataset_size)
+        if not length:
+            raise SpecError(
+                f"train.ramp: {stage.epochs:g} epochs at batch {stage.batch} are less than one of the dataset's {dataset_size} samples",
+                "leave the stage out, or give it more epochs",
+            )
+        begin += length
     if begin >= spec.train.epochs * dataset_size:
         raise SpecError(
             f"train.ramp lasts {begin / dataset_size:g} epochs, which leaves nothing of train.epochs {spec.train.epochs} to"

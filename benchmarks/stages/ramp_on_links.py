@@ -94,10 +94,13 @@ def folder(out: Path, name: str, **wishes: Any) -> Any:
     return import_module("driver").Tula(path, JOB.format(name=name, **wishes))
 
 
+def say(words: str) -> None:
+    print(words, file=sys.stderr, flush=True)
+
+
 def measured(options: argparse.Namespace) -> list[Taken]:
     """Profile, recommend and train on the cluster."""
     wishes = {"epochs": options.epochs, "seed": options.seed}
-    say = lambda words: print(words, file=sys.stderr, flush=True)  # noqa: E731
     ramp = folder(options.out, "ramp", method="ramp", more=", ramp_nodes: auto", largest=LARGEST, **wishes)
     fixed = folder(options.out, "fixed", method="lbt", more="", largest=REFERENCE, **wishes)
     large = folder(options.out, "large", method="lbt", more="", largest=LARGEST, **wishes)

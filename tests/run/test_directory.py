@@ -9,7 +9,7 @@ from pathlib import Path
 import make_runs as make
 import pytest
 
-from tula_cli.errors import BadMeasurements, RunGone, SpecError, TulaError
+from tula_cli.errors import BadMeasurements, CannotWrite, RunGone, SpecError, TulaError
 from tula_cli.run import files
 from tula_cli.run.directory import RunDir
 from tula_cli.run.files import write_atomic
@@ -274,6 +274,23 @@ def test_a_mark_of_cancelling_comes_and_goes(run):
     assert run.jobs() == []
     run.uncancel("probe-n001")
     assert not run.cancelled("probe-n001")
+
+
+@pytest.mark.parametrize(
+    "plant", [Path.symlink_to, Path.hardlink_to, lambda link, _: os.mkfifo(link)], ids=["sym", "hard", "pipe"]
+)
+def test_nothing_is_written_through_a_planted_link(tmp_path: Path, plant: Callable[[Path, Path], None]) -> None:
+    own = tmp_path / "own.txt"
+    own.write_text("the user's\n")
+    plant(tmp_path / "metrics.jsonl", own)
+    for add in (lambda path: files.append_json_line(path, {}), files.open_to_add):
+        with pytest.raises(CannotWrite, match=r"cannot add to .*metrics\.jsonl: it is a link"):
+            add(tmp_path / "metrics.jsonl")
+    draft = tmp_path / f".spec.yaml.{socket.gethostname()}.{os.getpid()}"
+    plant(draft, own)
+    files.write_atomic(tmp_path / "spec.yaml", "name: x\n")
+    assert own.read_text() == "the user's\n" and not draft.exists()
+    assert not (tmp_path / "spec.yaml").is_symlink() and (tmp_path / "spec.yaml").read_text() == "name: x\n"
 
 
 @pytest.fixture

@@ -80,7 +80,7 @@ def write_atomic(path: Path, data: bytes | str | Callable[[BinaryIO], None]) -> 
     draft = path.with_name(f".{path.name}.{socket.gethostname()}.{os.getpid()}")
     try:
         make_folder(path.parent)
-        with open(draft, "wb") as file:
+        with _opened_anew(draft) as file:
             if callable(content):
                 content(file)
             else:
@@ -92,6 +92,15 @@ def write_atomic(path: Path, data: bytes | str | Callable[[BinaryIO], None]) -> 
         with contextlib.suppress(OSError):
             draft.unlink(missing_ok=True)
         raise cannot_write(path, error) from error
+
+
+def _opened_anew(draft: Path) -> BinaryIO:
+    """Open a file that nobody else has: what has its name, left behind or a link to another place, goes."""
+    try:
+        return open(draft, "xb")
+    except FileExistsError:
+        draft.unlink()
+        return open(draft, "xb")
 
 
 def cannot_write(path: Path, error: OSError) -> CannotWrite:
@@ -262,10 +271,9 @@ def _row(line: bytes) -> dict[str, Any] | None:
 
 
 def append_json_line(path: Path, content: Mapping[str, Any]) -> None:
-    """Add an object to a file of one a line, which is made where it is not there."""
-    make_folder(path.parent)
-    with open(path, "a", encoding="utf-8") as file:
-        file.write(json.dumps(content) + "\n")
+    """Add an object to a file of one a line, which is made where it is not there; raises as `open_to_add` does."""
+    with open_to_add(path) as file:
+        file.write(f"{json.dumps(content)}\n".encode())
 
 
 def remove(path: Path) -> None:
@@ -295,10 +303,23 @@ def open_to_add(path: Path) -> BinaryIO:
     """Open a file to add to it, whose folder need not be there.
 
     Raises:
-        TulaError: the disk is full or the folder cannot be written.
+        TulaError: the disk is full, the folder cannot be written, or the file is a link: it would be written to elsewhere.
     """
     try:
         make_folder(path.parent)
-        return open(path, "ab")
+        # a pipe without a reader would hold it up
+        file = os.open(
+            path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o666
+        )
+        found = os.fstat(file)
+        if not stat.S_ISREG(found.st_mode) or found.st_nlink > 1:
+            os.close(file)
+            raise OSError(errno.ELOOP, os.strerror(errno.ELOOP))
+        return os.fdopen(file, "ab")
     except OSError as error:
+        if error.errno in (errno.ELOOP, errno.ENXIO):
+            raise CannotWrite(
+                f"cannot add to {path}: it is a link, or no file: what is added would go elsewhere",
+                f"remove it: rm {path}",
+            ) from error
         raise cannot_write(path, error) from error

@@ -567,7 +567,7 @@ def test_a_job_whose_script_failed_is_told_in_its_own_words(slurm, run):
     reason = state(run, job).reason
     assert "execve(): /nosuch/python: No such file or directory" in reason
     assert str(log) in reason
-    assert next(line.file for line in logs.logs(run, job=job.id)) == log
+    assert next(line.file for line in logs.logs(run, logs.Wanted(job=job.id))) == log
 
 
 def test_a_job_that_works_is_running_although_the_queue_does_not_show_it_yet(slurm, run):

@@ -602,7 +602,9 @@ def test_the_logs_of_a_check_are_found(nodes):
     path = nodes.run.log_path(nodes.task.id, 1)
     path.parent.mkdir()
     path.write_text("no interface\n")
-    assert [line.text for line in services_logs.logs(nodes.run, job=nodes.task.job)] == ["no interface"]
+    assert [line.text for line in services_logs.logs(nodes.run, services_logs.Wanted(job=nodes.task.job))] == [
+        "no interface"
+    ]
 
 
 def test_checks_are_numbered_on_beyond_nine(nodes):

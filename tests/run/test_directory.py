@@ -3,6 +3,7 @@ import os
 import socket
 import subprocess
 import tempfile
+import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
 
@@ -274,6 +275,16 @@ def test_a_mark_of_cancelling_comes_and_goes(run):
     assert run.jobs() == []
     run.uncancel("probe-n001")
     assert not run.cancelled("probe-n001")
+
+
+def test_a_small_file_is_read_with_little_memory(tmp_path: Path) -> None:
+    (tmp_path / "small.json").write_text("{}")
+    tracemalloc.start()
+    try:
+        assert files.content(tmp_path / "small.json") == b"{}"
+        assert tracemalloc.get_traced_memory()[1] < 2**20
+    finally:
+        tracemalloc.stop()
 
 
 @pytest.mark.parametrize(

@@ -24,6 +24,8 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from tula_cli import words
+
 HERE = Path(__file__).resolve().parent
 TESTS = HERE.parents[1] / "tests"
 REFERENCE, LARGEST = 32, 512
@@ -55,7 +57,7 @@ class Taken:
     node_allocated: float
 
 
-def trained(tula: Any, words: str, *arguments: str) -> Taken:
+def trained(tula: Any, told: str, *arguments: str) -> Taken:
     """Train and return what it took; a configuration that was recommended is taken where no words name one."""
     tula("train", *arguments)
     run = tula.run()
@@ -70,7 +72,7 @@ def trained(tula: Any, words: str, *arguments: str) -> Taken:
         elif row["kind"] == "step":
             seconds += row["count"] * row["step_time"]
             node_seconds += nodes * row["count"] * row["step_time"]
-    return Taken(words, result.metrics["top1"], result.steps, seconds, node_seconds, *accounted(job.links))
+    return Taken(told, result.metrics["top1"], result.steps, seconds, node_seconds, *accounted(job.links))
 
 
 def queue() -> str:
@@ -94,8 +96,8 @@ def folder(out: Path, name: str, **wishes: Any) -> Any:
     return import_module("driver").Tula(path, JOB.format(name=name, **wishes))
 
 
-def say(words: str) -> None:
-    print(words, file=sys.stderr, flush=True)
+def say(told: str) -> None:
+    print(told, file=sys.stderr, flush=True)
 
 
 def measured(options: argparse.Namespace) -> list[Taken]:
@@ -111,16 +113,16 @@ def measured(options: argparse.Namespace) -> list[Taken]:
     best = fixed("recommend", "--objective", "cost")["data"]["choice"]["nodes"]
     say(json.dumps(ramp("recommend", "--objective", options.objective)["data"]["choice"]))
     taken = []
-    for tula, words, arguments in (
+    for tula, told, arguments in (
         (ramp, "ramp, nodes by stage", ()),
         (
             fixed,
-            f"reference batch, {best} node{'s' if best > 1 else ''}",
+            f"reference batch, {words.plural(best)}",
             ("--nodes", str(best), "--batch", str(REFERENCE)),
         ),
         (large, "the large batch, 4 nodes", ("job.yaml", "--nodes", "4", "--batch", str(LARGEST))),
     ):
-        taken.append(trained(tula, words, *arguments))
+        taken.append(trained(tula, told, *arguments))
         say(json.dumps(asdict(taken[-1])))
     return taken
 

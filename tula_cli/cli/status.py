@@ -68,7 +68,8 @@ def logs(
     ] = None,
     every: Annotated[bool, typer.Option("--all", help="Every attempt, one after the other; else the newest.")] = False,
     since: Annotated[
-        str | None, typer.Option(metavar="30m|2026-11-24 09:30", help="What was written since, of every attempt.")
+        str | None,
+        typer.Option(metavar="TIME", help="What was written since (30m, 2h, '2026-01-31 09:30'), of every attempt."),
     ] = None,
     last: Annotated[int | None, typer.Option("--lines", "-n", min=0, help="Only the last so many lines.")] = None,
     follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on while jobs run.")] = False,

@@ -1,6 +1,5 @@
 """What a probe tells: measured, out of memory, or failed."""
 
-from statistics import fmean
 from typing import Annotated, Literal
 
 from pydantic import Field, TypeAdapter
@@ -148,7 +147,7 @@ class Measured(Record):
     @property
     def told(self) -> str:
         """What the job's log says of it, a line."""
-        step = fmean(self.step_times)
+        step = sum(self.step_times) / len(self.step_times)
         place = words.configuration(self.nodes, self.batch, self.local_batch)
         pace = f"{words.number(1000 * step)} ms a step, {words.number(self.batch / step)} samples/s"
         return words.stamped(f"measured {place}: {pace}, {words.amount(self.memory.peak)} a GPU")

@@ -146,11 +146,15 @@ def test_after_an_out_of_memory_what_was_put_off_stays_so(alone: Ranks, run: Run
     assert [row["batch"] for row in rows(run, task, "stage")][-2:] == [16, 24]
 
 
-def test_a_noise_that_never_comes_to_a_batch_stops_the_ramp(
-    alone: Ranks, run: RunDir, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def no_noise(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have every measurement tell less noise than any batch has samples."""
     row: dict[str, Any] = {"scale": 1.0, "low": 0.5, "high": 2.0, "stats": {}, "seconds": 0.0}
     monkeypatch.setattr(gradient_noise, "measure", lambda *args, **named: row)
+
+
+@pytest.mark.usefixtures("no_noise")
+def test_a_noise_that_never_comes_to_a_batch_stops_the_ramp(alone: Ranks, run: RunDir) -> None:
     task = staged(epochs=4, measured=False)
     train(run, alone, task)
     assert [row["epoch"] for row in rows(run, task, "noise")] == [1, 2, 3], "while a stage is to come"
@@ -183,11 +187,8 @@ def test_more_nodes_wait_for_a_stage_that_is_put_off(
     assert same(final_weights(run, task), final_weights(*unbroken))
 
 
-def test_a_ramp_that_stops_never_leaves_for_more_nodes(
-    alone: Ranks, run: RunDir, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    row: dict[str, Any] = {"scale": 1.0, "low": 0.5, "high": 2.0, "stats": {}, "seconds": 0.0}
-    monkeypatch.setattr(gradient_noise, "measure", lambda *args, **named: row)
+@pytest.mark.usefixtures("no_noise")
+def test_a_ramp_that_stops_never_leaves_for_more_nodes(alone: Ranks, run: RunDir) -> None:
     task = staged(epochs=4, measured=False)
     of_nodes = tuple(stage.model_copy(update={"nodes": 1 if stage.batch < 32 else 2}) for stage in task.stages)
     train(run, alone, task.model_copy(update={"stages": of_nodes}))

@@ -24,6 +24,7 @@ from tula_cli import errors
 from tula_cli.cli import options
 from tula_cli.cli.app import app
 from tula_cli.errors import TulaError
+from tula_cli.host.endings.outcomes import ENDINGS, NEXT_WORDS
 from tula_cli.presets import AGS_PRESETS
 from tula_cli.spec.job import JobSpec
 from tula_cli.spec.kinds import Section, parse_minutes, parse_size
@@ -190,7 +191,8 @@ def commands() -> str:
     for name, info in found.items():
         own = [row for row in params[name] if row not in shared]
         parts += [f"## tula {name}", _help(info), *_example(info.epilog), _table(own)]
-    return "\n\n".join([*parts, "## Exit codes", _exit_codes()]) + "\n"
+    parts += ["## Exit codes", _exit_codes(), "## How a job ends", ENDINGS_HEAD, _endings()]
+    return "\n\n".join(parts) + "\n"
 
 
 def _help(info: CommandInfo) -> str:
@@ -242,6 +244,22 @@ def _exit_codes() -> str:
     found = sorted({(kind.exit_code, kind.code, inspect.cleandoc(kind.__doc__ or "")) for kind in _classes()})
     rows = [f"| {number} | `{code}` | {words.splitlines()[0]} |" for number, code, words in found]
     return "\n".join(["| exit code | `error.code` in `--json` | |", "|---|---|---|", "| 0 | | Done. |", *rows])
+
+
+ENDINGS_HEAD = """An attempt at a job that does not end well is of one of these classes: `outcome` of `attempts` in `tula status --json`, with
+the host, and the rank where one is at the root. The exit code is that of the command that waits for the job, once nothing
+follows. What follows is told of a training; a job of probes or an evaluation has new processes twice, where a training has
+them, and any other ending of a probe is its result."""
+
+
+def _endings() -> str:
+    rows = [
+        f"| `{outcome}` | {_cell(ending.means)} | {ending.error.exit_code} | {NEXT_WORDS[ending.follows]} | {_cell(ending.advice)} |"
+        for outcome, ending in ENDINGS.items()
+    ]
+    return "\n".join(
+        ["| class | what happened | exit code | what follows | what to do |", "|---|---|---|---|---|", *rows]
+    )
 
 
 def _classes() -> list[type[TulaError]]:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tula_cli.host.devices import has_gpu
+from tula_cli.host.endings.outcomes import ENDINGS
 from tula_cli.host.launchers import killed_by
 from tula_cli.host.network import node_name
 from tula_cli.host.outcome import PEER, classify, root, telling_line, users_line
@@ -36,7 +37,7 @@ class ExitReason:
     @property
     def words(self) -> str:
         """What happened, and where if it is about that node or its devices."""
-        on_node = self.outcome in ("device_fault", "device_error") and self.host
+        on_node = self.outcome is not None and ENDINGS[self.outcome].names_host and self.host
         return f"{self.message} on {self.host}" if on_node else self.message
 
     @classmethod

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from tula_cli.host.device_faults import DEVICE_ERRORS, DEVICE_FAULTS, NO_GPU
+from tula_cli.host.endings.outcomes import ENDINGS
 from tula_cli.host.launchers import CHILD_KILLED, ENDED_BY_SIGNAL
 from tula_cli.run.records.base import OutcomeClass
 from tula_cli.run.records.jobs import Failure
@@ -239,24 +240,6 @@ def _exception(block: str) -> list[str]:
     return []
 
 
-_SEVERITY: dict[OutcomeClass, int] = {
-    "device_oom": 0,
-    "host_oom": 0,
-    "device_fault": 0,
-    "user": 1,
-    "device_error": 1,
-    "diverged": 1,
-    "disk": 1,
-    "port": 1,
-    "cancelled": 1,
-    "time_limit": 1,
-    "preempted": 1,
-    "node_failure": 1,
-    "stage_end": 1,
-    "unknown": 2,
-    "signal": 3,
-    "peer": 4,
-}
 _TOLD_TO_END = re.compile(r"\bSIGTERM\b|\bsignal:? 15\b|-15\b", re.IGNORECASE)
 
 
@@ -271,29 +254,7 @@ def root(failures: Iterable[Failure]) -> Failure | None:
 
 def _severity(failure: Failure) -> int:
     told_to_end = failure.outcome == "signal" and _TOLD_TO_END.search(failure.message)
-    return _SEVERITY["peer" if told_to_end else failure.outcome]
-
-
-_ADVICE: dict[OutcomeClass, str] = {
-    "device_oom": "use a smaller batch or more nodes, or set train.activation_checkpointing: true",
-    "host_oom": "the node's own memory ran out: lower train.workers, or ask for more with cluster.slurm.memory",
-    "user": "tula logs shows the whole traceback; correct the model, the data or the spec and run the same command again",
-    "diverged": "the same command diverges again: lower optimizer.lr, lengthen schedule.warmup_epochs, set train.max_grad_norm,"
-    " or compute with train.precision fp32 or bf16",
-    "device_fault": "a node or one of its GPUs is faulty: tell the administrators; the same command goes on from the newest"
-    " checkpoint",
-    "device_error": "a GPU refused what a kernel did: if it does so again and on another node, the model or a library is wrong",
-    "peer": "a rank was lost and its log does not say why: check the network (cluster.interface) and tula logs",
-    "signal": "the job was killed from outside; the same command continues it",
-    "port": "a port was taken; run the same command again",
-    "disk": "free some space (or quota) and run the same command again; nothing that was saved is lost",
-    "cancelled": "the job was cancelled; the same command starts what is missing",
-    "time_limit": "the same command goes on from the newest checkpoint; raise cluster.slurm.minutes if too little fits in",
-    "preempted": "the scheduler gave the nodes to another job; the same command goes on from the newest checkpoint",
-    "node_failure": "a node was lost; the same command goes on from the newest checkpoint, on other nodes",
-    "stage_end": "the next stage of train.ramp has more nodes; the same command goes on there",
-    "unknown": "tula logs shows what the job wrote",
-}
+    return ENDINGS["peer" if told_to_end else failure.outcome].severity
 
 
 _OF_A_SCRIPT = "correct the script or its section and run the same command again; tula logs shows what the script wrote"
@@ -310,8 +271,8 @@ def advice(outcome: OutcomeClass, words: str = "", *, script: bool = False) -> s
     if script and outcome == "user":
         return _OF_A_SCRIPT
     if outcome == "device_fault":
-        return next((what_to_do for what_to_do, _ in _faults(words)), _ADVICE[outcome])
-    return _ADVICE[outcome]
+        return next((what_to_do for what_to_do, _ in _faults(words)), ENDINGS[outcome].advice)
+    return ENDINGS[outcome].advice
 
 
 def no_gpu(words: str) -> bool:

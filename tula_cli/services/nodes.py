@@ -13,6 +13,7 @@ from tula_cli.cluster.slurm import queue as scheduler
 from tula_cli.cluster.slurm.partitions import Site
 from tula_cli.cluster.slurm.queue import SchedulerState
 from tula_cli.errors import Interruption, JobFailed, Pending, SchedulerError, SpecError, TulaError, require_positive
+from tula_cli.host.endings.outcomes import ENDINGS
 from tula_cli.host.outcome import advice
 from tula_cli.run.directory import RunDir
 from tula_cli.run.jobfile import adopt
@@ -311,9 +312,8 @@ def _failure(run: RunDir, task: CheckTask, job: Job) -> TulaError:
     if last is None or last.outcome is None:
         return JobFailed(f"{job.id} ended before its ranks could report: {_last_words(run, job)}", advice("unknown"))
     where = f" (rank {last.rank} on {last.host})" if last.rank is not None else ""
-    return JobFailed(
-        f"{job.id} failed{where}: {last.message}", advice(last.outcome if last.outcome != "done" else "unknown")
-    )
+    outcome = last.outcome if last.outcome != "done" else "unknown"
+    return ENDINGS[outcome].error(f"{job.id} failed{where}: {last.message}", advice(outcome))
 
 
 def _nodes_seen(run: RunDir, task: CheckTask, job: Job) -> set[int]:

@@ -7,7 +7,8 @@ from typing import Any
 
 from tula_cli.cluster.launcher import Launcher, submitting, under_way
 from tula_cli.cluster.slurm import first_job
-from tula_cli.errors import BadMeasurements, Diverged, JobFailed, OutOfMemoryAtMinimum, SchedulerError
+from tula_cli.errors import BadMeasurements, JobFailed, OutOfMemoryAtMinimum, SchedulerError
+from tula_cli.host.endings.outcomes import ENDINGS
 from tula_cli.host.outcome import advice
 from tula_cli.models.cost import price_at_most, price_words
 from tula_cli.run.code import choose, snapshot
@@ -278,7 +279,8 @@ def report(run: RunDir, plan: ProfilePlan) -> ProfileReport:
 def _nothing_measured(found: ProfileReport, *, script: bool) -> Exception:
     if found.failed:
         first = found.failed[0]
-        kind = Diverged if all(result.outcome == "diverged" for result in found.failed) else JobFailed
+        alike = all(result.outcome == first.outcome for result in found.failed)
+        kind = ENDINGS[first.outcome].error if alike else JobFailed
         return kind(f"{first.id} failed: {first.message}", advice(first.outcome, script=script))
     if found.out_of_memory:
         first_oom = found.out_of_memory[0]

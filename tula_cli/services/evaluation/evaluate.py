@@ -5,7 +5,8 @@ from pathlib import Path
 
 from tula_cli import words
 from tula_cli.cluster.launcher import Launcher, submitting, under_way
-from tula_cli.errors import BadMeasurements, DeviceFault, JobFailed, SpecError, require_positive
+from tula_cli.errors import BadMeasurements, JobFailed, SpecError, require_positive
+from tula_cli.host.endings.outcomes import ENDINGS
 from tula_cli.host.outcome import advice
 from tula_cli.plugins import is_import_string
 from tula_cli.run import imports
@@ -165,7 +166,7 @@ def work(
         OverBudget: not confirmed.
         Pending: the time to wait is over.
         Interruption: Ctrl-C; the job goes on, unless it is to be cancelled.
-        DeviceFault, JobFailed: it has ended so.
+        TulaError: it has failed, by the table of endings.
         SchedulerError: it was refused.
     """
     part, task = evaluation.part, evaluation.task
@@ -208,7 +209,8 @@ def report(run: RunDir, task: EvaluateTask) -> Evaluated:
     """Return what an evaluation has found.
 
     Raises:
-        DeviceFault, JobFailed: it has failed, or is gone.
+        JobFailed: it is gone.
+        TulaError: it has failed, by the table of endings.
     """
     found = run.training(task.signature).evaluation(task.key)
     if found is not None:
@@ -220,5 +222,4 @@ def report(run: RunDir, task: EvaluateTask) -> Evaluated:
             f"{task.id} ended without a result", "tula logs shows what it said; the same command starts it again"
         )
     where = f" (rank {last.rank} on {last.host})" if last.rank is not None else ""
-    kind = DeviceFault if last.outcome == "device_fault" else JobFailed
-    raise kind(f"evaluation failed{where}: {last.message}", advice(last.outcome, last.message))
+    raise ENDINGS[last.outcome].error(f"evaluation failed{where}: {last.message}", advice(last.outcome, last.message))

@@ -4,6 +4,7 @@ import shutil
 from collections.abc import Sequence
 
 from tula_cli.errors import DeviceFault, Diverged, JobFailed, OutOfMemoryAtMinimum, Pending, TulaError
+from tula_cli.host.endings.outcomes import ENDINGS
 from tula_cli.host.outcome import advice
 from tula_cli.run.records.jobs import Attempt
 from tula_cli.run.records.tasks import TrainTask
@@ -46,9 +47,7 @@ def failure_of(task: TrainTask, attempts: Sequence[Attempt], *, kept: int) -> Tu
     if attempt.outcome == "device_fault":
         faulty = dict.fromkeys(earlier.host for earlier in attempts if earlier.outcome == "device_fault")
         return DeviceFault(f"{message}; faulty: {', '.join(faulty)}", advice(attempt.outcome, attempt.message))
-    if attempt.outcome == "disk":
-        return TulaError(message, advice(attempt.outcome))
-    return JobFailed(message, advice(attempt.outcome, script=task.spec.script is not None))
+    return ENDINGS[attempt.outcome].error(message, advice(attempt.outcome, script=task.spec.script is not None))
 
 
 def require_found(now: RunStatus, job_id: str) -> None:

@@ -1,0 +1,62 @@
+"""The table of endings: what it promises of each class is what a training does, and what the commands end with."""
+
+import time
+from pathlib import Path
+from typing import get_args
+
+import make_runs as make
+import pytest
+
+from tula_cli.cluster.exit_reason import ExitReason
+from tula_cli.cluster.relaunch import leaves_allocation, next_task
+from tula_cli.host.endings.outcomes import ENDINGS, NEXT_WORDS, Next
+from tula_cli.run.directory import RunDir
+from tula_cli.run.records.base import OutcomeClass
+from tula_cli.run.records.tasks import TrainTask
+from tula_cli.services.progress.ending import failure_of
+from tula_cli.spec.resources import Cluster
+
+CLASSES = get_args(OutcomeClass)
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDir:
+    return RunDir.create(tmp_path, make.spec(train={"epochs": 4, "max_attempts": 3, "workers": 2}))
+
+
+@pytest.fixture
+def task(run: RunDir) -> TrainTask:
+    make.add_training(run)
+    task = run.training("ab12cd34").newest_task()
+    assert task is not None
+    return task
+
+
+def test_every_class_is_in_the_table_and_every_word_of_what_follows_is_used() -> None:
+    assert set(ENDINGS) == set(CLASSES)
+    assert {ending.follows for ending in ENDINGS.values()} == set(get_args(Next)) == set(NEXT_WORDS)
+
+
+@pytest.mark.parametrize("outcome", CLASSES)
+def test_what_follows_in_a_training_is_what_the_table_says(outcome: OutcomeClass, run: RunDir, task: TrainTask) -> None:
+    follows = ENDINGS[outcome].follows
+    on_slurm = Cluster(kind="slurm")
+    relaunch = next_task(run, task, ExitReason(outcome, "so it was", host="n7"), 1)
+    if follows in ("nothing", "more nodes"):  # this training has no further stage
+        assert relaunch is None and not leaves_allocation(outcome, on_slurm)
+        return
+    assert isinstance(relaunch, TrainTask) and relaunch.attempt == 2
+    assert leaves_allocation(outcome, on_slurm) == (follows in ("next job", "elsewhere"))
+    assert (relaunch.batch < task.batch) == (follows == "less memory")
+    assert (relaunch.workers == 1) == (follows == "fewer loaders")
+    often = next_task(run, task, ExitReason(outcome, "so it was", host="n7"), task.spec.train.max_attempts)
+    assert (often is None) == (follows in ("processes", "once more", "elsewhere"))
+    assert ("n7" in relaunch.cause) == ENDINGS[outcome].names_host
+
+
+@pytest.mark.parametrize("outcome", CLASSES)
+def test_a_training_that_ended_so_has_the_exit_code_of_the_table(outcome: OutcomeClass, task: TrainTask) -> None:
+    last = make.attempt(task.id, end=time.time(), outcome=outcome, message="so it was", rank=3, host="n7")
+    told = failure_of(task, [last], kept=100)
+    assert (told.exit_code, told.code) == (ENDINGS[outcome].error.exit_code, ENDINGS[outcome].error.code)
+    assert "so it was" in told.message and told.hint

@@ -1,0 +1,1 @@
+"""What each class of ending means, and what follows from it."""

@@ -1,0 +1,155 @@
+"""The one table of endings: of each class what it means, the exit code, what tula does next, and what the user can do.
+
+Relaunches, chains, the commands that wait for a job and the table in docs/commands.md go by it.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from tula_cli.errors import DeviceFault, Diverged, JobFailed, OutOfMemoryAtMinimum, TulaError
+from tula_cli.run.records.base import OutcomeClass
+
+Next = Literal[
+    "processes", "once more", "elsewhere", "next job", "more nodes", "less memory", "fewer loaders", "nothing"
+]
+"""What follows an ending in a training."""
+
+NEXT_WORDS: dict[Next, str] = {
+    "processes": "new processes, at most `train.max_attempts` times without a newer checkpoint",
+    "once more": "new processes; the same without a newer checkpoint is then the user's code's",
+    "elsewhere": "the next job of the chain, on other nodes, or new processes on one machine; at most `train.max_attempts` times"
+    " without a newer checkpoint",
+    "next job": "the next job of the chain, from the newest checkpoint",
+    "more nodes": "the same job where it has the nodes, else the first job of the chain that has",
+    "less memory": "new processes with smaller micro-batches, or a smaller batch; ends where nothing takes less",
+    "fewer loaders": "new processes with fewer loader processes; ends where there are none to spare",
+    "nothing": "it ends, and the other jobs of the chain are taken out of the queue",
+}
+"""The same as docs/commands.md tells it."""
+
+
+@dataclass(frozen=True)
+class Ending:
+    """A class of ending.
+
+    Args:
+        means: in words.
+        error: what the command that waits for the job ends with, once nothing follows: its exit code and `error.code`.
+        follows: what tula does next.
+        advice: what the user can do; one line.
+        severity: of several ranks' failures that with the lowest is the root of the others.
+        names_host: whether the ending is about the node, so that what is told of it names it.
+    """
+
+    means: str
+    error: type[TulaError]
+    follows: Next
+    advice: str
+    severity: int = 1
+    names_host: bool = False
+
+
+ENDINGS: dict[OutcomeClass, Ending] = {
+    "device_oom": Ending(
+        "a GPU, or a rank on CPUs, was out of memory",
+        OutOfMemoryAtMinimum,
+        "less memory",
+        "use a smaller batch or more nodes, or set train.activation_checkpointing: true",
+        severity=0,
+    ),
+    "host_oom": Ending(
+        "a node's own memory was used up",
+        JobFailed,
+        "fewer loaders",
+        "the node's own memory ran out: lower train.workers, or ask for more with cluster.slurm.memory",
+        severity=0,
+    ),
+    "user": Ending(
+        "the model, the data, the script or the spec failed",
+        JobFailed,
+        "nothing",
+        "tula logs shows the whole traceback; correct the model, the data or the spec and run the same command again",
+    ),
+    "diverged": Ending(
+        "loss or weights were not finite",
+        Diverged,
+        "nothing",
+        "the same command diverges again: lower optimizer.lr, lengthen schedule.warmup_epochs, set train.max_grad_norm,"
+        " or compute with train.precision fp32 or bf16",
+    ),
+    "device_fault": Ending(
+        "a device or a node was faulty",
+        DeviceFault,
+        "elsewhere",
+        "a node or one of its GPUs is faulty: tell the administrators; the same command goes on from the newest"
+        " checkpoint",
+        severity=0,
+        names_host=True,
+    ),
+    "device_error": Ending(
+        "a GPU refused what a kernel did",
+        JobFailed,
+        "once more",
+        "a GPU refused what a kernel did: if it does so again and on another node, the model or a library is wrong",
+        names_host=True,
+    ),
+    "disk": Ending(
+        "no space, or no quota, where the run lies or where the job writes",
+        TulaError,
+        "nothing",
+        "free some space (or quota) and run the same command again; nothing that was saved is lost",
+    ),
+    "port": Ending("a port was taken", JobFailed, "processes", "a port was taken; run the same command again"),
+    "cancelled": Ending(
+        "cancelled (tula cancel, scancel), or its time was up",
+        JobFailed,
+        "nothing",
+        "the job was cancelled; the same command starts what is missing",
+    ),
+    "time_limit": Ending(
+        "the time limit was reached",
+        JobFailed,
+        "next job",
+        "the same command goes on from the newest checkpoint; raise cluster.slurm.minutes if too little fits in",
+    ),
+    "preempted": Ending(
+        "the scheduler gave the nodes to another job",
+        JobFailed,
+        "next job",
+        "the scheduler gave the nodes to another job; the same command goes on from the newest checkpoint",
+    ),
+    "node_failure": Ending(
+        "a node was lost",
+        JobFailed,
+        "next job",
+        "a node was lost; the same command goes on from the newest checkpoint, on other nodes",
+    ),
+    "stage_end": Ending(
+        "the next stage of train.ramp has more nodes",
+        JobFailed,
+        "more nodes",
+        "the next stage of train.ramp has more nodes; the same command goes on there",
+    ),
+    "unknown": Ending(
+        "nothing tells what it was",
+        JobFailed,
+        "processes",
+        "tula logs shows what the job wrote",
+        severity=2,
+    ),
+    "signal": Ending(
+        "a process was killed",
+        JobFailed,
+        "processes",
+        "the job was killed from outside; the same command continues it",
+        severity=3,
+    ),
+    "peer": Ending(
+        "a rank was lost, and no log says why",
+        JobFailed,
+        "processes",
+        "a rank was lost and its log does not say why: check the network (cluster.interface) and tula logs",
+        severity=4,
+    ),
+}
+"""In the order of what is looked for, roughly: what is the user's, what is the machine's, what is the scheduler's."""

@@ -266,6 +266,29 @@ def test_a_package_comes_with_its_other_files_which_do_not_count_in_the_digest(h
     assert run_code.fingerprint(job("pack.net:Net"), here) == digest
 
 
+def test_keys_in_a_package_are_neither_copied_nor_in_the_diff(here: Path, run: RunDir) -> None:
+    write(here, pack__init="", pack__net="", pack__id_map="")
+    keys = ["id_rsa", "tls.pem", "aws-Credentials.json", "prod.env", "_netrc"]
+    hidden = [".env", ".netrc", ".ssh/config"]
+    (here / "pack" / ".ssh").mkdir()
+    for name in (*keys, *hidden, "labels.txt"):
+        (here / "pack" / name).write_text("planted-before\n")
+    git(here, "init", "-q")
+    git(here, "add", ".")
+    git(here, "commit", "-qm", "first")
+    for name in (*keys, *hidden, "labels.txt"):
+        (here / "pack" / name).write_text("planted-now\n")
+    (here / "pack" / "labels.txt").write_text("cat\n")
+    name = take(run, job("pack.net:Net"), here)
+    assert copied(run, name) == {"pack/__init__.py", "pack/net.py", "pack/id_map.py", "pack/labels.txt"}
+    assert all((run.code_dir(name) / "pack" / key).is_symlink() for key in keys), "code that reads them finds them"
+    record = run.code(name)
+    assert record is not None and "+cat" in record.diff
+    assert "planted-now" not in record.diff
+    written = [path for path in run.path.rglob("*") if path.is_file() and not path.is_symlink()]
+    assert not [path for path in written if b"planted-now" in path.read_bytes()]
+
+
 def test_what_is_too_large_is_linked_and_told(here: Path, run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(selection, "MAX_FILE", 1000)
     monkeypatch.setattr(selection, "MAX_FILES", 2500)

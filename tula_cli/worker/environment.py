@@ -3,6 +3,7 @@
 import json
 import os
 import platform
+import re
 from collections.abc import Iterable, Mapping
 
 import torch
@@ -23,6 +24,8 @@ RECORDED = (
     "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE", "TORCH_NCCL_",
 )  # fmt: skip
 """How the names of environment variables begin that are kept; all others may hold secrets."""
+_SECRET_NAME = re.compile(r"TOKEN|SECRET|PASSW|API_?KEY|ACCESS_?KEY|CREDENTIAL|JWT", re.IGNORECASE)
+_SECRET_VALUE = re.compile(r"://[^/@\s]*:[^/\s]*@")  # a URL with a password
 
 
 def environment(ranks: Ranks, *, workers: int | None = None) -> Environment:
@@ -88,7 +91,10 @@ def recorded(environ: Mapping[str, str]) -> dict[str, str]:
     return {
         name: value
         for name, value in sorted(environ.items())
-        if name.startswith(RECORDED) and not name.startswith(left_out)
+        if name.startswith(RECORDED)
+        and not name.startswith(left_out)
+        and not _SECRET_NAME.search(name)
+        and not _SECRET_VALUE.search(value)
     }
 
 

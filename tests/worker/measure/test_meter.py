@@ -173,6 +173,7 @@ def test_only_listed_variables_are_recorded_and_no_secret() -> None:
     }
     secret = {
         "AWS_SECRET_ACCESS_KEY": "x", "PATH": "x", "HF_TOKEN": "x", "SLURM_JWT": "x", "SLURM_EXPORT_ENV": "ALL,TOKEN=x", "MY_NCCL_": "x",
+        "WANDB_API_KEY": "x", "SLURM_DB_PASSWORD": "x", "NCCL_PROXY_TOKEN": "x", "OMP_TOOL_LIBRARIES": "https://me:x@example.org/a",
     }  # fmt: skip
     assert environment.recorded({**secret, **kept}) == kept
 

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from tula_cli.errors import TulaError
+from tula_cli.run.source.keys import is_private
 
 MAX_DIFF = 1_000_000  # characters
 GIT_TIMEOUT = 10.0  # seconds
@@ -53,7 +54,7 @@ def _listing(top: Path, *options: str) -> str:
 
 
 def state(base: Path, paths: Iterable[Path]) -> tuple[str, bool, str]:
-    """Return (commit, whether the paths differ from it, how); empty where there is no repository.
+    """Return (commit, whether the paths differ from it, how, but for private files); empty where there is no repository.
 
     Args:
         base: a folder of the repository.
@@ -62,12 +63,21 @@ def state(base: Path, paths: Iterable[Path]) -> tuple[str, bool, str]:
     commit = _git(base, "rev-parse", "--verify", "HEAD").strip()
     if not commit:
         return "", False, ""
-    asked = _of_this_repository(base, paths)
+    asked = [f":(literal){path}" for path in _of_this_repository(base, paths)]
     dirty = bool(_git(base, "status", "--porcelain", "--", *asked).strip())
-    diff = _git(base, "diff", "--no-color", "--no-ext-diff", "--no-textconv", "--relative", "HEAD", "--", *asked)
+    diff = _diff(base, asked)
     if len(diff) > MAX_DIFF:
         diff = f"{diff[:MAX_DIFF]}\n[cut: {len(diff) - MAX_DIFF} more characters]\n"
     return commit, dirty, diff
+
+
+def _diff(base: Path, asked: Sequence[str]) -> str:
+    """Return how paths differ from the commit, without files that may hold secrets: a package's folder is asked for whole."""
+    options = ["--no-color", "--no-ext-diff", "--no-textconv", "--no-renames", "--relative", "HEAD", "--"]
+    changed = [name for name in _git(base, "diff", "--name-only", "-z", *options, *asked).split("\0") if name]
+    private = [f":(exclude,literal){name}" for name in changed if is_private(Path(name))]
+    # Where the names are not told, neither is what is in them.
+    return _git(base, "diff", *options, *asked, *private) if len(changed) > len(private) else ""
 
 
 def _of_this_repository(base: Path, paths: Iterable[Path]) -> Sequence[str]:
@@ -93,11 +103,11 @@ def _git(folder: Path, *arguments: str) -> str:
 
 def _asked(folder: Path, *arguments: str, timeout: float) -> str:
     done = subprocess.run(
-        ["git", "--literal-pathspecs", "-C", str(folder), "-c", "core.fsmonitor=false", *arguments],
+        ["git", "-C", str(folder), "-c", "core.fsmonitor=false", *arguments],
         stdin=subprocess.DEVNULL,
         capture_output=True,
         timeout=timeout,
         check=True,
-        env={**os.environ, "GIT_OPTIONAL_LOCKS": "0"},
+        env={**os.environ, "GIT_OPTIONAL_LOCKS": "0", "GIT_LITERAL_PATHSPECS": "0"},
     )
     return done.stdout.decode(errors="replace")

@@ -5,7 +5,6 @@ text files that it has not been told to ignore. Another comes with the code and 
 what its import statements lead to under the folder where tula was called.
 """
 
-import fnmatch
 import importlib.util
 import os
 import re
@@ -18,13 +17,12 @@ from pathlib import Path
 from tula_cli.run.imports import followed, foreign, roots_of
 from tula_cli.run.source import git, selection
 from tula_cli.run.source.command_file import SCRIPTS, SHELL, Program, modules_of, program, words_of
+from tula_cli.run.source.keys import CODE, is_key
 from tula_cli.run.source.selection import Selection
 from tula_cli.spec.scripts.own_script import Script
 
-CODE = {*SCRIPTS, ".pyx", ".pxd", ".c", ".cc", ".cpp", ".cxx", ".cu", ".cuh", ".h", ".hpp"}
 SETTINGS = {".yaml", ".yml", ".toml", ".cfg", ".ini", ".conf", ".gin", ".json"}
 WITHOUT_GIT = {*SCRIPTS, ".yaml", ".yml", ".json", ".toml", ".cfg"}
-KEYS = ("*.pem", "*.key", "*.p12", "*.pfx", "*credentials*")
 OUTPUT = {
     "checkpoints",
     "lightning_logs",
@@ -158,14 +156,6 @@ def _own(found: Program, base: Path, listed: Iterable[Path]) -> list[Path]:
 def _between(file: Path, base: Path, found: Program) -> Iterator[Path]:
     """Yield the folders from a file up to `base`, without those that hold the command's file too."""
     return (folder for folder in file.parents if folder.is_relative_to(base) and folder not in found.file.parents)
-
-
-def is_key(file: Path) -> bool:
-    """Return whether a file's name is one that keys have."""
-    name = file.name.lower()
-    return any(fnmatch.fnmatch(name, pattern) for pattern in KEYS) or (
-        name.startswith("id_") and file.suffix not in CODE
-    )
 
 
 def _bounded(found: Program, base: Path, listed: Mapping[Path, bool]) -> tuple[list[Path], list[Path]]:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tula_cli.run.imports import files, foreign, roots_of, source
+from tula_cli.run.source.keys import CODE, is_key
 from tula_cli.spec.job import JobSpec
 
 MAX_FILE = 1_000_000  # bytes of a file of a package that is no module the spec leads to
@@ -44,9 +45,11 @@ def behind_imports(spec: JobSpec, workdir: Path) -> Selection:
     roots = tuple(root for root in roots_of(workdir, sys.path) if any(file.is_relative_to(root) for file in modules))
     others: list[Path] = []
     left_out: list[Path] = []
+    keys: list[Path] = []
     for package in _packages(modules, workdir):
-        _survey(package, set(modules), others, left_out)
-    return Selection(workdir, roots, modules, tuple(others), tuple(left_out))
+        _survey(package, set(modules), others, left_out, keys)
+    told = tuple(file for file in keys if file.suffix in CODE)
+    return Selection(workdir, roots, modules, tuple(others), tuple(left_out), keys=told)
 
 
 def _packages(modules: Iterable[Path], workdir: Path) -> list[Path]:
@@ -60,8 +63,8 @@ def _packages(modules: Iterable[Path], workdir: Path) -> list[Path]:
     return list(found)
 
 
-def _survey(package: Path, modules: set[Path], others: list[Path], left_out: list[Path]) -> None:
-    """Sort a package's other files into those that a snapshot copies and those beyond its bounds, folder by folder."""
+def _survey(package: Path, modules: set[Path], others: list[Path], left_out: list[Path], keys: list[Path]) -> None:
+    """Sort a package's other files into those that a snapshot copies, those beyond its bounds, and keys, by folders."""
     total, waiting = sum(file.stat().st_size for file in others), deque([package])
     while waiting:
         folder = waiting.popleft()
@@ -71,6 +74,8 @@ def _survey(package: Path, modules: set[Path], others: list[Path], left_out: lis
             continue
         waiting.extend(entry for entry in inside if entry.is_dir() and not entry.is_symlink())
         plain = [entry for entry in inside if entry.is_file() and entry not in modules]
+        keys.extend(entry for entry in plain if is_key(entry))
+        plain = [entry for entry in plain if not is_key(entry)]
         for entry in sorted(plain, key=lambda entry: entry.suffix != ".py"):
             size = entry.stat().st_size
             beyond = size > MAX_FILE or total + size > MAX_FILES or len(others) >= MAX_COUNT

@@ -48,6 +48,36 @@ class CannotWrite(TulaError):
     """A file that cannot be written: no space, no right."""
 
 
+class DiskFull(CannotWrite):
+    """No space, no quota or no more files on the file system that holds the run, or what the job writes.
+
+    Args:
+        message: what could not be written, and what is free.
+        hint: what to do about it.
+        folder: where it was to be written.
+        quota: whether the user's quota is used up, rather than the file system.
+        needed: bytes of what was to be written; None where that is not known.
+    """
+
+    exit_code = 13
+    code = "disk"
+
+    def __init__(
+        self, message: str, hint: str = "", *, folder: str = "", quota: bool = False, needed: int | None = None
+    ) -> None:
+        super().__init__(message, hint)
+        self.folder = folder
+        self.quota = quota
+        self.needed = needed
+
+
+class StorageFailed(CannotWrite):
+    """The file system did not answer, or lost a file: a time-out, a stale handle, an error of the disk."""
+
+    exit_code = 14
+    code = "storage"
+
+
 class RunGone(TulaError):
     """The run directory that a job works for is no longer where it was.
 

@@ -649,13 +649,13 @@ def test_warnings_of_the_inspection_are_shown(cluster):
     assert "warning: more ranks than cores" in tula("profile", "job.yaml").err
 
 
-def test_1_a_full_disk(cluster, monkeypatch):
+def test_13_a_full_disk(cluster, monkeypatch):
     def full(_):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "fsync", full)
     ended = tula("profile", "job.yaml", "--json")
-    assert ended.code == 1
+    assert ended.code == 13
     assert "No space left" in ended.json["error"]["message"]
 
 

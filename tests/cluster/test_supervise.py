@@ -31,6 +31,7 @@ from tula_cli.run.records.micro_batches import MicroBatches
 from tula_cli.run.records.probes import OutOfMemory
 from tula_cli.run.records.results import TrainResult
 from tula_cli.run.records.tasks import ProbeTask, Rung, Task, TrainTask, probe_id
+from tula_cli.run.storage import reserve
 from tula_cli.services.progress.ending import failure_of
 
 GLOO = "RuntimeError: [../gloo/transport/tcp/pair.cc:534] Connection closed by peer [127.0.0.1]:31415"
@@ -223,6 +224,30 @@ def test_a_full_disk_is_told_where_the_scheduler_keeps_its_log(
     with pytest.raises(SystemExit):
         cluster_supervise.supervise(run.path, training.id)
     assert "No space left on device" in capsys.readouterr().err
+
+
+def test_a_full_disk_under_the_ranks_is_told_with_the_folder_and_not_tried_again(
+    run: RunDir, ranks: Ranks, training: TrainTask
+) -> None:
+    ranks.will("raise OSError(28, 'No space left on device', '/dev/shm/gone/1.pt')", ranks.finish(training.signature))
+    cluster_supervise.supervise(run.path, training.id)
+    (attempt,) = run.attempts(training.id)
+    assert attempt.outcome == "disk" and attempt.host
+    assert attempt.shortage is not None and attempt.shortage.folder == "/dev/shm/gone"
+    assert "free where /dev/shm/gone is" in attempt.message
+    assert len(ranks.starts) == 1 and not (run.path / reserve.NAME).exists(), "it was given back"
+    told = failure_of(training, [attempt], kept=0)
+    assert (told.exit_code, told.code) == (13, "disk")
+    cluster_supervise.supervise(run.path, training.id)  # as `tula train` starts it once there is room
+    assert run.training(training.signature).result() is not None and (run.path / reserve.NAME).exists()
+
+
+def test_ranks_that_could_not_write_why_they_ended_are_known_by_their_exit_code(
+    run: RunDir, ranks: Ranks, training: TrainTask
+) -> None:
+    ranks.will("raise SystemExit(13)")
+    cluster_supervise.supervise(run.path, training.id)
+    assert outcomes(run, training.id) == ["disk"]
 
 
 def test_an_out_of_memory_beats_the_peers_that_noticed_it_first(run: RunDir, ranks: Ranks, probe: ProbeTask) -> None:

@@ -63,6 +63,7 @@ def close_attempt(run: RunDir, attempt: Attempt, reason: ExitReason) -> None:
         "message": reason.message,
         "rank": reason.rank,
         "host": reason.host or attempt.host,
+        "shortage": reason.shortage,
     }
     run.write_attempt(attempt.model_copy(update=update))
 

@@ -6,6 +6,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+from tula_cli.errors import DiskFull
 from tula_cli.host.devices import has_gpu
 from tula_cli.host.endings.outcomes import ENDINGS
 from tula_cli.host.launchers import killed_by
@@ -13,9 +14,11 @@ from tula_cli.host.network import node_name
 from tula_cli.host.outcome import PEER, classify, root, telling_line, users_line
 from tula_cli.run.directory import RunDir
 from tula_cli.run.records.base import OutcomeClass
-from tula_cli.run.records.jobs import Attempt, Failure
+from tula_cli.run.records.jobs import Attempt, Failure, Shortage
 from tula_cli.run.records.probes import Measured
 from tula_cli.run.records.tasks import Task
+from tula_cli.run.storage.shortages import shortage_told, shortage_words
+from tula_cli.run.storage.space import refuses
 
 TAIL = 20_000  # bytes of a log that are read
 CGROUPS = Path("/sys/fs/cgroup")
@@ -33,6 +36,8 @@ class ExitReason:
     message: str = ""
     rank: int | None = None
     host: str = ""
+    shortage: Shortage | None = None  # of a full disk
+    final: bool = False  # nothing is to follow, whatever its class says
 
     @property
     def words(self) -> str:
@@ -45,7 +50,13 @@ class ExitReason:
         """Return the reason that a rank's failure tells; of a lost peer what is known, which is little."""
         lost = failure.outcome == "peer" and PEER.pattern.search(failure.message)
         words = f"rank {failure.rank} lost its connection to another rank, which has not said why" if lost else ""
-        return cls(failure.outcome, words or failure.message, failure.rank, failure.host)
+        return cls(failure.outcome, words or failure.message, failure.rank, failure.host, failure.shortage)
+
+    @classmethod
+    def full(cls, found: Shortage, *, rank: int | None = None, host: str = "") -> "ExitReason":
+        """Return the reason that a full disk is, with the folder and what is missing there."""
+        what = "disk quota exceeded" if found.quota else "no space left on device"
+        return cls("disk", f"{what}: {shortage_words(found)}", rank, host, found)
 
 
 @dataclass(frozen=True)
@@ -64,7 +75,7 @@ def own_reason(run: RunDir, task: Task, attempt: Attempt, exited: RankExit) -> E
     failure = root(run.failures(task.id, attempt.number))
     shot = exited.oom_kill and exited.exit_code < 0  # own evidence outweighs what others saw
     if failure is not None and failure.outcome != "peer" and not shot:
-        return ExitReason.of(failure)
+        return told_in_full(run, task, ExitReason.of(failure), failure.detail)
     words = _log_tail(exited.log)
     summary = words.rpartition("Root Cause")[2]  # torchrun's summary of the rank that failed first
     outcome = classify(words, exit_code=exited.exit_code, device=device)
@@ -75,6 +86,8 @@ def own_reason(run: RunDir, task: Task, attempt: Attempt, exited: RankExit) -> E
         told = "" if exited.exit_code < 0 and exited.exit_code != -signal.SIGABRT else summary
         outcome = classify(told, exit_code=exited.exit_code, device=device)
     host = node_name()
+    if outcome == "disk" or (outcome in ("unknown", "peer") and _full(run, task, exited)):
+        return told_in_full(run, task, ExitReason("disk", rank=exited.rank, host=host), words)
     if told := telling_line(words) if outcome in ("device_fault", "device_error") else "":
         return ExitReason(outcome, told, exited.rank, host)
     if outcome == "signal" and task.spec.cluster.memory_per_gpu and device == "cpu" and _crashed(exited, summary):
@@ -88,6 +101,27 @@ def own_reason(run: RunDir, task: Task, attempt: Attempt, exited: RankExit) -> E
     killed = _killed(exited.exit_code)
     told = killed or (users_line(words) if outcome == "user" else "") or _last_line(summary)
     return ExitReason(outcome, told, exited.rank if killed else None, host)
+
+
+def _full(run: RunDir, task: Task, exited: RankExit) -> bool:
+    """Return whether ranks that could not write down why they ended did so for that very reason."""
+    own = task.spec.script is None and exited.exit_code == DiskFull.exit_code
+    return own or bool(refuses(run.path))
+
+
+def told_in_full(run: RunDir, task: Task, reason: ExitReason, text: str) -> ExitReason:
+    """Return a reason with what a full disk had, where it is one.
+
+    Args:
+        run: the run.
+        task: what was attempted.
+        reason: why it ended.
+        text: what the process has said of it.
+    """
+    if reason.outcome != "disk":
+        return reason
+    found = reason.shortage or shortage_told(f"{reason.message}\n{text}", (run.path, Path(task.workdir)))
+    return ExitReason.full(found, rank=reason.rank, host=reason.host)
 
 
 def computed_on(run: RunDir, task: Task) -> str:
@@ -124,6 +158,7 @@ def report(run: RunDir, task: Task, attempt: Attempt, exited: RankExit, own: Exi
             outcome=own.outcome or "unknown" if own.rank in (None, exited.rank) else "peer",
             message=own.message,
             detail=_log_tail(exited.log),
+            shortage=own.shortage,
             failed_at=time.time(),
         )
     )
@@ -132,7 +167,7 @@ def report(run: RunDir, task: Task, attempt: Attempt, exited: RankExit, own: Exi
 def root_cause(run: RunDir, task: Task, attempt: Attempt, own: ExitReason) -> ExitReason:
     """Tell the attempt's end from what the ranks of all supervisors wrote."""
     failure = root(run.failures(task.id, attempt.number))
-    return ExitReason.of(failure) if failure else own
+    return told_in_full(run, task, ExitReason.of(failure), failure.detail) if failure else own
 
 
 def _log_tail(log: Path) -> str:

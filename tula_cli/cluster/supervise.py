@@ -44,6 +44,7 @@ from tula_cli.run.directory import RunDir
 from tula_cli.run.files import hold
 from tula_cli.run.records.jobs import Attempt, Job, LeaderCommand
 from tula_cli.run.records.tasks import ProbeTask, Task, TrainTask
+from tula_cli.run.storage import reserve
 
 NFS_LAG = 60.0
 """Seconds by which a file may appear later than another one that was written after it."""
@@ -139,6 +140,7 @@ class Supervisor:
             if isinstance(task, TrainTask) and task.stages and not self.allocation.holds(task.nodes):
                 self._give_back(task)
                 return  # the first link with as many nodes goes on
+            reserve.keep(self.run.path)
             attempt = open_attempt(self.run, self.allocation, task)
             try:
                 require_resumable(self.run, task)
@@ -154,6 +156,8 @@ class Supervisor:
             before = self._without_progress(task)
             reason = settled(self.run, task, command, running.reason_by_scheduler(running.until_exit()))
             reason = blamed(self.run, task, attempt, reason, before)
+            if reason.outcome == "disk":
+                reserve.give_up(self.run.path)  # to write that down
             ended = self._allocation_ended(reason)
             lost = _lost(before) + (reason.outcome in COUNTED)
             following = None if ended else next_task(self.run, task, self._avoided(task, reason), lost)

@@ -104,6 +104,15 @@ DECISIVE = (
         r"\bDisk quota exceeded\b",
         r"\[Errno (?:28|122)\]",
         r"\bPytorchStreamWriter failed writing\b",
+        r"\binline_container\.cc:\d+\][^\n]*unexpected pos \d+ vs \d+",  # torch, which closes what it could not write
+        r"^tula_cli\.errors\.DiskFull\b",
+    ),
+    # Of a file, whose name Python tells: a socket times out with the same number.
+    _pattern(
+        "storage",
+        r"\[Errno (?:5|110|116|121)\] [^\n:]+: '",
+        r"\b(?:Stale (?:NFS )?file handle|Remote I/O error)\b",
+        r"^tula_cli\.errors\.StorageFailed\b",
     ),
     _pattern("signal", r"\bCANCELLED AT \S+ DUE TO\b"),
     # Only the job's line: a step is also cancelled where one of its tasks failed.

@@ -12,7 +12,8 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, Protocol, TypeVar
 
-from tula_cli.errors import BadMeasurements, CannotWrite, RunGone, TulaError
+from tula_cli.errors import BadMeasurements, CannotWrite, DiskFull, RunGone, StorageFailed, TulaError
+from tula_cli.run.storage.space import FULL, SILENT, free_words
 
 if TYPE_CHECKING:
     from pydantic import BaseModel, TypeAdapter
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 _LARGEST = 2**28
 """Bytes of a file that is read whole."""
+NO_ANSWER = "the file system did not answer: run the same command again once it does; nothing that was saved is lost"
 
 
 class _Held:
@@ -74,7 +76,8 @@ def write_atomic(path: Path, data: bytes | str | Callable[[BinaryIO], None]) -> 
 
     Raises:
         RunGone: the file's run is held and no longer there.
-        TulaError: the disk is full or the folder cannot be written; the old file stands as it was.
+        DiskFull, StorageFailed: there is no space, or the file system does not answer; the old file stands as it was.
+        CannotWrite: the folder cannot be written.
     """
     content = data.encode() if isinstance(data, str) else data
     draft = path.with_name(f".{path.name}.{socket.gethostname()}.{os.getpid()}")
@@ -91,7 +94,7 @@ def write_atomic(path: Path, data: bytes | str | Callable[[BinaryIO], None]) -> 
     except OSError as error:
         with contextlib.suppress(OSError):
             draft.unlink(missing_ok=True)
-        raise cannot_write(path, error) from error
+        raise cannot_write(path, error, needed=None if callable(content) else len(content)) from error
 
 
 def _opened_anew(draft: Path) -> BinaryIO:
@@ -103,12 +106,21 @@ def _opened_anew(draft: Path) -> BinaryIO:
         return open(draft, "xb")
 
 
-def cannot_write(path: Path, error: OSError) -> CannotWrite:
-    if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        return CannotWrite(
-            f"cannot write {path}: {error.strerror}", "free some space and run the same command again; nothing is lost"
+def cannot_write(path: Path, error: OSError, *, needed: int | None = None) -> CannotWrite:
+    """Return what an error in writing a file (of so many bytes, where that is known) is to the user."""
+    told = f"cannot write {path}: {error.strerror}"
+    if error.errno in FULL:
+        free, quota = free_words(path.parent), error.errno == errno.EDQUOT
+        return DiskFull(
+            f"{told}{f' ({free})' if free and not quota else ''}",
+            "free some space and run the same command again; nothing is lost",
+            folder=str(path.parent),
+            quota=quota,
+            needed=needed,
         )
-    return CannotWrite(f"cannot write {path}: {error.strerror}", _elsewhere(path))
+    if error.errno in SILENT:
+        return StorageFailed(told, NO_ANSWER)
+    return CannotWrite(told, _elsewhere(path))
 
 
 def _elsewhere(path: Path) -> str:
@@ -155,7 +167,8 @@ def open_file(path: Path) -> BinaryIO:
 
 
 def cannot_read(path: Path, error: OSError) -> TulaError:
-    return TulaError(f"cannot read {path}: {error.strerror}")
+    told = f"cannot read {path}: {error.strerror}"
+    return StorageFailed(told, NO_ANSWER) if error.errno in SILENT else TulaError(told)
 
 
 def write_record(path: Path, record: "BaseModel") -> None:

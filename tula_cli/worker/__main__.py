@@ -6,6 +6,7 @@ A failure is written where the supervisor finds it, with its class and this rank
 that there was one (torchrun would not pass more on).
 """
 
+import contextlib
 import os
 import sys
 import time
@@ -13,7 +14,7 @@ import traceback
 from collections.abc import Callable
 from pathlib import Path
 
-from tula_cli.errors import JobFailed, TulaError
+from tula_cli.errors import DiskFull, JobFailed, TulaError
 from tula_cli.host.network import node_name
 from tula_cli.host.outcome import classify
 from tula_cli.host.processes import die_with_parent, tag_lines
@@ -21,6 +22,7 @@ from tula_cli.run.directory import RunDir
 from tula_cli.run.files import hold
 from tula_cli.run.records.jobs import Failure
 from tula_cli.run.records.tasks import CheckTask, EvaluateTask, ProbeTask, RehearsalTask, Task, TrainTask
+from tula_cli.run.storage.shortages import shortage_of
 
 
 def main(*, entered: Callable[[], None] | None = None) -> None:
@@ -106,7 +108,9 @@ def _fail(error: Exception, task: Task, run: RunDir, attempt: int) -> None:
 
     device.lift_memory_limit()
     text = "".join(traceback.format_exception(error))
-    sys.stderr.write(text)
+    with contextlib.suppress(OSError):  # the log may lie on the disk that is full
+        sys.stderr.write(text)
+        sys.stderr.flush()
     rank = int(os.environ["RANK"])
     failure = Failure(
         task=task.id,
@@ -118,15 +122,18 @@ def _fail(error: Exception, task: Task, run: RunDir, attempt: int) -> None:
         message=_last_line(error),
         detail=text,
         local_batch=_local_batch(task, run),
+        shortage=shortage_of(error),
         failed_at=time.time(),
     )
-    try:
-        run.write_failure(failure)
-    except TulaError as unwritten:  # a full disk, or the run is gone: the log's end tells, if anything can
-        sys.stderr.write(f"{unwritten}\n")
-    sys.stderr.flush()
-    sys.stdout.flush()
-    os._exit(1)
+    with contextlib.suppress(OSError):
+        try:
+            run.write_failure(failure)
+        except TulaError as unwritten:  # a full disk, or the run is gone: the log's end tells, if anything can
+            sys.stderr.write(f"{unwritten}\n")
+        sys.stderr.flush()
+        sys.stdout.flush()
+    # Where not even that can be written the code tells it.
+    os._exit(DiskFull.exit_code if failure.outcome == "disk" else 1)
 
 
 def _last_line(error: Exception) -> str:

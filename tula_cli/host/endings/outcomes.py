@@ -6,7 +6,7 @@ Relaunches, chains, the commands that wait for a job and the table in docs/comma
 from dataclasses import dataclass
 from typing import Literal
 
-from tula_cli.errors import DeviceFault, Diverged, JobFailed, OutOfMemoryAtMinimum, TulaError
+from tula_cli.errors import DeviceFault, DiskFull, Diverged, JobFailed, OutOfMemoryAtMinimum, StorageFailed, TulaError
 from tula_cli.run.records.base import OutcomeClass
 
 Next = Literal[
@@ -94,10 +94,17 @@ ENDINGS: dict[OutcomeClass, Ending] = {
         names_host=True,
     ),
     "disk": Ending(
-        "no space, or no quota, where the run lies or where the job writes",
-        TulaError,
+        "no space, no quota or no more files where the run lies, or where the job writes",
+        DiskFull,
         "nothing",
         "free some space (or quota) and run the same command again; nothing that was saved is lost",
+    ),
+    "storage": Ending(
+        "the file system did not answer, or lost a file (a time-out, a stale handle, an error of the disk)",
+        StorageFailed,
+        "processes",
+        "ask the administrators about the file system on that node; the same command goes on from the newest checkpoint",
+        names_host=True,
     ),
     "port": Ending("a port was taken", JobFailed, "processes", "a port was taken; run the same command again"),
     "cancelled": Ending(

@@ -15,6 +15,7 @@ OutcomeClass = Literal[
     "signal",
     "port",
     "disk",
+    "storage",
     "cancelled",
     "time_limit",
     "preempted",

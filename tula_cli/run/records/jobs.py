@@ -31,6 +31,22 @@ class Job(Record):
         return dict(zip(self.links, self.link_nodes, strict=False)).get(link, self.nodes)
 
 
+class Shortage(Record):
+    """What a full file system had at the time. Bytes."""
+
+    folder: str  # that was written to
+    free: int  # to this user
+    total: int
+    files_free: int | None = None  # None where the file system does not count them
+    needed: int | None = None  # of what was to be written; None where that is not known
+    quota: bool = False  # the user's quota is used up, of which `free` knows nothing
+
+    @property
+    def missing(self) -> int | None:
+        """Bytes that have to be freed, as far as that can be told."""
+        return None if self.needed is None or self.quota else max(0, self.needed - self.free)
+
+
 class Failure(Record):
     """What one failing rank saw."""
 
@@ -44,6 +60,7 @@ class Failure(Record):
     detail: str  # traceback, or the end of the log
     local_batch: int | None = None
     samples: int | None = None
+    shortage: Shortage | None = None  # of a full disk
     failed_at: float
 
 
@@ -64,6 +81,7 @@ class Attempt(Record):
     samples: int | None = None  # of the newest checkpoint when it started; None for probes
     cluster: str = ""  # digest of the cluster section that it ran under (`cluster_signature`)
     tuned: int = 0  # samples of finished branches when it started (train.method: auto)
+    shortage: Shortage | None = None  # of a full disk that it ended of
 
     @property
     def progress(self) -> int | None:

@@ -3,7 +3,7 @@
 import shutil
 from collections.abc import Sequence
 
-from tula_cli.errors import DeviceFault, Diverged, JobFailed, OutOfMemoryAtMinimum, Pending, TulaError
+from tula_cli.errors import DeviceFault, DiskFull, Diverged, JobFailed, OutOfMemoryAtMinimum, Pending, TulaError
 from tula_cli.host.endings.outcomes import ENDINGS
 from tula_cli.host.outcome import advice
 from tula_cli.run.records.jobs import Attempt
@@ -59,7 +59,7 @@ def require_found(now: RunStatus, job_id: str) -> None:
     for job in now.jobs:
         if job.id == job_id and job.state == "lost":
             if shutil.disk_usage(now.path).free < DISK_IS_FULL:
-                raise TulaError(
+                raise DiskFull(
                     f"{job.id} ended because the disk that holds {now.path} is full",
                     "free some space and run the same command again; it goes on where the newest checkpoint stands",
                 )

@@ -16,6 +16,7 @@ from torch import nn
 
 from tula_cli.errors import CannotWrite, TulaError
 from tula_cli.run.files import cannot_write, make_folder, write_atomic
+from tula_cli.run.storage.space import refuses
 from tula_cli.worker.ranks import Ranks
 
 REST = "rest.pt"
@@ -55,6 +56,8 @@ def write(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer, rest
         if isinstance(why, OSError):
             raise cannot_write(folder, why) from error
         # torch's writer of archives tells a full disk as a RuntimeError of its own
+        if code := refuses(folder.parent):
+            raise cannot_write(folder, OSError(code, os.strerror(code))) from error
         first = next(iter(str(why).splitlines()), type(why).__name__)
         raise CannotWrite(f"cannot write {folder}: {first}", "is the disk full? older checkpoints stand") from error
     _by_first(lambda: write_atomic(draft / REST, _bytes(rest)), folder, ranks)

@@ -15,7 +15,7 @@ from typing import IO, Any, BinaryIO, cast
 
 import torch
 
-from tula_cli.errors import TulaError
+from tula_cli.errors import DiskFull, TulaError
 from tula_cli.run.directory import RunDir
 from tula_cli.run.files import remove, write_atomic
 from tula_cli.worker.build.sampling import Position
@@ -61,7 +61,7 @@ def write(path: Path, content: dict[str, Any]) -> None:
     """Write one checkpoint, whole or not at all, tensor by tensor: nothing of it is held in memory a second time.
 
     Raises:
-        TulaError: the disk is full; older checkpoints stand.
+        DiskFull: there is no space for it; older checkpoints stand.
     """
 
     def save(file: BinaryIO) -> None:
@@ -73,7 +73,19 @@ def write(path: Path, content: dict[str, Any]) -> None:
                 raise out.error from None
             raise
 
-    write_atomic(path, save)
+    try:
+        write_atomic(path, save)
+    except DiskFull as error:
+        error.needed = _size(content)
+        raise
+
+
+def _size(content: Any) -> int:
+    """Return the bytes of all tensors in what is to be written: about those of the file."""
+    if isinstance(content, torch.Tensor):
+        return content.nbytes
+    inner = content.values() if isinstance(content, dict) else content if isinstance(content, list | tuple) else ()
+    return sum(map(_size, inner))
 
 
 class _Output:

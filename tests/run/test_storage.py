@@ -1,0 +1,131 @@
+"""Full disks and file systems that do not answer: what is said of them, and what is kept back for that."""
+
+import errno
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tula_cli.errors import CannotWrite, DiskFull, StorageFailed
+from tula_cli.host.outcome import classify
+from tula_cli.run import files
+from tula_cli.run.records.jobs import Shortage
+from tula_cli.run.storage import reserve, shortages, space
+
+FULL_DISK = """
+import json, os, sys
+from pathlib import Path
+from tula_cli.errors import DiskFull
+from tula_cli.run.files import write_atomic
+from tula_cli.run.storage import reserve, shortages, space
+
+run = Path(sys.argv[1])
+told = {"empty": space.refuses(run)}
+reserve.keep(run)
+try:
+    write_atomic(run / "large", bytes(2**20))
+except DiskFull as error:
+    found = shortages.shortage_of(error)
+    told |= {"words": shortages.shortage_words(found), "missing": found.missing, "total": found.total}
+(run / "ballast").open("wb")
+with open(run / "ballast", "ab", buffering=0) as ballast:
+    try:
+        while True:
+            ballast.write(bytes(4096))
+    except OSError:
+        pass
+told["full"] = space.refuses(run)
+try:
+    write_atomic(run / "ending.json", b"x" * 5000)
+    told["before"] = True
+except DiskFull:
+    told["before"] = False
+reserve.give_up(run)
+write_atomic(run / "ending.json", b"x" * 5000)
+told["after"] = (run / "ending.json").stat().st_size
+print(json.dumps(told))
+"""
+
+
+def test_a_file_system_that_is_really_full_is_told_and_has_room_for_an_ending(tmp_path: Path) -> None:
+    if subprocess.run(["unshare", "--map-root-user", "--mount", "true"], capture_output=True).returncode:
+        pytest.skip("no file system can be mounted here")
+    mounted = f'mount -t tmpfs -o size=256k none "{tmp_path}" && exec "$@"'
+    command = ["unshare", "--map-root-user", "--mount", "sh", "-c", mounted, "sh", sys.executable, "-c", FULL_DISK]
+    ended = subprocess.run([*command, str(tmp_path)], capture_output=True, text=True, timeout=60)
+    assert ended.returncode == 0, ended.stderr
+    told = json.loads(ended.stdout)
+    assert (told["empty"], told["full"]) == (0, errno.ENOSPC)
+    assert told["total"] == 2**18 and told["missing"] == 2**20 - (2**18 - reserve.SIZE)
+    free = f"0.234 MiB of 0.250 MiB are free where {tmp_path} is"
+    assert told["words"] == f"{free}, 1.00 MiB are needed, so 0.766 MiB are missing"
+    assert (told["before"], told["after"]) == (False, 5000)
+
+
+@pytest.mark.parametrize(
+    ("code", "kind", "outcome"),
+    [
+        (errno.ENOSPC, DiskFull, "disk"),
+        (errno.EDQUOT, DiskFull, "disk"),
+        (errno.EIO, StorageFailed, "storage"),
+        (errno.ETIMEDOUT, StorageFailed, "storage"),
+        (errno.ESTALE, StorageFailed, "storage"),
+        (errno.EREMOTEIO, StorageFailed, "storage"),
+    ],
+)
+def test_what_the_file_system_says_has_its_class(code: int, kind: type, outcome: str, tmp_path: Path) -> None:
+    said = OSError(code, os.strerror(code), str(tmp_path / "a.json"))
+    told = files.cannot_write(tmp_path / "a.json", said)
+    assert type(told) is kind and os.strerror(code) in told.message and told.hint
+    assert classify(f"Traceback (most recent call last):\nOSError: {said}\n") == outcome
+    assert classify(f"Traceback (most recent call last):\ntula_cli.errors.{kind.__name__}: {told}\n") == outcome
+
+
+def test_a_folder_that_is_not_ones_own_is_neither(tmp_path: Path) -> None:
+    told = files.cannot_write(tmp_path / "a.json", OSError(errno.EACCES, os.strerror(errno.EACCES)))
+    assert type(told) is CannotWrite and "another folder" in told.hint
+
+
+def test_torchs_own_error_about_writing_is_a_full_disk() -> None:
+    words = (
+        "RuntimeError: [enforce fail at inline_container.cc:664] . unexpected pos 320 vs 214",
+        "RuntimeError: [enforce fail at inline_container.cc:820] . PytorchStreamWriter failed writing file data/3",
+    )
+    assert {classify(line, exit_code=1) for line in words} == {"disk"}
+
+
+def test_a_socket_that_times_out_is_no_file_system() -> None:
+    assert classify("TimeoutError: [Errno 110] Connection timed out", exit_code=1) != "storage"
+
+
+def test_a_quota_is_found_by_trying(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def used_up(*_: object) -> None:
+        raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))
+
+    assert space.refuses(tmp_path, 2**16) == 0
+    monkeypatch.setattr(os, "posix_fallocate", used_up)  # the kernel's answer, which no mount here gives
+    assert space.refuses(tmp_path, 2**16) == errno.EDQUOT and not list(tmp_path.iterdir())
+    monkeypatch.undo()
+    assert space.refuses(tmp_path, 2**62) == errno.ENOSPC
+
+
+def test_what_a_process_said_tells_the_folder() -> None:
+    said = "OSError: [Errno 28] No space left on device: '/dev/shm/x/model.pt'"
+    assert shortages.shortage_told(said, ()).folder == "/dev/shm/x"
+    quota = shortages.shortage_told("OSError: [Errno 122] Disk quota exceeded", [Path("/dev/shm")])
+    assert quota.quota and shortages.shortage_words(quota) == "the quota is used up where /dev/shm is"
+
+
+def test_a_file_system_without_files_left_is_told_so() -> None:
+    found = Shortage(folder="/scratch", free=2**30, total=2**40, files_free=0)
+    assert "no more files" in shortages.shortage_words(found)
+
+
+def test_there_is_room_again(tmp_path: Path) -> None:
+    before = Shortage(folder=str(tmp_path / "gone"), free=0, total=2**20, needed=2**12)
+    assert shortages.still_missing(before) is None
+    still = shortages.still_missing(before.model_copy(update={"needed": 2**61}))
+    assert still is not None and still.missing

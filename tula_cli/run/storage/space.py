@@ -1,0 +1,65 @@
+"""What is free where something is to be written. Bytes."""
+
+import contextlib
+import errno
+import os
+import tempfile
+from pathlib import Path
+
+from tula_cli import words
+
+FULL = (errno.ENOSPC, errno.EDQUOT)
+"""What the kernel says of a full file system, and of a quota that is used up."""
+SILENT = (errno.EIO, errno.ETIMEDOUT, errno.ESTALE, errno.EREMOTEIO)
+"""What it says of a file system that did not answer, or has lost a file: NFS, Lustre, a dying disk."""
+LEAST = 2**16
+"""Bytes that the small files of a run need."""
+
+
+def measured(folder: Path) -> os.statvfs_result | None:
+    """Return what the file system of a folder has, which need not be there yet; None where it does not say."""
+    there = next((place for place in (folder, *folder.parents) if place.exists()), None)
+    with contextlib.suppress(OSError):
+        return None if there is None else os.statvfs(there)
+    return None
+
+
+def free(found: os.statvfs_result) -> int:
+    """Return the bytes that this user may still write."""
+    return found.f_bavail * found.f_frsize
+
+
+def free_words(folder: Path) -> str:
+    """Return what is free where a folder is, in words; empty where nobody tells."""
+    found = measured(folder)
+    if found is None:
+        return ""
+    if found.f_files and not found.f_favail:
+        return f"no more files, of {found.f_files}, can be made on the file system of {folder}"
+    total = words.amount(found.f_blocks * found.f_frsize)
+    return f"{words.amount(free(found))} of {total} are free on the file system of {folder}"
+
+
+def refuses(folder: Path, needed: int = LEAST) -> int:
+    """Return why a file of so many bytes cannot be written now, as an error number of `FULL`; 0 where it can.
+
+    It is tried: no call tells a quota. The file is given its blocks and removed, and nothing is written into it where the
+    file system knows how to do that.
+    """
+    found = measured(folder)
+    if found is not None and free(found) < needed:
+        return errno.ENOSPC
+    try:
+        handle, name = tempfile.mkstemp(prefix=".room.", dir=folder)
+    except OSError as error:
+        return error.errno if error.errno in FULL else 0
+    try:
+        os.posix_fallocate(handle, 0, max(1, needed))
+        os.fsync(handle)
+    except OSError as error:
+        return error.errno if error.errno in FULL else 0
+    finally:
+        os.close(handle)
+        with contextlib.suppress(OSError):
+            Path(name).unlink()
+    return 0

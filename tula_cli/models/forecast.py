@@ -191,13 +191,19 @@ class Forecast(Known):
         fits &= self.trainings.stages.fit(counts, batch)
         return counts[fits], batch[fits]
 
+    def _to_begin_at(self, nodes: Iterable[int] | None) -> tuple[Ints, Ints]:
+        """Return nodes and batches of the candidates that fit and that a training may begin at, as `why_not_begun` has it."""
+        counts, batch = self._feasible(nodes)
+        begin = self.trainings.stages.begin(counts, batch)
+        return counts[begin], batch[begin]
+
     def _bound(self, nodes: int) -> float:
         largest = self.largest_local_batch(nodes)
         return inf if largest is None else largest
 
     def known(self, nodes: Iterable[int] | None = None) -> tuple[Ints, Ints]:
-        """Return nodes and batches of the candidates that fit and whose step time the probes tell."""
-        counts, batch = self._feasible(nodes)
+        """Return nodes and batches of the candidates to begin at whose step time the probes tell."""
+        counts, batch = self._to_begin_at(nodes)
         refused = self._refused(counts, batch)
         return counts[~refused], batch[~refused]
 
@@ -223,6 +229,10 @@ class Forecast(Known):
         if why := self.trainings.stages.why_not(config):
             return why
         return self.too_large(config)
+
+    def why_not_begun(self, config: Config) -> str:
+        """Return why a training cannot begin at a configuration: it cannot run, or has no place for the stages of its batch."""
+        return self.why_not(config) or self.trainings.stages.why_not_begun(config)
 
     def too_large(self, config: Config) -> str:
         """Return why a batch does not fit the memory of GPUs; empty where it does."""
@@ -267,8 +277,8 @@ class Forecast(Known):
         return Offers.join([found, self.trainings.on_spot(found)]).ordered()
 
     def unknown(self, nodes: Iterable[int] | None = None) -> tuple[Ints, Ints]:
-        """Return nodes and batches of the feasible candidates whose step time the probes do not tell, in order."""
-        counts, batch = self._feasible(nodes)
+        """Return nodes and batches of the candidates to begin at whose step time the probes do not tell, in order."""
+        counts, batch = self._to_begin_at(nodes)
         refused = self._refused(counts, batch)
         return counts[refused], batch[refused]
 

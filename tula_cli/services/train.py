@@ -25,8 +25,7 @@ from tula_cli.models.cost import price_words
 from tula_cli.models.observations import NO_OTHER_SIZES, OtherSizes
 from tula_cli.models.overheads import queue_wait
 from tula_cli.models.ramp.by_noise import continued, put_off
-from tula_cli.models.ramp.stage_nodes import parts_on, stages_worth_of, with_nodes
-from tula_cli.models.ramp.stages import check_stages
+from tula_cli.models.ramp.stage_nodes import check_stages, parts_on, stages_worth_of, with_nodes
 from tula_cli.run.code import behind, choose, snapshot
 from tula_cli.run.directory import Part, RunDir
 from tula_cli.run.imports import Source
@@ -221,7 +220,7 @@ def _check_size(spec: JobSpec, nodes: int, batch: int, dataset_size: int) -> Non
             f"the largest power-of-two batch with a step in it is {1 << (dataset_size.bit_length() - 1)}",
         )
     halving.check_size(spec, batch=batch, dataset_size=dataset_size)
-    check_stages(spec, batch=batch, parts=parts_on(spec, nodes), dataset_size=dataset_size)
+    check_stages(spec, batch=batch, nodes=nodes, dataset_size=dataset_size)
 
 
 def _task(spec: JobSpec, nodes: int, batch: int, code: Source, ladder: tuple[Rung, ...]) -> TrainTask:

@@ -7,7 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tula_cli.errors import SpecError
-from tula_cli.models.ramp.stages import Ramp, Stage, check_stages, ramp_of, unreached
+from tula_cli.models.ramp.stage_nodes import check_stages
+from tula_cli.models.ramp.stages import Ramp, Stage, ramp_of, unreached
 from tula_cli.spec.job import JobSpec
 from tula_cli.spec.load import validate
 from tula_cli.spec.parts.of_search import Search
@@ -91,9 +92,10 @@ def test_steps_are_those_of_a_walk(size: int, batches: list[int], data: st.DataO
 
 
 REFUSED: list[tuple[Any, dict[str, Any], str]] = [
-    ([{"epochs": 1, "batch": 100}], {"parts": 8}, r"batch 100 does not divide by 8 .*"),
+    ([{"epochs": 1, "batch": 100}], {"nodes": 8}, r"batch 100 does not divide by 8 .*"),
     ([{"epochs": 1, "batch": 4096}], {}, "batch 4096 is not below the training's own, 2048"),
     ([{"samples": 200_000, "batch": 128}], {}, "lasts 20 epochs, which leaves nothing of train.epochs 20"),
+    ([{"epochs": 1, "batch": 128, "nodes": 5}], {}, "names 5 nodes, more than the 1 of the training"),
     (
         [{"epochs": 4e-5, "batch": 128}],
         {},
@@ -104,7 +106,7 @@ REFUSED: list[tuple[Any, dict[str, Any], str]] = [
 
 @pytest.mark.parametrize(("ramp", "where", "words"), REFUSED)
 def test_stages_that_do_not_fit_are_refused(ramp: Any, where: dict[str, int], words: str) -> None:
-    given_ = {"batch": 2048, "parts": 1, "dataset_size": 10_000, **where}
+    given_ = {"batch": 2048, "nodes": 1, "dataset_size": 10_000, **where}
     with pytest.raises(SpecError, match=words):
         check_stages(job(ramp), **given_)
 

@@ -16,6 +16,7 @@ from tula_cli.models.ramp.stages import Ramp, ramp_of
 from tula_cli.run.records.recommendations import Prediction, Recommendation, Stage
 from tula_cli.run.records.tasks import TrainTask
 from tula_cli.spec.job import JobSpec
+from tula_cli.spec.parts.of_train import RampStage
 from tula_cli.words import plural
 
 Worth = Literal["time", "cost"]
@@ -112,21 +113,43 @@ def ramp_on(spec: JobSpec, *, batch: int, nodes: int, dataset_size: int, noise: 
     fewer: list[int] = []
     if spec.train.ramp_nodes == "auto":
         fewer = [parts_on(spec, count) for count in sorted(set(spec.search.nodes), reverse=True) if count < nodes]
-    parts = parts_on(spec, nodes)
-    found = ramp_of(spec, batch=batch, parts=parts, dataset_size=dataset_size, noise=noise, fewer=fewer)
-    for stage in spec.train.stages if isinstance(spec.train.stages, list) else []:
-        if stage.nodes is not None and stage.nodes > nodes and stage.batch < batch:
+    for size, count in named(spec).items():
+        if count > nodes and size < batch:
             raise SpecError(
-                f"train.ramp: batch {stage.batch} names {plural(stage.nodes)}, more than the {nodes} of the training",
+                f"train.ramp: batch {size} names {plural(count)}, more than the {nodes} of the training",
                 "nodes become more with the batch, not fewer",
             )
-    return found
+    parts = parts_on(spec, nodes)
+    return ramp_of(spec, batch=batch, parts=parts, dataset_size=dataset_size, noise=noise, fewer=fewer)
+
+
+def check_stages(spec: JobSpec, *, batch: int, nodes: int, dataset_size: int) -> None:
+    """Refuse stages that the job names and that do not fit a training that begins.
+
+    One that goes on at a smaller batch after an out-of-memory keeps those that are below it.
+
+    Raises:
+        SpecError: a batch that is not below the training's, or as `ramp_on` and `on_nodes` say.
+    """
+    stages = _named(spec)
+    above = [stage.batch for stage in stages if stage.batch >= batch]
+    if above:
+        raise SpecError(
+            f"train.ramp: batch {above[0]} is not below the training's own, {batch}",
+            f"leave it out: after its stages a training has its own batch ({plural(len(stages), 'stage')} named)",
+        )
+    if stages:
+        ramp = ramp_on(spec, batch=batch, nodes=nodes, dataset_size=dataset_size)
+        on_nodes(ramp.stages, named(spec), spec=spec, nodes=nodes)
 
 
 def named(spec: JobSpec) -> dict[int, int]:
     """Return the nodes that stages name, by their batches."""
-    stages = spec.train.stages if isinstance(spec.train.stages, list) else []
-    return {stage.batch: stage.nodes for stage in stages if stage.nodes is not None}
+    return {stage.batch: stage.nodes for stage in _named(spec) if stage.nodes is not None}
+
+
+def _named(spec: JobSpec) -> list[RampStage]:
+    return spec.train.stages if isinstance(spec.train.stages, list) else []
 
 
 def on_nodes(stages: Sequence[Stage], chosen: Mapping[int, int], *, spec: JobSpec, nodes: int) -> tuple[Stage, ...]:

@@ -13,7 +13,7 @@ from tula_cli.models.choice.grid import Config, configs
 from tula_cli.models.cost import Work
 from tula_cli.models.overheads import OverheadModel
 from tula_cli.models.ramp.by_noise import NoisePath
-from tula_cli.models.ramp.stage_nodes import Change, Worth, allowed, cheapest, named, on_nodes, ramp_on
+from tula_cli.models.ramp.stage_nodes import Change, Worth, allowed, cheapest, check_stages, named, on_nodes, ramp_on
 from tula_cli.models.ramp.stages import Ramp
 from tula_cli.models.time.steptime import Estimate
 from tula_cli.run.records.recommendations import Stage, StageSteps
@@ -53,6 +53,14 @@ class StageTimes:
         """Return why a configuration cannot be trained with the stages that the job names; empty where it can."""
         try:
             on_nodes(self._ramp(config).stages, named(self.spec), spec=self.spec, nodes=config.nodes)
+        except SpecError as error:
+            return str(error)
+        return ""
+
+    def why_not_begun(self, config: Config) -> str:
+        """Return why a training cannot begin at a configuration; one after an out-of-memory may still come to it."""
+        try:
+            check_stages(self.spec, batch=config.batch, nodes=config.nodes, dataset_size=self.dataset_size)
         except SpecError as error:
             return str(error)
         return ""
@@ -144,6 +152,12 @@ class StageTimes:
         if not isinstance(self.spec.train.stages, list):
             return np.ones(len(nodes), dtype=bool)
         return np.array([not self.why_not(config) for config in configs(nodes, batch)], dtype=bool)
+
+    def begin(self, nodes: Ints, batch: Ints) -> Flags:
+        """Return of which configurations, shape (n,), `why_not_begun` has nothing to say."""
+        if not isinstance(self.spec.train.stages, list):
+            return np.ones(len(nodes), dtype=bool)
+        return np.array([not self.why_not_begun(config) for config in configs(nodes, batch)], dtype=bool)
 
     def column(self, nodes: Ints, batch: Ints) -> NDArray[np.object_]:
         """Return the stages of configurations, shape (n,), as `of` has them; None where there are none."""

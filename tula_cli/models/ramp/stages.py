@@ -19,7 +19,6 @@ from tula_cli.models.ramp.by_noise import NoisePath, stages_by_noise
 from tula_cli.run.records.recommendations import Stage
 from tula_cli.spec.job import JobSpec
 from tula_cli.spec.parts.of_train import RampStage
-from tula_cli.words import plural
 
 SHARE = 0.05
 """Of the training, that each stage of `auto` lasts."""
@@ -227,24 +226,6 @@ def stage_batches(spec: JobSpec, *, batch: int, parts: int, dataset_size: int) -
     if asked is None:
         return []
     return [stage.batch for stage in _auto(spec, batch, [parts], dataset_size).stages[:-1]]
-
-
-def check_stages(spec: JobSpec, *, batch: int, parts: int, dataset_size: int) -> None:
-    """Refuse stages that the job names and that do not fit a training that begins.
-
-    Args: as of `ramp_of`.
-
-    Raises:
-        SpecError: a batch that is not below the training's, or as `ramp_of` says.
-    """
-    named = spec.train.stages if isinstance(spec.train.stages, list) else []
-    above = [stage.batch for stage in named if stage.batch >= batch]
-    if above:
-        raise SpecError(
-            f"train.ramp: batch {above[0]} is not below the training's own, {batch}",
-            f"leave it out: after its stages a training has its own batch ({plural(len(named), 'stage')} named)",
-        )
-    ramp_of(spec, batch=batch, parts=parts, dataset_size=dataset_size)
 
 
 def unreached(spec: JobSpec) -> list[str]:

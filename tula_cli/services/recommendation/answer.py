@@ -157,7 +157,7 @@ def _forecasts(
 ) -> tuple[dict[Config, Prediction], dict[Config, Prediction], dict[Config, str]]:
     """Return the forecasts of configurations on demand and on spot nodes, and why others have none."""
     forecast = measurements.forecast
-    whys = {config: forecast.why_not(config) or forecast.why_unknown(config) for config in configs}
+    whys = {config: forecast.why_not_begun(config) or forecast.why_unknown(config) for config in configs}
     offers = forecast.table(*columns([config for config, why in whys.items() if not why]))
     here, on_spot = (
         {Config(row.nodes, row.batch): row for row in rows.records()}

@@ -82,6 +82,9 @@ def _nothing_fits(forecast: Forecast, limits: Limits) -> Infeasible:
     """Say of the smallest batch on the wanted nodes why it cannot run, or why nothing is known of it."""
     on = f" on {plural(limits.nodes)}" if limits.nodes is not None else ""
     tried = forecast.candidates(limits.wanted)
-    whys = (forecast.why_not(config) or forecast.why_unknown(config) for config in tried)
+    whys = (forecast.why_not_begun(config) or forecast.why_unknown(config) for config in tried)
     why = next(filter(None, whys), "no batch divides among its GPUs")
-    return Infeasible(f"no configuration is feasible{on}: {why}", "tula recommend without --nodes shows those that are")
+    hint = (
+        "tula recommend without --nodes shows those that are" if on else "tula check tells what is searched, and where"
+    )
+    return Infeasible(f"no configuration is feasible{on}: {why}", hint)

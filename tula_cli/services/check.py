@@ -9,7 +9,7 @@ from tula_cli.cluster.slurm.sbatch import doubts
 from tula_cli.errors import Infeasible, OverBudget
 from tula_cli.models.choice.grid import Limit, highest
 from tula_cli.models.cost import price_at_most, price_words
-from tula_cli.models.ramp.stages import unreached
+from tula_cli.models.ramp.stage_nodes import no_place
 from tula_cli.run.directory import RunDir
 from tula_cli.run.records.inspections import Inspection
 from tula_cli.services.profile import nodes_taken
@@ -200,7 +200,7 @@ def check(
         ),
         currency=spec.pricing.currency,
         price=price_words(spec.pricing),
-        problems=(*problems, *_too_few_gpus(spec, inspection), *impossible, *_over_budget(spec, node_hours, later)),
+        problems=(*problems, *_nowhere(spec, inspection), *impossible, *_over_budget(spec, node_hours, later)),
         lengths=lengths,
         warnings=(*_unknown(later), *lengths_left_out(lengths), *_warnings(spec, inspection, jobs), *tight, *dear),
         unsettled=later,
@@ -283,6 +283,15 @@ def _over_budget(spec: JobSpec, node_hours: float, later: UnsettledPlan | None) 
     return (f"{found} ({advice})",) if found else ()
 
 
+def _nowhere(spec: JobSpec, inspection: Inspection | None) -> tuple[str, ...]:
+    """Return why the job can be trained on none of its nodes, or measured on none."""
+    return (*_too_few_gpus(spec, inspection), *_no_place(spec, inspection)[0])
+
+
+def _no_place(spec: JobSpec, inspection: Inspection | None) -> tuple[list[str], list[str]]:
+    return no_place(spec, dataset_size=inspection.dataset_size if inspection else None)
+
+
 def _too_few_gpus(spec: JobSpec, inspection: Inspection | None) -> tuple[str, ...]:
     """Return that a search on this machine asks for more GPUs than it has: every rank needs one of its own."""
     if inspection is None or spec.cluster.kind != "local" or inspection.device != "cuda":
@@ -307,7 +316,7 @@ def _warnings(spec: JobSpec, inspection: Inspection | None, jobs: tuple[PlannedJ
         found.append(
             f"memory cannot be estimated ({inspection.estimate_error}); measuring stops at the first batch that does not fit"
         )
-    found += [*_hardly_meant(spec, inspection), *_not_below(spec, jobs), *unreached(spec)]
+    found += [*_hardly_meant(spec, inspection), *_not_below(spec, jobs), *_no_place(spec, inspection)[1]]
     found += _ags_of_one_rank(spec)
     left_out = sorted(set(spec.search.nodes) - {job.nodes for job in jobs}) if jobs else []
     if left_out and spec.search.strategy in ON_ALL_NODES:

@@ -7,8 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tula_cli.errors import SpecError
-from tula_cli.models.ramp.stage_nodes import check_stages
-from tula_cli.models.ramp.stages import Ramp, Stage, ramp_of, unreached
+from tula_cli.models.ramp.stage_nodes import check_stages, no_place
+from tula_cli.models.ramp.stages import Ramp, Stage, ramp_of
 from tula_cli.spec.job import JobSpec
 from tula_cli.spec.load import validate
 from tula_cli.spec.parts.of_search import Search
@@ -111,12 +111,52 @@ def test_stages_that_do_not_fit_are_refused(ramp: Any, where: dict[str, int], wo
         check_stages(job(ramp), **given_)
 
 
-def test_check_tells_stages_that_no_batch_is_above() -> None:
-    named = [{"epochs": 1, "batch": 64}, {"epochs": 1, "batch": 512}]
-    searched = {most: job(named).model_copy(update={"search": Search(max_batch=most)}) for most in (512, 1024)}
-    (told,) = unreached(searched[512])
-    assert told == "train.ramp: batch 512: none that is searched is above it (search.max_batch: 512)"
-    assert unreached(searched[1024]) == unreached(job(named)) == unreached(job("auto")) == []
+@pytest.mark.parametrize(
+    ("named", "most", "problem", "warning"),
+    [
+        ([64, 512], 512, "no training on 1, 2 nodes: train.ramp: batch 512 is not below the training's own, 512", ""),
+        ([64, 512], 1024, "", ""),
+        (
+            [64, 511],
+            1024,
+            "",
+            "no training on 2 nodes: train.ramp: batch 511 does not divide by 2 (GPUs x micro-batches of a step)",
+        ),
+        (
+            [(64, 3)],
+            512,
+            "no training on 1 node: train.ramp: batch 64 names 3 nodes, more than the 1 of the training",
+            "",
+        ),
+        (
+            [(64, 2)],
+            512,
+            "",
+            "no training on 1 node: train.ramp: batch 64 names 2 nodes, more than the 1 of the training",
+        ),
+        ([64], None, "", ""),
+        ("auto", 32, "", ""),
+    ],
+)
+@pytest.mark.parametrize("size", [1438, None])
+def test_check_tells_where_the_search_has_no_batch_for_the_stages(
+    named: Any, most: int | None, problem: str, warning: str, size: int | None
+) -> None:
+    stages: Any = named
+    if named != "auto":
+        those = [one if isinstance(one, tuple) else (one, None) for one in named]
+        stages = [{"epochs": 1, "batch": batch, **({"nodes": nodes} if nodes else {})} for batch, nodes in those]
+    search = Search(nodes=[1, 2], min_batch=32, max_batch=most)
+    problems, warnings = no_place(job(stages).model_copy(update={"search": search}), dataset_size=size)
+    for found, words in ((problems, problem), (warnings, warning)):
+        assert len(found) == (0 if not words else 2 if "names 3" in words else 1)
+        assert not words or words in found[0]
+
+
+def test_check_tells_stages_that_last_too_long_once_the_dataset_is_known() -> None:
+    subject = job([{"samples": 29_000, "batch": 64}]).model_copy(update={"search": Search(nodes=[1], max_batch=512)})
+    assert no_place(subject, dataset_size=None) == ([], [])
+    assert "lasts 20.1" in no_place(subject, dataset_size=1438)[0][0]
 
 
 @pytest.mark.parametrize(

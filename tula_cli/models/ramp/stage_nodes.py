@@ -5,11 +5,13 @@ is a new start, and on a cluster with a queue a wait, so that one is made only w
 stage begins and which samples it trains is the same on any nodes.
 """
 
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 from tula_cli.errors import SpecError
+from tula_cli.models.choice.grid import places
 from tula_cli.models.out_of_memory import FEWEST_NORMALISED
 from tula_cli.models.ramp.by_noise import NoisePath
 from tula_cli.models.ramp.stages import Ramp, ramp_of
@@ -141,6 +143,52 @@ def check_stages(spec: JobSpec, *, batch: int, nodes: int, dataset_size: int) ->
     if stages:
         ramp = ramp_on(spec, batch=batch, nodes=nodes, dataset_size=dataset_size)
         on_nodes(ramp.stages, named(spec), spec=spec, nodes=nodes)
+
+
+def no_place(spec: JobSpec, *, dataset_size: int | None) -> tuple[list[str], list[str]]:
+    """Say where the search has no batch that a training with the stages which the job names can begin at.
+
+    Args:
+        spec: the job.
+        dataset_size: training samples; None where that is not known, and what stages last not told.
+
+    Returns:
+        Problems: no batch on any nodes; and warnings: none on some of them, which are left out.
+    """
+    size, most = dataset_size or sys.maxsize, spec.search.max_batch
+    if not _named(spec) or (dataset_size is None and most is None):
+        return [], []
+    found = places(
+        spec.search.nodes,
+        gpus_per_node=spec.cluster.gpus_per_node,
+        min_batch=spec.search.min_batch,
+        max_batch=min(size, most or size),
+        accumulate=spec.train.accumulate,
+    )
+    whys: dict[int, str] = {}
+    for nodes, batch in found:  # ascending: what is said is why not at the largest
+        if whys.get(nodes) != "":
+            whys[nodes] = why_not_begun(spec, batch=batch, nodes=nodes, dataset_size=size)
+    by_why = {why: [nodes for nodes in whys if whys[nodes] == why] for why in whys.values() if why}
+    none = [
+        f"no training on {', '.join(map(str, counts))} node{'s' * (counts != [1])}: {why}"
+        for why, counts in by_why.items()
+    ]
+    return (none, []) if all(whys.values()) else ([], none)
+
+
+def why_not_begun(spec: JobSpec, *, batch: int, nodes: int, dataset_size: int) -> str:
+    """Return why `check_stages` refuses a training; empty where it does not."""
+    try:
+        check_stages(spec, batch=batch, nodes=nodes, dataset_size=dataset_size)
+    except SpecError as error:
+        return told(error)
+    return ""
+
+
+def told(error: SpecError) -> str:
+    """Return an error in one line, with what to do about it."""
+    return f"{error.message} ({error.hint})" if error.hint else error.message
 
 
 def named(spec: JobSpec) -> dict[int, int]:

@@ -13,7 +13,17 @@ from tula_cli.models.choice.grid import Config, configs
 from tula_cli.models.cost import Work
 from tula_cli.models.overheads import OverheadModel
 from tula_cli.models.ramp.by_noise import NoisePath
-from tula_cli.models.ramp.stage_nodes import Change, Worth, allowed, cheapest, check_stages, named, on_nodes, ramp_on
+from tula_cli.models.ramp.stage_nodes import (
+    Change,
+    Worth,
+    allowed,
+    cheapest,
+    named,
+    on_nodes,
+    ramp_on,
+    told,
+    why_not_begun,
+)
 from tula_cli.models.ramp.stages import Ramp
 from tula_cli.models.time.steptime import Estimate
 from tula_cli.run.records.recommendations import Stage, StageSteps
@@ -54,16 +64,12 @@ class StageTimes:
         try:
             on_nodes(self._ramp(config).stages, named(self.spec), spec=self.spec, nodes=config.nodes)
         except SpecError as error:
-            return str(error)
+            return told(error)
         return ""
 
     def why_not_begun(self, config: Config) -> str:
         """Return why a training cannot begin at a configuration; one after an out-of-memory may still come to it."""
-        try:
-            check_stages(self.spec, batch=config.batch, nodes=config.nodes, dataset_size=self.dataset_size)
-        except SpecError as error:
-            return str(error)
-        return ""
+        return why_not_begun(self.spec, batch=config.batch, nodes=config.nodes, dataset_size=self.dataset_size)
 
     def of(self, config: Config) -> tuple[StageSteps, ...]:
         """Return the stages of a configuration before it has its own batch, ascending; none where it always has."""

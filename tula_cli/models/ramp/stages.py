@@ -226,12 +226,3 @@ def stage_batches(spec: JobSpec, *, batch: int, parts: int, dataset_size: int) -
     if asked is None:
         return []
     return [stage.batch for stage in _auto(spec, batch, [parts], dataset_size).stages[:-1]]
-
-
-def unreached(spec: JobSpec) -> list[str]:
-    """Say which stages that the job names no batch is above that may be chosen."""
-    named, most = spec.train.stages, spec.search.max_batch
-    if not isinstance(named, list) or most is None:
-        return []
-    above = ", ".join(str(stage.batch) for stage in named if stage.batch >= most)
-    return [f"train.ramp: batch {above}: none that is searched is above it (search.max_batch: {most})"] if above else []

@@ -16,9 +16,11 @@ from tula_cli.cluster import supervise as cluster_supervise
 from tula_cli.cluster.allocation import Allocation
 from tula_cli.cluster.rank_start import RankStart
 from tula_cli.cluster.slurm import queue as scheduler
+from tula_cli.cluster.slurm.queue import SchedulerState
 from tula_cli.cluster.slurm.sbatch import parameters
+from tula_cli.cluster.stopping.full_disk import let_go
 from tula_cli.cluster.supervise import Supervisor
-from tula_cli.errors import DeviceFault, JobFailed, TulaError
+from tula_cli.errors import DeviceFault, DiskFull, JobFailed, SchedulerError, TulaError
 from tula_cli.run.directory import RunDir
 from tula_cli.run.records.base import OutcomeClass
 from tula_cli.run.records.jobs import Attempt, Failure, Job, LeaderCommand
@@ -40,6 +42,7 @@ class Cluster:
     def __init__(self) -> None:
         self.endings: dict[str, OutcomeClass] = {}
         self.cancelled: list[str] = []
+        self.held: list[str] = []
         self.excluded: list[tuple[list[str], str]] = []
         self.complaint = ""
 
@@ -53,13 +56,26 @@ class Cluster:
     def cancel(self, ids: Sequence[str]) -> None:
         self.cancelled += ids
 
+    def hold(self, ids: Sequence[str]) -> str:
+        self.held += ids
+        return self.complaint
+
+    def release(self, ids: Sequence[str]) -> str:
+        self.held = [id_ for id_ in self.held if id_ not in ids]
+        return self.complaint
+
+    def ask(self, ids: Sequence[str]) -> dict[str, SchedulerState]:
+        reason = "JobHeldUser: will not start, you hold it: scontrol release"
+        return {id_: SchedulerState("pending", reason if id_ in self.held else "") for id_ in ids}
+
 
 @pytest.fixture
 def cluster(monkeypatch: pytest.MonkeyPatch) -> Cluster:
     found = Cluster()
     monkeypatch.setattr(scheduler, "ended_how", found.ended_how)
     monkeypatch.setattr(scheduler, "cancel", found.cancel)
-    monkeypatch.setattr(scheduler, "exclude", found.exclude)
+    for order in ("exclude", "hold", "release", "ask"):
+        monkeypatch.setattr(scheduler, order, getattr(found, order))
     monkeypatch.setattr(scheduler, "ends_at", lambda *_: None)
     monkeypatch.setattr(cluster_attempt, "PEER_GRACE", 0.0)
     monkeypatch.setattr(allocation, "ACCOUNTING_LAG", 0.0)
@@ -890,3 +906,59 @@ def test_a_probe_without_any_gpu_fails_once_and_no_node_is_left_out(chain: Chain
     assert (attempt.outcome, result.outcome) == ("user", "user")
     assert "cluster.slurm.gpus" in result.message
     assert "exclude" not in parameters(chain.run, probe)
+
+
+# --- a full disk
+
+
+FULL = """
+    raise OSError(28, "No space left on device", "{folder}/1.pt")
+"""
+
+
+def test_a_full_disk_holds_the_links_that_wait_and_room_lets_them_go(
+    chain: Chain, cluster: Cluster, tmp_path: Path
+) -> None:
+    chain.script = FULL.format(folder=tmp_path)
+    chain.start("12")
+    (last,) = chain.run.training("s").attempts()
+    assert last.outcome == "disk" and last.message.endswith("; held: 13 to 15")
+    assert (cluster.held, cluster.cancelled) == (["13", "14", "15"], [])
+    assert last.shortage is not None
+    chain.run.write_attempt(last.model_copy(update={"shortage": last.shortage.model_copy(update={"needed": 2**61})}))
+    with pytest.raises(DiskFull, match=r"there is still no room: .* are missing") as told:
+        let_go(chain.run, chain.task)
+    assert told.value.exit_code == 13 and cluster.held
+    chain.run.write_attempt(last)
+    let_go(chain.run, chain.task)
+    assert cluster.held == []
+    chain.will_finish()
+    chain.start("13")
+    assert chain.outcomes() == ["disk", "done"]
+    assert "there is room again" in chain.newest().cause
+
+
+def test_a_link_that_is_released_too_early_holds_the_others_again(
+    chain: Chain, cluster: Cluster, tmp_path: Path
+) -> None:
+    chain.script = FULL.format(folder=tmp_path)
+    chain.start("11")
+    (last,) = chain.run.training("s").attempts()
+    assert last.shortage is not None
+    chain.run.write_attempt(last.model_copy(update={"shortage": last.shortage.model_copy(update={"needed": 2**61})}))
+    cluster.held = []
+    with pytest.raises(SystemExit) as ended:
+        chain.start("12")
+    assert ended.value.code == 13 and cluster.held == ["13", "14", "15"]
+    assert chain.outcomes() == ["disk"]
+
+
+def test_where_jobs_cannot_be_held_or_released_it_is_said(chain: Chain, cluster: Cluster, tmp_path: Path) -> None:
+    cluster.complaint = "Access/permission denied"
+    chain.script = FULL.format(folder=tmp_path)
+    chain.start("11")
+    (last,) = chain.run.training("s").attempts()
+    assert last.message.endswith("; 12 to 15 could not be held: Access/permission denied")
+    with pytest.raises(SchedulerError, match="Access/permission denied") as told:
+        let_go(chain.run, chain.task)
+    assert told.value.hint == "by hand: scontrol release 12,13,14,15"

@@ -220,6 +220,10 @@ def scontrol(settings: dict, arguments: list) -> None:
         answers(settings, "scontrol")
         update(dict(word.split("=", 1) for word in words[1:]))
         return
+    if words[:1] in (["uhold"], ["release"]):
+        answers(settings, "scontrol")
+        order(words[0], words[1].split(","))
+        return
     if words[:2] != ["show", "job"]:
         fail(f"invalid keyword: {' '.join(words)}")
     answers(settings, "scontrol")
@@ -237,6 +241,15 @@ def update(changes: dict) -> None:
         if job["state"] != "PENDING":
             fail(f"Job is no longer pending execution for job {id_}")
         write(f"jobs/{id_}.json", {**job, "exclude": changes["ExcNodeList"]})
+
+
+def order(word: str, ids: list) -> None:
+    """Hold or release waiting jobs."""
+    for id_ in ids:
+        job = read(f"jobs/{id_}.json")
+        if job["state"] != "PENDING":
+            fail(f"Job has already finished for job {id_}")
+        write(f"jobs/{id_}.json", {**job, "reason": "JobHeldUser" if word == "uhold" else "None"})
 
 
 def shown(settings: dict, job: dict) -> str:

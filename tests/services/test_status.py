@@ -47,6 +47,19 @@ def test_a_queued_job_says_what_it_waits_for(run):
     assert (job.elapsed, job.left, job.node_hours) == (None, None, 0)
 
 
+def test_a_job_that_is_held_for_a_full_disk_says_so_and_is_not_waited_for(run):
+    name = make.add_training(run)
+    words = "no space left on device: 0 B of 1.00 GiB are free where /scratch is; held: 12 to 14"
+    run.write_attempt(make.attempt(f"{name}-1", end=START + 9, outcome="disk", message=words))
+    launcher = make.FakeLauncher({name: "pending"}, reason="JobHeldUser: will not start, you hold it: scontrol release")
+    now = services_status.snapshot(run, launcher, now=START + 20)
+    (job,) = now.jobs
+    assert (job.state, now.active()) == ("held", False)
+    assert job.reason.startswith(words) and "free some space" in job.reason
+    other = make.FakeLauncher({name: "pending"}, reason="Priority")
+    assert only_job(run, other).state == "queued"
+
+
 def test_a_queued_job_says_when_it_is_expected_to_start(run):
     name = make.add_probes(run, 2, (16, 32))
     assert only_job(run, make.FakeLauncher({name: "pending"}, starts_at=START + 500)).starts_at == START + 500

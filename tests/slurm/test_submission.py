@@ -125,6 +125,20 @@ def test_waiting_jobs_are_kept_off_faulty_nodes(on_slurm: SlurmCluster) -> None:
     scheduler.cancel([*waiting, long])
 
 
+def test_waiting_jobs_are_held_and_released(on_slurm: SlurmCluster) -> None:
+    first = sbatch("--nodes=4", "--exclusive", "--wrap=sleep 60")
+    second = sbatch(f"--dependency=afterany:{first}", "--wrap=true")
+    third = sbatch(f"--dependency=afterany:{first}:{second}", "--wrap=true")
+    until(lambda: scheduler.ask([first])[first].state == "running")
+    assert scheduler.hold([second, third]) == ""
+    scheduler.cancel([first])
+    until(lambda: scheduler.ended_how(first) == "cancelled")
+    until(lambda: all(state.held for state in scheduler.ask([second, third]).values()))
+    assert scheduler.release([second, third]) == ""
+    until(lambda: scheduler.ask([third])[third].state == "ended")
+    assert scheduler.hold(["999999"]) != ""
+
+
 def test_a_requeued_job_lives_and_its_earlier_run_was_taken_away(on_slurm: SlurmCluster) -> None:
     job = sbatch("--requeue", "--wrap=srun sleep 60")
     until(lambda: scheduler.ask([job])[job].state == "running")

@@ -181,6 +181,11 @@ def _relaunch(run: RunDir, task: TrainTask, reason: ExitReason, lost: int) -> Tr
         cause = reason.message
     else:
         return None
+    return again(task, cause, **update)
+
+
+def again(task: TrainTask, cause: str, **update: object) -> TrainTask:
+    """Return the next attempt of a training, and why there is one."""
     attempt = task.attempt + 1
     return task.model_copy(update={**update, "id": f"{task.job}-{attempt}", "attempt": attempt, "cause": cause})
 

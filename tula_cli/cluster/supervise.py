@@ -11,7 +11,7 @@ import itertools
 import os
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -24,6 +24,7 @@ from tula_cli.cluster.relaunch import (
     ALLOCATION_LOST,
     COUNTED,
     PROCESS_LOST,
+    again,
     blamed,
     leaves_allocation,
     newest,
@@ -35,13 +36,15 @@ from tula_cli.cluster.relaunch import (
 from tula_cli.cluster.scripts.settle import leader_command, require_resumable, settled, take_up
 from tula_cli.cluster.slurm import queue as scheduler
 from tula_cli.cluster.slurm import sbatch
-from tula_cli.errors import JobFailed, TulaError
+from tula_cli.cluster.stopping.full_disk import held, require_room
+from tula_cli.errors import DiskFull, JobFailed, TulaError
 from tula_cli.host import machine_lock
 from tula_cli.host.leftovers import MARK, GpuMemory, mark
 from tula_cli.host.network import node_name
 from tula_cli.host.processes import started
 from tula_cli.run.directory import RunDir
 from tula_cli.run.files import hold
+from tula_cli.run.records.base import OutcomeClass
 from tula_cli.run.records.jobs import Attempt, Job, LeaderCommand
 from tula_cli.run.records.tasks import ProbeTask, Task, TrainTask
 from tula_cli.run.storage import reserve
@@ -158,13 +161,15 @@ class Supervisor:
             reason = blamed(self.run, task, attempt, reason, before)
             if reason.outcome == "disk":
                 reserve.give_up(self.run.path)  # to write that down
+                reason = held(reason, self._later_links(task))
             ended = self._allocation_ended(reason)
             lost = _lost(before) + (reason.outcome in COUNTED)
             following = None if ended else next_task(self.run, task, self._avoided(task, reason), lost)
             # Last: who sees the attempt ended may rely on everything that follows from it.
             close_attempt(self.run, attempt, reason)
             elsewhere = following is not None and leaves_allocation(reason.outcome, task.spec.cluster)
-            if (ended or elsewhere) and not self.run.cancelled(task.job):
+            stays = ended or elsewhere or reason.outcome == "disk"
+            if stays and not self.run.cancelled(task.job):
                 return  # the next link of the chain goes on
             task = following
         self._conclude(task or first)
@@ -179,8 +184,7 @@ class Supervisor:
         faulty = reason.outcome == "device_fault" and leaves_allocation(reason.outcome, task.spec.cluster)
         if not (faulty and isinstance(task, TrainTask)):
             return reason
-        job = self._own_job(task)
-        waiting = job.links[job.links.index(self.allocation.job_id) + 1 :] if job is not None else ()
+        waiting = self._later_links(task)
         nodes = sbatch.excluded(self.run, task, also=reason.host)
         complaint = scheduler.exclude(waiting, nodes)
         told = f"excluded from now on: {nodes}" if not complaint else f"{nodes} could not be excluded: {complaint}"
@@ -190,8 +194,12 @@ class Supervisor:
         """Take links that have too few nodes for what is left out of the queue; one that starts all the same ends at once."""
         job = self._own_job(task)
         if job is not None:
-            later = job.links[job.links.index(self.allocation.job_id) + 1 :]
-            scheduler.cancel([link for link in later if job.nodes_of(link) < task.nodes])
+            scheduler.cancel([link for link in self._later_links(task) if job.nodes_of(link) < task.nodes])
+
+    def _later_links(self, task: Task) -> Sequence[str]:
+        """Return the jobs of the chain that wait for this one."""
+        job = self._own_job(task)
+        return () if job is None else job.links[job.links.index(self.allocation.job_id) + 1 :]
 
     def _conclude(self, task: Task) -> None:
         """Write what an earlier supervisor still owed, and give the queue back the links that are not needed."""
@@ -267,17 +275,27 @@ class Supervisor:
         if why := no_progress(earlier, self.run.training(task.signature).progress(), task.spec.train.max_attempts):
             self.run.write_attempt(last.model_copy(update={"message": f"{last.message}; {why}"}))
             return None
-        unwritten = (
-            *PROCESS_LOST,
-            *ALLOCATION_LOST,
-            "host_oom",
-            "device_oom",
-            "stage_end",
-        )  # whose relaunch is not there yet
-        if last.outcome not in unwritten:
+        if last.outcome == "disk":
+            return self._with_room(task, last)
+        if last.outcome not in UNWRITTEN:
             return None
         lost = _lost(self._without_progress(task))
         return next_task(self.run, task, ExitReason(last.outcome, last.message, host=last.host), lost)
+
+    def _with_room(self, task: TrainTask, last: Attempt) -> TrainTask:
+        """Go on after a full disk, in a job that was released.
+
+        Raises:
+            DiskFull: it is full still; the jobs after this one are held again.
+        """
+        try:
+            require_room(self.run, last)
+        except DiskFull:
+            scheduler.hold(self._later_links(task))
+            raise
+        relaunch = again(task, f"there is room again: {last.message}")
+        self.run.write_task(relaunch)
+        return relaunch
 
     def _corrected(self, last: Attempt) -> Attempt:
         """Return an attempt with why its allocation was ended, where its own supervisor could not tell yet."""
@@ -334,6 +352,10 @@ class Supervisor:
             reason = termination_reason(lost.allocation) if lost.allocation else killed
             update = {"ended_at": ended, "outcome": reason.outcome, "message": reason.message}
             run.write_attempt(lost.model_copy(update=update))
+
+
+UNWRITTEN: tuple[OutcomeClass, ...] = (*PROCESS_LOST, *ALLOCATION_LOST, "host_oom", "device_oom", "stage_end")
+"""Endings whose relaunch may not have been written yet."""
 
 
 def _lost(attempts: list[Attempt]) -> int:

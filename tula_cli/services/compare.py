@@ -40,9 +40,9 @@ CONTROLS = ("lbt-x2", "lbt-x4")
 A_START = 15.0
 """Seconds after which a training that does not run yet is said to wait."""
 Inspect = Callable[[JobSpec], Inspection]
-State = Literal["done", "diverged", "failed", "cancelled", "lost", "running", "queued", "missing"]
+State = Literal["done", "diverged", "failed", "cancelled", "lost", "held", "running", "queued", "missing"]
 FINISHED: tuple[State, ...] = ("done", "diverged")
-ENDED: tuple[State, ...] = ("failed", "cancelled", "lost")
+ENDED: tuple[State, ...] = ("failed", "cancelled", "lost", "held")
 
 
 @dataclass(frozen=True)

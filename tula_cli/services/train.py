@@ -10,15 +10,8 @@ from pathlib import Path
 from tula_cli.cluster.launcher import Launcher, submitting, under_way
 from tula_cli.cluster.slurm import first_job
 from tula_cli.cluster.slurm.submit import nodes_of_links
-from tula_cli.errors import (
-    BadMeasurements,
-    Infeasible,
-    JobFailed,
-    Pending,
-    SchedulerError,
-    SpecError,
-    require_positive,
-)
+from tula_cli.cluster.stopping.full_disk import let_go
+from tula_cli.errors import BadMeasurements, Infeasible, JobFailed, Pending, SchedulerError, SpecError, require_positive
 from tula_cli.models import halving
 from tula_cli.models.choice.grid import batches, check_divides
 from tula_cli.models.cost import price_words
@@ -258,10 +251,12 @@ def _ladder(
 def start(run: RunDir, plan: TrainPlan, launcher: Launcher, *, after: str = "") -> str:
     """Submit the training job, with the user's code copied; one under way is left alone. Returns its id.
 
-    `after` is the job of a rehearsal that it has to wait for.
+    `after` is the job of a rehearsal that it has to wait for. Raises DiskFull where the last attempt ended of that and
+    nothing has been freed.
     """
     task = plan.task
     with submitting(run):
+        let_go(run, task)
         if under_way(run, launcher, [task.job]):
             if run.cancelled(task.job):
                 raise SchedulerError(f"{task.job} is still being cancelled", "run the same command again in a minute")

@@ -16,7 +16,7 @@ from tula_cli.services.progress import job_status
 from tula_cli.services.status import RunStatus
 from tula_cli.spec.job import JobSpec
 
-ENDED_BADLY = ("lost", "failed", "diverged", "cancelled")
+ENDED_BADLY = ("lost", "held", "failed", "diverged", "cancelled")
 FIRST_JOB = "the job that builds the model and the dataset"
 
 

@@ -152,5 +152,5 @@ def spread(value: "Stat | None", digits: int) -> str:
 
 def comparison_note(row: "Row") -> str:
     """Return what of a row has not ended well, or not at all."""
-    words = ("diverged", "failed", "cancelled", "lost", "running", "queued", "missing")
+    words = ("diverged", "failed", "cancelled", "lost", "held", "running", "queued", "missing")
     return ", ".join(f"{count} {word}" for word in words if (count := row.count(word)))  # type: ignore[arg-type]

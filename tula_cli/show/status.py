@@ -28,6 +28,7 @@ STATE_STYLES = {
     "diverged": "bold red",
     "lost": "bold red",
     "cancelled": "yellow",
+    "held": "yellow",
 }
 
 

@@ -386,3 +386,14 @@ def test_a_refusal_keeps_sbatchs_words_and_says_what_to_do(words, message, hint)
     error = refused(words)
     assert message in error.message
     assert hint in error.hint
+
+
+def test_waiting_jobs_are_held_for_their_user_and_released(slurm):
+    ids = [slurm.add("tula-a"), slurm.add("tula-b")]
+    assert scheduler.hold(ids) == ""
+    assert all(state.held and state.hopeless for state in scheduler.ask(ids).values())
+    assert scheduler.release(ids) == ""
+    assert not any(state.held for state in scheduler.ask(ids).values())
+    slurm.set(ids[0], "RUNNING")
+    assert "already finished" in scheduler.hold(ids[:1])
+    assert scheduler.hold(["a name"]) == "" and scheduler.release([]) == ""

@@ -31,6 +31,11 @@ class SchedulerState:
     starts_at: float | None = None  # Unix time at which a waiting job is expected to start
 
     @property
+    def held(self) -> bool:
+        """Whether the job waits for its user to release it."""
+        return self.state == "pending" and self.reason.partition(":")[0] == "JobHeldUser"
+
+    @property
     def hopeless(self) -> bool:
         """Whether the job waits for what waiting does not bring."""
         return self.state == "pending" and self.reason.partition(":")[0] in HOPELESS
@@ -320,6 +325,27 @@ def exclude(ids: Sequence[str], nodes: str) -> str:
     if not own:
         return ""
     answer = call("scontrol", "update", f"JobId={','.join(own)}", f"ExcNodeList={nodes}")
+    return "" if answer.ok else answer.complaint or "scontrol failed"
+
+
+def hold(ids: Sequence[str]) -> str:
+    """Keep waiting jobs from starting until they are released; return scontrol's complaint, empty where it did so.
+
+    The hold is the user's, whoever orders it: `scontrol hold` by root would be an administrator's.
+    """
+    return _ordered("uhold", ids)
+
+
+def release(ids: Sequence[str]) -> str:
+    """Let held jobs start; return scontrol's complaint, empty where it did what it was told."""
+    return _ordered("release", ids)
+
+
+def _ordered(order: str, ids: Sequence[str]) -> str:
+    own = [id_ for id_ in ids if id_.isdigit()]
+    if not own:
+        return ""
+    answer = call("scontrol", order, ",".join(own))
     return "" if answer.ok else answer.complaint or "scontrol failed"
 
 

@@ -10,7 +10,7 @@ from tula_cli.errors import DeviceFault, DiskFull, Diverged, JobFailed, OutOfMem
 from tula_cli.run.records.base import OutcomeClass
 
 Next = Literal[
-    "processes", "once more", "elsewhere", "next job", "more nodes", "less memory", "fewer loaders", "nothing"
+    "processes", "once more", "elsewhere", "next job", "more nodes", "less memory", "fewer loaders", "held", "nothing"
 ]
 """What follows an ending in a training."""
 
@@ -23,6 +23,7 @@ NEXT_WORDS: dict[Next, str] = {
     "more nodes": "the same job where it has the nodes, else the first job of the chain that has",
     "less memory": "new processes with smaller micro-batches, or a smaller batch; ends where nothing takes less",
     "fewer loaders": "new processes with fewer loader processes; ends where there are none to spare",
+    "held": "it ends, and the other jobs of the chain are held until `tula train` finds room",
     "nothing": "it ends, and the other jobs of the chain are taken out of the queue",
 }
 """The same as docs/commands.md tells it."""
@@ -96,8 +97,9 @@ ENDINGS: dict[OutcomeClass, Ending] = {
     "disk": Ending(
         "no space, no quota or no more files where the run lies, or where the job writes",
         DiskFull,
-        "nothing",
-        "free some space (or quota) and run the same command again; nothing that was saved is lost",
+        "held",
+        "free some space (or quota) and run the same command again: it goes on from the newest checkpoint, and lets held"
+        " jobs go",
     ),
     "storage": Ending(
         "the file system did not answer, or lost a file (a time-out, a stale handle, an error of the disk)",

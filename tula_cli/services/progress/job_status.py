@@ -16,7 +16,7 @@ from tula_cli.run.records.tasks import EvaluateTask, JobTask, ProbeTask, Rehears
 from tula_cli.run.snapshot import Snapshot
 from tula_cli.spec.resources import Cluster
 
-JobState = Literal["queued", "running", "done", "failed", "diverged", "cancelled", "lost"]
+JobState = Literal["queued", "running", "held", "done", "failed", "diverged", "cancelled", "lost"]
 ACTIVE: tuple[JobState, ...] = ("queued", "running")
 
 GRACE = {"local": 2.0, "slurm": 60.0}
@@ -243,6 +243,8 @@ def _state(
         return ("failed", progress.failed[0]) if progress.failed else ("done", "")
     if cancelled:
         return "cancelled", f"by {cancelled}"
+    if scheduler.held and attempts and attempts[-1].outcome == "disk":
+        return "held", f"{attempts[-1].message}; {advice('disk')}"
     if scheduler.state == "pending":
         return "queued", scheduler.reason
     if scheduler.state == "running":

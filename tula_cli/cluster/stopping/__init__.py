@@ -1,0 +1,1 @@
+"""What is done where a job must not simply go on."""

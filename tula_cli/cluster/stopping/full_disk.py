@@ -1,0 +1,73 @@
+"""A chain whose disk is full is held: each job of it would fail at once, and all would be gone in half a minute."""
+
+import dataclasses
+from collections.abc import Sequence
+
+from tula_cli.cluster.exit_reason import ExitReason
+from tula_cli.cluster.slurm import queue as scheduler
+from tula_cli.errors import DiskFull, SchedulerError
+from tula_cli.host.outcome import advice
+from tula_cli.run.directory import RunDir
+from tula_cli.run.records.jobs import Attempt
+from tula_cli.run.records.tasks import TrainTask
+from tula_cli.run.storage.shortages import shortage, shortage_words, still_missing
+from tula_cli.run.storage.space import refuses
+
+
+def held(reason: ExitReason, waiting: Sequence[str]) -> ExitReason:
+    """Hold the jobs of a chain that wait, where the disk is full; return the reason with what was done.
+
+    Args:
+        reason: why an attempt ended.
+        waiting: the jobs of its chain that come after this one.
+    """
+    if reason.outcome != "disk" or not waiting:
+        return reason
+    complaint = scheduler.hold(waiting)
+    ids = waiting[0] if len(waiting) == 1 else f"{waiting[0]} to {waiting[-1]}"
+    told = f"held: {ids}" if not complaint else f"{ids} could not be held: {complaint}"
+    return dataclasses.replace(reason, message=f"{reason.message}; {told}")
+
+
+def require_room(run: RunDir, last: Attempt | None) -> None:
+    """See that what filled the disk fits now, after an attempt that ended of it.
+
+    Args:
+        run: the run.
+        last: the newest attempt of a training.
+
+    Raises:
+        DiskFull: it does not.
+    """
+    if last is None or last.outcome != "disk":
+        return
+    before = last.shortage
+    if before is not None:
+        found = still_missing(before)
+    else:
+        found = shortage(run.path) if refuses(run.path) else None
+    if found is not None:
+        raise DiskFull(
+            f"there is still no room: {shortage_words(found)}",
+            advice("disk"),
+            folder=found.folder,
+            quota=found.quota,
+            needed=found.needed,
+        )
+
+
+def let_go(run: RunDir, task: TrainTask) -> None:
+    """Let the held jobs of a training's chain start again, where there is room for what filled the disk.
+
+    Raises:
+        DiskFull: there is none.
+        SchedulerError: scontrol does not do it.
+    """
+    attempts, job = run.training(task.signature).attempts(), run.job(task.job)
+    if not attempts or attempts[-1].outcome != "disk":
+        return
+    require_room(run, attempts[-1])
+    states = scheduler.ask(job.links) if job is not None else {}
+    held_now = [id_ for id_, state in states.items() if state.held]
+    if complaint := scheduler.release(held_now):
+        raise SchedulerError(f"scontrol release: {complaint}", f"by hand: scontrol release {','.join(held_now)}")

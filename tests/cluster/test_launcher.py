@@ -165,17 +165,27 @@ def test_the_chain_is_as_long_as_the_prediction_wants(run, hours, links):
     assert submit.links(training(run, hours=hours)) == links
 
 
-def test_links_of_stages_ask_for_their_nodes_and_come_first(slurm, run):
-    task = training(run, hours=2.0)
+def growing(run, *, hours, steps):
+    """Return a training whose first two stages have so many steps each, on 1 and 2 of its 4 nodes."""
+    task = training(run, hours=hours)
     stages = [(0, 32, 1), (96, 64, 2), (200, 128, 4)]
     on_nodes = tuple(Stage(begin=begin, batch=batch, nodes=nodes) for begin, batch, nodes in stages)
     predicted = tuple(
-        StageSteps(batch=batch, steps=900, step_time=2.0, step_low=None, step_high=None, nodes=nodes)
+        StageSteps(batch=batch, steps=steps, step_time=2.0, step_low=None, step_high=None, nodes=nodes)
         for _, batch, nodes in stages[:2]
-    )  # half an hour each
+    )
     rung = task.ladder[0]
     rung = rung.model_copy(update={"prediction": rung.prediction.model_copy(update={"stages": predicted})})
-    task = task.model_copy(update={"nodes": 1, "stages": on_nodes, "ladder": (rung, *task.ladder[1:])})
+    return task.model_copy(update={"nodes": 1, "stages": on_nodes, "ladder": (rung, *task.ladder[1:])})
+
+
+def test_stages_that_want_many_links_leave_some_to_those_of_all_nodes(run):
+    found = submit.nodes_of_links(growing(run, hours=500.0, steps=180_000))  # a hundred hours each
+    assert len(found) == submit.MOST_LINKS and found[-2:] == (4, 4) and found[0] == 1
+
+
+def test_links_of_stages_ask_for_their_nodes_and_come_first(slurm, run):
+    task = growing(run, hours=2.0, steps=900)  # half an hour each
     run.write_task(task)
     job = submitted(run, task)
     # an hour's limit: half an hour is one link and one to spare, what is left two and two

@@ -472,6 +472,9 @@ def test_the_status_and_the_plan_tell_the_stage_of_a_batch_that_grows(run):
     assert "batch 64 from epoch 0.500: noise scale 80.0; batch 128 from epoch 1.00: noise scale 120" in printed(
         show_train.train_plan(grown)
     )
+    noisy = own.model_copy(update={"train": own.train.model_copy(update={"ramp": "noise"})})
+    grown.task = grown.task.model_copy(update={"spec": noisy})
+    assert "nothing puts the stages of train.ramp: noise off" in printed(show_train.train_plan(grown))
 
 
 def test_a_change_of_the_pace_is_shown_once_in_status_and_below_the_table_at_the_end(run):

@@ -53,12 +53,15 @@ def _branches_planned(task: "TrainTask") -> Iterator[str]:
 
 def _stages_planned(task: "TrainTask", predicted: "Prediction | None") -> Iterator[str]:
     """Say how the batch grows, as far as that is known before it starts."""
-    from tula_cli.models.ramp.by_noise import stage_words
+    from tula_cli.models.ramp.by_noise import settled_words, stage_words
 
     if task.spec.train.stages is None:
         return
     if any(stage.noise is not None for stage in task.stages):
         yield f"its batch grows: {stage_words(task.stages)}"
+        measured = task.spec.train.noise_measured
+        if measured is not None and (settled := settled_words(task.stages, measured.every)):
+            yield settled
         return
     if predicted is None or not predicted.stages:
         yield "its batch grows over the first epochs (train.ramp), as the log tells"

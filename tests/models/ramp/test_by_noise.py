@@ -14,6 +14,7 @@ from tula_cli.models.forecast import Forecast
 from tula_cli.models.ramp.by_noise import (
     GROWTH,
     LEAST,
+    SETTLED,
     NoisePath,
     continued,
     decided,
@@ -21,6 +22,7 @@ from tula_cli.models.ramp.by_noise import (
     in_epochs,
     next_stage,
     put_off,
+    settled_words,
     stage_words,
     stages_by_noise,
 )
@@ -176,6 +178,9 @@ def test_a_forecast_knows_the_stages_and_what_they_lack() -> None:
     assert not any("train.ramp: noise" in text for text in known.warnings)
     start = Forecast.from_results(spec, results, noise=path((0, 20), reference=32))
     assert any("rest on the noise at the start of training" in text for text in start.warnings)
+    short = spec.model_copy(update={"train": spec.train.model_copy(update={"epochs": 1})})
+    told = [Forecast.from_results(one, results, noise=path((0, 20), reference=32)).warnings for one in (spec, short)]
+    assert [SETTLED in warnings for warnings in told] == [False, True]
     untold = Forecast.from_results(spec, results)
     assert any("tula profile --progress measures it" in text for text in untold.warnings)
 
@@ -234,6 +239,14 @@ def test_the_upper_end_of_the_noise_decides_and_the_next_measurement_looks_again
 
 
 # --- words
+
+
+def test_stages_that_begin_before_the_noise_is_measured_are_said_to_stay() -> None:
+    early = (Stage(begin=0, batch=32, noise=40.0), Stage(begin=SIZE, batch=64, noise=64.0))
+    late = (*early, Stage(begin=SIZE + 1, batch=128, noise=128.0))
+    never = (*early, Stage(begin=9 * SIZE, batch=128))
+    told = [settled_words(in_epochs(those, SIZE), 1) for those in (early, late, never, early[:1])]
+    assert told == [SETTLED, "", SETTLED, ""] and settled_words(in_epochs(late, SIZE), 2) == SETTLED
 
 
 def test_stages_and_decisions_in_words() -> None:

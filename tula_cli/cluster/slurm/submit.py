@@ -134,7 +134,7 @@ def chain(task: Task) -> Sequence[Task]:
         found += [task.model_copy(update={"nodes": nodes})] * _needed(task, own, limit, spare=1)
         hours = None if hours is None or own is None else hours - own
     last = task.model_copy(update={"nodes": task.own_nodes})
-    found += [last] * min(max(2, _needed(task, hours, limit, spare=SPARE_LINKS)), MOST_LINKS)
+    found = found[: MOST_LINKS - 2] + [last] * min(max(2, _needed(task, hours, limit, spare=SPARE_LINKS)), MOST_LINKS)
     return found[:MOST_LINKS]
 
 

@@ -25,6 +25,7 @@ LEAST = 0.02
 MOST_NOISE = 1e12
 """Samples that a noise scale is taken for where the gradient is lost in its noise."""
 UNMEASURED = "nothing has measured the gradient noise scale that train.ramp: noise goes by"
+SETTLED = "nothing puts the stages of train.ramp: noise off: the noise is measured at the end of an epoch, and they begin before"
 MEASURE = "tula profile --progress measures it; train.ramp: auto needs none"
 
 
@@ -129,12 +130,14 @@ def stages_doubted(spec: JobSpec, noise: NoisePath | None) -> list[str]:
         return []
     if noise is None:
         return [f"{UNMEASURED}: times are those of train.ramp: auto, and tula train refuses; {MEASURE}"]
+    settled = [SETTLED] if spec.train.epochs == 1 else []
     if not noise.measured_at:
         return [
+            *settled,
             "the stages of train.ramp: noise rest on the noise at the start of training, which tells little of some jobs:"
-            " tula profile --progress measures it after a tenth of the epochs"
+            " tula profile --progress measures it after a tenth of the epochs",
         ]
-    return []
+    return settled
 
 
 # --- while it trains
@@ -226,6 +229,12 @@ def _words(stage: Stage, *, by_noise: bool) -> str:
         never = f"batch {stage.batch} never: the noise scale stays below it"
         return never if by_noise else f"batch {stage.batch} from epoch {number(stage.epoch)}"
     return f"batch {stage.batch} from epoch {number(stage.epoch)}: noise scale {number(stage.noise)}"
+
+
+def settled_words(stages: Sequence[Stage], every: int) -> str:
+    """Say that stages (as they are written down) all begin before the noise is measured, every so many epochs; else nothing."""
+    coming = [stage.epoch or 0.0 for stage in stages[1:] if stage.noise is not None]
+    return SETTLED if coming and coming[-1] <= every else ""
 
 
 def decision_words(found: StageDecision) -> str:

@@ -177,6 +177,8 @@ def test_micro_batches_of_one_sample_are_a_warning_where_batch_norm_cannot():
         ({"train": {"epochs": 1, "ghost_batch": 3}, "search": {"nodes": [1], "min_batch": 8}}, "3 does not divide the 8"),
         ({"train": {"epochs": 1, "ghost_batch": 4, "method": "lbt", "ramp": [{"epochs": 0.5, "batch": 6}]},
           "search": {"nodes": [1], "min_batch": 8}}, "ghost_batch 4 does not divide the 6"),
+        ({"train": {"epochs": 1, "ghost_batch": 4, "method": "lbt", "ramp": [{"epochs": 0.5, "batch": 6, "nodes": 1}]},
+          "search": {"nodes": [4], "min_batch": 16}}, "ghost_batch 4 does not divide the 6"),
         ({"train": {"epochs": 1, "ghost_batch": 4, "method": "ags"}, "search": {"nodes": [1], "min_batch": 8},
           "ags": {"b_small": 5}}, "ghost_batch 4 leaves 1 sample over of the 5"),
         ({"optimizer": {"name": "SparseAdam", "lr": 0.1}}, "SparseAdam fails"),

@@ -183,6 +183,13 @@ def test_parts_of_micro_batches_are_those_that_the_stage_needs(alone: Ranks) -> 
     assert [step.batch for step in cut] == [step.batch for step in steps_of(trainer(task.spec, alone, batch=32))]
 
 
+def test_parts_of_a_stage_are_whole_ghost_batches(alone: Ranks) -> None:
+    ghosts = job(ramp=[{"epochs": 1, "batch": 24}], train={"ghost_batch": 8})
+    task = train_task(ghosts, batch=64).model_copy(update={"splits": 4})
+    subject = worker_train_loop.build(task, alone, build_datasets(task.spec), batch=64, workers=0, refresh=True)
+    assert subject.sizes.splits == {24: 3, 64: 4}, "of 16 and of 8 samples; two parts would be of 12"
+
+
 def test_a_stage_that_does_not_divide_is_refused(alone: Ranks) -> None:
     with pytest.raises(SpecError, match="batch 9 does not divide by 2"):
         trainer(job(ramp=[{"epochs": 1, "batch": 9}], train={"accumulate": 2}), alone, batch=32)

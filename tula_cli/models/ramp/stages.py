@@ -218,11 +218,13 @@ def _dividing(batch: int, parts: int, ghost: int | None) -> int:
 def stage_batches(spec: JobSpec, *, batch: int, parts: int, dataset_size: int) -> list[int]:
     """Return the batches below a training's own that it may come to on so many parts, as far as the job alone tells.
 
+    Stages that name their nodes are on those, whatever the parts here.
+
     Args: as of `ramp_of`.
     """
     asked = spec.train.stages
     if isinstance(asked, list):
-        return [stage.batch for stage in asked if stage.batch < batch and stage.batch % parts == 0]
+        return [one.batch for one in asked if one.batch < batch and not one.nodes and one.batch % parts == 0]
     if asked is None:
         return []
     return [stage.batch for stage in _auto(spec, batch, [parts], dataset_size).stages[:-1]]

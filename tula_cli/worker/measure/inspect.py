@@ -21,6 +21,7 @@ from tula_cli.errors import JobFailed, Problem, SpecError, TulaError
 from tula_cli.host.capacity import machine_memory
 from tula_cli.host.processor import processor_name
 from tula_cli.models.halving import dearest
+from tula_cli.models.ramp.stage_nodes import named
 from tula_cli.models.ramp.stages import stage_batches
 from tula_cli.plugins import is_import_string
 from tula_cli.run.records.components import Footprint
@@ -343,6 +344,8 @@ def _check_ghosts(spec: JobSpec, model: nn.Module, *, largest: int) -> None:
         for batch in (*doubled, *stage_batches(spec, batch=most, parts=parts, dataset_size=largest)):
             if batch % parts == 0:
                 check_ghosts(spec, batch, world=ranks)
+    for batch, nodes in named(spec).items():
+        check_ghosts(spec, batch, world=nodes * spec.cluster.gpus_per_node)
 
 
 def _shape(output: Any) -> str:

@@ -46,11 +46,16 @@ def sizes_of(task: LoopTask, *, batch: int, world: int, dataset_size: int) -> Si
 
 
 def _splits_like(spec: JobSpec, stage: int, batch: int, *, world: int, splits: int) -> int:
-    """Return the parts of a stage's micro-batches: the fewest with no more samples than one of the whole batch has."""
+    """Return the parts of a stage's micro-batches: the fewest with no more samples than one of the whole batch has.
+
+    Each takes whole ghost batches, or less than one.
+    """
     each, method = micro_batches(spec, world), method_of(spec)
     micro_batch, held = stage // (world * each), batch // (world * each * splits)
     least = method.fewest_samples(Configuration(spec, stage, world))
-    fitting = (n for n in range(1, micro_batch + 1) if not micro_batch % n and least <= micro_batch // n <= held)
+    ghost = spec.train.ghost_batch or micro_batch
+    sizes = ((n, micro_batch // n) for n in range(1, micro_batch + 1) if not micro_batch % n)
+    fitting = (n for n, size in sizes if least <= size <= held and (size <= ghost or not size % ghost))
     return next(fitting, 1)
 
 

@@ -1,11 +1,11 @@
 """What many candidates cost `tula recommend`: CPU seconds and peak memory, beside those of an ordinary answer.
 
-    python benchmarks/candidates.py [--counts 1000 20000 100000] [--spot] [--repeat 3] [--json]
+    python benchmarks/candidates.py [--counts 1000 20000 100000] [--spot] [--all] [--repeat 3] [--json]
 
 For each count a run with so many feasible configurations is made in a temporary folder: nine probes, and numbers of nodes that
 divide every one of 25 batches (few numbers do, so the largest batches and clusters are beyond any that there are). Then `tula
 recommend` is run on it as a process of its own, and on an ordinary grid of 32. With --spot there are spot nodes as well,
-on which each configuration is forecast too. CPU seconds, user and system, are the least of some repetitions; memory is
+on which each configuration is forecast too. With --all every candidate is told, as JSON, and written into results.csv. CPU seconds, user and system, are the least of some repetitions; memory is
 the peak resident one.
 """
 
@@ -55,8 +55,11 @@ def main() -> None:
     options = _options()
     # What is written here need not outlive a crash, and syncing takes time.
     with tempfile.TemporaryDirectory() as folder, mock.patch.object(os, "fsync"):
-        costs = [measure(Path(folder), count, spot=options.spot, repeat=options.repeat) for count in options.counts]
-        ordinary = measure(Path(folder), ORDINARY, spot=options.spot, repeat=options.repeat)
+        costs = [
+            measure(Path(folder), count, spot=options.spot, every=options.all, repeat=options.repeat)
+            for count in options.counts
+        ]
+        ordinary = measure(Path(folder), ORDINARY, spot=options.spot, every=options.all, repeat=options.repeat)
     if options.json:
         print(json.dumps([asdict(cost) for cost in (ordinary, *costs)]))
         return
@@ -69,32 +72,42 @@ def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--counts", type=int, nargs="+", default=[1000, 20_000, 100_000])
     parser.add_argument("--spot", action="store_true")
+    parser.add_argument("--all", action="store_true")
     parser.add_argument("--repeat", type=int, default=3)
     parser.add_argument("--json", action="store_true")
     return parser.parse_args()
 
 
-def measure(root: Path, count: int, *, spot: bool, repeat: int) -> Cost:
+def measure(root: Path, count: int, *, spot: bool, every: bool, repeat: int) -> Cost:
     """Return what the cheapest of some answers cost.
 
     Args:
         root: folder of the run that is made for it.
         count: candidates; beyond an ordinary grid the next multiple of 25.
         spot: whether there are spot nodes.
+        every: whether every candidate is told and written.
         repeat: answers.
     """
     run = make_run(root / f"{count}", count, spot=spot)
-    found = [recommended(run) for _ in range(repeat)]
+    found = [recommended(run, every=every) for _ in range(repeat)]
     return min(found, key=lambda cost: cost.cpu)
 
 
-def recommended(run: RunDir) -> Cost:
+def recommended(run: RunDir, *, every: bool) -> Cost:
     """Return what one answer costs, as a process of its own.
 
     Raises:
         CalledProcessError: it failed.
     """
-    command = [sys.executable, "-m", "tula_cli", "recommend", "--run", str(run.path)]
+    command = [
+        sys.executable,
+        "-m",
+        "tula_cli",
+        "recommend",
+        "--run",
+        str(run.path),
+        *(["--all", "--json"] if every else []),
+    ]
     watched = subprocess.run(
         [sys.executable, "-c", WATCH, *command],
         env={**os.environ, "PYTHONPATH": str(ROOT)},

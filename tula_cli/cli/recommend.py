@@ -2,7 +2,7 @@
 
 import functools
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -32,10 +32,12 @@ from tula_cli.cli.runs import open_run
 from tula_cli.cli.waiting import warn_all
 from tula_cli.errors import BadMeasurements, CannotWrite
 from tula_cli.show import recommend as show_recommend
-from tula_cli.show.screen import Screen
+from tula_cli.show.screen import Lines, Screen
 from tula_cli.spec import methods
 
 if TYPE_CHECKING:
+    from rich.console import RenderableType
+
     from tula_cli.run.directory import RunDir
     from tula_cli.run.records.recommendations import Recommendation
     from tula_cli.services.recommendation.answer import Answer
@@ -85,14 +87,26 @@ def recommend(
         screen, run, spec, answer, overrides or (), job, asked=save, every=every
     )
     judged = service.validated(answer) if validate else {}
-    found = answer.every() if every else found
+    rows = {"rows": Lines(answer.rows_as_json())} if every else {}
     worth = methods.worth(spec.train.method)
-    data = {**dict(found), "saved": saved, "worth": worth, **({"validation": judged} if validate else {})}
-    shown = show_recommend.recommendation(
-        found, drawn=answer.drawn(), width=screen.width, color=screen.colored, pareto=pareto, every=every
-    )
+    data = {**dict(found), **rows, "saved": saved, "worth": worth, **({"validation": judged} if validate else {})}
+    shown = _shown(screen, answer, pareto=pareto, every=every, kept=saved)
     screen.answer(data, itertools.chain(shown, ["", worth], show_recommend.validation(judged)))
     warn_all(screen, found.warnings)
+
+
+def _shown(screen: Screen, answer: "Answer", *, pareto: bool, every: bool, kept: bool) -> "Iterator[RenderableType]":
+    """Yield the answer for people; `kept`: whether it was written."""
+    whole = every and len(answer.offers) <= show_recommend.MOST
+    yield from show_recommend.recommendation(
+        answer.every() if whole else answer.recommendation,
+        drawn=answer.drawn(),
+        width=screen.width,
+        color=screen.colored,
+        pareto=pareto,
+        every=whole,
+        more=show_recommend.too_many(kept=kept) if every else show_recommend.MORE,
+    )
 
 
 def _saved(

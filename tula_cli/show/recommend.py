@@ -15,6 +15,12 @@ if TYPE_CHECKING:
     from tula_cli.services.recommendation.validation import Validation
 
 
+MOST = 1000
+"""Forecasts that one table shows: a hundred thousand take minutes to lay out, and nobody reads them."""
+
+MORE = "--all shows the others, and has results.csv hold them"
+
+
 def recommendation(
     found: "Recommendation",
     *,
@@ -22,12 +28,13 @@ def recommendation(
     color: bool,
     pareto: bool = False,
     every: bool = False,
+    more: str = MORE,
     drawn: "Recommendation | None" = None,
 ) -> Iterator["RenderableType"]:
     """The choice and its reason, the table of what was possible, and the plot of time and cost.
 
     With `pareto` the table holds only what nothing else beats in time, cost and, where it is known, energy; with `every` all
-    that is feasible, be it more than anyone reads. `drawn` has the rows of the plots, where they are others.
+    that is feasible; `more` says where the others are. `drawn` has the rows of the plots, where they are others.
     """
     from rich.text import Text
 
@@ -44,7 +51,7 @@ def recommendation(
     yield found.reason
     yield ""
     yield front(found) if pareto else predictions(found, every=every)
-    yield from () if every else _left_out(found, pareto=pareto)
+    yield from () if every else _left_out(found, more, pareto=pareto)
     yield ""
     if found.objective == "accuracy-time":
         yield same_progress(found)
@@ -234,11 +241,16 @@ def _shown(found: "Recommendation") -> list[dict[str, "Prediction"]]:
     return [configs[place] for place in sorted(place for _, place in best)]
 
 
-def _left_out(found: "Recommendation", *, pareto: bool) -> Iterator[str]:
+def _left_out(found: "Recommendation", more: str, *, pareto: bool) -> Iterator[str]:
     of_front = sum(row.pareto for row in found.rows), found.beaten_by_none or 0
     shown, of = of_front if pareto else (len(_shown(found)), _of(found))
     what = "that nothing beats" if pareto else "configurations"
-    yield from [f"{shown} of {of} {what}; --all shows the others, and has results.csv hold them"] if shown < of else ()
+    yield from [f"{shown} of {of} {what}; {more}"] if shown < of else ()
+
+
+def too_many(*, kept: bool) -> str:
+    """Say where all configurations are that no table shows; `kept`: whether results.csv was written."""
+    return f"results.csv holds them all{'' if kept else ' with --save'}, and --json tells them"
 
 
 def _of(found: "Recommendation") -> int:

@@ -1,12 +1,15 @@
 """What `tula recommend` lists, writes and weighs where there are many configurations."""
 
 import csv
+import io
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 from make_results import Truth, inspected, probe_all, spec, with_noise
 
+from tula_cli.cli import app
 from tula_cli.models.choice import offers
 from tula_cli.models.choice.grid import Config
 from tula_cli.models.forecast import Forecast
@@ -16,6 +19,8 @@ from tula_cli.services import search
 from tula_cli.services.recommend import keep, recommend
 from tula_cli.services.recommendation.answer import Answer
 from tula_cli.services.recommendation.listed import FEW
+from tula_cli.show import recommend as show_recommend
+from tula_cli.show.screen import Screen
 
 SMALLEST = 2520  # divides by 1 to 10, and 38 numbers more
 MANY = spec(
@@ -121,3 +126,22 @@ def test_a_search_weighs_the_best_of_each_batch_and_what_was_measured(
     assert Config(few[0].nodes, few[0].batch) in fitting
     found = search.next_round(MANY, run.results(), inspection=inspected(dataset_size=10**6))
     assert found.words.startswith("expected regret")
+
+
+def said(*arguments: str) -> str:
+    screen = Screen(out=io.StringIO(), err=io.StringIO())
+    assert app.run(["recommend", *arguments], screen=screen) == 0, screen.err.getvalue()
+    return screen.out.getvalue()
+
+
+def test_all_that_no_table_shows_are_told_as_json_and_written(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    count = len(ask(run).every().rows)
+    asked = ("--run", str(run.path), "--all")
+    assert "configurations;" not in said(*asked), "a table of them all"
+    monkeypatch.setattr(show_recommend, "MOST", count - 1)
+    text = said(*asked)
+    assert len(text.splitlines()) < 100 and "configurations; results.csv holds them all, and --json tells them" in text
+    assert "results.csv holds them all with --save" in said(*asked, "--objective", "time")
+    monkeypatch.setattr(Answer, "every", None)  # nor are all made into records at once
+    rows = json.loads(said(*asked, "--json"))["data"]["rows"]
+    assert len(rows) == count and [row["hours"] for row in rows] == sorted(row["hours"] for row in rows)

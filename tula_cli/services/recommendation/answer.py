@@ -2,6 +2,7 @@
 
 import csv
 import io
+import itertools
 import shlex
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -108,14 +109,11 @@ def _table(all_measurements: Sequence[TypeMeasurements], recommendation: Recomme
 
     Candidates are all where they are few or all are wanted, and else those that the recommendation lists.
     """
-    within: dict[tuple[str, Config], list[Prediction]] = {}
-    for row in recommendation.rows if every is None else every.records():
-        within.setdefault((row.type, Config(row.nodes, row.batch)), []).append(row)
-    lines = (
-        line
-        for measurements in all_measurements
-        for line in _lines(measurements, recommendation, within, every=every is not None)
-    )
+    rows = recommendation.rows if every is None else every
+    within: dict[tuple[str, Config], list[int]] = {}
+    for index, (kind, config) in enumerate(_keys(rows)):
+        within.setdefault((kind, config), []).append(index)
+    lines = (line for measurements in all_measurements for line in _lines(measurements, recommendation, rows, within))
     text, first = io.StringIO(), next(lines)
     table = csv.DictWriter(text, first, lineterminator="\n")
     table.writeheader()
@@ -124,21 +122,42 @@ def _table(all_measurements: Sequence[TypeMeasurements], recommendation: Recomme
     return text.getvalue()
 
 
+def _keys(rows: Sequence[Prediction] | Offers) -> Iterator[tuple[str, Config]]:
+    """Yield the node type and the configuration of each forecast."""
+    if isinstance(rows, Offers):
+        found = zip(rows.type.tolist(), rows.nodes.tolist(), rows.batch.tolist(), strict=True)
+        yield from ((kind, Config(nodes, batch)) for kind, nodes, batch in found)
+    else:
+        yield from ((row.type, Config(row.nodes, row.batch)) for row in rows)
+
+
+def _taken(rows: Sequence[Prediction] | Offers, indices: Sequence[int]) -> Sequence[Prediction]:
+    return rows.take(indices).records() if isinstance(rows, Offers) else [rows[index] for index in indices]
+
+
 def _lines(
     measurements: TypeMeasurements,
     recommendation: Recommendation,
-    within: Mapping[tuple[str, Config], Sequence[Prediction]],
-    *,
-    every: bool,
+    rows: Sequence[Prediction] | Offers,
+    within: Mapping[tuple[str, Config], Sequence[int]],
 ) -> Iterator[dict[str, Any]]:
-    """Return the lines of a node type; `within`: the forecasts within the limits."""
-    configs = _configs(measurements, [config for name, config in within if name == measurements.type], every=every)
-    here, on_spot, whys = _forecasts(measurements, list(configs))
-    for config, result in configs.items():
-        forecasts = here.get(config), on_spot.get(config), within.get((measurements.type, config), ())
-        cells = _row(measurements, config, result, recommendation, *forecasts)
-        cells["note"] = result.message if isinstance(result, OutOfMemory | Failed) else whys[config]
-        yield {name: None if cell != cell else cell for name, cell in cells.items()}  # nan is written as nothing
+    """Yield the lines of a node type, made in blocks: a hundred thousand records would take more than a gigabyte.
+
+    `rows`: the forecasts within the limits; `within`: the indices of those of a configuration.
+    """
+    listed = [config for kind, config in within if kind == measurements.type]
+    configs = _configs(measurements, listed, every=isinstance(rows, Offers))
+    names = list(configs)
+    for at in range(0, len(names), _BLOCK):
+        block = names[at : at + _BLOCK]
+        here, on_spot, whys = _forecasts(measurements, block)
+        indices = [within.get((measurements.type, config), ()) for config in block]
+        records = iter(_taken(rows, list(itertools.chain.from_iterable(indices))))
+        for config, own in zip(block, indices, strict=True):
+            result, found = configs[config], list(itertools.islice(records, len(own)))
+            cells = _row(measurements, config, result, recommendation, here.get(config), on_spot.get(config), found)
+            cells["note"] = result.message if isinstance(result, OutOfMemory | Failed) else whys[config]
+            yield {name: None if cell != cell else cell for name, cell in cells.items()}  # nan is written as nothing
 
 
 def _configs(

@@ -23,6 +23,7 @@ from typer.models import ArgumentInfo, CommandInfo, ParameterInfo
 from tula_cli import errors
 from tula_cli.cli import options
 from tula_cli.cli.app import app
+from tula_cli.cluster.stopping.repeated import AT_ONCE
 from tula_cli.errors import TulaError
 from tula_cli.host.endings.outcomes import ENDINGS, NEXT_WORDS
 from tula_cli.presets import AGS_PRESETS
@@ -252,9 +253,12 @@ follows. What follows is told of a training; a job of probes or an evaluation ha
 them, and any other ending of a probe is its result."""
 
 
+AGAIN = f"; twice within {AT_ONCE:g} s of a start, without progress, ends it"
+
+
 def _endings() -> str:
     rows = [
-        f"| `{outcome}` | {_cell(ending.means)} | {ending.error.exit_code} | {NEXT_WORDS[ending.follows]} | {_cell(ending.advice)} |"
+        f"| `{outcome}` | {_cell(ending.means)} | {ending.error.exit_code} | {NEXT_WORDS[ending.follows]}{AGAIN * ending.final_if_again} | {_cell(ending.advice)} |"
         for outcome, ending in ENDINGS.items()
     ]
     return "\n".join(

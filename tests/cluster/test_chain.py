@@ -19,8 +19,11 @@ from tula_cli.cluster.slurm import queue as scheduler
 from tula_cli.cluster.slurm.queue import SchedulerState
 from tula_cli.cluster.slurm.sbatch import parameters
 from tula_cli.cluster.stopping.full_disk import let_go
+from tula_cli.cluster.stopping.last_words import failure, reason_of
+from tula_cli.cluster.stopping.repeated import again_at_once
 from tula_cli.cluster.supervise import Supervisor
 from tula_cli.errors import DeviceFault, DiskFull, JobFailed, SchedulerError, TulaError
+from tula_cli.host.network import node_name
 from tula_cli.run.directory import RunDir
 from tula_cli.run.records.base import OutcomeClass
 from tula_cli.run.records.jobs import Attempt, Failure, Job, LeaderCommand
@@ -946,11 +949,13 @@ def test_a_link_that_is_released_too_early_holds_the_others_again(
     (last,) = chain.run.training("s").attempts()
     assert last.shortage is not None
     chain.run.write_attempt(last.model_copy(update={"shortage": last.shortage.model_copy(update={"needed": 2**61})}))
-    cluster.held = []
+    cluster.held.clear()
     with pytest.raises(SystemExit) as ended:
         chain.start("12")
     assert ended.value.code == 13 and cluster.held == ["13", "14", "15"]
-    assert chain.outcomes() == ["disk"]
+    assert chain.outcomes() == ["disk", "disk"]
+    again = chain.run.training("s").attempts()[-1]
+    assert again.shortage is not None and again.shortage.needed == 2**61
 
 
 def test_where_jobs_cannot_be_held_or_released_it_is_said(chain: Chain, cluster: Cluster, tmp_path: Path) -> None:
@@ -962,3 +967,92 @@ def test_where_jobs_cannot_be_held_or_released_it_is_said(chain: Chain, cluster:
     with pytest.raises(SchedulerError, match="Access/permission denied") as told:
         let_go(chain.run, chain.task)
     assert told.value.hint == "by hand: scontrol release 12,13,14,15"
+
+
+# --- a supervisor that fails, and the same end twice
+
+
+class Broken(RuntimeError):
+    """A defect of tula's own."""
+
+
+def test_a_supervisor_that_fails_is_named_with_its_traceback_and_twice_at_once_ends_the_chain(
+    chain: Chain, cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*_: object, **__: object) -> LeaderCommand:
+        raise Broken("no such key")
+
+    monkeypatch.setattr(cluster_supervise, "leader_command", broken)
+    with pytest.raises(Broken):
+        chain.start("11")
+    (first,) = chain.run.training("s").attempts()
+    assert (first.outcome, first.host) == ("supervisor", node_name())
+    assert first.message.startswith("tula's supervisor failed: Broken: no such key (test_chain.py, line ")
+    assert "Broken: no such key" in chain.run.log_path(first.task, first.number).read_text()
+    with pytest.raises(Broken):
+        chain.start("12")
+    assert "twice the same within" in chain.run.training("s").attempts()[-1].message
+    chain.start("13")
+    assert chain.outcomes() == ["supervisor", "supervisor"]
+    assert set(cluster.cancelled) == {"11", "12", "14", "15"}, "no job of it repeats that"
+
+
+def test_a_supervisor_that_failed_once_is_followed_by_the_next_link(
+    chain: Chain, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = cluster_supervise.leader_command
+
+    def broken(*_: object, **__: object) -> LeaderCommand:
+        monkeypatch.setattr(cluster_supervise, "leader_command", whole)
+        raise Broken("once")
+
+    monkeypatch.setattr(cluster_supervise, "leader_command", broken)
+    with pytest.raises(Broken):
+        chain.start("11")
+    chain.will_finish()
+    chain.start("12")
+    assert chain.outcomes() == ["supervisor", "done"]
+
+
+def test_a_file_system_that_fails_under_a_supervisor_is_named_so(chain: Chain, monkeypatch: pytest.MonkeyPatch) -> None:
+    def gone(*_: object, **__: object) -> LeaderCommand:
+        raise OSError(116, "Stale file handle", str(chain.run.path / "leader"))
+
+    monkeypatch.setattr(cluster_supervise, "leader_command", gone)
+    with pytest.raises(SystemExit) as ended:
+        chain.start("11")
+    assert ended.value.code == 14 and chain.outcomes() == ["storage"]
+
+
+def test_what_a_follower_failed_of_is_the_end_that_its_leader_tells(chain: Chain, cluster: Cluster) -> None:
+    chain.was_killed("11")
+    (lost,) = chain.run.training("s").attempts()
+    reason = reason_of(Broken("at the other node"), chain.run, chain.task)
+    chain.run.write_failure(failure(chain.task, lost, 3, reason, Broken("at the other node")))
+    chain.will_finish()
+    chain.start("12")
+    first, _ = chain.run.training("s").attempts()
+    assert first.outcome == "supervisor" and "at the other node" in first.message
+
+
+@pytest.mark.parametrize(
+    ("outcome", "message", "seconds", "ends"),
+    [
+        ("unknown", "exit code 1", 3.0, True),
+        ("storage", "cannot write x: Stale file handle", 3.0, True),
+        ("supervisor", "tula's supervisor failed", 3.0, True),
+        ("signal", "its process was killed by SIGSEGV", 3.0, True),
+        ("signal", "its process was killed by SIGKILL", 3.0, False),
+        ("signal", "job 11 was ended from outside, or its supervisor was killed", 3.0, False),
+        ("unknown", "exit code 1", 40.0, False),
+        ("peer", "lost", 3.0, False),
+        ("preempted", "job 11 was preempted", 3.0, False),
+    ],
+)
+def test_the_same_end_at_once_twice_is_final(outcome: OutcomeClass, message: str, seconds: float, ends: bool) -> None:
+    one = Attempt(task="t", number=1, started_at=0.0, ended_at=seconds, outcome=outcome, message=message, samples=96)
+    two = one.model_copy(update={"number": 2, "started_at": 100.0, "ended_at": 100.0 + seconds})
+    assert bool(again_at_once([one, two], 96)) == ends
+    assert not again_at_once([one, two], 128), "something was saved"
+    assert not again_at_once([one.model_copy(update={"outcome": "port"}), two], 96)
+    assert not again_at_once([two], 96)

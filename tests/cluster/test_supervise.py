@@ -451,7 +451,8 @@ def test_ranks_that_end_well_without_a_result_have_not_succeeded(
 ) -> None:
     ranks.will("")
     cluster_supervise.supervise(run.path, training.id)
-    assert len(ranks.starts) == run.spec().train.max_attempts
+    assert len(ranks.starts) == 2, "the same at once, twice"
+    assert "twice the same within" in run.training(training.signature).attempts()[-1].message
     assert outcomes(run, training.id) == ["unknown"]
     cluster_supervise.supervise(run.path, probe.id)
     failed = run.result(probe_id(1, 32))
@@ -501,10 +502,10 @@ def test_two_jobs_of_one_machine_run_one_after_the_other(run: RunDir, tmp_path: 
         import sys, tempfile, time, pathlib
         tempfile.tempdir = sys.argv[1]
         sys.path[:0] = sys.argv[3].split(":")
-        from tula_cli.cluster import supervise
+        from tula_cli.cluster import local
         from tula_cli.run.directory import RunDir
         times = pathlib.Path(sys.argv[2])
-        with supervise._exclusive_machine(RunDir(times.parent), type("T", (), {"job": "j"})()):
+        with local.exclusive_machine(RunDir(times.parent), type("T", (), {"job": "j"})()):
             with open(times, "a") as file: print(time.monotonic(), file=file)
             time.sleep(0.5)
             with open(times, "a") as file: print(time.monotonic(), file=file)

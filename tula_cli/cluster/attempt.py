@@ -17,6 +17,7 @@ from tula_cli.cluster.relaunch import finished
 from tula_cli.cluster.scripts.script_training import ScriptTraining
 from tula_cli.cluster.scripts.start import ScriptStart
 from tula_cli.cluster.scripts.watch import ScriptWatch
+from tula_cli.cluster.stopping.last_words import told_by_supervisors
 from tula_cli.errors import JobFailed, RunGone
 from tula_cli.host.devices import has_gpu
 from tula_cli.host.leftovers import MARK, GpuMemory, reap
@@ -55,8 +56,8 @@ def open_attempt(run: RunDir, allocation: Allocation, task: Task) -> Attempt:
     return attempt
 
 
-def close_attempt(run: RunDir, attempt: Attempt, reason: ExitReason) -> None:
-    """Write down how an attempt ended."""
+def closed(attempt: Attempt, reason: ExitReason) -> Attempt:
+    """Return an attempt as it ended just now."""
     update = {
         "ended_at": time.time(),
         "outcome": reason.outcome or "done",
@@ -65,7 +66,12 @@ def close_attempt(run: RunDir, attempt: Attempt, reason: ExitReason) -> None:
         "host": reason.host or attempt.host,
         "shortage": reason.shortage,
     }
-    run.write_attempt(attempt.model_copy(update=update))
+    return attempt.model_copy(update=update)
+
+
+def close_attempt(run: RunDir, attempt: Attempt, reason: ExitReason) -> None:
+    """Write down how an attempt ended."""
+    run.write_attempt(closed(attempt, reason))
 
 
 def deadline(task: Task) -> float:
@@ -163,7 +169,9 @@ class RunningAttempt:
             reason = termination_reason(self.allocation.id)
             if reason.outcome == "cancelled":
                 self.run.cancel(self.task.job, by="scancel")
-            return reason
+            # Where a follower has failed, srun ends the leader too.
+            told = told_by_supervisors(self.run, self.attempt) if reason.outcome == "signal" else None
+            return told or reason
         # A rank may lose its peers on the way out: they have left and saved all the same.
         stopped = self.run.stopped(self.task.id, self.attempt.number)
         if reason.outcome in ("unknown", "peer", "signal") and stopped == "time_limit":

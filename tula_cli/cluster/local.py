@@ -1,5 +1,6 @@
 """Jobs on this machine."""
 
+import contextlib
 import importlib.util
 import os
 import signal
@@ -8,9 +9,10 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
+from tula_cli.cluster.allocation import POLL
 from tula_cli.cluster.slurm.queue import SchedulerState
 from tula_cli.errors import JobFailed, SchedulerError
 from tula_cli.host import machine_lock
@@ -149,3 +151,24 @@ def attempts_of(look: Snapshot, job: Job) -> list[Attempt]:
 def _alive(job: Job) -> bool:
     since = started(int(job.scheduler_id))
     return since is not None and since == job.process_started
+
+
+@contextlib.contextmanager
+def exclusive_machine(run: RunDir, task: Task) -> Iterator[None]:
+    """Wait until no other job of this user runs here: jobs side by side would spoil each other's times.
+
+    The lock lives on the machine, not in the run directory, and the kernel drops it with this process. A job that is
+    cancelled while it waits goes on without it, to find that it is over. Where another user has made a file of that name,
+    which anyone may, nobody waits for it.
+    """
+    lock = machine_lock.opened()
+    if lock is None:
+        sys.stderr.write(f"tula: {machine_lock.path()} is not this user's: jobs beside this one are not waited for\n")
+        yield
+        return
+    try:
+        while not (machine_lock.locked(lock, f"{task.job} of {run.path}") or run.cancelled(task.job)):
+            time.sleep(POLL)
+        yield
+    finally:
+        os.close(lock)

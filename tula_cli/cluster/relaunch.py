@@ -178,7 +178,7 @@ def _relaunch(run: RunDir, task: TrainTask, reason: ExitReason, lost: int) -> Tr
     elif reason.outcome in COUNTED and lost < task.spec.train.max_attempts:
         cause = f"{reason.outcome}: {reason.words}"
     elif reason.outcome in ALLOCATION_LOST:
-        cause = reason.message
+        cause = reason.words
     else:
         return None
     return again(task, cause, **update)

@@ -16,14 +16,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from tula_cli.cluster.allocation import POLL, Allocation, termination_reason
-from tula_cli.cluster.attempt import RunningAttempt, close_attempt, deadline, open_attempt
+from tula_cli.cluster.attempt import RunningAttempt, close_attempt, closed, deadline, open_attempt
 from tula_cli.cluster.exit_reason import ExitReason
 from tula_cli.cluster.group import RankSpawner
+from tula_cli.cluster.local import exclusive_machine
 from tula_cli.cluster.rank_start import first_rank, rendezvous, world_size
 from tula_cli.cluster.relaunch import (
     ALLOCATION_LOST,
     COUNTED,
     PROCESS_LOST,
+    RESTARTS,
     again,
     blamed,
     leaves_allocation,
@@ -37,8 +39,9 @@ from tula_cli.cluster.scripts.settle import leader_command, require_resumable, s
 from tula_cli.cluster.slurm import queue as scheduler
 from tula_cli.cluster.slurm import sbatch
 from tula_cli.cluster.stopping.full_disk import held, require_room
-from tula_cli.errors import DiskFull, JobFailed, TulaError
-from tula_cli.host import machine_lock
+from tula_cli.cluster.stopping.last_words import failure, keep_traceback, named, reason_of, told_by_supervisors
+from tula_cli.cluster.stopping.repeated import again_at_once
+from tula_cli.errors import JobFailed, TulaError
 from tula_cli.host.leftovers import MARK, GpuMemory, mark
 from tula_cli.host.network import node_name
 from tula_cli.host.processes import started
@@ -66,7 +69,10 @@ def supervise(path: Path, task_id: str, *, environ: Mapping[str, str] = os.envir
         allocation = Allocation.from_environment(environ)
         allocation.environ = {**environ, MARK: mark(path, task_id, allocation.id, allocation.index)}
         supervisor = Supervisor(RunDir(path), allocation)
-        with contextlib.closing(supervisor.spawner):
+        with (
+            named(supervisor.run, lambda error: supervisor.died(error, task_id)),
+            contextlib.closing(supervisor.spawner),
+        ):
             supervisor.supervise(task_id)
     except TulaError as error:  # a full disk above all: nothing can be written, so the scheduler's log has to tell
         sys.stderr.write(f"tula: {error.message}. {error.hint}\n")
@@ -88,6 +94,7 @@ class Supervisor:
     spawner: RankSpawner = field(default_factory=RankSpawner)
     memory: GpuMemory = field(default_factory=GpuMemory)
     _numbers: Iterator[int] = field(default_factory=itertools.count)  # of the leader's commands
+    _under_way: tuple[Task, Attempt] | None = None
 
     def supervise(self, task_id: str) -> None:
         """Run a task, and what follows from it, to the end.
@@ -97,7 +104,7 @@ class Supervisor:
         """
         if self.allocation.local:
             self._await_rehearsal(newest(self.run, task_id))
-            with _exclusive_machine(self.run, newest(self.run, task_id)):
+            with exclusive_machine(self.run, newest(self.run, task_id)):
                 self._lead(task_id)
             return
         self.allocation.termination.listen()
@@ -106,6 +113,21 @@ class Supervisor:
             self._lead(task_id)
         else:
             self.follow()
+
+    def died(self, error: Exception, task_id: str) -> None:
+        """Write down what has failed in this supervisor itself, so that nobody takes it for one that was killed."""
+        reserve.give_up(self.run.path)
+        task, attempt = self._under_way or (newest(self.run, task_id), None)
+        reason = reason_of(error, self.run, task)
+        if not self.allocation.leader:
+            if attempt is not None:
+                self.run.write_failure(failure(task, attempt, first_rank(self.allocation, task), reason, error))
+            return
+        attempt = attempt or open_attempt(self.run, self.allocation, task)
+        keep_traceback(self.run, attempt, self.allocation.index, error)
+        if isinstance(task, ProbeTask):  # or it would be said to run
+            next_task(self.run, task, reason, RESTARTS + 1)
+        close_attempt(self.run, attempt, self._considered(task, attempt, reason, self._without_progress(task)))
 
     def _await_rehearsal(self, task: Task) -> None:
         """Wait for the rehearsal that a training on this machine comes after; SLURM sees to that by itself."""
@@ -145,6 +167,7 @@ class Supervisor:
                 return  # the first link with as many nodes goes on
             reserve.keep(self.run.path)
             attempt = open_attempt(self.run, self.allocation, task)
+            self._under_way = (task, attempt)
             try:
                 require_resumable(self.run, task)
                 ranks, meeting = world_size(task), rendezvous(task)
@@ -152,27 +175,37 @@ class Supervisor:
                 reason = ExitReason("user", f"{error.message}; {error.hint}", host=node_name())
                 next_task(self.run, task, reason, 0)
                 close_attempt(self.run, attempt, reason)
+                self._under_way = None
                 break
             command = leader_command(self.run, task, attempt=attempt.number, ranks=ranks, meeting=meeting)
             self._tell(command)
             running = self._attempt(task, attempt, command, ends)
             before = self._without_progress(task)
             reason = settled(self.run, task, command, running.reason_by_scheduler(running.until_exit()))
-            reason = blamed(self.run, task, attempt, reason, before)
-            if reason.outcome == "disk":
-                reserve.give_up(self.run.path)  # to write that down
-                reason = held(reason, self._later_links(task))
+            reason = self._considered(task, attempt, blamed(self.run, task, attempt, reason, before), before)
             ended = self._allocation_ended(reason)
             lost = _lost(before) + (reason.outcome in COUNTED)
-            following = None if ended else next_task(self.run, task, self._avoided(task, reason), lost)
+            following = None if ended or reason.final else next_task(self.run, task, self._avoided(task, reason), lost)
             # Last: who sees the attempt ended may rely on everything that follows from it.
             close_attempt(self.run, attempt, reason)
+            self._under_way = None
             elsewhere = following is not None and leaves_allocation(reason.outcome, task.spec.cluster)
             stays = ended or elsewhere or reason.outcome == "disk"
             if stays and not self.run.cancelled(task.job):
                 return  # the next link of the chain goes on
             task = following
         self._conclude(task or first)
+
+    def _considered(self, task: Task, attempt: Attempt, reason: ExitReason, before: Sequence[Attempt]) -> ExitReason:
+        """Return why an attempt ended, where the chain has to stop with what was done about that."""
+        if reason.outcome == "disk":
+            reserve.give_up(self.run.path)  # to write that down
+            return held(reason, self._later_links(task))
+        if not isinstance(task, TrainTask):
+            return reason
+        ended = [*(one for one in before if one.ended_at is not None), closed(attempt, reason)]
+        why = again_at_once(ended, self.run.training(task.signature).progress())
+        return dataclasses.replace(reason, message=f"{reason.message}; {why}", final=True) if why else reason
 
     def _allocation_ended(self, reason: ExitReason) -> bool:
         """Return whether an attempt ended with the allocation, or because that is about to end."""
@@ -239,7 +272,9 @@ class Supervisor:
             if first_rank(self.allocation, task) >= command.ranks:
                 continue  # a smaller number of nodes is being measured
             ends = deadlines.setdefault(task.id, deadline(task))
+            self._under_way = (task, attempt)
             self._attempt(task, attempt, command, ends).until_exit()
+            self._under_way = None
 
     def _subject(self, task_id: str, number: int) -> tuple[Task, Attempt]:
         """Return task and attempt of a command: written before it, but NFS may show the command first.
@@ -277,7 +312,7 @@ class Supervisor:
             return None
         if last.outcome == "disk":
             return self._with_room(task, last)
-        if last.outcome not in UNWRITTEN:
+        if last.outcome not in UNWRITTEN or again_at_once(earlier, self.run.training(task.signature).progress()):
             return None
         lost = _lost(self._without_progress(task))
         return next_task(self.run, task, ExitReason(last.outcome, last.message, host=last.host), lost)
@@ -286,13 +321,9 @@ class Supervisor:
         """Go on after a full disk, in a job that was released.
 
         Raises:
-            DiskFull: it is full still; the jobs after this one are held again.
+            DiskFull: it is full still.
         """
-        try:
-            require_room(self.run, last)
-        except DiskFull:
-            scheduler.hold(self._later_links(task))
-            raise
+        require_room(self.run, last)
         relaunch = again(task, f"there is room again: {last.message}")
         self.run.write_task(relaunch)
         return relaunch
@@ -350,6 +381,7 @@ class Supervisor:
             ended = log.stat().st_mtime if log.exists() else lost.started_at
             killed = ExitReason("signal", "its supervisor was killed")
             reason = termination_reason(lost.allocation) if lost.allocation else killed
+            reason = (told_by_supervisors(run, lost) if reason.outcome == "signal" else None) or reason
             update = {"ended_at": ended, "outcome": reason.outcome, "message": reason.message}
             run.write_attempt(lost.model_copy(update=update))
 
@@ -360,24 +392,3 @@ UNWRITTEN: tuple[OutcomeClass, ...] = (*PROCESS_LOST, *ALLOCATION_LOST, "host_oo
 
 def _lost(attempts: list[Attempt]) -> int:
     return sum(attempt.outcome in COUNTED for attempt in attempts)
-
-
-@contextlib.contextmanager
-def _exclusive_machine(run: RunDir, task: Task) -> Iterator[None]:
-    """Wait until no other job of this user runs here: jobs side by side would spoil each other's times.
-
-    The lock lives on the machine, not in the run directory, and the kernel drops it with this process. A job that is
-    cancelled while it waits goes on without it, to find that it is over. Where another user has made a file of that name,
-    which anyone may, nobody waits for it.
-    """
-    lock = machine_lock.opened()
-    if lock is None:
-        sys.stderr.write(f"tula: {machine_lock.path()} is not this user's: jobs beside this one are not waited for\n")
-        yield
-        return
-    try:
-        while not (machine_lock.locked(lock, f"{task.job} of {run.path}") or run.cancelled(task.job)):
-            time.sleep(POLL)
-        yield
-    finally:
-        os.close(lock)

@@ -40,6 +40,7 @@ class Ending:
         advice: what the user can do; one line.
         severity: of several ranks' failures that with the lowest is the root of the others.
         names_host: whether the ending is about the node, so that what is told of it names it.
+        final_if_again: whether the same at once again, without progress, ends a training: a third start would come to it too.
     """
 
     means: str
@@ -48,6 +49,7 @@ class Ending:
     advice: str
     severity: int = 1
     names_host: bool = False
+    final_if_again: bool = False
 
 
 ENDINGS: dict[OutcomeClass, Ending] = {
@@ -107,6 +109,16 @@ ENDINGS: dict[OutcomeClass, Ending] = {
         "processes",
         "ask the administrators about the file system on that node; the same command goes on from the newest checkpoint",
         names_host=True,
+        final_if_again=True,
+    ),
+    "supervisor": Ending(
+        "tula's own supervisor failed",
+        TulaError,
+        "next job",
+        "this is a defect of tula, or its run directory was changed: please report it with what tula logs shows; the same"
+        " command goes on from the newest checkpoint",
+        names_host=True,
+        final_if_again=True,
     ),
     "port": Ending("a port was taken", JobFailed, "processes", "a port was taken; run the same command again"),
     "cancelled": Ending(
@@ -145,6 +157,7 @@ ENDINGS: dict[OutcomeClass, Ending] = {
         "processes",
         "tula logs shows what the job wrote",
         severity=2,
+        final_if_again=True,
     ),
     "signal": Ending(
         "a process was killed",
@@ -152,6 +165,7 @@ ENDINGS: dict[OutcomeClass, Ending] = {
         "processes",
         "the job was killed from outside; the same command continues it",
         severity=3,
+        final_if_again=True,
     ),
     "peer": Ending(
         "a rank was lost, and no log says why",

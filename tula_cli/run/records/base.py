@@ -16,6 +16,7 @@ OutcomeClass = Literal[
     "port",
     "disk",
     "storage",
+    "supervisor",
     "cancelled",
     "time_limit",
     "preempted",

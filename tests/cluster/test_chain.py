@@ -919,16 +919,27 @@ FULL = """
 """
 
 
+def filled(chain: Chain, folder: Path, link: str) -> Attempt:
+    """Return the first attempt, in a link of the chain, which ends of a full disk."""
+    chain.script = FULL.format(folder=folder)
+    chain.start(link)
+    (last,) = chain.run.training("s").attempts()
+    return last
+
+
+def never_fits(chain: Chain, last: Attempt) -> None:
+    """Have an attempt that ended of a full disk have wanted more than any disk has."""
+    assert last.shortage is not None
+    chain.run.write_attempt(last.model_copy(update={"shortage": last.shortage.model_copy(update={"needed": 2**61})}))
+
+
 def test_a_full_disk_holds_the_links_that_wait_and_room_lets_them_go(
     chain: Chain, cluster: Cluster, tmp_path: Path
 ) -> None:
-    chain.script = FULL.format(folder=tmp_path)
-    chain.start("12")
-    (last,) = chain.run.training("s").attempts()
+    last = filled(chain, tmp_path, "12")
     assert last.outcome == "disk" and last.message.endswith("; held: 13 to 15")
     assert (cluster.held, cluster.cancelled) == (["13", "14", "15"], [])
-    assert last.shortage is not None
-    chain.run.write_attempt(last.model_copy(update={"shortage": last.shortage.model_copy(update={"needed": 2**61})}))
+    never_fits(chain, last)
     with pytest.raises(DiskFull, match=r"there is still no room: .* are missing") as told:
         let_go(chain.run, chain.task)
     assert told.value.exit_code == 13 and cluster.held
@@ -944,11 +955,8 @@ def test_a_full_disk_holds_the_links_that_wait_and_room_lets_them_go(
 def test_a_link_that_is_released_too_early_holds_the_others_again(
     chain: Chain, cluster: Cluster, tmp_path: Path
 ) -> None:
-    chain.script = FULL.format(folder=tmp_path)
-    chain.start("11")
-    (last,) = chain.run.training("s").attempts()
-    assert last.shortage is not None
-    chain.run.write_attempt(last.model_copy(update={"shortage": last.shortage.model_copy(update={"needed": 2**61})}))
+    last = filled(chain, tmp_path, "11")
+    never_fits(chain, last)
     cluster.held.clear()
     with pytest.raises(SystemExit) as ended:
         chain.start("12")
@@ -960,9 +968,7 @@ def test_a_link_that_is_released_too_early_holds_the_others_again(
 
 def test_where_jobs_cannot_be_held_or_released_it_is_said(chain: Chain, cluster: Cluster, tmp_path: Path) -> None:
     cluster.complaint = "Access/permission denied"
-    chain.script = FULL.format(folder=tmp_path)
-    chain.start("11")
-    (last,) = chain.run.training("s").attempts()
+    last = filled(chain, tmp_path, "11")
     assert last.message.endswith("; 12 to 15 could not be held: Access/permission denied")
     with pytest.raises(SchedulerError, match="Access/permission denied") as told:
         let_go(chain.run, chain.task)

@@ -232,6 +232,13 @@ class NotRehearsed(TulaError):
     code = "unrehearsed"
 
 
+class OtherFormat(TulaError):
+    """A run directory in a format that this tula does not read; it was left as it is."""
+
+    exit_code = 16
+    code = "format"
+
+
 class Pending(TulaError):
     """Still queued or running."""
 

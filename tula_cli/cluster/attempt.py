@@ -1,5 +1,6 @@
 """One attempt: the ranks are started, watched, and ended together."""
 
+import contextlib
 import os
 import time
 from collections.abc import Iterator, Sequence
@@ -27,12 +28,16 @@ from tula_cli.run.directory import RunDir
 from tula_cli.run.files import is_gone
 from tula_cli.run.records.jobs import Attempt, LeaderCommand
 from tula_cli.run.records.tasks import CheckTask, EvaluateTask, ProbeTask, RehearsalTask, Task, TrainTask
+from tula_cli.run.upkeep.submitted_with import upgraded
 from tula_cli.spec.signature import cluster_signature
+from tula_cli.version import __version__
 
 PEER_GRACE = 5.0
 """Seconds the other ranks get to end by themselves once one has failed, and to say why."""
 END_GRACE = 10.0
 """Seconds between asking child processes to end and killing them."""
+SIGN_OF_LIFE = 60.0
+"""Seconds between two signs of life of a job on one machine."""
 TERMINATION_GRACE = 25.0
 """The same when the scheduler ends the allocation: it kills everything itself after its KillWait, 30 s by default."""
 
@@ -51,6 +56,7 @@ def open_attempt(run: RunDir, allocation: Allocation, task: Task) -> Attempt:
         cluster=cluster_signature(task.spec.cluster),
         samples=training.newest_samples() if training else None,
         tuned=training.tuned_samples() if training else 0,
+        tula=__version__,
     )
     run.write_attempt(attempt)
     return attempt
@@ -103,6 +109,7 @@ class RunningAttempt:
     attempt: Attempt
     command: LeaderCommand
     deadline: float  # of the monotonic clock
+    _life_shown: float = 0.0  # by the monotonic clock
 
     def until_exit(self) -> ExitReason:
         """Start the ranks of this supervisor, wait for their end and tell it."""
@@ -113,7 +120,8 @@ class RunningAttempt:
         except JobFailed as error:  # of a script: no such network interface here
             return self._not_started(f"{error.message}; {error.hint}", log)
         with self.run.open_log(log) as output:
-            output.write("".join(f"tula: {line}\n" for line in self._clear(starts)).encode())
+            told = filter(None, [upgraded(self.run.job(self.task.job), __version__)])
+            output.write("".join(f"tula: {line}\n" for line in (*told, *self._clear(starts))).encode())
             output.flush()
             try:
                 group = self.spawner.spawn(starts, output, give_up=self._not_to_start)
@@ -195,6 +203,7 @@ class RunningAttempt:
             if is_gone(self.run.path):
                 group.kill()
                 raise RunGone(self.run.path)
+            self._show_life()
             if unwanted := self._unwanted():
                 group.end(END_GRACE)
                 return unwanted
@@ -219,6 +228,13 @@ class RunningAttempt:
                 return ExitReason("node_failure", "another allocation has taken over")
             self.allocation.pause()
         return None
+
+    def _show_life(self) -> None:
+        """Touch the log of a job on this machine each minute: another machine that sees the run has no scheduler to ask."""
+        if self.allocation.local and time.monotonic() >= self._life_shown + SIGN_OF_LIFE:
+            self._life_shown = time.monotonic()
+            with contextlib.suppress(OSError):
+                os.utime(self.run.log_path(self.task.id, self.attempt.number))
 
     @cached_property
     def _leave_at(self) -> float | None:

@@ -21,10 +21,13 @@ from tula_cli.run.directory import RunDir
 from tula_cli.run.records.jobs import Attempt, Job
 from tula_cli.run.records.tasks import Task
 from tula_cli.run.snapshot import Snapshot
-from tula_cli.words import plural
+from tula_cli.version import __version__
+from tula_cli.words import moment, plural
 
 SUPERVISOR = "tula_cli.cluster.supervise"
 """Started by its name: the command line never runs it in its own process."""
+SILENCE = 3600.0
+"""Seconds without a sign of life, which it gives each minute, after which a job of another machine is taken for lost."""
 _MONTHS = 60 * 24 * 90  # minutes; submitit ends a local job after its time limit, our supervisor keeps its own
 
 
@@ -73,6 +76,7 @@ class LocalLauncher:
             folder=str(run.path.resolve()),
             process_started=started(pid),
             host=socket.gethostname(),
+            tula=__version__,
         )
 
     def states(self, look: Snapshot, jobs: Sequence[Job]) -> dict[str, SchedulerState]:
@@ -81,9 +85,7 @@ class LocalLauncher:
 
     def _state(self, look: Snapshot, job: Job) -> SchedulerState:
         if job.host not in ("", socket.gethostname()):
-            attempts = attempts_of(look, job)
-            over = bool(attempts) and attempts[-1].ended_at is not None
-            return SchedulerState("ended" if over else "running", f"on {job.host}, as far as its files tell")
+            return _elsewhere(look, job)
         if not _alive(job):
             return SchedulerState("ended")
         if attempts_of(look, job):
@@ -141,6 +143,19 @@ def with_package() -> dict[str, str]:
     here = str(Path(__file__).resolve().parents[2])
     paths = [here, *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
     return {**os.environ, "PYTHONPATH": os.pathsep.join(dict.fromkeys(paths))}
+
+
+def _elsewhere(look: Snapshot, job: Job) -> SchedulerState:
+    """Tell of a job on another machine, which alone knows its processes, by the files that both see."""
+    attempts = attempts_of(look, job)
+    if not attempts:
+        return SchedulerState("running", f"waits on {job.host}, or has ended there: only that machine knows")
+    if attempts[-1].ended_at is not None:
+        return SchedulerState("ended", f"on {job.host}, as far as its files tell")
+    heard = look.last_sign(attempts[-1])
+    if job.tula and heard is not None and time.time() - heard > SILENCE:  # an older tula gave no sign
+        return SchedulerState("ended", f"on {job.host}, of which nothing was heard after {moment(heard)}")
+    return SchedulerState("running", f"on {job.host}, as far as its files tell")
 
 
 def attempts_of(look: Snapshot, job: Job) -> list[Attempt]:

@@ -40,6 +40,7 @@ from tula_cli.cluster.slurm import queue as scheduler
 from tula_cli.cluster.slurm import sbatch
 from tula_cli.cluster.stopping.full_disk import held, require_room
 from tula_cli.cluster.stopping.last_words import failure, keep_traceback, named, reason_of, told_by_supervisors
+from tula_cli.cluster.stopping.other_format import require_known_format
 from tula_cli.cluster.stopping.repeated import again_at_once
 from tula_cli.errors import JobFailed, TulaError
 from tula_cli.host.leftovers import MARK, GpuMemory, mark
@@ -67,6 +68,7 @@ def supervise(path: Path, task_id: str, *, environ: Mapping[str, str] = os.envir
     try:
         hold(path)
         allocation = Allocation.from_environment(environ)
+        require_known_format(path, allocation)
         allocation.environ = {**environ, MARK: mark(path, task_id, allocation.id, allocation.index)}
         supervisor = Supervisor(RunDir(path), allocation)
         with (

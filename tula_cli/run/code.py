@@ -24,6 +24,7 @@ from tula_cli.run.source.command_file import NoCommandFile, label, modules_of, w
 from tula_cli.run.source.script_files import of_script, remarks
 from tula_cli.run.source.selection import Selection, behind_imports, beyond, entries
 from tula_cli.run.source.weights_file import weights_digest, with_weights
+from tula_cli.run.upkeep import format as run_format
 from tula_cli.spec.job import JobSpec
 from tula_cli.spec.signature import signature
 
@@ -49,8 +50,11 @@ def run_of(root: Path, spec: JobSpec) -> RunDir:
 
     Raises:
         SpecError: a file of the code cannot be read.
+        OtherFormat: the run is there, in a format of another tula.
     """
-    return RunDir.of(root.absolute(), spec, code=fingerprint(spec, Path.cwd()))
+    run = RunDir.of(root.absolute(), spec, code=fingerprint(spec, Path.cwd()))
+    run_format.require_known(run.path)
+    return run
 
 
 def select(spec: JobSpec, workdir: Path) -> Selection:

@@ -1,6 +1,6 @@
 """The job of a run as JSON beside its YAML, which takes a hundred times as long to read; it counts while both say the same.
 
-Nothing but the standard library is imported: a list of hundreds of runs reads no more than this of their jobs.
+Nothing but the standard library, and modules like this one, is imported: a list of hundreds of runs reads no more than this of their jobs.
 """
 
 import hashlib
@@ -13,6 +13,7 @@ from typing import Any
 
 from tula_cli.errors import BadMeasurements
 from tula_cli.run import files
+from tula_cli.run.upkeep import format as run_format
 
 _YAML, _JSON = "spec.yaml", "spec.json"
 
@@ -27,7 +28,7 @@ class ParsedSpec:
 
 
 def write(run: Path, yaml: str, spec: Mapping[str, Any], parts: Mapping[str, str]) -> None:
-    """Replace the job of a run, in both forms.
+    """Replace the job of a run, in both forms; a new one gets a format.
 
     Args:
         run: the run directory.
@@ -36,8 +37,12 @@ def write(run: Path, yaml: str, spec: Mapping[str, Any], parts: Mapping[str, str
         parts: node type (empty where the job names none) to folder inside the run.
 
     Raises:
+        OtherFormat: the run is there, in a format of another tula.
         TulaError: they cannot be written.
     """
+    run_format.require_known(run)
+    if changed(run) is None:
+        run_format.write(run)
     files.write_atomic(run / _YAML, yaml)
     files.write_atomic(run / _JSON, json.dumps(asdict(ParsedSpec(_digest(yaml.encode()), spec, parts))) + "\n")
 
@@ -46,8 +51,10 @@ def read(run: Path) -> ParsedSpec | None:
     """Return the job of a run; None where the YAML has been edited since, or the JSON is not there or damaged.
 
     Raises:
+        OtherFormat: the run is in a format of another tula.
         TulaError: a file cannot be read.
     """
+    run_format.require_known(run)
     try:
         found = ParsedSpec(**json.loads(files.content(run / _JSON)))
         return found if found.digest == _digest(files.content(run / _YAML)) else None

@@ -128,6 +128,13 @@ class Snapshot:
         """Return the attempts of a job that started at `since` (Unix time) or later, oldest first."""
         return [attempt for attempt in self._attempts_by_job.get(job_id, []) if attempt.started_at >= since]
 
+    def last_sign(self, attempt: Attempt) -> float | None:
+        """Return when an attempt last showed that it lives (Unix time of the file system); None where it has no log yet."""
+        try:
+            return (self.path / f"logs/{attempt.task}.{attempt.number:03d}.log").stat().st_mtime
+        except OSError:
+            return None
+
     @cached_property
     def _cancelled(self) -> frozenset[str]:
         return frozenset(path.stem for path in listing(self.path / "jobs", "*.cancelled"))

@@ -21,6 +21,7 @@ from tula_cli.run.records.rehearsals import Rehearsal
 from tula_cli.run.records.results import Evaluated, StageDecision, TrainResult, Tuning
 from tula_cli.run.records.tasks import JobTask, ProbeTask, TrainTask
 from tula_cli.run.snapshot import Snapshot
+from tula_cli.run.upkeep.submitted_with import upgrades
 from tula_cli.services.progress.job_status import (
     ACTIVE,
     GRACE,
@@ -69,7 +70,7 @@ class RunStatus:
     attempts: tuple[AttemptStatus, ...]  # oldest first
     recommendation: Recommendation | None
     warnings: tuple[str, ...] = ()
-    notes: tuple[str, ...] = ()  # what the probes of a script do not tell, and why
+    notes: tuple[str, ...] = ()  # of an upgrade under a job; what the probes of a script do not tell, and why
     rehearsal: Rehearsal | None = None  # the newest of a script's resume
     evaluations: tuple[Evaluated, ...] = ()  # of the training's weights (tula evaluate), oldest first
     between_rounds: bool = False  # an adaptive search may have a further round to submit
@@ -115,7 +116,7 @@ def snapshot(run: RunDir, launcher: Launcher, *, now: float, only: Set[str] | No
         attempts=_story(tasks, look.attempts),
         recommendation=look.recommendation,
         warnings=(*(f"{damaged.message}; {damaged.hint}" for damaged in look.damaged), *look.job_warnings),
-        notes=notes(result for result in look.results if isinstance(result, Measured)),
+        notes=(*upgrades(look), *notes(result for result in look.results if isinstance(result, Measured))),
         rehearsal=look.rehearsals[-1] if look.rehearsals and only is None else None,
         evaluations=tuple(look.training(training.signature).evaluations()) if training is not None else (),
         between_rounds=not moving and _between_rounds(look),

@@ -22,6 +22,7 @@ from tula_cli.run.records.jobs import Job
 from tula_cli.run.records.tasks import Task, TrainTask
 from tula_cli.run.snapshot import Snapshot, is_moved
 from tula_cli.spec.slurm_options import Slurm
+from tula_cli.version import __version__
 
 SPARE_LINKS = 2
 """Links of a chain beyond those that a training is predicted to need: for a preemption, a lost node, a slow day."""
@@ -83,6 +84,7 @@ class SlurmLauncher:
             submissions=max(1, submissions) if there else submissions + 1,
             links=tuple(ids) if len(names) > 1 else (),
             folder=str(run.path.resolve()),
+            tula=__version__,
         )
 
     def states(self, look: Snapshot, jobs: Sequence[Job]) -> dict[str, SchedulerState]:

@@ -20,6 +20,7 @@ class Job(Record):
     host: str = ""  # local: the machine it runs on
     folder: str = ""  # the run directory that it writes to, as its supervisors know it; empty of jobs of an older tula
     process_started: float | None = None  # local: start time of the process, against reused process ids
+    tula: str = ""  # version that it was submitted with; empty of jobs of an older tula
 
     @property
     def ids(self) -> tuple[str, ...]:
@@ -82,6 +83,7 @@ class Attempt(Record):
     cluster: str = ""  # digest of the cluster section that it ran under (`cluster_signature`)
     tuned: int = 0  # samples of finished branches when it started (train.method: auto)
     shortage: Shortage | None = None  # of a full disk that it ended of
+    tula: str = ""  # version that ran it; empty where an older one did
 
     @property
     def progress(self) -> int | None:

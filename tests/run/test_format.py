@@ -1,0 +1,230 @@
+"""The format of a run directory, and which tula its jobs were submitted with."""
+
+import io
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import make_runs as make
+import pytest
+import yaml
+from fake_slurm import FakeSlurm
+from quiet import quiet
+
+from tula_cli.cli import app
+from tula_cli.cluster import local
+from tula_cli.cluster.allocation import Allocation
+from tula_cli.cluster.stopping.other_format import require_known_format
+from tula_cli.cluster.supervise import supervise
+from tula_cli.errors import BadMeasurements, OtherFormat
+from tula_cli.run.directory import RunDir
+from tula_cli.run.records.tasks import ProbeTask
+from tula_cli.run.upkeep import format as run_format
+from tula_cli.services import status as services_status
+from tula_cli.show.screen import Screen
+from tula_cli.version import __version__
+
+HOUR = 3600
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDir:
+    quiet(monkeypatch, tmp_path)
+    (tmp_path / "job.yaml").write_text(yaml.safe_dump(make.SPEC))
+    return RunDir.create(tmp_path / "tula-runs", make.spec())
+
+
+def newer(run: RunDir) -> None:
+    (run.path / "format").write_text(f"{run_format.FORMAT + 1} tula 9.1\n")
+
+
+def files(run: RunDir) -> dict[str, bytes]:
+    return {str(path): path.read_bytes() for path in run.path.rglob("*") if path.is_file()}
+
+
+def test_a_new_run_has_the_format_of_its_tula_and_an_older_one_gets_none(run: RunDir) -> None:
+    told = run.path / "format"
+    assert told.read_text() == f"{run_format.FORMAT} tula {__version__}\n"
+    told.unlink()  # a run from before there were formats
+    run.adopt(run.spec())
+    assert not told.exists()
+    assert run.spec().name == "toy"
+
+
+def test_what_is_measured_by_node_type_has_a_format_too(tmp_path: Path) -> None:
+    types = {name: {"cluster": {"gpus_per_node": 1}} for name in ("old", "new")}
+    spec = make.spec(node_types=types)
+    run = RunDir.create(tmp_path, spec)
+    for part in run.parts(spec):
+        part.run.adopt(part.spec)
+        assert (part.run.path / "format").exists()
+
+
+@pytest.mark.parametrize(
+    "words",
+    ["status", "recommend", "logs", "train --yes", "cancel", "evaluate", "compare --show", "profile job.yaml --yes", "train job.yaml --yes"],
+)  # fmt: skip
+def test_every_command_refuses_a_run_of_a_newer_format_and_leaves_it(run: RunDir, words: str) -> None:
+    newer(run)
+    before, screen = files(run), Screen(out=io.StringIO(), err=io.StringIO())
+    assert app.run([*words.split(), "--json"], screen=screen) == OtherFormat.exit_code == 16
+    error = json.loads(screen.out.getvalue())["error"]
+    assert error["code"] == "format"
+    assert (
+        "made by tula 9.1, is in format 2" in error["message"]
+        and f"tula {__version__} reads format 1" in error["message"]
+    )
+    assert files(run) == before
+
+
+def test_the_list_tells_a_run_of_a_newer_format_among_the_others(run: RunDir) -> None:
+    newer(run)
+    RunDir.create(run.path.parent, make.spec(name="other"))
+    screen = Screen(out=io.StringIO(), err=io.StringIO())
+    assert app.run(["list"], screen=screen) == 0
+    assert f"{run.id} cannot be read:" in screen.out.getvalue() and "other-" in screen.out.getvalue()
+
+
+def test_an_older_format_that_is_still_read_goes_on(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run_format, "FORMAT", 3)
+    run_format.require_known(run.path)
+    assert run.spec().name == "toy"
+    monkeypatch.setattr(run_format, "OLDEST", 2)
+    with pytest.raises(OtherFormat, match="reads format 2 to 3") as caught:
+        run.spec()
+    assert "the older tula" in caught.value.hint
+
+
+@pytest.mark.parametrize("told", ["x", "1 2 3", "-1", "9" * 40, "1 tula " + "v" * 99])
+def test_a_damaged_format_is_told(run: RunDir, told: str) -> None:
+    (run.path / "format").write_text(told)
+    with pytest.raises(BadMeasurements, match="it tells no format"):
+        run.spec()
+
+
+# --- the links of a chain
+
+
+@pytest.fixture
+def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeSlurm:
+    fake = FakeSlurm(tmp_path / "slurm")
+    fake.use(monkeypatch)
+    return fake
+
+
+@pytest.fixture
+def chain(run: RunDir, slurm: FakeSlurm) -> list[str]:
+    """Return the jobs of a training's chain, the first of which runs."""
+    links = [slurm.add(f"tula-{number}", "PENDING" if number else "RUNNING") for number in range(3)]
+    job = {"of": "a record of the future", "links": links}
+    (run.path / "jobs").mkdir()
+    (run.path / "jobs/damaged.json").write_text("{")
+    (run.path / "jobs/train-x.json").write_text(json.dumps(job))
+    return links
+
+
+def environ(job: str, rank: int = 0) -> dict[str, str]:
+    return {"SLURM_PROCID": str(rank), "SLURM_NTASKS": "2", "SLURM_LOCALID": "0", "SLURM_JOB_ID": job}
+
+
+def test_a_link_that_meets_a_newer_format_changes_nothing_and_the_chain_is_held(
+    run: RunDir, chain: list[str], slurm: FakeSlurm, capsys: pytest.CaptureFixture[str]
+) -> None:
+    newer(run)
+    before = files(run)
+    with pytest.raises(SystemExit) as ended:
+        supervise(run.path, "train-x-1", environ=environ(chain[0]))
+    assert ended.value.code == 16
+    assert [job["reason"] for job in slurm.jobs()] == ["None", "JobHeldUser", "JobHeldUser"]
+    told = capsys.readouterr().err
+    assert f"scontrol release {chain[1]},{chain[2]}" in told
+    assert told.count("is in format 2") == 1
+    assert files(run) == before
+
+
+def test_one_supervisor_of_a_job_holds_the_chain_and_that_it_cannot_be_held_is_told(
+    run: RunDir, chain: list[str], slurm: FakeSlurm, capsys: pytest.CaptureFixture[str]
+) -> None:
+    newer(run)
+    with pytest.raises(OtherFormat):
+        require_known_format(run.path, Allocation.from_environment(environ(chain[0], rank=1)))
+    assert slurm.calls("scontrol") == []
+    slurm.fault(scontrol="unreachable")
+    with pytest.raises(OtherFormat):
+        require_known_format(run.path, Allocation.from_environment(environ(chain[0])))
+    assert "could not be held" in capsys.readouterr().err
+
+
+# --- an upgrade under a job
+
+
+def test_a_job_that_another_tula_runs_says_so(run: RunDir) -> None:
+    name = make.add_probes(run, 1, (32,))
+    run.write_job(make.job(name).model_copy(update={"tula": "0.1.0"}))
+    run.write_attempt(make.attempt(name, tula="0.1.0"))
+
+    def notes() -> tuple[str, ...]:
+        return services_status.snapshot(run, make.FakeLauncher({name: "running"}), now=make.START + 9).notes
+
+    assert notes() == ()
+    run.write_attempt(make.attempt(name, number=2, start=make.START + 5, tula="0.2.0"))
+    (told,) = notes()
+    assert told.startswith(f"{name} was submitted with tula 0.1.0, and goes on with tula 0.2.0")
+    run.write_job(make.job(name))  # of a tula that did not write it down
+    assert notes() == ()
+
+
+# --- a job of another machine
+
+
+@pytest.fixture
+def elsewhere(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[str, str]]:
+    """Return what is told of a job of another machine, a time after its last sign of life (s; None: it never began)."""
+
+    def told(silent: float | None, *, tula: str = __version__, **attempt: float) -> tuple[str, str]:
+        name = make.add_probes(run, 1, (32,))
+        job = make.job(name).model_copy(update={"host": "far", "tula": tula})
+        run.write_job(job)
+        if silent is not None:
+            run.write_attempt(make.attempt(name, **attempt))  # type: ignore[arg-type]
+            with run.open_log(run.log_path(name, 1)):
+                pass
+            monkeypatch.setattr(local.time, "time", lambda: run.log_path(name, 1).stat().st_mtime + silent)
+        state = local.LocalLauncher().states(run.read(), [job])[name]
+        return state.state, state.reason
+
+    return told
+
+
+def test_a_job_of_another_machine_lives_while_it_gives_signs_of_life(elsewhere: Callable[..., tuple[str, str]]) -> None:
+    assert elsewhere(HOUR - 60) == ("running", "on far, as far as its files tell")
+
+
+def test_a_job_of_another_machine_that_is_silent_for_an_hour_is_lost(elsewhere: Callable[..., tuple[str, str]]) -> None:
+    state, reason = elsewhere(HOUR + 60)
+    assert state == "ended" and reason.startswith("on far, of which nothing was heard after 2")
+
+
+def test_nothing_is_decided_of_jobs_that_give_no_signs(elsewhere: Callable[..., tuple[str, str]]) -> None:
+    assert elsewhere(None) == ("running", "waits on far, or has ended there: only that machine knows")
+    assert elsewhere(99 * HOUR, tula="")[0] == "running"
+    assert elsewhere(0, end=make.START + 5)[0] == "ended"
+
+
+def test_a_job_on_one_machine_gives_a_sign_of_life_each_minute(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    from tula_cli.cluster import attempt
+    from tula_cli.host.leftovers import GpuMemory
+    from tula_cli.run.records.jobs import LeaderCommand
+
+    name, clock = make.add_probes(run, 1, (32,)), [100.0]
+    monkeypatch.setattr(attempt.time, "monotonic", lambda: clock[0])
+    touched: list[Path] = []
+    monkeypatch.setattr(attempt.os, "utime", touched.append)
+    task = run.task(name)
+    assert isinstance(task, ProbeTask)
+    running = attempt.RunningAttempt(
+        run, Allocation(0, 1), None, GpuMemory(), task, make.attempt(name), LeaderCommand(task=name), 1e9  # type: ignore[arg-type]
+    )  # fmt: skip
+    for clock[0] in (100.0, 100.2, 159.0, 160.1, 161.0):
+        running._show_life()
+    assert touched == [run.log_path(name, 1)] * 2

@@ -1,0 +1,45 @@
+"""A link that meets a run of another format: it touches nothing, and the chain waits for the tula that can read it."""
+
+import contextlib
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from tula_cli.cluster.allocation import Allocation
+from tula_cli.cluster.slurm import queue as scheduler
+from tula_cli.errors import OtherFormat, TulaError
+from tula_cli.run.files import content, listing
+from tula_cli.run.upkeep import format as run_format
+
+
+def require_known_format(run: Path, allocation: Allocation) -> None:
+    """See that this tula reads a run's format; where it does not, hold what waits of the chain, and change nothing else.
+
+    Raises:
+        OtherFormat: it does not.
+        TulaError: what tells the format cannot be read.
+    """
+    try:
+        run_format.require_known(run)
+    except OtherFormat:
+        waiting = _waiting(run, allocation.job_id) if allocation.leader and not allocation.local else ()
+        if waiting:  # each would end like this one, and the chain would be gone in a minute
+            complaint = scheduler.hold(waiting)
+            ids = ",".join(waiting)
+            told = (
+                f"could not be held: {complaint}" if complaint else f"are held: scontrol release {ids} lets them go on"
+            )
+            sys.stderr.write(f"tula: the jobs of the chain that wait ({ids}) {told}\n")
+        raise
+
+
+def _waiting(run: Path, job_id: str) -> Sequence[str]:
+    """Return the jobs of a chain after one of them, by what any format's records are expected to have."""
+    with contextlib.suppress(TulaError, OSError, ValueError, RecursionError):
+        for path in listing(run / "jobs"):
+            with contextlib.suppress(ValueError, TypeError, KeyError, AttributeError):
+                links = [str(link) for link in json.loads(content(path))["links"]]
+                if job_id in links:
+                    return links[links.index(job_id) + 1 :]
+    return ()

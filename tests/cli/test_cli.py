@@ -1079,7 +1079,19 @@ def test_a_second_check_builds_nothing_unless_it_is_to(cluster, monkeypatch):
 
 def test_every_command_has_the_common_flags():
     runner = CliRunner()
-    commands = ["init", "check", "estimate", "profile", "recommend", "train", "status", "list", "logs", "cancel"]
+    commands = [
+        "init",
+        "check",
+        "estimate",
+        "profile",
+        "recommend",
+        "train",
+        "status",
+        "list",
+        "logs",
+        "cancel",
+        "clean",
+    ]
     for command in commands:
         text = runner.invoke(app.app, [command, "--help"]).output
         assert all(flag in text for flag in ("--json", "--quiet", "--verbose", "--no-color")), command

@@ -9,7 +9,7 @@ from typing import Annotated, Any, get_args
 
 import typer
 
-from tula_cli.cli import check, compare, evaluate, profile, recommend, status, train
+from tula_cli.cli import check, clean, compare, evaluate, profile, recommend, status, train
 from tula_cli.cli.options import COMMON, USAGE_ERROR, Interrupted, register
 from tula_cli.errors import SpecError, TulaError
 from tula_cli.show.screen import Screen
@@ -37,6 +37,7 @@ WORKFLOW: Mapping[Callable[..., None], str] = {
     status.list_: "tula list --run-dir /scratch/tula-runs",
     status.logs: "tula logs --follow",
     status.cancel: "tula cancel digits-1f0c5b7e",
+    clean.clean: "tula clean --older 30d --dry-run",
 }
 """The commands in the order in which one uses them, which is that of `tula --help`, and an example of each."""
 for _function, _example in WORKFLOW.items():

@@ -99,6 +99,11 @@ class Snapshot:
         return [job for job in self._readable_jobs[0] if job not in self._jobs_of_another_run]
 
     @property
+    def damaged_jobs(self) -> list[BadMeasurements]:
+        """What is wrong with jobs that cannot be read."""
+        return self._readable_jobs[1]
+
+    @property
     def job_warnings(self) -> list[str]:
         """What to say of jobs that are not shown: damaged ones, whose id is lost, and those of a run that this is a copy of."""
         damaged = [

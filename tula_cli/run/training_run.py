@@ -26,9 +26,9 @@ from tula_cli.run.records.results import (
 )
 from tula_cli.run.records.tasks import TASK, TrainTask
 
-_CHECKPOINT = re.compile(r"[0-9]{12,}\.(pt|dcp)")
+CHECKPOINT = re.compile(r"[0-9]{12,}\.(pt|dcp)")
 """A name of `checkpoint_path`."""
-_DRAFT = re.compile(r"\.[0-9]{12,}\.(pt\..+\.[0-9]+|dcp\.(draft|old))")
+DRAFT = re.compile(r"\.[0-9]{12,}\.(pt\..+\.[0-9]+|dcp\.(draft|old))")
 """A name of what is being written, or replaced: by `write_atomic`, or of shares."""
 
 _PLACED = ("start", "step", "epoch")
@@ -177,12 +177,12 @@ class TrainingRun:
     def checkpoints(self) -> list[Path]:
         """Return the checkpoints, newest (most samples) first; what else lies there is the user's."""
         found = (self.path / "checkpoints").glob("*")
-        return sorted((path for path in found if _CHECKPOINT.fullmatch(path.name)), reverse=True)
+        return sorted((path for path in found if CHECKPOINT.fullmatch(path.name)), reverse=True)
 
     def drop_drafts(self) -> None:
         """Remove checkpoints that killed ranks were writing."""
         for draft in (self.path / "checkpoints").glob(".*"):
-            if _DRAFT.fullmatch(draft.name):
+            if DRAFT.fullmatch(draft.name):
                 remove(draft)
 
     @property

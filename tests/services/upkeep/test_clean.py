@@ -1,0 +1,408 @@
+"""What of runs may be freed, and what never goes."""
+
+import io
+import json
+import os
+import tempfile
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import make_runs as make
+import pytest
+from quiet import quiet
+
+from tula_cli.cli import app
+from tula_cli.cluster.slurm import queue as scheduler
+from tula_cli.cluster.slurm.queue import SILENT, SchedulerState
+from tula_cli.errors import OtherFormat, Pending, SpecError
+from tula_cli.host import machine_lock
+from tula_cli.run.directory import RunDir
+from tula_cli.run.records.results import Cell, Comparison
+from tula_cli.run.upkeep import holdings as run_holdings
+from tula_cli.services.upkeep import clean as service
+from tula_cli.show.screen import Screen
+
+SIGNATURE = "ab12cd34"
+DAY = 86400
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDir:
+    quiet(monkeypatch, tmp_path)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    return RunDir.create(tmp_path / "tula-runs", make.spec())
+
+
+def trained(
+    run: RunDir, *samples: int, best: int = 0, over: bool = True, shares: bool = False, signature: str = SIGNATURE
+) -> Path:
+    """Add a training with checkpoints, of which the newest is the last one; return their folder."""
+    files = run.training(signature)
+    for count in samples:
+        path = files.checkpoint_path(count, shares=shares)
+        (path if shares else path.parent).mkdir(parents=True, exist_ok=True)
+        (path / "0.distcp" if shares else path).write_bytes(os.urandom(8192))
+        if shares:
+            (path / "rest.pt").write_bytes(os.urandom(4096))
+    for link, count in (("last", max(samples)), ("best", best)):
+        if count:
+            (files.path / link).symlink_to(Path("checkpoints") / files.checkpoint_path(count, shares=shares).name)
+    if over:
+        run.write_train_result(make.train_result(signature))
+    return files.path / "checkpoints"
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name.lstrip("0") for path in folder.iterdir())
+
+
+def found(run: RunDir, **options: Any) -> service.RunSpace:
+    options.setdefault("ask", nobody_asks)
+    (one,) = service.spaces([run], **options)
+    return one
+
+
+def nobody_asks(ids: Iterable[str]) -> dict[str, SchedulerState]:
+    raise AssertionError(f"SLURM was asked about {ids}")
+
+
+def cleaned(run: RunDir, **options: Any) -> service.Cleaned:
+    return service.clean([found(run, **options)])
+
+
+# --- what goes
+
+
+def test_of_a_finished_training_the_best_and_the_last_stay(run: RunDir) -> None:
+    folder = trained(run, 100, 200, 300, 400, best=200)
+    one = found(run)
+    assert (len(one.holdings), one.size, one.kept, one.final) == (2, 16384, "", ())
+    assert one.held >= 4 * 8192
+    assert names(folder) == ["100.pt", "200.pt", "300.pt", "400.pt"], "nothing is touched before"
+    assert cleaned(run) == service.Cleaned(2, 16384, ())
+    assert names(folder) == ["200.pt", "400.pt"]
+    assert found(run).holdings == ()
+    assert (folder.parent / "best").exists() and (folder.parent / "last").exists()
+    assert run.training(SIGNATURE).result() is not None
+
+
+def test_what_a_training_that_is_not_over_goes_on_from_stays(run: RunDir) -> None:
+    folder = trained(run, 100, 200, 300, 400, best=100, over=False)
+    assert cleaned(run, keep_best=True).files == 1
+    assert names(folder) == ["100.pt", "300.pt", "400.pt"]
+
+
+def test_a_training_that_tunes_itself_keeps_what_its_arms_go_back_to(run: RunDir) -> None:
+    folder = trained(run, 100, 200, 300, 400, over=False)
+    run.write_tuning(make.tuning((make.branch("lbt"),)).model_copy(update={"signature": SIGNATURE}))
+    assert cleaned(run).files == 0
+    assert len(names(folder)) == 4
+
+
+@pytest.mark.parametrize("shares", [False, True])
+def test_keep_best_leaves_the_best_weights_to_be_evaluated(run: RunDir, shares: bool) -> None:
+    folder = trained(run, 100, 200, 300, best=200, shares=shares)
+    assert found(run, keep_best=True).final == (SIGNATURE,)
+    cleaned(run, keep_best=True)
+    assert names(folder) == ["200.dcp" if shares else "200.pt"]
+    weights = run.training(SIGNATURE).weights()
+    assert weights is not None and weights.exists()
+    assert not (folder.parent / "last").is_symlink(), "it would lead nowhere"
+
+
+def test_without_a_best_the_last_stays(run: RunDir) -> None:
+    folder = trained(run, 100, 200)
+    assert cleaned(run, keep_best=True).files == 1
+    assert names(folder) == ["200.pt"]
+    (folder.parent / "last").unlink()
+    assert found(run, keep_best=True).holdings == ()
+
+
+def test_damaged_checkpoints_drafts_and_files_of_probes_go(run: RunDir) -> None:
+    folder = trained(run, 100)
+    for name in ("damaged-000000000050.pt", "damaged-2-000000000050.pt", ".000000000200.pt.node1.example.org.77"):
+        (folder / name).write_bytes(b"x" * 5000)
+    for name in ("damaged-000000000060.dcp", ".000000000200.dcp.draft", ".000000000100.dcp.old"):
+        (folder / name).mkdir()
+        (folder / name / "0.distcp").write_bytes(b"x" * 5000)
+    (folder.parent / ".last.123").symlink_to("checkpoints/none")
+    for name in ("probe-n001.001/out", "rehearse-7.001/out", "rehearse-7/half"):
+        (run.path / "script" / name).mkdir(parents=True)
+    (run.path / "script/probe-n001.001/plan.json").write_text("{}")
+    one = found(run)
+    assert sorted(holding.kind for holding in one.holdings) == ["damaged"] * 3 + ["drafts"] * 4 + ["scratch"] * 2
+    cleaned(run)
+    assert names(folder) == ["100.pt"]
+    assert sorted(path.name for path in (run.path / "script").iterdir()) == ["probe-n001.001", "rehearse-7.001"]
+    assert (run.path / "script/probe-n001.001/plan.json").exists()
+
+
+def test_trainings_of_a_comparison_go_where_that_is_asked_and_they_are_over(run: RunDir) -> None:
+    folders = [trained(run, 100, 200, best=100, signature=name, over=name != "c") for name in ("a", "b", "c")]
+    cells = tuple(Cell(method="lbt", batch=64, seed=seed, nodes=1, signature=name) for seed, name in enumerate("ac"))
+    run.write_comparison(
+        Comparison(methods=("lbt",), batches=(64,), seeds=2, nodes=1, controls=False, cells=cells, created_at=0)
+    )
+    assert found(run).holdings == ()
+    assert found(run, compared=True).compared == ("a",)
+    cleaned(run, compared=True)
+    assert [names(folder) for folder in folders] == [[], ["100.pt", "200.pt"], ["100.pt", "200.pt"]]
+    assert not (folders[0].parent / "best").is_symlink()
+    assert run.training("a").result() is not None
+
+
+def test_what_was_measured_by_node_type_is_cleaned_too(run: RunDir) -> None:
+    inner = RunDir.create(run.path / "types", make.spec(name="toy-old"))
+    folder = trained(inner, 100, 200, 300, best=300)
+    cleaned(run)
+    assert names(folder) == ["300.pt"]
+
+
+# --- what never goes
+
+
+def test_names_that_tula_did_not_give_stay(run: RunDir, tmp_path: Path) -> None:
+    folder = trained(run, 100, 200, best=200)
+    theirs = ("my-backup.pt", "100.pt", "000000000100.pt.bak", "damaged-mine.pt", ".000000000100.pt.swp", "notes.txt")
+    for name in theirs:
+        (folder / name).write_text("mine")
+    cleaned(run, keep_best=True)
+    assert set(os.listdir(folder)) == {*theirs, "000000000200.pt"}
+
+
+def test_no_link_is_followed(run: RunDir, tmp_path: Path) -> None:
+    folder = trained(run, 300, best=300)
+    away = tmp_path / "away"
+    (away / "000000000100.dcp").mkdir(parents=True)
+    (away / "000000000100.dcp/0.distcp").write_text("mine")
+    (away / "000000000100.pt").write_text("mine")
+    before = sorted(away.rglob("*"))
+    for name in ("000000000100.dcp", "000000000100.pt"):
+        (folder / name).symlink_to(away / name)
+    (folder / "damaged-000000000050.dcp").symlink_to(away)
+    (folder / "000000000200.dcp").mkdir()
+    (folder / "000000000200.dcp/0.distcp").symlink_to(away / "000000000100.pt")
+    (run.path / "train/cd34ab12").symlink_to(away)
+    (run.path / "train/linked").mkdir()
+    (run.path / "train/linked/checkpoints").symlink_to(away)
+    assert [holding.path.name for holding in found(run).holdings] == ["000000000200.dcp"]
+    cleaned(run)
+    assert sorted(away.rglob("*")) == before
+    assert (folder / "damaged-000000000050.dcp").is_symlink()
+
+
+def test_interrupted_anywhere_it_goes_on(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = trained(run, 100, 200, 300, best=300, shares=True)
+    drop = run_holdings._drop
+
+    def killed(path: Path) -> None:
+        (path / "0.distcp").unlink()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(run_holdings, "_drop", killed)
+    with pytest.raises(KeyboardInterrupt):
+        cleaned(run)
+    monkeypatch.setattr(run_holdings, "_drop", drop)
+    assert [path.name for path in run.training(SIGNATURE).checkpoints()] == ["000000000300.dcp", "000000000200.dcp"]
+    assert not (run.path / "lock").exists()
+    assert cleaned(run).files == 2
+    assert names(folder) == ["300.dcp"]
+
+
+def test_a_folder_that_cannot_be_removed_is_told_and_the_others_go(
+    run: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trained(run, 100, 200, 300, best=300, shares=True)
+    other = RunDir.create(run.path.parent, make.spec(name="other"))
+    trained(other, 100, 200)
+
+    def refuse(path: Path) -> None:
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(run_holdings, "_drop", refuse)
+    done = service.clean(service.spaces([run, other]))
+    assert done.files == 1
+    assert len(done.problems) == 1 and "Permission denied" in done.problems[0]
+
+
+# --- who still works
+
+
+def slurm_job(run: RunDir, *, at: float = make.START) -> str:
+    name = make.add_training(run, signature=SIGNATURE)
+    run.write_job(make.job(name, scheduler="slurm", at=at).model_copy(update={"links": ("11", "12")}))
+    return name
+
+
+def says(**states: str) -> Callable[[Iterable[str]], dict[str, SchedulerState]]:
+    answers = {id_.strip("j"): SchedulerState(state, "why") for id_, state in states.items()}  # type: ignore[arg-type]
+    return lambda ids: {id_: answers[id_] for id_ in ids if id_ in answers}
+
+
+@pytest.mark.parametrize(
+    ("ask", "why"),
+    [
+        (says(j11="ended", j12="pending"), "is pending"),
+        (says(j11="running"), "is running"),
+        (says(j11="unknown", j12="unknown"), "may run: SLURM does not tell"),
+        (says(j11="ended", j12="ended"), ""),
+        (says(), ""),
+    ],
+)
+def test_a_run_with_a_job_that_may_live_is_left_as_it_is(run: RunDir, ask: service.Ask, why: str) -> None:
+    folder = trained(run, 100, 200, 300, best=100)
+    name = slurm_job(run)
+    one = found(run, ask=ask)
+    assert (bool(one.kept), bool(one.holdings)) == (bool(why), not why)
+    assert one.kept.startswith(f"{name} {why}" if why else "")
+    service.clean([one])
+    assert len(names(folder)) == (3 if why else 2)
+
+
+def test_where_squeue_cannot_be_asked_jobs_count_as_live(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    trained(run, 100, 200, 300)
+    slurm_job(run)
+    monkeypatch.setenv("PATH", str(run.path))
+    one = found(run, ask=scheduler.ask)
+    assert one.holdings == () and SILENT in one.kept
+
+
+def test_a_job_that_was_just_submitted_counts_as_live(run: RunDir) -> None:
+    trained(run, 100, 200, 300)
+    slurm_job(run, at=time.time() - 60)
+    assert "just submitted" in found(run, ask=says()).kept
+
+
+def test_slurm_is_asked_once_for_all_runs_and_only_where_something_may_go(run: RunDir) -> None:
+    other = RunDir.create(run.path.parent, make.spec(name="other"))
+    nothing = RunDir.create(run.path.parent, make.spec(name="nothing"))
+    asked: list[list[str]] = []
+    for one in (run, other, nothing):
+        trained(one, *((100, 200) if one is not nothing else (100,)))
+        slurm_job(one)
+
+    def ask(ids: Iterable[str]) -> dict[str, SchedulerState]:
+        asked.append(list(ids))
+        return {}
+
+    service.spaces([run, other, nothing], ask=ask)
+    assert asked == [["11", "12", "11", "12"]]
+
+
+def test_a_job_on_this_machine_and_the_lock_of_the_machine_hold_a_run(run: RunDir) -> None:
+    from tula_cli.host.processes import started
+
+    trained(run, 100, 200, 300)
+    name = make.add_training(run, signature=SIGNATURE)
+    pid = os.getpid()
+    alive = {"scheduler_id": str(pid), "process_started": started(pid)}
+    run.write_job(make.job(name).model_copy(update=alive))
+    assert "is pending" in found(run).kept
+    run.write_job(make.job(name))
+    assert found(run).kept == ""
+    lock = machine_lock.opened()
+    assert lock is not None and machine_lock.locked(lock, f"{name} of {run.path.resolve()}")
+    assert found(run).kept == f"{name} has this machine"
+    os.close(lock)
+
+
+def test_a_job_whose_record_is_damaged_holds_a_run(run: RunDir) -> None:
+    trained(run, 100, 200, 300)
+    (run.path / "jobs").mkdir()
+    (run.path / "jobs/x.json").write_text("{")
+    assert "nobody knows whether that job runs" in found(run).kept
+
+
+def test_what_was_submitted_since_the_look_is_left(run: RunDir) -> None:
+    folder = trained(run, 100, 200, 300)
+    one = found(run)
+    slurm_job(run)
+    done = service.clean([one])
+    assert done.files == 0 and "submitted meanwhile" in done.problems[0]
+    assert len(names(folder)) == 3 and not (run.path / "lock").exists()
+    one = found(run, ask=says())
+    assert run.lock.acquire() == ""
+    assert "another tula command" in service.clean([one]).problems[0]
+
+
+# --- the command
+
+
+def tula(*words: str) -> tuple[int, str, str]:
+    screen = Screen(out=io.StringIO(), err=io.StringIO())
+    code = app.run(["clean", *words], screen=screen)
+    return code, screen.out.getvalue(), screen.err.getvalue()  # type: ignore[attr-defined]
+
+
+def test_a_dry_run_shows_the_sizes_by_run_and_kind_and_touches_nothing(run: RunDir) -> None:
+    folder = trained(run, 100, 200, 300, best=200)
+    (folder / "damaged-000000000050.pt").write_bytes(b"x" * 4000)
+    code, out, _ = tula("--dry-run", "--keep", "best")
+    assert code == 0
+    (first,) = (line for line in out.splitlines() if line.startswith(f"{run.id} "))
+    assert first.split()[-5:] == ["older", "checkpoints", "2", "0.0156", "MiB"]
+    assert "damaged checkpoints" in out
+    assert f"training {SIGNATURE} cannot be resumed afterwards; the best weights stay" in out
+    assert len(names(folder)) == 4
+
+
+def test_it_asks_on_a_terminal_and_is_refused_without_one(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = trained(run, 100, 200, 300, best=200)
+    code, _, err = tula()
+    assert (code, len(names(folder))) == (SpecError.exit_code, 3)
+    assert "nothing was freed" in err and "--yes" in err
+
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    monkeypatch.setattr("sys.stdin", Terminal("n\n"))
+    assert tula()[:2] == (0, "nothing was freed\n")
+    assert len(names(folder)) == 3
+    monkeypatch.setattr("sys.stdin", Terminal("y\n"))
+    code, out, err = tula()
+    assert "free it? [y/N]" in err and out.startswith("freed 0.00781 MiB in 1 file or folder")
+    assert names(folder) == ["200.pt", "300.pt"]
+
+
+def test_json_tells_what_was_freed(run: RunDir) -> None:
+    trained(run, 100, 200, 300, best=200)
+    code, out, _ = tula("--yes", "--json")
+    data = json.loads(out)["data"]
+    assert (code, data["size"], data["freed"]["size"], data["freed"]["files"]) == (0, 8192, 8192, 1)
+    assert data["runs"][0]["holdings"][0]["kind"] == "checkpoints"
+    assert json.loads(tula("--json")[1])["data"]["freed"] is None, "nothing is left, so nobody is asked"
+
+
+def test_older_runs_alone(run: RunDir) -> None:
+    trained(run, 100, 200, 300)
+    assert "no run is that old" in tula("--older", "30d", "--dry-run")[1]
+    for path in (run.path, *run.path.rglob("*")):
+        os.utime(path, (time.time() - 31 * DAY,) * 2, follow_symlinks=False)
+    assert "older checkpoints" in tula("--older", "30d", "--dry-run")[1]
+    assert tula("--older", "old")[0] == SpecError.exit_code
+
+
+def test_a_run_that_is_named_and_must_stay_is_an_error(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    trained(run, 100, 200, 300)
+    slurm_job(run)
+    monkeypatch.setenv("PATH", str(run.path))  # without squeue
+    code, _, err = tula(run.id, "--yes")
+    assert code == Pending.exit_code and "SLURM does not tell" in err and "nothing was freed" in err
+    assert tula("--yes")[0] == 0, "of all runs it is left out"
+    assert tula("nowhere")[0] == SpecError.exit_code
+    (run.path / "format").write_text("9 tula 9.0\n")
+    assert tula(run.id, "--yes")[0] == OtherFormat.exit_code
+    assert f"{run.id} is left as it is: the run" in tula("--dry-run")[1]
+
+
+def test_another_users_run_is_refused(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = trained(run, 100, 200, 300)
+    monkeypatch.setattr(os, "getuid", lambda: 12345)
+    code, _, err = tula(run.id, "--yes")
+    assert code != 0 and "another user's run" in err
+    code, out, err = tula("--yes")
+    assert (code, out) == (0, "no run is here\n") and "1 of 1 runs are other users'" in err
+    assert len(names(folder)) == 3

@@ -1,0 +1,104 @@
+"""`tula clean`."""
+
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import typer
+
+from tula_cli.cli.options import RUNS, Root, Yes
+from tula_cli.cli.runs import age, find_run
+from tula_cli.errors import BadMeasurements, Pending, SpecError, TulaError
+from tula_cli.show.screen import Screen
+from tula_cli.show.upkeep import clean as show_clean
+
+if TYPE_CHECKING:
+    from tula_cli.run.directory import RunDir
+
+
+def clean(
+    screen: Screen,
+    named: Annotated[
+        list[Path] | None, typer.Argument(metavar="[RUN]...", help="These runs; else all under --run-dir.")
+    ] = None,
+    root: Root = RUNS,
+    older: Annotated[
+        str | None, typer.Option(metavar="TIME", help="Only runs in which nothing was written for 30d, 12h, 8w.")
+    ] = None,
+    keep: Annotated[
+        Literal["best"] | None,
+        typer.Option(help="Of finished trainings keep the best weights alone: to be evaluated, not to be resumed."),
+    ] = None,
+    compared: Annotated[
+        bool, typer.Option("--compared", help="Free the weights of tula compare's finished trainings too, all of them.")
+    ] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Show what would be freed, and touch nothing.")] = False,
+    yes: Yes = False,
+) -> None:
+    """Free what runs no longer need: older checkpoints, damaged and unfinished ones, files of scripts under probes.
+
+    Results, metrics and recommendations stay, and so does what a training goes on from. A run with a live job is left as it is.
+    """
+    from tula_cli.services.upkeep import clean as service
+
+    long = None if older is None else age(older, "--older")
+    found = service.spaces(_runs(screen, named, root), keep_best=keep == "best", compared=compared, older=long)
+    if named and (left := next((one for one in found if one.kept), None)):
+        told = f"{left.id}: {left.kept}; nothing was freed"
+        raise Pending(told, "tula cancel ends its jobs; or leave it out") if left.lives else BadMeasurements(told)
+    if dry_run or not any(one.holdings for one in found):
+        shown = (
+            show_clean.spaces(found, width=screen.width)
+            if found
+            else [f"no run {'is that old' if older else 'is here'}"]
+        )
+        return screen.answer(show_clean.data(found, None), shown)
+    screen.aside(show_clean.spaces(found, width=screen.width))
+    if not _confirmed(screen, yes=yes):
+        return screen.answer(show_clean.data(found, None), ["nothing was freed"])
+    done = service.clean(found)
+    for problem in done.problems:
+        screen.warn(f"not all was freed of {problem}")
+    return screen.answer(show_clean.data(found, done), show_clean.cleaned(done))
+
+
+def _runs(screen: Screen, named: Sequence[Path] | None, root: Path) -> "list[RunDir]":
+    """Return this user's runs that are meant, each once.
+
+    Raises:
+        TulaError: one that is named is another user's.
+    """
+    from tula_cli.run.directory import RunDir
+    from tula_cli.run.upkeep import format as run_format
+
+    if not named:
+        if root != RUNS and not root.is_dir():
+            raise SpecError(f"--run-dir {root}: there is no such folder", "name the one that holds the runs")
+        every = RunDir.all(root.absolute())
+        own = [run for run in every if _is_own(run.path)]
+        if len(own) < len(every):
+            screen.note(f"{len(every) - len(own)} of {len(every)} runs are other users', and left out")
+        return own
+    found = {(run := find_run(screen, one, root)).path.resolve(): run for one in named}
+    for run in found.values():
+        run_format.require_known(run.path)
+        if not _is_own(run.path):
+            raise TulaError(f"{run.path} is another user's run: nothing was freed", "its owner can clean it")
+    return list(found.values())
+
+
+def _is_own(path: Path) -> bool:
+    return path.stat().st_uid == os.getuid()
+
+
+def _confirmed(screen: Screen, *, yes: bool) -> bool:
+    if yes:
+        return True
+    if not sys.stdin.isatty():
+        raise SpecError(
+            "not confirmed, so nothing was freed: there is no terminal to ask on",
+            "add --yes, or --dry-run to see what would go",
+        )
+    return screen.confirm("free it?")

@@ -1,0 +1,182 @@
+"""What of a run may be freed: what tula made, and what nothing but going back needs. No link is ever followed."""
+
+import os
+import re
+import shutil
+import stat
+from collections.abc import Iterator, Set
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from tula_cli.errors import CannotWrite
+from tula_cli.run.training_run import CHECKPOINT, DRAFT, TrainingRun
+
+Kind = Literal["checkpoints", "compared", "damaged", "drafts", "scratch"]
+
+_DAMAGED = re.compile(r"damaged-(?:[0-9]+-)?[0-9]{12,}\.(pt|dcp)")
+"""A name that a checkpoint gets that cannot be read."""
+_LINK_DRAFT = re.compile(r"\.(best|last)\.[0-9]+")
+_PROBE_OUT = re.compile(r"probe-.+\.[0-9]{3}")
+_REHEARSAL = re.compile(r"rehearse-[^.]+")
+RESUMED_FROM = 2
+"""Newest checkpoints of a training that is not over: one more than needed, should the newest be damaged."""
+
+
+@dataclass(frozen=True)
+class Wish:
+    """What is to be freed beside what nobody needs."""
+
+    keep_best: bool = False  # of finished trainings the best weights alone stay: they cannot be resumed any more
+    compared: Set[str] = frozenset()  # signatures of finished trainings that are to go, whole
+
+
+@dataclass(frozen=True)
+class Holding:
+    """A file or folder that may go."""
+
+    kind: Kind
+    path: Path
+    size: int  # bytes on the disk
+
+
+def size_of(path: Path) -> tuple[int, float]:
+    """Return the bytes on the disk of all that a file or folder holds, and when the newest of it was written (Unix time)."""
+    size, newest, ahead = 0, 0.0, [path]
+    while ahead:
+        try:
+            found = os.lstat(here := ahead.pop())
+            size, newest = size + 512 * found.st_blocks, max(newest, found.st_mtime)
+            if stat.S_ISDIR(found.st_mode):
+                ahead += here.iterdir()
+        except OSError:  # it went meanwhile, or may not be looked into
+            continue
+    return size, newest
+
+
+def parts(run: Path) -> list[Path]:
+    """Return the folders of all that was ever measured and trained in a run: its own, of its node types, of its lengths."""
+    found = [run]
+    for folder in found:
+        found += [inner for name in ("types", "lengths") for inner in _folders(folder / name)]
+    return found
+
+
+def holdings(part: Path, wish: Wish) -> Iterator[Holding]:
+    """Yield what may go of one of a run's folders, while no job of it lives.
+
+    Raises:
+        BadMeasurements: what tells whether a training is over is damaged.
+    """
+    for training in _folders(part / "train"):
+        yield from _of_training(TrainingRun(part, training.name), wish)
+    for attempt in _folders(part / "script"):
+        out = attempt / "out"
+        if _PROBE_OUT.fullmatch(attempt.name) and _is_folder(out):
+            yield _holding("scratch", out)
+        elif _REHEARSAL.fullmatch(attempt.name):
+            yield _holding("scratch", attempt)
+
+
+def _of_training(training: TrainingRun, wish: Wish) -> Iterator[Holding]:
+    folder = training.path / "checkpoints"
+    entries = _entries(folder) if _is_folder(folder) else {}
+    whole = [name for name, mode in entries.items() if CHECKPOINT.fullmatch(name) and _as_written(name, mode)]
+    if whole:
+        over = training.result() is not None
+        gone = over and training.signature in wish.compared
+        kept = set() if gone else _kept(training, sorted(whole, reverse=True), over=over, keep_best=wish.keep_best)
+        for name in sorted(set(whole) - kept):
+            yield _holding("compared" if gone else "checkpoints", folder / name)
+    for name, mode in sorted(entries.items()):
+        if stat.S_ISLNK(mode):
+            continue
+        if _DAMAGED.fullmatch(name):
+            yield _holding("damaged", folder / name)
+        elif DRAFT.fullmatch(name):
+            yield _holding("drafts", folder / name)
+    for name, mode in sorted(_entries(training.path).items()):
+        if _LINK_DRAFT.fullmatch(name) and stat.S_ISLNK(mode):
+            yield _holding("drafts", training.path / name)
+
+
+def _kept(training: TrainingRun, whole: list[str], *, over: bool, keep_best: bool) -> set[str]:
+    """Return the checkpoints, newest first in `whole`, that stay."""
+    best, last = ({target} & set(whole) for target in map(_target, (training.path / "best", training.path / "last")))
+    if over:
+        return best if keep_best and best else best | (last or {whole[0]})
+    tuning = training.tuning()
+    if tuning is not None and tuning.chosen is None:
+        return set(whole)  # its arms go back to where they branched off
+    return {*whole[:RESUMED_FROM], *best, *last}
+
+
+def _target(link: Path) -> str:
+    """Return the checkpoint that a link of tula's names; empty where there is none."""
+    try:
+        target = link.readlink()
+    except OSError:
+        return ""
+    return target.name if target.parent == Path("checkpoints") else ""
+
+
+def free(holding: Holding) -> None:
+    """Remove it; what names it goes first. Where this is interrupted, the next call ends it.
+
+    Raises:
+        CannotWrite: the file system does not let it go.
+    """
+    path = holding.path
+    try:
+        if holding.kind in ("checkpoints", "compared"):
+            for link in (path.parent.parent / "best", path.parent.parent / "last"):
+                if _target(link) == path.name:
+                    link.unlink(missing_ok=True)
+        if not _is_folder(path):
+            path.unlink(missing_ok=True)
+            return
+        if CHECKPOINT.fullmatch(path.name):  # half of it must not look like a whole one
+            doomed = path.with_name(f".{path.name}.old")
+            if _is_folder(doomed):
+                _drop(doomed)
+            path = path.rename(doomed)
+        _drop(path)
+    except FileNotFoundError:  # it went by itself
+        return
+    except OSError as error:
+        raise CannotWrite(f"cannot remove {error.filename or path}: {error.strerror}") from error
+
+
+def _drop(folder: Path) -> None:
+    shutil.rmtree(folder)
+
+
+def _holding(kind: Kind, path: Path) -> Holding:
+    return Holding(kind, path, size_of(path)[0])
+
+
+def _as_written(name: str, mode: int) -> bool:
+    """Return whether a checkpoint is what tula writes under its name: a file, or a folder of shares; never a link."""
+    return stat.S_ISDIR(mode) if name.endswith(".dcp") else stat.S_ISREG(mode)
+
+
+def _entries(folder: Path) -> dict[str, int]:
+    """Return the modes of what a folder holds, of links their own; nothing where there is no such folder."""
+    try:
+        with os.scandir(folder) as found:
+            return {entry.name: entry.stat(follow_symlinks=False).st_mode for entry in found}
+    except OSError:
+        return {}
+
+
+def _folders(folder: Path) -> list[Path]:
+    """Return the folders in a folder, by name, without links; none where that is a link itself."""
+    found = _entries(folder) if _is_folder(folder) else {}
+    return [folder / name for name, mode in sorted(found.items()) if stat.S_ISDIR(mode)]
+
+
+def _is_folder(path: Path) -> bool:
+    try:
+        return stat.S_ISDIR(os.lstat(path).st_mode)
+    except OSError:
+        return False

@@ -1,0 +1,1 @@
+"""What keeps runs usable over the years."""

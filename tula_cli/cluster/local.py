@@ -21,6 +21,7 @@ from tula_cli.run.directory import RunDir
 from tula_cli.run.records.jobs import Attempt, Job
 from tula_cli.run.records.tasks import Task
 from tula_cli.run.snapshot import Snapshot
+from tula_cli.run.upkeep import package
 from tula_cli.version import __version__
 from tula_cli.words import moment, plural
 
@@ -59,7 +60,9 @@ class LocalLauncher:
         command = [sys.executable, "-c", program, str(run.path.resolve()), task.id]
         # Files, not pipes: the job inherits them, and a pipe would stay open until it ends.
         with tempfile.TemporaryFile("w+") as told, tempfile.TemporaryFile("w+") as complaint:
-            code = subprocess.call(command, stdout=told, stderr=complaint, start_new_session=True, env=with_package())
+            code = subprocess.call(
+                command, stdout=told, stderr=complaint, start_new_session=True, env=with_package(run.path)
+            )
             told.seek(0)
             complaint.seek(0)
             if code:
@@ -138,11 +141,21 @@ def run_supervisor(path: str, task_id: str, visible_gpus: str | None) -> None:
     supervise(Path(path), task_id, environ=environ)
 
 
-def with_package() -> dict[str, str]:
-    """Return the environment with tula importable, also where it is run from a checkout that is not installed."""
+def with_package(run: Path | None = None) -> dict[str, str]:
+    """Return the environment in which this tula is imported, also from a checkout that is not installed.
+
+    Args:
+        run: of a job, which is to import tula as it is now, whatever becomes of what is installed.
+
+    Raises:
+        TulaError: its archive cannot be written into the run.
+    """
     here = str(Path(__file__).resolve().parents[2])
-    paths = [here, *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
-    return {**os.environ, "PYTHONPATH": os.pathsep.join(dict.fromkeys(paths))}
+    path = os.pathsep.join([here, os.environ.get("PYTHONPATH", "")])
+    return {
+        **os.environ,
+        "PYTHONPATH": package.first_in_path(None if run is None else package.keep(run.resolve()), path),
+    }
 
 
 def _elsewhere(look: Snapshot, job: Job) -> SchedulerState:

@@ -5,12 +5,11 @@ import os
 import shutil
 import socket
 from collections.abc import Mapping
+from importlib.resources import files
 from pathlib import Path
 
 from tula_cli.run.files import publish
 
-TULA = Path(__file__).resolve().parents[2]
-SHIM, OPTIM, PRESETS = TULA / "shim", TULA / "optim", TULA / "presets.py"
 LIBRARY = "tula_ags"
 """The name of the optimizers' copy: an installed tula is another package, of another version perhaps."""
 
@@ -21,8 +20,7 @@ def copy_shim(run: Path) -> Path:
     Raises:
         OSError: it cannot be written.
     """
-    files = {path.relative_to(SHIM): path.read_bytes() for path in sorted(SHIM.rglob("*.py"))}
-    return _copied(run, "shim", files)
+    return _copied(run, "shim", _sources("shim"))
 
 
 def copy_optim(run: Path) -> Path:
@@ -31,8 +29,21 @@ def copy_optim(run: Path) -> Path:
     Raises:
         OSError: it cannot be written.
     """
-    found = {path.relative_to(OPTIM): path for path in sorted(OPTIM.rglob("*.py"))} | {Path(PRESETS.name): PRESETS}
-    return _copied(run, "ags", {LIBRARY / name: _renamed(path.read_bytes()) for name, path in found.items()})
+    presets = {Path("presets.py"): files("tula_cli").joinpath("presets.py").read_bytes()}
+    found = _sources("optim") | presets
+    return _copied(run, "ags", {LIBRARY / name: _renamed(content) for name, content in found.items()})
+
+
+def _sources(folder: str) -> dict[Path, bytes]:
+    """Return the modules of a folder of tula's by their paths in it, also where tula is imported from an archive."""
+    found, ahead = {}, [(Path(), files("tula_cli").joinpath(folder))]
+    for path, place in ahead:
+        for inner in place.iterdir():
+            if inner.is_dir():
+                ahead.append((path / inner.name, inner))
+            elif inner.name.endswith(".py"):
+                found[path / inner.name] = inner.read_bytes()
+    return dict(sorted(found.items()))
 
 
 def _renamed(code: bytes) -> bytes:
@@ -40,16 +51,16 @@ def _renamed(code: bytes) -> bytes:
     return code.replace(b"from tula_cli.presets import", f"from {LIBRARY}.presets import".encode())
 
 
-def _copied(run: Path, name: str, files: Mapping[Path, bytes]) -> Path:
+def _copied(run: Path, name: str, contents: Mapping[Path, bytes]) -> Path:
     found = hashlib.sha256()
-    for path, content in files.items():
+    for path, content in contents.items():
         found.update(f"{path}\0".encode() + content)
     place = (run / "script" / f"{name}-{found.hexdigest()[:8]}").absolute()
     if place.is_dir():
         return place
     draft = place.with_name(f".{place.name}.{socket.gethostname()}.{os.getpid()}")
     shutil.rmtree(draft, ignore_errors=True)
-    for path, content in files.items():
+    for path, content in contents.items():
         copy = draft / path
         copy.parent.mkdir(parents=True, exist_ok=True)
         copy.write_bytes(content)

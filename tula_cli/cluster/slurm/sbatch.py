@@ -11,6 +11,7 @@ from tula_cli.assets import site_asset
 from tula_cli.errors import SpecError
 from tula_cli.run.directory import RunDir
 from tula_cli.run.records.tasks import CheckTask, EvaluateTask, ProbeTask, RehearsalTask, Task, TrainTask
+from tula_cli.run.upkeep import package
 from tula_cli.spec.job import JobSpec
 from tula_cli.spec.sections import FEWEST_WORKERS
 from tula_cli.spec.signature import cluster_signature
@@ -64,7 +65,7 @@ def parameters(run: RunDir, task: Task, *, name: str | None = None, dependency: 
         "signal_delay_s": min(_SIGNAL, minutes * 60 // 4),
         "exclusive": True if slurm.exclusive else None,
         "wckey": None,
-        "setup": _setup(task, slurm) or None,
+        "setup": [*_setup(task, slurm), *_own_package(run)],
         "srun_args": _srun(task, slurm),
         "additional_parameters": _options(task, slurm),
     }
@@ -229,6 +230,14 @@ def _setup(task: Task, slurm: Slurm) -> list[str]:
         *exports,  # after the set-up: they hold whatever the modules have set
         *(_in_variable(outer) if outer else []),
     ]
+
+
+def _own_package(run: RunDir) -> list[str]:
+    """Have the job import the tula that it is submitted with, after whatever the set-up has put into the path."""
+    place = package.archive(run.path.resolve())
+    if place is None:
+        return []
+    return [f'export PYTHONPATH={shlex.quote(str(place))}"${{PYTHONPATH:+:$PYTHONPATH}}"']
 
 
 def _in_variable(lines: Sequence[str]) -> list[str]:

@@ -21,6 +21,7 @@ from tula_cli.run.directory import RunDir
 from tula_cli.run.records.jobs import Job
 from tula_cli.run.records.tasks import Task, TrainTask
 from tula_cli.run.snapshot import Snapshot, is_moved
+from tula_cli.run.upkeep import package
 from tula_cli.spec.slurm_options import Slurm
 from tula_cli.version import __version__
 
@@ -241,6 +242,7 @@ def submit_script(run: RunDir, name: str, text: str) -> str:
     Raises:
         SchedulerError: sbatch refused it, or did not answer and nothing is in the queue.
     """
+    package.keep(run.path.resolve())
     submission = _sbatch(run.write_script(name, text))
     return submission.id or _accepted_unheard(run, name, submission.words)
 

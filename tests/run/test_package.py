@@ -1,0 +1,72 @@
+"""The tula that a job was submitted with is the one that it imports, whatever is installed by then."""
+
+import os
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from tula_cli.cluster.scripts import copies
+from tula_cli.run.upkeep import package
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Path:
+    (tmp_path / "a run").mkdir()
+    found = package.keep(tmp_path / "a run")
+    assert found is not None
+    return found
+
+
+def python(program: str, place: Path | None, folder: Path, *arguments: object) -> str:
+    """Return what a program prints that imports tula from an archive, where another tula is installed."""
+    (folder / "installed/tula_cli").mkdir(parents=True, exist_ok=True)
+    (folder / "installed/tula_cli/__init__.py").write_text("")
+    (folder / "installed/tula_cli/version.py").write_text('__version__ = "9.9"\n')
+    environ = {**os.environ, "PYTHONPATH": package.first_in_path(place, str(folder / "installed"))}
+    command = [sys.executable, "-c", program, *map(str, arguments)]
+    return subprocess.run(command, env=environ, cwd=folder, text=True, capture_output=True, check=True).stdout.strip()
+
+
+VERSION = "import tula_cli.version as v; print(v.__version__)"
+
+
+def test_a_job_imports_the_tula_that_it_was_submitted_with(place: Path, tmp_path: Path) -> None:
+    from tula_cli.version import __version__
+
+    assert python(VERSION, place, tmp_path) == __version__
+    place.unlink()  # a run that was moved, or a node that does not see it
+    assert python(VERSION, place, tmp_path) == "9.9"
+    place.write_bytes(b"PK\x03\x04 half of one")
+    assert python(VERSION, place, tmp_path) == "9.9"
+
+
+def test_the_archive_is_written_once_and_holds_all_of_tula(place: Path) -> None:
+    assert place == package.archive(place.parents[1])
+    before = place.stat()
+    package.keep(place.parents[1])
+    assert place.stat().st_mtime_ns == before.st_mtime_ns
+    assert list(place.parent.iterdir()) == [place]
+    names = {str(path.relative_to(ROOT)) for path in (ROOT / "tula_cli").rglob("*.py")}
+    assert set(zipfile.ZipFile(place).namelist()) == names
+    assert before.st_size < 2**21
+
+
+def test_what_goes_with_scripts_is_copied_out_of_an_archive_too(place: Path, tmp_path: Path) -> None:
+    copies.copy_shim(tmp_path / "folder")
+    copies.copy_optim(tmp_path / "folder")
+    program = (
+        "import sys; from pathlib import Path; from tula_cli.cluster.scripts import copies;"
+        "from tula_cli.run.upkeep import package; run = Path(sys.argv[1]);"
+        "copies.copy_shim(run); copies.copy_optim(run); print(package.archive(run))"
+    )
+    assert python(program, place, tmp_path, tmp_path / "archive") == "None"
+    left, right = (
+        {str(path.relative_to(tmp_path / name)): path.read_bytes() for path in (tmp_path / name).rglob("*.py")}
+        for name in ("folder", "archive")
+    )
+    assert left == right and len(left) > 20

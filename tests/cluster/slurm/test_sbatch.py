@@ -310,6 +310,14 @@ def test_environment_holds_whatever_the_set_up_has_set() -> None:
     assert bash(lines, "echo $THREADS") == "8\n"
 
 
+def test_a_job_imports_the_tula_that_it_is_submitted_with_before_any_that_the_set_up_brings() -> None:
+    lines = whole_setup({"setup": ["export PYTHONPATH=/site/tula"], "environment": {"NOTE": "x"}})
+    first, *others = bash(lines, 'echo "$PYTHONPATH"').strip().split(":")
+    assert (Path(first).parent, others) == (Path("/runs/gold-12345678/code"), ["/site/tula"])
+    assert first.endswith(".zip")
+    assert bash(whole_setup({}), 'echo "$PYTHONPATH"', PYTHONPATH="") == f"{first}\n", "and not the working directory"
+
+
 def test_every_job_mends_what_srun_inherits() -> None:
     lines = whole_setup({"setup": []})
     inherited = {"SLURM_CPU_BIND": "mask_cpu:0x1", "SLURM_MEM_BIND_TYPE": "x", "SLURM_CPUS_PER_TASK": "8"}

@@ -75,7 +75,7 @@ PARTS = (
     cases("gpus-of-nodes", 1.0, "tests/e2e/test_node_types.py"),
     cases("links", 5.5, "tests/slurm/test_links.py"),
     cases("growing-chain", 1.1, "tests/slurm/test_growing_chain.py"),
-    cases("upgrade", 1.8, "tests/slurm/test_upgrade.py"),
+    cases("upgrade", 0.15, "tests/slurm/test_upgrade.py"),
     Part("gpu-dry-run", 5.0, ("benchmarks/on_gpu.py", "--device", "cpu", "--tiny", "--again", "--out", ".proof/gpu")),
     Part("gpu-dry-run-torch-2.11", 8.0, ("tests/other_torch.py", "2.11.0", "0.26.0", "3.12")),
     Part(

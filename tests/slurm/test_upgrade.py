@@ -1,6 +1,7 @@
 """tula is upgraded in place between the submission of a job and its start."""
 
 import shutil
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,6 @@ from tula_cli.version import __version__
 pytestmark = [pytest.mark.slurm, pytest.mark.torch, pytest.mark.proof]
 
 PACKAGE = Path(__file__).parents[2] / "tula_cli"
-QUICK = ("--set", "train.epochs=1", "--set", "cluster.slurm.extra.begin=now+30")
 
 
 def upgrade(installed: Path) -> None:
@@ -26,28 +26,12 @@ def test_a_job_runs_the_tula_that_it_was_submitted_with(tula: Tula, on_slurm: Sl
     installed = tmp_path / "installed/tula_cli"
     shutil.copytree(PACKAGE, installed, ignore=shutil.ignore_patterns("__pycache__"))
     tula.environment["PYTHONPATH"] = str(installed.parent)
-    tula("train", "job.yaml", "--nodes", "2", "--batch", "128", *QUICK)
+    held = ("--set", "train.epochs=1", "--set", "cluster.slurm.extra.hold=true")
+    tula("train", "job.yaml", "--nodes", "1", "--batch", "128", *held)
     run = tula.run()
-    assert run.jobs()[0].tula == __version__ and run.attempts() == []
+    (job,) = run.jobs()
+    assert job.tula == __version__ and run.attempts() == []
     upgrade(installed)
+    subprocess.run(["scontrol", "release", job.ids[0]], check=True)
     (done,) = tula.until(lambda: [one for one in run.attempts() if one.ended_at is not None])
     assert (done.outcome, done.tula) == ("done", __version__)
-    assert tula("status")["data"]["notes"] == []
-
-
-def test_where_its_archive_is_gone_the_installed_one_runs_and_says_so(
-    tula: Tula, on_slurm: SlurmCluster, tmp_path: Path
-) -> None:
-    installed = tmp_path / "installed/tula_cli"
-    shutil.copytree(PACKAGE, installed, ignore=shutil.ignore_patterns("__pycache__"))
-    tula.environment["PYTHONPATH"] = str(installed.parent)
-    tula("train", "job.yaml", "--nodes", "1", "--batch", "128", *QUICK)
-    run = tula.run()
-    (archive,) = (run.path / "code").glob("tula-*.zip")
-    archive.unlink()
-    (installed / "version.py").write_text('__version__ = "9.9"\n')
-    (done,) = tula.until(lambda: [one for one in run.attempts() if one.ended_at is not None])
-    assert (done.outcome, done.tula) == ("done", "9.9")
-    (told,) = tula("status")["data"]["notes"]
-    assert f"was submitted with tula {__version__}, and goes on with tula 9.9" in told
-    assert f"tula: {told}" in run.log_path(done.task, done.number).read_text()

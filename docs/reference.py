@@ -1,4 +1,4 @@
-"""Writes the two pages of reference from the code that they are about: docs/job-spec.md and docs/commands.md.
+"""Writes the pages of reference from what they are about: job-spec.md and commands.md from the code, what-happens-when.md from tests.
 
     python docs/reference.py        # `make docs` runs it; a test compares what is committed with what it would write
 
@@ -16,6 +16,7 @@ from pathlib import Path
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
+from promises import GROUPS, promises
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 from typer.models import ArgumentInfo, CommandInfo, ParameterInfo
@@ -91,7 +92,7 @@ def sections(section: type[Section], path: str = "") -> Iterator[tuple[str, type
 
 
 def _inner(hint: Any) -> Iterator[type[Section]]:
-    if isinstance(hint, type) and issubclass(hint, Section):
+    if get_origin(hint) is None and isinstance(hint, type) and issubclass(hint, Section):
         yield hint
     for part in get_args(hint):
         yield from _inner(part)
@@ -273,7 +274,35 @@ def _classes() -> list[type[TulaError]]:
     return [kind for kind in kinds if "exit_code" in vars(kind)]
 
 
-PAGES = {"job-spec.md": job_spec, "commands.md": commands}
+# --- what happens when
+
+
+FAULTS_HEAD = """Each row is what a test does to a job, and what it then sees: the test beside it fails where that is no longer so. Tests of
+`tests/e2e` kill real processes, those of `tests/slurm` do it on a real SLURM cluster of several nodes; `make chaos` kills ranks,
+supervisors and nodes of trainings again and again at moments that follow from `SEED`, and holds their weights against those of an
+undisturbed training, bit by bit. [How a job ends](commands.md#how-a-job-ends) has every class of death with its exit code."""
+
+
+def faults() -> str:
+    """Return the page of what happens when something goes wrong."""
+    kept = promises()
+    parts = [NOTE, "# What happens when ...", FAULTS_HEAD]
+    for about in GROUPS:
+        rows = [f"| {_cell(one.when)} | {_cell(one.then)} | {_link(one.test)} |" for one in kept if one.about == about]
+        if rows:
+            parts += [
+                f"## {about[0].upper()}{about[1:]}",
+                "\n".join(["| when | then | shown by |", "|---|---|---|", *rows]),
+            ]
+    return "\n\n".join(parts) + "\n"
+
+
+def _link(test: str) -> str:
+    module, _, name = test.partition("::")
+    return f"`{module}`: {name.removeprefix('test_').replace('_', ' ')}"
+
+
+PAGES = {"job-spec.md": job_spec, "commands.md": commands, "what-happens-when.md": faults}
 
 
 if __name__ == "__main__":

@@ -1,26 +1,36 @@
-"""Another version of torch, in another Python where there is one; without tests named, it dry-runs the stages for a GPU.
+"""Another version of torch, or the lowest of everything that is allowed, in another Python where there is one.
 
-    python tests/other_torch.py TORCH TORCHVISION PYTHON [TESTS...]
+    python tests/other_torch.py TORCH TORCHVISION PYTHON     # dry-runs the stages for a GPU
+    python tests/other_torch.py lowest PYTHON [PYTEST ...] [-- PYTEST ...]
 
-Makes .proof/torch-TORCH, an environment of its own (several GB, kept for the next time), and needs a package registry for that.
+Makes .proof/torch-TORCH or .proof/lowest, an environment of its own (several GB, kept for the next time), and needs a package
+registry for that. Pytest runs once for each list of its arguments.
 """
 
+import hashlib
 import os
+import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 NEEDED = 12  # GB
-FOR_TESTS = ("pytest>=8", "pytest-rerunfailures>=14", "hypothesis>=6", "torchmetrics>=1")
+EXTRAS = ("torch", "trackers", "nvml", "transformers", "schedulefree", "safetensors")
+"""Of tula, for whoever trains; the others are of those who change it."""
+FOR_TESTS = ("pytest>=8", "pytest-rerunfailures>=14", "pytest-xdist>=3.5", "hypothesis>=6", "torchmetrics>=1")
 """The second for .ci/run, which asks pytest for reruns."""
 
 
 def main() -> int:
-    torch, torchvision, version, *tests = sys.argv[1:]
-    wanted = [f"torch=={torch}", f"torchvision=={torchvision}", f"{ROOT}[torch,schedulefree,nvml]", *FOR_TESTS]
+    return of_the_lowest(*sys.argv[2:]) if sys.argv[1] == "lowest" else of_torch(*sys.argv[1:])
+
+
+def of_torch(torch: str, torchvision: str, version: str) -> int:
+    """Dry-run the stages for a GPU under a version of torch."""
+    wanted = [f"torch=={torch}", f"torchvision=={torchvision}", f"{ROOT}[torch,schedulefree,nvml]"]
     python = environment(ROOT / ".proof" / f"torch-{torch}", interpreter(version), wanted, gigabytes=NEEDED)
     version, found = versions(python)
     if not found.startswith(torch):
@@ -28,10 +38,55 @@ def main() -> int:
         return 1
     out = str(ROOT / ".proof" / f"gpu-torch-{torch}")
     dry_run = [str(ROOT / "benchmarks" / "on_gpu.py"), "--device", "cpu", "--tiny", "--again", "--out", out]
-    pytest = ["-m", "pytest", "-q", "-p", "no:cacheprovider", *tests]
+    return told(python, [dry_run], f"Python {version} and torch {found}")
+
+
+def of_the_lowest(version: str, *words: str) -> int:
+    """Run tests under the lowest versions that pyproject.toml allows."""
+    pins = lowest((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    digest = hashlib.sha256(" ".join([*pins, *FOR_TESTS]).encode()).hexdigest()[:8]
+    python = environment(
+        ROOT / ".proof" / f"lowest-{digest}", interpreter(version), [*pins, *FOR_TESTS], gigabytes=NEEDED
+    )
+    version, found = versions(python)
+    pytest = ["-m", "pytest", "-q", "-n", "2", "-p", "no:cacheprovider"]
+    return told(
+        python, [[*pytest, *some] for some in lists(words)], f"Python {version}, torch {found}, {len(pins)} pins"
+    )
+
+
+def lowest(project: str) -> list[str]:
+    """Return the requirements of tula and of its `EXTRAS` at their lowest versions.
+
+    Args:
+        project: pyproject.toml. It is not parsed: Python 3.10 cannot.
+    """
+    found = []
+    for name in ("dependencies", *EXTRAS):
+        (words,) = re.findall(rf"^{name} = \[(.*?)\]", project, re.MULTILINE | re.DOTALL)
+        required = re.findall(r'"([^"]*)"', words)
+        pins = [re.fullmatch(r"([\w-]+)>=([\d.]+)", one) for one in required]
+        assert all(pins), f"{name}: {required}"
+        found += [f"{pin[1]}=={pin[2]}" for pin in pins if pin]
+    return found
+
+
+def lists(words: Sequence[str]) -> Iterator[list[str]]:
+    """Yield what stands between the words `--`."""
+    rest = list(words)
+    while "--" in rest:
+        at = rest.index("--")
+        yield rest[:at]
+        rest = rest[at + 1 :]
+    yield rest
+
+
+def told(python: Path, commands: Iterable[Sequence[str]], under: str) -> int:
+    """Run commands of a Python from the tree as it is; say how they ended, and return the first code that is not 0."""
     here = {**os.environ, "PYTHONPATH": str(ROOT)}  # tula as it is now, not as it was when the environment was made
-    code = subprocess.run([str(python), *(pytest if tests else dry_run)], cwd=ROOT, env=here, check=False).returncode
-    print(f"under Python {version} and torch {found}: {'as it should be' if code == 0 else 'not as it should be'}")
+    codes = [subprocess.run([str(python), *words], cwd=ROOT, env=here, check=False).returncode for words in commands]
+    code = next(filter(None, codes), 0)
+    print(f"under {under}: {'as it should be' if code == 0 else 'not as it should be'}")
     return code
 
 

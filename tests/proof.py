@@ -47,8 +47,17 @@ def soak(number: int, *, nodes: int, kills: int, epochs: int, minutes: float) ->
     return Part(f"soak-{nodes}-nodes-{number}", minutes, ("tests/slurm/soak.py", *options))
 
 
-OF_TORCH = "two_ranks or test_gradients or test_probe or test_operations or test_device or test_ranks or test_table"
+GPU = ("--device", "cpu", "--tiny", "--again", "--out", ".proof/gpu")
+"""Under another torch all stages run; under the newest one, those that ask torch for something of their own."""
+SHORT = ("-m", "not proof and not torch", *(f"tests/{room}" for room in ("cli", "models", "spec", "services", "show")))
+"""Tests without torch, for what tula takes of the libraries that it always has."""
+_GIVEN = "two_ranks or test_gradients or test_probe or test_operations or test_device or test_ranks or test_table"
+OF_TORCH = ("tests/worker", "tests/optim", "-k", _GIVEN)
 """Tests of what torch gives and tula relies on, of which the lowest versions that it allows may give less."""
+OF_EXTRAS = tuple(
+    f"tests/worker/{name}.py" for name in ("build/test_finetune", "build/test_source_text", "train/test_training")
+)
+"""Tests of weights in safetensors, of transformers and of tensorboard."""
 
 PARTS = (
     cases("fuzzed-runs", 1.5, "tests/cli/test_fuzzed_runs.py"),
@@ -76,13 +85,11 @@ PARTS = (
     cases("links", 5.5, "tests/slurm/test_links.py"),
     cases("growing-chain", 1.1, "tests/slurm/test_growing_chain.py"),
     cases("upgrade", 0.15, "tests/slurm/test_upgrade.py"),
-    Part("gpu-dry-run", 5.0, ("benchmarks/on_gpu.py", "--device", "cpu", "--tiny", "--again", "--out", ".proof/gpu")),
-    Part("gpu-dry-run-torch-2.11", 8.0, ("tests/other_torch.py", "2.11.0", "0.26.0", "3.12")),
     Part(
-        "lowest-torch",
-        3.0,
-        ("tests/other_torch.py", "2.6.0", "0.21.0", "3.10", "tests/worker", "tests/optim", "-k", OF_TORCH),
+        "gpu-dry-run", 3.0, ("benchmarks/on_gpu.py", *GPU, "--stages", "env,quickstart,syncs,timing,oom,errors,loader")
     ),
+    Part("gpu-dry-run-torch-2.11", 8.0, ("tests/other_torch.py", "2.11.0", "0.26.0", "3.12")),
+    Part("lowest-versions", 5.0, ("tests/other_torch.py", "lowest", "3.10", *SHORT, "--", *OF_TORCH, "--", *OF_EXTRAS)),
     Part("script-under-torch-2.0", 5.0, ("tests/oldest_torch.py", "2.0.1")),
     soak(1, nodes=4, kills=6, epochs=100, minutes=2.5),
     soak(1, nodes=16, kills=3, epochs=50, minutes=4.0),

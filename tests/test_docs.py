@@ -5,6 +5,7 @@ import shlex
 from collections.abc import Iterator
 from pathlib import Path
 
+import promises
 import pytest
 import reference
 import typer
@@ -52,6 +53,19 @@ def test_readme_is_short() -> None:
 @pytest.mark.parametrize("page", reference.PAGES)
 def test_a_page_of_reference_is_what_the_code_says(page: str) -> None:
     assert (ROOT / "docs" / page).read_text(encoding="utf-8") == reference.PAGES[page](), "run `make docs`"
+
+
+def test_what_happens_when_tells_of_every_kind_of_fault_by_marks_of_tests(tmp_path: Path) -> None:
+    kept = promises.promises()
+    assert {one.about for one in kept} == set(promises.GROUPS)
+    assert len({(one.about, one.when) for one in kept}) == len(kept) >= 35, "each row once"
+    wrong = tmp_path / "tests" / "test_x.py"
+    wrong.parent.mkdir()
+    wrong.write_text("@pytest.mark.promise('a mouse', 'it gnaws', 'nothing')\ndef test_y() -> None: ...\n")
+    with pytest.raises(
+        ValueError, match=r"^tests/test_x.py::test_y: promise\(about, when, then\), about one of a process"
+    ):
+        promises.promises(wrong.parent)
 
 
 def test_the_job_file_s_page_has_every_key() -> None:

@@ -8,9 +8,15 @@ import pytest
 
 sys.path.append(str(Path(__file__).parent))
 import proof
+from other_torch import EXTRAS, lists, lowest
 from proof import PARTS, Part, chosen, minutes, own_seed, passes, tree_hash
 
 TREES = [f"{number:040x}" for number in range(200)]
+
+
+def file_of(part: Part) -> str:
+    """Return the module or the program that a part runs."""
+    return next(word for word in part.command if word.endswith(".py"))
 
 
 def test_without_a_budget_everything_runs_within_an_hour() -> None:
@@ -28,20 +34,34 @@ def test_a_budget_is_kept_and_every_part_that_fits_it_has_its_turn() -> None:
 def test_every_part_has_a_name_and_a_seed_of_its_own_and_its_file_exists() -> None:
     assert len({part.name for part in PARTS}) == len({own_seed(part, 0) for part in PARTS}) == len(PARTS)
     assert own_seed(PARTS[0], 0) != own_seed(PARTS[0], 1)
-    files = [word for part in PARTS for word in part.command if word.endswith(".py")]
-    assert len(files) == len(PARTS)
-    assert all((proof.ROOT / name).is_file() for name in files)
+    assert all((proof.ROOT / file_of(part)).is_file() for part in PARTS)
 
 
 def test_the_lowest_versions_that_are_allowed_are_proven_and_linted() -> None:
     project = (proof.ROOT / "pyproject.toml").read_text()
-    python, torch, vision = (
-        re.search(pattern, project)[1]  # type: ignore[index]
-        for pattern in (r'requires-python = ">=([\d.]+)"', r'"torch>=([\d.]+)"', r'"torchvision>=([\d.]+)"')
-    )
-    command = next(part.command for part in PARTS if part.name == "lowest-torch")
-    assert command[1:4] == (f"{torch}.0", f"{vision}.0", python)
+    python = re.search(r'requires-python = ">=([\d.]+)"', project)[1]  # type: ignore[index]
+    command = next(part.command for part in PARTS if part.name == "lowest-versions")
+    assert command[1:3] == ("lowest", python)
     assert f'target-version = "py{python.replace(".", "")}"' in project
+
+
+def test_every_library_that_tula_may_need_is_proven_at_its_lowest_version() -> None:
+    pins = lowest((proof.ROOT / "pyproject.toml").read_text())
+    names = [pin.partition("==")[0] for pin in pins]
+    assert len(set(names)) == len(names) >= 16
+    assert {"typer", "pydantic", "pandas", "statsmodels", "submitit", "torch", "safetensors", "tensorboard"} <= set(
+        names
+    )
+    assert lowest(
+        'dependencies = [\n  "a>=1.2", # why\n  "b-c>=3",\n]\n' + "".join(f"{name} = []\n" for name in EXTRAS)
+    ) == [
+        "a==1.2",
+        "b-c==3",
+    ]
+
+
+def test_each_list_of_tests_is_a_run_of_its_own() -> None:
+    assert list(lists(["a", "-m", "b", "--", "c"])) == [["a", "-m", "b"], ["c"]]
 
 
 def test_the_python_of_a_gpu_machine_is_typed_against() -> None:
@@ -49,10 +69,15 @@ def test_the_python_of_a_gpu_machine_is_typed_against() -> None:
     assert f'python_version = "{command[3]}"' in (proof.ROOT / "pyproject.toml").read_text()
 
 
+def test_chaos_is_made_of_parts() -> None:
+    (names,) = re.findall(r"^CHAOS := (.*)$", (proof.ROOT / "Makefile").read_text(), re.MULTILINE)
+    assert {"soak-4-nodes-1", "recovery"} <= set(names.split()) <= {part.name for part in PARTS}
+
+
 def test_what_is_marked_for_proof_has_a_part_that_runs_it() -> None:
     modules = [path for path in proof.ROOT.glob("tests/**/test_*.py") if path != Path(__file__)]
     marked = {str(path.relative_to(proof.ROOT)) for path in modules if "mark.proof" in path.read_text()}
-    assert marked == {word for part in PARTS for word in part.command if Path(word).name.startswith("test_")}
+    assert marked == {name for part in PARTS if Path(name := file_of(part)).name.startswith("test_")}
 
 
 def test_what_has_passed_is_not_run_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

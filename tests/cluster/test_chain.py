@@ -414,6 +414,11 @@ def test_a_time_limit_too_short_to_save_anything_ends_the_chain_with_advice(chai
     assert cluster.cancelled == ["11", "13", "14", "15"]
 
 
+@pytest.mark.promise(
+    "the scheduler",
+    "jobs are taken away again and again before anything is saved",
+    "after `train.max_attempts` the chain ends and says so",
+)
 def test_preemptions_without_progress_are_bounded(chain: Chain, cluster: Cluster) -> None:
     chain.save(64)
     chain.script = "import os, signal, time; os.kill(os.getppid(), signal.SIGTERM); time.sleep(60)"
@@ -424,6 +429,9 @@ def test_preemptions_without_progress_are_bounded(chain: Chain, cluster: Cluster
     assert "3 allocations were lost without a newer checkpoint" in chain.run.training("s").attempts()[-1].message
 
 
+@pytest.mark.promise(
+    "the scheduler", "an administrator requeues the job", "it goes on in the same job from the newest checkpoint"
+)
 def test_a_requeue_by_an_administrator_goes_on_in_the_same_job(chain: Chain) -> None:
     chain.was_killed("11")
     chain.will_finish()
@@ -549,6 +557,7 @@ def test_allocations_that_ended_without_a_verdict_go_on_while_checkpoints_advanc
     assert chain.outcomes() == ["signal"] * len(LINKS)
 
 
+@pytest.mark.promise("a node", "its memory is used up", "the training goes on with fewer loader processes")
 def test_an_out_of_memory_of_the_whole_allocation_goes_on_with_fewer_loader_processes(
     chain: Chain, cluster: Cluster
 ) -> None:
@@ -617,6 +626,11 @@ def test_a_killed_child_of_ours_does_not_hide_what_its_peer_said(chain: Chain, m
     assert (attempt.outcome, attempt.rank, attempt.host) == ("peer", 1, "other")
 
 
+@pytest.mark.promise(
+    "a node",
+    "a node that was given up for lost lives on",
+    "it stops as soon as another allocation has taken over: a run has one writer",
+)
 def test_an_allocation_given_up_for_lost_stops_when_another_has_taken_over(chain: Chain) -> None:
     later = chain.task.model_copy(update={"id": "train-s-2", "attempt": 2})
     chain.will_write(chain.run.path / "tasks/train-s-2.json", later.model_dump_json())
@@ -933,6 +947,11 @@ def never_fits(chain: Chain, last: Attempt) -> None:
     chain.run.write_attempt(last.model_copy(update={"shortage": last.shortage.model_copy(update={"needed": 2**61})}))
 
 
+@pytest.mark.promise(
+    "the file system",
+    "it is full, or the quota is used up",
+    "the folder and what is missing are told, the jobs that wait are held instead of spent, and `tula train` lets them go once there is room",
+)
 def test_a_full_disk_holds_the_links_that_wait_and_room_lets_them_go(
     chain: Chain, cluster: Cluster, tmp_path: Path
 ) -> None:
@@ -982,6 +1001,11 @@ class Broken(RuntimeError):
     """A defect of tula's own."""
 
 
+@pytest.mark.promise(
+    "a process",
+    "the supervisor itself fails",
+    "the class `supervisor` with its traceback in the log; the next job of the chain goes on, and the same twice at once ends the chain",
+)
 def test_a_supervisor_that_fails_is_named_with_its_traceback_and_twice_at_once_ends_the_chain(
     chain: Chain, cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -1020,6 +1044,11 @@ def test_a_supervisor_that_failed_once_is_followed_by_the_next_link(
     assert chain.outcomes() == ["supervisor", "done"]
 
 
+@pytest.mark.promise(
+    "the file system",
+    "it times out or loses a file (ETIMEDOUT, ESTALE, EIO)",
+    "the class `storage`, exit code 14 and the host; new processes go on",
+)
 def test_a_file_system_that_fails_under_a_supervisor_is_named_so(chain: Chain, monkeypatch: pytest.MonkeyPatch) -> None:
     def gone(*_: object, **__: object) -> LeaderCommand:
         raise OSError(116, "Stale file handle", str(chain.run.path / "leader"))
@@ -1054,6 +1083,9 @@ def test_what_a_follower_failed_of_is_the_end_that_its_leader_tells(chain: Chain
         ("peer", "lost", 3.0, False),
         ("preempted", "job 11 was preempted", 3.0, False),
     ],
+)
+@pytest.mark.promise(
+    "a process", "the same end comes twice within half a minute of a start", "no third start: the chain ends"
 )
 def test_the_same_end_at_once_twice_is_final(outcome: OutcomeClass, message: str, seconds: float, ends: bool) -> None:
     one = Attempt(task="t", number=1, started_at=0.0, ended_at=seconds, outcome=outcome, message=message, samples=96)

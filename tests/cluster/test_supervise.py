@@ -300,6 +300,11 @@ def told(run: RunDir, *batches: int) -> None:
     run.training("s").write_micro_batches(MicroBatches(splits=splits, normalised=0))
 
 
+@pytest.mark.promise(
+    "a process",
+    "a GPU is out of memory",
+    "the same batch goes on in smaller micro-batches, then the next smaller batch",
+)
 def test_training_out_of_memory_goes_on_in_smaller_micro_batches_and_then_at_a_smaller_batch(
     run: RunDir, ranks: Ranks, training: TrainTask
 ) -> None:
@@ -554,6 +559,7 @@ def test_every_rank_of_a_job_here_is_started_by_its_supervisor(run: RunDir, prob
     assert all(start.forkable and start.command[-3:] == (str(run.path.resolve()), probe.id, "1") for start in starts)
 
 
+@pytest.mark.promise("a process", "several ranks fail, one because of the other", "the one at the root is told")
 def test_of_several_ranks_the_killed_one_is_told_and_not_those_that_lost_it(
     run: RunDir, probe: ProbeTask, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -124,11 +124,17 @@ def test_a_batch_that_does_not_fit_is_a_result_that_bounds_the_grid(tula) -> Non
     assert {row["batch"] for row in answer["data"]["rows"]} == {64}
 
 
+@pytest.mark.promise("a process", "not even the smallest batch fits", "it ends with exit code 7")
 def test_out_of_memory_at_the_smallest_batch_has_its_own_exit_code(tula) -> None:
     answer = tula("train", "job.yaml", "--nodes", "1", "--batch", "64", "--set", "cluster.memory_per_gpu=1MB", code=7)
     assert answer["error"]["code"] == "memory"
 
 
+@pytest.mark.promise(
+    "a process",
+    "loss or weights are not finite",
+    "it ends with exit code 9 and the epoch; the newest checkpoint is from before",
+)
 def test_a_training_that_diverges_ends_with_its_own_exit_code(tula) -> None:
     answer = tula("train", "job.yaml", "--nodes", "2", "--batch", "64", "--set", "optimizer.lr=1e30", code=9)
     assert answer["error"]["code"] == "diverged" and "the loss is not finite at epoch " in answer["error"]["message"]
@@ -136,6 +142,11 @@ def test_a_training_that_diverges_ends_with_its_own_exit_code(tula) -> None:
     assert "lower optimizer.lr" in job["reason"]
 
 
+@pytest.mark.promise(
+    "the command line",
+    "it is killed, or the connection to it is lost",
+    "the job goes on; the same command attaches to it",
+)
 def test_a_killed_command_line_loses_nothing(tula) -> None:
     process = tula.start("train", "job.yaml", "--nodes", "1", "--batch", "64", "--set", "train.epochs=8")
     tula.until(tula.epochs_done)
@@ -146,6 +157,9 @@ def test_a_killed_command_line_loses_nothing(tula) -> None:
     assert summary["causes"] == []
 
 
+@pytest.mark.promise(
+    "the command line", "Ctrl-C is pressed while it waits", "the job goes on, and how to end it is told"
+)
 def test_ctrl_c_leaves_the_job_alive_and_says_so(tula) -> None:
     process = tula.start("train", "job.yaml", "--nodes", "1", "--batch", "64", "--set", "train.epochs=20")
     tula.until(tula.epochs_done)
@@ -157,6 +171,16 @@ def test_ctrl_c_leaves_the_job_alive_and_says_so(tula) -> None:
     assert summary["attempts"] == 1
 
 
+@pytest.mark.promise(
+    "a process",
+    "a rank is killed, or crashes",
+    "the other ranks are ended, and new processes go on from the newest checkpoint; the weights are those of an undisturbed training, bit by bit",
+)
+@pytest.mark.promise(
+    "a process",
+    "a supervisor is killed",
+    "its ranks die with it; the next job of the chain, or the same command, goes on from the newest checkpoint",
+)
 def test_killed_ranks_and_supervisors_change_no_bit_of_the_result(tula) -> None:
     command = ("train", "job.yaml", "--nodes", "2", "--batch", "128", "--set", "train.epochs=6")
     straight = tula(*command)["data"]
@@ -185,6 +209,11 @@ def test_killed_ranks_and_supervisors_change_no_bit_of_the_result(tula) -> None:
     assert not weights_differ(kept, last)
 
 
+@pytest.mark.promise(
+    "a process",
+    "the model or the data raises an error",
+    "it ends with exit code 6 and that error's words, and is not started again",
+)
 def test_the_users_own_error_is_told_with_its_words(tula) -> None:
     (tula.folder / "mine.py").write_text(
         "import torch\n"
@@ -203,6 +232,11 @@ def test_the_users_own_error_is_told_with_its_words(tula) -> None:
     assert "the user is tired of it" in answer["error"]["message"]
 
 
+@pytest.mark.promise(
+    "the command line",
+    "`tula cancel` ends a training",
+    "it stays ended until the same command goes on where its newest checkpoint stands",
+)
 def test_cancel_ends_the_job_and_the_same_command_goes_on(tula) -> None:
     command = ("train", "job.yaml", "--nodes", "1", "--batch", "64", "--set", "train.epochs=40")
     process = tula.start(*command)
@@ -214,3 +248,38 @@ def test_cancel_ends_the_job_and_the_same_command_goes_on(tula) -> None:
     assert tula("status")["status"] == "done"
     summary = tula(*command)["data"]
     assert summary["attempts"] == 2
+
+
+@pytest.mark.promise(
+    "a process",
+    "a rank hangs and does not die",
+    "after 10 min (or 20 median steps) without the end of a step it writes the stacks of its threads into the log, and ends; status names"
+    " rank, node and line, and new processes go on from the newest checkpoint",
+)
+def test_a_rank_that_hangs_is_told_with_its_stack_and_started_again(tula) -> None:
+    (tula.folder / "hanging.py").write_text(
+        "import os, pathlib, time, torch\n"
+        "from tula_cli.worker.train.watching import hang_watch\n"
+        "hang_watch.LEAST = 2.0\n"
+        "class Net(torch.nn.Module):\n"
+        "    def __init__(self, num_classes=10):\n"
+        "        super().__init__()\n"
+        "        self.layer = torch.nn.Linear(64, num_classes)\n"
+        "        self.seen = 0\n"
+        "    def forward(self, x):\n"
+        "        self.seen += 1\n"
+        "        if self.training and self.seen == 20 and os.environ['RANK'] == '1' and not pathlib.Path('hung').exists():\n"
+        "            pathlib.Path('hung').touch()\n"
+        "            time.sleep(600)\n"
+        "        return self.layer(x.flatten(1))\n"
+    )
+    model = ("--set", "model={name: 'hanging:Net'}")
+    summary = tula("train", "job.yaml", "--nodes", "2", "--batch", "128", *model)["data"]
+    assert summary["attempts"] == 2 and summary["causes"][0].startswith("hung: no end of a step for 2 s")
+    first, _ = tula.run().attempts()
+    assert (first.outcome, first.rank) == ("hung", 1)
+    assert "in forward, " in first.message and "hanging.py line 13" in first.message
+    assert first.message in str(tula("status")["data"]["attempts"])
+    log = tula.run().log_path(first.task, 1).read_text()
+    assert "[rank1]: rank 1 hangs: no end of a step" in log and "in forward" in log
+    assert "rank 0 hangs" not in log, "it waited for the other"

@@ -7,6 +7,14 @@ import pytest
 pytestmark = [pytest.mark.e2e, pytest.mark.torch]
 
 
+@pytest.mark.promise(
+    "the run directory", "it is copied", "commands in the copy neither show nor end the jobs of the original"
+)
+@pytest.mark.promise(
+    "the run directory",
+    "it is moved while a training runs",
+    "the job ends and says so, nothing grows at the old place, and the same command goes on at the new one",
+)
 def test_a_copy_touches_no_job_of_the_run_and_a_run_that_is_moved_goes_on_where_it_is(tula) -> None:
     command = ("train", "job.yaml", "--nodes", "1", "--batch", "64", "--set", "train.epochs=20")
     process = tula.start(*command)

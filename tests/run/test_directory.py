@@ -43,6 +43,7 @@ def test_replaces_the_file_whole(tmp_path):
     assert [path.name for path in (tmp_path / "a").iterdir()] == ["file"]
 
 
+@pytest.mark.promise("the file system", "it is full while a file is replaced", "the old file stands as it was")
 def test_a_full_disk_leaves_the_old_file(full_disk):
     write_atomic(full_disk / "file", "old")
     with pytest.raises(TulaError, match="No space left") as caught:
@@ -290,6 +291,7 @@ def test_a_small_file_is_read_with_little_memory(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "plant", [Path.symlink_to, Path.hardlink_to, lambda link, _: os.mkfifo(link)], ids=["sym", "hard", "pipe"]
 )
+@pytest.mark.promise("the run directory", "somebody plants a link in it", "nothing is written through it")
 def test_nothing_is_written_through_a_planted_link(tmp_path: Path, plant: Callable[[Path, Path], None]) -> None:
     own = tmp_path / "own.txt"
     own.write_text("the user's\n")
@@ -322,6 +324,7 @@ def held(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> RunDir:
     ],
     ids=["whole", "a row", "a log"],
 )
+@pytest.mark.promise("the run directory", "it is removed under a job", "nothing is made anew at its place")
 def test_nothing_grows_where_a_run_was(held: RunDir, write: Callable[[Path], object], *, another: bool) -> None:
     write(held.path)
     held.path.rename(held.path.with_name("moved"))

@@ -57,6 +57,7 @@ def test_attempts_are_found_by_their_job_over_all_its_tasks(run):
     assert look.attempts_of("another") == []
 
 
+@pytest.mark.promise("the run directory", "a result in it is damaged", "it is named, and the others are shown")
 def test_a_damaged_result_is_told_beside_the_others(run):
     make.add_measured(run, 1, 32)
     (run.path / "results" / "probe-n001-l000064.json").write_text("{")

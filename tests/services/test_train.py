@@ -128,6 +128,9 @@ def test_a_second_call_goes_on_with_the_newest_attempt(run: RunDir) -> None:
     assert (again.task.id, again.task.batch) == (relaunch.id, 64)
 
 
+@pytest.mark.promise(
+    "the command line", "the same command is given twice", "the second one attaches to the job of the first"
+)
 def test_a_running_job_is_not_submitted_twice(run: RunDir) -> None:
     launcher = FakeLauncher()
     planned = plan(run, run.spec(), nodes=1, batch=64)

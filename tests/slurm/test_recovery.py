@@ -86,6 +86,11 @@ def submit(tula: Tula, *options: str) -> None:
     assert answer["status"] == "pending"
 
 
+@pytest.mark.promise(
+    "the scheduler",
+    "the time limit is reached",
+    "the ranks save before it, and the next job of the chain goes on; no sample is trained twice",
+)
 def test_the_chain_goes_on_after_a_time_limit_and_nothing_is_trained_twice(tula: Tula) -> None:
     # 56 s of pauses at least, of which a minute's allocation has room for less than 50.
     submit(tula, *TWO, *waiting(tula, 20, pause=56 / 20 / PASSES), "--set", "cluster.slurm.minutes=1")
@@ -101,6 +106,11 @@ def test_the_chain_goes_on_after_a_time_limit_and_nothing_is_trained_twice(tula:
     assert summary.causes[0].startswith("time limit of job ")
 
 
+@pytest.mark.promise(
+    "the scheduler",
+    "the job is preempted",
+    "the ranks save within the grace time, and the next job goes on when there are nodes again",
+)
 def test_a_preempted_training_goes_on_when_the_nodes_are_free_again(tula: Tula) -> None:
     submit(tula, *ONE, *waiting(tula, 12), "--set", "cluster.slurm.partition=spare")
     tula.until(tula.epochs_done)
@@ -113,6 +123,9 @@ def test_a_preempted_training_goes_on_when_the_nodes_are_free_again(tula: Tula) 
 
 
 @pytest.mark.parametrize("victim", ["rank 0", pytest.param("the other", marks=pytest.mark.proof)])
+@pytest.mark.promise(
+    "a node", "it loses power or its network", "the next job of the chain goes on without it from the newest checkpoint"
+)
 def test_a_node_that_falls_silent_is_replaced(tula: Tula, on_slurm: SlurmCluster, victim: str) -> None:
     submit(tula, *TWO, *waiting(tula, 12))
     tula.until(tula.epochs_done)
@@ -128,6 +141,7 @@ def test_a_node_that_falls_silent_is_replaced(tula: Tula, on_slurm: SlurmCluster
 
 
 @pytest.mark.proof  # as a node that falls silent, but told at once
+@pytest.mark.promise("a node", "its slurmd dies", "the next job of the chain goes on from the newest checkpoint")
 def test_a_node_whose_daemon_died_is_replaced(tula: Tula, on_slurm: SlurmCluster) -> None:
     submit(tula, *TWO, *waiting(tula, 40))
     tula.until(tula.epochs_done)
@@ -138,6 +152,11 @@ def test_a_node_whose_daemon_died_is_replaced(tula: Tula, on_slurm: SlurmCluster
     tula("cancel")
 
 
+@pytest.mark.promise(
+    "a node",
+    "a GPU of it is faulty (ECC, XID, fallen off the bus)",
+    "the node is named, and excluded from the jobs that follow",
+)
 def test_a_node_with_a_faulty_device_is_left_out_by_the_next_job(tula: Tula) -> None:
     (tula.folder / "ecc.py").write_text(
         "import os, pathlib, torch\n"
@@ -165,6 +184,9 @@ def test_a_node_with_a_faulty_device_is_left_out_by_the_next_job(tula: Tula) -> 
 
 
 @pytest.mark.proof
+@pytest.mark.promise(
+    "the scheduler", "a job is ended by scancel", "the whole chain stays ended until the same command goes on"
+)
 def test_scancel_by_the_user_stays_and_the_same_command_goes_on(tula: Tula) -> None:
     training = (*ONE, *waiting(tula, 12))
     submit(tula, *training)
@@ -183,6 +205,11 @@ def test_scancel_by_the_user_stays_and_the_same_command_goes_on(tula: Tula) -> N
     trained(tula, 12)
 
 
+@pytest.mark.promise(
+    "a process",
+    "the kernel kills a rank for memory",
+    "that is told as such; on CPUs smaller micro-batches of the same batch follow",
+)
 def test_the_cgroup_out_of_memory_is_told_and_smaller_micro_batches_fit(tula: Tula) -> None:
     (tula.folder / "hungry.py").write_text(
         "import torch\n"
@@ -203,6 +230,9 @@ def test_the_cgroup_out_of_memory_is_told_and_smaller_micro_batches_fit(tula: Tu
     assert job(tula).submissions == 1
 
 
+@pytest.mark.promise(
+    "the scheduler", "a training ends before its chain does", "the jobs that still wait are given back to the queue"
+)
 def test_one_link_at_a_time_waits_and_a_finished_training_leaves_no_link(tula: Tula) -> None:
     submit(tula, *ONE, *waiting(tula, 2))
     tula.until(lambda: finished(tula))
@@ -240,6 +270,11 @@ def test_packed_probes_share_one_allocation(tula: Tula) -> None:
     assert len({attempt.allocation for attempt in run.attempts()}) == 1
 
 
+@pytest.mark.promise(
+    "the run directory",
+    "the nodes do not see it",
+    "the job is lost, and that and the folder are the reason that is told",
+)
 def test_a_run_directory_that_the_nodes_do_not_see_is_told(tula: Tula, on_slurm: SlurmCluster) -> None:
     folder = on_slurm.local / "runs"
     submitted = tula("train", "job.yaml", *TWO, "--run-dir", str(folder))

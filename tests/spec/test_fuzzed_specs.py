@@ -2,7 +2,7 @@
 
 import random
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args, get_origin
 
 import pytest
 from pydantic import BaseModel
@@ -33,11 +33,9 @@ def places(model: type[BaseModel], prefix: tuple[str, ...] = ()) -> list[tuple[s
     found = []
     for name, field in model.model_fields.items():
         found.append((*prefix, name))
-        inner = [
-            kind for kind in (field.annotation, *getattr(field.annotation, "__args__", ())) if isinstance(kind, type)
-        ]
-        for kind in inner:
-            if issubclass(kind, BaseModel):
+        for kind in (field.annotation, *get_args(field.annotation)):
+            # list[str] is no class, though Python 3.10 says so
+            if get_origin(kind) is None and isinstance(kind, type) and issubclass(kind, BaseModel):
                 found += places(kind, (*prefix, name))
     return found
 

@@ -3,7 +3,7 @@
 import difflib
 import re
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, get_args, get_origin
 
 from tula_cli.errors import Problem
 from tula_cli.spec.job import JobSpec
@@ -85,20 +85,21 @@ def _readable_path(location: tuple[Any, ...]) -> str:
 
 def _names_at(location: tuple[Any, ...]) -> list[str]:
     """Return the keys that the section at `location` knows."""
-    section: Any = JobSpec
+    section: type[Section] | None = JobSpec
     if len(location) > 1 and location[0] == "node_types":
         section, location = (JobSpec, location[2:]) if len(location) > 2 else (NodeType, ())
     for part in location:
-        if not (isinstance(section, type) and issubclass(section, Section)) or part not in section.model_fields:
+        if section is None or part not in section.model_fields:
             break
         section = _section_of(section.model_fields[part].annotation)
-    return list(section.model_fields) if isinstance(section, type) and issubclass(section, Section) else []
+    return [] if section is None else list(section.model_fields)
 
 
-def _section_of(annotation: Any) -> Any:
+def _section_of(annotation: Any) -> type[Section] | None:
     """Return the Section in an annotation like `Slurm | None`."""
-    if isinstance(annotation, type):
-        return annotation
-    return next(
-        (a for a in getattr(annotation, "__args__", ()) if isinstance(a, type) and issubclass(a, Section)), None
-    )
+    return next((kind for kind in (annotation, *get_args(annotation)) if _is_section(kind)), None)
+
+
+def _is_section(kind: Any) -> bool:
+    # list[str] is no class, though Python 3.10 says so
+    return get_origin(kind) is None and isinstance(kind, type) and issubclass(kind, Section)

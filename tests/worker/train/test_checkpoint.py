@@ -73,6 +73,9 @@ def test_the_two_newest_and_the_best_are_kept(alone: Ranks, run: RunDir) -> None
     assert names(run) == [500, 400, 200]
 
 
+@pytest.mark.promise(
+    "the run directory", "there are files of the user's own among the checkpoints", "they are neither read nor removed"
+)
 def test_a_copy_that_the_user_made_stays(alone: Ranks, run: RunDir) -> None:
     subject = trainer(spec(), alone)
     copy = save(run, subject, 100).with_name("my-backup.pt")
@@ -149,6 +152,11 @@ def plain_zip(path: Path) -> None:
         lambda path: path.write_bytes(b""),
     ],
     ids=["a zip of something else", "a command", "a list", "a bare pickle", "nothing"],
+)
+@pytest.mark.promise(
+    "the run directory",
+    "the newest checkpoint does not load",
+    "it is set aside with a word, and the one before is taken",
 )
 def test_what_holds_no_state_is_set_aside_with_a_word(
     alone: Ranks, run: RunDir, write: Callable[[Path], object]

@@ -120,6 +120,14 @@ ENDINGS: dict[OutcomeClass, Ending] = {
         names_host=True,
         final_if_again=True,
     ),
+    "hung": Ending(
+        "a step of a rank came to no end, though its process lived",
+        JobFailed,
+        "processes",
+        "tula logs shows the stack of the rank that hung: what it waits for there (data, a lock, a file system) is the cause;"
+        " the same command goes on from the newest checkpoint",
+        names_host=True,
+    ),
     "port": Ending("a port was taken", JobFailed, "processes", "a port was taken; run the same command again"),
     "cancelled": Ending(
         "cancelled (tula cancel, scancel), or its time was up",

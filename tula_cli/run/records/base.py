@@ -13,6 +13,7 @@ OutcomeClass = Literal[
     "device_error",
     "peer",
     "signal",
+    "hung",
     "port",
     "disk",
     "storage",

@@ -29,6 +29,7 @@ from tula_cli.worker.train.loop import Step
 from tula_cli.worker.train.metrics import Metrics, step_time_of
 from tula_cli.worker.train.sizes.dividing import splits_known
 from tula_cli.worker.train.training_log import TrainingLog
+from tula_cli.worker.train.watching.hang_watch import HangWatch
 from tula_cli.worker.train.watching.stage_control import StageControl
 from tula_cli.worker.train.watching.step_watch import StepWatch
 
@@ -152,7 +153,9 @@ class Training:
         self._leave_for_more_nodes()
         if not self.trainer.position.samples:  # also tells at once, not after an epoch, where it cannot be measured
             self._measure_curvature()
-        for step in stream:
+        ranks = self.context.ranks
+        hangs = HangWatch(self.run, self.task, self.context.attempt, ranks.rank, ranks.world)
+        for step in hangs.watched(stream):
             self.log.follow(step)
             self.divergence.follow(step)
             self.watch.follow(step)

@@ -1,0 +1,145 @@
+"""Ends a rank whose step does not come to an end, with the stack of where it hangs: nobody else would, for half an hour.
+
+Its peers sit in a reduction until torch gives them up. A thread counts the seconds of a step; the step itself touches no file
+and asks nobody.
+"""
+
+import faulthandler
+import os
+import statistics
+import sys
+import tempfile
+import threading
+import time
+import traceback
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from types import FrameType
+from typing import TYPE_CHECKING
+
+from tula_cli.host.network import node_name
+from tula_cli.run.directory import RunDir
+from tula_cli.run.records.jobs import Failure
+
+if TYPE_CHECKING:
+    from tula_cli.run.records.tasks import TrainTask
+    from tula_cli.worker.train.loop import Step
+
+LEAST = 600.0
+"""The fewest seconds after which a step hangs: a script's too are taken for stuck then."""
+STEPS = 20
+"""The same in steps, of their median."""
+TICK = 1.0  # seconds
+NEWEST = 101  # steps that the median is of
+_WAITS_IN = ("_engine_run_backward", "synchronize")  # the reducer of DDP, and a device's queue
+
+
+@dataclass
+class HangWatch:
+    """Watches the steps of one training on this rank; not its first one, which may compile.
+
+    A rank that waits for others is not the one that hangs.
+
+    Args:
+        run: where the failure is written.
+        task: what is trained.
+        attempt: of the task.
+        rank: this one.
+        world: how many there are.
+        end: ends this process.
+    """
+
+    run: RunDir
+    task: "TrainTask"
+    attempt: int
+    rank: int
+    world: int
+    end: Callable[[int], object] = os._exit
+    _took: deque[float] = field(default_factory=lambda: deque(maxlen=NEWEST))  # seconds
+    _step: int | None = None  # the one under way; None between two
+    _over: threading.Event = field(default_factory=threading.Event)
+
+    def watched(self, steps: Iterator["Step"]) -> Iterator["Step"]:
+        """Yield the steps; what their caller does between two of them (evaluate, save) may take any time."""
+        thread = threading.Thread(target=self._watch, args=(threading.get_ident(),), name="hang-watch", daemon=True)
+        thread.start()
+        try:
+            for number in range(sys.maxsize):
+                self._step, began = number, time.monotonic()
+                step = next(steps, None)
+                self._step = None
+                if step is None:
+                    return
+                self._took.append(time.monotonic() - began)
+                yield step
+        finally:
+            self._step = None
+            self._over.set()
+
+    @property
+    def limit(self) -> float:
+        """Seconds that a step may take; without end for the first."""
+        return max(LEAST, STEPS * statistics.median(self._took)) if self._took else float("inf")
+
+    def _watch(self, main: int) -> None:
+        seen, silent = None, 0.0
+        while not self._over.wait(TICK):
+            step = self._step
+            # Ticks are counted, not the clock: what passes while a job is suspended is a tick.
+            silent = silent + TICK if step is not None and step == seen else 0.0
+            seen = step
+            if step is None or silent < self.limit:
+                continue
+            frame = sys._current_frames().get(main)
+            if frame is not None and not (self.world > 1 and waits_for_others(frame)) and self._step == step:
+                self._tell(frame, silent)
+                self.end(1)
+
+    def _tell(self, frame: FrameType, silent: float) -> None:
+        """Write where it hangs into the log, all threads of it, and the failure for the supervisor."""
+        place = telling_place(frame)
+        words = f"no end of a step for {silent:.0f} s, where one takes {statistics.median(self._took):.3g} s: {place}"
+        detail = f"rank {self.rank} hangs: {words}\n{_stacks()}"
+        tag = f"[rank{self.rank}]: "
+        # Past Python's own stream, which the thread that hangs may have locked.
+        os.write(2, "".join(f"{tag}{line}\n" for line in detail.splitlines()).encode())
+        self.run.write_failure(
+            Failure(
+                task=self.task.id,
+                attempt=self.attempt,
+                rank=self.rank,
+                host=node_name(),
+                pid=os.getpid(),
+                outcome="hung",
+                message=words,
+                detail=detail,
+                failed_at=time.time(),
+            )
+        )
+
+
+def waits_for_others(frame: FrameType) -> bool:
+    """Return whether the innermost frame of a thread waits for other ranks, or for a device that may."""
+    code = frame.f_code
+    module = str(frame.f_globals.get("__name__", ""))
+    return code.co_name in _WAITS_IN or module.startswith("torch.distributed") or module == "tula_cli.worker.ranks"
+
+
+def telling_place(frame: FrameType) -> str:
+    """Return where a thread stands in words: the innermost line that is neither Python's own nor a library's."""
+    frames = traceback.extract_stack(frame)
+    own = [one for one in frames if "site-packages" not in one.filename and not one.filename.startswith(_PYTHON)]
+    last = (own or list(frames))[-1]
+    return f"in {last.name}, {last.filename} line {last.lineno}"
+
+
+_PYTHON = (os.path.dirname(os.__file__), "<")  # noqa: PTH120 - once, at the import of every rank
+
+
+def _stacks() -> str:
+    """Return the stacks of all threads of this process."""
+    with tempfile.TemporaryFile() as file:
+        faulthandler.dump_traceback(file=file, all_threads=True)
+        file.seek(0)
+        return file.read().decode(errors="replace")

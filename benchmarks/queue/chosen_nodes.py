@@ -1,0 +1,125 @@
+"""What a training takes on the nodes, and with the time limit, that are chosen by the bounds, beside the best in hindsight."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from statistics import mean, median
+
+import numpy as np
+from easy_backfilling import Cluster
+from lublin_feitelson import ModelJob
+from workload_format import LoggedJob
+
+from tula_cli.models.queue.result_time import Ask, chain_links, links_wait
+from tula_cli.models.queue.size_classes import PastWait, WaitBound, wait_bound
+
+NODES = (1, 2, 4, 8, 16, 32, 64)
+MINUTES = (60, 240, 720, 1440)
+NODE_HOURS = (4.0, 200.0)  # of the training on one node, log-uniform
+SERIAL = (0.002, 0.05)  # share of it that more nodes do not speed up, log-uniform
+NEAR = 0.1
+
+
+@dataclass(frozen=True)
+class Choices:
+    """How far what was chosen is from the best in hindsight."""
+
+    by: str
+    trainings: int
+    mean_regret: float  # of the time to the result
+    median_regret: float
+    near: float  # share of the trainings that take at most a tenth more
+    nodes_near: float  # the same, where the best time limit in hindsight goes with the chosen nodes
+
+    @property
+    def words(self) -> str:
+        return (
+            f"{self.trainings} trainings take {self.mean_regret:.1%} more than the best in hindsight on average, "
+            f"{self.median_regret:.1%} in the median; {self.near:.0%} at most {NEAR:.0%} more, by their nodes {self.nodes_near:.0%}"
+        )
+
+
+Rule = Callable[[WaitBound | None, float | None], float]
+"""What a link is taken to wait, by its bound and by the scheduler's estimate, which there is of the first link alone."""
+RULES: dict[str, Rule | None] = {
+    "run time alone": None,
+    "bound": lambda bound, _: _bound(bound),
+    "bound and estimate": lambda bound, told: max(_bound(bound), told or 0.0),
+    "median": lambda bound, _: _middle(bound),
+    "median and estimate": lambda bound, told: max(_middle(bound), told or 0.0),
+    "estimate, then nothing": lambda _, told: told or 0.0,
+    "estimate, then median": lambda bound, told: _middle(bound) if told is None else told,
+    "estimate, then bound": lambda bound, told: _bound(bound) if told is None else told,
+}
+
+
+def _bound(bound: WaitBound | None) -> float:
+    return bound.seconds if bound else 0.0
+
+
+def _middle(bound: WaitBound | None) -> float:
+    return bound.middle if bound else 0.0
+
+
+def choices(nodes: int, jobs: Sequence[ModelJob], log: Sequence[LoggedJob], *, count: int, seed: int) -> list[Choices]:
+    """Return by each rule how well it chooses for trainings that come at moments of the last two thirds of a log.
+
+    Args:
+        nodes: of the cluster.
+        jobs: that it schedules.
+        log: what it makes of them.
+        count: of trainings.
+        seed: of what they take and when they come.
+    """
+    rng = np.random.default_rng([seed, 1])
+    moments = np.sort(rng.uniform(jobs[len(jobs) // 3].submitted, jobs[9 * len(jobs) // 10].submitted, count))
+    history = [PastWait(job.submitted, job.wait, job.nodes, job.limit / 60) for job in log]
+    cluster = Cluster(nodes, jobs)
+    found: dict[str, list[tuple[float, float]]] = {name: [] for name in RULES}
+    for moment in moments:
+        cluster.until(float(moment))
+        hours, serial = (float(np.exp(rng.uniform(*np.log(ends)))) for ends in (NODE_HOURS, SERIAL))
+        runs = {count: 3600 * hours * ((1 - serial) / count + serial) for count in NODES}
+        asks = _asks(runs)
+        actual = {ask: _actual(cluster, ask, runs[ask.nodes]) for ask in asks}
+        best = min(actual.values())
+        known = [past for past in history if past.known_at <= moment]
+        bounds = {ask: wait_bound(known, nodes=ask.nodes, minutes=ask.minutes, now=float(moment)) for ask in asks}
+        for name, rule in RULES.items():
+            chosen = min(asks, key=lambda ask: _expected(ask, rule, bounds[ask], cluster.earliest(ask.nodes), runs))
+            own = min(took for ask, took in actual.items() if ask.nodes == chosen.nodes)
+            found[name].append((actual[chosen] / best - 1, own / best - 1))
+    return [_summed(name, pairs) for name, pairs in found.items()]
+
+
+def _asks(runs: dict[int, float]) -> list[Ask]:
+    """Return what may be asked for; of limits that one job ends within, the shortest alone."""
+    asks = []
+    for nodes, seconds in runs.items():
+        for minutes in MINUTES:
+            links = chain_links(seconds / 60, minutes)
+            asks.append(Ask(nodes, minutes, links))
+            if links == 1:
+                break
+    return asks
+
+
+def _expected(ask: Ask, rule: Rule | None, bound: WaitBound | None, told: float, runs: dict[int, float]) -> float:
+    waits = 0.0 if rule is None else links_wait(ask, rule(bound, told), rule(bound, None))
+    return runs[ask.nodes] + waits
+
+
+def _actual(cluster: Cluster, ask: Ask, seconds: float) -> float:
+    """Return how long a training takes from now on, waits included."""
+    own, begun, left = cluster.fork(), cluster.now, seconds
+    for _ in range(ask.links):
+        job = ModelJob(own.now, ask.nodes, min(left, 60.0 * ask.minutes), 60.0 * ask.minutes)
+        own.wait_of(job)
+        left -= job.run
+        own.until(own.starts[id(job)] + job.run)
+    return own.now - begun
+
+
+def _summed(name: str, pairs: Sequence[tuple[float, float]]) -> Choices:
+    regrets = [regret for regret, _ in pairs]
+    near, nodes_near = (mean(row[place] <= NEAR for row in pairs) for place in (0, 1))
+    return Choices(name, len(pairs), mean(regrets), median(regrets), near, nodes_near)

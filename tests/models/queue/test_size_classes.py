@@ -1,0 +1,75 @@
+from collections import Counter
+
+import pytest
+
+from tula_cli.models.queue.size_classes import DAYS, PastWait, at_least, merged, size_of, size_words, wait_bound
+
+NOW = 1_000_000_000.0
+
+
+def waited(
+    count: int, seconds: float, *, nodes: int = 1, minutes: float = 30.0, before: float = 86400.0
+) -> list[PastWait]:
+    """Return jobs that waited alike, the first of them submitted so many seconds ago."""
+    return [PastWait(NOW - before + 10 * number, seconds + number % 7, nodes, minutes) for number in range(count)]
+
+
+@pytest.mark.parametrize(
+    ("nodes", "minutes", "words"),
+    [(1, 60, "1 node, up to 1 h"), (2, 61, "2 nodes, up to 4 h"), (3, 720, "3-4 nodes, up to 12 h"),
+     (9, 1441, "9-16 nodes, above 24 h")],
+)  # fmt: skip
+def test_classes_are_of_nodes_and_of_time_limits(nodes: int, minutes: float, words: str) -> None:
+    assert size_words(size_of(nodes, minutes)) == words
+
+
+def test_a_class_with_enough_waits_stands_by_itself() -> None:
+    found = wait_bound([*waited(100, 50), *waited(100, 9000, nodes=16)], nodes=1, minutes=20, now=NOW)
+    assert found is not None and found.seconds <= 57 and found.waits == 100
+    assert "1 node, up to 1 h)" in found.words
+
+
+def test_a_thin_class_takes_its_neighbours_and_says_so() -> None:
+    history = [*waited(20, 50), *waited(80, 400, nodes=2), *waited(200, 9000, nodes=64)]
+    found = wait_bound(history, nodes=1, minutes=20, now=NOW)
+    assert found is not None and found.waits == 100 and 400 <= found.seconds <= 407
+    assert "next to it" in found.words
+
+
+def test_rings_grow_until_there_are_enough() -> None:
+    counts = Counter({(0, 0): 5, (1, 0): 5, (0, 2): 5, (6, 4): 50})
+    assert merged((0, 0), counts, 5) == [(0, 0)]
+    assert merged((0, 0), counts, 10) == [(0, 0), (1, 0)]
+    assert merged((0, 0), counts, 1000) == sorted(counts)
+
+
+def test_old_waits_and_those_of_the_future_do_not_count() -> None:
+    history = [*waited(40, 50, before=(DAYS + 3) * 86400), *waited(40, 50, before=-10.0)]
+    assert wait_bound(history, nodes=1, minutes=20, now=NOW) is None
+    assert wait_bound([], nodes=1, minutes=20, now=NOW) is None
+
+
+def test_of_too_few_waits_the_longest_is_taken_with_the_confidence_that_it_has() -> None:
+    found = wait_bound(waited(5, 50), nodes=1, minutes=20, now=NOW)
+    assert found is not None and found.seconds == 54 and found.confidence == pytest.approx(1 - 0.9**5)
+    assert "too few" in found.words
+    enough = wait_bound(waited(29, 50), nodes=1, minutes=20, now=NOW)
+    assert enough is not None and enough.confidence == 0.95 and "too few" not in enough.words
+
+
+def test_jobs_that_wait_longer_than_their_bound_raise_it() -> None:
+    """A queue that has come to a stop tells nothing by jobs that start: none does."""
+    history = waited(60, 50)
+    stuck = [PastWait(NOW - 20_000 + number, float("inf"), 1, 30.0) for number in range(40)]
+    calm = wait_bound(history, nodes=1, minutes=20, now=NOW)
+    worse = wait_bound([*history, *stuck], nodes=1, minutes=20, now=NOW)
+    assert calm is not None and worse is not None and worse.seconds > 10_000 > calm.seconds
+
+
+def test_the_schedulers_estimate_raises_a_bound_and_never_lowers_it() -> None:
+    bound = wait_bound(waited(60, 50), nodes=1, minutes=20, now=NOW)
+    assert bound is not None
+    assert at_least(bound, 10.0) == bound.seconds
+    assert at_least(bound, 5000.0) == 5000.0
+    assert at_least(None, 30.0) == 30.0
+    assert at_least(None, None) is None

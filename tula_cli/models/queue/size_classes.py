@@ -1,0 +1,145 @@
+"""The waits of jobs like one that is to be submitted: by size class (nodes x time limit), thin classes with their neighbours."""
+
+import math
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from tula_cli.models.queue.quantile_bound import CONFIDENCE, QUANTILE, WaitSeries, fewest
+from tula_cli.words import plural
+
+LIMITS = (60.0, 240.0, 720.0, 1440.0)
+"""Time limits (minutes) up to which a class goes; the last one has those above."""
+ENOUGH = 2
+"""Times as many waits as a bound needs have to be there before a class stands by itself: of just enough the largest bounds."""
+DAYS = 14.0
+"""How far back waits are looked at: a queue of last month says little of today's."""
+
+Size = tuple[int, int]
+"""The class of the nodes (1, 2, 3-4, 5-8 ...) and that of the time limit, both from 0."""
+
+
+@dataclass(frozen=True)
+class PastWait:
+    """A job that waited, or waits still."""
+
+    submitted: float  # Unix time at which it could have started: after what it depends on, in a chain
+    wait: float  # seconds; infinite while it waits
+    nodes: int
+    minutes: float  # its time limit
+
+    @property
+    def known_at(self) -> float:
+        """The Unix time at which this was known of it."""
+        return self.submitted + self.wait
+
+
+@dataclass(frozen=True)
+class WaitBound:
+    """What a wait is held below with 90 %."""
+
+    seconds: float
+    middle: float  # the median of the waits that it rests on
+    waits: int  # that it rests on
+    confidence: float  # that it is not below the quantile; less than asked for where too few have waited
+    words: str  # what it rests on
+
+
+def size_of(nodes: int, minutes: float) -> Size:
+    """Return the class of a job."""
+    limit = next((place for place, most in enumerate(LIMITS) if minutes <= most), len(LIMITS))
+    return (nodes - 1).bit_length(), limit
+
+
+def size_words(size: Size) -> str:
+    """Return a class in words: "5-8 nodes, up to 4 h"."""
+    most = 2 ** size[0]
+    nodes = plural(most) if most <= 2 else f"{most // 2 + 1}-{most} nodes"
+    limit = f"up to {LIMITS[size[1]] / 60:g} h" if size[1] < len(LIMITS) else f"above {LIMITS[-1] / 60:g} h"
+    return f"{nodes}, {limit}"
+
+
+def wait_bound(
+    history: Iterable[PastWait],
+    *,
+    nodes: int,
+    minutes: float,
+    now: float,
+    quantile: float = QUANTILE,
+    confidence: float = CONFIDENCE,
+) -> WaitBound | None:
+    """Return the bound of the wait of a job that is submitted now; None where nobody has waited.
+
+    Of too few waits for the confidence it is the largest, with the confidence that this has.
+
+    Args:
+        history: of the same partition; in any order.
+        nodes: that the job asks for.
+        minutes: its time limit.
+        now: Unix time; waits that were not over then, or were over for more than DAYS, do not count.
+        quantile: of the waits that is bounded.
+        confidence: that the bound is not below it.
+    """
+    by_size: defaultdict[Size, list[PastWait]] = defaultdict(list)
+    waiting: defaultdict[Size, list[float]] = defaultdict(list)
+    for past in history:
+        size = size_of(past.nodes, past.minutes)
+        if now - DAYS * 86400 <= past.known_at <= now:
+            by_size[size].append(past)
+        elif past.submitted < now < past.known_at:
+            waiting[size].append(now - past.submitted)
+    own = size_of(nodes, minutes)
+    counts = Counter({size: len(jobs) for size, jobs in by_size.items()})
+    sizes = merged(own, counts, ENOUGH * fewest(quantile, confidence))
+    series = WaitSeries(quantile=quantile, confidence=confidence)
+    for past in sorted((past for size in sizes for past in by_size[size]), key=lambda past: past.known_at):
+        series.add(past.wait)
+    _with_waiting(series, sorted(age for size in sizes for age in waiting[size]))
+    bound, middle, count = series.bound(), series.middle(), len(series.waits)
+    if middle is None:
+        return None
+    words = _words(own, sizes, count, series.changes > 0)
+    if bound is not None:
+        return WaitBound(bound, middle, count, confidence, words)
+    return WaitBound(max(series.waits), middle, count, 1 - quantile**count, f"{words}, too few: the longest of them")
+
+
+def _with_waiting(series: WaitSeries, ages: Sequence[float]) -> None:
+    """Count jobs that wait already for longer than their bound: so much is known before they start."""
+    for age in ages:
+        if (bound := series.bound()) is not None and age > bound:
+            series.add(age)
+
+
+def merged(own: Size, counts: Counter[Size], needed: int) -> list[Size]:
+    """Return a job's class and as many rings of its neighbours as it takes to have so many waits; all where they are few.
+
+    A class is one step away where its time limits are the next ones, or its nodes.
+    """
+    if not counts:
+        return [own]
+    away = {size: abs(size[0] - own[0]) + abs(size[1] - own[1]) for size in counts}
+    for radius in sorted(set(away.values())):
+        sizes = sorted(size for size, steps in away.items() if steps <= radius)
+        if sum(counts[size] for size in sizes) >= needed:
+            return sizes
+    return sorted(counts)
+
+
+def _words(own: Size, sizes: Sequence[Size], count: int, changed: bool) -> str:
+    waited = f"{count} waits of jobs like it ({size_words(own)}"
+    if list(sizes) != [own]:
+        waited += "; with the classes next to it"
+    return f"{waited})" + (", since the queue has changed" if changed else "")
+
+
+def at_least(bound: WaitBound | None, estimate: float | None) -> float | None:
+    """Return a bound (seconds) that is not below what the scheduler itself estimates; None where nothing is known.
+
+    What `sbatch --test-only` tells is a lower estimate of the wait (jobs of higher priority may come), so it can raise a
+    bound and never lower it.
+    """
+    known = [
+        value for value in (bound.seconds if bound else None, estimate) if value is not None and math.isfinite(value)
+    ]
+    return max(known, default=None)

@@ -325,6 +325,9 @@ def test_what_was_submitted_since_the_look_is_left(run: RunDir) -> None:
     one = found(run, ask=says())
     assert run.lock.acquire() == ""
     assert "another tula command" in service.clean([one]).problems[0]
+    (run.path / "lock/owner").write_text("a-machine:1\n")
+    os.utime(run.path / "lock", (0, 0))
+    assert service.clean([one]).files == 1, "of a command that was killed an hour ago"
 
 
 # --- the command

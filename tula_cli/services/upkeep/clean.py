@@ -199,7 +199,7 @@ def _nobody_else(one: RunSpace) -> Iterator[None]:
     with contextlib.ExitStack() as locks:
         for part in parts(one.path):
             lock = RunDir(part).lock
-            if owner := lock.acquire():
+            if lock.acquire() and (owner := lock.acquire()):  # the first call takes away what a killed command has left
                 raise TulaError(f"another tula command ({owner}) is submitting jobs of it; nothing more was freed")
             locks.callback(lock.release)
             jobs = part / "jobs"

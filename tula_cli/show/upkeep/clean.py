@@ -58,7 +58,7 @@ def _rows(one: "RunSpace") -> list[list[str]]:
 
 def cleaned(done: "Cleaned") -> Iterator[str]:
     """What was freed."""
-    yield f"freed {amount(done.size)} in {plural(done.files, 'file or folder').replace('folders', 'folder')}"
+    yield f"freed {amount(done.size)} in {done.files} {'file or folder' if done.files == 1 else 'files or folders'}"
     yield from (f"not all of {problem}" for problem in done.problems)
 
 

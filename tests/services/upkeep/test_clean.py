@@ -327,7 +327,7 @@ def test_what_was_submitted_since_the_look_is_left(run: RunDir) -> None:
     assert "another tula command" in service.clean([one]).problems[0]
     (run.path / "lock/owner").write_text("a-machine:1\n")
     os.utime(run.path / "lock", (0, 0))
-    assert service.clean([one]).files == 1, "of a command that was killed an hour ago"
+    assert service.clean([one]).files == 2, "of a command that was killed an hour ago"
 
 
 # --- the command

@@ -60,6 +60,11 @@ def test_what_is_measured_by_node_type_has_a_format_too(tmp_path: Path) -> None:
         assert (part.run.path / "format").exists()
 
 
+@pytest.mark.promise(
+    "the run directory",
+    "a command meets a run of a newer format",
+    "one sentence, exit code 16, and the run is left as it is",
+)
 @pytest.mark.parametrize(
     "words",
     ["status", "recommend", "logs", "train --yes", "cancel", "evaluate", "compare --show", "profile job.yaml --yes", "train job.yaml --yes"],
@@ -127,6 +132,11 @@ def environ(job: str, rank: int = 0) -> dict[str, str]:
     return {"SLURM_PROCID": str(rank), "SLURM_NTASKS": "2", "SLURM_LOCALID": "0", "SLURM_JOB_ID": job}
 
 
+@pytest.mark.promise(
+    "the run directory",
+    "a job of a chain meets a run in a format that its tula does not read",
+    "nothing is changed, exit code 16; the jobs that wait are held until `scontrol release`",
+)
 def test_a_link_that_meets_a_newer_format_changes_nothing_and_the_chain_is_held(
     run: RunDir, chain: list[str], slurm: FakeSlurm, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -200,6 +210,11 @@ def test_a_job_of_another_machine_lives_while_it_gives_signs_of_life(elsewhere: 
     assert elsewhere(HOUR - 60) == ("running", "on far, as far as its files tell")
 
 
+@pytest.mark.promise(
+    "a node",
+    "the machine of a job without a scheduler dies, as seen from another machine",
+    "an hour after its last sign of life, which comes each minute, the job counts as lost",
+)
 def test_a_job_of_another_machine_that_is_silent_for_an_hour_is_lost(elsewhere: Callable[..., tuple[str, str]]) -> None:
     state, reason = elsewhere(HOUR + 60)
     assert state == "ended" and reason.startswith("on far, of which nothing was heard after 2")

@@ -22,6 +22,11 @@ def upgrade(installed: Path) -> None:
         (installed / name).write_text('raise SystemExit("of another tula")\n')
 
 
+@pytest.mark.promise(
+    "the command line",
+    "tula is upgraded in place under a chain",
+    "the jobs run the tula that they were submitted with",
+)
 def test_a_job_runs_the_tula_that_it_was_submitted_with(tula: Tula, on_slurm: SlurmCluster, tmp_path: Path) -> None:
     installed = tmp_path / "installed/tula_cli"
     shutil.copytree(PACKAGE, installed, ignore=shutil.ignore_patterns("__pycache__"))

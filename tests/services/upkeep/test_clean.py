@@ -193,6 +193,11 @@ def test_no_link_is_followed(run: RunDir, tmp_path: Path) -> None:
     assert (folder / "damaged-000000000050.dcp").is_symlink()
 
 
+@pytest.mark.promise(
+    "the command line",
+    "`tula clean` is interrupted or killed",
+    "no half checkpoint has the name of a whole one; the same command goes on",
+)
 def test_interrupted_anywhere_it_goes_on(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = trained(run, 100, 200, 300, best=300, shares=True)
     drop = run_holdings._drop
@@ -241,6 +246,11 @@ def says(**states: str) -> Callable[[Iterable[str]], dict[str, SchedulerState]]:
     return lambda ids: {id_: answers[id_] for id_ in ids if id_ in answers}
 
 
+@pytest.mark.promise(
+    "the command line",
+    "`tula clean` meets a run whose job lives, or SLURM does not tell",
+    "nothing of that run is freed",
+)
 @pytest.mark.parametrize(
     ("ask", "why"),
     [

@@ -78,6 +78,13 @@ class StorageFailed(CannotWrite):
     code = "storage"
 
 
+class NotYours(TulaError):
+    """A run, its lock or one of its records belongs to another user, and may not be read or changed."""
+
+    exit_code = 15
+    code = "owner"
+
+
 class RunGone(TulaError):
     """The run directory that a job works for is no longer where it was.
 

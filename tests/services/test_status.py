@@ -9,7 +9,9 @@ from pathlib import Path
 
 import make_runs as make
 import pytest
+from rich.console import Console
 
+from tula_cli.cluster.slurm.queue import SUSPENDED
 from tula_cli.run.directory import RunDir
 from tula_cli.run.records.results import CountedEnergy
 from tula_cli.services import status as services_status
@@ -24,6 +26,14 @@ NOBODY = 65534  # the user without rights
 @pytest.fixture
 def run(tmp_path):
     return RunDir.create(tmp_path / "tula-runs", make.spec())
+
+
+def shown(*parts):
+    console = Console(width=200)
+    with console.capture() as told:
+        for part in parts:
+            console.print(part)
+    return told.get()
 
 
 def only_job(run, launcher=None, *, now=START + 100):
@@ -58,6 +68,60 @@ def test_a_job_that_is_held_for_a_full_disk_says_so_and_is_not_waited_for(run):
     assert job.reason.startswith(words) and "free some space" in job.reason
     other = make.FakeLauncher({name: "pending"}, reason="Priority")
     assert only_job(run, other).state == "queued"
+
+
+def test_a_suspended_job_is_not_said_to_run_and_is_waited_for(run):
+    name = make.add_training(run)
+    run.write_attempt(make.attempt(f"{name}-1"))
+    reason = f"{SUSPENDED}an administrator has stopped it"
+    now = services_status.snapshot(run, make.FakeLauncher({name: "running"}, reason=reason), now=START + 100)
+    (job,) = now.jobs
+    assert (job.state, job.reason, job.elapsed, now.active()) == ("suspended", reason, 100, True)
+    told = shown(*show_status.status(now))
+    assert "suspended: an administrator" in told and "running" not in told and "lost" not in told
+
+
+def test_an_attempt_of_a_job_that_is_done_is_never_lost(run):
+    name = make.add_probes(run, 1, (32,))
+    make.add_measured(run, 1, 32)
+    run.write_attempt(make.attempt(name, number=1, start=START - 50))  # its supervisor was killed
+    run.write_attempt(make.attempt(name, number=2))
+    now = services_status.snapshot(run, make.FakeLauncher({name: "ended"}), now=START + 100)
+    told = shown(show_status.attempts(now)).splitlines()
+    states = [line.split()[-1] for line in told if line.startswith("probe-")]
+    assert (now.jobs[0].state, states) == ("done", ["lost", "done"])
+
+
+@pytest.mark.parametrize("outcome", ["done", "device_oom"])
+@pytest.mark.parametrize("apart", [-3.0, 0.0, 30.0])
+def test_a_job_that_has_just_ended_well_is_not_lost_before_its_results_are_here(run, outcome, apart):
+    name = make.add_probes(run, 1, (32,))
+    run.write_job(make.job(name, scheduler="slurm"))
+    run.write_attempt(make.attempt(name, end=START + 100 - apart, outcome=outcome))
+    launcher = make.FakeLauncher({name: "ended"})
+    job = only_job(run, launcher)
+    assert (job.state, job.reason) == ("running", "it has ended well: its results are on their way here")
+    assert only_job(run, launcher, now=START + 200).state == "lost"
+
+
+@pytest.mark.parametrize("off", [-200.0, 120.0])
+def test_a_host_whose_clock_is_off_changes_neither_elapsed_time_nor_time_left(run, off):
+    began, now = START + 300, START + 360  # by the clock of the file system, and of who asks
+    name = make.add_training(run)
+    rows = [{**row, "time": began + 55 + off} for row in make.metrics() if row["kind"] == "step"]
+    run.training("ab12cd34").metrics_path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    run.write_attempt(make.attempt(f"{name}-1", start=began + off, allocation="4711.0"))
+    run.write_job(make.job(name, scheduler="slurm", at=began - 1))
+    os.utime(run.path / "attempts" / f"{name}-1.001.json", (began, began))
+    os.utime(run.training("ab12cd34").metrics_path, (began + 55, began + 55))
+    seen = services_status.snapshot(run, make.FakeLauncher({name: "running"}), now=now)
+    assert seen.training.eta == pytest.approx(rows[-1]["eta"] - 5)
+    assert (seen.jobs[0].elapsed, seen.attempts[0].attempt.started_at) == (60, began)
+    ended = make.attempt(
+        f"{name}-1", start=began + off, end=now + off, outcome="user", message="no", allocation="4711.0"
+    )
+    run.write_attempt(ended)
+    assert only_job(run, make.FakeLauncher({name: "ended"})).reason == "no", "it is of this submission all the same"
 
 
 def test_a_queued_job_says_when_it_is_expected_to_start(run):
@@ -552,7 +616,7 @@ def test_a_line_says_what_of_its_run_cannot_be_read(shared):
     (run.path / "results").chmod(0)
     with as_another_user():
         (row,) = listing.list_runs(shared)
-    assert row.problem == f"cannot read {run.path / 'results'}: Permission denied"
+    assert row.problem == f"{run.path / 'results'} belongs to root: you may not read it"
 
 
 # --- ending

@@ -29,10 +29,12 @@ Spec = Annotated[Path, typer.Argument(metavar="JOB.YAML", help="The job spec; tu
 MaybeSpec = Annotated[
     Path | None, typer.Argument(metavar="[JOB.YAML]", help="The job spec; without it the run found as by --run.")
 ]
+# Without `readable`, typer's own words would come before whose an unreadable run is.
 MaybeRun = Annotated[
-    Path | None, typer.Option("--run", metavar="DIR", help="The run; else $TULA_RUN, else the newest one.")
+    Path | None,
+    typer.Option("--run", metavar="DIR", readable=False, help="The run; else $TULA_RUN, else the newest one."),
 ]
-Root = Annotated[Path, typer.Option("--run-dir", metavar="ROOT", help="Where runs are kept.")]
+Root = Annotated[Path, typer.Option("--run-dir", metavar="ROOT", readable=False, help="Where runs are kept.")]
 Overrides = Annotated[
     list[str] | None, typer.Option("--set", metavar="A.B=C", help="Override a key of the spec; may be repeated.")
 ]
@@ -90,6 +92,7 @@ WithRun = Annotated[
     typer.Option(
         "--with-run",
         metavar="DIR",
+        readable=False,
         help="Fit the probes of this run too: the same job with another number of GPUs a node; may be repeated.",
     ),
 ]

@@ -49,10 +49,13 @@ def profile(
     The same command again attaches to what is under way, does what is missing, and stops.
     """
     from tula_cli.run.jobfile import origin
+    from tula_cli.run.storage.owner import require_own
     from tula_cli.services.profiling import rounds
     from tula_cli.services.waiting import WaitPolicy
 
     run, spec = open_run(screen, job, named, root, overrides)
+    if not dry_run:
+        require_own(run.path)  # before anything is built for it
     own = dependencies(inspector(screen, run.path.parent, fresh=fresh, keep=not dry_run), asks(screen, spec, yes=yes))
     wait_policy = WaitPolicy(wait, timeout, cancel_on_interrupt)
     if progress:

@@ -30,7 +30,7 @@ from tula_cli.cli.options import (
 )
 from tula_cli.cli.runs import open_run
 from tula_cli.cli.waiting import warn_all
-from tula_cli.errors import BadMeasurements, CannotWrite
+from tula_cli.errors import BadMeasurements, CannotWrite, NotYours
 from tula_cli.show import recommend as show_recommend
 from tula_cli.show.screen import Lines, Screen
 from tula_cli.spec import methods
@@ -125,7 +125,7 @@ def _saved(
 
     try:
         services_recommend.save(run, spec, answer, overrides=overrides, job=job, every=every)
-    except CannotWrite as error:
+    except (CannotWrite, NotYours) as error:
         if asked:
             raise
         screen.warn(f"the answer is not kept, and tula train will not find it: {error.message}")

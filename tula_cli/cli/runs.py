@@ -26,7 +26,8 @@ def find_run(screen: Screen, named: Path | None, root: Path) -> "RunDir":
     root = root.absolute()
     if named is not None:
         # A run's name is enough where it lies under the root.
-        inside = not named.exists() and (root / named).is_dir()
+        # os.path's, which raise nothing where another user's folder is in the way.
+        inside = not os.path.exists(named) and os.path.isdir(root / named)  # noqa: PTH110, PTH112
         run = RunDir.open(root / named if inside else named.absolute())
     elif os.environ.get("TULA_RUN"):
         run = RunDir.open(Path(os.environ["TULA_RUN"]).absolute())

@@ -44,10 +44,14 @@ def list_(
     ] = False,
 ) -> None:
     """List the runs, last changed first."""
+    from tula_cli.run import files
+    from tula_cli.run.storage import owner
     from tula_cli.services.progress import listing
 
     if root != RUNS and not root.is_dir():
         raise SpecError(f"--run-dir {root}: there is no such folder", "name the one that holds the runs")
+    if told := owner.left_out(root.absolute() / name for name in files.names(root.absolute())):
+        screen.note(told)
     if accuracy:
         from tula_cli.services.progress import ledger as services_ledger  # with numpy
 
@@ -111,7 +115,9 @@ def logs(
 
 def cancel(
     screen: Screen,
-    target: Annotated[Path | None, typer.Argument(metavar="[RUN]", help="The run; else as by --run.")] = None,
+    target: Annotated[
+        Path | None, typer.Argument(metavar="[RUN]", readable=False, help="The run; else as by --run.")
+    ] = None,
     named: MaybeRun = None,
     root: Root = RUNS,
 ) -> None:

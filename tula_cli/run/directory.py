@@ -11,10 +11,17 @@ from typing import BinaryIO
 
 from pydantic import TypeAdapter
 
-from tula_cli.errors import SpecError
 from tula_cli.run import parsed_spec
 from tula_cli.run.cluster_checks import ClusterChecks
-from tula_cli.run.files import cannot_write, listing, open_to_add, read_record, read_text, write_atomic, write_record
+from tula_cli.run.files import (
+    cannot_write,
+    listing,
+    open_to_add,
+    read_record,
+    read_text,
+    write_atomic,
+    write_record,
+)
 from tula_cli.run.lock import SubmissionLock
 from tula_cli.run.records.jobs import Attempt, Failure, Job, LeaderCommand
 from tula_cli.run.records.probes import RESULT
@@ -22,6 +29,7 @@ from tula_cli.run.records.recommendations import Recommendation
 from tula_cli.run.records.results import Comparison, CountedEnergy, JobFile, Summary, TrainResult, Tuning
 from tula_cli.run.records.tasks import TASK, CheckTask, CodeSnapshot, JobTask, ProbeTask, Task, TrainTask, probe_id
 from tula_cli.run.snapshot import Result, Snapshot, of_another_run
+from tula_cli.run.storage.owner import other, require_own, require_run
 from tula_cli.run.training_run import TrainingRun
 from tula_cli.spec.job import JobSpec
 from tula_cli.spec.load import dump_yaml, validate
@@ -85,8 +93,9 @@ class RunDir:
             file: where the spec comes from, if that is known.
 
         Raises:
-            TulaError: it cannot be written.
+            TulaError: it cannot be written, or is another user's.
         """
+        require_own(self.path)
         try:
             self.path.mkdir(parents=True, exist_ok=True, mode=0o700)
         except OSError as error:
@@ -95,7 +104,8 @@ class RunDir:
             write_record(self.path / "job_file.json", file)
         parts = {part.type or "": str(part.run.path.relative_to(self.path)) for part in self.parts(spec)}
         parsed_spec.write(self.path, dump_yaml(spec), spec.model_dump(mode="json"), parts)
-        write_atomic(self.path.parent / LATEST, f"{self.path.name}\n")
+        if not other(self.path.parent / LATEST):  # of those who share the folder another has named theirs
+            write_atomic(self.path.parent / LATEST, f"{self.path.name}\n")
 
     @classmethod
     def open(cls, path: Path) -> "RunDir":
@@ -103,34 +113,20 @@ class RunDir:
 
         Raises:
             SpecError: there is no such folder, or it is not a run directory.
+            NotYours: it is another user's, who does not let it be read.
         """
-        try:
-            there, is_run = path.is_dir(), (path / "spec.yaml").is_file()
-        except PermissionError:
-            raise SpecError(f"no permission to read {path}", "a run belongs to the user who started it") from None
-        if not there:
-            raise SpecError(f"no such run directory: {path}", "tula list shows the runs there are")
-        if not is_run:
-            raise SpecError(
-                f"not a run directory: {path} (it holds no spec.yaml)", "tula list shows the runs there are"
-            )
+        require_run(path)
         return cls(path)
 
     @classmethod
     def newest(cls, root: Path) -> "RunDir":
-        """Return the run that was used last under `root`, of those that may be read.
+        """Return the run that was used last under `root`, of those that may be read; one's own go first.
 
         Raises:
             SpecError: there is none.
             TulaError: `root` cannot be read.
         """
-        named = root / read_text(root / LATEST)
-        if parsed_spec.changed(named) is not None:
-            return cls(named)
-        found = cls.all(root)
-        if not found:
-            raise SpecError(f"no run under {root}", "start one with tula profile job.yaml, or name one with --run DIR")
-        return found[0]
+        return cls(parsed_spec.newest(root, read_text(root / LATEST)))
 
     @classmethod
     def all(cls, root: Path) -> list["RunDir"]:
@@ -242,6 +238,7 @@ class RunDir:
     def cancel(self, job_id: str, *, by: str = "tula cancel") -> None:
         """Mark a job as cancelled by the user: nothing starts or restarts it until `uncancel`."""
         if not self.cancelled(job_id):
+            require_own(self.path)
             write_atomic(self.path / f"jobs/{job_id}.cancelled", f"{by}\n")
 
     def cancelled_by(self, job_id: str) -> str:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, Protocol, TypeVar
 
 from tula_cli.errors import BadMeasurements, CannotWrite, DiskFull, RunGone, StorageFailed, TulaError
+from tula_cli.run.storage.owner import REFUSED, not_yours
 from tula_cli.run.storage.space import FULL, SILENT, free_words
 
 if TYPE_CHECKING:
@@ -77,6 +78,7 @@ def write_atomic(path: Path, data: bytes | str | Callable[[BinaryIO], None]) -> 
     Raises:
         RunGone: the file's run is held and no longer there.
         DiskFull, StorageFailed: there is no space, or the file system does not answer; the old file stands as it was.
+        NotYours: it is in another user's run.
         CannotWrite: the folder cannot be written.
     """
     content = data.encode() if isinstance(data, str) else data
@@ -106,7 +108,7 @@ def _opened_anew(draft: Path) -> BinaryIO:
         return open(draft, "xb")
 
 
-def cannot_write(path: Path, error: OSError, *, needed: int | None = None) -> CannotWrite:
+def cannot_write(path: Path, error: OSError, *, needed: int | None = None) -> TulaError:
     """Return what an error in writing a file (of so many bytes, where that is known) is to the user."""
     told = f"cannot write {path}: {error.strerror}"
     if error.errno in FULL:
@@ -120,7 +122,8 @@ def cannot_write(path: Path, error: OSError, *, needed: int | None = None) -> Ca
         )
     if error.errno in SILENT:
         return StorageFailed(told, NO_ANSWER)
-    return CannotWrite(told, _elsewhere(path))
+    theirs = not_yours(path, change=True) if error.errno in REFUSED else None
+    return theirs or CannotWrite(told, _elsewhere(path))
 
 
 def _elsewhere(path: Path) -> str:
@@ -168,7 +171,10 @@ def open_file(path: Path) -> BinaryIO:
 
 def cannot_read(path: Path, error: OSError) -> TulaError:
     told = f"cannot read {path}: {error.strerror}"
-    return StorageFailed(told, NO_ANSWER) if error.errno in SILENT else TulaError(told)
+    if error.errno in SILENT:
+        return StorageFailed(told, NO_ANSWER)
+    theirs = not_yours(path) if error.errno in REFUSED else None
+    return theirs or TulaError(told)
 
 
 def write_record(path: Path, record: "BaseModel") -> None:

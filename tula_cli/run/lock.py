@@ -9,6 +9,7 @@ from pathlib import Path
 
 from tula_cli.errors import TulaError
 from tula_cli.run.files import cannot_write, write_atomic
+from tula_cli.run.storage.owner import require_own
 
 STALE_AFTER = 300.0
 """Seconds after which a lock is taken for one that its owner left behind."""
@@ -30,14 +31,17 @@ class SubmissionLock:
         The lock of a process that has ended, or one that is older than any submission takes, is taken over.
 
         Raises:
+            NotYours: the run, or the lock, is another user's.
             TulaError: the folder cannot be written.
         """
+        require_own(self.path.parent)
         try:
             self.path.mkdir(parents=True)
         except FileExistsError:
             owner = _owner(self.path)
             if self._is_stale(owner):
                 self._break(owner)
+            require_own(self.path)  # nobody knows for how long: it is told at once
             return owner or "another process"
         except OSError as error:
             raise cannot_write(self.path, error) from error

@@ -11,8 +11,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from tula_cli.errors import BadMeasurements
+from tula_cli.errors import BadMeasurements, SpecError
 from tula_cli.run import files
+from tula_cli.run.storage import owner
 from tula_cli.run.upkeep import format as run_format
 
 _YAML, _JSON = "spec.yaml", "spec.json"
@@ -72,6 +73,27 @@ def runs(root: Path) -> list[Path]:
     """
     found = {root / name: at for name in files.names(root) if (at := changed(root / name)) is not None}
     return sorted(found, key=lambda run: found[run], reverse=True)
+
+
+def newest(root: Path, latest: str) -> Path:
+    """Return the run that was used last under `root`, of those that may be read; one's own go first.
+
+    Args:
+        root: where runs are kept.
+        latest: the name of the one that was used last, which need not be there; empty where none is known.
+
+    Raises:
+        SpecError: there is none.
+        TulaError: `root` cannot be read.
+    """
+    if changed(root / latest) is not None and not owner.other(root / latest):
+        return root / latest
+    found = runs(root)
+    if not found:
+        theirs = owner.left_out(root / name for name in files.names(root))
+        told = f"no run under {root}{theirs and f' ({theirs})'}"
+        raise SpecError(told, "start one with tula profile job.yaml, or name one with --run DIR")
+    return next((run for run in found if not owner.other(run)), found[0])
 
 
 def changed(run: Path) -> int | None:

@@ -140,6 +140,13 @@ class Snapshot:
         except OSError:
             return None
 
+    def attempt_written(self, attempt: Attempt) -> float | None:
+        """Return when the record of an attempt was written, by the clock of the file system (Unix time)."""
+        try:
+            return (self.path / f"attempts/{attempt.task}.{attempt.number:03d}.json").stat().st_mtime
+        except OSError:
+            return None
+
     @cached_property
     def _cancelled(self) -> frozenset[str]:
         return frozenset(path.stem for path in listing(self.path / "jobs", "*.cancelled"))

@@ -31,6 +31,9 @@ CHECKPOINT = re.compile(r"[0-9]{12,}\.(pt|dcp)")
 DRAFT = re.compile(r"\.[0-9]{12,}\.(pt\..+\.[0-9]+|dcp\.(draft|old))")
 """A name of what is being written, or replaced: by `write_atomic`, or of shares."""
 
+CLOCKS_AGREE, A_COPY = 5.0, 3600.0
+"""Seconds by which what a file says of its time and its own time are apart: less is its way there, more a copy of it."""
+
 _PLACED = ("start", "step", "epoch")
 """Kinds of rows that tell how far a training was."""
 _MOST = 1e18
@@ -196,6 +199,17 @@ class TrainingRun:
     def metrics(self) -> list[dict[str, Any]]:
         """Return the rows of metrics.jsonl; one that is damaged, or still being written, is left out."""
         return list(filter(_is_whole, json_lines(self.metrics_path)))
+
+    def clock_ahead(self, rows: Sequence[Mapping[str, Any]]) -> float:
+        """Return the seconds by which the file system's clock is ahead of the host's that writes these rows; 0 where it agrees.
+
+        A row reaches its file at once, so that the newest one tells; less than `CLOCKS_AGREE` is its way there, more than `A_COPY` a copy of it.
+        """
+        try:
+            ahead = self.metrics_path.stat().st_mtime - max(row["time"] for row in rows if row.get("time") is not None)
+        except (OSError, ValueError):
+            return 0.0
+        return float(ahead) if CLOCKS_AGREE < abs(ahead) < A_COPY else 0.0
 
     def newest_metrics(self) -> list[dict[str, Any]]:
         """Return the newest rows, those of the last 16 KiB."""

@@ -23,6 +23,7 @@ from tula_cli.models.ramp.stage_nodes import Worth, nodes_words, stages_worth
 from tula_cli.run.directory import Part, RunDir
 from tula_cli.run.jobfile import adopt, begun, origin
 from tula_cli.run.records.recommendations import Prediction, Recommendation
+from tula_cli.run.storage.owner import require_own
 from tula_cli.services import status
 from tula_cli.services.comparison.kept import kept
 from tula_cli.services.progress.job_status import ACTIVE
@@ -295,8 +296,9 @@ def save(
         every: whether results.csv holds every candidate, however many there are.
 
     Raises:
-        TulaError: the files cannot be written.
+        TulaError: the files cannot be written, or the run is another user's.
     """
+    require_own(run.path)
     assumed = bool(answer.recommendation.overrides)
     own = run.spec() if assumed else spec
     keep(run, own, answer, every=every)

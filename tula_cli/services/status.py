@@ -21,6 +21,7 @@ from tula_cli.run.records.rehearsals import Rehearsal
 from tula_cli.run.records.results import Evaluated, StageDecision, TrainResult, Tuning
 from tula_cli.run.records.tasks import JobTask, ProbeTask, TrainTask
 from tula_cli.run.snapshot import Snapshot
+from tula_cli.run.storage.owner import require_own
 from tula_cli.run.upkeep.submitted_with import upgrades
 from tula_cli.services.progress.job_status import (
     ACTIVE,
@@ -29,6 +30,7 @@ from tula_cli.services.progress.job_status import (
     StageStatus,
     TrainingStatus,
     TuningStatus,
+    by_clock_of_files,
     job_status,
     pace_of,
     progress_of,
@@ -113,7 +115,7 @@ def snapshot(run: RunDir, launcher: Launcher, *, now: float, only: Set[str] | No
         failed=sum(isinstance(result, Failed) for result in look.results),
         jobs=tuple(jobs),
         training=training,
-        attempts=_story(tasks, look.attempts),
+        attempts=_story(tasks, by_clock_of_files(look, look.attempts)),
         recommendation=look.recommendation,
         warnings=(*(f"{damaged.message}; {damaged.hint}" for damaged in look.damaged), *look.job_warnings),
         notes=(*upgrades(look), *notes(result for result in look.results if isinstance(result, Measured))),
@@ -182,7 +184,7 @@ def _training(look: Snapshot, tasks: Iterable[JobTask], *, now: float) -> Traini
         beta2=next((row.get("beta2") for row in reversed(rows) if row["kind"] in ("start", "stage")), None),
         step_time=latest.get("step_time"),
         predicted_step=None if prediction is None else prediction.step_time,
-        eta=_eta(_newest_with_eta(rows), finished=result is not None, now=now),
+        eta=_eta(_newest_with_eta(rows), finished=result is not None, now=now - files.clock_ahead(rows)),
         noise=next((row for row in reversed(rows) if row["kind"] == "noise"), None),
         tuning=_tuning(files.tuning()),
         kwh=energy.kwh if (energy := files.energy()) is not None else None,
@@ -317,7 +319,11 @@ def cancel(run: RunDir, launcher: Launcher) -> list[str]:
     """End the run's own jobs that are queued or running; return their ids. Those that cannot be read are left out.
 
     Each is marked first, so that nothing (a supervisor, the next link of a chain) starts it again meanwhile.
+
+    Raises:
+        NotYours: the run is another user's.
     """
+    require_own(run.path)
     look = run.read()
     states = launcher.states(look, look.jobs)
     going_on = [job for job in look.jobs if states[job.id].state != "ended"]

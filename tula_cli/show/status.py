@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from tula_cli.run.records.jobs import Attempt
     from tula_cli.run.records.recommendations import Recommendation
     from tula_cli.run.records.results import Branch, Evaluated, StepChange
-    from tula_cli.services.progress.job_status import JobStatus, StageStatus, TrainingStatus, TuningStatus
+    from tula_cli.services.progress.job_status import JobState, JobStatus, StageStatus, TrainingStatus, TuningStatus
     from tula_cli.services.progress.ledger import Ledger, Outcome
     from tula_cli.services.progress.listing import RunSummary
     from tula_cli.services.status import RunStatus
@@ -29,6 +29,7 @@ STATE_STYLES = {
     "lost": "bold red",
     "cancelled": "yellow",
     "held": "yellow",
+    "suspended": "yellow",
 }
 
 
@@ -90,7 +91,9 @@ def attempts(now: "RunStatus") -> "Table":
     """One row a start of ranks: where, from which sample on, and how it ended."""
     from rich.text import Text
 
-    active = {job.id for job in now.jobs if job.state == "running"}
+    states = {job.id: job.state for job in now.jobs}
+    active = {id_ for id_, state in states.items() if state in ("running", "suspended")}
+    newest = {row.job: row.attempt for row in now.attempts}  # oldest first
     seconds = [_took(row.attempt, now.at if row.job in active else None) for row in now.attempts]
     divisor, unit = time_unit(max(took or 0.0 for took in seconds))
     allocated = any(row.attempt.allocation for row in now.attempts)
@@ -101,7 +104,7 @@ def attempts(now: "RunStatus") -> "Table":
     )  # fmt: skip
     for row, took in zip(now.attempts, seconds, strict=True):
         attempt = row.attempt
-        state = attempt.outcome or ("running" if row.job in active else "lost")
+        state = attempt.outcome or _open(states.get(row.job), newest=newest[row.job] is attempt)
         made.add_row(
             attempt.task,
             str(attempt.number),
@@ -115,6 +118,13 @@ def attempts(now: "RunStatus") -> "Table":
             Text(state, STATE_STYLES.get(state, "bold red")),
         )
     return made
+
+
+def _open(job: "JobState | None", *, newest: bool) -> str:
+    """Return how an attempt stands that has not been closed: of a job that is done, its last one just ends."""
+    if job in ("running", "suspended"):
+        return job
+    return "done" if job == "done" and newest else "lost"
 
 
 def _took(attempt: "Attempt", now: float | None) -> float | None:

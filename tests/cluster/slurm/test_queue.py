@@ -9,8 +9,10 @@ from fake_slurm import VERSIONS, FakeSlurm, local
 
 from tula_cli.cluster.slurm import command as slurm_command
 from tula_cli.cluster.slurm import queue as scheduler
+from tula_cli.cluster.slurm import submit
 from tula_cli.cluster.slurm.queue import SchedulerState, ask, ended_how, ends_at, live, named, refused
 from tula_cli.errors import SchedulerError
+from tula_cli.run.records.jobs import Job
 
 RECORDED = Path(__file__).parents[2] / "fixtures/slurm_22_05.json"
 
@@ -204,6 +206,43 @@ def test_states_by_their_first_word_and_an_unknown_one_is_not_over(slurm, words,
 def test_a_reason_that_waiting_does_not_cure_is_told(versions):
     job = versions.add("a", "PENDING", "PartitionDown")
     assert ask([job])[job].reason == "PartitionDown: will not start, the partition is down"
+
+
+@pytest.mark.parametrize(
+    ("reason", "words"),
+    [
+        ("JobHeldUser", "JobHeldUser: will not start, you hold it: scontrol release {id}"),
+        ("JobHeldAdmin", "an administrator holds it: ask them why, and to release it (scontrol release {id})"),
+        ("ReqNodeNotAvail, UnavailableNodes:node[1-2]", "it starts once they are back: sinfo --list-reasons tells why"),
+        (
+            "Nodes required for job are DOWN, DRAINED or reserved for jobs in higher priority partitions",
+            "once they are back",
+        ),
+        ("ReqNodeNotAvail, Reserved for maintenance", "ReqNodeNotAvail, Reserved for maintenance"),
+    ],
+)
+def test_what_keeps_a_job_is_told_with_what_to_do_also_while_the_link_before_it_runs(versions, reason, words):
+    first, second, third = (
+        versions.add("a", "RUNNING"),
+        versions.add("b", "PENDING", reason),
+        versions.add("c", "PENDING", "Dependency"),
+    )
+    told = ask([first, second])[second].reason
+    assert told.startswith(reason) and words.format(id=second) in told
+    job = Job(id="j", scheduler="slurm", scheduler_id=first, nodes=1, submitted_at=0, links=(first, second, third))
+    now = submit._chain_state(job, ask(job.links))
+    assert now.state == "running"
+    kept = "Reserved" not in reason  # which ends by itself
+    assert now.reason == (f"job {second}, which goes on after it: {told}" if kept else "")
+
+
+@pytest.mark.parametrize("word", ["SUSPENDED", "STOPPED"])
+def test_a_job_that_stands_still_says_so_and_how_it_goes_on(versions, word):
+    job = versions.add("a", word)
+    state = ask([job])[job]
+    assert (state.state, state.suspended) == ("running", True)
+    assert state.reason.startswith("suspended: ") and f"scontrol resume {job}" in state.reason
+    assert "\n" not in state.reason
 
 
 def test_a_job_that_could_not_start_on_its_node_says_so(slurm):

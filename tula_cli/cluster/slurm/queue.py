@@ -36,6 +36,16 @@ class SchedulerState:
         return self.state == "pending" and self.reason.partition(":")[0] == "JobHeldUser"
 
     @property
+    def suspended(self) -> bool:
+        """Whether the job has its nodes and stands still."""
+        return self.state == "running" and self.reason.startswith(SUSPENDED)
+
+    @property
+    def without_nodes(self) -> bool:
+        """Whether the job waits for nodes that are down or drained."""
+        return self.state == "pending" and bool(_AWAY.search(self.reason))
+
+    @property
     def hopeless(self) -> bool:
         """Whether the job waits for what waiting does not bring."""
         return self.state == "pending" and self.reason.partition(":")[0] in HOPELESS
@@ -52,6 +62,14 @@ class Queued:
 
 PENDING = ("PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_FED", "REQUEUE_HOLD", "SPECIAL_EXIT", "RESV_DEL_HOLD")
 RUNNING = ("RUNNING", "COMPLETING", "RESIZING", "SIGNALING", "STAGE_OUT", "STOPPED", "SUSPENDED")
+SUSPENDED = "suspended: "
+_STOPPED = f"""{SUSPENDED}an administrator, or a job that goes first, has stopped it where it stands; it goes on once it is resumed: ask the
+administrators (scontrol resume {{id}}), or tula cancel and start it anew""".replace("\n", " ")
+_AWAY = re.compile(r"ReqNodeNotAvail\W+Unavailable|Nodes required for job are DOWN|^NodeDown")
+"""squeue's reasons that are about nodes which are down or drained."""
+_UNTIL_BACK = (
+    "it starts once they are back: sinfo --list-reasons tells why they are away; or ask for other nodes (cluster.slurm)"
+)
 ENDED = {
     "COMPLETED": "",
     "FAILED": "its script ended with an error",
@@ -84,9 +102,9 @@ HOPELESS = {
     "AssocMaxNodePerJobLimit": "the account does not allow so many nodes",
     "AssocMaxWallDurationPerJobLimit": "the account does not allow so much time",
     "ReservationDeleted": "its reservation is gone",
-    "JobHoldMaxRequeue": "SLURM has given it up after several tries: scontrol release",
-    "JobHeldAdmin": "an administrator holds it",
-    "JobHeldUser": "you hold it: scontrol release",
+    "JobHoldMaxRequeue": "SLURM has given it up after several tries: scontrol release {id}",
+    "JobHeldAdmin": "an administrator holds it: ask them why, and to release it (scontrol release {id})",
+    "JobHeldUser": "you hold it: scontrol release {id}",
 }
 """squeue's reasons that waiting does not cure."""
 
@@ -146,18 +164,19 @@ def _queue(ids: Sequence[str]) -> tuple[dict[str, SchedulerState], str]:
     if not answer.ok:
         return {}, f"{SILENT}: {answer.complaint}"
     rows = [line.split("|") for line in answer.text.splitlines()]
-    return {row[0]: _state(row[1], row[2], _moment(row[3])) for row in rows if len(row) == 4}, ""
+    return {row[0]: _state(row[1], row[2], _moment(row[3]), id_=row[0]) for row in rows if len(row) == 4}, ""
 
 
-def _state(words: str, reason: str = "", starts_at: float | None = None) -> SchedulerState:
+def _state(words: str, reason: str = "", starts_at: float | None = None, *, id_: str = "") -> SchedulerState:
     """Return what a state of SLURM means; an unknown one is not over."""
     name = _name(words)
     if name in PENDING:
         why = HOPELESS.get(reason)
-        told = "" if reason == "None" else f"{reason}: will not start, {why}" if why else reason
+        told = "" if reason == "None" else f"{reason}: will not start, {why.format(id=id_)}" if why else reason
+        told += f": {_UNTIL_BACK}" if _AWAY.search(reason) else ""
         return SchedulerState("pending", told, starts_at)
     if name in RUNNING:
-        return SchedulerState("running")
+        return SchedulerState("running", _STOPPED.format(id=id_) if name in ("STOPPED", "SUSPENDED") else "")
     if name in ENDED:
         meaning = "its script could not be started on its node" if reason == "JobLaunchFailure" else ENDED[name]
         return SchedulerState("ended", f"{words}: {meaning}" if meaning else "")

@@ -7,7 +7,7 @@ import re
 import socket
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from tula_cli.cluster.local import attempts_of, run_supervisor
@@ -333,11 +333,21 @@ def _chain_state(job: Job, known: Mapping[str, SchedulerState]) -> SchedulerStat
         states = [unheard if state.state == "unknown" else state for state in states]
     kinds = [state.state for state in states]
     if "running" in kinds:
-        return states[kinds.index("running")]
+        return _with_next(job.ids, states, kinds.index("running"))
     if "pending" in kinds:
         first = kinds.index("pending")
         return _waiting(job.ids[:first], states[: first + 1])
     return states[kinds.index("unknown")] if "unknown" in kinds else states[-1]
+
+
+def _with_next(ids: Sequence[str], states: Sequence[SchedulerState], at: int) -> SchedulerState:
+    """Return the state of the link that runs, with what keeps those after it from going on."""
+    now = states[at]
+    for id_, following in zip(ids[at + 1 :], states[at + 1 :], strict=True):
+        if following.hopeless or following.without_nodes:
+            words = f"job {id_}, which goes on after it: {following.reason}"
+            return replace(now, reason="; ".join(filter(None, (now.reason, words))))
+    return now
 
 
 def _waiting(before: Sequence[str], states: Sequence[SchedulerState]) -> SchedulerState:

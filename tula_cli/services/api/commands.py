@@ -12,6 +12,7 @@ from tula_cli.models.choice.objective import Curve, Objective
 from tula_cli.run.code import run_of
 from tula_cli.run.records.recommendations import Recommendation
 from tula_cli.run.records.results import Summary
+from tula_cli.run.storage.owner import other
 from tula_cli.services import check as checking
 from tula_cli.services import estimate as estimating
 from tula_cli.services import nodes as node_checking
@@ -159,7 +160,8 @@ def recommend(
     looks = functools.partial(launcher.launcher_for, submits=False)
     answer = recommending.ask(own.run, own.spec, criteria, launcher_for=looks, overrides=overrides)
     found = answer.recommendation
-    if save if save is not None else recommending.renews(found, own.run.recommendation()):
+    renews = recommending.renews(found, own.run.recommendation()) and not other(own.run.path)
+    if save if save is not None else renews:
         recommending.save(own.run, own.spec, answer, overrides=overrides, job=own.job, every=every)
     return answer.every() if every else found
 

@@ -189,7 +189,7 @@ def _cell_report(training: TrainingRun, cell: Cell, job: JobStatus | None, spec:
             return CellReport(cell, "diverged", attempt.message)
         if job is None or job.state == "done":  # a summary that is gone is trained again
             return CellReport(cell, "missing")
-        return CellReport(cell, job.state, job.reason)
+        return CellReport(cell, "running" if job.state == "suspended" else job.state, job.reason)
     result, tuning = training.result(), training.tuning()
     known = CellReport(
         cell=cell,

@@ -14,10 +14,11 @@ from tula_cli.run.records.recommendations import Stage
 from tula_cli.run.records.results import Branch, StageDecision, StepChange
 from tula_cli.run.records.tasks import EvaluateTask, JobTask, ProbeTask, RehearsalTask, TrainTask, probe_id
 from tula_cli.run.snapshot import Snapshot
+from tula_cli.run.training_run import A_COPY, CLOCKS_AGREE
 from tula_cli.spec.resources import Cluster
 
-JobState = Literal["queued", "running", "held", "done", "failed", "diverged", "cancelled", "lost"]
-ACTIVE: tuple[JobState, ...] = ("queued", "running")
+JobState = Literal["queued", "running", "suspended", "held", "done", "failed", "diverged", "cancelled", "lost"]
+ACTIVE: tuple[JobState, ...] = ("queued", "running", "suspended")
 
 GRACE = {"local": 2.0, "slurm": 60.0}
 """Seconds for which the files of an ended job may still be on their way (NFS, Lustre)."""
@@ -154,12 +155,14 @@ def job_status(
     training: TrainingStatus | None,
     now: float,
 ) -> JobStatus:
-    tasks, attempts = look.tasks_of(job.id), look.attempts_of(job.id)
+    tasks, attempts = look.tasks_of(job.id), by_clock_of_files(look, look.attempts_of(job.id))
     progress = progress_of(look, tasks, results)
-    recent = [attempt for attempt in attempts if attempt.started_at >= job.submitted_at - CLOCKS_APART]
+    recent = [attempt for attempt in attempts if _of_submission(attempt, job)]
     cluster = tasks[-1].spec.cluster
     state, reason = _state(progress, recent, scheduler, cluster, cancelled=look.cancelled_by(job.id))
-    until = now if state == "running" else progress.measured_at
+    if state == "lost" and recent and _just_ended(recent[-1], progress, now, grace=GRACE[job.scheduler]):
+        state, reason = "running", "it has ended well: its results are on their way here"
+    until = now if state in ("running", "suspended") else progress.measured_at
     elapsed, nodes = _elapsed(attempts, until=until), {task.id: task.nodes for task in tasks}
     newest = tasks[-1]
     left = _left(progress, training, pace=pace) if state in ACTIVE else None
@@ -248,7 +251,7 @@ def _state(
     if scheduler.state == "pending":
         return "queued", scheduler.reason
     if scheduler.state == "running":
-        return "running", scheduler.reason
+        return "suspended" if scheduler.suspended else "running", scheduler.reason
     return _state_from_attempts(progress, attempts, scheduler, cluster)
 
 
@@ -276,6 +279,29 @@ def _state_from_attempts(
     if last is not None:
         return "running", scheduler.reason or "the scheduler does not know the job"
     return "queued", scheduler.reason or "the scheduler does not know the job"
+
+
+def by_clock_of_files(look: Snapshot, attempts: Iterable[Attempt]) -> list[Attempt]:
+    """Return attempts of which those that are open began by the clock of the file system: their host's may be off."""
+    return [_by_clock_of_files(look, attempt) for attempt in attempts]
+
+
+def _by_clock_of_files(look: Snapshot, attempt: Attempt) -> Attempt:
+    written = None if attempt.ended_at is not None else look.attempt_written(attempt)
+    if written is None or not CLOCKS_AGREE < abs(written - attempt.started_at) < A_COPY:
+        return attempt
+    return attempt.model_copy(update={"started_at": written})
+
+
+def _of_submission(attempt: Attempt, job: Job) -> bool:
+    """Return whether an attempt is of a job's last submission: by its allocation, else by the time."""
+    return attempt.allocation.partition(".")[0] in job.ids or attempt.started_at >= job.submitted_at - CLOCKS_APART
+
+
+def _just_ended(last: Attempt, progress: _Progress, now: float, *, grace: float) -> bool:
+    """Return whether an attempt has seen all results so lately that their files may not be here yet."""
+    saw_all = last.outcome == "done" or (last.outcome == "device_oom" and progress.now is not None)
+    return saw_all and last.ended_at is not None and abs(now - last.ended_at) < grace
 
 
 def _elapsed(attempts: list[Attempt], *, until: float | None) -> float | None:

@@ -1,6 +1,5 @@
 """`tula clean`."""
 
-import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,7 +9,7 @@ import typer
 
 from tula_cli.cli.options import RUNS, Root, Yes
 from tula_cli.cli.runs import age, find_run
-from tula_cli.errors import BadMeasurements, Pending, SpecError, TulaError
+from tula_cli.errors import BadMeasurements, Pending, SpecError
 from tula_cli.show.screen import Screen
 from tula_cli.show.upkeep import clean as show_clean
 
@@ -68,29 +67,26 @@ def _runs(screen: Screen, named: Sequence[Path] | None, root: Path) -> "list[Run
     """Return this user's runs that are meant, each once.
 
     Raises:
-        TulaError: one that is named is another user's.
+        NotYours: one that is named is another user's.
+        OtherFormat: it is in a format that this tula does not read.
     """
     from tula_cli.run.directory import RunDir
+    from tula_cli.run.storage import owner
     from tula_cli.run.upkeep import format as run_format
 
     if not named:
         if root != RUNS and not root.is_dir():
             raise SpecError(f"--run-dir {root}: there is no such folder", "name the one that holds the runs")
         every = RunDir.all(root.absolute())
-        own = [run for run in every if _is_own(run.path)]
+        own = [run for run in every if not owner.other(run.path)]
         if len(own) < len(every):
             screen.note(f"{len(every) - len(own)} of {len(every)} runs are other users', and left out")
         return own
     found = {(run := find_run(screen, one, root)).path.resolve(): run for one in named}
     for run in found.values():
         run_format.require_known(run.path)
-        if not _is_own(run.path):
-            raise TulaError(f"{run.path} is another user's run: nothing was freed", "its owner can clean it")
+        owner.require_own(run.path)
     return list(found.values())
-
-
-def _is_own(path: Path) -> bool:
-    return path.stat().st_uid == os.getuid()
 
 
 def _confirmed(screen: Screen, *, yes: bool) -> bool:

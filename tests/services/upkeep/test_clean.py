@@ -16,10 +16,11 @@ from quiet import quiet
 from tula_cli.cli import app
 from tula_cli.cluster.slurm import queue as scheduler
 from tula_cli.cluster.slurm.queue import SILENT, SchedulerState
-from tula_cli.errors import OtherFormat, Pending, SpecError
+from tula_cli.errors import NotYours, OtherFormat, Pending, SpecError
 from tula_cli.host import machine_lock
 from tula_cli.run.directory import RunDir
 from tula_cli.run.records.results import Cell, Comparison
+from tula_cli.run.storage import owner
 from tula_cli.run.upkeep import holdings as run_holdings
 from tula_cli.services.upkeep import clean as service
 from tula_cli.show.screen import Screen
@@ -413,9 +414,9 @@ def test_a_run_that_is_named_and_must_stay_is_an_error(run: RunDir, monkeypatch:
 
 def test_another_users_run_is_refused(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = trained(run, 100, 200, 300)
-    monkeypatch.setattr(os, "getuid", lambda: 12345)
+    monkeypatch.setattr(owner, "other", lambda path: "ada")
     code, _, err = tula(run.id, "--yes")
-    assert code != 0 and "another user's run" in err
+    assert code == NotYours.exit_code == 15 and "belongs to ada: you may not change it" in err
     code, out, err = tula("--yes")
     assert (code, out) == (0, "no run is here\n") and "1 of 1 runs are other users'" in err
     assert len(names(folder)) == 3

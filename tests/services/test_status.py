@@ -12,6 +12,7 @@ import pytest
 from rich.console import Console
 
 from tula_cli.cluster.slurm.queue import SUSPENDED
+from tula_cli.run import files
 from tula_cli.run.directory import RunDir
 from tula_cli.run.records.results import CountedEnergy
 from tula_cli.services import status as services_status
@@ -434,6 +435,36 @@ def test_waits_until_the_results_are_complete(run):
     assert [status_.jobs[0].done for status_ in seen] == sorted(status_.jobs[0].done for status_ in seen)
     assert seen[-1].jobs[0].state == "done"
     assert clock.now - START - 1000 < 12
+
+
+@pytest.mark.parametrize("scheduler", ["local", "slurm"])
+def test_a_round_of_waiting_reads_what_a_look_reads(run, scheduler, monkeypatch):
+    """Not 30 times that on SLURM, where a round takes a minute and looks every two seconds."""
+    opened = []
+    whole = files.content
+    monkeypatch.setattr(files, "content", lambda path: opened.append(path) or whole(path))
+    for nodes in range(1, 9):
+        name = make.add_probes(run, nodes, (32, 64))
+        run.write_job(make.job(name, scheduler=scheduler))
+        make.add_measured(run, nodes, 32)
+    make.add_training(run)
+    launcher, jobs = make.FakeLauncher({job.id: "running" for job in run.jobs()}), [job.id for job in run.jobs()]
+    opened.clear()
+    services_status.snapshot(run, launcher, now=START)
+    look, clock = len(opened), Clock()
+    opened.clear()
+    rounds = len(watched(run, launcher, jobs, clock, timeout=600))
+    assert look > 20 and rounds > 10
+    assert len(opened) <= 1.2 * look * rounds
+
+
+def test_a_result_is_noticed_within_a_round(run):
+    name = make.add_probes(run, 1, (32,))
+    run.write_job(make.job(name, scheduler="slurm"))
+    clock = Clock([(130, lambda: make.add_measured(run, 1, 32))])
+    seen = watched(run, make.FakeLauncher({name: "running"}), [name], clock)
+    assert seen[-1].jobs[0].state == "done"
+    assert clock.now - START - 1000 <= 130 + services_status.LOOK, "and not at its end, up to a minute later"
 
 
 def test_looks_seldom_and_then_more_seldom(run):

@@ -58,6 +58,14 @@ def on_slurm(slurm_cluster: SlurmCluster, monkeypatch: pytest.MonkeyPatch) -> It
 
 
 @pytest.fixture
+def tula_in_spaces(on_slurm: SlurmCluster, tmp_path: Path) -> Tula:
+    """The same in a folder whose name a shell would take apart."""
+    folder = tmp_path / "a user's (2nd) folder; $HOME"
+    folder.mkdir()
+    return Tula(folder, JOB)
+
+
+@pytest.fixture
 def tula(on_slurm: SlurmCluster, tmp_path: Path) -> Tula:
     """The command line on the login node, in a folder that all nodes see."""
     return Tula(tmp_path, JOB)

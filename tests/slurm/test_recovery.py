@@ -233,7 +233,8 @@ def test_the_cgroup_out_of_memory_is_told_and_smaller_micro_batches_fit(tula: Tu
 @pytest.mark.promise(
     "the scheduler", "a training ends before its chain does", "the jobs that still wait are given back to the queue"
 )
-def test_one_link_at_a_time_waits_and_a_finished_training_leaves_no_link(tula: Tula) -> None:
+def test_one_link_at_a_time_waits_and_a_finished_training_leaves_no_link(tula_in_spaces: Tula) -> None:
+    tula = tula_in_spaces
     submit(tula, *ONE, *waiting(tula, 2))
     tula.until(lambda: finished(tula))
     tula.until(lambda: not queue(), seconds=60)

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from tula_cli.cluster.allocation import POLL
+from tula_cli.cluster.slurm.path_patterns import require_plain
 from tula_cli.cluster.slurm.queue import SchedulerState
 from tula_cli.errors import JobFailed, SchedulerError
 from tula_cli.host import machine_lock
@@ -51,10 +52,12 @@ class LocalLauncher:
 
         Raises:
             JobFailed: there is no torch here.
+            SpecError: submitit would look for its files elsewhere.
             SchedulerError: the process could not be started.
         """
         if importlib.util.find_spec("torch") is None:
             raise JobFailed(f"{sys.executable} has no torch", "pip install 'tula-cli[torch]'")
+        require_plain(run.path, slurm=False)
         earlier, now = run.job(task.job), time.time()
         program = "import sys; from tula_cli.cluster import local; local.submit_from_own_session(*sys.argv[1:])"
         command = [sys.executable, "-c", program, str(run.path.resolve()), task.id]

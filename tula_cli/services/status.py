@@ -3,6 +3,7 @@
 Reads the run directory; the scheduler is asked, not believed: it forgets jobs and runs ahead of the files. Services for `tula status`, `list`, `logs`, `cancel` and for the waiting in `profile` and `train`.
 """
 
+import contextlib
 import dataclasses
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
@@ -14,6 +15,7 @@ from tula_cli.cluster.launcher import Launcher
 from tula_cli.errors import RunGone
 from tula_cli.models import halving
 from tula_cli.run.directory import RunDir
+from tula_cli.run.files import names
 from tula_cli.run.records.jobs import Attempt
 from tula_cli.run.records.probes import Failed, Measured, OutOfMemory
 from tula_cli.run.records.recommendations import Recommendation
@@ -281,7 +283,8 @@ def watch(
     kinds = {job.scheduler for job in run.jobs() if job.id in wanted}
     pause, longest = POLL["slurm" if "slurm" in kinds else "local"]
     while True:
-        now = clock()
+        now, folders = clock(), _where_results_appear(run)
+        written = _last_written(folders)
         status = snapshot(run, launcher, now=now, only=wanted)
         if not run.path.is_dir():
             raise RunGone(run.path)
@@ -291,10 +294,28 @@ def watch(
         if timeout is not None and now - started >= timeout:
             return
         left = pause if timeout is None else min(pause, max(0.0, started + timeout - now))
-        while left > 0 and not _complete(run, wanted):
+        while left > 0:
+            before, written = written, _last_written(folders)
+            if written != before and _complete(run, wanted):
+                break
             sleep(min(LOOK, left))
             left -= LOOK
         pause = min(longest, pause * 1.5)
+
+
+def _where_results_appear(run: RunDir) -> list[Path]:
+    trainings = [run.path / "train" / name for name in names(run.path / "train")]
+    evaluations = [folder / "evaluations" for folder in trainings]
+    return [*(run.path / name for name in ("tasks", "results", "script", "train")), *trainings, *evaluations]
+
+
+def _last_written(folders: Iterable[Path]) -> list[int]:
+    """Return when folders were last written to (ns), those that are there: a few calls, where reading takes thousands."""
+    found = []
+    for folder in folders:
+        with contextlib.suppress(OSError):
+            found.append(folder.stat().st_mtime_ns)
+    return found
 
 
 def _complete(run: RunDir, job_ids: set[str]) -> bool:

@@ -21,6 +21,7 @@ from tula_cli.cluster.inspection import (
 from tula_cli.cluster.kept_inspection import KeptInspection, other_settings
 from tula_cli.cluster.launcher import submitting
 from tula_cli.cluster.slurm import queue as scheduler
+from tula_cli.cluster.slurm.path_patterns import require_plain
 from tula_cli.cluster.slurm.sbatch import ROOM, parameters
 from tula_cli.cluster.slurm.submit import YOUNG, in_queue, submit_script
 from tula_cli.errors import Interruption, Pending, SchedulerError, TulaError
@@ -113,6 +114,7 @@ def script(run: RunDir, spec: JobSpec) -> str:
     from tula_cli.cluster.slurm.script import ScriptWriter
 
     task = CheckTask(id="inspection", job="inspection", spec=spec, workdir=str(Path.cwd()), nodes=1)
+    require_plain(run.path, slurm=True)
     writer = ScriptWriter(folder=run.submitit_dir.absolute())
     own = {"job_name": _name(run), "ntasks_per_node": 1, "time": MINUTES}
     writer.update_parameters(**{**parameters(run, task), **own})

@@ -14,6 +14,7 @@ from tula_cli.cluster.local import attempts_of, run_supervisor
 from tula_cli.cluster.slurm import command
 from tula_cli.cluster.slurm import queue as scheduler
 from tula_cli.cluster.slurm.command import call
+from tula_cli.cluster.slurm.path_patterns import require_plain
 from tula_cli.cluster.slurm.queue import Queued, SchedulerState, ask, live, refused
 from tula_cli.cluster.slurm.sbatch import parameters, python
 from tula_cli.errors import SchedulerError
@@ -160,6 +161,7 @@ def _text(run: RunDir, task: Task, *, name: str | None = None, dependency: str |
     """Return the script of one job."""
     from tula_cli.cluster.slurm.script import ScriptWriter  # submitit: of use to those who submit alone
 
+    require_plain(run.path, slurm=True)
     writer = ScriptWriter(folder=run.submitit_dir, python=python(task))
     writer.update_parameters(**parameters(run, task, name=name, dependency=dependency))
     return writer.text()

@@ -1,0 +1,85 @@
+"""Paths in which SLURM or submitit would put something else: refused in a sentence, before anything is submitted."""
+
+from pathlib import Path
+
+import make_runs as make
+import pytest
+from fake_slurm import FakeSlurm
+
+from tula_cli.cluster.local import LocalLauncher
+from tula_cli.cluster.slurm.path_patterns import require_plain
+from tula_cli.cluster.slurm.submit import SlurmLauncher
+from tula_cli.errors import SpecError
+from tula_cli.run.directory import RunDir
+from tula_cli.run.records.tasks import ProbeTask
+
+SLURM = {"kind": "slurm", "device": "cpu", "slurm": {"minutes": 60}}
+
+
+def task(run: RunDir) -> ProbeTask:
+    found = ProbeTask(id="probe-n001", job="probe-n001", spec=run.spec(), workdir="/", nodes=1, local_batches=(32,))
+    run.write_task(found)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("name", "slurm", "refused"),
+    [
+        ("x %j", True, "%j"),
+        ("x %t y", True, "%t"),
+        ("%4j", True, "%4"),
+        ("100%", True, "%"),
+        ("a\\b", True, "\\b"),
+        ("a b'c \"d", True, ""),
+        ("x %j", False, "%j"),
+        ("%A", False, "%A"),
+        ("100% sure %x", False, ""),
+        ("a\\b", False, ""),
+    ],
+)
+def test_what_would_be_replaced_is_refused_with_the_path(tmp_path: Path, name: str, slurm: bool, refused: str) -> None:
+    path = tmp_path / name / "tula-runs" / "job-1234"
+    if not refused:
+        require_plain(path, slurm=slurm)
+        return
+    with pytest.raises(SpecError) as told:
+        require_plain(path, slurm=slurm)
+    assert f"has {refused}" in told.value.message and str(path) in told.value.message
+    assert "\n" not in told.value.message and told.value.hint
+
+
+def test_a_link_to_such_a_folder_is_one(tmp_path: Path) -> None:
+    (tmp_path / "%j").mkdir()
+    (tmp_path / "plain").symlink_to(tmp_path / "%j")
+    with pytest.raises(SpecError, match="has %j"):
+        require_plain(tmp_path / "plain" / "run", slurm=False)
+
+
+@pytest.mark.promise(
+    "the run directory",
+    "its path has a % for which SLURM or submitit put something else",
+    "that is refused in a sentence, and nothing is submitted; spaces and quotes do no harm",
+)
+def test_nothing_is_submitted_where_files_would_be_elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake = FakeSlurm(tmp_path / "slurm", "22.05")
+    fake.use(monkeypatch)
+    run = RunDir.create(tmp_path / "x %t %j", make.spec(cluster=SLURM))
+    for attempted in (SlurmLauncher().script, SlurmLauncher().submit):
+        with pytest.raises(SpecError, match="SLURM would put something else"):
+            attempted(run, task(run))
+    assert not fake.jobs() and not fake.calls("sbatch")
+    here = RunDir.create(tmp_path / "x %t %j", make.spec())
+    with pytest.raises(SpecError, match="submitit would put something else"):
+        LocalLauncher().submit(here, task(here))
+
+
+def test_a_folder_with_spaces_and_quotes_is_in_the_script_as_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fake = FakeSlurm(tmp_path / "slurm", "22.05")
+    fake.use(monkeypatch)
+    run = RunDir.create(tmp_path / "my job's runs", make.spec(cluster=SLURM))
+    job = SlurmLauncher().submit(run, task(run))
+    run.write_job(job)
+    assert SlurmLauncher().submit(run, task(run)) == job, "it is found again by its script's folder"
+    assert len(fake.jobs()) == 1

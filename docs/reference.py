@@ -259,11 +259,15 @@ AGAIN = f"; twice within {AT_ONCE:g} s of a start, without progress, ends it"
 
 def _endings() -> str:
     rows = [
-        f"| `{outcome}` | {_cell(ending.means)} | {ending.error.exit_code} | {NEXT_WORDS[ending.follows]}{AGAIN * ending.final_if_again} | {_cell(ending.advice)} |"
+        f"| `{outcome}` | {_cell(ending.means)} | {ending.error.exit_code} | {'yes' if ending.names_host else '-'} | {NEXT_WORDS[ending.follows]}{AGAIN * ending.final_if_again} | {_cell(ending.advice)} |"
         for outcome, ending in ENDINGS.items()
     ]
     return "\n".join(
-        ["| class | what happened | exit code | what follows | what to do |", "|---|---|---|---|---|", *rows]
+        [
+            "| class | what happened | exit code | tells the node | what follows | what to do |",
+            "|---|---|---|---|---|---|",
+            *rows,
+        ]
     )
 
 

@@ -85,6 +85,7 @@ PARTS = (
     cases("links", 5.5, "tests/slurm/test_links.py"),
     cases("growing-chain", 1.1, "tests/slurm/test_growing_chain.py"),
     cases("upgrade", 0.15, "tests/slurm/test_upgrade.py"),
+    cases("full-disk", 1.0, "tests/slurm/test_full_disk.py"),
     Part(
         "gpu-dry-run", 3.0, ("benchmarks/on_gpu.py", *GPU, "--stages", "env,quickstart,syncs,timing,oom,errors,loader")
     ),

@@ -1,11 +1,14 @@
 """A training as a chain of allocations: what the next link does after each way in which the one before has ended."""
 
+import contextlib
+import os
 import signal
 import sys
 import tempfile
 import textwrap
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import get_args
 
 import make_runs
 import pytest
@@ -14,7 +17,9 @@ from tula_cli.cluster import allocation, exit_reason
 from tula_cli.cluster import attempt as cluster_attempt
 from tula_cli.cluster import supervise as cluster_supervise
 from tula_cli.cluster.allocation import Allocation
+from tula_cli.cluster.exit_reason import ExitReason
 from tula_cli.cluster.rank_start import RankStart
+from tula_cli.cluster.relaunch import next_task
 from tula_cli.cluster.slurm import queue as scheduler
 from tula_cli.cluster.slurm.queue import SchedulerState
 from tula_cli.cluster.slurm.sbatch import parameters
@@ -32,6 +37,7 @@ from tula_cli.run.records.recommendations import Stage
 from tula_cli.run.records.results import Branch, TrainResult, Tuning
 from tula_cli.run.records.tasks import ProbeTask, Rung, TrainTask
 from tula_cli.services import train
+from tula_cli.services.progress.ending import failure_of
 from tula_cli.spec.ags import Arm
 from tula_cli.spec.signature import cluster_signature
 
@@ -985,6 +991,22 @@ def test_a_link_that_is_released_too_early_holds_the_others_again(
     assert again.shortage is not None and again.shortage.needed == 2**61
 
 
+def test_where_nothing_tells_what_was_to_be_written_room_for_a_checkpoint_is_asked_for(chain: Chain) -> None:
+    chain.script = "raise SystemExit(13)"  # a rank that could write nothing any more
+    chain.start("11")
+    (last,) = chain.run.training("s").attempts()
+    assert last.outcome == "disk" and last.shortage is not None and last.shortage.needed is None
+    let_go(chain.run, chain.task)  # nothing is known of its checkpoints, and the small files have room
+    chain.save(96)
+    huge = chain.run.training("s").checkpoint_path(96)
+    os.truncate(huge, 2**42)  # a file with a hole, as large as no disk here
+    with pytest.raises(DiskFull, match=r"4096\.?\d* GiB are needed, so .* are missing"):
+        let_go(chain.run, chain.task)
+    elsewhere = last.shortage.model_copy(update={"folder": "/dev/shm/data"})
+    chain.run.write_attempt(last.model_copy(update={"shortage": elsewhere}))
+    let_go(chain.run, chain.task)  # no checkpoint was to go there
+
+
 def test_where_jobs_cannot_be_held_or_released_it_is_said(chain: Chain, cluster: Cluster, tmp_path: Path) -> None:
     cluster.complaint = "Access/permission denied"
     last = filled(chain, tmp_path, "11")
@@ -1094,3 +1116,90 @@ def test_the_same_end_at_once_twice_is_final(outcome: OutcomeClass, message: str
     assert not again_at_once([one, two], 128), "something was saved"
     assert not again_at_once([one.model_copy(update={"outcome": "port"}), two], 96)
     assert not again_at_once([two], 96)
+
+
+# --- every kind of death
+
+
+ENDED_FROM_OUTSIDE = ("cancelled", "time_limit", "preempted", "node_failure")
+RAISED: dict[OutcomeClass, tuple[str, ...]] = {
+    "device_oom": ("import resource; resource.setrlimit(resource.RLIMIT_AS, (2**28, 2**28)); bytearray(2**30)",),
+    "host_oom": ("raise MemoryError('DataLoader worker (pid 7) is killed by signal: Killed.')",),
+    "user": ("import nothing_of_that_name", "[1, 2][3]"),
+    "diverged": (
+        'from tula_cli.errors import Diverged; raise Diverged(f\'the loss is {float("inf") - float("inf")}\')',
+    ),
+    "device_fault": ("raise RuntimeError('CUDA error: uncorrectable ECC error encountered')",),
+    "device_error": ("raise RuntimeError('CUDA error: an illegal memory access was encountered')",),
+    "peer": (f"raise RuntimeError({GLOO!r})",),
+    "signal": ("import os; os.kill(os.getpid(), 9)", "import os; os.kill(os.getpid(), 15)", "raise SystemExit(137)"),
+    "port": (
+        "import socket; a, b = socket.socket(), socket.socket(); a.bind(('127.0.0.1', 0)); b.bind(a.getsockname())",
+    ),
+    "disk": (
+        "open('/dev/full', 'w', buffering=1).write('x\\n')",
+        "import errno, os; raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT), '/dev/shm/x/1.pt')",
+    ),
+    "storage": tuple(
+        f"import errno, os; raise OSError(errno.{name}, os.strerror(errno.{name}), '/scratch/1.pt')"
+        for name in ("ESTALE", "ETIMEDOUT", "EIO", "EREMOTEIO")
+    ),
+    "unknown": ("raise SystemExit(3)",),
+}
+"""What a rank does that ends it, by the class of its ending."""
+DEATHS = [
+    *((outcome, script) for outcome, scripts in RAISED.items() for script in scripts),
+    *((outcome, "") for outcome in (*ENDED_FROM_OUTSIDE, "supervisor", "stage_end", "hung")),
+]
+
+
+def table_of_endings() -> dict[str, list[str]]:
+    """Return the rows of the table of endings in the documents, by class."""
+    page = (Path(__file__).parents[2] / "docs/commands.md").read_text().partition("## How a job ends")[2]
+    rows = [
+        [cell.strip() for cell in line.strip("|").split(" | ")] for line in page.splitlines() if line.startswith("| `")
+    ]
+    return {row[0].strip("` "): row for row in rows}
+
+
+def test_each_class_of_the_documents_is_provoked() -> None:
+    assert {outcome for outcome, _ in DEATHS} == set(table_of_endings()) == set(get_args(OutcomeClass))
+
+
+@pytest.mark.promise(
+    "a process",
+    "an attempt ends in any way that has a class",
+    "it is told by class, node, exit code and what to do, as the [table](commands.md#how-a-job-ends) says",
+)
+@pytest.mark.parametrize(("outcome", "script"), DEATHS)
+def test_every_kind_of_death_has_the_class_the_exit_code_and_the_host_of_the_documents(
+    outcome: OutcomeClass, script: str, chain: Chain, cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chain.script = script
+    if outcome == "host_oom":  # on CPUs the node's memory is the device's
+        monkeypatch.setattr(exit_reason, "computed_on", lambda *_: "cuda")
+    if outcome in ENDED_FROM_OUTSIDE:
+        chain.script = "import os, signal, time; os.kill(os.getppid(), signal.SIGTERM); time.sleep(60)"
+        cluster.endings["11"] = outcome
+    if outcome == "hung":  # as the watch beside a rank tells it, which has tests of its own
+        told = Failure(
+            task=chain.task.id, attempt=1, rank=0, host=node_name(), pid=7, outcome="hung", message="no step for 9 min",
+            detail="", failed_at=1.0,
+        )  # fmt: skip
+        chain.will_write(chain.run.path / f"failures/{chain.task.id}.001.0000.json", told.model_dump_json())
+        chain.script = f"{textwrap.dedent(chain.script)}raise SystemExit(1)"
+    if outcome == "stage_end":
+        chain.grows()
+        chain.will_leave()
+    if outcome == "supervisor":
+        monkeypatch.setattr(cluster_supervise, "leader_command", lambda *_, **__: {}["no such key"])
+    with contextlib.suppress(SystemExit, KeyError):
+        chain.start("11")
+    first = chain.run.training("s").attempts()[0]
+    assert first.outcome == outcome, first.message
+    assert first.host == node_name() and first.hosts == "node11" and first.message
+    error = failure_of(chain.task, [first], kept=0)
+    row = table_of_endings()[outcome]
+    assert str(error.exit_code) == row[2] and error.hint
+    follows = next_task(chain.run, chain.task, ExitReason(outcome, first.message, host=first.host), 1)
+    assert row[3] == "-" or follows is None or first.host in follows.cause

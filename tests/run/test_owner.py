@@ -84,6 +84,11 @@ def content(run: RunDir) -> dict[str, bytes]:
     return {str(path): path.read_bytes() for path in run.path.rglob("*") if path.is_file()}
 
 
+@pytest.mark.promise(
+    "the run directory",
+    "it is another user's and closed",
+    "every command says whose it is and what to do (exit code 15)",
+)
 @pytest.mark.parametrize("name", COMMANDS)
 def test_every_command_tells_whose_a_closed_run_is(
     name: str, theirs: RunDir, capsys: pytest.CaptureFixture[str]
@@ -123,6 +128,11 @@ def test_one_that_is_open_is_read_and_nothing_is_written(
         assert "the answer is not kept" in told and "belongs to nobody: you may not change it" in told
 
 
+@pytest.mark.promise(
+    "the run directory",
+    "it is another user's and open",
+    "it is read, and nothing is written into it whatever its mode allows",
+)
 @pytest.mark.parametrize("name", ["train", "cancel", "profile", "compare", "recommend"])
 @pytest.mark.parametrize("mode", [0o755, 0o777])
 def test_what_would_write_into_it_is_refused_even_where_it_could(

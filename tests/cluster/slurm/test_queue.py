@@ -208,6 +208,11 @@ def test_a_reason_that_waiting_does_not_cure_is_told(versions):
     assert ask([job])[job].reason == "PartitionDown: will not start, the partition is down"
 
 
+@pytest.mark.promise(
+    "the scheduler",
+    "the next job of the chain is held, or its nodes are down or drained",
+    "`tula status` says so and what to do, also while another job of the chain runs",
+)
 @pytest.mark.parametrize(
     ("reason", "words"),
     [

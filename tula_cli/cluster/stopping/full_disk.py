@@ -2,16 +2,19 @@
 
 import dataclasses
 from collections.abc import Sequence
+from pathlib import Path
 
 from tula_cli.cluster.exit_reason import ExitReason
 from tula_cli.cluster.slurm import queue as scheduler
 from tula_cli.errors import DiskFull, SchedulerError
 from tula_cli.host.outcome import advice
 from tula_cli.run.directory import RunDir
+from tula_cli.run.records.components import ModelStates
 from tula_cli.run.records.jobs import Attempt
+from tula_cli.run.records.probes import Measured
 from tula_cli.run.records.tasks import TrainTask
 from tula_cli.run.storage.shortages import shortage, shortage_words, still_missing
-from tula_cli.run.storage.space import refuses
+from tula_cli.run.storage.space import size_of
 
 
 def held(reason: ExitReason, waiting: Sequence[str]) -> ExitReason:
@@ -41,11 +44,10 @@ def require_room(run: RunDir, last: Attempt | None) -> None:
     """
     if last is None or last.outcome != "disk":
         return
-    before = last.shortage
-    if before is not None:
-        found = still_missing(before)
-    else:
-        found = shortage(run.path) if refuses(run.path) else None
+    before = last.shortage or shortage(run.path)
+    if before.needed is None and Path(before.folder).resolve().is_relative_to(run.path.resolve()):
+        before = before.model_copy(update={"needed": _of_a_checkpoint(run, last)})
+    found = still_missing(before)
     if found is not None:
         raise DiskFull(
             f"there is still no room: {shortage_words(found)}",
@@ -54,6 +56,24 @@ def require_room(run: RunDir, last: Attempt | None) -> None:
             quota=found.quota,
             needed=found.needed,
         )
+
+
+def _of_a_checkpoint(run: RunDir, last: Attempt) -> int | None:
+    """Return the bytes that a checkpoint of an attempt's training takes: as the largest there is, else as probes tell.
+
+    What filled the disk does not always tell how much it was about to write, and no other file of a run is as large.
+    """
+    task = run.task(last.task)
+    if not isinstance(task, TrainTask):
+        return None
+    training = run.training(task.signature)
+    of_script = training.script_progress()
+    saved = training.checkpoints() if of_script is None else [Path(of_script.checkpoint)]
+    sizes = [size_of(path) for path in saved]
+    if not any(sizes):
+        probes = [found.memory for found in run.read().results if isinstance(found, Measured)]
+        sizes = [found.parameters + found.optimizer for found in probes if isinstance(found, ModelStates)]
+    return max(sizes, default=0) or None
 
 
 def let_go(run: RunDir, task: TrainTask) -> None:

@@ -40,6 +40,16 @@ def free_words(folder: Path) -> str:
     return f"{words.amount(free(found))} of {total} are free on the file system of {folder}"
 
 
+def size_of(path: Path) -> int:
+    """Return the bytes of a file, or of all files in a folder; 0 where there is none."""
+    files = [path, *path.rglob("*")] if path.is_dir() else [path]
+    found = 0
+    for file in files:
+        with contextlib.suppress(OSError):  # removed meanwhile
+            found += 0 if file.is_dir() else file.stat().st_size
+    return found
+
+
 def refuses(folder: Path, needed: int = LEAST) -> int:
     """Return why a file of so many bytes cannot be written now, as an error number of `FULL`; 0 where it can.
 

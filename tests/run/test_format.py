@@ -16,6 +16,7 @@ from tula_cli.cluster import local
 from tula_cli.cluster.allocation import Allocation
 from tula_cli.cluster.stopping.other_format import require_known_format
 from tula_cli.cluster.supervise import supervise
+from tula_cli.cluster.watching.lookout import Lookout
 from tula_cli.errors import BadMeasurements, OtherFormat
 from tula_cli.run.directory import RunDir
 from tula_cli.run.records.tasks import ProbeTask
@@ -238,7 +239,7 @@ def test_a_job_on_one_machine_gives_a_sign_of_life_each_minute(run: RunDir, monk
     task = run.task(name)
     assert isinstance(task, ProbeTask)
     running = attempt.RunningAttempt(
-        run, Allocation(0, 1), None, GpuMemory(), task, make.attempt(name), LeaderCommand(task=name), 1e9  # type: ignore[arg-type]
+        run, Allocation(0, 1), None, GpuMemory(), task, make.attempt(name), LeaderCommand(task=name), 1e9, Lookout(run.path, Allocation(0, 1))  # type: ignore[arg-type]
     )  # fmt: skip
     for clock[0] in (100.0, 100.2, 159.0, 160.1, 161.0):
         running._show_life()

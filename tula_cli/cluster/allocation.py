@@ -11,7 +11,7 @@ from tula_cli.run.records.base import OutcomeClass
 
 POLL = 0.2  # seconds
 POLL_MOST = 2.0
-"""Seconds between two looks at the run directory where many supervisors share it: a few dozen looks a second in all."""
+"""Seconds between two looks at a script's ranks, at most."""
 ACCOUNTING_LAG = 1.0
 """Seconds that the scheduler gets to know why it has ended an allocation."""
 TIME_LIMIT_MARGIN = (0.05, 10.0, 60.0)
@@ -89,11 +89,10 @@ class Allocation:
         """Return whether it has so many nodes; this machine has as many as are asked for."""
         return self.nodes is None or nodes <= self.nodes
 
-    def pause(self) -> None:
-        """Wait until the next look at the run directory, or until the scheduler ends the job."""
-        until = time.monotonic() + min(POLL_MOST, max(POLL, self.count / 50))
-        while not self.termination.received and (left := until - time.monotonic()) > 0:
-            time.sleep(min(POLL, left))
+    @property
+    def pace(self) -> float:
+        """Seconds between two looks at what a script's ranks tell, where many supervisors share the file system."""
+        return min(POLL_MOST, max(POLL, self.count / 50))
 
     def time_limit(self) -> dict[str, str]:
         """Return the variable that tells the ranks when to save and leave: some time before the allocation ends."""

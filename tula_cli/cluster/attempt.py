@@ -19,6 +19,7 @@ from tula_cli.cluster.scripts.script_training import ScriptTraining
 from tula_cli.cluster.scripts.start import ScriptStart
 from tula_cli.cluster.scripts.watch import ScriptWatch
 from tula_cli.cluster.stopping.last_words import told_by_supervisors
+from tula_cli.cluster.watching.lookout import Lookout
 from tula_cli.errors import JobFailed, RunGone
 from tula_cli.host.devices import has_gpu
 from tula_cli.host.leftovers import MARK, GpuMemory, reap
@@ -109,6 +110,7 @@ class RunningAttempt:
     attempt: Attempt
     command: LeaderCommand
     deadline: float  # of the monotonic clock
+    lookout: Lookout
     _life_shown: float = 0.0  # by the monotonic clock
 
     def until_exit(self) -> ExitReason:
@@ -199,12 +201,14 @@ class RunningAttempt:
             RunGone: the run directory was moved or removed, so that nothing of them would be found.
         """
         failed_at: float | None = None
+        self.lookout.again()
         while group.running():
-            if is_gone(self.run.path):
+            look = self.lookout.due()
+            if look and is_gone(self.run.path):
                 group.kill()
                 raise RunGone(self.run.path)
             self._show_life()
-            if unwanted := self._unwanted():
+            if unwanted := self._unwanted(look):
                 group.end(END_GRACE)
                 return unwanted
             if self.allocation.termination.received:
@@ -219,14 +223,14 @@ class RunningAttempt:
                 if stuck := self._script.stuck():
                     group.kill()
                     return stuck
-            if failed_at is None and (failed or self.run.failures(self.task.id, self.attempt.number)):
+            if failed_at is None and (failed or (look and self.run.any_failure(self.task.id, self.attempt.number))):
                 failed_at = time.monotonic()
             if failed_at is not None and time.monotonic() > failed_at + PEER_GRACE:
                 return self._give_up(group)
-            if self._superseded():
+            if look and self._superseded():
                 group.kill()  # this node was given up for lost, and lives: two would write one run
                 return ExitReason("node_failure", "another allocation has taken over")
-            self.allocation.pause()
+            self.lookout.pause(POLL if self._script is None else self.allocation.pace)
         return None
 
     def _show_life(self) -> None:
@@ -270,14 +274,17 @@ class RunningAttempt:
         own = group.failed() is not None
         group.kill()
         # Not its own end, so not its own report.
-        return None if own else self._root_cause(ExitReason("peer"))
+        if own:
+            return None
+        peer = ExitReason("peer")
+        return self._root_cause(peer) if self.allocation.leader else peer  # the leader alone asks who was first
 
     def _not_to_start(self) -> bool:
-        return self.allocation.termination.received or self._unwanted() is not None
+        return self.allocation.termination.received or self._unwanted(self.lookout.due()) is not None
 
-    def _unwanted(self) -> ExitReason | None:
-        """Tell why the ranks are to run no longer: cancelled, or overdue."""
-        if self.run.cancelled(self.task.job):
+    def _unwanted(self, look: bool) -> ExitReason | None:
+        """Tell why the ranks are to run no longer: cancelled (which takes a look), or overdue."""
+        if look and self.run.cancelled(self.task.job):
             return ExitReason("cancelled", "cancelled by the user")
         if time.monotonic() <= self.deadline:
             return None

@@ -43,6 +43,8 @@ COUNTED: tuple[OutcomeClass, ...] = (*PROCESS_LOST, "device_fault", "device_erro
 """Endings of which there may be `RESTARTS` in a probe job, or `train.max_attempts` without a newer checkpoint."""
 ALLOCATION_LOST = tuple(outcome for outcome, ending in ENDINGS.items() if ending.follows == "next job")
 """Endings of an allocation: training goes on in the next one for as long as checkpoints advance."""
+UNWRITTEN: tuple[OutcomeClass, ...] = (*PROCESS_LOST, *ALLOCATION_LOST, "host_oom", "device_oom", "stage_end")
+"""Endings whose relaunch may not have been written yet."""
 
 
 def leaves_allocation(outcome: OutcomeClass | Literal["done"] | None, cluster: Cluster) -> bool:

@@ -24,8 +24,8 @@ from tula_cli.cluster.rank_start import first_rank, rendezvous, world_size
 from tula_cli.cluster.relaunch import (
     ALLOCATION_LOST,
     COUNTED,
-    PROCESS_LOST,
     RESTARTS,
+    UNWRITTEN,
     again,
     blamed,
     leaves_allocation,
@@ -42,13 +42,13 @@ from tula_cli.cluster.stopping.full_disk import held, require_room
 from tula_cli.cluster.stopping.last_words import failure, keep_traceback, named, reason_of, told_by_supervisors
 from tula_cli.cluster.stopping.other_format import require_known_format
 from tula_cli.cluster.stopping.repeated import again_at_once
+from tula_cli.cluster.watching.lookout import Lookout
 from tula_cli.errors import JobFailed, TulaError
 from tula_cli.host.leftovers import MARK, GpuMemory, mark
 from tula_cli.host.network import node_name
 from tula_cli.host.processes import started
 from tula_cli.run.directory import RunDir
 from tula_cli.run.files import hold
-from tula_cli.run.records.base import OutcomeClass
 from tula_cli.run.records.jobs import Attempt, Job, LeaderCommand
 from tula_cli.run.records.tasks import ProbeTask, Task, TrainTask
 from tula_cli.run.storage import reserve
@@ -74,6 +74,7 @@ def supervise(path: Path, task_id: str, *, environ: Mapping[str, str] = os.envir
         with (
             named(supervisor.run, lambda error: supervisor.died(error, task_id)),
             contextlib.closing(supervisor.spawner),
+            contextlib.closing(supervisor.lookout),
         ):
             supervisor.supervise(task_id)
     except TulaError as error:  # a full disk above all: nothing can be written, so the scheduler's log has to tell
@@ -95,8 +96,12 @@ class Supervisor:
     since: float = field(default_factory=time.time)
     spawner: RankSpawner = field(default_factory=RankSpawner)
     memory: GpuMemory = field(default_factory=GpuMemory)
+    lookout: Lookout = field(init=False)
     _numbers: Iterator[int] = field(default_factory=itertools.count)  # of the leader's commands
     _under_way: tuple[Task, Attempt] | None = None
+
+    def __post_init__(self) -> None:
+        self.lookout = Lookout(self.run.path, self.allocation)
 
     def supervise(self, task_id: str) -> None:
         """Run a task, and what follows from it, to the end.
@@ -142,7 +147,9 @@ class Supervisor:
     def _attempt(self, task: Task, attempt: Attempt, command: LeaderCommand, ends: float) -> RunningAttempt:
         if command.rehearsal is not None:
             ends = min(ends, time.monotonic() + command.rehearsal.seconds)
-        return RunningAttempt(self.run, self.allocation, self.spawner, self.memory, task, attempt, command, ends)
+        return RunningAttempt(
+            self.run, self.allocation, self.spawner, self.memory, task, attempt, command, ends, self.lookout
+        )
 
     # --- the leader
 
@@ -264,10 +271,11 @@ class Supervisor:
         """
         deadlines: dict[str, float] = {}
         for number in itertools.count():
-            while (command := self.run.leader_command(self.allocation.id, number)) is None:
+            self.lookout.again()
+            while not self.lookout.due() or (command := self.run.leader_command(self.allocation.id, number)) is None:
                 if self.allocation.termination.received:
                     return
-                self.allocation.pause()
+                self.lookout.pause()
             if command.task is None:
                 return
             task, attempt = self._subject(command.task, command.attempt)
@@ -386,10 +394,6 @@ class Supervisor:
             reason = (told_by_supervisors(run, lost) if reason.outcome == "signal" else None) or reason
             update = {"ended_at": ended, "outcome": reason.outcome, "message": reason.message}
             run.write_attempt(lost.model_copy(update=update))
-
-
-UNWRITTEN: tuple[OutcomeClass, ...] = (*PROCESS_LOST, *ALLOCATION_LOST, "host_oom", "device_oom", "stage_end")
-"""Endings whose relaunch may not have been written yet."""
 
 
 def _lost(attempts: list[Attempt]) -> int:

@@ -23,6 +23,7 @@ from tula_cli.run.files import (
     write_record,
 )
 from tula_cli.run.lock import SubmissionLock
+from tula_cli.run.notices.news import tell, write_and_tell
 from tula_cli.run.records.jobs import Attempt, Failure, Job, LeaderCommand
 from tula_cli.run.records.probes import RESULT
 from tula_cli.run.records.recommendations import Recommendation
@@ -181,7 +182,7 @@ class RunDir:
     # --- tasks, jobs, attempts
 
     def write_task(self, task: Task) -> None:
-        write_record(self.path / f"tasks/{task.id}.json", task)
+        write_and_tell(self.path, f"tasks/{task.id}.json", task)
 
     def task(self, task_id: str) -> Task | None:
         return read_record(self.path / f"tasks/{task_id}.json", TASK)
@@ -226,7 +227,7 @@ class RunDir:
         return sorted(found, key=lambda attempt: (attempt.started_at, attempt.number))
 
     def write_failure(self, failure: Failure) -> None:
-        write_record(self.path / f"failures/{failure.task}.{failure.attempt:03d}.{failure.rank:04d}.json", failure)
+        write_and_tell(self.path, f"failures/{failure.task}.{failure.attempt:03d}.{failure.rank:04d}.json", failure)
 
     def failures(self, task_id: str, attempt: int | None = None) -> list[Failure]:
         """Return what failing ranks saw, earliest first."""
@@ -235,11 +236,15 @@ class RunDir:
         found = [failure for path in paths if (failure := read_record(path, TypeAdapter(Failure)))]
         return sorted(found, key=lambda failure: failure.failed_at)
 
+    def any_failure(self, task_id: str, attempt: int) -> bool:
+        return bool(listing(self.path / "failures", f"{task_id}.{attempt:03d}.*.json"))
+
     def cancel(self, job_id: str, *, by: str = "tula cancel") -> None:
         """Mark a job as cancelled by the user: nothing starts or restarts it until `uncancel`."""
         if not self.cancelled(job_id):
             require_own(self.path)
             write_atomic(self.path / f"jobs/{job_id}.cancelled", f"{by}\n")
+            tell(self.path)
 
     def cancelled_by(self, job_id: str) -> str:
         """Return the command that cancelled a job; empty where none has."""
@@ -251,8 +256,6 @@ class RunDir:
     def cancelled(self, job_id: str) -> bool:
         return (self.path / f"jobs/{job_id}.cancelled").exists()
 
-    # --- submitting
-
     def write_script(self, name: str, text: str) -> Path:
         """Write what sbatch is given, beside what submitit writes; return its absolute path."""
         path = self.submitit_dir.absolute() / f"{name}.sh"
@@ -263,8 +266,6 @@ class RunDir:
     def lock(self) -> SubmissionLock:
         """Return the right to submit jobs of this run."""
         return SubmissionLock(self.path / "lock")
-
-    # --- results
 
     def write_result(self, result: Result) -> None:
         write_record(self.path / f"results/{result.id}.json", result)
@@ -302,14 +303,10 @@ class RunDir:
         write_atomic(self.path / name, text)
         return self.path / name
 
-    # --- parts with files of their own
-
     @property
     def checks(self) -> ClusterChecks:
         """Return the files of `tula check --on-cluster`."""
         return ClusterChecks(self.path / "checks")
-
-    # --- training
 
     def training(self, train_signature: str) -> TrainingRun:
         """Return one training with all its relaunches; it need not be there yet."""
@@ -369,10 +366,12 @@ class RunDir:
         return read_text(self.path / "stopped" / f"{task_id}.{attempt:03d}")
 
     def write_leader_command(self, allocation: str, number: int, command: LeaderCommand) -> None:
-        write_record(self.path / f"orders/{allocation}.{number:03d}.json", command)
+        write_and_tell(self.path, f"orders/{allocation}.{number:03d}.json", command)
 
     def leader_command(self, allocation: str, number: int) -> LeaderCommand | None:
-        return read_record(self.path / f"orders/{allocation}.{number:03d}.json", TypeAdapter(LeaderCommand))
+        """Return a command; it is not asked for by name before it is there, for that it is not might be kept in a cache."""
+        path = self.path / f"orders/{allocation}.{number:03d}.json"
+        return read_record(path, TypeAdapter(LeaderCommand)) if path in listing(path.parent) else None
 
     # --- the user's code
 

@@ -22,7 +22,7 @@ from torch.distributed.rendezvous import rendezvous
 from tula_cli.errors import JobFailed
 from tula_cli.host import network
 from tula_cli.host.processor import cpu_quota
-from tula_cli.run.files import write_atomic
+from tula_cli.run.files import listing, write_atomic
 from tula_cli.spec.resources import Cluster
 from tula_cli.worker import nccl
 from tula_cli.worker.device import pick_device, take_gpu
@@ -139,13 +139,13 @@ def _meet(handover: Path, interface: str | None, device: torch.device, *, rank: 
         _tell(handover, host, store.port, device)
         return store
     deadline = time.monotonic() + RENDEZVOUS.total_seconds()
-    while not handover.exists():
+    while handover not in listing(handover.parent, "*"):  # that the file is missing might be kept in a cache
         if time.monotonic() > deadline:
             raise JobFailed(
                 f"rank {rank} on {socket.gethostname()} found no address of rank 0 in {handover}",
                 "is the run directory on a file system that all nodes share?",
             )
-        time.sleep(0.1)
+        time.sleep(min(2.0, max(0.1, world / 100)))  # all ranks wait at once, on one file system
     host, port, _ = handover.read_text(encoding="utf-8").split()
     return TCPStore(host, int(port), world, is_master=False, timeout=RENDEZVOUS, wait_for_workers=False)
 

@@ -16,6 +16,7 @@ from tula_cli.cluster.attempt import RunningAttempt
 from tula_cli.cluster.group import RankSpawner
 from tula_cli.cluster.scripts import checkpoints, watch
 from tula_cli.cluster.supervise import supervise
+from tula_cli.cluster.watching.lookout import Lookout
 from tula_cli.host.leftovers import GpuMemory
 from tula_cli.run.code import choose, snapshot
 from tula_cli.run.directory import RunDir
@@ -365,6 +366,7 @@ def test_a_script_is_asked_to_save_before_the_time_limit(
         Attempt(task=task.id, number=1, started_at=0.0),
         command,
         float("inf"),
+        Lookout(run.path, allocation),
     )
     monkeypatch.setattr(Allocation, "leave_at", lambda *_: time.time() + 2.0)
     monkeypatch.setattr(RunningAttempt, "_leave_at", property(lambda _: began + 2.0))

@@ -19,6 +19,7 @@ from tula_cli.cluster.slurm.queue import Queued, SchedulerState, ask, live, refu
 from tula_cli.cluster.slurm.sbatch import parameters, python
 from tula_cli.errors import SchedulerError
 from tula_cli.run.directory import RunDir
+from tula_cli.run.notices import news
 from tula_cli.run.records.jobs import Job
 from tula_cli.run.records.tasks import Task, TrainTask
 from tula_cli.run.snapshot import Snapshot, is_moved
@@ -73,6 +74,7 @@ class SlurmLauncher:
         for id_ in ids:
             _leave_call(run, task, id_)  # whoever submitted it may have been killed before that
         submitted_at = min((_written_at(job) for job in there.values()), default=time.time())
+        news.prepare(run.path)
         new = list(zip(chain(task), names, strict=True))[_after_last(names, there) :]
         ids += _submit_links(run, new, after=ids, rehearsal=_rehearsal(run, task))
         submissions = earlier.submissions if earlier else 0

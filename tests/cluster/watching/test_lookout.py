@@ -1,0 +1,144 @@
+"""Who looks at the run directory, how often, and how fast a dead rank is known on all nodes."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import make_runs
+import pytest
+
+from tula_cli.cluster.allocation import Allocation
+from tula_cli.cluster.watching import lookout as lookouts
+from tula_cli.cluster.watching import node_socket
+from tula_cli.cluster.watching.lookout import Lookout
+from tula_cli.cluster.watching.node_socket import NEWS, NOTHING, Listener, Teller
+from tula_cli.run.directory import RunDir
+from tula_cli.run.notices import news
+from tula_cli.run.records.jobs import LeaderCommand
+
+HELPERS = Path(__file__).parents[2] / "helpers"
+NODES, PER_NODE, HERE = 64, 8, 2
+CALLS_A_SECOND = 50  # of the whole job, in the steady state
+SECONDS = 8.0
+ENDED_WITHIN = 7.0
+
+
+def until(condition: Callable[[], bool], *, within: float = 60.0) -> float:
+    """Wait for a condition; return the seconds that took."""
+    began = time.monotonic()
+    while not condition():
+        assert time.monotonic() - began < within
+        time.sleep(0.02)
+    return time.monotonic() - began
+
+
+def lives(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+@pytest.fixture
+def traced(tmp_path: Path) -> Iterator[Callable[[], int]]:
+    """Supervisors of two nodes of a job of 64, under strace; called, it tells the file calls in the run directory so far."""
+    trace = tmp_path / "trace"
+    strace = ["strace", "-f", "-y", "-qq", "-s", "512", "-e", "trace=%file,getdents64", "-o", str(trace)]
+    command = [
+        *strace,
+        sys.executable,
+        str(HELPERS / "many_supervisors.py"),
+        str(tmp_path),
+        *map(str, (HERE, PER_NODE, NODES)),
+    ]
+    process = subprocess.Popen(
+        command, env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}, start_new_session=True
+    )
+
+    def calls() -> int:
+        inside = f"{tmp_path}/runs/"
+        return sum(inside in line for line in trace.read_text(errors="replace").splitlines())
+
+    yield calls
+    os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+def test_a_job_of_512_ranks_makes_few_calls_and_ends_the_peers_of_a_dead_rank_in_time(
+    traced: Callable[[], int], tmp_path: Path
+) -> None:
+    def pids() -> list[int]:
+        return [int(path.read_text()) for path in sorted(tmp_path.glob("*.pid"))]
+
+    until(lambda: len(pids()) == HERE * PER_NODE)
+    time.sleep(lookouts.ECHOES[1] + 3.0)
+    before = traced()
+    time.sleep(SECONDS)
+    of_job = (traced() - before) / SECONDS * NODES / HERE
+    print(f"{of_job:.1f} calls a second at {NODES * PER_NODE} ranks")
+    assert 0 < of_job <= CALLS_A_SECOND
+    ranks = pids()
+    os.kill(ranks[3], signal.SIGKILL)
+    took = until(lambda: not any(map(lives, ranks)))
+    print(f"all peers ended after {took:.1f} s")
+    assert took <= ENDED_WITHIN + 0.5, "half a second is for a loaded machine"
+
+
+def test_supervisors_of_a_node_hear_of_news_and_look_by_themselves_where_nobody_tells(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in (("PACE_MOST", 0.0), ("POLL", 0.0), ("ALONE", (0.0, 0.0)), ("SILENCE", 0.2), ("ECHOES", ())):
+        monkeypatch.setattr(lookouts, name, value)
+    monkeypatch.setattr(lookouts, "UNTOLD", (600.0, 600.0))
+    run = RunDir.create(tmp_path, make_runs.spec())
+    news.prepare(run.path)
+    first, second = (Lookout(run.path, Allocation(at, 2, at, str(tmp_path), nodes=1)) for at in (0, 1))
+
+    def looks() -> tuple[bool, bool]:
+        return first.due(), second.due()
+
+    looks(), looks(), looks()
+    assert looks() == (False, False), "nothing is new"
+    run.cancel("train-s")
+    assert looks() == (True, True)
+    assert looks() == (False, False)
+    run.write_leader_command("7.0", 0, LeaderCommand(task=None))
+    assert looks() == (True, True)
+    first.close()
+    time.sleep(0.3)
+    second.due()
+    assert not second.due()
+    run.cancel("train-t")
+    assert second.due(), "nobody tells any longer"
+    (run.path / "news").unlink()
+    assert second.due() and second.due(), "without news there is no telling"
+    second.close()
+
+
+def test_another_users_socket_is_not_listened_to(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    name = node_socket.address("7.0", str(tmp_path))
+    teller, listener = Teller(name), Listener(name)
+    listener.hear()
+    teller.tell(NOTHING)
+    assert listener.hear() == NEWS, "who comes anew looks once"
+    monkeypatch.setattr(node_socket.os, "getuid", lambda: os.geteuid() + 1)
+    stranger = Listener(name)
+    assert stranger.hear() == b""
+    teller.tell(NEWS)
+    assert stranger.hear() == b"" and listener.hear() == b""
+    second = Teller(name)
+    second.tell(NEWS)  # the name is taken: nobody hears it
+    for end in (teller, listener, stranger, second):
+        end.close()
+
+
+def test_a_command_is_not_asked_for_by_name_before_it_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = RunDir.create(tmp_path, make_runs.spec())
+    asked: list[Path] = []
+    monkeypatch.setattr("tula_cli.run.directory.read_record", lambda path, _: asked.append(path))
+    assert run.leader_command("7.0", 0) is None
+    assert asked == []

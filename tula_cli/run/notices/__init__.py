@@ -1,0 +1,1 @@
+"""What of a run directory tells that something in it is new."""

@@ -85,14 +85,14 @@ PARTS = (
     cases("links", 5.5, "tests/slurm/test_links.py"),
     cases("growing-chain", 1.1, "tests/slurm/test_growing_chain.py"),
     cases("upgrade", 0.15, "tests/slurm/test_upgrade.py"),
-    cases("full-disk", 1.0, "tests/slurm/test_full_disk.py"),
+    cases("full-disk", 0.7, "tests/slurm/test_full_disk.py"),
     Part(
         "gpu-dry-run", 3.0, ("benchmarks/on_gpu.py", *GPU, "--stages", "env,quickstart,syncs,timing,oom,errors,loader")
     ),
     Part("gpu-dry-run-torch-2.11", 8.0, ("tests/other_torch.py", "2.11.0", "0.26.0", "3.12")),
     Part("lowest-versions", 5.0, ("tests/other_torch.py", "lowest", "3.10", *SHORT, "--", *OF_TORCH, "--", *OF_EXTRAS)),
     Part("script-under-torch-2.0", 5.0, ("tests/oldest_torch.py", "2.0.1")),
-    soak(1, nodes=4, kills=6, epochs=100, minutes=2.5),
+    soak(1, nodes=4, kills=4, epochs=70, minutes=1.75),
     soak(1, nodes=16, kills=3, epochs=50, minutes=4.0),
 )
 

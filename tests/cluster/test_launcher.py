@@ -611,7 +611,7 @@ def test_variables_do_not_override_what_the_script_says(slurm, run, monkeypatch)
     monkeypatch.setenv("SBATCH_TIMELIMIT", "1")
     monkeypatch.setenv("SBATCH_ACCOUNT", "mine")
     script = run.write_script("x", SlurmLauncher().script(run, probes(run)))
-    kept = [name for name in submit._environment(script) if name.startswith("SBATCH_")]
+    kept = [name for name in submit.environment_of(script) if name.startswith("SBATCH_")]
     assert kept == ["SBATCH_ACCOUNT"], "the spec names no account"
 
 

@@ -100,6 +100,11 @@ def sbatch(settings: dict, arguments: list) -> None:
     if "--version" in arguments:
         print(VERSIONS[settings["version"]]["name"])
         return
+    if "--test-only" in arguments and not settings["sbatch"]:
+        sys.stderr.write(
+            f"sbatch: Job 99 to start at {settings['starts']} using 4 processors on nodes n[1-2] in partition main\n"
+        )
+        return
     with open(f"{FOLDER}/lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         calls = read("sbatch.json")
@@ -201,6 +206,9 @@ def sacct(settings: dict, arguments: list) -> None:
         time.sleep(3600)
     if settings["sacct"] == "unreachable":
         fail("sacct: error: slurm_persist_conn_open_without_init: failed to open persistent connection to host:dbd:6819: Connection refused")  # fmt: skip
+    if "--allusers" in arguments:
+        print("\n".join(settings["history"]))
+        return
     ids = option(arguments, "--jobs", "-j").split(",")
     columns = option(arguments, "--format", "-o").split(",")
     for job in jobs():

@@ -556,6 +556,20 @@ def test_a_queued_job_shows_its_reason_and_expected_start(run):
     assert f"expected to start {words.moment(START + 600)}" in shown.err.getvalue()
 
 
+@pytest.mark.parametrize(("bound", "verdict"), [(900.0, "within its bound of"), (60.0, "more than its bound of")])
+def test_the_wait_of_a_job_is_held_against_its_bound(run, bound, verdict):
+    name = make.add_probes(run, 2, (16,))
+    run.write_job(make.job(name, nodes=2, scheduler="slurm").model_copy(update={"wait_bound": bound}))
+    run.write_attempt(make.attempt(name, start=START + 300, allocation="4711.0"))
+    now = services_status.snapshot(run, make.FakeLauncher({name: "running"}), now=START + 400)
+    assert (now.jobs[0].wait, now.jobs[0].wait_bound) == (300, bound)
+    assert f"{name} running: waited {words.duration(300)}, {verdict} {words.duration(bound)}" in printed(
+        show_status.status(now)
+    )
+    queued = services_status.snapshot(run, make.FakeLauncher({name: "pending"}), now=START + 100)
+    assert queued.jobs[0].wait == 300  # it has run before
+
+
 def test_a_training_plan_tells_of_its_chain(run):
     make.add_training(run)
     plan = types.SimpleNamespace(

@@ -12,6 +12,7 @@ from cluster import SlurmCluster
 
 from tula_cli.cluster.slurm import queue as scheduler
 from tula_cli.cluster.slurm.submit import SlurmLauncher
+from tula_cli.cluster.slurm.waits import SlurmQueue
 from tula_cli.run.directory import RunDir
 from tula_cli.run.records.jobs import Job
 from tula_cli.run.records.tasks import Rung, TrainTask
@@ -60,6 +61,24 @@ def until(true: Callable[[], Any], seconds: float = 30) -> Any:
             return found
         time.sleep(0.1)
     raise AssertionError("waited in vain")
+
+
+def test_the_queue_tells_of_waits(run: RunDir, on_slurm: SlurmCluster) -> None:
+    """What was submitted stands in accounting with its wait; --test-only tells a start, and submits nothing."""
+    done = sbatch("--nodes=1", "--wrap=true", "--partition=main")
+    until(lambda: scheduler.ask([done]).get(done, scheduler.SchedulerState("pending")).state == "ended")
+    queue, spec = SlurmQueue(), make.spec(cluster=cluster("main"))
+
+    def waited() -> Any:
+        return [one for one in queue.history(run, spec, now=time.time()).waits if (one.nodes, one.minutes) == (1, 5)]
+
+    assert 0 <= until(waited)[0].wait < 30
+    assert "by sacct" in queue.history(run, spec, now=time.time()).words
+    told = queue.estimate(run, spec, nodes=2, minutes=5, now=time.time())
+    assert told.wait is not None and told.wait < 60, told.words
+    refused = queue.estimate(run, spec, nodes=400, minutes=5, now=time.time())
+    assert refused.wait is None and refused.words
+    assert scheduler.live([f"tula-{run.id}-queue-test"]) == []
 
 
 def test_a_chain_is_submitted_found_again_and_cancelled(run: RunDir, on_slurm: SlurmCluster) -> None:

@@ -31,6 +31,7 @@ from tula_cli.services.recommendation.answer import Answer, write
 from tula_cli.services.recommendation.beyond.fixed_batches import beside_a_ramp, beside_words
 from tula_cli.services.recommendation.beyond.lengths import at_lengths
 from tula_cli.services.recommendation.beyond.other_sizes import of_runs, places
+from tula_cli.services.recommendation.beyond.queue_waits import Queue, told_of, with_waits
 from tula_cli.services.recommendation.beyond.suppositions import compared, parsed
 from tula_cli.services.recommendation.doubts import doubts, state_of_the_probes
 from tula_cli.services.recommendation.fallback import first_fallback
@@ -68,6 +69,7 @@ def recommend(
     from_training: bool = False,
     what_if: Sequence[str] = (),
     with_runs: Sequence[Path] = (),
+    queue: Queue | None = None,
     now: float,
 ) -> Answer:
     """Choose a configuration; nothing is written.
@@ -77,7 +79,7 @@ def recommend(
     Args:
         run: where the results are.
         spec: the job.
-        objective: time, cost, knee, accuracy-time or energy.
+        objective: time, cost, knee, accuracy-time, energy or result-time.
         curve: what the knee is looked for in.
         nodes: consider this number of nodes only.
         max_batch: largest global batch.
@@ -91,36 +93,37 @@ def recommend(
         from_training: go by the steps of the training under way, to whose pace the probes are brought.
         what_if: suppose another network, or other GPUs ("interconnect=4x", "compute=2.1x"); such an answer is never kept.
         with_runs: of the same job with other numbers of GPUs a node: the step time is fitted to their probes as well.
+        queue: of objective result-time: who knows of waits; the site's SLURM where nothing is said.
         now: Unix time.
 
     Raises:
         Pending: probes are under way, and those done do not determine the answer yet.
         BadMeasurements: too few probes, or none that can be used together.
         Infeasible: nothing fits, or nothing satisfies the limits; names the binding one and the closest configuration.
-        SpecError: the job names no such node type, or what is supposed cannot be.
+        SpecError: the job names no such node type, what is supposed cannot be, or there is no queue to ask.
     """
     limits = Limits(nodes, max_nodes, max_batch, deadline_hours, budget, same_progress=objective == "accuracy-time")
     training, parts = _parts(run.parts(spec, node_type), from_training=from_training)
     others, told = of_runs(run, spec, with_runs)
     as_it_is, said = _measurements(parts, limits, pending, training, others, stages_worth(objective, curve))
     all_measurements = [each.under(parsed(what_if)) for each in as_it_is] if what_if else as_it_is
-    if objective == "energy":
-        all_measurements, said = with_energy(all_measurements, said)
+    all_measurements, said = with_energy(all_measurements, said) if objective == "energy" else (all_measurements, said)
     noise = noise_of(all_measurements, needed=objective == "accuracy-time")
     allowed, untold = within(all_measurements, limits, noise), without_gradients(all_measurements)
+    allowed, waits = with_waits(allowed, all_measurements, objective=objective, now=now, queue=queue)
 
     def answer(all_measurements: Sequence[TypeMeasurements], rows: Offers, warnings: Sequence[str]) -> Recommendation:
         found = _answer(all_measurements, rows, limits, warnings, noise, objective=objective, curve=curve, now=now)
         asked = {"options": tuple(options), "overrides": tuple(overrides), "with_runs": places(run, with_runs)}
-        return found.model_copy(update={**asked, **_learnt(all_measurements)})
+        return found.model_copy(update={**asked, **told_of(found, waits), **_learnt(all_measurements)})
 
     by_type = {
         measurements.part.type: answer([measurements], pareto.marked(allowed.take(own)), untold)
         for measurements in all_measurements
         if measurements.part.type is not None and (own := allowed.type == measurements.type).any()
     }
-    allowed = pareto.marked(allowed)
-    found = continued(training, answer(all_measurements, allowed, [*told, *said, *untold]), allowed)
+    allowed, spoken = pareto.marked(allowed), [*told, *said, *untold]
+    found = continued(training, answer(all_measurements, allowed, spoken), allowed)
     before = _chosen(as_it_is, limits, noise, objective=objective, curve=curve) if what_if else None
     return Answer(compared(found, what_if, all_measurements, as_it_is=before), by_type, all_measurements, allowed)
 

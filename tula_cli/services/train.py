@@ -34,6 +34,8 @@ from tula_cli.services.events import Note, TrainPlanned, WarningEvent, Work
 from tula_cli.services.progress.earlier_ends import ExpectedEnd, expected_end
 from tula_cli.services.progress.ending import CANCELLED, failure_of, require_found
 from tula_cli.services.recommendation.beyond.other_sizes import recommended_by
+from tula_cli.services.recommendation.beyond.queue_waits import as_chosen as with_its_limit
+from tula_cli.services.recommendation.beyond.queue_waits import first_bound
 from tula_cli.services.recommendation.continuing import left_behind, moved, require_stopped
 from tula_cli.services.recommendation.gradient_noise_of import planned_stages
 from tula_cli.services.recommendation.measured import as_recommended
@@ -66,6 +68,7 @@ class TrainPlan:
     price: str = ""  # in words, with unit, source and date
     interruption: str = ""  # what one costs a script, in words
     rehearses: bool = False  # a rehearsal of the script's resume comes first
+    wait_bound: float | None = None  # seconds, of its first job; None where the queue was not asked
     ends: ExpectedEnd | None = None  # where train.until is expected to end it; None where nothing tells
 
 
@@ -136,23 +139,23 @@ def plan(
     check_divides(batch, parts_on(spec, nodes))
     code = _code(run, spec, nodes, batch)
     as_chosen = choice is not None and (choice.nodes, choice.batch) == (nodes, batch)
-    task = _task(spec, nodes, batch, code, _ladder(run, spec, nodes, batch, recommendation, others))
+    rungs = _ladder(run, spec, nodes, batch, recommendation, others)
+    task = _task(with_its_limit(spec, choice if as_chosen else None), nodes, batch, code, rungs)
     task = moved(run, task, recommendation if as_chosen else None, code=code.identity)
     newest = run.training(task.signature).newest_task()
     if newest is None or task.attempt > newest.attempt:
         task = _staged(run, task, newest, recommendation if as_chosen else None, _dataset_size(run, spec, inspect))
-    prediction = task.prediction
+    step = task.prediction and task.prediction.step_time
     return TrainPlan(
         task=_again(newest, task) if newest and newest.attempt >= task.attempt else task,
-        prediction=prediction,
+        prediction=task.prediction,
         source=source,
         finished=run.training(task.signature).summary() is not None,
         resumes=run.training(task.signature).newest_samples() or None,
         code=code,
         price=price_words(spec.pricing),
-        interruption=cost_of_interruption(
-            run, spec, batch=batch, step_time=prediction.step_time if prediction else None
-        ),
+        wait_bound=first_bound(recommendation, nodes=nodes, batch=batch),
+        interruption=cost_of_interruption(run, spec, batch=batch, step_time=step),
     )
 
 
@@ -264,7 +267,7 @@ def start(run: RunDir, plan: TrainPlan, launcher: Launcher, *, after: str = "") 
         else:
             run.uncancel(task.job)
             run.write_task(task.model_copy(update={"code": snapshot(run, task.spec, plan.code), "after": after}))
-            run.write_job(launcher.submit(run, task))
+            run.write_job(launcher.submit(run, task).model_copy(update={"wait_bound": plan.wait_bound}))
     return task.job
 
 

@@ -164,7 +164,7 @@ def _queue(ids: Sequence[str]) -> tuple[dict[str, SchedulerState], str]:
     if not answer.ok:
         return {}, f"{SILENT}: {answer.complaint}"
     rows = [line.split("|") for line in answer.text.splitlines()]
-    return {row[0]: _state(row[1], row[2], _moment(row[3]), id_=row[0]) for row in rows if len(row) == 4}, ""
+    return {row[0]: _state(row[1], row[2], moment(row[3]), id_=row[0]) for row in rows if len(row) == 4}, ""
 
 
 def _state(words: str, reason: str = "", starts_at: float | None = None, *, id_: str = "") -> SchedulerState:
@@ -225,15 +225,15 @@ def ends_at(job_id: str, environ: Mapping[str, str]) -> float | None:
     """
     told = environ.get("SLURM_JOB_END_TIME", "")
     if told.isdigit():
-        moment: float | None = float(told)
+        end: float | None = float(told)
     else:
         answer = call("squeue", "--noheader", f"--jobs={job_id}", "--format=%e")
-        moment = _moment(answer.text.splitlines()[0]) if answer.ok and answer.text else None
+        end = moment(answer.text.splitlines()[0]) if answer.ok and answer.text else None
     never = time.time() + 10 * 365 * 86400  # an unlimited job ends in some hundred years
-    return moment if moment is not None and moment < never else None
+    return end if end is not None and end < never else None
 
 
-def _moment(words: str) -> float | None:
+def moment(words: str) -> float | None:
     """Return the Unix time of a local time as SLURM writes it; None for N/A, Unknown and the like."""
     try:
         return time.mktime(time.strptime(words.strip(), "%Y-%m-%dT%H:%M:%S"))

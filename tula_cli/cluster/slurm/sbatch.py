@@ -50,7 +50,7 @@ def parameters(run: RunDir, task: Task, *, name: str | None = None, dependency: 
         SpecError: a file that the spec names cannot be read.
     """
     slurm = _slurm(task.spec)
-    minutes = _minutes(task, slurm)
+    minutes = time_limit(task)
     names = ("partition", "account", "qos", "constraint")
     own = {key: value for key in names if (value := getattr(slurm, key))}
     if nodes := excluded(run, task):
@@ -137,15 +137,15 @@ def _slurm(spec: JobSpec) -> Slurm:
     return spec.cluster.slurm or Slurm()
 
 
-def _minutes(task: Task, slurm: Slurm) -> int:
-    """Return the time limit."""
+def time_limit(task: Task) -> int:
+    """Return the time limit of a job, minutes."""
     match task:
         case ProbeTask():
             return math.ceil(task.spec.search.max_minutes * (1 + len(task.then))) + ROOM
         case RehearsalTask():
             return math.ceil(task.spec.search.max_minutes) + ROOM
         case TrainTask() | EvaluateTask():
-            return slurm.minutes
+            return _slurm(task.spec).minutes
         case CheckTask():
             return math.ceil(CheckTask.MINUTES) + ROOM
 

@@ -53,7 +53,7 @@ class SlurmLauncher:
         """Return the text that sbatch would be given; later links of a chain wait for the one before them as well."""
         from tula_cli.cluster.scripts.start import preview  # for a dry run alone, not for each look at the jobs
 
-        text = _text(run, task)
+        text = text_of(run, task)
         if not (words := preview(run, task)):
             return text
         return f"{text.rstrip()}\n\n# where tula then starts, on each GPU or node: {words}\n"
@@ -159,7 +159,7 @@ def nodes_of_links(task: Task) -> tuple[int, ...]:
 # --- submitting to SLURM
 
 
-def _text(run: RunDir, task: Task, *, name: str | None = None, dependency: str | None = None) -> str:
+def text_of(run: RunDir, task: Task, *, name: str | None = None, dependency: str | None = None) -> str:
     """Return the script of one job."""
     from tula_cli.cluster.slurm.script import ScriptWriter  # submitit: of use to those who submit alone
 
@@ -234,7 +234,7 @@ def _submit_link(run: RunDir, task: Task, name: str, *, after: Sequence[str]) ->
         SchedulerError: sbatch refused it, or did not answer and nothing is in the queue.
     """
     run.lock.heartbeat()
-    text = _text(run, task, name=name, dependency=f"afterany:{':'.join(after)}" if after else None)
+    text = text_of(run, task, name=name, dependency=f"afterany:{':'.join(after)}" if after else None)
     id_ = submit_script(run, name, text)
     _leave_call(run, task, id_)
     return id_
@@ -267,7 +267,7 @@ def _sbatch(script: Path) -> _Submission:
     Raises:
         SchedulerError: it refused the job.
     """
-    answer = call("sbatch", str(script), environ=_environment(script))
+    answer = call("sbatch", str(script), environ=environment_of(script))
     if answer.end == "hung":
         return _Submission(words=f"no answer within {command.PATIENCE:g} s")
     if answer.end == "missing":
@@ -281,7 +281,7 @@ def _sbatch(script: Path) -> _Submission:
     raise refused(words)
 
 
-def _environment(script: Path) -> dict[str, str]:
+def environment_of(script: Path) -> dict[str, str]:
     """Return sbatch's environment without the variables that would override what the script says."""
     options = set(re.findall(r"^#SBATCH --([a-z-]+)", script.read_text(encoding="utf-8"), re.MULTILINE))
     renamed = {"time": "TIMELIMIT", "mem": "MEM_PER_NODE", "no-requeue": "REQUEUE"}

@@ -11,8 +11,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tula_cli.models.choice.columns import Flags, Floats, Ints
-from tula_cli.run.records.recommendations import Prediction, SameProgress, TimeParts
+from tula_cli.run.records.recommendations import Prediction, ResultTime, SameProgress, TimeParts
 
+_NESTED = ("parts", "same_progress", "result_time")
 _WHOLE = ("peak_memory",)  # that are None or a whole number; nan for None makes a column of floats
 _OPTIONAL = (
     "step_low", "step_high", "hours_low", "hours_high", "peak_memory", "headroom", "step_fitted", "refresh_share", "energy", "node_hours",
@@ -33,6 +34,18 @@ class ProgressColumns:
     hours_low: Floats
     hours_high: Floats
     cost: Floats
+
+
+@dataclass(frozen=True)
+class ResultColumns:
+    """What configurations take from submission to result, as `ResultTime` has it; each of shape (n,)."""
+
+    minutes: Floats
+    links: Floats
+    wait: Floats
+    bound: Floats
+    first_bound: Floats
+    hours: Floats
 
 
 @dataclass(frozen=True)
@@ -85,6 +98,7 @@ class Offers:
     stages: NDArray[np.object_]  # of a batch that grows, a tuple of StageSteps each; None where there are none
     parts: PartsColumns | None = None
     same_progress: ProgressColumns | None = None
+    result_time: ResultColumns | None = None
 
     @classmethod
     def of(cls, rows: Iterable[Prediction]) -> "Offers":
@@ -93,13 +107,14 @@ class Offers:
         own: dict[str, Any] = {
             field.name: np.array([getattr(row, field.name) for row in given], dtype=_dtype(field.name))
             for field in fields(cls)
-            if field.name not in ("stages", "parts", "same_progress")
+            if field.name not in ("stages", *_NESTED)
         }
         return cls(
             **own,
             stages=objects([row.stages or None for row in given]),
             parts=_nested(PartsColumns, [row.parts for row in given]),
             same_progress=_nested(ProgressColumns, [row.same_progress for row in given]),
+            result_time=_nested(ResultColumns, [row.result_time for row in given]),
         )
 
     @classmethod
@@ -136,12 +151,14 @@ class Offers:
         own = {
             field.name: _values(field.name, getattr(self, field.name))
             for field in fields(self)
-            if field.name not in ("parts", "same_progress")
+            if field.name not in _NESTED
         }
         if self.parts is not None:
             own["parts"] = [TimeParts(**row) for row in _rows(self.parts, optional=("data",))]
         if self.same_progress is not None:
             own["same_progress"] = [SameProgress(**row) for row in _rows(self.same_progress)]
+        if self.result_time is not None:
+            own["result_time"] = [ResultTime(**row) for row in _rows(self.result_time)]
         return tuple(Prediction(**dict(zip(own, row, strict=True))) for row in zip(*own.values(), strict=True))
 
 
@@ -153,7 +170,7 @@ def _each(of: Callable[..., NDArray[Any]], *tables: Table) -> Table:
     columns: dict[str, Any] = {}
     for field in fields(tables[0]):  # type: ignore[arg-type]
         values = [getattr(table, field.name) for table in tables]
-        if isinstance(values[0], PartsColumns | ProgressColumns):
+        if isinstance(values[0], PartsColumns | ProgressColumns | ResultColumns):
             columns[field.name] = _each(of, *values)
         else:
             columns[field.name] = None if values[0] is None else of(*values)
@@ -193,7 +210,9 @@ def _values(name: str, column: NDArray[Any]) -> list[Any]:
     return [value if value is None else int(value) for value in found] if name in _WHOLE else found
 
 
-def _rows(table: PartsColumns | ProgressColumns, *, optional: Sequence[str] = ()) -> list[dict[str, Any]]:
+def _rows(
+    table: PartsColumns | ProgressColumns | ResultColumns, *, optional: Sequence[str] = ()
+) -> list[dict[str, Any]]:
     columns = {field.name: getattr(table, field.name).tolist() for field in fields(table)}
     for name in optional:
         columns[name] = [None if value != value else value for value in columns[name]]

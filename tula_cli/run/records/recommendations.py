@@ -26,6 +26,17 @@ class SameProgress(Record):
     cost: float
 
 
+class ResultTime(Record):
+    """What a configuration takes from its submission to its result: waits and runs of all jobs of its chain. Hours."""
+
+    minutes: int  # time limit of each job, that makes this least
+    links: int  # jobs that the training needs
+    wait: float  # of all of them, as was chosen by: the scheduler's own estimate of the first, where it gives one, and bounds
+    bound: float  # 90 % bound of all waits together
+    first_bound: float  # that of the first job
+    hours: float  # wait, run, and what the jobs after the first take to go on
+
+
 class TimeParts(Record):
     """Where the wall-clock time of a training goes; seconds."""
 
@@ -90,6 +101,7 @@ class Prediction(Record):
     type: str = ""  # of the nodes; empty where the job names none
     market: Market = "on_demand"  # on spot nodes hours and cost are expected values
     same_progress: SameProgress | None = None  # None where no probe has told the gradient noise
+    result_time: ResultTime | None = None  # None where the queue was not asked (--objective result-time)
     refresh_share: float | None = 0.0  # of the hours, for refreshing the scaling factors; None where no probe tells
     energy: float | None = None  # joules a step of all GPUs; None, as of the kWh, where no probe has a counter of them
     kwh: float | None = None  # of the training, all GPUs
@@ -270,7 +282,7 @@ class Accuracy(Record):
 class Recommendation(Record):
     """The answer of `tula recommend`."""
 
-    objective: Literal["time", "cost", "knee", "accuracy-time", "energy"]
+    objective: Literal["time", "cost", "knee", "accuracy-time", "energy", "result-time"]
     curve: Literal["time", "cost"]
     choice: Prediction
     reason: str
@@ -286,6 +298,7 @@ class Recommendation(Record):
     fit_error: float | None  # median relative error of the fit; None where exactly determined
     fit: str  # the fit in words; a line a node type
     power: str = ""  # what kWh rest on, in words, a line a node type; empty where no probe tells its energy
+    queue: tuple[str, ...] = ()  # what waits rest on, in words, a line each; empty where the queue was not asked
     efficiency: str = ""  # what `same_progress` rests on, in words; empty where there is none
     interruption: str = ""  # what one costs a script, in words; empty for tula's own loop
     fallback: Fallback | None = None  # of the choice; None where there is none, or nothing tells what it takes
@@ -312,7 +325,7 @@ class Recommendation(Record):
         """Return every feasible configuration, fastest first: hours, cost, kWh, step times (seconds), peak memory (bytes)."""
         from tula_cli.run.frames import frame
 
-        columns = [name for name in Prediction.model_fields if name not in ("same_progress", "parts")]
+        columns = [name for name in Prediction.model_fields if name not in ("same_progress", "parts", "result_time")]
         return frame(
             [{**{name: getattr(row, name) for name in columns}, "chosen": row == self.choice} for row in self.rows]
         )

@@ -65,6 +65,10 @@ class JobStatus:
     node_hours: float
     node_hours_left: float | None
     links: tuple[LinkStatus, ...] = ()  # empty where all have the job's nodes
+    wait: float | None = (
+        None  # seconds of its first allocation in the queue, so far where it waits; None where nobody tells
+    )
+    wait_bound: float | None = None  # seconds that were foreseen as its 90 % bound; None where the queue was not asked
 
 
 @dataclass(frozen=True)
@@ -183,7 +187,16 @@ def job_status(
         node_hours=sum(nodes.get(one.task, job.nodes) * took(one, until) for one in attempts) / 3600,
         node_hours_left=None if left is None else newest.nodes * left / 3600,
         links=_links(job, newest),
+        wait=_wait(job, recent, state, now),
+        wait_bound=job.wait_bound,
     )
+
+
+def _wait(job: Job, attempts: list[Attempt], state: JobState, now: float) -> float | None:
+    if job.scheduler != "slurm":
+        return None
+    started = min((attempt.started_at for attempt in attempts), default=now if state == "queued" else None)
+    return None if started is None else max(0.0, started - job.submitted_at)
 
 
 def _links(job: Job, task: JobTask) -> tuple[LinkStatus, ...]:

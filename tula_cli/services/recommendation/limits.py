@@ -98,6 +98,8 @@ class Criteria:
     def __post_init__(self) -> None:
         if parsed(self.what_if).compute and self.objective == "energy":
             raise SpecError("--what-if compute: the energy of other GPUs is not known", "choose by another objective")
+        if self.what_if and self.objective == "result-time":
+            raise SpecError("--what-if: what is supposed stands in no queue", "choose by time")
         if self.with_runs and self.from_training:
             raise SpecError(
                 "--with-run and --from-training: other runs have not the training's pace", "give one of them"

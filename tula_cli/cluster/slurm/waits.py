@@ -1,0 +1,184 @@
+"""What SLURM tells of waits: of those of others, by its accounting, and of a job that would be submitted now.
+
+A hint like all that it says: where sacct or sbatch tells nothing, that is said, and no error is raised.
+"""
+
+import datetime
+import os
+import pwd
+import re
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from pydantic import TypeAdapter
+
+from tula_cli.cluster.slurm import command
+from tula_cli.cluster.slurm.command import call
+from tula_cli.cluster.slurm.queue import moment
+from tula_cli.cluster.slurm.sbatch import time_limit
+from tula_cli.cluster.slurm.submit import environment_of, text_of
+from tula_cli.errors import TulaError
+from tula_cli.models.queue.size_classes import DAYS, PastWait
+from tula_cli.run import files
+from tula_cli.run.directory import RunDir
+from tula_cli.run.records.base import Record
+from tula_cli.run.records.tasks import Rung, TrainTask
+from tula_cli.spec.job import JobSpec
+from tula_cli.spec.slurm_options import Slurm
+
+KEPT = 600.0
+"""Seconds for which an estimate stands: each costs the controller a search through all that runs."""
+FIELDS = ("Submit", "Eligible", "Start", "NNodes", "Timelimit", "Partition", "QOS", "State", "User")
+_NEVER = ("CANCELLED", "FAILED", "DEADLINE", "REVOKED")
+_ESTIMATES = "queue.json"
+
+
+class Estimate(Record):
+    """What `sbatch --test-only` told of a job."""
+
+    nodes: int
+    minutes: int  # its time limit
+    partition: str  # empty: the site's own choice
+    asked_at: float  # Unix time
+    wait: float | None  # seconds from then on; None where it told nothing
+    words: str = ""  # why not
+
+
+class Estimates(Record):
+    """Those of a run: what `queue.json` holds."""
+
+    estimates: tuple[Estimate, ...] = ()
+
+
+_RECORD: TypeAdapter[Estimates] = TypeAdapter(Estimates)
+
+
+@dataclass(frozen=True)
+class History:
+    """Waits of jobs, and what they are in words."""
+
+    waits: Sequence[PastWait]
+    words: str
+
+
+class SlurmQueue:
+    """The queue of the site that this machine submits to."""
+
+    def history(self, run: RunDir, spec: JobSpec, *, now: float) -> History:
+        """Return the waits of the last 14 days that sacct shows of the job's partition and QOS, else those of the run's own jobs.
+
+        Args:
+            run: whose jobs count where accounting tells nothing.
+            spec: names partition and QOS, or leaves them to the site: then all count.
+            now: Unix time.
+        """
+        slurm = spec.cluster.slurm or Slurm()
+        since = time.strftime("%Y-%m-%dT%H:%M:%S", time.localtime(now - DAYS * 86400))
+        chosen = [f"--partition={slurm.partition}"] if slurm.partition else []
+        answer = call(
+            "sacct", "--allusers", "--allocations", "--noheader", "--parsable2", f"--starttime={since}", *chosen,
+            f"--format={','.join(FIELDS)}",
+        )  # fmt: skip
+        rows = [
+            dict(zip(FIELDS, line.split("|"), strict=True))
+            for line in answer.text.splitlines()
+            if line.count("|") == len(FIELDS) - 1
+        ]
+        rows = [row for row in rows if not slurm.qos or row["QOS"] == slurm.qos]
+        waits = [wait for row in rows if (wait := _past(row)) is not None] if answer.ok else []
+        if not waits:
+            own = own_waits(run)
+            why = answer.complaint.splitlines()[0] if answer.complaint else "sacct shows no jobs"
+            return History(own, f"{len(own)} jobs of this run alone ({why})")
+        where = f"partition {slurm.partition}" if slurm.partition else "all partitions"
+        users = {row["User"] for row in rows}
+        alone = users == {pwd.getpwuid(os.getuid()).pw_name}
+        whose = ", your own alone: sacct shows no others (PrivateData?)" if alone else ""
+        return History(waits, f"{len(waits)} jobs of {where} by sacct, {DAYS:g} days{whose}")
+
+    def estimate(self, run: RunDir, spec: JobSpec, *, nodes: int, minutes: int, now: float) -> Estimate:
+        """Return when SLURM itself would start a training on so many nodes, by `sbatch --test-only` with its very script.
+
+        It looks at what runs and at its time limits, so others may come before: a lower estimate. Asked once, and kept for
+        ten minutes in the run.
+        """
+        partition = (spec.cluster.slurm or Slurm()).partition or ""
+        path = run.path / _ESTIMATES
+        known = files.read_record(path, _RECORD) or Estimates()
+        young = tuple(one for one in known.estimates if 0 <= now - one.asked_at < KEPT)
+        key = (nodes, minutes, partition)
+        if found := next((one for one in young if (one.nodes, one.minutes, one.partition) == key), None):
+            return found
+        wait, words = _tested(run, _task(spec, nodes, minutes), now)
+        found = Estimate(nodes=nodes, minutes=minutes, partition=partition, asked_at=now, wait=wait, words=words)
+        files.write_record(path, Estimates(estimates=(*young, found)))
+        return found
+
+
+def own_waits(run: RunDir) -> list[PastWait]:
+    """Return how long the first jobs of chains and the probes of a run have waited, by its own files."""
+    look = run.read()
+    found = []
+    for job in look.jobs:
+        tasks = look.tasks_of(job.id)
+        starts = [a.started_at for a in look.attempts_of(job.id) if a.allocation.partition(".")[0] == job.scheduler_id]
+        if job.scheduler == "slurm" and tasks and starts:
+            wait = max(0.0, min(starts) - job.submitted_at)
+            found.append(PastWait(job.submitted_at, wait, job.nodes, time_limit(tasks[-1])))
+    return found
+
+
+def _past(row: dict[str, str]) -> PastWait | None:
+    """Return the wait of a row of sacct; None of one that tells none."""
+    submitted, eligible, started = (moment(row[name]) for name in ("Submit", "Eligible", "Start"))
+    minutes = limit_minutes(row["Timelimit"])
+    if submitted is None or minutes is None or not row["NNodes"].isdigit() or row["NNodes"] == "0":
+        return None
+    begun = max(submitted, eligible or submitted)
+    if started is not None:
+        return PastWait(begun, max(0.0, started - begun), int(row["NNodes"]), minutes)
+    held = eligible is None or row["State"].split(" ")[0].rstrip("+") in _NEVER
+    return None if held else PastWait(begun, float("inf"), int(row["NNodes"]), minutes)
+
+
+def limit_minutes(words: str) -> float | None:
+    """Return a time limit as SLURM writes it, "2-00:00:00" or "01:30:00", in minutes; None for UNLIMITED and the like."""
+    told = re.fullmatch(r"(?:(\d+)-)?(\d+):(\d\d):(\d\d)", words.strip())
+    if told is None:
+        return None
+    days, hours, minutes, seconds = (int(part or 0) for part in told.groups())
+    return datetime.timedelta(days=days, hours=hours, minutes=minutes, seconds=seconds).total_seconds() / 60
+
+
+def with_limit(spec: JobSpec, minutes: int) -> JobSpec:
+    """Return a job whose training jobs have this time limit, or their own where that is shorter."""
+    slurm = spec.cluster.slurm or Slurm()
+    shorter = slurm.model_copy(update={"minutes": min(minutes, slurm.minutes)})
+    return spec.model_copy(update={"cluster": spec.cluster.model_copy(update={"slurm": shorter})})
+
+
+def _task(spec: JobSpec, nodes: int, minutes: int) -> TrainTask:
+    """Return a training whose job asks for what the real one would; what it trains is not in its script."""
+    batch = nodes * spec.cluster.gpus_per_node * spec.train.accumulate
+    return TrainTask(
+        id="queue-test", job="queue-test", spec=with_limit(spec, minutes), workdir=str(Path.cwd()), nodes=nodes, signature="queue-test",
+        attempt=1, ladder=(Rung(batch=batch),), workers=spec.train.workers,
+    )  # fmt: skip
+
+
+def _tested(run: RunDir, task: TrainTask, now: float) -> tuple[float | None, str]:
+    """Return the seconds until a job would start, or why nobody tells."""
+    try:
+        script = run.write_script("queue-test", text_of(run, task))
+    except TulaError as error:
+        return None, error.message
+    answer = call("sbatch", "--test-only", str(script), environ=environment_of(script), patience=command.PATIENCE)
+    told = re.search(r"to start at (\S+)", f"{answer.text}\n{answer.complaint}")
+    starts = moment(told.group(1)) if told and answer.ok else None
+    if starts is None:
+        return None, answer.complaint.strip().rpartition("\n")[2].removeprefix(
+            "sbatch: error: "
+        ) or "sbatch told no start"
+    return max(0.0, starts - now), ""

@@ -145,7 +145,7 @@ def plan(
     newest = run.training(task.signature).newest_task()
     if newest is None or task.attempt > newest.attempt:
         task = _staged(run, task, newest, recommendation if as_chosen else None, _dataset_size(run, spec, inspect))
-    step = task.prediction and task.prediction.step_time
+    step = task.prediction.step_time if task.prediction else None
     return TrainPlan(
         task=_again(newest, task) if newest and newest.attempt >= task.attempt else task,
         prediction=task.prediction,

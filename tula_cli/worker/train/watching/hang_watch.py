@@ -32,6 +32,7 @@ STEPS = 20
 """The same in steps, of their median."""
 TICK = 1.0  # seconds
 NEWEST = 101  # steps that the median is of
+_STACK = 512 * 2**10  # bytes of its thread: the usual 8 MiB count as memory of the job where that is limited
 _WAITS_IN = ("_engine_run_backward", "synchronize")  # the reducer of DDP, and a device's queue
 
 
@@ -63,7 +64,9 @@ class HangWatch:
     def watched(self, steps: Iterator["Step"]) -> Iterator["Step"]:
         """Yield the steps; what their caller does between two of them (evaluate, save) may take any time."""
         thread = threading.Thread(target=self._watch, args=(threading.get_ident(),), name="hang-watch", daemon=True)
+        usual = threading.stack_size(_STACK)
         thread.start()
+        threading.stack_size(usual)
         try:
             for number in range(sys.maxsize):
                 self._step, began = number, time.monotonic()

@@ -1,7 +1,7 @@
 """What the reduced table trains: its networks, the rows of each, and the order in which they are worth their time.
 
 Rows that are no `train.method` are told to `tula compare`'s own service while the table is made (`known`): a ramp of the batch
-without turned steps, four times the weight decay, LAMB and schedule-free with the settings that they need. The same tricks
+without turned steps, one by the noise (where asked for by name), four times the weight decay, LAMB and schedule-free with the settings that they need. The same tricks
 are given to the small batch (AT_REFERENCE): what a method gains there is a better optimizer, not a large batch that keeps
 its accuracy.
 """
@@ -22,6 +22,7 @@ NO_WARMUP = {"warmup_epochs": 0.0}
 
 VARIANTS: Mapping[str, Variant] = {
     "ramp-sgd": Variant("lrs", train={"ramp": "auto"}),
+    "ramp-noise": Variant("ramp", train={"ramp": "noise"}),
     "ramp-decay4": Variant("ramp", optimizer=DECAY),
     "lbt-decay4": Variant("lbt", optimizer=DECAY),
     "ortho-small": Variant("ortho", schedule=NO_WARMUP),
@@ -39,6 +40,7 @@ OF_SMALL_BATCH = ("ortho-small", "ortho-small-decay4")
 SAME_TRICKS = {
     "ortho": "ortho-small",
     "ramp": "ortho-small",
+    "ramp-noise": "ortho-small",
     "lbt-decay4": "lbt-decay4",
     "ramp-decay4": "ortho-small-decay4",
     "lamb-adamw": "lamb-adamw",
@@ -107,6 +109,10 @@ CASES: Mapping[str, Case] = {
     ),
 }  # fmt: skip
 """With AdamW, at 16 times the batch: digits, and a small language model (GPT-2's architecture, 0.22 million parameters, bytes)."""
+
+
+BY_NOISE = "ramp-noise"
+"""Its stages follow from the noise of the first tenth of the epochs at the small batch, which is trained for it once a network."""
 
 
 class Rows(Grid):

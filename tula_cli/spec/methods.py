@@ -101,7 +101,7 @@ METHODS: dict[str, Facts] = {
         ramps=True,
         worth=(
             "won back 89 and 99 % of what the large batch loses in the reduced Table I, 53 % in a small language model; costs"
-            " smaller steps over the first epochs (there 230 in place of 100), with SGD turned as those of ortho"
+            " smaller steps over the first epochs (there 230 in place of 100), which are turned as ortho's where the optimizer is SGD"
         ),
     ),
     "schedule_free": Facts("schedule_free", warmup_epochs=5.0, replaces=("SGD", "AdamW"), constant_schedule=True),
@@ -110,8 +110,8 @@ METHODS: dict[str, Facts] = {
         refreshes=True,
         tunes=True,
         worth=(
-            "takes the ramp unless short branches show that it breaks down, and won back 71 to 83 % of what the large batch"
-            " loses in the reduced Table I before it did; costs a quarter of the training's samples more"
+            "takes the ramp unless short branches show that it breaks down, and won back 83 to 108 % of what the large batch"
+            " loses in the reduced Table I; costs a quarter of the training's samples more"
         ),
     ),
 }

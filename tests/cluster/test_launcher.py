@@ -22,12 +22,14 @@ from tula_cli.cluster import inspection
 from tula_cli.cluster import launcher as cluster_launcher
 from tula_cli.cluster import local as cluster_local
 from tula_cli.cluster.rank_start import RankStart
+from tula_cli.cluster.scheduling import chains
 from tula_cli.cluster.slurm import command as slurm_command
-from tula_cli.cluster.slurm import partitions, submit
+from tula_cli.cluster.slurm import partitions
 from tula_cli.cluster.slurm import queue as scheduler
+from tula_cli.cluster.slurm import scheduler as slurm_scheduler
 from tula_cli.cluster.slurm.submit import SlurmLauncher
 from tula_cli.cluster.supervise import supervise
-from tula_cli.errors import SchedulerError
+from tula_cli.errors import CannotWrite, SchedulerError
 from tula_cli.run.directory import RunDir
 from tula_cli.run.records.jobs import Attempt, Job
 from tula_cli.run.records.recommendations import Stage, StageSteps
@@ -64,7 +66,7 @@ def installed(tmp_path, monkeypatch, version):
         monkeypatch.delenv(name)
     monkeypatch.setattr(scheduler, "_asked", {})
     monkeypatch.setattr(slurm_command, "PATIENCE", 5.0)
-    monkeypatch.setattr(submit, "LAG", 0.5)
+    monkeypatch.setattr(slurm_scheduler, "LAG", 0.5)
     return fake
 
 
@@ -159,10 +161,10 @@ def test_links_differ_in_name_and_dependency_only(slurm, run):
 
 @pytest.mark.parametrize(
     ("hours", "links"),
-    [(None, 3), (0.01, 3), (0.49, 3), (0.5, 3), (1.0, 4), (10.0, 17), (1000.0, submit.MOST_LINKS)],
+    [(None, 3), (0.01, 3), (0.49, 3), (0.5, 3), (1.0, 4), (10.0, 17), (1000.0, chains.MOST_LINKS)],
 )
 def test_the_chain_is_as_long_as_the_prediction_wants(run, hours, links):
-    assert submit.links(training(run, hours=hours)) == links
+    assert chains.links(training(run, hours=hours)) == links
 
 
 def growing(run, *, hours, steps):
@@ -180,8 +182,8 @@ def growing(run, *, hours, steps):
 
 
 def test_stages_that_want_many_links_leave_some_to_those_of_all_nodes(run):
-    found = submit.nodes_of_links(growing(run, hours=500.0, steps=180_000))  # a hundred hours each
-    assert len(found) == submit.MOST_LINKS and found[-2:] == (4, 4) and found[0] == 1
+    found = chains.nodes_of_links(growing(run, hours=500.0, steps=180_000))  # a hundred hours each
+    assert len(found) == chains.MOST_LINKS and found[-2:] == (4, 4) and found[0] == 1
 
 
 def test_links_of_stages_ask_for_their_nodes_and_come_first(slurm, run):
@@ -189,24 +191,24 @@ def test_links_of_stages_ask_for_their_nodes_and_come_first(slurm, run):
     run.write_task(task)
     job = submitted(run, task)
     # an hour's limit: half an hour is one link and one to spare, what is left two and two
-    assert job.link_nodes == (1, 1, 2, 2, 4, 4, 4, 4) == submit.nodes_of_links(task)
+    assert job.link_nodes == (1, 1, 2, 2, 4, 4, 4, 4) == chains.nodes_of_links(task)
     told = [next(line for line in slurm.script(link).splitlines() if "--nodes" in line) for link in job.links]
     assert told == [f"#SBATCH --nodes={nodes}" for nodes in job.link_nodes]
     assert [job.nodes_of(link) for link in job.links] == list(job.link_nodes)
     later = task.model_copy(update={"nodes": 4})
-    assert submit.nodes_of_links(later) == (4,) * 5, "what is over has no links"
+    assert chains.nodes_of_links(later) == (4,) * 5, "what is over has no links"
 
 
 def test_only_a_training_on_slurm_is_a_chain(run):
     task = training(run)
     here = task.model_copy(update={"spec": make.spec()})
-    assert (submit.links(here), submit.links(probes(run))) == (1, 1)
+    assert (chains.links(here), chains.links(probes(run))) == (1, 1)
 
 
 def test_a_chain_has_two_links_at_least(run):
     task = training(run)
     settings = task.spec.train.model_copy(update={"max_attempts": 1})
-    assert submit.links(task.model_copy(update={"spec": task.spec.model_copy(update={"train": settings})})) == 2
+    assert chains.links(task.model_copy(update={"spec": task.spec.model_copy(update={"train": settings})})) == 2
 
 
 def test_links_that_the_queue_has_no_room_for_are_left_out(slurm, run):
@@ -436,9 +438,9 @@ def test_a_young_job_that_nobody_knows_yet_is_pending_and_an_old_one_is_over(slu
     slurm.set(job.scheduler_id, "PENDING", forgotten=True)
     slurm.fault(sacct="knows nothing")
     assert state(run, job) == scheduler.SchedulerState("pending", "just submitted")
-    old = job.model_copy(update={"submitted_at": time.time() - submit.YOUNG - 1})
+    old = job.model_copy(update={"submitted_at": time.time() - chains.YOUNG - 1})
     assert state(run, old).state == "ended"
-    assert submit.FORGOTTEN in state(run, old).reason
+    assert "SLURM has forgotten it" in state(run, old).reason
 
 
 @pytest.mark.parametrize(("words", "reason"), [("FAILED", "JobLaunchFailure"), ("COMPLETED", "None")])
@@ -611,7 +613,7 @@ def test_variables_do_not_override_what_the_script_says(slurm, run, monkeypatch)
     monkeypatch.setenv("SBATCH_TIMELIMIT", "1")
     monkeypatch.setenv("SBATCH_ACCOUNT", "mine")
     script = run.write_script("x", SlurmLauncher().script(run, probes(run)))
-    kept = [name for name in submit.environment_of(script) if name.startswith("SBATCH_")]
+    kept = [name for name in slurm_scheduler.environment_of(script) if name.startswith("SBATCH_")]
     assert kept == ["SBATCH_ACCOUNT"], "the spec names no account"
 
 
@@ -640,7 +642,7 @@ def test_a_local_job_of_another_machine_is_not_started_again_here(run):
 def test_a_local_job_that_cannot_be_started_says_why_in_a_line(run):
     run.submitit_dir.parent.mkdir(parents=True, exist_ok=True)
     run.submitit_dir.write_text("a file where its folder belongs")
-    with pytest.raises(SchedulerError, match=r"^the job could not be started: FileExistsError: .*submitit'$"):
+    with pytest.raises(CannotWrite, match=r"^cannot write .*submitit/probe-n002.sh: "):
         cluster_local.LocalLauncher().submit(run, probes(run))
 
 

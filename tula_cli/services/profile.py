@@ -219,7 +219,7 @@ def _packed(tasks: list[ProbeTask]) -> list[ProbeTask]:
 
 def nodes_taken(spec: JobSpec, nodes: Sequence[int]) -> int:
     """Return the nodes that are taken, summed over the times of `search.max_minutes` they are taken for."""
-    if spec.search.packing == "single" and spec.cluster.kind == "slurm":
+    if spec.search.packing == "single" and spec.cluster.kind != "local":
         return max(nodes, default=0) * len(nodes)
     return sum(nodes)
 

@@ -169,10 +169,10 @@ class JobSpec(Section):
 
     @property
     def task_per_node(self) -> bool:
-        """Whether SLURM starts one process a node, which starts those of the GPUs; else it starts one a GPU."""
+        """Whether the scheduler starts one process a node, which starts those of the GPUs; else it starts one a GPU."""
         slurm = self.cluster.slurm
         by_command = self.script is not None and self.script.launch == "node"
-        return self.cluster.kind == "slurm" and (by_command or (slurm is not None and slurm.launcher == "torchrun"))
+        return self.cluster.kind != "local" and (by_command or (slurm is not None and slurm.launcher == "torchrun"))
 
     @property
     def types(self) -> tuple[str, ...]:

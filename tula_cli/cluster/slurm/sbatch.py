@@ -1,6 +1,5 @@
 """What sbatch and srun are asked for: what the spec asks for, and nothing else."""
 
-import math
 import shlex
 import time
 from collections.abc import Mapping, Sequence
@@ -8,9 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from tula_cli.assets import site_asset
+from tula_cli.cluster.scheduling.chains import time_limit
 from tula_cli.errors import SpecError
 from tula_cli.run.directory import RunDir
-from tula_cli.run.records.tasks import CheckTask, EvaluateTask, ProbeTask, RehearsalTask, Task, TrainTask
+from tula_cli.run.records.tasks import Task, TrainTask
 from tula_cli.run.upkeep import package
 from tula_cli.spec.job import JobSpec
 from tula_cli.spec.sections import FEWEST_WORKERS
@@ -31,7 +31,6 @@ _INHERITED = (
 """What every job's script begins with."""
 FAULT_LASTS = 86400.0
 """Seconds for which a node with a fault is left alone; by then it is repaired, or drained."""
-ROOM = 2  # minutes beyond what a job may take, for its supervisor to end it first and write why
 _SIGNAL = 90  # seconds before its end at which a job is told so; less where it is short
 _WRAPPER = "TULA_WRAPPER"
 _WRAPPER_END = "END_OF_TULA_WRAPPER"
@@ -65,7 +64,7 @@ def parameters(run: RunDir, task: Task, *, name: str | None = None, dependency: 
         "signal_delay_s": min(_SIGNAL, minutes * 60 // 4),
         "exclusive": True if slurm.exclusive else None,
         "wckey": None,
-        "setup": [*_setup(task, slurm), *_own_package(run)],
+        "setup": [*_setup(task, slurm), *package.shell_lines(run.path)],
         "srun_args": _srun(task, slurm),
         "additional_parameters": _options(task, slurm),
     }
@@ -135,19 +134,6 @@ def doubts(spec: JobSpec) -> tuple[str, ...]:
 
 def _slurm(spec: JobSpec) -> Slurm:
     return spec.cluster.slurm or Slurm()
-
-
-def time_limit(task: Task) -> int:
-    """Return the time limit of a job, minutes."""
-    match task:
-        case ProbeTask():
-            return math.ceil(task.spec.search.max_minutes * (1 + len(task.then))) + ROOM
-        case RehearsalTask():
-            return math.ceil(task.spec.search.max_minutes) + ROOM
-        case TrainTask() | EvaluateTask():
-            return _slurm(task.spec).minutes
-        case CheckTask():
-            return math.ceil(CheckTask.MINUTES) + ROOM
 
 
 def _size(task: Task, slurm: Slurm) -> dict[str, Any]:
@@ -230,14 +216,6 @@ def _setup(task: Task, slurm: Slurm) -> list[str]:
         *exports,  # after the set-up: they hold whatever the modules have set
         *(_in_variable(outer) if outer else []),
     ]
-
-
-def _own_package(run: RunDir) -> list[str]:
-    """Have the job import the tula that it is submitted with, after whatever the set-up has put into the path."""
-    place = package.archive(run.path.resolve())
-    if place is None:
-        return []
-    return [f'export PYTHONPATH={shlex.quote(str(place))}"${{PYTHONPATH:+:$PYTHONPATH}}"']
 
 
 def _in_variable(lines: Sequence[str]) -> list[str]:

@@ -223,14 +223,14 @@ def _device(spec: JobSpec) -> str:
 
 def _on_gpu(spec: JobSpec, device: str) -> bool:
     """Return whether memory is to be estimated for a GPU: where one is here, or may be where the jobs run."""
-    return device == "cuda" or (spec.cluster.kind == "slurm" and spec.cluster.device != "cpu")
+    return device == "cuda" or (spec.cluster.kind != "local" and spec.cluster.device != "cpu")
 
 
 def _capacity(spec: JobSpec, device: str) -> int | None:
     """Return the bytes one rank may use: what the spec says, else a share of this machine; None where jobs run elsewhere."""
     if spec.cluster.memory_per_gpu is not None:
         return spec.cluster.memory_per_gpu
-    if spec.cluster.kind == "slurm":
+    if spec.cluster.kind != "local":
         return None
     if device == "cuda":
         return gpu_memory()

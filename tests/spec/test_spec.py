@@ -779,7 +779,10 @@ def test_settings_of_the_cluster_are_laid_over_one_by_one():
         ({"a": {"clster": {}}}, "node_types.a.clster: no such key (did you mean cluster?)"),
         ({"a": {"pricing": {"price": 0}}}, "node_types.a.pricing.price: a price must be above 0"),
         ({"a": {"pricing": {"kind": "gpu_hour"}}}, "node_types.a.pricing.price: is required"),
-        ({"a": {"cluster": {"kind": "slrm"}}}, "node_types.a.cluster.kind: unknown scheduler 'slrm': did you mean slurm?"),
+        (
+            {"a": {"cluster": {"kind": "slrm"}}},
+            "node_types.a.cluster.kind: unknown scheduler 'slrm': did you mean slurm?",
+        ),
         ({"a": {"search": {"max_node_hours": 1}}}, "node_types.a: search.max_node_hours bounds all types together"),
         (
             {"a": {"pricing": {"price": 1}}, "b": {}},

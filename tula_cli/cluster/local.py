@@ -14,7 +14,7 @@ from pathlib import Path
 from tula_cli.cluster.allocation import POLL
 from tula_cli.cluster.scheduling.local_scheduler import LocalScheduler
 from tula_cli.cluster.scheduling.protocol import JobRequest, SchedulerState
-from tula_cli.errors import JobFailed, SchedulerError
+from tula_cli.errors import JobFailed
 from tula_cli.host import machine_lock
 from tula_cli.host.processes import started
 from tula_cli.run.directory import RunDir

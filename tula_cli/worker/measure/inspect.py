@@ -46,7 +46,7 @@ from tula_cli.worker.methods.table import method_of
 from tula_cli.worker.parallel.sharded import check_torch
 from tula_cli.worker.train.judging.own_metrics import build_metrics
 from tula_cli.worker.train.judging.own_metrics import told as metrics_told
-from tula_cli.worker.train.learning_rate import own_factor
+from tula_cli.worker.train.learning_rate import try_schedule
 from tula_cli.worker.train.sizes.dividing import check_ghosts, micro_batches
 
 BEGUN = "begun"
@@ -184,7 +184,7 @@ def _check_parts(spec: JobSpec) -> None:
         "loss": lambda: zoo.build_loss(spec),
         "train.method": lambda: method_of(spec),
         "train.metrics": lambda: build_metrics(spec.train),
-        "schedule": lambda: _check_schedule(spec),
+        "schedule": lambda: try_schedule(spec),
         "optimizer": lambda: _check_optimizer(spec),
     }
     found: dict[str, SpecError] = {}
@@ -203,13 +203,6 @@ def _check_parts(spec: JobSpec) -> None:
 def _check_optimizer(spec: JobSpec) -> None:
     optimizer = method_of(spec).base(spec, [torch.nn.Parameter(torch.zeros(1))])
     zoo.beta2s(optimizer, spec, spec.train.reference_batch)
-
-
-def _check_schedule(spec: JobSpec) -> None:
-    """Ask a schedule of the user's own for its factors at the beginning, in the middle and at the end."""
-    if is_import_string(spec.schedule.kind):
-        for epoch in (0.0, spec.train.epochs / 2, float(spec.train.epochs)):
-            own_factor(spec)(epoch)
 
 
 def _device(spec: JobSpec) -> str:

@@ -277,7 +277,7 @@ class Train(Section):
     oom: Literal["accumulate", "shrink"] = "accumulate"
     max_attempts: Positive = 8  # starts, or allocations, in a row that save nothing new
     tensorboard: bool = False  # metrics for TensorBoard too; needs the extra trackers
-    diagnostics: bool = False  # gradient norms also where the method does not take them by itself
+    diagnostics: bool = False  # gradient norms of every step also where the method does not take them by itself
     hessian: bool | Hessian = False  # the largest eigenvalue at epoch ends
     gradient_noise: bool | GradientNoise = False  # the gradient noise scale at epoch ends
     # of the evaluation, by a name of yours: an import string, or {import string: {arguments}}, of a callable(outputs, batch),

@@ -51,6 +51,7 @@ from tula_cli.services import train as services_train
 from tula_cli.services.compare import Grid
 from tula_cli.services.comparison import accuracy, trainings
 from tula_cli.services.comparison.accuracy import CompareReport
+from tula_cli.services.comparison.rows import known_methods
 from tula_cli.services.events import follow
 from tula_cli.services.profiling import early_training
 from tula_cli.services.progress import job_status
@@ -315,7 +316,7 @@ def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
             setattr(options, name, value)
     if options.methods is None and not options.reduced:
         options.methods = METHODS if options.ranks > 1 else SINGLE
-    there_are = (*services_compare.known_methods(), *(table1_rows.VARIANTS if options.reduced else ()))
+    there_are = (*known_methods(), *(table1_rows.VARIANTS if options.reduced else ()))
     if options.methods is not None and (strange := [w for w in options.methods.split(",") if w not in there_are]):
         parser.error(f"--methods: {', '.join(map(repr, strange))} unknown; there are {', '.join(there_are)}")
     if options.seeds < 1:

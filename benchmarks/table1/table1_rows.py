@@ -13,8 +13,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from tula_cli.services import compare
-from tula_cli.services.compare import REFERENCE, ComparePlan, Grid, Variant
+from tula_cli.services.compare import REFERENCE, ComparePlan, Grid
+from tula_cli.services.comparison import rows
+from tula_cli.services.comparison.rows import Variant
 
 DECAY = {"weight_decay": 2e-3}  # four times that of both networks
 LAMB = {"name": "AdamW", "momentum": None, "lr": 0.01, "weight_decay": 0.01}
@@ -131,12 +132,12 @@ def _belongs(method: str, batch: int, *, reference: int) -> bool:
 @contextmanager
 def known() -> Iterator[None]:
     """Have the rows known to the service of `tula compare`."""
-    compare.VARIANTS.update(VARIANTS)
+    rows.VARIANTS.update(VARIANTS)
     try:
         yield
     finally:
         for name in VARIANTS:
-            del compare.VARIANTS[name]
+            del rows.VARIANTS[name]
 
 
 def grid(name: str, options: argparse.Namespace, *, reference: int) -> Grid:

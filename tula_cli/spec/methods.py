@@ -1,4 +1,8 @@
-"""Training methods as facts, a row each: no torch, no pydantic. What a method does is an object of `worker/methods`."""
+"""Training methods as facts, a row each: no torch, no pydantic. What a method does is an object of `worker/methods`.
+
+One of the user's own is named by an import string, and nothing of it is imported here: it has the facts of the plain large
+batch. What others have in their row is in its job (`train.lr_scaling`, `schedule.warmup_epochs`), or said by its object.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -29,6 +33,11 @@ class Facts:
     on_shares: bool = False  # trains a model that is divided among the ranks (train.parallel: fsdp)
     measured_as: str = ""  # what its probes take for more than it is, on several GPUs
     worth: str = NOT_JUDGED  # what it was found to be worth (docs/accuracy.md has the tables), and what it costs
+
+    @property
+    def section(self) -> str:
+        """The section of the job that is the method's own; empty where none is."""
+        return "auto" if self.tunes else "ags" if self.reads_ags else ""
 
 
 METHODS: dict[str, Facts] = {
@@ -120,14 +129,17 @@ METHODS: dict[str, Facts] = {
 
 def worth(method: str) -> str:
     """Return in a line what a method was found to be worth, and what it costs."""
-    return f"{method}: {METHODS[method].worth}"
+    return f"{method}: {facts_of(method).worth}"
+
+
+def facts_of(method: str) -> Facts:
+    """Return a method's row; of one of the user's own, an import string, what is taken to be so."""
+    return METHODS[method] if method in METHODS else Facts(method, reads_ags=True)
 
 
 ARMS = tuple(name for name, facts in METHODS.items() if facts.is_arm)
 
 if TYPE_CHECKING:
-    Method = str
     ArmMethod = str
 else:
-    Method = Literal[tuple(METHODS)]
     ArmMethod = Literal[ARMS]

@@ -182,7 +182,6 @@ def _check_parts(spec: JobSpec) -> None:
         "transforms.train": lambda: build_transforms(spec.transforms.train, path="transforms.train"),
         "transforms.eval": lambda: build_transforms(spec.transforms.eval, path="transforms.eval"),
         "loss": lambda: zoo.build_loss(spec),
-        "train.method": lambda: method_of(spec),
         "train.metrics": lambda: build_metrics(spec.train),
         "schedule": lambda: _check_schedule(spec),
         "optimizer": lambda: _check_optimizer(spec),

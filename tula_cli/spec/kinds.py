@@ -168,6 +168,10 @@ class Section(BaseModel):
 def known_method(value: str) -> str:
     """Refuse what is neither a row of the table of methods nor an import string."""
     module, colon, attribute = value.partition(":")
+    if module in METHODS and colon:
+        raise ValueError(
+            f"{value!r}: settings stand behind a colon in rows of tula compare alone; in a job they are in its sections"
+        )
     if value in METHODS or (module and attribute):
         return value
     if colon:

@@ -5,13 +5,8 @@
 A key's words are its comment in the source of its section: beside it, or on lines of its own above it.
 """
 
-import ast
 import inspect
-import io
-import textwrap
-import tokenize
-import typing
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
@@ -31,6 +26,7 @@ from tula_cli.presets import AGS_PRESETS
 from tula_cli.spec.job import JobSpec
 from tula_cli.spec.kinds import Section, known_method, parse_minutes, parse_size
 from tula_cli.spec.methods import METHODS
+from tula_cli.spec.schema.descriptions import descriptions, inner_sections, sections
 from tula_cli.spec.scripts.placeholders import PLACEHOLDERS
 
 HERE = Path(__file__).parent
@@ -73,34 +69,14 @@ def _placeholders() -> str:
 
 
 def _section(section: type[Section]) -> list[str]:
-    comments = _comments(section)
+    told = descriptions(section)
     rows = [
-        f"| `{name}` | {_cell(_type(hint))} | {_default(section.model_fields[name])} | {_cell(comments.get(name) or _first_line(hint))} |"
+        f"| `{name}` | {_cell(_type(hint))} | {_default(section.model_fields[name])} | {_cell(told[name])} |"
         for name, hint in get_type_hints(section, include_extras=True).items()
         if name in section.model_fields
     ]
     words = inspect.cleandoc(section.__doc__ or "")
     return [words, "\n".join(["| key | type | default | |", "|---|---|---|---|", *rows])]
-
-
-def _first_line(hint: Any) -> str:
-    return next((inspect.cleandoc(inner.__doc__ or "").splitlines()[0] for inner in _inner(hint)), "")
-
-
-def sections(section: type[Section], path: str = "") -> Iterator[tuple[str, type[Section]]]:
-    """Yield the sections inside a section with their paths, depth first."""
-    for name, hint in get_type_hints(section, include_extras=True).items():
-        for inner in _inner(hint):
-            below = f"{path}.{name}".lstrip(".") + (".NAME" if get_origin(hint) is dict else "")
-            yield below, inner
-            yield from sections(inner, below)
-
-
-def _inner(hint: Any) -> Iterator[type[Section]]:
-    if get_origin(hint) is None and isinstance(hint, type) and issubclass(hint, Section):
-        yield hint
-    for part in get_args(hint):
-        yield from _inner(part)
 
 
 def _type(hint: Any) -> str:
@@ -115,9 +91,9 @@ def _type(hint: Any) -> str:
     if origin in (list, tuple):
         return f"list of {_type(parts[0])}"
     if origin is dict:
-        inner = next(_inner(parts[1]), None)
+        inner = next(inner_sections(parts[1]), None)
         return f"mapping of names to {_type(parts[1])}" if inner else "mapping"
-    if inner := next(_inner(hint), None):
+    if inner := next(inner_sections(hint), None):
         return f"[{inner.__name__}](#{_anchor(inner)})"
     return PLAIN[hint]
 
@@ -148,23 +124,6 @@ def _default(field: FieldInfo) -> str:
     if isinstance(value, Section):
         return "as below" if value.model_dump() else "empty"
     return f"`{str(value).lower() if isinstance(value, bool) else value}`"
-
-
-def _comments(section: type[Section]) -> dict[str, str]:
-    """Return the comment of each field of a class: beside it, else on the lines above it."""
-    source = textwrap.dedent(inspect.getsource(section))
-    tokens = tokenize.generate_tokens(io.StringIO(source).readline)
-    lines = {token.start[0]: token.string.lstrip("# ") for token in tokens if token.type == tokenize.COMMENT}
-    found = {}
-    body = typing.cast(ast.ClassDef, ast.parse(source).body[0]).body
-    for node in body:
-        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
-            beside = [lines[n] for n in range(node.lineno, (node.end_lineno or node.lineno) + 1) if n in lines]
-            above = node.lineno
-            while not beside and above - 1 in lines and source.splitlines()[above - 2].lstrip().startswith("#"):
-                above -= 1
-            found[node.target.id] = " ".join(beside or [lines[n] for n in range(above, node.lineno)])
-    return found
 
 
 def _presets() -> str:

@@ -47,6 +47,7 @@ def init(
     from tula_cli.cluster.slurm import partitions as site
     from tula_cli.host import devices
     from tula_cli.run.files import write_atomic
+    from tula_cli.services.new_job.for_editors import with_schema
     from tula_cli.services.new_job.from_command import from_command
     from tula_cli.services.new_job.from_template import from_template, written_method
     from tula_cli.spec.methods import worth
@@ -56,14 +57,15 @@ def init(
     offered = site.ask() if kind == "slurm" else None
     gpus = devices.count()
     if command is None:
-        write_atomic(output, text := from_template(kind, offered, gpus=gpus))
+        text = from_template(kind, offered, gpus=gpus)
         told: list[str] = [f"wrote {output}; next: tula check {output}"]
         found: dict[str, object] = {}
     else:
         made = from_command(command, kind, offered, gpus=gpus)
-        write_atomic(output, text := made.text)
+        text = made.text
         found, told = show_check.from_command(made, output)
         warn_all(screen, made.warnings)
+    write_atomic(output, with_schema(text, output))
     if kind == "slurm":
         screen.note(show_check.offered(offered))
     screen.note(told_worth := worth(written_method(text)))
@@ -85,7 +87,12 @@ def _write_hooks(screen: Screen, command: str | None, *, force: bool) -> None:
 
 def check(
     screen: Screen,
-    job: Spec,
+    job: Annotated[
+        Path | None,
+        typer.Argument(
+            metavar="JOB.YAML", help="The job spec; tula init writes one. With --site a site.yaml, or nothing."
+        ),
+    ] = None,
     overrides: Overrides = None,
     show_origin: Annotated[bool, typer.Option("--show-origin", help="Show where each value comes from.")] = False,
     offline: Annotated[bool, typer.Option("--offline", help="Do not build the model and the dataset.")] = False,
@@ -98,6 +105,16 @@ def check(
             "--rehearse", help="Try how a script goes on from its own checkpoint instead, in a job of one node."
         ),
     ] = False,
+    site: Annotated[
+        bool,
+        typer.Option(
+            "--site",
+            help="Check the settings for all jobs of a site instead: the file named, else those that jobs read here.",
+        ),
+    ] = False,
+    run_setup: Annotated[
+        bool, typer.Option("--run-setup", help="With --site: run the set-up lines of jobs on this machine too.")
+    ] = False,
     nodes: Annotated[int | None, typer.Option(min=1, help="With --on-cluster: how many nodes (default: 2).")] = None,
     root: Root = RUNS,
     fresh: Fresh = False,
@@ -107,11 +124,20 @@ def check(
     """Check a job spec; show what it would search and cost.
 
     --on-cluster checks the nodes of the cluster, --rehearse a script's resume: with either the same command again attaches to a job that is under way.
+    --site checks the settings for all jobs, and submits nothing.
     """
     from tula_cli.run.code import run_of
     from tula_cli.services import check as services_check
 
     foreign = {"--show-origin": show_origin, "--offline": offline}
+    elsewhere = {"--nodes": nodes is not None, "--timeout": timeout is not None}
+    if site:
+        other = {"--on-cluster": on_cluster, "--rehearse": rehearse, "--set": bool(overrides), "--fresh": fresh}
+        _refuse_all({**other, **foreign, **elsewhere, "--type": node_type is not None}, to="--site")
+        return _check_site(screen, job, run_setup=run_setup)
+    refuse(run_setup, "--run-setup", "is for --site")
+    if job is None:
+        raise SpecError("no job is named", "tula check job.yaml, or tula check --site for the settings of a site")
     if rehearse:
         _refuse_all({"--on-cluster": on_cluster, "--nodes": nodes is not None, **foreign}, to="--rehearse")
         return _rehearse(screen, job, root, overrides, node_type=node_type, timeout=timeout, fresh=fresh)
@@ -137,6 +163,15 @@ def check(
 def _refuse_all(given: dict[str, bool], *, to: str) -> None:
     for option, was in given.items():
         refuse(was, option, f"means nothing to {to}")
+
+
+def _check_site(screen: Screen, file: Path | None, *, run_setup: bool) -> None:
+    from tula_cli.services.node_check.site_check import check_site
+    from tula_cli.show.outputs.site_findings import site_check
+
+    found = check_site(file, run_setup=run_setup)
+    screen.answer(found, site_check(found))
+    found.require_sound()
 
 
 def _check_on_cluster(

@@ -4,7 +4,7 @@ import math
 from functools import cache
 from typing import TYPE_CHECKING, Annotated, Literal
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import BeforeValidator, Field, WithJsonSchema, model_validator
 
 from tula_cli.presets import AGS_PRESETS
 from tula_cli.spec.kinds import NonNegativeFloat, Positive, PositiveFloat, Section
@@ -25,7 +25,10 @@ def _threshold(value: object) -> object:
     return "inf" if isinstance(value, float) and value == math.inf else value
 
 
-Threshold = Annotated[NonNegativeFloat | Literal["inf"], BeforeValidator(_threshold)]
+_WRITTEN_THRESHOLD = {"anyOf": [{"type": "number", "minimum": 0}, {"const": "inf"}]}
+Threshold = Annotated[
+    NonNegativeFloat | Literal["inf"], BeforeValidator(_threshold), WithJsonSchema(_WRITTEN_THRESHOLD)
+]
 Memory = Annotated[float, Field(ge=0, lt=1)]  # weight of what was before in a moving average; 0: none
 Floor = Annotated[float, Field(ge=0, le=1)]
 

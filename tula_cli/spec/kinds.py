@@ -149,10 +149,28 @@ def day(value: str) -> str:
         raise ValueError(f"{value!r} is not a day; write it like 2025-11-30") from None
 
 
-Size = Annotated[int, BeforeValidator(parse_size), Field(gt=0)]  # bytes
-Minutes = Annotated[int, BeforeValidator(parse_minutes), Field(ge=1)]
+# What is read before its type is checked says itself how it may be written: `tula schema`.
+_WRITTEN_SIZE = {
+    "anyOf": [
+        {"type": "integer", "minimum": _LEAST_MEMORY},
+        {"type": "string", "pattern": r"^\s*[0-9]+(\.[0-9]+)?\s*([KMGkmg][Ii]?)?[Bb]?\s*$"},
+    ]
+}
+_WRITTEN_MINUTES = {
+    "anyOf": [
+        {"type": "integer", "minimum": 1},
+        {"type": "string", "pattern": r"^\s*([0-9]+-)?[0-9]+(:[0-9]+){0,2}\s*$"},
+    ]
+}
+WORD_OR_NUMBER = WithJsonSchema({"type": ["string", "number"]})
+
+Size = Annotated[int, BeforeValidator(parse_size), Field(gt=0), WithJsonSchema(_WRITTEN_SIZE)]  # bytes
+Minutes = Annotated[int, BeforeValidator(parse_minutes), Field(ge=1), WithJsonSchema(_WRITTEN_MINUTES)]
+Day = Annotated[
+    str, AfterValidator(day), WithJsonSchema({"type": "string", "pattern": r"^([0-9]{4}-[0-9]{2}-[0-9]{2})?$"})
+]
 Arguments = Annotated[dict[str, Any], AfterValidator(plain_data)]
-Line = Annotated[str, BeforeValidator(one_line)]
+Line = Annotated[str, BeforeValidator(one_line), WORD_OR_NUMBER]
 Command = Annotated[Line, AfterValidator(_shell_words)]
 Positive = Annotated[int, Field(ge=1)]
 PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False)]

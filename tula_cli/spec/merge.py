@@ -1,7 +1,7 @@
 """Merging defaults, site files, the file, the environment and --set; later wins, and each value knows where it came from."""
 
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,8 @@ def merge_sources(
     merged: dict[str, Any] = {}
     origins: dict[str, str] = {}
     found = reversed(config_files(SITE_FILE, environ=environ)) if site_files is None else site_files
-    for site_file in filter(Path.is_file, found):
+    sites = [site_file for site_file in found if site_file.is_file()]
+    for site_file in sites:
         merge(merged, read_yaml(site_file), origins, source=str(site_file))
     merge(merged, read_yaml(path), origins, source=str(path))
     for variable in sorted(environ):
@@ -34,7 +35,20 @@ def merge_sources(
             key = variable.removeprefix(ENV_PREFIX).lower().replace("__", ".")
             _assign(merged, key, environ[variable], origins, source=variable)
     override(merged, overrides, origins)
+    _leave_slurm_of_sites(merged, origins, {str(site_file) for site_file in sites} - {str(path)})
     return merged, origins
+
+
+def _leave_slurm_of_sites(merged: dict[str, Any], origins: dict[str, str], sites: Collection[str]) -> None:
+    """Leave `cluster.slurm` out of a job on one machine where site files alone have given it: it is for jobs on SLURM."""
+    cluster = merged.get("cluster")
+    if not isinstance(cluster, dict) or cluster.get("kind", "local") != "local":
+        return
+    given = [key for key in origins if key == "cluster.slurm" or key.startswith("cluster.slurm.")]
+    if given and all(origins[key] in sites for key in given):
+        del cluster["slurm"]
+        for key in given:
+            del origins[key]
 
 
 def override(into: dict[str, Any], overrides: Iterable[str], origins: dict[str, str]) -> None:

@@ -2,12 +2,13 @@
 
 from typing import Annotated, Literal
 
-from pydantic import AfterValidator, BeforeValidator, Field, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
 from tula_cli.plugins import is_import_string, nearest
 from tula_cli.spec.kinds import (
     Arguments,
     Command,
+    Day,
     Line,
     Minutes,
     NonNegativeFloat,
@@ -15,7 +16,6 @@ from tula_cli.spec.kinds import (
     PositiveFloat,
     Section,
     Size,
-    day,
     price,
 )
 from tula_cli.spec.slurm_options import Slurm
@@ -118,7 +118,7 @@ class Pricing(Section):
     price: Annotated[PositiveFloat, BeforeValidator(price)]  # in currency
     currency: Annotated[Line, Field(min_length=1)] = "USD"  # shown with every cost
     source: Line = ""  # where the price comes from, shown beside it
-    date: Annotated[str, AfterValidator(day)] = ""  # when it was looked up, 2025-11-30; shown beside it
+    date: Day = ""  # when it was looked up, 2025-11-30; shown beside it
     spot: Spot | None = None  # where the nodes may be taken away
 
 

@@ -4,10 +4,10 @@ import re
 from collections.abc import Iterator
 from typing import Annotated, Literal
 
-from pydantic import AfterValidator, BeforeValidator, ValidationError, model_validator
+from pydantic import AfterValidator, BeforeValidator, ValidationError, WithJsonSchema, model_validator
 from pydantic_core import InitErrorDetails, PydanticCustomError
 
-from tula_cli.spec.kinds import Command, Line, Minutes, Positive, Section, as_text, one_line, word
+from tula_cli.spec.kinds import WORD_OR_NUMBER, Command, Line, Minutes, Positive, Section, as_text, one_line, word
 
 _SBATCH_SETTINGS = {
     "job-name": "name",
@@ -97,7 +97,13 @@ def _option_value(value: object) -> object:
     return lines if isinstance(value, list) else value
 
 
-OptionValue = Annotated[bool | int | float | str | list[str] | None, BeforeValidator(_option_value)]
+_WRITTEN_OPTION = {
+    "type": ["boolean", "number", "string", "array", "null"],
+    "items": {"type": ["string", "number"]},
+}
+OptionValue = Annotated[
+    bool | int | float | str | list[str] | None, BeforeValidator(_option_value), WithJsonSchema(_WRITTEN_OPTION)
+]
 """True is the bare option; False, None, "" and [] leave it out; a list is joined by commas."""
 
 
@@ -121,7 +127,9 @@ class Slurm(Section):
     srun_extra: dict[Annotated[str, AfterValidator(_srun_option)], OptionValue] = {}  # any other option of srun
     setup: list[str] | Line | None = None  # shell lines before the job, or a file of them; null: the site's, if any
     # variables, exported after the set-up; null leaves one out
-    environment: dict[Annotated[str, AfterValidator(_variable)], Annotated[str, BeforeValidator(as_text)] | None] = {}
+    environment: dict[
+        Annotated[str, AfterValidator(_variable)], Annotated[str, BeforeValidator(as_text), WORD_OR_NUMBER] | None
+    ] = {}
     python: Command | None = None  # how python is started in the job: a command of the shell
     # words before the command of every rank, or a script (a file) around it; null: the site's, if any
     wrapper: list[Annotated[Line, AfterValidator(word)]] | Line | None = None

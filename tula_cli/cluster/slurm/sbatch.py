@@ -204,18 +204,33 @@ def _srun(task: Task, slurm: Slurm) -> list[str]:
 def _setup(task: Task, slurm: Slurm) -> list[str]:
     """Return the lines of the shell before the job, as they are now: what was submitted is what runs."""
     workdir = Path(task.workdir)
-    if isinstance(slurm.setup, list):
-        lines = ["# cluster.slurm.setup", *slurm.setup] if slurm.setup else []
-    else:
-        lines = _file(SETUP, slurm.setup, setting="setup", workdir=workdir)
     outer = [] if isinstance(slurm.wrapper, list) else _file(WRAPPER, slurm.wrapper, setting="wrapper", workdir=workdir)
-    exports = [f"export {name}={shlex.quote(v)}" for name, v in slurm.environment.items() if v is not None]
     return [
         *_INHERITED,
-        *lines,
-        *exports,  # after the set-up: they hold whatever the modules have set
+        *set_up(slurm, workdir),
+        *exports(slurm),  # after the set-up: they hold whatever the modules have set
         *(_in_variable(outer) if outer else []),
     ]
+
+
+def set_up(slurm: Slurm, workdir: Path) -> list[str]:
+    """Return the set-up lines of a job: its own, or those of the file that it, the user or the site has.
+
+    Args:
+        slurm: the job's section.
+        workdir: what the path of a file starts from.
+
+    Raises:
+        SpecError: the file cannot be read.
+    """
+    if isinstance(slurm.setup, list):
+        return ["# cluster.slurm.setup", *slurm.setup] if slurm.setup else []
+    return _file(SETUP, slurm.setup, setting="setup", workdir=workdir)
+
+
+def exports(slurm: Slurm) -> list[str]:
+    """Return the lines that export the variables of a job."""
+    return [f"export {name}={shlex.quote(v)}" for name, v in slurm.environment.items() if v is not None]
 
 
 def _in_variable(lines: Sequence[str]) -> list[str]:

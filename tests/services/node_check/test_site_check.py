@@ -1,0 +1,182 @@
+"""`tula check --site`: the file by the job's own rules, then what the scheduler and the shell say to it."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from tula_cli.cluster.slurm.command import Answer
+from tula_cli.cluster.slurm.site_facts import SiteFacts, ask_all
+from tula_cli.errors import JobFailed, SchedulerError, SpecError
+from tula_cli.services.node_check.site_check import SiteCheck, check_site
+from tula_cli.version import __version__
+
+SINFO = (
+    "gpu*|up|1-00:00:00|1-8|8|idle|64|512000|gpu:a100:4(S:0-1)\n"
+    "cpu|up|infinite|1-infinite|20|mixed|128|256000|(null)\n"
+    "old|down|infinite|1-infinite|2|idle|16|64000|gpu:v100:2\n"
+)
+TOLD = {
+    "sbatch": "slurm 24.05.1",
+    "squeue": "",
+    "sacct": "",
+    "sacctmgr account": "root|\nproject|\nphysics|",
+    "sacctmgr qos": "normal||\nshort|02:00:00|",
+    "sinfo": SINFO,
+    "sinfo features": "gpu*|a100,ib\ncpu|milan\nold|(null)",
+    "scontrol": "ReservationName=course StartTime=2026-01-01T00:00:00 State=ACTIVE",
+}
+SITE = """
+cluster:
+  kind: slurm
+  gpus_per_node: 4
+  slurm: {partition: gpu, account: project, qos: normal, gpus: gres, gpu_type: a100, cpus_per_task: 16, minutes: 1440,
+          constraint: a100&ib, reservation: course, setup: []}
+"""
+
+
+def facts(**other: str | None) -> SiteFacts:
+    """Return what a scheduler of these words tells; None: the command is not there."""
+    words: dict[str, str | None] = {**TOLD, **other}
+
+    def call(*command: str, patience: float | None = None) -> Answer:
+        kind = {"show qos": "sacctmgr qos", "show account": "sacctmgr account"}.get(" ".join(command[3:5]), command[0])
+        text = words["sinfo features" if command[-1] == "--format=%P|%f" else kind]
+        return (
+            Answer("missing", complaint=f"{kind}: No such file or directory") if text is None else Answer("done", text)
+        )
+
+    return ask_all(call)
+
+
+@pytest.fixture
+def check(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("tula_cli.assets.SITE_FOLDER", tmp_path / "etc")
+
+    def checked(text: str, *, run_setup: bool = False, **other: str | None) -> SiteCheck:
+        (tmp_path / "site.yaml").write_text(text)
+        environ = {"XDG_CONFIG_HOME": str(tmp_path)}
+        return check_site(tmp_path / "site.yaml", run_setup=run_setup, environ=environ, ask=lambda: facts(**other))
+
+    return checked
+
+
+def told(found: SiteCheck, verdict: str) -> list[str]:
+    return [f"{one.about}: {one.message} ({one.advice})" for one in found.findings if one.verdict == verdict]
+
+
+def test_settings_that_fit_the_site_are_found_sound(check):
+    found = check(SITE)
+    assert told(found, "problem") == [] and told(found, "warning") == []
+    found.require_sound()
+    right = told(found, "ok")
+    assert any("answers: 3 partitions, gpu, cpu, old" in line for line in right)
+    assert any("cluster.slurm.partition: gpu: 8 nodes (4 a100 GPUs, 64 CPUs), at most 24 h" in line for line in right)
+    assert any(f"tula {__version__} there and here" in line for line in right)
+    assert any(sys.executable in line for line in right)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "about", "message", "advice"),
+    [
+        ("partition: gpu", "partition: gpuu", "cluster.slurm.partition", "no partition 'gpuu'", "did you mean gpu?"),
+        ("partition: gpu", "partition: old", "cluster.slurm.partition", "partition old is not up", "name another"),
+        ("partition: gpu", "partition: cpu", "cluster.gpus_per_node", "the nodes of cpu have no GPUs", "gpus: none"),
+        ("gpus_per_node: 4", "gpus_per_node: 8", "cluster.gpus_per_node", "8 is more than", "set it to 4"),
+        ("a100, cpus", "h100, cpus", "cluster.slurm.gpu_type", "no GPU 'h100' in gpu", "a100"),
+        ("cpus_per_task: 16", "cpus_per_task: 32", "cluster.slurm.cpus_per_task", "more than a node of gpu has (64)", "16"),
+        ("minutes: 1440", "minutes: 2-00:00", "cluster.slurm.minutes", "2880 is more than gpu allows (1440)", "1440"),
+        ("qos: normal", "qos: short", "cluster.slurm.minutes", "1440 is more than QOS short allows (120)", "120"),
+        ("qos: normal", "qos: norml", "cluster.slurm.qos", "no QOS 'norml'", "did you mean normal?"),
+        ("account: project", "account: phisics", "cluster.slurm.account", "knows no account", "did you mean physics?"),
+        ("a100&ib", "a100&roce", "cluster.slurm.constraint", "no node here has roce", "a100, ib"),
+        ("course", "exam", "cluster.slurm.reservation", "no reservation 'exam'", "there are: course"),
+        ("setup: []", "setup: /no/such.sh", "cluster.slurm.setup", "there is no file /no/such.sh", "leave it out"),
+        ("setup: []", "setup: ['if true']", "cluster.slurm.setup", "bash cannot read the set-up", "mend"),
+        ("setup: []", "setup: [], python: /no/python", "cluster.slurm.python", "does not start here", "set it to"),
+        ("cluster:\n", "search: {nodes: [1, 16]}\ncluster:\n", "search.nodes", "16 is more than", "fewer"),
+        ("cluster:\n", "search: {max_minutes: 1500}\ncluster:\n", "search.max_minutes", "asks for 1502 minutes", "1438"),
+    ],
+)  # fmt: skip
+def test_what_does_not_fit_is_told_with_what_to_do(check, monkeypatch, old, new, about, message, advice):
+    assert old in SITE
+    if "setup" not in new:  # each start of a python takes its time
+        monkeypatch.setattr("tula_cli.services.node_check.site_check.job_findings", lambda *_, **__: ())
+    problems = check(SITE.replace(old, new, 1)).problems
+    assert any(one.about == about and message in one.message and advice in one.advice for one in problems), problems
+
+
+def test_keys_and_values_are_checked_by_the_rules_of_a_job(check):
+    found = check("cluster: {kind: slurm, gpu_per_node: 4, slurm: {minutes: soon}}\npirces: {}\n")
+    assert [one.about for one in found.problems] == ["cluster.slurm.minutes", "cluster.gpu_per_node", "pirces"]
+    assert "did you mean gpus_per_node?" in found.problems[1].advice
+    with pytest.raises(SpecError, match=r"3 problems \(cluster.slurm.minutes, cluster.gpu_per_node, pirces\)"):
+        found.require_sound()
+
+
+def test_a_part_of_a_section_is_enough(check):
+    found = check("pricing: {source: the centre}\ncluster: {slurm: {setup: [], gpus: none, partition: gpu}}\n")
+    found.require_sound()
+    assert told(found, "warning")[0].startswith("cluster.kind: is not set")
+    found = check("pricing: {source: the centre}\n")
+    assert [one.verdict for one in found.findings] == ["ok"], "nothing of SLURM, so nobody is asked"
+
+
+def test_a_scheduler_that_does_not_answer_is_an_error_of_its_own(check):
+    silent = dict.fromkeys(("sinfo", "squeue", "sbatch", "sacct", "scontrol"))
+    found = check(SITE, **silent)
+    assert [one.about for one in found.problems] == ["sbatch", "squeue", "sinfo"]
+    with pytest.raises(SchedulerError):
+        found.require_sound()
+
+
+def test_without_accounting_it_goes_on_with_a_warning(check):
+    found = check(SITE, sacct=None, **{"sacctmgr qos": None, "sacctmgr account": None})
+    found.require_sound()
+    assert [line.partition(":")[0] for line in told(found, "warning")] == ["sacct", "sacctmgr"]
+
+
+def test_set_up_lines_run_on_request_alone(check, tmp_path):
+    ran = tmp_path / "ran"
+    text = SITE.replace(
+        "setup: []", f'setup: ["set -e", "touch {ran}", "export PYTHON={sys.executable}"], python: $PYTHON'
+    )
+    found = check(text)
+    assert not ran.exists() and any("--run-setup" in line for line in told(found, "warning"))
+    found = check(text, run_setup=True)
+    found.require_sound()
+    assert ran.exists() and any("the set-up lines run here" in line for line in told(found, "ok"))
+
+
+def test_a_line_that_fails_is_named_although_it_would_end_nothing(check):
+    found = check(SITE.replace("setup: []", 'setup: ["ls /no/such/place", "true"]'), run_setup=True)
+    assert any("set -e" in line for line in told(found, "warning"))
+    assert "exit code 2 of: ls /no/such/place" in found.problems[0].message
+    with pytest.raises(JobFailed):
+        found.require_sound()
+
+
+def test_each_type_of_node_is_held_against_its_own_partition(check):
+    types = "node_types: {a: {}, b: {cluster: {gpus_per_node: 2, slurm: {partition: cpu, gpu_type: null, constraint: null}}}}"
+    about = [one.about for one in check(SITE + types).problems]
+    assert about == ["cluster.gpus_per_node (b)"]
+
+
+def test_the_files_that_jobs_read_are_found_and_told_apart(tmp_path, monkeypatch):
+    for name, text in (("site", "cluster: {gpus_per_node: 4}\n"), ("home", "cluster: {gpus_per_nod: 2}\n")):
+        (tmp_path / name / "tula").mkdir(parents=True)
+        (tmp_path / name / "tula" / "site.yaml").write_text(text)
+    environ = {"XDG_CONFIG_HOME": str(tmp_path / "home"), "XDG_CONFIG_DIRS": str(tmp_path / "site")}
+    found = check_site(environ=environ, ask=facts)
+    assert found.files == (tmp_path / "site/tula/site.yaml", tmp_path / "home/tula/site.yaml")
+    assert [str(found.files[1]) in one.message for one in found.problems] == [True]
+    with pytest.raises(SpecError, match=r"no site\.yaml is found here"):
+        check_site(environ={"XDG_CONFIG_HOME": str(tmp_path / "nowhere")})
+
+
+def test_a_file_that_users_cannot_read_is_told(check, tmp_path):
+    check(SITE)
+    Path("site.yaml").chmod(0o600)
+    found = check_site(tmp_path / "site.yaml", environ={}, ask=facts)
+    assert any("not everybody may read it" in line and "chmod a+r" in line for line in told(found, "warning"))

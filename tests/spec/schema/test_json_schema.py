@@ -1,0 +1,186 @@
+"""The JSON Schema takes what the loader takes, as it is written, and says what every key means."""
+
+import copy
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+
+from tula_cli.errors import SpecError
+from tula_cli.services.new_job.from_command import from_command
+from tula_cli.spec.load import dump_yaml, validate
+from tula_cli.spec.schema.json_schema import json_schema
+from tula_cli.spec.yaml_text import parse_yaml
+
+ROOT = Path(__file__).parents[3]
+JOB, SITE = json_schema("job"), json_schema("site")
+
+
+def refused(content: Any, schema: Any = JOB) -> list[str]:
+    return [
+        f"{error.json_path}: {error.message}" for error in jsonschema.Draft202012Validator(schema).iter_errors(content)
+    ]
+
+
+def written() -> Iterator[tuple[str, str]]:
+    """Yield every job or part of one that the project shows, with its place."""
+    for folder in ("configs", "templates", "examples"):
+        yield from ((str(path.relative_to(ROOT)), path.read_text()) for path in sorted((ROOT / folder).rglob("*.yaml")))
+    for page in [ROOT / "README.md", *sorted(ROOT.glob("docs/*.md"))]:
+        for number, block in enumerate(re.findall(r"```yaml\n(.*?)```", page.read_text(), re.DOTALL)):
+            yield f"{page.name}, {number}", block
+    yield "from a command", from_command("torchrun train.py --batch-size 64 --lr 0.1 --epochs 9", "slurm").text
+
+
+WRITTEN = dict(written())
+SMALL: dict[str, Any] = {
+    "model": {"name": "small_cnn"},
+    "dataset": {"name": "digits"},
+    "optimizer": {"lr": 0.1},
+    "train": {"epochs": 3},
+    "cluster": {"kind": "slurm", "slurm": {}},
+    "pricing": {"price": 1},
+}
+
+
+def with_value(path: str, value: Any) -> dict[str, Any]:
+    content = copy.deepcopy(SMALL)
+    *sections, last = path.split(".")
+    inside = content
+    for name in sections:
+        inside = inside.setdefault(name, {})
+    inside[last] = value
+    return content
+
+
+@pytest.mark.parametrize("schema", [JOB, SITE], ids=["job", "site"])
+def test_it_is_a_schema_in_the_dialect_that_it_names_and_in_draft_7(schema):
+    jsonschema.Draft202012Validator.check_schema(schema)
+    jsonschema.Draft7Validator.check_schema(schema)
+    assert schema["$schema"] == jsonschema.Draft202012Validator.META_SCHEMA["$id"]
+
+
+def test_every_key_says_what_it_means():
+    for name, section in {"": JOB, **JOB["$defs"]}.items():
+        assert section["description"], name
+        assert [key for key, own in section["properties"].items() if not own["description"].strip()] == [], name
+
+
+@pytest.mark.parametrize("place", WRITTEN)
+def test_what_the_project_shows_is_taken(place):
+    content = parse_yaml(WRITTEN[place], source=place)
+    whole = (content.keys() >= {"model", "train"} or "script" in content) and "site.yaml" not in place
+    if not content.keys() <= SITE["properties"].keys():  # keys of one section
+        sections = [name for name, part in SITE["$defs"].items() if content.keys() <= part["properties"].keys()]
+        assert any(refused(content, {"$ref": f"#/$defs/{name}", "$defs": SITE["$defs"]}) == [] for name in sections)
+    else:
+        assert refused(content, JOB if whole else SITE) == []
+
+
+@pytest.mark.parametrize("place", [place for place in WRITTEN if place.startswith(("configs", "templates", "from"))])
+def test_the_resolved_job_is_taken_too(place):
+    content = parse_yaml(WRITTEN[place], source=place)
+    assert refused(parse_yaml(dump_yaml(validate(content, source=place)), source=place)) == []
+
+
+@pytest.mark.parametrize(
+    ("path", "value"),
+    [
+        ("cluster.memory_per_gpu", "24MB"),
+        ("cluster.memory_per_gpu", "1.5 gib"),
+        ("cluster.memory_per_gpu", 16_000_000_000),
+        ("cluster.memory_per_gpu", None),
+        ("cluster.slurm.minutes", "1-12:00:00"),
+        ("cluster.slurm.minutes", "90:00"),
+        ("cluster.slurm.minutes", 90),
+        ("cluster.slurm.account", 4711),
+        ("cluster.slurm.memory", "64G"),
+        ("cluster.slurm.setup", ["module load cuda"]),
+        ("cluster.slurm.setup", "setup.sh"),
+        ("cluster.slurm.wrapper", []),
+        ("cluster.slurm.extra", {"mail-type": ["END", "FAIL"], "spread-job": True, "nice": 5, "x-y": None}),
+        ("cluster.slurm.environment", {"NCCL_DEBUG": "WARN", "OMP_NUM_THREADS": 1, "LEFT_OUT": None}),
+        ("pricing.date", "2025-11-30"),
+        ("pricing.spot", {"discount": 0.6, "interruptions_per_day": 0.5}),
+        ("model.name", "package.module:callable"),
+        ("dataset.collate_fn", {"mine:collate": {"pad": 0}}),
+        ("transforms.train", ["ToTensor", {"RandomCrop": {"size": 32}}, "mine:transform"]),
+        ("schedule.kind", "mine:schedule"),
+        ("optimizer.beta2_half_life", "auto"),
+        ("train.workers", "auto"),
+        ("train.compile", "max-autotune-no-cudagraphs"),
+        ("train.ramp", "noise"),
+        ("train.ramp", [{"epochs": 1, "batch": 64}]),
+        ("train.hessian", True),
+        ("train.gradient_noise", {"every": 2}),
+        ("train.metrics", {"f1": {"torchmetrics:F1Score": {"task": "binary"}}}),
+        ("train.until", {"metric": "top1", "at_least": 0.7}),
+        ("ags.delta", "inf"),
+        ("ags.delta", float("inf")),
+        ("ags.refresh", {"every": 50}),
+        ("ags.exclude", ["norms"]),
+        ("auto.arms", [{"name": "x4", "lr_factor": 4}]),
+        ("search.gpus_per_node", [1]),
+        ("node_types", {"a100": {"cluster": {"slurm": {"constraint": "a100"}}, "pricing": {"price": 3.7}}}),
+    ],
+)
+def test_a_value_is_taken_as_the_loader_takes_it(path, value):
+    content = with_value(path, value)
+    validate(content, source="the test")
+    assert refused(content) == []
+
+
+@pytest.mark.parametrize(
+    ("path", "value"),
+    [
+        ("trian", {}),
+        ("train.epcohs", 3),
+        ("train.epochs", "three"),
+        ("train.epochs", 0),
+        ("train.method", "rmap"),
+        ("train.precision", "float32"),
+        ("optimizer.lr", [0.1]),
+        ("optimizer.lr", -1),
+        ("model", "resnet18"),
+        ("model.name", None),
+        ("transforms.train", "ToTensor"),
+        ("search.nodes", 4),
+        ("search.nodes", []),
+        ("search.strategy", "all"),
+        ("cluster.memory_per_gpu", "24 potatoes"),
+        ("cluster.memory_per_gpu", 16),
+        ("cluster.slurm.minutes", "two hours"),
+        ("cluster.slurm.partitions", "gpu"),
+        ("cluster.slurm.extra", {"mail-type": {"a": 1}}),
+        ("pricing.date", "last year"),
+        ("pricing.price", 0),
+        ("node_types", {"a 100": {}}),
+        ("node_types", {"a100": {"slurm": {}}}),
+        ("node_types", {"a100": {"cluster": {"slrum": {}}}}),
+        ("auto.arms", [{"lr_factor": 4}]),
+    ],
+)
+def test_a_typical_mistake_is_refused_as_the_loader_refuses_it(path, value):
+    content = with_value(path, value)
+    with pytest.raises(SpecError):
+        validate(content, source="the test")
+    assert refused(content) != []
+
+
+@pytest.mark.parametrize("left_out", ["model", "dataset", "optimizer", "train"])
+def test_a_job_without_a_script_needs_its_sections_and_a_site_needs_nothing(left_out):
+    content = {key: value for key, value in SMALL.items() if key != left_out}
+    assert any(f"'{left_out}' is a required property" in found for found in refused(content))
+    assert refused(content, SITE) == []
+    assert refused({"pricing": {"source": "the centre"}, "train": {"workers": 4}}, SITE) == []
+
+
+def test_a_script_needs_none_of_them_but_its_own():
+    script = {"command": "train.py -b {batch}", "length": {"epochs": 3}, "reference": {"batch": 8}}
+    assert refused({"script": script, "train": {"workers": 4}}) == []
+    assert refused({"script": {**script, "length": None}}) != []
+    assert refused({"script": {"command": "train.py"}}) != []
+    assert refused({"train": {"workers": 4}, "script": None}) != []

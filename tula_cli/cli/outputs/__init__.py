@@ -1,0 +1,1 @@
+"""Commands that put what is known into another form."""

@@ -1,0 +1,84 @@
+"""What the scheduler tells of a site beyond its partitions: QOS, accounts, features of nodes, reservations, and who is silent."""
+
+import os
+import pwd
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+from tula_cli.cluster.slurm.command import Answer, call
+from tula_cli.cluster.slurm.partitions import PATIENCE, Partition, parse_minutes, parse_partitions
+
+Call = Callable[..., Answer]
+
+
+@dataclass(frozen=True)
+class SiteFacts:
+    """What is known of a site; None is what nothing tells."""
+
+    partitions: tuple[Partition, ...]
+    silent: Mapping[str, str]  # command -> what it complains of: it is not there, hangs, or fails
+    qos: Mapping[str, int | None] | None = None  # name -> the longest job, minutes; None: as long as one likes
+    accounts: tuple[str, ...] | None = None  # all of the site's
+    features: Mapping[str, frozenset[str]] = field(default_factory=dict)  # of the nodes, by partition
+    reservations: tuple[str, ...] | None = None
+
+    @property
+    def answers(self) -> bool:
+        """Whether the controller answers at all."""
+        return bool(self.partitions)
+
+
+def ask_all(ask: Call = call) -> SiteFacts:
+    """Ask every command of SLURM that tula uses, each with little patience; nothing is submitted.
+
+    Args:
+        ask: what calls a command; tests give one of their own.
+    """
+    silent: dict[str, str] = {}
+
+    def told(*command: str) -> str | None:
+        answer = ask(*command, patience=PATIENCE)
+        if not answer.ok:
+            silent.setdefault(command[0], answer.complaint.splitlines()[-1] if answer.complaint else "it says nothing")
+        return answer.text if answer.ok else None
+
+    told("sbatch", "--version")
+    told("squeue", "--noheader", f"--user={pwd.getpwuid(os.getuid()).pw_name}", "--format=%i")
+    told("sacct", "--noheader", "--parsable2", "--allocations", "--starttime=now", "--format=JobID")
+    partitions = parse_partitions(told("sinfo", "--noheader", "--exact", "--format=%P|%a|%l|%s|%D|%T|%c|%m|%G") or "")
+    if not partitions:
+        silent.setdefault("sinfo", "it tells of no partition")
+        return SiteFacts((), silent)
+    return SiteFacts(
+        partitions,
+        silent,
+        qos=_qos(told("sacctmgr", "--noheader", "--parsable2", "show", "qos", "format=Name,MaxWall")),
+        accounts=_first_fields(told("sacctmgr", "--noheader", "--parsable2", "show", "account", "format=Account")),
+        features=_features(told("sinfo", "--noheader", "--exact", "--format=%P|%f") or ""),
+        reservations=_reservations(told("scontrol", "--oneliner", "show", "reservation")),
+    )
+
+
+def _qos(text: str | None) -> dict[str, int | None] | None:
+    rows = [line.split("|") for line in (text or "").splitlines() if "|" in line]
+    return {name: parse_minutes(limit) for name, limit, *_ in rows if name} or None
+
+
+def _first_fields(text: str | None) -> tuple[str, ...] | None:
+    return tuple(dict.fromkeys(name for line in (text or "").splitlines() if (name := line.split("|")[0]))) or None
+
+
+def _features(text: str) -> dict[str, frozenset[str]]:
+    found: dict[str, frozenset[str]] = {}
+    for line in text.splitlines():
+        name, _, words = line.strip().partition("|")
+        own = frozenset(word.strip() for word in words.split(",") if word.strip() not in ("", "(null)"))
+        found[name.rstrip("*")] = found.get(name.rstrip("*"), frozenset()) | own
+    return found
+
+
+def _reservations(text: str | None) -> tuple[str, ...] | None:
+    if text is None:
+        return None
+    words = [word for line in text.splitlines() for word in line.split()]
+    return tuple(word.removeprefix("ReservationName=") for word in words if word.startswith("ReservationName="))

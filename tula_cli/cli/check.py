@@ -85,37 +85,40 @@ def _write_hooks(screen: Screen, command: str | None, *, force: bool) -> None:
     screen.answer({"path": path}, show_check.hooks(path))
 
 
+JobOrSite = Annotated[
+    Path | None,
+    typer.Argument(metavar="JOB.YAML", help="The job spec; tula init writes one. With --site a site.yaml, or nothing."),
+]
+ShowOrigin = Annotated[bool, typer.Option("--show-origin", help="Show where each value comes from.")]
+Offline = Annotated[bool, typer.Option("--offline", help="Do not build the model and the dataset.")]
+OnCluster = Annotated[bool, typer.Option("--on-cluster", help="Look at the nodes instead, in a job of a minute or so.")]
+TryResume = Annotated[
+    bool,
+    typer.Option("--rehearse", help="Try how a script goes on from its own checkpoint instead, in a job of one node."),
+]
+OfSite = Annotated[
+    bool,
+    typer.Option(
+        "--site", help="Check the settings for all jobs of a site instead: the file named, else those that jobs read."
+    ),
+]
+RunSetup = Annotated[
+    bool, typer.Option("--run-setup", help="With --site: run the set-up lines of jobs on this machine too.")
+]
+CheckedNodes = Annotated[int | None, typer.Option(min=1, help="With --on-cluster: how many nodes (default: 2).")]
+
+
 def check(
     screen: Screen,
-    job: Annotated[
-        Path | None,
-        typer.Argument(
-            metavar="JOB.YAML", help="The job spec; tula init writes one. With --site a site.yaml, or nothing."
-        ),
-    ] = None,
+    job: JobOrSite = None,
     overrides: Overrides = None,
-    show_origin: Annotated[bool, typer.Option("--show-origin", help="Show where each value comes from.")] = False,
-    offline: Annotated[bool, typer.Option("--offline", help="Do not build the model and the dataset.")] = False,
-    on_cluster: Annotated[
-        bool, typer.Option("--on-cluster", help="Look at the nodes instead, in a job of a minute or so.")
-    ] = False,
-    rehearse: Annotated[
-        bool,
-        typer.Option(
-            "--rehearse", help="Try how a script goes on from its own checkpoint instead, in a job of one node."
-        ),
-    ] = False,
-    site: Annotated[
-        bool,
-        typer.Option(
-            "--site",
-            help="Check the settings for all jobs of a site instead: the file named, else those that jobs read here.",
-        ),
-    ] = False,
-    run_setup: Annotated[
-        bool, typer.Option("--run-setup", help="With --site: run the set-up lines of jobs on this machine too.")
-    ] = False,
-    nodes: Annotated[int | None, typer.Option(min=1, help="With --on-cluster: how many nodes (default: 2).")] = None,
+    show_origin: ShowOrigin = False,
+    offline: Offline = False,
+    on_cluster: OnCluster = False,
+    rehearse: TryResume = False,
+    site: OfSite = False,
+    run_setup: RunSetup = False,
+    nodes: CheckedNodes = None,
     root: Root = RUNS,
     fresh: Fresh = False,
     node_type: NodeType = None,
@@ -126,9 +129,6 @@ def check(
     --on-cluster checks the nodes of the cluster, --rehearse a script's resume: with either the same command again attaches to a job that is under way.
     --site checks the settings for all jobs, and submits nothing.
     """
-    from tula_cli.run.code import run_of
-    from tula_cli.services import check as services_check
-
     foreign = {"--show-origin": show_origin, "--offline": offline}
     elsewhere = {"--nodes": nodes is not None, "--timeout": timeout is not None}
     if site:
@@ -146,6 +146,25 @@ def check(
         return _check_on_cluster(screen, job, root, overrides, nodes=nodes, node_type=node_type, timeout=timeout)
     refuse(nodes is not None, "--nodes", "is for --on-cluster; search.nodes says what is measured")
     refuse(timeout is not None, "--timeout", "is for --on-cluster and --rehearse")
+    return _check_job(
+        screen, job, root, overrides, node_type=node_type, show_origin=show_origin, offline=offline, fresh=fresh
+    )
+
+
+def _check_job(
+    screen: Screen,
+    job: Path,
+    root: Path,
+    overrides: Sequence[str] | None,
+    *,
+    node_type: str | None,
+    show_origin: bool,
+    offline: bool,
+    fresh: bool,
+) -> None:
+    from tula_cli.run.code import run_of
+    from tula_cli.services import check as services_check
+
     spec = load(job, overrides)
     origins = _origins(job, spec, overrides) if show_origin else {}
     refuse(fresh and offline, "--fresh", "means nothing to --offline")
@@ -157,7 +176,6 @@ def check(
         warn_all(screen, report.warnings)
     warn_all(screen, checked.left_out)
     checked.require_sound(str(job))
-    return None
 
 
 def _refuse_all(given: dict[str, bool], *, to: str) -> None:

@@ -2,7 +2,7 @@
 
 from typing import Annotated, Literal
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, WithJsonSchema, model_validator
 
 from tula_cli.plugins import is_import_string, nearest
 from tula_cli.spec.kinds import (
@@ -31,6 +31,9 @@ def _kind(name: str) -> str:
     raise ValueError(f"unknown scheduler {name!r}: {hint}")
 
 
+_WRITTEN_KIND = WithJsonSchema({"anyOf": [{"enum": list(KINDS)}, {"type": "string", "pattern": "^[^:]+:.+$"}]})
+
+
 class OwnScheduler(Section):
     """What a scheduler of the user's own is asked for: `cluster.kind` is its import string."""
 
@@ -44,7 +47,7 @@ class Cluster(Section):
     """Where jobs run, and what one of its nodes is."""
 
     # this machine, SLURM, or a scheduler of your own by its import string: package.module:attribute
-    kind: Annotated[str, AfterValidator(_kind)] = "local"
+    kind: Annotated[str, AfterValidator(_kind), _WRITTEN_KIND] = "local"
     gpus_per_node: Positive = 1  # ranks of one node (also where the ranks run on the CPU)
     device: Literal["auto", "cuda", "cpu"] = "auto"  # auto: a GPU where there is one
     memory_per_gpu: Size | None = None  # bytes that a rank may use; enforced

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
         status,
         train,
     )
+    from tula_cli.services.api.differing_runs import diff
     from tula_cli.services.api.evaluating import evaluate
     from tula_cli.services.api.handles import Run
     from tula_cli.services.api.rehearsing import rehearse
@@ -27,6 +28,7 @@ __all__ = [
     "check",
     "check_nodes",
     "compare",
+    "diff",
     "estimate",
     "evaluate",
     "profile",
@@ -39,6 +41,7 @@ __all__ = [
 _PLACES = {
     "Run": "services.api.handles",
     "TulaError": "errors",
+    "diff": "services.api.differing_runs",
     "evaluate": "services.api.evaluating",
     "__version__": "version",
     "rehearse": "services.api.rehearsing",

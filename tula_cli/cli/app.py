@@ -11,7 +11,7 @@ import typer
 
 from tula_cli.cli import check, clean, compare, evaluate, profile, recommend, status, train
 from tula_cli.cli.options import COMMON, USAGE_ERROR, Interrupted, register
-from tula_cli.cli.outputs import schema
+from tula_cli.cli.outputs import diff, schema
 from tula_cli.errors import SpecError, TulaError
 from tula_cli.show.screen import Screen
 from tula_cli.version import __version__
@@ -38,6 +38,7 @@ WORKFLOW: Mapping[Callable[..., None], str] = {
     status.list_: "tula list --run-dir /scratch/tula-runs",
     status.logs: "tula logs --follow",
     status.cancel: "tula cancel digits-1f0c5b7e",
+    diff.diff: "tula diff digits-1f0c5b7e digits-9a4e02cd",
     schema.schema: "tula schema site --out site.schema.json",
     clean.clean: "tula clean --older 30d --dry-run",
 }

@@ -1,0 +1,138 @@
+"""The probes that two runs have in common: step time, its parts, memory."""
+
+import statistics
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from tula_cli.models.time.changes.step_change import changed_parts
+from tula_cli.models.time.changes.two_probes import StepRatio, step_ratio
+from tula_cli.models.time.noise import centre
+from tula_cli.run.records.probes import Failed, Measured, OutOfMemory
+from tula_cli.run.records.results import Part, StepParts
+
+Result = Measured | OutOfMemory | Failed
+
+
+@dataclass(frozen=True)
+class Both:
+    """A number of each of two runs; None is what was not measured."""
+
+    before: float | None
+    after: float | None
+
+    @property
+    def ratio(self) -> float | None:
+        return self.after / self.before if self.before and self.after is not None else None
+
+
+@dataclass(frozen=True)
+class StepDifference:
+    """One configuration in both runs. Times in seconds, memory in bytes of one GPU."""
+
+    part: str  # type of node, or length of text; empty where the job names none
+    nodes: int
+    gpus_per_node: int
+    batch: int
+    local_batch: int
+    outcomes: tuple[str, str]  # measured, out_of_memory, failed
+    step: Both
+    compute: Both  # without synchronisation and without waiting for data
+    sync: Both
+    data_wait: Both
+    memory: Both
+    ratio: float | None = None  # of the step times, B over A; None where either has none
+    beyond_noise: bool = False  # more than the noise of the steps explains
+    causes: tuple[Part, ...] = ()  # the parts that make a notable share of it, the most first
+
+
+@dataclass(frozen=True)
+class StepsCompared:
+    """All configurations of two runs."""
+
+    rows: tuple[StepDifference, ...]  # those that both have tried
+    only: tuple[int, int]  # how many A alone has, and B alone
+
+    @property
+    def timed(self) -> tuple[StepDifference, ...]:
+        """Those that both have measured."""
+        return tuple(row for row in self.rows if row.ratio is not None)
+
+    @property
+    def changed(self) -> tuple[StepDifference, ...]:
+        """Those whose step time differs by more than noise."""
+        return tuple(row for row in self.timed if row.beyond_noise)
+
+    @property
+    def ratio(self) -> float | None:
+        """The middle ratio of those that differ; None where none does."""
+        return statistics.median(row.ratio for row in self.changed if row.ratio) if self.changed else None
+
+    @property
+    def causes(self) -> tuple[Part, ...]:
+        """The parts that most of the changed configurations are down to."""
+        counted = Counter(part for row in self.changed for part in row.causes)
+        told = sum(bool(row.causes) for row in self.changed)
+        return tuple(part for part, count in counted.most_common() if 2 * count > told)
+
+
+def compare_steps(pairs: Iterable[tuple[str, Sequence[Result], Sequence[Result]]]) -> StepsCompared:
+    """Compare the results of two runs.
+
+    Args:
+        pairs: for each part of the runs its name, and the results of the one and of the other.
+    """
+    rows: list[StepDifference] = []
+    alone = [0, 0]
+    for part, before, after in pairs:
+        one, other = ({_place(result): result for result in results} for results in (before, after))
+        common = [place for place in one if place in other]
+        rows += [_row(part, one[place], other[place]) for place in common]
+        alone[0] += len(one) - len(common)
+        alone[1] += len(other) - len(common)
+    return StepsCompared(tuple(rows), (alone[0], alone[1]))
+
+
+def _place(result: Result) -> tuple[int, int, int]:
+    return result.nodes, result.gpus_per_node, result.local_batch
+
+
+def _row(part: str, before: Result, after: Result) -> StepDifference:
+    one, other = (result if isinstance(result, Measured) else None for result in (before, after))
+    steps: StepRatio | None = step_ratio(one.step_times, other.step_times) if one and other else None
+    parts = [_parts(probe) for probe in (one, other)]
+    beyond = steps is not None and steps.beyond_noise
+    causes = changed_parts(parts[0], parts[1]) if beyond and parts[0] and parts[1] else ()
+
+    def both(name: str) -> Both:
+        values = [getattr(each, name) if each is not None else None for each in parts]
+        return Both(values[0], values[1])
+
+    return StepDifference(
+        part,
+        *_place(before)[:2],
+        batch=before.nodes * before.gpus_per_node * before.local_batch,
+        local_batch=before.local_batch,
+        outcomes=(before.kind, after.kind),
+        step=both("step"),
+        compute=both("compute"),
+        sync=both("sync"),
+        data_wait=both("data"),
+        memory=Both(*(probe.memory.peak if probe else None for probe in (one, other))),
+        ratio=steps.ratio if steps else None,
+        beyond_noise=beyond,
+        causes=causes,
+    )
+
+
+def _parts(probe: Measured | None) -> StepParts | None:
+    """Return where the time of a probe's step goes; None of what was not measured."""
+    if probe is None:
+        return None
+    wait, work = probe.data_wait, probe.compute_time
+    return StepParts(
+        step=centre(probe.step_times),
+        data=wait,
+        compute=None if work is None else max(0.0, work - (wait or 0.0)),
+        sync=probe.sync_time,
+    )

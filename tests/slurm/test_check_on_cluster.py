@@ -84,6 +84,18 @@ def test_init_asks_the_scheduler_and_sbatch_takes_what_it_writes(tula: Tula, on_
     assert "torch sees no GPU" in error["message"]  # the cluster's are stand-ins: the job ran, and told
 
 
+def test_a_site_file_is_held_against_what_the_scheduler_tells(tula: Tula, on_slurm: SlurmCluster) -> None:
+    site = tula.folder / "site.yaml"
+    site.write_text("cluster: {kind: slurm, device: cpu, slurm: {partition: main, minutes: 10}}\n")
+    sound = tula("check", "--site", "site.yaml")["data"]["findings"]
+    assert [one["about"] for one in sound if one["verdict"] == "problem"] == []
+    assert any(one["about"] == "cluster.slurm.partition" and "main: 4 nodes" in one["message"] for one in sound)
+    site.write_text("cluster: {kind: slurm, device: cpu, slurm: {partition: closed, constraint: nope}}\n")
+    error = tula_error(tula, "check", "--site", "site.yaml", code=5)
+    assert "2 problems (cluster.slurm.partition, cluster.slurm.constraint)" in error["message"]
+    assert not jobs(), "nothing was submitted"
+
+
 # --- helpers
 
 

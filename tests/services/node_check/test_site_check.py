@@ -157,6 +157,14 @@ def test_a_line_that_fails_is_named_although_it_would_end_nothing(check):
         found.require_sound()
 
 
+@pytest.mark.parametrize(
+    ("line", "ends"), [("set -euo pipefail", 1), ("  set -o errexit", 1), ("set -u", 0), ("# set -e", 0)]
+)
+def test_a_set_up_that_goes_on_after_a_failure_is_told(check, line, ends):
+    found = check(SITE.replace("setup: []", f"setup: ['{line}', 'true']"))
+    assert sum("begin with set -e" in told for told in told(found, "warning")) == 1 - ends
+
+
 def test_each_type_of_node_is_held_against_its_own_partition(check):
     types = "node_types: {a: {}, b: {cluster: {gpus_per_node: 2, slurm: {partition: cpu, gpu_type: null, constraint: null}}}}"
     about = [one.about for one in check(SITE + types).problems]

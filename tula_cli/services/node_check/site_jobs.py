@@ -1,6 +1,7 @@
 """What jobs of a site begin with, tried here: the set-up lines, and the python that they start."""
 
 import json
+import re
 import shlex
 import subprocess
 import sys
@@ -21,6 +22,7 @@ PATIENCE = 120.0
 _ON_REQUEST = "tula check --site --run-setup runs them here, on this machine"
 _NEEDED = ("pydantic", "yaml", "numpy", "submitit", "torch")
 _OLDEST = (3, 10)
+_ENDS_AT_ERRORS = re.compile(r"\s*set\s+(-[a-zA-Z]*e|-o\s+errexit)")
 _MARK = "tula-site-check: "
 _TRAP = f"trap 'echo \"{_MARK}$? of: $BASH_COMMAND\" >&2' ERR"
 _ASK = f"""
@@ -84,7 +86,7 @@ def _tried(slurm: Slurm, lines: Sequence[str], *, run_setup: bool) -> Iterator[S
         if read.code:
             yield problem(where, f"bash cannot read the set-up: {read.last}", "mend its lines", "jobs")
             return
-        if not any(line.split("#")[0].strip().startswith("set -") and "e" in line for line in lines):
+        if not any(_ENDS_AT_ERRORS.match(line) for line in lines):
             yield warning(where, "a line of the set-up that fails ends nothing", "begin with set -e", "jobs")
         if not run_setup:
             yield warning(

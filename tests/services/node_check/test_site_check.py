@@ -1,5 +1,6 @@
 """`tula check --site`: the file by the job's own rules, then what the scheduler and the shell say to it."""
 
+import re
 import sys
 from pathlib import Path
 
@@ -9,6 +10,7 @@ from tula_cli.cluster.slurm.command import Answer
 from tula_cli.cluster.slurm.site_facts import SiteFacts, ask_all
 from tula_cli.errors import JobFailed, SchedulerError, SpecError
 from tula_cli.services.node_check.site_check import SiteCheck, check_site
+from tula_cli.services.node_check.site_file import file_findings, read_site
 from tula_cli.version import __version__
 
 SINFO = (
@@ -162,7 +164,23 @@ def test_a_line_that_fails_is_named_although_it_would_end_nothing(check):
 )
 def test_a_set_up_that_goes_on_after_a_failure_is_told(check, line, ends):
     found = check(SITE.replace("setup: []", f"setup: ['{line}', 'true']"))
-    assert sum("begin with set -e" in told for told in told(found, "warning")) == 1 - ends
+    assert sum("begin with set -e" in line for line in told(found, "warning")) == 1 - ends
+
+
+EXAMPLES = Path(__file__).parents[3] / "examples"
+
+
+@pytest.mark.parametrize("path", [EXAMPLES / "slurm_site" / "site.yaml", *sorted((EXAMPLES / "sites").glob("*.yaml"))])
+def test_the_site_files_that_come_with_tula_are_sound_as_files(path):
+    found = list(file_findings(read_site(path)))
+    assert [one.verdict for one in found] == ["ok"]
+
+
+@pytest.mark.parametrize("path", sorted((EXAMPLES / "sites").glob("*.yaml")))
+def test_a_site_file_from_documentation_says_so_and_from_which_and_when(path):
+    head = path.read_text().partition("\ncluster:")[0]
+    assert "FROM PUBLIC DOCUMENTATION, NOT RUN THERE" in head
+    assert re.search(r"pages \".*\" and \".*\"", head) and re.search(r"on \d+ \w+ 20\d\d", head)
 
 
 def test_each_type_of_node_is_held_against_its_own_partition(check):

@@ -30,7 +30,7 @@ def write_schema(kind: Kind, path: Path) -> None:
         CannotWrite: it cannot be written.
     """
     if path.is_dir() or (path.exists() and _OURS not in _beginning(path)):
-        raise SpecError(f"{path} is there already, and is no schema that tula wrote", "name another file")
+        raise SpecError(f"{path} is there already, and is no schema that tula wrote", "remove it, or name another file")
     write_atomic(path, schema_text(kind))
 
 

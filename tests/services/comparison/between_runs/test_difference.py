@@ -205,6 +205,7 @@ def test_trainings_and_recommendations_are_told(runs):
     (pair,) = found.trainings
     assert pair.same_signature and pair.before and pair.after
     assert (pair.before.hours, pair.after.hours, pair.after.best_of) == (0.1, 0.2, "f1")
+    assert found.headline[1] == "training ab12cd34 took 2.00 x as long (6.00 min -> 12.0 min)"
     assert (found.chosen[0], found.chosen[1] and found.chosen[1].objective) == (None, "knee")
     assert "A  nothing yet" in shown(found) and "B  knee: " in shown(found)
     json.dumps(plain(found), allow_nan=False)

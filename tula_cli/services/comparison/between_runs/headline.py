@@ -1,11 +1,13 @@
 """The answer of `tula diff` in a line or two: how much slower or faster, by what part of a step, and what else is different."""
 
+import math
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from tula_cli.models.time.changes.two_probes import LEAST
 from tula_cli.run.records.results import Part
 from tula_cli.services.comparison.between_runs.differing import Differing
-from tula_cli.words import number, plural
+from tula_cli.words import duration, number, plural
 
 if TYPE_CHECKING:
     from tula_cli.services.comparison.between_runs.difference import RunDifference
@@ -20,11 +22,11 @@ _LONGEST = 40  # characters of a value
 
 def headline(found: "RunDifference") -> tuple[str, ...]:
     """Return the answer in lines."""
-    pace, what = _pace(found), list(_what(found))
+    pace, what, trained = _pace(found), list(_what(found)), tuple(_trained(found))
     if not what and not found.steps.changed:
         alike = "the same job, code and environment" if found.steps.timed else "the same job and code"
-        return (f"nothing differs: {alike}; {pace or 'nothing is measured in either'}",)
-    told = [pace] if pace else []
+        return (f"nothing differs: {alike}; {pace or 'nothing is measured in either'}", *trained)
+    told = [*filter(None, [pace]), *trained]
     if what:
         more = f", and {len(what) - _MOST} more" if len(what) > _MOST else ""
         told.append(f"what differs: {', '.join(what[:_MOST])}{more}")
@@ -53,6 +55,20 @@ def _pace(found: "RunDifference") -> str:
         )
     how = f"{number(steps.ratio)} x as slow" if slower else f"{number(1 / steps.ratio)} x as fast"
     return f"B is {how} at {len(steps.changed)} of {of}{_causes(steps.causes)}"
+
+
+def _trained(found: "RunDifference") -> Iterator[str]:
+    """Yield which trainings took another time; that of a training is told by nothing else, so small changes are left out."""
+    for pair in found.trainings:
+        if pair.before is None or pair.after is None or not pair.before.hours or not pair.after.hours:
+            continue
+        ratio = pair.after.hours / pair.before.hours
+        if abs(math.log(ratio)) <= math.log1p(LEAST):
+            continue
+        which = f"training {pair.before.signature}" if pair.same_signature else "the newest training"
+        where = f" ({pair.part})" * bool(pair.part)
+        times = f"{duration(3600 * pair.before.hours)} -> {duration(3600 * pair.after.hours)}"
+        yield f"{which}{where} took {number(ratio)} x as long ({times})"
 
 
 def _causes(causes: tuple[Part, ...]) -> str:

@@ -24,6 +24,8 @@ class TrainingTold:
     best_of: str  # the metric; empty where there is none
     best_epoch: int | None
     causes: tuple[str, ...]  # of relaunches, and why it ended before its last epoch
+    hosts: tuple[str, ...]  # of its attempts, as the scheduler writes them
+    tula: tuple[str, ...]  # versions that ran them
 
 
 @dataclass(frozen=True)
@@ -56,7 +58,7 @@ def training_pairs(before: RunDir, after: RunDir, *, part: str = "") -> tuple[Tr
 
 def _told(run: RunDir, signature: str) -> TrainingTold:
     training = run.training(signature)
-    summary, task = training.summary(), training.newest_task()
+    summary, task, attempts = training.summary(), training.newest_task(), training.attempts()
     best, metric, epoch = _best(training)
     causes = (*summary.causes, *filter(None, [summary.ended])) if summary else ()
     return TrainingTold(
@@ -64,7 +66,7 @@ def _told(run: RunDir, signature: str) -> TrainingTold:
         ended=summary is not None,
         nodes=summary.nodes if summary else task.own_nodes if task else None,
         batch=summary.batch if summary else task.batch if task else None,
-        attempts=len(training.attempts()),
+        attempts=len(attempts),
         hours=summary.actual_hours if summary else None,
         cost=summary.actual_cost if summary else None,
         currency=summary.currency if summary else "",
@@ -73,6 +75,8 @@ def _told(run: RunDir, signature: str) -> TrainingTold:
         best_of=metric,
         best_epoch=epoch,
         causes=causes,
+        hosts=tuple(dict.fromkeys(one.hosts or one.host for one in attempts if one.hosts or one.host)),
+        tula=tuple(dict.fromkeys(one.tula for one in attempts if one.tula)),
     )
 
 

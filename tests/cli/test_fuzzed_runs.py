@@ -20,7 +20,7 @@ from tula_cli.run.directory import RunDir
 from tula_cli.show import screen as show_screen
 
 COMMANDS = (
-    "status", "list", "recommend", "recommend --objective knee", "logs", "train --dry-run", "compare --show", "cancel", "profile --dry-run", "clean --dry-run --keep best",
+    "status", "list", "recommend", "recommend --objective knee", "logs", "train --dry-run", "compare --show", "cancel", "profile --dry-run", "clean --dry-run --keep best", "diff",
 )  # fmt: skip
 SIGNATURE = "ab12cd34"
 SECONDS = 20  # that a command may take; a file that cannot be read must not hold it up
@@ -156,7 +156,10 @@ def damaged_once(root: Path, random_: random.Random) -> list[str]:
         PLACES[how](path)
     wrong = []
     for command in random_.sample(COMMANDS, 3):
-        words = [*command.split(), *(() if command == "list" else ("--run", str(run.path)))]
+        about = ["--run", str(run.path)]
+        if command == "diff":
+            about = [str(run.path), str(whole_run(root / "whole").path)][:: random_.choice((1, -1))]
+        words = [*command.split(), *(() if command == "list" else about)]
         words += ["--json"] if random_.random() < 0.5 else []
         screen = show_screen.Screen(out=io.StringIO(), err=io.StringIO())
         signal.alarm(SECONDS)

@@ -220,6 +220,16 @@ def test_a_damaged_result_is_left_out_and_told(runs):
     assert len(found.steps.rows) == 5 and "probe-n001-l000064" in found.warnings[0]
 
 
+@pytest.mark.parametrize("times", [(), (0.0,) * 10, (-1.0,) * 10])
+def test_times_that_no_step_takes_are_not_compared(runs, times):
+    one, other = runs("a"), runs("b")
+    add(one)
+    add(other)
+    other.write_result(measured(BEFORE, 1, 64, step_times=times))
+    (row, *others) = difference(one, other).steps.rows
+    assert (row.ratio, row.step.after, len(others)) == (None, None, 5)
+
+
 def test_python_takes_names_folders_and_runs(runs, tmp_path):
     one, other = runs("a"), runs("a/more")
     add(one)

@@ -1,5 +1,6 @@
 """The probes that two runs have in common: step time, its parts, memory."""
 
+import math
 import statistics
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -99,7 +100,7 @@ def _place(result: Result) -> tuple[int, int, int]:
 
 def _row(part: str, before: Result, after: Result) -> StepDifference:
     one, other = (result if isinstance(result, Measured) else None for result in (before, after))
-    steps: StepRatio | None = step_ratio(one.step_times, other.step_times) if one and other else None
+    steps = _compared(one, other)
     parts = [_parts(probe) for probe in (one, other)]
     beyond = steps is not None and steps.beyond_noise
     causes = changed_parts(parts[0], parts[1]) if beyond and parts[0] and parts[1] else ()
@@ -125,9 +126,20 @@ def _row(part: str, before: Result, after: Result) -> StepDifference:
     )
 
 
+def _compared(one: Measured | None, other: Measured | None) -> StepRatio | None:
+    """Return how the steps of two probes compare; None where either has no time that a step could have taken."""
+    if one is None or other is None or not (_is_timed(one) and _is_timed(other)):
+        return None
+    return step_ratio(one.step_times, other.step_times)
+
+
+def _is_timed(probe: Measured) -> bool:
+    return bool(probe.step_times) and 0 < centre(probe.step_times) < math.inf
+
+
 def _parts(probe: Measured | None) -> StepParts | None:
     """Return where the time of a probe's step goes; None of what was not measured."""
-    if probe is None:
+    if probe is None or not _is_timed(probe):
         return None
     wait, work = probe.data_wait, probe.compute_time
     return StepParts(

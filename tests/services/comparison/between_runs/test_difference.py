@@ -180,6 +180,9 @@ def test_types_of_nodes_are_held_against_their_own(runs):
     found = difference(one, other)
     assert [(told.about, told.part) for told in found.environment] == [("hardware", "large")]
     assert found.only == (("small",), ("tiny",))
+    for run, text in ((one, "a\n"), (other, "b\n")):
+        code(run.parts(run.spec(), "large")[0].run, {"train.py": text}, "")
+    assert [file.name for file in difference(one, other).code.files] == ["train.py"]
     assert {row.part for row in found.steps.rows} == {"large"}
     assert "in A alone: node type small" in shown(found)
 

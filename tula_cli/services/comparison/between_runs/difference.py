@@ -12,7 +12,7 @@ from tula_cli.run.frames import frame
 from tula_cli.run.jobfile import begun, changes
 from tula_cli.run.records.probes import Measured
 from tula_cli.run.records.results import JobFile
-from tula_cli.services.comparison.between_runs.codes import CodeDifference, code_difference
+from tula_cli.services.comparison.between_runs.codes import CodeDifference, code_difference, snapshot_of
 from tula_cli.services.comparison.between_runs.differing import Differing
 from tula_cli.services.comparison.between_runs.environments import environment_differences
 from tula_cli.services.comparison.between_runs.headline import headline
@@ -101,7 +101,7 @@ def difference(before: RunDir, after: RunDir) -> RunDifference:
         after=_told(after, specs[1]),
         job=tuple(Differing(key, *values) for key, values in changes(*specs).items()),
         environment=tuple(environment),
-        code=code_difference(before, after),
+        code=_code((one.run, other.run) for _, one, other in pairs),
         steps=compare_steps((name, one.results, other.results) for name, one, other in looks),
         chosen=(Chosen.of(before.recommendation()), Chosen.of(after.recommendation())),
         trainings=tuple(pair for name, one, other in trained for pair in training_pairs(one, other, part=name)),
@@ -109,6 +109,12 @@ def difference(before: RunDir, after: RunDir) -> RunDifference:
         warnings=tuple(error.message for _, *both in looks for look in both for error in look.damaged),
     )
     return replace(found, headline=headline(found))
+
+
+def _code(pairs: Iterable[tuple[RunDir, RunDir]]) -> CodeDifference:
+    """Return how the code differs: one job's parts all run the same, so the first that were submitted tell it."""
+    found = (code_difference(one, other) for one, other in pairs if snapshot_of(one) or snapshot_of(other))
+    return next(found, CodeDifference())
 
 
 def _measured(results: Iterable[Result]) -> list[Measured]:

@@ -97,6 +97,9 @@ def _option_value(value: object) -> object:
     return lines if isinstance(value, list) else value
 
 
+_WRITTEN_MEMORY = WithJsonSchema(
+    {"anyOf": [{"type": "integer", "minimum": 0}, {"type": "string", "pattern": "^([0-9]+[KMGTkmgt]?[Bb]?)?$"}]}
+)
 _WRITTEN_OPTION = {
     "type": ["boolean", "number", "string", "array", "null"],
     "items": {"type": ["string", "number"]},
@@ -118,7 +121,7 @@ class Slurm(Section):
     reservation: Line | None = None  # sbatch's --reservation
     exclude: Line | None = None  # sbatch's --exclude
     minutes: Minutes = 120  # time limit of a training job
-    memory: Annotated[Line, AfterValidator(_slurm_memory)] | None = None  # a node, as sbatch's --mem
+    memory: Annotated[Line, AfterValidator(_slurm_memory), _WRITTEN_MEMORY] | None = None  # a node, as sbatch's --mem
     cpus_per_task: Positive | None = None  # a rank, with either launcher
     gpus: Literal["gpus_per_node", "gres", "gpus_per_task", "none"] = "gpus_per_node"  # how GPUs are asked for
     gpu_type: Annotated[Line, AfterValidator(_gpu_type)] | None = None  # as the site calls it: a100

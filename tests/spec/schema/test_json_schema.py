@@ -184,3 +184,39 @@ def test_a_script_needs_none_of_them_but_its_own():
     assert refused({"script": {**script, "length": None}}) != []
     assert refused({"script": {"command": "train.py"}}) != []
     assert refused({"train": {"workers": 4}, "script": None}) != []
+
+
+POOL: list[Any] = [
+    None, True, False, 0, 1, 8, 0.5, 1e-3, "auto", "x", "a.b:c", "10", "16GiB", "1-12:00:00", "2025-11-30", "", [], [1], ["a"],
+    {}, {"a": 1}, {"every": 2}, {"a.b:c": {}}, {"lengths": [64]}, [{"epochs": 1, "batch": 64}], "SIGTERM", "cosine", float("inf"),
+]  # fmt: skip
+
+
+def keys() -> Iterator[str]:
+    """Yield every key of the sections that a job has by itself."""
+    for name, own in JOB["properties"].items():
+        sections = [part["$ref"] for part in [*own.get("allOf", ()), *own.get("anyOf", ())] if "$ref" in part]
+        if name != "script" and sections:
+            yield from (f"{name}.{key}" for key in JOB["$defs"][sections[0].rpartition("/")[2]]["properties"])
+    yield from (f"cluster.slurm.{key}" for key in JOB["$defs"]["Slurm"]["properties"])
+
+
+def is_another_spelling(value: Any) -> bool:
+    """Return whether the loader reads a value as one of another type: true for 1, '10' for 10."""
+    return isinstance(value, bool) or value in (0, 1, "10")
+
+
+def test_nothing_is_refused_that_the_loader_takes():
+    """For every key, also those to come: what a validator reads before its type is checked says itself how it is written."""
+    refused_alone = []
+    for key in keys():
+        for value in POOL:
+            content = with_value(key, value)
+            if is_another_spelling(value) or not refused(content):
+                continue
+            try:
+                validate(content, source="the test")
+            except SpecError:
+                continue
+            refused_alone.append((key, value))
+    assert refused_alone == []

@@ -35,20 +35,22 @@ def merge_sources(
             key = variable.removeprefix(ENV_PREFIX).lower().replace("__", ".")
             _assign(merged, key, environ[variable], origins, source=variable)
     override(merged, overrides, origins)
-    _leave_slurm_of_sites(merged, origins, {str(site_file) for site_file in sites} - {str(path)})
+    _leave_other_schedulers(merged, origins, {str(site_file) for site_file in sites} - {str(path)})
     return merged, origins
 
 
-def _leave_slurm_of_sites(merged: dict[str, Any], origins: dict[str, str], sites: Collection[str]) -> None:
-    """Leave `cluster.slurm` out of a job on one machine where site files alone have given it: it is for jobs on SLURM."""
+def _leave_other_schedulers(merged: dict[str, Any], origins: dict[str, str], sites: Collection[str]) -> None:
+    """Leave what site files alone have given out of a job that runs otherwise: it is for jobs on that scheduler."""
     cluster = merged.get("cluster")
-    if not isinstance(cluster, dict) or cluster.get("kind", "local") != "local":
+    if not isinstance(cluster, dict):
         return
-    given = [key for key in origins if key == "cluster.slurm" or key.startswith("cluster.slurm.")]
-    if given and all(origins[key] in sites for key in given):
-        del cluster["slurm"]
-        for key in given:
-            del origins[key]
+    kind = cluster.get("kind", "local")
+    for section, meant in (("slurm", kind == "slurm"), ("scheduler", kind not in ("local", "slurm"))):
+        given = [key for key in origins if f"{key}.".startswith(f"cluster.{section}.")]
+        if not meant and given and all(origins[key] in sites for key in given):
+            del cluster[section]
+            for key in given:
+                del origins[key]
 
 
 def override(into: dict[str, Any], overrides: Iterable[str], origins: dict[str, str]) -> None:

@@ -263,7 +263,9 @@ def test_a_job_has_an_end_and_is_ended_there(queue: Site) -> None:
     assert told is not None and began < told < began + 100
     if queue.fake is not None:
         queue.fake.set(id_, "TIMEOUT")
-    elif isinstance(queue.scheduler, SlurmScheduler):  # which lets a minute be two: tests/slurm/test_recovery.py waits for it
+    elif isinstance(
+        queue.scheduler, SlurmScheduler
+    ):  # which lets a minute be two: tests/slurm/test_recovery.py waits for it
         queue.scheduler.cancel([id_])
         return
     queue.wait(lambda: queue.state(id_) == "ended")

@@ -31,6 +31,7 @@ from tula_cli.services import check as services_check
 from tula_cli.services import estimate as services_estimate
 from tula_cli.services import nodes as services_nodes
 from tula_cli.services import status as services_status
+from tula_cli.services.node_check import findings
 from tula_cli.services.progress import job_status
 from tula_cli.show import live
 from tula_cli.show import screen as show_screen
@@ -995,7 +996,7 @@ def test_check_on_cluster_shows_the_nodes_and_the_network(cluster):
     [("folder", 6, "n2 reads another file"), ("user", 6, "no interface ib7"), ("vanishes", 6, "left no word")],
 )
 def test_check_on_cluster_fails_as_its_job_does(cluster, monkeypatch, fails, code, words):
-    monkeypatch.setitem(services_nodes.LAG, "local", 0.05)
+    monkeypatch.setitem(findings.LAG, "local", 0.05)
     cluster.launcher = Here(fails)
     answer = tula("check", "job.yaml", "--on-cluster")
     assert (answer.code, words in answer.err) == (code, True), answer.err

@@ -107,6 +107,6 @@ def test_a_job_that_is_cancelled_there_is_over(tula: Any) -> None:
     tula("train", "job.yaml", "--nodes", "1", "--batch", "64", "--yes", "--no-wait")
     (job,) = tula.run().jobs()
     tula.until(lambda: tula.run().attempts())
-    tula("cancel", job.id)
+    assert tula("cancel")["data"]["cancelled"] == [job.id]
     tula.until(lambda: {state.state for state in queue.ask(job.ids).values()} == {"ended"})
     assert tula("status")["data"]["jobs"][0]["state"] == "cancelled"

@@ -12,7 +12,7 @@ from tula_cli.services.profiling.loader_memory import MORE_SHARED
 from tula_cli.spec.job import JobSpec
 from tula_cli.words import amount, plural
 
-LAG_HERE, LAG = 2.0, 30.0
+LAG = {"local": 2.0, "slurm": 30.0}
 """Seconds that a file of another node may take to be seen here (NFS keeps what it knows of a folder for that long)."""
 SLOW_INSIDE = 8 * 32e9
 """Bits a second between two GPUs of one node, in each direction: PCIe 4.0 with 16 lanes. NVLink is faster from V100 on."""
@@ -24,7 +24,7 @@ CLOCKS_APART = 1.0
 
 def lag(scheduler: str) -> float:
     """Return the seconds that a file of another node may take to be seen here, by what the job runs on."""
-    return LAG_HERE if scheduler == "local" else LAG
+    return LAG["local" if scheduler == "local" else "slurm"]
 
 
 def silent(run: RunDir, report: ClusterReport) -> list[NodeReport]:

@@ -20,7 +20,7 @@ from tula_cli.spec.resources import Cluster
 JobState = Literal["queued", "running", "suspended", "held", "done", "failed", "diverged", "cancelled", "lost"]
 ACTIVE: tuple[JobState, ...] = ("queued", "running", "suspended")
 
-HERE, ELSEWHERE = 2.0, 60.0
+GRACE = {"local": 2.0, "slurm": 60.0}
 """Seconds for which the files of an ended job may still be on their way (NFS, Lustre)."""
 
 CLOCKS_APART = 60.0
@@ -29,7 +29,7 @@ CLOCKS_APART = 60.0
 
 def grace(scheduler: str) -> float:
     """Return the seconds for which files of an ended job may still be on their way, by what it ran on."""
-    return HERE if scheduler == "local" else ELSEWHERE
+    return GRACE["local" if scheduler == "local" else "slurm"]
 
 
 @dataclass(frozen=True)

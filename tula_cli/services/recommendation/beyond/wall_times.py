@@ -1,0 +1,125 @@
+"""The site's bins of wall time (`cluster.slurm.limits`): what of a job they allow, and how many jobs a training then takes."""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from tula_cli.cluster.slurm.sbatch import ROOM
+from tula_cli.cluster.slurm.submit import MOST_LINKS, SPARE_LINKS
+from tula_cli.errors import Infeasible, SpecError
+from tula_cli.models.choice.columns import Flags, Floats
+from tula_cli.models.choice.offers import Offers
+from tula_cli.models.queue.result_time import chain_links
+from tula_cli.run.records.probes import Measured
+from tula_cli.run.records.recommendations import Prediction
+from tula_cli.services.recommendation.measured import TypeMeasurements
+from tula_cli.spec.job import JobSpec
+from tula_cli.spec.slurm_options import Slurm
+from tula_cli.words import duration, number, plural
+
+LINKS = int((MOST_LINKS - SPARE_LINKS) / 1.5)
+"""Jobs that a training may need: half as many again are submitted, and two."""
+_MARGIN = 1.5
+"""Minutes at the end of a job in which it is told to save and leave."""
+
+
+def bins_of(spec: JobSpec) -> str:
+    """Return the bins in words."""
+    limits = (spec.cluster.slurm or Slurm()).limits
+    return ", ".join(f"up to {plural(each.nodes)} {each.hours:g} h" for each in limits)
+
+
+def allowed_nodes(spec: JobSpec) -> tuple[list[int], list[str]]:
+    """Return the searched numbers of nodes that a bin holds, and what to say of the others."""
+    slurm = spec.cluster.slurm or Slurm()
+    allowed = [nodes for nodes in spec.search.nodes if slurm.longest(nodes)]
+    beyond = [nodes for nodes in spec.search.nodes if nodes not in allowed]
+    words = (
+        f"search.nodes {beyond}: left out, the site lets no job have so many (cluster.slurm.limits: {bins_of(spec)})"
+    )
+    return allowed, [words] if beyond else []
+
+
+def require_allowed(spec: JobSpec, nodes: int) -> None:
+    """Refuse a training on more nodes than any bin allows.
+
+    Raises:
+        SpecError: no bin holds so many.
+    """
+    if not (spec.cluster.slurm or Slurm()).longest(nodes):
+        raise SpecError(f"{plural(nodes)}: the site lets no job have so many (cluster.slurm.limits: {bins_of(spec)})")
+
+
+def restart_seconds(measurements: TypeMeasurements) -> tuple[float, float]:
+    """Return the seconds of a start and of a checkpoint, the longest that were measured."""
+    beside = [result.overheads for result in measurements.results if isinstance(result, Measured)]
+    return max((one.startup for one in beside), default=0.0), max(
+        (one.checkpoint or 0.0 for one in beside), default=0.0
+    )
+
+
+def fitting(rows: Offers, measurements: TypeMeasurements) -> Flags:
+    """Return which configurations of one type of nodes the bins let train, shape (n,).
+
+    In one job, or in a chain of which each job has time beyond its start and its checkpoint, and that has no more jobs
+    than are submitted.
+    """
+    slurm = measurements.part.spec.cluster.slurm or Slurm()
+    if not slurm.limits:
+        return np.ones(len(rows), dtype=bool)
+    start, save = (seconds / 60 for seconds in restart_seconds(measurements))
+    limits: Floats = np.array([slurm.job_minutes(int(nodes)) for nodes in rows.nodes], dtype=float)
+    minutes = 60 * rows.hours
+    useful = limits - start - save - _MARGIN
+    most = limits + (LINKS - 1) * np.maximum(0.0, useful)
+    fits: Flags = (limits > 0) & ((minutes <= limits) | ((useful > 0) & (minutes <= most)))
+    return fits
+
+
+def within_bins(rows: Offers, measurements: Sequence[TypeMeasurements]) -> Offers:
+    """Return what the bins of its type of nodes let train.
+
+    Raises:
+        Infeasible: nothing; names the fastest.
+    """
+    fits = np.zeros(len(rows), dtype=bool)
+    for one in measurements:
+        own = rows.type == one.type
+        fits[own] = fitting(rows.take(own), one)
+    if fits.any():
+        return rows.take(fits)
+    fastest = rows.ordered().record(0)
+    spec = next(one.part.spec for one in measurements if one.type == fastest.type)
+    raise Infeasible(
+        f"no configuration can be trained within the site's bins of wall time (cluster.slurm.limits: {bins_of(spec)}): the"
+        f" fastest takes {duration(3600 * fastest.hours)} on {plural(fastest.nodes)}, and a training has at most {LINKS} jobs",
+        "search numbers of nodes with longer bins, or train fewer epochs",
+    )
+
+
+def chain_words(choice: Prediction, measurements: TypeMeasurements) -> str:
+    """Say in how many jobs the choice trains within its bin, and what their starts add; empty where there are no bins."""
+    slurm = measurements.part.spec.cluster.slurm or Slurm()
+    if not slurm.limits:
+        return ""
+    limit = slurm.job_minutes(choice.nodes)
+    if 60 * choice.hours <= limit:
+        return f"; one job, within the {limit} min that the site allows {plural(choice.nodes)}"
+    start, save = restart_seconds(measurements)
+    again = (start + save) / 60 + _MARGIN
+    jobs = chain_links(60 * choice.hours, limit, restart=again)
+    return (
+        f"; a chain of {jobs} jobs of {limit} min, which the site allows {plural(choice.nodes)} (cluster.slurm.limits): their"
+        f" further starts, saves and ends add some {duration(60 * (jobs - 1) * again)}, which is not in the time above"
+    )
+
+
+def too_short(spec: JobSpec, nodes: Sequence[int]) -> list[str]:
+    """Return on which numbers of nodes no measuring job fits into its bin, and what to do about it."""
+    slurm, wanted = spec.cluster.slurm or Slurm(), spec.search.max_minutes + ROOM
+    return [
+        f"a measuring job takes up to {number(wanted)} min (search.max_minutes and {ROOM} to end it), and the site allows"
+        f" {plural(count)} {number(slurm.longest(count))} min (cluster.slurm.limits): lower search.max_minutes"
+        for count in nodes
+        if slurm.longest(count) < wanted
+    ]

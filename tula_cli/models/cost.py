@@ -282,7 +282,6 @@ _UNITS: Mapping[str, str] = {
     "node_hour": "node-hour",
     "gpu_hour": "GPU-hour",
     "gb_hour": "hour and GB of reserved GPU memory",
-    "billing": "billing-hour",
 }
 
 
@@ -350,7 +349,10 @@ def price_words(pricing: Pricing) -> str:
     if pricing == UNPRICED:
         return "none is given (pricing.price), so cost is a number of node-hours"
     told = ", ".join(word for word in (pricing.source, pricing.date) if word)
-    words = f"{pricing.price:g} {pricing.currency} per {_UNITS[pricing.kind]}" + (f" ({told})" if told else "")
+    unit = pricing.unit if pricing.kind == "billing" else _UNITS[pricing.kind]
+    words = f"{pricing.price:g} {pricing.currency} per {unit}" + (f" ({told})" if told else "")
+    if pricing.kind == "billing" and (pricing.price, pricing.currency) == (1.0, unit):
+        words = f"{unit}, the hours of billing as SLURM counts them" + (f" ({told})" if told else "")
     if (bill := pricing.told) is not None:
         times = "" if bill.charge_factor == 1 else f", charge factor {bill.charge_factor:g}"
         words += f"; a node is billed {bill.node:g} ({bill.words}){times}"

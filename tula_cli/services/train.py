@@ -341,7 +341,7 @@ def prepare(
     if found.resumes is not None:
         left -= found.resumes / (_dataset_size(own.run, own.spec, inspect) * own.spec.train.epochs_at_most)
     balance = None if found.finished else balance_for(found.task, left=max(0.0, left))
-    if balance is not None and balance.lacking:
+    if balance is not None and balance.lacking and not within_balance:
         yield WarningEvent(balance.lacking)
     told = dataclasses.replace(found, rehearses=ready.by_script.due, ends=ends, balance=balance)
     return dataclasses.replace(ready, plan=told)

@@ -265,7 +265,7 @@ class _Profiling:
         if any(own.fresh for own in jobs):
             for part, plan in missing:
                 if text := probes_lacking(part.spec, plan.node_hours_at_most):
-                    yield WarningEvent(f"{text} at most")
+                    yield WarningEvent(text)
             asked = ProfilePlanned({part.name: plan for part, plan in planned})
             yield asked
             hours = [plan.node_hours_at_most for plan in asked.plans.values()]

@@ -148,4 +148,8 @@ def _unit(tres: str, spec: JobSpec) -> str:
 def probes_lacking(spec: JobSpec, node_hours: float, *, ask: Ask = ask_slurm) -> str:
     """Return that the balance cannot carry measuring jobs of so many node-hours at most; empty where it can."""
     found = carried(spec, nodes=1, hours=node_hours, ask=ask) if node_hours else None
-    return "" if found is None else found.lacking
+    return (
+        found.lacking.replace("cannot carry it", "may not carry the probes") + " at most"
+        if found and found.lacking
+        else ""
+    )

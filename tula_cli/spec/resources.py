@@ -124,6 +124,10 @@ class SiteBill(Section):
     words: str = ""  # what it follows from
 
 
+_NO_MONEY = ("node-h", "SU")
+"""What costs are counted in where no price is given."""
+
+
 class Pricing(Section):
     """Price per node-hour, GPU-hour, GB-hour of reserved GPU memory, or billing-hour as the site's SLURM counts it."""
 
@@ -146,8 +150,9 @@ class Pricing(Section):
     @model_validator(mode="after")
     def _priced_as_its_kind_is(self) -> "Pricing":
         if self.kind == "billing":
-            if "price" not in self.model_fields_set:
-                if self.currency not in ("USD", self.unit):
+            # A run writes all that its job has down: what stands for no price there is none here either.
+            if "price" not in self.model_fields_set or (self.price == 1.0 and self.currency in _NO_MONEY):
+                if self.currency not in ("USD", self.unit, *_NO_MONEY):
                     raise ValueError(
                         f"currency {self.currency} needs a price, of one {self.unit}; without one costs are in {self.unit}"
                     )

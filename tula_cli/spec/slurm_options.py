@@ -106,7 +106,7 @@ class WallTime(Section):
     """For how long a site lets a job run that has at most so many nodes, and more than the next smaller bin."""
 
     nodes: Positive  # at most
-    hours: PositiveFloat
+    hours: PositiveFloat  # that a job of theirs may last
 
 
 def _ascending(bins: list[WallTime]) -> list[WallTime]:

@@ -13,6 +13,7 @@ from tula_cli.models.ramp.stage_nodes import no_place
 from tula_cli.run.directory import RunDir
 from tula_cli.run.records.inspections import Inspection
 from tula_cli.services.profile import nodes_taken
+from tula_cli.services.profiling.allowed_nodes import allowed_nodes, too_short
 from tula_cli.services.profiling.computing import settings
 from tula_cli.services.profiling.expectation import Expectation, expectation
 from tula_cli.services.profiling.hardly_meant import ags_of_one_rank, hardly_meant
@@ -27,7 +28,6 @@ from tula_cli.services.profiling.planned_lengths import (
 from tula_cli.services.profiling.unsettled import UnsettledPlan, unsettled
 from tula_cli.services.profiling.worth import Worth, worth
 from tula_cli.services.recommendation.beyond.site_charges import billed
-from tula_cli.services.recommendation.beyond.wall_times import allowed_nodes, too_short
 from tula_cli.services.recommendation.saves import cost_of_interruption
 from tula_cli.services.search import ON_ALL_NODES, largest_local_batch, probes
 from tula_cli.services.waiting import FIRST_JOB, beyond_cap, require_within_cap

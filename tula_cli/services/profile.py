@@ -17,8 +17,8 @@ from tula_cli.run.imports import Source
 from tula_cli.run.records.inspections import Inspection
 from tula_cli.run.records.probes import Failed, Measured, OutOfMemory
 from tula_cli.run.records.tasks import ProbeTask, RehearsalTask, probe_id
+from tula_cli.services.profiling.allowed_nodes import too_short
 from tula_cli.services.progress.probe_notes import notes
-from tula_cli.services.recommendation.beyond.wall_times import too_short
 from tula_cli.services.search import Round, feasible, grouped, largest_local_batch, next_round, probes
 from tula_cli.spec.job import JobSpec
 

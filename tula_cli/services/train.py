@@ -31,6 +31,7 @@ from tula_cli.run.records.results import JobFile, Summary
 from tula_cli.run.records.tasks import Rung, TrainTask
 from tula_cli.run.source.weights_file import with_weights
 from tula_cli.services.events import Note, TrainPlanned, WarningEvent, Work
+from tula_cli.services.profiling.allowed_nodes import require_allowed
 from tula_cli.services.progress.earlier_ends import ExpectedEnd, expected_end
 from tula_cli.services.progress.ending import report, require_found
 from tula_cli.services.recommendation.beyond.account_balance import Carry, balance_for, require_carried
@@ -38,7 +39,6 @@ from tula_cli.services.recommendation.beyond.other_sizes import recommended_by
 from tula_cli.services.recommendation.beyond.queue_waits import as_chosen as with_its_limit
 from tula_cli.services.recommendation.beyond.queue_waits import first_bound
 from tula_cli.services.recommendation.beyond.site_charges import billed
-from tula_cli.services.recommendation.beyond.wall_times import require_allowed
 from tula_cli.services.recommendation.continuing import left_behind, moved, require_stopped
 from tula_cli.services.recommendation.gradient_noise_of import planned_stages
 from tula_cli.services.recommendation.measured import as_recommended

@@ -1,53 +1,25 @@
-"""The site's bins of wall time (`cluster.slurm.limits`): what of a job they allow, and how many jobs a training then takes."""
+"""The site's bins of wall time (`cluster.slurm.limits`): which trainings they allow, and in how many jobs."""
 
 from collections.abc import Sequence
 
 import numpy as np
 
-from tula_cli.cluster.slurm.sbatch import ROOM
 from tula_cli.cluster.slurm.submit import MOST_LINKS, SPARE_LINKS
-from tula_cli.errors import Infeasible, SpecError
+from tula_cli.errors import Infeasible
 from tula_cli.models.choice.columns import Flags, Floats
 from tula_cli.models.choice.offers import Offers
 from tula_cli.models.queue.result_time import chain_links
 from tula_cli.run.records.probes import Measured
 from tula_cli.run.records.recommendations import Prediction
+from tula_cli.services.profiling.allowed_nodes import bins_of
 from tula_cli.services.recommendation.measured import TypeMeasurements
-from tula_cli.spec.job import JobSpec
 from tula_cli.spec.slurm_options import Slurm
-from tula_cli.words import duration, number, plural
+from tula_cli.words import duration, plural
 
 LINKS = int((MOST_LINKS - SPARE_LINKS) / 1.5)
 """Jobs that a training may need: half as many again are submitted, and two."""
 _MARGIN = 1.5
 """Minutes at the end of a job in which it is told to save and leave."""
-
-
-def bins_of(spec: JobSpec) -> str:
-    """Return the bins in words."""
-    limits = (spec.cluster.slurm or Slurm()).limits
-    return ", ".join(f"up to {plural(each.nodes)} {each.hours:g} h" for each in limits)
-
-
-def allowed_nodes(spec: JobSpec) -> tuple[list[int], list[str]]:
-    """Return the searched numbers of nodes that a bin holds, and what to say of the others."""
-    slurm = spec.cluster.slurm or Slurm()
-    allowed = [nodes for nodes in spec.search.nodes if slurm.longest(nodes)]
-    beyond = [nodes for nodes in spec.search.nodes if nodes not in allowed]
-    words = (
-        f"search.nodes {beyond}: left out, the site lets no job have so many (cluster.slurm.limits: {bins_of(spec)})"
-    )
-    return allowed, [words] if beyond else []
-
-
-def require_allowed(spec: JobSpec, nodes: int) -> None:
-    """Refuse a training on more nodes than any bin allows.
-
-    Raises:
-        SpecError: no bin holds so many.
-    """
-    if not (spec.cluster.slurm or Slurm()).longest(nodes):
-        raise SpecError(f"{plural(nodes)}: the site lets no job have so many (cluster.slurm.limits: {bins_of(spec)})")
 
 
 def restart_seconds(measurements: TypeMeasurements) -> tuple[float, float]:
@@ -112,14 +84,3 @@ def chain_words(choice: Prediction, measurements: TypeMeasurements) -> str:
         f"; a chain of {jobs} jobs of {limit} min, which the site allows {plural(choice.nodes)} (cluster.slurm.limits): their"
         f" further starts, saves and ends add some {duration(60 * (jobs - 1) * again)}, which is not in the time above"
     )
-
-
-def too_short(spec: JobSpec, nodes: Sequence[int]) -> list[str]:
-    """Return on which numbers of nodes no measuring job fits into its bin, and what to do about it."""
-    slurm, wanted = spec.cluster.slurm or Slurm(), spec.search.max_minutes + ROOM
-    return [
-        f"a measuring job takes up to {number(wanted)} min (search.max_minutes and {ROOM} to end it), and the site allows"
-        f" {plural(count)} {number(slurm.longest(count))} min (cluster.slurm.limits): lower search.max_minutes"
-        for count in nodes
-        if slurm.longest(count) < wanted
-    ]

@@ -56,9 +56,9 @@ def test_a_training_longer_than_its_bin_is_a_chain_that_is_told(tmp_path):
     assert whole > 6
     jobs = int(found.reason.partition("a chain of ")[2].split()[0])
     assert jobs >= whole / 6
-    assert f"a chain of {jobs} jobs of 6 min, which the site allows" in found.reason
+    assert f"a chain of {jobs} jobs of 6 min: the site allows" in found.reason
     short = asked(tmp_path / "long", [{"nodes": 8, "hours": 300}])
-    assert "; one job, within the 1440 min that the site allows" in short.reason
+    assert "; one job of 1440 min: the site allows" in short.reason
 
 
 def test_a_chain_of_too_many_jobs_is_left_out(tmp_path):

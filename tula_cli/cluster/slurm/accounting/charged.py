@@ -3,7 +3,8 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from tula_cli.cluster.slurm.command import PATIENCE, call
+from tula_cli.cluster.slurm.command import call
+from tula_cli.cluster.slurm.partitions import PATIENCE
 from tula_cli.models.bill.tres import parse_tres
 from tula_cli.spec.resources import Pricing
 

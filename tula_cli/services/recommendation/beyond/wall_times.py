@@ -14,7 +14,7 @@ from tula_cli.run.records.recommendations import Prediction
 from tula_cli.services.profiling.allowed_nodes import bins_of
 from tula_cli.services.recommendation.measured import TypeMeasurements
 from tula_cli.spec.slurm_options import Slurm
-from tula_cli.words import duration, plural
+from tula_cli.words import duration, number, plural
 
 LINKS = int((MOST_LINKS - SPARE_LINKS) / 1.5)
 """Jobs that a training may need: half as many again are submitted, and two."""
@@ -74,13 +74,15 @@ def chain_words(choice: Prediction, measurements: TypeMeasurements) -> str:
     slurm = measurements.part.spec.cluster.slurm or Slurm()
     if not slurm.limits:
         return ""
-    limit = slurm.job_minutes(choice.nodes)
+    limit, most = slurm.job_minutes(choice.nodes), slurm.longest(choice.nodes)
+    allowed = f"the site allows {plural(choice.nodes)} {number(most)} min (cluster.slurm.limits)"
     if 60 * choice.hours <= limit:
-        return f"; one job, within the {limit} min that the site allows {plural(choice.nodes)}"
+        return f"; one job of {limit} min: {allowed}"
     start, save = restart_seconds(measurements)
     again = (start + save) / 60 + _MARGIN
     jobs = chain_links(60 * choice.hours, limit, restart=again)
+    own = "" if slurm.minutes >= most else f", and cluster.slurm.minutes asks for {slurm.minutes}"
     return (
-        f"; a chain of {jobs} jobs of {limit} min, which the site allows {plural(choice.nodes)} (cluster.slurm.limits): their"
-        f" further starts, saves and ends add some {duration(60 * (jobs - 1) * again)}, which is not in the time above"
+        f"; a chain of {jobs} jobs of {limit} min: {allowed}{own}; their further starts, saves and ends add some"
+        f" {duration(60 * (jobs - 1) * again)}, which is not in the time above"
     )

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from tula_cli.cluster.slurm.submit import MOST_LINKS, SPARE_LINKS
+from tula_cli.cluster.scheduling.chains import MOST_LINKS, SPARE_LINKS
 from tula_cli.errors import Infeasible
 from tula_cli.models.choice.columns import Flags, Floats
 from tula_cli.models.choice.offers import Offers

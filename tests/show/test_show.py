@@ -459,6 +459,7 @@ def test_the_status_and_the_plan_tell_the_stage_of_a_batch_that_grows(run):
         "finished": False,
         "interruption": "",
         "rehearses": False,
+        "balance": None,
         "price": "",
     }
     for known, told in (
@@ -580,6 +581,7 @@ def test_a_training_plan_tells_of_its_chain(run):
         finished=False,
         interruption="",
         rehearses=False,
+        balance=None,
     )
     text = printed(show_train.train_plan(plan, links=(2, 2, 2), scripts=["#!/bin/bash"]))
     assert "a chain of 3 jobs" in text
@@ -601,6 +603,7 @@ def test_a_script_is_shown_by_its_name_and_as_long_as_it_is(tmp_path, length, pl
         task=own.tasks()[0], prediction=None, source="as given", resumes=None, finished=False,
         interruption="saves each epoch",
         rehearses=True,
+        balance=None,
     )  # fmt: skip
     text = printed(show_train.train_plan(plan))
     assert planned in text and "checkpoints: saves each epoch\n" in text

@@ -116,6 +116,13 @@ Rehearse = Annotated[
         help="Try a script's resume first, once, where training takes more than an hour (default: yes).",
     ),
 ]
+WithinBalance = Annotated[
+    bool,
+    typer.Option(
+        "--within-balance",
+        help="Refuse where the account's balance (GrpTRESMins) does not carry it; needs pricing.kind billing.",
+    ),
+]
 Weights = Annotated[
     str | None,
     typer.Option(metavar="best|last|FILE", help="Which weights (default: best where there is one, else last)."),

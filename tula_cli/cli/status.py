@@ -19,8 +19,10 @@ def status(screen: Screen, named: MaybeRun = None, root: Root = RUNS) -> None:
     import time
 
     from tula_cli.cluster import launcher
+    from tula_cli.run.directory import RunDir
     from tula_cli.run.jobfile import begun
     from tula_cli.services import status as services_status
+    from tula_cli.services.progress.site_charge import charge_of
 
     run = find_run(screen, named, root)
     spec = run.spec()
@@ -30,8 +32,16 @@ def status(screen: Screen, named: MaybeRun = None, root: Root = RUNS) -> None:
     }
     screen.status = "pending" if any(now.active() for now in found.values()) else "done"
     chosen = run.recommendation()
+    charges = {
+        name: charge
+        for name, now in found.items()
+        if now.training is not None and (charge := charge_of(RunDir(now.path), now.training.signature)) is not None
+    }
     data = tables.data_by_type(found, recommendation=chosen)
-    screen.answer(data, show_status.status_by_type(run.path, found, chosen))
+    if charges:  # a job without types has one
+        own = data if isinstance(data, dict) else vars(data)
+        data = {**own, **({"site_charge": charges[None]} if None in charges else {"site_charges": charges})}
+    screen.answer(data, show_status.status_by_type(run.path, found, chosen, charges))
     for now in found.values():
         warn_all(screen, now.warnings)
 

@@ -16,6 +16,7 @@ from tula_cli.cli.options import (
     TrainBatch,
     TrainNodes,
     Wait,
+    WithinBalance,
     Yes,
 )
 from tula_cli.cli.runs import open_run, unedited
@@ -24,6 +25,7 @@ from tula_cli.show import train as show_train
 from tula_cli.show.screen import Screen
 
 if TYPE_CHECKING:
+    from tula_cli.run.records.results import Summary
     from tula_cli.services.train import PreparedTraining, TrainPlan
     from tula_cli.services.waiting import Dependencies
 
@@ -39,6 +41,7 @@ def train(
     node_type: NodeType = None,
     yes: Yes = False,
     rehearse: Rehearse = True,
+    within_balance: WithinBalance = False,
     dry_run: DryRun = False,
     wait: Wait = None,
     timeout: Timeout = None,
@@ -57,18 +60,26 @@ def train(
         inspector(screen, run.path.parent, keep=not dry_run),
         unedited(screen, run, spec, job or named, overrides, then=asks(screen, spec, yes=yes)),
     )
-    training = done(
-        screen,
-        service.prepare(run, spec, own.inspect, nodes=nodes, batch=batch, node_type=node_type, rehearse=rehearse),
-    )
+    asked = service.prepare(
+        run, spec, own.inspect, nodes=nodes, batch=batch, node_type=node_type, rehearse=rehearse, within_balance=within_balance
+    )  # fmt: skip
+    training = done(screen, asked)
     if dry_run:
         return _dry_run(screen, training, own)
     wait_policy = WaitPolicy(wait, timeout, cancel_on_interrupt)
     found = done(screen, service.work(training, own, wait_policy, file=origin(run, job, overrides or ())))
     if isinstance(found, DetachedJobs):
         return detached(screen, training.part.run, found, {"plan": training.plan})
-    weights = training.part.run.training(found.signature).weights()
-    return screen.answer({**dict(found), "weights": weights}, show_train.summary(found, weights=weights))
+    return _trained(screen, training, found)
+
+
+def _trained(screen: Screen, training: "PreparedTraining", found: "Summary") -> None:
+    from tula_cli.services.progress.site_charge import charge_of
+
+    run = training.part.run
+    weights, charge = run.training(found.signature).weights(), charge_of(run, found.signature)
+    data = {**dict(found), "weights": weights, "site_charge": charge}
+    return screen.answer(data, show_train.summary(found, weights=weights, charge=charge))
 
 
 def _dry_run(screen: Screen, training: "PreparedTraining", own: "Dependencies") -> None:

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from tula_cli.models import halving, refresh
+from tula_cli.models.bill.tres import NOISE
 from tula_cli.run.records.base import Market
 from tula_cli.run.records.probes import Overheads
 from tula_cli.spec.job import JobSpec
@@ -304,10 +305,26 @@ def cost(
         market: spot takes the discount off.
     """
     gpus = nodes * gpus_per_node
-    units = {"node_hour": nodes, "gpu_hour": gpus, "gb_hour": gpus * reserved / GB}
+    units = {"node_hour": nodes, "gpu_hour": gpus, "gb_hour": gpus * reserved / GB, "billing": charge(pricing, nodes)}
     discount = pricing.spot.discount if pricing.spot is not None and market == "spot" else 0.0
     found: Hours = hours * pricing.price * (1 - discount) * units[pricing.kind]
     return found
+
+
+def charge(pricing: Pricing, nodes: Number) -> Number:
+    """Return the units that an hour of a job on so many nodes is charged with; 0 of another kind of price.
+
+    Its billing in whole numbers, as SLURM keeps it of a job, times the QOS's usage factor and the site's charge factors.
+    """
+    told = pricing.told
+    if told is None:
+        assert pricing.kind != "billing", "what a job is billed was not asked for"
+        return 0.0
+    import numpy as np
+
+    billed = np.multiply(nodes, told.node) + told.job
+    units = np.floor(billed * (1 + NOISE)) * told.usage_factor * told.charge_factor
+    return float(units) if np.ndim(units) == 0 else units
 
 
 def price_at_most(spec: JobSpec, node_hours: float, capacity: int | None) -> float | None:
@@ -320,6 +337,9 @@ def price_at_most(spec: JobSpec, node_hours: float, capacity: int | None) -> flo
     """
     if spec.pricing.kind == "gb_hour" and capacity is None:
         return None
+    if spec.pricing.told is not None:  # job by job it is cut to whole numbers, and no more than this
+        told = spec.pricing.told
+        return node_hours * (told.node + told.job) * told.usage_factor * told.charge_factor * spec.pricing.price
     gpus = spec.cluster.gpus_per_node
     return cost(spec.pricing, hours=node_hours, nodes=1, gpus_per_node=gpus, reserved=capacity or 0)
 
@@ -329,7 +349,13 @@ def price_words(pricing: Pricing) -> str:
     if pricing == UNPRICED:
         return "none is given (pricing.price), so cost is a number of node-hours"
     told = ", ".join(word for word in (pricing.source, pricing.date) if word)
-    words = f"{pricing.price:g} {pricing.currency} per {_UNITS[pricing.kind]}" + (f" ({told})" if told else "")
+    unit = pricing.unit if pricing.kind == "billing" else _UNITS[pricing.kind]
+    words = f"{pricing.price:g} {pricing.currency} per {unit}" + (f" ({told})" if told else "")
+    if pricing.kind == "billing" and (pricing.price, pricing.currency) == (1.0, unit):
+        words = f"{unit}, the hours of billing as SLURM counts them" + (f" ({told})" if told else "")
+    if (bill := pricing.told) is not None:
+        times = "" if bill.charge_factor == 1 else f", charge factor {bill.charge_factor:g}"
+        words += f"; a node is billed {bill.node:g} ({bill.words}){times}"
     if pricing.spot is None:
         return words
     spot = pricing.spot

@@ -103,6 +103,7 @@ class RunDir:
             raise cannot_write(self.path, error) from error
         if file is not None:
             write_record(self.path / "job_file.json", file)
+        spec = spec.without_bill()  # it is asked for by each command
         parts = {part.type or "": str(part.run.path.relative_to(self.path)) for part in self.parts(spec)}
         parsed_spec.write(self.path, dump_yaml(spec), spec.model_dump(mode="json"), parts)
         if not other(self.path.parent / LATEST):  # of those who share the folder another has named theirs

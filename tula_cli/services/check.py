@@ -13,8 +13,10 @@ from tula_cli.models.ramp.stage_nodes import no_place
 from tula_cli.run.directory import RunDir
 from tula_cli.run.records.inspections import Inspection
 from tula_cli.services.profile import nodes_taken
+from tula_cli.services.profiling.allowed_nodes import allowed_nodes, too_short
 from tula_cli.services.profiling.computing import settings
 from tula_cli.services.profiling.expectation import Expectation, expectation
+from tula_cli.services.profiling.hardly_meant import ags_of_one_rank, hardly_meant
 from tula_cli.services.profiling.loader_memory import NodeMemory, check_memory
 from tula_cli.services.profiling.planned_lengths import (
     PlannedLength,
@@ -25,6 +27,7 @@ from tula_cli.services.profiling.planned_lengths import (
 )
 from tula_cli.services.profiling.unsettled import UnsettledPlan, unsettled
 from tula_cli.services.profiling.worth import Worth, worth
+from tula_cli.services.recommendation.beyond.site_charges import billed
 from tula_cli.services.recommendation.saves import cost_of_interruption
 from tula_cli.services.search import ON_ALL_NODES, largest_local_batch, probes
 from tula_cli.services.waiting import FIRST_JOB, beyond_cap, require_within_cap
@@ -140,6 +143,7 @@ def check_all(
         SpecError: the job cannot be built, or has no such type.
         JobFailed: the user's code fails.
     """
+    spec = billed(spec, None if run is None else run.path.parent)
     jobs = spec.by_type(node_type)
     inspectors = dict.fromkeys(jobs, inspector or inspect)
     if online and run is not None:
@@ -200,7 +204,7 @@ def check(
         ),
         currency=spec.pricing.currency,
         price=price_words(spec.pricing),
-        problems=(*problems, *_nowhere(spec, inspection), *impossible, *_over_budget(spec, node_hours, later)),
+        problems=(*problems, *_nowhere(spec, inspection, jobs), *impossible, *_over_budget(spec, node_hours, later)),
         lengths=lengths,
         warnings=(*_unknown(later), *lengths_left_out(lengths), *_warnings(spec, inspection, jobs), *tight, *dear),
         unsettled=later,
@@ -210,15 +214,6 @@ def check(
         worth=beside,
         packed=spec.search.packing == "single",
     )
-
-
-def _beside_training(
-    spec: JobSpec, inspection: Inspection | None, *, largest: Limit, run: RunDir | None
-) -> tuple[Worth | None, list[str]]:
-    """Return what the search takes beside the training, and what is to be said of it."""
-    found = worth(spec, dataset_size=inspection.dataset_size, largest=largest, run=run) if inspection else None
-    told = found.dear(spec.search.strategy) if found else ""
-    return found, [told] if told else []
 
 
 def _measured(jobs: Sequence[PlannedJob | PlannedLength]) -> list[tuple[int, tuple[int, ...]]]:
@@ -283,9 +278,10 @@ def _over_budget(spec: JobSpec, node_hours: float, later: UnsettledPlan | None) 
     return (f"{found} ({advice})",) if found else ()
 
 
-def _nowhere(spec: JobSpec, inspection: Inspection | None) -> tuple[str, ...]:
+def _nowhere(spec: JobSpec, inspection: Inspection | None, jobs: Sequence[PlannedJob]) -> tuple[str, ...]:
     """Return why the job can be trained on none of its nodes, or measured on none."""
-    return (*_too_few_gpus(spec, inspection), *_no_place(spec, inspection)[0])
+    short = too_short(spec, [job.nodes for job in jobs])
+    return (*_too_few_gpus(spec, inspection), *_no_place(spec, inspection)[0], *short)
 
 
 def _no_place(spec: JobSpec, inspection: Inspection | None) -> tuple[list[str], list[str]]:
@@ -316,9 +312,11 @@ def _warnings(spec: JobSpec, inspection: Inspection | None, jobs: tuple[PlannedJ
         found.append(
             f"memory cannot be estimated ({inspection.estimate_error}); measuring stops at the first batch that does not fit"
         )
-    found += [*_hardly_meant(spec, inspection), *_not_below(spec, jobs), *_no_place(spec, inspection)[1]]
-    found += _ags_of_one_rank(spec)
-    left_out = sorted(set(spec.search.nodes) - {job.nodes for job in jobs}) if jobs else []
+    found += [*hardly_meant(spec, inspection), *_not_below(spec, jobs), *_no_place(spec, inspection)[1]]
+    found += ags_of_one_rank(spec)
+    allowed, told = allowed_nodes(spec)
+    found += told
+    left_out = sorted(set(allowed) - {job.nodes for job in jobs}) if jobs else []
     if left_out and spec.search.strategy in ON_ALL_NODES:
         found.append(f"no batch is feasible on {', '.join(map(str, left_out))} nodes: left out")
     ranks = max(spec.search.nodes) * spec.cluster.gpus_per_node
@@ -337,34 +335,6 @@ def _warnings(spec: JobSpec, inspection: Inspection | None, jobs: tuple[PlannedJ
     return tuple(found)
 
 
-def _hardly_meant(spec: JobSpec, inspection: Inspection | None) -> list[str]:
-    """Return what each value allows and together they hardly mean."""
-    found, epochs, workers = [], spec.train.epochs, spec.train.workers
-    if late := [f"{at:g}" for at in spec.schedule.milestones if at >= epochs]:
-        found.append(
-            f"schedule.milestones {', '.join(late)}: training ends after {plural(epochs, 'epoch')}, and the learning rate does"
-            " not fall there"
-        )
-    half_life, reference = spec.optimizer.beta2_half_life, spec.train.reference_batch
-    if isinstance(half_life, float) and half_life < reference:
-        found.append(
-            f"optimizer.beta2_half_life {half_life:g} is less than a batch (train.reference_batch: {reference}): it is in"
-            " samples, not in steps, and auto is what the optimizer's beta2 comes to"
-        )
-    here = inspection is not None and spec.cluster.kind == "local"
-    if (
-        inspection is not None
-        and here
-        and workers != "auto"
-        and workers * spec.cluster.gpus_per_node > 2 * inspection.cpus
-    ):
-        found.append(
-            f"train.workers {workers}: a node's ranks start {workers * spec.cluster.gpus_per_node} loader processes on"
-            f" {inspection.cpus} cores, which slow each other down; auto is the cores that a rank has, less one"
-        )
-    return found
-
-
 def _not_below(spec: JobSpec, jobs: tuple[PlannedJob, ...]) -> list[str]:
     """Return where a small batch of gradient scaling that was asked for is none."""
     small = spec.ags.b_small
@@ -374,17 +344,4 @@ def _not_below(spec: JobSpec, jobs: tuple[PlannedJob, ...]) -> list[str]:
     idle = [str(batch) for batch in batches if batch <= small]
     return [
         f"ags.b_small {small} is not below batch {', '.join(idle)}: there train.method {spec.train.method} scales nothing"
-    ]
-
-
-def _ags_of_one_rank(spec: JobSpec) -> list[str]:
-    """Return where a script's gradients cannot be scaled for want of another rank, unless its loop offers a part of the batch."""
-    alone = [nodes for nodes in spec.search.nodes if nodes * spec.cluster.gpus_per_node == 1]
-    if spec.script is None or not spec.train.facts.scales or not alone:
-        return []
-    left = [nodes for nodes in spec.search.nodes if nodes not in alone]
-    advice = f"search.nodes: {left}" if left else "two GPUs or more (search.nodes), train.method lbt or lrs"
-    return [
-        f"train.method ags on one GPU (search.nodes: {alone}) ends in the script's first steps, for there is no other rank to"
-        f" compare with, unless its loop calls tula_hooks.small_batch: take {advice}"
     ]

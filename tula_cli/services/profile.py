@@ -7,7 +7,7 @@ from typing import Any
 
 from tula_cli.cluster.launcher import Launcher, submitting, under_way
 from tula_cli.cluster.slurm import first_job
-from tula_cli.errors import BadMeasurements, JobFailed, OutOfMemoryAtMinimum, SchedulerError
+from tula_cli.errors import BadMeasurements, Infeasible, JobFailed, OutOfMemoryAtMinimum, SchedulerError
 from tula_cli.host.endings.outcomes import ENDINGS
 from tula_cli.host.outcome import advice
 from tula_cli.models.cost import price_at_most, price_words
@@ -17,6 +17,7 @@ from tula_cli.run.imports import Source
 from tula_cli.run.records.inspections import Inspection
 from tula_cli.run.records.probes import Failed, Measured, OutOfMemory
 from tula_cli.run.records.tasks import ProbeTask, RehearsalTask, probe_id
+from tula_cli.services.profiling.allowed_nodes import too_short
 from tula_cli.services.progress.probe_notes import notes
 from tula_cli.services.search import Round, feasible, grouped, largest_local_batch, next_round, probes
 from tula_cli.spec.job import JobSpec
@@ -97,6 +98,8 @@ def plan(
             tasks.append(_task(spec, nodes, missing, workdir=source.workdir))
     if tasks and spec.search.packing == "single":
         tasks = _packed(tasks)
+    if short := too_short(spec, [task.nodes for task in tasks]):
+        raise Infeasible("; ".join(short))
     total = sum(len(local_batches) for local_batches in wanted.values())
     minutes = spec.search.max_minutes * len(tasks)
     node_hours = nodes_taken(spec, [task.nodes for task in tasks]) * spec.search.max_minutes / 60

@@ -32,7 +32,9 @@ from tula_cli.services.recommendation.beyond.fixed_batches import beside_a_ramp,
 from tula_cli.services.recommendation.beyond.lengths import at_lengths
 from tula_cli.services.recommendation.beyond.other_sizes import of_runs, places
 from tula_cli.services.recommendation.beyond.queue_waits import Queue, told_of, with_waits
+from tula_cli.services.recommendation.beyond.site_charges import billed
 from tula_cli.services.recommendation.beyond.suppositions import compared, parsed
+from tula_cli.services.recommendation.beyond.wall_times import chain_words
 from tula_cli.services.recommendation.doubts import doubts, state_of_the_probes
 from tula_cli.services.recommendation.fallback import first_fallback
 from tula_cli.services.recommendation.from_training import UnderWay, continued, results_by_type, under_way
@@ -103,7 +105,7 @@ def recommend(
         SpecError: the job names no such node type, what is supposed cannot be, or there is no queue to ask.
     """
     limits = Limits(nodes, max_nodes, max_batch, deadline_hours, budget, same_progress=objective == "accuracy-time")
-    training, parts = _parts(run.parts(spec, node_type), from_training=from_training)
+    training, parts = _parts(run.parts(billed(spec, run.path.parent), node_type), from_training=from_training)
     others, told = of_runs(run, spec, with_runs)
     as_it_is, said = _measurements(parts, limits, pending, training, others, stages_worth(objective, curve))
     all_measurements = [each.under(parsed(what_if)) for each in as_it_is] if what_if else as_it_is
@@ -330,7 +332,8 @@ def _answer(
         objective=objective,
         curve=curve,
         choice=choice.prediction,
-        reason=f"{choice.reason}{_knees(own, rows, objective, curve)}; {epochs_of(choice.prediction, own, objective)}",
+        reason=f"{choice.reason}{_knees(own, rows, objective, curve)}; {epochs_of(choice.prediction, own, objective)}"
+        f"{chain_words(choice.prediction, own)}",
         rows=rows.take(listed(rows, choice, "accuracy-time" if objective == "accuracy-time" else "time")).records(),
         candidates=int(rows.configurations().max()) + 1,
         beaten_by_none=int(rows.pareto.sum()),

@@ -17,6 +17,7 @@ from tula_cli.run.records.jobs import Attempt
 from tula_cli.run.records.probes import Failed, Measured, OutOfMemory
 from tula_cli.run.records.recommendations import Calibration, Prediction, TrainedSteps
 from tula_cli.spec.job import JobSpec
+from tula_cli.spec.slurm_options import Slurm
 from tula_cli.words import place
 
 if TYPE_CHECKING:
@@ -201,8 +202,9 @@ def feasible(spec: JobSpec, *, dataset_size: int, max_local_batch: Limit) -> lis
 
 
 def _candidates(spec: JobSpec, *, max_batch: int, max_local_batch: Limit) -> list[Config]:
+    slurm = spec.cluster.slurm or Slurm()
     return candidates(
-        spec.search.nodes,
+        [nodes for nodes in spec.search.nodes if slurm.longest(nodes)],
         gpus_per_node=spec.cluster.gpus_per_node,
         min_batch=spec.search.min_batch,
         max_batch=max_batch,
@@ -213,7 +215,13 @@ def _candidates(spec: JobSpec, *, max_batch: int, max_local_batch: Limit) -> lis
 
 def _infeasible(spec: JobSpec, *, dataset_size: int, max_local_batch: Limit) -> Infeasible:
     """Name the bound that leaves nothing: the dataset, the division among the GPUs, or memory."""
-    search = spec.search
+    search, slurm = spec.search, spec.cluster.slurm or Slurm()
+    if not any(map(slurm.longest, search.nodes)):
+        return Infeasible(
+            f"the site lets no job have as many nodes as search.nodes asks for: {list(search.nodes)}, and at most"
+            f" {slurm.limits[-1].nodes} (cluster.slurm.limits)",
+            "search fewer nodes",
+        )
     if search.min_batch > dataset_size:
         return Infeasible(
             f"the smallest batch, {search.min_batch}, is larger than the dataset ({dataset_size} training samples)",

@@ -11,7 +11,7 @@ from tula_cli.cluster.launcher import Launcher, submitting, under_way
 from tula_cli.cluster.scheduling.chains import nodes_of_links
 from tula_cli.cluster.slurm import first_job
 from tula_cli.cluster.stopping.full_disk import let_go
-from tula_cli.errors import BadMeasurements, Infeasible, JobFailed, Pending, SchedulerError, SpecError, require_positive
+from tula_cli.errors import BadMeasurements, Infeasible, SchedulerError, SpecError, require_positive
 from tula_cli.models import halving
 from tula_cli.models.choice.grid import batches, check_divides
 from tula_cli.models.cost import price_words
@@ -31,11 +31,14 @@ from tula_cli.run.records.results import JobFile, Summary
 from tula_cli.run.records.tasks import Rung, TrainTask
 from tula_cli.run.source.weights_file import with_weights
 from tula_cli.services.events import Note, TrainPlanned, WarningEvent, Work
+from tula_cli.services.profiling.allowed_nodes import require_allowed
 from tula_cli.services.progress.earlier_ends import ExpectedEnd, expected_end
-from tula_cli.services.progress.ending import CANCELLED, failure_of, require_found
+from tula_cli.services.progress.ending import report, require_found
+from tula_cli.services.recommendation.beyond.account_balance import Carry, balance_for, require_carried
 from tula_cli.services.recommendation.beyond.other_sizes import recommended_by
 from tula_cli.services.recommendation.beyond.queue_waits import as_chosen as with_its_limit
 from tula_cli.services.recommendation.beyond.queue_waits import first_bound
+from tula_cli.services.recommendation.beyond.site_charges import billed
 from tula_cli.services.recommendation.continuing import left_behind, moved, require_stopped
 from tula_cli.services.recommendation.gradient_noise_of import planned_stages
 from tula_cli.services.recommendation.measured import as_recommended
@@ -69,6 +72,7 @@ class TrainPlan:
     interruption: str = ""  # what one costs a script, in words
     rehearses: bool = False  # a rehearsal of the script's resume comes first
     wait_bound: float | None = None  # seconds, of its first job; None where the queue was not asked
+    balance: Carry | None = None  # of the account that pays; None where the price is not what SLURM bills
     ends: ExpectedEnd | None = None  # where train.until is expected to end it; None where nothing tells
 
 
@@ -137,6 +141,7 @@ def plan(
     assert nodes is not None
     assert batch is not None
     check_divides(batch, parts_on(spec, nodes))
+    require_allowed(spec, nodes)
     code = _code(run, spec, nodes, batch)
     as_chosen = choice is not None and (choice.nodes, choice.batch) == (nodes, batch)
     rungs = _ladder(run, spec, nodes, batch, recommendation, others)
@@ -271,28 +276,6 @@ def start(run: RunDir, plan: TrainPlan, launcher: Launcher, *, after: str = "") 
     return task.job
 
 
-def report(run: RunDir, signature: str) -> Summary:
-    """Return predicted against actual of a finished training run.
-
-    Raises:
-        OutOfMemoryAtMinimum: the smallest batch did not fit.
-        Diverged: its loss or its weights were not finite.
-        DeviceFault: nodes or their devices were faulty, each time that it was tried.
-        JobFailed: it ended for another reason.
-        Pending: it has not ended.
-    """
-    summary = run.training(signature).summary()
-    if summary is not None:
-        return summary
-    task = run.training(signature).newest_task()
-    if task is not None and run.cancelled(task.job):  # its ranks may not have ended yet
-        raise JobFailed(f"training {signature} was cancelled", CANCELLED)
-    attempts = run.training(signature).attempts()
-    if task is None or not attempts:
-        raise Pending(f"training {signature} has not started", "tula status tells what it waits for")
-    raise failure_of(task, attempts, kept=run.training(signature).newest_samples())
-
-
 # --- from the plan to the end
 
 
@@ -305,6 +288,7 @@ class PreparedTraining:
     part: Part
     plan: TrainPlan
     rehearse: bool = True  # a script's resume, where that is due
+    within_balance: bool = False  # refused where the account's balance does not suffice
 
     @property
     def by_script(self) -> before_training.Training:
@@ -323,6 +307,7 @@ def prepare(
     batch: int | None = None,
     node_type: str | None = None,
     rehearse: bool = True,
+    within_balance: bool = False,
 ) -> Work[PreparedTraining]:
     """Decide where to train; nothing is written.
 
@@ -334,10 +319,12 @@ def prepare(
         batch: global batch; None for the recommended one.
         node_type: the type of node; None for the recommended one.
         rehearse: whether a script's resume is rehearsed before the first long training.
+        within_balance: whether it is refused where the account's balance does not suffice.
 
     Raises:
         BadMeasurements, SpecError: as `part` and `plan`.
     """
+    spec = billed(spec, run.path.parent)
     own, recommendation = part(run, spec, node_type)
     if own.type is not None:
         yield Note(f"node type {own.type}")
@@ -348,9 +335,16 @@ def prepare(
     for text in (*unknown, *found.code.warnings, left_behind(own.run, found.task), own.spec.cluster.collective_warning):
         if text:
             yield WarningEvent(text)
-    ready = PreparedTraining(run, spec, own, found, rehearse)
+    ready = PreparedTraining(run, spec, own, found, rehearse, within_balance)
     ends = expected_end(own.run, found.task, code=found.code.digest)
-    return dataclasses.replace(ready, plan=dataclasses.replace(found, rehearses=ready.by_script.due, ends=ends))
+    left = 1.0
+    if found.resumes is not None:
+        left -= found.resumes / (_dataset_size(own.run, own.spec, inspect) * own.spec.train.epochs_at_most)
+    balance = None if found.finished else balance_for(found.task, left=max(0.0, left))
+    if balance is not None and balance.lacking and not within_balance:
+        yield WarningEvent(balance.lacking)
+    told = dataclasses.replace(found, rehearses=ready.by_script.due, ends=ends, balance=balance)
+    return dataclasses.replace(ready, plan=told)
 
 
 def work(
@@ -365,7 +359,7 @@ def work(
         file: where the settings come from.
 
     Raises:
-        OverBudget: not confirmed.
+        OverBudget: not confirmed, or beyond the balance.
         Pending: the time to wait is over.
         Interruption: Ctrl-C; the training goes on, unless it is to be cancelled.
         CannotResume: its script cannot go on from its own checkpoint, and it is long.
@@ -379,6 +373,8 @@ def work(
     launcher = dependencies.launcher_for(own.spec)
     going_on = under_way(own.run, launcher, [found.task.job])
     if not going_on:
+        if training.within_balance:
+            require_carried(found.balance)
         planned = TrainPlanned(found, nodes_of_links(found.task))
         yield planned
         allow(dependencies.confirm, planned)

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from tula_cli.services.progress.job_status import JobState, JobStatus, StageStatus, TrainingStatus, TuningStatus
     from tula_cli.services.progress.ledger import Ledger, Outcome
     from tula_cli.services.progress.listing import RunSummary
+    from tula_cli.services.progress.site_charge import SiteCharge
     from tula_cli.services.status import RunStatus
 
 # --- status
@@ -70,12 +71,18 @@ def status(now: "RunStatus") -> Iterator["RenderableType"]:
 
 
 def status_by_type(
-    path: Path, found: Mapping[str | None, "RunStatus"], chosen: "Recommendation | None"
+    path: Path,
+    found: Mapping[str | None, "RunStatus"],
+    chosen: "Recommendation | None",
+    charges: "Mapping[str | None, SiteCharge] | None" = None,
 ) -> Iterator["RenderableType"]:
     """The same for each node type, and what is recommended over all."""
     if not found:
         yield f"{near(path)}: nothing was started yet"
     yield from by_type(found, status)
+    for name, charge in (charges or {}).items():
+        whole = "" if charge.predicted is None else f" ({number(charge.predicted)} predicted for the whole training)"
+        yield f"{'' if name is None else f'{name}: '}SLURM's bill, {charge.words}{whole}"
     if chosen is not None and None not in found:
         yield ""
         yield f"recommended over all node types: {place_of(chosen.choice)}, {chosen.objective}"

@@ -10,10 +10,12 @@ from tula_cli.words import configuration, duration, near, number, percent, perpl
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
+    from rich.table import Table
 
     from tula_cli.run.records.recommendations import Prediction
     from tula_cli.run.records.results import Evaluated, Summary
     from tula_cli.run.records.tasks import EvaluateTask, TrainTask
+    from tula_cli.services.progress.site_charge import SiteCharge
     from tula_cli.services.train import TrainPlan
 
 PERCENT = ("top1", "top5")
@@ -31,9 +33,20 @@ def train_plan(
         on = ", ".join(f"{count} on {plural(nodes)}" for nodes, count in counts.items())
         of = f"{len(links)} jobs" + f" ({on})" * (len(counts) > 1)
         yield f"a chain of {of}, each waiting for the end of the one before (afterany); what is not needed ends at once"
+    if plan.balance is not None:
+        yield f"balance: {plan.balance.words}"
+    yield from _in_bins(plan.task)
     for script in scripts:
         yield ""
         yield script
+
+
+def _in_bins(task: "TrainTask") -> Iterator[str]:
+    """Say where a bin of the site's is shorter than the time limit that the job names."""
+    slurm = task.spec.cluster.slurm
+    if slurm is not None and (allowed := slurm.job_minutes(task.own_nodes)) < slurm.minutes:
+        on = plural(task.own_nodes)
+        yield f"a job lasts at most {allowed} min: the site allows {on} no more (cluster.slurm.limits)"
 
 
 def _branches_planned(task: "TrainTask") -> Iterator[str]:
@@ -179,7 +192,9 @@ WHOLE = 0.95
 """Share of the time over which energy has to be counted to be held against its prediction."""
 
 
-def summary(found: "Summary", *, weights: "Path | None" = None) -> Iterator["RenderableType"]:
+def summary(
+    found: "Summary", *, weights: "Path | None" = None, charge: "SiteCharge | None" = None
+) -> Iterator["RenderableType"]:
     """Predicted against actual, how good it is, and where its weights are."""
     changed = "" if found.batch == found.start_batch else f" (started with {found.start_batch})"
     at = f", {_best(found)} at epoch {found.best_epoch}" * bool(found.best_epoch)  # of a script nobody knows the epoch
@@ -189,19 +204,9 @@ def summary(found: "Summary", *, weights: "Path | None" = None) -> Iterator["Ren
     if found.ended:
         yield f"ended {found.ended} (train.until); what is predicted is for the epochs that it took"
     yield ""
-    divisor, unit = time_unit(3600 * found.actual_hours)
-    made = table(("", "predicted", "actual", "error (%)"))
-    to_unit = 3600 / divisor
-    made.add_row("step time (ms)", *_compared(found.predicted_step, found.actual_step, 1000))
-    made.add_row(f"time ({unit})", *_compared(found.predicted_hours, found.actual_hours, to_unit))
-    for name, predicted, actual in _parts(found):
-        made.add_row(f"  {name}", *_compared(predicted, actual, 1 / divisor))
-    made.add_row(f"cost ({found.currency})", *_compared(found.predicted_cost, found.actual_cost, 1))
-    if found.actual_kwh is not None:
-        made.add_row("energy (kWh)", *_energy(found.predicted_kwh, found.actual_kwh, found.counted or 0.0))
-    elif found.predicted_kwh is not None:
-        made.add_row("energy (kWh)", number(found.predicted_kwh), "-", "-")
-    yield made
+    yield _predicted_against_actual(found, charge)
+    if charge is not None:
+        yield charge.words
     if found.actual_kwh is not None and (found.counted or 0.0) < WHOLE:
         yield f"energy was counted over {percent(found.counted)} % of the time: not while ranks start, nor up to a failure"
     yield from changes(found.changes)
@@ -221,6 +226,24 @@ def summary(found: "Summary", *, weights: "Path | None" = None) -> Iterator["Ren
     yield from (f"warning: {text}" for text in found.warnings)
     if weights is not None:
         yield f"best weights: {near(weights)}"
+
+
+def _predicted_against_actual(found: "Summary", charge: "SiteCharge | None") -> "Table":
+    divisor, unit = time_unit(3600 * found.actual_hours)
+    made = table(("", "predicted", "actual", "error (%)"))
+    to_unit = 3600 / divisor
+    made.add_row("step time (ms)", *_compared(found.predicted_step, found.actual_step, 1000))
+    made.add_row(f"time ({unit})", *_compared(found.predicted_hours, found.actual_hours, to_unit))
+    for name, predicted, actual in _parts(found):
+        made.add_row(f"  {name}", *_compared(predicted, actual, 1 / divisor))
+    made.add_row(f"cost ({found.currency})", *_compared(found.predicted_cost, found.actual_cost, 1))
+    if charge is not None:
+        made.add_row(f"SLURM's bill ({charge.currency})", *_compared(charge.predicted, charge.cost, 1))
+    if found.actual_kwh is not None:
+        made.add_row("energy (kWh)", *_energy(found.predicted_kwh, found.actual_kwh, found.counted or 0.0))
+    elif found.predicted_kwh is not None:
+        made.add_row("energy (kWh)", number(found.predicted_kwh), "-", "-")
+    return made
 
 
 def _each(lost: Sequence[int]) -> str:

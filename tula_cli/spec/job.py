@@ -155,7 +155,7 @@ class JobSpec(Section):
         currencies: dict[str, str] = {}
         for name in self.node_types:
             try:
-                currencies[name] = self._of_node_type(name).pricing.currency
+                currencies[name] = self.of_node_type(name).pricing.currency
             except ValidationError as error:
                 problems += [_under(item, "node_types", name) for item in error.errors()]
         if problems:
@@ -223,7 +223,7 @@ class JobSpec(Section):
             ValidationError: what the type has of its own does not fit.
         """
         node_type, count = self._kinds[name]
-        found = self if node_type is None else self._of_node_type(node_type)
+        found = self if node_type is None else self.of_node_type(node_type)
         if count is None:
             return found
         search = found.search.model_dump(mode="json", exclude_unset=True, exclude={"gpus_per_node"})
@@ -233,7 +233,8 @@ class JobSpec(Section):
         cluster = {**base.get("cluster", {}), "gpus_per_node": count}
         return JobSpec.model_validate({**base, "cluster": cluster, "search": search})
 
-    def _of_node_type(self, name: str) -> "JobSpec":
+    def of_node_type(self, name: str) -> "JobSpec":
+        """Return the whole job on one of `node_types`."""
         # A section that is there but empty, as a written spec has it, says nothing of its own.
         own = {key: value for key, value in self.node_types[name].model_dump(exclude_unset=True).items() if value}
         base = self.model_dump(mode="json", exclude_unset=True, exclude={"node_types"})
@@ -241,6 +242,17 @@ class JobSpec(Section):
             base.pop("pricing", None)
         merge(base, own, {}, source=name)
         return JobSpec.model_validate(base)
+
+    def without_bill(self) -> "JobSpec":
+        """Return the job as it was written: without what SLURM told of its bill, which is asked for again."""
+        if self.pricing.told is None and not any("told" in kind.pricing for kind in self.node_types.values()):
+            return self
+        types = {
+            name: kind.model_copy(update={"pricing": {key: v for key, v in kind.pricing.items() if key != "told"}})
+            for name, kind in self.node_types.items()
+        }
+        pricing = self.pricing.model_copy(update={"told": None})
+        return self.model_copy(update={"pricing": pricing, "node_types": types})
 
     @property
     def length(self) -> int | None:

@@ -2,7 +2,8 @@
 
 from typing import Annotated, Literal
 
-from pydantic import AfterValidator, BeforeValidator, Field, WithJsonSchema, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, ValidationError, WithJsonSchema, model_validator
+from pydantic_core import InitErrorDetails
 
 from tula_cli.plugins import is_import_string, nearest
 from tula_cli.spec.kinds import (
@@ -16,8 +17,8 @@ from tula_cli.spec.kinds import (
     PositiveFloat,
     Section,
     Size,
-    price,
 )
+from tula_cli.spec.kinds import price as no_free_price
 from tula_cli.spec.slurm_options import Slurm
 
 KINDS = ("local", "slurm")
@@ -114,15 +115,60 @@ class Spot(Section):
     wait_minutes: NonNegativeFloat = 0.0  # until a lost node is replaced; nothing is paid meanwhile
 
 
-class Pricing(Section):
-    """Price per node-hour, GPU-hour, or GB-hour of reserved GPU memory."""
+class SiteBill(Section):
+    """What a job takes of an allocation, as SLURM told it: the billing of its TRES, and what that is multiplied by."""
 
-    kind: Literal["node_hour", "gpu_hour", "gb_hour"] = "node_hour"  # what the price is for
-    price: Annotated[PositiveFloat, BeforeValidator(price)]  # in currency
-    currency: Annotated[Line, Field(min_length=1)] = "USD"  # shown with every cost
+    node: NonNegativeFloat  # billing of each of its nodes
+    job: NonNegativeFloat = 0.0  # billing of the job beside them (licenses)
+    usage_factor: NonNegativeFloat = 1.0  # of its QOS, by which SLURM multiplies what it counts
+    charge_factor: NonNegativeFloat = 1.0  # of its QOS and partition, as the site multiplies beside SLURM
+    qos: str = ""  # of the job; empty where nothing tells
+    tres: dict[str, float] = {}  # what each node is allocated: cpu, mem (MB), node, gres/gpu ...
+    words: str = ""  # what it follows from
+
+
+_NO_MONEY = ("node-h", "SU")
+"""What costs are counted in where no price is given."""
+
+
+class Pricing(Section):
+    """Price per node-hour, GPU-hour, GB-hour of reserved GPU memory, or billing-hour as the site's SLURM counts it."""
+
+    kind: Literal["node_hour", "gpu_hour", "gb_hour", "billing"] = "node_hour"  # what the price is for
+    price: Annotated[PositiveFloat, BeforeValidator(no_free_price)] = (
+        1.0  # in currency; kind billing alone can do without one
+    )
+    currency: Annotated[Line, Field(min_length=1)] = "USD"  # shown with every cost; without a price it is the unit
     source: Line = ""  # where the price comes from, shown beside it
     date: Day = ""  # when it was looked up, 2025-11-30; shown beside it
     spot: Spot | None = None  # where the nodes may be taken away
+    unit: Annotated[Line, Field(min_length=1)] = (
+        "SU"  # of kind billing: how the site calls a billing-hour, as core-hours
+    )
+    per_node: PositiveFloat | None = None  # of kind billing: billing of a whole node; null: SLURM is asked
+    qos_factors: dict[str, NonNegativeFloat] = {}  # of kind billing: charge factors that SLURM does not know, by QOS
+    partition_factors: dict[str, NonNegativeFloat] = {}  # likewise, by partition
+    told: SiteBill | None = None  # of kind billing: what SLURM told, as tula fills it in; leave it out
+
+    @model_validator(mode="after")
+    def _priced_as_its_kind_is(self) -> "Pricing":
+        if self.kind == "billing":
+            # A run writes all that its job has down: what stands for no price there is none here either.
+            if "price" not in self.model_fields_set or (self.price == 1.0 and self.currency in _NO_MONEY):
+                if self.currency not in ("USD", self.unit, *_NO_MONEY):
+                    raise ValueError(
+                        f"currency {self.currency} needs a price, of one {self.unit}; without one costs are in {self.unit}"
+                    )
+                object.__setattr__(self, "currency", self.unit)  # it is frozen
+            return self
+        if "price" not in self.model_fields_set:
+            details = InitErrorDetails(type="missing", loc=("price",), input={})
+            raise ValidationError.from_exception_data("Pricing", [details])
+        of_billing = ("unit", "per_node", "qos_factors", "partition_factors", "told")
+        own = [name for name in of_billing if getattr(self, name) != type(self).model_fields[name].default]
+        if own:
+            raise ValueError(f"{', '.join(own)}: of kind billing, and kind is {self.kind}")
+        return self
 
 
 UNPRICED = Pricing(price=1.0, currency="node-h")

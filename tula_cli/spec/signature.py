@@ -160,7 +160,7 @@ def cluster_signature(cluster: Cluster) -> str:
 
     For how long it asks for them, and which it avoids, tells nothing of those that it gets.
     """
-    asked = (cluster.slurm or Slurm()).model_dump(mode="json", exclude={"minutes", "exclude"})
+    asked = (cluster.slurm or Slurm()).model_dump(mode="json", exclude={"minutes", "exclude", "limits"})
     own = (
         {}
         if cluster.scheduler is None

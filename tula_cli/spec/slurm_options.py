@@ -1,5 +1,6 @@
 """The section `cluster.slurm`, and which options of sbatch and srun are refused there."""
 
+import math
 import re
 from collections.abc import Iterator
 from typing import Annotated, Literal
@@ -7,7 +8,18 @@ from typing import Annotated, Literal
 from pydantic import AfterValidator, BeforeValidator, ValidationError, WithJsonSchema, model_validator
 from pydantic_core import InitErrorDetails, PydanticCustomError
 
-from tula_cli.spec.kinds import WORD_OR_NUMBER, Command, Line, Minutes, Positive, Section, as_text, one_line, word
+from tula_cli.spec.kinds import (
+    WORD_OR_NUMBER,
+    Command,
+    Line,
+    Minutes,
+    Positive,
+    PositiveFloat,
+    Section,
+    as_text,
+    one_line,
+    word,
+)
 
 _SBATCH_SETTINGS = {
     "job-name": "name",
@@ -110,6 +122,20 @@ OptionValue = Annotated[
 """True is the bare option; False, None, "" and [] leave it out; a list is joined by commas."""
 
 
+class WallTime(Section):
+    """For how long a site lets a job run that has at most so many nodes, and more than the next smaller bin."""
+
+    nodes: Positive  # at most
+    hours: PositiveFloat  # that a job of theirs may last
+
+
+def _ascending(bins: list[WallTime]) -> list[WallTime]:
+    nodes = [each.nodes for each in bins]
+    if len(set(nodes)) < len(nodes):
+        raise ValueError(f"two bins are of the same number of nodes: {nodes}")
+    return sorted(bins, key=lambda each: each.nodes)
+
+
 class Slurm(Section):
     """What sbatch and srun are asked for; nothing is asked for that is not given here."""
 
@@ -126,6 +152,8 @@ class Slurm(Section):
     gpus: Literal["gpus_per_node", "gres", "gpus_per_task", "none"] = "gpus_per_node"  # how GPUs are asked for
     gpu_type: Annotated[Line, AfterValidator(_gpu_type)] | None = None  # as the site calls it: a100
     exclusive: bool = True  # whole nodes: neighbours would spoil the times
+    # the site's bins of wall time, for its site.yaml: [{nodes: 91, hours: 2}, {nodes: 183, hours: 6}]; [] is none
+    limits: Annotated[list[WallTime], AfterValidator(_ascending)] = []
     extra: dict[Annotated[str, AfterValidator(_sbatch_option)], OptionValue] = {}  # any other option of sbatch
     srun_extra: dict[Annotated[str, AfterValidator(_srun_option)], OptionValue] = {}  # any other option of srun
     setup: list[str] | Line | None = None  # shell lines before the job, or a file of them; null: the site's, if any
@@ -136,6 +164,16 @@ class Slurm(Section):
     python: Command | None = None  # how python is started in the job: a command of the shell
     # words before the command of every rank, or a script (a file) around it; null: the site's, if any
     wrapper: list[Annotated[Line, AfterValidator(word)]] | Line | None = None
+
+    def longest(self, nodes: int) -> float:
+        """Return the minutes that the site's bins let a job of so many nodes run; 0 where none allows so many nodes."""
+        if not self.limits:
+            return math.inf
+        return next((60 * each.hours for each in self.limits if nodes <= each.nodes), 0.0)
+
+    def job_minutes(self, nodes: int) -> int:
+        """Return the time limit of a training job on so many nodes: `minutes`, or that of its bin where it is shorter."""
+        return math.floor(min(self.longest(nodes), self.minutes))
 
     @model_validator(mode="after")
     def _settings_fit_together(self) -> "Slurm":

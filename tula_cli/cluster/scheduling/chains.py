@@ -35,16 +35,23 @@ def chain(task: Task) -> Sequence[Task]:
     """Return the jobs of a task's chain, each as the task that it asks for nodes for."""
     if task.spec.cluster.kind == "local" or not isinstance(task, TrainTask):
         return [task]
-    limit, predicted = task.spec.cluster.minutes, task.prediction
+    predicted = task.prediction
     hours = None if predicted is None else predicted.hours
     found: list[Task] = []
     for nodes in sorted({count for stage in task.stages if task.nodes <= (count := stage.nodes or 0) < task.own_nodes}):
         own = None if predicted is None else predicted.hours_on(nodes)
-        found += [task.model_copy(update={"nodes": nodes})] * _needed(task, own, limit, spare=1)
+        found += [task.model_copy(update={"nodes": nodes})] * _needed(task, own, _minutes(task, nodes), spare=1)
         hours = None if hours is None or own is None else hours - own
     last = task.model_copy(update={"nodes": task.own_nodes})
-    found = found[: MOST_LINKS - 2] + [last] * min(max(2, _needed(task, hours, limit, spare=SPARE_LINKS)), MOST_LINKS)
+    needed = _needed(task, hours, _minutes(task, task.own_nodes), spare=SPARE_LINKS)
+    found = found[: MOST_LINKS - 2] + [last] * min(max(2, needed), MOST_LINKS)
     return found[:MOST_LINKS]
+
+
+def _minutes(task: TrainTask, nodes: int) -> int:
+    """Return the time limit of a job on so many nodes, within the site's bins (cluster.slurm.limits)."""
+    slurm = task.spec.cluster.slurm
+    return task.spec.cluster.minutes if slurm is None else max(1, slurm.job_minutes(nodes))
 
 
 def _needed(task: TrainTask, hours: float | None, limit: int, *, spare: int) -> int:
@@ -60,16 +67,18 @@ def nodes_of_links(task: Task) -> tuple[int, ...]:
 
 
 def time_limit(task: Task) -> int:
-    """Return the time limit of a job, minutes."""
+    """Return the time limit of a job, minutes; none is above its bin of the site's (cluster.slurm.limits)."""
     match task:
         case ProbeTask():
-            return math.ceil(task.spec.search.max_minutes * (1 + len(task.then))) + ROOM
+            wanted = math.ceil(task.spec.search.max_minutes * (1 + len(task.then))) + ROOM
         case RehearsalTask():
-            return math.ceil(task.spec.search.max_minutes) + ROOM
+            wanted = math.ceil(task.spec.search.max_minutes) + ROOM
         case TrainTask() | EvaluateTask():
-            return task.spec.cluster.minutes
+            wanted = task.spec.cluster.minutes
         case CheckTask():
-            return math.ceil(CheckTask.MINUTES) + ROOM
+            wanted = math.ceil(CheckTask.MINUTES) + ROOM
+    longest = math.inf if task.spec.cluster.slurm is None else task.spec.cluster.slurm.longest(task.nodes)
+    return max(1, math.floor(min(wanted, longest or wanted)))
 
 
 # --- what became of it

@@ -318,6 +318,7 @@ def train(
     batch: int | None = None,
     node_type: str | None = None,
     rehearse: bool = True,
+    within_balance: bool = False,
     timeout: float | None = None,
     **settings: "Unpack[Settings]",
 ) -> Summary | None:
@@ -329,6 +330,7 @@ def train(
         batch: global; in place of the recommended one.
         node_type: in place of the recommended type.
         rehearse: try a script's resume first, once, where training takes more than an hour.
+        within_balance: refuse where the account's balance does not carry it (OverBudget).
         timeout: seconds to wait at most.
         settings: root, overrides, confirm, wait, on_event; see `Settings`.
 
@@ -348,8 +350,9 @@ def train(
     own = Submission.of(run, timeout=timeout, **settings)
     call, inspect = own.call, own.dependencies.inspect
     work = training.prepare(
-        call.run, call.spec, inspect, nodes=nodes, batch=batch, node_type=node_type, rehearse=rehearse
-    )
+        call.run, call.spec, inspect, nodes=nodes, batch=batch, node_type=node_type, rehearse=rehearse,
+        within_balance=within_balance,
+    )  # fmt: skip
     found = follow(training.work(follow(work, own.tell), own.dependencies, own.wait_policy, file=call.file), own.tell)
     return None if isinstance(found, DetachedJobs) else found
 

@@ -15,6 +15,7 @@ from tula_cli.services.compare import ComparePlan, Grid
 from tula_cli.services.comparison import accuracy, scripted, trainings
 from tula_cli.services.comparison.accuracy import CompareReport
 from tula_cli.services.events import ComparePlanned, ComparisonProgress, Note, WarningEvent, Work
+from tula_cli.services.recommendation.beyond.site_charges import billed
 from tula_cli.services.train import part as part_to_train
 from tula_cli.services.waiting import Dependencies, WaitPolicy, allow, doubts_of_new
 from tula_cli.spec.job import JobSpec
@@ -97,6 +98,7 @@ def prepare(
         BadMeasurements: no batch or type of node is given, known or recommended.
         SpecError: a batch cannot be trained, or methods do not go with the job.
     """
+    spec = billed(spec, run.path.parent)
     part, _ = part_to_train(run, spec, node_type)
     if part.type is not None:
         yield Note(f"node type {part.type}")

@@ -24,6 +24,7 @@ from tula_cli.services.compare import (
     total_hours,
 )
 from tula_cli.services.progress import job_status
+from tula_cli.services.progress.ending import report
 from tula_cli.services.progress.job_status import JobStatus, TrainingStatus
 from tula_cli.services.status import RunStatus
 
@@ -147,7 +148,7 @@ def _seconds(hours: float | None) -> float | None:
 def _problem(run: RunDir, cell: Cell) -> str:
     """Return why a training has failed; empty where it has not, though it may have diverged."""
     try:
-        train.report(run, cell.signature)
+        report(run, cell.signature)
     except Diverged:
         return ""
     except TulaError as error:

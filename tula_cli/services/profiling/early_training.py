@@ -13,6 +13,7 @@ from tula_cli.run.records.results import JobFile
 from tula_cli.services import train
 from tula_cli.services.compare import REFERENCE, Inspect, cell_spec
 from tula_cli.services.events import Note, WarningEvent, Work
+from tula_cli.services.recommendation.beyond.site_charges import billed
 from tula_cli.services.recommendation.gradient_noise_of import after_training
 from tula_cli.services.waiting import Dependencies, DetachedJobs, WaitPolicy
 from tula_cli.spec.job import JobSpec
@@ -53,7 +54,7 @@ def prepare(run: RunDir, spec: JobSpec, inspect: Inspect) -> Work[train.Prepared
     Raises:
         SpecError: a script's job, or no number of nodes divides the batch.
     """
-    part = run.parts(spec, None)[0]
+    part = run.parts(billed(spec, run.path.parent), None)[0]
     own, batch = early_spec(part.spec), spec.train.reference_batch
     each = part.spec.cluster.gpus_per_node * spec.train.accumulate
     nodes = next((nodes for nodes in sorted(spec.search.nodes) if batch % (nodes * each) == 0), None)

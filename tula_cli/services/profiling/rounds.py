@@ -23,6 +23,8 @@ from tula_cli.services import profile
 from tula_cli.services.events import FirstJobPlanned, Note, ProfilePlanned, WarningEvent, Work
 from tula_cli.services.profile import ProfilePlan, ProfileReport
 from tula_cli.services.profiling.unsettled import UnsettledPlan, unsettled
+from tula_cli.services.recommendation.beyond.account_balance import probes_lacking
+from tula_cli.services.recommendation.beyond.site_charges import billed
 from tula_cli.services.waiting import (
     Dependencies,
     DetachedJobs,
@@ -133,7 +135,7 @@ def dry_run(run: RunDir, spec: JobSpec, dependencies: Dependencies) -> Work[dict
     Raises:
         Infeasible: nothing fits anywhere.
     """
-    parts = all_parts(run, spec)
+    parts = all_parts(run, billed(spec, run.path.parent))
     known = {part.name: inspected(part, dependencies) for part in parts}
     settled = {name: one for name, one in known.items() if not isinstance(one, NotInspected)}
     if len(settled) < len(known):
@@ -169,7 +171,7 @@ def work(
         JobFailed, OutOfMemoryAtMinimum, BadMeasurements: nothing was measured.
         SchedulerError: a job was refused.
     """
-    return (yield from _Profiling(run, spec, dependencies, wait_policy, file).work())
+    return (yield from _Profiling(run, billed(spec, run.path.parent), dependencies, wait_policy, file).work())
 
 
 @dataclass
@@ -261,6 +263,9 @@ class _Profiling:
         """Submit a round, after asking where there is something to submit."""
         jobs = [_SubmittedPart(part, plan, self.dependencies.launcher_for(part.spec)) for part, plan in missing]
         if any(own.fresh for own in jobs):
+            for part, plan in missing:
+                if text := probes_lacking(part.spec, plan.node_hours_at_most):
+                    yield WarningEvent(text)
             asked = ProfilePlanned({part.name: plan for part, plan in planned})
             yield asked
             hours = [plan.node_hours_at_most for plan in asked.plans.values()]

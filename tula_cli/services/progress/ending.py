@@ -6,7 +6,9 @@ from collections.abc import Sequence
 from tula_cli.errors import DeviceFault, DiskFull, Diverged, JobFailed, OutOfMemoryAtMinimum, Pending, TulaError
 from tula_cli.host.endings.outcomes import ENDINGS
 from tula_cli.host.outcome import advice
+from tula_cli.run.directory import RunDir
 from tula_cli.run.records.jobs import Attempt
+from tula_cli.run.records.results import Summary
 from tula_cli.run.records.tasks import TrainTask
 from tula_cli.services.status import RunStatus
 
@@ -64,3 +66,25 @@ def require_found(now: RunStatus, job_id: str) -> None:
                     "free some space and run the same command again; it goes on where the newest checkpoint stands",
                 )
             raise JobFailed(f"{job.id} is gone: {job.reason}", CANCELLED)
+
+
+def report(run: RunDir, signature: str) -> Summary:
+    """Return predicted against actual of a finished training run.
+
+    Raises:
+        OutOfMemoryAtMinimum: the smallest batch did not fit.
+        Diverged: its loss or its weights were not finite.
+        DeviceFault: nodes or their devices were faulty, each time that it was tried.
+        JobFailed: it ended for another reason.
+        Pending: it has not ended.
+    """
+    summary = run.training(signature).summary()
+    if summary is not None:
+        return summary
+    task = run.training(signature).newest_task()
+    if task is not None and run.cancelled(task.job):  # its ranks may not have ended yet
+        raise JobFailed(f"training {signature} was cancelled", CANCELLED)
+    attempts = run.training(signature).attempts()
+    if task is None or not attempts:
+        raise Pending(f"training {signature} has not started", "tula status tells what it waits for")
+    raise failure_of(task, attempts, kept=run.training(signature).newest_samples())

@@ -100,7 +100,7 @@ def _recommended_yaml(spec: JobSpec, recommendation: Recommendation, *, train: s
         f"# Asked by: {recommendation.criteria}.\n"
         f"# Why: {recommendation.reason}.\n"
         f"# Train it: {train}\n"
-        f"{dump_yaml(spec)}"
+        f"{dump_yaml(spec.without_bill())}"
     )
 
 

@@ -12,6 +12,7 @@ from tula_cli.models.choice.objective import Choice, Quantity, best_of_each_batc
 from tula_cli.models.choice.offers import Offers
 from tula_cli.models.efficiency import Noise
 from tula_cli.models.forecast import Forecast
+from tula_cli.services.recommendation.beyond.wall_times import within_bins
 from tula_cli.services.recommendation.limits import Limits, described_limits
 from tula_cli.services.recommendation.measured import TypeMeasurements, trained_epochs
 from tula_cli.words import plural
@@ -64,6 +65,7 @@ def within(all_measurements: Sequence[TypeMeasurements], limits: Limits, noise: 
     left = Offers.join([_with_progress(one.offers(limits), one, noise) for one in all_measurements])
     if not len(left):
         raise _nothing_fits(all_measurements[0].forecast, limits)
+    left = within_bins(left, all_measurements)
     for bound in limits:
         values = bound.value(left)
         if not (values <= bound.most).any():

@@ -85,14 +85,14 @@ def _of_type(
 ) -> tuple[dict[int, list[LinkWaits]], list[str]]:
     """Return the waits on each number of nodes, by time limit, and what they rest on."""
     part = measurements.part
-    own = (part.spec.cluster.slurm or Slurm()).minutes
-    limits = limits_to_try(own, restart=_restart(measurements) / 60)
+    slurm, restart = part.spec.cluster.slurm or Slurm(), _restart(measurements) / 60
+    limits = {nodes: limits_to_try(slurm.job_minutes(nodes), restart=restart) for nodes in counts}
     history = queue.history(part.run, part.spec, now=now)
     found: dict[int, list[LinkWaits]] = {nodes: [] for nodes in counts}
     estimates: list[Estimate] = []
     # The job's own limit first: where there are many numbers of nodes, estimates are asked for no others.
-    for minutes in reversed(limits):
-        for nodes in counts:
+    for minutes in sorted({minutes for own in limits.values() for minutes in own}, reverse=True):
+        for nodes in [nodes for nodes in counts if minutes in limits[nodes]]:
             bound = wait_bound(history.waits, nodes=nodes, minutes=minutes, now=now)
             told = None
             if len(estimates) < MOST_ASKED:

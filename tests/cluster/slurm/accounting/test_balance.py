@@ -1,0 +1,54 @@
+"""What an account has left, by recorded words of `scontrol show assoc_mgr` and `sshare`."""
+
+import pytest
+from accounting_recorded import Slurm
+from make_runs import spec
+
+from tula_cli.cluster.slurm.accounting.balance import balance
+from tula_cli.cluster.slurm.accounting.site_bill import user
+
+SPEC = spec(cluster={"kind": "slurm", "slurm": {"account": "proj", "qos": "dear"}}, pricing={"kind": "billing"})
+
+
+def lefts(found):
+    return {(limit.where, limit.tres): limit.left for limit in found.limits}
+
+
+def test_every_limit_from_the_user_to_the_root_and_of_the_qos():
+    found = balance(SPEC, qos="dear", ask=Slurm(user()))
+    assert lefts(found) == {
+        (f"{user()} in account proj", "cpu"): 52,
+        ("account proj", "billing"): 1000 - 19 - 40,
+        ("account big", "cpu"): 492,
+        ("account big", "billing"): 100 - 19 - 40,
+        ("QOS dear", "billing"): 298,
+    }
+    assert found.unseen == ""
+
+
+def test_where_the_controller_shows_nothing_the_shares_do():
+    found = balance(SPEC, qos="", ask=Slurm(user(), without=["assoc_mgr"]))
+    assert lefts(found) == {
+        ("account big", "cpu"): 492,
+        ("account big", "billing"): 41,
+        ("account proj", "billing"): 941,
+    }
+
+
+def test_what_nobody_shows_is_said_and_no_error():
+    found = balance(SPEC, qos="dear", ask=Slurm(user(), without=["assoc_mgr", "sshare"]))
+    assert found.limits == ()
+    assert "access denied" in found.unseen
+    silent = balance(
+        SPEC.model_copy(update={"cluster": SPEC.cluster.model_copy(update={"slurm": None})}),
+        qos="",
+        ask=Slurm(user(), without=["sacctmgr"]),
+    )
+    assert "does not tell the account" in silent.unseen
+
+
+@pytest.mark.parametrize("account", ["hidden"])
+def test_an_account_that_is_not_shown(account):
+    slurm = SPEC.cluster.slurm.model_copy(update={"account": account})
+    asked = SPEC.model_copy(update={"cluster": SPEC.cluster.model_copy(update={"slurm": slurm})})
+    assert balance(asked, qos="", ask=Slurm(user())).unseen == "account hidden is not shown (PrivateData?)"

@@ -1,0 +1,21 @@
+import pytest
+
+from tula_cli.cluster.slurm.accounting.charged import parse_charged, price_of
+from tula_cli.spec.resources import Pricing, SiteBill
+
+ROWS = """51417006|COMPLETED|24|billing=5,cpu=2,gres/gpu:a100=2,gres/gpu=2,mem=1500M,node=1
+51417007|TIMEOUT|3600|billing=10,cpu=4,mem=3000M,node=2
+51417008|CANCELLED by 0|0|"""
+
+
+def test_billing_times_elapsed_over_all_jobs():
+    found = parse_charged(ROWS)
+    assert (found.jobs, found.open, found.billings) == (2, False, (5, 10))
+    assert found.billing_hours == pytest.approx((24 * 5 + 3600 * 10) / 3600)
+    pricing = Pricing(kind="billing", told=SiteBill(node=5, usage_factor=2, charge_factor=0.5))
+    assert price_of(found, pricing) == pytest.approx(found.billing_hours)
+
+
+def test_what_still_runs_is_said_and_what_nobody_knows_is_nothing():
+    assert parse_charged(ROWS.replace("TIMEOUT", "RUNNING")).open
+    assert parse_charged("") is None

@@ -1,0 +1,105 @@
+"""Bins of wall time: which nodes they allow, in how many jobs, and what is told of it."""
+
+from pathlib import Path
+
+import pytest
+from make_results import Truth, inspected, probe_all, spec
+
+from tula_cli.cluster.scheduling.chains import chain, time_limit
+from tula_cli.errors import Infeasible, SpecError
+from tula_cli.run.directory import RunDir
+from tula_cli.services import profile, train
+from tula_cli.services.check import check
+from tula_cli.services.recommend import recommend
+from tula_cli.spec.slurm_options import Slurm
+
+NOW = 1_700_000_000.0
+SWEEP = {1: (16, 64, 256), 2: (16, 32, 64, 128, 256), 4: (8,), 8: (4, 64)}
+FRONTIER = [{"nodes": 2, "hours": 0.5}, {"nodes": 4, "hours": 1}, {"nodes": 8, "hours": 12}]
+
+
+def job(limits, *, minutes=1440, **search):
+    slurm = {"minutes": minutes, "limits": limits}
+    return spec(search={"max_batch": 4096, **search}, cluster={"kind": "slurm", "slurm": slurm})
+
+
+def measured(root: Path, found) -> RunDir:
+    run = RunDir.create(root, found)
+    for result in probe_all(Truth(fixed=2.0, noise=0.01), SWEEP):
+        run.write_result(result)
+    return run
+
+
+def asked(root: Path, limits, **named):
+    run = measured(root, job(limits))
+    return recommend(run, run.spec(), objective=named.pop("objective", "cost"), now=NOW, **named).recommendation
+
+
+@pytest.mark.parametrize(("nodes", "minutes"), [(1, 30), (2, 30), (3, 60), (4, 60), (8, 720), (9, 0)])
+def test_the_smallest_bin_that_holds_the_nodes_counts(nodes, minutes):
+    assert Slurm(limits=FRONTIER[::-1], minutes=1440).job_minutes(nodes) == minutes
+    assert Slurm(limits=FRONTIER, minutes=20).job_minutes(nodes) == min(20, minutes)
+    assert Slurm(minutes=1440).job_minutes(nodes) == 1440
+
+
+def test_nodes_that_no_bin_holds_are_not_recommended(tmp_path):
+    free = {row.nodes for row in asked(tmp_path / "free", []).rows}
+    bound = {row.nodes for row in asked(tmp_path / "bound", FRONTIER[:2]).rows}
+    assert free - bound and max(bound) <= 4
+    assert "(cluster.slurm.limits)" not in asked(tmp_path / "free", []).reason
+
+
+def test_a_training_longer_than_its_bin_is_a_chain_that_is_told(tmp_path):
+    found = asked(tmp_path, [{"nodes": 8, "hours": 0.1}])
+    whole = 60 * found.choice.hours
+    assert whole > 6
+    jobs = int(found.reason.partition("a chain of ")[2].split()[0])
+    assert jobs >= whole / 6
+    assert f"a chain of {jobs} jobs of 6 min: the site allows" in found.reason
+    short = asked(tmp_path / "long", [{"nodes": 8, "hours": 300}])
+    assert "; one job of 1440 min: the site allows" in short.reason
+
+
+def test_a_chain_of_too_many_jobs_is_left_out(tmp_path):
+    """In 3 minutes each job has little time beside its start and its save: only the fastest trainings come to their end."""
+    everything = asked(tmp_path / "free", [])
+    slow = max(row.hours for row in everything.rows)
+    bound = asked(tmp_path / "tight", [{"nodes": 8, "hours": slow / 40}])
+    assert max(row.hours for row in bound.rows) < slow
+    with pytest.raises(Infeasible, match=r"within the site's bins of wall time .*up to 8 nodes 0.03 h"):
+        asked(tmp_path / "none", [{"nodes": 8, "hours": 0.03}])
+
+
+def test_jobs_ask_for_no_more_than_their_bin(tmp_path):
+    run = measured(tmp_path, job(FRONTIER))
+    planned = train.plan(run, run.spec(), nodes=2, batch=256, inspect=lambda _: inspected())
+    assert time_limit(planned.task) == 30
+    longer = train.plan(run, run.spec(), nodes=8, batch=256, inspect=lambda _: inspected())
+    assert time_limit(longer.task) == 720
+    assert len(chain(planned.task)) > len(chain(longer.task))
+    with pytest.raises(
+        SpecError, match=r"16 nodes: the site lets no job have so many \(cluster.slurm.limits: up to 2 nodes 0.5 h"
+    ):
+        train.plan(run, run.spec(), nodes=16, batch=256, inspect=lambda _: inspected())
+
+
+def test_a_measuring_job_that_does_not_fit_is_a_problem_before_it_is_submitted():
+    short = job([{"nodes": 8, "hours": 0.1}], nodes=[1, 2], max_minutes=20, min_batch=32, max_node_hours=10)
+    found = check(short, online=False)
+    assert any(
+        "a measuring job takes up to 22.0 min" in text and "allows 2 nodes 6.00 min" in text for text in found.problems
+    )
+    with pytest.raises(Infeasible, match=r"lower search.max_minutes"):
+        profile.plan(short, inspected(), None)
+
+
+def test_searched_nodes_beyond_the_bins_are_left_out_and_said():
+    some = job([{"nodes": 2, "hours": 5}], nodes=[1, 2, 64], max_minutes=20, min_batch=64, max_node_hours=100)
+    found = check(some, online=False)
+    assert {one.nodes for one in found.jobs} == {1, 2}
+    assert any("search.nodes [64]: left out, the site lets no job have so many" in text for text in found.warnings)
+    none = check(job([{"nodes": 2, "hours": 5}], nodes=[4], min_batch=64), online=False)
+    assert any(
+        "the site lets no job have as many nodes as search.nodes asks for: [4], and at most 2" in t
+        for t in none.problems
+    )

@@ -1,0 +1,161 @@
+"""What an account has left: GrpTRESMins of it, of those above it and of the QOS, less what was used and what running jobs may use.
+
+`scontrol show assoc_mgr` tells it as the controller holds it; where a site shows that to no users, `sshare` does, without
+the QOS. Counts are minutes of each TRES (of memory MB-minutes).
+"""
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from tula_cli.cluster.slurm.accounting.site_bill import Ask, account_of, user
+from tula_cli.errors import SchedulerError
+from tula_cli.models.bill.tres import parse_tres
+from tula_cli.spec.job import JobSpec
+
+_MOST_ABOVE = 20  # accounts above each other
+
+
+@dataclass(frozen=True)
+class TresLimit:
+    """How much of one TRES may be used, by whom; minutes."""
+
+    where: str  # "account proj"
+    tres: str
+    limit: float
+    used: float
+    running: float = 0.0  # that running jobs may still use, by their time limits
+
+    @property
+    def left(self) -> float:
+        return max(0.0, self.limit - self.used - self.running)
+
+
+@dataclass(frozen=True)
+class Balance:
+    """What an account has left; no limits at all are as much as one likes, unless some could not be seen."""
+
+    account: str
+    limits: tuple[TresLimit, ...]
+    unseen: str = ""  # why not all limits are known; empty where they are
+
+
+def balance(spec: JobSpec, *, qos: str, ask: Ask) -> Balance:
+    """Return what the account of a job has left; nothing of it raises an error.
+
+    Args:
+        spec: the job, of which account, partition and QOS count.
+        qos: of the job, where the spec names none.
+        ask: returns what a command of SLURM prints.
+    """
+    try:
+        account = account_of(spec, ask)
+    except SchedulerError as error:
+        return Balance("", (), f"the accounting does not tell the account: {error.message}")
+    if not account:
+        return Balance("", (), "the accounting knows no default account of yours; set cluster.slurm.account")
+    partition = (spec.cluster.slurm and spec.cluster.slurm.partition) or ""
+    found, missing = _by_controller(account, partition, qos, ask)
+    if missing and (shared := _by_sshare(account, ask)) is not None:
+        return Balance(account, tuple(shared), "" if not qos else f"of QOS {qos} nothing is shown")
+    return Balance(account, tuple(found), missing)
+
+
+# --- scontrol show assoc_mgr
+
+
+def _by_controller(account: str, partition: str, qos: str, ask: Ask) -> tuple[list[TresLimit], str]:
+    """Return the limits that the controller shows, and which it does not."""
+    found: list[TresLimit] = []
+    above, name = [account], account
+    while name and name != "root":
+        try:
+            blocks = list(blocks_of(ask("scontrol", "show", "assoc_mgr", "flags=assoc", f"accounts={name}")))
+        except SchedulerError as error:
+            return found, f"scontrol show assoc_mgr: {error.message}"
+        own = [block for block in blocks if block.get("Account") == name]
+        shared = next((block for block in own if not block.get("UserName")), None)
+        if shared is None:
+            return found, f"account {name} is not shown (PrivateData?)"
+        if name == account:
+            for block in own:
+                of_user = block.get("UserName", "").partition("(")[0] == user()
+                if of_user and block.get("Partition", "") in ("", partition):
+                    found += limits_of(block, f"{user()} in account {name}")
+        found += limits_of(shared, f"account {name}")
+        name = shared.get("ParentAccount", "").partition("(")[0]
+        if name in above or len(above) > _MOST_ABOVE:
+            break
+        above.append(name)
+    return [*found, *_of_qos(qos, ask)], ""
+
+
+def _of_qos(qos: str, ask: Ask) -> list[TresLimit]:
+    if not qos:
+        return []
+    try:
+        told = ask("scontrol", "show", "assoc_mgr", "flags=qos", f"qos={qos}")
+    except SchedulerError:
+        return []
+    own = [block for block in blocks_of(told) if block.get("QOS", "").partition("(")[0] == qos]
+    return limits_of(own[0], f"QOS {qos}") if own else []
+
+
+def blocks_of(text: str) -> Iterator[dict[str, str]]:
+    """Yield the records of `scontrol show assoc_mgr`: a line that is not indented begins one, those below are of it."""
+    block: dict[str, str] = {}
+    for line in text.splitlines():
+        if re.match(r"(ClusterName|QOS)=", line):
+            if block:
+                yield block
+            block = {}
+        if block or re.match(r"(ClusterName|QOS)=", line):
+            for word in line.split():
+                name, equals, value = word.partition("=")
+                if equals:
+                    block.setdefault(name, value)
+    if block:
+        yield block
+
+
+def limits_of(block: Mapping[str, str], where: str) -> list[TresLimit]:
+    """Return the limits of a record: "GrpTRESMins=cpu=N(12),billing=600(34)" is 600 billing-minutes, 34 of them used."""
+    running = {name: used for name, _, used in _entries(block.get("GrpTRESRunMins", ""))}
+    return [
+        TresLimit(where, name, limit, used, running.get(name, 0.0))
+        for name, limit, used in _entries(block.get("GrpTRESMins", ""))
+        if limit is not None
+    ]
+
+
+def _entries(text: str) -> Iterator[tuple[str, float | None, float]]:
+    """Yield name, limit (None: there is none) and use."""
+    for name, limit, used in re.findall(r"([^,=()]+)=(N|\d+)\((\d+(?:\.\d+)?)\)", text):
+        yield name.lower(), None if limit == "N" else float(limit), float(used)
+
+
+# --- sshare
+
+
+def _by_sshare(account: str, ask: Ask) -> list[TresLimit] | None:
+    """Return the limits that `sshare` shows of a user's association and all above it; None where it shows none of them."""
+    try:
+        told = ask("sshare", "--noheader", "--parsable2", "--format=Account,User,GrpTRESMins,GrpTRESRaw,TRESRunMins")
+    except SchedulerError:
+        return None
+    path: list[list[str]] = []  # from the root on
+    for line in told.splitlines():
+        fields = line.split("|")
+        depth = len(line) - len(line.lstrip(" "))
+        path = [*path[:depth], [field.strip() for field in fields]]
+        if len(fields) == 5 and path[-1][:2] == [account, user()]:
+            return [limit for fields in path for limit in _of_row(fields)]
+    return None
+
+
+def _of_row(fields: list[str]) -> Iterator[TresLimit]:
+    account, name, limits, used, running = fields
+    where = f"{name} in account {account}" if name else f"account {account}"
+    spent, open_ = parse_tres(used), parse_tres(running)
+    for tres, limit in parse_tres(limits).items():
+        yield TresLimit(where, tres, limit, spent.get(tres, 0.0), open_.get(tres, 0.0))

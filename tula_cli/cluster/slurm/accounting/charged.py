@@ -1,0 +1,65 @@
+"""What SLURM's accounting has billed jobs: AllocTRES billing x elapsed, as `sacct` tells it."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from tula_cli.cluster.slurm.command import call
+from tula_cli.cluster.slurm.partitions import PATIENCE
+from tula_cli.models.bill.tres import parse_tres
+from tula_cli.spec.resources import Pricing
+
+_FIELDS = "JobIDRaw,State,ElapsedRaw,AllocTRES"
+_OPEN = ("RUNNING", "PENDING", "REQUEUED", "SUSPENDED", "COMPLETING")
+
+
+@dataclass(frozen=True)
+class Charged:
+    """What jobs were billed."""
+
+    jobs: int  # that had nodes
+    billing_hours: float  # before usage and charge factors
+    hours: float  # of all of them, one after the other
+    open: bool  # whether some still wait or run
+    billings: tuple[int, ...] = ()  # of one hour, of each kind of job among them
+
+
+def charged(ids: Sequence[str]) -> Charged | None:
+    """Return what jobs were billed so far; None where the accounting does not tell.
+
+    Args:
+        ids: of allocations.
+    """
+    if not ids:
+        return None
+    answer = call(
+        "sacct", "--allocations", "--duplicates", "--noheader", "--parsable2", f"--jobs={','.join(ids)}", f"--format={_FIELDS}",
+        patience=PATIENCE,
+    )  # fmt: skip
+    return parse_charged(answer.text) if answer.ok else None
+
+
+def parse_charged(told: str) -> Charged | None:
+    """Return what rows of sacct come to (id, state, seconds, allocated TRES); None where there is none."""
+    rows = [line.split("|") for line in told.splitlines() if line.count("|") == 3]
+    if not rows:
+        return None
+    jobs = [
+        (int(seconds), parse_tres(tres).get("billing", 0.0))
+        for _, _, seconds, tres in rows
+        if seconds.isdigit() and tres
+    ]
+    ran = [(seconds, billing) for seconds, billing in jobs if seconds]
+    return Charged(
+        jobs=len(ran),
+        billing_hours=sum(seconds * billing for seconds, billing in ran) / 3600,
+        hours=sum(seconds for seconds, _ in ran) / 3600,
+        open=any(row[1].split(" ")[0].rstrip("+") in _OPEN for row in rows),
+        billings=tuple(sorted({int(billing) for _, billing in ran})),
+    )
+
+
+def price_of(found: Charged, pricing: Pricing) -> float:
+    """Return what a site charges for what its SLURM has billed, in the currency of the pricing."""
+    told = pricing.told
+    factor = 1.0 if told is None else told.usage_factor * told.charge_factor
+    return found.billing_hours * factor * pricing.price

@@ -1,0 +1,250 @@
+"""What SLURM bills a job of a spec: asked of the controller and the accounting, and kept for a day beside the runs."""
+
+import contextlib
+import os
+import pwd
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from pydantic import TypeAdapter
+
+from tula_cli.cluster.slurm.accounting.allocations import Node, allocation, licenses, parse_config, parse_record
+from tula_cli.cluster.slurm.command import call
+from tula_cli.errors import SchedulerError, SpecError, TulaError
+from tula_cli.models.bill.tres import billing, parse_flags, parse_weights
+from tula_cli.run.files import read_record, write_record
+from tula_cli.run.records.base import Record
+from tula_cli.spec.job import JobSpec
+from tula_cli.spec.resources import SiteBill
+from tula_cli.spec.signature import digest
+from tula_cli.spec.slurm_options import Slurm
+from tula_cli.words import number, plural
+
+FOLDER = ".site"
+"""Where answers are kept, beside the runs."""
+KEPT = 86400.0
+"""Seconds for which an answer stands: weights and nodes change with a maintenance."""
+_PATIENCE = 30.0  # seconds; a large site prints megabytes of nodes
+
+
+class KeptBill(Record):
+    """A bill, and when SLURM told it."""
+
+    bill: SiteBill
+    asked_at: float  # Unix time
+
+
+_RECORD: TypeAdapter[KeptBill] = TypeAdapter(KeptBill)
+Ask = Callable[..., str]
+
+
+def site_bill(spec: JobSpec, root: Path | None, *, ask: Ask | None = None) -> SiteBill:
+    """Return what SLURM bills a job of this spec.
+
+    Args:
+        spec: with pricing.kind billing, on one type of nodes.
+        root: where runs are kept, and the answer beside them for a day; None: nowhere.
+        ask: returns what a command of SLURM prints.
+
+    Raises:
+        SpecError: SLURM does not tell, and has not told before.
+    """
+    slurm = spec.cluster.slurm or Slurm()
+    if spec.pricing.per_node is not None:
+        factor = charge_factor(spec, qos=slurm.qos or "", partition=slurm.partition or "")
+        return SiteBill(node=spec.pricing.per_node, charge_factor=factor, qos=slurm.qos or "", words="pricing.per_node")
+    if spec.cluster.kind != "slurm":
+        raise SpecError(
+            f"pricing.kind billing: SLURM tells what a job is billed, and cluster.kind is {spec.cluster.kind}",
+            "give what a whole node is billed: pricing.per_node",
+        )
+    path = None if root is None else root / FOLDER / f"bill-{_key(spec)}.json"
+    known = None if path is None else read_record(path, _RECORD)
+    now = time.time()
+    if known is not None and 0 <= now - known.asked_at < KEPT:
+        return known.bill
+    try:
+        found = told_bill(spec, ask or ask_slurm)
+    except SchedulerError as error:
+        if known is None:
+            raise SpecError(
+                f"pricing.kind billing: SLURM does not tell what it bills ({error.message})",
+                "ask on a login node, or give what a whole node is billed: pricing.per_node",
+            ) from None
+        day = time.strftime("%Y-%m-%d", time.localtime(known.asked_at))
+        return known.bill.model_copy(update={"words": f"{known.bill.words}; as of {day}, SLURM does not answer now"})
+    if path is not None:
+        with contextlib.suppress(TulaError):  # another user's folder, a full disk: it is asked again
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_record(path, KeptBill(bill=found, asked_at=now))
+    return found
+
+
+def _key(spec: JobSpec) -> str:
+    asked = (spec.cluster.slurm or Slurm()).model_dump(
+        mode="json", include={"partition", "account", "qos", "constraint", "memory", "cpus_per_task", "gpus", "gpu_type", "exclusive", "extra", "launcher"}
+    )  # fmt: skip
+    return digest({
+        "slurm": asked, "gpus": spec.cluster.gpus_per_node, "device": spec.cluster.device, "one": spec.task_per_node,
+        "site": os.environ.get("SLURM_CONF", ""),
+        "factors": [spec.pricing.qos_factors, spec.pricing.partition_factors],
+    })  # fmt: skip
+
+
+def ask_slurm(*command: str) -> str:
+    """Return what a command of SLURM prints.
+
+    Raises:
+        SchedulerError: it does not answer.
+    """
+    answer = call(*command, patience=_PATIENCE)
+    if not answer.ok:
+        raise SchedulerError(answer.complaint.splitlines()[-1] if answer.complaint else f"{command[0]} tells nothing")
+    return answer.text
+
+
+@dataclass(frozen=True)
+class _Offer:
+    """What a job is billed on one kind of nodes of a partition."""
+
+    partition: str
+    node: float
+    job: float
+    tres: dict[str, float]
+    words: str
+
+
+def told_bill(spec: JobSpec, ask: Ask) -> SiteBill:
+    """Return what SLURM tells now: of several partitions or kinds of nodes the dearest.
+
+    Args:
+        spec: the job.
+        ask: returns what a command prints.
+
+    Raises:
+        SchedulerError: it does not answer.
+        SpecError: no partition gives what the job asks for.
+    """
+    config = parse_config(ask("scontrol", "show", "config"))
+    records = [parse_record(line) for line in ask("scontrol", "--oneliner", "show", "partition").splitlines() if line]
+    nodes = [Node.of(parse_record(line)) for line in ask("scontrol", "--oneliner", "show", "node").splitlines() if line]
+    offers = [offer for record in _partitions(spec, records) for offer in _offers(spec, record, _alike(nodes), config)]
+    if not offers:
+        slurm = spec.cluster.slurm or Slurm()
+        where = f"partition {slurm.partition}" if slurm.partition else "the default partition"
+        raise SpecError(
+            f"pricing.kind billing: no node of {where} gives what the job asks for",
+            "scontrol show node tells Partitions, AvailableFeatures and Gres; pricing.per_node is without it",
+        )
+    qos, factor = usage_factor(spec, ask)
+    times = {offer.partition: charge_factor(spec, qos=qos, partition=offer.partition) for offer in offers}
+    dearest = max(offers, key=lambda offer: offer.node * times[offer.partition])
+    least = min(offer.node for offer in offers)
+    between = (
+        f"; from {number(least)} on, by partition and kind of nodes: the dearest counts" if least < dearest.node else ""
+    )
+    by_qos = "" if factor == 1 else f", QOS {qos} counts {factor:g} times"
+    return SiteBill(
+        node=dearest.node,
+        job=dearest.job,
+        usage_factor=factor,
+        charge_factor=times[dearest.partition],
+        qos=qos,
+        tres=dearest.tres,
+        words=f"{dearest.words}{by_qos}{between}",
+    )
+
+
+def charge_factor(spec: JobSpec, *, qos: str, partition: str) -> float:
+    """Return what the site multiplies a bill by beside SLURM."""
+    pricing = spec.pricing
+    return pricing.qos_factors.get(qos, 1.0) * pricing.partition_factors.get(partition, 1.0)
+
+
+def _partitions(spec: JobSpec, records: Sequence[dict[str, str]]) -> list[dict[str, str]]:
+    named = (spec.cluster.slurm or Slurm()).partition
+    if named:
+        return [record for record in records if record.get("PartitionName") in named.split(",")]
+    return [record for record in records if record.get("Default") == "YES"]
+
+
+def _alike(nodes: Sequence[Node]) -> list[Node]:
+    """Return one node of each kind."""
+    kinds = {(tuple(sorted(n.tres.items())), n.partitions, n.features, n.gres, n.threads): n for n in nodes}
+    return list(kinds.values())
+
+
+def _offers(spec: JobSpec, partition: dict[str, str], nodes: Sequence[Node], config: dict[str, str]) -> list[_Offer]:
+    name, text = partition["PartitionName"], partition.get("TRESBillingWeights", "")
+    weights, count = parse_weights(text), parse_flags(config.get("PriorityFlags", ""))
+    of_job = licenses(spec)
+    found = []
+    for node in nodes:
+        if node.gives(spec, name):
+            tres = allocation(spec, node, partition, config)
+            alone = billing(tres, weights, count)
+            job = billing({**tres, **of_job}, weights, count) - alone
+            how = {
+                "sum": "summed",
+                "max": "the largest (MAX_TRES)",
+                "max_gres": "the largest, and GRES (MAX_TRES_GRES)",
+            }
+            by = f"{text}, {how[count]}" if weights else "no TRESBillingWeights: its CPUs"
+            found.append(_Offer(name, alone, job, tres, f"{name}: {by}; of a node {_counts(tres)}"))
+    return found
+
+
+def _counts(tres: dict[str, float]) -> str:
+    shown = [f"{tres['cpu']:g} CPUs", f"{tres['mem']:g} MB"]
+    gpus = tres.get("gres/gpu", 0.0)
+    return ", ".join([*shown, *([plural(int(gpus), "GPU")] if gpus else [])])
+
+
+# --- QOS
+
+
+def usage_factor(spec: JobSpec, ask: Ask) -> tuple[str, float]:
+    """Return the QOS of a job and its UsageFactor; 1 where there is no accounting."""
+    try:
+        qos = (spec.cluster.slurm or Slurm()).qos or default_qos(spec, ask)
+        rows = ask("sacctmgr", "--noheader", "--parsable2", "show", "qos", "format=Name,UsageFactor").splitlines()
+    except SchedulerError:
+        return "", 1.0
+    factors = {name: value for name, _, value in (row.partition("|") for row in rows)}
+    try:
+        return qos, float(factors.get(qos, "1"))
+    except ValueError:
+        return qos, 1.0
+
+
+def default_qos(spec: JobSpec, ask: Ask) -> str:
+    """Return the QOS that a job has which names none."""
+    account = account_of(spec, ask)
+    form = "format=DefaultQOS,QOS,Partition"
+    told = ask(
+        "sacctmgr", "--noheader", "--parsable2", "show", "associations", f"user={user()}", f"account={account}", form
+    )
+    for default, allowed, _ in (line.split("|") for line in told.splitlines() if line.count("|") == 2):
+        if default or allowed:
+            names = allowed.split(",")
+            return default or ("normal" if "normal" in names or len(names) > 1 else names[0])
+    return "normal"
+
+
+def account_of(spec: JobSpec, ask: Ask) -> str:
+    """Return the account that a job is charged to."""
+    named = (spec.cluster.slurm or Slurm()).account
+    if named:
+        return named
+    return (
+        ask("sacctmgr", "--noheader", "--parsable2", "show", "user", user(), "format=DefaultAccount")
+        .split("|")[0]
+        .strip()
+    )
+
+
+def user() -> str:
+    """Return the name of who submits."""
+    return pwd.getpwuid(os.getuid()).pw_name

@@ -1,0 +1,90 @@
+"""Trackable resources (TRES) as SLURM writes them, and the billing that its weights make of them.
+
+Billing is the sum of weight x count over what a job is allocated; with PriorityFlags=MAX_TRES the largest of the products
+of a node's resources (cpu, mem, node, gres) and the sum of those of no node (licenses); with MAX_TRES_GRES (SLURM 24.05) the
+largest of cpu, mem and node, and the sum of gres and of the rest. Without weights it is the number of CPUs.
+"""
+
+import math
+import re
+from collections.abc import Mapping
+from typing import Literal
+
+Tres = Mapping[str, float]
+"""Counts by name ("cpu", "mem" in MB, "node", "gres/gpu", "gres/gpu:a100", "license/matlab")."""
+
+Count = Literal["sum", "max", "max_gres"]
+
+_MB = {"K": 1 / 1024, "M": 1.0, "G": 1024.0, "T": 1024.0**2, "P": 1024.0**3, "E": 1024.0**4}
+_COUNTS = {"K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "P": 1e15, "E": 1e18}
+_OF_A_NODE = ("cpu", "mem", "node")
+NOISE = 1e-9
+"""Of the last digits of a product: 10 x 0.3 is 3."""
+
+
+def parse_tres(text: str) -> dict[str, float]:
+    """Return the counts in SLURM's words, "cpu=4,mem=3000M,gres/gpu:a100=4"; what has no number is left out."""
+    found = {}
+    for entry in text.split(","):
+        name, _, value = entry.strip().rpartition("=")
+        if (count := parse_count(name.lower(), value)) is not None:
+            found[name.lower()] = count
+    return found
+
+
+def parse_count(name: str, text: str) -> float | None:
+    """Return one count, memory in MB; None where there is none ("N", "UNLIMITED")."""
+    told = re.fullmatch(r"(\d+(?:\.\d+)?)([KMGTPE]?)B?", text.strip().upper())
+    if told is None or not name:
+        return None
+    units = _MB if _in_mb(name) else _COUNTS
+    return float(told[1]) * (units[told[2]] if told[2] else 1.0)
+
+
+def parse_weights(text: str) -> dict[str, float]:
+    """Return TRESBillingWeights, "CPU=1.0,Mem=0.25G,GRES/gpu:a100=2.0", by name; that of memory for each MB.
+
+    A suffix is the unit that the weight is of, so 0.25G is 0.25 for each GB.
+    """
+    found = {}
+    for entry in text.split(","):
+        name, _, value = entry.strip().rpartition("=")
+        told = re.fullmatch(r"(-?\d*\.?\d+(?:[eE][-+]?\d+)?)([KMGTPE]?)B?", value.strip(), re.IGNORECASE)
+        if name and told:
+            unit = told[2].upper()
+            scale = 1.0 if not unit else (_MB if _in_mb(name.lower()) else _COUNTS)[unit]
+            found[name.lower()] = float(told[1]) / scale
+    return found
+
+
+def _in_mb(name: str) -> bool:
+    return name == "mem" or name.startswith("bb/")
+
+
+def parse_flags(flags: str) -> Count:
+    """Return how PriorityFlags has billing counted."""
+    words = re.split(r"[,\s]+", flags.upper())
+    return "max" if "MAX_TRES" in words else "max_gres" if "MAX_TRES_GRES" in words else "sum"
+
+
+def billing(tres: Tres, weights: Tres | None, count: Count) -> float:
+    """Return the billing of an allocation, before SLURM cuts it to whole numbers.
+
+    Args:
+        tres: what is allocated.
+        weights: as `parse_weights` has them; None where a partition has none: the CPUs count.
+        count: how products come together.
+    """
+    if not weights:
+        return tres.get("cpu", 0.0)
+    products = {name: weight * tres.get(name, 0.0) for name, weight in weights.items() if name != "billing"}
+    if count == "sum":
+        return sum(products.values())
+    alternatives = {name for name in products if name in _OF_A_NODE or (count == "max" and name.startswith("gres/"))}
+    most = max((products[name] for name in alternatives), default=0.0)
+    return max(0.0, most) + sum(value for name, value in products.items() if name not in alternatives)
+
+
+def whole(value: float) -> int:
+    """Return a billing as SLURM keeps it of a job (AllocTRES): the digits after the point are cut off."""
+    return math.floor(value * (1 + NOISE))

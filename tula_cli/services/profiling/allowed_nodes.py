@@ -1,0 +1,47 @@
+"""The site's bins of wall time (`cluster.slurm.limits`): which of the searched nodes they allow, and for which measuring jobs."""
+
+from collections.abc import Sequence
+
+from tula_cli.cluster.scheduling.chains import ROOM
+from tula_cli.errors import SpecError
+from tula_cli.spec.job import JobSpec
+from tula_cli.spec.slurm_options import Slurm
+from tula_cli.words import number, plural
+
+
+def bins_of(spec: JobSpec) -> str:
+    """Return the bins in words."""
+    limits = (spec.cluster.slurm or Slurm()).limits
+    return ", ".join(f"up to {plural(each.nodes)} {each.hours:g} h" for each in limits)
+
+
+def allowed_nodes(spec: JobSpec) -> tuple[list[int], list[str]]:
+    """Return the searched numbers of nodes that a bin holds, and what to say of the others."""
+    slurm = spec.cluster.slurm or Slurm()
+    allowed = [nodes for nodes in spec.search.nodes if slurm.longest(nodes)]
+    beyond = [nodes for nodes in spec.search.nodes if nodes not in allowed]
+    words = (
+        f"search.nodes {beyond}: left out, the site lets no job have so many (cluster.slurm.limits: {bins_of(spec)})"
+    )
+    return allowed, [words] if beyond else []
+
+
+def require_allowed(spec: JobSpec, nodes: int) -> None:
+    """Refuse a training on more nodes than any bin allows.
+
+    Raises:
+        SpecError: no bin holds so many.
+    """
+    if not (spec.cluster.slurm or Slurm()).longest(nodes):
+        raise SpecError(f"{plural(nodes)}: the site lets no job have so many (cluster.slurm.limits: {bins_of(spec)})")
+
+
+def too_short(spec: JobSpec, nodes: Sequence[int]) -> list[str]:
+    """Return on which numbers of nodes no measuring job fits into its bin, and what to do about it."""
+    slurm, wanted = spec.cluster.slurm or Slurm(), spec.search.max_minutes + ROOM
+    return [
+        f"a measuring job takes up to {number(wanted)} min (search.max_minutes and {ROOM} to end it), and the site allows"
+        f" {plural(count)} {number(slurm.longest(count))} min (cluster.slurm.limits): lower search.max_minutes"
+        for count in nodes
+        if slurm.longest(count) < wanted
+    ]

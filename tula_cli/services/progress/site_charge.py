@@ -1,0 +1,69 @@
+"""What SLURM's accounting has billed a training, beside what was predicted (`pricing.kind: billing`)."""
+
+from dataclasses import dataclass
+
+from tula_cli.cluster.slurm.accounting.charged import Charged, charged, price_of
+from tula_cli.models.cost import charge
+from tula_cli.run.directory import RunDir
+from tula_cli.run.records.tasks import TrainTask
+from tula_cli.words import number, plural
+
+
+@dataclass(frozen=True)
+class SiteCharge:
+    """What a training was charged so far, by the accounting."""
+
+    cost: float  # in the currency of the pricing
+    currency: str
+    predicted: float | None  # for the whole training
+    jobs: int
+    billing_hours: float  # before usage and charge factors
+    predicted_billing: float | None  # units of one hour, as predicted of its jobs
+    billings: tuple[int, ...]  # as AllocTRES has them
+    open: bool  # whether jobs still wait or run
+
+    @property
+    def words(self) -> str:
+        """What it follows from, and how far the billing of a job is from what was predicted."""
+        told = ", ".join(map(str, self.billings)) or "none yet"
+        expected = "" if self.predicted_billing is None else f", {self.predicted_billing:g} predicted"
+        so_far = ", so far" * self.open
+        return (
+            f"by sacct{so_far}: {plural(self.jobs, 'job')}, billing {told} an hour{expected};"
+            f" {number(self.billing_hours)} billing-hours, {number(self.cost)} {self.currency}"
+        )
+
+
+def charge_of(run: RunDir, signature: str) -> SiteCharge | None:
+    """Return what SLURM has billed a training; None where the price is of another kind, or the accounting tells nothing.
+
+    Args:
+        run: the run that it is in.
+        signature: of the training.
+    """
+    training = run.training(signature)
+    tasks = training.tasks()
+    task = tasks[-1] if tasks else None
+    job = None if task is None else run.job(task.job)
+    if task is None or job is None or job.scheduler != "slurm" or task.spec.pricing.told is None:
+        return None
+    earlier = {attempt.allocation.partition(".")[0] for attempt in training.attempts()} - {""}
+    found = charged(sorted({*earlier, *job.ids}))
+    return None if found is None else _held_against(found, task)
+
+
+def _held_against(found: Charged, task: TrainTask) -> SiteCharge:
+    pricing, predicted = task.spec.pricing, task.prediction
+    told = pricing.told
+    assert told is not None
+    factors = told.usage_factor * told.charge_factor
+    return SiteCharge(
+        cost=price_of(found, pricing),
+        currency=pricing.currency,
+        predicted=None if predicted is None else predicted.cost,
+        jobs=found.jobs,
+        billing_hours=found.billing_hours,
+        predicted_billing=charge(pricing, task.own_nodes) / factors if factors else None,
+        billings=found.billings,
+        open=found.open,
+    )

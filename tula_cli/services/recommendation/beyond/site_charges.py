@@ -1,0 +1,31 @@
+"""The bill as the site counts it (`pricing.kind: billing`): what is asked of SLURM before a price is told."""
+
+from pathlib import Path
+
+from tula_cli.cluster.slurm.accounting.site_bill import Ask, site_bill
+from tula_cli.spec.job import JobSpec
+
+
+def billed(spec: JobSpec, root: Path | None, *, ask: Ask | None = None) -> JobSpec:
+    """Return a job with what SLURM bills it filled in (`pricing.told`), on each type of its nodes; others as they are.
+
+    Args:
+        spec: the job.
+        root: where runs are kept, and answers beside them; None: they are not.
+        ask: returns what a command of SLURM prints; None asks it.
+
+    Raises:
+        SpecError: SLURM does not tell.
+    """
+    if not spec.node_types:
+        if spec.pricing.kind != "billing":
+            return spec
+        pricing = spec.pricing.model_copy(update={"told": site_bill(spec, root, ask=ask)})
+        return spec.model_copy(update={"pricing": pricing})
+    types = dict(spec.node_types)
+    for name, kind in types.items():
+        own = spec.of_node_type(name)
+        if own.pricing.kind == "billing":
+            told = site_bill(own, root, ask=ask).model_dump()
+            types[name] = kind.model_copy(update={"pricing": {**kind.pricing, "told": told}})
+    return spec.model_copy(update={"node_types": types})

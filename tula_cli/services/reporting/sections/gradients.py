@@ -1,0 +1,54 @@
+"""The gradients of the training and their scaling."""
+
+from collections.abc import Iterator
+
+from tula_cli.services.reporting.document import Fact, Figure, Section
+from tula_cli.services.reporting.gradient_figures import Curve, density, figures
+from tula_cli.services.reporting.material import Material
+from tula_cli.services.reporting.sections.training_outcome import TRAIN
+from tula_cli.services.reporting.training_look import TrainingLook, trainings
+from tula_cli.words import number, percent
+
+KEY, TITLE = "gradients", "Gradients and their scaling"
+
+
+def section(seen: Material) -> Section:
+    """Return the norms, their change with the accuracy, the factors and the curvature, as far as the training tells them."""
+    found = trainings(seen)
+    if not found:
+        return Section(KEY, TITLE, missing=TRAIN)
+    drawn = tuple(figure for one in found for figure in _figures(one))
+    facts = tuple(fact for one in found for fact in _scaled(one))
+    if not drawn:
+        return Section(KEY, TITLE, facts=facts, missing=_why_not(found[0]))
+    return Section(KEY, TITLE, _untold(found[0]), facts, figures=drawn)
+
+
+def _figures(one: TrainingLook) -> Iterator[Figure]:
+    prefix = f"{one.part.name}_" if one.part.name else ""
+    curve = Curve(one.task.spec.train.method, one.of_kind("epoch"), one.of_kind("hessian"))
+    yield from figures([curve], prefix=prefix)
+    title = f"Scaling factors of {curve.name}, batch {one.task.batch}"
+    yield from density(curve, key=f"{prefix}factors", title=title)
+
+
+def _scaled(one: TrainingLook) -> Iterator[Fact]:
+    """Yield what gradient scaling did in the last epoch, or in all of a script's steps."""
+    found = next((row["ags"].get("so_far", row["ags"]) for row in reversed(one.rows) if row.get("ags")), None)
+    if found is not None:
+        yield Fact("scaling", f"factor {number(found['mean'], 3)} in {percent(found['scaled'])} % of the steps")
+
+
+def _why_not(one: TrainingLook) -> str:
+    if one.task.spec.script is not None:
+        return "a script's gradients are not logged; --set train.diagnostics=true is for tula's own loop"
+    return (
+        "this training has logged no gradients: it scales none (at or below train.reference_batch there is nothing to scale)."
+        " tula train --set train.diagnostics=true logs their norms, train.hessian=true the curvature"
+    )
+
+
+def _untold(one: TrainingLook) -> tuple[str, ...]:
+    if one.of_kind("hessian"):
+        return ()
+    return ("The curvature (largest eigenvalue) was not measured: tula train --set train.hessian=true measures it.",)

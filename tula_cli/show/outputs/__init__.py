@@ -1,0 +1,1 @@
+"""What the commands show that write what a run has found."""

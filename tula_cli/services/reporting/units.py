@@ -46,6 +46,11 @@ def scale_of(values: Iterable[float | None], *, span: float = 10) -> Scale:
     return "log" if known and min(known) > 0 and max(known) > span * min(known) else "linear"
 
 
+def sentence(words: str) -> str:
+    """Return words with a capital letter and a full stop; empty stays empty."""
+    return f"{words[:1].upper()}{words[1:].rstrip('.')}." if words else ""
+
+
 def on(row: Prediction) -> str:
     """Return the nodes of a configuration, in words."""
     return f"{plural(row.nodes)}{f' of type {row.type}' if row.type else ''}"

@@ -1,5 +1,6 @@
 """A report as LaTeX that every standard class sets, without a package."""
 
+import textwrap
 import unicodedata
 from collections.abc import Iterator, Sequence
 
@@ -8,11 +9,11 @@ from tula_cli.services.reporting.forms import cells
 
 SPECIAL = {
     "\\": r"\textbackslash{}", "{": r"\{", "}": r"\}", "$": r"\$", "&": r"\&", "#": r"\#", "_": r"\_", "%": r"\%",
-    "~": r"\textasciitilde{}", "^": r"\textasciicircum{}", "<": r"\textless{}", ">": r"\textgreater{}", "|": r"\textbar{}",
+    "*": r"$\ast$", "[": "{[}", "]": "{]}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}", "<": r"\textless{}", ">": r"\textgreater{}", "|": r"\textbar{}",
     '"': r"\textquotedbl{}", "±": r"$\pm$", "×": r"$\times$", "·": r"$\cdot$", "–": "--", "—": "---", "δ": r"$\delta$",
     "Δ": r"$\Delta$", "≤": r"$\le$", "≥": r"$\ge$", "µ": r"$\mu$", "€": "EUR", "…": r"\ldots{}",
 }  # fmt: skip
-"""What LaTeX takes for itself, or its standard fonts lack."""
+"""What LaTeX takes for itself (a star or a bracket that begins a row, too), or its standard fonts lack."""
 WIDE = 9
 """Columns from which on a table is set small, and turned where it has many more."""
 
@@ -37,6 +38,7 @@ def _plain(letter: str) -> str:
 
 def _lines(document: Document) -> Iterator[str]:
     yield r"\documentclass[a4paper]{article}"
+    yield r"\setlength{\oddsidemargin}{-5mm}\setlength{\textwidth}{170mm}\setlength{\topmargin}{-10mm}\setlength{\textheight}{240mm}"
     yield r"\begin{document}"
     yield rf"\title{{{escaped(document.title)}}}"
     yield r"\author{}"
@@ -88,7 +90,7 @@ def tabular(table: Table) -> Iterator[str]:
     yield rf"\caption{{{escaped(words)}}}"
     yield rf"\begin{{tabular}}{{{bars}}}"
     yield r"\hline"
-    yield rf"{' & '.join(_head(words) for words in heads)} \\"
+    yield rf"{' & '.join(_head(words, left=bar == 'l') for words, bar in zip(heads, bars, strict=True))} \\"
     yield r"\hline"
     for place, line in enumerate(cells.lines(table)):
         yield rf"{' & '.join(escaped(cell) for cell in [*([signs[place]] if signs else []), *line])} \\"
@@ -97,13 +99,19 @@ def tabular(table: Table) -> Iterator[str]:
     yield r"\end{table}"
 
 
-def _head(words: str) -> str:
-    """Return the head of a column, a word a line."""
-    lines = [escaped(word) for word in words.split()]
+def _head(words: str, *, left: bool) -> str:
+    """Return the head of a column, in short lines."""
+    lines = [escaped(line) for line in textwrap.wrap(words, 10, break_long_words=False, break_on_hyphens=False)]
     broken = r"\\".join(lines)
-    return rf"\shortstack{{{broken}}}" if len(lines) > 1 else broken
+    return (
+        rf"\begin{{tabular}}[b]{{@{{}}{'l' if left else 'r'}@{{}}}}{broken}\end{{tabular}}"
+        if len(lines) > 1
+        else broken
+    )
 
 
 def _figure(figure: Figure) -> str:
     paper = f" ({figure.paper} of the paper)" if figure.paper else ""
-    return rf"\noindent Figure \texttt{{{escaped(figure.key)}}}: {escaped(figure.title)}{escaped(paper)}. {escaped(figure.caption)}"
+    marks = "; ".join(mark.text for mark in figure.marks if mark.kind in ("choice", "knee", "limit"))
+    told = f"{figure.caption} Marked: {marks}." if marks else figure.caption
+    return rf"\noindent Figure \texttt{{{escaped(figure.key)}}}: {escaped(f'{figure.title}{paper}. {told}')}"

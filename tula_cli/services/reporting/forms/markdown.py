@@ -71,8 +71,9 @@ def rows(table: Table) -> Iterator[str]:
 
 def _figure(figure: Figure) -> str:
     paper = f" ({figure.paper} of the paper)" if figure.paper else ""
-    marks = "".join(f"; {mark.text}" for mark in figure.marks if mark.kind in ("choice", "knee", "limit"))
-    return f"Figure `{figure.key}`: {_text(figure.title)}{paper}. {_text(figure.caption)}{_text(marks)}".rstrip()
+    marks = "; ".join(mark.text for mark in figure.marks if mark.kind in ("choice", "knee", "limit"))
+    told = f"{figure.caption} Marked: {marks}." if marks else figure.caption
+    return f"Figure `{figure.key}`: {_text(figure.title)}{paper}. {_text(told)}".rstrip()
 
 
 def _text(words: str) -> str:

@@ -4,13 +4,13 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from tula_cli.run.records.recommendations import Prediction
-from tula_cli.services.comparison import accuracy
+from tula_cli.services.compare import durations, expected_hours
 from tula_cli.services.reporting.compared import what
 from tula_cli.services.reporting.document import Cell, Column, Document, Table
 from tula_cli.services.reporting.material import Material
 from tula_cli.services.reporting.training_look import trainings
 from tula_cli.version import __version__
-from tula_cli.words import duration, method_label, number
+from tula_cli.words import duration, method_label, number, plural
 
 
 @dataclass(frozen=True)
@@ -51,11 +51,10 @@ def site_values(seen: Material, document: Document, *, runs: int) -> SiteValues:
         runs: how many trainings like the choice are asked for.
     """
     words, missing = _words(seen, document, runs=runs), dict[str, str]()
-    answer = seen.words
-    if answer is None:
+    if seen.choice is None:
         missing.update(dict.fromkeys(OF_THE_CHOICE, seen.unanswered))
     else:
-        words.update(_choice(answer.choice, seen, runs=runs))
+        words.update(_choice(seen.choice, seen, runs=runs))
     tables = {table.key: table for section in document.sections for table in section.tables}
     tables["experiments"] = experiments(seen, runs=runs)
     owners = {"strong_scaling": "scaling", "weak_scaling": "scaling", "configurations": "choice", "probes": "measured",
@@ -74,6 +73,7 @@ def _words(seen: Material, document: Document, *, runs: int) -> dict[str, str]:
     told = {name: facts.get(name, "-") for name in known}
     own = {
         "title": document.title, "question": document.question, "answer": document.answer, "made": document.made,
+        "used_node_hours": number(sum(job.node_hours for one in seen.parts for job in one.now.jobs)),
         "what": what(seen.spec), "tula": __version__, "currency": seen.currency, "runs": str(runs),
         "gpus_per_node": str(seen.spec.cluster.gpus_per_node),
     }  # fmt: skip
@@ -116,24 +116,27 @@ def experiments(seen: Material, *, runs: int) -> Table:
         for name, hours, count in _experiments(seen, runs=runs)
     ]
     rows.append(("total", None, None, _total(seen, runs=runs)))
-    caption = "Forecast from probes on the machine itself; what was trained is told as it took."
+    caption = "Forecast from probes on the machine itself; methods that were compared by the trainings there were."
     return Table("experiments", "Experiments", columns, tuple(rows), caption)
 
 
 def _experiments(seen: Material, *, runs: int) -> Iterator[tuple[str, float | None, int]]:
-    """Yield name, node-hours a run and number of runs of each experiment: measuring, training the choice, comparing methods."""
-    used = sum(job.node_hours for one in seen.parts for job in one.now.jobs if job.kind == "probe")
-    if used:
-        yield "probes (done)", used, 1
-    if (answer := seen.words) is not None:
-        row = answer.choice
-        yield f"training on {row.nodes} nodes, batch {row.batch}", row.all_node_hours, runs
+    """Yield name, node-hours a run and number of runs of each experiment: training the choice, and comparing methods."""
+    if (row := seen.choice) is not None:
+        yield f"training on {plural(row.nodes)}, batch {row.batch}", row.all_node_hours, runs
     elif trained := next((one.summary for one in trainings(seen) if one.summary is not None), None):
-        yield f"training on {trained.nodes} nodes, batch {trained.batch}", trained.actual_hours * trained.nodes, runs
+        yield (
+            f"training on {plural(trained.nodes)}, batch {trained.batch}",
+            trained.actual_hours * trained.nodes,
+            runs,
+        )
     for one in seen.own_parts:
         comparison = one.part.run.comparison()
-        if comparison is not None:
-            report = accuracy.report(one.part.run, comparison, one.part.spec, jobs=one.now.jobs)
-            for found in report.rows:
-                hours = None if found.hours is None else found.hours * report.nodes
-                yield f"{method_label(found.method, reference=found.reference)}, batch {found.batch}", hours, len(found.cells)  # fmt: skip
+        if comparison is None:
+            continue
+        took = durations(one.look, comparison)
+        for cell in (cell for cell in comparison.cells if cell.seed == comparison.cells[0].seed):
+            hours = expected_hours((cell.method, cell.batch), took, {})
+            count = sum((own.method, own.batch) == (cell.method, cell.batch) for own in comparison.cells)
+            name = f"{method_label(cell.method, reference=cell.reference)}, batch {cell.batch}"
+            yield name, None if hours is None else hours * comparison.nodes, count

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from tula_cli.run.records.recommendations import Prediction, Recommendation
 from tula_cli.services.reporting.document import Cell, Column, Fact, Section, Table
 from tula_cli.services.reporting.material import Material
-from tula_cli.services.reporting.units import of_bytes, of_hours, on, times
+from tula_cli.services.reporting.units import of_bytes, of_hours, on, sentence, times
 from tula_cli.words import configuration, duration, number, time_unit
 
 KEY, TITLE = "choice", "What was chosen"
@@ -17,7 +17,7 @@ def section(seen: Material) -> Section:
     if words is None or choice is None:
         return Section(KEY, TITLE, missing=f"nothing is chosen: {seen.unanswered}")
     rows = words.rows if seen.answer is None else seen.answer.recommendation.rows
-    text = [f"{words.reason[:1].upper()}{words.reason[1:]}.", *_beside(seen, words)]
+    text = [sentence(words.reason), *_beside(seen, words)]
     if seen.changed:
         text.append(
             f"By all that was measured and trained up to now that configuration takes {_time(choice)}; tables and figures have it so."
@@ -146,4 +146,4 @@ def _lengths(words: Recommendation) -> Iterator[Table]:
         told = (None, None) if best is None else (best.batch, one.tokens_per_second(best))
         rows.append((one.length, 100 * one.padding, one.largest_batch, *told, "the job's own" if one.own else one.note))
     nodes = words.lengths[0].nodes
-    yield Table("lengths", f"Lengths of text, on {nodes} nodes" if nodes > 1 else "Lengths of text, on 1 node", columns, tuple(rows), f"{words.growth}." * bool(words.growth))  # fmt: skip
+    yield Table("lengths", f"Lengths of text, on {nodes} nodes" if nodes > 1 else "Lengths of text, on 1 node", columns, tuple(rows), sentence(words.growth))  # fmt: skip

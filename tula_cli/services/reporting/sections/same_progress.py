@@ -10,7 +10,7 @@ from tula_cli.run.records.recommendations import Prediction, SameProgress
 from tula_cli.services.recommendation.measured import noise_of
 from tula_cli.services.reporting.document import Column, Fact, Figure, Mark, Section, Series, Table
 from tula_cli.services.reporting.material import Material
-from tula_cli.services.reporting.units import chosen_mark, of_hours
+from tula_cli.services.reporting.units import chosen_mark, of_hours, sentence
 from tula_cli.words import number
 
 KEY, TITLE = "same_progress", "Gradient noise and the same progress"
@@ -27,7 +27,9 @@ def section(seen: Material) -> Section:
     facts = [Fact("noise scale", _scale(noise))] if noise is not None else []
     words = seen.words.efficiency if seen.words is not None else ""
     figures = [*_noise(trained), *_figure(seen, rows, seen.choice)]
-    return Section(KEY, TITLE, (f"{words}.",) if words else (), tuple(facts), tuple(_table(seen, rows)), tuple(figures))
+    return Section(
+        KEY, TITLE, (sentence(words),) if words else (), tuple(facts), tuple(_table(seen, rows)), tuple(figures)
+    )
 
 
 UNTOLD = (

@@ -10,6 +10,7 @@ from tula_cli.services.reporting.training_look import TrainingLook, trainings
 from tula_cli.words import duration, first_line, moment, number, percent, plural, time_unit
 
 KEY, TITLE = "training", "The training"
+NAMES = {"top1": "top-1 (%), last epoch", "top5": "top-5 (%), last epoch", "eval_loss": "evaluation loss, last epoch"}
 TRAIN = "nothing was trained yet: tula train trains what is recommended"
 
 
@@ -66,7 +67,7 @@ def _facts(one: TrainingLook) -> Iterator[Fact]:
         yield Fact("samples", f"{result.samples} in {result.steps} steps")
     if end is not None:
         yield from _best(end)
-        yield from (Fact(name, number(value, 4)) for name, value in end.metrics.items())
+        yield from (Fact(NAMES.get(name, name), number(value, 4)) for name, value in end.metrics.items())
     for found in one.files.evaluations():
         yield Fact(f"{found.weights} weights", _evaluated(found))
     warnings = dict.fromkeys(row["message"] for row in one.of_kind("warning"))

@@ -1,0 +1,110 @@
+"""`tula report` as it is typed."""
+
+import csv
+import io
+import json
+from pathlib import Path
+
+import make_reports as reports
+import pytest
+from quiet import quiet
+
+from tula_cli.cli import app
+from tula_cli.run.directory import RunDir
+from tula_cli.show.screen import Screen
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a run that nobody changes."""
+    root = tmp_path_factory.mktemp("cli")
+    reports.trained(reports.answered(reports.probed(root / "tula-runs")))
+    return root
+
+
+@pytest.fixture(autouse=True)
+def here(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    quiet(monkeypatch, folder)
+
+
+def tula(*words: str) -> tuple[int, str, str]:
+    out, err = io.StringIO(), io.StringIO()
+    code = app.run(["report", *words], screen=Screen(out=out, err=err))
+    return code, out.getvalue(), err.getvalue()
+
+
+def test_without_a_form_it_says_what_there_is_and_what_is_missing() -> None:
+    code, out, err = tula()
+    assert code == 0
+    assert "Scaling" in out and "Methods and batches: nothing was compared: tula compare" in out
+    assert "--html FILE for a page" in out and err.startswith("run tula-runs/test-")
+
+
+def test_text_forms_are_the_answer_on_stdout_word_by_word() -> None:
+    code, out, err = tula("--markdown")
+    assert code == 0 and out.startswith("# test\n\n**On how many of 1, 2, 4, 8 nodes")
+    assert "| nodes | batch |" in out, "no line is broken to the width of the screen"
+    assert tula("--latex")[1].startswith("\\documentclass")
+    assert tula("--for", "scaling")[1].startswith("test: ")
+    assert tula("--csv", "-")[1].startswith("# table_configurations: Configurations\n")
+    assert err == tula("--latex")[2]
+
+
+def test_a_run_is_named_or_given(folder: Path, tmp_path: Path) -> None:
+    (run,) = [path for path in (folder / "tula-runs").iterdir() if path.is_dir()]
+    assert tula(run.name)[1] == tula("--run", run.name)[1] == tula(str(run))[1]
+    code, _, err = tula(run.name, "--run", run.name)
+    assert code == 2 and "name one of them" in err
+    assert tula("nowhere")[0] == 2
+    other = RunDir.create(tmp_path, reports.JOB)
+    code, out, _ = tula(str(other.path))
+    assert code == 0 and "Not known yet: no probe was measured; run tula profile first." in out
+
+
+def test_json_has_the_whole_report_and_the_text() -> None:
+    envelope = json.loads(tula("--json", "--for", "ncar")[1])
+    assert envelope["status"] == "done"
+    assert [one["key"] for one in envelope["data"]["report"]["sections"]][:3] == ["choice", "scaling", "time_and_cost"]
+    assert envelope["data"]["text"].startswith("test: computational experiments")
+    assert "text" not in json.loads(tula("--json")[1])["data"]
+
+
+def test_csv_is_a_folder_of_files_or_one_file(tmp_path: Path) -> None:
+    code, out, _ = tula("--csv", str(tmp_path / "data"))
+    assert code == 0 and "wrote" in out
+    files = {path.name for path in (tmp_path / "data").iterdir()}
+    assert {"table_strong_scaling.csv", "figure_memory.csv", "figure_loss_by_time.csv"} <= files
+    rows = list(csv.DictReader((tmp_path / "data/table_strong_scaling.csv").open()))
+    assert [row["nodes"] for row in rows] == ["1", "2", "4", "8"][-len(rows) :]
+    assert tula("--csv", str(tmp_path / "all.csv"), "--markdown")[0] == 0
+    assert (tmp_path / "all.csv").read_text().startswith("# table_configurations: ")
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (("--markdown", "--latex"), "--markdown and --latex: both go to stdout"),
+        (("--csv", "-", "--for", "lcrc"), "--csv - and --for: both go to stdout"),
+        (("--html", "."), "--html .: is a folder"),
+        (("--html", "no/where.html"), "there is no folder"),
+        (("--svg", "a/b/c"), "there is no folder"),
+        (("--csv", "tula-runs/latest"), "is a file, and not a folder"),
+        (("--for", "lcr"), "did you mean lcrc?"),
+        (("--runs", "0"), "--runs"),
+    ],
+)
+def test_what_cannot_be_asked_is_refused(words: tuple[str, ...], told: str) -> None:
+    code, out, err = tula(*words)
+    assert (code, out) == (2, "") and told in err
+
+
+def test_what_the_run_has_nothing_for_ends_with_its_code(tmp_path: Path) -> None:
+    run = RunDir.create(tmp_path, reports.JOB)
+    code, out, err = tula(str(run.path), "--for", "lcrc")
+    assert (code, out) == (4, "") and "does not tell batch" in err and "tula profile" in err
+
+
+def test_a_report_changes_nothing_in_the_run(folder: Path) -> None:
+    before = {path: path.stat().st_mtime_ns for path in folder.rglob("*") if path.is_file()}
+    assert tula("--markdown")[0] == 0
+    assert {path: path.stat().st_mtime_ns for path in folder.rglob("*") if path.is_file()} == before

@@ -14,7 +14,7 @@ from tula_cli.run.records.results import Cell, Comparison
 from tula_cli.services import recommend as recommending
 from tula_cli.services.reporting.document import Document, Figure, Section, Series, Table
 from tula_cli.services.reporting.material import Material, gather
-from tula_cli.services.reporting.report import document_of
+from tula_cli.services.reporting.run_report import document_of
 
 AT = make.START + 1000
 JOB = job_spec(search={"nodes": [1, 2, 4, 8], "min_batch": 32, "max_batch": 512})

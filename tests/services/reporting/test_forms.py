@@ -27,7 +27,7 @@ from tula_cli.services.reporting.document import (
 from tula_cli.services.reporting.forms import csv_files, latex, markdown, sites
 from tula_cli.services.reporting.forms.site_values import SiteValues, site_values
 from tula_cli.services.reporting.material import Material
-from tula_cli.services.reporting.report import document_of, for_site
+from tula_cli.services.reporting.run_report import document_of, for_site
 from tula_cli.words import number
 
 TABLE = Table(

@@ -133,7 +133,7 @@ class Run:
         Raises:
             TulaError: a record of the run cannot be read.
         """
-        from tula_cli.services.reporting.report import report  # with the services of all commands
+        from tula_cli.services.reporting.run_report import report  # with the services of all commands
 
         looks = partial(launcher.launcher_for, submits=False)
         return report(self.directory, self.spec(), looks, now=time.time())

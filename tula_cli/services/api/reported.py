@@ -13,7 +13,7 @@ from tula_cli.services.api.handles import Run
 from tula_cli.services.reporting.document import Document
 from tula_cli.services.reporting.forms import csv_files, latex, markdown
 from tula_cli.services.reporting.material import gather
-from tula_cli.services.reporting.report import document_of, for_site
+from tula_cli.services.reporting.run_report import document_of, for_site
 
 Form = Literal["markdown", "latex", "csv"]
 

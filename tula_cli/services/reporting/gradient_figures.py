@@ -39,7 +39,7 @@ OF_EPOCHS = (
     Quantity("gradient_change", "diagnostics.delta.q50", "Change of the gradient, Delta(G)", "Delta(G)",
              "Eq. 5, median of an epoch's steps; of one training the bars are the 5 and 95 % quantiles.", True, "Figure 6", ("q05", "q95")),
     Quantity("factor_mean", "ags.mean", "Mean scaling factor", "factor"),
-    Quantity("factor_steps", "ags.scaled", "Share of the steps that are scaled", "share of steps", paper="Figure 8"),
+    Quantity("factor_steps", "ags.scaled", "Share of the steps that are scaled", "share of steps"),
     Quantity("factor_at_cap", "ags.at_cap", "Share of factors at their cap", "share of factors"),
     Quantity("factor_at_floor", "ags.at_floor", "Share of factors at their floor", "share of factors"),
 )  # fmt: skip

@@ -76,7 +76,7 @@ def _curves(seen: Material, own: TypeMeasurements) -> Iterator[Figure]:
     if len(known) < 2 or not here:
         return
     priors = SHARDED if spec.train.sharded else PRIORS
-    fits = {"fit to all probes": forecast.steps}
+    fits = {"fit to all": forecast.steps}
     if len(partial) < len(probes):
         few = steptime.fit([observation(probes[place]) for place in sorted(partial)], collective=spec.cluster.collective, priors=priors)  # fmt: skip
         fits["fit to the partial search's"] = few
@@ -89,11 +89,12 @@ def _curves(seen: Material, own: TypeMeasurements) -> Iterator[Figure]:
             Series(name, xs, tuple(1000 * one.seconds for one in told), tuple(one.low and 1000 * one.low for one in told),
                    tuple(one.high and 1000 * one.high for one in told), style="line")
         )  # fmt: skip
+    trained = ", and to the steps of trainings," * bool(forecast.trained)
     yield Figure(
         "step_time_fits",
         f"Step time on {plural(nodes)}, measured and by the models",
-        f"Probes beside the fit to all {len(probes)} of them and to the {len(partial)} that the partial search takes; bands are"
-        " 90 % intervals.",
+        f"Probes beside the fit to all {len(probes)} of them{trained} and to the {len(partial)} that the partial search takes;"
+        " bands are 90 % intervals.",
         "global batch",
         "step time (ms)",
         tuple(series),

@@ -11,7 +11,7 @@ from tula_cli import words
 from tula_cli.cli.options import RUNS, Html, MaybeRun, Root
 from tula_cli.cli.runs import find_run
 from tula_cli.errors import SpecError
-from tula_cli.show.outputs import report as show_report
+from tula_cli.show.outputs import run_report as show_report
 from tula_cli.show.screen import Screen
 
 if TYPE_CHECKING:
@@ -61,7 +61,7 @@ def report(
     import time
 
     from tula_cli.cluster import launcher
-    from tula_cli.services.reporting import report as service
+    from tula_cli.services.reporting import run_report as service
     from tula_cli.services.reporting.material import gather
 
     if target is not None and named is not None:

@@ -15,7 +15,7 @@ from tula_cli.services.reporting.material import Material, gather
 from tula_cli.services.reporting.sections import (
     chosen,
     foreseen,
-    gradients,
+    gradients_logged,
     measured_steps,
     memory_curve,
     methods_compared,
@@ -57,7 +57,7 @@ def document_of(seen: Material) -> Document:
         foreseen.section(seen),
         same_progress.section(seen),
         training_outcome.section(seen),
-        gradients.section(seen),
+        gradients_logged.section(seen),
         *methods_compared.sections(seen),
     )
     made = f"{moment(seen.at)}, tula {__version__}"
@@ -87,7 +87,8 @@ def _question(seen: Material) -> str:
     counts = f"{', '.join(map(str, nodes))} {'node' if nodes == [1] else 'nodes'}" if len(nodes) <= 8 else f"{nodes[0]} to {plural(nodes[-1])}"  # fmt: skip
     types = sorted({one.part.type for one in seen.own_parts if one.part.type is not None})
     of_types = f" of types {', '.join(types)}" if types else ""
-    by = "" if kept is None else f" (by {kept.criteria})"
+    asked = "" if seen.kept is None else f", asked {moment(seen.kept.created_at)}"
+    by = "" if kept is None else f" (by {kept.criteria}{asked})"
     return (
         f"On how many of {counts}{of_types}, and with what batch, is {what(spec)} trained for {train_length(spec)}{by}?"
     )

@@ -35,8 +35,9 @@ def _figures(one: TrainingLook) -> Iterator[Figure]:
 def _scaled(one: TrainingLook) -> Iterator[Fact]:
     """Yield what gradient scaling did in the last epoch, or in all of a script's steps."""
     found = next((row["ags"].get("so_far", row["ags"]) for row in reversed(one.rows) if row.get("ags")), None)
+    last = " of the last epoch" if one.task.spec.script is None else ""
     if found is not None:
-        yield Fact("scaling", f"factor {number(found['mean'], 3)} in {percent(found['scaled'])} % of the steps")
+        yield Fact("scaling", f"factor {number(found['mean'], 3)} in {percent(found['scaled'])} % of the steps{last}")
 
 
 def _why_not(one: TrainingLook) -> str:

@@ -18,7 +18,7 @@ from tula_cli.services.reporting.run_report import document_of
 
 AT = make.START + 1000
 JOB = job_spec(search={"nodes": [1, 2, 4, 8], "min_batch": 32, "max_batch": 512})
-SWEEP = {1: (32, 64, 128, 256), 2: (16, 128), 4: (8, 128), 8: (4, 64)}
+SWEEP = {1: (32, 64, 128, 256), 2: (16,), 4: (128,), 8: (4,)}
 TYPES = {"a": {}, "b": {"pricing": {"price": 0.5}}}
 
 

@@ -196,7 +196,10 @@ def _training(look: Snapshot, tasks: Iterable[JobTask], *, now: float) -> Traini
         tuning=_tuning(files.tuning()),
         kwh=energy.kwh if (energy := files.energy()) is not None else None,
         samples_asked=None if script is None else samples_asked(script),
-        ags=next((row["ags"].get("so_far", row["ags"]) for row in reversed(rows) if row.get("ags")), None),
+        ags=next(
+            (row["ags"].get("so_far", row["ags"]) for row in reversed(rows) if isinstance(row.get("ags"), Mapping)),
+            None,
+        ),
         warnings=tuple(dict.fromkeys(row["message"] for row in rows if row["kind"] == "warning")),
         changes=files.changes(),
         stage=stage,

@@ -10,6 +10,7 @@ import pytest
 from make_reports import column, figure, report, section, series, table
 from make_results import MIB, Truth, measured
 
+from tula_cli.errors import BadMeasurements, SpecError
 from tula_cli.models.time.noise import centre
 from tula_cli.run.directory import RunDir
 from tula_cli.run.jobfile import all_parts
@@ -17,6 +18,7 @@ from tula_cli.services import recommend as recommending
 from tula_cli.services import status
 from tula_cli.services.api.handles import Run
 from tula_cli.services.api.reported import report as api_report
+from tula_cli.services.api.reported import report_text
 from tula_cli.services.reporting.document import Document
 from tula_cli.words import duration, number
 
@@ -31,6 +33,24 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> RunDir:
 @pytest.fixture(scope="module")
 def told(whole: RunDir) -> Document:
     return report(whole)
+
+
+@pytest.fixture(scope="module")
+def by_script(tmp_path_factory: pytest.TempPathFactory) -> Document:
+    root = tmp_path_factory.mktemp("script")
+    return report(reports.answered(reports.probed(root, job=reports.script_job(), script=True)))
+
+
+@pytest.fixture(scope="module")
+def by_type(tmp_path_factory: pytest.TempPathFactory) -> Document:
+    job = reports.job_spec(search={"nodes": [1, 2, 4, 8], "max_batch": 512}, node_types=reports.TYPES)
+    return report(reports.answered(reports.probed(tmp_path_factory.mktemp("types"), job=job)))
+
+
+@pytest.fixture(scope="module")
+def trained_alone(tmp_path_factory: pytest.TempPathFactory) -> Document:
+    run = RunDir.create(tmp_path_factory.mktemp("training"), reports.JOB)
+    return report(reports.trained(run, predicted_hours=None, predicted_step=None, predicted_cost=None))
 
 
 # --- the answer
@@ -157,7 +177,7 @@ def test_every_probe_is_told_also_one_that_did_not_fit(told: Document) -> None:
     found = table(told, "probes")
     outcomes = dict(zip(zip(column(found, "nodes"), column(found, "local batch"), strict=True), column(found, "outcome"), strict=True))  # fmt: skip
     assert outcomes[1, 512] == "out of memory"
-    assert outcomes[4, 8] == "measured"
+    assert outcomes[4, 128] == "measured"
     low, step, high = (column(found, name)[0] for name in ("from", "step", "to"))
     assert low < step < high
 
@@ -272,51 +292,41 @@ def test_table_one_has_means_gaps_and_what_is_recovered(told: Document) -> None:
 # --- runs of which little is known
 
 
-def shown(run: RunDir) -> dict[str, str]:
+def missing(document: Document) -> dict[str, str]:
     """Return what is missing, by section."""
-    return {one.key: one.missing for one in report(run).sections if one.missing}
+    return {one.key: one.missing for one in document.sections if one.missing}
 
 
 def test_a_run_with_nothing_says_of_each_section_what_would_bring_it(tmp_path: Path) -> None:
-    missing = shown(RunDir.create(tmp_path, reports.JOB))
-    assert len(missing) == 11
-    assert all("tula " in words for words in missing.values())
+    found = missing(report(RunDir.create(tmp_path, reports.JOB)))
+    assert len(found) == 11
+    assert all("tula " in words for words in found.values())
 
 
-def test_a_run_with_a_training_alone_tells_it(tmp_path: Path) -> None:
-    run = reports.trained(
-        RunDir.create(tmp_path, reports.JOB), predicted_hours=None, predicted_step=None, predicted_cost=None
-    )
-    document = report(run)
-    assert document.answer.startswith("Not known yet: no probe was measured")
-    assert "Trained on 2 nodes at batch 64: 6.00 min, 0.200 USD" in document.answer
-    assert {"training", "gradients"}.isdisjoint(shown(run))
-    rows = {row[0]: row[2:] for row in table(document, "predicted_actual").rows}
+def test_a_run_with_a_training_alone_tells_it(trained_alone: Document) -> None:
+    assert trained_alone.answer.startswith("Not known yet: no probe was measured")
+    assert "Trained on 2 nodes at batch 64: 6.00 min, 0.200 USD" in trained_alone.answer
+    assert {"training", "gradients"}.isdisjoint(missing(trained_alone))
+    rows = {row[0]: row[2:] for row in table(trained_alone, "predicted_actual").rows}
     assert rows["time"] == (None, pytest.approx(6.0), None)
 
 
-def test_a_script_has_whole_steps_and_peaks_alone(tmp_path: Path) -> None:
-    run = reports.answered(reports.probed(tmp_path, job=reports.script_job(), script=True))
-    document = report(run)
-    assert "finetune.py" in document.question
-    assert [one.name for one in figure(document, "memory").series] == ["peak, model", "peak, measured"]
-    missing = shown(run)
-    assert "DistributedDataParallel" in missing["same_progress"]
-    # On one GPU nothing is synchronised, but input is not told.
-    assert "whole steps alone" in missing["step_parts"]
-    found = table(document, "probes")
-    assert set(column(found, "synchronisation")) == {0.0, None}
-    assert set(column(found, "input")) == {None}
+def test_a_script_has_whole_steps_and_peaks_alone(by_script: Document) -> None:
+    assert "finetune.py" in by_script.question
+    assert [one.name for one in figure(by_script, "memory").series] == ["peak, model", "peak, measured"]
+    found = missing(by_script)
+    assert "DistributedDataParallel" in found["same_progress"]
+    assert "whole steps alone" in found["step_parts"], "on one GPU nothing is synchronised, but input is not told"
+    probes = table(by_script, "probes")
+    assert set(column(probes, "synchronisation")) == {0.0, None}
+    assert set(column(probes, "input")) == {None}
 
 
-def test_each_node_type_has_its_probes_and_its_curve(tmp_path: Path) -> None:
-    job = reports.job_spec(search={"nodes": [1, 2, 4, 8], "max_batch": 512}, node_types=reports.TYPES)
-    run = reports.answered(reports.probed(tmp_path, job=job))
-    document = report(run)
-    assert {one.key for one in section(document, "measured").tables} == {"probes_a", "probes_b"}
-    assert {one.name for one in figure(document, "time_by_batch").series} >= {"1 node of type a", "8 nodes of type b"}
-    assert "of types a, b" in document.question and "of type " in document.answer
-    assert "type" in [one.title for one in table(document, "configurations").columns]
+def test_each_node_type_has_its_probes_and_its_curve(by_type: Document) -> None:
+    assert {one.key for one in section(by_type, "measured").tables} == {"probes_a", "probes_b"}
+    assert {one.name for one in figure(by_type, "time_by_batch").series} >= {"1 node of type a", "8 nodes of type b"}
+    assert "of types a, b" in by_type.question and "of type " in by_type.answer
+    assert "type" in [one.title for one in table(by_type, "configurations").columns]
 
 
 def test_lengths_of_text_are_told_beside_the_choice(tmp_path: Path) -> None:
@@ -346,25 +356,17 @@ def test_a_damaged_result_leaves_what_does_not_rest_on_it(tmp_path: Path) -> Non
     run = reports.trained(reports.answered(reports.probed(tmp_path)))
     (run.path / "results/probe-n001-l000064.json").write_text("{")
     document = report(run)
-    assert "scaling" in shown(run) and "training" not in shown(run)
+    assert "scaling" in missing(document) and "training" not in missing(document)
     assert "These are the figures of that answer, and not of now" in " ".join(section(document, "choice").text)
 
 
 # --- what holds of every report
 
 
-def runs(folder: Path) -> dict[str, RunDir]:
-    job = reports.job_spec(search={"nodes": [1, 2, 4, 8], "max_batch": 512}, node_types=reports.TYPES)
-    return {
-        "script": reports.answered(reports.probed(folder / "script", job=reports.script_job(), script=True)),
-        "types": reports.answered(reports.probed(folder / "types", job=job)),
-        "training": reports.trained(RunDir.create(folder / "training", reports.JOB)),
-    }
-
-
-def test_figures_and_tables_hold_together(told: Document, tmp_path: Path) -> None:
-    documents = [told, *(report(run) for run in runs(tmp_path).values())]
-    for document in documents:
+def test_figures_and_tables_hold_together(
+    told: Document, by_script: Document, by_type: Document, trained_alone: Document
+) -> None:
+    for document in (told, by_script, by_type, trained_alone):
         figures = [one for part in document.sections for one in part.figures]
         tables = [one for part in document.sections for one in part.tables]
         assert len({one.key for one in figures}) == len(figures)
@@ -384,6 +386,30 @@ def test_figures_and_tables_hold_together(told: Document, tmp_path: Path) -> Non
         assert json.dumps([one.series[0].x for one in figures if one.series])  # plain numbers, no numpy
 
 
-def test_the_api_returns_the_same_report(whole: RunDir) -> None:
-    handle = Run.of(whole)
-    assert handle.report().answer == api_report(handle).answer == report(whole).answer
+def test_the_api_returns_the_same_report(whole: RunDir, told: Document) -> None:
+    assert api_report(Run.of(whole)).answer == told.answer
+
+
+def test_the_api_returns_text_too(tmp_path: Path) -> None:
+    run = Run.of(reports.trained(RunDir.create(tmp_path, reports.JOB)))
+    assert report_text(run).startswith("# test\n") and report_text(run, form="latex").startswith("\\documentclass")
+    assert "table_predicted_actual" in report_text(run, form="csv")
+    with pytest.raises(SpecError, match="'markdwn' is none of"):
+        report_text(run, form="markdwn")  # type: ignore[arg-type]
+    with pytest.raises(SpecError, match="runs 0"):
+        report_text(run, site="ncar", runs=0)
+    with pytest.raises(BadMeasurements, match="does not tell"):
+        report_text(run, site="ncar")
+
+
+def test_rows_that_are_damaged_are_left_out(tmp_path: Path) -> None:
+    broken = [
+        {"kind": "hessian", "samples": {}, "eigenvalue": 1.0},
+        {"kind": "noise", "samples": 10, "epoch": 1, "batch": 32, "scale": "x"},
+        {"kind": "epoch", "time": make.START, "samples": 500, "epoch": 1, "ags": "x", "metrics": 3,
+         "diagnostics": {"factors": {"edges": [1.0, "x"], "counts": [1, 2, 3]}, "norm": []}},
+        {"kind": "stage", "time": [], "samples": 5, "batch": 64},
+    ]  # fmt: skip
+    document = report(reports.trained(RunDir.create(tmp_path, reports.JOB), rows=[*reports.epochs(), *broken]))
+    assert figure(document, "eigenvalue").series[0].x == (1000.0, 2000.0, 3000.0)
+    assert figure(document, "factors").density.x_edges == (0.0, 1000.0, 2000.0, 3000.0)  # type: ignore[union-attr]

@@ -1,12 +1,13 @@
 """Figures of what gradients were like and how they were scaled: Figures 5 to 8 of the paper, of one training or of several."""
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean
+from typing import Any
 
 from tula_cli.services.reporting.document import Density, Figure, Series
-from tula_cli.services.reporting.training_look import Row, look
+from tula_cli.services.reporting.training_look import Row, is_placed, look
 from tula_cli.services.reporting.units import scale_of, thinned
 
 
@@ -81,7 +82,7 @@ def _drawn(
 def _with_ends(series: Series, rows: Sequence[Row], one: Quantity) -> Series:
     assert one.ends is not None
     folder = one.path.rpartition(".")[0]
-    at = {float(row["samples"]): row for row in rows}
+    at = {float(row["samples"]): row for row in rows if is_placed(row)}
     low, high = (tuple(_number(look(at[x], f"{folder}.{name}")) for x in series.x) for name in one.ends)
     return replace(series, low=low, high=high)
 
@@ -97,7 +98,7 @@ def means(
     for curve in curves:
         places = found.setdefault(name or curve.name, {})
         for row in rows(curve):
-            if (value := _number(look(row, path))) is not None:
+            if is_placed(row) and (value := _number(look(row, path))) is not None:
                 places.setdefault(float(row["samples"]), []).append(value)
     for told, places in found.items():
         points = thinned(sorted(places.items()))
@@ -132,7 +133,8 @@ def density(curve: Curve, *, key: str, title: str) -> Iterator[Figure]:
 
     The bins at the ends hold what is beyond all edges. Only the bins between those that hold something are drawn.
     """
-    logged = [(float(row["samples"]), found) for row in curve.epochs if (found := _counts(row))]
+    logged = [(float(row["samples"]), found) for row in curve.epochs if is_placed(row) and (found := _counts(row))]
+    logged = [one for one in logged if one[1][0] == logged[0][1][0]]  # of other edges nothing can be drawn beside them
     filled = {place for _, (_, counts) in logged for place, count in enumerate(counts) if count}
     if not filled:
         return
@@ -150,7 +152,17 @@ def density(curve: Curve, *, key: str, title: str) -> Iterator[Figure]:
 
 
 def _counts(row: Row) -> tuple[tuple[float, ...], tuple[int, ...]] | None:
-    found = look(row, "diagnostics.factors")
-    if not isinstance(found, Mapping) or not sum(found["counts"]):
+    edges, counts = (look(row, f"diagnostics.factors.{name}") for name in ("edges", "counts"))
+    if (
+        not _numbers(edges)
+        or not _numbers(counts)
+        or len(counts) != len(edges) + 1
+        or min(edges) <= 0
+        or not any(counts)
+    ):
         return None
-    return tuple(found["edges"]), tuple(found["counts"])
+    return tuple(edges), tuple(counts)
+
+
+def _numbers(values: Any) -> bool:
+    return isinstance(values, list) and len(values) > 1 and all(_number(value) is not None for value in values)

@@ -26,7 +26,7 @@ class TrainingLook:
     @cached_property
     def rows(self) -> Sequence[Row]:
         """The rows of its metrics; of the steps of a long training every so many-th."""
-        return self.files.sampled_metrics()
+        return [row for row in self.files.sampled_metrics() if is_placed(row)]
 
     def of_kind(self, *kinds: str) -> list[Row]:
         return [row for row in self.rows if row["kind"] in kinds]
@@ -61,9 +61,15 @@ class TrainingLook:
         return next((name for name in names if any(value_of(row, name) is not None for row in epochs)), "eval_loss")
 
 
+def is_placed(row: Row) -> bool:
+    """Return whether a row says at which sample it is, and at a time that is one: a damaged row may not."""
+    return isinstance(row.get("samples"), int | float) and isinstance(row.get("time", 0.0), int | float)
+
+
 def value_of(row: Row, metric: str) -> float | None:
     """Return a metric of an epoch's row, the user's own among them; None where it is not there, or no number."""
-    value = row.get(metric, (row.get("metrics") or {}).get(metric))
+    own = row.get("metrics")
+    value = row.get(metric, own.get(metric) if isinstance(own, Mapping) else None)
     return float(value) if isinstance(value, int | float) and abs(value) < float("inf") else None
 
 

@@ -1,12 +1,12 @@
 """The gradients of the training and their scaling."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from tula_cli.services.reporting.document import Fact, Figure, Section
 from tula_cli.services.reporting.gradient_figures import Curve, density, figures
 from tula_cli.services.reporting.material import Material
 from tula_cli.services.reporting.sections.training_outcome import TRAIN
-from tula_cli.services.reporting.training_look import TrainingLook, trainings
+from tula_cli.services.reporting.training_look import Row, TrainingLook, trainings, value_of
 from tula_cli.words import number, percent
 
 KEY, TITLE = "gradients", "Gradients and their scaling"
@@ -34,10 +34,11 @@ def _figures(one: TrainingLook) -> Iterator[Figure]:
 
 def _scaled(one: TrainingLook) -> Iterator[Fact]:
     """Yield what gradient scaling did in the last epoch, or in all of a script's steps."""
-    found = next((row["ags"].get("so_far", row["ags"]) for row in reversed(one.rows) if row.get("ags")), None)
+    seen: Row = next((row["ags"] for row in reversed(one.rows) if isinstance(row.get("ags"), Mapping)), {})
+    mean, scaled = (value_of(seen.get("so_far", seen), name) for name in ("mean", "scaled"))
     last = " of the last epoch" if one.task.spec.script is None else ""
-    if found is not None:
-        yield Fact("scaling", f"factor {number(found['mean'], 3)} in {percent(found['scaled'])} % of the steps{last}")
+    if mean is not None and scaled is not None:
+        yield Fact("scaling", f"factor {number(mean, 3)} in {percent(scaled)} % of the steps{last}")
 
 
 def _why_not(one: TrainingLook) -> str:

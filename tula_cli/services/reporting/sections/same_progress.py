@@ -10,6 +10,7 @@ from tula_cli.run.records.recommendations import Prediction, SameProgress
 from tula_cli.services.recommendation.measured import noise_of
 from tula_cli.services.reporting.document import Column, Fact, Figure, Mark, Section, Series, Table
 from tula_cli.services.reporting.material import Material
+from tula_cli.services.reporting.training_look import value_of
 from tula_cli.services.reporting.units import chosen_mark, of_hours, sentence
 from tula_cli.words import number
 
@@ -53,7 +54,8 @@ def _trained(seen: Material) -> list[dict[str, Any]]:
     for one in seen.own_parts:
         if one.now.training is not None:
             rows = one.look.training(one.now.training.signature).sampled_metrics()
-            if found := [row for row in rows if row["kind"] == "noise" and row.get("scale") is not None]:
+            noisy = [row for row in rows if row["kind"] == "noise"]
+            if found := [row for row in noisy if (value_of(row, "scale") or 0.0) > 0]:
                 return found
     return []
 
@@ -61,8 +63,7 @@ def _trained(seen: Material) -> list[dict[str, Any]]:
 def _noise(rows: Sequence[dict[str, Any]]) -> Iterator[Figure]:
     if not rows:
         return
-    ends = [[row.get(name) for row in rows] for name in ("low", "high")]
-    low, high = (tuple(value if value is not None and math.isfinite(value) else None for value in end) for end in ends)
+    low, high = (tuple(value_of(row, name) for row in rows) for name in ("low", "high"))
     yield Figure(
         "noise_scale",
         "Gradient noise scale over the training",

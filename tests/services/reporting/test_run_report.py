@@ -14,6 +14,7 @@ from tula_cli.errors import BadMeasurements, SpecError
 from tula_cli.models.time.noise import centre
 from tula_cli.run.directory import RunDir
 from tula_cli.run.jobfile import all_parts
+from tula_cli.run.series.step_series import StepRow, written
 from tula_cli.services import recommend as recommending
 from tula_cli.services import status
 from tula_cli.services.api.handles import Run
@@ -267,6 +268,22 @@ def test_the_change_of_gradients_stands_beside_the_accuracy_and_curvature_beside
     assert [one.name for one in figure(told, "eigenvalue").series] == ["largest eigenvalue", "gradient norm"]
     (norm,) = figure(told, "gradient_norm").series
     assert (norm.low, norm.high) == ((1.0,) * 3, (3.0,) * 3)
+
+
+def test_what_is_kept_of_every_step_is_drawn_in_place_of_medians(tmp_path: Path) -> None:
+    run = reports.trained(RunDir.create(tmp_path, reports.JOB))
+    rows = [
+        StepRow.of_step(samples=32 * step, batch=32, lr=0.1, norm=5.0 if step == 700 else 1.0, delta=0.5, scaled=False)
+        for step in range(1, 1001)
+    ]
+    run.training("ab12cd34").steps_path.write_text(written(rows))
+    document = report(run)
+    (norm,) = figure(document, "gradient_norm").series
+    assert len(norm.x) == 500 and norm.x[-1] == 32_000.0, "two steps a point"
+    spike = norm.x.index(700 * 32.0)
+    assert (norm.y[spike], norm.low[spike], norm.high[spike]) == (3.0, 1.0, 5.0)  # type: ignore[index]
+    assert figure(document, "gradient_change").paper == "Figure 6"
+    assert figure(document, "change_accuracy").series[0].y == (60.0, 70.0, 80.0)
 
 
 def test_the_noise_scale_over_the_training_and_the_same_progress_are_told(told: Document) -> None:

@@ -6,6 +6,7 @@ from tula_cli.services.reporting.document import Fact, Figure, Section
 from tula_cli.services.reporting.gradient_figures import Curve, density, figures
 from tula_cli.services.reporting.material import Material
 from tula_cli.services.reporting.sections.training_outcome import TRAIN
+from tula_cli.services.reporting.step_figures import step_figures
 from tula_cli.services.reporting.training_look import Row, TrainingLook, trainings, value_of
 from tula_cli.words import number, percent
 
@@ -27,7 +28,11 @@ def section(seen: Material) -> Section:
 def _figures(one: TrainingLook) -> Iterator[Figure]:
     prefix = f"{one.part.name}_" if one.part.name else ""
     curve = Curve(one.task.spec.train.method, one.of_kind("epoch"), one.of_kind("hessian"))
-    yield from figures([curve], prefix=prefix)
+    of_steps = list(step_figures(one.files.steps(), name=curve.name, prefix=prefix))
+    known = {figure.key for figure in of_steps}  # medians of epochs tell less
+    yield from of_steps[:2]
+    yield from (figure for figure in figures([curve], prefix=prefix) if figure.key not in known)
+    yield from of_steps[2:]
     title = f"Scaling factors of {curve.name}, batch {one.task.batch}"
     yield from density(curve, key=f"{prefix}factors", title=title)
 

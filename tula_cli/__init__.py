@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from tula_cli.services.api.evaluating import evaluate
     from tula_cli.services.api.handles import Run
     from tula_cli.services.api.rehearsing import rehearse
+    from tula_cli.services.api.reported import report, report_text
     from tula_cli.version import __version__
 
 __all__ = [
@@ -35,6 +36,8 @@ __all__ = [
     "profile_events",
     "recommend",
     "rehearse",
+    "report",
+    "report_text",
     "status",
     "train",
 ]
@@ -45,6 +48,8 @@ _PLACES = {
     "evaluate": "services.api.evaluating",
     "__version__": "version",
     "rehearse": "services.api.rehearsing",
+    "report": "services.api.reported",
+    "report_text": "services.api.reported",
 }
 
 

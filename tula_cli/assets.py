@@ -26,18 +26,22 @@ def find_asset(name: str) -> Path:
     raise TulaError(f"this installation of tula lacks {name}", "install it again, from a wheel or a whole checkout")
 
 
-def config_files(name: str, *, environ: Mapping[str, str] = os.environ) -> list[Path]:
-    """Return the user's and the site's files of a name, those that there are; the user's first, which wins.
+def config_folders(*, environ: Mapping[str, str] = os.environ) -> list[Path]:
+    """Return the folders of the user's and the site's own files, whether they are there or not; the user's first, which wins.
 
-    They stand in `tula/` of $XDG_CONFIG_HOME (~/.config where it is unset) and of each of $XDG_CONFIG_DIRS, and in
+    They are `tula/` of $XDG_CONFIG_HOME (~/.config where it is unset) and of each of $XDG_CONFIG_DIRS, and
     /etc/tula, which a variable that some module sets must not hide. Paths that are not absolute do not count
     (XDG Base Directory Specification 0.8).
     """
     home = Path(environ.get("XDG_CONFIG_HOME", ""))
     user = home if home.is_absolute() else Path("~/.config").expanduser()
     sites = [folder for text in environ.get("XDG_CONFIG_DIRS", "").split(":") if (folder := Path(text)).is_absolute()]
-    places = [*(folder / "tula" for folder in (user, *sites)), SITE_FOLDER]
-    return [path for folder in dict.fromkeys(places) if (path := folder / name).is_file()]
+    return list(dict.fromkeys([*(folder / "tula" for folder in (user, *sites)), SITE_FOLDER]))
+
+
+def config_files(name: str, *, environ: Mapping[str, str] = os.environ) -> list[Path]:
+    """Return the user's and the site's files of a name, those that there are; the user's first, which wins."""
+    return [path for folder in config_folders(environ=environ) if (path := folder / name).is_file()]
 
 
 def site_asset(name: str) -> Path | None:

@@ -20,7 +20,7 @@ from tula_cli.run.directory import RunDir
 from tula_cli.show import screen as show_screen
 
 COMMANDS = (
-    "status", "list", "recommend", "recommend --objective knee", "logs", "train --dry-run", "compare --show", "cancel", "profile --dry-run", "clean --dry-run --keep best", "diff",
+    "status", "list", "recommend", "recommend --objective knee", "logs", "train --dry-run", "compare --show", "cancel", "profile --dry-run", "clean --dry-run --keep best", "diff", "report --markdown",
 )  # fmt: skip
 SIGNATURE = "ab12cd34"
 SECONDS = 20  # that a command may take; a file that cannot be read must not hold it up

@@ -48,7 +48,7 @@ def test_help_ends_with_an_example_that_is_understood(name: str) -> None:
 
 
 def test_a_shell_completes_commands_options_and_values() -> None:
-    assert completed("tula re") == ["recommend"]
+    assert completed("tula rec") == ["recommend"]
     assert "--objective" in completed("tula recommend --ob")
     assert completed("tula recommend --objective acc") == ["accuracy-time"]
 

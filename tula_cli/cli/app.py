@@ -11,7 +11,7 @@ import typer
 
 from tula_cli.cli import check, clean, compare, evaluate, profile, recommend, status, train
 from tula_cli.cli.options import COMMON, USAGE_ERROR, Interrupted, register
-from tula_cli.cli.outputs import diff, schema
+from tula_cli.cli.outputs import diff, run_report, schema
 from tula_cli.errors import SpecError, TulaError
 from tula_cli.show.screen import Screen
 from tula_cli.version import __version__
@@ -34,6 +34,7 @@ WORKFLOW: Mapping[Callable[..., None], str] = {
     train.train: "tula train --nodes 4 --batch 1024",
     evaluate.evaluate: "tula evaluate --weights best",
     compare.compare: "tula compare job.yaml --methods lbt,lrs,ortho --batch 1024",
+    run_report.report: "tula report --html report.html",
     status.status: "tula status --run digits-1f0c5b7e",
     status.list_: "tula list --run-dir /scratch/tula-runs",
     status.logs: "tula logs --follow",

@@ -223,7 +223,9 @@ class TrainingRun:
         A row reaches its file at once, so that the newest one tells; less than `CLOCKS_AGREE` is its way there, more than `A_COPY` a copy of it.
         """
         try:
-            ahead = self.metrics_path.stat().st_mtime - max(row["time"] for row in rows if row.get("time") is not None)
+            ahead = self.metrics_path.stat().st_mtime - max(
+                row["time"] for row in rows if isinstance(row.get("time"), int | float)
+            )
         except (OSError, ValueError):
             return 0.0
         return float(ahead) if CLOCKS_AGREE < abs(ahead) < A_COPY else 0.0

@@ -196,12 +196,18 @@ def _training(look: Snapshot, tasks: Iterable[JobTask], *, now: float) -> Traini
         tuning=_tuning(files.tuning()),
         kwh=energy.kwh if (energy := files.energy()) is not None else None,
         samples_asked=None if script is None else samples_asked(script),
-        ags=next((row["ags"].get("so_far", row["ags"]) for row in reversed(rows) if row.get("ags")), None),
+        ags=_scaling(rows),
         warnings=tuple(dict.fromkeys(row["message"] for row in rows if row["kind"] == "warning")),
         changes=files.changes(),
         stage=stage,
         stages=newest.stages,
     )
+
+
+def _scaling(rows: Sequence[Mapping[str, Any]]) -> Mapping[str, Any] | None:
+    """Return what gradient scaling did in the last epoch, of a script in all; None where a training scales none."""
+    told = (row["ags"] for row in reversed(rows) if isinstance(row.get("ags"), Mapping))
+    return next((found.get("so_far", found) for found in told), None)
 
 
 def _stage(

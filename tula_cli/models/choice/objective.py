@@ -188,6 +188,12 @@ def _range(rows: Offers, curve: Quantity) -> str:
     return f" (over the range of the noise the best batch runs from {min(lossy, alike)} to {max(lossy, alike)})"
 
 
+def knee_batch(rows: Offers, curve: Curve) -> int | None:
+    """Return the batch at the knee of a curve, that `choose` takes by objective knee; None where the curve has none."""
+    best = rows.take(best_of_each_batch(rows, curve))
+    return knee(best.batch.tolist(), _fitted_line(rows, best, curve)) if len(rows) else None
+
+
 def _knee(rows: Offers, curve: Curve) -> Choice:
     best = rows.take(best_of_each_batch(rows, curve))
     line, values = best.records(), _fitted_line(rows, best, curve)

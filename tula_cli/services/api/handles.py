@@ -3,6 +3,7 @@
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +21,8 @@ from tula_cli.spec.job import JobSpec
 
 if TYPE_CHECKING:
     import pandas as pd
+
+    from tula_cli.services.reporting.document import Document
 
 Result = Measured | OutOfMemory | Failed
 
@@ -123,6 +126,17 @@ class Run:
         parts = begun(self.directory, self.spec())
         found = (part.run.training(signature) for part in parts)
         return next((training.steps() for training in found if training.steps_path.exists()), StepSeries())
+
+    def report(self) -> "Document":
+        """Return all that it has found, as `tula report` has it: plain values, in sections with tables and figures.
+
+        Raises:
+            TulaError: a record of the run cannot be read.
+        """
+        from tula_cli.services.reporting.run_report import report  # with the services of all commands
+
+        looks = partial(launcher.launcher_for, submits=False)
+        return report(self.directory, self.spec(), looks, now=time.time())
 
     def status(self) -> Status:
         """Return how far its jobs and its training are; the scheduler is asked."""

@@ -314,7 +314,7 @@ def standard_error(*stats: Stat) -> float | None:
     """Return the standard error of a difference of means over seeds; None where one of them has no spread."""
     if any(found.sd is None for found in stats):
         return None
-    return math.sqrt(sum((found.sd or 0.0) ** 2 / found.n for found in stats))
+    return math.hypot(*((found.sd or 0.0) / math.sqrt(found.n) for found in stats))
 
 
 def _doubts(rows: Iterable[Row], metric: str) -> Iterator[str]:

@@ -1,0 +1,138 @@
+"""Runs and their reports, made by hand."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import make_runs as make
+from make_results import Truth, measured, of_a_script, out_of_memory, with_noise
+from make_results import spec as job_spec
+
+from tula_cli.run.directory import RunDir
+from tula_cli.run.records.results import Cell, Comparison
+from tula_cli.services import recommend as recommending
+from tula_cli.services.reporting.document import Document, Figure, Section, Series, Table
+from tula_cli.services.reporting.material import Material, gather
+from tula_cli.services.reporting.run_report import document_of
+
+AT = make.START + 1000
+JOB = job_spec(search={"nodes": [1, 2, 4, 8], "min_batch": 32, "max_batch": 512})
+SWEEP = {1: (32, 64, 128, 256), 2: (16,), 4: (128,), 8: (4,)}
+TYPES = {"a": {}, "b": {"pricing": {"price": 0.5}}}
+
+
+def probed(root: Path, truth: Truth | None = None, *, job: Any = JOB, script: bool = False) -> RunDir:
+    """Return a run whose probes are those of a known truth, one that was out of memory among them; of each node type."""
+    run = RunDir.create(root, job)
+    for part in run.parts(job):
+        part.run.adopt(part.spec)
+        probes = [
+            measured(truth or Truth(jitter=0.01), nodes, local) for nodes, locals_ in SWEEP.items() for local in locals_
+        ]
+        probes = [of_a_script(probe) for probe in probes] if script else with_noise(probes, 200.0)
+        for result in [*probes, out_of_memory(1, 512)]:
+            part.run.write_result(result)
+    run.adopt(job)
+    return run
+
+
+def script_job() -> Any:
+    """Return a job whose script is the user's own."""
+    command = "python /home/me/finetune.py -b {local_batch}"
+    script = {"command": command, "length": {"epochs": 3}, "reference": {"batch": 256}}
+    search = {"nodes": [1, 2, 4, 8], "min_batch": 32, "max_batch": 512}
+    return make.validate({"name": "own", "script": script, "search": search}, source="test")
+
+
+def answered(run: RunDir, objective: Any = "time") -> RunDir:
+    """Return the run with an answer that training takes."""
+    recommending.keep(run, run.spec(), recommending.recommend(run, run.spec(), objective=objective, now=1.0))
+    return run
+
+
+def epochs(*, scaled: bool = True) -> list[dict[str, Any]]:
+    """Return the rows of a training of three epochs that has told everything."""
+    rows: list[dict[str, Any]] = [
+        {"kind": "start", "time": make.START, "samples": 0, "epoch": 0.0, "attempt": 1, "batch": 128}
+    ]
+    for epoch in (1, 2, 3):
+        at = {"time": make.START + 10 * epoch, "samples": 1000 * epoch}
+        counts = [0, 2, 6 - epoch, epoch, 0] if scaled else [0] * 5
+        diagnostics = {
+            "norm": {"q05": 1.0, "q50": 2.0 / epoch, "q95": 3.0}, "delta": {"q05": 0.01, "q50": 0.1 * epoch, "q95": 1.0},
+            "factors": {"edges": [0.5, 1.0, 2.0, 4.0], "counts": counts},
+        }  # fmt: skip
+        rows += [
+            {"kind": "step", **at, "epoch": epoch - 0.5, "loss": 2.0 / epoch, "lr": 0.1, "batch": 128, "step_time": 0.1},
+            {"kind": "noise", **at, "epoch": epoch, "batch": 128, "scale": 100.0 * epoch, "low": 50.0, "high": float("inf")},
+            {"kind": "hessian", **at, "epoch": epoch, "eigenvalue": 4.0 * epoch, "gradient_norm": 0.5, "lr_bound": 0.2},
+            {"kind": "epoch", **at, "epoch": epoch, "loss": 2.0 / epoch, "lr": 0.1, "batch": 128, "eval_loss": 1.0 / epoch,
+             "top1": 50.0 + 10 * epoch, "top5": 90.0, "step_time": 0.1, "predicted_step": 0.09, "step_low": 0.08,
+             "step_high": 0.1, "ags": {"mean": 1.5, "scaled": 0.25} if scaled else None, "diagnostics": diagnostics},
+        ]  # fmt: skip
+    return rows
+
+
+def trained(run: RunDir, rows: Sequence[dict[str, Any]] | None = None, **summary: Any) -> RunDir:
+    """Return the run with a training that was relaunched once and has ended."""
+    name = make.add_training(run, rows=epochs() if rows is None else rows)
+    first = {"start": make.START, "end": make.START + 15, "outcome": "node_failure", "message": "node n1 is gone"}
+    run.write_attempt(make.attempt(f"{name}-1", **first, samples=0))
+    run.write_attempt(make.attempt(f"{name}-1", number=2, start=make.START + 16, end=make.START + 40, samples=1000))
+    run.write_train_result(make.train_result())
+    run.write_summary(make.summary(**summary))
+    return run
+
+
+def compared(run: RunDir) -> RunDir:
+    """Return the run with a comparison of two methods at batch 512, two seeds each, beside the reference."""
+    rows = [("lbt", 128, True, 90.0), ("lbt", 512, False, 80.0), ("ags", 512, False, 85.0)]
+    cells = []
+    for seed in (0, 1):
+        for method, batch, reference, top1 in rows:
+            signature = f"{method}{batch}{seed}"
+            cells.append(Cell(method=method, batch=batch, seed=seed, nodes=1, signature=signature, reference=reference))
+            metrics = {"top1": top1 + seed, "top5": 99.0, "eval_loss": 0.5}
+            path = run.training(signature).metrics_path
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text("".join(json.dumps(row) + "\n" for row in epochs(scaled=method == "ags")))
+            run.write_summary(
+                make.summary(signature=signature, start_batch=batch, batch=batch, metrics=metrics, actual_hours=0.5)
+            )
+            run.write_train_result(make.train_result(signature))
+    run.write_comparison(
+        Comparison(
+            methods=("lbt", "ags"), batches=(512,), seeds=2, nodes=1, controls=False, cells=tuple(cells), created_at=1.0
+        )
+    )
+    return run
+
+
+def seen(run: RunDir, launcher: make.FakeLauncher | None = None) -> Material:
+    return gather(run, run.spec(), lambda _: launcher or make.FakeLauncher(), now=AT)
+
+
+def report(run: RunDir) -> Document:
+    return document_of(seen(run))
+
+
+def section(document: Document, key: str) -> Section:
+    return next(one for one in document.sections if one.key == key)
+
+
+def table(document: Document, key: str) -> Table:
+    return next(one for part in document.sections for one in part.tables if one.key == key)
+
+
+def figure(document: Document, key: str) -> Figure:
+    return next(one for part in document.sections for one in part.figures if one.key == key)
+
+
+def series(drawn: Figure, name: str) -> Series:
+    return next(one for one in drawn.series if one.name == name)
+
+
+def column(found: Table, title: str) -> list[Any]:
+    place = [one.title for one in found.columns].index(title)
+    return [row[place] for row in found.rows]

@@ -1,0 +1,149 @@
+"""What was chosen and why, and what else was possible."""
+
+from collections.abc import Iterator, Sequence
+
+from tula_cli.run.records.recommendations import Prediction, Recommendation
+from tula_cli.services.reporting.document import Cell, Column, Fact, Section, Table
+from tula_cli.services.reporting.material import Material
+from tula_cli.services.reporting.units import of_bytes, of_hours, on, sentence, times
+from tula_cli.words import configuration, duration, number, time_unit
+
+KEY, TITLE = "choice", "What was chosen"
+
+
+def section(seen: Material) -> Section:
+    """Return the choice with its reason, and the table of what was possible."""
+    words, choice = seen.words, seen.choice
+    if words is None or choice is None:
+        return Section(KEY, TITLE, missing=f"nothing is chosen: {seen.unanswered}")
+    rows = words.rows if seen.answer is None else seen.answer.recommendation.rows
+    text = [sentence(words.reason), *_beside(seen, words)]
+    if seen.changed:
+        text.append(
+            f"By all that was measured and trained up to now that configuration takes {_time(choice)}; tables and figures have it so."
+        )
+    if (moved := seen.moved) is not None:
+        text.append(
+            f"Asked again now, the answer would be {configuration(moved.nodes, moved.batch, moved.local_batch)};"
+            " tula recommend renews it."
+        )
+    if seen.answer is None:
+        text.append(f"These are the figures of that answer, and not of now: {seen.unanswered}.")
+    tables = [_possible(rows, choice, words.currency), *_parts(words.choice), *_lengths(words)]
+    return Section(KEY, TITLE, tuple(text), tuple(_facts(words)), tuple(tables))
+
+
+def _time(row: Prediction) -> str:
+    if row.hours_low is None or row.hours_high is None:
+        return duration(3600 * row.hours)
+    return f"{duration(3600 * row.hours)} ({duration(3600 * row.hours_low)} to {duration(3600 * row.hours_high)})"
+
+
+def _beside(seen: Material, words: Recommendation) -> Iterator[str]:
+    """Yield what else is worth a sentence of a choice."""
+    progress, there, fallback = words.choice.same_progress, words.other_market, words.fallback
+    accuracy = words.accuracy if seen.answer is None else seen.answer.recommendation.accuracy or words.accuracy
+    if progress is not None:
+        span = f"{duration(3600 * progress.hours_low)} to {duration(3600 * progress.hours_high)}"
+        yield (
+            f"To the progress of the small batch: {number(progress.epochs)} epochs, {duration(3600 * progress.hours)}"
+            f" ({span}), {number(progress.cost)} {words.currency}."
+        )
+    if there is not None:
+        market = "on spot nodes" if there.market == "spot" else "on demand"
+        yield f"The same {market}: {duration(3600 * there.hours)}, {number(there.cost)} {words.currency}."
+    if fallback is not None:
+        yield (
+            f"After an out-of-memory it goes on with batch {fallback.batch} as micro-batch {fallback.micro_batch} x"
+            f" {fallback.micro_batches}: a step {number(1000 * fallback.step_time)} ms,"
+            f" {duration(3600 * fallback.hours)} in all ({fallback.basis})."
+        )
+    if accuracy is not None:
+        yield f"Accuracy: it {accuracy.words}."
+
+
+def _facts(words: Recommendation) -> Iterator[Fact]:
+    told = {
+        "asked by": words.criteria,
+        "price": words.price,
+        "fit": words.fit,
+        "energy": words.power,
+        "same progress": words.efficiency,
+        "stages": words.ramp,
+        "checkpoints": words.interruption,
+        "queue": "\n".join(words.queue),
+    }
+    yield from (Fact(name, value) for name, value in told.items() if value)
+    yield from (Fact("note", text) for text in words.warnings)
+
+
+def _possible(rows: Sequence[Prediction], choice: Prediction, currency: str) -> Table:
+    """Return the table of configurations, fastest first."""
+    to_unit, unit = of_hours(row.hours for row in rows)
+    to_size, size = of_bytes(row.peak_memory for row in rows)
+    typed, spot = any(row.type for row in rows), any(row.market == "spot" for row in rows)
+    energy = any(row.kwh is not None for row in rows)
+    columns = [Column("nodes"), *([Column("type", align="left")] if typed else []), Column("batch"), Column("local batch"),
+               Column("step", "ms", digits=3), Column("time", unit, digits=3), Column("from", unit, digits=3),
+               Column("to", unit, digits=3), Column("node-hours", digits=3), Column("cost", currency, digits=3),
+               *([Column("energy", "kWh", digits=3)] if energy else []), Column("memory of a GPU", size, digits=3),
+               Column("free", "%", digits=3), *([Column("market", align="left")] if spot else []),
+               Column("basis", align="left")]  # fmt: skip
+
+    def cells(row: Prediction) -> tuple[Cell, ...]:
+        return (
+            row.nodes, *([row.type] if typed else []), row.batch, row.local_batch,
+            1000 * row.step_time, row.hours * to_unit, times(row.hours_low, to_unit), times(row.hours_high, to_unit),
+            row.all_node_hours, row.cost, *([row.kwh] if energy else []), times(row.peak_memory, to_size),
+            times(row.headroom, 100), *([row.market.replace("_", " ")] if spot else []), basis(row),
+        )  # fmt: skip
+
+    place = (choice.type, choice.nodes, choice.batch, choice.market)
+    marks = [
+        "chosen" if (row.type, row.nodes, row.batch, row.market) == place else "front" if row.pareto else ""
+        for row in rows
+    ]
+    return Table(
+        "configurations",
+        "Configurations",
+        tuple(columns),
+        tuple(map(cells, rows)),
+        "Time, node-hours and cost are those of the whole training; from and to are the ends of the 90 % interval of the time."
+        " Marked besides the choice: nothing is faster and as cheap, or as fast and cheaper.",
+        tuple(marks),
+    )
+
+
+def basis(row: Prediction) -> str:
+    """Return what the step time of a configuration rests on, in a word or two."""
+    return "measured" if row.measured else "trained" if row.trained else "predicted"
+
+
+def _parts(choice: Prediction) -> Iterator[Table]:
+    """Yield where the time of the training goes, as far as that is forecast."""
+    parts = choice.parts
+    if parts is None:
+        return
+    divisor, unit = time_unit(parts.total)
+    names = {"steps": "steps", "data": "of them waiting for data", "evaluation": "evaluation", "checkpoints": "checkpoints",
+             "branches": "branches of self-tuning", "rest": "starts and ends"}  # fmt: skip
+    told = [(name, getattr(parts, part)) for part, name in names.items()]
+    rows = tuple((name, seconds / divisor, 100 * seconds / parts.total) for name, seconds in told if seconds)
+    columns = (Column("part", align="left"), Column("time", unit, digits=3), Column("share", "%", digits=3))
+    title = f"Where the time of the choice goes: {on(choice)}, batch {choice.batch}"
+    yield Table("training_parts", title, columns, rows)
+
+
+def _lengths(words: Recommendation) -> Iterator[Table]:
+    """Yield what the job takes at other lengths of text."""
+    if not words.lengths:
+        return
+    columns = (Column("length"), Column("padding", "%", digits=3), Column("largest batch"), Column("fastest batch"),
+               Column("tokens/s", digits=3), Column("note", align="left"))  # fmt: skip
+    rows = []
+    for one in words.lengths:
+        best = one.fastest
+        told = (None, None) if best is None else (best.batch, one.tokens_per_second(best))
+        rows.append((one.length, 100 * one.padding, one.largest_batch, *told, "the job's own" if one.own else one.note))
+    nodes = words.lengths[0].nodes
+    yield Table("lengths", f"Lengths of text, on {nodes} nodes" if nodes > 1 else "Lengths of text, on 1 node", columns, tuple(rows), sentence(words.growth))  # fmt: skip

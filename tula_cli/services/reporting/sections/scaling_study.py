@@ -1,0 +1,187 @@
+"""Strong and weak scaling: what more nodes bring at the chosen batch, and at the chosen batch of one GPU."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from tula_cli.models.choice.grid import Config
+from tula_cli.run.records.recommendations import Prediction
+from tula_cli.services.reporting.document import Column, Figure, Mark, Section, Series, Table
+from tula_cli.services.reporting.material import Material
+from tula_cli.services.reporting.sections.chosen import basis
+from tula_cli.services.reporting.units import chosen_mark, of_hours, times
+from tula_cli.words import plural
+
+KEY, TITLE = "scaling", "Scaling"
+
+
+@dataclass(frozen=True)
+class ScalingPoint:
+    """One number of nodes of a study; speed-up and efficiency are against its fewest nodes, which count as ideal."""
+
+    row: Prediction
+    gpus: int  # of all nodes
+    samples: float  # a second
+    samples_low: float | None  # ends of the 90 % interval
+    samples_high: float | None
+    speedup: float
+    efficiency: float  # 1 is ideal
+
+
+@dataclass(frozen=True)
+class Study:
+    """Throughput against nodes: of one global batch (strong) or one local batch (weak), fewest nodes first."""
+
+    fixed: int  # the batch, global or local
+    points: tuple[ScalingPoint, ...]
+
+
+def study(rows: Iterable[Prediction], *, fixed: int, gpus_per_node: int) -> Study:
+    """Return a scaling study of forecasts at different numbers of nodes.
+
+    Args:
+        rows: all at one global batch, or all at one local batch.
+        fixed: that batch.
+        gpus_per_node: of each of them.
+    """
+    found = sorted(rows, key=lambda row: row.nodes)
+    if not found:
+        return Study(fixed, ())
+    first = found[0].batch / found[0].step_time
+    points = []
+    for row in found:
+        samples = row.batch / row.step_time
+        low, high = (None if end is None else row.batch / end for end in (row.step_high, row.step_low))
+        speedup = samples / first
+        efficiency = speedup * found[0].nodes / row.nodes
+        points.append(ScalingPoint(row, row.nodes * gpus_per_node, samples, low, high, speedup, efficiency))
+    return Study(fixed, tuple(points))
+
+
+def studies(seen: Material) -> tuple[Study, Study] | None:
+    """Return the strong and the weak scaling around the choice, over the nodes of the search; None where nothing is known."""
+    own, choice = seen.own, seen.choice
+    if own is None or choice is None:
+        return None
+    spec = own.part.spec
+    nodes, gpus = sorted({*spec.search.nodes, choice.nodes}), spec.cluster.gpus_per_node
+    strong = seen.forecast([Config(count, choice.batch) for count in nodes])
+    weak = seen.forecast([Config(count, choice.local_batch * count * gpus) for count in nodes])
+    return (
+        study(strong, fixed=choice.batch, gpus_per_node=gpus),
+        study(weak, fixed=choice.local_batch, gpus_per_node=gpus),
+    )
+
+
+def section(seen: Material) -> Section:
+    """Return the two tables, and throughput, speed-up and efficiency against nodes."""
+    found, choice = studies(seen), seen.choice
+    if found is None or choice is None:
+        return Section(KEY, TITLE, missing=f"no scaling is known: {seen.unanswered}")
+    strong, weak = found
+    tables = (
+        table(strong, "strong_scaling", f"Strong scaling: global batch {strong.fixed} on all", choice, seen.currency),
+        table(weak, "weak_scaling", f"Weak scaling: local batch {weak.fixed} on every GPU", choice, seen.currency),
+    )
+    text = []
+    if len(strong.points) < 2:
+        text.append(
+            f"Batch {strong.fixed} is known on {plural(len(strong.points), 'number')} of nodes only: there is no strong scaling"
+            " to tell; search.nodes names those that are measured."
+        )
+    figures = () if len(strong.points) < 2 and len(weak.points) < 2 else _figures(strong, weak, choice)
+    return Section(KEY, TITLE, tuple(text), tables=tables, figures=figures)
+
+
+def table(found: Study, key: str, title: str, choice: Prediction, currency: str) -> Table:
+    """Return a study as a table, one row a number of nodes."""
+    to_unit, unit = of_hours(point.row.hours for point in found.points)
+    columns = (Column("nodes"), Column("GPUs"), Column("batch"), Column("local batch"), Column("step", "ms", digits=3),
+               Column("from", "ms", digits=3), Column("to", "ms", digits=3), Column("samples/s", digits=4),
+               Column("speed-up", digits=3), Column("efficiency", "%", digits=3), Column("time", unit, digits=3),
+               Column("node-hours", digits=3), Column("cost", currency, digits=3), Column("basis", align="left"))  # fmt: skip
+    rows = tuple(
+        (point.row.nodes, point.gpus, point.row.batch, point.row.local_batch, 1000 * point.row.step_time,
+         times(point.row.step_low, 1000), times(point.row.step_high, 1000), point.samples, point.speedup,
+         100 * point.efficiency, point.row.hours * to_unit, point.row.all_node_hours, point.row.cost, basis(point.row))
+        for point in found.points
+    )  # fmt: skip
+    fewest = plural(found.points[0].row.nodes) if found.points else "the fewest nodes"
+    caption = (
+        f"Speed-up and efficiency are against {fewest}; from and to are the ends of the 90 % interval of the step time; time,"
+        " node-hours and cost are those of the whole training."
+    )
+    at = (choice.nodes, choice.batch)
+    marks = tuple("chosen" if (point.row.nodes, point.row.batch) == at else "" for point in found.points)
+    return Table(key, title, columns, rows, caption, marks)
+
+
+def _figures(strong: Study, weak: Study, choice: Prediction) -> tuple[Figure, ...]:
+    named = [(one, name) for one, name in ((strong, f"batch {strong.fixed}"), (weak, f"local batch {weak.fixed}"))
+             if len(one.points) > 1]  # fmt: skip
+    throughput = [_throughput(one, name) for one, name in named]
+    speedup = [_speedup(one, name) for one, name in named]
+    efficiency = [
+        Series(name, _nodes(one), tuple(100 * point.efficiency for point in one.points), measured=_measured(one))
+        for one, name in named
+    ]
+    counts = sorted({count for one, _ in named for count in _nodes(one)})
+    ideal = [
+        Series(f"ideal, {name}", _nodes(one), tuple(one.points[0].samples * count / one.points[0].row.nodes for count in _nodes(one)), style="line")
+        for one, name in named
+    ]  # fmt: skip
+    straight = Series("ideal", tuple(counts), tuple(count / counts[0] for count in counts), style="line")
+    told = "Filled markers are measured, open ones predicted; bars are 90 % intervals."
+    here = next(point for point in (*strong.points, *weak.points) if point.row.nodes == choice.nodes)
+    return (
+        _figure("throughput", "Throughput against nodes", told, "samples/s", (*throughput, *ideal), marks=(chosen_mark(choice, choice.nodes, here.samples),), log=True),
+        _figure("speedup", "Speed-up against nodes", f"{told} Each against its own fewest nodes.", "speed-up", (*speedup, straight), log=True),
+        _figure("efficiency", "Parallel efficiency against nodes", "Share of the throughput that the fewest nodes of each would have on as many.", "efficiency (%)", tuple(efficiency)),
+    )  # fmt: skip
+
+
+def _figure(
+    key: str,
+    title: str,
+    caption: str,
+    y: str,
+    series: Sequence[Series],
+    *,
+    marks: tuple[Mark, ...] = (),
+    log: bool = False,
+) -> Figure:
+    scale: Literal["linear", "log2"] = "log2" if log else "linear"
+    return Figure(
+        f"scaling_{key}", title, caption, "nodes", y, tuple(series), marks=marks, x_scale="log2", y_scale=scale
+    )
+
+
+def _nodes(found: Study) -> tuple[float, ...]:
+    return tuple(float(point.row.nodes) for point in found.points)
+
+
+def _measured(found: Study) -> tuple[bool, ...]:
+    return tuple(point.row.measured for point in found.points)
+
+
+def _throughput(found: Study, name: str) -> Series:
+    return Series(
+        name,
+        _nodes(found),
+        tuple(point.samples for point in found.points),
+        tuple(point.samples_low for point in found.points),
+        tuple(point.samples_high for point in found.points),
+        measured=_measured(found),
+    )
+
+
+def _speedup(found: Study, name: str) -> Series:
+    first = found.points[0].samples
+    return Series(
+        name,
+        _nodes(found),
+        tuple(point.speedup for point in found.points),
+        tuple(times(point.samples_low, 1 / first) for point in found.points),
+        tuple(times(point.samples_high, 1 / first) for point in found.points),
+        measured=_measured(found),
+    )

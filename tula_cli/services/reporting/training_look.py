@@ -1,0 +1,99 @@
+"""One training as a report sees it: its rows, its attempts, its end."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from tula_cli.run.records.jobs import Attempt
+from tula_cli.run.records.results import Summary
+from tula_cli.run.records.tasks import TrainTask
+from tula_cli.run.training_run import TrainingRun
+from tula_cli.services.reporting.material import Material, PartMaterial
+
+Row = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class TrainingLook:
+    """A training; `number` of `count` that the part has beside those of a comparison, this one the newest."""
+
+    part: PartMaterial
+    files: TrainingRun
+    task: TrainTask
+    count: int
+
+    @cached_property
+    def rows(self) -> Sequence[Row]:
+        """The rows of its metrics; of the steps of a long training every so many-th."""
+        return [row for row in self.files.sampled_metrics() if is_placed(row)]
+
+    def of_kind(self, *kinds: str) -> list[Row]:
+        return [row for row in self.rows if row["kind"] in kinds]
+
+    @cached_property
+    def summary(self) -> Summary | None:
+        return self.files.summary()
+
+    @cached_property
+    def attempts(self) -> list[Attempt]:
+        return self.files.attempts()
+
+    @property
+    def began(self) -> float | None:
+        """Unix time of its first row or attempt; None where there is neither."""
+        moments = [row["time"] for row in self.rows[:1]] + [attempt.started_at for attempt in self.attempts[:1]]
+        return min(moments, default=None)
+
+    @property
+    def state(self) -> str:
+        """How its job is, as `tula status` has it; done where it has ended well."""
+        if self.summary is not None:
+            return "done"
+        return next((job.state for job in self.part.now.jobs if job.id == self.task.job), "not submitted")
+
+    @property
+    def metric(self) -> str:
+        """What it is judged by: train.best, top1, perplexity, or the loss on the evaluation set."""
+        asked = self.task.spec.train.best.metric
+        epochs = self.of_kind("epoch")
+        names = [asked, "top1", "perplexity"] if self.task.spec.script is None else [*self.task.spec.script.metric]
+        return next((name for name in names if any(value_of(row, name) is not None for row in epochs)), "eval_loss")
+
+
+def is_placed(row: Row) -> bool:
+    """Return whether a row says at which sample it is, and at a time that is one: a damaged row may not."""
+    return isinstance(row.get("samples"), int | float) and isinstance(row.get("time", 0.0), int | float)
+
+
+def value_of(row: Row, metric: str) -> float | None:
+    """Return a metric of an epoch's row, the user's own among them; None where it is not there, or no number."""
+    own = row.get("metrics")
+    value = row.get(metric, own.get(metric) if isinstance(own, Mapping) else None)
+    return float(value) if isinstance(value, int | float) and abs(value) < float("inf") else None
+
+
+def look(row: Any, path: str) -> Any:
+    """Return what a row holds under a path like "ags.mean"; None where there is nothing."""
+    for part in path.split("."):
+        if not isinstance(row, Mapping):
+            return None
+        row = row.get(part)
+    return row
+
+
+def trainings(seen: Material) -> list[TrainingLook]:
+    """Return the newest training of each part; one of a comparison only where there is no other."""
+    return [found for one in seen.own_parts for found in _newest(one)]
+
+
+def _newest(one: PartMaterial) -> Iterator[TrainingLook]:
+    comparison = one.part.run.comparison()
+    compared = {cell.signature for cell in comparison.cells} if comparison is not None else set()
+    tasks = [task for task in one.look.tasks if isinstance(task, TrainTask)]
+    own = [task for task in tasks if task.signature not in compared] or tasks
+    submitted = {job.id: job.submitted_at for job in one.look.jobs}
+    newest = max(own, key=lambda task: (submitted.get(task.job, 0.0), task.attempt), default=None)
+    if newest is not None:
+        count = len({task.signature for task in own})
+        yield TrainingLook(one, one.look.training(newest.signature), newest, count)

@@ -1,0 +1,61 @@
+"""Units and marks that several sections of a report have in common."""
+
+import math
+from collections.abc import Iterable, Sequence
+from typing import Literal, TypeVar
+
+from tula_cli.run.records.recommendations import Prediction
+from tula_cli.services.reporting.document import Mark
+from tula_cli.words import plural, size_unit, time_unit
+
+MOST_CURVES = 8
+"""Curves that are told apart in one drawing."""
+MOST_POINTS = 600
+"""Points of a curve over a training: more are not seen, and make a page heavy."""
+
+Scale = Literal["linear", "log"]
+T = TypeVar("T")
+
+
+def of_hours(hours: Iterable[float | None]) -> tuple[float, str]:
+    """Return what hours are multiplied by to be read best, and the name of that unit."""
+    divisor, unit = time_unit(3600 * max((value for value in hours if value is not None), default=0.0))
+    return 3600 / divisor, unit
+
+
+def of_bytes(sizes: Iterable[float | None]) -> tuple[float, str]:
+    """Return what bytes are multiplied by to be read best, and the name of that unit."""
+    divisor, unit = size_unit(max((value for value in sizes if value is not None), default=0.0))
+    return 1 / divisor, unit
+
+
+def times(value: float | None, factor: float) -> float | None:
+    """Return a value in another unit; None stays None."""
+    return None if value is None else value * factor
+
+
+def thinned(items: Sequence[T]) -> list[T]:
+    """Return at most `MOST_POINTS` of some items, evenly, the last one among them."""
+    step = 1 + (len(items) - 1) // MOST_POINTS if items else 1
+    return [*items[: len(items) - 1 : step], *items[-1:]]
+
+
+def scale_of(values: Iterable[float | None], *, span: float = 10) -> Scale:
+    """Return a logarithmic scale where values are further apart than a factor, and all above 0."""
+    known = [value for value in values if value is not None and math.isfinite(value)]
+    return "log" if known and min(known) > 0 and max(known) > span * min(known) else "linear"
+
+
+def sentence(words: str) -> str:
+    """Return words with a capital letter and a full stop; empty stays empty."""
+    return f"{words[:1].upper()}{words[1:].rstrip('.')}." if words else ""
+
+
+def on(row: Prediction) -> str:
+    """Return the nodes of a configuration, in words."""
+    return f"{plural(row.nodes)}{f' of type {row.type}' if row.type else ''}"
+
+
+def chosen_mark(row: Prediction, x: float, y: float | None) -> Mark:
+    """Return the mark of the choice at a place of a figure."""
+    return Mark(x, y, f"chosen: {on(row)}, batch {row.batch}", "choice")

@@ -1,0 +1,38 @@
+"""What `tula report` shows where no form is asked for: what there is, and what is missing."""
+
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
+
+from tula_cli.show.tables import table
+from tula_cli.words import plural
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+    from tula_cli.services.reporting.document import Document, Section
+
+
+def overview(document: "Document", *, written: Sequence[str]) -> Iterator["RenderableType"]:
+    """Yield question, answer and facts, and a row a section."""
+    from rich.text import Text
+
+    yield document.question
+    yield Text(document.answer, "bold green")
+    yield ""
+    yield from (f"{fact.name}: {fact.value}" for fact in document.facts)
+    yield ""
+    made = table(("section", "tables", "figures"), left=(0,))
+    for section in document.sections:
+        made.add_row(section.title, str(len(section.tables) or "-"), str(len(section.figures) or "-"))
+    yield made
+    yield from (f"{section.title}: {section.missing}" for section in document.sections if section.missing)
+    yield ""
+    if written:
+        yield from (f"wrote {path}" for path in written)
+        return
+    yield f"{_count(document.sections)}: --html FILE for a page, --markdown, --latex, --csv DIR, --svg DIR, --for SITE"
+
+
+def _count(sections: Sequence["Section"]) -> str:
+    tables, figures = (sum(len(getattr(one, name)) for one in sections) for name in ("tables", "figures"))
+    return f"{plural(tables, 'table')} and {plural(figures, 'figure')}"

@@ -675,6 +675,13 @@ def test_what_no_training_tells_of_its_machine_is_said_to_be_unknown(run: RunDir
     assert facts["hardware"].startswith("not told by the trainings so far; ")
 
 
+def test_a_comparison_answers_at_the_largest_batch_that_is_trained(run: RunDir) -> None:
+    planned, launcher = plan(run, dataclasses.replace(GRID, batches=(128,))), Trains()
+    list(trainings.one_by_one(run, planned, launcher, inspect=inspect))
+    half = document(run, plan(run).comparison).answer
+    assert half.startswith("At batch 128 ags is best: top1 91.00 ± 1.4, where batch 32 has 91.00") and "(12 of 22 trainings done)" in half
+
+
 def test_without_matplotlib_nothing_is_trained_for_a_page(here: Trains, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     code, _, err = tula(*ASKED, "--html", "page.html")

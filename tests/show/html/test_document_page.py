@@ -109,7 +109,7 @@ def test_of_very_many_numbers_the_first_are_shown_and_the_others_counted() -> No
     x = tuple(float(place) for place in range(1500))
     figure = Figure("k", "t", "", "x", "y", (Series("a", x, x, style="line"),))
     page = document_page.page(Document("t", "", "", "", (), (Section("s", "S", figures=(figure,)),)))
-    assert "The first 1000 of 1500 rows." in page and "(1500)" in page
+    assert "The first 1000 of 1500 rows." in page and "(1500 rows)" in page
 
 
 def test_a_series_looks_the_same_in_all_figures_of_a_page() -> None:

@@ -12,6 +12,7 @@ from tula_cli.services.reporting.forms.csv_files import figure_rows
 from tula_cli.show.html.figures import figure_svg, require_matplotlib
 from tula_cli.show.html.fitted_text import clean
 from tula_cli.show.html.page_style import style
+from tula_cli.words import plural
 
 _MARKS = {"chosen": ("★", "chosen"), "front": ("◆", "marked")}
 """The sign of a row and its name; what else is marked than the choice the caption of a table says."""
@@ -130,7 +131,7 @@ def _figure(figure: Figure, drawn: Drawn) -> Iterator[str]:
     yield "</figcaption>"
     table = numbers(figure)
     if table.rows:
-        yield f"<details><summary>The numbers of this figure ({len(table.rows)})</summary>"
+        yield f"<details><summary>The numbers of this figure ({plural(len(table.rows), 'row')})</summary>"
         yield from _table(table, most=_MOST_ROWS)
         yield "</details>"
     yield "</figure>"

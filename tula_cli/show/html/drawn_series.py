@@ -143,6 +143,7 @@ def draw_curve(axes: "Axes", one: Drawable, *, shift: float) -> Entry:
                 [one.y[place] for place in shown],
                 linestyle="none",
                 zorder=4,
+                clip_on=False,  # or half of a point on an axis were cut off
                 **_marker(one, filled=filled),
             )
     look = {} if lonely else _marker(one, filled=any(one.filled))

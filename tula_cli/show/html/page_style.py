@@ -27,11 +27,14 @@ figure{margin:0;min-width:0;max-width:38rem}
 svg.figure{display:block;width:100%;height:auto;margin-top:.35rem}
 figcaption p{margin:.15rem 0}
 .missing{border:1px dashed var(--muted);border-radius:.35rem;padding:.6rem .8rem;max-width:75ch}
-.scroll{overflow-x:auto;margin:1.25rem 0;max-width:100%}
+.scroll{overflow-x:auto;margin:1.25rem 0;max-width:100%;background:linear-gradient(to right,var(--paper),transparent),
+linear-gradient(to left,var(--paper),transparent) 100% 0,linear-gradient(to right,var(--shade),transparent),
+linear-gradient(to left,var(--shade),transparent) 100% 0;background-size:3rem 100%,3rem 100%,.8rem 100%,.8rem 100%;
+background-repeat:no-repeat;background-attachment:local,local,scroll,scroll}
 .scroll:focus-visible,summary:focus-visible,a:focus-visible{outline:2px solid var(--link);outline-offset:2px}
 table{border-collapse:collapse;font-size:.9rem;font-variant-numeric:tabular-nums;overflow-wrap:normal}
 caption{text-align:left;padding-bottom:.4rem}
-caption div{position:sticky;left:0;width:fit-content;max-width:min(75ch,calc(100vw - 2rem))}
+caption div{overflow-wrap:anywhere;position:sticky;left:0;width:fit-content;max-width:min(75ch,calc(100vw - 2rem))}
 caption strong{display:block;font-size:1rem}
 th,td{padding:.28rem .7rem;vertical-align:top;text-align:right;white-space:nowrap}
 th{border-bottom:1px solid var(--muted);vertical-align:bottom;font-weight:600}
@@ -56,15 +59,16 @@ nav,details,.skip{display:none}
 .figures{grid-template-columns:1fr 1fr;gap:6mm 8mm}
 figure,tr,.missing,.facts div{break-inside:avoid}
 h1,h2,h3,caption{break-after:avoid}
-.scroll{overflow:visible}
+.scroll{overflow:visible;background:none}
 table{font-size:7.5pt}thead{display:table-header-group}
 th{white-space:normal}th,td{padding:.1rem .3rem}td.words{min-width:20ch}
 h2{margin-top:1.5rem}footer{break-before:avoid}
 a{color:inherit;text-decoration:none}
 }
 """
-_LIGHT_PAGE = {"link": "#0a58a8", "chosen": "#eaf3fb"}
-_DARK_PAGE = {"link": "#7cbcf5", "chosen": "#1f3245"}
+# The shade at an edge of a table tells that it goes on there.
+_LIGHT_PAGE = {"link": "#0a58a8", "chosen": "#eaf3fb", "shade": "#1b1f2440"}
+_DARK_PAGE = {"link": "#7cbcf5", "chosen": "#1f3245", "shade": "#e6eaef40"}
 
 
 def style() -> str:

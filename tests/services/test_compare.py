@@ -679,7 +679,10 @@ def test_a_comparison_answers_at_the_largest_batch_that_is_trained(run: RunDir) 
     planned, launcher = plan(run, dataclasses.replace(GRID, batches=(128,))), Trains()
     list(trainings.one_by_one(run, planned, launcher, inspect=inspect))
     half = document(run, plan(run).comparison).answer
-    assert half.startswith("At batch 128 ags is best: top1 91.00 ± 1.4, where batch 32 has 91.00") and "(12 of 22 trainings done)" in half
+    assert (
+        half.startswith("At batch 128 ags is best: top1 91.00 ± 1.4, where batch 32 has 91.00")
+        and "(12 of 22 trainings done)" in half
+    )
 
 
 def test_without_matplotlib_nothing_is_trained_for_a_page(here: Trains, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,6 +18,7 @@ _MARKS = {"chosen": ("★", "chosen"), "front": ("◆", "marked")}
 """The sign of a row and its name; what else is marked than the choice the caption of a table says."""
 _MOST_ROWS = 1000  # of the numbers behind a figure
 _DIGITS = 6  # of them
+_WORDY = 90  # characters of a fact, from which on it has a line of its own
 _LONG = 28  # characters, from which on a cell is broken into lines
 
 
@@ -100,7 +101,8 @@ def _facts(facts: tuple[Fact, ...]) -> Iterator[str]:
     if facts:
         yield '<dl class="facts">'
         for fact in facts:
-            yield f"<div><dt>{text(fact.name)}</dt><dd>{text(fact.value)}</dd></div>"
+            long = ' class="long"' * (len(fact.value) > _WORDY)
+            yield f"<div{long}><dt>{text(fact.name)}</dt><dd>{text(fact.value)}</dd></div>"
         yield "</dl>"
 
 

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 NAN = math.nan
 _HUGE = 1e200  # beyond it axes overflow
 _MANY = 60  # points, from which on a curve has no markers
-_BAND = 15  # points, from which on intervals are a band
+_BAND = 15  # points, from which on the intervals of a line with points are a band, as those of a line always are
 _BARS = ("bars", "stacked")
 _SHADES = (0.07, 0.17, 0.3, 0.46, 0.63, 0.82, 1.0)
 _LEVELS = (0.0, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0)
@@ -131,7 +131,7 @@ def draw_curve(axes: "Axes", one: Drawable, *, shift: float) -> Entry:
     line = one.style != "points"
     lonely = one.style == "line" or (line and len(x) > _MANY)
     dashes: Any = dash(one.index) if line else "none"
-    _draw_interval(axes, one, x, band=line and len(x) >= _BAND)
+    _draw_interval(axes, one, x, band=one.style == "line" or (line and len(x) >= _BAND))
     if line:
         axes.plot(x, one.y, color=one.color, linestyle=dashes, linewidth=1.6, zorder=3)
     dots = _alone(one.known) if lonely else one.known
@@ -207,19 +207,25 @@ def draw_bars(axes: "Axes", bars: Sequence[Drawable]) -> list[Entry]:
     for place, one in enumerate(beside):
         shift = wide * (place - (groups - 1) / 2)
         found.append(_draw_bar(axes, one, [x + shift for x in one.x], [0.0] * len(one.x), wide))
-    top: dict[tuple[float, bool], float] = {}
+    reached: dict[tuple[float, bool], float] = {}
+    stack = []
     for one in stacked:
-        shift = wide * (len(beside) - (groups - 1) / 2)
         bottoms = []
         for x, y in zip(one.x, one.y, strict=True):
-            bottoms.append(top.get((x, y < 0), 0.0))
+            bottoms.append(reached.get((x, y < 0), 0.0))
             if not math.isnan(y):
-                top[x, y < 0] = bottoms[-1] + y
-        found.append(_draw_bar(axes, one, [x + shift for x in one.x], bottoms, min(wide, 0.62)))
+                reached[x, y < 0] = bottoms[-1] + y
+        stack.append((one, bottoms))
+    shift = wide * (len(beside) - (groups - 1) / 2)
+    highest = max(map(abs, reached.values()), default=0.0)
+    for one, bottoms in stack:
+        found.append(_draw_bar(axes, one, [x + shift for x in one.x], bottoms, min(wide, 0.62), highest))
     return found
 
 
-def _draw_bar(axes: "Axes", one: Drawable, x: Sequence[float], bottoms: Sequence[float], wide: float) -> Entry:
+def _draw_bar(
+    axes: "Axes", one: Drawable, x: Sequence[float], bottoms: Sequence[float], wide: float, top: float | None = None
+) -> Entry:
     """Draw the bars of a series: full ones measured, pale ones with an edge predicted."""
     from matplotlib.patches import Patch
 
@@ -232,7 +238,7 @@ def _draw_bar(axes: "Axes", one: Drawable, x: Sequence[float], bottoms: Sequence
                 wide,
                 [bottoms[place] for place in shown],
                 zorder=2,
-                **_bar(one, filled=filled),
+                **{**_bar(one, filled=filled), **_edges([one.y[place] for place in shown], top)},
             )
     if not all(math.isnan(low) for low in one.low):
         middle = [y + bottom for y, bottom in zip(one.y, bottoms, strict=True)]
@@ -248,6 +254,11 @@ def _draw_bar(axes: "Axes", one: Drawable, x: Sequence[float], bottoms: Sequence
             zorder=3,
         )
     return Entry(Patch(**_bar(one, filled=any(one.filled))), one.name)
+
+
+def _edges(heights: Sequence[float], top: float | None) -> dict[str, Any]:
+    """Return edges that leave something of the lowest bars of a stack, which is `top` high."""
+    return {} if top is None else {"linewidth": [0.8 if abs(height) > 0.02 * top else 0.0 for height in heights]}
 
 
 def _bar(one: Drawable, *, filled: bool) -> dict[str, Any]:

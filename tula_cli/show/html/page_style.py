@@ -18,6 +18,7 @@ a{color:var(--link)}
 .made,.caption,.paper{color:var(--muted);font-size:.875rem}
 .facts{display:grid;grid-template-columns:repeat(auto-fit,minmax(min(100%,19rem),1fr));gap:.4rem 2rem;margin:1.25rem 0}
 .facts div{display:grid;grid-template-columns:7.5rem 1fr;gap:.75rem}
+.facts .long{grid-column:1/-1}.facts .long dd{max-width:75ch}
 .facts dt{color:var(--muted)}.facts dd{margin:0}
 nav ul{display:flex;flex-wrap:wrap;gap:.25rem 1.25rem;list-style:none;padding:0;margin:.25rem 0 0}
 nav h2{position:absolute;width:1px;height:1px;overflow:hidden;clip-path:inset(50%);margin:0;padding:0;border:0}
@@ -27,14 +28,14 @@ figure{margin:0;min-width:0;max-width:38rem}
 svg.figure{display:block;width:100%;height:auto;margin-top:.35rem}
 figcaption p{margin:.15rem 0}
 .missing{border:1px dashed var(--muted);border-radius:.35rem;padding:.6rem .8rem;max-width:75ch}
-.scroll{overflow-x:auto;margin:1.25rem 0;max-width:100%;background:linear-gradient(to right,var(--paper),transparent),
-linear-gradient(to left,var(--paper),transparent) 100% 0,linear-gradient(to right,var(--shade),transparent),
+.scroll{overflow-x:auto;margin:1.25rem 0;max-width:100%;background:linear-gradient(to right,var(--paper) 1rem,transparent),
+linear-gradient(to left,var(--paper) 1rem,transparent) 100% 0,linear-gradient(to right,var(--shade),transparent),
 linear-gradient(to left,var(--shade),transparent) 100% 0;background-size:3rem 100%,3rem 100%,.8rem 100%,.8rem 100%;
 background-repeat:no-repeat;background-attachment:local,local,scroll,scroll}
 .scroll:focus-visible,summary:focus-visible,a:focus-visible{outline:2px solid var(--link);outline-offset:2px}
 table{border-collapse:collapse;font-size:.9rem;font-variant-numeric:tabular-nums;overflow-wrap:normal}
 caption{text-align:left;padding-bottom:.4rem}
-caption div{overflow-wrap:anywhere;position:sticky;left:0;width:fit-content;max-width:min(75ch,calc(100vw - 2rem))}
+caption div{overflow-wrap:anywhere;position:sticky;left:0;width:max-content;max-width:min(75ch,calc(100vw - 2rem))}
 caption strong{display:block;font-size:1rem}
 th,td{padding:.28rem .7rem;vertical-align:top;text-align:right;white-space:nowrap}
 th{border-bottom:1px solid var(--muted);vertical-align:bottom;font-weight:600}

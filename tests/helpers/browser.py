@@ -70,7 +70,7 @@ def start(*words: str) -> subprocess.CompletedProcess[str]:
     with tempfile.TemporaryDirectory() as profile:
         command = [browser, "--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", f"--user-data-dir={profile}",
                    "--no-first-run", "--disable-background-networking", "--enable-logging=stderr", *words]  # fmt: skip
-        return subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+        return subprocess.run(command, capture_output=True, text=True, timeout=300, check=True)
 
 
 def look(page: Path, *, width: int, dark: bool = False) -> dict[str, Any]:

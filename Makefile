@@ -8,7 +8,7 @@ SEED ?= 0
 # What kills trainings on a SLURM cluster at random moments, and what does to them one by one what clusters do.
 CHAOS := soak-4-nodes-1 soak-16-nodes-1 recovery links growing-chain
 
-.PHONY: help quickstart test test-slurm proof chaos gpu slurm-packages check format lint types contracts docs install clean
+.PHONY: help quickstart test test-slurm proof chaos gpu slurm-packages browser-packages debian-packages check format lint types contracts docs install clean
 .DEFAULT_GOAL := help
 
 help: ## show this list
@@ -51,6 +51,13 @@ gpu: install ## measure what only a GPU can show, in stages that need not run ag
 
 slurm-packages: ## install what the tests on a real SLURM cluster need (Debian, root)
 	$(PYTHON) tests/slurm/cluster.py install
+
+browser-packages: ## install the browser that tests of pages open them in (Debian, root)
+	$(PYTHON) tests/helpers/browser.py install
+
+debian-packages: ## install both, one after the other: Debian's package manager lets nobody in beside itself
+	$(MAKE) slurm-packages
+	$(MAKE) browser-packages
 
 test-slurm: install slurm-packages ## run the tests on a real SLURM cluster of 4 nodes on this machine (Debian, root)
 	TULA_REQUIRE_SLURM=1 $(BIN)/python -m pytest -n 2 tests/slurm

@@ -18,7 +18,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 NEEDED = 12  # GB
-EXTRAS = ("torch", "trackers", "nvml", "transformers", "schedulefree", "safetensors")
+EXTRAS = ("torch", "trackers", "nvml", "transformers", "schedulefree", "report", "safetensors")
 """Of tula, for whoever trains; the others are of those who change it."""
 FOR_TESTS = (
     "pytest>=8",

@@ -43,11 +43,10 @@ from tula_cli.cluster import launcher as cluster_launcher
 from tula_cli.cluster.launcher import Launcher
 from tula_cli.errors import TulaError
 from tula_cli.run.code import fingerprint
-from tula_cli.run.directory import RunDir
+from tula_cli.run.directory import Part, RunDir
 from tula_cli.run.files import write_atomic
 from tula_cli.services import compare as services_compare
 from tula_cli.services import status as services_status
-from tula_cli.services import train as services_train
 from tula_cli.services.compare import Grid
 from tula_cli.services.comparison import accuracy, trainings
 from tula_cli.services.comparison.accuracy import CompareReport
@@ -56,7 +55,8 @@ from tula_cli.services.events import follow
 from tula_cli.services.profiling import early_training
 from tula_cli.services.progress import job_status
 from tula_cli.services.recommendation.gradient_noise_of import trained_noise
-from tula_cli.show.html import page as show_html_page
+from tula_cli.services.reporting.comparison_document import of_comparison
+from tula_cli.show.html.document_page import page
 from tula_cli.show.screen import plain
 from tula_cli.spec.job import JobSpec
 from tula_cli.spec.load import validate
@@ -153,10 +153,7 @@ def train(
 ) -> None:
     """Train what is missing of a part of one model's grid, as far as there is time (`ends`, monotonic seconds)."""
     launcher = launcher or cluster_launcher.launcher_for(spec)
-    asked = grid(turn.name, options)
-    if table1_rows.BY_NOISE in asked.methods and trained_noise([run], spec) is None:
-        measure_noise(run, spec, launcher)
-    plan = services_compare.plan(run, spec, asked, inspect=inspection.inspect, now=time.time())
+    plan = services_compare.plan(run, spec, grid(turn.name, options), inspect=inspection.inspect, now=time.time())
     run.adopt(spec)
     run.write_comparison(plan.comparison)
     cells, left = plan.comparison.cells, ends - time.monotonic()
@@ -171,17 +168,6 @@ def train(
             done = sum(services_compare.has_ended(run, cell) for cell in cells)
             told = f"{spec.name}: {done} of {len(cells)}, {now.ended.words} {how}{rest}"
             print(told, file=sys.stderr, flush=True)
-
-
-def measure_noise(run: RunDir, spec: JobSpec, launcher: Launcher) -> None:
-    """Train the first tenth of the epochs at the small batch, as `tula profile --progress` does, for the noise there."""
-    run.adopt(spec)
-    prepared = follow(early_training.prepare(run, spec, inspection.inspect), lambda _: None)
-    for _ in services_status.watch(run, launcher, [services_train.start(run, prepared.plan, launcher)]):
-        pass
-    found = early_training.told(prepared).noise
-    scale = "not measured" if found is None else f"{found.scale:.0f}"
-    print(f"{spec.name}: gradient noise scale after the first epochs: {scale}", file=sys.stderr, flush=True)
 
 
 def grid(name: str, options: argparse.Namespace) -> Grid:
@@ -244,7 +230,7 @@ def write_page(run: RunDir, spec: JobSpec, report: CompareReport, folder: Path) 
     assert comparison is not None
     write_atomic(
         folder / f"{spec.name}.html",
-        show_html_page.comparison(report, accuracy.curves(run, comparison), title=spec.name),
+        page(of_comparison(Part(None, run, spec), comparison, report, at=time.time())),
     )
 
 

@@ -6,6 +6,7 @@ import itertools
 import json
 import math
 import re
+import sys
 import time
 from pathlib import Path
 
@@ -21,9 +22,9 @@ from tula_cli.cluster import inspection
 from tula_cli.cluster import launcher as cluster_launcher
 from tula_cli.cluster.scripts.values import learning_rate
 from tula_cli.errors import BadMeasurements, JobFailed, SpecError, TulaError
-from tula_cli.run.directory import RunDir
+from tula_cli.run.directory import Part, RunDir
 from tula_cli.run.records.inspections import Inspection
-from tula_cli.run.records.results import Cell, Comparison
+from tula_cli.run.records.results import Comparison
 from tula_cli.run.records.tasks import TrainTask
 from tula_cli.services import compare as services_compare
 from tula_cli.services import status as services_status
@@ -31,11 +32,13 @@ from tula_cli.services.compare import Grid
 from tula_cli.services.comparison import accuracy, kept, session, trainings
 from tula_cli.services.comparison.rows import known_methods
 from tula_cli.services.progress import job_status
+from tula_cli.services.reporting import compared as compared_document
+from tula_cli.services.reporting import comparison_document, gradient_figures
+from tula_cli.services.reporting.document import Document
 from tula_cli.show import compare as show_compare
 from tula_cli.show import live
 from tula_cli.show import screen as show_screen
-from tula_cli.show.html import page as show_html_page
-from tula_cli.show.html import svg
+from tula_cli.show.html.document_page import page
 from tula_cli.spec.job import JobSpec
 from tula_cli.spec.signature import train_signature
 
@@ -47,6 +50,11 @@ SPEC = {
 GRID = Grid(methods=("lbt", "lrs", "ags"), batches=(128, 256), seeds=2, nodes=1)
 # Top-1 by method at a large batch, and how much a seed adds; the reference is at 90.
 TOP1 = {"lbt": 80.0, "lrs": 85.0, "ags": 90.0, "lbt-x2": 70.0, "lbt-x4": 10.0}
+
+ENVIRONMENT = {
+    "kind": "environment", "samples": 0, "device": "cuda", "hardware": "NVIDIA A100", "driver": "550.54", "python": "3.11.7",
+    "torch": "2.6.0", "cuda": "12.4", "nccl": "", "tula": "0.1.0", "system": "",
+}  # fmt: skip
 
 
 def inspect(spec: JobSpec) -> Inspection:
@@ -95,6 +103,7 @@ class Trains(make.FakeLauncher):
             {"kind": "epoch", "samples": 2000 * epoch, "epoch": epoch, **metrics, "ags": {"mean": 2.0}}
             for epoch in (1, 2)
         ]
+        rows.insert(0, ENVIRONMENT)
         if method == "ags":
             rows[-1]["diagnostics"] = {
                 "norm": {"q50": 3.0}, "delta": None, "factors": {"edges": [0.5, 1.0, 2.0], "counts": [0, 1, 3, 0]}
@@ -642,52 +651,77 @@ def test_a_training_that_waits_for_another_job_of_the_machine_says_so(run: RunDi
 # --- the page
 
 
-def test_the_page_stands_alone_and_draws_every_method(here: Trains, tmp_path: Path) -> None:
+def test_the_page_names_the_job_and_draws_every_method(here: Trains, tmp_path: Path) -> None:
     here.diverges = ("lbt-x4",)
-    code, _, _ = tula(*ASKED, "--html", "page.html")
+    code, _, err = tula(*ASKED, "--html", "page.html")
     content = (tmp_path / "page.html").read_text()
-    assert code == 0
-    assert "http" not in content and "<script" not in content
-    assert "lbt (reference)" in content and "91.00 ± 1.41" in content and "2 diverged" in content
-    # Of the four that have numbers: by batch, on the way at two batches; the mean factor of all; of ags alone its norm,
-    # eigenvalue and factors.
-    assert content.count("<svg") == 1 + 2 + 1 + 3
-    assert content.count("<polyline") == 4 + 2 * 4 + 4 + 2
-    assert "25.0 %</title>" in content and "75.0 %</title>" in content
+    assert code == 0 and "wrote page.html" in err
+    facts = dict(re.findall(r"<dt>(.*?)</dt><dd>(.*?)</dd>", content))
+    assert facts["model"].startswith("resnet18") and facts["data"] == "digits" and facts["seeds"] == "5, 6"
+    assert facts["hardware"] == "NVIDIA A100; 1 GPU a node"
+    assert facts["software"] == "torch 2.6.0, CUDA 12.4, driver 550.54, Python 3.11.7, tula 0.1.0"
+    assert "lbt (reference)" in content and "<td>91.00</td>" in content and "2 diverged" in content
+    # Of the four that have numbers: by batch, on the way at two batches.
+    titles = re.findall(r"<figure [^>]*><h3>(.*?)</h3>", content)
+    assert titles[:3] == ["top-1 (%) by batch", "top-1 (%) on the way, batch 128", "top-1 (%) on the way, batch 256"]
+    assert {"Mean scaling factor", "Gradient norm", "Scaling factors of ags, batch 256"} <= set(titles)
+    assert content.count("<svg") == len(titles)
+
+
+def test_what_no_training_tells_of_its_machine_is_said_to_be_unknown(run: RunDir) -> None:
+    found = document(run, plan(run).comparison)
+    facts = {fact.name: fact.value for fact in found.facts}
+    assert facts["software"] == "not told by the trainings so far"
+    assert facts["hardware"].startswith("not told by the trainings so far; ")
+
+
+def test_a_comparison_answers_at_the_largest_batch_that_is_trained(run: RunDir) -> None:
+    planned, launcher = plan(run, dataclasses.replace(GRID, batches=(128,))), Trains()
+    list(trainings.one_by_one(run, planned, launcher, inspect=inspect))
+    half = document(run, plan(run).comparison).answer
+    assert (
+        half.startswith("At batch 128 ags is best: top1 91.00 ± 1.4, where batch 32 has 91.00")
+        and "(12 of 22 trainings done)" in half
+    )
+
+
+def test_without_matplotlib_nothing_is_trained_for_a_page(here: Trains, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    code, _, err = tula(*ASKED, "--html", "page.html")
+    assert code == SpecError.exit_code and "pip install 'tula-cli[report]'" in err
+    assert not here.submitted and not Path("page.html").exists()
+
+
+def document(run: RunDir, comparison: Comparison) -> Document:
+    part = Part(None, run, make.spec(**SPEC))
+    return comparison_document.of_comparison(part, comparison, table(run, comparison), at=0.0)
 
 
 def test_the_page_of_a_language_model_draws_loss_and_perplexity(run: RunDir) -> None:
     planned, launcher = plan(run), Trains(words=True)
     list(trainings.one_by_one(run, planned, launcher, inspect=inspect))
-    report = table(run, planned.comparison)
-    page = show_html_page.comparison(report, accuracy.curves(run, planned.comparison), title="text")
-    assert "<h2>Loss by batch</h2>" in page and "<h2>Perplexity by batch</h2>" in page
-    assert all(f"{words}, batch {batch}" in page for words in ("Perplexity", "Loss") for batch in (128, 256))
-    plain = row(report, "lbt", 256).metrics["perplexity"]
-    assert f"{plain.mean:.2f} ± {plain.sd:.2f}" in page
-    assert "Perplexity" not in show_html_page.comparison(dataclasses.replace(report, columns=("loss",)), [], title="x")
+    found = document(run, planned.comparison)
+    titles = [figure.title for section in found.sections for figure in section.figures]
+    assert {"loss by batch", "perplexity by batch"} <= set(titles)
+    assert {f"{words} on the way, batch {batch}" for words in ("perplexity", "loss") for batch in (128, 256)} <= set(
+        titles
+    )
+    plain = row(table(run, planned.comparison), "lbt", 256).metrics["perplexity"]
+    assert f"<td>{plain.mean:.3f}</td>" in page(found)
 
 
 def test_the_density_of_factors_lies_at_their_edges() -> None:
-    cell = Cell(method="ags", batch=256, seed=0, nodes=1, signature="x")
     rows = [
         {"samples": 100 * epoch, "diagnostics": {"factors": {"edges": [0.5, 1.0, 2.0], "counts": counts}}}
         for epoch, counts in ((1, [0, 2, 2, 0]), (2, [0, 0, 0, 4]))
     ]
-    drawn = show_html_page.density(accuracy.Curve(cell, tuple(rows)))
-    rects = [dict(re.findall(r'(\S+)="([^"]+)"', part.partition(">")[0])) for part in drawn.split("<rect ")[1:4]]
-    shares = [float(rect["fill-opacity"]) ** 2 for rect in rects]
-    assert shares == pytest.approx([0.5, 0.5, 1.0], abs=0.002)
-    tops = [float(rect["y"]) for rect in rects]
-    assert tops[0] > tops[1] > tops[2] > svg.TOP  # half to one, one to two, above two
-    heights = [float(rect["height"]) for rect in rects]
-    assert tops[0] == pytest.approx(tops[1] + heights[1], abs=0.2) and tops[1] == pytest.approx(
-        tops[2] + heights[2], abs=0.2
-    )
-    assert float(rects[2]["x"]) > float(rects[0]["x"]) == svg.LEFT
-    one = float(re.findall(r'<text x="[^"]+" y="([^"]+)"[^>]*>1</text>', drawn)[0]) - 4  # where the axis has its 1
-    assert one == pytest.approx(tops[0], abs=0.2)
-    assert show_html_page.density(accuracy.Curve(cell, ({"samples": 1, "diagnostics": None},))) == ""
+    (figure,) = gradient_figures.density(gradient_figures.Curve("ags", rows), key="k", title="t")
+    density = figure.density
+    assert density is not None and density.x_edges == (0, 100, 200)
+    assert density.y_edges == (0.5, 1, 2, 4)  # half to one, one to two, above two
+    assert density.shares == ((0.5, 0.5, 0), (0, 0, 1))
+    nothing = gradient_figures.Curve("ags", [{"samples": 1, "diagnostics": None}])
+    assert list(gradient_figures.density(nothing, key="k", title="t")) == []
 
 
 def test_post_local_sgd_alone_is_said_to_be_nothing(run: RunDir) -> None:
@@ -703,28 +737,6 @@ def test_a_warm_up_that_never_ends_is_told_of_every_method(run: RunDir) -> None:
     assert plan(run, grid).warnings == (f"polo {ends}", f"lrs {ends}")
     long = make.spec(**{**SPEC, "train": {**SPEC["train"], "epochs": 9}})
     assert plan(RunDir(Path("tula-runs") / "x"), grid, long).warnings == ()
-
-
-def test_a_name_in_the_page_is_no_markup() -> None:
-    assert "<b>" not in svg.chart([svg.Series("<b>", "red", (svg.Point(1.0, 2.0),))], title="<b>", x="<b>")
-
-
-def test_a_chart_holds_its_points_whatever_they_are() -> None:
-    for points in ((svg.Point(1.0, 5.0),), (svg.Point(0.0, 0.0), svg.Point(1e7, 1e-9)), (svg.Point(3, -2, 7.0),)):
-        drawn = svg.chart([svg.Series("a", "red", points)], title="t", x="x")
-        places = [part.split(",") for part in drawn.split('points="')[1].split('"')[0].split()]
-        assert all(svg.LEFT <= float(x) <= svg.WIDTH and 0 <= float(y) <= svg.HEIGHT for x, y in places)
-    assert svg.chart([svg.Series("a", "red", ())], title="t", x="x") == ""
-    assert svg.chart([svg.Series("a", "red", (svg.Point(1.0, 0.0),))], title="t", x="x", log=True) == ""
-
-
-def test_axes_have_round_numbers() -> None:
-    assert svg.round_numbers(0.0, 1.0) == pytest.approx([0.0, 0.2, 0.4, 0.6, 0.8, 1.0])
-    assert svg.round_numbers(61.3, 88.0) == pytest.approx([65, 70, 75, 80, 85])
-    assert [10**value for value in svg.round_logarithms(-1.1, 0.4)] == pytest.approx([0.1, 0.2, 0.5, 1, 2])
-    assert svg.round_logarithms(0.0, 5.0) == [0, 1, 2, 3, 4, 5]
-    assert len(svg.round_logarithms(0.31, 0.35)) > 2  # between 2.04 and 2.24 no number is round
-    assert [svg.short(value) for value in (1_200_000, 40_000, 0.05, 128)] == ["1.2M", "40k", "0.05", "128"]
 
 
 # --- a script of the user's own
@@ -792,10 +804,10 @@ def test_methods_of_a_script_are_compared_by_its_own_metric(tmp_path: Path) -> N
     assert plain.metrics["best_loss"].mean == pytest.approx(0.9 - 0.705) and plain.seeds == 2
     shown = list(show_compare.compared(report, width=80, color=False))
     assert any("acc lost against lbt at batch 32" in str(line) for line in shown)
-    page = show_html_page.comparison(report, [], title="own")
-    assert "<th>best acc</th>" in page and "0.705 ± 0.007" in page and "top-1" not in page
-    unit = show_compare.time_column(report)[1]
-    assert f"<th>time ({unit})</th>" in page and f"({unit})" in str(shown[0].columns[-2].header)
+    found = compared_document.comparison_document(report, [], spec=script_job(), run_id="own", at=0.0)
+    columns = [column.title for column in found.sections[0].tables[0].columns]
+    assert {"acc", "best acc"} <= set(columns) and "top-1" not in columns
+    assert "<td>0.7050</td>" in page(found)
     assert list(report.frame()["acc_mean"]) == pytest.approx([found.metrics["acc"].mean for found in report.rows])
 
 
@@ -811,7 +823,8 @@ def test_a_metric_that_no_training_told_is_said_to_be_missing(tmp_path: Path) ->
         "lbt, batch 64, seed 0: acc was nowhere to be found in what the script told (script.metric)" in report.warnings
     )
     assert (report.complete, row(report, "lbt", 64).gap, row(report, "lbt", 64).seeds) == (True, None, 0)
-    assert "-" in str(show_html_page.comparison(report, [], title="own"))
+    found = compared_document.comparison_document(report, [], spec=script_job(), run_id="own", at=0.0)
+    assert "<td>-</td>" in page(found)
 
 
 def test_a_script_whose_last_value_is_no_number_has_diverged(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """`tula compare`."""
 
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -130,21 +131,24 @@ def _check_page(html: Path | None) -> None:
         raise SpecError(f"--html {html}: is a folder", f"name a file in it: --html {html / 'compare.html'}")
     if html is not None and not html.absolute().parent.is_dir():
         raise SpecError(f"--html {html}: there is no folder {html.absolute().parent}", "make it, or name another")
+    if html is not None:
+        from tula_cli.show.html.figures import require_matplotlib
+
+        require_matplotlib()
 
 
 def _answer(
     screen: Screen, part: "Part", comparison: "Comparison", found: "ComparisonResult", *, html: Path | None
 ) -> None:
     """Answer with the table, and write the page."""
-    from tula_cli.run.files import write_atomic
-    from tula_cli.services.comparison import accuracy
-    from tula_cli.show.html import page
-
     report = found.report
     screen.status = "done" if report.complete else "pending" if found.active else "partial"
     screen.answer(report, show_compare.compared(report, width=screen.width, color=screen.colored))
     warn_all(screen, report.warnings)
     if html is not None:
-        curves = accuracy.curves(part.run, comparison)
-        write_atomic(html, page.comparison(report, curves, title=f"{part.spec.name}: {part.run.id}"))
+        from tula_cli.run.files import write_atomic
+        from tula_cli.services.reporting.comparison_document import of_comparison
+        from tula_cli.show.html.document_page import page
+
+        write_atomic(html, page(of_comparison(part, comparison, report, at=time.time())))
         screen.note(f"wrote {words.near(html)}")

@@ -63,10 +63,10 @@ def _listed(one: str, many: str, values: Sequence[int]) -> str:
 
 
 def answer(report: CompareReport) -> str:
-    """Return what came of a comparison in a line: the best row of its largest batch beside the reference."""
+    """Return what came of a comparison in a line: the best row of the largest batch that is known, beside the reference."""
     reference = next((row for row in report.rows if row.reference), None)
     small = None if reference is None else reference.stat(report.metric)
-    batch = max((row.batch for row in report.rows if not row.reference), default=0)
+    batch = max((row.batch for row in report.rows if not row.reference and row.stat(report.metric)), default=0)
     known = [row for row in report.rows if row.batch == batch and not row.reference and row.stat(report.metric)]
     if small is None or not known:
         return f"Nothing tells yet: {report.finished} of {plural(report.total, 'training')} done; tula compare trains the others."

@@ -11,6 +11,7 @@ import typer
 
 from tula_cli.cli import check, clean, compare, evaluate, profile, recommend, status, train
 from tula_cli.cli.options import COMMON, USAGE_ERROR, Interrupted, register
+from tula_cli.cli.outputs import export
 from tula_cli.errors import SpecError, TulaError
 from tula_cli.show.screen import Screen
 from tula_cli.version import __version__
@@ -37,6 +38,7 @@ WORKFLOW: Mapping[Callable[..., None], str] = {
     status.list_: "tula list --run-dir /scratch/tula-runs",
     status.logs: "tula logs --follow",
     status.cancel: "tula cancel digits-1f0c5b7e",
+    export.export: "tula export --to mlflow --follow",
     clean.clean: "tula clean --older 30d --dry-run",
 }
 """The commands in the order in which one uses them, which is that of `tula --help`, and an example of each."""

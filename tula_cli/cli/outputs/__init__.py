@@ -1,0 +1,1 @@
+"""Commands that give what a run holds to other programs and people."""

@@ -1,0 +1,1 @@
+"""What is shown of commands that give what a run holds to others."""

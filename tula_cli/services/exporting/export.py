@@ -6,6 +6,8 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
+from pydantic import ValidationError
+
 from tula_cli import words
 from tula_cli.cluster import launcher
 from tula_cli.errors import Interruption, SpecError, TrackerError
@@ -99,9 +101,9 @@ def asked(
         raise SpecError("--uri and --project are of one tracker, and --to names several")
     try:
         return tuple(Export(to=one, uri=uri, project=project) for one in to)
-    except ValueError as error:
-        told = str(error).splitlines()[2].strip().removeprefix("Value error, ").partition(" [type=")[0]
-        raise SpecError(f"--to or --uri: {told}") from None
+    except ValidationError as error:
+        told = error.errors()[0]["msg"].removeprefix("Value error, ")
+        raise SpecError(f"--to or --uri: {told.removeprefix('to: ')}") from None
 
 
 def export(
@@ -135,19 +137,25 @@ def export(
     targets = [_target(run, spec, parts, one, every) for one in trackers]
     with ExitStack() as held:
         for target in targets:
-            for session in target.sessions:
-                if owner := held.enter_context(session.held()):
-                    raise TrackerError(
-                        f"{target.place.words}: another process sends this run there ({owner})",
-                        "wait until it has ended; nothing is missed, for the next one sends what is new",
-                    )
+            owners = [held.enter_context(session.held()) for session in target.sessions]
+            target.problem = next((_taken(target.place, owner) for owner in owners if owner), "")
+        busy = [target for target in targets if target.problem]
+        targets = [target for target in targets if not target.problem]
+        if busy and not targets:
+            raise TrackerError(busy[0].problem, "nothing is missed: the next export sends what is new")
+        for target in busy:
+            yield WarningEvent(target.problem)
         try:
             yield from _looks(targets, parts, asks, follow=follow, stop=stop, sleep=sleep)
         except KeyboardInterrupt:
             raise Interruption("interrupted; what was sent is written down, and the next export goes on") from None
         finally:
             yield from _closed(targets)
-    return tuple(target.exported for target in targets)
+    return tuple(target.exported for target in (*targets, *busy))
+
+
+def _taken(place: Destination, owner: str) -> str:
+    return f"{place.words}: another process sends this run there ({owner})"
 
 
 def _looks(

@@ -1,7 +1,6 @@
 """One run and one tracker: what is new since the last look is sent, and what was sent is written down."""
 
 import contextlib
-import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -19,7 +18,7 @@ from tula_cli.services.exporting import sent as state
 from tula_cli.services.exporting.destination import Destination
 from tula_cli.services.exporting.exporter import Exporter, Point, State, TrackedRun
 from tula_cli.services.exporting.sent import Sent, SentRun
-from tula_cli.services.exporting.told_of_run import Told, of_probe, of_run
+from tula_cli.services.exporting.told_of_run import Told, environment_in, of_probe, of_run
 from tula_cli.services.exporting.told_of_training import of_training, points_of
 
 _AT_ONCE = 2000
@@ -130,8 +129,8 @@ class Session:
         for tasks in _trainings(look):
             told = of_training(look, tasks, self.name, parent, active=active and _is_moving(look, tasks))
             if told.run.started:  # else it waits for its nodes
+                found += self._curves(look, told, tasks[-1])  # first: what goes back takes away what comes after it
                 found += self._settle(told)
-                found += self._curves(look, told, tasks[-1])
                 self._close_ended()
         self._close_ended()
         if self._sent.problem or self._sent.sending:
@@ -167,7 +166,7 @@ class Session:
         key = told.run.key
         known, settled = self._sent.runs.get(key), told.digests()
         files = {path.name: state.digest(path.read_bytes()) for path in told.artifacts}
-        self._ended[key] = (told.state, told.ended or time.time())
+        self._ended[key] = (told.state, told.ended)
         if known is not None and known.settled == settled and known.artifacts == files:
             return Counted()
         run = self._opened(told)
@@ -183,7 +182,7 @@ class Session:
         for path in new:
             run.artifact(path)
         self._keep(key, before.model_copy(update={"settled": settled, "artifacts": files}))
-        return Counted(runs=int(known is None), files=len(new))
+        return Counted(runs=int(known is None or not known.settled), files=len(new))
 
     def _close_ended(self) -> None:
         """Close what is over: a tracker need not hold a run open that nothing more comes to."""
@@ -194,11 +193,15 @@ class Session:
     def _curves(self, look: Snapshot, told: Told, task: TrainTask) -> Counted:
         """Send the points of a training that are new."""
         key, files = told.run.key, look.training(task.signature)
-        known, whole = self._sent.runs[key], told.state != "running"
+        known, whole = self._sent.runs.get(key) or SentRun(id=""), told.state != "running"
+        self._ended[key] = (told.state, told.ended)
         rows = state.new_rows(files.metrics_path, known, whole=whole)
         if rows.offset == known.offset and rows.last == known.last:
             return Counted()
         run, newest, points = self._opened(told), known.samples, list[Point]()
+        for row in rows.rows:
+            if row["kind"] == "environment":
+                run.params(environment_in(row))
         count = 0
         for item in points_of(rows.rows, batch=task.batch):
             if isinstance(item, Point):
@@ -218,11 +221,13 @@ class Session:
         return Counted(points=count)
 
     def _send(self, key: str, run: TrackedRun, points: Sequence[Point]) -> int:
+        if points and self._sent.sending != key:
+            self._keep(sending=key)
         for begin in range(0, len(points), _AT_ONCE):
             some = points[begin : begin + _AT_ONCE]
-            self._keep(sending=key)
             run.points(some)
-            self._keep(key, self._sent.runs[key].model_copy(update={"samples": some[-1].samples}))
+            if begin + _AT_ONCE < len(points):  # what follows the last ones writes it down
+                self._keep(key, self._sent.runs[key].model_copy(update={"samples": some[-1].samples}))
             self._lock.heartbeat()
         return len(points)
 

@@ -6,6 +6,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from pydantic import ValidationError
+
 from tula_cli.models.time.noise import centre
 from tula_cli.run.directory import Part
 from tula_cli.run.records.probes import Environment, Measured
@@ -16,7 +18,7 @@ from tula_cli.services.exporting.exporter import Described, Scalar, State
 from tula_cli.services.exporting.sent import digest
 from tula_cli.spec.job import JobSpec
 from tula_cli.spec.merge import leaves
-from tula_cli.words import first_line
+from tula_cli.words import configuration, first_line
 
 
 @dataclass(frozen=True)
@@ -79,6 +81,14 @@ def environment(found: Environment | None) -> dict[str, Scalar]:
     return {**told, "env.hosts": " ".join(found.hosts), **variables}
 
 
+def environment_in(row: Mapping[str, Any]) -> dict[str, Scalar]:
+    """Return what a row of metrics.jsonl says that a training runs on; nothing where it was damaged."""
+    try:
+        return environment(Environment.model_validate(row))
+    except ValidationError:
+        return {}
+
+
 def of_run(part: Part, look: Snapshot, name: str, *, active: bool, artifacts: tuple[Path, ...]) -> Told:
     """Return what is sent of a whole run: its settings, what it ran on, and the recommendation.
 
@@ -108,7 +118,7 @@ def _answer_words(answer: Recommendation | None) -> dict[str, str]:
     if answer is None:
         return {}
     told = {
-        "recommended": f"{answer.choice.nodes} nodes, batch {answer.choice.batch} (local {answer.choice.local_batch})",
+        "recommended": configuration(answer.choice.nodes, answer.choice.batch, answer.choice.local_batch),
         "objective": answer.objective,
         "reason": answer.reason,
         "price": answer.price,

@@ -18,7 +18,7 @@ from tula_cli.words import number as number_word
 _STEP = ("loss", "lr", "batch", "step_time", "data_wait", "compute", "sync", "tokens_per_second", "padding")
 _EVALUATED = {"eval_loss": "loss", "top1": "top1", "top5": "top5", "perplexity": "perplexity"}
 _PLACE = ("kind", "time", "samples")
-_OF_PREDICTION = ("step_time", "predicted_step", "eval_seconds", "within")
+_OF_PREDICTION = ("step_time", "predicted_step", "step_low", "step_high", "eval_seconds", "within")
 
 
 def state_of(training: TrainingRun, *, active: bool, cancelled: bool) -> State:
@@ -168,7 +168,7 @@ def _values(row: Mapping[str, Any]) -> dict[str, Any]:
     elif kind == "epoch":
         told |= {f"eval/{name}": row.get(key) for key, name in _EVALUATED.items()}
         told |= {f"eval/{name}": value for name, value in (row.get("metrics") or {}).items()}
-        told |= {f"epoch/{name}": row.get(name) for name in _OF_PREDICTION}
+        told |= {f"per_epoch/{name}": row.get(name) for name in _OF_PREDICTION}
         told |= {"train/loss": row.get("loss"), "train/lr": row.get("lr"), "train/batch": row.get("batch")}
         told |= _ags(row) | _gradients(row.get("diagnostics")) | _of_method(row)
     elif kind in ("start", "stage"):

@@ -16,7 +16,7 @@ from tula_cli.run.jobfile import begun
 from tula_cli.services import status
 from tula_cli.services.events import Event, Note, WarningEvent, Work
 from tula_cli.services.exporting.destination import Destination, destination
-from tula_cli.services.exporting.session import Counted, Session
+from tula_cli.services.exporting.sending import Counted, Session
 from tula_cli.spec.job import JobSpec
 from tula_cli.spec.parts.of_export import Export
 

@@ -16,6 +16,7 @@ from tula_cli.services.exporting.exporter import Described, Point, Scalar, State
 # A tool that only writes has nothing to tell of its use; and a server that is down is tried again by the next look.
 for _name, _value in (
     ("MLFLOW_DISABLE_TELEMETRY", "true"),
+    ("MLFLOW_LOGGING_LEVEL", "WARNING"),
     ("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "2"),
     ("MLFLOW_HTTP_REQUEST_TIMEOUT", "30"),
     ("MLFLOW_ALLOW_FILE_STORE", "true"),  # who names a folder means it

@@ -209,7 +209,7 @@ def test_whatever_is_cut_and_when_one_looks_a_curve_is_that_of_the_file(run: Run
 def test_a_process_that_was_killed_while_it_sent_is_gone_on_from(
     run: RunDir, place: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tula_cli.services.exporting.session._AT_ONCE", 1)
+    monkeypatch.setattr("tula_cli.services.exporting.sending._AT_ONCE", 1)
     trained(run, metrics())
     original = FakeRun.points
     calls = iter(range(10))

@@ -88,7 +88,9 @@ def test_mlflow_has_what_was_sent_in_a_database(run: RunDir, tmp_path: Path, mon
     """Its tables take MLflow some seconds to make."""
     monkeypatch.chdir(tmp_path)
     mlflow_store(f"sqlite:///{tmp_path / 'store' / 'mlflow.db'}", run)
-    assert not any(path.is_file() for path in tmp_path.glob("mlruns/**/*")), "files go beside the database, not below the working directory"
+    assert not any(path.is_file() for path in tmp_path.glob("mlruns/**/*")), (
+        "files go beside the database, not below the working directory"
+    )
 
 
 @pytest.mark.proof

@@ -2,6 +2,7 @@ import json
 import random
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -25,6 +26,7 @@ from tula_cli.errors import NotYours, SpecError, TrackerError
 from tula_cli.run.directory import Part, RunDir
 from tula_cli.run.files import read_text
 from tula_cli.run.storage import owner
+from tula_cli.run.training_run import TrainingRun
 from tula_cli.services.events import Event, WarningEvent
 from tula_cli.services.exporting import export as service
 from tula_cli.services.exporting.export import Exported, asked, export
@@ -157,6 +159,26 @@ def test_a_row_that_is_being_written_waits(run: RunDir, place: str) -> None:
     path.write_text(whole)
     send(run, place)
     assert curve(place, "train/loss")[1920] == 1.7
+
+
+def test_what_is_kept_of_every_step_comes_between_the_points(
+    run: RunDir, place: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As far as the rows go: their points come in the order of their samples, each once."""
+    kept = SimpleNamespace(samples=list(range(128, 2049, 128)), norm=[1.5] * 16, delta=[None, *[0.1] * 15])
+    kept.scaled, kept.factor = [0.0, 1.0] * 8, [None, 1.25] * 8
+    monkeypatch.setattr(TrainingRun, "steps", lambda _: kept, raising=False)
+    trained(run, metrics())
+    send(run, place, active=True)
+    assert list(curve(place, "gradients/norm")) == list(range(128, 1281, 128))
+    send(run, place)
+    assert list(curve(place, "gradients/norm")) == list(range(128, 1921, 128))
+    assert list(curve(place, "ags/factor")) == list(range(256, 1921, 256)) and 128 not in curve(
+        place, "gradients/delta"
+    )
+    found = PLACES[place][KEY].curve
+    assert [point.samples for point in found] == [0, *range(128, 1921, 128)]
+    assert {point.samples: point.time for point in found}[768] == START + 40, "that of the row that tells of it"
 
 
 def resumed(samples: int, *, at: float) -> list[dict[str, Any]]:

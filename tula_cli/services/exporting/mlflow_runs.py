@@ -151,8 +151,9 @@ def _told() -> Iterator[None]:
 
 
 def _first(text: str) -> str:
-    lines = text.strip().splitlines() or ["no answer"]
-    return lines[0][:300]
+    """Return what of a message a person reads: its first sentence, without what went on inside of the connection."""
+    line = (text.strip().splitlines() or ["no answer"])[0].partition(" with exception ")[0]
+    return line if len(line) <= 200 else f"{line[:197]}..."
 
 
 def _chunks(items: Iterator[T] | Sequence[T], size: int) -> Iterator[list[T]]:

@@ -19,7 +19,7 @@ from tula_cli.services.exporting.destination import Destination
 from tula_cli.services.exporting.exporter import Exporter, Point, State, TrackedRun
 from tula_cli.services.exporting.sent import Sent, SentRun
 from tula_cli.services.exporting.told_of_run import Told, environment_in, of_probe, of_run
-from tula_cli.services.exporting.told_of_training import of_training, points_of
+from tula_cli.services.exporting.told_of_training import of_training, points_of, with_steps
 
 _AT_ONCE = 2000
 """Points that are sent before it is written down that they were."""
@@ -150,7 +150,7 @@ class Session:
         if key not in self._open:
             assert self._exporter is not None
             known = self._sent.runs.get(key)
-            newest = -1 if known is None else max(known.samples, known.series)
+            newest = -1 if known is None else known.samples
             self._open[key] = self._exporter.open(
                 told.run,
                 known=None if known is None else known.id,
@@ -214,6 +214,8 @@ class Session:
                 newest = max([newest, *(point.samples for point in points)])
                 points = []
                 newest = item if run.rewind(item) else newest
+        if kept := getattr(files, "steps", None):  # read after the rows that come after the steps
+            points = with_steps(points, kept(), after=newest)
         count += self._send(key, run, points)
         newest = max([newest, *(point.samples for point in points)])
         update = {"offset": rows.offset, "last": rows.last, "starts": rows.starts, "samples": newest}

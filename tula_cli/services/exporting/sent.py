@@ -24,7 +24,6 @@ class SentRun(Record):
     last: str = ""  # digest of the last line of them
     starts: tuple[float, ...] = ()  # times of its rows of kind "start"
     samples: int = -1  # of the newest point
-    series: int = -1  # likewise of what is kept of every step
 
 
 class Sent(Record):

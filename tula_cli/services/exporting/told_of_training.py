@@ -1,8 +1,9 @@
 """What is sent of a training: its curves from the rows of metrics.jsonl, its attempts, and predicted against actual."""
 
 import math
+from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 from tula_cli.run.records.jobs import Attempt
 from tula_cli.run.records.results import CountedEnergy, Evaluated, Summary, TrainResult, Tuning
@@ -157,6 +158,41 @@ def points_of(rows: Iterable[Mapping[str, Any]], *, batch: int) -> Iterator[Poin
         values |= _finite(_values({"batch": batch, **row}))
     if values:
         yield Point(samples, time, values)
+
+
+class Series(Protocol):
+    """What is kept of every step, in columns equally long."""
+
+    samples: list[int]
+    norm: list[float | None]
+    delta: list[float | None]
+    scaled: list[float | None]
+    factor: list[float | None]
+
+
+_KEPT = {"norm": "gradients/norm", "delta": "gradients/delta", "scaled": "ags/step_scaled", "factor": "ags/factor"}
+"""Columns of `Series` by the names that they have at a tracker."""
+
+
+def with_steps(points: Sequence[Point], kept: Series, *, after: int) -> list[Point]:
+    """Return points together with what is kept of the steps between them: the steps of a tracker only grow.
+
+    Args:
+        points: ascending by samples, of the rows of metrics.jsonl, which come after the steps that they tell of.
+        kept: of every step.
+        after: samples up to which all was sent.
+    """
+    if not points:
+        return []
+    places = [point.samples for point in points]
+    found = {point.samples: point for point in points}
+    for at, samples in enumerate(kept.samples):
+        if after < samples <= places[-1]:
+            nearest = points[bisect_left(places, samples)]
+            own = found.get(samples, Point(samples, nearest.time, {}))
+            told = _finite({name: getattr(kept, column)[at] for column, name in _KEPT.items()})
+            found[samples] = Point(samples, own.time, {**told, **own.values})
+    return [found[samples] for samples in sorted(found) if found[samples].values]
 
 
 def _values(row: Mapping[str, Any]) -> dict[str, Any]:

@@ -17,7 +17,8 @@ def exported(found: "Sequence[Exported]") -> "Iterator[str]":
             for count, noun in ((one.new_runs, "run"), (one.new_points, "point"), (one.files, "file"))
             if count
         ]
-        yield f"{one.to}: sent {', '.join(sent) or 'nothing new'}; {plural(one.runs, 'run')} there by now"
+        failed = "; not all, for it did not answer" if one.problem else ""
+        yield f"{one.to}: sent {', '.join(sent) or 'nothing new'}; {plural(one.runs, 'run')} there by now{failed}"
         yield f"  {_look_at(one)}"
 
 

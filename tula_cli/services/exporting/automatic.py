@@ -3,13 +3,13 @@
 import os
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 from tula_cli.run.directory import RunDir
 from tula_cli.run.files import open_to_add
 from tula_cli.run.records.tasks import TrainTask
-from tula_cli.services.events import WarningEvent
+from tula_cli.services.events import Event, WarningEvent
 from tula_cli.services.exporting.destination import FOLDER
 
 PATIENCE = 60.0
@@ -23,16 +23,15 @@ class Beside:
 
     Args:
         run: the run, or the part of it whose jobs are waited for.
-        jobs: these.
+        jobs: these; None for trainings, of which some may not be submitted yet.
     """
 
-    def __init__(self, run: RunDir, jobs: Sequence[str]) -> None:
+    def __init__(self, run: RunDir, jobs: Sequence[str] | None) -> None:
         self.run = run
         self.process: subprocess.Popen[bytes] | None = None
         spec = run.spec()
         self.wanted = any(one.by == "command" for one in spec.exports)
-        trains = any(isinstance(task, TrainTask) and task.job in jobs for task in run.tasks()) if self.wanted else False
-        self.later = self.wanted and spec.cluster.kind == "local" and not trains
+        self.later = self.wanted and spec.cluster.kind == "local" and not _train(run, jobs)
         self.told = b""
         if self.wanted and not self.later:
             self._start()
@@ -82,3 +81,26 @@ class Beside:
             yield WarningEvent(
                 f"export: it has ended with {code}, {self.log} tells why; tula export sends what was missed"
             )
+
+
+def _train(run: RunDir, jobs: Sequence[str] | None) -> bool:
+    """Return whether one of the jobs trains."""
+    return jobs is None or any(isinstance(task, TrainTask) and task.job in jobs for task in run.tasks())
+
+
+def beside(run: RunDir, jobs: Sequence[str] | None, waiting: Iterable[Event]) -> Iterator[Event]:
+    """Yield the events of waiting, and between them what goes wrong in sending the run meanwhile.
+
+    Args:
+        run, jobs: as of `Beside`.
+        waiting: for the jobs.
+    """
+    trackers = Beside(run, jobs)
+    try:
+        for event in waiting:
+            yield event
+            yield from trackers.news()
+    except BaseException:
+        list(trackers.end(patience=0.0))  # it looks once more, and nobody waits for that
+        raise
+    yield from trackers.end()

@@ -10,7 +10,7 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
-from tula_cli.run.files import cannot_read, open_file, read_record, write_record
+from tula_cli.run.files import cannot_read, listing, open_file, read_record, write_record
 from tula_cli.run.records.base import Record
 
 
@@ -45,6 +45,14 @@ _SENT = TypeAdapter(Sent)
 def read(path: Path) -> Sent | None:
     """Return what was sent by the file of a tracker; None where there is no such file."""
     return read_record(path, _SENT)
+
+
+def problems(folder: Path) -> list[str]:
+    """Return what is wrong with trackers that a run is sent to, by what was written down in its folder of exports."""
+    found = [read(path) for path in listing(folder)]
+    return [
+        f"export to {one.to}: {one.problem}; tula export sends what was missed" for one in found if one and one.problem
+    ]
 
 
 def write(path: Path, sent: Sent) -> None:

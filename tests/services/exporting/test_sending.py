@@ -151,6 +151,14 @@ def test_the_newest_position_waits_for_all_its_rows_while_the_training_goes_on(r
     assert curve(place, "train/loss")[1920] == 1.7, "nothing more comes"
 
 
+def test_a_report_is_sent_where_it_has_changed(run: RunDir, place: str, tmp_path: Path) -> None:
+    report = tmp_path / "report.md"
+    for text, files in (("one", 1), ("one", 0), ("two", 1)):
+        report.write_text(text)
+        assert send(run, place, reports=lambda _: (report,))[0][0].files == files
+    assert PLACES[place]["run"].files == ["report.md"] * 2
+
+
 def test_a_row_that_is_being_written_waits(run: RunDir, place: str) -> None:
     trained(run, metrics())
     path = run.training("ab12cd34").metrics_path

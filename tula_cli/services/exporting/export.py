@@ -114,6 +114,7 @@ def export(
     every: float | None = None,
     active: Callable[[Part], bool] | None = None,
     stop: Callable[[], bool] = lambda: False,
+    reports: Callable[[Part], tuple[Path, ...]] = lambda _: (),
     sleep: Callable[[float], None] = time.sleep,
 ) -> Work[tuple[Exported, ...]]:
     """Send what is new of a run, and its parts, to trackers.
@@ -125,6 +126,7 @@ def export(
         every: seconds between two looks; None for those of each tracker.
         active: whether a job of a part is queued or running; None asks the scheduler.
         stop: whether to look once more and end.
+        reports: writes a report on a part and returns its files, which are sent where they have changed; called at each look.
         sleep: waits for some seconds.
 
     Raises:
@@ -134,7 +136,7 @@ def export(
     spec = run.spec()
     parts = begun(run, spec)
     asks = active or _seldom(status_of)
-    targets = [_target(run, spec, parts, one, every) for one in trackers]
+    targets = [_target(run, spec, parts, one, every, reports) for one in trackers]
     with ExitStack() as held:
         for target in targets:
             owners = [held.enter_context(session.held()) for session in target.sessions]
@@ -202,7 +204,14 @@ def _words(targets: Sequence[_Target]) -> str:
     return "; ".join(f"{words.plural(one.counted.points, 'point')} sent to {one.place.to}" for one in targets)
 
 
-def _target(run: RunDir, spec: JobSpec, parts: Sequence[Part], one: Export, every: float | None) -> _Target:
+def _target(
+    run: RunDir,
+    spec: JobSpec,
+    parts: Sequence[Part],
+    one: Export,
+    every: float | None,
+    reports: Callable[[Part], tuple[Path, ...]],
+) -> _Target:
     place = destination(one.to, uri=one.uri, project=one.project, run=run.path.absolute(), job=spec.name)
     sessions = [Session(part, _name(run, part), place, reports) for part in parts]
     return _Target(place, sessions, every or one.every, Counted())
@@ -210,12 +219,6 @@ def _target(run: RunDir, spec: JobSpec, parts: Sequence[Part], one: Export, ever
 
 def _name(run: RunDir, part: Part) -> str:
     return run.id if part.name is None else f"{run.id}-{part.name}"
-
-
-def reports(part: Part) -> tuple[Path, ...]:
-    """Return the files of a report on a part of a run: what `tula report` writes."""
-    del part
-    return ()
 
 
 def status_of(part: Part) -> bool:

@@ -54,16 +54,18 @@ SHORT = ("-m", "not proof and not torch", *(f"tests/{room}" for room in ("cli", 
 _GIVEN = "two_ranks or test_gradients or test_probe or test_operations or test_device or test_ranks or test_table"
 OF_TORCH = ("tests/worker", "tests/optim", "-k", _GIVEN)
 """Tests of what torch gives and tula relies on, of which the lowest versions that it allows may give less."""
-OF_EXTRAS = tuple(
-    f"tests/worker/{name}.py" for name in ("build/test_finetune", "build/test_source_text", "train/test_training")
+OF_EXTRAS = (
+    *(f"tests/worker/{name}.py" for name in ("build/test_finetune", "build/test_source_text")),
+    "tests/services/exporting/test_trackers.py",
 )
-"""Tests of weights in safetensors, of transformers and of tensorboard."""
+"""Tests of weights in safetensors, of transformers and of the trackers."""
 
 PARTS = (
     cases("fuzzed-runs", 1.5, "tests/cli/test_fuzzed_runs.py"),
     cases("fuzzed-specs", 0.3, "tests/spec/test_fuzzed_specs.py"),
     cases("paper-jobs", 1.0, "tests/worker/measure/test_paper_jobs.py"),
     cases("stages-by-noise", 0.15, "tests/worker/train/watching/test_stage_control.py"),
+    cases("trackers", 0.25, "tests/services/exporting/test_trackers.py"),
     cases("recompute", 0.5, "tests/worker/build/test_recompute.py"),
     cases("compiled", 1.0, "tests/worker/build/test_compiled.py"),
     cases("footprint", 0.8, "tests/worker/measure/test_footprint.py"),
@@ -92,7 +94,9 @@ PARTS = (
         "gpu-dry-run", 3.0, ("benchmarks/on_gpu.py", *GPU, "--stages", "env,quickstart,syncs,timing,oom,errors,loader")
     ),
     Part("gpu-dry-run-torch-2.11", 8.0, ("tests/other_torch.py", "2.11.0", "0.26.0", "3.12")),
-    Part("lowest-versions", 5.0, ("tests/other_torch.py", "lowest", "3.10", *SHORT, "--", *OF_TORCH, "--", *OF_EXTRAS)),
+    Part(
+        "lowest-versions", 4.75, ("tests/other_torch.py", "lowest", "3.10", *SHORT, "--", *OF_TORCH, "--", *OF_EXTRAS)
+    ),
     Part("script-under-torch-2.0", 5.0, ("tests/oldest_torch.py", "2.0.1")),
     soak(1, nodes=4, kills=4, epochs=70, minutes=1.75),
     soak(1, nodes=16, kills=3, epochs=50, minutes=4.0),

@@ -246,6 +246,13 @@ class OtherFormat(TulaError):
     code = "format"
 
 
+class TrackerError(TulaError):
+    """A tracker (MLflow, Weights & Biases, TensorBoard) that is not installed, does not answer, or refuses."""
+
+    exit_code = 18
+    code = "tracker"
+
+
 class Pending(TulaError):
     """Still queued or running."""
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from driver import weights_differ
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from tula_cli.models.choice.knee import ALIKE
 from tula_cli.run.records.probes import Measured, OutOfMemory
@@ -79,7 +80,7 @@ def test_the_main_job_from_profile_to_trained_model(tula) -> None:
 
 
 def test_out_of_memory_relaunches_at_the_next_smaller_batch_with_samples_and_schedule_right(tula) -> None:
-    shrink = ("--set", LIMIT, "--set", "train.oom=shrink")
+    shrink = ("--set", LIMIT, "--set", "train.oom=shrink", "--set", "train.tensorboard=true")
     summary = tula("train", "job.yaml", "--nodes", "1", "--batch", "1024", *shrink)["data"]
     assert summary["start_batch"] == 1024
     assert summary["batch"] < 1024
@@ -97,6 +98,11 @@ def test_out_of_memory_relaunches_at_the_next_smaller_batch_with_samples_and_sch
         assert end == expected
     rates = {row["epoch"]: row["lr"] for row in rows if row["kind"] == "epoch"}
     assert rates == {1: 0.05, 2: 0.05, 3: 0.025}
+    board = EventAccumulator(str(run.path / "exports" / "tensorboard" / run.id / f"train-{summary['signature']}"))
+    board.Reload()  # what the supervisor has had written beside the training
+    assert [found.step for found in board.Scalars("eval/top1")] == ends
+    assert [found.value for found in board.Scalars("attempt")][-1] == len(starts)
+    assert board.Scalars("summary/attempts")[-1].value == summary["attempts"]
 
 
 @pytest.mark.proof

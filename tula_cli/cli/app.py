@@ -11,7 +11,7 @@ import typer
 
 from tula_cli.cli import check, clean, compare, evaluate, profile, recommend, status, train
 from tula_cli.cli.options import COMMON, USAGE_ERROR, Interrupted, register
-from tula_cli.cli.outputs import diff, run_report, schema
+from tula_cli.cli.outputs import diff, export, run_report, schema
 from tula_cli.errors import SpecError, TulaError
 from tula_cli.show.screen import Screen
 from tula_cli.version import __version__
@@ -41,6 +41,7 @@ WORKFLOW: Mapping[Callable[..., None], str] = {
     status.cancel: "tula cancel digits-1f0c5b7e",
     diff.diff: "tula diff digits-1f0c5b7e digits-9a4e02cd",
     schema.schema: "tula schema site --out site.schema.json",
+    export.export: "tula export --to mlflow --follow",
     clean.clean: "tula clean --older 30d --dry-run",
 }
 """The commands in the order in which one uses them, which is that of `tula --help`, and an example of each."""

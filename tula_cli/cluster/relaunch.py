@@ -52,6 +52,11 @@ def leaves_allocation(outcome: OutcomeClass | Literal["done"] | None, cluster: C
     return outcome in ALLOCATION_LOST or (outcome == "device_fault" and cluster.kind != "local")
 
 
+def lost_in(attempts: Sequence[Attempt]) -> int:
+    """Return how many of these attempts count against what a job may lose."""
+    return sum(attempt.outcome in COUNTED for attempt in attempts)
+
+
 def newest(run: RunDir, task_id: str) -> Task:
     """Return the task to start: a training's newest relaunch takes the place of an earlier one."""
     task = run.task(task_id)

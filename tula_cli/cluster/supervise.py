@@ -28,6 +28,7 @@ from tula_cli.cluster.relaunch import (
     UNWRITTEN,
     blamed,
     leaves_allocation,
+    lost_in,
     newest,
     next_task,
     no_progress,
@@ -41,6 +42,7 @@ from tula_cli.cluster.stopping.full_disk import held, with_room
 from tula_cli.cluster.stopping.last_words import failure, keep_traceback, named, reason_of, told_by_supervisors
 from tula_cli.cluster.stopping.other_format import require_known_format
 from tula_cli.cluster.stopping.repeated import again_at_once
+from tula_cli.cluster.watching.job_exports import exporting
 from tula_cli.cluster.watching.lookout import Lookout
 from tula_cli.errors import JobFailed, TulaError
 from tula_cli.host.leftovers import MARK, GpuMemory, mark
@@ -77,6 +79,7 @@ def supervise(
             named(supervisor.run, lambda error: supervisor.died(error, task_id)),
             contextlib.closing(supervisor.spawner),
             contextlib.closing(supervisor.lookout),
+            exporting(supervisor.run, task_id, environ, leader=allocation.leader),
         ):
             supervisor.supervise(task_id)
     except TulaError as error:  # a full disk above all: nothing can be written, so the scheduler's log has to tell
@@ -195,7 +198,7 @@ class Supervisor:
             reason = settled(self.run, task, command, running.reason_by_scheduler(running.until_exit()))
             reason = self._considered(task, attempt, blamed(self.run, task, attempt, reason, before), before)
             ended = self._allocation_ended(reason)
-            lost = _lost(before) + (reason.outcome in COUNTED)
+            lost = lost_in(before) + (reason.outcome in COUNTED)
             following = None if ended or reason.final else next_task(self.run, task, self._avoided(task, reason), lost)
             # Last: who sees the attempt ended may rely on everything that follows from it.
             close_attempt(self.run, attempt, reason)
@@ -329,7 +332,7 @@ class Supervisor:
             return with_room(self.run, task, last)
         if last.outcome not in UNWRITTEN or again_at_once(earlier, progress):
             return None
-        lost = _lost(self._without_progress(task))
+        lost = lost_in(self._without_progress(task))
         return next_task(self.run, task, ExitReason(last.outcome, last.message, host=last.host), lost)
 
     def _corrected(self, last: Attempt) -> Attempt:
@@ -388,7 +391,3 @@ class Supervisor:
             reason = (told_by_supervisors(run, lost) if reason.outcome == "signal" else None) or reason
             update = {"ended_at": ended, "outcome": reason.outcome, "message": reason.message}
             run.write_attempt(lost.model_copy(update=update))
-
-
-def _lost(attempts: list[Attempt]) -> int:
-    return sum(attempt.outcome in COUNTED for attempt in attempts)

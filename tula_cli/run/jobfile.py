@@ -117,7 +117,7 @@ def config_drift(run: RunDir, spec: JobSpec, overrides: Sequence[str] = ()) -> C
 
 
 def _training(spec: JobSpec) -> dict[str, Any]:
-    return spec.model_dump(exclude={"pricing", "search"})
+    return spec.model_dump(exclude={"pricing", "search", "export"})
 
 
 def changes(then: JobSpec, now: JobSpec) -> dict[str, tuple[Any, Any]]:

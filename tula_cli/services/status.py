@@ -25,6 +25,7 @@ from tula_cli.run.records.tasks import JobTask, ProbeTask, TrainTask
 from tula_cli.run.snapshot import Snapshot
 from tula_cli.run.storage.owner import require_own
 from tula_cli.run.upkeep.submitted_with import upgrades
+from tula_cli.services.exporting import sent
 from tula_cli.services.progress.job_status import (
     ACTIVE,
     JobStatus,
@@ -124,7 +125,11 @@ def snapshot(run: RunDir, launcher: Launcher, *, now: float, only: Set[str] | No
         training=training,
         attempts=_story(tasks, by_clock_of_files(look, look.attempts)),
         recommendation=look.recommendation,
-        warnings=(*(f"{damaged.message}; {damaged.hint}" for damaged in look.damaged), *look.job_warnings),
+        warnings=(
+            *(f"{damaged.message}; {damaged.hint}" for damaged in look.damaged),
+            *look.job_warnings,
+            *(sent.problems(run.path / "exports") if only is None else ()),
+        ),
         notes=(*upgrades(look), *notes(result for result in look.results if isinstance(result, Measured))),
         rehearsal=look.rehearsals[-1] if look.rehearsals and only is None else None,
         evaluations=tuple(look.training(training.signature).evaluations()) if training is not None else (),

@@ -12,6 +12,7 @@ from tula_cli.run.records.inspections import Inspection
 from tula_cli.run.records.probes import Failed, Measured
 from tula_cli.services import status
 from tula_cli.services.events import Event, JobsProgress, Planned, WarningEvent, Work
+from tula_cli.services.exporting.automatic import beside
 from tula_cli.services.progress import job_status
 from tula_cli.services.status import RunStatus
 from tula_cli.spec.job import JobSpec
@@ -118,8 +119,10 @@ def wait_for(run: RunDir, launcher: Launcher, jobs: Sequence[str], wait_policy: 
         Pending: the time to wait is over, they are not.
     """
     now = None
-    for now in status.watch(run, launcher, jobs, timeout=wait_policy.timeout):
-        yield JobsProgress(now)
+    watched = status.watch(run, launcher, jobs, timeout=wait_policy.timeout)
+    for event in beside(run, jobs, map(JobsProgress, watched)):
+        now = event.status if isinstance(event, JobsProgress) else now
+        yield event
     assert now is not None
     own = [job for job in now.jobs if job.id in jobs]
     if left := [f"{job.id} ({job.state})" for job in own if job.state in job_status.ACTIVE]:

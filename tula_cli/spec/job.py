@@ -12,6 +12,7 @@ from tula_cli.presets import DIVIDING
 from tula_cli.spec.ags import Ags, Auto, divided
 from tula_cli.spec.kinds import Section
 from tula_cli.spec.merge import merge
+from tula_cli.spec.parts.of_export import Export
 from tula_cli.spec.parts.of_search import Search
 from tula_cli.spec.resources import UNPRICED, Cluster, NodeType, Pricing, TypeName
 from tula_cli.spec.scripts import section
@@ -42,6 +43,7 @@ class JobSpec(Section):
     cluster: Cluster = Cluster()
     pricing: Pricing = UNPRICED  # without it cost is a number of node-hours
     node_types: dict[TypeName, NodeType] = {}  # each is measured for itself; the choice is made over all
+    export: list[Export] = []  # trackers that a run is sent to while jobs run; tula export sends by hand
 
     @model_validator(mode="before")
     @classmethod
@@ -53,6 +55,8 @@ class JobSpec(Section):
     @model_serializer(mode="wrap")
     def _written(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
         content: dict[str, Any] = handler(self)
+        if not self.export:  # as before there was such a section
+            content.pop("export", None)
         if self.script is not None:
             return section.told(content)
         content.pop("script", None)
@@ -166,6 +170,13 @@ class JobSpec(Section):
         if len(names := [name for each in self.node_types for name in self._named(each)]) > len(set(names)):
             raise ValueError(f"node_types and search.gpus_per_node come to the same name more than once: {names}")
         return self
+
+    @property
+    def exports(self) -> tuple[Export, ...]:
+        """The trackers; `train.tensorboard` is one that the job itself writes to."""
+        board = Export(to="tensorboard", by="job")
+        own = self.train.tensorboard and not any(one.to == board.to and one.uri is None for one in self.export)
+        return (*self.export, *([board] if own else []))
 
     @property
     def task_per_node(self) -> bool:

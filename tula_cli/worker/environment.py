@@ -3,7 +3,6 @@
 import json
 import os
 import platform
-import re
 from collections.abc import Iterable, Mapping
 
 import torch
@@ -11,6 +10,7 @@ import torchvision
 
 from tula_cli.host.processor import processor_name
 from tula_cli.run.records.probes import Environment, Host
+from tula_cli.run.source.keys import may_be_secret
 from tula_cli.spec.resources import Cluster
 from tula_cli.version import __version__
 from tula_cli.worker import nccl
@@ -24,8 +24,6 @@ RECORDED = (
     "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE", "TORCH_NCCL_",
 )  # fmt: skip
 """How the names of environment variables begin that are kept; all others may hold secrets."""
-_SECRET_NAME = re.compile(r"TOKEN|SECRET|PASSW|API_?KEY|ACCESS_?KEY|CREDENTIAL|JWT", re.IGNORECASE)
-_SECRET_VALUE = re.compile(r"://[^/@\s]*:[^/\s]*@")  # a URL with a password
 
 
 def environment(ranks: Ranks, *, workers: int | None = None) -> Environment:
@@ -91,10 +89,7 @@ def recorded(environ: Mapping[str, str]) -> dict[str, str]:
     return {
         name: value
         for name, value in sorted(environ.items())
-        if name.startswith(RECORDED)
-        and not name.startswith(left_out)
-        and not _SECRET_NAME.search(name)
-        and not _SECRET_VALUE.search(value)
+        if name.startswith(RECORDED) and not name.startswith(left_out) and not may_be_secret(name, value)
     }
 
 

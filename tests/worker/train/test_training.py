@@ -173,14 +173,6 @@ def test_that_ags_hardly_acts_is_said_once(tmp_path: Path, alone: Ranks) -> None
     assert said["epoch"] > 1 and "delta" in said["message"], "one epoch has six steps, too few to judge by"
 
 
-def test_tensorboard_files_are_written_when_asked(alone: Ranks, run: RunDir) -> None:
-    plain, asked = train_task(spec()), train_task(spec(train={"tensorboard": True}), signature="asked")
-    train(run, alone, plain)
-    train(run, alone, asked)
-    assert not (run.training(plain.signature).path / "tensorboard").exists()
-    assert list((run.training("asked").path / "tensorboard").glob("events.out.tfevents.*"))
-
-
 # --- the prediction
 
 

@@ -15,6 +15,7 @@ from tula_cli.services.compare import ComparePlan, Grid
 from tula_cli.services.comparison import accuracy, scripted, trainings
 from tula_cli.services.comparison.accuracy import CompareReport
 from tula_cli.services.events import ComparePlanned, ComparisonProgress, Note, WarningEvent, Work
+from tula_cli.services.exporting.automatic import beside
 from tula_cli.services.recommendation.beyond.site_charges import billed
 from tula_cli.services.train import part as part_to_train
 from tula_cli.services.waiting import Dependencies, WaitPolicy, allow, doubts_of_new
@@ -182,13 +183,13 @@ def _train(
     run = part.run
     try:
         if part.spec.cluster.kind == "local":
-            for progress in trainings.one_by_one(run, plan, launcher, inspect=dependencies.inspect):
-                yield ComparisonProgress(progress)
+            one_by_one = trainings.one_by_one(run, plan, launcher, inspect=dependencies.inspect)
+            yield from beside(run, None, map(ComparisonProgress, one_by_one))
             return
         jobs = yield from _submit(run, plan, launcher, dependencies)
         if wait_policy.waits(part.spec):
-            for progress in trainings.wait_for_all(run, plan, launcher, jobs):
-                yield ComparisonProgress(progress)
+            together = trainings.wait_for_all(run, plan, launcher, jobs)
+            yield from beside(run, None, map(ComparisonProgress, together))
     except KeyboardInterrupt:
         hint = f"the same command attaches to it and goes on; tula cancel {words.near(run.path)} ends it"
         message = "interrupted; what is trained stays, and what runs goes on"

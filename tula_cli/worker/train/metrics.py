@@ -28,24 +28,17 @@ class Metrics:
         self.path = run.training(task.signature).metrics_path
         self.run, self.task, self.first, self.samples = run, task, first, samples
         self.steps = StepFile(run.training(task.signature))  # of every one
-        self._board: Any = None
 
     def __enter__(self) -> "Metrics":
         if self.first:
             self._cut()
             self.steps.resume(self.samples)
-            if self.task.spec.train.tensorboard:
-                from torch.utils.tensorboard import SummaryWriter
-
-                self._board = SummaryWriter(str(self.path.parent / "tensorboard"), purge_step=self.samples + 1)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.steps.add([], close=True)  # also of a training that has broken down: its last steps tell why
-        if self._board is not None:
-            self._board.close()
 
     def _cut(self) -> None:
         if self.path.exists():
@@ -57,10 +50,6 @@ class Metrics:
             return
         row = {"kind": kind, "time": time.time(), "samples": position.samples, "epoch": epoch, **_plain(values)}
         append_json_line(self.path, row)
-        if self._board is not None:
-            for name, value in values.items():
-                if isinstance(value, int | float) and not isinstance(value, bool):
-                    self._board.add_scalar(f"{kind}/{name}", value, position.samples)
 
 
 def step_time_of(rows: Iterable[dict[str, Any]], place: tuple[int, int, int]) -> float | None:

@@ -1,0 +1,129 @@
+"""What is sent without `tula export`: beside a command that waits, and beside a training."""
+
+import json
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from make_runs import (
+    START,
+    FakeLauncher,
+    add_measured,
+    add_probes,
+    add_training,
+    attempt,
+    metrics,
+    summary,
+    train_result,
+)
+from make_runs import spec as toy_spec
+
+from tula_cli.cluster.watching.job_exports import exporting
+from tula_cli.host.leftovers import MARK
+from tula_cli.run.directory import RunDir
+from tula_cli.services.events import WarningEvent, follow
+from tula_cli.services.waiting import WaitPolicy, wait_for
+
+JOB = "train-ab12cd34"
+
+
+def run_with(tmp_path: Path, **changes: Any) -> RunDir:
+    return RunDir.create(tmp_path, toy_spec(**changes))
+
+
+def training(run: RunDir) -> None:
+    """Add a training that is over."""
+    add_training(run, rows=metrics())
+    run.write_attempt(attempt(f"{JOB}-1", end=START + 90))
+    run.write_train_result(train_result())
+    run.write_summary(summary())
+
+
+def events(run: RunDir) -> list[str]:
+    """Return what has event files below the run's own folder of TensorBoard."""
+    return sorted(path.parent.name for path in (run.path / "exports" / "tensorboard").rglob("events.out.tfevents.*"))
+
+
+def waited(run: RunDir, *jobs: str) -> list[str]:
+    """Wait for jobs as a command does; return its warnings."""
+    told: list[Any] = []
+    follow(wait_for(run, FakeLauncher(says=dict.fromkeys(jobs, "ended")), jobs, WaitPolicy()), told.append)
+    return [event.text for event in told if isinstance(event, WarningEvent)]
+
+
+def test_a_command_that_waits_sends_what_is_new(tmp_path: Path) -> None:
+    run = run_with(tmp_path, export=[{"to": "tensorboard", "every": 1}])
+    training(run)
+    assert waited(run, JOB) == []
+    assert set(events(run)) == {"run", JOB}
+
+
+def test_probes_on_this_machine_are_sent_when_they_are_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are timed: nothing shares the cores with them."""
+    run = run_with(tmp_path, export=[{"to": "tensorboard"}])
+    job = add_probes(run, 1, (32,))
+    started = []
+    begin = FakeLauncher.states
+
+    def states(self: FakeLauncher, *arguments: Any) -> Any:
+        started.append((run.path / "exports").exists())
+        add_measured(run, 1, 32)
+        return begin(self, *arguments)
+
+    monkeypatch.setattr(FakeLauncher, "states", states)
+    assert waited(run, job) == []
+    assert started[0] is False and events(run) == ["probe-n001-l000032", "run"]
+
+
+def test_a_tracker_that_fails_is_a_warning_and_no_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "broken_tracker.py").write_text("def make(uri, project):\n    raise ZeroDivisionError('of mine')\n")
+    exports = [{"to": "tensorboard", "uri": str(tmp_path / "file")}]
+    run = run_with(tmp_path, export=exports)
+    training(run)
+    (told,) = waited(run, JOB)
+    assert told.startswith("export: tensorboard: cannot write") and "tula export sends what was missed" in told
+    own = run_with(tmp_path / "own", export=[{"to": "broken_tracker:make"}])
+    training(own)
+    (told,) = waited(own, JOB)
+    assert (
+        "it has ended with 1" in told and "ZeroDivisionError: of mine" in (own.path / "exports/export.log").read_text()
+    )
+
+
+def test_nothing_is_started_where_nothing_is_asked_for(tmp_path: Path) -> None:
+    run = run_with(tmp_path, export=[{"to": "tensorboard", "by": "job"}])
+    training(run)
+    assert waited(run, JOB) == [] and not (run.path / "exports").exists()
+
+
+def test_a_training_sends_by_itself_where_that_is_asked_for(tmp_path: Path) -> None:
+    """`train.tensorboard` is one way to ask for it; no command waits, and the rows come while it is under way."""
+    run = run_with(tmp_path, train={"epochs": 4, "tensorboard": True})
+    add_training(run, rows=metrics()[:2])
+    run.write_attempt(attempt(f"{JOB}-1"))
+    path = run.training("ab12cd34").metrics_path
+    with exporting(run, f"{JOB}-1", {**os.environ, MARK: "x"}, leader=True):
+        deadline = time.monotonic() + 60
+        while JOB not in events(run) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        path.write_text("".join(json.dumps(row) + "\n" for row in metrics()))
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    found = EventAccumulator(str(run.path / "exports" / "tensorboard" / run.id / JOB))
+    found.Reload()
+    assert [one.step for one in found.Scalars("train/loss")] == [640, 1280], "and the newest one when it is over"
+    assert (run.path / "exports" / "job.log").read_text() == ""
+
+
+@pytest.mark.parametrize(("leader", "job"), [(False, f"{JOB}-1"), (True, "probe-n001"), (True, "nothing")])
+def test_followers_and_probes_send_nothing(tmp_path: Path, leader: bool, job: str) -> None:
+    run = run_with(tmp_path, train={"epochs": 4, "tensorboard": True})
+    training(run)
+    add_probes(run, 1, (32,))
+    with exporting(run, job, os.environ, leader=leader):
+        pass
+    assert not (run.path / "exports").exists()

@@ -1,0 +1,40 @@
+from typing import Any
+
+import pytest
+from make_runs import spec
+
+from tula_cli.errors import SpecError
+from tula_cli.spec.load import dump_yaml, load_spec
+from tula_cli.spec.signature import signature, train_signature
+
+
+def test_trackers_change_neither_measurements_nor_weights_and_stand_where_they_are_asked_for(tmp_path: Any) -> None:
+    plain, asked = spec(), spec(export=[{"to": "mlflow", "uri": "http://host:5000"}])
+    assert signature(plain) == signature(asked)
+    assert train_signature(plain, nodes=1, batch=64) == train_signature(asked, nodes=1, batch=64)
+    assert "export" not in dump_yaml(plain), "an older tula reads that"
+    (tmp_path / "job.yaml").write_text(dump_yaml(asked))
+    assert load_spec(tmp_path / "job.yaml").export == asked.export
+
+
+def test_tensorboard_in_section_train_is_a_tracker_that_the_job_writes_to() -> None:
+    train = {"epochs": 4, "tensorboard": True}
+    assert [(one.to, one.by) for one in spec(train=train).exports] == [("tensorboard", "job")]
+    both = spec(train=train, export=[{"to": "tensorboard"}])
+    assert [(one.to, one.by) for one in both.exports] == [("tensorboard", "command")], "not twice into one folder"
+    assert spec().exports == ()
+
+
+@pytest.mark.parametrize(
+    ("entry", "words"),
+    [
+        ({"to": "tensorbord"}, "did you mean tensorboard"),
+        ({"to": "mlflow", "uri": "https://me:secret@host"}, "name or password does not belong into the address"),
+        ({"to": "mlflow", "every": 0.5}, "greater than or equal to 1"),
+        ({"to": "mlflow", "when": "always"}, "when"),
+    ],
+)
+def test_what_is_wrong_in_an_entry_is_told(entry: dict[str, Any], words: str) -> None:
+    with pytest.raises(SpecError) as told:
+        spec(export=[entry])
+    assert words in str(told.value)

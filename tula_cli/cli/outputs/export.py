@@ -1,0 +1,58 @@
+"""`tula export`."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from tula_cli.cli.options import RUNS, MaybeRun, Root
+from tula_cli.cli.runs import find_run
+from tula_cli.cli.waiting import done
+from tula_cli.errors import TrackerError
+from tula_cli.show.outputs import export as show_export
+from tula_cli.show.screen import Screen
+
+
+def export(
+    screen: Screen,
+    target: Annotated[
+        Path | None, typer.Argument(metavar="[RUN]", readable=False, help="The run; else as by --run.")
+    ] = None,
+    named: MaybeRun = None,
+    root: Root = RUNS,
+    to: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="TRACKER",
+            help="mlflow, wandb, tensorboard, or package.module:callable; else those of section export. May be repeated.",
+        ),
+    ] = None,
+    uri: Annotated[
+        str | None,
+        typer.Option(
+            metavar="PLACE", help="A tracking URI, an address, or a folder; else the tracker's own, or the run."
+        ),
+    ] = None,
+    project: Annotated[
+        str | None, typer.Option(metavar="NAME", help="MLflow's experiment, W&B's project; else the job's name.")
+    ] = None,
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on while jobs run.")] = False,
+    every: Annotated[
+        float | None, typer.Option(min=1, metavar="SECONDS", help="Between two looks (default: 30).")
+    ] = None,
+) -> None:
+    """Send a run's parameters, probes, recommendation and trainings to MLflow, Weights & Biases or TensorBoard.
+
+    What was sent before is not sent again.
+    """
+    from tula_cli.services.exporting import export as service
+
+    run = find_run(screen, target or named, root)
+    trackers = service.asked(run.spec(), to or [], uri=uri, project=project)
+    found = done(screen, service.export(run, trackers, follow=follow, every=every))
+    screen.answer(found, show_export.exported(found))
+    if failed := [one for one in found if one.problem]:
+        raise TrackerError(
+            f"not all was sent to {', '.join(one.to for one in failed)}: {failed[0].problem}",
+            "the same command sends what was missed",
+        )

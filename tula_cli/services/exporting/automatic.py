@@ -1,0 +1,106 @@
+"""Sending a run to the trackers of its job file while a command waits: in a process of its own, so that none can hold it up."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+
+from tula_cli.run.directory import RunDir
+from tula_cli.run.files import open_to_add
+from tula_cli.run.records.tasks import TrainTask
+from tula_cli.services.events import Event, WarningEvent
+from tula_cli.services.exporting.destination import FOLDER
+
+PATIENCE = 60.0
+"""Seconds that a command waits at its end for what is still to be sent."""
+
+
+class Beside:
+    """What sends a run while a command waits for jobs of it.
+
+    Probes on this machine are timed: there it sends when they are over, not while they share the cores with it.
+
+    Args:
+        run: the run, or the part of it whose jobs are waited for.
+        jobs: these; None for trainings, of which some may not be submitted yet.
+    """
+
+    def __init__(self, run: RunDir, jobs: Sequence[str] | None) -> None:
+        self.run = run
+        self.process: subprocess.Popen[bytes] | None = None
+        spec = run.spec()
+        self.wanted = any(one.by == "command" for one in spec.exports)
+        self.later = self.wanted and spec.cluster.kind == "local" and not _train(run, jobs)
+        self.told = b""
+        if self.wanted and not self.later:
+            self._start()
+
+    @property
+    def log(self) -> Path:
+        """What the trackers' own libraries say."""
+        return self.run.path / FOLDER / "export.log"
+
+    def _start(self, *how: str) -> None:
+        words = [sys.executable, "-m", "tula_cli.services.exporting", str(self.run.path.absolute()), "command", *how]
+        with open_to_add(self.log) as log:
+            self.process = subprocess.Popen(
+                words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, start_new_session=True
+            )
+        assert self.process.stdout is not None
+        os.set_blocking(self.process.stdout.fileno(), False)
+
+    def news(self) -> Iterator[WarningEvent]:
+        """Yield what has gone wrong since the last call: nothing of it is an error of the command's."""
+        if self.process is None or self.process.stdout is None:
+            return
+        self.told += self.process.stdout.read() or b""
+        *lines, self.told = self.told.split(b"\n")
+        for line in lines:
+            yield WarningEvent(f"export: {line.decode(errors='replace')}; tula export sends what was missed")
+
+    def end(self, *, patience: float = PATIENCE) -> Iterator[WarningEvent]:
+        """Let it send what is left, and yield what went wrong.
+
+        Args:
+            patience: seconds to wait; then it goes on by itself to the end of its last look.
+        """
+        if self.later:
+            self._start("once")
+        if self.process is None or self.process.stdin is None:
+            return
+        self.process.stdin.close()
+        try:
+            code = self.process.wait(patience)
+        except subprocess.TimeoutExpired:
+            yield WarningEvent(f"export: it is still sending after {patience:.0f} s, and goes on by itself")
+            return
+        found = list(self.news())
+        yield from found
+        if code and not found:
+            yield WarningEvent(
+                f"export: it has ended with {code}, {self.log} tells why; tula export sends what was missed"
+            )
+
+
+def _train(run: RunDir, jobs: Sequence[str] | None) -> bool:
+    """Return whether one of the jobs trains."""
+    return jobs is None or any(isinstance(task, TrainTask) and task.job in jobs for task in run.tasks())
+
+
+def beside(run: RunDir, jobs: Sequence[str] | None, waiting: Iterable[Event]) -> Iterator[Event]:
+    """Yield the events of waiting, and between them what goes wrong in sending the run meanwhile.
+
+    Args:
+        run, jobs: as of `Beside`.
+        waiting: for the jobs.
+    """
+    trackers = Beside(run, jobs)
+    try:
+        for event in waiting:
+            yield event
+            yield from trackers.news()
+    except BaseException:
+        list(trackers.end(patience=0.0))  # it looks once more, and nobody waits for that
+        raise
+    yield from trackers.end()

@@ -1,0 +1,112 @@
+"""Where a run is sent to: which exporter, of which tracker, and the file in the run that remembers it."""
+
+import importlib
+import os
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from tula_cli.errors import SpecError, TrackerError
+from tula_cli.plugins import load
+from tula_cli.services.exporting.exporter import Exporter
+from tula_cli.services.exporting.sent import digest
+from tula_cli.spec.parts.of_export import TRACKERS, without_password
+
+FOLDER = "exports"
+"""Of a run: what was sent to trackers, and the files of those that need no server."""
+_HERE = "tula_cli.services.exporting"
+_BUILTINS = {
+    "mlflow": f"{_HERE}.mlflow_runs:exporter",
+    "wandb": f"{_HERE}.wandb_runs:exporter",
+    "tensorboard": f"{_HERE}.tensorboard_runs:exporter",
+}
+_PACKAGES = {"mlflow": "mlflow-skinny", "wandb": "wandb", "tensorboard": "tensorboard"}
+
+
+@dataclass(frozen=True)
+class Destination:
+    """A tracker, and the place and the project there."""
+
+    to: str
+    uri: str  # resolved: no relative path
+    project: str
+
+    @property
+    def name(self) -> str:
+        """What the files that remember it are called."""
+        word = self.to if self.to in TRACKERS else re.sub(r"\W+", "_", self.to)
+        return f"{word}-{digest([self.to, self.uri, self.project])[:8]}"
+
+    @property
+    def words(self) -> str:
+        return f"{self.to} at {self.uri}"
+
+    def record(self, run: Path) -> Path:
+        """Return the file of a run that tells what was sent."""
+        return run / FOLDER / f"{self.name}.json"
+
+    def exporter(self) -> Exporter:
+        """Return what sends there.
+
+        Raises:
+            TrackerError: its package is not installed, or it does not answer.
+            SpecError: there is no such module or callable of the user's own.
+        """
+        if self.to not in _BUILTINS:
+            return called(load(self.to, {}, kind="exporter"), self)
+        module, _, attribute = _BUILTINS[self.to].partition(":")
+        try:
+            make = getattr(importlib.import_module(module), attribute)
+        except ModuleNotFoundError as error:
+            package = _PACKAGES[self.to]
+            raise TrackerError(
+                f"{self.to}: there is no package {error.name}",
+                f"pip install 'tula-cli[trackers]' (or {package}); tula export sends what was missed",
+            ) from error
+        return called(make, self)
+
+
+def called(make: Callable[..., Exporter], destination: Destination) -> Exporter:
+    """Return the exporter that a callable makes of a place and a project."""
+    if not callable(make):
+        raise SpecError(f"exporter {destination.to!r} is no callable", "it is called with uri=... and project=...")
+    return make(uri=destination.uri, project=destination.project)
+
+
+def destination(
+    to: str, *, uri: str | None, project: str | None, run: Path, job: str, environ: Mapping[str, str] = os.environ
+) -> Destination:
+    """Return where to send a run.
+
+    Args:
+        to: mlflow, wandb, tensorboard, or an import string.
+        uri: the place; None for the tracker's own default, a folder or database in the run.
+        project: None for the job's name.
+        run: the run directory.
+        job: the job's name.
+        environ: where trackers look for their own settings.
+
+    Raises:
+        SpecError: the place holds a password.
+    """
+    try:
+        found = without_password(uri) if uri else _default(to, run / FOLDER, environ)
+    except ValueError as error:
+        raise SpecError(f"--uri: {error}") from None
+    return Destination(to, _absolute(to, found), project or job)
+
+
+def _default(to: str, folder: Path, environ: Mapping[str, str]) -> str:
+    if to == "mlflow":
+        return without_password(environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{folder / 'mlflow.db'}")
+    return str(folder / to) if to in TRACKERS else ""
+
+
+def _absolute(to: str, uri: str) -> str:
+    """Return a place that means the same from every folder."""
+    if uri.startswith("sqlite:///") and not uri.startswith("sqlite:////"):
+        return f"sqlite:///{Path(uri.removeprefix('sqlite:///')).absolute()}"
+    if "://" in uri or to not in TRACKERS or (to == "mlflow" and uri.startswith("databricks")):
+        return uri
+    return str(Path(uri).expanduser().absolute())

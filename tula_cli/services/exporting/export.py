@@ -1,0 +1,242 @@
+"""Sending a run to trackers: once, or for as long as its jobs run."""
+
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+from pydantic import ValidationError
+
+from tula_cli import words
+from tula_cli.cluster import launcher
+from tula_cli.errors import Interruption, SpecError, TrackerError
+from tula_cli.run.directory import Part, RunDir
+from tula_cli.run.jobfile import begun
+from tula_cli.services import status
+from tula_cli.services.events import Event, Note, WarningEvent, Work
+from tula_cli.services.exporting.destination import Destination, destination
+from tula_cli.services.exporting.sending import Counted, Session
+from tula_cli.spec.job import JobSpec
+from tula_cli.spec.parts.of_export import Export
+
+LONGEST_PAUSE = 600.0
+"""Seconds between two tries of a tracker that does not answer, at most."""
+
+
+@dataclass(frozen=True)
+class Exported:
+    """What was sent to one tracker."""
+
+    to: str
+    uri: str
+    project: str
+    runs: int  # there by now: the run itself, its probes and its trainings
+    new_runs: int
+    new_points: int
+    files: int  # sent in this call
+    problem: str = ""  # why it was given up; empty where all was sent
+
+
+@dataclass
+class _Target:
+    """A tracker and the parts of the run that are sent there."""
+
+    place: Destination
+    sessions: list[Session]
+    every: float
+    counted: Counted
+    problem: str = ""
+    again: float = 0.0  # moment of the next look
+    pause: float = 0.0
+
+    def look(self, active: Callable[[Part], bool]) -> Iterator[Event]:
+        """Send what is new; an error is told once."""
+        try:
+            for session in self.sessions:
+                found = session.look(active=active(session.part))
+                self.counted = self.counted + found
+            self.problem, self.pause = "", self.every
+        except TrackerError as error:
+            if error.message != self.problem:
+                yield WarningEvent(f"{error.message}; {error.hint}" if error.hint else error.message)
+            self.problem, self.pause = error.message, min(LONGEST_PAUSE, 2 * max(self.pause, self.every))
+
+    def close(self) -> None:
+        for session in self.sessions:
+            session.close()
+
+    @property
+    def exported(self) -> Exported:
+        runs = sum(len(session.runs) for session in self.sessions)
+        place, found = self.place, self.counted
+        return Exported(place.to, place.uri, place.project, runs, found.runs, found.points, found.files, self.problem)
+
+
+def asked(
+    spec: JobSpec, to: Sequence[str], *, uri: str | None, project: str | None, by: str | None = None
+) -> tuple[Export, ...]:
+    """Return the trackers that are meant: those named, else those of the job file.
+
+    Args:
+        spec: the job.
+        to: trackers, or import strings, as named on the command line.
+        uri: the place of the one that is named.
+        project: there.
+        by: only those that a command, or that a job sends to.
+
+    Raises:
+        SpecError: none is named and the job has none, or what is given does not go together.
+    """
+    if not to:
+        if uri is not None or project is not None:
+            raise SpecError("--uri and --project need --to, the tracker that they are of")
+        found = tuple(one for one in spec.exports if by in (None, one.by))
+        if not found and by is None:
+            raise SpecError(
+                "nothing says where to", "add --to mlflow, wandb or tensorboard, or a section export to job.yaml"
+            )
+        return found
+    if len(to) > 1 and (uri is not None or project is not None):
+        raise SpecError("--uri and --project are of one tracker, and --to names several")
+    try:
+        return tuple(Export(to=one, uri=uri, project=project) for one in to)
+    except ValidationError as error:
+        told = error.errors()[0]["msg"].removeprefix("Value error, ")
+        raise SpecError(f"--to or --uri: {told.removeprefix('to: ')}") from None
+
+
+def export(
+    run: RunDir,
+    trackers: Iterable[Export],
+    *,
+    follow: bool = False,
+    every: float | None = None,
+    active: Callable[[Part], bool] | None = None,
+    stop: Callable[[], bool] = lambda: False,
+    reports: Callable[[Part], tuple[Path, ...]] = lambda _: (),
+    sleep: Callable[[float], None] = time.sleep,
+) -> Work[tuple[Exported, ...]]:
+    """Send what is new of a run, and its parts, to trackers.
+
+    Args:
+        run: the run.
+        trackers: where to.
+        follow: go on while its jobs run.
+        every: seconds between two looks; None for those of each tracker.
+        active: whether a job of a part is queued or running; None asks the scheduler.
+        stop: whether to look once more and end.
+        reports: writes a report on a part and returns its files, which are sent where they have changed; called at each look.
+        sleep: waits for some seconds.
+
+    Raises:
+        TulaError: the run cannot be read or written; another process sends it there.
+        Interruption: Ctrl-C while it follows.
+    """
+    spec = run.spec()
+    parts = begun(run, spec)
+    asks = active or _seldom(status_of)
+    targets = [_target(run, spec, parts, one, every, reports) for one in trackers]
+    with ExitStack() as held:
+        for target in targets:
+            owners = [held.enter_context(session.held()) for session in target.sessions]
+            target.problem = next((_taken(target.place, owner) for owner in owners if owner), "")
+        busy = [target for target in targets if target.problem]
+        targets = [target for target in targets if not target.problem]
+        if busy and not targets:
+            raise TrackerError(busy[0].problem, "nothing is missed: the next export sends what is new")
+        for target in busy:
+            yield WarningEvent(target.problem)
+        try:
+            yield from _looks(targets, parts, asks, follow=follow, stop=stop, sleep=sleep)
+        except KeyboardInterrupt:
+            raise Interruption("interrupted; what was sent is written down, and the next export goes on") from None
+        finally:
+            yield from _closed(targets)
+    return tuple(target.exported for target in (*targets, *busy))
+
+
+def _taken(place: Destination, owner: str) -> str:
+    return f"{place.words}: another process sends this run there ({owner})"
+
+
+def _looks(
+    targets: Sequence[_Target],
+    parts: Sequence[Part],
+    asks: Callable[[Part], bool],
+    *,
+    follow: bool,
+    stop: Callable[[], bool],
+    sleep: Callable[[float], None],
+) -> Iterator[Event]:
+    began, told = time.monotonic(), float("-inf")
+    while True:
+        last = stop() or not follow or not any(asks(part) for part in parts)
+        now = time.monotonic()
+        for target in targets:
+            if last or now >= target.again:
+                yield from target.look(asks)
+                target.again = now + target.pause
+        if last:
+            return
+        if now - told >= words.pause(now - began):
+            told = now
+            yield Note(_words(targets))
+        _sleep_until(min(target.again for target in targets), stop, sleep)
+
+
+def _sleep_until(moment: float, stop: Callable[[], bool], sleep: Callable[[float], None]) -> None:
+    while not stop() and (left := moment - time.monotonic()) > 0:
+        sleep(min(1.0, left))
+
+
+def _closed(targets: Sequence[_Target]) -> Iterator[Event]:
+    for target in targets:
+        try:
+            target.close()
+        except TrackerError as error:
+            if not target.problem:
+                target.problem = error.message
+                yield WarningEvent(error.message)
+
+
+def _words(targets: Sequence[_Target]) -> str:
+    return "; ".join(f"{words.plural(one.counted.points, 'point')} sent to {one.place.to}" for one in targets)
+
+
+def _target(
+    run: RunDir,
+    spec: JobSpec,
+    parts: Sequence[Part],
+    one: Export,
+    every: float | None,
+    reports: Callable[[Part], tuple[Path, ...]],
+) -> _Target:
+    place = destination(one.to, uri=one.uri, project=one.project, run=run.path.absolute(), job=spec.name)
+    sessions = [Session(part, _name(run, part), place, reports) for part in parts]
+    return _Target(place, sessions, every or one.every, Counted())
+
+
+def _name(run: RunDir, part: Part) -> str:
+    return run.id if part.name is None else f"{run.id}-{part.name}"
+
+
+def status_of(part: Part) -> bool:
+    """Return whether a job of a part is queued or running; the scheduler is asked."""
+    own = launcher.launcher_for(part.spec, submits=False)
+    return status.snapshot(part.run, own, now=time.time()).active()
+
+
+def _seldom(ask: Callable[[Part], bool]) -> Callable[[Part], bool]:
+    """Return the same question, asked of the scheduler no more often than `tula status --watch` would."""
+    known: dict[Path, tuple[float, bool]] = {}
+
+    def asked_of(part: Part) -> bool:
+        at, answer = known.get(part.run.path, (float("-inf"), False))
+        pause = status.POLL[part.spec.cluster.kind][0]
+        if time.monotonic() - at >= pause:
+            at, answer = time.monotonic(), ask(part)
+            known[part.run.path] = at, answer
+        return answer
+
+    return asked_of

@@ -1,0 +1,180 @@
+"""MLflow: tula's run, and its probes and trainings as runs nested in it, by MlflowClient of mlflow or mlflow-skinny."""
+
+import contextlib
+import os
+import re
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import islice
+from pathlib import Path
+from typing import Any, TypeVar
+from urllib.parse import urlsplit
+
+from tula_cli.errors import TrackerError
+from tula_cli.services.exporting.exporter import Described, Point, Scalar, State
+
+# A tool that only writes has nothing to tell of its use; and a server that is down is tried again by the next look.
+for _name, _value in (
+    ("MLFLOW_DISABLE_TELEMETRY", "true"),
+    ("MLFLOW_LOGGING_LEVEL", "WARNING"),
+    ("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "2"),
+    ("MLFLOW_HTTP_REQUEST_TIMEOUT", "30"),
+    ("MLFLOW_ALLOW_FILE_STORE", "true"),  # who names a folder means it
+):
+    os.environ.setdefault(_name, _value)
+
+from mlflow.entities import Metric, Param, RunTag  # noqa: E402 - it reads these when it is imported
+from mlflow.exceptions import MlflowException  # noqa: E402
+from mlflow.tracking import MlflowClient  # noqa: E402
+
+T = TypeVar("T")
+_METRICS, _OTHERS = 1000, 100
+"""Of one call, at most."""
+_LONGEST = 500
+"""Characters of a value that every version of a server takes."""
+_STATES = {"running": "RUNNING", "finished": "FINISHED", "failed": "FAILED", "killed": "KILLED"}
+
+
+class MlflowRun:
+    """A run of MLflow. What was logged stays there: points that are trained again are not sent again."""
+
+    def __init__(self, client: MlflowClient, run_id: str, *, after: int | None, torn: bool) -> None:
+        self.client, self._id = client, run_id
+        self.given: dict[str, str] = {}  # parameters: they cannot be changed
+        self.there: dict[
+            str, int
+        ] = {}  # newest step of each metric, where it may be more than what is known to be sent
+        with _told():
+            found = client.get_run(run_id).data
+            self.given = dict(found.params)
+            if torn:
+                self.there = {name: self._newest_step(name) for name in found.metrics}
+        self.after = after
+
+    @property
+    def id(self) -> str:
+        return self._id
+
+    def _newest_step(self, metric: str) -> int:
+        return max((one.step for one in self.client.get_metric_history(self._id, metric)), default=-1)
+
+    def params(self, values: Mapping[str, Scalar]) -> None:
+        words = {_key(name): _words(value) for name, value in values.items()}
+        new = [Param(name, value) for name, value in words.items() if name not in self.given]
+        with _told():
+            for some in _chunks(new, _OTHERS):
+                self.client.log_batch(self._id, params=some)
+        self.given |= {param.key: param.value for param in new}
+        self.tags({f"param.{name}": value for name, value in words.items() if self.given[name] != value})
+
+    def tags(self, values: Mapping[str, str]) -> None:
+        with _told():
+            for some in _chunks([RunTag(_key(name), value[:_LONGEST]) for name, value in values.items()], _OTHERS):
+                self.client.log_batch(self._id, tags=some)
+
+    def points(self, points: Sequence[Point]) -> None:
+        metrics = (
+            Metric(_key(name), value, round(1000 * point.time), point.samples)
+            for point in points
+            for name, value in point.values.items()
+            if point.samples > self.there.get(_key(name), -1)
+        )
+        with _told():
+            for some in _chunks(metrics, _METRICS):
+                self.client.log_batch(self._id, metrics=some)
+
+    def summary(self, values: Mapping[str, float], *, at: Point | None) -> None:
+        step, now = at.samples if at else 0, round(1000 * time.time())
+        with _told():
+            for some in _chunks([Metric(_key(name), value, now, step) for name, value in values.items()], _METRICS):
+                self.client.log_batch(self._id, metrics=some)
+
+    def rewind(self, samples: int) -> bool:
+        del samples
+        return False
+
+    def artifact(self, path: Path) -> None:
+        with _told():
+            self.client.log_artifact(self._id, str(path))
+
+    def close(self, state: State, *, at: float) -> None:
+        with _told():
+            if state == "running":
+                self.client.update_run(self._id, status=_STATES[state])
+            else:
+                self.client.set_terminated(self._id, _STATES[state], end_time=round(1000 * at))
+
+
+class MlflowExporter:
+    """A tracking server, a database or a folder (the URI), and an experiment there (the project)."""
+
+    def __init__(self, *, uri: str, project: str) -> None:
+        local = _local_folder(uri)
+        with _told():
+            if local is not None:
+                local.mkdir(parents=True, exist_ok=True)
+            self.client = MlflowClient(tracking_uri=uri)
+            found = self.client.get_experiment_by_name(project)
+            # A local store would put files below the folder that the command happens to run in.
+            place = None if local is None else (local / "mlartifacts" / _key(project)).as_uri()
+            self.experiment = found.experiment_id if found else self.client.create_experiment(project, place)
+
+    def open(self, run: Described, *, known: str | None, after: int | None, torn: bool) -> MlflowRun:
+        if known is not None:
+            return MlflowRun(self.client, known, after=after, torn=torn)
+        tags = {"tula.run": run.group, "tula.kind": run.kind, "tula.key": run.key}
+        if run.parent is not None:
+            tags["mlflow.parentRunId"] = run.parent
+        with _told():
+            began = round(1000 * run.started)
+            made = self.client.create_run(self.experiment, start_time=began, tags=tags, run_name=run.name)
+        return MlflowRun(self.client, made.info.run_id, after=None, torn=False)
+
+
+exporter = MlflowExporter
+
+
+@contextlib.contextmanager
+def _told() -> Iterator[None]:
+    """Raise what MLflow, its database or the network says as an error of the tracker."""
+    try:
+        yield
+    except (MlflowException, OSError) as error:
+        raise TrackerError(
+            f"mlflow: {_first(str(error))}", "what was not sent is sent by the next tula export"
+        ) from error
+    except ModuleNotFoundError as error:
+        raise TrackerError(
+            f"mlflow: there is no package {error.name}, which a database as its store needs",
+            "pip install 'tula-cli[trackers]'",
+        ) from error
+
+
+def _first(text: str) -> str:
+    """Return what of a message a person reads: its first sentence, without what went on inside of the connection."""
+    line = (text.strip().splitlines() or ["no answer"])[0].partition(" with exception ")[0]
+    return line if len(line) <= 200 else f"{line[:197]}..."
+
+
+def _chunks(items: Iterator[T] | Sequence[T], size: int) -> Iterator[list[T]]:
+    left = iter(items)
+    while some := list(islice(left, size)):
+        yield some
+
+
+def _key(name: str) -> str:
+    """Return a name of the characters that MLflow takes."""
+    return re.sub(r"[^\w\-. /]", "_", name)[:250]
+
+
+def _words(value: Any) -> str:
+    text = value if isinstance(value, str) else str(value)
+    return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 3]}..."
+
+
+def _local_folder(uri: str) -> Path | None:
+    """Return the folder of a store on this machine; None of a server."""
+    if uri.startswith("sqlite:///"):
+        return Path(uri.removeprefix("sqlite:///")).parent
+    parts = urlsplit(uri)
+    return Path(parts.path) if parts.scheme in ("", "file") and not uri.startswith("databricks") else None

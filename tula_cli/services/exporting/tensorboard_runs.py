@@ -1,0 +1,119 @@
+"""TensorBoard: event files, by the package tensorboard alone; no torch, no TensorFlow."""
+
+import json
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+from tensorboard.compat.proto.summary_pb2 import Summary
+from tensorboard.plugins.hparams import summary_v2 as hparams
+from tensorboard.plugins.text import metadata as text
+from tensorboard.summary.writer.event_file_writer import EventFileWriter
+from tensorboard.util import tensor_util
+
+from tula_cli.errors import TrackerError
+from tula_cli.services.exporting.exporter import Described, Point, Scalar, State
+
+_TABLED = 40
+"""Settings up to which a run stands in the HPARAMS table; the whole job has more, and is a text."""
+
+
+class BoardRun:
+    """A folder of event files. Points that are trained again are taken away by the mark that TensorBoard has for restarts."""
+
+    def __init__(self, folder: Path, run: Described, *, known: str | None, after: int | None) -> None:
+        self.folder, self.started = folder, run.started
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            self.writer = EventFileWriter(str(folder))
+        except OSError as error:
+            raise TrackerError(f"tensorboard: cannot write {folder}: {error.strerror}") from error
+        if known is not None and after is not None:
+            self._restart(after + 1)
+
+    @property
+    def id(self) -> str:
+        return self.folder.name
+
+    def _restart(self, samples: int) -> None:
+        """Let TensorBoard forget every point from so many samples on: of this file and those before it."""
+        mark = SessionLog(status=SessionLog.START)
+        self.writer.add_event(Event(wall_time=time.time(), step=samples, session_log=mark))
+
+    def params(self, values: Mapping[str, Scalar]) -> None:
+        self._text("parameters", _table(values))
+        if len(values) <= _TABLED:
+            self._summary(hparams.hparams_pb(dict(values), trial_id=self.id, start_time_secs=self.started), at=0)
+
+    def tags(self, values: Mapping[str, str]) -> None:
+        self._text("notes", _table(values))
+
+    def points(self, points: Sequence[Point]) -> None:
+        for point in points:
+            values = [Summary.Value(tag=name, simple_value=value) for name, value in point.values.items()]
+            self._summary(Summary(value=values), at=point.samples, wall_time=point.time)
+        self._flush()
+
+    def summary(self, values: Mapping[str, float], *, at: Point | None) -> None:
+        told = [Summary.Value(tag=f"summary/{name}", simple_value=value) for name, value in values.items()]
+        self._summary(Summary(value=told), at=at.samples if at else 0)
+
+    def rewind(self, samples: int) -> bool:
+        self._restart(samples + 1)
+        return True
+
+    def artifact(self, path: Path) -> None:
+        """TensorBoard shows no files: a text is kept as one, what is no text is left out."""
+        if path.suffix in (".md", ".txt"):
+            self._text(path.name, path.read_text(encoding="utf-8"))
+        elif path.suffix in (".yaml", ".csv"):
+            self._text(path.name, f"```\n{path.read_text(encoding='utf-8')}\n```")
+
+    def close(self, state: State, *, at: float) -> None:
+        del at  # no event tells of an end
+        if state != "running":
+            self._text("state", state)
+        self._flush()
+        self.writer.close()
+
+    def _text(self, tag: str, markdown: str) -> None:
+        value = Summary.Value(
+            tag=tag,
+            metadata=text.create_summary_metadata(display_name=tag, description=""),
+            tensor=tensor_util.make_tensor_proto([markdown.encode()]),
+        )
+        self._summary(Summary(value=[value]), at=0)
+
+    def _summary(self, summary: Summary, *, at: int, wall_time: float | None = None) -> None:
+        self.writer.add_event(Event(wall_time=wall_time or time.time(), step=at, summary=summary))
+
+    def _flush(self) -> None:
+        try:
+            self.writer.flush()
+        except OSError as error:
+            raise TrackerError(f"tensorboard: cannot write {self.folder}: {error.strerror}") from error
+
+
+def _table(values: Mapping[str, Scalar]) -> str:
+    rows = [f"| {name} | {_cell(value)} |" for name, value in values.items()]
+    return "\n".join(["| | |", "|---|---|", *rows])
+
+
+def _cell(value: Scalar) -> str:
+    return (value if isinstance(value, str) else json.dumps(value)).replace("|", "\\|").replace("\n", " ")
+
+
+class BoardExporter:
+    """A folder for `tensorboard --logdir`, with one below it for each run of tula and each of its probes and trainings."""
+
+    def __init__(self, *, uri: str, project: str) -> None:
+        del project  # a folder has none
+        self.folder = Path(uri)
+
+    def open(self, run: Described, *, known: str | None, after: int | None, torn: bool) -> BoardRun:
+        del torn  # the mark of a restart takes away what was written beyond `after`
+        return BoardRun(self.folder / run.group / run.key, run, known=known, after=after)
+
+
+exporter = BoardExporter

@@ -1,7 +1,7 @@
 """What is kept of every step of a training, and its form in steps.jsonl.
 
 A line holds neighbouring rows of one batch and of equally many steps, column by column; a column of equal values is written
-once. A row is a step: some 30 bytes. Of a long training it is more of them, so that no file has more than `MOST_ROWS` rows.
+once. A row is a step: 30 to 40 bytes. Of a long training it is more of them, so that no file has more than `MOST_ROWS` rows.
 """
 
 import json
@@ -11,9 +11,10 @@ from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Any, NamedTuple
 
-MOST_ROWS = 100_000
-"""With more of them neighbours become one: 3 to 4 MB where a row is a step, 10 MB of the longest training."""
+MOST_ROWS = 50_000
+"""With more of them neighbours become one: 2 MB where a row is a step, 5 MB of the longest training."""
 
+_COLUMNS = ("lr", "norm", "norm_low", "norm_high", "delta", "delta_low", "delta_high", "scaled", "factor", "last")
 _DIGITS = {"lr": 6, "norm": 9, "delta": 4, "scaled": 4, "factor": 5, "last": 9}
 """Significant ones. Norms are single precision, which 9 digits tell exactly."""
 
@@ -26,8 +27,7 @@ class Spread(NamedTuple):
     high: float
 
 
-@dataclass(frozen=True)
-class StepRow:
+class StepRow(NamedTuple):
     """A step, or neighbouring ones of a long training."""
 
     samples: int  # seen at the end of its last step
@@ -204,40 +204,33 @@ def _rows(line: Mapping[str, Any]) -> Iterator[StepRow]:
     if not all(isinstance(value, int) and 0 < value < 10**18 for value in told):
         return
     samples, batch, steps, count = (int(value or 0) for value in told)
-    names = ("lr", "norm", "norm_low", "norm_high", "delta", "delta_low", "delta_high", "scaled", "factor", "last")
-    found = {name: _read_column(line.get(name), count) for name in names if name in line}
-    if any(values is None for values in found.values()) or "lr" not in found or count > MOST_ROWS * 2:
+    if count > 2 * MOST_ROWS or "lr" not in line:
         return
-    empty: list[float | None] = [None] * count
-    own = {name: found.get(name) or empty for name in names}
-    for at in range(count):
-        norm, delta = (_spread(own, name, at, alone=steps == 1) for name in ("norm", "delta"))
+    found = [values for name in _COLUMNS if (values := _read_column(line.get(name), count)) is not None]
+    if len(found) < len(_COLUMNS):
+        return
+    places = range(samples, samples + count * steps * batch, steps * batch)
+    for at, row in zip(places, zip(*found, strict=True), strict=True):
+        lr, norm, low, high, delta, least, most, scaled, factor, last = row
         yield StepRow(
-            samples=samples + at * steps * batch,
+            samples=at,
             steps=steps,
             batch=batch,
-            lr=own["lr"][at] or 0.0,
-            norm=norm,
-            delta=delta,
-            scaled=own["scaled"][at],
-            factor=own["factor"][at],
-            last=norm.mean if norm and steps == 1 else own["last"][at],
+            lr=lr or 0.0,
+            norm=_same(norm) if low is None or high is None else Spread(norm or 0.0, low, high),
+            delta=_same(delta) if least is None or most is None else Spread(delta or 0.0, least, most),
+            scaled=scaled,
+            factor=factor,
+            last=norm if steps == 1 else last,
         )
 
 
 def _read_column(told: Any, count: int) -> list[float | None] | None:
-    values = told if isinstance(told, list) else [told] * min(count, 2 * MOST_ROWS)
+    """Return the values of a column of so many rows; None where it is none of a file of steps."""
+    values = told if isinstance(told, list) else [told] * count
     if len(values) != count or not all(value is None or isinstance(value, int | float) for value in values):
         return None
     return [None if value is None else float(value) for value in values]
-
-
-def _spread(own: Mapping[str, list[float | None]], name: str, at: int, *, alone: bool) -> Spread | None:
-    mean = own[name][at]
-    if mean is None or alone:
-        return _same(mean)
-    low, high = own[f"{name}_low"][at], own[f"{name}_high"][at]
-    return Spread(mean, mean if low is None else low, mean if high is None else high)
 
 
 # --- numbers

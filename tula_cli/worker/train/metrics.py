@@ -43,6 +43,7 @@ class Metrics:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self.steps.add([], close=True)  # also of a training that has broken down: its last steps tell why
         if self._board is not None:
             self._board.close()
 

@@ -5,11 +5,13 @@ sides of it; those beyond the checkpoint that a training resumes from are droppe
 """
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 from tula_cli.run.files import open_to_add, write_atomic
 from tula_cli.run.series.step_series import MOST_ROWS, StepRow, thinned, written
 from tula_cli.run.training_run import TrainingRun
+
+A_LINE = 32
+"""Rows that are written at once, so that what a line begins with is little beside them."""
 
 
 class StepFile:
@@ -24,6 +26,7 @@ class StepFile:
         self.training, self.most = training, most
         self.count = 0  # rows in the file
         self.width = 1  # steps of a row to come
+        self.held: list[StepRow] = []  # full, and not written yet
         self.open: list[StepRow] = []  # the steps of a row that is not full yet, joined
         self.last: StepRow | None = None  # where a training resumes: the newest row, with the newest norm
 
@@ -34,25 +37,25 @@ class StepFile:
         rows = [row for row in self.training.step_rows() if row.samples <= samples]
         widest = max((row.steps for row in rows), default=1)
         self.width = 2 ** (widest - 1).bit_length()
-        self.open, known = [], [row for row in rows if row.last is not None]
+        self.held, self.open, known = [], [], [row for row in rows if row.last is not None]
         # What GradScaler has skipped has no norm, and no part in the change of the next.
-        self.last = replace(known[-1], samples=rows[-1].samples) if known else None
+        self.last = known[-1]._replace(samples=rows[-1].samples) if known else None
         self._rewrite(rows)
 
     def add(self, steps: Sequence[StepRow], *, close: bool) -> None:
-        """Take steps, and write the rows that are full.
+        """Take steps, and write the rows that are full where they are enough for a line.
 
         Args:
             steps: the newest ones.
-            close: write the last row although it is not full.
+            close: write them all, the last row although it is not full.
         """
-        rows: list[StepRow] = []
         for step in steps:
-            rows += self._next(step)
+            self.held += self._next(step)
         if close and self.open:
-            rows.append(self.open.pop())
-        if not rows:
+            self.held.append(self.open.pop())
+        if not self.held or (len(self.held) < A_LINE and not close):
             return
+        rows, self.held = self.held, []
         with open_to_add(self.training.steps_path) as file:
             file.write(written(rows).encode())
         self.count += len(rows)

@@ -34,7 +34,7 @@ from tula_cli.services.comparison.rows import known_methods
 from tula_cli.services.progress import job_status
 from tula_cli.services.reporting import compared as compared_document
 from tula_cli.services.reporting import comparison_document, gradient_figures
-from tula_cli.services.reporting.document import Document
+from tula_cli.services.reporting.document import Document, Fact
 from tula_cli.show import compare as show_compare
 from tula_cli.show import live
 from tula_cli.show import screen as show_screen
@@ -121,7 +121,7 @@ class Trains(make.FakeLauncher):
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     quiet(monkeypatch, tmp_path)
-    monkeypatch.setitem(job_status.GRACE, "local", 0.02)
+    monkeypatch.setattr(job_status, "HERE", 0.02)
     monkeypatch.setitem(services_status.POLL, "local", (0.01, 0.01))
 
 
@@ -672,7 +672,15 @@ def test_what_no_training_tells_of_its_machine_is_said_to_be_unknown(run: RunDir
     found = document(run, plan(run).comparison)
     facts = {fact.name: fact.value for fact in found.facts}
     assert facts["software"] == "not told by the trainings so far"
-    assert facts["hardware"].startswith("not told by the trainings so far; ")
+    assert facts["hardware"] == "not told by the trainings so far; 1 GPU a node"
+
+
+def test_a_page_shows_no_text_of_arguments(run: RunDir) -> None:
+    spec = make.spec(**{**SPEC, "model": {"name": "resnet18", "args": {"width": 8, "token": "hf_planted"}}})
+    found = comparison_document.of_comparison(
+        Part(None, run, spec), plan(run).comparison, table(run, plan(run).comparison), at=0.0
+    )
+    assert Fact("model", "resnet18 (width 8)") in found.facts and "hf_planted" not in page(found)
 
 
 def test_a_comparison_answers_at_the_largest_batch_that_is_trained(run: RunDir) -> None:

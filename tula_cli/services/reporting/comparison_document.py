@@ -51,7 +51,9 @@ def _job(spec: JobSpec) -> Iterator[Fact]:
 
 
 def _named(name: str, args: Mapping[str, Any]) -> str:
-    return f"{name} ({', '.join(f'{key} {value}' for key, value in args.items())})" if args else name
+    """Return a name with its numbers: a page is shown around, and a text could be a path or a key."""
+    told = ", ".join(f"{key} {value}" for key, value in args.items() if isinstance(value, int | float))
+    return f"{name} ({told})" if told else name
 
 
 def _seeds(comparison: Comparison) -> Iterator[Fact]:
@@ -61,7 +63,8 @@ def _seeds(comparison: Comparison) -> Iterator[Fact]:
 
 def _machines(seen: Sequence[Environment], spec: JobSpec) -> Iterator[Fact]:
     """Yield what the trainings ran on and with; those of a comparison may have run on several kinds."""
-    device = "process" if all(row.get("device") == "cpu" for row in seen) else "GPU"
+    devices = {str(row.get("device")) for row in seen} or {spec.cluster.device}
+    device = "process" if devices == {"cpu"} else "GPU"
     gpus = spec.cluster.gpus_per_node
     each = f"{gpus} processes" if device == "process" and gpus > 1 else plural(gpus, device)
     names = _several(str(row.get("hardware", "")) for row in seen)

@@ -2,7 +2,6 @@ import json
 import random
 from collections.abc import Sequence
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -26,6 +25,7 @@ from make_runs import spec as toy_spec
 from tula_cli.errors import NotYours, SpecError, TrackerError
 from tula_cli.run.directory import Part, RunDir
 from tula_cli.run.files import read_text
+from tula_cli.run.series.step_series import StepSeries
 from tula_cli.run.storage import owner
 from tula_cli.run.training_run import TrainingRun
 from tula_cli.services.events import Event, WarningEvent
@@ -175,9 +175,10 @@ def test_what_is_kept_of_every_step_comes_between_the_points(
     run: RunDir, place: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As far as the rows go: their points come in the order of their samples, each once."""
-    kept = SimpleNamespace(samples=list(range(128, 2049, 128)), norm=[1.5] * 16, delta=[None, *[0.1] * 15])
-    kept.scaled, kept.factor = [0.0, 1.0] * 8, [None, 1.25] * 8
-    monkeypatch.setattr(TrainingRun, "steps", lambda _: kept, raising=False)
+    kept = StepSeries(samples=list(range(128, 2049, 128)), norm=[1.5] * 16, delta=[None, *[0.1] * 15])
+    kept.scaled.extend([0.0, 1.0] * 8)
+    kept.factor.extend([None, 1.25] * 8)
+    monkeypatch.setattr(TrainingRun, "steps", lambda _: kept)
     trained(run, metrics())
     send(run, place, active=True)
     assert list(curve(place, "gradients/norm")) == list(range(128, 1281, 128))

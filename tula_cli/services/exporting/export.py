@@ -233,7 +233,7 @@ def _seldom(ask: Callable[[Part], bool]) -> Callable[[Part], bool]:
 
     def asked_of(part: Part) -> bool:
         at, answer = known.get(part.run.path, (float("-inf"), False))
-        pause = status.POLL[part.spec.cluster.kind][0]
+        pause = status.poll(part.spec.cluster.kind)[0]
         if time.monotonic() - at >= pause:
             at, answer = time.monotonic(), ask(part)
             known[part.run.path] = at, answer

@@ -214,8 +214,7 @@ class Session:
                 newest = max([newest, *(point.samples for point in points)])
                 points = []
                 newest = item if run.rewind(item) else newest
-        if kept := getattr(files, "steps", None):  # read after the rows that come after the steps
-            points = with_steps(points, kept(), after=newest)
+        points = with_steps(points, files.steps(), after=newest)  # read after the rows, which come after the steps
         count += self._send(key, run, points)
         newest = max([newest, *(point.samples for point in points)])
         update = {"offset": rows.offset, "last": rows.last, "starts": rows.starts, "samples": newest}

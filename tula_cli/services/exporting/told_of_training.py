@@ -3,11 +3,12 @@
 import math
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from tula_cli.run.records.jobs import Attempt
 from tula_cli.run.records.results import CountedEnergy, Evaluated, Summary, TrainResult, Tuning
 from tula_cli.run.records.tasks import TrainTask
+from tula_cli.run.series.step_series import StepSeries
 from tula_cli.run.snapshot import Snapshot
 from tula_cli.run.source.keys import without_secrets
 from tula_cli.run.training_run import TrainingRun
@@ -160,21 +161,11 @@ def points_of(rows: Iterable[Mapping[str, Any]], *, batch: int) -> Iterator[Poin
         yield Point(samples, time, values)
 
 
-class Series(Protocol):
-    """What is kept of every step, in columns equally long."""
-
-    samples: list[int]
-    norm: list[float | None]
-    delta: list[float | None]
-    scaled: list[float | None]
-    factor: list[float | None]
-
-
 _KEPT = {"norm": "gradients/norm", "delta": "gradients/delta", "scaled": "ags/step_scaled", "factor": "ags/factor"}
-"""Columns of `Series` by the names that they have at a tracker."""
+"""Columns of `StepSeries` by the names that they have at a tracker."""
 
 
-def with_steps(points: Sequence[Point], kept: Series, *, after: int) -> list[Point]:
+def with_steps(points: Sequence[Point], kept: StepSeries, *, after: int) -> list[Point]:
     """Return points together with what is kept of the steps between them: the steps of a tracker only grow.
 
     Args:

@@ -1,7 +1,6 @@
 """`tula report`."""
 
 import functools
-from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -125,9 +124,12 @@ def _write(document: "Document", html: Path | None, svg: Path | None, csv: Path 
 
     found: dict[Path, str] = {}
     if html is not None:
-        found[html] = import_module("tula_cli.show.html.document_page").page(document)
+        from tula_cli.show.html.document_page import page
+
+        found[html] = page(document)
     if svg is not None:
-        figure_svg = import_module("tula_cli.show.html.figures").figure_svg
+        from tula_cli.show.html.figures import figure_svg
+
         drawn = {figure.key: figure for section in document.sections for figure in section.figures}
         found |= {svg / f"{key}.svg": figure_svg(figure) for key, figure in drawn.items()}
     if csv is not None and csv.suffix == ".csv":

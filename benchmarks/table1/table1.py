@@ -52,7 +52,10 @@ from tula_cli.services.compare import Grid
 from tula_cli.services.comparison import accuracy, trainings
 from tula_cli.services.comparison.accuracy import CompareReport
 from tula_cli.services.comparison.rows import known_methods
+from tula_cli.services.events import follow
+from tula_cli.services.profiling import early_training
 from tula_cli.services.progress import job_status
+from tula_cli.services.recommendation.gradient_noise_of import trained_noise
 from tula_cli.services.reporting.comparison_document import of_comparison
 from tula_cli.show.html.document_page import page
 from tula_cli.show.screen import plain

@@ -56,7 +56,7 @@ class Answer:
 def here(tmp_path, monkeypatch):
     """An empty working directory with a job.yaml, no terminal, and no settings of the person who runs the tests."""
     quiet(monkeypatch, tmp_path)
-    monkeypatch.setattr(job_status, "HERE", 0.05)
+    monkeypatch.setitem(job_status.GRACE, "local", 0.05)
     monkeypatch.setitem(services_status.POLL, "local", (0.01, 0.01))
     monkeypatch.setattr(services_nodes, "LOOKS", (0.01, 0.01))
     monkeypatch.setattr(site, "ask", lambda: None)

@@ -121,7 +121,7 @@ class Trains(make.FakeLauncher):
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     quiet(monkeypatch, tmp_path)
-    monkeypatch.setattr(job_status, "HERE", 0.02)
+    monkeypatch.setitem(job_status.GRACE, "local", 0.02)
     monkeypatch.setitem(services_status.POLL, "local", (0.01, 0.01))
 
 

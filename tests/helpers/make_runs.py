@@ -64,6 +64,9 @@ class FakeLauncher:
         self.says.setdefault(task.job, "running")
         return job(task.job, nodes=task.nodes, scheduler=self.scheduler)
 
+    def patient(self) -> "FakeLauncher":
+        return self
+
     def states(self, look: Snapshot, jobs: Sequence[Job]) -> dict[str, SchedulerState]:
         self.asked += 1
         return {job.id: SchedulerState(self.says.get(job.id, "ended"), self.reason, self.starts_at) for job in jobs}  # type: ignore[arg-type]

@@ -19,6 +19,7 @@ that programs outside use the cluster as they use any other. Needs root and Debi
 import argparse
 import glob
 import os
+import shlex
 import shutil
 import signal
 import subprocess
@@ -47,6 +48,7 @@ PACKAGES = {
     "util-linux": ("unshare", "nsenter", "setpriv"),
     "mount": ("mount",),
     "hostname": ("hostname",),
+    "bindfs": ("bindfs",),
 }
 INSTALL = "apt-get install -y --no-install-recommends"
 PATIENCE = 90.0  # seconds for a cluster to come up; 16 nodes with accounting take 5 where the machine is idle
@@ -232,6 +234,24 @@ class SlurmCluster:
         self._known(node)
         self.run("login", *slurmd(self.folder, node))
 
+    def cache(self, folder: Path, seconds: int) -> None:
+        """Let every node see a folder through a file system of its own that keeps what it knows of files for so long.
+
+        Their attributes, where names lead, and which names are missing, as NFS does and for longer; `reset` ends it.
+        """
+        kept = ",".join(f"{what}_timeout={seconds}" for what in ("attr", "entry", "negative"))
+        place = shlex.quote(str(folder))
+        for node in self.names:
+            self.kill_slurmd(node)
+            self.run("login", *slurmd(self.folder, node, before=f"bindfs -o {kept} {place} {place}"))
+        until(lambda: set(self._states().values()) == {"idle"}, "all nodes are back")
+
+    def _uncache(self) -> None:
+        for node in self.names:
+            if found := self.processes(node, "bindfs -o "):
+                self.kill_slurmd(node)
+                kill(found)
+
     def power_off(self, node: str) -> None:
         """Silence a node: first its link, so that nobody hears of the end of what is then killed."""
         self._link(node, "down")
@@ -281,6 +301,7 @@ class SlurmCluster:
         self.run("login", "scancel", "--full", "--signal=KILL", "--user=root", check=False)  # nothing to wait for
         self.run("login", "scancel", "--user=root", check=False)
         self._shape(self.names, self.settings.rate)
+        self._uncache()
         for node in self._without_daemon():
             self.power_on(node)
         until(lambda: not self.run("login", "squeue", "--noheader").stdout, "the queue is empty")

@@ -101,6 +101,10 @@ OptionValue = Annotated[bool | int | float | str | list[str] | None, BeforeValid
 """True is the bare option; False, None, "" and [] leave it out; a list is joined by commas."""
 
 
+ROOM = 2
+"""Minutes that SLURM is asked for beyond what a job may take, for its supervisor to end it first and write why."""
+
+
 class Slurm(Section):
     """What sbatch and srun are asked for; nothing is asked for that is not given here."""
 

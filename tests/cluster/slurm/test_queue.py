@@ -10,7 +10,8 @@ from fake_slurm import VERSIONS, FakeSlurm, local
 from tula_cli.cluster.slurm import command as slurm_command
 from tula_cli.cluster.slurm import queue as scheduler
 from tula_cli.cluster.slurm import submit
-from tula_cli.cluster.slurm.queue import SchedulerState, ask, ended_how, ends_at, live, named, refused
+from tula_cli.cluster.slurm.queue import SchedulerState, ask, ended_how, ends_at, live, named
+from tula_cli.cluster.slurm.refusals import refused
 from tula_cli.errors import SchedulerError
 from tula_cli.run.records.jobs import Job
 

@@ -22,7 +22,7 @@ from tula_cli.cluster.kept_inspection import KeptInspection, other_settings
 from tula_cli.cluster.launcher import submitting
 from tula_cli.cluster.slurm import queue as scheduler
 from tula_cli.cluster.slurm.path_patterns import require_plain
-from tula_cli.cluster.slurm.sbatch import ROOM, parameters
+from tula_cli.cluster.slurm.sbatch import parameters
 from tula_cli.cluster.slurm.submit import YOUNG, in_queue, submit_script
 from tula_cli.errors import Interruption, Pending, SchedulerError, TulaError
 from tula_cli.run.directory import RunDir
@@ -31,6 +31,7 @@ from tula_cli.run.records.inspections import FirstJob, Inspection
 from tula_cli.run.records.tasks import CheckTask
 from tula_cli.spec.job import JobSpec
 from tula_cli.spec.signature import digest
+from tula_cli.spec.slurm_options import ROOM
 
 LOOKS = (2.0, 10.0)
 """Seconds between two looks at the queue: as long as the job runs, and what it grows to while it waits."""

@@ -15,7 +15,7 @@ from tula_cli.run.upkeep import package
 from tula_cli.spec.job import JobSpec
 from tula_cli.spec.sections import FEWEST_WORKERS
 from tula_cli.spec.signature import cluster_signature
-from tula_cli.spec.slurm_options import Slurm, option
+from tula_cli.spec.slurm_options import ROOM, Slurm, option
 
 SETUP, WRAPPER = "slurm-setup.sh", "slurm-wrapper.sh"
 """Files of the user's or the site's that are taken where the spec has none of its own."""
@@ -31,7 +31,6 @@ _INHERITED = (
 """What every job's script begins with."""
 FAULT_LASTS = 86400.0
 """Seconds for which a node with a fault is left alone; by then it is repaired, or drained."""
-ROOM = 2  # minutes beyond what a job may take, for its supervisor to end it first and write why
 _SIGNAL = 90  # seconds before its end at which a job is told so; less where it is short
 _WRAPPER = "TULA_WRAPPER"
 _WRAPPER_END = "END_OF_TULA_WRAPPER"
@@ -141,9 +140,9 @@ def time_limit(task: Task) -> int:
     """Return the time limit of a job, minutes."""
     match task:
         case ProbeTask():
-            return math.ceil(task.spec.search.max_minutes * (1 + len(task.then))) + ROOM
+            return math.ceil(task.spec.measuring_minutes(1 + len(task.then)))
         case RehearsalTask():
-            return math.ceil(task.spec.search.max_minutes) + ROOM
+            return math.ceil(task.spec.measuring_minutes())
         case TrainTask() | EvaluateTask():
             return _slurm(task.spec).minutes
         case CheckTask():

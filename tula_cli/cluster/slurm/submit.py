@@ -1,7 +1,6 @@
 """Jobs on SLURM: chains of links. submitit writes the scripts and starts the supervisors; sbatch is called here."""
 
 import contextlib
-import math
 import os
 import re
 import socket
@@ -13,9 +12,11 @@ from pathlib import Path
 from tula_cli.cluster.local import attempts_of, run_supervisor
 from tula_cli.cluster.slurm import command
 from tula_cli.cluster.slurm import queue as scheduler
+from tula_cli.cluster.slurm.chain import chain, dependency, job_name, link_names, nodes_of_links, to_wait_for
 from tula_cli.cluster.slurm.command import call
 from tula_cli.cluster.slurm.path_patterns import require_plain
-from tula_cli.cluster.slurm.queue import Queued, SchedulerState, ask, live, refused
+from tula_cli.cluster.slurm.queue import Queued, SchedulerState, ask, live
+from tula_cli.cluster.slurm.refusals import refused
 from tula_cli.cluster.slurm.sbatch import parameters, python
 from tula_cli.errors import SchedulerError
 from tula_cli.run.directory import RunDir
@@ -24,13 +25,8 @@ from tula_cli.run.records.jobs import Job
 from tula_cli.run.records.tasks import Task, TrainTask
 from tula_cli.run.snapshot import Snapshot, is_moved
 from tula_cli.run.upkeep import package
-from tula_cli.spec.slurm_options import Slurm
 from tula_cli.version import __version__
 
-SPARE_LINKS = 2
-"""Links of a chain beyond those that a training is predicted to need: for a preemption, a lost node, a slow day."""
-MOST_LINKS = 50
-"""Of one chain: queues bound how many jobs a user may have. The same command goes on where a chain ends."""
 LAG = 10.0
 """Seconds that a job accepted by a busy controller may take to appear in the queue."""
 YOUNG = 30.0
@@ -46,8 +42,15 @@ UNDECIDED = (
 """Words of an sbatch that lost the controller: the job may have been accepted all the same."""
 
 
+@dataclass(frozen=True)
 class SlurmLauncher:
     """Jobs on SLURM through submitit: srun starts one supervisor a rank, or one a node."""
+
+    waits: bool = False  # and so takes what squeue told another waiting command
+
+    def patient(self) -> "SlurmLauncher":
+        """Return one for a command that waits."""
+        return SlurmLauncher(waits=True)
 
     def script(self, run: RunDir, task: Task) -> str:
         """Return the text that sbatch would be given; later links of a chain wait for the one before them as well."""
@@ -64,19 +67,21 @@ class SlurmLauncher:
         Raises:
             SchedulerError: sbatch refused it, in the scheduler's own words, or SLURM does not answer.
         """
-        earlier, names, nodes = run.job(task.job), _link_names(run, task), nodes_of_links(task)
+        earlier, names, nodes = run.job(task.job), link_names(run, task), nodes_of_links(task)
         if earlier is not None and is_moved(earlier, run.path.resolve()):
             scheduler.cancel(earlier.ids[::-1])  # what still waits would find no run directory
-        there = in_queue(run, names)
+        there = in_queue(run, names, task)
         if earlier and any(job.id in earlier.ids for job in there.values()):
             return earlier
         ids = [there[name].id for name in names if name in there]
         for id_ in ids:
             _leave_call(run, task, id_)  # whoever submitted it may have been killed before that
         submitted_at = min((_written_at(job) for job in there.values()), default=time.time())
-        news.prepare(run.path)
+        news.prepare(run.path, *([f"train/{task.signature}/checkpoints"] if isinstance(task, TrainTask) else []))
         new = list(zip(chain(task), names, strict=True))[_after_last(names, there) :]
-        ids += _submit_links(run, new, after=ids, rehearsal=_rehearsal(run, task))
+        ids += _submit_links(
+            run, new, after=to_wait_for(job_name(run, task), there, ids), rehearsal=_rehearsal(run, task)
+        )
         submissions = earlier.submissions if earlier else 0
         return Job(
             id=task.job,
@@ -93,7 +98,7 @@ class SlurmLauncher:
 
     def states(self, look: Snapshot, jobs: Sequence[Job]) -> dict[str, SchedulerState]:
         """Ask for all jobs at once. A job that nobody knows is over, unless it is too young to be known."""
-        known = ask([id_ for job in jobs for id_ in job.ids])
+        known = ask([id_ for job in jobs for id_ in job.ids], patient=self.waits)
         return {job.id: _with_words(look, job, _with_folder(look, job, self._state(look, job, known))) for job in jobs}
 
     def _state(self, look: Snapshot, job: Job, known: Mapping[str, SchedulerState]) -> SchedulerState:
@@ -118,73 +123,36 @@ class SlurmLauncher:
             )
 
 
-def links(task: Task) -> int:
-    """Return how many jobs a task is submitted as: a training on SLURM as several, one after the other.
-
-    Half as many again as it is predicted to need, and two for what is lost. Stages of `train.ramp` that run on fewer nodes have
-    links of their own before those; one that has too many nodes for its stage can do it all the same, so they have one
-    to spare.
-    """
-    return len(chain(task))
-
-
-def chain(task: Task) -> Sequence[Task]:
-    """Return the jobs of a task's chain, each as the task that it asks for nodes for."""
-    if task.spec.cluster.kind != "slurm" or not isinstance(task, TrainTask):
-        return [task]
-    limit, predicted = (task.spec.cluster.slurm or Slurm()).minutes, task.prediction
-    hours = None if predicted is None else predicted.hours
-    found: list[Task] = []
-    for nodes in sorted({count for stage in task.stages if task.nodes <= (count := stage.nodes or 0) < task.own_nodes}):
-        own = None if predicted is None else predicted.hours_on(nodes)
-        found += [task.model_copy(update={"nodes": nodes})] * _needed(task, own, limit, spare=1)
-        hours = None if hours is None or own is None else hours - own
-    last = task.model_copy(update={"nodes": task.own_nodes})
-    found = found[: MOST_LINKS - 2] + [last] * min(max(2, _needed(task, hours, limit, spare=SPARE_LINKS)), MOST_LINKS)
-    return found[:MOST_LINKS]
-
-
-def _needed(task: TrainTask, hours: float | None, limit: int, *, spare: int) -> int:
-    """Return the links that so many hours need; None: that is not known."""
-    if hours is None:
-        return task.spec.train.max_attempts
-    return spare + (1 if 60 * hours < limit / 2 else math.ceil(1.5 * 60 * hours / limit))
-
-
-def nodes_of_links(task: Task) -> tuple[int, ...]:
-    """Return the nodes that each job of a task asks for."""
-    return tuple(link.nodes for link in chain(task))
-
-
 # --- submitting to SLURM
 
 
-def text_of(run: RunDir, task: Task, *, name: str | None = None, dependency: str | None = None) -> str:
+def text_of(run: RunDir, task: Task, *, waits_for: str = "") -> str:
     """Return the script of one job."""
     from tula_cli.cluster.slurm.script import ScriptWriter  # submitit: of use to those who submit alone
 
     require_plain(run.path, slurm=True)
     writer = ScriptWriter(folder=run.submitit_dir, python=python(task))
-    writer.update_parameters(**parameters(run, task, name=name, dependency=dependency))
+    writer.update_parameters(**parameters(run, task, name=job_name(run, task), dependency=waits_for or None))
     return writer.text()
 
 
-def _link_names(run: RunDir, task: Task) -> list[str]:
-    """Return the names of the jobs to submit: they find a job again of which sbatch did not tell the id."""
-    first = f"tula-{run.id}-{task.job}"
-    return [first, *(f"{first}.{number}" for number in range(2, links(task) + 1))]
-
-
-def in_queue(run: RunDir, names: Sequence[str]) -> dict[str, Queued]:
-    """Return this run's jobs in the queue by their names.
+def in_queue(run: RunDir, names: Sequence[str], task: Task | None = None) -> dict[str, Queued]:
+    """Return this run's jobs in the queue by the names of their scripts.
 
     A run of the same job in another folder has the same names; its scripts are elsewhere.
+
+    Args:
+        run: the run.
+        names: of the scripts, which are those of jobs that are no link of a chain too.
+        task: what links of a chain start with.
 
     Raises:
         SchedulerError: squeue does not answer.
     """
     folder = run.submitit_dir.resolve()
-    return {job.name: job for job in live(names) if Path(job.script).parent.resolve() == folder}
+    asked = [*names, *(() if task is None else [job_name(run, task)])]
+    there = {Path(job.script).stem: job for job in live(asked) if Path(job.script).parent.resolve() == folder}
+    return {name: job for name, job in there.items() if name in names}
 
 
 def _written_at(job: Queued) -> float:
@@ -209,9 +177,10 @@ def _rehearsal(run: RunDir, task: Task) -> Sequence[str]:
 def _submit_links(
     run: RunDir, named: Sequence[tuple[Task, str]], *, after: Sequence[str], rehearsal: Sequence[str]
 ) -> list[str]:
-    """Submit jobs, each with its name, to start when all before it have ended; return their ids.
+    """Submit jobs, each with the name of its script, to start when all before it have ended; return their ids.
 
-    All: the end of one that waits (scancel) must not start the next beside one that runs.
+    All, though each names the one before it alone: the end of one that waits (scancel) must not start the next beside one
+    that runs. Their one name sees to that (`singleton`).
 
     Raises:
         SchedulerError: the first one was refused.
@@ -219,7 +188,7 @@ def _submit_links(
     ids: list[str] = []
     for task, name in named:
         try:
-            ids.append(_submit_link(run, task, name, after=(*rehearsal, *after, *ids)))
+            ids.append(_submit_link(run, task, name, waits_for=dependency(ids[-1:] or after, rehearsal)))
         except SchedulerError:
             if not ids and not after:
                 raise
@@ -227,28 +196,33 @@ def _submit_links(
     return ids
 
 
-def _submit_link(run: RunDir, task: Task, name: str, *, after: Sequence[str]) -> str:
+def _submit_link(run: RunDir, task: Task, name: str, *, waits_for: str) -> str:
     """Submit one job; return its id.
 
     Raises:
         SchedulerError: sbatch refused it, or did not answer and nothing is in the queue.
     """
     run.lock.heartbeat()
-    text = text_of(run, task, name=name, dependency=f"afterany:{':'.join(after)}" if after else None)
-    id_ = submit_script(run, name, text)
+    id_ = submit_script(run, name, text_of(run, task, waits_for=waits_for), task)
     _leave_call(run, task, id_)
     return id_
 
 
-def submit_script(run: RunDir, name: str, text: str) -> str:
+def submit_script(run: RunDir, name: str, text: str, task: Task | None = None) -> str:
     """Submit a script under a name that finds its job again; return the job's id.
+
+    Args:
+        run: the run.
+        name: of the script.
+        text: the script.
+        task: what it starts with, where it is a link of a chain.
 
     Raises:
         SchedulerError: sbatch refused it, or did not answer and nothing is in the queue.
     """
     package.keep(run.path.resolve())
     submission = _sbatch(run.write_script(name, text))
-    return submission.id or _accepted_unheard(run, name, submission.words)
+    return submission.id or _accepted_unheard(run, name, submission.words, task)
 
 
 @dataclass(frozen=True)
@@ -289,7 +263,7 @@ def environment_of(script: Path) -> dict[str, str]:
     return {name: value for name, value in command.environment(os.environ).items() if name not in said}
 
 
-def _accepted_unheard(run: RunDir, name: str, words: str) -> str:
+def _accepted_unheard(run: RunDir, name: str, words: str, task: Task | None) -> str:
     """Look for a job that was perhaps accepted although sbatch failed; it may take a moment to appear. Return its id.
 
     Raises:
@@ -298,7 +272,7 @@ def _accepted_unheard(run: RunDir, name: str, words: str) -> str:
     deadline = time.monotonic() + LAG
     while True:
         with contextlib.suppress(SchedulerError):  # a controller too busy for sbatch may be too busy for squeue
-            if found := in_queue(run, [name]).get(name):
+            if found := in_queue(run, [name], task).get(name):
                 return found.id
         if time.monotonic() >= deadline:
             raise SchedulerError(

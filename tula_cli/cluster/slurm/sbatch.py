@@ -65,7 +65,7 @@ def parameters(run: RunDir, task: Task, *, name: str | None = None, dependency: 
         "exclusive": True if slurm.exclusive else None,
         "wckey": None,
         "setup": [*_setup(task, slurm), *_own_package(run)],
-        "srun_args": _srun(task, slurm),
+        "srun_args": [*_srun(task, slurm), *_one_log(run, task)],
         "additional_parameters": _options(task, slurm),
     }
 
@@ -212,6 +212,17 @@ def _srun(task: Task, slurm: Slurm) -> list[str]:
         options["gpu-bind"] = "per_task:1"  # implied, but srun of 22.05 stumbles over the type, and hides all GPUs
     options |= _given(slurm.srun_extra)
     return [f"--{name}" if value is True else f"--{name}={value}" for name, value in options.items()]
+
+
+def _one_log(run: RunDir, task: Task) -> list[str]:
+    """Let what all supervisors say go into the job's own two files: submitit asks for two a supervisor, 1,024 at 512 ranks.
+
+    Of a check each has its own, for these tell which nodes see the run directory.
+    """
+    if isinstance(task, CheckTask):
+        return []
+    place = run.submitit_dir.absolute()
+    return [f"--output={place}/%j_0_log.out", f"--error={place}/%j_0_log.err"]
 
 
 def _setup(task: Task, slurm: Slurm) -> list[str]:

@@ -8,10 +8,11 @@ import os
 import socket
 import stat
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from tula_cli.cluster.slurm.command import PATIENCE
 from tula_cli.errors import TulaError
 from tula_cli.run.files import write_atomic
 
@@ -36,15 +37,18 @@ def shared(ask: Callable[[], Kept], environ: Mapping[str, str] = os.environ) -> 
     Where nothing can be kept, each asks for itself.
     """
     path = _place(environ)
-    if (found := _fresh(path)) is not None:
+    with contextlib.ExitStack() as held:
+        lock, until = _opened(path.with_suffix(".lock")), time.monotonic() + PATIENCE
+        if lock is not None:
+            held.callback(os.close, lock)
+        while (found := _fresh(path)) is None and not _alone(lock) and time.monotonic() < until:
+            time.sleep(0.1)  # another one is asking; one that was stopped (Ctrl-Z) meanwhile is not waited for
+        found = found or _fresh(path)  # it may have been told in between
+        if found is None:
+            found = ask()
+            with contextlib.suppress(TulaError):
+                write_atomic(path, json.dumps(asdict(found)))
         return found
-    with _alone(path.with_suffix(".lock")):
-        if (found := _fresh(path)) is not None:  # by the one that was asking meanwhile
-            return found
-        answer = ask()
-        with contextlib.suppress(TulaError):
-            write_atomic(path, json.dumps(asdict(answer)))
-        return answer
 
 
 def _place(environ: Mapping[str, str]) -> Path:
@@ -76,13 +80,22 @@ def _fresh(path: Path) -> Kept | None:
     return kept if fresh else None
 
 
-@contextlib.contextmanager
-def _alone(path: Path) -> Iterator[None]:
-    """Let one command ask at a time; where files cannot be locked, all may."""
-    with contextlib.ExitStack() as held:
-        with contextlib.suppress(OSError):
-            path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-            lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-            held.callback(os.close, lock)
-            fcntl.flock(lock, fcntl.LOCK_EX)  # for as long as squeue may take at most
-        yield
+def _opened(path: Path) -> int | None:
+    """Return a file that one command locks while it asks; None where there can be none, and all may ask."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        return os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    except OSError:
+        return None
+
+
+def _alone(lock: int | None) -> bool:
+    """Return whether this command is the one that may ask."""
+    try:
+        if lock is not None:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:  # files cannot be locked here
+        pass
+    return True

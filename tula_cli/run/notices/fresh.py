@@ -14,6 +14,8 @@ from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 
+from tula_cli.run.files import names
+
 LAG = 60.0
 """Seconds after which a file that another machine has written shows up at the latest."""
 _HERE = -100  # AT_FDCWD
@@ -43,15 +45,15 @@ def identity(path: Path) -> tuple[int, int] | None:
 
 
 def is_there(path: Path) -> bool:
-    """Return whether a folder holds a name.
+    """Return whether a folder, which need not be there itself, holds a name.
 
     The name itself is not asked for: that it is missing would be kept, and hide it for a while once it is there.
+
+    Raises:
+        TulaError: the folder cannot be read, or its file system does not answer.
     """
     identity(path.parent)
-    try:
-        return path in path.parent.iterdir()
-    except OSError:
-        return False
+    return path.name in names(path.parent)
 
 
 def appears(path: Path, *, within: float = LAG) -> bool:

@@ -19,7 +19,6 @@ that programs outside use the cluster as they use any other. Needs root and Debi
 import argparse
 import glob
 import os
-import shlex
 import shutil
 import signal
 import subprocess
@@ -233,18 +232,6 @@ class SlurmCluster:
     def start_slurmd(self, node: str) -> None:
         self._known(node)
         self.run("login", *slurmd(self.folder, node))
-
-    def cache(self, folder: Path, seconds: int) -> None:
-        """Let every node see a folder through a file system of its own that keeps what it knows of files for so long.
-
-        Their attributes, where names lead, and which names are missing, as NFS does and for longer; `reset` ends it.
-        """
-        kept = ",".join(f"{what}_timeout={seconds}" for what in ("attr", "entry", "negative"))
-        place = shlex.quote(str(folder))
-        for node in self.names:
-            self.kill_slurmd(node)
-            self.run("login", *slurmd(self.folder, node, before=f"bindfs -o {kept} {place} {place}"))
-        until(lambda: set(self._states().values()) == {"idle"}, "all nodes are back")
 
     def _uncache(self) -> None:
         for node in self.names:

@@ -7,6 +7,7 @@ import time
 import pytest
 from cluster import SlurmCluster
 from driver import Tula
+from faults import cache_attributes
 from test_recovery import TWO, attempts, finished, story, submit, trained, waiting
 
 from tula_cli.run.records.jobs import Attempt
@@ -48,7 +49,7 @@ def killed_and_trained(tula: Tula, cluster: SlurmCluster) -> float:
 )
 def test_jobs_on_cached_attributes_are_right_and_nearly_as_fast(tula: Tula, on_slurm: SlurmCluster) -> None:
     plain = probed(tula), killed_and_trained(tula, on_slurm)
-    on_slurm.cache(tula.folder, SECONDS)
+    cache_attributes(on_slurm, tula.folder, SECONDS)
     for name in [path.name for path in (tula.folder / "tula-runs").iterdir() if path.is_dir() and path.name[0] != "."]:
         (tula.folder / "tula-runs" / name).rename(tula.folder / f"before-{name}")
     cached = probed(tula), killed_and_trained(tula, on_slurm)

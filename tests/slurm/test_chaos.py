@@ -12,6 +12,7 @@ from collections.abc import Iterator
 import pytest
 from cluster import SlurmCluster
 from driver import Tula
+from faults import join, kill_daemon, part, start_daemon
 from test_recovery import TWO, attempts, finished, job, nodes_of, queue, story, submit, trained, waiting
 
 pytestmark = [pytest.mark.slurm, pytest.mark.torch]
@@ -91,20 +92,19 @@ def test_the_end_of_a_waiting_link_starts_none_beside_one_that_runs(
 )
 def test_a_training_outlives_controller_and_database(tula: Tula, on_slurm: SlurmCluster, moment: random.Random) -> None:
     begin(tula, moment)
-    on_slurm.kill_daemon("slurmctld")
+    kill_daemon(on_slurm, "slurmctld")
     try:
         assert tula("status")["data"]["jobs"][0]["state"] == "running", "its files say so"
-        assert (
-            "does not answer" in tula("train", "job.yaml", *TWO, "--set", "train.epochs=1", code=5)["error"]["message"]
-        )
+        other = tula("train", "job.yaml", *TWO, *waiting(tula, EPOCHS + 1), code=5)
+        assert "does not answer" in other["error"]["message"]
     finally:
-        on_slurm.start_daemon("slurmctld")
-    on_slurm.kill_daemon("slurmdbd")
+        start_daemon(on_slurm, "slurmctld")
+    kill_daemon(on_slurm, "slurmdbd")
     try:
         time.sleep(moment.uniform(0.0, 2.0))
         assert tula("status")["data"]["jobs"][0]["state"] == "running"
     finally:
-        on_slurm.start_daemon("slurmdbd")
+        start_daemon(on_slurm, "slurmdbd")
     ended(tula)
     assert job(tula).submissions == 1
     tula.until(lambda: not queue(), seconds=60)
@@ -173,16 +173,11 @@ def test_a_training_outlives_a_partition_of_the_network(
 ) -> None:
     begin(tula, moment)
     one, other = nodes_of(tula)
-    for node, peer in ((one, other), (other, one)):
-        # given up after seconds, in place of a quarter of an hour
-        on_slurm.run(node, "sh", "-c", "echo 3 > /proc/sys/net/ipv4/tcp_retries2")
-        on_slurm.run(node, "ip", "route", "add", "blackhole", f"{on_slurm.settings.addresses[peer]}/32")
+    part(on_slurm, one, other)
     try:
         tula.until(lambda: story(tula)[0][0])
     finally:
-        for node, peer in ((one, other), (other, one)):
-            on_slurm.run(node, "ip", "route", "del", "blackhole", f"{on_slurm.settings.addresses[peer]}/32")
-            on_slurm.run(node, "sh", "-c", "echo 15 > /proc/sys/net/ipv4/tcp_retries2")
+        join(on_slurm, one, other)
     tula.until(lambda: finished(tula))
     first, *others = [outcome for outcome, _ in story(tula)]
     assert first == "peer" and others[-1] == "done", tula.logs()

@@ -11,7 +11,7 @@ from tula_cli.cluster.slurm import command as slurm_command
 from tula_cli.cluster.slurm import queue as scheduler
 from tula_cli.cluster.slurm import submit
 from tula_cli.cluster.slurm.queue import SchedulerState, ask, ended_how, ends_at, live, named
-from tula_cli.cluster.slurm.refusals import refused
+from tula_cli.cluster.slurm.refused_jobs import refused
 from tula_cli.errors import SchedulerError
 from tula_cli.run.records.jobs import Job
 

@@ -16,7 +16,7 @@ from tula_cli.cluster.slurm.chain import chain, dependency, job_name, link_names
 from tula_cli.cluster.slurm.command import call
 from tula_cli.cluster.slurm.path_patterns import require_plain
 from tula_cli.cluster.slurm.queue import Queued, SchedulerState, ask, live
-from tula_cli.cluster.slurm.refusals import refused
+from tula_cli.cluster.slurm.refused_jobs import refused
 from tula_cli.cluster.slurm.sbatch import parameters, python
 from tula_cli.errors import SchedulerError
 from tula_cli.run.directory import RunDir

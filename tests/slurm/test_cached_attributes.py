@@ -3,6 +3,7 @@
 import os
 import signal
 import time
+from pathlib import Path
 
 import pytest
 from cluster import SlurmCluster
@@ -12,10 +13,15 @@ from test_recovery import TWO, attempts, finished, story, submit, trained, waiti
 
 from tula_cli.run.records.jobs import Attempt
 
-pytestmark = [pytest.mark.slurm, pytest.mark.torch, pytest.mark.proof]
+pytestmark = [
+    pytest.mark.slurm,
+    pytest.mark.torch,
+    pytest.mark.proof,
+    pytest.mark.skipif(not Path("/dev/fuse").exists(), reason="no FUSE here"),
+]
 SECONDS = 30
 SLOWER = 1.3
-EPOCHS = 8
+EPOCHS = 14
 
 
 def taken(found: list[Attempt]) -> float:

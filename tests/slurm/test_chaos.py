@@ -239,11 +239,11 @@ def test_a_training_on_nodes_whose_clocks_are_apart_is_right(
     tula: Tula, on_slurm: SlurmCluster, moment: random.Random, skewed: tuple[str, ...]
 ) -> None:
     began = time.time()
-    begin(tula, moment, *skewed)
+    begin(tula, moment, *skewed, epochs=LONG)
     ranks = [pid for name in on_slurm.names for pid in on_slurm.processes(name, "tula_cli.worker")]
     subprocess.run(["kill", "-9", str(moment.choice(sorted(ranks)))], check=True)
     tula.until(lambda: len(story(tula)) > 1 and tula.epochs_done() > 1)
     told = tula("status")["data"]
     for row in told["jobs"]:
         assert row.get("elapsed") is None or 0 <= row["elapsed"] <= time.time() - began + 60, row
-    ended(tula, "signal")
+    ended(tula, "signal", epochs=LONG)

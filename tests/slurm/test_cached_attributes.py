@@ -40,7 +40,7 @@ def killed_and_trained(tula: Tula, cluster: SlurmCluster) -> float:
     """Return the seconds of a training on two nodes of which a rank is killed on the way."""
     submit(tula, *TWO, *waiting(tula, EPOCHS))
     tula.until(tula.epochs_done)
-    os.kill(max(pid for name in cluster.names for pid in cluster.processes(name, "tula_cli.worker")), signal.SIGKILL)
+    os.kill(max(pid for name in cluster.names for pid in cluster.processes(name, "-m tula_cli.worker")), signal.SIGKILL)
     tula.until(lambda: len(story(tula)) > 1 and story(tula)[-1][0])
     assert [outcome for outcome, _ in story(tula)] == ["signal", "done"], tula.logs()
     tula.until(lambda: finished(tula))

@@ -16,7 +16,7 @@ from faults import join, kill_daemon, part, start_daemon
 from test_recovery import TWO, attempts, finished, job, nodes_of, queue, story, submit, trained, waiting
 
 pytestmark = [pytest.mark.slurm, pytest.mark.torch]
-EPOCHS, LONG = 8, 40
+EPOCHS, LONG = 8, 30
 
 
 @pytest.fixture
@@ -240,7 +240,7 @@ def test_a_training_on_nodes_whose_clocks_are_apart_is_right(
 ) -> None:
     began = time.time()
     begin(tula, moment, *skewed, epochs=LONG)
-    ranks = [pid for name in on_slurm.names for pid in on_slurm.processes(name, "tula_cli.worker")]
+    ranks = [pid for name in on_slurm.names for pid in on_slurm.processes(name, "-m tula_cli.worker")]
     subprocess.run(["kill", "-9", str(moment.choice(sorted(ranks)))], check=True)
     tula.until(lambda: len(story(tula)) > 1 and tula.epochs_done() > 1)
     told = tula("status")["data"]

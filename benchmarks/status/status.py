@@ -84,7 +84,7 @@ def _options() -> argparse.Namespace:
 def _status(root: Path, jobs: int) -> Cost:
     run = make_run(root, jobs)
 
-    def ended(ids: Sequence[str], *, patient: bool = False) -> dict[str, SchedulerState]:
+    def ended(ids: Sequence[str], **_: bool) -> dict[str, SchedulerState]:
         return {id_: SchedulerState("ended") for id_ in ids}
 
     with mock.patch.object(submit, "ask", ended):

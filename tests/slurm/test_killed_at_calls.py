@@ -11,7 +11,7 @@ from tula_cli.run.directory import RunDir
 
 pytestmark = [pytest.mark.slurm, pytest.mark.torch, pytest.mark.proof]
 KILLING = Path(__file__).parents[1] / "helpers" / "killing"
-KILLS, EPOCHS = 8, 10
+FEWEST, KILLS, EPOCHS = 3, 6, 16
 
 
 def newest(run: RunDir) -> Path:
@@ -35,7 +35,7 @@ def test_a_training_killed_at_file_calls_has_the_weights_of_an_undisturbed_one(
     tula.until(lambda: finished(tula), seconds=480)
     kills = [mark.read_text() for mark in sorted(marks.iterdir())]
     print(*kills, sep="")
-    assert len(kills) == KILLS
+    assert FEWEST <= len(kills) <= KILLS, "the training may end before all are spent"
     trained(tula, EPOCHS)
     calls = collections.Counter(kill.split()[1] for kill in kills)
     assert len(calls) > 1, "at calls of several kinds"

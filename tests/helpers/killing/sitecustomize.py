@@ -12,7 +12,7 @@ import sys
 
 RUNS, MARKS, SEED, MOST = os.environ["KILLING"].split("|")
 CALLS = ("open", "os.rename", "os.remove", "os.mkdir", "os.utime", "os.symlink", "fsync")  # open: to write
-LATEST = 25  # the call at which to kill is one of so many
+LATEST, LATEST_OF_SUPERVISORS = 40, 60  # the call at which to kill is one of so many
 
 _left: dict[tuple[int, str], int] = {}
 
@@ -26,7 +26,8 @@ def _seen(call: str, subject: object) -> None:
     kills = len(os.listdir(MARKS))
     if kills >= int(MOST):
         return
-    left = _left.setdefault(me, random.Random(f"{SEED} {kills} {rank}").randrange(1, LATEST))
+    latest = LATEST_OF_SUPERVISORS if rank == "none" else LATEST
+    left = _left.setdefault(me, random.Random(f"{SEED} {kills} {rank}").randrange(1, latest))
     _left[me] = left - 1
     if left > 1:
         return

@@ -29,13 +29,18 @@ from tula_cli.errors import TulaError
 from tula_cli.host.endings.outcomes import ENDINGS, NEXT_WORDS
 from tula_cli.presets import AGS_PRESETS
 from tula_cli.spec.job import JobSpec
-from tula_cli.spec.kinds import Section, parse_minutes, parse_size
+from tula_cli.spec.kinds import Section, known_method, parse_minutes, parse_size
+from tula_cli.spec.methods import METHODS
 from tula_cli.spec.scripts.placeholders import PLACEHOLDERS
 
 HERE = Path(__file__).parent
 NOTE = "<!-- Written by docs/reference.py from the code; edit that instead. -->"
 PLAIN = {int: "integer", float: "number", str: "text", bool: "true or false", NoneType: "null", Any: "any value"}
-WRITTEN = {parse_size: "size, as 16GiB or 800MB", parse_minutes: "minutes, or as SLURM writes them, 1-12:00:00"}
+WRITTEN = {
+    parse_size: "size, as 16GiB or 800MB",
+    parse_minutes: "minutes, or as SLURM writes them, 1-12:00:00",
+    known_method: ", ".join(f"`{name}`" for name in METHODS) + " or text",
+}
 """Types that have a spelling of their own, by the function that reads it."""
 
 

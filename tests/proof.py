@@ -80,6 +80,8 @@ PARTS = (
     cases("own-batches", 3.0, "tests/e2e/test_own_batches.py"),
     cases("rehearsed-trainers", 2.0, "tests/e2e/test_rehearsed_trainers.py"),
     cases("recovery", 2.5, "tests/slurm/test_recovery.py"),
+    cases("schedulers", 1.7, "tests/cluster/test_scheduler_protocol.py"),
+    cases("own-scheduler", 3.0, "tests/e2e/test_own_scheduler.py"),
     cases("watched", 0.5, "tests/e2e/test_watched.py"),
     cases("gpus-of-nodes", 1.0, "tests/e2e/test_node_types.py"),
     cases("links", 5.5, "tests/slurm/test_links.py"),

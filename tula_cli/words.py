@@ -40,8 +40,8 @@ def time_unit(longest: float) -> tuple[float, str]:
 
 
 def plural(count: int, noun: str = "node") -> str:
-    """Return how many, in words: 1 node, 2 nodes."""
-    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
+    """Return how many, in words: 1 node, 2 nodes, 3 batches."""
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}{'es' if noun.endswith('tch') else 's'}"
 
 
 def configuration(nodes: int, batch: int, local_batch: int) -> str:

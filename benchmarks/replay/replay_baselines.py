@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from replay_data import Where
 from scipy.optimize import minimize, nnls
 
-from tula_cli.models.time import steptime
+from tula_cli.models.time import stragglers
 from tula_cli.models.time.priors import PRIORS, Priors
 from tula_cli.models.time.steptime import Estimate, Observation
 
@@ -25,7 +25,7 @@ def with_priors(priors: Priors) -> Model:
     """Return what `tula recommend` uses, with other priors."""
 
     def product(probes: Sequence[Observation], collective: str) -> Predictor:
-        fit = steptime.fit(probes, collective=collective, priors=priors)
+        fit, _ = stragglers.fit_observed(probes, probes, collective=collective, priors=priors)
 
         def predict(places: Sequence[Where]) -> list[Estimate]:
             columns = ([p.nodes for p in places], [p.gpus_per_node for p in places], [p.local_batch for p in places])

@@ -23,8 +23,8 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from unittest import mock
 
+from tula_cli.cluster.scheduling.protocol import SchedulerState
 from tula_cli.cluster.slurm import submit
-from tula_cli.cluster.slurm.queue import SchedulerState
 from tula_cli.run import files
 from tula_cli.run.directory import RunDir
 from tula_cli.run.records.jobs import Attempt, Job

@@ -47,10 +47,15 @@ from tula_cli.run.directory import RunDir
 from tula_cli.run.files import write_atomic
 from tula_cli.services import compare as services_compare
 from tula_cli.services import status as services_status
+from tula_cli.services import train as services_train
 from tula_cli.services.compare import Grid
 from tula_cli.services.comparison import accuracy, trainings
 from tula_cli.services.comparison.accuracy import CompareReport
+from tula_cli.services.comparison.rows import known_methods
+from tula_cli.services.events import follow
+from tula_cli.services.profiling import early_training
 from tula_cli.services.progress import job_status
+from tula_cli.services.recommendation.gradient_noise_of import trained_noise
 from tula_cli.show.html import page as show_html_page
 from tula_cli.show.screen import plain
 from tula_cli.spec.job import JobSpec
@@ -148,7 +153,10 @@ def train(
 ) -> None:
     """Train what is missing of a part of one model's grid, as far as there is time (`ends`, monotonic seconds)."""
     launcher = launcher or cluster_launcher.launcher_for(spec)
-    plan = services_compare.plan(run, spec, grid(turn.name, options), inspect=inspection.inspect, now=time.time())
+    asked = grid(turn.name, options)
+    if table1_rows.BY_NOISE in asked.methods and trained_noise([run], spec) is None:
+        measure_noise(run, spec, launcher)
+    plan = services_compare.plan(run, spec, asked, inspect=inspection.inspect, now=time.time())
     run.adopt(spec)
     run.write_comparison(plan.comparison)
     cells, left = plan.comparison.cells, ends - time.monotonic()
@@ -163,6 +171,17 @@ def train(
             done = sum(services_compare.has_ended(run, cell) for cell in cells)
             told = f"{spec.name}: {done} of {len(cells)}, {now.ended.words} {how}{rest}"
             print(told, file=sys.stderr, flush=True)
+
+
+def measure_noise(run: RunDir, spec: JobSpec, launcher: Launcher) -> None:
+    """Train the first tenth of the epochs at the small batch, as `tula profile --progress` does, for the noise there."""
+    run.adopt(spec)
+    prepared = follow(early_training.prepare(run, spec, inspection.inspect), lambda _: None)
+    for _ in services_status.watch(run, launcher, [services_train.start(run, prepared.plan, launcher)]):
+        pass
+    found = early_training.told(prepared).noise
+    scale = "not measured" if found is None else f"{found.scale:.0f}"
+    print(f"{spec.name}: gradient noise scale after the first epochs: {scale}", file=sys.stderr, flush=True)
 
 
 def grid(name: str, options: argparse.Namespace) -> Grid:
@@ -297,7 +316,7 @@ def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
             setattr(options, name, value)
     if options.methods is None and not options.reduced:
         options.methods = METHODS if options.ranks > 1 else SINGLE
-    there_are = (*services_compare.known_methods(), *(table1_rows.VARIANTS if options.reduced else ()))
+    there_are = (*known_methods(), *(table1_rows.VARIANTS if options.reduced else ()))
     if options.methods is not None and (strange := [w for w in options.methods.split(",") if w not in there_are]):
         parser.error(f"--methods: {', '.join(map(repr, strange))} unknown; there are {', '.join(there_are)}")
     if options.seeds < 1:

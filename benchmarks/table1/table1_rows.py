@@ -1,7 +1,7 @@
 """What the reduced table trains: its networks, the rows of each, and the order in which they are worth their time.
 
 Rows that are no `train.method` are told to `tula compare`'s own service while the table is made (`known`): a ramp of the batch
-without turned steps, four times the weight decay, LAMB and schedule-free with the settings that they need. The same tricks
+without turned steps, one by the noise (where asked for by name), four times the weight decay, LAMB and schedule-free with the settings that they need. The same tricks
 are given to the small batch (AT_REFERENCE): what a method gains there is a better optimizer, not a large batch that keeps
 its accuracy.
 """
@@ -13,8 +13,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from tula_cli.services import compare
-from tula_cli.services.compare import REFERENCE, ComparePlan, Grid, Variant
+from tula_cli.services.compare import REFERENCE, ComparePlan, Grid
+from tula_cli.services.comparison import rows
+from tula_cli.services.comparison.rows import Variant
 
 DECAY = {"weight_decay": 2e-3}  # four times that of both networks
 LAMB = {"name": "AdamW", "momentum": None, "lr": 0.01, "weight_decay": 0.01}
@@ -22,6 +23,7 @@ NO_WARMUP = {"warmup_epochs": 0.0}
 
 VARIANTS: Mapping[str, Variant] = {
     "ramp-sgd": Variant("lrs", train={"ramp": "auto"}),
+    "ramp-noise": Variant("ramp", train={"ramp": "noise"}),
     "ramp-decay4": Variant("ramp", optimizer=DECAY),
     "lbt-decay4": Variant("lbt", optimizer=DECAY),
     "ortho-small": Variant("ortho", schedule=NO_WARMUP),
@@ -39,6 +41,7 @@ OF_SMALL_BATCH = ("ortho-small", "ortho-small-decay4")
 SAME_TRICKS = {
     "ortho": "ortho-small",
     "ramp": "ortho-small",
+    "ramp-noise": "ortho-small",
     "lbt-decay4": "lbt-decay4",
     "ramp-decay4": "ortho-small-decay4",
     "lamb-adamw": "lamb-adamw",
@@ -109,6 +112,10 @@ CASES: Mapping[str, Case] = {
 """With AdamW, at 16 times the batch: digits, and a small language model (GPT-2's architecture, 0.22 million parameters, bytes)."""
 
 
+BY_NOISE = "ramp-noise"
+"""Its stages follow from the noise of the first tenth of the epochs at the small batch, which is trained for it once a network."""
+
+
 class Rows(Grid):
     """A grid whose small batch has the tricks, and whose large batches have not what is for the small one alone."""
 
@@ -125,12 +132,12 @@ def _belongs(method: str, batch: int, *, reference: int) -> bool:
 @contextmanager
 def known() -> Iterator[None]:
     """Have the rows known to the service of `tula compare`."""
-    compare.VARIANTS.update(VARIANTS)
+    rows.VARIANTS.update(VARIANTS)
     try:
         yield
     finally:
         for name in VARIANTS:
-            del compare.VARIANTS[name]
+            del rows.VARIANTS[name]
 
 
 def grid(name: str, options: argparse.Namespace, *, reference: int) -> Grid:

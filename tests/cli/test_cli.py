@@ -1155,7 +1155,7 @@ def test_ctrl_c_as_a_process(here):
     path.parent.mkdir()
     path.write_text("one\n")
     (here / "sitecustomize.py").write_text(
-        "from tula_cli.cluster import local\nfrom tula_cli.cluster.slurm.queue import SchedulerState\n"
+        "from tula_cli.cluster import local\nfrom tula_cli.cluster.scheduling.protocol import SchedulerState\n"
         "local.LocalLauncher.states = lambda self, run, jobs: {job.id: SchedulerState('running') for job in jobs}\n"
     )
     variables = {"PYTHONPATH": os.pathsep.join([str(here), str(ROOT)]), "PYTHONUNBUFFERED": "1"}

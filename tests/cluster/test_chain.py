@@ -20,8 +20,8 @@ from tula_cli.cluster.allocation import Allocation
 from tula_cli.cluster.exit_reason import ExitReason
 from tula_cli.cluster.rank_start import RankStart
 from tula_cli.cluster.relaunch import next_task
+from tula_cli.cluster.scheduling.protocol import SchedulerState
 from tula_cli.cluster.slurm import queue as scheduler
-from tula_cli.cluster.slurm.queue import SchedulerState
 from tula_cli.cluster.slurm.sbatch import parameters
 from tula_cli.cluster.stopping.full_disk import let_go
 from tula_cli.cluster.stopping.last_words import failure, reason_of
@@ -75,7 +75,9 @@ class Cluster:
 
     def ask(self, ids: Sequence[str]) -> dict[str, SchedulerState]:
         reason = "JobHeldUser: will not start, you hold it: scontrol release"
-        return {id_: SchedulerState("pending", reason if id_ in self.held else "") for id_ in ids}
+        return {
+            id_: SchedulerState("pending", reason if id_ in self.held else "", held=id_ in self.held) for id_ in ids
+        }
 
 
 @pytest.fixture

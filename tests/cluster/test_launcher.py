@@ -23,13 +23,14 @@ from tula_cli.cluster import inspection
 from tula_cli.cluster import launcher as cluster_launcher
 from tula_cli.cluster import local as cluster_local
 from tula_cli.cluster.rank_start import RankStart
-from tula_cli.cluster.slurm import chain, partitions, shared_queue, submit
+from tula_cli.cluster.scheduling import chains
 from tula_cli.cluster.slurm import command as slurm_command
+from tula_cli.cluster.slurm import partitions, shared_queue
 from tula_cli.cluster.slurm import queue as scheduler
-from tula_cli.cluster.slurm.chain import MOST_LINKS
+from tula_cli.cluster.slurm import scheduler as slurm_scheduler
 from tula_cli.cluster.slurm.submit import SlurmLauncher
 from tula_cli.cluster.supervise import supervise
-from tula_cli.errors import SchedulerError
+from tula_cli.errors import CannotWrite, SchedulerError
 from tula_cli.run.directory import RunDir
 from tula_cli.run.records.jobs import Attempt, Job
 from tula_cli.run.records.recommendations import Stage, StageSteps
@@ -66,7 +67,7 @@ def installed(tmp_path, monkeypatch, version):
         monkeypatch.delenv(name)
     monkeypatch.setattr(scheduler, "_asked", {})
     monkeypatch.setattr(slurm_command, "PATIENCE", 5.0)
-    monkeypatch.setattr(submit, "LAG", 0.5)
+    monkeypatch.setattr(slurm_scheduler, "LAG", 0.5)
     return fake
 
 
@@ -145,7 +146,11 @@ def test_a_training_is_a_chain_in_which_each_link_waits_for_the_end_of_the_one_b
     assert job.links == tuple(str(link["id"]) for link in queued)
     assert job.scheduler_id == job.links[0]
     one, two, _ = job.links
-    assert [link["dependency"] for link in queued] == ["", f"afterany:{one},singleton", f"afterany:{two},singleton"]
+    assert [link["dependency"] for link in queued] == [
+        "singleton",
+        f"afterany:{one},singleton",
+        f"afterany:{two},singleton",
+    ]
 
 
 def test_all_links_have_one_name_which_a_run_of_the_same_job_elsewhere_does_not_have(slurm, run, tmp_path):
@@ -160,14 +165,14 @@ def test_all_links_have_one_name_which_a_run_of_the_same_job_elsewhere_does_not_
 def test_links_differ_in_their_dependency_only(slurm, run):
     first, second, _ = submitted(run, training(run, hours=0.1)).links
     one, two = slurm.script(first).splitlines(), slurm.script(second).splitlines()
-    assert [line for line in one if line not in two] == []
+    assert [line for line in one if line not in two] == ["#SBATCH --dependency=singleton"]
     assert [line for line in two if line not in one] == [f"#SBATCH --dependency=afterany:{first},singleton"]
 
 
 def test_fifty_links_wait_for_one_job_each(slurm, run):
     job = submitted(run, training(run, hours=1000.0))
     named = [link["dependency"].count(":") for link in slurm.jobs()]
-    assert len(job.links) == MOST_LINKS and max(named) == 1
+    assert len(job.links) == chains.MOST_LINKS and max(named) == 1
 
 
 def test_links_of_an_older_tula_with_names_of_their_own_are_found_and_waited_for(slurm, run):
@@ -182,10 +187,10 @@ def test_links_of_an_older_tula_with_names_of_their_own_are_found_and_waited_for
 
 @pytest.mark.parametrize(
     ("hours", "links"),
-    [(None, 3), (0.01, 3), (0.49, 3), (0.5, 3), (1.0, 4), (10.0, 17), (1000.0, MOST_LINKS)],
+    [(None, 3), (0.01, 3), (0.49, 3), (0.5, 3), (1.0, 4), (10.0, 17), (1000.0, chains.MOST_LINKS)],
 )
 def test_the_chain_is_as_long_as_the_prediction_wants(run, hours, links):
-    assert chain.links(training(run, hours=hours)) == links
+    assert chains.links(training(run, hours=hours)) == links
 
 
 def growing(run, *, hours, steps):
@@ -203,8 +208,8 @@ def growing(run, *, hours, steps):
 
 
 def test_stages_that_want_many_links_leave_some_to_those_of_all_nodes(run):
-    found = submit.nodes_of_links(growing(run, hours=500.0, steps=180_000))  # a hundred hours each
-    assert len(found) == MOST_LINKS and found[-2:] == (4, 4) and found[0] == 1
+    found = chains.nodes_of_links(growing(run, hours=500.0, steps=180_000))  # a hundred hours each
+    assert len(found) == chains.MOST_LINKS and found[-2:] == (4, 4) and found[0] == 1
 
 
 def test_links_of_stages_ask_for_their_nodes_and_come_first(slurm, run):
@@ -212,24 +217,24 @@ def test_links_of_stages_ask_for_their_nodes_and_come_first(slurm, run):
     run.write_task(task)
     job = submitted(run, task)
     # an hour's limit: half an hour is one link and one to spare, what is left two and two
-    assert job.link_nodes == (1, 1, 2, 2, 4, 4, 4, 4) == submit.nodes_of_links(task)
+    assert job.link_nodes == (1, 1, 2, 2, 4, 4, 4, 4) == chains.nodes_of_links(task)
     told = [next(line for line in slurm.script(link).splitlines() if "--nodes" in line) for link in job.links]
     assert told == [f"#SBATCH --nodes={nodes}" for nodes in job.link_nodes]
     assert [job.nodes_of(link) for link in job.links] == list(job.link_nodes)
     later = task.model_copy(update={"nodes": 4})
-    assert submit.nodes_of_links(later) == (4,) * 5, "what is over has no links"
+    assert chains.nodes_of_links(later) == (4,) * 5, "what is over has no links"
 
 
 def test_only_a_training_on_slurm_is_a_chain(run):
     task = training(run)
     here = task.model_copy(update={"spec": make.spec()})
-    assert (chain.links(here), chain.links(probes(run))) == (1, 1)
+    assert (chains.links(here), chains.links(probes(run))) == (1, 1)
 
 
 def test_a_chain_has_two_links_at_least(run):
     task = training(run)
     settings = task.spec.train.model_copy(update={"max_attempts": 1})
-    assert chain.links(task.model_copy(update={"spec": task.spec.model_copy(update={"train": settings})})) == 2
+    assert chains.links(task.model_copy(update={"spec": task.spec.model_copy(update={"train": settings})})) == 2
 
 
 def test_links_that_the_queue_has_no_room_for_are_left_out(slurm, run):
@@ -516,9 +521,9 @@ def test_a_young_job_that_nobody_knows_yet_is_pending_and_an_old_one_is_over(slu
     slurm.set(job.scheduler_id, "PENDING", forgotten=True)
     slurm.fault(sacct="knows nothing")
     assert state(run, job) == scheduler.SchedulerState("pending", "just submitted")
-    old = job.model_copy(update={"submitted_at": time.time() - submit.YOUNG - 1})
+    old = job.model_copy(update={"submitted_at": time.time() - chains.YOUNG - 1})
     assert state(run, old).state == "ended"
-    assert submit.FORGOTTEN in state(run, old).reason
+    assert "SLURM has forgotten it" in state(run, old).reason
 
 
 @pytest.mark.parametrize(("words", "reason"), [("FAILED", "JobLaunchFailure"), ("COMPLETED", "None")])
@@ -556,7 +561,7 @@ def test_a_training_starts_after_its_rehearsal_has_ended(slurm, run):
     run.write_job(Job(id="rehearse-k-1", scheduler="slurm", scheduler_id="77", nodes=1, submitted_at=0.0))
     job = submitted(run, training(run, hours=0.1).model_copy(update={"after": "rehearse-k-1"}))
     waits = [queued["dependency"] for queued in slurm.jobs()]
-    assert waits[:2] == ["afterany:77", f"afterany:77:{job.links[0]},singleton"]
+    assert waits[:2] == ["afterany:77,singleton", f"afterany:77:{job.links[0]},singleton"]
 
 
 # --- through the services
@@ -691,7 +696,7 @@ def test_variables_do_not_override_what_the_script_says(slurm, run, monkeypatch)
     monkeypatch.setenv("SBATCH_TIMELIMIT", "1")
     monkeypatch.setenv("SBATCH_ACCOUNT", "mine")
     script = run.write_script("x", SlurmLauncher().script(run, probes(run)))
-    kept = [name for name in submit.environment_of(script) if name.startswith("SBATCH_")]
+    kept = [name for name in slurm_scheduler.environment_of(script) if name.startswith("SBATCH_")]
     assert kept == ["SBATCH_ACCOUNT"], "the spec names no account"
 
 
@@ -720,7 +725,7 @@ def test_a_local_job_of_another_machine_is_not_started_again_here(run):
 def test_a_local_job_that_cannot_be_started_says_why_in_a_line(run):
     run.submitit_dir.parent.mkdir(parents=True, exist_ok=True)
     run.submitit_dir.write_text("a file where its folder belongs")
-    with pytest.raises(SchedulerError, match=r"^the job could not be started: FileExistsError: .*submitit'$"):
+    with pytest.raises(CannotWrite, match=r"^cannot write .*submitit/probe-n002.sh: "):
         cluster_local.LocalLauncher().submit(run, probes(run))
 
 

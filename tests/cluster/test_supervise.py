@@ -597,7 +597,7 @@ def test_ranks_that_do_not_notice_the_loss_of_one_are_ended(
 
 
 def allocation(index: int, count: int) -> Allocation:
-    return Allocation(index, count, index % 2, "7", environ={"SLURM_CPUS_PER_TASK": "8"})
+    return Allocation(index, count, index % 2, "7", environ={}, cpus=8)
 
 
 def on_slurm(probe: ProbeTask, **slurm: object) -> ProbeTask:

@@ -7,7 +7,7 @@ from typing import Any
 
 from make_results import Truth, measured
 
-from tula_cli.cluster.slurm.queue import SchedulerState
+from tula_cli.cluster.scheduling.protocol import SchedulerState
 from tula_cli.run.directory import RunDir
 from tula_cli.run.records.base import OutcomeClass
 from tula_cli.run.records.cluster_reports import ClusterReport, NodeReport, Transfer
@@ -55,6 +55,7 @@ class FakeLauncher:
     cancelled: list[str] = field(default_factory=list)
     asked: int = 0
     scheduler: str = "local"
+    flags: dict[str, bool] = field(default_factory=dict)  # of what is said: held, suspended ...
 
     def script(self, run: RunDir, task: ProbeTask | TrainTask) -> str:
         return f"#!/bin/bash\n# {task.job}"
@@ -69,7 +70,8 @@ class FakeLauncher:
 
     def states(self, look: Snapshot, jobs: Sequence[Job]) -> dict[str, SchedulerState]:
         self.asked += 1
-        return {job.id: SchedulerState(self.says.get(job.id, "ended"), self.reason, self.starts_at) for job in jobs}  # type: ignore[arg-type]
+        said = {job.id: self.says.get(job.id, "ended") for job in jobs}
+        return {id_: SchedulerState(state, self.reason, self.starts_at, **self.flags) for id_, state in said.items()}  # type: ignore[arg-type]
 
     def cancel(self, run: RunDir, job: Job) -> None:
         assert run.cancelled(job.id), "the mark comes first"
@@ -78,7 +80,7 @@ class FakeLauncher:
 
 
 def job(id_: str, *, nodes: int = 1, scheduler: str = "local", at: float = START) -> Job:
-    return Job(id=id_, scheduler=scheduler, scheduler_id="4711", nodes=nodes, submitted_at=at)  # type: ignore[arg-type]
+    return Job(id=id_, scheduler=scheduler, scheduler_id="4711", nodes=nodes, submitted_at=at)
 
 
 def attempt(task: str, *, number: int = 1, start: float = START, end: float | None = None, **changes: Any) -> Attempt:

@@ -4,8 +4,8 @@ import make_runs as make
 import pytest
 import status as benchmark
 
-from tula_cli.cluster.slurm import submit
-from tula_cli.cluster.slurm.queue import SchedulerState
+from tula_cli.cluster.scheduling.protocol import SchedulerState
+from tula_cli.cluster.slurm import queue, submit
 from tula_cli.errors import BadMeasurements
 from tula_cli.run.directory import RunDir
 from tula_cli.services import status as services_status
@@ -19,7 +19,7 @@ def run(tmp_path):
 
 def test_one_look_at_many_ended_slurm_jobs_reads_each_file_at_most_once(tmp_path, monkeypatch):
     run = benchmark.make_run(tmp_path, 66)
-    monkeypatch.setattr(submit, "ask", lambda ids, patient: {id_: SchedulerState("ended") for id_ in ids})
+    monkeypatch.setattr(queue, "ask", lambda ids, patient: {id_: SchedulerState("ended") for id_ in ids})
     with benchmark.counted() as reads:
         status = services_status.snapshot(run, submit.SlurmLauncher(), now=benchmark.START + 999)
     assert [job.state for job in status.jobs] == ["done"] * 66
@@ -101,7 +101,7 @@ def test_what_waits_for_a_run_that_was_moved_is_over(run, tmp_path, monkeypatch)
     job = make.add_training(run, rows=make.metrics())
     run.write_job(run.job(job).model_copy(update={"folder": str(run.path), "scheduler": "slurm"}))
     monkeypatch.setattr(
-        submit, "ask", lambda ids, patient: {id_: SchedulerState("pending", "Dependency") for id_ in ids}
+        queue, "ask", lambda ids, patient: {id_: SchedulerState("pending", "Dependency") for id_ in ids}
     )
     moved = RunDir(tmp_path / "moved")
 

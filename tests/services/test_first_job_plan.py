@@ -18,8 +18,8 @@ from pydantic import TypeAdapter
 
 from tula_cli.cluster.inspection import NotInspected
 from tula_cli.cluster.kept_inspection import KeptInspection
+from tula_cli.cluster.scheduling.protocol import Queued, SchedulerState
 from tula_cli.cluster.slurm import first_job
-from tula_cli.cluster.slurm.queue import Queued, SchedulerState
 from tula_cli.errors import Interruption, JobFailed, OverBudget, Pending, SchedulerError
 from tula_cli.run.directory import RunDir
 from tula_cli.run.files import read_record, write_record
@@ -58,10 +58,10 @@ class World(make.FakeLauncher):
         self.answer, self.here = True, False
         self.queue: dict[str, Queued] = {}
         monkeypatch.setattr(first_job, "submit_script", self._submit_first_job)
-        monkeypatch.setattr(first_job, "in_queue", lambda run, names: self.queue)
+        monkeypatch.setattr(first_job, "in_queue", lambda *_: self.queue)
         monkeypatch.setattr(first_job.scheduler, "ask", lambda ids: {ids[0]: SchedulerState("ended")})
 
-    def _submit_first_job(self, run: RunDir, name: str, text: str) -> str:
+    def _submit_first_job(self, _: object, run: RunDir, *__: object) -> str:
         self.first_jobs += 1
         log = run.submitit_dir / "7_0_log.out"
         log.write_text(f"begun\n{TOLD.model_dump_json()}\n")
@@ -295,8 +295,7 @@ def test_looks_at_the_queue_are_fewer_the_longer_a_first_job_waits(
 def test_a_first_job_that_will_never_start_is_cancelled_at_the_second_look_that_says_so(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    hopeless = SchedulerState("pending", "PartitionDown")
-    assert hopeless.hopeless
+    hopeless = SchedulerState("pending", "PartitionDown", hopeless=True)
     assert wait(world, monkeypatch, hopeless, PENDING, hopeless, RUNNING) == [], "it may be so for a moment"
     with pytest.raises(SchedulerError, match="PartitionDown"):
         wait(world, monkeypatch, PENDING, hopeless, hopeless)
@@ -317,9 +316,9 @@ def test_a_first_job_that_nobody_waits_for_is_cancelled_and_counted(
 def test_ctrl_c_while_a_first_job_is_submitted_leaves_none_that_is_not_written_down(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def pressed(run: RunDir, name: str, text: str) -> str:
+    def pressed(*told: Any) -> str:
         signal.raise_signal(signal.SIGINT)
-        return world._submit_first_job(run, name, text)
+        return world._submit_first_job(*told)
 
     monkeypatch.setattr(first_job, "submit_script", pressed)
     assert wait(world, monkeypatch, RUNNING) == ["7", "Interruption"]
@@ -381,7 +380,7 @@ def test_what_a_first_job_told_nobody_is_found_later(world: World) -> None:
 
 
 def test_a_job_that_tells_nothing_is_an_error_with_its_words(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    def silent(run: RunDir, name: str, text: str) -> str:
+    def silent(_: object, run: RunDir, *__: object) -> str:
         (run.submitit_dir / "8_0_log.out").write_text("")
         (run.submitit_dir / "8_0_log.err").write_text("ModuleNotFoundError: No module named 'torch'\n")
         return "8"

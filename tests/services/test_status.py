@@ -11,7 +11,6 @@ import make_runs as make
 import pytest
 from rich.console import Console
 
-from tula_cli.cluster.slurm.queue import SUSPENDED
 from tula_cli.run import files
 from tula_cli.run.directory import RunDir
 from tula_cli.run.records.results import CountedEnergy
@@ -62,7 +61,7 @@ def test_a_job_that_is_held_for_a_full_disk_says_so_and_is_not_waited_for(run):
     name = make.add_training(run)
     words = "no space left on device: 0 B of 1.00 GiB are free where /scratch is; held: 12 to 14"
     run.write_attempt(make.attempt(f"{name}-1", end=START + 9, outcome="disk", message=words))
-    launcher = make.FakeLauncher({name: "pending"}, reason="JobHeldUser: will not start, you hold it: scontrol release")
+    launcher = make.FakeLauncher({name: "pending"}, reason="JobHeldUser: will not start", flags={"held": True})
     now = services_status.snapshot(run, launcher, now=START + 20)
     (job,) = now.jobs
     assert (job.state, now.active()) == ("held", False)
@@ -75,8 +74,9 @@ def test_a_job_that_is_held_for_a_full_disk_says_so_and_is_not_waited_for(run):
 def test_a_suspended_job_is_not_said_to_run_and_is_waited_for(run):
     name = make.add_training(run)
     run.write_attempt(make.attempt(f"{name}-1"))
-    reason = f"{SUSPENDED}an administrator has stopped it"
-    now = services_status.snapshot(run, make.FakeLauncher({name: "running"}, reason=reason), now=START + 100)
+    reason = "suspended: an administrator has stopped it"
+    launcher = make.FakeLauncher({name: "running"}, reason=reason, flags={"suspended": True})
+    now = services_status.snapshot(run, launcher, now=START + 100)
     (job,) = now.jobs
     assert (job.state, job.reason, job.elapsed, now.active()) == ("suspended", reason, 100, True)
     told = shown(*show_status.status(now))
@@ -246,7 +246,7 @@ def test_the_schedulers_verdict_is_told(run):
     assert (only_job(run, verdict).state, only_job(run, verdict).reason) == ("lost", verdict.reason)
     run.write_attempt(make.attempt(name, end=START + 9, outcome="signal", message="terminated"))
     job = only_job(run, verdict)
-    assert (job.state, job.reason) == ("failed", "terminated (SLURM: TIMEOUT: its time limit was reached)")
+    assert (job.state, job.reason) == ("failed", "terminated (its scheduler: TIMEOUT: its time limit was reached)")
     failed = make.FakeLauncher({name: "ended"}, reason="FAILED: its script ended with an error")
     assert only_job(run, failed).reason == "terminated", "which says more"
 

@@ -62,12 +62,14 @@ def compare(
     way, trains what is missing, and stops; without --methods, --batch ... those of the last time.
     """
     from tula_cli.run.jobfile import origin
-    from tula_cli.services.comparison import session
+    from tula_cli.services.comparison import rows, session
     from tula_cli.services.waiting import WaitPolicy
 
     _check_page(html)
     run, spec = open_run(screen, job, named, root, overrides)
-    request = session.GridRequest(_words(methods) or None, _numbers("--batch", batch) or None, seeds, nodes, controls)
+    request = session.GridRequest(
+        rows.split(methods or "") or None, _numbers("--batch", batch) or None, seeds, nodes, controls
+    )
     if only_show:
         return _show(screen, run, spec, request, node_type=node_type, html=html)
     own = dependencies(

@@ -129,7 +129,8 @@ Methods = Annotated[
     str | None,
     typer.Option(
         metavar="A,B",
-        help="Values of train.method, or lbt-x2, lbt-x4, sqrt, sqrt-beta2, robust; lbt,lrs,lars,polo,ags, of a script lbt,lrs,sqrt,ags.",
+        help="Values of train.method, or lbt-x2, lbt-x4, sqrt, sqrt-beta2, robust, with settings behind colons"
+        " (ags:delta=0.1,lbt:optimizer.lr=0.2); lbt,lrs,lars,polo,ags, of a script lbt,lrs,sqrt,ags.",
     ),
 ]
 Batches = Annotated[str | None, typer.Option(metavar="N,M", help="Global batches; else the recommended one.")]

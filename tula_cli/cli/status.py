@@ -98,7 +98,7 @@ def logs(
             job and [job]
         )
 
-    pause = services_status.POLL[run.spec().cluster.kind][0] if follow else 0.0
+    pause = services_status.poll(run.spec().cluster.kind)[0] if follow else 0.0
     moment = None if since is None else since_when(since, now=time.time())
     wanted = services_logs.Wanted(job=job, rank=rank, since=moment, every=every, last=last)
     place = None

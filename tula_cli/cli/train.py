@@ -72,9 +72,9 @@ def train(
 
 
 def _dry_run(screen: Screen, training: "PreparedTraining", own: "Dependencies") -> None:
-    from tula_cli.cluster.slurm import chain
+    from tula_cli.cluster.scheduling.chains import nodes_of_links
 
     plan: TrainPlan = training.plan
     scripts = [own.launcher_for(training.part.spec).script(training.part.run, plan.task)]
-    shown = show_train.train_plan(plan, links=chain.nodes_of_links(plan.task), scripts=scripts)
+    shown = show_train.train_plan(plan, links=nodes_of_links(plan.task), scripts=scripts)
     screen.answer({"plan": plan, "scripts": scripts}, shown)

@@ -6,7 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from tula_cli.cluster.exit_reason import ExitReason
-from tula_cli.cluster.slurm import queue as scheduler
+from tula_cli.cluster.scheduling.local_scheduler import LocalScheduler
+from tula_cli.cluster.scheduling.protocol import ENDS, WARNS, Scheduler
+from tula_cli.cluster.slurm.scheduler import SlurmScheduler
+from tula_cli.errors import SchedulerError
 from tula_cli.run.records.base import OutcomeClass
 
 POLL = 0.2  # seconds
@@ -26,8 +29,9 @@ class TerminationSignal:
 
     def listen(self) -> None:
         """Take the signals from submitit, which would end this process over the one that warns of the time limit."""
-        signal.signal(signal.SIGTERM, self._receive)
-        for number in (signal.SIGUSR1, signal.SIGUSR2, signal.SIGCONT):
+        for number in ENDS:
+            signal.signal(number, self._receive)
+        for number in WARNS:
             signal.signal(number, _ignore)
 
     def _receive(self, *_: object) -> None:
@@ -42,33 +46,54 @@ def _ignore(*_: object) -> None:
 class Allocation:
     """What the scheduler gave the job, as one of its supervisors sees it.
 
-    There is a supervisor a rank or one a node on SLURM, and one for all ranks where the job runs on this machine.
+    There is a supervisor a rank or one a node where a scheduler starts them, and one for all ranks where the job runs on this
+    machine.
     """
 
-    index: int  # of this supervisor, from 0: SLURM_PROCID
+    index: int  # of this supervisor, from 0
     count: int  # supervisors
     local_index: int = 0  # on its node
-    job_id: str = ""  # SLURM's
-    restarts: int = 0  # how often SLURM has requeued it
-    hosts: str = ""  # as SLURM writes them
+    job_id: str = ""  # the scheduler's; empty on this machine
+    restarts: int = 0  # how often the scheduler itself has requeued it
+    hosts: str = ""  # as the scheduler writes them
     nodes: int | None = None  # None on this machine
     environ: Mapping[str, str] = field(default_factory=dict)  # what the ranks inherit
     ends_at: float | None = None  # Unix time of the time limit, where there is one
     termination: TerminationSignal = field(default_factory=TerminationSignal)
 
+    cpus: int | None = None  # of a supervisor; None where nobody tells
+    node: str = ""  # tells the supervisors of this node from those of others
+    scheduler: Scheduler = field(default_factory=SlurmScheduler)  # that a job with an id is one of
+
     @classmethod
-    def from_environment(cls, environ: Mapping[str, str]) -> "Allocation":
-        if "SLURM_PROCID" not in environ:
-            return cls(0, 1, environ=environ)
+    def from_environment(cls, environ: Mapping[str, str], scheduler: Scheduler | None = None) -> "Allocation":
+        """Return what a process sees of its job.
+
+        Args:
+            environ: its environment.
+            scheduler: whose job it is; None: SLURM's where the environment says so, else this machine's.
+
+        Raises:
+            SchedulerError: a scheduler of the user's own does not know the process.
+        """
+        asked = scheduler or SlurmScheduler()
+        place = asked.place(environ)
+        if place is None:
+            if not isinstance(asked, LocalScheduler | SlurmScheduler):
+                raise SchedulerError(f"{asked.name} does not know this process as one of its jobs' (place)")
+            return cls(0, 1, environ=environ, scheduler=LocalScheduler())
         return cls(
-            index=int(environ["SLURM_PROCID"]),
-            count=int(environ["SLURM_NTASKS"]),
-            local_index=int(environ["SLURM_LOCALID"]),
-            job_id=environ["SLURM_JOB_ID"],
-            restarts=int(environ.get("SLURM_RESTART_COUNT", "0")),
-            hosts=environ.get("SLURM_JOB_NODELIST", ""),
-            nodes=int(environ.get("SLURM_JOB_NUM_NODES", "0")) or None,
+            index=place.index,
+            count=place.count,
+            local_index=place.local_index,
+            job_id=place.job_id,
+            restarts=place.restarts,
+            hosts=place.hosts,
+            nodes=place.nodes or None,
             environ=environ,
+            cpus=place.cpus,
+            node=place.node,
+            scheduler=asked,
         )
 
     @property
@@ -98,6 +123,20 @@ class Allocation:
         """Return the variable that tells the ranks when to save and leave: some time before the allocation ends."""
         return {} if self.ends_at is None else {"TULA_LEAVE_AT": f"{self.leave_at(self.ends_at):.1f}"}
 
+    def termination_reason(self, allocation_id: str = "") -> ExitReason:
+        """Tell how the scheduler ended an allocation, given as `id`; this one where none is given."""
+        job_id, _, restarts = (allocation_id or self.id).rpartition(".")
+        deadline = time.monotonic() + ACCOUNTING_LAG
+        while True:
+            how = self.scheduler.ended_how(job_id, restart=int(restarts))
+            if how is not None or time.monotonic() >= deadline:
+                break
+            time.sleep(POLL)
+        if how in TERMINATED_MESSAGES:
+            by = f" ({self.scheduler.cancel_command})" if self.scheduler.cancel_command else ""
+            return ExitReason(how, TERMINATED_MESSAGES[how].format(job_id, by))
+        return ExitReason("signal", f"job {job_id} was ended from outside, or its supervisor was killed")
+
     def leave_at(self, ends_at: float) -> float:
         """Return when an allocation that began now would have to be left, before its end (Unix times)."""
         share, least, most = TIME_LIMIT_MARGIN
@@ -108,17 +147,6 @@ TERMINATED_MESSAGES: dict[OutcomeClass, str] = {
     "time_limit": "time limit of job {0} reached",
     "preempted": "job {0} was preempted",
     "node_failure": "a node of job {0} failed",
-    "cancelled": "job {0} was cancelled (scancel)",
+    "cancelled": "job {0} was cancelled{1}",
     "host_oom": "job {0} was out of memory",
 }
-
-
-def termination_reason(allocation_id: str) -> ExitReason:
-    """Tell how the scheduler ended an allocation, given as `Allocation.id`."""
-    job_id, _, restarts = allocation_id.partition(".")
-    deadline = time.monotonic() + ACCOUNTING_LAG
-    while (how := scheduler.ended_how(job_id, restart=int(restarts))) is None and time.monotonic() < deadline:
-        time.sleep(POLL)
-    if how in TERMINATED_MESSAGES:
-        return ExitReason(how, TERMINATED_MESSAGES[how].format(job_id))
-    return ExitReason("signal", f"job {job_id} was ended from outside, or its supervisor was killed")

@@ -9,7 +9,7 @@ from functools import cached_property
 from pathlib import Path
 
 from tula_cli.cluster import exit_reason
-from tula_cli.cluster.allocation import POLL, TERMINATED_MESSAGES, Allocation, termination_reason
+from tula_cli.cluster.allocation import POLL, TERMINATED_MESSAGES, Allocation
 from tula_cli.cluster.exit_reason import ExitReason, RankExit
 from tula_cli.cluster.forkserver import Start
 from tula_cli.cluster.group import RankGroup, RankSpawner
@@ -176,10 +176,10 @@ class RunningAttempt:
         if self.allocation.termination.received and not finished(self.run, self.task):
             if self.run.cancelled(self.task.job):
                 return ExitReason("cancelled", "cancelled by the user")
-            reason = termination_reason(self.allocation.id)
+            reason = self.allocation.termination_reason()
             if reason.outcome == "cancelled":
-                self.run.cancel(self.task.job, by="scancel")
-            # Where a follower has failed, srun ends the leader too.
+                self.run.cancel(self.task.job, by=self.allocation.scheduler.cancel_command)
+            # Where a follower has failed, the scheduler ends the leader too.
             told = told_by_supervisors(self.run, self.attempt) if reason.outcome == "signal" else None
             return told or reason
         # A rank may lose its peers on the way out: they have left and saved all the same.

@@ -62,7 +62,7 @@ def interpreter(spec: JobSpec) -> str:
 
 def own_interpreter(spec: JobSpec) -> str | None:
     """Return the shell's words that start the python of the jobs, where it is not the one that runs this."""
-    return spec.cluster.slurm.python if spec.cluster.kind == "slurm" and spec.cluster.slurm else None
+    return spec.cluster.python
 
 
 def not_started(python: str, stderr: str, *, here: bool = False) -> NotInspected:

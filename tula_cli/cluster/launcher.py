@@ -1,13 +1,14 @@
 """Starting jobs and asking what became of them, wherever they run."""
 
 import contextlib
-import shutil
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Protocol
 
 from tula_cli.cluster.local import LocalLauncher
-from tula_cli.cluster.slurm.queue import SILENT, SchedulerState
+from tula_cli.cluster.scheduling.batch_launcher import BatchLauncher
+from tula_cli.cluster.scheduling.protocol import SchedulerState
+from tula_cli.cluster.scheduling.schedulers import scheduler_of
 from tula_cli.cluster.slurm.submit import SlurmLauncher
 from tula_cli.errors import SchedulerError
 from tula_cli.host import interrupts
@@ -58,14 +59,17 @@ def launcher_for(spec: JobSpec, *, submits: bool = True) -> Launcher:
 
     Raises:
         SchedulerError: nothing can be submitted from here.
+        SpecError: a scheduler of the user's own cannot be made.
     """
     if spec.cluster.kind == "local":
         return LocalLauncher()
-    if submits and shutil.which("sbatch") is None:
+    kind = spec.cluster.kind
+    launcher = SlurmLauncher() if kind == "slurm" else BatchLauncher(scheduler_of(spec.cluster), kind)
+    if submits and (why := launcher.scheduler.absent()):
         raise SchedulerError(
-            "cluster.kind is slurm, but there is no sbatch here", "run tula on a login node, or set cluster.kind: local"
+            f"cluster.kind is {kind}, but {why}", "run tula on a login node, or set cluster.kind: local"
         )
-    return SlurmLauncher()
+    return launcher
 
 
 @contextlib.contextmanager
@@ -99,6 +103,6 @@ def under_way(run: RunDir, launcher: Launcher, job_ids: Iterable[str]) -> list[s
     known = [job for id_ in job_ids if (job := run.job(id_)) is not None]
     states = launcher.states(run.read(), known)
     for state in states.values():
-        if state.state == "unknown" and state.reason.startswith(SILENT):
+        if state.silent:
             raise SchedulerError(state.reason, "nothing was submitted; run the same command again later")
     return [job.id for job in known if states[job.id].state in ("pending", "running")]

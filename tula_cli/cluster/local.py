@@ -3,21 +3,20 @@
 import contextlib
 import importlib.util
 import os
+import shlex
 import signal
 import socket
-import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from tula_cli.cluster.allocation import POLL
-from tula_cli.cluster.slurm.path_patterns import require_plain
-from tula_cli.cluster.slurm.queue import SchedulerState
-from tula_cli.errors import JobFailed, SchedulerError
+from tula_cli.cluster.scheduling.local_scheduler import LocalScheduler
+from tula_cli.cluster.scheduling.protocol import JobRequest, SchedulerState
+from tula_cli.errors import JobFailed
 from tula_cli.host import machine_lock
-from tula_cli.host.processes import die_with_parent, started
+from tula_cli.host.processes import started
 from tula_cli.run.directory import RunDir
 from tula_cli.run.records.jobs import Attempt, Job
 from tula_cli.run.records.tasks import Task
@@ -26,15 +25,16 @@ from tula_cli.run.upkeep import package
 from tula_cli.version import __version__
 from tula_cli.words import moment, plural
 
-SUPERVISOR = "tula_cli.cluster.supervise"
+IN_JOB, SUPERVISOR = "tula_cli.cluster.scheduling.in_job", "tula_cli.cluster.supervise"
 """Started by its name: the command line never runs it in its own process."""
 SILENCE = 3600.0
 """Seconds without a sign of life, which it gives each minute, after which a job of another machine is taken for lost."""
-_MONTHS = 60 * 24 * 90  # minutes; submitit ends a local job after its time limit, our supervisor keeps its own
 
 
 class LocalLauncher:
-    """Jobs on this machine through submitit's local executor; one at a time, in the order they get the machine."""
+    """Jobs on this machine; one at a time, in the order they get the machine."""
+
+    scheduler = LocalScheduler()
 
     def script(self, run: RunDir, task: Task) -> str:
         """Return in words what a job on this machine starts."""
@@ -47,31 +47,20 @@ class LocalLauncher:
     def submit(self, run: RunDir, task: Task) -> Job:
         """Start a job that outlives this process, its terminal and Ctrl-C.
 
-        submitit's controller would stay in our process group, where Ctrl-C reaches it: it is started from a process
-        with a session of its own.
-
         Raises:
             JobFailed: there is no torch here.
-            SpecError: submitit would look for its files elsewhere.
             SchedulerError: the process could not be started.
         """
         if importlib.util.find_spec("torch") is None:
             raise JobFailed(f"{sys.executable} has no torch", "pip install 'tula-cli[torch]'")
-        require_plain(run.path, slurm=False)
         earlier, now = run.job(task.job), time.time()
-        program = "import sys; from tula_cli.cluster import local; local.submit_from_own_session(*sys.argv[1:])"
-        command = [sys.executable, "-c", program, str(run.path.resolve()), task.id]
-        # Files, not pipes: the job inherits them, and a pipe would stay open until it ends.
-        with tempfile.TemporaryFile("w+") as told, tempfile.TemporaryFile("w+") as complaint:
-            code = subprocess.call(
-                command, stdout=told, stderr=complaint, start_new_session=True, env=with_package(run.path)
-            )
-            told.seek(0)
-            complaint.seek(0)
-            if code:
-                said = complaint.read().strip().splitlines()  # the last line of a traceback says what it was
-                raise SchedulerError(f"the job could not be started: {said[-1] if said else f'exit code {code}'}")
-            pid = int(told.read().split()[-1])
+        folder = run.path.resolve()
+        path = with_package(folder)["PYTHONPATH"]
+        command = shlex.join([sys.executable, "-m", IN_JOB, "local", str(folder), task.id])
+        setup = (f"export PYTHONPATH={shlex.quote(path)}",)
+        job = JobRequest(task.job, command, folder=Path(task.workdir), logs=run.submitit_dir.absolute(), setup=setup)
+        script = run.write_script(task.job, self.scheduler.script(job))
+        pid = int(self.scheduler.submit(script, job).partition("-")[0])
         return Job(
             id=task.job,
             scheduler="local",
@@ -90,7 +79,7 @@ class LocalLauncher:
         return self
 
     def states(self, look: Snapshot, jobs: Sequence[Job]) -> dict[str, SchedulerState]:
-        """Ask the kernel: the process that submitit started is there and is the same one, or it is not."""
+        """Ask the kernel: the process that was started is there and is the same one, or it is not."""
         return {job.id: self._state(look, job) for job in jobs}
 
     def _state(self, look: Snapshot, job: Job) -> SchedulerState:
@@ -113,37 +102,16 @@ class LocalLauncher:
             os.kill(int(job.scheduler_id), signal.SIGKILL)
 
 
-def submit_from_own_session(path: str, task_id: str) -> None:
-    """Submit a supervisor to submitit's local executor and print its process id. Runs in a process of its own."""
-    import submitit
-
-    run = RunDir(Path(path))
-    executor = submitit.LocalExecutor(folder=run.submitit_dir)
-    # submitit hides all GPUs from a local job that asks for none; the ranks get back what was visible here.
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    executor.update_parameters(timeout_min=_MONTHS, tasks_per_node=1)
-    job = executor.submit(run_supervisor, path, task_id, visible)
-    sys.stdout.write(f"{job.job_id}\n")
-
-
-def run_supervisor(path: str, task_id: str, visible_gpus: str | None) -> None:
-    """What submitit calls in the job.
+def run_supervisor(path: str, task_id: str, _: str | None = None) -> None:
+    """What submitit calls in a job on SLURM.
 
     Args:
         path: the run directory.
         task_id: the task to start with.
-        visible_gpus: CUDA_VISIBLE_DEVICES of the command line that submitted a local job; SLURM sets its own.
     """
     import importlib
 
-    if os.environ.get("SUBMITIT_EXECUTOR") == "local":
-        die_with_parent()  # submitit's controller is what a user sees and can kill; nothing may outlive it
     environ = {name: value for name, value in os.environ.items() if not name.startswith("SUBMITIT_")}
-    if os.environ.get("SUBMITIT_EXECUTOR") == "local":
-        environ.pop("CUDA_VISIBLE_DEVICES", None)
-        if visible_gpus is not None:
-            environ["CUDA_VISIBLE_DEVICES"] = visible_gpus
-        environ = {name: value for name, value in environ.items() if not name.startswith("SLURM_")}
     supervise: Callable[..., None] = importlib.import_module(SUPERVISOR).supervise
     supervise(Path(path), task_id, environ=environ)
     if os.environ.get("SUBMITIT_EXECUTOR") == "slurm":

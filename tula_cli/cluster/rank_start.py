@@ -24,7 +24,7 @@ def first_rank(allocation: Allocation, task: Task) -> int:
 
 
 def ranks_of(task: Task) -> int:
-    """Return how many ranks a supervisor has on SLURM: one, or those of its node."""
+    """Return how many ranks a supervisor has that a scheduler starts: one, or those of its node."""
     return task.spec.cluster.gpus_per_node if task.spec.task_per_node else 1
 
 
@@ -120,5 +120,5 @@ class RankStart:
         """Return the threads of a rank. On this machine the ranks share its cores, one thread each."""
         if self.allocation.local:
             return 1
-        threads = int(self.allocation.environ.get("SLURM_CPUS_PER_TASK", "1"))
+        threads = self.allocation.cpus or 1
         return max(1, threads // self.task.spec.cluster.gpus_per_node) if _by_torchrun(self.task) else threads

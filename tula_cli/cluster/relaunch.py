@@ -49,7 +49,7 @@ UNWRITTEN: tuple[OutcomeClass, ...] = (*PROCESS_LOST, *ALLOCATION_LOST, "host_oo
 
 def leaves_allocation(outcome: OutcomeClass | Literal["done"] | None, cluster: Cluster) -> bool:
     """Return whether what follows an ending needs another allocation: this one is lost, or its nodes stay faulty."""
-    return outcome in ALLOCATION_LOST or (outcome == "device_fault" and cluster.kind == "slurm")
+    return outcome in ALLOCATION_LOST or (outcome == "device_fault" and cluster.kind != "local")
 
 
 def newest(run: RunDir, task_id: str) -> Task:
@@ -260,13 +260,14 @@ def _gpus_elsewhere(run: RunDir, attempt: Attempt) -> bool:
     return bool(attempt.allocation) and any(run.saw_gpus(other) for other in alike)
 
 
-def no_progress(attempts: Sequence[Attempt], progress: int, limit: int) -> str:
+def no_progress(attempts: Sequence[Attempt], progress: int, limit: int, setting: str = "cluster.slurm.minutes") -> str:
     """Say why a training whose allocations were taken away must not go on; empty where it may.
 
     Args:
         attempts: its attempts, oldest first.
         progress: samples that have been trained for good by now.
         limit: `train.max_attempts`.
+        setting: what sets the time limit of its jobs.
     """
     if not attempts or attempts[-1].outcome not in ALLOCATION_LOST:
         return ""
@@ -275,7 +276,7 @@ def no_progress(attempts: Sequence[Attempt], progress: int, limit: int) -> str:
     if began.progress != progress:
         return ""
     if attempts[-1].outcome == "time_limit":
-        return "the time limit was reached before anything could be saved: raise cluster.slurm.minutes"
+        return f"the time limit was reached before anything could be saved: raise {setting}"
     stalled = [attempt for attempt in attempts if attempt.outcome in ALLOCATION_LOST and attempt.progress == progress]
     return f"{len(stalled)} allocations were lost without a newer checkpoint" if len(stalled) >= limit else ""
 

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from tula_cli.cluster.allocation import POLL, Allocation, termination_reason
+from tula_cli.cluster.allocation import POLL, Allocation
 from tula_cli.cluster.attempt import RunningAttempt, close_attempt, closed, deadline, open_attempt
 from tula_cli.cluster.exit_reason import ExitReason
 from tula_cli.cluster.group import RankSpawner
@@ -26,7 +26,6 @@ from tula_cli.cluster.relaunch import (
     COUNTED,
     RESTARTS,
     UNWRITTEN,
-    again,
     blamed,
     leaves_allocation,
     newest,
@@ -35,10 +34,10 @@ from tula_cli.cluster.relaunch import (
     over,
     write_summary,
 )
+from tula_cli.cluster.scheduling.protocol import Scheduler, exclude
 from tula_cli.cluster.scripts.settle import leader_command, require_resumable, settled, take_up
-from tula_cli.cluster.slurm import queue as scheduler
 from tula_cli.cluster.slurm import sbatch
-from tula_cli.cluster.stopping.full_disk import held, require_room
+from tula_cli.cluster.stopping.full_disk import held, with_room
 from tula_cli.cluster.stopping.last_words import failure, keep_traceback, named, reason_of, told_by_supervisors
 from tula_cli.cluster.stopping.other_format import require_known_format
 from tula_cli.cluster.stopping.repeated import again_at_once
@@ -57,17 +56,20 @@ NFS_LAG = 60.0
 """Seconds by which a file may appear later than another one that was written after it."""
 
 
-def supervise(path: Path, task_id: str, *, environ: Mapping[str, str] = os.environ) -> None:
+def supervise(
+    path: Path, task_id: str, *, environ: Mapping[str, str] = os.environ, scheduler: Scheduler | None = None
+) -> None:
     """Run a task, and what follows from it, to the end.
 
     Args:
         path: the run directory.
         task_id: the task to start with; a newer attempt of the same training run takes its place.
         environ: the environment of the ranks.
+        scheduler: whose job this is; None: SLURM's, or this machine's.
     """
     try:
         hold(path)
-        allocation = Allocation.from_environment(environ)
+        allocation = Allocation.from_environment(environ, scheduler)
         require_known_format(path, allocation)
         allocation.environ = {**environ, MARK: mark(path, task_id, allocation.id, allocation.index)}
         supervisor = Supervisor(RunDir(path), allocation)
@@ -116,7 +118,7 @@ class Supervisor:
             return
         self.allocation.termination.listen()
         if self.allocation.leader:
-            self.allocation.ends_at = scheduler.ends_at(self.allocation.job_id, self.allocation.environ)
+            self.allocation.ends_at = self.allocation.scheduler.ends_at(self.allocation.job_id, self.allocation.environ)
             self._lead(task_id)
         else:
             self.follow()
@@ -137,7 +139,7 @@ class Supervisor:
         close_attempt(self.run, attempt, self._considered(task, attempt, reason, self._without_progress(task)))
 
     def _await_rehearsal(self, task: Task) -> None:
-        """Wait for the rehearsal that a training on this machine comes after; SLURM sees to that by itself."""
+        """Wait for the rehearsal that a training on this machine comes after; a scheduler sees to that by itself."""
         job = self.run.job(task.after) if isinstance(task, TrainTask) and task.after else None
         while job is not None and started(int(job.scheduler_id)) == job.process_started:
             if self.run.cancelled(task.job):
@@ -209,7 +211,7 @@ class Supervisor:
         """Return why an attempt ended, where the chain has to stop with what was done about that."""
         if reason.outcome == "disk":
             reserve.give_up(self.run.path)  # to write that down
-            return held(reason, self._later_links(task))
+            return held(reason, self._later_links(task), self.allocation.scheduler)
         if not isinstance(task, TrainTask):
             return reason
         ended = [*(one for one in before if one.ended_at is not None), closed(attempt, reason)]
@@ -228,7 +230,7 @@ class Supervisor:
             return reason
         waiting = self._later_links(task)
         nodes = sbatch.excluded(self.run, task, also=reason.host)
-        complaint = scheduler.exclude(waiting, nodes)
+        complaint = exclude(self.allocation.scheduler, waiting, nodes)
         told = f"excluded from now on: {nodes}" if not complaint else f"{nodes} could not be excluded: {complaint}"
         return dataclasses.replace(reason, message=f"{reason.words}; {told}", host="")
 
@@ -236,7 +238,9 @@ class Supervisor:
         """Take links that have too few nodes for what is left out of the queue; one that starts all the same ends at once."""
         job = self._own_job(task)
         if job is not None:
-            scheduler.cancel([link for link in self._later_links(task) if job.nodes_of(link) < task.nodes])
+            self.allocation.scheduler.cancel(
+                [link for link in self._later_links(task) if job.nodes_of(link) < task.nodes]
+            )
 
     def _later_links(self, task: Task) -> Sequence[str]:
         """Return the jobs of the chain that wait for this one."""
@@ -252,7 +256,7 @@ class Supervisor:
             write_summary(self.run, task)
         job = self._own_job(task)
         if job is not None:
-            scheduler.cancel([link for link in job.links if link != self.allocation.job_id])
+            self.allocation.scheduler.cancel([link for link in job.links if link != self.allocation.job_id])
 
     def _tell(self, command: LeaderCommand) -> None:
         number = next(self._numbers)
@@ -264,7 +268,7 @@ class Supervisor:
     def follow(self) -> None:
         """Do what the leader says, until it says that the job is over.
 
-        Where it is killed, srun's --kill-on-bad-exit ends this process too.
+        Where it is killed, the scheduler ends this process too.
 
         Raises:
             TulaError: what the leader talks about does not appear.
@@ -310,39 +314,29 @@ class Supervisor:
             return task
         job = self._own_job(task)
         if job is not None and self._predecessor_cancelled(job, task):
-            self.run.cancel(task.job, by="scancel")
+            self.run.cancel(task.job, by=self.allocation.scheduler.cancel_command)
         earlier = self._of_submission(task)
         if not earlier or earlier[-1].task != task.id:
             return task  # the first of this submission, or its relaunch is written already
         last = self._corrected(earlier[-1])
         if last.outcome == "cancelled" and not self.allocation.local:
-            self.run.cancel(task.job, by="scancel")
-        if why := no_progress(earlier, self.run.training(task.signature).progress(), task.spec.train.max_attempts):
+            self.run.cancel(task.job, by=self.allocation.scheduler.cancel_command)
+        progress, setting = self.run.training(task.signature).progress(), task.spec.cluster.minutes_setting
+        if why := no_progress(earlier, progress, task.spec.train.max_attempts, setting):
             self.run.write_attempt(last.model_copy(update={"message": f"{last.message}; {why}"}))
             return None
         if last.outcome == "disk":
-            return self._with_room(task, last)
-        if last.outcome not in UNWRITTEN or again_at_once(earlier, self.run.training(task.signature).progress()):
+            return with_room(self.run, task, last)
+        if last.outcome not in UNWRITTEN or again_at_once(earlier, progress):
             return None
         lost = _lost(self._without_progress(task))
         return next_task(self.run, task, ExitReason(last.outcome, last.message, host=last.host), lost)
-
-    def _with_room(self, task: TrainTask, last: Attempt) -> TrainTask:
-        """Go on after a full disk, in a job that was released.
-
-        Raises:
-            DiskFull: it is full still.
-        """
-        require_room(self.run, last)
-        relaunch = again(task, f"there is room again: {last.message}")
-        self.run.write_task(relaunch)
-        return relaunch
 
     def _corrected(self, last: Attempt) -> Attempt:
         """Return an attempt with why its allocation was ended, where its own supervisor could not tell yet."""
         if last.outcome != "signal" or last.allocation in ("", self.allocation.id):
             return last
-        reason = termination_reason(last.allocation)
+        reason = self.allocation.termination_reason(last.allocation)
         if reason.outcome == "signal":
             return last
         corrected = last.model_copy(update={"outcome": reason.outcome, "message": reason.message})
@@ -355,13 +349,13 @@ class Supervisor:
         return job if job is not None and self.allocation.job_id in job.links else None
 
     def _predecessor_cancelled(self, job: Job, task: Task) -> bool:
-        """Return whether the user has ended the link before this one (scancel): it stays ended.
+        """Return whether the user has ended the link before this one (scancel, say): it stays ended.
 
         Links of an earlier stage, with fewer nodes, were taken out of the queue when that was over.
         """
         earlier = job.links[: job.links.index(self.allocation.job_id)]
         before = [link for link in earlier if job.nodes_of(link) >= task.nodes]
-        return bool(before) and scheduler.ended_how(before[-1]) == "cancelled"
+        return bool(before) and self.allocation.scheduler.ended_how(before[-1]) == "cancelled"
 
     def _of_submission(self, task: TrainTask) -> list[Attempt]:
         """Return the attempts of earlier links of this submission; the user's new submission begins anew."""
@@ -370,7 +364,7 @@ class Supervisor:
             return [attempt for attempt in attempts if attempt.started_at >= self.since]
         job = self._own_job(task)
         links = job.links if job is not None else (self.allocation.job_id,)
-        return [attempt for attempt in attempts if attempt.allocation.partition(".")[0] in links]
+        return [attempt for attempt in attempts if attempt.job_id in links]
 
     def _without_progress(self, task: Task) -> list[Attempt]:
         """Return the attempts of this job so far, of a training those since which nothing more has been saved."""
@@ -390,7 +384,7 @@ class Supervisor:
             log = run.log_path(lost.task, lost.number)
             ended = log.stat().st_mtime if log.exists() else lost.started_at
             killed = ExitReason("signal", "its supervisor was killed")
-            reason = termination_reason(lost.allocation) if lost.allocation else killed
+            reason = self.allocation.termination_reason(lost.allocation) if lost.allocation else killed
             reason = (told_by_supervisors(run, lost) if reason.outcome == "signal" else None) or reason
             update = {"ended_at": ended, "outcome": reason.outcome, "message": reason.message}
             run.write_attempt(lost.model_copy(update=update))

@@ -88,11 +88,11 @@ def shutdown_of(attempts: Iterable[Attempt], measured: Sequence[Measured]) -> fl
 
 
 def queue_wait(jobs: Iterable[Job], attempts: Iterable[Attempt]) -> float:
-    """Return the median seconds that jobs on SLURM have waited from their submission to their first start; 0 where none tells."""
+    """Return the median seconds that jobs have waited in a queue from their submission to their first start; 0 where none tells."""
     started: dict[str, float] = {}
     for attempt in attempts:
-        allocation = attempt.allocation.partition(".")[0]
+        allocation = attempt.job_id
         started[allocation] = min(attempt.started_at, started.get(allocation, attempt.started_at))
-    there = [job for job in jobs if job.scheduler == "slurm" and job.scheduler_id in started]
+    there = [job for job in jobs if job.scheduler != "local" and job.scheduler_id in started]
     waits = [max(0.0, started[job.scheduler_id] - job.submitted_at) for job in there]
     return statistics.median(waits) if waits else 0.0

@@ -46,6 +46,10 @@ class Static(Factors):
         return max(1.0, self.setup.limit) if self.factor is None else self.factor
 
     @property
+    def mean(self) -> float:
+        return self._number
+
+    @property
     def identity(self) -> str | None:
         return "AGS leaves the gradients as they are: its factor is 1" if self._number == 1 else None
 

@@ -32,6 +32,7 @@ class Gate:
         square: |G|^2 of the newest step, before scaling: 0-dim, on the device. None before the first step.
         level: what the next step is compared with: the same, or its moving average.
         change: Delta(G) of the newest step: 0-dim, on the device, infinite in the first. None before it.
+        scaled: whether the newest step was scaled: 0-dim, bool, on the device. None before the first.
 
     Raises:
         ValueError: an argument of another kind or out of range.
@@ -48,6 +49,7 @@ class Gate:
         self.square: Tensor | None = None
         self.level: Tensor | None = None
         self.change: Tensor | None = None
+        self.scaled: Tensor | None = None
         self._world: int | None = None
         self._counts = torch.zeros(3, dtype=torch.int64)  # steps scaled, jumps up, jumps down
         self._mark = (0, 0, 0, 0)  # steps and counts at the newest report
@@ -78,7 +80,8 @@ class Gate:
         rise = gradient_change(level, self.level)
         change = rise.abs()
         calm = change < self.delta
-        self._count(rise, calm if has_factors else torch.zeros_like(calm))
+        self.scaled = calm if has_factors else torch.zeros_like(calm)
+        self._count(rise, self.scaled)
         self.square, self.level, self.change = square, level, change
         return calm
 
@@ -109,7 +112,7 @@ class Gate:
 
     def forget(self) -> None:
         """Compare the next step with none: the norms of the batches to come are others."""
-        self.square = self.level = self.change = None
+        self.square = self.level = self.change = self.scaled = None
 
     def meaning(self) -> dict[str, Any]:
         """The settings without which a stored norm means something else."""
@@ -128,7 +131,7 @@ class Gate:
         self._counts = torch.tensor([state["n_scaled"], 0, 0])
         self._mark = (steps, state["n_scaled"], 0, 0)
         level = state["prev_sq"]
-        self.square, self.change = None, None
+        self.square = self.change = self.scaled = None
         self.level = None if device is None or level is None else level.to(device)
 
 

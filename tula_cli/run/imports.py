@@ -51,6 +51,7 @@ def import_strings(spec: JobSpec) -> tuple[str, ...]:
         spec.loss.name,
         spec.optimizer.name,
         spec.schedule.kind,
+        spec.train.method,
         *spec.train.metric_names,
         *itertools.chain.from_iterable([entry] if isinstance(entry, str) else entry for entry in transforms),
     ]

@@ -25,6 +25,8 @@ from tula_cli.run.records.results import (
     Tuning,
 )
 from tula_cli.run.records.tasks import TASK, TrainTask
+from tula_cli.run.series.step_series import StepRow, StepSeries, columns
+from tula_cli.run.series.step_series import read as read_steps
 
 CHECKPOINT = re.compile(r"[0-9]{12,}\.(pt|dcp)")
 """A name of `checkpoint_path`."""
@@ -199,6 +201,21 @@ class TrainingRun:
     def metrics(self) -> list[dict[str, Any]]:
         """Return the rows of metrics.jsonl; one that is damaged, or still being written, is left out."""
         return list(filter(_is_whole, json_lines(self.metrics_path)))
+
+    @property
+    def steps_path(self) -> Path:
+        return self.path / "steps.jsonl"
+
+    def steps(self) -> StepSeries:
+        """Return what is kept of every step, in columns; empty ones where nothing is.
+
+        Kept where the method scales gradients, or with `train.diagnostics`; of a script nothing is.
+        """
+        return columns(self.step_rows())
+
+    def step_rows(self) -> list[StepRow]:
+        """Return the same as rows, oldest first; one that is damaged, or still being written, is left out."""
+        return read_steps(json_lines(self.steps_path))
 
     def clock_ahead(self, rows: Sequence[Mapping[str, Any]]) -> float:
         """Return the seconds by which the file system's clock is ahead of the host's that writes these rows; 0 where it agrees.

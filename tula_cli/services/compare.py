@@ -10,23 +10,24 @@ import statistics
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from tula_cli.cluster.scripts.values import learning_rate
+from tula_cli.cluster.slurm import first_job
 from tula_cli.errors import BadMeasurements, Problem, SpecError, require_positive
 from tula_cli.models.cost import price_words
-from tula_cli.plugins import nearest
 from tula_cli.run.code import choose
 from tula_cli.run.directory import RunDir
+from tula_cli.run.imports import import_strings
 from tula_cli.run.records.inspections import Inspection
 from tula_cli.run.records.results import Cell, Comparison
 from tula_cli.run.snapshot import Snapshot
 from tula_cli.services import train
 from tula_cli.services.comparison import scripted
+from tula_cli.services.comparison.rows import VARIANTS, variant_of
 from tula_cli.services.train import TrainPlan
 from tula_cli.spec.job import JobSpec, misfit, warmup_epochs
 from tula_cli.spec.load import validate
-from tula_cli.spec.methods import METHODS
 from tula_cli.spec.signature import train_signature
 
 DEFAULT_METHODS = ("lbt", "lrs", "lars", "polo", "ags")
@@ -46,32 +47,6 @@ ENDED: tuple[State, ...] = ("failed", "cancelled", "lost", "held")
 
 
 @dataclass(frozen=True)
-class Variant:
-    """A row of the table that is more than a method: what else it changes of the job."""
-
-    method: str
-    lr: float = 1.0  # factor of optimizer.lr, or of script.reference.lr
-    train: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    optimizer: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # of tula's own loop alone
-    schedule: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # the same
-    preset: str = ""  # of ags; of what else the job's section says only what its optimizer and ranks need is kept
-
-
-VARIANTS: dict[str, Variant] = {
-    "lbt-x2": Variant("lbt", lr=2.0),
-    "lbt-x4": Variant("lbt", lr=4.0),
-    "sqrt": Variant("lrs", train={"lr_scaling": "sqrt"}),
-    "sqrt-beta2": Variant("lrs", train={"lr_scaling": "sqrt"}, optimizer={"beta2_half_life": "auto"}),
-    "robust": Variant("ags", preset="robust"),
-}
-
-
-def known_methods() -> tuple[str, ...]:
-    """Return what a row may be: every train.method, and the variants."""
-    return (*METHODS, *VARIANTS)
-
-
-@dataclass(frozen=True)
 class Grid:
     """What is compared; `batches` are global."""
 
@@ -83,11 +58,7 @@ class Grid:
 
     def __post_init__(self) -> None:
         for method in self.methods:
-            if method not in known_methods():
-                raise SpecError(
-                    f"methods: {method!r} is no method",
-                    nearest(method, known_methods()) or f"there are: {', '.join(known_methods())}",
-                )
+            variant_of(method)
         if not self.batches:
             raise SpecError("batch: none given")
         for batch in self.batches:
@@ -109,22 +80,22 @@ def cell_spec(spec: JobSpec, method: str, seed: int) -> JobSpec:
 
     Args:
         spec: the job.
-        method: of train.method, or a variant.
+        method: of train.method, a variant, or one of your own; with settings, if any (`comparison.rows`).
         seed: of the cell.
 
     Raises:
         SpecError: the job's other settings do not go with the method.
     """
-    variant = VARIANTS.get(method, Variant(method))
+    variant = variant_of(method)
     content = spec.model_dump(mode="json", exclude_unset=True)
     own = dict(content.get("train", {}))
     if variant.method != spec.train.method or variant.method == REFERENCE:
         own.pop("lr_scaling", None)  # it was chosen for the job's own method: others scale as they do, lbt does not
-    if not METHODS[variant.method].ramps:
+    if not variant.facts.ramps:
         own.pop("ramp", None)  # what a row is held against is trained at one batch
         own.pop("ramp_noise", None)
     content["train"] = {**own, "method": variant.method, "seed": seed, **variant.train}
-    if spec.script is not None and not METHODS[variant.method].reads_ags:
+    if spec.script is not None and not variant.facts.reads_ags:
         content.pop("ags", None)  # a script is not told what means nothing to it
     if spec.script is None:
         content["optimizer"] = {**content["optimizer"], "lr": spec.optimizer.lr * variant.lr, **variant.optimizer}
@@ -137,7 +108,7 @@ def cell_spec(spec: JobSpec, method: str, seed: int) -> JobSpec:
     if variant.preset:
         kept = spec.ags.model_dump(include={"consensus", "apply_to", "exclude"})
         content["ags"] = {"preset": variant.preset, **kept}
-    return validate(content, source=f"the job with method {method}")
+    return validate(variant.content(content), source=f"the job with method {method}")
 
 
 # --- what there is to do
@@ -187,9 +158,10 @@ def plan(run: RunDir, spec: JobSpec, grid: Grid, *, inspect: Inspect, now: float
     """
     if spec.script is not None:
         scripted.require_comparable(spec.script, seeds=grid.seeds)
-    inspect = functools.partial(once, inspect, {})
     _refuse_misfits(spec, grid)
-    comparison = _comparison(run, spec, grid, now=now)
+    _look_at_own_code(run, spec, grid, inspect)
+    inspect = functools.partial(once, inspect, {})
+    comparison, twins = _comparison(run, spec, grid, now=now)
     missing = tuple(cell for cell in comparison.cells if not has_ended(run, cell))
     plans = {}
     for cell in missing:
@@ -206,7 +178,14 @@ def plan(run: RunDir, spec: JobSpec, grid: Grid, *, inspect: Inspect, now: float
         currency=spec.pricing.currency,
         price=price_words(spec.pricing),
         first=next(iter(plans.values()), None),
-        warnings=(*dict.fromkeys(text for p in plans.values() for text in p.code.warnings), *_doing_little(spec, grid)),
+        warnings=(
+            *dict.fromkeys(text for p in plans.values() for text in p.code.warnings),
+            *(
+                f"{row} is the same training as {other}: what it sets changes no weights"
+                for row, other in twins.items()
+            ),
+            *_doing_little(spec, grid),
+        ),
     )
 
 
@@ -223,12 +202,30 @@ def _refuse_misfits(spec: JobSpec, grid: Grid) -> None:
         raise SpecError("methods: some do not go with the job", "leave them out", problems=problems)
 
 
+def _look_at_own_code(run: RunDir, spec: JobSpec, grid: Grid, inspect: Inspect) -> None:
+    """Have built what rows name beside the job's own import strings; nothing else than that tells whether it can be.
+
+    Raises:
+        SpecError: it cannot.
+    """
+    known = set(import_strings(spec))
+    if first_job.kept_inspection(run, spec) is not None:
+        return  # a job on a node told of the model: this machine cannot build it
+    for method in grid.methods:
+        own = cell_spec(spec, method, spec.train.seed)
+        if set(import_strings(own)) - known:
+            try:
+                inspect(own)
+            except SpecError as error:
+                raise SpecError(f"method {method}: {error.message}", error.hint, problems=error.problems) from None
+
+
 def why_not(spec: JobSpec, method: str) -> str:
     """Return why a method cannot be a row of a job's comparison; empty where it can.
 
     Args:
         spec: the job.
-        method: of train.method, or a variant.
+        method: a row of the table.
 
     Raises:
         SpecError: settings of tula's own loop do not go with it.
@@ -243,7 +240,7 @@ def why_not(spec: JobSpec, method: str) -> str:
 
 def _doing_little(spec: JobSpec, grid: Grid) -> Iterator[str]:
     """Say which methods cannot be judged by this job."""
-    facts = [METHODS[method] for method in grid.methods if method in METHODS]
+    facts = [variant_of(method).facts for method in grid.methods if method not in VARIANTS]
     if grid.nodes * spec.cluster.gpus_per_node == 1:
         yield from (own.on_one_gpu for own in facts if own.on_one_gpu)
     if spec.script is not None:  # the warm-up is the script's own
@@ -262,22 +259,28 @@ def once(inspect: Inspect, remembered: dict[str, Inspection], spec: JobSpec) -> 
     return remembered["all"]
 
 
-def _comparison(run: RunDir, spec: JobSpec, grid: Grid, *, now: float) -> Comparison:
+def _comparison(run: RunDir, spec: JobSpec, grid: Grid, *, now: float) -> tuple[Comparison, dict[str, str]]:
+    """Return the comparison, and of rows with settings that are the same training as another which that is."""
     reference = spec.train.reference_batch
-    code = choose(run, spec, Path.cwd(), keep=False).identity
+    codes: dict[tuple[str, ...], str] = {}
     found: dict[str, Cell] = {}
+    twins: dict[str, str] = {}
     for number in range(grid.seeds):
         seed = spec.train.seed + number
         for method, batch in _rows(spec, grid):
             own = cell_spec(spec, method, seed)
-            signature = train_signature(own, nodes=grid.nodes, batch=batch, code=code)
+            if (names := import_strings(own)) not in codes:
+                codes[names] = choose(run, own, Path.cwd(), keep=False).identity
+            signature = train_signature(own, nodes=grid.nodes, batch=batch, code=codes[names])
             is_reference = (method, batch) == (REFERENCE, reference)
             cell = Cell(
                 method=method, batch=batch, seed=seed, nodes=grid.nodes, signature=signature, reference=is_reference
             )
             # Two rows that are one and the same training (a variant that the job's own settings make) are one row.
-            found.setdefault(signature, cell)
-    return Comparison(**dataclasses.asdict(grid), cells=tuple(found.values()), created_at=now)
+            other = found.setdefault(signature, cell).method
+            if other != method and variant_of(method).settings:
+                twins[method] = other
+    return Comparison(**dataclasses.asdict(grid), cells=tuple(found.values()), created_at=now), twins
 
 
 def _rows(spec: JobSpec, grid: Grid) -> list[tuple[str, int]]:
@@ -294,7 +297,7 @@ def _rows(spec: JobSpec, grid: Grid) -> list[tuple[str, int]]:
 
 
 def _scales(method: str) -> bool:
-    return METHODS[VARIANTS.get(method, Variant(method)).method].scales
+    return variant_of(method).facts.scales
 
 
 def cell_plan(run: RunDir, spec: JobSpec, cell: Cell, inspect: Inspect) -> TrainPlan:

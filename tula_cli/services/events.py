@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar
 
 if TYPE_CHECKING:
-    from tula_cli.cluster.slurm.queue import SchedulerState
+    from tula_cli.cluster.scheduling.protocol import SchedulerState
     from tula_cli.run.records.tasks import CheckTask, EvaluateTask
     from tula_cli.services.compare import ComparePlan
     from tula_cli.services.comparison.trainings import Progress

@@ -8,10 +8,11 @@ from pathlib import Path
 
 from tula_cli import words
 from tula_cli.cluster.launcher import Launcher, submitting
+from tula_cli.cluster.scheduling.protocol import SchedulerState
+from tula_cli.cluster.scheduling.schedulers import scheduler_of
 from tula_cli.cluster.slurm import partitions as site
 from tula_cli.cluster.slurm import queue as scheduler
 from tula_cli.cluster.slurm.partitions import Site
-from tula_cli.cluster.slurm.queue import SchedulerState
 from tula_cli.errors import Interruption, JobFailed, Pending, SchedulerError, SpecError, TulaError, require_positive
 from tula_cli.host.endings.outcomes import ENDINGS
 from tula_cli.host.outcome import advice
@@ -23,7 +24,7 @@ from tula_cli.run.records.results import JobFile
 from tula_cli.run.records.tasks import CheckTask
 from tula_cli.services.events import NodeCheckProgress, Work
 from tula_cli.services.node_check import findings
-from tula_cli.services.node_check.findings import LAG, listed
+from tula_cli.services.node_check.findings import lag, listed
 from tula_cli.services.waiting import only_part
 from tula_cli.spec.job import JobSpec
 
@@ -119,20 +120,27 @@ def cluster_nodes(spec: JobSpec, wanted: int | None) -> int:
         SpecError: fewer than one is wanted, or more than the partition has.
     """
     require_positive(nodes=wanted)
-    here = _partition(spec)
-    most = here.usable if here is not None else None
-    if wanted is not None and most is not None and here is not None and wanted > most:
-        raise SpecError(f"--nodes {wanted}: a job can have {most} nodes here ({site.describe(here)})")
+    most, where = _most_nodes(spec)
+    if wanted is not None and most is not None and wanted > most:
+        raise SpecError(f"--nodes {wanted}: a job can have {most} nodes here ({where})")
     if wanted is not None:
         return wanted
-    fewest = min((nodes for nodes in spec.search.nodes if nodes > 1), default=2 if spec.cluster.kind == "slurm" else 1)
+    fewest = min((nodes for nodes in spec.search.nodes if nodes > 1), default=1 if spec.cluster.kind == "local" else 2)
     return max(1, min(fewest, most)) if most is not None else fewest
 
 
+def _most_nodes(spec: JobSpec) -> tuple[int | None, str]:
+    """Return the most nodes that a job can have, where the scheduler tells, and of what in words."""
+    if spec.cluster.kind == "slurm":
+        here = _partition(spec)
+        return (None, "") if here is None else (here.usable, site.describe(here))
+    offered = scheduler_of(spec.cluster).partitions()
+    chosen = [one for one in offered if one.default] or (offered if len(offered) == 1 else [])
+    return (chosen[0].usable, f"partition {chosen[0].name}") if chosen else (None, "")
+
+
 def _partition(spec: JobSpec) -> site.Partition | None:
-    """Return the partition that the spec's jobs go to, where the scheduler tells."""
-    if spec.cluster.kind != "slurm":
-        return None
+    """Return the partition of SLURM that the spec's jobs go to, where it tells."""
     offered = Site(site.partitions(), ())
     name = spec.cluster.slurm.partition if spec.cluster.slurm else None
     if name is None:
@@ -219,7 +227,7 @@ def watch_cluster(
             raise _ended_hopeless(run, launcher, task, job, state)
         now = clock()
         some_since = (some_since or now) if 0 < len(_nodes_seen(run, task, job)) < task.nodes else None
-        if some_since is not None and now - some_since > LAG[job.scheduler]:
+        if some_since is not None and now - some_since > lag(job.scheduler):
             raise _ended_half_seen(run, launcher, task, job)
         if timeout is not None and now - started >= timeout:
             reason = f" ({state.reason})" if state.reason else ""
@@ -272,7 +280,7 @@ def conclude_cluster(
     """
     job = run.job(task.job)
     assert job is not None
-    deadline = clock() + LAG[job.scheduler]
+    deadline = clock() + lag(job.scheduler)
     while not _all_told(run, task, job) and clock() < deadline:
         sleep(LOOKS[0])
     run.checks.mark_told(task.id)

@@ -231,7 +231,7 @@ def minutes_at_most(spec: JobSpec, count: int) -> float:
 
 
 def _in_one_job(spec: JobSpec) -> bool:
-    return spec.search.packing == "single" and spec.cluster.kind == "slurm"
+    return spec.search.packing == "single" and spec.cluster.kind != "local"
 
 
 def start(run: RunDir, plan: ProfilePlan, launcher: Launcher) -> tuple[str, ...]:

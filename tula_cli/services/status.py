@@ -27,12 +27,12 @@ from tula_cli.run.storage.owner import require_own
 from tula_cli.run.upkeep.submitted_with import upgrades
 from tula_cli.services.progress.job_status import (
     ACTIVE,
-    GRACE,
     JobStatus,
     StageStatus,
     TrainingStatus,
     TuningStatus,
     by_clock_of_files,
+    grace,
     job_status,
     pace_of,
     progress_of,
@@ -46,6 +46,11 @@ POLL = {"local": (0.5, 2.0), "slurm": (10.0, 60.0)}
 
 LOOK = 2.0
 """Seconds between two looks at the results, which tell of the end first."""
+
+
+def poll(scheduler: str) -> tuple[float, float]:
+    """Return the seconds between two looks at jobs, at first and at most, by what they run on."""
+    return POLL["local" if scheduler == "local" else "slurm"]
 
 
 @dataclass(frozen=True)
@@ -282,7 +287,7 @@ def watch(
     wanted, started, lost_since = set(job_ids), clock(), dict[str, float]()
     launcher = launcher.patient()
     kinds = {job.scheduler for job in run.jobs() if job.id in wanted}
-    pause, longest = POLL["slurm" if "slurm" in kinds else "local"]
+    pause, longest = poll("local" if kinds <= {"local"} else "slurm")
     while True:
         now, folders = clock(), _where_results_appear(run)
         written = _last_written(folders)
@@ -331,7 +336,7 @@ def _waits(job: JobStatus, lost_since: dict[str, float], *, now: float) -> bool:
     if job.state != "lost":
         lost_since.pop(job.id, None)
         return job.state in ACTIVE
-    return now - lost_since.setdefault(job.id, now) < GRACE[job.scheduler]
+    return now - lost_since.setdefault(job.id, now) < grace(job.scheduler)
 
 
 # --- ending

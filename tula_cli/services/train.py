@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tula_cli.cluster.launcher import Launcher, submitting, under_way
+from tula_cli.cluster.scheduling.chains import nodes_of_links
 from tula_cli.cluster.slurm import first_job
-from tula_cli.cluster.slurm.chain import nodes_of_links
 from tula_cli.cluster.stopping.full_disk import let_go
 from tula_cli.errors import BadMeasurements, Infeasible, JobFailed, Pending, SchedulerError, SpecError, require_positive
 from tula_cli.models import halving

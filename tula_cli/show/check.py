@@ -15,8 +15,8 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
     from rich.table import Table
 
+    from tula_cli.cluster.scheduling.protocol import SchedulerState
     from tula_cli.cluster.slurm.partitions import Site
-    from tula_cli.cluster.slurm.queue import SchedulerState
     from tula_cli.run.jobfile import ConfigDrift
     from tula_cli.run.records.cluster_reports import ClusterReport, NodeReport
     from tula_cli.run.records.inspections import Inspection

@@ -62,10 +62,10 @@ class JobSpec(Section):
     def measuring_minutes(self, count: int = 1) -> float:
         """Return the minutes that a measuring job may take, which measures on so many numbers of nodes in turn.
 
-        On SLURM it is what the job asks for, and so what its user may be charged for.
+        In a queue it is what the job asks for, and so what its user may be charged for.
         """
         most = self.search.max_minutes * count
-        return math.ceil(most) + ROOM if self.cluster.kind == "slurm" else most
+        return math.ceil(most) + ROOM if self.cluster.kind != "local" else most
 
     @model_validator(mode="after")
     def _learning_rate_reaches_the_script(self) -> "JobSpec":
@@ -178,10 +178,10 @@ class JobSpec(Section):
 
     @property
     def task_per_node(self) -> bool:
-        """Whether SLURM starts one process a node, which starts those of the GPUs; else it starts one a GPU."""
+        """Whether the scheduler starts one process a node, which starts those of the GPUs; else it starts one a GPU."""
         slurm = self.cluster.slurm
         by_command = self.script is not None and self.script.launch == "node"
-        return self.cluster.kind == "slurm" and (by_command or (slurm is not None and slurm.launcher == "torchrun"))
+        return self.cluster.kind != "local" and (by_command or (slurm is not None and slurm.launcher == "torchrun"))
 
     @property
     def types(self) -> tuple[str, ...]:

@@ -7,7 +7,10 @@ import shlex
 from fractions import Fraction
 from typing import Annotated, Any
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema
+from pydantic_core import PydanticCustomError
+
+from tula_cli.spec.methods import METHODS
 
 _SIZE_UNITS = {"": 1, "K": 1000, "M": 1000**2, "G": 1000**3, "KI": 1024, "MI": 1024**2, "GI": 1024**3}
 
@@ -160,3 +163,26 @@ class Section(BaseModel):
     """A part of the spec: frozen, and no key it does not know."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
+
+
+def known_method(value: str) -> str:
+    """Refuse what is neither a row of the table of methods nor an import string."""
+    module, colon, attribute = value.partition(":")
+    if module in METHODS and colon:
+        raise ValueError(
+            f"{value!r}: settings stand behind a colon in rows of tula compare alone; in a job they are in its sections"
+        )
+    if value in METHODS or (module and attribute):
+        return value
+    if colon:
+        raise ValueError(f"{value!r} is not package.module:attribute")
+    known = " or ".join(f"'{name}'" for name in METHODS)
+    raise PydanticCustomError("literal_error", "Input should be {expected}", {"expected": known})
+
+
+Method = Annotated[
+    str,
+    AfterValidator(known_method),
+    WithJsonSchema({"anyOf": [{"enum": list(METHODS)}, {"type": "string", "pattern": "^[^:]+:.+$"}]}),
+]
+"""A row of the table of methods, or `package.module:attribute` of one of the user's own."""

@@ -1,4 +1,8 @@
-"""Training methods as facts, a row each: no torch, no pydantic. What a method does is an object of `worker/methods`."""
+"""Training methods as facts, a row each: no torch, no pydantic. What a method does is an object of `worker/methods`.
+
+One of the user's own is named by an import string, and nothing of it is imported here: it has the facts of the plain large
+batch. What others have in their row is in its job (`train.lr_scaling`, `schedule.warmup_epochs`), or said by its object.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -29,6 +33,11 @@ class Facts:
     on_shares: bool = False  # trains a model that is divided among the ranks (train.parallel: fsdp)
     measured_as: str = ""  # what its probes take for more than it is, on several GPUs
     worth: str = NOT_JUDGED  # what it was found to be worth (docs/accuracy.md has the tables), and what it costs
+
+    @property
+    def section(self) -> str:
+        """The section of the job that is the method's own; empty where none is."""
+        return "auto" if self.tunes else "ags" if self.reads_ags else ""
 
 
 METHODS: dict[str, Facts] = {
@@ -101,7 +110,7 @@ METHODS: dict[str, Facts] = {
         ramps=True,
         worth=(
             "won back 89 and 99 % of what the large batch loses in the reduced Table I, 53 % in a small language model; costs"
-            " smaller steps over the first epochs (there 230 in place of 100), with SGD turned as those of ortho"
+            " smaller steps over the first epochs (there 230 in place of 100), which are turned as ortho's where the optimizer is SGD"
         ),
     ),
     "schedule_free": Facts("schedule_free", warmup_epochs=5.0, replaces=("SGD", "AdamW"), constant_schedule=True),
@@ -110,8 +119,8 @@ METHODS: dict[str, Facts] = {
         refreshes=True,
         tunes=True,
         worth=(
-            "takes the ramp unless short branches show that it breaks down, and won back 71 to 83 % of what the large batch"
-            " loses in the reduced Table I before it did; costs a quarter of the training's samples more"
+            "takes the ramp unless short branches show that it breaks down, and won back 83 to 108 % of what the large batch"
+            " loses in the reduced Table I; costs a quarter of the training's samples more"
         ),
     ),
 }
@@ -120,14 +129,17 @@ METHODS: dict[str, Facts] = {
 
 def worth(method: str) -> str:
     """Return in a line what a method was found to be worth, and what it costs."""
-    return f"{method}: {METHODS[method].worth}"
+    return f"{method}: {facts_of(method).worth}"
+
+
+def facts_of(method: str) -> Facts:
+    """Return a method's row; of one of the user's own, an import string, what is taken to be so."""
+    return METHODS[method] if method in METHODS else Facts(method, reads_ags=True)
 
 
 ARMS = tuple(name for name, facts in METHODS.items() if facts.is_arm)
 
 if TYPE_CHECKING:
-    Method = str
     ArmMethod = str
 else:
-    Method = Literal[tuple(METHODS)]
     ArmMethod = Literal[ARMS]

@@ -4,26 +4,86 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
-from tula_cli.spec.kinds import Arguments, Line, NonNegativeFloat, Positive, PositiveFloat, Section, Size, day, price
+from tula_cli.plugins import is_import_string, nearest
+from tula_cli.spec.kinds import (
+    Arguments,
+    Command,
+    Line,
+    Minutes,
+    NonNegativeFloat,
+    Positive,
+    PositiveFloat,
+    Section,
+    Size,
+    day,
+    price,
+)
 from tula_cli.spec.slurm_options import Slurm
+
+KINDS = ("local", "slurm")
+"""Of schedulers that come with tula; one of the user's own is an import string."""
+
+
+def _kind(name: str) -> str:
+    if name in KINDS or is_import_string(name):
+        return name
+    hint = nearest(name, KINDS) or "a scheduler of your own is written package.module:attribute"
+    raise ValueError(f"unknown scheduler {name!r}: {hint}")
+
+
+class OwnScheduler(Section):
+    """What a scheduler of the user's own is asked for: `cluster.kind` is its import string."""
+
+    options: Arguments = {}  # passed to it when it is made
+    minutes: Minutes = 120  # time limit of a training job
+    python: Command | None = None  # how python is started in the job: a command of the shell
+    setup: list[Line] = []  # shell lines before the job
 
 
 class Cluster(Section):
     """Where jobs run, and what one of its nodes is."""
 
-    kind: Literal["local", "slurm"] = "local"  # this machine, or SLURM
+    # this machine, SLURM, or a scheduler of your own by its import string: package.module:attribute
+    kind: Annotated[str, AfterValidator(_kind)] = "local"
     gpus_per_node: Positive = 1  # ranks of one node (also where the ranks run on the CPU)
     device: Literal["auto", "cuda", "cpu"] = "auto"  # auto: a GPU where there is one
     memory_per_gpu: Size | None = None  # bytes that a rank may use; enforced
     collective: Literal["ring", "tree", "reduce_scatter_allgather", "parameter_server"] = "ring"  # of the time model
     interface: str | None = None  # network interface of gloo and NCCL
     slurm: Slurm | None = None  # with kind slurm
+    scheduler: OwnScheduler | None = None  # with a scheduler of your own
 
     @model_validator(mode="after")
-    def _slurm_settings_belong_to_slurm(self) -> "Cluster":
-        if self.kind == "local" and self.slurm is not None:
-            raise ValueError("slurm settings mean nothing to kind 'local'; set kind: slurm")
+    def _settings_belong_to_their_scheduler(self) -> "Cluster":
+        if self.kind != "slurm" and self.slurm is not None:
+            raise ValueError(f"slurm settings mean nothing to kind {self.kind!r}; set kind: slurm")
+        if self.kind in KINDS and self.scheduler is not None:
+            raise ValueError(
+                f"scheduler settings mean nothing to kind {self.kind!r}; they are for one of your own, package.module:attribute"
+            )
         return self
+
+    @property
+    def own_scheduler(self) -> OwnScheduler | None:
+        """What a scheduler of the user's own is asked for; None with those that come with tula."""
+        return None if self.kind in KINDS else self.scheduler or OwnScheduler()
+
+    @property
+    def minutes(self) -> int:
+        """The time limit of a training job that waits in a queue."""
+        own = self.own_scheduler
+        return (self.slurm or Slurm()).minutes if own is None else own.minutes
+
+    @property
+    def minutes_setting(self) -> str:
+        """What sets that limit."""
+        return "cluster.slurm.minutes" if self.kind in KINDS else "cluster.scheduler.minutes"
+
+    @property
+    def python(self) -> str | None:
+        """The shell's words that start the python of jobs; None for the one that runs now."""
+        own = self.own_scheduler or self.slurm
+        return None if own is None else own.python
 
     @property
     def collective_warning(self) -> str:

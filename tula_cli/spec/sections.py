@@ -5,8 +5,8 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, model_validator
 
 from tula_cli.plugins import is_import_string, nearest
-from tula_cli.spec.kinds import Arguments, NonNegativeFloat, Positive, PositiveFloat, Section
-from tula_cli.spec.methods import METHODS, Facts, Method
+from tula_cli.spec.kinds import Arguments, Method, NonNegativeFloat, Positive, PositiveFloat, Section
+from tula_cli.spec.methods import Facts, facts_of
 from tula_cli.spec.parts.of_train import Best, GradientNoise, Hessian, Stages, Until
 
 LengthOption = Annotated[str, Field(pattern=r"^(dataset|model)\.args\.[A-Za-z_][A-Za-z0-9_]*$")]
@@ -258,7 +258,7 @@ class Train(Section):
         "auto"  # seconds; auto is Young/Daly from the measured save time
     )
     reference_batch: Positive = 128  # the batch that optimizer.lr was tuned for
-    method: Method = "ags"  # how the large batch is trained
+    method: Method = "ags"  # how the large batch is trained; or package.module:attribute of one of your own
     lr_scaling: Literal["auto", "none", "linear", "sqrt"] = "auto"  # in batch / reference_batch; auto: the method's
     max_lr_factor: Annotated[float, Field(ge=1, allow_inf_nan=False)] | None = (
         None  # the most that lr_scaling multiplies the learning rate by
@@ -277,7 +277,7 @@ class Train(Section):
     oom: Literal["accumulate", "shrink"] = "accumulate"
     max_attempts: Positive = 8  # starts, or allocations, in a row that save nothing new
     tensorboard: bool = False  # metrics for TensorBoard too; needs the extra trackers
-    diagnostics: bool = False  # gradient norms also where the method does not take them by itself
+    diagnostics: bool = False  # gradient norms of every step also where the method does not take them by itself
     hessian: bool | Hessian = False  # the largest eigenvalue at epoch ends
     gradient_noise: bool | GradientNoise = False  # the gradient noise scale at epoch ends
     # of the evaluation, by a name of yours: an import string, or {import string: {arguments}}, of a callable(outputs, batch),
@@ -382,4 +382,4 @@ class Train(Section):
     @property
     def facts(self) -> Facts:
         """The method's row."""
-        return METHODS[self.method]
+        return facts_of(self.method)

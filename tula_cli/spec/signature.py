@@ -161,7 +161,12 @@ def cluster_signature(cluster: Cluster) -> str:
     For how long it asks for them, and which it avoids, tells nothing of those that it gets.
     """
     asked = (cluster.slurm or Slurm()).model_dump(mode="json", exclude={"minutes", "exclude"})
-    return digest({**cluster.model_dump(mode="json"), "slurm": asked})
+    own = (
+        {}
+        if cluster.scheduler is None
+        else {"scheduler": cluster.scheduler.model_dump(mode="json", exclude={"minutes"})}
+    )
+    return digest({**cluster.model_dump(mode="json", exclude={"scheduler"}), "slurm": asked, **own})
 
 
 def _dataset(spec: JobSpec) -> dict[str, Any]:

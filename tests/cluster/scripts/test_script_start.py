@@ -54,9 +54,9 @@ def start(
     )
     run = RunDir(folder / "run")
     world = 2 * spec.cluster.gpus_per_node
-    environ = {"PATH": "/bin", "PYTHONPATH": "/mine", "MASTER_PORT": "1", "RANK": "9", "SLURM_CPUS_PER_TASK": "6"}
+    environ = {"PATH": "/bin", "PYTHONPATH": "/mine", "MASTER_PORT": "1", "RANK": "9"}
     allocation = Allocation(
-        max(index, 0), world, local_index=index % 2, job_id="7" if index >= 0 else "", environ=environ
+        max(index, 0), world, local_index=index % 2, job_id="7" if index >= 0 else "", environ=environ, cpus=6
     )
     meeting = "10.0.0.1:4711"
     return ScriptStart(

@@ -7,10 +7,11 @@ from pathlib import Path
 import pytest
 from fake_slurm import VERSIONS, FakeSlurm, local
 
+from tula_cli.cluster.scheduling.chains import chain_state
+from tula_cli.cluster.scheduling.protocol import SchedulerState
 from tula_cli.cluster.slurm import command as slurm_command
 from tula_cli.cluster.slurm import queue as scheduler
-from tula_cli.cluster.slurm import submit
-from tula_cli.cluster.slurm.queue import SchedulerState, ask, ended_how, ends_at, live, named
+from tula_cli.cluster.slurm.queue import ask, ended_how, ends_at, live, named
 from tula_cli.cluster.slurm.refused_jobs import refused
 from tula_cli.errors import SchedulerError
 from tula_cli.run.records.jobs import Job
@@ -236,7 +237,7 @@ def test_what_keeps_a_job_is_told_with_what_to_do_also_while_the_link_before_it_
     told = ask([first, second])[second].reason
     assert told.startswith(reason) and words.format(id=second) in told
     job = Job(id="j", scheduler="slurm", scheduler_id=first, nodes=1, submitted_at=0, links=(first, second, third))
-    now = submit._chain_state(job, ask(job.links))
+    now = chain_state(job, ask(job.links), forgotten="")
     assert now.state == "running"
     kept = "Reserved" not in reason  # which ends by itself
     assert now.reason == (f"job {second}, which goes on after it: {told}" if kept else "")

@@ -14,8 +14,9 @@ import pytest
 from quiet import quiet
 
 from tula_cli.cli import app
+from tula_cli.cluster.scheduling.protocol import SchedulerState
 from tula_cli.cluster.slurm import queue as scheduler
-from tula_cli.cluster.slurm.queue import SILENT, SchedulerState
+from tula_cli.cluster.slurm.queue import SILENT
 from tula_cli.errors import NotYours, OtherFormat, Pending, SpecError
 from tula_cli.host import machine_lock
 from tula_cli.run.directory import RunDir

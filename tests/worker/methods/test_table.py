@@ -8,10 +8,11 @@ import pytest
 import torch
 from worker_jobs import Interrupted, final_weights, probe_task, rows, same, spec, train_task
 
+from tula_cli.errors import SpecError
 from tula_cli.run.directory import RunDir
 from tula_cli.run.records.probes import Measured
 from tula_cli.run.records.tasks import TrainTask
-from tula_cli.spec.methods import METHODS, Facts
+from tula_cli.spec.methods import METHODS, Facts, facts_of
 from tula_cli.worker.build.datasets import build_datasets
 from tula_cli.worker.entry import run_training
 from tula_cli.worker.measure.inspect import inspect_job
@@ -20,7 +21,8 @@ from tula_cli.worker.methods import schedule_free
 from tula_cli.worker.methods.plain import Loop
 from tula_cli.worker.ranks import Ranks
 
-each = pytest.mark.parametrize("name", METHODS)
+OWN = "own_method:Lookahead"
+each = pytest.mark.parametrize("name", [*METHODS, OWN])
 STEPS, BATCH = 6, 16
 EPOCH = STEPS * BATCH
 
@@ -28,7 +30,7 @@ EPOCH = STEPS * BATCH
 def sections(name: str, **changes: Any) -> dict[str, Any]:
     """Return a job of a method with an optimizer that it takes: 3 epochs, a network with BatchNorm and dropout."""
     adam = {"name": "AdamW", "lr": 0.01, "momentum": None, "weight_decay": 0.01}
-    optimizer = {} if "SGD" in (METHODS[name].replaces or ("SGD",)) else adam
+    optimizer = {} if "SGD" in (facts_of(name).replaces or ("SGD",)) else adam
     train = {"epochs": 3, "checkpoint_every": 1e-9, "method": name}
     model = {"args": {"norm": True, "dropout": 0.3}}
     auto = {"arms": [{"name": "lbt-x2", "lr_factor": 2.0}]}
@@ -42,7 +44,7 @@ def train(run: RunDir, ranks: Ranks, task: TrainTask) -> None:
 def broken_off(run: RunDir, ranks: Ranks, name: str) -> TrainTask:
     """Train until the middle of the second epoch; return the task that goes on."""
     task = train_task(spec(**sections(name)))
-    after = EPOCH + 40 if not METHODS[name].tunes else EPOCH - 10  # its branches load samples too
+    after = EPOCH + 40 if not facts_of(name).tunes else EPOCH - 10  # its branches load samples too
     ending = spec(**sections(name, dataset={"args": {"ends_after": after}}))
     with pytest.raises(Interrupted):
         train(run, ranks, train_task(ending, signature=task.signature))
@@ -126,3 +128,30 @@ def test_a_method_that_forgets_a_part_of_its_state_fails(
     plant("schedule_free", Forgetful(), replaces=("SGD",))
     with pytest.raises(AssertionError):
         check_that_it_resumes("schedule_free", alone, run, tmp_path / "whole")
+
+
+# --- one of the user's own, by an import string
+
+
+def test_a_method_of_ones_own_trains_as_it_says(alone: Ranks, run: RunDir) -> None:
+    plain, own = train_task(spec(**sections("lbt"))), train_task(spec(**sections("own_method:METHOD")))
+    for task in (plain, own):
+        train(run, alone, task)
+    assert [row["lookahead"] for row in rows(run, own, "epoch")] == [6, 12, 18]
+    assert not same(final_weights(run, plain), final_weights(run, own))
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("own_method:NO_METHOD", "train.method own_method:NO_METHOD is no training method but of type dict"),
+        ("own_method:Loop", "is no training method but class"),
+        ("own_method:Lookahed", "own_method has no 'Lookahed'"),
+        ("own_methud:Lookahead", "there is no module 'own_methud'"),
+        ("own_method:NeedsArguments", "its class cannot be made without arguments"),
+        ("own_method:Refuses", "needs a scaled learning rate"),
+    ],
+)
+def test_what_is_no_method_is_refused_where_the_job_is_inspected(name: str, words: str) -> None:
+    with pytest.raises(SpecError, match=words):
+        inspect_job(spec(**sections(name)))

@@ -58,6 +58,6 @@ def _missing_program(spec: JobSpec, script: Script) -> tuple[str, ...]:
     if word.endswith(".py") or "{" in word or shutil.which(word):  # which takes a path from here, too
         return ()
     what = f"script.command: there is no program {word} on this machine"
-    if spec.cluster.kind == "slurm":
+    if spec.cluster.kind != "local":
         return (f"{what}: the nodes need one",)
     raise SpecError(what, "install it, activate its environment, or write its path")

@@ -82,7 +82,7 @@ def settled(run: RunDir, task: Task, command: LeaderCommand, reason: ExitReason)
 
     assert isinstance(task, ProbeTask)
     attempt = ScriptAttempt(run.path, task.id, command.attempt)
-    ranks = _results(attempt, command.ranks, patient=reason.outcome is None and task.spec.cluster.kind == "slurm")
+    ranks = _results(attempt, command.ranks, patient=reason.outcome is None and task.spec.cluster.kind != "local")
     stopped = len(ranks) == command.ranks and all(rank.why == "stopped" for rank in ranks)
     if reason.outcome is not None and not stopped:
         return reason

@@ -214,11 +214,11 @@ class ScriptStart:
 
     def _threads(self) -> int | None:
         """Return the cores that the scheduler gives a rank; None where it tells of none."""
-        told = None if self.allocation.local else self.allocation.environ.get("SLURM_CPUS_PER_TASK")
+        told = None if self.allocation.local else self.allocation.cpus
         if told is None:
             return None
         cluster = self.task.spec.cluster
-        return max(1, int(told) // (cluster.gpus_per_node if self.task.spec.task_per_node else 1))
+        return max(1, told // (cluster.gpus_per_node if self.task.spec.task_per_node else 1))
 
 
 def _training(task: Task) -> TrainTask | None:

@@ -20,10 +20,13 @@ from tula_cli.cluster.inspection import (
 )
 from tula_cli.cluster.kept_inspection import KeptInspection, other_settings
 from tula_cli.cluster.launcher import submitting
+from tula_cli.cluster.scheduling.batch_launcher import in_queue, submit_script
+from tula_cli.cluster.scheduling.chains import YOUNG
+from tula_cli.cluster.scheduling.protocol import JobRequest
 from tula_cli.cluster.slurm import queue as scheduler
 from tula_cli.cluster.slurm.path_patterns import require_plain
 from tula_cli.cluster.slurm.sbatch import parameters
-from tula_cli.cluster.slurm.submit import YOUNG, in_queue, submit_script
+from tula_cli.cluster.slurm.scheduler import SlurmScheduler
 from tula_cli.errors import Interruption, Pending, SchedulerError, TulaError
 from tula_cli.run.directory import RunDir
 from tula_cli.run.files import read_record, read_text, write_atomic, write_record
@@ -115,7 +118,7 @@ def script(run: RunDir, spec: JobSpec) -> str:
     from tula_cli.cluster.slurm.script import ScriptWriter
 
     task = CheckTask(id="inspection", job="inspection", spec=spec, workdir=str(Path.cwd()), nodes=1)
-    require_plain(run.path, slurm=True)
+    require_plain(run.path)
     writer = ScriptWriter(folder=run.submitit_dir.absolute())
     own = {"job_name": _name(run), "ntasks_per_node": 1, "time": MINUTES}
     writer.update_parameters(**{**parameters(run, task), **own})
@@ -194,7 +197,10 @@ class _Watched:
             SchedulerError: it was refused, or SLURM does not answer.
         """
         known, path = _newest(self.run), _spec_path(self.run)
-        there, asked = in_queue(self.run, [_name(self.run)]).get(_name(self.run)), self.spec.model_dump_json()
+        there, asked = (
+            in_queue(SlurmScheduler(), self.run, [_name(self.run)]).get(_name(self.run)),
+            self.spec.model_dump_json(),
+        )
         self.earlier = known.node_hours if known is not None else 0.0
         if there is not None and read_text(path) == asked:
             self.id, self.age = there.id, max(0.0, time.time() - path.stat().st_mtime)
@@ -203,7 +209,9 @@ class _Watched:
         else:
             scheduler.cancel([there.id] if there is not None else [])
             write_atomic(path, asked)
-            self.id = submit_script(self.run, _name(self.run), script(self.run, self.spec))
+            self.id = submit_script(
+                SlurmScheduler(), self.run, JobRequest(_name(self.run), ""), script(self.run, self.spec)
+            )
         self.note(over=False)
 
     def note(self, *, over: bool) -> None:

@@ -8,9 +8,8 @@ import os
 import re
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Literal
 
+from tula_cli.cluster.scheduling.protocol import Queued, SchedulerState
 from tula_cli.cluster.slurm.command import call
 from tula_cli.cluster.slurm.shared_queue import Kept, shared
 from tula_cli.errors import SchedulerError
@@ -23,49 +22,10 @@ ACCOUNTING_PAUSE = 60.0
 """Seconds between two questions to sacct about the same job: it reads a database that all users share."""
 
 
-@dataclass(frozen=True)
-class SchedulerState:
-    """What the scheduler says of a job; a hint, never the truth about results."""
-
-    state: Literal["pending", "running", "ended", "unknown"]
-    reason: str = ""
-    starts_at: float | None = None  # Unix time at which a waiting job is expected to start
-
-    @property
-    def held(self) -> bool:
-        """Whether the job waits for its user to release it."""
-        return self.state == "pending" and self.reason.partition(":")[0] == "JobHeldUser"
-
-    @property
-    def suspended(self) -> bool:
-        """Whether the job has its nodes and stands still."""
-        return self.state == "running" and self.reason.startswith(SUSPENDED)
-
-    @property
-    def without_nodes(self) -> bool:
-        """Whether the job waits for nodes that are down or drained."""
-        return self.state == "pending" and bool(_AWAY.search(self.reason))
-
-    @property
-    def hopeless(self) -> bool:
-        """Whether the job waits for what waiting does not bring."""
-        return self.state == "pending" and self.reason.partition(":")[0] in HOPELESS
-
-
-@dataclass(frozen=True)
-class Queued:
-    """A job that waits or runs; `script` is the file that sbatch was given."""
-
-    id: str
-    name: str
-    script: str
-
-
 PENDING = ("PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_FED", "REQUEUE_HOLD", "SPECIAL_EXIT", "RESV_DEL_HOLD")
 RUNNING = ("RUNNING", "COMPLETING", "RESIZING", "SIGNALING", "STAGE_OUT", "STOPPED", "SUSPENDED")
-SUSPENDED = "suspended: "
-_STOPPED = f"""{SUSPENDED}an administrator, or a job that goes first, has stopped it where it stands; it goes on once it is resumed: ask the
-administrators (scontrol resume {{id}}), or tula cancel and start it anew""".replace("\n", " ")
+_STOPPED = """suspended: an administrator, or a job that goes first, has stopped it where it stands; it goes on once it is resumed: ask the
+administrators (scontrol resume {id}), or tula cancel and start it anew""".replace("\n", " ")
 _AWAY = re.compile(r"ReqNodeNotAvail\W+Unavailable|Nodes required for job are DOWN|^NodeDown")
 """squeue's reasons that are about nodes which are down or drained."""
 _UNTIL_BACK = (
@@ -155,7 +115,7 @@ def ask(ids: Sequence[str], *, patient: bool = False) -> dict[str, SchedulerStat
         )
         found[id_] = known
     if silence:
-        unheard = {id_: SchedulerState("unknown", silence) for id_ in wanted}
+        unheard = {id_: SchedulerState("unknown", silence, silent=True) for id_ in wanted}
         found = {**unheard, **{id_: state for id_, state in found.items() if state.state != "unknown"}}
     return found
 
@@ -203,10 +163,13 @@ def _state(words: str, reason: str = "", starts_at: float | None = None, *, id_:
     if name in PENDING:
         why = HOPELESS.get(reason)
         told = "" if reason == "None" else f"{reason}: will not start, {why.format(id=id_)}" if why else reason
-        told += f": {_UNTIL_BACK}" if _AWAY.search(reason) else ""
-        return SchedulerState("pending", told, starts_at)
+        away = bool(_AWAY.search(reason))
+        told += f": {_UNTIL_BACK}" if away else ""
+        held = reason == "JobHeldUser"
+        return SchedulerState("pending", told, starts_at, held=held, hopeless=why is not None, without_nodes=away)
     if name in RUNNING:
-        return SchedulerState("running", _STOPPED.format(id=id_) if name in ("STOPPED", "SUSPENDED") else "")
+        stopped = name in ("STOPPED", "SUSPENDED")
+        return SchedulerState("running", _STOPPED.format(id=id_) if stopped else "", suspended=stopped)
     if name in ENDED:
         meaning = "its script could not be started on its node" if reason == "JobLaunchFailure" else ENDED[name]
         return SchedulerState("ended", f"{words}: {meaning}" if meaning else "")

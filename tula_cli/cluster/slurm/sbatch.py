@@ -1,6 +1,5 @@
 """What sbatch and srun are asked for: what the spec asks for, and nothing else."""
 
-import math
 import shlex
 import time
 from collections.abc import Mapping, Sequence
@@ -8,14 +7,15 @@ from pathlib import Path
 from typing import Any
 
 from tula_cli.assets import site_asset
+from tula_cli.cluster.scheduling.chains import time_limit
 from tula_cli.errors import SpecError
 from tula_cli.run.directory import RunDir
-from tula_cli.run.records.tasks import CheckTask, EvaluateTask, ProbeTask, RehearsalTask, Task, TrainTask
+from tula_cli.run.records.tasks import CheckTask, Task, TrainTask
 from tula_cli.run.upkeep import package
 from tula_cli.spec.job import JobSpec
 from tula_cli.spec.sections import FEWEST_WORKERS
 from tula_cli.spec.signature import cluster_signature
-from tula_cli.spec.slurm_options import ROOM, Slurm, option
+from tula_cli.spec.slurm_options import Slurm, option
 
 SETUP, WRAPPER = "slurm-setup.sh", "slurm-wrapper.sh"
 """Files of the user's or the site's that are taken where the spec has none of its own."""
@@ -64,7 +64,7 @@ def parameters(run: RunDir, task: Task, *, name: str | None = None, dependency: 
         "signal_delay_s": min(_SIGNAL, minutes * 60 // 4),
         "exclusive": True if slurm.exclusive else None,
         "wckey": None,
-        "setup": [*_setup(task, slurm), *_own_package(run)],
+        "setup": [*_setup(task, slurm), *package.shell_lines(run.path)],
         "srun_args": [*_srun(task, slurm), *_one_log(run, task)],
         "additional_parameters": _options(task, slurm),
     }
@@ -134,19 +134,6 @@ def doubts(spec: JobSpec) -> tuple[str, ...]:
 
 def _slurm(spec: JobSpec) -> Slurm:
     return spec.cluster.slurm or Slurm()
-
-
-def time_limit(task: Task) -> int:
-    """Return the time limit of a job, minutes."""
-    match task:
-        case ProbeTask():
-            return math.ceil(task.spec.measuring_minutes(1 + len(task.then)))
-        case RehearsalTask():
-            return math.ceil(task.spec.measuring_minutes())
-        case TrainTask() | EvaluateTask():
-            return _slurm(task.spec).minutes
-        case CheckTask():
-            return math.ceil(CheckTask.MINUTES) + ROOM
 
 
 def _size(task: Task, slurm: Slurm) -> dict[str, Any]:
@@ -240,14 +227,6 @@ def _setup(task: Task, slurm: Slurm) -> list[str]:
         *exports,  # after the set-up: they hold whatever the modules have set
         *(_in_variable(outer) if outer else []),
     ]
-
-
-def _own_package(run: RunDir) -> list[str]:
-    """Have the job import the tula that it is submitted with, after whatever the set-up has put into the path."""
-    place = package.archive(run.path.resolve())
-    if place is None:
-        return []
-    return [f'export PYTHONPATH={shlex.quote(str(place))}"${{PYTHONPATH:+:$PYTHONPATH}}"']
 
 
 def _in_variable(lines: Sequence[str]) -> list[str]:

@@ -14,11 +14,12 @@ from pathlib import Path
 
 from pydantic import TypeAdapter
 
+from tula_cli.cluster.scheduling.chains import time_limit
 from tula_cli.cluster.slurm import command
 from tula_cli.cluster.slurm.command import call
 from tula_cli.cluster.slurm.queue import moment
-from tula_cli.cluster.slurm.sbatch import time_limit
-from tula_cli.cluster.slurm.submit import environment_of, text_of
+from tula_cli.cluster.slurm.scheduler import environment_of
+from tula_cli.cluster.slurm.submit import text_of
 from tula_cli.errors import TulaError
 from tula_cli.models.queue.size_classes import DAYS, PastWait
 from tula_cli.run import files
@@ -123,7 +124,7 @@ def own_waits(run: RunDir) -> list[PastWait]:
     found = []
     for job in look.jobs:
         tasks = look.tasks_of(job.id)
-        starts = [a.started_at for a in look.attempts_of(job.id) if a.allocation.partition(".")[0] == job.scheduler_id]
+        starts = [a.started_at for a in look.attempts_of(job.id) if a.job_id == job.scheduler_id]
         if job.scheduler == "slurm" and tasks and starts:
             wait = max(0.0, min(starts) - job.submitted_at)
             found.append(PastWait(job.submitted_at, wait, job.nodes, time_limit(tasks[-1])))

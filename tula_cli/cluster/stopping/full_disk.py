@@ -5,7 +5,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from tula_cli.cluster.exit_reason import ExitReason
-from tula_cli.cluster.slurm import queue as scheduler
+from tula_cli.cluster.relaunch import again
+from tula_cli.cluster.scheduling.protocol import Scheduler
+from tula_cli.cluster.scheduling.schedulers import scheduler_of
 from tula_cli.errors import DiskFull, SchedulerError
 from tula_cli.host.outcome import advice
 from tula_cli.run.directory import RunDir
@@ -17,12 +19,13 @@ from tula_cli.run.storage.shortages import shortage, shortage_words, still_missi
 from tula_cli.run.storage.space import size_of
 
 
-def held(reason: ExitReason, waiting: Sequence[str]) -> ExitReason:
+def held(reason: ExitReason, waiting: Sequence[str], scheduler: Scheduler) -> ExitReason:
     """Hold the jobs of a chain that wait, where the disk is full; return the reason with what was done.
 
     Args:
         reason: why an attempt ended.
         waiting: the jobs of its chain that come after this one.
+        scheduler: that they wait for.
     """
     if reason.outcome != "disk" or not waiting:
         return reason
@@ -58,6 +61,18 @@ def require_room(run: RunDir, last: Attempt | None) -> None:
         )
 
 
+def with_room(run: RunDir, task: TrainTask, last: Attempt) -> TrainTask:
+    """Go on after a full disk, in a job that was released.
+
+    Raises:
+        DiskFull: it is full still.
+    """
+    require_room(run, last)
+    relaunch = again(task, f"there is room again: {last.message}")
+    run.write_task(relaunch)
+    return relaunch
+
+
 def _of_a_checkpoint(run: RunDir, last: Attempt) -> int | None:
     """Return the bytes that a checkpoint of an attempt's training takes: as the largest there is, else as probes tell.
 
@@ -81,13 +96,15 @@ def let_go(run: RunDir, task: TrainTask) -> None:
 
     Raises:
         DiskFull: there is none.
-        SchedulerError: scontrol does not do it.
+        SchedulerError: the scheduler does not do it.
     """
     attempts, job = run.training(task.signature).attempts(), run.job(task.job)
     if not attempts or attempts[-1].outcome != "disk":
         return
     require_room(run, attempts[-1])
+    scheduler = scheduler_of(task.spec.cluster)
     states = scheduler.ask(job.links) if job is not None else {}
     held_now = [id_ for id_, state in states.items() if state.held]
     if complaint := scheduler.release(held_now):
-        raise SchedulerError(f"scontrol release: {complaint}", f"by hand: scontrol release {','.join(held_now)}")
+        by_hand = scheduler.release_command
+        raise SchedulerError(f"{by_hand}: {complaint}", f"by hand: {by_hand} {','.join(held_now)}")

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from tula_cli.cluster.allocation import Allocation
-from tula_cli.cluster.slurm import queue as scheduler
 from tula_cli.errors import OtherFormat, TulaError
 from tula_cli.run.files import content, listing
 from tula_cli.run.upkeep import format as run_format
@@ -25,10 +24,13 @@ def require_known_format(run: Path, allocation: Allocation) -> None:
     except OtherFormat:
         waiting = _waiting(run, allocation.job_id) if allocation.leader and not allocation.local else ()
         if waiting:  # each would end like this one, and the chain would be gone in a minute
+            scheduler = allocation.scheduler
             complaint = scheduler.hold(waiting)
             ids = ",".join(waiting)
             told = (
-                f"could not be held: {complaint}" if complaint else f"are held: scontrol release {ids} lets them go on"
+                f"could not be held: {complaint}"
+                if complaint
+                else f"are held: {scheduler.release_command} {ids} lets them go on"
             )
             sys.stderr.write(f"tula: the jobs of the chain that wait ({ids}) {told}\n")
         raise

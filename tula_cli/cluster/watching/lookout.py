@@ -47,11 +47,10 @@ class Lookout:
     _listener: Listener | None = None
 
     def __post_init__(self) -> None:
-        allocation, environ = self.allocation, self.allocation.environ
+        allocation = self.allocation
         if allocation.nodes is None or allocation.count <= allocation.nodes:
             return  # alone on its node
-        step = [environ.get(name, "") for name in ("SLURM_STEP_ID", "SLURM_NODEID")]
-        name = address(allocation.id, *step, str(self.run.resolve()))
+        name = address(allocation.id, allocation.node, str(self.run.resolve()))
         if allocation.local_index:
             self._listener = Listener(name)
         else:

@@ -236,7 +236,8 @@ def _beaten(chosen: Prediction, rows: Offers, curve: Curve) -> str:
 def _without_knee(line: Sequence[Prediction], curve: Curve) -> tuple[Prediction, str]:
     best = min(_value(row, curve) for row in line)
     chosen = next(row for row in line if _value(row, curve) <= best * (1 + FALLBACK))
-    why = f"there are only {len(line)} batches" if len(line) < FEWEST else f"the curve has none: {_shape(line, curve)}"
+    few = f"there {'is' if len(line) == 1 else 'are'} only {plural(len(line), 'batch')}"
+    why = few if len(line) < FEWEST else f"the curve has none: {_shape(line, curve)}"
     return chosen, f"no knee of {curve} against batch ({why}), so the smallest batch within {FALLBACK:.0%} of the best"
 
 

@@ -14,7 +14,7 @@ from statistics import median, median_low
 from tula_cli.models.observations import observation
 from tula_cli.models.time import steptime, stretches
 from tula_cli.models.time.overlap import Overlap
-from tula_cli.models.time.priors import PRIORS, SHARDED, Local
+from tula_cli.models.time.priors import PRIORS, SHARDED, Local, Priors
 from tula_cli.models.time.steptime import Observation, StepTimeFit
 from tula_cli.run.records.probes import Measured, RankPace
 from tula_cli.run.records.recommendations import TrainedSteps
@@ -70,9 +70,33 @@ def fitted(
     """
     probes = [observation(probe) for probe in measured]
     seen = [*probes, *map(stretches.observation, trained)]
-    priors, collective = SHARDED if spec.train.sharded else PRIORS, spec.cluster.collective
+    named = [one.words for one in stragglers(measured)]
+    priors = SHARDED if spec.train.sharded else PRIORS
+    return fit_observed(probes, seen, collective=spec.cluster.collective, priors=priors, named=named)
+
+
+def fit_observed(
+    probes: Sequence[Observation],
+    seen: Sequence[Observation],
+    *,
+    collective: str,
+    priors: Priors = PRIORS,
+    named: Sequence[str] = (),
+) -> tuple[StepTimeFit, list[str]]:
+    """Fit the step-time model to observations, and once more with other priors where something holds up ranks.
+
+    Args:
+        probes: what is held against the fit.
+        seen: all that it is fitted to.
+        collective: `cluster.collective`.
+        priors: of the first fit.
+        named: who is known to hold up the others.
+
+    Raises:
+        BadMeasurements: as `steptime.fit`.
+    """
     fit = steptime.fit(seen, collective=collective, priors=priors)
-    told = [one.words for one in stragglers(measured)] or [*filter(None, [held_up(probes, fit.model)])]
+    told = list(named) or [*filter(None, [held_up(probes, fit.model)])]
     if told:
         fit = steptime.fit(seen, collective=collective, priors=replace(priors, local_step=HELD_UP))
     return fit, told

@@ -82,6 +82,17 @@ class Factors(ABC):
         """The factors that have been found, one tensor a parameter that has any."""
         return []
 
+    @property
+    def mean(self) -> Tensor | float | None:
+        """The mean of the factors, one an element or one a tensor; None where there are none. It waits for nothing."""
+        found = self.values
+        total = sum(factor.numel() for factor in found)
+        if not found:
+            return None
+        if total == len(found):
+            return torch.stack([factor.reshape(()) for factor in found]).mean()
+        return torch.stack([f.mean(dtype=torch.float32) * (f.numel() / total) for f in found]).sum()
+
     # ---- the refresh
 
     @property

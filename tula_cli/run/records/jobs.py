@@ -10,12 +10,14 @@ class Job(Record):
     """A job as submitted; written by the command line alone."""
 
     id: str
-    scheduler: Literal["local", "slurm"]
+    scheduler: str  # cluster.kind of its spec: "local", "slurm", or an import string
     scheduler_id: str
     nodes: int
     submitted_at: float
     submissions: int = 1  # how often it was submitted
-    links: tuple[str, ...] = ()  # ids of the chain that a training job on SLURM is, scheduler_id first
+    links: tuple[
+        str, ...
+    ] = ()  # ids of the chain that a training job is where jobs wait in a queue, scheduler_id first
     link_nodes: tuple[int, ...] = ()  # of each of them, where they differ (train.ramp); else all have `nodes`
     host: str = ""  # local: the machine it runs on
     folder: str = ""  # the run directory that it writes to, as its supervisors know it; empty of jobs of an older tula
@@ -78,13 +80,18 @@ class Attempt(Record):
     rank: int | None = None  # the rank at the root of a failure
     host: str = ""
     pid: int = 0  # of the process that started the ranks
-    allocation: str = ""  # SLURM's job id and how often it was requeued, "123.0"; empty on this machine
-    hosts: str = ""  # the allocation's nodes as SLURM writes them, "node[1-4]"
+    allocation: str = ""  # the scheduler's job id and how often it was requeued, "123.0"; empty on this machine
+    hosts: str = ""  # the allocation's nodes as the scheduler writes them, "node[1-4]"
     samples: int | None = None  # of the newest checkpoint when it started; None for probes
     cluster: str = ""  # digest of the cluster section that it ran under (`cluster_signature`)
     tuned: int = 0  # samples of finished branches when it started (train.method: auto)
     shortage: Shortage | None = None  # of a full disk that it ended of
     tula: str = ""  # version that ran it; empty where an older one did
+
+    @property
+    def job_id(self) -> str:
+        """The scheduler's id of the job that it ran in; empty on this machine."""
+        return self.allocation.rpartition(".")[0] or self.allocation
 
     @property
     def progress(self) -> int | None:

@@ -6,6 +6,7 @@ Python imports from a ZIP archive as from a folder; one file costs a shared file
 import functools
 import hashlib
 import os
+import shlex
 import zipfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -62,3 +63,11 @@ def first_in_path(place: Path | None, path: str = "") -> str:
     """Return PYTHONPATH with an archive first; where that is gone when a job starts, what is installed by then is imported."""
     found = [*([str(place)] if place is not None else []), *filter(None, path.split(os.pathsep))]
     return os.pathsep.join(dict.fromkeys(found))
+
+
+def shell_lines(run: Path) -> list[str]:
+    """Have a job's shell import the tula that it is submitted with, after whatever its set-up has put into the path."""
+    place = archive(run.resolve())
+    if place is None:
+        return []
+    return [f'export PYTHONPATH={shlex.quote(str(place))}"${{PYTHONPATH:+:$PYTHONPATH}}"']

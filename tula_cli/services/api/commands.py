@@ -369,7 +369,8 @@ def compare(
 
     Args:
         run: a run, the path of its folder, or its job.
-        methods: values of train.method, or lbt-x2, lbt-x4, sqrt, sqrt-beta2, robust.
+        methods: values of train.method, or lbt-x2, lbt-x4, sqrt, sqrt-beta2, robust, with settings of the row's own behind
+            colons: "ags:delta=0.1", "lbt:optimizer.lr=0.2".
         batches: global.
         seeds: how many, from train.seed on.
         nodes: in place of the recommended ones.

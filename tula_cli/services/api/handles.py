@@ -13,6 +13,7 @@ from tula_cli.run.frames import frame
 from tula_cli.run.jobfile import begun
 from tula_cli.run.records.probes import Failed, Measured, OutOfMemory
 from tula_cli.run.records.recommendations import Recommendation
+from tula_cli.run.series.step_series import StepSeries
 from tula_cli.services import status
 from tula_cli.services.status import RunStatus
 from tula_cli.spec.job import JobSpec
@@ -112,6 +113,16 @@ class Run:
         """
         parts = begun(self.directory, self.spec())
         return next((path for part in parts if (path := part.run.training(signature).weights())), None)
+
+    def steps(self, signature: str) -> StepSeries:
+        """Return what is kept of every step of a training, in columns, plain lists; empty ones where nothing is.
+
+        Args:
+            signature: of the training, as `tula.train` returns it.
+        """
+        parts = begun(self.directory, self.spec())
+        found = (part.run.training(signature) for part in parts)
+        return next((training.steps() for training in found if training.steps_path.exists()), StepSeries())
 
     def status(self) -> Status:
         """Return how far its jobs and its training are; the scheduler is asked."""

@@ -12,7 +12,7 @@ from tula_cli.services.profiling.loader_memory import MORE_SHARED
 from tula_cli.spec.job import JobSpec
 from tula_cli.words import amount, plural
 
-LAG = {"local": 2.0, "slurm": 30.0}
+LAG_HERE, LAG = 2.0, 30.0
 """Seconds that a file of another node may take to be seen here (NFS keeps what it knows of a folder for that long)."""
 SLOW_INSIDE = 8 * 32e9
 """Bits a second between two GPUs of one node, in each direction: PCIe 4.0 with 16 lanes. NVLink is faster from V100 on."""
@@ -20,6 +20,11 @@ SMALL_SHARED = 2**30
 """Bytes of /dev/shm below which large batches of a few loader processes do not fit; containers have 64 MiB unasked."""
 CLOCKS_APART = 1.0
 """Seconds by which the clocks of two nodes may differ."""
+
+
+def lag(scheduler: str) -> float:
+    """Return the seconds that a file of another node may take to be seen here, by what the job runs on."""
+    return LAG_HERE if scheduler == "local" else LAG
 
 
 def silent(run: RunDir, report: ClusterReport) -> list[NodeReport]:
@@ -38,7 +43,7 @@ def problems(run: RunDir, task: CheckTask, report: ClusterReport) -> Iterator[st
         if node.write_error:
             yield f"{node.host} cannot write into the run directory: {node.write_error}"
     for node in silent(run, report):
-        yield f"what {node.host} wrote into {folder} is not seen here after {LAG[task.spec.cluster.kind]:g} s"
+        yield f"what {node.host} wrote into {folder} is not seen here after {lag(task.spec.cluster.kind):g} s"
     yield from _dataset_problems(task, report)
     yield from _gpu_problems(task.spec, report)
     if report.network_error:
@@ -122,7 +127,7 @@ def warnings(task: CheckTask, report: ClusterReport) -> Iterator[str]:
             yield f"the clock of {node.host} is {abs(node.clock_offset):.1f} s {side} that of {first}; times in logs and results will be apart"  # fmt: skip
     if (
         task.spec.cluster.device == "auto"
-        and task.spec.cluster.kind == "slurm"
+        and task.spec.cluster.kind != "local"
         and not any(n.gpus for n in report.nodes)
     ):
         yield "torch sees no GPU on any node: jobs will run on the CPU (cluster.device: auto)"

@@ -33,8 +33,9 @@ def _loader(spec: JobSpec, inspection: Inspection | None) -> Iterator[str]:
     ranks = [nodes * cluster.gpus_per_node for nodes in spec.search.nodes]
     fewest, most = loaders(spec, inspection, ranks=max(ranks))[0], loaders(spec, inspection, ranks=min(ranks))[1]
     cpus = cluster.slurm.cpus_per_task if cluster.slurm is not None else None
-    if cluster.kind == "slurm":
-        why = f"cluster.slurm.cpus_per_task: {cpus}" if cpus else "by the cores that SLURM gives it"
+    if cluster.kind != "local":
+        who = "SLURM" if cluster.kind == "slurm" else "the scheduler"
+        why = f"cluster.slurm.cpus_per_task: {cpus}" if cpus else f"by the cores that {who} gives it"
     else:
         assert inspection is not None
         why = f"by its share of {plural(inspection.cpus, 'core')}"
@@ -65,7 +66,7 @@ def _on_gpu(spec: JobSpec, inspection: Inspection | None) -> bool:
     """Return whether the jobs may run on GPUs: as the memory is estimated."""
     if spec.cluster.device == "cpu":
         return False
-    return spec.cluster.kind == "slurm" or (inspection is not None and inspection.device == "cuda")
+    return spec.cluster.kind != "local" or (inspection is not None and inspection.device == "cuda")
 
 
 def _on(spec: JobSpec, inspection: Inspection | None) -> Iterator[str]:

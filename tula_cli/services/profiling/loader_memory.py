@@ -103,7 +103,7 @@ def _job(spec: JobSpec, inspection: Inspection, nodes: int, local_batches: Seque
     cluster = spec.cluster
     ranks = cluster.gpus_per_node * (nodes if cluster.kind == "local" else 1)  # on this machine all are here
     workers = loaders(spec, inspection, ranks=ranks)[1]
-    on_gpu = cluster.device != "cpu" and (cluster.kind == "slurm" or inspection.device == "cuda")
+    on_gpu = cluster.device != "cpu" and (cluster.kind != "local" or inspection.device == "cuda")
     sizes = [size // spec.train.accumulate for size in local_batches]
     data = {
         size: data_memory(sizes[:end], sample=inspection.sample_bytes, ranks=ranks, workers=workers, on_gpu=on_gpu)

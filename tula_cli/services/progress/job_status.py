@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from tula_cli.cluster.relaunch import leaves_allocation
-from tula_cli.cluster.slurm.queue import SchedulerState
+from tula_cli.cluster.scheduling.protocol import SchedulerState
 from tula_cli.host.outcome import advice
 from tula_cli.run.records.jobs import Attempt, Job
 from tula_cli.run.records.probes import Failed, Measured, OutOfMemory
@@ -20,11 +20,16 @@ from tula_cli.spec.resources import Cluster
 JobState = Literal["queued", "running", "suspended", "held", "done", "failed", "diverged", "cancelled", "lost"]
 ACTIVE: tuple[JobState, ...] = ("queued", "running", "suspended")
 
-GRACE = {"local": 2.0, "slurm": 60.0}
+HERE, ELSEWHERE = 2.0, 60.0
 """Seconds for which the files of an ended job may still be on their way (NFS, Lustre)."""
 
 CLOCKS_APART = 60.0
 """Seconds by which the clocks of two machines may differ."""
+
+
+def grace(scheduler: str) -> float:
+    """Return the seconds for which files of an ended job may still be on their way, by what it ran on."""
+    return HERE if scheduler == "local" else ELSEWHERE
 
 
 @dataclass(frozen=True)
@@ -38,7 +43,7 @@ class Probe:
 
 @dataclass(frozen=True)
 class LinkStatus:
-    """An allocation of a chain on SLURM whose links differ in their nodes (`train.ramp`)."""
+    """An allocation of a chain whose links differ in their nodes (`train.ramp`)."""
 
     scheduler_id: str
     nodes: int
@@ -51,7 +56,7 @@ class JobStatus:
 
     id: str
     kind: Literal["probe", "train", "rehearse", "evaluate"]
-    scheduler: Literal["local", "slurm"]
+    scheduler: str  # "local", "slurm", or the import string of another
     scheduler_id: str
     nodes: int
     state: JobState
@@ -164,7 +169,7 @@ def job_status(
     recent = [attempt for attempt in attempts if _of_submission(attempt, job)]
     cluster = tasks[-1].spec.cluster
     state, reason = _state(progress, recent, scheduler, cluster, cancelled=look.cancelled_by(job.id))
-    if state == "lost" and recent and _just_ended(recent[-1], progress, now, grace=GRACE[job.scheduler]):
+    if state == "lost" and recent and _just_ended(recent[-1], progress, now, grace=grace(job.scheduler)):
         state, reason = "running", "it has ended well: its results are on their way here"
     until = now if state in ("running", "suspended") else progress.measured_at
     elapsed, nodes = _elapsed(attempts, until=until), {task.id: task.nodes for task in tasks}
@@ -193,7 +198,7 @@ def job_status(
 
 
 def _wait(job: Job, attempts: list[Attempt], state: JobState, now: float) -> float | None:
-    if job.scheduler != "slurm":
+    if job.scheduler == "local":
         return None
     started = min((attempt.started_at for attempt in attempts), default=now if state == "queued" else None)
     return None if started is None else max(0.0, started - job.submitted_at)
@@ -283,8 +288,9 @@ def _state_from_attempts(
         if last.outcome == "device_fault":
             return "failed", f"{last.message} on {last.host}; {advice(last.outcome, last.message)}"
         words = last.message or f"ended with {progress.done} of {progress.total} probes"
+        who = "SLURM" if cluster.kind == "slurm" else "its scheduler"
         verdict = (
-            "" if scheduler.reason.startswith("FAILED") or not scheduler.reason else f" (SLURM: {scheduler.reason})"
+            "" if scheduler.reason.startswith("FAILED") or not scheduler.reason else f" ({who}: {scheduler.reason})"
         )
         return "failed", f"{words}{verdict}"
     if scheduler.state == "ended":
@@ -308,7 +314,7 @@ def _by_clock_of_files(look: Snapshot, attempt: Attempt) -> Attempt:
 
 def _of_submission(attempt: Attempt, job: Job) -> bool:
     """Return whether an attempt is of a job's last submission: by its allocation, else by the time."""
-    return attempt.allocation.partition(".")[0] in job.ids or attempt.started_at >= job.submitted_at - CLOCKS_APART
+    return attempt.job_id in job.ids or attempt.started_at >= job.submitted_at - CLOCKS_APART
 
 
 def _just_ended(last: Attempt, progress: _Progress, now: float, *, grace: float) -> bool:

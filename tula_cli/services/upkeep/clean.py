@@ -8,8 +8,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from tula_cli.cluster.local import LocalLauncher
+from tula_cli.cluster.scheduling.protocol import SchedulerState
+from tula_cli.cluster.scheduling.schedulers import scheduler_of
 from tula_cli.cluster.slurm import queue as scheduler
-from tula_cli.cluster.slurm.queue import SchedulerState
 from tula_cli.errors import TulaError
 from tula_cli.host import machine_lock
 from tula_cli.run.directory import RunDir
@@ -17,6 +18,7 @@ from tula_cli.run.records.jobs import Job
 from tula_cli.run.snapshot import Snapshot
 from tula_cli.run.upkeep import format as run_format
 from tula_cli.run.upkeep.holdings import Holding, Wish, free, holdings, parts, size_of
+from tula_cli.spec.resources import KINDS
 
 JUST_SUBMITTED = 600.0
 """Seconds for which a job that SLURM does not know counts as one that it does not know yet."""
@@ -146,20 +148,22 @@ def _lives(look: Snapshot, known: Mapping[str, SchedulerState], holder: str, now
         if look.damaged_jobs:
             return f"{look.damaged_jobs[0].message}: nobody knows whether that job runs"
         local = LocalLauncher().states(look, [job for job in jobs if job.scheduler == "local"])
+        if own := [id_ for job in jobs if job.scheduler not in KINDS for id_ in job.ids]:
+            known = {**known, **scheduler_of(RunDir(look.path).spec().cluster).ask(own)}
     except TulaError as error:
         return error.message
     if f" of {look.here}," in holder:
         return f"{holder.partition(' of ')[0]} has this machine"
     for job in jobs:
-        state = local[job.id] if job.scheduler == "local" else _slurm(job, known, now)
+        state = local[job.id] if job.scheduler == "local" else _queued(job, known, now)
         if state.state != "ended":
             told = f" ({state.reason})" if state.reason else ""
-            words = "may run: SLURM does not tell" if state.state == "unknown" else f"is {state.state}"
+            words = "may run: its scheduler does not tell" if state.state == "unknown" else f"is {state.state}"
             return f"{job.id} {words}{told}"
     return ""
 
 
-def _slurm(job: Job, known: Mapping[str, SchedulerState], now: float) -> SchedulerState:
+def _queued(job: Job, known: Mapping[str, SchedulerState], now: float) -> SchedulerState:
     """Return the state of a job that lives while one of its links does."""
     states = [known[id_] for id_ in job.ids if id_ in known]
     if len(states) < len(job.ids) and now - job.submitted_at < JUST_SUBMITTED:

@@ -46,7 +46,7 @@ from tula_cli.worker.methods.table import method_of
 from tula_cli.worker.parallel.sharded import check_torch
 from tula_cli.worker.train.judging.own_metrics import build_metrics
 from tula_cli.worker.train.judging.own_metrics import told as metrics_told
-from tula_cli.worker.train.learning_rate import own_factor
+from tula_cli.worker.train.learning_rate import try_schedule
 from tula_cli.worker.train.sizes.dividing import check_ghosts, micro_batches
 
 BEGUN = "begun"
@@ -182,8 +182,9 @@ def _check_parts(spec: JobSpec) -> None:
         "transforms.train": lambda: build_transforms(spec.transforms.train, path="transforms.train"),
         "transforms.eval": lambda: build_transforms(spec.transforms.eval, path="transforms.eval"),
         "loss": lambda: zoo.build_loss(spec),
+        "train.method": lambda: method_of(spec),
         "train.metrics": lambda: build_metrics(spec.train),
-        "schedule": lambda: _check_schedule(spec),
+        "schedule": lambda: try_schedule(spec),
         "optimizer": lambda: _check_optimizer(spec),
     }
     found: dict[str, SpecError] = {}
@@ -204,13 +205,6 @@ def _check_optimizer(spec: JobSpec) -> None:
     zoo.beta2s(optimizer, spec, spec.train.reference_batch)
 
 
-def _check_schedule(spec: JobSpec) -> None:
-    """Ask a schedule of the user's own for its factors at the beginning, in the middle and at the end."""
-    if is_import_string(spec.schedule.kind):
-        for epoch in (0.0, spec.train.epochs / 2, float(spec.train.epochs)):
-            own_factor(spec)(epoch)
-
-
 def _device(spec: JobSpec) -> str:
     """Return what the ranks of a local run use here."""
     found = gpu_count() > 0
@@ -223,14 +217,14 @@ def _device(spec: JobSpec) -> str:
 
 def _on_gpu(spec: JobSpec, device: str) -> bool:
     """Return whether memory is to be estimated for a GPU: where one is here, or may be where the jobs run."""
-    return device == "cuda" or (spec.cluster.kind == "slurm" and spec.cluster.device != "cpu")
+    return device == "cuda" or (spec.cluster.kind != "local" and spec.cluster.device != "cpu")
 
 
 def _capacity(spec: JobSpec, device: str) -> int | None:
     """Return the bytes one rank may use: what the spec says, else a share of this machine; None where jobs run elsewhere."""
     if spec.cluster.memory_per_gpu is not None:
         return spec.cluster.memory_per_gpu
-    if spec.cluster.kind == "slurm":
+    if spec.cluster.kind != "local":
         return None
     if device == "cuda":
         return gpu_memory()

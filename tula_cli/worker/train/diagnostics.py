@@ -1,8 +1,9 @@
-"""What the gradients of an epoch were like: the numbers behind Figures 5 to 8 of the paper.
+"""What the gradients were like, step by step and over an epoch: the numbers behind Figures 5 to 8 of the paper.
 
-Norms are gathered as tensors on the device and read once an epoch, so that no step waits for them.
+Norms are gathered as tensors on the device and read where a row of steps is written, so that no step waits for them.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,8 +14,9 @@ from torch import Tensor
 from tula_cli.optim import TulaOptimizer
 from tula_cli.optim.parts import shares
 from tula_cli.optim.parts.indicators import squared_norm
+from tula_cli.run.series.step_series import StepRow, rounded
 from tula_cli.worker.parallel.sharded import Sharded
-from tula_cli.worker.train.loop import Trainer
+from tula_cli.worker.train.loop import Step, Trainer
 
 QUANTILES = {"q05": 0.05, "q25": 0.25, "q50": 0.5, "q75": 0.75, "q95": 0.95}
 EDGES = tuple(2.0 ** (half / 2) for half in range(-20, 15))
@@ -23,17 +25,37 @@ EDGES = tuple(2.0 ** (half / 2) for half in range(-20, 15))
 _CHUNK = 2**20  # elements that are sorted into bins at a time: their bins take as much memory again
 
 
+@dataclass(frozen=True)
+class _Seen:
+    """A step, whose numbers are still on the device."""
+
+    samples: int  # at its end
+    batch: int
+    lr: float
+    square: Tensor | None  # |G|^2, 0-dim; None where GradScaler has skipped the step
+    change: Tensor | None = None  # Delta(G) as the optimizer saw it, 0-dim
+    scaled: Tensor | None = None  # 0-dim, bool
+    factor: Tensor | float | None = None  # the mean of those in force, 0-dim
+
+
 @dataclass
 class Diagnostics:
-    """The norms of the averaged gradient, of one epoch at a time; of post-local SGD after its switch, rank 0's own.
+    """The norms of the averaged gradient, step by step; of post-local SGD after its switch, rank 0's own.
 
     Of a method that scales gradients they are TulaOptimizer's own, which cost nothing. With `train.diagnostics` they are
     also taken where the method does not need them: one pass over the gradients, before they are clipped.
     """
 
-    squares: list[Tensor] = field(default_factory=list)  # |G|^2 of the steps, 0-dim
-    changes: list[Tensor] = field(default_factory=list)  # Delta(G) as the optimizer saw it
-    last: Tensor | None = None  # |G|^2 of the newest step, also across the end of an epoch
+    sees: bool = False  # norms are taken here
+    square: Tensor | None = None  # |G|^2 of the newest step, where they are
+    last: Tensor | None = None  # the same as TulaOptimizer had it
+    factor: Tensor | float | None = None  # the mean of the factors that the coming step has
+    found: int = -1  # refreshes after which that was
+    waiting: list[_Seen] = field(default_factory=list)  # steps that nobody has read yet
+    rows: list[StepRow] = field(default_factory=list)  # that nobody has taken yet
+    newest: StepRow | None = None
+    norms: list[float] = field(default_factory=list)  # of the epoch under way, nan where there is none
+    changes: list[float] = field(default_factory=list)  # the same
 
     @classmethod
     def attach(cls, trainer: Trainer) -> "Diagnostics | None":
@@ -43,30 +65,83 @@ class Diagnostics:
             if isinstance(trainer.parallel, Sharded) and trainer.spec.train.diagnostics and _acting(trainer) is None:
                 trainer.on_gradient = _squared_norm
             return None
-        if _acting(trainer) is not None:
-            return cls()
+        found = cls()
+        if (ags := _acting(trainer)) is not None:
+            found._look_at_factors(ags)
+            return found
         if not trainer.spec.train.diagnostics:
             return None
-        found = cls()
-        trainer.on_gradient = found.see
+        found.sees, trainer.on_gradient = True, found.see
         return found
+
+    def go_on(self, newest: StepRow | None, samples: int) -> None:
+        """Go on behind a row of an earlier attempt, if it ends where this one begins."""
+        self.newest = newest if newest is not None and newest.samples == samples else None
 
     def see(self, trainer: Trainer) -> None:
         """Take the norm of the gradient that a step is about to use: averaged, unless post-local SGD has switched."""
         square = _squared_norm(trainer)
-        if square is not None:
-            # Divided as a number and not as a gradient: the step stays what it was.
-            scale = trainer.scaler.get_scale() if trainer.scaler.is_enabled() else 1.0
-            self.squares.append(square / scale**2)
+        # Divided as a number and not as a gradient: the step stays what it was.
+        scale = trainer.scaler.get_scale() if trainer.scaler.is_enabled() else 1.0
+        self.square = None if square is None else square / scale**2
 
-    def follow(self, trainer: Trainer) -> None:
-        """Take what TulaOptimizer has seen in the step that is over; one that GradScaler skipped has left nothing."""
-        ags = _acting(trainer)
-        if ags is None or ags.gate.square is None or ags.gate.change is None or ags.gate.square is self.last:
-            return
-        self.last = ags.gate.square
-        self.squares.append(ags.gate.square)
-        self.changes.append(ags.gate.change)
+    def follow(self, trainer: Trainer, step: Step) -> None:
+        """Take the step that is over; of one that GradScaler skipped TulaOptimizer has seen nothing."""
+        samples, batch, lr = trainer.position.samples, step.batch, step.lr
+        if self.sees:
+            self.waiting.append(_Seen(samples, batch, lr, self.square))
+            self.square = None
+        elif (ags := _acting(trainer)) is not None:
+            gate = ags.gate
+            skipped = gate.square is None or gate.square is self.last
+            seen = (None, None, None) if skipped else (gate.square, gate.change, gate.scaled)
+            self.waiting.append(_Seen(samples, batch, lr, *seen, self.factor))
+            self.last = gate.square
+            self._look_at_factors(ags)
+
+    def _look_at_factors(self, ags: TulaOptimizer) -> None:
+        """Take the mean of the factors that act from the coming step on, where they are others."""
+        factors = ags.factors
+        if not factors.ready:
+            self.factor, self.found = None, -1
+        elif factors.n_refresh != self.found:
+            self.factor, self.found = factors.mean, factors.n_refresh
+
+    def take(self) -> list[StepRow]:
+        """Return the rows of the steps since the last call; it waits for the device."""
+        self._read()
+        rows, self.rows = self.rows, []
+        return rows
+
+    def _read(self) -> None:
+        waiting, self.waiting = self.waiting, []
+        squares, changes = _values([s.square for s in waiting]), _values([s.change for s in waiting])
+        shares_, factors = _values([s.scaled for s in waiting]), _values([s.factor for s in waiting])
+        for at, seen in enumerate(waiting):
+            square, scaled = squares[at], shares_[at]
+            norm = rounded("norm", None if square is None else math.sqrt(square))
+            row = StepRow.of_step(
+                samples=seen.samples,
+                batch=seen.batch,
+                lr=seen.lr,
+                norm=norm,
+                delta=changes[at] if seen.change is not None else self._change(norm, seen.batch),
+                scaled=None if scaled is None else bool(scaled),
+                factor=factors[at],
+            )
+            self.rows.append(row)
+            if square is not None:
+                self.norms.append(math.nan if norm is None else norm)
+                self.changes += [] if row.delta is None else [row.delta.mean]
+            if norm is not None:
+                self.newest = row
+
+    def _change(self, norm: float | None, batch: int) -> float | None:
+        """Return Delta(G), Eq. 5; the first step of all has none, and against another batch nothing is said."""
+        before = self.newest
+        if norm is None or before is None or not before.last or before.batch != batch:
+            return None
+        return float(abs(norm**2 - before.last**2) / before.last**2)
 
     def report(self, trainer: Trainer, *, scaled: float | None) -> dict[str, Any]:
         """Return the numbers of the epoch for its row of metrics.jsonl, and start the next one.
@@ -80,26 +155,25 @@ class Diagnostics:
             are finite; "scaled"; and "factors", the histogram of the factors as they are now: "edges", and "counts" of
             elements (or tensors), one more, with those below and above all edges at its ends.
         """
-        squares = torch.stack(self.squares).double().cpu() if self.squares else torch.empty(0)
-        finite = squares[squares.isfinite()]
-        delta = torch.stack(self.changes).double().cpu() if self.changes else self._changes(finite)
+        self._read()
         ags = _acting(trainer)
         factors = ags.factors.values if ags else []
-        self.squares, self.changes = [], []
+        norms, changes = self.norms, self.changes
+        self.norms, self.changes = [], []
         return {
-            "steps": len(squares),
-            "norm": _quantiles(finite.sqrt()),
-            "delta": _quantiles(delta),
+            "steps": len(norms),
+            "norm": _quantiles(norms),
+            "delta": _quantiles(changes),
             "scaled": scaled,
             "factors": {"edges": list(EDGES), "counts": histogram(factors)} if factors else None,
         }
 
-    def _changes(self, squares: Tensor) -> Tensor:
-        """Return Delta(G) of steps whose norms were gathered here; the first of all has none."""
-        before = squares if self.last is None else torch.cat([self.last[None], squares])
-        if len(squares):
-            self.last = squares[-1]
-        return ((before[1:] - before[:-1]) / before[:-1]).abs()
+
+def _values(found: Sequence[Tensor | float | None]) -> list[float | None]:
+    """Return numbers that are on the device, all at once."""
+    tensors = [value for value in found if isinstance(value, Tensor)]
+    read = iter(torch.stack(tensors).double().cpu().tolist() if tensors else ())
+    return [next(read) if isinstance(value, Tensor) else value for value in found]
 
 
 def _squared_norm(trainer: Trainer) -> Tensor | None:
@@ -114,8 +188,9 @@ def _acting(trainer: Trainer) -> TulaOptimizer | None:
     return None if trainer.ags is None or trainer.ags.identity else trainer.ags
 
 
-def _quantiles(values: Tensor) -> dict[str, float] | None:
-    known = values[values.isfinite()]
+def _quantiles(values: Sequence[float]) -> dict[str, float] | None:
+    known = torch.tensor(values, dtype=torch.float64)
+    known = known[known.isfinite()]
     if not len(known):
         return None
     found = torch.quantile(known, torch.tensor(list(QUANTILES.values()), dtype=known.dtype))

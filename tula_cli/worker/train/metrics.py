@@ -1,4 +1,4 @@
-"""The rows of metrics.jsonl."""
+"""The rows of metrics.jsonl, and with them those of steps.jsonl."""
 
 import json
 import math
@@ -12,6 +12,7 @@ from tula_cli.run.directory import RunDir
 from tula_cli.run.files import append_json_line, write_atomic
 from tula_cli.run.records.tasks import TrainTask
 from tula_cli.worker.build.sampling import Position
+from tula_cli.worker.train.watching.step_file import StepFile
 
 LOG_SECONDS = 1.0
 """At most one step row a second: enough for a live view, little enough for a shared file system."""
@@ -26,11 +27,13 @@ class Metrics:
     def __init__(self, run: RunDir, task: TrainTask, *, first: bool, samples: int) -> None:
         self.path = run.training(task.signature).metrics_path
         self.run, self.task, self.first, self.samples = run, task, first, samples
+        self.steps = StepFile(run.training(task.signature))  # of every one
         self._board: Any = None
 
     def __enter__(self) -> "Metrics":
         if self.first:
             self._cut()
+            self.steps.resume(self.samples)
             if self.task.spec.train.tensorboard:
                 from torch.utils.tensorboard import SummaryWriter
 

@@ -269,6 +269,7 @@ class Training:
             self._save(is_best=False)
 
     def _save(self, *, is_best: bool) -> None:
+        self.log.keep_steps(close=True)
         began = time.monotonic()
         checkpoint.save(
             self.run,

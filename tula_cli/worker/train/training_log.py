@@ -82,6 +82,8 @@ class TrainingLog:
     def start(self) -> None:
         """Write the rows of a start, or of going on; every rank takes part."""
         task, trainer = self.task, self.trainer
+        if self.diagnostics:
+            self.diagnostics.go_on(self.metrics.steps.last, trainer.position.samples)
         lr, cause = trainer.lr, task.cause
         sizes = {"batch": task.batch, "micro_batch": trainer.largest_micro_batch}
         own = {"beta2": trainer.beta2s[0]} if trainer.beta2s else {}
@@ -133,7 +135,7 @@ class TrainingLog:
             self.recent.append(step)
             self.tokens.add(self.trainer.last_batch)
         if self.diagnostics:
-            self.diagnostics.follow(self.trainer)
+            self.diagnostics.follow(self.trainer, step)
 
     # --- steps
 
@@ -160,6 +162,7 @@ class TrainingLog:
         self.step_times += plain
         self.window.extend(plain)
         loss, left = float(steps[-1].loss), self._seconds_left(statistics.fmean(seconds), overhead)
+        self.keep_steps(close=False)  # the device has just been waited for
         self.add(
             "step",
             step=trainer.position.steps,
@@ -179,6 +182,11 @@ class TrainingLog:
         if aloud:
             self._tell_steps(loss, statistics.fmean(seconds), left)
         self.recent, self.tokens = [], TokenCounter()
+
+    def keep_steps(self, *, close: bool) -> None:
+        """Write what is kept of each step; `close`, before a checkpoint, all of it."""
+        if self.diagnostics:
+            self.metrics.steps.add(self.diagnostics.take(), close=close)
 
     def _tell_steps(self, loss: float, step_time: float, left: float) -> None:
         trainer, of = self.trainer, self.task.spec.train.epochs_at_most

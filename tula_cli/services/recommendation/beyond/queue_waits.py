@@ -64,7 +64,12 @@ def with_waits(
         spec = measurements.part.spec
         if spec.cluster.kind != "slurm":
             raise SpecError(
-                f"--objective result-time: cluster.kind is {spec.cluster.kind}, where no job waits in a queue",
+                f"--objective result-time: cluster.kind is {spec.cluster.kind}, "
+                + (
+                    "where no job waits in a queue"
+                    if spec.cluster.kind == "local"
+                    else "of whose waits nothing is told"
+                ),
                 "choose by time",
             )
         counts = sorted({int(nodes) for nodes in rows.nodes[rows.type == measurements.type]})

@@ -1,0 +1,119 @@
+"""The scheduler of a small batch queue, written by what docs/schedulers.md says: `cluster.kind: tiny_queue:TinyQueue`."""
+
+import json
+import shlex
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from tula_cli.cluster.scheduling.protocol import JobRequest, Limits, Place, Queued, SchedulerState
+from tula_cli.errors import SchedulerError
+from tula_cli.run.records.base import OutcomeClass
+
+COMMANDS = Path(__file__).with_name("tiny_queue_commands.py")
+WHY = {"dependency": "Dependency", "nodes": "all nodes are taken", "held": "you hold it"}
+HOW: Mapping[str, OutcomeClass] = {"cancelled": "cancelled", "preempted": "preempted", "time limit": "time_limit"}
+BEING_ENDED: Mapping[str, OutcomeClass] = {"cancel": "cancelled", "requeue": "preempted", "time": "time_limit"}
+
+
+class TinyQueue:
+    """The queue whose files are in `home`."""
+
+    name = "TinyQueue"
+    cancel_command = "tiny cancel"
+    release_command = "tiny release"
+
+    def __init__(self, home: str) -> None:
+        self.home = home
+
+    # --- where jobs are submitted
+
+    def absent(self) -> str:
+        return "" if Path(self.home).parent.is_dir() else f"there is no {self.home}"
+
+    def script(self, job: JobRequest) -> str:
+        starter = shlex.join([sys.executable, "-I", "-S", str(COMMANDS), self.home, "run"])
+        return "\n".join(["#!/bin/sh", *job.lines("$TQ_JOB"), f"exec {starter} {job.command}", ""])
+
+    def submit(self, script: Path, job: JobRequest) -> str:
+        after = ",".join(job.after)
+        words = (str(script), job.name, str(job.nodes), str(job.tasks_per_node), str(job.minutes or 60), after)
+        done = self._call("submit", *words)
+        if done.returncode:
+            raise SchedulerError(f"{self.name} {done.stderr.strip()}", "ask for less")
+        return done.stdout.strip()
+
+    def queued(self, names: Sequence[str]) -> list[Queued]:
+        jobs = self._jobs()
+        if jobs is None:
+            raise SchedulerError(f"{self.name} does not answer", "run the same command again later")
+        wanted = [(id_, job) for id_, job in jobs.items() if job["name"] in names]
+        return [Queued(id_, job["name"]) for id_, job in wanted if job["state"] != "over" and not job["wish"]]
+
+    def ask(self, ids: Sequence[str]) -> Mapping[str, SchedulerState]:
+        jobs = self._jobs()
+        if jobs is None:
+            return {id_: SchedulerState("unknown", f"{self.name} does not answer", silent=True) for id_ in ids}
+        return {id_: self._state(jobs[id_]) for id_ in ids if id_ in jobs}
+
+    def cancel(self, ids: Sequence[str]) -> str:
+        return self._complaint("cancel", ids)
+
+    def hold(self, ids: Sequence[str]) -> str:
+        return self._complaint("hold", ids)
+
+    def release(self, ids: Sequence[str]) -> str:
+        return self._complaint("release", ids)
+
+    def partitions(self) -> Sequence[Limits]:
+        path = Path(self.home, "settings.json")
+        return [Limits("all", default=True, usable=json.loads(path.read_text())["nodes"] if path.exists() else 2)]
+
+    # --- inside a job
+
+    def place(self, environ: Mapping[str, str]) -> Place | None:
+        if "TQ_TASK" not in environ:
+            return None
+        nodes, tasks = int(environ["TQ_NODES"]), int(environ["TQ_TASKS"])
+        return Place(
+            environ["TQ_JOB"], index=int(environ["TQ_TASK"]), count=nodes * tasks, local_index=int(environ["TQ_LOCAL"]), nodes=nodes,
+            restarts=int(environ["TQ_STARTS"]) - 1, hosts=f"{nodes} of this machine", node=environ["TQ_NODE"],
+        )  # fmt: skip
+
+    def ends_at(self, job_id: str, environ: Mapping[str, str]) -> float | None:
+        job = (self._jobs() or {}).get(job_id)
+        return None if job is None else job["ends"]
+
+    def ended_how(self, job_id: str, *, restart: int | None = None) -> OutcomeClass | None:
+        job = (self._jobs() or {}).get(job_id)
+        if job is None:
+            return None
+        runs, number = job["runs"], job["starts"] - 1 if restart is None else restart
+        if job["state"] == "runs" and number == len(runs):
+            return BEING_ENDED.get(job["wish"])
+        return HOW.get(runs[min(number, len(runs) - 1)]) if runs and number >= -1 else None
+
+    # --- the queue's own commands
+
+    def _call(self, *words: str) -> "subprocess.CompletedProcess[str]":
+        command = [sys.executable, "-I", "-S", str(COMMANDS), self.home, *words]
+        return subprocess.run(command, capture_output=True, text=True, check=False)
+
+    def _jobs(self) -> dict[str, dict[str, Any]] | None:
+        done = self._call("list")
+        return json.loads(done.stdout) if done.returncode == 0 else None
+
+    def _complaint(self, word: str, ids: Sequence[str]) -> str:
+        return self._call(word, *ids).stderr.strip() if ids else ""
+
+    @staticmethod
+    def _state(job: Mapping[str, Any]) -> SchedulerState:
+        if job["state"] == "waits":
+            return SchedulerState("pending", WHY.get(job["why"], ""), held=job["held"], hopeless=job["held"])
+        if job["state"] == "runs":
+            return SchedulerState("running")
+        how = job["runs"][-1] if job["runs"] else ""
+        failed = f"FAILED: its script ended with exit code {job['code']}" if job["code"] and not how else ""
+        return SchedulerState("ended", how or failed)

@@ -1,0 +1,150 @@
+"""Rows of a comparison with settings of their own: what they say, and what is no row."""
+
+import json
+
+import make_runs as make
+import pytest
+from make_results import inspected
+
+from tula_cli.errors import SpecError
+from tula_cli.run.directory import RunDir
+from tula_cli.run.records.inspections import Inspection
+from tula_cli.services import compare
+from tula_cli.services.compare import Grid, cell_spec
+from tula_cli.services.comparison.rows import split, variant_of
+from tula_cli.spec.job import JobSpec
+
+JOB = make.spec(train={"epochs": 4, "reference_batch": 32, "seed": 5}, ags={"s_min": 0.1})
+
+
+def test_commas_part_rows_where_they_stand_in_no_bracket_and_no_quotes() -> None:
+    text = "lbt, ags:refresh={every: 5, }:delta=0.1,lbt:optimizer.betas=[0.9,0.99],a.b:C:train.best={metric: 'x,y'},"
+    assert split(text) == (
+        "lbt", "ags:refresh={every: 5, }:delta=0.1", "lbt:optimizer.betas=[0.9,0.99]", "a.b:C:train.best={metric: 'x,y'}",
+    )  # fmt: skip
+    assert split("") == ()
+
+
+@pytest.mark.parametrize(
+    ("row", "method", "settings"),
+    [
+        ("lbt", "lbt", ()),
+        ("ags:delta=0.1", "ags", ("ags.delta=0.1",)),
+        ("ags:delta=0.1:s_min=0", "ags", ("ags.delta=0.1", "ags.s_min=0")),
+        ("ags:refresh={every: 5}:ags.delta=inf", "ags", ("ags.refresh={every: 5}", "ags.delta=inf")),
+        ("robust:delta=0.3", "ags", ("ags.delta=0.3",)),
+        ("auto:after=2", "auto", ("auto.after=2",)),
+        ("lbt-x2:schedule.warmup_epochs=1", "lbt", ("schedule.warmup_epochs=1",)),
+        ("lbt:optimizer.name=my.code:Opt:optimizer.lr=0.2", "lbt", ("optimizer.name=my.code:Opt", "optimizer.lr=0.2")),
+        ("my.code:Own", "my.code:Own", ()),
+        ("my.code:Own.part:train.epochs=2", "my.code:Own.part", ("train.epochs=2",)),
+    ],
+)
+def test_a_row_is_a_method_and_settings(row: str, method: str, settings: tuple[str, ...]) -> None:
+    found = variant_of(row)
+    assert (found.method, found.settings) == (method, settings)
+
+
+def test_the_settings_are_laid_over_the_job_and_checked_by_the_spec() -> None:
+    found = cell_spec(JOB, "static:factor=4:optimizer.lr=0.5:train.max_grad_norm=1", 7)
+    assert (found.train.method, found.ags.factor, found.ags.s_min) == ("static", 4, 0.1)
+    assert (found.optimizer.lr, found.train.max_grad_norm, found.train.seed) == (0.5, 1, 7)
+    assert cell_spec(JOB, "robust:delta=0.3", 7).ags.preset == "robust"
+    assert cell_spec(JOB, "lbt-x2:optimizer.lr=0.3", 7).optimizer.lr == 0.3  # the row's own words are the last
+    assert JOB.ags.factor == "auto"
+
+
+@pytest.mark.parametrize(
+    ("row", "words"),
+    [
+        ("agz:delta=1", "'agz' is no method did you mean ags"),
+        ("nothing", "one of your own is written package.module:attribute"),
+        ("ags:0.1", "'0.1' is no setting write ags:KEY=VALUE, as in ags:delta=0.1"),
+        ("my.code:", "'my.code:' is no method"),
+        (
+            "lbt:lr=0.2",
+            "method lbt has no section of its own, so lr says too little name the section: lbt:train.lr=0.2",
+        ),
+        ("lbt:model.name=vgg11", "section model is the same in all rows"),
+        ("ags:train.seed=3", "sets train.seed, which --seeds changes"),
+        ("ags:train.method=lbt", "sets train.method, which is the row's first word"),
+        ("lbt:ags.delta=0.1", "section ags means nothing to method lbt"),
+        ("ags:auto.after=1", "section auto means nothing to method ags"),
+    ],
+)
+def test_what_is_no_row_is_refused(row: str, words: str) -> None:
+    with pytest.raises(SpecError) as error:
+        Grid(methods=("lbt", row), batches=(128,), seeds=1, nodes=1)
+    assert words in f"{error.value.message} {error.value.hint}"
+
+
+@pytest.mark.parametrize(
+    ("row", "path", "words"),
+    [
+        ("ags:dleta=0.1", "ags.dleta", "did you mean delta"),
+        ("ags:delta=-1", "ags.delta", "greater than or equal to 0"),
+        ("lbt:train.epochs=none", "train.epochs", "integer"),
+    ],
+)
+def test_a_setting_that_the_spec_does_not_take_is_told_as_it_tells_it(row: str, path: str, words: str) -> None:
+    with pytest.raises(SpecError) as error:
+        cell_spec(JOB, row, 5)
+    (problem,) = error.value.problems
+    assert problem.path == path and words in f"{problem.message} {problem.hint}"
+    assert row in error.value.message
+
+
+# --- in a plan
+
+
+def plan(run: RunDir, *rows: str, inspect=lambda spec: inspected()) -> compare.ComparePlan:
+    grid = Grid(methods=rows, batches=(128,), seeds=1, nodes=1, controls=False)
+    return compare.plan(run, run.spec(), grid, inspect=inspect, now=1.0)
+
+
+@pytest.fixture
+def run(tmp_path) -> RunDir:
+    return RunDir.create(tmp_path / "tula-runs", JOB)
+
+
+def test_each_row_is_a_training_of_its_own_under_its_own_words(run: RunDir) -> None:
+    rows = ("lbt", "ags", "ags:delta=0.1", "ags:delta=0.2", "static:factor=4")
+    found = plan(run, *rows).comparison
+    assert [cell.method for cell in found.cells if not cell.reference] == list(rows)
+    assert len({cell.signature for cell in found.cells}) == 6
+    assert json.loads(found.model_dump_json())["methods"] == list(rows)
+
+
+def test_a_row_that_changes_nothing_is_one_with_the_other_and_that_is_said(run: RunDir) -> None:
+    found = plan(run, "ags", "ags:delta=0.5", "lbt:train.diagnostics=true")
+    assert [cell.method for cell in found.comparison.cells] == ["lbt", "ags", "lbt:train.diagnostics=true"]
+    assert "ags:delta=0.5 is the same training as ags: what it sets changes no weights" in found.warnings
+
+
+def test_a_method_of_ones_own_is_inspected_and_its_code_is_a_part_of_the_signature(
+    run: RunDir, tmp_path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    code = tmp_path / "mine.py"
+    signatures, seen = [], list[str]()
+
+    def inspect(spec: JobSpec) -> Inspection:
+        seen.append(spec.train.method)
+        return inspected()
+
+    for text in ("A = 1", "A = 2"):
+        code.write_text(text)
+        cells = plan(run, "lbt", "mine:Own", inspect=inspect).comparison.cells
+        signatures.append({cell.method: cell.signature for cell in cells if not cell.reference})
+    assert seen.count("mine:Own") == 2
+    assert signatures[0]["lbt"] == signatures[1]["lbt"] and signatures[0]["mine:Own"] != signatures[1]["mine:Own"]
+
+
+def test_a_method_of_ones_own_that_cannot_be_built_ends_the_plan(run: RunDir) -> None:
+    def inspect(spec: JobSpec) -> Inspection:
+        if spec.train.method == "lbt":
+            return inspected()
+        raise SpecError("training method 'mine:Own': there is no module 'mine'", "install it")
+
+    with pytest.raises(SpecError, match="method mine:Own: training method 'mine:Own': there is no module"):
+        plan(run, "lbt", "mine:Own", inspect=inspect)

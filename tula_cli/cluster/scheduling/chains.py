@@ -1,0 +1,116 @@
+"""What a training is submitted as where jobs wait in a queue: a chain of them, each of which starts when those before are over."""
+
+import math
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from tula_cli.cluster.scheduling.protocol import SchedulerState
+from tula_cli.run.records.jobs import Job
+from tula_cli.run.records.tasks import CheckTask, EvaluateTask, ProbeTask, RehearsalTask, Task, TrainTask
+from tula_cli.spec.slurm_options import ROOM
+
+SPARE_LINKS = 2
+"""Links of a chain beyond those that a training is predicted to need: for a preemption, a lost node, a slow day."""
+MOST_LINKS = 50
+"""Of one chain: queues bound how many jobs a user may have. The same command goes on where a chain ends."""
+YOUNG = 30.0
+"""Seconds for which a submitted job may be known to neither the queue nor the accounting."""
+YOUNG_WORDS = "just submitted"
+DEPENDENCY = "Dependency"
+"""The reason of a job that waits for the end of another."""
+
+
+def links(task: Task) -> int:
+    """Return how many jobs a task is submitted as: a training in a queue as several, one after the other.
+
+    Half as many again as it is predicted to need, and two for what is lost. Stages of `train.ramp` that run on fewer nodes have
+    links of their own before those; one that has too many nodes for its stage can do it all the same, so they have one
+    to spare.
+    """
+    return len(chain(task))
+
+
+def chain(task: Task) -> Sequence[Task]:
+    """Return the jobs of a task's chain, each as the task that it asks for nodes for."""
+    if task.spec.cluster.kind == "local" or not isinstance(task, TrainTask):
+        return [task]
+    limit, predicted = task.spec.cluster.minutes, task.prediction
+    hours = None if predicted is None else predicted.hours
+    found: list[Task] = []
+    for nodes in sorted({count for stage in task.stages if task.nodes <= (count := stage.nodes or 0) < task.own_nodes}):
+        own = None if predicted is None else predicted.hours_on(nodes)
+        found += [task.model_copy(update={"nodes": nodes})] * _needed(task, own, limit, spare=1)
+        hours = None if hours is None or own is None else hours - own
+    last = task.model_copy(update={"nodes": task.own_nodes})
+    found = found[: MOST_LINKS - 2] + [last] * min(max(2, _needed(task, hours, limit, spare=SPARE_LINKS)), MOST_LINKS)
+    return found[:MOST_LINKS]
+
+
+def _needed(task: TrainTask, hours: float | None, limit: int, *, spare: int) -> int:
+    """Return the links that so many hours need; None: that is not known."""
+    if hours is None:
+        return task.spec.train.max_attempts
+    return spare + (1 if 60 * hours < limit / 2 else math.ceil(1.5 * 60 * hours / limit))
+
+
+def nodes_of_links(task: Task) -> tuple[int, ...]:
+    """Return the nodes that each job of a task asks for."""
+    return tuple(link.nodes for link in chain(task))
+
+
+def time_limit(task: Task) -> int:
+    """Return the time limit of a job, minutes."""
+    match task:
+        case ProbeTask():
+            return math.ceil(task.spec.measuring_minutes(1 + len(task.then)))
+        case RehearsalTask():
+            return math.ceil(task.spec.measuring_minutes())
+        case TrainTask() | EvaluateTask():
+            return task.spec.cluster.minutes
+        case CheckTask():
+            return math.ceil(CheckTask.MINUTES) + ROOM
+
+
+# --- what became of it
+
+
+def chain_state(job: Job, known: Mapping[str, SchedulerState], *, forgotten: str) -> SchedulerState:
+    """Return the state of a job from those of its links.
+
+    Args:
+        job: the job.
+        known: what the scheduler says; it does not know all of them.
+        forgotten: what to say of those.
+    """
+    young = time.time() - job.submitted_at < YOUNG
+    unheard = SchedulerState("pending", YOUNG_WORDS) if young else SchedulerState("ended", forgotten)
+    states = [known.get(id_, unheard) for id_ in job.ids]
+    if young:  # accounting may know a job before the queue shows it
+        states = [unheard if state.state == "unknown" else state for state in states]
+    kinds = [state.state for state in states]
+    if "running" in kinds:
+        return _with_next(job.ids, states, kinds.index("running"))
+    if "pending" in kinds:
+        first = kinds.index("pending")
+        return _waiting(job.ids[:first], states[: first + 1])
+    return states[kinds.index("unknown")] if "unknown" in kinds else states[-1]
+
+
+def _with_next(ids: Sequence[str], states: Sequence[SchedulerState], at: int) -> SchedulerState:
+    """Return the state of the link that runs, with what keeps those after it from going on."""
+    now = states[at]
+    for id_, following in zip(ids[at + 1 :], states[at + 1 :], strict=True):
+        if following.hopeless or following.without_nodes:
+            words = f"job {id_}, which goes on after it: {following.reason}"
+            return replace(now, reason="; ".join(filter(None, (now.reason, words))))
+    return now
+
+
+def _waiting(before: Sequence[str], states: Sequence[SchedulerState]) -> SchedulerState:
+    """Return what the first waiting link of a chain waits for: for the story of the link before it, if there is one."""
+    own = states[-1]
+    if own.reason != DEPENDENCY or not before:
+        return own
+    story = states[-2].reason or "it ended"
+    return SchedulerState("pending", f"goes on after job {before[-1]} ({story})", own.starts_at)

@@ -1,0 +1,48 @@
+"""The schedulers by the names of `cluster.kind`; one of the user's own is an import string."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from tula_cli import plugins
+from tula_cli.cluster.scheduling.local_scheduler import LocalScheduler
+from tula_cli.cluster.scheduling.protocol import Scheduler
+from tula_cli.cluster.slurm.scheduler import SlurmScheduler
+from tula_cli.errors import SpecError
+from tula_cli.spec.resources import Cluster
+
+SCHEDULERS: Mapping[str, type[Scheduler]] = {"local": LocalScheduler, "slurm": SlurmScheduler}
+NEEDED = (*sorted(name for name in vars(Scheduler) if not name.startswith("_")), *Scheduler.__annotations__)
+"""What one of the user's own has to have."""
+
+
+def named(kind: str, options: Mapping[str, Any] | None = None) -> Scheduler:
+    """Return a scheduler.
+
+    Args:
+        kind: `cluster.kind`.
+        options: `cluster.scheduler.options`, which it is made with.
+
+    Raises:
+        SpecError: the name is unknown, its import fails, it does not take the options, or it lacks a part of the protocol.
+    """
+    cls = plugins.load(kind, SCHEDULERS, kind="scheduler")
+    try:
+        found = cls(**(options or {}))
+    except TypeError as error:
+        raise SpecError(f"scheduler {kind!r}: {error}", "cluster.scheduler.options are its arguments") from error
+    if missing := [name for name in NEEDED if not hasattr(found, name)]:
+        raise SpecError(
+            f"scheduler {kind!r} has no {', '.join(missing)}",
+            "what a scheduler has to have stands in docs/schedulers.md",
+        )
+    return found  # type: ignore[no-any-return]
+
+
+def scheduler_of(cluster: Cluster) -> Scheduler:
+    """Return the scheduler of a job.
+
+    Raises:
+        SpecError: as `named`.
+    """
+    own = cluster.own_scheduler
+    return named(cluster.kind, own.options if own else None)

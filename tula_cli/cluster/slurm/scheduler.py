@@ -1,0 +1,174 @@
+"""SLURM as a scheduler among others: what it is asked and told by its commands, and what its jobs know by their variables."""
+
+import contextlib
+import math
+import os
+import re
+import shlex
+import shutil
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tula_cli.cluster.scheduling.protocol import JobRequest, Limits, Place, Queued, SchedulerState
+from tula_cli.cluster.slurm import command, partitions, queue
+from tula_cli.cluster.slurm.command import call
+from tula_cli.cluster.slurm.refused_jobs import refused
+from tula_cli.errors import SchedulerError
+from tula_cli.run.records.base import OutcomeClass
+
+LAG = 10.0
+"""Seconds that a job accepted by a busy controller may take to appear in the queue."""
+UNDECIDED = (
+    "Socket timed out",
+    "Unable to contact slurm controller",
+    "Zero Bytes were transmitted",
+    "Connection timed out",
+)
+"""Words of an sbatch that lost the controller: the job may have been accepted all the same."""
+
+
+class SlurmScheduler:
+    """SLURM. What becomes of jobs is told by `queue`, what the site offers by `partitions`."""
+
+    name = "SLURM"
+    cancel_command = "scancel"
+    release_command = "scontrol release"
+
+    def __init__(self, **options: Any) -> None:
+        """Options: more words of submitit's for each script, as `partition` and `account`."""
+        self._options = options
+        self.patient = False  # takes what squeue told another command that waits
+
+    # --- where jobs are submitted
+
+    def absent(self) -> str:
+        return "" if shutil.which("sbatch") else "there is no sbatch here"
+
+    def script(self, job: JobRequest) -> str:
+        """Return the script of a command; tula's own jobs have one that `sbatch.parameters` asks for."""
+        from tula_cli.cluster.slurm.script import ScriptWriter  # submitit: of use to those who submit alone
+
+        writer = ScriptWriter(folder=job.logs)
+        gpus = {"gpus_per_node": job.gpus_per_node} if job.gpus_per_node else {}
+        after = {"dependency": f"afterany:{':'.join(job.after)}"} if job.after else {}
+        limit = {} if job.minutes is None else {"time": math.ceil(job.minutes)}
+        writer.update_parameters(
+            job_name=job.name, nodes=job.nodes, ntasks_per_node=job.tasks_per_node, setup=[f"cd {shlex.quote(str(job.folder))}", *job.setup], wckey=None,
+            additional_parameters={"no-requeue": True}, **gpus, **after, **limit, **self._options,
+        )  # fmt: skip
+        return writer.text(job.command)
+
+    def submit(self, script: Path, job: JobRequest) -> str:
+        submission = _sbatch(script)
+        return submission.id or _accepted_unheard(script, job.name, submission.words)
+
+    def queued(self, names: Sequence[str]) -> list[Queued]:
+        return queue.live(names)
+
+    def ask(self, ids: Sequence[str]) -> Mapping[str, SchedulerState]:
+        return queue.ask(ids, patient=self.patient)
+
+    def cancel(self, ids: Sequence[str]) -> str:
+        return queue.cancel(ids)
+
+    def hold(self, ids: Sequence[str]) -> str:
+        return queue.hold(ids)
+
+    def release(self, ids: Sequence[str]) -> str:
+        return queue.release(ids)
+
+    def exclude(self, ids: Sequence[str], nodes: str) -> str:
+        return queue.exclude(ids, nodes)
+
+    def partitions(self) -> Sequence[Limits]:
+        return [Limits(one.name, one.default, one.usable, one.minutes) for one in partitions.partitions() if one.up]
+
+    # --- inside a job
+
+    def place(self, environ: Mapping[str, str]) -> Place | None:
+        """Return where srun has started this process."""
+        if "SLURM_PROCID" not in environ:
+            return None
+        cpus = environ.get("SLURM_CPUS_PER_TASK")
+        return Place(
+            job_id=environ["SLURM_JOB_ID"],
+            index=int(environ["SLURM_PROCID"]),
+            count=int(environ["SLURM_NTASKS"]),
+            local_index=int(environ["SLURM_LOCALID"]),
+            nodes=int(environ.get("SLURM_JOB_NUM_NODES", "0")),
+            hosts=environ.get("SLURM_JOB_NODELIST", ""),
+            restarts=int(environ.get("SLURM_RESTART_COUNT", "0")),
+            cpus=None if cpus is None else int(cpus),
+            node="\n".join(environ.get(name, "") for name in ("SLURM_STEP_ID", "SLURM_NODEID")),
+        )
+
+    def ends_at(self, job_id: str, environ: Mapping[str, str]) -> float | None:
+        return queue.ends_at(job_id, environ)
+
+    def ended_how(self, job_id: str, *, restart: int | None = None) -> OutcomeClass | None:
+        return queue.ended_how(job_id, restart=restart)
+
+
+# --- submitting
+
+
+@dataclass(frozen=True)
+class _Submission:
+    """What sbatch answered: the id of the job, or the words that leave open whether it was accepted."""
+
+    id: str = ""
+    words: str = ""
+
+
+def _sbatch(script: Path) -> _Submission:
+    """Call sbatch.
+
+    submitit's own call has no time limit, passes an allocation's variables on and prints what sbatch says.
+
+    Raises:
+        SchedulerError: it refused the job.
+    """
+    answer = call("sbatch", str(script), environ=environment_of(script))
+    if answer.end == "hung":
+        return _Submission(words=f"no answer within {command.PATIENCE:g} s")
+    if answer.end == "missing":
+        raise SchedulerError(f"sbatch cannot be started: {answer.complaint}", "run tula on a login node")
+    told = re.search(r"Submitted batch job (\d+)", answer.text)
+    if told:
+        return _Submission(id=told.group(1))
+    words = answer.complaint or answer.text
+    if answer.ok or any(undecided in words for undecided in UNDECIDED):
+        return _Submission(words=words.rpartition("\n")[2].removeprefix("sbatch: error: "))
+    raise refused(words)
+
+
+def environment_of(script: Path) -> dict[str, str]:
+    """Return sbatch's environment without the variables that would override what the script says."""
+    options = set(re.findall(r"^#SBATCH --([a-z-]+)", script.read_text(encoding="utf-8"), re.MULTILINE))
+    renamed = {"time": "TIMELIMIT", "mem": "MEM_PER_NODE", "no-requeue": "REQUEUE"}
+    said = {f"SBATCH_{renamed.get(option, option).upper().replace('-', '_')}" for option in options}
+    return {name: value for name, value in command.environment(os.environ).items() if name not in said}
+
+
+def _accepted_unheard(script: Path, name: str, words: str) -> str:
+    """Look for a job that was perhaps accepted although sbatch failed; it may take a moment to appear. Return its id.
+
+    Raises:
+        SchedulerError: it is not there.
+    """
+    deadline, own = time.monotonic() + LAG, script.resolve()
+    told = re.findall(r"^#SBATCH --job-name=(\S+)", script.read_text(encoding="utf-8"), re.MULTILINE)
+    while True:
+        with contextlib.suppress(SchedulerError):  # a controller too busy for sbatch may be too busy for squeue
+            found = [job.id for job in queue.live([name, *told]) if Path(job.script).resolve() == own]
+            if found:
+                return found[-1]
+        if time.monotonic() >= deadline:
+            raise SchedulerError(
+                f"sbatch does not answer ({words}), and no job {name} has appeared in the queue",
+                "the controller is busy or out of reach; run the same command again later, it does not submit twice",
+            )
+        time.sleep(LAG / 10)

@@ -1,0 +1,268 @@
+"""What is kept of every step of a training, and its form in steps.jsonl.
+
+A line holds neighbouring rows of one batch and of equally many steps, column by column; a column of equal values is written
+once. A row is a step: some 30 bytes. Of a long training it is more of them, so that no file has more than `MOST_ROWS` rows.
+"""
+
+import json
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import groupby
+from typing import Any, NamedTuple
+
+MOST_ROWS = 100_000
+"""With more of them neighbours become one: 3 to 4 MB where a row is a step, 10 MB of the longest training."""
+
+_DIGITS = {"lr": 6, "norm": 9, "delta": 4, "scaled": 4, "factor": 5, "last": 9}
+"""Significant ones. Norms are single precision, which 9 digits tell exactly."""
+
+
+class Spread(NamedTuple):
+    """Of a value over the steps of a row that have one."""
+
+    mean: float
+    low: float
+    high: float
+
+
+@dataclass(frozen=True)
+class StepRow:
+    """A step, or neighbouring ones of a long training."""
+
+    samples: int  # seen at the end of its last step
+    steps: int
+    batch: int  # global
+    lr: float  # of its last step
+    norm: Spread | None = None  # |G|
+    delta: Spread | None = None  # Delta(G)
+    scaled: float | None = None  # share of its steps
+    factor: float | None = None  # mean over those
+    last: float | None = None  # |G| of its last step: what the next one's change is of
+
+    @classmethod
+    def of_step(
+        cls,
+        *,
+        samples: int,
+        batch: int,
+        lr: float,
+        norm: float | None,
+        delta: float | None,
+        scaled: bool | None = None,
+        factor: float | None = None,
+    ) -> "StepRow":
+        """Return the row of one step; a number that is not finite is none."""
+        size = rounded("norm", norm)
+        return cls(
+            samples=samples,
+            steps=1,
+            batch=batch,
+            lr=rounded("lr", lr) or 0.0,
+            norm=_same(size),
+            delta=_same(rounded("delta", delta)),
+            scaled=None if scaled is None else float(scaled),
+            factor=rounded("factor", factor) if scaled else None,
+            last=size,
+        )
+
+    def follows(self, before: "StepRow") -> bool:
+        """Return whether it is the neighbour of a row that is like it."""
+        return self.batch == before.batch and self.samples - self.steps * self.batch == before.samples
+
+    def joined(self, later: "StepRow") -> "StepRow":
+        """Return the row of its own steps and those of the one that follows it."""
+        mine, others = self.scaled or 0.0, later.scaled or 0.0
+        scaled = (self.steps * mine + later.steps * others) / (self.steps + later.steps)
+        known = self.scaled is not None or later.scaled is not None
+        weights = (self.steps * mine, later.steps * others)
+        return StepRow(
+            samples=later.samples,
+            steps=self.steps + later.steps,
+            batch=later.batch,
+            lr=later.lr,
+            norm=_over("norm", self.norm, later.norm, (self.steps, later.steps)),
+            delta=_over("delta", self.delta, later.delta, (self.steps, later.steps)),
+            scaled=rounded("scaled", scaled) if known else None,
+            factor=rounded("factor", _mean((self.factor, later.factor), weights)),
+            last=later.last,
+        )
+
+
+@dataclass(frozen=True)
+class StepSeries:
+    """Every step of a training, oldest first, in columns of equal length; of a long one neighbouring steps share an entry.
+
+    Where `steps` is 1, mean, low and high are the same number.
+    """
+
+    samples: list[int] = field(default_factory=list)  # seen at the end of its last step
+    steps: list[int] = field(default_factory=list)  # optimizer steps
+    batch: list[int] = field(default_factory=list)  # global
+    lr: list[float] = field(default_factory=list)  # of its last step
+    norm: list[float | None] = field(
+        default_factory=list
+    )  # mean |G|, before it is clipped and scaled; None: not finite
+    norm_low: list[float | None] = field(default_factory=list)
+    norm_high: list[float | None] = field(default_factory=list)
+    # mean Delta(G), Eq. 5; None in the first step of all and at another batch
+    delta: list[float | None] = field(default_factory=list)
+    delta_low: list[float | None] = field(default_factory=list)
+    delta_high: list[float | None] = field(default_factory=list)
+    scaled: list[float | None] = field(default_factory=list)  # share of the steps; None where the method scales none
+    factor: list[float | None] = field(default_factory=list)  # mean factor of those that were scaled
+
+
+def columns(rows: Iterable[StepRow]) -> StepSeries:
+    """Return rows in columns."""
+    found = StepSeries()
+    for row in rows:
+        found.samples.append(row.samples)
+        found.steps.append(row.steps)
+        found.batch.append(row.batch)
+        found.lr.append(row.lr)
+        for name in ("norm", "delta"):
+            value: Spread | None = getattr(row, name)
+            for at, part in enumerate((name, f"{name}_low", f"{name}_high")):
+                getattr(found, part).append(None if value is None else value[at])
+        found.scaled.append(row.scaled)
+        found.factor.append(row.factor)
+    return found
+
+
+def thinned(rows: Sequence[StepRow], *, most: int, apart: Callable[[int, int], bool]) -> list[StepRow]:
+    """Return the rows with neighbours joined.
+
+    Args:
+        rows: of a training.
+        most: steps of a row.
+        apart: whether two rows must stay apart, by the samples at their ends.
+    """
+    found: list[StepRow] = []
+    for row in rows:
+        before = found[-1] if found else None
+        fits = before is not None and row.follows(before) and before.steps + row.steps <= most
+        if before is not None and fits and not apart(before.samples, row.samples):
+            found[-1] = before.joined(row)
+        else:
+            found.append(row)
+    return found
+
+
+# --- lines
+
+
+def written(rows: Iterable[StepRow]) -> str:
+    """Return the rows as lines of steps.jsonl."""
+    return "".join(json.dumps(_line(part), separators=(",", ":")) + "\n" for part in _alike(rows))
+
+
+def read(lines: Iterable[Mapping[str, Any]]) -> list[StepRow]:
+    """Return the rows of lines of steps.jsonl; a line that is damaged is left out."""
+    return [row for line in lines for row in _rows(line)]
+
+
+def _alike(rows: Iterable[StepRow]) -> Iterator[list[StepRow]]:
+    number, before = 0, None
+
+    def place(row: StepRow) -> int:
+        nonlocal number, before
+        if before is not None and not (row.follows(before) and row.steps == before.steps):
+            number += 1
+        before = row
+        return number
+
+    for _, part in groupby(rows, place):
+        yield list(part)
+
+
+def _line(rows: Sequence[StepRow]) -> dict[str, Any]:
+    first = rows[0]
+    found: dict[str, Any] = {"samples": first.samples, "batch": first.batch, "steps": first.steps, "rows": len(rows)}
+    found["lr"] = _column([row.lr for row in rows])
+    for name in ("norm", "delta"):
+        values: list[Spread | None] = [getattr(row, name) for row in rows]
+        for at, part in enumerate((name, f"{name}_low", f"{name}_high")[: 1 if first.steps == 1 else 3]):
+            found[part] = _column([None if value is None else value[at] for value in values])
+    for name in ("scaled", "factor"):
+        if any(getattr(row, name) is not None for row in rows):
+            found[name] = _column([getattr(row, name) for row in rows])
+    if first.steps > 1:
+        found["last"] = _column([row.last for row in rows])
+    return found
+
+
+def _column(values: Sequence[float | None]) -> Any:
+    """Return values as JSON has them: one where all are the same, whole ones without a point."""
+    told = [int(value) if value is not None and value.is_integer() else value for value in values]
+    return told[0] if all(value == told[0] for value in told) else told
+
+
+def _rows(line: Mapping[str, Any]) -> Iterator[StepRow]:
+    """Yield the rows of a line; none where it is no such line: a lost node may leave one that is damaged."""
+    told = [line.get(name) for name in ("samples", "batch", "steps", "rows")]
+    if not all(isinstance(value, int) and 0 < value < 10**18 for value in told):
+        return
+    samples, batch, steps, count = (int(value or 0) for value in told)
+    names = ("lr", "norm", "norm_low", "norm_high", "delta", "delta_low", "delta_high", "scaled", "factor", "last")
+    found = {name: _read_column(line.get(name), count) for name in names if name in line}
+    if any(values is None for values in found.values()) or "lr" not in found or count > MOST_ROWS * 2:
+        return
+    empty: list[float | None] = [None] * count
+    own = {name: found.get(name) or empty for name in names}
+    for at in range(count):
+        norm, delta = (_spread(own, name, at, alone=steps == 1) for name in ("norm", "delta"))
+        yield StepRow(
+            samples=samples + at * steps * batch,
+            steps=steps,
+            batch=batch,
+            lr=own["lr"][at] or 0.0,
+            norm=norm,
+            delta=delta,
+            scaled=own["scaled"][at],
+            factor=own["factor"][at],
+            last=norm.mean if norm and steps == 1 else own["last"][at],
+        )
+
+
+def _read_column(told: Any, count: int) -> list[float | None] | None:
+    values = told if isinstance(told, list) else [told] * min(count, 2 * MOST_ROWS)
+    if len(values) != count or not all(value is None or isinstance(value, int | float) for value in values):
+        return None
+    return [None if value is None else float(value) for value in values]
+
+
+def _spread(own: Mapping[str, list[float | None]], name: str, at: int, *, alone: bool) -> Spread | None:
+    mean = own[name][at]
+    if mean is None or alone:
+        return _same(mean)
+    low, high = own[f"{name}_low"][at], own[f"{name}_high"][at]
+    return Spread(mean, mean if low is None else low, mean if high is None else high)
+
+
+# --- numbers
+
+
+def rounded(name: str, value: float | None) -> float | None:
+    """Return a value of a column with the digits that are kept; None where it is not finite."""
+    return None if value is None or not math.isfinite(value) else float(f"{value:.{_DIGITS[name]}g}")
+
+
+def _same(value: float | None) -> Spread | None:
+    return None if value is None else Spread(value, value, value)
+
+
+def _over(name: str, one: Spread | None, other: Spread | None, weights: tuple[float, float]) -> Spread | None:
+    if one is None or other is None:
+        return one or other
+    mean = rounded(name, _mean((one.mean, other.mean), weights))
+    assert mean is not None
+    low, high = min(one.low, other.low), max(one.high, other.high)
+    return Spread(min(max(mean, low), high), low, high)
+
+
+def _mean(values: tuple[float | None, float | None], weights: tuple[float, float]) -> float | None:
+    """Return the weighted mean of what is known."""
+    known = [(value, weight) for value, weight in zip(values, weights, strict=True) if value is not None and weight]
+    total = sum(weight for _, weight in known)
+    return sum(value * weight for value, weight in known) / total if known else None

@@ -1,0 +1,146 @@
+"""The rows of a comparison by their words: a method or a variant of one, and settings of its own behind colons.
+
+`ags`, `ags:delta=0.1`, `ags:delta=0.1:refresh={every: 50}`, `lbt:optimizer.lr=0.2`, `package.module:Method:schedule.warmup_epochs=5`
+"""
+
+import dataclasses
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from tula_cli.errors import SpecError
+from tula_cli.plugins import nearest
+from tula_cli.spec.merge import override
+from tula_cli.spec.methods import METHODS, Facts, facts_of
+
+SECTIONS = ("ags", "auto", "optimizer", "schedule", "train")
+"""Of the job: what a row may change. The model and the data are the same in all, or nothing is compared."""
+FIXED = {
+    "train.method": "which is the row's first word",
+    "train.seed": "which --seeds changes",
+    "train.reference_batch": "which is the reference of all rows",
+}
+_SETTING = re.compile(r"[A-Za-z_][A-Za-z0-9_.]*=")
+_IMPORTED = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")
+_OPENS, _CLOSES = "[{(", "]})"
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A row of the table that is more than a method: what else it changes of the job."""
+
+    method: str
+    lr: float = 1.0  # factor of optimizer.lr, or of script.reference.lr
+    train: Mapping[str, Any] = field(default_factory=dict)
+    optimizer: Mapping[str, Any] = field(default_factory=dict)  # of tula's own loop alone
+    schedule: Mapping[str, Any] = field(default_factory=dict)  # the same
+    preset: str = ""  # of ags; of what else the job's section says only what its optimizer and ranks need is kept
+    settings: tuple[str, ...] = ()  # path=value, in YAML, which are laid over all of it
+
+    @property
+    def facts(self) -> Facts:
+        return facts_of(self.method)
+
+    def content(self, content: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the content of a job with the row's settings.
+
+        Raises:
+            SpecError: a value is no YAML.
+        """
+        found = {name: dict(part) if isinstance(part, Mapping) else part for name, part in content.items()}
+        override(found, self.settings, {})
+        return found
+
+
+VARIANTS: dict[str, Variant] = {
+    "lbt-x2": Variant("lbt", lr=2.0),
+    "lbt-x4": Variant("lbt", lr=4.0),
+    "sqrt": Variant("lrs", train={"lr_scaling": "sqrt"}),
+    "sqrt-beta2": Variant("lrs", train={"lr_scaling": "sqrt"}, optimizer={"beta2_half_life": "auto"}),
+    "robust": Variant("ags", preset="robust"),
+}
+
+
+def known_methods() -> tuple[str, ...]:
+    """Return what a row may begin with: every train.method, and the variants; or an import string."""
+    return (*METHODS, *VARIANTS)
+
+
+def split(text: str) -> tuple[str, ...]:
+    """Return the rows of `--methods`, which commas part where they stand in no bracket and no quotes."""
+    return tuple(word.strip() for word in _parts(text, ",") if word.strip())
+
+
+def variant_of(row: str) -> Variant:
+    """Return what a row says.
+
+    Raises:
+        SpecError: its method is none, or a setting is not of that form or none of a row's.
+    """
+    name, *rest = _parts(row, ":")
+    settings: list[str] = []
+    for part in rest:
+        if _SETTING.match(part.strip()):
+            settings.append(part.strip())
+        elif settings:  # an import string as value
+            settings[-1] += f":{part}"
+        else:
+            name += f":{part}"
+    method = name.strip()
+    own = name.partition(":")[0] not in known_methods() and _IMPORTED.fullmatch(method)
+    if method not in known_methods() and not own:
+        raise _no_method(method, row)
+    found = VARIANTS.get(method, Variant(method))
+    return dataclasses.replace(found, settings=tuple(_setting(row, found, text) for text in settings))
+
+
+def _no_method(method: str, row: str) -> SpecError:
+    first = method.partition(":")[0]
+    if first in known_methods():
+        wrong = method.partition(":")[2]
+        return SpecError(f"methods: {row!r}: {wrong!r} is no setting", f"write {first}:KEY=VALUE, as in ags:delta=0.1")
+    hint = nearest(method, known_methods()) or f"there are: {', '.join(known_methods())}"
+    return SpecError(
+        f"methods: {method!r} is no method", f"{hint}; one of your own is written package.module:attribute"
+    )
+
+
+def _setting(row: str, variant: Variant, text: str) -> str:
+    """Return a setting by the full path of its key."""
+    key, _, value = text.partition("=")
+    own = variant.facts.section
+    if "." not in key and not own:
+        raise SpecError(
+            f"methods: {row!r}: method {variant.method} has no section of its own, so {key} says too little",
+            f"name the section: {variant.method}:train.{key}={value} or {variant.method}:optimizer.{key}={value}",
+        )
+    path = key if "." in key else f"{own}.{key}"
+    section = path.partition(".")[0]
+    if section not in SECTIONS:
+        raise SpecError(
+            f"methods: {row!r}: section {section} is the same in all rows", f"a row may set {', '.join(SECTIONS)}"
+        )
+    if why := FIXED.get(path):
+        raise SpecError(f"methods: {row!r} sets {path}, {why}", "leave it out")
+    if (section == "ags" and not variant.facts.reads_ags) or (section == "auto" and not variant.facts.tunes):
+        raise SpecError(f"methods: {row!r}: section {section} means nothing to method {variant.method}", "leave it out")
+    return f"{path}={value}"
+
+
+def _parts(text: str, mark: str) -> Iterator[str]:
+    """Yield what a mark parts, where it stands in no bracket and no quotes."""
+    part, depth, quote = "", 0, ""
+    for letter in text:
+        if quote:
+            quote = "" if letter == quote else quote
+        elif letter in "\"'":
+            quote = letter
+        else:
+            depth += (letter in _OPENS) - (letter in _CLOSES)
+        if letter == mark and depth <= 0 and not quote:
+            yield part
+            part = ""
+        else:
+            part += letter
+    yield part

@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 PROCESSES ?= $(shell expr $$(nproc 2>/dev/null || echo 2) + 2)
 SEED ?= 0
 # What kills trainings on a SLURM cluster at random moments, and what does to them one by one what clusters do.
-CHAOS := soak-4-nodes-1 soak-16-nodes-1 recovery links growing-chain
+CHAOS := soak-4-nodes-1 soak-16-nodes-1 chaos killed-at-calls cached-attributes full-disk recovery links growing-chain
 
 .PHONY: help quickstart test test-slurm proof chaos gpu slurm-packages browser-packages debian-packages check format lint types contracts docs install clean
 .DEFAULT_GOAL := help

@@ -2,6 +2,7 @@
 
 import gc
 import signal
+import uuid
 from typing import Any
 
 import pytest
@@ -28,6 +29,12 @@ def group_of(nodeid: str) -> str:
     """Return the group of a test by its name `tests/folder/test_module.py::test_case[parameter]`."""
     path = nodeid.partition("::")[0]
     return next((group for beginning, group in GROUPS.items() if path.startswith(beginning)), path)
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keep what commands that wait have heard of a scheduler from the next test, which has another one."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.getbasetemp() / f"cache-{uuid.uuid4().hex}"))
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -78,8 +78,8 @@ PARTS = (
     cases("bounded-grid", 0.5, "tests/e2e/test_main_job.py"),
     cases("compared-on-a-cluster", 1.5, "tests/slurm/test_tula.py"),
     cases("scaled-scripts", 0.5, "tests/shim/test_ags.py"),
-    cases("out-of-memory", 4.0, "tests/e2e/test_out_of_memory.py"),
-    cases("own-batches", 4.3, "tests/e2e/test_own_batches.py"),
+    cases("out-of-memory", 1.4, "tests/e2e/test_out_of_memory.py"),
+    cases("own-batches", 3.0, "tests/e2e/test_own_batches.py"),
     cases("rehearsed-trainers", 2.0, "tests/e2e/test_rehearsed_trainers.py"),
     cases("recovery", 2.5, "tests/slurm/test_recovery.py"),
     cases("schedulers", 0.7, "tests/cluster/test_scheduler_protocol.py"),
@@ -88,6 +88,9 @@ PARTS = (
     cases("gpus-of-nodes", 1.0, "tests/e2e/test_node_types.py"),
     cases("links", 5.5, "tests/slurm/test_links.py"),
     cases("growing-chain", 1.1, "tests/slurm/test_growing_chain.py"),
+    cases("chaos", 3.6, "tests/slurm/test_chaos.py"),
+    cases("killed-at-calls", 1.5, "tests/slurm/test_killed_at_calls.py"),
+    cases("cached-attributes", 1.3, "tests/slurm/test_cached_attributes.py"),
     cases("upgrade", 0.15, "tests/slurm/test_upgrade.py"),
     cases("full-disk", 0.7, "tests/slurm/test_full_disk.py"),
     Part(
@@ -98,8 +101,8 @@ PARTS = (
         "lowest-versions", 4.75, ("tests/other_torch.py", "lowest", "3.10", *SHORT, "--", *OF_TORCH, "--", *OF_EXTRAS)
     ),
     Part("script-under-torch-2.0", 5.0, ("tests/oldest_torch.py", "2.0.1")),
-    soak(1, nodes=4, kills=4, epochs=70, minutes=1.75),
-    soak(1, nodes=16, kills=3, epochs=50, minutes=4.0),
+    soak(1, nodes=4, kills=3, epochs=45, minutes=1.2),
+    soak(1, nodes=16, kills=2, epochs=20, minutes=2.0),
 )
 
 

@@ -24,7 +24,7 @@ from pathlib import Path
 from unittest import mock
 
 from tula_cli.cluster.scheduling.protocol import SchedulerState
-from tula_cli.cluster.slurm import submit
+from tula_cli.cluster.slurm import queue, submit
 from tula_cli.run import files
 from tula_cli.run.directory import RunDir
 from tula_cli.run.records.jobs import Attempt, Job
@@ -84,10 +84,10 @@ def _options() -> argparse.Namespace:
 def _status(root: Path, jobs: int) -> Cost:
     run = make_run(root, jobs)
 
-    def ended(ids: Sequence[str]) -> dict[str, SchedulerState]:
+    def ended(ids: Sequence[str], **_: bool) -> dict[str, SchedulerState]:
         return {id_: SchedulerState("ended") for id_ in ids}
 
-    with mock.patch.object(submit, "ask", ended):
+    with mock.patch.object(queue, "ask", ended):
         look = _measured("status", lambda: status.snapshot(run, submit.SlurmLauncher(), now=START + 999))
     return look(jobs, run.path)
 

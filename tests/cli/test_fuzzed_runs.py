@@ -23,7 +23,7 @@ COMMANDS = (
     "status", "list", "recommend", "recommend --objective knee", "logs", "train --dry-run", "compare --show", "cancel", "profile --dry-run", "clean --dry-run --keep best", "diff", "report --markdown",
 )  # fmt: skip
 SIGNATURE = "ab12cd34"
-SECONDS = 20  # that a command may take; a file that cannot be read must not hold it up
+SECONDS = 60  # that a command may take, on a machine that others use; a file that cannot be read must not hold it up
 
 
 def whole_run(root: Path) -> RunDir:

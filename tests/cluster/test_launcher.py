@@ -4,6 +4,7 @@ import io
 import json
 import os
 import pickle
+import shutil
 import signal
 import subprocess
 import sys
@@ -24,7 +25,7 @@ from tula_cli.cluster import local as cluster_local
 from tula_cli.cluster.rank_start import RankStart
 from tula_cli.cluster.scheduling import chains
 from tula_cli.cluster.slurm import command as slurm_command
-from tula_cli.cluster.slurm import partitions
+from tula_cli.cluster.slurm import partitions, shared_queue
 from tula_cli.cluster.slurm import queue as scheduler
 from tula_cli.cluster.slurm import scheduler as slurm_scheduler
 from tula_cli.cluster.slurm.submit import SlurmLauncher
@@ -144,19 +145,44 @@ def test_a_training_is_a_chain_in_which_each_link_waits_for_the_end_of_the_one_b
     queued = versions.jobs()
     assert job.links == tuple(str(link["id"]) for link in queued)
     assert job.scheduler_id == job.links[0]
-    name = f"tula-{run.id}-train-{SIGNATURE}"
-    assert [link["name"] for link in queued] == [name, f"{name}.2", f"{name}.3"]
-    # All of those before: the end of one that waits must not start the next beside one that runs.
     one, two, _ = job.links
-    assert [link["dependency"] for link in queued] == ["", f"afterany:{one}", f"afterany:{one}:{two}"]
+    assert [link["dependency"] for link in queued] == [
+        "singleton",
+        f"afterany:{one},singleton",
+        f"afterany:{two},singleton",
+    ]
 
 
-def test_links_differ_in_name_and_dependency_only(slurm, run):
+def test_all_links_have_one_name_which_a_run_of_the_same_job_elsewhere_does_not_have(slurm, run, tmp_path):
+    submitted(run, training(run, hours=0.1))
+    (name,) = {link["name"] for link in slurm.jobs()}
+    elsewhere = RunDir(tmp_path / "elsewhere" / run.path.name)
+    shutil.copytree(run.path, elsewhere.path)
+    assert submitted(elsewhere, training(elsewhere, hours=0.1)).links[0] == "1003", "not taken for those of the other"
+    assert slurm.jobs()[3]["name"] != name
+
+
+def test_links_differ_in_their_dependency_only(slurm, run):
     first, second, _ = submitted(run, training(run, hours=0.1)).links
     one, two = slurm.script(first).splitlines(), slurm.script(second).splitlines()
-    assert [line for line in one if line not in two] == [f"#SBATCH --job-name=tula-{run.id}-train-{SIGNATURE}"]
-    extra = [line for line in two if line not in one]
-    assert extra == [f"#SBATCH --dependency=afterany:{first}", f"#SBATCH --job-name=tula-{run.id}-train-{SIGNATURE}.2"]
+    assert [line for line in one if line not in two] == ["#SBATCH --dependency=singleton"]
+    assert [line for line in two if line not in one] == [f"#SBATCH --dependency=afterany:{first},singleton"]
+
+
+def test_fifty_links_wait_for_one_job_each(slurm, run):
+    job = submitted(run, training(run, hours=1000.0))
+    named = [link["dependency"].count(":") for link in slurm.jobs()]
+    assert len(job.links) == chains.MOST_LINKS and max(named) == 1
+
+
+def test_links_of_an_older_tula_with_names_of_their_own_are_found_and_waited_for(slurm, run):
+    cut = SlurmLauncher().submit(run, training(run, hours=0.1))
+    slurm.set(cut.links[2], "CANCELLED")
+    for number, id_ in enumerate(cut.links[:2], 1):
+        slurm.set(id_, "PENDING", name=f"tula-{run.id}-train-{SIGNATURE}{'' if number == 1 else f'.{number}'}")
+    job = submitted(run, training(run, hours=0.1))
+    assert job.links[:2] == cut.links[:2] and len(job.links) == 3
+    assert slurm.jobs()[3]["dependency"] == f"afterany:{cut.links[0]}:{cut.links[1]},singleton"
 
 
 @pytest.mark.parametrize(
@@ -241,7 +267,7 @@ def test_a_job_accepted_although_sbatch_failed_is_taken_as_submitted(slurm, run,
     assert job.links == ("1000", "1001", "1002")
     assert len(slurm.jobs()) == 3
     assert (run.submitit_dir / "1000_submitted.pkl").is_file()
-    assert slurm.jobs()[1]["dependency"] == "afterany:1000"
+    assert slurm.jobs()[1]["dependency"] == "afterany:1000,singleton"
 
 
 def test_an_sbatch_that_hangs_is_given_up_and_its_job_found(slurm, run, monkeypatch):
@@ -280,9 +306,7 @@ def test_a_chain_whose_submission_was_cut_off_is_taken_up_and_completed(slurm, r
     job = submitted(run, training(run))
     assert job.links[:2] == cut.links
     assert len(job.links) == len(slurm.jobs()) == 3
-    assert slurm.jobs()[2]["dependency"] == "afterany:1000:1001", (
-        "the end of one that waits starts none beside one that runs"
-    )
+    assert slurm.jobs()[2]["dependency"] == "afterany:1001,singleton"
     assert (run.submitit_dir / "1001_submitted.pkl").is_file()
     assert job.submissions == 1
 
@@ -403,6 +427,65 @@ def test_all_jobs_of_a_run_are_asked_for_at_once(slurm, run):
     assert len(slurm.calls("squeue")) == before + 1
 
 
+def test_commands_that_wait_ask_squeue_once_a_minute_together(slurm, run, monkeypatch):
+    jobs = [submitted(run, probes(run, nodes=1)), submitted(run, training(run, hours=0.1))]
+    before = len(slurm.calls("squeue"))
+    for job in jobs * 5:  # a launcher a command; what a process keeps by itself is of no help here
+        scheduler._wanted_since.clear()
+        assert SlurmLauncher().patient().states(run.read(), [job])[job.id].state == "pending"
+    assert len(slurm.calls("squeue")) == before + 1
+    slurm.set(jobs[0].scheduler_id, "RUNNING")
+    assert state(run, jobs[0]).state == "running", "who asks once is told what is so now"
+    monkeypatch.setattr(shared_queue, "PERIOD", 0.0)
+    assert SlurmLauncher().patient().states(run.read(), jobs)[jobs[0].id].state == "running"
+
+
+def test_waiting_commands_that_begin_at_once_ask_once(slurm, run):
+    job = submitted(run, probes(run, nodes=1))
+    before = len(slurm.calls("squeue"))
+    with ThreadPoolExecutor(8) as threads:
+        asked = threads.map(lambda _: SlurmLauncher().patient().states(run.read(), [job]), range(8))
+    assert {found[job.id].state for found in asked} == {"pending"}
+    assert len(slurm.calls("squeue")) == before + 1
+
+
+def test_a_job_newer_than_the_shared_answer_is_not_taken_for_forgotten(slurm, run):
+    first = submitted(run, probes(run, nodes=1))
+    SlurmLauncher().patient().states(run.read(), [first])
+    later = submitted(run, training(run, hours=0.1)).model_copy(update={"submitted_at": 0.0})
+    slurm.fault(sacct="disabled")
+    told = SlurmLauncher().patient().states(run.read(), [later])[later.id]
+    assert (told.state, told.reason) == ("unknown", "squeue is asked again within a minute")
+
+
+def test_a_planted_answer_is_not_taken(slurm, run, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    job = submitted(run, probes(run, nodes=1))
+    SlurmLauncher().patient().states(run.read(), [job])
+    (kept,) = (tmp_path / "cache" / "tula").glob("squeue-*.json")
+    elsewhere = tmp_path / "elsewhere.json"
+    for plant in (
+        lambda: (elsewhere.write_bytes(kept.read_bytes()), kept.unlink(), kept.symlink_to(elsewhere)),
+        lambda: (kept.unlink(), os.mkfifo(kept)),
+        lambda: (kept.unlink(), kept.write_text('{"asked_at": "now", "text": 3, "complaint": []}')),
+        lambda: kept.write_bytes(b"[" * 100_000),
+    ):
+        plant()
+        before = len(slurm.calls("squeue"))
+        assert SlurmLauncher().patient().states(run.read(), [job])[job.id].state == "pending"
+        assert len(slurm.calls("squeue")) == before + 1
+
+
+def test_where_nothing_can_be_kept_each_asks_for_itself(slurm, run, tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    job = submitted(run, probes(run, nodes=1))
+    before = len(slurm.calls("squeue"))
+    for _ in range(2):
+        assert SlurmLauncher().patient().states(run.read(), [job])[job.id].state == "pending"
+    assert len(slurm.calls("squeue")) == before + 2
+
+
 def test_a_chain_waits_as_its_first_link_does(slurm, run):
     job = submitted(run, training(run, hours=0.1))
     slurm.set(job.links[0], "PENDING", "Resources", starts=local(2e9))
@@ -478,7 +561,7 @@ def test_a_training_starts_after_its_rehearsal_has_ended(slurm, run):
     run.write_job(Job(id="rehearse-k-1", scheduler="slurm", scheduler_id="77", nodes=1, submitted_at=0.0))
     job = submitted(run, training(run, hours=0.1).model_copy(update={"after": "rehearse-k-1"}))
     waits = [queued["dependency"] for queued in slurm.jobs()]
-    assert waits[:2] == ["afterany:77", f"afterany:77:{job.links[0]}"]
+    assert waits[:2] == ["afterany:77,singleton", f"afterany:77:{job.links[0]},singleton"]
 
 
 # --- through the services

@@ -79,10 +79,10 @@ def test_a_rank_that_is_out_of_memory_three_times_loses_nothing(tula) -> None:
 
 
 @pytest.mark.proof
-def test_fifty_times_out_of_memory_end_with_the_weights_of_an_undisturbed_training(tula, request) -> None:
+def test_fifteen_times_out_of_memory_end_with_the_weights_of_an_undisturbed_training(tula, request) -> None:
     salts = random.Random(request.config.getoption("--hypothesis-seed") or 0)
     times = 0
-    for seed in range(10):
+    for seed in range(3):
         settings = {"train.seed": str(seed)}
         found = trained(tula, batch=64, fits=1, salt=salts.randrange(10**9), **settings)
         assert found["sizes"] == [32, 16, 8, 4, 2, 1]
@@ -90,4 +90,4 @@ def test_fifty_times_out_of_memory_end_with_the_weights_of_an_undisturbed_traini
         whole = trained(tula, batch=64, fits=32, salt=0, **settings)
         assert whole["attempts"] == 1
         assert furthest(found["last"], whole["last"]) < 1e-4
-    assert times == 50
+    assert times == 15

@@ -3,6 +3,7 @@ import os
 import socket
 import subprocess
 import tempfile
+import time
 import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
@@ -100,6 +101,20 @@ def test_a_lock_whose_owner_had_no_time_to_write_its_name_is_respected_until_it_
     os.utime(run.path / "lock", (0, 0))
     run.lock.acquire()
     assert run.lock.acquire() == ""
+
+
+@pytest.mark.promise(
+    "the command line",
+    "it runs on a machine whose clock is minutes ahead while another one submits jobs of the run",
+    "it waits for that one: the lock's age is told by the file system's clock",
+)
+def test_a_lock_is_not_old_because_this_machines_clock_is_ahead(run, monkeypatch):
+    real = time.time
+    (run.path / "lock").mkdir()
+    (run.path / "lock/owner").write_text("elsewhere:1\n")
+    monkeypatch.setattr(time, "time", lambda: real() + 3600.0)
+    assert [run.lock.acquire(), run.lock.acquire()] == ["elsewhere:1"] * 2
+    assert not list(run.path.glob(".clock*"))
 
 
 def test_an_old_lock_whose_pid_another_process_has_by_now_is_taken_over(run):

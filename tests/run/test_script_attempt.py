@@ -5,6 +5,7 @@ from pathlib import Path
 
 from tula_cli.run import script_attempt
 from tula_cli.run.files import json_lines
+from tula_cli.run.notices import news
 from tula_cli.run.script_attempt import ScriptAttempt
 
 
@@ -35,6 +36,8 @@ def test_lines_of_the_end_begin_with_a_whole_one(tmp_path: Path) -> None:
 
 def test_the_end_that_is_near_is_told_once(tmp_path: Path) -> None:
     attempt = ScriptAttempt(tmp_path, "t", 1)
+    before = news.state(attempt.run)
     attempt.announce_end(1234.56)
+    assert news.state(attempt.run) not in (None, before), "followers look where there is news"
     attempt.announce_end(9.0)
     assert attempt.ends_at() == 1234.6

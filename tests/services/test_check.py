@@ -101,9 +101,9 @@ def test_one_job_for_all_numbers_of_nodes_holds_the_most_of_them_all_the_time(fo
     of = {"search": {"nodes": [1, 2, 4], "packing": "single"}}
     packed = spec(cluster={"kind": "slurm"}, **of)
     report = check(packed)
-    assert report.node_hours_at_most == pytest.approx(3 * 4 * 6 / 60)
+    assert report.node_hours_at_most == pytest.approx(4 * (3 * 6 + 2) / 60)  # what SLURM is asked for
     assert report.node_hours_at_most == pytest.approx(plan(packed, inspection(), None).node_hours_at_most)
-    assert "1.20 node-hours" in report.problems[0]  # of at most 1; a job each would take 0.7
+    assert "1.33 node-hours" in report.problems[0]  # of at most 1; a job each would take 0.93
     each = check(spec(cluster={"kind": "slurm"}, search={"nodes": [1, 2, 4]}))
     told = [next(line for line in show_check.check(r, {}) if " in " in str(line)) for r in (report, each)]
     assert told == [f"{report.probes} probes in 1 job", f"{report.probes} probes in 3 jobs"]

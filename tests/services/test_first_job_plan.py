@@ -109,13 +109,13 @@ def test_the_first_job_and_the_probes_are_shown_and_asked_for_once(world: World)
     assert len(found.reports[None].measured) == 6
     assert world.planned() == [FirstJobPlanned, ProfilePlanned], "what it has settled is shown, not asked again"
     (asked,) = world.confirmed
-    assert asked.node_hours == pytest.approx(first_job.MINUTES / 60 + (1 + 2) * 20 / 60)
+    assert asked.node_hours == pytest.approx(first_job.MINUTES / 60 + (1 + 2) * 22 / 60)
     (settled,) = [event for event in world.events if isinstance(event, ProfilePlanned)]
     assert settled.node_hours <= asked.plans[None].probe_node_hours, "it is within what was allowed"
     shown = [line for line in show_profile.plans(asked.plans) if isinstance(line, str)]
     assert shown[0] == "python cannot build the model: no torch"
     assert f"on 1 node, in at most {first_job.MINUTES} min" in shown[1]
-    assert "on 1 2 nodes, at most 1.00 node-h" in shown[2]
+    assert "on 1 2 nodes, at most 1.10 node-h" in shown[2]
     tried = world.tried
     world.profile()
     assert world.first_jobs == 1, "start is resume"
@@ -201,7 +201,7 @@ def test_a_dry_run_shows_the_first_job_and_touches_nothing(world: World) -> None
 def test_check_tells_what_the_first_job_may_cost(world: World) -> None:
     report = services_check.check(spec(), inspector=world._inspect)
     assert report.unsettled is not None
-    assert report.node_hours_at_most == pytest.approx(first_job.MINUTES / 60 + 1)
+    assert report.node_hours_at_most == pytest.approx(first_job.MINUTES / 60 + 1.1)
     assert not report.problems
     assert any("first job" in line for line in show_check.check(report, {}) if isinstance(line, str))
     tight = services_check.check_all(spec(max_node_hours=0.1), inspector=world._inspect)
@@ -211,7 +211,7 @@ def test_check_tells_what_the_first_job_may_cost(world: World) -> None:
     some = services_check.check_all(spec(max_node_hours=1), inspector=world._inspect)
     some.require_sound("job.yaml")
     assert (
-        "may come to 1.2 node-hours: what then goes beyond search.max_node_hours (1) is not started"
+        "may come to 1.3 node-hours: what then goes beyond search.max_node_hours (1) is not started"
         in some.reports[None].warnings[0]
     )
 

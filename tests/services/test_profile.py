@@ -151,7 +151,9 @@ def test_packed_probes_are_one_job_on_the_most_nodes(tmp_path: Path) -> None:
     plan = profile.plan(run.spec(), inspection(), run)
     assert [task.nodes for task in plan.tasks] == [4, 2, 1]
     assert plan.tasks[0].then == ("packed-n002", "packed-n001")
-    assert plan.node_hours_at_most == pytest.approx(3 * 4 * 0.5), "four nodes are held for as long as all three take"
+    assert plan.node_hours_at_most == pytest.approx(4 * (3 * 30 + 2) / 60), (
+        "four nodes are held for as long as all three take"
+    )
     launcher = FakeLauncher()
     assert profile.start(run, plan, launcher) == (profile.PACKED,)
     assert launcher.submitted == [profile.PACKED]

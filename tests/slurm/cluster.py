@@ -47,6 +47,7 @@ PACKAGES = {
     "util-linux": ("unshare", "nsenter", "setpriv"),
     "mount": ("mount",),
     "hostname": ("hostname",),
+    "bindfs": ("bindfs",),
 }
 INSTALL = "apt-get install -y --no-install-recommends"
 PATIENCE = 90.0  # seconds for a cluster to come up; 16 nodes with accounting take 5 where the machine is idle
@@ -232,6 +233,12 @@ class SlurmCluster:
         self._known(node)
         self.run("login", *slurmd(self.folder, node))
 
+    def _uncache(self) -> None:
+        for node in self.names:
+            if found := self.processes(node, "bindfs -o "):
+                self.kill_slurmd(node)
+                kill(found)
+
     def power_off(self, node: str) -> None:
         """Silence a node: first its link, so that nobody hears of the end of what is then killed."""
         self._link(node, "down")
@@ -281,6 +288,7 @@ class SlurmCluster:
         self.run("login", "scancel", "--full", "--signal=KILL", "--user=root", check=False)  # nothing to wait for
         self.run("login", "scancel", "--user=root", check=False)
         self._shape(self.names, self.settings.rate)
+        self._uncache()
         for node in self._without_daemon():
             self.power_on(node)
         until(lambda: not self.run("login", "squeue", "--noheader").stdout, "the queue is empty")

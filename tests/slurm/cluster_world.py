@@ -124,11 +124,18 @@ def start_slurm(folder: Path, settings: Settings) -> None:
     until(lambda: _idle() == settings.nodes, "all nodes are idle")
 
 
-def slurmd(folder: Path, name: str) -> list[str]:
-    """Return the command that starts a node's slurmd: in its own network, under its own name, with its own disk."""
+def slurmd(folder: Path, name: str, *, before: str = "") -> list[str]:
+    """Return the command that starts a node's slurmd: in its own network, under its own name, with its own disk.
+
+    Args:
+        folder: of the cluster.
+        name: of the node.
+        before: what else is mounted there, as words of a shell.
+    """
     # Not `ip netns exec`: it mounts another /sys, and the cgroups are gone.
     enter = ["nsenter", f"--net=/run/netns/{name}", f"--uts=/run/hostnames/{name}", "unshare", "--mount"]
-    return [*enter, "sh", "-ec", f"mkdir -p /run/slurmd/{name}; mount -t tmpfs none {folder}/local; slurmd -N {name}"]
+    script = f"mkdir -p /run/slurmd/{name}; mount -t tmpfs none {folder}/local; {before or 'true'}; slurmd -N {name}"
+    return [*enter, "sh", "-ec", script]
 
 
 def _idle() -> int:

@@ -214,7 +214,7 @@ class RunningAttempt:
             if self.allocation.termination.received:
                 self._end(group, until=time.monotonic() + TERMINATION_GRACE)
                 return None
-            if (left := self._leaves()) is not None:
+            if (left := self._leaves(look)) is not None:
                 self._end(group, until=time.monotonic() + left)
                 return ExitReason("time_limit", TERMINATED_MESSAGES["time_limit"].format(self.allocation.job_id))
             failed = group.failed() is not None
@@ -245,13 +245,17 @@ class RunningAttempt:
         """When the time limit is near, as seen at the start (Unix time); None without one, and for followers."""
         return None if self.allocation.ends_at is None else self.allocation.leave_at(self.allocation.ends_at)
 
-    def _leaves(self) -> float | None:
-        """Return the seconds that a script has to save before the time limit, once it is to; the worker sees to it itself."""
+    def _leaves(self, look: bool) -> float | None:
+        """Return the seconds that a script has to save before the time limit, once it is to; the worker sees to it itself.
+
+        Followers hear of it from the leader, and so where there is news.
+        """
         if self._script is None or not self._script.saves:
             return None
         if self._leave_at is not None and time.time() >= self._leave_at:
             self._script.attempt.announce_end(self.allocation.ends_at or 0.0)
-        told = self._script.attempt.ends_at()
+            look = True
+        told = self._script.attempt.ends_at() if look else None
         return None if told is None else max(0.0, told - END_GRACE - time.time())
 
     def _end(self, group: RankGroup, *, until: float) -> None:

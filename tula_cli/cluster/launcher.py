@@ -41,6 +41,10 @@ class Launcher(Protocol):
         """Ask what became of jobs, all at once; by the job's own id. `look` is what their run holds."""
         ...
 
+    def patient(self) -> "Launcher":
+        """Return a launcher for a command that waits: it bothers the scheduler less, and hears of jobs up to a minute later."""
+        ...
+
     def cancel(self, run: RunDir, job: Job) -> None:
         """End a job and everything it started."""
         ...

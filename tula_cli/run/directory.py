@@ -23,6 +23,7 @@ from tula_cli.run.files import (
     write_record,
 )
 from tula_cli.run.lock import SubmissionLock
+from tula_cli.run.notices.fresh import is_there
 from tula_cli.run.notices.news import tell, write_and_tell
 from tula_cli.run.records.jobs import Attempt, Failure, Job, LeaderCommand
 from tula_cli.run.records.probes import RESULT
@@ -199,7 +200,7 @@ class RunDir:
 
     def superseded(self, task: TrainTask) -> bool:
         """Return whether a later attempt of a training has been written: whoever runs this one has to stop."""
-        return (self.path / f"tasks/{task.job}-{task.attempt + 1}.json").exists()
+        return is_there(self.path / f"tasks/{task.job}-{task.attempt + 1}.json")
 
     def write_job(self, job: Job) -> None:
         write_record(self.path / f"jobs/{job.id}.json", job)
@@ -255,7 +256,7 @@ class RunDir:
         (self.path / f"jobs/{job_id}.cancelled").unlink(missing_ok=True)
 
     def cancelled(self, job_id: str) -> bool:
-        return (self.path / f"jobs/{job_id}.cancelled").exists()
+        return is_there(self.path / f"jobs/{job_id}.cancelled")
 
     def write_script(self, name: str, text: str) -> Path:
         """Write what sbatch is given, beside what submitit writes; return its absolute path."""
@@ -372,7 +373,7 @@ class RunDir:
     def leader_command(self, allocation: str, number: int) -> LeaderCommand | None:
         """Return a command; it is not asked for by name before it is there, for that it is not might be kept in a cache."""
         path = self.path / f"orders/{allocation}.{number:03d}.json"
-        return read_record(path, TypeAdapter(LeaderCommand)) if path in listing(path.parent) else None
+        return read_record(path, TypeAdapter(LeaderCommand)) if is_there(path) else None
 
     # --- the user's code
 

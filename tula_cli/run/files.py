@@ -26,10 +26,14 @@ NO_ANSWER = "the file system did not answer: run the same command again once it 
 
 
 class _Held:
-    """The run directory that this process works for, and the inode that it had then; no path where it is none."""
+    """The run directory that this process works for, and the inode that it had then; no path where it is none.
+
+    It is kept open: some file systems (of FUSE, sshfs for one) give a folder another inode once they have forgotten it.
+    """
 
     path: Path | None = None
     inode = 0
+    folder: int | None = None
 
 
 def hold(run: Path) -> None:
@@ -42,9 +46,12 @@ def hold(run: Path) -> None:
         RunGone: it is not.
     """
     try:
-        _Held.path, _Held.inode = run.absolute(), run.stat().st_ino
+        folder = os.open(run, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     except FileNotFoundError:
         raise RunGone(run) from None
+    if _Held.folder is not None:
+        os.close(_Held.folder)
+    _Held.path, _Held.inode, _Held.folder = run.absolute(), os.fstat(folder).st_ino, folder
 
 
 def is_gone(run: Path) -> bool:

@@ -4,7 +4,6 @@ import contextlib
 import os
 import shutil
 import socket
-import time
 from pathlib import Path
 
 from tula_cli.errors import TulaError
@@ -77,9 +76,23 @@ class SubmissionLock:
         if host == socket.gethostname() and pid.isdigit() and not Path(f"/proc/{pid}").exists():
             return True
         try:  # of another host, or this one's pid is by now that of another process
-            return time.time() - self.path.stat().st_mtime > STALE_AFTER
+            return _now(self.path.parent) - self.path.stat().st_mtime > STALE_AFTER
         except OSError:
             return False  # given back just now
+
+
+def _now(folder: Path) -> float:
+    """Return the time by the clock of a folder's file system, which is that of the lock: this machine's may be minutes off.
+
+    Raises:
+        OSError: nothing can be written there.
+    """
+    clock = folder / f".clock.{socket.gethostname()}.{os.getpid()}"
+    os.close(os.open(clock, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
+    try:
+        return clock.stat().st_mtime
+    finally:
+        clock.unlink()
 
 
 def _me() -> str:

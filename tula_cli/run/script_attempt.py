@@ -6,6 +6,8 @@ from typing import Any
 from pydantic import TypeAdapter
 
 from tula_cli.run.files import json_lines, listing, read_record, read_text, write_atomic, write_record
+from tula_cli.run.notices.fresh import is_there
+from tula_cli.run.notices.news import tell
 from tula_cli.run.records.rehearsals import Rehearsal
 from tula_cli.run.records.shim import Heartbeat, Killed, RankResult, ScriptFailure, ShimPlan
 
@@ -25,6 +27,7 @@ class ScriptAttempt:
     """
 
     def __init__(self, run: Path, task_id: str, number: int) -> None:
+        self.run = run
         self.path = (run / "script" / f"{task_id}.{number:03d}").absolute()
 
     @property
@@ -43,10 +46,12 @@ class ScriptAttempt:
         """Let all supervisors know that the time limit is near; the leader alone knows when it is (Unix time)."""
         if not (self.path / "ends_at").exists():
             write_atomic(self.path / "ends_at", f"{ends_at:.1f}\n")
+            tell(self.run)
 
     def ends_at(self) -> float | None:
         """Return the time limit, once it is near."""
-        told = read_text(self.path / "ends_at")
+        place = self.path / "ends_at"
+        told = read_text(place) if is_there(place) else ""
         return float(told) if told else None
 
     def write_save_request(self) -> None:

@@ -12,7 +12,7 @@ from tula_cli.models.cost import price_at_most, price_words
 from tula_cli.models.ramp.stage_nodes import no_place
 from tula_cli.run.directory import RunDir
 from tula_cli.run.records.inspections import Inspection
-from tula_cli.services.profile import nodes_taken
+from tula_cli.services.profile import node_hours_at_most
 from tula_cli.services.profiling.allowed_nodes import allowed_nodes, too_short
 from tula_cli.services.profiling.computing import settings
 from tula_cli.services.profiling.expectation import Expectation, expectation
@@ -182,9 +182,9 @@ def check(
     jobs, problems = _jobs(spec, inspection, largest=largest)
     fewest = jobs[0].local_batches if jobs else ()
     lengths = planned_lengths(spec, inspection, fewest, (inspector or inspect) if online else None)
-    node_hours = nodes_taken(spec, [job.nodes for job in jobs]) * spec.search.max_minutes / 60
+    node_hours = node_hours_at_most(spec, [job.nodes for job in jobs])
     node_hours += lengths_node_hours(spec, lengths)
-    one_by_one = (len(jobs) + len(other_lengths(lengths))) * spec.search.max_minutes / 60
+    one_by_one = (len(jobs) + len(other_lengths(lengths))) * spec.measuring_minutes() / 60
     if later is not None:
         node_hours = later.node_hours_at_most
     sizes = {job.nodes: job.local_batches for job in jobs}

@@ -101,13 +101,12 @@ def plan(
     if short := too_short(spec, [task.nodes for task in tasks]):
         raise Infeasible("; ".join(short))
     total = sum(len(local_batches) for local_batches in wanted.values())
-    minutes = spec.search.max_minutes * len(tasks)
-    node_hours = nodes_taken(spec, [task.nodes for task in tasks]) * spec.search.max_minutes / 60
+    node_hours = node_hours_at_most(spec, [task.nodes for task in tasks])
     return ProfilePlan(
         tasks=tuple(tasks),
         total=total,
         done=total - sum(len(task.local_batches) for task in tasks),
-        minutes_at_most=minutes,
+        minutes_at_most=minutes_at_most(spec, len(tasks)),
         node_hours_at_most=node_hours,
         price_at_most=price_at_most(spec, node_hours, inspection.capacity),
         currency=spec.pricing.currency,
@@ -187,7 +186,7 @@ def spent(run: RunDir) -> float:
 def _within_cap(spec: JobSpec, found: Round, *, spent: float) -> Round:
     """Leave a further round out that might go beyond the cap on node-hours; the start is refused by the command line."""
     cap = spec.search.max_node_hours
-    at_most = nodes_taken(spec, list(found.probes)) * spec.search.max_minutes / 60
+    at_most = node_hours_at_most(spec, list(found.probes))
     if cap is None or not found.probes or not found.words or spent + at_most <= cap:
         return found
     why = (
@@ -220,11 +219,22 @@ def _packed(tasks: list[ProbeTask]) -> list[ProbeTask]:
     return [first.model_copy(update={"then": tuple(task.id for task in others)}), *others]
 
 
-def nodes_taken(spec: JobSpec, nodes: Sequence[int]) -> int:
-    """Return the nodes that are taken, summed over the times of `search.max_minutes` they are taken for."""
-    if spec.search.packing == "single" and spec.cluster.kind != "local":
-        return max(nodes, default=0) * len(nodes)
-    return sum(nodes)
+def node_hours_at_most(spec: JobSpec, nodes: Sequence[int]) -> float:
+    """Return the node-hours that measuring on these numbers of nodes may take: what SLURM is asked for."""
+    if _in_one_job(spec):
+        return max(nodes, default=0) * minutes_at_most(spec, len(nodes)) / 60
+    return sum(nodes) * spec.measuring_minutes() / 60
+
+
+def minutes_at_most(spec: JobSpec, count: int) -> float:
+    """Return the minutes that measuring on so many numbers of nodes may take, one after the other."""
+    if _in_one_job(spec):
+        return spec.measuring_minutes(count) if count else 0.0
+    return count * spec.measuring_minutes()
+
+
+def _in_one_job(spec: JobSpec) -> bool:
+    return spec.search.packing == "single" and spec.cluster.kind != "local"
 
 
 def start(run: RunDir, plan: ProfilePlan, launcher: Launcher) -> tuple[str, ...]:

@@ -296,6 +296,7 @@ def watch(
         RunGone: the run directory was moved or removed meanwhile.
     """
     wanted, started, lost_since = set(job_ids), clock(), dict[str, float]()
+    launcher = launcher.patient()
     kinds = {job.scheduler for job in run.jobs() if job.id in wanted}
     pause, longest = poll("local" if kinds <= {"local"} else "slurm")
     while True:

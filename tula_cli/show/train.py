@@ -123,7 +123,7 @@ def _training_plan(plan: "TrainPlan") -> Iterator["RenderableType"]:
     if plan.resumes is not None:
         yield f"goes on from the checkpoint at {plan.resumes} samples"
     if plan.rehearses:
-        minutes = f"{task.spec.search.max_minutes:g} min"
+        minutes = f"{task.spec.measuring_minutes():g} min"
         yield f"before it the script's resume is rehearsed, on 1 node for at most {minutes} (--no-rehearse leaves that out)"
     if len(task.ladder) > 1:
         first = "" if cannot_accumulate(task.spec) else "in smaller micro-batches, then "

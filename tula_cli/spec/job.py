@@ -18,6 +18,7 @@ from tula_cli.spec.resources import UNPRICED, Cluster, NodeType, Pricing, TypeNa
 from tula_cli.spec.scripts import section
 from tula_cli.spec.scripts.own_script import Script
 from tula_cli.spec.sections import Dataset, Loss, Model, Optimizer, Schedule, SequenceLengths, Train, Transforms
+from tula_cli.spec.slurm_options import ROOM
 from tula_cli.words import plural
 
 WITH_BETA2 = ("Adam", "AdamW", "Adamax", "NAdam", "RAdam", "SparseAdam")
@@ -61,6 +62,14 @@ class JobSpec(Section):
             return section.told(content)
         content.pop("script", None)
         return content
+
+    def measuring_minutes(self, count: int = 1) -> float:
+        """Return the minutes that a measuring job may take, which measures on so many numbers of nodes in turn.
+
+        In a queue it is what the job asks for, and so what its user may be charged for.
+        """
+        most = self.search.max_minutes * count
+        return math.ceil(most) + ROOM if self.cluster.kind != "local" else most
 
     @model_validator(mode="after")
     def _learning_rate_reaches_the_script(self) -> "JobSpec":

@@ -122,6 +122,10 @@ OptionValue = Annotated[
 """True is the bare option; False, None, "" and [] leave it out; a list is joined by commas."""
 
 
+ROOM = 2
+"""Minutes that SLURM is asked for beyond what a job may take, for its supervisor to end it first and write why."""
+
+
 class WallTime(Section):
     """For how long a site lets a job run that has at most so many nodes, and more than the next smaller bin."""
 

@@ -22,7 +22,8 @@ from torch.distributed.rendezvous import rendezvous
 from tula_cli.errors import JobFailed
 from tula_cli.host import network
 from tula_cli.host.processor import cpu_quota
-from tula_cli.run.files import listing, write_atomic
+from tula_cli.run.files import write_atomic
+from tula_cli.run.notices.fresh import is_there
 from tula_cli.spec.resources import Cluster
 from tula_cli.worker import nccl
 from tula_cli.worker.device import pick_device, take_gpu
@@ -139,7 +140,7 @@ def _meet(handover: Path, interface: str | None, device: torch.device, *, rank: 
         _tell(handover, host, store.port, device)
         return store
     deadline = time.monotonic() + RENDEZVOUS.total_seconds()
-    while handover not in listing(handover.parent, "*"):  # that the file is missing might be kept in a cache
+    while not is_there(handover):
         if time.monotonic() > deadline:
             raise JobFailed(
                 f"rank {rank} on {socket.gethostname()} found no address of rank 0 in {handover}",

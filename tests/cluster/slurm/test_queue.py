@@ -11,7 +11,8 @@ from tula_cli.cluster.scheduling.chains import chain_state
 from tula_cli.cluster.scheduling.protocol import SchedulerState
 from tula_cli.cluster.slurm import command as slurm_command
 from tula_cli.cluster.slurm import queue as scheduler
-from tula_cli.cluster.slurm.queue import ask, ended_how, ends_at, live, named, refused
+from tula_cli.cluster.slurm.queue import ask, ended_how, ends_at, live, named
+from tula_cli.cluster.slurm.refused_jobs import refused
 from tula_cli.errors import SchedulerError
 from tula_cli.run.records.jobs import Job
 

@@ -61,16 +61,18 @@ class BatchLauncher:
         earlier, names, nodes = run.job(task.job), self._link_names(run, task), nodes_of_links(task)
         if earlier is not None and is_moved(earlier, run.path.resolve()):
             self.scheduler.cancel(earlier.ids[::-1])  # what still waits would find no run directory
-        there = in_queue(self.scheduler, run, names)
+        there = self.there(run, task, names)
         if earlier and any(job.id in earlier.ids for job in there.values()):
             return earlier
         ids = [there[name].id for name in names if name in there]
         for id_ in ids:
             self.prepare(run, task, id_)  # whoever submitted it may have been killed before that
         submitted_at = min((_written_at(job) for job in there.values()), default=time.time())
-        news.prepare(run.path)
+        news.prepare(run.path, *([f"train/{task.signature}/checkpoints"] if isinstance(task, TrainTask) else []))
         new = list(zip(chain(task), names, strict=True))[_after_last(names, there) :]
-        ids += self._submit_links(run, new, after=ids, rehearsal=_rehearsal(run, task))
+        ids += self._submit_links(
+            run, new, after=self.still_there(run, task, there, ids), rehearsal=_rehearsal(run, task)
+        )
         submissions = earlier.submissions if earlier else 0
         return Job(
             id=task.job,
@@ -84,6 +86,10 @@ class BatchLauncher:
             folder=str(run.path.resolve()),
             tula=__version__,
         )
+
+    def patient(self) -> "BatchLauncher":
+        """Return this one: what other schedulers are asked is not shared among commands that wait."""
+        return self
 
     def states(self, look: Snapshot, jobs: Sequence[Job]) -> dict[str, SchedulerState]:
         """Ask for all jobs at once. A job that nobody knows is over, unless it is too young to be known."""
@@ -158,6 +164,18 @@ class BatchLauncher:
         """Return the name of a task's first job: by the run's place, for the queue may not tell which script a job has."""
         return f"tula-{run.id}-{hashlib.sha256(str(run.path.resolve()).encode()).hexdigest()[:6]}-{task.job}"
 
+    def there(self, run: RunDir, task: Task, names: Sequence[str]) -> dict[str, Queued]:
+        """Return the jobs of a task's chain that are in the queue, by their names as of `_link_names`."""
+        return in_queue(self.scheduler, run, names)
+
+    def still_there(self, run: RunDir, task: Task, there: Mapping[str, Queued], ids: Sequence[str]) -> Sequence[str]:
+        """Return which of the jobs in the queue the next link of their chain has to name."""
+        return ids
+
+    def named(self, after: Sequence[str], ids: Sequence[str]) -> Sequence[str]:
+        """Return which jobs a link waits for: of those that were in the queue, and of those submitted now."""
+        return (*after, *ids)
+
     def _link_names(self, run: RunDir, task: Task) -> list[str]:
         """Return the names of the jobs to submit: they find a job again of which nobody told the id."""
         first = self.first_name(run, task)
@@ -188,7 +206,7 @@ class BatchLauncher:
         ids: list[str] = []
         for task, name in named:
             try:
-                ids.append(self._submit_link(run, task, name, after=(*rehearsal, *after, *ids)))
+                ids.append(self._submit_link(run, task, name, after=(*rehearsal, *self.named(after, ids))))
             except SchedulerError:
                 if not ids and not after:
                     raise

@@ -8,12 +8,12 @@ from dataclasses import replace
 from tula_cli.cluster.scheduling.protocol import SchedulerState
 from tula_cli.run.records.jobs import Job
 from tula_cli.run.records.tasks import CheckTask, EvaluateTask, ProbeTask, RehearsalTask, Task, TrainTask
+from tula_cli.spec.slurm_options import ROOM
 
 SPARE_LINKS = 2
 """Links of a chain beyond those that a training is predicted to need: for a preemption, a lost node, a slow day."""
 MOST_LINKS = 50
 """Of one chain: queues bound how many jobs a user may have. The same command goes on where a chain ends."""
-ROOM = 2  # minutes beyond what a job may take, for its supervisor to end it first and write why
 YOUNG = 30.0
 """Seconds for which a submitted job may be known to neither the queue nor the accounting."""
 YOUNG_WORDS = "just submitted"
@@ -70,9 +70,9 @@ def time_limit(task: Task) -> int:
     """Return the time limit of a job, minutes; none is above its bin of the site's (cluster.slurm.limits)."""
     match task:
         case ProbeTask():
-            wanted = math.ceil(task.spec.search.max_minutes * (1 + len(task.then))) + ROOM
+            wanted = math.ceil(task.spec.measuring_minutes(1 + len(task.then)))
         case RehearsalTask():
-            wanted = math.ceil(task.spec.search.max_minutes) + ROOM
+            wanted = math.ceil(task.spec.measuring_minutes())
         case TrainTask() | EvaluateTask():
             wanted = task.spec.cluster.minutes
         case CheckTask():

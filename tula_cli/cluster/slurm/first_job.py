@@ -21,7 +21,7 @@ from tula_cli.cluster.inspection import (
 from tula_cli.cluster.kept_inspection import KeptInspection, other_settings
 from tula_cli.cluster.launcher import submitting
 from tula_cli.cluster.scheduling.batch_launcher import in_queue, submit_script
-from tula_cli.cluster.scheduling.chains import ROOM, YOUNG
+from tula_cli.cluster.scheduling.chains import YOUNG
 from tula_cli.cluster.scheduling.protocol import JobRequest
 from tula_cli.cluster.slurm import queue as scheduler
 from tula_cli.cluster.slurm.path_patterns import require_plain
@@ -34,6 +34,7 @@ from tula_cli.run.records.inspections import FirstJob, Inspection
 from tula_cli.run.records.tasks import CheckTask
 from tula_cli.spec.job import JobSpec
 from tula_cli.spec.signature import digest
+from tula_cli.spec.slurm_options import ROOM
 
 LOOKS = (2.0, 10.0)
 """Seconds between two looks at the queue: as long as the job runs, and what it grows to while it waits."""

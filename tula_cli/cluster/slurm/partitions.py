@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 from tula_cli.cluster.slurm.command import call
 from tula_cli.spec.sections import FEWEST_WORKERS
+from tula_cli.spec.slurm_options import ROOM
 from tula_cli.words import plural
 
 PATIENCE = 10.0
@@ -263,11 +264,13 @@ def _size_settings(partition: Partition) -> Iterator[Setting]:
         yield from _node_settings(partition.kinds[0])
     nodes, minutes = suggested_nodes(partition), _job_minutes(partition)
     yield Setting("search.nodes", f"[{', '.join(map(str, nodes))}]")
-    yield Setting("search.max_minutes", str(minutes), "time limit of one measuring job")
-    hours = sum(nodes) * minutes / 60
+    yield Setting(
+        "search.max_minutes", str(minutes), f"of one measuring job, at most; SLURM is asked for {minutes + ROOM}"
+    )
+    hours = sum(nodes) * (minutes + ROOM) / 60
     cap = math.ceil(12 * hours) / 10 if hours < 5 else math.ceil(1.2 * hours)
     sum_ = f"({' + '.join(map(str, nodes))}) nodes" if len(nodes) > 1 else plural(nodes[0])
-    words = f"of all measuring jobs together: {sum_} x {minutes} minutes = {hours:.3g}"
+    words = f"of all measuring jobs together: {sum_} x {minutes + ROOM} minutes = {hours:.3g}"
     yield Setting("search.max_node_hours", f"{cap:g}", words)
     limit = partition.minutes
     if limit is not None and limit < _MINUTES:
@@ -277,7 +280,6 @@ def _size_settings(partition: Partition) -> Iterator[Setting]:
 
 _MINUTES = 120  # of a training job, where the partition allows as much
 _JOB_MINUTES = 20  # of a measuring job, likewise
-_JOB_ROOM = 2  # minutes that tula asks for beyond them, to end a measuring job first and write why
 _NODES = (2, 4, 8, 16)
 
 
@@ -292,7 +294,7 @@ def suggested_nodes(partition: Partition) -> tuple[int, ...]:
 def _job_minutes(partition: Partition) -> int:
     if partition.minutes is None:
         return _JOB_MINUTES
-    return max(1, min(_JOB_MINUTES, partition.minutes - _JOB_ROOM))
+    return max(1, min(_JOB_MINUTES, partition.minutes - ROOM))
 
 
 def _node_settings(kind: NodeKind) -> Iterator[Setting]:

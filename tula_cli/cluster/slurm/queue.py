@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from tula_cli.cluster.scheduling.protocol import Queued, SchedulerState
 from tula_cli.cluster.slurm.command import call
+from tula_cli.cluster.slurm.shared_queue import Kept, shared
 from tula_cli.errors import SchedulerError
 from tula_cli.run.records.base import OutcomeClass
 
@@ -88,14 +89,23 @@ OOM_KILLED = "0:125"
 # --- how jobs stand
 
 
-def ask(ids: Sequence[str]) -> dict[str, SchedulerState]:
+_FORM = ("squeue", "--noheader", "--states=all", "--format=%i|%T|%r|%S")
+_wanted_since: dict[str, float] = {}
+"""When this command first asked for a job (Unix time): an older answer does not tell that SLURM has forgotten it."""
+
+
+def ask(ids: Sequence[str], *, patient: bool = False) -> dict[str, SchedulerState]:
     """Return what SLURM says of jobs; one that nobody knows is not in the answer.
 
     squeue is asked once for all of them. It outweighs sacct, which calls a requeued job over while it runs again; sacct is
     asked for those that squeue has forgotten.
+
+    Args:
+        ids: of the jobs.
+        patient: take what squeue told any waiting command of this user in the last minute.
     """
     wanted = list(dict.fromkeys(ids))
-    queue, silence = _queue(wanted) if wanted else ({}, "")
+    queue, silence = (_shared_queue(wanted) if patient else _queue(wanted)) if wanted else ({}, "")
     found = {id_: row for id_ in wanted if (row := queue.get(id_))}
     for id_, word in _accounted(id_ for id_ in wanted if id_ not in found).items():
         state = _state(word)
@@ -115,16 +125,36 @@ def _queue(ids: Sequence[str]) -> tuple[dict[str, SchedulerState], str]:
 
     Asked for a single job that it does not know squeue fails; asked for several, that depends on its version.
     """
-    form = ("squeue", "--noheader", "--states=all", "--format=%i|%T|%r|%S")
-    answer = call(*form, f"--jobs={','.join(ids)}")
+    answer = call(*_FORM, f"--jobs={','.join(ids)}")
     if answer.unknown_job:
         if len(ids) == 1:
             return {}, ""
-        answer = call(*form, f"--user={os.getuid()}")
+        answer = call(*_FORM, f"--user={os.getuid()}")
     if not answer.ok:
         return {}, f"{SILENT}: {answer.complaint}"
-    rows = [line.split("|") for line in answer.text.splitlines()]
-    return {row[0]: _state(row[1], row[2], moment(row[3]), id_=row[0]) for row in rows if len(row) == 4}, ""
+    return _rows(answer.text), ""
+
+
+def _shared_queue(ids: Sequence[str]) -> tuple[dict[str, SchedulerState], str]:
+    """Return the same from the one answer that all waiting commands of this user share."""
+    now = time.time()
+    told = shared(_all_jobs)
+    if told.complaint:
+        return {}, f"{SILENT}: {told.complaint}"
+    rows = _rows(told.text)
+    too_new = {id_ for id_ in ids if id_ not in rows and told.asked_at <= _wanted_since.setdefault(id_, now)}
+    return {**rows, **dict.fromkeys(too_new, SchedulerState("unknown", "squeue is asked again within a minute"))}, ""
+
+
+def _all_jobs() -> Kept:
+    asked_at = time.time()
+    answer = call(*_FORM, f"--user={os.getuid()}")
+    return Kept(asked_at, answer.text if answer.ok else "", "" if answer.ok else answer.complaint)
+
+
+def _rows(text: str) -> dict[str, SchedulerState]:
+    rows = [line.split("|") for line in text.splitlines()]
+    return {row[0]: _state(row[1], row[2], moment(row[3]), id_=row[0]) for row in rows if len(row) == 4}
 
 
 def _state(words: str, reason: str = "", starts_at: float | None = None, *, id_: str = "") -> SchedulerState:
@@ -329,32 +359,3 @@ def _ordered(order: str, ids: Sequence[str]) -> str:
         return ""
     answer = call("scontrol", order, ",".join(own))
     return "" if answer.ok else answer.complaint or "scontrol failed"
-
-
-# --- what sbatch refuses
-
-
-HINTS = {
-    "maxsubmitjob": "wait until some of your jobs have ended, or cancel some; squeue --user $USER lists them",
-    "accounting/qos policy": "ask for less, or set cluster.slurm.account or qos; sacctmgr show assoc, qos lists limits",
-    "account": "set cluster.slurm.account; sacctmgr show user $USER withassoc lists yours",
-    "partition": "set cluster.slurm.partition; sinfo lists them",
-    "qos": "set cluster.slurm.qos; sacctmgr show qos lists them",
-    "reservation": "set cluster.slurm.reservation; scontrol show reservation lists them",
-    "feature": "set cluster.slurm.constraint; sinfo -o '%f' lists the features",
-    "node count": "search fewer nodes, or another partition",
-    "time limit": "lower search.max_minutes or cluster.slurm.minutes",
-    "memory": "lower cluster.slurm.memory",
-    "gres": "check cluster.gpus_per_node against sinfo -o '%G'",
-    "contact slurm controller": "the controller is down or out of reach; run the same command again later",
-    "timed out": "the controller is busy; run the same command again later",
-}
-"""What to do about a refusal, by the words in it; the first that fits."""
-
-
-def refused(words: str) -> SchedulerError:
-    """Return sbatch's refusal in its own words, and what to do about it."""
-    told = [line.strip().removeprefix("sbatch: error: ") for line in words.splitlines() if "sbatch:" in line]
-    text = "; ".join(told) or words.strip().rpartition("\n")[2] or "it did not say why"
-    hint = next((hint for word, hint in HINTS.items() if word in text.lower()), "check the cluster section of the job")
-    return SchedulerError(f"sbatch refused the job: {text}", hint)

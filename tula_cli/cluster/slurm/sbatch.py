@@ -10,7 +10,7 @@ from tula_cli.assets import site_asset
 from tula_cli.cluster.scheduling.chains import time_limit
 from tula_cli.errors import SpecError
 from tula_cli.run.directory import RunDir
-from tula_cli.run.records.tasks import Task, TrainTask
+from tula_cli.run.records.tasks import CheckTask, Task, TrainTask
 from tula_cli.run.upkeep import package
 from tula_cli.spec.job import JobSpec
 from tula_cli.spec.sections import FEWEST_WORKERS
@@ -65,7 +65,7 @@ def parameters(run: RunDir, task: Task, *, name: str | None = None, dependency: 
         "exclusive": True if slurm.exclusive else None,
         "wckey": None,
         "setup": [*_setup(task, slurm), *package.shell_lines(run.path)],
-        "srun_args": _srun(task, slurm),
+        "srun_args": [*_srun(task, slurm), *_one_log(run, task)],
         "additional_parameters": _options(task, slurm),
     }
 
@@ -199,6 +199,17 @@ def _srun(task: Task, slurm: Slurm) -> list[str]:
         options["gpu-bind"] = "per_task:1"  # implied, but srun of 22.05 stumbles over the type, and hides all GPUs
     options |= _given(slurm.srun_extra)
     return [f"--{name}" if value is True else f"--{name}={value}" for name, value in options.items()]
+
+
+def _one_log(run: RunDir, task: Task) -> list[str]:
+    """Let what all supervisors say go into the job's own two files: submitit asks for two a supervisor, 1,024 at 512 ranks.
+
+    Of a check each has its own, for these tell which nodes see the run directory.
+    """
+    if isinstance(task, CheckTask):
+        return []
+    place = run.submitit_dir.absolute()
+    return [f"--output={place}/%j_0_log.out", f"--error={place}/%j_0_log.err"]
 
 
 def _setup(task: Task, slurm: Slurm) -> list[str]:

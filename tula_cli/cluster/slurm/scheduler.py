@@ -15,6 +15,7 @@ from typing import Any
 from tula_cli.cluster.scheduling.protocol import JobRequest, Limits, Place, Queued, SchedulerState
 from tula_cli.cluster.slurm import command, partitions, queue
 from tula_cli.cluster.slurm.command import call
+from tula_cli.cluster.slurm.refused_jobs import refused
 from tula_cli.errors import SchedulerError
 from tula_cli.run.records.base import OutcomeClass
 
@@ -39,6 +40,7 @@ class SlurmScheduler:
     def __init__(self, **options: Any) -> None:
         """Options: more words of submitit's for each script, as `partition` and `account`."""
         self._options = options
+        self.patient = False  # takes what squeue told another command that waits
 
     # --- where jobs are submitted
 
@@ -67,7 +69,7 @@ class SlurmScheduler:
         return queue.live(names)
 
     def ask(self, ids: Sequence[str]) -> Mapping[str, SchedulerState]:
-        return queue.ask(ids)
+        return queue.ask(ids, patient=self.patient)
 
     def cancel(self, ids: Sequence[str]) -> str:
         return queue.cancel(ids)
@@ -140,7 +142,7 @@ def _sbatch(script: Path) -> _Submission:
     words = answer.complaint or answer.text
     if answer.ok or any(undecided in words for undecided in UNDECIDED):
         return _Submission(words=words.rpartition("\n")[2].removeprefix("sbatch: error: "))
-    raise queue.refused(words)
+    raise refused(words)
 
 
 def environment_of(script: Path) -> dict[str, str]:
@@ -157,10 +159,11 @@ def _accepted_unheard(script: Path, name: str, words: str) -> str:
     Raises:
         SchedulerError: it is not there.
     """
-    deadline, folder = time.monotonic() + LAG, script.parent.resolve()
+    deadline, own = time.monotonic() + LAG, script.resolve()
+    told = re.findall(r"^#SBATCH --job-name=(\S+)", script.read_text(encoding="utf-8"), re.MULTILINE)
     while True:
         with contextlib.suppress(SchedulerError):  # a controller too busy for sbatch may be too busy for squeue
-            found = [job.id for job in queue.live([name]) if Path(job.script).parent.resolve() == folder]
+            found = [job.id for job in queue.live([name, *told]) if Path(job.script).resolve() == own]
             if found:
                 return found[-1]
         if time.monotonic() >= deadline:

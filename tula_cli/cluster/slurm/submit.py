@@ -1,12 +1,15 @@
 """Jobs on SLURM: submitit writes the scripts and starts the supervisors."""
 
+import hashlib
 import os
 import socket
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 from tula_cli.cluster.local import run_supervisor
 from tula_cli.cluster.scheduling.batch_launcher import BatchLauncher
-from tula_cli.cluster.scheduling.protocol import JobRequest
+from tula_cli.cluster.scheduling.chains import links
+from tula_cli.cluster.scheduling.protocol import JobRequest, Queued
 from tula_cli.cluster.slurm.path_patterns import require_plain
 from tula_cli.cluster.slurm.sbatch import parameters, python
 from tula_cli.cluster.slurm.scheduler import SlurmScheduler
@@ -15,18 +18,33 @@ from tula_cli.run.records.tasks import Task
 
 
 class SlurmLauncher(BatchLauncher):
-    """Jobs on SLURM through submitit: srun starts one supervisor a rank, or one a node."""
+    """Jobs on SLURM through submitit: srun starts one supervisor a rank, or one a node.
 
-    def __init__(self) -> None:
-        super().__init__(SlurmScheduler(), "slurm")
+    All links of a chain have one name in the queue, of which SLURM starts one at a time in their order (`singleton`), and each
+    names the one before it. That alone would not do: one that is cancelled while it waits satisfies `afterany`, and the next
+    would start beside one that runs. To name all of them would be 49 for the last of 50.
+
+    Args:
+        waits: take what squeue told another command of this user that waits.
+    """
+
+    def __init__(self, *, waits: bool = False) -> None:
+        scheduler = SlurmScheduler()
+        scheduler.patient = waits
+        super().__init__(scheduler, "slurm")
+
+    def patient(self) -> "SlurmLauncher":
+        return SlurmLauncher(waits=True)
 
     def request(self, run: RunDir, task: Task, name: str, after: Sequence[str] = ()) -> JobRequest:
-        """Return the job by name; what it is asked for else is told by `parameters`."""
+        """Return the job by the name of its script; what it is asked for else is told by `parameters`."""
         return JobRequest(name, "", nodes=task.nodes, after=tuple(after), logs=run.submitit_dir)
 
     def text(self, run: RunDir, job: JobRequest, task: Task) -> str:
-        after = f"afterany:{':'.join(job.after)}" if job.after else None
-        return text_of(run, task, name=job.name, dependency=after)
+        chained = links(task) > 1
+        waits_for = [*([f"afterany:{':'.join(job.after)}"] if job.after else []), *(["singleton"] if chained else [])]
+        name = chain_name(run, task) if chained else job.name
+        return text_of(run, task, name=name, dependency=",".join(waits_for) or None)
 
     def prepare(self, run: RunDir, task: Task, id_: str) -> None:
         _leave_call(run, task, id_)
@@ -34,6 +52,27 @@ class SlurmLauncher(BatchLauncher):
     def first_name(self, run: RunDir, task: Task) -> str:
         """Return a name without the run's place: SLURM tells where the script of each job is."""
         return f"tula-{run.id}-{task.job}"
+
+    def there(self, run: RunDir, task: Task, names: Sequence[str]) -> dict[str, Queued]:
+        folder = run.submitit_dir.resolve()
+        found = self.scheduler.queued([*names, chain_name(run, task)])
+        scripts = {Path(job.script): job for job in found}
+        own = {path.stem: job for path, job in scripts.items() if path.parent.resolve() == folder}
+        return {name: job for name, job in own.items() if name in names}
+
+    def still_there(self, run: RunDir, task: Task, there: Mapping[str, Queued], ids: Sequence[str]) -> Sequence[str]:
+        """Return the last one, and all that have another name than it: an older tula gave each link its own."""
+        strangers = {job.id for job in there.values() if job.name != chain_name(run, task)}
+        return [id_ for id_ in ids if id_ in strangers or id_ == ids[-1]]
+
+    def named(self, after: Sequence[str], ids: Sequence[str]) -> Sequence[str]:
+        return ids[-1:] or after
+
+
+def chain_name(run: RunDir, task: Task) -> str:
+    """Return the name that all links of a chain have in the queue; those of a run elsewhere have another."""
+    place = hashlib.sha256(os.fsencode(run.path.resolve())).hexdigest()[:8]
+    return f"tula-{run.id}-{task.job}-{place}"
 
 
 def text_of(run: RunDir, task: Task, *, name: str | None = None, dependency: str | None = None) -> str:

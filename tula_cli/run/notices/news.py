@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tula_cli.run.files import make_folder, write_record
+from tula_cli.run.notices.fresh import identity
 
 if TYPE_CHECKING:
     from pydantic import BaseModel
@@ -44,19 +45,19 @@ def write_and_tell(run: Path, name: str, record: "BaseModel") -> None:
 
 def state(run: Path) -> tuple[int, int] | None:
     """Return what changes when something is told (by one stat); None where there is nothing to see."""
-    try:
-        found = (run / _NAME).stat()
-    except OSError:
-        return None
-    return found.st_ino, found.st_mtime_ns
+    return identity(run / _NAME)
 
 
-def prepare(run: Path) -> None:
+def prepare(run: Path, *others: str) -> None:
     """Make what supervisors and ranks will look at: a file system that caches what is missing would hide it for a while.
+
+    Args:
+        run: the run directory.
+        others: more folders in it.
 
     Raises:
         OSError: the run directory cannot be written.
     """
-    for name in _FOLDERS:
+    for name in (*_FOLDERS, *others):
         make_folder(run / name)
     tell(run)

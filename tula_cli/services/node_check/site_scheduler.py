@@ -4,13 +4,12 @@ import math
 import re
 from collections.abc import Generator, Iterator, Sequence
 
-from tula_cli.cluster.scheduling.chains import ROOM
 from tula_cli.cluster.slurm.partitions import Partition, describe
 from tula_cli.cluster.slurm.site_facts import SiteFacts
 from tula_cli.plugins import nearest
 from tula_cli.services.node_check.site_finding import SiteFinding, ok, problem, warning
 from tula_cli.spec.job import JobSpec
-from tula_cli.spec.slurm_options import Slurm
+from tula_cli.spec.slurm_options import ROOM, Slurm
 from tula_cli.words import plural
 
 _NEEDED = ("sinfo", "squeue", "sbatch")

@@ -2,10 +2,9 @@
 
 from collections.abc import Sequence
 
-from tula_cli.cluster.scheduling.chains import ROOM
 from tula_cli.errors import SpecError
 from tula_cli.spec.job import JobSpec
-from tula_cli.spec.slurm_options import Slurm
+from tula_cli.spec.slurm_options import ROOM, Slurm
 from tula_cli.words import number, plural
 
 

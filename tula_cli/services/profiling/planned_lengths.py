@@ -99,7 +99,7 @@ def other_lengths(planned: Sequence[PlannedLength]) -> list[PlannedLength]:
 
 def lengths_node_hours(spec: JobSpec, planned: Sequence[PlannedLength]) -> float:
     """Return the node-hours that the other lengths may take at most."""
-    return sum(one.nodes for one in other_lengths(planned)) * spec.search.max_minutes / 60
+    return sum(one.nodes for one in other_lengths(planned)) * spec.measuring_minutes() / 60
 
 
 def lengths_left_out(planned: Sequence[PlannedLength]) -> tuple[str, ...]:

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from tula_cli.cluster.slurm import first_job
 from tula_cli.models.cost import price_at_most, price_words
-from tula_cli.services.profile import nodes_taken
+from tula_cli.services.profile import node_hours_at_most
 from tula_cli.spec.job import JobSpec
 
 
@@ -38,7 +38,7 @@ def unsettled(spec: JobSpec, *, why: str) -> UnsettledPlan:
     """
     search = spec.search
     first = first_job.MINUTES if why else 0.0
-    probes = nodes_taken(spec, search.nodes) * search.max_minutes / 60
+    probes = node_hours_at_most(spec, search.nodes)
     total, cap = first / 60 + probes, search.max_node_hours
     node_hours = total if cap is None else max(first / 60, min(total, cap))
     return UnsettledPlan(

@@ -143,7 +143,7 @@ def rehearsed(
     """
     try:
         task = submit(part, launcher, code, batch=batch)
-        minutes = f"{part.spec.search.max_minutes:g} min"
+        minutes = f"{part.spec.measuring_minutes():g} min"
         yield Note(f"rehearsing the script's resume on 1 node at batch {task.batch}, at most {minutes}: {task.id}")
         yield from wait_for(part.run, launcher, [task.job], policy)
     except KeyboardInterrupt:
@@ -188,7 +188,7 @@ def beyond_what_is_left(run: RunDir, spec: JobSpec) -> str:
     """
     taken = sum(spent(part.run) for part in run.parts(spec) if part.run.exists)
     what = f"measuring so far ({words.number(taken)} node-hours) and a rehearsal" if taken else "a rehearsal"
-    return beyond_cap(what, taken + spec.search.max_minutes / 60, spec.search.max_node_hours)
+    return beyond_cap(what, taken + spec.measuring_minutes() / 60, spec.search.max_node_hours)
 
 
 def kept_for(run: RunDir, spec: JobSpec, code: Source) -> ResumeFinding | None:

@@ -38,7 +38,7 @@ class Search(Section):
     )
     memory_margin: Annotated[float, Field(ge=0, lt=1)] = 0.1  # of the capacity, kept free
     max_node_hours: PositiveFloat | None = None  # the most that probes, and rehearsals of a script, may cost
-    max_minutes: PositiveFloat = 20.0  # the most one profiling job may last
+    max_minutes: PositiveFloat = 20.0  # the most one profiling job may last; SLURM is asked for 2 more, to end it first and write why, and prices count them
     packing: Literal["jobs", "single"] = "jobs"  # a job a number of nodes, or one job for all
 
     @model_validator(mode="after")

@@ -18,6 +18,7 @@ import torch
 from tula_cli.errors import DiskFull, TulaError
 from tula_cli.run.directory import RunDir
 from tula_cli.run.files import remove, write_atomic
+from tula_cli.run.notices.fresh import appears
 from tula_cli.worker.build.sampling import Position
 from tula_cli.worker.parallel import saved_shares
 from tula_cli.worker.parallel.sharded import Sharded
@@ -216,9 +217,9 @@ def load_for_all(
         return None
     if found is not None:
         return found[1]
-    content: dict[str, Any] = torch.load(
-        run.training(signature).checkpoint_path(samples), map_location="cpu", weights_only=True
-    )
+    path = run.training(signature).checkpoint_path(samples)
+    appears(path)  # it is there for rank 0; that it was missing may be kept on this node for a while
+    content: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
     return content
 
 

@@ -1,0 +1,42 @@
+"""What is asked of the file system itself; tests/slurm/test_cached_attributes.py does so on one that keeps answers."""
+
+import ctypes
+import errno
+import threading
+from pathlib import Path
+
+import pytest
+
+from tula_cli.run.notices import fresh
+from tula_cli.run.notices.fresh import appears, identity, is_there
+
+
+def refused(*_: object) -> int:
+    ctypes.set_errno(errno.ENOSYS)
+    return -1
+
+
+@pytest.mark.parametrize("call", ["as here", "none", "refused"])
+def test_the_answer_is_that_of_a_stat(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str) -> None:
+    if call != "as here":
+        monkeypatch.setattr(fresh, "_statx", lambda: refused if call == "refused" else None)
+    file = tmp_path / "a file"
+    assert identity(file) is None
+    file.write_text("")
+    found = file.stat()
+    assert identity(file) == (found.st_ino, found.st_mtime_ns)
+    assert identity(file / "in a file") is None
+
+
+def test_a_name_is_looked_for_in_its_folder(tmp_path: Path) -> None:
+    assert not is_there(tmp_path / "none" / "file")
+    (tmp_path / "file").write_text("")
+    assert is_there(tmp_path / "file") and not is_there(tmp_path / "other")
+
+
+def test_what_appears_late_is_waited_for(tmp_path: Path) -> None:
+    assert not appears(tmp_path / "file", within=0.0)
+    late = threading.Timer(0.3, (tmp_path / "file").touch)
+    late.start()
+    assert appears(tmp_path / "file", within=20.0)
+    late.join()

@@ -1,0 +1,47 @@
+"""A training whose ranks and supervisors are killed at file calls in the run directory ends as if nothing had happened."""
+
+import collections
+from pathlib import Path
+
+import pytest
+from driver import Tula, weights_differ
+from test_recovery import TWO, finished, submit, trained, waiting
+
+from tula_cli.run.directory import RunDir
+
+pytestmark = [pytest.mark.slurm, pytest.mark.torch, pytest.mark.proof]
+KILLING = Path(__file__).parents[1] / "helpers" / "killing"
+FEWEST, KILLS, EPOCHS = 3, 6, 16
+
+
+def newest(run: RunDir) -> Path:
+    (signature,) = run.train_signatures()
+    return run.training(signature).checkpoints()[0]
+
+
+@pytest.mark.promise(
+    "a process",
+    "ranks and supervisors are killed at opening, renaming, removing, syncing of files of the run",
+    "every sample is trained once, every epoch told once, and the weights are those of an undisturbed training, bit by bit",
+)
+def test_a_training_killed_at_file_calls_has_the_weights_of_an_undisturbed_one(
+    tula: Tula, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
+) -> None:
+    marks, seed = tmp_path_factory.mktemp("marks"), request.config.getoption("--hypothesis-seed")
+    options = (*TWO, *waiting(tula, EPOCHS), "--set", "train.max_attempts=40")
+    killing = f"{tula.folder}/tula-runs|{marks}|{seed}|{KILLS}"
+    setup = f"cluster.slurm.setup=['export PYTHONPATH={KILLING}', 'export KILLING=\"{killing}\"']"
+    submit(tula, *options, "--set", setup)
+    tula.until(lambda: finished(tula), seconds=480)
+    kills = [mark.read_text() for mark in sorted(marks.iterdir())]
+    print(*kills, sep="")
+    assert FEWEST <= len(kills) <= KILLS, "the training may end before all are spent"
+    trained(tula, EPOCHS)
+    calls = collections.Counter(kill.split()[1] for kill in kills)
+    assert len(calls) > 1, "at calls of several kinds"
+    disturbed = newest(tula.run())
+    undisturbed = tula.folder / "undisturbed"
+    tula("train", "job.yaml", *options, "--run-dir", str(undisturbed))
+    run = RunDir.newest(undisturbed)
+    tula.until(lambda: run.training(run.train_signatures()[0]).summary())
+    assert not weights_differ(disturbed, newest(run))

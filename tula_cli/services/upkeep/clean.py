@@ -158,7 +158,8 @@ def _lives(look: Snapshot, known: Mapping[str, SchedulerState], holder: str, now
         state = local[job.id] if job.scheduler == "local" else _queued(job, known, now)
         if state.state != "ended":
             told = f" ({state.reason})" if state.reason else ""
-            words = "may run: its scheduler does not tell" if state.state == "unknown" else f"is {state.state}"
+            who = "SLURM" if job.scheduler == "slurm" else "its scheduler"
+            words = f"may run: {who} does not tell" if state.state == "unknown" else f"is {state.state}"
             return f"{job.id} {words}{told}"
     return ""
 

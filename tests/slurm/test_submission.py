@@ -11,8 +11,8 @@ import pytest
 from cluster import SlurmCluster
 
 from tula_cli.cluster.slurm import queue as scheduler
+from tula_cli.cluster.slurm.accounting.waits import SlurmQueue
 from tula_cli.cluster.slurm.submit import SlurmLauncher
-from tula_cli.cluster.slurm.waits import SlurmQueue
 from tula_cli.run.directory import RunDir
 from tula_cli.run.records.jobs import Job
 from tula_cli.run.records.tasks import Rung, TrainTask

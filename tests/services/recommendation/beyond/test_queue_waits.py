@@ -3,7 +3,7 @@ from pathlib import Path
 import pytest
 from make_results import Truth, probe_all, spec
 
-from tula_cli.cluster.slurm.waits import Estimate, History
+from tula_cli.cluster.slurm.accounting.waits import Estimate, History
 from tula_cli.errors import SpecError
 from tula_cli.models.queue.size_classes import PastWait
 from tula_cli.run.directory import RunDir

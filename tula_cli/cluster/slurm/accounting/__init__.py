@@ -1,1 +1,1 @@
-"""What SLURM counts for a job and holds against an account: asked by scontrol, sacctmgr, sshare and sacct."""
+"""What SLURM counts for a job, holds against an account and has kept of waits: asked by scontrol, sacctmgr, sshare and sacct."""

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
-from tula_cli.cluster.slurm.waits import Estimate, History, SlurmQueue, with_limit
+from tula_cli.cluster.slurm.accounting.waits import Estimate, History, SlurmQueue, with_limit
 from tula_cli.errors import SpecError
 from tula_cli.models.choice.objective import Objective
 from tula_cli.models.choice.offers import Offers

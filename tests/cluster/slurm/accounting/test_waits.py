@@ -8,7 +8,7 @@ import make_runs
 import pytest
 from fake_slurm import FakeSlurm, local
 
-from tula_cli.cluster.slurm.waits import KEPT, SlurmQueue, limit_minutes, own_waits
+from tula_cli.cluster.slurm.accounting.waits import KEPT, SlurmQueue, limit_minutes, own_waits
 from tula_cli.run.directory import RunDir
 
 NOW = 1_700_000_000.0

@@ -1,7 +1,10 @@
 """`tula export`."""
 
+from collections.abc import Callable
+from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -11,6 +14,9 @@ from tula_cli.cli.waiting import done
 from tula_cli.errors import TrackerError
 from tula_cli.show.outputs import export as show_export
 from tula_cli.show.screen import Screen
+
+if TYPE_CHECKING:
+    from tula_cli.services.reporting.document import Document
 
 
 def export(
@@ -46,13 +52,24 @@ def export(
     What was sent before is not sent again.
     """
     from tula_cli.services.exporting import export as service
+    from tula_cli.services.exporting.report_file import report_files
 
     run = find_run(screen, target or named, root)
     trackers = service.asked(run.spec(), to or [], uri=uri, project=project)
-    found = done(screen, service.export(run, trackers, follow=follow, every=every))
+    reports = partial(report_files, page=_page())
+    found = done(screen, service.export(run, trackers, follow=follow, every=every, reports=reports))
     screen.answer(found, show_export.exported(found))
     if failed := [one for one in found if one.problem]:
         raise TrackerError(
             f"not all was sent to {', '.join(one.to for one in failed)}: {failed[0].problem}",
             "the same command sends what was missed",
         )
+
+
+def _page() -> "Callable[[Document], str] | None":
+    """Return what draws a report's page; None without matplotlib, where its Markdown alone is sent."""
+    if find_spec("matplotlib") is None:
+        return None
+    from tula_cli.show.html.document_page import page
+
+    return page

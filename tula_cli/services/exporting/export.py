@@ -16,6 +16,7 @@ from tula_cli.run.jobfile import begun
 from tula_cli.services import status
 from tula_cli.services.events import Event, Note, WarningEvent, Work
 from tula_cli.services.exporting.destination import Destination, destination
+from tula_cli.services.exporting.report_file import report_files
 from tula_cli.services.exporting.sending import Counted, Session
 from tula_cli.spec.job import JobSpec
 from tula_cli.spec.parts.of_export import Export
@@ -114,7 +115,7 @@ def export(
     every: float | None = None,
     active: Callable[[Part], bool] | None = None,
     stop: Callable[[], bool] = lambda: False,
-    reports: Callable[[Part], tuple[Path, ...]] = lambda _: (),
+    reports: Callable[[Part], tuple[Path, ...]] = report_files,
     sleep: Callable[[float], None] = time.sleep,
 ) -> Work[tuple[Exported, ...]]:
     """Send what is new of a run, and its parts, to trackers.
@@ -126,7 +127,7 @@ def export(
         every: seconds between two looks; None for those of each tracker.
         active: whether a job of a part is queued or running; None asks the scheduler.
         stop: whether to look once more and end.
-        reports: writes a report on a part and returns its files, which are sent where they have changed; called at each look.
+        reports: writes a report on a part and returns its files, sent where they have changed; called once no job is under way.
         sleep: waits for some seconds.
 
     Raises:

@@ -47,7 +47,7 @@ class Session:
         part: the run, or the part of it on one type of node.
         name: what the tracker calls it.
         destination: the tracker.
-        reports: makes the files to send beside those of the run: the report. It is called at each look.
+        reports: makes the files to send beside those of the run: the report. It is called at looks where no job is under way.
     """
 
     part: Part
@@ -116,7 +116,9 @@ class Session:
             raise
 
     def _look(self, look: Snapshot, *, active: bool) -> Counted:
-        files = tuple(path for name in FILES if (path := look.path / name).is_file()) + self.reports(self.part)
+        files = tuple(path for name in FILES if (path := look.path / name).is_file())
+        if not active:  # a report on what goes on would be another one at each look
+            files += self.reports(self.part)
         whole = of_run(self.part, look, self.name, active=active, artifacts=files)
         if self._exporter is None:
             self._exporter = self.destination.exporter()

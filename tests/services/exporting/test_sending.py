@@ -409,3 +409,16 @@ def test_what_does_not_go_together_is_refused(to: list[str], uri: str | None, wo
 def test_an_exporter_of_one_s_own_that_is_not_there_is_told(run: RunDir) -> None:
     with pytest.raises(SpecError, match="has no 'Nobody'"):
         list(service.export(run, [Export(to="fake_tracker:Nobody")], active=lambda _: False))
+
+
+@pytest.mark.parametrize(
+    ("to", "words"),
+    [
+        ("os.path:sep", "'os.path:sep' is no callable"),
+        ("os.path:join", "'os.path:join' cannot be called: .*argument"),
+        ("argparse:Namespace", "returns a Namespace that has no open"),
+    ],
+)
+def test_an_exporter_of_one_s_own_that_is_none_is_told(run: RunDir, to: str, words: str) -> None:
+    with pytest.raises(SpecError, match=words):
+        list(service.export(run, [Export(to=to)], active=lambda _: False))

@@ -1,6 +1,7 @@
 """What the real libraries have read back of what was sent to them."""
 
 import json
+import shutil
 from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 from typing import Any
@@ -65,7 +66,7 @@ def mlflow_store(uri: str, run: RunDir) -> None:
     assert set(there) == {"run", "probe-n001-l000032", KEY}
     whole, probe, training = there["run"], there["probe-n001-l000032"], there[KEY]
     assert whole.data.params["optimizer.lr"] == "0.1" and whole.data.tags["recommendation.objective"] == "knee"
-    assert [file.path for file in client.list_artifacts(whole.info.run_id)] == ["results.csv"]
+    assert [file.path for file in client.list_artifacts(whole.info.run_id)] == ["report.md", "results.csv"]
     assert probe.data.tags["mlflow.parentRunId"] == whole.info.run_id and probe.data.metrics["step_time"] > 0
     losses = client.get_metric_history(training.info.run_id, "train/loss")
     assert [(one.step, one.value) for one in sorted(losses, key=lambda one: one.step)] == [
@@ -171,6 +172,17 @@ def test_tensorboard_has_what_was_sent(run: RunDir) -> None:
     assert send(run, "tensorboard").new_points == 2 and send(run, "tensorboard").new_points == 0
     assert board(folder / KEY)("train/loss") == [(640, 2.1), (1280, 1.28), (5120, 5.12)], "it was trained again"
     assert board(folder / KEY)("summary/actual/hours") == [(5120, 0.1)]
+
+
+def test_a_run_that_was_moved_goes_on_in_the_place_inside_it(run: RunDir, tmp_path: Path) -> None:
+    """It would else stand twice in the files that moved with it; a place that is gone is filled anew."""
+    send(run, "tensorboard")
+    moved = RunDir(shutil.copytree(run.path, tmp_path / "elsewhere" / run.id))
+    found = send(moved, "tensorboard")
+    assert (found.new_runs, found.new_points, found.uri) == (0, 0, str(moved.path / "exports" / "tensorboard"))
+    shutil.rmtree(found.uri)
+    assert send(moved, "tensorboard").new_runs == 3
+    assert board(Path(found.uri) / run.id / KEY)("train/loss") == [(640, 2.1), (1280, 1.9), (1920, 1.7)]
 
 
 def test_a_folder_that_cannot_be_written_is_told(run: RunDir, tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from functools import partial
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -11,7 +10,7 @@ import typer
 from tula_cli.cli.options import RUNS, MaybeRun, Root
 from tula_cli.cli.runs import find_run
 from tula_cli.cli.waiting import done
-from tula_cli.errors import TrackerError
+from tula_cli.errors import SpecError, TrackerError
 from tula_cli.show.outputs import export as show_export
 from tula_cli.show.screen import Screen
 
@@ -67,9 +66,13 @@ def export(
 
 
 def _page() -> "Callable[[Document], str] | None":
-    """Return what draws a report's page; None without matplotlib, where its Markdown alone is sent."""
-    if find_spec("matplotlib") is None:
-        return None
+    """Return what draws a report's page; None without a matplotlib that works, where its Markdown alone is sent."""
     from tula_cli.show.html.document_page import page
+    from tula_cli.show.html.figures import require_matplotlib
+
+    try:
+        require_matplotlib()
+    except SpecError:
+        return None
 
     return page

@@ -1,6 +1,7 @@
 """Where a run is sent to: which exporter, of which tracker, and the file in the run that remembers it."""
 
 import importlib
+import inspect
 import os
 import re
 from collections.abc import Callable, Mapping
@@ -31,12 +32,22 @@ class Destination:
     to: str
     uri: str  # resolved: no relative path
     project: str
+    home: str = (
+        ""  # the run's folder of exports: a place in it is known by where it is there, for runs are moved and copied
+    )
 
     @property
     def name(self) -> str:
         """What the files that remember it are called."""
         word = self.to if self.to in TRACKERS else re.sub(r"\W+", "_", self.to)
-        return f"{word}-{digest([self.to, self.uri, self.project])[:8]}"
+        place = self.uri.replace(f"{self.home}/", f"{FOLDER}/") if self.home else self.uri
+        return f"{word}-{digest([self.to, place, self.project])[:8]}"
+
+    @property
+    def gone(self) -> bool:
+        """Whether it is a database or a folder on this machine that is not there (any more)."""
+        path = self.uri.removeprefix("sqlite:///").removeprefix("file://")
+        return self.to in TRACKERS and "://" not in path and path.startswith("/") and not Path(path).exists()
 
     @property
     def words(self) -> str:
@@ -68,10 +79,23 @@ class Destination:
 
 
 def called(make: Callable[..., Exporter], destination: Destination) -> Exporter:
-    """Return the exporter that a callable makes of a place and a project."""
+    """Return the exporter that a callable makes of a place and a project.
+
+    Raises:
+        SpecError: it is none, takes other arguments, or makes something else.
+    """
+    hint = "it is called with uri=... and project=..., and returns an object with open"
     if not callable(make):
-        raise SpecError(f"exporter {destination.to!r} is no callable", "it is called with uri=... and project=...")
-    return make(uri=destination.uri, project=destination.project)
+        raise SpecError(f"exporter {destination.to!r} is no callable", hint)
+    given = {"uri": destination.uri, "project": destination.project}
+    try:
+        inspect.signature(make).bind(**given)
+    except TypeError as error:
+        raise SpecError(f"exporter {destination.to!r} cannot be called: {error}", hint) from error
+    found = make(**given)
+    if not callable(getattr(found, "open", None)):
+        raise SpecError(f"exporter {destination.to!r} returns a {type(found).__name__} that has no open", hint)
+    return found
 
 
 def destination(
@@ -94,7 +118,7 @@ def destination(
         found = without_password(uri) if uri else _default(to, run / FOLDER, environ)
     except ValueError as error:
         raise SpecError(f"--uri: {error}") from None
-    return Destination(to, _absolute(to, found), project or job)
+    return Destination(to, _absolute(to, found), project or job, home=str(run / FOLDER))
 
 
 def _default(to: str, folder: Path, environ: Mapping[str, str]) -> str:

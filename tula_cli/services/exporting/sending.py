@@ -76,7 +76,11 @@ class Session:
 
     def _read(self) -> Sent:
         place = self.destination
-        return state.read(self.record) or Sent(to=place.to, uri=place.uri, project=place.project)
+        found = (
+            None if place.gone else state.read(self.record)
+        )  # what was sent to a place that is gone is to be sent again
+        new = Sent(to=place.to, uri=place.uri, project=place.project)
+        return new if found is None else found.model_copy(update={"uri": place.uri})
 
     @contextlib.contextmanager
     def held(self) -> Iterator[str]:

@@ -181,7 +181,7 @@ def plan(run: RunDir, spec: JobSpec, grid: Grid, *, inspect: Inspect, now: float
         warnings=(
             *dict.fromkeys(text for p in plans.values() for text in p.code.warnings),
             *(
-                f"{row} is the same training as {other}: what it sets changes no weights"
+                f"{row} is the same training as {other}: it is trained once, as that row"
                 for row, other in twins.items()
             ),
             *_doing_little(spec, grid),
@@ -260,7 +260,7 @@ def once(inspect: Inspect, remembered: dict[str, Inspection], spec: JobSpec) -> 
 
 
 def _comparison(run: RunDir, spec: JobSpec, grid: Grid, *, now: float) -> tuple[Comparison, dict[str, str]]:
-    """Return the comparison, and of rows with settings that are the same training as another which that is."""
+    """Return the comparison, and of rows that are the same training as another, where either has settings, which that is."""
     reference = spec.train.reference_batch
     codes: dict[tuple[str, ...], str] = {}
     found: dict[str, Cell] = {}
@@ -278,7 +278,7 @@ def _comparison(run: RunDir, spec: JobSpec, grid: Grid, *, now: float) -> tuple[
             )
             # Two rows that are one and the same training (a variant that the job's own settings make) are one row.
             other = found.setdefault(signature, cell).method
-            if other != method and variant_of(method).settings:
+            if other != method and (variant_of(method).settings or variant_of(other).settings):
                 twins[method] = other
     return Comparison(**dataclasses.asdict(grid), cells=tuple(found.values()), created_at=now), twins
 

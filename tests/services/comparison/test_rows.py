@@ -70,6 +70,8 @@ def test_the_settings_are_laid_over_the_job_and_checked_by_the_spec() -> None:
         ("ags:train.method=lbt", "sets train.method, which is the row's first word"),
         ("lbt:ags.delta=0.1", "section ags means nothing to method lbt"),
         ("ags:auto.after=1", "section auto means nothing to method ags"),
+        ("ags:delta=", "gives delta no value"),
+        ("ags:delta=0.1:ags.delta=0.2", "sets ags.delta twice"),
     ],
 )
 def test_what_is_no_row_is_refused(row: str, words: str) -> None:
@@ -118,7 +120,13 @@ def test_each_row_is_a_training_of_its_own_under_its_own_words(run: RunDir) -> N
 def test_a_row_that_changes_nothing_is_one_with_the_other_and_that_is_said(run: RunDir) -> None:
     found = plan(run, "ags", "ags:delta=0.5", "lbt:train.diagnostics=true")
     assert [cell.method for cell in found.comparison.cells] == ["lbt", "ags", "lbt:train.diagnostics=true"]
-    assert "ags:delta=0.5 is the same training as ags: what it sets changes no weights" in found.warnings
+    assert "ags:delta=0.5 is the same training as ags: it is trained once, as that row" in found.warnings
+
+
+def test_a_control_that_a_row_with_settings_is_already_is_said_too(run: RunDir) -> None:
+    grid = Grid(methods=("lbt", "lbt:optimizer.lr=0.2"), batches=(128,), seeds=1, nodes=1)
+    found = compare.plan(run, run.spec(), grid, inspect=lambda spec: inspected(), now=1.0)
+    assert "lbt-x2 is the same training as lbt:optimizer.lr=0.2: it is trained once, as that row" in found.warnings
 
 
 def test_a_method_of_ones_own_is_inspected_and_its_code_is_a_part_of_the_signature(

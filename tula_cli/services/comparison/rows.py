@@ -76,7 +76,7 @@ def variant_of(row: str) -> Variant:
     """Return what a row says.
 
     Raises:
-        SpecError: its method is none, or a setting is not of that form or none of a row's.
+        SpecError: its method is none, or a setting is not of that form, none of a row's, without a value or there twice.
     """
     name, *rest = _parts(row, ":")
     settings: list[str] = []
@@ -92,7 +92,11 @@ def variant_of(row: str) -> Variant:
     if method not in known_methods() and not own:
         raise _no_method(method, row)
     found = VARIANTS.get(method, Variant(method))
-    return dataclasses.replace(found, settings=tuple(_setting(row, found, text) for text in settings))
+    paths = tuple(_setting(row, found, text) for text in settings)
+    keys = [text.partition("=")[0] for text in paths]
+    if twice := next((key for key in keys if keys.count(key) > 1), None):
+        raise SpecError(f"methods: {row!r} sets {twice} twice", "keep one of them")
+    return dataclasses.replace(found, settings=paths)
 
 
 def _no_method(method: str, row: str) -> SpecError:
@@ -109,6 +113,8 @@ def _no_method(method: str, row: str) -> SpecError:
 def _setting(row: str, variant: Variant, text: str) -> str:
     """Return a setting by the full path of its key."""
     key, _, value = text.partition("=")
+    if not value.strip():
+        raise SpecError(f"methods: {row!r} gives {key} no value", f"write {key}=VALUE; null is the default")
     own = variant.facts.section
     if "." not in key and not own:
         raise SpecError(

@@ -3,7 +3,9 @@
 import csv
 import io
 import re
+import shutil
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import make_reports as reports
@@ -193,6 +195,14 @@ def test_lcrc_is_a_strong_scaling_table_in_text(seen: Material, whole: Document)
     for row, line in zip(found.rows, lines[head + 2 :], strict=False):
         assert line.split()[:3] == [str(row[0]), str(row[1]), number(float(row[4] or 0), 3)]
     assert "Test GPU" in text and "{" not in text and max(map(len, lines[head : head + 6])) < 120
+
+
+def test_the_node_hours_of_a_copy_are_those_of_the_run(seen: Material, whole: Document, tmp_path: Path) -> None:
+    """Its jobs are those of the other run, and are not shown; what they took was used all the same."""
+    copied = reports.seen(RunDir(shutil.copytree(seen.run.path, tmp_path / "copy" / seen.run.id)))
+    hidden = replace(copied, parts=tuple(replace(one, now=replace(one.now, jobs=())) for one in copied.parts))
+    used = [site_values(one, whole, runs=1).words["used_node_hours"] for one in (seen, copied, hidden)]
+    assert float(used[0]) > 0 and used == used[:1] * 3
 
 
 def test_ncar_is_a_table_of_experiments_with_their_total(seen: Material, whole: Document, values: SiteValues) -> None:

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from tula_cli.run.records.recommendations import Prediction
 from tula_cli.services.compare import durations, expected_hours
+from tula_cli.services.progress.job_status import took
 from tula_cli.services.reporting.compared import what
 from tula_cli.services.reporting.document import Cell, Column, Document, Table
 from tula_cli.services.reporting.material import Material
@@ -73,11 +74,19 @@ def _words(seen: Material, document: Document, *, runs: int) -> dict[str, str]:
     told = {name: facts.get(name, "-") for name in known}
     own = {
         "title": document.title, "question": document.question, "answer": document.answer, "made": document.made,
-        "used_node_hours": number(sum(job.node_hours for one in seen.parts for job in one.now.jobs)),
+        "used_node_hours": number(_used_hours(seen)),
         "what": what(seen.spec), "tula": __version__, "currency": seen.currency, "runs": str(runs),
         "gpus_per_node": str(seen.spec.cluster.gpus_per_node),
     }  # fmt: skip
     return {**told, **own}
+
+
+def _used_hours(seen: Material) -> float:
+    """Return the node-hours of jobs, and of attempts of those that are not shown, as in a copy of a run."""
+    jobs = [job for one in seen.parts for job in one.now.jobs]
+    known = {job.id for job in jobs}
+    others = (one for part in seen.parts for one in part.now.attempts if one.job not in known)
+    return sum(job.node_hours for job in jobs) + sum(one.nodes * took(one.attempt, None) for one in others) / 3600
 
 
 def _choice(row: Prediction, seen: Material, *, runs: int) -> dict[str, str]:

@@ -21,8 +21,8 @@ def section(seen: Material) -> Section:
     text = []
     if seen.knee is not None:
         text.append(
-            f"The knee of time against batch is at {seen.knee}: up to there a doubling of the batch saves at least 29 % of the"
-            " time, beyond it less."
+            f"The knee of time against batch is at {seen.knee}: on the fitted curve, and smoothed, a doubling of the batch saves"
+            " at least 29 % of the time up to about there, and less beyond it. Single points scatter about that curve."
         )
     else:
         text.append("The curve of time against batch has no knee within the batches that were searched.")

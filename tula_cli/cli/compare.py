@@ -23,6 +23,7 @@ from tula_cli.cli.options import (
     Seeds,
     Wait,
     Yes,
+    check_page,
 )
 from tula_cli.cli.runs import open_run, say_type, unedited
 from tula_cli.cli.waiting import asks, dependencies, done, inspector, warn_all
@@ -127,10 +128,7 @@ def _numbers(option: str, text: str | None) -> tuple[int, ...]:
 
 def _check_page(html: Path | None) -> None:
     """Refuse a page that cannot be written, before anything is trained for it."""
-    if html is not None and html.is_dir():
-        raise SpecError(f"--html {html}: is a folder", f"name a file in it: --html {html / 'compare.html'}")
-    if html is not None and not html.absolute().parent.is_dir():
-        raise SpecError(f"--html {html}: there is no folder {html.absolute().parent}", "make it, or name another")
+    check_page(html, "compare.html")
     if html is not None:
         from tula_cli.show.html.figures import require_matplotlib
 

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal, cast
 
 import typer
 
-from tula_cli.errors import Interruption, TulaError
+from tula_cli.errors import Interruption, SpecError, TulaError
 from tula_cli.show.screen import Screen
 
 RUNS = Path("tula-runs")
@@ -162,6 +162,30 @@ COMMON: dict[str, Any] = {
     "verbose": Annotated[bool, typer.Option("--verbose", "-v", help="Tracebacks of errors.")],
     "no_color": Annotated[bool, typer.Option("--no-color", help="No colour (as NO_COLOR=1).")],
 }
+
+
+def check_page(html: Path | None, example: str) -> None:
+    """Refuse a page that cannot be written, before anything is done for it.
+
+    A page takes the place of what its path names, which a device (/dev/stdout, for who may write there) must not.
+
+    Args:
+        html: where it is to be written; None for no page.
+        example: a name for one.
+
+    Raises:
+        SpecError: there is a folder or no file, or no folder for it.
+    """
+    if html is None:
+        return
+    if html.is_dir():
+        raise SpecError(f"--html {html}: is a folder", f"name a file in it: --html {html / example}")
+    if not html.absolute().parent.is_dir():
+        raise SpecError(f"--html {html}: there is no folder {html.absolute().parent}", "make it, or name another")
+    if html == Path("-") or html.absolute().parent == Path("/dev") or (html.exists() and not html.is_file()):
+        raise SpecError(
+            f"--html {html}: a page is written to a file, and to nothing else", f"name one: --html {example}"
+        )
 
 
 def register(app: typer.Typer, function: Callable[..., None], *, example: str) -> None:

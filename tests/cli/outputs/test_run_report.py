@@ -3,6 +3,7 @@
 import csv
 import io
 import json
+import os
 from pathlib import Path
 
 import make_reports as reports
@@ -89,6 +90,9 @@ def test_csv_is_a_folder_of_files_or_one_file(trained: str, tmp_path: Path) -> N
         (("--csv", "-", "--for", "lcrc"), "--csv - and --for: both go to stdout"),
         (("--html", "."), "--html .: is a folder"),
         (("--html", "no/where.html"), "there is no folder"),
+        (("--html", "/dev/tula-test.html"), "a page is written to a file"),
+        (("--html", "-"), "a page is written to a file"),
+        (("--runs", "5"), "no --for is given"),
         (("--svg", "a/b/c"), "there is no folder"),
         (("--csv", "tula-runs/latest"), "is a file, and not a folder"),
         (("--for", "lcr"), "did you mean lcrc?"),
@@ -118,3 +122,9 @@ def test_a_report_changes_nothing_in_the_run(folder: Path) -> None:
     before = {path: path.stat().st_mtime_ns for path in folder.rglob("*") if path.is_file()}
     assert tula("--markdown")[0] == 0
     assert {path: path.stat().st_mtime_ns for path in folder.rglob("*") if path.is_file()} == before
+
+
+def test_a_page_takes_the_place_of_no_device(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    code, _, err = tula("--html", str(tmp_path / "pipe"))
+    assert code == 2 and "a page is written to a file" in err and (tmp_path / "pipe").is_fifo()

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from tula_cli import words
-from tula_cli.cli.options import RUNS, Html, MaybeRun, Root
+from tula_cli.cli.options import RUNS, Html, MaybeRun, Root, check_page
 from tula_cli.cli.runs import find_run
 from tula_cli.errors import SpecError
 from tula_cli.show.outputs import run_report as show_report
@@ -65,6 +65,8 @@ def report(
 
     if target is not None and named is not None:
         raise SpecError(f"both {target} and --run {named} given", "name one of them")
+    if runs != 1 and site is None:
+        raise SpecError("--runs says how many trainings are applied for, and no --for is given", "add --for SITE")
     to_stdout = _forms(csv, markdown=markdown, latex=latex, site=site)
     _check_places(html, svg, csv)
     run = find_run(screen, target or named, root)
@@ -99,9 +101,8 @@ def _forms(csv: Path | None, *, markdown: bool, latex: bool, site: str | None) -
 
 def _check_places(html: Path | None, svg: Path | None, csv: Path | None) -> None:
     """Refuse files that cannot be written, before anything is read for them."""
-    if html is not None and html.is_dir():
-        raise SpecError(f"--html {html}: is a folder", f"name a file in it: --html {html / 'report.html'}")
-    for option, path in (("--html", html), ("--svg", svg), ("--csv", csv)):
+    check_page(html, "report.html")
+    for option, path in (("--svg", svg), ("--csv", csv)):
         if path is not None and path != Path("-") and not path.absolute().parent.is_dir():
             raise SpecError(f"{option} {path}: there is no folder {path.absolute().parent}", "make it, or name another")
     for option, path in (("--svg", svg), ("--csv", csv)):

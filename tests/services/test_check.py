@@ -664,6 +664,7 @@ def test_waiting_ends_with_the_time_and_says_why_it_waits(nodes):
 
 def test_a_job_that_will_never_start_is_cancelled(nodes):
     nodes.launcher.says[nodes.task.job], nodes.launcher.reason = "pending", "PartitionDown: will not start"
+    nodes.launcher.flags = {"hopeless": True}
     with pytest.raises(SchedulerError, match="PartitionDown"):
         nodes.watch()
     assert nodes.launcher.cancelled == ["check-n002-1"]
@@ -672,7 +673,8 @@ def test_a_job_that_will_never_start_is_cancelled(nodes):
 
 def test_a_hopeless_moment_does_not_count(nodes, monkeypatch):
     nodes.launcher.says[nodes.task.job], nodes.launcher.reason = "pending", "PartitionDown"
-    monkeypatch.setattr(nodes, "sleep", lambda _: (setattr(nodes.launcher, "reason", ""), nodes.report()))
+    nodes.launcher.flags = {"hopeless": True}
+    monkeypatch.setattr(nodes, "sleep", lambda _: (nodes.launcher.flags.clear(), nodes.report()))
     assert nodes.watch() == ["pending"]
 
 

@@ -85,11 +85,11 @@ def job(**slurm: Any) -> JobSpec:
 
 
 def submitted(folder: Path, found: JobSpec, nodes: int) -> str:
-    """Submit a job in the form that a training has, which does nothing; return its id."""
+    """Submit a job in the form that a training has, which takes a second: of none sacct bills nothing; return its id."""
     run = RunDir(folder)
     run.submitit_dir.mkdir(parents=True)
     look = folder / "look"
-    look.write_text("true\n")
+    look.write_text("sleep 1.1\n")
     slurm = found.cluster.slurm.model_copy(update={"python": f"sh {look}"})  # type: ignore[union-attr]
     own = found.model_copy(update={"cluster": found.cluster.model_copy(update={"slurm": slurm})})
     task = CheckTask(id="check", job="check", spec=own, workdir=str(folder), nodes=nodes)

@@ -200,3 +200,14 @@ def test_a_package_that_is_missing_is_told_with_what_to_do(run: RunDir, monkeypa
     with pytest.raises(TrackerError, match="there is no package wandb") as told:
         Destination("wandb", "/tmp", "toy").exporter()
     assert "tula-cli[trackers]" in told.value.hint
+
+
+def test_a_package_that_cannot_be_imported_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from tula_cli.services.exporting.destination import Destination
+
+    (tmp_path / "wandb.py").write_text("raise ImportError('built for another numpy')\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(__import__("sys").modules, "wandb", raising=False)
+    monkeypatch.delitem(__import__("sys").modules, "tula_cli.services.exporting.wandb_runs", raising=False)
+    with pytest.raises(TrackerError, match="wandb: its package cannot be imported: built for another numpy"):
+        Destination("wandb", "/tmp", "toy").exporter()

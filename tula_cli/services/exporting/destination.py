@@ -61,7 +61,7 @@ class Destination:
         """Return what sends there.
 
         Raises:
-            TrackerError: its package is not installed, or it does not answer.
+            TrackerError: its package is not installed or cannot be imported, or it does not answer.
             SpecError: there is no such module or callable of the user's own.
         """
         if self.to not in _BUILTINS:
@@ -75,6 +75,8 @@ class Destination:
                 f"{self.to}: there is no package {error.name}",
                 f"pip install 'tula-cli[trackers]' (or {package}); tula export sends what was missed",
             ) from error
+        except ImportError as error:  # it is there, and what it needs is of another version
+            raise TrackerError(f"{self.to}: its package cannot be imported: {error}", "install it anew") from error
         return called(make, self)
 
 

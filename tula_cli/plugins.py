@@ -40,6 +40,8 @@ def load(name: str, builtins: Mapping[str, Any], *, kind: str) -> Any:
             nearest(name, builtins) or f"a {kind} of your own is written package.module:attribute",
         )
     module_name, _, attribute = name.partition(":")
+    if not module_name or module_name.startswith("."):
+        raise SpecError(f"{kind} {name!r} names no module", "it is written package.module:attribute")
     here = str(Path.cwd())
     if here not in sys.path:
         sys.path.insert(0, here)

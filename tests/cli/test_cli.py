@@ -1141,6 +1141,22 @@ def test_a_defect_as_a_process_shows_its_traceback_and_an_envelope(here):
     assert "ZeroDivisionError: ours" in failed.json["error"]["message"]
 
 
+def test_an_error_of_the_users_own_code_is_not_called_a_defect_of_tula(tmp_path):
+    own = tmp_path / "own.py"
+    own.write_text("import json\ndef ask(): json.loads('x')\ndef call(function): function()\n")
+    space = {}
+    exec(compile(own.read_text(), str(own), "exec"), space)
+
+    def where(function):
+        try:
+            function()
+        except (ValueError, TypeError, AttributeError) as error:
+            return app._their_line(error.__traceback__)
+
+    assert where(space["ask"]) == f"{own}, line 2"
+    assert where(lambda: space["call"](lambda: app._usage(None))) == ""
+
+
 def test_a_reader_that_leaves_is_no_error(here):
     started = process("--help", cwd=here)
     started.stdout.close()

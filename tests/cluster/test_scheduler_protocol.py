@@ -16,6 +16,7 @@ from fake_slurm import FakeSlurm, local
 
 from tula_cli.cluster.launcher import launcher_for
 from tula_cli.cluster.scheduling import schedulers
+from tula_cli.cluster.scheduling.batch_launcher import submit_script
 from tula_cli.cluster.scheduling.local_scheduler import LocalScheduler
 from tula_cli.cluster.scheduling.protocol import AvoidsNodes, JobRequest, Scheduler, exclude
 from tula_cli.cluster.slurm import command as slurm_command
@@ -374,12 +375,24 @@ def test_names_are_those_of_the_table_or_import_strings() -> None:
         (OWN, {"hom": "x"}, "unexpected keyword argument 'hom'"),
         (OWN, {}, "missing 1 required positional argument: 'home'"),
         ("collections:OrderedDict", {}, "has no absent, ask, cancel, ended_how"),
+        (":TinyQueue", {}, "names no module"),
+        (".queue:TinyQueue", {}, "names no module"),
     ],
 )
 def test_what_is_no_scheduler_is_refused_with_what_it_lacks(kind: str, options: dict[str, str], words: str) -> None:
     with pytest.raises(SpecError) as told:
         schedulers.named(kind, options)
     assert words in f"{told.value.message}; {told.value.hint}"
+
+
+def test_an_id_that_is_no_text_is_refused_with_what_it_was(tmp_path: Path) -> None:
+    class Numbered(LocalScheduler):
+        def submit(self, script: Path, job: JobRequest) -> str:
+            return 4711  # type: ignore[return-value]
+
+    run = RunDir.create(tmp_path, make.spec())
+    with pytest.raises(SchedulerError, match="gave a job the id 4711"):
+        submit_script(Numbered(), run, JobRequest(name="job", command="true"), "")
 
 
 def test_a_process_that_its_scheduler_does_not_know_supervises_nothing(tmp_path: Path) -> None:

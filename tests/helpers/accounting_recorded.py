@@ -55,6 +55,7 @@ QOS=dear(2)
       proj
         MaxTRESPA=cpu=N(0),mem=N(0)
 """
+QOS_NORMAL = "QOS Records\n\nQOS=normal(1)\n    GrpTRESMins=cpu=N(8),billing=N(19)\n    GrpTRESRunMins=cpu=N(0)\n"
 SHARES = """root|||cpu=0,billing=0|cpu=0,billing=0
  root|root||cpu=0|cpu=0
  big||cpu=500,billing=100|cpu=8,mem=6475,billing=19|cpu=0,billing=40
@@ -87,7 +88,7 @@ class Slurm:
             raise SchedulerError(f"{command[0]}: error: access denied")
         if "assoc_mgr" in line:
             if "flags=qos" in line:
-                return QOS
+                return {"dear": QOS, "normal": QOS_NORMAL}.get(line.rpartition("qos=")[2], "QOS Records")
             name = line.rpartition("accounts=")[2]
             return ASSOCIATIONS.get(name, "Current Association Manager state").replace("{user}", self.user)
         if command[0] == "sshare":

@@ -22,7 +22,7 @@ from tula_cli.services import check as services_check
 from tula_cli.services import estimate as services_estimate
 from tula_cli.services import logs as services_logs
 from tula_cli.services import nodes as services_nodes
-from tula_cli.services.check import check
+from tula_cli.services.check import check, check_all
 from tula_cli.services.estimate import estimate
 from tula_cli.services.nodes import cluster_nodes, conclude_cluster, start_on_cluster, watch_cluster
 from tula_cli.services.profile import plan
@@ -80,6 +80,14 @@ def spec(**sections) -> JobSpec:
 
 
 # --- check
+
+
+def test_a_scheduler_of_ones_own_that_is_not_there_is_told_before_the_model_is_built():
+    def never(spec):
+        raise AssertionError("built")
+
+    with pytest.raises(SpecError, match="there is no module 'no_such_site'"):
+        check_all(make.spec(cluster={"kind": "no_such_site:Pbs"}), inspector=never)
 
 
 def test_jobs_are_those_of_the_search(found):

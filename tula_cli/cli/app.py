@@ -5,6 +5,7 @@ import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from pathlib import Path
 from typing import Annotated, Any, get_args
 
 import typer
@@ -115,12 +116,30 @@ def _reader_is_gone() -> int:
     return 1
 
 
+_REPORT = "this is a defect of tula; please report it with the lines above"
+
+
 def _defect(screen: Screen, kind: type[BaseException], error: BaseException, trace: Any) -> None:
-    """Show a defect of ours with its traceback; the envelope says so too."""
+    """Show a defect of ours, or of a scheduler or another part of the user's, with its traceback; the envelope says so too."""
     sys.__excepthook__(kind, error, trace)
-    screen.fail(
-        TulaError(f"{kind.__name__}: {error}", "this is a defect of tula; please report it with the lines above")
-    )
+    theirs = _their_line(trace)
+    hint = f"raised by {theirs}, which is no part of tula" if theirs else _REPORT
+    screen.fail(TulaError(f"{kind.__name__}: {error}", hint))
+
+
+def _their_line(trace: Any) -> str:
+    """Return the file and line of the user's own code that an error comes from; empty where it comes from ours."""
+    import sysconfig
+    import traceback
+
+    ours = str(Path(__file__).parents[1])
+    installed = tuple(sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib", "purelib", "platlib"))
+    for frame in reversed(traceback.extract_tb(trace)):
+        if frame.filename.startswith(ours):
+            return ""
+        if not frame.filename.startswith(("<", *installed)):
+            return f"{frame.filename}, line {frame.lineno}"
+    return ""
 
 
 def main() -> None:

@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from tula_cli.cluster.inspection import TORCH_MISSING, Inspect, NotInspected, inspect
+from tula_cli.cluster.scheduling.schedulers import scheduler_of
 from tula_cli.cluster.slurm.first_job import or_told
 from tula_cli.cluster.slurm.sbatch import doubts
 from tula_cli.errors import Infeasible, OverBudget
@@ -140,11 +141,14 @@ def check_all(
             it does not.
 
     Raises:
-        SpecError: the job cannot be built, or has no such type.
+        SpecError: the job cannot be built, or has no such type; a scheduler of the user's own is not there, or lacks a part.
         JobFailed: the user's code fails.
     """
     spec = billed(spec, None if run is None else run.path.parent)
     jobs = spec.by_type(node_type)
+    for own in jobs.values():
+        if online and own.cluster.own_scheduler is not None:
+            scheduler_of(own.cluster)  # before the model is built: what it lacks is told at once
     inspectors = dict.fromkeys(jobs, inspector or inspect)
     if online and run is not None:
         inspectors = {part.type: or_told(inspector or inspect, part.run) for part in run.parts(spec, node_type)}

@@ -222,10 +222,10 @@ def submit_script(scheduler: Scheduler, run: RunDir, job: JobRequest, text: str)
     """
     package.keep(run.path.resolve())
     id_ = scheduler.submit(run.write_script(job.name, text), job)
-    if not id_ or _BAD_ID.search(id_):
+    if not isinstance(id_, str) or not id_ or _BAD_ID.search(id_):  # classes of users are not type-checked
         raise SchedulerError(
             f"{scheduler.name} gave a job the id {id_!r}",
-            "submit() has to return an id without '/', '_' and white space",
+            "submit() has to return a text without '/', '_' and white space; the job itself may be in the queue",
         )
     return id_
 

@@ -6,6 +6,7 @@ from make_runs import spec
 
 from tula_cli.cluster.slurm.accounting.balance import balance
 from tula_cli.cluster.slurm.accounting.site_bill import user
+from tula_cli.spec.slurm_options import Slurm as Slurm_
 
 SPEC = spec(cluster={"kind": "slurm", "slurm": {"account": "proj", "qos": "dear"}}, pricing={"kind": "billing"})
 
@@ -45,6 +46,23 @@ def test_what_nobody_shows_is_said_and_no_error():
         ask=Slurm(user(), without=["sacctmgr"]),
     )
     assert "does not tell the account" in silent.unseen
+
+
+def test_a_qos_that_is_not_shown_is_said_beside_what_is():
+    found = balance(SPEC, qos="dear", ask=Slurm(user(), without=["flags=qos"]))
+    assert ("account proj", "billing") in lefts(found)
+    assert "of QOS dear nothing is shown" in found.unseen
+    assert balance(SPEC, qos="nix", ask=Slurm(user())).unseen == "of QOS nix nothing is shown"
+
+
+def test_names_are_read_as_slurm_reads_them_and_variables_of_sbatch_count(monkeypatch):
+    def asked(**slurm):
+        return SPEC.model_copy(update={"cluster": SPEC.cluster.model_copy(update={"slurm": Slurm_(**slurm)})})
+
+    assert balance(asked(account="Proj"), qos="Dear", ask=Slurm(user())) == balance(SPEC, qos="dear", ask=Slurm(user()))
+    monkeypatch.setenv("SBATCH_ACCOUNT", "big")
+    assert balance(asked(), qos="", ask=Slurm(user())).account == "big"
+    assert balance(asked(account="proj"), qos="", ask=Slurm(user())).account == "proj"
 
 
 @pytest.mark.parametrize("account", ["hidden"])

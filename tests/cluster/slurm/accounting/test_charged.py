@@ -18,4 +18,8 @@ def test_billing_times_elapsed_over_all_jobs():
 
 def test_what_still_runs_is_said_and_what_nobody_knows_is_nothing():
     assert parse_charged(ROWS.replace("TIMEOUT", "RUNNING")).open
+    again = "7|REQUEUED|60|billing=5\n7|{}|30|billing=5"
+    assert parse_charged(again.format("RUNNING")).open
+    assert not parse_charged(again.format("COMPLETED")).open
+    assert parse_charged("7|REQUEUED|60|billing=5").open
     assert parse_charged("") is None

@@ -84,6 +84,12 @@ def test_a_constraint_and_a_type_of_gpu_choose_nodes():
         site_bill(job(partition="half", constraint="rack9"), None, ask=ask)
 
 
+def test_a_type_of_gpu_is_not_the_beginning_of_another():
+    other = NODE.replace("a100", "a10").replace("cpu=2", "cpu=1")
+    one = job(partition="half", gpu_type="a10", device="cuda", gpus=2)
+    assert site_bill(one, None, ask=Slurm(user(), nodes=f"{NODE}\n{other}")).node == pytest.approx(0.3)
+
+
 def test_licenses_are_of_the_job_not_of_its_nodes():
     weights = "PartitionName=lic Default=YES OverSubscribe=NO TRESBillingWeights=CPU=1,License/matlab=7"
     ask = Slurm(user(), partitions=weights, nodes=NODE.replace("Partitions=main", "Partitions=lic"))
@@ -103,6 +109,32 @@ def test_without_accounting_the_usage_factor_is_one():
     assert (
         site_bill(job(partition="billed", qos="dear"), None, ask=Slurm(user(), without=["sacctmgr"])).usage_factor == 1
     )
+
+
+def test_a_usage_factor_that_is_not_told_is_said_and_not_kept(tmp_path):
+    asked, silent = job(partition="billed", qos="dear"), Slurm(user(), without=["sacctmgr"])
+    found = site_bill(asked, tmp_path, ask=silent)
+    assert (found.usage_factor, found.qos) == (1, "dear")
+    assert "the usage factor of its QOS is not known" in found.words
+    assert site_bill(asked, tmp_path, ask=Slurm(user())).usage_factor == 2  # asked again, and kept
+    assert site_bill(asked, tmp_path, ask=silent).usage_factor == 2
+    unknown = site_bill(job(partition="billed", qos="deer"), None, ask=Slurm(user()))
+    assert "the accounting tells no usage factor of QOS deer, and 1 is taken" in unknown.words
+    none = Slurm(user(), config="AccountingStorageType = accounting_storage/none\n", without=["sacctmgr"])
+    assert "usage factor" not in site_bill(asked, None, ask=none).words
+
+
+def test_names_are_read_as_slurm_reads_them():
+    pricing = billed(job(partition="billed", qos="Dear", pricing={"qos_factors": {"DEAR": 3.0}}))
+    assert (pricing.told.usage_factor, pricing.told.charge_factor) == (2, 3)
+    own = {"per_node": 64, "partition_factors": {"gpu": 2, "debug": 0.5}}
+    assert charge(billed(job(partition="debug,gpu", pricing=own)), 1) == 128
+
+
+def test_variables_of_sbatch_count_where_the_job_says_nothing(monkeypatch):
+    monkeypatch.setenv("SBATCH_QOS", "dear")
+    assert billed(job(partition="billed")).told.usage_factor == 2
+    assert billed(job(partition="billed", qos="normal")).told.usage_factor == 1
 
 
 def test_the_default_qos_of_the_association_counts():

@@ -18,6 +18,13 @@ def job(*, pricing=None, **slurm):
     return billed(spec(cluster=cluster, pricing={"kind": "billing", **(pricing or {})}), None, ask=ASK)
 
 
+def test_a_bill_of_the_users_own_does_not_tell_whether_other_limits_hold():
+    asked = spec(cluster={"kind": "slurm", "slurm": {"account": "big"}}, pricing={"kind": "billing", "per_node": 1})
+    asked = asked.model_copy(update={"pricing": asked.pricing.model_copy(update={"told": SiteBill(node=1)})})
+    found = carried(asked, nodes=1, hours=0.1, ask=Slurm(user()))
+    assert "there are limits on cpu" in found.unknown
+
+
 def test_a_job_takes_minutes_of_each_tres_times_its_usage_factor():
     told = SiteBill(node=2.4, usage_factor=2.0, tres={"cpu": 8.0, "mem": 1024.0})
     assert needed(told, nodes=3, hours=0.5) == {"cpu": 24 * 30 * 2, "mem": 3072 * 30 * 2, "billing": 7 * 30 * 2}

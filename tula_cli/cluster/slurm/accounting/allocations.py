@@ -66,7 +66,8 @@ class Node:
         plain = re.fullmatch(r"[\w.-]+(&[\w.-]+)*", wanted)
         featured = not plain or set(wanted.split("&")) <= set(self.features)
         kind = slurm.gpu_type.lower() if slurm.gpu_type and _asks_for_gpus(spec) else ""
-        return partition in self.partitions and featured and kind in self.gres.lower()
+        types = re.findall(r"(?:^|,)gpu:([^:,(]+)", self.gres.lower())  # "gpu:a100:4(S:0-1)": a10 is another one
+        return partition in self.partitions and featured and (not kind or kind in types)
 
 
 def _asks_for_gpus(spec: JobSpec) -> bool:

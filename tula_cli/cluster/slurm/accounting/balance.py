@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from tula_cli.cluster.slurm.accounting.site_bill import Ask, account_of, user
+from tula_cli.cluster.slurm.accounting.site_bill import Ask, account_of, as_submitted, user
 from tula_cli.errors import SchedulerError
 from tula_cli.models.bill.tres import parse_tres
 from tula_cli.spec.job import JobSpec
@@ -48,6 +48,7 @@ def balance(spec: JobSpec, *, qos: str, ask: Ask) -> Balance:
         qos: of the job, where the spec names none.
         ask: returns what a command of SLURM prints.
     """
+    spec = as_submitted(spec)
     try:
         account = account_of(spec, ask)
     except SchedulerError as error:
@@ -55,16 +56,18 @@ def balance(spec: JobSpec, *, qos: str, ask: Ask) -> Balance:
     if not account:
         return Balance("", (), "the accounting knows no default account of yours; set cluster.slurm.account")
     partition = (spec.cluster.slurm and spec.cluster.slurm.partition) or ""
-    found, missing = _by_controller(account, partition, qos, ask)
+    qos = qos.lower()
+    found, missing = _by_controller(account, partition, ask)
     if missing and (shared := _by_sshare(account, ask)) is not None:
         return Balance(account, tuple(shared), "" if not qos else f"of QOS {qos} nothing is shown")
-    return Balance(account, tuple(found), missing)
+    by_qos, hidden = ([], "") if missing else _of_qos(qos, ask)
+    return Balance(account, (*found, *by_qos), missing or hidden)
 
 
 # --- scontrol show assoc_mgr
 
 
-def _by_controller(account: str, partition: str, qos: str, ask: Ask) -> tuple[list[TresLimit], str]:
+def _by_controller(account: str, partition: str, ask: Ask) -> tuple[list[TresLimit], str]:
     """Return the limits that the controller shows, and which it does not."""
     found: list[TresLimit] = []
     above, name = [account], account
@@ -87,18 +90,19 @@ def _by_controller(account: str, partition: str, qos: str, ask: Ask) -> tuple[li
         if name in above or len(above) > _MOST_ABOVE:
             break
         above.append(name)
-    return [*found, *_of_qos(qos, ask)], ""
+    return found, ""
 
 
-def _of_qos(qos: str, ask: Ask) -> list[TresLimit]:
+def _of_qos(qos: str, ask: Ask) -> tuple[list[TresLimit], str]:
+    """Return the limits of a QOS, and why they are not known; empty where they are."""
     if not qos:
-        return []
+        return [], ""
     try:
         told = ask("scontrol", "show", "assoc_mgr", "flags=qos", f"qos={qos}")
-    except SchedulerError:
-        return []
+    except SchedulerError as error:
+        return [], f"of QOS {qos} nothing is shown ({error.message})"
     own = [block for block in blocks_of(told) if block.get("QOS", "").partition("(")[0] == qos]
-    return limits_of(own[0], f"QOS {qos}") if own else []
+    return (limits_of(own[0], f"QOS {qos}"), "") if own else ([], f"of QOS {qos} nothing is shown")
 
 
 def blocks_of(text: str) -> Iterator[dict[str, str]]:

@@ -48,12 +48,15 @@ def parse_charged(told: str) -> Charged | None:
         for _, _, seconds, tres in rows
         if seconds.isdigit() and tres
     ]
+    jobs_states: dict[str, set[str]] = {}  # the start that was requeued stays REQUEUED in the accounting for ever
+    for id_, state, _, _ in rows:
+        jobs_states.setdefault(id_, set()).add(state.split(" ")[0].rstrip("+"))
     ran = [(seconds, billing) for seconds, billing in jobs if seconds]
     return Charged(
         jobs=len(ran),
         billing_hours=sum(seconds * billing for seconds, billing in ran) / 3600,
         hours=sum(seconds for seconds, _ in ran) / 3600,
-        open=any(row[1].split(" ")[0].rstrip("+") in _OPEN for row in rows),
+        open=any(state in _OPEN for states in jobs_states.values() for state in (states - {"REQUEUED"} or states)),
         billings=tuple(sorted({int(billing) for _, billing in ran})),
     )
 

@@ -4,7 +4,7 @@ import contextlib
 import os
 import pwd
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -51,6 +51,7 @@ def site_bill(spec: JobSpec, root: Path | None, *, ask: Ask | None = None) -> Si
     Raises:
         SpecError: SLURM does not tell, and has not told before.
     """
+    spec = as_submitted(spec)
     slurm = spec.cluster.slurm or Slurm()
     if spec.pricing.per_node is not None:
         factor = charge_factor(spec, qos=slurm.qos or "", partition=slurm.partition or "")
@@ -66,20 +67,40 @@ def site_bill(spec: JobSpec, root: Path | None, *, ask: Ask | None = None) -> Si
     if known is not None and 0 <= now - known.asked_at < KEPT:
         return known.bill
     try:
-        found = told_bill(spec, ask or ask_slurm)
+        found, unsure = told_bill(spec, ask or ask_slurm)
     except SchedulerError as error:
         if known is None:
             raise SpecError(
                 f"pricing.kind billing: SLURM does not tell what it bills ({error.message})",
                 "ask on a login node, or give what a whole node is billed: pricing.per_node",
             ) from None
-        day = time.strftime("%Y-%m-%d", time.localtime(known.asked_at))
-        return known.bill.model_copy(update={"words": f"{known.bill.words}; as of {day}, SLURM does not answer now"})
+        return _as_of(known, "SLURM does not answer now")
+    if unsure:  # not kept: nothing would ask again for a day
+        return found if known is None else _as_of(known, unsure)
     if path is not None:
         with contextlib.suppress(TulaError):  # another user's folder, a full disk: it is asked again
             path.parent.mkdir(parents=True, exist_ok=True)
             write_record(path, KeptBill(bill=found, asked_at=now))
     return found
+
+
+def _as_of(known: KeptBill, why: str) -> SiteBill:
+    day = time.strftime("%Y-%m-%d", time.localtime(known.asked_at))
+    return known.bill.model_copy(update={"words": f"{known.bill.words}; as of {day}, {why}"})
+
+
+def as_submitted(spec: JobSpec) -> JobSpec:
+    """Return a job with what sbatch takes from the user's variables (SBATCH_ACCOUNT) where the job itself says nothing."""
+    if spec.cluster.kind != "slurm":
+        return spec
+    slurm = spec.cluster.slurm or Slurm()
+    told = {
+        name: value
+        for name in ("partition", "account", "qos", "constraint")
+        if not getattr(slurm, name) and (value := os.environ.get(f"SBATCH_{name.upper()}"))
+    }
+    own = spec.cluster.model_copy(update={"slurm": slurm.model_copy(update=told)})
+    return spec.model_copy(update={"cluster": own}) if told else spec
 
 
 def _key(spec: JobSpec) -> str:
@@ -116,8 +137,8 @@ class _Offer:
     words: str
 
 
-def told_bill(spec: JobSpec, ask: Ask) -> SiteBill:
-    """Return what SLURM tells now: of several partitions or kinds of nodes the dearest.
+def told_bill(spec: JobSpec, ask: Ask) -> tuple[SiteBill, str]:
+    """Return what SLURM tells now, of several partitions or kinds of nodes the dearest; and what of it is not sure.
 
     Args:
         spec: the job.
@@ -138,7 +159,7 @@ def told_bill(spec: JobSpec, ask: Ask) -> SiteBill:
             f"pricing.kind billing: no node of {where} gives what the job asks for",
             "scontrol show node tells Partitions, AvailableFeatures and Gres; pricing.per_node is without it",
         )
-    qos, factor = usage_factor(spec, ask)
+    qos, factor, unsure = usage_factor(spec, ask, config)
     times = {offer.partition: charge_factor(spec, qos=qos, partition=offer.partition) for offer in offers}
     dearest = max(offers, key=lambda offer: offer.node * times[offer.partition])
     least = min(offer.node for offer in offers)
@@ -146,21 +167,24 @@ def told_bill(spec: JobSpec, ask: Ask) -> SiteBill:
         f"; from {number(least)} on, by partition and kind of nodes: the dearest counts" if least < dearest.node else ""
     )
     by_qos = "" if factor == 1 else f", QOS {qos} counts {factor:g} times"
-    return SiteBill(
+    found = SiteBill(
         node=dearest.node,
         job=dearest.job,
         usage_factor=factor,
         charge_factor=times[dearest.partition],
         qos=qos,
         tres=dearest.tres,
-        words=f"{dearest.words}{by_qos}{between}",
+        words=f"{dearest.words}{by_qos}{between}{f'; {unsure}, and 1 is taken' if unsure else ''}",
     )
+    return found, unsure
 
 
 def charge_factor(spec: JobSpec, *, qos: str, partition: str) -> float:
     """Return what the site multiplies a bill by beside SLURM."""
-    pricing = spec.pricing
-    return pricing.qos_factors.get(qos, 1.0) * pricing.partition_factors.get(partition, 1.0)
+    by_qos = {name.lower(): factor for name, factor in spec.pricing.qos_factors.items()}  # as SLURM reads their names
+    by_partition = spec.pricing.partition_factors
+    dearest = max(by_partition.get(name.strip(), 1.0) for name in partition.split(","))
+    return by_qos.get(qos.lower(), 1.0) * dearest
 
 
 def _partitions(spec: JobSpec, records: Sequence[dict[str, str]]) -> list[dict[str, str]]:
@@ -205,39 +229,43 @@ def _counts(tres: dict[str, float]) -> str:
 # --- QOS
 
 
-def usage_factor(spec: JobSpec, ask: Ask) -> tuple[str, float]:
-    """Return the QOS of a job and its UsageFactor; 1 where there is no accounting."""
+def usage_factor(spec: JobSpec, ask: Ask, config: Mapping[str, str]) -> tuple[str, float, str]:
+    """Return the QOS of a job, its UsageFactor, and why that is not known, where it is not; 1 where there is no accounting."""
+    if config.get("AccountingStorageType", "").endswith(("/none", "(null)")):
+        return "", 1.0, ""
+    named = (spec.cluster.slurm or Slurm()).qos or ""
     try:
-        qos = (spec.cluster.slurm or Slurm()).qos or default_qos(spec, ask)
+        qos = named or default_qos(spec, ask, config)
         rows = ask("sacctmgr", "--noheader", "--parsable2", "show", "qos", "format=Name,UsageFactor").splitlines()
-    except SchedulerError:
-        return "", 1.0
-    factors = {name: value for name, _, value in (row.partition("|") for row in rows)}
+    except SchedulerError as error:
+        return named, 1.0, f"the usage factor of its QOS is not known ({error.message})"
+    factors = {name.lower(): value for name, _, value in (row.partition("|") for row in rows)}
     try:
-        return qos, float(factors.get(qos, "1"))
-    except ValueError:
-        return qos, 1.0
+        return qos, float(factors[qos.lower()]), ""
+    except (KeyError, ValueError):
+        return qos, 1.0, f"the accounting tells no usage factor of QOS {qos}"
 
 
-def default_qos(spec: JobSpec, ask: Ask) -> str:
+def default_qos(spec: JobSpec, ask: Ask, config: Mapping[str, str]) -> str:
     """Return the QOS that a job has which names none."""
-    account = account_of(spec, ask)
-    form = "format=DefaultQOS,QOS,Partition"
+    cluster = config.get("ClusterName", "")  # one accounting may hold several
     told = ask(
-        "sacctmgr", "--noheader", "--parsable2", "show", "associations", f"user={user()}", f"account={account}", form
-    )
-    for default, allowed, _ in (line.split("|") for line in told.splitlines() if line.count("|") == 2):
-        if default or allowed:
+        "sacctmgr", "--noheader", "--parsable2", "show", "associations", f"user={user()}",
+        f"account={account_of(spec, ask)}", *([f"cluster={cluster}"] if cluster else []), "format=DefaultQOS,QOS,Partition",
+    )  # fmt: skip
+    own = ((spec.cluster.slurm or Slurm()).partition or "").split(",")
+    for default, allowed, partition in (line.split("|") for line in told.splitlines() if line.count("|") == 2):
+        if (default or allowed) and partition in ("", *own):
             names = allowed.split(",")
             return default or ("normal" if "normal" in names or len(names) > 1 else names[0])
     return "normal"
 
 
 def account_of(spec: JobSpec, ask: Ask) -> str:
-    """Return the account that a job is charged to."""
+    """Return the account that a job is charged to, in small letters, as the accounting keeps them."""
     named = (spec.cluster.slurm or Slurm()).account
     if named:
-        return named
+        return named.lower()
     return (
         ask("sacctmgr", "--noheader", "--parsable2", "show", "user", user(), "format=DefaultAccount")
         .split("|")[0]

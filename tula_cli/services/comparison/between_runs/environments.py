@@ -63,7 +63,7 @@ def _gpu_states(before: Sequence[Measured], after: Sequence[Measured], part: str
         return ()
     found = []
     clocks = [statistics.median(state.sm_mhz for state in states) for states in (one, other)]
-    if abs(clocks[1] / clocks[0] - 1) > _CLOCKS_APART:
+    if clocks[0] and abs(clocks[1] / clocks[0] - 1) > _CLOCKS_APART:
         found.append(Differing("GPU clocks (MHz)", round(clocks[0]), round(clocks[1]), part))
     watts = [statistics.median(state.watts for state in states) for states in (one, other)]
     if watts[0] and abs(watts[1] / watts[0] - 1) > _WATTS_APART:

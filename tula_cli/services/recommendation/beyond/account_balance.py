@@ -1,7 +1,7 @@
 """Whether the balance of an account carries what is about to be submitted."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from tula_cli.cluster.slurm.accounting.balance import Balance, TresLimit, balance
 from tula_cli.cluster.slurm.accounting.site_bill import Ask, ask_slurm
@@ -56,6 +56,9 @@ def carried(
     found = balance(spec, qos=told.qos, ask=ask)
     if hours is None:
         return Carry(found.account, found.limits, _left(found), unknown="nothing predicts what it takes")
+    if uncounted := sorted({limit.tres for limit in found.limits} - {"billing"}) if not told.tres else []:
+        words = f"pricing.per_node tells the billing alone, and there are limits on {', '.join(uncounted)}"
+        found = replace(found, unseen=found.unseen or words)
     need = needed(told, nodes=nodes, hours=hours)
     most = needed(told, nodes=nodes, hours=max(hours, at_most or 0.0))
     tight = [limit for limit in found.limits if most.get(limit.tres, 0.0) > 0]

@@ -10,6 +10,7 @@ from tula_cli.services.comparison import accuracy
 from tula_cli.services.comparison.accuracy import CompareReport
 from tula_cli.services.reporting import compared
 from tula_cli.services.reporting.document import Document, Fact
+from tula_cli.services.reporting.units import software
 from tula_cli.spec.job import JobSpec
 from tula_cli.words import plural
 
@@ -69,16 +70,8 @@ def _machines(seen: Sequence[Environment], spec: JobSpec) -> Iterator[Fact]:
     each = f"{gpus} processes" if device == "process" and gpus > 1 else plural(gpus, device)
     names = _several(str(row.get("hardware", "")) for row in seen)
     yield Fact("hardware", f"{names}; {each} a node" if names else f"not told by the trainings so far; {each} a node")
-    software = _several(_software(row) for row in seen)
-    yield Fact("software", software or "not told by the trainings so far")
-
-
-def _software(row: Environment) -> str:
-    names = {"torch": "torch", "cuda": "CUDA", "nccl": "NCCL", "driver": "driver", "python": "Python", "tula": "tula"}
-    if row.get("device") == "cpu":
-        names = {key: name for key, name in names.items() if key in ("torch", "python", "tula")}
-    told = [f"{name} {row[key]}" for key, name in names.items() if row.get(key)]
-    return ", ".join([*told, *([str(row["system"])] if row.get("system") else [])])
+    versions = _several(software(row) for row in seen)
+    yield Fact("software", versions or "not told by the trainings so far")
 
 
 def _several(texts: Iterator[str]) -> str:

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator, Sequence
 from tula_cli.cluster.launcher import Launcher
 from tula_cli.models.cost import price_words
 from tula_cli.run.directory import RunDir
-from tula_cli.run.records.probes import Environment, Measured
+from tula_cli.run.records.probes import Measured
 from tula_cli.run.records.recommendations import Prediction
 from tula_cli.services.reporting.compared import what
 from tula_cli.services.reporting.document import Document, Fact
@@ -25,6 +25,7 @@ from tula_cli.services.reporting.sections import (
     training_outcome,
 )
 from tula_cli.services.reporting.training_look import trainings
+from tula_cli.services.reporting.units import software
 from tula_cli.spec.job import JobSpec, train_length
 from tula_cli.version import __version__
 from tula_cli.words import amount, configuration, duration, moment, number, plural
@@ -132,7 +133,7 @@ def _facts(seen: Material) -> Iterator[Fact]:
         gpus, probes = one.part.spec.cluster.gpus_per_node, one.measured
         yield Fact(f"{prefix}hardware", _hardware(probes, gpus))
         if probes:
-            yield Fact(f"{prefix}software", _software(probes[-1].environment))
+            yield Fact(f"{prefix}software", software(probes[-1].environment.model_dump()))
             yield Fact(f"{prefix}data set", f"{probes[0].dataset_size} samples to train on")
             dates = sorted(probe.measured_at for probe in probes)
             until = f" to {moment(dates[-1])}" if moment(dates[-1]) != moment(dates[0]) else ""
@@ -170,22 +171,6 @@ def _hardware(probes: Sequence[Measured], gpus_per_node: int) -> str:
     each = "" if capacity is None else f" of {amount(capacity)}"
     many = f"{gpus_per_node} {device}{'' if gpus_per_node == 1 else 'es' if device == 'process' else 's'} a node"
     return f"{', '.join(names)}{each}; {many}, measured on {', '.join(map(str, nodes))} {'node' if nodes == [1] else 'nodes'}"
-
-
-def _software(seen: Environment) -> str:
-    told = {
-        "torch": seen.torch,
-        "CUDA": seen.cuda,
-        "NCCL": seen.nccl,
-        "driver": seen.driver,
-        "Python": seen.python,
-        "tula": seen.tula,
-    }
-    if seen.device == "cpu":
-        told = {name: told[name] for name in ("torch", "Python", "tula")}
-    return ", ".join(
-        [*(f"{name} {version}" for name, version in told.items() if version), *([seen.system] if seen.system else [])]
-    )
 
 
 def _code(seen: Material) -> Fact | None:

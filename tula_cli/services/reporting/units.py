@@ -1,8 +1,8 @@
-"""Units and marks that several sections of a report have in common."""
+"""Units, marks and words that several parts of a report have in common."""
 
 import math
-from collections.abc import Iterable, Sequence
-from typing import Literal, TypeVar
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Literal, TypeVar
 
 from tula_cli.run.records.recommendations import Prediction
 from tula_cli.services.reporting.document import Mark
@@ -59,3 +59,12 @@ def on(row: Prediction) -> str:
 def chosen_mark(row: Prediction, x: float, y: float | None) -> Mark:
     """Return the mark of the choice at a place of a figure."""
     return Mark(x, y, f"chosen: {on(row)}, batch {row.batch}", "choice")
+
+
+def software(environment: Mapping[str, Any]) -> str:
+    """Return the versions of what steps were measured with, by the fields of a probe's environment; what is not known is left out."""
+    names = {"torch": "torch", "cuda": "CUDA", "nccl": "NCCL", "driver": "driver", "python": "Python", "tula": "tula"}
+    if environment.get("device") == "cpu":
+        names = {key: name for key, name in names.items() if key in ("torch", "python", "tula")}
+    told = [f"{name} {environment[key]}" for key, name in names.items() if environment.get(key)]
+    return ", ".join([*told, *([str(environment["system"])] if environment.get("system") else [])])

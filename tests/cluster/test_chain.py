@@ -675,8 +675,7 @@ def test_a_rank_does_not_repeat_in_its_own_name_what_another_has_told(chain: Cha
         failed_at=9e9,
     )  # fmt: skip
     chain.run.write_failure(root)
-    (tmp_path / "log").touch()
-    exited = exit_reason.RankExit(exit_code=-9, oom_kill=False, log=tmp_path / "log", rank=0)
+    exited = exit_reason.RankExit(exit_code=-9, oom_kill=False, words="", rank=0)
     attempt = make_runs.attempt("train-s-1", start=1.0)
     own = exit_reason.own_reason(chain.run, chain.task, attempt, exited)
     exit_reason.report(chain.run, chain.task, attempt, exited, own)
@@ -688,8 +687,7 @@ def test_a_kill_for_memory_is_told_although_another_rank_failed_first(chain: Cha
         Failure(task="train-s-1", attempt=1, rank=5, host="other", pid=1, outcome="unknown", message="exit 1", detail="",
                 failed_at=1.0)
     )  # fmt: skip
-    (tmp_path / "log").touch()
-    exited = exit_reason.RankExit(exit_code=-9, oom_kill=True, log=tmp_path / "log", rank=0)
+    exited = exit_reason.RankExit(exit_code=-9, oom_kill=True, words="", rank=0)
     own = exit_reason.own_reason(chain.run, chain.task, make_runs.attempt("train-s-1", start=1.0), exited)
     assert own.outcome in ("host_oom", "device_oom")
 
@@ -710,8 +708,7 @@ def test_a_kill_for_memory_is_told_although_another_rank_failed_first(chain: Cha
 def test_what_a_launcher_says_of_an_end_is_told(
     chain: Chain, tmp_path: Path, log: str, outcome: str, words: str
 ) -> None:
-    (tmp_path / "log").write_text(log)
-    exited = exit_reason.RankExit(exit_code=1, oom_kill=False, log=tmp_path / "log", rank=0)
+    exited = exit_reason.RankExit(exit_code=1, oom_kill=False, words=log, rank=0)
     own = exit_reason.own_reason(chain.run, chain.task, make_runs.attempt("train-s-1", start=1.0), exited)
     assert (own.outcome, own.message) == (outcome, words)
 
@@ -722,12 +719,11 @@ def test_a_lost_rank_is_told_in_short_by_those_that_noticed(chain: Chain, tmp_pa
         detail="", failed_at=1.0,
     )  # fmt: skip
     chain.run.write_failure(noticed)
-    (tmp_path / "log").touch()
     attempt = make_runs.attempt("train-s-1", start=1.0)
-    exited = exit_reason.RankExit(exit_code=1, oom_kill=False, log=tmp_path / "log", rank=0)
+    exited = exit_reason.RankExit(exit_code=1, oom_kill=False, words="", rank=0)
     own = exit_reason.own_reason(chain.run, chain.task, attempt, exited)
     assert own.message == "rank 1 lost its connection to another rank, which has not said why"
-    exited = exit_reason.RankExit(exit_code=-9, oom_kill=False, log=tmp_path / "log", rank=0)
+    exited = exit_reason.RankExit(exit_code=-9, oom_kill=False, words="", rank=0)
     own = exit_reason.own_reason(chain.run, chain.task, attempt, exited)
     assert (own.outcome, own.message) == ("signal", "its process was killed by SIGKILL"), (
         "the first cause, where it is known"

@@ -661,9 +661,8 @@ def test_an_out_of_memory_of_the_cgroup_is_the_hosts_on_a_gpu_and_the_batchs_on_
         assert found.rank == 1
         return found.outcome
 
-    (tmp_path / "log").write_text("")
     (tmp_path / "kfd").touch()
-    exited = exit_reason.RankExit(exit_code=-9, oom_kill=True, log=tmp_path / "log", rank=1)
+    exited = exit_reason.RankExit(exit_code=-9, oom_kill=True, words="", rank=1)
     attempt = make_runs.attempt(probe.id, start=1.0)
     assert outcome("cuda", "nvidiactl") == "host_oom", "as asked for, whatever is to be seen"
     assert outcome("auto", "nvidiactl", "kfd") == "host_oom", "an AMD GPU"

@@ -37,11 +37,12 @@ def spec(**changes: Any) -> JobSpec:
     return validate({**SPEC, **changes}, source="test")
 
 
-def script_spec(**length: int) -> JobSpec:
+def script_spec(cluster: dict[str, Any] | None = None, **length: int) -> JobSpec:
     """Return a small spec with a script of the user's own; `length` is that of section script."""
     command = "python /home/me/finetune.py -b {local_batch}"
     script = {"command": command, "length": length, "reference": {"batch": 256}}
-    return validate({"name": "own", "script": script, "search": SPEC["search"]}, source="test")
+    content = {"name": "own", "script": script, "search": SPEC["search"], **({"cluster": cluster} if cluster else {})}
+    return validate(content, source="test")
 
 
 @dataclass

@@ -120,6 +120,21 @@ def test_rank_0_is_shown_although_another_wrote_last(slurm):
         list(logs.logs(slurm, Wanted(rank=2)))
 
 
+def test_nodes_of_several_ranks_have_a_log_each(tmp_path):
+    """A supervisor a rank, which write into one log; scripts as well, whose own lines are of no rank elsewhere."""
+    cluster = {"kind": "slurm", "gpus_per_node": 2, "slurm": {"account": "a"}}
+    for spec in (make.spec(cluster=cluster), make.script_spec(cluster, epochs=2)):
+        run = RunDir.create(tmp_path / "tula-runs", spec)
+        make.add_probes(run, 2, (16,))
+        write_log(run, "probe-n002", 1, "zero\n[rank1]: one\n")
+        write_log(run, "probe-n002", 1, "two\n[rank3]: three\n", index=2)
+        found = [texts(logs.logs(run, Wanted(rank=rank))) for rank in range(4)]
+        assert found == [["zero"], ["[rank1]: one"], ["two"], ["[rank3]: three"]]
+        assert texts(logs.logs(run)) == ["zero", "[rank1]: one"]
+        with pytest.raises(SpecError, match="--rank 4: no log of such a rank"):
+            list(logs.logs(run, Wanted(rank=4)))
+
+
 def test_the_lines_of_a_rank_in_a_log_that_several_share(run):
     make.add_probes(run, 2, (16,))
     write_log(run, "probe-n002", 1, "zero\n[rank1]: one\nzero again\n")

@@ -107,6 +107,11 @@ class Allocation:
         return self.index == 0
 
     @property
+    def alone(self) -> bool:
+        """Whether no other supervisor is on its node, as far as the scheduler tells."""
+        return self.nodes is None or self.count <= self.nodes
+
+    @property
     def id(self) -> str:
         return "" if self.local else f"{self.job_id}.{self.restarts}"
 

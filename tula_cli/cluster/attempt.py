@@ -6,7 +6,6 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
 
 from tula_cli.cluster import exit_reason
 from tula_cli.cluster.allocation import POLL, TERMINATED_MESSAGES, Allocation
@@ -20,6 +19,7 @@ from tula_cli.cluster.scripts.start import ScriptStart
 from tula_cli.cluster.scripts.watch import ScriptWatch
 from tula_cli.cluster.stopping.last_words import told_by_supervisors
 from tula_cli.cluster.watching.lookout import Lookout
+from tula_cli.cluster.watching.node_log import log_of
 from tula_cli.errors import JobFailed, RunGone
 from tula_cli.host.devices import has_gpu
 from tula_cli.host.leftovers import MARK, GpuMemory, reap
@@ -115,13 +115,13 @@ class RunningAttempt:
 
     def until_exit(self) -> ExitReason:
         """Start the ranks of this supervisor, wait for their end and tell it."""
-        log = self.run.log_path(self.task.id, self.attempt.number, self.allocation.index).resolve()
+        log = log_of(self.run, self.allocation, self.task.id, self.attempt.number)
         kills = exit_reason.oom_kills()
         try:
-            starts = self._start.starts(log)
+            starts = self._start.starts(None if self.spawner.output.shared else log)
         except JobFailed as error:  # of a script: no such network interface here
-            return self._not_started(f"{error.message}; {error.hint}", log)
-        with self.run.open_log(log) as output:
+            return self._not_started(f"{error.message}; {error.hint}")
+        with self.spawner.output.into(self.run, log) as output:
             told = filter(None, [upgraded(self.run.job(self.task.job), __version__)])
             output.write("".join(f"tula: {line}\n" for line in (*told, *self._clear(starts))).encode())
             output.flush()
@@ -129,23 +129,24 @@ class RunningAttempt:
                 group = self.spawner.spawn(starts, output, give_up=self._not_to_start)
             except OSError as error:  # the wrapper, or the folder where the job was submitted, is not on this node
                 words = f"cannot start {starts[0].command[0]} in {starts[0].folder}: {error.strerror}"
-                return self._not_started(words, log)
+                return self._not_started(words)
             if self._script is not None:
                 self._script.begin()
             stopped = self._watch(group)
         if stopped:
             return stopped
         child, code = group.failed() or (0, 0)
-        return self._judge(RankExit(code, exit_reason.oom_kills() > kills, log, self._first_rank + child))
+        words = self.spawner.output.words(log)
+        return self._judge(RankExit(code, exit_reason.oom_kills() > kills, words, self._first_rank + child))
 
     @property
     def _start(self) -> RankStart | ScriptStart:
         kind = ScriptStart if runs_script(self.task) else RankStart
         return kind(self.run, self.allocation, self.task, self.command)
 
-    def _not_started(self, words: str, log: Path) -> ExitReason:
+    def _not_started(self, words: str) -> ExitReason:
         own = ExitReason("user", words, host=node_name())
-        self._report(RankExit(127, False, log, self._first_rank), own)
+        self._report(RankExit(127, False, words, self._first_rank), own)
         return own
 
     @cached_property

@@ -20,7 +20,6 @@ from tula_cli.run.records.tasks import Task
 from tula_cli.run.storage.shortages import shortage_told, shortage_words
 from tula_cli.run.storage.space import refuses
 
-TAIL = 20_000  # bytes of a log that are read
 CGROUPS = Path("/sys/fs/cgroup")
 
 _NOISE = re.compile(r"\b\w*Warning: |\bwarnings\.warn\(|\bresource_tracker\b|^\[?[IW]\d{4}[ :]")
@@ -65,7 +64,7 @@ class RankExit:
 
     exit_code: int
     oom_kill: bool  # the kernel killed a process for memory meanwhile
-    log: Path
+    words: str  # that came last of it
     rank: int  # that this is about; under torchrun the first of those it has started
 
 
@@ -76,7 +75,7 @@ def own_reason(run: RunDir, task: Task, attempt: Attempt, exited: RankExit) -> E
     shot = exited.oom_kill and exited.exit_code < 0  # own evidence outweighs what others saw
     if failure is not None and failure.outcome != "peer" and not shot:
         return told_in_full(run, task, ExitReason.of(failure), failure.detail)
-    words = _log_tail(exited.log)
+    words = exited.words
     summary = words.rpartition("Root Cause")[2]  # torchrun's summary of the rank that failed first
     outcome = classify(words, exit_code=exited.exit_code, device=device)
     if outcome in ("peer", "unknown") and killed_by(summary):
@@ -157,7 +156,7 @@ def report(run: RunDir, task: Task, attempt: Attempt, exited: RankExit, own: Exi
             # What another rank has told is not told once more in this one's name, by another clock.
             outcome=own.outcome or "unknown" if own.rank in (None, exited.rank) else "peer",
             message=own.message,
-            detail=_log_tail(exited.log),
+            detail=exited.words,
             shortage=own.shortage,
             failed_at=time.time(),
         )
@@ -168,14 +167,6 @@ def root_cause(run: RunDir, task: Task, attempt: Attempt, own: ExitReason) -> Ex
     """Tell the attempt's end from what the ranks of all supervisors wrote."""
     failure = root(run.failures(task.id, attempt.number))
     return told_in_full(run, task, ExitReason.of(failure), failure.detail) if failure else own
-
-
-def _log_tail(log: Path) -> str:
-    if not log.exists():
-        return ""
-    with open(log, "rb") as file:
-        file.seek(max(0, log.stat().st_size - TAIL))
-        return file.read().decode(errors="replace")
 
 
 def _last_line(words: str) -> str:

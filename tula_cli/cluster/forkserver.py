@@ -34,7 +34,7 @@ class Start:
     command: tuple[str, ...]
     environment: dict[str, str]
     folder: str
-    log: str  # absolute
+    log: str  # absolute; empty where a rank goes on writing where the process that it is forked from does
 
     @property
     def forkable(self) -> bool:

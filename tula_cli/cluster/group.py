@@ -7,10 +7,11 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import IO, Union
 
 from tula_cli.cluster.forkserver import Forked, Forkserver, ForkUnavailable, Start
+from tula_cli.cluster.watching.node_log import RankOutput
 from tula_cli.host.processes import become_child
 
 POLL = 0.05  # seconds
@@ -63,13 +64,14 @@ class RankGroup:
 
 @dataclass
 class RankSpawner:
-    """Starts ranks, and keeps the process that they are forked from for the next attempt.
+    """Starts ranks, and keeps for the next attempt where they write and the process that they are forked from.
 
     Each supervisor has its own. The one that starts all ranks of a machine imports torch once for all of them. Under
     srun there is a supervisor a rank, and a rank must stay in its own task's cgroup, CPU binding and GPUs, which only a
     child of that task has: there the relaunches gain. torchrun starts its ranks itself.
     """
 
+    output: RankOutput = field(default_factory=RankOutput)
     server: Forkserver | None = None
     executes: bool = False  # for good: forking has failed once
 
@@ -97,14 +99,14 @@ class RankSpawner:
         if self.executes or not start.forkable:
             return None
         if self.server is not None and not self.server.serves(start):
-            self.close()
+            self._stop_server()
         try:
             self.server = self.server or Forkserver(start, output)
             return self.server.fork(start, give_up=give_up)
         except ForkUnavailable as error:  # whatever is wrong, a rank that imports everything itself meets and tells it
             sys.stderr.write(f"tula: ranks are not forked but executed, each with its own import of torch: {error}\n")
             self.executes = True
-            self.close()
+            self._stop_server()
             return None
 
     def spared(self) -> list[int]:
@@ -112,7 +114,11 @@ class RankSpawner:
         return [self.server.process.pid] if self.server is not None else []
 
     def close(self) -> None:
-        """End the process that ranks are forked from."""
+        """End the process that ranks are forked from, and let nothing more be written."""
+        self._stop_server()
+        self.output.close()
+
+    def _stop_server(self) -> None:
         if self.server is not None:
             self.server.close()
         self.server = None

@@ -28,6 +28,11 @@ def ranks_of(task: Task) -> int:
     return task.spec.cluster.gpus_per_node if task.spec.task_per_node else 1
 
 
+def tells_ranks(task: Task) -> bool:
+    """Return whether lines of a log begin with their rank, but those of its lowest: the worker's do, and those of supervisors that share one."""
+    return not runs_script(task) or (task.spec.cluster.kind != "local" and not task.spec.task_per_node)
+
+
 def rendezvous(task: Task) -> str:
     """Return where torchrun's agents meet, or the ranks of a script; a port taken meanwhile is an exit reason of its own.
 
@@ -72,10 +77,14 @@ class RankStart:
     task: Task
     command: LeaderCommand
 
-    def starts(self, log: Path) -> list[Start]:
-        """Return what this supervisor starts: torchrun, its own rank, or all ranks of this machine."""
+    def starts(self, log: Path | None) -> list[Start]:
+        """Return what this supervisor starts: torchrun, its own rank, or all ranks of this machine.
+
+        Args:
+            log: that its ranks open; None where they are given what to write into.
+        """
         argv, folder = tuple(self.argv()), self._folder()
-        return [Start(argv, environment, folder, str(log)) for environment in self.environments()]
+        return [Start(argv, environment, folder, str(log or "")) for environment in self.environments()]
 
     def argv(self) -> list[str]:
         """Return the command line of a rank, or of torchrun, which starts those of a node."""

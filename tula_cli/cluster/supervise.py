@@ -44,6 +44,7 @@ from tula_cli.cluster.stopping.other_format import require_known_format
 from tula_cli.cluster.stopping.repeated import again_at_once
 from tula_cli.cluster.watching.job_exports import exporting
 from tula_cli.cluster.watching.lookout import Lookout
+from tula_cli.cluster.watching.node_log import RankOutput
 from tula_cli.errors import JobFailed, TulaError
 from tula_cli.host.leftovers import MARK, GpuMemory, mark
 from tula_cli.host.network import node_name
@@ -99,7 +100,7 @@ class Supervisor:
     run: RunDir
     allocation: Allocation
     since: float = field(default_factory=time.time)
-    spawner: RankSpawner = field(default_factory=RankSpawner)
+    spawner: RankSpawner = field(init=False)
     memory: GpuMemory = field(default_factory=GpuMemory)
     lookout: Lookout = field(init=False)
     _numbers: Iterator[int] = field(default_factory=itertools.count)  # of the leader's commands
@@ -107,6 +108,7 @@ class Supervisor:
 
     def __post_init__(self) -> None:
         self.lookout = Lookout(self.run.path, self.allocation)
+        self.spawner = RankSpawner(RankOutput.of(self.allocation))
 
     def supervise(self, task_id: str) -> None:
         """Run a task, and what follows from it, to the end.

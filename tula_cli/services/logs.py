@@ -8,7 +8,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from tula_cli import words
-from tula_cli.cluster.rank_start import ranks_of, runs_script, world_size
+from tula_cli.cluster.rank_start import ranks_of, tells_ranks, world_size
+from tula_cli.cluster.watching.node_log import rank_of
 from tula_cli.errors import SpecError
 from tula_cli.host.outcome import root
 from tula_cli.plugins import nearest
@@ -21,7 +22,6 @@ _NAME = re.compile(r"(?P<task>.+?)\.(?P<attempt>[0-9]{3,})(?:\.(?P<index>[0-9]{4
 """Of `RunDir.log_path`."""
 _HARMLESS = re.compile(rb"\[c10d\] The hostname of the client socket cannot be retrieved")
 """torch says so of each connection wherever a node's address has no name, and goes on."""
-_RANK = re.compile(r"\[rank([0-9]+)\]: ?")
 
 
 @dataclass(frozen=True)
@@ -69,13 +69,13 @@ class _Log:
     attempt: int
     changed: float  # Unix time
     first: int = 0  # the lowest rank in it
-    of: int = 1  # ranks that write into it
     tagged: bool = True  # lines of ranks but the lowest begin with the rank
 
     def line(self, raw: bytes) -> LogLine:
         text = raw.decode(errors="replace").rstrip("\r\n")
-        tag = _RANK.match(text)
-        rank = int(tag[1]) if tag else self.first if self.tagged else None
+        rank = rank_of(text)
+        if rank is None and self.tagged:
+            rank = self.first
         return LogLine(self.file, text, self.task, self.attempt, rank)
 
 
@@ -155,22 +155,29 @@ class _Reader:
 
     def _with_rank(self, logs: Sequence[_Log]) -> _Log | None:
         """Return that of an attempt's logs which has the rank's lines."""
-        whole = [self._placed(log, alone=len(logs) == 1) for log in logs]
-        rank = self.wanted.rank or 0
-        changed = max(log.changed for log in logs)
-        found = (log for log in whole if log.first <= rank < log.first + log.of)
-        log = next(found, whole[0] if self.wanted.rank is None else None)
-        return None if log is None else replace(log, changed=changed)
+        rank, whole = self.wanted.rank or 0, self._placed(logs)
+        found = [log for log in whole if log.first <= rank]
+        if not found or rank >= self._ranks(found[-1]):
+            if self.wanted.rank is not None:
+                return None
+            found = whole[:1]
+        return replace(found[-1], changed=max(log.changed for log in logs))
 
-    def _placed(self, log: _Log, *, alone: bool) -> _Log:
-        """Return a log with the ranks that write into it: all on one machine, else those of its supervisor."""
+    def _placed(self, logs: Sequence[_Log]) -> list[_Log]:
+        """Return an attempt's logs with the lowest rank of each: the others in it are those up to the next one's."""
+        task = self._task(logs[0])
+        if task is None:
+            return list(logs)
+        return [replace(log, first=log.first * ranks_of(task), tagged=tells_ranks(task)) for log in logs]
+
+    def _ranks(self, log: _Log) -> int:
+        task = self._task(log)
+        return 1 if task is None else world_size(task)
+
+    def _task(self, log: _Log) -> Task | None:
         if log.task not in self._tasks:
             self._tasks[log.task] = self.run.task(log.task) if log.task else None
-        task = self._tasks[log.task]
-        if task is None:
-            return log
-        of = world_size(task) if alone and task.spec.cluster.kind == "local" else ranks_of(task)
-        return replace(log, first=log.first * ranks_of(task), of=of, tagged=not runs_script(task))
+        return self._tasks[log.task]
 
     def pass_over(self, logs: Iterable[_Log]) -> None:
         """Go to the end of logs."""

@@ -199,10 +199,11 @@ def _become(request: Request) -> None:
     os.environ.clear()
     os.environ.update(request["environment"])
     os.chdir(request["folder"])
-    log = os.open(request["log"], os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
-    for stream in (1, 2):
-        os.dup2(log, stream)
-    os.close(log)
+    if request["log"]:
+        log = os.open(request["log"], os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
+        for stream in (1, 2):
+            os.dup2(log, stream)
+        os.close(log)
     random.seed()
     if numpy := sys.modules.get("numpy"):
         numpy.random.seed()

@@ -10,7 +10,7 @@ from make_results import Truth, measured
 
 from tula_cli.cluster.exit_reason import ExitReason
 from tula_cli.cluster.scripts import checkpoints, watch
-from tula_cli.cluster.scripts.printed_metrics import last_and_best, less_is_better
+from tula_cli.cluster.scripts.printed_metrics import found, last_and_best, less_is_better
 from tula_cli.cluster.scripts.script_training import ScriptTraining
 from tula_cli.cluster.scripts.settle import settled, take_up
 from tula_cli.cluster.scripts.watch import ScriptWatch
@@ -453,3 +453,20 @@ def test_a_training_whose_shim_gave_up_before_a_step_goes_on(run: RunDir) -> Non
     folder.mkdir(parents=True)
     (folder / "failure-1.json").write_text(json.dumps(told))
     assert watched.stuck() is None
+
+
+def test_what_other_ranks_of_its_node_say_is_no_metric_of_a_script(tmp_path: Path) -> None:
+    content = {
+        "command": "python train.py -b {local_batch}",
+        "length": {"epochs": 1},
+        "reference": {"batch": 8},
+        "metric": {"acc": r"acc (\S+)"},
+    }
+    script = validate(
+        {"name": "own", "script": content, "search": {"nodes": [2], "max_node_hours": 1}}, source="test"
+    ).script
+    assert script is not None
+    (tmp_path / "log").write_text("acc 10\n[rank1]: acc 99\n[rank0]: acc 20\n")
+    logs = (tmp_path / "log", tmp_path / "none")
+    assert found(script, {}, logs, first=True, workdir=tmp_path) == {"acc": [10.0, 20.0]}
+    assert found(script, {}, logs, workdir=tmp_path) == {"acc": [10.0, 99.0, 20.0]}, "one file of all ranks, unmarked"

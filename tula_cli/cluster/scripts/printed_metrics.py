@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
+from tula_cli.cluster.watching.node_log import rank_of
 from tula_cli.spec.scripts.own_script import Rows, Script
 from tula_cli.spec.scripts.placeholders import fill
 
@@ -16,7 +17,7 @@ _LESS_IS_BETTER = re.compile(
 
 
 def found(
-    script: Script, values: Mapping[str, str | float], logs: Iterable[Path], *, workdir: Path
+    script: Script, values: Mapping[str, str | float], logs: Iterable[Path], *, first: bool = False, workdir: Path
 ) -> dict[str, list[float]]:
     """Return each metric's values, in their order, nan and infinity too; of one that is nowhere to be found an empty list.
 
@@ -24,9 +25,11 @@ def found(
         script: its section `metric`.
         values: of placeholders in the files' names.
         logs: of all attempts, oldest first.
+        first: only what rank 0 says counts, where lines of others begin with their rank.
         workdir: what a relative path starts from.
     """
     texts = [path.read_text(encoding="utf-8", errors="replace") for path in logs if path.exists()]
+    texts = [_of_rank_0(text) for text in texts] if first else texts
     told: dict[str, list[float]] = {}
     for name, source in script.metric.items():
         if isinstance(source, Rows):
@@ -35,6 +38,10 @@ def found(
             seen = (match for text in texts for match in re.findall(source, text, re.MULTILINE))
         told[name] = [number for value in seen if (number := _number(value)) is not None]
     return told
+
+
+def _of_rank_0(text: str) -> str:
+    return "".join(line for line in text.splitlines(keepends=True) if rank_of(line) in (None, 0))
 
 
 def less_is_better(name: str) -> bool:

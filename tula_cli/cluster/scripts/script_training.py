@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tula_cli.cluster.exit_reason import ExitReason
-from tula_cli.cluster.rank_start import world_size
+from tula_cli.cluster.rank_start import tells_ranks, world_size
 from tula_cli.cluster.scripts import checkpoints, printed_metrics
 from tula_cli.cluster.scripts.scaled import applied
 from tula_cli.cluster.scripts.values import Place, learning_rate, own, values
@@ -332,7 +332,7 @@ class ScriptTraining:
         script, task = own(self.task.spec), self.task
         attempts = self.training.attempts()
         logs = [self.run.log_path(attempt.task, attempt.number) for attempt in attempts]
-        told = printed_metrics.found(script, self.known, logs, workdir=Path(task.workdir))
+        told = printed_metrics.found(script, self.known, logs, first=tells_ranks(task), workdir=Path(task.workdir))
         for name, seen in told.items():
             if not seen:
                 self._add(

@@ -52,7 +52,7 @@ class ScriptStart:
     def attempt(self) -> ScriptAttempt:
         return ScriptAttempt(self.run.path, self.task.id, self.command.attempt)
 
-    def starts(self, log: Path) -> list[Start]:
+    def starts(self, log: Path | None) -> list[Start]:
         """Return what this supervisor starts; the plan is written, and what the processes need is made.
 
         Raises:
@@ -68,7 +68,7 @@ class ScriptStart:
         if self.allocation.leader:
             self.attempt.write_plan(self.plan())
         return [
-            Start(self.argv(place), self._environment(place, shim), self.task.workdir, str(log))
+            Start(self.argv(place), self._environment(place, shim), self.task.workdir, str(log or ""))
             for place in self.places()
         ]
 

@@ -48,8 +48,8 @@ class Lookout:
 
     def __post_init__(self) -> None:
         allocation = self.allocation
-        if allocation.nodes is None or allocation.count <= allocation.nodes:
-            return  # alone on its node
+        if allocation.alone:
+            return
         name = address(allocation.id, allocation.node, str(self.run.resolve()))
         if allocation.local_index:
             self._listener = Listener(name)

@@ -1,0 +1,104 @@
+"""One log a node: whole lines of several ranks, and of each its own last words."""
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import IO
+
+import make_runs
+import pytest
+
+from tula_cli.cluster.allocation import Allocation
+from tula_cli.cluster.watching import node_log
+from tula_cli.cluster.watching.node_log import RankOutput, log_of, rank_of
+from tula_cli.run.directory import RunDir
+
+SAYS = """
+import os, sys, time
+for part, times in {parts!r}:
+    os.write(1, part * times)
+    time.sleep(0.02)
+"""
+
+
+def rank(output: IO[bytes], *said: bytes | tuple[bytes, int]) -> "subprocess.Popen[bytes]":
+    """A process that writes these words, each by itself and so many times."""
+    parts = [one if isinstance(one, tuple) else (one, 1) for one in said]
+    return subprocess.Popen([sys.executable, "-c", SAYS.format(parts=parts)], stdout=output, stderr=subprocess.STDOUT)
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDir:
+    return RunDir.create(tmp_path / "runs", make_runs.spec())
+
+
+def test_lines_of_the_ranks_of_a_node_do_not_mix_and_each_keeps_its_own_last_words(run: RunDir) -> None:
+    log = run.log_path("train-s-1", 1)
+    first, second = RankOutput(shared=True), RankOutput(shared=True, rank=1)
+    with first.into(run, log) as one, second.into(run, log) as two:
+        began = rank(one, *[b"zer", b"o\n"] * 10, b"\r10 %", b"\r20 %", b"\n", b"no end")
+        other = rank(two, *[b"o", b"n", b"e\r\n"] * 10, b"[rank1]: Traceback\n", b"ValueError: mine")
+        assert began.wait() == other.wait() == 0
+    assert first.words(log).splitlines() == ["zero"] * 10 + ["", "10 %", "20 %", "no end"]
+    assert second.words(log).splitlines() == ["one"] * 10 + ["[rank1]: Traceback", "ValueError: mine"]
+    lines = log.read_text().splitlines()
+    assert [line for line in lines if rank_of(line) is None] == ["zero"] * 10 + ["", "10 %", "20 %", "no end"]
+    own = [line for line in lines if rank_of(line) == 1]
+    assert own == ["[rank1]: one"] * 10 + ["[rank1]: Traceback", "[rank1]: ValueError: mine"]
+    assert len(lines) == 26
+    first.close(), second.close()
+
+
+def test_the_next_attempt_writes_into_its_own_log_and_what_is_remembered_begins_anew(run: RunDir) -> None:
+    output, logs = RankOutput(shared=True, rank=3), [run.log_path("train-s-1", number) for number in (1, 2)]
+    for number, log in enumerate(logs):
+        with output.into(run, log) as pipe:
+            rank(pipe, b"attempt %d\n" % number).wait()
+        assert output.words(log) == f"attempt {number}\n"
+    assert [log.read_text() for log in logs] == ["[rank3]: attempt 0\n", "[rank3]: attempt 1\n"]
+    output.close()
+
+
+def test_long_output_is_remembered_by_its_end_and_a_line_without_end_is_cut(run: RunDir) -> None:
+    log, output = run.log_path("train-s-1", 1), RankOutput(shared=True, rank=1)
+    with output.into(run, log) as pipe:
+        rank(pipe, (b"x", 200_000), (b"\n", 30_000), b"last\n").wait()
+    assert output.words(log).endswith("\nlast\n") and len(output.words(log)) == node_log.TAIL
+    text = log.read_text()
+    assert text.count("x") == 200_000 and text.count("\n") <= 30_006
+    output.close()
+
+
+class Full:
+    """A run whose disk is full."""
+
+    def open_log(self, _: Path) -> IO[bytes]:
+        return open("/dev/full", "ab")
+
+
+def test_a_rank_goes_on_where_its_log_finds_no_room(run: RunDir) -> None:
+    output = RankOutput(shared=True, rank=1)
+    with output.into(Full(), run.log_path("train-s-1", 1)) as pipe:  # type: ignore[arg-type]
+        assert rank(pipe, *[(b"y", 50_000), b"\n"] * 5, b"OSError: no room\n").wait(timeout=20) == 0
+    assert output.words(run.path).endswith("y\nOSError: no room\n")
+    output.close()
+
+
+def test_one_that_is_alone_on_its_node_lets_its_ranks_write_themselves(run: RunDir) -> None:
+    log, output = run.log_path("train-s-1", 1), RankOutput()
+    with output.into(run, log) as file:
+        rank(file, b"half").wait()
+        assert log.read_text() == "half"
+    assert output.words(log) == "half"
+    assert RankOutput().words(run.path / "none") == ""
+    output.close()
+
+
+def test_the_log_of_a_node_bears_the_index_of_its_first_supervisor(run: RunDir) -> None:
+    def name(index: int, local: int, *, count: int = 16, nodes: int | None = 2) -> str:
+        return log_of(run, Allocation(index, count, local, "7", nodes=nodes), "train-s-1", 2).name
+
+    assert [name(0, 0), name(7, 7)] == ["train-s-1.002.log"] * 2
+    assert [name(8, 0), name(15, 7)] == ["train-s-1.002.0008.log"] * 2
+    assert name(1, 0, count=2) == "train-s-1.002.0001.log", "one a node"
+    assert name(3, 3, nodes=None) == "train-s-1.002.0003.log", "nobody tells how many nodes there are"

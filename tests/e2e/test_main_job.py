@@ -1,6 +1,7 @@
 """profile -> recommend -> train with real ranks, and what is done to them on the way."""
 
 import os
+import shutil
 import signal
 import subprocess
 from pathlib import Path
@@ -9,6 +10,7 @@ import pytest
 from driver import weights_differ
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+import tula_cli
 from tula_cli.models.choice.knee import ALIKE
 from tula_cli.run.records.probes import Measured, OutOfMemory
 from tula_cli.spec.load import load_spec
@@ -153,7 +155,9 @@ def test_a_training_that_diverges_ends_with_its_own_exit_code(tula) -> None:
     "it is killed, or the connection to it is lost",
     "the job goes on; the same command attaches to it",
 )
-def test_a_killed_command_line_loses_nothing(tula) -> None:
+def test_a_killed_command_line_loses_nothing_also_in_a_checkout_of_tula(tula) -> None:
+    package = Path(tula_cli.__file__).parent
+    shutil.copytree(package, tula.folder / package.name, ignore=shutil.ignore_patterns("__pycache__"))
     process = tula.start("train", "job.yaml", "--nodes", "1", "--batch", "64", "--set", "train.epochs=8")
     tula.until(tula.epochs_done)
     os.kill(process.pid, signal.SIGKILL)

@@ -246,8 +246,7 @@ def _found_at(name: str, origin: str) -> bool:
     found = PathFinder.find_spec(name)
     if found is None or found.origin in (None, origin):  # another finder's, or a folder that hides nothing
         return True
-    if not Path(
-        origin
-    ).exists():  # it is in an archive; tula's own, that of the run, is what the job was submitted with
+    if not Path(origin).exists():
+        # In an archive: tula's own, that of the run, is what the job was submitted with.
         return name == "tula_cli"
     return Path(str(found.origin)).samefile(origin)

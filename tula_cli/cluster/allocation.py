@@ -63,6 +63,7 @@ class Allocation:
 
     cpus: int | None = None  # of a supervisor; None where nobody tells
     node: str = ""  # tells the supervisors of this node from those of others
+    neighbours: tuple[int, ...] = ()  # supervisors of this node, where they may not follow each other
     scheduler: Scheduler = field(default_factory=SlurmScheduler)  # that a job with an id is one of
 
     @classmethod
@@ -93,6 +94,7 @@ class Allocation:
             environ=environ,
             cpus=place.cpus,
             node=place.node,
+            neighbours=place.neighbours,
             scheduler=asked,
         )
 

@@ -343,9 +343,9 @@ class RunDir:
     def submitit_dir(self) -> Path:
         return self.path / "submitit"
 
-    def log_path(self, task_id: str, attempt: int, rank: int = 0) -> Path:
-        """Return where the output of one attempt goes: of all ranks that one supervisor has started."""
-        return self.path / "logs" / f"{task_id}.{attempt:03d}{f'.{rank:04d}' if rank else ''}.log"
+    def log_path(self, task_id: str, attempt: int, index: int = 0) -> Path:
+        """Return where the output of one attempt goes: of all ranks of the node whose first supervisor has this index."""
+        return self.path / "logs" / f"{task_id}.{attempt:03d}{f'.{index:04d}' if index else ''}.log"
 
     def open_log(self, path: Path) -> BinaryIO:
         """Open a log to add to it; raises TulaError where the disk is full or the folder cannot be written."""

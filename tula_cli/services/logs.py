@@ -70,6 +70,7 @@ class _Log:
     changed: float  # Unix time
     first: int = 0  # the lowest rank in it
     tagged: bool = True  # lines of ranks but the lowest begin with the rank
+    shared: bool = False  # by supervisors with a rank each: the lowest rank's lines are shown where none is asked for
 
     def line(self, raw: bytes) -> LogLine:
         text = raw.decode(errors="replace").rstrip("\r\n")
@@ -168,11 +169,13 @@ class _Reader:
         task = self._task(logs[0])
         if task is None:
             return list(logs)
-        return [replace(log, first=log.first * ranks_of(task), tagged=tells_ranks(task)) for log in logs]
+        own, tagged = ranks_of(task), tells_ranks(task)
+        shared = task.spec.cluster.kind != "local" and not task.spec.task_per_node
+        return [replace(log, first=log.first * own, tagged=tagged, shared=shared) for log in logs]
 
     def _ranks(self, log: _Log) -> int:
         task = self._task(log)
-        return 1 if task is None else world_size(task)
+        return log.first + 1 if task is None else world_size(task)
 
     def _task(self, log: _Log) -> Task | None:
         if log.task not in self._tasks:
@@ -205,11 +208,12 @@ class _Reader:
                     return
                 self._offsets[log.file] += len(raw)
                 line = log.line(raw)
-                if self._is_new(line) and self._is_of_rank(line) and not _HARMLESS.search(raw):
+                if self._is_new(line) and self._is_of_rank(line, log) and not _HARMLESS.search(raw):
                     yield line
 
-    def _is_of_rank(self, line: LogLine) -> bool:
-        return None in (self.wanted.rank, line.rank) or line.rank == self.wanted.rank
+    def _is_of_rank(self, line: LogLine, log: _Log) -> bool:
+        wanted = log.first if self.wanted.rank is None and log.shared else self.wanted.rank
+        return None in (wanted, line.rank) or line.rank == wanted
 
     def _is_new(self, line: LogLine) -> bool:
         """Return whether a line was written since; one without a time has that of the one before it."""

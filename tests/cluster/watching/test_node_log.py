@@ -1,9 +1,11 @@
 """One log a node: whole lines of several ranks, and of each its own last words."""
 
+import os
 import subprocess
 import sys
+import time
 from pathlib import Path
-from typing import IO
+from typing import IO, BinaryIO
 
 import make_runs
 import pytest
@@ -37,15 +39,21 @@ def test_lines_of_the_ranks_of_a_node_do_not_mix_and_each_keeps_its_own_last_wor
     first, second = RankOutput(shared=True), RankOutput(shared=True, rank=1)
     with first.into(run, log) as one, second.into(run, log) as two:
         began = rank(one, *[b"zer", b"o\n"] * 10, b"\r10 %", b"\r20 %", b"\n", b"no end")
-        other = rank(two, *[b"o", b"n", b"e\r\n"] * 10, b"[rank1]: Traceback\n", b"ValueError: mine")
+        other = rank(
+            two, *[b"o", b"n", b"e\r\n"] * 10, b"[rank1]: Traceback\n", b"[rank1]:[W1125 c10d]\n", b"ValueError: mine"
+        )
         assert began.wait() == other.wait() == 0
     assert first.words(log).splitlines() == ["zero"] * 10 + ["", "10 %", "20 %", "no end"]
-    assert second.words(log).splitlines() == ["one"] * 10 + ["[rank1]: Traceback", "ValueError: mine"]
+    assert second.words(log).splitlines() == ["one"] * 10 + [
+        "[rank1]: Traceback",
+        "[rank1]:[W1125 c10d]",
+        "ValueError: mine",
+    ]
     lines = log.read_text().splitlines()
     assert [line for line in lines if rank_of(line) is None] == ["zero"] * 10 + ["", "10 %", "20 %", "no end"]
     own = [line for line in lines if rank_of(line) == 1]
-    assert own == ["[rank1]: one"] * 10 + ["[rank1]: Traceback", "[rank1]: ValueError: mine"]
-    assert len(lines) == 26
+    assert own == ["[rank1]: one"] * 10 + ["[rank1]: Traceback", "[rank1]:[W1125 c10d]", "[rank1]: ValueError: mine"]
+    assert len(lines) == 27
     first.close(), second.close()
 
 
@@ -69,18 +77,42 @@ def test_long_output_is_remembered_by_its_end_and_a_line_without_end_is_cut(run:
     output.close()
 
 
-class Full:
-    """A run whose disk is full."""
+class Elsewhere:
+    """A run whose logs are other files."""
 
-    def open_log(self, _: Path) -> IO[bytes]:
-        return open("/dev/full", "ab")
+    def __init__(self, *files: BinaryIO) -> None:
+        self.files = list(files)
+
+    def open_log(self, _: Path) -> BinaryIO:
+        return self.files.pop(0)
 
 
 def test_a_rank_goes_on_where_its_log_finds_no_room(run: RunDir) -> None:
     output = RankOutput(shared=True, rank=1)
-    with output.into(Full(), run.log_path("train-s-1", 1)) as pipe:  # type: ignore[arg-type]
+    with output.into(Elsewhere(open("/dev/full", "ab")), run.path) as pipe:  # type: ignore[arg-type]
         assert rank(pipe, *[(b"y", 50_000), b"\n"] * 5, b"OSError: no room\n").wait(timeout=20) == 0
     assert output.words(run.path).endswith("y\nOSError: no room\n")
+    output.close()
+
+
+def test_words_are_of_their_own_attempt_though_the_disk_hangs(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(node_log, "_PATIENCE", 0.3)
+    far, near = os.pipe()
+    full = os.fdopen(near, "wb", buffering=0)
+    full.write(bytes(65_536))  # nobody reads: whoever writes waits
+    log = run.path / "second.log"
+    output = RankOutput(shared=True, rank=1)
+    elsewhere = Elsewhere(full, run.open_log(log))
+    with output.into(elsewhere, log) as pipe:  # type: ignore[arg-type]
+        for _ in range(2 * node_log._WAITING):
+            pipe.write(b"step\n")
+            time.sleep(0.0005)
+        assert rank(pipe, b"OutOfMemoryError\n").wait(timeout=20) == 0, "a rank does not wait"
+    assert output.words(log).endswith("step\nOutOfMemoryError\n")
+    with output.into(elsewhere, log) as pipe:  # type: ignore[arg-type]
+        rank(pipe, b"ValueError: mine\n").wait()
+        os.read(far, 65_536)  # it hangs no more
+    assert output.words(log) == "ValueError: mine\n"
     output.close()
 
 
@@ -95,10 +127,13 @@ def test_one_that_is_alone_on_its_node_lets_its_ranks_write_themselves(run: RunD
 
 
 def test_the_log_of_a_node_bears_the_index_of_its_first_supervisor(run: RunDir) -> None:
-    def name(index: int, local: int, *, count: int = 16, nodes: int | None = 2) -> str:
-        return log_of(run, Allocation(index, count, local, "7", nodes=nodes), "train-s-1", 2).name
+    def name(index: int, local: int, *near: int, count: int = 16, nodes: int | None = 2) -> str:
+        allocation = Allocation(index, count, local, "7", nodes=nodes, neighbours=near)
+        return log_of(run, allocation, "train-s-1", 2).name
 
     assert [name(0, 0), name(7, 7)] == ["train-s-1.002.log"] * 2
     assert [name(8, 0), name(15, 7)] == ["train-s-1.002.0008.log"] * 2
     assert name(1, 0, count=2) == "train-s-1.002.0001.log", "one a node"
     assert name(3, 3, nodes=None) == "train-s-1.002.0003.log", "nobody tells how many nodes there are"
+    assert name(3, 1, 2, 3, count=4) == "train-s-1.002.0002.log"
+    assert name(3, 1, 1, 3, count=4) == "train-s-1.002.0003.log", "srun --distribution=cyclic: each has its own"

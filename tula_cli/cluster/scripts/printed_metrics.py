@@ -41,7 +41,7 @@ def found(
 
 
 def _of_rank_0(text: str) -> str:
-    return "".join(line for line in text.splitlines(keepends=True) if rank_of(line) in (None, 0))
+    return "\n".join(line for line in text.split("\n") if rank_of(line) in (None, 0))
 
 
 def less_is_better(name: str) -> bool:

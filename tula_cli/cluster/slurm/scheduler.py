@@ -103,6 +103,7 @@ class SlurmScheduler:
             restarts=int(environ.get("SLURM_RESTART_COUNT", "0")),
             cpus=None if cpus is None else int(cpus),
             node="\n".join(environ.get(name, "") for name in ("SLURM_STEP_ID", "SLURM_NODEID")),
+            neighbours=tuple(int(index) for index in environ.get("SLURM_GTIDS", "").split(",") if index),
         )
 
     def ends_at(self, job_id: str, environ: Mapping[str, str]) -> float | None:

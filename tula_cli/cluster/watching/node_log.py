@@ -6,10 +6,12 @@ as torch marks its own. What its ranks wrote last a supervisor remembers then: a
 """
 
 import contextlib
+import itertools
 import os
+import queue
 import re
-import select
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,10 +22,12 @@ from tula_cli.run.directory import RunDir
 
 TAIL = 20_000  # bytes that tell an end
 _CHUNK = 65_536  # bytes: what a pipe holds, and the longest line that is not cut
-_PATIENCE = 5.0
-"""Seconds for what is in the pipe to reach the file, which may be on a file system that hangs."""
-_MARK = b"\0tula\0"
-"""What a supervisor writes as the end of a line into its own pipe: all before it has been read."""
+_WAITING = 256
+"""Pieces that wait for a file system that hangs; what comes then is not written, for a rank must not stand still."""
+_PATIENCE = 2.0  # seconds
+_PAUSE = 0.02
+_MARK = re.compile(rb"\0tula ([0-9]+)\0$")
+"""What a supervisor writes as the end of a line into its own pipe: all before it has been read when it is."""
 _LINE_END = re.compile(rb"\r\n|\n|\r")
 """A progress bar ends its lines by the last: left as it is, the next rank's line would stand behind it."""
 _TAG = re.compile(r"\[rank([0-9]+)\]: ?")
@@ -41,9 +45,16 @@ def rank_of(line: str) -> int | None:
 
 
 def log_of(run: RunDir, allocation: Allocation, task_id: str, attempt: int) -> Path:
-    """Return the log of this node, which bears the index of the node's first supervisor."""
-    first = allocation.index - (0 if allocation.alone else allocation.local_index)
+    """Return where the ranks of a supervisor write: their node's log, which bears the index of its first supervisor, or their own."""
+    first = allocation.index - (allocation.local_index if _shares(allocation) else 0)
     return run.log_path(task_id, attempt, first).resolve()
+
+
+def _shares(allocation: Allocation) -> bool:
+    """Return whether others of its node write into its log: a node's ranks that do not follow each other have a log each."""
+    first = allocation.index - allocation.local_index
+    near = allocation.neighbours
+    return not allocation.alone and near == tuple(range(first, first + len(near)))
 
 
 def end_of(log: Path) -> str:
@@ -60,6 +71,8 @@ def end_of(log: Path) -> str:
 class RankOutput:
     """Where the ranks of one supervisor write, attempt after attempt.
 
+    One thread reads and never waits for a file, another one writes: words that tell an end are there though a disk hangs.
+
     Args:
         shared: whether other supervisors of the node write into the same log.
         rank: the first rank of this supervisor where its lines begin with it; None where they need not.
@@ -68,14 +81,19 @@ class RankOutput:
     shared: bool = False
     rank: int | None = None
     _pipe: IO[bytes] | None = None  # for ranks to write into
-    _log: BinaryIO | None = None
-    _words: bytearray = field(default_factory=bytearray)
-    _read: threading.Event = field(default_factory=threading.Event)
+    _numbers: Iterator[int] = field(default_factory=itertools.count)  # of marks
+    _begin: dict[int, BinaryIO] = field(default_factory=dict)  # logs of attempts, by the marks that they begin at
+    _mark: int = -1  # that was read last
+    _words: bytearray = field(default_factory=bytearray)  # of the attempt
+    _waiting: "queue.Queue[tuple[BinaryIO, bytes] | threading.Event]" = field(
+        default_factory=lambda: queue.Queue(_WAITING)
+    )
 
     @classmethod
     def of(cls, allocation: Allocation) -> "RankOutput":
         """Return that of this supervisor."""
-        return cls(not allocation.alone, allocation.index if allocation.local_index else None)
+        shared = _shares(allocation)
+        return cls(shared, allocation.index if shared and allocation.local_index else None)
 
     @contextlib.contextmanager
     def into(self, run: RunDir, log: Path) -> Iterator[IO[bytes]]:
@@ -84,34 +102,27 @@ class RankOutput:
         Raises:
             TulaError: the disk is full, or the folder cannot be written.
         """
-        with run.open_log(log) as file:
-            if not self.shared:
+        file = run.open_log(log)
+        if not self.shared:
+            with file:
                 yield file
-                return
-            self._words.clear()
-            self._log = file
-            try:
-                yield self._started()
-            finally:
-                self.flush()
-                self._log = None
+            return
+        pipe = self._started()
+        self._send_mark(pipe, begins=file)
+        try:
+            yield pipe
+        finally:
+            last, until = self._send_mark(pipe), time.monotonic() + _PATIENCE
+            while self._mark < last and time.monotonic() < until:
+                time.sleep(_PAUSE)
+            written = threading.Event()
+            with contextlib.suppress(queue.Full):
+                self._waiting.put(written, timeout=_PATIENCE)
+                written.wait(_PATIENCE)
 
     def words(self, log: Path) -> str:
-        """Return the end of what this supervisor's ranks have written."""
-        if not self.shared:
-            return end_of(log)
-        self.flush()
-        return self._words.decode(errors="replace")
-
-    def flush(self) -> None:
-        """Wait until what has been written so far is in the log."""
-        if self._pipe is None:
-            return
-        self._read.clear()
-        _, room, _ = select.select([], [self._pipe], [], _PATIENCE)
-        if room:
-            self._pipe.write(_MARK + b"\n")
-            self._read.wait(_PATIENCE)
+        """Return the end of what this supervisor's ranks have written in the last attempt."""
+        return bytes(self._words).decode(errors="replace") if self.shared else end_of(log)
 
     def close(self) -> None:
         """Let nothing more be written."""
@@ -124,31 +135,72 @@ class RankOutput:
         if self._pipe is None:
             far, near = os.pipe()
             self._pipe = os.fdopen(near, "wb", buffering=0)
-            threading.Thread(target=self._pass_on, args=(far,), name="log of this node", daemon=True).start()
+            for work in (lambda: self._read(far), self._write):
+                threading.Thread(target=work, name="log of this node", daemon=True).start()
         return self._pipe
 
-    def _pass_on(self, pipe: int) -> None:
+    def _send_mark(self, pipe: IO[bytes], *, begins: BinaryIO | None = None) -> int:
+        number, until = next(self._numbers), time.monotonic() + _PATIENCE
+        if begins is not None:
+            self._begin[number] = begins
+        # None: a rank has made the pipe one that does not wait, and it is full.
+        while pipe.write(b"\0tula %d\0\n" % number) is None and time.monotonic() < until:
+            time.sleep(_PAUSE)
+        return number
+
+    def _read(self, pipe: int) -> None:
         """Read what ranks write until nobody can write any more."""
+        log: BinaryIO | None = None
         rest = b""
         with open(pipe, "rb", buffering=0) as ranks:
             while chunk := ranks.read(_CHUNK):
                 lines, rest = _split(rest + chunk)
-                marked = any(line.endswith(_MARK) for line in lines)
-                told = [line.removesuffix(_MARK) for line in lines if line != _MARK]
-                self._words += b"".join(line + b"\n" for line in told)
-                del self._words[:-TAIL]
-                self._add(told)
-                if marked:
-                    self._read.set()
+                told: list[bytes] = []
+                for line in lines:
+                    mark = _MARK.search(line)
+                    if mark is None or mark.start():
+                        told.append(line[: mark.start()] if mark else line)
+                    if mark is not None:
+                        self._keep(told, log)
+                        log, told = self._passed(int(mark[1]), log), []
+                self._keep(told, log)
 
-    def _add(self, lines: Sequence[bytes]) -> None:
-        """Add lines to the log by one write."""
+    def _passed(self, mark: int, log: BinaryIO | None) -> BinaryIO | None:
+        """Note that a mark was read; return the log of what follows."""
+        begins = self._begin.pop(mark, None)
+        if begins is not None:
+            self._words.clear()
+            self._add(log, b"")
+        self._mark = mark
+        return begins or log
+
+    def _keep(self, lines: Sequence[bytes], log: BinaryIO | None) -> None:
+        if not lines:
+            return
+        self._words += b"".join(line + b"\n" for line in lines)
+        del self._words[:-TAIL]
         before = b"" if self.rank is None else tag(self.rank).encode()
-        text = b"".join((b"" if line.startswith(before) else before) + line + b"\n" for line in lines)
-        # A rank must not stand still because its words find no room: what it cannot write itself, it tells.
-        with contextlib.suppress(OSError, ValueError):
-            if text and self._log is not None:
-                os.write(self._log.fileno(), text)
+        known = before.rstrip()  # torch writes its own with and without a space
+        text = b"".join((b"" if line.startswith(known) else before) + line + b"\n" for line in lines)
+        self._add(log, text)
+
+    def _add(self, log: BinaryIO | None, text: bytes) -> None:
+        """Let text be written; none closes the log."""
+        if log is not None:
+            with contextlib.suppress(queue.Full):
+                self._waiting.put_nowait((log, text))
+
+    def _write(self) -> None:
+        """Add to the log what was read, each piece by one write."""
+        while True:
+            found = self._waiting.get()
+            if isinstance(found, threading.Event):
+                found.set()
+                continue
+            log, text = found
+            # What finds no room is lost: the rank meets the full disk too, and tells it.
+            with contextlib.suppress(OSError):
+                os.write(log.fileno(), text) if text else log.close()
 
 
 def _split(text: bytes) -> tuple[list[bytes], bytes]:

@@ -2,7 +2,9 @@
 
 import gc
 import signal
+import sys
 import uuid
+from collections.abc import Generator
 from typing import Any
 
 import pytest
@@ -41,6 +43,16 @@ def pytest_configure(config: pytest.Config) -> None:
     """Hear Ctrl-C, which a shell lets programs ignore that it starts with `&`: some tests send it to themselves."""
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Keep what pytest makes of the tests' modules for its other processes, also where Python is told to keep nothing."""
+    told, sys.dont_write_bytecode = sys.dont_write_bytecode, False
+    try:
+        return (yield)
+    finally:
+        sys.dont_write_bytecode = told
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

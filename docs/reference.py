@@ -26,6 +26,7 @@ from tula_cli.presets import AGS_PRESETS
 from tula_cli.spec.job import JobSpec
 from tula_cli.spec.kinds import Section, known_method, parse_minutes, parse_size
 from tula_cli.spec.methods import METHODS
+from tula_cli.spec.resources import Cluster
 from tula_cli.spec.schema.descriptions import descriptions, inner_sections, sections
 from tula_cli.spec.scripts.placeholders import PLACEHOLDERS
 
@@ -223,7 +224,7 @@ AGAIN = f"; twice within {AT_ONCE:g} s of a start, without progress, ends it"
 
 def _endings() -> str:
     rows = [
-        f"| `{outcome}` | {_cell(ending.means)} | {ending.error.exit_code} | {'yes' if ending.names_host else '-'} | {NEXT_WORDS[ending.follows]}{AGAIN * ending.final_if_again} | {_cell(ending.advice)} |"
+        f"| `{outcome}` | {_cell(ending.means)} | {ending.error.exit_code} | {'yes' if ending.names_host else '-'} | {NEXT_WORDS[ending.follows]}{AGAIN * ending.final_if_again} | {_cell(ending.advised(Cluster()))} |"
         for outcome, ending in ENDINGS.items()
     ]
     return "\n".join(

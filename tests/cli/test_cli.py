@@ -1165,6 +1165,23 @@ def test_a_reader_that_leaves_is_no_error(here):
     started.stderr.close()
 
 
+def test_an_error_keeps_its_exit_code_when_its_reader_leaves(here):
+    started = process("recommend", "nothing", "--json", cwd=here)
+    started.stdout.close()
+    assert started.wait(timeout=60) == SpecError.exit_code
+    assert started.stderr.read().splitlines()[0] == "error: no such file: nothing"
+    started.stderr.close()
+
+
+@pytest.mark.parametrize(("words", "code"), [("list --json", 0), ("recommend nothing --json", SpecError.exit_code)])
+def test_a_closed_stdout_is_no_error(here, words, code):
+    command = f"{shlex.join([sys.executable, '-m', 'tula_cli'])} {words} >&-"
+    done = subprocess.run(
+        ["bash", "-c", command], cwd=here, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True
+    )
+    assert (done.returncode, "Traceback" in done.stderr) == (code, False)
+
+
 def test_ctrl_c_as_a_process(here):
     run = RunDir.create(here / "tula-runs", make.spec())
     make.add_probes(run, 1, (32,))

@@ -54,9 +54,11 @@ def test_a_shell_completes_commands_options_and_values() -> None:
 
 
 def test_completion_is_installed_for_a_shell(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "tula_cli", "--install-completion", "bash"]
+    command = shlex.join([sys.executable, "-m", "tula_cli", "--install-completion", "bash"])
+    # The shell is looked for among the parents; bash stays one where another command follows.
+    in_bash = ["bash", "-c", f"{command}; exit $?"]
     done = subprocess.run(
-        command, env={**os.environ, "HOME": str(tmp_path)}, capture_output=True, text=True, check=False
+        in_bash, env={**os.environ, "HOME": str(tmp_path)}, capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stdout + done.stderr
     (written,) = (tmp_path / ".bash_completions").iterdir()

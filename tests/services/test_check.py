@@ -7,6 +7,7 @@ import time
 
 import make_runs as make
 import pytest
+from fake_slurm import FakeSlurm
 from make_results import Truth, inspected, measured, out_of_memory
 
 from tula_cli.cluster.slurm import partitions as site
@@ -164,6 +165,15 @@ def test_a_check_tells_what_is_expected_beside_what_is_at_most(found):
     report = check(spec())
     shown = "\n".join(str(line) for line in show_check.check(report, {}))
     assert re.search(r"expected .* one job after the other, .* node-h where a step takes 0.1 s\nat most", shown)
+
+
+def test_a_charge_factor_of_a_name_that_slurm_does_not_know_is_warned_of(found, tmp_path, monkeypatch):
+    slurm = FakeSlurm(tmp_path / "slurm")
+    slurm.use(monkeypatch)
+    slurm.fault(sinfo="gpu\ndebug")
+    pricing = {"kind": "billing", "per_node": 64, "partition_factors": {"gpuu": 2}}
+    report = check_all(spec(cluster={"kind": "slurm"}, pricing=pricing)).reports[None]
+    assert [told for told in report.warnings if "no partition 'gpuu'" in told and "did you mean gpu?" in told]
 
 
 def test_slurm_has_no_machine_hours(found):

@@ -84,19 +84,25 @@ def run(arguments: Sequence[str], *, screen: Screen | None = None) -> int:
     try:
         code = typer.main.get_command(app)(args=list(arguments), prog_name="tula", standalone_mode=False, obj=screen)
     except TulaError as error:
-        screen.fail(error)
-        return error.exit_code
+        return _failed(screen, error)
     except BrokenPipeError:
         return _reader_is_gone()
     except (KeyboardInterrupt, typer.Abort):
-        screen.fail(Interrupted("interrupted"))
-        return Interrupted.exit_code
+        return _failed(screen, Interrupted("interrupted"))
     except typer.Exit as error:
         return error.exit_code
     except USAGE_ERROR as error:
-        screen.fail(_usage(error))
-        return SpecError.exit_code
+        return _failed(screen, _usage(error))
     return code if isinstance(code, int) else 0
+
+
+def _failed(screen: Screen, error: TulaError) -> int:
+    """Show an error; return its exit code, which stands whether or not somebody reads."""
+    try:
+        screen.fail(error)
+    except BrokenPipeError:
+        _reader_is_gone()
+    return error.exit_code
 
 
 def _usage(error: Any) -> SpecError:
@@ -124,7 +130,7 @@ def _defect(screen: Screen, kind: type[BaseException], error: BaseException, tra
     sys.__excepthook__(kind, error, trace)
     theirs = _their_line(trace)
     hint = f"raised by {theirs}, which is no part of tula" if theirs else _REPORT
-    screen.fail(TulaError(f"{kind.__name__}: {error}", hint))
+    _failed(screen, TulaError(f"{kind.__name__}: {error}", hint))
 
 
 def _their_line(trace: Any) -> str:
@@ -144,6 +150,9 @@ def _their_line(trace: Any) -> str:
 
 def main() -> None:
     """Run the command line and exit."""
+    for name in ("stdout", "stderr"):  # python has none where the shell has closed it (`>&-`)
+        if getattr(sys, name) is None:
+            setattr(sys, name, Path(os.devnull).open("w"))  # noqa: SIM115 - until the end
     screen = Screen()
     sys.excepthook = functools.partial(_defect, screen)
     sys.exit(run(sys.argv[1:], screen=screen))

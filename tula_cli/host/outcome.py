@@ -14,6 +14,7 @@ from tula_cli.host.endings.outcomes import ENDINGS
 from tula_cli.host.launchers import CHILD_KILLED, ENDED_BY_SIGNAL
 from tula_cli.run.records.base import OutcomeClass
 from tula_cli.run.records.jobs import Failure
+from tula_cli.spec.resources import Cluster
 
 
 @dataclass(frozen=True)
@@ -269,19 +270,19 @@ def _severity(failure: Failure) -> int:
 _OF_A_SCRIPT = "correct the script or its section and run the same command again; tula logs shows what the script wrote"
 
 
-def advice(outcome: OutcomeClass, words: str = "", *, script: bool = False) -> str:
+def advice(outcome: OutcomeClass, words: str = "", *, script: bool = False, cluster: Cluster | None = None) -> str:
     """Return one line: what the user can do about it, by what was told of it where that says more than its class.
 
     Args:
         outcome: its class.
         words: what was told of it.
         script: whether a script of the user's own ran, not tula's loop.
+        cluster: where it ran; None: where tula's own schedulers start jobs.
     """
     if script and outcome == "user":
         return _OF_A_SCRIPT
-    if outcome == "device_fault":
-        return next((what_to_do for what_to_do, _ in _faults(words)), ENDINGS[outcome].advice)
-    return ENDINGS[outcome].advice
+    told = ENDINGS[outcome].advised(cluster or Cluster())
+    return next((what_to_do for what_to_do, _ in _faults(words)), told) if outcome == "device_fault" else told
 
 
 def no_gpu(words: str) -> bool:

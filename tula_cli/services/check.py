@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from tula_cli.cluster.inspection import TORCH_MISSING, Inspect, NotInspected, inspect
 from tula_cli.cluster.scheduling.schedulers import scheduler_of
+from tula_cli.cluster.slurm.accounting.factor_names import doubtful_factors
 from tula_cli.cluster.slurm.first_job import or_told
 from tula_cli.cluster.slurm.sbatch import doubts
 from tula_cli.errors import Infeasible, OverBudget
@@ -309,7 +310,7 @@ def _too_few_gpus(spec: JobSpec, inspection: Inspection | None) -> tuple[str, ..
 
 
 def _warnings(spec: JobSpec, inspection: Inspection | None, jobs: tuple[PlannedJob, ...]) -> tuple[str, ...]:
-    found = [*(inspection.warnings if inspection else ()), *doubts(spec)]
+    found = [*(inspection.warnings if inspection else ()), *doubts(spec), *doubtful_factors(spec)]
     if spec.cluster.collective_warning:
         found.append(spec.cluster.collective_warning)
     if inspection and inspection.estimate_error:

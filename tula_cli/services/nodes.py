@@ -321,7 +321,8 @@ def _failure(run: RunDir, task: CheckTask, job: Job) -> TulaError:
         return JobFailed(f"{job.id} ended before its ranks could report: {_last_words(run, job)}", advice("unknown"))
     where = f" (rank {last.rank} on {last.host})" if last.rank is not None else ""
     outcome = last.outcome if last.outcome != "done" else "unknown"
-    return ENDINGS[outcome].error(f"{job.id} failed{where}: {last.message}", advice(outcome))
+    hint = advice(outcome, cluster=task.spec.cluster)
+    return ENDINGS[outcome].error(f"{job.id} failed{where}: {last.message}", hint)
 
 
 def _nodes_seen(run: RunDir, task: CheckTask, job: Job) -> set[int]:

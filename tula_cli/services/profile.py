@@ -285,16 +285,17 @@ def report(run: RunDir, plan: ProfilePlan) -> ProfileReport:
     found = ProfileReport(measured, out_of_memory, failed, missing, plan.certainty, notes(measured))
     of_plan = [result for result in results if result.id in wanted]
     if not measured or (of_plan and all(isinstance(result, Failed) for result in of_plan)):
-        raise _nothing_measured(found, script=any(task.spec.script is not None for task in plan.tasks))
+        raise _nothing_measured(found, next((task.spec for task in plan.tasks), None))
     return found
 
 
-def _nothing_measured(found: ProfileReport, *, script: bool) -> Exception:
+def _nothing_measured(found: ProfileReport, spec: JobSpec | None) -> Exception:
     if found.failed:
         first = found.failed[0]
         alike = all(result.outcome == first.outcome for result in found.failed)
         kind = ENDINGS[first.outcome].error if alike else JobFailed
-        return kind(f"{first.id} failed: {first.message}", advice(first.outcome, script=script))
+        script, cluster = (spec.script is not None, spec.cluster) if spec is not None else (False, None)
+        return kind(f"{first.id} failed: {first.message}", advice(first.outcome, script=script, cluster=cluster))
     if found.out_of_memory:
         first_oom = found.out_of_memory[0]
         return OutOfMemoryAtMinimum(

@@ -134,8 +134,6 @@ class Screen:
 
     def fail(self, error: TulaError) -> None:
         """Say what is wrong and what to do about it; the envelope says the same."""
-        if self.as_json:
-            self._envelope(error)
         console = self._console(self.err)
         printed(console, styled(f"error: {error.message}", "bold red", until=6))
         for problem in error.problems if isinstance(error, SpecError) else ():
@@ -144,6 +142,8 @@ class Screen:
             printed(console, styled(f"HINT: {error.hint}", "cyan", until=5))
         if self.verbose and error.__cause__ is not None:
             traceback.print_exception(error.__cause__, file=self.err)
+        if self.as_json:  # last: whoever reads it may be gone
+            self._envelope(error)
 
     def _envelope(self, error: TulaError | None) -> None:
         envelope = {

@@ -84,6 +84,11 @@ class Cluster(Section):
         return "cluster.slurm.minutes" if self.kind in KINDS else "cluster.scheduler.minutes"
 
     @property
+    def memory_setting(self) -> str:
+        """What asks for a node's memory."""
+        return "cluster.slurm.memory" if self.kind in KINDS else "cluster.scheduler.options"
+
+    @property
     def python(self) -> str | None:
         """The shell's words that start the python of jobs; None for the one that runs now."""
         own = self.own_scheduler or self.slurm

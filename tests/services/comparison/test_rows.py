@@ -72,6 +72,7 @@ def test_the_settings_are_laid_over_the_job_and_checked_by_the_spec() -> None:
         ("ags:auto.after=1", "section auto means nothing to method ags"),
         ("ags:delta=", "gives delta no value"),
         ("ags:delta=0.1:ags.delta=0.2", "sets ags.delta twice"),
+        ("ags:delta=[0.1", "methods: 'ags:delta=[0.1': ags.delta, line 1, column 5: not valid YAML"),
     ],
 )
 def test_what_is_no_row_is_refused(row: str, words: str) -> None:

@@ -26,6 +26,7 @@ TOLD = {
     "sacctmgr account": "root|\nproject|\nphysics|",
     "sacctmgr qos": "normal||\nshort|02:00:00|",
     "sinfo": SINFO,
+    "sinfo names": "gpu\ncpu\nold\nstaff",
     "sinfo features": "gpu*|a100,ib\ncpu|milan\nold|(null)",
     "scontrol": "ReservationName=course StartTime=2026-01-01T00:00:00 State=ACTIVE",
 }
@@ -44,7 +45,8 @@ def facts(**other: str | None) -> SiteFacts:
 
     def call(*command: str, patience: float | None = None) -> Answer:
         kind = {"show qos": "sacctmgr qos", "show account": "sacctmgr account"}.get(" ".join(command[3:5]), command[0])
-        text = words["sinfo features" if command[-1] == "--format=%P|%f" else kind]
+        kinds = {"--format=%P|%f": "sinfo features", "--format=%R": "sinfo names"}
+        text = words[kinds.get(command[-1], kind)]
         return (
             Answer("missing", complaint=f"{kind}: No such file or directory") if text is None else Answer("done", text)
         )
@@ -142,6 +144,15 @@ def test_without_accounting_it_goes_on_with_a_warning(check):
     found = check(SITE, sacct=None, **{"sacctmgr qos": None, "sacctmgr account": None})
     found.require_sound()
     assert [line.partition(":")[0] for line in told(found, "warning")] == ["sacct", "sacctmgr"]
+
+
+def test_charge_factors_of_names_that_the_site_has_not_are_warned_of(check):
+    pricing = "pricing: {kind: billing, qos_factors: {Short: 2, norml: 3}, partition_factors: {staff: 2, gpuu: 0.5}}"
+    found = check(SITE + pricing)
+    assert told(found, "warning") == [
+        "pricing.qos_factors: SLURM knows no QOS 'norml', so its factor 3 counts for no job (did you mean normal?)",
+        "pricing.partition_factors: SLURM knows no partition 'gpuu', so its factor 0.5 counts for no job (did you mean gpu?)",
+    ]
 
 
 def test_set_up_lines_run_on_request_alone(check, tmp_path):

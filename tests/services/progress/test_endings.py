@@ -60,3 +60,19 @@ def test_a_training_that_ended_so_has_the_exit_code_of_the_table(outcome: Outcom
     told = failure_of(task, [last], kept=100)
     assert (told.exit_code, told.code) == (ENDINGS[outcome].error.exit_code, ENDINGS[outcome].error.code)
     assert "so it was" in told.message and told.hint
+
+
+@pytest.mark.parametrize(
+    ("outcome", "settings"),
+    [
+        ("time_limit", ("cluster.slurm.minutes", "cluster.scheduler.minutes")),
+        ("host_oom", ("cluster.slurm.memory", "cluster.scheduler.options")),
+    ],
+)
+@pytest.mark.parametrize(("number", "kind"), [(0, "slurm"), (1, "my.queue:Queue")])
+def test_the_hint_names_the_setting_that_the_jobs_scheduler_has(
+    task: TrainTask, outcome: OutcomeClass, settings: tuple[str, str], number: int, kind: str
+) -> None:
+    own = task.model_copy(update={"spec": task.spec.model_copy(update={"cluster": Cluster(kind=kind)})})
+    hint = failure_of(own, [make.attempt(task.id, end=time.time(), outcome=outcome)], kept=100).hint
+    assert [name for name in settings if name in hint] == [settings[number]]

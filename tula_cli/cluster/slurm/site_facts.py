@@ -9,6 +9,10 @@ from tula_cli.cluster.slurm.command import Answer, call
 from tula_cli.cluster.slurm.partitions import PATIENCE, Partition, parse_minutes, parse_partitions
 
 Call = Callable[..., Answer]
+ALL_QOS = ("sacctmgr", "--noheader", "--parsable2", "show", "qos", "format=Name,MaxWall")
+"""What tells the QOS of a site, a line each, the name first."""
+ALL_PARTITIONS = ("sinfo", "--all", "--noheader", "--format=%R")
+"""What tells the names of all partitions, also of those that are hidden, or not for this user."""
 
 
 @dataclass(frozen=True)
@@ -21,6 +25,7 @@ class SiteFacts:
     accounts: tuple[str, ...] | None = None  # all of the site's
     features: Mapping[str, frozenset[str]] = field(default_factory=dict)  # of the nodes, by partition
     reservations: tuple[str, ...] | None = None
+    all_partitions: tuple[str, ...] | None = None  # by name, also those that are hidden, or not for this user
 
     @property
     def answers(self) -> bool:
@@ -52,10 +57,11 @@ def ask_all(ask: Call = call) -> SiteFacts:
     return SiteFacts(
         partitions,
         silent,
-        qos=_qos(told("sacctmgr", "--noheader", "--parsable2", "show", "qos", "format=Name,MaxWall")),
-        accounts=_first_fields(told("sacctmgr", "--noheader", "--parsable2", "show", "account", "format=Account")),
+        qos=_qos(told(*ALL_QOS)),
+        accounts=first_fields(told("sacctmgr", "--noheader", "--parsable2", "show", "account", "format=Account")),
         features=_features(told("sinfo", "--noheader", "--exact", "--format=%P|%f") or ""),
         reservations=_reservations(told("scontrol", "--oneliner", "show", "reservation")),
+        all_partitions=first_fields(told(*ALL_PARTITIONS)),
     )
 
 
@@ -64,8 +70,11 @@ def _qos(text: str | None) -> dict[str, int | None] | None:
     return {name: parse_minutes(limit) for name, limit, *_ in rows if name} or None
 
 
-def _first_fields(text: str | None) -> tuple[str, ...] | None:
-    return tuple(dict.fromkeys(name for line in (text or "").splitlines() if (name := line.split("|")[0]))) or None
+def first_fields(text: str | None) -> tuple[str, ...] | None:
+    """Return the first field of each line, each once; None where there is none."""
+    return (
+        tuple(dict.fromkeys(name for line in (text or "").splitlines() if (name := line.split("|")[0].strip()))) or None
+    )
 
 
 def _features(text: str) -> dict[str, frozenset[str]]:

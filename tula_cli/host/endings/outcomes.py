@@ -8,6 +8,7 @@ from typing import Literal
 
 from tula_cli.errors import DeviceFault, DiskFull, Diverged, JobFailed, OutOfMemoryAtMinimum, StorageFailed, TulaError
 from tula_cli.run.records.base import OutcomeClass
+from tula_cli.spec.resources import Cluster
 
 Next = Literal[
     "processes", "once more", "elsewhere", "next job", "more nodes", "less memory", "fewer loaders", "held", "nothing"
@@ -37,7 +38,7 @@ class Ending:
         means: in words.
         error: what the command that waits for the job ends with, once nothing follows: its exit code and `error.code`.
         follows: what tula does next.
-        advice: what the user can do; one line.
+        advice: what the user can do; one line, with {minutes} and {memory} for the settings of the scheduler's jobs.
         severity: of several ranks' failures that with the lowest is the root of the others.
         names_host: whether the ending is about the node, so that what is told of it names it.
         final_if_again: whether the same at once again, without progress, ends a training: a third start would come to it too.
@@ -50,6 +51,10 @@ class Ending:
     severity: int = 1
     names_host: bool = False
     final_if_again: bool = False
+
+    def advised(self, cluster: Cluster) -> str:
+        """Return what the user can do, by the settings that the jobs' scheduler has."""
+        return self.advice.format(minutes=cluster.minutes_setting, memory=cluster.memory_setting)
 
 
 ENDINGS: dict[OutcomeClass, Ending] = {
@@ -64,7 +69,7 @@ ENDINGS: dict[OutcomeClass, Ending] = {
         "a node's own memory was used up",
         JobFailed,
         "fewer loaders",
-        "the node's own memory ran out: lower train.workers, or ask for more with cluster.slurm.memory",
+        "the node's own memory ran out: lower train.workers, or ask for more with {memory}",
         severity=0,
     ),
     "user": Ending(
@@ -139,7 +144,7 @@ ENDINGS: dict[OutcomeClass, Ending] = {
         "the time limit was reached",
         JobFailed,
         "next job",
-        "the same command goes on from the newest checkpoint; raise cluster.slurm.minutes if too little fits in",
+        "the same command goes on from the newest checkpoint; raise {minutes} if too little fits in",
     ),
     "preempted": Ending(
         "the scheduler gave the nodes to another job",

@@ -13,6 +13,7 @@ from tula_cli.errors import SpecError
 from tula_cli.plugins import nearest
 from tula_cli.spec.merge import override
 from tula_cli.spec.methods import METHODS, Facts, facts_of
+from tula_cli.spec.yaml_text import parse_yaml
 
 SECTIONS = ("ags", "auto", "optimizer", "schedule", "train")
 """Of the job: what a row may change. The model and the data are the same in all, or nothing is compared."""
@@ -43,11 +44,7 @@ class Variant:
         return facts_of(self.method)
 
     def content(self, content: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the content of a job with the row's settings.
-
-        Raises:
-            SpecError: a value is no YAML.
-        """
+        """Return the content of a job with the row's settings."""
         found = {name: dict(part) if isinstance(part, Mapping) else part for name, part in content.items()}
         override(found, self.settings, {})
         return found
@@ -76,7 +73,8 @@ def variant_of(row: str) -> Variant:
     """Return what a row says.
 
     Raises:
-        SpecError: its method is none, or a setting is not of that form, none of a row's, without a value or there twice.
+        SpecError: its method is none, or a setting is not of that form, none of a row's, without a value, no YAML or there
+            twice.
     """
     name, *rest = _parts(row, ":")
     settings: list[str] = []
@@ -131,6 +129,7 @@ def _setting(row: str, variant: Variant, text: str) -> str:
         raise SpecError(f"methods: {row!r} sets {path}, {why}", "leave it out")
     if (section == "ags" and not variant.facts.reads_ags) or (section == "auto" and not variant.facts.tunes):
         raise SpecError(f"methods: {row!r}: section {section} means nothing to method {variant.method}", "leave it out")
+    parse_yaml(value, source=f"methods: {row!r}: {path}")  # refused under the row's name, not under that of --set
     return f"{path}={value}"
 
 

@@ -222,4 +222,5 @@ def report(run: RunDir, task: EvaluateTask) -> Evaluated:
             f"{task.id} ended without a result", "tula logs shows what it said; the same command starts it again"
         )
     where = f" (rank {last.rank} on {last.host})" if last.rank is not None else ""
-    raise ENDINGS[last.outcome].error(f"evaluation failed{where}: {last.message}", advice(last.outcome, last.message))
+    hint = advice(last.outcome, last.message, cluster=task.spec.cluster)
+    raise ENDINGS[last.outcome].error(f"evaluation failed{where}: {last.message}", hint)

@@ -4,6 +4,7 @@ import math
 import re
 from collections.abc import Generator, Iterator, Sequence
 
+from tula_cli.cluster.slurm.accounting.factor_names import unknown_names
 from tula_cli.cluster.slurm.partitions import Partition, describe
 from tula_cli.cluster.slurm.site_facts import SiteFacts
 from tula_cli.plugins import nearest
@@ -66,6 +67,8 @@ def _of_type(spec: JobSpec, facts: SiteFacts) -> Iterator[SiteFinding]:
     yield from _accounts(slurm, facts)
     yield from _qos(slurm, facts)
     yield from _constraint(slurm, facts, partitions)
+    for unknown in unknown_names(spec.pricing, qos=facts.qos, partitions=facts.all_partitions):
+        yield warning(unknown.about, unknown.message, unknown.advice, "scheduler")
     if slurm.reservation and facts.reservations is not None and slurm.reservation not in facts.reservations:
         there = ", ".join(facts.reservations) or "none"
         yield problem(

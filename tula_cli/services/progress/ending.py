@@ -49,7 +49,8 @@ def failure_of(task: TrainTask, attempts: Sequence[Attempt], *, kept: int) -> Tu
     if attempt.outcome == "device_fault":
         faulty = dict.fromkeys(earlier.host for earlier in attempts if earlier.outcome == "device_fault")
         return DeviceFault(f"{message}; faulty: {', '.join(faulty)}", advice(attempt.outcome, attempt.message))
-    return ENDINGS[attempt.outcome].error(message, advice(attempt.outcome, script=task.spec.script is not None))
+    hint = advice(attempt.outcome, script=task.spec.script is not None, cluster=task.spec.cluster)
+    return ENDINGS[attempt.outcome].error(message, hint)
 
 
 def require_found(now: RunStatus, job_id: str) -> None:

@@ -52,6 +52,24 @@ def test_waits_of_others_are_read_from_accounting(slurm, run):
     assert f"--starttime={local(NOW - 14 * 86400)}" in call.arguments
 
 
+def test_waits_are_those_of_the_partition_and_qos_that_sbatch_takes_from_the_environment(slurm, tmp_path, monkeypatch):
+    run = RunDir.create(tmp_path, make_runs.spec(cluster={"kind": "slurm"}))
+    monkeypatch.setenv("SBATCH_PARTITION", "gpu")
+    monkeypatch.setenv("SBATCH_QOS", "Dear")
+    slurm.fault(history=[row(qos="dear"), row()])
+    found = SlurmQueue().history(run, run.spec(), now=NOW)
+    assert found.words == "1 jobs of partition gpu by sacct, 14 days"
+    assert "--partition=gpu" in slurm.calls("sacct")[0].arguments
+
+
+def test_an_estimate_is_not_kept_for_another_partition_of_the_environment(slurm, tmp_path, monkeypatch):
+    run = RunDir.create(tmp_path, make_runs.spec(cluster={"kind": "slurm"}))
+    for partition in ("gpu", "debug"):
+        monkeypatch.setenv("SBATCH_PARTITION", partition)
+        assert SlurmQueue().estimate(run, run.spec(), nodes=2, minutes=60, now=NOW).partition == partition
+    assert len(slurm.calls("sbatch")) == 2
+
+
 def test_jobs_that_wait_still_count_and_those_that_never_will_do_not(slurm, run):
     slurm.fault(history=[row(wait=None, state="PENDING"), row(wait=None, state="CANCELLED by 1000")])
     (past,) = SlurmQueue().history(run, run.spec(), now=NOW).waits

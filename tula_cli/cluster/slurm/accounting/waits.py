@@ -16,6 +16,7 @@ from pydantic import TypeAdapter
 
 from tula_cli.cluster.scheduling.chains import time_limit
 from tula_cli.cluster.slurm import command
+from tula_cli.cluster.slurm.accounting.site_bill import as_submitted
 from tula_cli.cluster.slurm.command import call
 from tula_cli.cluster.slurm.queue import moment
 from tula_cli.cluster.slurm.scheduler import environment_of
@@ -72,10 +73,10 @@ class SlurmQueue:
 
         Args:
             run: whose jobs count where accounting tells nothing.
-            spec: names partition and QOS, or leaves them to the site: then all count.
+            spec: names partition and QOS, or leaves them to SBATCH_PARTITION and SBATCH_QOS, or to the site: then all count.
             now: Unix time.
         """
-        slurm = spec.cluster.slurm or Slurm()
+        slurm = as_submitted(spec).cluster.slurm or Slurm()
         since = time.strftime("%Y-%m-%dT%H:%M:%S", time.localtime(now - DAYS * 86400))
         chosen = [f"--partition={slurm.partition}"] if slurm.partition else []
         answer = call(
@@ -87,7 +88,7 @@ class SlurmQueue:
             for line in answer.text.splitlines()
             if line.count("|") == len(FIELDS) - 1
         ]
-        rows = [row for row in rows if not slurm.qos or row["QOS"] == slurm.qos]
+        rows = [row for row in rows if not slurm.qos or row["QOS"].lower() == slurm.qos.lower()]
         waits = [wait for row in rows if (wait := _past(row)) is not None] if answer.ok else []
         if not waits:
             own = own_waits(run)
@@ -105,7 +106,7 @@ class SlurmQueue:
         It looks at what runs and at its time limits, so others may come before: a lower estimate. Asked once, and kept for
         ten minutes in the run.
         """
-        partition = (spec.cluster.slurm or Slurm()).partition or ""
+        partition = (as_submitted(spec).cluster.slurm or Slurm()).partition or ""
         path = run.path / _ESTIMATES
         known = files.read_record(path, _RECORD) or Estimates()
         young = tuple(one for one in known.estimates if 0 <= now - one.asked_at < KEPT)

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     )
     from tula_cli.services.api.differing_runs import diff
     from tula_cli.services.api.evaluating import evaluate
+    from tula_cli.services.api.exported import export
     from tula_cli.services.api.handles import Run
     from tula_cli.services.api.rehearsing import rehearse
     from tula_cli.services.api.reported import report, report_text
@@ -32,6 +33,7 @@ __all__ = [
     "diff",
     "estimate",
     "evaluate",
+    "export",
     "profile",
     "profile_events",
     "recommend",
@@ -46,6 +48,7 @@ _PLACES = {
     "TulaError": "errors",
     "diff": "services.api.differing_runs",
     "evaluate": "services.api.evaluating",
+    "export": "services.api.exported",
     "__version__": "version",
     "rehearse": "services.api.rehearsing",
     "report": "services.api.reported",

@@ -88,6 +88,23 @@ def test_names_are_told_before_they_are_looked_up() -> None:
         tula.profil  # type: ignore[attr-defined]  # noqa: B018
 
 
+@pytest.mark.torch
+def test_a_run_is_sent_to_a_tracker_and_nothing_twice(tmp_path: Path) -> None:
+    run = RunDir.create(tmp_path, make.spec())
+    make.add_probes(run, 1, (32,))
+    run.write_result(measured(Truth(), 1, 32))
+    (first,) = tula.export(run.path, "tensorboard")
+    assert (first.to, first.runs, first.new_runs, first.problem) == ("tensorboard", 2, 2, "")
+    (again,) = tula.export(run.path, ["tensorboard"], uri=str(run.path / "exports" / "tensorboard"))
+    assert (again.new_runs, again.new_points) == (0, 0)
+    with pytest.raises(SpecError, match="nothing says where to"):
+        tula.export(run.path)
+    with pytest.raises(SpecError, match="of one tracker, and --to names several"):
+        tula.export(run.path, ["mlflow", "wandb"], project="x")
+    with pytest.raises(SpecError, match="every"):
+        tula.export(run.path, "tensorboard", every="30")  # type: ignore[arg-type]
+
+
 def test_a_job_goes_to_a_recommendation_and_prints_nothing(cluster: AtOnce, capfd: pytest.CaptureFixture[str]) -> None:
     run = tula.profile(make.SPEC)
     answer = tula.recommend(run, objective="time")

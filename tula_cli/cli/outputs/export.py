@@ -10,7 +10,7 @@ import typer
 from tula_cli.cli.options import RUNS, MaybeRun, Root
 from tula_cli.cli.runs import find_run
 from tula_cli.cli.waiting import done
-from tula_cli.errors import SpecError, TrackerError
+from tula_cli.errors import SpecError
 from tula_cli.show.outputs import export as show_export
 from tula_cli.show.screen import Screen
 
@@ -58,11 +58,7 @@ def export(
     reports = partial(report_files, page=_page())
     found = done(screen, service.export(run, trackers, follow=follow, every=every, reports=reports))
     screen.answer(found, show_export.exported(found))
-    if failed := [one for one in found if one.problem]:
-        raise TrackerError(
-            f"not all was sent to {', '.join(one.to for one in failed)}: {failed[0].problem}",
-            "the same command sends what was missed",
-        )
+    service.require_sent(found)
 
 
 def _page() -> "Callable[[Document], str] | None":

@@ -74,6 +74,15 @@ class _Target:
         return Exported(place.to, place.uri, place.project, runs, found.runs, found.points, found.files, self.problem)
 
 
+def require_sent(found: Iterable[Exported]) -> None:
+    """Raise TrackerError where a tracker was given up."""
+    if failed := [one for one in found if one.problem]:
+        raise TrackerError(
+            f"not all was sent to {', '.join(one.to for one in failed)}: {failed[0].problem}",
+            "the same command sends what was missed",
+        )
+
+
 def asked(
     spec: JobSpec, to: Sequence[str], *, uri: str | None, project: str | None, by: str | None = None
 ) -> tuple[Export, ...]:

@@ -83,6 +83,8 @@ def test_the_end_of_a_waiting_link_starts_none_beside_one_that_runs(
         f"{first}_0_log.out",
         f"{first}_submitted.pkl",
     ], "a few files a job, however many supervisors it has"
+    logs = sorted(path.name.partition(".")[2] for path in (run / "logs").glob("train-*"))
+    assert logs == ["001.0002.log", "001.log"], "one a node and attempt"
 
 
 @pytest.mark.proof

@@ -76,7 +76,7 @@ PARTS = (
     cases("own-loop", 0.7, "tests/test_examples.py"),
     cases("checks-of-a-cluster", 1.0, "tests/slurm/test_check_on_cluster.py"),
     cases("bounded-grid", 0.5, "tests/e2e/test_main_job.py"),
-    cases("compared-on-a-cluster", 1.5, "tests/slurm/test_tula.py"),
+    cases("on-a-cluster", 2.0, "tests/slurm/test_tula.py"),
     cases("scaled-scripts", 0.5, "tests/shim/test_ags.py"),
     cases("out-of-memory", 1.4, "tests/e2e/test_out_of_memory.py"),
     cases("own-batches", 3.0, "tests/e2e/test_own_batches.py"),

@@ -72,6 +72,15 @@ def test_out_of_memory_of_the_ranks_goes_on_in_the_same_allocation(tula: Tula) -
     assert tula.run().jobs()[0].submissions == 1
 
 
+@pytest.mark.proof
+def test_ranks_that_are_dealt_to_the_nodes_in_turns_have_a_log_each(tula: Tula, on_slurm: SlurmCluster) -> None:
+    turns = ("--set", "cluster.gpus_per_node=2", "--set", "cluster.slurm.srun_extra={distribution: cyclic}")
+    summary = tula("train", "job.yaml", "--nodes", "2", "--batch", "128", *turns, "--wait")["data"]
+    assert summary["attempts"] == 1
+    logs = sorted(path.name.partition(".")[2] for path in (tula.run().path / "logs").glob("train-*"))
+    assert logs == ["001.0001.log", "001.0002.log", "001.0003.log", "001.log"]
+
+
 def test_a_killed_rank_is_relaunched_in_the_same_allocation(tula: Tula, on_slurm: SlurmCluster) -> None:
     process = tula.start(
         "train", "job.yaml", "--nodes", "2", "--batch", "128", "--wait", "--json", "--set", "train.epochs=20"

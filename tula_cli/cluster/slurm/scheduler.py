@@ -103,7 +103,7 @@ class SlurmScheduler:
             restarts=int(environ.get("SLURM_RESTART_COUNT", "0")),
             cpus=None if cpus is None else int(cpus),
             node="\n".join(environ.get(name, "") for name in ("SLURM_STEP_ID", "SLURM_NODEID")),
-            neighbours=tuple(int(index) for index in environ.get("SLURM_GTIDS", "").split(",") if index),
+            neighbours=_indices(environ.get("SLURM_GTIDS", "")),
         )
 
     def ends_at(self, job_id: str, environ: Mapping[str, str]) -> float | None:
@@ -173,3 +173,9 @@ def _accepted_unheard(script: Path, name: str, words: str) -> str:
                 "the controller is busy or out of reach; run the same command again later, it does not submit twice",
             )
         time.sleep(LAG / 10)
+
+
+def _indices(text: str) -> tuple[int, ...]:
+    """Return the tasks that SLURM lists: "0,2"; none where it writes them in another way."""
+    names = text.split(",")
+    return tuple(map(int, names)) if all(name.isdecimal() for name in names) else ()

@@ -191,7 +191,8 @@ def _params(callback: Any) -> list[str]:
 
 def _usage(param: inspect.Parameter, info: ParameterInfo) -> str:
     if isinstance(info, ArgumentInfo):
-        return f"`{(info.metavar or param.name).strip('[]')}`"
+        several = any(get_origin(kind) is list for kind in get_args(get_args(param.annotation)[0]))
+        return f"`{(info.metavar or param.name).strip('[]')}{'...' * several}`"
     kind = get_args(param.annotation)[0]
     # Inside Annotated typer takes the first of the names for a default.
     given = [name for name in (info.default, *(info.param_decls or ())) if isinstance(name, str)]
@@ -200,11 +201,15 @@ def _usage(param: inspect.Parameter, info: ParameterInfo) -> str:
     if bool in (kind, *get_args(kind)):
         return names
     choices = ", ".join(f"`{choice}`" for choice in get_args(kind)) if get_origin(kind) is Literal else ""
-    return f"{names} {choices or info.metavar or ('TEXT' if str in (kind, *get_args(kind)) else 'N')}"
+    return f"{names} {choices or _cell(info.metavar or '') or ('TEXT' if str in (kind, *get_args(kind)) else 'N')}"
 
 
 def _default_of(param: inspect.Parameter) -> str:
-    return "" if param.default in (None, False, param.empty) else f" Default: `{param.default}`."
+    return (
+        ""
+        if param.default in (None, param.empty) or isinstance(param.default, bool)
+        else f" Default: `{param.default}`."
+    )
 
 
 def _exit_codes() -> str:

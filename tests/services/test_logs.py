@@ -1,4 +1,5 @@
 import os
+import shutil
 import time
 
 import make_runs as make
@@ -6,7 +7,7 @@ import pytest
 
 from tula_cli import words
 from tula_cli.errors import SpecError
-from tula_cli.run.directory import RunDir
+from tula_cli.run.directory import Part, RunDir
 from tula_cli.run.records.jobs import Failure
 from tula_cli.services import logs
 from tula_cli.services.logs import Wanted
@@ -48,6 +49,17 @@ def test_logs_of_one_job(run):
     write_log(run, "probe-n001", 1, "first\n")
     write_log(run, "probe-n002", 1, "second\n")
     assert texts(logs.logs(run, Wanted(job="probe-n001"))) == ["first"]
+
+
+def test_logs_of_a_job_in_a_copy_of_its_run(run, tmp_path):
+    make.add_probes(run, 1, (32,))
+    write_log(run, "probe-n001", 1, "said\n")
+    (job,) = run.jobs()
+    run.write_job(job.model_copy(update={"folder": str(run.path.resolve())}))
+    copy = RunDir(shutil.copytree(run.path, tmp_path / "copy"))
+    assert copy.read().jobs == [] and texts(logs.logs(copy, Wanted(job="probe-n001"))) == ["said"]
+    assert logs.newest_part([Part(None, copy, make.spec())], "probe-n001") == copy
+    assert logs.newest_part([Part(None, copy, make.spec())], "probe-n002") is None
 
 
 def test_logs_of_an_unknown_job_name_the_nearest(run):

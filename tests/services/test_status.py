@@ -609,6 +609,32 @@ def test_a_run_of_a_script_is_listed_by_its_file(tmp_path, edited):
     assert (row.script, row.model, row.dataset, row.problem) == ("finetune.py", "", "", "")
 
 
+def test_a_damaged_record_of_a_run_is_named_in_the_list_and_the_others_count(tmp_path):
+    run = RunDir.create(tmp_path, make.spec())
+    for local in (32, 64):
+        make.add_measured(run, 1, local)
+    make.add_training(run, rows=make.metrics())
+    run.write_train_result(make.train_result())
+    (run.path / "results" / "probe-n001-l000032.json").write_text("{")
+    (run.path / "recommendation.json").write_text("[]")
+    (row,) = listing.list_runs(tmp_path)
+    assert (row.model, row.measured, row.trained, row.recommendation, row.problem) == ("resnet18", 1, 1, None, "")
+    assert [words.partition(" is damaged")[0].rpartition("/")[2] for words in row.damaged] == [
+        "recommendation.json",
+        "probe-n001-l000032.json",
+    ]
+
+
+def test_a_finished_training_shows_the_step_time_that_its_summary_has(tmp_path):
+    run = RunDir.create(tmp_path, make.spec())
+    make.add_training(run, rows=make.metrics())
+    run.write_train_result(make.train_result())
+    asked = make.FakeLauncher()
+    last = services_status.snapshot(run, asked, now=START).training.step_time
+    run.write_summary(make.summary())
+    assert services_status.snapshot(run, asked, now=START).training.step_time == make.summary().actual_step != last
+
+
 def test_no_runs(tmp_path):
     assert listing.list_runs(tmp_path / "nothing") == ()
 

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 def clean(
     screen: Screen,
     named: Annotated[
-        list[Path] | None, typer.Argument(metavar="[RUN]...", help="These runs; else all under --run-dir.")
+        list[Path] | None, typer.Argument(metavar="RUN", help="These runs; else all under --run-dir.")
     ] = None,
     root: Root = RUNS,
     older: Annotated[

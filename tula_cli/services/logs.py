@@ -16,6 +16,7 @@ from tula_cli.plugins import nearest
 from tula_cli.run.directory import Part, RunDir
 from tula_cli.run.files import open_file
 from tula_cli.run.records.tasks import Task
+from tula_cli.run.snapshot import Snapshot
 from tula_cli.services.status import POLL
 
 _NAME = re.compile(r"(?P<task>.+?)\.(?P<attempt>[0-9]{3,})(?:\.(?P<index>[0-9]{4,}))?\.log")
@@ -246,8 +247,14 @@ def seldom(
 
 def newest_part(parts: Iterable[Part], job: str | None) -> RunDir | None:
     """Return the run of the node type that wrote last (of those that have that job); None where none has."""
-    having = [part.run for part in parts if job is None or part.run.job(job) is not None]
+    having = [part.run for part in parts if job is None or job in _jobs(part.run.read())]
     return max(having, key=lambda run: max((log.stat().st_mtime for log in run.logs()), default=0.0), default=None)
+
+
+def _jobs(look: Snapshot) -> list[str]:
+    """Return the jobs by their ids, of a copy those of its tasks: what they wrote is in it, though the jobs are another run's."""
+    ids = (*(job.id for job in look.jobs), *(task.job for task in (*look.tasks, *look.check_tasks)))
+    return list(dict.fromkeys(ids))
 
 
 def _log_files(run: RunDir, job: str | None) -> list[Path]:
@@ -255,7 +262,7 @@ def _log_files(run: RunDir, job: str | None) -> list[Path]:
     look = run.read()
     if job is None:
         return run.logs() or look.scheduler_logs(id_ for found in look.jobs for id_ in found.ids)
-    known = [found.id for found in look.jobs]
+    known = _jobs(look)
     if job not in known:
         raise SpecError(f"no job {job!r} in {run.path}", nearest(job, known) or f"there are: {', '.join(known) or '-'}")
     tasks = tuple(f"{task.id}." for task in (*look.tasks, *look.check_tasks) if task.job == job)

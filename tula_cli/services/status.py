@@ -176,6 +176,7 @@ def _training(look: Snapshot, tasks: Iterable[JobTask], *, now: float) -> Traini
     latest = max((row for row in (last_step, last_epoch) if row), key=lambda row: row["samples"], default={})
     script, stage = newest.spec.script, _stage(rows, result, files.stage_decisions(), nodes=newest.nodes)
     prediction = newest.prediction and newest.prediction.of_batch(stage.batch if stage else newest.batch)
+    ended = files.summary() if result is not None else None
     return TrainingStatus(
         signature=newest.signature,
         job=newest.job,
@@ -194,7 +195,7 @@ def _training(look: Snapshot, tasks: Iterable[JobTask], *, now: float) -> Traini
         metrics=last_epoch.get("metrics") or {},
         lr=latest.get("lr"),
         beta2=next((row.get("beta2") for row in reversed(rows) if row["kind"] in ("start", "stage")), None),
-        step_time=latest.get("step_time"),
+        step_time=latest.get("step_time") if ended is None or ended.actual_step is None else ended.actual_step,
         predicted_step=None if prediction is None else prediction.step_time,
         eta=_eta(_newest_with_eta(rows), finished=result is not None, now=now - files.clock_ahead(rows)),
         noise=next((row for row in reversed(rows) if row["kind"] == "noise"), None),

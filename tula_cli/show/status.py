@@ -300,6 +300,7 @@ def runs(found: "Sequence[RunSummary]", *, width: int) -> Iterator["RenderableTy
     columns = ("run", "changed", "model", "data", "probes", "nodes", "batch", "trained", "best")
     yield from long_table(columns, [_run(run) for run in found], left=range(4), width=width)
     yield from (f"{run.id} cannot be read: {run.problem}" for run in found if run.problem)
+    yield from (f"{run.id}: {words}, and left out" for run in found for words in run.damaged)
 
 
 def ledger(found: "Ledger", *, width: int) -> Iterator["RenderableType"]:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tula_cli.errors import TulaError
+from tula_cli.errors import BadMeasurements, TulaError
 from tula_cli.run import files, parsed_spec
 from tula_cli.spec.scripts.placeholders import program
 from tula_cli.words import perplexity
@@ -32,6 +32,7 @@ class RunSummary:
     best_top1: float | None = None  # percent; None where no training has classes
     best_loss: float | None = None  # the least on an evaluation set, of all trainings
     best_perplexity: float | None = None  # of a language model, at that loss
+    damaged: tuple[str, ...] = ()  # what is wrong with records of it, which are left out
     problem: str = ""
 
 
@@ -46,19 +47,20 @@ def list_runs(root: Path) -> tuple[RunSummary, ...]:
 
 
 def _summary(run: Path) -> RunSummary:
+    damaged: list[str] = []
     try:
         names, parts = _job(run)
-        recommendation = plain_record(run / "recommendation.json", "choice", "created_at")
-        results = [found for part in parts for found in _records(part / "results", "kind")]
-        jobs = [found for part in parts for found in _records(part / "jobs", "submitted_at")]
+        recommended = _sound([run / "recommendation.json"], damaged, "choice", "created_at")
+        results = [found for part in parts for found in _sound(files.listing(part / "results"), damaged, "kind")]
+        jobs = [found for part in parts for found in _sound(files.listing(part / "jobs"), damaged, "submitted_at")]
         trainings = [part / "train" / name / "result.json" for part in parts for name in files.names(part / "train")]
-        finished = [found for path in trainings if (found := plain_record(path, "finished_at", "best_top1"))]
+        finished = _sound(trainings, damaged, "finished_at", "best_top1")
     except TulaError as error:
         return RunSummary(id=run.name, path=run, changed=None, problem=error.message)
     kinds = [result["kind"] for result in results]
     moments = [result["measured_at"] for result in results if "measured_at" in result]
     moments += [job["submitted_at"] for job in jobs] + [result["finished_at"] for result in finished]
-    moments += [recommendation["created_at"]] if recommendation else []
+    moments += [record["created_at"] for record in recommended]
     top1, loss, perplexed = _best(finished)
     return RunSummary(
         id=run.name,
@@ -68,11 +70,12 @@ def _summary(run: Path) -> RunSummary:
         measured=kinds.count("measured"),
         out_of_memory=kinds.count("out_of_memory"),
         failed=kinds.count("failed"),
-        recommendation=recommendation,
+        recommendation=recommended[0] if recommended else None,
         trained=len(finished),
         best_top1=top1,
         best_loss=loss,
         best_perplexity=perplexed,
+        damaged=tuple(damaged),
     )
 
 
@@ -115,9 +118,18 @@ def run_folders(run: Path) -> list[Path]:
 # --- plain records
 
 
-def _records(folder: Path, *needed: str) -> list[dict[str, Any]]:
-    """Return the records of a folder by name; none where there is no such folder."""
-    return [found for path in files.listing(folder) if (found := plain_record(path, *needed)) is not None]
+def _sound(paths: Iterable[Path], damaged: list[str], *needed: str) -> list[dict[str, Any]]:
+    """Return the records that are there and sound; what is wrong with others is added to `damaged`."""
+    found = []
+    for path in paths:
+        try:
+            record = plain_record(path, *needed)
+        except BadMeasurements as error:
+            damaged.append(error.message)
+            continue
+        if record is not None:
+            found.append(record)
+    return found
 
 
 def plain_record(path: Path, *needed: str) -> dict[str, Any] | None:

@@ -117,7 +117,7 @@ def logs(
             place = line.place
             screen.note(f"==> {services_logs.heading(run, line)}")
         screen.line(line.text, line)
-    if place is None:
+    if place is None and last != 0:
         asked = (moment, rank) != (None, None)
         of_job = f"job {job} has written {'no such line' if asked else 'nothing'} yet"
         screen.note(of_job if job else f"no job has written {'such a line' if asked else 'anything'} yet")

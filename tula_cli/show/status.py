@@ -318,8 +318,9 @@ def ledger(found: "Ledger", *, width: int) -> Iterator["RenderableType"]:
         "predicted",
         "error (%)",
     )
-    yield from long_table(columns, [_outcome(one) for one in found.outcomes], left=range(2), width=width)
-    if not found.outcomes:
+    if found.outcomes:
+        yield from long_table(columns, [_outcome(one) for one in found.outcomes], left=range(2), width=width)
+    else:
         yield "no training has ended yet"
     told = [
         f"{what} {100 * error:.1f} %"

@@ -15,7 +15,7 @@ from make_results import Truth, footprint, measured
 
 import tula_cli as tula
 from tula_cli.cluster import inspection, launcher
-from tula_cli.errors import Interruption, SchedulerError, SpecError
+from tula_cli.errors import CannotWrite, Interruption, SchedulerError, SpecError
 from tula_cli.host import interrupts
 from tula_cli.run.directory import RunDir
 from tula_cli.run.jobfile import config_drift
@@ -449,3 +449,20 @@ def test_weights_are_evaluated_and_what_they_come_to_is_returned(cluster: AtOnce
     assert (found.metrics["top1"], found.samples, found.nodes) == (91.5, 64, 2)
     assert run.status().types[None].evaluations == (found,)
     assert tula.evaluate(run, weights=path, wait=False) is None
+
+
+def test_an_answer_that_cannot_be_kept_is_a_warning_unless_that_was_asked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = RunDir.create(tmp_path, make.spec())
+    for nodes, local in ((1, 32), (1, 64), (2, 16), (2, 32)):
+        make.add_measured(run, nodes, local)
+
+    def refused(*_: object, **__: object) -> None:
+        raise CannotWrite("cannot write there: no permission")
+
+    monkeypatch.setattr("tula_cli.services.recommend.save", refused)
+    with pytest.warns(UserWarning, match="not saved: cannot write there"):
+        assert tula.recommend(run.path, objective="time").choice.nodes in (1, 2)
+    with pytest.raises(CannotWrite):
+        tula.recommend(run.path, objective="time", save=True)

@@ -415,6 +415,8 @@ def test_the_api_returns_text_too(tmp_path: Path) -> None:
         report_text(run, form="markdwn")  # type: ignore[arg-type]
     with pytest.raises(SpecError, match="runs 0"):
         report_text(run, site="ncar", runs=0)
+    with pytest.raises(SpecError, match="form 'latex' is not for a site"):
+        report_text(run, site="ncar", form="latex")
     with pytest.raises(BadMeasurements, match="does not tell"):
         report_text(run, site="ncar")
 

@@ -1,13 +1,14 @@
 """The functions of the Python API: each does what the command of its name does, returns it, and prints nothing."""
 
 import functools
+import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tula_cli.cluster import launcher
-from tula_cli.errors import require_list
+from tula_cli.errors import CannotWrite, require_list
 from tula_cli.models.choice.objective import Curve, Objective
 from tula_cli.run.code import run_of
 from tula_cli.run.records.recommendations import Recommendation
@@ -137,7 +138,8 @@ def recommend(
         with_runs: folders of runs of the same job with other numbers of GPUs a node, whose probes tell more.
         what_if: suppose another network, or other GPUs: ["interconnect=200Gbit", "compute=2.1x"]; never saved.
         every: list every configuration, here and in results.csv; of more than 40 else those that are worth a look.
-        save: whether `train` takes this answer; None: where it is the first, or renews the answer to the same criteria.
+        save: whether `train` takes this answer; None: where it is the first, or renews the answer to the same criteria, and can
+            be written, else that is a Python warning.
         overrides: settings laid over the run's, as `--set` does: ["pricing.price=3"]; no later call takes them.
         root: where the runs of jobs are kept.
 
@@ -163,7 +165,12 @@ def recommend(
     found = answer.recommendation
     renews = recommending.renews(found, own.run.recommendation()) and not other(own.run.path)
     if save if save is not None else renews:
-        recommending.save(own.run, own.spec, answer, overrides=overrides, job=own.job, every=every)
+        try:
+            recommending.save(own.run, own.spec, answer, overrides=overrides, job=own.job, every=every)
+        except CannotWrite as error:
+            if save:
+                raise
+            warnings.warn(f"not saved: {error.message}", stacklevel=2)  # nobody has asked for that
     return answer.every() if every else found
 
 

@@ -64,6 +64,8 @@ def report_text(
     require_positive(runs=runs)
     if form not in get_args(Form):
         raise SpecError(f"form {form!r} is none of {', '.join(get_args(Form))}", nearest(str(form), get_args(Form)))
+    if site is not None and form != "markdown":
+        raise SpecError(f"form {form!r} is not for a site, which has a form of its own", "leave it out")
     own = Call.of(run, root=root).measured().run
     seen = gather(own, own.spec(), partial(launcher.launcher_for, submits=False), now=time.time())
     document = document_of(seen)

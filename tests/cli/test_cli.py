@@ -24,7 +24,7 @@ from tula_cli.cluster import inspection as cluster_inspection
 from tula_cli.cluster import inspection as inspecting
 from tula_cli.cluster import launcher as cluster_launcher
 from tula_cli.cluster.slurm import partitions as site
-from tula_cli.errors import Infeasible, JobFailed, SchedulerError, SpecError, TulaError
+from tula_cli.errors import DiskFull, Infeasible, JobFailed, SchedulerError, SpecError, TulaError
 from tula_cli.run.directory import RunDir
 from tula_cli.run.records.tasks import CheckTask, EvaluateTask, ProbeTask
 from tula_cli.services import check as services_check
@@ -1163,6 +1163,25 @@ def test_a_reader_that_leaves_is_no_error(here):
     started.wait(timeout=60)
     assert started.stderr.read() == ""
     started.stderr.close()
+
+
+@pytest.mark.parametrize("words", ["schema", "status", "status --json", "--version", "list --json"])
+def test_13_an_answer_on_a_full_disk(here, words):
+    RunDir.create(here / "tula-runs", make.spec())
+    with open("/dev/full", "w") as full:
+        started = process(*words.split(), cwd=here, stdout=full)
+        _, err = started.communicate(timeout=60)
+    assert started.returncode == DiskFull.exit_code
+    assert "error: cannot write the answer: No space left on device\n" in err and "Traceback" not in err
+
+
+def test_an_error_keeps_its_exit_code_where_it_cannot_be_written(here):
+    with open("/dev/full", "w") as full:
+        for words in ("recommend nothing", "recommend nothing --json"):
+            started = process(*words.split(), cwd=here, stdout=full)
+            assert started.wait(timeout=60) == SpecError.exit_code
+            assert "Traceback" not in started.stderr.read()
+            started.stderr.close()
 
 
 def test_an_error_keeps_its_exit_code_when_its_reader_leaves(here):

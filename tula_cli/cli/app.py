@@ -13,7 +13,8 @@ import typer
 from tula_cli.cli import check, clean, compare, evaluate, profile, recommend, status, train
 from tula_cli.cli.options import COMMON, USAGE_ERROR, Interrupted, register
 from tula_cli.cli.outputs import diff, export, run_report, schema
-from tula_cli.errors import SpecError, TulaError
+from tula_cli.errors import DiskFull, SpecError, TulaError
+from tula_cli.run.storage.space import FULL
 from tula_cli.show.screen import Screen
 from tula_cli.version import __version__
 
@@ -93,6 +94,10 @@ def run(arguments: Sequence[str], *, screen: Screen | None = None) -> int:
         return error.exit_code
     except USAGE_ERROR as error:
         return _failed(screen, _usage(error))
+    except OSError as error:
+        if error.errno not in FULL:
+            raise
+        return _disk_is_full(screen, error)
     return code if isinstance(code, int) else 0
 
 
@@ -100,9 +105,27 @@ def _failed(screen: Screen, error: TulaError) -> int:
     """Show an error; return its exit code, which stands whether or not somebody reads."""
     try:
         screen.fail(error)
-    except BrokenPipeError:
-        _reader_is_gone()
+    except OSError:
+        _discard_unwritable()
     return error.exit_code
+
+
+def _disk_is_full(screen: Screen, error: OSError) -> int:
+    """Show that what has no space is the answer: whatever writes a file of a run says so itself."""
+    _discard_unwritable()
+    what = error.filename or "the answer"
+    hint = "free some space there, or send the answer elsewhere, and run the same command again"
+    return _failed(screen, DiskFull(f"cannot write {what}: {error.strerror}", hint))
+
+
+def _discard_unwritable() -> None:
+    """Give up on a stream that takes no more: python flushes both at its end, and would complain and change the exit code."""
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except OSError:
+            with suppress(OSError):
+                os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 def _usage(error: Any) -> SpecError:

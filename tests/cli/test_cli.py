@@ -1201,6 +1201,26 @@ def test_a_closed_stdout_is_no_error(here, words, code):
     assert (done.returncode, "Traceback" in done.stderr) == (code, False)
 
 
+@pytest.mark.parametrize(
+    "encoding",
+    [{"PYTHONIOENCODING": "latin-1"}, {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}],
+)
+def test_a_terminal_without_letters_to_draw_with_shows_others(here, encoding):
+    RunDir.create(here / "tula-runs", make.spec())
+    shown = ended("list", cwd=here, **encoding)
+    assert shown.code == 0, shown.err
+    head, rule, _ = shown.out.splitlines()
+    assert rule == "-" * len(head)
+
+
+def test_what_a_stream_cannot_write_takes_as_many_columns(here):
+    stream = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    show_screen.spell_in_ascii(stream)
+    stream.write("│ 1 ± 2 ─ ★ € x\udcff y\ud800")
+    stream.flush()
+    assert stream.buffer.getvalue() == b"| 1 ~ 2 - * ? x\xff y?"
+
+
 def test_ctrl_c_as_a_process(here):
     run = RunDir.create(here / "tula-runs", make.spec())
     make.add_probes(run, 1, (32,))

@@ -15,7 +15,7 @@ from tula_cli.cli.options import COMMON, USAGE_ERROR, Interrupted, register
 from tula_cli.cli.outputs import diff, export, run_report, schema
 from tula_cli.errors import DiskFull, SpecError, TulaError
 from tula_cli.run.storage.space import FULL
-from tula_cli.show.screen import Screen
+from tula_cli.show.screen import Screen, spell_in_ascii
 from tula_cli.version import __version__
 
 app = typer.Typer(
@@ -176,6 +176,7 @@ def main() -> None:
     for name in ("stdout", "stderr"):  # python has none where the shell has closed it (`>&-`)
         if getattr(sys, name) is None:
             setattr(sys, name, Path(os.devnull).open("w"))  # noqa: SIM115 - until the end
+        spell_in_ascii(getattr(sys, name))
     screen = Screen()
     sys.excepthook = functools.partial(_defect, screen)
     sys.exit(run(sys.argv[1:], screen=screen))

@@ -1221,6 +1221,21 @@ def test_what_a_stream_cannot_write_takes_as_many_columns(here):
     assert stream.buffer.getvalue() == b"| 1 ~ 2 - * ? x\xff y?"
 
 
+def test_a_folder_that_is_gone_is_told(here):
+    folder = here / "gone"
+    folder.mkdir()
+    tula = shlex.join([sys.executable, "-m", "tula_cli"])
+    done = subprocess.run(
+        ["bash", "-c", f"rmdir {folder}; {tula} status"],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == SpecError.exit_code and "Traceback" not in done.stderr
+    assert "error: the current folder is no longer there" in done.stderr
+
+
 def test_ctrl_c_as_a_process(here):
     run = RunDir.create(here / "tula-runs", make.spec())
     make.add_probes(run, 1, (32,))

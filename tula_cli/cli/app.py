@@ -95,9 +95,11 @@ def run(arguments: Sequence[str], *, screen: Screen | None = None) -> int:
     except USAGE_ERROR as error:
         return _failed(screen, _usage(error))
     except OSError as error:
-        if error.errno not in FULL:
+        known = _of_machine(error)
+        if known is None:
             raise
-        return _disk_is_full(screen, error)
+        _discard_unwritable()
+        return _failed(screen, known)
     return code if isinstance(code, int) else 0
 
 
@@ -110,12 +112,23 @@ def _failed(screen: Screen, error: TulaError) -> int:
     return error.exit_code
 
 
-def _disk_is_full(screen: Screen, error: OSError) -> int:
-    """Show that what has no space is the answer: whatever writes a file of a run says so itself."""
-    _discard_unwritable()
-    what = error.filename or "the answer"
-    hint = "free some space there, or send the answer elsewhere, and run the same command again"
-    return _failed(screen, DiskFull(f"cannot write {what}: {error.strerror}", hint))
+def _of_machine(error: OSError) -> TulaError | None:
+    """Return what the machine lacks, where it is no defect of ours; whatever writes a file of a run says so itself."""
+    if error.errno in FULL:
+        hint = "free some space there, or send the answer elsewhere, and run the same command again"
+        return DiskFull(f"cannot write {error.filename or 'the answer'}: {error.strerror}", hint)
+    if isinstance(error, FileNotFoundError) and _here_is_gone():
+        hint = "cd to another folder, or once more into this one where it was made anew, and run the same command again"
+        return SpecError("the current folder is no longer there: it was removed", hint)
+    return None
+
+
+def _here_is_gone() -> bool:
+    try:
+        os.getcwd()  # noqa: PTH109 - Path.cwd() is the same
+    except FileNotFoundError:
+        return True
+    return False
 
 
 def _discard_unwritable() -> None:

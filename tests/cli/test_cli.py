@@ -1157,11 +1157,13 @@ def test_an_error_of_the_users_own_code_is_not_called_a_defect_of_tula(tmp_path)
     assert where(lambda: space["call"](lambda: app._usage(None))) == ""
 
 
-def test_a_reader_that_leaves_is_no_error(here):
-    started = process("--help", cwd=here)
+@pytest.mark.parametrize("words", ["--help", "schema", "status", "status --json"])
+def test_141_where_the_reader_leaves(here, words):
+    RunDir.create(here / "tula-runs", make.spec())
+    started = process(*words.split(), cwd=here)
     started.stdout.close()
-    started.wait(timeout=60)
-    assert started.stderr.read() == ""
+    assert started.wait(timeout=60) == 141
+    assert started.stderr.read() in ("", f"run {newest().path.relative_to(here)} (the newest)\n")
     started.stderr.close()
 
 

@@ -2,6 +2,7 @@
 
 import functools
 import os
+import signal
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -78,6 +79,10 @@ def _top(
 # --- the error boundary
 
 
+READER_IS_GONE = 128 + signal.SIGPIPE
+"""The exit code where nobody reads the answer to its end: what a shell shows of other tools too."""
+
+
 def run(arguments: Sequence[str], *, screen: Screen | None = None) -> int:
     """Run one command; return its exit code. What is not the user's to mend is raised."""
     screen = screen or Screen()
@@ -87,6 +92,10 @@ def run(arguments: Sequence[str], *, screen: Screen | None = None) -> int:
     except TulaError as error:
         return _failed(screen, error)
     except BrokenPipeError:
+        return _reader_is_gone()
+    except SystemExit as end:  # typer's, of code 1, for the same
+        if not isinstance(end.__context__, BrokenPipeError):
+            raise
         return _reader_is_gone()
     except (KeyboardInterrupt, typer.Abort):
         return _failed(screen, Interrupted("interrupted"))
@@ -155,7 +164,7 @@ def _reader_is_gone() -> int:
     """End quietly when a pager or `head` has closed the pipe; python would complain when it flushes stdout."""
     with suppress(OSError):
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    return 1
+    return READER_IS_GONE
 
 
 _REPORT = "this is a defect of tula; please report it with the lines above"

@@ -1215,6 +1215,13 @@ def test_a_terminal_without_letters_to_draw_with_shows_others(here, encoding):
     assert rule == "-" * len(head)
 
 
+@pytest.mark.parametrize("words", ["list", "status", "--help"])
+def test_columns_in_which_nothing_can_be_shown_count_as_not_given(here, words):
+    RunDir.create(here / "tula-runs", make.spec())
+    shown = [ended(words, cwd=here, COLUMNS=columns).out for columns in ("", "0", "19")]
+    assert shown[0] == shown[1] == shown[2] and len(shown[0]) > 60
+
+
 def test_what_a_stream_cannot_write_takes_as_many_columns(here):
     stream = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
     show_screen.spell_in_ascii(stream)

@@ -193,12 +193,19 @@ def _their_line(trace: Any) -> str:
     return ""
 
 
+NARROWEST = 20
+"""Columns; what COLUMNS says below, 0 for one, is of no terminal, and nothing can be shown in it."""
+
+
 def main() -> None:
     """Run the command line and exit."""
     for name in ("stdout", "stderr"):  # python has none where the shell has closed it (`>&-`)
         if getattr(sys, name) is None:
             setattr(sys, name, Path(os.devnull).open("w"))  # noqa: SIM115 - until the end
         spell_in_ascii(getattr(sys, name))
+    columns = os.environ.get("COLUMNS", "")
+    if columns.isdecimal() and int(columns) < NARROWEST:
+        del os.environ["COLUMNS"]
     screen = Screen()
     sys.excepthook = functools.partial(_defect, screen)
     sys.exit(run(sys.argv[1:], screen=screen))

@@ -1194,6 +1194,13 @@ def test_an_error_keeps_its_exit_code_when_its_reader_leaves(here):
     started.stderr.close()
 
 
+def test_an_error_keeps_its_exit_code_when_nobody_reads_it(here):
+    started = process("recommend", "nothing", cwd=here)
+    started.stderr.close()
+    assert started.wait(timeout=60) == SpecError.exit_code
+    started.stdout.close()
+
+
 @pytest.mark.parametrize(("words", "code"), [("list --json", 0), ("recommend nothing --json", SpecError.exit_code)])
 def test_a_closed_stdout_is_no_error(here, words, code):
     command = f"{shlex.join([sys.executable, '-m', 'tula_cli'])} {words} >&-"

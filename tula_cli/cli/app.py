@@ -93,7 +93,7 @@ def run(arguments: Sequence[str], *, screen: Screen | None = None) -> int:
         return _failed(screen, error)
     except BrokenPipeError:
         return _reader_is_gone()
-    except SystemExit as end:  # typer's, of code 1, for the same
+    except SystemExit as end:  # typer's and rich's, of code 1, for the same
         if not isinstance(end.__context__, BrokenPipeError):
             raise
         return _reader_is_gone()
@@ -116,7 +116,7 @@ def _failed(screen: Screen, error: TulaError) -> int:
     """Show an error; return its exit code, which stands whether or not somebody reads."""
     try:
         screen.fail(error)
-    except OSError:
+    except (OSError, SystemExit):  # rich exits by itself where the reader is gone
         _discard_unwritable()
     return error.exit_code
 

@@ -18,7 +18,7 @@ from typer.models import ArgumentInfo, CommandInfo, ParameterInfo
 
 from tula_cli import errors
 from tula_cli.cli import options
-from tula_cli.cli.app import app
+from tula_cli.cli.app import READER_IS_GONE, app
 from tula_cli.cluster.stopping.repeated import AT_ONCE
 from tula_cli.errors import TulaError
 from tula_cli.host.endings.outcomes import ENDINGS, NEXT_WORDS
@@ -215,7 +215,8 @@ def _default_of(param: inspect.Parameter) -> str:
 def _exit_codes() -> str:
     found = sorted({(kind.exit_code, kind.code, inspect.cleandoc(kind.__doc__ or "")) for kind in _classes()})
     rows = [f"| {number} | `{code}` | {words.splitlines()[0]} |" for number, code, words in found]
-    return "\n".join(["| exit code | `error.code` in `--json` | |", "|---|---|---|", "| 0 | | Done. |", *rows])
+    last = f"| {READER_IS_GONE} | | Whoever read the answer (`head`, a pager) left before its end; an error has its own code. |"
+    return "\n".join(["| exit code | `error.code` in `--json` | |", "|---|---|---|", "| 0 | | Done. |", *rows, last])
 
 
 ENDINGS_HEAD = """An attempt at a job that does not end well is of one of these classes: `outcome` of `attempts` in `tula status --json`, with

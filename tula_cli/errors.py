@@ -49,7 +49,7 @@ class CannotWrite(TulaError):
 
 
 class DiskFull(CannotWrite):
-    """No space, no quota or no more files on the file system that holds the run, or what the job writes.
+    """No space, no quota or no more files on the file system of the run, of what the job writes, or of the answer.
 
     Args:
         message: what could not be written, and what is free.

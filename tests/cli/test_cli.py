@@ -24,7 +24,7 @@ from tula_cli.cluster import inspection as cluster_inspection
 from tula_cli.cluster import inspection as inspecting
 from tula_cli.cluster import launcher as cluster_launcher
 from tula_cli.cluster.slurm import partitions as site
-from tula_cli.errors import Infeasible, JobFailed, SchedulerError, SpecError, TulaError
+from tula_cli.errors import DiskFull, Infeasible, JobFailed, SchedulerError, SpecError, TulaError
 from tula_cli.run.directory import RunDir
 from tula_cli.run.records.tasks import CheckTask, EvaluateTask, ProbeTask
 from tula_cli.services import check as services_check
@@ -1157,12 +1157,33 @@ def test_an_error_of_the_users_own_code_is_not_called_a_defect_of_tula(tmp_path)
     assert where(lambda: space["call"](lambda: app._usage(None))) == ""
 
 
-def test_a_reader_that_leaves_is_no_error(here):
-    started = process("--help", cwd=here)
+@pytest.mark.parametrize("words", ["--help", "schema", "status", "status --json"])
+def test_141_where_the_reader_leaves(here, words):
+    RunDir.create(here / "tula-runs", make.spec())
+    started = process(*words.split(), cwd=here)
     started.stdout.close()
-    started.wait(timeout=60)
-    assert started.stderr.read() == ""
+    assert started.wait(timeout=60) == 141
+    assert started.stderr.read() in ("", f"run {newest().path.relative_to(here)} (the newest)\n")
     started.stderr.close()
+
+
+@pytest.mark.parametrize("words", ["schema", "status", "status --json", "--version", "list --json"])
+def test_13_an_answer_on_a_full_disk(here, words):
+    RunDir.create(here / "tula-runs", make.spec())
+    with open("/dev/full", "w") as full:
+        started = process(*words.split(), cwd=here, stdout=full)
+        _, err = started.communicate(timeout=60)
+    assert started.returncode == DiskFull.exit_code
+    assert "error: cannot write the answer: No space left on device\n" in err and "Traceback" not in err
+
+
+def test_an_error_keeps_its_exit_code_where_it_cannot_be_written(here):
+    with open("/dev/full", "w") as full:
+        for words in ("recommend nothing", "recommend nothing --json"):
+            started = process(*words.split(), cwd=here, stdout=full)
+            assert started.wait(timeout=60) == SpecError.exit_code
+            assert "Traceback" not in started.stderr.read()
+            started.stderr.close()
 
 
 def test_an_error_keeps_its_exit_code_when_its_reader_leaves(here):
@@ -1173,6 +1194,13 @@ def test_an_error_keeps_its_exit_code_when_its_reader_leaves(here):
     started.stderr.close()
 
 
+def test_an_error_keeps_its_exit_code_when_nobody_reads_it(here):
+    started = process("recommend", "nothing", cwd=here)
+    started.stderr.close()
+    assert started.wait(timeout=60) == SpecError.exit_code
+    started.stdout.close()
+
+
 @pytest.mark.parametrize(("words", "code"), [("list --json", 0), ("recommend nothing --json", SpecError.exit_code)])
 def test_a_closed_stdout_is_no_error(here, words, code):
     command = f"{shlex.join([sys.executable, '-m', 'tula_cli'])} {words} >&-"
@@ -1180,6 +1208,48 @@ def test_a_closed_stdout_is_no_error(here, words, code):
         ["bash", "-c", command], cwd=here, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True
     )
     assert (done.returncode, "Traceback" in done.stderr) == (code, False)
+
+
+@pytest.mark.parametrize(
+    "encoding",
+    [{"PYTHONIOENCODING": "latin-1"}, {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}],
+)
+def test_a_terminal_without_letters_to_draw_with_shows_others(here, encoding):
+    RunDir.create(here / "tula-runs", make.spec())
+    shown = ended("list", cwd=here, **encoding)
+    assert shown.code == 0, shown.err
+    head, rule, _ = shown.out.splitlines()
+    assert rule == "-" * len(head)
+
+
+@pytest.mark.parametrize("words", ["list", "status", "--help"])
+def test_columns_in_which_nothing_can_be_shown_count_as_not_given(here, words):
+    RunDir.create(here / "tula-runs", make.spec())
+    shown = [ended(words, cwd=here, COLUMNS=columns).out for columns in ("", "0", "19")]
+    assert shown[0] == shown[1] == shown[2] and len(shown[0]) > 60
+
+
+def test_what_a_stream_cannot_write_takes_as_many_columns(here):
+    stream = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    show_screen.spell_in_ascii(stream)
+    stream.write("│ 1 ± 2 ─ ★ € x\udcff y\ud800")
+    stream.flush()
+    assert stream.buffer.getvalue() == b"| 1 ~ 2 - * ? x\xff y?"
+
+
+def test_a_folder_that_is_gone_is_told(here):
+    folder = here / "gone"
+    folder.mkdir()
+    tula = shlex.join([sys.executable, "-m", "tula_cli"])
+    done = subprocess.run(
+        ["bash", "-c", f"rmdir {folder}; {tula} status"],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == SpecError.exit_code and "Traceback" not in done.stderr
+    assert "error: the current folder is no longer there" in done.stderr
 
 
 def test_ctrl_c_as_a_process(here):

@@ -1,3 +1,4 @@
+import errno
 import os
 import shutil
 import time
@@ -6,7 +7,7 @@ import make_runs as make
 import pytest
 
 from tula_cli import words
-from tula_cli.errors import SpecError
+from tula_cli.errors import SpecError, TulaError
 from tula_cli.run.directory import Part, RunDir
 from tula_cli.run.records.jobs import Failure
 from tula_cli.services import logs
@@ -74,6 +75,18 @@ def test_logs_that_are_no_text_are_shown_all_the_same(run):
     path = write_log(run, "probe-n001", 1, "")
     path.write_bytes(b"caf\xe9\r\n")
     assert texts(logs.logs(run)) == ["caf\ufffd"]
+
+
+def test_a_log_that_may_not_be_read_is_named(run, monkeypatch):
+    path = write_log(run, "probe-n001", 1, "one\n")
+
+    def refused(_):  # root may read whatever the mode says
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+
+    monkeypatch.setattr(logs, "open_file", refused)
+    with pytest.raises(TulaError, match=f"cannot read {path}: Permission denied") as found:
+        list(logs.logs(run))
+    assert found.value.hint == f"let yourself read it: chmod u+r {path}"
 
 
 def test_no_logs_yet(run):

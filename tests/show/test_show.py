@@ -25,7 +25,7 @@ from tula_cli.services import profile
 from tula_cli.services import status as services_status
 from tula_cli.services.progress import listing
 from tula_cli.show import live as show_live
-from tula_cli.show import plots, recommend
+from tula_cli.show import plots, recommend, tables
 from tula_cli.show import profile as show_profile
 from tula_cli.show import status as show_status
 from tula_cli.show import train as show_train
@@ -231,6 +231,16 @@ def test_no_number_is_cut_at_any_width(monkeypatch, columns):
     for number in ("16384", "1048576", "12346", "12000 .. 12999", "9876543", "3.00", "25.0", "measured"):
         assert number in text
     assert "…" not in text
+
+
+@pytest.mark.parametrize("columns", [20, 80])
+def test_a_long_table_keeps_its_lines_at_any_width(monkeypatch, columns):
+    monkeypatch.setenv("COLUMNS", str(columns))
+    rows = [["a run", "x" * 90, "12"], ["b", "y", "3"]]
+    text = printed(tables.long_table(("run", "words", "number"), rows, left=(0, 1), width=columns), out=Terminal())
+    head, *below = re.sub(r"\x1b\[[0-9;]*m", "", text).splitlines()
+    assert head.split() == ["run", "words", "number"]
+    assert below == ["─" * len(head), f"a run {'x' * 90}     12", f"b     {'y':90}      3"]
 
 
 def test_the_table_fits_80_columns():

@@ -2,6 +2,7 @@
 
 import functools
 import os
+import signal
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -13,8 +14,9 @@ import typer
 from tula_cli.cli import check, clean, compare, evaluate, profile, recommend, status, train
 from tula_cli.cli.options import COMMON, USAGE_ERROR, Interrupted, register
 from tula_cli.cli.outputs import diff, export, run_report, schema
-from tula_cli.errors import SpecError, TulaError
-from tula_cli.show.screen import Screen
+from tula_cli.errors import DiskFull, SpecError, TulaError
+from tula_cli.run.storage.space import FULL
+from tula_cli.show.screen import Screen, spell_in_ascii
 from tula_cli.version import __version__
 
 app = typer.Typer(
@@ -77,6 +79,10 @@ def _top(
 # --- the error boundary
 
 
+READER_IS_GONE = 128 + signal.SIGPIPE
+"""The exit code where nobody reads the answer to its end: what a shell shows of other tools too."""
+
+
 def run(arguments: Sequence[str], *, screen: Screen | None = None) -> int:
     """Run one command; return its exit code. What is not the user's to mend is raised."""
     screen = screen or Screen()
@@ -87,12 +93,22 @@ def run(arguments: Sequence[str], *, screen: Screen | None = None) -> int:
         return _failed(screen, error)
     except BrokenPipeError:
         return _reader_is_gone()
+    except SystemExit as end:  # typer's and rich's, of code 1, for the same
+        if not isinstance(end.__context__, BrokenPipeError):
+            raise
+        return _reader_is_gone()
     except (KeyboardInterrupt, typer.Abort):
         return _failed(screen, Interrupted("interrupted"))
     except typer.Exit as error:
         return error.exit_code
     except USAGE_ERROR as error:
         return _failed(screen, _usage(error))
+    except OSError as error:
+        known = _of_machine(error)
+        if known is None:
+            raise
+        _discard_unwritable()
+        return _failed(screen, known)
     return code if isinstance(code, int) else 0
 
 
@@ -100,9 +116,38 @@ def _failed(screen: Screen, error: TulaError) -> int:
     """Show an error; return its exit code, which stands whether or not somebody reads."""
     try:
         screen.fail(error)
-    except BrokenPipeError:
-        _reader_is_gone()
+    except (OSError, SystemExit):  # rich exits by itself where the reader is gone
+        _discard_unwritable()
     return error.exit_code
+
+
+def _of_machine(error: OSError) -> TulaError | None:
+    """Return what the machine lacks, where it is no defect of ours; whatever writes a file of a run says so itself."""
+    if error.errno in FULL:
+        hint = "free some space there, or send the answer elsewhere, and run the same command again"
+        return DiskFull(f"cannot write {error.filename or 'the answer'}: {error.strerror}", hint)
+    if isinstance(error, FileNotFoundError) and _here_is_gone():
+        hint = "cd to another folder, or once more into this one where it was made anew, and run the same command again"
+        return SpecError("the current folder is no longer there: it was removed", hint)
+    return None
+
+
+def _here_is_gone() -> bool:
+    try:
+        os.getcwd()  # noqa: PTH109 - Path.cwd() is the same
+    except FileNotFoundError:
+        return True
+    return False
+
+
+def _discard_unwritable() -> None:
+    """Give up on a stream that takes no more: python flushes both at its end, and would complain and change the exit code."""
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except OSError:
+            with suppress(OSError):
+                os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 def _usage(error: Any) -> SpecError:
@@ -119,7 +164,7 @@ def _reader_is_gone() -> int:
     """End quietly when a pager or `head` has closed the pipe; python would complain when it flushes stdout."""
     with suppress(OSError):
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    return 1
+    return READER_IS_GONE
 
 
 _REPORT = "this is a defect of tula; please report it with the lines above"
@@ -148,11 +193,19 @@ def _their_line(trace: Any) -> str:
     return ""
 
 
+NARROWEST = 20
+"""Columns; what COLUMNS says below, 0 for one, is of no terminal, and nothing can be shown in it."""
+
+
 def main() -> None:
     """Run the command line and exit."""
     for name in ("stdout", "stderr"):  # python has none where the shell has closed it (`>&-`)
         if getattr(sys, name) is None:
             setattr(sys, name, Path(os.devnull).open("w"))  # noqa: SIM115 - until the end
+        spell_in_ascii(getattr(sys, name))
+    columns = os.environ.get("COLUMNS", "")
+    if columns.isdecimal() and int(columns) < NARROWEST:
+        del os.environ["COLUMNS"]
     screen = Screen()
     sys.excepthook = functools.partial(_defect, screen)
     sys.exit(run(sys.argv[1:], screen=screen))

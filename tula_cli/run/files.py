@@ -180,8 +180,9 @@ def cannot_read(path: Path, error: OSError) -> TulaError:
     told = f"cannot read {path}: {error.strerror}"
     if error.errno in SILENT:
         return StorageFailed(told, NO_ANSWER)
-    theirs = not_yours(path) if error.errno in REFUSED else None
-    return theirs or TulaError(told)
+    if error.errno in REFUSED:
+        return not_yours(path) or TulaError(told, f"let yourself read it: chmod u+r {path}")
+    return TulaError(told)
 
 
 def write_record(path: Path, record: "BaseModel") -> None:

@@ -14,7 +14,7 @@ from tula_cli.errors import SpecError
 from tula_cli.host.outcome import root
 from tula_cli.plugins import nearest
 from tula_cli.run.directory import Part, RunDir
-from tula_cli.run.files import open_file
+from tula_cli.run.files import cannot_read, open_file
 from tula_cli.run.records.tasks import Task
 from tula_cli.run.snapshot import Snapshot
 from tula_cli.services.status import POLL
@@ -100,6 +100,7 @@ def logs(
 
     Raises:
         SpecError: the run has no such job, or none of its attempts such a rank.
+        TulaError: a log cannot be read.
     """
     reader = _Reader(run, wanted)
     found = reader.logs()
@@ -202,15 +203,18 @@ class _Reader:
 
     def lines(self, log: _Log, *, whole: bool) -> Iterator[LogLine]:
         """Yield what was added to a log since it was last read; a line without its end only where `whole`."""
-        with open_file(log.file) as file:
-            file.seek(self._offsets[log.file])
-            for raw in file:
-                if not raw.endswith(b"\n") and not whole:
-                    return
-                self._offsets[log.file] += len(raw)
-                line = log.line(raw)
-                if self._is_new(line) and self._is_of_rank(line, log) and not _HARMLESS.search(raw):
-                    yield line
+        try:
+            with open_file(log.file) as file:
+                file.seek(self._offsets[log.file])
+                for raw in file:
+                    if not raw.endswith(b"\n") and not whole:
+                        return
+                    self._offsets[log.file] += len(raw)
+                    line = log.line(raw)
+                    if self._is_new(line) and self._is_of_rank(line, log) and not _HARMLESS.search(raw):
+                        yield line
+        except OSError as error:
+            raise cannot_read(log.file, error) from error
 
     def _is_of_rank(self, line: LogLine, log: _Log) -> bool:
         wanted = log.first if self.wanted.rank is None and log.shared else self.wanted.rank

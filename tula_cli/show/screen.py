@@ -1,6 +1,8 @@
 """The screen: the answer to stdout, all else to stderr, the JSON envelope."""
 
+import codecs
 import dataclasses
+import io
 import json
 import math
 import os
@@ -17,6 +19,27 @@ from tula_cli.show.tables import printed, styled
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
+
+_ASCII = str.maketrans("┌┐└┘┬┤│─━·•●◆★…–—−×±µ≤≥→", "++++++|--.**o*.---x~u<>>")
+"""The nearest letters to what tables and plots are drawn of, one for one: columns stay where they are."""
+
+
+def spell_in_ascii(stream: TextIO) -> None:
+    """From now on write something else for what a stream has no letters for: latin-1, and ascii where LC_ALL is C."""
+    codecs.register_error("tula", _nearest)
+    if isinstance(stream, io.TextIOWrapper):
+        stream.reconfigure(errors="tula")
+
+
+def _nearest(error: UnicodeError) -> tuple[str | bytes, int]:
+    if not isinstance(error, UnicodeEncodeError):
+        raise error
+    letter = error.object[error.start]
+    if "\udc80" <= letter <= "\udcff":  # a byte of a file's name that was no text
+        return bytes([ord(letter) - 0xDC00]), error.start + 1
+    near = letter.translate(_ASCII)
+    return near if near.isascii() else "?", error.start + 1
+
 
 SCHEMA_VERSION = 1
 """Of the JSON envelope; a change that breaks a reader makes it 2."""

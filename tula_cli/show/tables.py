@@ -41,6 +41,7 @@ def long_table(
         width: of the screen; the columns move together where the table is wider.
     """
     from rich.cells import cell_len
+    from rich.text import Text
 
     depth = max(heading.count("\n") for heading in columns) + 1
     heads = [[""] * (depth - len(lines)) + lines for lines in (heading.split("\n") for heading in columns)]
@@ -54,13 +55,15 @@ def long_table(
         both = enumerate(zip(cells, blanks, strict=True))
         return gap.join(cell + blank if index in words else blank + cell for index, (cell, blank) in both).rstrip()
 
-    yield styled("\n".join(map(line, above)), "bold")
-    yield "\n".join(["─" * (sum(widths) + len(gap) * (len(widths) - 1)), *map(line, rows)])
+    rule = "─" * (sum(widths) + len(gap) * (len(widths) - 1))
+    yield Text("\n".join(map(line, above)), "bold", no_wrap=True)
+    yield Text("\n".join([rule, *map(line, rows)]), no_wrap=True)
 
 
 def printed(console: "Console", part: "RenderableType") -> None:
     """Print a part; a table keeps the width it needs, words wrap on a terminal and are left alone in a file."""
     from rich.table import Table
+    from rich.text import Text
 
     if isinstance(part, Table):
         width = console.width
@@ -68,7 +71,8 @@ def printed(console: "Console", part: "RenderableType") -> None:
         console.print(part, crop=False)
         console.width = width
     else:
-        console.print(part, soft_wrap=not console.is_terminal)
+        keeps = isinstance(part, Text) and part.no_wrap  # a long table's lines
+        console.print(part, soft_wrap=keeps or not console.is_terminal)
 
 
 def fit(part: "Table", console: "Console") -> int:

@@ -21,13 +21,18 @@ if TYPE_CHECKING:
 
 def find_run(screen: Screen, named: Path | None, root: Path) -> "RunDir":
     """Return the run the user means, and say which where it was not named on the command line."""
+    from tula_cli.plugins import nearest
+    from tula_cli.run import files
     from tula_cli.run.directory import RunDir
 
     root = root.absolute()
     if named is not None:
         # A run's name is enough where it lies under the root.
         # os.path's, which raise nothing where another user's folder is in the way.
-        inside = not os.path.exists(named) and os.path.isdir(root / named)  # noqa: PTH110, PTH112
+        there = os.path.exists(named)  # noqa: PTH110
+        inside = not there and os.path.isdir(root / named)  # noqa: PTH112
+        if not there and not inside and named.name == str(named) and (like := nearest(named.name, files.names(root))):
+            raise SpecError(f"no such run directory: {named.absolute()}, nor {words.near(root / named)}", like)
         run = RunDir.open(root / named if inside else named.absolute())
     elif os.environ.get("TULA_RUN"):
         run = RunDir.open(Path(os.environ["TULA_RUN"]).absolute())

@@ -9,7 +9,7 @@ from typing import Any, TypedDict
 
 from tula_cli.cluster import inspection, launcher
 from tula_cli.cluster.kept_inspection import KeptInspection
-from tula_cli.errors import BadMeasurements, OverBudget, SpecError, require_callable, require_number
+from tula_cli.errors import BadMeasurements, CannotWrite, OverBudget, SpecError, require_callable, require_number
 from tula_cli.run.code import run_of
 from tula_cli.run.directory import RunDir
 from tula_cli.run.jobfile import origin, overridden
@@ -168,3 +168,11 @@ def warn(event: Event) -> None:
     """Make a Python warning of what deserves one, and drop the rest."""
     if isinstance(event, WarningEvent):
         warnings.warn(event.text, stacklevel=2)
+
+
+def where_it_can_be(write: Callable[[], object]) -> None:
+    """Write what nobody has asked for; where that cannot be, it is a Python warning."""
+    try:
+        write()
+    except CannotWrite as error:
+        warnings.warn(f"not saved: {error.message}", stacklevel=3)

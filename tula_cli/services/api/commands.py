@@ -1,14 +1,13 @@
 """The functions of the Python API: each does what the command of its name does, returns it, and prints nothing."""
 
 import functools
-import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tula_cli.cluster import launcher
-from tula_cli.errors import CannotWrite, require_list
+from tula_cli.errors import require_list
 from tula_cli.models.choice.objective import Curve, Objective
 from tula_cli.run.code import run_of
 from tula_cli.run.records.recommendations import Recommendation
@@ -19,7 +18,17 @@ from tula_cli.services import estimate as estimating
 from tula_cli.services import nodes as node_checking
 from tula_cli.services import recommend as recommending
 from tula_cli.services import train as training
-from tula_cli.services.api.calls import ROOT, Call, Job, Settings, Submission, Target, inspector, spec_of
+from tula_cli.services.api.calls import (
+    ROOT,
+    Call,
+    Job,
+    Settings,
+    Submission,
+    Target,
+    inspector,
+    spec_of,
+    where_it_can_be,
+)
 from tula_cli.services.api.handles import Run, Status
 from tula_cli.services.check import CheckResult
 from tula_cli.services.comparison import session
@@ -138,8 +147,7 @@ def recommend(
         with_runs: folders of runs of the same job with other numbers of GPUs a node, whose probes tell more.
         what_if: suppose another network, or other GPUs: ["interconnect=200Gbit", "compute=2.1x"]; never saved.
         every: list every configuration, here and in results.csv; of more than 40 else those that are worth a look.
-        save: whether `train` takes this answer; None: where it is the first, or renews the answer to the same criteria, and can
-            be written, else that is a Python warning.
+        save: whether `train` takes this answer; None: where it is the first, or renews that to the same criteria, and can be written.
         overrides: settings laid over the run's, as `--set` does: ["pricing.price=3"]; no later call takes them.
         root: where the runs of jobs are kept.
 
@@ -164,13 +172,11 @@ def recommend(
     answer = recommending.ask(own.run, own.spec, criteria, launcher_for=looks, overrides=overrides)
     found = answer.recommendation
     renews = recommending.renews(found, own.run.recommendation()) and not other(own.run.path)
-    if save if save is not None else renews:
-        try:
-            recommending.save(own.run, own.spec, answer, overrides=overrides, job=own.job, every=every)
-        except CannotWrite as error:
-            if save:
-                raise
-            warnings.warn(f"not saved: {error.message}", stacklevel=2)  # nobody has asked for that
+    kept = functools.partial(recommending.save, overrides=overrides, job=own.job, every=every)
+    if save:
+        kept(own.run, own.spec, answer)
+    elif save is None and renews:
+        where_it_can_be(functools.partial(kept, own.run, own.spec, answer))
     return answer.every() if every else found
 
 

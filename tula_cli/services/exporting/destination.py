@@ -12,11 +12,12 @@ from tula_cli.errors import SpecError, TrackerError
 from tula_cli.plugins import load
 from tula_cli.services.exporting.exporter import Exporter
 from tula_cli.services.exporting.sent import digest
+from tula_cli.services.exporting.trackers import mlflow_moved
 from tula_cli.spec.parts.of_export import TRACKERS, without_password
 
 FOLDER = "exports"
 """Of a run: what was sent to trackers, and the files of those that need no server."""
-_HERE = "tula_cli.services.exporting"
+_HERE = "tula_cli.services.exporting.trackers"
 _BUILTINS = {
     "mlflow": f"{_HERE}.mlflow_runs:exporter",
     "wandb": f"{_HERE}.wandb_runs:exporter",
@@ -77,7 +78,15 @@ class Destination:
             ) from error
         except ImportError as error:  # it is there, and what it needs is of another version
             raise TrackerError(f"{self.to}: its package cannot be imported: {error}", "install it anew") from error
+        if (database := self._own_database()) is not None:
+            mlflow_moved.bring_along(database, Path(self.home).parent)
         return called(make, self)
+
+    def _own_database(self) -> Path | None:
+        """Return the database in the run, if that is the place: no other one is ever changed but by the tracker itself."""
+        path = Path(self.uri.removeprefix("sqlite:///"))
+        own = self.to == "mlflow" and self.uri.startswith("sqlite:///") and self.home and path.is_relative_to(self.home)
+        return path if own else None
 
 
 def called(make: Callable[..., Exporter], destination: Destination) -> Exporter:

@@ -399,6 +399,8 @@ def test_trackers_are_those_named_else_those_of_the_job() -> None:
         (["mlflow", "wandb"], "x", "are of one tracker"),
         (["mlflo"], None, "did you mean mlflow"),
         (["mlflow"], "http://me:pw@host", "name or password does not belong into the address"),
+        (["tensorboard"], "http://x.example", "--uri: tensorboard writes into a folder, and http://x.example is none"),
+        (["tensorboard"], "file://host/board", "give a path, or file:///path"),
     ],
 )
 def test_what_does_not_go_together_is_refused(to: list[str], uri: str | None, words: str) -> None:

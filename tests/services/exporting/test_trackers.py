@@ -192,6 +192,12 @@ def test_tensorboard_has_what_was_sent(run: RunDir) -> None:
     assert board(folder / KEY)("summary/actual/hours") == [(5120, 0.1)]
 
 
+def test_tensorboard_writes_into_the_folder_of_a_url(run: RunDir, tmp_path: Path) -> None:
+    found = send(run, "tensorboard", f"file://{tmp_path}/a%20board", active=True)
+    assert found.uri == str(tmp_path / "a board")
+    assert board(tmp_path / "a board" / run.id / KEY)("train/loss") == [(640, 2.1), (1280, 1.9)]
+
+
 def test_a_run_that_was_moved_goes_on_in_the_place_inside_it(run: RunDir, tmp_path: Path) -> None:
     """It would else stand twice in the files that moved with it; a place that is gone is filled anew."""
     send(run, "tensorboard")

@@ -7,6 +7,7 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from urllib.parse import unquote
 
 from tula_cli.errors import SpecError, TrackerError
 from tula_cli.plugins import load
@@ -142,6 +143,8 @@ def _absolute(to: str, uri: str) -> str:
     """Return a place that means the same from every folder."""
     if uri.startswith("sqlite:///") and not uri.startswith("sqlite:////"):
         return f"sqlite:///{Path(uri.removeprefix('sqlite:///')).absolute()}"
+    if uri.startswith("file:///") and to in ("tensorboard", "wandb"):  # they take no URL of a folder
+        uri = unquote(uri.removeprefix("file://"))
     if "://" in uri or to not in TRACKERS or (to == "mlflow" and uri.startswith("databricks")):
         return uri
     return str(Path(uri).expanduser().absolute())

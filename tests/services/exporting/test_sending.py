@@ -1,4 +1,6 @@
+import errno
 import json
+import os
 import random
 from collections.abc import Sequence
 from pathlib import Path
@@ -22,7 +24,7 @@ from make_runs import (
 )
 from make_runs import spec as toy_spec
 
-from tula_cli.errors import NotYours, SpecError, TrackerError
+from tula_cli.errors import CannotWrite, NotYours, SpecError, TrackerError
 from tula_cli.run.directory import Part, RunDir
 from tula_cli.run.files import read_text
 from tula_cli.run.series.step_series import StepSeries
@@ -374,6 +376,15 @@ def test_it_is_written_in_the_run_what_was_sent_and_another_user_s_run_is_left_a
     monkeypatch.setattr(owner.os, "geteuid", lambda: 4711)
     monkeypatch.setattr(owner, "_gives_all_to", lambda *_: False)
     with pytest.raises(NotYours):
+        send(run, place)
+
+
+def test_a_run_that_cannot_be_written_is_told(run: RunDir, place: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(_: Path) -> None:
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+
+    monkeypatch.setattr("tula_cli.services.exporting.sending.make_folder", refused)
+    with pytest.raises(CannotWrite, match=f"cannot write {run.path / 'exports'}: Permission denied"):
         send(run, place)
 
 

@@ -379,6 +379,15 @@ def test_it_is_written_in_the_run_what_was_sent_and_another_user_s_run_is_left_a
         send(run, place)
 
 
+def test_a_damaged_curve_is_told(run: RunDir, place: str) -> None:
+    add_training(run, rows=metrics())
+    run.training("ab12cd34").metrics_path.write_bytes(b"\x8f\xe1\n")
+    _, told = send(run, place)
+    assert [": 1 of its lines cannot be read" in event.text for event in told if isinstance(event, WarningEvent)] == [
+        True
+    ]
+
+
 def test_a_run_that_cannot_be_written_is_told(run: RunDir, place: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def refused(_: Path) -> None:
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))

@@ -79,15 +79,14 @@ class Destination:
             ) from error
         except ImportError as error:  # it is there, and what it needs is of another version
             raise TrackerError(f"{self.to}: its package cannot be imported: {error}", "install it anew") from error
-        if (database := self._own_database()) is not None:
-            mlflow_moved.bring_along(database, Path(self.home).parent)
+        if (store := self._own_store()) is not None:
+            mlflow_moved.bring_along(store, Path(self.home).parent)
         return called(make, self)
 
-    def _own_database(self) -> Path | None:
-        """Return the database in the run, if that is the place: no other one is ever changed but by the tracker itself."""
-        path = Path(self.uri.removeprefix("sqlite:///"))
-        own = self.to == "mlflow" and self.uri.startswith("sqlite:///") and self.home and path.is_relative_to(self.home)
-        return path if own else None
+    def _own_store(self) -> Path | None:
+        """Return MLflow's database or folder in the run, if that is the place: none elsewhere is changed but by MLflow."""
+        path = Path(self.uri.removeprefix("sqlite:///").removeprefix("file://"))
+        return path if self.to == "mlflow" and self.home and path.is_relative_to(self.home) else None
 
 
 def called(make: Callable[..., Exporter], destination: Destination) -> Exporter:

@@ -1,3 +1,4 @@
+import shutil
 import sqlite3
 from pathlib import Path
 
@@ -5,6 +6,7 @@ import pytest
 
 from tula_cli.errors import TrackerError
 from tula_cli.services.exporting import destination as module
+from tula_cli.services.exporting.exporter import Described
 from tula_cli.services.exporting.trackers.mlflow_moved import bring_along
 
 
@@ -48,6 +50,25 @@ def test_the_database_in_the_run_alone_is_changed(tmp_path: Path, monkeypatch: p
         module.destination("mlflow", uri=f"sqlite:///{path}", project=None, run=run, job="toy").exporter()
     assert places(own)[0] == f"{run.as_uri()}/exports/mlartifacts/toy"
     assert places(other)[0] == old
+
+
+def test_a_folder_in_a_copied_run_has_the_files_of_the_copy(tmp_path: Path) -> None:
+    """Of MLflow's own making; a place of a user's own stays."""
+    run, copy = tmp_path / "a/toy", tmp_path / "b c/toy"
+    uri = f"file://{run}/exports/mlruns"
+    first = module.destination("mlflow", uri=uri, project=None, run=run, job="toy").exporter()
+    tracked = first.open(Described("run", "run", "toy", 0.0), known=None, after=None, torn=False)
+    first.client.create_experiment("own", "file:///data/own")  # type: ignore[attr-defined]
+    shutil.copytree(run, copy)
+    again = module.destination("mlflow", uri=str(copy / "exports/mlruns"), project=None, run=copy, job="toy").exporter()
+    (tmp_path / "results.csv").write_text("a,b\n")
+    again.open(Described("run", "run", "toy", 0.0), known=tracked.id, after=None, torn=False).artifact(
+        tmp_path / "results.csv"
+    )
+    assert not [*run.rglob("results.csv")] and len([*copy.rglob("results.csv")]) == 1
+    found = again.client.get_run(tracked.id)  # type: ignore[attr-defined]
+    assert found.info.artifact_uri.startswith((copy / "exports/mlruns/mlartifacts/toy").as_uri())
+    assert again.client.get_experiment_by_name("own").artifact_location == "file:///data/own"  # type: ignore[attr-defined]
 
 
 def test_a_database_that_is_damaged_is_told(tmp_path: Path) -> None:

@@ -68,6 +68,24 @@ def test_a_damaged_result_is_told_beside_the_others(run):
         run.results()
 
 
+@pytest.mark.promise(
+    "the run directory", "the curve of a training is damaged", "the file is named, and what can be read of it is shown"
+)
+def test_a_damaged_curve_is_told_and_one_that_a_kill_has_cut_off_is_not(run):
+    make.add_training(run, rows=make.metrics())
+    path = run.training("ab12cd34").metrics_path
+    rows = path.read_bytes()
+    for normal in (rows, rows[:-9], rows + b'{"kind": "st\0\0\0\0\n', rows + b'{"kind": "st' + rows, rows + b"\0" * 99):
+        path.write_bytes(normal)
+        assert run.read().training_warnings == []
+    for bad, count in ((b"\x8f\x00\xe1\n" * 3, 3), (rows + b"\x8f\xe1", 1), (b"hello\n" + rows, 1)):
+        path.write_bytes(bad)
+        (words,) = run.read().training_warnings
+        assert words.startswith(f"{path} is damaged: {count} of its lines cannot be read")
+    now = services_status.snapshot(run, make.FakeLauncher({}), now=make.START)
+    assert now.warnings == (words,) and now.training.samples == 1920
+
+
 def test_scheduler_logs_are_found_by_the_ids_of_their_jobs(run):
     run.submitit_dir.mkdir()
     for name, text in (

@@ -285,11 +285,12 @@ def json_lines(
             file.seek(0)
         for line in file:
             # A lost node may leave a line of which some blocks were never written: what is no object is left out.
-            if line.endswith(b"\n") and (wanted is None or wanted(line)) and (row := _row(line)) is not None:
+            if line.endswith(b"\n") and (wanted is None or wanted(line)) and (row := json_object(line)) is not None:
                 yield row
 
 
-def _row(line: bytes) -> dict[str, Any] | None:
+def json_object(line: bytes) -> dict[str, Any] | None:
+    """Return the object of a line; None where it is none."""
     try:
         row = json.loads(line)
     except (ValueError, RecursionError):

@@ -14,7 +14,7 @@ from tula_cli.run.records.jobs import Attempt, Job
 from tula_cli.run.records.probes import RESULT, Failed, Measured, OutOfMemory
 from tula_cli.run.records.recommendations import Recommendation
 from tula_cli.run.records.rehearsals import Rehearsal
-from tula_cli.run.records.tasks import TASK, CheckTask, JobTask, Task
+from tula_cli.run.records.tasks import TASK, CheckTask, JobTask, Task, TrainTask
 from tula_cli.run.training_run import TrainingRun
 
 Result = Measured | OutOfMemory | Failed
@@ -185,6 +185,18 @@ class Snapshot:
     def training(self, train_signature: str) -> TrainingRun:
         """Return one training with all its relaunches; its records too are read once."""
         return TrainingRun(self.path, train_signature, read=self._read)
+
+    @cached_property
+    def training_warnings(self) -> list[str]:
+        """What to say of trainings whose rows are damaged: they are told of by those that can be read."""
+        signatures = dict.fromkeys(task.signature for task in self.tasks if isinstance(task, TrainTask))
+        trainings = [self.training(signature) for signature in signatures]
+        return [
+            f"{training.metrics_path} is damaged: {count} of its lines cannot be read and {'is' if count == 1 else 'are'}"
+            " left out of what is shown, predicted and exported; put it back from a copy of the run, if there is one"
+            for training in trainings
+            if (count := training.damaged_rows())
+        ]
 
     # --- what the scheduler kept
 

@@ -10,7 +10,18 @@ from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
-from tula_cli.run.files import Reader, cannot_read, json_lines, listing, read_record, remove, write_atomic, write_record
+from tula_cli.run.files import (
+    Reader,
+    cannot_read,
+    json_lines,
+    json_object,
+    listing,
+    open_file,
+    read_record,
+    remove,
+    write_atomic,
+    write_record,
+)
 from tula_cli.run.records.jobs import Attempt
 from tula_cli.run.records.micro_batches import MicroBatches
 from tula_cli.run.records.results import (
@@ -39,8 +50,8 @@ CLOCKS_AGREE, A_COPY = 5.0, 3600.0
 _PLACED = ("start", "step", "epoch")
 """Kinds of rows that tell how far a training was."""
 _MOST = 1e18
-_SAMPLED, _STEP = 2**20, b'{"kind": "step"'
-"""Bytes of rows of steps, about, that tell enough of a training; and how such a row begins."""
+_SAMPLED, _STEP, _ROW = 2**20, b'{"kind": "step"', b'{"kind": '
+"""Bytes of rows of steps, about, that tell enough of a training; and how such a row begins, and any."""
 
 _ATTEMPT, _RESULT = TypeAdapter(Attempt), TypeAdapter(TrainResult)
 _SUMMARY, _TUNING, _ENERGY = TypeAdapter(Summary), TypeAdapter(Tuning), TypeAdapter(CountedEnergy)
@@ -239,13 +250,21 @@ class TrainingRun:
 
         They are read once, until the file changes; who asks changes none.
         """
+        return () if (version := self._version()) is None else _sampled(self.metrics_path, *version)
+
+    def damaged_rows(self) -> int:
+        """Return how many lines of metrics.jsonl are no rows, but for those that a kill or a lost node leaves."""
+        return 0 if (version := self._version()) is None else _damaged(self.metrics_path, *version)
+
+    def _version(self) -> tuple[int, int] | None:
+        """Return when metrics.jsonl was changed (ns) and its size; None where there is none."""
         try:
             found = self.metrics_path.stat()
         except FileNotFoundError:
-            return ()
+            return None
         except OSError as error:
             raise cannot_read(self.metrics_path, error) from error
-        return _sampled(self.metrics_path, found.st_mtime_ns, found.st_size)
+        return found.st_mtime_ns, found.st_size
 
 
 @functools.lru_cache(maxsize=8)
@@ -258,6 +277,25 @@ def _sampled(path: Path, _changed: int, size: int) -> tuple[dict[str, Any], ...]
         return not line.startswith(_STEP) or next(number) % every == 0
 
     return tuple(filter(_is_whole, json_lines(path, wanted=wanted)))
+
+
+@functools.lru_cache(maxsize=256)
+def _damaged(path: Path, _changed: int, _size: int) -> int:
+    """Return how many lines of a file as it was at a moment are neither rows nor what is left of one."""
+    try:
+        with open_file(path) as file:
+            return sum(not _may_be_row(line) for line in file)
+    except FileNotFoundError:
+        return 0
+    except OSError as error:
+        raise cannot_read(path, error) from error
+
+
+def _may_be_row(line: bytes) -> bool:
+    """Return whether a line looks like a row, or like what is left of one; rows are many, and to parse each takes long."""
+    if not line.endswith(b"\n") or b"\0" in line:  # cut off by a kill; blocks that a lost node has not written
+        return line.isascii()
+    return (line.isascii() and line.startswith(_ROW) and line.endswith(b"}\n")) or json_object(line) is not None
 
 
 def _is_whole(row: Mapping[str, Any]) -> bool:

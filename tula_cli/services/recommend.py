@@ -385,4 +385,5 @@ def _known(rows: Offers, all_measurements: Sequence[TypeMeasurements]) -> Offers
 
 def _told(measurements: TypeMeasurements) -> list[str]:
     missing = state_of_the_probes(measurements.results, measurements.unknown, pending=measurements.pending)
-    return [*missing, *measurements.forecast.warnings, *measurements.part.run.read().job_warnings]
+    look = measurements.part.run.read()
+    return [*missing, *measurements.forecast.warnings, *look.job_warnings, *look.training_warnings]

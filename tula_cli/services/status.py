@@ -128,6 +128,7 @@ def snapshot(run: RunDir, launcher: Launcher, *, now: float, only: Set[str] | No
         warnings=(
             *(f"{damaged.message}; {damaged.hint}" for damaged in look.damaged),
             *look.job_warnings,
+            *(look.training_warnings if only is None else ()),
             *(sent.problems(run.path / "exports") if only is None else ()),
         ),
         notes=(*upgrades(look), *notes(result for result in look.results if isinstance(result, Measured))),

@@ -1,4 +1,6 @@
+import errno
 import json
+import os
 import random
 from collections.abc import Sequence
 from pathlib import Path
@@ -22,7 +24,7 @@ from make_runs import (
 )
 from make_runs import spec as toy_spec
 
-from tula_cli.errors import NotYours, SpecError, TrackerError
+from tula_cli.errors import CannotWrite, NotYours, SpecError, TrackerError
 from tula_cli.run.directory import Part, RunDir
 from tula_cli.run.files import read_text
 from tula_cli.run.series.step_series import StepSeries
@@ -377,6 +379,24 @@ def test_it_is_written_in_the_run_what_was_sent_and_another_user_s_run_is_left_a
         send(run, place)
 
 
+def test_a_damaged_curve_is_told(run: RunDir, place: str) -> None:
+    add_training(run, rows=metrics())
+    run.training("ab12cd34").metrics_path.write_bytes(b"\x8f\xe1\n")
+    _, told = send(run, place)
+    assert [": 1 of its lines cannot be read" in event.text for event in told if isinstance(event, WarningEvent)] == [
+        True
+    ]
+
+
+def test_a_run_that_cannot_be_written_is_told(run: RunDir, place: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(_: Path) -> None:
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+
+    monkeypatch.setattr("tula_cli.services.exporting.sending.make_folder", refused)
+    with pytest.raises(CannotWrite, match=f"cannot write {run.path / 'exports'}: Permission denied"):
+        send(run, place)
+
+
 # --- which trackers
 
 
@@ -399,6 +419,8 @@ def test_trackers_are_those_named_else_those_of_the_job() -> None:
         (["mlflow", "wandb"], "x", "are of one tracker"),
         (["mlflo"], None, "did you mean mlflow"),
         (["mlflow"], "http://me:pw@host", "name or password does not belong into the address"),
+        (["tensorboard"], "http://x.example", "--uri: tensorboard writes into a folder, and http://x.example is none"),
+        (["tensorboard"], "file://host/board", "give a path, or file:///path"),
     ],
 )
 def test_what_does_not_go_together_is_refused(to: list[str], uri: str | None, words: str) -> None:

@@ -95,6 +95,24 @@ def test_mlflow_has_what_was_sent_in_a_database(run: RunDir, tmp_path: Path, mon
 
 
 @pytest.mark.proof
+def test_mlflow_has_the_files_of_a_copied_run_in_the_copy(run: RunDir, tmp_path: Path) -> None:
+    """Its tables take MLflow some seconds to make."""
+    from mlflow.tracking import MlflowClient
+
+    send(run, "mlflow")
+    copy = RunDir(shutil.copytree(run.path, tmp_path / "elsewhere" / run.id))
+    copy.write_text("results.csv", "c,d\n")
+    found = send(copy, "mlflow")
+    assert (found.new_runs, found.problem) == (0, "")
+    for one, text in ((run, "a,b\n"), (copy, "c,d\n")):
+        client = MlflowClient(tracking_uri=f"sqlite:///{one.path / 'exports' / 'mlflow.db'}")
+        whole = client.search_runs(["1"], "tags.`tula.key` = 'run'")[0].info
+        assert "results.csv" in [file.path for file in client.list_artifacts(whole.run_id)]
+        assert (one.path / f"exports/mlartifacts/toy/{whole.run_id}/artifacts/results.csv").read_text() == text
+        assert whole.artifact_uri.startswith((one.path / "exports").as_uri())
+
+
+@pytest.mark.proof
 def test_a_server_that_is_down_is_told_and_caught_up_with(run: RunDir, tmp_path: Path) -> None:
     """The port is nobody's. What is sent elsewhere meanwhile has nothing to do with it."""
     assert send(run, "mlflow", "http://127.0.0.1:9").problem.startswith("mlflow: ")
@@ -104,7 +122,7 @@ def test_a_server_that_is_down_is_told_and_caught_up_with(run: RunDir, tmp_path:
 
 def test_mlflow_looks_what_it_has_where_the_sender_was_killed(tmp_path: Path) -> None:
     from tula_cli.services.exporting.exporter import Described, Point
-    from tula_cli.services.exporting.mlflow_runs import exporter
+    from tula_cli.services.exporting.trackers.mlflow_runs import exporter
 
     points = [Point(samples, START, {"loss": 1.0}) for samples in (64, 128, 192)]
     tracker, described = exporter(uri=f"file://{tmp_path}", project="toy"), Described("run", "run", "toy", START)
@@ -174,6 +192,12 @@ def test_tensorboard_has_what_was_sent(run: RunDir) -> None:
     assert board(folder / KEY)("summary/actual/hours") == [(5120, 0.1)]
 
 
+def test_tensorboard_writes_into_the_folder_of_a_url(run: RunDir, tmp_path: Path) -> None:
+    found = send(run, "tensorboard", f"file://{tmp_path}/a%20board", active=True)
+    assert found.uri == str(tmp_path / "a board")
+    assert board(tmp_path / "a board" / run.id / KEY)("train/loss") == [(640, 2.1), (1280, 1.9)]
+
+
 def test_a_run_that_was_moved_goes_on_in_the_place_inside_it(run: RunDir, tmp_path: Path) -> None:
     """It would else stand twice in the files that moved with it; a place that is gone is filled anew."""
     send(run, "tensorboard")
@@ -196,7 +220,7 @@ def test_a_package_that_is_missing_is_told_with_what_to_do(run: RunDir, monkeypa
     from tula_cli.services.exporting.destination import Destination
 
     monkeypatch.setitem(__import__("sys").modules, "wandb", None)
-    monkeypatch.delitem(__import__("sys").modules, "tula_cli.services.exporting.wandb_runs", raising=False)
+    monkeypatch.delitem(__import__("sys").modules, "tula_cli.services.exporting.trackers.wandb_runs", raising=False)
     with pytest.raises(TrackerError, match="there is no package wandb") as told:
         Destination("wandb", "/tmp", "toy").exporter()
     assert "tula-cli[trackers]" in told.value.hint
@@ -208,6 +232,6 @@ def test_a_package_that_cannot_be_imported_is_told(tmp_path: Path, monkeypatch: 
     (tmp_path / "wandb.py").write_text("raise ImportError('built for another numpy')\n")
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(__import__("sys").modules, "wandb", raising=False)
-    monkeypatch.delitem(__import__("sys").modules, "tula_cli.services.exporting.wandb_runs", raising=False)
+    monkeypatch.delitem(__import__("sys").modules, "tula_cli.services.exporting.trackers.wandb_runs", raising=False)
     with pytest.raises(TrackerError, match="wandb: its package cannot be imported: built for another numpy"):
         Destination("wandb", "/tmp", "toy").exporter()

@@ -7,16 +7,18 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from urllib.parse import unquote
 
 from tula_cli.errors import SpecError, TrackerError
 from tula_cli.plugins import load
 from tula_cli.services.exporting.exporter import Exporter
 from tula_cli.services.exporting.sent import digest
+from tula_cli.services.exporting.trackers import mlflow_moved
 from tula_cli.spec.parts.of_export import TRACKERS, without_password
 
 FOLDER = "exports"
 """Of a run: what was sent to trackers, and the files of those that need no server."""
-_HERE = "tula_cli.services.exporting"
+_HERE = "tula_cli.services.exporting.trackers"
 _BUILTINS = {
     "mlflow": f"{_HERE}.mlflow_runs:exporter",
     "wandb": f"{_HERE}.wandb_runs:exporter",
@@ -77,7 +79,14 @@ class Destination:
             ) from error
         except ImportError as error:  # it is there, and what it needs is of another version
             raise TrackerError(f"{self.to}: its package cannot be imported: {error}", "install it anew") from error
+        if (store := self._own_store()) is not None:
+            mlflow_moved.bring_along(store, Path(self.home).parent)
         return called(make, self)
+
+    def _own_store(self) -> Path | None:
+        """Return MLflow's database or folder in the run, if that is the place: none elsewhere is changed but by MLflow."""
+        path = Path(self.uri.removeprefix("sqlite:///").removeprefix("file://"))
+        return path if self.to == "mlflow" and self.home and path.is_relative_to(self.home) else None
 
 
 def called(make: Callable[..., Exporter], destination: Destination) -> Exporter:
@@ -133,6 +142,8 @@ def _absolute(to: str, uri: str) -> str:
     """Return a place that means the same from every folder."""
     if uri.startswith("sqlite:///") and not uri.startswith("sqlite:////"):
         return f"sqlite:///{Path(uri.removeprefix('sqlite:///')).absolute()}"
+    if uri.startswith("file:///") and to in ("tensorboard", "wandb"):  # they take no URL of a folder
+        uri = unquote(uri.removeprefix("file://"))
     if "://" in uri or to not in TRACKERS or (to == "mlflow" and uri.startswith("databricks")):
         return uri
     return str(Path(uri).expanduser().absolute())

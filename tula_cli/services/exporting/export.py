@@ -188,6 +188,7 @@ def _looks(
                 yield from target.look(asks)
                 target.again = now + target.pause
         if last:
+            yield from (WarningEvent(damage) for part in parts for damage in part.run.read().training_warnings)
             return
         if now - told >= words.pause(now - began):
             told = now

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from tula_cli.cluster import launcher
 from tula_cli.run.directory import Part
-from tula_cli.run.files import make_folder, write_atomic
+from tula_cli.run.files import write_atomic
 from tula_cli.services.reporting.document import Document
 
 _TOLD_FROM = ("recommendation.json", "results/*.json", "train/*/result.json", "train/*/summary.json", "comparison.json")
@@ -33,7 +33,6 @@ def report_files(part: Part, *, page: Callable[[Document], str] | None = None) -
         from tula_cli.services.reporting.run_report import report
 
         document = report(part.run, part.spec, partial(launcher.launcher_for, submits=False), now=time.time())
-        make_folder(folder)
         for path, form in zip(wanted, (markdown, page), strict=False):
             if form is not None:
                 write_atomic(path, form(document))

@@ -9,7 +9,7 @@ from pathlib import Path
 from tula_cli.cluster.relaunch import ALLOCATION_LOST, leaves_allocation
 from tula_cli.errors import TrackerError
 from tula_cli.run.directory import Part
-from tula_cli.run.files import make_folder
+from tula_cli.run.files import cannot_write, make_folder
 from tula_cli.run.lock import SubmissionLock
 from tula_cli.run.records.tasks import TrainTask
 from tula_cli.run.snapshot import Snapshot
@@ -86,7 +86,10 @@ class Session:
     def held(self) -> Iterator[str]:
         """Be the only one that sends this run there; yields whose it is where another process does, else nothing."""
         require_own(self.part.run.path)
-        make_folder(self.record.parent)
+        try:
+            make_folder(self.record.parent)
+        except OSError as error:
+            raise cannot_write(self.record.parent, error) from error
         owner = (
             self._lock.acquire() and self._lock.acquire()
         )  # the first takes over what a process that ended left behind

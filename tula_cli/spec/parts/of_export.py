@@ -43,3 +43,10 @@ class Export(Section):
             hint = f"did you mean {near[0]}?" if near else f"use {', '.join(TRACKERS)}, or package.module:callable"
             raise ValueError(f"to: unknown tracker {self.to!r}; {hint}")
         return self
+
+    @model_validator(mode="after")
+    def _tensorboard_has_a_folder(self) -> "Export":
+        uri = self.uri or ""
+        if self.to == "tensorboard" and "://" in uri and not uri.startswith("file:///"):
+            raise ValueError(f"tensorboard writes into a folder, and {uri} is none; give a path, or file:///path")
+        return self

@@ -12,6 +12,7 @@ from tula_cli.run.frames import frame
 from tula_cli.run.jobfile import begun, changes
 from tula_cli.run.records.probes import Measured
 from tula_cli.run.records.results import JobFile
+from tula_cli.run.snapshot import Snapshot
 from tula_cli.services.comparison.between_runs.codes import CodeDifference, code_difference, snapshot_of
 from tula_cli.services.comparison.between_runs.differing import Differing
 from tula_cli.services.comparison.between_runs.environments import environment_differences
@@ -106,7 +107,7 @@ def difference(before: RunDir, after: RunDir) -> RunDifference:
         chosen=(Chosen.of(before.recommendation()), Chosen.of(after.recommendation())),
         trainings=tuple(pair for name, one, other in trained for pair in training_pairs(one, other, part=name)),
         only=only,
-        warnings=tuple(error.message for _, *both in looks for look in both for error in look.damaged),
+        warnings=tuple(words for _, *both in looks for look in both for words in _damage(look)),
     )
     return replace(found, headline=headline(found))
 
@@ -115,6 +116,10 @@ def _code(pairs: Iterable[tuple[RunDir, RunDir]]) -> CodeDifference:
     """Return how the code differs: one job's parts all run the same, so the first that were submitted tell it."""
     found = (code_difference(one, other) for one, other in pairs if snapshot_of(one) or snapshot_of(other))
     return next(found, CodeDifference())
+
+
+def _damage(look: Snapshot) -> list[str]:
+    return [*(error.message for error in look.damaged), *look.training_warnings]
 
 
 def _measured(results: Iterable[Result]) -> list[Measured]:

@@ -12,6 +12,7 @@ from urllib.parse import urlsplit
 
 from tula_cli.errors import TrackerError
 from tula_cli.services.exporting.exporter import Described, Point, Scalar, State
+from tula_cli.services.exporting.trackers.mlflow_moved import FILES
 
 # A tool that only writes has nothing to tell of its use; and a server that is down is tried again by the next look.
 for _name, _value in (
@@ -25,6 +26,7 @@ for _name, _value in (
 
 from mlflow.entities import Metric, Param, RunTag  # noqa: E402 - it reads these when it is imported
 from mlflow.exceptions import MlflowException  # noqa: E402
+from mlflow.store.artifact.artifact_repository_registry import get_artifact_repository  # noqa: E402
 from mlflow.tracking import MlflowClient  # noqa: E402
 
 T = TypeVar("T")
@@ -45,10 +47,11 @@ class MlflowRun:
             str, int
         ] = {}  # newest step of each metric, where it may be more than what is known to be sent
         with _told():
-            found = client.get_run(run_id).data
-            self.given = dict(found.params)
+            found = client.get_run(run_id)
+            self.place: str = found.info.artifact_uri
+            self.given = dict(found.data.params)
             if torn:
-                self.there = {name: self._newest_step(name) for name in found.metrics}
+                self.there = {name: self._newest_step(name) for name in found.data.metrics}
         self.after = after
 
     @property
@@ -95,7 +98,11 @@ class MlflowRun:
 
     def artifact(self, path: Path) -> None:
         with _told():
-            self.client.log_artifact(self._id, str(path))
+            if self.place.startswith("file:"):  # the client takes a copied run, whose ids are the same, for the first
+                files: Any = get_artifact_repository(self.place)
+                files.log_artifact(str(path))
+            else:
+                self.client.log_artifact(self._id, str(path))
 
     def close(self, state: State, *, at: float) -> None:
         with _told():
@@ -116,7 +123,7 @@ class MlflowExporter:
             self.client = MlflowClient(tracking_uri=uri)
             found = self.client.get_experiment_by_name(project)
             # A local store would put files below the folder that the command happens to run in.
-            place = None if local is None else (local / "mlartifacts" / _key(project)).as_uri()
+            place = None if local is None else (local / FILES / _key(project)).as_uri()
             self.experiment = found.experiment_id if found else self.client.create_experiment(project, place)
 
     def open(self, run: Described, *, known: str | None, after: int | None, torn: bool) -> MlflowRun:

@@ -1,0 +1,1 @@
+"""The trackers that tula knows, each by its own package."""

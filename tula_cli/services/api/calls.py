@@ -170,9 +170,15 @@ def warn(event: Event) -> None:
         warnings.warn(event.text, stacklevel=2)
 
 
-def where_it_can_be(write: Callable[[], object]) -> None:
-    """Write what nobody has asked for; where that cannot be, it is a Python warning."""
+def saved(write: Callable[[], object], *, asked: bool) -> None:
+    """Write what was asked for, or else where it can be: then it is a Python warning that it cannot.
+
+    Raises:
+        CannotWrite: what was asked for cannot be written.
+    """
     try:
         write()
     except CannotWrite as error:
+        if asked:
+            raise
         warnings.warn(f"not saved: {error.message}", stacklevel=3)

@@ -18,17 +18,7 @@ from tula_cli.services import estimate as estimating
 from tula_cli.services import nodes as node_checking
 from tula_cli.services import recommend as recommending
 from tula_cli.services import train as training
-from tula_cli.services.api.calls import (
-    ROOT,
-    Call,
-    Job,
-    Settings,
-    Submission,
-    Target,
-    inspector,
-    spec_of,
-    where_it_can_be,
-)
+from tula_cli.services.api.calls import ROOT, Call, Job, Settings, Submission, Target, inspector, saved, spec_of
 from tula_cli.services.api.handles import Run, Status
 from tula_cli.services.check import CheckResult
 from tula_cli.services.comparison import session
@@ -172,11 +162,9 @@ def recommend(
     answer = recommending.ask(own.run, own.spec, criteria, launcher_for=looks, overrides=overrides)
     found = answer.recommendation
     renews = recommending.renews(found, own.run.recommendation()) and not other(own.run.path)
-    kept = functools.partial(recommending.save, overrides=overrides, job=own.job, every=every)
-    if save:
-        kept(own.run, own.spec, answer)
-    elif save is None and renews:
-        where_it_can_be(functools.partial(kept, own.run, own.spec, answer))
+    if save if save is not None else renews:
+        write = functools.partial(recommending.save, overrides=overrides, job=own.job, every=every)
+        saved(functools.partial(write, own.run, own.spec, answer), asked=bool(save))
     return answer.every() if every else found
 
 

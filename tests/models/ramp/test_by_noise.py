@@ -72,7 +72,9 @@ def test_a_gradient_that_is_lost_in_its_noise_allows_any_batch() -> None:
     assert stages(path((0, math.inf))) == (Stage(begin=0, batch=2048, noise=path((0, math.inf)).at(0)),)
 
 
-POINTS = st.dictionaries(st.floats(0, 20), st.floats(0, 1e5), min_size=1, max_size=5)
+MOMENTS = st.integers(0, 20_000_000).map(lambda millionths: millionths / 1e6)
+"""Where noise is measured: so many samples are done, of some millions."""
+POINTS = st.dictionaries(MOMENTS, st.floats(0, 1e5), min_size=1, max_size=5)
 
 
 @given(points=POINTS, scale=st.floats(1, 1e5))

@@ -88,6 +88,9 @@ _STAMP = re.compile(
 )
 
 
+_TAG = re.compile(r"\[rank([0-9]+)\]: ?")
+
+
 def stamped(line: str) -> str:
     """Return a line of a log with the time before it."""
     return f"{time.strftime('%Y-%m-%d %H:%M:%S%z')} {line}"
@@ -103,6 +106,17 @@ def told_time(line: str) -> float | None:
         return datetime.strptime(f"{found[1]} {found[2]}{zone}", f"%Y-%m-%d %H:%M:%S{'%z' * bool(zone)}").timestamp()
     except (ValueError, OverflowError):
         return None
+
+
+def tag(rank: int) -> str:
+    """Return what stands before a rank's line in a log that several share, as torch marks its own."""
+    return f"[rank{rank}]: "
+
+
+def rank_of(line: str) -> int | None:
+    """Return the rank whose tag stands before a line; None where none does."""
+    found = _TAG.match(line)
+    return int(found[1]) if found else None
 
 
 def progress(

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Annotated, Any, get_args
+from typing import Annotated, Any, TextIO, get_args
 
 import typer
 
@@ -140,14 +140,19 @@ def _here_is_gone() -> bool:
     return False
 
 
+def _discard(stream: TextIO) -> None:
+    """Let what is still to be written go nowhere: python flushes at its end, and would complain and change the exit code."""
+    with suppress(OSError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+
+
 def _discard_unwritable() -> None:
-    """Give up on a stream that takes no more: python flushes both at its end, and would complain and change the exit code."""
+    """Give up on a stream that takes no more."""
     for stream in (sys.stdout, sys.stderr):
         try:
             stream.flush()
         except OSError:
-            with suppress(OSError):
-                os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+            _discard(stream)
 
 
 def _usage(error: Any) -> SpecError:
@@ -161,9 +166,8 @@ def _usage(error: Any) -> SpecError:
 
 
 def _reader_is_gone() -> int:
-    """End quietly when a pager or `head` has closed the pipe; python would complain when it flushes stdout."""
-    with suppress(OSError):
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    """End quietly when a pager or `head` has closed the pipe."""
+    _discard(sys.stdout)
     return READER_IS_GONE
 
 

@@ -63,7 +63,7 @@ class Allocation:
 
     cpus: int | None = None  # of a supervisor; None where nobody tells
     node: str = ""  # tells the supervisors of this node from those of others
-    neighbours: tuple[int, ...] = ()  # supervisors of this node, where they may not follow each other
+    neighbours: tuple[int, ...] = ()  # supervisors of this node, itself too; () where nobody tells
     scheduler: Scheduler = field(default_factory=SlurmScheduler)  # that a job with an id is one of
 
     @classmethod

@@ -30,7 +30,12 @@ def ranks_of(task: Task) -> int:
 
 def tells_ranks(task: Task) -> bool:
     """Return whether lines of a log begin with their rank, but those of its lowest: the worker's do, and those of supervisors that share one."""
-    return not runs_script(task) or (task.spec.cluster.kind != "local" and not task.spec.task_per_node)
+    return not runs_script(task) or shares_log(task)
+
+
+def shares_log(task: Task) -> bool:
+    """Return whether a scheduler starts a supervisor a rank, and those of a node write into one log."""
+    return task.spec.cluster.kind != "local" and not task.spec.task_per_node
 
 
 def rendezvous(task: Task) -> str:

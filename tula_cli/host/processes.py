@@ -11,6 +11,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
+from tula_cli import words
+
 if TYPE_CHECKING:
     from _typeshed import ReadableBuffer
 
@@ -88,7 +90,7 @@ def tag_lines(rank: int) -> None:
     What libraries print past Python stays as it is.
     """
     if rank:
-        tag = f"[rank{rank}]: ".encode()
+        tag = words.tag(rank).encode()
         sys.stdout, sys.stderr = _tagged(sys.stdout, tag), _tagged(sys.stderr, tag)
 
 

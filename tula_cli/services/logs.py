@@ -8,8 +8,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from tula_cli import words
-from tula_cli.cluster.rank_start import ranks_of, tells_ranks, world_size
-from tula_cli.cluster.watching.node_log import rank_of
+from tula_cli.cluster.rank_start import ranks_of, shares_log, tells_ranks, world_size
 from tula_cli.errors import SpecError
 from tula_cli.host.outcome import root
 from tula_cli.plugins import nearest
@@ -75,7 +74,7 @@ class _Log:
 
     def line(self, raw: bytes) -> LogLine:
         text = raw.decode(errors="replace").rstrip("\r\n")
-        rank = rank_of(text)
+        rank = words.rank_of(text)
         if rank is None and self.tagged:
             rank = self.first
         return LogLine(self.file, text, self.task, self.attempt, rank)
@@ -171,8 +170,7 @@ class _Reader:
         task = self._task(logs[0])
         if task is None:
             return list(logs)
-        own, tagged = ranks_of(task), tells_ranks(task)
-        shared = task.spec.cluster.kind != "local" and not task.spec.task_per_node
+        own, tagged, shared = ranks_of(task), tells_ranks(task), shares_log(task)
         return [replace(log, first=log.first * own, tagged=tagged, shared=shared) for log in logs]
 
     def _ranks(self, log: _Log) -> int:

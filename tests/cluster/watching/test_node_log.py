@@ -12,8 +12,9 @@ import pytest
 
 from tula_cli.cluster.allocation import Allocation
 from tula_cli.cluster.watching import node_log
-from tula_cli.cluster.watching.node_log import RankOutput, log_of, rank_of
+from tula_cli.cluster.watching.node_log import RankOutput, log_of
 from tula_cli.run.directory import RunDir
+from tula_cli.words import rank_of
 
 SAYS = """
 import os, sys, time

@@ -93,9 +93,7 @@ class Place:
     restarts: int = 0  # how often the scheduler itself has started the job again
     cpus: int | None = None  # of a task; None where nobody tells
     node: str = ""  # what tells this node's tasks from those of others, where several jobs share a node
-    neighbours: tuple[
-        int, ...
-    ] = ()  # the tasks of its node, itself too, where the scheduler tells: the user may have dealt them in turns
+    neighbours: tuple[int, ...] = ()  # tasks of its node, itself too; () where they follow each other, or nobody tells
 
 
 class Scheduler(Protocol):

@@ -6,9 +6,9 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
-from tula_cli.cluster.watching.node_log import rank_of
 from tula_cli.spec.scripts.own_script import Rows, Script
 from tula_cli.spec.scripts.placeholders import fill
+from tula_cli.words import rank_of
 
 _LESS_IS_BETTER = re.compile(
     r"loss|error|perplexity|(err|ppl|nll|mse|mae)(?![a-z])|(?<![a-z])(wer|cer|fid)(?![a-z])", re.IGNORECASE

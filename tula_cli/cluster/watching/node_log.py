@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, BinaryIO
 
+from tula_cli import words
 from tula_cli.cluster.allocation import Allocation
 from tula_cli.run.directory import RunDir
 
@@ -30,18 +31,6 @@ _MARK = re.compile(rb"\0tula ([0-9]+)\0$")
 """What a supervisor writes as the end of a line into its own pipe: all before it has been read when it is."""
 _LINE_END = re.compile(rb"\r\n|\n|\r")
 """A progress bar ends its lines by the last: left as it is, the next rank's line would stand behind it."""
-_TAG = re.compile(r"\[rank([0-9]+)\]: ?")
-
-
-def tag(rank: int) -> str:
-    """Return what stands before a line of a rank."""
-    return f"[rank{rank}]: "
-
-
-def rank_of(line: str) -> int | None:
-    """Return the rank that stands before a line; None where none does."""
-    found = _TAG.match(line)
-    return int(found[1]) if found else None
 
 
 def log_of(run: RunDir, allocation: Allocation, task_id: str, attempt: int) -> Path:
@@ -179,7 +168,7 @@ class RankOutput:
             return
         self._words += b"".join(line + b"\n" for line in lines)
         del self._words[:-TAIL]
-        before = b"" if self.rank is None else tag(self.rank).encode()
+        before = b"" if self.rank is None else words.tag(self.rank).encode()
         known = before.rstrip()  # torch writes its own with and without a space
         text = b"".join((b"" if line.startswith(known) else before) + line + b"\n" for line in lines)
         self._add(log, text)

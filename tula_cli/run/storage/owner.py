@@ -54,7 +54,7 @@ def require_run(path: Path) -> None:
         is_run = refused = False
     if refused:
         raise not_yours(path / _RUN) or SpecError(f"no permission to read {path}", f"chmod -R u+rwX {path}")
-    if not path.is_dir() and not path.exists():
+    if not path.exists():
         raise SpecError(f"no such run directory: {path}", "tula list shows the runs there are")
     if not is_run:
         raise SpecError(f"not a run directory: {path} (it holds no {_RUN})", "tula list shows the runs there are")

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from types import FrameType
 from typing import TYPE_CHECKING
 
+from tula_cli import words
 from tula_cli.host.network import node_name
 from tula_cli.run.directory import RunDir
 from tula_cli.run.records.jobs import Failure
@@ -102,9 +103,9 @@ class HangWatch:
     def _tell(self, frame: FrameType, silent: float) -> None:
         """Write where it hangs into the log, all threads of it, and the failure for the supervisor."""
         place = telling_place(frame)
-        words = f"no end of a step for {silent:.0f} s, where one takes {statistics.median(self._took):.3g} s: {place}"
-        detail = f"rank {self.rank} hangs: {words}\n{_stacks()}"
-        tag = f"[rank{self.rank}]: "
+        told = f"no end of a step for {silent:.0f} s, where one takes {statistics.median(self._took):.3g} s: {place}"
+        detail = f"rank {self.rank} hangs: {told}\n{_stacks()}"
+        tag = words.tag(self.rank)
         # Past Python's own stream, which the thread that hangs may have locked.
         os.write(2, "".join(f"{tag}{line}\n" for line in detail.splitlines()).encode())
         self.run.write_failure(
@@ -115,7 +116,7 @@ class HangWatch:
                 host=node_name(),
                 pid=os.getpid(),
                 outcome="hung",
-                message=words,
+                message=told,
                 detail=detail,
                 failed_at=time.time(),
             )

@@ -149,6 +149,43 @@ def test_text_that_is_no_yaml_is_refused_with_its_line(write):
         load(write("model: {name: a}\n  - b: [\n"))
 
 
+@pytest.mark.parametrize(
+    ("text", "quoted"),
+    [
+        ("extra: {nodelist: node[001-004,007]}", 'nodelist: "node[001-004,007]"'),
+        ("extra: {exclude: gpu[01-02], comment: x}", 'exclude: "gpu[01-02]"'),
+        ("extra: {comment: x, nodelist: gpu[01-02]}", 'nodelist: "gpu[01-02]"'),
+        ("extra: {mail-user: @me}", 'mail-user: "@me"'),
+        ("constraint: [a100|h100]&ib", 'constraint: "[a100|h100]&ib"'),
+        ("exclude: *bad", 'exclude: "*bad"'),
+        ("partition: %gpu", 'partition: "%gpu"'),
+        ("comment: a: b", 'comment: "a: b"'),
+        ("account: `x`", 'account: "`x`"'),
+        ("setup: [module load cuda/{11,12}]", '"module load cuda/{11,12}"'),
+        ("extra: {nodelist: node{1,2}}", 'nodelist: "node{1,2}"'),
+        ('wrapper: "srun" -x', """wrapper: '"srun" -x'"""),
+        ("qos: !high", 'qos: "!high"'),
+        ("cluster:\n  slurm:\n    extra: {nodelist: n[1,2]}", 'nodelist: "n[1,2]"'),
+        ("cluster: {slurm: {extra: {nodelist: n[1,2]}}}", 'nodelist: "n[1,2]"'),
+        ("setup:\n  - @echo", '"@echo"'),
+        ("extra: {nodelist: node[001-004]}  # ours", 'nodelist: "node[001-004]"'),
+    ],
+)  # fmt: skip
+def test_a_value_at_which_yaml_stumbles_is_shown_in_quotes(text, quoted):
+    with pytest.raises(SpecError) as error:
+        parse_yaml(text, source="job.yaml")
+    assert error.value.hint == f"quote a value with such characters: {quoted}"
+    if ": " in quoted:
+        assert parse_yaml(quoted, source="job.yaml"), "as shown it is read"
+
+
+@pytest.mark.parametrize("text", ["a: [1\n", "a: {b: 1\n", "a: 1\na: 2\n", "\tb: 1\n", "a: 'b\n"])
+def test_other_mistakes_in_yaml_advise_no_quotes_around_a_plain_value(text):
+    with pytest.raises(SpecError) as error:
+        parse_yaml(text, source="job.yaml")
+    assert "quote a value" not in (error.value.hint or "") or re.search(r"[\[{']", error.value.hint)
+
+
 def test_yaml_tags_that_build_python_objects_are_refused(write):
     with pytest.raises(SpecError, match="not valid YAML"):
         load(write("model: !!python/object/apply:os.system ['true']\n"))

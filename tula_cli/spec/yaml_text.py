@@ -112,13 +112,41 @@ def _parse_in_python(text: str, *, source: str) -> Any:
             if error.problem_mark
             else ""
         )
-        raise SpecError(f"{source}{where}: not valid YAML: {error.problem or error.context}") from None
+        hint = _quoting_hint(text, error.problem_mark)
+        raise SpecError(f"{source}{where}: not valid YAML: {error.problem or error.context}", hint) from None
     except RecursionError:
         raise SpecError(f"{source}: not valid YAML: {_TOO_DEEP}") from None
     except (yaml.YAMLError, ValueError) as error:
         raise SpecError(f"{source}: not valid YAML: {error}") from None
     except _BY_CONTENT:
         raise SpecError(f"{source}: not valid YAML: a value is not of the kind that its tag (!!...) says") from None
+
+
+_PAIR = re.compile(r"(?:^|[{,]|- )\s*(?P<key>[\w.-]+):\s+(?P<value>\S.*?)(?=,\s*[\w.-]+:\s|\s+#|\s*$)")
+_ITEM = re.compile(r"(?:^\s*- |\[)\s*(?P<key>)(?P<value>[^\s\[].*?)(?=\s+#|\s*$)")
+_SPECIAL = re.compile(r"[\[\]{}:#,&*!|>'\"%@`]")
+"""Characters that mean something to YAML in a value: at its beginning, inside [...] and {...}, or before a space."""
+
+
+def _quoting_hint(text: str, mark: "yaml.Mark | None") -> str:
+    """Return how to quote the value at which YAML has stumbled; empty if it is not about a value with such characters."""
+    lines = text.splitlines()
+    line = lines[mark.line] if mark is not None and mark.line < len(lines) else ""
+    pairs = [*_PAIR.finditer(line)] or [*_ITEM.finditer(line)]
+    before = [pair for pair in pairs if mark is not None and pair.start("value") <= mark.column] or pairs[:1]
+    if not before:
+        return ""
+    key, value = before[-1]["key"], before[-1]["value"]
+    while inner := re.match(r"\{\s*([\w.-]+):\s+(.*)", value):  # the first pair of {...}
+        key, value = inner[1], inner[2]
+    if value.startswith("[") and value.endswith("]"):  # the items of a list
+        key, value = "", value[1:-1]
+    while value[-1:] in ("}", "]") and value.count(value[-1]) > value.count({"}": "{", "]": "["}[value[-1]]):
+        value = value[:-1].rstrip()
+    if not _SPECIAL.search(value):
+        return ""
+    quote = "'" if '"' in value else '"'
+    return f"quote a value with such characters: {f'{key}: ' if key else ''}{quote}{value}{quote}"
 
 
 def read_yaml(path: Path) -> dict[str, Any]:

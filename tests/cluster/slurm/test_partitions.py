@@ -80,16 +80,79 @@ def test_versions_of_slurm_tell_the_same(version):
     assert (kind.cpus, kind.memory, kind.gpus[0]) == (16, 64000, Gpus("tesla", 2))
 
 
-@pytest.mark.parametrize(
-    "state", ["down", "down*", "drained", "draining", "idle*", "fail", "inval", "future", "unknown*"]
-)
+UNUSABLE = [
+    "down",
+    "down*",
+    "down$",
+    "down~",
+    "drained",
+    "drained*",
+    "drained$",
+    "drained^",
+    "draining",
+    "draining@",
+    "draining!",
+    "idle*",
+    "idle$",
+    "idle^",
+    "idle%",
+    "mixed$",
+    "mixed^",
+    "allocated$",
+    "allocated^",
+    "maint",
+    "maint*",
+    "reserved",
+    "reserved*",
+    "reboot",
+    "reboot^",
+    "reboot*",
+    "powering_down",
+    "powering_down%",
+    "fail",
+    "fail*",
+    "failing",
+    "inval",
+    "future",
+    "future*",
+    "unknown",
+    "unknown*",
+    "error",
+    "allocated*",
+    "mixed%",
+    "completing$",
+]
+USABLE = [
+    "idle",
+    "mixed",
+    "allocated",
+    "completing",
+    "planned",
+    "blocked",
+    "idle~",
+    "idle#",
+    "idle!",
+    "idle@",
+    "idle-",
+    "mixed-",
+    "mixed@",
+    "mixed#",
+    "allocated#",
+    "allocated@",
+    "allocated+",
+    "mixed+",
+    "powered_down",
+    "powering_up",
+    "power_down",
+]
+
+
+@pytest.mark.parametrize("state", UNUSABLE)
 def test_a_node_that_runs_nothing_does_not_count(state):
     assert parse_partitions(f"main|up|1:00|1-2|3|{state}|2|4000|(null)")[0].nodes == 0
 
 
-@pytest.mark.parametrize(
-    "state", ["idle", "mixed", "allocated", "completing", "idle~", "allocated#", "maint", "reserved"]
-)
+@pytest.mark.parametrize("state", USABLE)
 def test_a_node_that_is_busy_or_asleep_counts(state):
     assert parse_partitions(f"main|up|1:00|1-2|3|{state}|2|4000|(null)")[0].nodes == 3
 
@@ -166,6 +229,44 @@ def commands(tmp_path, monkeypatch):
 
 def says(text: str) -> str:
     return f"/bin/cat <<'END'\n{text}END"
+
+
+# A real 22.05's lines, cut down to what counts; 20.11 has no CPUEfctv, 23.02 has MaxCPUsPerSocket.
+NODE = "NodeName=node001 CPUEfctv={efctv} CPUTot=8 Sockets=2 RealMemory=64000 ThreadsPerCore=2 CfgTRES=cpu=8,mem=64000M"
+LIMITS = "PartitionName=main Default=YES MaxNodes={nodes} MinNodes={least} MaxCPUsPerNode={cpus} Nodes=node[1-4] MaxMemPerNode={memory}"
+FREE = LIMITS.format(nodes="UNLIMITED", least=0, cpus="UNLIMITED", memory="UNLIMITED")
+ROW = "main*|up|2:00:00|1-infinite|4|idle|8|64000|gpu:a100:2|node[001-004,007]"
+
+
+@pytest.mark.parametrize(
+    ("row", "node", "limits", "config", "cpus", "memory", "nodes"),
+    [
+        (ROW, NODE.format(efctv=8), FREE, "MaxMemPerNode           = UNLIMITED", 4, '"0"', [2, 4]),
+        (ROW, NODE.format(efctv=6), FREE, "", 3, '"0"', [2, 4]),
+        (ROW, NODE.replace("CPUEfctv={efctv} ", "CoreSpecCount=1 "), FREE, "", 3, '"0"', [2, 4]),
+        (ROW, NODE.replace("CPUEfctv={efctv} ", "CPUSpecList=0,1,4-5 "), FREE, "", 2, '"0"', [2, 4]),
+        (ROW, NODE.format(efctv=8), FREE.replace("PerNode=UNLIMITED Nodes", "PerNode=2 Nodes"), "", 1, '"0"', [2, 4]),
+        (ROW, NODE.format(efctv=8), FREE + " MaxCPUsPerSocket=2", "", 2, '"0"', [2, 4]),
+        (ROW, NODE.format(efctv=8), FREE[:-9] + "2000", "", 4, "2000M", [2, 4]),
+        (ROW, NODE.format(efctv=6), FREE.replace("MaxMemPerNode=UNLIMITED", "MaxMemPerCPU=500"), "", 3, "3000M", [2, 4]),
+        (ROW, NODE.format(efctv=8), FREE, "MaxMemPerNode           = 5000", 4, "5000M", [2, 4]),
+        (ROW, NODE.format(efctv=8), FREE[:-9] + "2000", "MaxMemPerNode           = 5000", 4, "2000M", [2, 4]),
+        (ROW, NODE.format(efctv=8), FREE[:-9] + "90000", "", 4, '"0"', [2, 4]),
+        (ROW, NODE.format(efctv=8) + " MemSpecLimit=4000", FREE, "", 4, '"0"', [2, 4]),
+        (ROW.replace("1-infinite", "3-infinite"), NODE.format(efctv=8), FREE, "", 4, '"0"', [4]),
+        (ROW.replace("1-infinite", "1-2"), NODE.format(efctv=8), FREE, "", 4, '"0"', [1, 2]),
+        (ROW, "", "", "", 4, '"0"', [2, 4]),  # scontrol does not answer
+    ],
+)  # fmt: skip
+def test_what_a_job_can_have_of_a_node_is_asked_for(commands, row, node, limits, config, cpus, memory, nodes):
+    commands("sinfo", says(f"{row}\n"))
+    answers = {"node": node, "partition": limits, "config": config}
+    cases = " ".join(f"*show\\ {name}*) {says(text + chr(10))}\n;;" for name, text in answers.items() if text)
+    commands("scontrol", f'case "$*" in {cases} *) exit 1;; esac')
+    found = site.ask()
+    assert found is not None
+    asked = {setting.key.rpartition(".")[2]: setting.value for setting in site.settings(found)}
+    assert (asked["cpus_per_task"], asked["memory"], asked["nodes"]) == (str(cpus), memory, str(nodes))
 
 
 def test_partitions_and_accounts_are_asked_for(commands):

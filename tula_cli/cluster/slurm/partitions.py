@@ -9,8 +9,10 @@ import math
 import os
 import pwd
 import re
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+from typing import Any
 
 from tula_cli.cluster.slurm.command import call
 from tula_cli.spec.sections import FEWEST_WORKERS
@@ -20,8 +22,13 @@ from tula_cli.words import plural
 PATIENCE = 10.0
 """Seconds that a command of SLURM gets: what it tells is a help, not a need."""
 
-_UNUSABLE = ("down", "drain", "drained", "draining", "fail", "failing", "error", "future", "inval", "unknown")
-_NOT_RESPONDING = "*"
+_UNUSABLE = (
+    "down", "drain", "drained", "draining", "fail", "failing", "error", "future", "inval", "unknown",
+    "maint", "reserved", "reboot", "powering_down",
+)  # fmt: skip
+_LEAVING = "*$^%"
+"""Suffixes of the states of nodes that do not respond, are in a maintenance window, reboot or are being switched off."""
+SINFO = ("sinfo", "--noheader", "--exact", "--format=%P|%a|%l|%s|%D|%T|%c|%m|%G|%N")
 
 
 @dataclass(frozen=True)
@@ -37,9 +44,10 @@ class NodeKind:
     """Nodes of a partition that are alike."""
 
     nodes: int  # that can run a job: those that are down or drained do not count
-    cpus: int
-    memory: int  # MB
+    cpus: int  # that a job can have
+    memory: int  # MB that a job can have
     gpus: tuple[Gpus, ...]  # the most numerous first
+    limited_memory: bool = False  # a job may not ask for all memory of a node, which is more
 
 
 @dataclass(frozen=True)
@@ -52,6 +60,7 @@ class Partition:
     minutes: int | None  # None: as long as one likes
     most_nodes: int | None  # of one job; None: no limit but the partition's size
     kinds: tuple[NodeKind, ...]
+    least_nodes: int = 1  # of one job
 
     @property
     def nodes(self) -> int:
@@ -89,7 +98,25 @@ def ask() -> Site | None:
 
 def partitions() -> tuple[Partition, ...]:
     """Return the partitions in sinfo's order; none where nothing answers."""
-    return parse_partitions(_told("sinfo", "--noheader", "--exact", "--format=%P|%a|%l|%s|%D|%T|%c|%m|%G"))
+    return ask_partitions(_told)
+
+
+def ask_partitions(answer: Callable[..., str]) -> tuple[Partition, ...]:
+    """Return the partitions in sinfo's order, with what a job can have of their nodes as far as scontrol reports it.
+
+    Args:
+        answer: calls a command and returns what it printed; nothing where it fails.
+    """
+    rows = answer(*SINFO)
+    if not rows:
+        return ()
+    nodes = sorted({_first_host(names) for *_, names in _fields(rows) if names})  # one of each kind
+    return parse_partitions(
+        rows,
+        nodes=_records(answer("scontrol", "--oneliner", "show", "node", ",".join(nodes)) if nodes else ""),
+        limits=_records(answer("scontrol", "--oneliner", "show", "partition")),
+        site=dict(re.findall(r"^(MaxMemPer\w+) *= (\S+)", answer("scontrol", "show", "config"), re.MULTILINE)),
+    )
 
 
 def accounts() -> tuple[str, ...]:
@@ -119,21 +146,57 @@ def _told(*command: str) -> str:
 
 # --- understanding
 
+_NONE: Mapping[str, Any] = MappingProxyType({})
 
-def parse_partitions(told: str) -> tuple[Partition, ...]:
-    """Return the partitions in rows of sinfo (partition, availability, time limit, job size, nodes, state, CPUs, MB, GRES).
+Record = Mapping[str, str]
+"""A line of `scontrol --oneliner show`: the fields by their names."""
+
+
+def parse_partitions(
+    told: str, *, nodes: Mapping[str, Record] = _NONE, limits: Mapping[str, Record] = _NONE, site: Record = _NONE
+) -> tuple[Partition, ...]:
+    """Return the partitions in rows of sinfo (partition, availability, time limit, job size, nodes, state, CPUs, MB, GRES, names).
 
     A partition has a row for each kind and state of nodes; a row that does not parse is left out.
+
+    Args:
+        told: what `SINFO` printed; older records have no names.
+        nodes: scontrol's records of a node of each row, by name.
+        limits: those of the partitions, by name.
+        site: limits of memory that hold where a partition has none.
     """
     rows: dict[str, list[list[str]]] = {}
-    for line in told.splitlines():
-        fields = [field.strip() for field in line.split("|")]
-        if len(fields) == 9 and fields[0] and fields[4].isdigit():
-            rows.setdefault(fields[0], []).append(fields)
-    return tuple(_partition(name, fields) for name, fields in rows.items())
+    for fields in _fields(told):
+        rows.setdefault(fields[0], []).append(fields)
+    return tuple(
+        _partition(name, fields, nodes, _limits(limits.get(name.rstrip("*"), {}), site))
+        for name, fields in rows.items()
+    )
 
 
-def _partition(name: str, rows: list[list[str]]) -> Partition:
+def _fields(told: str) -> list[list[str]]:
+    rows = [[field.strip() for field in line.split("|", 9)] for line in told.splitlines()]
+    return [[*row, ""][:10] for row in rows if len(row) in (9, 10) and row[0] and row[4].isdigit()]
+
+
+def _records(told: str) -> dict[str, Record]:
+    """Return the lines of `scontrol --oneliner show` by the name that stands first in each."""
+    lines = [re.findall(r"(\S+?)=(\S*)", line) for line in told.splitlines()]
+    return {pairs[0][1]: dict(reversed(pairs)) for pairs in lines if pairs}
+
+
+def _limits(partition: Record, site: Record) -> Record:
+    """Return the limits of a partition that are numbers; those of the site's memory hold where it has none of its own."""
+    own, shared = ({name: n for name, n in record.items() if n.isdigit() and n != "0"} for record in (partition, site))
+    return own if any(name.startswith("MaxMemPer") for name in own) else {**shared, **own}
+
+
+def _first_host(names: str) -> str:
+    """Return node001 of "node[001-004,007],other"."""
+    return re.sub(r"\[(\w+)[^\]]*\]", r"\1", re.split(r",(?![^\[]*\])", names)[0])
+
+
+def _partition(name: str, rows: list[list[str]], nodes: Mapping[str, Record], limits: Record) -> Partition:
     _, available, limit, size, *_ = rows[0]
     return Partition(
         name=name.rstrip("*"),
@@ -141,25 +204,54 @@ def _partition(name: str, rows: list[list[str]]) -> Partition:
         up=available.lower() == "up",
         minutes=parse_minutes(limit),
         most_nodes=_most_nodes(size),
-        kinds=tuple(_kinds(rows)),
+        kinds=tuple(_kinds(rows, nodes, limits)),
+        least_nodes=max(1, _leading_number(size)) if "-" in size else 1,
     )
 
 
-def _kinds(rows: list[list[str]]) -> list[NodeKind]:
+def _kinds(rows: list[list[str]], nodes: Mapping[str, Record], limits: Record) -> list[NodeKind]:
     """Return the kinds of nodes, those in different states put together."""
-    counts: dict[tuple[int, int, tuple[Gpus, ...]], int] = {}
-    for *_, nodes, state, cpus, memory, gres in rows:
+    counts: dict[NodeKind, int] = {}
+    for *_, count, state, cpus, memory, gres, names in rows:
         if _can_run(state):
-            kind = (_leading_number(cpus), _leading_number(memory), parse_gres(gres))
-            counts[kind] = counts.get(kind, 0) + int(nodes)
-    found = [NodeKind(count, *kind) for kind, count in counts.items() if count]
+            whole = NodeKind(0, _leading_number(cpus), _leading_number(memory), parse_gres(gres))
+            kind = _usable(whole, nodes.get(_first_host(names), {}), limits)
+            counts[kind] = counts.get(kind, 0) + int(count)
+    found = [replace(kind, nodes=count) for kind, count in counts.items() if count]
     return sorted(found, key=lambda kind: (not kind.gpus, -kind.nodes))
 
 
+def _usable(kind: NodeKind, node: Record, limits: Record) -> NodeKind:
+    """Return what one job can have of a node: without what the system keeps, and within the partition's limits.
+
+    Args:
+        kind: the whole node.
+        node: scontrol's record of it; empty where nothing is known.
+        limits: of the partition, as far as there are any.
+    """
+    threads = int(node.get("ThreadsPerCore", "1"))
+    specialised = len(_numbers(node.get("CPUSpecList", ""))) or int(node.get("CoreSpecCount", "0")) * threads
+    cpus = int(node.get("CPUEfctv") or kind.cpus - specialised)
+    cpus = min(cpus, int(limits.get("MaxCPUsPerNode", cpus)))
+    if "MaxCPUsPerSocket" in limits:
+        cpus = min(cpus, int(limits["MaxCPUsPerSocket"]) * int(node.get("Sockets", "1")))
+    memory = kind.memory - int(node.get("MemSpecLimit", "0"))
+    ranks = max(1, min(kind.gpus[0].count if kind.gpus else 1, cpus))
+    asked_cpus = cpus // ranks * ranks
+    most = int(limits.get("MaxMemPerNode", 0)) or int(limits.get("MaxMemPerCPU", 0)) * asked_cpus or memory
+    return replace(kind, cpus=cpus, memory=min(memory, most), limited_memory=most < memory)
+
+
+def _numbers(ranges: str) -> list[int]:
+    """Return 0, 1, 4 and 5 of "0-1,4,5"."""
+    pairs = [part.partition("-") for part in ranges.split(",") if re.fullmatch(r"\d+(-\d+)?", part)]
+    return [number for first, _, last in pairs for number in range(int(first), int(last or first) + 1)]
+
+
 def _can_run(state: str) -> bool:
-    """Tell whether a node in this state runs jobs, now or when those before are done; "~" is one that is switched off."""
+    """Return whether a node in this state runs jobs, now or when those before are done; "~" is one that is switched off."""
     words = re.split(r"[^a-z_]", state.lower())
-    return _NOT_RESPONDING not in state and words[0] not in _UNUSABLE
+    return state[-1:] not in _LEAVING and words[0] not in _UNUSABLE
 
 
 def _leading_number(text: str) -> int:
@@ -287,8 +379,9 @@ def suggested_nodes(partition: Partition) -> tuple[int, ...]:
     """Return the numbers of nodes to measure: powers of two up to the partition's size, one node where it is small."""
     alike = partition.kinds[0].nodes if partition.kinds else 1
     most = min(alike, partition.usable or 1)
-    found = tuple(nodes for nodes in _NODES if nodes <= most)
-    return found if len(found) > 1 else (1, *found)
+    least = partition.least_nodes
+    found = tuple(nodes for nodes in _NODES if least <= nodes <= most)
+    return found if len(found) > 1 or least > 1 else (1, *found)
 
 
 def _job_minutes(partition: Partition) -> int:
@@ -300,9 +393,11 @@ def _job_minutes(partition: Partition) -> int:
 def _node_settings(kind: NodeKind) -> Iterator[Setting]:
     """Yield how a node's GPUs, processors and memory are asked for: all of them, for whole nodes are used."""
     gpus = kind.gpus[0] if kind.gpus else Gpus("", 1)
-    cpus = max(1, kind.cpus // gpus.count)
+    ranks = min(gpus.count, kind.cpus or gpus.count)
+    cpus = max(1, kind.cpus // ranks)
     if kind.gpus:
-        yield Setting("cluster.gpus_per_node", str(gpus.count))
+        why = "" if ranks == gpus.count else f"of {gpus.count}: a job can have {plural(kind.cpus, 'CPU')} of a node"
+        yield Setting("cluster.gpus_per_node", str(ranks), why)
     else:
         yield Setting("cluster.device", "cpu", "the partition's nodes have no GPUs")
     if gpus.type:
@@ -310,7 +405,9 @@ def _node_settings(kind: NodeKind) -> Iterator[Setting]:
     yield Setting("cluster.slurm.cpus_per_task", str(cpus), f"a rank; a node has {kind.cpus}")
     if cpus <= FEWEST_WORKERS:
         yield Setting("train.workers", str(cpus - 1), "data-loader processes a GPU; the ranks share the node's CPUs")
-    if kind.memory:
+    if kind.limited_memory:
+        yield Setting("cluster.slurm.memory", f"{kind.memory}M", "a node; the most that a job can have here")
+    elif kind.memory:
         yield Setting("cluster.slurm.memory", '"0"', f"a node; 0 is all it has, {kind.memory} MB")
 
 
